@@ -1,0 +1,2 @@
+//! Skeleton.
+#![no_std]

@@ -1,0 +1,89 @@
+//! Exceptions as values: vector, error code, and the payload that goes to CR2 or DR6.
+//!
+//! SDM vol. 3A §6.15, APM vol. 2 §8.2.
+
+use crate::Vector;
+
+/// An exception to be delivered to the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Exception {
+    /// Vector 0 to 31.
+    pub vector: Vector,
+    /// Error code, for the vectors that push one.
+    pub error_code: Option<u32>,
+    /// CR2 for #PF, DR6 bits for #DB.
+    pub payload: Option<u64>,
+}
+
+/// Page-fault error-code bits (SDM vol. 3A §4.7).
+pub mod pf {
+    /// The page was present: a protection violation.
+    pub const PRESENT: u32 = 1 << 0;
+    /// The access was a write.
+    pub const WRITE: u32 = 1 << 1;
+    /// The access was made with CPL 3.
+    pub const USER: u32 = 1 << 2;
+    /// A reserved bit was set in a paging entry.
+    pub const RSVD: u32 = 1 << 3;
+    /// The access was an instruction fetch.
+    pub const FETCH: u32 = 1 << 4;
+    /// The access was refused by a protection key.
+    pub const PK: u32 = 1 << 5;
+}
+
+impl Exception {
+    const fn plain(vector: u8) -> Self {
+        Self { vector: Vector(vector), error_code: None, payload: None }
+    }
+    const fn with_code(vector: u8, code: u32) -> Self {
+        Self { vector: Vector(vector), error_code: Some(code), payload: None }
+    }
+    /// #DE, divide error.
+    pub const fn de() -> Self {
+        Self::plain(0)
+    }
+    /// #DB with the DR6 bits that it reports.
+    pub const fn db(dr6: u64) -> Self {
+        Self { vector: Vector(1), error_code: None, payload: Some(dr6) }
+    }
+    /// #UD, invalid opcode.
+    pub const fn ud() -> Self {
+        Self::plain(6)
+    }
+    /// #NM, device not available.
+    pub const fn nm() -> Self {
+        Self::plain(7)
+    }
+    /// #DF, double fault.
+    pub const fn df() -> Self {
+        Self::with_code(8, 0)
+    }
+    /// #TS, invalid TSS.
+    pub const fn ts(code: u32) -> Self {
+        Self::with_code(10, code)
+    }
+    /// #NP, segment not present.
+    pub const fn np(code: u32) -> Self {
+        Self::with_code(11, code)
+    }
+    /// #SS, stack fault.
+    pub const fn ss(code: u32) -> Self {
+        Self::with_code(12, code)
+    }
+    /// #GP, general protection.
+    pub const fn gp(code: u32) -> Self {
+        Self::with_code(13, code)
+    }
+    /// #PF at `addr` with the bits of [`pf`].
+    pub const fn pf(addr: u64, code: u32) -> Self {
+        Self { vector: Vector(14), error_code: Some(code), payload: Some(addr) }
+    }
+    /// #MF, x87 floating-point error.
+    pub const fn mf() -> Self {
+        Self::plain(16)
+    }
+    /// #AC, alignment check.
+    pub const fn ac() -> Self {
+        Self::with_code(17, 0)
+    }
+}

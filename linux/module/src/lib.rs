@@ -1,0 +1,1 @@
+#![cfg_attr(target_os = "none", no_std)]
