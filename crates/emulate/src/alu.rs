@@ -1,0 +1,296 @@
+//! Arithmetic with flags, as pure functions of operands. Values are the low `size` bytes of a u64
+//! (upper bits ignored on the way in, zero on the way out); flags are the RFLAGS bits that the
+//! instruction defines. Flags that the manuals leave undefined follow what current CPUs do.
+//!
+//! SDM vol. 1 §3.4.3.1, vol. 2 per instruction.
+
+use crate::decode::{sign_extend, size_mask};
+use crate::rflags::{AF, CF, OF, PF, SF, STATUS, ZF};
+
+/// A result with the status flags; the flags replace the bits of the mask that the caller knows.
+pub(crate) type Flagged = (u64, u64);
+
+#[inline]
+const fn bits(size: u8) -> u32 {
+    size as u32 * 8
+}
+
+#[inline]
+const fn top(value: u64, size: u8) -> bool {
+    (value >> (bits(size).wrapping_sub(1) & 63)) & 1 != 0
+}
+
+#[inline]
+const fn flag(set: bool, bit: u64) -> u64 {
+    if set { bit } else { 0 }
+}
+
+/// SF, ZF and PF of a result.
+#[inline]
+pub(crate) const fn sign_zero_parity(result: u64, size: u8) -> u64 {
+    flag(top(result, size), SF)
+        | flag(result & size_mask(size) == 0, ZF)
+        | flag((result as u8).count_ones() & 1 == 0, PF)
+}
+
+/// `a + b + carry`.
+#[inline]
+pub(crate) const fn add(size: u8, a: u64, b: u64, carry: bool) -> Flagged {
+    let result = a.wrapping_add(b).wrapping_add(carry as u64) & size_mask(size);
+    let carries = (a & b) | ((a | b) & !result);
+    let flags = flag(top(carries, size), CF)
+        | flag(carries & 8 != 0, AF)
+        | flag(top((a ^ result) & (b ^ result), size), OF)
+        | sign_zero_parity(result, size);
+    (result, flags)
+}
+
+/// `a - b - borrow`.
+#[inline]
+pub(crate) const fn sub(size: u8, a: u64, b: u64, borrow: bool) -> Flagged {
+    let result = a.wrapping_sub(b).wrapping_sub(borrow as u64) & size_mask(size);
+    let borrows = (!a & b) | ((!a | b) & result);
+    let flags = flag(top(borrows, size), CF)
+        | flag(borrows & 8 != 0, AF)
+        | flag(top((a ^ b) & (a ^ result), size), OF)
+        | sign_zero_parity(result, size);
+    (result, flags)
+}
+
+/// The flags of AND, OR, XOR and TEST for their result; AF is undefined and cleared.
+#[inline]
+pub(crate) const fn logic(size: u8, result: u64) -> Flagged {
+    let result = result & size_mask(size);
+    (result, sign_zero_parity(result, size))
+}
+
+/// The shifts and rotates by one operand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Shift {
+    Rol,
+    Ror,
+    Rcl,
+    Rcr,
+    Shl,
+    Shr,
+    Sar,
+}
+
+/// Shifts or rotates `a` by `count`; `flags` are the flags before, the returned ones are complete.
+pub(crate) fn shift(kind: Shift, size: u8, a: u64, count: u8, flags: u64) -> Flagged {
+    let width = bits(size);
+    let count = u32::from(count & if size == 8 { 0x3f } else { 0x1f });
+    let a = a & size_mask(size);
+    if count == 0 {
+        return (a, flags);
+    }
+    let wide = u128::from(a);
+    match kind {
+        Shift::Shl => {
+            // Bit `width` of the wide result is the last bit shifted out; 0 when all are gone.
+            let shifted = wide.wrapping_shl(count);
+            let result = shifted as u64 & size_mask(size);
+            let carry = shifted.wrapping_shr(width) & 1 != 0;
+            let overflow = top(result, size) != carry;
+            shifted_flags(size, result, carry, overflow, flags)
+        }
+        Shift::Shr => {
+            let result = wide.wrapping_shr(count) as u64;
+            let carry = wide.wrapping_shr(count.wrapping_sub(1)) & 1 != 0;
+            // Defined for counts of 1: the operand's sign. Hardware gives, for all counts, the
+            // xor of the result's two top bits.
+            let overflow = top(result ^ (result << 1), size);
+            shifted_flags(size, result, carry, overflow, flags)
+        }
+        Shift::Sar => {
+            let signed = i128::from(sign_extend(a, size) as i64);
+            let result = signed.wrapping_shr(count) as u64 & size_mask(size);
+            let carry = signed.wrapping_shr(count.wrapping_sub(1)) & 1 != 0;
+            shifted_flags(size, result, carry, false, flags)
+        }
+        Shift::Rol => {
+            let by = count % width;
+            let result = (wide.wrapping_shl(by) | wide.wrapping_shr(width.wrapping_sub(by))) as u64
+                & size_mask(size);
+            let carry = result & 1 != 0;
+            rotated_flags(result, carry, top(result, size) != carry, flags)
+        }
+        Shift::Ror => {
+            let by = count % width;
+            let result = (wide.wrapping_shr(by) | wide.wrapping_shl(width.wrapping_sub(by))) as u64
+                & size_mask(size);
+            let overflow = top(result ^ (result << 1), size);
+            rotated_flags(result, top(result, size), overflow, flags)
+        }
+        Shift::Rcl | Shift::Rcr => {
+            // The carry is the operand's bit `width`; rotate width + 1 bits.
+            let ring = width.wrapping_add(1);
+            let by = count % ring;
+            let left = if matches!(kind, Shift::Rcl) { by } else { ring.wrapping_sub(by) % ring };
+            let with_carry = wide | u128::from(flags & CF).wrapping_shl(width);
+            let rotated =
+                with_carry.wrapping_shl(left) | with_carry.wrapping_shr(ring.wrapping_sub(left));
+            let rotated = if left == 0 { with_carry } else { rotated };
+            let result = rotated as u64 & size_mask(size);
+            let carry = rotated.wrapping_shr(width) & 1 != 0;
+            let overflow = if matches!(kind, Shift::Rcl) {
+                top(result, size) != carry
+            } else {
+                top(result ^ (result << 1), size)
+            };
+            rotated_flags(result, carry, overflow, flags)
+        }
+    }
+}
+
+fn shifted_flags(size: u8, result: u64, carry: bool, overflow: bool, old: u64) -> Flagged {
+    let new = flag(carry, CF) | flag(overflow, OF) | sign_zero_parity(result, size);
+    (result, (old & !STATUS) | new)
+}
+
+fn rotated_flags(result: u64, carry: bool, overflow: bool, old: u64) -> Flagged {
+    (result, (old & !(CF | OF)) | flag(carry, CF) | flag(overflow, OF))
+}
+
+/// SHLD (`left`) and SHRD of `a`, filled from `fill`. Counts above the operand's width (16-bit
+/// operands only) are undefined; here the operands continue as a ring.
+pub(crate) fn double_shift(
+    left: bool,
+    size: u8,
+    a: u64,
+    fill: u64,
+    count: u8,
+    flags: u64,
+) -> Flagged {
+    let width = bits(size);
+    let count = u32::from(count & if size == 8 { 0x3f } else { 0x1f });
+    let a = a & size_mask(size);
+    let fill = fill & size_mask(size);
+    if count == 0 {
+        return (a, flags);
+    }
+    // A pair of operands, doubled for 16-bit counts above 16.
+    let (result, carry) = if size == 2 {
+        let (a64, fill64) = (a, fill);
+        if left {
+            let ring = a64 << 32 | fill64 << 16 | a64;
+            let shifted = ring.wrapping_shl(count);
+            ((shifted >> 32) & 0xffff, (shifted >> 48) & 1 != 0)
+        } else {
+            let ring = a64 << 32 | fill64 << 16 | a64;
+            (ring.wrapping_shr(count) & 0xffff, ring.wrapping_shr(count.wrapping_sub(1)) & 1 != 0)
+        }
+    } else if left {
+        let pair = u128::from(a).wrapping_shl(width) | u128::from(fill);
+        let result = pair.wrapping_shl(count).wrapping_shr(width) as u64 & size_mask(size);
+        (result, u128::from(a).wrapping_shr(width.wrapping_sub(count)) & 1 != 0)
+    } else {
+        let pair = u128::from(fill).wrapping_shl(width) | u128::from(a);
+        let result = pair.wrapping_shr(count) as u64 & size_mask(size);
+        (result, pair.wrapping_shr(count.wrapping_sub(1)) & 1 != 0)
+    };
+    // Defined for counts of 1: the sign changed. Hardware takes the last step for all counts.
+    let overflow =
+        if left { top(result, size) != carry } else { top(result ^ (result << 1), size) };
+    shifted_flags(size, result, carry, overflow, flags)
+}
+
+/// Unsigned `a * b`: low half, high half, CF and OF when the high half matters.
+pub(crate) fn mul(size: u8, a: u64, b: u64) -> (u64, u64, u64) {
+    let product = u128::from(a & size_mask(size)).wrapping_mul(u128::from(b & size_mask(size)));
+    let high = product.wrapping_shr(bits(size)) as u64 & size_mask(size);
+    (product as u64 & size_mask(size), high, flag(high != 0, CF | OF))
+}
+
+/// Signed `a * b`: low half, high half, CF and OF when the product does not fit the low half.
+pub(crate) fn imul(size: u8, a: u64, b: u64) -> (u64, u64, u64) {
+    let a = i128::from(sign_extend(a, size) as i64);
+    let b = i128::from(sign_extend(b, size) as i64);
+    let product = a.wrapping_mul(b);
+    let low = product as u64 & size_mask(size);
+    let high = product.wrapping_shr(bits(size)) as u64 & size_mask(size);
+    let fits = i128::from(sign_extend(low, size) as i64) == product;
+    (low, high, flag(!fits, CF | OF))
+}
+
+/// Unsigned `high:low / divisor`: quotient and remainder, `None` for #DE.
+pub(crate) fn div(size: u8, high: u64, low: u64, divisor: u64) -> Option<(u64, u64)> {
+    let mask = size_mask(size);
+    let dividend = u128::from(high & mask).wrapping_shl(bits(size)) | u128::from(low & mask);
+    let divisor = u128::from(divisor & mask);
+    let quotient = dividend.checked_div(divisor)?;
+    let remainder = dividend.checked_rem(divisor)?;
+    (quotient <= u128::from(mask)).then_some((quotient as u64, remainder as u64))
+}
+
+/// Signed `high:low / divisor`: quotient and remainder, `None` for #DE.
+pub(crate) fn idiv(size: u8, high: u64, low: u64, divisor: u64) -> Option<(u64, u64)> {
+    let mask = size_mask(size);
+    let unused = 128u32.wrapping_sub(bits(size).wrapping_mul(2));
+    let dividend = u128::from(high & mask).wrapping_shl(bits(size)) | u128::from(low & mask);
+    let dividend = (dividend.wrapping_shl(unused) as i128).wrapping_shr(unused);
+    let divisor = i128::from(sign_extend(divisor, size) as i64);
+    let quotient = dividend.checked_div(divisor)?;
+    let remainder = dividend.checked_rem(divisor)?;
+    let fits = i128::from(sign_extend(quotient as u64, size) as i64) == quotient;
+    fits.then_some((quotient as u64 & mask, remainder as u64 & mask))
+}
+
+/// What a bit-test instruction does to the bit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum BitChange {
+    Set,
+    Reset,
+    Complement,
+}
+
+/// The bit `offset` (modulo the width) of `a` as CF; the other flags stay as `flags` has them.
+pub(crate) const fn bit_test(size: u8, a: u64, offset: u64, flags: u64) -> u64 {
+    let bit = 1u64 << (offset & (bits(size) as u64).wrapping_sub(1));
+    (flags & !CF) | flag(a & bit != 0, CF)
+}
+
+/// `a` with its bit `offset` (modulo the width) changed.
+pub(crate) const fn bit_change(size: u8, a: u64, offset: u64, change: BitChange) -> u64 {
+    let bit = 1u64 << (offset & (bits(size) as u64).wrapping_sub(1));
+    match change {
+        BitChange::Set => a | bit,
+        BitChange::Reset => a & !bit,
+        BitChange::Complement => a ^ bit,
+    }
+}
+
+/// The number of zeros above (`leading`) or below the first one, `bits(size)` for 0.
+pub(crate) const fn count_zeros(size: u8, a: u64, leading: bool) -> u64 {
+    let a = a & size_mask(size);
+    if a == 0 {
+        return bits(size) as u64;
+    }
+    let zeros = if leading {
+        a.leading_zeros().wrapping_sub(64u32.wrapping_sub(bits(size)))
+    } else {
+        a.trailing_zeros()
+    };
+    zeros as u64
+}
+
+/// LZCNT and TZCNT: CF for a zero source, ZF for a zero result; the rest undefined and kept.
+pub(crate) const fn zero_count_flags(size: u8, source: u64, result: u64, flags: u64) -> u64 {
+    (flags & !(CF | ZF)) | flag(source & size_mask(size) == 0, CF) | flag(result == 0, ZF)
+}
+
+/// Evaluates condition `code` (0 = O … 15 = NLE, as in Jcc opcodes) against `flags`.
+pub(crate) const fn condition(code: u8, flags: u64) -> bool {
+    let sign_differs = (flags & SF != 0) != (flags & OF != 0);
+    let holds = match code >> 1 {
+        0 => flags & OF != 0,
+        1 => flags & CF != 0,
+        2 => flags & ZF != 0,
+        3 => flags & (CF | ZF) != 0,
+        4 => flags & SF != 0,
+        5 => flags & PF != 0,
+        6 => sign_differs,
+        _ => flags & ZF != 0 || sign_differs,
+    };
+    holds != (code & 1 != 0)
+}

@@ -1,0 +1,266 @@
+//! Instruction bytes to [`Decoded`]: iced-x86's instruction plus the precomputed form of the
+//! simplest MMIO accesses. Pure: the result depends on the bytes and the code size alone, so RIP
+//! is added only at execution.
+
+use iced_x86::{Decoder, DecoderError, DecoderOptions, Instruction, Mnemonic, OpKind, Register};
+
+/// The longest instruction, in bytes (SDM vol. 2A §2.3.11).
+pub(crate) const MAX_LENGTH: usize = 15;
+
+/// The mode that instructions are decoded in: CS.L and CS.D under EFER.LMA; real and
+/// virtual-8086 mode are 16-bit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum CodeSize {
+    /// Real mode, virtual-8086 mode, CS.D = 0.
+    Bits16 = 0,
+    /// CS.D = 1 outside 64-bit mode.
+    Bits32 = 1,
+    /// 64-bit mode.
+    Bits64 = 2,
+}
+
+/// Why bytes did not decode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DecodeError {
+    /// The instruction continues past the given bytes: fetch the next page.
+    Truncated,
+    /// Longer than 15 bytes: #GP(0).
+    TooLong,
+    /// No instruction that the decoder knows, or LOCK where it may not stand: #UD on hardware.
+    Invalid,
+}
+
+/// A general register or a part of one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RegRef {
+    /// 0 = RAX … 15 = R15.
+    pub index: u8,
+    /// Bytes: 1, 2, 4 or 8.
+    pub size: u8,
+    /// AH, CH, DH or BH: bits 15:8 of register `index`.
+    pub high8: bool,
+}
+
+impl RegRef {
+    pub(crate) fn of(register: Register) -> Option<Self> {
+        // iced numbers the registers in runs: AL…BL, AH…BH, SPL…R15L, AX…, EAX…, RAX….
+        let n = (register as u32).checked_sub(Register::AL as u32)?;
+        let (index, size, high8) = match n {
+            0..4 => (n, 1, false),
+            4..8 => (n - 4, 1, true),
+            8..20 => (n - 4, 1, false),
+            20..36 => (n - 20, 2, false),
+            36..52 => (n - 36, 4, false),
+            52..68 => (n - 52, 8, false),
+            _ => return None,
+        };
+        Some(Self { index: index as u8, size, high8 })
+    }
+
+    /// The register's value out of the whole 64-bit register.
+    #[inline]
+    pub const fn extract(self, whole: u64) -> u64 {
+        match (self.size, self.high8) {
+            (1, true) => (whole >> 8) & 0xff,
+            (1, false) => whole & 0xff,
+            (2, _) => whole & 0xffff,
+            (4, _) => whole & 0xffff_ffff,
+            _ => whole,
+        }
+    }
+
+    /// The whole register after a write of `value` to this part: 4 bytes clear the upper half,
+    /// 1 and 2 keep what they do not cover.
+    #[inline]
+    pub const fn insert(self, whole: u64, value: u64) -> u64 {
+        match (self.size, self.high8) {
+            (1, true) => (whole & !0xff00) | ((value & 0xff) << 8),
+            (1, false) => (whole & !0xff) | (value & 0xff),
+            (2, _) => (whole & !0xffff) | (value & 0xffff),
+            (4, _) => value & 0xffff_ffff,
+            _ => value,
+        }
+    }
+}
+
+/// How a narrow load fills its wider destination.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Extend {
+    /// Same size.
+    None,
+    /// MOVZX.
+    Zero,
+    /// MOVSX, MOVSXD.
+    Sign,
+}
+
+/// A memory access of the simplest kind. When a nested fault names the guest-physical address, no
+/// effective address is needed to complete it. Flags are not touched; the access lies where the
+/// hardware faulted, so the caller must see to it that `size` bytes do not cross a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SimpleMmio {
+    /// Memory to register; `dest.size` is the destination's size.
+    Load {
+        /// Bytes read from memory: 1, 2, 4 or 8.
+        size: u8,
+        /// Destination.
+        dest: RegRef,
+        /// How the value fills the destination.
+        extend: Extend,
+    },
+    /// Register to memory.
+    StoreReg {
+        /// Bytes written: 1, 2, 4 or 8.
+        size: u8,
+        /// Source, of the same size.
+        src: RegRef,
+    },
+    /// Constant to memory.
+    StoreImm {
+        /// Bytes written: 1, 2, 4 or 8.
+        size: u8,
+        /// The constant, sign-extended where the encoding does so.
+        value: u64,
+    },
+}
+
+impl SimpleMmio {
+    /// For a load: the whole destination register after `value` (the `size` bytes read, little
+    /// endian) arrived, given the register's old content. `None` for stores.
+    #[inline]
+    pub const fn loaded(self, old: u64, value: u64) -> Option<u64> {
+        match self {
+            Self::Load { size, dest, extend } => {
+                let value = match extend {
+                    Extend::Sign => sign_extend(value, size),
+                    _ => value & size_mask(size),
+                };
+                Some(dest.insert(old, value))
+            }
+            _ => None,
+        }
+    }
+}
+
+/// All ones in the low `size` bytes.
+#[inline]
+pub(crate) const fn size_mask(size: u8) -> u64 {
+    match size {
+        1 => 0xff,
+        2 => 0xffff,
+        4 => 0xffff_ffff,
+        _ => u64::MAX,
+    }
+}
+
+/// The low `size` bytes of `value`, sign-extended to 64 bits.
+#[inline]
+pub(crate) const fn sign_extend(value: u64, size: u8) -> u64 {
+    match size {
+        1 => value as i8 as i64 as u64,
+        2 => value as i16 as i64 as u64,
+        4 => value as i32 as i64 as u64,
+        _ => value,
+    }
+}
+
+/// A decoded instruction. `Copy`, 64 bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct Decoded {
+    pub(crate) insn: Instruction,
+    simple: Option<SimpleMmio>,
+}
+
+impl Decoded {
+    /// Length in bytes, 1 to 15.
+    #[inline]
+    pub const fn len(&self) -> u8 {
+        self.insn.len() as u8
+    }
+
+    /// Never true; here because [`Self::len`] is.
+    pub const fn is_empty(&self) -> bool {
+        false
+    }
+
+    /// The access in its simplest form, if it has one.
+    #[inline]
+    pub const fn simple_mmio(&self) -> Option<SimpleMmio> {
+        self.simple
+    }
+}
+
+/// Builds the decoder's tables, which allocates (infallibly, inside iced-x86). To be called once
+/// when the module is loaded; after that nothing in this crate allocates.
+pub fn warm_up() {
+    let _ = decode(&[0x90], CodeSize::Bits64);
+}
+
+/// Decodes the first instruction of `bytes`, of which at most 15 are looked at.
+///
+/// # Errors
+/// See [`DecodeError`].
+pub fn decode(bytes: &[u8], size: CodeSize) -> Result<Decoded, DecodeError> {
+    let bytes = bytes.get(..MAX_LENGTH).unwrap_or(bytes);
+    if bytes.is_empty() {
+        return Err(DecodeError::Truncated);
+    }
+    let bitness = match size {
+        CodeSize::Bits16 => 16,
+        CodeSize::Bits32 => 32,
+        CodeSize::Bits64 => 64,
+    };
+    let mut decoder = Decoder::new(bitness, bytes, DecoderOptions::NONE);
+    let mut insn = Instruction::default();
+    decoder.decode_out(&mut insn);
+    match decoder.last_error() {
+        DecoderError::None => Ok(Decoded { simple: simple(&insn), insn }),
+        DecoderError::NoMoreBytes if bytes.len() < MAX_LENGTH => Err(DecodeError::Truncated),
+        DecoderError::NoMoreBytes => Err(DecodeError::TooLong),
+        _ => Err(DecodeError::Invalid),
+    }
+}
+
+/// An immediate operand as the instruction uses it, extended to 64 bits.
+pub(crate) fn immediate(insn: &Instruction, kind: OpKind) -> Option<u64> {
+    Some(match kind {
+        OpKind::Immediate8 => u64::from(insn.immediate8()),
+        OpKind::Immediate16 => u64::from(insn.immediate16()),
+        OpKind::Immediate32 => u64::from(insn.immediate32()),
+        OpKind::Immediate64 => insn.immediate64(),
+        OpKind::Immediate8to16 => insn.immediate8to16() as u64,
+        OpKind::Immediate8to32 => insn.immediate8to32() as u64,
+        OpKind::Immediate8to64 => insn.immediate8to64() as u64,
+        OpKind::Immediate32to64 => insn.immediate32to64() as u64,
+        _ => return None,
+    })
+}
+
+fn simple(insn: &Instruction) -> Option<SimpleMmio> {
+    let extend = match insn.mnemonic() {
+        Mnemonic::Mov => Extend::None,
+        Mnemonic::Movzx => Extend::Zero,
+        Mnemonic::Movsx | Mnemonic::Movsxd => Extend::Sign,
+        _ => return None,
+    };
+    let size = match insn.memory_size().size() {
+        size @ (1 | 2 | 4 | 8) => size as u8,
+        _ => return None,
+    };
+    match (insn.op0_kind(), insn.op1_kind()) {
+        (OpKind::Register, OpKind::Memory) => {
+            let dest = RegRef::of(insn.op0_register())?;
+            Some(SimpleMmio::Load { size, dest, extend })
+        }
+        (OpKind::Memory, OpKind::Register) => {
+            let src = RegRef::of(insn.op1_register())?;
+            (src.size == size).then_some(SimpleMmio::StoreReg { size, src })
+        }
+        (OpKind::Memory, kind) => {
+            let value = immediate(insn, kind)?;
+            Some(SimpleMmio::StoreImm { size, value: value & size_mask(size) })
+        }
+        _ => None,
+    }
+}

@@ -1,0 +1,402 @@
+//! [`emulate`]: one instruction from start to commit. The groups whose operands are plain are
+//! here; exchanges, the stack, strings and system registers have their own files.
+//!
+//! SDM vol. 2, APM vol. 3 for each instruction.
+
+use iced_x86::{ConditionCode, Mnemonic, OpKind};
+use x86::Exception;
+
+use crate::alu::{self, BitChange, Shift};
+use crate::decode::{CodeSize, Decoded, RegRef, size_mask};
+use crate::machine::{Access, Machine, Stop};
+use crate::operand::{Run, segment_of};
+use crate::rflags::{CF, OF, RF, STATUS, ZF};
+
+/// How far emulation came.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The instruction is complete.
+    Done,
+    /// Some iterations of a REP string instruction are complete and more remain; RIP is still at
+    /// the instruction. Look for interrupts, then enter the guest or emulate again.
+    Continue,
+}
+
+/// The state to commit after [`emulate`]; general registers are set already.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Completion {
+    /// New RIP.
+    pub rip: u64,
+    /// New RFLAGS; RF is clear once the instruction is complete. A set TF is the caller's to
+    /// turn into #DB.
+    pub rflags: u64,
+    /// Interrupts are held off until after the next instruction (MOV SS, POP SS).
+    pub interrupt_shadow: bool,
+    /// Complete, or between two iterations.
+    pub outcome: Outcome,
+}
+
+/// Executes `insn` on `m`. See the crate's documentation for the replay protocol.
+///
+/// # Errors
+/// [`Stop`] says why the instruction did not complete. Iterations of a REP string instruction that
+/// completed before have set their registers and called [`Machine::commit`]; nothing else changed.
+pub fn emulate<M: Machine>(m: &mut M, insn: &Decoded) -> Result<Completion, Stop> {
+    let size = m.code_size();
+    let flags = m.rflags();
+    let rip = m.rip();
+    let next = rip.wrapping_add(u64::from(insn.len()));
+    let next_rip = if size == CodeSize::Bits64 { next } else { next & 0xffff_ffff };
+    let mut run = Run { m, insn: &insn.insn, size, flags, next_rip, interrupt_shadow: false };
+    let outcome = if insn.insn.is_string_instruction() {
+        run.string()?
+    } else {
+        run.execute()?;
+        Outcome::Done
+    };
+    Ok(match outcome {
+        Outcome::Done => Completion {
+            rip: run.next_rip,
+            rflags: run.flags & !RF,
+            interrupt_shadow: run.interrupt_shadow,
+            outcome,
+        },
+        Outcome::Continue => {
+            Completion { rip, rflags: run.flags, interrupt_shadow: false, outcome }
+        }
+    })
+}
+
+impl<M: Machine> Run<'_, M> {
+    fn execute(&mut self) -> Result<(), Stop> {
+        use Mnemonic as I;
+        match self.insn.mnemonic() {
+            I::Mov => self.mov(),
+            I::Movnti | I::Movzx => self.copy(|value, _| value),
+            I::Movsx | I::Movsxd => self.copy(Self::signed),
+            I::Movbe => self.copy(|value, size| match size {
+                2 => u64::from((value as u16).swap_bytes()),
+                4 => u64::from((value as u32).swap_bytes()),
+                _ => value.swap_bytes(),
+            }),
+            I::Lea => self.lea(),
+            I::Xlatb => self.xlat(),
+
+            I::Add => self.binary(STATUS, |s, a, b, _| alu::add(s, a, b, false)),
+            I::Adc => self.binary(STATUS, |s, a, b, f| alu::add(s, a, b, f & CF != 0)),
+            I::Sub => self.binary(STATUS, |s, a, b, _| alu::sub(s, a, b, false)),
+            I::Sbb => self.binary(STATUS, |s, a, b, f| alu::sub(s, a, b, f & CF != 0)),
+            I::And => self.binary(STATUS, |s, a, b, _| alu::logic(s, a & b)),
+            I::Or => self.binary(STATUS, |s, a, b, _| alu::logic(s, a | b)),
+            I::Xor => self.binary(STATUS, |s, a, b, _| alu::logic(s, a ^ b)),
+            I::Cmp => self.compare(|s, a, b| alu::sub(s, a, b, false)),
+            I::Test => self.compare(|s, a, b| alu::logic(s, a & b)),
+            I::Inc => self.unary(STATUS & !CF, |s, a| alu::add(s, a, 1, false)),
+            I::Dec => self.unary(STATUS & !CF, |s, a| alu::sub(s, a, 1, false)),
+            I::Neg => self.unary(STATUS, |s, a| alu::sub(s, 0, a, false)),
+            I::Not => self.unary(0, |_, a| (!a, 0)),
+
+            I::Rol => self.shift(Shift::Rol),
+            I::Ror => self.shift(Shift::Ror),
+            I::Rcl => self.shift(Shift::Rcl),
+            I::Rcr => self.shift(Shift::Rcr),
+            I::Shl | I::Sal => self.shift(Shift::Shl),
+            I::Shr => self.shift(Shift::Shr),
+            I::Sar => self.shift(Shift::Sar),
+            I::Shld => self.double_shift(true),
+            I::Shrd => self.double_shift(false),
+
+            I::Bt => self.bit_test(None),
+            I::Bts => self.bit_test(Some(BitChange::Set)),
+            I::Btr => self.bit_test(Some(BitChange::Reset)),
+            I::Btc => self.bit_test(Some(BitChange::Complement)),
+            I::Bsf => self.bit_scan(false),
+            I::Bsr => self.bit_scan(true),
+            I::Tzcnt => self.count(|s, a, f| {
+                let result = alu::count_zeros(s, a, false);
+                (result, alu::zero_count_flags(s, a, result, f))
+            }),
+            I::Lzcnt => self.count(|s, a, f| {
+                let result = alu::count_zeros(s, a, true);
+                (result, alu::zero_count_flags(s, a, result, f))
+            }),
+            I::Popcnt => self.count(|s, a, f| {
+                let a = a & size_mask(s);
+                let zero = if a == 0 { ZF } else { 0 };
+                (u64::from(a.count_ones()), (f & !STATUS) | zero)
+            }),
+
+            I::Mul => self.widening_multiply(alu::mul),
+            I::Imul => self.imul(),
+            I::Div => self.divide(alu::div),
+            I::Idiv => self.divide(alu::idiv),
+
+            I::Xchg => self.xchg(),
+            I::Xadd => self.xadd(),
+            I::Cmpxchg => self.cmpxchg(),
+            I::Cmpxchg8b => self.cmpxchg_pair(4),
+            I::Cmpxchg16b => self.cmpxchg_pair(8),
+
+            I::Push => self.push_operand(),
+            I::Pop => self.pop_operand(),
+            I::Call => self.call(),
+            I::Jmp => self.jmp(),
+            I::Ret => self.ret(),
+
+            I::In => self.port_in(),
+            I::Out => self.port_out(),
+
+            // Hints; they do not fault on what they name.
+            I::Nop | I::Prefetch | I::Prefetchw | I::Prefetchwt1 => Ok(()),
+            I::Prefetchnta | I::Prefetcht0 | I::Prefetcht1 | I::Prefetcht2 => Ok(()),
+            // A device has no cache lines, and RAM stays coherent.
+            I::Clflush | I::Clflushopt | I::Clwb | I::Cldemote => Ok(()),
+
+            I::Smsw => self.smsw(),
+            I::Lmsw => self.lmsw(),
+            I::Clts => self.clts(),
+
+            I::Movups | I::Movupd | I::Movdqu | I::Lddqu => self.vector_move(16, false),
+            I::Movaps | I::Movapd | I::Movdqa => self.vector_move(16, true),
+            I::Movntps | I::Movntpd | I::Movntdq | I::Movntdqa => self.vector_move(16, true),
+            I::Movd => self.vector_move(4, false),
+            I::Movq => self.vector_move(8, false),
+
+            _ => match self.insn.condition_code() {
+                ConditionCode::None => Err(Stop::Unsupported),
+                code => self.conditional((code as u8).wrapping_sub(ConditionCode::o as u8)),
+            },
+        }
+    }
+
+    fn mov(&mut self) -> Result<(), Stop> {
+        let (to, from) = (self.insn.op0_register(), self.insn.op1_register());
+        if self.insn.op0_kind() == OpKind::Register && RegRef::of(to).is_none() {
+            return match segment_of(to) {
+                Some(segment) => {
+                    let selector = self.value(1)? as u16;
+                    self.load_segment(segment, selector)
+                }
+                None => self.mov_to_system(to),
+            };
+        }
+        if self.insn.op1_kind() == OpKind::Register && RegRef::of(from).is_none() {
+            return match segment_of(from) {
+                Some(segment) => {
+                    let to = self.place(0, Access::Store)?;
+                    let selector = u64::from(self.m.segment(segment).selector);
+                    self.store(to, selector)
+                }
+                None => self.mov_from_system(from),
+            };
+        }
+        self.copy(|value, _| value)
+    }
+
+    /// Operand 0 becomes operand 1, converted from its size.
+    fn copy(&mut self, convert: impl Fn(u64, u8) -> u64) -> Result<(), Stop> {
+        if self.insn.op1_kind() == OpKind::Memory {
+            let from = self.place(1, Access::Load)?;
+            let value = self.load(from)?;
+            let to = self.place(0, Access::Store)?;
+            return self.store(to, convert(value, from.size()));
+        }
+        let to = self.place(0, Access::Store)?;
+        let size = match self.insn.op1_kind() {
+            OpKind::Register => self.place(1, Access::Load)?.size(),
+            _ => to.size(),
+        };
+        let value = self.value(1)?;
+        self.store(to, convert(value, size))
+    }
+
+    fn lea(&mut self) -> Result<(), Stop> {
+        let to = RegRef::of(self.insn.op0_register()).ok_or(Stop::Unsupported)?;
+        let offset = self.effective_offset(0, 0);
+        self.set_reg(to, offset);
+        Ok(())
+    }
+
+    fn xlat(&mut self) -> Result<(), Stop> {
+        let from = self.memory(1, 0, 0, Access::Load)?;
+        let value = self.load(from)?;
+        self.set_reg(RegRef { index: 0, size: 1, high8: false }, value);
+        Ok(())
+    }
+
+    fn binary(
+        &mut self,
+        mask: u64,
+        operation: impl Fn(u8, u64, u64, u64) -> alu::Flagged,
+    ) -> Result<(), Stop> {
+        let b = match self.insn.op1_kind() {
+            OpKind::Memory => {
+                let from = self.place(1, Access::Load)?;
+                self.load(from)?
+            }
+            _ => self.value(1)?,
+        };
+        let to = self.place(0, Access::Modify)?;
+        let (size, flags) = (to.size(), self.flags);
+        let a = self.modify(to, false, |a| operation(size, a, b, flags).0)?;
+        self.set_flags(mask, operation(size, a, b, flags).1);
+        Ok(())
+    }
+
+    fn compare(&mut self, operation: impl Fn(u8, u64, u64) -> alu::Flagged) -> Result<(), Stop> {
+        let first = self.place(0, Access::Load)?;
+        let a = self.load(first)?;
+        let b = self.value(1)?;
+        self.set_flags(STATUS, operation(first.size(), a, b).1);
+        Ok(())
+    }
+
+    fn unary(
+        &mut self,
+        mask: u64,
+        operation: impl Fn(u8, u64) -> alu::Flagged,
+    ) -> Result<(), Stop> {
+        let to = self.place(0, Access::Modify)?;
+        let size = to.size();
+        let a = self.modify(to, false, |a| operation(size, a).0)?;
+        self.set_flags(mask, operation(size, a).1);
+        Ok(())
+    }
+
+    fn shift(&mut self, kind: Shift) -> Result<(), Stop> {
+        let count = self.value(1)? as u8;
+        let to = self.place(0, Access::Modify)?;
+        let (size, flags) = (to.size(), self.flags);
+        let a = self.modify(to, false, |a| alu::shift(kind, size, a, count, flags).0)?;
+        self.flags = alu::shift(kind, size, a, count, flags).1;
+        Ok(())
+    }
+
+    fn double_shift(&mut self, left: bool) -> Result<(), Stop> {
+        let fill = self.value(1)?;
+        let count = self.value(2)? as u8;
+        let to = self.place(0, Access::Modify)?;
+        let (size, flags) = (to.size(), self.flags);
+        let operation = |a| alu::double_shift(left, size, a, fill, count, flags);
+        let a = self.modify(to, false, |a| operation(a).0)?;
+        self.flags = operation(a).1;
+        Ok(())
+    }
+
+    fn bit_test(&mut self, change: Option<BitChange>) -> Result<(), Stop> {
+        let how = if change.is_some() { Access::Modify } else { Access::Load };
+        let offset = self.value(1)?;
+        let to = match (self.insn.op0_kind(), self.insn.op1_kind()) {
+            (OpKind::Memory, OpKind::Register) => {
+                // A register's offset reaches beyond the operand, to both sides.
+                let size = self.memory_bytes()?;
+                let bits = i64::from(size).wrapping_mul(8);
+                let elements = (Self::signed(offset, size) as i64).div_euclid(bits);
+                self.memory(size, 0, elements.wrapping_mul(i64::from(size)) as u64, how)?
+            }
+            _ => self.place(0, how)?,
+        };
+        let size = to.size();
+        let a = match change {
+            Some(change) => self.modify(to, false, |a| alu::bit_change(size, a, offset, change))?,
+            None => self.load(to)?,
+        };
+        self.flags = alu::bit_test(size, a, offset, self.flags);
+        Ok(())
+    }
+
+    fn bit_scan(&mut self, reverse: bool) -> Result<(), Stop> {
+        let to = RegRef::of(self.insn.op0_register()).ok_or(Stop::Unsupported)?;
+        let source = self.value(1)? & size_mask(to.size);
+        if source == 0 {
+            // The destination keeps its value (APM vol. 3, BSF).
+            self.set_flags(ZF, ZF);
+            return Ok(());
+        }
+        let found = if reverse { source.ilog2() } else { source.trailing_zeros() };
+        self.set_flags(ZF, 0);
+        self.set_reg(to, u64::from(found));
+        Ok(())
+    }
+
+    fn count(&mut self, operation: impl Fn(u8, u64, u64) -> alu::Flagged) -> Result<(), Stop> {
+        let to = RegRef::of(self.insn.op0_register()).ok_or(Stop::Unsupported)?;
+        let source = self.value(1)?;
+        let (result, flags) = operation(to.size, source, self.flags);
+        self.set_reg(to, result);
+        self.flags = flags;
+        Ok(())
+    }
+
+    /// The accumulator's low and high half for operands of `size` bytes: AL and AH, or rAX and rDX.
+    fn halves(size: u8) -> (RegRef, RegRef) {
+        let low = RegRef { index: 0, size, high8: false };
+        match size {
+            1 => (low, RegRef { index: 0, size, high8: true }),
+            _ => (low, RegRef { index: 2, size, high8: false }),
+        }
+    }
+
+    fn widening_multiply(
+        &mut self,
+        operation: impl Fn(u8, u64, u64) -> (u64, u64, u64),
+    ) -> Result<(), Stop> {
+        let from = self.place(0, Access::Load)?;
+        let b = self.load(from)?;
+        let (low, high) = Self::halves(from.size());
+        let (low_value, high_value, flags) = operation(from.size(), self.reg(low), b);
+        self.set_reg(low, low_value);
+        self.set_reg(high, high_value);
+        self.set_flags(CF | OF, flags);
+        Ok(())
+    }
+
+    fn imul(&mut self) -> Result<(), Stop> {
+        let operands = self.insn.op_count();
+        if operands == 1 {
+            return self.widening_multiply(alu::imul);
+        }
+        let to = RegRef::of(self.insn.op0_register()).ok_or(Stop::Unsupported)?;
+        let b = self.value(1)?;
+        let a = if operands == 2 { self.reg(to) } else { self.value(2)? };
+        let (low, _, flags) = alu::imul(to.size, a, b);
+        self.set_reg(to, low);
+        self.set_flags(CF | OF, flags);
+        Ok(())
+    }
+
+    fn divide(
+        &mut self,
+        operation: impl Fn(u8, u64, u64, u64) -> Option<(u64, u64)>,
+    ) -> Result<(), Stop> {
+        let from = self.place(0, Access::Load)?;
+        let divisor = self.load(from)?;
+        let (low, high) = Self::halves(from.size());
+        let (quotient, remainder) = operation(from.size(), self.reg(high), self.reg(low), divisor)
+            .ok_or(Stop::Fault(Exception::de()))?;
+        self.set_reg(low, quotient);
+        self.set_reg(high, remainder);
+        Ok(())
+    }
+
+    /// SETcc and CMOVcc; conditional jumps touch no memory and are not emulated.
+    fn conditional(&mut self, code: u8) -> Result<(), Stop> {
+        let holds = alu::condition(code, self.flags);
+        if self.insn.op_count() == 1 {
+            if matches!(
+                self.insn.op0_kind(),
+                OpKind::NearBranch16 | OpKind::NearBranch32 | OpKind::NearBranch64
+            ) {
+                return Err(Stop::Unsupported);
+            }
+            let to = self.place(0, Access::Store)?;
+            return self.store(to, u64::from(holds));
+        }
+        // The source is read and a 32-bit destination's upper half cleared in any case.
+        let to = RegRef::of(self.insn.op0_register()).ok_or(Stop::Unsupported)?;
+        let value = self.value(1)?;
+        let value = if holds { value } else { self.reg(to) };
+        self.set_reg(to, value);
+        Ok(())
+    }
+}

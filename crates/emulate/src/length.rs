@@ -1,0 +1,64 @@
+//! Instruction lengths for CPUs without NRIP save: the commonest exits by a few compares, all
+//! others by the decoder.
+
+use crate::decode::{CodeSize, decode};
+
+/// Length in bytes of the first instruction of `bytes`, 1 to 15; `None` when it does not decode.
+pub fn length(bytes: &[u8], size: CodeSize) -> Option<u8> {
+    match common(bytes, size) {
+        Some(length) => Some(length),
+        None => decode(bytes, size).ok().map(|decoded| decoded.len()),
+    }
+}
+
+/// The instructions whose exits are hot, with at most one operand-size and one REX prefix.
+#[inline]
+fn common(bytes: &[u8], size: CodeSize) -> Option<u8> {
+    let mut at = 0u8;
+    let mut byte = *bytes.first()?;
+    if byte == 0x66 {
+        at = 1;
+        byte = *bytes.get(1)?;
+    }
+    let mut rex = 0;
+    if size == CodeSize::Bits64 && byte & 0xf0 == 0x40 {
+        rex = byte;
+        at = at.wrapping_add(1);
+        byte = *bytes.get(usize::from(at))?;
+    }
+    let next = |n: u8| bytes.get(usize::from(at.wrapping_add(n))).copied();
+    let opcode_length = match byte {
+        // Two-byte opcodes.
+        0x0f => match next(1)? {
+            // CPUID, WRMSR, RDTSC, RDMSR, RDPMC, CLTS, INVD, WBINVD
+            0xa2 | 0x30..=0x33 | 0x06 | 0x08 | 0x09 => 2,
+            // VMCALL, MONITOR, MWAIT, XGETBV, XSETBV, VMRUN … INVLPGA, RDTSCP: some of these are
+            // other instructions under a 66 prefix.
+            0x01 if at == 0 || rex != 0 && at == 1 => match next(2)? {
+                0xc1 | 0xc8 | 0xc9 | 0xd0 | 0xd1 | 0xd8..=0xdf | 0xf9 => 3,
+                _ => return None,
+            },
+            // MOV from and to CR0, CR2, CR3, CR4, CR8: the mod field is ignored.
+            0x20 | 0x22 => {
+                let register = (next(2)? >> 3) & 7 | (rex & 4) << 1;
+                match register {
+                    0 | 2 | 3 | 4 | 8 => 3,
+                    _ => return None,
+                }
+            }
+            _ => return None,
+        },
+        // HLT
+        0xf4 => 1,
+        // IN and OUT by DX, by immediate.
+        0xec..=0xef => 1,
+        0xe4..=0xe7 => {
+            next(1)?;
+            2
+        }
+        // PAUSE
+        0xf3 if at == 0 && next(1)? == 0x90 => 2,
+        _ => return None,
+    };
+    at.checked_add(opcode_length)
+}

@@ -1,0 +1,159 @@
+//! What the emulator asks of a vCPU: registers, segments, guest memory by linear address, ports.
+//!
+//! The implementor walks the guest's page tables and tells RAM from MMIO; the emulator does
+//! segmentation, effective addresses and the splitting of accesses at page borders.
+
+use crate::CodeSize;
+use x86::{Exception, Gva};
+
+/// Why emulation ended before the instruction did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stop {
+    /// The guest gets this exception; RIP stays at the instruction.
+    Fault(Exception),
+    /// User space must answer an access; call again with the answer in the replay log.
+    NeedUser,
+    /// The host must do something first (fault a page in, retry a race); call again.
+    Retry,
+    /// The emulator does not know this instruction or form of it.
+    Unsupported,
+}
+
+/// How a memory access is made; it becomes the W bit of a page fault's error code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// A plain read.
+    Load,
+    /// A plain write.
+    Store,
+    /// The read or write half of a read-modify-write; both fault as writes.
+    Modify,
+}
+
+/// A segment register, numbered as in instruction encodings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum SegReg {
+    /// ES
+    Es = 0,
+    /// CS
+    Cs = 1,
+    /// SS
+    Ss = 2,
+    /// DS
+    Ds = 3,
+    /// FS
+    Fs = 4,
+    /// GS
+    Gs = 5,
+}
+
+/// A segment register with its hidden part, in the form of the VMCB's state-save area
+/// (APM vol. 2 §15.5.1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct Segment {
+    /// Visible selector.
+    pub selector: u16,
+    /// Type (bits 3:0), S (4), DPL (6:5), P (7), AVL (8), L (9), D/B (10), G (11).
+    pub attributes: u16,
+    /// Limit in bytes, granularity already applied.
+    pub limit: u32,
+    /// Linear base.
+    pub base: u64,
+}
+
+impl Segment {
+    pub(crate) const ACCESSIBLE_TYPE: u16 = 1 << 1;
+    pub(crate) const EXPAND_DOWN: u16 = 1 << 2;
+    pub(crate) const CODE: u16 = 1 << 3;
+    pub(crate) const PRESENT: u16 = 1 << 7;
+    pub(crate) const BIG: u16 = 1 << 10;
+
+    pub(crate) const fn has(&self, bit: u16) -> bool {
+        self.attributes & bit != 0
+    }
+}
+
+/// The vCPU as the emulator sees it.
+///
+/// Addresses are linear. Accesses are 1 to 8 bytes (16 for [`Machine::cmpxchg`]) and lie within
+/// one page; only after [`Machine::string_run`] answered true do longer ones come, up to
+/// [`crate::STRING_RUN_BYTES`]. CPL decides user or supervisor: all accesses are explicit ones.
+pub trait Machine {
+    /// General register `index` (0 = RAX … 15 = R15), whole.
+    fn gpr(&self, index: usize) -> u64;
+    /// Sets general register `index`, whole.
+    fn set_gpr(&mut self, index: usize, value: u64);
+    /// RIP of the instruction being emulated.
+    fn rip(&self) -> u64;
+    /// RFLAGS before the instruction.
+    fn rflags(&self) -> u64;
+    /// A segment register with its hidden part; asked only when needed.
+    fn segment(&self, segment: SegReg) -> Segment;
+    /// CS.L, CS.D and EFER.LMA as one value.
+    fn code_size(&self) -> CodeSize;
+    /// Current privilege level, 0 to 3.
+    fn cpl(&self) -> u8;
+    /// CR0.
+    fn cr0(&self) -> u64;
+    /// CR4.
+    fn cr4(&self) -> u64;
+
+    /// Reads guest memory or a device. `how` is `Load` or `Modify`.
+    fn read(&mut self, at: Gva, into: &mut [u8], how: Access) -> Result<(), Stop>;
+    /// Writes guest memory or a device. `how` is `Store` or `Modify`.
+    fn write(&mut self, at: Gva, data: &[u8], how: Access) -> Result<(), Stop>;
+    /// Faults as a write of `len` bytes would, and does nothing else. Devices and read-only
+    /// slots (where writes are MMIO) answer `Ok`.
+    fn probe_write(&mut self, at: Gva, len: usize) -> Result<(), Stop>;
+    /// Atomically replaces `old` by `new` in RAM, false when memory held something else.
+    /// Lengths are equal: 1, 2, 4, 8 or 16. On a device it is a plain write and true.
+    fn cmpxchg(&mut self, at: Gva, old: &[u8], new: &[u8]) -> Result<bool, Stop>;
+
+    /// Whether `len` bytes (within one page) are plain RAM that the string instruction may access
+    /// at once, for writing if `write`. False, the default, means one element at a time; faults
+    /// are left to the access itself.
+    fn string_run(&mut self, _at: Gva, _len: usize, _write: bool) -> Result<bool, Stop> {
+        Ok(false)
+    }
+    /// All accesses so far are complete: the replay log restarts empty here. Called between the
+    /// iterations of a REP string instruction, after their registers were set.
+    fn commit(&mut self);
+
+    /// IOPL and TSS bitmap check (SDM vol. 1 §19.5). May answer true where the hardware checked
+    /// already before the exit.
+    fn io_allowed(&mut self, port: u16, size: u8) -> Result<bool, Stop>;
+    /// Reads `into.len() / size` elements of `size` bytes (1, 2 or 4) from one port.
+    fn port_in(&mut self, port: u16, size: u8, into: &mut [u8]) -> Result<(), Stop>;
+    /// Writes `data.len() / size` elements of `size` bytes (1, 2 or 4) to one port.
+    fn port_out(&mut self, port: u16, size: u8, data: &[u8]) -> Result<(), Stop>;
+
+    /// Loads a segment register with all checks of a MOV or POP to it.
+    fn load_segment(&mut self, _segment: SegReg, _selector: u16) -> Result<(), Stop> {
+        Err(Stop::Unsupported)
+    }
+    /// Reads control register `n`, privilege already checked.
+    fn read_cr(&mut self, _n: u8) -> Result<u64, Stop> {
+        Err(Stop::Unsupported)
+    }
+    /// Writes control register `n` with the checks of a MOV to it, privilege already checked.
+    fn write_cr(&mut self, _n: u8, _value: u64) -> Result<(), Stop> {
+        Err(Stop::Unsupported)
+    }
+    /// Reads debug register `n`, privilege already checked.
+    fn read_dr(&mut self, _n: u8) -> Result<u64, Stop> {
+        Err(Stop::Unsupported)
+    }
+    /// Writes debug register `n`, privilege already checked.
+    fn write_dr(&mut self, _n: u8, _value: u64) -> Result<(), Stop> {
+        Err(Stop::Unsupported)
+    }
+    /// XMM register `n` (0 to 15), its low 128 bits.
+    fn xmm(&mut self, _n: u8) -> Result<u128, Stop> {
+        Err(Stop::Unsupported)
+    }
+    /// Sets the low 128 bits of XMM register `n` and keeps the upper parts.
+    fn set_xmm(&mut self, _n: u8, _value: u128) -> Result<(), Stop> {
+        Err(Stop::Unsupported)
+    }
+}

@@ -1,0 +1,282 @@
+//! String instructions with and without REP: MOVS, STOS, LODS, CMPS, SCAS, INS, OUTS.
+//!
+//! Every finished iteration sets RCX, RSI and RDI at once and calls [`Machine::commit`], so that
+//! a restart continues where it was (SDM vol. 2B, REP). A run of INS or OUTS over plain RAM is one
+//! port access.
+
+use iced_x86::{Code, OpKind};
+use x86::{Exception, Gva};
+
+use crate::alu;
+use crate::decode::{RegRef, size_mask};
+use crate::execute::Outcome;
+use crate::machine::{Access, Machine, SegReg, Stop};
+use crate::operand::{Run, to_page_end};
+use crate::rflags::{DF, STATUS, ZF};
+
+/// Iterations of a REP string instruction in one call, after which the vCPU looks for interrupts.
+pub const ITERATIONS_PER_CALL: u32 = 64;
+/// The longest run of bytes that one INS or OUTS hands to [`Machine`] at once.
+pub const STRING_RUN_BYTES: usize = 512;
+
+const RAX: u8 = 0;
+const RCX: u8 = 1;
+const RDX: u8 = 2;
+const RSI: u8 = 6;
+const RDI: u8 = 7;
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Movs,
+    Stos,
+    Lods,
+    Cmps,
+    Scas,
+    Ins,
+    Outs,
+}
+
+const fn kind_and_size(code: Code) -> Option<(Kind, u8)> {
+    Some(match code {
+        Code::Movsb_m8_m8 => (Kind::Movs, 1),
+        Code::Movsw_m16_m16 => (Kind::Movs, 2),
+        Code::Movsd_m32_m32 => (Kind::Movs, 4),
+        Code::Movsq_m64_m64 => (Kind::Movs, 8),
+        Code::Stosb_m8_AL => (Kind::Stos, 1),
+        Code::Stosw_m16_AX => (Kind::Stos, 2),
+        Code::Stosd_m32_EAX => (Kind::Stos, 4),
+        Code::Stosq_m64_RAX => (Kind::Stos, 8),
+        Code::Lodsb_AL_m8 => (Kind::Lods, 1),
+        Code::Lodsw_AX_m16 => (Kind::Lods, 2),
+        Code::Lodsd_EAX_m32 => (Kind::Lods, 4),
+        Code::Lodsq_RAX_m64 => (Kind::Lods, 8),
+        Code::Cmpsb_m8_m8 => (Kind::Cmps, 1),
+        Code::Cmpsw_m16_m16 => (Kind::Cmps, 2),
+        Code::Cmpsd_m32_m32 => (Kind::Cmps, 4),
+        Code::Cmpsq_m64_m64 => (Kind::Cmps, 8),
+        Code::Scasb_AL_m8 => (Kind::Scas, 1),
+        Code::Scasw_AX_m16 => (Kind::Scas, 2),
+        Code::Scasd_EAX_m32 => (Kind::Scas, 4),
+        Code::Scasq_RAX_m64 => (Kind::Scas, 8),
+        Code::Insb_m8_DX => (Kind::Ins, 1),
+        Code::Insw_m16_DX => (Kind::Ins, 2),
+        Code::Insd_m32_DX => (Kind::Ins, 4),
+        Code::Outsb_DX_m8 => (Kind::Outs, 1),
+        Code::Outsw_DX_m16 => (Kind::Outs, 2),
+        Code::Outsd_DX_m32 => (Kind::Outs, 4),
+        _ => return None,
+    })
+}
+
+/// A decoded string instruction.
+#[derive(Clone, Copy)]
+struct Element {
+    kind: Kind,
+    /// Bytes of one element.
+    size: u8,
+    /// Bytes of rSI, rDI and rCX.
+    address_size: u8,
+    /// Segment of the source.
+    source: SegReg,
+    backward: bool,
+}
+
+impl<M: Machine> Run<'_, M> {
+    pub(crate) fn string(&mut self) -> Result<Outcome, Stop> {
+        let (kind, size) = kind_and_size(self.insn.code()).ok_or(Stop::Unsupported)?;
+        let element = Element {
+            kind,
+            size,
+            address_size: self.string_address_size()?,
+            source: self.effective_segment(SegReg::Ds),
+            backward: self.flags & DF != 0,
+        };
+        let until_unequal = self.insn.has_rep_prefix();
+        let until_equal = self.insn.has_repne_prefix();
+        if !until_unequal && !until_equal {
+            self.string_elements(element, 1)?;
+            return Ok(Outcome::Done);
+        }
+        let compares = matches!(kind, Kind::Cmps | Kind::Scas);
+        let counter = RegRef { index: RCX, size: element.address_size, high8: false };
+        for _ in 0..ITERATIONS_PER_CALL {
+            let count = self.reg(counter);
+            if count == 0 {
+                return Ok(Outcome::Done);
+            }
+            let done = self.string_elements(element, count)?;
+            let left = count.wrapping_sub(done);
+            self.set_reg(counter, left);
+            let equal = self.flags & ZF != 0;
+            if left == 0 || compares && if until_equal { equal } else { !equal } {
+                return Ok(Outcome::Done);
+            }
+            self.m.commit();
+            if done > 1 {
+                // A whole run was handed over: time to look for interrupts.
+                break;
+            }
+        }
+        Ok(Outcome::Continue)
+    }
+
+    fn string_address_size(&self) -> Result<u8, Stop> {
+        for n in 0..self.insn.op_count() {
+            match self.insn.op_kind(n) {
+                OpKind::MemorySegSI | OpKind::MemoryESDI => return Ok(2),
+                OpKind::MemorySegESI | OpKind::MemoryESEDI => return Ok(4),
+                OpKind::MemorySegRSI | OpKind::MemoryESRDI => return Ok(8),
+                _ => {}
+            }
+        }
+        Err(Stop::Unsupported)
+    }
+
+    /// The linear address of the element at `index` (RSI or RDI).
+    fn string_place(&self, e: Element, index: u8, how: Access) -> Result<u64, Stop> {
+        let segment = if index == RSI { e.source } else { SegReg::Es };
+        let offset = self.m.gpr(usize::from(index)) & size_mask(e.address_size);
+        self.linear(segment, offset, e.size, how)
+    }
+
+    fn string_advance(&mut self, e: Element, index: u8, elements: u64) {
+        let by = u64::from(e.size).wrapping_mul(elements);
+        let register = RegRef { index, size: e.address_size, high8: false };
+        let now = self.reg(register);
+        let next = if e.backward { now.wrapping_sub(by) } else { now.wrapping_add(by) };
+        self.set_reg(register, next);
+    }
+
+    /// Executes at least one and at most `count` elements and returns how many. RSI and RDI have
+    /// moved on, RCX has not.
+    fn string_elements(&mut self, e: Element, count: u64) -> Result<u64, Stop> {
+        let accumulator = RegRef { index: RAX, size: e.size, high8: false };
+        match e.kind {
+            Kind::Movs => {
+                let from = self.string_place(e, RSI, Access::Load)?;
+                let to = self.string_place(e, RDI, Access::Store)?;
+                let value = self.read(from, e.size, Access::Load)?;
+                self.write(to, e.size, value, Access::Store)?;
+                self.string_advance(e, RSI, 1);
+                self.string_advance(e, RDI, 1);
+            }
+            Kind::Stos => {
+                let to = self.string_place(e, RDI, Access::Store)?;
+                let value = self.reg(accumulator);
+                self.write(to, e.size, value, Access::Store)?;
+                self.string_advance(e, RDI, 1);
+            }
+            Kind::Lods => {
+                let from = self.string_place(e, RSI, Access::Load)?;
+                let value = self.read(from, e.size, Access::Load)?;
+                self.set_reg(accumulator, value);
+                self.string_advance(e, RSI, 1);
+            }
+            Kind::Cmps => {
+                let first = self.string_place(e, RSI, Access::Load)?;
+                let second = self.string_place(e, RDI, Access::Load)?;
+                let a = self.read(first, e.size, Access::Load)?;
+                let b = self.read(second, e.size, Access::Load)?;
+                self.set_flags(STATUS, alu::sub(e.size, a, b, false).1);
+                self.string_advance(e, RSI, 1);
+                self.string_advance(e, RDI, 1);
+            }
+            Kind::Scas => {
+                let at = self.string_place(e, RDI, Access::Load)?;
+                let b = self.read(at, e.size, Access::Load)?;
+                self.set_flags(STATUS, alu::sub(e.size, self.reg(accumulator), b, false).1);
+                self.string_advance(e, RDI, 1);
+            }
+            Kind::Ins => return self.ins(e, count),
+            Kind::Outs => return self.outs(e, count),
+        }
+        Ok(1)
+    }
+
+    fn check_port(&mut self, port: u16, size: u8) -> Result<(), Stop> {
+        if self.m.io_allowed(port, size)? { Ok(()) } else { Err(Stop::Fault(Exception::gp(0))) }
+    }
+
+    /// How many elements from `at` on may go in one access: more than one only over plain RAM, in
+    /// one page, forwards, and within the segment.
+    fn run_length(&mut self, e: Element, index: u8, at: u64, count: u64) -> Result<u64, Stop> {
+        if count < 2 || e.backward {
+            return Ok(1);
+        }
+        let size = u64::from(e.size);
+        let room = to_page_end(at).min(STRING_RUN_BYTES) as u64;
+        let fits = room.checked_div(size).unwrap_or(0).min(count);
+        if fits < 2 {
+            return Ok(1);
+        }
+        // The last element must be reachable as the first one was, without wrapping.
+        let offset = self.m.gpr(usize::from(index)) & size_mask(e.address_size);
+        let last = offset.wrapping_add(fits.wrapping_sub(1).wrapping_mul(size));
+        let how = if index == RDI { Access::Store } else { Access::Load };
+        let segment = if index == RSI { e.source } else { SegReg::Es };
+        if last > size_mask(e.address_size) || self.linear(segment, last, e.size, how).is_err() {
+            return Ok(1);
+        }
+        let len = fits.wrapping_mul(size) as usize;
+        Ok(if self.m.string_run(Gva(at), len, index == RDI)? { fits } else { 1 })
+    }
+
+    fn ins(&mut self, e: Element, count: u64) -> Result<u64, Stop> {
+        let port = self.m.gpr(usize::from(RDX)) as u16;
+        self.check_port(port, e.size)?;
+        let to = self.string_place(e, RDI, Access::Store)?;
+        let elements = self.run_length(e, RDI, to, count)?;
+        let len = elements.wrapping_mul(u64::from(e.size)) as usize;
+        // Memory that cannot be written must not cost the device its data.
+        self.probe(to, len)?;
+        let mut buffer = [0u8; STRING_RUN_BYTES];
+        let bytes = buffer.get_mut(..len).ok_or(Stop::Unsupported)?;
+        self.m.port_in(port, e.size, bytes)?;
+        self.write_bytes(to, bytes, Access::Store)?;
+        self.string_advance(e, RDI, elements);
+        Ok(elements)
+    }
+
+    fn outs(&mut self, e: Element, count: u64) -> Result<u64, Stop> {
+        let port = self.m.gpr(usize::from(RDX)) as u16;
+        self.check_port(port, e.size)?;
+        let from = self.string_place(e, RSI, Access::Load)?;
+        let elements = self.run_length(e, RSI, from, count)?;
+        let len = elements.wrapping_mul(u64::from(e.size)) as usize;
+        let mut buffer = [0u8; STRING_RUN_BYTES];
+        let bytes = buffer.get_mut(..len).ok_or(Stop::Unsupported)?;
+        self.read_bytes(from, bytes, Access::Load)?;
+        self.m.port_out(port, e.size, bytes)?;
+        self.string_advance(e, RSI, elements);
+        Ok(elements)
+    }
+
+    fn port_operand(&mut self, n: u32) -> Result<u16, Stop> {
+        Ok(self.value(n)? as u16)
+    }
+
+    /// IN AL/AX/EAX from DX or a constant port.
+    pub(crate) fn port_in(&mut self) -> Result<(), Stop> {
+        let to = RegRef::of(self.insn.op0_register()).ok_or(Stop::Unsupported)?;
+        let port = self.port_operand(1)?;
+        self.check_port(port, to.size)?;
+        let mut bytes = [0u8; 8];
+        if let Some(part) = bytes.get_mut(..usize::from(to.size)) {
+            self.m.port_in(port, to.size, part)?;
+        }
+        self.set_reg(to, u64::from_le_bytes(bytes));
+        Ok(())
+    }
+
+    /// OUT of AL/AX/EAX to DX or a constant port.
+    pub(crate) fn port_out(&mut self) -> Result<(), Stop> {
+        let from = RegRef::of(self.insn.op1_register()).ok_or(Stop::Unsupported)?;
+        let port = self.port_operand(0)?;
+        self.check_port(port, from.size)?;
+        let bytes = self.reg(from).to_le_bytes();
+        match bytes.get(..usize::from(from.size)) {
+            Some(part) => self.m.port_out(port, from.size, part),
+            None => Err(Stop::Unsupported),
+        }
+    }
+}

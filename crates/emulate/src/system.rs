@@ -1,0 +1,152 @@
+//! System registers as operands (MOV to and from CR and DR, SMSW, LMSW, CLTS) and the vector moves
+//! that memory copies are made of.
+//!
+//! SDM vol. 2, MOV—Move to/from Control Registers; APM vol. 2 §3.1.
+
+use iced_x86::{OpKind, Register};
+use x86::Exception;
+
+use crate::decode::RegRef;
+use crate::machine::{Access, Machine, Stop};
+use crate::operand::{CR0_PE, Place, Run, to_page_end};
+
+const CR0_EM: u64 = 1 << 2;
+const CR0_TS: u64 = 1 << 3;
+/// What LMSW may change: PE (set only), MP, EM, TS.
+const CR0_LMSW: u64 = 0xf;
+const CR4_OSFXSR: u64 = 1 << 9;
+const CR4_UMIP: u64 = 1 << 11;
+
+enum System {
+    Control(u8),
+    Debug(u8),
+}
+
+fn system_of(register: Register) -> Option<System> {
+    let n = register as u32;
+    let in_run = |first: Register| n.checked_sub(first as u32).filter(|n| *n < 16);
+    in_run(Register::CR0)
+        .map(|n| System::Control(n as u8))
+        .or_else(|| in_run(Register::DR0).map(|n| System::Debug(n as u8)))
+}
+
+fn xmm_of(register: Register) -> Option<u8> {
+    let n = (register as u32).checked_sub(Register::XMM0 as u32)?;
+    (n < 16).then_some(n as u8)
+}
+
+impl<M: Machine> Run<'_, M> {
+    fn privileged(&self) -> Result<(), Stop> {
+        if self.m.cpl() == 0 { Ok(()) } else { Err(Stop::Fault(Exception::gp(0))) }
+    }
+
+    pub(crate) fn mov_to_system(&mut self, to: Register) -> Result<(), Stop> {
+        let to = system_of(to).ok_or(Stop::Unsupported)?;
+        self.privileged()?;
+        let value = self.value(1)?;
+        match to {
+            System::Control(n) => self.m.write_cr(n, value),
+            System::Debug(n) => self.m.write_dr(n, value),
+        }
+    }
+
+    pub(crate) fn mov_from_system(&mut self, from: Register) -> Result<(), Stop> {
+        let from = system_of(from).ok_or(Stop::Unsupported)?;
+        self.privileged()?;
+        let to = RegRef::of(self.insn.op0_register()).ok_or(Stop::Unsupported)?;
+        let value = match from {
+            System::Control(n) => self.m.read_cr(n)?,
+            System::Debug(n) => self.m.read_dr(n)?,
+        };
+        self.set_reg(to, value);
+        Ok(())
+    }
+
+    pub(crate) fn smsw(&mut self) -> Result<(), Stop> {
+        if self.m.cr4() & CR4_UMIP != 0 {
+            self.privileged()?;
+        }
+        let to = self.place(0, Access::Store)?;
+        let value = self.m.cr0();
+        self.store(to, value)
+    }
+
+    pub(crate) fn lmsw(&mut self) -> Result<(), Stop> {
+        self.privileged()?;
+        let value = self.value(0)? & CR0_LMSW;
+        let cr0 = self.m.cr0();
+        // LMSW cannot leave protected mode.
+        let new = (cr0 & !CR0_LMSW) | value | (cr0 & CR0_PE);
+        self.m.write_cr(0, new)
+    }
+
+    pub(crate) fn clts(&mut self) -> Result<(), Stop> {
+        self.privileged()?;
+        let cr0 = self.m.cr0();
+        self.m.write_cr(0, cr0 & !CR0_TS)
+    }
+
+    /// SSE moves of `size` bytes between XMM and memory or another register.
+    pub(crate) fn vector_move(&mut self, size: u8, aligned: bool) -> Result<(), Stop> {
+        let (op0, op1) = (self.insn.op0_kind(), self.insn.op1_kind());
+        let to = xmm_of(self.insn.op0_register());
+        let from = xmm_of(self.insn.op1_register());
+        let cr0 = self.m.cr0();
+        // MMX forms have no XMM operand and are not emulated.
+        match (op0, op1, to, from) {
+            (OpKind::Register, OpKind::Memory, Some(to), _) => {
+                self.vector_usable(cr0)?;
+                let at = self.vector_place(size, aligned, Access::Load)?;
+                let value = self.vector_load(at, size)?;
+                self.m.set_xmm(to, value)
+            }
+            (OpKind::Memory, OpKind::Register, _, Some(from)) => {
+                self.vector_usable(cr0)?;
+                let value = self.m.xmm(from)?;
+                let at = self.vector_place(size, aligned, Access::Store)?;
+                self.vector_store(at, size, value)
+            }
+            _ => Err(Stop::Unsupported),
+        }
+    }
+
+    fn vector_usable(&self, cr0: u64) -> Result<(), Stop> {
+        if cr0 & CR0_EM != 0 || self.m.cr4() & CR4_OSFXSR == 0 {
+            return Err(Stop::Fault(Exception::ud()));
+        }
+        if cr0 & CR0_TS != 0 {
+            return Err(Stop::Fault(Exception::nm()));
+        }
+        Ok(())
+    }
+
+    fn vector_place(&self, size: u8, aligned: bool, how: Access) -> Result<u64, Stop> {
+        let Place::Mem { at, .. } = self.memory(size, 0, 0, how)? else {
+            return Err(Stop::Unsupported);
+        };
+        if aligned && at & 15 != 0 {
+            return Err(Stop::Fault(Exception::gp(0)));
+        }
+        Ok(at)
+    }
+
+    fn vector_load(&mut self, at: u64, size: u8) -> Result<u128, Stop> {
+        let low = self.read(at, size.min(8), Access::Load)?;
+        if size <= 8 {
+            return Ok(u128::from(low));
+        }
+        let high = self.read(self.after(at, 8), 8, Access::Load)?;
+        Ok(u128::from(low) | u128::from(high) << 64)
+    }
+
+    fn vector_store(&mut self, at: u64, size: u8, value: u128) -> Result<(), Stop> {
+        if size > 8 && usize::from(size) > to_page_end(at) {
+            self.probe(at, usize::from(size))?;
+        }
+        self.write(at, size.min(8), value as u64, Access::Store)?;
+        if size > 8 {
+            self.write(self.after(at, 8), 8, (value >> 64) as u64, Access::Store)?;
+        }
+        Ok(())
+    }
+}
