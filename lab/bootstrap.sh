@@ -1,0 +1,399 @@
+#!/bin/sh
+# Brings a plain Debian 12 to where Gannet can be built, run and tested, without a trace outside this checkout and the user's
+# cache folder: the Rust toolchain, two kernels with their headers, QEMU and busybox come from Debian's archive through a private
+# apt configuration and are unpacked under target/lab/.
+#
+#   lab/bootstrap.sh [GROUP...]     make sure of these groups (default: all; see packages.txt)
+#   lab/bootstrap.sh --relock       resolve the newest versions of everything and write lab/lab.lock
+#
+# Every step leaves a stamp only when it is complete, so an interrupted run is simply run again. A run with nothing to do reads one
+# stamp per group.
+set -eu
+
+lab_dir=$(cd "$(dirname "$0")" && pwd)
+root=$(dirname "$lab_dir")
+out=$root/target/lab
+cache=${GANNET_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/gannet}
+debs=$cache/debs
+apt_dir=$out/apt
+stamps=$out/stamps
+lock=$lab_dir/lab.lock
+# Lines of groups whose locked version has left the archive; they win over lab.lock.
+newer_lock=$out/lab.lock.newer
+# Raise to have every checkout unpack its packages again.
+layout=3
+all_groups="toolchain kernel-6.12 kernel-6.1 qemu busybox"
+
+say() { printf 'set-up: %s\n' "$*" >&2; }
+die() { printf 'set-up: error: %s\n' "$*" >&2; exit 1; }
+
+# --- plain packages ---------------------------------------------------------------------------------------------------------
+
+# `package:file-or-command that shows it is there`
+plain_packages="gcc:gcc gcc-12:gcc-12 make:make binutils:objdump xz-utils:xz zstd:zstd libc6-dev:/usr/include/stdio.h
+  libelf1:/usr/lib/x86_64-linux-gnu/libelf.so.1 ca-certificates:/etc/ssl/certs/ca-certificates.crt
+  debian-archive-keyring:/usr/share/keyrings/debian-archive-keyring.gpg util-linux:flock"
+
+missing_plain_packages() {
+    for entry in $plain_packages; do
+        package=${entry%%:*} proof=${entry#*:}
+        case $proof in
+            /*) [ -e "$proof" ] || printf '%s ' "$package" ;;
+            *) command -v "$proof" >/dev/null 2>&1 || printf '%s ' "$package" ;;
+        esac
+    done
+}
+
+need_plain_packages() {
+    missing=$(missing_plain_packages)
+    [ -n "$missing" ] || return 0
+    if [ "$(id -u)" != 0 ]; then
+        die "these packages are missing and only root can install them; please run:  apt-get install $missing"
+    fi
+    say "installing $missing"
+    if ! DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $missing >"$out/apt-install.log" 2>&1; then
+        apt-get update >>"$out/apt-install.log" 2>&1 || die "apt-get update failed, see $out/apt-install.log"
+        DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $missing >>"$out/apt-install.log" 2>&1 ||
+            die "installing $missing failed, see $out/apt-install.log"
+    fi
+    missing=$(missing_plain_packages)
+    [ -z "$missing" ] || die "still missing after installation: $missing"
+}
+
+# --- the private apt --------------------------------------------------------------------------------------------------------
+
+# The mirror is the one that this machine uses already; its own apt state is only read.
+write_apt_configuration() {
+    mkdir -p "$apt_dir/state/lists/partial" "$apt_dir/cache/archives/partial" "$apt_dir/etc/preferences.d" "$apt_dir/etc/trusted.gpg.d"
+    : >"$apt_dir/status"
+    keyring=/usr/share/keyrings/debian-archive-keyring.gpg
+    indextargets() { apt-get indextargets --format '$(REPO_URI) $(RELEASE) $(COMPONENT)' 'Created-By: Packages'; }
+    # The archive itself: where the machine finds bookworm, and where it finds bookworm-security.
+    archive=$(indextargets | awk '$2=="bookworm" && $3=="main" {print $1; exit}')
+    security=$(indextargets | awk '$2=="bookworm-security" && $3=="main" {print $1; exit}')
+    [ -n "$archive" ] || die "this machine's apt knows no mirror of Debian 12 (bookworm, main); the lab needs one"
+    {
+        for suite in bookworm bookworm-updates bookworm-backports; do
+            printf 'deb [signed-by=%s] %s %s main\n' "$keyring" "$archive" "$suite"
+        done
+        [ -z "$security" ] || printf 'deb [signed-by=%s] %s bookworm-security main\n' "$keyring" "$security"
+    } >"$apt_dir/etc/sources.list"
+    mkdir -p "$apt_dir/etc/sources.list.d"
+    cat >"$apt_dir/apt.conf" <<CONF
+Dir::State "$apt_dir/state";
+Dir::State::status "$apt_dir/status";
+Dir::Cache "$apt_dir/cache";
+Dir::Etc::sourcelist "$apt_dir/etc/sources.list";
+Dir::Etc::sourceparts "$apt_dir/etc/sources.list.d";
+Dir::Etc::preferencesparts "$apt_dir/etc/preferences.d";
+Acquire::Languages "none";
+Acquire::Retries "5";
+APT::Sandbox::User "";
+CONF
+    [ "$(id -u)" != 0 ] || sed -i 's/Sandbox::User ""/Sandbox::User "root"/' "$apt_dir/apt.conf"
+}
+
+private() { APT_CONFIG=$apt_dir/apt.conf "$@"; }
+
+lists_are_fresh=no
+refresh_lists() {
+    [ $lists_are_fresh = no ] || return 0
+    write_apt_configuration
+    say "reading Debian's package lists"
+    private apt-get update >"$out/apt-update.log" 2>&1 || die "apt-get update failed: $(tail -n 3 "$out/apt-update.log")"
+    grep -q '^E:\|^Err:' "$out/apt-update.log" && die "apt-get update failed, see $out/apt-update.log"
+    lists_are_fresh=yes
+}
+
+# --- resolving --------------------------------------------------------------------------------------------------------------
+
+# newest_version NAME PREFIX: the newest version in any suite that starts with the prefix.
+newest_version() {
+    best=
+    for v in $(private apt-cache madison "$1" | awk '{print $3}'); do
+        case $v in "$2"*) ;; *) continue ;; esac
+        if [ -z "$best" ] || dpkg --compare-versions "$v" gt "$best"; then best=$v; fi
+    done
+    printf '%s' "$best"
+}
+
+# newest_release SERIES: the newest kernel release of 6.12 or 6.1 whose image, headers and build tools are all in the archive.
+newest_release() {
+    private apt-cache pkgnames "linux-headers-$1." | sed -n 's/^linux-headers-\(.*\)-common$/\1/p' | grep -v rt | sort -rV |
+        while read -r release; do
+            complete=yes
+            for p in "linux-image-$release-amd64" "linux-headers-$release-amd64" "linux-headers-$release-common"; do
+                [ -n "$(private apt-cache madison "$p")" ] || complete=no
+            done
+            if [ $complete = yes ]; then printf '%s' "$release"; break; fi
+        done
+}
+
+# resolve GROUP: prints the group's lock lines `group package version sha256 bytes`.
+resolve() {
+    release=
+    case $1 in
+        kernel-*)
+            release=$(newest_release "${1#kernel-}")
+            [ -n "$release" ] || die "no complete kernel ${1#kernel-} in the archive" ;;
+    esac
+    grep "^$1 " "$lab_dir/packages.txt" | while read -r group name prefix; do
+        name=$(printf '%s' "$name" | sed "s/@/$release/")
+        version=$(newest_version "$name" "$prefix")
+        [ -n "$version" ] || die "package $name ($prefix*) is not in the archive"
+        private apt-cache show "$name=$version" |
+            awk -v g="$group" -v n="$name" -v v="$version" '/^SHA256:/ {s=$2} /^Size:/ {b=$2} END {print g, n, v, s, b}'
+    done
+}
+
+# locked GROUP: the lock lines in force.
+locked() {
+    if [ -f "$newer_lock" ] && grep -q "^$1 " "$newer_lock"; then grep "^$1 " "$newer_lock"
+    else grep "^$1 " "$lock" 2>/dev/null || true; fi
+}
+
+relock() {
+    refresh_lists
+    say "resolving versions"
+    {
+        printf '# Versions of everything the lab takes from Debian: group, package, version, SHA-256, bytes.\n'
+        printf '# Written by `lab/bootstrap.sh --relock`.\n'
+        for group in $all_groups; do resolve "$group"; done
+    } >"$lock.new"
+    for group in $all_groups; do grep -q "^$group " "$lock.new" || die "group $group could not be resolved"; done
+    mv "$lock.new" "$lock"
+    rm -f "$newer_lock"
+}
+
+# --- downloading ------------------------------------------------------------------------------------------------------------
+
+deb_file() { printf '%s/%s.deb' "$debs" "$1"; } # named by its SHA-256
+
+progress_of() { # progress_of TITLE BYTES FOLDER PID: one live line while the process runs
+    title=$1 total=$2 folder=$3 pid=$4 last=-1
+    while kill -0 "$pid" 2>/dev/null; do
+        done_bytes=$(du -sb "$folder" 2>/dev/null | cut -f1)
+        percent=$((${done_bytes:-0} * 100 / (total + 1)))
+        [ $percent -le 100 ] || percent=100
+        if [ -t 2 ]; then
+            bar=$(printf '%*s' $((percent / 4)) '' | tr ' ' '=')
+            printf '\rset-up: %s [%-25s] %3d%% of %d MB' "$title" "$bar" $percent $((total / 1000000)) >&2
+        elif [ $((percent / 25)) != $last ]; then
+            last=$((percent / 25)); say "$title: $percent% of $((total / 1000000)) MB"
+        fi
+        sleep 0.3
+    done
+    [ ! -t 2 ] || printf '\r\033[K' >&2
+}
+
+# fetch_lines FILE: fetches every package of the lock lines that the cache lacks. Fails (2) when one is not in the archive.
+fetch_lines() {
+    wanted= bytes=0
+    while read -r _ name version sha size; do
+        [ -f "$(deb_file "$sha")" ] && continue
+        wanted="$wanted $name=$version" bytes=$((bytes + size))
+    done <"$1"
+    [ -n "$wanted" ] || return 0
+    refresh_lists
+    for w in $wanted; do
+        private apt-cache show "$w" >/dev/null 2>&1 || { gone=$w; return 2; }
+    done
+    incoming=$cache/incoming
+    mkdir -p "$incoming" "$debs"
+    ( cd "$incoming" && private apt-get -qq -o Dir::Cache::archives="$incoming" download $wanted >"$out/download.log" 2>&1 ) &
+    pid=$!
+    progress_of "downloading $(printf '%s\n' $wanted | wc -l) packages" "$bytes" "$incoming" $pid
+    wait $pid || die "download failed: $(tail -n 3 "$out/download.log")"
+    while read -r _ name version sha _; do
+        [ -f "$(deb_file "$sha")" ] && continue
+        file=$incoming/${name}_$(printf '%s' "$version" | sed 's/:/%3a/')
+        file=$(ls "$file"_*.deb 2>/dev/null | head -n 1)
+        [ -n "$file" ] || die "$name $version was not downloaded"
+        [ "$(sha256sum <"$file" | cut -d' ' -f1)" = "$sha" ] || { rm -f "$file"; die "$name $version differs from lab.lock's checksum"; }
+        mv "$file" "$(deb_file "$sha")"
+    done <"$1"
+}
+
+# --- unpacking --------------------------------------------------------------------------------------------------------------
+
+# unpack_into FOLDER [tar arguments]: every package of the group's lines on standard input.
+unpack_into() {
+    into=$1; shift
+    mkdir -p "$into"
+    while read -r _ name _ sha _; do
+        [ ! -t 2 ] || printf '\r\033[Kset-up: unpacking %s' "$name" >&2
+        case $name in
+            linux-image-*)
+                dpkg-deb --fsys-tarfile "$(deb_file "$sha")" | tar -x -C "$into" --wildcards './boot/*' '*/kernel/arch/x86/kvm/*' \
+                    '*/kernel/virt/*' '*/kernel/drivers/crypto/ccp/ccp.ko*' '*/kernel/drivers/char/hw_random/rng-core.ko*' \
+                    '*/kernel/arch/x86/kernel/msr.ko*' '*/kernel/arch/x86/kernel/cpuid.ko*' 2>/dev/null || true ;;
+            rust-web-src)
+                dpkg-deb --fsys-tarfile "$(deb_file "$sha")" | tar -x -C "$into" --wildcards './usr/lib/*' './usr/src/*/library/*' \
+                    './usr/src/*/Cargo.*' './usr/src/*/vendor/*' 2>/dev/null || true ;;
+            *) dpkg-deb -x "$(deb_file "$sha")" "$into" ;;
+        esac
+    done
+    [ ! -t 2 ] || printf '\r\033[K' >&2
+}
+
+# finish GROUP FOLDER: what must be done to the unpacked files.
+finish() {
+    case $1 in
+        toolchain) finish_toolchain "$2" ;;
+        kernel-*) finish_kernel "${1#kernel-}" "$2" ;;
+        qemu) finish_qemu "$2" ;;
+        busybox) ;;
+    esac
+}
+
+finish_toolchain() {
+    [ -f "$1/usr/lib/rustlib/src/rust/library/core/src/lib.rs" ] || die "the library source is missing from the toolchain"
+    mkdir -p "$out/bin"
+    # Wrappers that set what a relocated toolchain needs; the final folder is named, not the temporary one.
+    for tool in cargo rustc rustdoc rustfmt cargo-clippy cargo-fmt clippy-driver; do
+        [ -e "$1/usr/bin/$tool" ] || die "the toolchain has no $tool"
+        cat >"$out/bin/$tool.new" <<WRAPPER
+#!/bin/sh
+# The lab's own Rust: Debian's packages, unpacked beside this file.
+t=$out/toolchain/usr
+export RUSTC=\$t/bin/rustc RUSTDOC=\$t/bin/rustdoc RUSTFMT=\$t/bin/rustfmt CARGO=\$t/bin/cargo
+export RUSTC_BOOTSTRAP=1 PATH="\$t/bin:\$PATH"
+export LD_LIBRARY_PATH="\$t/lib:\$t/lib/x86_64-linux-gnu\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}"
+unset RUSTUP_TOOLCHAIN RUSTUP_HOME
+: "\${CARGO_TARGET_DIR:=$out/cargo}"
+export CARGO_TARGET_DIR
+exec "\$t/bin/$tool" "\$@"
+WRAPPER
+        chmod +x "$out/bin/$tool.new"
+        mv "$out/bin/$tool.new" "$out/bin/$tool"
+    done
+}
+
+# The pattern list of an image names what some kernels have built in, so tar's complaint is ignored there and checked here.
+finish_kernel() ( # a subshell, for its own variables
+    series=$1 dir=$2 final=$out/kernel/$1
+    release=$(ls "$dir/boot" | sed -n 's/^vmlinuz-//p')
+    [ -n "$release" ] || die "no kernel image for $series"
+    printf '%s\n' "$release" >"$dir/release"
+    ln -sf "boot/vmlinuz-$release" "$dir/vmlinuz"
+    # vmlinux: the payload that the boot protocol's header names (offset at 0x248, length at 0x24c, its last four bytes are a size).
+    [ ! -t 2 ] || printf '\r\033[Kset-up: extracting vmlinux %s' "$release" >&2
+    image=$dir/boot/vmlinuz-$release
+    field() { od -An -tu"$2" -j"$(($1))" -N"$2" "$image" | tr -d ' '; }
+    start=$((($(field 0x1f1 1) + 1) * 512 + $(field 0x248 4)))
+    case $(od -An -tx1 -j$start -N4 "$image" | tr -d ' ') in
+        fd377a58) expand="xz -dc --single-stream" ;;
+        28b52ffd) expand="zstd -dc" ;;
+        *) die "vmlinuz $release is compressed in a way this script does not know" ;;
+    esac
+    tail -c +$((start + 1)) "$image" | head -c $(($(field 0x24c 4) - 4)) | $expand >"$dir/vmlinux"
+    [ "$(head -c 4 "$dir/vmlinux" | tail -c 3)" = ELF ] || die "could not extract vmlinux $release"
+    mkdir -p "$dir/modules"
+    find "$dir/lib/modules" "$dir/usr/lib/modules" -name '*.ko*' 2>/dev/null | while read -r ko; do
+        case $ko in
+            *.xz) xz -dc "$ko" >"$dir/modules/$(basename "$ko" .xz)" ;;
+            *.zst) zstd -qdc "$ko" >"$dir/modules/$(basename "$ko" .zst)" ;;
+            *) cp "$ko" "$dir/modules/" ;;
+        esac
+    done
+    for ko in kvm kvm-amd kvm-intel; do [ -f "$dir/modules/$ko.ko" ] || die "$release has no $ko.ko"; done
+    rm -rf "$dir/lib/modules/$release/kernel" "$dir/usr/lib/modules/$release/kernel"
+    # The headers' Makefile and kbuild name each other by absolute paths under /usr.
+    headers=$dir/usr/src/linux-headers-$release
+    sed -i "s#/usr/src/#$final/usr/src/#g; s#/usr/lib/linux-kbuild#$final/usr/lib/linux-kbuild#g" "$headers/Makefile"
+    ln -sfn "usr/src/linux-headers-$release" "$dir/headers"
+    for tool in scripts/basic/fixdep scripts/mod/modpost tools/objtool/objtool; do
+        [ -x "$headers/$tool" ] || die "the headers of $release lack $tool"
+    done
+    [ ! -t 2 ] || printf '\r\033[K' >&2
+)
+
+finish_qemu() {
+    mkdir -p "$out/bin"
+    cat >"$out/bin/qemu.new" <<WRAPPER
+#!/bin/sh
+# The lab's own QEMU: Debian's packages, unpacked beside this file.
+q=$out/qemu/usr
+export LD_LIBRARY_PATH="\$q/lib/x86_64-linux-gnu:$out/qemu/lib/x86_64-linux-gnu"
+exec "\$q/bin/qemu-system-x86_64" -L "\$q/share/qemu" -L "\$q/share/seabios" "\$@"
+WRAPPER
+    chmod +x "$out/bin/qemu.new"
+    mv "$out/bin/qemu.new" "$out/bin/qemu"
+}
+
+group_dir() {
+    case $1 in
+        kernel-*) printf '%s/kernel/%s' "$out" "${1#kernel-}" ;;
+        *) printf '%s/%s' "$out" "$1" ;;
+    esac
+}
+
+stamp_text() { printf 'layout %s in %s\n' $layout "$out"; locked "$1"; }
+
+group_is_ready() { [ -f "$stamps/$1" ] && [ "$(cat "$stamps/$1")" = "$(stamp_text "$1")" ]; }
+
+set_up() {
+    group=$1 dir=$(group_dir "$1")
+    say "unpacking $group"
+    rm -rf "$dir.tmp" "$stamps/$group"
+    locked "$group" | unpack_into "$dir.tmp"
+    finish "$group" "$dir.tmp"
+    rm -rf "$dir"
+    mkdir -p "$(dirname "$dir")"
+    mv "$dir.tmp" "$dir"
+    stamp_text "$group" >"$stamps/$group.new"
+    mv "$stamps/$group.new" "$stamps/$group"
+}
+
+# --- main -------------------------------------------------------------------------------------------------------------------
+
+mkdir -p "$stamps"
+if [ "${1:-}" = --relock ]; then
+    need_plain_packages
+    relock
+    exit 0
+fi
+groups=${*:-$all_groups}
+todo=
+for group in $groups; do
+    grep -q "^$group " "$lab_dir/packages.txt" || die "no such group: $group (there are: $all_groups)"
+    group_is_ready "$group" || todo="$todo $group"
+done
+need_plain_packages
+[ -n "$todo" ] || exit 0
+
+[ "$(uname -m)" = x86_64 ] || die "Gannet is for x86-64"
+mkdir -p "$debs"
+exec 9>"$out/set-up.lock" 8>"$cache/set-up.lock"
+flock -n 9 || { say "another set-up is running in this checkout; waiting for it"; flock 9; }
+flock -n 8 || { say "another set-up is filling the cache; waiting for it"; flock 8; }
+
+[ -f "$lock" ] || relock
+# Everything still to be fetched goes in one download.
+fetch_all() {
+    : >"$out/wanted"
+    for group in $todo; do locked "$group" >>"$out/wanted"; done
+    fetch_lines "$out/wanted"
+}
+gone=
+if ! fetch_all; then
+    [ -n "$gone" ] || die "download failed"
+    refresh_lists
+    for group in $todo; do
+        locked "$group" >"$out/group-lines"
+        changed=no
+        while read -r _ name version sha _; do
+            [ -f "$(deb_file "$sha")" ] || private apt-cache show "$name=$version" >/dev/null 2>&1 || { changed=yes; gone="$name $version"; }
+        done <"$out/group-lines"
+        [ $changed = yes ] || continue
+        say "$gone has left the archive: taking the newest versions for $group instead of lab.lock's"
+        resolve "$group" >"$out/group-lines"
+        [ -s "$out/group-lines" ] || die "group $group could not be resolved"
+        { [ ! -f "$newer_lock" ] || grep -v "^$group " "$newer_lock" || true; cat "$out/group-lines"; } >"$newer_lock.new"
+        mv "$newer_lock.new" "$newer_lock"
+    done
+    fetch_all || die "packages are missing from the archive: $gone"
+fi
+for group in $todo; do
+    group_is_ready "$group" || set_up "$group"
+done
