@@ -4,7 +4,16 @@
 #![forbid(unsafe_code)]
 
 pub mod addr;
+pub mod apic;
+pub mod cpuid;
 pub mod exception;
+pub mod msr;
+pub mod paging;
+pub mod reg;
+pub mod segment;
+pub mod vmcb;
 
 pub use addr::{ApicId, Asid, Gfn, Gpa, Gva, Hpa, Hva, Pfn, Tsc, Vector};
 pub use exception::Exception;
+pub use reg::{Cr0, Cr4, Dr6, Dr7, Efer, Gpr, Rflags, Xcr0};
+pub use segment::{DescriptorTable, Segment};

@@ -1,0 +1,440 @@
+//! Control, flag, extended-control and debug registers as bit sets.
+//!
+//! SDM vol. 3A §2.3, §2.5, §2.6 and §17.2; APM vol. 2 §3.1, §13.1.1. Every bit that the manuals
+//! name is here, whether or not this hypervisor offers it: unknown bits survive `from_bits_retain`.
+
+use bitflags::bitflags;
+
+bitflags! {
+    /// CR0 (SDM vol. 3A §2.5).
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub struct Cr0: u64 {
+        /// Protection enable.
+        const PE = 1 << 0;
+        /// Monitor coprocessor.
+        const MP = 1 << 1;
+        /// Emulation: no x87.
+        const EM = 1 << 2;
+        /// Task switched: the next x87/SSE instruction raises #NM.
+        const TS = 1 << 3;
+        /// Extension type, always one.
+        const ET = 1 << 4;
+        /// Numeric error: x87 errors raise #MF.
+        const NE = 1 << 5;
+        /// Write protect: supervisor writes honour read-only pages.
+        const WP = 1 << 16;
+        /// Alignment mask.
+        const AM = 1 << 18;
+        /// Not write-through.
+        const NW = 1 << 29;
+        /// Cache disable.
+        const CD = 1 << 30;
+        /// Paging.
+        const PG = 1 << 31;
+    }
+
+    /// CR4 (SDM vol. 3A §2.5, APM vol. 2 §3.1.3).
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub struct Cr4: u64 {
+        /// Virtual-8086 mode extensions.
+        const VME = 1 << 0;
+        /// Protected-mode virtual interrupts.
+        const PVI = 1 << 1;
+        /// Time-stamp disable: RDTSC needs CPL 0.
+        const TSD = 1 << 2;
+        /// Debugging extensions.
+        const DE = 1 << 3;
+        /// 4 MiB pages.
+        const PSE = 1 << 4;
+        /// Physical-address extension.
+        const PAE = 1 << 5;
+        /// Machine-check enable.
+        const MCE = 1 << 6;
+        /// Global pages.
+        const PGE = 1 << 7;
+        /// RDPMC at any CPL.
+        const PCE = 1 << 8;
+        /// The operating system uses FXSAVE.
+        const OSFXSR = 1 << 9;
+        /// Unmasked SSE exceptions raise #XM.
+        const OSXMMEXCPT = 1 << 10;
+        /// SGDT, SIDT, SLDT, SMSW and STR need CPL 0.
+        const UMIP = 1 << 11;
+        /// Five-level paging.
+        const LA57 = 1 << 12;
+        /// VMX enable.
+        const VMXE = 1 << 13;
+        /// SMX enable.
+        const SMXE = 1 << 14;
+        /// RDFSBASE and its kin at any CPL.
+        const FSGSBASE = 1 << 16;
+        /// Process-context identifiers.
+        const PCIDE = 1 << 17;
+        /// XSAVE, XSETBV and XGETBV enabled.
+        const OSXSAVE = 1 << 18;
+        /// Key Locker.
+        const KL = 1 << 19;
+        /// Supervisor-mode execution prevention.
+        const SMEP = 1 << 20;
+        /// Supervisor-mode access prevention.
+        const SMAP = 1 << 21;
+        /// Protection keys for user pages.
+        const PKE = 1 << 22;
+        /// Control-flow enforcement.
+        const CET = 1 << 23;
+        /// Protection keys for supervisor pages.
+        const PKS = 1 << 24;
+        /// User interrupts.
+        const UINTR = 1 << 25;
+        /// Linear-address-space separation.
+        const LASS = 1 << 27;
+        /// Linear-address masking for supervisor addresses.
+        const LAM_SUP = 1 << 28;
+        /// Flexible return and event delivery.
+        const FRED = 1 << 32;
+    }
+
+    /// EFER (APM vol. 2 §3.1.7, SDM vol. 3A §2.2.1).
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub struct Efer: u64 {
+        /// SYSCALL enable.
+        const SCE = 1 << 0;
+        /// Long-mode enable.
+        const LME = 1 << 8;
+        /// Long mode active (LME and CR0.PG).
+        const LMA = 1 << 10;
+        /// No-execute enable.
+        const NXE = 1 << 11;
+        /// SVM enable.
+        const SVME = 1 << 12;
+        /// Long-mode segment limit enable.
+        const LMSLE = 1 << 13;
+        /// Fast FXSAVE/FXRSTOR.
+        const FFXSR = 1 << 14;
+        /// Translation-cache extension.
+        const TCE = 1 << 15;
+        /// MCOMMIT enable.
+        const MCOMMIT = 1 << 17;
+        /// Interruptible WBINVD.
+        const INTWB = 1 << 18;
+        /// Upper-address ignore.
+        const UAIE = 1 << 20;
+        /// Automatic IBRS.
+        const AUTOIBRS = 1 << 21;
+    }
+
+    /// RFLAGS (SDM vol. 1 §3.4.3).
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub struct Rflags: u64 {
+        /// Carry.
+        const CF = 1 << 0;
+        /// Always one.
+        const FIXED = 1 << 1;
+        /// Parity.
+        const PF = 1 << 2;
+        /// Auxiliary carry.
+        const AF = 1 << 4;
+        /// Zero.
+        const ZF = 1 << 6;
+        /// Sign.
+        const SF = 1 << 7;
+        /// Trap: single step.
+        const TF = 1 << 8;
+        /// Interrupts enabled.
+        const IF = 1 << 9;
+        /// Direction of string instructions.
+        const DF = 1 << 10;
+        /// Overflow.
+        const OF = 1 << 11;
+        /// I/O privilege level, low bit.
+        const IOPL0 = 1 << 12;
+        /// I/O privilege level, high bit.
+        const IOPL1 = 1 << 13;
+        /// Nested task.
+        const NT = 1 << 14;
+        /// Resume: instruction breakpoints ignored once.
+        const RF = 1 << 16;
+        /// Virtual-8086 mode.
+        const VM = 1 << 17;
+        /// Alignment check, or access control under SMAP.
+        const AC = 1 << 18;
+        /// Virtual interrupt flag.
+        const VIF = 1 << 19;
+        /// Virtual interrupt pending.
+        const VIP = 1 << 20;
+        /// CPUID available.
+        const ID = 1 << 21;
+    }
+
+    /// XCR0 and IA32_XSS: XSAVE state components (SDM vol. 1 §13.1).
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub struct Xcr0: u64 {
+        /// x87 state; always one in XCR0.
+        const X87 = 1 << 0;
+        /// XMM registers and MXCSR.
+        const SSE = 1 << 1;
+        /// Upper halves of the YMM registers.
+        const AVX = 1 << 2;
+        /// MPX bound registers.
+        const BNDREGS = 1 << 3;
+        /// MPX configuration and status.
+        const BNDCSR = 1 << 4;
+        /// AVX-512 mask registers.
+        const OPMASK = 1 << 5;
+        /// Upper halves of ZMM0 to ZMM15.
+        const ZMM_HI256 = 1 << 6;
+        /// ZMM16 to ZMM31.
+        const HI16_ZMM = 1 << 7;
+        /// Processor trace (XSS).
+        const PT = 1 << 8;
+        /// The PKRU register.
+        const PKRU = 1 << 9;
+        /// PASID (XSS).
+        const PASID = 1 << 10;
+        /// CET user state (XSS).
+        const CET_U = 1 << 11;
+        /// CET supervisor state (XSS).
+        const CET_S = 1 << 12;
+        /// Hardware duty cycling (XSS).
+        const HDC = 1 << 13;
+        /// User interrupts (XSS).
+        const UINTR = 1 << 14;
+        /// Last-branch records (XSS).
+        const LBR = 1 << 15;
+        /// Hardware P-states (XSS).
+        const HWP = 1 << 16;
+        /// AMX tile configuration.
+        const TILE_CFG = 1 << 17;
+        /// AMX tile data.
+        const TILE_DATA = 1 << 18;
+        /// Extended general registers.
+        const APX = 1 << 19;
+        /// AMD lightweight profiling.
+        const LWP = 1 << 62;
+    }
+
+    /// DR6 (SDM vol. 3B §17.2.3).
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub struct Dr6: u64 {
+        /// Breakpoint 0 met.
+        const B0 = 1 << 0;
+        /// Breakpoint 1 met.
+        const B1 = 1 << 1;
+        /// Breakpoint 2 met.
+        const B2 = 1 << 2;
+        /// Breakpoint 3 met.
+        const B3 = 1 << 3;
+        /// Bus lock; active low, reads one where not supported.
+        const BUS_LOCK = 1 << 11;
+        /// Debug register accessed under DR7.GD.
+        const BD = 1 << 13;
+        /// Single step.
+        const BS = 1 << 14;
+        /// Task switch.
+        const BT = 1 << 15;
+        /// Transactional memory; active low, reads one where not supported.
+        const RTM = 1 << 16;
+    }
+
+    /// DR7 (SDM vol. 3B §17.2.4).
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub struct Dr7: u64 {
+        /// Local enable, breakpoint 0.
+        const L0 = 1 << 0;
+        /// Global enable, breakpoint 0.
+        const G0 = 1 << 1;
+        /// Local enable, breakpoint 1.
+        const L1 = 1 << 2;
+        /// Global enable, breakpoint 1.
+        const G1 = 1 << 3;
+        /// Local enable, breakpoint 2.
+        const L2 = 1 << 4;
+        /// Global enable, breakpoint 2.
+        const G2 = 1 << 5;
+        /// Local enable, breakpoint 3.
+        const L3 = 1 << 6;
+        /// Global enable, breakpoint 3.
+        const G3 = 1 << 7;
+        /// Local exact match.
+        const LE = 1 << 8;
+        /// Global exact match.
+        const GE = 1 << 9;
+        /// Always one.
+        const FIXED = 1 << 10;
+        /// Restricted transactional memory.
+        const RTM = 1 << 11;
+        /// General detect: MOV DR raises #DB.
+        const GD = 1 << 13;
+    }
+}
+
+impl Cr0 {
+    /// Value after power-up and INIT, except that INIT keeps CD and NW (SDM vol. 3A table 9-1).
+    pub const RESET: Self = Self::ET.union(Self::NW).union(Self::CD);
+
+    /// Bits 63:32 must be zero: a MOV with one of them set raises #GP.
+    pub const HIGH: u64 = 0xffff_ffff_0000_0000;
+
+    /// Whether the combination may be loaded: PG needs PE, NW needs CD (SDM vol. 3A §2.5).
+    #[inline]
+    pub const fn is_consistent(self) -> bool {
+        (!self.contains(Self::PG) || self.contains(Self::PE))
+            && (!self.contains(Self::NW) || self.contains(Self::CD))
+    }
+}
+
+impl Cr4 {
+    /// The bits whose change flushes translations or alters how the guest's tables are read.
+    pub const PAGING: Self = Self::PSE
+        .union(Self::PAE)
+        .union(Self::PGE)
+        .union(Self::LA57)
+        .union(Self::PCIDE)
+        .union(Self::SMEP)
+        .union(Self::SMAP)
+        .union(Self::PKE);
+}
+
+impl Efer {
+    /// Whether the CPU runs in long mode, either of its sub-modes.
+    #[inline]
+    pub const fn is_long(self) -> bool {
+        self.contains(Self::LMA)
+    }
+}
+
+impl Rflags {
+    /// The two IOPL bits.
+    pub const IOPL: Self = Self::IOPL0.union(Self::IOPL1);
+    /// Value after reset.
+    pub const RESET: Self = Self::FIXED;
+
+    /// I/O privilege level, 0 to 3.
+    #[inline]
+    pub const fn iopl(self) -> u8 {
+        ((self.bits() >> 12) & 3) as u8
+    }
+}
+
+impl Xcr0 {
+    /// The three AVX-512 components, which are enabled together.
+    pub const AVX512: Self = Self::OPMASK.union(Self::ZMM_HI256).union(Self::HI16_ZMM);
+    /// The two MPX components, which are enabled together.
+    pub const MPX: Self = Self::BNDREGS.union(Self::BNDCSR);
+    /// The two AMX components, which are enabled together.
+    pub const AMX: Self = Self::TILE_CFG.union(Self::TILE_DATA);
+    /// Components in the legacy 512-byte region.
+    pub const LEGACY: Self = Self::X87.union(Self::SSE);
+}
+
+impl Dr6 {
+    /// Bits that read as one and cannot be cleared, where neither RTM nor bus-lock exist.
+    pub const FIXED_ONE: u64 = 0xffff_0ff0;
+    /// Value after reset.
+    pub const RESET: u64 = Self::FIXED_ONE;
+    /// Bits that software may change: everything but reserved and active-low ones.
+    pub const VOLATILE: u64 = 0x0000_e00f;
+}
+
+impl Dr7 {
+    /// Value after reset.
+    pub const RESET: u64 = Self::FIXED.bits();
+    /// Bits that software may change.
+    pub const VOLATILE: u64 = 0xffff_2bff;
+    /// All eight breakpoint enables.
+    pub const BREAKPOINTS: u64 = 0xff;
+
+    /// R/W field of breakpoint `n` (0 to 3): 0 execute, 1 write, 2 I/O, 3 read or write.
+    #[inline]
+    pub const fn access(self, n: u32) -> u8 {
+        ((self.bits() >> (16 + 4 * (n & 3))) & 3) as u8
+    }
+
+    /// Length field of breakpoint `n` in bytes: 1, 2, 4 or 8.
+    #[inline]
+    pub const fn length(self, n: u32) -> u8 {
+        match (self.bits() >> (18 + 4 * (n & 3))) & 3 {
+            0 => 1,
+            1 => 2,
+            2 => 8,
+            _ => 4,
+        }
+    }
+
+    /// Whether breakpoint `n` (0 to 3) is enabled, locally or globally.
+    #[inline]
+    pub const fn is_enabled(self, n: u32) -> bool {
+        (self.bits() >> (2 * (n & 3))) & 3 != 0
+    }
+}
+
+/// Index of a general register as ModRM and the KVM API's tables number them (SDM vol. 2A
+/// table 2-2): RAX 0, RCX 1, RDX 2, RBX 3, RSP 4, RBP 5, RSI 6, RDI 7, R8 to R15.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+#[allow(missing_docs)] // The names say it.
+pub enum Gpr {
+    Rax = 0,
+    Rcx = 1,
+    Rdx = 2,
+    Rbx = 3,
+    Rsp = 4,
+    Rbp = 5,
+    Rsi = 6,
+    Rdi = 7,
+    R8 = 8,
+    R9 = 9,
+    R10 = 10,
+    R11 = 11,
+    R12 = 12,
+    R13 = 13,
+    R14 = 14,
+    R15 = 15,
+}
+
+/// Whether `addr` is canonical for `bits` of linear address (48, or 57 with CR4.LA57).
+#[inline]
+pub const fn is_canonical(addr: u64, bits: u32) -> bool {
+    let shift = 64u32.saturating_sub(bits) & 63;
+    (((addr << shift) as i64) >> shift) as u64 == addr
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paging_without_protection_is_refused() {
+        assert!(!Cr0::PG.is_consistent());
+        assert!(!Cr0::NW.is_consistent());
+        assert!(Cr0::RESET.is_consistent());
+        assert!((Cr0::PG | Cr0::PE).is_consistent());
+    }
+
+    #[test]
+    fn reset_values_are_those_of_the_manual() {
+        assert_eq!(Cr0::RESET.bits(), 0x6000_0010);
+        assert_eq!(Rflags::RESET.bits(), 2);
+        assert_eq!(Dr7::RESET, 0x400);
+        assert_eq!(Dr6::RESET & Dr6::VOLATILE, 0);
+    }
+
+    #[test]
+    fn breakpoint_fields_are_read_from_their_nibbles() {
+        // Breakpoint 2 enabled globally: 8-byte, read or write.
+        let dr7 = Dr7::from_bits_retain(1 << 5 | 0b1011 << 24);
+        assert!(dr7.is_enabled(2) && !dr7.is_enabled(1));
+        assert_eq!(dr7.access(2), 3);
+        assert_eq!(dr7.length(2), 8);
+        assert_eq!(dr7.length(0), 1);
+    }
+
+    #[test]
+    fn the_canonical_hole_moves_with_the_address_width() {
+        assert!(is_canonical(0x7fff_ffff_ffff, 48));
+        assert!(!is_canonical(0x8000_0000_0000, 48));
+        assert!(is_canonical(0x8000_0000_0000, 57));
+        assert!(is_canonical(0xffff_8000_0000_0000, 48));
+        assert!(!is_canonical(0xffff_0000_0000_0000, 48));
+    }
+}
