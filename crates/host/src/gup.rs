@@ -1,0 +1,143 @@
+//! From the VMM's virtual address to the host frame behind it.
+//!
+//! The page is referenced, never pinned: the caller installs the translation under the MMU
+//! notifier's sequence count and drops the reference at once.
+
+use x86::{Hva, Pfn};
+
+use crate::sys;
+
+/// Why there is no frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GupError {
+    /// Nothing is mapped there, or not with that access.
+    Fault,
+    /// A signal arrived first.
+    Interrupted,
+    /// The memory is broken.
+    HwPoison,
+    /// Only by sleeping, which was not allowed; or another attempt may succeed.
+    Again,
+}
+
+/// How hard to try.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Patience {
+    /// Only what is mapped already; usable with interrupts off.
+    Never,
+    /// Fault the page in, waiting for the disk if need be; a signal ends the wait.
+    Interruptible,
+    /// Fault the page in, whatever it takes short of a fatal signal.
+    Killable,
+}
+
+/// A host frame with a reference (if the frame is one that counts them).
+#[derive(Debug)]
+#[must_use]
+pub struct HostPage {
+    /// The frame.
+    pub pfn: Pfn,
+    /// The VMM's page table allows writing.
+    pub writable: bool,
+    /// The frame has a `struct page` that counts references; others are device memory.
+    pub refcounted: bool,
+    /// How the host's page table maps it: 1 = 4 KiB, 2 = 2 MiB, 3 = 1 GiB.
+    pub level: u8,
+}
+
+/// The border's copy of a [`HostPage`]; `struct gnt_host_page` in C.
+#[repr(C)]
+#[derive(Default, Debug)]
+pub(crate) struct RawHostPage {
+    pub pfn: u64,
+    pub writable: u8,
+    pub refcounted: u8,
+    pub level: u8,
+    pub reserved: [u8; 5],
+}
+const _: () = assert!(size_of::<RawHostPage>() == 16);
+
+/// Finds the frame behind `hva` in the current task's address space, with read or write access.
+/// A read also reports whether writing would be allowed as it stands.
+pub fn fault_in(hva: Hva, write: bool, patience: Patience) -> Result<HostPage, GupError> {
+    let mode = match patience {
+        Patience::Never => 0,
+        Patience::Interruptible => 1,
+        Patience::Killable => 2,
+    };
+    if mode != 0 {
+        sys::might_sleep();
+    }
+    let mut raw = RawHostPage::default();
+    // SAFETY: raw is writable; the kernel checks the address.
+    match unsafe { sys::gnt_fault_in(hva.0, write.into(), mode, &mut raw) } {
+        0 => Ok(HostPage {
+            pfn: Pfn(raw.pfn),
+            writable: raw.writable != 0,
+            refcounted: raw.refcounted != 0,
+            level: raw.level,
+        }),
+        2 => Err(GupError::Interrupted),
+        3 => Err(GupError::HwPoison),
+        4 => Err(GupError::Again),
+        _ => Err(GupError::Fault),
+    }
+}
+
+/// The level (1, 2 or 3) at which the host's page table maps `hva` now; 1 when not mapped.
+/// Only a hint unless the caller checks the notifier's sequence count afterwards.
+pub fn hva_level(hva: Hva) -> u8 {
+    sys::gnt_hva_level(hva.0) as u8
+}
+
+impl HostPage {
+    /// The guest may have written to the page.
+    pub fn set_dirty(&self) {
+        if self.refcounted {
+            // SAFETY: a reference is held.
+            unsafe { sys::gnt_page_set_dirty(self.pfn.0) }
+        }
+    }
+
+    /// The guest may have read the page.
+    pub fn set_accessed(&self) {
+        if self.refcounted {
+            // SAFETY: a reference is held.
+            unsafe { sys::gnt_page_set_accessed(self.pfn.0) }
+        }
+    }
+}
+
+impl Drop for HostPage {
+    fn drop(&mut self) {
+        if self.refcounted {
+            // SAFETY: the reference is this value's own, and dropped once.
+            unsafe { sys::gnt_page_put(self.pfn.0) }
+        }
+    }
+}
+
+/// Marks a frame dirty that was translated earlier and whose translation is being withdrawn under
+/// the MMU notifier.
+///
+/// # Safety
+/// `pfn` came from a refcounted [`HostPage`], and the notifier has not yet returned from the
+/// invalidation that ends its translation: so the frame still belongs to the same mapping.
+pub unsafe fn set_pfn_dirty(pfn: Pfn) {
+    // SAFETY: by the contract.
+    unsafe { sys::gnt_page_set_dirty(pfn.0) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_frame_of_test_memory_is_its_address() {
+        let memory = vec![0u8; 8192];
+        let hva = Hva(memory.as_ptr() as u64);
+        let page = fault_in(hva, true, Patience::Killable).unwrap();
+        assert_eq!((page.pfn.0, page.writable, page.level), (hva.0 >> 12, true, 1));
+        assert_eq!(fault_in(Hva(16), false, Patience::Never).unwrap_err(), GupError::Fault);
+    }
+}

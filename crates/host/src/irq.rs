@@ -1,0 +1,35 @@
+//! Interrupts on this CPU, and the kernel's accounting of time spent in the guest.
+
+use crate::sys;
+
+/// Turns interrupts off. No nesting: the run loop knows what it does.
+#[inline]
+pub fn disable() {
+    sys::irq_disable();
+}
+
+/// Turns interrupts on.
+#[inline]
+pub fn enable() {
+    sys::irq_enable();
+}
+
+/// Whether interrupts are on.
+#[inline]
+pub fn enabled() -> bool {
+    sys::irq_enabled()
+}
+
+/// Tells the kernel that this CPU is about to run the guest (interrupts off): RCU stops waiting
+/// for it, time is accounted as guest time. Until [`guest_exit`] only code that needs no RCU and
+/// no tracing may run: the entry, and handlers that touch nothing of the kernel's.
+#[inline]
+pub fn guest_enter() {
+    sys::gnt_guest_enter();
+}
+
+/// The CPU is the kernel's again (interrupts still off).
+#[inline]
+pub fn guest_exit() {
+    sys::gnt_guest_exit();
+}

@@ -1,0 +1,95 @@
+//! `Once`: a place that is filled at most once and then read without a lock.
+//!
+//! For tables that live as long as the module or the VM: per-CPU state, the list of vCPUs.
+
+use core::{
+    fmt,
+    marker::PhantomData,
+    mem::ManuallyDrop,
+    ptr,
+    sync::atomic::{AtomicPtr, Ordering},
+};
+
+use crate::{boxed::KBox, error::NoMemory};
+
+/// A slot for one `T`.
+pub struct Once<T> {
+    value: AtomicPtr<T>,
+    owns: PhantomData<T>,
+}
+
+// SAFETY: a Once hands out `&T` to any thread and drops the T on one: T must be both.
+unsafe impl<T: Send + Sync> Sync for Once<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Send for Once<T> {}
+
+impl<T> Once<T> {
+    /// An empty slot.
+    pub const fn new() -> Self {
+        Self { value: AtomicPtr::new(ptr::null_mut()), owns: PhantomData }
+    }
+
+    /// Fills the slot. A slot that is full stays as it is, and `value` is dropped.
+    pub fn set(&self, value: T) -> Result<(), NoMemory> {
+        let new = ManuallyDrop::new(KBox::new(value)?);
+        let raw = ptr::from_ref::<T>(&new).cast_mut();
+        let done =
+            self.value.compare_exchange(ptr::null_mut(), raw, Ordering::AcqRel, Ordering::Acquire);
+        if done.is_err() {
+            drop(ManuallyDrop::into_inner(new));
+        }
+        Ok(())
+    }
+
+    /// What it holds.
+    #[inline]
+    pub fn get(&self) -> Option<&T> {
+        // SAFETY: a non-null pointer came from set() and lives until drop or clear().
+        unsafe { self.value.load(Ordering::Acquire).as_ref() }
+    }
+
+    /// Empties the slot.
+    ///
+    /// # Safety
+    /// No reference that [`Once::get`] gave out is used any more.
+    pub unsafe fn clear(&self) {
+        let raw = self.value.swap(ptr::null_mut(), Ordering::AcqRel);
+        if !raw.is_null() {
+            // SAFETY: it came from a KBox in set() and is taken back once, by the swap.
+            drop(unsafe { KBox::from_raw(raw) });
+        }
+    }
+}
+
+impl<T> Default for Once<T> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<T> Drop for Once<T> {
+    fn drop(&mut self) {
+        // SAFETY: `&mut self`: nobody holds a reference.
+        unsafe { self.clear() }
+    }
+}
+
+impl<T: fmt::Debug> fmt::Debug for Once<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Once").field(&self.get()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_value_stays() {
+        let once = Once::new();
+        assert_eq!(once.get(), None);
+        once.set(1).unwrap();
+        once.set(2).unwrap();
+        assert_eq!(once.get(), Some(&1));
+    }
+}

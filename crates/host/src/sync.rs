@@ -1,0 +1,355 @@
+//! Locks: a sleeping mutex and two spinning ones. Each is a word or two, may move while it is
+//! unlocked, and is free of allocation.
+//!
+//! The spinning locks are the kernel's own queued locks (paravirtual slow paths included); the
+//! mutex is a word that sleeps on the kernel's hashed wait queues.
+
+use core::cell::UnsafeCell;
+use core::fmt;
+use core::marker::PhantomData;
+use core::ops::{Deref, DerefMut};
+use core::sync::atomic::{AtomicU32, Ordering};
+
+use crate::error::Interrupted;
+use crate::sys;
+
+const FREE: u32 = 0;
+const HELD: u32 = 1;
+
+/// Forbids sending a guard to another thread: what it undoes belongs to this one.
+type NotSend = PhantomData<*const ()>;
+
+/// A mutex that sleeps. Process context only.
+pub struct Mutex<T> {
+    /// 0 free, 1 held, 2 held and somebody may sleep.
+    word: AtomicU32,
+    value: UnsafeCell<T>,
+}
+
+// SAFETY: the lock gives one thread at a time access.
+unsafe impl<T: Send> Send for Mutex<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for Mutex<T> {}
+
+impl<T> Mutex<T> {
+    /// An unlocked mutex.
+    pub const fn new(value: T) -> Self {
+        Self { word: AtomicU32::new(FREE), value: UnsafeCell::new(value) }
+    }
+
+    fn take(&self) -> bool {
+        self.word.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).is_ok()
+    }
+
+    /// Takes the lock, however long that takes.
+    pub fn lock(&self) -> MutexGuard<'_, T> {
+        sys::might_sleep();
+        if !self.take() {
+            // SAFETY: the word lives as long as the mutex, which is borrowed.
+            unsafe { sys::gnt_mutex_lock_slow(&self.word) };
+        }
+        MutexGuard { mutex: self, _here: PhantomData }
+    }
+
+    /// Takes the lock, or gives up when a fatal signal arrives.
+    pub fn lock_killable(&self) -> Result<MutexGuard<'_, T>, Interrupted> {
+        sys::might_sleep();
+        // SAFETY: as in lock().
+        if !self.take() && unsafe { sys::gnt_mutex_lock_killable_slow(&self.word) } != 0 {
+            return Err(Interrupted);
+        }
+        Ok(MutexGuard { mutex: self, _here: PhantomData })
+    }
+
+    /// Takes the lock if it is free now.
+    pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+        self.take().then_some(MutexGuard { mutex: self, _here: PhantomData })
+    }
+
+    /// The value, without locking: the borrow is unique.
+    pub fn get_mut(&mut self) -> &mut T {
+        self.value.get_mut()
+    }
+
+    /// The value.
+    pub fn into_inner(self) -> T {
+        self.value.into_inner()
+    }
+}
+
+impl<T> fmt::Debug for Mutex<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Mutex")
+    }
+}
+
+impl<T: Default> Default for Mutex<T> {
+    fn default() -> Self {
+        Self::new(T::default())
+    }
+}
+
+/// The mutex is held while this lives.
+#[must_use]
+pub struct MutexGuard<'a, T> {
+    mutex: &'a Mutex<T>,
+    _here: NotSend,
+}
+
+// SAFETY: sharing the guard shares &T only.
+unsafe impl<T: Sync> Sync for MutexGuard<'_, T> {}
+
+impl<T> Drop for MutexGuard<'_, T> {
+    fn drop(&mut self) {
+        // A full barrier either way: the waker must see a sleeper that saw the lock held.
+        if self.mutex.word.swap(FREE, Ordering::SeqCst) != HELD {
+            // SAFETY: only the address is used to find sleepers.
+            unsafe { sys::gnt_mutex_wake(&self.mutex.word) };
+        }
+    }
+}
+
+/// A spin lock that also keeps interrupts off on this CPU: usable from timers and wait queues.
+pub struct SpinLock<T> {
+    /// The kernel's `arch_spinlock_t`.
+    word: AtomicU32,
+    value: UnsafeCell<T>,
+}
+
+// SAFETY: the lock gives one CPU at a time access.
+unsafe impl<T: Send> Send for SpinLock<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for SpinLock<T> {}
+
+impl<T> SpinLock<T> {
+    /// An unlocked lock.
+    pub const fn new(value: T) -> Self {
+        Self { word: AtomicU32::new(0), value: UnsafeCell::new(value) }
+    }
+
+    /// Spins until the lock is taken. Interrupts stay off until the guard goes; guards must be
+    /// dropped in the reverse order of taking.
+    pub fn lock(&self) -> SpinGuard<'_, T> {
+        // SAFETY: the word is a zero-initialised arch_spinlock_t, borrowed for the guard's life.
+        let flags = unsafe { sys::gnt_spin_lock_irqsave(&self.word) };
+        SpinGuard { lock: self, flags, _here: PhantomData }
+    }
+
+    /// The value, without locking: the borrow is unique.
+    pub fn get_mut(&mut self) -> &mut T {
+        self.value.get_mut()
+    }
+}
+
+impl<T> fmt::Debug for SpinLock<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("SpinLock")
+    }
+}
+
+/// The spin lock is held, with interrupts off, while this lives.
+#[must_use]
+pub struct SpinGuard<'a, T> {
+    lock: &'a SpinLock<T>,
+    flags: usize,
+    _here: NotSend,
+}
+
+impl<T> Drop for SpinGuard<'_, T> {
+    fn drop(&mut self) {
+        // SAFETY: taken by this guard, with these flags.
+        unsafe { sys::gnt_spin_unlock_irqrestore(&self.lock.word, self.flags) }
+    }
+}
+
+/// The kernel's `arch_rwlock_t`: readers count and a wait lock, zero when free.
+#[repr(C, align(8))]
+pub(crate) struct RwWords(pub(crate) [AtomicU32; 2]);
+
+/// Many readers or one writer; spins, with preemption off. Not for interrupt handlers.
+pub struct RwSpinLock<T> {
+    words: RwWords,
+    value: UnsafeCell<T>,
+}
+
+// SAFETY: the lock gives either one writer or many readers access.
+unsafe impl<T: Send> Send for RwSpinLock<T> {}
+// SAFETY: as above; readers share &T.
+unsafe impl<T: Send + Sync> Sync for RwSpinLock<T> {}
+
+impl<T> RwSpinLock<T> {
+    /// An unlocked lock.
+    pub const fn new(value: T) -> Self {
+        Self {
+            words: RwWords([AtomicU32::new(0), AtomicU32::new(0)]),
+            value: UnsafeCell::new(value),
+        }
+    }
+
+    /// Shared access.
+    pub fn read(&self) -> ReadGuard<'_, T> {
+        // SAFETY: a zero-initialised arch_rwlock_t, borrowed for the guard's life.
+        unsafe { sys::gnt_read_lock(&self.words) };
+        ReadGuard { lock: self, _here: PhantomData }
+    }
+
+    /// Unique access.
+    pub fn write(&self) -> WriteGuard<'_, T> {
+        // SAFETY: as in read().
+        unsafe { sys::gnt_write_lock(&self.words) };
+        WriteGuard { lock: self, _here: PhantomData }
+    }
+
+    /// Whether somebody waits for the lock: a long walk may let them in and start again.
+    pub fn is_contended(&self) -> bool {
+        // SAFETY: as in read().
+        unsafe { sys::gnt_rwlock_is_contended(&self.words) != 0 }
+    }
+
+    /// The value, without locking: the borrow is unique.
+    pub fn get_mut(&mut self) -> &mut T {
+        self.value.get_mut()
+    }
+}
+
+impl<T> fmt::Debug for RwSpinLock<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("RwSpinLock")
+    }
+}
+
+/// Shared access while this lives.
+#[must_use]
+pub struct ReadGuard<'a, T> {
+    lock: &'a RwSpinLock<T>,
+    _here: NotSend,
+}
+
+impl<T> Drop for ReadGuard<'_, T> {
+    fn drop(&mut self) {
+        // SAFETY: taken by this guard.
+        unsafe { sys::gnt_read_unlock(&self.lock.words) }
+    }
+}
+
+/// Unique access while this lives.
+#[must_use]
+pub struct WriteGuard<'a, T> {
+    lock: &'a RwSpinLock<T>,
+    _here: NotSend,
+}
+
+impl<T> Drop for WriteGuard<'_, T> {
+    fn drop(&mut self) {
+        // SAFETY: taken by this guard.
+        unsafe { sys::gnt_write_unlock(&self.lock.words) }
+    }
+}
+
+macro_rules! shared_access {
+    ($guard:ident, $field:ident) => {
+        impl<T> Deref for $guard<'_, T> {
+            type Target = T;
+            #[inline]
+            fn deref(&self) -> &T {
+                // SAFETY: the lock is held.
+                unsafe { &*self.$field.value.get() }
+            }
+        }
+    };
+}
+macro_rules! unique_access {
+    ($guard:ident, $field:ident) => {
+        shared_access!($guard, $field);
+        impl<T> DerefMut for $guard<'_, T> {
+            #[inline]
+            fn deref_mut(&mut self) -> &mut T {
+                // SAFETY: the lock is held for one owner, and the guard is borrowed uniquely.
+                unsafe { &mut *self.$field.value.get() }
+            }
+        }
+    };
+}
+unique_access!(MutexGuard, mutex);
+unique_access!(SpinGuard, lock);
+shared_access!(ReadGuard, lock);
+unique_access!(WriteGuard, lock);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hammer(add: impl Fn() + Sync) {
+        std::thread::scope(|s| {
+            for _ in 0..4 {
+                s.spawn(|| (0..10_000).for_each(|_| add()));
+            }
+        });
+    }
+
+    #[test]
+    fn a_mutex_lets_one_thread_in() {
+        let count = Mutex::new(0u64);
+        hammer(|| {
+            let mut guard = count.lock();
+            let seen = *guard;
+            core::hint::spin_loop();
+            *guard = seen + 1;
+        });
+        assert_eq!(*count.lock(), 40_000);
+    }
+
+    #[test]
+    fn a_held_mutex_cannot_be_taken_again_and_killable_waits_for_it() {
+        let lock = Mutex::new(1);
+        let guard = lock.lock();
+        assert!(lock.try_lock().is_none());
+        drop(guard);
+        assert_eq!(*lock.lock_killable().unwrap(), 1);
+    }
+
+    #[test]
+    fn a_spin_lock_lets_one_thread_in_and_keeps_interrupts_off() {
+        let count = SpinLock::new(0u64);
+        hammer(|| *count.lock() += 1);
+        let guard = count.lock();
+        assert!(!crate::irq::enabled());
+        assert_eq!(*guard, 40_000);
+        drop(guard);
+        assert!(crate::irq::enabled());
+    }
+
+    #[test]
+    fn readers_share_and_a_writer_is_alone() {
+        let pair = RwSpinLock::new((0u64, 0u64));
+        let (a, b) = (pair.read(), pair.read());
+        assert_eq!(*a, *b);
+        drop((a, b));
+        std::thread::scope(|s| {
+            for _ in 0..2 {
+                s.spawn(|| {
+                    for _ in 0..5_000 {
+                        let mut guard = pair.write();
+                        guard.0 += 1;
+                        guard.1 += 1;
+                    }
+                });
+                s.spawn(|| {
+                    for _ in 0..5_000 {
+                        let guard = pair.read();
+                        assert_eq!(guard.0, guard.1);
+                    }
+                });
+            }
+        });
+        assert_eq!(*pair.read(), (10_000, 10_000));
+    }
+
+    #[test]
+    #[should_panic(expected = "sleeps in atomic context")]
+    fn taking_a_mutex_under_a_spin_lock_is_caught() {
+        let (spin, mutex) = (SpinLock::new(()), Mutex::new(()));
+        let _spin = spin.lock();
+        let _mutex = mutex.lock();
+    }
+}

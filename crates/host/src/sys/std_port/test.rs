@@ -1,0 +1,181 @@
+//! What a test can do to its surroundings.
+
+use std::sync::PoisonError;
+
+use x86::Hva;
+
+use super::sys;
+use super::world::{Context, Event, World, descriptors};
+use crate::sys::{NotifierCalls, WatchCalls};
+
+/// The world of this thread, whose time a test advances: `clock().advance(ns)`.
+pub fn clock() -> World {
+    World::current()
+}
+
+/// Makes this (spawned) thread share `world`.
+pub fn adopt(world: &World) {
+    World::enter(world);
+}
+
+/// User memory that faults until this is dropped.
+#[must_use]
+pub struct Hole(World, (u64, u64), bool);
+
+impl Drop for Hole {
+    fn drop(&mut self) {
+        let mut state = self.0.lock();
+        let list = if self.2 { &mut state.read_only } else { &mut state.holes };
+        if let Some(at) = list.iter().position(|h| *h == self.1) {
+            list.swap_remove(at);
+        }
+    }
+}
+
+/// Takes `len` bytes at `hva` out of user memory: copies, cmpxchg and `fault_in` fault there.
+pub fn unmap(hva: Hva, len: u64) -> Hole {
+    let (world, range) = (World::current(), (hva.0, hva.0.saturating_add(len)));
+    world.lock().holes.push(range);
+    Hole(world, range, false)
+}
+
+/// Makes `len` bytes at `hva` read-only: writes fault, `fault_in` for reading says not writable.
+pub fn protect(hva: Hva, len: u64) -> Hole {
+    let (world, range) = (World::current(), (hva.0, hva.0.saturating_add(len)));
+    world.lock().read_only.push(range);
+    Hole(world, range, true)
+}
+
+fn notifiers() -> Vec<(&'static NotifierCalls, Context)> {
+    World::current().lock().notifiers.iter().map(|(_, calls, context)| (*calls, *context)).collect()
+}
+
+/// Invalidates a range of user memory as the memory manager does: start, `meanwhile`, end.
+pub fn invalidate(start: Hva, end: Hva, meanwhile: impl FnOnce()) {
+    for (calls, context) in notifiers() {
+        // SAFETY: registered, and the test does not drop the owner meanwhile.
+        unsafe { (calls.invalidate_start)(context.0, start.0, end.0, 1) }
+    }
+    meanwhile();
+    for (calls, context) in notifiers() {
+        // SAFETY: as above.
+        unsafe { (calls.invalidate_end)(context.0, start.0, end.0) }
+    }
+}
+
+/// Asks all notifiers whether a range was accessed, clearing that.
+pub fn clear_young(start: Hva, end: Hva) -> bool {
+    // SAFETY: as in invalidate(). No short circuit: every notifier clears.
+    notifiers().iter().fold(false, |any, (calls, context)| {
+        any | (unsafe { (calls.clear_young)(context.0, start.0, end.0) } != 0)
+    })
+}
+
+/// Asks all notifiers whether a range was accessed.
+pub fn test_young(start: Hva, end: Hva) -> bool {
+    // SAFETY: as in invalidate().
+    notifiers().iter().any(|(c, x)| unsafe { (c.test_young)(x.0, start.0, end.0) } != 0)
+}
+
+/// The address space dies.
+pub fn release_mm() {
+    for (calls, context) in notifiers() {
+        // SAFETY: as in invalidate().
+        unsafe { (calls.release)(context.0) }
+    }
+}
+
+/// Whether a signal is pending for this thread.
+pub fn set_signal_pending(pending: bool) {
+    sys::SIGNAL.set(pending);
+}
+
+/// Whether another task wants this thread's CPU.
+pub fn set_need_resched(wanted: bool) {
+    sys::RESCHED.set(wanted);
+}
+
+/// The CPU this thread pretends to run on (0 to 3).
+pub fn set_cpu(cpu: usize) {
+    sys::CPU.set(cpu as u32);
+}
+
+/// What `run_delay_ns` answers on this thread.
+pub fn set_run_delay_ns(ns: u64) {
+    sys::RUN_DELAY.set(ns);
+}
+
+/// The CPUs kicked since the last call, by this thread's world.
+pub fn take_kicks() -> Vec<usize> {
+    std::mem::take(&mut World::current().lock().kicks)
+}
+
+/// The last message logged in this thread's world.
+pub fn last_log() -> String {
+    World::current().lock().log.last().cloned().unwrap_or_default()
+}
+
+/// A new eventfd with count 0.
+pub fn eventfd() -> i32 {
+    let mut all = descriptors();
+    all.next += 1;
+    let fd = all.next;
+    all.events.insert(fd, std::sync::Arc::new(Event::default()));
+    fd
+}
+
+/// Reads and clears the count.
+pub fn eventfd_read(fd: i32) -> u64 {
+    let event = descriptors().events.get(&fd).cloned();
+    event.map_or(0, |e| {
+        std::mem::take(&mut e.state.lock().unwrap_or_else(PoisonError::into_inner).count)
+    })
+}
+
+/// Signals an eventfd as user space would by writing to it.
+pub fn eventfd_signal(fd: i32, count: u64) {
+    let event = descriptors().events.get(&fd).cloned();
+    if let Some(event) = event {
+        sys::signal(&event, count);
+    }
+}
+
+/// Closes the descriptor: watches hear that it hung up.
+pub fn eventfd_close(fd: i32) {
+    let event = descriptors().events.remove(&fd);
+    if let Some(event) = event {
+        let state = event.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let calls: Vec<(&'static WatchCalls, Context)> =
+            state.watches.iter().map(|(_, c, x)| (*c, *x)).collect();
+        for (calls, context) in calls {
+            // SAFETY: attached; detaching takes the lock held here.
+            unsafe { (calls.hung_up)(context.0) }
+        }
+    }
+}
+
+/// An ioctl on one of our files, by a 64-bit process.
+pub fn ioctl(fd: i32, command: u32, argument: u64) -> i64 {
+    let file = descriptors().files.get(&fd).copied();
+    match file {
+        // SAFETY: the file is open, and the test does not close it meanwhile.
+        Some((calls, context)) => unsafe { (calls.ioctl)(context.0, command, argument, 0) },
+        None => -9,
+    }
+}
+
+/// The page that a mapping of the file shows at page offset `offset`; 0 for none.
+pub fn mmap_page(fd: i32, offset: u64) -> u64 {
+    let file = descriptors().files.get(&fd).copied();
+    // SAFETY: as in ioctl().
+    file.map_or(0, |(calls, context)| unsafe { (calls.page)(context.0, offset) })
+}
+
+/// Closes one of our files.
+pub fn close(fd: i32) {
+    let file = descriptors().files.remove(&fd);
+    if let Some((calls, context)) = file {
+        // SAFETY: removed above, so released once.
+        unsafe { (calls.release)(context.0) }
+    }
+}

@@ -1,0 +1,150 @@
+//! What the tests of one thread share: the clock and its timers, the registered notifiers, the
+//! holes in user memory, the open files and eventfds.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use super::super::{FileCalls, NotifierCalls, TimerFn, WatchCalls};
+
+/// CLOCK_REALTIME minus CLOCK_MONOTONIC in tests.
+pub const TEST_EPOCH_NS: u64 = 1_700_000_000_000_000_000;
+
+/// A raw pointer that the owner of the port keeps valid for as long as it is registered.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Context(pub(crate) *mut c_void);
+// SAFETY: the contexts are values that are Sync by the bounds of their wrappers.
+unsafe impl Send for Context {}
+
+#[derive(Clone, Copy)]
+pub(crate) struct Armed {
+    pub(crate) at: u64,
+    pub(crate) expired: TimerFn,
+    pub(crate) context: Context,
+}
+
+#[derive(Default)]
+pub(crate) struct State {
+    pub(crate) now: u64,
+    /// Armed timers by id.
+    pub(crate) armed: BTreeMap<u64, Armed>,
+    /// Timers whose handler runs now.
+    pub(crate) firing: Vec<u64>,
+    pub(crate) notifiers: Vec<(u64, &'static NotifierCalls, Context)>,
+    pub(crate) holes: Vec<(u64, u64)>,
+    pub(crate) read_only: Vec<(u64, u64)>,
+    pub(crate) kicks: Vec<usize>,
+    pub(crate) log: Vec<String>,
+}
+
+/// The surroundings of a test; see the module's description.
+#[derive(Clone)]
+pub struct World {
+    pub(crate) state: Arc<Mutex<State>>,
+    pub(crate) changed: Arc<Condvar>,
+}
+
+impl World {
+    fn new() -> Self {
+        let state = State { now: 1_000_000_000, ..State::default() };
+        Self { state: Arc::new(Mutex::new(state)), changed: Arc::new(Condvar::new()) }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The world of this thread.
+    pub fn current() -> Self {
+        CURRENT.with(|w| w.borrow().clone())
+    }
+
+    pub(crate) fn enter(world: &Self) {
+        CURRENT.with(|w| *w.borrow_mut() = world.clone());
+    }
+
+    /// CLOCK_MONOTONIC of this world, ns.
+    pub fn now(&self) -> u64 {
+        self.lock().now
+    }
+
+    /// Lets `ns` pass: timers that come due fire in order, each at its own time, on this thread
+    /// and with interrupts off.
+    pub fn advance(&self, ns: u64) {
+        let until = self.now().saturating_add(ns);
+        loop {
+            let mut state = self.lock();
+            let due = state.armed.iter().map(|(id, a)| (a.at, *id)).min();
+            let Some((at, id)) = due.filter(|(at, _)| *at <= until) else {
+                state.now = state.now.max(until);
+                return;
+            };
+            let Some(armed) = state.armed.remove(&id) else { continue };
+            state.now = state.now.max(at);
+            state.firing.push(id);
+            drop(state);
+            let irqs_were_on = super::sys::set_irqs(false);
+            // SAFETY: cancel waits for `firing`, and the owner cancels before it goes.
+            let again = unsafe { (armed.expired)(armed.context.0) };
+            super::sys::set_irqs(irqs_were_on);
+            let mut state = self.lock();
+            state.firing.retain(|f| *f != id);
+            if again != 0 {
+                state.armed.insert(id, Armed { at: again, ..armed });
+            }
+            drop(state);
+            self.changed.notify_all();
+        }
+    }
+
+    /// Lets time pass up to the next armed timer and fires it. Returns whether there was one.
+    pub fn advance_to_next_timer(&self) -> bool {
+        let (now, next) = {
+            let state = self.lock();
+            (state.now, state.armed.values().map(|a| a.at).min())
+        };
+        let Some(at) = next else { return false };
+        self.advance(at.saturating_sub(now));
+        true
+    }
+
+    /// How many timers are armed.
+    pub fn armed_timers(&self) -> usize {
+        self.lock().armed.len()
+    }
+
+    /// When the next timer is due.
+    pub fn next_expiry(&self) -> Option<u64> {
+        self.lock().armed.values().map(|a| a.at).min()
+    }
+}
+
+thread_local! {
+    static CURRENT: RefCell<World> = RefCell::new(World::new());
+}
+
+/// Eventfds and files are shared by all threads, as descriptors are.
+#[derive(Default)]
+pub(crate) struct Descriptors {
+    pub(crate) next: i32,
+    pub(crate) events: BTreeMap<i32, Arc<Event>>,
+    pub(crate) files: BTreeMap<i32, (&'static FileCalls, Context)>,
+}
+
+#[derive(Default)]
+pub(crate) struct Event {
+    pub(crate) state: Mutex<EventState>,
+}
+
+#[derive(Default)]
+pub(crate) struct EventState {
+    pub(crate) count: u64,
+    pub(crate) watches: Vec<(u64, &'static WatchCalls, Context)>,
+}
+
+pub(crate) fn descriptors() -> MutexGuard<'static, Descriptors> {
+    static ALL: OnceLock<Mutex<Descriptors>> = OnceLock::new();
+    let all = ALL.get_or_init(|| Mutex::new(Descriptors { next: 1000, ..Descriptors::default() }));
+    all.lock().unwrap_or_else(PoisonError::into_inner)
+}

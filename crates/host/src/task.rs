@@ -1,0 +1,188 @@
+//! The current task: sleeping and waking, work that waits for it, its signals.
+
+use core::cell::UnsafeCell;
+
+use crate::error::{Interrupted, NoMemory};
+use crate::sys;
+
+/// How a [`Waiter::block`] ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Blocked {
+    /// The condition held at the first look.
+    AtOnce,
+    /// The condition came to hold while polling.
+    Polled,
+    /// The task slept, and the condition held when it woke.
+    Slept,
+    /// A signal is pending; the condition does not hold.
+    Signal,
+}
+
+/// Where one task sleeps until another, or an interrupt, wakes it. For one sleeper at a time.
+#[derive(Debug)]
+#[repr(transparent)]
+pub struct Waiter {
+    raw: UnsafeCell<sys::WaiterRaw>,
+}
+
+// SAFETY: the kernel's rcuwait is made for wakers on any CPU.
+unsafe impl Send for Waiter {}
+// SAFETY: as above.
+unsafe impl Sync for Waiter {}
+
+impl Waiter {
+    /// A waiter on which nobody sleeps.
+    pub fn new() -> Result<Self, NoMemory> {
+        Ok(Self { raw: UnsafeCell::new(sys::WaiterRaw::new()) })
+    }
+
+    /// Waits until `cond` holds: first polls for up to `poll_ns` (unless another task wants the
+    /// CPU), then sleeps. Returns when `cond` holds or a signal is pending.
+    ///
+    /// `cond` is called while the task is marked sleeping: it must not sleep itself. A waker makes
+    /// the condition true before it calls [`Waiter::wake`]. Only one task may block at a time;
+    /// a vCPU's thread, which holds the vCPU's mutex, is that one.
+    pub fn block(&self, mut cond: impl FnMut() -> bool, poll_ns: u64) -> Blocked {
+        if cond() {
+            return Blocked::AtOnce;
+        }
+        sys::might_sleep();
+        if poll_ns != 0 {
+            let until = crate::clock::monotonic_ns().saturating_add(poll_ns);
+            while sys::gnt_may_poll() != 0 {
+                if cond() {
+                    return Blocked::Polled;
+                }
+                core::hint::spin_loop();
+                if crate::clock::monotonic_ns() >= until {
+                    break;
+                }
+            }
+        }
+        let raw = self.raw.get();
+        // SAFETY: the raw waiter lives as long as self; prepare and finish pair up here.
+        unsafe {
+            sys::gnt_waiter_enter(raw);
+            let ended = loop {
+                sys::gnt_waiter_prepare(raw);
+                if cond() {
+                    break Blocked::Slept;
+                }
+                if signal_pending() {
+                    break Blocked::Signal;
+                }
+                sys::gnt_waiter_sleep(raw);
+            };
+            sys::gnt_waiter_finish(raw);
+            ended
+        }
+    }
+
+    /// Wakes the sleeper, if there is one. From any context, hard interrupts too.
+    /// Returns whether somebody slept.
+    pub fn wake(&self) -> bool {
+        // SAFETY: the raw waiter lives as long as self.
+        unsafe { sys::gnt_waiter_wake(self.raw.get()) != 0 }
+    }
+}
+
+/// Whether the task must leave for a signal, a reschedule or task work before it may enter the
+/// guest. Interrupts are off, so that nothing can come between the answer and the entry.
+#[inline]
+pub fn work_pending() -> bool {
+    sys::gnt_work_pending() != 0
+}
+
+/// Does what [`work_pending`] announced. Interrupts on.
+pub fn handle_work() -> Result<(), Interrupted> {
+    sys::might_sleep();
+    if sys::gnt_handle_work() == 0 { Ok(()) } else { Err(Interrupted) }
+}
+
+/// Whether a signal waits for this task.
+#[inline]
+pub fn signal_pending() -> bool {
+    sys::gnt_signal_pending() != 0
+}
+
+/// Whether another task wants this CPU.
+#[inline]
+pub fn need_resched() -> bool {
+    sys::gnt_need_resched() != 0
+}
+
+/// Lets another task run if one wants to.
+pub fn cond_resched() {
+    sys::might_sleep();
+    sys::gnt_cond_resched();
+}
+
+/// How long the current task has waited for a CPU in its life, in ns: steal time.
+pub fn run_delay_ns() -> u64 {
+    sys::gnt_run_delay_ns()
+}
+
+/// The current task's thread id. Only good for comparing and for messages.
+pub fn current_tid() -> u32 {
+    sys::gnt_current_tid()
+}
+
+/// While this lives the task's signal mask is the one given (`KVM_SET_SIGNAL_MASK`).
+#[must_use]
+#[derive(Debug)]
+pub struct Sigmask {
+    active: bool,
+    _here: core::marker::PhantomData<*const ()>,
+}
+
+/// Blocks the signals of `mask` (bit n = signal n + 1) while the guard lives; `None` does nothing.
+pub fn with_sigmask(mask: Option<u64>) -> Sigmask {
+    if let Some(mask) = mask {
+        sys::gnt_sigmask_set(mask);
+    }
+    Sigmask { active: mask.is_some(), _here: core::marker::PhantomData }
+}
+
+impl Drop for Sigmask {
+    fn drop(&mut self) {
+        if self.active {
+            sys::gnt_sigmask_restore();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use core::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+    use crate::std_port::test;
+
+    #[test]
+    fn a_condition_that_holds_needs_no_sleep() {
+        assert_eq!(Waiter::new().unwrap().block(|| true, 0), Blocked::AtOnce);
+    }
+
+    #[test]
+    fn a_sleeper_wakes_when_the_condition_comes_to_hold() {
+        let (waiter, ready) = (Waiter::new().unwrap(), AtomicBool::new(false));
+        std::thread::scope(|s| {
+            let sleeper = s.spawn(|| waiter.block(|| ready.load(Ordering::Acquire), 0));
+            std::thread::sleep(std::time::Duration::from_millis(5));
+            ready.store(true, Ordering::Release);
+            waiter.wake();
+            assert_eq!(sleeper.join().unwrap(), Blocked::Slept);
+        });
+        assert!(!waiter.wake());
+    }
+
+    #[test]
+    fn a_signal_ends_the_sleep() {
+        test::set_signal_pending(true);
+        assert_eq!(Waiter::new().unwrap().block(|| false, 0), Blocked::Signal);
+        assert!(work_pending());
+        assert!(handle_work().is_err());
+        test::set_signal_pending(false);
+        assert!(!work_pending());
+    }
+}
