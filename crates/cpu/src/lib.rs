@@ -1,2 +1,69 @@
-//! Skeleton.
-#![no_std]
+//! The privileged instructions as a trait, so that everything above runs against a model in tests.
+//!
+//! [`Native`] is inline assembly and the world switch; [`Counting`] wraps any [`Cpu`] and counts
+//! operations by kind, which is what the operation budgets are stated in; [`Model`] is a scripted
+//! CPU for tests.
+#![cfg_attr(target_os = "none", no_std)]
+
+pub mod counting;
+#[cfg(not(target_os = "none"))]
+pub mod model;
+pub mod native;
+
+pub use counting::{Counting, Counts, Op};
+#[cfg(not(target_os = "none"))]
+pub use model::Model;
+pub use native::Native;
+
+use backend::Gprs;
+use x86::{Hpa, vmcb::Vmcb};
+
+/// SPEC_CTRL around a world switch, on CPUs that do not virtualise it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SpecCtrl {
+    /// The guest's value, written before entry when it differs from the host's.
+    pub guest: u64,
+    /// The host's value on this CPU, written after the exit when the guest's differs.
+    pub host: u64,
+}
+
+/// What the hypervisor executes that user code cannot.
+pub trait Cpu: Send {
+    /// RDMSR of an MSR that exists.
+    fn rdmsr(&mut self, msr: u32) -> u64;
+    /// WRMSR with a value that is valid for it.
+    fn wrmsr(&mut self, msr: u32, value: u64);
+    /// CPUID: EAX, EBX, ECX, EDX.
+    fn cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4];
+    /// RDTSC.
+    fn rdtsc(&mut self) -> u64;
+    /// XGETBV(0).
+    fn xcr0(&mut self) -> u64;
+    /// XSETBV(0).
+    fn set_xcr0(&mut self, value: u64);
+    /// RDPKRU; only where CR4.PKE is set.
+    fn pkru(&mut self) -> u32;
+    /// WRPKRU; only where CR4.PKE is set.
+    fn set_pkru(&mut self, value: u32);
+    /// MOV from DR0-DR3.
+    fn debug_reg(&mut self, n: u8) -> u64;
+    /// MOV to DR0-DR3.
+    fn set_debug_reg(&mut self, n: u8, value: u64);
+    /// MOV from CR4.
+    fn cr4(&mut self) -> u64;
+    /// CLGI.
+    fn clgi(&mut self);
+    /// STGI.
+    fn stgi(&mut self);
+    /// STI.
+    fn sti(&mut self);
+    /// CLI.
+    fn cli(&mut self);
+    /// VMLOAD.
+    fn vmload(&mut self, state: Hpa);
+    /// VMSAVE.
+    fn vmsave(&mut self, state: Hpa);
+    /// The world switch: loads `gprs`, VMRUN, saves `gprs`, with the mitigations of this host.
+    /// RAX and RSP travel in the control block.
+    fn vmrun(&mut self, vmcb: &mut Vmcb, at: Hpa, gprs: &mut Gprs, spec: SpecCtrl);
+}

@@ -1,2 +1,19 @@
-//! Skeleton.
+//! The SVM backend: control block, permission maps, ASIDs, world switch, exit decoding.
+//!
+//! APM vol. 2 chapter 15. `unsafe` lives in [`enter`] alone, where the control block is a page
+//! that hardware shares, and in [`percpu::tear_down`].
 #![no_std]
+#![deny(unsafe_code)]
+
+extern crate alloc;
+
+pub mod enter;
+pub mod exits;
+pub mod features;
+pub mod inject;
+pub mod percpu;
+pub mod permission;
+mod state;
+
+pub use enter::Svm;
+pub use features::{Features, Unusable};

@@ -1,0 +1,127 @@
+//! The neutral form of an exit, and of an event to be injected.
+
+use x86::{Exception, Gpa, Vector};
+
+/// Why the guest stopped running. Payloads are those that both backends can give.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Exit {
+    /// A physical interrupt is pending on this CPU.
+    Interrupt,
+    /// A physical NMI was pending.
+    Nmi,
+    /// A machine check hit while the guest ran.
+    MachineCheck,
+    /// CPUID.
+    Cpuid,
+    /// RDMSR.
+    Rdmsr,
+    /// WRMSR.
+    Wrmsr,
+    /// VMMCALL or VMCALL.
+    Hypercall,
+    /// HLT.
+    Hlt,
+    /// PAUSE filter or PLE.
+    Pause,
+    /// WBINVD, WBNOINVD or INVD: nothing to be done for a guest with coherent memory.
+    CacheFlush,
+    /// A port access.
+    Io(IoExit),
+    /// Nested page fault or EPT violation.
+    NestedFault(NestedFault),
+    /// A control-register access.
+    Cr(CrAccess),
+    /// A debug-register access.
+    DebugReg,
+    /// XSETBV.
+    Xsetbv,
+    /// RDPMC.
+    Rdpmc,
+    /// The guest can now take an interrupt.
+    InterruptWindow,
+    /// The guest begins an IRET while an NMI was being handled.
+    Iret,
+    /// An intercepted exception.
+    Exception(Exception),
+    /// An instruction that this guest does not have: #UD.
+    Undefined,
+    /// INVLPG or INVPCID, where intercepted.
+    Invlpg,
+    /// A task switch through a task gate or TSS.
+    TaskSwitch,
+    /// Triple fault.
+    Shutdown,
+    /// An INIT or SMI signal hit this CPU; the host handles it.
+    HostSignal,
+    /// The hardware refused the control block.
+    Refused,
+    /// Anything else, with the raw code.
+    Unknown(u64),
+}
+
+/// A port access (APM vol. 2 §15.10.2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IoExit {
+    /// The port.
+    pub port: u16,
+    /// 1, 2 or 4 bytes.
+    pub size: u8,
+    /// IN rather than OUT.
+    pub input: bool,
+    /// INS or OUTS.
+    pub string: bool,
+    /// Has a REP prefix.
+    pub rep: bool,
+    /// RIP of the next instruction where the CPU gives it (0 otherwise).
+    pub next_rip: u64,
+}
+
+/// A nested page fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NestedFault {
+    /// The guest-physical address.
+    pub gpa: Gpa,
+    /// A write.
+    pub write: bool,
+    /// An instruction fetch.
+    pub fetch: bool,
+    /// The nested entry was present: a permission was missing.
+    pub present: bool,
+    /// A reserved bit was set in a nested entry.
+    pub reserved: bool,
+    /// The fault was on the access itself and not on the guest's page tables.
+    pub final_access: bool,
+}
+
+/// A control-register access.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CrAccess {
+    /// 0, 3, 4 or 8.
+    pub cr: u8,
+    /// A write.
+    pub write: bool,
+    /// Index of the general register where the CPU tells it; `None`: decode.
+    pub gpr: Option<u8>,
+}
+
+/// An event to be injected into the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// External interrupt.
+    Interrupt(Vector),
+    /// NMI.
+    Nmi,
+    /// Hardware exception.
+    Exception(Exception),
+    /// INT n, with the address of the next instruction where known.
+    Software(Vector),
+}
+
+/// What became of an event when the guest exited.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Delivered {
+    /// It was taken.
+    Yes,
+    /// It has to be injected again.
+    No(Event),
+}

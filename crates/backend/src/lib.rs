@@ -1,0 +1,222 @@
+//! The border between the run loop and a hardware backend: what floor 5 asks of SVM or VMX.
+//!
+//! [`Backend`] is implemented once per instruction set and the run loop is monomorphised over it,
+//! so nothing on the exit path is an indirect call. [`Exit`] is the neutral form of an exit.
+#![no_std]
+#![forbid(unsafe_code)]
+
+pub mod exit;
+
+pub use exit::{CrAccess, Delivered, Event, Exit, IoExit, NestedFault};
+
+use x86::{
+    Hpa,
+    segment::{DescriptorTable, Segment},
+};
+
+/// The general registers in encoding order: RAX, RCX, RDX, RBX, RSP, RBP, RSI, RDI, R8 to R15.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C, align(64))]
+pub struct Gprs(pub [u64; 16]);
+
+/// Index of RAX in [`Gprs`].
+pub const RAX: usize = 0;
+/// Index of RCX.
+pub const RCX: usize = 1;
+/// Index of RDX.
+pub const RDX: usize = 2;
+/// Index of RBX.
+pub const RBX: usize = 3;
+/// Index of RSP.
+pub const RSP: usize = 4;
+/// Index of RSI.
+pub const RSI: usize = 6;
+/// Index of RDI.
+pub const RDI: usize = 7;
+
+/// A segment register, in encoding order, then LDTR and TR.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+#[allow(missing_docs)]
+pub enum SegmentName {
+    Es,
+    Cs,
+    Ss,
+    Ds,
+    Fs,
+    Gs,
+    Ldtr,
+    Tr,
+}
+
+/// The control registers and EFER as the guest sees them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct ControlRegs {
+    pub cr0: u64,
+    pub cr2: u64,
+    pub cr3: u64,
+    pub cr4: u64,
+    pub efer: u64,
+}
+
+/// What a guest may do without an exit, derived from its CPUID by the run loop.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct GuestLimits {
+    /// CR4 bits that its CPUID offers.
+    pub cr4_allowed: u64,
+    /// SPEC_CTRL exists for it.
+    pub spec_ctrl: bool,
+    /// PRED_CMD (IBPB) exists for it.
+    pub pred_cmd: bool,
+    /// RDTSCP or RDPID exists for it: TSC_AUX is live.
+    pub tsc_aux: bool,
+    /// XSAVE exists for it.
+    pub xsave: bool,
+    /// INVPCID exists for it.
+    pub invpcid: bool,
+}
+
+/// The refusal of an MSR that the backend does not own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NotMine;
+
+/// A hardware backend: one virtual CPU's control block and the world switch.
+///
+/// Between [`load`](Backend::load) and [`unload`](Backend::unload) interrupts are held off; while
+/// the guest's segment state is loaded no per-CPU data of the host may be touched (see
+/// [`host_segments`](Backend::host_segments)).
+pub trait Backend: Send + Sized {
+    /// Enters the inner loop on this CPU: host state saved, guest state loaded, no interrupts.
+    fn load(&mut self);
+    /// Leaves the inner loop: the reverse. Interrupts are still disabled.
+    fn unload(&mut self);
+    /// Makes kernel calls possible without leaving the loop: loads the host's segment state.
+    fn host_segments(&mut self);
+    /// Undoes [`host_segments`](Backend::host_segments).
+    fn guest_segments(&mut self);
+    /// Runs the guest until its next exit.
+    fn enter(&mut self, gprs: &mut Gprs);
+    /// The exit that ended the last [`enter`](Backend::enter).
+    fn exit(&self) -> Exit;
+    /// Raw exit code and information, for reports.
+    fn exit_raw(&self) -> [u64; 3];
+    /// The event whose delivery the last exit interrupted; it must be injected again.
+    fn interrupted_delivery(&self) -> Option<Event>;
+
+    /// RIP.
+    fn rip(&self) -> u64;
+    /// Sets RIP and leaves the interrupt shadow alone.
+    fn set_rip(&mut self, rip: u64);
+    /// Moves RIP past an instruction that was handled and ends the interrupt shadow.
+    fn retire(&mut self, next_rip: u64);
+    /// RIP after the exiting instruction where the CPU tells, else `None`.
+    fn next_rip(&self) -> Option<u64>;
+    /// Instruction bytes where the CPU gives them (decode assists), else empty.
+    fn insn_bytes(&self) -> &[u8];
+    /// RFLAGS.
+    fn rflags(&self) -> u64;
+    /// Sets RFLAGS.
+    fn set_rflags(&mut self, rflags: u64);
+    /// Whether STI or MOV SS holds interrupts off for one instruction.
+    fn interrupt_shadow(&self) -> bool;
+    /// Sets or clears it.
+    fn set_interrupt_shadow(&mut self, on: bool);
+    /// Current privilege level.
+    fn cpl(&self) -> u8;
+
+    /// A segment register.
+    fn segment(&self, name: SegmentName) -> Segment;
+    /// Sets a segment register; with SS, also the CPL.
+    fn set_segment(&mut self, name: SegmentName, value: Segment);
+    /// GDTR.
+    fn gdtr(&self) -> DescriptorTable;
+    /// Sets GDTR.
+    fn set_gdtr(&mut self, value: DescriptorTable);
+    /// IDTR.
+    fn idtr(&self) -> DescriptorTable;
+    /// Sets IDTR.
+    fn set_idtr(&mut self, value: DescriptorTable);
+
+    /// Control registers and EFER.
+    fn control(&self) -> ControlRegs;
+    /// Sets CR0.
+    fn set_cr0(&mut self, value: u64);
+    /// Sets CR2.
+    fn set_cr2(&mut self, value: u64);
+    /// Sets CR3.
+    fn set_cr3(&mut self, value: u64);
+    /// Sets CR4.
+    fn set_cr4(&mut self, value: u64);
+    /// Sets EFER.
+    fn set_efer(&mut self, value: u64);
+    /// Task priority as the hardware holds it, 0 to 15.
+    fn cr8(&self) -> u8;
+    /// Sets it.
+    fn set_cr8(&mut self, value: u8);
+
+    /// DR0 to DR3, DR6, DR7.
+    fn debug_regs(&self) -> [u64; 6];
+    /// Sets them.
+    fn set_debug_regs(&mut self, regs: [u64; 6]);
+    /// The guest touched a debug register: lets it own them until the loop is left.
+    fn own_debug_regs(&mut self);
+
+    /// XCR0.
+    fn xcr0(&self) -> u64;
+    /// Sets XCR0; the value was validated.
+    fn set_xcr0(&mut self, value: u64);
+    /// IA32_XSS.
+    fn xss(&self) -> u64;
+    /// Sets IA32_XSS; the value was validated.
+    fn set_xss(&mut self, value: u64);
+    /// PKRU.
+    fn pkru(&self) -> u32;
+    /// Sets PKRU.
+    fn set_pkru(&mut self, value: u32);
+
+    /// Reads an MSR that lives in the control block or in hardware.
+    fn msr(&self, index: u32) -> Result<u64, NotMine>;
+    /// Writes one; the value was validated by the caller.
+    fn set_msr(&mut self, index: u32, value: u64) -> Result<(), NotMine>;
+    /// Added to the host's TSC.
+    fn set_tsc(&mut self, offset: u64, ratio: u64);
+    /// Guest TSC for a host TSC.
+    fn guest_tsc(&self, host: u64) -> u64;
+
+    /// Sets what the guest may do without an exit.
+    fn set_limits(&mut self, limits: GuestLimits);
+    /// Sets the nested paging root.
+    fn set_nested_root(&mut self, root: Hpa);
+    /// Forgets all translations of this guest before the next entry.
+    fn flush_tlb(&mut self);
+
+    /// Injects an event at the next entry.
+    fn inject(&mut self, event: Event);
+    /// Whether an event waits for the next entry.
+    fn injecting(&self) -> bool;
+    /// Takes back an event that was to be injected at an entry that did not happen.
+    fn cancel_injection(&mut self) -> Option<Event>;
+    /// Asks for an exit as soon as the guest can take an interrupt.
+    fn set_interrupt_window(&mut self, on: bool);
+    /// Asks for an exit when the guest lowers its priority enough.
+    fn set_cr8_intercept(&mut self, on: bool);
+    /// Whether an NMI can be taken now.
+    fn nmi_allowed(&self) -> bool;
+    /// Asks for an exit as soon as the guest can take an NMI.
+    fn set_nmi_window(&mut self);
+    /// Whether NMIs are masked: one is being handled.
+    fn nmi_masked(&self) -> bool;
+    /// Sets that.
+    fn set_nmi_masked(&mut self, on: bool);
+    /// The guest executed IRET while an NMI was being handled.
+    fn iret_begun(&mut self);
+    /// A #DB exit that was our own single step; true when it was.
+    fn own_single_step(&mut self) -> bool;
+
+    /// Which guest-debug exits the VMM asked for: exceptions to intercept.
+    fn set_guest_debug(&mut self, breakpoints: bool, debug: bool);
+
+    /// The state after INIT or power-up.
+    fn reset(&mut self, init: bool);
+}

@@ -1,0 +1,321 @@
+//! The inner loop's two ends and the world switch between them.
+//!
+//! Host state goes by VMSAVE and VMLOAD: one VMSAVE of the host per run (not per exit), one VMLOAD
+//! of it when the loop is left. While the loop runs, FS, GS, TR, LDTR and the SYSCALL and SYSENTER
+//! MSRs stay the guest's, because between CLGI and STGI nothing of the host runs that would need
+//! its own: an interrupt, NMI or machine check waits for STGI. So a handler inside the loop costs
+//! no VMLOAD and no VMSAVE. Handlers that must call the kernel ask for
+//! [`host_segments`](backend::Backend::host_segments) first.
+//!
+//! APM vol. 2 §15.5 (VMRUN), §15.5.2 (VMSAVE, VMLOAD), §15.17 (GIF).
+#![allow(unsafe_code)]
+
+use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use backend::{Gprs, GuestLimits};
+use cpu::{Cpu, SpecCtrl};
+use host::{NoMemory, hostcpu, page::Page, smp};
+use x86::{
+    Hpa,
+    vmcb::{Clean, Vmcb},
+};
+
+use crate::{
+    features::Features,
+    percpu,
+    permission::MsrMap,
+};
+
+const PRED_CMD: u32 = 0x49;
+const TSC_AUX: u32 = 0xc000_0103;
+const XSS: u32 = 0xda0;
+const TSC_RATIO: u32 = 0xc000_0104;
+
+/// TSC ratio 1.0 (8.32 fixed point).
+pub const RATIO_ONE: u64 = 1 << 32;
+
+/// The page that holds a control block.
+#[derive(Debug)]
+struct ControlBlock(Page);
+
+impl ControlBlock {
+    fn get(&self) -> &Vmcb {
+        // SAFETY: the page is owned, 4096 bytes, aligned, and every bit pattern is a Vmcb. The CPU
+        // writes to it only inside vmrun(), which borrows it exclusively.
+        unsafe { &*self.0.bytes_ptr().cast::<Vmcb>() }
+    }
+
+    fn get_mut(&mut self) -> &mut Vmcb {
+        // SAFETY: as above, and `&mut self` makes it exclusive.
+        unsafe { &mut *self.0.bytes_ptr().cast::<Vmcb>() }
+    }
+}
+
+/// One virtual CPU under SVM.
+#[derive(Debug)]
+pub struct Svm<C: Cpu> {
+    block: ControlBlock,
+    /// What the next entry must not take from the CPU's cache.
+    pub(crate) stale: Clean,
+    pub(crate) cpu: C,
+    pub(crate) features: Features,
+    asid_generation: u64,
+    last_cpu: usize,
+    flush: bool,
+    /// Number of the current run; the host's save area is tagged with it.
+    run: u64,
+    id: u64,
+    pub(crate) msr_map: MsrMap,
+    pub(crate) limits: GuestLimits,
+    pub(crate) xcr0: u64,
+    pub(crate) xss: u64,
+    pub(crate) pkru: u32,
+    pub(crate) tsc_aux: u64,
+    pub(crate) spec_ctrl: u64,
+    pub(crate) tsc_ratio: u64,
+    pub(crate) dr: [u64; 4],
+    pub(crate) dr_owned: bool,
+    host_xcr0: u64,
+    host_pkru: u32,
+    spec: SpecCtrl,
+    pub(crate) nmi: crate::inject::NmiState,
+    /// CR0.CD and CR0.NW as the guest set them; the hardware sees them clear.
+    pub(crate) cr0_hidden: u64,
+    pub(crate) guest_debug: (bool, bool),
+}
+
+static IDS: AtomicU64 = AtomicU64::new(1);
+static RUNS: AtomicU64 = AtomicU64::new(1);
+
+impl<C: Cpu> Svm<C> {
+    /// A vCPU in its power-up state.
+    pub fn new(cpu: C, features: Features) -> Result<Self, NoMemory> {
+        let mut this = Self {
+            block: ControlBlock(Page::zeroed()?),
+            stale: Clean::ALL,
+            cpu,
+            features,
+            asid_generation: 0,
+            last_cpu: usize::MAX,
+            flush: true,
+            run: 0,
+            id: IDS.fetch_add(1, Relaxed),
+            msr_map: MsrMap::all()?,
+            limits: GuestLimits::default(),
+            xcr0: 1,
+            xss: 0,
+            pkru: 0,
+            tsc_aux: 0,
+            spec_ctrl: 0,
+            tsc_ratio: RATIO_ONE,
+            dr: [0; 4],
+            dr_owned: false,
+            host_xcr0: 0,
+            host_pkru: 0,
+            spec: SpecCtrl::default(),
+            nmi: crate::inject::NmiState::default(),
+            cr0_hidden: 0,
+            guest_debug: (false, false),
+        };
+        this.init_control();
+        Ok(this)
+    }
+
+    /// A new KVM_RUN begins: the host's state in the save area is not this thread's any more.
+    pub fn begin_run(&mut self) {
+        self.run = RUNS.fetch_add(1, Relaxed);
+    }
+
+    /// The control block.
+    #[inline]
+    pub fn vmcb(&self) -> &Vmcb {
+        self.block.get()
+    }
+
+    /// The control block, to be changed; `stale` names what the CPU must read anew.
+    #[inline]
+    pub(crate) fn vmcb_mut(&mut self, stale: Clean) -> &mut Vmcb {
+        self.stale |= stale;
+        self.block.get_mut()
+    }
+
+    /// The privileged operations, for the counts in tests.
+    pub fn cpu(&mut self) -> &mut C {
+        &mut self.cpu
+    }
+
+    #[inline]
+    fn pa(&self) -> Hpa {
+        self.block.0.hpa()
+    }
+
+    pub(crate) fn request_flush(&mut self) {
+        self.flush = true;
+    }
+
+    /// Takes what the loop needs of this physical CPU and loads the guest's state.
+    pub(crate) fn load_state(&mut self) {
+        let at = smp::cpu_id();
+        let Some(here) = percpu::of(at) else { return };
+        if self.last_cpu != at {
+            self.last_cpu = at;
+            self.stale = Clean::ALL;
+            self.asid_generation = 0;
+        }
+        if self.asid_generation != here.generation() {
+            let (asid, generation, all) = here.new_asid(self.features.asids);
+            self.asid_generation = generation;
+            let control = &mut self.vmcb_mut(Clean::ASID).control;
+            control.asid = asid;
+            control.tlb_ctl = u8::from(all);
+            self.flush = false;
+        } else if self.flush {
+            self.flush = false;
+            if self.features.flush_by_asid {
+                self.block.get_mut().control.tlb_ctl = 3;
+            } else {
+                let (asid, generation, all) = here.new_asid(self.features.asids);
+                self.asid_generation = generation;
+                let control = &mut self.vmcb_mut(Clean::ASID).control;
+                control.asid = asid;
+                control.tlb_ctl = u8::from(all);
+            }
+        }
+        if here.last_vcpu.load(Relaxed) != self.id {
+            here.last_vcpu.store(self.id, Relaxed);
+            // The CPU's VMCB cache is tagged by physical address, and another vCPU ran here.
+            if hostcpu::ibpb_on_switch() {
+                self.cpu.wrmsr(PRED_CMD, 1);
+            }
+        }
+        if self.dr_owned {
+            for (n, value) in self.dr.into_iter().enumerate() {
+                self.cpu.set_debug_reg(n as u8, value);
+            }
+        }
+        if self.features.xsave {
+            self.load_extended();
+        }
+        if self.features.rdtscp && self.tsc_aux != here.tsc_aux.load(Relaxed) {
+            self.cpu.wrmsr(TSC_AUX, self.tsc_aux);
+        }
+        if self.tsc_ratio != RATIO_ONE {
+            self.cpu.wrmsr(TSC_RATIO, self.tsc_ratio);
+        }
+        if !self.features.v_spec_ctrl && self.features.spec_ctrl {
+            self.spec = SpecCtrl { guest: self.spec_ctrl, host: hostcpu::host_spec_ctrl() };
+        }
+        self.cpu.clgi();
+        if here.saved_for.load(Relaxed) != self.run {
+            here.saved_for.store(self.run, Relaxed);
+            self.cpu.vmsave(here.host_save());
+        }
+        let pa = self.pa();
+        self.cpu.vmload(pa);
+        // With GIF clear no interrupt is taken here; IF lets one end the guest's run.
+        self.cpu.sti();
+    }
+
+    /// Whether the guest can see XCR0: only with CR4.OSXSAVE, whose writes exit while it is clear.
+    fn sees_xcr0(&self) -> bool {
+        self.limits.xsave && self.vmcb().save.cr4 & (1 << 18) != 0
+    }
+
+    #[inline]
+    fn load_extended(&mut self) {
+        if self.host_xcr0 == 0 {
+            self.host_xcr0 = self.cpu.xcr0();
+        }
+        if self.xcr0 != self.host_xcr0 && self.sees_xcr0() {
+            self.cpu.set_xcr0(self.xcr0);
+        }
+        if self.xss != 0 {
+            self.cpu.wrmsr(XSS, self.xss);
+        }
+        if self.features.pku {
+            self.host_pkru = self.cpu.pkru();
+            if self.pkru != self.host_pkru {
+                self.cpu.set_pkru(self.pkru);
+            }
+        }
+    }
+
+    #[inline]
+    fn unload_extended(&mut self) {
+        if self.xcr0 != self.host_xcr0 && self.sees_xcr0() {
+            self.cpu.set_xcr0(self.host_xcr0);
+        }
+        if self.xss != 0 {
+            self.cpu.wrmsr(XSS, hostcpu::host_xss());
+        }
+        if self.features.pku {
+            self.pkru = self.cpu.pkru();
+            if self.pkru != self.host_pkru {
+                self.cpu.set_pkru(self.host_pkru);
+            }
+        }
+    }
+
+    /// The reverse of [`Svm::load_state`].
+    pub(crate) fn unload_state(&mut self) {
+        let Some(here) = percpu::of(self.last_cpu) else { return };
+        self.cpu.cli();
+        let pa = self.pa();
+        self.cpu.vmsave(pa);
+        self.cpu.vmload(here.host_save());
+        self.cpu.stgi();
+        if self.tsc_ratio != RATIO_ONE {
+            self.cpu.wrmsr(TSC_RATIO, RATIO_ONE);
+        }
+        if self.features.rdtscp && self.tsc_aux != here.tsc_aux.load(Relaxed) {
+            self.cpu.wrmsr(TSC_AUX, here.tsc_aux.load(Relaxed));
+        }
+        if self.features.xsave {
+            self.unload_extended();
+        }
+        if self.dr_owned {
+            self.dr_owned = false;
+            for n in 0..4u8 {
+                let value = self.cpu.debug_reg(n);
+                if let Some(slot) = self.dr.get_mut(usize::from(n)) {
+                    *slot = value;
+                }
+            }
+            self.intercept_debug_regs(true);
+        }
+        // VMEXIT leaves DR7 disabled; a host with breakpoints gets them back.
+        hostcpu::restore_debug_regs();
+    }
+
+    /// Loads the host's segment state inside the loop, for a handler that calls the kernel.
+    pub(crate) fn host_segment_state(&mut self) {
+        let Some(here) = percpu::of(self.last_cpu) else { return };
+        self.cpu.cli();
+        let pa = self.pa();
+        self.cpu.vmsave(pa);
+        self.cpu.vmload(here.host_save());
+    }
+
+    /// Loads the guest's again.
+    pub(crate) fn guest_segment_state(&mut self) {
+        let pa = self.pa();
+        self.cpu.vmload(pa);
+        self.cpu.sti();
+    }
+
+    /// The world switch.
+    #[inline]
+    pub(crate) fn switch(&mut self, gprs: &mut Gprs) {
+        let pa = self.pa();
+        let clean = Clean::ALL.difference(self.stale).bits();
+        self.stale = Clean::empty();
+        let vmcb = self.block.get_mut();
+        vmcb.control.clean = clean;
+        vmcb.save.rax = gprs.0[backend::RAX];
+        vmcb.save.rsp = gprs.0[backend::RSP];
+        self.cpu.vmrun(vmcb, pa, gprs, self.spec);
+        gprs.0[backend::RAX] = vmcb.save.rax;
+        gprs.0[backend::RSP] = vmcb.save.rsp;
+        vmcb.control.tlb_ctl = 0;
+    }
+}

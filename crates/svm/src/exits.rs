@@ -1,0 +1,108 @@
+//! From EXITCODE and EXITINFO to the neutral [`Exit`].
+//!
+//! APM vol. 2 appendix C. The comparison chain is ordered by how often an exit is seen, because
+//! kernel code is built without jump tables.
+
+use backend::{CrAccess, Exit, IoExit, NestedFault};
+use x86::{
+    Exception, Gpa, Vector,
+    vmcb::{Control, ExitCode, ioio, npf},
+};
+
+/// Decodes the exit in `control`. `assists`: the CPU has decode assists.
+#[inline(always)]
+pub fn decode(control: &Control, assists: bool) -> Exit {
+    let code = ExitCode(control.exit_code);
+    match code {
+        ExitCode::Intr => Exit::Interrupt,
+        ExitCode::Cpuid => Exit::Cpuid,
+        ExitCode::Msr if control.exit_info_1 & 1 == 0 => Exit::Rdmsr,
+        ExitCode::Msr => Exit::Wrmsr,
+        ExitCode::NestedPageFault => nested(control),
+        ExitCode::Ioio => io(control),
+        ExitCode::Hlt => Exit::Hlt,
+        ExitCode::Vmmcall => Exit::Hypercall,
+        _ => rare(control, code, assists),
+    }
+}
+
+#[inline]
+fn nested(control: &Control) -> Exit {
+    let info = control.exit_info_1;
+    Exit::NestedFault(NestedFault {
+        gpa: Gpa(control.exit_info_2),
+        present: info & 1 != 0,
+        write: info & 2 != 0,
+        reserved: info & 8 != 0,
+        fetch: info & 16 != 0,
+        final_access: info & npf::TABLE == 0,
+    })
+}
+
+#[inline]
+fn io(control: &Control) -> Exit {
+    let info = control.exit_info_1;
+    Exit::Io(IoExit {
+        port: (info >> ioio::PORT_SHIFT) as u16,
+        size: ((info >> ioio::SIZE_SHIFT) & 7) as u8,
+        input: info & ioio::IN != 0,
+        string: info & ioio::STRING != 0,
+        rep: info & ioio::REP != 0,
+        next_rip: control.exit_info_2,
+    })
+}
+
+#[cold]
+fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
+    let raw = code.0;
+    match code {
+        ExitCode::Vintr => Exit::InterruptWindow,
+        ExitCode::Cr0SelWrite => cr(control, 0, true, assists),
+        ExitCode::Pause => Exit::Pause,
+        ExitCode::Wbinvd | ExitCode::Invd => Exit::CacheFlush,
+        ExitCode::Xsetbv => Exit::Xsetbv,
+        ExitCode::Nmi => Exit::Nmi,
+        ExitCode::Smi | ExitCode::Init => Exit::HostSignal,
+        ExitCode::Iret => Exit::Iret,
+        ExitCode::Rdpmc => Exit::Rdpmc,
+        ExitCode::Invlpg | ExitCode::Invpcid => Exit::Invlpg,
+        ExitCode::TaskSwitch => Exit::TaskSwitch,
+        ExitCode::Shutdown => Exit::Shutdown,
+        ExitCode::Invalid => Exit::Refused,
+        ExitCode::Vmrun
+        | ExitCode::Vmload
+        | ExitCode::Vmsave
+        | ExitCode::Stgi
+        | ExitCode::Clgi
+        | ExitCode::Skinit
+        | ExitCode::Invlpga
+        | ExitCode::Monitor
+        | ExitCode::Mwait
+        | ExitCode::MwaitConditional
+        | ExitCode::Rdtscp
+        | ExitCode::Rdpru
+        | ExitCode::Invlpgb
+        | ExitCode::InvlpgbIllegal => Exit::Undefined,
+        ExitCode::Icebp => Exit::Exception(Exception::db(0)),
+        _ => match raw {
+            0x00..=0x0f => cr(control, raw as u8, false, assists),
+            0x10..=0x1f => cr(control, (raw - 0x10) as u8, true, assists),
+            0x20..=0x3f => Exit::DebugReg,
+            0x52 => Exit::MachineCheck,
+            0x40..=0x5f => Exit::Exception(Exception {
+                vector: Vector((raw - 0x40) as u8),
+                error_code: matches!(raw - 0x40, 8 | 10..=14 | 17 | 21)
+                    .then_some(control.exit_info_1 as u32),
+                payload: (raw == 0x4e).then_some(control.exit_info_2),
+            }),
+            _ => Exit::Unknown(raw),
+        },
+    }
+}
+
+fn cr(control: &Control, cr: u8, write: bool, assists: bool) -> Exit {
+    // Bit 63 is set for MOV and clear for LMSW, CLTS and SMSW (APM vol. 2 §15.8.1).
+    let gpr =
+        (assists && control.exit_info_1 >> 63 != 0).then_some((control.exit_info_1 & 0xf) as u8);
+    Exit::Cr(CrAccess { cr, write, gpr })
+}

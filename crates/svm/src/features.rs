@@ -1,0 +1,176 @@
+//! What this CPU's SVM offers: CPUID Fn8000_000A, read once at load.
+//!
+//! APM vol. 3 appendix E.4.9.
+
+/// SVM features of the host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Features {
+    /// Number of ASIDs, the host's 0 included.
+    pub asids: u32,
+    /// Nested paging.
+    pub npt: bool,
+    /// NRIP save.
+    pub nrip_save: bool,
+    /// TSC ratio MSR.
+    pub tsc_ratio: bool,
+    /// VMCB clean bits.
+    pub clean_bits: bool,
+    /// Flush by ASID.
+    pub flush_by_asid: bool,
+    /// Decode assists.
+    pub decode_assists: bool,
+    /// PAUSE filter.
+    pub pause_filter: bool,
+    /// PAUSE filter threshold.
+    pub pause_threshold: bool,
+    /// Virtual GIF.
+    pub vgif: bool,
+    /// SPEC_CTRL is virtualised in the control block.
+    pub v_spec_ctrl: bool,
+    /// Virtual NMI.
+    pub vnmi: bool,
+    /// RDTSCP.
+    pub rdtscp: bool,
+    /// SPEC_CTRL exists.
+    pub spec_ctrl: bool,
+    /// XSAVE is enabled by the kernel.
+    pub xsave: bool,
+    /// XSAVES and IA32_XSS exist.
+    pub xsaves: bool,
+    /// Protection keys are enabled by the kernel.
+    pub pku: bool,
+    /// Bits of CR4 that the CPU knows.
+    pub cr4_known: u64,
+}
+
+/// Why SVM cannot be used on this CPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unusable {
+    /// CPUID does not report SVM.
+    Absent,
+    /// No nested paging.
+    NoNestedPaging,
+    /// VM_CR.SVMDIS is set: firmware switched it off.
+    DisabledByFirmware,
+    /// EFER.SVME is already set: another hypervisor owns this CPU.
+    InUse,
+}
+
+impl Unusable {
+    /// The reason in words, for the log.
+    pub fn reason(self) -> &'static str {
+        match self {
+            Self::Absent => "the CPU does not offer SVM",
+            Self::NoNestedPaging => "the CPU does not offer nested paging",
+            Self::DisabledByFirmware => "SVM is disabled by the firmware (VM_CR.SVMDIS)",
+            Self::InUse => "another hypervisor has enabled SVM (EFER.SVME is set)",
+        }
+    }
+}
+
+impl Features {
+    /// Reads them with `cpuid`; `cr4` is the host's, for what its kernel has enabled.
+    pub fn read(
+        mut cpuid: impl FnMut(u32, u32) -> [u32; 4],
+        host_cr4: u64,
+    ) -> Result<Self, Unusable> {
+        let max = cpuid(0x8000_0000, 0)[0];
+        let amd = cpuid(0x8000_0001, 0);
+        if max < 0x8000_000a || amd[2] & (1 << 2) == 0 {
+            return Err(Unusable::Absent);
+        }
+        let svm = cpuid(0x8000_000a, 0);
+        let bit = |n: u32| svm[3] & (1 << n) != 0;
+        if !bit(0) {
+            return Err(Unusable::NoNestedPaging);
+        }
+        let basic = cpuid(1, 0);
+        let seven = if cpuid(0, 0)[0] >= 7 { cpuid(7, 0) } else { [0; 4] };
+        let ext8 = cpuid(0x8000_0008, 0);
+        let xsaves = cpuid(0, 0)[0] >= 0xd && cpuid(0xd, 1)[0] & (1 << 3) != 0;
+        Ok(Self {
+            asids: svm[1],
+            npt: true,
+            nrip_save: bit(3),
+            tsc_ratio: bit(4),
+            clean_bits: bit(5),
+            flush_by_asid: bit(6),
+            decode_assists: bit(7),
+            pause_filter: bit(10),
+            pause_threshold: bit(12),
+            vgif: bit(16),
+            v_spec_ctrl: bit(20),
+            vnmi: bit(25),
+            rdtscp: amd[3] & (1 << 27) != 0,
+            // IBRS, STIBP or SSBD on AMD; the Intel-style bit as some hypervisors report it.
+            spec_ctrl: ext8[1] & ((1 << 14) | (1 << 15) | (1 << 24)) != 0
+                || seven[3] & (1 << 26) != 0,
+            xsave: host_cr4 & (1 << 18) != 0,
+            xsaves,
+            pku: host_cr4 & (1 << 22) != 0,
+            cr4_known: cr4_known(&basic, &seven),
+        })
+    }
+}
+
+/// CR4 bits that CPUID leaves 1 and 7 imply (APM vol. 2 §3.1.3).
+fn cr4_known(basic: &[u32; 4], seven: &[u32; 4]) -> u64 {
+    let [_, _, ecx, edx] = *basic;
+    let [_, ebx7, ecx7, edx7] = *seven;
+    let bits = [
+        (edx, 1, 0x3),      // VME: VME, PVI
+        (edx, 4, 1 << 2),   // TSC: TSD
+        (edx, 2, 1 << 3),   // DE
+        (edx, 3, 1 << 4),   // PSE
+        (edx, 6, 1 << 5),   // PAE
+        (edx, 7, 1 << 6),   // MCE
+        (edx, 13, 1 << 7),  // PGE
+        (edx, 24, 1 << 9),  // FXSR: OSFXSR
+        (edx, 25, 1 << 10), // SSE: OSXMMEXCPT
+        (ecx7, 2, 1 << 11), // UMIP
+        (ecx7, 16, 1 << 12),
+        (ebx7, 0, 1 << 16),  // FSGSBASE
+        (ecx, 17, 1 << 17),  // PCID
+        (ecx, 26, 1 << 18),  // XSAVE
+        (ebx7, 7, 1 << 20),  // SMEP
+        (ebx7, 20, 1 << 21), // SMAP
+        (ecx7, 3, 1 << 22),  // PKU
+        (ecx7, 7, 1 << 23),  // CET shadow stacks
+        (edx7, 20, 1 << 23), // CET branch tracking
+    ];
+    // PCE exists on every CPU with performance counters, which is every CPU with SVM.
+    bits.iter().filter(|(r, n, _)| r & (1 << n) != 0).fold(1 << 8, |acc, (_, _, b)| acc | b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cpuid(leaf: u32, _sub: u32) -> [u32; 4] {
+        match leaf {
+            0 => [7, 0, 0, 0],
+            1 => [0, 0, 1 << 26, (1 << 13) | (1 << 6)],
+            7 => [0, 1 << 7, 0, 0],
+            0x8000_0000 => [0x8000_001f, 0, 0, 0],
+            0x8000_0001 => [0, 0, 1 << 2, 1 << 27],
+            0x8000_000a => [1, 16, 0, 1 | (1 << 3)],
+            _ => [0; 4],
+        }
+    }
+
+    #[test]
+    fn features_come_from_their_bits() {
+        let f = Features::read(cpuid, 1 << 18).unwrap();
+        assert!(f.nrip_save && f.rdtscp && f.xsave && !f.vnmi && !f.pku);
+        assert_eq!(f.asids, 16);
+        assert_eq!(f.cr4_known, (1 << 8) | (1 << 7) | (1 << 5) | (1 << 18) | (1 << 20));
+    }
+
+    #[test]
+    fn a_cpu_without_svm_or_nested_paging_is_refused() {
+        let none = |leaf, sub| if leaf == 0x8000_0001 { [0; 4] } else { cpuid(leaf, sub) };
+        assert_eq!(Features::read(none, 0), Err(Unusable::Absent));
+        let no_npt = |leaf, sub| if leaf == 0x8000_000a { [1, 16, 0, 8] } else { cpuid(leaf, sub) };
+        assert_eq!(Features::read(no_npt, 0), Err(Unusable::NoNestedPaging));
+    }
+}

@@ -1,0 +1,190 @@
+//! Event injection, the interrupt and NMI windows, and NMI masking without virtual NMIs.
+//!
+//! APM vol. 2 §15.20 (EVENTINJ), §15.21 (virtual interrupts), §15.7.2 (EXITINTINFO).
+
+use backend::Event;
+use cpu::Cpu;
+use x86::{
+    Exception, Vector,
+    vmcb::{Clean, Intercept3, event, vintr},
+};
+
+use crate::enter::Svm;
+
+/// What is known of the guest's NMI handling on CPUs without virtual NMIs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NmiState {
+    /// An NMI is being handled; IRET is intercepted.
+    pub masked: bool,
+    /// The handler's IRET has begun at this RIP; the mask falls when it has retired.
+    pub iret_at: Option<u64>,
+    /// RFLAGS.TF was set by us to see the IRET retire; holds the guest's own TF and RF.
+    pub stepping: Option<u64>,
+}
+
+const RFLAGS_TF: u64 = 1 << 8;
+const RFLAGS_RF: u64 = 1 << 16;
+
+/// EVENTINJ for an event.
+pub fn encode(event: Event) -> u64 {
+    match event {
+        Event::Interrupt(v) => event::VALID | event::INTR | u64::from(v.0),
+        Event::Nmi => event::VALID | event::NMI | 2,
+        Event::Software(v) => event::VALID | event::SOFT | u64::from(v.0),
+        Event::Exception(e) => {
+            let code = match e.error_code {
+                Some(code) => event::ERROR_VALID | (u64::from(code) << 32),
+                None => 0,
+            };
+            event::VALID | event::EXCEPTION | u64::from(e.vector.0) | code
+        }
+    }
+}
+
+/// The event in EXITINTINFO or EVENTINJ, if it is valid.
+pub fn decode(bits: u64) -> Option<Event> {
+    if bits & event::VALID == 0 {
+        return None;
+    }
+    let vector = Vector((bits & event::VECTOR) as u8);
+    Some(match bits & event::TYPE {
+        event::INTR => Event::Interrupt(vector),
+        event::NMI => Event::Nmi,
+        event::SOFT => Event::Software(vector),
+        _ => Event::Exception(Exception {
+            vector,
+            error_code: (bits & event::ERROR_VALID != 0).then_some((bits >> 32) as u32),
+            payload: None,
+        }),
+    })
+}
+
+impl<C: Cpu> Svm<C> {
+    pub(crate) fn inject_event(&mut self, event: Event) {
+        if event == Event::Nmi {
+            self.mask_nmi(true);
+        }
+        if let Event::Exception(e) = event
+            && e.vector.0 == 14
+            && let Some(address) = e.payload
+        {
+            self.vmcb_mut(Clean::CR2).save.cr2 = address;
+        }
+        if let Event::Exception(e) = event
+            && e.vector.0 == 1
+            && let Some(bits) = e.payload
+        {
+            let save = &mut self.vmcb_mut(Clean::DR).save;
+            save.dr6 = (save.dr6 & !0xf) | bits | 0xffff_0ff0;
+            save.dr7 &= !(1 << 13);
+        }
+        self.vmcb_mut(Clean::empty()).control.event_inj = encode(event);
+    }
+
+    pub(crate) fn take_injection(&mut self) -> Option<Event> {
+        let control = &mut self.vmcb_mut(Clean::empty()).control;
+        let event = decode(control.event_inj);
+        control.event_inj = 0;
+        event
+    }
+
+    /// An exit as soon as the guest can take an interrupt: a virtual interrupt that ignores the
+    /// task priority, whose delivery is intercepted.
+    pub(crate) fn interrupt_window(&mut self, on: bool) {
+        let open = self.vmcb().control.int_ctl & vintr::IRQ != 0;
+        if open == on {
+            return;
+        }
+        let control = &mut self.vmcb_mut(Clean::INTR | Clean::INTERCEPTS).control;
+        if on {
+            control.int_ctl |= vintr::IRQ | vintr::IGN_TPR | (0xf << vintr::PRIO_SHIFT);
+            control.int_vector = 0;
+            control.intercepts[3] |= Intercept3::VINTR.bits();
+        } else {
+            control.int_ctl &= !(vintr::IRQ | vintr::IGN_TPR | (0xf << vintr::PRIO_SHIFT));
+            control.intercepts[3] &= !Intercept3::VINTR.bits();
+        }
+    }
+
+    pub(crate) fn mask_nmi(&mut self, on: bool) {
+        if self.features.vnmi {
+            let control = &mut self.vmcb_mut(Clean::INTR).control;
+            control.int_ctl =
+                (control.int_ctl & !vintr::NMI_MASK) | if on { vintr::NMI_MASK } else { 0 };
+            return;
+        }
+        self.nmi.masked = on;
+        self.nmi.iret_at = None;
+        self.intercept_iret(on);
+    }
+
+    fn intercept_iret(&mut self, on: bool) {
+        let control = &mut self.vmcb_mut(Clean::INTERCEPTS).control;
+        if on {
+            control.intercepts[3] |= Intercept3::IRET.bits();
+        } else {
+            control.intercepts[3] &= !Intercept3::IRET.bits();
+        }
+    }
+
+    pub(crate) fn is_nmi_masked(&self) -> bool {
+        if self.features.vnmi {
+            return self.vmcb().control.int_ctl & vintr::NMI_MASK != 0;
+        }
+        match self.nmi.iret_at {
+            // The IRET has retired once RIP has moved.
+            Some(at) => self.nmi.masked && self.vmcb().save.rip == at,
+            None => self.nmi.masked,
+        }
+    }
+
+    /// The guest begins an IRET while an NMI is handled: the mask falls after it.
+    pub(crate) fn begin_iret(&mut self) {
+        self.nmi.iret_at = Some(self.vmcb().save.rip);
+        self.intercept_iret(false);
+    }
+
+    /// Asks for an exit when an NMI can be taken. While one is handled the IRET intercept serves;
+    /// after the IRET has begun, or in an interrupt shadow, a single step does.
+    pub(crate) fn open_nmi_window(&mut self) {
+        if self.features.vnmi && self.is_nmi_masked() {
+            return;
+        }
+        if self.nmi.masked && self.nmi.iret_at.is_none() {
+            return;
+        }
+        if self.nmi.stepping.is_none() {
+            let rflags = self.vmcb().save.rflags;
+            self.nmi.stepping = Some(rflags & (RFLAGS_TF | RFLAGS_RF));
+            self.vmcb_mut(Clean::empty()).save.rflags = rflags | RFLAGS_TF | RFLAGS_RF;
+        }
+    }
+
+    /// Ends a single step of ours: restores TF and RF. True when there was one and the guest had
+    /// not asked for one itself.
+    pub(crate) fn end_single_step(&mut self) -> bool {
+        let Some(own) = self.nmi.stepping.take() else { return false };
+        let rflags = self.vmcb().save.rflags & !(RFLAGS_TF | RFLAGS_RF);
+        self.vmcb_mut(Clean::empty()).save.rflags = rflags | own;
+        own & RFLAGS_TF == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_event_survives_encoding() {
+        for event in [
+            Event::Interrupt(Vector(0x31)),
+            Event::Nmi,
+            Event::Software(Vector(0x80)),
+            Event::Exception(Exception::ud()),
+            Event::Exception(Exception::gp(0x18)),
+        ] {
+            assert_eq!(decode(encode(event)), Some(event));
+        }
+        assert_eq!(decode(0x30), None);
+    }
+}

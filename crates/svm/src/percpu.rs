@@ -1,0 +1,185 @@
+//! What SVM keeps per physical CPU: the save areas, the ASID allocator, who ran last.
+//!
+//! Every field is touched only on its own CPU with interrupts off, so plain relaxed atomics do:
+//! they cost what an ordinary load or store costs.
+
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use cpu::Cpu;
+use host::{NoMemory, once::Once, page::Page};
+use x86::Hpa;
+
+use crate::{
+    Unusable,
+    features::Features,
+    permission::IoMap,
+};
+
+const EFER: u32 = 0xc000_0080;
+const EFER_SVME: u64 = 1 << 12;
+const VM_CR: u32 = 0xc001_0114;
+const VM_CR_SVMDIS: u64 = 1 << 4;
+const VM_HSAVE_PA: u32 = 0xc001_0117;
+const TSC_AUX: u32 = 0xc000_0103;
+
+/// One physical CPU.
+#[derive(Debug)]
+pub struct PerCpu {
+    /// Host save area: VMRUN's own fields and, in those it leaves alone, VMSAVE's
+    /// (APM vol. 2 table B-2; the two sets do not overlap).
+    save: Page,
+    generation: AtomicU64,
+    next_asid: AtomicU32,
+    /// The run of which the save area holds the host state.
+    pub(crate) saved_for: AtomicU64,
+    /// The vCPU that ran last here, for IBPB.
+    pub(crate) last_vcpu: AtomicU64,
+    /// The host's TSC_AUX.
+    pub(crate) tsc_aux: AtomicU64,
+}
+
+/// State shared by all virtual machines on this host.
+#[derive(Debug)]
+pub struct Machine {
+    features: Features,
+    io_map: IoMap,
+    cpus: alloc::vec::Vec<PerCpu>,
+}
+
+static MACHINE: Once<Machine> = Once::new();
+
+impl PerCpu {
+    fn new() -> Result<Self, NoMemory> {
+        Ok(Self {
+            save: Page::zeroed()?,
+            generation: AtomicU64::new(1),
+            next_asid: AtomicU32::new(1),
+            saved_for: AtomicU64::new(0),
+            last_vcpu: AtomicU64::new(0),
+            tsc_aux: AtomicU64::new(0),
+        })
+    }
+
+    /// The page VMSAVE and VMLOAD use for the host.
+    #[inline]
+    pub fn host_save(&self) -> Hpa {
+        self.save.hpa()
+    }
+
+    /// The generation in which ASIDs given out here are valid.
+    #[inline]
+    pub fn generation(&self) -> u64 {
+        self.generation.load(Relaxed)
+    }
+
+    /// A fresh ASID and its generation; the third value asks for a flush of the whole TLB because
+    /// the numbers began anew.
+    pub fn new_asid(&self, limit: u32) -> (u32, u64, bool) {
+        let next = self.next_asid.load(Relaxed);
+        if next < limit {
+            self.next_asid.store(next + 1, Relaxed);
+            return (next, self.generation(), false);
+        }
+        let generation = self.generation().wrapping_add(1);
+        self.generation.store(generation, Relaxed);
+        self.next_asid.store(2, Relaxed);
+        (1, generation, true)
+    }
+}
+
+/// Allocates the per-CPU state for `cpus` CPUs. Called once at load.
+pub fn set_up(features: Features, cpus: usize) -> Result<(), NoMemory> {
+    let mut table = alloc::vec::Vec::new();
+    table.try_reserve_exact(cpus).map_err(|_| NoMemory)?;
+    for _ in 0..cpus {
+        table.push(PerCpu::new()?);
+    }
+    MACHINE.set(Machine { features, io_map: IoMap::all()?, cpus: table })
+}
+
+/// Frees it. Called at unload, after the last VM is gone and SVM is off everywhere.
+#[allow(unsafe_code)]
+pub fn tear_down() {
+    // SAFETY: at unload no vCPU is left that could hold a reference, and no CPU has SVM on.
+    unsafe { MACHINE.clear() };
+}
+
+/// The features found at load.
+pub fn features() -> Features {
+    MACHINE.get().map(|m| m.features).unwrap_or_default()
+}
+
+pub(crate) fn io_map() -> Hpa {
+    MACHINE.get().map(|m| m.io_map.hpa()).unwrap_or_default()
+}
+
+/// The state of physical CPU `cpu`.
+#[inline]
+pub(crate) fn of(cpu: usize) -> Option<&'static PerCpu> {
+    MACHINE.get()?.cpus.get(cpu)
+}
+
+/// Whether SVM can be used on the CPU this runs on, apart from what CPUID says.
+pub fn check<C: Cpu>(c: &mut C) -> Result<(), Unusable> {
+    if c.rdmsr(VM_CR) & VM_CR_SVMDIS != 0 {
+        return Err(Unusable::DisabledByFirmware);
+    }
+    if c.rdmsr(EFER) & EFER_SVME != 0 {
+        return Err(Unusable::InUse);
+    }
+    Ok(())
+}
+
+/// Switches SVM on on the CPU this runs on.
+pub fn enable<C: Cpu>(c: &mut C, cpu: usize) -> Result<(), Unusable> {
+    let Some(this) = of(cpu) else { return Err(Unusable::Absent) };
+    check(c)?;
+    let efer = c.rdmsr(EFER);
+    c.wrmsr(EFER, efer | EFER_SVME);
+    c.wrmsr(VM_HSAVE_PA, this.host_save().0);
+    this.generation.store(this.generation().wrapping_add(1), Relaxed);
+    this.next_asid.store(1, Relaxed);
+    this.saved_for.store(0, Relaxed);
+    this.last_vcpu.store(0, Relaxed);
+    if features().rdtscp {
+        this.tsc_aux.store(c.rdmsr(TSC_AUX), Relaxed);
+    }
+    Ok(())
+}
+
+/// Switches SVM off on the CPU this runs on; harmless where it is off.
+pub fn disable<C: Cpu>(c: &mut C) {
+    let efer = c.rdmsr(EFER);
+    if efer & EFER_SVME != 0 {
+        c.wrmsr(VM_HSAVE_PA, 0);
+        // GIF must be set before SVME is cleared: a CPU that is stopped in the loop has it clear.
+        c.stgi();
+        c.wrmsr(EFER, efer & !EFER_SVME);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn asids_run_out_into_a_new_generation_with_a_flush() {
+        let cpu = PerCpu::new().unwrap();
+        let first = cpu.new_asid(3);
+        assert_eq!(first, (1, 1, false));
+        assert_eq!(cpu.new_asid(3), (2, 1, false));
+        assert_eq!(cpu.new_asid(3), (1, 2, true));
+        assert_eq!(cpu.new_asid(3), (2, 2, false));
+    }
+
+    #[test]
+    fn enabling_twice_is_refused_and_disabling_is_complete() {
+        let mut c = cpu::Model::default();
+        assert_eq!(check(&mut c), Ok(()));
+        c.msrs.insert(EFER, EFER_SVME);
+        assert_eq!(check(&mut c), Err(Unusable::InUse));
+        disable(&mut c);
+        assert_eq!(c.msrs[&EFER] & EFER_SVME, 0);
+        c.msrs.insert(VM_CR, VM_CR_SVMDIS);
+        assert_eq!(check(&mut c), Err(Unusable::DisabledByFirmware));
+    }
+}

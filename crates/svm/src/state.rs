@@ -1,0 +1,577 @@
+//! The control block's content as the run loop sees it: [`Backend`] for [`Svm`].
+//!
+//! What the guest owns under nested paging is not intercepted: CR0 (unless it has caching
+//! disabled, see [`Svm::set_cr0`]), CR3, CR8, INVLPG, INVPCID, RDTSC, and CR4 when the guest's
+//! CPUID offers every CR4 bit that this CPU knows.
+
+use backend::{Backend, ControlRegs, Event, Exit, Gprs, GuestLimits, NotMine, SegmentName};
+use cpu::Cpu;
+use x86::{
+    Hpa,
+    segment::{DescriptorTable, Segment},
+    vmcb::{self, Clean, Intercept3, Intercept4, VmcbSegment, vintr},
+};
+
+use crate::{
+    enter::{RATIO_ONE, Svm},
+    exits, inject, percpu,
+};
+
+const CR0_CD_NW: u64 = (1 << 30) | (1 << 29);
+const CR4_OSXSAVE: u64 = 1 << 18;
+const EFER_SVME: u64 = 1 << 12;
+const PAT_RESET: u64 = 0x0007_0406_0007_0406;
+
+/// MSRs that the backend keeps.
+mod msr {
+    pub const SPEC_CTRL: u32 = 0x48;
+    pub const SYSENTER_CS: u32 = 0x174;
+    pub const SYSENTER_ESP: u32 = 0x175;
+    pub const SYSENTER_EIP: u32 = 0x176;
+    pub const DEBUGCTL: u32 = 0x1d9;
+    pub const PAT: u32 = 0x277;
+    pub const XSS: u32 = 0xda0;
+    pub const STAR: u32 = 0xc000_0081;
+    pub const LSTAR: u32 = 0xc000_0082;
+    pub const CSTAR: u32 = 0xc000_0083;
+    pub const SFMASK: u32 = 0xc000_0084;
+    pub const FS_BASE: u32 = 0xc000_0100;
+    pub const GS_BASE: u32 = 0xc000_0101;
+    pub const KERNEL_GS_BASE: u32 = 0xc000_0102;
+    pub const TSC_AUX: u32 = 0xc000_0103;
+    pub const VIRT_SPEC_CTRL: u32 = 0xc001_011f;
+}
+
+/// MSRs whose guest value is live in hardware while the guest runs: VMLOAD and VMSAVE move them.
+const LIVE: [u32; 10] = [
+    msr::STAR,
+    msr::LSTAR,
+    msr::CSTAR,
+    msr::SFMASK,
+    msr::FS_BASE,
+    msr::GS_BASE,
+    msr::KERNEL_GS_BASE,
+    msr::SYSENTER_CS,
+    msr::SYSENTER_ESP,
+    msr::SYSENTER_EIP,
+];
+
+fn index(name: SegmentName) -> usize {
+    match name {
+        SegmentName::Es => vmcb::SEG_ES,
+        SegmentName::Cs => vmcb::SEG_CS,
+        SegmentName::Ss => vmcb::SEG_SS,
+        SegmentName::Ds => vmcb::SEG_DS,
+        SegmentName::Fs => vmcb::SEG_FS,
+        SegmentName::Gs => vmcb::SEG_GS,
+        SegmentName::Ldtr => vmcb::SEG_LDTR,
+        SegmentName::Tr => vmcb::SEG_TR,
+    }
+}
+
+fn table(segment: &VmcbSegment) -> DescriptorTable {
+    DescriptorTable { base: segment.base, limit: segment.limit as u16 }
+}
+
+impl<C: Cpu> Svm<C> {
+    pub(crate) fn init_control(&mut self) {
+        let (msrpm, iopm) = (self.msr_map.hpa().0, percpu::io_map().0);
+        for msr in LIVE {
+            self.msr_map.intercept(msr, false, false);
+        }
+        let features = self.features;
+        let control = &mut self.vmcb_mut(Clean::ALL).control;
+        control.iopm_base_pa = iopm;
+        control.msrpm_base_pa = msrpm;
+        control.nested_ctl = vmcb::NESTED_NP_ENABLE;
+        control.int_ctl = vintr::INTR_MASKING;
+        if features.vnmi {
+            control.int_ctl |= vintr::NMI_ENABLE;
+        }
+        // #AC and #DB loops would hold the CPU for ever without an exit; a machine check is the
+        // host's.
+        control.intercepts[2] = (1 << 1) | (1 << 17) | (1 << 18);
+        control.intercepts[3] = (Intercept3::INTR
+            | Intercept3::NMI
+            | Intercept3::SMI
+            | Intercept3::INIT
+            | Intercept3::RDPMC
+            | Intercept3::CPUID
+            | Intercept3::INVD
+            | Intercept3::HLT
+            | Intercept3::INVLPGA
+            | Intercept3::IOIO
+            | Intercept3::MSR
+            | Intercept3::TASK_SWITCH
+            | Intercept3::FERR_FREEZE
+            | Intercept3::SHUTDOWN)
+            .bits();
+        if features.pause_filter {
+            control.intercepts[3] |= Intercept3::PAUSE.bits();
+            control.pause_filter_count = 3000;
+            control.pause_filter_thresh = 128;
+        }
+        control.intercepts[4] = (Intercept4::VMRUN
+            | Intercept4::VMMCALL
+            | Intercept4::VMLOAD
+            | Intercept4::VMSAVE
+            | Intercept4::STGI
+            | Intercept4::CLGI
+            | Intercept4::SKINIT
+            | Intercept4::RDTSCP
+            | Intercept4::WBINVD
+            | Intercept4::MONITOR
+            | Intercept4::MWAIT
+            | Intercept4::XSETBV
+            | Intercept4::RDPRU)
+            .bits();
+        // INVLPGB and TLBSYNC flush beyond this guest's ASID; INVPCID stays with the guest unless
+        // its CPUID lacks it.
+        control.intercepts[5] = (1 << 0) | (1 << 1);
+        self.vmcb_mut(Clean::ALL).save.g_pat = PAT_RESET;
+        self.intercept_debug_regs(true);
+        self.reset(false);
+    }
+
+    pub(crate) fn intercept_debug_regs(&mut self, on: bool) {
+        self.vmcb_mut(Clean::INTERCEPTS).control.intercepts[1] = if on { 0x00ff_00ff } else { 0 };
+    }
+
+    fn intercept_cr(&mut self, mask: u32, on: bool) {
+        if (self.vmcb().control.intercepts[0] & mask == mask) == on {
+            return;
+        }
+        let word = &mut self.vmcb_mut(Clean::INTERCEPTS).control.intercepts[0];
+        *word = if on { *word | mask } else { *word & !mask };
+    }
+
+    /// CR4 belongs to the guest when it may set every bit that the CPU would let it set, and XCR0
+    /// is live: while CR4.OSXSAVE is clear the guest cannot see XCR0, so it is not loaded, and the
+    /// write that sets the bit must be seen.
+    fn update_cr4_intercept(&mut self) {
+        let all = self.features.cr4_known & !self.limits.cr4_allowed == 0;
+        let xcr0_live = !self.limits.xsave || self.vmcb().save.cr4 & CR4_OSXSAVE != 0;
+        self.intercept_cr(1 << (16 + 4), !(all && xcr0_live));
+    }
+
+    fn update_passthrough(&mut self) {
+        let spec = self.features.v_spec_ctrl && self.limits.spec_ctrl;
+        self.msr_map.intercept(msr::SPEC_CTRL, !spec, !spec);
+        self.msr_map.intercept(msr::TSC_AUX, !self.limits.tsc_aux, true);
+        let (rdtscp, invpcid) = (self.limits.tsc_aux, self.limits.invpcid);
+        let control = &mut self.vmcb_mut(Clean::INTERCEPTS | Clean::PERM_MAP).control;
+        let bit = Intercept4::RDTSCP.bits();
+        control.intercepts[4] = (control.intercepts[4] & !bit) | if rdtscp { 0 } else { bit };
+        control.intercepts[5] = (control.intercepts[5] & !4) | if invpcid { 0 } else { 4 };
+    }
+}
+
+impl<C: Cpu> Backend for Svm<C> {
+    fn load(&mut self) {
+        self.load_state();
+    }
+
+    fn unload(&mut self) {
+        self.unload_state();
+    }
+
+    fn host_segments(&mut self) {
+        self.host_segment_state();
+    }
+
+    fn guest_segments(&mut self) {
+        self.guest_segment_state();
+    }
+
+    #[inline]
+    fn enter(&mut self, gprs: &mut Gprs) {
+        self.switch(gprs);
+    }
+
+    #[inline(always)]
+    fn exit(&self) -> Exit {
+        exits::decode(&self.vmcb().control, self.features.decode_assists)
+    }
+
+    fn exit_raw(&self) -> [u64; 3] {
+        let c = &self.vmcb().control;
+        [c.exit_code, c.exit_info_1, c.exit_info_2]
+    }
+
+    fn interrupted_delivery(&self) -> Option<Event> {
+        inject::decode(self.vmcb().control.exit_int_info)
+    }
+
+    #[inline]
+    fn rip(&self) -> u64 {
+        self.vmcb().save.rip
+    }
+
+    #[inline]
+    fn set_rip(&mut self, rip: u64) {
+        self.vmcb_mut(Clean::empty()).save.rip = rip;
+    }
+
+    #[inline]
+    fn retire(&mut self, next_rip: u64) {
+        let block = self.vmcb_mut(Clean::empty());
+        block.save.rip = next_rip;
+        block.control.int_state = 0;
+    }
+
+    #[inline]
+    fn next_rip(&self) -> Option<u64> {
+        self.features.nrip_save.then_some(self.vmcb().control.next_rip)
+    }
+
+    fn insn_bytes(&self) -> &[u8] {
+        if !self.features.decode_assists {
+            return &[];
+        }
+        let control = &self.vmcb().control;
+        control.insn_bytes.get(..usize::from(control.insn_len & 15)).unwrap_or(&[])
+    }
+
+    #[inline]
+    fn rflags(&self) -> u64 {
+        self.vmcb().save.rflags
+    }
+
+    fn set_rflags(&mut self, rflags: u64) {
+        self.vmcb_mut(Clean::empty()).save.rflags = rflags;
+    }
+
+    #[inline]
+    fn interrupt_shadow(&self) -> bool {
+        self.vmcb().control.int_state & vmcb::INT_SHADOW != 0
+    }
+
+    fn set_interrupt_shadow(&mut self, on: bool) {
+        let state = &mut self.vmcb_mut(Clean::empty()).control.int_state;
+        *state = (*state & !vmcb::INT_SHADOW) | u64::from(on);
+    }
+
+    #[inline]
+    fn cpl(&self) -> u8 {
+        self.vmcb().save.cpl
+    }
+
+    #[inline]
+    fn segment(&self, name: SegmentName) -> Segment {
+        let s = self.vmcb().save.segments.get(index(name)).copied().unwrap_or_default();
+        Segment { base: s.base, limit: s.limit, selector: s.selector, attr: s.attrib }
+    }
+
+    fn set_segment(&mut self, name: SegmentName, value: Segment) {
+        let save = &mut self.vmcb_mut(Clean::SEG).save;
+        if let Some(slot) = save.segments.get_mut(index(name)) {
+            *slot = VmcbSegment {
+                selector: value.selector,
+                attrib: value.attr,
+                limit: value.limit,
+                base: value.base,
+            };
+        }
+        if name == SegmentName::Ss {
+            save.cpl = value.dpl();
+        }
+    }
+
+    fn gdtr(&self) -> DescriptorTable {
+        table(&self.vmcb().save.segments[vmcb::SEG_GDTR])
+    }
+
+    fn set_gdtr(&mut self, value: DescriptorTable) {
+        let slot = &mut self.vmcb_mut(Clean::DT).save.segments[vmcb::SEG_GDTR];
+        (slot.base, slot.limit) = (value.base, value.limit.into());
+    }
+
+    fn idtr(&self) -> DescriptorTable {
+        table(&self.vmcb().save.segments[vmcb::SEG_IDTR])
+    }
+
+    fn set_idtr(&mut self, value: DescriptorTable) {
+        let slot = &mut self.vmcb_mut(Clean::DT).save.segments[vmcb::SEG_IDTR];
+        (slot.base, slot.limit) = (value.base, value.limit.into());
+    }
+
+    fn control(&self) -> ControlRegs {
+        let save = &self.vmcb().save;
+        ControlRegs {
+            cr0: save.cr0 | self.hidden_cr0(),
+            cr2: save.cr2,
+            cr3: save.cr3,
+            cr4: save.cr4,
+            efer: save.efer & !EFER_SVME,
+        }
+    }
+
+    /// CR0.CD and CR0.NW are kept from the hardware: firmware leaves them set for long, and with
+    /// CD the whole guest would run uncached. CR0 is intercepted only while the guest has one set.
+    fn set_cr0(&mut self, value: u64) {
+        let hidden = value & CR0_CD_NW;
+        self.cr0_hidden = hidden;
+        self.vmcb_mut(Clean::CR).save.cr0 = value & !CR0_CD_NW;
+        self.intercept_cr(1 | (1 << 16), hidden != 0);
+    }
+
+    fn set_cr2(&mut self, value: u64) {
+        self.vmcb_mut(Clean::CR2).save.cr2 = value;
+    }
+
+    fn set_cr3(&mut self, value: u64) {
+        self.vmcb_mut(Clean::CR).save.cr3 = value;
+    }
+
+    fn set_cr4(&mut self, value: u64) {
+        self.vmcb_mut(Clean::CR).save.cr4 = value;
+        self.update_cr4_intercept();
+    }
+
+    fn set_efer(&mut self, value: u64) {
+        self.vmcb_mut(Clean::CR).save.efer = value | EFER_SVME;
+    }
+
+    #[inline]
+    fn cr8(&self) -> u8 {
+        (self.vmcb().control.int_ctl & vintr::TPR_MASK) as u8
+    }
+
+    #[inline]
+    fn set_cr8(&mut self, value: u8) {
+        let old = self.vmcb().control.int_ctl;
+        let new = (old & !vintr::TPR_MASK) | (u32::from(value) & vintr::TPR_MASK);
+        if new != old {
+            self.vmcb_mut(Clean::INTR).control.int_ctl = new;
+        }
+    }
+
+    fn debug_regs(&self) -> [u64; 6] {
+        let save = &self.vmcb().save;
+        let [a, b, c, d] = self.dr;
+        [a, b, c, d, save.dr6, save.dr7]
+    }
+
+    fn set_debug_regs(&mut self, regs: [u64; 6]) {
+        let [a, b, c, d, dr6, dr7] = regs;
+        self.dr = [a, b, c, d];
+        let save = &mut self.vmcb_mut(Clean::DR).save;
+        (save.dr6, save.dr7) = (dr6, dr7);
+        if dr7 & 0xff != 0 {
+            self.own_debug_regs();
+        }
+    }
+
+    fn own_debug_regs(&mut self) {
+        self.dr_owned = true;
+        self.intercept_debug_regs(false);
+    }
+
+    fn xcr0(&self) -> u64 {
+        self.xcr0
+    }
+
+    fn set_xcr0(&mut self, value: u64) {
+        self.xcr0 = value;
+    }
+
+    fn xss(&self) -> u64 {
+        self.xss
+    }
+
+    fn set_xss(&mut self, value: u64) {
+        self.xss = value;
+    }
+
+    fn pkru(&self) -> u32 {
+        self.pkru
+    }
+
+    fn set_pkru(&mut self, value: u32) {
+        self.pkru = value;
+    }
+
+    fn msr(&self, index: u32) -> Result<u64, NotMine> {
+        let save = &self.vmcb().save;
+        Ok(match index {
+            msr::STAR => save.star,
+            msr::LSTAR => save.lstar,
+            msr::CSTAR => save.cstar,
+            msr::SFMASK => save.sfmask,
+            msr::KERNEL_GS_BASE => save.kernel_gs_base,
+            msr::FS_BASE => save.segments[vmcb::SEG_FS].base,
+            msr::GS_BASE => save.segments[vmcb::SEG_GS].base,
+            msr::SYSENTER_CS => save.sysenter_cs,
+            msr::SYSENTER_ESP => save.sysenter_esp,
+            msr::SYSENTER_EIP => save.sysenter_eip,
+            msr::PAT => save.g_pat,
+            msr::DEBUGCTL => save.dbgctl,
+            msr::TSC_AUX => self.tsc_aux,
+            msr::XSS => self.xss,
+            msr::SPEC_CTRL if self.features.v_spec_ctrl => save.spec_ctrl,
+            msr::SPEC_CTRL => self.spec_ctrl,
+            msr::VIRT_SPEC_CTRL => 0,
+            _ => return Err(NotMine),
+        })
+    }
+
+    fn set_msr(&mut self, index: u32, value: u64) -> Result<(), NotMine> {
+        match index {
+            msr::TSC_AUX => self.tsc_aux = value,
+            msr::XSS => self.xss = value,
+            msr::SPEC_CTRL if !self.features.v_spec_ctrl => self.spec_ctrl = value,
+            msr::PAT => self.vmcb_mut(Clean::NPT).save.g_pat = value,
+            msr::DEBUGCTL => self.vmcb_mut(Clean::LBR).save.dbgctl = value,
+            _ => {
+                let save = &mut self.vmcb_mut(Clean::empty()).save;
+                let slot = match index {
+                    msr::STAR => &mut save.star,
+                    msr::LSTAR => &mut save.lstar,
+                    msr::CSTAR => &mut save.cstar,
+                    msr::SFMASK => &mut save.sfmask,
+                    msr::KERNEL_GS_BASE => &mut save.kernel_gs_base,
+                    msr::FS_BASE => &mut save.segments[vmcb::SEG_FS].base,
+                    msr::GS_BASE => &mut save.segments[vmcb::SEG_GS].base,
+                    msr::SYSENTER_CS => &mut save.sysenter_cs,
+                    msr::SYSENTER_ESP => &mut save.sysenter_esp,
+                    msr::SYSENTER_EIP => &mut save.sysenter_eip,
+                    msr::SPEC_CTRL => &mut save.spec_ctrl,
+                    _ => return Err(NotMine),
+                };
+                *slot = value;
+            }
+        }
+        Ok(())
+    }
+
+    fn set_tsc(&mut self, offset: u64, ratio: u64) {
+        self.tsc_ratio = if self.features.tsc_ratio { ratio } else { RATIO_ONE };
+        self.vmcb_mut(Clean::INTERCEPTS).control.tsc_offset = offset;
+    }
+
+    #[inline]
+    fn guest_tsc(&self, host: u64) -> u64 {
+        let scaled = if self.tsc_ratio == RATIO_ONE {
+            host
+        } else {
+            ((u128::from(host) * u128::from(self.tsc_ratio)) >> 32) as u64
+        };
+        scaled.wrapping_add(self.vmcb().control.tsc_offset)
+    }
+
+    fn set_limits(&mut self, limits: GuestLimits) {
+        self.limits = limits;
+        self.update_passthrough();
+        self.update_cr4_intercept();
+    }
+
+    fn set_nested_root(&mut self, root: Hpa) {
+        if self.vmcb().control.nested_cr3 != root.0 {
+            self.vmcb_mut(Clean::NPT).control.nested_cr3 = root.0;
+            self.request_flush();
+        }
+    }
+
+    fn flush_tlb(&mut self) {
+        self.request_flush();
+    }
+
+    fn inject(&mut self, event: Event) {
+        self.inject_event(event);
+    }
+
+    #[inline]
+    fn injecting(&self) -> bool {
+        self.vmcb().control.event_inj & vmcb::event::VALID != 0
+    }
+
+    fn cancel_injection(&mut self) -> Option<Event> {
+        self.take_injection()
+    }
+
+    fn set_interrupt_window(&mut self, on: bool) {
+        self.interrupt_window(on);
+    }
+
+    fn set_cr8_intercept(&mut self, on: bool) {
+        self.intercept_cr(1 << (16 + 8), on);
+    }
+
+    fn nmi_allowed(&self) -> bool {
+        !self.is_nmi_masked() && !self.interrupt_shadow()
+    }
+
+    fn set_nmi_window(&mut self) {
+        self.open_nmi_window();
+    }
+
+    fn nmi_masked(&self) -> bool {
+        self.is_nmi_masked()
+    }
+
+    fn set_nmi_masked(&mut self, on: bool) {
+        self.mask_nmi(on);
+    }
+
+    fn iret_begun(&mut self) {
+        self.begin_iret();
+    }
+
+    fn own_single_step(&mut self) -> bool {
+        self.end_single_step()
+    }
+
+    fn set_guest_debug(&mut self, breakpoints: bool, debug: bool) {
+        self.guest_debug = (breakpoints, debug);
+        let word = &mut self.vmcb_mut(Clean::INTERCEPTS).control.intercepts[2];
+        *word = (*word & !(1 << 3)) | (u32::from(breakpoints) << 3);
+    }
+
+    fn reset(&mut self, init: bool) {
+        for name in [
+            SegmentName::Es,
+            SegmentName::Ss,
+            SegmentName::Ds,
+            SegmentName::Fs,
+            SegmentName::Gs,
+        ] {
+            self.set_segment(name, Segment::RESET_DATA);
+        }
+        self.set_segment(SegmentName::Cs, Segment::RESET_CS);
+        self.set_segment(SegmentName::Ldtr, Segment::RESET_LDTR);
+        self.set_segment(SegmentName::Tr, Segment::RESET_TR);
+        self.set_gdtr(DescriptorTable::RESET);
+        self.set_idtr(DescriptorTable::RESET);
+        // INIT keeps CR0.CD and CR0.NW (APM vol. 2 table 14-1).
+        let caching = if init { self.cr0_hidden } else { CR0_CD_NW };
+        self.set_cr0(0x10 | caching);
+        self.set_cr2(0);
+        self.set_cr3(0);
+        self.set_cr4(0);
+        self.set_efer(0);
+        self.set_debug_regs([0, 0, 0, 0, 0xffff_0ff0, 0x400]);
+        let block = self.vmcb_mut(Clean::ALL);
+        block.save.rip = 0xfff0;
+        block.save.rflags = 2;
+        block.save.rsp = 0;
+        block.save.cpl = 0;
+        block.control.int_state = 0;
+        block.control.event_inj = 0;
+        if !init {
+            block.save.sysenter_cs = 0;
+            block.save.sysenter_esp = 0;
+            block.save.sysenter_eip = 0;
+            self.xcr0 = 1;
+            self.xss = 0;
+        }
+        self.interrupt_window(false);
+        self.mask_nmi(false);
+        self.request_flush();
+    }
+}
+
+impl<C: Cpu> Svm<C> {
+    fn hidden_cr0(&self) -> u64 {
+        self.cr0_hidden
+    }
+}

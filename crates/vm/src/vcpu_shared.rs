@@ -1,0 +1,316 @@
+//! The half of a vCPU that other CPUs touch: its local APIC, its mode, its requests, its sleep.
+//!
+//! The kick protocol. A vCPU that is about to enter the guest disables interrupts, sets its mode
+//! to `InGuest` (a full barrier) and then looks at requests and pending events. A sender first
+//! makes its event visible and then, if the mode is `InGuest`, sends an IPI. So either the vCPU
+//! sees the event before it enters, or the IPI ends the guest's run at once. While the vCPU stays
+//! in the inner loop nothing can become pending without such an IPI, so the loop looks at nothing.
+
+use core::sync::atomic::{
+    AtomicU32, AtomicUsize,
+    Ordering::{AcqRel, Acquire, Relaxed, SeqCst},
+};
+
+use host::{
+    Arc, NoMemory, smp,
+    task::Waiter,
+    timer::{TimerHandler, WithTimer},
+};
+use irqchip::lapic::{Accepted, Lapic, TimerFired};
+use x86::Vector;
+
+/// A vCPU as others hold it.
+pub type SharedVcpu = Arc<WithTimer<VcpuShared>>;
+
+/// Something that the vCPU has to look at before it enters the guest again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Request {
+    /// Nested translations changed: flush this guest's TLB.
+    FlushTlb = 1 << 0,
+    /// An interrupt, NMI, INIT or SIPI may be pending.
+    Event = 1 << 1,
+    /// The clock that the guest reads has to be published anew.
+    Clock = 1 << 2,
+    /// The VM is dead: leave with an I/O error.
+    Dead = 1 << 3,
+    /// A kick without a reason of its own: leave the guest and look around.
+    Leave = 1 << 4,
+    /// The I/O APIC's set of vectors whose EOI must be reported changed.
+    ScanIoapic = 1 << 5,
+    /// The triple fault of a vCPU that was not running.
+    TripleFault = 1 << 6,
+}
+
+/// Where the vCPU's thread is.
+mod mode {
+    pub const OUTSIDE: u32 = 0;
+    pub const IN_GUEST: u32 = 1;
+    pub const EXITING: u32 = 2;
+}
+
+/// KVM_MP_STATE_* (KVM API §4.38).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum MpState {
+    /// Running or ready to.
+    Runnable = 0,
+    /// An application processor before INIT.
+    Uninitialized = 1,
+    /// INIT arrived; waits for SIPI.
+    InitReceived = 2,
+    /// HLT.
+    Halted = 3,
+    /// SIPI arrived.
+    SipiReceived = 4,
+}
+
+impl MpState {
+    /// From the number that user space gives.
+    pub fn from_raw(raw: u32) -> Option<Self> {
+        Some(match raw {
+            0 => Self::Runnable,
+            1 => Self::Uninitialized,
+            2 => Self::InitReceived,
+            3 => Self::Halted,
+            4 => Self::SipiReceived,
+            _ => return None,
+        })
+    }
+}
+
+const INIT: u32 = 1 << 8;
+const SIPI: u32 = 1 << 9;
+
+/// The shared half of a vCPU.
+pub struct VcpuShared {
+    /// KVM's vCPU id, also the initial APIC id.
+    pub id: u32,
+    /// Its place in the VM's table.
+    pub index: u32,
+    /// Whether the VM has an in-kernel irqchip.
+    pub in_kernel_apic: bool,
+    /// The local APIC; dormant when the irqchip is in user space.
+    pub lapic: Lapic,
+    /// Where it sleeps.
+    pub waiter: Waiter,
+    mode: AtomicU32,
+    cpu: AtomicUsize,
+    requests: AtomicU32,
+    nmis: AtomicU32,
+    init_sipi: AtomicU32,
+    mp_state: AtomicU32,
+}
+
+impl VcpuShared {
+    /// A vCPU at its place. The first is the bootstrap processor.
+    pub fn new(
+        id: u32,
+        index: u32,
+        bsp: bool,
+        in_kernel_apic: bool,
+    ) -> Result<SharedVcpu, NoMemory> {
+        let state =
+            if bsp || !in_kernel_apic { MpState::Runnable } else { MpState::Uninitialized };
+        WithTimer::new(Self {
+            id,
+            index,
+            in_kernel_apic,
+            lapic: Lapic::new(id, bsp),
+            waiter: Waiter::new()?,
+            mode: AtomicU32::new(mode::OUTSIDE),
+            cpu: AtomicUsize::new(0),
+            requests: AtomicU32::new(Request::Clock as u32),
+            nmis: AtomicU32::new(0),
+            init_sipi: AtomicU32::new(0),
+            mp_state: AtomicU32::new(state as u32),
+        })
+    }
+
+    /// Makes a request visible. The vCPU is not kicked.
+    #[inline]
+    pub fn request(&self, request: Request) {
+        self.requests.fetch_or(request as u32, SeqCst);
+    }
+
+    /// Takes all requests.
+    #[inline]
+    pub fn take_requests(&self) -> u32 {
+        if self.requests.load(Acquire) == 0 {
+            return 0;
+        }
+        self.requests.swap(0, AcqRel)
+    }
+
+    /// Whether there is a request.
+    #[inline]
+    pub fn has_requests(&self) -> bool {
+        self.requests.load(Acquire) != 0
+    }
+
+    /// The owner is about to enter the guest on this CPU; interrupts are off. Everything that was
+    /// made pending before is visible after this; everything later comes with an IPI.
+    #[inline]
+    pub fn enter_mode(&self) {
+        self.cpu.store(smp::cpu_id(), Relaxed);
+        self.mode.swap(mode::IN_GUEST, SeqCst);
+    }
+
+    /// The owner has left the guest; interrupts are still off.
+    #[inline]
+    pub fn leave_mode(&self) {
+        self.mode.store(mode::OUTSIDE, core::sync::atomic::Ordering::Release);
+    }
+
+    /// The physical CPU it runs on, if it may be in guest mode.
+    pub fn running_on(&self) -> Option<usize> {
+        (self.mode.load(SeqCst) != mode::OUTSIDE).then(|| self.cpu.load(Relaxed))
+    }
+
+    /// Makes the vCPU look at what is pending: wakes it if it sleeps, interrupts it if it runs.
+    pub fn kick(&self) {
+        if self.waiter.wake() {
+            return;
+        }
+        let was =
+            self.mode.compare_exchange(mode::IN_GUEST, mode::EXITING, SeqCst, SeqCst);
+        if was.is_ok() {
+            smp::kick(self.cpu.load(Relaxed));
+        }
+    }
+
+    /// Requests and kicks.
+    pub fn request_and_kick(&self, request: Request) {
+        self.request(request);
+        self.kick();
+    }
+
+    /// Does what an accepted interrupt message asks for.
+    pub fn deliver(&self, accepted: Accepted) {
+        match accepted {
+            Accepted::Ignored | Accepted::Coalesced => return,
+            // The IRR is looked at after the mode is set; a request would cost a locked
+            // instruction more.
+            Accepted::Pending => {}
+            Accepted::Nmi => self.add_nmi(),
+            Accepted::Init => self.init_received(),
+            Accepted::Sipi(page) => self.sipi_received(page),
+            Accepted::Smi => return,
+            Accepted::ExtInt => self.request(Request::Event),
+        }
+        self.kick();
+    }
+
+    /// One more NMI; at most two can be held (APM vol. 2 §8.1.5: one handled, one pending).
+    pub fn add_nmi(&self) {
+        let _ = self.nmis.fetch_update(AcqRel, Acquire, |n| Some((n + 1).min(2)));
+        self.request(Request::Event);
+    }
+
+    /// Number of NMIs that wait.
+    #[inline]
+    pub fn nmis(&self) -> u32 {
+        self.nmis.load(Acquire)
+    }
+
+    /// Takes one of them.
+    pub fn take_nmi(&self) -> bool {
+        self.nmis.fetch_update(AcqRel, Acquire, |n| n.checked_sub(1)).is_ok()
+    }
+
+    /// Sets the number of waiting NMIs (KVM_SET_VCPU_EVENTS).
+    pub fn set_nmis(&self, n: u32) {
+        self.nmis.store(n.min(2), core::sync::atomic::Ordering::Release);
+    }
+
+    fn init_received(&self) {
+        // An INIT forgets a SIPI that came before it.
+        self.init_sipi.store(INIT, SeqCst);
+        self.request(Request::Event);
+    }
+
+    fn sipi_received(&self, page: Vector) {
+        let _ = self.init_sipi.fetch_update(AcqRel, Acquire, |bits| {
+            Some((bits & INIT) | SIPI | u32::from(page.0))
+        });
+        self.request(Request::Event);
+    }
+
+    /// Takes a pending INIT and a pending SIPI's start page.
+    pub fn take_init_sipi(&self) -> (bool, Option<Vector>) {
+        if self.init_sipi.load(Acquire) == 0 {
+            return (false, None);
+        }
+        let bits = self.init_sipi.swap(0, AcqRel);
+        (bits & INIT != 0, (bits & SIPI != 0).then_some(Vector(bits as u8)))
+    }
+
+    /// Whether an INIT or SIPI waits.
+    #[inline]
+    pub fn has_init_sipi(&self) -> bool {
+        self.init_sipi.load(Acquire) != 0
+    }
+
+    /// The multiprocessor state.
+    #[inline]
+    pub fn mp_state(&self) -> MpState {
+        MpState::from_raw(self.mp_state.load(Acquire)).unwrap_or(MpState::Runnable)
+    }
+
+    /// Sets it.
+    pub fn set_mp_state(&self, state: MpState) {
+        self.mp_state.store(state as u32, core::sync::atomic::Ordering::Release);
+    }
+}
+
+impl TimerHandler for VcpuShared {
+    /// The local APIC timer's host timer has expired: a hard interrupt on some CPU.
+    fn expired(&self) -> Option<u64> {
+        let TimerFired { accepted, rearm } =
+            self.lapic.timer_fired(host::clock::monotonic_ns());
+        self.deliver(accepted);
+        rearm
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn vcpu() -> SharedVcpu {
+        VcpuShared::new(0, 0, true, true).unwrap()
+    }
+
+    #[test]
+    fn an_init_forgets_an_earlier_sipi_and_a_later_one_stays() {
+        let v = vcpu();
+        v.deliver(Accepted::Sipi(Vector(8)));
+        v.deliver(Accepted::Init);
+        assert_eq!(v.take_init_sipi(), (true, None));
+        v.deliver(Accepted::Init);
+        v.deliver(Accepted::Sipi(Vector(9)));
+        assert_eq!(v.take_init_sipi(), (true, Some(Vector(9))));
+        assert_eq!(v.take_init_sipi(), (false, None));
+    }
+
+    #[test]
+    fn no_more_than_two_nmis_are_held() {
+        let v = vcpu();
+        for _ in 0..5 {
+            v.deliver(Accepted::Nmi);
+        }
+        assert!(v.take_nmi() && v.take_nmi() && !v.take_nmi());
+    }
+
+    #[test]
+    fn a_kick_marks_a_vcpu_in_the_guest_once() {
+        let v = vcpu();
+        assert_eq!(v.running_on(), None);
+        v.enter_mode();
+        v.kick();
+        assert_eq!(v.mode.load(Relaxed), mode::EXITING);
+        assert!(v.running_on().is_some());
+        v.leave_mode();
+        assert_eq!(v.running_on(), None);
+    }
+}

@@ -1,0 +1,470 @@
+//! The virtual machine control block of SVM: control area, state-save area, intercepts, exit codes.
+//!
+//! Layouts are those of APM vol. 2 appendix B (tables B-1 and B-2); offsets are asserted below.
+//! The state-save area of a guest without SEV-ES.
+
+use bitflags::bitflags;
+use open_enum::open_enum;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// A segment as the VMCB holds it (APM vol. 2 table B-2): selector, 12-bit attributes, limit, base.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct VmcbSegment {
+    /// Selector.
+    pub selector: u16,
+    /// Bits 55:52 and 47:40 of the descriptor, concatenated.
+    pub attrib: u16,
+    /// Limit in bytes, already scaled by the granularity.
+    pub limit: u32,
+    /// Base address.
+    pub base: u64,
+}
+
+/// The control area, offsets 0 to 0x3ff (APM vol. 2 table B-1).
+#[derive(Clone, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Control {
+    /// Intercept vectors 0 to 5: CR, DR, exceptions, then [`Intercept3`], [`Intercept4`], vector 5.
+    pub intercepts: [u32; 6],
+    _reserved1: [u32; 9],
+    /// PAUSE filter threshold.
+    pub pause_filter_thresh: u16,
+    /// PAUSE filter count.
+    pub pause_filter_count: u16,
+    /// Physical address of the I/O permission map.
+    pub iopm_base_pa: u64,
+    /// Physical address of the MSR permission map.
+    pub msrpm_base_pa: u64,
+    /// Added to the TSC when the guest reads it.
+    pub tsc_offset: u64,
+    /// Guest ASID.
+    pub asid: u32,
+    /// TLB control: 0 nothing, 1 flush all, 3 flush this ASID.
+    pub tlb_ctl: u8,
+    _reserved2: [u8; 3],
+    /// V_TPR, V_IRQ, V_GIF, V_INTR_PRIO, V_IGN_TPR, V_INTR_MASKING ... (see [`vintr`]).
+    pub int_ctl: u32,
+    /// Vector of the virtual interrupt.
+    pub int_vector: u32,
+    /// Interrupt shadow (bit 0) and guest interrupt mask (bit 1).
+    pub int_state: u64,
+    /// Why the guest exited: [`ExitCode`].
+    pub exit_code: u64,
+    /// First exit-specific word.
+    pub exit_info_1: u64,
+    /// Second exit-specific word.
+    pub exit_info_2: u64,
+    /// The event whose delivery was interrupted by the exit ([`event`] format).
+    pub exit_int_info: u64,
+    /// Nested-paging, SEV and related enables.
+    pub nested_ctl: u64,
+    /// AVIC APIC_BAR.
+    pub avic_vapic_bar: u64,
+    /// GHCB physical address.
+    pub ghcb_gpa: u64,
+    /// The event to be injected at the next VMRUN ([`event`] format).
+    pub event_inj: u64,
+    /// Root of the nested page table.
+    pub nested_cr3: u64,
+    /// LBR virtualisation and virtual VMSAVE/VMLOAD.
+    pub virt_ext: u64,
+    /// VMCB clean bits ([`Clean`]).
+    pub clean: u32,
+    _reserved3: u32,
+    /// RIP of the next instruction, where the CPU has NRIP save.
+    pub next_rip: u64,
+    /// Number of guest instruction bytes fetched (decode assists).
+    pub insn_len: u8,
+    /// The bytes.
+    pub insn_bytes: [u8; 15],
+    /// AVIC backing page.
+    pub avic_backing_page: u64,
+    _reserved4: u64,
+    /// AVIC logical table.
+    pub avic_logical_id: u64,
+    /// AVIC physical table.
+    pub avic_physical_id: u64,
+    _reserved5: u64,
+    /// SEV-ES save area.
+    pub vmsa_pa: u64,
+    _reserved6: [u8; 0x400 - 0x110],
+}
+
+/// The state-save area, offsets 0x400 on (APM vol. 2 table B-2).
+#[derive(Clone, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Save {
+    /// ES, CS, SS, DS, FS, GS, GDTR, LDTR, IDTR, TR in this order; see the `SEG_*` constants.
+    pub segments: [VmcbSegment; 10],
+    _reserved1: [u8; 43],
+    /// Current privilege level.
+    pub cpl: u8,
+    _reserved2: u32,
+    /// EFER.
+    pub efer: u64,
+    _reserved3: [u8; 112],
+    /// CR4.
+    pub cr4: u64,
+    /// CR3.
+    pub cr3: u64,
+    /// CR0.
+    pub cr0: u64,
+    /// DR7.
+    pub dr7: u64,
+    /// DR6.
+    pub dr6: u64,
+    /// RFLAGS.
+    pub rflags: u64,
+    /// RIP.
+    pub rip: u64,
+    _reserved4: [u8; 88],
+    /// RSP.
+    pub rsp: u64,
+    /// S_CET.
+    pub s_cet: u64,
+    /// SSP.
+    pub ssp: u64,
+    /// ISST_ADDR.
+    pub isst_addr: u64,
+    /// RAX.
+    pub rax: u64,
+    /// STAR.
+    pub star: u64,
+    /// LSTAR.
+    pub lstar: u64,
+    /// CSTAR.
+    pub cstar: u64,
+    /// SFMASK.
+    pub sfmask: u64,
+    /// KernelGSBase.
+    pub kernel_gs_base: u64,
+    /// SYSENTER_CS.
+    pub sysenter_cs: u64,
+    /// SYSENTER_ESP.
+    pub sysenter_esp: u64,
+    /// SYSENTER_EIP.
+    pub sysenter_eip: u64,
+    /// CR2.
+    pub cr2: u64,
+    _reserved5: [u8; 32],
+    /// Guest PAT, used with nested paging.
+    pub g_pat: u64,
+    /// DEBUGCTL.
+    pub dbgctl: u64,
+    /// Last branch from.
+    pub br_from: u64,
+    /// Last branch to.
+    pub br_to: u64,
+    /// Last exception from.
+    pub last_excp_from: u64,
+    /// Last exception to.
+    pub last_excp_to: u64,
+    _reserved6: [u8; 72],
+    /// SPEC_CTRL, where the CPU virtualises it (CPUID Fn8000_000A EDX[20]).
+    pub spec_ctrl: u64,
+    _reserved7: [u8; 0xc00 - 0x2e8],
+}
+
+/// The whole control block, one page.
+#[derive(Clone, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C, align(4096))]
+pub struct Vmcb {
+    /// Control area.
+    pub control: Control,
+    /// State-save area.
+    pub save: Save,
+}
+
+const _: () = {
+    use core::mem::{offset_of, size_of};
+    assert!(size_of::<Vmcb>() == 4096);
+    assert!(offset_of!(Control, pause_filter_thresh) == 0x3c);
+    assert!(offset_of!(Control, iopm_base_pa) == 0x40);
+    assert!(offset_of!(Control, tsc_offset) == 0x50);
+    assert!(offset_of!(Control, asid) == 0x58);
+    assert!(offset_of!(Control, int_ctl) == 0x60);
+    assert!(offset_of!(Control, exit_code) == 0x70);
+    assert!(offset_of!(Control, exit_int_info) == 0x88);
+    assert!(offset_of!(Control, event_inj) == 0xa8);
+    assert!(offset_of!(Control, nested_cr3) == 0xb0);
+    assert!(offset_of!(Control, clean) == 0xc0);
+    assert!(offset_of!(Control, next_rip) == 0xc8);
+    assert!(offset_of!(Control, insn_bytes) == 0xd1);
+    assert!(offset_of!(Control, vmsa_pa) == 0x108);
+    assert!(offset_of!(Vmcb, save) == 0x400);
+    assert!(offset_of!(Save, cpl) == 0xcb);
+    assert!(offset_of!(Save, efer) == 0xd0);
+    assert!(offset_of!(Save, cr4) == 0x148);
+    assert!(offset_of!(Save, rip) == 0x178);
+    assert!(offset_of!(Save, rsp) == 0x1d8);
+    assert!(offset_of!(Save, rax) == 0x1f8);
+    assert!(offset_of!(Save, cr2) == 0x240);
+    assert!(offset_of!(Save, g_pat) == 0x268);
+    assert!(offset_of!(Save, spec_ctrl) == 0x2e0);
+};
+
+/// Index of ES in [`Save::segments`].
+pub const SEG_ES: usize = 0;
+/// Index of CS.
+pub const SEG_CS: usize = 1;
+/// Index of SS.
+pub const SEG_SS: usize = 2;
+/// Index of DS.
+pub const SEG_DS: usize = 3;
+/// Index of FS.
+pub const SEG_FS: usize = 4;
+/// Index of GS.
+pub const SEG_GS: usize = 5;
+/// Index of GDTR.
+pub const SEG_GDTR: usize = 6;
+/// Index of LDTR.
+pub const SEG_LDTR: usize = 7;
+/// Index of IDTR.
+pub const SEG_IDTR: usize = 8;
+/// Index of TR.
+pub const SEG_TR: usize = 9;
+
+bitflags! {
+    /// Intercept vector 3 (offset 0x0c).
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Intercept3: u32 {
+        /// Physical interrupt.
+        const INTR = 1 << 0;
+        /// NMI.
+        const NMI = 1 << 1;
+        /// SMI.
+        const SMI = 1 << 2;
+        /// INIT.
+        const INIT = 1 << 3;
+        /// Virtual interrupt (the window).
+        const VINTR = 1 << 4;
+        /// CR0 writes that change more than TS and MP.
+        const CR0_SEL_WRITE = 1 << 5;
+        /// RDPMC.
+        const RDPMC = 1 << 15;
+        /// CPUID.
+        const CPUID = 1 << 18;
+        /// IRET.
+        const IRET = 1 << 20;
+        /// INVD.
+        const INVD = 1 << 22;
+        /// PAUSE.
+        const PAUSE = 1 << 23;
+        /// HLT.
+        const HLT = 1 << 24;
+        /// INVLPG.
+        const INVLPG = 1 << 25;
+        /// INVLPGA.
+        const INVLPGA = 1 << 26;
+        /// I/O ports by permission map.
+        const IOIO = 1 << 27;
+        /// MSRs by permission map.
+        const MSR = 1 << 28;
+        /// Task switches.
+        const TASK_SWITCH = 1 << 29;
+        /// Processor freezing on FERR.
+        const FERR_FREEZE = 1 << 30;
+        /// Shutdown.
+        const SHUTDOWN = 1 << 31;
+    }
+
+    /// Intercept vector 4 (offset 0x10).
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Intercept4: u32 {
+        /// VMRUN; must be set.
+        const VMRUN = 1 << 0;
+        /// VMMCALL.
+        const VMMCALL = 1 << 1;
+        /// VMLOAD.
+        const VMLOAD = 1 << 2;
+        /// VMSAVE.
+        const VMSAVE = 1 << 3;
+        /// STGI.
+        const STGI = 1 << 4;
+        /// CLGI.
+        const CLGI = 1 << 5;
+        /// SKINIT.
+        const SKINIT = 1 << 6;
+        /// RDTSCP.
+        const RDTSCP = 1 << 7;
+        /// ICEBP.
+        const ICEBP = 1 << 8;
+        /// WBINVD and WBNOINVD.
+        const WBINVD = 1 << 9;
+        /// MONITOR and MONITORX.
+        const MONITOR = 1 << 10;
+        /// MWAIT and MWAITX.
+        const MWAIT = 1 << 11;
+        /// XSETBV.
+        const XSETBV = 1 << 13;
+        /// RDPRU.
+        const RDPRU = 1 << 14;
+    }
+
+    /// VMCB clean bits: what the CPU may take from its cache (APM vol. 2 §15.15.3).
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Clean: u32 {
+        /// Intercepts, TSC offset, pause filter.
+        const INTERCEPTS = 1 << 0;
+        /// IOPM and MSRPM addresses.
+        const PERM_MAP = 1 << 1;
+        /// ASID.
+        const ASID = 1 << 2;
+        /// Virtual interrupt fields.
+        const INTR = 1 << 3;
+        /// Nested paging: CR3, PAT, enable.
+        const NPT = 1 << 4;
+        /// CR0, CR3, CR4, EFER.
+        const CR = 1 << 5;
+        /// DR6, DR7.
+        const DR = 1 << 6;
+        /// GDT and IDT.
+        const DT = 1 << 7;
+        /// CS, DS, SS, ES, CPL.
+        const SEG = 1 << 8;
+        /// CR2.
+        const CR2 = 1 << 9;
+        /// DEBUGCTL and the branch records.
+        const LBR = 1 << 10;
+        /// AVIC.
+        const AVIC = 1 << 11;
+        /// S_CET, SSP, ISST_ADDR.
+        const CET = 1 << 12;
+        /// All that exist.
+        const ALL = (1 << 13) - 1;
+    }
+}
+
+/// Bits of [`Control::int_ctl`].
+pub mod vintr {
+    /// V_TPR, bits 3:0 (7:0).
+    pub const TPR_MASK: u32 = 0x0f;
+    /// V_IRQ: a virtual interrupt is pending.
+    pub const IRQ: u32 = 1 << 8;
+    /// V_GIF.
+    pub const GIF: u32 = 1 << 9;
+    /// V_NMI: a virtual NMI is pending.
+    pub const NMI: u32 = 1 << 11;
+    /// V_NMI_MASK: virtual NMIs are masked.
+    pub const NMI_MASK: u32 = 1 << 12;
+    /// Shift of V_INTR_PRIO.
+    pub const PRIO_SHIFT: u32 = 16;
+    /// V_IGN_TPR.
+    pub const IGN_TPR: u32 = 1 << 20;
+    /// V_INTR_MASKING: RFLAGS.IF of the guest masks only virtual interrupts.
+    pub const INTR_MASKING: u32 = 1 << 24;
+    /// V_GIF enable.
+    pub const GIF_ENABLE: u32 = 1 << 25;
+    /// V_NMI enable.
+    pub const NMI_ENABLE: u32 = 1 << 26;
+}
+
+/// Format of EVENTINJ and EXITINTINFO (APM vol. 2 §15.20).
+pub mod event {
+    /// The vector, bits 7:0.
+    pub const VECTOR: u64 = 0xff;
+    /// Shift of the type.
+    pub const TYPE_SHIFT: u32 = 8;
+    /// Mask of the type, in place.
+    pub const TYPE: u64 = 7 << TYPE_SHIFT;
+    /// External or virtual interrupt.
+    pub const INTR: u64 = 0 << TYPE_SHIFT;
+    /// NMI.
+    pub const NMI: u64 = 2 << TYPE_SHIFT;
+    /// Exception.
+    pub const EXCEPTION: u64 = 3 << TYPE_SHIFT;
+    /// Software interrupt (INTn).
+    pub const SOFT: u64 = 4 << TYPE_SHIFT;
+    /// An error code is pushed.
+    pub const ERROR_VALID: u64 = 1 << 11;
+    /// Valid.
+    pub const VALID: u64 = 1 << 31;
+}
+
+/// Interrupt shadow, in [`Control::int_state`].
+pub const INT_SHADOW: u64 = 1;
+/// NP_ENABLE in [`Control::nested_ctl`].
+pub const NESTED_NP_ENABLE: u64 = 1;
+
+/// Why the guest exited (APM vol. 2 appendix C).
+#[open_enum]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
+pub enum ExitCode {
+    ReadCr0 = 0x000,
+    ReadCr15 = 0x00f,
+    WriteCr0 = 0x010,
+    WriteCr3 = 0x013,
+    WriteCr4 = 0x014,
+    WriteCr8 = 0x018,
+    WriteCr15 = 0x01f,
+    ReadDr0 = 0x020,
+    ReadDr15 = 0x02f,
+    WriteDr0 = 0x030,
+    WriteDr15 = 0x03f,
+    Excp0 = 0x040,
+    Excp31 = 0x05f,
+    Intr = 0x060,
+    Nmi = 0x061,
+    Smi = 0x062,
+    Init = 0x063,
+    Vintr = 0x064,
+    Cr0SelWrite = 0x065,
+    Rdpmc = 0x06f,
+    Cpuid = 0x072,
+    Iret = 0x074,
+    Invd = 0x076,
+    Pause = 0x077,
+    Hlt = 0x078,
+    Invlpg = 0x079,
+    Invlpga = 0x07a,
+    Ioio = 0x07b,
+    Msr = 0x07c,
+    TaskSwitch = 0x07d,
+    FerrFreeze = 0x07e,
+    Shutdown = 0x07f,
+    Vmrun = 0x080,
+    Vmmcall = 0x081,
+    Vmload = 0x082,
+    Vmsave = 0x083,
+    Stgi = 0x084,
+    Clgi = 0x085,
+    Skinit = 0x086,
+    Rdtscp = 0x087,
+    Icebp = 0x088,
+    Wbinvd = 0x089,
+    Monitor = 0x08a,
+    Mwait = 0x08b,
+    MwaitConditional = 0x08c,
+    Xsetbv = 0x08d,
+    Rdpru = 0x08e,
+    Invlpgb = 0x0a0,
+    InvlpgbIllegal = 0x0a1,
+    Invpcid = 0x0a2,
+    NestedPageFault = 0x400,
+    Invalid = 0xffff_ffff_ffff_ffff,
+}
+
+/// Bits of EXITINFO1 after an I/O exit (APM vol. 2 §15.10.2).
+pub mod ioio {
+    /// IN rather than OUT.
+    pub const IN: u64 = 1 << 0;
+    /// String instruction.
+    pub const STRING: u64 = 1 << 2;
+    /// REP prefix.
+    pub const REP: u64 = 1 << 3;
+    /// Shift of the 3-bit operand size (1, 2 or 4 bytes, one-hot).
+    pub const SIZE_SHIFT: u32 = 4;
+    /// Shift of the port.
+    pub const PORT_SHIFT: u32 = 16;
+}
+
+/// Bits of EXITINFO1 after a nested page fault (APM vol. 2 §15.25.6), beyond those of a #PF.
+pub mod npf {
+    /// The fault was on the guest's final physical address.
+    pub const FINAL: u64 = 1 << 32;
+    /// The fault was on a guest page-table page.
+    pub const TABLE: u64 = 1 << 33;
+}
