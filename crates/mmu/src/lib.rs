@@ -1,2 +1,29 @@
-//! Skeleton.
+//! Guest memory: memslots, nested page tables, guest page walks, code fetch on the exit path.
+//!
+//! Pure logic over `host`'s pages and locks. What is `unsafe` about page tables lives in
+//! [`table`] alone; everything else is checked Rust.
 #![no_std]
+#![deny(unsafe_code)]
+
+extern crate alloc;
+
+#[cfg(test)]
+extern crate std;
+
+pub mod dirty;
+pub mod fetch;
+pub mod format;
+pub mod slots;
+pub mod table;
+pub mod tdp;
+pub mod walk;
+
+pub use dirty::DirtyBitmap;
+pub use fetch::{CodeBytes, CodeFetch};
+pub use format::{Npt, PteFormat};
+pub use slots::{Change, MemSlot, MemSlots, Region, RegionLimits, SlotError, SlotFlags};
+pub use table::{TableCache, View};
+pub use tdp::{FlushRemote, Leaf, MapOutcome, Mapping, Tdp};
+pub use walk::{
+    Access, AccessKind, GuestMemory, PagingContext, Swap, Translation, WalkError, translate,
+};

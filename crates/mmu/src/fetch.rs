@@ -1,0 +1,148 @@
+//! Instruction bytes at RIP on the exit path, for CPUs without NRIP save or decode assists.
+//!
+//! An exit's handler wants the bytes without user copies, locks or a page walk. [`CodeFetch`]
+//! remembers for the last few code pages what the walk read; a hit loads the same paging entries
+//! again (at most five) and compares, so that a guest that changes its tables is honoured, with
+//! or without INVLPG. Withdrawals on the host's side change the generation. Interrupts are off.
+
+use core::cell::RefCell;
+
+use x86::Gpa;
+
+use crate::format::PteFormat;
+use crate::table::{Trail, View};
+use crate::tdp::page_of;
+use crate::walk::{Access, GuestMemory, PagingContext, Swap, translate};
+
+/// Bytes from RIP on. `len` of them count: fewer than 15 when the page ends before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CodeBytes {
+    /// The bytes, and what follows them.
+    pub bytes: [u8; 16],
+    /// How many count, 1 to 16.
+    pub len: usize,
+}
+
+/// Pages remembered. A loop that exits touches one or two.
+const WAYS: usize = 4;
+
+#[derive(Clone, Copy, Debug)]
+struct Way {
+    /// Linear page.
+    page: u64,
+    cr3: u64,
+    /// CR0, CR4, EFER.
+    mode: [u64; 3],
+    user: bool,
+    trail: Trail,
+}
+
+impl Way {
+    const EMPTY: Self =
+        Self { page: u64::MAX, cr3: 0, mode: [0; 3], user: false, trail: Trail::EMPTY };
+}
+
+/// A vCPU's memory of where its code is.
+#[derive(Clone, Debug)]
+pub struct CodeFetch {
+    ways: [Way; WAYS],
+}
+
+impl Default for CodeFetch {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl CodeFetch {
+    /// Remembers nothing.
+    pub const fn new() -> Self {
+        Self { ways: [Way::EMPTY; WAYS] }
+    }
+
+    /// The bytes at linear address `rip` (CS base included), as the guest would fetch them.
+    ///
+    /// `None`: not to be had without sleeping or without writing to guest memory. Then the ordinary
+    /// walk says what is to be done, a #PF included.
+    #[inline]
+    pub fn fetch<F: PteFormat>(
+        &mut self,
+        context: &PagingContext,
+        rip: u64,
+        view: &View<'_>,
+    ) -> Option<CodeBytes> {
+        let page = rip >> 12;
+        let way = &self.ways[page as usize % WAYS];
+        let changed = (way.page ^ page)
+            | (way.cr3 ^ context.cr3)
+            | (way.mode[0] ^ context.cr0)
+            | (way.mode[1] ^ context.cr4)
+            | (way.mode[2] ^ context.efer)
+            | u64::from(way.user ^ (context.cpl == 3));
+        if changed == 0 && way.trail.holds(view) {
+            let (bytes, len) = way.trail.bytes(view, rip as usize);
+            return Some(CodeBytes { bytes, len });
+        }
+        self.miss::<F>(context, rip, view)
+    }
+
+    #[inline(never)]
+    fn miss<F: PteFormat>(
+        &mut self,
+        context: &PagingContext,
+        rip: u64,
+        view: &View<'_>,
+    ) -> Option<CodeBytes> {
+        let tracer = Tracer::<F> {
+            view,
+            trail: RefCell::new(view.trail()),
+            format: core::marker::PhantomData,
+        };
+        let found = translate(&tracer, context, rip, Access::FETCH).ok()?;
+        let code = page_of::<F>(view, found.gpa)?;
+        let mut trail = tracer.trail.into_inner();
+        trail.arrive(&code);
+        let page = rip >> 12;
+        let (bytes, len) = trail.bytes(view, rip as usize);
+        self.ways[page as usize % WAYS] = Way {
+            page,
+            cr3: context.cr3,
+            mode: [context.cr0, context.cr4, context.efer],
+            user: context.cpl == 3,
+            trail,
+        };
+        (len != 0).then_some(CodeBytes { bytes, len })
+    }
+}
+
+/// The lock-free view as a walk's memory; notes every entry read. Writes are refused: an
+/// instruction that ran has its accessed bits set.
+struct Tracer<'a, F> {
+    view: &'a View<'a>,
+    trail: RefCell<Trail>,
+    format: core::marker::PhantomData<F>,
+}
+
+impl<F: PteFormat> GuestMemory for Tracer<'_, F> {
+    type Error = ();
+
+    fn read_u64(&self, gpa: Gpa) -> Result<u64, ()> {
+        let page = page_of::<F>(self.view, gpa).ok_or(())?;
+        let mut trail = self.trail.try_borrow_mut().map_err(|_| ())?;
+        trail.step_u64(self.view, &page, gpa.page_offset()).ok_or(())
+    }
+
+    fn read_u32(&self, gpa: Gpa) -> Result<u32, ()> {
+        let page = page_of::<F>(self.view, gpa).ok_or(())?;
+        let mut trail = self.trail.try_borrow_mut().map_err(|_| ())?;
+        trail.step_u32(self.view, &page, gpa.page_offset()).ok_or(())
+    }
+
+    fn cmpxchg_u64(&self, _: Gpa, _: u64, _: u64) -> Result<Swap, ()> {
+        Err(())
+    }
+
+    fn cmpxchg_u32(&self, _: Gpa, _: u32, _: u32) -> Result<Swap, ()> {
+        Err(())
+    }
+}

@@ -1,0 +1,386 @@
+//! Page-table pages owned by a tree, and what may be done with them in safe code.
+//!
+//! The one module of this crate with `unsafe`. What it holds together:
+//!
+//! - An entry with the `TABLE` bit points to a page that the tree owns. Only [`Table::link`] writes
+//!   such entries, and safe code can neither forge one nor overwrite one.
+//! - A table is reached with the tree's lock held ([`ReadTree`], [`WriteTree`]) or with interrupts
+//!   off ([`View`]). It is freed by [`WriteTree::finish`] alone: after unlinking it, with the lock
+//!   held for writing, and after [`FlushRemote`] has seen every CPU that might run guest code or a
+//!   section with interrupts off.
+//! - A frame that a leaf names is read through the direct map only by [`View`], under the same rule:
+//!   the page is given back to the host only after that flush.
+//!
+//! So the soundness of this module rests on three promises made outside of it: that of
+//! [`FlushRemote`]; that a [`View`] is made and used with interrupts off; and that frames passed to
+//! [`crate::Tdp`] came from `host::gup` and are withdrawn when the MMU notifier says so.
+#![allow(unsafe_code)]
+
+mod cache;
+mod view;
+
+pub use cache::{TableCache, TablePage};
+pub use view::{GuestPage, Trail, View};
+
+use core::marker::PhantomData;
+use core::sync::atomic::{AtomicU64, Ordering};
+
+use host::error::NoMemory;
+use host::page::{Page, table_at};
+use host::sync::{ReadGuard, RwSpinLock, WriteGuard};
+use x86::{Gfn, Hpa};
+
+use crate::format::{ADDRESS, REMOVED, TABLE};
+
+/// Makes all CPUs forget translations.
+///
+/// When `flush_remote` returns, every CPU that ran this VM's guest code, or a section with
+/// interrupts off that looked at its nested tables, has left it since the call began; and no vCPU
+/// enters the guest again without having its TLB entries flushed. Called with the MMU lock held
+/// for writing: it may wait for interrupts to be acknowledged, but must not sleep.
+pub trait FlushRemote {
+    /// See the trait.
+    fn flush_remote(&self);
+}
+
+impl<F: FlushRemote + ?Sized> FlushRemote for &F {
+    fn flush_remote(&self) {
+        (**self).flush_remote();
+    }
+}
+
+/// Generations of two trees never meet: each tree begins at a multiple of 2^40.
+static NEXT_TREE: AtomicU64 = AtomicU64::new(1);
+
+/// What an entry holds.
+#[derive(Clone, Copy, Debug)]
+pub enum Entry<'t> {
+    /// A pointer to the next table.
+    Table(Table<'t>),
+    /// A leaf, or nothing (0).
+    Word(u64),
+}
+
+/// A table of 512 entries, alive as long as `'t`.
+#[derive(Clone, Copy, Debug)]
+pub struct Table<'t> {
+    words: &'t [AtomicU64; 512],
+    level: u8,
+    /// Bits of an entry that are the address.
+    address: u64,
+}
+
+impl<'t> Table<'t> {
+    /// 1 for a table of 4 KiB leaves, up to 4 or 5 for the root.
+    #[inline]
+    pub fn level(&self) -> u8 {
+        self.level
+    }
+
+    /// The index of the entry that translates `gfn`.
+    #[inline]
+    pub fn index(&self, gfn: Gfn) -> usize {
+        ((gfn.0 >> shift(self.level)) & 511) as usize
+    }
+
+    #[inline]
+    fn word(&self, index: usize) -> &'t AtomicU64 {
+        // The mask keeps the index in range, for the compiler too.
+        &self.words[index & 511]
+    }
+
+    /// What stands at `index` (taken modulo 512).
+    #[inline]
+    pub fn entry(&self, index: usize) -> Entry<'t> {
+        let word = self.word(index).load(Ordering::Acquire);
+        if word & (TABLE | REMOVED) == 0 {
+            return Entry::Word(word);
+        }
+        if word & REMOVED != 0 {
+            return Entry::Word(0);
+        }
+        // SAFETY: TABLE entries are written by link() alone, from an owned page; it is not freed
+        // while 't lasts (see the module's head).
+        let words = unsafe { table_at(Hpa(word & self.address)) };
+        Entry::Table(Table { words, level: self.level.wrapping_sub(1), address: self.address })
+    }
+
+    /// Puts leaf `new` where leaf or nothing `old` stands. `false`: it has changed meanwhile.
+    #[inline]
+    pub fn replace(&self, index: usize, old: u64, new: u64) -> bool {
+        (old | new) & (TABLE | REMOVED) == 0
+            && self
+                .word(index)
+                .compare_exchange(old, new, Ordering::AcqRel, Ordering::Relaxed)
+                .is_ok()
+    }
+
+    /// Hangs an empty table where leaf or nothing `old` stands. `bits`: its permissions.
+    /// The page comes back when the entry has changed meanwhile.
+    pub fn link(
+        &self,
+        index: usize,
+        old: u64,
+        page: TablePage,
+        bits: u64,
+    ) -> Result<(), TablePage> {
+        if self.level <= 1 || old & (TABLE | REMOVED) != 0 {
+            return Err(page);
+        }
+        let hpa = page.0.hpa();
+        let new = (hpa.0 & self.address) | (bits & !(self.address | REMOVED)) | TABLE;
+        match self.word(index).compare_exchange(old, new, Ordering::AcqRel, Ordering::Relaxed) {
+            Ok(_) => {
+                // Owned by the entry from here on; drop_table() takes it back.
+                page.0.into_hpa();
+                Ok(())
+            }
+            Err(_) => Err(page),
+        }
+    }
+
+    /// Unlinks the table at an entry, so that [`WriteTree::finish`] frees it. `true` when there was
+    /// one. With the lock held for writing: nobody links meanwhile.
+    pub(crate) fn unlink(&self, index: usize) -> bool {
+        let word = self.word(index);
+        // Only the hardware writes beside us: its accessed bit may be lost in an entry that goes.
+        let entry = word.load(Ordering::Relaxed);
+        let linked = entry & TABLE != 0;
+        if linked {
+            word.store((entry & self.address) | REMOVED, Ordering::Release);
+        }
+        linked
+    }
+
+    /// The physical address in an entry, without the encryption bit.
+    #[inline]
+    pub fn address_of(&self, entry: u64) -> Hpa {
+        Hpa(entry & self.address)
+    }
+
+    /// Like [`Table::link`], with a table whose 512 entries are leaves that `leaf` gives. Returns
+    /// whether the table was hung; the page is spent in either case.
+    pub fn link_filled(
+        &self,
+        index: usize,
+        old: u64,
+        page: TablePage,
+        bits: u64,
+        leaf: impl Fn(u64) -> u64,
+    ) -> bool {
+        for (n, word) in (0u64..).zip(page.0.table()) {
+            word.store(leaf(n) & !(TABLE | REMOVED), Ordering::Relaxed);
+        }
+        // On failure the page is freed, not reused: it is not empty any more.
+        self.link(index, old, page, bits).is_ok()
+    }
+}
+
+/// Bits that a frame number is shifted by for a level's index.
+#[inline]
+pub const fn shift(level: u8) -> u32 {
+    9 * (level as u32).saturating_sub(1)
+}
+
+/// A tree of tables with its lock. `S` is what the tree's user keeps under the same lock.
+#[derive(Debug)]
+pub struct Tree<S> {
+    root: Page,
+    levels: u8,
+    /// The host's memory encryption bit (SME), part of every address; 0 without.
+    encryption: u64,
+    /// Counts withdrawals; see [`View`].
+    generation: AtomicU64,
+    lock: RwSpinLock<S>,
+}
+
+impl<S> Tree<S> {
+    /// An empty tree of 4 or 5 levels (others are taken for 4).
+    pub fn new(levels: u8, encryption: u64, state: S) -> Result<Self, NoMemory> {
+        Ok(Self {
+            root: Page::zeroed()?,
+            levels: if levels == 5 { 5 } else { 4 },
+            encryption: encryption & ADDRESS,
+            generation: AtomicU64::new(NEXT_TREE.fetch_add(1, Ordering::Relaxed) << 40),
+            lock: RwSpinLock::new(state),
+        })
+    }
+
+    /// The root's address, as the hardware wants it (encryption bit included).
+    pub fn root(&self) -> Hpa {
+        Hpa(self.root.hpa().0 | self.encryption)
+    }
+
+    /// Number of levels.
+    pub fn levels(&self) -> u8 {
+        self.levels
+    }
+
+    /// The memory encryption bit to set in every entry.
+    #[inline]
+    pub fn encryption(&self) -> u64 {
+        self.encryption
+    }
+
+    /// Grows with every withdrawal of a translation.
+    #[inline]
+    pub fn generation(&self) -> u64 {
+        self.generation.load(Ordering::Acquire)
+    }
+
+    /// With the lock held for reading: entries may be added.
+    #[inline]
+    pub fn read(&self) -> ReadTree<'_, S> {
+        ReadTree { tree: self, guard: self.lock.read() }
+    }
+
+    /// With the lock held for writing: entries may be withdrawn.
+    pub fn write(&self) -> WriteTree<'_, S> {
+        WriteTree { tree: self, guard: self.lock.write(), unlinked: false }
+    }
+
+    /// Whether somebody waits for the lock.
+    pub fn is_contended(&self) -> bool {
+        self.lock.is_contended()
+    }
+
+    /// A look without the lock, for sections with interrupts off.
+    #[inline]
+    pub fn view(&self) -> View<'_> {
+        debug_assert!(!host::irq::enabled(), "a view needs interrupts off");
+        View::new(self.generation(), self.top())
+    }
+
+    #[inline]
+    fn top(&self) -> Table<'_> {
+        Table { words: self.root.table(), level: self.levels, address: ADDRESS & !self.encryption }
+    }
+}
+
+impl<S> Drop for Tree<S> {
+    fn drop(&mut self) {
+        let top = self.top();
+        for word in top.words {
+            let entry = word.swap(0, Ordering::Relaxed);
+            if entry & (TABLE | REMOVED) != 0 {
+                // SAFETY: owned by the entry, which is gone; the unique borrow excludes all users.
+                unsafe { drop_table(Hpa(entry & top.address), top.level - 1, top.address) };
+            }
+        }
+    }
+}
+
+/// The tree with its lock held for reading.
+pub struct ReadTree<'a, S> {
+    tree: &'a Tree<S>,
+    guard: ReadGuard<'a, S>,
+}
+
+impl<S> ReadTree<'_, S> {
+    /// The root table.
+    #[inline]
+    pub fn root(&self) -> Table<'_> {
+        self.tree.top()
+    }
+
+    /// What is kept under the lock.
+    #[inline]
+    pub fn state(&self) -> &S {
+        &self.guard
+    }
+
+    /// The memory encryption bit.
+    #[inline]
+    pub fn encryption(&self) -> u64 {
+        self.tree.encryption
+    }
+}
+
+/// The tree with its lock held for writing.
+pub struct WriteTree<'a, S> {
+    tree: &'a Tree<S>,
+    guard: WriteGuard<'a, S>,
+    unlinked: bool,
+}
+
+impl<S> WriteTree<'_, S> {
+    /// The root table.
+    #[inline]
+    pub fn root(&self) -> Table<'_> {
+        self.tree.top()
+    }
+
+    /// What is kept under the lock.
+    #[inline]
+    pub fn state_mut(&mut self) -> &mut S {
+        &mut self.guard
+    }
+
+    /// Tells that tables were unlinked since the last [`WriteTree::finish`].
+    pub fn note_unlinked(&mut self) {
+        self.unlinked = true;
+    }
+
+    /// Ends a withdrawal of entries among the frames `first..end`: bumps the generation, flushes,
+    /// and frees the tables unlinked there.
+    pub fn finish(&mut self, flush: &(impl FlushRemote + ?Sized), first: Gfn, end: Gfn) {
+        // After the entries changed and before the flush: who reads the old generation with
+        // interrupts off is waited for by the flush.
+        self.tree.generation.fetch_add(1, Ordering::SeqCst);
+        flush.flush_remote();
+        if self.unlinked {
+            self.unlinked = false;
+            // SAFETY: flushed; the lock is held for writing, and the unique borrow of the guard
+            // shows that no Table reached through it is alive.
+            unsafe { sweep(self.tree.top(), first.0, end.0) };
+        }
+    }
+}
+
+/// Frees the unlinked tables among the frames `first..end` below `table`.
+///
+/// # Safety
+/// No other reference to tables of the tree exists, and a flush came after unlinking.
+unsafe fn sweep(table: Table<'_>, first: u64, end: u64) {
+    if table.level <= 1 {
+        return;
+    }
+    let span = 1u64 << shift(table.level);
+    let mut gfn = first;
+    while gfn < end {
+        let next = (gfn | (span - 1)).wrapping_add(1);
+        let index = table.index(Gfn(gfn));
+        let word = table.word(index);
+        let entry = word.load(Ordering::Relaxed);
+        if entry & REMOVED != 0 {
+            word.store(0, Ordering::Release);
+            // SAFETY: owned by the entry, which is gone; nobody else refers to it.
+            unsafe { drop_table(Hpa(entry & table.address), table.level - 1, table.address) };
+        } else if let Entry::Table(child) = table.entry(index) {
+            // SAFETY: passed on.
+            unsafe { sweep(child, gfn, end.min(next)) };
+        }
+        gfn = next;
+    }
+}
+
+/// Frees a table and those below it.
+///
+/// # Safety
+/// The table was linked by an entry that is gone, and nobody refers to it.
+unsafe fn drop_table(hpa: Hpa, level: u8, address: u64) {
+    // SAFETY: link() gave the page up to the entry; it is taken back once.
+    let page = unsafe { Page::from_hpa(hpa) };
+    if level > 1 {
+        for word in page.table() {
+            let entry = word.load(Ordering::Relaxed);
+            if entry & (TABLE | REMOVED) != 0 {
+                // SAFETY: as for the table itself.
+                unsafe { drop_table(Hpa(entry & address), level - 1, address) };
+            }
+        }
+    }
+}
+
+/// Forbids sending to another thread: interrupts are off on this CPU alone.
+type NotSend = PhantomData<*const ()>;

@@ -1,0 +1,502 @@
+//! The nested page tables of a VM: mapping, withdrawing, write protection, ageing, lookup.
+//!
+//! Faults on different pages run in parallel: [`Mapper`] holds the MMU lock for reading and installs
+//! entries by compare-and-exchange. [`Zapper`] holds it for writing. [`lookup`] and [`page_of`] need
+//! no lock, with interrupts off. Large pages are split by filling a table with what the large leaf
+//! said, so that no access is lost; they come back after the range was withdrawn.
+
+use core::marker::PhantomData;
+
+use host::error::NoMemory;
+use x86::{Gfn, Gpa, Hpa, Pfn};
+
+use crate::format::{HOST_WRITABLE, LeafBits, NO_DIRECT_MAP, PteFormat};
+pub use crate::table::FlushRemote;
+use crate::table::{Entry, GuestPage, ReadTree, Table, TableCache, Tree, View, WriteTree, shift};
+
+/// 4 KiB.
+pub const LEVEL_4K: u8 = 1;
+/// 2 MiB.
+pub const LEVEL_2M: u8 = 2;
+/// 1 GiB.
+pub const LEVEL_1G: u8 = 3;
+
+/// Attempts before a fault is simply taken again: each lost race means that another CPU got on.
+const ATTEMPTS: u32 = 16;
+
+/// Pages of 4 KiB in a leaf at `level`.
+#[inline]
+pub const fn pages_per(level: u8) -> u64 {
+    1 << shift(level)
+}
+
+/// What a leaf says about one frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Leaf {
+    /// Host frame of exactly the frame asked for, also within a large page.
+    pub pfn: Pfn,
+    /// 1 = 4 KiB, 2 = 2 MiB, 3 = 1 GiB.
+    pub level: u8,
+    /// The guest may write.
+    pub writable: bool,
+    /// The host's page table allows writing, whatever the dirty log says.
+    pub host_writable: bool,
+    /// The guest may fetch instructions.
+    pub exec: bool,
+    /// The frame is ordinary memory in the kernel's direct map.
+    pub direct: bool,
+    /// Accessed since the bit was last cleared.
+    pub accessed: bool,
+    /// Written since mapped.
+    pub dirty: bool,
+}
+
+/// A translation to be installed for one frame.
+#[derive(Clone, Copy, Debug)]
+pub struct Mapping {
+    /// Host frame of exactly the guest frame that faulted.
+    pub pfn: Pfn,
+    /// Largest level to use. Guest frame and `pfn` agree modulo that page size.
+    pub level: u8,
+    /// The guest may write now.
+    pub writable: bool,
+    /// The host allows writing.
+    pub host_writable: bool,
+    /// The guest may fetch instructions.
+    pub exec: bool,
+    /// The frame is in the kernel's direct map.
+    pub direct: bool,
+    /// The fault was a write: the leaf is born dirty. `None`: not a fault, the leaf is born old.
+    pub fault: Option<bool>,
+}
+
+/// What became of a mapping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MapOutcome {
+    /// The leaf is there, at this level, with at least the permissions asked for.
+    Mapped(u8),
+    /// So many more table pages are needed; nothing was lost.
+    NeedTables(usize),
+    /// Another frame is mapped there: withdraw it first.
+    Conflict,
+    /// Other CPUs were faster, again and again.
+    Retry,
+}
+
+/// The nested page tables of a VM in format `F`, with `S` under the same lock.
+#[derive(Debug)]
+pub struct Tdp<F, S> {
+    tree: Tree<S>,
+    format: PhantomData<F>,
+}
+
+impl<F: PteFormat, S> Tdp<F, S> {
+    /// No translations. NPT follows the host: `levels` is 5 when the host runs with CR4.LA57, else 4
+    /// (APM vol. 2 §15.25.3). `encryption`: the host's SME bit, or 0.
+    pub fn new(levels: u8, encryption: u64, state: S) -> Result<Self, NoMemory> {
+        Ok(Self { tree: Tree::new(levels, encryption, state)?, format: PhantomData })
+    }
+
+    /// Address of the root table: nCR3, or the address part of an EPT pointer.
+    pub fn root(&self) -> Hpa {
+        self.tree.root()
+    }
+
+    /// 4 or 5.
+    pub fn levels(&self) -> u8 {
+        self.tree.levels()
+    }
+
+    /// The first frame that the tables cannot translate.
+    pub fn frames(&self) -> u64 {
+        1 << (9 * u32::from(self.tree.levels()))
+    }
+
+    /// Grows whenever a translation is withdrawn; never the same for two VMs.
+    #[inline]
+    pub fn generation(&self) -> u64 {
+        self.tree.generation()
+    }
+
+    /// Takes the lock for adding translations.
+    #[inline]
+    pub fn mapper(&self) -> Mapper<'_, F, S> {
+        Mapper { tree: self.tree.read(), format: PhantomData }
+    }
+
+    /// Takes the lock for withdrawing translations.
+    pub fn zapper(&self) -> Zapper<'_, F, S> {
+        Zapper { tree: self.tree.write(), format: PhantomData }
+    }
+
+    /// Whether somebody waits for the lock.
+    pub fn is_contended(&self) -> bool {
+        self.tree.is_contended()
+    }
+
+    /// A look at the tables without a lock. Interrupts are off, and stay so while the view lives.
+    #[inline]
+    pub fn view(&self) -> View<'_> {
+        self.tree.view()
+    }
+}
+
+#[inline]
+fn decode<F: PteFormat>(entry: u64, table: &Table<'_>, gfn: Gfn) -> Leaf {
+    let within = gfn.0 & (pages_per(table.level()) - 1);
+    Leaf {
+        pfn: Pfn((table.address_of(entry).0 >> 12) | within),
+        level: table.level(),
+        writable: entry & F::WRITABLE != 0,
+        host_writable: entry & HOST_WRITABLE != 0,
+        exec: F::is_exec(entry),
+        direct: entry & NO_DIRECT_MAP == 0,
+        accessed: entry & F::ACCESSED != 0,
+        dirty: entry & F::DIRTY != 0,
+    }
+}
+
+#[inline]
+fn find<F: PteFormat>(root: Table<'_>, gfn: Gfn) -> Option<Leaf> {
+    if gfn.0 >> shift(root.level() + 1) != 0 {
+        return None;
+    }
+    let mut table = root;
+    loop {
+        match table.entry(table.index(gfn)) {
+            Entry::Table(next) => table = next,
+            Entry::Word(entry) if F::is_present(entry) => {
+                return Some(decode::<F>(entry, &table, gfn));
+            }
+            Entry::Word(_) => return None,
+        }
+    }
+}
+
+/// The translation of a frame, with interrupts off and without any lock.
+#[inline]
+pub fn lookup<F: PteFormat>(view: &View<'_>, gfn: Gfn) -> Option<Leaf> {
+    find::<F>(view.root(), gfn)
+}
+
+/// The guest page behind an address, to be read (and written, where the guest itself could)
+/// within the view's section. `None`: not mapped, or not ordinary memory.
+#[inline]
+pub fn page_of<F: PteFormat>(view: &View<'_>, gpa: Gpa) -> Option<GuestPage> {
+    let leaf = lookup::<F>(view, gpa.gfn())?;
+    leaf.direct.then(|| view.page(leaf.pfn.hpa(), leaf.writable))
+}
+
+/// Calls `each(table, index, entry, first frame of the leaf)` for every present leaf that reaches
+/// into `first..end`.
+fn for_each_leaf<F: PteFormat>(
+    table: Table<'_>,
+    first: u64,
+    end: u64,
+    each: &mut impl FnMut(&Table<'_>, usize, u64, Gfn),
+) {
+    let span = pages_per(table.level());
+    let mut gfn = first;
+    while gfn < end {
+        let begin = gfn & !(span - 1);
+        let next = begin.wrapping_add(span);
+        let index = table.index(Gfn(gfn));
+        match table.entry(index) {
+            Entry::Table(child) => for_each_leaf::<F>(child, gfn, end.min(next), each),
+            Entry::Word(entry) if F::is_present(entry) => each(&table, index, entry, Gfn(begin)),
+            Entry::Word(_) => {}
+        }
+        gfn = next;
+    }
+}
+
+/// The tables with the lock held for reading.
+pub struct Mapper<'a, F, S> {
+    tree: ReadTree<'a, S>,
+    format: PhantomData<F>,
+}
+
+impl<F: PteFormat, S> Mapper<'_, F, S> {
+    /// What is kept under the lock.
+    #[inline]
+    pub fn state(&self) -> &S {
+        self.tree.state()
+    }
+
+    /// The translation of a frame.
+    pub fn lookup(&self, gfn: Gfn) -> Option<Leaf> {
+        find::<F>(self.tree.root(), gfn)
+    }
+
+    fn in_range(&self, gfn: Gfn) -> bool {
+        gfn.0 >> shift(self.tree.root().level() + 1) == 0
+    }
+
+    /// Installs a translation, or widens the permissions of the one that is there.
+    ///
+    /// Missing tables are taken from `cache`. A large leaf where a smaller one is asked for is
+    /// split; a table where a large leaf is asked for stays, and the leaf becomes smaller.
+    /// The frame is taken on trust: it came from `host::gup`, and no invalidation ran since.
+    pub fn map(&self, gfn: Gfn, mapping: &Mapping, cache: &mut TableCache) -> MapOutcome {
+        if !self.in_range(gfn) {
+            return MapOutcome::Retry;
+        }
+        let mut table = self.tree.root();
+        let mut attempts = 0;
+        while attempts < ATTEMPTS {
+            let index = table.index(gfn);
+            let old = match table.entry(index) {
+                Entry::Table(next) => {
+                    table = next;
+                    continue;
+                }
+                Entry::Word(old) => old,
+            };
+            if F::is_present(old) && decode::<F>(old, &table, gfn).pfn != mapping.pfn {
+                return MapOutcome::Conflict;
+            }
+            if table.level() > mapping.level {
+                if F::is_present(old) && satisfies::<F>(old, mapping) {
+                    return MapOutcome::Mapped(table.level());
+                }
+                let Some(page) = cache.take() else {
+                    return MapOutcome::NeedTables(usize::from(table.level() - mapping.level));
+                };
+                if F::is_present(old) {
+                    let (small, below) = (F::shrink(old, table.level() - 1), table.level() - 1);
+                    let step = pages_per(below) << 12;
+                    let bits = self.table_bits();
+                    table.link_filled(index, old, page, bits, |n| small.wrapping_add(n * step));
+                } else if let Err(page) = table.link(index, old, page, self.table_bits()) {
+                    cache.put(page);
+                }
+            } else {
+                let new = self.leaf(gfn, &table, mapping);
+                // What was granted before stays granted, and the hardware's bits are kept.
+                let wanted = if F::is_present(old) { old | (new & widening::<F>()) } else { new };
+                if wanted == old || table.replace(index, old, wanted) {
+                    return MapOutcome::Mapped(table.level());
+                }
+            }
+            attempts += 1;
+        }
+        MapOutcome::Retry
+    }
+
+    #[inline]
+    fn table_bits(&self) -> u64 {
+        F::table_bits() | self.tree.encryption()
+    }
+
+    #[inline]
+    fn leaf(&self, gfn: Gfn, table: &Table<'_>, mapping: &Mapping) -> u64 {
+        // A table may have forced a smaller leaf than the mapping's: the frame is then exact.
+        let within = gfn.0 & (pages_per(table.level()) - 1);
+        let first = Pfn(mapping.pfn.0.wrapping_sub(within)).hpa();
+        let bits = LeafBits {
+            writable: mapping.writable,
+            exec: mapping.exec,
+            accessed: mapping.fault.is_some(),
+            dirty: mapping.fault == Some(true) && mapping.writable,
+        };
+        let host = if mapping.host_writable { HOST_WRITABLE } else { 0 };
+        let direct = if mapping.direct { 0 } else { NO_DIRECT_MAP };
+        // Device memory is never encrypted.
+        let encryption = if mapping.direct { self.tree.encryption() } else { 0 };
+        F::leaf(first, table.level(), bits) | host | direct | encryption
+    }
+
+    /// Gives back write access that only the dirty log took away, without asking the host again.
+    ///
+    /// `true`: the leaf is there, 4 KiB, and now allows the access; for a write the caller marks
+    /// the page dirty before it lets the lock go. `false`: the long way.
+    pub fn restore_access(&self, gfn: Gfn, write: bool) -> bool {
+        if !self.in_range(gfn) {
+            return false;
+        }
+        let mut table = self.tree.root();
+        for _ in 0..ATTEMPTS {
+            let index = table.index(gfn);
+            match table.entry(index) {
+                Entry::Table(next) => table = next,
+                Entry::Word(old) => {
+                    if !F::is_present(old) {
+                        return false;
+                    }
+                    if !write || old & F::WRITABLE != 0 {
+                        return true;
+                    }
+                    if old & HOST_WRITABLE == 0 || table.level() > LEVEL_4K {
+                        return false;
+                    }
+                    if table.replace(index, old, old | F::WRITABLE | F::ACCESSED | F::DIRTY) {
+                        return true;
+                    }
+                }
+            }
+        }
+        false
+    }
+
+    /// Whether any page of `first..end` was accessed; with `clear`, forgets it.
+    ///
+    /// No flush follows: a stale TLB entry only makes a page look older than it is.
+    pub fn age(&self, first: Gfn, end: Gfn, clear: bool) -> bool {
+        let mut young = false;
+        for_each_leaf::<F>(self.tree.root(), first.0, end.0, &mut |table, index, entry, _| {
+            if entry & F::ACCESSED != 0 {
+                young = true;
+                if clear {
+                    // Losing the race means that it was accessed again: it stays young.
+                    table.replace(index, entry, entry & !F::ACCESSED);
+                }
+            }
+        });
+        young
+    }
+}
+
+/// Bits that a second mapping of the same frame may add to a leaf.
+const fn widening<F: PteFormat>() -> u64 {
+    F::WRITABLE | F::ACCESSED | F::DIRTY | HOST_WRITABLE
+}
+
+fn satisfies<F: PteFormat>(entry: u64, mapping: &Mapping) -> bool {
+    !mapping.writable || entry & F::WRITABLE != 0
+}
+
+/// The tables with the lock held for writing.
+pub struct Zapper<'a, F, S> {
+    tree: WriteTree<'a, S>,
+    format: PhantomData<F>,
+}
+
+/// How thoroughly a range is withdrawn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Thoroughness {
+    /// Leaves, and tables that held some: what an invalidation needs.
+    Leaves,
+    /// Empty tables too, so that large pages can take their place: a slot goes.
+    Tables,
+}
+
+impl<F: PteFormat, S> Zapper<'_, F, S> {
+    /// What is kept under the lock.
+    #[inline]
+    pub fn state_mut(&mut self) -> &mut S {
+        self.tree.state_mut()
+    }
+
+    /// The translation of a frame.
+    pub fn lookup(&self, gfn: Gfn) -> Option<Leaf> {
+        find::<F>(self.tree.root(), gfn)
+    }
+
+    /// Withdraws all translations that reach into `first..end`, flushes if there were any, and
+    /// frees tables that the range covers whole. Returns whether there were any.
+    pub fn zap(
+        &mut self,
+        first: Gfn,
+        end: Gfn,
+        how: Thoroughness,
+        flush: &(impl FlushRemote + ?Sized),
+    ) -> bool {
+        let end = Gfn(end.0.min(pages_per(self.tree.root().level() + 1)));
+        let mut done = Zapped { leaves: false, tables: false };
+        zap_below::<F>(self.tree.root(), first.0, end.0, how, &mut done);
+        if done.tables {
+            self.tree.note_unlinked();
+        }
+        let any = done.leaves || done.tables;
+        if any {
+            self.tree.finish(flush, first, end);
+        }
+        any
+    }
+
+    /// Takes write access from every leaf that reaches into `first..end`. Returns whether any had
+    /// it: then the caller must flush, with this lock or after, before it relies on it.
+    pub fn write_protect(&mut self, first: Gfn, end: Gfn) -> bool {
+        let mut any = false;
+        for_each_leaf::<F>(self.tree.root(), first.0, end.0, &mut |table, index, entry, _| {
+            any |= protect::<F>(table, index, entry);
+        });
+        any
+    }
+
+    /// Takes write access from the pages `base + n` for every bit `n` of `mask`.
+    pub fn write_protect_masked(&mut self, base: Gfn, mask: u64) -> bool {
+        let (mut any, mut rest) = (false, mask);
+        while rest != 0 {
+            // Runs of set bits: dirty pages come in clusters.
+            let skip = rest.trailing_zeros();
+            let run = (rest >> skip).trailing_ones();
+            let first = base.0.wrapping_add(u64::from(skip));
+            any |= self.write_protect(Gfn(first), Gfn(first.wrapping_add(u64::from(run))));
+            rest &= !(u64::MAX.checked_shr(64 - run).unwrap_or(0) << skip);
+        }
+        any
+    }
+}
+
+struct Zapped {
+    leaves: bool,
+    tables: bool,
+}
+
+/// Withdraws what is below `table`; returns nothing by itself, `done` gathers.
+fn zap_below<F: PteFormat>(
+    table: Table<'_>,
+    first: u64,
+    end: u64,
+    how: Thoroughness,
+    done: &mut Zapped,
+) {
+    let span = pages_per(table.level());
+    let mut gfn = first;
+    while gfn < end {
+        let begin = gfn & !(span - 1);
+        let next = begin.wrapping_add(span);
+        let index = table.index(Gfn(gfn));
+        match table.entry(index) {
+            Entry::Table(child) => {
+                let mut below = Zapped { leaves: false, tables: false };
+                zap_below::<F>(child, gfn, end.min(next), how, &mut below);
+                let whole = gfn == begin && next <= end;
+                let held = below.leaves || below.tables || how == Thoroughness::Tables;
+                if whole && held {
+                    below.tables |= table.unlink(index);
+                }
+                done.leaves |= below.leaves;
+                done.tables |= below.tables;
+            }
+            Entry::Word(0) => {}
+            Entry::Word(entry) => {
+                let mut entry = entry;
+                // The hardware may set accessed and dirty bits meanwhile.
+                while !table.replace(index, entry, 0) {
+                    match table.entry(index) {
+                        Entry::Word(now) if now != 0 => entry = now,
+                        _ => break,
+                    }
+                }
+                done.leaves = true;
+            }
+        }
+        gfn = next;
+    }
+}
+
+fn protect<F: PteFormat>(table: &Table<'_>, index: usize, entry: u64) -> bool {
+    let mut entry = entry;
+    while entry & F::WRITABLE != 0 {
+        if table.replace(index, entry, entry & !F::WRITABLE) {
+            return true;
+        }
+        match table.entry(index) {
+            Entry::Word(now) => entry = now,
+            Entry::Table(_) => break,
+        }
+    }
+    false
+}
