@@ -1,6 +1,6 @@
 //! Arithmetic with flags, as pure functions of operands. Values are the low `size` bytes of a u64
 //! (upper bits ignored on the way in, zero on the way out); flags are the RFLAGS bits that the
-//! instruction defines. Flags that the manuals leave undefined follow what current CPUs do.
+//! instruction defines; those that the manuals leave undefined get a fixed value or stay.
 //!
 //! SDM vol. 1 §3.4.3.1, vol. 2 per instruction.
 
@@ -109,14 +109,14 @@ pub(crate) fn shift(kind: Shift, size: u8, a: u64, count: u8, flags: u64) -> Fla
             shifted_flags(size, result, carry, false, flags)
         }
         Shift::Rol => {
-            let by = count % width;
+            let by = count & width.wrapping_sub(1);
             let result = (wide.wrapping_shl(by) | wide.wrapping_shr(width.wrapping_sub(by))) as u64
                 & size_mask(size);
             let carry = result & 1 != 0;
             rotated_flags(result, carry, top(result, size) != carry, flags)
         }
         Shift::Ror => {
-            let by = count % width;
+            let by = count & width.wrapping_sub(1);
             let result = (wide.wrapping_shr(by) | wide.wrapping_shl(width.wrapping_sub(by))) as u64
                 & size_mask(size);
             let overflow = top(result ^ (result << 1), size);
@@ -125,8 +125,9 @@ pub(crate) fn shift(kind: Shift, size: u8, a: u64, count: u8, flags: u64) -> Fla
         Shift::Rcl | Shift::Rcr => {
             // The carry is the operand's bit `width`; rotate width + 1 bits.
             let ring = width.wrapping_add(1);
-            let by = count % ring;
-            let left = if matches!(kind, Shift::Rcl) { by } else { ring.wrapping_sub(by) % ring };
+            let by = count.checked_rem(ring).unwrap_or(0);
+            let left =
+                if matches!(kind, Shift::Rcl) || by == 0 { by } else { ring.wrapping_sub(by) };
             let with_carry = wide | u128::from(flags & CF).wrapping_shl(width);
             let rotated =
                 with_carry.wrapping_shl(left) | with_carry.wrapping_shr(ring.wrapping_sub(left));
@@ -169,15 +170,13 @@ pub(crate) fn double_shift(
     if count == 0 {
         return (a, flags);
     }
-    // A pair of operands, doubled for 16-bit counts above 16.
+    // 16-bit operands form a ring of three, so that counts above 16 have a value at all.
     let (result, carry) = if size == 2 {
-        let (a64, fill64) = (a, fill);
+        let ring = a << 32 | fill << 16 | a;
         if left {
-            let ring = a64 << 32 | fill64 << 16 | a64;
             let shifted = ring.wrapping_shl(count);
             ((shifted >> 32) & 0xffff, (shifted >> 48) & 1 != 0)
         } else {
-            let ring = a64 << 32 | fill64 << 16 | a64;
             (ring.wrapping_shr(count) & 0xffff, ring.wrapping_shr(count.wrapping_sub(1)) & 1 != 0)
         }
     } else if left {
@@ -189,7 +188,7 @@ pub(crate) fn double_shift(
         let result = pair.wrapping_shr(count) as u64 & size_mask(size);
         (result, pair.wrapping_shr(count.wrapping_sub(1)) & 1 != 0)
     };
-    // Defined for counts of 1: the sign changed. Hardware takes the last step for all counts.
+    // Defined for counts of 1 only: the sign changed.
     let overflow =
         if left { top(result, size) != carry } else { top(result ^ (result << 1), size) };
     shifted_flags(size, result, carry, overflow, flags)

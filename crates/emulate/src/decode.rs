@@ -216,8 +216,9 @@ pub fn decode(bytes: &[u8], size: CodeSize) -> Result<Decoded, DecodeError> {
     decoder.decode_out(&mut insn);
     match decoder.last_error() {
         DecoderError::None => Ok(Decoded { simple: simple(&insn), insn }),
-        DecoderError::NoMoreBytes if bytes.len() < MAX_LENGTH => Err(DecodeError::Truncated),
-        DecoderError::NoMoreBytes => Err(DecodeError::TooLong),
+        DecoderError::NoMoreBytes => Err(DecodeError::Truncated),
+        // The decoder calls an instruction invalid that wants a 16th byte; it has read all 15 then.
+        _ if insn.len() >= MAX_LENGTH => Err(DecodeError::TooLong),
         _ => Err(DecodeError::Invalid),
     }
 }

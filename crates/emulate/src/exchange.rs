@@ -131,8 +131,12 @@ impl<M: Machine> Run<'_, M> {
                     continue;
                 }
             } else if old == expected {
-                self.write(at, half, new as u64, Access::Modify)?;
-                self.write(upper_at, half, new.wrapping_shr(bits) as u64, Access::Modify)?;
+                // One access where it fits one, so that both sides of a page border are checked
+                // before either is written; 16 bytes are aligned and cross none.
+                self.write(at, size.min(8), new as u64, Access::Modify)?;
+                if half == 8 {
+                    self.write(upper_at, half, new.wrapping_shr(bits) as u64, Access::Modify)?;
+                }
             }
             if old == expected {
                 self.set_flags(ZF, ZF);

@@ -290,9 +290,9 @@ impl<M: Machine> Run<'_, M> {
             (OpKind::Memory, OpKind::Register) => {
                 // A register's offset reaches beyond the operand, to both sides.
                 let size = self.memory_bytes()?;
-                let bits = i64::from(size).wrapping_mul(8);
-                let elements = (Self::signed(offset, size) as i64).div_euclid(bits);
-                self.memory(size, 0, elements.wrapping_mul(i64::from(size)) as u64, how)?
+                // The index of the operand-sized element, rounded towards minus infinity.
+                let element = (Self::signed(offset, size) as i64) >> size.ilog2().wrapping_add(3);
+                self.memory(size, 0, element.wrapping_mul(i64::from(size)) as u64, how)?
             }
             _ => self.place(0, how)?,
         };

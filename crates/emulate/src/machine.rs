@@ -77,7 +77,7 @@ impl Segment {
 /// The vCPU as the emulator sees it.
 ///
 /// Addresses are linear. Accesses are 1 to 8 bytes (16 for [`Machine::cmpxchg`]) and lie within
-/// one page; only after [`Machine::string_run`] answered true do longer ones come, up to
+/// one page; only where [`Machine::is_ram`] answered true do longer ones come, up to
 /// [`crate::STRING_RUN_BYTES`]. CPL decides user or supervisor: all accesses are explicit ones.
 pub trait Machine {
     /// General register `index` (0 = RAX … 15 = R15), whole.
@@ -110,10 +110,11 @@ pub trait Machine {
     /// Lengths are equal: 1, 2, 4, 8 or 16. On a device it is a plain write and true.
     fn cmpxchg(&mut self, at: Gva, old: &[u8], new: &[u8]) -> Result<bool, Stop>;
 
-    /// Whether `len` bytes (within one page) are plain RAM that the string instruction may access
-    /// at once, for writing if `write`. False, the default, means one element at a time; faults
-    /// are left to the access itself.
-    fn string_run(&mut self, _at: Gva, _len: usize, _write: bool) -> Result<bool, Stop> {
+    /// Whether `len` bytes (within one page) are RAM that can be accessed without a fault and
+    /// without user space, for writing if `write`. Asked where a string instruction could access
+    /// many elements at once, and where a write crosses into another page: RAM is written last
+    /// then, so that a replay does not read back its own result. False is always allowed.
+    fn is_ram(&mut self, _at: Gva, _len: usize, _write: bool) -> Result<bool, Stop> {
         Ok(false)
     }
     /// All accesses so far are complete: the replay log restarts empty here. Called between the

@@ -352,14 +352,21 @@ impl<M: Machine> Run<'_, M> {
         }
     }
 
-    /// Writes at most 8 bytes; across a page nothing is written unless all of it can be.
+    /// Writes `data`; across a page (at most 8 bytes) nothing is written unless all of it can be.
     pub(crate) fn write_bytes(&mut self, at: u64, data: &[u8], how: Access) -> Result<(), Stop> {
         let first = data.len().min(to_page_end(at));
         match data.split_at_checked(first) {
             Some((low, high)) if !high.is_empty() => {
                 self.probe(at, data.len())?;
-                self.m.write(Gva(at), low, how)?;
-                self.m.write(Gva(self.after(at, first)), high, how)
+                let (low_at, high_at) = (Gva(at), Gva(self.after(at, first)));
+                // If one half is a device, a replay follows and must find the RAM half untouched.
+                if self.m.is_ram(low_at, low.len(), true)? {
+                    self.m.write(high_at, high, how)?;
+                    self.m.write(low_at, low, how)
+                } else {
+                    self.m.write(low_at, low, how)?;
+                    self.m.write(high_at, high, how)
+                }
             }
             _ => self.m.write(Gva(at), data, how),
         }

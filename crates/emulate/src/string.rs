@@ -218,7 +218,7 @@ impl<M: Machine> Run<'_, M> {
             return Ok(1);
         }
         let len = fits.wrapping_mul(size) as usize;
-        Ok(if self.m.string_run(Gva(at), len, index == RDI)? { fits } else { 1 })
+        Ok(if self.m.is_ram(Gva(at), len, index == RDI)? { fits } else { 1 })
     }
 
     fn ins(&mut self, e: Element, count: u64) -> Result<u64, Stop> {

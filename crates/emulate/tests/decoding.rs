@@ -1,0 +1,242 @@
+//! Lengths, the decode cache and the simplest MMIO forms: they never panic, whatever the bytes,
+//! and agree with a decoder that has no fast path.
+
+use gannet_emulate::{
+    CodeSize, DecodeCache, DecodeError, Decoded, Extend, Fetched, RegRef, SimpleMmio, decode,
+    length, warm_up,
+};
+use iced_x86::{Decoder, DecoderOptions};
+use proptest::prelude::*;
+
+const SIZES: [CodeSize; 3] = [CodeSize::Bits16, CodeSize::Bits32, CodeSize::Bits64];
+
+fn reference(bytes: &[u8], size: CodeSize) -> Option<u8> {
+    let bitness = match size {
+        CodeSize::Bits16 => 16,
+        CodeSize::Bits32 => 32,
+        CodeSize::Bits64 => 64,
+    };
+    let insn = Decoder::new(bitness, &bytes[..bytes.len().min(15)], DecoderOptions::NONE).decode();
+    (!insn.is_invalid()).then_some(insn.len() as u8)
+}
+
+fn check_length(bytes: &[u8]) {
+    for size in SIZES {
+        assert_eq!(length(bytes, size), reference(bytes, size), "{bytes:02x?} {size:?}");
+    }
+}
+
+#[test]
+fn every_short_opcode_has_the_decoders_length() {
+    for first in 0..=255u8 {
+        for second in 0..=255u8 {
+            for third in [0x00, 0x20, 0x90, 0xa2, 0xc0, 0xc1, 0xc8, 0xd1, 0xd9, 0xe0, 0xf9] {
+                check_length(&[first, second, third, 0x12, 0x34, 0x56, 0x78, 0x9a, 0xbc, 0xde]);
+            }
+        }
+    }
+}
+
+#[test]
+fn every_two_byte_opcode_after_prefixes_has_the_decoders_length() {
+    let prefixes: [&[u8]; 10] = [
+        &[],
+        &[0x66],
+        &[0x48],
+        &[0x44],
+        &[0x66, 0x48],
+        &[0x66, 0x4c],
+        &[0x48, 0x66],
+        &[0x66, 0x66],
+        &[0xf3],
+        &[0xf0],
+    ];
+    for prefix in prefixes {
+        for opcode in 0..=255u8 {
+            for modrm in 0..=255u8 {
+                let mut bytes = prefix.to_vec();
+                bytes.extend_from_slice(&[0x0f, opcode, modrm, 1, 2, 3, 4, 5, 6]);
+                check_length(&bytes);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_commonest_exits_have_their_lengths() {
+    let cases: [(&[u8], u8); 14] = [
+        (&[0x0f, 0xa2], 2),
+        (&[0x0f, 0x30], 2),
+        (&[0x0f, 0x32], 2),
+        (&[0x0f, 0x01, 0xd9], 3),
+        (&[0x0f, 0x01, 0xc1], 3),
+        (&[0x0f, 0x09], 2),
+        (&[0x0f, 0x08], 2),
+        (&[0xf4], 1),
+        (&[0x0f, 0x01, 0xd1], 3),
+        (&[0xf3, 0x90], 2),
+        (&[0x0f, 0x20, 0xc0], 3),
+        (&[0x44, 0x0f, 0x22, 0xc0], 4),
+        (&[0x0f, 0x06], 2),
+        (&[0x66, 0xef], 2),
+    ];
+    for (bytes, expected) in cases {
+        assert_eq!(length(bytes, CodeSize::Bits64), Some(expected), "{bytes:02x?}");
+    }
+}
+
+#[test]
+fn bytes_that_end_early_ask_for_more() {
+    let mov = [0x48, 0xc7, 0x83, 1, 2, 3, 4, 5, 6, 7, 8];
+    for end in 0..mov.len() {
+        assert_eq!(decode(&mov[..end], CodeSize::Bits64).err(), Some(DecodeError::Truncated));
+        assert_eq!(length(&mov[..end], CodeSize::Bits64), None);
+    }
+    assert_eq!(length(&mov, CodeSize::Bits64), Some(11));
+}
+
+#[test]
+fn more_than_fifteen_bytes_are_too_long() {
+    let mut bytes = [0x66u8; 20];
+    bytes[14] = 0x8b;
+    assert_eq!(decode(&bytes, CodeSize::Bits32).err(), Some(DecodeError::TooLong));
+}
+
+#[test]
+fn lock_where_it_may_not_stand_is_invalid() {
+    let illegal: [&[u8]; 5] = [
+        &[0xf0, 0x89, 0x03],       // lock mov [rbx], eax
+        &[0xf0, 0x01, 0xc3],       // lock add ebx, eax
+        &[0xf0, 0x03, 0x03],       // lock add eax, [rbx]
+        &[0xf0, 0x39, 0x03],       // lock cmp [rbx], eax
+        &[0xf0, 0x0f, 0xa3, 0x03], // lock bt [rbx], eax
+    ];
+    for bytes in illegal {
+        assert_eq!(decode(bytes, CodeSize::Bits64).err(), Some(DecodeError::Invalid));
+    }
+    assert!(decode(&[0xf0, 0x01, 0x03], CodeSize::Bits64).is_ok());
+}
+
+fn simple(bytes: &[u8]) -> Option<SimpleMmio> {
+    decode(bytes, CodeSize::Bits64).expect("decodes").simple_mmio()
+}
+
+const fn reg(index: u8, size: u8) -> RegRef {
+    RegRef { index, size, high8: false }
+}
+
+#[test]
+fn the_simplest_accesses_are_recognised() {
+    use SimpleMmio::{Load, StoreImm, StoreReg};
+    let load = |size, dest, extend| Some(Load { size, dest, extend });
+    assert_eq!(simple(&[0x8b, 0x03]), load(4, reg(0, 4), Extend::None));
+    assert_eq!(simple(&[0x4c, 0x8b, 0x23]), load(8, reg(12, 8), Extend::None));
+    let ah = RegRef { index: 0, size: 1, high8: true };
+    assert_eq!(simple(&[0x8a, 0x23]), load(1, ah, Extend::None));
+    assert_eq!(simple(&[0x0f, 0xb6, 0x0b]), load(1, reg(1, 4), Extend::Zero));
+    assert_eq!(simple(&[0x48, 0x0f, 0xbf, 0x0b]), load(2, reg(1, 8), Extend::Sign));
+    assert_eq!(simple(&[0x48, 0x63, 0x0b]), load(4, reg(1, 8), Extend::Sign));
+    assert_eq!(simple(&[0x89, 0x0b]), Some(StoreReg { size: 4, src: reg(1, 4) }));
+    assert_eq!(simple(&[0x40, 0x88, 0x33]), Some(StoreReg { size: 1, src: reg(6, 1) }));
+    assert_eq!(simple(&[0xc6, 0x03, 0x81]), Some(StoreImm { size: 1, value: 0x81 }));
+    assert_eq!(
+        simple(&[0x48, 0xc7, 0x03, 0xfe, 0xff, 0xff, 0xff]),
+        Some(StoreImm { size: 8, value: -2i64 as u64 })
+    );
+    // moffs
+    assert_eq!(simple(&[0xa1, 0, 0, 0, 0, 0, 0, 0, 0]), load(4, reg(0, 4), Extend::None));
+}
+
+#[test]
+fn other_accesses_are_not_simple() {
+    let others: [&[u8]; 9] = [
+        &[0x01, 0x03],             // add [rbx], eax
+        &[0x87, 0x03],             // xchg [rbx], eax
+        &[0xa4],                   // movsb
+        &[0x8e, 0x03],             // mov es, [rbx]
+        &[0x8c, 0x03],             // mov [rbx], es
+        &[0x89, 0xc3],             // mov ebx, eax
+        &[0x0f, 0x20, 0xc0],       // mov rax, cr0
+        &[0x0f, 0xb6, 0xc3],       // movzx eax, bl
+        &[0x0f, 0x38, 0xf0, 0x03], // movbe eax, [rbx]
+    ];
+    for bytes in others {
+        assert_eq!(simple(bytes), None, "{bytes:02x?}");
+    }
+}
+
+#[test]
+fn a_loaded_value_fills_its_register_as_the_size_demands() {
+    let load = |size, dest, extend| SimpleMmio::Load { size, dest, extend };
+    let old = 0x1111_2222_3333_4444;
+    let loaded = |simple: SimpleMmio, value| simple.loaded(old, value).unwrap();
+    assert_eq!(loaded(load(1, reg(0, 1), Extend::None), 0xff), 0x1111_2222_3333_44ff);
+    let ah = RegRef { index: 0, size: 1, high8: true };
+    assert_eq!(loaded(load(1, ah, Extend::None), 0xff), 0x1111_2222_3333_ff44);
+    assert_eq!(loaded(load(2, reg(0, 2), Extend::None), 0xffff), 0x1111_2222_3333_ffff);
+    assert_eq!(loaded(load(4, reg(0, 4), Extend::None), 0x8000_0000), 0x8000_0000);
+    assert_eq!(loaded(load(1, reg(0, 4), Extend::Sign), 0x80), 0xffff_ff80);
+    assert_eq!(loaded(load(1, reg(0, 2), Extend::Sign), 0x80), 0x1111_2222_3333_ff80);
+    assert_eq!(loaded(load(4, reg(0, 8), Extend::Sign), 0x8000_0000), 0xffff_ffff_8000_0000);
+    assert_eq!(SimpleMmio::StoreImm { size: 4, value: 0 }.loaded(0, 0), None);
+}
+
+#[test]
+fn a_decoded_instruction_is_one_cache_line() {
+    assert!(size_of::<Decoded>() <= 64);
+}
+
+#[test]
+fn the_cache_tells_code_sizes_and_byte_counts_apart() {
+    warm_up();
+    let mut cache = DecodeCache::new();
+    // 48 8b 03: mov rax, [rbx] in 64-bit mode, dec eax elsewhere.
+    let bytes = [0x48, 0x8b, 0x03];
+    assert_eq!(cache.get(Fetched::new(&bytes, CodeSize::Bits64)).unwrap().len(), 3);
+    assert_eq!(cache.get(Fetched::new(&bytes, CodeSize::Bits32)).unwrap().len(), 1);
+    let short = Fetched::new(&bytes[..2], CodeSize::Bits64);
+    assert_eq!(cache.get(short).err(), Some(DecodeError::Truncated));
+    // The same prefix with other bytes behind is another key, with zeros too.
+    let padded = Fetched::new(&[0x48, 0x8b, 0x03, 0], CodeSize::Bits64);
+    assert_ne!(padded, Fetched::new(&bytes, CodeSize::Bits64));
+    assert_eq!(cache.get(padded).unwrap().len(), 3);
+}
+
+#[test]
+fn the_cache_remembers_what_it_decoded() {
+    let mut cache = DecodeCache::new();
+    let key = Fetched::new(&[0x89, 0x0b], CodeSize::Bits64);
+    assert!(cache.lookup(key).is_none());
+    cache.get(key).unwrap();
+    assert_eq!(cache.lookup(key).map(Decoded::len), Some(2));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(20_000))]
+
+    #[test]
+    fn any_bytes_have_the_decoders_length(bytes in prop::collection::vec(any::<u8>(), 0..20)) {
+        check_length(&bytes);
+    }
+
+    #[test]
+    fn the_cache_answers_as_the_decoder_does(
+        streams in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..18), 1..40),
+        order in prop::collection::vec((any::<prop::sample::Index>(), 0usize..3), 1..80),
+    ) {
+        let mut cache = DecodeCache::new();
+        for (index, size) in order {
+            let (bytes, size) = (index.get(&streams), SIZES[size]);
+            let cached = cache.get(Fetched::new(bytes, size)).map(|d| (d.len(), d.simple_mmio()));
+            let plain = decode(bytes, size).map(|d| (d.len(), d.simple_mmio()));
+            prop_assert_eq!(cached, plain);
+        }
+    }
+
+    #[test]
+    fn words_and_slices_make_the_same_key(bytes in any::<[u8; 16]>(), count in 0u8..20) {
+        let from_words = Fetched::from_words(u128::from_le_bytes(bytes), count, CodeSize::Bits64);
+        let slice = &bytes[..usize::from(count).min(15)];
+        prop_assert_eq!(from_words, Fetched::new(slice, CodeSize::Bits64));
+    }
+}
