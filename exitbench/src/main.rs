@@ -1,1 +1,163 @@
-fn main() {}
+//! exitbench: what each kind of VM exit costs, on any `/dev/kvm`.
+
+mod bench;
+mod boot;
+mod cli;
+mod compare;
+mod report;
+mod statistics;
+mod table;
+mod vmm;
+
+use std::io::{IsTerminal, Write};
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use clap::Parser;
+
+use bench::machine::Passes;
+use bench::runner::{self, Settings};
+use bench::workloads;
+use boot::session::{Boot, BootReport};
+use cli::{BootArguments, Cli, Command, DeviceArguments, RunArguments};
+use report::Report;
+use vmm::hypervisor::{self, Hypervisor};
+
+/// Samples before the ones that count: first touches of code, tables and caches.
+const WARM_UP: u64 = 20;
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::List => list(),
+        Command::Run(arguments) => run(arguments),
+        Command::Compare { first, second } => compare(&first, &second),
+        Command::Boot(arguments) => boot(arguments),
+    };
+    match result {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("exitbench: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn list() -> Result<bool> {
+    let mut table = table::new(&["workload", "one operation"]);
+    for workload in workloads::ALL {
+        table.add_row([workload.name, workload.about]);
+    }
+    print(&table)?;
+    Ok(true)
+}
+
+fn run(arguments: RunArguments) -> Result<bool> {
+    let chosen = workloads::choose(&arguments.workloads)?;
+    let hypervisor = Hypervisor::open(&arguments.device.device)?;
+    vmm::signal::prepare()?;
+    let settings = Settings {
+        passes: Passes {
+            warm_up: WARM_UP,
+            iterations: arguments.iterations,
+            marker_iterations: arguments.marker_iterations,
+        },
+        timeout: Duration::from_secs(arguments.timeout),
+    };
+    let mut report = Report {
+        unit: arguments.device.unit,
+        module: module(&arguments.device),
+        kernel: hypervisor::kernel_release(),
+        workloads: Vec::new(),
+    };
+    for (done, workload) in chosen.iter().enumerate() {
+        show_progress(&format!("[{}/{}] {}", done + 1, chosen.len(), workload.name));
+        let entry = runner::run(&hypervisor, workload, settings);
+        show_progress("");
+        report.workloads.push(entry);
+    }
+    if let Some(path) = &arguments.json {
+        report.write(path)?;
+    }
+    if arguments.json.as_deref() != Some(Path::new("-")) {
+        print(&table::of_run(&report))?;
+        println!("in {}, on {}", report.unit.describe(), report.module);
+    }
+    for reason in table::reasons(&report) {
+        eprintln!("{reason}");
+    }
+    Ok(report.failures() == 0)
+}
+
+fn compare(first: &Path, second: &Path) -> Result<bool> {
+    print(&compare::compare(&Report::read(first)?, &Report::read(second)?)?)?;
+    Ok(true)
+}
+
+fn boot(arguments: BootArguments) -> Result<bool> {
+    let command_line = match &arguments.append {
+        Some(more) => format!("{} {more}", arguments.cmdline),
+        None => arguments.cmdline.clone(),
+    };
+    let boot = Boot {
+        kernel: arguments.kernel,
+        initrd: arguments.initrd,
+        cpus: arguments.cpus,
+        memory: arguments.memory,
+        command_line,
+        expect: arguments.expect,
+        stop_at_marker: arguments.stop_at_marker,
+        timeout: Duration::from_secs(arguments.timeout),
+    };
+    let hypervisor = Hypervisor::open(&arguments.device.device)?;
+    let ended = boot.run(&hypervisor)?;
+    if let Some(path) = &arguments.report {
+        let report = BootReport {
+            unit: arguments.device.unit,
+            module: module(&arguments.device),
+            cpus: boot.cpus,
+            ticks_to_marker: ended.ticks_to_marker,
+            end: match &ended.end {
+                Ok(end) => (*end).to_string(),
+                Err(reason) => reason.lines().next().unwrap_or_default().to_string(),
+            },
+        };
+        write_boot_report(&report, path)?;
+    }
+    if let Err(reason) = &ended.end {
+        eprintln!("exitbench: the VM ended: {}", reason.trim_end());
+    }
+    if !ended.marker_seen {
+        eprintln!("exitbench: `{}` did not come on the console", boot.expect);
+    }
+    Ok(ended.marker_seen)
+}
+
+fn write_boot_report(report: &BootReport, path: &Path) -> Result<()> {
+    let text = serde_json::to_string(report)?;
+    if path == Path::new("-") {
+        println!("{text}");
+        return Ok(());
+    }
+    std::fs::write(path, text + "\n").with_context(|| format!("cannot write {}", path.display()))
+}
+
+fn module(arguments: &DeviceArguments) -> String {
+    arguments.module.clone().unwrap_or_else(hypervisor::module_name)
+}
+
+fn print(table: &comfy_table::Table) -> Result<()> {
+    writeln!(std::io::stdout(), "{table}").context("cannot write to standard output")
+}
+
+/// One line on a terminal, replaced by the next; nothing where errors go to a file.
+fn show_progress(text: &str) {
+    let mut terminal = std::io::stderr();
+    if terminal.is_terminal() {
+        // Progress that cannot be shown is not worth failing for.
+        let _ = write!(terminal, "\r\x1b[K{text}");
+        let _ = terminal.flush();
+    }
+}

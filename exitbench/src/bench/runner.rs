@@ -1,0 +1,155 @@
+//! Runs workloads one after another and collects their figures. A workload that cannot run, or
+//! fails, or hangs, does not keep the others from running.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use kvm_ioctls::{VcpuExit, VcpuFd};
+use vm_memory::{Bytes, GuestAddress};
+
+use super::interrupts::exception_name;
+use super::layout::{PORT_DONE, PORT_FAULT};
+use super::machine::{Machine, Passes, guest_of, samples};
+use super::workload::{Unsupported, Workload};
+use crate::report::{Entry, Measurement, Outcome};
+use crate::statistics::summarise;
+use crate::vmm::failure::{self, Fatal};
+use crate::vmm::hypervisor::Hypervisor;
+use crate::vmm::memory::GuestMemory;
+use crate::vmm::signal;
+use crate::vmm::vm::Irqchip;
+
+/// How the workloads are run.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    pub passes: Passes,
+    /// After this time a workload has failed.
+    pub timeout: Duration,
+}
+
+/// What an exit means for the loop around KVM_RUN.
+enum Step {
+    Again,
+    Done,
+    Fault(u8),
+    Fatal(Fatal),
+}
+
+/// Runs one workload in a VM of its own.
+pub fn run(hypervisor: &Hypervisor, workload: &Workload, settings: Settings) -> Entry {
+    let guest = guest_of(hypervisor, workload);
+    let outcome = match (workload.plan)(&guest) {
+        Err(Unsupported(reason)) => Outcome::Skipped { skipped: reason.to_string() },
+        Ok(plan) => Machine::new(hypervisor, workload, &guest, &plan, settings.passes)
+            .and_then(|machine| measure(machine, workload, settings))
+            .map_or_else(|e| Outcome::Failed { failed: format!("{e:#}") }, Outcome::Measured),
+    };
+    Entry { name: workload.name.to_string(), outcome }
+}
+
+fn measure(machine: Machine, workload: &Workload, settings: Settings) -> Result<Measurement> {
+    let memory = machine.vm.memory.clone();
+    run_vcpus(machine, workload, settings.timeout)?;
+    let samples = samples(&memory, settings.passes)?;
+    let summary = summarise(&samples).context("no iterations were asked for")?;
+    Ok(Measurement {
+        min: summary.min,
+        median: summary.median,
+        max: summary.max,
+        iterations: settings.passes.iterations,
+        markers: settings.passes.marker_iterations > 0,
+        marker_iterations: settings.passes.marker_iterations,
+    })
+}
+
+/// Runs every vCPU in a thread until vCPU 0 is done or any of them fails.
+fn run_vcpus(mut machine: Machine, workload: &Workload, timeout: Duration) -> Result<()> {
+    let stopping = Arc::new(AtomicBool::new(false));
+    let (sender, receiver) = mpsc::channel();
+    let memory = machine.vm.memory.clone();
+    let threads: Vec<_> = std::mem::take(&mut machine.vcpus)
+        .into_iter()
+        .map(|mut vcpu| {
+            let (stopping, sender) = (Arc::clone(&stopping), sender.clone());
+            let (memory, irqchip) = (memory.clone(), workload.irqchip);
+            thread::spawn(move || {
+                let end = run_vcpu(&mut vcpu, &memory, irqchip, &stopping);
+                // Nobody listens any more once another vCPU has ended the run.
+                let _ = sender.send(end);
+            })
+        })
+        .collect();
+    let end = receiver.recv_timeout(timeout);
+    if !signal::stop(&stopping, &threads) {
+        // The stuck thread still uses the VM and its memory: neither may go.
+        std::mem::forget(machine);
+        bail!("a vCPU does not come out of the kernel");
+    }
+    match end {
+        Ok(end) => end,
+        Err(RecvTimeoutError::Disconnected) => bail!("a vCPU thread died"),
+        Err(RecvTimeoutError::Timeout) => match receiver.try_recv() {
+            Ok(Err(state)) => Err(state.context(format!("timed out after {timeout:?}"))),
+            _ => bail!("timed out after {timeout:?}"),
+        },
+    }
+}
+
+/// `Ok` when the guest says that it is done; an error with the guest's state otherwise.
+fn run_vcpu(
+    vcpu: &mut VcpuFd,
+    memory: &GuestMemory,
+    irqchip: Irqchip,
+    stopping: &AtomicBool,
+) -> Result<()> {
+    loop {
+        if stopping.load(Ordering::SeqCst) {
+            bail!("stopped while it ran\n{}", failure::state(vcpu, memory));
+        }
+        let step = match vcpu.run() {
+            Ok(exit) => interpret(exit, irqchip),
+            Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => Step::Again,
+            Err(error) => bail!("KVM_RUN failed: {error}\n{}", failure::state(vcpu, memory)),
+        };
+        match step {
+            Step::Again => {}
+            Step::Done => return Ok(()),
+            Step::Fault(vector) => bail!("{}", describe_fault(vector, vcpu, memory)),
+            Step::Fatal(fatal) => bail!("{}", fatal.describe(vcpu, memory)),
+        }
+    }
+}
+
+/// Kept short: for workloads that leave to user space it is part of what is measured.
+fn interpret(exit: VcpuExit<'_>, irqchip: Irqchip) -> Step {
+    match exit {
+        VcpuExit::Hlt if irqchip == Irqchip::None => Step::Again,
+        VcpuExit::IoIn(_, data) | VcpuExit::MmioRead(_, data) => {
+            data.fill(0xff);
+            Step::Again
+        }
+        VcpuExit::IoOut(PORT_DONE, _) => Step::Done,
+        VcpuExit::IoOut(PORT_FAULT, data) => Step::Fault(data.first().copied().unwrap_or(0)),
+        VcpuExit::Intr => Step::Again,
+        other => Step::Fatal(Fatal::of(&other)),
+    }
+}
+
+/// The exception's frame lies on the guest's stack, an error code below it for some.
+fn describe_fault(vector: u8, vcpu: &VcpuFd, memory: &GuestMemory) -> String {
+    let name = exception_name(vector);
+    let rsp = vcpu.get_regs().map_or(0, |regs| regs.rsp);
+    let frame: Vec<String> = (0..4)
+        .map_while(|word| memory.read_obj::<u64>(GuestAddress(rsp + word * 8)).ok())
+        .map(|word| format!("{word:#x}"))
+        .collect();
+    format!(
+        "the guest took {name} (vector {vector}); its stack: {}\n{}",
+        frame.join(" "),
+        failure::state(vcpu, memory)
+    )
+}

@@ -1,0 +1,143 @@
+//! All workloads, in the order in which they run: one file each.
+
+use anyhow::{Result, bail};
+
+use super::workload::Workload;
+
+mod cpuid;
+mod cr0_wp;
+mod cr3_switch;
+mod cr4_pge;
+mod cr4_smep;
+mod efer_nx;
+mod hlt_loop;
+mod invlpg;
+mod ipi;
+mod mmio_kernel;
+mod mmio_user;
+mod mov_cr8;
+mod nothing;
+mod page_fault;
+mod pio_kernel;
+mod pio_user;
+mod rdmsr;
+mod self_ipi;
+mod tscdeadline;
+mod tscdeadline_immed;
+mod vmcall;
+mod wbinvd;
+mod wrmsr;
+mod xsetbv;
+
+/// Every workload. The order is that of `list`, of a run and of the markers an emulator sees.
+pub const ALL: &[Workload] = &[
+    nothing::WORKLOAD,
+    cpuid::WORKLOAD,
+    vmcall::WORKLOAD,
+    hlt_loop::WORKLOAD,
+    wbinvd::WORKLOAD,
+    pio_kernel::WORKLOAD,
+    pio_user::WORKLOAD,
+    mmio_kernel::WORKLOAD,
+    mmio_user::WORKLOAD,
+    rdmsr::WORKLOAD,
+    wrmsr::WORKLOAD,
+    cr0_wp::WORKLOAD,
+    cr4_pge::WORKLOAD,
+    cr4_smep::WORKLOAD,
+    efer_nx::WORKLOAD,
+    cr3_switch::WORKLOAD,
+    invlpg::WORKLOAD,
+    xsetbv::WORKLOAD,
+    self_ipi::WORKLOAD,
+    ipi::WORKLOAD,
+    tscdeadline::WORKLOAD,
+    tscdeadline_immed::WORKLOAD,
+    page_fault::WORKLOAD,
+    mov_cr8::WORKLOAD,
+];
+
+/// The workloads called `names`, in the order of [`ALL`]; all of them if there are no names.
+pub fn choose(names: &[String]) -> Result<Vec<&'static Workload>> {
+    for name in names {
+        if !ALL.iter().any(|workload| workload.name == name) {
+            bail!("there is no workload called `{name}`: see `exitbench list`");
+        }
+    }
+    let chosen =
+        |workload: &&Workload| names.is_empty() || names.iter().any(|name| name == workload.name);
+    Ok(ALL.iter().filter(chosen).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::layout::{MAILBOXES, PROGRAM};
+    use super::super::program::{START_MARKER, STOP_MARKER};
+    use super::super::workload::Guest;
+    use super::*;
+    use crate::vmm::cpuid::Features;
+    use crate::vmm::hypervisor::Vendor;
+
+    fn guests() -> impl Iterator<Item = Guest> {
+        let all = Features {
+            x2apic: true,
+            tsc_deadline: true,
+            tsc_adjust: true,
+            xsave: true,
+            smep: true,
+            no_execute: true,
+        };
+        let vendors = [Vendor::Intel, Vendor::Amd];
+        vendors.into_iter().flat_map(move |vendor| {
+            [all, Features { x2apic: false, ..all }].map(|features| Guest { vendor, features })
+        })
+    }
+
+    fn count(code: &[u8], marker: &[u8]) -> usize {
+        code.windows(marker.len()).filter(|window| *window == marker).count()
+    }
+
+    #[test]
+    fn every_program_has_one_pair_of_markers_and_fits_its_place() {
+        for (workload, guest) in ALL.iter().flat_map(|w| guests().map(move |g| (w, g))) {
+            let plan = (workload.plan)(&guest).unwrap();
+            let code = plan.program.code;
+            assert_eq!(count(code, &START_MARKER), 1, "{}", workload.name);
+            assert_eq!(count(code, &STOP_MARKER), 1, "{}", workload.name);
+            assert!(PROGRAM + (code.len() as u64) < MAILBOXES, "{}", workload.name);
+            assert!(plan.program.secondary < code.len() as u64, "{}", workload.name);
+        }
+    }
+
+    #[test]
+    fn names_are_unique() {
+        let mut names: Vec<_> = ALL.iter().map(|workload| workload.name).collect();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), ALL.len());
+    }
+
+    #[test]
+    fn chosen_workloads_run_in_the_order_of_the_list() {
+        let chosen = choose(&["mov_cr8".into(), "cpuid".into()]).unwrap();
+        let names: Vec<_> = chosen.iter().map(|workload| workload.name).collect();
+        assert_eq!(names, ["cpuid", "mov_cr8"]);
+        assert_eq!(choose(&[]).unwrap().len(), ALL.len());
+    }
+
+    #[test]
+    fn an_unknown_name_is_refused() {
+        assert!(choose(&["cpuidd".into()]).err().unwrap().to_string().contains("cpuidd"));
+    }
+
+    #[test]
+    fn what_the_guest_lacks_is_skipped_with_a_reason() {
+        let guest = Guest { vendor: Vendor::Amd, features: Features::default() };
+        let skipped: Vec<_> =
+            ALL.iter().filter(|w| (w.plan)(&guest).is_err()).map(|w| w.name).collect();
+        assert_eq!(
+            skipped,
+            ["wrmsr", "cr4_smep", "efer_nx", "xsetbv", "tscdeadline", "tscdeadline_immed"]
+        );
+    }
+}
