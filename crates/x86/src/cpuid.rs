@@ -134,16 +134,18 @@ pub const KVM_SIGNATURE: [u32; 3] = [0x4b4d_564b, 0x564b_4d56, 0x0000_004d];
 
 macro_rules! features {
     ($($leaf:literal . $sub:literal $reg:ident { $($name:ident = $bit:literal $doc:literal,)* })*) => {
-        impl Feature {
+        /// The feature bits by name.
+        pub mod feature {
+            use super::{Feature, Reg};
+
             $($(
                 #[doc = $doc]
-                pub const $name: Self =
-                    Self { leaf: $leaf, subleaf: $sub, reg: Reg::$reg, bit: $bit };
+                pub const $name: Feature =
+                    Feature { leaf: $leaf, subleaf: $sub, reg: Reg::$reg, bit: $bit };
             )*)*
 
             /// Every named feature, for logs and tests.
-            pub const ALL: &'static [(&'static str, Self)] =
-                &[$($((stringify!($name), Self::$name),)*)*];
+            pub const ALL: &[(&str, Feature)] = &[$($((stringify!($name), $name),)*)*];
         }
     };
 }
@@ -524,8 +526,8 @@ mod tests {
 
     #[test]
     fn no_bit_has_two_names() {
-        for (i, (name, feature)) in Feature::ALL.iter().enumerate() {
-            let twin = Feature::ALL.iter().skip(i + 1).find(|(_, other)| other == feature);
+        for (i, (name, feature)) in feature::ALL.iter().enumerate() {
+            let twin = feature::ALL.iter().skip(i + 1).find(|(_, other)| other == feature);
             assert!(twin.is_none(), "{name} and {twin:?}");
             assert!(feature.bit < 32);
         }

@@ -10,8 +10,10 @@ use x86::cpuid::leaf;
 /// Bytes of the legacy region (512) and the XSAVE header (64), which every area has.
 pub const LEGACY_AND_HEADER: u32 = 576;
 
-/// Components 2 to 62 may exist; 63 marks the compacted format.
-const COMPONENTS: usize = 63;
+/// Components that the manuals define, up to APX (19). A CPU may have later ones; they are never
+/// offered to a guest, so the table has no room for them.
+const COMPONENTS: usize = 20;
+const KNOWN: u64 = (1 << COMPONENTS) - 1;
 /// The components that have a place of their own behind the header.
 const EXTENDED: u64 = 0x7fff_ffff_ffff_fffc;
 
@@ -52,12 +54,18 @@ impl Component {
     }
 }
 
-/// The table of all components of this CPU.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// The table of all components of this CPU. 264 bytes: every vCPU keeps its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     components: [Component; COMPONENTS],
     user: u64,
     supervisor: u64,
+}
+
+impl Default for Layout {
+    fn default() -> Self {
+        Self::EMPTY
+    }
 }
 
 impl Layout {
@@ -77,6 +85,7 @@ impl Layout {
         // Without XSAVES, ECX and EDX of subleaf 1 are reserved.
         let supervisor =
             if features & (1 << 3) != 0 { u64::from(ecx) | u64::from(edx) << 32 } else { 0 };
+        let (user, supervisor) = (user & KNOWN, supervisor & KNOWN);
         let mut layout = Self { user, supervisor, ..Self::EMPTY };
         let known = (user | supervisor) & EXTENDED;
         for (index, component) in layout.components.iter_mut().enumerate() {
@@ -87,13 +96,13 @@ impl Layout {
         layout
     }
 
-    /// Components that XCR0 may enable on this CPU.
+    /// Known components that XCR0 may enable on this CPU.
     #[inline]
     pub const fn user_components(&self) -> u64 {
         self.user
     }
 
-    /// Components that XSS may enable on this CPU.
+    /// Known components that XSS may enable on this CPU.
     #[inline]
     pub const fn supervisor_components(&self) -> u64 {
         self.supervisor
@@ -122,7 +131,7 @@ impl Layout {
         compacted: bool,
         mut cpuid: impl FnMut(u32, u32) -> [u32; 4],
     ) -> u32 {
-        required_size(components, compacted, |index| {
+        required_size(components & KNOWN, compacted, |index| {
             Component::from_cpuid(&cpuid(leaf::XSAVE, index))
         })
     }
