@@ -1,11 +1,21 @@
 //! The `/dev/kvm` interface: turns bytes from user space into calls, and nothing else.
 //!
-//! [`uapi`] holds the numbers and structures, [`caps`] what KVM_CHECK_EXTENSION answers, [`errno`]
-//! the one mapping from errors to errno, [`run_page`] the page shared with a vCPU's VMM,
-//! [`dispatch`] the commands of the three kinds of files.
+//! [`uapi`] holds the numbers and structures, [`caps`] what KVM_CHECK_EXTENSION answers, [`errno`] the
+//! one mapping from errors to errno, [`run_page`] the page shared with a vCPU's VMM, [`dispatch`] the
+//! commands of the three kinds of files.
 #![no_std]
 #![forbid(unsafe_code)]
 
 extern crate alloc;
+#[cfg(test)]
+extern crate std;
 
+pub mod caps;
+pub mod dispatch;
+pub mod errno;
+pub mod exit;
+pub mod run_page;
 pub mod uapi;
+pub mod user;
+
+pub use errno::Errno;

@@ -1,0 +1,173 @@
+//! Interrupt controllers, PIT, routes and eventfds of a VM (KVM API §4.24–4.28, §4.52, §4.59,
+//! §4.70–4.72, §4.75).
+
+use alloc::boxed::Box;
+
+use super::Reply;
+use super::ops::{Irqchip, VmOps};
+use crate::errno::Errno;
+use crate::uapi::event::*;
+use crate::uapi::irqchip::*;
+use crate::user;
+
+/// KVM_IRQ_LINE and, with `status`, KVM_IRQ_LINE_STATUS.
+pub fn irq_line<V: VmOps>(vm: &V, arg: u64, status: bool) -> Reply {
+    let line: KvmIrqLevel = user::read(arg)?;
+    if vm.irqchip() == Irqchip::None {
+        return Err(Errno::ENXIO);
+    }
+    let result = vm.set_irq_line(line.irq, line.level != 0)?;
+    if status {
+        user::write(arg, &KvmIrqLevel { irq: result as u32, ..line })?;
+    }
+    Ok(0)
+}
+
+/// KVM_SIGNAL_MSI.
+pub fn signal_msi<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    let msi: KvmMsi = user::read(arg)?;
+    if vm.irqchip() == Irqchip::None || msi.flags & !MSI_VALID_DEVID != 0 {
+        return Err(Errno::EINVAL);
+    }
+    vm.signal_msi(&msi)
+}
+
+/// KVM_SET_GSI_ROUTING.
+pub fn set_routes<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    let head: KvmIrqRouting = user::read(arg)?;
+    if vm.irqchip() == Irqchip::None || head.nr > MAX_IRQ_ROUTES || head.flags != 0 {
+        return Err(Errno::EINVAL);
+    }
+    let routes: Box<[KvmIrqRoutingEntry]> =
+        user::read_array(user::after::<KvmIrqRouting>(arg)?, head.nr as usize)?;
+    for route in &routes {
+        let flags = match route.type_ {
+            IRQ_ROUTING_IRQCHIP => 0,
+            IRQ_ROUTING_MSI => MSI_VALID_DEVID,
+            _ => return Err(Errno::EINVAL),
+        };
+        if route.flags & !flags != 0 || route.gsi >= MAX_IRQ_ROUTES {
+            return Err(Errno::EINVAL);
+        }
+    }
+    vm.set_routes(&routes)?;
+    Ok(0)
+}
+
+/// KVM_IOEVENTFD.
+pub fn ioeventfd<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    let what: KvmIoeventfd = user::read(arg)?;
+    if what.flags & IOEVENTFD_FLAG_DEASSIGN != 0 {
+        vm.deassign_ioeventfd(&what)?;
+        return Ok(0);
+    }
+    let wraps = what.addr.checked_add(u64::from(what.len)).is_none();
+    let known = what.flags & !IOEVENTFD_VALID_FLAG_MASK == 0;
+    // Any length would be asked to match a value of some length.
+    let matches_any = what.len == 0 && what.flags & IOEVENTFD_FLAG_DATAMATCH != 0;
+    if !matches!(what.len, 0 | 1 | 2 | 4 | 8) || wraps || !known || matches_any {
+        return Err(Errno::EINVAL);
+    }
+    vm.assign_ioeventfd(&what)?;
+    Ok(0)
+}
+
+/// KVM_IRQFD.
+pub fn irqfd<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    let what: KvmIrqfd = user::read(arg)?;
+    if what.flags & !(IRQFD_FLAG_DEASSIGN | IRQFD_FLAG_RESAMPLE) != 0 {
+        return Err(Errno::EINVAL);
+    }
+    if what.flags & IRQFD_FLAG_DEASSIGN != 0 {
+        vm.deassign_irqfd(&what)?;
+        return Ok(0);
+    }
+    // Only an I/O APIC of ours knows of the EOI that resampling waits for.
+    let allowed = match vm.irqchip() {
+        Irqchip::None => false,
+        Irqchip::Split => what.flags & IRQFD_FLAG_RESAMPLE == 0,
+        Irqchip::Full => true,
+    };
+    if !allowed {
+        return Err(Errno::EINVAL);
+    }
+    vm.assign_irqfd(&what)?;
+    Ok(0)
+}
+
+/// KVM_GET_IRQCHIP.
+pub fn get_irqchip<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    let mut chip: Box<KvmIrqchip> = user::read_boxed(arg)?;
+    if vm.irqchip() != Irqchip::Full {
+        return Err(Errno::ENXIO);
+    }
+    match chip.chip_id {
+        IRQCHIP_PIC_MASTER | IRQCHIP_PIC_SLAVE => {
+            let state = vm.pic(chip.chip_id)?;
+            chip.write(&state);
+        }
+        IRQCHIP_IOAPIC => {
+            let state = vm.ioapic()?;
+            chip.write(&state);
+        }
+        _ => return Err(Errno::EINVAL),
+    }
+    user::write(arg, &*chip)?;
+    Ok(0)
+}
+
+/// KVM_SET_IRQCHIP.
+pub fn set_irqchip<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    let chip: Box<KvmIrqchip> = user::read_boxed(arg)?;
+    if vm.irqchip() != Irqchip::Full {
+        return Err(Errno::ENXIO);
+    }
+    match chip.chip_id {
+        IRQCHIP_PIC_MASTER | IRQCHIP_PIC_SLAVE => vm.set_pic(chip.chip_id, &chip.read())?,
+        IRQCHIP_IOAPIC => vm.set_ioapic(&chip.read())?,
+        _ => return Err(Errno::EINVAL),
+    }
+    Ok(0)
+}
+
+/// KVM_CREATE_PIT2.
+pub fn create_pit2<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    let config: KvmPitConfig = user::read(arg)?;
+    vm.create_pit(config.flags)?;
+    Ok(0)
+}
+
+/// KVM_GET_PIT.
+pub fn get_pit<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    let _: KvmPitState = user::read(arg)?;
+    let state = vm.pit()?;
+    user::write(arg, &KvmPitState { channels: state.channels })?;
+    Ok(0)
+}
+
+/// KVM_SET_PIT.
+pub fn set_pit<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    let state: KvmPitState = user::read(arg)?;
+    vm.set_pit(&state.channels, None)?;
+    Ok(0)
+}
+
+/// KVM_GET_PIT2.
+pub fn get_pit2<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    user::write(arg, &vm.pit()?)?;
+    Ok(0)
+}
+
+/// KVM_SET_PIT2.
+pub fn set_pit2<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    let state: KvmPitState2 = user::read(arg)?;
+    vm.set_pit(&state.channels, Some(state.flags))?;
+    Ok(0)
+}
+
+/// KVM_REINJECT_CONTROL.
+pub fn reinject_control<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    let control: KvmReinjectControl = user::read(arg)?;
+    vm.set_pit_reinject(control.pit_reinject != 0)?;
+    Ok(0)
+}

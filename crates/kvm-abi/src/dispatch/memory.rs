@@ -1,0 +1,100 @@
+//! Memory slots and the dirty log of a VM (KVM API §4.8, §4.35, §4.116, §4.140).
+
+use alloc::boxed::Box;
+
+use host::user as process;
+use x86::{Gfn, Hva};
+use zerocopy::FromZeros;
+
+use super::Reply;
+use super::ops::{MemoryRegion, VmOps};
+use crate::errno::Errno;
+use crate::uapi::memory::*;
+use crate::user;
+
+const PAGE_MASK: u64 = x86::addr::PAGE_SIZE - 1;
+
+/// KVM_SET_USER_MEMORY_REGION.
+pub fn set_region<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    let region: KvmUserspaceMemoryRegion = user::read(arg)?;
+    vm.set_memory_region(&check_region(&region)?)?;
+    Ok(0)
+}
+
+/// KVM_SET_USER_MEMORY_REGION2, which adds what only guest_memfd uses.
+pub fn set_region2<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    let region: KvmUserspaceMemoryRegion2 = user::read(arg)?;
+    let region = KvmUserspaceMemoryRegion {
+        slot: region.slot,
+        flags: region.flags,
+        guest_phys_addr: region.guest_phys_addr,
+        memory_size: region.memory_size,
+        userspace_addr: region.userspace_addr,
+    };
+    vm.set_memory_region(&check_region(&region)?)?;
+    Ok(0)
+}
+
+/// What can be said of a region without looking at the VM. Every refusal is `EINVAL`.
+fn check_region(region: &KvmUserspaceMemoryRegion) -> Result<MemoryRegion, Errno> {
+    let slot = slot_number(region.slot)?;
+    let (gpa, size, hva) = (region.guest_phys_addr, region.memory_size, region.userspace_addr);
+    let aligned = (gpa | size | hva) & PAGE_MASK == 0;
+    let known = region.flags & !(MEM_LOG_DIRTY_PAGES | MEM_READONLY) == 0;
+    let pages = size >> x86::addr::PAGE_SHIFT;
+    if !aligned
+        || !known
+        || !process::range_ok(Hva(hva), size)
+        || gpa.checked_add(size).is_none()
+        || pages > MEM_MAX_NR_PAGES
+    {
+        return Err(Errno::EINVAL);
+    }
+    Ok(MemoryRegion {
+        slot,
+        base: Gfn(gpa >> x86::addr::PAGE_SHIFT),
+        pages,
+        hva: Hva(hva),
+        log_dirty: region.flags & MEM_LOG_DIRTY_PAGES != 0,
+        read_only: region.flags & MEM_READONLY != 0,
+    })
+}
+
+/// Address space 0 is the only one.
+fn slot_number(slot: u32) -> Result<u16, Errno> {
+    match u16::try_from(slot) {
+        Ok(number) if slot < USER_MEM_SLOTS => Ok(number),
+        _ => Err(Errno::EINVAL),
+    }
+}
+
+/// KVM_GET_DIRTY_LOG.
+pub fn dirty_log<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    let log: KvmDirtyLog = user::read(arg)?;
+    let slot = slot_number(log.slot)?;
+    let words = vm.dirty_log_pages(slot)?.div_ceil(64);
+    let words = usize::try_from(words).map_err(|_| Errno::ENOMEM)?;
+    let mut bitmap = <[u64]>::new_box_zeroed_with_elems(words)?;
+    vm.dirty_log(slot, &mut bitmap)?;
+    user::write(log.dirty_bitmap, &*bitmap)?;
+    Ok(0)
+}
+
+/// KVM_CLEAR_DIRTY_LOG.
+pub fn clear_dirty_log<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    let log: KvmClearDirtyLog = user::read(arg)?;
+    if !log.first_page.is_multiple_of(64) {
+        return Err(Errno::EINVAL);
+    }
+    let slot = slot_number(log.slot)?;
+    let pages = vm.dirty_log_pages(slot)?;
+    let count = u64::from(log.num_pages);
+    let left = pages.checked_sub(log.first_page).ok_or(Errno::EINVAL)?;
+    // A part that does not end with the slot ends with a word.
+    if count > left || (count < left && count % 64 != 0) {
+        return Err(Errno::EINVAL);
+    }
+    let bits: Box<[u64]> = user::read_array(log.dirty_bitmap, log.num_pages.div_ceil(64) as usize)?;
+    vm.clear_dirty_log(slot, log.first_page, log.num_pages, &bits)?;
+    Ok(0)
+}

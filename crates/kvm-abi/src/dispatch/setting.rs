@@ -1,0 +1,53 @@
+//! KVM_ENABLE_CAP on a VM file (KVM API §4.37, §7).
+
+use super::Reply;
+use super::ops::{Setting, VmOps};
+use crate::caps::{Offer, check_extension};
+use crate::errno::Errno;
+use crate::uapi::capability::*;
+use crate::uapi::device::KvmEnableCap;
+use crate::uapi::irqchip::MAX_IRQ_ROUTES;
+use crate::user;
+
+/// KVM_ENABLE_CAP. Whatever is not offered, has flags, or has argument bits that mean nothing is
+/// `EINVAL`.
+pub fn enable<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    let cap: KvmEnableCap = user::read(arg)?;
+    if cap.flags != 0 || check_extension(vm.offer(), cap.cap.into()) == 0 {
+        return Err(Errno::EINVAL);
+    }
+    let [value, ..] = cap.args;
+    vm.set(setting(vm.offer(), cap.cap, value)?)?;
+    Ok(0)
+}
+
+fn setting(offer: &Offer, cap: u32, value: u64) -> Result<Setting, Errno> {
+    let within = |mask: u64| if value & !mask == 0 { Ok(value) } else { Err(Errno::EINVAL) };
+    let at_most = |limit: u32| match u32::try_from(value) {
+        Ok(value) if value <= limit => Ok(value),
+        _ => Err(Errno::EINVAL),
+    };
+    Ok(match cap {
+        CAP_SPLIT_IRQCHIP => Setting::SplitIrqchip(at_most(MAX_IRQ_ROUTES)?),
+        CAP_X2APIC_API => Setting::X2apicApi(within(offer.x2apic_api)?),
+        // The older of the two never looked at bits it did not know.
+        CAP_DISABLE_QUIRKS => Setting::DisableQuirks(value & offer.quirks),
+        CAP_DISABLE_QUIRKS2 => Setting::DisableQuirks(within(offer.quirks)?),
+        CAP_EXCEPTION_PAYLOAD => Setting::ExceptionPayload(value != 0),
+        CAP_X86_TRIPLE_FAULT_EVENT => Setting::TripleFaultEvent(value != 0),
+        CAP_MSR_PLATFORM_INFO => Setting::MsrPlatformInfo(value != 0),
+        CAP_X86_DISABLE_EXITS => Setting::DisableExits(within(offer.disable_exits)?),
+        CAP_HALT_POLL => Setting::HaltPoll(at_most(u32::MAX)?),
+        CAP_MAX_VCPU_ID => Setting::MaxVcpuId(at_most(offer.max_vcpu_id)?),
+        CAP_MANUAL_DIRTY_LOG_PROTECT2 => {
+            // That all pages start dirty has no sense unless they are cleared by hand.
+            let mask = if value & DIRTY_LOG_MANUAL_PROTECT_ENABLE != 0 {
+                offer.manual_dirty_log
+            } else {
+                0
+            };
+            Setting::ManualDirtyLog(within(mask)?)
+        }
+        _ => return Err(Errno::EINVAL),
+    })
+}

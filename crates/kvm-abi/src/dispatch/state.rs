@@ -1,0 +1,434 @@
+//! The state of a vCPU, part by part: what KVM_GET_* copies out and KVM_SET_* copies in and checks.
+
+use alloc::boxed::Box;
+
+use zerocopy::FromZeros;
+
+use super::ops::VcpuOps;
+use super::vm::has_lapic;
+use super::{Irqchip, lists};
+use crate::caps::Offer;
+use crate::errno::Errno;
+use crate::uapi::cpuid::KvmCpuidEntry2;
+use crate::uapi::debug::KvmGuestDebug;
+use crate::uapi::device::{KvmDeviceAttr, KvmEnableCap, VCPU_TSC_CTRL, VCPU_TSC_OFFSET};
+use crate::uapi::ioctl;
+use crate::uapi::irqchip::{KvmLapicState, KvmTprAccessCtl, KvmVapicAddr};
+use crate::uapi::registers::*;
+use crate::uapi::vcpu_state::*;
+use crate::user;
+
+type Done = Result<(), Errno>;
+
+/// KVM_GET_REGS.
+pub fn get_regs<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    user::write(arg, &vcpu.regs())
+}
+
+/// KVM_SET_REGS.
+pub fn set_regs<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    let regs: KvmRegs = user::read(arg)?;
+    vcpu.set_regs(&regs)
+}
+
+/// The system registers in the older form: the interrupt being injected in place of the PDPTRs.
+pub fn sregs<V: VcpuOps>(vcpu: &mut V) -> KvmSregs {
+    let mut interrupt_bitmap = [0u64; 4];
+    if let Some(vector) = vcpu.interrupt_in_injection()
+        && let Some(word) = interrupt_bitmap.get_mut(usize::from(vector >> 6))
+    {
+        *word = 1 << (vector & 63);
+    }
+    let s = vcpu.sregs();
+    KvmSregs {
+        cs: s.cs,
+        ds: s.ds,
+        es: s.es,
+        fs: s.fs,
+        gs: s.gs,
+        ss: s.ss,
+        tr: s.tr,
+        ldt: s.ldt,
+        gdt: s.gdt,
+        idt: s.idt,
+        cr0: s.cr0,
+        cr2: s.cr2,
+        cr3: s.cr3,
+        cr4: s.cr4,
+        cr8: s.cr8,
+        efer: s.efer,
+        apic_base: s.apic_base,
+        interrupt_bitmap,
+    }
+}
+
+/// Sets the system registers from the older form. The lowest vector of the bitmap is injected.
+pub fn set_sregs<V: VcpuOps>(vcpu: &mut V, s: &KvmSregs) -> Done {
+    let mut interrupt = None;
+    for (word, base) in s.interrupt_bitmap.iter().zip([0u8, 64, 128, 192]) {
+        if *word != 0 {
+            interrupt = Some(base | word.trailing_zeros() as u8);
+            break;
+        }
+    }
+    let sregs = KvmSregs2 {
+        cs: s.cs,
+        ds: s.ds,
+        es: s.es,
+        fs: s.fs,
+        gs: s.gs,
+        ss: s.ss,
+        tr: s.tr,
+        ldt: s.ldt,
+        gdt: s.gdt,
+        idt: s.idt,
+        cr0: s.cr0,
+        cr2: s.cr2,
+        cr3: s.cr3,
+        cr4: s.cr4,
+        cr8: s.cr8,
+        efer: s.efer,
+        apic_base: s.apic_base,
+        flags: 0,
+        pdptrs: [0; 4],
+    };
+    vcpu.set_sregs(&sregs, interrupt)
+}
+
+/// KVM_GET_SREGS.
+#[inline(never)]
+pub fn get_sregs<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    user::write(arg, &sregs(vcpu))
+}
+
+/// KVM_SET_SREGS.
+#[inline(never)]
+pub fn put_sregs<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    let sregs: Box<KvmSregs> = user::read_boxed(arg)?;
+    set_sregs(vcpu, &sregs)
+}
+
+/// KVM_GET_SREGS2.
+#[inline(never)]
+pub fn get_sregs2<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    user::write(arg, &vcpu.sregs())
+}
+
+/// KVM_SET_SREGS2. PDPTRs may come only with the paging mode that has them.
+#[inline(never)]
+pub fn set_sregs2<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    const CR0_PG: u64 = 1 << 31;
+    const CR4_PAE: u64 = 1 << 5;
+    const EFER_LMA: u64 = 1 << 10;
+    let sregs: KvmSregs2 = user::read(arg)?;
+    let pae = sregs.cr0 & CR0_PG != 0 && sregs.cr4 & CR4_PAE != 0 && sregs.efer & EFER_LMA == 0;
+    if sregs.flags & !SREGS2_FLAGS_PDPTRS_VALID != 0 || (sregs.flags != 0 && !pae) {
+        return Err(Errno::EINVAL);
+    }
+    vcpu.set_sregs(&sregs, None)
+}
+
+/// KVM_GET_FPU.
+#[inline(never)]
+pub fn get_fpu<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    let mut fpu = KvmFpu::new_zeroed();
+    vcpu.fpu(&mut fpu)?;
+    user::write(arg, &fpu)
+}
+
+/// KVM_SET_FPU.
+#[inline(never)]
+pub fn set_fpu<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    let fpu: KvmFpu = user::read(arg)?;
+    vcpu.set_fpu(&fpu)
+}
+
+/// KVM_GET_XSAVE, whose 4096 bytes must suffice.
+pub fn get_xsave<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    if vcpu.xsave_bytes() > size_of::<KvmXsave>() {
+        return Err(Errno::EINVAL);
+    }
+    get_xsave2(vcpu, arg)
+}
+
+/// KVM_GET_XSAVE2.
+pub fn get_xsave2<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    let bytes = vcpu.xsave_bytes().max(size_of::<KvmXsave>());
+    let mut area = <[u8]>::new_box_zeroed_with_elems(bytes)?;
+    vcpu.xsave(&mut area)?;
+    user::write(arg, &*area)
+}
+
+/// KVM_SET_XSAVE.
+pub fn set_xsave<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    let bytes = vcpu.xsave_bytes().max(size_of::<KvmXsave>());
+    let area: Box<[u8]> = user::read_array(arg, bytes)?;
+    vcpu.set_xsave(&area)
+}
+
+/// KVM_GET_XCRS.
+#[inline(never)]
+pub fn get_xcrs<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    let mut xcrs = KvmXcrs::new_zeroed();
+    if let Some(value) = vcpu.xcr0() {
+        xcrs.nr_xcrs = 1;
+        let [first, ..] = &mut xcrs.xcrs;
+        *first = KvmXcr { xcr: 0, reserved: 0, value };
+    }
+    user::write(arg, &xcrs)
+}
+
+/// KVM_SET_XCRS. XCR0 is the only one; others are passed over.
+#[inline(never)]
+pub fn set_xcrs<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    let xcrs: KvmXcrs = user::read(arg)?;
+    if vcpu.xcr0().is_none() || xcrs.nr_xcrs as usize > MAX_XCRS || xcrs.flags != 0 {
+        return Err(Errno::EINVAL);
+    }
+    let given = xcrs.xcrs.iter().take(xcrs.nr_xcrs as usize);
+    match given.into_iter().find(|xcr| xcr.xcr == 0) {
+        Some(xcr0) => vcpu.set_xcr0(xcr0.value),
+        None => Ok(()),
+    }
+}
+
+/// KVM_GET_DEBUGREGS.
+pub fn get_debugregs<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    user::write(arg, &vcpu.debugregs())
+}
+
+/// KVM_SET_DEBUGREGS.
+pub fn set_debugregs<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    let regs: KvmDebugregs = user::read(arg)?;
+    if regs.flags != 0 || (regs.dr6 | regs.dr7) >> 32 != 0 {
+        return Err(Errno::EINVAL);
+    }
+    vcpu.set_debugregs(&regs)
+}
+
+/// KVM_GET_VCPU_EVENTS.
+pub fn get_events<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    user::write(arg, &vcpu.events())
+}
+
+/// KVM_SET_VCPU_EVENTS.
+pub fn put_events<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    set_events(vcpu, user::read(arg)?)
+}
+
+/// Sets events after checks. Without a payload an exception is injected or it is not; "pending" has
+/// a meaning only with one.
+pub fn set_events<V: VcpuOps>(vcpu: &mut V, mut events: KvmVcpuEvents) -> Done {
+    const VALID: u32 = VCPUEVENT_VALID_NMI_PENDING
+        | VCPUEVENT_VALID_SIPI_VECTOR
+        | VCPUEVENT_VALID_SHADOW
+        | VCPUEVENT_VALID_SMM
+        | VCPUEVENT_VALID_PAYLOAD
+        | VCPUEVENT_VALID_TRIPLE_FAULT;
+    const NMI_VECTOR: u8 = 2;
+    if events.flags & !VALID != 0 {
+        return Err(Errno::EINVAL);
+    }
+    if events.flags & VCPUEVENT_VALID_PAYLOAD != 0 {
+        if events.exception.pending != 0 {
+            events.exception.injected = 0;
+        } else {
+            events.exception_has_payload = 0;
+        }
+    } else {
+        events.exception.pending = 0;
+        events.exception_has_payload = 0;
+    }
+    let exception = &events.exception;
+    let any = exception.injected | exception.pending != 0;
+    if any && (exception.nr > 31 || exception.nr == NMI_VECTOR) {
+        return Err(Errno::EINVAL);
+    }
+    let smi = &events.smi;
+    if events.flags & VCPUEVENT_VALID_SMM != 0 && smi.smm | smi.pending | smi.smm_inside_nmi != 0 {
+        return Err(Errno::EINVAL);
+    }
+    vcpu.set_events(&events)
+}
+
+/// KVM_GET_MP_STATE.
+pub fn get_mp_state<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    user::write(arg, &KvmMpState { mp_state: vcpu.mp_state() })
+}
+
+/// KVM_SET_MP_STATE. Without a local APIC of ours there is nothing to wait for.
+pub fn set_mp_state<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    let KvmMpState { mp_state } = user::read(arg)?;
+    let allowed = match mp_state {
+        MP_STATE_RUNNABLE => true,
+        MP_STATE_UNINITIALIZED
+        | MP_STATE_HALTED
+        | MP_STATE_INIT_RECEIVED
+        | MP_STATE_SIPI_RECEIVED => has_lapic(vcpu.irqchip()),
+        _ => false,
+    };
+    if !allowed {
+        return Err(Errno::EINVAL);
+    }
+    vcpu.set_mp_state(mp_state)
+}
+
+/// KVM_GET_LAPIC.
+pub fn get_lapic<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    if !has_lapic(vcpu.irqchip()) {
+        return Err(Errno::EINVAL);
+    }
+    let mut state = KvmLapicState::new_box_zeroed()?;
+    vcpu.lapic(&mut state)?;
+    user::write(arg, &*state)
+}
+
+/// KVM_SET_LAPIC.
+pub fn set_lapic<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    if !has_lapic(vcpu.irqchip()) {
+        return Err(Errno::EINVAL);
+    }
+    let state: Box<KvmLapicState> = user::read_boxed(arg)?;
+    vcpu.set_lapic(&state)
+}
+
+/// KVM_SET_CPUID2. After the first KVM_RUN the same table is taken, so that a VMM may repeat itself,
+/// and no other.
+pub fn set_cpuid<V: VcpuOps>(vcpu: &mut V, entries: Box<[KvmCpuidEntry2]>) -> Done {
+    if vcpu.has_run() {
+        return if *vcpu.cpuid() == *entries { Ok(()) } else { Err(Errno::EINVAL) };
+    }
+    if !lists::cpuid_can_be(&entries) {
+        return Err(Errno::EINVAL);
+    }
+    vcpu.set_cpuid(entries)
+}
+
+/// The frequency that KVM_SET_TSC_KHZ asks for; 0 is the host's.
+pub fn requested_tsc_khz(offer: &Offer, arg: u64) -> Result<u32, Errno> {
+    let khz = arg as u32;
+    if offer.tsc_scaling && khz >= offer.max_tsc_khz {
+        return Err(Errno::EINVAL);
+    }
+    Ok(if khz == 0 { offer.tsc_khz } else { khz })
+}
+
+/// KVM_SET_TSC_KHZ.
+pub fn set_tsc_khz<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    let khz = requested_tsc_khz(vcpu.offer(), arg)?;
+    vcpu.set_tsc_khz(khz)
+}
+
+/// KVM_INTERRUPT, for VMMs with their own PIC.
+pub fn interrupt<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    let KvmInterrupt { irq } = user::read(arg)?;
+    let vector = u8::try_from(irq).map_err(|_| Errno::EINVAL)?;
+    if vcpu.irqchip() == Irqchip::Full {
+        return Err(Errno::ENXIO);
+    }
+    vcpu.interrupt(vector)
+}
+
+/// KVM_SET_SIGNAL_MASK. A null pointer ends the masking.
+pub fn set_signal_mask<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    let mask = if arg == 0 {
+        None
+    } else {
+        let head: KvmSignalMask = user::read(arg)?;
+        if head.len != size_of::<u64>() as u32 {
+            return Err(Errno::EINVAL);
+        }
+        Some(user::read::<u64>(user::after::<KvmSignalMask>(arg)?)?)
+    };
+    vcpu.set_signal_mask(mask);
+    Ok(())
+}
+
+/// KVM_TRANSLATE.
+pub fn translate<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    let asked: KvmTranslation = user::read(arg)?;
+    let mut answer = KvmTranslation { linear_address: asked.linear_address, ..Default::default() };
+    vcpu.translate(&mut answer);
+    user::write(arg, &answer)
+}
+
+/// KVM_SET_GUEST_DEBUG. To end what was never begun is fine.
+pub fn set_guest_debug<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    let debug: KvmGuestDebug = user::read(arg)?;
+    let offered = vcpu.offer().guest_debug;
+    if debug.control & !offered != 0 {
+        return Err(Errno::EINVAL);
+    }
+    if offered == 0 {
+        return Ok(());
+    }
+    use crate::uapi::debug::{GUESTDBG_INJECT_BP, GUESTDBG_INJECT_DB};
+    let injects = debug.control & (GUESTDBG_INJECT_DB | GUESTDBG_INJECT_BP) != 0;
+    if injects && vcpu.exception_pending() {
+        return Err(Errno::EBUSY);
+    }
+    vcpu.set_guest_debug(&debug)
+}
+
+/// KVM_TPR_ACCESS_REPORTING.
+pub fn tpr_access_reporting<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    let control: KvmTprAccessCtl = user::read(arg)?;
+    if control.flags != 0 {
+        return Err(Errno::EINVAL);
+    }
+    vcpu.set_tpr_reporting(control.enabled != 0)?;
+    user::write(arg, &control)
+}
+
+/// KVM_SET_VAPIC_ADDR.
+pub fn set_vapic_addr<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    if !has_lapic(vcpu.irqchip()) {
+        return Err(Errno::EINVAL);
+    }
+    let KvmVapicAddr { vapic_addr } = user::read(arg)?;
+    vcpu.set_vapic_addr(vapic_addr)
+}
+
+/// KVM_X86_SETUP_MCE: bits 0–7 of MCG_CAP count banks, bits 16–23 extended registers.
+pub fn setup_mce<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    const COUNTS: u64 = 0x00ff_00ff;
+    let mcg_cap: u64 = user::read(arg)?;
+    let offer = vcpu.offer();
+    let banks = (mcg_cap & 0xff) as u32;
+    if banks == 0 || banks > offer.mce_banks || mcg_cap & !(offer.mce_cap | COUNTS) != 0 {
+        return Err(Errno::EINVAL);
+    }
+    vcpu.setup_mce(mcg_cap)
+}
+
+/// KVM_X86_SET_MCE.
+pub fn set_mce<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    const STATUS_VALID: u64 = 1 << 63;
+    let mce: KvmX86Mce = user::read(arg)?;
+    if u32::from(mce.bank) >= vcpu.offer().mce_banks || mce.status & STATUS_VALID == 0 {
+        return Err(Errno::EINVAL);
+    }
+    vcpu.set_mce(&mce)
+}
+
+/// KVM_HAS/GET/SET_DEVICE_ATTR: the TSC offset.
+pub fn attribute<V: VcpuOps>(vcpu: &mut V, cmd: u32, arg: u64) -> Done {
+    let attr: KvmDeviceAttr = user::read(arg)?;
+    if attr.group != VCPU_TSC_CTRL || attr.attr != VCPU_TSC_OFFSET {
+        return Err(Errno::ENXIO);
+    }
+    match cmd {
+        ioctl::GET_DEVICE_ATTR => user::write(attr.addr, &vcpu.tsc_offset()),
+        ioctl::SET_DEVICE_ATTR => {
+            let offset: u64 = user::read(attr.addr)?;
+            vcpu.set_tsc_offset(offset)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// KVM_ENABLE_CAP: a vCPU has no setting yet.
+pub fn enable_cap(arg: u64) -> Done {
+    let _: KvmEnableCap = user::read(arg)?;
+    Err(Errno::EINVAL)
+}
