@@ -414,6 +414,17 @@ impl<F: PteFormat, S> Zapper<'_, F, S> {
         any
     }
 
+    /// The first frame of `first..end` below which the upper levels hold anything; `end` if none.
+    /// Lets a long walk step over holes; exact to 1 GiB only.
+    pub fn next_mapped(&self, first: Gfn, end: Gfn) -> Gfn {
+        next_below(self.tree.root(), first.0, end.0).map_or(end, Gfn)
+    }
+
+    /// Ends a round of write protection: bumps the generation and flushes.
+    pub fn flush(&mut self, flush: &(impl FlushRemote + ?Sized)) {
+        self.tree.finish(flush, Gfn(0), Gfn(0));
+    }
+
     /// Takes write access from every leaf that reaches into `first..end`. Returns whether any had
     /// it: then the caller must flush, with this lock or after, before it relies on it.
     pub fn write_protect(&mut self, first: Gfn, end: Gfn) -> bool {
@@ -437,6 +448,25 @@ impl<F: PteFormat, S> Zapper<'_, F, S> {
         }
         any
     }
+}
+
+fn next_below(table: Table<'_>, first: u64, end: u64) -> Option<u64> {
+    let span = pages_per(table.level());
+    let mut gfn = first;
+    while gfn < end {
+        let next = (gfn & !(span - 1)).wrapping_add(span);
+        match table.entry(table.index(Gfn(gfn))) {
+            Entry::Table(child) if table.level() > LEVEL_1G => {
+                if let Some(found) = next_below(child, gfn, end.min(next)) {
+                    return Some(found);
+                }
+            }
+            Entry::Word(0) => {}
+            _ => return Some(gfn),
+        }
+        gfn = next;
+    }
+    None
 }
 
 struct Zapped {

@@ -1,0 +1,117 @@
+//! KVM_GET_DIRTY_LOG and KVM_CLEAR_DIRTY_LOG (KVM API §4.8, §4.117).
+//!
+//! A page's bit is taken and its write access withdrawn in one go under the MMU lock, so no write
+//! falls between; the flush comes before the bits are handed out.
+
+use alloc::vec::Vec;
+
+use host::task;
+use mmu::tdp::FlushRemote;
+use mmu::{DirtyBitmap, MemSlot, PteFormat};
+use x86::Gfn;
+
+use super::VmMemory;
+
+/// Why there is no dirty log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DirtyLogError {
+    /// The slot number or the range is not valid (`-EINVAL`).
+    Invalid,
+    /// No such slot, or it does not log (`-ENOENT`).
+    NoLog,
+    /// `-ENOMEM`.
+    NoMemory,
+}
+
+/// Words of the bitmap handled with the lock held once: 32,768 pages.
+const STRETCH: usize = 512;
+
+impl<F: PteFormat> VmMemory<F> {
+    /// The pages written since the last call, one bit per page of the slot, in 64-bit words; and
+    /// with `protect` the log starts anew (without it: manual protection, KVM API §7.16).
+    pub fn dirty_log(
+        &self,
+        slot: u32,
+        protect: bool,
+        flush: &(impl FlushRemote + ?Sized),
+    ) -> Result<Vec<u64>, DirtyLogError> {
+        let _held = self.slots_lock.lock();
+        let slots = self.slots();
+        let (slot, log) = logging(&slots, slot)?;
+        let mut taken = Vec::new();
+        taken.try_reserve_exact(log.words()).map_err(|_| DirtyLogError::NoMemory)?;
+        if !protect {
+            taken.extend((0..log.words()).map(|n| log.peek(n)));
+            return Ok(taken);
+        }
+        let mut any = false;
+        while taken.len() < log.words() {
+            let mut zapper = self.tdp.zapper();
+            for n in (taken.len()..log.words()).take(STRETCH) {
+                let bits = log.take(n);
+                any |= bits != 0 && zapper.write_protect_masked(word_base(slot, n), bits);
+                taken.push(bits);
+            }
+            drop(zapper);
+            task::cond_resched();
+        }
+        if any {
+            self.tdp.zapper().flush(flush);
+        }
+        Ok(taken)
+    }
+
+    /// Starts the log anew for the pages `first..first + count` of a slot whose bit in `mask` (one
+    /// bit per page, in 64-bit words) is set.
+    pub fn clear_dirty_log(
+        &self,
+        slot: u32,
+        first: u64,
+        count: u64,
+        mask: &[u64],
+        flush: &(impl FlushRemote + ?Sized),
+    ) -> Result<(), DirtyLogError> {
+        let _held = self.slots_lock.lock();
+        let slots = self.slots();
+        let (slot, log) = logging(&slots, slot)?;
+        let behind = slot.npages.checked_sub(first).ok_or(DirtyLogError::Invalid)?;
+        if first & 63 != 0 || count > behind || (count < behind && count & 63 != 0) {
+            return Err(DirtyLogError::Invalid);
+        }
+        let (from, words) = ((first >> 6) as usize, count.div_ceil(64) as usize);
+        let mask = mask.get(..words).ok_or(DirtyLogError::Invalid)?;
+        let mut any = false;
+        let mut at = 0;
+        while at < words {
+            let mut zapper = self.tdp.zapper();
+            for (n, wanted) in mask.iter().enumerate().skip(at).take(STRETCH) {
+                let bits = log.take_masked(from + n, *wanted);
+                any |= bits != 0 && zapper.write_protect_masked(word_base(slot, from + n), bits);
+            }
+            drop(zapper);
+            at = at.saturating_add(STRETCH);
+            task::cond_resched();
+        }
+        if any {
+            self.tdp.zapper().flush(flush);
+        }
+        Ok(())
+    }
+
+    /// Number of 64-bit words of a slot's dirty log.
+    pub fn dirty_log_words(&self, slot: u32) -> Result<usize, DirtyLogError> {
+        Ok(logging(&self.slots(), slot)?.1.words())
+    }
+}
+
+fn logging(slots: &mmu::MemSlots, slot: u32) -> Result<(&MemSlot, &DirtyBitmap), DirtyLogError> {
+    if slot >= mmu::slots::USER_SLOTS {
+        return Err(DirtyLogError::Invalid);
+    }
+    let slot = slots.by_id(slot as u16).ok_or(DirtyLogError::NoLog)?;
+    Ok((slot, slot.dirty.as_deref().ok_or(DirtyLogError::NoLog)?))
+}
+
+fn word_base(slot: &MemSlot, word: usize) -> Gfn {
+    Gfn(slot.base.0.wrapping_add((word as u64) << 6))
+}

@@ -1,0 +1,170 @@
+//! Nested page faults: from a guest-physical address that is not mapped to one that is.
+//!
+//! The first touch of a page is the commonest slow exit, so this path is short: one slot lookup,
+//! one look at the host's page table, one walk of ours under the lock held for reading; memory is
+//! allocated only when a table is missing. The notifier's protocol: note the count of ended
+//! invalidations, ask the host, take the lock, and install only if no invalidation of the page is
+//! under way and none ended since.
+
+use core::sync::atomic::Ordering;
+
+use host::gup::{GupError, HostPage, Patience, fault_in};
+use mmu::tdp::{FlushRemote, LEVEL_4K, MapOutcome, Mapping, Thoroughness, pages_per};
+use mmu::{MemSlot, PteFormat, TableCache};
+use x86::{Gfn, Gpa, Hva};
+
+use super::{MemoryError, VmMemory};
+
+/// A nested page fault, as the hardware tells it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FaultAccess {
+    /// Guest-physical address.
+    pub gpa: Gpa,
+    /// A write.
+    pub write: bool,
+    /// An instruction fetch.
+    pub exec: bool,
+    /// The nested entry was present and a permission was missing.
+    pub present: bool,
+}
+
+/// What became of a nested page fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FaultOutcome {
+    /// Mapped: the guest goes on.
+    Mapped,
+    /// No slot there: emulate the access.
+    Mmio,
+    /// A write to a read-only slot: emulate the access as MMIO.
+    ReadonlyWrite,
+    /// The host was changing its mind: let the guest fault again.
+    Retry,
+    /// Not to be mapped: `Fault`, `HwPoison`, `Interrupted` or `NoMemory`.
+    Error(MemoryError),
+}
+
+impl<F: PteFormat> VmMemory<F> {
+    /// Resolves a nested page fault. `cache` is the vCPU's own. Sleeps when the host's page is not
+    /// there; runs in the VMM's address space.
+    pub fn fault(
+        &self,
+        cache: &mut TableCache,
+        access: &FaultAccess,
+        flush: &(impl FlushRemote + ?Sized),
+    ) -> FaultOutcome {
+        self.fault_by(cache, access, flush, |hva, write| {
+            fault_in(hva, write, Patience::Interruptible)
+        })
+    }
+
+    #[inline]
+    pub(super) fn fault_by(
+        &self,
+        cache: &mut TableCache,
+        access: &FaultAccess,
+        flush: &(impl FlushRemote + ?Sized),
+        find_page: impl FnOnce(Hva, bool) -> Result<HostPage, GupError>,
+    ) -> FaultOutcome {
+        let gfn = access.gpa.gfn();
+        let slots = self.slots();
+        let Some(slot) = slots.find(gfn) else { return FaultOutcome::Mmio };
+        if access.write && slot.is_readonly() {
+            return FaultOutcome::ReadonlyWrite;
+        }
+        // Something is mapped: then mostly only the dirty log stands in the way.
+        if access.present && self.restore(slot, gfn, access.write) {
+            return FaultOutcome::Mapped;
+        }
+        let hva = slot.hva_of(gfn);
+        // Before the host's page table is read: what changes there later shows in the count.
+        let sequence = self.sequence.load(Ordering::Acquire);
+        match find_page(hva, access.write) {
+            Ok(page) => self.install(cache, access, slot, sequence, &page, flush),
+            Err(GupError::Again) => FaultOutcome::Retry,
+            Err(GupError::Fault) => FaultOutcome::Error(MemoryError::Fault),
+            Err(GupError::HwPoison) => FaultOutcome::Error(MemoryError::HwPoison),
+            Err(GupError::Interrupted) => FaultOutcome::Error(MemoryError::Interrupted),
+        }
+    }
+
+    fn restore(&self, slot: &MemSlot, gfn: Gfn, write: bool) -> bool {
+        let mapper = self.tdp.mapper();
+        let restored = mapper.restore_access(gfn, write);
+        if restored && write {
+            slot.mark_dirty(gfn);
+        }
+        restored
+    }
+
+    #[inline]
+    fn install(
+        &self,
+        cache: &mut TableCache,
+        access: &FaultAccess,
+        slot: &MemSlot,
+        sequence: u64,
+        page: &HostPage,
+        flush: &(impl FlushRemote + ?Sized),
+    ) -> FaultOutcome {
+        let gfn = access.gpa.gfn();
+        let logging = slot.dirty.is_some();
+        let host_writable = page.writable && !slot.is_readonly();
+        let level =
+            if logging || page.level <= LEVEL_4K { LEVEL_4K } else { large_level(slot, gfn, page) };
+        let mapping = Mapping {
+            pfn: page.pfn,
+            level,
+            // While the log is on, a page becomes writable by being written.
+            writable: host_writable && (access.write || !logging),
+            host_writable,
+            exec: true,
+            direct: page.refcounted,
+            fault: Some(access.write),
+        };
+        let span = pages_per(level) << 12;
+        let first = slot.hva_of(gfn).0 & !(span - 1);
+        loop {
+            let mapper = self.tdp.mapper();
+            let withdrawn = mapper.state().touch(Hva(first), Hva(first.wrapping_add(span)));
+            if withdrawn || self.sequence.load(Ordering::Acquire) != sequence {
+                return FaultOutcome::Retry;
+            }
+            match mapper.map(gfn, &mapping, cache) {
+                MapOutcome::Mapped(_) => {
+                    if access.write {
+                        slot.mark_dirty(gfn);
+                    }
+                    if mapping.writable {
+                        // Under the lock: an invalidation waits, so the page is still the host's
+                        // page there, and write-back of it begins with an invalidation.
+                        page.set_dirty();
+                    }
+                    return FaultOutcome::Mapped;
+                }
+                MapOutcome::NeedTables(count) => {
+                    drop(mapper);
+                    // What was found stays valid: the count is looked at again with the lock.
+                    if cache.top_up(count).is_err() {
+                        return FaultOutcome::Error(MemoryError::NoMemory);
+                    }
+                }
+                MapOutcome::Conflict => {
+                    // A slot moved, and its old translations are still being withdrawn.
+                    drop(mapper);
+                    let end = Gfn(gfn.0.wrapping_add(1));
+                    self.tdp.zapper().zap(gfn, end, Thoroughness::Leaves, flush);
+                    return FaultOutcome::Retry;
+                }
+                MapOutcome::Retry => return FaultOutcome::Retry,
+            }
+        }
+    }
+}
+
+/// The level at which a large host page can be mapped whole.
+#[inline(never)]
+fn large_level(slot: &MemSlot, gfn: Gfn, page: &HostPage) -> u8 {
+    let level = slot.max_level(gfn, page.level);
+    // The host's frame is aligned like its address; what is not (device memory) stays small.
+    if (page.pfn.0 ^ gfn.0) & (pages_per(level) - 1) == 0 { level } else { LEVEL_4K }
+}

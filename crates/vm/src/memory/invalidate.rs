@@ -1,0 +1,104 @@
+//! The MMU notifier's side: the host changes the VMM's address space and our translations follow.
+//!
+//! While an invalidation runs, faults on its range are refused; when it ends, a count goes up, so
+//! that a fault that had asked the host before that is taken again (the mmu-notifier protocol).
+
+use core::sync::atomic::Ordering;
+
+use mmu::tdp::{FlushRemote, Thoroughness};
+use mmu::{MemSlots, PteFormat};
+use x86::{Gfn, Hva};
+
+use super::VmMemory;
+
+/// The invalidations that are under way. Kept under the MMU lock.
+#[derive(Debug, Default)]
+pub struct Invalidations {
+    /// How many.
+    running: u64,
+    /// A range that covers all of them.
+    start: u64,
+    end: u64,
+}
+
+impl Invalidations {
+    /// Whether an invalidation under way may touch `start..end`.
+    #[inline]
+    pub fn touch(&self, start: Hva, end: Hva) -> bool {
+        self.running != 0 && start.0 < self.end && self.start < end.0
+    }
+
+    fn begin(&mut self, start: Hva, end: Hva) {
+        if self.running == 0 {
+            (self.start, self.end) = (start.0, end.0);
+        } else {
+            self.start = self.start.min(start.0);
+            self.end = self.end.max(end.0);
+        }
+        self.running = self.running.saturating_add(1);
+    }
+
+    fn finish(&mut self) {
+        self.running = self.running.saturating_sub(1);
+    }
+}
+
+/// Calls `each` for the frames that the host range backs, slot by slot.
+fn frames_behind(slots: &MemSlots, start: Hva, end: Hva, mut each: impl FnMut(Gfn, Gfn)) {
+    if !slots.may_back(start, end) {
+        return;
+    }
+    for slot in slots.iter() {
+        if let Some((first, behind)) = slot.frames_of(start, end) {
+            each(first, behind);
+        }
+    }
+}
+
+impl<F: PteFormat> VmMemory<F> {
+    /// The host is about to change `start..end`: when this returns no translation of it is left,
+    /// in the tables or in any TLB, and none is made until [`VmMemory::invalidate_end`].
+    pub fn invalidate_start(
+        &self,
+        start: Hva,
+        end: Hva,
+        may_block: bool,
+        flush: &(impl FlushRemote + ?Sized),
+    ) {
+        // First refuse new ones, then withdraw the old. The slots are looked at afterwards, so
+        // that a slot created meanwhile is either seen here or its faults see the refusal.
+        self.tdp.zapper().state_mut().begin(start, end);
+        let slots = self.slots();
+        frames_behind(&slots, start, end, |first, behind| {
+            self.zap(first, behind, Thoroughness::Leaves, flush, may_block);
+        });
+    }
+
+    /// The host's change of `start..end` is done.
+    pub fn invalidate_end(&self, _start: Hva, _end: Hva) {
+        let mut zapper = self.tdp.zapper();
+        self.sequence.fetch_add(1, Ordering::Release);
+        zapper.state_mut().finish();
+    }
+
+    /// Whether pages of `start..end` were accessed by the guest; forgets it.
+    pub fn clear_young(&self, start: Hva, end: Hva) -> bool {
+        self.age(start, end, true)
+    }
+
+    /// Whether pages of `start..end` were accessed by the guest since that was last forgotten.
+    pub fn test_young(&self, start: Hva, end: Hva) -> bool {
+        self.age(start, end, false)
+    }
+
+    fn age(&self, start: Hva, end: Hva, clear: bool) -> bool {
+        let slots = self.slots();
+        let mut young = false;
+        frames_behind(&slots, start, end, |first, behind| {
+            if clear || !young {
+                young |= self.tdp.mapper().age(first, behind, clear);
+            }
+        });
+        young
+    }
+}

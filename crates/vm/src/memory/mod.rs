@@ -1,0 +1,191 @@
+//! A VM's guest-physical memory: memslots, nested tables, and the protocol with the host's memory
+//! management that keeps both honest.
+//!
+//! Locks, outermost first: `slots_lock` (who changes slots), the slots' read section, the MMU lock
+//! inside `tdp`. Nothing is pinned: a translation holds from its fault until the MMU notifier
+//! withdraws it ([`invalidate`]). The vCPUs call [`VmMemory::fault`]; devices and the run loop read
+//! and write guest memory through [`access`], with interrupts off through [`VmMemory::view`].
+#![forbid(unsafe_code)]
+
+pub mod access;
+pub mod dirty_log;
+pub mod fault;
+pub mod invalidate;
+#[cfg(test)]
+mod tests;
+
+use core::sync::atomic::AtomicU64;
+
+use host::boxed::KBox;
+use host::error::NoMemory;
+use host::srcu::{Srcu, SrcuGuard};
+use host::sync::Mutex;
+use host::task;
+use mmu::tdp::{FlushRemote, Tdp, Thoroughness};
+use mmu::{Change, MemSlot, MemSlots, Npt, PteFormat, Region, RegionLimits, SlotError, SlotFlags};
+use x86::{Gfn, Gpa, Hpa, Hva};
+
+pub use dirty_log::DirtyLogError;
+pub use fault::{FaultAccess, FaultOutcome};
+use invalidate::Invalidations;
+
+/// Why guest memory cannot be reached. `kvm-abi` maps it to errno.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MemoryError {
+    /// No memslot there: MMIO.
+    Unbacked,
+    /// A write to a read-only slot: MMIO too.
+    ReadOnly,
+    /// The VMM's address space has nothing there (`-EFAULT`).
+    Fault,
+    /// The host's memory is broken there (`-EHWPOISON`).
+    HwPoison,
+    /// A signal came first (`-EINTR`).
+    Interrupted,
+    /// `-ENOMEM`.
+    NoMemory,
+}
+
+impl From<NoMemory> for MemoryError {
+    fn from(_: NoMemory) -> Self {
+        Self::NoMemory
+    }
+}
+
+impl From<host::error::Fault> for MemoryError {
+    fn from(_: host::error::Fault) -> Self {
+        Self::Fault
+    }
+}
+
+/// Frames that are zapped with the lock held once, before others get their turn.
+const ZAP_STRETCH: u64 = 1 << 18;
+
+/// The memory of a VM. `F` is the nested tables' format.
+pub struct VmMemory<F: PteFormat = Npt> {
+    slots: Srcu<MemSlots>,
+    slots_lock: Mutex<()>,
+    limits: RegionLimits,
+    /// Counts ended invalidations; a fault that spans one is taken again.
+    sequence: AtomicU64,
+    tdp: Tdp<F, Invalidations>,
+}
+
+impl<F: PteFormat> VmMemory<F> {
+    /// No slots, no translations. `levels`: of the nested tables, 5 when the host's CR4.LA57 is set
+    /// (NPT), else 4. `encryption`: the host's SME bit or 0.
+    pub fn new(levels: u8, encryption: u64, limits: RegionLimits) -> Result<Self, NoMemory> {
+        let tdp = Tdp::new(levels, encryption, Invalidations::default())?;
+        let frames = limits.frames.min(tdp.frames());
+        Ok(Self {
+            slots: Srcu::new(KBox::new(MemSlots::new())?)?,
+            slots_lock: Mutex::new(()),
+            limits: RegionLimits { frames, ..limits },
+            sequence: AtomicU64::new(0),
+            tdp,
+        })
+    }
+
+    /// Address of the nested root table.
+    pub fn nested_root(&self) -> Hpa {
+        self.tdp.root()
+    }
+
+    /// Grows whenever a translation is withdrawn; never the same for two VMs.
+    #[inline]
+    pub fn generation(&self) -> u64 {
+        self.tdp.generation()
+    }
+
+    /// The slots of this moment.
+    #[inline]
+    pub fn slots(&self) -> SrcuGuard<'_, MemSlots> {
+        self.slots.read()
+    }
+
+    /// Host-virtual address of a guest frame.
+    pub fn hva_of(&self, gfn: Gfn) -> Option<Hva> {
+        self.slots().hva_of(Gpa(gfn.0 << 12))
+    }
+
+    /// KVM_SET_USER_MEMORY_REGION (KVM API §4.35): creates, deletes or moves a slot, or switches its
+    /// dirty log. On error nothing has changed. Sleeps.
+    pub fn set_region(
+        &self,
+        region: &Region,
+        flush: &(impl FlushRemote + ?Sized),
+    ) -> Result<(), SlotError> {
+        let _held = self.slots_lock.lock();
+        let change = self.slots().change(region, &self.limits)?;
+        // Once replace() returns, no fault that saw the old slots is under way; so nothing that is
+        // withdrawn below can come back.
+        match change {
+            Change::Nothing => {}
+            Change::Create(table) => drop(self.slots.replace(table)),
+            Change::Delete(table, old) | Change::Move(table, old) => {
+                drop(self.slots.replace(table));
+                self.zap_slot(&old, flush);
+            }
+            Change::Flags(table, old, new) => {
+                drop(self.slots.replace(table));
+                if new.flags.contains(SlotFlags::LOG_DIRTY) {
+                    self.write_protect_slot(&old, flush);
+                } else {
+                    // Large pages come back with the next faults.
+                    self.zap_slot(&old, flush);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Withdraws all translations: the address space dies, or the VM does.
+    pub fn release(&self, flush: &(impl FlushRemote + ?Sized)) {
+        self.zap(Gfn(0), Gfn(self.tdp.frames()), Thoroughness::Tables, flush, false);
+    }
+
+    fn zap_slot(&self, slot: &MemSlot, flush: &(impl FlushRemote + ?Sized)) {
+        self.zap(slot.base, slot.end(), Thoroughness::Tables, flush, true);
+    }
+
+    /// Withdraws the frames `first..end` stretch by stretch.
+    fn zap(
+        &self,
+        first: Gfn,
+        end: Gfn,
+        how: Thoroughness,
+        flush: &(impl FlushRemote + ?Sized),
+        may_sleep: bool,
+    ) {
+        let end = end.0.min(self.tdp.frames());
+        let mut at = first.0;
+        while at < end {
+            // Whatever is mapped beyond the next hole in the upper levels comes with it.
+            let mut zapper = self.tdp.zapper();
+            at = zapper.next_mapped(Gfn(at), Gfn(end)).0;
+            let stop = (at | (ZAP_STRETCH - 1)).saturating_add(1).min(end);
+            if at < stop {
+                zapper.zap(Gfn(at), Gfn(stop), how, flush);
+            }
+            drop(zapper);
+            at = stop;
+            if may_sleep {
+                task::cond_resched();
+            }
+        }
+    }
+
+    fn write_protect_slot(&self, slot: &MemSlot, flush: &(impl FlushRemote + ?Sized)) {
+        let (mut at, end) = (slot.base.0, slot.end().0);
+        let mut any = false;
+        while at < end {
+            let stop = (at | (ZAP_STRETCH - 1)).saturating_add(1).min(end);
+            any |= self.tdp.zapper().write_protect(Gfn(at), Gfn(stop));
+            at = stop;
+            task::cond_resched();
+        }
+        if any {
+            self.tdp.zapper().flush(flush);
+        }
+    }
+}

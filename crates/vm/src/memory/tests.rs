@@ -1,0 +1,1 @@
+//! Behaviour of a VM's memory, against the std port of `host`.
