@@ -1,0 +1,328 @@
+//! The I/O APIC, 82093AA: 24 pins, each with a redirection entry that turns its line into a
+//! message. Data sheet §3.2.
+//!
+//! It stands behind the VM's interrupt lock. Messages leave through a closure that says whether a
+//! CPU took them newly.
+
+use x86::Vector;
+
+use crate::message::{
+    DeliveryMode, DestMode, IrqMessage, LineStatus, Shorthand, Trigger, widen_dest,
+};
+
+/// Number of input pins.
+pub const PINS: usize = 24;
+/// Where its two registers lie on a PC.
+pub const DEFAULT_BASE: u64 = 0xfec0_0000;
+/// Bytes that it decodes from its base.
+pub const WINDOW: u64 = 0x100;
+
+const REG_SELECT: u64 = 0x00;
+const REG_WINDOW: u64 = 0x10;
+const VERSION: u32 = 0x11 | (PINS as u32 - 1) << 16;
+
+/// How often in a row a level pin may be found asserted at its end of interrupt before the next
+/// delivery is put off: a guest whose handler cannot silence the device must still get to run.
+const STORM_LIMIT: u16 = 10_000;
+
+mod rte {
+    pub const DELIVERY_STATUS: u64 = 1 << 12;
+    pub const LOGICAL: u64 = 1 << 11;
+    pub const REMOTE_IRR: u64 = 1 << 14;
+    pub const LEVEL: u64 = 1 << 15;
+    pub const MASKED: u64 = 1 << 16;
+    pub const READ_ONLY: u64 = DELIVERY_STATUS | REMOTE_IRR;
+    pub const IMPLEMENTED: u64 = 0xff00_0000_0001_ffff;
+}
+
+/// The state that KVM_GET_IRQCHIP and KVM_SET_IRQCHIP carry (`struct kvm_ioapic_state`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IoApicState {
+    /// Guest-physical address of the registers.
+    pub base_address: u64,
+    /// Register selected.
+    pub ioregsel: u32,
+    /// Id register's bits 27:24, as a number.
+    pub id: u32,
+    /// Pins whose line is asserted (level) or whose edge is not yet withdrawn.
+    pub irr: u32,
+    /// Redirection entries.
+    pub redirtbl: [u64; PINS],
+}
+
+impl Default for IoApicState {
+    fn default() -> Self {
+        Self {
+            base_address: DEFAULT_BASE,
+            ioregsel: 0,
+            id: 0,
+            irr: 0,
+            redirtbl: [rte::MASKED; PINS],
+        }
+    }
+}
+
+/// An I/O APIC.
+#[derive(Clone, Debug, Default)]
+pub struct IoApic {
+    state: IoApicState,
+    /// Who asserts each pin: one bit per source.
+    sources: [u32; PINS],
+    /// Ends of interrupt in a row that found the pin still asserted.
+    storm: [u16; PINS],
+}
+
+fn message(entry: u64) -> Option<IrqMessage> {
+    let dest_mode = if entry & rte::LOGICAL != 0 { DestMode::Logical } else { DestMode::Physical };
+    Some(IrqMessage {
+        vector: Vector(entry as u8),
+        delivery: DeliveryMode::from_bits((entry >> 8) as u32)?,
+        dest_mode,
+        trigger: if entry & rte::LEVEL != 0 { Trigger::Level } else { Trigger::Edge },
+        assert: true,
+        shorthand: Shorthand::None,
+        dest: widen_dest((entry >> 56) as u8, dest_mode),
+    })
+}
+
+impl IoApic {
+    /// Power-up state: every pin masked.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Whether a guest-physical address is one of its registers.
+    #[inline]
+    pub fn covers(&self, address: u64) -> bool {
+        address.wrapping_sub(self.state.base_address) < WINDOW
+    }
+
+    /// Guest-physical address of the registers.
+    pub fn base_address(&self) -> u64 {
+        self.state.base_address
+    }
+
+    /// Source number `source` (below 32) drives `pin` to `level`; the pin is the OR of its sources.
+    ///
+    /// An edge pin delivers at the change from low to high; a level pin whenever it is high and its
+    /// last interrupt has ended.
+    pub fn set_line(
+        &mut self,
+        pin: usize,
+        source: u8,
+        level: bool,
+        deliver: &mut impl FnMut(IrqMessage) -> bool,
+    ) -> LineStatus {
+        let Some(sources) = self.sources.get_mut(pin) else {
+            return LineStatus::Ignored;
+        };
+        let bit = 1u32 << (source & 31);
+        *sources = if level { *sources | bit } else { *sources & !bit };
+        let high = *sources != 0;
+        self.drive(pin, high, deliver)
+    }
+
+    fn drive(
+        &mut self,
+        pin: usize,
+        high: bool,
+        deliver: &mut impl FnMut(IrqMessage) -> bool,
+    ) -> LineStatus {
+        let Some(entry) = self.state.redirtbl.get(pin).copied() else {
+            return LineStatus::Ignored;
+        };
+        let mask = 1u32 << pin;
+        if !high {
+            self.state.irr &= !mask;
+            if let Some(storm) = self.storm.get_mut(pin) {
+                *storm = 0;
+            }
+            return LineStatus::Delivered(1);
+        }
+        let was_high = self.state.irr & mask != 0;
+        self.state.irr |= mask;
+        let coalesced =
+            if entry & rte::LEVEL != 0 { entry & rte::REMOTE_IRR != 0 } else { was_high };
+        if coalesced { LineStatus::Coalesced } else { self.service(pin, deliver) }
+    }
+
+    /// Sends the message of an asserted pin if nothing holds it back.
+    fn service(&mut self, pin: usize, deliver: &mut impl FnMut(IrqMessage) -> bool) -> LineStatus {
+        let Some(entry) = self.state.redirtbl.get_mut(pin) else {
+            return LineStatus::Ignored;
+        };
+        let level = *entry & rte::LEVEL != 0;
+        if *entry & rte::MASKED != 0 || (level && *entry & rte::REMOTE_IRR != 0) {
+            return LineStatus::Ignored;
+        }
+        let Some(message) = message(*entry) else {
+            return LineStatus::Ignored;
+        };
+        let taken = deliver(message);
+        // Only what ends with an EOI waits for one (data sheet §3.2.4, remote IRR).
+        let ends = matches!(message.delivery, DeliveryMode::Fixed | DeliveryMode::LowestPriority);
+        if level && ends {
+            *entry |= rte::REMOTE_IRR;
+        }
+        if taken { LineStatus::Delivered(1) } else { LineStatus::Coalesced }
+    }
+
+    /// A CPU ended `vector`. Clears remote IRR of its level pins and gives the pins, level and
+    /// edge, that send this vector: their acknowledgement is to be told to whoever waits for it,
+    /// and then [`reassert`](Self::reassert) called with them.
+    pub fn eoi(&mut self, vector: Vector) -> u32 {
+        let mut pins = 0;
+        for (pin, entry) in self.state.redirtbl.iter_mut().enumerate() {
+            let fixed = *entry >> 8 & 7 <= 1;
+            if *entry as u8 != vector.0 || !fixed {
+                continue;
+            }
+            if *entry & rte::LEVEL != 0 {
+                *entry &= !rte::REMOTE_IRR;
+            }
+            pins |= 1 << pin;
+        }
+        pins
+    }
+
+    /// After [`eoi`](Self::eoi): sends again for those level `pins` that are still asserted.
+    ///
+    /// Returns the pins put off because they stay asserted time after time; the caller passes them
+    /// to [`retry`](Self::retry) some ten milliseconds later.
+    pub fn reassert(&mut self, pins: u32, deliver: &mut impl FnMut(IrqMessage) -> bool) -> u32 {
+        let mut put_off = 0;
+        for pin in bits(pins) {
+            let asserted = self.state.irr & 1 << pin != 0;
+            let level = self.state.redirtbl.get(pin).is_some_and(|e| e & rte::LEVEL != 0);
+            let Some(storm) = self.storm.get_mut(pin) else { continue };
+            if !asserted || !level {
+                *storm = 0;
+                continue;
+            }
+            *storm += 1;
+            if *storm >= STORM_LIMIT {
+                *storm = 0;
+                put_off |= 1 << pin;
+            } else {
+                self.service(pin, deliver);
+            }
+        }
+        put_off
+    }
+
+    /// Sends for those of `pins` that are asserted and wait for nothing.
+    pub fn retry(&mut self, pins: u32, deliver: &mut impl FnMut(IrqMessage) -> bool) {
+        for pin in bits(pins) {
+            if self.state.irr & 1 << pin != 0 {
+                self.service(pin, deliver);
+            }
+        }
+    }
+
+    /// The vectors that `pins` send while unmasked, as 256 bits: whose EOI a listener to those pins
+    /// must hear.
+    pub fn vectors_of(&self, pins: u32) -> [u64; 4] {
+        let mut set = [0u64; 4];
+        for pin in bits(pins) {
+            let Some(entry) = self.state.redirtbl.get(pin) else { continue };
+            if entry & rte::MASKED == 0 && entry >> 8 & 7 <= 1 {
+                let vector = *entry as u8;
+                set[usize::from(vector >> 6)] |= 1 << (vector & 63);
+            }
+        }
+        set
+    }
+
+    /// A guest load at `offset` from the base.
+    pub fn read(&self, offset: u64) -> u32 {
+        match offset & 0xf0 {
+            REG_SELECT => self.state.ioregsel,
+            REG_WINDOW => self.read_selected(),
+            _ => 0,
+        }
+    }
+
+    /// A guest store at `offset` from the base. True when a redirection entry changed, so that
+    /// [`vectors_of`](Self::vectors_of) is to be asked again.
+    pub fn write(
+        &mut self,
+        offset: u64,
+        value: u32,
+        deliver: &mut impl FnMut(IrqMessage) -> bool,
+    ) -> bool {
+        match offset & 0xf0 {
+            REG_SELECT => {
+                self.state.ioregsel = value & 0xff;
+                false
+            }
+            REG_WINDOW => self.write_selected(value, deliver),
+            _ => false,
+        }
+    }
+
+    fn read_selected(&self) -> u32 {
+        match self.state.ioregsel {
+            0x00 | 0x02 => (self.state.id & 0xf) << 24,
+            0x01 => VERSION,
+            index => {
+                let entry = (index.wrapping_sub(0x10) >> 1) as usize;
+                match self.state.redirtbl.get(entry) {
+                    Some(entry) => (entry >> ((index & 1) * 32)) as u32,
+                    None => 0,
+                }
+            }
+        }
+    }
+
+    fn write_selected(&mut self, value: u32, deliver: &mut impl FnMut(IrqMessage) -> bool) -> bool {
+        let index = self.state.ioregsel;
+        if index == 0 {
+            self.state.id = value >> 24 & 0xf;
+            return false;
+        }
+        let pin = (index.wrapping_sub(0x10) >> 1) as usize;
+        let Some(entry) = self.state.redirtbl.get_mut(pin) else {
+            return false;
+        };
+        let old = *entry;
+        let shift = (index & 1) * 32;
+        let written = old & !(0xffff_ffff << shift) | u64::from(value) << shift;
+        let mut new = (written & !rte::READ_ONLY | old & rte::READ_ONLY) & rte::IMPLEMENTED;
+        if new & rte::LEVEL == 0 {
+            // Systems switch a stuck pin to edge and back to get rid of its remote IRR.
+            new &= !rte::REMOTE_IRR;
+        }
+        *entry = new;
+        if new & rte::LEVEL != 0 && self.state.irr & 1 << pin != 0 {
+            // A level that was held back by the mask goes out now; an edge under the mask is lost.
+            self.service(pin, deliver);
+        }
+        new != old
+    }
+
+    /// The state for saving.
+    pub fn save(&self) -> IoApicState {
+        self.state
+    }
+
+    /// Takes over a saved state; pins asserted in it are delivered as if they were asserted now.
+    pub fn restore(&mut self, state: &IoApicState, deliver: &mut impl FnMut(IrqMessage) -> bool) {
+        let asserted = state.irr & ((1 << PINS) - 1);
+        self.state = IoApicState { ioregsel: state.ioregsel & 0xff, irr: 0, ..*state };
+        for entry in &mut self.state.redirtbl {
+            *entry &= rte::IMPLEMENTED;
+        }
+        self.storm = [0; PINS];
+        for pin in bits(asserted) {
+            self.drive(pin, true, deliver);
+        }
+    }
+}
+
+/// The numbers of the bits set, below [`PINS`].
+fn bits(mask: u32) -> impl Iterator<Item = usize> {
+    (0..PINS).filter(move |pin| mask & 1 << pin != 0)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,159 @@
+//! Putting interrupts in: what a sender on any CPU, or one of the APIC's own sources, does.
+//! SDM vol. 3A §10.5.1, §10.6, §10.8.4.
+
+use core::sync::atomic::Ordering::*;
+
+use x86::Vector;
+
+use super::Lapic;
+use super::regs::{LVT_MASKED, error};
+use crate::message::{DeliveryMode, IrqMessage, Trigger};
+
+/// What became of a message at one APIC.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub enum Accepted {
+    /// Not taken: APIC disabled, or a message that means nothing here.
+    Ignored,
+    /// Already pending: whoever set it has kicked the vCPU.
+    Coalesced,
+    /// Newly pending in the IRR: kick the vCPU.
+    Pending,
+    /// The vCPU is to get an NMI.
+    Nmi,
+    /// The vCPU is to get an SMI.
+    Smi,
+    /// The vCPU is to get INIT.
+    Init,
+    /// The vCPU is to start at this page, if it waits for it.
+    Sipi(Vector),
+    /// The vCPU is to take a vector from the 8259A.
+    ExtInt,
+}
+
+impl Accepted {
+    /// Whether the vCPU has something new to look at.
+    #[inline]
+    pub const fn kick(self) -> bool {
+        !matches!(self, Self::Ignored | Self::Coalesced)
+    }
+
+    /// Whether the message arrived, for KVM_IRQ_LINE_STATUS: false for a coalesced or ignored one.
+    #[inline]
+    pub const fn delivered(self) -> bool {
+        self.kick()
+    }
+}
+
+/// The local vector table's entries (SDM vol. 3A §10.5.1), in register order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LocalVector {
+    /// APIC timer.
+    Timer = 0,
+    /// Thermal sensor.
+    Thermal = 1,
+    /// Performance counter.
+    Performance = 2,
+    /// LINT0 pin: the 8259A's output.
+    Lint0 = 3,
+    /// LINT1 pin: NMI.
+    Lint1 = 4,
+    /// APIC error.
+    Error = 5,
+}
+
+impl Lapic {
+    /// Takes a message that [`matches`](Self::matches) addressed here.
+    #[inline]
+    pub fn accept(&self, msg: &IrqMessage) -> Accepted {
+        match msg.delivery {
+            DeliveryMode::Fixed | DeliveryMode::LowestPriority => {
+                self.accept_fixed(msg.vector, msg.trigger == Trigger::Level)
+            }
+            DeliveryMode::Smi => Accepted::Smi,
+            DeliveryMode::Nmi => Accepted::Nmi,
+            // The INIT level de-assert only synchronised arbitration ids on old buses.
+            DeliveryMode::Init if msg.trigger == Trigger::Level && !msg.assert => Accepted::Ignored,
+            DeliveryMode::Init => Accepted::Init,
+            DeliveryMode::Startup => Accepted::Sipi(msg.vector),
+            // From the bus it goes nowhere: the 8259A is wired to LINT0.
+            DeliveryMode::ExtInt => Accepted::Ignored,
+        }
+    }
+
+    /// Makes a vector pending.
+    #[inline]
+    pub fn accept_fixed(&self, vector: Vector, level: bool) -> Accepted {
+        if !self.software_enabled() {
+            return Accepted::Ignored;
+        }
+        let v = vector.0;
+        if v < 16 {
+            return self.raise_error(error::RECEIVE_ILLEGAL_VECTOR);
+        }
+        self.request(v, level)
+    }
+
+    #[inline]
+    fn request(&self, v: u8, level: bool) -> Accepted {
+        // The trigger mode is to be in place when the owner sees the request.
+        if self.tmr.test(v) != level {
+            if level {
+                self.tmr.set_shared(v);
+            } else {
+                self.tmr.clear_shared(v);
+            }
+        }
+        let newly = self.irr.set_shared(v);
+        self.irr_pending.store(1, Release);
+        if newly { Accepted::Pending } else { Accepted::Coalesced }
+    }
+
+    /// Logs an error and, when its LVT entry is unmasked, makes the error vector pending
+    /// (SDM vol. 3A §10.5.3).
+    pub(super) fn raise_error(&self, bit: u32) -> Accepted {
+        self.esr_pending.fetch_or(bit, Relaxed);
+        let lvt = self.lvt(LocalVector::Error);
+        if lvt & LVT_MASKED != 0 || lvt & 0xff < 16 || !self.software_enabled() {
+            return Accepted::Ignored;
+        }
+        self.request(lvt as u8, false)
+    }
+
+    /// An event of one of the APIC's own sources, delivered as its LVT entry says.
+    #[inline]
+    pub fn deliver_local(&self, source: LocalVector) -> Accepted {
+        let lvt = self.lvt(source);
+        if lvt & LVT_MASKED != 0 || !self.enabled() {
+            return Accepted::Ignored;
+        }
+        // Timer and error have no delivery mode field: their bits read as zero, which is fixed.
+        match DeliveryMode::from_bits(lvt >> 8) {
+            Some(DeliveryMode::Fixed) => {
+                let level = source == LocalVector::Lint0 && lvt & (1 << 15) != 0;
+                self.accept_fixed(Vector(lvt as u8), level)
+            }
+            Some(DeliveryMode::Nmi) => Accepted::Nmi,
+            Some(DeliveryMode::Smi) => Accepted::Smi,
+            Some(DeliveryMode::Init) => Accepted::Init,
+            Some(DeliveryMode::ExtInt) => Accepted::ExtInt,
+            _ => Accepted::Ignored,
+        }
+    }
+
+    /// Whether this CPU takes the 8259A's interrupts: APIC off, or LINT0 unmasked in ExtINT mode.
+    #[inline]
+    pub fn accepts_pic(&self) -> bool {
+        if !self.enabled() {
+            return true;
+        }
+        let lint0 = self.lvt(LocalVector::Lint0);
+        lint0 & (LVT_MASKED | 0x700) == 0x700
+    }
+
+    /// Whether LINT0 is unmasked in NMI mode: the PIT then works as an NMI watchdog.
+    #[inline]
+    pub fn lint0_is_nmi(&self) -> bool {
+        self.enabled() && self.lvt(LocalVector::Lint0) & (LVT_MASKED | 0x700) == 0x400
+    }
+}

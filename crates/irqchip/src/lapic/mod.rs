@@ -1,0 +1,368 @@
+//! The local APIC, xAPIC and x2APIC: SDM vol. 3A chapter 10, APM vol. 2 chapter 16.
+//!
+//! One [`Lapic`] per vCPU, shared by reference. Its vCPU is the *owner* and the only one to take
+//! interrupts out, to write registers and to end interrupts. Everybody else is a *sender*: reads
+//! what is needed to match a destination and puts interrupts in. So all state is atomic; what only
+//! the owner changes costs plain moves, and only the IRR needs locked instructions.
+
+mod deliver;
+mod priority;
+mod regs;
+mod state;
+#[cfg(test)]
+mod tests;
+mod timer;
+mod vectors;
+
+use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
+
+pub use deliver::{Accepted, LocalVector};
+pub use regs::{ICR_MSR, LapicEffect, SELF_IPI_MSR, TSC_DEADLINE_MSR, X2APIC_MSR_BASE};
+pub use state::{REGISTER_PAGE, RestoreError};
+pub use timer::{HostTimer, TimerChange, TimerClock, TimerFired, TimerOp};
+
+use crate::message::{BROADCAST, DestMode, IrqMessage};
+use regs::{LVT_COUNT, LVT_MASKED};
+use timer::Timer;
+use vectors::VectorSet;
+
+/// The access is a general-protection fault with error code 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gp;
+
+/// Where an APIC's registers lie after reset.
+pub const DEFAULT_BASE: u64 = 0xfee0_0000;
+
+/// Bits of the APIC base MSR (SDM vol. 3A §10.4.4, §10.12.1).
+pub mod base {
+    /// This is the bootstrap processor.
+    pub const BSP: u64 = 1 << 8;
+    /// x2APIC mode.
+    pub const EXTD: u64 = 1 << 10;
+    /// Global enable.
+    pub const ENABLE: u64 = 1 << 11;
+}
+
+/// The mode that the APIC base MSR selects.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum LapicMode {
+    /// Globally disabled: the CPU behaves as if it had none.
+    Disabled = 0,
+    /// Memory-mapped registers, 8-bit ids.
+    XApic = 1,
+    /// Registers in MSRs, 32-bit ids.
+    X2Apic = 2,
+}
+
+/// What a write of the APIC base MSR is checked against.
+#[derive(Clone, Copy, Debug)]
+pub struct BaseRules {
+    /// Guest physical address width in bits; address bits from there up are reserved.
+    pub maxphyaddr: u8,
+    /// CPUID offers x2APIC.
+    pub x2apic: bool,
+    /// The write comes from the VMM, which may make any transition but not an invalid state.
+    pub host: bool,
+}
+
+/// What a write of the APIC base MSR changed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BaseChange {
+    /// Enable or mode changed: matching, CPUID.1:EDX.APIC and MSR intercepts depend on it.
+    pub mode: bool,
+    /// The register page moved.
+    pub address: bool,
+}
+
+/// Optional behaviours, from CPUID and capabilities.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Features {
+    /// The timer has TSC-deadline mode.
+    pub tsc_deadline: bool,
+    /// The guest may suppress EOI broadcasts (SVR bit 12); only with an I/O APIC in user space.
+    pub directed_eoi: bool,
+}
+
+const FEATURE_TSC_DEADLINE: u8 = 1;
+const FEATURE_DIRECTED_EOI: u8 = 2;
+
+/// A local APIC.
+///
+/// Layout: line 0 is what a sender and the entry path touch; line 1 what taking and ending an
+/// interrupt touches; line 2 the timer; the rest is cold.
+#[repr(C, align(64))]
+pub struct Lapic {
+    irr: VectorSet,
+    /// Hint that `irr` may have a member: "nothing pending" is one load. Never false while a
+    /// deliverable bit is set, but for the moment between a sender's two stores.
+    irr_pending: AtomicU8,
+    mode: AtomicU8,
+    /// SVR bit 8.
+    software_enabled: AtomicU8,
+    /// Highest vector in service, 0 for none.
+    isr_highest: AtomicU8,
+    ppr: AtomicU8,
+    tpr: AtomicU8,
+    features: AtomicU8,
+    /// Address of the CPU: 8 bits in xAPIC mode, 32 in x2APIC mode.
+    id: AtomicU32,
+    /// As the register shows it in the current mode.
+    ldr: AtomicU32,
+    dfr: AtomicU32,
+    vcpu_id: u32,
+
+    isr: VectorSet,
+    tmr: VectorSet,
+
+    timer: Timer,
+
+    base: AtomicU64,
+    lvt: [AtomicU32; LVT_COUNT],
+    svr: AtomicU32,
+    icr_lo: AtomicU32,
+    icr_hi: AtomicU32,
+    /// Errors the guest sees.
+    esr: AtomicU32,
+    /// Errors since the guest last wrote the ESR.
+    esr_pending: AtomicU32,
+}
+
+impl Lapic {
+    /// The APIC of vCPU `vcpu_id` in its power-up state. `bsp` sets the bootstrap bit.
+    pub fn new(vcpu_id: u32, bsp: bool) -> Self {
+        let lapic = Self {
+            irr: VectorSet::default(),
+            irr_pending: AtomicU8::new(0),
+            mode: AtomicU8::new(LapicMode::XApic as u8),
+            software_enabled: AtomicU8::new(0),
+            isr_highest: AtomicU8::new(0),
+            ppr: AtomicU8::new(0),
+            tpr: AtomicU8::new(0),
+            features: AtomicU8::new(FEATURE_TSC_DEADLINE),
+            id: AtomicU32::new(0),
+            ldr: AtomicU32::new(0),
+            dfr: AtomicU32::new(0),
+            vcpu_id,
+            isr: VectorSet::default(),
+            tmr: VectorSet::default(),
+            timer: Timer::new(),
+            base: AtomicU64::new(0),
+            lvt: [const { AtomicU32::new(LVT_MASKED) }; LVT_COUNT],
+            svr: AtomicU32::new(0xff),
+            icr_lo: AtomicU32::new(0),
+            icr_hi: AtomicU32::new(0),
+            esr: AtomicU32::new(0),
+            esr_pending: AtomicU32::new(0),
+        };
+        lapic.reset(bsp, false);
+        lapic
+    }
+
+    /// Power-up reset (SDM vol. 3A §10.4.7.1): xAPIC mode at the default address.
+    ///
+    /// With `lint0_extint` LINT0 comes up unmasked in ExtINT mode, as firmware leaves it on the
+    /// bootstrap processor (KVM_X86_QUIRK_LINT0_REENABLED).
+    pub fn reset(&self, bsp: bool, lint0_extint: bool) {
+        let bsp_bit = if bsp { base::BSP } else { 0 };
+        self.base.store(DEFAULT_BASE | base::ENABLE | bsp_bit, Relaxed);
+        self.mode.store(LapicMode::XApic as u8, Relaxed);
+        self.id.store(self.vcpu_id & 0xff, Relaxed);
+        self.ldr.store(0, Relaxed);
+        self.reset_registers();
+        if lint0_extint {
+            self.set_lvt(LocalVector::Lint0, 0x700);
+        }
+    }
+
+    /// INIT (SDM vol. 3A §10.4.7.3): all registers but the id; base and mode stay.
+    pub fn init(&self) {
+        if self.mode() != LapicMode::X2Apic {
+            self.ldr.store(0, Relaxed);
+        }
+        self.reset_registers();
+    }
+
+    fn reset_registers(&self) {
+        self.dfr.store(u32::MAX, Relaxed);
+        self.tpr.store(0, Relaxed);
+        self.svr.store(0xff, Relaxed);
+        self.software_enabled.store(0, Relaxed);
+        for lvt in &self.lvt {
+            lvt.store(LVT_MASKED, Relaxed);
+        }
+        self.icr_lo.store(0, Relaxed);
+        self.icr_hi.store(0, Relaxed);
+        self.esr.store(0, Relaxed);
+        self.esr_pending.store(0, Relaxed);
+        self.timer.reset();
+        self.irr_pending.store(0, Relaxed);
+        self.irr.clear();
+        self.isr.clear();
+        self.tmr.clear();
+        self.isr_highest.store(0, Relaxed);
+        self.update_ppr();
+    }
+
+    /// Chooses the optional behaviours.
+    pub fn set_features(&self, features: Features) {
+        let mut bits = 0;
+        if features.tsc_deadline {
+            bits |= FEATURE_TSC_DEADLINE;
+        }
+        if features.directed_eoi {
+            bits |= FEATURE_DIRECTED_EOI;
+        }
+        self.features.store(bits, Relaxed);
+    }
+
+    #[inline]
+    fn has(&self, feature: u8) -> bool {
+        self.features.load(Relaxed) & feature != 0
+    }
+
+    /// The mode that the base MSR selected.
+    #[inline]
+    pub fn mode(&self) -> LapicMode {
+        match self.mode.load(Relaxed) {
+            1 => LapicMode::XApic,
+            2 => LapicMode::X2Apic,
+            _ => LapicMode::Disabled,
+        }
+    }
+
+    /// Globally enabled.
+    #[inline]
+    pub fn enabled(&self) -> bool {
+        self.mode.load(Relaxed) != LapicMode::Disabled as u8
+    }
+
+    /// Globally enabled, and by the spurious-interrupt vector register too.
+    #[inline]
+    pub fn software_enabled(&self) -> bool {
+        self.enabled() && self.software_enabled.load(Relaxed) != 0
+    }
+
+    /// The APIC id as destinations are compared with it.
+    #[inline]
+    pub fn id(&self) -> u32 {
+        self.id.load(Relaxed)
+    }
+
+    /// The id of its vCPU: the x2APIC id, and the xAPIC id until the guest writes another.
+    #[inline]
+    pub fn vcpu_id(&self) -> u32 {
+        self.vcpu_id
+    }
+
+    /// The APIC base MSR.
+    #[inline]
+    pub fn base(&self) -> u64 {
+        self.base.load(Relaxed)
+    }
+
+    /// Where the xAPIC register page lies, when there is one.
+    #[inline]
+    pub fn mmio_base(&self) -> Option<u64> {
+        (self.mode() == LapicMode::XApic).then(|| self.base() & !0xfff)
+    }
+
+    /// Writes the APIC base MSR.
+    ///
+    /// # Errors
+    /// [`Gp`] for reserved bits, EXTD without ENABLE, and, for a guest, the transitions that
+    /// SDM vol. 3A §10.12.5 forbids: x2APIC to xAPIC, and disabled to x2APIC.
+    pub fn set_base(&self, value: u64, rules: BaseRules) -> Result<BaseChange, Gp> {
+        let width = u32::from(rules.maxphyaddr.clamp(32, 52));
+        let mut reserved = !((1 << width) - 1) | 0xff | (1 << 9);
+        if !rules.x2apic {
+            reserved |= base::EXTD;
+        }
+        let enable = value & base::ENABLE != 0;
+        let extended = value & base::EXTD != 0;
+        if value & reserved != 0 || (extended && !enable) {
+            return Err(Gp);
+        }
+        let old_mode = self.mode();
+        let new_mode = match (enable, extended) {
+            (false, _) => LapicMode::Disabled,
+            (true, false) => LapicMode::XApic,
+            (true, true) => LapicMode::X2Apic,
+        };
+        let forbidden = matches!(
+            (old_mode, new_mode),
+            (LapicMode::X2Apic, LapicMode::XApic) | (LapicMode::Disabled, LapicMode::X2Apic)
+        );
+        if forbidden && !rules.host {
+            return Err(Gp);
+        }
+        let old = self.base.swap(value, Relaxed);
+        if new_mode != old_mode {
+            self.enter_mode(old_mode, new_mode);
+        }
+        Ok(BaseChange {
+            mode: new_mode != old_mode,
+            address: (old ^ value) & !0xfff & ((1 << width) - 1) != 0,
+        })
+    }
+
+    fn enter_mode(&self, old: LapicMode, new: LapicMode) {
+        match new {
+            LapicMode::Disabled => {}
+            LapicMode::XApic => {
+                self.id.store(self.vcpu_id & 0xff, Relaxed);
+                if old == LapicMode::X2Apic {
+                    self.ldr.store(0, Relaxed);
+                    self.dfr.store(u32::MAX, Relaxed);
+                }
+            }
+            LapicMode::X2Apic => {
+                self.id.store(self.vcpu_id, Relaxed);
+                self.ldr.store(x2apic_ldr(self.vcpu_id), Relaxed);
+            }
+        }
+        self.mode.store(new as u8, Relaxed);
+        self.refresh_pending();
+    }
+
+    /// Whether a message with this destination addresses this APIC; the shorthand is the sender's
+    /// business. SDM vol. 3A §10.6.2, §10.12.10.
+    #[inline]
+    pub fn matches(&self, msg: &IrqMessage) -> bool {
+        let mode = self.mode();
+        if mode == LapicMode::Disabled {
+            return false;
+        }
+        match msg.dest_mode {
+            DestMode::Physical => msg.dest == BROADCAST || msg.dest == self.id(),
+            DestMode::Logical => self.matches_logical(mode, msg.dest),
+        }
+    }
+
+    fn matches_logical(&self, mode: LapicMode, dest: u32) -> bool {
+        if dest == BROADCAST {
+            return true;
+        }
+        let ldr = self.ldr.load(Relaxed);
+        if mode == LapicMode::X2Apic {
+            return dest >> 16 == ldr >> 16 && dest & ldr & 0xffff != 0;
+        }
+        if dest > 0xff {
+            return false;
+        }
+        let logical = ldr >> 24;
+        // Only these two models exist; with any other the APIC hears nothing.
+        match self.dfr.load(Relaxed) >> 28 {
+            _ if dest == 0xff => true,
+            0xf => dest & logical != 0,
+            0x0 => (dest >> 4 == 0xf || dest >> 4 == logical >> 4) && dest & logical & 0xf != 0,
+            _ => false,
+        }
+    }
+}
+
+/// The read-only logical id of an x2APIC: cluster in bits 31:16, one bit of 16 below
+/// (SDM vol. 3A §10.12.10.2).
+const fn x2apic_ldr(id: u32) -> u32 {
+    (id >> 4) << 16 | 1 << (id & 0xf)
+}

@@ -1,0 +1,189 @@
+//! Taking interrupts: processor priority, the highest pending vector, IRR to ISR, end of
+//! interrupt. SDM vol. 3A §10.8. Only the owner calls these; they are the hot half of the APIC.
+
+use core::sync::atomic::Ordering::*;
+
+use x86::Vector;
+
+use super::regs::SVR_SUPPRESS_EOI;
+use super::{FEATURE_DIRECTED_EOI, Lapic, LapicEffect};
+
+impl Lapic {
+    /// The highest pending vector whose class is above the processor priority.
+    #[inline]
+    pub fn highest_pending(&self) -> Option<Vector> {
+        if self.irr_pending.load(Relaxed) == 0 {
+            return None;
+        }
+        self.pending_above(self.ppr.load(Relaxed))
+    }
+
+    /// The highest pending vector, whether or not the processor priority holds it back: what an
+    /// SVM entry needs to know to ask for an exit when the guest lowers its TPR.
+    #[inline]
+    pub fn highest_requested(&self) -> Option<Vector> {
+        if self.irr_pending.load(Relaxed) == 0 || !self.enabled() {
+            return None;
+        }
+        match self.irr.highest() {
+            0 => None,
+            vector => Some(Vector(vector)),
+        }
+    }
+
+    /// Whether anything may be pending: one load, for the entry path.
+    #[inline]
+    pub fn maybe_pending(&self) -> bool {
+        self.irr_pending.load(Relaxed) != 0
+    }
+
+    fn pending_above(&self, priority: u8) -> Option<Vector> {
+        let vector = self.irr.highest();
+        (self.enabled() && vector & 0xf0 > priority & 0xf0).then_some(Vector(vector))
+    }
+
+    /// Moves `vector`, which [`highest_pending`](Self::highest_pending) named, into service.
+    #[inline]
+    pub fn ack(&self, vector: Vector) {
+        // A sender sets its bit first and the hint after; so drop the hint first, take the bit out
+        // with a locked instruction, and look again. (x86 keeps a store before a locked
+        // instruction, which is what makes this order hold.)
+        self.irr_pending.store(0, Release);
+        self.irr.clear_shared(vector.0);
+        if self.irr.any() {
+            self.irr_pending.store(1, Relaxed);
+        }
+        self.enter_service(vector.0);
+    }
+
+    #[inline]
+    fn enter_service(&self, vector: u8) {
+        self.isr.set_owned(vector);
+        if vector > self.isr_highest.load(Relaxed) {
+            self.isr_highest.store(vector, Relaxed);
+        }
+        self.update_ppr();
+    }
+
+    /// Puts a vector that was acknowledged but could not be injected back into the IRR, as when an
+    /// injection is cancelled before it reached the guest.
+    pub fn unack(&self, vector: Vector) {
+        self.isr.clear_owned(vector.0);
+        self.isr_highest.store(self.isr.highest(), Relaxed);
+        self.update_ppr();
+        self.irr.set_shared(vector.0);
+        self.irr_pending.store(1, Relaxed);
+    }
+
+    /// The shortest way of a self-IPI: straight into service, the IRR never touched.
+    ///
+    /// True when `vector` is in service now and the caller must inject it at once; so call this
+    /// only when the guest can take an interrupt. False (nothing changed) when something else is
+    /// pending or the priority holds it back: then use [`accept_fixed`](Self::accept_fixed).
+    #[inline]
+    pub fn self_ipi_direct(&self, vector: Vector) -> bool {
+        let v = vector.0;
+        if self.irr_pending.load(Relaxed) != 0
+            || !self.software_enabled()
+            || v & 0xf0 <= self.ppr.load(Relaxed) & 0xf0
+            || v < 16
+        {
+            return false;
+        }
+        if self.tmr.test(v) {
+            self.tmr.clear_shared(v);
+        }
+        self.enter_service(v);
+        true
+    }
+
+    /// A write of the EOI register: ends the highest interrupt in service.
+    ///
+    /// The effect is [`LapicEffect::Eoi`] with `level` when the I/O APICs must hear of it; edge
+    /// vectors are reported too, for those who count acknowledgements. After it a held-back
+    /// interrupt may have become deliverable.
+    #[inline]
+    pub fn eoi(&self) -> LapicEffect {
+        let vector = self.isr_highest.load(Relaxed);
+        if vector == 0 {
+            return LapicEffect::None;
+        }
+        self.isr.clear_owned(vector);
+        self.isr_highest.store(self.isr.highest(), Relaxed);
+        self.update_ppr();
+        let level = self.tmr.test(vector) && !self.eoi_broadcast_suppressed();
+        LapicEffect::Eoi { vector: Vector(vector), level }
+    }
+
+    fn eoi_broadcast_suppressed(&self) -> bool {
+        self.svr.load(Relaxed) & SVR_SUPPRESS_EOI != 0 && self.has(FEATURE_DIRECTED_EOI)
+    }
+
+    /// The vector whose EOI may be left to a flag in guest memory (PV EOI): the only one in
+    /// service, edge-triggered, and nothing pending behind it that its EOI would let through.
+    #[inline]
+    pub fn pv_eoi_candidate(&self) -> Option<Vector> {
+        let vector = self.isr_highest.load(Relaxed);
+        if vector == 0 || self.irr_pending.load(Relaxed) != 0 || self.tmr.test(vector) {
+            return None;
+        }
+        Some(Vector(vector))
+    }
+
+    /// Highest vector in service.
+    #[inline]
+    pub fn in_service(&self) -> Option<Vector> {
+        match self.isr_highest.load(Relaxed) {
+            0 => None,
+            vector => Some(Vector(vector)),
+        }
+    }
+
+    /// Task priority register.
+    #[inline]
+    pub fn tpr(&self) -> u8 {
+        self.tpr.load(Relaxed)
+    }
+
+    /// Processor priority register.
+    #[inline]
+    pub fn ppr(&self) -> u8 {
+        self.ppr.load(Relaxed)
+    }
+
+    /// Writes the task priority. True when it was lowered, so that a held-back interrupt may have
+    /// become deliverable.
+    #[inline]
+    pub fn set_tpr(&self, value: u8) -> bool {
+        let old = self.tpr.load(Relaxed);
+        self.tpr.store(value, Relaxed);
+        self.update_ppr();
+        value < old
+    }
+
+    /// CR8: bits 7:4 of the task priority (SDM vol. 3A §10.8.6).
+    #[inline]
+    pub fn cr8(&self) -> u8 {
+        self.tpr() >> 4
+    }
+
+    /// Writes CR8 (bits 3:0; the caller has faulted on others). Result as for
+    /// [`set_tpr`](Self::set_tpr).
+    #[inline]
+    pub fn set_cr8(&self, value: u8) -> bool {
+        self.set_tpr(value << 4)
+    }
+
+    /// PPR = TPR when its class is at least that of the vector in service, else that class.
+    #[inline]
+    pub(super) fn update_ppr(&self) {
+        let tpr = self.tpr.load(Relaxed);
+        let service = self.isr_highest.load(Relaxed) & 0xf0;
+        self.ppr.store(if tpr & 0xf0 >= service { tpr } else { service }, Relaxed);
+    }
+
+    /// Sets the hint by looking; after a change that was not made bit by bit.
+    pub(super) fn refresh_pending(&self) {
+        self.irr_pending.store(u8::from(self.irr.any()), Relaxed);
+    }
+}

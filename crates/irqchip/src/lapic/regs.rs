@@ -1,0 +1,435 @@
+//! The registers as the guest reads and writes them: at an offset in the xAPIC page, or by MSR in
+//! x2APIC mode. SDM vol. 3A §10.4.1 (table 10-1), §10.12.1.2 (table 10-6).
+//!
+//! A write changes the APIC and answers with what its owner has to do about it.
+
+use core::sync::atomic::{AtomicU32, Ordering::*};
+
+use x86::Vector;
+
+use super::{
+    FEATURE_DIRECTED_EOI, FEATURE_TSC_DEADLINE, Gp, Lapic, LapicMode, LocalVector, TimerChange,
+};
+use crate::message::{DeliveryMode, DestMode, IrqMessage, Shorthand, Trigger, widen_dest};
+
+/// First MSR of the x2APIC range; register offset `o` is MSR `X2APIC_MSR_BASE + (o >> 4)`.
+pub const X2APIC_MSR_BASE: u32 = 0x800;
+/// x2APIC interrupt command register, 64 bits.
+pub const ICR_MSR: u32 = 0x830;
+/// x2APIC self-IPI register.
+pub const SELF_IPI_MSR: u32 = 0x83f;
+/// IA32_TSC_DEADLINE.
+pub const TSC_DEADLINE_MSR: u32 = 0x6e0;
+
+/// Register offsets.
+pub(super) mod reg {
+    pub const ID: u32 = 0x20;
+    pub const VERSION: u32 = 0x30;
+    pub const TPR: u32 = 0x80;
+    pub const APR: u32 = 0x90;
+    pub const PPR: u32 = 0xa0;
+    pub const EOI: u32 = 0xb0;
+    pub const RRD: u32 = 0xc0;
+    pub const LDR: u32 = 0xd0;
+    pub const DFR: u32 = 0xe0;
+    pub const SVR: u32 = 0xf0;
+    pub const ISR: u32 = 0x100;
+    pub const ISR_END: u32 = 0x170;
+    pub const TMR: u32 = 0x180;
+    pub const TMR_END: u32 = 0x1f0;
+    pub const IRR: u32 = 0x200;
+    pub const IRR_END: u32 = 0x270;
+    pub const ESR: u32 = 0x280;
+    pub const ICR_LO: u32 = 0x300;
+    pub const ICR_HI: u32 = 0x310;
+    pub const LVT_TIMER: u32 = 0x320;
+    pub const LVT_ERROR: u32 = 0x370;
+    pub const TIMER_INITIAL: u32 = 0x380;
+    pub const TIMER_CURRENT: u32 = 0x390;
+    pub const TIMER_DIVIDE: u32 = 0x3e0;
+}
+
+/// ESR bits (SDM vol. 3A §10.5.3).
+pub(super) mod error {
+    pub const SEND_ILLEGAL_VECTOR: u32 = 1 << 5;
+    pub const RECEIVE_ILLEGAL_VECTOR: u32 = 1 << 6;
+    pub const ILLEGAL_REGISTER: u32 = 1 << 7;
+}
+
+pub(super) const LVT_COUNT: usize = 6;
+pub(super) const LVT_MASKED: u32 = 1 << 16;
+/// What can be written of each LVT entry, in the order of [`LocalVector`].
+pub(super) const LVT_WRITABLE: [u32; LVT_COUNT] =
+    [0x7_00ff, 0x1_07ff, 0x1_07ff, 0x1_a7ff, 0x1_a7ff, 0x1_00ff];
+const SVR_ENABLE: u32 = 1 << 8;
+pub(super) const SVR_SUPPRESS_EOI: u32 = 1 << 12;
+/// An integrated APIC with six LVT entries.
+const VERSION: u32 = 0x14 | (LVT_COUNT as u32 - 1) << 16;
+const VERSION_DIRECTED_EOI: u32 = 1 << 24;
+/// ICR bits that can be written: all but delivery status and the reserved ones.
+const ICR_LO_WRITABLE: u32 = 0x000c_cfff;
+
+/// What the owner has to do after a register write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub enum LapicEffect {
+    /// Nothing.
+    None,
+    /// An interrupt ended. With `level` the I/O APICs are to be told; without it only those who
+    /// count this vector's acknowledgements. A held-back interrupt may be deliverable now.
+    Eoi {
+        /// The vector that left service.
+        vector: Vector,
+        /// It was level-triggered.
+        level: bool,
+    },
+    /// Deliver this to oneself: by [`Lapic::self_ipi_direct`], else by [`Lapic::accept_fixed`].
+    /// It is not pending yet.
+    SelfIpi(Vector),
+    /// Deliver this message.
+    SendIpi(IrqMessage),
+    /// Call [`Lapic::timer_update`] with this.
+    TimerChanged(TimerChange),
+    /// The task priority changed: what is pending may be deliverable, or no longer.
+    TprChanged,
+    /// Enabled or disabled by the SVR.
+    EnableChanged,
+    /// LINT0's entry changed: who takes the 8259A's interrupts and the PIT's NMIs may change.
+    Lvt0Changed,
+}
+
+impl Lapic {
+    /// Reads the register at `offset` (a multiple of 16 below 4096) as the xAPIC page shows it.
+    /// `now_ns` is asked only for the timer's current count.
+    pub fn read(&self, offset: u32, now_ns: impl FnOnce() -> u64) -> u32 {
+        match offset {
+            reg::ID => match self.mode() {
+                LapicMode::X2Apic => self.id(),
+                _ => self.id() << 24,
+            },
+            reg::VERSION if self.has(FEATURE_DIRECTED_EOI) => VERSION | VERSION_DIRECTED_EOI,
+            reg::VERSION => VERSION,
+            reg::TPR => u32::from(self.tpr()),
+            reg::PPR => u32::from(self.ppr()),
+            // Arbitration is gone from every CPU since the Pentium 4; it reads as zero.
+            reg::APR | reg::EOI | reg::RRD => 0,
+            reg::LDR => self.ldr.load(Relaxed),
+            reg::DFR => self.dfr.load(Relaxed),
+            reg::SVR => self.svr.load(Relaxed),
+            reg::ISR..=reg::ISR_END => self.isr.register((offset - reg::ISR) >> 4),
+            reg::TMR..=reg::TMR_END => self.tmr.register((offset - reg::TMR) >> 4),
+            reg::IRR..=reg::IRR_END => self.irr.register((offset - reg::IRR) >> 4),
+            reg::ESR => self.esr.load(Relaxed),
+            reg::ICR_LO => self.icr_lo.load(Relaxed),
+            reg::ICR_HI => self.icr_hi.load(Relaxed),
+            reg::LVT_TIMER..=reg::LVT_ERROR => match self.lvt_at(offset) {
+                Some(lvt) => lvt.load(Relaxed),
+                None => 0,
+            },
+            reg::TIMER_INITIAL => self.timer.initial(),
+            reg::TIMER_CURRENT => self.timer_current(now_ns),
+            reg::TIMER_DIVIDE => self.timer.divide_register(),
+            _ => {
+                let _ = self.raise_error(error::ILLEGAL_REGISTER);
+                0
+            }
+        }
+    }
+
+    /// A guest load from the xAPIC page. False when it is not this APIC's business (not in xAPIC
+    /// mode); else `data` is filled. Accesses of 1, 2 or 4 bytes within one register work; others
+    /// read as zero.
+    pub fn mmio_read(&self, offset: u32, data: &mut [u8], now_ns: impl FnOnce() -> u64) -> bool {
+        if self.mode() != LapicMode::XApic {
+            return false;
+        }
+        data.fill(0);
+        let within = (offset & 0xf) as usize;
+        if within + data.len() <= 4 {
+            let bytes = self.read(offset & !0xf, now_ns).to_le_bytes();
+            for (out, byte) in data.iter_mut().zip(bytes.iter().skip(within)) {
+                *out = *byte;
+            }
+        }
+        true
+    }
+
+    /// A guest store to the xAPIC page. `None` when it is not this APIC's business. Only aligned
+    /// stores of four bytes do anything (SDM vol. 3A §10.4.1).
+    #[inline]
+    pub fn mmio_write(&self, offset: u32, data: &[u8]) -> Option<LapicEffect> {
+        if self.mode() != LapicMode::XApic {
+            return None;
+        }
+        Some(match <[u8; 4]>::try_from(data) {
+            Ok(bytes) if offset & 0xf == 0 => self.write(offset, u32::from_le_bytes(bytes)),
+            _ => LapicEffect::None,
+        })
+    }
+
+    /// Writes the register at `offset` (a multiple of 16) of the xAPIC page.
+    #[inline]
+    pub fn write(&self, offset: u32, value: u32) -> LapicEffect {
+        match offset {
+            reg::EOI => self.eoi(),
+            reg::ICR_LO => self.write_icr_lo(value),
+            reg::ICR_HI => {
+                self.icr_hi.store(value & 0xff00_0000, Relaxed);
+                LapicEffect::None
+            }
+            reg::ID => {
+                self.id.store(value >> 24, Relaxed);
+                LapicEffect::None
+            }
+            reg::LDR => {
+                self.ldr.store(value & 0xff00_0000, Relaxed);
+                LapicEffect::None
+            }
+            reg::DFR => {
+                self.dfr.store(value | 0x0fff_ffff, Relaxed);
+                LapicEffect::None
+            }
+            _ => self.write_shared(offset, value),
+        }
+    }
+
+    /// The registers that both modes write alike.
+    fn write_shared(&self, offset: u32, value: u32) -> LapicEffect {
+        match offset {
+            reg::TPR => {
+                self.set_tpr(value as u8);
+                LapicEffect::TprChanged
+            }
+            reg::SVR => self.write_svr(value),
+            reg::ESR => {
+                // Writing is how the guest asks for the errors since it last asked.
+                self.esr.store(self.esr_pending.swap(0, Relaxed), Relaxed);
+                LapicEffect::None
+            }
+            reg::LVT_TIMER..=reg::LVT_ERROR => self.write_lvt(offset, value),
+            reg::TIMER_INITIAL if self.tsc_deadline_mode() => LapicEffect::None,
+            reg::TIMER_INITIAL => {
+                self.timer.set_initial(value);
+                LapicEffect::TimerChanged(TimerChange::Count)
+            }
+            reg::TIMER_DIVIDE => {
+                let old = self.timer.set_divide_register(value & 0xb);
+                LapicEffect::TimerChanged(TimerChange::Divide { old })
+            }
+            reg::VERSION | reg::APR | reg::PPR | reg::RRD | reg::TIMER_CURRENT => LapicEffect::None,
+            reg::ISR..=reg::IRR_END if offset & 0xf == 0 => LapicEffect::None,
+            _ => {
+                let _ = self.raise_error(error::ILLEGAL_REGISTER);
+                LapicEffect::None
+            }
+        }
+    }
+
+    /// RDMSR of 0x800 to 0x8ff.
+    ///
+    /// # Errors
+    /// [`Gp`] outside x2APIC mode, for write-only and for absent registers.
+    pub fn read_x2(&self, msr: u32, now_ns: impl FnOnce() -> u64) -> Result<u64, Gp> {
+        if self.mode() != LapicMode::X2Apic {
+            return Err(Gp);
+        }
+        let offset = msr.wrapping_sub(X2APIC_MSR_BASE).wrapping_shl(4);
+        match offset {
+            reg::ICR_LO => {
+                Ok(u64::from(self.icr_hi.load(Relaxed)) << 32
+                    | u64::from(self.icr_lo.load(Relaxed)))
+            }
+            reg::ID
+            | reg::VERSION
+            | reg::TPR
+            | reg::PPR
+            | reg::LDR
+            | reg::SVR
+            | reg::ISR..=reg::IRR_END
+            | reg::ESR
+            | reg::LVT_TIMER..=reg::LVT_ERROR
+            | reg::TIMER_INITIAL
+            | reg::TIMER_CURRENT
+            | reg::TIMER_DIVIDE => Ok(u64::from(self.read(offset, now_ns))),
+            _ => Err(Gp),
+        }
+    }
+
+    /// WRMSR of 0x800 to 0x8ff.
+    ///
+    /// # Errors
+    /// [`Gp`] outside x2APIC mode, for read-only and absent registers, reserved bits, and a
+    /// non-zero EOI or ESR.
+    #[inline]
+    pub fn write_x2(&self, msr: u32, value: u64) -> Result<LapicEffect, Gp> {
+        if self.mode() != LapicMode::X2Apic {
+            return Err(Gp);
+        }
+        match msr {
+            SELF_IPI_MSR if value <= 0xff => Ok(self.self_ipi(value as u8)),
+            ICR_MSR => self.write_icr_x2(value),
+            0x80b if value == 0 => Ok(self.eoi()),
+            _ => self.write_x2_other(msr, value),
+        }
+    }
+
+    fn write_x2_other(&self, msr: u32, value: u64) -> Result<LapicEffect, Gp> {
+        let value = u32::try_from(value).map_err(|_| Gp)?;
+        let offset = msr.wrapping_sub(X2APIC_MSR_BASE).wrapping_shl(4);
+        match offset {
+            reg::TPR if value > 0xff => Err(Gp),
+            reg::ESR if value != 0 => Err(Gp),
+            reg::TPR
+            | reg::SVR
+            | reg::ESR
+            | reg::LVT_TIMER..=reg::LVT_ERROR
+            | reg::TIMER_INITIAL
+            | reg::TIMER_DIVIDE => Ok(self.write_shared(offset, value)),
+            _ => Err(Gp),
+        }
+    }
+
+    fn write_svr(&self, value: u32) -> LapicEffect {
+        let suppress = if self.has(FEATURE_DIRECTED_EOI) { SVR_SUPPRESS_EOI } else { 0 };
+        self.svr.store(value & (0x1ff | suppress), Relaxed);
+        let enable = value & SVR_ENABLE != 0;
+        let was = self.software_enabled.swap(u8::from(enable), Relaxed) != 0;
+        if was == enable {
+            return LapicEffect::None;
+        }
+        if !enable {
+            // SDM vol. 3A §10.4.7.2: the mask bits are set, and stay set, while disabled.
+            for lvt in &self.lvt {
+                lvt.fetch_or(LVT_MASKED, Relaxed);
+            }
+        }
+        LapicEffect::EnableChanged
+    }
+
+    fn lvt_at(&self, offset: u32) -> Option<&AtomicU32> {
+        self.lvt.get((offset.wrapping_sub(reg::LVT_TIMER) >> 4) as usize)
+    }
+
+    #[inline]
+    pub(super) fn lvt(&self, entry: LocalVector) -> u32 {
+        self.lvt[entry as usize].load(Relaxed)
+    }
+
+    #[inline]
+    pub(super) fn set_lvt(&self, entry: LocalVector, value: u32) {
+        self.lvt[entry as usize].store(value, Relaxed);
+    }
+
+    fn write_lvt(&self, offset: u32, value: u32) -> LapicEffect {
+        let entry = match (offset - reg::LVT_TIMER) >> 4 {
+            0 => LocalVector::Timer,
+            1 => LocalVector::Thermal,
+            2 => LocalVector::Performance,
+            3 => LocalVector::Lint0,
+            4 => LocalVector::Lint1,
+            _ => LocalVector::Error,
+        };
+        let mut value = value & LVT_WRITABLE[entry as usize];
+        if entry == LocalVector::Timer && !self.has(FEATURE_TSC_DEADLINE) {
+            value &= !LVT_TIMER_DEADLINE;
+        }
+        if self.software_enabled.load(Relaxed) == 0 {
+            value |= LVT_MASKED;
+        }
+        let old = self.lvt(entry);
+        self.set_lvt(entry, value);
+        match entry {
+            LocalVector::Timer if (old ^ value) & LVT_TIMER_MODE != 0 => {
+                LapicEffect::TimerChanged(TimerChange::Mode { old })
+            }
+            LocalVector::Lint0 if old != value => LapicEffect::Lvt0Changed,
+            _ => LapicEffect::None,
+        }
+    }
+
+    #[inline]
+    fn self_ipi(&self, vector: u8) -> LapicEffect {
+        if vector < 16 {
+            let _ = self.raise_error(error::SEND_ILLEGAL_VECTOR);
+            return LapicEffect::None;
+        }
+        LapicEffect::SelfIpi(Vector(vector))
+    }
+
+    #[inline]
+    fn write_icr_lo(&self, value: u32) -> LapicEffect {
+        let value = value & ICR_LO_WRITABLE;
+        self.icr_lo.store(value, Relaxed);
+        let mode = dest_mode(value);
+        let dest = widen_dest((self.icr_hi.load(Relaxed) >> 24) as u8, mode);
+        self.send(value, mode, dest)
+    }
+
+    #[inline]
+    fn write_icr_x2(&self, value: u64) -> Result<LapicEffect, Gp> {
+        let low = value as u32;
+        // The delivery status bit does not exist in x2APIC mode but may be written.
+        if low & !(ICR_LO_WRITABLE | 1 << 12) != 0 {
+            return Err(Gp);
+        }
+        let low = low & ICR_LO_WRITABLE;
+        let dest = (value >> 32) as u32;
+        self.icr_lo.store(low, Relaxed);
+        self.icr_hi.store(dest, Relaxed);
+        Ok(self.send(low, dest_mode(low), dest))
+    }
+
+    /// The message of an ICR value. SDM vol. 3A §10.6.1.
+    #[inline]
+    fn send(&self, icr: u32, dest_mode: DestMode, dest: u32) -> LapicEffect {
+        let shorthand = match icr >> 18 & 3 {
+            0 => Shorthand::None,
+            1 => Shorthand::SelfOnly,
+            2 => Shorthand::All,
+            _ => Shorthand::AllButSelf,
+        };
+        let Some(delivery) = DeliveryMode::from_bits(icr >> 8) else {
+            return LapicEffect::None;
+        };
+        let trigger = if icr & 1 << 15 != 0 { Trigger::Level } else { Trigger::Edge };
+        let assert = icr & 1 << 14 != 0;
+        match delivery {
+            DeliveryMode::Fixed | DeliveryMode::LowestPriority => {
+                let to_self = shorthand == Shorthand::SelfOnly
+                    || (shorthand == Shorthand::None
+                        && dest_mode == DestMode::Physical
+                        && dest == self.id());
+                if to_self {
+                    return self.self_ipi(icr as u8);
+                }
+                if icr & 0xf0 == 0 {
+                    let _ = self.raise_error(error::SEND_ILLEGAL_VECTOR);
+                    return LapicEffect::None;
+                }
+            }
+            DeliveryMode::Init if trigger == Trigger::Level && !assert => return LapicEffect::None,
+            DeliveryMode::ExtInt => return LapicEffect::None,
+            _ => {}
+        }
+        LapicEffect::SendIpi(IrqMessage {
+            vector: Vector(icr as u8),
+            delivery,
+            dest_mode,
+            // Interprocessor interrupts other than INIT are edge-triggered whatever the bit says.
+            trigger: if delivery == DeliveryMode::Init { trigger } else { Trigger::Edge },
+            assert,
+            shorthand,
+            dest,
+        })
+    }
+}
+
+#[inline]
+const fn dest_mode(icr: u32) -> DestMode {
+    if icr & 1 << 11 != 0 { DestMode::Logical } else { DestMode::Physical }
+}
+
+/// LVT timer mode field.
+pub(super) const LVT_TIMER_MODE: u32 = 3 << 17;
+pub(super) const LVT_TIMER_PERIODIC: u32 = 1 << 17;
+pub(super) const LVT_TIMER_DEADLINE: u32 = 1 << 18;

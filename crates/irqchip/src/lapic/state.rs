@@ -1,0 +1,135 @@
+//! Saving and restoring: the register page of KVM_GET_LAPIC and KVM_SET_LAPIC (KVM API §4.57).
+//!
+//! 1024 bytes, each register in the first four of sixteen bytes at its xAPIC offset. In x2APIC
+//! mode the id stands in bits 31:24, as in xAPIC mode, unless user space enabled 32-bit ids.
+
+use core::sync::atomic::Ordering::*;
+
+use super::regs::reg;
+use super::regs::{LVT_MASKED, LVT_WRITABLE, SVR_SUPPRESS_EOI};
+use super::{Lapic, LapicMode, TimerOp};
+
+/// Bytes in a saved register page.
+pub const REGISTER_PAGE: usize = 1024;
+
+/// The page cannot be restored: its id is not this vCPU's (EINVAL).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RestoreError;
+
+fn get(page: &[u8; REGISTER_PAGE], offset: u32) -> u32 {
+    let start = offset as usize;
+    match page.get(start..start + 4).and_then(|b| <[u8; 4]>::try_from(b).ok()) {
+        Some(bytes) => u32::from_le_bytes(bytes),
+        None => 0,
+    }
+}
+
+fn put(page: &mut [u8; REGISTER_PAGE], offset: u32, value: u32) {
+    let start = offset as usize;
+    if let Some(bytes) = page.get_mut(start..start + 4) {
+        bytes.copy_from_slice(&value.to_le_bytes());
+    }
+}
+
+const PLAIN: [u32; 21] = [
+    reg::VERSION,
+    reg::TPR,
+    reg::PPR,
+    reg::LDR,
+    reg::DFR,
+    reg::SVR,
+    reg::ESR,
+    reg::ICR_LO,
+    reg::ICR_HI,
+    reg::LVT_TIMER,
+    0x330,
+    0x340,
+    0x350,
+    0x360,
+    reg::LVT_ERROR,
+    reg::TIMER_INITIAL,
+    reg::TIMER_CURRENT,
+    reg::TIMER_DIVIDE,
+    reg::APR,
+    reg::EOI,
+    reg::RRD,
+];
+
+impl Lapic {
+    /// Writes the register page. `wide_ids`: user space enabled 32-bit ids
+    /// (KVM_X2APIC_API_USE_32BIT_IDS).
+    pub fn save(&self, page: &mut [u8; REGISTER_PAGE], wide_ids: bool, now_ns: u64) {
+        page.fill(0);
+        let id =
+            if self.mode() == LapicMode::X2Apic && wide_ids { self.id() } else { self.id() << 24 };
+        put(page, reg::ID, id);
+        for offset in PLAIN {
+            put(page, offset, self.read(offset, || now_ns));
+        }
+        for index in 0..8 {
+            put(page, reg::ISR + index * 16, self.isr.register(index));
+            put(page, reg::TMR + index * 16, self.tmr.register(index));
+            put(page, reg::IRR + index * 16, self.irr.register(index));
+        }
+        if self.timer_due(now_ns) && !self.tsc_deadline_mode() {
+            // Expired, but the alarm has not rung: one count is left, so that it is not lost.
+            put(page, reg::TIMER_CURRENT, 1);
+        }
+    }
+
+    /// Takes over a register page. The mode is that of the base MSR, which is restored before.
+    ///
+    /// The TSC deadline is no register of this page; its MSR is to be restored after it.
+    ///
+    /// # Errors
+    /// [`RestoreError`] when in x2APIC mode a 32-bit id is not this vCPU's; nothing is changed then.
+    pub fn restore(
+        &self,
+        page: &[u8; REGISTER_PAGE],
+        wide_ids: bool,
+        now_ns: u64,
+    ) -> Result<TimerOp, RestoreError> {
+        let saved_id = get(page, reg::ID);
+        if self.mode() == LapicMode::X2Apic {
+            // Eight bits cannot say which vCPU it is, so only the wide form is held to it.
+            if wide_ids && saved_id != self.vcpu_id {
+                return Err(RestoreError);
+            }
+        } else {
+            self.id.store(saved_id >> 24, Relaxed);
+            self.ldr.store(get(page, reg::LDR) & 0xff00_0000, Relaxed);
+            self.dfr.store(get(page, reg::DFR) | 0x0fff_ffff, Relaxed);
+        }
+        // Before the LVT: a disabled APIC would mask what is written.
+        let svr = get(page, reg::SVR);
+        self.svr.store(svr & 0x1ff | svr & SVR_SUPPRESS_EOI, Relaxed);
+        self.software_enabled.store(u8::from(svr & 0x100 != 0), Relaxed);
+        for ((offset, writable), lvt) in
+            (reg::LVT_TIMER..).step_by(16).zip(LVT_WRITABLE).zip(&self.lvt)
+        {
+            let mut value = get(page, offset) & writable;
+            if svr & 0x100 == 0 {
+                value |= LVT_MASKED;
+            }
+            lvt.store(value, Relaxed);
+        }
+        self.icr_lo.store(get(page, reg::ICR_LO), Relaxed);
+        self.icr_hi.store(get(page, reg::ICR_HI), Relaxed);
+        self.esr.store(get(page, reg::ESR) & 0xff, Relaxed);
+        self.esr_pending.store(0, Relaxed);
+        for index in 0..8 {
+            self.isr.set_register(index, get(page, reg::ISR + index * 16));
+            self.tmr.set_register(index, get(page, reg::TMR + index * 16));
+            self.irr.set_register(index, get(page, reg::IRR + index * 16));
+        }
+        self.isr_highest.store(self.isr.highest(), Relaxed);
+        self.refresh_pending();
+        self.set_tpr(get(page, reg::TPR) as u8);
+        Ok(self.timer_restore(
+            get(page, reg::TIMER_INITIAL),
+            get(page, reg::TIMER_CURRENT),
+            get(page, reg::TIMER_DIVIDE),
+            now_ns,
+        ))
+    }
+}

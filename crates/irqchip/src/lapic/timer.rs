@@ -1,0 +1,425 @@
+//! The APIC timer: one-shot, periodic and TSC-deadline. SDM vol. 3A §10.5.4.
+//!
+//! Time is host nanoseconds. The timer's truth is `expiry_ns`; the host timer is only an alarm that
+//! may ring early, never late: when the guest moves its deadline further away, or gives it up, the
+//! host timer is left alone, and when it rings before the expiry it is wound again. So most writes
+//! of a deadline cost no timer work.
+//!
+//! `armed_ns` says when the host timer will ring and is the token that decides who winds it: zero
+//! means nobody has. The owner stores the expiry and then looks at the token; the alarm takes the
+//! token first and then looks at the expiry; so one of the two sees the other's store, and the
+//! compare-and-swap from zero lets only one of them wind.
+
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
+
+use super::regs::{LVT_TIMER_DEADLINE, LVT_TIMER_MODE, LVT_TIMER_PERIODIC};
+use super::{Accepted, FEATURE_TSC_DEADLINE, Lapic, LocalVector};
+
+/// The shortest period that a guest gets, so that it cannot drown the host in timer interrupts.
+pub(super) const MIN_PERIOD_NS: u64 = 200_000;
+
+#[repr(C, align(64))]
+pub(super) struct Timer {
+    /// When the timer expires next; zero when it does not run.
+    expiry_ns: AtomicU64,
+    /// When the host timer rings; zero when it does not.
+    armed_ns: AtomicU64,
+    /// Length of one countdown.
+    period_ns: AtomicU64,
+    /// What the guest wrote to IA32_TSC_DEADLINE; means something while the timer runs.
+    deadline_tsc: AtomicU64,
+    initial: AtomicU32,
+    divide: AtomicU32,
+    bus_cycle_ns: AtomicU32,
+}
+
+/// The present, in the clocks that the timer needs.
+#[derive(Clone, Copy, Debug)]
+pub struct TimerClock {
+    /// Host monotonic time.
+    pub now_ns: u64,
+    /// The guest's time-stamp counter at that time.
+    pub guest_tsc: u64,
+    /// Frequency of the guest's time-stamp counter.
+    pub tsc_khz: u32,
+}
+
+/// Which write made the timer change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TimerChange {
+    /// Initial count written: a new countdown.
+    Count,
+    /// Divide configuration written; the count goes on at another pace.
+    Divide {
+        /// The register before.
+        old: u32,
+    },
+    /// Timer mode in the LVT changed.
+    Mode {
+        /// The LVT entry before.
+        old: u32,
+    },
+}
+
+/// What to do with the host timer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub enum TimerOp {
+    /// Nothing: it rings in time, or is not needed.
+    Leave,
+    /// It does not run: start it at this host time.
+    Arm {
+        /// Absolute host time.
+        ns: u64,
+    },
+    /// It runs but would ring too late: stop it, wait for its handler, then start it at this time.
+    Rearm {
+        /// Absolute host time.
+        ns: u64,
+    },
+    /// The time had come already: the interrupt is pending (unless its entry is masked).
+    Expired(Accepted),
+}
+
+/// What the host timer's handler has to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub struct TimerFired {
+    /// What became of the interrupt, if the timer expired.
+    pub accepted: Accepted,
+    /// Restart the host timer at this time.
+    pub rearm: Option<u64>,
+}
+
+/// The host's timer, for [`TimerOp::apply`].
+pub trait HostTimer {
+    /// Starts the stopped timer at an absolute host time in nanoseconds.
+    fn start(&self, ns: u64);
+    /// Stops it and waits until its handler is through.
+    fn cancel(&self);
+}
+
+impl TimerOp {
+    /// Carries it out on `host`. Owner only.
+    #[inline]
+    pub fn apply(self, lapic: &Lapic, host: &impl HostTimer) {
+        match self {
+            Self::Leave | Self::Expired(_) => {}
+            Self::Arm { ns } => host.start(ns),
+            Self::Rearm { ns } => {
+                host.cancel();
+                lapic.timer.armed_ns.store(ns, SeqCst);
+                host.start(ns);
+            }
+        }
+    }
+}
+
+impl Timer {
+    pub(super) const fn new() -> Self {
+        Self {
+            expiry_ns: AtomicU64::new(0),
+            armed_ns: AtomicU64::new(0),
+            period_ns: AtomicU64::new(0),
+            deadline_tsc: AtomicU64::new(0),
+            initial: AtomicU32::new(0),
+            divide: AtomicU32::new(0),
+            bus_cycle_ns: AtomicU32::new(1),
+        }
+    }
+
+    /// Stops the countdown. The host timer is left alone and will find nothing to do.
+    pub(super) fn reset(&self) {
+        self.stop();
+        self.divide.store(0, Relaxed);
+    }
+
+    fn stop(&self) {
+        self.expiry_ns.store(0, SeqCst);
+        self.period_ns.store(0, Relaxed);
+        self.deadline_tsc.store(0, Relaxed);
+        self.initial.store(0, Relaxed);
+    }
+
+    pub(super) fn initial(&self) -> u32 {
+        self.initial.load(Relaxed)
+    }
+
+    pub(super) fn set_initial(&self, value: u32) {
+        self.initial.store(value, Relaxed);
+    }
+
+    pub(super) fn divide_register(&self) -> u32 {
+        self.divide.load(Relaxed)
+    }
+
+    pub(super) fn set_divide_register(&self, value: u32) -> u32 {
+        self.divide.swap(value, Relaxed)
+    }
+
+    /// Nanoseconds in one count.
+    fn count_ns(&self, divide: u32) -> u64 {
+        u64::from(divisor(divide)) * u64::from(self.bus_cycle_ns.load(Relaxed).max(1))
+    }
+
+    /// Nanoseconds in `count` counts. At most 2^32 × 128 × 2^32: saturates.
+    fn counts_ns(&self, count: u32, divide: u32) -> u64 {
+        u64::from(count).saturating_mul(self.count_ns(divide))
+    }
+
+    /// Sets the expiry and says what that asks of the host timer.
+    #[inline]
+    fn expire_at(&self, ns: u64) -> TimerOp {
+        let ns = ns.max(1);
+        self.expiry_ns.store(ns, SeqCst);
+        let armed = match self.armed_ns.load(SeqCst) {
+            0 => match self.armed_ns.compare_exchange(0, ns, SeqCst, SeqCst) {
+                Ok(_) => return TimerOp::Arm { ns },
+                Err(armed) => armed,
+            },
+            armed => armed,
+        };
+        if armed <= ns { TimerOp::Leave } else { TimerOp::Rearm { ns } }
+    }
+}
+
+/// What the divide configuration register divides by (SDM vol. 3A figure 10-10).
+const fn divisor(register: u32) -> u32 {
+    match register & 3 | (register & 8) >> 1 {
+        7 => 1,
+        n => 2 << n,
+    }
+}
+
+/// Nanoseconds that `ticks` take at `khz`, rounded up, so that nothing expires early. Saturates.
+#[inline]
+pub(super) fn ticks_to_ns(ticks: u64, khz: u32) -> u64 {
+    let khz = u64::from(khz.max(1));
+    let (whole, rest) = (ticks / khz, ticks % khz);
+    whole.saturating_mul(1_000_000).saturating_add((rest * 1_000_000).div_ceil(khz))
+}
+
+impl Lapic {
+    /// The length of a cycle of the timer's input clock (KVM_CAP_X86_APIC_BUS_CYCLES_NS); 1 is the
+    /// default.
+    pub fn set_bus_cycle_ns(&self, ns: u32) {
+        self.timer.bus_cycle_ns.store(ns.max(1), Relaxed);
+    }
+
+    #[inline]
+    pub(super) fn tsc_deadline_mode(&self) -> bool {
+        self.lvt(LocalVector::Timer) & LVT_TIMER_MODE == LVT_TIMER_DEADLINE
+            && self.has(FEATURE_TSC_DEADLINE)
+    }
+
+    fn periodic(&self) -> bool {
+        self.lvt(LocalVector::Timer) & LVT_TIMER_MODE == LVT_TIMER_PERIODIC
+    }
+
+    /// IA32_TSC_DEADLINE: zero when the timer is not armed or not in that mode.
+    #[inline]
+    pub fn tsc_deadline(&self) -> u64 {
+        if self.tsc_deadline_mode() && self.timer.expiry_ns.load(Relaxed) != 0 {
+            self.timer.deadline_tsc.load(Relaxed)
+        } else {
+            0
+        }
+    }
+
+    /// WRMSR IA32_TSC_DEADLINE (SDM vol. 3A §10.5.4.1): ignored in the other modes, disarms with
+    /// zero, expires at once when the time is past.
+    #[inline]
+    pub fn set_tsc_deadline(&self, deadline: u64, clock: &TimerClock) -> TimerOp {
+        if !self.tsc_deadline_mode() || !self.enabled() {
+            return TimerOp::Leave;
+        }
+        self.timer.deadline_tsc.store(deadline, Relaxed);
+        if deadline == 0 {
+            self.timer.expiry_ns.store(0, Release);
+            return TimerOp::Leave;
+        }
+        match deadline.checked_sub(clock.guest_tsc) {
+            None | Some(0) => {
+                self.timer.expiry_ns.store(0, Release);
+                TimerOp::Expired(self.deliver_local(LocalVector::Timer))
+            }
+            Some(ticks) => {
+                let ns = clock.now_ns.saturating_add(ticks_to_ns(ticks, clock.tsc_khz));
+                self.timer.expire_at(ns)
+            }
+        }
+    }
+
+    /// After the guest's TSC or its frequency was changed by the VMM: computes the expiry of an
+    /// armed TSC deadline anew.
+    pub fn tsc_changed(&self, clock: &TimerClock) -> TimerOp {
+        match self.tsc_deadline() {
+            0 => TimerOp::Leave,
+            deadline => self.set_tsc_deadline(deadline, clock),
+        }
+    }
+
+    /// Follows a write that answered [`LapicEffect::TimerChanged`](super::LapicEffect).
+    pub fn timer_update(&self, change: TimerChange, now_ns: u64) -> TimerOp {
+        match change {
+            TimerChange::Count => self.start_countdown(now_ns),
+            TimerChange::Divide { old } => self.change_pace(old, now_ns),
+            TimerChange::Mode { old } => {
+                // Between one-shot and periodic the count goes on; to and from TSC-deadline mode
+                // it is disarmed.
+                if (old ^ self.lvt(LocalVector::Timer)) & LVT_TIMER_DEADLINE != 0 {
+                    self.timer.stop();
+                }
+                TimerOp::Leave
+            }
+        }
+    }
+
+    fn start_countdown(&self, now_ns: u64) -> TimerOp {
+        let timer = &self.timer;
+        let counts = timer.initial();
+        if counts == 0 {
+            timer.expiry_ns.store(0, SeqCst);
+            timer.period_ns.store(0, Relaxed);
+            return TimerOp::Leave;
+        }
+        let mut period = timer.counts_ns(counts, timer.divide_register());
+        if self.periodic() {
+            period = period.max(MIN_PERIOD_NS);
+        }
+        timer.period_ns.store(period, Relaxed);
+        timer.expire_at(now_ns.saturating_add(period))
+    }
+
+    fn change_pace(&self, old_divide: u32, now_ns: u64) -> TimerOp {
+        let timer = &self.timer;
+        let expiry = timer.expiry_ns.load(SeqCst);
+        if expiry == 0 || self.tsc_deadline_mode() {
+            return TimerOp::Leave;
+        }
+        let divide = timer.divide_register();
+        let mut period = timer.counts_ns(timer.initial(), divide);
+        if self.periodic() {
+            period = period.max(MIN_PERIOD_NS);
+        }
+        timer.period_ns.store(period, Relaxed);
+        let left_counts = expiry.saturating_sub(now_ns) / timer.count_ns(old_divide);
+        let left = left_counts.saturating_mul(timer.count_ns(divide));
+        timer.expire_at(now_ns.saturating_add(left.max(1)))
+    }
+
+    /// The current-count register, from the time.
+    pub(super) fn timer_current(&self, now_ns: impl FnOnce() -> u64) -> u32 {
+        let timer = &self.timer;
+        let expiry = timer.expiry_ns.load(Relaxed);
+        let period = timer.period_ns.load(Relaxed);
+        if expiry == 0 || period == 0 || timer.initial() == 0 || self.tsc_deadline_mode() {
+            return 0;
+        }
+        let now = now_ns();
+        let mut left = expiry.saturating_sub(now);
+        if left == 0 && self.periodic() {
+            // The alarm is late; the count has wrapped already.
+            left = period - now.saturating_sub(expiry) % period;
+        }
+        let counts = left.div_ceil(timer.count_ns(timer.divide_register()));
+        u32::try_from(counts).unwrap_or(u32::MAX).min(timer.initial())
+    }
+
+    /// When the timer expires, as absolute host time.
+    #[inline]
+    pub fn timer_expiry(&self) -> Option<u64> {
+        match self.timer.expiry_ns.load(Relaxed) {
+            0 => None,
+            ns => Some(ns),
+        }
+    }
+
+    /// Whether the timer's time has come though its alarm has not rung: for halt polling.
+    #[inline]
+    pub fn timer_due(&self, now_ns: u64) -> bool {
+        self.timer_expiry().is_some_and(|expiry| expiry <= now_ns)
+    }
+
+    /// The host timer rang. Callable on any CPU, in interrupt context. Makes the interrupt pending
+    /// if the time has come; the vCPU is then to be kicked.
+    #[inline]
+    pub fn timer_fired(&self, now_ns: u64) -> TimerFired {
+        let timer = &self.timer;
+        timer.armed_ns.swap(0, SeqCst);
+        let (accepted, next) = self.expire(now_ns);
+        let rearm =
+            next.filter(|ns| timer.armed_ns.compare_exchange(0, *ns, SeqCst, SeqCst).is_ok());
+        TimerFired { accepted, rearm }
+    }
+
+    /// Delivers if the time has come, without touching the host timer: lets the owner, who knows
+    /// the time, not wait for the alarm.
+    pub fn timer_poll(&self, now_ns: u64) -> Accepted {
+        if self.timer_due(now_ns) { self.expire(now_ns).0 } else { Accepted::Ignored }
+    }
+
+    /// Delivers what has expired by `now_ns`; also gives the next expiry.
+    fn expire(&self, now_ns: u64) -> (Accepted, Option<u64>) {
+        let timer = &self.timer;
+        let mut accepted = Accepted::Ignored;
+        let mut expiry = timer.expiry_ns.load(SeqCst);
+        loop {
+            if expiry == 0 {
+                return (accepted, None);
+            }
+            if expiry > now_ns {
+                return (accepted, Some(expiry));
+            }
+            let period = timer.period_ns.load(Relaxed);
+            let next = if self.periodic() && period != 0 {
+                // Keeps the phase. Periods that passed unheard are one interrupt, as one IRR bit
+                // would have made them.
+                let periods = (now_ns - expiry) / period + 1;
+                expiry.saturating_add(periods.saturating_mul(period))
+            } else {
+                0
+            };
+            match timer.expiry_ns.compare_exchange(expiry, next, SeqCst, SeqCst) {
+                Ok(_) => {
+                    let this = self.deliver_local(LocalVector::Timer);
+                    if this.kick() || !accepted.kick() {
+                        accepted = this;
+                    }
+                    expiry = next;
+                }
+                // The owner has written meanwhile.
+                Err(current) => expiry = current,
+            }
+        }
+    }
+
+    /// For a restored state: the timer as saved registers say, `current` counts before the expiry.
+    pub(super) fn timer_restore(
+        &self,
+        initial: u32,
+        current: u32,
+        divide: u32,
+        now_ns: u64,
+    ) -> TimerOp {
+        let timer = &self.timer;
+        timer.stop();
+        timer.set_divide_register(divide & 0xb);
+        timer.set_initial(initial);
+        let mut period = timer.counts_ns(initial, divide);
+        if self.periodic() {
+            period = period.max(MIN_PERIOD_NS);
+        }
+        if initial == 0 || self.tsc_deadline_mode() {
+            return TimerOp::Leave;
+        }
+        timer.period_ns.store(period, Relaxed);
+        let left = match timer.counts_ns(current.min(initial), divide) {
+            0 if self.periodic() => period,
+            // A one-shot that has run out stays so.
+            0 => return TimerOp::Leave,
+            left => left,
+        };
+        timer.expire_at(now_ns.saturating_add(left))
+    }
+}

@@ -1,0 +1,151 @@
+//! The interrupt message: what an I/O APIC pin, an MSI write or an ICR write puts on the bus, and
+//! what a local APIC accepts. SDM vol. 3A §10.6 and §10.11.
+
+use x86::Vector;
+
+/// The physical destination that addresses every local APIC. Eight-bit sources (I/O APIC, MSI,
+/// xAPIC ICR) have their 0xff widened to it when the message is built.
+pub const BROADCAST: u32 = u32::MAX;
+
+/// How the receiver is to treat the message (SDM vol. 3A §10.6.1, ICR bits 10:8).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum DeliveryMode {
+    /// To the IRR of every destination.
+    Fixed = 0,
+    /// To the IRR of one of the destinations.
+    LowestPriority = 1,
+    /// System management interrupt.
+    Smi = 2,
+    /// Non-maskable interrupt.
+    Nmi = 4,
+    /// INIT.
+    Init = 5,
+    /// Start-up IPI; the vector is the page of the first instruction.
+    Startup = 6,
+    /// The vector comes from the 8259A.
+    ExtInt = 7,
+}
+
+impl DeliveryMode {
+    /// The three-bit field as found in an ICR, an LVT, a redirection entry or MSI data. Three is
+    /// reserved and gives `None`.
+    #[inline]
+    pub const fn from_bits(bits: u32) -> Option<Self> {
+        Some(match bits & 7 {
+            0 => Self::Fixed,
+            1 => Self::LowestPriority,
+            2 => Self::Smi,
+            4 => Self::Nmi,
+            5 => Self::Init,
+            6 => Self::Startup,
+            7 => Self::ExtInt,
+            _ => return None,
+        })
+    }
+}
+
+/// How the destination field is compared (SDM vol. 3A §10.6.2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DestMode {
+    /// Against the APIC id.
+    Physical,
+    /// Against the logical destination register.
+    Logical,
+}
+
+/// Edge or level (SDM vol. 3A §10.6.1, ICR bit 15).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Trigger {
+    /// An edge.
+    Edge,
+    /// A level: its end of interrupt goes back to the I/O APIC.
+    Level,
+}
+
+/// Destination shorthand (ICR bits 19:18).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shorthand {
+    /// The destination field decides.
+    None,
+    /// The sender alone.
+    SelfOnly,
+    /// Everybody.
+    All,
+    /// Everybody but the sender.
+    AllButSelf,
+}
+
+/// One interrupt message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IrqMessage {
+    /// Vector (for a start-up IPI, the page number).
+    pub vector: Vector,
+    /// Delivery mode.
+    pub delivery: DeliveryMode,
+    /// Destination mode.
+    pub dest_mode: DestMode,
+    /// Trigger mode.
+    pub trigger: Trigger,
+    /// ICR level bit: false only in the INIT level de-assert message.
+    pub assert: bool,
+    /// Destination shorthand.
+    pub shorthand: Shorthand,
+    /// Destination: APIC id or logical mask; [`BROADCAST`] is everybody.
+    pub dest: u32,
+}
+
+impl IrqMessage {
+    /// An edge-triggered fixed interrupt to one APIC id.
+    pub const fn fixed(vector: Vector, dest: u32) -> Self {
+        Self {
+            vector,
+            delivery: DeliveryMode::Fixed,
+            dest_mode: DestMode::Physical,
+            trigger: Trigger::Edge,
+            assert: true,
+            shorthand: Shorthand::None,
+            dest,
+        }
+    }
+}
+
+/// Widens an eight-bit destination: physical 0xff is a broadcast to x2APICs too.
+#[inline]
+pub(crate) const fn widen_dest(dest: u8, mode: DestMode) -> u32 {
+    match mode {
+        DestMode::Physical if dest == 0xff => BROADCAST,
+        _ => dest as u32,
+    }
+}
+
+/// What became of a change on an interrupt line, as KVM_IRQ_LINE_STATUS reports it (KVM API §4.25).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LineStatus {
+    /// Masked or not connected: lost.
+    Ignored,
+    /// The previous one is still pending.
+    Coalesced,
+    /// Delivered to this many CPUs.
+    Delivered(u32),
+}
+
+impl LineStatus {
+    /// The number that goes to user space: -1, 0 or the count.
+    pub const fn code(self) -> i32 {
+        match self {
+            Self::Ignored => -1,
+            Self::Coalesced => 0,
+            Self::Delivered(n) => n as i32,
+        }
+    }
+
+    /// The sum over the several targets of one GSI: an ignored one does not hide a delivery.
+    pub const fn and(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::Ignored, x) | (x, Self::Ignored) => x,
+            (Self::Coalesced, x) | (x, Self::Coalesced) => x,
+            (Self::Delivered(a), Self::Delivered(b)) => Self::Delivered(a.saturating_add(b)),
+        }
+    }
+}
