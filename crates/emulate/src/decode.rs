@@ -2,6 +2,8 @@
 //! simplest MMIO accesses. Pure: the result depends on the bytes and the code size alone, so RIP
 //! is added only at execution.
 
+use crate::machine::SegReg;
+use crate::operand::segment_of;
 use iced_x86::{Decoder, DecoderError, DecoderOptions, Instruction, Mnemonic, OpKind, Register};
 
 /// The longest instruction, in bytes (SDM vol. 2A §2.3.11).
@@ -96,8 +98,9 @@ pub enum Extend {
 }
 
 /// A memory access of the simplest kind. When a nested fault names the guest-physical address, no
-/// effective address is needed to complete it. Flags are not touched; the access lies where the
-/// hardware faulted, so the caller must see to it that `size` bytes do not cross a page.
+/// page walk is needed to complete it, and flags are not touched. The fault names the first byte
+/// that faulted, which is the access's first byte only if [`Decoded::page_offset`] says so: an
+/// access that crosses pages is for [`crate::emulate`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SimpleMmio {
     /// Memory to register; `dest.size` is the destination's size.
@@ -165,11 +168,49 @@ pub(crate) const fn sign_extend(value: u64, size: u8) -> u64 {
     }
 }
 
-/// A decoded instruction. `Copy`, 64 bytes.
+/// The parts of a memory operand's address that its low 12 bits depend on.
+#[derive(Clone, Copy, Debug)]
+struct Address {
+    /// Register index, [`Address::RIP`] or [`Address::NONE`].
+    base: u8,
+    /// Register index or [`Address::NONE`].
+    index: u8,
+    /// log2 of the index's factor.
+    scale: u8,
+    /// `None` where the segment's base is always 0.
+    segment: Option<SegReg>,
+    /// Displacement modulo 64 KiB.
+    displacement: u16,
+}
+
+impl Address {
+    const NONE: u8 = 0xff;
+    const RIP: u8 = 16;
+
+    fn of(insn: &Instruction, size: CodeSize) -> Self {
+        let register = |register| match register {
+            Register::RIP | Register::EIP => Self::RIP,
+            _ => RegRef::of(register).map_or(Self::NONE, |register| register.index),
+        };
+        let segment = segment_of(insn.memory_segment()).filter(|segment| {
+            size != CodeSize::Bits64 || matches!(segment, SegReg::Fs | SegReg::Gs)
+        });
+        Self {
+            base: register(insn.memory_base()),
+            index: register(insn.memory_index()),
+            scale: insn.memory_index_scale().trailing_zeros() as u8,
+            segment,
+            displacement: insn.memory_displacement64() as u16,
+        }
+    }
+}
+
+/// A decoded instruction, free to copy.
 #[derive(Clone, Copy, Debug)]
 pub struct Decoded {
     pub(crate) insn: Instruction,
     simple: Option<SimpleMmio>,
+    address: Address,
 }
 
 impl Decoded {
@@ -188,6 +229,35 @@ impl Decoded {
     #[inline]
     pub const fn simple_mmio(&self) -> Option<SimpleMmio> {
         self.simple
+    }
+
+    /// Bits 11:0 of the linear address of a [`SimpleMmio`] access. When they equal those of the
+    /// faulting guest-physical address and `size` bytes fit the page, the access lies there as a
+    /// whole. `gpr` gives a register by index, `base` a segment's base (asked only where it can
+    /// be other than 0), `rip` is the instruction's.
+    #[inline]
+    pub fn page_offset(
+        &self,
+        gpr: impl Fn(usize) -> u64,
+        rip: u64,
+        base: impl FnOnce(SegReg) -> u64,
+    ) -> u16 {
+        // Truncation to the address size does not reach the low 12 bits.
+        let a = &self.address;
+        let mut at = u64::from(a.displacement);
+        match a.base {
+            Address::NONE => {}
+            // Decoded with the instruction at 0: the displacement includes its length.
+            Address::RIP => at = at.wrapping_add(rip),
+            n => at = at.wrapping_add(gpr(usize::from(n))),
+        }
+        if a.index != Address::NONE {
+            at = at.wrapping_add(gpr(usize::from(a.index)) << (a.scale & 3));
+        }
+        if let Some(segment) = a.segment {
+            at = at.wrapping_add(base(segment));
+        }
+        (at & 0xfff) as u16
     }
 }
 
@@ -215,7 +285,9 @@ pub fn decode(bytes: &[u8], size: CodeSize) -> Result<Decoded, DecodeError> {
     let mut insn = Instruction::default();
     decoder.decode_out(&mut insn);
     match decoder.last_error() {
-        DecoderError::None => Ok(Decoded { simple: simple(&insn), insn }),
+        DecoderError::None => {
+            Ok(Decoded { simple: simple(&insn), address: Address::of(&insn, size), insn })
+        }
         DecoderError::NoMoreBytes => Err(DecodeError::Truncated),
         // The decoder calls an instruction invalid that wants a 16th byte; it has read all 15 then.
         _ if insn.len() >= MAX_LENGTH => Err(DecodeError::TooLong),

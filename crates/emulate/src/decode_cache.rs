@@ -17,20 +17,33 @@ impl Fetched {
     /// Packs the first 15 of `bytes`.
     #[inline]
     pub fn new(bytes: &[u8], size: CodeSize) -> Self {
-        let mut all = [0u8; 16];
-        let count = bytes.len().min(MAX_LENGTH);
-        if let (Some(to), Some(from)) = (all.get_mut(..count), bytes.get(..count)) {
-            to.copy_from_slice(from);
+        // Full windows are the rule, and loads of a fixed size need no call to memcpy.
+        if let Some(window) = bytes.first_chunk::<16>() {
+            return Self::from_words(u128::from_le_bytes(*window), 15, size);
         }
-        Self::from_words(u128::from_le_bytes(all), count as u8, size)
+        if let (Some(low), Some(high)) = (bytes.first_chunk::<8>(), bytes.last_chunk::<8>())
+            && bytes.len() == MAX_LENGTH
+        {
+            let high = u64::from_le_bytes(*high) >> 8;
+            let words = u128::from(u64::from_le_bytes(*low)) | u128::from(high) << 64;
+            return Self::from_words(words, 15, size);
+        }
+        let mut words = 0;
+        for byte in bytes.iter().rev() {
+            words = words << 8 | u128::from(*byte);
+        }
+        Self::from_words(words, bytes.len() as u8, size)
     }
 
-    /// Packs `count` bytes (at most 15 count) that stand in `words` in memory order, as the
-    /// decode assists and two 8-byte loads give them.
+    /// Packs `count` bytes (15 count at most) that stand in `words` in memory order, as two 8-byte
+    /// loads give them.
     #[inline]
     pub const fn from_words(words: u128, count: u8, size: CodeSize) -> Self {
-        let count = if count < MAX_LENGTH as u8 { count } else { MAX_LENGTH as u8 };
-        let words = words & ((1u128 << (count as u32 * 8)) - 1);
+        let (words, count) = if count >= MAX_LENGTH as u8 {
+            (words & (u128::MAX >> 8), MAX_LENGTH as u8)
+        } else {
+            (words & ((1u128 << (count as u32 * 8)) - 1), count)
+        };
         let tag = ((count << 4) | size as u8) as u64;
         Self { low: words as u64, high: (words >> 64) as u64 | tag << 56 }
     }

@@ -28,7 +28,7 @@ pub struct Completion {
     /// New RIP.
     pub rip: u64,
     /// New RFLAGS; RF is clear once the instruction is complete. A set TF is the caller's to
-    /// turn into #DB.
+    /// turn into #DB, after an iteration too.
     pub rflags: u64,
     /// Interrupts are held off until after the next instruction (MOV SS, POP SS).
     pub interrupt_shadow: bool,

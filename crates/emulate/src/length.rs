@@ -1,5 +1,5 @@
-//! Instruction lengths for CPUs without NRIP save: the commonest exits by a few compares, all
-//! others by the decoder.
+//! What CPUs without NRIP save and decode assists do not report: instruction lengths (the commonest
+//! exits by a few compares, all others by the decoder) and the registers of MOV CR and MOV DR.
 
 use crate::decode::{CodeSize, decode};
 
@@ -61,4 +61,54 @@ fn common(bytes: &[u8], size: CodeSize) -> Option<u8> {
         _ => return None,
     };
     at.checked_add(opcode_length)
+}
+
+/// A MOV between a general register and a control or debug register.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SystemMove {
+    /// Length of the instruction in bytes.
+    pub length: u8,
+    /// A debug register rather than a control register.
+    pub debug: bool,
+    /// Number of the control or debug register, 0 to 15, as encoded: it may not exist.
+    pub register: u8,
+    /// Index of the general register, 0 to 15. It is read and written as 64 bits in 64-bit mode
+    /// and as 32 bits elsewhere, whatever the prefixes.
+    pub gpr: u8,
+    /// To the control or debug register.
+    pub write: bool,
+}
+
+/// Decodes MOV CR and MOV DR without any table; `None` for everything else.
+///
+/// Any prefixes are skipped, LOCK too, which names CR8 on AMD (APM vol. 3, MOV CRn).
+#[inline]
+pub fn system_move(bytes: &[u8], size: CodeSize) -> Option<SystemMove> {
+    let mut at = 0u8;
+    let mut high = 0;
+    let mut rex = 0;
+    loop {
+        let byte = *bytes.get(usize::from(at))?;
+        at = at.checked_add(1).filter(|at| *at <= 13)?;
+        match byte {
+            0x0f => break,
+            0xf0 => (high, rex) = (8, 0),
+            // A REX prefix counts only right before the opcode.
+            0x26 | 0x2e | 0x36 | 0x3e | 0x64..=0x67 | 0xf2 | 0xf3 => rex = 0,
+            0x40..=0x4f if size == CodeSize::Bits64 => rex = byte,
+            _ => return None,
+        }
+    }
+    let opcode = *bytes.get(usize::from(at))?;
+    let modrm = *bytes.get(usize::from(at.wrapping_add(1)))?;
+    if !(0x20..=0x23).contains(&opcode) {
+        return None;
+    }
+    Some(SystemMove {
+        length: at.wrapping_add(2),
+        debug: opcode & 1 != 0,
+        register: (modrm >> 3) & 7 | (rex & 4) << 1 | high,
+        gpr: modrm & 7 | (rex & 1) << 3,
+        write: opcode & 2 != 0,
+    })
 }

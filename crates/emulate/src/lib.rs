@@ -30,7 +30,7 @@ mod system;
 pub use decode::{CodeSize, DecodeError, Decoded, Extend, RegRef, SimpleMmio, decode, warm_up};
 pub use decode_cache::{DecodeCache, Fetched};
 pub use execute::{Completion, Outcome, emulate};
-pub use length::length;
+pub use length::{SystemMove, length, system_move};
 pub use machine::{Access, Machine, SegReg, Segment, Stop};
 pub use string::{ITERATIONS_PER_CALL, STRING_RUN_BYTES};
 
@@ -46,6 +46,8 @@ pub mod rflags {
     pub const ZF: u64 = 1 << 6;
     /// Sign.
     pub const SF: u64 = 1 << 7;
+    /// Trap after each instruction.
+    pub const TF: u64 = 1 << 8;
     /// Direction of string instructions.
     pub const DF: u64 = 1 << 10;
     /// Signed overflow.

@@ -12,7 +12,7 @@ use crate::decode::{RegRef, size_mask};
 use crate::execute::Outcome;
 use crate::machine::{Access, Machine, SegReg, Stop};
 use crate::operand::{Run, to_page_end};
-use crate::rflags::{DF, STATUS, ZF};
+use crate::rflags::{DF, STATUS, TF, ZF};
 
 /// Iterations of a REP string instruction in one call, after which the vCPU looks for interrupts.
 pub const ITERATIONS_PER_CALL: u32 = 64;
@@ -104,7 +104,8 @@ impl<M: Machine> Run<'_, M> {
             if count == 0 {
                 return Ok(Outcome::Done);
             }
-            let done = self.string_elements(element, count)?;
+            let at_most = if self.flags & TF != 0 { 1 } else { count };
+            let done = self.string_elements(element, at_most)?;
             let left = count.wrapping_sub(done);
             self.set_reg(counter, left);
             let equal = self.flags & ZF != 0;
@@ -112,8 +113,9 @@ impl<M: Machine> Run<'_, M> {
                 return Ok(Outcome::Done);
             }
             self.m.commit();
-            if done > 1 {
-                // A whole run was handed over: time to look for interrupts.
+            if done > 1 || self.flags & TF != 0 {
+                // A whole run was handed over: time to look for interrupts. And single-stepping
+                // stops after each iteration (SDM vol. 3B §17.3.1.4).
                 break;
             }
         }

@@ -3,7 +3,7 @@
 
 use gannet_emulate::{
     CodeSize, DecodeCache, DecodeError, Decoded, Extend, Fetched, RegRef, SimpleMmio, decode,
-    length, warm_up,
+    length, system_move, warm_up,
 };
 use iced_x86::{Decoder, DecoderOptions};
 use proptest::prelude::*;
@@ -182,8 +182,29 @@ fn a_loaded_value_fills_its_register_as_the_size_demands() {
 }
 
 #[test]
-fn a_decoded_instruction_is_one_cache_line() {
-    assert!(size_of::<Decoded>() <= 64);
+fn a_decode_cache_is_small() {
+    assert!(size_of::<Decoded>() <= 72);
+    assert!(size_of::<DecodeCache>() <= 1024);
+}
+
+#[test]
+fn moves_of_control_and_debug_registers_name_their_registers() {
+    let decoded = |bytes: &[u8], size| {
+        system_move(bytes, size).map(|m| (m.length, m.debug, m.register, m.gpr, m.write))
+    };
+    let long = CodeSize::Bits64;
+    assert_eq!(decoded(&[0x0f, 0x22, 0xc0], long), Some((3, false, 0, 0, true)));
+    assert_eq!(decoded(&[0x0f, 0x20, 0xe1], long), Some((3, false, 4, 1, false)));
+    assert_eq!(decoded(&[0x45, 0x0f, 0x22, 0xc3], long), Some((4, false, 8, 11, true)));
+    assert_eq!(decoded(&[0x0f, 0x23, 0xfa], long), Some((3, true, 7, 2, true)));
+    assert_eq!(
+        decoded(&[0x66, 0xf0, 0x0f, 0x20, 0xc0], CodeSize::Bits32),
+        Some((5, false, 8, 0, false))
+    );
+    assert_eq!(decoded(&[0x44, 0x0f, 0x20, 0xc0], CodeSize::Bits32), None);
+    assert_eq!(decoded(&[0x0f, 0x24, 0xc0], long), None);
+    assert_eq!(decoded(&[0x0f, 0x20], long), None);
+    assert_eq!(decoded(&[0x66; 20], long), None);
 }
 
 #[test]
@@ -217,6 +238,38 @@ proptest! {
     #[test]
     fn any_bytes_have_the_decoders_length(bytes in prop::collection::vec(any::<u8>(), 0..20)) {
         check_length(&bytes);
+    }
+
+    #[test]
+    fn system_moves_agree_with_the_decoder(
+        prefix in prop::collection::vec(
+            prop::sample::select(vec![0x66u8, 0x67, 0xf2, 0xf3, 0x3e, 0x48, 0x44, 0x41, 0x45]),
+            0..4,
+        ),
+        opcode in 0x1eu8..0x26,
+        modrm: u8,
+        which in 0usize..3,
+    ) {
+        let mut bytes = prefix;
+        bytes.extend_from_slice(&[0x0f, opcode, modrm, 0, 0, 0, 0, 0]);
+        let size = SIZES[which];
+        let bitness = [16, 32, 64][which];
+        let insn = Decoder::new(bitness, &bytes, DecoderOptions::NONE).decode();
+        let numbered = |register: iced_x86::Register| {
+            let system = register.is_cr() || register.is_dr();
+            system.then(|| (register.is_dr(), register.number() as u8))
+        };
+        let expected = numbered(insn.op0_register()).map(|r| (r, insn.op1_register(), true))
+            .or(numbered(insn.op1_register()).map(|r| (r, insn.op0_register(), false)));
+        if let (Some((system, gpr, write)), false) = (expected, insn.is_invalid()) {
+            let found = system_move(&bytes, size).expect("a move of a system register");
+            prop_assert_eq!((found.debug, found.register), system);
+            prop_assert_eq!(usize::from(found.gpr), gpr.number());
+            prop_assert_eq!(found.write, write);
+            prop_assert_eq!(usize::from(found.length), insn.len());
+        } else if !insn.is_invalid() {
+            prop_assert_eq!(system_move(&bytes, size), None);
+        }
     }
 
     #[test]

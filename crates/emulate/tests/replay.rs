@@ -141,6 +141,20 @@ fn a_long_repetition_returns_between_iterations() {
 }
 
 #[test]
+fn single_stepping_stops_after_each_iteration() {
+    let mut m = TestMachine::long();
+    m.rflags |= rflags::TF;
+    m.gpr[RDI] = RAM;
+    m.gpr[RCX] = 3;
+    for left in [2, 1] {
+        assert_eq!(m.run(&[0xf3, 0x6c]).unwrap().outcome, Outcome::Continue); // rep insb
+        assert_eq!(m.gpr[RCX], left);
+    }
+    assert_eq!(m.run(&[0xf3, 0x6c]).unwrap().outcome, Outcome::Done);
+    assert_eq!(m.events.len(), 3);
+}
+
+#[test]
 fn string_input_is_one_port_access_per_run_of_ram() {
     let mut m = TestMachine::long();
     m.gpr[RDX] = 0x1f0;

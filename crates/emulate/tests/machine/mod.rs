@@ -124,11 +124,21 @@ impl TestMachine {
     /// One call of the emulator in a row of replays; completes the instruction if it can.
     pub fn step(&mut self, code: &[u8]) -> Result<Outcome, Stop> {
         let done = self.once(code)?;
+        self.end(done);
+        Ok(done.outcome)
+    }
+
+    /// Before a call of the emulator: the replay log is read from its start.
+    pub fn start(&mut self) {
+        self.cursor = 0;
+    }
+
+    /// Commits what a call completed.
+    pub fn end(&mut self, done: Completion) {
         assert_eq!(self.cursor, self.log.len(), "the replay log was not used up");
         self.log.clear();
         self.rip = done.rip;
         self.rflags = done.rflags;
-        Ok(done.outcome)
     }
 
     /// Emulates with user space answering until something else than `NeedUser` comes out; commits
@@ -140,10 +150,7 @@ impl TestMachine {
             match emulate(self, &decoded) {
                 Err(Stop::NeedUser) => self.user_space(),
                 Ok(done) => {
-                    assert_eq!(self.cursor, self.log.len(), "the replay log was not used up");
-                    self.log.clear();
-                    self.rip = done.rip;
-                    self.rflags = done.rflags;
+                    self.end(done);
                     return Ok(done);
                 }
                 Err(stop) => {
@@ -199,6 +206,11 @@ impl TestMachine {
             return Err(Stop::Fault(Exception::pf(at, code)));
         }
         Ok(())
+    }
+
+    fn device(&self, at: u64) -> bool {
+        // An end of u64::MAX stands for one more.
+        self.mmio.contains(&at) || at == u64::MAX && self.mmio.end == at
     }
 
     fn index(&self, at: u64) -> usize {
@@ -257,7 +269,7 @@ impl Machine for TestMachine {
     fn read(&mut self, at: Gva, into: &mut [u8], how: Access) -> Result<(), Stop> {
         assert_ne!(how, Access::Store);
         self.check(at.0, into.len(), self.longest(), how == Access::Modify)?;
-        if self.mmio.contains(&at.0) {
+        if self.device(at.0) {
             assert!(into.len() <= 8);
             let answer = self.ask(Event::MmioRead(at.0, into.len()))?;
             into.copy_from_slice(&answer);
@@ -269,7 +281,7 @@ impl Machine for TestMachine {
     fn write(&mut self, at: Gva, data: &[u8], how: Access) -> Result<(), Stop> {
         assert_ne!(how, Access::Load);
         self.check(at.0, data.len(), self.longest(), true)?;
-        if self.mmio.contains(&at.0) {
+        if self.device(at.0) {
             assert!(data.len() <= 8);
             self.ask(Event::MmioWrite(at.0, data.to_vec()))?;
         } else {
@@ -283,7 +295,7 @@ impl Machine for TestMachine {
     fn cmpxchg(&mut self, at: Gva, old: &[u8], new: &[u8]) -> Result<bool, Stop> {
         assert_eq!(old.len(), new.len());
         self.check(at.0, old.len(), 16, true)?;
-        if self.mmio.contains(&at.0) {
+        if self.device(at.0) {
             self.ask(Event::MmioWrite(at.0, new.to_vec()))?;
             return Ok(true);
         }
@@ -300,13 +312,11 @@ impl Machine for TestMachine {
         Ok(true)
     }
     fn is_ram(&mut self, at: Gva, len: usize, write: bool) -> Result<bool, Stop> {
-        let end = at.0 + len as u64 - 1;
-        let fine = |at: u64| {
-            !self.mmio.contains(&at)
-                && !self.absent.contains(&at)
-                && !(write && self.read_only.contains(&at))
+        let end = at.0 + (len as u64 - 1);
+        let barred = |at: u64| {
+            self.device(at) || self.absent.contains(&at) || write && self.read_only.contains(&at)
         };
-        Ok(self.runs_allowed && fine(at.0) && fine(end))
+        Ok(self.runs_allowed && !barred(at.0) && !barred(end))
     }
     fn commit(&mut self) {
         assert_eq!(self.cursor, self.log.len(), "a commit before the replay log was used up");
