@@ -70,9 +70,11 @@ pub struct IoApic {
     sources: [u32; PINS],
     /// Ends of interrupt in a row that found the pin still asserted.
     storm: [u16; PINS],
+    /// Pins whose acknowledgements somebody counts, edge or level.
+    listeners: u32,
 }
 
-fn message(entry: u64) -> Option<IrqMessage> {
+fn message(entry: u64, notify_eoi: bool) -> Option<IrqMessage> {
     let dest_mode = if entry & rte::LOGICAL != 0 { DestMode::Logical } else { DestMode::Physical };
     Some(IrqMessage {
         vector: Vector(entry as u8),
@@ -80,6 +82,7 @@ fn message(entry: u64) -> Option<IrqMessage> {
         dest_mode,
         trigger: if entry & rte::LEVEL != 0 { Trigger::Level } else { Trigger::Edge },
         assert: true,
+        notify_eoi,
         shorthand: Shorthand::None,
         dest: widen_dest((entry >> 56) as u8, dest_mode),
     })
@@ -155,7 +158,7 @@ impl IoApic {
         if *entry & rte::MASKED != 0 || (level && *entry & rte::REMOTE_IRR != 0) {
             return LineStatus::Ignored;
         }
-        let Some(message) = message(*entry) else {
+        let Some(message) = message(*entry, self.listeners & 1 << pin != 0) else {
             return LineStatus::Ignored;
         };
         let taken = deliver(message);
@@ -219,18 +222,10 @@ impl IoApic {
         }
     }
 
-    /// The vectors that `pins` send while unmasked, as 256 bits: whose EOI a listener to those pins
-    /// must hear.
-    pub fn vectors_of(&self, pins: u32) -> [u64; 4] {
-        let mut set = [0u64; 4];
-        for pin in bits(pins) {
-            let Some(entry) = self.state.redirtbl.get(pin) else { continue };
-            if entry & rte::MASKED == 0 && entry >> 8 & 7 <= 1 {
-                let vector = *entry as u8;
-                set[usize::from(vector >> 6)] |= 1 << (vector & 63);
-            }
-        }
-        set
+    /// Sets the pins whose acknowledgements are wanted though they may be edge-triggered: their
+    /// messages ask for a report of their EOI.
+    pub fn set_listeners(&mut self, pins: u32) {
+        self.listeners = pins;
     }
 
     /// A guest load at `offset` from the base.
@@ -242,21 +237,12 @@ impl IoApic {
         }
     }
 
-    /// A guest store at `offset` from the base. True when a redirection entry changed, so that
-    /// [`vectors_of`](Self::vectors_of) is to be asked again.
-    pub fn write(
-        &mut self,
-        offset: u64,
-        value: u32,
-        deliver: &mut impl FnMut(IrqMessage) -> bool,
-    ) -> bool {
+    /// A guest store at `offset` from the base.
+    pub fn write(&mut self, offset: u64, value: u32, deliver: &mut impl FnMut(IrqMessage) -> bool) {
         match offset & 0xf0 {
-            REG_SELECT => {
-                self.state.ioregsel = value & 0xff;
-                false
-            }
+            REG_SELECT => self.state.ioregsel = value & 0xff,
             REG_WINDOW => self.write_selected(value, deliver),
-            _ => false,
+            _ => {}
         }
     }
 
@@ -274,15 +260,15 @@ impl IoApic {
         }
     }
 
-    fn write_selected(&mut self, value: u32, deliver: &mut impl FnMut(IrqMessage) -> bool) -> bool {
+    fn write_selected(&mut self, value: u32, deliver: &mut impl FnMut(IrqMessage) -> bool) {
         let index = self.state.ioregsel;
         if index == 0 {
             self.state.id = value >> 24 & 0xf;
-            return false;
+            return;
         }
         let pin = (index.wrapping_sub(0x10) >> 1) as usize;
         let Some(entry) = self.state.redirtbl.get_mut(pin) else {
-            return false;
+            return;
         };
         let old = *entry;
         let shift = (index & 1) * 32;
@@ -297,7 +283,6 @@ impl IoApic {
             // A level that was held back by the mask goes out now; an edge under the mask is lost.
             self.service(pin, deliver);
         }
-        new != old
     }
 
     /// The state for saving.

@@ -89,6 +89,9 @@ pub struct IrqMessage {
     pub trigger: Trigger,
     /// ICR level bit: false only in the INIT level de-assert message.
     pub assert: bool,
+    /// Somebody waits for this interrupt's end though it is edge-triggered: the receiver reports
+    /// its EOI as that of a level one.
+    pub notify_eoi: bool,
     /// Destination shorthand.
     pub shorthand: Shorthand,
     /// Destination: APIC id or logical mask; [`BROADCAST`] is everybody.
@@ -104,6 +107,7 @@ impl IrqMessage {
             dest_mode: DestMode::Physical,
             trigger: Trigger::Edge,
             assert: true,
+            notify_eoi: false,
             shorthand: Shorthand::None,
             dest,
         }

@@ -40,6 +40,7 @@ impl Msi {
             dest_mode,
             trigger: if level { Trigger::Level } else { Trigger::Edge },
             assert: true,
+            notify_eoi: false,
             shorthand: Shorthand::None,
             dest,
         })

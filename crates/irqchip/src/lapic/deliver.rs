@@ -68,6 +68,10 @@ impl Lapic {
     pub fn accept(&self, msg: &IrqMessage) -> Accepted {
         match msg.delivery {
             DeliveryMode::Fixed | DeliveryMode::LowestPriority => {
+                if msg.notify_eoi {
+                    self.eoi_notify.set_shared(msg.vector.0);
+                    self.any_notify.store(1, Release);
+                }
                 self.accept_fixed(msg.vector, msg.trigger == Trigger::Level)
             }
             DeliveryMode::Smi => Accepted::Smi,

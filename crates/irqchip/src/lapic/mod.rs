@@ -105,6 +105,8 @@ pub struct Lapic {
     ppr: AtomicU8,
     tpr: AtomicU8,
     features: AtomicU8,
+    /// Whether `eoi_notify` was ever used: spares the look into another cache line.
+    any_notify: AtomicU8,
     /// Address of the CPU: 8 bits in xAPIC mode, 32 in x2APIC mode.
     id: AtomicU32,
     /// As the register shows it in the current mode.
@@ -117,6 +119,8 @@ pub struct Lapic {
 
     timer: Timer,
 
+    /// Vectors whose next EOI is reported as that of a level interrupt.
+    eoi_notify: VectorSet,
     base: AtomicU64,
     lvt: [AtomicU32; LVT_COUNT],
     svr: AtomicU32,
@@ -140,6 +144,7 @@ impl Lapic {
             ppr: AtomicU8::new(0),
             tpr: AtomicU8::new(0),
             features: AtomicU8::new(FEATURE_TSC_DEADLINE),
+            any_notify: AtomicU8::new(0),
             id: AtomicU32::new(0),
             ldr: AtomicU32::new(0),
             dfr: AtomicU32::new(0),
@@ -147,6 +152,7 @@ impl Lapic {
             isr: VectorSet::default(),
             tmr: VectorSet::default(),
             timer: Timer::new(),
+            eoi_notify: VectorSet::default(),
             base: AtomicU64::new(0),
             lvt: [const { AtomicU32::new(LVT_MASKED) }; LVT_COUNT],
             svr: AtomicU32::new(0xff),
@@ -200,6 +206,8 @@ impl Lapic {
         self.irr.clear();
         self.isr.clear();
         self.tmr.clear();
+        self.eoi_notify.clear();
+        self.any_notify.store(0, Relaxed);
         self.isr_highest.store(0, Relaxed);
         self.update_ppr();
     }

@@ -99,9 +99,8 @@ impl Lapic {
 
     /// A write of the EOI register: ends the highest interrupt in service.
     ///
-    /// The effect is [`LapicEffect::Eoi`] with `level` when the I/O APICs must hear of it; edge
-    /// vectors are reported too, for those who count acknowledgements. After it a held-back
-    /// interrupt may have become deliverable.
+    /// The effect is [`LapicEffect::Eoi`], with `level` when the I/O APIC must hear of it. After it
+    /// a held-back interrupt may have become deliverable.
     #[inline]
     pub fn eoi(&self) -> LapicEffect {
         let vector = self.isr_highest.load(Relaxed);
@@ -111,8 +110,19 @@ impl Lapic {
         self.isr.clear_owned(vector);
         self.isr_highest.store(self.isr.highest(), Relaxed);
         self.update_ppr();
-        let level = self.tmr.test(vector) && !self.eoi_broadcast_suppressed();
+        let level =
+            (self.tmr.test(vector) && !self.eoi_broadcast_suppressed()) || self.notifies(vector);
         LapicEffect::Eoi { vector: Vector(vector), level }
+    }
+
+    /// Nobody waits for the end of `vector` any more: its EOI is reported no longer.
+    pub fn forget_notify(&self, vector: Vector) {
+        self.eoi_notify.clear_shared(vector.0);
+    }
+
+    #[inline]
+    fn notifies(&self, vector: u8) -> bool {
+        self.any_notify.load(Relaxed) != 0 && self.eoi_notify.test(vector)
     }
 
     fn eoi_broadcast_suppressed(&self) -> bool {
@@ -124,7 +134,11 @@ impl Lapic {
     #[inline]
     pub fn pv_eoi_candidate(&self) -> Option<Vector> {
         let vector = self.isr_highest.load(Relaxed);
-        if vector == 0 || self.irr_pending.load(Relaxed) != 0 || self.tmr.test(vector) {
+        if vector == 0
+            || self.irr_pending.load(Relaxed) != 0
+            || self.tmr.test(vector)
+            || self.notifies(vector)
+        {
             return None;
         }
         Some(Vector(vector))

@@ -5,7 +5,7 @@
 
 use core::sync::atomic::{AtomicU32, Ordering::*};
 
-use x86::Vector;
+use x86::{Vector, apic::reg};
 
 use super::{
     FEATURE_DIRECTED_EOI, FEATURE_TSC_DEADLINE, Gp, Lapic, LapicMode, LocalVector, TimerChange,
@@ -21,33 +21,10 @@ pub const SELF_IPI_MSR: u32 = 0x83f;
 /// IA32_TSC_DEADLINE.
 pub const TSC_DEADLINE_MSR: u32 = 0x6e0;
 
-/// Register offsets.
-pub(super) mod reg {
-    pub const ID: u32 = 0x20;
-    pub const VERSION: u32 = 0x30;
-    pub const TPR: u32 = 0x80;
-    pub const APR: u32 = 0x90;
-    pub const PPR: u32 = 0xa0;
-    pub const EOI: u32 = 0xb0;
-    pub const RRD: u32 = 0xc0;
-    pub const LDR: u32 = 0xd0;
-    pub const DFR: u32 = 0xe0;
-    pub const SVR: u32 = 0xf0;
-    pub const ISR: u32 = 0x100;
-    pub const ISR_END: u32 = 0x170;
-    pub const TMR: u32 = 0x180;
-    pub const TMR_END: u32 = 0x1f0;
-    pub const IRR: u32 = 0x200;
-    pub const IRR_END: u32 = 0x270;
-    pub const ESR: u32 = 0x280;
-    pub const ICR_LO: u32 = 0x300;
-    pub const ICR_HI: u32 = 0x310;
-    pub const LVT_TIMER: u32 = 0x320;
-    pub const LVT_ERROR: u32 = 0x370;
-    pub const TIMER_INITIAL: u32 = 0x380;
-    pub const TIMER_CURRENT: u32 = 0x390;
-    pub const TIMER_DIVIDE: u32 = 0x3e0;
-}
+/// Last registers of the three vector sets.
+const ISR_END: u32 = reg::ISR + 0x70;
+const TMR_END: u32 = reg::TMR + 0x70;
+const IRR_END: u32 = reg::IRR + 0x70;
 
 /// ESR bits (SDM vol. 3A §10.5.3).
 pub(super) mod error {
@@ -75,12 +52,12 @@ const ICR_LO_WRITABLE: u32 = 0x000c_cfff;
 pub enum LapicEffect {
     /// Nothing.
     None,
-    /// An interrupt ended. With `level` the I/O APICs are to be told; without it only those who
-    /// count this vector's acknowledgements. A held-back interrupt may be deliverable now.
+    /// An interrupt ended. A held-back interrupt may be deliverable now.
     Eoi {
         /// The vector that left service.
         vector: Vector,
-        /// It was level-triggered.
+        /// The I/O APIC is to be told: it was level-triggered, or its message asked for it
+        /// ([`IrqMessage::notify_eoi`]).
         level: bool,
     },
     /// Deliver this to oneself: by [`Lapic::self_ipi_direct`], else by [`Lapic::accept_fixed`].
@@ -95,7 +72,7 @@ pub enum LapicEffect {
     /// Enabled or disabled by the SVR.
     EnableChanged,
     /// LINT0's entry changed: who takes the 8259A's interrupts and the PIT's NMIs may change.
-    Lvt0Changed,
+    Lint0Changed,
 }
 
 impl Lapic {
@@ -116,12 +93,12 @@ impl Lapic {
             reg::LDR => self.ldr.load(Relaxed),
             reg::DFR => self.dfr.load(Relaxed),
             reg::SVR => self.svr.load(Relaxed),
-            reg::ISR..=reg::ISR_END => self.isr.register((offset - reg::ISR) >> 4),
-            reg::TMR..=reg::TMR_END => self.tmr.register((offset - reg::TMR) >> 4),
-            reg::IRR..=reg::IRR_END => self.irr.register((offset - reg::IRR) >> 4),
+            reg::ISR..=ISR_END => self.isr.register((offset - reg::ISR) >> 4),
+            reg::TMR..=TMR_END => self.tmr.register((offset - reg::TMR) >> 4),
+            reg::IRR..=IRR_END => self.irr.register((offset - reg::IRR) >> 4),
             reg::ESR => self.esr.load(Relaxed),
-            reg::ICR_LO => self.icr_lo.load(Relaxed),
-            reg::ICR_HI => self.icr_hi.load(Relaxed),
+            reg::ICR => self.icr_lo.load(Relaxed),
+            reg::ICR2 => self.icr_hi.load(Relaxed),
             reg::LVT_TIMER..=reg::LVT_ERROR => match self.lvt_at(offset) {
                 Some(lvt) => lvt.load(Relaxed),
                 None => 0,
@@ -172,8 +149,8 @@ impl Lapic {
     pub fn write(&self, offset: u32, value: u32) -> LapicEffect {
         match offset {
             reg::EOI => self.eoi(),
-            reg::ICR_LO => self.write_icr_lo(value),
-            reg::ICR_HI => {
+            reg::ICR => self.write_icr_lo(value),
+            reg::ICR2 => {
                 self.icr_hi.store(value & 0xff00_0000, Relaxed);
                 LapicEffect::None
             }
@@ -217,7 +194,7 @@ impl Lapic {
                 LapicEffect::TimerChanged(TimerChange::Divide { old })
             }
             reg::VERSION | reg::APR | reg::PPR | reg::RRD | reg::TIMER_CURRENT => LapicEffect::None,
-            reg::ISR..=reg::IRR_END if offset & 0xf == 0 => LapicEffect::None,
+            reg::ISR..=IRR_END if offset & 0xf == 0 => LapicEffect::None,
             _ => {
                 let _ = self.raise_error(error::ILLEGAL_REGISTER);
                 LapicEffect::None
@@ -235,7 +212,7 @@ impl Lapic {
         }
         let offset = msr.wrapping_sub(X2APIC_MSR_BASE).wrapping_shl(4);
         match offset {
-            reg::ICR_LO => {
+            reg::ICR => {
                 Ok(u64::from(self.icr_hi.load(Relaxed)) << 32
                     | u64::from(self.icr_lo.load(Relaxed)))
             }
@@ -245,7 +222,7 @@ impl Lapic {
             | reg::PPR
             | reg::LDR
             | reg::SVR
-            | reg::ISR..=reg::IRR_END
+            | reg::ISR..=IRR_END
             | reg::ESR
             | reg::LVT_TIMER..=reg::LVT_ERROR
             | reg::TIMER_INITIAL
@@ -291,7 +268,7 @@ impl Lapic {
 
     fn write_svr(&self, value: u32) -> LapicEffect {
         let suppress = if self.has(FEATURE_DIRECTED_EOI) { SVR_SUPPRESS_EOI } else { 0 };
-        self.svr.store(value & (0x1ff | suppress), Relaxed);
+        self.svr.store(value & (0x3ff | suppress), Relaxed);
         let enable = value & SVR_ENABLE != 0;
         let was = self.software_enabled.swap(u8::from(enable), Relaxed) != 0;
         if was == enable {
@@ -342,7 +319,7 @@ impl Lapic {
             LocalVector::Timer if (old ^ value) & LVT_TIMER_MODE != 0 => {
                 LapicEffect::TimerChanged(TimerChange::Mode { old })
             }
-            LocalVector::Lint0 if old != value => LapicEffect::Lvt0Changed,
+            LocalVector::Lint0 if old != value => LapicEffect::Lint0Changed,
             _ => LapicEffect::None,
         }
     }
@@ -418,6 +395,7 @@ impl Lapic {
             // Interprocessor interrupts other than INIT are edge-triggered whatever the bit says.
             trigger: if delivery == DeliveryMode::Init { trigger } else { Trigger::Edge },
             assert,
+            notify_eoi: false,
             shorthand,
             dest,
         })

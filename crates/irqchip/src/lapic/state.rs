@@ -5,7 +5,8 @@
 
 use core::sync::atomic::Ordering::*;
 
-use super::regs::reg;
+use x86::apic::reg;
+
 use super::regs::{LVT_MASKED, LVT_WRITABLE, SVR_SUPPRESS_EOI};
 use super::{Lapic, LapicMode, TimerOp};
 
@@ -39,13 +40,13 @@ const PLAIN: [u32; 21] = [
     reg::DFR,
     reg::SVR,
     reg::ESR,
-    reg::ICR_LO,
-    reg::ICR_HI,
+    reg::ICR,
+    reg::ICR2,
     reg::LVT_TIMER,
-    0x330,
-    0x340,
-    0x350,
-    0x360,
+    reg::LVT_THERMAL,
+    reg::LVT_PMC,
+    reg::LVT_LINT0,
+    reg::LVT_LINT1,
     reg::LVT_ERROR,
     reg::TIMER_INITIAL,
     reg::TIMER_CURRENT,
@@ -102,7 +103,7 @@ impl Lapic {
         }
         // Before the LVT: a disabled APIC would mask what is written.
         let svr = get(page, reg::SVR);
-        self.svr.store(svr & 0x1ff | svr & SVR_SUPPRESS_EOI, Relaxed);
+        self.svr.store(svr & 0x3ff | svr & SVR_SUPPRESS_EOI, Relaxed);
         self.software_enabled.store(u8::from(svr & 0x100 != 0), Relaxed);
         for ((offset, writable), lvt) in
             (reg::LVT_TIMER..).step_by(16).zip(LVT_WRITABLE).zip(&self.lvt)
@@ -113,8 +114,8 @@ impl Lapic {
             }
             lvt.store(value, Relaxed);
         }
-        self.icr_lo.store(get(page, reg::ICR_LO), Relaxed);
-        self.icr_hi.store(get(page, reg::ICR_HI), Relaxed);
+        self.icr_lo.store(get(page, reg::ICR), Relaxed);
+        self.icr_hi.store(get(page, reg::ICR2), Relaxed);
         self.esr.store(get(page, reg::ESR) & 0xff, Relaxed);
         self.esr_pending.store(0, Relaxed);
         for index in 0..8 {
