@@ -291,7 +291,8 @@ impl<M: Machine> Run<'_, M> {
                 // A register's offset reaches beyond the operand, to both sides.
                 let size = self.memory_bytes()?;
                 // The index of the operand-sized element, rounded towards minus infinity.
-                let element = (Self::signed(offset, size) as i64) >> size.ilog2().wrapping_add(3);
+                let element =
+                    (Self::signed(offset, size) as i64) >> size.trailing_zeros().wrapping_add(3);
                 self.memory(size, 0, element.wrapping_mul(i64::from(size)) as u64, how)?
             }
             _ => self.place(0, how)?,
@@ -305,6 +306,7 @@ impl<M: Machine> Run<'_, M> {
         Ok(())
     }
 
+    /// BSF and BSR.
     fn bit_scan(&mut self, reverse: bool) -> Result<(), Stop> {
         let to = RegRef::of(self.insn.op0_register()).ok_or(Stop::Unsupported)?;
         let source = self.value(1)? & size_mask(to.size);
@@ -313,7 +315,7 @@ impl<M: Machine> Run<'_, M> {
             self.set_flags(ZF, ZF);
             return Ok(());
         }
-        let found = if reverse { source.ilog2() } else { source.trailing_zeros() };
+        let found = if reverse { 63 ^ source.leading_zeros() } else { source.trailing_zeros() };
         self.set_flags(ZF, 0);
         self.set_reg(to, u64::from(found));
         Ok(())

@@ -275,6 +275,28 @@ fn instruction_pointers_stay_within_32_bits_outside_64_bit_mode() {
     assert_eq!(m.run(&[0x8b, 0x03]).unwrap().rip, 0);
 }
 
+/// The address of the memory operand as iced-x86 computes it.
+fn address_by_the_decoder(code: &[u8], m: &TestMachine, gpr: &[u64; 16]) -> u64 {
+    use iced_x86::{Decoder, DecoderOptions, OpKind, Register};
+    let bitness = match m.size {
+        CodeSize::Bits16 => 16,
+        CodeSize::Bits32 => 32,
+        CodeSize::Bits64 => 64,
+    };
+    let insn = Decoder::with_ip(bitness, code, 0x40_0000, DecoderOptions::NONE).decode();
+    let operand = u32::from(insn.op0_kind() != OpKind::Memory);
+    let at = insn.virtual_address(operand, 0, |register, _, _| {
+        if register.is_segment_register() {
+            let flat =
+                m.size == CodeSize::Bits64 && !matches!(register, Register::FS | Register::GS);
+            return Some(if flat { 0 } else { m.segments[register.number()].base });
+        }
+        Some(gpr[register.number()])
+    });
+    let at = at.expect("an address");
+    if m.size == CodeSize::Bits64 { at } else { at & 0xffff_ffff }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(20_000))]
 
@@ -284,7 +306,7 @@ proptest! {
         prefix in prop::sample::select(vec![vec![], vec![0x64], vec![0x67], vec![0x26], vec![0x48]]),
         opcode in prop::sample::select(vec![0x8bu8, 0x89, 0x88, 0xc7, 0xa1]),
         tail in any::<[u8; 12]>(),
-        gpr in any::<[u64; 16]>(),
+        gpr in prop::array::uniform16(prop_oneof![any::<u64>(), 0u64..1 << 44]),
         size in prop::sample::select(vec![CodeSize::Bits16, CodeSize::Bits32, CodeSize::Bits64]),
         fs in any::<u32>(),
         ds in any::<u32>(),
@@ -310,5 +332,6 @@ proptest! {
         };
         let offset = decoded.page_offset(|n| gpr[n], 0x40_0000, |s| m.segment(s).base);
         prop_assert_eq!(u64::from(offset), at & 0xfff);
+        prop_assert_eq!(address_by_the_decoder(&code, &m, &gpr), at);
     }
 }
