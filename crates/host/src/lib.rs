@@ -22,6 +22,7 @@ pub mod log;
 pub mod notifier;
 pub mod once;
 pub mod page;
+pub mod params;
 pub mod smp;
 pub mod srcu;
 pub mod sync;

@@ -1,7 +1,6 @@
 //! CPUs: which one this is, and how to make another leave the guest.
 
 use crate::sys;
-use x86::Hpa;
 
 /// The CPU this runs on; only meaningful while the task cannot move (interrupts off).
 #[inline]
@@ -45,28 +44,6 @@ pub fn run_on_all(f: extern "C" fn()) {
     sys::gnt_run_on_all(f);
 }
 
-/// The pages that each CPU owns for SVM, allocated when the module loads.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u32)]
-pub enum CpuPage {
-    /// VM_HSAVE_PA: where VMRUN keeps the host's state (APM vol. 2 §15.5.1).
-    HostSave = 0,
-    /// Where VMSAVE keeps the rest of the host's state while a guest is loaded.
-    HostVmsave = 1,
-}
-
-/// Physical address of a page of CPU `cpu`; `None` for a CPU that cannot exist.
-pub fn cpu_page(cpu: usize, which: CpuPage) -> Option<Hpa> {
-    if cpu >= max_cpus() {
-        return None;
-    }
-    // SAFETY: the number is in range.
-    match unsafe { sys::gnt_cpu_page(cpu as u32, which as u32) } {
-        0 => None,
-        hpa => Some(Hpa(hpa)),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -75,12 +52,5 @@ mod tests {
     fn a_cpu_out_of_range_is_left_alone() {
         kick(usize::MAX);
         sync_cpus([0, usize::MAX]);
-        assert!(cpu_page(usize::MAX, CpuPage::HostSave).is_none());
-    }
-
-    #[test]
-    fn each_cpu_has_pages_of_its_own() {
-        let (save, state) = (cpu_page(0, CpuPage::HostSave), cpu_page(0, CpuPage::HostVmsave));
-        assert!(save.is_some() && state.is_some() && save != state);
     }
 }

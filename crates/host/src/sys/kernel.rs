@@ -46,6 +46,7 @@ pub(crate) enum FileRaw {}
 /// `struct cpumask`.
 pub(crate) enum CpuMaskRaw {}
 
+#[expect(improper_ctypes, reason = "C does not look at the TypeId of a FileCalls")]
 unsafe extern "C" {
     // mm.c
     static gnt_direct_map_base: u64;
@@ -121,7 +122,6 @@ unsafe extern "C" {
     pub(crate) fn gnt_sync_add(mask: *mut CpuMaskRaw, cpu: u32);
     pub(crate) fn gnt_sync_end(mask: *mut CpuMaskRaw);
     pub(crate) safe fn gnt_run_on_all(f: extern "C" fn());
-    pub(crate) fn gnt_cpu_page(cpu: u32, which: u32) -> u64;
     // fpu.c
     pub(crate) fn gnt_fpu_alloc(f: *mut FpuRaw) -> i32;
     pub(crate) fn gnt_fpu_free(f: *mut FpuRaw);
@@ -166,6 +166,8 @@ unsafe extern "C" {
     pub(crate) safe fn gnt_tsc_is_stable() -> i32;
     pub(crate) fn gnt_clock_snapshot(out: *mut Snapshot);
     pub(crate) safe fn gnt_clock_generation() -> u32;
+    // params.c
+    pub(crate) safe fn gnt_halt_poll_ns() -> u64;
     // log.c
     pub(crate) safe fn gnt_log_ratelimit() -> i32;
     pub(crate) fn gnt_log(level: u32, text: *const u8, len: usize);

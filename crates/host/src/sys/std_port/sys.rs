@@ -437,12 +437,6 @@ pub(crate) unsafe fn gnt_sync_end(_: *mut CpuMaskRaw) {
 pub(crate) fn gnt_run_on_all(f: extern "C" fn()) {
     f();
 }
-pub(crate) unsafe fn gnt_cpu_page(cpu: u32, which: u32) -> u64 {
-    static PAGES: std::sync::OnceLock<Vec<u64>> = std::sync::OnceLock::new();
-    let pages = PAGES.get_or_init(|| (0..2 * CPUS).map(|_| gnt_page_alloc()).collect());
-    pages.get((2 * cpu + which) as usize).copied().unwrap_or(0)
-}
-
 // The FPU: the image as user space sees it, of x87, SSE and AVX.
 
 #[derive(Debug)]
@@ -600,6 +594,12 @@ pub(crate) unsafe fn gnt_clock_snapshot(out: *mut Snapshot) {
     unsafe { out.write(Snapshot::of_test(World::current().now())) }
 }
 pub(crate) fn gnt_clock_generation() -> u32 {
+    0
+}
+
+// Parameters.
+
+pub(crate) fn gnt_halt_poll_ns() -> u64 {
     0
 }
 

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * The kernel's view of a CPU that runs a guest: RCU does not wait for it, its time is the guest's.
+ * Nothing here may be instrumented: between the two calls RCU does not watch this CPU.
+ */
+#include <linux/kvm_host.h>
+
+#include <asm/nospec-branch.h>
+
+#include "gannet.h"
+
+noinstr void gnt_guest_enter(void)
+{
+	guest_timing_enter_irqoff();
+	guest_state_enter_irqoff();
+}
+
+noinstr void gnt_guest_exit(void)
+{
+	guest_state_exit_irqoff();
+	guest_timing_exit_irqoff();
+	/* The guest may have trained the branch predictor against the VMM (VMSCAPE). */
+	if (cpu_feature_enabled(X86_FEATURE_IBPB_EXIT_TO_USER))
+		this_cpu_write(x86_ibpb_exit_to_user, true);
+}

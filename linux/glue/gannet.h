@@ -1,0 +1,251 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * The border between the module's C and its Rust.
+ *
+ * gnt_*    is implemented here in C and called from Rust (crates/host/src/sys/kernel.rs declares the
+ *          same functions); gannet_* is implemented in Rust (linux/module) and called from here.
+ * Structs that both sides see are asserted on both sides.
+ */
+#ifndef GANNET_H
+#define GANNET_H
+
+#include <linux/compiler.h>
+#include <linux/types.h>
+#include <linux/version.h>
+
+struct srcu_struct;
+struct cpumask;
+struct eventfd_ctx;
+struct file;
+
+/* What became of the kernel's structs that live inside Rust objects: bytes reserved there. */
+#define GNT_TIMER_BYTES		192
+#define GNT_NOTIFIER_BYTES	128
+#define GNT_WATCH_BYTES		192
+#define GNT_WAITER_BYTES	8
+#define GNT_FPU_BYTES		64
+
+struct gnt_timer;
+struct gnt_notifier;
+struct gnt_watch;
+struct rcuwait;
+struct fpu_guest;
+
+/* ---- shared structs ---- */
+
+struct gnt_host_page {
+	u64 pfn;
+	u8 writable;
+	u8 refcounted;
+	u8 level;
+	u8 reserved[5];
+};
+static_assert(sizeof(struct gnt_host_page) == 16);
+
+struct gnt_notifier_calls {
+	void (*invalidate_start)(void *context, u64 start, u64 end, int may_block);
+	void (*invalidate_end)(void *context, u64 start, u64 end);
+	int (*clear_young)(void *context, u64 start, u64 end);
+	int (*test_young)(void *context, u64 start, u64 end);
+	void (*release)(void *context);
+};
+static_assert(sizeof(struct gnt_notifier_calls) == 40);
+
+struct gnt_watch_calls {
+	void (*fired)(void *context);
+	void (*hung_up)(void *context);
+};
+static_assert(sizeof(struct gnt_watch_calls) == 16);
+
+struct gnt_file_calls {
+	s64 (*ioctl)(void *object, u32 command, u64 argument, int compat);
+	u64 (*page)(void *object, u64 offset);
+	void (*release)(void *object);
+	u64 mappable;
+	u64 kind[2];	/* Rust's business */
+};
+static_assert(sizeof(struct gnt_file_calls) == 48);
+
+struct gnt_clock_snapshot {
+	u64 tsc;
+	u64 monotonic_ns;
+	u64 boot_ns;
+	u64 raw_ns;
+	u64 real_ns;
+	u64 tsc_based;
+};
+static_assert(sizeof(struct gnt_clock_snapshot) == 48);
+
+/* ---- C for Rust ---- */
+
+/* mm.c */
+extern u64 gnt_direct_map_base;
+u64 gnt_page_alloc(void);
+void gnt_page_free(u64 hpa);
+u64 gnt_pages_alloc(u32 order);
+void gnt_pages_free(u64 hpa, u32 order);
+void *gnt_alloc(size_t size, size_t align, int zero);
+void gnt_free(void *p);
+
+/* gup.c: 0, or 1 fault, 2 interrupted, 3 poisoned, 4 again */
+int gnt_fault_in(u64 hva, int write, int mode, struct gnt_host_page *out);
+int gnt_hva_level(u64 hva);
+void gnt_page_put(u64 pfn);
+void gnt_page_set_dirty(u64 pfn);
+void gnt_page_set_accessed(u64 pfn);
+
+/* notifier.c */
+int gnt_notifier_register(struct gnt_notifier *n, const struct gnt_notifier_calls *calls,
+			  void *context);
+void gnt_notifier_unregister(struct gnt_notifier *n);
+int gnt_notifier_is_current(const struct gnt_notifier *n);
+
+/* user.c: 0 or a negative errno */
+int gnt_user_read(void *to, u64 hva, size_t len);
+int gnt_user_write(u64 hva, const void *from, size_t len);
+int gnt_user_read_nofault(void *to, u64 hva, size_t len);
+int gnt_user_write_nofault(u64 hva, const void *from, size_t len);
+int gnt_user_cmpxchg(u64 hva, u32 size, u64 old, u64 new);
+int gnt_user_clear(u64 hva, size_t len);
+int gnt_user_range_ok(u64 hva, u64 len);
+
+/* lock.c */
+void gnt_mutex_lock_slow(u32 *word);
+int gnt_mutex_lock_killable_slow(u32 *word);
+void gnt_mutex_wake(u32 *word);
+unsigned long gnt_spin_lock_irqsave(void *word);
+void gnt_spin_unlock_irqrestore(void *word, unsigned long flags);
+void gnt_read_lock(void *words);
+void gnt_read_unlock(void *words);
+void gnt_write_lock(void *words);
+void gnt_write_unlock(void *words);
+int gnt_rwlock_is_contended(void *words);
+struct srcu_struct *gnt_srcu_new(void);
+void gnt_srcu_free(struct srcu_struct *domain);
+int gnt_srcu_read_lock(struct srcu_struct *domain);
+void gnt_srcu_read_unlock(struct srcu_struct *domain, int index);
+void gnt_srcu_synchronize(struct srcu_struct *domain);
+
+/* timer.c */
+void gnt_timer_init(struct gnt_timer *t, u64 (*expired)(void *context), void *context);
+void gnt_timer_start(struct gnt_timer *t, u64 at);
+int gnt_timer_cancel(struct gnt_timer *t);
+int gnt_timer_try_cancel(struct gnt_timer *t);
+
+/* sched.c */
+int gnt_may_poll(void);
+void gnt_waiter_prepare(struct rcuwait *w);
+void gnt_waiter_finish(struct rcuwait *w);
+void gnt_waiter_sleep(struct rcuwait *w);
+int gnt_waiter_wake(struct rcuwait *w);
+int gnt_work_pending(void);
+int gnt_handle_work(void);
+int gnt_signal_pending(void);
+int gnt_need_resched(void);
+void gnt_cond_resched(void);
+u64 gnt_run_delay_ns(void);
+u32 gnt_current_tid(void);
+void gnt_sigmask_set(u64 mask);
+void gnt_sigmask_restore(void);
+int gnt_sched_init(void);
+void gnt_sched_exit(void);
+
+/* context.c */
+void gnt_guest_enter(void);
+void gnt_guest_exit(void);
+
+/* smp.c */
+u32 gnt_cpu_id(void);
+u32 gnt_max_cpus(void);
+void gnt_kick(u32 cpu);
+struct cpumask *gnt_sync_begin(void);
+void gnt_sync_add(struct cpumask *mask, u32 cpu);
+void gnt_sync_end(struct cpumask *mask);
+void gnt_run_on_all(void (*f)(void));
+int gnt_smp_init(void);
+void gnt_smp_exit(void);
+
+/* fpu.c */
+int gnt_fpu_alloc(struct fpu_guest *f);
+void gnt_fpu_free(struct fpu_guest *f);
+void gnt_fpu_swap(struct fpu_guest *f, int enter);
+void gnt_fpu_ensure(void);
+void gnt_fpu_to_uabi(struct fpu_guest *f, void *out, size_t len, u64 xfeatures, u32 pkru);
+int gnt_fpu_from_uabi(struct fpu_guest *f, const void *from, u64 xcr0, u32 *pkru);
+size_t gnt_fpu_uabi_size(const struct fpu_guest *f);
+int gnt_fpu_enable_features(struct fpu_guest *f, u64 xfeatures);
+void gnt_fpu_update_xfd(struct fpu_guest *f, u64 xfd);
+void gnt_fpu_sync_xfd(void);
+u64 gnt_fpu_guest_xfeatures(void);
+u64 gnt_host_xcr0(void);
+u64 gnt_host_xss(void);
+void gnt_fpu_init(void);
+
+/* eventfd.c */
+struct eventfd_ctx *gnt_eventfd_get(int fd);
+void gnt_eventfd_put(struct eventfd_ctx *e);
+void gnt_eventfd_signal(struct eventfd_ctx *e, u64 count);
+int gnt_watch_attach(struct gnt_watch *w, int fd, const struct gnt_watch_calls *calls,
+		     void *context);
+void gnt_watch_detach(struct gnt_watch *w);
+struct eventfd_ctx *gnt_watch_context(const struct gnt_watch *w);
+
+/* clock.c */
+u64 gnt_monotonic_ns(void);
+u64 gnt_boottime_ns(void);
+u64 gnt_realtime_ns(void);
+u32 gnt_tsc_khz(void);
+int gnt_tsc_is_stable(void);
+void gnt_clock_snapshot(struct gnt_clock_snapshot *out);
+u32 gnt_clock_generation(void);
+int gnt_clock_init(void);
+void gnt_clock_exit(void);
+
+/* hostcpu.c */
+bool gnt_ibpb_on_switch(void);
+u64 gnt_host_spec_ctrl(void);
+void gnt_restore_debug_regs(void);
+void gnt_machine_check(void);
+
+/* log.c */
+int gnt_log_ratelimit(void);
+void gnt_log(u32 level, const char *text, size_t len);
+void __noreturn gnt_panic(const char *text, size_t len);
+
+/* params.c */
+u64 gnt_halt_poll_ns(void);
+int gnt_params_check(void);
+
+/* fops.c */
+struct file *gnt_file_new(const char *name, s64 number, const struct gnt_file_calls *calls,
+			  void *object, int *fd);
+void gnt_file_install(struct file *file, int fd);
+void gnt_file_cancel(struct file *file, int fd);
+struct file *gnt_file_get(int fd, const struct gnt_file_calls **calls, void **object);
+void gnt_file_put(struct file *file);
+int gnt_device_claim(void);
+void gnt_device_open_for_use(void);
+void gnt_device_release(void);
+
+/* power.c */
+int gnt_power_init(void);
+void gnt_power_exit(void);
+
+/* svm_enter.S; called from Rust only */
+extern bool gnt_rebooting;
+void gnt_svm_vmrun(u64 vmcb, u64 *gprs, u64 guest_spec_ctrl, u64 host_spec_ctrl);
+
+/* ---- Rust for C (linux/module) ---- */
+
+/* 0 or a negative errno; says why in the log. Called once, before anything else. */
+int gannet_init(void);
+/* After the last file is closed and SVM is off everywhere. */
+void gannet_exit(void);
+/* On the CPU itself. 0 or a negative errno. */
+int gannet_cpu_online(void);
+/* On the CPU itself; harmless where SVM is off. Also from NMI context at a crash. */
+void gannet_cpu_offline(void);
+/* An ioctl on /dev/kvm itself. */
+s64 gannet_dev_ioctl(u32 command, u64 argument, int compat);
+
+#endif

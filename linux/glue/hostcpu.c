@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/* The host CPU's own settings that a guest's run displaces, and what the kernel decided. */
+#include <linux/hw_breakpoint.h>
+
+#include <asm/cpufeature.h>
+#include <asm/debugreg.h>
+#include <asm/mce.h>
+#include <asm/nospec-branch.h>
+#include <asm/ptrace.h>
+
+#include "gannet.h"
+
+/* As stock KVM: not where every exit has one already. */
+bool gnt_ibpb_on_switch(void)
+{
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 5, 0)
+	if (cpu_feature_enabled(X86_FEATURE_IBPB_ON_VMEXIT))
+		return false;
+#endif
+	return boot_cpu_has(X86_FEATURE_USE_IBPB);
+}
+
+u64 gnt_host_spec_ctrl(void)
+{
+	return this_cpu_read(x86_spec_ctrl_current);
+}
+
+void gnt_restore_debug_regs(void)
+{
+	if (hw_breakpoint_active())
+		hw_breakpoint_restore();
+}
+
+/* The kernel's handler wants to know what was interrupted: not the kernel. */
+void gnt_machine_check(void)
+{
+	struct pt_regs regs = { .cs = 3, .flags = X86_EFLAGS_IF };
+
+	do_machine_check(&regs);
+}

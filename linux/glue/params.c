@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/* Module parameters: the switches by which each mechanism can be measured. */
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
+#include <linux/moduleparam.h>
+#include <linux/module.h>
+#include <linux/printk.h>
+#include <linux/string.h>
+
+#include "gannet.h"
+
+static unsigned int halt_poll_ns = 200000;
+module_param(halt_poll_ns, uint, 0644);
+MODULE_PARM_DESC(halt_poll_ns,
+	"How long, in ns, a halted vCPU polls for work before its thread sleeps (default 200000; 0: never)");
+
+static char *host_state = "vmsave";
+module_param(host_state, charp, 0444);
+MODULE_PARM_DESC(host_state,
+	"How the host's segment and system-call registers are kept while a guest runs: vmsave (default), or msr, which is not implemented and refused");
+
+static bool npt = true;
+module_param(npt, bool, 0444);
+MODULE_PARM_DESC(npt, "Nested paging (default 1; 0 is not implemented and refused)");
+
+u64 gnt_halt_poll_ns(void)
+{
+	return READ_ONCE(halt_poll_ns);
+}
+
+int gnt_params_check(void)
+{
+	if (!strcmp(host_state, "msr")) {
+		pr_err("host_state=msr is not implemented; use host_state=vmsave\n");
+		return -EOPNOTSUPP;
+	}
+	if (strcmp(host_state, "vmsave")) {
+		pr_err("host_state=%s: unknown; use vmsave\n", host_state);
+		return -EINVAL;
+	}
+	if (!npt) {
+		pr_err("npt=0 is not implemented: nested paging is needed\n");
+		return -EOPNOTSUPP;
+	}
+	return 0;
+}

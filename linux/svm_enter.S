@@ -1,0 +1,183 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * The world switch of SVM.
+ *
+ *   void gnt_svm_vmrun(u64 vmcb, u64 *gprs, u64 guest_spec_ctrl, u64 host_spec_ctrl)
+ *
+ * Called with GIF clear and IF set: nothing interrupts the host here, and a physical interrupt that
+ * arrives while the guest runs ends it (V_INTR_MASKING lets the host's IF decide). `vmcb` is the
+ * control block's physical address. `gprs` are sixteen words in the order of the instruction
+ * encoding; RAX and RSP are not touched, for they travel in the control block.
+ *
+ * FS, GS, TR and LDTR may be the guest's before and after: nothing here may use per-CPU data, and no
+ * macro used here does on an AMD CPU.
+ *
+ * What stands between the guest and the host, in the order in which it must:
+ *   before   SPEC_CTRL takes the guest's value, where the two differ; the divider is used once on
+ *            CPUs that leak its last result (DIV0); VERW empties the CPU's buffers.
+ *   after    the guest's registers are stored; the return stack is refilled before the first RET;
+ *            SPEC_CTRL takes the host's value; return predictions are untrained, with an IBPB where
+ *            the kernel chose that; every register is cleared, so that no speculation in the host
+ *            starts from a value of the guest's.
+ *
+ * Each is an alternative that the kernel patches by what it decided for this CPU, so it is nothing
+ * on a CPU that needs nothing. APM vol. 2 §15.5.1 says what VMRUN itself saves and restores.
+ */
+#include <linux/linkage.h>
+#include <linux/version.h>
+
+#include <asm/alternative.h>
+#include <asm/asm.h>
+#include <asm/cpufeatures.h>
+#include <asm/msr-index.h>
+#include <asm/nospec-branch.h>
+
+#define RCX	(1 * 8)
+#define RDX	(2 * 8)
+#define RBX	(3 * 8)
+#define RBP	(5 * 8)
+#define RSI	(6 * 8)
+#define RDI	(7 * 8)
+#define R8	(8 * 8)
+#define R9	(9 * 8)
+#define R10	(10 * 8)
+#define R11	(11 * 8)
+#define R12	(12 * 8)
+#define R13	(13 * 8)
+#define R14	(14 * 8)
+#define R15	(15 * 8)
+
+/* What each kernel's own SVM code uses. */
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 2, 0)
+#define GNT_REFILL_FOR	X86_FEATURE_RSB_VMEXIT
+#else
+#define GNT_REFILL_FOR	X86_FEATURE_RETPOLINE
+#endif
+#ifdef UNTRAIN_RET_VM
+#define GNT_UNTRAIN	UNTRAIN_RET_VM
+#else
+#define GNT_UNTRAIN	UNTRAIN_RET
+#endif
+#ifdef VM_CLEAR_CPU_BUFFERS
+#define GNT_CLEAR_BUFFERS	VM_CLEAR_CPU_BUFFERS
+#else
+#define GNT_CLEAR_BUFFERS	CLEAR_CPU_BUFFERS
+#endif
+
+.section .noinstr.text, "ax"
+
+SYM_FUNC_START(gnt_svm_vmrun)
+	push %rbp
+	push %r15
+	push %r14
+	push %r13
+	push %r12
+	push %rbx
+	push %rsi			/* gprs */
+	push %rcx			/* host's SPEC_CTRL */
+	push %rdx			/* guest's SPEC_CTRL */
+
+	/* No barrier is needed for the branch: VMRUN lets nothing younger start early. */
+	cmp %rcx, %rdx
+	je .Lspec_ctrl_is_the_guests
+	mov %edx, %eax
+	shr $32, %rdx
+	mov $MSR_IA32_SPEC_CTRL, %ecx
+	wrmsr
+.Lspec_ctrl_is_the_guests:
+
+	ALTERNATIVE "jmp .Ldivider_is_clear", "", X86_BUG_DIV0
+	xor %eax, %eax
+	xor %edx, %edx
+	mov $1, %ecx
+	div %ecx
+.Ldivider_is_clear:
+
+	mov %rdi, %rax
+	mov RCX(%rsi), %rcx
+	mov RDX(%rsi), %rdx
+	mov RBX(%rsi), %rbx
+	mov RBP(%rsi), %rbp
+	mov RDI(%rsi), %rdi
+	mov R8(%rsi), %r8
+	mov R9(%rsi), %r9
+	mov R10(%rsi), %r10
+	mov R11(%rsi), %r11
+	mov R12(%rsi), %r12
+	mov R13(%rsi), %r13
+	mov R14(%rsi), %r14
+	mov R15(%rsi), %r15
+	mov RSI(%rsi), %rsi
+
+	/* Changes ZF only. Everything loaded after this could leak again, so it is the last thing. */
+	GNT_CLEAR_BUFFERS
+
+.Lvmrun:
+	vmrun %rax
+
+.Lexit:
+	/* RSP and RAX are the host's again; all other registers hold what the guest left there. */
+	mov 16(%rsp), %rax
+	mov %rcx, RCX(%rax)
+	mov %rdx, RDX(%rax)
+	mov %rbx, RBX(%rax)
+	mov %rbp, RBP(%rax)
+	mov %rsi, RSI(%rax)
+	mov %rdi, RDI(%rax)
+	mov %r8, R8(%rax)
+	mov %r9, R9(%rax)
+	mov %r10, R10(%rax)
+	mov %r11, R11(%rax)
+	mov %r12, R12(%rax)
+	mov %r13, R13(%rax)
+	mov %r14, R14(%rax)
+	mov %r15, R15(%rax)
+
+	FILL_RETURN_BUFFER %rax, RSB_CLEAR_LOOPS, GNT_REFILL_FOR
+
+	pop %rdx
+	pop %rax
+	/* The host's value before the first RET. */
+	cmp %rax, %rdx
+	je .Lspec_ctrl_is_the_hosts
+	mov %rax, %rdx
+	shr $32, %rdx
+	mov $MSR_IA32_SPEC_CTRL, %ecx
+	wrmsr
+.Lspec_ctrl_is_the_hosts:
+
+	/* Uses RAX, RCX and RDX. */
+	GNT_UNTRAIN
+
+	xor %eax, %eax
+	xor %ecx, %ecx
+	xor %edx, %edx
+	xor %ebx, %ebx
+	xor %ebp, %ebp
+	xor %esi, %esi
+	xor %edi, %edi
+	xor %r8d, %r8d
+	xor %r9d, %r9d
+	xor %r10d, %r10d
+	xor %r11d, %r11d
+	xor %r12d, %r12d
+	xor %r13d, %r13d
+	xor %r14d, %r14d
+	xor %r15d, %r15d
+
+	pop %rbx			/* gprs */
+	pop %rbx
+	pop %r12
+	pop %r13
+	pop %r14
+	pop %r15
+	pop %rbp
+	RET
+
+	/* VMRUN faults when SVM is off: only on the way to a reboot may that be so. */
+.Lfault:
+	cmpb $0, gnt_rebooting(%rip)
+	jne .Lexit
+	ud2
+	_ASM_EXTABLE(.Lvmrun, .Lfault)
+SYM_FUNC_END(gnt_svm_vmrun)
