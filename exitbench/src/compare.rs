@@ -2,7 +2,7 @@
 //! Reports in different units do not compare and are refused.
 
 use anyhow::{Result, bail};
-use comfy_table::{Attribute, Cell, CellAlignment, Color, Table};
+use comfy_table::{Cell, Color, Table};
 
 use crate::report::{Entry, Outcome, Report};
 use crate::table;
@@ -20,7 +20,7 @@ struct Row {
     ratio: Option<f64>,
 }
 
-/// The table that `compare` prints.
+/// The table that `compare` prints: medians, in the unit of both reports.
 pub fn compare(first: &Report, second: &Report) -> Result<Table> {
     let rows = rows(first, second)?;
     let (mut head_a, mut head_b) = (first.module.clone(), second.module.clone());
@@ -28,17 +28,15 @@ pub fn compare(first: &Report, second: &Report) -> Result<Table> {
         head_a += " (A)";
         head_b += " (B)";
     }
-    let unit = first.unit.describe();
-    let mut table = table::new(&["workload", &head_a, &head_b, "ratio"]);
+    let mut table = table::of_figures(&["workload", &head_a, &head_b, "ratio"]);
     for row in rows {
         table.add_row([
             Cell::new(row.name),
-            Cell::new(row.first).set_alignment(CellAlignment::Right),
-            Cell::new(row.second).set_alignment(CellAlignment::Right),
+            Cell::new(row.first),
+            Cell::new(row.second),
             ratio_cell(row.ratio),
         ]);
     }
-    table.add_row([Cell::new(format!("medians in {unit}")).add_attribute(Attribute::Dim)]);
     Ok(table)
 }
 
@@ -73,10 +71,8 @@ fn figure(report: &Report, name: &str) -> String {
 }
 
 fn ratio_cell(ratio: Option<f64>) -> Cell {
-    let Some(ratio) = ratio else {
-        return Cell::new("–").set_alignment(CellAlignment::Right);
-    };
-    let cell = Cell::new(format!("{ratio:.2}×")).set_alignment(CellAlignment::Right);
+    let Some(ratio) = ratio else { return Cell::new("–") };
+    let cell = Cell::new(format!("{ratio:.2}×"));
     if ratio < 1.0 - INDIFFERENT {
         cell.fg(Color::Green)
     } else if ratio > 1.0 + INDIFFERENT {
@@ -144,7 +140,7 @@ mod tests {
         let a = report(Unit::Tsc, vec![measured("cpuid", 2000)]);
         let b = report(Unit::Tsc, vec![measured("cpuid", 500)]);
         let text = compare(&a, &b).unwrap().to_string();
-        for expected in ["kvm_amd (A)", "kvm_amd (B)", "2000", "500", "0.25×", "TSC ticks"] {
+        for expected in ["kvm_amd (A)", "kvm_amd (B)", "2000", "500", "0.25×"] {
             assert!(text.contains(expected), "{expected} is missing in\n{text}");
         }
     }

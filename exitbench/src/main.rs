@@ -83,7 +83,7 @@ fn run(arguments: RunArguments) -> Result<bool> {
     }
     if arguments.json.as_deref() != Some(Path::new("-")) {
         print(&table::of_run(&report))?;
-        println!("in {}, on {}", report.unit.describe(), report.module);
+        print(&format!("in {}, on {}", report.unit.describe(), report.module))?;
     }
     for reason in table::reasons(&report) {
         eprintln!("{reason}");
@@ -92,7 +92,9 @@ fn run(arguments: RunArguments) -> Result<bool> {
 }
 
 fn compare(first: &Path, second: &Path) -> Result<bool> {
-    print(&compare::compare(&Report::read(first)?, &Report::read(second)?)?)?;
+    let (first, second) = (Report::read(first)?, Report::read(second)?);
+    print(&compare::compare(&first, &second)?)?;
+    print(&format!("medians in {}", first.unit.describe()))?;
     Ok(true)
 }
 
@@ -138,8 +140,7 @@ fn boot(arguments: BootArguments) -> Result<bool> {
 fn write_boot_report(report: &BootReport, path: &Path) -> Result<()> {
     let text = serde_json::to_string(report)?;
     if path == Path::new("-") {
-        println!("{text}");
-        return Ok(());
+        return print(&text);
     }
     std::fs::write(path, text + "\n").with_context(|| format!("cannot write {}", path.display()))
 }
@@ -148,8 +149,9 @@ fn module(arguments: &DeviceArguments) -> String {
     arguments.module.clone().unwrap_or_else(hypervisor::module_name)
 }
 
-fn print(table: &comfy_table::Table) -> Result<()> {
-    writeln!(std::io::stdout(), "{table}").context("cannot write to standard output")
+/// An error, unlike with `println!`, when the reader of a pipe has gone.
+fn print(text: &dyn std::fmt::Display) -> Result<()> {
+    writeln!(std::io::stdout(), "{text}").context("cannot write to standard output")
 }
 
 /// One line on a terminal, replaced by the next; nothing where errors go to a file.

@@ -2,6 +2,7 @@
 //! A workload is measured, skipped (it cannot run there, and why) or failed (it should have run).
 
 use std::fs;
+use std::io::{self, Write};
 use std::path::Path;
 
 use anyhow::{Context, Result};
@@ -91,8 +92,8 @@ impl Report {
     pub fn write(&self, path: &Path) -> Result<()> {
         let text = serde_json::to_string_pretty(self)? + "\n";
         if path == Path::new("-") {
-            print!("{text}");
-            return Ok(());
+            let written = io::stdout().write_all(text.as_bytes());
+            return written.context("cannot write to standard output");
         }
         fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
     }

@@ -1,15 +1,20 @@
 //! The look of every table that exitbench prints, and the table of one run.
 //! Colours appear on a terminal only, and never where `NO_COLOR` is set.
 
-use comfy_table::{Cell, CellAlignment, Color, ContentArrangement, Table, presets};
+use comfy_table::{Cell, CellAlignment, Color, LineStyle, Table, TableStyle};
 
 use crate::report::{Entry, Outcome, Report};
+
+/// One line above, one below the heads, one at the end.
+const STYLE: TableStyle = TableStyle::new()
+    .top_border(LineStyle::none().fill('─').junction('─'))
+    .header_separator(LineStyle::none().fill('─').junction('─'))
+    .bottom_border(LineStyle::none().fill('─').junction('─'));
 
 /// An empty table with these column heads.
 pub fn new(heads: &[&str]) -> Table {
     let mut table = Table::new();
-    table.load_style(presets::UTF8_HORIZONTAL_ONLY);
-    table.set_content_arrangement(ContentArrangement::Dynamic);
+    table.load_style(STYLE);
     table.set_header(heads);
     if std::env::var_os("NO_COLOR").is_some() {
         table.force_no_tty();
@@ -17,14 +22,22 @@ pub fn new(heads: &[&str]) -> Table {
     table
 }
 
+/// An empty table whose columns after the first hold figures.
+pub fn of_figures(heads: &[&str]) -> Table {
+    let mut table = new(heads);
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table
+}
+
 /// The table that `run` prints.
 pub fn of_run(report: &Report) -> Table {
-    let mut table = new(&["workload", "min", "median", "max", "iterations"]);
+    let mut table = of_figures(&["workload", "min", "median", "max", "iterations"]);
     for entry in &report.workloads {
         let name = Cell::new(&entry.name);
         let cells = match &entry.outcome {
-            Outcome::Measured(m) => [m.min, m.median, m.max, m.iterations]
-                .map(|f| Cell::new(f).set_alignment(CellAlignment::Right)),
+            Outcome::Measured(m) => [m.min, m.median, m.max, m.iterations].map(Cell::new),
             Outcome::Skipped { .. } => word("skipped", Color::DarkGrey),
             Outcome::Failed { .. } => word("FAILED", Color::Red),
         };
@@ -44,6 +57,5 @@ pub fn reasons(report: &Report) -> Vec<String> {
 }
 
 fn word(word: &str, color: Color) -> [Cell; 4] {
-    let cell = |text: &str| Cell::new(text).set_alignment(CellAlignment::Right);
-    [cell(""), cell(word).fg(color), cell(""), cell("")]
+    [Cell::new(""), Cell::new(word).fg(color), Cell::new(""), Cell::new("")]
 }

@@ -61,7 +61,7 @@ macro_rules! guest_program {
             ".set exitbench_vector, {vector}",
             concat!("exitbench_", $name, "_start:"),
             $($setup,)*
-            ".balign 64",
+            ".balign 64, 0x90",
             // First pass: one sample per operation.
             "8:",
             "lfence",

@@ -51,9 +51,8 @@ impl Devices {
             }
             KEYBOARD_DATA => data.iter().for_each(|&byte| self.keyboard.data(byte)),
             KEYBOARD_COMMAND => {
-                if data.iter().any(|&byte| self.keyboard.command(byte) == Request::Reset) {
-                    return Request::Reset;
-                }
+                let reset = data.iter().any(|&byte| self.keyboard.command(byte) == Request::Reset);
+                return if reset { Request::Reset } else { Request::Nothing };
             }
             _ => {}
         }

@@ -2,6 +2,7 @@
 //! command 0xfe on port 0x64.
 
 const OUTPUT_FULL: u8 = 1;
+const NOT_LOCKED: u8 = 0x10;
 const READ_CONTROL: u8 = 0x20;
 const WRITE_CONTROL: u8 = 0x60;
 const TEST_CONTROLLER: u8 = 0xaa;
@@ -33,7 +34,7 @@ impl KeyboardController {
 
     /// Port 0x64, read.
     pub fn status(&self) -> u8 {
-        if self.output.is_some() { OUTPUT_FULL } else { 0 }
+        if self.output.is_some() { NOT_LOCKED | OUTPUT_FULL } else { NOT_LOCKED }
     }
 
     /// Port 0x60, read.
@@ -71,11 +72,11 @@ mod tests {
         controller.command(WRITE_CONTROL);
         controller.data(0x74);
         controller.data(0xff);
-        assert_eq!(controller.status(), 0);
+        assert_eq!(controller.status(), NOT_LOCKED);
         controller.command(READ_CONTROL);
-        assert_eq!(controller.status(), OUTPUT_FULL);
+        assert_eq!(controller.status(), NOT_LOCKED | OUTPUT_FULL);
         assert_eq!(controller.take_output(), 0x74);
-        assert_eq!(controller.status(), 0);
+        assert_eq!(controller.status(), NOT_LOCKED);
     }
 
     #[test]

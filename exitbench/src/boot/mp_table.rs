@@ -101,16 +101,9 @@ fn io_apic(id: u8) -> Vec<u8> {
     entry
 }
 
-/// §4.3.4: ISA interrupt to the I/O APIC pin to which KVM routes it by default. The timer's is
-/// pin 2; pin 0 brings the PIC's interrupts, and ISA interrupt 2 is the cascade.
+/// §4.3.4: ISA interrupt n to pin n of the I/O APIC, which is how KVM routes them by default.
 fn io_interrupt(irq: u8, io_apic_id: u8) -> Vec<u8> {
-    let (kind, pin) = match irq {
-        0 => (INTERRUPT, 2),
-        2 => (EXTERNAL_INTERRUPT, 0),
-        other => (INTERRUPT, other),
-    };
-    let source = if irq == 2 { 0 } else { irq };
-    vec![3, kind, 0, 0, 0, source, io_apic_id, pin]
+    vec![3, INTERRUPT, 0, 0, 0, irq, io_apic_id, irq]
 }
 
 /// §4.3.5.

@@ -37,7 +37,7 @@ pub struct Boot {
     pub command_line: String,
     /// What user space writes to the console.
     pub expect: String,
-    /// End the VM as soon as that has come.
+    /// End the VM as soon as the line with that has come.
     pub stop_at_marker: bool,
     pub timeout: Duration,
 }
@@ -171,7 +171,9 @@ impl VcpuThread {
                     if devices.write(port, data) == Request::Reset {
                         return End::Reset;
                     }
-                    if self.stop_at_marker && devices.output().marker_seen() {
+                    // The line is let to its end.
+                    let line_ended = data.contains(&b'\n');
+                    if self.stop_at_marker && line_ended && devices.output().marker_seen() {
                         return End::Marker;
                     }
                     continue;
