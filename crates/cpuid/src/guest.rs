@@ -1,0 +1,281 @@
+//! A vCPU's CPUID: the table that the VMM set, checked, and the facts that follow from it.
+//!
+//! KVM API §4.45 (KVM_SET_CPUID2). The facts are computed when the table is set, because CR4,
+//! EFER, XCR0 and MSR writes ask for them far more often than a VMM sets CPUID.
+
+use crate::derived::{cr4_bits, efer_bits};
+use crate::dynamic::Dynamic;
+use crate::lookup::{DynamicInputs, INVALID, LINES, Line};
+use crate::{Entry, Error, FeatureWords, MAX_ENTRIES, Supported};
+use alloc::vec::Vec;
+use x86::cpuid::{Feature, KVM_SIGNATURE, Reg, Vendor, feature, leaf};
+use x86::{Cr4, Efer, Xcr0};
+use xstate::Layout;
+
+/// Physical-address width where CPUID does not tell (SDM vol. 3A §4.1.4).
+const DEFAULT_MAXPHYADDR: u8 = 36;
+/// Marks an entry that the table does not have.
+pub(crate) const NONE: u16 = u16::MAX;
+
+/// The guest's CPUID. The fields of the lookup come first.
+#[derive(Clone, Debug)]
+pub struct GuestCpuid {
+    pub(crate) lines: [Line; LINES],
+    /// The inputs that the dynamic bits were last computed from.
+    pub(crate) inputs: DynamicInputs,
+    /// Whether the dynamic bits in `entries` are those of `inputs`.
+    pub(crate) fresh: bool,
+    pub(crate) dynamic: Dynamic,
+    pub(crate) entries: Vec<Entry>,
+    pub(crate) vendor: Vendor,
+    pub(crate) layout: Layout,
+    words: FeatureWords,
+    facts: Facts,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Facts {
+    cr4: Cr4,
+    efer: Efer,
+    xcr0: Xcr0,
+    xss: u64,
+    maxphyaddr: u8,
+    signature: u32,
+}
+
+impl Default for GuestCpuid {
+    /// No table and no host: CR4 and EFER may hold only what needs no feature. Prefer
+    /// [`GuestCpuid::new`].
+    fn default() -> Self {
+        let words = FeatureWords::NONE;
+        Self {
+            lines: INVALID,
+            inputs: DynamicInputs::default(),
+            fresh: false,
+            dynamic: Dynamic::NONE,
+            entries: Vec::new(),
+            vendor: Vendor::Other,
+            layout: Layout::EMPTY,
+            words,
+            facts: Facts {
+                cr4: cr4_bits(&words),
+                efer: efer_bits(&words),
+                xcr0: Xcr0::empty(),
+                xss: 0,
+                maxphyaddr: DEFAULT_MAXPHYADDR,
+                signature: 0,
+            },
+        }
+    }
+}
+
+impl GuestCpuid {
+    /// A vCPU whose VMM has not set CPUID yet: every answer is zero, but control registers may
+    /// hold whatever the host can give, as KVM allows.
+    pub fn new(host: &Supported) -> Self {
+        let mut this = Self::default();
+        this.facts.cr4 = host.cr4();
+        this.facts.efer = host.efer();
+        this.layout = *host.layout();
+        this
+    }
+
+    /// KVM_SET_CPUID2. `has_run` says that the vCPU has executed KVM_RUN: then the same table is
+    /// accepted and does nothing, and any other is refused. On error nothing has changed.
+    pub fn set(&mut self, entries: &[Entry], host: &Supported, has_run: bool) -> Result<(), Error> {
+        if entries.len() > MAX_ENTRIES {
+            return Err(Error::TooMany);
+        }
+        if has_run {
+            return if self.is_same(entries) { Ok(()) } else { Err(Error::Invalid) };
+        }
+        let linear = find(entries, leaf::ADDRESS_SIZES, 0).map_or(0, |e| (e.eax >> 8) & 0xff);
+        if !matches!(linear, 0 | 48 | 57) {
+            return Err(Error::Invalid);
+        }
+        let mut table = Vec::new();
+        table.try_reserve_exact(entries.len()).map_err(|_| Error::NoMemory)?;
+        table.extend_from_slice(entries);
+        self.entries = table;
+        self.layout = *host.layout();
+        self.derive(host);
+        self.forget();
+        Ok(())
+    }
+
+    /// KVM_GET_CPUID2: the table with its dynamic bits as `inputs` have them.
+    pub fn entries(&mut self, inputs: &DynamicInputs) -> &[Entry] {
+        self.refresh(inputs);
+        &self.entries
+    }
+
+    /// Number of entries.
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Whether no table was set, or an empty one.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// Whether the guest was offered `feature`. One load and one AND for a constant feature.
+    #[inline]
+    pub fn has(&self, feature: Feature) -> bool {
+        self.words.has(feature)
+    }
+
+    /// The guest's features.
+    pub fn words(&self) -> &FeatureWords {
+        &self.words
+    }
+
+    /// Whether SPEC_CTRL exists for the guest, under either vendor's enumeration.
+    pub fn has_spec_ctrl(&self) -> bool {
+        self.has(feature::SPEC_CTRL)
+            || self.has(feature::AMD_STIBP)
+            || self.has(feature::AMD_IBRS)
+            || self.has(feature::AMD_SSBD)
+    }
+
+    /// Whether PRED_CMD exists for the guest.
+    pub fn has_pred_cmd(&self) -> bool {
+        self.has(feature::SPEC_CTRL) || self.has(feature::AMD_IBPB) || self.has(feature::SBPB)
+    }
+
+    /// Whether TSC_AUX exists for the guest.
+    pub fn has_tsc_aux(&self) -> bool {
+        self.has(feature::RDTSCP) || self.has(feature::RDPID)
+    }
+
+    /// The vendor that the guest sees.
+    pub fn vendor(&self) -> Vendor {
+        self.vendor
+    }
+
+    /// EAX of leaf 1, which RDX holds after reset; 0 without that leaf.
+    pub fn signature(&self) -> u32 {
+        self.facts.signature
+    }
+
+    /// Bits of a guest-physical address; 36 where the table does not tell.
+    #[inline]
+    pub fn maxphyaddr(&self) -> u8 {
+        self.facts.maxphyaddr
+    }
+
+    /// CR4 bits that the guest may set: offered to it, and given by the host.
+    #[inline]
+    pub fn cr4_allowed(&self) -> Cr4 {
+        self.facts.cr4
+    }
+
+    /// EFER bits that the guest may set.
+    #[inline]
+    pub fn efer_allowed(&self) -> Efer {
+        self.facts.efer
+    }
+
+    /// XCR0 bits that the guest may set, subject to [`xstate::xcr0_check`].
+    #[inline]
+    pub fn xcr0_allowed(&self) -> Xcr0 {
+        self.facts.xcr0
+    }
+
+    /// XSS bits that the guest may set.
+    #[inline]
+    pub fn xss_allowed(&self) -> u64 {
+        self.facts.xss
+    }
+
+    /// MISC_ENABLE bit 18 changed: the MONITOR feature follows it, as KVM's quirk
+    /// KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT has it. `None` leaves the VMM's bit alone.
+    pub fn set_mwait(&mut self, mwait: Option<bool>) {
+        self.dynamic.mwait = mwait;
+        self.forget();
+    }
+
+    /// HLT does not exit (KVM_CAP_X86_DISABLE_EXITS): PV_UNHALT is then hidden.
+    pub fn set_hlt_in_guest(&mut self, on: bool) {
+        self.dynamic.hlt_in_guest = on;
+        self.forget();
+    }
+
+    /// Forgets cached answers and the state of the dynamic bits.
+    fn forget(&mut self) {
+        self.lines = INVALID;
+        self.fresh = false;
+    }
+
+    /// Compares tables, blind to the dynamic bits: what KVM_GET_CPUID2 gave may be set again.
+    fn is_same(&self, entries: &[Entry]) -> bool {
+        self.entries.len() == entries.len()
+            && self.entries.iter().zip(entries).enumerate().all(|(position, (ours, theirs))| {
+                let bits =
+                    self.dynamic.bits_at(position as u16, theirs, &self.layout, &self.inputs);
+                bits.cleared(ours) == bits.cleared(theirs)
+            })
+    }
+
+    fn derive(&mut self, host: &Supported) {
+        let entries = &self.entries;
+        let answer = |leaf, index| find(entries, leaf, index).map_or([0; 4], Entry::answer);
+        let at = |leaf, index| position(entries, leaf, index).unwrap_or(NONE);
+        let pv_leaf = kvm_base(entries).map_or(leaf::KVM_FEATURES, |base| base.wrapping_add(1));
+        let words = FeatureWords::read(|leaf, index| match leaf {
+            leaf::KVM_FEATURES => answer(pv_leaf, 0),
+            _ => answer(leaf, index),
+        });
+        let [_, _, _, xcr0_high] = answer(leaf::XSAVE, 0);
+        let [xcr0_low, ..] = answer(leaf::XSAVE, 0);
+        let [_, _, xss_low, xss_high] = answer(leaf::XSAVE, 1);
+        let xcr0 = u64::from(xcr0_low) | u64::from(xcr0_high) << 32;
+        let xss = u64::from(xss_low) | u64::from(xss_high) << 32;
+        let [last_extended, ..] = answer(leaf::EXTENDED, 0);
+        let maxphyaddr = match find(entries, leaf::ADDRESS_SIZES, 0) {
+            Some(sizes) if last_extended >= leaf::ADDRESS_SIZES => (sizes.eax & 0xff) as u8,
+            _ => DEFAULT_MAXPHYADDR,
+        };
+        let [signature, ..] = answer(leaf::FEATURES, 0);
+        self.vendor = Vendor::from_leaf0(&answer(leaf::VENDOR, 0));
+        self.facts = Facts {
+            cr4: cr4_bits(&words) & host.cr4(),
+            efer: efer_bits(&words) & host.efer(),
+            xcr0: Xcr0::from_bits_retain(xcr0) & host.xcr0(),
+            xss: xss & host.xss(),
+            maxphyaddr,
+            signature,
+        };
+        self.dynamic = Dynamic {
+            features: at(leaf::FEATURES, 0),
+            extended: at(leaf::EXTENDED_FEATURES, 0),
+            xsave: at(leaf::XSAVE, 0),
+            xsave_compacted: at(leaf::XSAVE, 1),
+            pv: at(pv_leaf, 0),
+            host_xsave: host.has(feature::XSAVE),
+            host_pku: host.has(feature::PKU),
+            mwait: self.dynamic.mwait,
+            hlt_in_guest: self.dynamic.hlt_in_guest,
+        };
+        self.words = words;
+    }
+}
+
+/// The first entry for (leaf, index).
+pub(crate) fn find(entries: &[Entry], leaf: u32, index: u32) -> Option<&Entry> {
+    entries.iter().find(|entry| entry.is_for(leaf, index))
+}
+
+/// Where the first entry for (leaf, index) stands.
+pub(crate) fn position(entries: &[Entry], leaf: u32, index: u32) -> Option<u16> {
+    entries.iter().position(|entry| entry.is_for(leaf, index)).map(|at| at as u16)
+}
+
+/// Where KVM's leaves begin: a VMM that shows another hypervisor first moves them up by 0x100s.
+fn kvm_base(entries: &[Entry]) -> Option<u32> {
+    (leaf::HYPERVISOR..0x4001_0000).step_by(0x100).find(|base| {
+        find(entries, *base, 0).is_some_and(|e| {
+            [Reg::Ebx, Reg::Ecx, Reg::Edx].map(|r| r.of(&e.answer())) == KVM_SIGNATURE
+        })
+    })
+}
