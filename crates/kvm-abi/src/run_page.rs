@@ -29,7 +29,8 @@ pub const SYNC_SREGS: usize = 56;
 /// First word of the shared events.
 pub const SYNC_EVENTS: usize = 95;
 
-/// Accessor of the first page of a vCPU's mapping.
+/// Accessor of a page of a vCPU's mapping: the first, with [`KvmRun`], or the second, with the data
+/// of port I/O.
 #[derive(Clone, Copy)]
 pub struct RunPage<'a>(&'a [AtomicU64; 512]);
 
@@ -77,6 +78,18 @@ impl<'a> RunPage<'a> {
             cr8,
             mmio_data: self.load(EXIT + 1).to_le_bytes(),
         })
+    }
+
+    /// The first 8 bytes of the page, where the data of port I/O lies.
+    #[inline]
+    pub fn first(&self) -> [u8; 8] {
+        self.load(0).to_le_bytes()
+    }
+
+    /// Sets them.
+    #[inline]
+    pub fn set_first(&self, bytes: [u8; 8]) {
+        self.store(0, u64::from_le_bytes(bytes));
     }
 
     /// Register classes that the VMM wants to see and those it changed (KVM_CAP_SYNC_REGS).

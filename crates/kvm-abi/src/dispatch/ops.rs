@@ -201,6 +201,8 @@ pub trait VcpuFile {
     fn belongs_to_caller(&self) -> bool;
     /// The page shared with the VMM.
     fn run_page(&self) -> &[AtomicU64; 512];
+    /// The page behind it, for the data of port I/O.
+    fn io_page(&self) -> &[AtomicU64; 512];
     /// Waits for the vCPU's mutex. `EINTR`: killed while waiting.
     fn lock(&self) -> Result<impl DerefMut<Target = Self::Vcpu>, Errno>;
 }
@@ -215,6 +217,9 @@ pub trait VcpuOps {
 
     /// Runs the guest until user space is needed.
     fn run(&mut self, input: &RunInput) -> UserExit;
+    /// The first 8 bytes of the port I/O page: before [`Self::run`] what user space put there, after
+    /// it what the guest writes (or what lies there still).
+    fn io_data(&mut self) -> &mut [u8; 8];
     /// What the last [`Self::run`] left to be shown.
     fn run_output(&self) -> RunOutput;
     /// Signals to be blocked during KVM_RUN, as bits; `None`: the thread's own.

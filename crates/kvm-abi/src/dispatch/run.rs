@@ -12,7 +12,7 @@ use crate::uapi::run::*;
 use crate::uapi::vcpu_state::KvmVcpuEvents;
 
 /// Runs the guest and shows in the page why it stopped.
-pub fn run<V: VcpuOps>(vcpu: &mut V, page: RunPage<'_>, arg: u64) -> Reply {
+pub fn run<V: VcpuOps>(vcpu: &mut V, page: RunPage<'_>, io_page: RunPage<'_>, arg: u64) -> Reply {
     if arg != 0 {
         return Err(Errno::EINVAL);
     }
@@ -24,7 +24,11 @@ pub fn run<V: VcpuOps>(vcpu: &mut V, page: RunPage<'_>, arg: u64) -> Reply {
     let Some(input) = page.input(own_cr8) else {
         return Err(Errno::EINVAL);
     };
+    *vcpu.io_data() = io_page.first();
     let exit = vcpu.run(&input);
+    if let UserExit::Io { write: true, .. } = exit {
+        io_page.set_first(*vcpu.io_data());
+    }
     if wanted != 0 {
         show_registers(vcpu, page, wanted);
     }

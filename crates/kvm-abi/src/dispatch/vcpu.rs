@@ -19,7 +19,8 @@ pub fn vcpu<F: VcpuFile>(file: &F, cmd: u32, arg: u64) -> Reply {
     let mut guard = file.lock()?;
     let vcpu = &mut *guard;
     if cmd == ioctl::RUN {
-        return run::run(vcpu, RunPage::new(file.run_page()), arg);
+        let (page, io_page) = (RunPage::new(file.run_page()), RunPage::new(file.io_page()));
+        return run::run(vcpu, page, io_page, arg);
     }
     locked(vcpu, cmd, arg)
 }
