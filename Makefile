@@ -1,0 +1,52 @@
+# The commands of Gannet: each makes sure of the private toolchain, then hands over to `cargo xtask`.
+
+KERNEL ?=
+MACHINE ?=
+MODULE ?=
+CPUS ?=
+JSON ?=
+ONLY ?=
+FILTER ?=
+
+# Any of these in the environment means something else to the tools below.
+unexport KERNEL MACHINE MODULE CPUS JSON ONLY FILTER
+
+XTASK = @lab/bootstrap.sh toolchain && target/lab/bin/cargo xtask
+
+.PHONY: help run test bench boot module setup clean
+
+help:
+	@echo 'Gannet: a hypervisor for Linux, as a module behind /dev/kvm'
+	@echo
+	@echo '  make run      set up, measure VM exits and boot a Linux guest, on stock KVM and on Gannet, side by side'
+	@echo '  make test     format, lints, unit tests, module checks, lab tests; ends with "N passed, N failed"'
+	@echo '  make bench    JSON=path        the measurements alone, written as JSON'
+	@echo '  make boot     CPUS=2           boot a Linux guest on Gannet and stream its console'
+	@echo '  make module                    build gannet.ko and check it'
+	@echo '  make setup                     fetch and unpack everything; the others fetch what they need'
+	@echo '  make clean                     remove what was built and unpacked; downloads stay in the cache'
+	@echo
+	@echo 'Variables: KERNEL=6.12|6.1 (the host kernel), MACHINE=amd, MODULE=gannet|stock (boot),'
+	@echo '           ONLY=cpuid,rdmsr (run, bench), FILTER=source|unit|module|lab (test),'
+	@echo '           GANNET_CACHE=folder for downloads (default ~/.cache/gannet)'
+
+run:
+	$(XTASK) run --machine '$(MACHINE)' --kernel '$(KERNEL)' --json '$(JSON)' --only '$(ONLY)'
+
+test:
+	$(XTASK) test --machine '$(MACHINE)' --filter '$(FILTER)'
+
+bench:
+	$(XTASK) bench --machine '$(MACHINE)' --kernel '$(KERNEL)' --json '$(JSON)' --only '$(ONLY)'
+
+boot:
+	$(XTASK) boot --machine '$(MACHINE)' --kernel '$(KERNEL)' --cpus '$(CPUS)' --module '$(MODULE)'
+
+module:
+	$(XTASK) module --kernel '$(KERNEL)'
+
+setup:
+	$(XTASK) setup
+
+clean:
+	rm -rf target

@@ -1,0 +1,24 @@
+#!/bin/sh
+# /init of the lab's Linux guest: says that user space answers, uses processes, memory, timers and interrupts a little, and resets.
+export PATH=/bin
+/bin/busybox --install -s /bin
+mount -t proc none /proc
+mount -t sysfs none /sys
+mount -t devtmpfs none /dev 2>/dev/null
+echo "GANNET-GUEST-USERSPACE cpus=$(nproc) kernel=$(uname -r)"
+
+# Processes: fork, exec, pipe, wait.
+sum=0 i=0
+while [ $i -lt 20 ]; do
+    sum=$((sum + $(echo $i | cat))) i=$((i + 1))
+done
+[ $sum = 190 ] && echo "guest: 20 processes came and went" || echo "guest: WRONG sum $sum"
+# Memory: what was written is read back.
+dd if=/dev/zero of=/tmp/zeros bs=64k count=64 2>/dev/null
+[ "$(cksum </tmp/zeros)" = "$(dd if=/dev/zero bs=64k count=64 2>/dev/null | cksum)" ] &&
+    echo "guest: 4 MiB written and read back" || echo "guest: WRONG memory"
+# Time: a timer interrupt wakes a sleeper.
+usleep 20000 && echo "guest: slept 20 ms, clock $(cat /sys/devices/system/clocksource/clocksource0/current_clocksource)"
+cat /proc/interrupts | grep -E 'CPU|timer|ttyS|LOC|RES' | sed 's/^/guest: /'
+echo "guest: done"
+reboot -f

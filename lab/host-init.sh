@@ -1,0 +1,38 @@
+#!/bin/sh
+# /init of the lab's machine (the L1 host): loads the module that the job names, runs its command, sends back what it left in /out
+# through the second serial port, and powers off.
+export PATH=/bin HOME=/
+/bin/busybox --install -s /bin
+mount -t proc none /proc
+mount -t sysfs none /sys
+mount -t devtmpfs none /dev 2>/dev/null
+mount -t debugfs none /sys/kernel/debug 2>/dev/null
+mkdir -p /out /tmp
+MODULES= PARAMETERS=
+. /job/settings
+
+load() { # every module of the list; the parameters go to the last
+    while [ $# -gt 0 ]; do
+        if [ $# = 1 ]; then insmod "/modules/$1.ko" $PARAMETERS || return 1
+        else insmod "/modules/$1.ko" || return 1; fi
+        shift
+    done
+}
+
+if load $MODULES; then
+    echo 0 >/out/.loaded
+    sh /job/command
+    echo $? >/out/.status
+else
+    echo 1 >/out/.loaded
+    dmesg | tail -n 20
+fi
+dmesg >/out/.dmesg
+stty -F /dev/ttyS1 raw -echo
+cd /out
+for file in .loaded .status .dmesg *; do
+    [ -f "$file" ] || continue
+    echo "FILE $file $(stat -c %s "$file")"
+    cat "$file"
+done >/dev/ttyS1
+poweroff -f

@@ -1,0 +1,198 @@
+//! Which instructions the lab counts, told from their bytes (APM vol. 3, opcode maps), and the two markers between which it
+//! counts. Used by the emulator plugin while it translates, so it allocates nothing.
+
+/// A kind of instruction that is counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub enum Kind {
+    /// VMRUN
+    Vmrun,
+    /// VMLOAD
+    Vmload,
+    /// VMSAVE
+    Vmsave,
+    /// STGI
+    Stgi,
+    /// CLGI
+    Clgi,
+    /// RDMSR
+    Rdmsr,
+    /// WRMSR
+    Wrmsr,
+    /// CPUID
+    Cpuid,
+    /// MOV to or from a control register
+    MovCr,
+    /// MOV to or from a debug register
+    MovDr,
+    /// XGETBV, XSETBV
+    Xcr,
+    /// XSAVE, XSAVEC, XSAVEOPT, XSAVES, XRSTOR, XRSTORS, FXSAVE, FXRSTOR
+    Xstate,
+    /// STI
+    Sti,
+    /// CLI
+    Cli,
+    /// An instruction with a LOCK prefix, or XCHG with memory
+    Locked,
+}
+
+/// Every kind, in the order of its number.
+pub const KINDS: [Kind; 15] = [
+    Kind::Vmrun,
+    Kind::Vmload,
+    Kind::Vmsave,
+    Kind::Stgi,
+    Kind::Clgi,
+    Kind::Rdmsr,
+    Kind::Wrmsr,
+    Kind::Cpuid,
+    Kind::MovCr,
+    Kind::MovDr,
+    Kind::Xcr,
+    Kind::Xstate,
+    Kind::Sti,
+    Kind::Cli,
+    Kind::Locked,
+];
+
+impl Kind {
+    /// The name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::Vmrun => "vmrun",
+            Kind::Vmload => "vmload",
+            Kind::Vmsave => "vmsave",
+            Kind::Stgi => "stgi",
+            Kind::Clgi => "clgi",
+            Kind::Rdmsr => "rdmsr",
+            Kind::Wrmsr => "wrmsr",
+            Kind::Cpuid => "cpuid",
+            Kind::MovCr => "mov_cr",
+            Kind::MovDr => "mov_dr",
+            Kind::Xcr => "xcr",
+            Kind::Xstate => "xstate",
+            Kind::Sti => "sti",
+            Kind::Cli => "cli",
+            Kind::Locked => "locked",
+        }
+    }
+}
+
+/// Where counting begins and ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Marker {
+    /// Counting starts after this instruction.
+    Start,
+    /// Counting stops before this instruction.
+    Stop,
+}
+
+/// The markers are `nopl disp32(%rax)` with a displacement that spells `GNT` and a number.
+pub fn marker(bytes: &[u8]) -> Option<Marker> {
+    match bytes {
+        [0x0f, 0x1f, 0x80, 0x47, 0x4e, 0x54, 0x01] => Some(Marker::Start),
+        [0x0f, 0x1f, 0x80, 0x47, 0x4e, 0x54, 0x02] => Some(Marker::Stop),
+        _ => None,
+    }
+}
+
+/// The kinds that one instruction, given by all its bytes, counts for. At most two: a locked instruction may also be of another kind.
+pub fn classify(bytes: &[u8]) -> [Option<Kind>; 2] {
+    let mut locked = false;
+    let mut rest = bytes;
+    // Legacy prefixes, then REX. In 16- and 32-bit code 40..4F are whole instructions of one byte, which nothing follows.
+    while let [prefix, tail @ ..] = rest {
+        match prefix {
+            0xf0 => locked = true,
+            0x26 | 0x2e | 0x36 | 0x3e | 0x64..=0x67 | 0xf2 | 0xf3 => {}
+            0x40..=0x4f if !tail.is_empty() => {}
+            _ => break,
+        }
+        rest = tail;
+    }
+    let kind = match rest {
+        [0x0f, 0x01, 0xd8, ..] => Some(Kind::Vmrun),
+        [0x0f, 0x01, 0xda, ..] => Some(Kind::Vmload),
+        [0x0f, 0x01, 0xdb, ..] => Some(Kind::Vmsave),
+        [0x0f, 0x01, 0xdc, ..] => Some(Kind::Stgi),
+        [0x0f, 0x01, 0xdd, ..] => Some(Kind::Clgi),
+        [0x0f, 0x01, 0xd0 | 0xd1, ..] => Some(Kind::Xcr),
+        [0x0f, 0x32, ..] => Some(Kind::Rdmsr),
+        [0x0f, 0x30, ..] => Some(Kind::Wrmsr),
+        [0x0f, 0xa2, ..] => Some(Kind::Cpuid),
+        [0x0f, 0x20 | 0x22, ..] => Some(Kind::MovCr),
+        [0x0f, 0x21 | 0x23, ..] => Some(Kind::MovDr),
+        // Group 15 with memory: /0 FXSAVE, /1 FXRSTOR, /4 XSAVE, /5 XRSTOR, /6 XSAVEOPT (66: CLWB). Group 9: /3 XRSTORS, /4 XSAVEC, /5 XSAVES.
+        [0x0f, 0xae, modrm, ..] if *modrm < 0xc0 && matches!((modrm >> 3) & 7, 0 | 1 | 4..=6) => {
+            Some(Kind::Xstate)
+        }
+        [0x0f, 0xc7, modrm, ..] if *modrm < 0xc0 && matches!((modrm >> 3) & 7, 3..=5) => {
+            Some(Kind::Xstate)
+        }
+        [0xfb] => Some(Kind::Sti),
+        [0xfa] => Some(Kind::Cli),
+        [0x86 | 0x87, modrm, ..] if *modrm < 0xc0 => {
+            locked = true;
+            None
+        }
+        _ => None,
+    };
+    [kind, locked.then_some(Kind::Locked)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn kinds(bytes: &[u8]) -> Vec<Kind> {
+        classify(bytes).into_iter().flatten().collect()
+    }
+
+    #[test]
+    fn kinds_stand_at_their_number() {
+        for (i, kind) in KINDS.iter().enumerate() {
+            assert_eq!(*kind as usize, i, "{}", kind.name());
+        }
+    }
+
+    #[test]
+    fn svm_instructions_are_told_apart() {
+        assert_eq!(kinds(&[0x0f, 0x01, 0xd8]), [Kind::Vmrun]);
+        assert_eq!(kinds(&[0x0f, 0x01, 0xd9]), [], "VMMCALL is the guest's");
+        assert_eq!(kinds(&[0x0f, 0x01, 0xda]), [Kind::Vmload]);
+        assert_eq!(kinds(&[0x0f, 0x01, 0xdb]), [Kind::Vmsave]);
+        assert_eq!(kinds(&[0x0f, 0x01, 0xdc]), [Kind::Stgi]);
+        assert_eq!(kinds(&[0x0f, 0x01, 0xdd]), [Kind::Clgi]);
+    }
+
+    #[test]
+    fn prefixes_do_not_hide_an_instruction() {
+        assert_eq!(kinds(&[0x44, 0x0f, 0x20, 0xc0]), [Kind::MovCr], "mov %cr8,%rax");
+        assert_eq!(kinds(&[0xf0, 0x48, 0x0f, 0xb1, 0x0f]), [Kind::Locked], "lock cmpxchg");
+        assert_eq!(kinds(&[0x48, 0x87, 0x07]), [Kind::Locked], "xchg %rax,(%rdi)");
+        assert_eq!(kinds(&[0x48, 0x87, 0xc7]), [], "xchg %rax,%rdi");
+        assert_eq!(kinds(&[0x48, 0x0f, 0xae, 0x27]), [Kind::Xstate], "xsave64 (%rdi)");
+    }
+
+    #[test]
+    fn one_byte_inc_of_32_bit_code_is_no_prefix() {
+        assert_eq!(kinds(&[0x40]), []);
+        assert_eq!(kinds(&[0xfa]), [Kind::Cli]);
+    }
+
+    #[test]
+    fn markers_are_exact() {
+        assert_eq!(marker(&[0x0f, 0x1f, 0x80, 0x47, 0x4e, 0x54, 0x01]), Some(Marker::Start));
+        assert_eq!(marker(&[0x0f, 0x1f, 0x80, 0x47, 0x4e, 0x54, 0x02]), Some(Marker::Stop));
+        assert_eq!(marker(&[0x0f, 0x1f, 0x80, 0x47, 0x4e, 0x54, 0x03]), None);
+        assert_eq!(marker(&[0x0f, 0x1f, 0x80, 0, 0, 0, 0]), None, "an ordinary NOP");
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn any_bytes_classify_without_panic(bytes in proptest::collection::vec(0u8.., 0..16)) {
+            let _ = (classify(&bytes), marker(&bytes));
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! What to run: a job's machine, kernel, module, files and command, and the initramfs that carries them.
+
+use crate::{Archive, Kernel, Layout, Machine, Outcome};
+use anyhow::{Context, Result, bail};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Which hypervisor the machine's kernel loads before the command runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Module {
+    /// None: the command may load one itself, from `/modules`.
+    None,
+    /// The kernel's own kvm and kvm-amd.
+    Stock,
+    /// gannet.ko, which must have been built.
+    Gannet,
+}
+
+impl Module {
+    /// The name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Module::None => "none",
+            Module::Stock => "stock",
+            Module::Gannet => "gannet",
+        }
+    }
+}
+
+/// One run of a machine.
+#[derive(Clone, Debug)]
+pub struct Job {
+    /// Which machine.
+    pub machine: Machine,
+    /// The host's kernel.
+    pub kernel: Kernel,
+    /// The module loaded before the command.
+    pub module: Module,
+    /// Parameters of that module, such as `npt=0`.
+    pub parameters: String,
+    /// Files of this machine and where they go. All are executable there.
+    pub files: Vec<(PathBuf, String)>,
+    /// Further files by content.
+    pub texts: Vec<(String, Vec<u8>)>,
+    /// A shell script. What it leaves as files in `/out` comes back.
+    pub command: String,
+    /// The host's CPUs.
+    pub cpus: u32,
+    /// The host's memory in MiB.
+    pub memory: u32,
+    /// Let the time-stamp counter count instructions, repeatably, at a third of the speed.
+    pub counting: bool,
+    /// The emulator plugin, to count operations between markers.
+    pub plugin: Option<PathBuf>,
+    /// More for the host kernel's command line.
+    pub append: String,
+    /// After this long the machine is ended and the run fails.
+    pub timeout: Duration,
+}
+
+impl Job {
+    /// A job on one CPU with 1 GiB of memory, two minutes, no counting.
+    pub fn new(machine: Machine, kernel: Kernel, module: Module, command: &str) -> Self {
+        Self {
+            machine,
+            kernel,
+            module,
+            parameters: String::new(),
+            files: Vec::new(),
+            texts: Vec::new(),
+            command: command.to_owned(),
+            cpus: 1,
+            memory: 1024,
+            counting: false,
+            plugin: None,
+            append: String::new(),
+            timeout: Duration::from_secs(120),
+        }
+    }
+
+    /// Adds a file of this machine at a path in the machine.
+    pub fn file(mut self, source: impl AsRef<Path>, path: &str) -> Self {
+        self.files.push((source.as_ref().to_path_buf(), path.to_owned()));
+        self
+    }
+
+    /// The initramfs: busybox, every module of the lab for this kernel, the job's files, settings and command.
+    pub fn initramfs(&self, layout: &Layout) -> Result<Vec<u8>> {
+        let mut archive = Archive::new();
+        archive.file("bin/busybox", &layout.busybox())?;
+        archive.link("bin/sh", "busybox");
+        archive.text("init", include_str!("../../host-init.sh"));
+        for folder in ["proc", "sys", "tmp", "out"] {
+            archive.folder(folder);
+        }
+        let mut modules = Vec::new();
+        match self.module {
+            Module::None => {}
+            Module::Stock => load_order(layout, self.kernel, "kvm-amd", &mut modules)?,
+            Module::Gannet => load_order(layout, self.kernel, "gannet", &mut modules)?,
+        }
+        for name in ["irqbypass", "kvm", "ccp", "kvm-amd", "msr", "cpuid"] {
+            let source = layout.stock_module(self.kernel, name);
+            archive.file(&format!("modules/{name}.ko"), &source)?;
+        }
+        let gannet = layout.gannet_module(self.kernel);
+        if gannet.is_file() {
+            archive.file("modules/gannet.ko", &gannet)?;
+        } else if self.module == Module::Gannet {
+            bail!("gannet.ko for {} has not been built (make module)", self.kernel);
+        }
+        let quoted = |text: &str| format!("'{}'", text.replace('\'', r"'\''"));
+        let settings = format!(
+            "MODULES={}\nPARAMETERS={}\n",
+            quoted(&modules.join(" ")),
+            quoted(&self.parameters)
+        );
+        archive.text("job/settings", settings);
+        archive.text("job/command", self.command.as_bytes());
+        for (source, path) in &self.files {
+            archive.file(path, source)?;
+        }
+        for (path, content) in &self.texts {
+            archive.text(path, content.clone());
+        }
+        Ok(archive.bytes())
+    }
+}
+
+/// Appends a module's dependencies, then the module, as its `modinfo` names them.
+fn load_order(layout: &Layout, kernel: Kernel, name: &str, order: &mut Vec<String>) -> Result<()> {
+    if order.iter().any(|n| n == name) {
+        return Ok(());
+    }
+    let file = match name {
+        "gannet" => layout.gannet_module(kernel),
+        _ => layout.stock_module(kernel, name),
+    };
+    let image = std::fs::read(&file)
+        .with_context(|| format!("{name} for kernel {kernel} is missing: {}", file.display()))?;
+    for dependency in dependencies(&image) {
+        load_order(layout, kernel, &dependency, order)?;
+    }
+    order.push(name.to_owned());
+    Ok(())
+}
+
+/// The modules that a module needs, from its `depends=` string.
+fn dependencies(image: &[u8]) -> Vec<String> {
+    const KEY: &[u8] = b"\0depends=";
+    let Some(at) = image.windows(KEY.len()).position(|w| w == KEY) else { return Vec::new() };
+    let value = image.get(at + KEY.len()..).unwrap_or_default();
+    let value = value.split(|b| *b == 0).next().unwrap_or_default();
+    let text = String::from_utf8_lossy(value);
+    text.split(',').filter(|n| !n.is_empty()).map(str::to_owned).collect()
+}
+
+/// Runs a command on a machine under a module, with some files of this machine at `/bin`, and waits for its end: what tests need.
+pub fn lab_run(
+    machine: Machine,
+    kernel: Kernel,
+    module: Module,
+    files: &[&Path],
+    command: &str,
+    timeout: Duration,
+) -> Result<Outcome> {
+    let layout = Layout::find()?;
+    let mut job = Job::new(machine, kernel, module, command);
+    job.timeout = timeout;
+    for file in files {
+        let name = file.file_name().context("a file without a name")?.to_string_lossy();
+        let target = format!("bin/{name}");
+        job = job.file(file, &target);
+    }
+    crate::run(&layout, &job, &mut |_| {})
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dependencies_are_read_from_modinfo() {
+        let image = b"\x7fELF..license=GPL\0depends=kvm,ccp\0retpoline=Y\0";
+        assert_eq!(dependencies(image), ["kvm", "ccp"]);
+        assert!(dependencies(b"..\0depends=\0..").is_empty());
+        assert!(dependencies(b"nothing").is_empty());
+    }
+}

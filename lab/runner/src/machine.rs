@@ -1,0 +1,359 @@
+//! Runs a machine: starts the emulator, follows its console, brings back what the job left. The recipe of `amd` and the reasons for
+//! its settings stand in `lab/README.md`.
+
+use crate::{Job, Layout};
+use anyhow::{Context, Result, bail};
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::str::FromStr;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+/// An emulated machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Machine {
+    /// QEMU's software emulator with SVM and nested paging.
+    Amd,
+}
+
+impl Machine {
+    /// The name as users write it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Machine::Amd => "amd",
+        }
+    }
+}
+
+impl FromStr for Machine {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "amd" => Ok(Machine::Amd),
+            _ => bail!("MACHINE={text}: the lab has amd"),
+        }
+    }
+}
+
+/// Executed instructions by kind between one pair of markers; `instructions` is all of them.
+pub type Counts = BTreeMap<String, u64>;
+
+/// What the machine's console shows while it runs.
+#[derive(Clone, Copy, Debug)]
+pub enum Event<'a> {
+    /// A finished line.
+    Line(&'a str),
+    /// What stands so far on the line that is being written.
+    Pending(&'a str),
+}
+
+/// What a run left.
+#[derive(Clone, Debug, Default)]
+pub struct Outcome {
+    /// All that the machine wrote on its first serial port.
+    pub console: String,
+    /// Whether the module was loaded; `None` when the machine ended before.
+    pub loaded: Option<bool>,
+    /// The command's exit status; `None` when the machine ended before the command did.
+    pub status: Option<i32>,
+    /// The host kernel's log.
+    pub dmesg: String,
+    /// What the command left in `/out`.
+    pub files: BTreeMap<String, Vec<u8>>,
+    /// One record per pair of markers, in the order of execution, when the job has a plugin.
+    pub counts: Vec<Counts>,
+    /// Wall time.
+    pub took: Duration,
+}
+
+impl Outcome {
+    /// Whether the command ran and ended with 0.
+    pub fn succeeded(&self) -> bool {
+        self.status == Some(0)
+    }
+
+    /// The lines of the host's log that tell of a fault: warnings, oopses, lockdep, stalls.
+    pub fn faults(&self) -> Vec<&str> {
+        let log = if self.dmesg.is_empty() { &self.console } else { &self.dmesg };
+        const SIGNS: [&str; 14] = [
+            "WARNING:",
+            "BUG:",
+            "kernel BUG",
+            "Oops",
+            "general protection fault",
+            "Call Trace",
+            "unable to handle",
+            "invalid opcode:",
+            "stall",
+            "soft lockup",
+            "hung task",
+            "scheduling while atomic",
+            "Kernel panic",
+            "refcount_t",
+        ];
+        log.lines().filter(|line| SIGNS.iter().any(|s| line.contains(s))).collect()
+    }
+
+    /// The last lines of the console.
+    pub fn tail(&self, lines: usize) -> String {
+        let all: Vec<&str> = self.console.lines().collect();
+        all[all.len().saturating_sub(lines)..].join("\n")
+    }
+}
+
+/// Runs a job to the end of its machine. What the console shows is given to `on_event` as it comes.
+///
+/// Fails when the emulator cannot be started or ends badly, or when the time is up; a command that fails, or a host that panics, is an
+/// [`Outcome`].
+pub fn run(layout: &Layout, job: &Job, on_event: &mut dyn FnMut(Event<'_>)) -> Result<Outcome> {
+    let folder = scratch_folder(layout)?;
+    let result = run_in(layout, job, &folder, on_event);
+    match result {
+        Ok(outcome) => {
+            std::fs::remove_dir_all(&folder)?;
+            Ok(outcome)
+        }
+        Err(error) => Err(error.context(format!("kept for inspection: {}", folder.display()))),
+    }
+}
+
+fn scratch_folder(layout: &Layout) -> Result<PathBuf> {
+    static NUMBER: AtomicU32 = AtomicU32::new(0);
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    let folder = layout.out.join("runs").join(format!("{}-{number}", std::process::id()));
+    std::fs::create_dir_all(&folder)?;
+    Ok(folder)
+}
+
+/// A process that does not outlive us when we leave early.
+struct Ended(Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn run_in(
+    layout: &Layout,
+    job: &Job,
+    folder: &Path,
+    on_event: &mut dyn FnMut(Event<'_>),
+) -> Result<Outcome> {
+    let initramfs = folder.join("initramfs");
+    std::fs::write(&initramfs, job.initramfs(layout)?)?;
+    let (back, counts) = (folder.join("back"), folder.join("counts"));
+    let mut command = emulator(layout, job, &initramfs, &back, &counts);
+    let started = Instant::now();
+    let errors = std::fs::File::create(folder.join("emulator.log"))?;
+    let spawned = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(errors).spawn();
+    let mut process = Ended(spawned.context("starting the emulator")?);
+    let mut stdout = process.0.stdout.take().context("the emulator's output")?;
+    let (send, receive) = mpsc::channel();
+    std::thread::spawn(move || {
+        let mut buffer = [0u8; 4096];
+        while let Ok(n) = stdout.read(&mut buffer) {
+            if n == 0 || send.send(buffer[..n].to_vec()).is_err() {
+                break;
+            }
+        }
+    });
+    let mut console = Console::default();
+    loop {
+        let left = job.timeout.saturating_sub(started.elapsed());
+        match receive.recv_timeout(left) {
+            Ok(bytes) => {
+                console.take(&bytes, &mut |line| on_event(Event::Line(line)));
+                if let Some(text) = console.pending() {
+                    on_event(Event::Pending(&text));
+                }
+            }
+            Err(mpsc::RecvTimeoutError::Disconnected) => break,
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                let tail = Outcome { console: console.text, ..Outcome::default() }.tail(15);
+                bail!(
+                    "the machine did not finish within {} s; its console ends with:\n{tail}",
+                    job.timeout.as_secs()
+                );
+            }
+        }
+    }
+    console.finish(&mut |line| on_event(Event::Line(line)));
+    let status = process.0.wait()?;
+    if !status.success() {
+        let log = std::fs::read_to_string(folder.join("emulator.log")).unwrap_or_default();
+        let log: Vec<&str> = log.lines().filter(|l| !l.contains("TCG doesn't support")).collect();
+        bail!("the emulator ended with {status}: {}", log.join("\n"));
+    }
+    let mut outcome =
+        Outcome { console: console.text, took: started.elapsed(), ..Outcome::default() };
+    read_back(&std::fs::read(&back).unwrap_or_default(), &mut outcome);
+    if job.plugin.is_some() {
+        outcome.counts = read_counts(&std::fs::read_to_string(&counts).unwrap_or_default())?;
+    }
+    Ok(outcome)
+}
+
+fn emulator(layout: &Layout, job: &Job, initramfs: &Path, back: &Path, counts: &Path) -> Command {
+    let Machine::Amd = job.machine;
+    let mut command = layout.tool(layout.program("qemu"));
+    command.args(["-accel", "tcg,thread=single", "-machine", "q35"]);
+    command.args(["-cpu", "EPYC,+svm,+npt,+x2apic", "-m", &format!("{}M", job.memory)]);
+    command.args(["-smp", &job.cpus.to_string(), "-nodefaults", "-no-user-config"]);
+    command.args(["-display", "none", "-no-reboot", "-serial", "stdio"]);
+    command.arg("-serial").arg(format!("file:{}", back.display()));
+    command.arg("-kernel").arg(layout.vmlinux(job.kernel)).arg("-initrd").arg(initramfs);
+    let append = format!(
+        "console=ttyS0 quiet mitigations=off no_timer_check tsc=reliable nokaslr panic=-1 \
+         random.trust_cpu=on {}",
+        job.append
+    );
+    command.args(["-append", append.trim_end()]);
+    if job.counting {
+        command.args(["-icount", "shift=0,sleep=off", "-seed", "1"]);
+        command.args(["-rtc", "base=2026-01-01,clock=vm"]);
+    }
+    if let Some(plugin) = &job.plugin {
+        let argument = format!("{},out={}", plugin.display(), counts.display());
+        command.args(["-plugin", &argument]);
+    }
+    command
+}
+
+/// Cuts the console into lines. A carriage return before the line's end is the terminal's, not the program's.
+#[derive(Default)]
+struct Console {
+    text: String,
+    line: Vec<u8>,
+}
+
+impl Console {
+    fn take(&mut self, bytes: &[u8], on_line: &mut dyn FnMut(&str)) {
+        for byte in bytes {
+            match byte {
+                b'\n' => self.finish_line(on_line),
+                _ => self.line.push(*byte),
+            }
+        }
+    }
+
+    /// What stands on the unfinished line after its last return to the margin: a progress display.
+    fn pending(&self) -> Option<String> {
+        let line = String::from_utf8_lossy(&self.line);
+        let shown = line.rsplit('\r').next()?.trim_start_matches("\x1b[K").trim();
+        (!shown.is_empty()).then(|| shown.to_owned())
+    }
+
+    fn finish(&mut self, on_line: &mut dyn FnMut(&str)) {
+        if !self.line.is_empty() {
+            self.finish_line(on_line);
+        }
+    }
+
+    fn finish_line(&mut self, on_line: &mut dyn FnMut(&str)) {
+        let line = String::from_utf8_lossy(&self.line);
+        let line = line.trim_end_matches('\r');
+        // A progress display that was wiped leaves nothing.
+        let line = line.rsplit("\r\x1b[K").next().unwrap_or_default();
+        on_line(line);
+        self.text.push_str(line);
+        self.text.push('\n');
+        self.line.clear();
+    }
+}
+
+/// Reads what `host-init.sh` sent: `FILE name size`, a line feed, and that many bytes, for each file.
+fn read_back(mut bytes: &[u8], outcome: &mut Outcome) {
+    while let Some(end) = bytes.iter().position(|b| *b == b'\n') {
+        let head = String::from_utf8_lossy(&bytes[..end]).into_owned();
+        let mut words = head.split(' ');
+        let (Some("FILE"), Some(name), Some(size)) = (words.next(), words.next(), words.next())
+        else {
+            return;
+        };
+        let Ok(size) = size.parse::<usize>() else { return };
+        let Some(content) = bytes.get(end + 1..end + 1 + size) else { return };
+        bytes = &bytes[end + 1 + size..];
+        let text = || String::from_utf8_lossy(content).trim().to_owned();
+        match name {
+            ".loaded" => outcome.loaded = Some(text() == "0"),
+            ".status" => outcome.status = text().parse().ok(),
+            ".dmesg" => outcome.dmesg = text(),
+            _ => drop(outcome.files.insert(name.to_owned(), content.to_vec())),
+        }
+    }
+}
+
+/// Reads the plugin's records: one flat JSON object of numbers per line.
+fn read_counts(text: &str) -> Result<Vec<Counts>> {
+    text.lines()
+        .map(|line| {
+            let inner = line.strip_prefix('{').and_then(|l| l.strip_suffix('}'));
+            let inner = inner.with_context(|| format!("a record of the plugin: {line}"))?;
+            inner
+                .split(',')
+                .map(|pair| {
+                    let (name, count) = pair.split_once(':').context("a pair without a colon")?;
+                    Ok((name.trim_matches('"').to_owned(), count.parse()?))
+                })
+                .collect()
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_machine_sent_back_is_read() {
+        let mut outcome = Outcome::default();
+        let sent = b"FILE .loaded 2\n0\nFILE .status 2\n3\nFILE a.json 4\n{\n}\nFILE cut 9\n123";
+        read_back(sent, &mut outcome);
+        assert_eq!((outcome.loaded, outcome.status), (Some(true), Some(3)));
+        assert_eq!(outcome.files.get("a.json").map(Vec::as_slice), Some(&b"{\n}\n"[..]));
+        assert!(!outcome.files.contains_key("cut"), "a truncated file is no file");
+    }
+
+    #[test]
+    fn plugin_records_are_read_in_order() {
+        let counts = read_counts("{\"rdmsr\":3,\"vmrun\":1}\n{\"rdmsr\":0}\n").unwrap();
+        assert_eq!(counts[0]["rdmsr"], 3);
+        assert_eq!(counts[1]["rdmsr"], 0);
+        assert!(read_counts("{\"rdmsr\":").is_err());
+    }
+
+    #[test]
+    fn console_lines_lose_their_carriage_return_only() {
+        let mut console = Console::default();
+        let mut lines = Vec::new();
+        console.take(b"one\r\ntw", &mut |l| lines.push(l.to_owned()));
+        console.take(b"o\nlast", &mut |l| lines.push(l.to_owned()));
+        console.finish(&mut |l| lines.push(l.to_owned()));
+        assert_eq!(lines, ["one", "two", "last"]);
+    }
+
+    #[test]
+    fn a_progress_display_is_pending_and_leaves_no_line() {
+        let mut console = Console::default();
+        let mut lines = Vec::new();
+        console.take(b"\r\x1b[K[1/2] cpuid", &mut |_| ());
+        assert_eq!(console.pending().as_deref(), Some("[1/2] cpuid"));
+        console.take(b"\r\x1b[Kdone\r\n", &mut |l| lines.push(l.to_owned()));
+        assert_eq!((lines, console.pending()), (vec!["done".to_owned()], None));
+    }
+
+    #[test]
+    fn a_warning_in_the_log_is_a_fault() {
+        let outcome = Outcome {
+            dmesg: "[1] fine\n[2] WARNING: CPU: 0 PID: 1 at x.c".into(),
+            ..Outcome::default()
+        };
+        assert_eq!(outcome.faults().len(), 1);
+    }
+}

@@ -1,0 +1,39 @@
+//! Builds programs of this workspace so that they run in a machine that has no libraries: statically linked.
+
+use crate::Layout;
+use anyhow::{Result, bail};
+use std::path::PathBuf;
+
+const TARGET: &str = "x86_64-unknown-linux-gnu";
+
+/// Builds a package's programs and returns the folder that holds them.
+pub fn build_static(layout: &Layout, package: &str) -> Result<PathBuf> {
+    let folder = "cargo-static";
+    let status = layout
+        .cargo(folder)
+        .args(["build", "--release", "--locked", "--bins", "--target", TARGET, "-p", package])
+        .env("RUSTFLAGS", "-Ctarget-feature=+crt-static")
+        // The release profile is made for the module; a program of the lab is better built quickly.
+        .env("CARGO_PROFILE_RELEASE_LTO", "off")
+        .env("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "1")
+        .env("CARGO_PROFILE_RELEASE_DEBUG", "0")
+        .status()?;
+    if !status.success() {
+        bail!("{package} does not build (see above)");
+    }
+    Ok(layout.out.join(folder).join(TARGET).join("release"))
+}
+
+/// Builds the emulator plugin that counts instructions.
+pub fn build_plugin(layout: &Layout) -> Result<PathBuf> {
+    let folder = "cargo-plugin";
+    let status = layout
+        .cargo(folder)
+        .args(["build", "--quiet", "--release", "--locked", "-p", "gannet-lab-plugin"])
+        .env("CARGO_PROFILE_RELEASE_LTO", "off")
+        .status()?;
+    if !status.success() {
+        bail!("the emulator plugin does not build (see above)");
+    }
+    Ok(layout.out.join(folder).join("release/libgannet_lab_plugin.so"))
+}

@@ -1,0 +1,226 @@
+//! Measures what each kind of VM exit costs: runs exitbench on stock KVM and on Gannet, in two machines that differ in nothing else,
+//! side by side on this machine's CPUs. Both count instructions, so neither disturbs the other's figures.
+
+use crate::module;
+use crate::options::Options;
+use crate::progress::Step;
+use crate::report::{Comparison, Figures, Side};
+use anyhow::{Context, Result, bail};
+use gannet_lab::{Counts, Event, Job, Layout, Module, programs};
+use serde::Deserialize;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::time::Duration;
+
+/// What exitbench writes, as far as it is read here.
+#[derive(Deserialize)]
+struct Report {
+    unit: String,
+    workloads: Vec<Entry>,
+}
+
+#[derive(Deserialize)]
+struct Entry {
+    name: String,
+    min: Option<f64>,
+    median: Option<f64>,
+    max: Option<f64>,
+    #[serde(default)]
+    markers: bool,
+    #[serde(default)]
+    marker_iterations: u64,
+    skipped: Option<String>,
+    failed: Option<String>,
+}
+
+/// What every measurement needs, built once.
+pub struct Tools {
+    pub exitbench: PathBuf,
+    pub plugin: PathBuf,
+}
+
+/// Makes sure of the lab and builds exitbench and the plugin.
+pub fn prepare(layout: &Layout, options: &Options) -> Result<Tools> {
+    let groups = ["toolchain", "qemu", "busybox"].map(str::to_owned);
+    layout.ensure(&groups)?;
+    layout.ensure(&[options.kernel.group(), gannet_lab::guest::KERNEL.group()])?;
+    let step = Step::start(layout, "building exitbench");
+    let exitbench = programs::build_static(layout, "exitbench")?.join("exitbench");
+    let plugin = programs::build_plugin(layout)?;
+    step.done();
+    Ok(Tools { exitbench, plugin })
+}
+
+/// Builds the module, and says on the way out what that means when it cannot be built.
+pub fn modules(layout: &Layout, options: &Options) -> Vec<Module> {
+    match module::build(layout, options.kernel) {
+        Ok(_) => vec![Module::Stock, Module::Gannet],
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            eprintln!("error: Gannet's half is missing below: gannet.ko does not build");
+            vec![Module::Stock]
+        }
+    }
+}
+
+/// `make bench`: measures and writes the JSON.
+pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
+    let tools = prepare(layout, options)?;
+    let modules = modules(layout, options);
+    let comparison = measure(layout, options, &tools, &modules)?;
+    if let Some(path) = &options.json {
+        comparison.write(path)?;
+    }
+    println!("{}", comparison.table());
+    Ok(comparison.print_remarks())
+}
+
+/// Measures on each module at once and joins the figures.
+pub fn measure(
+    layout: &Layout,
+    options: &Options,
+    tools: &Tools,
+    modules: &[Module],
+) -> Result<Comparison> {
+    let step = Step::start(layout, &format!("measuring VM exits on {}", options.kernel));
+    let shown = Mutex::new(vec![String::new(); modules.len()]);
+    let say = |index: usize, module: Module, event: Event<'_>| {
+        let (Event::Line(text) | Event::Pending(text)) = event;
+        if let (true, Ok(mut shown)) = (text.starts_with('['), shown.lock()) {
+            shown[index] = format!("{}: {text}", module.name());
+            step.say(&shown.join("  "));
+        }
+    };
+    let sides: Vec<Result<(String, Side)>> = std::thread::scope(|scope| {
+        let runs: Vec<_> = modules
+            .iter()
+            .enumerate()
+            .map(|(index, module)| {
+                let say = &say;
+                scope.spawn(move || {
+                    one_side(layout, options, tools, *module, &mut |e| say(index, *module, e))
+                })
+            })
+            .collect();
+        let failed = || anyhow::anyhow!("a measuring thread panicked");
+        runs.into_iter().map(|run| run.join().unwrap_or_else(|_| Err(failed()))).collect()
+    });
+    step.done();
+    let mut comparison = Comparison::new(options.machine.name(), options.kernel.series());
+    for (module, side) in modules.iter().zip(sides) {
+        let (unit, side) = side.with_context(|| format!("measuring on {}", module.name()))?;
+        comparison.unit = unit;
+        comparison.add(*module, side);
+    }
+    Ok(comparison)
+}
+
+fn one_side(
+    layout: &Layout,
+    options: &Options,
+    tools: &Tools,
+    module: Module,
+    on_event: &mut dyn FnMut(Event<'_>),
+) -> Result<(String, Side)> {
+    let command = format!(
+        "exitbench run {} --unit instructions --module {} --json /out/report.json",
+        options.only.join(" "),
+        module.name()
+    );
+    let mut job = Job::new(options.machine, options.kernel, module, &command)
+        .file(&tools.exitbench, "bin/exitbench");
+    job.counting = true;
+    job.plugin = Some(tools.plugin.clone());
+    job.timeout = Duration::from_secs(420);
+    let outcome = gannet_lab::run(layout, &job, on_event)?;
+    let faults: Vec<String> = outcome.faults().into_iter().map(str::to_owned).collect();
+    if outcome.loaded == Some(false) {
+        bail!("the module did not load:\n{}", outcome.tail(20));
+    }
+    let Some(json) = outcome.files.get("report.json") else {
+        bail!("exitbench left no report; the console ends with:\n{}", outcome.tail(20));
+    };
+    let report: Report = serde_json::from_slice(json).context("exitbench's report")?;
+    let mut side = join(report.workloads, &outcome.counts);
+    side.faults = faults;
+    Ok((report.unit, side))
+}
+
+/// Joins figures and operation counts. The plugin's records come in the order of the workloads that had markers.
+fn join(entries: Vec<Entry>, counts: &[Counts]) -> Side {
+    let marked = entries.iter().filter(|e| e.markers).count();
+    let mut side = Side::default();
+    if marked != counts.len() {
+        side.remarks.push(format!(
+            "operations are left out: {marked} workloads had markers, but the emulator saw {} pairs",
+            counts.len()
+        ));
+    }
+    let mut records = counts.iter().filter(|_| marked == counts.len());
+    for entry in entries {
+        let result = match (entry.min, entry.median, entry.max) {
+            (Some(min), Some(median), Some(max)) => {
+                let mut figures = Figures { min, median, max, ..Figures::default() };
+                if let (true, Some(record)) =
+                    (entry.markers, records.next().filter(|_| entry.markers))
+                {
+                    let per = entry.marker_iterations.max(1) as f64;
+                    let each = |(name, count): (&String, &u64)| {
+                        (name.clone(), (*count as f64 / per * 100.0).round() / 100.0)
+                    };
+                    figures.ops = record.iter().map(each).collect();
+                }
+                Ok(figures)
+            }
+            _ => Err(match (entry.failed, entry.skipped) {
+                (Some(reason), _) => format!("failed: {reason}"),
+                (None, Some(reason)) => format!("skipped: {reason}"),
+                (None, None) => "no figures".to_owned(),
+            }),
+        };
+        side.workloads.push((entry.name, result));
+    }
+    side
+}
+
+/// Writes a file by way of a temporary one, so that a reader never sees half of it.
+pub fn write_whole(path: &Path, text: &str) -> Result<()> {
+    if let Some(folder) = path.parent().filter(|f| !f.as_os_str().is_empty()) {
+        std::fs::create_dir_all(folder)?;
+    }
+    let temporary = path.with_extension("new");
+    std::fs::write(&temporary, text).with_context(|| format!("writing {}", path.display()))?;
+    std::fs::rename(&temporary, path).with_context(|| format!("writing {}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entries(json: &str) -> Vec<Entry> {
+        serde_json::from_str(json).unwrap()
+    }
+
+    const THREE: &str = r#"[
+        {"name":"nothing","min":1,"median":2,"max":3,"iterations":9,"markers":false,"marker_iterations":0},
+        {"name":"xsetbv","skipped":"no XSAVE"},
+        {"name":"cpuid","min":10,"median":20,"max":30,"iterations":9,"markers":true,"marker_iterations":100}]"#;
+
+    #[test]
+    fn records_go_to_the_workloads_that_had_markers() {
+        let counts = [Counts::from([("vmrun".to_owned(), 100), ("rdmsr".to_owned(), 150)])];
+        let side = join(entries(THREE), &counts);
+        let cpuid = side.workloads[2].1.as_ref().unwrap();
+        assert_eq!((cpuid.ops["vmrun"], cpuid.ops["rdmsr"]), (1.0, 1.5));
+        assert!(side.workloads[0].1.as_ref().unwrap().ops.is_empty());
+        assert!(side.workloads[1].1.as_ref().unwrap_err().contains("no XSAVE"));
+        assert!(side.remarks.is_empty());
+    }
+
+    #[test]
+    fn records_that_do_not_match_are_not_attributed() {
+        let side = join(entries(THREE), &[]);
+        assert!(side.workloads[2].1.as_ref().unwrap().ops.is_empty());
+        assert_eq!(side.remarks.len(), 1);
+    }
+}

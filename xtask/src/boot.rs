@@ -1,0 +1,102 @@
+//! Boots the lab's Linux guest on a module: with its console streamed, or measured to the first line of its user space.
+
+use crate::bench::Tools;
+use crate::options::Options;
+use crate::{bench, module};
+use anyhow::{Context, Result, bail};
+use gannet_lab::{Event, Job, Layout, Module, Outcome, guest};
+use serde::Deserialize;
+use std::time::Duration;
+
+/// How a measured boot went.
+#[derive(Clone, Debug, Deserialize)]
+pub struct BootReport {
+    /// From the start of the VM to its user space; `None` when that never answered.
+    pub ticks_to_marker: Option<u64>,
+    /// How the VM ended, in words.
+    pub end: String,
+}
+
+/// `make boot`: streams the guest's console; whether its user space answered.
+pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
+    if options.module == Module::Gannet {
+        module::build(layout, options.kernel)?;
+    }
+    let tools = bench::prepare(layout, options)?;
+    let mut job = job(layout, options, &tools, options.module, options.cpus, "")?;
+    job.timeout = Duration::from_secs(240);
+    let mut print = |event: Event<'_>| {
+        if let Event::Line(line) = event {
+            println!("{line}");
+        }
+    };
+    let outcome = gannet_lab::run(layout, &job, &mut print)?;
+    let faults = outcome.faults();
+    for line in &faults {
+        println!("the host's log has: {line}");
+    }
+    let answered = answered(&outcome);
+    println!(
+        "{} on {}, kernel {}, {} vCPU{}: the guest's user space {} ({:.1} s)",
+        if answered { "ok" } else { "FAIL" },
+        options.module.name(),
+        layout.release(options.kernel)?,
+        options.cpus,
+        if options.cpus == 1 { "" } else { "s" },
+        if answered { "answered" } else { "did not answer" },
+        outcome.took.as_secs_f64()
+    );
+    Ok(answered && faults.is_empty())
+}
+
+/// A job that boots the guest under exitbench. `more` goes to exitbench's command line.
+pub fn job(
+    layout: &Layout,
+    options: &Options,
+    tools: &Tools,
+    module: Module,
+    cpus: u32,
+    more: &str,
+) -> Result<Job> {
+    let command = format!(
+        "exitbench boot --kernel /guest/vmlinux --initrd /guest/initramfs --cpus {cpus} \
+         --append '{}' --module {} {more}",
+        guest::APPEND,
+        module.name()
+    );
+    let mut job = Job::new(options.machine, options.kernel, module, &command)
+        .file(&tools.exitbench, "bin/exitbench")
+        .file(layout.vmlinux(guest::KERNEL), "guest/vmlinux");
+    job.texts.push(("guest/initramfs".to_owned(), guest::initramfs(layout)?));
+    job.cpus = cpus.min(2);
+    Ok(job)
+}
+
+/// Boots with one CPU and counts instructions up to user space.
+pub fn measure(
+    layout: &Layout,
+    options: &Options,
+    tools: &Tools,
+    module: Module,
+    on_event: &mut dyn FnMut(Event<'_>),
+) -> Result<(BootReport, Vec<String>)> {
+    let more = "--unit instructions --report /out/boot.json";
+    let mut job = job(layout, options, tools, module, 1, more)?;
+    job.counting = true;
+    job.timeout = Duration::from_secs(240);
+    let outcome = gannet_lab::run(layout, &job, on_event)?;
+    let Some(json) = outcome.files.get("boot.json") else {
+        bail!("the boot left no report; the console ends with:\n{}", outcome.tail(20));
+    };
+    let report: BootReport = serde_json::from_slice(json).context("exitbench's boot report")?;
+    if report.ticks_to_marker.is_none() {
+        bail!("user space did not answer ({}); it ends with:\n{}", report.end, outcome.tail(20));
+    }
+    let faults = outcome.faults().into_iter().map(str::to_owned).collect();
+    Ok((report, faults))
+}
+
+/// Whether the guest's user space answered and exitbench ended well.
+pub fn answered(outcome: &Outcome) -> bool {
+    outcome.succeeded() && outcome.console.contains(guest::MARKER)
+}

@@ -1,0 +1,199 @@
+//! Checks of a linked `gannet.ko`, run as tests: what the module loader accepts, what the kernel's mitigations need, and the bounds
+//! that the design sets.
+
+use crate::disassembly::{Image, Line};
+use crate::tally::Tally;
+use gannet_lab::{Kernel, Layout};
+use iced_x86::Mnemonic;
+use object::elf;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What `apply_relocate_add` of both kernels handles.
+const RELOCATIONS: [u32; 7] = [
+    elf::R_X86_64_NONE,
+    elf::R_X86_64_64,
+    elf::R_X86_64_32,
+    elf::R_X86_64_32S,
+    elf::R_X86_64_PC32,
+    elf::R_X86_64_PLT32,
+    elf::R_X86_64_PC64,
+];
+const TEXT_LIMIT: u64 = 3 << 19; // 1.5 MiB
+const FRAME_LIMIT: u64 = 1024;
+
+/// Runs every check over the built module of one kernel.
+pub fn run(layout: &Layout, kernel: Kernel, tally: &mut Tally) {
+    let file = layout.gannet_module(kernel);
+    let image = match Image::read(&file) {
+        Ok(image) => image,
+        Err(error) => return tally.record(&name(kernel, "is readable"), Err(format!("{error:#}"))),
+    };
+    let checks: [(&str, Result<(), String>); 7] = [
+        ("has only relocations the loader accepts", relocations(&image)),
+        ("uses no x87, MMX or SSE", vectors(&image)),
+        ("imports only allowed and exported symbols", symbols(layout, kernel, &image)),
+        ("leaves every return to the kernel's thunk", returns(&image)),
+        ("leaves every indirect branch to a thunk", indirect_branches(&image)),
+        ("keeps stack frames under 1 KiB", frames(&image)),
+        ("keeps its text under 1.5 MiB", text_size(&image)),
+    ];
+    for (title, result) in checks {
+        tally.record(&name(kernel, title), result);
+    }
+}
+
+fn name(kernel: Kernel, title: &str) -> String {
+    format!("gannet.ko for {kernel} {title}")
+}
+
+/// Fails with the first findings and their number.
+fn none_of(mut findings: Vec<String>) -> Result<(), String> {
+    if findings.is_empty() {
+        return Ok(());
+    }
+    let count = findings.len();
+    findings.truncate(12);
+    if count > findings.len() {
+        findings.push(format!("… {count} in all"));
+    }
+    Err(findings.join("\n"))
+}
+
+fn relocations(image: &Image) -> Result<(), String> {
+    let bad = image.relocations.iter().filter(|r| !RELOCATIONS.contains(&r.kind));
+    none_of(bad.map(|r| format!("type {} to {} in {}", r.kind, r.symbol, r.section)).collect())
+}
+
+fn vectors(image: &Image) -> Result<(), String> {
+    let bad = image.lines.iter().filter(|l| l.touches_vector_or_x87());
+    none_of(bad.map(|l| format!("{} in {}", l.instruction, image.locate(l))).collect())
+}
+
+fn symbols(layout: &Layout, kernel: Kernel, image: &Image) -> Result<(), String> {
+    let read = |path: std::path::PathBuf| {
+        std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))
+    };
+    let list = read(layout.root.join("lab/allowed-symbols.txt"))?;
+    let allowed = allowed(&list, kernel);
+    let symvers = read(layout.headers(kernel).join("Module.symvers"))?;
+    let exported: BTreeSet<&str> = symvers.lines().filter_map(|l| l.split('\t').nth(1)).collect();
+    none_of(
+        image
+            .undefined
+            .iter()
+            .filter_map(|symbol| {
+                let symbol = symbol.as_str();
+                if !allowed.contains(symbol) {
+                    Some(format!("{symbol} is not in lab/allowed-symbols.txt"))
+                } else if !exported.contains(symbol) {
+                    Some(format!("{symbol} is not exported by the kernel"))
+                } else {
+                    None
+                }
+            })
+            .collect(),
+    )
+}
+
+/// The list's symbols for one kernel: a line is a symbol, or a symbol and the series it is for.
+fn allowed(list: &str, kernel: Kernel) -> BTreeSet<&str> {
+    list.lines()
+        .filter_map(|line| {
+            let mut words = line.split('#').next().unwrap_or_default().split_whitespace();
+            let symbol = words.next()?;
+            words.next().is_none_or(|series| series == kernel.series()).then_some(symbol)
+        })
+        .collect()
+}
+
+fn returns(image: &Image) -> Result<(), String> {
+    let judge = |line: &Line| {
+        if line.is_return() {
+            Some(format!("bare return in {}", image.locate(line)))
+        } else if line.branches_to("__x86_return_thunk")
+            && !image.return_sites.contains(&line.place)
+        {
+            Some(format!("return that the kernel cannot patch in {}", image.locate(line)))
+        } else {
+            None
+        }
+    };
+    none_of(image.lines.iter().filter_map(judge).collect())
+}
+
+fn indirect_branches(image: &Image) -> Result<(), String> {
+    let judge = |line: &Line| {
+        // The kernel replaces calls through its paravirt table by direct ones before the module runs.
+        let paravirt = line.symbol.as_deref() == Some("pv_ops");
+        if line.is_indirect_branch() && !paravirt {
+            Some(format!("{} in {}", line.instruction, image.locate(line)))
+        } else if line.branches_to("__x86_indirect_thunk_")
+            && !image.retpoline_sites.contains(&line.place)
+        {
+            Some(format!("thunk that the kernel cannot patch in {}", image.locate(line)))
+        } else {
+            None
+        }
+    };
+    none_of(image.lines.iter().filter_map(judge).collect())
+}
+
+/// The largest frame of each function: what it subtracts from the stack pointer, and its pushes before that.
+fn frames(image: &Image) -> Result<(), String> {
+    let mut pushes: BTreeMap<usize, u64> = BTreeMap::new();
+    let mut largest: BTreeMap<usize, u64> = BTreeMap::new();
+    for line in &image.lines {
+        let Some(function) = line.function else { continue };
+        if line.instruction.mnemonic() == Mnemonic::Push && !largest.contains_key(&function) {
+            *pushes.entry(function).or_default() += 8;
+        }
+        let by = line.lowers_stack_by();
+        if by > 0 {
+            let frame = by + pushes.get(&function).copied().unwrap_or(0);
+            let known = largest.entry(function).or_default();
+            *known = frame.max(*known);
+        }
+    }
+    let bad = largest.iter().filter(|(_, frame)| **frame >= FRAME_LIMIT);
+    none_of(bad.map(|(f, frame)| format!("{frame} bytes in {}", image.functions[*f])).collect())
+}
+
+fn text_size(image: &Image) -> Result<(), String> {
+    if image.text_bytes < TEXT_LIMIT { Ok(()) } else { Err(format!("{} bytes", image.text_bytes)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_list_of_symbols_knows_series_and_comments() {
+        let list = "# all\nkfree\nmmu_notifier 6.12 # renamed\n\n__kmalloc 6.1\n";
+        let for_6_12: Vec<&str> = allowed(list, Kernel::V6_12).into_iter().collect();
+        assert_eq!(for_6_12, ["kfree", "mmu_notifier"]);
+    }
+
+    /// The stock module is a known good module of the same kernel, and KVM's instruction emulator a known user of SSE and x87.
+    #[test]
+    fn the_stock_module_passes_where_it_must_and_fails_where_it_must() {
+        let layout = Layout::find().unwrap();
+        for kernel in gannet_lab::KERNELS {
+            let file = layout.stock_module(kernel, "kvm");
+            if !file.exists() {
+                eprintln!("kernel {kernel} is not set up: not checked");
+                continue;
+            }
+            let image = Image::read(&file).unwrap();
+            assert_eq!(relocations(&image), Ok(()));
+            assert_eq!(returns(&image), Ok(()));
+            assert_eq!(indirect_branches(&image), Ok(()));
+            assert!(vectors(&image).is_err());
+            let vector = |l: &&Line| l.touches_vector_or_x87();
+            let found: Vec<String> =
+                image.lines.iter().filter(vector).map(|l| l.instruction.to_string()).collect();
+            assert!(found.iter().any(|l| l.contains("xmm")) && found.iter().any(|l| l == "fninit"));
+            assert!(image.lines.iter().any(|l| l.branches_to("__x86_return_thunk")));
+            assert!(image.modinfo.iter().any(|m| m == "license=GPL"));
+        }
+    }
+}

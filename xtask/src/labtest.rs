@@ -1,0 +1,312 @@
+//! Tests that run in a machine: those of the lab itself, and the programs that `tests/lab.list` names.
+//!
+//! A line of the list is `name | kernels | modules | cpus | seconds | command`, with `all` or a list with commas for kernels (`6.12,6.1`)
+//! and modules (`stock,gannet,none`). The programs of the package in `tests/` are in `/bin` of the machine, and so is exitbench; the guest's
+//! kernel and initramfs are `/guest/vmlinux` and `/guest/initramfs` where the command names them. A command reports
+//! `ok NAME`, `not ok NAME: reason` or `skip NAME: reason` on lines of their own and ends with 0; afterwards the host's log must be clean.
+
+use crate::bench::Tools;
+use crate::progress::Step;
+use crate::tally::Tally;
+use crate::test::{judge_boot, plain_job};
+use crate::{boot, options::Options};
+use anyhow::{Context, Result, bail};
+use gannet_lab::{Job, KERNELS, Kernel, Layout, Module, Outcome, guest, programs};
+use std::collections::VecDeque;
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::time::Duration;
+
+/// What a machine's outcome means.
+type Judge = Box<dyn Fn(&Outcome) -> Vec<(String, Result<(), String>)> + Send>;
+
+/// One machine to run, and what to make of its outcome.
+pub struct LabTest {
+    name: String,
+    job: Job,
+    judge: Judge,
+    /// Whether warnings in the host's log are a failure of their own.
+    clean_log: bool,
+}
+
+fn test(
+    name: String,
+    job: Job,
+    judge: impl Fn(&Outcome) -> Result<(), String> + Send + 'static,
+) -> LabTest {
+    let title = name.clone();
+    let judge = Box::new(move |outcome: &Outcome| vec![(title.clone(), judge(outcome))]);
+    LabTest { name, job, judge, clean_log: true }
+}
+
+fn expect(holds: bool, outcome: &Outcome) -> Result<(), String> {
+    if holds { Ok(()) } else { Err(format!("the console ends with:\n{}", outcome.tail(20))) }
+}
+
+/// The machine itself: the stock module loads, a command's status and files come back.
+pub fn machine_runs(options: &Options, kernel: Kernel) -> LabTest {
+    let command = "test -c /dev/kvm && uname -r >/out/release && exit 7";
+    let job = plain_job(options, kernel, Module::Stock, command);
+    test(format!("lab: kernel {kernel} runs the stock module"), job, move |outcome| {
+        let release = outcome.files.get("release").map(Vec::as_slice).unwrap_or_default();
+        let right = release.starts_with(kernel.series().as_bytes());
+        expect(right && outcome.loaded == Some(true) && outcome.status == Some(7), outcome)
+    })
+}
+
+/// A Linux guest boots to its user space.
+pub fn boots(
+    layout: &Layout,
+    options: &Options,
+    tools: &Tools,
+    kernel: Kernel,
+    module: Module,
+    cpus: u32,
+) -> Result<LabTest> {
+    let mut job = boot::job(layout, options, tools, module, cpus, "")?;
+    job.kernel = kernel;
+    job.timeout = Duration::from_secs(240);
+    let name = format!(
+        "lab: a Linux guest with {cpus} CPU{} boots on {} under {kernel}",
+        if cpus == 1 { "" } else { "s" },
+        module.name()
+    );
+    Ok(test(name, job, judge_boot))
+}
+
+/// gannet.ko comes and goes many times.
+pub fn loads_and_unloads(options: &Options, kernel: Kernel) -> LabTest {
+    let command = "for i in 1 2 3 4 5 6 7 8 9 10; do insmod /modules/gannet.ko || exit 1; \
+                   test -c /dev/kvm || exit 2; rmmod gannet || exit 3; test -e /dev/kvm && exit 4; done; true";
+    let job = plain_job(options, kernel, Module::None, command);
+    test(format!("lab: gannet.ko loads and unloads ten times under {kernel}"), job, |outcome| {
+        expect(outcome.succeeded(), outcome)
+    })
+}
+
+/// gannet.ko leaves SVM to whom it belongs.
+pub fn refuses_beside_stock(options: &Options, kernel: Kernel) -> LabTest {
+    let command = "insmod /modules/gannet.ko && exit 9; dmesg | grep -i gannet >/out/reason";
+    let job = plain_job(options, kernel, Module::Stock, command);
+    test(format!("lab: gannet.ko refuses beside the stock module under {kernel}"), job, |outcome| {
+        expect(outcome.succeeded() && outcome.files.contains_key("reason"), outcome)
+    })
+}
+
+/// The emulator plugin counts what a known exit path does: one VMRUN per CPUID exit on the stock module.
+pub fn counts_operations(options: &Options, tools: &Tools) -> LabTest {
+    let command = "exitbench run cpuid --unit instructions --iterations 50";
+    let mut job = plain_job(options, Kernel::V6_12, Module::Stock, command)
+        .file(&tools.exitbench, "bin/exitbench");
+    job.counting = true;
+    job.plugin = Some(tools.plugin.clone());
+    test("lab: the plugin counts one VMRUN per exit".to_owned(), job, |outcome| {
+        let count = |name: &str| {
+            outcome.counts.first().and_then(|c| c.get(name)).copied().unwrap_or_default()
+        };
+        let (vmrun, vmload) = (count("vmrun"), count("vmload"));
+        // A hundred exits, and perhaps a few of the host's own interrupts.
+        if outcome.counts.len() == 1 && (100..110).contains(&vmrun) && vmload >= 2 * 100 {
+            Ok(())
+        } else {
+            Err(format!("{:?}", outcome.counts))
+        }
+    })
+}
+
+/// Adds the tests that `tests/lab.list` names, if there is one.
+pub fn from_list(
+    layout: &Layout,
+    options: &Options,
+    built: &[Kernel],
+    tests: &mut Vec<LabTest>,
+) -> Result<()> {
+    let Ok(list) = std::fs::read_to_string(layout.root.join("tests/lab.list")) else {
+        return Ok(());
+    };
+    let mut files = test_programs(layout)?;
+    let exitbench = programs::build_static(layout, "exitbench")?.join("exitbench");
+    files.push((exitbench, "bin/exitbench".to_owned()));
+    for (number, line) in list.lines().enumerate() {
+        let line = line.trim();
+        if line.is_empty() || line.starts_with('#') {
+            continue;
+        }
+        let entry = entry(line).with_context(|| format!("tests/lab.list:{}", number + 1))?;
+        for kernel in entry.kernels {
+            for module in &entry.modules {
+                if *module != Module::Stock && !built.contains(&kernel) {
+                    continue;
+                }
+                let mut job = plain_job(options, kernel, *module, &entry.command);
+                job.files.extend(files.iter().cloned());
+                if entry.command.contains("/guest/") {
+                    job.files.push((layout.vmlinux(guest::KERNEL), "guest/vmlinux".to_owned()));
+                    job.texts.push(("guest/initramfs".to_owned(), guest::initramfs(layout)?));
+                }
+                job.cpus = entry.cpus;
+                job.timeout = Duration::from_secs(entry.seconds);
+                let name = format!("{} on {} under {kernel}", entry.name, module.name());
+                let title = name.clone();
+                let judge = Box::new(move |outcome: &Outcome| judge_lines(&title, outcome));
+                tests.push(LabTest { name, job, judge, clean_log: true });
+            }
+        }
+    }
+    Ok(())
+}
+
+struct Entry {
+    name: String,
+    kernels: Vec<Kernel>,
+    modules: Vec<Module>,
+    cpus: u32,
+    seconds: u64,
+    command: String,
+}
+
+fn entry(line: &str) -> Result<Entry> {
+    let fields: Vec<&str> = line.splitn(6, '|').map(str::trim).collect();
+    let [name, kernels, modules, cpus, seconds, command] = fields[..] else {
+        bail!("six fields separated by | are wanted: {line}");
+    };
+    let kernels = match kernels {
+        "all" => KERNELS.to_vec(),
+        some => some.split(',').map(|k| k.trim().parse()).collect::<Result<_>>()?,
+    };
+    let module = |name: &str| match name.trim() {
+        "stock" => Ok(Module::Stock),
+        "gannet" => Ok(Module::Gannet),
+        "none" => Ok(Module::None),
+        other => bail!("no such module: {other}"),
+    };
+    let modules = match modules {
+        "all" => vec![Module::Stock, Module::Gannet],
+        some => some.split(',').map(module).collect::<Result<_>>()?,
+    };
+    let (cpus, seconds) = (cpus.parse()?, seconds.parse()?);
+    Ok(Entry { name: name.into(), kernels, modules, cpus, seconds, command: command.into() })
+}
+
+/// The programs of the package in `tests/`, and their places in the machine.
+fn test_programs(layout: &Layout) -> Result<Vec<(PathBuf, String)>> {
+    let folder = layout.root.join("tests");
+    let Ok(manifest) = std::fs::read_to_string(folder.join("Cargo.toml")) else {
+        return Ok(Vec::new());
+    };
+    let name = |line: &str| {
+        let (key, value) = line.split_once('=')?;
+        (key.trim() == "name").then(|| value.trim().trim_matches('"').to_owned())
+    };
+    let package = manifest.lines().find_map(name).context("tests/Cargo.toml names no package")?;
+    let built = programs::build_static(layout, &package)?;
+    let mut names = vec![package];
+    if let Ok(entries) = std::fs::read_dir(folder.join("src/bin")) {
+        for entry in entries {
+            let path = entry?.path();
+            names.extend(path.file_stem().map(|s| s.to_string_lossy().into_owned()));
+        }
+    }
+    let programs = names.into_iter().map(|name| (built.join(&name), format!("bin/{name}")));
+    Ok(programs.filter(|(path, _)| path.is_file()).collect())
+}
+
+/// Reads `ok`, `not ok` and `skip` lines.
+fn judge_lines(title: &str, outcome: &Outcome) -> Vec<(String, Result<(), String>)> {
+    let mut found = Vec::new();
+    let mut failed = false;
+    for line in outcome.console.lines() {
+        if let Some(name) = line.strip_prefix("ok ") {
+            found.push((format!("{title}: {name}"), Ok(())));
+        } else if let Some(rest) = line.strip_prefix("not ok ") {
+            let (name, reason) = rest.split_once(": ").unwrap_or((rest, ""));
+            found.push((format!("{title}: {name}"), Err(reason.to_owned())));
+            failed = true;
+        }
+    }
+    if !failed && !outcome.succeeded() {
+        let reason = format!("status {:?}; {}", outcome.status, outcome.tail(20));
+        found.push((format!("{title}: ends well"), Err(reason)));
+    } else if found.is_empty() {
+        found.push((title.to_owned(), Ok(())));
+    }
+    found
+}
+
+/// Runs them, two at a time, and records each.
+pub fn run_all(layout: &Layout, tests: Vec<LabTest>, tally: &mut Tally) {
+    let total = tests.len();
+    let step = Step::start(layout, "lab tests");
+    let queue: Mutex<VecDeque<LabTest>> = Mutex::new(tests.into());
+    let results = Mutex::new(Vec::new());
+    let next = || queue.lock().ok()?.pop_front();
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while let Some(test) = next() {
+                    step.say(&test.name);
+                    let records = run_one(layout, &test);
+                    if let Ok(mut results) = results.lock() {
+                        results.push(records);
+                    }
+                }
+            });
+        }
+    });
+    step.done();
+    let results = results.into_inner().unwrap_or_default();
+    if results.len() != total {
+        tally.record("lab tests end", Err(format!("{} of {total} did", results.len())));
+    }
+    for (name, result) in results.into_iter().flatten() {
+        tally.record(&name, result);
+    }
+}
+
+fn run_one(layout: &Layout, test: &LabTest) -> Vec<(String, Result<(), String>)> {
+    let outcome = match gannet_lab::run(layout, &test.job, &mut |_| {}) {
+        Ok(outcome) => outcome,
+        Err(error) => return vec![(test.name.clone(), Err(format!("{error:#}")))],
+    };
+    let mut records = (test.judge)(&outcome);
+    let faults = outcome.faults();
+    if test.clean_log && !faults.is_empty() {
+        let name = format!("{}: the host's log is clean", test.name);
+        records.push((name, Err(faults.join("\n"))));
+    }
+    records
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_of_the_list_is_read() {
+        let entry =
+            entry("ioctls | all | stock,gannet | 2 | 60 | errno-tests --all | cat").unwrap();
+        assert_eq!(entry.kernels, KERNELS);
+        assert_eq!(entry.modules, [Module::Stock, Module::Gannet]);
+        assert_eq!((entry.cpus, entry.seconds), (2, 60));
+        assert_eq!(entry.command, "errno-tests --all | cat");
+        assert!(super::entry("too | few").is_err());
+    }
+
+    #[test]
+    fn reported_lines_become_tests() {
+        let outcome = Outcome {
+            console: "ok one\nnoise\nnot ok two: EINVAL\nskip three: no\n".into(),
+            status: Some(1),
+            ..Outcome::default()
+        };
+        let records = judge_lines("t", &outcome);
+        assert_eq!(records.len(), 2);
+        assert_eq!(records[1], ("t: two".into(), Err("EINVAL".into())));
+    }
+
+    #[test]
+    fn a_program_that_dies_silently_is_a_failure() {
+        let outcome = Outcome { console: "ok one\n".into(), ..Outcome::default() };
+        assert!(judge_lines("t", &outcome).iter().any(|(_, result)| result.is_err()));
+    }
+}

@@ -1,0 +1,93 @@
+//! The commands' options: `--name value`, as the Makefile passes its variables. An empty value counts as not given.
+
+use anyhow::{Context, Result, bail};
+use gannet_lab::{Kernel, Machine, Module};
+use std::path::PathBuf;
+
+/// Every option of every command.
+#[derive(Debug)]
+pub struct Options {
+    pub kernel: Kernel,
+    pub machine: Machine,
+    pub module: Module,
+    /// The guest's CPUs.
+    pub cpus: u32,
+    pub json: Option<PathBuf>,
+    /// The workloads to run; all when empty.
+    pub only: Vec<String>,
+    /// Part of the names of the tests to run; all when empty.
+    pub filter: String,
+}
+
+impl Options {
+    pub fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self> {
+        let mut options = Options {
+            kernel: Kernel::V6_12,
+            machine: Machine::Amd,
+            module: Module::Gannet,
+            cpus: 1,
+            json: None,
+            only: Vec::new(),
+            filter: String::new(),
+        };
+        while let Some(name) = arguments.next() {
+            let value = arguments.next().with_context(|| format!("{name} needs a value"))?;
+            if value.is_empty() {
+                continue;
+            }
+            match name.as_str() {
+                "--kernel" => options.kernel = value.parse()?,
+                "--machine" => options.machine = value.parse()?,
+                "--module" => {
+                    options.module = match value.as_str() {
+                        "gannet" => Module::Gannet,
+                        "stock" => Module::Stock,
+                        _ => bail!("MODULE={value}: gannet or stock"),
+                    }
+                }
+                "--cpus" => {
+                    options.cpus =
+                        value.parse().ok().filter(|n| (1..=64).contains(n)).with_context(|| {
+                            format!("CPUS={value}: a number from 1 to 64 is wanted")
+                        })?;
+                }
+                "--json" => options.json = Some(value.into()),
+                "--only" => options.only = value.split(',').map(|n| n.trim().to_owned()).collect(),
+                "--filter" => options.filter = value,
+                _ => bail!("no such option: {name}"),
+            }
+        }
+        Ok(options)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(words: &[&str]) -> Result<Options> {
+        Options::parse(words.iter().map(|w| (*w).to_owned()))
+    }
+
+    #[test]
+    fn empty_variables_leave_the_defaults() {
+        let options = parse(&["--kernel", "", "--cpus", "", "--json", ""]).unwrap();
+        assert_eq!((options.kernel, options.cpus), (Kernel::V6_12, 1));
+        assert!(options.json.is_none());
+    }
+
+    #[test]
+    fn nonsense_is_refused_with_the_users_own_name_for_it() {
+        for (words, name) in [
+            (["--cpus", "0"], "CPUS=0"),
+            (["--cpus", "x"], "CPUS=x"),
+            (["--kernel", "7"], "KERNEL=7"),
+            (["--machine", "arm"], "MACHINE=arm"),
+            (["--module", "xen"], "MODULE=xen"),
+        ] {
+            let error = format!("{:#}", parse(&words).unwrap_err());
+            assert!(error.contains(name), "{error}");
+        }
+        assert!(parse(&["--json"]).is_err());
+    }
+}

@@ -1,0 +1,96 @@
+//! Live progress of steps that take longer than a moment: a bar where the length is known from last time, else a spinner; plain lines
+//! where the output is no terminal. How long each step took is kept in `target/lab/timings`.
+
+use gannet_lab::Layout;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::collections::BTreeMap;
+use std::io::IsTerminal;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// One step under way; ends when dropped.
+pub struct Step {
+    bar: ProgressBar,
+    title: String,
+    started: Instant,
+    timings: PathBuf,
+    running: Arc<AtomicBool>,
+}
+
+impl Step {
+    /// Starts a step. The title also names its remembered length.
+    pub fn start(layout: &Layout, title: &str) -> Self {
+        let timings = layout.out.join("timings");
+        let running = Arc::new(AtomicBool::new(true));
+        let terminal = std::io::stderr().is_terminal();
+        let bar = match read(&timings).get(title).filter(|_| terminal) {
+            Some(expected) => {
+                let bar = ProgressBar::new((*expected).max(1));
+                bar.set_style(style("{prefix} [{bar:25.green}] {elapsed} of ~{len_s} {wide_msg}"));
+                let (ticker, alive, started) = (bar.clone(), running.clone(), Instant::now());
+                std::thread::spawn(move || {
+                    while alive.load(Ordering::Relaxed) {
+                        let full = ticker.length().unwrap_or(1);
+                        ticker.set_position((started.elapsed().as_millis() as u64).min(full));
+                        std::thread::sleep(Duration::from_millis(150));
+                    }
+                });
+                bar
+            }
+            None if terminal => {
+                let bar = ProgressBar::new_spinner();
+                bar.set_style(style("{prefix} {spinner:.green} {elapsed} {wide_msg}"));
+                bar.enable_steady_tick(Duration::from_millis(150));
+                bar
+            }
+            None => {
+                eprintln!("{title} …");
+                ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden())
+            }
+        };
+        bar.set_prefix(title.to_owned());
+        Self { bar, title: title.to_owned(), started: Instant::now(), timings, running }
+    }
+
+    /// Shows what the step does just now.
+    pub fn say(&self, message: &str) {
+        self.bar.set_message(message.trim().to_owned());
+    }
+
+    /// Ends the step well and remembers its length.
+    pub fn done(self) {
+        let mut all = read(&self.timings);
+        all.insert(self.title.clone(), self.started.elapsed().as_millis() as u64);
+        let text: String = all.iter().map(|(title, ms)| format!("{ms} {title}\n")).collect();
+        // Only the next progress bar is poorer without it.
+        let _ = std::fs::write(&self.timings, text);
+    }
+}
+
+impl Drop for Step {
+    fn drop(&mut self) {
+        self.running.store(false, Ordering::Relaxed);
+        self.bar.finish_and_clear();
+    }
+}
+
+fn style(template: &str) -> ProgressStyle {
+    ProgressStyle::with_template(template)
+        .unwrap_or_else(|_| ProgressStyle::default_bar())
+        .with_key("len_s", |state: &indicatif::ProgressState, out: &mut dyn std::fmt::Write| {
+            let _ = write!(out, "{} s", state.len().unwrap_or(0).div_ceil(1000));
+        })
+        .progress_chars("=> ")
+}
+
+fn read(file: &std::path::Path) -> BTreeMap<String, u64> {
+    let text = std::fs::read_to_string(file).unwrap_or_default();
+    text.lines()
+        .filter_map(|line| {
+            let (ms, title) = line.split_once(' ')?;
+            Some((title.to_owned(), ms.parse().ok()?))
+        })
+        .collect()
+}

@@ -1,0 +1,58 @@
+//! Counts tests and says which failed.
+
+use std::io::IsTerminal;
+
+/// What was run and how it ended.
+#[derive(Default)]
+pub struct Tally {
+    pub passed: u64,
+    pub failed: Vec<String>,
+    pub skipped: Vec<String>,
+}
+
+impl Tally {
+    /// Records one test by name; a failure comes with its reason.
+    pub fn record(&mut self, name: &str, result: Result<(), String>) {
+        let (green, red, plain) = colours();
+        match result {
+            Ok(()) => {
+                self.passed += 1;
+                println!("{green}ok{plain}    {name}");
+            }
+            Err(reason) => {
+                println!("{red}FAIL{plain}  {name}");
+                for line in reason.lines() {
+                    println!("      {line}");
+                }
+                self.failed.push(name.to_owned());
+            }
+        }
+    }
+
+    /// Records what could not be run here, and why.
+    pub fn skip(&mut self, name: &str, reason: &str) {
+        println!("skip  {name}: {reason}");
+        self.skipped.push(name.to_owned());
+    }
+
+    /// Prints the end and says whether all is well.
+    pub fn finish(&self) -> bool {
+        println!();
+        for name in &self.failed {
+            println!("failed: {name}");
+        }
+        if !self.skipped.is_empty() {
+            println!("{} skipped: {}", self.skipped.len(), self.skipped.join(", "));
+        }
+        println!("{} passed, {} failed", self.passed, self.failed.len());
+        self.failed.is_empty() && self.passed > 0
+    }
+}
+
+fn colours() -> (&'static str, &'static str, &'static str) {
+    if std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none() {
+        ("\x1b[32m", "\x1b[31m", "\x1b[0m")
+    } else {
+        ("", "", "")
+    }
+}
