@@ -49,8 +49,8 @@ impl ErrorData {
         data
     }
 
-    /// The data of a failed emulation: that bytes follow, their number, the bytes themselves (KVM API §5,
-    /// `emulation_failure`), then up to five words on the exit.
+    /// The data of a failed emulation: that bytes follow, their number, the bytes themselves (KVM
+    /// API §5, `emulation_failure`), then up to five words on the exit.
     pub fn emulation(insn: &[u8], exit: &[u64]) -> Self {
         let mut bytes = [0u8; 16];
         let mut len = 0u8;

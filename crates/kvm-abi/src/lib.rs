@@ -1,8 +1,8 @@
 //! The `/dev/kvm` interface: turns bytes from user space into calls, and nothing else.
 //!
-//! [`uapi`] holds the numbers and structures, [`caps`] what KVM_CHECK_EXTENSION answers, [`errno`] the
-//! one mapping from errors to errno, [`run_page`] the page shared with a vCPU's VMM, [`dispatch`] the
-//! commands of the three kinds of files.
+//! [`uapi`] holds the numbers and structures, [`caps`] what KVM_CHECK_EXTENSION answers, [`errno`]
+//! the one mapping from errors to errno, [`run_page`] the page shared with a vCPU's VMM,
+//! [`dispatch`] the commands of the three kinds of files.
 #![no_std]
 #![forbid(unsafe_code)]
 

@@ -1,8 +1,8 @@
 //! Typed copies between user memory and the structures of [`crate::uapi`].
 //!
-//! Everything is copied once into memory of ours before it is looked at, so user space cannot change
-//! a value after it was checked. Whatever is larger than a few hundred bytes lives on the heap,
-//! since a kernel stack is small.
+//! Everything is copied once into memory of ours before it is looked at, so user space cannot
+//! change a value after it was checked. Whatever is larger than a few hundred bytes lives on the
+//! heap, since a kernel stack is small.
 
 use alloc::boxed::Box;
 

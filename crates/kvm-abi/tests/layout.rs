@@ -1,5 +1,5 @@
-//! Every structure of the interface against `kvm-bindings`: size, alignment, and the offset of every
-//! field.
+//! Every structure of the interface against `kvm-bindings`: size, alignment, and the offset of
+//! every field.
 
 use core::mem::{align_of, offset_of, size_of};
 
@@ -9,7 +9,9 @@ macro_rules! same_layout {
     (@theirs $theirs:ident $field:ident $($other:ident).+) => {
         offset_of!(kvm_bindings::$theirs, $($other).+)
     };
-    ($module:ident::$ours:ident = $theirs:ident { $($field:ident $(as $($other:ident).+)?),* $(,)? }) => {
+    ($module:ident::$ours:ident = $theirs:ident {
+        $($field:ident $(as $($other:ident).+)?),* $(,)?
+    }) => {
         let name = stringify!($ours);
         assert_eq!(
             size_of::<gannet_kvm_abi::uapi::$module::$ours>(),

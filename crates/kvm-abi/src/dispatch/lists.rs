@@ -1,5 +1,5 @@
-//! Lists of MSRs and of CPUID leaves, each a head with a count and an array behind it (KVM API §4.3,
-//! §4.18–4.20, §4.46).
+//! Lists of MSRs and of CPUID leaves, each a head with a count and an array behind it (KVM API
+//! §4.3, §4.18–4.20, §4.46).
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;
@@ -76,8 +76,8 @@ pub fn write_cpuid(
     Ok(0)
 }
 
-/// KVM_GET_EMULATED_CPUID wants the padding of the entries it will overwrite to be 0, so that it can
-/// be given a meaning one day.
+/// KVM_GET_EMULATED_CPUID wants the padding of the entries it will overwrite to be 0, so that it
+/// can be given a meaning one day.
 pub fn check_padding(arg: u64) -> Result<(), Errno> {
     let head: KvmCpuid2 = user::read(arg)?;
     if head.nent == 0 {

@@ -1,9 +1,9 @@
 //! The commands of the three kinds of files: /dev/kvm, a VM, a vCPU.
 //!
 //! Each entry takes the command and its argument as user space gave them, copies in, checks, calls
-//! one of the traits of [`ops`], and copies out. The order of the checks is that of stock KVM, since
-//! a VMM may meet two errors at once. A command that fails leaves everything as it was, but for
-//! KVM_SET_MSRS, which by contract stops at the first MSR that is refused.
+//! one of the traits of [`ops`], and copies out. The order of the checks is that of stock KVM,
+//! since a VMM may meet two errors at once. A command that fails leaves everything as it was, but
+//! for KVM_SET_MSRS, which by contract stops at the first MSR that is refused.
 //!
 //! A command that a file does not know is `ENOTTY`, on all three. (Stock KVM says `EINVAL` on
 //! /dev/kvm and on a vCPU, and `ENOTTY` on a VM; the KVM API names neither.)

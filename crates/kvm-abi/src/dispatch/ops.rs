@@ -1,6 +1,6 @@
-//! What the dispatch asks of the floors below. Everything an implementation gets has been copied from
-//! user space and checked as far as that needs no state; every error is already an errno, which
-//! `errno` makes from the floors' own errors.
+//! What the dispatch asks of the floors below. Everything an implementation gets has been copied
+//! from user space and checked as far as that needs no state; every error is already an errno,
+//! which `errno` makes from the floors' own errors.
 //!
 //! Methods with a body are optional: the body is what stock KVM does where the feature is missing.
 
@@ -217,8 +217,8 @@ pub trait VcpuOps {
 
     /// Runs the guest until user space is needed.
     fn run(&mut self, input: &RunInput) -> UserExit;
-    /// The first 8 bytes of the port I/O page: before [`Self::run`] what user space put there, after
-    /// it what the guest writes (or what lies there still).
+    /// The first 8 bytes of the port I/O page: before [`Self::run`] what user space put there,
+    /// after it what the guest writes (or what lies there still).
     fn io_data(&mut self) -> &mut [u8; 8];
     /// What the last [`Self::run`] left to be shown.
     fn run_output(&self) -> RunOutput;

@@ -120,7 +120,7 @@ pub fn set_sregs2<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     const CR0_PG: u64 = 1 << 31;
     const CR4_PAE: u64 = 1 << 5;
     const EFER_LMA: u64 = 1 << 10;
-    let sregs: KvmSregs2 = user::read(arg)?;
+    let sregs: Box<KvmSregs2> = user::read_boxed(arg)?;
     let pae = sregs.cr0 & CR0_PG != 0 && sregs.cr4 & CR4_PAE != 0 && sregs.efer & EFER_LMA == 0;
     if sregs.flags & !SREGS2_FLAGS_PDPTRS_VALID != 0 || (sregs.flags != 0 && !pae) {
         return Err(Errno::EINVAL);
@@ -139,7 +139,7 @@ pub fn get_fpu<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
 /// KVM_SET_FPU.
 #[inline(never)]
 pub fn set_fpu<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
-    let fpu: KvmFpu = user::read(arg)?;
+    let fpu: Box<KvmFpu> = user::read_boxed(arg)?;
     vcpu.set_fpu(&fpu)
 }
 
@@ -181,7 +181,7 @@ pub fn get_xcrs<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
 /// KVM_SET_XCRS. XCR0 is the only one; others are passed over.
 #[inline(never)]
 pub fn set_xcrs<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
-    let xcrs: KvmXcrs = user::read(arg)?;
+    let xcrs: Box<KvmXcrs> = user::read_boxed(arg)?;
     if vcpu.xcr0().is_none() || xcrs.nr_xcrs as usize > MAX_XCRS || xcrs.flags != 0 {
         return Err(Errno::EINVAL);
     }
@@ -292,8 +292,8 @@ pub fn set_lapic<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     vcpu.set_lapic(&state)
 }
 
-/// KVM_SET_CPUID2. After the first KVM_RUN the same table is taken, so that a VMM may repeat itself,
-/// and no other.
+/// KVM_SET_CPUID2. After the first KVM_RUN the same table is taken, so that a VMM may repeat
+/// itself, and no other.
 pub fn set_cpuid<V: VcpuOps>(vcpu: &mut V, entries: Box<[KvmCpuidEntry2]>) -> Done {
     if vcpu.has_run() {
         return if *vcpu.cpuid() == *entries { Ok(()) } else { Err(Errno::EINVAL) };

@@ -1,5 +1,5 @@
-//! Interrupt controllers, PIT, routing and message-signalled interrupts (KVM API §4.24–4.28, §4.52,
-//! §4.70–4.72).
+//! Interrupt controllers, PIT, routing and message-signalled interrupts (KVM API §4.24–4.28,
+//! §4.52, §4.70–4.72).
 
 use super::run::KVM_IRQCHIP_BYTES;
 use zerocopy::{FromBytes, Immutable, IntoBytes};

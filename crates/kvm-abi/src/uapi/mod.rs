@@ -9,7 +9,10 @@
 /// Declares structures of the user-space interface: C layout, no padding, readable from and
 /// writable to plain bytes.
 macro_rules! uapi {
-    ($($(#[$attr:meta])* struct $name:ident { $($(#[$fattr:meta])* $field:ident : $ty:ty,)* })*) => {$(
+    ($(
+        $(#[$attr:meta])*
+        struct $name:ident { $($(#[$fattr:meta])* $field:ident : $ty:ty,)* }
+    )*) => {$(
         $(#[$attr])*
         #[derive(
             Clone, Copy, Debug, PartialEq, Eq,

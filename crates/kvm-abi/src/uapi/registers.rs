@@ -41,7 +41,8 @@ uapi! {
     /// System registers (KVM_GET_SREGS, KVM_SET_SREGS). At most one bit of `interrupt_bitmap` is
     /// set: the vector being injected.
     struct KvmSregs {
-        cs: KvmSegment, ds: KvmSegment, es: KvmSegment, fs: KvmSegment, gs: KvmSegment, ss: KvmSegment,
+        cs: KvmSegment, ds: KvmSegment, es: KvmSegment,
+        fs: KvmSegment, gs: KvmSegment, ss: KvmSegment,
         tr: KvmSegment, ldt: KvmSegment,
         gdt: KvmDtable, idt: KvmDtable,
         cr0: u64, cr2: u64, cr3: u64, cr4: u64, cr8: u64,
@@ -53,7 +54,8 @@ uapi! {
     /// System registers with PDPTRs in place of the interrupt bitmap (KVM_GET_SREGS2,
     /// KVM_SET_SREGS2).
     struct KvmSregs2 {
-        cs: KvmSegment, ds: KvmSegment, es: KvmSegment, fs: KvmSegment, gs: KvmSegment, ss: KvmSegment,
+        cs: KvmSegment, ds: KvmSegment, es: KvmSegment,
+        fs: KvmSegment, gs: KvmSegment, ss: KvmSegment,
         tr: KvmSegment, ldt: KvmSegment,
         gdt: KvmDtable, idt: KvmDtable,
         cr0: u64, cr2: u64, cr3: u64, cr4: u64, cr8: u64,

@@ -78,8 +78,8 @@ fn regions_that_cannot_be_are_refused() {
         KvmUserspaceMemoryRegion { userspace_addr: 1, ..r },
         KvmUserspaceMemoryRegion { userspace_addr: 0xffff_8000_0000_0000, ..r },
         KvmUserspaceMemoryRegion { userspace_addr: 0x7fff_ffff_f000, ..r },
-        KvmUserspaceMemoryRegion { guest_phys_addr: u64::MAX & !0xfff, ..r },
-        KvmUserspaceMemoryRegion { memory_size: u64::MAX & !0xfff, ..r },
+        KvmUserspaceMemoryRegion { guest_phys_addr: !0xfff, ..r },
+        KvmUserspaceMemoryRegion { memory_size: !0xfff, ..r },
         KvmUserspaceMemoryRegion { memory_size: 1 << 43, userspace_addr: 0x1000, ..r },
     ];
     for region in &bad {
@@ -123,9 +123,7 @@ fn the_dirty_log_is_cleared_by_words_or_to_its_end() {
     let part = KvmClearDirtyLog { first_page: 64, num_pages: 64, ..whole };
     assert_eq!(give(&v, CLEAR_DIRTY_LOG, &part), Ok(0));
     v.take();
-    for (first_page, num_pages) in
-        [(1, 1), (0, 131), (0, 10), (64, 67), (192, 1), (u64::MAX & !63, 64)]
-    {
+    for (first_page, num_pages) in [(1, 1), (0, 131), (0, 10), (64, 67), (192, 1), (!63, 64)] {
         let bad = KvmClearDirtyLog { first_page, num_pages, ..whole };
         assert_eq!(give(&v, CLEAR_DIRTY_LOG, &bad), Err(Errno::EINVAL), "{first_page} {num_pages}");
     }
