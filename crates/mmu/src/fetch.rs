@@ -79,14 +79,29 @@ impl CodeFetch {
             | (way.mode[1] ^ context.cr4)
             | (way.mode[2] ^ context.efer)
             | u64::from(way.user ^ (context.cpl == 3));
-        if changed == 0 && way.trail.holds(view) {
-            let (bytes, len) = way.trail.bytes(view, rip as usize);
-            return Some(CodeBytes { bytes, len });
+        if changed == 0
+            && let Some(bytes) = way.trail.bytes_plain(view, rip as usize)
+        {
+            return Some(CodeBytes { bytes, len: 16 });
         }
-        self.miss::<F>(context, rip, view)
+        self.uncommon::<F>(context, rip, view, changed == 0)
     }
 
     #[inline(never)]
+    fn uncommon<F: PteFormat>(
+        &mut self,
+        context: &PagingContext,
+        rip: u64,
+        view: &View<'_>,
+        same: bool,
+    ) -> Option<CodeBytes> {
+        let way = &self.ways[(rip >> 12) as usize % WAYS];
+        match way.trail.bytes(view, rip as usize) {
+            Some((bytes, len)) if same => Some(CodeBytes { bytes, len }),
+            _ => self.miss::<F>(context, rip, view),
+        }
+    }
+
     fn miss<F: PteFormat>(
         &mut self,
         context: &PagingContext,
@@ -101,9 +116,9 @@ impl CodeFetch {
         let found = translate(&tracer, context, rip, Access::FETCH).ok()?;
         let code = page_of::<F>(view, found.gpa)?;
         let mut trail = tracer.trail.into_inner();
-        trail.arrive(&code);
+        trail.arrive(view, &code);
         let page = rip >> 12;
-        let (bytes, len) = trail.bytes(view, rip as usize);
+        let (bytes, len) = trail.bytes(view, rip as usize)?;
         self.ways[page as usize % WAYS] = Way {
             page,
             cr3: context.cr3,
@@ -111,7 +126,7 @@ impl CodeFetch {
             user: context.cpl == 3,
             trail,
         };
-        (len != 0).then_some(CodeBytes { bytes, len })
+        Some(CodeBytes { bytes, len })
     }
 }
 

@@ -182,50 +182,57 @@ pub const fn shift(level: u8) -> u32 {
     9 * (level as u32).saturating_sub(1)
 }
 
-/// A tree of tables with its lock. `S` is what the tree's user keeps under the same lock.
+/// The part of a tree that needs no lock.
 #[derive(Debug)]
-pub struct Tree<S> {
+pub(crate) struct Trunk {
+    /// Counts withdrawals; see [`View`].
+    generation: AtomicU64,
     root: Page,
     levels: u8,
     /// The host's memory encryption bit (SME), part of every address; 0 without.
     encryption: u64,
-    /// Counts withdrawals; see [`View`].
-    generation: AtomicU64,
+}
+
+impl Trunk {
+    #[inline]
+    fn top(&self) -> Table<'_> {
+        Table { words: self.root.table(), level: self.levels, address: ADDRESS & !self.encryption }
+    }
+}
+
+/// A tree of tables with its lock. `S` is what the tree's user keeps under the same lock.
+#[derive(Debug)]
+pub struct Tree<S> {
+    trunk: Trunk,
     lock: RwSpinLock<S>,
 }
 
 impl<S> Tree<S> {
     /// An empty tree of 4 or 5 levels (others are taken for 4).
     pub fn new(levels: u8, encryption: u64, state: S) -> Result<Self, NoMemory> {
-        Ok(Self {
+        let trunk = Trunk {
+            generation: AtomicU64::new(NEXT_TREE.fetch_add(1, Ordering::Relaxed) << 40),
             root: Page::zeroed()?,
             levels: if levels == 5 { 5 } else { 4 },
             encryption: encryption & ADDRESS,
-            generation: AtomicU64::new(NEXT_TREE.fetch_add(1, Ordering::Relaxed) << 40),
-            lock: RwSpinLock::new(state),
-        })
+        };
+        Ok(Self { trunk, lock: RwSpinLock::new(state) })
     }
 
     /// The root's address, as the hardware wants it (encryption bit included).
     pub fn root(&self) -> Hpa {
-        Hpa(self.root.hpa().0 | self.encryption)
+        Hpa(self.trunk.root.hpa().0 | self.trunk.encryption)
     }
 
     /// Number of levels.
     pub fn levels(&self) -> u8 {
-        self.levels
-    }
-
-    /// The memory encryption bit to set in every entry.
-    #[inline]
-    pub fn encryption(&self) -> u64 {
-        self.encryption
+        self.trunk.levels
     }
 
     /// Grows with every withdrawal of a translation.
     #[inline]
     pub fn generation(&self) -> u64 {
-        self.generation.load(Ordering::Acquire)
+        self.trunk.generation.load(Ordering::Acquire)
     }
 
     /// With the lock held for reading: entries may be added.
@@ -248,18 +255,13 @@ impl<S> Tree<S> {
     #[inline]
     pub fn view(&self) -> View<'_> {
         debug_assert!(!host::irq::enabled(), "a view needs interrupts off");
-        View::new(self.generation(), self.top())
-    }
-
-    #[inline]
-    fn top(&self) -> Table<'_> {
-        Table { words: self.root.table(), level: self.levels, address: ADDRESS & !self.encryption }
+        View::new(self.generation(), &self.trunk)
     }
 }
 
 impl<S> Drop for Tree<S> {
     fn drop(&mut self) {
-        let top = self.top();
+        let top = self.trunk.top();
         for word in top.words {
             let entry = word.swap(0, Ordering::Relaxed);
             if entry & (TABLE | REMOVED) != 0 {
@@ -280,7 +282,7 @@ impl<S> ReadTree<'_, S> {
     /// The root table.
     #[inline]
     pub fn root(&self) -> Table<'_> {
-        self.tree.top()
+        self.tree.trunk.top()
     }
 
     /// What is kept under the lock.
@@ -292,7 +294,7 @@ impl<S> ReadTree<'_, S> {
     /// The memory encryption bit.
     #[inline]
     pub fn encryption(&self) -> u64 {
-        self.tree.encryption
+        self.tree.trunk.encryption
     }
 }
 
@@ -307,7 +309,7 @@ impl<S> WriteTree<'_, S> {
     /// The root table.
     #[inline]
     pub fn root(&self) -> Table<'_> {
-        self.tree.top()
+        self.tree.trunk.top()
     }
 
     /// What is kept under the lock.
@@ -326,13 +328,13 @@ impl<S> WriteTree<'_, S> {
     pub fn finish(&mut self, flush: &(impl FlushRemote + ?Sized), first: Gfn, end: Gfn) {
         // After the entries changed and before the flush: who reads the old generation with
         // interrupts off is waited for by the flush.
-        self.tree.generation.fetch_add(1, Ordering::SeqCst);
+        self.tree.trunk.generation.fetch_add(1, Ordering::SeqCst);
         flush.flush_remote();
         if self.unlinked {
             self.unlinked = false;
             // SAFETY: flushed; the lock is held for writing, and the unique borrow of the guard
             // shows that no Table reached through it is alive.
-            unsafe { sweep(self.tree.top(), first.0, end.0) };
+            unsafe { sweep(self.tree.trunk.top(), first.0, end.0) };
         }
     }
 }

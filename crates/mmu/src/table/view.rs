@@ -11,13 +11,13 @@ use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use host::page::direct_map;
 use x86::Hpa;
 
-use super::{NotSend, Table};
+use super::{NotSend, Table, Trunk};
 
 /// The tree as seen within one section with interrupts off. Make a new one after every exit.
 #[derive(Clone, Copy)]
 pub struct View<'a> {
     generation: u64,
-    root: Table<'a>,
+    trunk: &'a Trunk,
     _here: NotSend,
 }
 
@@ -31,14 +31,14 @@ pub struct GuestPage {
 
 impl<'a> View<'a> {
     #[inline]
-    pub(super) fn new(generation: u64, root: Table<'a>) -> Self {
-        Self { generation, root, _here: PhantomData }
+    pub(super) fn new(generation: u64, trunk: &'a Trunk) -> Self {
+        Self { generation, trunk, _here: PhantomData }
     }
 
     /// The root table.
     #[inline]
     pub fn root(&self) -> Table<'a> {
-        self.root
+        self.trunk.top()
     }
 
     /// The generation at the section's start.
@@ -135,36 +135,54 @@ impl<'a> View<'a> {
 
     /// Starts a trail in this view.
     pub fn trail(&self) -> Trail {
-        Trail { generation: self.generation, ..Trail::EMPTY }
+        Trail { begun: self.generation, ..Trail::EMPTY }
     }
 }
+
+/// Stands in for the steps that a walk did not take, so that checking needs no loop.
+static NO_STEP: AtomicU64 = AtomicU64::new(0);
 
 /// The guest paging entries that a walk read, with their values, and the page it led to.
 #[derive(Clone, Copy, Debug)]
 pub struct Trail {
+    /// The generation of the view it was begun in.
+    begun: u64,
+    /// The same, once the walk has arrived; before that 0, which no view has.
     generation: u64,
-    count: u32,
-    wide: bool,
     entries: [Step; Trail::MOST],
-    page: Hpa,
+    page: *const AtomicU64,
+    count: u32,
+    /// Entries are 4 bytes (32-bit paging).
+    narrow: bool,
+    /// At most four entries, of 8 bytes: the common shape.
+    plain: bool,
 }
+
+// SAFETY: the pointers are addresses of the direct map, the same on every CPU; they are followed
+// only in a View's section and under the generation they were noted in.
+unsafe impl Send for Trail {}
+// SAFETY: as above.
+unsafe impl Sync for Trail {}
 
 #[derive(Clone, Copy, Debug)]
 struct Step {
-    hpa: Hpa,
+    /// A page-table entry in the direct map, or NO_STEP.
+    at: *const AtomicU64,
     value: u64,
 }
 
 impl Trail {
     /// Levels of a walk at most.
     pub const MOST: usize = 5;
-    /// Holds for nothing: generations begin at 1.
+    /// Holds for nothing: no tree's generation is 0.
     pub const EMPTY: Self = Self {
+        begun: 0,
         generation: 0,
+        entries: [Step { at: &raw const NO_STEP, value: 0 }; Self::MOST],
+        page: &raw const NO_STEP,
         count: 0,
-        wide: true,
-        entries: [Step { hpa: Hpa(0), value: 0 }; Self::MOST],
-        page: Hpa(0),
+        narrow: false,
+        plain: true,
     };
 
     /// Loads an 8-byte entry and remembers it. `None`: too many steps, or not of this view.
@@ -178,74 +196,92 @@ impl Trail {
     pub fn step_u32(&mut self, view: &View<'_>, page: &GuestPage, offset: usize) -> Option<u32> {
         let value = view.load_u32(page, offset)?;
         self.push(view, page, offset & 0xffc, u64::from(value))?;
-        self.wide = false;
+        (self.narrow, self.plain) = (true, false);
         Some(value)
     }
 
     fn push(&mut self, view: &View<'_>, page: &GuestPage, offset: usize, value: u64) -> Option<()> {
-        if self.generation != view.generation {
+        if self.begun != view.generation || self.generation != 0 {
             return None;
         }
-        let place = self.entries.get_mut(self.count as usize)?;
-        *place = Step { hpa: Hpa(page.hpa.0 | offset as u64), value };
+        let at = view.base(page)?.wrapping_add(offset).cast_const().cast();
+        *self.entries.get_mut(self.count as usize)? = Step { at, value };
         self.count += 1;
+        self.plain &= self.count <= 4;
         Some(())
     }
 
-    /// The page that the walk led to.
-    pub fn arrive(&mut self, page: &GuestPage) {
-        if page.generation == self.generation {
-            self.page = page.hpa;
-        } else {
-            self.generation = 0;
+    /// The page that the walk led to. A page of another view makes the trail hold for nothing.
+    pub fn arrive(&mut self, view: &View<'_>, page: &GuestPage) {
+        match view.base(page) {
+            Some(base) if self.begun == view.generation => {
+                self.generation = self.begun;
+                self.page = base.cast_const().cast();
+            }
+            _ => *self = Self::EMPTY,
         }
     }
 
-    /// Whether the walk would give the same again: no translation was withdrawn since, and every
-    /// entry has its value still.
+    /// If the walk would give the same again (no translation was withdrawn since, and every entry
+    /// has its value still): the 16 bytes from `offset` of the page. `None` also for the uncommon
+    /// cases that [`Trail::bytes`] serves: 32-bit paging, five levels, the end of the page.
     #[inline]
-    pub fn holds(&self, view: &View<'_>) -> bool {
-        if self.generation != view.generation {
-            return false;
-        }
-        let steps = self.entries.iter().take(self.count as usize);
-        let mut changed = 0;
-        if self.wide {
-            for step in steps {
-                // SAFETY: pushed from a GuestPage of this generation, aligned; see load_u64().
-                let word = unsafe { &*direct_map(step.hpa).cast::<AtomicU64>() };
-                changed |= word.load(Ordering::Relaxed) ^ step.value;
-            }
-        } else {
-            for step in steps {
-                // SAFETY: as above.
-                let word = unsafe { &*direct_map(step.hpa).cast::<AtomicU32>() };
-                changed |= u64::from(word.load(Ordering::Relaxed)) ^ step.value;
-            }
-        }
-        changed == 0
-    }
-
-    /// Up to 16 bytes from `offset` of the page, and how many of them lie in it.
-    /// Only right after [`Trail::holds`] said yes in the same view; else nothing.
-    #[inline]
-    pub fn bytes(&self, view: &View<'_>, offset: usize) -> ([u8; 16], usize) {
-        if self.generation != view.generation {
-            return ([0; 16], 0);
-        }
+    pub fn bytes_plain(&self, view: &View<'_>, offset: usize) -> Option<[u8; 16]> {
         let offset = offset & 0xfff;
-        let base = direct_map(self.page);
-        let word = |at: usize| {
-            // SAFETY: `at` is aligned and below 4096; see load_u64().
-            u128::from(unsafe { &*base.add(at).cast::<AtomicU64>() }.load(Ordering::Relaxed))
-        };
-        // Three aligned words hold any 16 bytes; near the page's end the last ones repeat, and
-        // the length says that they do not count.
-        let at = offset & !7;
-        let skip = (offset & 7) as u32 * 8;
-        let pair = word(at) | word((at + 8).min(4088)) << 64;
-        let value =
-            if skip == 0 { pair } else { pair >> skip | word((at + 16).min(4088)) << (128 - skip) };
-        (value.to_le_bytes(), (4096 - offset).min(16))
+        if self.generation != view.generation || !self.plain || offset > 4096 - 16 {
+            return None;
+        }
+        let mut changed = 0;
+        for step in self.entries.iter().take(4) {
+            // SAFETY: pushed from a GuestPage of this generation, aligned (see load_u64()); or
+            // NO_STEP.
+            changed |= unsafe { &*step.at }.load(Ordering::Relaxed) ^ step.value;
+        }
+        if changed != 0 {
+            return None;
+        }
+        // SAFETY: 16 bytes from `offset` lie in the page that arrive() noted with this generation.
+        // Volatile: the guest writes beside us, and may tear what is read; any bytes will do.
+        let bytes = unsafe { self.page.byte_add(offset).cast::<Unaligned>().read_volatile() };
+        Some(bytes.0.to_ne_bytes())
+    }
+
+    /// Like [`Trail::bytes_plain`] in all cases: up to 16 bytes, and how many lie in the page.
+    pub fn bytes(&self, view: &View<'_>, offset: usize) -> Option<([u8; 16], usize)> {
+        if self.generation != view.generation || self.changed() != 0 {
+            return None;
+        }
+        Some(self.copy(offset & 0xfff))
+    }
+
+    fn changed(&self) -> u64 {
+        self.entries.iter().take(self.count as usize).fold(0, |changed, step| {
+            // SAFETY: as in bytes_plain(); 4 bytes of the same page when narrow.
+            let now = unsafe {
+                if self.narrow {
+                    u64::from((*step.at.cast::<AtomicU32>()).load(Ordering::Relaxed))
+                } else {
+                    (*step.at).load(Ordering::Relaxed)
+                }
+            };
+            changed | (now ^ step.value)
+        })
+    }
+
+    /// Up to 16 bytes, as far as the page goes. The generation was compared.
+    fn copy(&self, offset: usize) -> ([u8; 16], usize) {
+        let mut bytes = [0; 16];
+        let len = 4096usize.saturating_sub(offset).min(16);
+        for (n, byte) in bytes.iter_mut().enumerate().take(len) {
+            // SAFETY: offset + n is below 4096; as in bytes_plain().
+            let at = unsafe { &*self.page.byte_add(offset + n).cast::<AtomicU8>() };
+            *byte = at.load(Ordering::Relaxed);
+        }
+        (bytes, len)
     }
 }
+
+/// 16 bytes at any address.
+#[derive(Clone, Copy)]
+#[repr(C, packed)]
+struct Unaligned(u128);

@@ -1,0 +1,400 @@
+//! Nested tables against a map, in parallel, and when tables are freed.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use gannet_mmu::tdp::{FlushRemote, Thoroughness, lookup, page_of, pages_per};
+use gannet_mmu::{MapOutcome, Mapping, Npt, TableCache, Tdp};
+use proptest::prelude::*;
+use x86::{Gfn, Gpa, Pfn};
+
+struct Flushes(AtomicU64);
+
+impl FlushRemote for Flushes {
+    fn flush_remote(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+impl Flushes {
+    fn new() -> Self {
+        Self(AtomicU64::new(0))
+    }
+    fn count(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+fn tdp() -> Tdp<Npt, ()> {
+    Tdp::new(4, 0, ()).unwrap()
+}
+
+fn page(pfn: u64) -> Mapping {
+    Mapping {
+        pfn: Pfn(pfn),
+        level: 1,
+        writable: true,
+        host_writable: true,
+        exec: true,
+        direct: true,
+        fault: Some(false),
+    }
+}
+
+fn map(tdp: &Tdp<Npt, ()>, gfn: u64, mapping: &Mapping) -> MapOutcome {
+    let mut cache = TableCache::new();
+    loop {
+        match tdp.mapper().map(Gfn(gfn), mapping, &mut cache) {
+            MapOutcome::NeedTables(n) => cache.top_up(n).unwrap(),
+            done => return done,
+        }
+    }
+}
+
+fn find(tdp: &Tdp<Npt, ()>, gfn: u64) -> Option<(u64, u8, bool)> {
+    tdp.mapper().lookup(Gfn(gfn)).map(|l| (l.pfn.0, l.level, l.writable))
+}
+
+#[test]
+fn an_entry_is_spelled_as_the_hardware_reads_it() {
+    let tdp = tdp();
+    map(&tdp, 0x12345, &page(0xabcde));
+    host::irq::disable();
+    let view = tdp.view();
+    let mut table = view.root();
+    for level in (1..=4).rev() {
+        assert_eq!(table.level(), level);
+        match table.entry(table.index(Gfn(0x12345))) {
+            gannet_mmu::table::Entry::Table(next) => table = next,
+            gannet_mmu::table::Entry::Word(leaf) => {
+                // P, W, U, A; no D, no NX, not large.
+                assert_eq!(leaf & 0x8000_0fff_ffff_ffff, 0xabcd_e000 | 0b10_0111);
+            }
+        }
+    }
+    host::irq::enable();
+}
+
+#[test]
+fn missing_tables_are_asked_for_by_number() {
+    let tdp = tdp();
+    let mut cache = TableCache::new();
+    let mapper = tdp.mapper();
+    assert_eq!(mapper.map(Gfn(5), &page(1), &mut cache), MapOutcome::NeedTables(3));
+    cache.top_up(2).unwrap();
+    assert_eq!(mapper.map(Gfn(5), &page(1), &mut cache), MapOutcome::NeedTables(1));
+    cache.top_up(4).unwrap();
+    assert_eq!(mapper.map(Gfn(5), &page(1), &mut cache), MapOutcome::Mapped(1));
+    assert_eq!((cache.len(), mapper.map(Gfn(6), &page(2), &mut cache)), (3, MapOutcome::Mapped(1)));
+    assert_eq!(cache.len(), 3);
+}
+
+#[test]
+fn another_frame_in_the_place_is_a_conflict() {
+    let tdp = tdp();
+    map(&tdp, 7, &page(70));
+    assert_eq!(map(&tdp, 7, &page(71)), MapOutcome::Conflict);
+    assert_eq!(find(&tdp, 7), Some((70, 1, true)));
+}
+
+#[test]
+fn a_second_fault_widens_permissions_and_never_narrows_them() {
+    let tdp = tdp();
+    map(&tdp, 7, &Mapping { writable: false, host_writable: false, ..page(70) });
+    assert_eq!(find(&tdp, 7), Some((70, 1, false)));
+    map(&tdp, 7, &page(70));
+    assert_eq!(find(&tdp, 7), Some((70, 1, true)));
+    map(&tdp, 7, &Mapping { writable: false, ..page(70) });
+    assert_eq!(find(&tdp, 7), Some((70, 1, true)));
+}
+
+#[test]
+fn a_frame_beyond_the_tables_is_refused() {
+    let tdp = tdp();
+    assert_eq!(map(&tdp, 1 << 36, &page(1)), MapOutcome::Retry);
+    assert_eq!(find(&tdp, 1 << 36), None);
+    assert_eq!(find(&tdp, 0), None);
+    let five = Tdp::<Npt, ()>::new(5, 0, ()).unwrap();
+    assert_eq!(map(&five, 1 << 36, &page(1)), MapOutcome::Mapped(1));
+    assert_eq!(find(&five, 1 << 36), Some((1, 1, true)));
+}
+
+#[test]
+fn the_encryption_bit_is_in_every_entry_and_in_no_address() {
+    let tdp = Tdp::<Npt, ()>::new(4, 1 << 47, ()).unwrap();
+    map(&tdp, 7, &page(70));
+    assert_eq!(find(&tdp, 7), Some((70, 1, true)));
+    assert_ne!(tdp.root().0 & (1 << 47), 0);
+}
+
+#[test]
+fn a_large_page_is_split_without_losing_what_it_maps() {
+    let (tdp, flushes) = (tdp(), Flushes::new());
+    assert_eq!(map(&tdp, 513, &Mapping { level: 2, ..page(1025) }), MapOutcome::Mapped(2));
+    assert_eq!(find(&tdp, 1023), Some((1535, 2, true)));
+    assert!(tdp.zapper().write_protect(Gfn(512), Gfn(513)));
+    assert_eq!(find(&tdp, 1023), Some((1535, 2, false)));
+    // A write to one page while the log is on.
+    assert!(!tdp.mapper().restore_access(Gfn(600), true));
+    assert_eq!(map(&tdp, 600, &page(1112)), MapOutcome::Mapped(1));
+    assert_eq!(find(&tdp, 600), Some((1112, 1, true)));
+    assert_eq!(find(&tdp, 601), Some((1113, 1, false)));
+    assert_eq!(find(&tdp, 512), Some((1024, 1, false)));
+    assert!(tdp.mapper().restore_access(Gfn(601), true));
+    assert_eq!(find(&tdp, 601), Some((1113, 1, true)));
+    tdp.zapper().zap(Gfn(512), Gfn(1024), Thoroughness::Leaves, &flushes);
+    assert_eq!((find(&tdp, 601), flushes.count()), (None, 1));
+    // The table is gone: a large page can take its place.
+    assert_eq!(map(&tdp, 513, &Mapping { level: 2, ..page(1025) }), MapOutcome::Mapped(2));
+}
+
+#[test]
+fn a_giant_page_is_split_in_two_steps() {
+    let tdp = tdp();
+    let giant = Mapping { level: 3, ..page((1 << 18) + 5) };
+    assert_eq!(map(&tdp, 5, &giant), MapOutcome::Mapped(3));
+    assert!(tdp.zapper().write_protect(Gfn(5), Gfn(6)));
+    assert_eq!(map(&tdp, 5, &page((1 << 18) + 5)), MapOutcome::Mapped(1));
+    assert_eq!(find(&tdp, 5), Some(((1 << 18) + 5, 1, true)));
+    assert_eq!(find(&tdp, 511), Some(((1 << 18) + 511, 1, false)));
+    assert_eq!(find(&tdp, 512), Some(((1 << 18) + 512, 2, false)));
+    assert_eq!(find(&tdp, (1 << 18) - 1), Some(((1 << 19) - 1, 2, false)));
+}
+
+#[test]
+fn a_table_in_the_place_of_a_large_page_makes_it_small() {
+    let tdp = tdp();
+    map(&tdp, 512, &page(1024));
+    assert_eq!(map(&tdp, 700, &Mapping { level: 2, ..page(1212) }), MapOutcome::Mapped(1));
+    assert_eq!(find(&tdp, 700), Some((1212, 1, true)));
+    assert_eq!(find(&tdp, 701), None);
+}
+
+#[test]
+fn withdrawing_nothing_does_not_flush() {
+    let (tdp, flushes) = (tdp(), Flushes::new());
+    map(&tdp, 7, &page(70));
+    let generation = tdp.generation();
+    assert!(!tdp.zapper().zap(Gfn(8), Gfn(512), Thoroughness::Leaves, &flushes));
+    assert_eq!((flushes.count(), tdp.generation()), (0, generation));
+    assert!(tdp.zapper().zap(Gfn(7), Gfn(8), Thoroughness::Leaves, &flushes));
+    assert_eq!(flushes.count(), 1);
+    assert!(tdp.generation() > generation);
+    // The empty table stays for the next fault, until the slot goes.
+    assert!(!tdp.zapper().zap(Gfn(0), Gfn(512), Thoroughness::Leaves, &flushes));
+    assert!(tdp.zapper().zap(Gfn(0), Gfn(512), Thoroughness::Tables, &flushes));
+    assert_eq!(flushes.count(), 2);
+}
+
+#[test]
+fn holes_are_stepped_over() {
+    let tdp = tdp();
+    map(&tdp, (5 << 18) + 9, &page(1));
+    map(&tdp, 1 << 35, &page(2));
+    let next = |from| tdp.zapper().next_mapped(Gfn(from), Gfn(1 << 36)).0;
+    assert_eq!(
+        (next(0), next((5 << 18) + 100), next(6 << 18)),
+        (5 << 18, (5 << 18) + 100, 1 << 35)
+    );
+    assert_eq!(next((1 << 35) + (1 << 18)), 1 << 36);
+}
+
+#[test]
+fn age_is_forgotten_once_and_seen_again_after_an_access() {
+    let tdp = tdp();
+    map(&tdp, 7, &page(70));
+    map(&tdp, 8, &Mapping { fault: None, ..page(71) });
+    let age = |a, b, clear| tdp.mapper().age(Gfn(a), Gfn(b), clear);
+    assert!(!age(8, 9, false));
+    assert!(age(0, 512, false) && age(0, 512, true));
+    assert!(!age(0, 512, true) && !age(7, 8, false));
+    map(&tdp, 7, &page(70));
+    assert!(age(7, 8, false));
+}
+
+#[test]
+fn write_protection_by_mask_hits_its_bits_only() {
+    let tdp = tdp();
+    (0..64).for_each(|n| _ = map(&tdp, 1000 + n, &page(5000 + n)));
+    let mask = 0x8000_0000_0000_f0f1;
+    assert!(tdp.zapper().write_protect_masked(Gfn(1000), mask));
+    for n in 0..64 {
+        assert_eq!(find(&tdp, 1000 + n).unwrap().2, mask >> n & 1 == 0, "{n}");
+    }
+    assert!(!tdp.zapper().write_protect_masked(Gfn(1000), mask));
+    assert!(tdp.zapper().write_protect_masked(Gfn(1000), u64::MAX));
+    assert!(!find(&tdp, 1063).unwrap().2);
+}
+
+#[test]
+fn memory_outside_the_direct_map_is_never_read() {
+    let tdp = tdp();
+    map(&tdp, 7, &Mapping { direct: false, ..page(70) });
+    host::irq::disable();
+    let view = tdp.view();
+    assert!(lookup::<Npt>(&view, Gfn(7)).is_some());
+    assert!(page_of::<Npt>(&view, Gpa(7 << 12)).is_none());
+    host::irq::enable();
+}
+
+#[test]
+fn faults_on_different_pages_run_in_parallel() {
+    let tdp = tdp();
+    std::thread::scope(|s| {
+        for thread in 0..4u64 {
+            let tdp = &tdp;
+            s.spawn(move || {
+                // Interleaved, so that the threads race for the same tables.
+                for n in 0..4096 {
+                    let gfn = (n * 4 + thread) * 7;
+                    let mut outcome = MapOutcome::Retry;
+                    while outcome == MapOutcome::Retry {
+                        outcome = map(tdp, gfn, &page(gfn + 1));
+                    }
+                    assert_eq!(outcome, MapOutcome::Mapped(1));
+                }
+            });
+        }
+    });
+    for gfn in (0..4096 * 4).map(|n| n * 7) {
+        assert_eq!(find(&tdp, gfn), Some((gfn + 1, 1, true)));
+    }
+}
+
+/// Stands for the in-guest mark of a vCPU: the flush waits until a look has ended.
+struct Waiting<'a> {
+    sections: &'a AtomicU64,
+}
+
+impl FlushRemote for Waiting<'_> {
+    fn flush_remote(&self) {
+        // Odd: inside a section. Waits for the one that is under way, if any.
+        let seen = self.sections.load(Ordering::SeqCst);
+        while seen & 1 == 1 && self.sections.load(Ordering::SeqCst) == seen {
+            std::thread::yield_now();
+        }
+    }
+}
+
+#[test]
+fn a_lockless_look_survives_tables_being_freed() {
+    let (tdp, stop, sections) = (tdp(), AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|s| {
+        s.spawn(|| {
+            host::irq::disable();
+            let mut found = 0u64;
+            while !stop.load(Ordering::Relaxed) {
+                sections.fetch_add(1, Ordering::SeqCst);
+                let view = tdp.view();
+                for gfn in (0..4096).step_by(64) {
+                    if let Some(leaf) = lookup::<Npt>(&view, Gfn(gfn)) {
+                        assert_eq!(leaf.pfn.0, gfn + 0x10000);
+                        found += 1;
+                    }
+                }
+                sections.fetch_add(1, Ordering::SeqCst);
+            }
+            host::irq::enable();
+            assert!(found > 0);
+        });
+        let flush = Waiting { sections: &sections };
+        for round in 0..300u64 {
+            for gfn in (0..4096).step_by(64) {
+                let level = if round % 3 == 0 && gfn % 512 == 0 { 2 } else { 1 };
+                map(&tdp, gfn, &Mapping { level, ..page(gfn + 0x10000) });
+            }
+            tdp.zapper().zap(Gfn(0), Gfn(4096), Thoroughness::Tables, &flush);
+        }
+        (0..4096).step_by(64).for_each(|g| _ = map(&tdp, g, &page(g + 0x10000)));
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        stop.store(true, Ordering::Relaxed);
+    });
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    Map { gfn: u64, level: u8, writable: bool },
+    Zap { first: u64, count: u64, tables: bool },
+    Protect { first: u64, count: u64 },
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    // A window around a 1 GiB border, so that all levels take part.
+    let gfn = (1u64 << 18) - 1500..(1u64 << 18) + 1500;
+    prop_oneof![
+        3 => (gfn.clone(), 1u8..=3, any::<bool>())
+            .prop_map(|(gfn, level, writable)| Op::Map { gfn, level, writable }),
+        1 => (gfn.clone(), 1u64..1200, any::<bool>())
+            .prop_map(|(first, count, tables)| Op::Zap { first, count, tables }),
+        1 => (gfn, 1u64..600).prop_map(|(first, count)| Op::Protect { first, count }),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(128))]
+    /// The model holds one entry per frame. A leaf is a set of frames that were mapped by one
+    /// call and not split since; zapping or protecting part of it takes the whole.
+    #[test]
+    fn random_operations_agree_with_a_map(ops in prop::collection::vec(op(), 1..60)) {
+        let (tdp, flushes) = (tdp(), Flushes::new());
+        // Frame to (first frame of its leaf, leaf level, writable); pfn = gfn + 2^20.
+        let mut model: BTreeMap<u64, (u64, u8, bool)> = BTreeMap::new();
+        let offset = 1u64 << 20;
+        // Leaves may reach further; the model keeps what the checks look at.
+        let window = (1u64 << 18) - 2100..(1u64 << 18) + 2100;
+        let kept = |first: u64, count: u64| {
+            first.max(window.start)..(first + count).min(window.end)
+        };
+        for op in ops {
+            match op {
+                Op::Map { gfn, level, writable } => {
+                    let outcome = map(&tdp, gfn, &Mapping { level, writable, ..page(gfn + offset) });
+                    let MapOutcome::Mapped(got) = outcome else { panic!("{outcome:?}") };
+                    match model.get(&gfn).copied() {
+                        Some((first, large, w)) if large > level && (w || !writable) => {
+                            prop_assert_eq!(got, large);
+                            prop_assert!(first <= gfn);
+                        }
+                        Some((first, large, w)) if large > level => {
+                            // Split: smaller leaves with the old permission, then one upgraded.
+                            prop_assert_eq!(got, level);
+                            for f in kept(first, pages_per(large)) {
+                                let mut size = large - 1;
+                                while size > level && f & !(pages_per(size) - 1) == gfn & !(pages_per(size) - 1) {
+                                    size -= 1;
+                                }
+                                model.insert(f, (f & !(pages_per(size) - 1), size, w));
+                            }
+                        }
+                        _ => {}
+                    }
+                    let first = gfn & !(pages_per(got) - 1);
+                    let w = writable || model.get(&gfn).is_some_and(|m| m.2);
+                    prop_assert!(got <= level || model.contains_key(&gfn));
+                    for f in kept(first, pages_per(got)) {
+                        model.insert(f, (first, got, w));
+                    }
+                }
+                Op::Zap { first, count, tables } => {
+                    let how = if tables { Thoroughness::Tables } else { Thoroughness::Leaves };
+                    let before = flushes.count();
+                    let any = tdp.zapper().zap(Gfn(first), Gfn(first + count), how, &flushes);
+                    prop_assert_eq!(flushes.count() - before, u64::from(any));
+                    let hit: BTreeSet<u64> = model.range(first..first + count).map(|(_, m)| m.0).collect();
+                    prop_assert!(any || hit.is_empty());
+                    model.retain(|_, m| !hit.contains(&m.0));
+                }
+                Op::Protect { first, count } => {
+                    let hit: BTreeSet<u64> = model.range(first..first + count).map(|(_, m)| m.0).collect();
+                    let had = model.range(first..first + count).any(|(_, m)| m.2);
+                    prop_assert_eq!(tdp.zapper().write_protect(Gfn(first), Gfn(first + count)), had);
+                    model.values_mut().filter(|m| hit.contains(&m.0)).for_each(|m| m.2 = false);
+                }
+            }
+        }
+        for gfn in window.clone() {
+            let wanted = model.get(&gfn).map(|m| (gfn + offset, m.1, m.2));
+            prop_assert_eq!(find(&tdp, gfn), wanted, "frame {:#x}", gfn);
+        }
+    }
+}
