@@ -95,6 +95,8 @@ pub trait Backend: Send + Sized {
     fn host_segments(&mut self);
     /// Undoes [`host_segments`](Backend::host_segments).
     fn guest_segments(&mut self);
+    /// A new KVM_RUN begins on this thread.
+    fn begin_run(&mut self);
     /// Runs the guest until its next exit.
     fn enter(&mut self, gprs: &mut Gprs);
     /// The exit that ended the last [`enter`](Backend::enter).
@@ -179,7 +181,11 @@ pub trait Backend: Send + Sized {
     fn msr(&self, index: u32) -> Result<u64, NotMine>;
     /// Writes one; the value was validated by the caller.
     fn set_msr(&mut self, index: u32, value: u64) -> Result<(), NotMine>;
-    /// Added to the host's TSC.
+    /// The host's TSC now.
+    fn host_tsc(&mut self) -> u64;
+    /// An IBPB that the guest asked for; only where the CPU has PRED_CMD.
+    fn prediction_barrier(&mut self);
+    /// Sets what is added to the host's TSC and the ratio it is scaled by (32.32 fixed point).
     fn set_tsc(&mut self, offset: u64, ratio: u64);
     /// Guest TSC for a host TSC.
     fn guest_tsc(&self, host: u64) -> u64;

@@ -20,11 +20,7 @@ use x86::{
     vmcb::{Clean, Vmcb},
 };
 
-use crate::{
-    features::Features,
-    percpu,
-    permission::MsrMap,
-};
+use crate::{features::Features, percpu, permission::MsrMap};
 
 const PRED_CMD: u32 = 0x49;
 const TSC_AUX: u32 = 0xc000_0103;
@@ -76,7 +72,14 @@ pub struct Svm<C: Cpu> {
     pub(crate) dr: [u64; 4],
     pub(crate) dr_owned: bool,
     host_xcr0: u64,
+    host_xss: u64,
     host_pkru: u32,
+    /// Between load and unload: what is written here goes to the hardware at once.
+    loaded: bool,
+    /// What the hardware holds while loaded.
+    live_xcr0: u64,
+    live_xss: u64,
+    live_tsc_aux: u64,
     spec: SpecCtrl,
     pub(crate) nmi: crate::inject::NmiState,
     /// CR0.CD and CR0.NW as the guest set them; the hardware sees them clear.
@@ -111,7 +114,12 @@ impl<C: Cpu> Svm<C> {
             dr: [0; 4],
             dr_owned: false,
             host_xcr0: 0,
+            host_xss: hostcpu::host_xss(),
             host_pkru: 0,
+            loaded: false,
+            live_xcr0: 0,
+            live_xss: 0,
+            live_tsc_aux: 0,
             spec: SpecCtrl::default(),
             nmi: crate::inject::NmiState::default(),
             cr0_hidden: 0,
@@ -122,7 +130,7 @@ impl<C: Cpu> Svm<C> {
     }
 
     /// A new KVM_RUN begins: the host's state in the save area is not this thread's any more.
-    pub fn begin_run(&mut self) {
+    pub(crate) fn new_run(&mut self) {
         self.run = RUNS.fetch_add(1, Relaxed);
     }
 
@@ -196,9 +204,9 @@ impl<C: Cpu> Svm<C> {
         if self.features.xsave {
             self.load_extended();
         }
-        if self.features.rdtscp && self.tsc_aux != here.tsc_aux.load(Relaxed) {
-            self.cpu.wrmsr(TSC_AUX, self.tsc_aux);
-        }
+        self.loaded = true;
+        self.live_tsc_aux = here.tsc_aux.load(Relaxed);
+        self.sync_tsc_aux();
         if self.tsc_ratio != RATIO_ONE {
             self.cpu.wrmsr(TSC_RATIO, self.tsc_ratio);
         }
@@ -216,6 +224,11 @@ impl<C: Cpu> Svm<C> {
         self.cpu.sti();
     }
 
+    /// IBPB for the guest.
+    pub(crate) fn barrier(&mut self) {
+        self.cpu.wrmsr(PRED_CMD, 1);
+    }
+
     /// Whether the guest can see XCR0: only with CR4.OSXSAVE, whose writes exit while it is clear.
     fn sees_xcr0(&self) -> bool {
         self.limits.xsave && self.vmcb().save.cr4 & (1 << 18) != 0
@@ -226,12 +239,9 @@ impl<C: Cpu> Svm<C> {
         if self.host_xcr0 == 0 {
             self.host_xcr0 = self.cpu.xcr0();
         }
-        if self.xcr0 != self.host_xcr0 && self.sees_xcr0() {
-            self.cpu.set_xcr0(self.xcr0);
-        }
-        if self.xss != 0 {
-            self.cpu.wrmsr(XSS, self.xss);
-        }
+        self.live_xcr0 = self.host_xcr0;
+        self.live_xss = self.host_xss;
+        self.sync_extended();
         if self.features.pku {
             self.host_pkru = self.cpu.pkru();
             if self.pkru != self.host_pkru {
@@ -240,13 +250,44 @@ impl<C: Cpu> Svm<C> {
         }
     }
 
+    /// Brings XCR0 and IA32_XSS to what the guest is to see, when the loop is entered and when one
+    /// of them changes inside it.
+    pub(crate) fn sync_extended(&mut self) {
+        if !self.loaded_extended() {
+            return;
+        }
+        let xcr0 = if self.sees_xcr0() { self.xcr0 } else { self.host_xcr0 };
+        if xcr0 != self.live_xcr0 {
+            self.live_xcr0 = xcr0;
+            self.cpu.set_xcr0(xcr0);
+        }
+        if self.features.xsaves && self.xss != self.live_xss {
+            self.live_xss = self.xss;
+            self.cpu.wrmsr(XSS, self.xss);
+        }
+    }
+
+    fn loaded_extended(&self) -> bool {
+        self.live_xcr0 != 0
+    }
+
+    /// Brings TSC_AUX to the guest's value.
+    #[inline]
+    pub(crate) fn sync_tsc_aux(&mut self) {
+        if self.loaded && self.features.rdtscp && self.tsc_aux != self.live_tsc_aux {
+            self.live_tsc_aux = self.tsc_aux;
+            self.cpu.wrmsr(TSC_AUX, self.tsc_aux);
+        }
+    }
+
     #[inline]
     fn unload_extended(&mut self) {
-        if self.xcr0 != self.host_xcr0 && self.sees_xcr0() {
+        if self.live_xcr0 != self.host_xcr0 {
             self.cpu.set_xcr0(self.host_xcr0);
         }
-        if self.xss != 0 {
-            self.cpu.wrmsr(XSS, hostcpu::host_xss());
+        self.live_xcr0 = 0;
+        if self.live_xss != self.host_xss {
+            self.cpu.wrmsr(XSS, self.host_xss);
         }
         if self.features.pku {
             self.pkru = self.cpu.pkru();
@@ -267,8 +308,10 @@ impl<C: Cpu> Svm<C> {
         if self.tsc_ratio != RATIO_ONE {
             self.cpu.wrmsr(TSC_RATIO, RATIO_ONE);
         }
-        if self.features.rdtscp && self.tsc_aux != here.tsc_aux.load(Relaxed) {
-            self.cpu.wrmsr(TSC_AUX, here.tsc_aux.load(Relaxed));
+        self.loaded = false;
+        let host_tsc_aux = here.tsc_aux.load(Relaxed);
+        if self.live_tsc_aux != host_tsc_aux {
+            self.cpu.wrmsr(TSC_AUX, host_tsc_aux);
         }
         if self.features.xsave {
             self.unload_extended();

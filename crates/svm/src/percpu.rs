@@ -8,11 +8,7 @@ use cpu::Cpu;
 use host::{NoMemory, once::Once, page::Page};
 use x86::Hpa;
 
-use crate::{
-    Unusable,
-    features::Features,
-    permission::IoMap,
-};
+use crate::{Unusable, features::Features, permission::IoMap};
 
 const EFER: u32 = 0xc000_0080;
 const EFER_SVME: u64 = 1 << 12;

@@ -183,6 +183,10 @@ impl<C: Cpu> Backend for Svm<C> {
         self.guest_segment_state();
     }
 
+    fn begin_run(&mut self) {
+        self.new_run();
+    }
+
     #[inline]
     fn enter(&mut self, gprs: &mut Gprs) {
         self.switch(gprs);
@@ -326,6 +330,7 @@ impl<C: Cpu> Backend for Svm<C> {
     fn set_cr4(&mut self, value: u64) {
         self.vmcb_mut(Clean::CR).save.cr4 = value;
         self.update_cr4_intercept();
+        self.sync_extended();
     }
 
     fn set_efer(&mut self, value: u64) {
@@ -373,6 +378,7 @@ impl<C: Cpu> Backend for Svm<C> {
 
     fn set_xcr0(&mut self, value: u64) {
         self.xcr0 = value;
+        self.sync_extended();
     }
 
     fn xss(&self) -> u64 {
@@ -381,6 +387,7 @@ impl<C: Cpu> Backend for Svm<C> {
 
     fn set_xss(&mut self, value: u64) {
         self.xss = value;
+        self.sync_extended();
     }
 
     fn pkru(&self) -> u32 {
@@ -417,8 +424,11 @@ impl<C: Cpu> Backend for Svm<C> {
 
     fn set_msr(&mut self, index: u32, value: u64) -> Result<(), NotMine> {
         match index {
-            msr::TSC_AUX => self.tsc_aux = value,
-            msr::XSS => self.xss = value,
+            msr::TSC_AUX => {
+                self.tsc_aux = value;
+                self.sync_tsc_aux();
+            }
+            msr::XSS => self.set_xss(value),
             msr::SPEC_CTRL if !self.features.v_spec_ctrl => self.spec_ctrl = value,
             msr::PAT => self.vmcb_mut(Clean::NPT).save.g_pat = value,
             msr::DEBUGCTL => self.vmcb_mut(Clean::LBR).save.dbgctl = value,
@@ -442,6 +452,14 @@ impl<C: Cpu> Backend for Svm<C> {
             }
         }
         Ok(())
+    }
+
+    fn host_tsc(&mut self) -> u64 {
+        self.cpu.rdtsc()
+    }
+
+    fn prediction_barrier(&mut self) {
+        self.barrier();
     }
 
     fn set_tsc(&mut self, offset: u64, ratio: u64) {
@@ -528,13 +546,9 @@ impl<C: Cpu> Backend for Svm<C> {
     }
 
     fn reset(&mut self, init: bool) {
-        for name in [
-            SegmentName::Es,
-            SegmentName::Ss,
-            SegmentName::Ds,
-            SegmentName::Fs,
-            SegmentName::Gs,
-        ] {
+        for name in
+            [SegmentName::Es, SegmentName::Ss, SegmentName::Ds, SegmentName::Fs, SegmentName::Gs]
+        {
             self.set_segment(name, Segment::RESET_DATA);
         }
         self.set_segment(SegmentName::Cs, Segment::RESET_CS);

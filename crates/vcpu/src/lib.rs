@@ -1,2 +1,193 @@
-//! Skeleton.
+//! A virtual CPU: the run loop and the handlers of its exits, generic over the backend.
+//!
+//! [`run`] is the outer loop, preemptible, where a vCPU sleeps and leaves for user space.
+//! [`inner`] is the inner loop, where interrupts are off and the cheap exits are answered without
+//! ever leaving it. What they share is [`Vcpu`].
 #![no_std]
+#![forbid(unsafe_code)]
+
+extern crate alloc;
+
+pub mod cr;
+pub mod emulation;
+pub mod events;
+pub mod exit;
+pub mod inner;
+pub mod lapic;
+pub mod mmio;
+pub mod msrs;
+pub mod pio;
+pub mod pv;
+pub mod registers;
+pub mod run;
+pub mod slow;
+#[cfg(test)]
+mod tests;
+
+pub use exit::{ErrorData, RunInput, RunOutput, UserExit};
+pub use registers::{Regs, Sregs};
+
+use backend::{Backend, Gprs, GuestLimits};
+use cpuid::{GuestCpuid, Supported};
+use emulate::DecodeCache;
+use host::{KBox, NoMemory, fpu::GuestFpu};
+use mmu::{CodeFetch, TableCache};
+use msr::MsrStore;
+use vm::{VmRef, vcpu_shared::SharedVcpu};
+use x86::Gpa;
+
+/// A virtual CPU. Owned by whoever holds its mutex: one thread at a time.
+pub struct Vcpu<B: Backend> {
+    // What the inner loop touches comes first.
+    pub(crate) b: B,
+    pub(crate) gprs: Gprs,
+    /// Something may have become deliverable: look before the next entry.
+    pub(crate) recheck: bool,
+    /// The task priority that was last taken from the hardware.
+    pub(crate) cr8_seen: u8,
+    /// A PV EOI is offered to the guest: the APIC is to be touched only after looking at it.
+    pub(crate) pv_eoi_offered: bool,
+    pub(crate) window_wanted: bool,
+    pub(crate) events: events::Events,
+    pub(crate) loop_clock: lapic::LoopClock,
+    pub(crate) fetch: KBox<CodeFetch>,
+    pub(crate) shared: SharedVcpu,
+    pub(crate) vm: VmRef,
+    pub(crate) cpuid: KBox<GuestCpuid>,
+    /// What this host can offer.
+    pub(crate) offered: &'static Supported,
+    /// Pages for nested tables, topped up outside locks.
+    pub(crate) tables: TableCache,
+    pub(crate) store: KBox<MsrStore>,
+    pub(crate) decode: KBox<DecodeCache>,
+    pub(crate) tsc_khz: u32,
+    /// TSC frequency ratio of guest to host, 32.32 fixed point.
+    pub(crate) tsc_ratio: u64,
+    pub(crate) tsc_offset: u64,
+    pub(crate) fpu: GuestFpu,
+    pub(crate) open: run::Open,
+    pub(crate) replay: KBox<emulation::Replay>,
+    pub(crate) pv: pv::PvState,
+    pub(crate) signal_mask: Option<u64>,
+    pub(crate) single_step: bool,
+    pub(crate) guest_debug: u32,
+    pub(crate) has_run: bool,
+    /// Bytes for the port I/O page: what the guest writes, or what user space answers.
+    pub io_data: [u8; 8],
+    /// Counts of exits by what became of them.
+    pub stats: Stats,
+}
+
+/// Counts of exits.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Stats {
+    /// Exits in all.
+    pub exits: u64,
+    /// Exits answered inside the inner loop.
+    pub fast: u64,
+    /// Exits to user space.
+    pub user: u64,
+    /// Exits nobody knows.
+    pub unknown: u64,
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// A vCPU on a fresh backend.
+    pub fn new(
+        b: B,
+        shared: SharedVcpu,
+        vm: VmRef,
+        offered: &'static Supported,
+    ) -> Result<Self, NoMemory> {
+        let root = vm.memory().nested_root();
+        let tsc_khz = vm.tsc_khz();
+        let mut this = Self {
+            b,
+            gprs: Gprs::default(),
+            recheck: true,
+            cr8_seen: 0,
+            pv_eoi_offered: false,
+            window_wanted: false,
+            events: events::Events::default(),
+            loop_clock: lapic::LoopClock::default(),
+            fetch: KBox::new(CodeFetch::new())?,
+            shared,
+            vm,
+            cpuid: KBox::new(GuestCpuid::new(offered))?,
+            offered,
+            tables: TableCache::new(),
+            store: KBox::new(MsrStore::new())?,
+            decode: KBox::new(DecodeCache::new())?,
+            tsc_khz,
+            tsc_ratio: 1 << 32,
+            tsc_offset: 0,
+            fpu: GuestFpu::alloc()?,
+            open: run::Open::Nothing,
+            replay: KBox::new(emulation::Replay::default())?,
+            pv: pv::PvState::default(),
+            signal_mask: None,
+            single_step: false,
+            guest_debug: 0,
+            has_run: false,
+            io_data: [0; 8],
+            stats: Stats::default(),
+        };
+        this.b.set_nested_root(root);
+        this.reset_registers(false);
+        // KVM starts a guest's TSC at zero when its vCPU is made.
+        let host = this.b.host_tsc();
+        this.tsc_offset = this.vm.new_vcpu_tsc_offset(host);
+        this.b.set_tsc(this.tsc_offset, this.tsc_ratio);
+        this.apply_cpuid();
+        Ok(this)
+    }
+
+    /// The half that other CPUs touch.
+    pub fn shared(&self) -> &SharedVcpu {
+        &self.shared
+    }
+
+    /// The backend.
+    pub fn backend(&mut self) -> &mut B {
+        &mut self.b
+    }
+
+    /// Registers after INIT or power-up.
+    pub(crate) fn reset_registers(&mut self, init: bool) {
+        self.b.reset(init);
+        self.gprs = Gprs::default();
+        // RDX holds the processor signature.
+        let signature = self.cpuid.signature();
+        self.gprs.0[backend::RDX] = u64::from(if signature == 0 { 0x600 } else { signature });
+        self.events = events::Events::default();
+        self.open = run::Open::Nothing;
+        self.replay.forget();
+        self.publish_priority();
+        self.recheck = true;
+    }
+
+    /// Recomputes what depends on the guest's CPUID.
+    pub(crate) fn apply_cpuid(&mut self) {
+        let c = &self.cpuid;
+        let f = |feature| c.has(feature);
+        use x86::cpuid::feature;
+        let limits = GuestLimits {
+            cr4_allowed: c.cr4_allowed().bits(),
+            spec_ctrl: c.has_spec_ctrl(),
+            pred_cmd: c.has_pred_cmd(),
+            tsc_aux: f(feature::RDTSCP) || f(feature::RDPID),
+            xsave: f(feature::XSAVE),
+            invpcid: f(feature::INVPCID),
+        };
+        self.b.set_limits(limits);
+        self.shared.lapic.set_features(irqchip::lapic::Features {
+            tsc_deadline: f(feature::TSC_DEADLINE),
+            directed_eoi: false,
+        });
+    }
+
+    /// Whether a guest-physical address has bits beyond the guest's width.
+    pub(crate) fn beyond_width(&self, gpa: Gpa) -> bool {
+        gpa.0 >> self.cpuid.maxphyaddr().min(52) != 0
+    }
+}

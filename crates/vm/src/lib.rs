@@ -1,2 +1,16 @@
-//! Skeleton.
+//! A virtual machine: its memory, its vCPUs as others see them, its interrupt controllers, its
+//! time. What runs a vCPU lives one crate above.
 #![no_std]
+#![forbid(unsafe_code)]
+
+extern crate alloc;
+
+pub mod irq;
+pub mod memory;
+pub mod settings;
+pub mod time;
+pub mod vcpu_shared;
+pub mod vcpus;
+pub mod vm;
+
+pub use vm::{Vm, VmRef};

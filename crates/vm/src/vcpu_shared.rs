@@ -110,8 +110,7 @@ impl VcpuShared {
         bsp: bool,
         in_kernel_apic: bool,
     ) -> Result<SharedVcpu, NoMemory> {
-        let state =
-            if bsp || !in_kernel_apic { MpState::Runnable } else { MpState::Uninitialized };
+        let state = if bsp || !in_kernel_apic { MpState::Runnable } else { MpState::Uninitialized };
         WithTimer::new(Self {
             id,
             index,
@@ -172,8 +171,7 @@ impl VcpuShared {
         if self.waiter.wake() {
             return;
         }
-        let was =
-            self.mode.compare_exchange(mode::IN_GUEST, mode::EXITING, SeqCst, SeqCst);
+        let was = self.mode.compare_exchange(mode::IN_GUEST, mode::EXITING, SeqCst, SeqCst);
         if was.is_ok() {
             smp::kick(self.cpu.load(Relaxed));
         }
@@ -230,9 +228,9 @@ impl VcpuShared {
     }
 
     fn sipi_received(&self, page: Vector) {
-        let _ = self.init_sipi.fetch_update(AcqRel, Acquire, |bits| {
-            Some((bits & INIT) | SIPI | u32::from(page.0))
-        });
+        let _ = self
+            .init_sipi
+            .fetch_update(AcqRel, Acquire, |bits| Some((bits & INIT) | SIPI | u32::from(page.0)));
         self.request(Request::Event);
     }
 
@@ -266,8 +264,7 @@ impl VcpuShared {
 impl TimerHandler for VcpuShared {
     /// The local APIC timer's host timer has expired: a hard interrupt on some CPU.
     fn expired(&self) -> Option<u64> {
-        let TimerFired { accepted, rearm } =
-            self.lapic.timer_fired(host::clock::monotonic_ns());
+        let TimerFired { accepted, rearm } = self.lapic.timer_fired(host::clock::monotonic_ns());
         self.deliver(accepted);
         rearm
     }

@@ -20,6 +20,7 @@ msrs! {
     PLATFORM_ID = 0x17, "Platform id (Intel).";
     APIC_BASE = 0x1b, "Local APIC base and mode.";
     EBL_CR_POWERON = 0x2a, "Power-on configuration (Intel).";
+    EBC_FREQUENCY_ID = 0x2c, "Bus clock and ratio (old Intel).";
     FEATURE_CONTROL = 0x3a, "Feature control (Intel): VMX and SGX enables.";
     TSC_ADJUST = 0x3b, "Per-CPU TSC adjustment.";
     SPEC_CTRL = 0x48, "Speculation control.";
@@ -60,6 +61,7 @@ msrs! {
     LAST_BRANCH_TO = 0x1dc, "Target of the last branch.";
     LAST_INT_FROM = 0x1dd, "Source of the last interrupt.";
     LAST_INT_TO = 0x1de, "Target of the last interrupt.";
+    POWER_CTL = 0x1fc, "Power control (Intel).";
     MTRR_PHYSBASE0 = 0x200, "First variable MTRR's base; masks interleave.";
     MTRR_PHYSMASK0 = 0x201, "First variable MTRR's mask.";
     MTRR_FIX64K_00000 = 0x250, "Fixed MTRR of 0 to 512 KiB.";
@@ -89,6 +91,11 @@ msrs! {
     RTIT_CTL = 0x570, "Processor-trace control; 0x560 to 0x587 belong to it.";
     DS_AREA = 0x600, "Debug-store area.";
     TSC_DEADLINE = 0x6e0, "Local APIC timer deadline, in guest TSC ticks.";
+    RAPL_POWER_UNIT = 0x606, "Energy units (Intel).";
+    PKG_ENERGY_STATUS = 0x611, "Energy of the package (Intel).";
+    DRAM_ENERGY_STATUS = 0x619, "Energy of the memory (Intel).";
+    PP0_ENERGY_STATUS = 0x639, "Energy of the cores (Intel).";
+    PP1_ENERGY_STATUS = 0x641, "Energy of the graphics (Intel).";
     U_CET = 0x6a0, "CET control for user mode.";
     S_CET = 0x6a2, "CET control for supervisor mode.";
     PL0_SSP = 0x6a4, "Shadow-stack pointer for CPL 0.";
@@ -123,6 +130,7 @@ msrs! {
     HWCR = 0xc001_0015, "Hardware configuration (AMD).";
     IORR_BASE0 = 0xc001_0016, "First I/O range register (AMD).";
     TOP_MEM = 0xc001_001a, "Top of memory below 4 GiB (AMD).";
+    K7_CLK_CTL = 0xc001_001b, "Clock control (AMD K7).";
     TOP_MEM2 = 0xc001_001d, "Top of memory above 4 GiB (AMD).";
     NB_CFG = 0xc001_001f, "Northbridge configuration (AMD).";
     PATCH_LOADER = 0xc001_0020, "Microcode update trigger (AMD).";
@@ -147,8 +155,10 @@ msrs! {
     FAM10H_MMIO_CONF_BASE = 0xc001_0058, "MMIO configuration base (AMD).";
     IC_CFG = 0xc001_1021, "Instruction-cache configuration (AMD).";
     DC_CFG = 0xc001_1022, "Data-cache configuration (AMD).";
+    TW_CFG = 0xc001_1023, "Table-walker configuration (AMD).";
     BU_CFG2 = 0xc001_102a, "Bus-unit configuration 2 (AMD).";
     DE_CFG = 0xc001_1029, "Decode configuration (AMD); bit 1 makes LFENCE serialize.";
+    F15H_EX_CFG = 0xc001_102c, "Execution configuration (AMD family 15h).";
     IBS_FETCH_CTL = 0xc001_1030, "Instruction-based sampling, fetch control (AMD).";
 
     // Paravirtual, KVM's own.
@@ -288,6 +298,22 @@ pub mod misc_enable {
     pub const MWAIT: u64 = 1 << 18;
     /// CPUID leaves limited to 3.
     pub const LIMIT_CPUID: u64 = 1 << 22;
+}
+
+/// Bits of PLATFORM_INFO and MISC_FEATURES_ENABLES (SDM vol. 4 table 2-2 and following).
+pub mod cpuid_faulting {
+    /// PLATFORM_INFO: CPUID faulting exists.
+    pub const PLATFORM_INFO: u64 = 1 << 31;
+    /// MISC_FEATURES_ENABLES: CPUID outside CPL 0 raises #GP.
+    pub const ENABLE: u64 = 1 << 0;
+}
+
+/// Bits of FEATURE_CONTROL (SDM vol. 4 table 2-2).
+pub mod feature_control {
+    /// No further write is accepted.
+    pub const LOCK: u64 = 1 << 0;
+    /// Local machine checks on.
+    pub const LMCE: u64 = 1 << 20;
 }
 
 /// Bits of MTRR_CAP and MTRR_DEF_TYPE (SDM vol. 3A §11.11).

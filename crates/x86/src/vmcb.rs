@@ -4,12 +4,12 @@
 //! The state-save area of a guest without SEV-ES.
 
 use bitflags::bitflags;
-use open_enum::open_enum;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// A segment as the VMCB holds it (APM vol. 2 table B-2): selector, 12-bit attributes, limit, base.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
+)]
 #[repr(C)]
 pub struct VmcbSegment {
     /// Selector.
@@ -388,63 +388,71 @@ pub const INT_SHADOW: u64 = 1;
 /// NP_ENABLE in [`Control::nested_ctl`].
 pub const NESTED_NP_ENABLE: u64 = 1;
 
-/// Why the guest exited (APM vol. 2 appendix C).
-#[open_enum]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u64)]
-pub enum ExitCode {
-    ReadCr0 = 0x000,
-    ReadCr15 = 0x00f,
-    WriteCr0 = 0x010,
-    WriteCr3 = 0x013,
-    WriteCr4 = 0x014,
-    WriteCr8 = 0x018,
-    WriteCr15 = 0x01f,
-    ReadDr0 = 0x020,
-    ReadDr15 = 0x02f,
-    WriteDr0 = 0x030,
-    WriteDr15 = 0x03f,
-    Excp0 = 0x040,
-    Excp31 = 0x05f,
-    Intr = 0x060,
-    Nmi = 0x061,
-    Smi = 0x062,
-    Init = 0x063,
-    Vintr = 0x064,
-    Cr0SelWrite = 0x065,
-    Rdpmc = 0x06f,
-    Cpuid = 0x072,
-    Iret = 0x074,
-    Invd = 0x076,
-    Pause = 0x077,
-    Hlt = 0x078,
-    Invlpg = 0x079,
-    Invlpga = 0x07a,
-    Ioio = 0x07b,
-    Msr = 0x07c,
-    TaskSwitch = 0x07d,
-    FerrFreeze = 0x07e,
-    Shutdown = 0x07f,
-    Vmrun = 0x080,
-    Vmmcall = 0x081,
-    Vmload = 0x082,
-    Vmsave = 0x083,
-    Stgi = 0x084,
-    Clgi = 0x085,
-    Skinit = 0x086,
-    Rdtscp = 0x087,
-    Icebp = 0x088,
-    Wbinvd = 0x089,
-    Monitor = 0x08a,
-    Mwait = 0x08b,
-    MwaitConditional = 0x08c,
-    Xsetbv = 0x08d,
-    Rdpru = 0x08e,
-    Invlpgb = 0x0a0,
-    InvlpgbIllegal = 0x0a1,
-    Invpcid = 0x0a2,
-    NestedPageFault = 0x400,
-    Invalid = 0xffff_ffff_ffff_ffff,
+pub use exit_code::ExitCode;
+
+/// Exit codes; named as in the manual, where each is explained.
+#[allow(missing_docs)]
+mod exit_code {
+    use open_enum::open_enum;
+
+    /// Why the guest exited (APM vol. 2 appendix C).
+    #[open_enum]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    #[repr(u64)]
+    pub enum ExitCode {
+        ReadCr0 = 0x000,
+        ReadCr15 = 0x00f,
+        WriteCr0 = 0x010,
+        WriteCr3 = 0x013,
+        WriteCr4 = 0x014,
+        WriteCr8 = 0x018,
+        WriteCr15 = 0x01f,
+        ReadDr0 = 0x020,
+        ReadDr15 = 0x02f,
+        WriteDr0 = 0x030,
+        WriteDr15 = 0x03f,
+        Excp0 = 0x040,
+        Excp31 = 0x05f,
+        Intr = 0x060,
+        Nmi = 0x061,
+        Smi = 0x062,
+        Init = 0x063,
+        Vintr = 0x064,
+        Cr0SelWrite = 0x065,
+        Rdpmc = 0x06f,
+        Cpuid = 0x072,
+        Iret = 0x074,
+        Invd = 0x076,
+        Pause = 0x077,
+        Hlt = 0x078,
+        Invlpg = 0x079,
+        Invlpga = 0x07a,
+        Ioio = 0x07b,
+        Msr = 0x07c,
+        TaskSwitch = 0x07d,
+        FerrFreeze = 0x07e,
+        Shutdown = 0x07f,
+        Vmrun = 0x080,
+        Vmmcall = 0x081,
+        Vmload = 0x082,
+        Vmsave = 0x083,
+        Stgi = 0x084,
+        Clgi = 0x085,
+        Skinit = 0x086,
+        Rdtscp = 0x087,
+        Icebp = 0x088,
+        Wbinvd = 0x089,
+        Monitor = 0x08a,
+        Mwait = 0x08b,
+        MwaitConditional = 0x08c,
+        Xsetbv = 0x08d,
+        Rdpru = 0x08e,
+        Invlpgb = 0x0a0,
+        InvlpgbIllegal = 0x0a1,
+        Invpcid = 0x0a2,
+        NestedPageFault = 0x400,
+        Invalid = 0xffff_ffff_ffff_ffff,
+    }
 }
 
 /// Bits of EXITINFO1 after an I/O exit (APM vol. 2 §15.10.2).

@@ -1,0 +1,200 @@
+//! Control registers: what is intercepted of them, checked as the architecture does.
+//!
+//! APM vol. 2 §3.1 (registers), §14.1.3 and §15.8.1 (intercepts).
+
+use backend::{Backend, CrAccess, RAX, RCX, RDX};
+use x86::Exception;
+
+use crate::{Vcpu, inner::Next};
+
+const CR0_PE: u64 = 1;
+const CR0_PG: u64 = 1 << 31;
+const CR0_NW: u64 = 1 << 29;
+const CR0_CD: u64 = 1 << 30;
+const CR0_ET: u64 = 1 << 4;
+const CR0_KNOWN: u64 = 0xe005_003f;
+const CR4_PAE: u64 = 1 << 5;
+const CR4_PCIDE: u64 = 1 << 17;
+const CR4_LA57: u64 = 1 << 12;
+const EFER_LME: u64 = 1 << 8;
+const EFER_LMA: u64 = 1 << 10;
+
+impl<B: Backend> Vcpu<B> {
+    /// A control-register access inside the loop.
+    pub(crate) fn answer_cr(&mut self, access: CrAccess) -> Next {
+        let (cr, gpr, next) = match (access.gpr, self.b.next_rip()) {
+            (Some(gpr), Some(next)) => (access.cr, gpr, next),
+            _ => {
+                // CLTS and LMSW go to the emulator.
+                let Some((bytes, len)) = self.fetch_here() else { return Next::Leave };
+                let Some(bytes) = bytes.get(..usize::from(len)) else { return Next::Leave };
+                let size = self.code_size();
+                let Some(insn) = emulate::system_move(bytes, size) else { return Next::Leave };
+                let next = self.wrap_rip(self.b.rip().wrapping_add(u64::from(insn.length)));
+                (insn.register, insn.gpr, next)
+            }
+        };
+        let done = if access.write {
+            let value = self.gpr(gpr);
+            let long = self.code_size() == emulate::CodeSize::Bits64;
+            self.write_cr(cr, if long { value } else { value & 0xffff_ffff })
+        } else {
+            self.read_cr_into(cr, gpr)
+        };
+        match done {
+            Ok(()) => self.retire(next),
+            Err(exception) => self.raise(exception),
+        }
+        Next::Again
+    }
+
+    fn read_cr_into(&mut self, cr: u8, gpr: u8) -> Result<(), Exception> {
+        let value = self.read_cr_value(cr)?;
+        if let Some(slot) = self.gprs.0.get_mut(usize::from(gpr & 15)) {
+            *slot = value;
+        }
+        Ok(())
+    }
+
+    /// MOV from a control register.
+    pub(crate) fn read_cr_value(&mut self, cr: u8) -> Result<u64, Exception> {
+        let c = self.b.control();
+        Ok(match cr {
+            0 => c.cr0,
+            2 => c.cr2,
+            3 => c.cr3,
+            4 => c.cr4,
+            8 => self.b.cr8().into(),
+            _ => return Err(Exception::ud()),
+        })
+    }
+
+    fn gpr(&self, index: u8) -> u64 {
+        self.gprs.0.get(usize::from(index & 15)).copied().unwrap_or(0)
+    }
+
+    /// MOV to a control register by the guest.
+    pub(crate) fn write_cr(&mut self, cr: u8, value: u64) -> Result<(), Exception> {
+        match cr {
+            0 => self.write_cr0(value),
+            2 => {
+                self.b.set_cr2(value);
+                Ok(())
+            }
+            3 => self.write_cr3(value),
+            4 => self.write_cr4(value),
+            8 if value <= 15 => {
+                self.b.set_cr8(value as u8);
+                self.recheck = true;
+                Ok(())
+            }
+            8 => Err(Exception::gp(0)),
+            _ => Err(Exception::ud()),
+        }
+    }
+
+    fn write_cr0(&mut self, value: u64) -> Result<(), Exception> {
+        let c = self.b.control();
+        if value >> 32 != 0 {
+            return Err(Exception::gp(0));
+        }
+        let value = (value & CR0_KNOWN) | CR0_ET;
+        let pg = value & CR0_PG != 0;
+        if (pg && value & CR0_PE == 0) || (value & CR0_NW != 0 && value & CR0_CD == 0) {
+            return Err(Exception::gp(0));
+        }
+        let was_pg = c.cr0 & CR0_PG != 0;
+        if pg && !was_pg && c.efer & EFER_LME != 0 {
+            let cs = self.b.segment(backend::SegmentName::Cs);
+            if c.cr4 & CR4_PAE == 0 || cs.is_long() {
+                return Err(Exception::gp(0));
+            }
+            self.b.set_efer(c.efer | EFER_LMA);
+        }
+        if !pg && was_pg {
+            if c.efer & EFER_LMA != 0 && self.code_size() == emulate::CodeSize::Bits64
+                || c.cr4 & CR4_PCIDE != 0
+            {
+                return Err(Exception::gp(0));
+            }
+            self.b.set_efer(c.efer & !EFER_LMA);
+        }
+        self.b.set_cr0(value);
+        if pg != was_pg {
+            self.b.flush_tlb();
+        }
+        Ok(())
+    }
+
+    fn write_cr3(&mut self, value: u64) -> Result<(), Exception> {
+        let c = self.b.control();
+        if c.efer & EFER_LMA != 0 {
+            // Bit 63 with PCIDs says "keep the TLB" and is not stored.
+            let value = if c.cr4 & CR4_PCIDE != 0 { value & !(1 << 63) } else { value };
+            if value >> self.cpuid.maxphyaddr().min(52) != 0 {
+                return Err(Exception::gp(0));
+            }
+            self.b.set_cr3(value);
+        } else {
+            self.b.set_cr3(value & 0xffff_ffff);
+        }
+        self.b.flush_tlb();
+        Ok(())
+    }
+
+    fn write_cr4(&mut self, value: u64) -> Result<(), Exception> {
+        let c = self.b.control();
+        let long = c.efer & EFER_LMA != 0;
+        let changed = value ^ c.cr4;
+        if value & !self.cpuid.cr4_allowed().bits() != 0
+            || (long && (value & CR4_PAE == 0 || changed & CR4_LA57 != 0))
+            || (changed & value & CR4_PCIDE != 0 && (!long || c.cr3 & 0xfff != 0))
+        {
+            return Err(Exception::gp(0));
+        }
+        self.b.set_cr4(value);
+        // PGE, PSE, PAE, PCIDE or SMEP changed: global translations may not survive
+        // (APM vol. 2 §5.5.2).
+        if changed & ((1 << 7) | (1 << 4) | CR4_PAE | CR4_PCIDE | (1 << 20)) != 0 {
+            self.b.flush_tlb();
+        }
+        Ok(())
+    }
+
+    /// WRMSR EFER.
+    pub(crate) fn write_efer(&mut self, value: u64, from_host: bool) -> Result<(), Exception> {
+        let c = self.b.control();
+        let allowed = self.cpuid.efer_allowed().bits() | EFER_LMA;
+        if value & !allowed != 0 {
+            return Err(Exception::gp(0));
+        }
+        let paging = c.cr0 & CR0_PG != 0;
+        if !from_host && paging && (value ^ c.efer) & EFER_LME != 0 {
+            return Err(Exception::gp(0));
+        }
+        // LMA is read-only for the guest.
+        let value = (value & !EFER_LMA) | (c.efer & EFER_LMA);
+        self.b.set_efer(value);
+        if (value ^ c.efer) & (1 << 11) != 0 {
+            self.b.flush_tlb();
+        }
+        Ok(())
+    }
+
+    /// XSETBV.
+    pub(crate) fn answer_xsetbv(&mut self) -> Next {
+        let Some(next) = self.next_rip() else { return Next::Leave };
+        let [rax, rcx, rdx] = [RAX, RCX, RDX].map(|i| self.gprs.0[i]);
+        let value = (rdx << 32) | (rax & 0xffff_ffff);
+        let valid = self.b.cpl() == 0
+            && rcx as u32 == 0
+            && xstate::xcr0_valid(value, self.cpuid.xcr0_allowed());
+        if valid {
+            self.b.set_xcr0(value);
+            self.retire(next);
+        } else {
+            self.raise(Exception::gp(0));
+        }
+        Next::Again
+    }
+}

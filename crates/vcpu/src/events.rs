@@ -1,0 +1,260 @@
+//! Events on their way into the guest: what waits, in which order it goes, what it becomes when
+//! two meet.
+//!
+//! APM vol. 2 §8.2.9 (double faults), §8.5 (priorities), §15.20 (injection).
+
+use backend::{Backend, Event};
+use x86::{Exception, Vector};
+
+use crate::Vcpu;
+
+const RFLAGS_IF: u64 = 1 << 9;
+const RFLAGS_RF: u64 = 1 << 16;
+
+/// What waits for the next entry.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Events {
+    /// An event whose delivery an exit interrupted: goes first.
+    pub again: Option<Event>,
+    /// An exception that a handler raised.
+    pub exception: Option<Exception>,
+    /// The interrupt that a VMM with its own PIC gave (KVM_INTERRUPT).
+    pub external: Option<Vector>,
+    /// Two faults met a third: the guest is to be shut down.
+    pub triple_fault: bool,
+}
+
+/// What raising a second exception makes (APM vol. 2 table 8-4).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Combined {
+    /// The second alone.
+    Second,
+    /// #DF.
+    Double,
+    /// Shutdown.
+    Triple,
+}
+
+fn contributory(vector: u8) -> bool {
+    matches!(vector, 0 | 10..=13)
+}
+
+/// Combines an exception being delivered with one that its delivery raised.
+pub fn combine(first: u8, second: u8) -> Combined {
+    let page_fault = 14;
+    if first == 8 {
+        return if contributory(second) || second == page_fault {
+            Combined::Triple
+        } else {
+            Combined::Second
+        };
+    }
+    let double = (contributory(first) && contributory(second))
+        || (first == page_fault && (contributory(second) || second == page_fault));
+    if double { Combined::Double } else { Combined::Second }
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// Raises an exception at the current instruction.
+    pub(crate) fn raise(&mut self, exception: Exception) {
+        self.recheck = true;
+        let first = match (self.events.again, self.events.exception) {
+            (Some(Event::Exception(e)), _) | (_, Some(e)) => Some(e.vector.0),
+            _ => None,
+        };
+        let combined = first.map_or(Combined::Second, |f| combine(f, exception.vector.0));
+        match combined {
+            Combined::Second => {
+                if first.is_some() {
+                    self.events.again = None;
+                }
+                self.events.exception = Some(exception);
+            }
+            Combined::Double => {
+                self.events.again = None;
+                self.events.exception = Some(Exception::df());
+            }
+            Combined::Triple => {
+                self.events.again = None;
+                self.events.exception = None;
+                self.events.triple_fault = true;
+            }
+        }
+    }
+
+    /// Whether the guest takes external interrupts now.
+    pub(crate) fn interrupts_open(&self) -> bool {
+        self.b.rflags() & RFLAGS_IF != 0 && !self.b.interrupt_shadow() && !self.b.injecting()
+    }
+
+    /// Whether an interrupt could be injected now by a VMM with its own PIC.
+    pub fn ready_for_injection(&self) -> bool {
+        self.interrupts_open()
+            && self.events.again.is_none()
+            && self.events.exception.is_none()
+            && self.events.external.is_none()
+    }
+
+    /// Brings the task priority from the hardware, which the guest writes without an exit, to the
+    /// local APIC.
+    #[inline]
+    pub(crate) fn sync_priority(&mut self) {
+        let cr8 = self.b.cr8();
+        if cr8 != self.cr8_seen {
+            self.cr8_seen = cr8;
+            self.shared.lapic.set_cr8(cr8);
+        }
+    }
+
+    /// The reverse, after the local APIC's task priority changed.
+    #[inline]
+    pub(crate) fn publish_priority(&mut self) {
+        let cr8 = self.shared.lapic.cr8();
+        self.cr8_seen = cr8;
+        self.b.set_cr8(cr8);
+    }
+
+    /// Whether the 8259A has an interrupt for this vCPU.
+    fn pic_pending(&self) -> bool {
+        self.shared.in_kernel_apic
+            && self.vm.extint_pending(&self.shared)
+            && self.shared.lapic.accepts_pic()
+    }
+
+    /// Puts what is deliverable into the entry, highest priority first, and opens windows for what
+    /// has to wait. `kernel`: kernel calls are possible, else `false` is returned when one is
+    /// needed.
+    pub(crate) fn inject_pending(&mut self, kernel: bool) -> bool {
+        self.recheck = false;
+        self.sync_priority();
+        if self.b.injecting() {
+            return true;
+        }
+        if let Some(event) = self.events.again.take() {
+            self.b.inject(event);
+        } else if let Some(exception) = self.events.exception.take() {
+            self.inject_exception(exception);
+        }
+        if self.shared.nmis() != 0 {
+            self.inject_nmi();
+        }
+        self.inject_interrupt(kernel)
+    }
+
+    fn inject_exception(&mut self, exception: Exception) {
+        // Faults push RF set, so that a breakpoint on the instruction does not hit again.
+        if exception.vector.0 != 1 {
+            self.b.set_rflags(self.b.rflags() | RFLAGS_RF);
+        }
+        self.b.inject(Event::Exception(exception));
+    }
+
+    fn inject_nmi(&mut self) {
+        if !self.b.injecting() && self.b.nmi_allowed() && self.shared.take_nmi() {
+            self.b.inject(Event::Nmi);
+        }
+        if self.shared.nmis() != 0 {
+            self.b.set_nmi_window();
+        }
+    }
+
+    fn inject_interrupt(&mut self, kernel: bool) -> bool {
+        if !self.shared.in_kernel_apic {
+            return self.inject_external();
+        }
+        let pic = self.pic_pending();
+        if pic && !kernel {
+            return false;
+        }
+        let lapic = &self.shared.lapic;
+        let mut waiting = pic || lapic.highest_pending().is_some();
+        if waiting && self.interrupts_open() {
+            let vector = if pic {
+                self.vm.extint_ack()
+            } else {
+                lapic.highest_pending().inspect(|v| lapic.ack(*v))
+            };
+            if let Some(vector) = vector {
+                self.b.inject(Event::Interrupt(vector));
+                if kernel && !pic {
+                    self.offer_pv_eoi();
+                }
+            }
+            waiting = self.pic_pending() || self.shared.lapic.highest_pending().is_some();
+        }
+        self.b.set_interrupt_window(waiting);
+        self.update_cr8_intercept(waiting);
+        true
+    }
+
+    /// The guest lowers its priority without an exit, unless something waits for just that. While
+    /// a window is open CR8 is watched too.
+    fn update_cr8_intercept(&mut self, window: bool) {
+        let held_back = self
+            .shared
+            .lapic
+            .highest_requested()
+            .is_some_and(|v| v.0 >> 4 <= self.shared.lapic.tpr() >> 4);
+        self.b.set_cr8_intercept(window || held_back);
+    }
+
+    fn inject_external(&mut self) -> bool {
+        if let Some(vector) = self.events.external
+            && self.interrupts_open()
+        {
+            self.events.external = None;
+            self.b.inject(Event::Interrupt(vector));
+        }
+        self.b.set_interrupt_window(self.events.external.is_some() || self.window_wanted);
+        true
+    }
+
+    /// After an exit that may have interrupted a delivery: keeps the event for the next entry.
+    pub(crate) fn keep_interrupted_delivery(&mut self) {
+        if let Some(event) = self.b.interrupted_delivery() {
+            // INT n, INT3 and INTO: RIP is still at the instruction, which is executed again.
+            let by_instruction = match event {
+                Event::Software(_) => true,
+                Event::Exception(e) => matches!(e.vector.0, 3 | 4),
+                _ => false,
+            };
+            if by_instruction {
+                return;
+            }
+            self.events.again = Some(event);
+            self.recheck = true;
+            if event == Event::Nmi {
+                // It was not delivered: the handler does not run yet.
+                self.b.set_nmi_masked(false);
+            }
+        }
+    }
+
+    /// An entry that was prepared does not happen: takes the event back.
+    pub(crate) fn take_back_injection(&mut self) {
+        if let Some(event) = self.b.cancel_injection() {
+            self.events.again = Some(event);
+            if event == Event::Nmi {
+                self.b.set_nmi_masked(false);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_combine_as_the_manual_says() {
+        const PF: u8 = 14;
+        const GP: u8 = 13;
+        assert_eq!(combine(GP, GP), Combined::Double);
+        assert_eq!(combine(PF, PF), Combined::Double);
+        assert_eq!(combine(PF, GP), Combined::Double);
+        assert_eq!(combine(GP, PF), Combined::Second);
+        assert_eq!(combine(6, GP), Combined::Second);
+        assert_eq!(combine(8, GP), Combined::Triple);
+        assert_eq!(combine(8, PF), Combined::Triple);
+    }
+}

@@ -1,0 +1,220 @@
+//! The inner loop: inject, enter, look at the exit, answer it and enter again, with interrupts off
+//! from beginning to end.
+//!
+//! Rules (each has its budget in `tests/budget.rs`): no allocation, no CPUID, no MSR write of an
+//! unchanged value, no indirect call, no look at requests, signals or need_resched between two
+//! entries. The last holds because whatever becomes pending comes with an IPI or a timer interrupt
+//! while the mode is `InGuest` (see `vm::vcpu_shared`), and either ends the next entry at once.
+//! Handlers that call the kernel are the exception: a call may set need_resched without an
+//! interrupt, so they look again before they go on.
+
+use backend::{Backend, Exit};
+use host::{irq, task};
+
+use crate::Vcpu;
+
+/// What became of an exit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Next {
+    /// Answered: enter again.
+    Again,
+    /// Answered, but something outside waits: leave the loop.
+    Done,
+    /// Not here: leave the loop, to be handled outside.
+    Leave,
+}
+
+/// Why the inner loop was left.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Left {
+    /// An exit that has to be handled outside.
+    Exit(Exit),
+    /// Something was pending; nothing was run, or everything is done.
+    Pending,
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// Runs the guest until an exit has to be handled outside.
+    pub(crate) fn enter_guest(&mut self) -> Left {
+        irq::disable();
+        self.shared.enter_mode();
+        if self.shared.has_requests() || task::work_pending() {
+            self.shared.leave_mode();
+            irq::enable();
+            return Left::Pending;
+        }
+        // Interrupts that arrived until now are in the IRR; later ones come with an IPI.
+        if self.recheck || self.shared.lapic.maybe_pending() || self.shared.index == 0 {
+            self.inject_pending(true);
+        }
+        irq::guest_enter();
+        self.b.load();
+        self.loop_clock.forget();
+        let exit = self.loop_until_left();
+        self.b.unload();
+        self.shared.leave_mode();
+        irq::guest_exit();
+        if exit == Exit::MachineCheck {
+            host::hostcpu::machine_check();
+        }
+        irq::enable();
+        Left::Exit(exit)
+    }
+
+    #[inline]
+    fn loop_until_left(&mut self) -> Exit {
+        loop {
+            self.b.enter(&mut self.gprs);
+            self.stats.exits = self.stats.exits.wrapping_add(1);
+            let exit = self.b.exit();
+            match self.answer(exit) {
+                Next::Again => {}
+                Next::Done => return Exit::Interrupt,
+                Next::Leave => return exit,
+            }
+            self.stats.fast = self.stats.fast.wrapping_add(1);
+            // An answer that cannot be injected here was given all the same: leave quietly.
+            if self.recheck && (!self.inject_pending(false) || self.events.triple_fault) {
+                self.recheck = true;
+                return Exit::Interrupt;
+            }
+        }
+    }
+
+    /// Answers an exit if that is possible without leaving the loop.
+    #[inline(always)]
+    fn answer(&mut self, exit: Exit) -> Next {
+        match exit {
+            Exit::Cpuid => self.answer_cpuid(),
+            Exit::Wrmsr => self.answer_wrmsr(),
+            Exit::Rdmsr => self.answer_rdmsr(),
+            Exit::NestedFault(fault) => self.answer_mmio(fault),
+            Exit::Io(io) => self.answer_io(io),
+            Exit::Hypercall => self.answer_hypercall(),
+            Exit::CacheFlush => self.answer_nothing(),
+            Exit::Hlt => self.answer_hlt(),
+            Exit::Cr(access) => self.answer_cr(access),
+            Exit::Xsetbv => self.answer_xsetbv(),
+            Exit::InterruptWindow => {
+                self.b.set_interrupt_window(false);
+                self.recheck = true;
+                // A VMM with its own PIC may be waiting for just this.
+                if self.window_wanted { Next::Done } else { Next::Again }
+            }
+            Exit::DebugReg if self.guest_debug == 0 => {
+                // The registers are loaded when the loop is entered; the access is executed again.
+                self.b.own_debug_regs();
+                Next::Done
+            }
+            _ => Next::Leave,
+        }
+    }
+
+    /// Runs `f` with the host's segment state, so that it may call the kernel, and looks at what
+    /// such a call may have left without an interrupt.
+    #[inline]
+    pub(crate) fn with_kernel<R>(&mut self, f: impl FnOnce(&mut Self) -> R) -> (R, Next) {
+        self.b.host_segments();
+        let result = f(self);
+        let next = if task::work_pending() { Next::Done } else { Next::Again };
+        self.b.guest_segments();
+        (result, next)
+    }
+
+    /// RIP of the next instruction: from the CPU, or by decoding what lies at RIP.
+    #[inline]
+    pub(crate) fn next_rip(&mut self) -> Option<u64> {
+        if let Some(rip) = self.b.next_rip() {
+            return Some(rip);
+        }
+        let (bytes, len) = self.fetch_here()?;
+        let size = self.code_size();
+        let length = emulate::length(bytes.get(..usize::from(len))?, size)?;
+        Some(self.wrap_rip(self.b.rip().wrapping_add(u64::from(length))))
+    }
+
+    /// RIP within the code segment's width.
+    #[inline]
+    pub(crate) fn wrap_rip(&self, rip: u64) -> u64 {
+        match self.code_size() {
+            emulate::CodeSize::Bits64 => rip,
+            _ => rip & 0xffff_ffff,
+        }
+    }
+
+    /// Moves past a handled instruction. A guest that single-steps gets its #DB.
+    #[inline]
+    pub(crate) fn retire(&mut self, next_rip: u64) {
+        self.b.retire(next_rip);
+        let rflags = self.b.rflags();
+        if rflags & ((1 << 8) | (1 << 16)) != 0 {
+            self.retire_flags(rflags);
+        }
+    }
+
+    #[cold]
+    fn retire_flags(&mut self, rflags: u64) {
+        const TF: u64 = 1 << 8;
+        const RF: u64 = 1 << 16;
+        self.b.set_rflags(rflags & !RF);
+        if rflags & TF != 0 {
+            const DR6_BS: u64 = 1 << 14;
+            self.raise(x86::Exception::db(DR6_BS));
+        }
+    }
+
+    fn answer_cpuid(&mut self) -> Next {
+        let Some(next) = self.next_rip() else { return Next::Leave };
+        self.do_cpuid();
+        self.retire(next);
+        Next::Again
+    }
+
+    /// What the dynamic bits of CPUID depend on.
+    #[inline]
+    pub(crate) fn cpuid_inputs(&self) -> cpuid::DynamicInputs {
+        let cr4 = self.b.control().cr4;
+        cpuid::DynamicInputs {
+            cr4_osxsave: cr4 & (1 << 18) != 0,
+            cr4_pke: cr4 & (1 << 22) != 0,
+            apic_enabled: self.shared.lapic.enabled(),
+            xcr0: self.b.xcr0(),
+            xss: self.b.xss(),
+        }
+    }
+
+    /// CPUID itself.
+    #[inline]
+    pub(crate) fn do_cpuid(&mut self) {
+        let inputs = self.cpuid_inputs();
+        let leaf = self.gprs.0[backend::RAX] as u32;
+        let subleaf = self.gprs.0[backend::RCX] as u32;
+        let [a, b, c, d] = self.cpuid.lookup(leaf, subleaf, &inputs);
+        self.gprs.0[backend::RAX] = a.into();
+        self.gprs.0[backend::RBX] = b.into();
+        self.gprs.0[backend::RCX] = c.into();
+        self.gprs.0[backend::RDX] = d.into();
+    }
+
+    fn answer_nothing(&mut self) -> Next {
+        let Some(next) = self.next_rip() else { return Next::Leave };
+        self.retire(next);
+        Next::Again
+    }
+
+    /// HLT with an interrupt pending goes on at once.
+    fn answer_hlt(&mut self) -> Next {
+        self.sync_priority();
+        const RFLAGS_IF: u64 = 1 << 9;
+        if !self.shared.in_kernel_apic
+            || self.b.rflags() & RFLAGS_IF == 0
+            || self.shared.lapic.highest_pending().is_none()
+        {
+            return Next::Leave;
+        }
+        let Some(next) = self.next_rip() else { return Next::Leave };
+        self.retire(next);
+        self.recheck = true;
+        Next::Again
+    }
+}

@@ -1,0 +1,178 @@
+//! The local APIC as an exit reaches it: by MSR, by its page, by the deadline MSR. What a write
+//! asks for is done here.
+
+use backend::Backend;
+use irqchip::{
+    IrqMessage,
+    lapic::{HostTimer, LapicEffect, TimerClock, TimerOp},
+};
+
+use crate::{Vcpu, inner::Next};
+
+/// Host time inside the loop, derived from the TSC: one call of the kernel's clock serves all
+/// handlers until the loop is left.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LoopClock {
+    base: Option<Base>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Base {
+    tsc: u64,
+    ns: u64,
+    /// Nanoseconds in a tick, 32.32 fixed point.
+    mult: u64,
+}
+
+impl LoopClock {
+    /// The loop was left: the kernel may have adjusted its clock.
+    #[inline]
+    pub fn forget(&mut self) {
+        self.base = None;
+    }
+}
+
+struct HostAlarm<'a>(&'a vm::vcpu_shared::SharedVcpu);
+
+impl HostTimer for HostAlarm<'_> {
+    fn start(&self, ns: u64) {
+        self.0.start(ns);
+    }
+    fn cancel(&self) {
+        self.0.cancel();
+    }
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// The present, outside the loop or with the host's segments loaded.
+    pub(crate) fn clock_now(&mut self) -> TimerClock {
+        let now_ns = host::clock::monotonic_ns();
+        let tsc = self.b.host_tsc();
+        let mult = (1_000_000u64 << 32) / u64::from(host::clock::tsc_khz().max(1));
+        self.loop_clock.base = Some(Base { tsc, ns: now_ns, mult });
+        TimerClock { now_ns, guest_tsc: self.b.guest_tsc(tsc), tsc_khz: self.tsc_khz }
+    }
+
+    /// The present inside the loop, if the base is known: no kernel call.
+    #[inline]
+    fn clock_in_loop(&mut self) -> Option<TimerClock> {
+        let base = self.loop_clock.base?;
+        let tsc = self.b.host_tsc();
+        let ticks = u128::from(tsc.wrapping_sub(base.tsc));
+        let now_ns = base.ns.wrapping_add(((ticks * u128::from(base.mult)) >> 32) as u64);
+        Some(TimerClock { now_ns, guest_tsc: self.b.guest_tsc(tsc), tsc_khz: self.tsc_khz })
+    }
+
+    /// Does a timer operation; the kernel may be called.
+    pub(crate) fn do_timer(&mut self, op: TimerOp) {
+        if let TimerOp::Expired(accepted) = op
+            && accepted.kick()
+        {
+            self.recheck = true;
+        }
+        op.apply(&self.shared.lapic, &HostAlarm(&self.shared));
+    }
+
+    /// WRMSR IA32_TSC_DEADLINE inside the loop.
+    #[inline]
+    pub(crate) fn deadline_in_loop(&mut self, value: u64) -> Next {
+        // A deadline that has passed needs no host time at all.
+        let tsc = self.b.host_tsc();
+        let guest_tsc = self.b.guest_tsc(tsc);
+        let past = value <= guest_tsc;
+        let clock = if past {
+            TimerClock { now_ns: 0, guest_tsc, tsc_khz: self.tsc_khz }
+        } else {
+            match self.clock_in_loop() {
+                Some(clock) => clock,
+                None => {
+                    let (clock, next) = self.with_kernel(Self::clock_now);
+                    if next != Next::Again {
+                        self.set_deadline_with_kernel(value, &clock);
+                        return next;
+                    }
+                    clock
+                }
+            }
+        };
+        match self.shared.lapic.set_tsc_deadline(value, &clock) {
+            TimerOp::Leave => Next::Again,
+            TimerOp::Expired(accepted) => {
+                self.recheck |= accepted.kick();
+                Next::Again
+            }
+            op => self.with_kernel(|v| v.do_timer(op)).1,
+        }
+    }
+
+    #[cold]
+    fn set_deadline_with_kernel(&mut self, value: u64, clock: &TimerClock) {
+        let op = self.shared.lapic.set_tsc_deadline(value, clock);
+        self.b.host_segments();
+        self.do_timer(op);
+        self.b.guest_segments();
+    }
+
+    /// Sets the deadline outside the loop.
+    pub(crate) fn set_deadline(&mut self, value: u64) {
+        let clock = self.clock_now();
+        let op = self.shared.lapic.set_tsc_deadline(value, &clock);
+        self.do_timer(op);
+    }
+
+    /// Follows a register write inside the loop.
+    #[inline]
+    pub(crate) fn effect_in_loop(&mut self, effect: LapicEffect) -> Next {
+        match effect {
+            LapicEffect::None => Next::Again,
+            LapicEffect::Eoi { level: false, .. } => {
+                self.recheck |= self.shared.lapic.maybe_pending();
+                Next::Again
+            }
+            LapicEffect::TprChanged => {
+                self.publish_priority();
+                self.recheck = true;
+                Next::Again
+            }
+            LapicEffect::SelfIpi(vector) => {
+                let accepted = self.shared.lapic.accept_fixed(vector, false);
+                self.recheck |= accepted.kick();
+                Next::Again
+            }
+            effect => self.with_kernel(|v| v.effect(effect)).1,
+        }
+    }
+
+    /// Follows a register write; the kernel may be called.
+    pub(crate) fn effect(&mut self, effect: LapicEffect) {
+        self.recheck = true;
+        match effect {
+            LapicEffect::None => {}
+            LapicEffect::Eoi { vector, level } => {
+                if level || self.vm.counts_eoi(vector) {
+                    self.vm.eoi(vector, level);
+                }
+            }
+            LapicEffect::TprChanged => self.publish_priority(),
+            LapicEffect::SelfIpi(vector) => {
+                let _ = self.shared.lapic.accept_fixed(vector, false);
+            }
+            LapicEffect::SendIpi(message) => {
+                self.send_ipi(&message);
+            }
+            LapicEffect::TimerChanged(change) => {
+                let clock = self.clock_now();
+                let op = self.shared.lapic.timer_update(change, clock.now_ns);
+                self.do_timer(op);
+            }
+            LapicEffect::EnableChanged | LapicEffect::Lint0Changed => {
+                self.vm.apic_changed();
+            }
+        }
+    }
+
+    /// Delivers an IPI; whether somebody took it.
+    pub(crate) fn send_ipi(&mut self, message: &IrqMessage) -> bool {
+        self.vm.send_ipi(&self.shared, message)
+    }
+}

@@ -1,0 +1,158 @@
+//! Nested page faults that are device accesses: the local APIC's page inside the loop, everything
+//! else outside it.
+
+use backend::{Backend, NestedFault};
+use emulate::{CodeSize, Decoded, Fetched, SimpleMmio};
+use mmu::{Npt, PagingContext};
+use x86::cpuid::{Vendor, feature};
+
+use crate::{Vcpu, inner::Next};
+
+/// The timer's current count, the one register whose value needs the time.
+const TIMER_CURRENT: u32 = 0x390;
+
+impl<B: Backend> Vcpu<B> {
+    /// How the guest addresses memory now.
+    #[inline]
+    pub(crate) fn paging(&self) -> PagingContext {
+        let c = self.b.control();
+        PagingContext {
+            cr0: c.cr0,
+            cr3: c.cr3,
+            cr4: c.cr4,
+            efer: c.efer,
+            rflags_ac: self.b.rflags() & (1 << 18) != 0,
+            cpl: self.b.cpl(),
+            pkru: self.b.pkru(),
+            maxphyaddr: self.cpuid.maxphyaddr(),
+            gbpages: self.cpuid.has(feature::GBPAGES),
+            amd: self.cpuid.vendor() == Vendor::Amd,
+        }
+    }
+
+    /// Operand and address size of the code segment.
+    #[inline]
+    pub(crate) fn code_size(&self) -> CodeSize {
+        let cs = self.b.segment(backend::SegmentName::Cs);
+        let c = self.b.control();
+        const EFER_LMA: u64 = 1 << 10;
+        if c.efer & EFER_LMA != 0 && cs.is_long() {
+            CodeSize::Bits64
+        } else if c.cr0 & 1 != 0 && self.b.rflags() & (1 << 17) == 0 && cs.is_default_big() {
+            CodeSize::Bits32
+        } else {
+            CodeSize::Bits16
+        }
+    }
+
+    /// Linear address of RIP.
+    #[inline]
+    pub(crate) fn linear_rip(&self) -> u64 {
+        let rip = self.b.rip();
+        match self.code_size() {
+            CodeSize::Bits64 => rip,
+            _ => {
+                let base = self.b.segment(backend::SegmentName::Cs).base;
+                base.wrapping_add(rip) & 0xffff_ffff
+            }
+        }
+    }
+
+    /// Instruction bytes at RIP without sleeping: for the loop.
+    #[inline]
+    pub(crate) fn fetch_here(&mut self) -> Option<([u8; 16], u8)> {
+        let context = self.paging();
+        let rip = self.linear_rip();
+        let view = self.vm.memory().view();
+        let code = self.fetch.fetch::<Npt>(&context, rip, &view)?;
+        Some((code.bytes, code.len.min(15) as u8))
+    }
+
+    /// The decoded instruction at RIP without sleeping.
+    #[inline]
+    pub(crate) fn decode_here(&mut self) -> Option<Decoded> {
+        let size = self.code_size();
+        let assisted = self.b.insn_bytes();
+        let fetched = if assisted.is_empty() {
+            let (bytes, len) = self.fetch_here()?;
+            Fetched::new(bytes.get(..usize::from(len))?, size)
+        } else {
+            Fetched::new(assisted, size)
+        };
+        self.decode.get(fetched).ok()
+    }
+
+    /// A nested fault inside the loop: answered if it is a simple access to the APIC's page.
+    #[inline]
+    pub(crate) fn answer_mmio(&mut self, fault: NestedFault) -> Next {
+        if fault.gpa.0 & !0xfff != self.shared.lapic.base() & !0xfff
+            || !fault.final_access
+            || fault.fetch
+            || self.pv_eoi_offered
+            || !self.shared.in_kernel_apic
+            || self.shared.lapic.mmio_base().is_none()
+        {
+            return Next::Leave;
+        }
+        // The access interrupted a delivery: its event has to be kept, outside.
+        if self.b.interrupted_delivery().is_some() {
+            return Next::Leave;
+        }
+        let Some(decoded) = self.decode_here() else { return Next::Leave };
+        let Some(simple) = decoded.simple_mmio() else { return Next::Leave };
+        let offset = (fault.gpa.0 & 0xfff) as u32;
+        // The fault names the first byte that faulted, which is not the access's first when that
+        // began in another page. The segments that matter here are the loop's only in 64-bit mode.
+        if offset > 0xffc
+            || self.code_size() != CodeSize::Bits64
+            || u32::from(self.page_offset(&decoded)) != offset
+        {
+            return Next::Leave;
+        }
+        let next = self.wrap_rip(self.b.rip().wrapping_add(u64::from(decoded.len())));
+        match simple {
+            SimpleMmio::Load { size: 4, dest, .. } if !fault.write => {
+                if offset & 0xf != 0 || offset == TIMER_CURRENT {
+                    return Next::Leave;
+                }
+                self.sync_priority();
+                let value = self.shared.lapic.read(offset, || 0);
+                let index = usize::from(dest.index & 15);
+                if let Some(slot) = self.gprs.0.get_mut(index)
+                    && let Some(loaded) = simple.loaded(*slot, value.into())
+                {
+                    *slot = loaded;
+                }
+                self.retire(next);
+                Next::Again
+            }
+            SimpleMmio::StoreReg { size: 4, src } if fault.write => {
+                let index = usize::from(src.index & 15);
+                let value = self.gprs.0.get(index).map_or(0, |v| src.extract(*v));
+                self.apic_store(offset, value as u32, next)
+            }
+            SimpleMmio::StoreImm { size: 4, value } if fault.write => {
+                self.apic_store(offset, value as u32, next)
+            }
+            _ => Next::Leave,
+        }
+    }
+
+    /// Offset in its page of the memory operand. FS and GS bases are not in the control block while
+    /// the loop runs, but bases are page-aligned or the check fails, which is safe.
+    #[inline]
+    fn page_offset(&self, decoded: &Decoded) -> u16 {
+        decoded.page_offset(|i| self.gprs.0.get(i & 15).copied().unwrap_or(0), self.b.rip(), |_| 0)
+    }
+
+    #[inline]
+    fn apic_store(&mut self, offset: u32, value: u32, next: u64) -> Next {
+        if offset & 0xf != 0 {
+            return Next::Leave;
+        }
+        self.sync_priority();
+        self.retire(next);
+        let effect = self.shared.lapic.write(offset, value);
+        self.effect_in_loop(effect)
+    }
+}

@@ -1,0 +1,277 @@
+//! RDMSR and WRMSR: which floor an MSR belongs to, and what a write asks for beside its value.
+
+use backend::{Backend, RAX, RCX, RDX};
+use irqchip::lapic::BaseRules;
+use msr::{Class, Effect, GuestFacts};
+use x86::Exception;
+
+use crate::{Vcpu, inner::Next};
+
+/// The MSR does not exist for this guest, or does not take the value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Refused;
+
+const TSC: u32 = 0x10;
+const APIC_BASE: u32 = 0x1b;
+const SPEC_CTRL: u32 = 0x48;
+const PRED_CMD: u32 = 0x49;
+const TSC_DEADLINE: u32 = 0x6e0;
+const XSS: u32 = 0xda0;
+const EFER: u32 = 0xc000_0080;
+const TSC_AUX: u32 = 0xc000_0103;
+const PAT: u32 = 0x277;
+const DEBUGCTL: u32 = 0x1d9;
+
+impl<B: Backend> Vcpu<B> {
+    fn facts(&self) -> GuestFacts {
+        self.cpuid.msr_facts()
+    }
+
+    fn is_canonical(&self, address: u64) -> bool {
+        let bits = if self.cpuid.has(x86::cpuid::feature::LA57) { 57 } else { 48 };
+        x86::reg::is_canonical(address, bits)
+    }
+
+    fn msr_operand(&self) -> u64 {
+        (self.gprs.0[RDX] << 32) | (self.gprs.0[RAX] & 0xffff_ffff)
+    }
+
+    fn set_msr_result(&mut self, value: u64) {
+        self.gprs.0[RAX] = value & 0xffff_ffff;
+        self.gprs.0[RDX] = value >> 32;
+    }
+
+    /// RDMSR inside the loop.
+    pub(crate) fn answer_rdmsr(&mut self) -> Next {
+        const TIMER_CURRENT: u32 = 0x839;
+        let index = self.gprs.0[RCX] as u32;
+        if index == TIMER_CURRENT || self.pv_eoi_offered {
+            return Next::Leave;
+        }
+        let Some(next) = self.next_rip() else { return Next::Leave };
+        match self.read_msr(index, false) {
+            Ok(value) => {
+                self.set_msr_result(value);
+                self.retire(next);
+            }
+            Err(Refused) => self.raise(Exception::gp(0)),
+        }
+        Next::Again
+    }
+
+    /// WRMSR inside the loop.
+    pub(crate) fn answer_wrmsr(&mut self) -> Next {
+        let index = self.gprs.0[RCX] as u32;
+        if self.pv_eoi_offered {
+            return Next::Leave;
+        }
+        let class = msr::classify(index);
+        match class {
+            Class::X2Apic => self.wrmsr_x2apic(index),
+            Class::Apic if index == TSC_DEADLINE => {
+                let Some(next) = self.next_rip() else { return Next::Leave };
+                if !self.has_deadline() {
+                    self.raise(Exception::gp(0));
+                    return Next::Again;
+                }
+                let value = self.msr_operand();
+                self.retire(next);
+                self.deadline_in_loop(value)
+            }
+            // These write guest memory, or what depends on them is not the loop's.
+            Class::Apic | Class::Pv => Next::Leave,
+            Class::Backend | Class::Store | Class::Unknown => {
+                let Some(next) = self.next_rip() else { return Next::Leave };
+                let value = self.msr_operand();
+                match self.write_msr(index, value, false) {
+                    Ok(()) => self.retire(next),
+                    Err(Refused) => self.raise(Exception::gp(0)),
+                }
+                Next::Again
+            }
+        }
+    }
+
+    #[inline]
+    fn wrmsr_x2apic(&mut self, index: u32) -> Next {
+        if !self.shared.in_kernel_apic {
+            return Next::Leave;
+        }
+        let Some(next) = self.next_rip() else { return Next::Leave };
+        self.sync_priority();
+        let value = self.msr_operand();
+        match self.shared.lapic.write_x2(index, value) {
+            Ok(effect) => {
+                self.retire(next);
+                self.effect_in_loop(effect)
+            }
+            Err(_) => {
+                self.raise(Exception::gp(0));
+                Next::Again
+            }
+        }
+    }
+
+    /// RDMSR outside the loop.
+    pub(crate) fn do_rdmsr(&mut self) -> Result<(), Exception> {
+        let index = self.gprs.0[RCX] as u32;
+        let value = self.read_msr(index, false).map_err(|_| Exception::gp(0))?;
+        self.set_msr_result(value);
+        Ok(())
+    }
+
+    /// WRMSR outside the loop.
+    pub(crate) fn do_wrmsr(&mut self) -> Result<(), Exception> {
+        let (index, value) = (self.gprs.0[RCX] as u32, self.msr_operand());
+        if msr::classify(index) == Class::X2Apic && self.shared.in_kernel_apic {
+            self.sync_priority();
+            let effect = self.shared.lapic.write_x2(index, value).map_err(|_| Exception::gp(0))?;
+            self.effect(effect);
+            return Ok(());
+        }
+        self.write_msr(index, value, false).map_err(|_| Exception::gp(0))
+    }
+
+    fn has_deadline(&self) -> bool {
+        self.cpuid.has(x86::cpuid::feature::TSC_DEADLINE)
+    }
+
+    /// Reads an MSR; `host`: for KVM_GET_MSRS, which asks no questions of CPUID.
+    pub fn read_msr(&mut self, index: u32, host: bool) -> Result<u64, Refused> {
+        match msr::classify(index) {
+            Class::Backend => self.read_backend_msr(index, host),
+            Class::X2Apic => {
+                if !self.shared.in_kernel_apic {
+                    return Err(Refused);
+                }
+                self.sync_priority();
+                self.shared.lapic.read_x2(index, host::clock::monotonic_ns).map_err(|_| Refused)
+            }
+            Class::Apic => match index {
+                APIC_BASE => Ok(self.shared.lapic.base()),
+                TSC_DEADLINE if host || self.has_deadline() => Ok(self.shared.lapic.tsc_deadline()),
+                _ => Err(Refused),
+            },
+            Class::Pv => self.read_pv_msr(index, host),
+            Class::Store => self.store.read(index, host, &self.facts()).map_err(|_| Refused),
+            Class::Unknown => Err(Refused),
+        }
+    }
+
+    fn read_backend_msr(&mut self, index: u32, host: bool) -> Result<u64, Refused> {
+        match index {
+            TSC => {
+                let tsc = self.b.host_tsc();
+                Ok(self.b.guest_tsc(tsc))
+            }
+            EFER => Ok(self.b.control().efer),
+            TSC_AUX if !host && !self.cpuid.has_tsc_aux() => Err(Refused),
+            XSS if !host && !self.cpuid.has(x86::cpuid::feature::XSAVES) => Err(Refused),
+            SPEC_CTRL if !host && !self.cpuid.has_spec_ctrl() => Err(Refused),
+            _ => self.b.msr(index).map_err(|_| Refused),
+        }
+    }
+
+    /// Writes an MSR; `host`: for KVM_SET_MSRS.
+    pub fn write_msr(&mut self, index: u32, value: u64, host: bool) -> Result<(), Refused> {
+        match msr::classify(index) {
+            Class::Backend => self.write_backend_msr(index, value, host),
+            Class::X2Apic => {
+                if !self.shared.in_kernel_apic {
+                    return Err(Refused);
+                }
+                let effect = self.shared.lapic.write_x2(index, value).map_err(|_| Refused)?;
+                self.effect(effect);
+                Ok(())
+            }
+            Class::Apic => match index {
+                APIC_BASE => self.set_apic_base(value, host).map_err(|_| Refused),
+                TSC_DEADLINE if host || self.has_deadline() => {
+                    self.set_deadline(value);
+                    Ok(())
+                }
+                _ => Err(Refused),
+            },
+            Class::Pv => self.write_pv_msr(index, value, host),
+            Class::Store => {
+                let facts = self.facts();
+                let effect = self.store.write(index, value, host, &facts).map_err(|_| Refused)?;
+                self.store_effect(effect, host);
+                Ok(())
+            }
+            Class::Unknown => Err(Refused),
+        }
+    }
+
+    fn store_effect(&mut self, effect: Effect, host: bool) {
+        match effect {
+            Effect::TscAdjusted { delta } if !host => {
+                self.move_tsc(delta);
+            }
+            Effect::PredictionBarrier => self.b.prediction_barrier(),
+            _ => {}
+        }
+    }
+
+    fn move_tsc(&mut self, delta: i64) {
+        self.tsc_offset = self.tsc_offset.wrapping_add(delta as u64);
+        self.b.set_tsc(self.tsc_offset, self.tsc_ratio);
+    }
+
+    fn write_backend_msr(&mut self, index: u32, value: u64, host: bool) -> Result<(), Refused> {
+        match index {
+            EFER => self.write_efer(value, host).map_err(|_| Refused),
+            TSC => {
+                let now = self.b.host_tsc();
+                if host {
+                    self.set_guest_tsc(value, now);
+                } else {
+                    // A guest's write moves TSC_ADJUST along (SDM vol. 3B §17.17.3).
+                    let delta = value.wrapping_sub(self.b.guest_tsc(now));
+                    self.store.adjust_tsc(delta as i64);
+                    self.move_tsc(delta as i64);
+                }
+                Ok(())
+            }
+            PAT if !msr::pat_is_valid(value) => Err(Refused),
+            TSC_AUX if (!host && !self.cpuid.has_tsc_aux()) || value >> 32 != 0 => Err(Refused),
+            XSS if value & !self.cpuid.xss_allowed() != 0 => Err(Refused),
+            SPEC_CTRL if !msr::spec_ctrl_is_valid(value, &self.facts(), host) => Err(Refused),
+            DEBUGCTL if value & !3 != 0 => Err(Refused),
+            PRED_CMD => Err(Refused),
+            _ => {
+                if msr::holds_address(index) && !self.is_canonical(value) {
+                    return Err(Refused);
+                }
+                self.b.set_msr(index, value).map_err(|_| Refused)
+            }
+        }
+    }
+
+    /// KVM_SET_MSRS of the TSC. Writes that a VMM makes to all vCPUs one after another are meant
+    /// to give them the same TSC.
+    fn set_guest_tsc(&mut self, value: u64, now: u64) {
+        let scaled = self.b.guest_tsc(now).wrapping_sub(self.tsc_offset);
+        self.tsc_offset = self.vm.match_tsc(value, scaled, self.tsc_khz);
+        self.b.set_tsc(self.tsc_offset, self.tsc_ratio);
+        self.shared.request(vm::vcpu_shared::Request::Clock);
+    }
+
+    pub(crate) fn set_apic_base(&mut self, value: u64, host: bool) -> Result<(), Refused> {
+        if !self.shared.in_kernel_apic {
+            // The APIC is the VMM's; only the value is kept for it.
+            return if host { Ok(()) } else { Err(Refused) };
+        }
+        let rules = BaseRules {
+            maxphyaddr: self.cpuid.maxphyaddr(),
+            x2apic: self.cpuid.has(x86::cpuid::feature::X2APIC),
+            host,
+        };
+        let change = self.shared.lapic.set_base(value, rules).map_err(|_| Refused)?;
+        if change.mode {
+            self.vm.apic_changed();
+            self.recheck = true;
+        }
+        Ok(())
+    }
+}

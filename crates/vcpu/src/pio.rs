@@ -1,0 +1,97 @@
+//! Port I/O: devices in the kernel inside the loop, user space outside it.
+
+use backend::{Backend, IoExit, RAX};
+
+use crate::{Vcpu, exit::UserExit, inner::Next, run::Open};
+
+/// Puts `size` bytes of `value` into RAX as IN does: AL and AX keep the rest, EAX clears it.
+pub(crate) fn merge(rax: u64, value: u64, size: u8) -> u64 {
+    match size {
+        1 => (rax & !0xff) | (value & 0xff),
+        2 => (rax & !0xffff) | (value & 0xffff),
+        _ => value & 0xffff_ffff,
+    }
+}
+
+fn mask(value: u64, size: u8) -> u64 {
+    match size {
+        1 => value & 0xff,
+        2 => value & 0xffff,
+        _ => value & 0xffff_ffff,
+    }
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// RIP after a port instruction: the CPU gives it, or it is decoded.
+    fn io_next(&mut self, io: IoExit) -> Option<u64> {
+        if io.next_rip != 0 { Some(io.next_rip) } else { self.next_rip() }
+    }
+
+    /// A port access inside the loop.
+    #[inline]
+    pub(crate) fn answer_io(&mut self, io: IoExit) -> Next {
+        if io.string || !self.vm.kernel_has_port(io.port) {
+            return Next::Leave;
+        }
+        let Some(next) = self.io_next(io) else { return Next::Leave };
+        let (served, then) = self.with_kernel(|v| v.kernel_io(io));
+        if !served {
+            // Nothing was done: the slow path asks user space.
+            return Next::Leave;
+        }
+        self.retire(next);
+        then
+    }
+
+    /// A port access served in the kernel. False when no device there wants it.
+    fn kernel_io(&mut self, io: IoExit) -> bool {
+        let rax = self.gprs.0[RAX];
+        if io.input {
+            let mut value = 0;
+            if !self.vm.port_read(io.port, io.size, &mut value) {
+                return false;
+            }
+            self.gprs.0[RAX] = merge(rax, value.into(), io.size);
+        } else if !self.vm.port_write(io.port, io.size, mask(rax, io.size) as u32) {
+            return false;
+        }
+        // The 8259A's output may have changed.
+        self.recheck = true;
+        true
+    }
+
+    /// A port access outside the loop: the kernel's devices, else user space.
+    pub(crate) fn slow_io(&mut self, io: IoExit) -> Option<UserExit> {
+        if io.string {
+            return self.emulate_here(None);
+        }
+        let next = match self.io_next(io) {
+            Some(next) => next,
+            None => return self.emulate_here(None),
+        };
+        if self.vm.kernel_has_port(io.port) && self.kernel_io(io) {
+            self.retire(next);
+            return None;
+        }
+        if io.input {
+            self.open = Open::In { size: io.size, next };
+            self.io_data = [0; 8];
+        } else {
+            self.open = Open::Out { next };
+            self.io_data = mask(self.gprs.0[RAX], io.size).to_le_bytes();
+        }
+        Some(UserExit::Io { write: !io.input, size: io.size, port: io.port, count: 1 })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn in_keeps_what_the_operand_size_leaves_alone() {
+        assert_eq!(merge(0x1122_3344_5566_7788, 0xffff_ffaa, 1), 0x1122_3344_5566_77aa);
+        assert_eq!(merge(0x1122_3344_5566_7788, 0xffff_ffaa, 2), 0x1122_3344_5566_ffaa);
+        assert_eq!(merge(0x1122_3344_5566_7788, 0xffff_ffaa, 4), 0xffff_ffaa);
+    }
+}

@@ -1,0 +1,289 @@
+//! The paravirtual services of a vCPU: clock, steal time, PV EOI, hypercalls.
+//!
+//! Pages in guest memory are reached through the VMM's mapping, outside the inner loop. A page
+//! that cannot be reached is skipped: the guest asked for it, and only the guest loses by it.
+
+use backend::{Backend, RAX, RBX, RCX, RDX, RSI};
+use host::{clock, task};
+use irqchip::{DeliveryMode, IrqMessage};
+use pv::{
+    PvEoi, Shared, StealTime,
+    clock::{ClockPage, Scale, WallClock},
+    hypercall::{self, ClockPairing, Hypercall, HypercallError, Registers},
+    msr::PvMsr,
+};
+use vm::{
+    memory::{MemoryError, VmMemory},
+    vcpu_shared::Request,
+};
+use x86::{Gpa, Vector, msr as number};
+use zerocopy::IntoBytes;
+
+use crate::{Vcpu, emulation, inner::Next, msrs::Refused};
+
+/// A structure in guest memory.
+struct GuestPage<'a> {
+    memory: &'a VmMemory,
+    at: Gpa,
+}
+
+impl Shared for GuestPage<'_> {
+    type Error = MemoryError;
+    fn read(&self, offset: usize, data: &mut [u8]) -> Result<(), MemoryError> {
+        self.memory.read(Gpa(self.at.0.wrapping_add(offset as u64)), data)
+    }
+    fn write(&self, offset: usize, data: &[u8]) -> Result<(), MemoryError> {
+        self.memory.write(Gpa(self.at.0.wrapping_add(offset as u64)), data)
+    }
+}
+
+/// What a vCPU's guest has switched on.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PvState {
+    clock_page: Option<Gpa>,
+    steal: StealTime,
+    eoi: PvEoi,
+    stopped: bool,
+    // As written, for RDMSR and KVM_GET_MSRS.
+    wall_clock_msr: u64,
+    system_time_msr: u64,
+    steal_msr: u64,
+    eoi_msr: u64,
+    poll_msr: u64,
+    poll_off: bool,
+}
+
+impl PvState {
+    /// KVM_KVMCLOCK_CTRL. False without a clock page.
+    pub(crate) fn mark_stopped(&mut self) -> bool {
+        self.stopped = self.clock_page.is_some();
+        self.stopped
+    }
+
+    /// Whether the guest polls itself when it halts (MSR_KVM_POLL_CONTROL).
+    pub(crate) fn guest_polls(&self) -> bool {
+        self.poll_off
+    }
+}
+
+impl<B: Backend> Vcpu<B> {
+    fn guest_page(&self, at: Gpa) -> GuestPage<'_> {
+        GuestPage { memory: self.vm.memory(), at }
+    }
+
+    /// Publishes the clock page, if the guest has one.
+    pub(crate) fn publish_clock(&mut self) {
+        let Some(at) = self.pv.clock_page else { return };
+        let sample =
+            self.vm.clock_sample(Scale::from_khz(self.tsc_khz), |host| self.b.guest_tsc(host));
+        let stopped = core::mem::take(&mut self.pv.stopped);
+        let _ = ClockPage::publish(&self.guest_page(at), &sample, stopped);
+    }
+
+    /// Before every entry from the outer loop: steal time.
+    #[inline]
+    pub(crate) fn before_entry_pv(&mut self) {
+        if self.pv.steal.page().is_none() {
+            return;
+        }
+        let delay = task::run_delay_ns();
+        if self.pv.steal.outdated(delay)
+            && let Some(at) = self.pv.steal.page()
+        {
+            let mut steal = self.pv.steal;
+            let _ = steal.update(&self.guest_page(at), delay);
+            self.pv.steal = steal;
+        }
+    }
+
+    /// Offers the guest to leave its EOI to a flag in memory, after an injection from the outer
+    /// loop. Interrupts are off, so the flag is written only where its page is mapped.
+    pub(crate) fn offer_pv_eoi(&mut self) {
+        let Some(at) = self.pv.eoi.flag() else { return };
+        if self.shared.lapic.pv_eoi_candidate().is_none() {
+            return;
+        }
+        let view = self.vm.memory().view();
+        let page = MappedPage { memory: self.vm.memory(), view: &view, at };
+        let mut eoi = self.pv.eoi;
+        let offered = eoi.offer(&page).is_ok();
+        drop(view);
+        self.pv.eoi = eoi;
+        self.pv_eoi_offered = offered;
+    }
+
+    /// After the loop was left: whether the guest has ended the interrupt by the flag.
+    pub(crate) fn take_pv_eoi(&mut self) {
+        if !self.pv_eoi_offered {
+            return;
+        }
+        self.pv_eoi_offered = false;
+        let Some(at) = self.pv.eoi.flag() else { return };
+        let mut eoi = self.pv.eoi;
+        let ended = eoi.collect(&self.guest_page(at)).unwrap_or(false);
+        self.pv.eoi = eoi;
+        if ended {
+            let effect = self.shared.lapic.eoi();
+            self.effect(effect);
+        }
+    }
+
+    pub(crate) fn read_pv_msr(&mut self, index: u32, host: bool) -> Result<u64, Refused> {
+        let _ = host;
+        Ok(match index {
+            number::KVM_WALL_CLOCK | number::KVM_WALL_CLOCK_NEW => self.pv.wall_clock_msr,
+            number::KVM_SYSTEM_TIME | number::KVM_SYSTEM_TIME_NEW => self.pv.system_time_msr,
+            number::KVM_STEAL_TIME => self.pv.steal_msr,
+            number::KVM_PV_EOI_EN => self.pv.eoi_msr,
+            number::KVM_POLL_CONTROL => self.pv.poll_msr,
+            number::KVM_ASYNC_PF_EN | number::KVM_ASYNC_PF_INT | number::KVM_ASYNC_PF_ACK => 0,
+            _ => return Err(Refused),
+        })
+    }
+
+    pub(crate) fn write_pv_msr(
+        &mut self,
+        index: u32,
+        value: u64,
+        host: bool,
+    ) -> Result<(), Refused> {
+        let Some(Ok(write)) = PvMsr::write(index, value) else { return Err(Refused) };
+        match write {
+            PvMsr::WallClock(at) => {
+                self.pv.wall_clock_msr = value;
+                if let Some(at) = at {
+                    self.publish_wall_clock(at);
+                }
+            }
+            PvMsr::SystemTime(at) => {
+                self.pv.system_time_msr = value;
+                self.pv.clock_page = at;
+                self.publish_clock();
+            }
+            PvMsr::StealTime(at) => {
+                self.pv.steal_msr = value;
+                self.pv.steal.configure(at, task::run_delay_ns());
+                // The guest is to see a valid page at once; a VMM restores MSRs before memory.
+                if let Some(at) = at
+                    && !host
+                {
+                    let mut steal = self.pv.steal;
+                    let _ = steal.update(&self.guest_page(at), task::run_delay_ns());
+                    self.pv.steal = steal;
+                }
+            }
+            PvMsr::PvEoi(flag) => {
+                self.take_pv_eoi();
+                self.pv.eoi_msr = value;
+                self.pv.eoi.configure(flag);
+            }
+            PvMsr::HaltPolling(on) => {
+                self.pv.poll_msr = value;
+                self.pv.poll_off = !on;
+            }
+            PvMsr::AsyncPfOff => {}
+        }
+        Ok(())
+    }
+
+    fn publish_wall_clock(&self, at: Gpa) {
+        let (guest_ns, host) = self.vm.clock_now();
+        let _ = WallClock::publish(&self.guest_page(at), host.real_ns, guest_ns);
+    }
+
+    fn decode_hypercall(&self) -> (Result<Hypercall, HypercallError>, bool) {
+        let long = self.code_size() == emulate::CodeSize::Bits64;
+        let [rax, rbx, rcx, rdx, rsi] =
+            [RAX, RBX, RCX, RDX, RSI].map(|i| self.gprs.0.get(i).copied().unwrap_or(0));
+        let regs = Registers { rax, rbx, rcx, rdx, rsi };
+        (Hypercall::decode(&regs, long, self.b.cpl(), u32::MAX), long)
+    }
+
+    /// A hypercall inside the loop: those that need nothing of the kernel.
+    pub(crate) fn answer_hypercall(&mut self) -> Next {
+        let (call, long) = self.decode_hypercall();
+        let answer = match call {
+            Ok(Hypercall::VapicPollIrq) => Ok(0),
+            Ok(_) => return Next::Leave,
+            Err(error) => Err(error),
+        };
+        let Some(next) = self.next_rip() else { return Next::Leave };
+        self.gprs.0[RAX] = hypercall::answer(answer, long);
+        self.retire(next);
+        Next::Again
+    }
+
+    /// A hypercall outside the loop.
+    pub(crate) fn do_hypercall(&mut self) {
+        let (call, long) = self.decode_hypercall();
+        let answer = call.and_then(|call| self.call(call));
+        self.gprs.0[RAX] = hypercall::answer(answer, long);
+    }
+
+    fn call(&mut self, call: Hypercall) -> Result<u64, HypercallError> {
+        match call {
+            Hypercall::VapicPollIrq => Ok(0),
+            Hypercall::KickCpu { apic_id } => {
+                if let Some(vcpu) = self.vm.vcpus().by_id(apic_id) {
+                    vcpu.request_and_kick(Request::Event);
+                }
+                Ok(0)
+            }
+            Hypercall::SchedYield { .. } => {
+                task::cond_resched();
+                Ok(0)
+            }
+            Hypercall::SendIpi(ipi) => {
+                let delivery = match DeliveryMode::from_bits(ipi.delivery_mode()) {
+                    Some(mode @ (DeliveryMode::Fixed | DeliveryMode::Nmi)) => mode,
+                    _ => return Err(HypercallError::Invalid),
+                };
+                let mut taken = 0;
+                for id in ipi.apic_ids() {
+                    let message =
+                        IrqMessage { delivery, ..IrqMessage::fixed(Vector(ipi.vector()), id) };
+                    taken += u64::from(self.send_ipi(&message));
+                }
+                Ok(taken)
+            }
+            Hypercall::ClockPairing { address } => {
+                let now = clock::snapshot();
+                if !now.tsc_based() {
+                    return Err(HypercallError::NotSupported);
+                }
+                let pairing = ClockPairing::new(now.real_ns, self.b.guest_tsc(now.tsc));
+                self.guest_page(address)
+                    .write(0, pairing.as_bytes())
+                    .map_err(|_| HypercallError::Fault)?;
+                Ok(0)
+            }
+        }
+    }
+}
+
+/// A structure in guest memory as it is mapped in the nested tables, with interrupts off.
+struct MappedPage<'a> {
+    memory: &'a VmMemory,
+    view: &'a mmu::View<'a>,
+    at: Gpa,
+}
+
+impl Shared for MappedPage<'_> {
+    type Error = emulation::NotMapped;
+    fn read(&self, offset: usize, data: &mut [u8]) -> Result<(), Self::Error> {
+        let at = Gpa(self.at.0.wrapping_add(offset as u64));
+        if self.memory.read_irqs_off(self.view, at, data) {
+            Ok(())
+        } else {
+            Err(emulation::NotMapped)
+        }
+    }
+    fn write(&self, offset: usize, data: &[u8]) -> Result<(), Self::Error> {
+        let at = Gpa(self.at.0.wrapping_add(offset as u64));
+        if self.memory.write_irqs_off(self.view, at, data) {
+            Ok(())
+        } else {
+            Err(emulation::NotMapped)
+        }
+    }
+}

@@ -1,0 +1,451 @@
+//! The vCPU's state as a VMM reads and writes it between runs: registers, events, extended state.
+//!
+//! Everything is checked before anything is set.
+
+use backend::{Backend, Event, SegmentName};
+use x86::{
+    Exception, Vector,
+    segment::{DescriptorTable, Segment},
+};
+
+use vm::vcpu_shared::{MpState, Request};
+
+use crate::{Vcpu, run::Open};
+
+/// A value that this vCPU cannot have; nothing was changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Invalid;
+
+/// KVM_GET_REGS.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Regs {
+    /// In encoding order: RAX, RCX, RDX, RBX, RSP, RBP, RSI, RDI, R8 to R15.
+    pub gpr: [u64; 16],
+    /// RIP.
+    pub rip: u64,
+    /// RFLAGS.
+    pub rflags: u64,
+}
+
+/// KVM_GET_SREGS.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct Sregs {
+    pub cs: Segment,
+    pub ds: Segment,
+    pub es: Segment,
+    pub fs: Segment,
+    pub gs: Segment,
+    pub ss: Segment,
+    pub tr: Segment,
+    pub ldt: Segment,
+    pub gdt: DescriptorTable,
+    pub idt: DescriptorTable,
+    pub cr0: u64,
+    pub cr2: u64,
+    pub cr3: u64,
+    pub cr4: u64,
+    pub cr8: u64,
+    pub efer: u64,
+    pub apic_base: u64,
+}
+
+/// KVM_GET_VCPU_EVENTS, neutral.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct SavedEvents {
+    pub exception: Option<Exception>,
+    pub exception_injected: bool,
+    pub interrupt: Option<Vector>,
+    pub interrupt_soft: bool,
+    pub interrupt_shadow: bool,
+    pub nmi_injected: bool,
+    pub nmi_pending: u32,
+    pub nmi_masked: bool,
+    pub sipi_vector: u32,
+    pub triple_fault: bool,
+}
+
+const RFLAGS_FIXED: u64 = 2;
+const RFLAGS_TF: u64 = 1 << 8;
+const CR0_PE: u64 = 1;
+const CR0_PG: u64 = 1 << 31;
+const CR0_NW_CD: (u64, u64) = (1 << 29, 1 << 30);
+const CR4_PAE: u64 = 1 << 5;
+const EFER_LME: u64 = 1 << 8;
+const EFER_LMA: u64 = 1 << 10;
+
+const SEGMENTS: [SegmentName; 8] = [
+    SegmentName::Cs,
+    SegmentName::Ds,
+    SegmentName::Es,
+    SegmentName::Fs,
+    SegmentName::Gs,
+    SegmentName::Ss,
+    SegmentName::Tr,
+    SegmentName::Ldtr,
+];
+
+impl Sregs {
+    fn segments(&self) -> [Segment; 8] {
+        [self.cs, self.ds, self.es, self.fs, self.gs, self.ss, self.tr, self.ldt]
+    }
+
+    /// Whether the control registers fit each other (KVM API §4.12 says EINVAL where not).
+    fn is_valid(&self, cr4_allowed: u64, maxphyaddr: u8) -> bool {
+        let long = self.efer & EFER_LME != 0 && self.cr0 & CR0_PG != 0;
+        if long {
+            let reserved = u64::MAX.checked_shl(maxphyaddr.min(52).into()).unwrap_or(0);
+            if self.cr4 & CR4_PAE == 0
+                || self.efer & EFER_LMA == 0
+                || self.cr3 & reserved & !(1 << 63) != 0
+            {
+                return false;
+            }
+        } else if self.efer & EFER_LMA != 0 || self.cs.is_long() {
+            return false;
+        }
+        let (nw, cd) = CR0_NW_CD;
+        self.cr4 & !cr4_allowed == 0
+            && self.cr0 >> 32 == 0
+            && !(self.cr0 & nw != 0 && self.cr0 & cd == 0)
+            && !(self.cr0 & CR0_PG != 0 && self.cr0 & CR0_PE == 0)
+            && self.cr8 <= 15
+    }
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// KVM_GET_REGS.
+    pub fn regs(&self) -> Regs {
+        Regs { gpr: self.gprs.0, rip: self.b.rip(), rflags: self.guest_rflags() }
+    }
+
+    /// RFLAGS without what a debugger's single step put there.
+    fn guest_rflags(&self) -> u64 {
+        let rflags = self.b.rflags();
+        if self.single_step { rflags & !RFLAGS_TF } else { rflags }
+    }
+
+    /// KVM_SET_REGS. Drops a pending exception, as an instruction that jumps away would.
+    pub fn set_regs(&mut self, regs: &Regs) {
+        self.gprs.0 = regs.gpr;
+        self.b.set_rip(regs.rip);
+        let step = if self.single_step { RFLAGS_TF } else { 0 };
+        self.b.set_rflags(regs.rflags | RFLAGS_FIXED | step);
+        self.events.exception = None;
+        if !matches!(self.open, Open::Nothing) {
+            self.open = Open::Nothing;
+        }
+        self.recheck = true;
+    }
+
+    /// KVM_GET_SREGS.
+    pub fn sregs(&self) -> Sregs {
+        let s = |n| self.b.segment(n);
+        let c = self.b.control();
+        Sregs {
+            cs: s(SegmentName::Cs),
+            ds: s(SegmentName::Ds),
+            es: s(SegmentName::Es),
+            fs: s(SegmentName::Fs),
+            gs: s(SegmentName::Gs),
+            ss: s(SegmentName::Ss),
+            tr: s(SegmentName::Tr),
+            ldt: s(SegmentName::Ldtr),
+            gdt: self.b.gdtr(),
+            idt: self.b.idtr(),
+            cr0: c.cr0,
+            cr2: c.cr2,
+            cr3: c.cr3,
+            cr4: c.cr4,
+            cr8: self.b.cr8().into(),
+            efer: c.efer,
+            apic_base: self.shared.lapic.base(),
+        }
+    }
+
+    /// KVM_SET_SREGS. `interrupt`: a vector that a VMM with its own PIC has pending.
+    pub fn set_sregs(&mut self, s: &Sregs, interrupt: Option<Vector>) -> Result<(), Invalid> {
+        let efer_allowed = self.cpuid.efer_allowed().bits() | EFER_LMA;
+        if !s.is_valid(self.cpuid.cr4_allowed().bits(), self.cpuid.maxphyaddr())
+            || s.efer & !efer_allowed != 0
+        {
+            return Err(Invalid);
+        }
+        if s.apic_base != self.shared.lapic.base() {
+            self.set_apic_base(s.apic_base, true).map_err(|_| Invalid)?;
+        }
+        for (name, value) in SEGMENTS.into_iter().zip(s.segments()) {
+            self.b.set_segment(name, value);
+        }
+        // An SS that is not usable still carries the CPL.
+        self.b.set_gdtr(s.gdt);
+        self.b.set_idtr(s.idt);
+        self.b.set_efer(s.efer);
+        self.b.set_cr0(s.cr0);
+        self.b.set_cr2(s.cr2);
+        self.b.set_cr3(s.cr3);
+        self.b.set_cr4(s.cr4);
+        self.b.set_cr8(s.cr8 as u8);
+        self.sync_priority();
+        self.b.flush_tlb();
+        if let Some(vector) = interrupt {
+            self.events.again = Some(Event::Interrupt(vector));
+        }
+        // A bootstrap processor in real mode at the reset vector has just been reset
+        // (older VMMs tell no MP state).
+        self.recheck = true;
+        Ok(())
+    }
+
+    /// The interrupt that is being injected, for KVM_GET_SREGS' bitmap.
+    pub fn interrupt_in_injection(&self) -> Option<Vector> {
+        match self.events.again {
+            Some(Event::Interrupt(vector)) => Some(vector),
+            _ => self.events.external,
+        }
+    }
+
+    /// DR0 to DR3, DR6, DR7.
+    pub fn debug_regs(&self) -> [u64; 6] {
+        self.b.debug_regs()
+    }
+
+    /// Sets them.
+    pub fn set_debug_regs(&mut self, regs: [u64; 6]) {
+        let [a, b, c, d, dr6, dr7] = regs;
+        self.b.set_debug_regs([a, b, c, d, dr6 | 0xffff_0ff0, dr7 | 0x400]);
+    }
+
+    /// KVM_GET_VCPU_EVENTS.
+    pub fn saved_events(&mut self) -> SavedEvents {
+        let (exception, exception_injected) = match (self.events.again, self.events.exception) {
+            (Some(Event::Exception(e)), _) => (Some(e), true),
+            (_, e) => (e, false),
+        };
+        let (interrupt, interrupt_soft) = match self.events.again {
+            Some(Event::Interrupt(v)) => (Some(v), false),
+            Some(Event::Software(v)) => (Some(v), true),
+            _ => (self.events.external, false),
+        };
+        SavedEvents {
+            exception,
+            exception_injected,
+            interrupt,
+            interrupt_soft,
+            interrupt_shadow: self.b.interrupt_shadow(),
+            nmi_injected: self.events.again == Some(Event::Nmi),
+            nmi_pending: self.shared.nmis(),
+            nmi_masked: self.b.nmi_masked(),
+            sipi_vector: 0,
+            triple_fault: self.events.triple_fault,
+        }
+    }
+
+    /// KVM_SET_VCPU_EVENTS. `shadow` and `pending` say whether those fields were given.
+    pub fn restore_events(&mut self, e: &SavedEvents, shadow: bool, pending: bool, triple: bool) {
+        self.events.again = None;
+        self.events.exception = None;
+        self.events.external = None;
+        match e.exception {
+            Some(x) if e.exception_injected => self.events.again = Some(Event::Exception(x)),
+            x => self.events.exception = x,
+        }
+        if let Some(vector) = e.interrupt
+            && self.events.again.is_none()
+        {
+            let event =
+                if e.interrupt_soft { Event::Software(vector) } else { Event::Interrupt(vector) };
+            self.events.again = Some(event);
+        }
+        if e.nmi_injected && self.events.again.is_none() {
+            self.events.again = Some(Event::Nmi);
+        }
+        self.b.set_nmi_masked(e.nmi_masked);
+        if pending {
+            self.shared.set_nmis(e.nmi_pending);
+        }
+        if shadow {
+            self.b.set_interrupt_shadow(e.interrupt_shadow);
+        }
+        if triple {
+            self.events.triple_fault = e.triple_fault;
+        }
+        self.recheck = true;
+    }
+
+    /// Whether an exception waits to be injected.
+    pub fn exception_pending(&self) -> bool {
+        self.events.exception.is_some() || matches!(self.events.again, Some(Event::Exception(_)))
+    }
+
+    /// KVM_GET_MP_STATE; takes pending start signals first.
+    pub fn mp_state(&mut self) -> MpState {
+        if self.shared.has_init_sipi() {
+            self.take_start_signals();
+        }
+        self.shared.mp_state()
+    }
+
+    /// KVM_SET_MP_STATE.
+    pub fn set_mp_state(&mut self, state: MpState) {
+        self.shared.set_mp_state(state);
+        self.shared.request(Request::Event);
+    }
+
+    /// KVM_INTERRUPT.
+    pub fn queue_interrupt(&mut self, vector: Vector) -> Result<(), Invalid> {
+        if self.events.external.is_some() {
+            return Err(Invalid);
+        }
+        self.events.external = Some(vector);
+        self.recheck = true;
+        Ok(())
+    }
+
+    /// KVM_NMI.
+    pub fn queue_nmi(&mut self) {
+        self.shared.add_nmi();
+    }
+
+    /// Signals to be blocked during KVM_RUN.
+    pub fn set_signal_mask(&mut self, mask: Option<u64>) {
+        self.signal_mask = mask;
+    }
+
+    /// XCR0.
+    pub fn xcr0(&self) -> u64 {
+        self.b.xcr0()
+    }
+
+    /// Sets XCR0 as XSETBV would.
+    pub fn set_xcr0(&mut self, value: u64) -> Result<(), Invalid> {
+        if !xstate::xcr0_valid(value, self.cpuid.xcr0_allowed()) {
+            return Err(Invalid);
+        }
+        self.b.set_xcr0(value);
+        Ok(())
+    }
+
+    /// Bytes of the XSAVE area.
+    pub fn xsave_size(&self) -> usize {
+        self.fpu.uabi_size().max(4096)
+    }
+
+    /// The XSAVE area in standard format.
+    pub fn xsave(&self, into: &mut [u8]) {
+        self.fpu.to_uabi(into, host::fpu::guest_xfeatures(), self.b.pkru());
+    }
+
+    /// Sets the XSAVE area.
+    pub fn set_xsave(&mut self, from: &[u8]) -> Result<(), Invalid> {
+        let mut pkru = self.b.pkru();
+        let allowed = host::fpu::guest_xfeatures();
+        self.fpu.from_uabi(from, allowed, &mut pkru).map_err(|_| Invalid)?;
+        self.b.set_pkru(pkru);
+        Ok(())
+    }
+
+    /// KVM_SET_CPUID2. After the vCPU has run only the same content is taken.
+    pub fn set_cpuid(&mut self, entries: &[cpuid::Entry]) -> Result<(), cpuid::Error> {
+        self.cpuid.set(entries, self.offered, self.has_run)?;
+        self.apply_cpuid();
+        Ok(())
+    }
+
+    /// The guest's CPUID as it was set, with its dynamic bits as they are now.
+    pub fn cpuid_entries(&mut self) -> &[cpuid::Entry] {
+        let inputs = self.cpuid_inputs();
+        self.cpuid.entries(&inputs)
+    }
+
+    /// Whether APIC ids in saved register pages have 32 bits (KVM_CAP_X2APIC_API).
+    fn wide_ids(&self) -> bool {
+        self.vm.settings.x2apic_api.load(core::sync::atomic::Ordering::Relaxed) & 1 != 0
+    }
+
+    /// KVM_GET_LAPIC.
+    pub fn lapic_page(&mut self, into: &mut [u8; irqchip::lapic::REGISTER_PAGE]) {
+        self.sync_priority();
+        let wide = self.wide_ids();
+        self.shared.lapic.save(into, wide, host::clock::monotonic_ns());
+    }
+
+    /// KVM_SET_LAPIC.
+    pub fn set_lapic_page(
+        &mut self,
+        from: &[u8; irqchip::lapic::REGISTER_PAGE],
+    ) -> Result<(), Invalid> {
+        let wide = self.wide_ids();
+        let op = self
+            .shared
+            .lapic
+            .restore(from, wide, host::clock::monotonic_ns())
+            .map_err(|_| Invalid)?;
+        self.do_timer(op);
+        self.publish_priority();
+        self.vm.apic_changed();
+        self.recheck = true;
+        Ok(())
+    }
+
+    /// TSC frequency of this vCPU.
+    pub fn tsc_khz(&self) -> u32 {
+        self.tsc_khz
+    }
+
+    /// KVM_SET_GUEST_DEBUG.
+    pub fn set_guest_debug(&mut self, control: u32, dr: [u64; 8]) {
+        use crate::slow::guestdbg;
+        let on = control & guestdbg::ENABLE != 0;
+        self.guest_debug = if on { control } else { 0 };
+        let step = self.guest_debug & guestdbg::SINGLESTEP != 0;
+        let rflags = self.guest_rflags();
+        self.single_step = step;
+        self.b.set_rflags(if step { rflags | RFLAGS_TF } else { rflags });
+        self.b.set_guest_debug(self.guest_debug & guestdbg::USE_SW_BP != 0, step);
+        if self.guest_debug & guestdbg::USE_HW_BP != 0 {
+            let [a, b, c, d, _, _, _, dr7] = dr;
+            let [.., dr6, _] = self.b.debug_regs();
+            self.b.set_debug_regs([a, b, c, d, dr6, dr7]);
+        }
+    }
+
+    /// Tells the guest that it was stopped (KVM_KVMCLOCK_CTRL).
+    pub fn mark_stopped(&mut self) -> Result<(), Invalid> {
+        if self.pv.mark_stopped() {
+            self.shared.request(Request::Clock);
+            Ok(())
+        } else {
+            Err(Invalid)
+        }
+    }
+
+    /// KVM_TRANSLATE: physical address, writable, user-accessible.
+    pub fn translate_address(&mut self, linear: u64) -> Option<(u64, bool, bool)> {
+        let context = self.paging();
+        let t = mmu::walk::probe(self.vm.memory(), &context, linear, mmu::Access::READ).ok()?;
+        Some((t.gpa.0, t.writable, t.user))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn long_mode() -> Sregs {
+        Sregs { cr0: CR0_PG | CR0_PE, cr4: CR4_PAE, efer: EFER_LME | EFER_LMA, ..Sregs::default() }
+    }
+
+    #[test]
+    fn long_mode_needs_pae_and_lma() {
+        let ok = long_mode();
+        assert!(ok.is_valid(CR4_PAE, 48));
+        assert!(!Sregs { cr4: 0, ..ok }.is_valid(CR4_PAE, 48));
+        assert!(!Sregs { efer: EFER_LME, ..ok }.is_valid(CR4_PAE, 48));
+        assert!(!Sregs { cr3: 1 << 50, ..ok }.is_valid(CR4_PAE, 48));
+        assert!(!Sregs { cr4: CR4_PAE | 1, ..ok }.is_valid(CR4_PAE, 48));
+        assert!(!Sregs { cr0: CR0_PG, ..ok }.is_valid(CR4_PAE, 48));
+        assert!(!Sregs { cr8: 16, ..ok }.is_valid(CR4_PAE, 48));
+    }
+}

@@ -1,0 +1,256 @@
+//! KVM_RUN: the outer loop. Preemptible; here a vCPU finishes what user space answered, sleeps,
+//! takes requests and signals, and leaves.
+
+use backend::{Backend, Exit, NestedFault, RAX};
+use host::task::{self, Blocked};
+use vm::vcpu_shared::{MpState, Request};
+
+use crate::{
+    Vcpu,
+    exit::{RunInput, RunOutput, UserExit},
+    inner::Left,
+    pio,
+};
+
+/// What the last exit to user space left open.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum Open {
+    /// Nothing.
+    #[default]
+    Nothing,
+    /// IN: the answer goes to RAX.
+    In {
+        /// Bytes.
+        size: u8,
+        /// RIP after the instruction.
+        next: u64,
+    },
+    /// OUT: done by user space; the instruction retires.
+    Out {
+        /// RIP after the instruction.
+        next: u64,
+    },
+    /// An emulated instruction goes on from the beginning with one more answer.
+    Emulation,
+    /// The exit was about a nested fault that is to be tried again.
+    Fault(NestedFault),
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// Runs the guest until user space is needed.
+    pub fn run(&mut self, input: &RunInput) -> UserExit {
+        let _mask = task::with_sigmask(self.signal_mask);
+        if let Some(exit) = self.wait_for_start() {
+            return exit;
+        }
+        if let Some(cr8) = input.cr8 {
+            self.b.set_cr8(cr8);
+            self.sync_priority();
+        }
+        self.fpu.load();
+        self.b.begin_run();
+        let exit = match self.finish_open(input) {
+            Some(exit) => exit,
+            None if input.immediate_exit => UserExit::Intr,
+            None => self.run_loop(input),
+        };
+        self.has_run = true;
+        self.fpu.put();
+        self.sync_priority();
+        self.stats.user = self.stats.user.wrapping_add(1);
+        exit
+    }
+
+    /// What a return from [`Vcpu::run`] shows beside the reason.
+    pub fn run_output(&self) -> RunOutput {
+        RunOutput {
+            ready_for_interrupt_injection: self.shared.in_kernel_apic || self.ready_for_injection(),
+            if_flag: self.b.rflags() & (1 << 9) != 0,
+            cr8: u64::from(self.b.cr8()),
+            apic_base: self.shared.lapic.base(),
+        }
+    }
+
+    /// An application processor sleeps until it is started.
+    fn wait_for_start(&mut self) -> Option<UserExit> {
+        if self.shared.mp_state() != MpState::Uninitialized {
+            return None;
+        }
+        let shared = self.shared.clone();
+        let blocked = shared.waiter.block(|| shared.has_init_sipi(), 0);
+        if blocked == Blocked::Signal {
+            return Some(UserExit::Intr);
+        }
+        self.take_start_signals();
+        Some(UserExit::Again)
+    }
+
+    /// INIT and SIPI.
+    pub(crate) fn take_start_signals(&mut self) {
+        let (init, sipi) = self.shared.take_init_sipi();
+        if init {
+            self.reset_registers(true);
+            self.shared.lapic.init();
+            let bsp = self.shared.lapic.base() & (1 << 8) != 0;
+            self.shared.set_mp_state(if bsp { MpState::Runnable } else { MpState::InitReceived });
+        }
+        if let Some(page) = sipi
+            && self.shared.mp_state() == MpState::InitReceived
+        {
+            let mut cs = self.b.segment(backend::SegmentName::Cs);
+            cs.selector = u16::from(page.0) << 8;
+            cs.base = u64::from(page.0) << 12;
+            self.b.set_segment(backend::SegmentName::Cs, cs);
+            self.b.set_rip(0);
+            self.shared.set_mp_state(MpState::Runnable);
+        }
+    }
+
+    /// Completes what user space answered.
+    fn finish_open(&mut self, input: &RunInput) -> Option<UserExit> {
+        match core::mem::take(&mut self.open) {
+            Open::Nothing | Open::Fault(_) => None,
+            Open::In { size, next } => {
+                let value = u64::from_le_bytes(self.io_data);
+                self.gprs.0[RAX] = pio::merge(self.gprs.0[RAX], value, size);
+                self.retire(next);
+                None
+            }
+            Open::Out { next } => {
+                self.retire(next);
+                None
+            }
+            Open::Emulation => {
+                self.replay.answer(input.mmio_data, self.io_data);
+                self.emulate_here(None)
+            }
+        }
+    }
+
+    fn run_loop(&mut self, input: &RunInput) -> UserExit {
+        self.window_wanted = input.request_interrupt_window && !self.shared.in_kernel_apic;
+        if self.window_wanted {
+            self.recheck = true;
+        }
+        loop {
+            if let Some(exit) = self.before_entry() {
+                return exit;
+            }
+            match self.enter_guest() {
+                Left::Pending => {
+                    if task::handle_work().is_err() {
+                        self.take_back_injection();
+                        return UserExit::Intr;
+                    }
+                }
+                Left::Exit(Exit::Interrupt) => {
+                    self.keep_interrupted_delivery();
+                    self.take_pv_eoi();
+                }
+                Left::Exit(exit) => {
+                    self.keep_interrupted_delivery();
+                    self.take_pv_eoi();
+                    if let Some(exit) = self.handle(exit) {
+                        return exit;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Everything to be looked at before the guest may be entered.
+    fn before_entry(&mut self) -> Option<UserExit> {
+        if self.shared.has_requests()
+            && let Some(exit) = self.take_requests()
+        {
+            return Some(exit);
+        }
+        if self.events.triple_fault {
+            self.events.triple_fault = false;
+            return Some(UserExit::Shutdown);
+        }
+        if self.shared.mp_state() != MpState::Runnable
+            && let Some(exit) = self.sleep()
+        {
+            return Some(exit);
+        }
+        if self.window_wanted && self.ready_for_injection() {
+            self.window_wanted = false;
+            return Some(UserExit::IrqWindowOpen);
+        }
+        self.before_entry_pv();
+        None
+    }
+
+    fn take_requests(&mut self) -> Option<UserExit> {
+        let requests = self.shared.take_requests();
+        let has = |r: Request| requests & r as u32 != 0;
+        if has(Request::Dead) {
+            return Some(UserExit::Intr);
+        }
+        if has(Request::FlushTlb) {
+            self.b.flush_tlb();
+        }
+        if has(Request::Clock) {
+            self.publish_clock();
+        }
+        if has(Request::TripleFault) {
+            self.events.triple_fault = true;
+        }
+        if has(Request::Event) {
+            self.recheck = true;
+            if self.shared.has_init_sipi() {
+                self.take_start_signals();
+            }
+        }
+        None
+    }
+
+    /// Whether a halted vCPU has a reason to go on.
+    fn awake(&mut self) -> bool {
+        self.shared.nmis() != 0
+            || self.shared.has_init_sipi()
+            || self.events.external.is_some()
+            || self.events.again.is_some()
+            || self.events.exception.is_some()
+            || (self.b.rflags() & (1 << 9) != 0
+                && (self.shared.lapic.highest_pending().is_some()
+                    || (self.vm.extint_pending(&self.shared) && self.shared.lapic.accepts_pic())))
+    }
+
+    /// Sleeps until there is something to do. `None`: go on.
+    fn sleep(&mut self) -> Option<UserExit> {
+        loop {
+            match self.shared.mp_state() {
+                MpState::Runnable => return None,
+                MpState::Halted if self.awake() => {
+                    self.shared.set_mp_state(MpState::Runnable);
+                    self.recheck = true;
+                    return None;
+                }
+                _ => {}
+            }
+            let halted = self.shared.mp_state() == MpState::Halted;
+            let poll = if halted { self.vm.halt_poll_ns() } else { 0 };
+            self.sync_priority();
+            let shared = self.shared.clone();
+            self.fpu.put();
+            let blocked = shared.waiter.block(
+                || shared.has_requests() || (halted && self.awake()) || shared.has_init_sipi(),
+                poll,
+            );
+            self.fpu.load();
+            if blocked == Blocked::Signal {
+                return Some(UserExit::Intr);
+            }
+            if self.shared.has_requests()
+                && let Some(exit) = self.take_requests()
+            {
+                return Some(exit);
+            }
+            if self.shared.has_init_sipi() {
+                self.take_start_signals();
+            }
+        }
+    }
+}

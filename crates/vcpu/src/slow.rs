@@ -1,0 +1,200 @@
+//! Exits that are handled outside the inner loop, with interrupts on: whatever allocates, sleeps,
+//! emulates or ends in user space.
+
+use backend::{Backend, Exit, NestedFault};
+use host::task;
+use vm::{
+    memory::{FaultAccess, FaultOutcome, MemoryError},
+    vcpu_shared::MpState,
+};
+use x86::Exception;
+
+use crate::{
+    Vcpu,
+    exit::{ERROR_DELIVERY, ERROR_UNEXPECTED_EXIT, ErrorData, UserExit},
+};
+
+/// KVM_GUESTDBG bits (KVM API §4.87).
+pub(crate) mod guestdbg {
+    pub const ENABLE: u32 = 1;
+    pub const SINGLESTEP: u32 = 2;
+    pub const USE_SW_BP: u32 = 0x1_0000;
+    pub const USE_HW_BP: u32 = 0x2_0000;
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// Handles an exit. `None`: enter the guest again.
+    pub(crate) fn handle(&mut self, exit: Exit) -> Option<UserExit> {
+        match exit {
+            Exit::NestedFault(fault) => self.nested_fault(fault),
+            Exit::Io(io) => self.slow_io(io),
+            Exit::Hlt => self.halt(),
+            // Done by the host when interrupts were enabled again.
+            Exit::Interrupt | Exit::Nmi | Exit::HostSignal | Exit::MachineCheck => None,
+            Exit::InterruptWindow => {
+                self.b.set_interrupt_window(false);
+                self.recheck = true;
+                None
+            }
+            Exit::Pause => {
+                task::cond_resched();
+                self.skip()
+            }
+            Exit::Cpuid => self.slow_instruction(|v| {
+                v.do_cpuid();
+                Ok(())
+            }),
+            Exit::Rdmsr => self.slow_instruction(Self::do_rdmsr),
+            Exit::Wrmsr => self.slow_instruction(Self::do_wrmsr),
+            Exit::Hypercall => self.slow_instruction(|v| {
+                v.do_hypercall();
+                Ok(())
+            }),
+            Exit::CacheFlush => self.skip(),
+            Exit::Iret => {
+                self.b.iret_begun();
+                self.recheck = true;
+                None
+            }
+            Exit::Exception(e) => self.exception(e),
+            Exit::Undefined => {
+                self.raise(Exception::ud());
+                None
+            }
+            Exit::Rdpmc => {
+                self.raise(Exception::gp(0));
+                None
+            }
+            Exit::Cr(_) | Exit::Xsetbv | Exit::Invlpg => self.emulate_here(None),
+            Exit::DebugReg => {
+                self.b.own_debug_regs();
+                None
+            }
+            Exit::Shutdown => {
+                // The control block is undefined now (APM vol. 2 §15.14.3).
+                self.reset_registers(true);
+                Some(UserExit::Shutdown)
+            }
+            Exit::Refused => {
+                let [code, ..] = self.b.exit_raw();
+                Some(UserExit::FailEntry { reason: code, cpu: host::smp::cpu_id() as u32 })
+            }
+            Exit::TaskSwitch => {
+                let raw = self.b.exit_raw();
+                Some(UserExit::InternalError {
+                    suberror: crate::exit::ERROR_EMULATION,
+                    data: ErrorData::emulation(self.b.insn_bytes(), &raw),
+                })
+            }
+            Exit::Unknown(_) => {
+                self.stats.unknown = self.stats.unknown.wrapping_add(1);
+                Some(UserExit::InternalError {
+                    suberror: ERROR_UNEXPECTED_EXIT,
+                    data: ErrorData::new(&self.b.exit_raw()),
+                })
+            }
+        }
+    }
+
+    /// Retires the current instruction without doing anything.
+    fn skip(&mut self) -> Option<UserExit> {
+        self.slow_instruction(|_| Ok(()))
+    }
+
+    /// Does an instruction whose length could not be had inside the loop, because its page has to
+    /// be read through user space.
+    fn slow_instruction(
+        &mut self,
+        f: impl FnOnce(&mut Self) -> Result<(), Exception>,
+    ) -> Option<UserExit> {
+        let next = match self.slow_next_rip() {
+            Ok(next) => next,
+            Err(Some(exit)) => return Some(exit),
+            Err(None) => return None,
+        };
+        match f(self) {
+            Ok(()) => self.retire(next),
+            Err(exception) => self.raise(exception),
+        }
+        None
+    }
+
+    fn halt(&mut self) -> Option<UserExit> {
+        self.skip();
+        if !self.shared.in_kernel_apic {
+            return Some(UserExit::Hlt);
+        }
+        self.shared.set_mp_state(MpState::Halted);
+        None
+    }
+
+    fn exception(&mut self, e: Exception) -> Option<UserExit> {
+        const DB: u8 = 1;
+        const BP: u8 = 3;
+        match e.vector.0 {
+            DB => {
+                if self.b.own_single_step() {
+                    self.recheck = true;
+                    return None;
+                }
+                let regs = self.b.debug_regs();
+                let [.., dr6, dr7] = regs;
+                if self.guest_debug & (guestdbg::SINGLESTEP | guestdbg::USE_HW_BP) != 0 {
+                    let pc = self.linear_rip();
+                    return Some(UserExit::Debug { exception: 1, pc, dr6, dr7 });
+                }
+                const ACTIVE_LOW: u64 = 0xffff_0ff0;
+                self.raise(Exception::db(dr6 ^ ACTIVE_LOW));
+                None
+            }
+            BP if self.guest_debug & guestdbg::USE_SW_BP != 0 => {
+                let [.., dr6, dr7] = self.b.debug_regs();
+                let pc = self.linear_rip();
+                Some(UserExit::Debug { exception: 3, pc, dr6, dr7 })
+            }
+            _ => {
+                self.raise(e);
+                None
+            }
+        }
+    }
+
+    /// A nested page fault: a page to be mapped, or a device.
+    fn nested_fault(&mut self, fault: NestedFault) -> Option<UserExit> {
+        if fault.reserved {
+            return Some(UserExit::InternalError {
+                suberror: ERROR_UNEXPECTED_EXIT,
+                data: ErrorData::new(&self.b.exit_raw()),
+            });
+        }
+        let access = FaultAccess {
+            gpa: fault.gpa,
+            write: fault.write,
+            exec: fault.fetch,
+            present: fault.present,
+        };
+        let outcome = self.vm.memory().fault(&mut self.tables, &access, &**self.vm);
+        match outcome {
+            FaultOutcome::Mapped | FaultOutcome::Retry => None,
+            FaultOutcome::Mmio | FaultOutcome::ReadonlyWrite => self.device_access(fault),
+            FaultOutcome::Error(MemoryError::Interrupted) => Some(UserExit::Intr),
+            FaultOutcome::Error(_) => {
+                Some(UserExit::MemoryFault { flags: 0, gpa: fault.gpa.0, size: 4096 })
+            }
+        }
+    }
+
+    fn device_access(&mut self, fault: NestedFault) -> Option<UserExit> {
+        if let Some(event) = self.events.again
+            && !fault.final_access
+        {
+            // The guest's descriptor tables or stack lie in device memory.
+            let _ = event;
+            return Some(UserExit::InternalError {
+                suberror: ERROR_DELIVERY,
+                data: ErrorData::new(&self.b.exit_raw()),
+            });
+        }
+        self.emulate_here(Some(fault))
+    }
+}

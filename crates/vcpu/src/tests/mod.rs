@@ -1,0 +1,1 @@
+//! Operation budgets and behaviour of the run loop on the model CPU.

@@ -1,0 +1,30 @@
+//! What a VMM sets once for a whole VM, mostly before it makes vCPUs.
+
+use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
+
+/// Settings of a VM. Each is read and written whole.
+#[derive(Debug, Default)]
+pub struct Settings {
+    /// TSC frequency of new vCPUs, kHz.
+    pub tsc_khz: AtomicU32,
+    /// Longest halt polling, ns.
+    pub halt_poll_ns: AtomicU64,
+    /// The vCPU that boots (KVM_SET_BOOT_CPU_ID).
+    pub boot_cpu_id: AtomicU32,
+    /// vCPU ids are below this (KVM_CAP_MAX_VCPU_ID).
+    pub max_vcpu_id: AtomicU32,
+    /// KVM_SET_IDENTITY_MAP_ADDR.
+    pub identity_map: AtomicU64,
+    /// KVM_SET_TSS_ADDR.
+    pub tss_addr: AtomicU32,
+    /// KVM_CAP_X2APIC_API flags.
+    pub x2apic_api: AtomicU64,
+    /// Quirks that are switched off.
+    pub quirks_off: AtomicU64,
+    /// KVM_CAP_EXCEPTION_PAYLOAD.
+    pub exception_payload: AtomicBool,
+    /// KVM_CAP_X86_TRIPLE_FAULT_EVENT.
+    pub triple_fault_event: AtomicBool,
+    /// KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 flags.
+    pub manual_dirty_log: AtomicU64,
+}

@@ -1,0 +1,108 @@
+//! What all vCPUs of a VM share of time: the clock behind kvmclock, and the matching of TSCs that
+//! a VMM writes one vCPU after the other.
+
+use host::clock;
+use pv::{HostTime, VmClock};
+
+/// The host's clocks now.
+pub fn host_time() -> HostTime {
+    let now = clock::snapshot();
+    HostTime {
+        tsc: now.tsc_based().then_some(now.tsc),
+        monotonic_ns: now.monotonic_ns,
+        boot_ns: now.boot_ns,
+        raw_ns: now.raw_ns,
+        real_ns: now.real_ns,
+    }
+}
+
+/// Time state behind the VM's lock.
+#[derive(Clone, Copy, Debug)]
+pub struct Time {
+    /// The guest's clock.
+    pub clock: VmClock,
+    /// The host's clock source when the clock was last sampled.
+    pub source: u32,
+    tsc: TscMatch,
+}
+
+impl Time {
+    /// A clock that starts at zero now.
+    pub fn new() -> Self {
+        Self {
+            clock: VmClock::new(&host_time()),
+            source: clock::source_generation(),
+            tsc: TscMatch::default(),
+        }
+    }
+
+    /// The offsets of the TSCs.
+    pub fn tsc(&mut self) -> &mut TscMatch {
+        &mut self.tsc
+    }
+}
+
+impl Default for Time {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Keeps the TSCs of a VM's vCPUs in step.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct TscMatch {
+    /// The last TSC write of a VMM: guest value, host-scaled TSC, offset.
+    last_write: Option<(u64, u64, u64)>,
+    /// Offset that new vCPUs get: the first one's.
+    first_offset: Option<u64>,
+}
+
+impl TscMatch {
+    /// The TSC offset of a new vCPU: zero guest TSC at the first one's making, and the same offset
+    /// for the others, so that they run in step.
+    pub fn new_vcpu_offset(&mut self, scaled_tsc: u64) -> u64 {
+        *self.first_offset.get_or_insert(scaled_tsc.wrapping_neg())
+    }
+
+    /// The offset for a VMM's write of `value` at scaled host TSC `now`. A write within a second
+    /// of what an earlier write to another vCPU has become by now is the same write meant for
+    /// this one: the offsets match (KVM does so since TSCs are set one by one).
+    pub fn match_write(&mut self, value: u64, now: u64, khz: u32) -> u64 {
+        if let Some((last, at, offset)) = self.last_write {
+            let expected = last.wrapping_add(now.wrapping_sub(at));
+            let difference = value.wrapping_sub(expected) as i64;
+            let second = i64::from(khz.max(1)).saturating_mul(1000);
+            if value == 0 || difference.saturating_abs() < second {
+                return offset;
+            }
+        }
+        let offset = value.wrapping_sub(now);
+        self.last_write = Some((value, now, offset));
+        self.first_offset = Some(offset);
+        offset
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn writes_in_a_row_give_the_same_offset() {
+        let mut t = TscMatch::default();
+        let khz = 1_000_000;
+        let first = t.match_write(5_000_000, 1_000, khz);
+        assert_eq!(first, 4_999_000);
+        assert_eq!(t.match_write(5_000_000, 90_000, khz), first);
+        let far = t.match_write(5_000_000_000_000, 90_000, khz);
+        assert_ne!(far, first);
+    }
+
+    #[test]
+    fn all_new_vcpus_have_the_first_ones_offset() {
+        let mut t = TscMatch::default();
+        let first = t.new_vcpu_offset(100);
+        assert_eq!(first, 100u64.wrapping_neg());
+        assert_eq!(t.new_vcpu_offset(900), first);
+    }
+}

@@ -1,0 +1,184 @@
+//! The VM object that its file, its vCPUs and the kernel's notices share.
+
+use core::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use host::{
+    Arc, NoMemory, clock,
+    notifier::{InvalidateHandler, WithNotifier},
+    sync::{Mutex, SpinLock},
+};
+use mmu::{FlushRemote, RegionLimits};
+use pv::{
+    ClockData, HostTime,
+    clock::{ClockSample, Scale},
+};
+use x86::Hva;
+
+use crate::{
+    irq::VmIrq,
+    memory::VmMemory,
+    settings::Settings,
+    time::{Time, host_time},
+    vcpu_shared::{Request, SharedVcpu},
+    vcpus::{AddError, MAX_VCPU_ID, VcpuTable},
+};
+
+/// A VM as everybody holds it.
+pub type VmRef = Arc<WithNotifier<Vm>>;
+
+/// What the module knows of the host that a new VM needs.
+#[derive(Clone, Copy, Debug)]
+pub struct HostLimits {
+    /// Levels of the nested tables.
+    pub levels: u8,
+    /// Physical address bits.
+    pub maxphyaddr: u8,
+    /// The host's memory-encryption bit, or 0.
+    pub encryption: u64,
+    /// Longest halt polling, ns.
+    pub halt_poll_ns: u64,
+}
+
+/// A virtual machine.
+pub struct Vm {
+    memory: VmMemory,
+    vcpus: VcpuTable,
+    irq: VmIrq,
+    time: SpinLock<Time>,
+    /// Held while vCPUs and interrupt controllers are made.
+    pub making: Mutex<()>,
+    /// What the VMM has set.
+    pub settings: Settings,
+    dead: AtomicBool,
+}
+
+impl Vm {
+    /// A VM of the calling process.
+    pub fn new(limits: &HostLimits) -> Result<VmRef, NoMemory> {
+        let frames = 1u64 << limits.maxphyaddr.clamp(32, 52).saturating_sub(12);
+        let region = RegionLimits { frames, ..RegionLimits::default() };
+        let settings = Settings::default();
+        settings.tsc_khz.store(clock::tsc_khz(), Relaxed);
+        settings.halt_poll_ns.store(limits.halt_poll_ns, Relaxed);
+        settings.max_vcpu_id.store(MAX_VCPU_ID, Relaxed);
+        settings.identity_map.store(0xfffb_c000, Relaxed);
+        WithNotifier::new(Self {
+            memory: VmMemory::new(limits.levels, limits.encryption, region)?,
+            vcpus: VcpuTable::new()?,
+            irq: VmIrq::new()?,
+            time: SpinLock::new(Time::new()),
+            making: Mutex::new(()),
+            settings,
+            dead: AtomicBool::new(false),
+        })
+    }
+
+    /// Guest memory.
+    #[inline]
+    pub fn memory(&self) -> &VmMemory {
+        &self.memory
+    }
+
+    /// The vCPUs.
+    #[inline]
+    pub fn vcpus(&self) -> &VcpuTable {
+        &self.vcpus
+    }
+
+    /// Interrupt controllers, routes, eventfds.
+    #[inline]
+    pub fn irq(&self) -> &VmIrq {
+        &self.irq
+    }
+
+    /// Adds a vCPU. [`Vm::making`] is held.
+    pub fn add_vcpu(&self, vcpu: SharedVcpu) -> Result<(), AddError> {
+        self.vcpus.add(vcpu)
+    }
+
+    /// Whether the VMM's address space is gone.
+    pub fn is_dead(&self) -> bool {
+        self.dead.load(Relaxed)
+    }
+
+    /// TSC frequency of new vCPUs.
+    pub fn tsc_khz(&self) -> u32 {
+        self.settings.tsc_khz.load(Relaxed)
+    }
+
+    /// Longest halt polling.
+    pub fn halt_poll_ns(&self) -> u64 {
+        self.settings.halt_poll_ns.load(Relaxed)
+    }
+
+    /// What a vCPU publishes as its clock page; `guest_tsc` turns a host TSC into the vCPU's.
+    pub fn clock_sample(&self, scale: Scale, guest_tsc: impl FnOnce(u64) -> u64) -> ClockSample {
+        let mut time = self.time.lock();
+        let source = clock::source_generation();
+        if time.source != source {
+            time.source = source;
+            time.clock.resample(&host_time());
+        }
+        time.clock.sample(scale, guest_tsc, || {
+            let now = clock::snapshot();
+            (host_time(), now.tsc)
+        })
+    }
+
+    /// The guest's clock now, and the host's.
+    pub fn clock_now(&self) -> (u64, HostTime) {
+        let now = host_time();
+        (self.time.lock().clock.now(&now), now)
+    }
+
+    /// KVM_GET_CLOCK.
+    pub fn clock_data(&self) -> ClockData {
+        self.time.lock().clock.get(&host_time())
+    }
+
+    /// KVM_SET_CLOCK: the clock shows `clock` now, or showed it at host real time `realtime`.
+    pub fn set_clock(&self, clock: u64, realtime: Option<u64>) {
+        self.time.lock().clock.set(clock, realtime, &host_time());
+        self.vcpus.request_all(Request::Clock);
+    }
+
+    /// The TSC offset of a new vCPU at scaled host TSC `now`.
+    pub fn new_vcpu_tsc_offset(&self, now: u64) -> u64 {
+        self.time.lock().tsc().new_vcpu_offset(now)
+    }
+
+    /// The offset for a VMM's write of a vCPU's TSC.
+    pub fn match_tsc(&self, value: u64, now: u64, khz: u32) -> u64 {
+        self.time.lock().tsc().match_write(value, now, khz)
+    }
+}
+
+impl FlushRemote for Vm {
+    fn flush_remote(&self) {
+        self.vcpus.request_all_and_wait(Request::FlushTlb);
+    }
+}
+
+impl InvalidateHandler for Vm {
+    fn invalidate_start(&self, start: Hva, end: Hva, may_block: bool) {
+        self.memory.invalidate_start(start, end, may_block, self);
+    }
+
+    fn invalidate_end(&self, start: Hva, end: Hva) {
+        self.memory.invalidate_end(start, end);
+    }
+
+    fn clear_young(&self, start: Hva, end: Hva) -> bool {
+        self.memory.clear_young(start, end)
+    }
+
+    fn test_young(&self, start: Hva, end: Hva) -> bool {
+        self.memory.test_young(start, end)
+    }
+
+    fn release(&self) {
+        self.dead.store(true, Relaxed);
+        self.vcpus.request_all(Request::Dead);
+        self.memory.release(self);
+    }
+}
