@@ -55,6 +55,8 @@
 #endif
 #ifdef UNTRAIN_RET_VM
 #define GNT_UNTRAIN	UNTRAIN_RET_VM
+#elif defined(X86_FEATURE_IBPB_ON_VMEXIT)
+#define GNT_UNTRAIN	UNTRAIN_RET; ALTERNATIVE "", "call entry_ibpb", X86_FEATURE_IBPB_ON_VMEXIT
 #else
 #define GNT_UNTRAIN	UNTRAIN_RET
 #endif

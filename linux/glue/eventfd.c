@@ -32,7 +32,8 @@ void gnt_eventfd_put(struct eventfd_ctx *e)
 void gnt_eventfd_signal(struct eventfd_ctx *e, u64 count)
 {
 #if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 8, 0)
-	while (count--)
+	/* These kernels add one, whatever is asked; nobody asks for more. */
+	if (count)
 		eventfd_signal(e);
 #else
 	eventfd_signal(e, count);

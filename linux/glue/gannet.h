@@ -227,6 +227,10 @@ int gnt_device_claim(void);
 void gnt_device_open_for_use(void);
 void gnt_device_release(void);
 
+/* rivals.c */
+int gnt_rivals_init(void);
+void gnt_rivals_exit(void);
+
 /* power.c */
 int gnt_power_init(void);
 void gnt_power_exit(void);

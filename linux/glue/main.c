@@ -29,6 +29,9 @@ static int __init start(void)
 	r = gnt_device_claim();
 	if (r)
 		goto no_device;
+	r = gnt_rivals_init();
+	if (r)
+		goto no_rivals;
 	r = gannet_init();
 	if (r)
 		goto no_rust;
@@ -41,6 +44,8 @@ static int __init start(void)
 no_power:
 	gannet_exit();
 no_rust:
+	gnt_rivals_exit();
+no_rivals:
 	gnt_device_release();
 no_device:
 	gnt_clock_exit();
@@ -56,6 +61,7 @@ static void __exit stop(void)
 	gnt_device_release();
 	gnt_power_exit();
 	gannet_exit();
+	gnt_rivals_exit();
 	gnt_clock_exit();
 	gnt_sched_exit();
 	gnt_smp_exit();

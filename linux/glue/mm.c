@@ -45,8 +45,11 @@ void *gnt_alloc(size_t size, size_t align, int zero)
 {
 	gfp_t flags = GFP_KERNEL_ACCOUNT | (zero ? __GFP_ZERO : 0);
 
-	if (align > PAGE_SIZE)
+	/* A VMM chooses some of the sizes: a refusal is an answer, not a reason for a warning. */
+	if (align > PAGE_SIZE || size > INT_MAX)
 		return NULL;
+	if (size > PAGE_SIZE)
+		flags |= __GFP_NOWARN;
 	if (align > ARCH_KMALLOC_MINALIGN)
 		size = roundup_pow_of_two(max(size, align));
 	return kvmalloc(size, flags);

@@ -26,7 +26,8 @@ impl EventFd {
         if context.is_null() { Err(BadFd) } else { Ok(Self { context }) }
     }
 
-    /// Adds `count` to the counter. From any context.
+    /// Adds `count`, which is 1 unless a test wants otherwise, to the counter. From any context.
+    /// (Kernels from 6.8 on add 1 for any count that is not 0.)
     pub fn signal(&self, count: u64) {
         // SAFETY: the reference is held.
         unsafe { sys::gnt_eventfd_signal(self.context, count) }

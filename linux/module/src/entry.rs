@@ -69,6 +69,8 @@ extern "C" fn gannet_cpu_offline() {
 extern "C" fn gannet_dev_ioctl(command: u32, _argument: u64, _compat: i32) -> i64 {
     match command {
         0xae00 => 12,
+        #[cfg(feature = "selftest")]
+        crate::selftest::OPEN => crate::selftest::open(),
         _ => ENOTTY,
     }
 }

@@ -2,9 +2,14 @@
 //! end of a panic. Outside the kernel this crate is empty.
 #![cfg_attr(target_os = "none", no_std)]
 
+#[cfg(all(target_os = "none", feature = "selftest"))]
+extern crate alloc;
+
 #[cfg(target_os = "none")]
 mod entry;
 #[cfg(target_os = "none")]
 mod heap;
 #[cfg(target_os = "none")]
 mod panic;
+#[cfg(all(target_os = "none", feature = "selftest"))]
+mod selftest;
