@@ -8,6 +8,7 @@ use crate::dynamic::Dynamic;
 use crate::lookup::{DynamicInputs, INVALID, LINES, Line};
 use crate::{Entry, Error, FeatureWords, MAX_ENTRIES, Supported};
 use alloc::vec::Vec;
+use msr::GuestFacts;
 use x86::cpuid::{Feature, KVM_SIGNATURE, Reg, Vendor, feature, leaf};
 use x86::{Cr4, Efer, Xcr0};
 use xstate::Layout;
@@ -31,6 +32,7 @@ pub struct GuestCpuid {
     pub(crate) layout: Layout,
     words: FeatureWords,
     facts: Facts,
+    msr: GuestFacts,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -44,8 +46,8 @@ struct Facts {
 }
 
 impl Default for GuestCpuid {
-    /// No table and no host: CR4 and EFER may hold only what needs no feature. Prefer
-    /// [`GuestCpuid::new`].
+    /// No table and no host: CR4 and EFER may hold only what needs no feature, whatever table is
+    /// set. For tests; a vCPU is made with [`GuestCpuid::new`].
     fn default() -> Self {
         let words = FeatureWords::NONE;
         Self {
@@ -65,6 +67,7 @@ impl Default for GuestCpuid {
                 maxphyaddr: DEFAULT_MAXPHYADDR,
                 signature: 0,
             },
+            msr: GuestFacts { maxphyaddr: DEFAULT_MAXPHYADDR, ..GuestFacts::default() },
         }
     }
 }
@@ -73,10 +76,10 @@ impl GuestCpuid {
     /// A vCPU whose VMM has not set CPUID yet: every answer is zero, but control registers may
     /// hold whatever the host can give, as KVM allows.
     pub fn new(host: &Supported) -> Self {
-        let mut this = Self::default();
+        let mut this = Self { layout: *host.layout(), ..Self::default() };
         this.facts.cr4 = host.cr4();
         this.facts.efer = host.efer();
-        this.layout = *host.layout();
+        this.msr = this.derive_msr_facts(host);
         this
     }
 
@@ -130,17 +133,30 @@ impl GuestCpuid {
         &self.words
     }
 
-    /// Whether SPEC_CTRL exists for the guest, under either vendor's enumeration.
+    /// Whether SPEC_CTRL exists for the guest: offered by either vendor's enumeration, and given
+    /// by the host.
+    #[inline]
     pub fn has_spec_ctrl(&self) -> bool {
-        self.has(feature::SPEC_CTRL)
-            || self.has(feature::AMD_STIBP)
-            || self.has(feature::AMD_IBRS)
-            || self.has(feature::AMD_SSBD)
+        self.msr.spec_ctrl != 0
     }
 
-    /// Whether PRED_CMD exists for the guest.
+    /// Whether PRED_CMD exists for the guest, likewise.
+    #[inline]
     pub fn has_pred_cmd(&self) -> bool {
-        self.has(feature::SPEC_CTRL) || self.has(feature::AMD_IBPB) || self.has(feature::SBPB)
+        self.msr.pred_cmd != 0
+    }
+
+    /// What the rules of MSRs ask about this guest.
+    #[inline]
+    pub fn msr_facts(&self) -> GuestFacts {
+        self.msr
+    }
+
+    /// Whether an address is canonical for the guest's linear-address width: 57 bits with LA57,
+    /// else 48.
+    #[inline]
+    pub fn is_canonical(&self, address: u64) -> bool {
+        x86::reg::is_canonical(address, if self.has(feature::LA57) { 57 } else { 48 })
     }
 
     /// Whether TSC_AUX exists for the guest.
@@ -258,6 +274,16 @@ impl GuestCpuid {
             hlt_in_guest: self.dynamic.hlt_in_guest,
         };
         self.words = words;
+        self.msr = self.derive_msr_facts(host);
+    }
+
+    fn derive_msr_facts(&self, host: &Supported) -> GuestFacts {
+        GuestFacts::derive(
+            |feature| self.words.has(feature),
+            |feature| host.has(feature),
+            self.vendor,
+            self.facts.maxphyaddr,
+        )
     }
 }
 

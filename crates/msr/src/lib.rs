@@ -1,2 +1,32 @@
-//! Skeleton.
+//! MSR policy: which floor owns an MSR, which values it takes, and the state of those that need
+//! neither hardware nor another part of the hypervisor.
+//!
+//! [`classify`] sends an index to its owner. [`MsrStore`] serves [`Class::Store`]. What a VMM may
+//! list, save and restore stands in [`lists`].
 #![no_std]
+#![forbid(unsafe_code)]
+
+extern crate alloc;
+
+mod class;
+mod facts;
+pub mod lists;
+mod mce;
+mod mtrr;
+mod store;
+mod validity;
+
+pub use class::{Class, classify};
+pub use facts::{GuestFacts, HostMsrs};
+pub use mce::{MAX_BANKS, McReport, McVerdict};
+pub use store::{Effect, MsrStore};
+pub use validity::{holds_address, pat_is_valid, spec_ctrl_is_valid};
+
+/// The MSR does not exist for this guest, or does not take the value: #GP(0) for a guest, "not
+/// processed" for KVM_GET_MSRS and KVM_SET_MSRS. Nothing has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Refused;
+
+/// Out of memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NoMemory;

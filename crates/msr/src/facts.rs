@@ -1,0 +1,175 @@
+//! What MSR rules ask about the guest and the host, reduced to a few bits when CPUID is set, so
+//! that no MSR exit searches a CPUID table.
+
+use x86::cpuid::{Feature, Vendor, feature};
+use x86::msr::{arch_capabilities, pred_cmd, spec_ctrl};
+
+/// The guest's CPUID, as far as MSRs ask. Sixteen bytes; passed by reference or by value.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GuestFacts {
+    /// SPEC_CTRL bits that the guest may set: offered to it, and known to the host's CPU.
+    pub spec_ctrl: u16,
+    /// SPEC_CTRL bits that the host's CPU knows; a VMM may set them.
+    pub host_spec_ctrl: u16,
+    /// PRED_CMD bits that the guest may write.
+    pub pred_cmd: u8,
+    /// PRED_CMD bits that the host's CPU knows.
+    pub host_pred_cmd: u8,
+    /// Bits of a guest-physical address.
+    pub maxphyaddr: u8,
+    /// The guest sees an AMD or Hygon CPU.
+    pub amd: bool,
+    /// FLUSH_CMD exists: offered, and the host's CPU has it.
+    pub flush_l1d: bool,
+    /// FLUSH_CMD exists on the host's CPU.
+    pub host_flush_l1d: bool,
+    /// TSC_ADJUST exists.
+    pub tsc_adjust: bool,
+    /// ARCH_CAPABILITIES exists.
+    pub arch_capabilities: bool,
+    /// PERF_CAPABILITIES exists.
+    pub pdcm: bool,
+    /// OSVW_ID_LENGTH and OSVW_STATUS exist.
+    pub osvw: bool,
+    /// SSE3, without which MISC_ENABLE's MONITOR bit must not change.
+    pub sse3: bool,
+}
+
+impl GuestFacts {
+    /// Derives the facts. `guest` and `host` tell whether a feature is offered to the guest, and
+    /// whether the host can give it.
+    pub fn derive(
+        guest: impl Fn(Feature) -> bool,
+        host: impl Fn(Feature) -> bool,
+        vendor: Vendor,
+        maxphyaddr: u8,
+    ) -> Self {
+        let host_spec_ctrl = spec_ctrl_bits(&host);
+        let host_pred_cmd = pred_cmd_bits(&host);
+        let host_flush_l1d = host(feature::FLUSH_L1D);
+        Self {
+            spec_ctrl: spec_ctrl_bits(&guest) & host_spec_ctrl,
+            host_spec_ctrl,
+            pred_cmd: pred_cmd_bits(&guest) & host_pred_cmd,
+            host_pred_cmd,
+            maxphyaddr,
+            amd: vendor.is_amd_like(),
+            flush_l1d: guest(feature::FLUSH_L1D) && host_flush_l1d,
+            host_flush_l1d,
+            tsc_adjust: guest(feature::TSC_ADJUST),
+            arch_capabilities: guest(feature::ARCH_CAPABILITIES),
+            pdcm: guest(feature::PDCM),
+            osvw: guest(feature::OSVW),
+            sse3: guest(feature::SSE3),
+        }
+    }
+}
+
+fn spec_ctrl_bits(has: &impl Fn(Feature) -> bool) -> u16 {
+    let any = |features: &[Feature]| features.iter().any(|feature| has(*feature));
+    let mut bits = 0;
+    if any(&[feature::SPEC_CTRL, feature::AMD_IBRS]) {
+        // STIBP may be set wherever IBRS may; without STIBP it does nothing (SDM vol. 4,
+        // IA32_SPEC_CTRL).
+        bits |= spec_ctrl::IBRS | spec_ctrl::STIBP;
+    }
+    if any(&[feature::INTEL_STIBP, feature::AMD_STIBP]) {
+        bits |= spec_ctrl::STIBP;
+    }
+    if any(&[feature::SPEC_CTRL_SSBD, feature::AMD_SSBD]) {
+        bits |= spec_ctrl::SSBD;
+    }
+    if any(&[feature::AMD_PSFD, feature::INTEL_PSFD]) {
+        bits |= spec_ctrl::PSFD;
+    }
+    if has(feature::IPRED_CTRL) {
+        bits |= spec_ctrl::IPRED_DIS_U | spec_ctrl::IPRED_DIS_U << 1;
+    }
+    if has(feature::RRSBA_CTRL) {
+        bits |= spec_ctrl::RRSBA_DIS_S | spec_ctrl::RRSBA_DIS_S >> 1;
+    }
+    if has(feature::BHI_CTRL) {
+        bits |= spec_ctrl::BHI_DIS_S;
+    }
+    bits as u16
+}
+
+fn pred_cmd_bits(has: &impl Fn(Feature) -> bool) -> u8 {
+    let mut bits = 0;
+    if has(feature::SPEC_CTRL) || has(feature::AMD_IBPB) {
+        bits |= pred_cmd::IBPB;
+    }
+    if has(feature::SBPB) {
+        bits |= pred_cmd::SBPB;
+    }
+    bits as u8
+}
+
+/// The host's MSRs that guests see something of. Made at load; also what KVM_GET_MSRS on /dev/kvm
+/// answers from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HostMsrs {
+    /// AMD or Hygon.
+    pub amd: bool,
+    /// ARCH_CAPABILITIES for guests, see [`HostMsrs::offered_arch_capabilities`].
+    pub arch_capabilities: u64,
+    /// The host's own UCODE_REV.
+    pub ucode_rev: u64,
+    /// DE_CFG bits that hold on this host: bit 1 when LFENCE serializes, else 0.
+    pub de_cfg: u64,
+    /// The CPU has SPEC_CTRL.
+    pub spec_ctrl: bool,
+    /// The CPU has TSC_AUX.
+    pub tsc_aux: bool,
+}
+
+impl HostMsrs {
+    /// ARCH_CAPABILITIES to offer on a host whose own value is `host` (0 where it has none).
+    /// `meltdown`, `ssb` and `mds` say whether the host's CPU is vulnerable; AMD parts are to
+    /// none but the second, and have no such MSR.
+    pub const fn offered_arch_capabilities(host: u64, meltdown: bool, ssb: bool, mds: bool) -> u64 {
+        use arch_capabilities as cap;
+        const PASSED: u64 = cap::RDCL_NO
+            | cap::IBRS_ALL
+            | cap::RSBA
+            | cap::SKIP_L1DFL_VMENTRY
+            | cap::SSB_NO
+            | cap::MDS_NO
+            | cap::PSCHANGE_MC_NO
+            | cap::TAA_NO
+            | cap::SBDR_SSDP_NO
+            | cap::FBSDP_NO
+            | cap::PSDP_NO
+            | cap::FB_CLEAR
+            | cap::RRSBA
+            | cap::BHI_NO
+            | cap::PBRSB_NO
+            | cap::GDS_NO
+            | cap::RFDS_NO
+            | cap::RFDS_CLEAR;
+        let mut value = host & PASSED | cap::PSCHANGE_MC_NO;
+        if !meltdown {
+            value |= cap::RDCL_NO | cap::SKIP_L1DFL_VMENTRY;
+        }
+        if !ssb {
+            value |= cap::SSB_NO;
+        }
+        if !mds {
+            value |= cap::MDS_NO;
+        }
+        value
+    }
+
+    /// A feature MSR, for KVM_GET_MSRS on /dev/kvm; `None` for one not in
+    /// [`crate::lists::FEATURES`] or not of this vendor.
+    pub fn feature(&self, index: u32) -> Option<u64> {
+        use x86::msr::*;
+        match index {
+            UCODE_REV => Some(self.ucode_rev),
+            ARCH_CAPABILITIES => Some(self.arch_capabilities),
+            PERF_CAPABILITIES => Some(0),
+            DE_CFG if self.amd => Some(self.de_cfg & de_cfg::LFENCE_SERIALIZE),
+            _ => None,
+        }
+    }
+}

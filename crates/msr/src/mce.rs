@@ -1,0 +1,209 @@
+//! The machine-check architecture: global registers, banks, and errors that a VMM injects.
+//!
+//! SDM vol. 3B ch. 15, APM vol. 2 ch. 9, KVM API §4.104 to §4.106. A guest's machine checks are its VMM's;
+//! the host's own never reach it.
+
+use crate::{NoMemory, Refused};
+use alloc::vec::Vec;
+use x86::msr::*;
+
+/// Banks at most (KVM_MAX_MCE_BANKS).
+pub const MAX_BANKS: usize = 32;
+/// Control, status, address, misc.
+const REGISTERS: usize = 4;
+/// MCG_CAP bits that a VMM may set beside the number of banks and the extended-register count
+/// (KVM_X86_GET_MCE_CAP_SUPPORTED answers this and [`MAX_BANKS`]).
+const SUPPORTED_CAP: u64 = mce::CAP_CTL | mce::CAP_SER;
+
+/// A machine check that a VMM injects (KVM_X86_SET_MCE).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct McReport {
+    /// MCi_STATUS.
+    pub status: u64,
+    /// MCi_ADDR.
+    pub address: u64,
+    /// MCi_MISC.
+    pub misc: u64,
+    /// MCG_STATUS.
+    pub mcg_status: u64,
+    /// Bank number.
+    pub bank: u8,
+}
+
+/// What an injected machine check does beyond the banks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum McVerdict {
+    /// Logged, or reporting is switched off.
+    Logged,
+    /// #MC is to be delivered.
+    Raise,
+    /// A second one while the first is handled, or CR4.MCE is clear: shutdown.
+    TripleFault,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct MachineChecks {
+    cap: u64,
+    status: u64,
+    ctl: u64,
+    /// Four registers per bank, then one CTL2 per bank.
+    banks: Vec<[u64; REGISTERS + 1]>,
+}
+
+/// The bank and register of an MSR of the four-per-bank range.
+const fn bank_of(index: u32) -> (usize, usize) {
+    let offset = index.wrapping_sub(MC0_CTL) as usize;
+    (offset / REGISTERS, offset % REGISTERS)
+}
+
+impl MachineChecks {
+    pub(crate) fn new() -> Result<Self, NoMemory> {
+        let mut banks = Vec::new();
+        banks.try_reserve_exact(MAX_BANKS).map_err(|_| NoMemory)?;
+        banks.resize(MAX_BANKS, [0; REGISTERS + 1]);
+        Ok(Self { cap: MAX_BANKS as u64, status: 0, ctl: 0, banks })
+    }
+
+    pub(crate) const fn supported() -> u64 {
+        SUPPORTED_CAP | MAX_BANKS as u64
+    }
+
+    fn count(&self) -> usize {
+        (self.cap & mce::CAP_BANKS) as usize
+    }
+
+    /// KVM_X86_SETUP_MCE.
+    pub(crate) fn set_up(&mut self, cap: u64) -> Result<(), Refused> {
+        let count = (cap & mce::CAP_BANKS) as usize;
+        if count == 0 || count > MAX_BANKS || cap & !(SUPPORTED_CAP | 0xff | 0x00ff_0000) != 0 {
+            return Err(Refused);
+        }
+        self.cap = cap;
+        if cap & mce::CAP_CTL != 0 {
+            self.ctl = u64::MAX;
+        }
+        for bank in self.banks.iter_mut().take(count) {
+            let [ctl, .., ctl2] = bank;
+            *ctl = u64::MAX;
+            *ctl2 = 0;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn read(&self, index: u32, from_host: bool) -> Result<u64, Refused> {
+        match index {
+            P5_MC_ADDR | P5_MC_TYPE => Ok(0),
+            MCG_CAP => Ok(self.cap),
+            MCG_STATUS => Ok(self.status),
+            MCG_CTL if from_host || self.cap & mce::CAP_CTL != 0 => Ok(self.ctl),
+            MC0_CTL2..MC0_CTL if from_host || self.cap & mce::CAP_CMCI != 0 => {
+                let bank = index.wrapping_sub(MC0_CTL2) as usize;
+                self.register(bank, REGISTERS)
+            }
+            MC0_CTL.. => {
+                let (bank, register) = bank_of(index);
+                self.register(bank, register)
+            }
+            _ => Err(Refused),
+        }
+    }
+
+    fn register(&self, bank: usize, register: usize) -> Result<u64, Refused> {
+        if bank >= self.count() {
+            return Err(Refused);
+        }
+        self.banks.get(bank).and_then(|bank| bank.get(register)).copied().ok_or(Refused)
+    }
+
+    /// `status_writable`: HWCR lets the guest write MCi_STATUS (AMD).
+    pub(crate) fn write(
+        &mut self,
+        index: u32,
+        value: u64,
+        from_host: bool,
+        status_writable: bool,
+    ) -> Result<(), Refused> {
+        match index {
+            MCG_STATUS => self.status = value,
+            MCG_CTL => {
+                let exists = self.cap & mce::CAP_CTL != 0 || (from_host && value == 0);
+                if !exists || !matches!(value, 0 | u64::MAX) {
+                    return Err(Refused);
+                }
+                self.ctl = value;
+            }
+            MC0_CTL2..MC0_CTL => {
+                let exists = self.cap & mce::CAP_CMCI != 0 || (from_host && value == 0);
+                if !exists || value & !(mce::CTL2_CMCI_ENABLE | mce::CTL2_THRESHOLD) != 0 {
+                    return Err(Refused);
+                }
+                let bank = index.wrapping_sub(MC0_CTL2) as usize;
+                *self.register_mut(bank, REGISTERS)? = value;
+            }
+            MC0_CTL.. => {
+                let (bank, register) = bank_of(index);
+                let allowed = match register {
+                    // All or nothing; but old systems clear bit 10 (a GART erratum of K8) or
+                    // bit 0, and must be let through.
+                    0 => value == 0 || value | 1 << 10 | 1 == u64::MAX,
+                    1 => from_host || value == 0 || status_writable,
+                    _ => true,
+                };
+                let slot = self.register_mut(bank, register)?;
+                if !allowed {
+                    return Err(Refused);
+                }
+                *slot = value;
+            }
+            _ => return Err(Refused),
+        }
+        Ok(())
+    }
+
+    fn register_mut(&mut self, bank: usize, register: usize) -> Result<&mut u64, Refused> {
+        if bank >= self.count() {
+            return Err(Refused);
+        }
+        self.banks.get_mut(bank).and_then(|bank| bank.get_mut(register)).ok_or(Refused)
+    }
+
+    /// KVM_X86_SET_MCE.
+    pub(crate) fn inject(
+        &mut self,
+        report: &McReport,
+        cr4_mce: bool,
+    ) -> Result<McVerdict, Refused> {
+        let count = self.count();
+        let bank = self.banks.iter_mut().take(count).nth(report.bank.into()).ok_or(Refused)?;
+        if report.status & mce::BANK_VALID == 0 {
+            return Err(Refused);
+        }
+        let [ctl, status, address, misc, _] = bank;
+        let occupied = *status & mce::BANK_VALID != 0;
+        let overflow = if occupied { mce::BANK_OVERFLOW } else { 0 };
+        let mut log = |status: &mut u64| {
+            *address = report.address;
+            *misc = report.misc;
+            *status = report.status | overflow;
+        };
+        if report.status & mce::BANK_UC == 0 {
+            // A corrected error never overwrites an uncorrected one.
+            if occupied && *status & mce::BANK_UC != 0 {
+                *status |= mce::BANK_OVERFLOW;
+            } else {
+                log(status);
+            }
+            return Ok(McVerdict::Logged);
+        }
+        let disabled = self.cap & mce::CAP_CTL != 0 && self.ctl != u64::MAX;
+        if disabled || *ctl != u64::MAX {
+            return Ok(McVerdict::Logged);
+        }
+        if self.status & mce::STATUS_MCIP != 0 || !cr4_mce {
+            return Ok(McVerdict::TripleFault);
+        }
+        log(status);
+        self.status = report.mcg_status;
+        Ok(McVerdict::Raise)
+    }
+}
