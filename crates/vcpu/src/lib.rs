@@ -32,7 +32,7 @@ use cpuid::{GuestCpuid, Supported};
 use emulate::DecodeCache;
 use host::{KBox, NoMemory, fpu::GuestFpu};
 use mmu::{CodeFetch, TableCache};
-use msr::MsrStore;
+use msr::{GuestFacts, HostMsrs, MsrStore};
 use vm::{VmRef, vcpu_shared::SharedVcpu};
 use x86::Gpa;
 
@@ -55,7 +55,8 @@ pub struct Vcpu<B: Backend> {
     pub(crate) vm: VmRef,
     pub(crate) cpuid: KBox<GuestCpuid>,
     /// What this host can offer.
-    pub(crate) offered: &'static Supported,
+    pub(crate) offered: Offered,
+    pub(crate) msr_facts: GuestFacts,
     /// Pages for nested tables, topped up outside locks.
     pub(crate) tables: TableCache,
     pub(crate) store: KBox<MsrStore>,
@@ -78,6 +79,15 @@ pub struct Vcpu<B: Backend> {
     pub stats: Stats,
 }
 
+/// What this host can offer its guests, found out at load.
+#[derive(Clone, Copy, Debug)]
+pub struct Offered {
+    /// CPUID.
+    pub cpuid: &'static Supported,
+    /// MSRs.
+    pub msrs: &'static HostMsrs,
+}
+
 /// Counts of exits.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Stats {
@@ -97,7 +107,7 @@ impl<B: Backend> Vcpu<B> {
         b: B,
         shared: SharedVcpu,
         vm: VmRef,
-        offered: &'static Supported,
+        offered: Offered,
     ) -> Result<Self, NoMemory> {
         let root = vm.memory().nested_root();
         let tsc_khz = vm.tsc_khz();
@@ -113,10 +123,11 @@ impl<B: Backend> Vcpu<B> {
             fetch: KBox::new(CodeFetch::new())?,
             shared,
             vm,
-            cpuid: KBox::new(GuestCpuid::new(offered))?,
+            cpuid: KBox::new(GuestCpuid::new(offered.cpuid))?,
             offered,
+            msr_facts: GuestFacts::default(),
             tables: TableCache::new(),
-            store: KBox::new(MsrStore::new())?,
+            store: KBox::new(MsrStore::new(offered.msrs).map_err(|_| NoMemory)?)?,
             decode: KBox::new(DecodeCache::new())?,
             tsc_khz,
             tsc_ratio: 1 << 32,
@@ -180,6 +191,12 @@ impl<B: Backend> Vcpu<B> {
             invpcid: f(feature::INVPCID),
         };
         self.b.set_limits(limits);
+        self.msr_facts = GuestFacts::derive(
+            |feature| self.cpuid.has(feature),
+            |feature| self.offered.cpuid.has(feature),
+            self.cpuid.vendor(),
+            self.cpuid.maxphyaddr(),
+        );
         self.shared.lapic.set_features(irqchip::lapic::Features {
             tsc_deadline: f(feature::TSC_DEADLINE),
             directed_eoi: false,

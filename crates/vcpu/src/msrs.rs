@@ -24,7 +24,7 @@ const DEBUGCTL: u32 = 0x1d9;
 
 impl<B: Backend> Vcpu<B> {
     fn facts(&self) -> GuestFacts {
-        self.cpuid.msr_facts()
+        self.msr_facts
     }
 
     fn is_canonical(&self, address: u64) -> bool {
@@ -209,6 +209,9 @@ impl<B: Backend> Vcpu<B> {
                 self.move_tsc(delta);
             }
             Effect::PredictionBarrier => self.b.prediction_barrier(),
+            Effect::MonitorChanged { on } => self.cpuid.set_mwait(Some(on)),
+            // Memory types come from the guest's PAT alone under nested paging; the rest keeps
+            // its value in the store.
             _ => {}
         }
     }

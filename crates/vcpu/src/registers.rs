@@ -320,7 +320,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Sets XCR0 as XSETBV would.
     pub fn set_xcr0(&mut self, value: u64) -> Result<(), Invalid> {
-        if !xstate::xcr0_valid(value, self.cpuid.xcr0_allowed()) {
+        if !xstate::xcr0_valid(value, self.cpuid.xcr0_allowed().bits()) {
             return Err(Invalid);
         }
         self.b.set_xcr0(value);
@@ -348,7 +348,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// KVM_SET_CPUID2. After the vCPU has run only the same content is taken.
     pub fn set_cpuid(&mut self, entries: &[cpuid::Entry]) -> Result<(), cpuid::Error> {
-        self.cpuid.set(entries, self.offered, self.has_run)?;
+        self.cpuid.set(entries, self.offered.cpuid, self.has_run)?;
         self.apply_cpuid();
         Ok(())
     }
