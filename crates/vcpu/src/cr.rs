@@ -188,7 +188,7 @@ impl<B: Backend> Vcpu<B> {
         let value = (rdx << 32) | (rax & 0xffff_ffff);
         let valid = self.b.cpl() == 0
             && rcx as u32 == 0
-            && xstate::xcr0_valid(value, self.cpuid.xcr0_allowed().bits());
+            && xstate::xcr0_valid(value, self.cpuid.xcr0_allowed());
         if valid {
             self.b.set_xcr0(value);
             self.retire(next);

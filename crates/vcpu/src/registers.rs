@@ -320,7 +320,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Sets XCR0 as XSETBV would.
     pub fn set_xcr0(&mut self, value: u64) -> Result<(), Invalid> {
-        if !xstate::xcr0_valid(value, self.cpuid.xcr0_allowed().bits()) {
+        if !xstate::xcr0_valid(value, self.cpuid.xcr0_allowed()) {
             return Err(Invalid);
         }
         self.b.set_xcr0(value);
