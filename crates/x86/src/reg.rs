@@ -327,6 +327,12 @@ impl Xcr0 {
     pub const LEGACY: Self = Self::X87.union(Self::SSE);
 }
 
+impl From<Xcr0> for u64 {
+    fn from(value: Xcr0) -> Self {
+        value.bits()
+    }
+}
+
 impl Dr6 {
     /// Bits that read as one and cannot be cleared, where neither RTM nor bus-lock exist.
     pub const FIXED_ONE: u64 = 0xffff_0ff0;

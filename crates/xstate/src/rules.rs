@@ -52,8 +52,8 @@ pub const fn xcr0_check(value: u64, supported: Xcr0) -> Result<Xcr0, Xcr0Fault> 
 
 /// Whether XCR0 may hold `value` where `supported` is offered.
 #[inline]
-pub const fn xcr0_valid(value: u64, supported: Xcr0) -> bool {
-    xcr0_check(value, supported).is_ok()
+pub fn xcr0_valid(value: u64, supported: impl Into<u64>) -> bool {
+    xcr0_check(value, Xcr0::from_bits_retain(supported.into())).is_ok()
 }
 
 /// The components to offer on a host whose kernel enabled `host_xcr0`: [`SUPPORTED_XCR0`], minus
