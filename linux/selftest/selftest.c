@@ -173,6 +173,8 @@ int main(void)
 	pthread_create(&other, NULL, interrupt, &self);
 	report("a signal ends a sleep", ask(17, 0), 0);
 	pthread_join(other, NULL);
+	report("the world switch", ask(18, 1UL), 0);
+	report("the world switch, again and again", ask(18, 100000UL), 0);
 	report("an unknown command", ask(99, 0) == -1 && errno == ENOTTY, 1);
 	page();
 	printf("%d failed\n", failed);

@@ -13,3 +13,5 @@ mod heap;
 mod panic;
 #[cfg(all(target_os = "none", feature = "selftest"))]
 mod selftest;
+#[cfg(all(target_os = "none", feature = "selftest"))]
+mod selftest_switch;

@@ -144,6 +144,7 @@ impl FileObject for Bench {
             15 => signals(),
             16 => this.show_page(argument),
             17 => block(argument),
+            18 => crate::selftest_switch::run(argument),
             _ => return ENOTTY,
         };
         outcome.map_or_else(i64::from, |()| 0)
