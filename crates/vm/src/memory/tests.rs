@@ -1,1 +1,508 @@
-//! Behaviour of a VM's memory, against the std port of `host`.
+//! Behaviour of a VM's memory, against the std port of `host`, where a frame's address is its
+//! user address.
+
+extern crate std;
+
+use alloc::vec;
+use alloc::vec::Vec;
+use core::cell::Cell;
+use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use host::gup::{GupError, HostPage};
+use host::page::Pages;
+use host::std_port::test;
+use mmu::tdp::{FlushRemote, Leaf};
+use mmu::{PagingContext, Region, RegionLimits, SlotError, TableCache};
+use x86::{Gfn, Gpa, Hva, Pfn};
+
+use super::{DirtyLogError, FaultAccess, FaultOutcome, MemoryError, VmMemory};
+
+#[derive(Default)]
+struct Flushes(AtomicU64);
+
+impl FlushRemote for Flushes {
+    fn flush_remote(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+impl Flushes {
+    fn take(&self) -> u64 {
+        self.0.swap(0, Ordering::Relaxed)
+    }
+}
+
+/// A VM with one slot: 64 pages at guest frame 16, in the slot number 3.
+struct Bench {
+    user: Pages,
+    memory: VmMemory,
+    flushes: Flushes,
+    cache: TableCache,
+}
+
+const LOG: u32 = 1;
+const READONLY: u32 = 2;
+
+fn empty() -> VmMemory {
+    VmMemory::new(4, 0, RegionLimits::default()).unwrap()
+}
+
+impl Bench {
+    fn new(flags: u32) -> Self {
+        let user = Pages::zeroed(6).unwrap();
+        let bench =
+            Self { user, memory: empty(), flushes: Flushes::default(), cache: TableCache::new() };
+        bench.set(bench.region(flags)).unwrap();
+        bench
+    }
+
+    fn region(&self, flags: u32) -> Region {
+        Region { slot: 3, flags, gpa: 16 << 12, size: 64 << 12, hva: self.user.hpa().0 }
+    }
+
+    fn set(&self, region: Region) -> Result<(), SlotError> {
+        self.memory.set_region(&region, &self.flushes)
+    }
+
+    fn hva(&self, gfn: u64) -> Hva {
+        Hva(self.user.hpa().0 + ((gfn - 16) << 12))
+    }
+
+    fn access(gfn: u64, write: bool, present: bool) -> FaultAccess {
+        FaultAccess { gpa: Gpa(gfn << 12 | 8), write, exec: false, present }
+    }
+
+    fn fault(&mut self, gfn: u64, write: bool) -> FaultOutcome {
+        let present = self.leaf(gfn).is_some();
+        let access = Self::access(gfn, write, present);
+        self.memory.fault(&mut self.cache, &access, &self.flushes)
+    }
+
+    /// A fault for which `gup` stands in for the host.
+    fn fault_by(
+        &mut self,
+        gfn: u64,
+        write: bool,
+        gup: impl FnOnce(&VmMemory, Hva) -> Result<HostPage, GupError>,
+    ) -> FaultOutcome {
+        let (memory, access) = (&self.memory, Self::access(gfn, write, false));
+        memory.fault_by(&mut self.cache, &access, &self.flushes, |hva, _| gup(memory, hva))
+    }
+
+    fn leaf(&self, gfn: u64) -> Option<Leaf> {
+        self.memory.tdp.mapper().lookup(Gfn(gfn))
+    }
+
+    fn mapped(&self, gfn: u64) -> Option<(u64, bool)> {
+        self.leaf(gfn).map(|l| (l.pfn.0 << 12, l.writable))
+    }
+
+    fn log(&self) -> u64 {
+        self.memory.dirty_log(3, true, &self.flushes).unwrap()[0]
+    }
+}
+
+fn host_page(hva: Hva, level: u8) -> HostPage {
+    HostPage { pfn: Pfn(hva.0 >> 12), writable: true, refcounted: true, level }
+}
+
+#[test]
+fn a_first_touch_maps_the_page_and_the_tables_serve_the_next() {
+    let mut bench = Bench::new(0);
+    assert_eq!(bench.fault(20, false), FaultOutcome::Mapped);
+    // Writable at once, though it was read: the write costs no second fault.
+    assert_eq!(bench.mapped(20), Some((bench.hva(20).0, true)));
+    assert!(bench.cache.is_empty());
+    assert_eq!(bench.fault(21, true), FaultOutcome::Mapped);
+    assert!(bench.cache.is_empty());
+    assert_eq!(bench.flushes.take(), 0);
+}
+
+#[test]
+fn what_no_slot_backs_is_mmio() {
+    let mut bench = Bench::new(0);
+    for gfn in [0, 15, 80, 1 << 30, u64::MAX >> 12] {
+        assert_eq!(bench.fault(gfn, true), FaultOutcome::Mmio);
+    }
+}
+
+#[test]
+fn a_readonly_slot_is_read_and_its_writes_are_mmio() {
+    let mut bench = Bench::new(READONLY);
+    assert_eq!(bench.fault(16, true), FaultOutcome::ReadonlyWrite);
+    assert_eq!(bench.fault(16, false), FaultOutcome::Mapped);
+    assert_eq!(bench.mapped(16), Some((bench.hva(16).0, false)));
+    assert_eq!(bench.fault(16, true), FaultOutcome::ReadonlyWrite);
+    assert_eq!(bench.memory.write(Gpa(16 << 12), b"x"), Err(MemoryError::ReadOnly));
+    let swap = bench.memory.cmpxchg(Gpa(16 << 12), 8, 0, 1);
+    assert_eq!(swap, Err(MemoryError::ReadOnly));
+}
+
+#[test]
+fn a_page_that_the_host_maps_readonly_becomes_writable_by_another_fault() {
+    let mut bench = Bench::new(0);
+    let guard = test::protect(bench.hva(30), 4096);
+    assert_eq!(bench.fault(30, false), FaultOutcome::Mapped);
+    assert_eq!(bench.mapped(30), Some((bench.hva(30).0, false)));
+    assert_eq!(bench.fault(30, true), FaultOutcome::Error(MemoryError::Fault));
+    drop(guard);
+    assert_eq!(bench.fault(30, true), FaultOutcome::Mapped);
+    assert_eq!(bench.mapped(30), Some((bench.hva(30).0, true)));
+}
+
+#[test]
+fn each_refusal_of_the_host_has_its_outcome() {
+    let mut bench = Bench::new(0);
+    let hole = test::unmap(bench.hva(40), 4096);
+    assert_eq!(bench.fault(40, false), FaultOutcome::Error(MemoryError::Fault));
+    drop(hole);
+    let mut by = |error| bench.fault_by(40, false, |_, _| Err(error));
+    assert_eq!(by(GupError::Again), FaultOutcome::Retry);
+    assert_eq!(by(GupError::HwPoison), FaultOutcome::Error(MemoryError::HwPoison));
+    assert_eq!(by(GupError::Interrupted), FaultOutcome::Error(MemoryError::Interrupted));
+    assert!(bench.leaf(40).is_none());
+}
+
+#[test]
+fn a_fault_is_taken_again_when_an_invalidation_ran_since_the_host_was_asked() {
+    let mut bench = Bench::new(0);
+    let outcome = bench.fault_by(20, true, |memory, hva| {
+        let page = host_page(hva, 1);
+        memory.invalidate_start(hva, Hva(hva.0 + 4096), true, &Flushes::default());
+        memory.invalidate_end(hva, Hva(hva.0 + 4096));
+        Ok(page)
+    });
+    assert_eq!((outcome, bench.leaf(20)), (FaultOutcome::Retry, None));
+    assert_eq!(bench.fault(20, true), FaultOutcome::Mapped);
+}
+
+#[test]
+fn no_translation_is_made_while_its_invalidation_runs_but_others_are() {
+    let mut bench = Bench::new(0);
+    let (hva, end) = (bench.hva(20), bench.hva(21));
+    bench.memory.invalidate_start(hva, end, true, &bench.flushes);
+    assert_eq!(bench.fault(20, false), FaultOutcome::Retry);
+    assert_eq!(bench.fault(19, false), FaultOutcome::Mapped);
+    assert_eq!(bench.fault(21, false), FaultOutcome::Mapped);
+    // Another one, nested: the range of both is refused until both have ended.
+    bench.memory.invalidate_start(bench.hva(24), bench.hva(25), true, &bench.flushes);
+    assert_eq!(bench.fault(22, false), FaultOutcome::Retry);
+    bench.memory.invalidate_end(hva, end);
+    assert_eq!(bench.fault(24, false), FaultOutcome::Retry);
+    bench.memory.invalidate_end(bench.hva(24), bench.hva(25));
+    assert_eq!(bench.fault(24, false), FaultOutcome::Mapped);
+    assert_eq!(bench.fault(20, false), FaultOutcome::Mapped);
+}
+
+#[test]
+fn a_large_page_is_not_mapped_over_an_invalidation_of_a_part_of_it() {
+    let mut bench = large();
+    let part = Hva(LARGE + 5 * 4096);
+    bench.memory.invalidate_start(part, Hva(part.0 + 4096), true, &bench.flushes);
+    let outcome = bench.fault_by(512, false, |_, hva| Ok(host_page(hva, 2)));
+    assert_eq!((outcome, bench.leaf(512)), (FaultOutcome::Retry, None));
+    let outcome = bench.fault_by(512, false, |_, hva| Ok(host_page(hva, 1)));
+    assert_eq!(outcome, FaultOutcome::Mapped);
+}
+
+#[test]
+fn an_invalidation_withdraws_its_pages_and_flushes_once_if_there_were_any() {
+    let mut bench = Bench::new(0);
+    (16..80).for_each(|gfn| assert_eq!(bench.fault(gfn, true), FaultOutcome::Mapped));
+    let generation = bench.memory.generation();
+    bench.memory.invalidate_start(bench.hva(20), bench.hva(30), true, &bench.flushes);
+    assert_eq!(bench.flushes.take(), 1);
+    assert!(bench.memory.generation() > generation);
+    bench.memory.invalidate_start(bench.hva(20), bench.hva(30), true, &bench.flushes);
+    bench.memory.invalidate_start(Hva(0), Hva(4096), true, &bench.flushes);
+    assert_eq!(bench.flushes.take(), 0);
+    for gfn in 16..80 {
+        assert_eq!(bench.leaf(gfn).is_some(), !(20..30).contains(&gfn));
+    }
+}
+
+#[test]
+fn memory_that_backs_two_slots_is_withdrawn_from_both() {
+    let mut bench = Bench::new(0);
+    bench.set(Region { slot: 4, gpa: 1 << 30, ..bench.region(0) }).unwrap();
+    let alias = (1 << 18) + 4;
+    let (access, hva) = (Bench::access(alias, true, false), bench.hva(20));
+    assert_eq!(bench.memory.fault(&mut bench.cache, &access, &bench.flushes), FaultOutcome::Mapped);
+    assert_eq!(bench.fault(20, true), FaultOutcome::Mapped);
+    assert_eq!(bench.mapped(alias), bench.mapped(20));
+    assert!(bench.memory.test_young(hva, Hva(hva.0 + 1)));
+    bench.memory.invalidate_start(hva, Hva(hva.0 + 4096), false, &bench.flushes);
+    assert!(bench.leaf(alias).is_none() && bench.leaf(20).is_none());
+}
+
+#[test]
+fn a_slot_that_goes_or_moves_takes_its_translations_along() {
+    let mut bench = Bench::new(0);
+    bench.fault(20, true);
+    bench.set(Region { gpa: 17 << 12, ..bench.region(0) }).unwrap();
+    assert_eq!((bench.leaf(20), bench.flushes.take()), (None, 1));
+    bench.fault(20, true);
+    assert_eq!(bench.mapped(20), Some((bench.hva(19).0, true)));
+    bench.set(Region { size: 0, ..bench.region(0) }).unwrap();
+    assert_eq!((bench.leaf(20), bench.flushes.take()), (None, 1));
+    assert_eq!(bench.fault(20, true), FaultOutcome::Mmio);
+    assert_eq!(bench.set(Region { size: 0, ..bench.region(0) }), Err(SlotError::Absent));
+}
+
+#[test]
+fn a_stale_translation_met_by_a_fault_is_withdrawn() {
+    let mut bench = Bench::new(0);
+    bench.fault(20, false);
+    let other = bench.hva(50);
+    let outcome = bench.fault_by(20, false, |_, _| Ok(host_page(other, 1)));
+    assert_eq!((outcome, bench.flushes.take()), (FaultOutcome::Retry, 1));
+    let outcome = bench.fault_by(20, false, |_, _| Ok(host_page(other, 1)));
+    assert_eq!((outcome, bench.mapped(20)), (FaultOutcome::Mapped, Some((other.0, true))));
+}
+
+#[test]
+fn the_dirty_log_tells_each_write_once_and_each_round() {
+    let mut bench = Bench::new(0);
+    bench.fault(17, true);
+    bench.set(bench.region(LOG)).unwrap();
+    // Switched on while mapped: protected and flushed before the call returned.
+    assert_eq!((bench.mapped(17), bench.flushes.take()), (Some((bench.hva(17).0, false)), 1));
+    assert_eq!((bench.log(), bench.flushes.take()), (0, 0));
+    // The host is not asked again for a page that only the log protects.
+    let access = Bench::access(17, true, true);
+    let asked = Cell::new(false);
+    let outcome = bench.memory.fault_by(&mut bench.cache, &access, &bench.flushes, |_, _| {
+        asked.set(true);
+        Err(GupError::Fault)
+    });
+    assert_eq!((outcome, asked.get()), (FaultOutcome::Mapped, false));
+    bench.fault(18, false);
+    assert_eq!(bench.mapped(18), Some((bench.hva(18).0, false)));
+    bench.fault(19, true);
+    bench.memory.write(Gpa(21 << 12 | 4090), &[1; 10]).unwrap();
+    assert_eq!((bench.log(), bench.flushes.take()), (0b110_1010, 1));
+    assert_eq!((bench.log(), bench.flushes.take()), (0, 0));
+    bench.fault(19, true);
+    assert_eq!(bench.memory.cmpxchg(Gpa(16 << 12), 4, 0, 1), Ok(true));
+    assert_eq!(bench.memory.cmpxchg(Gpa(31 << 12), 4, 7, 1), Ok(false));
+    assert_eq!(bench.log(), 0b1001);
+}
+
+#[test]
+fn a_log_that_is_kept_is_cleared_page_by_page() {
+    let mut bench = Bench::new(LOG);
+    (16..24).for_each(|gfn| _ = bench.fault(gfn, true));
+    let peek = |bench: &Bench| bench.memory.dirty_log(3, false, &bench.flushes).unwrap()[0];
+    assert_eq!((peek(&bench), peek(&bench), bench.flushes.take()), (0xff, 0xff, 0));
+    let clear = |first, count, mask: &[u64]| {
+        bench.memory.clear_dirty_log(3, first, count, mask, &bench.flushes)
+    };
+    assert_eq!(clear(0, 64, &[0b1100]), Ok(()));
+    assert_eq!((peek(&bench), bench.flushes.take()), (0xf3, 1));
+    assert!(!bench.mapped(18).unwrap().1 && bench.mapped(17).unwrap().1);
+    for (first, count, words) in [(1, 63, 1), (0, 65, 2), (0, 5, 1), (128, 0, 0), (0, 64, 0)] {
+        assert_eq!(clear(first, count, &vec![1; words]), Err(DirtyLogError::Invalid));
+    }
+    assert_eq!(clear(64, 0, &[]), Ok(()));
+    let get = |slot| bench.memory.dirty_log(slot, true, &bench.flushes);
+    assert_eq!(get(4), Err(DirtyLogError::NoLog));
+    assert_eq!(get(40_000), Err(DirtyLogError::Invalid));
+    bench.set(bench.region(0)).unwrap();
+    assert_eq!(bench.memory.dirty_log(3, true, &bench.flushes), Err(DirtyLogError::NoLog));
+    // Without the log a page is writable again by a fault like any other.
+    assert!(bench.leaf(18).is_none());
+}
+
+/// Where the large test slot pretends to be; it is never touched.
+const LARGE: u64 = 0x10_0000_0000;
+
+/// 1,024 frames from 512 on, in 2 MiB pages.
+fn large() -> Bench {
+    let bench = Bench::new(0);
+    let region = Region { slot: 5, flags: 0, gpa: 512 << 12, size: 1024 << 12, hva: LARGE };
+    bench.set(region).unwrap();
+    bench
+}
+
+#[test]
+fn a_large_host_page_is_mapped_whole_where_slot_and_frame_allow() {
+    let mut bench = large();
+    let outcome = bench.fault_by(700, false, |_, hva| Ok(host_page(hva, 2)));
+    assert_eq!(outcome, FaultOutcome::Mapped);
+    let level = |b: &Bench, gfn| b.leaf(gfn).map(|l| (l.pfn.0, l.level));
+    assert_eq!(level(&bench, 512), Some((LARGE >> 12, 2)));
+    assert_eq!(level(&bench, 1023), Some(((LARGE >> 12) + 511, 2)));
+    // A 1 GiB page is used as far as the slot reaches.
+    bench.fault_by(1024, false, |_, hva| Ok(host_page(hva, 3)));
+    assert_eq!(level(&bench, 1535), Some(((LARGE >> 12) + 1023, 2)));
+    // The small slot is not aligned with its memory.
+    bench.fault_by(20, false, |_, hva| Ok(host_page(hva, 2)));
+    assert_eq!(bench.leaf(20).map(|l| l.level), Some(1));
+    // Invalidating one small page withdraws the whole leaf.
+    let part = Hva(LARGE + 4096);
+    bench.memory.invalidate_start(part, Hva(part.0 + 1), true, &bench.flushes);
+    bench.memory.invalidate_end(part, Hva(part.0 + 1));
+    assert_eq!((level(&bench, 512), level(&bench, 1023)), (None, None));
+    // Memory that is large in address but not in frame stays small.
+    let skewed =
+        |_: &VmMemory, hva: Hva| Ok(HostPage { pfn: Pfn((hva.0 >> 12) + 1), ..host_page(hva, 2) });
+    bench.fault_by(512, false, skewed);
+    assert_eq!(level(&bench, 512), Some(((LARGE >> 12) + 1, 1)));
+}
+
+#[test]
+fn the_dirty_log_splits_large_pages_and_they_come_back_after_it() {
+    let mut bench = large();
+    bench.fault_by(700, true, |_, hva| Ok(host_page(hva, 2)));
+    let log = Region { slot: 5, flags: LOG, gpa: 512 << 12, size: 1024 << 12, hva: LARGE };
+    bench.set(log).unwrap();
+    assert_eq!(bench.leaf(700).map(|l| (l.level, l.writable)), Some((2, false)));
+    // Present but large: the host is asked, and the leaf is split.
+    let access = Bench::access(700, true, true);
+    let outcome = bench
+        .memory
+        .fault_by(&mut bench.cache, &access, &bench.flushes, |hva, _| Ok(host_page(hva, 2)));
+    assert_eq!(outcome, FaultOutcome::Mapped);
+    assert_eq!(bench.leaf(700).map(|l| (l.level, l.writable)), Some((1, true)));
+    assert_eq!(bench.leaf(701).map(|l| (l.level, l.writable)), Some((1, false)));
+    let bits = bench.memory.dirty_log(5, true, &bench.flushes).unwrap();
+    let marked: Vec<usize> = (0..1024).filter(|n| bits[n / 64] >> (n % 64) & 1 == 1).collect();
+    assert_eq!((marked, bits.len()), (vec![700 - 512], 16));
+    bench.set(Region { flags: 0, ..log }).unwrap();
+    bench.fault_by(700, true, |_, hva| Ok(host_page(hva, 2)));
+    assert_eq!(bench.leaf(701).map(|l| (l.level, l.writable)), Some((2, true)));
+}
+
+#[test]
+fn age_is_reported_for_the_host_range() {
+    let mut bench = Bench::new(0);
+    bench.fault(20, false);
+    let (hva, end) = (bench.hva(20), bench.hva(21));
+    assert!(!bench.memory.test_young(bench.hva(21), bench.hva(79)));
+    assert!(bench.memory.test_young(hva, end) && bench.memory.clear_young(hva, end));
+    assert!(!bench.memory.test_young(hva, end) && !bench.memory.clear_young(Hva(0), Hva(!0)));
+}
+
+#[test]
+fn guest_memory_is_read_and_written_across_pages_and_slots() {
+    let bench = Bench::new(0);
+    let next = Pages::zeroed(0).unwrap();
+    let region = Region { slot: 4, flags: 0, gpa: 80 << 12, size: 4096, hva: next.hpa().0 };
+    bench.set(region).unwrap();
+    let data: Vec<u8> = (0..10_000).map(|n| n as u8).collect();
+    let at = Gpa((81 << 12) - 10_000);
+    bench.memory.write(at, &data).unwrap();
+    let mut back = vec![0; 10_000];
+    bench.memory.read(at, &mut back).unwrap();
+    assert_eq!(back, data);
+    assert_eq!(next.bytes()[4095].load(Ordering::Relaxed), 9_999u64 as u8);
+    let memory = &bench.memory;
+    assert_eq!(memory.read(Gpa((81 << 12) - 1), &mut [0; 2]), Err(MemoryError::Unbacked));
+    assert_eq!(memory.read(Gpa(u64::MAX), &mut [0; 2]), Err(MemoryError::Unbacked));
+    assert_eq!(memory.write(Gpa(0), &[0]), Err(MemoryError::Unbacked));
+    assert_eq!(memory.read(Gpa(0), &mut []), Ok(()));
+    let hole = test::unmap(bench.hva(20), 1);
+    assert_eq!(memory.read(Gpa(20 << 12), &mut [0]), Err(MemoryError::Fault));
+    drop(hole);
+    assert_eq!(memory.hva_of(Gfn(20)), Some(bench.hva(20)));
+    assert_eq!(memory.hva_of(Gfn(81)), None);
+}
+
+#[test]
+fn with_interrupts_off_memory_is_what_the_guest_could_reach() {
+    let mut bench = Bench::new(LOG);
+    bench.fault(20, true);
+    bench.fault(21, false);
+    bench.memory.write(Gpa(20 << 12 | 4092), &[1, 2, 3, 4, 5, 6, 7, 8]).unwrap();
+    host::irq::disable();
+    let (memory, view) = (&bench.memory, bench.memory.view());
+    let mut back = [0; 8];
+    assert!(memory.read_irqs_off(&view, Gpa(20 << 12 | 4092), &mut back));
+    assert_eq!(back, [1, 2, 3, 4, 5, 6, 7, 8]);
+    // Frame 21 is mapped for reading only: the log would miss a write.
+    assert!(!memory.write_irqs_off(&view, Gpa(21 << 12), &[9]));
+    assert!(memory.write_irqs_off(&view, Gpa(20 << 12 | 16), &7u64.to_le_bytes()));
+    assert!(memory.read_irqs_off(&view, Gpa(20 << 12 | 16), &mut back));
+    assert_eq!(u64::from_le_bytes(back), 7);
+    assert!(!memory.read_irqs_off(&view, Gpa(22 << 12), &mut back));
+    assert!(!memory.read_irqs_off(&view, Gpa(0), &mut back));
+    host::irq::enable();
+}
+
+#[test]
+fn a_walk_reads_tables_through_the_slots() {
+    let bench = Bench::new(LOG);
+    let entry = |gfn: u64, n: u64, value: u64| {
+        bench.memory.write(Gpa(gfn << 12 | n * 8), &value.to_le_bytes()).unwrap();
+    };
+    (16..19).for_each(|gfn| entry(gfn, 0, (gfn + 1) << 12 | 7));
+    entry(19, 5, 40 << 12 | 7);
+    let context = PagingContext {
+        cr0: 1 << 31,
+        cr3: 16 << 12,
+        cr4: 1 << 5,
+        efer: 1 << 10,
+        maxphyaddr: 46,
+        ..PagingContext::default()
+    };
+    bench.log();
+    let found = mmu::translate(&bench.memory, &context, 0x5123, mmu::Access::WRITE).unwrap();
+    assert_eq!(found.gpa, Gpa(40 << 12 | 0x123));
+    // The accessed bits are the guest's memory: they are logged.
+    assert_eq!(bench.log(), 0b1111);
+    let far = PagingContext { cr3: 1 << 40, ..context };
+    let found = mmu::translate(&bench.memory, &far, 0x5123, mmu::Access::READ);
+    let error = MemoryError::Unbacked;
+    assert_eq!(found, Err(mmu::WalkError::Memory { gpa: Gpa(1 << 40), error }));
+}
+
+#[test]
+fn release_leaves_nothing_mapped() {
+    let mut bench = large();
+    bench.fault(20, true);
+    bench.fault_by(700, true, |_, hva| Ok(host_page(hva, 2)));
+    bench.memory.release(&bench.flushes);
+    assert!(bench.leaf(20).is_none() && bench.leaf(700).is_none());
+    assert_eq!(bench.memory.tdp.zapper().next_mapped(Gfn(0), Gfn(1 << 36)), Gfn(1 << 36));
+}
+
+#[test]
+fn faults_and_invalidations_in_parallel_leave_no_translation_behind() {
+    let bench = Bench::new(0);
+    let (memory, stop) = (&bench.memory, AtomicBool::new(false));
+    std::thread::scope(|s| {
+        for thread in 0..3u64 {
+            let stop = &stop;
+            s.spawn(move || {
+                let (mut cache, mut n, mut mapped) = (TableCache::new(), thread, 0u64);
+                while !stop.load(Ordering::Relaxed) {
+                    n = n.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                    let access = Bench::access(16 + (n >> 33) % 64, n >> 40 & 1 == 1, false);
+                    match memory.fault(&mut cache, &access, &Flushes::default()) {
+                        FaultOutcome::Mapped => mapped += 1,
+                        outcome => assert_eq!(outcome, FaultOutcome::Retry),
+                    }
+                }
+                assert!(mapped > 0);
+            });
+        }
+        for round in 0..400u64 {
+            let first = 16 + round * 7 % 60;
+            let (start, end) = (bench.hva(first), bench.hva(first + 1 + round % 4));
+            memory.invalidate_start(start, end, true, &bench.flushes);
+            for _ in 0..5 {
+                for gfn in first..first + 1 + round % 4 {
+                    assert!(bench.leaf(gfn).is_none());
+                }
+                std::thread::yield_now();
+            }
+            memory.invalidate_end(start, end);
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    for gfn in 16..80 {
+        if let Some((address, _)) = bench.mapped(gfn) {
+            assert_eq!(address, bench.hva(gfn).0);
+        }
+    }
+}
