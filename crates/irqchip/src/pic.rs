@@ -289,6 +289,11 @@ impl Pic {
         Vector(vector)
     }
 
+    /// What [`take_ended`](Self::take_ended) will give.
+    pub fn ended(&self) -> u16 {
+        self.ended
+    }
+
     /// The lines, by bit, that ended service since the last call: their acknowledgement is to be
     /// told to whoever waits for it.
     pub fn take_ended(&mut self) -> u16 {

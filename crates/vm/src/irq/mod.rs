@@ -1,41 +1,301 @@
-use crate::vcpu_shared::SharedVcpu;
-use host::NoMemory;
-use irqchip::IrqMessage;
-use x86::{Gpa, Vector};
-pub struct VmIrq;
-impl VmIrq {
-    pub fn new() -> Result<Self, NoMemory> {
-        Ok(Self)
+//! The interrupt half of a VM: controllers, routes, irqfds, ioeventfds, and the devices of the
+//! interrupt system that a guest reaches by port or by address.
+
+mod controllers;
+mod deliver;
+mod devices;
+mod ioeventfd;
+mod irqfd;
+#[cfg(test)]
+mod tests;
+
+pub use self::{
+    controllers::{IrqCore, Irqchip, SharedCore, Source},
+    ioeventfd::{IoEvent, IoEventError, IoEventFds, MAX_IOEVENTFDS, Space},
+    irqfd::{IrqFdError, IrqFds},
+};
+
+use core::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use host::{Arc, NoMemory, clock, timer::WithTimer};
+use irqchip::{
+    IoApicState, IrqMessage, LineStatus, Msi, PicState, Pit, PitState, Route, Routing,
+    RoutingError, Shorthand, lapic::Accepted,
+};
+use x86::Vector;
+
+use crate::{vcpu_shared::VcpuShared, vcpus::VcpuTable};
+
+/// Why controllers cannot be made or reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IrqError {
+    /// They are there already (EEXIST).
+    Exists,
+    /// There are none (ENXIO, or ENOENT for a PIT without a PIC).
+    Missing,
+    /// No memory (ENOMEM).
+    NoMemory,
+}
+
+impl From<NoMemory> for IrqError {
+    fn from(_: NoMemory) -> Self {
+        Self::NoMemory
     }
 }
-impl crate::Vm {
-    pub fn extint_pending(&self, _: &SharedVcpu) -> bool {
-        false
+
+impl From<RoutingError> for IrqError {
+    fn from(_: RoutingError) -> Self {
+        // The standard table is valid.
+        Self::NoMemory
     }
+}
+
+/// Interrupt controllers, routes and eventfds of one VM.
+pub struct VmIrq {
+    core: SharedCore,
+    irqfds: IrqFds,
+    ioeventfds: IoEventFds,
+    /// Port 0x61 is ours (KVM_PIT_SPEAKER_DUMMY).
+    speaker: AtomicBool,
+    /// There is a PIT.
+    pit: AtomicBool,
+}
+
+impl Drop for VmIrq {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+impl VmIrq {
+    /// No controllers, no routes. The table of vCPUs is the VM's own.
+    ///
+    /// # Errors
+    /// [`NoMemory`].
+    pub fn new(vcpus: Arc<VcpuTable>) -> Result<Self, NoMemory> {
+        Ok(Self {
+            core: WithTimer::new(IrqCore::new(vcpus))?,
+            irqfds: IrqFds::new(),
+            ioeventfds: IoEventFds::new()?,
+            speaker: AtomicBool::new(false),
+            pit: AtomicBool::new(false),
+        })
+    }
+
+    /// Which controllers there are.
+    #[inline]
+    pub fn kind(&self) -> Irqchip {
+        self.core.kind()
+    }
+
+    /// KVM_CREATE_IRQCHIP, or the local half of it. The VM's making lock is held.
+    ///
+    /// # Errors
+    /// `Exists`, `NoMemory`.
+    pub fn create(&self, kind: Irqchip) -> Result<(), IrqError> {
+        if self.kind() != Irqchip::None {
+            return Err(IrqError::Exists);
+        }
+        if kind == Irqchip::Full {
+            let mut routing = Routing::standard()?;
+            core::mem::swap(&mut self.core.state.lock().routing, &mut routing);
+        }
+        self.core.set_kind(kind);
+        Ok(())
+    }
+
+    /// KVM_CREATE_PIT2. `speaker`: port 0x61 too. The VM's making lock is held.
+    ///
+    /// # Errors
+    /// `Exists`; `Missing` without a PIC.
+    pub fn create_pit(&self, speaker: bool) -> Result<(), IrqError> {
+        if self.kind() != Irqchip::Full {
+            return Err(IrqError::Missing);
+        }
+        let mut state = self.core.state.lock();
+        if state.pit.is_some() {
+            return Err(IrqError::Exists);
+        }
+        state.pit = Some(Pit::new(clock::monotonic_ns()));
+        state.refresh_listeners();
+        drop(state);
+        self.speaker.store(speaker, Relaxed);
+        self.pit.store(true, Relaxed);
+        Ok(())
+    }
+
+    /// Whether there is a PIT.
+    pub fn has_pit(&self) -> bool {
+        self.pit.load(Relaxed)
+    }
+
+    /// MSIs carry 32-bit destination ids from now on (KVM_CAP_X2APIC_API).
+    pub fn set_wide_dest(&self, wide: bool) {
+        self.core.set_wide_dest(wide);
+    }
+
+    /// KVM_SET_GSI_ROUTING: replaces all routes. Process context.
+    ///
+    /// # Errors
+    /// See [`Routing::new`].
+    pub fn set_routes(&self, routes: &[Route]) -> Result<(), RoutingError> {
+        let mut routing = Routing::new(routes, self.core.wide_dest())?;
+        {
+            let mut state = self.core.state.lock();
+            core::mem::swap(&mut state.routing, &mut routing);
+            state.refresh_listeners();
+        }
+        // The old table is freed here, without the lock.
+        Ok(())
+    }
+
+    /// KVM_IRQ_LINE: user space drives a GSI.
+    pub fn set_irq_line(&self, gsi: u32, source: Source, level: bool) -> LineStatus {
+        self.core.set_line(gsi, source, level)
+    }
+
+    /// KVM_SIGNAL_MSI.
+    pub fn signal_msi(&self, msi: &Msi) -> LineStatus {
+        self.core.signal_msi(msi)
+    }
+
+    /// Delivers an IPI of `from`. Any context.
+    #[inline]
+    pub fn send_ipi(&self, from: &VcpuShared, message: &IrqMessage) -> LineStatus {
+        deliver::deliver(self.core.vcpus(), Some(from), message)
+    }
+
+    /// KVM_HC_SEND_IPI: one message to each of the ids; how many took it.
+    pub fn send_pv_ipi(&self, call: &pv::SendIpi) -> u64 {
+        let Some(delivery) = irqchip::DeliveryMode::from_bits(call.delivery_mode()) else {
+            return 0;
+        };
+        let mut count = 0;
+        for id in call.apic_ids() {
+            let message = IrqMessage {
+                delivery,
+                shorthand: Shorthand::None,
+                ..IrqMessage::fixed(Vector(call.vector()), id)
+            };
+            if let LineStatus::Delivered(n) = deliver::deliver(self.core.vcpus(), None, &message) {
+                count += u64::from(n);
+            }
+        }
+        count
+    }
+
+    /// A local APIC's EOI that the I/O APIC is to hear of. Not in hard interrupt context.
+    pub fn eoi(&self, from: &VcpuShared, vector: Vector) {
+        self.core.eoi(from, vector, |at| self.core.start(at));
+    }
+
+    /// Whether the 8259A has an interrupt; which vCPU takes it, its local APIC says. One load.
+    #[inline]
+    pub fn extint_pending(&self) -> bool {
+        self.core.intr()
+    }
+
+    /// The acknowledge cycle: the 8259A's vector, `None` when the request has gone.
     pub fn extint_ack(&self) -> Option<Vector> {
-        None
+        self.core.acknowledge_intr()
     }
-    pub fn counts_eoi(&self, _: Vector) -> bool {
-        false
+
+    /// After [`EnableChanged`](irqchip::LapicEffect::EnableChanged),
+    /// [`Lint0Changed`](irqchip::LapicEffect::Lint0Changed), a write of the APIC base, or a
+    /// restored local APIC.
+    pub fn apic_changed(&self) {
+        self.core.apic_changed();
     }
-    pub fn eoi(&self, _: Vector, _: bool) {}
-    pub fn apic_changed(&self) {}
-    pub fn send_ipi(&self, _: &SharedVcpu, _: &IrqMessage) -> bool {
-        false
+
+    /// KVM_NMI: delivers to one vCPU whatever its local APIC says.
+    pub fn nmi(&self, vcpu: &VcpuShared) {
+        vcpu.deliver(Accepted::Nmi);
     }
-    pub fn kernel_has_port(&self, _: u16) -> bool {
-        false
+
+    /// Ioeventfds.
+    #[inline]
+    pub fn ioeventfds(&self) -> &IoEventFds {
+        &self.ioeventfds
     }
-    pub fn port_read(&self, _: u16, _: u8, _: &mut u32) -> bool {
-        false
+
+    /// KVM_IRQFD.
+    ///
+    /// # Errors
+    /// See [`IrqFds::assign`].
+    pub fn assign_irqfd(
+        &self,
+        fd: i32,
+        gsi: u32,
+        resamplefd: Option<i32>,
+    ) -> Result<(), IrqFdError> {
+        self.irqfds.assign(&self.core, fd, gsi, resamplefd)
     }
-    pub fn port_write(&self, _: u16, _: u8, _: u32) -> bool {
-        false
+
+    /// KVM_IRQFD with the deassign flag.
+    ///
+    /// # Errors
+    /// See [`IrqFds::deassign`].
+    pub fn deassign_irqfd(&self, fd: i32, gsi: u32) -> Result<(), IrqFdError> {
+        self.irqfds.deassign(&self.core, fd, gsi)
     }
-    pub fn mmio_read(&self, _: Gpa, _: &mut [u8]) -> bool {
-        false
+
+    /// The VM's file was closed, or its memory is gone: no eventfd raises anything any more, and
+    /// the timer stops.
+    pub fn release(&self) {
+        self.irqfds.release(&self.core);
+        self.core.cancel();
     }
-    pub fn mmio_write(&self, _: Gpa, _: &[u8]) -> bool {
-        false
+
+    /// State of one 8259A.
+    pub fn pic(&self, slave: bool) -> PicState {
+        self.core.state.lock().pic.save(slave)
+    }
+
+    /// Sets it.
+    pub fn set_pic(&self, slave: bool, new: &PicState) {
+        let mut state = self.core.state.lock();
+        state.pic.restore(slave, new);
+        self.core.settle(&mut state);
+    }
+
+    /// State of the I/O APIC.
+    pub fn ioapic(&self) -> IoApicState {
+        self.core.state.lock().ioapic.save()
+    }
+
+    /// Sets it; what it asserts is delivered.
+    pub fn set_ioapic(&self, new: &IoApicState) {
+        let mut state = self.core.state.lock();
+        state.ioapic.restore(new, &mut self.core.output());
+    }
+
+    /// State of the PIT, if there is one.
+    pub fn pit(&self) -> Option<PitState> {
+        let state = self.core.state.lock();
+        state.pit.as_ref().map(|pit| pit.save(clock::monotonic_ns()))
+    }
+
+    /// Sets it. Process context.
+    ///
+    /// # Errors
+    /// `Missing`.
+    pub fn set_pit(&self, new: &PitState) -> Result<(), IrqError> {
+        {
+            let mut state = self.core.state.lock();
+            let pit = state.pit.as_mut().ok_or(IrqError::Missing)?;
+            pit.restore(new, clock::monotonic_ns());
+        }
+        controllers::rewind(&self.core);
+        Ok(())
+    }
+
+    /// KVM_REINJECT_CONTROL.
+    ///
+    /// # Errors
+    /// `Missing`.
+    pub fn set_pit_reinject(&self, on: bool) -> Result<(), IrqError> {
+        let mut state = self.core.state.lock();
+        state.pit.as_mut().ok_or(IrqError::Missing)?.set_reinject(on);
+        state.refresh_listeners();
+        Ok(())
     }
 }

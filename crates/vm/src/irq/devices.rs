@@ -1,0 +1,143 @@
+//! The interrupt system's own devices as the guest's instructions reach them: PIC and PIT by port,
+//! the I/O APIC by address, and ioeventfds in both spaces.
+
+use core::sync::atomic::Ordering::Relaxed;
+
+use host::clock;
+use irqchip::{Pic, Pit, ioapic};
+
+use super::{Irqchip, Space, VmIrq, controllers::rewind};
+
+const SPEAKER_PORT: u16 = 0x61;
+
+impl VmIrq {
+    /// Whether an access to this port may be ours: a compare and a load or two, for the exit path.
+    #[inline]
+    pub fn has_port(&self, port: u16) -> bool {
+        if Pic::covers(port) {
+            self.kind() == Irqchip::Full
+        } else if Pit::covers(port) {
+            self.pit.load(Relaxed)
+        } else if port == SPEAKER_PORT {
+            self.speaker.load(Relaxed)
+        } else {
+            self.ioeventfds.may_match(Space::Port, u64::from(port))
+        }
+    }
+
+    /// A guest's IN of `size` bytes. False when it is not ours.
+    ///
+    /// The chips are eight bits wide; what a wider access asks beyond reads as zero.
+    pub fn pio_read(&self, port: u16, size: u8, value: &mut u32) -> bool {
+        if !self.has_port(port) {
+            return false;
+        }
+        if Pic::covers(port) {
+            // The PIC does not answer wide accesses.
+            *value = if size == 1 { u32::from(self.read_pic(port)) } else { 0 };
+            return true;
+        }
+        let mut state = self.core.state.lock();
+        let Some(pit) = state.pit.as_mut() else {
+            return false;
+        };
+        let now = clock::monotonic_ns();
+        *value = match port {
+            SPEAKER_PORT => u32::from(pit.read_speaker(now)),
+            port if Pit::covers(port) => u32::from(pit.read(port, now)),
+            // Only writes signal eventfds.
+            _ => return false,
+        };
+        true
+    }
+
+    fn read_pic(&self, port: u16) -> u8 {
+        let mut state = self.core.state.lock();
+        let value = state.pic.read(port);
+        // A poll acknowledges, and may end.
+        let ended = self.core.ended_lines(&mut state);
+        self.core.settle(&mut state);
+        drop(state);
+        self.core.signal_pic_resamplers(ended);
+        value
+    }
+
+    /// A guest's OUT. False when it is not ours.
+    pub fn pio_write(&self, port: u16, size: u8, value: u32) -> bool {
+        if !self.has_port(port) {
+            return false;
+        }
+        if Pic::covers(port) {
+            if size == 1 {
+                let mut state = self.core.state.lock();
+                state.pic.write(port, value as u8);
+                let ended = self.core.ended_lines(&mut state);
+                self.core.settle(&mut state);
+                drop(state);
+                self.core.signal_pic_resamplers(ended);
+            }
+            return true;
+        }
+        if !Pit::covers(port) && port != SPEAKER_PORT {
+            return self.ioeventfds.signal_pio(port, u32::from(size), value);
+        }
+        let changed = {
+            let mut state = self.core.state.lock();
+            let Some(pit) = state.pit.as_mut() else {
+                return false;
+            };
+            let now = clock::monotonic_ns();
+            if port == SPEAKER_PORT {
+                pit.write_speaker(value as u8, now);
+                false
+            } else {
+                pit.write(port, value as u8, now)
+            }
+        };
+        if changed {
+            rewind(&self.core);
+        }
+        true
+    }
+
+    /// Whether a guest-physical address is the I/O APIC's.
+    #[inline]
+    fn is_ioapic(&self, address: u64) -> bool {
+        // Nobody can move it but KVM_SET_IRQCHIP, and nobody does.
+        address.wrapping_sub(ioapic::DEFAULT_BASE) < ioapic::WINDOW && self.kind() == Irqchip::Full
+    }
+
+    /// A guest's load from an address without memory. False when it is not ours.
+    pub fn mmio_read(&self, address: u64, data: &mut [u8]) -> bool {
+        if !self.is_ioapic(address) {
+            return false;
+        }
+        let value = self.core.state.lock().ioapic.read(address - ioapic::DEFAULT_BASE);
+        data.fill(0);
+        for (out, byte) in data.iter_mut().zip(value.to_le_bytes()) {
+            *out = byte;
+        }
+        true
+    }
+
+    /// A guest's store to an address without memory. False when it is not ours.
+    pub fn mmio_write(&self, address: u64, data: &[u8]) -> bool {
+        if self.ioeventfds.signal_mmio(address, data) {
+            return true;
+        }
+        if !self.is_ioapic(address) {
+            return false;
+        }
+        let mut bytes = [0; 4];
+        for (out, byte) in bytes.iter_mut().zip(data) {
+            *out = *byte;
+        }
+        let mut state = self.core.state.lock();
+        state.ioapic.write(
+            address - ioapic::DEFAULT_BASE,
+            u32::from_le_bytes(bytes),
+            &mut self.core.output(),
+        );
+        true
+    }
+}

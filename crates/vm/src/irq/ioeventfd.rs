@@ -1,0 +1,269 @@
+//! Ioeventfds: a guest's write to an address signals an eventfd instead of leaving to the VMM.
+//! KVM API §4.59.
+//!
+//! The table is replaced whole when it changes; a vCPU that exits looks it up without a lock.
+
+use core::sync::atomic::{AtomicU64, Ordering::*};
+
+use alloc::vec::Vec;
+use host::{Arc, BadFd, KBox, NoMemory, event::EventFd, srcu::Srcu, sync::Mutex};
+
+/// Most ioeventfds in each address space.
+pub const MAX_IOEVENTFDS: usize = 1000;
+
+/// An address space that a guest writes to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Space {
+    /// Guest-physical memory.
+    Memory,
+    /// I/O ports.
+    Port,
+}
+
+/// What is written for an eventfd to be signalled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IoEvent {
+    /// Where.
+    pub space: Space,
+    /// First byte of the write.
+    pub address: u64,
+    /// Its length: 1, 2, 4 or 8; 0 for any.
+    pub len: u32,
+    /// The value, `None` for any.
+    pub datamatch: Option<u64>,
+}
+
+/// Why an ioeventfd is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IoEventError {
+    /// A length that does not exist, a range that wraps, a value to match without a length.
+    Invalid,
+    /// A write could match this and one that is there.
+    Exists,
+    /// It is not there.
+    NotFound,
+    /// There are [`MAX_IOEVENTFDS`].
+    Full,
+    /// The descriptor is no eventfd.
+    BadFd,
+    /// No memory.
+    NoMemory,
+}
+
+impl From<BadFd> for IoEventError {
+    fn from(_: BadFd) -> Self {
+        Self::BadFd
+    }
+}
+
+impl From<NoMemory> for IoEventError {
+    fn from(_: NoMemory) -> Self {
+        Self::NoMemory
+    }
+}
+
+struct Entry {
+    what: IoEvent,
+    event: Arc<EventFd>,
+}
+
+impl Entry {
+    fn copy(&self) -> Self {
+        Self { what: self.what, event: self.event.clone() }
+    }
+}
+
+impl IoEvent {
+    fn valid(&self) -> bool {
+        matches!(self.len, 0 | 1 | 2 | 4 | 8)
+            && self.address.checked_add(u64::from(self.len)).is_some()
+            && !(self.len == 0 && self.datamatch.is_some())
+    }
+
+    /// Whether one write could match both.
+    fn clashes(&self, other: &Self) -> bool {
+        let same_value = match (self.datamatch, other.datamatch) {
+            (Some(a), Some(b)) => a == b,
+            _ => true,
+        };
+        self.address == other.address
+            && (self.len == 0 || other.len == 0 || (self.len == other.len && same_value))
+    }
+
+    #[inline]
+    fn matches(&self, len: u32, value: u64) -> bool {
+        if self.len == 0 {
+            return true;
+        }
+        // The VMM may have given a value wider than the write.
+        let mask = u64::MAX >> 64u32.saturating_sub(self.len * 8).min(63);
+        self.len == len && self.datamatch.is_none_or(|wanted| (wanted ^ value) & mask == 0)
+    }
+}
+
+/// Both address spaces, each sorted by address.
+#[derive(Default)]
+struct Table {
+    memory: Vec<Entry>,
+    port: Vec<Entry>,
+}
+
+impl Table {
+    fn space(&self, space: Space) -> &Vec<Entry> {
+        match space {
+            Space::Memory => &self.memory,
+            Space::Port => &self.port,
+        }
+    }
+
+    fn space_mut(&mut self, space: Space) -> &mut Vec<Entry> {
+        match space {
+            Space::Memory => &mut self.memory,
+            Space::Port => &mut self.port,
+        }
+    }
+
+    /// A copy with room for `more` in each space.
+    fn copy(&self, more: usize) -> Result<Self, NoMemory> {
+        let mut new = Self::default();
+        for space in [Space::Memory, Space::Port] {
+            let (from, to) = (self.space(space), new.space_mut(space));
+            to.try_reserve_exact(from.len() + more).map_err(|_| NoMemory)?;
+            to.extend(from.iter().map(Entry::copy));
+        }
+        Ok(new)
+    }
+}
+
+/// The ioeventfds of a VM.
+pub struct IoEventFds {
+    table: Srcu<Table>,
+    /// Serialises those who change the table.
+    changing: Mutex<()>,
+    /// A bit for every address that may be in the table: most writes are dismissed by one load.
+    port_filter: AtomicU64,
+    memory_filter: AtomicU64,
+}
+
+/// The filter bit of an address.
+#[inline]
+const fn filter_bit(address: u64) -> u64 {
+    // Devices' registers differ in the low bits, devices in those above.
+    1 << ((address ^ address >> 6 ^ address >> 12) & 63)
+}
+
+impl IoEventFds {
+    /// None yet.
+    pub fn new() -> Result<Self, NoMemory> {
+        Ok(Self {
+            table: Srcu::new(KBox::new(Table::default())?)?,
+            changing: Mutex::new(()),
+            port_filter: AtomicU64::new(0),
+            memory_filter: AtomicU64::new(0),
+        })
+    }
+
+    fn filter(&self, space: Space) -> &AtomicU64 {
+        match space {
+            Space::Memory => &self.memory_filter,
+            Space::Port => &self.port_filter,
+        }
+    }
+
+    fn publish(&self, table: Table) -> Result<(), NoMemory> {
+        let table = KBox::new(table)?;
+        for space in [Space::Memory, Space::Port] {
+            let bits = table.space(space).iter().fold(0, |b, e| b | filter_bit(e.what.address));
+            self.filter(space).store(bits, Release);
+        }
+        drop(self.table.replace(table));
+        Ok(())
+    }
+
+    /// Adds one. Process context.
+    ///
+    /// # Errors
+    /// All of [`IoEventError`] but `NotFound`.
+    pub fn assign(&self, what: IoEvent, fd: i32) -> Result<(), IoEventError> {
+        if !what.valid() {
+            return Err(IoEventError::Invalid);
+        }
+        let event = Arc::new(EventFd::get(fd)?)?;
+        let _changing = self.changing.lock();
+        let mut new = {
+            let table = self.table.read();
+            let present = table.space(what.space);
+            if present.iter().any(|e| e.what.clashes(&what)) {
+                return Err(IoEventError::Exists);
+            }
+            if present.len() >= MAX_IOEVENTFDS {
+                return Err(IoEventError::Full);
+            }
+            table.copy(1)?
+        };
+        let entries = new.space_mut(what.space);
+        let place = entries.partition_point(|e| e.what.address <= what.address);
+        entries.insert(place, Entry { what, event });
+        Ok(self.publish(new)?)
+    }
+
+    /// Removes the one with the same eventfd, address, length and value.
+    ///
+    /// # Errors
+    /// `NotFound`, `BadFd`, `NoMemory`.
+    pub fn deassign(&self, what: IoEvent, fd: i32) -> Result<(), IoEventError> {
+        let event = EventFd::get(fd)?;
+        let _changing = self.changing.lock();
+        let mut new = self.table.read().copy(0)?;
+        let entries = new.space_mut(what.space);
+        let found = entries.iter().position(|e| e.what == what && e.event.same(&event));
+        entries.remove(found.ok_or(IoEventError::NotFound)?);
+        Ok(self.publish(new)?)
+    }
+
+    /// Whether a write to this address may signal: one load, for the exit path.
+    #[inline]
+    pub fn may_match(&self, space: Space, address: u64) -> bool {
+        self.filter(space).load(Relaxed) & filter_bit(address) != 0
+    }
+
+    /// A guest's write: signals the eventfd that it matches. True when there was one.
+    #[inline]
+    pub fn signal(&self, space: Space, address: u64, len: u32, value: u64) -> bool {
+        self.may_match(space, address) && self.look_up(space, address, len, value)
+    }
+
+    fn look_up(&self, space: Space, address: u64, len: u32, value: u64) -> bool {
+        let table = self.table.read();
+        let entries = table.space(space);
+        let first = entries.partition_point(|e| e.what.address < address);
+        let found = entries
+            .iter()
+            .skip(first)
+            .take_while(|e| e.what.address == address)
+            .find(|e| e.what.matches(len, value));
+        match found {
+            Some(entry) => {
+                entry.event.signal(1);
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// A guest's OUT.
+    #[inline]
+    pub fn signal_pio(&self, port: u16, len: u32, value: u32) -> bool {
+        self.signal(Space::Port, u64::from(port), len, u64::from(value))
+    }
+
+    /// A guest's store of `data` (1 to 8 bytes).
+    #[inline]
+    pub fn signal_mmio(&self, address: u64, data: &[u8]) -> bool {
+        if !self.may_match(Space::Memory, address) {
+            return false;
+        }
+        let value = data.iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte));
+        self.look_up(Space::Memory, address, data.len() as u32, value)
+    }
+}

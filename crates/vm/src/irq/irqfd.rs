@@ -1,0 +1,210 @@
+//! Irqfds: an eventfd that raises an interrupt. KVM API §4.75.
+//!
+//! Without a resample eventfd a signal is an edge. With one, it drives the line high until the
+//! guest ends the interrupt; then the line goes low and the resample eventfd is signalled.
+
+use core::sync::atomic::{AtomicBool, Ordering::*};
+
+use alloc::vec::Vec;
+use host::{
+    Arc, BadFd, NoMemory,
+    event::{EventFd, EventHandler, Watch, WatchError},
+    sync::Mutex,
+};
+
+use super::controllers::{Resampler, SharedCore, Source};
+
+/// Why an irqfd is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IrqFdError {
+    /// The eventfd raises an interrupt of this VM already (EBUSY).
+    Busy,
+    /// A descriptor is no eventfd.
+    BadFd,
+    /// No memory.
+    NoMemory,
+}
+
+impl From<BadFd> for IrqFdError {
+    fn from(_: BadFd) -> Self {
+        Self::BadFd
+    }
+}
+
+impl From<NoMemory> for IrqFdError {
+    fn from(_: NoMemory) -> Self {
+        Self::NoMemory
+    }
+}
+
+impl From<WatchError> for IrqFdError {
+    fn from(error: WatchError) -> Self {
+        match error {
+            WatchError::BadFd => Self::BadFd,
+            WatchError::NoMemory => Self::NoMemory,
+        }
+    }
+}
+
+/// What happens when the eventfd is signalled.
+struct Handler {
+    core: SharedCore,
+    gsi: u32,
+    resample: bool,
+    /// All descriptors are closed.
+    gone: AtomicBool,
+}
+
+impl EventHandler for Handler {
+    fn fired(&self) {
+        if self.resample {
+            self.core.set_line(self.gsi, Source::Resample, true);
+        } else {
+            self.core.pulse(self.gsi);
+        }
+    }
+
+    fn hung_up(&self) {
+        self.gone.store(true, Release);
+    }
+}
+
+struct IrqFd {
+    watch: Arc<Watch<Handler>>,
+    resample: Option<Arc<EventFd>>,
+}
+
+/// The irqfds of a VM.
+pub struct IrqFds {
+    list: Mutex<Vec<IrqFd>>,
+}
+
+impl IrqFds {
+    /// None yet.
+    pub const fn new() -> Self {
+        Self { list: Mutex::new(Vec::new()) }
+    }
+
+    /// Connects eventfd `fd` to a GSI; `resamplefd` is signalled at the end of its interrupts.
+    /// A counter that is set already raises the interrupt at once. Process context.
+    ///
+    /// # Errors
+    /// All of [`IrqFdError`]; nothing is connected then.
+    pub fn assign(
+        &self,
+        core: &SharedCore,
+        fd: i32,
+        gsi: u32,
+        resamplefd: Option<i32>,
+    ) -> Result<(), IrqFdError> {
+        let event = EventFd::get(fd)?;
+        let resample = match resamplefd {
+            Some(fd) => Some(Arc::new(EventFd::get(fd)?)?),
+            None => None,
+        };
+        let mut list = self.list.lock();
+        reap(core, &mut list, |irqfd| irqfd.watch.gone.load(Acquire));
+        if list.iter().any(|irqfd| irqfd.watch.watches(&event)) {
+            return Err(IrqFdError::Busy);
+        }
+        list.try_reserve(1).map_err(|_| NoMemory)?;
+        if let Some(resample) = &resample {
+            add_resampler(core, gsi, resample)?;
+        }
+        let handler = Handler {
+            core: core.clone(),
+            gsi,
+            resample: resample.is_some(),
+            gone: AtomicBool::new(false),
+        };
+        match Watch::new(fd, handler) {
+            Ok(watch) => {
+                list.push(IrqFd { watch, resample });
+                Ok(())
+            }
+            Err(error) => {
+                if let Some(resample) = &resample {
+                    remove_resampler(core, gsi, resample);
+                }
+                Err(error.into())
+            }
+        }
+    }
+
+    /// Disconnects eventfd `fd` from a GSI; nothing when they were not connected.
+    ///
+    /// # Errors
+    /// [`IrqFdError::BadFd`].
+    pub fn deassign(&self, core: &SharedCore, fd: i32, gsi: u32) -> Result<(), IrqFdError> {
+        let event = EventFd::get(fd)?;
+        let mut list = self.list.lock();
+        reap(core, &mut list, |irqfd| {
+            irqfd.watch.gone.load(Acquire)
+                || (irqfd.watch.gsi == gsi && irqfd.watch.watches(&event))
+        });
+        Ok(())
+    }
+
+    /// Disconnects all: the VM's file was closed.
+    pub fn release(&self, core: &SharedCore) {
+        reap(core, &mut self.list.lock(), |_| true);
+    }
+}
+
+impl Default for IrqFds {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Drops those that `condemned` says. The watch goes first, so that the line stays down.
+fn reap(core: &SharedCore, list: &mut Vec<IrqFd>, condemned: impl Fn(&IrqFd) -> bool) {
+    let mut index = 0;
+    while let Some(irqfd) = list.get(index) {
+        if !condemned(irqfd) {
+            index += 1;
+            continue;
+        }
+        let IrqFd { watch, resample } = list.swap_remove(index);
+        let gsi = watch.gsi;
+        drop(watch);
+        if let Some(resample) = resample {
+            remove_resampler(core, gsi, &resample);
+        }
+    }
+}
+
+fn add_resampler(core: &SharedCore, gsi: u32, event: &Arc<EventFd>) -> Result<(), NoMemory> {
+    // Memory is not allocated under the spinning lock.
+    let mut room = Vec::new();
+    loop {
+        let needed = core.state.lock().resamplers.len() + 1;
+        room.try_reserve_exact(needed).map_err(|_| NoMemory)?;
+        let mut state = core.state.lock();
+        if room.capacity() > state.resamplers.len() {
+            room.append(&mut state.resamplers);
+            room.push(Resampler { gsi, event: event.clone() });
+            core::mem::swap(&mut state.resamplers, &mut room);
+            state.refresh_listeners();
+            // The old, empty vector is freed without the lock.
+            drop(state);
+            return Ok(());
+        }
+    }
+}
+
+fn remove_resampler(core: &SharedCore, gsi: u32, event: &Arc<EventFd>) {
+    let removed = {
+        let mut state = core.state.lock();
+        let found =
+            state.resamplers.iter().position(|r| r.gsi == gsi && Arc::ptr_eq(&r.event, event));
+        let removed = found.map(|index| state.resamplers.swap_remove(index));
+        state.refresh_listeners();
+        if state.resamplers.iter().all(|r| r.gsi != gsi) {
+            core.drive(&mut state, gsi, Source::Resample, false);
+            core.settle(&mut state);
+        }
+        removed
+    };
+    drop(removed);
+}
