@@ -239,7 +239,7 @@ impl<B: Backend> Vcpu<B> {
             return Ok(());
         }
         self.sync_priority();
-        if self.apic_read(gpa, into) || self.vm.mmio_read(gpa, into) {
+        if self.apic_read(gpa, into) || self.vm.irq().mmio_read(gpa.0, into) {
             self.replay.record(padded(into));
             self.replay.cursor = self.replay.answered;
             return Ok(());
@@ -253,7 +253,7 @@ impl<B: Backend> Vcpu<B> {
         if self.replay.next().is_some() {
             return Ok(());
         }
-        if self.apic_write(gpa, data) || self.vm.mmio_write(gpa, data) {
+        if self.apic_write(gpa, data) || self.vm.irq().mmio_write(gpa.0, data) {
             self.replay.record([0; 8]);
             self.replay.cursor = self.replay.answered;
             return Ok(());
@@ -409,7 +409,7 @@ impl<B: Backend> Machine for Vcpu<B> {
                 continue;
             }
             let mut value = 0;
-            if self.vm.kernel_has_port(port) && self.vm.port_read(port, size, &mut value) {
+            if self.vm.irq().has_port(port) && self.vm.irq().pio_read(port, size, &mut value) {
                 let bytes = value.to_le_bytes();
                 for (to, from) in part.iter_mut().zip(bytes) {
                     *to = from;
@@ -430,7 +430,7 @@ impl<B: Backend> Machine for Vcpu<B> {
                 continue;
             }
             let value = u64::from_le_bytes(padded(part)) as u32;
-            if self.vm.kernel_has_port(port) && self.vm.port_write(port, size, value) {
+            if self.vm.irq().has_port(port) && self.vm.irq().pio_write(port, size, value) {
                 self.replay.record([0; 8]);
                 self.replay.cursor = self.replay.answered;
                 continue;

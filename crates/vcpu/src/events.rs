@@ -117,7 +117,7 @@ impl<B: Backend> Vcpu<B> {
     /// Whether the 8259A has an interrupt for this vCPU.
     fn pic_pending(&self) -> bool {
         self.shared.in_kernel_apic
-            && self.vm.extint_pending(&self.shared)
+            && self.vm.irq().extint_pending()
             && self.shared.lapic.accepts_pic()
     }
 
@@ -170,7 +170,7 @@ impl<B: Backend> Vcpu<B> {
         let mut waiting = pic || lapic.highest_pending().is_some();
         if waiting && self.interrupts_open() {
             let vector = if pic {
-                self.vm.extint_ack()
+                self.vm.irq().extint_ack()
             } else {
                 lapic.highest_pending().inspect(|v| lapic.ack(*v))
             };

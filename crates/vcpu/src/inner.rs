@@ -47,6 +47,8 @@ impl<B: Backend> Vcpu<B> {
         if self.recheck || self.shared.lapic.maybe_pending() || self.shared.index == 0 {
             self.inject_pending(true);
         }
+        // A softirq may have borrowed the registers since the run began.
+        host::fpu::ensure_in_registers();
         irq::guest_enter();
         self.b.load();
         self.loop_clock.forget();

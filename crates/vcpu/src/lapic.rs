@@ -149,30 +149,28 @@ impl<B: Backend> Vcpu<B> {
         match effect {
             LapicEffect::None => {}
             LapicEffect::Eoi { vector, level } => {
-                if level || self.vm.counts_eoi(vector) {
-                    self.vm.eoi(vector, level);
+                if level {
+                    self.vm.irq().eoi(&self.shared, vector);
                 }
             }
             LapicEffect::TprChanged => self.publish_priority(),
             LapicEffect::SelfIpi(vector) => {
                 let _ = self.shared.lapic.accept_fixed(vector, false);
             }
-            LapicEffect::SendIpi(message) => {
-                self.send_ipi(&message);
-            }
+            LapicEffect::SendIpi(message) => self.send_ipi(&message),
             LapicEffect::TimerChanged(change) => {
                 let clock = self.clock_now();
                 let op = self.shared.lapic.timer_update(change, clock.now_ns);
                 self.do_timer(op);
             }
             LapicEffect::EnableChanged | LapicEffect::Lint0Changed => {
-                self.vm.apic_changed();
+                self.vm.irq().apic_changed();
             }
         }
     }
 
-    /// Delivers an IPI; whether somebody took it.
-    pub(crate) fn send_ipi(&mut self, message: &IrqMessage) -> bool {
-        self.vm.send_ipi(&self.shared, message)
+    /// Delivers an IPI.
+    pub(crate) fn send_ipi(&mut self, message: &IrqMessage) {
+        self.vm.irq().send_ipi(&self.shared, message);
     }
 }

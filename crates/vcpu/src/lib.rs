@@ -21,8 +21,6 @@ pub mod pv;
 pub mod registers;
 pub mod run;
 pub mod slow;
-#[cfg(test)]
-mod tests;
 
 pub use exit::{ErrorData, RunInput, RunOutput, UserExit};
 pub use registers::{Regs, Sregs};

@@ -272,7 +272,7 @@ impl<B: Backend> Vcpu<B> {
         };
         let change = self.shared.lapic.set_base(value, rules).map_err(|_| Refused)?;
         if change.mode {
-            self.vm.apic_changed();
+            self.vm.irq().apic_changed();
             self.recheck = true;
         }
         Ok(())

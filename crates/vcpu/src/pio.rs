@@ -30,7 +30,7 @@ impl<B: Backend> Vcpu<B> {
     /// A port access inside the loop.
     #[inline]
     pub(crate) fn answer_io(&mut self, io: IoExit) -> Next {
-        if io.string || !self.vm.kernel_has_port(io.port) {
+        if io.string || !self.vm.irq().has_port(io.port) {
             return Next::Leave;
         }
         let Some(next) = self.io_next(io) else { return Next::Leave };
@@ -48,11 +48,11 @@ impl<B: Backend> Vcpu<B> {
         let rax = self.gprs.0[RAX];
         if io.input {
             let mut value = 0;
-            if !self.vm.port_read(io.port, io.size, &mut value) {
+            if !self.vm.irq().pio_read(io.port, io.size, &mut value) {
                 return false;
             }
             self.gprs.0[RAX] = merge(rax, value.into(), io.size);
-        } else if !self.vm.port_write(io.port, io.size, mask(rax, io.size) as u32) {
+        } else if !self.vm.irq().pio_write(io.port, io.size, mask(rax, io.size) as u32) {
             return false;
         }
         // The 8259A's output may have changed.
@@ -69,7 +69,7 @@ impl<B: Backend> Vcpu<B> {
             Some(next) => next,
             None => return self.emulate_here(None),
         };
-        if self.vm.kernel_has_port(io.port) && self.kernel_io(io) {
+        if self.vm.irq().has_port(io.port) && self.kernel_io(io) {
             self.retire(next);
             return None;
         }

@@ -5,7 +5,6 @@
 
 use backend::{Backend, RAX, RBX, RCX, RDX, RSI};
 use host::{clock, task};
-use irqchip::{DeliveryMode, IrqMessage};
 use pv::{
     PvEoi, Shared, StealTime,
     clock::{ClockPage, Scale, WallClock},
@@ -16,7 +15,7 @@ use vm::{
     memory::{MemoryError, VmMemory},
     vcpu_shared::Request,
 };
-use x86::{Gpa, Vector, msr as number};
+use x86::{Gpa, msr as number};
 use zerocopy::IntoBytes;
 
 use crate::{Vcpu, emulation, inner::Next, msrs::Refused};
@@ -233,19 +232,7 @@ impl<B: Backend> Vcpu<B> {
                 task::cond_resched();
                 Ok(0)
             }
-            Hypercall::SendIpi(ipi) => {
-                let delivery = match DeliveryMode::from_bits(ipi.delivery_mode()) {
-                    Some(mode @ (DeliveryMode::Fixed | DeliveryMode::Nmi)) => mode,
-                    _ => return Err(HypercallError::Invalid),
-                };
-                let mut taken = 0;
-                for id in ipi.apic_ids() {
-                    let message =
-                        IrqMessage { delivery, ..IrqMessage::fixed(Vector(ipi.vector()), id) };
-                    taken += u64::from(self.send_ipi(&message));
-                }
-                Ok(taken)
-            }
+            Hypercall::SendIpi(ipi) => Ok(self.vm.irq().send_pv_ipi(&ipi)),
             Hypercall::ClockPairing { address } => {
                 let now = clock::snapshot();
                 if !now.tsc_based() {

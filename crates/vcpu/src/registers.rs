@@ -384,7 +384,7 @@ impl<B: Backend> Vcpu<B> {
             .map_err(|_| Invalid)?;
         self.do_timer(op);
         self.publish_priority();
-        self.vm.apic_changed();
+        self.vm.irq().apic_changed();
         self.recheck = true;
         Ok(())
     }

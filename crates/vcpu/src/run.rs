@@ -215,7 +215,7 @@ impl<B: Backend> Vcpu<B> {
             || self.events.exception.is_some()
             || (self.b.rflags() & (1 << 9) != 0
                 && (self.shared.lapic.highest_pending().is_some()
-                    || (self.vm.extint_pending(&self.shared) && self.shared.lapic.accepts_pic())))
+                    || (self.vm.irq().extint_pending() && self.shared.lapic.accepts_pic())))
     }
 
     /// Sleeps until there is something to do. `None`: go on.

@@ -172,8 +172,10 @@ impl VcpuShared {
             return;
         }
         let was = self.mode.compare_exchange(mode::IN_GUEST, mode::EXITING, SeqCst, SeqCst);
-        if was.is_ok() {
-            smp::kick(self.cpu.load(Relaxed));
+        let cpu = self.cpu.load(Relaxed);
+        // On its own CPU only the vCPU itself can find itself in the guest, and it looks anyway.
+        if was.is_ok() && cpu != smp::cpu_id() {
+            smp::kick(cpu);
         }
     }
 

@@ -42,7 +42,7 @@ pub struct HostLimits {
 /// A virtual machine.
 pub struct Vm {
     memory: VmMemory,
-    vcpus: VcpuTable,
+    vcpus: Arc<VcpuTable>,
     irq: VmIrq,
     time: SpinLock<Time>,
     /// Held while vCPUs and interrupt controllers are made.
@@ -62,10 +62,11 @@ impl Vm {
         settings.halt_poll_ns.store(limits.halt_poll_ns, Relaxed);
         settings.max_vcpu_id.store(MAX_VCPU_ID, Relaxed);
         settings.identity_map.store(0xfffb_c000, Relaxed);
+        let vcpus = Arc::new(VcpuTable::new()?)?;
         WithNotifier::new(Self {
             memory: VmMemory::new(limits.levels, limits.encryption, region)?,
-            vcpus: VcpuTable::new()?,
-            irq: VmIrq::new()?,
+            irq: VmIrq::new(vcpus.clone())?,
+            vcpus,
             time: SpinLock::new(Time::new()),
             making: Mutex::new(()),
             settings,

@@ -1,1 +1,0 @@
-//! Operation budgets and behaviour of the run loop on the model CPU.

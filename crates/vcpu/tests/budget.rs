@@ -1,0 +1,226 @@
+//! Operation budgets of the exit path: what one exit of each kind may execute, counted on the
+//! model CPU. A budget that has to grow is a decision to be argued for.
+
+use std::sync::OnceLock;
+
+use backend::{Gprs, RCX, RDX};
+use cpu::{Counting, Counts, Model, Op};
+use cpuid::{Entry, HostFacts, Supported};
+use msr::HostMsrs;
+use svm::{Features, Svm, percpu};
+use gannet_vcpu::{Offered, RunInput, UserExit, Vcpu};
+use vm::vcpu_shared::VcpuShared;
+use vm::vm::{HostLimits, Vm};
+use x86::vmcb::{ExitCode, Vmcb};
+
+type Cpu = Counting<Model>;
+
+/// A CPU with NRIP save, XSAVE, RDTSCP: as real ones are.
+fn features() -> Features {
+    Features {
+        asids: 64,
+        npt: true,
+        nrip_save: true,
+        clean_bits: true,
+        flush_by_asid: true,
+        decode_assists: true,
+        rdtscp: true,
+        xsave: true,
+        ..Features::default()
+    }
+}
+
+fn offered() -> Offered {
+    static OFFERED: OnceLock<(Supported, HostMsrs)> = OnceLock::new();
+    let (cpuid, msrs) = OFFERED.get_or_init(|| {
+        let cpuid = |leaf: u32, _: u32| match leaf {
+            0 => [0xd, 0x6874_7541, 0x444d_4163, 0x6974_6e65],
+            1 => [0x0080_0f12, 0, (1 << 26) | (1 << 21), (1 << 9) | (1 << 5) | (1 << 4)],
+            0x8000_0000 => [0x8000_0008, 0, 0, 0],
+            0x8000_0001 => [0, 0, 0, (1 << 29) | (1 << 27) | (1 << 20)],
+            0x8000_0008 => [0x3030, 0, 0, 0],
+            _ => [0; 4],
+        };
+        let facts = HostFacts { xcr0: 7, ..HostFacts::default() };
+        (Supported::read(cpuid, &facts).unwrap(), HostMsrs { amd: true, ..HostMsrs::default() })
+    });
+    Offered { cpuid, msrs }
+}
+
+fn vcpu() -> Vcpu<Svm<Cpu>> {
+    percpu::set_up(features(), 4).unwrap();
+    let limits =
+        HostLimits { levels: 4, maxphyaddr: 48, encryption: 0, halt_poll_ns: 0 };
+    let vm = Vm::new(&limits).unwrap();
+    let shared = VcpuShared::new(0, 0, true, true).unwrap();
+    vm.add_vcpu(shared.clone()).unwrap();
+    let mut model = Model::default();
+    model.xcr0 = 7;
+    let b = Svm::new(Counting::new(model), features()).unwrap();
+    let mut vcpu = Vcpu::new(b, shared, vm, offered()).unwrap();
+    let entries: Vec<Entry> = offered().cpuid.entries().to_vec();
+    vcpu.set_cpuid(&entries).unwrap();
+    vcpu
+}
+
+/// The guest exits with `code`; the next instruction lies two bytes ahead.
+fn exit(code: ExitCode) -> impl FnMut(&mut Vmcb, &mut Gprs) + Send + 'static {
+    move |vmcb, _| {
+        vmcb.control.exit_code = code.0;
+        vmcb.control.exit_info_1 = 0;
+        vmcb.control.next_rip = vmcb.save.rip + 2;
+    }
+}
+
+fn shutdown(vmcb: &mut Vmcb, _: &mut Gprs) {
+    vmcb.control.exit_code = ExitCode::Shutdown.0;
+}
+
+/// What one more exit, made by `step`, costs inside the loop: the difference between a run with
+/// eleven and a run with one.
+fn cost_of(step: impl Fn(&mut Vmcb, &mut Gprs) + Send + Sync + Clone + 'static) -> Counts {
+    let run = |exits: usize| {
+        let mut v = vcpu();
+        for _ in 0..exits {
+            let step = step.clone();
+            v.backend().cpu().inner().then(move |vmcb, gprs| step(vmcb, gprs));
+        }
+        v.backend().cpu().inner().then(shutdown);
+        let before = v.backend().cpu().counts();
+        assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+        let counts = v.backend().cpu().counts().since(&before);
+        assert_eq!(v.backend().cpu().inner().steps_left(), 0);
+        counts
+    };
+    let (one, eleven) = (run(1), run(11));
+    let ten = eleven.since(&one);
+    assert_eq!(ten.of(Op::Vmrun), 10);
+    ten
+}
+
+/// An exit that is answered in the loop executes VMRUN and nothing else that is privileged.
+fn assert_only_vmrun(ten: &Counts) {
+    for op in [
+        Op::Rdmsr,
+        Op::Wrmsr,
+        Op::Cpuid,
+        Op::Xsetbv,
+        Op::Xgetbv,
+        Op::DebugReg,
+        Op::MovCr,
+        Op::Clgi,
+        Op::Stgi,
+        Op::StiCli,
+        Op::Vmload,
+        Op::Vmsave,
+    ] {
+        assert_eq!(ten.of(op), 0, "{op:?}");
+    }
+}
+
+#[test]
+fn a_cpuid_exit_is_one_vmrun() {
+    let ten = cost_of(|vmcb, gprs| {
+        gprs.0[RCX] = 0;
+        vmcb.save.rax = 0x8000_0008;
+        exit(ExitCode::Cpuid)(vmcb, gprs);
+    });
+    assert_only_vmrun(&ten);
+    assert_eq!(ten.of(Op::Rdtsc), 0);
+}
+
+#[test]
+fn rdmsr_and_wrmsr_exits_are_one_vmrun() {
+    const MTRR_CAP: u64 = 0xfe;
+    let read = cost_of(|vmcb, gprs| {
+        gprs.0[RCX] = MTRR_CAP;
+        exit(ExitCode::Msr)(vmcb, gprs);
+    });
+    assert_only_vmrun(&read);
+    const MTRR_PHYS_BASE0: u64 = 0x200;
+    let write = cost_of(|vmcb, gprs| {
+        (gprs.0[RCX], gprs.0[RDX]) = (MTRR_PHYS_BASE0, 0);
+        vmcb.save.rax = 6;
+        exit(ExitCode::Msr)(vmcb, gprs);
+        vmcb.control.exit_info_1 = 1;
+    });
+    assert_only_vmrun(&write);
+}
+
+#[test]
+fn hypercalls_and_cache_flushes_are_one_vmrun() {
+    assert_only_vmrun(&cost_of(|vmcb, gprs| {
+        vmcb.save.rax = 9999;
+        exit(ExitCode::Vmmcall)(vmcb, gprs);
+    }));
+    assert_only_vmrun(&cost_of(|vmcb, gprs| exit(ExitCode::Wbinvd)(vmcb, gprs)));
+}
+
+#[test]
+fn a_control_register_exit_is_one_vmrun() {
+    // CR4 is intercepted while OSXSAVE is clear.
+    assert_only_vmrun(&cost_of(|vmcb, gprs| {
+        gprs.0[RDX] = vmcb.save.cr4 ^ (1 << 4);
+        exit(ExitCode::WriteCr4)(vmcb, gprs);
+        vmcb.control.exit_info_1 = (1 << 63) | RDX as u64;
+    }));
+}
+
+#[test]
+fn a_deadline_that_has_passed_needs_no_host_timer() {
+    let ten = cost_of(|vmcb, gprs| {
+        (gprs.0[RCX], gprs.0[RDX]) = (0x6e0, 0);
+        vmcb.save.rax = 1;
+        exit(ExitCode::Msr)(vmcb, gprs);
+        vmcb.control.exit_info_1 = 1;
+    });
+    assert_only_vmrun(&ten);
+    assert!(ten.of(Op::Rdtsc) <= 10);
+}
+
+#[test]
+fn leaving_the_loop_costs_one_save_and_two_loads_and_no_msr() {
+    let mut v = vcpu();
+    v.backend().cpu().inner().then(exit(ExitCode::Intr)).then(exit(ExitCode::Intr)).then(shutdown);
+    let before = v.backend().cpu().counts();
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    let all = v.backend().cpu().counts().since(&before);
+    // Three times into the loop and out of it: VMLOAD guest, VMSAVE guest, VMLOAD host; the host
+    // is saved once a run.
+    assert_eq!(all.of(Op::Vmrun), 3);
+    assert_eq!(all.of(Op::Vmload), 6);
+    assert_eq!(all.of(Op::Vmsave), 4);
+    assert_eq!((all.of(Op::Clgi), all.of(Op::Stgi)), (3, 3));
+    assert_eq!((all.of(Op::Rdmsr), all.of(Op::Wrmsr)), (0, 0));
+    assert_eq!((all.of(Op::Cpuid), all.of(Op::Xsetbv)), (0, 0));
+}
+
+#[test]
+fn what_the_guest_reads_is_what_was_set() {
+    let mut v = vcpu();
+    v.backend().cpu().inner().then(|vmcb, gprs| {
+        vmcb.save.rax = 0x8000_0008;
+        exit(ExitCode::Cpuid)(vmcb, gprs);
+    });
+    v.backend().cpu().inner().then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rax & 0xff, 0x30);
+        assert_eq!(vmcb.save.rip, 0xfff2);
+        shutdown(vmcb, gprs);
+    });
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+}
+
+#[test]
+fn an_unknown_msr_raises_a_fault_and_nothing_moves() {
+    let mut v = vcpu();
+    v.backend().cpu().inner().then(|vmcb, gprs| {
+        gprs.0[RCX] = 0x1234_5678;
+        exit(ExitCode::Msr)(vmcb, gprs);
+    });
+    v.backend().cpu().inner().then(|vmcb, gprs| {
+        // The model has delivered and cleared the event; what counts is that RIP stayed.
+        assert_eq!(vmcb.save.rip, 0xfff0);
+        shutdown(vmcb, gprs);
+    });
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+}
