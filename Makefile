@@ -4,12 +4,13 @@ KERNEL ?=
 MACHINE ?=
 MODULE ?=
 CPUS ?=
+HOST_CPUS ?=
 JSON ?=
 ONLY ?=
 FILTER ?=
 
 # Any of these in the environment means something else to the tools below.
-unexport KERNEL MACHINE MODULE CPUS JSON ONLY FILTER
+unexport KERNEL MACHINE MODULE CPUS HOST_CPUS JSON ONLY FILTER
 
 XTASK = @lab/bootstrap.sh toolchain && target/lab/bin/cargo xtask
 
@@ -40,7 +41,7 @@ bench:
 	$(XTASK) bench --machine '$(MACHINE)' --kernel '$(KERNEL)' --json '$(JSON)' --only '$(ONLY)'
 
 boot:
-	$(XTASK) boot --machine '$(MACHINE)' --kernel '$(KERNEL)' --cpus '$(CPUS)' --module '$(MODULE)'
+	$(XTASK) boot --machine '$(MACHINE)' --kernel '$(KERNEL)' --cpus '$(CPUS)' --host-cpus '$(HOST_CPUS)' --module '$(MODULE)'
 
 module:
 	$(XTASK) module --kernel '$(KERNEL)'

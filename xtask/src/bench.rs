@@ -108,9 +108,13 @@ pub fn measure(
     step.done();
     let mut comparison = Comparison::new(options.machine.name(), options.kernel.series());
     for (module, side) in modules.iter().zip(sides) {
-        let (unit, side) = side.with_context(|| format!("measuring on {}", module.name()))?;
-        comparison.unit = unit;
-        comparison.add(*module, side);
+        match side {
+            Ok((unit, side)) => {
+                comparison.unit = unit;
+                comparison.add(*module, side);
+            }
+            Err(error) => comparison.not_measured(*module, &error),
+        }
     }
     Ok(comparison)
 }

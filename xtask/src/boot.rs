@@ -68,7 +68,7 @@ pub fn job(
         .file(&tools.exitbench, "bin/exitbench")
         .file(layout.vmlinux(guest::KERNEL), "guest/vmlinux");
     job.texts.push(("guest/initramfs".to_owned(), guest::initramfs(layout)?));
-    job.cpus = cpus.min(2);
+    job.cpus = options.host_cpus;
     Ok(job)
 }
 

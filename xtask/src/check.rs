@@ -28,7 +28,7 @@ pub fn run(layout: &Layout, kernel: Kernel, tally: &mut Tally) {
         Ok(image) => image,
         Err(error) => return tally.record(&name(kernel, "is readable"), Err(format!("{error:#}"))),
     };
-    let checks: [(&str, Result<(), String>); 7] = [
+    let checks: [(&str, Result<(), String>); 8] = [
         ("has only relocations the loader accepts", relocations(&image)),
         ("uses no x87, MMX or SSE", vectors(&image)),
         ("imports only allowed and exported symbols", symbols(layout, kernel, &image)),
@@ -36,6 +36,7 @@ pub fn run(layout: &Layout, kernel: Kernel, tally: &mut Tally) {
         ("leaves every indirect branch to a thunk", indirect_branches(&image)),
         ("keeps stack frames under 1 KiB", frames(&image)),
         ("keeps its text under 1.5 MiB", text_size(&image)),
+        ("documents every parameter", parameters(&image)),
     ];
     for (title, result) in checks {
         tally.record(&name(kernel, title), result);
@@ -160,6 +161,16 @@ fn frames(image: &Image) -> Result<(), String> {
 
 fn text_size(image: &Image) -> Result<(), String> {
     if image.text_bytes < TEXT_LIMIT { Ok(()) } else { Err(format!("{} bytes", image.text_bytes)) }
+}
+
+/// Every `parmtype=NAME:TYPE` has its `parm=NAME:TEXT`, which `modinfo` shows.
+fn parameters(image: &Image) -> Result<(), String> {
+    let names = |key: &str| -> BTreeSet<String> {
+        let values = image.modinfo.iter().filter_map(|m| m.strip_prefix(key));
+        values.filter_map(|v| Some(v.split_once(':')?.0.to_owned())).collect()
+    };
+    let described = names("parm=");
+    none_of(names("parmtype=").into_iter().filter(|n| !described.contains(n)).collect())
 }
 
 #[cfg(test)]

@@ -12,6 +12,8 @@ pub struct Options {
     pub module: Module,
     /// The guest's CPUs.
     pub cpus: u32,
+    /// The host's CPUs.
+    pub host_cpus: u32,
     pub json: Option<PathBuf>,
     /// The workloads to run; all when empty.
     pub only: Vec<String>,
@@ -26,6 +28,7 @@ impl Options {
             machine: Machine::Amd,
             module: Module::Gannet,
             cpus: 1,
+            host_cpus: 1,
             json: None,
             only: Vec::new(),
             filter: String::new(),
@@ -45,12 +48,8 @@ impl Options {
                         _ => bail!("MODULE={value}: gannet or stock"),
                     }
                 }
-                "--cpus" => {
-                    options.cpus =
-                        value.parse().ok().filter(|n| (1..=64).contains(n)).with_context(|| {
-                            format!("CPUS={value}: a number from 1 to 64 is wanted")
-                        })?;
-                }
+                "--cpus" => options.cpus = count("CPUS", &value)?,
+                "--host-cpus" => options.host_cpus = count("HOST_CPUS", &value)?,
                 "--json" => options.json = Some(value.into()),
                 "--only" => options.only = value.split(',').map(|n| n.trim().to_owned()).collect(),
                 "--filter" => options.filter = value,
@@ -59,6 +58,11 @@ impl Options {
         }
         Ok(options)
     }
+}
+
+fn count(name: &str, value: &str) -> Result<u32> {
+    let number = value.parse().ok().filter(|n| (1..=64).contains(n));
+    number.with_context(|| format!("{name}={value}: a number from 1 to 64 is wanted"))
 }
 
 #[cfg(test)]

@@ -102,6 +102,11 @@ impl Comparison {
         }
     }
 
+    /// Notes that a module could not be measured at all.
+    pub fn not_measured(&mut self, module: Module, error: &anyhow::Error) {
+        self.remarks.push(format!("{}: not measured: {error:#}", module.name()));
+    }
+
     /// Writes the JSON.
     pub fn write(&self, path: &Path) -> Result<()> {
         write_whole(path, &(serde_json::to_string_pretty(self)? + "\n"))
@@ -145,7 +150,7 @@ impl Comparison {
             Some(reason) if reason.starts_with("skipped") => "skipped",
             Some(_) => "failed",
             None if self.measured.contains(&module) => "",
-            None => "no module",
+            None => "none",
         }
     }
 
@@ -247,7 +252,7 @@ mod tests {
         one.add(Module::Stock, side(2000.0));
         assert!(!one.print_remarks());
         let text = one.table().to_string();
-        assert!(text.contains("no module") && text.contains("1 vmrun"), "{text}");
+        assert!(text.contains("none") && text.contains("1 vmrun"), "{text}");
         assert!(!text.contains("rdmsr"), "a stray one is not shown: {text}");
     }
 }

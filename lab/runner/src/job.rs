@@ -44,7 +44,7 @@ pub struct Job {
     pub texts: Vec<(String, Vec<u8>)>,
     /// A shell script. What it leaves as files in `/out` comes back.
     pub command: String,
-    /// The host's CPUs.
+    /// The host's CPUs. More than one runs, but not as surely as one: the emulator then loses a wake-up now and then.
     pub cpus: u32,
     /// The host's memory in MiB.
     pub memory: u32,

@@ -201,7 +201,9 @@ fn run_in(
 
 fn emulator(layout: &Layout, job: &Job, initramfs: &Path, back: &Path, counts: &Path) -> Command {
     let Machine::Amd = job.machine;
-    let mut command = layout.tool(layout.program("qemu"));
+    // A machine ends with whoever started it, also when that is killed.
+    let mut command = layout.tool("setpriv");
+    command.args(["--pdeathsig", "KILL"]).arg(layout.program("qemu"));
     command.args(["-accel", "tcg,thread=single", "-machine", "q35"]);
     command.args(["-cpu", "EPYC,+svm,+npt,+x2apic", "-m", &format!("{}M", job.memory)]);
     command.args(["-smp", &job.cpus.to_string(), "-nodefaults", "-no-user-config"]);
