@@ -435,7 +435,7 @@ fn reference(
             (true, _, true) => user_page && !(any & NX != 0 && nxe && !narrow),
             (false, false, false) => true,
             (false, true, _) => writable || !wp,
-            (false, _, true) => !(any & NX != 0 && nxe && !narrow) && !(user_page && on(c.cr4, 20)),
+            (false, _, true) => !(any & NX != 0 && nxe && !narrow || user_page && on(c.cr4, 20)),
         };
         if !user && user_page && !fetch && on(c.cr4, 21) && (!c.rflags_ac || access.implicit) {
             allowed = false;

@@ -1,7 +1,9 @@
-//! Empty pages held ready, so that a fault allocates before it takes the MMU lock.
+//! What a vCPU's faults keep from one to the next: empty pages held ready, so that a fault allocates
+//! before it takes the MMU lock; and whether the faults run through memory in order.
 
 use host::error::NoMemory;
 use host::page::Page;
+use x86::Gfn;
 
 /// An empty page that can become a table.
 #[derive(Debug)]
@@ -12,6 +14,7 @@ pub struct TablePage(pub(super) Page);
 pub struct TableCache {
     pages: [Option<TablePage>; TableCache::MOST],
     count: usize,
+    run: Run,
 }
 
 impl TableCache {
@@ -20,7 +23,7 @@ impl TableCache {
 
     /// Holds nothing.
     pub const fn new() -> Self {
-        Self { pages: [const { None }; Self::MOST], count: 0 }
+        Self { pages: [const { None }; Self::MOST], count: 0, run: Run::new() }
     }
 
     /// Number of pages held.
@@ -31,6 +34,11 @@ impl TableCache {
     /// Whether none is held.
     pub fn is_empty(&self) -> bool {
         self.count == 0
+    }
+
+    /// The run of faults in order.
+    pub fn run(&mut self) -> &mut Run {
+        &mut self.run
     }
 
     /// Allocates until at least `count` pages (at most [`TableCache::MOST`]) are held. May sleep.
@@ -54,5 +62,57 @@ impl TableCache {
             *place = Some(page);
             self.count += 1;
         }
+    }
+}
+
+/// A run of faults through consecutive frames: then the next ones are mapped ahead, if the host
+/// has them. Faults here and there cost nothing more.
+#[derive(Debug)]
+pub struct Run {
+    next: u64,
+    /// Frames mapped ahead last time.
+    ahead: u32,
+    /// Faults to come for which nothing is tried.
+    pause: u32,
+    /// Attempts in a row for which the host had nothing.
+    misses: u32,
+}
+
+impl Default for Run {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Run {
+    /// Frames mapped ahead at most.
+    pub const MOST: u32 = 16;
+
+    const fn new() -> Self {
+        Self { next: u64::MAX, ahead: 0, pause: 0, misses: 0 }
+    }
+
+    /// How many frames behind `gfn`, which faulted, to map ahead.
+    #[inline]
+    pub fn wish(&mut self, gfn: Gfn) -> u32 {
+        let expected = core::mem::replace(&mut self.next, gfn.0.wrapping_add(1));
+        if expected != gfn.0 {
+            self.ahead = 0;
+            return 0;
+        }
+        if self.pause != 0 {
+            self.pause -= 1;
+            return 0;
+        }
+        (self.ahead * 2).clamp(2, Self::MOST)
+    }
+
+    /// Of what [`Run::wish`] wanted behind `gfn`, `mapped` were there.
+    pub fn mapped(&mut self, gfn: Gfn, mapped: u32) {
+        self.next = gfn.0.wrapping_add(1).wrapping_add(u64::from(mapped));
+        self.ahead = mapped.min(Self::MOST);
+        // Memory that the host itself has yet to fill: try ever more rarely.
+        self.misses = if mapped == 0 { (self.misses + 1).min(6) } else { 0 };
+        self.pause = if mapped == 0 { 1 << self.misses } else { 0 };
     }
 }

@@ -19,7 +19,7 @@
 mod cache;
 mod view;
 
-pub use cache::{TableCache, TablePage};
+pub use cache::{Run, TableCache, TablePage};
 pub use view::{GuestPage, Trail, View};
 
 use core::marker::PhantomData;

@@ -9,10 +9,11 @@
 use core::sync::atomic::Ordering;
 
 use host::gup::{GupError, HostPage, Patience, fault_in};
-use mmu::tdp::{FlushRemote, LEVEL_4K, MapOutcome, Mapping, Thoroughness, pages_per};
+use mmu::tdp::{FlushRemote, LEVEL_4K, MapOutcome, Mapper, Mapping, Thoroughness, pages_per};
 use mmu::{MemSlot, PteFormat, TableCache};
 use x86::{Gfn, Gpa, Hva};
 
+use super::invalidate::Invalidations;
 use super::{MemoryError, VmMemory};
 
 /// A nested page fault, as the hardware tells it.
@@ -134,10 +135,17 @@ impl<F: PteFormat> VmMemory<F> {
                     if access.write {
                         slot.mark_dirty(gfn);
                     }
-                    if mapping.writable {
+                    if host_writable {
                         // Under the lock: an invalidation waits, so the page is still the host's
-                        // page there, and write-back of it begins with an invalidation.
+                        // page there, and write-back of it begins with an invalidation. Also for
+                        // a page that only the log protects: restore() does not ask the host.
                         page.set_dirty();
+                    }
+                    if level == LEVEL_4K && !logging {
+                        let wish = cache.run().wish(gfn);
+                        if wish != 0 {
+                            self.map_ahead(&mapper, slot, gfn, wish, cache);
+                        }
                     }
                     return FaultOutcome::Mapped;
                 }
@@ -158,6 +166,54 @@ impl<F: PteFormat> VmMemory<F> {
                 MapOutcome::Retry => return FaultOutcome::Retry,
             }
         }
+    }
+}
+
+impl<F: PteFormat> VmMemory<F> {
+    /// Maps up to `wish` frames behind `gfn`, as far as the host has them mapped and the same table
+    /// reaches.
+    ///
+    /// Asking the host needs no sequence count here: the lock is held already, no invalidation of
+    /// these frames is under way, and none can begin before the lock is let go.
+    #[inline(never)]
+    fn map_ahead(
+        &self,
+        mapper: &Mapper<'_, F, Invalidations>,
+        slot: &MemSlot,
+        gfn: Gfn,
+        wish: u32,
+        cache: &mut TableCache,
+    ) {
+        let first = gfn.0.wrapping_add(1);
+        let room = slot.end().0.saturating_sub(first).min(511 - (gfn.0 & 511));
+        let count = room.min(u64::from(wish)) as u32;
+        let (start, bytes) = (slot.hva_of(Gfn(first)), u64::from(count) << 12);
+        if count == 0 || mapper.state().touch(start, Hva(start.0.wrapping_add(bytes))) {
+            return;
+        }
+        let mut mapped = 0;
+        while mapped < count {
+            let gfn = Gfn(first.wrapping_add(u64::from(mapped)));
+            let Ok(page) = fault_in(slot.hva_of(gfn), false, Patience::Never) else { break };
+            let host_writable = page.writable && !slot.is_readonly();
+            let mapping = Mapping {
+                pfn: page.pfn,
+                level: LEVEL_4K,
+                writable: host_writable,
+                host_writable,
+                exec: true,
+                direct: page.refcounted,
+                fault: None,
+            };
+            if !matches!(mapper.map(gfn, &mapping, cache), MapOutcome::Mapped(_)) {
+                break;
+            }
+            if host_writable {
+                page.set_dirty();
+            }
+            mapped += 1;
+        }
+        cache.run().mapped(gfn, mapped);
     }
 }
 

@@ -374,6 +374,43 @@ fn the_dirty_log_splits_large_pages_and_they_come_back_after_it() {
 }
 
 #[test]
+fn faults_in_order_map_ahead_what_the_host_has() {
+    let mut bench = Bench::new(0);
+    let hole = test::unmap(bench.hva(60), 4096);
+    let mut faults = Vec::new();
+    for gfn in 16..60 {
+        if bench.leaf(gfn).is_none() {
+            faults.push(gfn);
+            assert_eq!(bench.fault(gfn, true), FaultOutcome::Mapped);
+        }
+        assert_eq!(bench.mapped(gfn), Some((bench.hva(gfn).0, true)));
+    }
+    // One, then two, four, eight and sixteen ahead, up to the hole.
+    assert_eq!(faults, [16, 17, 20, 25, 34, 51]);
+    assert_eq!(bench.leaf(60), None);
+    drop(hole);
+    // What was mapped ahead counts as untouched, and a page here and there maps itself alone.
+    assert!(!bench.memory.test_young(bench.hva(52), bench.hva(59)));
+    assert_eq!(bench.fault(62, true), FaultOutcome::Mapped);
+    assert_eq!((bench.leaf(61), bench.leaf(63)), (None, None));
+}
+
+#[test]
+fn nothing_is_mapped_ahead_into_an_invalidation_or_past_the_slot() {
+    let mut bench = Bench::new(0);
+    let (start, end) = (bench.hva(19), bench.hva(20));
+    bench.memory.invalidate_start(start, end, true, &bench.flushes);
+    bench.fault(16, true);
+    bench.fault(17, true);
+    assert_eq!((bench.leaf(18), bench.leaf(19)), (None, None));
+    bench.memory.invalidate_end(start, end);
+    for gfn in 77..80 {
+        assert_eq!(bench.fault(gfn, true), FaultOutcome::Mapped);
+    }
+    assert_eq!(bench.leaf(80), None);
+}
+
+#[test]
 fn age_is_reported_for_the_host_range() {
     let mut bench = Bench::new(0);
     bench.fault(20, false);
@@ -433,7 +470,7 @@ fn with_interrupts_off_memory_is_what_the_guest_could_reach() {
 fn a_walk_reads_tables_through_the_slots() {
     let bench = Bench::new(LOG);
     let entry = |gfn: u64, n: u64, value: u64| {
-        bench.memory.write(Gpa(gfn << 12 | n * 8), &value.to_le_bytes()).unwrap();
+        bench.memory.write(Gpa((gfn << 12) + n * 8), &value.to_le_bytes()).unwrap();
     };
     (16..19).for_each(|gfn| entry(gfn, 0, (gfn + 1) << 12 | 7));
     entry(19, 5, 40 << 12 | 7);
