@@ -1,6 +1,6 @@
 //! A vCPU's CPUID: the table that the VMM set, checked, and the facts that follow from it.
 //!
-//! KVM API §4.45 (KVM_SET_CPUID2). The facts are computed when the table is set, because CR4,
+//! KVM API §4.20 (KVM_SET_CPUID and KVM_SET_CPUID2). The facts are computed when the table is set, because CR4,
 //! EFER, XCR0 and MSR writes ask for them far more often than a VMM sets CPUID.
 
 use crate::derived::{cr4_bits, efer_bits};
