@@ -26,20 +26,60 @@ pub struct CodeBytes {
 /// Pages remembered. A loop that exits touches one or two.
 const WAYS: usize = 4;
 
+/// What decides how a fetch is translated. A change of any of it means another walk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CodeMode {
+    /// CR0.
+    pub cr0: u64,
+    /// CR3.
+    pub cr3: u64,
+    /// CR4.
+    pub cr4: u64,
+    /// EFER.
+    pub efer: u64,
+    /// CPL is 3.
+    pub user: bool,
+}
+
+impl CodeMode {
+    #[inline]
+    fn of(context: &PagingContext) -> Self {
+        Self {
+            cr0: context.cr0,
+            cr3: context.cr3,
+            cr4: context.cr4,
+            efer: context.efer,
+            user: context.cpl == 3,
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Way {
     /// Linear page.
     page: u64,
-    cr3: u64,
-    /// CR0, CR4, EFER.
-    mode: [u64; 3],
-    user: bool,
+    mode: CodeMode,
     trail: Trail,
 }
 
 impl Way {
-    const EMPTY: Self =
-        Self { page: u64::MAX, cr3: 0, mode: [0; 3], user: false, trail: Trail::EMPTY };
+    const EMPTY: Self = Self {
+        page: u64::MAX,
+        mode: CodeMode { cr0: 0, cr3: 0, cr4: 0, efer: 0, user: false },
+        trail: Trail::EMPTY,
+    };
+
+    /// One branch for all of it.
+    #[inline]
+    fn is_for(&self, mode: &CodeMode, rip: u64) -> bool {
+        let changed = (self.page ^ (rip >> 12))
+            | (self.mode.cr0 ^ mode.cr0)
+            | (self.mode.cr3 ^ mode.cr3)
+            | (self.mode.cr4 ^ mode.cr4)
+            | (self.mode.efer ^ mode.efer)
+            | u64::from(self.mode.user ^ mode.user);
+        changed == 0
+    }
 }
 
 /// A vCPU's memory of where its code is.
@@ -71,20 +111,28 @@ impl CodeFetch {
         rip: u64,
         view: &View<'_>,
     ) -> Option<CodeBytes> {
-        let page = rip >> 12;
-        let way = &self.ways[page as usize % WAYS];
-        let changed = (way.page ^ page)
-            | (way.cr3 ^ context.cr3)
-            | (way.mode[0] ^ context.cr0)
-            | (way.mode[1] ^ context.cr4)
-            | (way.mode[2] ^ context.efer)
-            | u64::from(way.user ^ (context.cpl == 3));
-        if changed == 0
-            && let Some(bytes) = way.trail.bytes_plain(view, rip as usize)
-        {
-            return Some(CodeBytes { bytes, len: 16 });
+        let mode = CodeMode::of(context);
+        match self.hit(&mode, rip, view) {
+            Some(found) => Some(found),
+            None => self.uncommon::<F>(context, rip, view),
         }
-        self.uncommon::<F>(context, rip, view, changed == 0)
+    }
+
+    /// The remembered half of [`CodeFetch::fetch`] alone, which needs less of the guest's state:
+    /// `None` means to ask that.
+    #[inline]
+    pub fn hit(&self, mode: &CodeMode, rip: u64, view: &View<'_>) -> Option<CodeBytes> {
+        let way = self.way(rip);
+        if !way.is_for(mode, rip) {
+            return None;
+        }
+        let bytes = way.trail.bytes_plain(view, rip as usize)?;
+        Some(CodeBytes { bytes, len: 16 })
+    }
+
+    #[inline]
+    fn way(&self, rip: u64) -> &Way {
+        &self.ways[(rip >> 12) as usize % WAYS]
     }
 
     #[inline(never)]
@@ -93,11 +141,11 @@ impl CodeFetch {
         context: &PagingContext,
         rip: u64,
         view: &View<'_>,
-        same: bool,
     ) -> Option<CodeBytes> {
-        let way = &self.ways[(rip >> 12) as usize % WAYS];
+        let mode = CodeMode::of(context);
+        let way = self.way(rip);
         match way.trail.bytes(view, rip as usize) {
-            Some((bytes, len)) if same => Some(CodeBytes { bytes, len }),
+            Some((bytes, len)) if way.is_for(&mode, rip) => Some(CodeBytes { bytes, len }),
             _ => self.miss::<F>(context, rip, view),
         }
     }
@@ -119,13 +167,7 @@ impl CodeFetch {
         trail.arrive(view, &code);
         let page = rip >> 12;
         let (bytes, len) = trail.bytes(view, rip as usize)?;
-        self.ways[page as usize % WAYS] = Way {
-            page,
-            cr3: context.cr3,
-            mode: [context.cr0, context.cr4, context.efer],
-            user: context.cpl == 3,
-            trail,
-        };
+        self.ways[page as usize % WAYS] = Way { page, mode: CodeMode::of(context), trail };
         Some(CodeBytes { bytes, len })
     }
 }

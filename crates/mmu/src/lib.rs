@@ -19,7 +19,7 @@ pub mod tdp;
 pub mod walk;
 
 pub use dirty::DirtyBitmap;
-pub use fetch::{CodeBytes, CodeFetch};
+pub use fetch::{CodeBytes, CodeFetch, CodeMode};
 pub use format::{Npt, PteFormat};
 pub use slots::{Change, MemSlot, MemSlots, Region, RegionLimits, SlotError, SlotFlags};
 pub use table::{TableCache, View};

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use gannet_mmu::tdp::{FlushRemote, Thoroughness};
-use gannet_mmu::{CodeFetch, MapOutcome, Mapping, Npt, PagingContext, TableCache, Tdp};
+use gannet_mmu::{CodeFetch, CodeMode, MapOutcome, Mapping, Npt, PagingContext, TableCache, Tdp};
 use host::page::Page;
 use x86::Gfn;
 
@@ -100,6 +100,36 @@ fn bytes_come_from_any_offset_and_end_with_the_page() {
             assert_eq!(guest.fetch(0x1000 + offset as u64), guest.expect(8, offset), "{offset}");
         }
     }
+}
+
+#[test]
+fn a_hit_needs_no_walk_and_a_stranger_is_no_hit() {
+    let mut guest = Guest::new();
+    let c = guest.context;
+    let mode = CodeMode { cr0: c.cr0, cr3: c.cr3, cr4: c.cr4, efer: c.efer, user: false };
+    let hit = |guest: &Guest, mode: &CodeMode, rip| {
+        host::irq::disable();
+        let found = guest.fetch.hit(mode, rip, &guest.tdp.view());
+        host::irq::enable();
+        found.map(|f| f.bytes.to_vec())
+    };
+    assert_eq!(hit(&guest, &mode, 0x1010), None);
+    guest.fetch(0x1000);
+    assert_eq!(hit(&guest, &mode, 0x1010), guest.expect(8, 16));
+    for other in [
+        CodeMode { cr0: c.cr0 ^ 2, ..mode },
+        CodeMode { cr3: c.cr3 ^ 8, ..mode },
+        CodeMode { cr4: c.cr4 ^ 1 << 20, ..mode },
+        CodeMode { efer: c.efer ^ 1, ..mode },
+        CodeMode { user: true, ..mode },
+    ] {
+        assert_eq!(hit(&guest, &other, 0x1010), None);
+    }
+    assert_eq!((hit(&guest, &mode, 0x2010), hit(&guest, &mode, 0x5010)), (None, None));
+    // Four pages apart: the same place, and neither is taken for the other.
+    guest.set(4, 5, 0x9000 | P);
+    assert_eq!(guest.fetch(0x5010), guest.expect(9, 16));
+    assert_eq!(hit(&guest, &mode, 0x1010), None);
 }
 
 #[test]
