@@ -44,7 +44,10 @@ impl<B: Backend> Vcpu<B> {
             return Left::Pending;
         }
         // Interrupts that arrived until now are in the IRR; later ones come with an IPI.
-        if self.recheck || self.shared.lapic.maybe_pending() || self.shared.index == 0 {
+        if self.recheck
+            || self.shared.lapic.maybe_pending()
+            || self.vm.irq().extint_pending()
+        {
             self.inject_pending(true);
         }
         // A softirq may have borrowed the registers since the run began.
@@ -204,18 +207,21 @@ impl<B: Backend> Vcpu<B> {
         Next::Again
     }
 
-    /// HLT with an interrupt pending goes on at once.
+    /// HLT with an interrupt pending goes on at once; else the vCPU sleeps outside, its instruction
+    /// retired here, where that is cheap.
     fn answer_hlt(&mut self) -> Next {
-        self.sync_priority();
-        const RFLAGS_IF: u64 = 1 << 9;
-        if !self.shared.in_kernel_apic
-            || self.b.rflags() & RFLAGS_IF == 0
-            || self.shared.lapic.highest_pending().is_none()
-        {
-            return Next::Leave;
-        }
         let Some(next) = self.next_rip() else { return Next::Leave };
         self.retire(next);
+        self.hlt_retired = true;
+        const RFLAGS_IF: u64 = 1 << 9;
+        if !self.shared.in_kernel_apic || self.b.rflags() & RFLAGS_IF == 0 {
+            return Next::Leave;
+        }
+        self.sync_priority();
+        if self.shared.lapic.highest_pending().is_none() {
+            return Next::Leave;
+        }
+        self.hlt_retired = false;
         self.recheck = true;
         Next::Again
     }

@@ -46,6 +46,8 @@ pub struct Vcpu<B: Backend> {
     /// A PV EOI is offered to the guest: the APIC is to be touched only after looking at it.
     pub(crate) pv_eoi_offered: bool,
     pub(crate) window_wanted: bool,
+    /// The HLT that the loop was left for has retired already.
+    pub(crate) hlt_retired: bool,
     pub(crate) events: events::Events,
     pub(crate) loop_clock: lapic::LoopClock,
     pub(crate) fetch: KBox<CodeFetch>,
@@ -116,6 +118,7 @@ impl<B: Backend> Vcpu<B> {
             cr8_seen: 0,
             pv_eoi_offered: false,
             window_wanted: false,
+            hlt_retired: false,
             events: events::Events::default(),
             loop_clock: lapic::LoopClock::default(),
             fetch: KBox::new(CodeFetch::new())?,

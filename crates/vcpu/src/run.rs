@@ -234,12 +234,10 @@ impl<B: Backend> Vcpu<B> {
             let poll = if halted { self.vm.halt_poll_ns() } else { 0 };
             self.sync_priority();
             let shared = self.shared.clone();
-            self.fpu.put();
             let blocked = shared.waiter.block(
                 || shared.has_requests() || (halted && self.awake()) || shared.has_init_sipi(),
                 poll,
             );
-            self.fpu.load();
             if blocked == Blocked::Signal {
                 return Some(UserExit::Intr);
             }

@@ -120,7 +120,12 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn halt(&mut self) -> Option<UserExit> {
-        self.skip();
+        if !core::mem::take(&mut self.hlt_retired) {
+            match self.slow_next_rip() {
+                Ok(next) => self.retire(next),
+                Err(exit) => return exit,
+            }
+        }
         if !self.shared.in_kernel_apic {
             return Some(UserExit::Hlt);
         }
