@@ -3,7 +3,7 @@
 
 use backend::{Backend, NestedFault};
 use emulate::{CodeSize, Decoded, Fetched, SimpleMmio};
-use mmu::{Npt, PagingContext};
+use mmu::{Npt, PagingContext, fetch::CodeMode};
 use x86::cpuid::{Vendor, feature};
 
 use crate::{Vcpu, inner::Next};
@@ -61,10 +61,23 @@ impl<B: Backend> Vcpu<B> {
     /// Instruction bytes at RIP without sleeping: for the loop.
     #[inline]
     pub(crate) fn fetch_here(&mut self) -> Option<([u8; 16], u8)> {
-        let context = self.paging();
         let rip = self.linear_rip();
+        let c = self.b.control();
+        let mode = CodeMode {
+            cr0: c.cr0,
+            cr3: c.cr3,
+            cr4: c.cr4,
+            efer: c.efer,
+            user: self.b.cpl() == 3,
+        };
         let view = self.vm.memory().view();
-        let code = self.fetch.fetch::<Npt>(&context, rip, &view)?;
+        let code = match self.fetch.hit(&mode, rip, &view) {
+            Some(code) => code,
+            None => {
+                let context = self.paging();
+                self.fetch.fetch::<Npt>(&context, rip, &view)?
+            }
+        };
         Some((code.bytes, code.len.min(15) as u8))
     }
 
