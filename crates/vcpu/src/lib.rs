@@ -20,6 +20,7 @@ pub mod pio;
 pub mod pv;
 pub mod registers;
 pub mod run;
+pub mod settings;
 pub mod slow;
 
 pub use exit::{ErrorData, RunInput, RunOutput, UserExit};

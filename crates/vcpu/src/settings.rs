@@ -1,0 +1,126 @@
+//! What a VMM sets on a vCPU beside its registers: TSC frequency and offset, the machine-check
+//! architecture, exceptions for a debugger. Called between runs.
+
+use backend::Backend;
+use msr::{McReport, McVerdict};
+use vm::vcpu_shared::Request;
+use x86::{Exception, Vector};
+
+use crate::{Vcpu, registers::Invalid};
+
+/// Frequencies that differ by less than this many parts per million count as the same: two hosts
+/// never calibrate alike.
+const TOLERANCE_PPM: u64 = 250;
+const CR4_MCE: u64 = 1 << 6;
+
+/// Guest TSC ticks per host tick, 32.32 fixed point.
+fn ratio(guest_khz: u32, host_khz: u32) -> u64 {
+    (u64::from(guest_khz) << 32) / u64::from(host_khz.max(1))
+}
+
+/// Whether the frequencies are the same within the tolerance.
+fn is_close(guest_khz: u32, host_khz: u32) -> bool {
+    let (guest, host) = (u64::from(guest_khz), u64::from(host_khz));
+    guest.abs_diff(host).saturating_mul(1_000_000) <= host.saturating_mul(TOLERANCE_PPM)
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// Whether KVM_RUN was called.
+    pub fn has_run(&self) -> bool {
+        self.has_run
+    }
+
+    /// KVM_SET_TSC_KHZ. `scaling`: the hardware can scale; without it only the host's own
+    /// frequency can be had.
+    pub fn set_tsc_khz(&mut self, khz: u32, scaling: bool) -> Result<(), Invalid> {
+        let host_khz = host::clock::tsc_khz();
+        let close = is_close(khz, host_khz);
+        if khz == 0 || !(close || scaling) {
+            return Err(Invalid);
+        }
+        let host = self.b.host_tsc();
+        let guest = self.b.guest_tsc(host);
+        self.tsc_khz = khz;
+        self.tsc_ratio = if close { 1 << 32 } else { ratio(khz, host_khz) };
+        // The guest's TSC goes on from where it is.
+        self.b.set_tsc(0, self.tsc_ratio);
+        self.tsc_offset = guest.wrapping_sub(self.b.guest_tsc(host));
+        self.b.set_tsc(self.tsc_offset, self.tsc_ratio);
+        self.shared.request(Request::Clock);
+        Ok(())
+    }
+
+    /// Guest TSC minus scaled host TSC.
+    pub fn tsc_offset(&self) -> u64 {
+        self.tsc_offset
+    }
+
+    /// Sets it.
+    pub fn set_tsc_offset(&mut self, offset: u64) {
+        self.tsc_offset = offset;
+        self.b.set_tsc(offset, self.tsc_ratio);
+        self.shared.request(Request::Clock);
+    }
+
+    /// KVM_X86_SETUP_MCE.
+    pub fn set_up_mce(&mut self, mcg_cap: u64) -> Result<(), Invalid> {
+        self.store.set_up_mce(mcg_cap).map_err(|_| Invalid)
+    }
+
+    /// KVM_X86_SET_MCE.
+    pub fn inject_mce(&mut self, report: &McReport) -> Result<(), Invalid> {
+        let enabled = self.b.control().cr4 & CR4_MCE != 0;
+        match self.store.inject_mce(report, enabled).map_err(|_| Invalid)? {
+            McVerdict::Logged => {}
+            McVerdict::Raise => {
+                const MC: Vector = Vector(18);
+                self.raise(Exception { vector: MC, error_code: None, payload: None });
+            }
+            McVerdict::TripleFault => self.events.triple_fault = true,
+        }
+        Ok(())
+    }
+
+    /// KVM_GUESTDBG_INJECT_DB and KVM_GUESTDBG_INJECT_BP: raises #DB, or #BP.
+    pub fn inject_debug(&mut self, breakpoint: bool) {
+        let vector = Vector(if breakpoint { 3 } else { 1 });
+        self.raise(Exception { vector, error_code: None, payload: None });
+    }
+
+    /// Moves what a waiting exception carries into CR2 or DR6, so that it can be saved without.
+    pub fn settle_exception_payload(&mut self) {
+        let Some(exception) = &mut self.events.exception else { return };
+        let (vector, payload) = (exception.vector.0, exception.payload.take());
+        match (vector, payload) {
+            (14, Some(address)) => self.b.set_cr2(address),
+            (1, Some(bits)) => {
+                // DR6 bits that are 1 when nothing happened are told inverted.
+                const ACTIVE_LOW: u64 = 0xffff_0ff0;
+                let mut regs = self.b.debug_regs();
+                let [.., dr6, _] = &mut regs;
+                *dr6 = bits ^ ACTIVE_LOW;
+                self.b.set_debug_regs(regs);
+            }
+            _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_at_half_the_hosts_frequency_has_half_the_ratio() {
+        assert_eq!(ratio(1_500_000, 3_000_000), 1 << 31);
+        assert_eq!(ratio(3_000_000, 3_000_000), 1 << 32);
+        assert_eq!(ratio(1, 0), 1 << 32);
+    }
+
+    #[test]
+    fn a_calibration_error_is_no_other_frequency() {
+        assert!(is_close(3_000_000, 3_000_700));
+        assert!(!is_close(3_000_000, 3_001_000));
+        assert!(is_close(0, 0));
+    }
+}
