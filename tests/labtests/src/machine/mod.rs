@@ -1,0 +1,9 @@
+//! A small machine for guests of a few instructions.
+
+pub mod code;
+pub mod guest;
+pub mod handlers;
+pub mod layout;
+pub mod memory;
+pub mod tables;
+pub mod threads;

@@ -1,0 +1,33 @@
+//! Tests of `/dev/kvm` as a VMM and its guests see it. Run as root on any host: the stock module is
+//! the oracle, Gannet has to do the same.
+//!
+//! Prints one line per test, `ok NAME`, `FAIL NAME: expected … got …` or `skip NAME: reason`, then
+//! `N passed, N failed, N skipped`; the exit code is 0 if and only if none failed.
+
+mod groups;
+mod kvm;
+mod machine;
+mod options;
+mod oracle;
+mod outcome;
+mod runner;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let options = match options::parse(std::env::args().skip(1)) {
+        Ok(options) => options,
+        Err(message) => {
+            eprintln!("labtests: {message}\n{}", options::USAGE);
+            return ExitCode::from(2);
+        }
+    };
+    let chosen = groups::all().filter(|test| test.full_name().contains(&options.filter));
+    if options.list {
+        chosen.for_each(|test| println!("{}", test.full_name()));
+        return ExitCode::SUCCESS;
+    }
+    let tally = runner::run(chosen, &options);
+    println!("{tally}");
+    if tally.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
