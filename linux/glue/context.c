@@ -18,8 +18,27 @@ noinstr void gnt_guest_enter(void)
 noinstr void gnt_guest_exit(void)
 {
 	guest_state_exit_irqoff();
-	guest_timing_exit_irqoff();
 	/* The guest may have trained the branch predictor against the VMM (VMSCAPE). */
 	if (cpu_feature_enabled(X86_FEATURE_IBPB_EXIT_TO_USER))
 		this_cpu_write(x86_ibpb_exit_to_user, true);
+}
+
+/* After the interrupt that ended the guest's run was taken, so that a tick counts as the guest's. */
+noinstr void gnt_guest_time_end(void)
+{
+	guest_timing_exit_irqoff();
+}
+
+/*
+ * A handler inside the loop calls the kernel: RCU has to watch again. Nothing but two patched jumps
+ * unless this CPU is tracked (nohz_full).
+ */
+noinstr void gnt_guest_pause(void)
+{
+	guest_state_exit_irqoff();
+}
+
+noinstr void gnt_guest_resume(void)
+{
+	guest_state_enter_irqoff();
 }

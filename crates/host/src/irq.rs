@@ -33,3 +33,22 @@ pub fn guest_enter() {
 pub fn guest_exit() {
     sys::gnt_guest_exit();
 }
+
+/// Guest time ends (interrupts off). After [`guest_exit`], and after the interrupt that ended the
+/// guest's run was taken, so that a tick is accounted as the guest's.
+#[inline]
+pub fn guest_time_end() {
+    sys::gnt_guest_time_end();
+}
+
+/// Between [`guest_enter`] and [`guest_exit`]: a handler is about to call the kernel.
+#[inline]
+pub fn guest_pause() {
+    sys::gnt_guest_pause();
+}
+
+/// Undoes [`guest_pause`].
+#[inline]
+pub fn guest_resume() {
+    sys::gnt_guest_resume();
+}

@@ -62,6 +62,12 @@ impl<B: Backend> Vcpu<B> {
         if exit == Exit::MachineCheck {
             host::hostcpu::machine_check();
         }
+        if exit == Exit::Interrupt {
+            // The interrupt is taken here; a tick among them counts as the guest's time.
+            irq::enable();
+            irq::disable();
+        }
+        irq::guest_time_end();
         irq::enable();
         Left::Exit(exit)
     }
@@ -120,8 +126,10 @@ impl<B: Backend> Vcpu<B> {
     #[inline]
     pub(crate) fn with_kernel<R>(&mut self, f: impl FnOnce(&mut Self) -> R) -> (R, Next) {
         self.b.host_segments();
+        irq::guest_pause();
         let result = f(self);
         let next = if task::work_pending() { Next::Done } else { Next::Again };
+        irq::guest_resume();
         self.b.guest_segments();
         (result, next)
     }

@@ -108,9 +108,7 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     fn set_deadline_with_kernel(&mut self, value: u64, clock: &TimerClock) {
         let op = self.shared.lapic.set_tsc_deadline(value, clock);
-        self.b.host_segments();
-        self.do_timer(op);
-        self.b.guest_segments();
+        let _ = self.with_kernel(|v| v.do_timer(op));
     }
 
     /// Sets the deadline outside the loop.

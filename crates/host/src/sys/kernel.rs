@@ -114,6 +114,9 @@ unsafe extern "C" {
     pub(crate) safe fn gnt_sigmask_restore();
     pub(crate) safe fn gnt_guest_enter();
     pub(crate) safe fn gnt_guest_exit();
+    pub(crate) safe fn gnt_guest_time_end();
+    pub(crate) safe fn gnt_guest_pause();
+    pub(crate) safe fn gnt_guest_resume();
     // smp.c
     pub(crate) safe fn gnt_cpu_id() -> u32;
     pub(crate) safe fn gnt_max_cpus() -> u32;

@@ -400,6 +400,15 @@ pub(crate) fn gnt_guest_enter() {
 pub(crate) fn gnt_guest_exit() {
     assert!(!IRQS_ON.get(), "the guest is left with interrupts off");
 }
+pub(crate) fn gnt_guest_time_end() {
+    assert!(!IRQS_ON.get(), "guest time ends with interrupts off");
+}
+pub(crate) fn gnt_guest_pause() {
+    gnt_guest_exit();
+}
+pub(crate) fn gnt_guest_resume() {
+    gnt_guest_enter();
+}
 pub(crate) fn irq_disable() {
     set_irqs(false);
 }
