@@ -93,6 +93,16 @@ pub fn refuses_beside_stock(options: &Options, kernel: Kernel) -> LabTest {
     })
 }
 
+/// gannet.ko says why it does not load where there is no SVM.
+pub fn refuses_without_svm(options: &Options, kernel: Kernel) -> LabTest {
+    let command = "insmod /modules/gannet.ko && exit 9; dmesg | grep -i 'gannet.*SVM' && exit 0";
+    let mut job = plain_job(options, kernel, Module::None, command);
+    job.processor = "EPYC,-svm,-npt,+x2apic".to_owned();
+    test(format!("lab: gannet.ko refuses without SVM under {kernel}"), job, |outcome| {
+        expect(outcome.succeeded(), outcome)
+    })
+}
+
 /// The emulator plugin counts what a known exit path does: one VMRUN per CPUID exit on the stock module.
 pub fn counts_operations(options: &Options, tools: &Tools) -> LabTest {
     let command = "exitbench run cpuid --unit instructions --iterations 50";

@@ -158,6 +158,7 @@ fn lab(layout: &Layout, options: &Options, built: &[Kernel], tally: &mut Tally) 
                 tests.push(labtest::boots(layout, options, &tools, kernel, module, cpus)?);
             }
             tests.push(labtest::loads_and_unloads(options, kernel));
+            tests.push(labtest::refuses_without_svm(options, kernel));
             tests.push(labtest::refuses_beside_stock(options, kernel));
         }
     }

@@ -48,6 +48,8 @@ pub struct Job {
     pub cpus: u32,
     /// The host's memory in MiB.
     pub memory: u32,
+    /// The processor, in the emulator's words.
+    pub processor: String,
     /// Let the time-stamp counter count instructions, repeatably, at a third of the speed.
     pub counting: bool,
     /// The emulator plugin, to count operations between markers.
@@ -71,6 +73,7 @@ impl Job {
             command: command.to_owned(),
             cpus: 1,
             memory: 1024,
+            processor: machine.processor().to_owned(),
             counting: false,
             plugin: None,
             append: String::new(),

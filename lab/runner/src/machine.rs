@@ -26,6 +26,13 @@ impl Machine {
             Machine::Amd => "amd",
         }
     }
+
+    /// The processor that the emulator shows: with SVM, nested paging and x2APIC.
+    pub fn processor(self) -> &'static str {
+        match self {
+            Machine::Amd => "EPYC,+svm,+npt,+x2apic",
+        }
+    }
 }
 
 impl FromStr for Machine {
@@ -205,7 +212,7 @@ fn emulator(layout: &Layout, job: &Job, initramfs: &Path, back: &Path, counts: &
     let mut command = layout.tool("setpriv");
     command.args(["--pdeathsig", "KILL"]).arg(layout.program("qemu"));
     command.args(["-accel", "tcg,thread=single", "-machine", "q35"]);
-    command.args(["-cpu", "EPYC,+svm,+npt,+x2apic", "-m", &format!("{}M", job.memory)]);
+    command.args(["-cpu", &job.processor, "-m", &format!("{}M", job.memory)]);
     command.args(["-smp", &job.cpus.to_string(), "-nodefaults", "-no-user-config"]);
     command.args(["-display", "none", "-no-reboot", "-serial", "stdio"]);
     command.arg("-serial").arg(format!("file:{}", back.display()));
