@@ -14,6 +14,12 @@ pub fn enable() {
     sys::irq_enable();
 }
 
+/// Takes what interrupts are pending, with interrupts off before and after.
+#[inline]
+pub fn window() {
+    sys::irq_window();
+}
+
 /// Whether interrupts are on.
 #[inline]
 pub fn enabled() -> bool {

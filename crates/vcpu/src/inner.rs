@@ -64,8 +64,7 @@ impl<B: Backend> Vcpu<B> {
         }
         if exit == Exit::Interrupt {
             // The interrupt is taken here; a tick among them counts as the guest's time.
-            irq::enable();
-            irq::disable();
+            irq::window();
         }
         irq::guest_time_end();
         irq::enable();

@@ -223,6 +223,13 @@ pub(crate) fn irq_enable() {
 }
 
 #[inline]
+pub(crate) fn irq_window() {
+    // SAFETY: ring 0; the handlers run on this stack as for any interrupt of kernel code. STI holds
+    // interrupts off for one more instruction.
+    unsafe { asm!("sti", "nop", "cli", options(nostack)) }
+}
+
+#[inline]
 pub(crate) fn irq_enabled() -> bool {
     let flags: u64;
     // SAFETY: reads RFLAGS through the stack.

@@ -409,6 +409,7 @@ pub(crate) fn gnt_guest_pause() {
 pub(crate) fn gnt_guest_resume() {
     gnt_guest_enter();
 }
+pub(crate) fn irq_window() {}
 pub(crate) fn irq_disable() {
     set_irqs(false);
 }
