@@ -60,6 +60,7 @@ pub struct Svm<C: Cpu> {
     flush: bool,
     /// Number of the current run; the host's save area is tagged with it.
     run: u64,
+    runs: u32,
     id: u64,
     pub(crate) msr_map: MsrMap,
     pub(crate) limits: GuestLimits,
@@ -88,7 +89,6 @@ pub struct Svm<C: Cpu> {
 }
 
 static IDS: AtomicU64 = AtomicU64::new(1);
-static RUNS: AtomicU64 = AtomicU64::new(1);
 
 impl<C: Cpu> Svm<C> {
     /// A vCPU in its power-up state.
@@ -102,6 +102,7 @@ impl<C: Cpu> Svm<C> {
             last_cpu: usize::MAX,
             flush: true,
             run: 0,
+            runs: 0,
             id: IDS.fetch_add(1, Relaxed),
             msr_map: MsrMap::all()?,
             limits: GuestLimits::default(),
@@ -131,7 +132,8 @@ impl<C: Cpu> Svm<C> {
 
     /// A new KVM_RUN begins: the host's state in the save area is not this thread's any more.
     pub(crate) fn new_run(&mut self) {
-        self.run = RUNS.fetch_add(1, Relaxed);
+        self.runs = self.runs.wrapping_add(1);
+        self.run = (self.id << 32) | u64::from(self.runs);
     }
 
     /// The control block.
