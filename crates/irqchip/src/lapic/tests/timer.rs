@@ -1,0 +1,274 @@
+//! The timer and its alarm. SDM vol. 3A §10.5.4.
+
+use core::cell::Cell;
+use std::thread;
+
+use super::*;
+
+const MASKED: u32 = 1 << 16;
+const PERIODIC: u32 = 1 << 17;
+const DEADLINE: u32 = 1 << 18;
+const VECTOR: u32 = 0xec;
+
+fn change(effect: LapicEffect) -> TimerChange {
+    match effect {
+        LapicEffect::TimerChanged(change) => change,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn count(lapic: &Lapic, counts: u32, now: u64) -> TimerOp {
+    lapic.timer_update(change(lapic.write(TMICT, counts)), now)
+}
+
+fn current(lapic: &Lapic, now: u64) -> u32 {
+    lapic.read(TMCCT, || now)
+}
+
+fn clock(now_ns: u64) -> TimerClock {
+    // A TSC of 2 GHz that started with the host.
+    TimerClock { now_ns, guest_tsc: now_ns * 2, tsc_khz: 2_000_000 }
+}
+
+fn deadline_apic() -> Lapic {
+    let lapic = xapic(0);
+    let _ = lapic.write(LVT_TIMER, DEADLINE | VECTOR);
+    lapic
+}
+
+#[test]
+fn one_shot_counts_down_and_fires_once() {
+    let lapic = xapic(0);
+    let _ = lapic.write(LVT_TIMER, VECTOR);
+    let _ = lapic.write(TDCR, 0b1011);
+    assert_eq!(count(&lapic, 1_000_000, NOW), TimerOp::Arm { ns: NOW + 1_000_000 });
+    assert_eq!(current(&lapic, NOW), 1_000_000);
+    assert_eq!(current(&lapic, NOW + 400_000), 600_000);
+    let fired = lapic.timer_fired(NOW + 1_000_000);
+    assert_eq!(fired, TimerFired { accepted: Accepted::Pending, rearm: None });
+    assert_eq!(current(&lapic, NOW + 1_000_000), 0);
+    assert_eq!(take(&lapic), Some(VECTOR as u8));
+    assert_eq!(lapic.timer_fired(NOW + 9_000_000).accepted, Accepted::Ignored);
+}
+
+#[test]
+fn the_divide_register_stretches_the_count() {
+    for (register, divisor) in
+        [(0, 2), (1, 4), (2, 8), (3, 16), (8, 32), (9, 64), (10, 128), (11, 1)]
+    {
+        let lapic = xapic(0);
+        let _ = lapic.write(TDCR, register);
+        assert_eq!(count(&lapic, 1_000_000, NOW), TimerOp::Arm { ns: NOW + 1_000_000 * divisor });
+    }
+}
+
+#[test]
+fn a_new_divisor_keeps_the_count_and_changes_its_pace() {
+    let lapic = xapic(0);
+    let _ = lapic.write(TDCR, 0b1011);
+    let _ = count(&lapic, 1_000_000, NOW);
+    let later = NOW + 250_000;
+    let op = lapic.timer_update(change(lapic.write(TDCR, 0)), later);
+    assert_eq!(current(&lapic, later), 750_000);
+    // The alarm rings too early and is wound anew then.
+    assert_eq!(op, TimerOp::Leave);
+    let fired = lapic.timer_fired(NOW + 1_000_000);
+    assert_eq!(fired.rearm, Some(later + 1_500_000));
+}
+
+#[test]
+fn periodic_keeps_its_phase_when_the_alarm_is_late() {
+    let lapic = xapic(0);
+    let _ = lapic.write(TDCR, 0b1011);
+    let _ = lapic.write(LVT_TIMER, PERIODIC | VECTOR);
+    let _ = count(&lapic, 1_000_000, NOW);
+    let fired = lapic.timer_fired(NOW + 1_000_300);
+    assert_eq!(fired, TimerFired { accepted: Accepted::Pending, rearm: Some(NOW + 2_000_000) });
+    let fired = lapic.timer_fired(NOW + 5_600_000);
+    assert_eq!(fired, TimerFired { accepted: Accepted::Coalesced, rearm: Some(NOW + 6_000_000) });
+    assert_eq!(current(&lapic, NOW + 5_700_000), 300_000);
+    // The alarm is late: the count has begun anew.
+    assert_eq!(current(&lapic, NOW + 6_100_000), 900_000);
+}
+
+#[test]
+fn short_periods_are_stretched() {
+    let lapic = xapic(0);
+    let _ = lapic.write(LVT_TIMER, PERIODIC | VECTOR);
+    assert_eq!(count(&lapic, 1, NOW), TimerOp::Arm { ns: NOW + 200_000 });
+}
+
+#[test]
+fn writing_zero_stops_the_count() {
+    let lapic = xapic(0);
+    let _ = lapic.write(LVT_TIMER, VECTOR);
+    let _ = count(&lapic, 1_000, NOW);
+    assert_eq!(count(&lapic, 0, NOW), TimerOp::Leave);
+    let fired = lapic.timer_fired(NOW + 1_000_000);
+    assert_eq!(fired, TimerFired { accepted: Accepted::Ignored, rearm: None });
+}
+
+#[test]
+fn a_masked_timer_runs_but_does_not_interrupt() {
+    let lapic = xapic(0);
+    let _ = lapic.write(LVT_TIMER, MASKED | PERIODIC | VECTOR);
+    let _ = lapic.write(TDCR, 0b1011);
+    let _ = count(&lapic, 1_000_000, NOW);
+    let fired = lapic.timer_fired(NOW + 1_000_000);
+    assert_eq!(fired, TimerFired { accepted: Accepted::Ignored, rearm: Some(NOW + 2_000_000) });
+}
+
+#[test]
+fn a_deadline_fires_at_its_tsc_and_reads_zero_after() {
+    let lapic = deadline_apic();
+    let at = (NOW + 500) * 2;
+    assert_eq!(lapic.set_tsc_deadline(at, &clock(NOW)), TimerOp::Arm { ns: NOW + 500 });
+    assert_eq!(lapic.tsc_deadline(), at);
+    assert_eq!(lapic.timer_fired(NOW + 500).accepted, Accepted::Pending);
+    assert_eq!(lapic.tsc_deadline(), 0);
+}
+
+#[test]
+fn a_past_deadline_interrupts_at_once() {
+    let lapic = deadline_apic();
+    let op = lapic.set_tsc_deadline(5, &clock(NOW));
+    assert_eq!(op, TimerOp::Expired(Accepted::Pending));
+    assert_eq!(take(&lapic), Some(VECTOR as u8));
+    assert_eq!(lapic.tsc_deadline(), 0);
+}
+
+#[test]
+fn a_later_deadline_leaves_the_alarm_alone_and_an_earlier_one_does_not() {
+    let lapic = deadline_apic();
+    let _ = lapic.set_tsc_deadline((NOW + 500) * 2, &clock(NOW));
+    assert_eq!(lapic.set_tsc_deadline((NOW + 900) * 2, &clock(NOW)), TimerOp::Leave);
+    let fired = lapic.timer_fired(NOW + 500);
+    assert_eq!(fired, TimerFired { accepted: Accepted::Ignored, rearm: Some(NOW + 900) });
+    let op = lapic.set_tsc_deadline((NOW + 700) * 2, &clock(NOW + 600));
+    assert_eq!(op, TimerOp::Rearm { ns: NOW + 700 });
+    assert_eq!(lapic.set_tsc_deadline(0, &clock(NOW + 600)), TimerOp::Leave);
+    assert_eq!(lapic.tsc_deadline(), 0);
+}
+
+#[test]
+fn a_deadline_needs_its_mode_and_a_count_needs_the_other() {
+    let lapic = xapic(0);
+    let _ = lapic.write(LVT_TIMER, VECTOR);
+    assert_eq!(lapic.set_tsc_deadline(u64::MAX, &clock(NOW)), TimerOp::Leave);
+    assert_eq!(lapic.tsc_deadline(), 0);
+    let _ = count(&lapic, 1_000, NOW);
+    let to_deadline = lapic.write(LVT_TIMER, DEADLINE | VECTOR);
+    assert_eq!(lapic.timer_update(change(to_deadline), NOW), TimerOp::Leave);
+    assert_eq!(lapic.timer_expiry(), None, "changing the mode disarms");
+    assert_eq!(lapic.write(TMICT, 1_000), LapicEffect::None);
+    lapic.set_features(Features::default());
+    let _ = lapic.write(LVT_TIMER, DEADLINE | VECTOR);
+    assert_eq!(read(&lapic, LVT_TIMER), VECTOR, "not offered, not settable");
+}
+
+#[test]
+fn going_from_one_shot_to_periodic_lets_the_count_go_on() {
+    let lapic = xapic(0);
+    let _ = lapic.write(TDCR, 0b1011);
+    let _ = lapic.write(LVT_TIMER, VECTOR);
+    let _ = count(&lapic, 1_000_000, NOW);
+    let op = lapic.timer_update(change(lapic.write(LVT_TIMER, PERIODIC | VECTOR)), NOW + 1);
+    assert_eq!(op, TimerOp::Leave);
+    assert_eq!(lapic.timer_fired(NOW + 1_000_000).rearm, Some(NOW + 2_000_000));
+}
+
+#[test]
+fn a_changed_tsc_moves_an_armed_deadline() {
+    let lapic = deadline_apic();
+    let _ = lapic.set_tsc_deadline((NOW + 500) * 2, &clock(NOW));
+    let moved = TimerClock { guest_tsc: (NOW + 400) * 2, ..clock(NOW) };
+    assert_eq!(lapic.tsc_changed(&moved), TimerOp::Rearm { ns: NOW + 100 });
+}
+
+#[test]
+fn far_deadlines_and_slow_clocks_do_not_overflow() {
+    let lapic = deadline_apic();
+    let slow = TimerClock { tsc_khz: 1, ..clock(NOW) };
+    let TimerOp::Arm { ns } = lapic.set_tsc_deadline(u64::MAX, &slow) else { panic!() };
+    assert_eq!(ns, u64::MAX);
+    let none = TimerClock { tsc_khz: 0, ..clock(NOW) };
+    let _ = lapic.set_tsc_deadline(u64::MAX - 1, &none);
+    lapic.set_bus_cycle_ns(u32::MAX);
+    let lapic = xapic(0);
+    lapic.set_bus_cycle_ns(u32::MAX);
+    let _ = lapic.write(TDCR, 0b1010);
+    let _ = count(&lapic, u32::MAX, u64::MAX - 5);
+    let _ = current(&lapic, 0);
+}
+
+#[test]
+fn polling_delivers_without_the_alarm() {
+    let lapic = deadline_apic();
+    let _ = lapic.set_tsc_deadline((NOW + 500) * 2, &clock(NOW));
+    assert_eq!(lapic.timer_poll(NOW + 499), Accepted::Ignored);
+    assert!(lapic.timer_due(NOW + 500));
+    assert_eq!(lapic.timer_poll(NOW + 500), Accepted::Pending);
+    // The alarm rings for nothing.
+    assert_eq!(lapic.timer_fired(NOW + 500).accepted, Accepted::Ignored);
+}
+
+/// A host timer that only remembers.
+#[derive(Default)]
+struct Alarm(Cell<Option<u64>>);
+
+impl HostTimer for Alarm {
+    fn start(&self, ns: u64) {
+        self.0.set(Some(ns));
+    }
+    fn cancel(&self) {
+        self.0.set(None);
+    }
+}
+
+#[test]
+fn the_alarm_never_rings_after_the_expiry() {
+    let lapic = deadline_apic();
+    let alarm = Alarm::default();
+    let mut now = NOW;
+    let mut random = 12345u64;
+    for _ in 0..10_000 {
+        random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        now += random >> 54;
+        if let Some(at) = alarm.0.get().filter(|at| *at <= now) {
+            alarm.0.set(None);
+            if let Some(again) = lapic.timer_fired(at.max(now)).rearm {
+                alarm.0.set(Some(again));
+            }
+        }
+        if random >> 20 & 3 == 0 {
+            let deadline =
+                if random >> 22 & 7 == 0 { 0 } else { (now + (random >> 30 & 0xfff)) * 2 };
+            lapic.set_tsc_deadline(deadline, &clock(now)).apply(&lapic, &alarm);
+        }
+        if let Some(expiry) = lapic.timer_expiry() {
+            assert!(alarm.0.get().is_some_and(|at| at <= expiry), "would be missed");
+        }
+    }
+}
+
+#[test]
+fn owner_and_alarm_never_both_forget_to_wind() {
+    // The owner moves the deadline while the alarm rings on another CPU; whoever is last, the
+    // host timer ends up wound for an expiry that is set.
+    for round in 0..2_000u64 {
+        let lapic = deadline_apic();
+        let _ = lapic.set_tsc_deadline((NOW + 100) * 2, &clock(NOW));
+        let (rearm, op) = thread::scope(|scope| {
+            let alarm = scope.spawn(|| lapic.timer_fired(NOW + 100).rearm);
+            let at = NOW + 200 + round % 50;
+            let op = lapic.set_tsc_deadline(at * 2, &clock(NOW + 99));
+            (alarm.join().unwrap(), op)
+        });
+        let expiry = lapic.timer_expiry();
+        let wound = usize::from(rearm.is_some()) + usize::from(matches!(op, TimerOp::Arm { .. }));
+        // Either one of the two winds it, or the new deadline was itself what expired... which
+        // cannot be: it lies beyond the time at which the alarm rang.
+        assert!(expiry.is_some());
+        assert_eq!(wound, 1, "{rearm:?} {op:?}");
+    }
+}
