@@ -18,6 +18,8 @@ const DEFAULT_MAXPHYADDR: u8 = 36;
 /// Marks an entry that the table does not have.
 pub(crate) const NONE: u16 = u16::MAX;
 
+static NO_LAYOUT: Layout = Layout::EMPTY;
+
 /// The guest's CPUID. The fields of the lookup come first.
 #[derive(Clone, Debug)]
 pub struct GuestCpuid {
@@ -29,7 +31,7 @@ pub struct GuestCpuid {
     pub(crate) dynamic: Dynamic,
     pub(crate) entries: Vec<Entry>,
     pub(crate) vendor: Vendor,
-    pub(crate) layout: Layout,
+    pub(crate) layout: &'static Layout,
     words: FeatureWords,
     facts: Facts,
     msr: GuestFacts,
@@ -49,6 +51,12 @@ impl Default for GuestCpuid {
     /// No table and no host: CR4 and EFER may hold only what needs no feature, whatever table is
     /// set. For tests; a vCPU is made with [`GuestCpuid::new`].
     fn default() -> Self {
+        Self::without_table(&NO_LAYOUT)
+    }
+}
+
+impl GuestCpuid {
+    fn without_table(layout: &'static Layout) -> Self {
         let words = FeatureWords::NONE;
         Self {
             lines: INVALID,
@@ -57,7 +65,7 @@ impl Default for GuestCpuid {
             dynamic: Dynamic::NONE,
             entries: Vec::new(),
             vendor: Vendor::Other,
-            layout: Layout::EMPTY,
+            layout,
             words,
             facts: Facts {
                 cr4: cr4_bits(&words),
@@ -70,13 +78,11 @@ impl Default for GuestCpuid {
             msr: GuestFacts { maxphyaddr: DEFAULT_MAXPHYADDR, ..GuestFacts::default() },
         }
     }
-}
 
-impl GuestCpuid {
     /// A vCPU whose VMM has not set CPUID yet: every answer is zero, but control registers may
     /// hold whatever the host can give, as KVM allows.
-    pub fn new(host: &Supported) -> Self {
-        let mut this = Self { layout: *host.layout(), ..Self::default() };
+    pub fn new(host: &'static Supported) -> Self {
+        let mut this = Self::without_table(host.layout());
         this.facts.cr4 = host.cr4();
         this.facts.efer = host.efer();
         this.msr = this.derive_msr_facts(host);
@@ -85,7 +91,12 @@ impl GuestCpuid {
 
     /// KVM_SET_CPUID2. `has_run` says that the vCPU has executed KVM_RUN: then the same table is
     /// accepted and does nothing, and any other is refused. On error nothing has changed.
-    pub fn set(&mut self, entries: &[Entry], host: &Supported, has_run: bool) -> Result<(), Error> {
+    pub fn set(
+        &mut self,
+        entries: &[Entry],
+        host: &'static Supported,
+        has_run: bool,
+    ) -> Result<(), Error> {
         if entries.len() > MAX_ENTRIES {
             return Err(Error::TooMany);
         }
@@ -100,7 +111,7 @@ impl GuestCpuid {
         table.try_reserve_exact(entries.len()).map_err(|_| Error::NoMemory)?;
         table.extend_from_slice(entries);
         self.entries = table;
-        self.layout = *host.layout();
+        self.layout = host.layout();
         self.derive(host);
         self.forget();
         Ok(())
@@ -227,8 +238,7 @@ impl GuestCpuid {
     fn is_same(&self, entries: &[Entry]) -> bool {
         self.entries.len() == entries.len()
             && self.entries.iter().zip(entries).enumerate().all(|(position, (ours, theirs))| {
-                let bits =
-                    self.dynamic.bits_at(position as u16, theirs, &self.layout, &self.inputs);
+                let bits = self.dynamic.bits_at(position as u16, theirs, self.layout, &self.inputs);
                 bits.cleared(ours) == bits.cleared(theirs)
             })
     }

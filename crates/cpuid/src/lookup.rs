@@ -8,8 +8,9 @@ use crate::Entry;
 use crate::guest::{GuestCpuid, NONE, find, position};
 use x86::cpuid::leaf;
 
-/// Lines of the answer table.
-pub(crate) const LINES: usize = 16;
+/// Lines of the answer table: few guests ask for more than a handful of leaves in a row, and a
+/// vCPU is made on the kernel's small stack.
+pub(crate) const LINES: usize = 8;
 
 /// Machine state that CPUID answers depend on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -64,13 +65,32 @@ impl GuestCpuid {
     /// EAX, EBX, ECX, EDX for a guest that executed CPUID with these inputs.
     #[inline]
     pub fn lookup(&mut self, leaf: u32, subleaf: u32, inputs: &DynamicInputs) -> [u32; 4] {
-        if let Some(line) = self.lines.get(line_of(leaf, subleaf))
-            && line.key == key(leaf, subleaf)
-            && (!line.dynamic || self.inputs == *inputs)
-        {
-            return line.answer;
-        }
-        self.lookup_in_table(leaf, subleaf, inputs)
+        self.lookup_with(leaf, subleaf, || *inputs)
+    }
+
+    /// [`Self::lookup`] that gathers the machine state only where the answer depends on it: most
+    /// leaves do not.
+    #[inline]
+    pub fn lookup_with(
+        &mut self,
+        leaf: u32,
+        subleaf: u32,
+        inputs: impl FnOnce() -> DynamicInputs,
+    ) -> [u32; 4] {
+        let inputs = match self.lines.get(line_of(leaf, subleaf)) {
+            Some(line) if line.key == key(leaf, subleaf) => {
+                if !line.dynamic {
+                    return line.answer;
+                }
+                let inputs = inputs();
+                if self.inputs == inputs {
+                    return line.answer;
+                }
+                inputs
+            }
+            _ => inputs(),
+        };
+        self.lookup_in_table(leaf, subleaf, &inputs)
     }
 
     #[cold]
@@ -143,7 +163,7 @@ impl GuestCpuid {
         }
         for at in self.dynamic.positions() {
             let Some(entry) = self.entries.get_mut(usize::from(at)) else { continue };
-            let bits = self.dynamic.bits_at(at, entry, &self.layout, inputs);
+            let bits = self.dynamic.bits_at(at, entry, self.layout, inputs);
             bits.apply(entry);
         }
     }

@@ -14,8 +14,7 @@ use x86::cpuid::{Feature, KVM_SIGNATURE, Reg, Vendor, feature, leaf};
 use x86::{Cr4, Efer, Xcr0};
 use xstate::Layout;
 
-/// Instructions that are emulated although the host lacks them (KVM_GET_EMULATED_CPUID, KVM API
-/// §4.89): none.
+/// Instructions that are emulated although the host lacks them (KVM_GET_EMULATED_CPUID): none.
 pub const EMULATED: &[Entry] = &[];
 
 /// Highest basic leaf that is described.

@@ -48,7 +48,7 @@ fn what_is_emulated_is_offered_on_any_host() {
         _ => [0; 4],
     };
     let plain = Supported::read(plain, &HostFacts::default()).expect("a table");
-    for host in [supported_amd(), supported_intel(), plain] {
+    for host in [supported_amd(), supported_intel(), &plain] {
         for forced in [feature::X2APIC, feature::HYPERVISOR, feature::TSC_ADJUST] {
             let told = entry(host.entries(), forced.leaf, forced.subleaf).answer();
             assert!(host.has(forced) && forced.is_in(&told), "{forced:?}");
@@ -144,8 +144,8 @@ fn address_sizes_tell_how_far_the_nested_tables_reach() {
 fn caches_are_passed_on_up_to_the_last() {
     let amd = supported_amd();
     let count = |table: &Supported, leaf| table.entries().iter().filter(|e| e.leaf == leaf).count();
-    assert_eq!(count(&amd, 0x8000_001d), 3);
-    assert_eq!(count(&supported_intel(), 4), 32); // The invented host never ends its list.
+    assert_eq!(count(amd, 0x8000_001d), 3);
+    assert_eq!(count(supported_intel(), 4), 32); // The invented host never ends its list.
     assert_eq!(entry(amd.entries(), 0x8000_0006, 0).edx, 0x0200_9140);
 }
 

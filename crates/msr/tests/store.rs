@@ -128,11 +128,11 @@ fn machine_check_banks_follow_what_the_vmm_set_up() {
 #[test]
 fn bank_controls_are_all_or_nothing_but_for_two_old_habits() {
     let mut store = store();
-    for value in [0, u64::MAX, u64::MAX & !(1 << 10), u64::MAX & !1] {
+    for value in [0, u64::MAX, !(1 << 10), !1] {
         takes(&mut store, MC0_CTL + 16, value, GUEST);
     }
     refuses(&mut store, MC0_CTL + 16, 2, GUEST);
-    refuses(&mut store, MC0_CTL + 16, u64::MAX & !2, GUEST);
+    refuses(&mut store, MC0_CTL + 16, !2, GUEST);
     takes(&mut store, MC0_CTL + 2, 0x1234, GUEST);
 }
 

@@ -68,13 +68,19 @@ pub fn intel(leaf: u32, subleaf: u32) -> [u32; 4] {
     }
 }
 
-pub fn supported_amd() -> Supported {
-    Supported::read(amd, &HostFacts { xcr0: 7, lfence_serializes: true, ..HostFacts::default() })
-        .expect("a table")
+/// As at load, a table lives as long as the program.
+pub fn leak(table: Supported) -> &'static Supported {
+    Box::leak(Box::new(table))
 }
 
-pub fn supported_intel() -> Supported {
-    Supported::read(intel, &HostFacts { xcr0: 0x2ff, ..HostFacts::default() }).expect("a table")
+pub fn supported_amd() -> &'static Supported {
+    let facts = HostFacts { xcr0: 7, lfence_serializes: true, ..HostFacts::default() };
+    leak(Supported::read(amd, &facts).expect("a table"))
+}
+
+pub fn supported_intel() -> &'static Supported {
+    let facts = HostFacts { xcr0: 0x2ff, ..HostFacts::default() };
+    leak(Supported::read(intel, &facts).expect("a table"))
 }
 
 pub fn entry(entries: &[Entry], leaf: u32, index: u32) -> Entry {
