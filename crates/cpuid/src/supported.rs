@@ -66,7 +66,9 @@ pub struct Supported {
 }
 
 impl Supported {
-    /// Reads the host's CPUID with `cpuid(leaf, subleaf)` and cuts it down.
+    /// Reads the host's CPUID with `cpuid(leaf, subleaf)` and cuts it down. Kept apart from its
+    /// caller: its frame is most of a kilobyte.
+    #[inline(never)]
     pub fn read(
         mut cpuid: impl FnMut(u32, u32) -> [u32; 4],
         facts: &HostFacts<'_>,
