@@ -10,6 +10,7 @@
 
 use backend::{Backend, Exit};
 use host::{irq, task};
+use vm::vcpu_shared::SharedVcpu;
 
 use crate::Vcpu;
 
@@ -31,6 +32,18 @@ pub(crate) enum Left {
     Exit(Exit),
     /// Something was pending; nothing was run, or everything is done.
     Pending,
+}
+
+#[inline]
+fn dynamic_inputs(b: &impl Backend, shared: &SharedVcpu) -> cpuid::DynamicInputs {
+    let cr4 = b.control().cr4;
+    cpuid::DynamicInputs {
+        cr4_osxsave: cr4 & (1 << 18) != 0,
+        cr4_pke: cr4 & (1 << 22) != 0,
+        apic_enabled: shared.lapic.enabled(),
+        xcr0: b.xcr0(),
+        xss: b.xss(),
+    }
 }
 
 impl<B: Backend> Vcpu<B> {
@@ -176,6 +189,10 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn answer_cpuid(&mut self) -> Next {
+        if self.cpuid_faults && self.b.cpl() != 0 {
+            self.raise(x86::Exception::gp(0));
+            return Next::Again;
+        }
         let Some(next) = self.next_rip() else { return Next::Leave };
         self.do_cpuid();
         self.retire(next);
@@ -183,25 +200,18 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// What the dynamic bits of CPUID depend on.
-    #[inline]
     pub(crate) fn cpuid_inputs(&self) -> cpuid::DynamicInputs {
-        let cr4 = self.b.control().cr4;
-        cpuid::DynamicInputs {
-            cr4_osxsave: cr4 & (1 << 18) != 0,
-            cr4_pke: cr4 & (1 << 22) != 0,
-            apic_enabled: self.shared.lapic.enabled(),
-            xcr0: self.b.xcr0(),
-            xss: self.b.xss(),
-        }
+        dynamic_inputs(&self.b, &self.shared)
     }
 
     /// CPUID itself.
     #[inline]
     pub(crate) fn do_cpuid(&mut self) {
-        let inputs = self.cpuid_inputs();
         let leaf = self.gprs.0[backend::RAX] as u32;
         let subleaf = self.gprs.0[backend::RCX] as u32;
-        let [a, b, c, d] = self.cpuid.lookup(leaf, subleaf, &inputs);
+        let (b, shared) = (&self.b, &self.shared);
+        let inputs = || dynamic_inputs(b, shared);
+        let [a, b, c, d] = self.cpuid.lookup_with(leaf, subleaf, inputs);
         self.gprs.0[backend::RAX] = a.into();
         self.gprs.0[backend::RBX] = b.into();
         self.gprs.0[backend::RCX] = c.into();

@@ -31,7 +31,7 @@ use cpuid::{GuestCpuid, Supported};
 use emulate::DecodeCache;
 use host::{KBox, NoMemory, fpu::GuestFpu};
 use mmu::{CodeFetch, TableCache};
-use msr::{GuestFacts, HostMsrs, MsrStore};
+use msr::{HostMsrs, MsrStore};
 use vm::{VmRef, vcpu_shared::SharedVcpu};
 use x86::Gpa;
 
@@ -47,6 +47,8 @@ pub struct Vcpu<B: Backend> {
     /// A PV EOI is offered to the guest: the APIC is to be touched only after looking at it.
     pub(crate) pv_eoi_offered: bool,
     pub(crate) window_wanted: bool,
+    /// CPUID outside CPL 0 faults (MISC_FEATURES_ENABLES).
+    pub(crate) cpuid_faults: bool,
     /// The HLT that the loop was left for has retired already.
     pub(crate) hlt_retired: bool,
     pub(crate) events: events::Events,
@@ -57,7 +59,6 @@ pub struct Vcpu<B: Backend> {
     pub(crate) cpuid: KBox<GuestCpuid>,
     /// What this host can offer.
     pub(crate) offered: Offered,
-    pub(crate) msr_facts: GuestFacts,
     /// Pages for nested tables, topped up outside locks.
     pub(crate) tables: TableCache,
     pub(crate) store: KBox<MsrStore>,
@@ -119,6 +120,7 @@ impl<B: Backend> Vcpu<B> {
             cr8_seen: 0,
             pv_eoi_offered: false,
             window_wanted: false,
+            cpuid_faults: false,
             hlt_retired: false,
             events: events::Events::default(),
             loop_clock: lapic::LoopClock::default(),
@@ -127,7 +129,6 @@ impl<B: Backend> Vcpu<B> {
             vm,
             cpuid: KBox::new(GuestCpuid::new(offered.cpuid))?,
             offered,
-            msr_facts: GuestFacts::default(),
             tables: TableCache::new(),
             store: KBox::new(MsrStore::new(offered.msrs).map_err(|_| NoMemory)?)?,
             decode: KBox::new(DecodeCache::new())?,
@@ -193,12 +194,6 @@ impl<B: Backend> Vcpu<B> {
             invpcid: f(feature::INVPCID),
         };
         self.b.set_limits(limits);
-        self.msr_facts = GuestFacts::derive(
-            |feature| self.cpuid.has(feature),
-            |feature| self.offered.cpuid.has(feature),
-            self.cpuid.vendor(),
-            self.cpuid.maxphyaddr(),
-        );
         self.shared.lapic.set_features(irqchip::lapic::Features {
             tsc_deadline: f(feature::TSC_DEADLINE),
             directed_eoi: false,

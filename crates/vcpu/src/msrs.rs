@@ -24,12 +24,7 @@ const DEBUGCTL: u32 = 0x1d9;
 
 impl<B: Backend> Vcpu<B> {
     fn facts(&self) -> GuestFacts {
-        self.msr_facts
-    }
-
-    fn is_canonical(&self, address: u64) -> bool {
-        let bits = if self.cpuid.has(x86::cpuid::feature::LA57) { 57 } else { 48 };
-        x86::reg::is_canonical(address, bits)
+        self.cpuid.msr_facts()
     }
 
     fn msr_operand(&self) -> u64 {
@@ -210,6 +205,7 @@ impl<B: Backend> Vcpu<B> {
             }
             Effect::PredictionBarrier => self.b.prediction_barrier(),
             Effect::MonitorChanged { on } => self.cpuid.set_mwait(Some(on)),
+            Effect::CpuidFaulting { on } => self.cpuid_faults = on,
             // Memory types come from the guest's PAT alone under nested paging; the rest keeps
             // its value in the store.
             _ => {}
@@ -243,7 +239,7 @@ impl<B: Backend> Vcpu<B> {
             DEBUGCTL if value & !3 != 0 => Err(Refused),
             PRED_CMD => Err(Refused),
             _ => {
-                if msr::holds_address(index) && !self.is_canonical(value) {
+                if msr::holds_address(index) && !self.cpuid.is_canonical(value) {
                     return Err(Refused);
                 }
                 self.b.set_msr(index, value).map_err(|_| Refused)

@@ -94,11 +94,12 @@ impl<B: Backend> Vcpu<B> {
         match (vector, payload) {
             (14, Some(address)) => self.b.set_cr2(address),
             (1, Some(bits)) => {
-                // DR6 bits that are 1 when nothing happened are told inverted.
+                // Some DR6 bits are 1 when nothing happened; the payload tells them inverted.
                 const ACTIVE_LOW: u64 = 0xffff_0ff0;
+                const TRAPS: u64 = 0xf;
                 let mut regs = self.b.debug_regs();
                 let [.., dr6, _] = &mut regs;
-                *dr6 = bits ^ ACTIVE_LOW;
+                *dr6 = (*dr6 & !TRAPS | ACTIVE_LOW | bits) ^ (bits & ACTIVE_LOW);
                 self.b.set_debug_regs(regs);
             }
             _ => {}
