@@ -1,4 +1,4 @@
-# The commands of Gannet: each makes sure of the private toolchain, then hands over to `cargo xtask`.
+# The commands of Gannet: each makes sure of the private toolchain and hands over to `cargo xtask`.
 
 KERNEL ?=
 MACHINE ?=
@@ -12,7 +12,7 @@ FILTER ?=
 # Any of these in the environment means something else to the tools below.
 unexport KERNEL MACHINE MODULE CPUS HOST_CPUS JSON ONLY FILTER
 
-XTASK = @lab/bootstrap.sh toolchain && target/lab/bin/cargo xtask
+XTASK = @lab/xtask.sh
 
 .PHONY: help run test bench boot module setup clean
 

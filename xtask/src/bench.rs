@@ -22,9 +22,9 @@ struct Report {
 #[derive(Deserialize)]
 struct Entry {
     name: String,
-    min: Option<f64>,
-    median: Option<f64>,
-    max: Option<f64>,
+    min: Option<u64>,
+    median: Option<u64>,
+    max: Option<u64>,
     #[serde(default)]
     markers: bool,
     #[serde(default)]
@@ -44,10 +44,8 @@ pub fn prepare(layout: &Layout, options: &Options) -> Result<Tools> {
     let groups = ["toolchain", "qemu", "busybox"].map(str::to_owned);
     layout.ensure(&groups)?;
     layout.ensure(&[options.kernel.group(), gannet_lab::guest::KERNEL.group()])?;
-    let step = Step::start(layout, "building exitbench");
     let exitbench = programs::build_static(layout, "exitbench")?.join("exitbench");
     let plugin = programs::build_plugin(layout)?;
-    step.done();
     Ok(Tools { exitbench, plugin })
 }
 

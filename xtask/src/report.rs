@@ -12,9 +12,9 @@ use std::path::Path;
 /// One workload on one module.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Figures {
-    pub min: f64,
-    pub median: f64,
-    pub max: f64,
+    pub min: u64,
+    pub median: u64,
+    pub max: u64,
     /// Per operation of the workload, by kind of instruction, in all of the machine: host and guest.
     pub ops: BTreeMap<String, f64>,
 }
@@ -96,7 +96,7 @@ impl Comparison {
                 Err(reason) => drop(row.missing.insert(module.name(), reason)),
             }
             if let (Some(stock), Some(gannet)) = (&row.stock, &row.gannet) {
-                let ratio = gannet.median / stock.median.max(1.0);
+                let ratio = gannet.median as f64 / stock.median.max(1) as f64;
                 row.ratio = Some((ratio * 1000.0).round() / 1000.0);
             }
         }
@@ -189,11 +189,11 @@ pub fn new_table() -> Table {
 }
 
 /// A whole number with thin groups of three.
-pub fn number(value: f64) -> Cell {
-    let digits = format!("{value:.0}");
+pub fn number(value: u64) -> Cell {
+    let digits = value.to_string();
     let mut text = String::new();
     for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i) % 3 == 0 && digit.is_ascii_digit() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
             text.push('\u{202f}');
         }
         text.push(digit);
@@ -228,20 +228,20 @@ fn shown_ops(ops: &BTreeMap<String, f64>) -> String {
 mod tests {
     use super::*;
 
-    fn side(median: f64) -> Side {
+    fn side(median: u64) -> Side {
         let ops = BTreeMap::from([("vmrun".to_owned(), 1.0), ("rdmsr".to_owned(), 0.01)]);
-        let figures = Figures { min: 1.0, median, max: 9.0, ops };
+        let figures = Figures { min: 1, median, max: 9, ops };
         Side { workloads: vec![("cpuid".to_owned(), Ok(figures))], ..Side::default() }
     }
 
     #[test]
     fn the_ratio_is_gannets_median_over_stocks() {
         let mut both = Comparison::new("amd", "6.12");
-        both.add(Module::Stock, side(2000.0));
-        both.add(Module::Gannet, side(300.0));
+        both.add(Module::Stock, side(2000));
+        both.add(Module::Gannet, side(300));
         let json = serde_json::to_value(&both).unwrap();
         assert_eq!(json["workloads"][0]["ratio"], 0.15);
-        assert_eq!(json["workloads"][0]["gannet"]["median"], 300.0);
+        assert_eq!(json["workloads"][0]["gannet"]["median"], 300);
         assert_eq!(json["workloads"][0]["stock"]["ops"]["vmrun"], 1.0);
         assert!(both.print_remarks());
     }
@@ -249,7 +249,7 @@ mod tests {
     #[test]
     fn one_module_alone_is_shown_and_not_well() {
         let mut one = Comparison::new("amd", "6.12");
-        one.add(Module::Stock, side(2000.0));
+        one.add(Module::Stock, side(2000));
         assert!(!one.print_remarks());
         let text = one.table().to_string();
         assert!(text.contains("none") && text.contains("1 vmrun"), "{text}");

@@ -63,7 +63,7 @@ fn boots(layout: &Layout, options: &Options, tools: &bench::Tools, modules: &[Mo
     for (module, run) in modules.iter().zip(runs) {
         match run {
             Some(Ok((report, faults))) => {
-                ticks.push(report.ticks_to_marker.map(|t| t as f64));
+                ticks.push(report.ticks_to_marker);
                 for line in faults {
                     println!("{}: the host's log has: {line}", module.name());
                     well = false;
@@ -81,12 +81,12 @@ fn boots(layout: &Layout, options: &Options, tools: &bench::Tools, modules: &[Mo
         }
     }
     let (stock, gannet) = (ticks.first().copied().flatten(), ticks.get(1).copied().flatten());
-    let cell = |t: Option<f64>| {
+    let cell = |t: Option<u64>| {
         t.map_or_else(|| Cell::new("no"), number).set_alignment(CellAlignment::Right)
     };
     let mut table = new_table();
     table.set_header(["Linux guest", "stock KVM\ninstructions", "Gannet\ninstructions", "ratio"]);
-    let of = stock.zip(gannet).map(|(s, g)| g / s.max(1.0));
+    let of = stock.zip(gannet).map(|(s, g)| g as f64 / s.max(1) as f64);
     table.add_row(vec![
         Cell::new("from the VM's start to its user space, 1 vCPU"),
         cell(stock),

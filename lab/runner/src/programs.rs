@@ -2,6 +2,7 @@
 
 use crate::Layout;
 use anyhow::{Result, bail};
+use std::io::IsTerminal;
 use std::path::PathBuf;
 
 const TARGET: &str = "x86_64-unknown-linux-gnu";
@@ -12,6 +13,7 @@ pub fn build_static(layout: &Layout, package: &str) -> Result<PathBuf> {
     let status = layout
         .cargo(folder)
         .args(["build", "--release", "--locked", "--bins", "--target", TARGET, "-p", package])
+        .args(quiet(package))
         .env("RUSTFLAGS", "-Ctarget-feature=+crt-static")
         // The release profile is made for the module; a program of the lab is better built quickly.
         .env("CARGO_PROFILE_RELEASE_LTO", "off")
@@ -24,12 +26,22 @@ pub fn build_static(layout: &Layout, package: &str) -> Result<PathBuf> {
     Ok(layout.out.join(folder).join(TARGET).join("release"))
 }
 
+/// On a terminal cargo shows its own progress; elsewhere one line says what is being built.
+fn quiet(what: &str) -> Option<&'static str> {
+    if std::io::stderr().is_terminal() {
+        return None;
+    }
+    eprintln!("building {what} …");
+    Some("--quiet")
+}
+
 /// Builds the emulator plugin that counts instructions.
 pub fn build_plugin(layout: &Layout) -> Result<PathBuf> {
     let folder = "cargo-plugin";
     let status = layout
         .cargo(folder)
-        .args(["build", "--quiet", "--release", "--locked", "-p", "gannet-lab-plugin"])
+        .args(["build", "--release", "--locked", "-p", "gannet-lab-plugin"])
+        .args(quiet("the emulator plugin"))
         .env("CARGO_PROFILE_RELEASE_LTO", "off")
         .status()?;
     if !status.success() {
