@@ -254,11 +254,14 @@ impl Pic {
     }
 
     /// The slave's output drives line 2 of the master. It is pulsed, so that a further request of
-    /// the slave is a new edge to the master.
+    /// the slave is a new edge to the master; and a request that the slave has withdrawn is none
+    /// to the master either, as the data sheet has it for an input that falls before INTA.
     fn cascade(&mut self) {
         if self.slave.pending(false).is_some() {
             self.master.set_line(2, true);
             self.master.set_line(2, false);
+        } else {
+            self.master.irr &= !(1 << 2);
         }
     }
 
