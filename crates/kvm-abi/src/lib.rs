@@ -2,7 +2,7 @@
 //!
 //! [`uapi`] holds the numbers and structures, [`caps`] what KVM_CHECK_EXTENSION answers, [`errno`]
 //! the one mapping from errors to errno, [`run_page`] the page shared with a vCPU's VMM,
-//! [`dispatch`] the commands of the three kinds of files.
+//! [`dispatch`] the commands of the three kinds of files, [`bind`] what they do to VMs and vCPUs.
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -10,6 +10,7 @@ extern crate alloc;
 #[cfg(test)]
 extern crate std;
 
+pub mod bind;
 pub mod caps;
 pub mod dispatch;
 pub mod errno;

@@ -3,12 +3,15 @@
 //! VM and vCPU files do not appear here: they call through `host::file`.
 
 use cpu::{Cpu, Native};
-use host::{err, info, smp, warn};
+use host::{NoMemory, err, info, smp, warn};
+use kvm_abi::dispatch;
 use svm::{Features, Unusable, percpu};
+
+use crate::{heap, machine};
 
 const ENOMEM: i32 = -12;
 const EBUSY: i32 = -16;
-const ENOTTY: i64 = -25;
+const ENODEV: i64 = -19;
 const EOPNOTSUPP: i32 = -95;
 
 fn refuse(why: Unusable) -> i32 {
@@ -32,18 +35,28 @@ extern "C" fn gannet_init() -> i32 {
     if let Err(why) = percpu::check(&mut here) {
         return refuse(why);
     }
-    if percpu::set_up(features, smp::max_cpus()).is_err() {
-        percpu::tear_down();
+    if set_up(features).is_err() {
+        gannet_exit();
         return ENOMEM;
     }
     info!("SVM with nested paging, {} address-space ids", features.asids);
     0
 }
 
+fn set_up(features: Features) -> Result<(), NoMemory> {
+    // The decoder makes its tables when they are first needed, which would be in a guest's exit.
+    heap::while_keeping(emulate::warm_up)?;
+    percpu::set_up(features, smp::max_cpus())?;
+    machine::find_out(&features)
+}
+
 /// Called at unload, after SVM is off on every CPU.
 #[unsafe(no_mangle)]
 extern "C" fn gannet_exit() {
+    machine::forget();
     percpu::tear_down();
+    // SAFETY: no file is open and no command runs: nothing decodes any more.
+    unsafe { heap::release_kept() };
 }
 
 /// Switches SVM on, on the CPU itself, which the caller keeps the task on.
@@ -66,11 +79,13 @@ extern "C" fn gannet_cpu_offline() {
 
 /// An ioctl on `/dev/kvm`.
 #[unsafe(no_mangle)]
-extern "C" fn gannet_dev_ioctl(command: u32, _argument: u64, _compat: i32) -> i64 {
-    match command {
-        0xae00 => 12,
-        #[cfg(feature = "selftest")]
-        crate::selftest::OPEN => crate::selftest::open(),
-        _ => ENOTTY,
+extern "C" fn gannet_dev_ioctl(command: u32, argument: u64, _compat: i32) -> i64 {
+    #[cfg(feature = "selftest")]
+    if command == crate::selftest::OPEN {
+        return crate::selftest::open();
+    }
+    match machine::device() {
+        Some(device) => dispatch::code(dispatch::system(&device, command, argument)),
+        None => ENODEV,
     }
 }

@@ -10,6 +10,8 @@ mod entry;
 #[cfg(target_os = "none")]
 mod heap;
 #[cfg(target_os = "none")]
+mod machine;
+#[cfg(target_os = "none")]
 mod panic;
 #[cfg(all(target_os = "none", feature = "selftest"))]
 mod selftest;

@@ -288,10 +288,10 @@ pub trait VcpuOps {
     }
 
     /// The guest's CPUID as it was set.
-    fn cpuid(&self) -> &[KvmCpuidEntry2];
+    fn cpuid(&mut self) -> Result<Vec<KvmCpuidEntry2>, Errno>;
     /// Whether it ran already, so that its CPUID is fixed.
     fn has_run(&self) -> bool;
-    /// Sets it. `EINVAL`: cannot be.
+    /// Sets it. `EINVAL`: cannot be, or it ran already with another.
     fn set_cpuid(&mut self, entries: Box<[KvmCpuidEntry2]>) -> Result<(), Errno>;
     /// TSC frequency in kHz.
     fn tsc_khz(&self) -> u32;

@@ -419,13 +419,16 @@ impl VcpuOps for Vcpu {
     fn set_lapic(&mut self, state: &KvmLapicState) -> Result<(), Errno> {
         self.note(("lapic", state.regs[0x20]))
     }
-    fn cpuid(&self) -> &[KvmCpuidEntry2] {
-        &self.cpuid
+    fn cpuid(&mut self) -> Result<Vec<KvmCpuidEntry2>, Errno> {
+        Ok(self.cpuid.clone())
     }
     fn has_run(&self) -> bool {
         self.ran
     }
     fn set_cpuid(&mut self, entries: Box<[KvmCpuidEntry2]>) -> Result<(), Errno> {
+        if self.ran {
+            return if *self.cpuid == *entries { Ok(()) } else { Err(Errno::EINVAL) };
+        }
         self.note(("cpuid", entries))
     }
     fn tsc_khz(&self) -> u32 {

@@ -1,0 +1,546 @@
+//! Between the structures of user space and the types of the floors below. Pure functions; errors
+//! of those floors become errnos here.
+
+use alloc::vec::Vec;
+
+use ::vcpu::registers::{Regs, SavedEvents, Sregs};
+use ::vm::irq::{IoEvent, IoEventError, IrqError, IrqFdError, Space};
+use ::vm::memory::DirtyLogError;
+use irqchip::{
+    Chip, IoApicState, Msi, PicState, PitChannelState, PitState, Route, RoutingError, Target,
+};
+use mmu::{Region, SlotError};
+use x86::segment::{Attributes, DescriptorTable, Segment};
+use x86::{Exception, Vector};
+
+use crate::dispatch::MemoryRegion;
+use crate::errno::Errno;
+use crate::uapi::cpuid::{CPUID_FLAG_SIGNIFCANT_INDEX, KvmCpuidEntry2};
+use crate::uapi::event::*;
+use crate::uapi::irqchip::*;
+use crate::uapi::memory::{MEM_LOG_DIRTY_PAGES, MEM_READONLY};
+use crate::uapi::registers::*;
+use crate::uapi::vcpu_state::*;
+
+/// General registers, from encoding order.
+pub fn regs(r: &Regs) -> KvmRegs {
+    let [rax, rcx, rdx, rbx, rsp, rbp, rsi, rdi, r8, r9, r10, r11, r12, r13, r14, r15] = r.gpr;
+    KvmRegs {
+        rax,
+        rbx,
+        rcx,
+        rdx,
+        rsi,
+        rdi,
+        rsp,
+        rbp,
+        r8,
+        r9,
+        r10,
+        r11,
+        r12,
+        r13,
+        r14,
+        r15,
+        rip: r.rip,
+        rflags: r.rflags,
+    }
+}
+
+/// The reverse.
+pub fn from_regs(r: &KvmRegs) -> Regs {
+    Regs {
+        gpr: [
+            r.rax, r.rcx, r.rdx, r.rbx, r.rsp, r.rbp, r.rsi, r.rdi, r.r8, r.r9, r.r10, r.r11,
+            r.r12, r.r13, r.r14, r.r15,
+        ],
+        rip: r.rip,
+        rflags: r.rflags,
+    }
+}
+
+/// A segment register. One that is not present is unusable.
+pub fn segment(s: &Segment) -> KvmSegment {
+    let a = s.attributes();
+    KvmSegment {
+        base: s.base,
+        limit: s.limit,
+        selector: s.selector,
+        type_: a.kind,
+        present: a.present.into(),
+        dpl: a.dpl,
+        db: a.db.into(),
+        s: a.s.into(),
+        l: a.long.into(),
+        g: a.granularity.into(),
+        avl: a.avl.into(),
+        unusable: (!a.present).into(),
+        padding: 0,
+    }
+}
+
+/// The reverse. Fields are cut to their widths.
+pub fn from_segment(s: &KvmSegment) -> Segment {
+    let attributes = Attributes {
+        kind: s.type_,
+        s: s.s & 1 != 0,
+        dpl: s.dpl,
+        present: s.present & 1 != 0 && s.unusable == 0,
+        avl: s.avl & 1 != 0,
+        long: s.l & 1 != 0,
+        db: s.db & 1 != 0,
+        granularity: s.g & 1 != 0,
+    };
+    Segment { base: s.base, limit: s.limit, selector: s.selector, attr: attributes.pack() }
+}
+
+fn table(t: &DescriptorTable) -> KvmDtable {
+    KvmDtable { base: t.base, limit: t.limit, padding: [0; 3] }
+}
+
+fn from_table(t: &KvmDtable) -> DescriptorTable {
+    DescriptorTable { base: t.base, limit: t.limit }
+}
+
+/// System registers. PDPTRs are the hardware's business under nested paging, so none are told.
+pub fn sregs(s: &Sregs) -> KvmSregs2 {
+    KvmSregs2 {
+        cs: segment(&s.cs),
+        ds: segment(&s.ds),
+        es: segment(&s.es),
+        fs: segment(&s.fs),
+        gs: segment(&s.gs),
+        ss: segment(&s.ss),
+        tr: segment(&s.tr),
+        ldt: segment(&s.ldt),
+        gdt: table(&s.gdt),
+        idt: table(&s.idt),
+        cr0: s.cr0,
+        cr2: s.cr2,
+        cr3: s.cr3,
+        cr4: s.cr4,
+        cr8: s.cr8,
+        efer: s.efer,
+        apic_base: s.apic_base,
+        flags: 0,
+        pdptrs: [0; 4],
+    }
+}
+
+/// The reverse.
+pub fn from_sregs(s: &KvmSregs2) -> Sregs {
+    Sregs {
+        cs: from_segment(&s.cs),
+        ds: from_segment(&s.ds),
+        es: from_segment(&s.es),
+        fs: from_segment(&s.fs),
+        gs: from_segment(&s.gs),
+        ss: from_segment(&s.ss),
+        tr: from_segment(&s.tr),
+        ldt: from_segment(&s.ldt),
+        gdt: from_table(&s.gdt),
+        idt: from_table(&s.idt),
+        cr0: s.cr0,
+        cr2: s.cr2,
+        cr3: s.cr3,
+        cr4: s.cr4,
+        cr8: s.cr8,
+        efer: s.efer,
+        apic_base: s.apic_base,
+    }
+}
+
+/// Bytes of the legacy region of an XSAVE area (SDM vol. 1 §10.5.1).
+const LEGACY: usize = 512;
+const FPR: usize = 32;
+const XMM: usize = 160;
+/// Where XSTATE_BV lies, whose low two bits say that x87 and SSE are there.
+const XSTATE_BV: usize = 512;
+
+fn part<const N: usize>(area: &[u8], at: usize) -> [u8; N] {
+    area.get(at..).and_then(|rest| rest.first_chunk()).copied().unwrap_or([0; N])
+}
+
+fn put<const N: usize>(area: &mut [u8], at: usize, value: [u8; N]) {
+    if let Some(slot) = area.get_mut(at..).and_then(|rest| rest.first_chunk_mut()) {
+        *slot = value;
+    }
+}
+
+/// Reads the legacy FPU state from an XSAVE area.
+pub fn fpu(area: &[u8], into: &mut KvmFpu) {
+    into.fcw = u16::from_le_bytes(part(area, 0));
+    into.fsw = u16::from_le_bytes(part(area, 2));
+    [into.ftwx] = part(area, 4);
+    into.last_opcode = u16::from_le_bytes(part(area, 6));
+    into.last_ip = u64::from_le_bytes(part(area, 8));
+    into.last_dp = u64::from_le_bytes(part(area, 16));
+    into.mxcsr = u32::from_le_bytes(part(area, 24));
+    for (slot, at) in into.fpr.iter_mut().zip((FPR..).step_by(16)) {
+        *slot = part(area, at);
+    }
+    for (slot, at) in into.xmm.iter_mut().zip((XMM..LEGACY).step_by(16)) {
+        *slot = part(area, at);
+    }
+}
+
+/// Puts the legacy FPU state into an XSAVE area and marks it as there.
+pub fn put_fpu(fpu: &KvmFpu, area: &mut [u8]) {
+    put(area, 0, fpu.fcw.to_le_bytes());
+    put(area, 2, fpu.fsw.to_le_bytes());
+    put(area, 4, [fpu.ftwx]);
+    put(area, 6, fpu.last_opcode.to_le_bytes());
+    put(area, 8, fpu.last_ip.to_le_bytes());
+    put(area, 16, fpu.last_dp.to_le_bytes());
+    put(area, 24, fpu.mxcsr.to_le_bytes());
+    for (value, at) in fpu.fpr.iter().zip((FPR..).step_by(16)) {
+        put(area, at, *value);
+    }
+    for (value, at) in fpu.xmm.iter().zip((XMM..LEGACY).step_by(16)) {
+        put(area, at, *value);
+    }
+    let [bits] = part(area, XSTATE_BV);
+    put(area, XSTATE_BV, [bits | 3]);
+}
+
+/// DR0 to DR3, DR6, DR7.
+pub fn debugregs(regs: [u64; 6]) -> KvmDebugregs {
+    let [a, b, c, d, dr6, dr7] = regs;
+    KvmDebugregs { db: [a, b, c, d], dr6, dr7, flags: 0, reserved: [0; 9] }
+}
+
+/// The reverse.
+pub fn from_debugregs(regs: &KvmDebugregs) -> [u64; 6] {
+    let [a, b, c, d] = regs.db;
+    [a, b, c, d, regs.dr6, regs.dr7]
+}
+
+/// Which of the VM's settings bear on saved events.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EventRules {
+    /// KVM_CAP_EXCEPTION_PAYLOAD.
+    pub payload: bool,
+    /// KVM_CAP_X86_TRIPLE_FAULT_EVENT.
+    pub triple_fault: bool,
+}
+
+/// Events on their way. Without payloads an exception that waits is told as injected, since the
+/// VMM could not tell the difference.
+pub fn events(e: &SavedEvents, rules: EventRules) -> KvmVcpuEvents {
+    let mut out = KvmVcpuEvents::default();
+    if let Some(x) = e.exception {
+        out.exception = KvmExceptionEvent {
+            injected: (e.exception_injected || !rules.payload).into(),
+            nr: x.vector.0,
+            has_error_code: x.error_code.is_some().into(),
+            pending: (rules.payload && !e.exception_injected).into(),
+            error_code: x.error_code.unwrap_or(0),
+        };
+        if rules.payload && !e.exception_injected {
+            out.exception_has_payload = x.payload.is_some().into();
+            out.exception_payload = x.payload.unwrap_or(0);
+        }
+    }
+    if let Some(vector) = e.interrupt {
+        out.interrupt.injected = 1;
+        out.interrupt.nr = vector.0;
+        out.interrupt.soft = e.interrupt_soft.into();
+    }
+    if e.interrupt_shadow {
+        // SVM does not say which of the two instructions made it.
+        out.interrupt.shadow = X86_SHADOW_INT_STI | X86_SHADOW_INT_MOV_SS;
+    }
+    out.nmi = KvmNmiEvent {
+        injected: e.nmi_injected.into(),
+        pending: (e.nmi_pending != 0).into(),
+        masked: e.nmi_masked.into(),
+        pad: 0,
+    };
+    out.flags = VCPUEVENT_VALID_NMI_PENDING | VCPUEVENT_VALID_SHADOW | VCPUEVENT_VALID_SMM;
+    if rules.payload {
+        out.flags |= VCPUEVENT_VALID_PAYLOAD;
+    }
+    if rules.triple_fault {
+        out.flags |= VCPUEVENT_VALID_TRIPLE_FAULT;
+        out.triple_fault_pending = e.triple_fault.into();
+    }
+    out
+}
+
+/// The reverse; fields have been checked. `EINVAL`: a flag that the VM has not enabled.
+pub fn from_events(e: &KvmVcpuEvents, rules: EventRules) -> Result<SavedEvents, Errno> {
+    let has = |flag: u32| e.flags & flag != 0;
+    if (has(VCPUEVENT_VALID_PAYLOAD) && !rules.payload)
+        || (has(VCPUEVENT_VALID_TRIPLE_FAULT) && !rules.triple_fault)
+    {
+        return Err(Errno::EINVAL);
+    }
+    let x = &e.exception;
+    let exception = (x.injected | x.pending != 0).then(|| Exception {
+        vector: Vector(x.nr),
+        error_code: (x.has_error_code != 0).then_some(x.error_code),
+        payload: (e.exception_has_payload != 0).then_some(e.exception_payload),
+    });
+    Ok(SavedEvents {
+        exception,
+        exception_injected: x.injected != 0,
+        interrupt: (e.interrupt.injected != 0).then_some(Vector(e.interrupt.nr)),
+        interrupt_soft: e.interrupt.soft != 0,
+        interrupt_shadow: e.interrupt.shadow != 0,
+        nmi_injected: e.nmi.injected != 0,
+        nmi_pending: u32::from(e.nmi.pending != 0),
+        nmi_masked: e.nmi.masked != 0,
+        sipi_vector: e.sipi_vector,
+        triple_fault: e.triple_fault_pending != 0,
+    })
+}
+
+/// A CPUID table.
+pub fn cpuid_table(entries: &[cpuid::Entry]) -> Result<Vec<KvmCpuidEntry2>, Errno> {
+    let mut table = Vec::new();
+    table.try_reserve_exact(entries.len())?;
+    table.extend(entries.iter().map(|e| KvmCpuidEntry2 {
+        function: e.leaf,
+        index: e.index,
+        flags: if e.significant_index { CPUID_FLAG_SIGNIFCANT_INDEX } else { 0 },
+        eax: e.eax,
+        ebx: e.ebx,
+        ecx: e.ecx,
+        edx: e.edx,
+        padding: [0; 3],
+    }));
+    Ok(table)
+}
+
+/// The reverse.
+pub fn from_cpuid_table(entries: &[KvmCpuidEntry2]) -> Result<Vec<cpuid::Entry>, Errno> {
+    let mut table = Vec::new();
+    table.try_reserve_exact(entries.len())?;
+    table.extend(entries.iter().map(|e| cpuid::Entry {
+        leaf: e.function,
+        index: e.index,
+        significant_index: e.flags & CPUID_FLAG_SIGNIFCANT_INDEX != 0,
+        eax: e.eax,
+        ebx: e.ebx,
+        ecx: e.ecx,
+        edx: e.edx,
+    }));
+    Ok(table)
+}
+
+/// A memory slot in the form of the memory's floor.
+pub fn region(r: &MemoryRegion) -> Region {
+    let mut flags = 0;
+    if r.log_dirty {
+        flags |= MEM_LOG_DIRTY_PAGES;
+    }
+    if r.read_only {
+        flags |= MEM_READONLY;
+    }
+    Region {
+        slot: r.slot.into(),
+        flags,
+        gpa: r.base.0 << x86::addr::PAGE_SHIFT,
+        size: r.pages << x86::addr::PAGE_SHIFT,
+        hva: r.hva.0,
+    }
+}
+
+macro_rules! same_fields {
+    ($(#[$doc:meta])* $to:ident, $back:ident: $from_ty:ident <=> $to_ty:ident { $($field:ident),* }) => {
+        $(#[$doc])*
+        pub fn $to(s: &$from_ty) -> $to_ty {
+            $to_ty { $($field: s.$field),* }
+        }
+        /// The reverse.
+        pub fn $back(s: &$to_ty) -> $from_ty {
+            $from_ty { $($field: s.$field),* }
+        }
+    };
+}
+
+same_fields! {
+    /// One 8259A.
+    pic, from_pic: PicState <=> KvmPicState {
+        last_irr, irr, imr, isr, priority_add, irq_base, read_reg_select, poll, special_mask,
+        init_state, auto_eoi, rotate_on_auto_eoi, special_fully_nested_mode, init4, elcr, elcr_mask
+    }
+}
+
+same_fields! {
+    /// One counter of the PIT.
+    pit_channel, from_pit_channel: PitChannelState <=> KvmPitChannelState {
+        count, latched_count, count_latched, status_latched, status, read_state, write_state,
+        write_latch, rw_mode, mode, bcd, gate, count_load_time
+    }
+}
+
+/// The I/O APIC.
+pub fn ioapic(s: &IoApicState) -> KvmIoapicState {
+    let IoApicState { base_address, ioregsel, id, irr, redirtbl } = *s;
+    KvmIoapicState { base_address, ioregsel, id, irr, pad: 0, redirtbl }
+}
+
+/// The reverse.
+pub fn from_ioapic(s: &KvmIoapicState) -> IoApicState {
+    let KvmIoapicState { base_address, ioregsel, id, irr, redirtbl, .. } = *s;
+    IoApicState { base_address, ioregsel, id, irr, redirtbl }
+}
+
+/// [`KvmPitState2::flags`]: the HPET drives line 0.
+pub const PIT_HPET_LEGACY: u32 = 1;
+/// [`KvmPitState2::flags`]: bit 1 of port 0x61.
+pub const PIT_SPEAKER_DATA_ON: u32 = 2;
+
+/// The PIT.
+pub fn pit(s: &PitState) -> KvmPitState2 {
+    let mut flags = 0;
+    if s.hpet_legacy {
+        flags |= PIT_HPET_LEGACY;
+    }
+    if s.speaker_data {
+        flags |= PIT_SPEAKER_DATA_ON;
+    }
+    let [a, b, c] = &s.channels;
+    let channels = [pit_channel(a), pit_channel(b), pit_channel(c)];
+    KvmPitState2 { channels, flags, reserved: [0; 9] }
+}
+
+/// The reverse.
+pub fn from_pit(channels: &[KvmPitChannelState; 3], flags: u32) -> PitState {
+    let [a, b, c] = channels;
+    PitState {
+        channels: [from_pit_channel(a), from_pit_channel(b), from_pit_channel(c)],
+        hpet_legacy: flags & PIT_HPET_LEGACY != 0,
+        speaker_data: flags & PIT_SPEAKER_DATA_ON != 0,
+    }
+}
+
+/// A message.
+pub fn from_msi(msi: &KvmMsi) -> Msi {
+    Msi { address_lo: msi.address_lo, address_hi: msi.address_hi, data: msi.data }
+}
+
+/// A routing table. `pins`: the VM has controllers with pins. `EINVAL`: a controller or a kind of
+/// route that it does not have.
+pub fn from_routes(routes: &[KvmIrqRoutingEntry], pins: bool) -> Result<Vec<Route>, Errno> {
+    let mut table = Vec::new();
+    table.try_reserve_exact(routes.len())?;
+    for route in routes {
+        let target = match route.type_ {
+            IRQ_ROUTING_IRQCHIP if pins => {
+                let KvmIrqRoutingIrqchip { irqchip, pin } = route.irqchip();
+                Target::Pin { chip: Chip::from_id(irqchip).ok_or(Errno::EINVAL)?, pin }
+            }
+            IRQ_ROUTING_MSI => {
+                let KvmIrqRoutingMsi { address_lo, address_hi, data, .. } = route.msi();
+                Target::Msi(Msi { address_lo, address_hi, data })
+            }
+            _ => return Err(Errno::EINVAL),
+        };
+        table.push(Route { gsi: route.gsi, target });
+    }
+    Ok(table)
+}
+
+/// An ioeventfd. `EINVAL`: in an address space that only s390 has.
+pub fn from_ioeventfd(what: &KvmIoeventfd) -> Result<IoEvent, Errno> {
+    if what.flags & IOEVENTFD_FLAG_VIRTIO_CCW_NOTIFY != 0 {
+        return Err(Errno::EINVAL);
+    }
+    let port = what.flags & IOEVENTFD_FLAG_PIO != 0;
+    let matches = what.flags & IOEVENTFD_FLAG_DATAMATCH != 0;
+    Ok(IoEvent {
+        space: if port { Space::Port } else { Space::Memory },
+        address: what.addr,
+        len: what.len,
+        datamatch: matches.then_some(what.datamatch),
+    })
+}
+
+impl From<SlotError> for Errno {
+    fn from(error: SlotError) -> Self {
+        match error {
+            SlotError::Overlaps => Errno::EEXIST,
+            SlotError::NoMemory => Errno::ENOMEM,
+            _ => Errno::EINVAL,
+        }
+    }
+}
+
+impl From<DirtyLogError> for Errno {
+    fn from(error: DirtyLogError) -> Self {
+        match error {
+            DirtyLogError::Invalid => Errno::EINVAL,
+            DirtyLogError::NoLog => Errno::ENOENT,
+            DirtyLogError::NoMemory => Errno::ENOMEM,
+        }
+    }
+}
+
+impl From<IrqError> for Errno {
+    fn from(error: IrqError) -> Self {
+        match error {
+            IrqError::Exists => Errno::EEXIST,
+            IrqError::Missing => Errno::ENXIO,
+            IrqError::NoMemory => Errno::ENOMEM,
+        }
+    }
+}
+
+impl From<RoutingError> for Errno {
+    fn from(error: RoutingError) -> Self {
+        match error {
+            RoutingError::Invalid => Errno::EINVAL,
+            RoutingError::NoMemory => Errno::ENOMEM,
+        }
+    }
+}
+
+impl From<IrqFdError> for Errno {
+    fn from(error: IrqFdError) -> Self {
+        match error {
+            IrqFdError::Busy => Errno::EBUSY,
+            IrqFdError::BadFd => Errno::EBADF,
+            IrqFdError::NoMemory => Errno::ENOMEM,
+        }
+    }
+}
+
+impl From<IoEventError> for Errno {
+    fn from(error: IoEventError) -> Self {
+        match error {
+            IoEventError::Invalid => Errno::EINVAL,
+            IoEventError::Exists => Errno::EEXIST,
+            IoEventError::NotFound => Errno::ENOENT,
+            IoEventError::Full => Errno::ENOSPC,
+            IoEventError::BadFd => Errno::EBADF,
+            IoEventError::NoMemory => Errno::ENOMEM,
+        }
+    }
+}
+
+impl From<cpuid::Error> for Errno {
+    fn from(error: cpuid::Error) -> Self {
+        match error {
+            cpuid::Error::TooMany => Errno::E2BIG,
+            cpuid::Error::Invalid => Errno::EINVAL,
+            cpuid::Error::NoMemory => Errno::ENOMEM,
+        }
+    }
+}
+
+impl From<::vm::vcpus::AddError> for Errno {
+    fn from(error: ::vm::vcpus::AddError) -> Self {
+        match error {
+            ::vm::vcpus::AddError::TooMany => Errno::EINVAL,
+            ::vm::vcpus::AddError::NoMemory => Errno::ENOMEM,
+        }
+    }
+}
+
+impl From<::vcpu::registers::Invalid> for Errno {
+    fn from(_: ::vcpu::registers::Invalid) -> Self {
+        Errno::EINVAL
+    }
+}

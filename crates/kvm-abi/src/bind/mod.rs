@@ -1,0 +1,41 @@
+//! What the commands of [`crate::dispatch`] do to real VMs and vCPUs: the files that user space
+//! holds, and the calls into the floors below.
+//!
+//! The module finds out once what its host can do and keeps it in a [`Host`]; every file refers to
+//! that. A file is generic over how a hardware backend is made ([`MakeBackend`]), so that the run
+//! loop behind it stays monomorphic.
+
+pub mod convert;
+mod system;
+mod vcpu;
+mod vm;
+
+pub use self::system::SystemHandle;
+pub use self::vcpu::{BoundVcpu, VcpuFile};
+pub use self::vm::VmFile;
+
+use ::vcpu::Offered;
+use ::vm::vm::HostLimits;
+use backend::Backend;
+use host::NoMemory;
+
+use crate::caps::Offer;
+
+/// How the module makes the hardware half of a vCPU.
+pub trait MakeBackend: Send + Sync + 'static {
+    /// The hardware half.
+    type B: Backend + 'static;
+    /// One in its power-up state.
+    fn make() -> Result<Self::B, NoMemory>;
+}
+
+/// What was found out about this host at load. Lives as long as any file.
+#[derive(Clone, Copy, Debug)]
+pub struct Host {
+    /// What KVM_CHECK_EXTENSION answers from.
+    pub offer: Offer,
+    /// What a new VM needs to know.
+    pub limits: HostLimits,
+    /// CPUID and MSRs.
+    pub offered: Offered,
+}

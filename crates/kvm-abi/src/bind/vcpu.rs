@@ -1,0 +1,370 @@
+//! A vCPU file: the vCPU behind its mutex, and the three pages that user space maps.
+
+use alloc::boxed::Box;
+use alloc::vec::Vec;
+use core::ffi::CStr;
+use core::ops::DerefMut;
+use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use ::vcpu::Vcpu;
+use ::vm::{
+    VmRef,
+    vcpu_shared::{MpState, SharedVcpu},
+};
+use backend::Backend;
+use host::{Arc, file::FileObject, page::Page, sync::Mutex};
+use irqchip::Accepted;
+use msr::McReport;
+use x86::{Hpa, Vector};
+use zerocopy::FromZeros;
+
+use super::{Host, convert, vm};
+use crate::caps::Offer;
+use crate::dispatch::{self, Irqchip, MsrRefused, VcpuFile as VcpuFileOps, VcpuOps};
+use crate::errno::Errno;
+use crate::exit::{RunInput, RunOutput, UserExit};
+use crate::uapi::cpuid::KvmCpuidEntry2;
+use crate::uapi::debug::*;
+use crate::uapi::irqchip::KvmLapicState;
+use crate::uapi::registers::*;
+use crate::uapi::run::{COALESCED_MMIO_PAGE_OFFSET, PIO_PAGE_OFFSET};
+use crate::uapi::vcpu_state::*;
+
+/// What the mutex of a vCPU guards.
+pub struct BoundVcpu<B: Backend> {
+    vcpu: Vcpu<B>,
+    vm: VmRef,
+    host: &'static Host,
+    /// Where a start-up IPI sends the vCPU that a VMM restores with one pending.
+    sipi_vector: u8,
+}
+
+/// A vCPU by its file. It holds the VM.
+pub struct VcpuFile<B: Backend> {
+    vcpu: Mutex<BoundVcpu<B>>,
+    vm: VmRef,
+    /// `struct kvm_run`.
+    run: Page,
+    /// The data of port I/O.
+    pio: Page,
+    /// The ring of coalesced MMIO, in which nothing ever is.
+    coalesced: Page,
+}
+
+impl<B: Backend + 'static> VcpuFile<B> {
+    /// The vCPU that others know by `shared`, on a fresh backend.
+    pub fn new(
+        backend: B,
+        shared: SharedVcpu,
+        vm: VmRef,
+        host: &'static Host,
+    ) -> Result<Self, Errno> {
+        let khz = vm.tsc_khz();
+        let vcpu = Vcpu::new(backend, shared, vm.clone(), host.offered)?;
+        let mut bound = BoundVcpu { vcpu, vm: vm.clone(), host, sipi_vector: 0 };
+        if khz != host.offer.tsc_khz {
+            bound.set_tsc_khz(khz)?;
+        }
+        Ok(Self {
+            vcpu: Mutex::new(bound),
+            vm,
+            run: Page::zeroed()?,
+            pio: Page::zeroed()?,
+            coalesced: Page::zeroed()?,
+        })
+    }
+}
+
+impl<B: Backend + 'static> FileObject for VcpuFile<B> {
+    const NAME: &'static CStr = c"kvm-vcpu";
+    const MAPPABLE: bool = true;
+
+    fn ioctl(this: &Arc<Self>, command: u32, argument: u64, _compat: bool) -> i64 {
+        dispatch::code(dispatch::vcpu(&**this, command, argument))
+    }
+
+    fn mmap_page(&self, offset: u64) -> Option<Hpa> {
+        match offset {
+            0 => Some(self.run.hpa()),
+            PIO_PAGE_OFFSET => Some(self.pio.hpa()),
+            COALESCED_MMIO_PAGE_OFFSET => Some(self.coalesced.hpa()),
+            _ => None,
+        }
+    }
+}
+
+impl<B: Backend + 'static> VcpuFileOps for VcpuFile<B> {
+    type Vcpu = BoundVcpu<B>;
+
+    #[inline]
+    fn belongs_to_caller(&self) -> bool {
+        vm::belongs_to_caller(&self.vm)
+    }
+
+    #[inline]
+    fn run_page(&self) -> &[AtomicU64; 512] {
+        self.run.table()
+    }
+
+    #[inline]
+    fn io_page(&self) -> &[AtomicU64; 512] {
+        self.pio.table()
+    }
+
+    #[inline]
+    fn lock(&self) -> Result<impl DerefMut<Target = BoundVcpu<B>>, Errno> {
+        Ok(self.vcpu.lock_killable()?)
+    }
+}
+
+impl<B: Backend> BoundVcpu<B> {
+    fn rules(&self) -> convert::EventRules {
+        let settings = &self.vm.settings;
+        convert::EventRules {
+            payload: settings.exception_payload.load(Relaxed),
+            triple_fault: settings.triple_fault_event.load(Relaxed),
+        }
+    }
+
+    /// A buffer for the whole XSAVE area.
+    fn area(&self) -> Result<Box<[u8]>, Errno> {
+        Ok(<[u8]>::new_box_zeroed_with_elems(self.vcpu.xsave_size())?)
+    }
+}
+
+impl<B: Backend> VcpuOps for BoundVcpu<B> {
+    fn offer(&self) -> &Offer {
+        &self.host.offer
+    }
+
+    #[inline]
+    fn irqchip(&self) -> Irqchip {
+        vm::irqchip(&self.vm)
+    }
+
+    #[inline]
+    fn run(&mut self, input: &RunInput) -> UserExit {
+        self.vcpu.run(input)
+    }
+
+    #[inline]
+    fn io_data(&mut self) -> &mut [u8; 8] {
+        &mut self.vcpu.io_data
+    }
+
+    #[inline]
+    fn run_output(&self) -> RunOutput {
+        self.vcpu.run_output()
+    }
+
+    fn set_signal_mask(&mut self, mask: Option<u64>) {
+        self.vcpu.set_signal_mask(mask);
+    }
+
+    fn regs(&mut self) -> KvmRegs {
+        convert::regs(&self.vcpu.regs())
+    }
+
+    fn set_regs(&mut self, regs: &KvmRegs) -> Result<(), Errno> {
+        self.vcpu.set_regs(&convert::from_regs(regs));
+        Ok(())
+    }
+
+    fn sregs(&mut self) -> KvmSregs2 {
+        convert::sregs(&self.vcpu.sregs())
+    }
+
+    fn interrupt_in_injection(&mut self) -> Option<u8> {
+        self.vcpu.interrupt_in_injection().map(|vector| vector.0)
+    }
+
+    fn set_sregs(&mut self, sregs: &KvmSregs2, interrupt: Option<u8>) -> Result<(), Errno> {
+        Ok(self.vcpu.set_sregs(&convert::from_sregs(sregs), interrupt.map(Vector))?)
+    }
+
+    fn fpu(&mut self, into: &mut KvmFpu) -> Result<(), Errno> {
+        let mut area = self.area()?;
+        self.vcpu.xsave(&mut area);
+        convert::fpu(&area, into);
+        Ok(())
+    }
+
+    fn set_fpu(&mut self, fpu: &KvmFpu) -> Result<(), Errno> {
+        let mut area = self.area()?;
+        self.vcpu.xsave(&mut area);
+        convert::put_fpu(fpu, &mut area);
+        Ok(self.vcpu.set_xsave(&area)?)
+    }
+
+    fn xsave_bytes(&self) -> usize {
+        self.vcpu.xsave_size()
+    }
+
+    fn xsave(&mut self, into: &mut [u8]) -> Result<(), Errno> {
+        self.vcpu.xsave(into);
+        Ok(())
+    }
+
+    fn set_xsave(&mut self, area: &[u8]) -> Result<(), Errno> {
+        Ok(self.vcpu.set_xsave(area)?)
+    }
+
+    fn xcr0(&mut self) -> Option<u64> {
+        self.host.offer.xsave.then(|| self.vcpu.xcr0())
+    }
+
+    fn set_xcr0(&mut self, value: u64) -> Result<(), Errno> {
+        Ok(self.vcpu.set_xcr0(value)?)
+    }
+
+    fn debugregs(&mut self) -> KvmDebugregs {
+        convert::debugregs(self.vcpu.debug_regs())
+    }
+
+    fn set_debugregs(&mut self, regs: &KvmDebugregs) -> Result<(), Errno> {
+        self.vcpu.set_debug_regs(convert::from_debugregs(regs));
+        Ok(())
+    }
+
+    fn msr(&mut self, index: u32) -> Result<u64, MsrRefused> {
+        self.vcpu.read_msr(index, true).map_err(|_| MsrRefused)
+    }
+
+    fn set_msr(&mut self, index: u32, value: u64) -> Result<(), MsrRefused> {
+        self.vcpu.write_msr(index, value, true).map_err(|_| MsrRefused)
+    }
+
+    fn events(&mut self) -> KvmVcpuEvents {
+        let rules = self.rules();
+        if !rules.payload {
+            self.vcpu.settle_exception_payload();
+        }
+        convert::events(&self.vcpu.saved_events(), rules)
+    }
+
+    fn set_events(&mut self, events: &KvmVcpuEvents) -> Result<(), Errno> {
+        let saved = convert::from_events(events, self.rules())?;
+        let has = |flag: u32| events.flags & flag != 0;
+        self.vcpu.restore_events(
+            &saved,
+            has(VCPUEVENT_VALID_SHADOW),
+            has(VCPUEVENT_VALID_NMI_PENDING),
+            has(VCPUEVENT_VALID_TRIPLE_FAULT),
+        );
+        if has(VCPUEVENT_VALID_SIPI_VECTOR) {
+            self.sipi_vector = events.sipi_vector as u8;
+        }
+        Ok(())
+    }
+
+    fn exception_pending(&self) -> bool {
+        self.vcpu.exception_pending()
+    }
+
+    fn mp_state(&mut self) -> u32 {
+        self.vcpu.mp_state() as u32
+    }
+
+    fn set_mp_state(&mut self, state: u32) -> Result<(), Errno> {
+        match MpState::from_raw(state).ok_or(Errno::EINVAL)? {
+            // Nothing but the start-up IPI itself is left to be done.
+            MpState::SipiReceived => {
+                self.vcpu.set_mp_state(MpState::InitReceived);
+                self.vcpu.shared().deliver(Accepted::Sipi(Vector(self.sipi_vector)));
+            }
+            state => self.vcpu.set_mp_state(state),
+        }
+        Ok(())
+    }
+
+    fn interrupt(&mut self, vector: u8) -> Result<(), Errno> {
+        self.vcpu.queue_interrupt(Vector(vector)).map_err(|_| Errno::EEXIST)
+    }
+
+    fn nmi(&mut self) {
+        self.vcpu.queue_nmi();
+    }
+
+    fn lapic(&mut self, into: &mut KvmLapicState) -> Result<(), Errno> {
+        self.vcpu.lapic_page(&mut into.regs);
+        Ok(())
+    }
+
+    fn set_lapic(&mut self, state: &KvmLapicState) -> Result<(), Errno> {
+        Ok(self.vcpu.set_lapic_page(&state.regs)?)
+    }
+
+    fn cpuid(&mut self) -> Result<Vec<KvmCpuidEntry2>, Errno> {
+        convert::cpuid_table(self.vcpu.cpuid_entries())
+    }
+
+    fn has_run(&self) -> bool {
+        self.vcpu.has_run()
+    }
+
+    fn set_cpuid(&mut self, entries: Box<[KvmCpuidEntry2]>) -> Result<(), Errno> {
+        let table = convert::from_cpuid_table(&entries)?;
+        Ok(self.vcpu.set_cpuid(&table)?)
+    }
+
+    fn tsc_khz(&self) -> u32 {
+        self.vcpu.tsc_khz()
+    }
+
+    fn set_tsc_khz(&mut self, khz: u32) -> Result<(), Errno> {
+        Ok(self.vcpu.set_tsc_khz(khz, self.host.offer.tsc_scaling)?)
+    }
+
+    fn tsc_offset(&self) -> u64 {
+        self.vcpu.tsc_offset()
+    }
+
+    fn set_tsc_offset(&mut self, offset: u64) -> Result<(), Errno> {
+        self.vcpu.set_tsc_offset(offset);
+        Ok(())
+    }
+
+    fn kvmclock_ctrl(&mut self) -> Result<(), Errno> {
+        Ok(self.vcpu.mark_stopped()?)
+    }
+
+    fn translate(&mut self, translation: &mut KvmTranslation) {
+        if let Some((gpa, writable, user)) = self.vcpu.translate_address(translation.linear_address)
+        {
+            translation.physical_address = gpa;
+            translation.valid = 1;
+            translation.writeable = writable.into();
+            translation.usermode = user.into();
+        }
+    }
+
+    fn set_guest_debug(&mut self, debug: &KvmGuestDebug) -> Result<(), Errno> {
+        let injects = debug.control & (GUESTDBG_INJECT_DB | GUESTDBG_INJECT_BP);
+        if injects != 0 {
+            self.vcpu.inject_debug(injects & GUESTDBG_INJECT_DB == 0);
+        }
+        self.vcpu.set_guest_debug(debug.control & !injects, debug.debugreg);
+        Ok(())
+    }
+
+    fn setup_mce(&mut self, mcg_cap: u64) -> Result<(), Errno> {
+        Ok(self.vcpu.set_up_mce(mcg_cap)?)
+    }
+
+    fn set_mce(&mut self, mce: &KvmX86Mce) -> Result<(), Errno> {
+        let report = McReport {
+            status: mce.status,
+            address: mce.addr,
+            misc: mce.misc,
+            mcg_status: mce.mcg_status,
+            bank: mce.bank,
+        };
+        Ok(self.vcpu.inject_mce(&report)?)
+    }
+}
+
+impl<B: Backend> core::fmt::Debug for VcpuFile<B> {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "VcpuFile({:?})", self.run.hpa())
+    }
+}

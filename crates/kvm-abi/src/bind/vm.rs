@@ -1,0 +1,337 @@
+//! A VM file: the VM that user space holds by a descriptor.
+
+use core::ffi::CStr;
+use core::marker::PhantomData;
+use core::sync::atomic::Ordering::Relaxed;
+
+use ::vm::irq::{self, Source};
+use ::vm::vcpus::{MAX_VCPU_ID, MAX_VCPUS};
+use ::vm::{Vm, VmRef, vcpu_shared::VcpuShared};
+use host::{
+    Arc,
+    file::{FileObject, NewFile},
+};
+
+use super::{Host, MakeBackend, VcpuFile, convert};
+use crate::caps::Offer;
+use crate::dispatch::{self, Irqchip, MemoryRegion, Setting, VmOps};
+use crate::errno::Errno;
+use crate::uapi::capability::X2APIC_API_USE_32BIT_IDS;
+use crate::uapi::clock::{CLOCK_REALTIME, KvmClockData};
+use crate::uapi::event::*;
+use crate::uapi::irqchip::*;
+
+/// Where the identity-map page lies unless the VMM says otherwise (KVM API §4.41).
+const DEFAULT_IDENTITY_MAP: u64 = 0xfffb_c000;
+
+/// A VM by its file. The vCPUs hold the VM too: it lives until the last of the files is closed.
+pub struct VmFile<M> {
+    vm: VmRef,
+    host: &'static Host,
+    make: PhantomData<M>,
+}
+
+/// Whether the caller's address space is the VM's and still has its memory.
+pub(super) fn belongs_to_caller(vm: &VmRef) -> bool {
+    vm.is_current_mm() && !vm.is_dead()
+}
+
+/// Which interrupt controllers of the VM are ours.
+pub(super) fn irqchip(vm: &Vm) -> Irqchip {
+    match vm.irq().kind() {
+        irq::Irqchip::None => Irqchip::None,
+        irq::Irqchip::Split => Irqchip::Split,
+        irq::Irqchip::Full => Irqchip::Full,
+    }
+}
+
+impl<M: MakeBackend> VmFile<M> {
+    /// A file for `vm`.
+    pub const fn new(vm: VmRef, host: &'static Host) -> Self {
+        Self { vm, host, make: PhantomData }
+    }
+
+    /// Whether there is no vCPU; what may be set only before the first is set under the same lock.
+    fn without_vcpus<R>(&self, set: impl FnOnce(&Vm) -> R) -> Result<R, Errno> {
+        let _making = self.vm.making.lock();
+        if self.vm.vcpus().count() != 0 {
+            return Err(Errno::EINVAL);
+        }
+        Ok(set(&self.vm))
+    }
+
+    fn create_controllers(&self, kind: irq::Irqchip) -> Result<(), Errno> {
+        let _making = self.vm.making.lock();
+        if self.vm.irq().kind() != irq::Irqchip::None {
+            return Err(Errno::EEXIST);
+        }
+        if self.vm.vcpus().count() != 0 {
+            return Err(Errno::EINVAL);
+        }
+        Ok(self.vm.irq().create(kind)?)
+    }
+
+    fn set_max_vcpu_id(&self, limit: u32) -> Result<(), Errno> {
+        let _making = self.vm.making.lock();
+        let settings = &self.vm.settings;
+        let present = settings.max_vcpu_id.load(Relaxed);
+        if settings.boot_cpu_id.load(Relaxed) > limit {
+            return Err(Errno::EINVAL);
+        }
+        if present == limit {
+            return Ok(());
+        }
+        if present != MAX_VCPU_ID || limit == 0 {
+            return Err(Errno::EINVAL);
+        }
+        settings.max_vcpu_id.store(limit, Relaxed);
+        Ok(())
+    }
+
+    fn wide_ids(&self) -> bool {
+        self.vm.settings.x2apic_api.load(Relaxed) & X2APIC_API_USE_32BIT_IDS != 0
+    }
+}
+
+impl<M: MakeBackend> FileObject for VmFile<M> {
+    const NAME: &'static CStr = c"kvm-vm";
+
+    fn ioctl(this: &Arc<Self>, command: u32, argument: u64, _compat: bool) -> i64 {
+        dispatch::code(dispatch::vm(&**this, command, argument))
+    }
+}
+
+impl<M: MakeBackend> VmOps for VmFile<M> {
+    fn belongs_to_caller(&self) -> bool {
+        belongs_to_caller(&self.vm)
+    }
+
+    fn offer(&self) -> &Offer {
+        &self.host.offer
+    }
+
+    fn created_vcpus(&self) -> u32 {
+        self.vm.vcpus().count()
+    }
+
+    fn create_vcpu(&self, id: u32) -> Result<i32, Errno> {
+        let vm = &self.vm;
+        let _making = vm.making.lock();
+        let index = vm.vcpus().count();
+        let most = self.host.offer.max_vcpus.min(MAX_VCPUS as u32);
+        if index >= most || id >= vm.settings.max_vcpu_id.load(Relaxed) {
+            return Err(Errno::EINVAL);
+        }
+        if vm.vcpus().by_id(id).is_some() {
+            return Err(Errno::EEXIST);
+        }
+        let bsp = id == vm.settings.boot_cpu_id.load(Relaxed);
+        let lapic = vm.irq().kind() != irq::Irqchip::None;
+        let shared = VcpuShared::new(id, index, bsp, lapic)?;
+        let file = VcpuFile::<M::B>::new(M::make()?, shared.clone(), vm.clone(), self.host)?;
+        let file = NewFile::new(Arc::new(file)?, Some(id)).map_err(Errno::from_file)?;
+        vm.add_vcpu(shared)?;
+        vm.irq().apic_changed();
+        Ok(file.install())
+    }
+
+    fn set_memory_region(&self, region: &MemoryRegion) -> Result<(), Errno> {
+        Ok(self.vm.memory().set_region(&convert::region(region), &**self.vm)?)
+    }
+
+    fn dirty_log_pages(&self, slot: u16) -> Result<u64, Errno> {
+        let slots = self.vm.memory().slots();
+        match slots.by_id(slot) {
+            Some(slot) if slot.dirty.is_some() => Ok(slot.npages),
+            _ => Err(Errno::ENOENT),
+        }
+    }
+
+    fn dirty_log(&self, slot: u16, bitmap: &mut [u64]) -> Result<(), Errno> {
+        let protect = self.vm.settings.manual_dirty_log.load(Relaxed) == 0;
+        let words = self.vm.memory().dirty_log(slot.into(), protect, &**self.vm)?;
+        // The slot may have been replaced since its size was asked for.
+        for (to, from) in bitmap.iter_mut().zip(&words) {
+            *to = *from;
+        }
+        Ok(())
+    }
+
+    fn clear_dirty_log(
+        &self,
+        slot: u16,
+        first: u64,
+        pages: u32,
+        bits: &[u64],
+    ) -> Result<(), Errno> {
+        let memory = self.vm.memory();
+        Ok(memory.clear_dirty_log(slot.into(), first, pages.into(), bits, &**self.vm)?)
+    }
+
+    fn irqchip(&self) -> Irqchip {
+        irqchip(&self.vm)
+    }
+
+    fn create_irqchip(&self) -> Result<(), Errno> {
+        self.create_controllers(irq::Irqchip::Full)
+    }
+
+    fn pic(&self, which: u32) -> Result<KvmPicState, Errno> {
+        Ok(convert::pic(&self.vm.irq().pic(which == IRQCHIP_PIC_SLAVE)))
+    }
+
+    fn set_pic(&self, which: u32, state: &KvmPicState) -> Result<(), Errno> {
+        self.vm.irq().set_pic(which == IRQCHIP_PIC_SLAVE, &convert::from_pic(state));
+        Ok(())
+    }
+
+    fn ioapic(&self) -> Result<KvmIoapicState, Errno> {
+        Ok(convert::ioapic(&self.vm.irq().ioapic()))
+    }
+
+    fn set_ioapic(&self, state: &KvmIoapicState) -> Result<(), Errno> {
+        self.vm.irq().set_ioapic(&convert::from_ioapic(state));
+        Ok(())
+    }
+
+    fn create_pit(&self, flags: u32) -> Result<(), Errno> {
+        let _making = self.vm.making.lock();
+        self.vm.irq().create_pit(flags & PIT_SPEAKER_DUMMY != 0).map_err(|error| match error {
+            irq::IrqError::Missing => Errno::ENOENT,
+            error => error.into(),
+        })
+    }
+
+    fn has_pit(&self) -> bool {
+        self.vm.irq().has_pit()
+    }
+
+    fn pit(&self) -> Result<KvmPitState2, Errno> {
+        Ok(convert::pit(&self.vm.irq().pit().ok_or(Errno::ENXIO)?))
+    }
+
+    fn set_pit(&self, channels: &[KvmPitChannelState; 3], flags: Option<u32>) -> Result<(), Errno> {
+        let flags = match flags {
+            Some(flags) => flags,
+            None => self.pit()?.flags,
+        };
+        Ok(self.vm.irq().set_pit(&convert::from_pit(channels, flags))?)
+    }
+
+    fn set_pit_reinject(&self, on: bool) -> Result<(), Errno> {
+        Ok(self.vm.irq().set_pit_reinject(on)?)
+    }
+
+    fn set_irq_line(&self, gsi: u32, level: bool) -> Result<i32, Errno> {
+        Ok(self.vm.irq().set_irq_line(gsi, Source::User, level).code())
+    }
+
+    fn signal_msi(&self, msi: &KvmMsi) -> Result<i32, Errno> {
+        let msi = convert::from_msi(msi);
+        if !msi.valid(self.wide_ids()) {
+            return Err(Errno::EINVAL);
+        }
+        Ok(self.vm.irq().signal_msi(&msi).code())
+    }
+
+    fn set_routes(&self, routes: &[KvmIrqRoutingEntry]) -> Result<(), Errno> {
+        let pins = self.irqchip() == Irqchip::Full;
+        Ok(self.vm.irq().set_routes(&convert::from_routes(routes, pins)?)?)
+    }
+
+    fn assign_ioeventfd(&self, what: &KvmIoeventfd) -> Result<(), Errno> {
+        let event = convert::from_ioeventfd(what)?;
+        Ok(self.vm.irq().ioeventfds().assign(event, what.fd)?)
+    }
+
+    fn deassign_ioeventfd(&self, what: &KvmIoeventfd) -> Result<(), Errno> {
+        let event = convert::from_ioeventfd(what)?;
+        Ok(self.vm.irq().ioeventfds().deassign(event, what.fd)?)
+    }
+
+    fn assign_irqfd(&self, what: &KvmIrqfd) -> Result<(), Errno> {
+        let resample = what.flags & IRQFD_FLAG_RESAMPLE != 0;
+        let resamplefd = resample.then_some(what.resamplefd as i32);
+        Ok(self.vm.irq().assign_irqfd(what.fd as i32, what.gsi, resamplefd)?)
+    }
+
+    fn deassign_irqfd(&self, what: &KvmIrqfd) -> Result<(), Errno> {
+        Ok(self.vm.irq().deassign_irqfd(what.fd as i32, what.gsi)?)
+    }
+
+    fn set_tss_addr(&self, addr: u32) -> Result<(), Errno> {
+        self.vm.settings.tss_addr.store(addr, Relaxed);
+        Ok(())
+    }
+
+    fn set_identity_map_addr(&self, addr: u64) -> Result<(), Errno> {
+        let addr = if addr == 0 { DEFAULT_IDENTITY_MAP } else { addr };
+        self.without_vcpus(|vm| vm.settings.identity_map.store(addr, Relaxed))
+    }
+
+    fn set_boot_cpu_id(&self, id: u32) -> Result<(), Errno> {
+        self.without_vcpus(|vm| {
+            if id > vm.settings.max_vcpu_id.load(Relaxed) {
+                return Err(Errno::EINVAL);
+            }
+            vm.settings.boot_cpu_id.store(id, Relaxed);
+            Ok(())
+        })
+        .map_err(|_| Errno::EBUSY)?
+    }
+
+    fn clock(&self) -> KvmClockData {
+        let data = self.vm.clock_data();
+        KvmClockData {
+            clock: data.clock,
+            flags: data.flags,
+            pad0: 0,
+            realtime: data.realtime,
+            host_tsc: data.host_tsc,
+            pad: [0; 4],
+        }
+    }
+
+    fn set_clock(&self, data: &KvmClockData) -> Result<(), Errno> {
+        let realtime = data.flags & CLOCK_REALTIME != 0;
+        self.vm.set_clock(data.clock, realtime.then_some(data.realtime));
+        Ok(())
+    }
+
+    fn tsc_khz(&self) -> u32 {
+        self.vm.tsc_khz()
+    }
+
+    fn set_tsc_khz(&self, khz: u32) -> Result<(), Errno> {
+        if !self.host.offer.tsc_scaling && khz != self.host.offer.tsc_khz {
+            return Err(Errno::EINVAL);
+        }
+        self.without_vcpus(|vm| vm.settings.tsc_khz.store(khz, Relaxed))
+    }
+
+    fn set(&self, setting: Setting) -> Result<(), Errno> {
+        let settings = &self.vm.settings;
+        match setting {
+            Setting::SplitIrqchip(_) => return self.create_controllers(irq::Irqchip::Split),
+            Setting::X2apicApi(bits) => {
+                settings.x2apic_api.fetch_or(bits, Relaxed);
+                self.vm.irq().set_wide_dest(self.wide_ids());
+            }
+            Setting::DisableQuirks(bits) => settings.quirks_off.store(bits, Relaxed),
+            Setting::ExceptionPayload(on) => settings.exception_payload.store(on, Relaxed),
+            Setting::TripleFaultEvent(on) => settings.triple_fault_event.store(on, Relaxed),
+            Setting::HaltPoll(ns) => settings.halt_poll_ns.store(ns.into(), Relaxed),
+            Setting::MaxVcpuId(limit) => return self.set_max_vcpu_id(limit),
+            Setting::ManualDirtyLog(bits) => settings.manual_dirty_log.store(bits, Relaxed),
+            // Not in the offer.
+            Setting::MsrPlatformInfo(_) | Setting::DisableExits(_) => return Err(Errno::EINVAL),
+        }
+        Ok(())
+    }
+}
+
+impl<M> core::fmt::Debug for VmFile<M> {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "VmFile({} vCPUs)", self.vm.vcpus().count())
+    }
+}
