@@ -113,6 +113,7 @@ pub struct Lapic {
     ldr: AtomicU32,
     dfr: AtomicU32,
     vcpu_id: u32,
+    base: AtomicU64,
 
     isr: VectorSet,
     tmr: VectorSet,
@@ -121,7 +122,6 @@ pub struct Lapic {
 
     /// Vectors whose next EOI is reported as that of a level interrupt.
     eoi_notify: VectorSet,
-    base: AtomicU64,
     lvt: [AtomicU32; LVT_COUNT],
     svr: AtomicU32,
     icr_lo: AtomicU32,
@@ -131,6 +131,10 @@ pub struct Lapic {
     /// Errors since the guest last wrote the ESR.
     esr_pending: AtomicU32,
 }
+
+// One cache line for senders and entry, one for taking and ending, one for the timer.
+const _: () = assert!(core::mem::offset_of!(Lapic, isr) == 64);
+const _: () = assert!(core::mem::offset_of!(Lapic, timer) == 128);
 
 impl Lapic {
     /// The APIC of vCPU `vcpu_id` in its power-up state. `bsp` sets the bootstrap bit.

@@ -1,6 +1,12 @@
 //! Whatever is written, in whatever order: no panic, and the invariants of §10.8 hold.
 
-use std::{thread, vec, vec::Vec};
+use core::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+use std::{
+    thread,
+    time::{Duration, Instant},
+    vec,
+    vec::Vec,
+};
 
 use proptest::prelude::*;
 use x86::Vector;
@@ -191,4 +197,42 @@ fn no_interrupt_is_lost_between_senders_and_owner() {
     });
     assert_eq!(sent, taken);
     assert!(!lapic.irr.any());
+}
+
+#[test]
+fn a_lone_interrupt_is_seen_without_another_to_follow() {
+    // Each sender waits until its interrupt was taken before it sends the next, so a hint that is
+    // lost once stops it for good.
+    let lapic = xapic(0);
+    let taken: [AtomicUsize; 2] = Default::default();
+    let stuck = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let senders: Vec<_> = (0..2usize)
+            .map(|n| {
+                let (lapic, taken, stuck) = (&lapic, &taken[n], &stuck);
+                scope.spawn(move || {
+                    for round in 0..5_000 {
+                        assert_eq!(pend(lapic, 0x30 + n as u8 * 0x50), Accepted::Pending);
+                        let start = Instant::now();
+                        while taken.load(SeqCst) == round {
+                            if start.elapsed() > Duration::from_secs(5) {
+                                stuck.store(true, SeqCst);
+                                return;
+                            }
+                            thread::yield_now();
+                        }
+                    }
+                })
+            })
+            .collect();
+        while !senders.iter().all(|s| s.is_finished()) {
+            if let Some(vector) = take(&lapic) {
+                taken[usize::from(vector >= 0x80)].fetch_add(1, SeqCst);
+                let _ = lapic.eoi();
+            } else {
+                thread::yield_now();
+            }
+        }
+    });
+    assert!(!stuck.load(SeqCst), "an interrupt is pending and nobody looks");
 }
