@@ -3,10 +3,27 @@
 use crate::runner::Test;
 
 mod guest_memory;
+mod msrs;
+mod pointers;
+mod registers;
+mod running;
 mod slots;
 mod system;
+mod vcpus;
 
 /// Every test, in the order in which they run.
 pub fn all() -> impl Iterator<Item = Test> {
-    [system::TESTS, slots::TESTS, guest_memory::TESTS].into_iter().flatten().copied()
+    [
+        system::TESTS,
+        slots::TESTS,
+        guest_memory::TESTS,
+        vcpus::TESTS,
+        running::TESTS,
+        registers::TESTS,
+        msrs::TESTS,
+        pointers::TESTS,
+    ]
+    .into_iter()
+    .flatten()
+    .copied()
 }

@@ -28,9 +28,9 @@ macro_rules! guest_code {
             ".set COUNTS, 0xe800",
             ".set HOOKS, 0xf000",
             ".set FREE, 0x20000",
-            concat!("labtests_", stringify!($name), "_start:"),
+            concat!("labtests_", stringify!($name), "_", line!(), "_start:"),
             $($line,)+
-            concat!("labtests_", stringify!($name), "_end:"),
+            concat!("labtests_", stringify!($name), "_", line!(), "_end:"),
             ".code64",
             ".popsection",
             options(att_syntax),
@@ -39,9 +39,9 @@ macro_rules! guest_code {
         /// Machine code.
         fn $name() -> &'static [u8] {
             unsafe extern "C" {
-                #[link_name = concat!("labtests_", stringify!($name), "_start")]
+                #[link_name = concat!("labtests_", stringify!($name), "_", line!(), "_start")]
                 static START: u8;
-                #[link_name = concat!("labtests_", stringify!($name), "_end")]
+                #[link_name = concat!("labtests_", stringify!($name), "_", line!(), "_end")]
                 static END: u8;
             }
             let (start, end) = (&raw const START, &raw const END);
