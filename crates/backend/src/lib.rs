@@ -161,7 +161,8 @@ pub trait Backend: Send + Sized {
     fn debug_regs(&self) -> [u64; 6];
     /// Sets them.
     fn set_debug_regs(&mut self, regs: [u64; 6]);
-    /// The guest touched a debug register: lets it own them until the loop is left.
+    /// The guest touched a debug register: lets it own them until the loop is left, or longer
+    /// where it has a breakpoint.
     fn own_debug_regs(&mut self);
 
     /// XCR0.

@@ -47,7 +47,7 @@ pub trait Cpu: Send {
     fn set_pkru(&mut self, value: u32);
     /// MOV from DR0-DR3.
     fn debug_reg(&mut self, n: u8) -> u64;
-    /// MOV to DR0-DR3.
+    /// MOV to DR0-DR3 or DR7.
     fn set_debug_reg(&mut self, n: u8, value: u64);
     /// MOV from CR4.
     fn cr4(&mut self) -> u64;

@@ -114,12 +114,14 @@ impl Cpu for Native {
 
     #[inline]
     fn set_debug_reg(&mut self, n: u8, value: u64) {
-        // SAFETY: ring 0; with DR7 disabled an address in DR0 to DR3 has no effect on the host.
+        // SAFETY: ring 0; with DR7 disabled an address in DR0 to DR3 has no effect on the host, and
+        // the kernel's DR7 is restored after the run.
         unsafe {
             match n {
                 0 => asm!("mov dr0, {}", in(reg) value, options(nomem, nostack)),
                 1 => asm!("mov dr1, {}", in(reg) value, options(nomem, nostack)),
                 2 => asm!("mov dr2, {}", in(reg) value, options(nomem, nostack)),
+                7 => asm!("mov dr7, {}", in(reg) value, options(nomem, nostack)),
                 _ => asm!("mov dr3, {}", in(reg) value, options(nomem, nostack)),
             }
         }

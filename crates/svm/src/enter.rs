@@ -26,6 +26,8 @@ const PRED_CMD: u32 = 0x49;
 const TSC_AUX: u32 = 0xc000_0103;
 const XSS: u32 = 0xda0;
 const TSC_RATIO: u32 = 0xc000_0104;
+/// DR7's enable bits.
+const DR7_ENABLES: u64 = 0xff;
 
 /// TSC ratio 1.0 (8.32 fixed point).
 pub const RATIO_ONE: u64 = 1 << 32;
@@ -199,14 +201,15 @@ impl<C: Cpu> Svm<C> {
             }
         }
         if self.dr_owned {
-            for (n, value) in self.dr.into_iter().enumerate() {
-                self.cpu.set_debug_reg(n as u8, value);
-            }
+            self.load_debug_regs();
         }
         if self.features.xsave {
             self.load_extended();
         }
         self.loaded = true;
+        if self.dr_owned {
+            self.load_debug_regs();
+        }
         self.live_tsc_aux = here.tsc_aux.load(Relaxed);
         self.sync_tsc_aux();
         if self.tsc_ratio != RATIO_ONE {
@@ -224,6 +227,42 @@ impl<C: Cpu> Svm<C> {
         self.cpu.vmload(pa);
         // With GIF clear no interrupt is taken here; IF lets one end the guest's run.
         self.cpu.sti();
+    }
+
+    /// Gives the guest DR0 to DR3 of the hardware.
+    #[cold]
+    fn load_debug_regs(&mut self) {
+        // The host's breakpoints must not hit at the guest's addresses until VMRUN loads DR7.
+        self.cpu.set_debug_reg(7, 0);
+        for (n, value) in self.dr.into_iter().enumerate() {
+            self.cpu.set_debug_reg(n as u8, value);
+        }
+    }
+
+    /// Takes them back. The guest keeps them, to be loaded with the next run, while a breakpoint
+    /// of its is enabled.
+    #[cold]
+    fn save_debug_regs(&mut self) {
+        for n in 0..4u8 {
+            let value = self.cpu.debug_reg(n);
+            if let Some(slot) = self.dr.get_mut(usize::from(n)) {
+                *slot = value;
+            }
+        }
+        self.dr_owned = self.vmcb().save.dr7 & DR7_ENABLES != 0;
+        self.intercept_debug_regs(!self.dr_owned);
+    }
+
+    /// The guest uses its debug registers: they are its own from now on.
+    pub(crate) fn give_debug_regs(&mut self) {
+        if self.dr_owned {
+            return;
+        }
+        self.dr_owned = true;
+        self.intercept_debug_regs(false);
+        if self.loaded {
+            self.load_debug_regs();
+        }
     }
 
     /// IBPB for the guest.
@@ -273,6 +312,15 @@ impl<C: Cpu> Svm<C> {
         self.live_xcr0 != 0
     }
 
+    /// Puts the guest's DR0 to DR3 into the hardware, inside the loop.
+    pub(crate) fn load_debug_regs(&mut self) {
+        if self.loaded {
+            for (n, value) in self.dr.into_iter().enumerate() {
+                self.cpu.set_debug_reg(n as u8, value);
+            }
+        }
+    }
+
     /// Brings TSC_AUX to the guest's value.
     #[inline]
     pub(crate) fn sync_tsc_aux(&mut self) {
@@ -319,14 +367,7 @@ impl<C: Cpu> Svm<C> {
             self.unload_extended();
         }
         if self.dr_owned {
-            self.dr_owned = false;
-            for n in 0..4u8 {
-                let value = self.cpu.debug_reg(n);
-                if let Some(slot) = self.dr.get_mut(usize::from(n)) {
-                    *slot = value;
-                }
-            }
-            self.intercept_debug_regs(true);
+            self.save_debug_regs();
         }
         // VMEXIT leaves DR7 disabled; a host with breakpoints gets them back.
         hostcpu::restore_debug_regs();

@@ -368,8 +368,7 @@ impl<C: Cpu> Backend for Svm<C> {
     }
 
     fn own_debug_regs(&mut self) {
-        self.dr_owned = true;
-        self.intercept_debug_regs(false);
+        self.give_debug_regs();
     }
 
     fn xcr0(&self) -> u64 {

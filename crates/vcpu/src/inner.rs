@@ -125,9 +125,9 @@ impl<B: Backend> Vcpu<B> {
                 if self.window_wanted { Next::Done } else { Next::Again }
             }
             Exit::DebugReg if self.guest_debug == 0 => {
-                // The registers are loaded when the loop is entered; the access is executed again.
+                // The access is executed again.
                 self.b.own_debug_regs();
-                Next::Done
+                Next::Again
             }
             _ => Next::Leave,
         }
