@@ -14,6 +14,8 @@ lab_dir=$(cd "$(dirname "$0")" && pwd)
 root=$(dirname "$lab_dir")
 out=$root/target/lab
 cache=${GANNET_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/gannet}
+mkdir -p "$cache" || { printf 'set-up: error: the cache folder %s cannot be made\n' "$cache" >&2; exit 1; }
+cache=$(cd "$cache" && pwd)
 debs=$cache/debs
 apt_dir=$out/apt
 stamps=$out/stamps
@@ -169,6 +171,15 @@ relock() {
 
 deb_file() { printf '%s/%s.deb' "$debs" "$1"; } # named by its SHA-256
 
+# in_cache SHA256: whether the cache has it, and whole. What is damaged is removed.
+in_cache() {
+    [ -f "$(deb_file "$1")" ] || return 1
+    [ "$(sha256sum <"$(deb_file "$1")" | cut -d' ' -f1)" = "$1" ] || { rm -f "$(deb_file "$1")"; return 1; }
+}
+
+# in_archive NAME VERSION: whether any suite still has this version.
+in_archive() { private apt-cache madison "$1" | awk -v v="$2" '$3 == v { found = 1 } END { exit !found }'; }
+
 progress_of() { # progress_of TITLE BYTES FOLDER PID: one live line while the process runs
     title=$1 total=$2 folder=$3 pid=$4 last=-1
     while kill -0 "$pid" 2>/dev/null; do
@@ -190,13 +201,13 @@ progress_of() { # progress_of TITLE BYTES FOLDER PID: one live line while the pr
 fetch_lines() {
     wanted= bytes=0
     while read -r _ name version sha size; do
-        [ -f "$(deb_file "$sha")" ] && continue
+        if in_cache "$sha"; then continue; fi
         wanted="$wanted $name=$version" bytes=$((bytes + size))
     done <"$1"
     [ -n "$wanted" ] || return 0
     refresh_lists
     for w in $wanted; do
-        private apt-cache show "$w" >/dev/null 2>&1 || { gone=$w; return 2; }
+        in_archive "${w%%=*}" "${w#*=}" || { gone=$w; return 2; }
     done
     incoming=$cache/incoming
     mkdir -p "$incoming" "$debs"
@@ -383,7 +394,7 @@ if ! fetch_all; then
         locked "$group" >"$out/group-lines"
         changed=no
         while read -r _ name version sha _; do
-            [ -f "$(deb_file "$sha")" ] || private apt-cache show "$name=$version" >/dev/null 2>&1 || { changed=yes; gone="$name $version"; }
+            [ -f "$(deb_file "$sha")" ] || in_archive "$name" "$version" || { changed=yes; gone="$name $version"; }
         done <"$out/group-lines"
         [ $changed = yes ] || continue
         say "$gone has left the archive: taking the newest versions for $group instead of lab.lock's"
