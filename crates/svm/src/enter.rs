@@ -200,9 +200,6 @@ impl<C: Cpu> Svm<C> {
                 self.cpu.wrmsr(PRED_CMD, 1);
             }
         }
-        if self.dr_owned {
-            self.load_debug_regs();
-        }
         if self.features.xsave {
             self.load_extended();
         }
@@ -310,15 +307,6 @@ impl<C: Cpu> Svm<C> {
 
     fn loaded_extended(&self) -> bool {
         self.live_xcr0 != 0
-    }
-
-    /// Puts the guest's DR0 to DR3 into the hardware, inside the loop.
-    pub(crate) fn load_debug_regs(&mut self) {
-        if self.loaded {
-            for (n, value) in self.dr.into_iter().enumerate() {
-                self.cpu.set_debug_reg(n as u8, value);
-            }
-        }
     }
 
     /// Brings TSC_AUX to the guest's value.
