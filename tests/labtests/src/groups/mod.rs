@@ -2,9 +2,12 @@
 
 use crate::runner::Test;
 
+mod faults;
 mod guest_memory;
+mod mmio;
 mod msrs;
 mod pointers;
+mod ports;
 mod registers;
 mod running;
 mod slots;
@@ -22,6 +25,9 @@ pub fn all() -> impl Iterator<Item = Test> {
         registers::TESTS,
         msrs::TESTS,
         pointers::TESTS,
+        faults::TESTS,
+        mmio::TESTS,
+        ports::TESTS,
     ]
     .into_iter()
     .flatten()
