@@ -10,7 +10,7 @@ pub mod exit;
 pub use exit::{CrAccess, Delivered, Event, Exit, IoExit, NestedFault};
 
 use x86::{
-    Hpa,
+    Hpa, Vector,
     segment::{DescriptorTable, Segment},
 };
 
@@ -204,7 +204,12 @@ pub trait Backend: Send + Sized {
     fn injecting(&self) -> bool;
     /// Takes back an event that was to be injected at an entry that did not happen.
     fn cancel_injection(&mut self) -> Option<Event>;
-    /// Asks for an exit as soon as the guest can take an interrupt.
+    /// Makes `vector` a virtual interrupt that the guest takes as soon as it can, without an exit;
+    /// `None` withdraws it. Replaces a window and an earlier offer.
+    fn offer_interrupt(&mut self, vector: Option<Vector>);
+    /// After an exit: whether the guest has taken the offered interrupt. True once per offer.
+    fn offer_taken(&mut self) -> bool;
+    /// Asks for an exit as soon as the guest can take an interrupt. Replaces an offer.
     fn set_interrupt_window(&mut self, on: bool);
     /// Asks for an exit when the guest lowers its priority enough.
     fn set_cr8_intercept(&mut self, on: bool);

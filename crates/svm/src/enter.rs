@@ -85,6 +85,7 @@ pub struct Svm<C: Cpu> {
     live_tsc_aux: u64,
     spec: SpecCtrl,
     pub(crate) nmi: crate::inject::NmiState,
+    pub(crate) virq: crate::inject::Virq,
     /// CR0.CD and CR0.NW as the guest set them; the hardware sees them clear.
     pub(crate) cr0_hidden: u64,
     pub(crate) guest_debug: (bool, bool),
@@ -125,6 +126,7 @@ impl<C: Cpu> Svm<C> {
             live_tsc_aux: 0,
             spec: SpecCtrl::default(),
             nmi: crate::inject::NmiState::default(),
+            virq: crate::inject::Virq::Off,
             cr0_hidden: 0,
             guest_debug: (false, false),
         };

@@ -1,4 +1,4 @@
-//! Event injection, the interrupt and NMI windows, and NMI masking without virtual NMIs.
+//! Event injection, virtual interrupts, the interrupt and NMI windows, and NMI masking without virtual NMIs.
 //!
 //! APM vol. 2 §15.20 (EVENTINJ), §15.21 (virtual interrupts), §15.7.2 (EXITINTINFO).
 
@@ -20,6 +20,18 @@ pub struct NmiState {
     pub iret_at: Option<u64>,
     /// RFLAGS.TF was set by us to see the IRET retire; holds the guest's own TF and RF.
     pub stepping: Option<u64>,
+}
+
+/// What V_IRQ stands for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Virq {
+    /// Nothing: it is clear.
+    #[default]
+    Off,
+    /// An exit as soon as an interrupt can be taken.
+    Window,
+    /// This interrupt, to be taken without an exit.
+    Offer(Vector),
 }
 
 const RFLAGS_TF: u64 = 1 << 8;
@@ -88,22 +100,40 @@ impl<C: Cpu> Svm<C> {
         event
     }
 
-    /// An exit as soon as the guest can take an interrupt: a virtual interrupt that ignores the
-    /// task priority, whose delivery is intercepted.
-    pub(crate) fn interrupt_window(&mut self, on: bool) {
-        let open = self.vmcb().control.int_ctl & vintr::IRQ != 0;
-        if open == on {
+    /// Sets what V_IRQ stands for. It ignores V_TPR: the task priority was looked at, and a write
+    /// of CR8 is intercepted while V_IRQ is set.
+    pub(crate) fn set_virq(&mut self, want: Virq) {
+        const BITS: u32 = vintr::IRQ | vintr::IGN_TPR | (0xf << vintr::PRIO_SHIFT);
+        let set = self.vmcb().control.int_ctl & vintr::IRQ != 0;
+        if self.virq == want && set == (want != Virq::Off) {
             return;
         }
-        let control = &mut self.vmcb_mut(Clean::INTR | Clean::INTERCEPTS).control;
-        if on {
-            control.int_ctl |= vintr::IRQ | vintr::IGN_TPR | (0xf << vintr::PRIO_SHIFT);
-            control.int_vector = 0;
-            control.intercepts[3] |= Intercept3::VINTR.bits();
-        } else {
-            control.int_ctl &= !(vintr::IRQ | vintr::IGN_TPR | (0xf << vintr::PRIO_SHIFT));
-            control.intercepts[3] &= !Intercept3::VINTR.bits();
+        let window = Intercept3::VINTR.bits();
+        let was_window = self.virq == Virq::Window;
+        if was_window != (want == Virq::Window) {
+            let word = &mut self.vmcb_mut(Clean::INTERCEPTS).control.intercepts[3];
+            *word = if was_window { *word & !window } else { *word | window };
         }
+        self.virq = want;
+        let control = &mut self.vmcb_mut(Clean::INTR).control;
+        match want {
+            Virq::Off => control.int_ctl &= !BITS,
+            Virq::Window => control.int_ctl |= BITS,
+            Virq::Offer(vector) => {
+                control.int_ctl |= BITS;
+                control.int_vector = vector.0.into();
+            }
+        }
+    }
+
+    /// Whether the guest took the offered interrupt: the hardware then cleared V_IRQ.
+    #[inline]
+    pub(crate) fn virq_taken(&mut self) -> bool {
+        if self.vmcb().control.int_ctl & vintr::IRQ != 0 || !matches!(self.virq, Virq::Offer(_)) {
+            return false;
+        }
+        self.virq = Virq::Off;
+        true
     }
 
     pub(crate) fn mask_nmi(&mut self, on: bool) {

@@ -7,14 +7,16 @@
 use backend::{Backend, ControlRegs, Event, Exit, Gprs, GuestLimits, NotMine, SegmentName};
 use cpu::Cpu;
 use x86::{
-    Hpa,
+    Hpa, Vector,
     segment::{DescriptorTable, Segment},
     vmcb::{self, Clean, Intercept3, Intercept4, VmcbSegment, vintr},
 };
 
 use crate::{
     enter::{RATIO_ONE, Svm},
-    exits, inject, percpu,
+    exits,
+    inject::{self, Virq},
+    percpu,
 };
 
 const CR0_CD_NW: u64 = (1 << 30) | (1 << 29);
@@ -506,8 +508,17 @@ impl<C: Cpu> Backend for Svm<C> {
         self.take_injection()
     }
 
+    fn offer_interrupt(&mut self, vector: Option<Vector>) {
+        self.set_virq(vector.map_or(Virq::Off, Virq::Offer));
+    }
+
+    #[inline]
+    fn offer_taken(&mut self) -> bool {
+        self.virq_taken()
+    }
+
     fn set_interrupt_window(&mut self, on: bool) {
-        self.interrupt_window(on);
+        self.set_virq(if on { Virq::Window } else { Virq::Off });
     }
 
     fn set_cr8_intercept(&mut self, on: bool) {
@@ -577,7 +588,7 @@ impl<C: Cpu> Backend for Svm<C> {
             self.xcr0 = 1;
             self.xss = 0;
         }
-        self.interrupt_window(false);
+        self.set_virq(Virq::Off);
         self.mask_nmi(false);
         self.request_flush();
     }

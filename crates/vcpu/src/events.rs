@@ -128,9 +128,8 @@ impl<B: Backend> Vcpu<B> {
         self.recheck = false;
         self.sync_priority();
         if self.b.injecting() {
-            return true;
-        }
-        if let Some(event) = self.events.again.take() {
+            // Prepared already, for an entry that did not happen.
+        } else if let Some(event) = self.events.again.take() {
             self.b.inject(event);
         } else if let Some(exception) = self.events.exception.take() {
             self.inject_exception(exception);
@@ -158,55 +157,74 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
+    /// Offers the highest interrupt to the hardware, which delivers it as soon as the guest can take
+    /// it: no exit to wait for that moment. Only when it was taken does it move into service.
     fn inject_interrupt(&mut self, kernel: bool) -> bool {
         if !self.shared.in_kernel_apic {
-            return self.inject_external();
-        }
-        let pic = self.pic_pending();
-        if pic && !kernel {
-            return false;
-        }
-        let lapic = &self.shared.lapic;
-        let mut waiting = pic || lapic.highest_pending().is_some();
-        if waiting && self.interrupts_open() {
-            let vector = if pic {
-                self.vm.irq().extint_ack()
-            } else {
-                lapic.highest_pending().inspect(|v| lapic.ack(*v))
-            };
-            if let Some(vector) = vector {
-                self.b.inject(Event::Interrupt(vector));
-                if kernel && !pic {
-                    self.offer_pv_eoi();
-                }
+            let external = self.events.external;
+            self.offer(external);
+            if external.is_none() && self.window_wanted {
+                self.b.set_interrupt_window(true);
             }
-            waiting = self.pic_pending() || self.shared.lapic.highest_pending().is_some();
+            return true;
         }
-        self.b.set_interrupt_window(waiting);
-        self.update_cr8_intercept(waiting);
+        if self.pic_pending() {
+            if kernel {
+                self.inject_from_pic();
+            }
+            return kernel;
+        }
+        let pending = self.shared.lapic.highest_pending();
+        self.offer(pending);
+        self.update_cr8_intercept(pending.is_some());
         true
     }
 
-    /// The guest lowers its priority without an exit, unless something waits for just that. While
-    /// a window is open CR8 is watched too.
-    fn update_cr8_intercept(&mut self, window: bool) {
+    #[inline]
+    fn offer(&mut self, vector: Option<Vector>) {
+        self.virtual_irq = vector;
+        self.b.offer_interrupt(vector);
+    }
+
+    /// The 8259A gives its vector only when it is acknowledged, so the guest must be able to take
+    /// it at this entry.
+    fn inject_from_pic(&mut self) {
+        self.offer(None);
+        if self.interrupts_open()
+            && let Some(vector) = self.vm.irq().extint_ack()
+        {
+            self.b.inject(Event::Interrupt(vector));
+        }
+        let waiting = self.pic_pending() || self.shared.lapic.highest_pending().is_some();
+        self.b.set_interrupt_window(waiting);
+        self.update_cr8_intercept(waiting);
+    }
+
+    /// After an exit with an interrupt offered: whether the guest has taken it.
+    #[inline]
+    pub(crate) fn note_taken(&mut self) {
+        if !self.b.offer_taken() {
+            return;
+        }
+        let Some(vector) = self.virtual_irq.take() else { return };
+        if self.shared.in_kernel_apic {
+            self.shared.lapic.ack(vector);
+            self.recheck |= self.shared.lapic.maybe_pending();
+        } else {
+            self.events.external = None;
+        }
+    }
+
+    /// The guest lowers its priority without an exit, unless something waits for just that. CR8 is
+    /// watched as well while a virtual interrupt is pending, which was chosen for the priority of
+    /// now.
+    fn update_cr8_intercept(&mut self, pending: bool) {
         let held_back = self
             .shared
             .lapic
             .highest_requested()
             .is_some_and(|v| v.0 >> 4 <= self.shared.lapic.tpr() >> 4);
-        self.b.set_cr8_intercept(window || held_back);
-    }
-
-    fn inject_external(&mut self) -> bool {
-        if let Some(vector) = self.events.external
-            && self.interrupts_open()
-        {
-            self.events.external = None;
-            self.b.inject(Event::Interrupt(vector));
-        }
-        self.b.set_interrupt_window(self.events.external.is_some() || self.window_wanted);
-        true
+        self.b.set_cr8_intercept(pending || held_back);
     }
 
     /// After an exit that may have interrupted a delivery: keeps the event for the next entry.

@@ -63,6 +63,7 @@ impl<B: Backend> Vcpu<B> {
         {
             self.inject_pending(true);
         }
+        self.offer_pv_eoi(self.virtual_irq);
         // A softirq may have borrowed the registers since the run began.
         host::fpu::ensure_in_registers();
         irq::guest_enter();
@@ -89,6 +90,9 @@ impl<B: Backend> Vcpu<B> {
         loop {
             self.b.enter(&mut self.gprs);
             self.stats.exits = self.stats.exits.wrapping_add(1);
+            if self.virtual_irq.is_some() {
+                self.note_taken();
+            }
             let exit = self.b.exit();
             match self.answer(exit) {
                 Next::Again => {}

@@ -33,7 +33,7 @@ use host::{KBox, NoMemory, fpu::GuestFpu};
 use mmu::{CodeFetch, TableCache};
 use msr::{HostMsrs, MsrStore};
 use vm::{VmRef, vcpu_shared::SharedVcpu};
-use x86::Gpa;
+use x86::{Gpa, Vector};
 
 /// A virtual CPU. Owned by whoever holds its mutex: one thread at a time.
 pub struct Vcpu<B: Backend> {
@@ -46,6 +46,8 @@ pub struct Vcpu<B: Backend> {
     pub(crate) cr8_seen: u8,
     /// A PV EOI is offered to the guest: the APIC is to be touched only after looking at it.
     pub(crate) pv_eoi_offered: bool,
+    /// The interrupt that the hardware was offered and that is still in the IRR.
+    pub(crate) virtual_irq: Option<Vector>,
     pub(crate) window_wanted: bool,
     /// CPUID outside CPL 0 faults (MISC_FEATURES_ENABLES).
     pub(crate) cpuid_faults: bool,
@@ -119,6 +121,7 @@ impl<B: Backend> Vcpu<B> {
             recheck: true,
             cr8_seen: 0,
             pv_eoi_offered: false,
+            virtual_irq: None,
             window_wanted: false,
             cpuid_faults: false,
             hlt_retired: false,
@@ -174,6 +177,7 @@ impl<B: Backend> Vcpu<B> {
         let signature = self.cpuid.signature();
         self.gprs.0[backend::RDX] = u64::from(if signature == 0 { 0x600 } else { signature });
         self.events = events::Events::default();
+        self.virtual_irq = None;
         self.open = run::Open::Nothing;
         self.replay.forget();
         self.publish_priority();

@@ -15,7 +15,7 @@ use vm::{
     memory::{MemoryError, VmMemory},
     vcpu_shared::Request,
 };
-use x86::{Gpa, msr as number};
+use x86::{Gpa, Vector, msr as number};
 use zerocopy::IntoBytes;
 
 use crate::{Vcpu, emulation, inner::Next, msrs::Refused};
@@ -95,11 +95,16 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// Offers the guest to leave its EOI to a flag in memory, after an injection from the outer
-    /// loop. Interrupts are off, so the flag is written only where its page is mapped.
-    pub(crate) fn offer_pv_eoi(&mut self) {
+    /// Offers the guest to leave its EOI to a flag in memory: of `vector`, which is being offered,
+    /// or of what is in service. Interrupts are off, so the flag is written only where its page is mapped.
+    pub(crate) fn offer_pv_eoi(&mut self, vector: Option<Vector>) {
         let Some(at) = self.pv.eoi.flag() else { return };
-        if self.shared.lapic.pv_eoi_candidate().is_none() {
+        let lapic = &self.shared.lapic;
+        let possible = match vector {
+            Some(vector) => lapic.pv_eoi_possible(vector),
+            None => lapic.pv_eoi_candidate().is_some(),
+        };
+        if !possible {
             return;
         }
         let view = self.vm.memory().view();

@@ -129,8 +129,19 @@ impl Lapic {
         self.svr.load(Relaxed) & SVR_SUPPRESS_EOI != 0 && self.has(FEATURE_DIRECTED_EOI)
     }
 
-    /// The vector whose EOI may be left to a flag in guest memory (PV EOI): the only one in
-    /// service, edge-triggered, and nothing pending behind it that its EOI would let through.
+    /// Whether the EOI of `vector`, which is about to be delivered, may be left to a flag in guest
+    /// memory (PV EOI): nothing is in service, it is edge-triggered and nobody waits for its end,
+    /// and nothing is pending behind it that its EOI would let through.
+    #[inline]
+    pub fn pv_eoi_possible(&self, vector: Vector) -> bool {
+        self.isr_highest.load(Relaxed) == 0
+            && !self.tmr.test(vector.0)
+            && !self.notifies(vector.0)
+            && self.irr.holds_only(vector.0)
+    }
+
+    /// The vector in service whose EOI may be left to a flag in guest memory (PV EOI): the only
+    /// one, edge-triggered, and nothing pending behind it that its EOI would let through.
     #[inline]
     pub fn pv_eoi_candidate(&self) -> Option<Vector> {
         let vector = self.isr_highest.load(Relaxed);
