@@ -82,6 +82,14 @@ impl Way {
     }
 }
 
+/// Where a page is remembered. The bits that guests toggle (CR4.PGE, CR4.SMEP, EFER.NXE) go in, so
+/// that the two halves of a toggle do not drive each other out.
+#[inline]
+fn slot(mode: &CodeMode, rip: u64) -> usize {
+    let mixed = (rip >> 12) ^ (mode.cr4 >> 7) ^ (mode.cr4 >> 19) ^ (mode.efer >> 10);
+    mixed as usize % WAYS
+}
+
 /// A vCPU's memory of where its code is.
 #[derive(Clone, Debug)]
 pub struct CodeFetch {
@@ -122,7 +130,7 @@ impl CodeFetch {
     /// `None` means to ask that.
     #[inline]
     pub fn hit(&self, mode: &CodeMode, rip: u64, view: &View<'_>) -> Option<CodeBytes> {
-        let way = self.way(rip);
+        let way = self.way(mode, rip);
         if !way.is_for(mode, rip) {
             return None;
         }
@@ -131,8 +139,8 @@ impl CodeFetch {
     }
 
     #[inline]
-    fn way(&self, rip: u64) -> &Way {
-        &self.ways[(rip >> 12) as usize % WAYS]
+    fn way(&self, mode: &CodeMode, rip: u64) -> &Way {
+        &self.ways[slot(mode, rip)]
     }
 
     #[inline(never)]
@@ -143,7 +151,7 @@ impl CodeFetch {
         view: &View<'_>,
     ) -> Option<CodeBytes> {
         let mode = CodeMode::of(context);
-        let way = self.way(rip);
+        let way = self.way(&mode, rip);
         match way.trail.bytes(view, rip as usize) {
             Some((bytes, len)) if way.is_for(&mode, rip) => Some(CodeBytes { bytes, len }),
             _ => self.miss::<F>(context, rip, view),
@@ -167,7 +175,8 @@ impl CodeFetch {
         trail.arrive(view, &code);
         let page = rip >> 12;
         let (bytes, len) = trail.bytes(view, rip as usize)?;
-        self.ways[page as usize % WAYS] = Way { page, mode: CodeMode::of(context), trail };
+        let mode = CodeMode::of(context);
+        self.ways[slot(&mode, rip)] = Way { page, mode, trail };
         Some(CodeBytes { bytes, len })
     }
 }

@@ -57,10 +57,7 @@ impl<B: Backend> Vcpu<B> {
             return Left::Pending;
         }
         // Interrupts that arrived until now are in the IRR; later ones come with an IPI.
-        if self.recheck
-            || self.shared.lapic.maybe_pending()
-            || self.vm.irq().extint_pending()
-        {
+        if self.recheck || self.shared.lapic.maybe_pending() || self.vm.irq().extint_pending() {
             self.inject_pending(true);
         }
         self.offer_pv_eoi(self.virtual_irq);

@@ -48,6 +48,7 @@ pub struct Vcpu<B: Backend> {
     pub(crate) pv_eoi_offered: bool,
     /// The interrupt that the hardware was offered and that is still in the IRR.
     pub(crate) virtual_irq: Option<Vector>,
+    pub(crate) device_seen: mmio::DeviceSeen,
     pub(crate) window_wanted: bool,
     /// CPUID outside CPL 0 faults (MISC_FEATURES_ENABLES).
     pub(crate) cpuid_faults: bool,
@@ -107,12 +108,7 @@ pub struct Stats {
 
 impl<B: Backend> Vcpu<B> {
     /// A vCPU on a fresh backend.
-    pub fn new(
-        b: B,
-        shared: SharedVcpu,
-        vm: VmRef,
-        offered: Offered,
-    ) -> Result<Self, NoMemory> {
+    pub fn new(b: B, shared: SharedVcpu, vm: VmRef, offered: Offered) -> Result<Self, NoMemory> {
         let root = vm.memory().nested_root();
         let tsc_khz = vm.tsc_khz();
         let mut this = Self {
@@ -122,6 +118,7 @@ impl<B: Backend> Vcpu<B> {
             cr8_seen: 0,
             pv_eoi_offered: false,
             virtual_irq: None,
+            device_seen: mmio::DeviceSeen::default(),
             window_wanted: false,
             cpuid_faults: false,
             hlt_retired: false,

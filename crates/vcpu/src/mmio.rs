@@ -6,10 +6,35 @@ use emulate::{CodeSize, Decoded, Fetched, SimpleMmio};
 use mmu::{Npt, PagingContext, fetch::CodeMode};
 use x86::cpuid::{Vendor, feature};
 
-use crate::{Vcpu, inner::Next};
+use x86::{Gfn, Gpa};
+
+use crate::{Vcpu, exit::UserExit, inner::Next, run::Open};
 
 /// The timer's current count, the one register whose value needs the time.
 const TIMER_CURRENT: u32 = 0x390;
+
+/// A simple device access that was decoded inside the loop.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DeviceAccess {
+    gpa: Gpa,
+    simple: SimpleMmio,
+    next: u64,
+}
+
+/// Where the last device access outside the loop went, and the one that is on its way there.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct DeviceSeen {
+    page: Option<Gfn>,
+    access: Option<DeviceAccess>,
+}
+
+impl DeviceSeen {
+    /// Whether a fault is likely a device access and no missing page: worth decoding at once.
+    #[inline]
+    fn is_near(&self, gpa: Gpa) -> bool {
+        self.page == Some(gpa.gfn())
+    }
+}
 
 impl<B: Backend> Vcpu<B> {
     /// How the guest addresses memory now.
@@ -63,13 +88,8 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn fetch_here(&mut self) -> Option<([u8; 16], u8)> {
         let rip = self.linear_rip();
         let c = self.b.control();
-        let mode = CodeMode {
-            cr0: c.cr0,
-            cr3: c.cr3,
-            cr4: c.cr4,
-            efer: c.efer,
-            user: self.b.cpl() == 3,
-        };
+        let mode =
+            CodeMode { cr0: c.cr0, cr3: c.cr3, cr4: c.cr4, efer: c.efer, user: self.b.cpl() == 3 };
         let view = self.vm.memory().view();
         let code = match self.fetch.hit(&mode, rip, &view) {
             Some(code) => code,
@@ -95,16 +115,18 @@ impl<B: Backend> Vcpu<B> {
         self.decode.get(fetched).ok()
     }
 
-    /// A nested fault inside the loop: answered if it is a simple access to the APIC's page.
+    /// A nested fault inside the loop: answered if it is a simple access to the APIC's page. An
+    /// access to another device is decoded here, where that is cheap, and finished outside.
     #[inline]
     pub(crate) fn answer_mmio(&mut self, fault: NestedFault) -> Next {
-        if fault.gpa.0 & !0xfff != self.shared.lapic.base() & !0xfff
-            || !fault.final_access
-            || fault.fetch
-            || self.pv_eoi_offered
-            || !self.shared.in_kernel_apic
-            || self.shared.lapic.mmio_base().is_none()
-        {
+        self.device_seen.access = None;
+        if fault.present || !fault.final_access || fault.fetch || self.pv_eoi_offered {
+            return Next::Leave;
+        }
+        let apic = fault.gpa.0 & !0xfff == self.shared.lapic.base() & !0xfff
+            && self.shared.in_kernel_apic
+            && self.shared.lapic.mmio_base().is_some();
+        if !apic && !self.device_seen.is_near(fault.gpa) {
             return Next::Leave;
         }
         // The access interrupted a delivery: its event has to be kept, outside.
@@ -113,6 +135,10 @@ impl<B: Backend> Vcpu<B> {
         }
         let Some(decoded) = self.decode_here() else { return Next::Leave };
         let Some(simple) = decoded.simple_mmio() else { return Next::Leave };
+        if !apic {
+            self.note_device_access(fault, simple, &decoded);
+            return Next::Leave;
+        }
         let offset = (fault.gpa.0 & 0xfff) as u32;
         // The fault names the first byte that faulted, which is not the access's first when that
         // began in another page. The segments that matter here are the loop's only in 64-bit mode.
@@ -149,6 +175,73 @@ impl<B: Backend> Vcpu<B> {
             }
             _ => Next::Leave,
         }
+    }
+
+    /// Keeps what a simple device access does, so that the outside need not decode it again.
+    #[inline]
+    fn note_device_access(&mut self, fault: NestedFault, simple: SimpleMmio, decoded: &Decoded) {
+        let offset = (fault.gpa.0 & 0xfff) as u32;
+        if offset > 0xff8
+            || self.code_size() != CodeSize::Bits64
+            || u32::from(self.page_offset(decoded)) != offset
+        {
+            return;
+        }
+        let next = self.b.rip().wrapping_add(u64::from(decoded.len()));
+        self.device_seen.access = Some(DeviceAccess { gpa: fault.gpa, simple, next });
+    }
+
+    /// Finishes a simple device access outside the loop: a device in the kernel, else user space.
+    /// `Err`: there was none.
+    pub(crate) fn finish_device_access(
+        &mut self,
+        fault: NestedFault,
+    ) -> Result<Option<UserExit>, ()> {
+        self.device_seen.page = Some(fault.gpa.gfn());
+        let Some(access) = self.device_seen.access.take() else { return Err(()) };
+        if access.gpa != fault.gpa {
+            return Err(());
+        }
+        let gpa = fault.gpa;
+        let DeviceAccess { simple, next, .. } = access;
+        let (size, stored) = match simple {
+            SimpleMmio::Load { size, .. } => (size, None),
+            SimpleMmio::StoreReg { size, src } => {
+                let whole = self.gprs.0.get(usize::from(src.index & 15)).copied().unwrap_or(0);
+                (size, Some(src.extract(whole)))
+            }
+            SimpleMmio::StoreImm { size, value } => (size, Some(value)),
+        };
+        let mut data = stored.unwrap_or(0).to_le_bytes();
+        let part = data.get_mut(..usize::from(size)).ok_or(())?;
+        match stored {
+            Some(_) if self.vm.irq().mmio_write(gpa.0, part) => {
+                self.retire(next);
+                self.recheck = true;
+                return Ok(None);
+            }
+            None if self.vm.irq().mmio_read(gpa.0, part) => {
+                self.finish_load(simple, data, next);
+                return Ok(None);
+            }
+            _ => {}
+        }
+        self.open = match stored {
+            Some(_) => Open::Out { next },
+            None => Open::Load { simple, next },
+        };
+        Ok(Some(UserExit::Mmio { gpa: gpa.0, len: size, write: stored.is_some(), data }))
+    }
+
+    /// The answer to a simple load.
+    pub(crate) fn finish_load(&mut self, simple: SimpleMmio, data: [u8; 8], next: u64) {
+        if let SimpleMmio::Load { dest, .. } = simple
+            && let Some(slot) = self.gprs.0.get_mut(usize::from(dest.index & 15))
+            && let Some(loaded) = simple.loaded(*slot, u64::from_le_bytes(data))
+        {
+            *slot = loaded;
+        }
+        self.retire(next);
     }
 
     /// Offset in its page of the memory operand. FS and GS bases are not in the control block while

@@ -1,7 +1,8 @@
 //! KVM_RUN: the outer loop. Preemptible; here a vCPU finishes what user space answered, sleeps,
 //! takes requests and signals, and leaves.
 
-use backend::{Backend, Exit, NestedFault, RAX};
+use backend::{Backend, Exit, RAX};
+use emulate::SimpleMmio;
 use host::task::{self, Blocked};
 use vm::vcpu_shared::{MpState, Request};
 
@@ -25,15 +26,20 @@ pub enum Open {
         /// RIP after the instruction.
         next: u64,
     },
-    /// OUT: done by user space; the instruction retires.
+    /// OUT or a store to a device: done by user space; the instruction retires.
     Out {
+        /// RIP after the instruction.
+        next: u64,
+    },
+    /// A simple load from a device.
+    Load {
+        /// What is done with the answer.
+        simple: SimpleMmio,
         /// RIP after the instruction.
         next: u64,
     },
     /// An emulated instruction goes on from the beginning with one more answer.
     Emulation,
-    /// The exit was about a nested fault that is to be tried again.
-    Fault(NestedFault),
 }
 
 impl<B: Backend> Vcpu<B> {
@@ -109,7 +115,7 @@ impl<B: Backend> Vcpu<B> {
     /// Completes what user space answered.
     fn finish_open(&mut self, input: &RunInput) -> Option<UserExit> {
         match core::mem::take(&mut self.open) {
-            Open::Nothing | Open::Fault(_) => None,
+            Open::Nothing => None,
             Open::In { size, next } => {
                 let value = u64::from_le_bytes(self.io_data);
                 self.gprs.0[RAX] = pio::merge(self.gprs.0[RAX], value, size);
@@ -118,6 +124,10 @@ impl<B: Backend> Vcpu<B> {
             }
             Open::Out { next } => {
                 self.retire(next);
+                None
+            }
+            Open::Load { simple, next } => {
+                self.finish_load(simple, input.mmio_data, next);
                 None
             }
             Open::Emulation => {

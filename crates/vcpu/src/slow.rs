@@ -200,6 +200,9 @@ impl<B: Backend> Vcpu<B> {
                 data: ErrorData::new(&self.b.exit_raw()),
             });
         }
-        self.emulate_here(Some(fault))
+        match self.finish_device_access(fault) {
+            Ok(exit) => exit,
+            Err(()) => self.emulate_here(Some(fault)),
+        }
     }
 }

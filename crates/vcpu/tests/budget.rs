@@ -6,9 +6,9 @@ use std::sync::OnceLock;
 use backend::{Gprs, RCX, RDX};
 use cpu::{Counting, Counts, Model, Op};
 use cpuid::{Entry, HostFacts, Supported};
+use gannet_vcpu::{Offered, RunInput, UserExit, Vcpu};
 use msr::HostMsrs;
 use svm::{Features, Svm, percpu};
-use gannet_vcpu::{Offered, RunInput, UserExit, Vcpu};
 use vm::vcpu_shared::VcpuShared;
 use vm::vm::{HostLimits, Vm};
 use x86::vmcb::{ExitCode, Vmcb};
@@ -49,8 +49,7 @@ fn offered() -> Offered {
 
 fn vcpu() -> Vcpu<Svm<Cpu>> {
     percpu::set_up(features(), 4).unwrap();
-    let limits =
-        HostLimits { levels: 4, maxphyaddr: 48, encryption: 0, halt_poll_ns: 0 };
+    let limits = HostLimits { levels: 4, maxphyaddr: 48, encryption: 0, halt_poll_ns: 0 };
     let vm = Vm::new(&limits).unwrap();
     let shared = VcpuShared::new(0, 0, true, true).unwrap();
     vm.add_vcpu(shared.clone()).unwrap();
