@@ -95,6 +95,8 @@ fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
                     .then_some(control.exit_info_1 as u32),
                 payload: (raw == 0x4e).then_some(control.exit_info_2),
             }),
+            // The emulator writes VMEXIT_INVALID with 32 bits.
+            0xffff_ffff => Exit::Refused,
             _ => Exit::Unknown(raw),
         },
     }

@@ -63,6 +63,8 @@ pub fn decode(bits: u64) -> Option<Event> {
         event::INTR => Event::Interrupt(vector),
         event::NMI => Event::Nmi,
         event::SOFT => Event::Software(vector),
+        // QEMU's emulation reports an interrupted delivery of an interrupt as an exception's.
+        _ if vector.0 >= 32 => Event::Interrupt(vector),
         _ => Event::Exception(Exception {
             vector,
             error_code: (bits & event::ERROR_VALID != 0).then_some((bits >> 32) as u32),
@@ -216,5 +218,9 @@ mod tests {
             assert_eq!(decode(encode(event)), Some(event));
         }
         assert_eq!(decode(0x30), None);
+        assert_eq!(
+            decode(event::VALID | event::EXCEPTION | 0xec),
+            Some(Event::Interrupt(Vector(0xec)))
+        );
     }
 }
