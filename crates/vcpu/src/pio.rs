@@ -21,6 +21,10 @@ fn mask(value: u64, size: u8) -> u64 {
     }
 }
 
+/// The port at which an option ROM of QEMU's tells where it lies. VMMs expect RIP to be behind the OUT
+/// already, unless they said that they do not (KVM_X86_QUIRK_OUT_7E_INC_RIP).
+const PORT_OF_OPTION_ROM: u16 = 0x7e;
+
 impl<B: Backend> Vcpu<B> {
     /// RIP after a port instruction: the CPU gives it, or it is decoded.
     fn io_next(&mut self, io: IoExit) -> Option<u64> {
@@ -76,6 +80,9 @@ impl<B: Backend> Vcpu<B> {
         if io.input {
             self.open = Open::In { size: io.size, next };
             self.io_data = [0; 8];
+        } else if io.port == PORT_OF_OPTION_ROM && self.vm.settings.advances_before_7e() {
+            self.retire(next);
+            self.io_data = mask(self.gprs.0[RAX], io.size).to_le_bytes();
         } else {
             self.open = Open::Out { next };
             self.io_data = mask(self.gprs.0[RAX], io.size).to_le_bytes();

@@ -128,14 +128,16 @@ impl<B: Backend> Vcpu<B> {
 
     /// KVM_SET_REGS. Drops a pending exception, as an instruction that jumps away would.
     pub fn set_regs(&mut self, regs: &Regs) {
+        // A VMM may write back what it has read while it serves an access: the access goes on. One
+        // that jumps away abandons it.
+        if regs.rip != self.b.rip() {
+            self.open = Open::Nothing;
+        }
         self.gprs.0 = regs.gpr;
         self.b.set_rip(regs.rip);
         let step = if self.single_step { RFLAGS_TF } else { 0 };
         self.b.set_rflags(regs.rflags | RFLAGS_FIXED | step);
         self.events.exception = None;
-        if !matches!(self.open, Open::Nothing) {
-            self.open = Open::Nothing;
-        }
         self.recheck = true;
     }
 

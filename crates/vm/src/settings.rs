@@ -1,6 +1,6 @@
 //! What a VMM sets once for a whole VM, mostly before it makes vCPUs.
 
-use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
+use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 
 /// Settings of a VM. Each is read and written whole.
 #[derive(Debug, Default)]
@@ -27,4 +27,14 @@ pub struct Settings {
     pub triple_fault_event: AtomicBool,
     /// KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 flags.
     pub manual_dirty_log: AtomicU64,
+}
+
+/// KVM_X86_QUIRK_OUT_7E_INC_RIP.
+const QUIRK_OUT_7E: u64 = 1 << 3;
+
+impl Settings {
+    /// Whether OUT to port 0x7E retires before user space sees it.
+    pub fn advances_before_7e(&self) -> bool {
+        self.quirks_off.load(Relaxed) & QUIRK_OUT_7E == 0
+    }
 }
