@@ -150,7 +150,7 @@ resolve() {
 
 # locked GROUP: the lock lines in force.
 locked() {
-    if [ -f "$newer_lock" ] && grep -q "^$1 " "$newer_lock"; then grep "^$1 " "$newer_lock"
+    if [ "$newer_lock" -nt "$lock" ] && grep -q "^$1 " "$newer_lock"; then grep "^$1 " "$newer_lock"
     else grep "^$1 " "$lock" 2>/dev/null || true; fi
 }
 

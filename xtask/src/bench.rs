@@ -163,9 +163,8 @@ fn join(entries: Vec<Entry>, counts: &[Counts]) -> Side {
         let result = match (entry.min, entry.median, entry.max) {
             (Some(min), Some(median), Some(max)) => {
                 let mut figures = Figures { min, median, max, ..Figures::default() };
-                if let (true, Some(record)) =
-                    (entry.markers, records.next().filter(|_| entry.markers))
-                {
+                let record = if entry.markers { records.next() } else { None };
+                if let Some(record) = record {
                     let per = entry.marker_iterations.max(1) as f64;
                     let each = |(name, count): (&String, &u64)| {
                         (name.clone(), (*count as f64 / per * 100.0).round() / 100.0)

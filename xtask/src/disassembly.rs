@@ -109,7 +109,8 @@ impl Image {
         for symbol in file.symbols() {
             if symbol.kind() == SymbolKind::Text && symbol.section_index() == Some(section.index())
             {
-                let name = symbol.name().unwrap_or("?").to_owned();
+                let name = rustc_demangle::demangle(symbol.name().unwrap_or("?"));
+                let name = format!("{name:#}");
                 starts.entry(symbol.address()).or_insert(name);
             }
         }

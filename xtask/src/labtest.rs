@@ -1,13 +1,13 @@
-//! Tests that run in a machine: those of the lab itself, and the programs that `tests/lab.list` names.
+//! Tests that run in a machine: those of the lab itself, and the programs that `lab/tests.list` names.
 //!
 //! A line of the list is `name | kernels | modules | cpus | seconds | command`, with `all` or a list with commas for kernels (`6.12,6.1`)
-//! and modules (`stock,gannet,none`). The programs of the package in `tests/` are in `/bin` of the machine, and so is exitbench; the guest's
+//! and modules (`stock,gannet,none`). The programs of the packages under `tests/` are in `/bin` of the machine, and so is exitbench; the guest's
 //! kernel and initramfs are `/guest/vmlinux` and `/guest/initramfs` where the command names them. A command reports
 //! `ok NAME`, `not ok NAME: reason` or `skip NAME: reason` on lines of their own and ends with 0; afterwards the host's log must be clean.
 
 use crate::bench::Tools;
 use crate::progress::Step;
-use crate::tally::Tally;
+use crate::tally::{Tally, Verdict};
 use crate::test::{judge_boot, plain_job};
 use crate::{boot, options::Options};
 use anyhow::{Context, Result, bail};
@@ -18,7 +18,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 /// What a machine's outcome means.
-type Judge = Box<dyn Fn(&Outcome) -> Vec<(String, Result<(), String>)> + Send>;
+type Judge = Box<dyn Fn(&Outcome) -> Vec<(String, Verdict)> + Send>;
 
 /// One machine to run, and what to make of its outcome.
 pub struct LabTest {
@@ -35,7 +35,7 @@ fn test(
     judge: impl Fn(&Outcome) -> Result<(), String> + Send + 'static,
 ) -> LabTest {
     let title = name.clone();
-    let judge = Box::new(move |outcome: &Outcome| vec![(title.clone(), judge(outcome))]);
+    let judge = Box::new(move |outcome: &Outcome| vec![(title.clone(), judge(outcome).into())]);
     LabTest { name, job, judge, clean_log: true }
 }
 
@@ -124,16 +124,14 @@ pub fn counts_operations(options: &Options, tools: &Tools) -> LabTest {
     })
 }
 
-/// Adds the tests that `tests/lab.list` names, if there is one.
+/// Adds the tests that `lab/tests.list` names.
 pub fn from_list(
     layout: &Layout,
     options: &Options,
     built: &[Kernel],
     tests: &mut Vec<LabTest>,
 ) -> Result<()> {
-    let Ok(list) = std::fs::read_to_string(layout.root.join("tests/lab.list")) else {
-        return Ok(());
-    };
+    let list = std::fs::read_to_string(layout.root.join("lab/tests.list"))?;
     let mut files = test_programs(layout)?;
     let exitbench = programs::build_static(layout, "exitbench")?.join("exitbench");
     files.push((exitbench, "bin/exitbench".to_owned()));
@@ -142,7 +140,7 @@ pub fn from_list(
         if line.is_empty() || line.starts_with('#') {
             continue;
         }
-        let entry = entry(line).with_context(|| format!("tests/lab.list:{}", number + 1))?;
+        let entry = entry(line).with_context(|| format!("lab/tests.list:{}", number + 1))?;
         for kernel in entry.kernels {
             for module in &entry.modules {
                 if *module != Module::Stock && !built.contains(&kernel) {
@@ -198,47 +196,50 @@ fn entry(line: &str) -> Result<Entry> {
     Ok(Entry { name: name.into(), kernels, modules, cpus, seconds, command: command.into() })
 }
 
-/// The programs of the package in `tests/`, and their places in the machine.
+/// The programs of every package under `tests/`, and their places in the machine.
 fn test_programs(layout: &Layout) -> Result<Vec<(PathBuf, String)>> {
-    let folder = layout.root.join("tests");
-    let Ok(manifest) = std::fs::read_to_string(folder.join("Cargo.toml")) else {
-        return Ok(Vec::new());
-    };
-    let name = |line: &str| {
-        let (key, value) = line.split_once('=')?;
-        (key.trim() == "name").then(|| value.trim().trim_matches('"').to_owned())
-    };
-    let package = manifest.lines().find_map(name).context("tests/Cargo.toml names no package")?;
-    let built = programs::build_static(layout, &package)?;
-    let mut names = vec![package];
-    if let Ok(entries) = std::fs::read_dir(folder.join("src/bin")) {
-        for entry in entries {
-            let path = entry?.path();
-            names.extend(path.file_stem().map(|s| s.to_string_lossy().into_owned()));
-        }
+    let mut programs = Vec::new();
+    let Ok(folders) = std::fs::read_dir(layout.root.join("tests")) else { return Ok(programs) };
+    for folder in folders {
+        let Ok(manifest) = std::fs::read_to_string(folder?.path().join("Cargo.toml")) else {
+            continue;
+        };
+        // The package's name comes first; those of its programs follow, where they differ from it.
+        let name = |line: &str| {
+            let (key, value) = line.split_once('=')?;
+            (key.trim() == "name").then(|| value.trim().trim_matches('"').to_owned())
+        };
+        let names: Vec<String> = manifest.lines().filter_map(name).collect();
+        let Some(package) = names.first() else { continue };
+        let built = programs::build_static(layout, package)?;
+        let places = names.iter().map(|name| (built.join(name), format!("bin/{name}")));
+        programs.extend(places.filter(|(path, _)| path.is_file()));
     }
-    let programs = names.into_iter().map(|name| (built.join(&name), format!("bin/{name}")));
-    Ok(programs.filter(|(path, _)| path.is_file()).collect())
+    Ok(programs)
 }
 
 /// Reads `ok`, `not ok` and `skip` lines.
-fn judge_lines(title: &str, outcome: &Outcome) -> Vec<(String, Result<(), String>)> {
+fn judge_lines(title: &str, outcome: &Outcome) -> Vec<(String, Verdict)> {
     let mut found = Vec::new();
-    let mut failed = false;
     for line in outcome.console.lines() {
-        if let Some(name) = line.strip_prefix("ok ") {
-            found.push((format!("{title}: {name}"), Ok(())));
-        } else if let Some(rest) = line.strip_prefix("not ok ") {
+        let split = |rest: &str| {
             let (name, reason) = rest.split_once(": ").unwrap_or((rest, ""));
-            found.push((format!("{title}: {name}"), Err(reason.to_owned())));
-            failed = true;
+            (format!("{title}: {name}"), reason.to_owned())
+        };
+        if let Some(name) = line.strip_prefix("ok ") {
+            found.push((format!("{title}: {name}"), Verdict::Passed));
+        } else if let Some((name, reason)) = line.strip_prefix("not ok ").map(split) {
+            found.push((name, Verdict::Failed(reason)));
+        } else if let Some((name, reason)) = line.strip_prefix("skip ").map(split) {
+            found.push((name, Verdict::Skipped(reason)));
         }
     }
+    let failed = found.iter().any(|(_, verdict)| matches!(verdict, Verdict::Failed(_)));
     if !failed && !outcome.succeeded() {
         let reason = format!("status {:?}; {}", outcome.status, outcome.tail(20));
-        found.push((format!("{title}: ends well"), Err(reason)));
+        found.push((format!("{title}: ends well"), Verdict::Failed(reason)));
     } else if found.is_empty() {
-        found.push((title.to_owned(), Ok(())));
+        found.push((title.to_owned(), Verdict::Passed));
     }
     found
 }
@@ -273,16 +274,16 @@ pub fn run_all(layout: &Layout, tests: Vec<LabTest>, tally: &mut Tally) {
     }
 }
 
-fn run_one(layout: &Layout, test: &LabTest) -> Vec<(String, Result<(), String>)> {
+fn run_one(layout: &Layout, test: &LabTest) -> Vec<(String, Verdict)> {
     let outcome = match gannet_lab::run(layout, &test.job, &mut |_| {}) {
         Ok(outcome) => outcome,
-        Err(error) => return vec![(test.name.clone(), Err(format!("{error:#}")))],
+        Err(error) => return vec![(test.name.clone(), Verdict::Failed(format!("{error:#}")))],
     };
     let mut records = (test.judge)(&outcome);
     let faults = outcome.faults();
     if test.clean_log && !faults.is_empty() {
         let name = format!("{}: the host's log is clean", test.name);
-        records.push((name, Err(faults.join("\n"))));
+        records.push((name, Verdict::Failed(faults.join("\n"))));
     }
     records
 }
@@ -310,13 +311,15 @@ mod tests {
             ..Outcome::default()
         };
         let records = judge_lines("t", &outcome);
-        assert_eq!(records.len(), 2);
-        assert_eq!(records[1], ("t: two".into(), Err("EINVAL".into())));
+        assert_eq!(records.len(), 3);
+        assert_eq!(records[1], ("t: two".into(), Verdict::Failed("EINVAL".into())));
+        assert_eq!(records[2], ("t: three".into(), Verdict::Skipped("no".into())));
     }
 
     #[test]
     fn a_program_that_dies_silently_is_a_failure() {
         let outcome = Outcome { console: "ok one\n".into(), ..Outcome::default() };
-        assert!(judge_lines("t", &outcome).iter().any(|(_, result)| result.is_err()));
+        let records = judge_lines("t", &outcome);
+        assert!(records.iter().any(|(_, v)| matches!(v, Verdict::Failed(_))));
     }
 }

@@ -2,6 +2,25 @@
 
 use std::io::IsTerminal;
 
+/// How much of a reason is shown.
+const LINES: usize = 60;
+
+/// How one test ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    Passed,
+    /// With the reason.
+    Failed(String),
+    /// Could not be run here, with the reason.
+    Skipped(String),
+}
+
+impl From<Result<(), String>> for Verdict {
+    fn from(result: Result<(), String>) -> Self {
+        result.map_or_else(Verdict::Failed, |()| Verdict::Passed)
+    }
+}
+
 /// What was run and how it ended.
 #[derive(Default)]
 pub struct Tally {
@@ -12,17 +31,21 @@ pub struct Tally {
 
 impl Tally {
     /// Records one test by name; a failure comes with its reason.
-    pub fn record(&mut self, name: &str, result: Result<(), String>) {
+    pub fn record(&mut self, name: &str, verdict: impl Into<Verdict>) {
         let (green, red, plain) = colours();
-        match result {
-            Ok(()) => {
+        match verdict.into() {
+            Verdict::Skipped(reason) => self.skip(name, &reason),
+            Verdict::Passed => {
                 self.passed += 1;
                 println!("{green}ok{plain}    {name}");
             }
-            Err(reason) => {
+            Verdict::Failed(reason) => {
                 println!("{red}FAIL{plain}  {name}");
-                for line in reason.lines() {
+                for line in reason.lines().take(LINES) {
                     println!("      {line}");
+                }
+                if reason.lines().nth(LINES).is_some() {
+                    println!("      …");
                 }
                 self.failed.push(name.to_owned());
             }
@@ -42,7 +65,7 @@ impl Tally {
             println!("failed: {name}");
         }
         if !self.skipped.is_empty() {
-            println!("{} skipped: {}", self.skipped.len(), self.skipped.join(", "));
+            println!("{} skipped", self.skipped.len());
         }
         println!("{} passed, {} failed", self.passed, self.failed.len());
         self.failed.is_empty() && self.passed > 0

@@ -46,7 +46,7 @@ pub fn run(layout: &Layout, options: &Options) -> Result<bool> {
 fn source(layout: &Layout, tally: &mut Tally) {
     let cargo = || layout.cargo("cargo");
     let mut fmt = cargo();
-    fmt.args(["fmt", "--all", "--check"]);
+    fmt.args(["fmt", "--all", "--", "--check", "--color", "never"]);
     tally.record("sources are formatted", quiet(layout, "checking the format", &mut fmt));
 
     let mut clippy = cargo();
@@ -88,6 +88,7 @@ fn source(layout: &Layout, tally: &mut Tally) {
 fn unit_tests(layout: &Layout, tally: &mut Tally) {
     let mut cargo = layout.cargo("cargo");
     cargo.args(["test", "--workspace", "--exclude", "gannet-module", "--locked", "--no-fail-fast"]);
+    cargo.env("RUST_BACKTRACE", "0");
     let step = Step::start(layout, "unit tests");
     let output = cargo.stdin(Stdio::null()).output();
     step.done();
