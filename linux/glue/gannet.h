@@ -209,6 +209,7 @@ bool gnt_ibpb_on_switch(void);
 u64 gnt_host_spec_ctrl(void);
 void gnt_restore_debug_regs(void);
 void gnt_machine_check(void);
+bool gnt_uses_ldt(void);
 
 /* log.c */
 int gnt_log_ratelimit(void);

@@ -38,3 +38,12 @@ void gnt_machine_check(void)
 
 	do_machine_check(&regs);
 }
+
+bool gnt_uses_ldt(void)
+{
+#ifdef CONFIG_MODIFY_LDT_SYSCALL
+	return READ_ONCE(current->mm->context.ldt) != NULL;
+#else
+	return false;
+#endif
+}

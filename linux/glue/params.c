@@ -2,6 +2,7 @@
 /* Module parameters: the switches by which each mechanism can be measured. */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
+#include <linux/cc_platform.h>
 #include <linux/moduleparam.h>
 #include <linux/module.h>
 #include <linux/printk.h>
@@ -30,6 +31,11 @@ u64 gnt_halt_poll_ns(void)
 
 int gnt_params_check(void)
 {
+	/* Control blocks and tables would have to carry the encryption bit in every address. */
+	if (cc_platform_has(CC_ATTR_HOST_MEM_ENCRYPT)) {
+		pr_err("memory encryption of the host (SME) is active, which is not supported\n");
+		return -EOPNOTSUPP;
+	}
 	if (!strcmp(host_state, "msr")) {
 		pr_err("host_state=msr is not implemented; use host_state=vmsave\n");
 		return -EOPNOTSUPP;

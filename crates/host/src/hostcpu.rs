@@ -9,6 +9,7 @@ mod port {
         pub fn gnt_host_xss() -> u64;
         pub fn gnt_restore_debug_regs();
         pub fn gnt_machine_check();
+        pub fn gnt_uses_ldt() -> bool;
     }
 }
 
@@ -25,6 +26,9 @@ mod port {
     }
     pub unsafe fn gnt_restore_debug_regs() {}
     pub unsafe fn gnt_machine_check() {}
+    pub unsafe fn gnt_uses_ldt() -> bool {
+        false
+    }
 }
 
 /// Whether this kernel wants an IBPB when another vCPU ran last on a CPU.
@@ -59,4 +63,12 @@ pub fn restore_debug_regs() {
 pub fn machine_check() {
     // SAFETY: the kernel's own handler, on the CPU where the machine check was raised.
     unsafe { port::gnt_machine_check() }
+}
+
+/// Whether the current process has a local descriptor table, which another of its threads may
+/// replace at any time (modify_ldt). Interrupts are off: from here on a change comes with an IPI.
+#[inline]
+pub fn uses_ldt() -> bool {
+    // SAFETY: reads a pointer of the current address space.
+    unsafe { port::gnt_uses_ldt() }
 }

@@ -83,7 +83,7 @@ pub struct Svm<C: Cpu> {
     live_xcr0: u64,
     live_xss: u64,
     live_tsc_aux: u64,
-    spec: SpecCtrl,
+    pub(crate) spec: SpecCtrl,
     pub(crate) nmi: crate::inject::NmiState,
     pub(crate) virq: crate::inject::Virq,
     /// CR0.CD and CR0.NW as the guest set them; the hardware sees them clear.
@@ -218,7 +218,8 @@ impl<C: Cpu> Svm<C> {
             self.spec = SpecCtrl { guest: self.spec_ctrl, host: hostcpu::host_spec_ctrl() };
         }
         self.cpu.clgi();
-        if here.saved_for.load(Relaxed) != self.run {
+        // A process that has an LDT may change it under this thread; then what was saved is stale.
+        if here.saved_for.load(Relaxed) != self.run || hostcpu::uses_ldt() {
             here.saved_for.store(self.run, Relaxed);
             self.cpu.vmsave(here.host_save());
         }

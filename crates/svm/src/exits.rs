@@ -65,7 +65,7 @@ fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
         ExitCode::Smi | ExitCode::Init => Exit::HostSignal,
         ExitCode::Iret => Exit::Iret,
         ExitCode::Rdpmc => Exit::Rdpmc,
-        ExitCode::Invlpg | ExitCode::Invpcid => Exit::Invlpg,
+        ExitCode::Invlpg => Exit::Invlpg,
         ExitCode::TaskSwitch => Exit::TaskSwitch,
         ExitCode::Shutdown => Exit::Shutdown,
         ExitCode::Invalid => Exit::Refused,
@@ -82,6 +82,10 @@ fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
         | ExitCode::Rdtscp
         | ExitCode::Rdpru
         | ExitCode::Invlpgb
+        // Intercepted only where the guest does not have it.
+        | ExitCode::Invpcid
+        | ExitCode::Mcommit
+        | ExitCode::Tlbsync
         | ExitCode::InvlpgbIllegal => Exit::Undefined,
         ExitCode::Icebp => Exit::Exception(Exception::db(0)),
         _ => match raw {

@@ -127,9 +127,9 @@ impl<C: Cpu> Svm<C> {
             | Intercept4::XSETBV
             | Intercept4::RDPRU)
             .bits();
-        // INVLPGB and TLBSYNC flush beyond this guest's ASID; INVPCID stays with the guest unless
+        // INVLPGB, MCOMMIT and TLBSYNC reach beyond this guest's ASID; INVPCID stays with the guest unless
         // its CPUID lacks it.
-        control.intercepts[5] = (1 << 0) | (1 << 1);
+        control.intercepts[5] = (1 << 0) | (1 << 1) | (1 << 3) | (1 << 4);
         self.vmcb_mut(Clean::ALL).save.g_pat = PAT_RESET;
         self.intercept_debug_regs(true);
         self.reset(false);
@@ -430,7 +430,10 @@ impl<C: Cpu> Backend for Svm<C> {
                 self.sync_tsc_aux();
             }
             msr::XSS => self.set_xss(value),
-            msr::SPEC_CTRL if !self.features.v_spec_ctrl => self.spec_ctrl = value,
+            msr::SPEC_CTRL if !self.features.v_spec_ctrl => {
+                self.spec_ctrl = value;
+                self.spec.guest = value;
+            }
             msr::PAT => self.vmcb_mut(Clean::NPT).save.g_pat = value,
             msr::DEBUGCTL => self.vmcb_mut(Clean::LBR).save.dbgctl = value,
             _ => {

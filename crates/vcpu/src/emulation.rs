@@ -115,7 +115,7 @@ impl<B: Backend> Vcpu<B> {
             Err(Stop::Unsupported) => {
                 self.replay.forget();
                 let _ = fault;
-                Some(self.emulation_failed())
+                self.emulation_failed()
             }
         }
     }
@@ -130,20 +130,24 @@ impl<B: Backend> Vcpu<B> {
                 self.io_data = data;
                 Some(UserExit::Io { write, size, port, count: 1 })
             }
-            None => Some(self.emulation_failed()),
+            None => self.emulation_failed(),
         }
     }
 
-    /// KVM_EXIT_INTERNAL_ERROR with the bytes at RIP. At CPL 3 the guest gets #UD instead, so that
-    /// its user programs cannot stop it.
-    fn emulation_failed(&mut self) -> UserExit {
+    /// KVM_EXIT_INTERNAL_ERROR with the bytes at RIP. Outside CPL 0 the guest gets #UD instead, so
+    /// that its user programs cannot stop it.
+    fn emulation_failed(&mut self) -> Option<UserExit> {
+        if self.b.cpl() != 0 {
+            self.raise(Exception::ud());
+            return None;
+        }
         let mut bytes = [0; 15];
         let len = self.read_code(&mut bytes).unwrap_or(0);
         let raw = self.b.exit_raw();
-        UserExit::InternalError {
+        Some(UserExit::InternalError {
             suberror: ERROR_EMULATION,
             data: ErrorData::emulation(bytes.get(..len).unwrap_or(&[]), &raw),
-        }
+        })
     }
 
     /// Reads the bytes at RIP through the guest's page tables; may sleep. The number of bytes: fewer
@@ -182,7 +186,7 @@ impl<B: Backend> Vcpu<B> {
                 return Err(None);
             }
             Err(Stop::Retry) => return Err(None),
-            Err(_) => return Err(Some(self.emulation_failed())),
+            Err(_) => return Err(self.emulation_failed()),
         };
         let fetched = Fetched::new(bytes.get(..len).unwrap_or(&[]), size);
         match self.decode.get(fetched) {
@@ -195,14 +199,14 @@ impl<B: Backend> Vcpu<B> {
                         self.raise(exception);
                         Err(None)
                     }
-                    _ => Err(Some(self.emulation_failed())),
+                    _ => Err(self.emulation_failed()),
                 }
             }
             Err(emulate::DecodeError::TooLong) => {
                 self.raise(Exception::gp(0));
                 Err(None)
             }
-            Err(_) => Err(Some(self.emulation_failed())),
+            Err(_) => Err(self.emulation_failed()),
         }
     }
 
@@ -273,6 +277,7 @@ impl<B: Backend> Vcpu<B> {
 
     fn apic_read(&mut self, gpa: Gpa, into: &mut [u8]) -> bool {
         let Some(offset) = self.apic_page(gpa) else { return false };
+        self.withdraw_offer();
         self.shared.lapic.mmio_read(offset, into, host::clock::monotonic_ns)
     }
 
@@ -374,6 +379,10 @@ impl<B: Backend> Machine for Vcpu<B> {
     fn cmpxchg(&mut self, at: Gva, old: &[u8], new: &[u8]) -> Result<bool, Stop> {
         let gpa = self.translate(at, walk::Access::WRITE)?;
         if !self.is_memory(gpa, true) {
+            // A device access has at most eight bytes.
+            if new.len() > 8 {
+                return Err(Stop::Unsupported);
+            }
             return self.device_write(gpa, new).map(|()| true);
         }
         let len = old.len();
@@ -385,7 +394,11 @@ impl<B: Backend> Machine for Vcpu<B> {
         self.vm.memory().cmpxchg(gpa, len, old, new).map_err(memory_stop)
     }
 
-    fn is_ram(&mut self, at: Gva, _len: usize, write: bool) -> Result<bool, Stop> {
+    fn is_ram(&mut self, at: Gva, len: usize, write: bool) -> Result<bool, Stop> {
+        // The log of answers holds single elements: a string goes one by one.
+        if len > 8 {
+            return Ok(false);
+        }
         let access = if write { walk::Access::WRITE } else { walk::Access::READ };
         let gpa = self.translate(at, access)?;
         Ok(self.is_memory(gpa, write))

@@ -158,38 +158,65 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// Offers the highest interrupt to the hardware, which delivers it as soon as the guest can take
-    /// it: no exit to wait for that moment. Only when it was taken does it move into service.
+    /// it: no exit to wait for that moment. It is out of the IRR while it is offered, so that the
+    /// next one of the same vector is not lost, and in service once it was taken.
     fn inject_interrupt(&mut self, kernel: bool) -> bool {
         if !self.shared.in_kernel_apic {
             let external = self.events.external;
-            self.offer(external);
+            self.virtual_irq = external;
+            self.b.offer_interrupt(external);
             if external.is_none() && self.window_wanted {
                 self.b.set_interrupt_window(true);
             }
             return true;
         }
+        self.put_back_offer();
         if self.pic_pending() {
+            self.b.offer_interrupt(None);
             if kernel {
                 self.inject_from_pic();
             }
             return kernel;
         }
         let pending = self.shared.lapic.highest_pending();
-        self.offer(pending);
+        if let Some(vector) = pending {
+            self.shared.lapic.take(vector);
+        }
+        self.virtual_irq = pending;
+        self.b.offer_interrupt(pending);
         self.update_cr8_intercept(pending.is_some());
         true
     }
 
+    /// Puts an offered interrupt back into the IRR; the hardware's offer stands until the next.
     #[inline]
-    fn offer(&mut self, vector: Option<Vector>) {
-        self.virtual_irq = vector;
-        self.b.offer_interrupt(vector);
+    fn put_back_offer(&mut self) {
+        if let Some(vector) = self.virtual_irq.take() {
+            self.shared.lapic.put_back(vector);
+        }
+    }
+
+    /// Withdraws an offered interrupt, so that the local APIC shows its whole state: before its
+    /// registers are looked at, and before user space may.
+    #[inline]
+    pub(crate) fn withdraw_offer(&mut self) {
+        if self.virtual_irq.is_some() && self.shared.in_kernel_apic {
+            self.put_back_offer();
+            self.b.offer_interrupt(None);
+            self.recheck = true;
+        }
+    }
+
+    /// Whether an interrupt waits that the task priority lets through.
+    pub(crate) fn interrupt_waits(&self) -> bool {
+        self.virtual_irq.is_some()
+            || self.shared.lapic.highest_pending().is_some()
+            || self.pic_pending()
     }
 
     /// The 8259A gives its vector only when it is acknowledged, so the guest must be able to take
     /// it at this entry.
     fn inject_from_pic(&mut self) {
-        self.offer(None);
         if self.interrupts_open()
             && let Some(vector) = self.vm.irq().extint_ack()
         {
@@ -208,7 +235,7 @@ impl<B: Backend> Vcpu<B> {
         }
         let Some(vector) = self.virtual_irq.take() else { return };
         if self.shared.in_kernel_apic {
-            self.shared.lapic.ack(vector);
+            self.shared.lapic.serve(vector);
             self.recheck |= self.shared.lapic.maybe_pending();
         } else {
             self.events.external = None;

@@ -236,7 +236,7 @@ impl<B: Backend> Vcpu<B> {
             return Next::Leave;
         }
         self.sync_priority();
-        if self.shared.lapic.highest_pending().is_none() {
+        if !self.interrupt_waits() {
             return Next::Leave;
         }
         self.hlt_retired = false;

@@ -155,6 +155,7 @@ impl<B: Backend> Vcpu<B> {
                     return Next::Leave;
                 }
                 self.sync_priority();
+                self.withdraw_offer();
                 let value = self.shared.lapic.read(offset, || 0);
                 let index = usize::from(dest.index & 15);
                 if let Some(slot) = self.gprs.0.get_mut(index)

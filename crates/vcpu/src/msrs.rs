@@ -140,6 +140,7 @@ impl<B: Backend> Vcpu<B> {
                     return Err(Refused);
                 }
                 self.sync_priority();
+                self.withdraw_offer();
                 self.shared.lapic.read_x2(index, host::clock::monotonic_ns).map_err(|_| Refused)
             }
             Class::Apic => match index {

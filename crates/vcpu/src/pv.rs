@@ -99,6 +99,9 @@ impl<B: Backend> Vcpu<B> {
     /// or of what is in service. Interrupts are off, so the flag is written only where its page is mapped.
     pub(crate) fn offer_pv_eoi(&mut self, vector: Option<Vector>) {
         let Some(at) = self.pv.eoi.flag() else { return };
+        if !self.shared.in_kernel_apic || self.pv_eoi_offered {
+            return;
+        }
         let lapic = &self.shared.lapic;
         let possible = match vector {
             Some(vector) => lapic.pv_eoi_possible(vector),

@@ -63,6 +63,7 @@ impl<B: Backend> Vcpu<B> {
         self.has_run = true;
         self.fpu.put();
         self.sync_priority();
+        self.withdraw_offer();
         self.stats.user = self.stats.user.wrapping_add(1);
         exit
     }
@@ -223,9 +224,7 @@ impl<B: Backend> Vcpu<B> {
             || self.events.external.is_some()
             || self.events.again.is_some()
             || self.events.exception.is_some()
-            || (self.b.rflags() & (1 << 9) != 0
-                && (self.shared.lapic.highest_pending().is_some()
-                    || (self.vm.irq().extint_pending() && self.shared.lapic.accepts_pic())))
+            || (self.b.rflags() & (1 << 9) != 0 && self.interrupt_waits())
     }
 
     /// Sleeps until there is something to do. `None`: go on.

@@ -393,65 +393,67 @@ pub use exit_code::ExitCode;
 /// Exit codes; named as in the manual, where each is explained.
 #[allow(missing_docs)]
 mod exit_code {
-    use open_enum::open_enum;
-
-    /// Why the guest exited (APM vol. 2 appendix C).
-    #[open_enum]
+    /// Why the guest exited (APM vol. 2 appendix C). Any value can be held, known or not.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    #[repr(u64)]
-    pub enum ExitCode {
-        ReadCr0 = 0x000,
-        ReadCr15 = 0x00f,
-        WriteCr0 = 0x010,
-        WriteCr3 = 0x013,
-        WriteCr4 = 0x014,
-        WriteCr8 = 0x018,
-        WriteCr15 = 0x01f,
-        ReadDr0 = 0x020,
-        ReadDr15 = 0x02f,
-        WriteDr0 = 0x030,
-        WriteDr15 = 0x03f,
-        Excp0 = 0x040,
-        Excp31 = 0x05f,
-        Intr = 0x060,
-        Nmi = 0x061,
-        Smi = 0x062,
-        Init = 0x063,
-        Vintr = 0x064,
-        Cr0SelWrite = 0x065,
-        Rdpmc = 0x06f,
-        Cpuid = 0x072,
-        Iret = 0x074,
-        Invd = 0x076,
-        Pause = 0x077,
-        Hlt = 0x078,
-        Invlpg = 0x079,
-        Invlpga = 0x07a,
-        Ioio = 0x07b,
-        Msr = 0x07c,
-        TaskSwitch = 0x07d,
-        FerrFreeze = 0x07e,
-        Shutdown = 0x07f,
-        Vmrun = 0x080,
-        Vmmcall = 0x081,
-        Vmload = 0x082,
-        Vmsave = 0x083,
-        Stgi = 0x084,
-        Clgi = 0x085,
-        Skinit = 0x086,
-        Rdtscp = 0x087,
-        Icebp = 0x088,
-        Wbinvd = 0x089,
-        Monitor = 0x08a,
-        Mwait = 0x08b,
-        MwaitConditional = 0x08c,
-        Xsetbv = 0x08d,
-        Rdpru = 0x08e,
-        Invlpgb = 0x0a0,
-        InvlpgbIllegal = 0x0a1,
-        Invpcid = 0x0a2,
-        NestedPageFault = 0x400,
-        Invalid = 0xffff_ffff_ffff_ffff,
+    #[repr(transparent)]
+    pub struct ExitCode(pub u64);
+
+    #[allow(non_upper_case_globals)] // Read like the variants of an enum.
+    impl ExitCode {
+        pub const ReadCr0: Self = Self(0x000);
+        pub const ReadCr15: Self = Self(0x00f);
+        pub const WriteCr0: Self = Self(0x010);
+        pub const WriteCr3: Self = Self(0x013);
+        pub const WriteCr4: Self = Self(0x014);
+        pub const WriteCr8: Self = Self(0x018);
+        pub const WriteCr15: Self = Self(0x01f);
+        pub const ReadDr0: Self = Self(0x020);
+        pub const ReadDr15: Self = Self(0x02f);
+        pub const WriteDr0: Self = Self(0x030);
+        pub const WriteDr15: Self = Self(0x03f);
+        pub const Excp0: Self = Self(0x040);
+        pub const Excp31: Self = Self(0x05f);
+        pub const Intr: Self = Self(0x060);
+        pub const Nmi: Self = Self(0x061);
+        pub const Smi: Self = Self(0x062);
+        pub const Init: Self = Self(0x063);
+        pub const Vintr: Self = Self(0x064);
+        pub const Cr0SelWrite: Self = Self(0x065);
+        pub const Rdpmc: Self = Self(0x06f);
+        pub const Cpuid: Self = Self(0x072);
+        pub const Iret: Self = Self(0x074);
+        pub const Invd: Self = Self(0x076);
+        pub const Pause: Self = Self(0x077);
+        pub const Hlt: Self = Self(0x078);
+        pub const Invlpg: Self = Self(0x079);
+        pub const Invlpga: Self = Self(0x07a);
+        pub const Ioio: Self = Self(0x07b);
+        pub const Msr: Self = Self(0x07c);
+        pub const TaskSwitch: Self = Self(0x07d);
+        pub const FerrFreeze: Self = Self(0x07e);
+        pub const Shutdown: Self = Self(0x07f);
+        pub const Vmrun: Self = Self(0x080);
+        pub const Vmmcall: Self = Self(0x081);
+        pub const Vmload: Self = Self(0x082);
+        pub const Vmsave: Self = Self(0x083);
+        pub const Stgi: Self = Self(0x084);
+        pub const Clgi: Self = Self(0x085);
+        pub const Skinit: Self = Self(0x086);
+        pub const Rdtscp: Self = Self(0x087);
+        pub const Icebp: Self = Self(0x088);
+        pub const Wbinvd: Self = Self(0x089);
+        pub const Monitor: Self = Self(0x08a);
+        pub const Mwait: Self = Self(0x08b);
+        pub const MwaitConditional: Self = Self(0x08c);
+        pub const Xsetbv: Self = Self(0x08d);
+        pub const Rdpru: Self = Self(0x08e);
+        pub const Invlpgb: Self = Self(0x0a0);
+        pub const InvlpgbIllegal: Self = Self(0x0a1);
+        pub const Invpcid: Self = Self(0x0a2);
+        pub const Mcommit: Self = Self(0x0a3);
+        pub const Tlbsync: Self = Self(0x0a4);
+        pub const NestedPageFault: Self = Self(0x400);
+        pub const Invalid: Self = Self(0xffff_ffff_ffff_ffff);
     }
 }
 

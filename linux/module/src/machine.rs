@@ -104,7 +104,8 @@ fn offer(features: &Features, supported: &Supported, levels: u8, maxphyaddr: u8)
         tsc_scaling: features.tsc_ratio,
         max_tsc_khz: if features.tsc_ratio { max_khz as u32 } else { tsc_khz },
         tsc_khz,
-        split_irqchip: true,
+        // Ends of level-triggered interrupts are not reported to a VMM with an I/O APIC of its own.
+        split_irqchip: false,
         x2apic_api: X2APIC_API_USE_32BIT_IDS,
         steal_time: true,
         halt_poll: true,

@@ -42,9 +42,11 @@ impl Lapic {
         (self.enabled() && vector & 0xf0 > priority & 0xf0).then_some(Vector(vector))
     }
 
-    /// Moves `vector`, which [`highest_pending`](Self::highest_pending) named, into service.
+    /// Takes `vector`, which [`highest_pending`](Self::highest_pending) named, out of the IRR, to be
+    /// delivered: by then another one may be requested. [`serve`](Self::serve) or
+    /// [`put_back`](Self::put_back) follows.
     #[inline]
-    pub fn ack(&self, vector: Vector) {
+    pub fn take(&self, vector: Vector) {
         // A sender sets its bit first and the hint after; so drop the hint first, take the bit out
         // with a locked instruction, and look again. (x86 keeps a store before a locked
         // instruction, which is what makes this order hold.)
@@ -53,7 +55,26 @@ impl Lapic {
         if self.irr.any() {
             self.irr_pending.store(1, Relaxed);
         }
+    }
+
+    /// A vector that was taken has been delivered: it is in service.
+    #[inline]
+    pub fn serve(&self, vector: Vector) {
         self.enter_service(vector.0);
+    }
+
+    /// A vector that was taken is not to be delivered now after all.
+    #[inline]
+    pub fn put_back(&self, vector: Vector) {
+        self.irr.set_shared(vector.0);
+        self.irr_pending.store(1, Release);
+    }
+
+    /// Moves `vector` into service: [`take`](Self::take) and [`serve`](Self::serve).
+    #[inline]
+    pub fn ack(&self, vector: Vector) {
+        self.take(vector);
+        self.serve(vector);
     }
 
     #[inline]
@@ -129,7 +150,7 @@ impl Lapic {
         self.svr.load(Relaxed) & SVR_SUPPRESS_EOI != 0 && self.has(FEATURE_DIRECTED_EOI)
     }
 
-    /// Whether the EOI of `vector`, which is about to be delivered, may be left to a flag in guest
+    /// Whether the EOI of `vector`, which was taken and is about to be delivered, may be left to a flag in guest
     /// memory (PV EOI): nothing is in service, it is edge-triggered and nobody waits for its end,
     /// and nothing is pending behind it that its EOI would let through.
     #[inline]
@@ -137,7 +158,7 @@ impl Lapic {
         self.isr_highest.load(Relaxed) == 0
             && !self.tmr.test(vector.0)
             && !self.notifies(vector.0)
-            && self.irr.holds_only(vector.0)
+            && self.irr_pending.load(Relaxed) == 0
     }
 
     /// The vector in service whose EOI may be left to a flag in guest memory (PV EOI): the only

@@ -73,15 +73,6 @@ impl VectorSet {
         self.0.iter().any(|word| word.load(SeqCst) != 0)
     }
 
-    /// Whether `vector` is the only member.
-    #[inline]
-    pub(super) fn holds_only(&self, vector: u8) -> bool {
-        self.0.iter().enumerate().all(|(index, word)| {
-            let expected = if index == usize::from(vector >> 6) { Self::bit(vector) } else { 0 };
-            word.load(SeqCst) == expected
-        })
-    }
-
     pub(super) fn clear(&self) {
         for word in &self.0 {
             word.store(0, SeqCst);
@@ -123,7 +114,7 @@ mod tests {
             set.clear_shared(vector);
             assert!(set.highest() < vector);
         }
-        assert!(set.any() && set.holds_only(16) && !set.holds_only(17));
+        assert!(set.any());
         set.clear_owned(16);
         assert!(!set.any());
     }
