@@ -54,7 +54,7 @@ net() {
 # Counts aloud, for what the monitor does meanwhile.
 count() {
     n=0
-    while [ $n -lt 3000 ]; do echo "guest: tick $n"; n=$((n + 1)); usleep 50000; done
+    while [ $n -lt 3000 ]; do echo "guest: tick $n" | tee /dev/tty0; n=$((n + 1)); usleep 50000; done
 }
 
 # Every CPU busy with system calls and memory for a while, checked at the end.

@@ -38,7 +38,7 @@ mount -t sysfs none /sys
 mount -t devtmpfs none /dev 2>/dev/null
 mount -t debugfs none /sys/kernel/debug 2>/dev/null
 for m in $list; do insmod /modules/\$m.ko; done
-sh /vmm/run.sh $*
+VERBOSE=${VERBOSE:-} SHOWN=${SHOWN:-} sh /vmm/run.sh $*
 for m in $(printf '%s\n' $list | tac | tr '\n' ' '); do rmmod \$m || echo "FAIL rmmod \$m"; done
 dmesg | grep -E 'WARNING|BUG|Oops|general protection|Call Trace|RIP:|soft lockup|rcu.*stall|page allocation' && { echo "FAIL the host's log is not clean"; dmesg | tail -n 60; }
 echo "machine: done"

@@ -210,7 +210,7 @@ saves_and_loads() { # into a qcow2 image: the snapshot of the drive, then savevm
 ticks_after_load() { serial "guest: tick $((saved + 4))$(printf '\r')?\$" 30 && ticks_on; }
 screen_follows() { # the standard VGA: its memory is logged for dirty pages, text goes through the legacy window
     append_was=$append
-    append="console=ttyS0 console=tty0 panic=-1 mitigations=off"
+    append="console=tty0 console=ttyS0 panic=-1 mitigations=off"
     guest_append=job=count linux -M pc -device VGA
     append=$append_was
     serial 'guest: tick 2' 120 || return 1
@@ -223,7 +223,7 @@ screen_follows() { # the standard VGA: its memory is logged for dirty pages, tex
 }
 framebuffer_follows() { # a linear framebuffer, drawn by the guest, with the log read by QEMU's display
     append_was=$append
-    append="console=ttyS0 console=tty0 panic=-1 mitigations=off"
+    append="console=tty0 console=ttyS0 panic=-1 mitigations=off"
     start -no-reboot -M pc -device VGA -kernel /guest/vmlinuz -initrd /guest/initramfs -append "$append job=count vga=0x314"
     append=$append_was
     serial 'guest: tick 2' 200 || return 1
@@ -242,9 +242,9 @@ dies_without_a_trace() { # killed while its CPUs run
     why="the VMM did not die"
     ! vmm_up
 }
-alioth_boots() { # a VMM in Rust of its own making
+alioth_boots() { # a VMM in Rust; it wants a terminal, any terminal
     [ -x /vmm/alioth ] || return 77
-    (/vmm/alioth boot -k /guest/vmlinuz -i /guest/initramfs -c "$append job=plain" --memory size=128M --cpu count=${1:-1} </dev/null >$work/serial 2>$work/stderr) &
+    (/vmm/alioth boot -k /guest/vmlinuz -i /guest/initramfs -c "$append job=plain" --memory size=128M --cpu count=${1:-1} </dev/tty5 >$work/serial 2>$work/stderr) &
     vmm=$!
     exec 3>/dev/null; reader=$vmm
     serial "GUEST-USERSPACE cpus=${1:-1} " 150 && serial 'guest: done' 60 && right
@@ -267,6 +267,9 @@ for name in ${*:-$every_test}; do
     $name
     result=$?
     took=$(($(now) - began))
+    if [ $result = 1 ] && vmm_up; then # where it hangs
+        for question in 'info status' 'info registers -a' 'info pic' 'x/8i $eip'; do monitor "$question" & usleep 300000; done
+    fi
     seconds=$((took / 100)).$(printf '%02d' $((took % 100)))
     stop_vmm
     if [ $result = 0 ]; then
@@ -279,7 +282,7 @@ for name in ${*:-$every_test}; do
         failed=$((failed + 1))
         echo "FAIL $name: ${why:-no reason} ($seconds s)"
         for part in stdout stderr serial monitor; do
-            [ -s $work/$part ] && { echo "  $part:"; tail -n 25 $work/$part | tr -d '\r' | cut -c1-200 | sed 's/^/    /'; }
+            [ -s $work/$part ] && { echo "  $part:"; tail -n ${SHOWN:-25} $work/$part | tr -d '\r' | cut -c1-200 | sed 's/^/    /'; }
         done
     fi
 done

@@ -4,6 +4,9 @@ use crate::runner::Test;
 
 mod faults;
 mod guest_memory;
+mod injection;
+mod instructions;
+mod irq_ioctls;
 mod mmio;
 mod msrs;
 mod pointers;
@@ -28,6 +31,9 @@ pub fn all() -> impl Iterator<Item = Test> {
         faults::TESTS,
         mmio::TESTS,
         ports::TESTS,
+        instructions::TESTS,
+        injection::TESTS,
+        irq_ioctls::TESTS,
     ]
     .into_iter()
     .flatten()
