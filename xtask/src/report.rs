@@ -177,7 +177,8 @@ pub fn new_table() -> Table {
     table.load_style(comfy_table::presets::UTF8_FULL_CONDENSED);
     table.set_content_arrangement(ContentArrangement::Dynamic);
     let terminal = std::io::stdout().is_terminal();
-    if !terminal {
+    // Some terminals do not tell their width, or tell 0.
+    if !terminal || table.width().is_none_or(|width| width < 60) {
         table.set_width(140);
     }
     if terminal && std::env::var_os("NO_COLOR").is_none() {
