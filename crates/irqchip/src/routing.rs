@@ -64,6 +64,26 @@ pub struct Route {
     pub target: Target,
 }
 
+/// The routes of a VM that never set any.
+static STANDARD: [Route; ioapic::PINS + 16] = {
+    const NONE: Target = Target::Pin { chip: Chip::IoApic, pin: 0 };
+    let mut routes = [Route { gsi: 0, target: NONE }; ioapic::PINS + 16];
+    let mut pin = 0;
+    while pin < ioapic::PINS {
+        let gsi = pin as u32;
+        routes[pin] = Route { gsi, target: Target::Pin { chip: Chip::IoApic, pin: gsi } };
+        pin += 1;
+    }
+    let mut line = 0;
+    while line < 16 {
+        let gsi = line as u32;
+        let chip = if gsi < 8 { Chip::PicMaster } else { Chip::PicSlave };
+        routes[ioapic::PINS + line] = Route { gsi, target: Target::Pin { chip, pin: gsi & 7 } };
+        line += 1;
+    }
+    routes
+};
+
 /// Why a table was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RoutingError {
@@ -163,14 +183,7 @@ impl Routing {
     /// # Errors
     /// [`RoutingError::NoMemory`].
     pub fn standard() -> Result<Self, RoutingError> {
-        let mut routes = [Route { gsi: 0, target: Target::Msi(Msi::default()) }; ioapic::PINS + 16];
-        let io = (0..ioapic::PINS as u32).map(|gsi| (gsi, Chip::IoApic, gsi));
-        let pic = (0..16u32)
-            .map(|gsi| (gsi, if gsi < 8 { Chip::PicMaster } else { Chip::PicSlave }, gsi & 7));
-        for (slot, (gsi, chip, pin)) in routes.iter_mut().zip(io.chain(pic)) {
-            *slot = Route { gsi, target: Target::Pin { chip, pin } };
-        }
-        Self::new(&routes, false)
+        Self::new(&STANDARD, false)
     }
 
     /// Where a GSI goes; empty when nowhere.

@@ -204,6 +204,8 @@ impl<'a> RunPage<'a> {
             UserExit::Shutdown => EXIT_SHUTDOWN,
             UserExit::SetTpr => EXIT_SET_TPR,
             UserExit::Again => EXIT_INTR,
+            // Nothing happened that could be told: what the VMM looked at last is still there.
+            UserExit::Immediate => self.load(STATUS) as u32,
             UserExit::Io { .. } => EXIT_IO,
             UserExit::Mmio { .. } => EXIT_MMIO,
             UserExit::Hlt => EXIT_HLT,

@@ -63,17 +63,17 @@ pub struct Vcpu<B: Backend> {
     /// What this host can offer.
     pub(crate) offered: Offered,
     /// Pages for nested tables, topped up outside locks.
-    pub(crate) tables: TableCache,
+    pub(crate) tables: KBox<TableCache>,
     pub(crate) store: KBox<MsrStore>,
     pub(crate) decode: KBox<DecodeCache>,
     pub(crate) tsc_khz: u32,
     /// TSC frequency ratio of guest to host, 32.32 fixed point.
     pub(crate) tsc_ratio: u64,
     pub(crate) tsc_offset: u64,
-    pub(crate) fpu: GuestFpu,
+    pub(crate) fpu: KBox<GuestFpu>,
     pub(crate) open: run::Open,
     pub(crate) replay: KBox<emulation::Replay>,
-    pub(crate) pv: pv::PvState,
+    pub(crate) pv: KBox<pv::PvState>,
     pub(crate) signal_mask: Option<u64>,
     pub(crate) single_step: bool,
     pub(crate) guest_debug: u32,
@@ -106,12 +106,57 @@ pub struct Stats {
     pub unknown: u64,
 }
 
+/// Moves what `make` makes to the heap, in a stack frame of its own.
+#[inline(never)]
+fn boxed<T>(make: impl FnOnce() -> T) -> Result<KBox<T>, NoMemory> {
+    KBox::new(make())
+}
+
+#[inline(never)]
+fn msr_store(offered: &Offered) -> Result<KBox<MsrStore>, NoMemory> {
+    KBox::new(MsrStore::new(offered.msrs).map_err(|_| NoMemory)?)
+}
+
 impl<B: Backend> Vcpu<B> {
     /// A vCPU on a fresh backend.
-    pub fn new(b: B, shared: SharedVcpu, vm: VmRef, offered: Offered) -> Result<Self, NoMemory> {
-        let root = vm.memory().nested_root();
+    pub fn new(
+        b: B,
+        shared: SharedVcpu,
+        vm: VmRef,
+        offered: Offered,
+    ) -> Result<KBox<Self>, NoMemory> {
+        let mut this = Self::assemble(b, shared, vm, offered)?;
+        let root = this.vm.memory().nested_root();
+        this.b.set_nested_root(root);
+        this.reset_registers(false);
+        // KVM starts a guest's TSC at zero when its vCPU is made.
+        let host = this.b.host_tsc();
+        this.tsc_offset = this.vm.new_vcpu_tsc_offset(host);
+        let (offset, ratio) = (this.tsc_offset, this.tsc_ratio);
+        this.b.set_tsc(offset, ratio);
+        this.apply_cpuid();
+        Ok(this)
+    }
+
+    /// Its parts in their places. What is large is made in a function of its own, so that no stack
+    /// frame holds two of them.
+    #[inline(never)]
+    fn assemble(
+        b: B,
+        shared: SharedVcpu,
+        vm: VmRef,
+        offered: Offered,
+    ) -> Result<KBox<Self>, NoMemory> {
         let tsc_khz = vm.tsc_khz();
-        let mut this = Self {
+        let fetch = boxed(CodeFetch::new)?;
+        let cpuid = boxed(|| GuestCpuid::new(offered.cpuid))?;
+        let store = msr_store(&offered)?;
+        let decode = boxed(DecodeCache::new)?;
+        let replay = boxed(emulation::Replay::default)?;
+        let tables = boxed(TableCache::new)?;
+        let pv = boxed(pv::PvState::default)?;
+        let fpu = KBox::new(GuestFpu::alloc()?)?;
+        KBox::new(Self {
             b,
             gprs: Gprs::default(),
             recheck: true,
@@ -124,36 +169,28 @@ impl<B: Backend> Vcpu<B> {
             hlt_retired: false,
             events: events::Events::default(),
             loop_clock: lapic::LoopClock::default(),
-            fetch: KBox::new(CodeFetch::new())?,
+            fetch,
             shared,
             vm,
-            cpuid: KBox::new(GuestCpuid::new(offered.cpuid))?,
+            cpuid,
             offered,
-            tables: TableCache::new(),
-            store: KBox::new(MsrStore::new(offered.msrs).map_err(|_| NoMemory)?)?,
-            decode: KBox::new(DecodeCache::new())?,
+            tables,
+            store,
+            decode,
             tsc_khz,
             tsc_ratio: 1 << 32,
             tsc_offset: 0,
-            fpu: GuestFpu::alloc()?,
+            fpu,
             open: run::Open::Nothing,
-            replay: KBox::new(emulation::Replay::default())?,
-            pv: pv::PvState::default(),
+            replay,
+            pv,
             signal_mask: None,
             single_step: false,
             guest_debug: 0,
             has_run: false,
             io_data: [0; 8],
             stats: Stats::default(),
-        };
-        this.b.set_nested_root(root);
-        this.reset_registers(false);
-        // KVM starts a guest's TSC at zero when its vCPU is made.
-        let host = this.b.host_tsc();
-        this.tsc_offset = this.vm.new_vcpu_tsc_offset(host);
-        this.b.set_tsc(this.tsc_offset, this.tsc_ratio);
-        this.apply_cpuid();
-        Ok(this)
+        })
     }
 
     /// The half that other CPUs touch.

@@ -7,6 +7,7 @@ use backend::{Gprs, RCX, RDX};
 use cpu::{Counting, Counts, Model, Op};
 use cpuid::{Entry, HostFacts, Supported};
 use gannet_vcpu::{Offered, RunInput, UserExit, Vcpu};
+use host::KBox;
 use msr::HostMsrs;
 use svm::{Features, Svm, percpu};
 use vm::vcpu_shared::VcpuShared;
@@ -47,7 +48,7 @@ fn offered() -> Offered {
     Offered { cpuid, msrs }
 }
 
-fn vcpu() -> Vcpu<Svm<Cpu>> {
+fn vcpu() -> KBox<Vcpu<Svm<Cpu>>> {
     percpu::set_up(features(), 4).unwrap();
     let limits = HostLimits { levels: 4, maxphyaddr: 48, encryption: 0, halt_poll_ns: 0 };
     let vm = Vm::new(&limits).unwrap();

@@ -12,7 +12,7 @@ use ::vm::{
     vcpu_shared::{MpState, SharedVcpu},
 };
 use backend::Backend;
-use host::{Arc, file::FileObject, page::Page, sync::Mutex};
+use host::{Arc, KBox, file::FileObject, page::Page, sync::Mutex};
 use irqchip::Accepted;
 use msr::McReport;
 use x86::{Hpa, Vector};
@@ -32,7 +32,7 @@ use crate::uapi::vcpu_state::*;
 
 /// What the mutex of a vCPU guards.
 pub struct BoundVcpu<B: Backend> {
-    vcpu: Vcpu<B>,
+    vcpu: KBox<Vcpu<B>>,
     vm: VmRef,
     host: &'static Host,
     /// Where a start-up IPI sends the vCPU that a VMM restores with one pending.

@@ -34,7 +34,7 @@ pub fn run<V: VcpuOps>(vcpu: &mut V, page: RunPage<'_>, io_page: RunPage<'_>, ar
     }
     page.show(&exit, &vcpu.run_output());
     match exit {
-        UserExit::Intr => Err(Errno::EINTR),
+        UserExit::Intr | UserExit::Immediate => Err(Errno::EINTR),
         UserExit::Again => Err(Errno::EAGAIN),
         UserExit::MemoryFault { .. } => Err(Errno::EFAULT),
         _ => Ok(0),

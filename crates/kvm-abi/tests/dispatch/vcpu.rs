@@ -163,6 +163,16 @@ fn a_run_that_fails_shows_why_all_the_same() {
 }
 
 #[test]
+fn an_immediate_exit_leaves_the_last_reason_standing() {
+    let f = File::new();
+    f.vcpu.borrow_mut().exit = UserExit::Io { write: true, size: 1, port: 0x3f8, count: 1 };
+    assert_eq!(vcpu(&f, RUN, 0), Ok(0));
+    f.vcpu.borrow_mut().exit = UserExit::Immediate;
+    refused(vcpu(&f, RUN, 0), Errno::EINTR);
+    assert_eq!(page(&f).exit_reason, EXIT_IO);
+}
+
+#[test]
 fn shared_registers_go_both_ways() {
     let f = File::new();
     f.page[36].store(SYNC_X86_VALID_FIELDS, Relaxed);

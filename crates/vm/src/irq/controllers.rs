@@ -8,7 +8,7 @@ use core::sync::atomic::{AtomicBool, AtomicU8, Ordering::*};
 
 use alloc::vec::Vec;
 use host::{
-    Arc, clock,
+    Arc, KBox, clock,
     event::EventFd,
     sync::SpinLock,
     timer::{TimerHandler, WithTimer},
@@ -61,7 +61,7 @@ pub(super) struct Resampler {
 pub(super) struct State {
     pub pic: Pic,
     pub ioapic: IoApic,
-    pub pit: Option<Pit>,
+    pub pit: Option<KBox<Pit>>,
     pub routing: Routing,
     pub resamplers: Vec<Resampler>,
     /// I/O APIC pins put off, and until when.
@@ -229,7 +229,7 @@ impl IrqCore {
 
     /// The guest has ended an interrupt of this GSI.
     fn acknowledged(&self, state: &mut State, gsi: u32) {
-        if gsi == PIT_GSI && state.pit.as_mut().is_some_and(Pit::acked) {
+        if gsi == PIT_GSI && state.pit.as_mut().is_some_and(|pit| pit.acked()) {
             self.pulse_pit(state);
         }
         if state.resamplers.iter().any(|r| r.gsi == gsi) {
@@ -353,7 +353,7 @@ impl IrqCore {
 impl State {
     /// When the timer is needed next.
     pub(super) fn next_expiry(&self) -> Option<u64> {
-        let pit = self.pit.as_ref().and_then(Pit::next_expiry);
+        let pit = self.pit.as_ref().and_then(|pit| pit.next_expiry());
         let retry = (self.put_off != 0).then_some(self.retry_ns);
         match (pit, retry) {
             (Some(a), Some(b)) => Some(a.min(b)),
@@ -363,7 +363,7 @@ impl State {
 
     /// Asks the I/O APIC for reports of those ends of interrupt that somebody waits for.
     pub(super) fn refresh_listeners(&mut self) {
-        let pit = self.pit.as_ref().is_some_and(Pit::wants_acks);
+        let pit = self.pit.as_ref().is_some_and(|pit| pit.wants_acks());
         let mut pins = 0;
         for pin in 0..irqchip::ioapic::PINS as u32 {
             let Some(gsi) = self.routing.gsi_of_pin(Chip::IoApic, pin) else { continue };

@@ -16,7 +16,7 @@ pub use self::{
 };
 
 use core::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use host::{Arc, NoMemory, clock, timer::WithTimer};
+use host::{Arc, KBox, NoMemory, clock, timer::WithTimer};
 use irqchip::{
     IoApicState, IrqMessage, LineStatus, Msi, PicState, Pit, PitState, Route, Routing,
     RoutingError, Shorthand, lapic::Accepted,
@@ -71,6 +71,7 @@ impl VmIrq {
     ///
     /// # Errors
     /// [`NoMemory`].
+    #[inline(never)]
     pub fn new(vcpus: Arc<VcpuTable>) -> Result<Self, NoMemory> {
         Ok(Self {
             core: WithTimer::new(IrqCore::new(vcpus))?,
@@ -111,11 +112,12 @@ impl VmIrq {
         if self.kind() != Irqchip::Full {
             return Err(IrqError::Missing);
         }
+        let pit = KBox::new(Pit::new(clock::monotonic_ns()))?;
         let mut state = self.core.state.lock();
         if state.pit.is_some() {
             return Err(IrqError::Exists);
         }
-        state.pit = Some(Pit::new(clock::monotonic_ns()));
+        state.pit = Some(pit);
         state.refresh_listeners();
         drop(state);
         self.speaker.store(speaker, Relaxed);
