@@ -175,8 +175,10 @@ pub enum UserExit {
         /// Bytes.
         size: u64,
     },
-    /// A signal is pending, or immediate exit was asked for; KVM_RUN fails with EINTR.
+    /// A signal is pending; KVM_RUN fails with EINTR.
     Intr,
+    /// Immediate exit was asked for; KVM_RUN fails with EINTR and the reason of the last exit stays.
+    Immediate,
     /// An application processor was started: call again. KVM_RUN fails with EAGAIN.
     Again,
 }

@@ -46,7 +46,7 @@ impl<B: Backend> Vcpu<B> {
     /// Runs the guest until user space is needed.
     pub fn run(&mut self, input: &RunInput) -> UserExit {
         let _mask = task::with_sigmask(self.signal_mask);
-        if let Some(exit) = self.wait_for_start() {
+        if let Some(exit) = self.wait_for_start(input) {
             return exit;
         }
         if let Some(cr8) = input.cr8 {
@@ -57,7 +57,7 @@ impl<B: Backend> Vcpu<B> {
         self.b.begin_run();
         let exit = match self.finish_open(input) {
             Some(exit) => exit,
-            None if input.immediate_exit => UserExit::Intr,
+            None if input.immediate_exit => UserExit::Immediate,
             None => self.run_loop(input),
         };
         self.has_run = true;
@@ -79,9 +79,12 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// An application processor sleeps until it is started.
-    fn wait_for_start(&mut self) -> Option<UserExit> {
+    fn wait_for_start(&mut self, input: &RunInput) -> Option<UserExit> {
         if self.shared.mp_state() != MpState::Uninitialized {
             return None;
+        }
+        if input.immediate_exit {
+            return Some(UserExit::Immediate);
         }
         let shared = self.shared.clone();
         let blocked = shared.waiter.block(|| shared.has_init_sipi(), 0);
