@@ -95,6 +95,7 @@ static IDS: AtomicU64 = AtomicU64::new(1);
 
 impl<C: Cpu> Svm<C> {
     /// A vCPU in its power-up state.
+    #[inline(never)]
     pub fn new(cpu: C, features: Features) -> Result<Self, NoMemory> {
         let mut this = Self {
             block: ControlBlock(Page::zeroed()?),

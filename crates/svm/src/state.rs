@@ -92,7 +92,8 @@ impl<C: Cpu> Svm<C> {
         }
         // #AC and #DB loops would hold the CPU for ever without an exit; a machine check is the
         // host's.
-        control.intercepts[2] = (1 << 1) | (1 << 17) | (1 << 18);
+        // #UD: a guest may make its hypercalls with VMCALL.
+        control.intercepts[2] = (1 << 1) | (1 << 6) | (1 << 17) | (1 << 18);
         control.intercepts[3] = (Intercept3::INTR
             | Intercept3::NMI
             | Intercept3::SMI

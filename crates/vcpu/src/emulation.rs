@@ -152,7 +152,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Reads the bytes at RIP through the guest's page tables; may sleep. The number of bytes: fewer
     /// than 15 when the next page cannot be fetched.
-    fn read_code(&mut self, bytes: &mut [u8; 15]) -> Result<usize, Stop> {
+    pub(crate) fn read_code(&mut self, bytes: &mut [u8; 15]) -> Result<usize, Stop> {
         let mut done = 0;
         let rip = self.linear_rip();
         while done < bytes.len() {

@@ -22,6 +22,16 @@ pub struct Events {
     pub external: Option<Vector>,
     /// Two faults met a third: the guest is to be shut down.
     pub triple_fault: bool,
+    /// An instruction that the VMM single-steps has retired.
+    pub stepped: bool,
+}
+
+impl Events {
+    /// Whether something is for the outer loop.
+    #[inline]
+    pub(crate) fn leaves(&self) -> bool {
+        self.triple_fault | self.stepped
+    }
 }
 
 /// What raising a second exception makes (APM vol. 2 table 8-4).
@@ -149,6 +159,9 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn inject_nmi(&mut self) {
+        if self.b.nmi_masked() {
+            self.shared.limit_nmis();
+        }
         if !self.b.injecting() && self.b.nmi_allowed() && self.shared.take_nmi() {
             self.b.inject(Event::Nmi);
         }
@@ -268,6 +281,19 @@ impl<B: Backend> Vcpu<B> {
             }
             self.events.again = Some(event);
             self.recheck = true;
+            if let Event::Interrupt(vector) = event
+                && self.virtual_irq == Some(vector)
+            {
+                // The delivery of the offered one was interrupted, and V_IRQ may still be set: it
+                // has left the offer for the event.
+                self.virtual_irq = None;
+                self.b.offer_interrupt(None);
+                if self.shared.in_kernel_apic {
+                    self.shared.lapic.serve(vector);
+                } else {
+                    self.events.external = None;
+                }
+            }
             if event == Event::Nmi {
                 // It was not delivered: the handler does not run yet.
                 self.b.set_nmi_masked(false);

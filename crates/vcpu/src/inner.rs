@@ -98,7 +98,7 @@ impl<B: Backend> Vcpu<B> {
             }
             self.stats.fast = self.stats.fast.wrapping_add(1);
             // An answer that cannot be injected here was given all the same: leave quietly.
-            if self.recheck && (!self.inject_pending(false) || self.events.triple_fault) {
+            if self.recheck && (self.events.leaves() || !self.inject_pending(false)) {
                 self.recheck = true;
                 return Exit::Interrupt;
             }
@@ -185,7 +185,13 @@ impl<B: Backend> Vcpu<B> {
         self.b.set_rflags(rflags & !RF);
         if rflags & TF != 0 {
             const DR6_BS: u64 = 1 << 14;
-            self.raise(x86::Exception::db(DR6_BS));
+            if self.single_step {
+                // The VMM's step, not the guest's.
+                self.events.stepped = true;
+                self.recheck = true;
+            } else {
+                self.raise(x86::Exception::db(DR6_BS));
+            }
         }
     }
 

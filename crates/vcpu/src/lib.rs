@@ -106,6 +106,18 @@ pub struct Stats {
     pub unknown: u64,
 }
 
+/// The parts of a vCPU that lie in memory of their own.
+struct Parts {
+    fetch: KBox<CodeFetch>,
+    cpuid: KBox<GuestCpuid>,
+    tables: KBox<TableCache>,
+    store: KBox<MsrStore>,
+    decode: KBox<DecodeCache>,
+    fpu: KBox<GuestFpu>,
+    replay: KBox<emulation::Replay>,
+    pv: KBox<pv::PvState>,
+}
+
 /// Moves what `make` makes to the heap, in a stack frame of its own.
 #[inline(never)]
 fn boxed<T>(make: impl FnOnce() -> T) -> Result<KBox<T>, NoMemory> {
@@ -138,8 +150,8 @@ impl<B: Backend> Vcpu<B> {
         Ok(this)
     }
 
-    /// Its parts in their places. What is large is made in a function of its own, so that no stack
-    /// frame holds two of them.
+    /// Its parts, then all of it in its place. What is large is made in a function of its own, so
+    /// that no stack frame holds two of them.
     #[inline(never)]
     fn assemble(
         b: B,
@@ -147,15 +159,28 @@ impl<B: Backend> Vcpu<B> {
         vm: VmRef,
         offered: Offered,
     ) -> Result<KBox<Self>, NoMemory> {
+        let parts = Parts {
+            fetch: boxed(CodeFetch::new)?,
+            cpuid: boxed(|| GuestCpuid::new(offered.cpuid))?,
+            tables: boxed(TableCache::new)?,
+            store: msr_store(&offered)?,
+            decode: boxed(DecodeCache::new)?,
+            fpu: KBox::new(GuestFpu::alloc()?)?,
+            replay: boxed(emulation::Replay::default)?,
+            pv: boxed(pv::PvState::default)?,
+        };
+        Self::place(b, shared, vm, offered, parts)
+    }
+
+    #[inline(never)]
+    fn place(
+        b: B,
+        shared: SharedVcpu,
+        vm: VmRef,
+        offered: Offered,
+        parts: Parts,
+    ) -> Result<KBox<Self>, NoMemory> {
         let tsc_khz = vm.tsc_khz();
-        let fetch = boxed(CodeFetch::new)?;
-        let cpuid = boxed(|| GuestCpuid::new(offered.cpuid))?;
-        let store = msr_store(&offered)?;
-        let decode = boxed(DecodeCache::new)?;
-        let replay = boxed(emulation::Replay::default)?;
-        let tables = boxed(TableCache::new)?;
-        let pv = boxed(pv::PvState::default)?;
-        let fpu = KBox::new(GuestFpu::alloc()?)?;
         KBox::new(Self {
             b,
             gprs: Gprs::default(),
@@ -169,21 +194,21 @@ impl<B: Backend> Vcpu<B> {
             hlt_retired: false,
             events: events::Events::default(),
             loop_clock: lapic::LoopClock::default(),
-            fetch,
+            fetch: parts.fetch,
             shared,
             vm,
-            cpuid,
+            cpuid: parts.cpuid,
             offered,
-            tables,
-            store,
-            decode,
+            tables: parts.tables,
+            store: parts.store,
+            decode: parts.decode,
             tsc_khz,
             tsc_ratio: 1 << 32,
             tsc_offset: 0,
-            fpu,
+            fpu: parts.fpu,
             open: run::Open::Nothing,
-            replay,
-            pv,
+            replay: parts.replay,
+            pv: parts.pv,
             signal_mask: None,
             single_step: false,
             guest_debug: 0,

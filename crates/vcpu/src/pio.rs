@@ -59,8 +59,8 @@ impl<B: Backend> Vcpu<B> {
         } else if !self.vm.irq().pio_write(io.port, io.size, mask(rax, io.size) as u32) {
             return false;
         }
-        // The 8259A's output may have changed.
-        self.recheck = true;
+        // The 8259A's output may have risen.
+        self.recheck |= self.vm.irq().extint_pending();
         true
     }
 

@@ -183,6 +183,13 @@ impl<B: Backend> Vcpu<B> {
             self.events.triple_fault = false;
             return Some(UserExit::Shutdown);
         }
+        if self.events.stepped {
+            self.events.stepped = false;
+            let [.., dr7] = self.b.debug_regs();
+            let pc = self.linear_rip();
+            // DR6.BS with the bits that are always set.
+            return Some(UserExit::Debug { exception: 1, pc, dr6: 0xffff_4ff0, dr7 });
+        }
         if self.shared.mp_state() != MpState::Runnable
             && let Some(exit) = self.sleep()
         {

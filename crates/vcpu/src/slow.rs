@@ -136,6 +136,7 @@ impl<B: Backend> Vcpu<B> {
     fn exception(&mut self, e: Exception) -> Option<UserExit> {
         const DB: u8 = 1;
         const BP: u8 = 3;
+        const UD: u8 = 6;
         match e.vector.0 {
             DB => {
                 if self.b.own_single_step() {
@@ -152,6 +153,7 @@ impl<B: Backend> Vcpu<B> {
                 self.raise(Exception::db(dr6 ^ ACTIVE_LOW));
                 None
             }
+            UD => self.invalid_opcode(),
             BP if self.guest_debug & guestdbg::USE_SW_BP != 0 => {
                 let [.., dr6, dr7] = self.b.debug_regs();
                 let pc = self.linear_rip();
@@ -162,6 +164,22 @@ impl<B: Backend> Vcpu<B> {
                 None
             }
         }
+    }
+
+    /// #UD. A guest that took this host for the other vendor's makes its hypercalls with VMCALL;
+    /// stock KVM rewrites the instruction, here it is a hypercall as well.
+    fn invalid_opcode(&mut self) -> Option<UserExit> {
+        const VMCALL: [u8; 3] = [0x0f, 0x01, 0xc1];
+        let mut bytes = [0; 15];
+        let len = self.read_code(&mut bytes).unwrap_or(0);
+        if len >= VMCALL.len() && bytes.starts_with(&VMCALL) {
+            let next = self.wrap_rip(self.b.rip().wrapping_add(VMCALL.len() as u64));
+            self.do_hypercall();
+            self.retire(next);
+        } else {
+            self.raise(Exception::ud());
+        }
+        None
     }
 
     /// A nested page fault: a page to be mapped, or a device.

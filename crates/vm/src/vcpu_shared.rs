@@ -104,6 +104,7 @@ pub struct VcpuShared {
 
 impl VcpuShared {
     /// A vCPU at its place. The first is the bootstrap processor.
+    #[inline(never)]
     pub fn new(
         id: u32,
         index: u32,
@@ -111,7 +112,7 @@ impl VcpuShared {
         in_kernel_apic: bool,
     ) -> Result<SharedVcpu, NoMemory> {
         let state = if bsp || !in_kernel_apic { MpState::Runnable } else { MpState::Uninitialized };
-        WithTimer::new(Self {
+        Self {
             id,
             index,
             in_kernel_apic,
@@ -123,7 +124,18 @@ impl VcpuShared {
             nmis: AtomicU32::new(0),
             init_sipi: AtomicU32::new(0),
             mp_state: AtomicU32::new(state as u32),
-        })
+        }
+        .with_timer()
+    }
+
+    /// Out of line: with its timer it is a second thing of that size on the stack.
+    #[inline(never)]
+    fn with_timer(self) -> Result<SharedVcpu, NoMemory> {
+        let bsp = self.lapic.base() & (1 << 8) != 0;
+        let shared = WithTimer::new(self)?;
+        // As firmware leaves it: the bootstrap processor takes the 8259A's interrupts.
+        shared.lapic.reset(bsp, bsp);
+        Ok(shared)
     }
 
     /// Makes a request visible. The vCPU is not kicked.
@@ -201,10 +213,17 @@ impl VcpuShared {
         self.kick();
     }
 
-    /// One more NMI; at most two can be held (APM vol. 2 §8.1.5: one handled, one pending).
+    /// One more NMI. Of those that wait at most two count (APM vol. 2 §8.1.5: one to be handled, one
+    /// behind it); the vCPU itself knows whether one is being handled, see
+    /// [`limit_nmis`](Self::limit_nmis).
     pub fn add_nmi(&self) {
         let _ = self.nmis.fetch_update(AcqRel, Acquire, |n| Some((n + 1).min(2)));
         self.request(Request::Event);
+    }
+
+    /// While an NMI is handled only one more can wait; the others merge with it.
+    pub fn limit_nmis(&self) {
+        let _ = self.nmis.fetch_update(AcqRel, Acquire, |n| (n > 1).then_some(1));
     }
 
     /// Number of NMIs that wait.
