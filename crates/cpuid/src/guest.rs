@@ -81,6 +81,7 @@ impl GuestCpuid {
 
     /// A vCPU whose VMM has not set CPUID yet: every answer is zero, but control registers may
     /// hold whatever the host can give, as KVM allows.
+    #[inline(never)]
     pub fn new(host: &'static Supported) -> Self {
         let mut this = Self::without_table(host.layout());
         this.facts.cr4 = host.cr4();

@@ -34,8 +34,13 @@ impl<T> Arc<T> {
     /// Moves `value` to the heap with one owner.
     pub fn new(value: T) -> Result<Self, NoMemory> {
         let shared = allocate::<Shared<T>>(false)?;
-        // SAFETY: freshly allocated for a Shared<T>.
-        unsafe { shared.as_ptr().write(Shared { owners: AtomicUsize::new(1), value }) };
+        let at = shared.as_ptr();
+        // Field by field: a large value is copied once, and never lies on the stack as a Shared.
+        // SAFETY: freshly allocated for a Shared<T>, of which these are all fields.
+        unsafe {
+            (&raw mut (*at).owners).write(AtomicUsize::new(1));
+            (&raw mut (*at).value).write(value);
+        }
         Ok(Self { shared })
     }
 

@@ -53,6 +53,7 @@ pub struct VcpuFile<B: Backend> {
 
 impl<B: Backend + 'static> VcpuFile<B> {
     /// The vCPU that others know by `shared`, on a fresh backend.
+    #[inline(never)]
     pub fn new(
         backend: B,
         shared: SharedVcpu,

@@ -6,7 +6,10 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use ::vm::irq::{self, Source};
 use ::vm::vcpus::{MAX_VCPU_ID, MAX_VCPUS};
-use ::vm::{Vm, VmRef, vcpu_shared::VcpuShared};
+use ::vm::{
+    Vm, VmRef,
+    vcpu_shared::{SharedVcpu, VcpuShared},
+};
 use host::{
     Arc,
     file::{FileObject, NewFile},
@@ -58,6 +61,13 @@ impl<M: MakeBackend> VmFile<M> {
             return Err(Errno::EINVAL);
         }
         Ok(set(&self.vm))
+    }
+
+    /// The file of a vCPU, out of line because the hardware half is made on the stack.
+    #[inline(never)]
+    fn vcpu_file(&self, shared: &SharedVcpu) -> Result<Arc<VcpuFile<M::B>>, Errno> {
+        let file = VcpuFile::new(M::make()?, shared.clone(), self.vm.clone(), self.host)?;
+        Ok(Arc::new(file)?)
     }
 
     fn create_controllers(&self, kind: irq::Irqchip) -> Result<(), Errno> {
@@ -128,8 +138,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
         let bsp = id == vm.settings.boot_cpu_id.load(Relaxed);
         let lapic = vm.irq().kind() != irq::Irqchip::None;
         let shared = VcpuShared::new(id, index, bsp, lapic)?;
-        let file = VcpuFile::<M::B>::new(M::make()?, shared.clone(), vm.clone(), self.host)?;
-        let file = NewFile::new(Arc::new(file)?, Some(id)).map_err(Errno::from_file)?;
+        let file = NewFile::new(self.vcpu_file(&shared)?, Some(id)).map_err(Errno::from_file)?;
         vm.add_vcpu(shared)?;
         vm.irq().apic_changed();
         Ok(file.install())
