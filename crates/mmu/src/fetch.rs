@@ -23,8 +23,8 @@ pub struct CodeBytes {
     pub len: usize,
 }
 
-/// Pages remembered. A loop that exits touches one or two.
-const WAYS: usize = 4;
+/// Pages remembered, in pairs. A loop that exits touches one or two, wherever they lie.
+const WAYS: usize = 8;
 
 /// What decides how a fetch is translated. A change of any of it means another walk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -82,18 +82,26 @@ impl Way {
     }
 }
 
-/// Where a page is remembered. The bits that guests toggle (CR4.PGE, CR4.SMEP, EFER.NXE) go in, so
-/// that the two halves of a toggle do not drive each other out.
+/// Where a page is looked for first. The bits that guests toggle (CR4.PGE, CR4.SMEP, EFER.NXE) go
+/// in, so that the two halves of a toggle do not drive each other out.
 #[inline]
 fn slot(mode: &CodeMode, rip: u64) -> usize {
     let mixed = (rip >> 12) ^ (mode.cr4 >> 7) ^ (mode.cr4 >> 19) ^ (mode.efer >> 10);
     mixed as usize % WAYS
 }
 
+/// Where a page is remembered that lost the first place to another.
+#[inline]
+fn second(slot: usize) -> usize {
+    slot ^ 1
+}
+
 /// A vCPU's memory of where its code is.
 #[derive(Clone, Debug)]
 pub struct CodeFetch {
     ways: [Way; WAYS],
+    /// Turns with every page that is remembered: which of its two places it takes.
+    turn: bool,
 }
 
 impl Default for CodeFetch {
@@ -105,7 +113,7 @@ impl Default for CodeFetch {
 impl CodeFetch {
     /// Remembers nothing.
     pub const fn new() -> Self {
-        Self { ways: [Way::EMPTY; WAYS] }
+        Self { ways: [Way::EMPTY; WAYS], turn: false }
     }
 
     /// The bytes at linear address `rip` (CS base included), as the guest would fetch them.
@@ -130,17 +138,20 @@ impl CodeFetch {
     /// `None` means to ask that.
     #[inline]
     pub fn hit(&self, mode: &CodeMode, rip: u64, view: &View<'_>) -> Option<CodeBytes> {
-        let way = self.way(mode, rip);
-        if !way.is_for(mode, rip) {
-            return None;
-        }
+        let way = self.way(mode, rip)?;
         let bytes = way.trail.bytes_plain(view, rip as usize)?;
         Some(CodeBytes { bytes, len: 16 })
     }
 
     #[inline]
-    fn way(&self, mode: &CodeMode, rip: u64) -> &Way {
-        &self.ways[slot(mode, rip)]
+    fn way(&self, mode: &CodeMode, rip: u64) -> Option<&Way> {
+        let slot = slot(mode, rip);
+        let first = &self.ways[slot];
+        if first.is_for(mode, rip) {
+            return Some(first);
+        }
+        let other = &self.ways[second(slot)];
+        other.is_for(mode, rip).then_some(other)
     }
 
     #[inline(never)]
@@ -151,11 +162,23 @@ impl CodeFetch {
         view: &View<'_>,
     ) -> Option<CodeBytes> {
         let mode = CodeMode::of(context);
-        let way = self.way(&mode, rip);
-        match way.trail.bytes(view, rip as usize) {
-            Some((bytes, len)) if way.is_for(&mode, rip) => Some(CodeBytes { bytes, len }),
-            _ => self.miss::<F>(context, rip, view),
+        match self.way(&mode, rip).and_then(|way| way.trail.bytes(view, rip as usize)) {
+            Some((bytes, len)) => Some(CodeBytes { bytes, len }),
+            None => self.miss::<F>(context, rip, view),
         }
+    }
+
+    /// Where to remember a page: where it was, or in place of either neighbour by turns.
+    fn place(&mut self, mode: &CodeMode, rip: u64) -> usize {
+        let slot = slot(mode, rip);
+        if self.ways[slot].is_for(mode, rip) {
+            return slot;
+        }
+        if self.ways[second(slot)].is_for(mode, rip) {
+            return second(slot);
+        }
+        self.turn = !self.turn;
+        if self.turn { slot } else { second(slot) }
     }
 
     fn miss<F: PteFormat>(
@@ -176,7 +199,7 @@ impl CodeFetch {
         let page = rip >> 12;
         let (bytes, len) = trail.bytes(view, rip as usize)?;
         let mode = CodeMode::of(context);
-        self.ways[slot(&mode, rip)] = Way { page, mode, trail };
+        self.ways[self.place(&mode, rip)] = Way { page, mode, trail };
         Some(CodeBytes { bytes, len })
     }
 }

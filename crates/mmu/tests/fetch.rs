@@ -126,10 +126,30 @@ fn a_hit_needs_no_walk_and_a_stranger_is_no_hit() {
         assert_eq!(hit(&guest, &other, 0x1010), None);
     }
     assert_eq!((hit(&guest, &mode, 0x2010), hit(&guest, &mode, 0x5010)), (None, None));
-    // Four pages apart: the same place, and neither is taken for the other.
-    guest.set(4, 5, 0x9000 | P);
-    assert_eq!(guest.fetch(0x5010), guest.expect(9, 16));
-    assert_eq!(hit(&guest, &mode, 0x1010), None);
+}
+
+#[test]
+fn pages_of_one_place_stand_side_by_side_and_a_third_drives_out_the_oldest() {
+    let mut guest = Guest::new();
+    let c = guest.context;
+    let mode = CodeMode { cr0: c.cr0, cr3: c.cr3, cr4: c.cr4, efer: c.efer, user: false };
+    let hit = |guest: &Guest, rip| {
+        host::irq::disable();
+        let found = guest.fetch.hit(&mode, rip, &guest.tdp.view());
+        host::irq::enable();
+        found.map(|f| f.bytes.to_vec())
+    };
+    // Eight pages apart.
+    guest.set(4, 9, 0x9000 | P);
+    guest.set(4, 17, 0xa000 | P);
+    guest.fetch(0x1000);
+    guest.fetch(0x9000);
+    assert_eq!(hit(&guest, 0x1010), guest.expect(8, 16));
+    assert_eq!(hit(&guest, 0x9010), guest.expect(9, 16));
+    guest.fetch(0x1_1000);
+    assert_eq!(hit(&guest, 0x1010), None);
+    assert_eq!(hit(&guest, 0x9010), guest.expect(9, 16));
+    assert_eq!(hit(&guest, 0x1_1010), guest.expect(10, 16));
 }
 
 #[test]
