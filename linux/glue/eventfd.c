@@ -17,6 +17,15 @@ struct gnt_watch {
 };
 static_assert(sizeof(struct gnt_watch) <= GNT_WATCH_BYTES);
 
+int gnt_fd_is_open(int fd)
+{
+	struct file *file = fget(fd);
+
+	if (file)
+		fput(file);
+	return file != NULL;
+}
+
 struct eventfd_ctx *gnt_eventfd_get(int fd)
 {
 	struct eventfd_ctx *e = eventfd_ctx_fdget(fd);

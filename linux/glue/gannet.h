@@ -185,6 +185,7 @@ u64 gnt_host_xss(void);
 void gnt_fpu_init(void);
 
 /* eventfd.c */
+int gnt_fd_is_open(int fd);
 struct eventfd_ctx *gnt_eventfd_get(int fd);
 void gnt_eventfd_put(struct eventfd_ctx *e);
 void gnt_eventfd_signal(struct eventfd_ctx *e, u64 count);

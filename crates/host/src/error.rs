@@ -14,9 +14,14 @@ pub struct Interrupted;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fault;
 
-/// A file descriptor is closed or of the wrong kind (`-EBADF`, `-EINVAL`).
+/// A file descriptor that cannot be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BadFd;
+pub enum BadFd {
+    /// It is not open (`-EBADF`).
+    Closed,
+    /// It is open, but of another kind (`-EINVAL`).
+    WrongKind,
+}
 
 macro_rules! message {
     ($ty:ty, $text:literal) => {

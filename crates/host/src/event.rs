@@ -23,7 +23,11 @@ impl EventFd {
     /// The eventfd behind descriptor `fd` of the current task.
     pub fn get(fd: i32) -> Result<Self, BadFd> {
         let context = sys::gnt_eventfd_get(fd);
-        if context.is_null() { Err(BadFd) } else { Ok(Self { context }) }
+        match () {
+            () if !context.is_null() => Ok(Self { context }),
+            () if sys::gnt_fd_is_open(fd) != 0 => Err(BadFd::WrongKind),
+            () => Err(BadFd::Closed),
+        }
     }
 
     /// Adds `count`, which is 1 unless a test wants otherwise, to the counter. From any context.
@@ -55,11 +59,13 @@ pub trait EventHandler: Send + Sync {
     fn hung_up(&self);
 }
 
+const EBADF: i32 = -9;
+
 /// Why an eventfd cannot be watched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WatchError {
     /// Not an eventfd.
-    BadFd,
+    BadFd(BadFd),
     /// No memory.
     NoMemory,
 }
@@ -99,7 +105,8 @@ impl<T: EventHandler> Watch<T> {
         // SAFETY: the watch will not move again, and Drop detaches it before the value goes.
         match unsafe { sys::gnt_watch_attach(arc.watch.get(), fd, &Calls::<T>::TABLE, context) } {
             0 => Ok(arc),
-            _ => Err(WatchError::BadFd),
+            EBADF => Err(WatchError::BadFd(BadFd::Closed)),
+            _ => Err(WatchError::BadFd(BadFd::WrongKind)),
         }
     }
 
@@ -184,7 +191,7 @@ mod tests {
 
     #[test]
     fn a_descriptor_that_is_no_eventfd_is_refused() {
-        assert_eq!(EventFd::get(-1).unwrap_err(), BadFd);
-        assert!(matches!(Watch::new(-1, Heard::default()), Err(WatchError::BadFd)));
+        assert_eq!(EventFd::get(-1).unwrap_err(), BadFd::Closed);
+        assert!(matches!(Watch::new(-1, Heard::default()), Err(WatchError::BadFd(BadFd::Closed))));
     }
 }

@@ -87,8 +87,11 @@ impl From<Interrupted> for Errno {
 }
 
 impl From<BadFd> for Errno {
-    fn from(_: BadFd) -> Self {
-        Errno::EBADF
+    fn from(error: BadFd) -> Self {
+        match error {
+            BadFd::Closed => Errno::EBADF,
+            BadFd::WrongKind => Errno::EINVAL,
+        }
     }
 }
 

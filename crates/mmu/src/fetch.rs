@@ -138,20 +138,28 @@ impl CodeFetch {
     /// `None` means to ask that.
     #[inline]
     pub fn hit(&self, mode: &CodeMode, rip: u64, view: &View<'_>) -> Option<CodeBytes> {
-        let way = self.way(mode, rip)?;
+        let slot = slot(mode, rip);
+        let way = &self.ways[slot];
+        if !way.is_for(mode, rip) {
+            return self.second_hit(mode, rip, view);
+        }
         let bytes = way.trail.bytes_plain(view, rip as usize)?;
         Some(CodeBytes { bytes, len: 16 })
     }
 
-    #[inline]
+    #[inline(never)]
+    fn second_hit(&self, mode: &CodeMode, rip: u64, view: &View<'_>) -> Option<CodeBytes> {
+        let way = &self.ways[second(slot(mode, rip))];
+        if !way.is_for(mode, rip) {
+            return None;
+        }
+        let bytes = way.trail.bytes_plain(view, rip as usize)?;
+        Some(CodeBytes { bytes, len: 16 })
+    }
+
     fn way(&self, mode: &CodeMode, rip: u64) -> Option<&Way> {
         let slot = slot(mode, rip);
-        let first = &self.ways[slot];
-        if first.is_for(mode, rip) {
-            return Some(first);
-        }
-        let other = &self.ways[second(slot)];
-        other.is_for(mode, rip).then_some(other)
+        [slot, second(slot)].map(|n| &self.ways[n]).into_iter().find(|way| way.is_for(mode, rip))
     }
 
     #[inline(never)]

@@ -3,6 +3,10 @@
 //! What the guest owns under nested paging is not intercepted: CR0 (unless it has caching
 //! disabled, see [`Svm::set_cr0`]), CR3, CR8, INVLPG, INVPCID, RDTSC, and CR4 when the guest's
 //! CPUID offers every CR4 bit that this CPU knows.
+//!
+//! CR0 and CR4 are the guest's only on CPUs with NRIP save. Those without are the first with SVM,
+//! and QEMU's emulation, which takes reserved bits that a CPU refuses: there the writes that change
+//! more than TS and MP exit, to be checked here.
 
 use backend::{Backend, ControlRegs, Event, Exit, Gprs, GuestLimits, NotMine, SegmentName};
 use cpu::Cpu;
@@ -109,6 +113,9 @@ impl<C: Cpu> Svm<C> {
             | Intercept3::FERR_FREEZE
             | Intercept3::SHUTDOWN)
             .bits();
+        if !features.nrip_save {
+            control.intercepts[3] |= Intercept3::CR0_SEL_WRITE.bits();
+        }
         if features.pause_filter {
             control.intercepts[3] |= Intercept3::PAUSE.bits();
             control.pause_filter_count = 3000;
@@ -154,7 +161,8 @@ impl<C: Cpu> Svm<C> {
     fn update_cr4_intercept(&mut self) {
         let all = self.features.cr4_known & !self.limits.cr4_allowed == 0;
         let xcr0_live = !self.limits.xsave || self.vmcb().save.cr4 & CR4_OSXSAVE != 0;
-        self.intercept_cr(1 << (16 + 4), !(all && xcr0_live));
+        let owned = all && xcr0_live && self.features.nrip_save;
+        self.intercept_cr(1 << (16 + 4), !owned);
     }
 
     fn update_passthrough(&mut self) {

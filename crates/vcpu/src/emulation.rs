@@ -301,6 +301,36 @@ impl<B: Backend> Vcpu<B> {
     }
 }
 
+/// Where the XMM registers and the component bits lie in an XSAVE area (SDM vol. 1 §13.4).
+const XMM: usize = 160;
+const XSTATE_BV: usize = 512;
+const XSTATE_SSE: u8 = 1 << 1;
+
+fn xmm_offset(n: u8) -> usize {
+    XMM + usize::from(n & 15) * 16
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// Works on the guest's extended state in memory: slow, and only for the rare vector access to
+    /// a device.
+    fn with_extended_state<R>(
+        &mut self,
+        write: bool,
+        f: impl FnOnce(&mut [u8]) -> Option<R>,
+    ) -> Result<R, Stop> {
+        let mut area = alloc::vec::Vec::new();
+        let size = self.xsave_size();
+        area.try_reserve_exact(size).map_err(|_| Stop::Unsupported)?;
+        area.resize(size, 0u8);
+        self.fpu.put();
+        self.xsave(&mut area);
+        let result = f(&mut area);
+        let done = !write || self.set_xsave(&area).is_ok();
+        self.fpu.load();
+        result.filter(|_| done).ok_or(Stop::Unsupported)
+    }
+}
+
 fn memory_stop(error: MemoryError) -> Stop {
     match error {
         MemoryError::Interrupted => Stop::Retry,
@@ -452,6 +482,29 @@ impl<B: Backend> Machine for Vcpu<B> {
             return Err(Stop::NeedUser);
         }
         Ok(())
+    }
+
+    fn xmm(&mut self, n: u8) -> Result<u128, Stop> {
+        let at = xmm_offset(n);
+        self.with_extended_state(false, |area| {
+            let bytes = area.get(at..at + 16)?.try_into().ok()?;
+            // Without its bit in XSTATE_BV the component is in its initial state: zero.
+            let live = area.get(XSTATE_BV)? & XSTATE_SSE != 0;
+            Some(if live { u128::from_le_bytes(bytes) } else { 0 })
+        })
+    }
+
+    fn set_xmm(&mut self, n: u8, value: u128) -> Result<(), Stop> {
+        let at = xmm_offset(n);
+        self.with_extended_state(true, |area| {
+            let live = area.get(XSTATE_BV)? & XSTATE_SSE != 0;
+            if !live {
+                area.get_mut(XMM..XMM + 256)?.fill(0);
+            }
+            area.get_mut(at..at + 16)?.copy_from_slice(&value.to_le_bytes());
+            *area.get_mut(XSTATE_BV)? |= XSTATE_SSE;
+            Some(())
+        })
     }
 
     fn read_cr(&mut self, n: u8) -> Result<u64, Stop> {

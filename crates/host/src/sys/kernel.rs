@@ -150,6 +150,7 @@ unsafe extern "C" {
     pub(crate) safe fn gnt_fpu_guest_xfeatures() -> u64;
     pub(crate) safe fn gnt_host_xcr0() -> u64;
     // eventfd.c
+    pub(crate) safe fn gnt_fd_is_open(fd: i32) -> i32;
     pub(crate) safe fn gnt_eventfd_get(fd: i32) -> *mut EventFdRaw;
     pub(crate) fn gnt_eventfd_put(e: *mut EventFdRaw);
     pub(crate) fn gnt_eventfd_signal(e: *mut EventFdRaw, count: u64);

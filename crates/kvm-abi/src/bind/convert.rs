@@ -501,7 +501,7 @@ impl From<IrqFdError> for Errno {
     fn from(error: IrqFdError) -> Self {
         match error {
             IrqFdError::Busy => Errno::EBUSY,
-            IrqFdError::BadFd => Errno::EBADF,
+            IrqFdError::BadFd(fd) => fd.into(),
             IrqFdError::NoMemory => Errno::ENOMEM,
         }
     }
@@ -514,7 +514,7 @@ impl From<IoEventError> for Errno {
             IoEventError::Exists => Errno::EEXIST,
             IoEventError::NotFound => Errno::ENOENT,
             IoEventError::Full => Errno::ENOSPC,
-            IoEventError::BadFd => Errno::EBADF,
+            IoEventError::BadFd(fd) => fd.into(),
             IoEventError::NoMemory => Errno::ENOMEM,
         }
     }

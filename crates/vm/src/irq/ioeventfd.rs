@@ -45,14 +45,14 @@ pub enum IoEventError {
     /// There are [`MAX_IOEVENTFDS`].
     Full,
     /// The descriptor is no eventfd.
-    BadFd,
+    BadFd(BadFd),
     /// No memory.
     NoMemory,
 }
 
 impl From<BadFd> for IoEventError {
-    fn from(_: BadFd) -> Self {
-        Self::BadFd
+    fn from(error: BadFd) -> Self {
+        Self::BadFd(error)
     }
 }
 

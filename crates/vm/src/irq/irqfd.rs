@@ -20,14 +20,14 @@ pub enum IrqFdError {
     /// The eventfd raises an interrupt of this VM already (EBUSY).
     Busy,
     /// A descriptor is no eventfd.
-    BadFd,
+    BadFd(BadFd),
     /// No memory.
     NoMemory,
 }
 
 impl From<BadFd> for IrqFdError {
-    fn from(_: BadFd) -> Self {
-        Self::BadFd
+    fn from(error: BadFd) -> Self {
+        Self::BadFd(error)
     }
 }
 
@@ -40,7 +40,7 @@ impl From<NoMemory> for IrqFdError {
 impl From<WatchError> for IrqFdError {
     fn from(error: WatchError) -> Self {
         match error {
-            WatchError::BadFd => Self::BadFd,
+            WatchError::BadFd(error) => Self::BadFd(error),
             WatchError::NoMemory => Self::NoMemory,
         }
     }

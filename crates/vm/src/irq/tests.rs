@@ -419,8 +419,8 @@ fn an_irqfd_raises_its_msi_until_it_is_disconnected() {
     b.irq.deassign_irqfd(fd, 24).unwrap();
     test::eventfd_signal(fd, 1);
     assert_eq!(b.take(0), None);
-    assert_eq!(b.irq.assign_irqfd(-1, 24, None), Err(IrqFdError::BadFd));
-    assert_eq!(b.irq.assign_irqfd(fd, 24, Some(-1)), Err(IrqFdError::BadFd));
+    assert_eq!(b.irq.assign_irqfd(-1, 24, None), Err(IrqFdError::BadFd(host::BadFd::Closed)));
+    assert_eq!(b.irq.assign_irqfd(fd, 24, Some(-1)), Err(IrqFdError::BadFd(host::BadFd::Closed)));
 }
 
 #[test]
@@ -582,7 +582,7 @@ fn ioeventfds_are_refused_as_kvm_refuses_them() {
     assert_eq!(io.assign(port(0, 3, None), fd), Err(Invalid));
     assert_eq!(io.assign(port(0, 0, Some(1)), fd), Err(Invalid));
     assert_eq!(io.assign(port(u64::MAX, 2, None), fd), Err(Invalid));
-    assert_eq!(io.assign(port(0x600, 2, None), -1), Err(BadFd));
+    assert_eq!(io.assign(port(0x600, 2, None), -1), Err(BadFd(host::BadFd::Closed)));
     io.assign(port(0x600, 2, None), fd).unwrap();
     assert_eq!(io.assign(port(0x600, 2, None), fd), Err(Exists));
     assert_eq!(io.assign(port(0x600, 2, Some(1)), fd), Err(Exists), "a wildcard is there");

@@ -532,6 +532,9 @@ pub(super) fn signal(event: &Event, count: u64) {
     }
     set_irqs(irqs_were_on);
 }
+pub(crate) fn gnt_fd_is_open(_fd: i32) -> i32 {
+    0
+}
 pub(crate) fn gnt_eventfd_get(fd: i32) -> *mut EventFdRaw {
     let event = descriptors().events.get(&fd).cloned();
     event.map_or(std::ptr::null_mut(), |e| Arc::into_raw(e).cast_mut())
