@@ -544,3 +544,6 @@ impl From<::vcpu::registers::Invalid> for Errno {
         Errno::EINVAL
     }
 }
+
+#[cfg(test)]
+mod tests;
