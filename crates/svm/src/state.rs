@@ -5,8 +5,8 @@
 //! CPUID offers every CR4 bit that this CPU knows.
 //!
 //! CR0 and CR4 are the guest's only on CPUs with NRIP save. Those without are the first with SVM,
-//! and QEMU's emulation, which takes reserved bits that a CPU refuses: there the writes that change
-//! more than TS and MP exit, to be checked here.
+//! and QEMU's emulation, which takes reserved bits that a CPU refuses: there writes exit, to be
+//! checked here.
 
 use backend::{Backend, ControlRegs, Event, Exit, Gprs, GuestLimits, NotMine, SegmentName};
 use cpu::Cpu;
@@ -113,9 +113,6 @@ impl<C: Cpu> Svm<C> {
             | Intercept3::FERR_FREEZE
             | Intercept3::SHUTDOWN)
             .bits();
-        if !features.nrip_save {
-            control.intercepts[3] |= Intercept3::CR0_SEL_WRITE.bits();
-        }
         if features.pause_filter {
             control.intercepts[3] |= Intercept3::PAUSE.bits();
             control.pause_filter_count = 3000;
@@ -327,7 +324,8 @@ impl<C: Cpu> Backend for Svm<C> {
         let hidden = value & CR0_CD_NW;
         self.cr0_hidden = hidden;
         self.vmcb_mut(Clean::CR).save.cr0 = value & !CR0_CD_NW;
-        self.intercept_cr(1 | (1 << 16), hidden != 0);
+        self.intercept_cr(1, hidden != 0);
+        self.intercept_cr(1 << 16, hidden != 0 || !self.features.nrip_save);
     }
 
     fn set_cr2(&mut self, value: u64) {

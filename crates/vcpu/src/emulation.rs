@@ -17,6 +17,9 @@ use crate::{
     run::Open,
 };
 
+/// Stands for a port where the log has an address.
+const PORT: u64 = u64::MAX;
+
 /// Guest memory is not mapped in the nested tables.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NotMapped;
@@ -34,7 +37,7 @@ enum Wanted {
 /// The log of answered device accesses.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Replay {
-    answers: [[u8; 8]; LOG],
+    answers: [(u64, [u8; 8]); LOG],
     answered: usize,
     cursor: usize,
     wanted: Option<Wanted>,
@@ -43,29 +46,38 @@ pub struct Replay {
 impl Replay {
     /// The answer that user space gave to the access it was asked for.
     pub(crate) fn answer(&mut self, mmio: [u8; 8], port: [u8; 8]) {
-        let answer = match self.wanted.take() {
-            Some(Wanted::Mmio { .. }) => mmio,
-            Some(Wanted::Port { .. }) => port,
-            None => return,
-        };
-        self.record(answer);
+        match self.wanted.take() {
+            Some(Wanted::Mmio { gpa, .. }) => self.record(gpa.0, mmio),
+            Some(Wanted::Port { .. }) => self.record(PORT, port),
+            None => {}
+        }
     }
 
-    fn record(&mut self, answer: [u8; 8]) {
+    fn record(&mut self, at: u64, answer: [u8; 8]) {
         if let Some(slot) = self.answers.get_mut(self.answered) {
-            *slot = answer;
+            *slot = (at, answer);
             self.answered += 1;
         }
     }
 
-    /// The answer to the next access, if it was given before.
-    fn next(&mut self) -> Option<[u8; 8]> {
+    /// Records an access that the kernel answered, and moves past it.
+    fn record_done(&mut self, at: u64, answer: [u8; 8]) {
+        self.record(at, answer);
+        self.cursor = self.answered;
+    }
+
+    /// The answer to the access at `at`, if it is the next that was answered before. Asked before
+    /// anything else: what was a device then may be memory now.
+    fn next(&mut self, at: u64) -> Option<[u8; 8]> {
         if self.cursor >= self.answered {
             return None;
         }
-        let answer = self.answers.get(self.cursor).copied();
+        let (key, answer) = self.answers.get(self.cursor).copied()?;
+        if key != at {
+            return None;
+        }
         self.cursor += 1;
-        answer
+        Some(answer)
     }
 
     pub(crate) fn forget(&mut self) {
@@ -236,16 +248,9 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn device_read(&mut self, gpa: Gpa, into: &mut [u8]) -> Result<(), Stop> {
-        if let Some(answer) = self.replay.next() {
-            for (to, from) in into.iter_mut().zip(answer) {
-                *to = from;
-            }
-            return Ok(());
-        }
         self.sync_priority();
         if self.apic_read(gpa, into) || self.vm.irq().mmio_read(gpa.0, into) {
-            self.replay.record(padded(into));
-            self.replay.cursor = self.replay.answered;
+            self.replay.record_done(gpa.0, padded(into));
             return Ok(());
         }
         self.replay.wanted =
@@ -254,12 +259,8 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn device_write(&mut self, gpa: Gpa, data: &[u8]) -> Result<(), Stop> {
-        if self.replay.next().is_some() {
-            return Ok(());
-        }
         if self.apic_write(gpa, data) || self.vm.irq().mmio_write(gpa.0, data) {
-            self.replay.record([0; 8]);
-            self.replay.cursor = self.replay.answered;
+            self.replay.record_done(gpa.0, [0; 8]);
             return Ok(());
         }
         self.replay.wanted =
@@ -388,6 +389,12 @@ impl<B: Backend> Machine for Vcpu<B> {
 
     fn read(&mut self, at: Gva, into: &mut [u8], how: Access) -> Result<(), Stop> {
         let gpa = self.translate(at, Self::walk_access(how))?;
+        if let Some(answer) = self.replay.next(gpa.0) {
+            for (to, from) in into.iter_mut().zip(answer) {
+                *to = from;
+            }
+            return Ok(());
+        }
         if self.is_memory(gpa, false) {
             return self.vm.memory().read(gpa, into).map_err(memory_stop);
         }
@@ -396,6 +403,9 @@ impl<B: Backend> Machine for Vcpu<B> {
 
     fn write(&mut self, at: Gva, data: &[u8], how: Access) -> Result<(), Stop> {
         let gpa = self.translate(at, Self::walk_access(how))?;
+        if self.replay.next(gpa.0).is_some() {
+            return Ok(());
+        }
         if self.is_memory(gpa, true) {
             return self.vm.memory().write(gpa, data).map_err(memory_stop);
         }
@@ -408,6 +418,9 @@ impl<B: Backend> Machine for Vcpu<B> {
 
     fn cmpxchg(&mut self, at: Gva, old: &[u8], new: &[u8]) -> Result<bool, Stop> {
         let gpa = self.translate(at, walk::Access::WRITE)?;
+        if self.replay.next(gpa.0).is_some() {
+            return Ok(true);
+        }
         if !self.is_memory(gpa, true) {
             // A device access has at most eight bytes.
             if new.len() > 8 {
@@ -445,7 +458,7 @@ impl<B: Backend> Machine for Vcpu<B> {
 
     fn port_in(&mut self, port: u16, size: u8, into: &mut [u8]) -> Result<(), Stop> {
         for part in into.chunks_mut(usize::from(size.max(1))) {
-            if let Some(answer) = self.replay.next() {
+            if let Some(answer) = self.replay.next(PORT) {
                 for (to, from) in part.iter_mut().zip(answer) {
                     *to = from;
                 }
@@ -457,8 +470,7 @@ impl<B: Backend> Machine for Vcpu<B> {
                 for (to, from) in part.iter_mut().zip(bytes) {
                     *to = from;
                 }
-                self.replay.record(padded(part));
-                self.replay.cursor = self.replay.answered;
+                self.replay.record_done(PORT, padded(part));
                 continue;
             }
             self.replay.wanted = Some(Wanted::Port { port, size, write: false, data: [0; 8] });
@@ -469,13 +481,12 @@ impl<B: Backend> Machine for Vcpu<B> {
 
     fn port_out(&mut self, port: u16, size: u8, data: &[u8]) -> Result<(), Stop> {
         for part in data.chunks(usize::from(size.max(1))) {
-            if self.replay.next().is_some() {
+            if self.replay.next(PORT).is_some() {
                 continue;
             }
             let value = u64::from_le_bytes(padded(part)) as u32;
             if self.vm.irq().has_port(port) && self.vm.irq().pio_write(port, size, value) {
-                self.replay.record([0; 8]);
-                self.replay.cursor = self.replay.answered;
+                self.replay.record_done(PORT, [0; 8]);
                 continue;
             }
             self.replay.wanted = Some(Wanted::Port { port, size, write: true, data: padded(part) });
@@ -527,10 +538,11 @@ mod tests {
         r.answer([9; 8], [1; 8]);
         r.wanted = Some(Wanted::Mmio { gpa: Gpa(0), len: 4, write: false, data: [0; 8] });
         r.answer([2; 8], [9; 8]);
-        assert_eq!(r.next(), Some([1; 8]));
-        assert_eq!(r.next(), Some([2; 8]));
-        assert_eq!(r.next(), None);
+        assert_eq!(r.next(PORT), Some([1; 8]));
+        assert_eq!(r.next(PORT), None);
+        assert_eq!(r.next(0), Some([2; 8]));
+        assert_eq!(r.next(0), None);
         r.cursor = 0;
-        assert_eq!(r.next(), Some([1; 8]));
+        assert_eq!(r.next(PORT), Some([1; 8]));
     }
 }

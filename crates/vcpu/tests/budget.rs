@@ -224,3 +224,28 @@ fn an_unknown_msr_raises_a_fault_and_nothing_moves() {
     });
     assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
 }
+
+#[test]
+fn a_bad_cr0_is_a_general_protection_fault() {
+    for flip in [1 << 31, 1 << 29] {
+        let mut v = vcpu();
+        v.backend().cpu().inner().then(move |vmcb, gprs| {
+            // CD and NW are hidden from the hardware after reset: first they go.
+            gprs.0[RDX] = 0x11;
+            exit(ExitCode::WriteCr0)(vmcb, gprs);
+            vmcb.control.exit_info_1 = (1 << 63) | RDX as u64;
+        });
+        v.backend().cpu().inner().then(move |vmcb, gprs| {
+            // PG without PE, NW without CD.
+            gprs.0[RDX] = (vmcb.save.cr0 ^ flip) & if flip == 1 << 31 { !1 } else { !0 };
+            exit(ExitCode::Cr0SelWrite)(vmcb, gprs);
+            vmcb.control.exit_info_1 = (1 << 63) | RDX as u64;
+        });
+        v.backend().cpu().inner().then(move |vmcb, gprs| {
+            assert_eq!(vmcb.save.rip, 0xfff2, "bit {flip:#x}");
+            assert_eq!(vmcb.save.cr0, 0x11);
+            shutdown(vmcb, gprs);
+        });
+        assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    }
+}
