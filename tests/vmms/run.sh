@@ -251,13 +251,65 @@ alioth_boots() { # a VMM in Rust; it wants a terminal, any terminal
 }
 alioth_boots_two_cpus() { alioth_boots 2; }
 
+alioth_disk() { # its queues are eventfds, its interrupts MSI through irqfd
+    [ -x /vmm/alioth ] || return 77
+    disk_image
+    (/vmm/alioth boot -k /guest/vmlinuz -i /guest/initramfs -c "$append job=disk" --memory size=128M --cpu count=2 \
+        --blk file,path=$work/disk,api=mio </dev/tty5 >$work/serial 2>$work/stderr) &
+    vmm=$!
+    exec 3>/dev/null; reader=$vmm
+    serial 'disk holds what was written' 150 && serial 'guest: done' 60 && right
+}
+
+# --- a debugger on the guest: the remote protocol by hand -------------------------------------------------------------------------
+
+debugger() { # debugger COMMAND: sends a packet
+    text=$1 sum=0
+    while [ -n "$text" ]; do
+        rest=${text#?}
+        sum=$(((sum + $(printf '%d' "'${text%"$rest"}")) & 255)) text=$rest
+    done
+    printf '$%s#%02x' "$1" $sum >&4
+}
+debugger_says() { # debugger_says PATTERN TIMES: the answers so far have it so often
+    limit=$(($(now) + 2000))
+    until [ "$(grep -ao "$1" $work/debugger | wc -l)" -ge "$2" ]; do
+        vmm_up && [ "$(now)" -lt $limit ] || { why="the debugger got no $1 number $2: $(tail -c 200 $work/debugger)"; return 1; }
+        usleep 100000
+    done
+}
+debug_guest() { # debug_guest Z0|Z1: a breakpoint in the kernel is met, three single steps go on from there, without it the guest runs
+    counting || return 1
+    address=$(grep -m1 'symbol do_nanosleep' $work/serial | tr -d '\r' | sed 's/.* //')
+    [ -n "$address" ] || { why="the guest names no address"; return 1; }
+    ifconfig lo 127.0.0.1 up
+    monitor 'gdbserver tcp:127.0.0.1:1234'; answer 'Waiting for gdb connection' || return 1
+    rm -f $work/debugger.in; mkfifo $work/debugger.in; : >$work/debugger
+    exec 4<>$work/debugger.in
+    nc 127.0.0.1 1234 <$work/debugger.in >$work/debugger &
+    debugger '?'; debugger_says T05 1 || return 1
+    debugger "$1,$address,1"; debugger_says OK 1 || return 1
+    debugger c; debugger_says T05 2 || return 1
+    for step in 3 4 5; do debugger s; debugger_says T05 $step || return 1; done
+    debugger c; debugger_says T05 6 || return 1 # met again
+    debugger "z${1#Z},$address,1"; debugger_says OK 2 || return 1
+    before=$(last_tick)
+    debugger c
+    serial "guest: tick $((before + 5))" 30; result=$?
+    exec 4>&-
+    return $result
+}
+debugger_with_planted_breakpoint() { debug_guest Z0; }
+debugger_with_debug_register() { debug_guest Z1; }
+
 every_test="firmware_on_pc firmware_on_q35 firmware_with_two_cpus
 linux_on_pc linux_on_pc_with_two_cpus linux_on_q35 linux_on_q35_with_two_cpus linux_on_pc_with_four_cpus linux_on_microvm
 linux_knows_where_it_is linux_from_bzimage linux_with_old_interrupts linux_with_x2apic_off linux_on_a_named_cpu linux_above_four_gib
 linux_with_irqchip_split all_cpus_busy powers_off
 disk_on_pc disk_on_q35_with_a_thread disk_with_line_interrupts disk_without_ioeventfd network
 registers_are_shown stops_and_continues is_reset resets_itself nmi_arrives power_button_is_seen
-migrates_to_a_file saves_and_loads screen_follows framebuffer_follows dies_without_a_trace alioth_boots alioth_boots_two_cpus"
+migrates_to_a_file saves_and_loads screen_follows framebuffer_follows dies_without_a_trace alioth_boots alioth_boots_two_cpus alioth_disk
+debugger_with_planted_breakpoint debugger_with_debug_register"
 
 # --- running them ---------------------------------------------------------------------------------------------------------------
 

@@ -7,13 +7,18 @@ mod guest_memory;
 mod injection;
 mod instructions;
 mod irq_ioctls;
+mod lapic;
+mod lifecycle;
+mod lines;
 mod mmio;
 mod msrs;
+mod paravirtual;
 mod pointers;
 mod ports;
 mod registers;
 mod running;
 mod slots;
+mod smp;
 mod system;
 mod vcpus;
 
@@ -33,7 +38,12 @@ pub fn all() -> impl Iterator<Item = Test> {
         ports::TESTS,
         instructions::TESTS,
         injection::TESTS,
+        lapic::TESTS,
+        lines::TESTS,
+        smp::TESTS,
+        paravirtual::TESTS,
         irq_ioctls::TESTS,
+        lifecycle::TESTS,
     ]
     .into_iter()
     .flatten()

@@ -24,6 +24,7 @@ macro_rules! guest_code {
             ".set FRAME_DR6, 0xe030",
             ".set EOI_MODE, 0xe038",
             ".set ARGUMENT, 0xe040",
+            ".set DUPLICATES, 0xe080",
             ".set RESULT, 0xe100",
             ".set COUNTS, 0xe800",
             ".set HOOKS, 0xf000",

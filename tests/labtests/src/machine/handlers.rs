@@ -1,6 +1,11 @@
 //! The handlers of a 64-bit guest's vectors. Each counts itself; then a hook of the test's own takes
 //! over, if there is one. Otherwise an exception is written down and continues where the guest said,
 //! an NMI returns, and an interrupt is acknowledged and returns.
+//!
+//! QEMU 10's emulated CPU, asked by EVENTINJ for an interrupt, delivers it twice when it is itself
+//! interrupted before the next VMEXIT: the number stays behind in `exception_index`. The copy runs
+//! inside of the original, so of the two the second to look no longer finds its bit in service; it
+//! counts as a duplicate only.
 
 use super::code::guest_code;
 use super::layout::HANDLERS;
@@ -32,6 +37,32 @@ guest_code!(
     "push %rcx",
     "push %rdx",
     "movzbl 24(%rsp), %eax",
+    // An interrupt that is not in service is one too many.
+    "cmp $32, %eax",
+    "jb 8f",
+    "mov EOI_MODE, %rcx",
+    "cmp $1, %ecx",
+    "jb 8f",
+    "mov %eax, %ecx",
+    "ja 7f",
+    "shr $5, %ecx",
+    "shl $4, %ecx",
+    "mov $0xfee00100, %edx",
+    "mov (%rdx,%rcx), %edx",
+    "jmp 6f",
+    "7:",
+    "push %rax",
+    "shr $5, %ecx",
+    "add $0x810, %ecx",
+    "rdmsr",
+    "mov %eax, %edx",
+    "pop %rax",
+    "6:",
+    "bt %eax, %edx",
+    "jc 8f",
+    "lock incq DUPLICATES",
+    "jmp 5f",
+    "8:",
     "lock incq COUNTS(,%rax,8)",
     "mov HOOKS(,%rax,8), %rcx",
     "test %rcx, %rcx",

@@ -52,6 +52,9 @@ pub const FRAME_DR6: u64 = MAILBOX + 0x30;
 pub const EOI_MODE: u64 = MAILBOX + 0x38;
 /// What the test tells the guest.
 pub const ARGUMENT: u64 = MAILBOX + 0x40;
+/// Interrupts that were not in service.
+#[allow(dead_code, reason = "the handlers write it, for whoever looks into a failure")]
+pub const DUPLICATES: u64 = MAILBOX + 0x80;
 /// 8 bytes each, for the test to look at.
 pub const RESULT: u64 = MAILBOX + 0x100;
 /// 8 bytes per vector: how often it came.

@@ -1,5 +1,6 @@
 //! A small machine for guests of a few instructions.
 
+pub mod clock;
 pub mod code;
 pub mod guest;
 pub mod handlers;
