@@ -33,7 +33,7 @@ use host::{KBox, NoMemory, fpu::GuestFpu};
 use mmu::{CodeFetch, TableCache};
 use msr::{HostMsrs, MsrStore};
 use vm::{VmRef, vcpu_shared::SharedVcpu};
-use x86::{Gpa, Vector};
+use x86::Vector;
 
 /// A virtual CPU. Owned by whoever holds its mutex: one thread at a time.
 pub struct Vcpu<B: Backend> {
@@ -124,6 +124,13 @@ fn boxed<T>(make: impl FnOnce() -> T) -> Result<KBox<T>, NoMemory> {
     KBox::new(make())
 }
 
+/// From a constant, so that it is copied from there and not by way of the stack.
+#[inline(never)]
+fn code_fetch() -> Result<KBox<CodeFetch>, NoMemory> {
+    const EMPTY: CodeFetch = CodeFetch::new();
+    KBox::new(EMPTY)
+}
+
 #[inline(never)]
 fn msr_store(offered: &Offered) -> Result<KBox<MsrStore>, NoMemory> {
     KBox::new(MsrStore::new(offered.msrs).map_err(|_| NoMemory)?)
@@ -160,7 +167,7 @@ impl<B: Backend> Vcpu<B> {
         offered: Offered,
     ) -> Result<KBox<Self>, NoMemory> {
         let parts = Parts {
-            fetch: boxed(CodeFetch::new)?,
+            fetch: code_fetch()?,
             cpuid: boxed(|| GuestCpuid::new(offered.cpuid))?,
             tables: boxed(TableCache::new)?,
             store: msr_store(&offered)?,
@@ -261,10 +268,5 @@ impl<B: Backend> Vcpu<B> {
             tsc_deadline: f(feature::TSC_DEADLINE),
             directed_eoi: false,
         });
-    }
-
-    /// Whether a guest-physical address has bits beyond the guest's width.
-    pub(crate) fn beyond_width(&self, gpa: Gpa) -> bool {
-        gpa.0 >> self.cpuid.maxphyaddr().min(52) != 0
     }
 }
