@@ -533,8 +533,8 @@ mod tests {
 
     #[test]
     fn answers_come_back_in_order_and_run_out() {
-        let mut r = Replay::default();
-        r.wanted = Some(Wanted::Port { port: 1, size: 1, write: false, data: [0; 8] });
+        let wanted = Some(Wanted::Port { port: 1, size: 1, write: false, data: [0; 8] });
+        let mut r = Replay { wanted, ..Replay::default() };
         r.answer([9; 8], [1; 8]);
         r.wanted = Some(Wanted::Mmio { gpa: Gpa(0), len: 4, write: false, data: [0; 8] });
         r.answer([2; 8], [9; 8]);

@@ -70,10 +70,10 @@ impl<B: Backend> Vcpu<B> {
         self.b.unload();
         self.shared.leave_mode();
         irq::guest_exit();
-        if exit == Exit::MachineCheck {
+        if matches!(exit, Exit::MachineCheck) {
             host::hostcpu::machine_check();
         }
-        if exit == Exit::Interrupt {
+        if matches!(exit, Exit::Interrupt) {
             // The interrupt is taken here; a tick among them counts as the guest's time.
             irq::window();
         }

@@ -114,7 +114,6 @@ impl<B: Backend> Vcpu<B> {
         let page = MappedPage { memory: self.vm.memory(), view: &view, at };
         let mut eoi = self.pv.eoi;
         let offered = eoi.offer(&page).is_ok();
-        drop(view);
         self.pv.eoi = eoi;
         self.pv_eoi_offered = offered;
     }

@@ -250,7 +250,9 @@ impl<B: Backend> Vcpu<B> {
                 _ => {}
             }
             let halted = self.shared.mp_state() == MpState::Halted;
-            let poll = if halted { self.vm.halt_poll_ns() } else { 0 };
+            // A guest that polls before it halts wants no more of it.
+            let polls = halted && !self.pv.guest_polls();
+            let poll = if polls { self.vm.halt_poll_ns() } else { 0 };
             self.sync_priority();
             let shared = self.shared.clone();
             let blocked = shared.waiter.block(
