@@ -13,13 +13,14 @@ shift 2
 folder=${FOLDER:-$root/target/vmms}
 image=$folder/machine-$kernel-$module-$$.cpio
 [ -n "${KEEP:-}" ] && [ -x "$folder/tree/vmm/run.sh" ] || sh "$here/gather.sh" "$folder/tree"
-install -m 755 "$here/run.sh" "$folder/tree/vmm/run.sh"
 
 # What the archive has beside the gathered tree.
 beside=$folder/beside-$$
 mkdir -p "$beside/bin" "$beside/proc" "$beside/sys" "$beside/dev" "$beside/tmp" "$beside/modules"
 trap 'rm -rf "$beside" "$image"' EXIT
 cp "$lab/busybox/bin/busybox" "$beside/bin/"
+mkdir -p "$beside/vmm"
+cp "$here/run.sh" "$beside/vmm/"
 ln -s busybox "$beside/bin/sh"
 cp "$lab/kernel/$kernel"/modules/*.ko "$beside/modules/"
 case $module in
