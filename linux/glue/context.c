@@ -9,10 +9,40 @@
 
 #include "gannet.h"
 
+/*
+ * What the kernel's guest_state_enter_irqoff() and guest_state_exit_irqoff() do, apart from telling
+ * RCU of a quiet moment.
+ */
+static __always_inline void enter_quietly(void)
+{
+	instrumentation_begin();
+	trace_hardirqs_on_prepare();
+	lockdep_hardirqs_on_prepare();
+	instrumentation_end();
+	context_tracking_guest_enter();
+	lockdep_hardirqs_on(CALLER_ADDR0);
+}
+
+static __always_inline void exit_quietly(void)
+{
+	lockdep_hardirqs_off(CALLER_ADDR0);
+	context_tracking_guest_exit();
+	instrumentation_begin();
+	trace_hardirqs_off_finish();
+	instrumentation_end();
+}
+
 noinstr void gnt_guest_enter(void)
 {
 	guest_timing_enter_irqoff();
-	guest_state_enter_irqoff();
+	/*
+	 * Kernels that note a quiet moment for RCU at the exit note it at the entry too; once will do,
+	 * and the exit is where a long run in the guest ends.
+	 */
+	if (LINUX_VERSION_CODE >= KERNEL_VERSION(6, 12, 0))
+		enter_quietly();
+	else
+		guest_state_enter_irqoff();
 }
 
 noinstr void gnt_guest_exit(void)
@@ -35,10 +65,10 @@ noinstr void gnt_guest_time_end(void)
  */
 noinstr void gnt_guest_pause(void)
 {
-	guest_state_exit_irqoff();
+	exit_quietly();
 }
 
 noinstr void gnt_guest_resume(void)
 {
-	guest_state_enter_irqoff();
+	enter_quietly();
 }

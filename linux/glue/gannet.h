@@ -38,7 +38,9 @@ struct gnt_host_page {
 	u8 writable;
 	u8 refcounted;
 	u8 level;
-	u8 reserved[5];
+	u8 held;
+	u8 dirty;
+	u8 reserved[3];
 };
 static_assert(sizeof(struct gnt_host_page) == 16);
 

@@ -2,6 +2,12 @@
 /*
  * From the VMM's virtual address to the host frame behind it, without pinning: the caller keeps the
  * translation valid by the MMU notifier.
+ *
+ * Anonymous memory, which is most of what guests have, goes a short way: the page table is read
+ * without locks or references, and where the page is missing the kernel's fault handler is called
+ * and the page table read again. What the page table said is checked by the caller against the MMU
+ * notifier's count before it is used, so no reference is needed. All other memory, and whatever is
+ * unusual, goes through get_user_pages, which knows every case.
  */
 #include <linux/mm.h>
 #include <linux/pgtable.h>
@@ -13,6 +19,13 @@
 #ifndef FOLL_INTERRUPTIBLE
 #define FOLL_INTERRUPTIBLE 0	/* before 6.2: only a fatal signal ends the wait */
 #endif
+
+#ifndef VM_SHADOW_STACK
+#define VM_SHADOW_STACK 0
+#endif
+
+/* Memory whose faults ask user space, that a plain write must not reach, or that is not memory. */
+#define UNUSUAL_VMAS	(VM_UFFD_MISSING | VM_UFFD_WP | VM_SHADOW_STACK | VM_IO | VM_PFNMAP)
 
 enum { GNT_FAULT = 1, GNT_INTERRUPTED, GNT_POISONED, GNT_AGAIN };
 
@@ -34,47 +47,116 @@ static int outcome(long error)
 }
 
 /*
- * The level at which the current task's page table maps hva, without a lock: tables are freed only
- * after every CPU has answered an interrupt (or an RCU grace period), so they stay while interrupts
- * are off.
+ * What a leaf of the host's page table says, if it maps anonymous memory and allows the access. A
+ * page that may be written serves readers and writers alike. Only anonymous memory: secretmem, DAX
+ * and device memory have rules that their struct pages or their VMAs alone tell.
  */
-int gnt_hva_level(u64 hva)
+static bool leaf_of_anonymous(u64 entry, unsigned int shift, u64 hva, bool write,
+			      struct gnt_host_page *out)
 {
-	unsigned long flags;
-	int level = 1;
-	pgd_t pgd;
+	pte_t leaf = __pte(entry);
+	u64 pfn = ((entry & PTE_PFN_MASK) >> PAGE_SHIFT & ~((1ul << (shift - PAGE_SHIFT)) - 1)) |
+		  (hva >> PAGE_SHIFT & ((1ul << (shift - PAGE_SHIFT)) - 1));
+
+	out->writable = pte_access_permitted(leaf, true);
+	if (!out->writable && (write || !pte_access_permitted(leaf, false)))
+		return false;
+	/* The bit for special entries is the same at every level. */
+	if (pte_special(leaf) || pte_devmap(leaf) || !PageAnon(pfn_to_page(pfn)))
+		return false;
+	out->pfn = pfn;
+	out->level = 1 + (shift - PAGE_SHIFT) / 9;
+	out->refcounted = 1;
+	out->held = 0;
+	out->dirty = !!pte_dirty(leaf);
+	return true;
+}
+
+/*
+ * The leaf of the current task's page table at hva, without a lock: 0 where there is none. Tables
+ * are freed only after every CPU has answered an interrupt (or an RCU grace period), so they stay
+ * while interrupts are off.
+ */
+static __always_inline u64 leaf_at(u64 hva, unsigned int *shift)
+{
+	pgd_t pgd = READ_ONCE(*pgd_offset(current->mm, hva));
 	p4d_t p4d;
 	pud_t pud;
 	pmd_t pmd;
 
+	*shift = PAGE_SHIFT;
+	if (pgd_none(pgd))
+		return 0;
+	p4d = READ_ONCE(*p4d_offset(&pgd, hva));
+	if (!p4d_present(p4d))
+		return 0;
+	pud = READ_ONCE(*pud_offset(&p4d, hva));
+	if (!pud_present(pud))
+		return 0;
+	if (pud_leaf(pud)) {
+		*shift = PUD_SHIFT;
+		return pud_val(pud);
+	}
+	pmd = READ_ONCE(*pmd_offset(&pud, hva));
+	if (!pmd_present(pmd))
+		return 0;
+	if (pmd_leaf(pmd)) {
+		*shift = PMD_SHIFT;
+		return pmd_val(pmd);
+	}
+	return pte_val(READ_ONCE(*pte_offset_kernel(&pmd, hva)));
+}
+
+/* The level at which the current task's page table maps hva. */
+int gnt_hva_level(u64 hva)
+{
+	unsigned int shift = PAGE_SHIFT;
+	unsigned long flags;
+
 	if (!current->mm || hva >= TASK_SIZE_MAX)
 		return 1;
 	local_irq_save(flags);
-	pgd = READ_ONCE(*pgd_offset(current->mm, hva));
-	if (pgd_none(pgd))
-		goto out;
-	p4d = READ_ONCE(*p4d_offset(&pgd, hva));
-	if (p4d_none(p4d) || !p4d_present(p4d))
-		goto out;
-	pud = READ_ONCE(*pud_offset(&p4d, hva));
-	if (pud_none(pud) || !pud_present(pud))
-		goto out;
-	if (pud_leaf(pud)) {
-		level = 3;
-		goto out;
-	}
-	pmd = READ_ONCE(*pmd_offset(&pud, hva));
-	if (pmd_none(pmd) || !pmd_present(pmd))
-		goto out;
-#ifdef pmd_leaf
-	if (pmd_leaf(pmd))
-#else
-	if (pmd_large(pmd))
-#endif
-		level = 2;
-out:
+	leaf_at(hva, &shift);
 	local_irq_restore(flags);
-	return level;
+	return 1 + (shift - PAGE_SHIFT) / 9;
+}
+
+/* The page behind hva if it is anonymous and mapped with that access: no reference is taken. */
+static bool mapped_anonymous(u64 hva, bool write, struct gnt_host_page *out)
+{
+	unsigned long flags;
+	unsigned int shift;
+	bool found;
+	u64 leaf;
+
+	local_irq_save(flags);
+	leaf = leaf_at(hva, &shift);
+	found = (leaf & _PAGE_PRESENT) && leaf_of_anonymous(leaf, shift, hva, write, out);
+	local_irq_restore(flags);
+	return found;
+}
+
+/*
+ * Lets the kernel fault a page of anonymous memory in for writing, once. Whether it did the caller
+ * sees in the page table; whatever went wrong get_user_pages finds too, and says.
+ */
+static void fault_anonymous(u64 hva, bool interruptible)
+{
+	unsigned int flags = FAULT_FLAG_WRITE | FAULT_FLAG_ALLOW_RETRY | FAULT_FLAG_KILLABLE;
+	struct mm_struct *mm = current->mm;
+	struct vm_area_struct *vma;
+	vm_fault_t fault = 0;
+
+	if (interruptible)
+		flags |= FAULT_FLAG_INTERRUPTIBLE;
+	if (mmap_read_lock_killable(mm))
+		return;
+	vma = vma_lookup(mm, hva);
+	if (vma && vma_is_anonymous(vma) &&
+	    (vma->vm_flags & (VM_WRITE | UNUSUAL_VMAS)) == VM_WRITE)
+		fault = handle_mm_fault(vma, hva, flags, NULL);
+	if (!(fault & (VM_FAULT_RETRY | VM_FAULT_COMPLETED)))
+		mmap_read_unlock(mm);
 }
 
 static int give(struct gnt_host_page *out, u64 hva, struct page *page, bool writable)
@@ -82,6 +164,8 @@ static int give(struct gnt_host_page *out, u64 hva, struct page *page, bool writ
 	out->pfn = page_to_pfn(page);
 	out->writable = writable;
 	out->refcounted = 1;
+	out->held = 1;
+	out->dirty = 0;
 	out->level = gnt_hva_level(hva);
 	return 0;
 }
@@ -136,6 +220,8 @@ static int device_memory(u64 hva, bool write, struct gnt_host_page *out)
 				r = unlocked ? -EAGAIN : raw_mapping(vma, hva, write, out);
 		}
 		out->refcounted = 0;
+		out->held = 0;
+		out->dirty = 0;
 		out->level = 1;
 	}
 	mmap_read_unlock(mm);
@@ -150,6 +236,13 @@ int gnt_fault_in(u64 hva, int write, int mode, struct gnt_host_page *out)
 
 	if (!current->mm || hva >= TASK_SIZE_MAX)
 		return GNT_FAULT;
+	if (mapped_anonymous(hva, write, out))
+		return 0;
+	if (write && mode != 0) {
+		fault_anonymous(hva, mode == 1);
+		if (mapped_anonymous(hva, write, out))
+			return 0;
+	}
 	/* What is mapped writable serves readers and writers alike. */
 	if (get_user_page_fast_only(hva, FOLL_WRITE, &page))
 		return give(out, hva, page, true);

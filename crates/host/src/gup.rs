@@ -1,7 +1,7 @@
 //! From the VMM's virtual address to the host frame behind it.
 //!
-//! The page is referenced, never pinned: the caller installs the translation under the MMU
-//! notifier's sequence count and drops the reference at once.
+//! The page is at most referenced, never pinned: the caller installs the translation under the MMU
+//! notifier's sequence count, which alone makes it valid, and drops what it was given at once.
 
 use x86::{Hva, Pfn};
 
@@ -31,7 +31,8 @@ pub enum Patience {
     Killable,
 }
 
-/// A host frame with a reference (if the frame is one that counts them).
+/// A host frame, as the host's page table named it when it was looked at. Only the MMU notifier's
+/// count says whether it still does.
 #[derive(Debug)]
 #[must_use]
 pub struct HostPage {
@@ -43,6 +44,10 @@ pub struct HostPage {
     pub refcounted: bool,
     /// How the host's page table maps it: 1 = 4 KiB, 2 = 2 MiB, 3 = 1 GiB.
     pub level: u8,
+    /// A reference is held until this is dropped: it was not found by the short way.
+    pub held: bool,
+    /// The VMM's page table has it dirty already, and tells the frame when it lets go of it.
+    pub dirty: bool,
 }
 
 /// The border's copy of a [`HostPage`]; `struct gnt_host_page` in C.
@@ -53,7 +58,9 @@ pub(crate) struct RawHostPage {
     pub writable: u8,
     pub refcounted: u8,
     pub level: u8,
-    pub reserved: [u8; 5],
+    pub held: u8,
+    pub dirty: u8,
+    pub reserved: [u8; 3],
 }
 const _: () = assert!(size_of::<RawHostPage>() == 16);
 
@@ -76,6 +83,8 @@ pub fn fault_in(hva: Hva, write: bool, patience: Patience) -> Result<HostPage, G
             writable: raw.writable != 0,
             refcounted: raw.refcounted != 0,
             level: raw.level,
+            held: raw.held != 0,
+            dirty: raw.dirty != 0,
         }),
         2 => Err(GupError::Interrupted),
         3 => Err(GupError::HwPoison),
@@ -91,26 +100,30 @@ pub fn hva_level(hva: Hva) -> u8 {
 }
 
 impl HostPage {
-    /// The guest may have written to the page.
+    /// The guest may have written to the page. Without a reference ([`HostPage::held`]) this is for
+    /// the section in which the MMU notifier's count was found unchanged, with its lock held.
+    #[inline]
     pub fn set_dirty(&self) {
-        if self.refcounted {
-            // SAFETY: a reference is held.
+        if self.refcounted && !self.dirty {
+            // SAFETY: a reference is held, or the host's mapping holds the frame (see above); a
+            // stale frame would be marked wrongly, but its struct page is there either way.
             unsafe { sys::gnt_page_set_dirty(self.pfn.0) }
         }
     }
 
-    /// The guest may have read the page.
+    /// The guest may have read the page. As [`HostPage::set_dirty`].
     pub fn set_accessed(&self) {
         if self.refcounted {
-            // SAFETY: a reference is held.
+            // SAFETY: as in set_dirty().
             unsafe { sys::gnt_page_set_accessed(self.pfn.0) }
         }
     }
 }
 
 impl Drop for HostPage {
+    #[inline]
     fn drop(&mut self) {
-        if self.refcounted {
+        if self.held {
             // SAFETY: the reference is this value's own, and dropped once.
             unsafe { sys::gnt_page_put(self.pfn.0) }
         }

@@ -185,8 +185,9 @@ impl CodeFetch {
         if self.ways[second(slot)].is_for(mode, rip) {
             return second(slot);
         }
+        // By turns of the pair, not of the page: two that miss in turn then take one each.
         self.turn = !self.turn;
-        if self.turn { slot } else { second(slot) }
+        (slot & !1) | usize::from(self.turn)
     }
 
     fn miss<F: PteFormat>(

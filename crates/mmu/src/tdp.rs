@@ -241,7 +241,26 @@ impl<F: PteFormat, S> Mapper<'_, F, S> {
         if !self.in_range(gfn) {
             return MapOutcome::Retry;
         }
-        let mut table = self.tree.root();
+        let mut table = self.tree.root().descend(gfn, mapping.level);
+        // The first touch of a small page.
+        if table.level() == LEVEL_4K {
+            let index = table.index(gfn);
+            if table.replace(index, 0, self.leaf(gfn, LEVEL_4K, mapping)) {
+                return MapOutcome::Mapped(LEVEL_4K);
+            }
+        }
+        self.map_below(table, gfn, mapping, cache)
+    }
+
+    /// [`Mapper::map`] from `table` on down, whatever stands there.
+    #[inline(never)]
+    fn map_below(
+        &self,
+        mut table: Table<'_>,
+        gfn: Gfn,
+        mapping: &Mapping,
+        cache: &mut TableCache,
+    ) -> MapOutcome {
         let mut attempts = 0;
         while attempts < ATTEMPTS {
             let index = table.index(gfn);
@@ -271,7 +290,7 @@ impl<F: PteFormat, S> Mapper<'_, F, S> {
                     cache.put(page);
                 }
             } else {
-                let new = self.leaf(gfn, &table, mapping);
+                let new = self.leaf(gfn, table.level(), mapping);
                 // What was granted before stays granted, and the hardware's bits are kept.
                 let wanted = if F::is_present(old) { old | (new & widening::<F>()) } else { new };
                 if wanted == old || table.replace(index, old, wanted) {
@@ -289,9 +308,9 @@ impl<F: PteFormat, S> Mapper<'_, F, S> {
     }
 
     #[inline]
-    fn leaf(&self, gfn: Gfn, table: &Table<'_>, mapping: &Mapping) -> u64 {
+    fn leaf(&self, gfn: Gfn, level: u8, mapping: &Mapping) -> u64 {
         // A table may have forced a smaller leaf than the mapping's: the frame is then exact.
-        let within = gfn.0 & (pages_per(table.level()) - 1);
+        let within = gfn.0 & (pages_per(level) - 1);
         let first = Pfn(mapping.pfn.0.wrapping_sub(within)).hpa();
         let bits = LeafBits {
             writable: mapping.writable,
@@ -303,7 +322,7 @@ impl<F: PteFormat, S> Mapper<'_, F, S> {
         let direct = if mapping.direct { 0 } else { NO_DIRECT_MAP };
         // Device memory is never encrypted.
         let encryption = if mapping.direct { self.tree.encryption() } else { 0 };
-        F::leaf(first, table.level(), bits) | host | direct | encryption
+        F::leaf(first, level, bits) | host | direct | encryption
     }
 
     /// Gives back write access that only the dirty log took away, without asking the host again.

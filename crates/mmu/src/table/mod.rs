@@ -105,6 +105,24 @@ impl<'t> Table<'t> {
         Entry::Table(Table { words, level: self.level.wrapping_sub(1), address: self.address })
     }
 
+    /// The lowest table from here down to `level` that translates `gfn`.
+    #[inline]
+    pub fn descend(self, gfn: Gfn, level: u8) -> Table<'t> {
+        let mut table = self;
+        let mut rest = gfn.0 >> shift(table.level);
+        while table.level > level {
+            let word = table.word(rest as usize).load(Ordering::Acquire);
+            if word & (TABLE | REMOVED) != TABLE {
+                break;
+            }
+            // SAFETY: as in entry().
+            table.words = unsafe { table_at(Hpa(word & table.address)) };
+            table.level -= 1;
+            rest = gfn.0 >> shift(table.level);
+        }
+        table
+    }
+
     /// Puts leaf `new` where leaf or nothing `old` stands. `false`: it has changed meanwhile.
     #[inline]
     pub fn replace(&self, index: usize, old: u64, new: u64) -> bool {

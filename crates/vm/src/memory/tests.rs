@@ -103,7 +103,14 @@ impl Bench {
 }
 
 fn host_page(hva: Hva, level: u8) -> HostPage {
-    HostPage { pfn: Pfn(hva.0 >> 12), writable: true, refcounted: true, level }
+    HostPage {
+        pfn: Pfn(hva.0 >> 12),
+        writable: true,
+        refcounted: true,
+        level,
+        held: false,
+        dirty: false,
+    }
 }
 
 #[test]

@@ -135,7 +135,8 @@ pub(crate) unsafe fn gnt_fault_in(hva: u64, write: i32, _: i32, out: *mut RawHos
         return 1;
     }
     let writable = (write || user_ok(hva & !15, 16, true)).into();
-    let raw = RawHostPage { pfn: hva >> 12, writable, refcounted: 1, level: 1, reserved: [0; 5] };
+    let raw =
+        RawHostPage { pfn: hva >> 12, writable, refcounted: 1, level: 1, ..Default::default() };
     // SAFETY: out is writable by the contract.
     unsafe { out.write(raw) };
     0
