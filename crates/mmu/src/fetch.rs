@@ -136,7 +136,7 @@ impl CodeFetch {
 
     /// The remembered half of [`CodeFetch::fetch`] alone, which needs less of the guest's state:
     /// `None` means to ask that.
-    #[inline]
+    #[inline(always)]
     pub fn hit(&self, mode: &CodeMode, rip: u64, view: &View<'_>) -> Option<CodeBytes> {
         let slot = slot(mode, rip);
         let way = &self.ways[slot];
@@ -184,6 +184,13 @@ impl CodeFetch {
         }
         if self.ways[second(slot)].is_for(mode, rip) {
             return second(slot);
+        }
+        // Its own place is the faster one to find.
+        for free in [slot, second(slot)] {
+            if self.ways[free].page == Way::EMPTY.page {
+                self.turn = free & 1 != 0;
+                return free;
+            }
         }
         // By turns of the pair, not of the page: two that miss in turn then take one each.
         self.turn = !self.turn;
