@@ -10,7 +10,6 @@ use crate::kvm::file::Commands;
 use crate::kvm::ioctl;
 use crate::machine::code::{done, guest_code, x2apic};
 use crate::machine::guest::{Chip, Guest};
-use crate::machine::layout::*;
 use crate::machine::threads::{Target, within};
 use crate::outcome::{Answer, Errno, Outcome, Reply, equal, fail, holds, one_of};
 use crate::runner::tests;

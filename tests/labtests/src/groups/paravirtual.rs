@@ -96,7 +96,7 @@ impl TimeInfo {
             0.. => delta << self.shift,
             _ => delta >> -self.shift,
         };
-        self.system_time + (u128::from(delta) * u128::from(self.mul) >> 32) as u64
+        self.system_time + ((u128::from(delta) * u128::from(self.mul)) >> 32) as u64
     }
 }
 

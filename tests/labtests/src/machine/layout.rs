@@ -1,5 +1,5 @@
 //! Where things lie in a guest's memory, and how guest and test speak to each other. `code.rs` gives
-//! the guests' assembly the same names.
+//! the names to the guests' assembly.
 
 /// 6 entries.
 pub const GDT: u64 = 0x1000;
@@ -53,7 +53,6 @@ pub const EOI_MODE: u64 = MAILBOX + 0x38;
 /// What the test tells the guest.
 pub const ARGUMENT: u64 = MAILBOX + 0x40;
 /// Interrupts that were not in service.
-#[allow(dead_code, reason = "the handlers write it, for whoever looks into a failure")]
 pub const DUPLICATES: u64 = MAILBOX + 0x80;
 /// 8 bytes each, for the test to look at.
 pub const RESULT: u64 = MAILBOX + 0x100;

@@ -9,8 +9,6 @@ use super::memory::{Memory, PAGE};
 pub const CODE_SELECTOR: u16 = 0x10;
 pub const DATA_SELECTOR: u16 = 0x18;
 pub const TASK_SELECTOR: u16 = 0x20;
-pub const USER_CODE_SELECTOR: u16 = 0x33;
-pub const USER_DATA_SELECTOR: u16 = 0x3b;
 
 /// PE, MP, ET, NE, WP, AM, PG.
 pub const CR0: u64 = 0x8005_0033;
@@ -24,7 +22,7 @@ const TABLE: u64 = 0x67;
 const LARGE_PAGE: u64 = 0xe3;
 const LARGE_BYTES: u64 = 2 << 20;
 
-/// Writes GDT, TSS, IDT, the handlers, and page tables that map the first 4 GiB one to one.
+/// Writes GDT (whose last two entries are user mode's, 0x33 and 0x3b), TSS, IDT, the handlers, and page tables that map the first 4 GiB one to one.
 pub fn write(memory: &Memory) {
     let entries: [u64; 8] = [
         0,
@@ -62,7 +60,7 @@ pub fn write(memory: &Memory) {
 /// Maps the first 2 MiB by 4 KiB pages instead, so that a test can change one of them.
 pub fn split_first_large_page(memory: &Memory) {
     for index in 0..512 {
-        memory.write(SMALL_TABLE + index * 8, index * PAGE | 0x63);
+        memory.write(SMALL_TABLE + index * 8, (index * PAGE) | 0x63);
     }
     memory.write(ROOT + 2 * PAGE, SMALL_TABLE | TABLE);
 }
