@@ -309,6 +309,16 @@ impl Pic {
         matches!(port, 0x20 | 0x21 | 0xa0 | 0xa1 | 0x4d0 | 0x4d1)
     }
 
+    /// Whether the next read of the port is a poll, which acknowledges: other reads change nothing.
+    #[inline]
+    pub fn polls(&self, port: u16) -> bool {
+        match port {
+            0x20 | 0x21 => self.master.poll != 0,
+            0xa0 | 0xa1 => self.slave.poll != 0,
+            _ => false,
+        }
+    }
+
     /// Reads a byte of a port that [`covers`](Self::covers).
     pub fn read(&mut self, port: u16) -> u8 {
         match port {

@@ -241,7 +241,7 @@ impl<F: PteFormat, S> Mapper<'_, F, S> {
         if !self.in_range(gfn) {
             return MapOutcome::Retry;
         }
-        let mut table = self.tree.root().descend(gfn, mapping.level);
+        let table = self.tree.root().descend(gfn, mapping.level);
         // The first touch of a small page.
         if table.level() == LEVEL_4K {
             let index = table.index(gfn);

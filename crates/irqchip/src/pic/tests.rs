@@ -249,6 +249,27 @@ fn a_poll_acknowledges() {
 }
 
 #[test]
+fn only_a_poll_changes_anything_by_reading() {
+    let ports = [0x20, 0x21, 0xa0, 0xa1, 0x4d0, 0x4d1];
+    let mut pic = pic();
+    pulse(&mut pic, 9);
+    let look = |pic: &Pic| (pic.save(false), pic.save(true), pic.output(), pic.ended());
+    for port in ports {
+        assert!(!pic.polls(port), "{port:#x}");
+        let before = look(&pic);
+        pic.read(port);
+        assert_eq!(look(&pic), before, "{port:#x}");
+    }
+    for (command, data) in [(0x20, 0x21), (0xa0, 0xa1)] {
+        pic.write(command, 0x0c);
+        let polled: Vec<u16> = ports.into_iter().filter(|port| pic.polls(*port)).collect();
+        assert_eq!(polled, [command, data]);
+        pic.read(command);
+        assert!(!pic.polls(data));
+    }
+}
+
+#[test]
 fn ends_are_reported_with_the_slaves_lines() {
     let mut pic = pic();
     pulse(&mut pic, 9);

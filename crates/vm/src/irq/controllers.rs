@@ -290,10 +290,15 @@ impl IrqCore {
         if state.resamplers.is_empty() { 0 } else { state.pic.ended() }
     }
 
+    #[inline]
     pub(super) fn signal_pic_resamplers(&self, ended: u16) {
-        if ended == 0 {
-            return;
+        if ended != 0 {
+            self.signal_resamplers_of(ended);
         }
+    }
+
+    #[inline(never)]
+    fn signal_resamplers_of(&self, ended: u16) {
         self.signal_resamplers(|routing, gsi| {
             (0..16u32).filter(|line| ended & 1 << line != 0).any(|line| {
                 let chip = if line < 8 { Chip::PicMaster } else { Chip::PicSlave };

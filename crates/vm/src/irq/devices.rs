@@ -53,6 +53,9 @@ impl VmIrq {
 
     fn read_pic(&self, port: u16) -> u8 {
         let mut state = self.core.state.lock();
+        if !state.pic.polls(port) {
+            return state.pic.read(port);
+        }
         let value = state.pic.read(port);
         // A poll acknowledges, and may end.
         let ended = self.core.ended_lines(&mut state);
