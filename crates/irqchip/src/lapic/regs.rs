@@ -43,7 +43,9 @@ pub(super) const SVR_SUPPRESS_EOI: u32 = 1 << 12;
 /// An integrated APIC with six LVT entries.
 const VERSION: u32 = 0x14 | (LVT_COUNT as u32 - 1) << 16;
 const VERSION_DIRECTED_EOI: u32 = 1 << 24;
-/// ICR bits that can be written: all but delivery status and the reserved ones.
+/// Delivery status.
+const ICR_BUSY: u32 = 1 << 12;
+/// ICR bits that can be written in x2APIC mode: all but delivery status and the reserved ones.
 const ICR_LO_WRITABLE: u32 = 0x000c_cfff;
 
 /// What the owner has to do after a register write.
@@ -335,8 +337,8 @@ impl Lapic {
 
     #[inline]
     fn write_icr_lo(&self, value: u32) -> LapicEffect {
-        let value = value & ICR_LO_WRITABLE;
-        self.icr_lo.store(value, Relaxed);
+        // Reserved bits read back as written, as under stock KVM; delivery is always complete.
+        self.icr_lo.store(value & !ICR_BUSY, Relaxed);
         let mode = dest_mode(value);
         let dest = widen_dest((self.icr_hi.load(Relaxed) >> 24) as u8, mode);
         self.send(value, mode, dest)
@@ -346,7 +348,7 @@ impl Lapic {
     fn write_icr_x2(&self, value: u64) -> Result<LapicEffect, Gp> {
         let low = value as u32;
         // The delivery status bit does not exist in x2APIC mode but may be written.
-        if low & !(ICR_LO_WRITABLE | 1 << 12) != 0 {
+        if low & !(ICR_LO_WRITABLE | ICR_BUSY) != 0 {
             return Err(Gp);
         }
         let low = low & ICR_LO_WRITABLE;
