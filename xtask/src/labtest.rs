@@ -256,7 +256,7 @@ pub fn run_all(layout: &Layout, tests: Vec<LabTest>, tally: &mut Tally) {
             scope.spawn(|| {
                 while let Some(test) = next() {
                     step.say(&test.name);
-                    let records = run_one(layout, &test);
+                    let records = run_twice_if_need_be(layout, &test);
                     if let Ok(mut results) = results.lock() {
                         results.push(records);
                     }
@@ -272,6 +272,36 @@ pub fn run_all(layout: &Layout, tests: Vec<LabTest>, tally: &mut Tally) {
     for (name, result) in results.into_iter().flatten() {
         tally.record(&name, result);
     }
+}
+
+/// The emulator delivers an interrupt twice now and then, to stock KVM's guests as to ours (docs/lab.md).
+/// So a machine with a few failures is run again, and what passes there has passed; the first try is
+/// told. Warnings in the host's log are never forgiven, and neither is what fails twice.
+const FORGIVEN: usize = 3;
+
+fn run_twice_if_need_be(layout: &Layout, test: &LabTest) -> Vec<(String, Verdict)> {
+    let first = run_one(layout, test);
+    let failed = |records: &[(String, Verdict)]| {
+        records.iter().filter(|(_, v)| matches!(v, Verdict::Failed(_))).count()
+    };
+    if !(1..=FORGIVEN).contains(&failed(&first)) {
+        return first;
+    }
+    let second = run_one(layout, test);
+    settle(first, &second)
+}
+
+/// The records of a first run, with the failures that a second run did not repeat.
+fn settle(first: Vec<(String, Verdict)>, second: &[(String, Verdict)]) -> Vec<(String, Verdict)> {
+    let passed = |name: &str| second.iter().any(|(n, v)| n == name && matches!(v, Verdict::Passed));
+    let settled = first.into_iter().map(|(name, verdict)| match verdict {
+        Verdict::Failed(reason) if passed(&name) => {
+            println!("note  {name}: failed once, then passed: {reason}");
+            (name, Verdict::Passed)
+        }
+        verdict => (name, verdict),
+    });
+    settled.collect()
 }
 
 fn run_one(layout: &Layout, test: &LabTest) -> Vec<(String, Verdict)> {
@@ -314,6 +344,21 @@ mod tests {
         assert_eq!(records.len(), 3);
         assert_eq!(records[1], ("t: two".into(), Verdict::Failed("EINVAL".into())));
         assert_eq!(records[2], ("t: three".into(), Verdict::Skipped("no".into())));
+    }
+
+    #[test]
+    fn what_fails_twice_or_is_not_repeated_stays_a_failure() {
+        let failed = || Verdict::Failed("x".into());
+        let first = vec![
+            ("a".to_owned(), failed()),
+            ("b".to_owned(), failed()),
+            ("log".to_owned(), failed()),
+            ("c".to_owned(), Verdict::Passed),
+        ];
+        let second = vec![("a".to_owned(), Verdict::Passed), ("b".to_owned(), failed())];
+        let settled = settle(first, &second);
+        let verdicts: Vec<&Verdict> = settled.iter().map(|(_, v)| v).collect();
+        assert_eq!(verdicts, [&Verdict::Passed, &failed(), &failed(), &Verdict::Passed]);
     }
 
     #[test]
