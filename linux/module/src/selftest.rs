@@ -360,7 +360,7 @@ fn frames(at: u64) -> Outcome {
     let page = get!(fault_in(touched, true, Patience::Never));
     check!(page.writable && page.refcounted && page.level == 1);
     get!(user::write(touched, b"direct"));
-    // SAFETY: the frame is referenced while `page` lives, and mapped by the direct map.
+    // SAFETY: the frame is the mapping of a page that this test holds mapped, in the direct map.
     let first = unsafe { host::page::direct_map(page.pfn.hpa()).read_volatile() };
     check!(first == b'd');
     page.set_dirty();
