@@ -10,7 +10,7 @@ use crate::options::Options;
 use crate::outcome::{Outcome, Trouble};
 
 /// After so long a test is taken for hung.
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(60);
 /// How long a killed process may need to leave the kernel.
 const MERCY: Duration = Duration::from_secs(5);
 
