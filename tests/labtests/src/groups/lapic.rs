@@ -6,6 +6,7 @@ use kvm_bindings::*;
 
 use crate::kvm::file::Commands;
 use crate::kvm::ioctl;
+use crate::machine::clock::tsc_rate_is_right;
 use crate::machine::code::{done, guarded, guest_code, x2apic, xapic};
 use crate::machine::guest::{Chip, Guest};
 use crate::machine::layout::*;
@@ -566,7 +567,7 @@ guest_code!(
 );
 
 fn a_tsc_deadline_fires_in_time() -> Outcome {
-    crate::machine::clock::tsc_rate_is_right()?;
+    tsc_rate_is_right()?;
     let guest = Guest::new(Chip::Kernel, deadline())?;
     let khz = guest.vcpu().call(ioctl::GET_TSC_KHZ, 0).granted("KVM_GET_TSC_KHZ")? as u64;
     guest.memory.write(ARGUMENT, 20 * khz);
@@ -644,7 +645,7 @@ guest_code!(
 );
 
 fn a_tsc_deadline_of_zero_disarms() -> Outcome {
-    crate::machine::clock::tsc_rate_is_right()?;
+    tsc_rate_is_right()?;
     equal("interrupts", run(disarmed())?.count(0x40), 0)
 }
 
@@ -680,7 +681,7 @@ guest_code!(
 );
 
 fn a_tsc_deadline_can_be_moved() -> Outcome {
-    crate::machine::clock::tsc_rate_is_right()?;
+    tsc_rate_is_right()?;
     let guest = run(moved())?;
     equal("interrupts", guest.count(0x40), 1)?;
     holds("a TSC beyond the later deadline", guest.result(0) as i64 >= 0, guest.result(0) as i64)
@@ -709,7 +710,7 @@ guest_code!(
 );
 
 fn the_timer_wakes_a_halted_guest_again_and_again() -> Outcome {
-    crate::machine::clock::tsc_rate_is_right()?;
+    tsc_rate_is_right()?;
     let guest = run(many_deadlines())?;
     equal("interrupts", guest.count(0x40), 50)?;
     let apic: kvm_lapic_state = guest.vcpu().receive(ioctl::GET_LAPIC).granted("KVM_GET_LAPIC")?;

@@ -5,6 +5,7 @@ use kvm_bindings::*;
 
 use crate::kvm::file::{CPUID_ENTRIES, Commands, CpuidTable, MsrTable, System};
 use crate::kvm::ioctl;
+use crate::machine::clock::tsc_rate_is_right;
 use crate::machine::code::guest_code;
 use crate::machine::guest::{Chip, Guest};
 use crate::oracle;
@@ -149,6 +150,7 @@ fn feature_msrs_are_read_from_the_system_file() -> Outcome {
 }
 
 fn the_tsc_has_a_rate() -> Outcome {
+    tsc_rate_is_right()?;
     let guest = guest()?;
     let khz = guest.vcpu().call(ioctl::GET_TSC_KHZ, 0).granted("KVM_GET_TSC_KHZ")?;
     holds("a rate", khz > 1000, khz)?;
