@@ -116,12 +116,3 @@ pub enum Event {
     /// INT n, with the address of the next instruction where known.
     Software(Vector),
 }
-
-/// What became of an event when the guest exited.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Delivered {
-    /// It was taken.
-    Yes,
-    /// It has to be injected again.
-    No(Event),
-}

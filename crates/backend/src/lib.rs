@@ -7,7 +7,7 @@
 
 pub mod exit;
 
-pub use exit::{CrAccess, Delivered, Event, Exit, IoExit, NestedFault};
+pub use exit::{CrAccess, Event, Exit, IoExit, NestedFault};
 
 use x86::{
     Hpa, Vector,
@@ -67,8 +67,6 @@ pub struct GuestLimits {
     pub cr4_allowed: u64,
     /// SPEC_CTRL exists for it.
     pub spec_ctrl: bool,
-    /// PRED_CMD (IBPB) exists for it.
-    pub pred_cmd: bool,
     /// RDTSCP or RDPID exists for it: TSC_AUX is live.
     pub tsc_aux: bool,
     /// XSAVE exists for it.

@@ -5,7 +5,7 @@
 //! space the vCPU leaves, and on the next KVM_RUN the instruction is emulated from its beginning:
 //! accesses that were answered before are answered from the log in the same order.
 
-use backend::{Backend, NestedFault, SegmentName};
+use backend::{Backend, SegmentName};
 use emulate::{Access, CodeSize, Decoded, Fetched, Machine, SegReg, Stop};
 use mmu::{WalkError, translate, walk};
 use vm::memory::MemoryError;
@@ -94,8 +94,8 @@ fn padded(data: &[u8]) -> [u8; 8] {
 }
 
 impl<B: Backend> Vcpu<B> {
-    /// Emulates the instruction at RIP. `fault` is the nested fault that led here, if one did.
-    pub(crate) fn emulate_here(&mut self, fault: Option<NestedFault>) -> Option<UserExit> {
+    /// Emulates the instruction at RIP.
+    pub(crate) fn emulate_here(&mut self) -> Option<UserExit> {
         let decoded = match self.slow_decode() {
             Ok(decoded) => decoded,
             Err(exit) => return exit,
@@ -126,7 +126,6 @@ impl<B: Backend> Vcpu<B> {
             Err(Stop::NeedUser) => self.ask_user(),
             Err(Stop::Unsupported) => {
                 self.replay.forget();
-                let _ = fault;
                 self.emulation_failed()
             }
         }

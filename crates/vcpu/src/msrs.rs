@@ -148,7 +148,7 @@ impl<B: Backend> Vcpu<B> {
                 TSC_DEADLINE if host || self.has_deadline() => Ok(self.shared.lapic.tsc_deadline()),
                 _ => Err(Refused),
             },
-            Class::Pv => self.read_pv_msr(index, host),
+            Class::Pv => self.read_pv_msr(index),
             Class::Store => self.store.read(index, host, &self.facts()).map_err(|_| Refused),
             Class::Unknown => Err(Refused),
         }

@@ -67,11 +67,11 @@ impl<B: Backend> Vcpu<B> {
     /// A port access outside the loop: the kernel's devices, else user space.
     pub(crate) fn slow_io(&mut self, io: IoExit) -> Option<UserExit> {
         if io.string {
-            return self.emulate_here(None);
+            return self.emulate_here();
         }
         let next = match self.io_next(io) {
             Some(next) => next,
-            None => return self.emulate_here(None),
+            None => return self.emulate_here(),
         };
         if self.vm.irq().has_port(io.port) && self.kernel_io(io) {
             self.retire(next);

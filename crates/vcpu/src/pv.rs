@@ -134,8 +134,7 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    pub(crate) fn read_pv_msr(&mut self, index: u32, host: bool) -> Result<u64, Refused> {
-        let _ = host;
+    pub(crate) fn read_pv_msr(&self, index: u32) -> Result<u64, Refused> {
         Ok(match index {
             number::KVM_WALL_CLOCK | number::KVM_WALL_CLOCK_NEW => self.pv.wall_clock_msr,
             number::KVM_SYSTEM_TIME | number::KVM_SYSTEM_TIME_NEW => self.pv.system_time_msr,

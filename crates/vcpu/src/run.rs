@@ -136,7 +136,7 @@ impl<B: Backend> Vcpu<B> {
             }
             Open::Emulation => {
                 self.replay.answer(input.mmio_data, self.io_data);
-                self.emulate_here(None)
+                self.emulate_here()
             }
         }
     }
@@ -214,9 +214,6 @@ impl<B: Backend> Vcpu<B> {
         }
         if has(Request::Clock) {
             self.publish_clock();
-        }
-        if has(Request::TripleFault) {
-            self.events.triple_fault = true;
         }
         if has(Request::Event) {
             self.recheck = true;

@@ -65,7 +65,7 @@ impl<B: Backend> Vcpu<B> {
                 self.raise(Exception::gp(0));
                 None
             }
-            Exit::Cr(_) | Exit::Xsetbv | Exit::Invlpg => self.emulate_here(None),
+            Exit::Cr(_) | Exit::Xsetbv | Exit::Invlpg => self.emulate_here(),
             Exit::DebugReg => {
                 self.b.own_debug_regs();
                 None
@@ -208,11 +208,8 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn device_access(&mut self, fault: NestedFault) -> Option<UserExit> {
-        if let Some(event) = self.events.again
-            && !fault.final_access
-        {
-            // The guest's descriptor tables or stack lie in device memory.
-            let _ = event;
+        if self.events.again.is_some() && !fault.final_access {
+            // The tables that translate the guest's descriptors or stack lie in device memory.
             return Some(UserExit::InternalError {
                 suberror: ERROR_DELIVERY,
                 data: ErrorData::new(&self.b.exit_raw()),
@@ -220,7 +217,7 @@ impl<B: Backend> Vcpu<B> {
         }
         match self.finish_device_access(fault) {
             Ok(exit) => exit,
-            Err(()) => self.emulate_here(Some(fault)),
+            Err(()) => self.emulate_here(),
         }
     }
 }

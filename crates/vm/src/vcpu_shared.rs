@@ -32,14 +32,8 @@ pub enum Request {
     Event = 1 << 1,
     /// The clock that the guest reads has to be published anew.
     Clock = 1 << 2,
-    /// The VM is dead: leave with an I/O error.
+    /// The VMM's address space is gone: leave; what is asked of the VM next gets EIO.
     Dead = 1 << 3,
-    /// A kick without a reason of its own: leave the guest and look around.
-    Leave = 1 << 4,
-    /// The I/O APIC's set of vectors whose EOI must be reported changed.
-    ScanIoapic = 1 << 5,
-    /// The triple fault of a vCPU that was not running.
-    TripleFault = 1 << 6,
 }
 
 /// Where the vCPU's thread is.
