@@ -52,6 +52,7 @@ fn vcpu() -> KBox<Vcpu<Svm<Cpu>>> {
     percpu::set_up(features(), 4).unwrap();
     let limits = HostLimits { levels: 4, maxphyaddr: 48, encryption: 0, halt_poll_ns: 0 };
     let vm = Vm::new(&limits).unwrap();
+    vm.irq().create(vm::irq::Irqchip::Full).unwrap();
     let shared = VcpuShared::new(0, 0, true, true).unwrap();
     vm.add_vcpu(shared.clone()).unwrap();
     let mut model = Model::default();
@@ -176,6 +177,55 @@ fn a_deadline_that_has_passed_needs_no_host_timer() {
     });
     assert_only_vmrun(&ten);
     assert!(ten.of(Op::Rdtsc) <= 10);
+}
+
+#[test]
+fn a_port_of_the_kernel_costs_the_hosts_segments_and_no_more() {
+    // One VMSAVE and VMLOAD to the host and one VMLOAD back, for the handler calls the kernel; the
+    // loop is not left, so no STGI, no XSETBV, no MSR.
+    const PIC_MASK_PORT: u64 = 0x21;
+    let ten = cost_of(|vmcb, gprs| {
+        exit(ExitCode::Ioio)(vmcb, gprs);
+        vmcb.control.exit_info_1 = (PIC_MASK_PORT << 16) | (1 << 4) | 1;
+        vmcb.control.exit_info_2 = vmcb.save.rip + 2;
+    });
+    assert_eq!((ten.of(Op::Vmload), ten.of(Op::Vmsave)), (20, 10));
+    assert_eq!((ten.of(Op::Clgi), ten.of(Op::Stgi)), (0, 0));
+    assert_eq!((ten.of(Op::Rdmsr), ten.of(Op::Wrmsr), ten.of(Op::Xsetbv)), (0, 0, 0));
+}
+
+#[test]
+fn an_interrupt_to_oneself_is_taken_and_ended_in_two_vmruns() {
+    const X2APIC_SELF_IPI: u64 = 0x83f;
+    const X2APIC_EOI: u64 = 0x80b;
+    let mut v = vcpu();
+    v.write_msr(0x1b, 0xfee0_0d00, true).unwrap();
+    v.write_msr(0x80f, 0x1ff, true).unwrap();
+    let wrmsr = |msr: u64, value: u64| {
+        move |vmcb: &mut Vmcb, gprs: &mut Gprs| {
+            (gprs.0[RCX], gprs.0[RDX]) = (msr, 0);
+            vmcb.save.rax = value;
+            exit(ExitCode::Msr)(vmcb, gprs);
+            vmcb.control.exit_info_1 = 1;
+        }
+    };
+    let before = v.backend().cpu().counts();
+    v.backend().cpu().inner().then(wrmsr(X2APIC_SELF_IPI, 0x40));
+    v.backend().cpu().inner().then(move |vmcb, gprs| {
+        // The offer: V_IRQ with the vector; the guest takes it and ends it.
+        assert_ne!(vmcb.control.int_ctl & (1 << 8), 0);
+        assert_eq!(vmcb.control.int_vector, 0x40);
+        vmcb.control.int_ctl &= !(1 << 8);
+        wrmsr(X2APIC_EOI, 0)(vmcb, gprs);
+    });
+    v.backend().cpu().inner().then(|vmcb, gprs| {
+        assert_eq!(vmcb.control.int_ctl & (1 << 8), 0);
+        shutdown(vmcb, gprs);
+    });
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    let all = v.backend().cpu().counts().since(&before);
+    assert_eq!((all.of(Op::Vmrun), all.of(Op::Vmload), all.of(Op::Wrmsr)), (3, 2, 0));
+    assert_eq!(v.shared().lapic.in_service(), None);
 }
 
 #[test]
