@@ -3,6 +3,7 @@
 KERNEL ?=
 MACHINE ?=
 MODULE ?=
+PARAMETERS ?=
 CPUS ?=
 HOST_CPUS ?=
 JSON ?=
@@ -10,7 +11,7 @@ ONLY ?=
 FILTER ?=
 
 # Any of these in the environment means something else to the tools below.
-unexport KERNEL MACHINE MODULE CPUS HOST_CPUS JSON ONLY FILTER
+unexport KERNEL MACHINE MODULE PARAMETERS CPUS HOST_CPUS JSON ONLY FILTER
 
 XTASK = @lab/xtask.sh
 
@@ -28,6 +29,7 @@ help:
 	@echo '  make clean                     remove what was built and unpacked; downloads stay in the cache'
 	@echo
 	@echo 'Variables: KERNEL=6.12|6.1 (the host kernel), MACHINE=amd, MODULE=gannet|stock (boot),'
+	@echo '           PARAMETERS="npt=0 keep_roots=0" of that module (boot),'
 	@echo '           ONLY=cpuid,rdmsr (run, bench), FILTER=source|unit|module|lab (test),'
 	@echo '           GANNET_CACHE=folder for downloads (default ~/.cache/gannet)'
 
@@ -41,7 +43,7 @@ bench:
 	$(XTASK) bench --machine '$(MACHINE)' --kernel '$(KERNEL)' --json '$(JSON)' --only '$(ONLY)'
 
 boot:
-	$(XTASK) boot --machine '$(MACHINE)' --kernel '$(KERNEL)' --cpus '$(CPUS)' --host-cpus '$(HOST_CPUS)' --module '$(MODULE)'
+	$(XTASK) boot --machine '$(MACHINE)' --kernel '$(KERNEL)' --cpus '$(CPUS)' --host-cpus '$(HOST_CPUS)' --module '$(MODULE)' --parameters '$(PARAMETERS)'
 
 module:
 	$(XTASK) module --kernel '$(KERNEL)'

@@ -11,12 +11,21 @@ mkdir -p /out /tmp
 MODULES= PARAMETERS=
 . /job/settings
 
-load() { # every module of the list; the parameters go to the last
+load() { # every module of the list; MODULE.NAME=VALUE goes to that module, NAME=VALUE to the last
     while [ $# -gt 0 ]; do
-        if [ $# = 1 ]; then insmod "/modules/$1.ko" $PARAMETERS || return 1
-        else insmod "/modules/$1.ko" || return 1; fi
+        own=
+        for parameter in $PARAMETERS; do
+            case "$parameter" in
+            "$1".*) own="$own ${parameter#"$1".}" ;;
+            *.*=*) ;;
+            *) [ $# != 1 ] || own="$own $parameter" ;;
+            esac
+        done
+        insmod "/modules/$1.ko" $own || return 1
         shift
     done
+    # The kernel loads a module that does not have a parameter all the same. Here that counts as refused.
+    ! dmesg | grep -q "unknown parameter '.*' ignored"
 }
 
 if load $MODULES; then

@@ -31,6 +31,9 @@ pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
         }
     };
     let outcome = gannet_lab::run(layout, &job, &mut print)?;
+    if let Some(reason) = outcome.refusal() {
+        println!("{reason}");
+    }
     let faults = outcome.faults();
     for line in &faults {
         println!("the host's log has: {line}");
@@ -39,7 +42,7 @@ pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
     println!(
         "{} on {}, kernel {}, {} vCPU{}: the guest's user space {} ({:.1} s)",
         if answered { "ok" } else { "FAIL" },
-        options.module.name(),
+        options.module.with(&options.parameters),
         layout.release(options.kernel)?,
         options.cpus,
         if options.cpus == 1 { "" } else { "s" },
@@ -69,6 +72,7 @@ pub fn job(
         .file(layout.vmlinux(guest::KERNEL), "guest/vmlinux");
     job.texts.push(("guest/initramfs".to_owned(), guest::initramfs(layout)?));
     job.cpus = options.host_cpus;
+    job.parameters.clone_from(&options.parameters);
     Ok(job)
 }
 

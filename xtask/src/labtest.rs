@@ -1,7 +1,7 @@
 //! Tests that run in a machine: those of the lab itself, and the programs that `lab/tests.list` names.
 //!
 //! A line of the list is `name | kernels | modules | cpus | seconds | command`, with `all` or a list with commas for kernels (`6.12,6.1`)
-//! and modules (`stock,gannet,none`). The programs of the packages under `tests/` are in `/bin` of the machine, and so is exitbench; the guest's
+//! and modules (`stock,gannet,none`). A module's parameters follow its name: `stock npt=0,gannet npt=0 keep_roots=0`; `all npt=0` is both. The programs of the packages under `tests/` are in `/bin` of the machine, and so is exitbench; the guest's
 //! kernel and initramfs are `/guest/vmlinux` and `/guest/initramfs` where the command names them. A command reports
 //! `ok NAME`, `not ok NAME: reason` or `skip NAME: reason` on lines of their own and ends with 0; afterwards the host's log must be clean.
 
@@ -142,11 +142,12 @@ pub fn from_list(
         }
         let entry = entry(line).with_context(|| format!("lab/tests.list:{}", number + 1))?;
         for kernel in entry.kernels {
-            for module in &entry.modules {
+            for (module, parameters) in &entry.modules {
                 if *module != Module::Stock && !built.contains(&kernel) {
                     continue;
                 }
                 let mut job = plain_job(options, kernel, *module, &entry.command);
+                job.parameters.clone_from(parameters);
                 job.files.extend(files.iter().cloned());
                 if entry.command.contains("/guest/") {
                     job.files.push((layout.vmlinux(guest::KERNEL), "guest/vmlinux".to_owned()));
@@ -154,7 +155,7 @@ pub fn from_list(
                 }
                 job.cpus = entry.cpus;
                 job.timeout = Duration::from_secs(entry.seconds);
-                let name = format!("{} on {} under {kernel}", entry.name, module.name());
+                let name = format!("{} on {} under {kernel}", entry.name, module.with(parameters));
                 let title = name.clone();
                 let judge = Box::new(move |outcome: &Outcome| judge_lines(&title, outcome));
                 tests.push(LabTest { name, job, judge, clean_log: true });
@@ -167,7 +168,8 @@ pub fn from_list(
 struct Entry {
     name: String,
     kernels: Vec<Kernel>,
-    modules: Vec<Module>,
+    /// With the parameters of each.
+    modules: Vec<(Module, String)>,
     cpus: u32,
     seconds: u64,
     command: String,
@@ -182,16 +184,20 @@ fn entry(line: &str) -> Result<Entry> {
         "all" => KERNELS.to_vec(),
         some => some.split(',').map(|k| k.trim().parse()).collect::<Result<_>>()?,
     };
-    let module = |name: &str| match name.trim() {
-        "stock" => Ok(Module::Stock),
-        "gannet" => Ok(Module::Gannet),
-        "none" => Ok(Module::None),
-        other => bail!("no such module: {other}"),
-    };
-    let modules = match modules {
-        "all" => vec![Module::Stock, Module::Gannet],
-        some => some.split(',').map(module).collect::<Result<_>>()?,
-    };
+    let mut loaded = Vec::new();
+    for one in modules.split(',') {
+        let mut words = one.split_whitespace();
+        let chosen = match words.next().unwrap_or_default() {
+            "all" => vec![Module::Stock, Module::Gannet],
+            "stock" => vec![Module::Stock],
+            "gannet" => vec![Module::Gannet],
+            "none" => vec![Module::None],
+            other => bail!("no such module: {other}"),
+        };
+        let parameters = words.collect::<Vec<_>>().join(" ");
+        loaded.extend(chosen.into_iter().map(|module| (module, parameters.clone())));
+    }
+    let modules = loaded;
     let (cpus, seconds) = (cpus.parse()?, seconds.parse()?);
     Ok(Entry { name: name.into(), kernels, modules, cpus, seconds, command: command.into() })
 }
@@ -236,7 +242,8 @@ fn judge_lines(title: &str, outcome: &Outcome) -> Vec<(String, Verdict)> {
     }
     let failed = found.iter().any(|(_, verdict)| matches!(verdict, Verdict::Failed(_)));
     if !failed && !outcome.succeeded() {
-        let reason = format!("status {:?}; {}", outcome.status, outcome.tail(20));
+        let refusal = outcome.refusal().map(|r| format!("{r}\n")).unwrap_or_default();
+        let reason = format!("{refusal}status {:?}; {}", outcome.status, outcome.tail(20));
         found.push((format!("{title}: ends well"), Verdict::Failed(reason)));
     } else if found.is_empty() {
         found.push((title.to_owned(), Verdict::Passed));
@@ -327,10 +334,27 @@ mod tests {
         let entry =
             entry("ioctls | all | stock,gannet | 2 | 60 | errno-tests --all | cat").unwrap();
         assert_eq!(entry.kernels, KERNELS);
-        assert_eq!(entry.modules, [Module::Stock, Module::Gannet]);
+        let plain = String::new;
+        assert_eq!(entry.modules, [(Module::Stock, plain()), (Module::Gannet, plain())]);
         assert_eq!((entry.cpus, entry.seconds), (2, 60));
         assert_eq!(entry.command, "errno-tests --all | cat");
         assert!(super::entry("too | few").is_err());
+    }
+
+    #[test]
+    fn parameters_follow_the_name_of_their_module() {
+        let modules = |text: &str| {
+            entry(&format!("t | all | {text} | 1 | 60 | true")).map(|entry| entry.modules)
+        };
+        let shadow = || "npt=0".to_owned();
+        let both = vec![(Module::Stock, shadow()), (Module::Gannet, shadow())];
+        assert_eq!(modules("all npt=0").unwrap(), both);
+        let more = (Module::Gannet, "npt=0 keep_roots=0".to_owned());
+        assert_eq!(
+            modules("stock npt=0, gannet npt=0  keep_roots=0").unwrap(),
+            [both[0].clone(), more]
+        );
+        assert!(modules("npt=0").is_err());
     }
 
     #[test]

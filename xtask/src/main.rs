@@ -36,6 +36,7 @@ Variables, for every command where they mean something:
   MACHINE=amd              the emulated machine
   CPUS=N                   the guest's CPUs (boot)
   MODULE=gannet | stock    whose /dev/kvm the guest runs on (boot; default gannet)
+  PARAMETERS=npt=0         that module's parameters (boot)
   ONLY=name,name           these workloads alone (bench, run)
   GANNET_CACHE=folder      where downloads are kept (default ~/.cache/gannet)
 ";

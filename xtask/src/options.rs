@@ -10,6 +10,8 @@ pub struct Options {
     pub kernel: Kernel,
     pub machine: Machine,
     pub module: Module,
+    /// The module's parameters.
+    pub parameters: String,
     /// The guest's CPUs.
     pub cpus: u32,
     /// The host's CPUs.
@@ -27,6 +29,7 @@ impl Options {
             kernel: Kernel::V6_12,
             machine: Machine::Amd,
             module: Module::Gannet,
+            parameters: String::new(),
             cpus: 1,
             host_cpus: 1,
             json: None,
@@ -48,6 +51,7 @@ impl Options {
                         _ => bail!("MODULE={value}: gannet or stock"),
                     }
                 }
+                "--parameters" => options.parameters = value,
                 "--cpus" => options.cpus = count("CPUS", &value)?,
                 "--host-cpus" => options.host_cpus = count("HOST_CPUS", &value)?,
                 "--json" => options.json = Some(value.into()),

@@ -25,6 +25,11 @@ impl Module {
             Module::Gannet => "gannet",
         }
     }
+
+    /// The name with the module's parameters, if there are any.
+    pub fn with(self, parameters: &str) -> String {
+        format!("{} {parameters}", self.name()).trim_end().to_owned()
+    }
 }
 
 /// One run of a machine.
@@ -36,7 +41,8 @@ pub struct Job {
     pub kernel: Kernel,
     /// The module loaded before the command.
     pub module: Module,
-    /// Parameters of that module, such as `npt=0`.
+    /// Parameters of that module, such as `npt=0 keep_roots=0`; `kvm.tdp_mmu=0` goes to a module that it needs. A
+    /// parameter that the module does not have counts as refused: [`Outcome::loaded`] is `Some(false)`.
     pub parameters: String,
     /// Files of this machine and where they go. All are executable there.
     pub files: Vec<(PathBuf, String)>,

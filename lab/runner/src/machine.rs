@@ -105,6 +105,20 @@ impl Outcome {
         log.lines().filter(|line| SIGNS.iter().any(|s| line.contains(s))).collect()
     }
 
+    /// Why the module did not load, in its own words or the kernel's; `None` when it loaded or never was asked to.
+    pub fn refusal(&self) -> Option<String> {
+        if self.loaded != Some(false) {
+            return None;
+        }
+        let said = |line: &&str| {
+            ["gannet: ", "kvm_amd: ", "kvm: ", "unknown parameter"].iter().any(|s| line.contains(s))
+        };
+        let line = self.dmesg.lines().rev().find(said);
+        let Some(line) = line else { return Some("the module does not load".to_owned()) };
+        // Without the time: the same refusal twice reads the same.
+        Some(line.split_once("] ").map_or(line, |(_, text)| text).to_owned())
+    }
+
     /// The last lines of the console.
     pub fn tail(&self, lines: usize) -> String {
         let all: Vec<&str> = self.console.lines().collect();
@@ -357,6 +371,17 @@ mod tests {
         assert_eq!(console.pending().as_deref(), Some("[1/2] cpuid"));
         console.take(b"\r\x1b[Kdone\r\n", &mut |l| lines.push(l.to_owned()));
         assert_eq!((lines, console.pending()), (vec!["done".to_owned()], None));
+    }
+
+    #[test]
+    fn a_module_that_refuses_is_heard() {
+        let dmesg =
+            "[    1.0] systemd: up\n[    2.5] gannet: npt=0 is not implemented\n[    2.6] x";
+        let outcome = |loaded| Outcome { dmesg: dmesg.into(), loaded, ..Outcome::default() };
+        let refused = outcome(Some(false)).refusal();
+        assert_eq!(refused.as_deref(), Some("gannet: npt=0 is not implemented"));
+        assert_eq!(outcome(Some(true)).refusal(), None);
+        assert_eq!(outcome(None).refusal(), None, "the machine ended before");
     }
 
     #[test]
