@@ -110,10 +110,11 @@ impl Outcome {
         if self.loaded != Some(false) {
             return None;
         }
-        let said = |line: &&str| {
-            ["gannet: ", "kvm_amd: ", "kvm: ", "unknown parameter"].iter().any(|s| line.contains(s))
-        };
-        let line = self.dmesg.lines().rev().find(said);
+        // A parameter that a module lacks does not keep it from going on to say that it is there.
+        let unknown = self.dmesg.lines().find(|line| line.contains("unknown parameter"));
+        let said =
+            |line: &&str| ["gannet: ", "kvm_amd: ", "kvm: "].iter().any(|s| line.contains(s));
+        let line = unknown.or_else(|| self.dmesg.lines().rev().find(said));
         let Some(line) = line else { return Some("the module does not load".to_owned()) };
         // Without the time: the same refusal twice reads the same.
         Some(line.split_once("] ").map_or(line, |(_, text)| text).to_owned())
@@ -380,6 +381,9 @@ mod tests {
         let outcome = |loaded| Outcome { dmesg: dmesg.into(), loaded, ..Outcome::default() };
         let refused = outcome(Some(false)).refusal();
         assert_eq!(refused.as_deref(), Some("gannet: npt=0 is not implemented"));
+        let ignored = "[ 1.0] gannet: unknown parameter 'x' ignored\n[ 1.1] gannet: ready";
+        let unknown = Outcome { dmesg: ignored.into(), ..outcome(Some(false)) };
+        assert_eq!(unknown.refusal().as_deref(), Some("gannet: unknown parameter 'x' ignored"));
         assert_eq!(outcome(Some(true)).refusal(), None);
         assert_eq!(outcome(None).refusal(), None, "the machine ended before");
     }
