@@ -1,11 +1,29 @@
 #!/bin/sh
-# /init of the lab's Linux guest: says that user space answers, uses processes, memory, timers and interrupts a little, and resets.
+# /init of the lab's Linux guest: says that user space answers, does the task that `gannet.task=` on the kernel's command line names,
+# and resets. Without one it uses processes, memory, timers and interrupts a little.
 export PATH=/bin
 /bin/busybox --install -s /bin
 mount -t proc none /proc
 mount -t sysfs none /sys
 mount -t devtmpfs none /dev 2>/dev/null
 echo "GANNET-GUEST-USERSPACE cpus=$(nproc) kernel=$(uname -r)"
+task=
+for word in $(cat /proc/cmdline); do
+    case $word in gannet.task=*) task=${word#gannet.task=} ;; esac
+done
+
+# The measured task: 200 processes one after the other, each of them a fork, an exec, 64 pages touched and an exit.
+if [ "$task" = forks ]; then
+    sync
+    echo "GANNET-FORKS-BEGIN"
+    i=0
+    while [ $i -lt 200 ]; do
+        /bin/dd if=/dev/zero of=/dev/null bs=256k count=1 2>/dev/null || echo "guest: WRONG end of process $i"
+        i=$((i + 1))
+    done
+    echo "GANNET-FORKS-END processes=$i"
+    reboot -f
+fi
 
 # Processes: fork, exec, pipe, wait.
 sum=0 i=0

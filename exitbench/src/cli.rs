@@ -129,6 +129,10 @@ pub struct BootArguments {
     /// Exit 0 if this came on the console before the VM ended
     #[arg(long, value_name = "TEXT", default_value = MARKER)]
     pub expect: String,
+    /// Count from this text on the console to the expected one, too: `ticks_between` of the
+    /// report, and what an emulator's plugin counts
+    #[arg(long, value_name = "TEXT")]
+    pub from: Option<String>,
     /// End the VM as soon as the expected text has come
     #[arg(long)]
     pub stop_at_marker: bool,

@@ -109,6 +109,7 @@ fn boot(arguments: BootArguments) -> Result<bool> {
         cpus: arguments.cpus,
         memory: arguments.memory,
         command_line,
+        from: arguments.from.unwrap_or_default(),
         expect: arguments.expect,
         stop_at_marker: arguments.stop_at_marker,
         timeout: Duration::from_secs(arguments.timeout),
@@ -121,6 +122,7 @@ fn boot(arguments: BootArguments) -> Result<bool> {
             module: module(&arguments.device),
             cpus: boot.cpus,
             ticks_to_marker: ended.ticks_to_marker,
+            ticks_between: ended.ticks_between,
             end: match &ended.end {
                 Ok(end) => (*end).to_string(),
                 Err(reason) => reason.lines().next().unwrap_or_default().to_string(),

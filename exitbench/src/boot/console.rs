@@ -1,5 +1,5 @@
 //! The guest's serial console: a 16550 at 0x3f8 whose output goes to standard output and past the
-//! marker, and whose interrupt is IRQ 4, by irqfd.
+//! markers, and whose interrupt is IRQ 4, by irqfd.
 
 use std::io::{self, Write};
 
@@ -9,6 +9,7 @@ use vm_superio::serial::NoEvents;
 use vm_superio::{Serial, Trigger};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
+use super::emulator;
 use super::marker::Marker;
 
 /// Interrupt of the first serial port of a PC.
@@ -26,9 +27,13 @@ impl Trigger for Interrupt {
     }
 }
 
-/// Where the output goes: to standard output, and past the marker.
+/// Where the output goes: to standard output, and past the markers.
 #[derive(Debug)]
 pub struct Output {
+    /// Where counting begins, if not with the VM.
+    from: Marker,
+    /// The time stamp counter when that came.
+    from_at: Option<u64>,
     marker: Marker,
     /// The time stamp counter when the marker came.
     marker_at: Option<u64>,
@@ -36,8 +41,15 @@ pub struct Output {
 
 impl Write for Output {
     fn write(&mut self, piece: &[u8]) -> io::Result<usize> {
+        if self.from.feed(piece) {
+            emulator::begin();
+            self.from_at = Some(time_stamp());
+        }
         if self.marker.feed(piece) {
             self.marker_at = Some(time_stamp());
+            if self.from_at.is_some() {
+                emulator::end();
+            }
         }
         // A closed standard output must not look like a broken UART to the guest.
         let _ = io::stdout().write_all(piece);
@@ -54,16 +66,21 @@ impl Write for Output {
 pub type SerialPort = Serial<Interrupt, NoEvents, Output>;
 
 /// Creates the port and connects its interrupt.
-pub fn serial_port(vm: &VmFd, marker: Marker) -> Result<SerialPort> {
+pub fn serial_port(vm: &VmFd, from: Marker, marker: Marker) -> Result<SerialPort> {
     let interrupt = EventFd::new(EFD_NONBLOCK).context("cannot create an eventfd")?;
     vm.register_irqfd(&interrupt, IRQ).context("KVM_IRQFD failed for the serial port")?;
-    Ok(Serial::new(Interrupt(interrupt), Output { marker, marker_at: None }))
+    Ok(Serial::new(Interrupt(interrupt), Output { from, from_at: None, marker, marker_at: None }))
 }
 
 impl Output {
     /// When the marker came by, as the host's time stamp counter had it.
     pub fn marker_at(&self) -> Option<u64> {
         self.marker_at
+    }
+
+    /// Ticks from the text where counting begins to the marker.
+    pub fn ticks_between(&self) -> Option<u64> {
+        Some(self.marker_at?.wrapping_sub(self.from_at?))
     }
 
     /// Whether the marker came by.

@@ -4,6 +4,7 @@
 pub mod console;
 pub mod cpus;
 pub mod devices;
+pub mod emulator;
 pub mod keyboard_controller;
 pub mod linux;
 pub mod marker;

@@ -35,6 +35,8 @@ pub struct Boot {
     /// MiB.
     pub memory: u64,
     pub command_line: String,
+    /// What the guest writes to the console where counting begins; empty: nothing does.
+    pub from: String,
     /// What user space writes to the console.
     pub expect: String,
     /// End the VM as soon as the line with that has come.
@@ -50,6 +52,8 @@ pub struct BootReport {
     pub cpus: u32,
     /// From the first KVM_RUN to the marker on the console; absent if it never came.
     pub ticks_to_marker: Option<u64>,
+    /// From the text that `--from` names to the marker; absent without one of them.
+    pub ticks_between: Option<u64>,
     /// How the VM ended, in words.
     pub end: String,
 }
@@ -69,6 +73,7 @@ enum End {
 pub struct Ended {
     pub marker_seen: bool,
     pub ticks_to_marker: Option<u64>,
+    pub ticks_between: Option<u64>,
     pub end: Result<&'static str, String>,
 }
 
@@ -87,7 +92,7 @@ impl Boot {
         };
         let entry = linux::load(&memory, image)?;
         let vm = Vm::new(hypervisor, Irqchip::KernelWithPit, memory.clone(), self.cpus)?;
-        let serial = serial_port(&vm.fd, Marker::new(&self.expect))?;
+        let serial = serial_port(&vm.fd, Marker::new(&self.from), Marker::new(&self.expect))?;
         let devices = Arc::new(Mutex::new(Devices::new(serial)));
         let vcpus = cpus::create(hypervisor, &vm, self.cpus, entry)?;
         signal::prepare()?;
@@ -99,6 +104,7 @@ impl Boot {
         Ok(Ended {
             marker_seen: output.marker_seen(),
             ticks_to_marker: output.marker_at().map(|at| at.wrapping_sub(started)),
+            ticks_between: output.ticks_between(),
             end,
         })
     }
@@ -214,6 +220,7 @@ mod tests {
             module: "gannet".into(),
             cpus: 2,
             ticks_to_marker: Some(7),
+            ticks_between: None,
             end: "the guest reset itself".into(),
         };
         let json = serde_json::to_value(report).unwrap();
