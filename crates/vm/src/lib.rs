@@ -6,6 +6,7 @@
 extern crate alloc;
 
 pub mod irq;
+pub mod kick;
 pub mod memory;
 pub mod settings;
 pub mod time;

@@ -1,14 +1,11 @@
 //! The half of a vCPU that other CPUs touch: its local APIC, its mode, its requests, its sleep.
 //!
-//! The kick protocol. A vCPU that is about to enter the guest disables interrupts, sets its mode
-//! to `InGuest` (a full barrier) and then looks at requests and pending events. A sender first
-//! makes its event visible and then, if the mode is `InGuest`, sends an IPI. So either the vCPU
-//! sees the event before it enters, or the IPI ends the guest's run at once. While the vCPU stays
-//! in the inner loop nothing can become pending without such an IPI, so the loop looks at nothing.
+//! How a sender reaches a vCPU that may be in the guest: [`crate::kick`]. While the vCPU stays in the
+//! inner loop nothing can become pending without an IPI, so the loop looks at nothing.
 
 use core::sync::atomic::{
-    AtomicU32, AtomicUsize,
-    Ordering::{AcqRel, Acquire, Relaxed, SeqCst},
+    AtomicU32,
+    Ordering::{AcqRel, Acquire, SeqCst},
 };
 
 use host::{
@@ -18,6 +15,8 @@ use host::{
 };
 use irqchip::lapic::{Accepted, Lapic, TimerFired};
 use x86::Vector;
+
+use crate::kick::KickState;
 
 /// A vCPU as others hold it.
 pub type SharedVcpu = Arc<WithTimer<VcpuShared>>;
@@ -34,13 +33,6 @@ pub enum Request {
     Clock = 1 << 2,
     /// The VMM's address space is gone: leave; what is asked of the VM next gets EIO.
     Dead = 1 << 3,
-}
-
-/// Where the vCPU's thread is.
-mod mode {
-    pub const OUTSIDE: u32 = 0;
-    pub const IN_GUEST: u32 = 1;
-    pub const EXITING: u32 = 2;
 }
 
 /// KVM_MP_STATE_* (KVM API §4.38).
@@ -88,9 +80,7 @@ pub struct VcpuShared {
     pub lapic: Lapic,
     /// Where it sleeps.
     pub waiter: Waiter,
-    mode: AtomicU32,
-    cpu: AtomicUsize,
-    requests: AtomicU32,
+    state: KickState,
     nmis: AtomicU32,
     init_sipi: AtomicU32,
     mp_state: AtomicU32,
@@ -112,9 +102,7 @@ impl VcpuShared {
             in_kernel_apic,
             lapic: Lapic::new(id, bsp),
             waiter: Waiter::new()?,
-            mode: AtomicU32::new(mode::OUTSIDE),
-            cpu: AtomicUsize::new(0),
-            requests: AtomicU32::new(Request::Clock as u32),
+            state: KickState::new(Request::Clock as u32),
             nmis: AtomicU32::new(0),
             init_sipi: AtomicU32::new(0),
             mp_state: AtomicU32::new(state as u32),
@@ -135,41 +123,37 @@ impl VcpuShared {
     /// Makes a request visible. The vCPU is not kicked.
     #[inline]
     pub fn request(&self, request: Request) {
-        self.requests.fetch_or(request as u32, SeqCst);
+        self.state.request(request as u32);
     }
 
     /// Takes all requests.
     #[inline]
     pub fn take_requests(&self) -> u32 {
-        if self.requests.load(Acquire) == 0 {
-            return 0;
-        }
-        self.requests.swap(0, AcqRel)
+        self.state.take_requests()
     }
 
     /// Whether there is a request.
     #[inline]
     pub fn has_requests(&self) -> bool {
-        self.requests.load(Acquire) != 0
+        self.state.has_requests()
     }
 
     /// The owner is about to enter the guest on this CPU; interrupts are off. Everything that was
     /// made pending before is visible after this; everything later comes with an IPI.
     #[inline]
     pub fn enter_mode(&self) {
-        self.cpu.store(smp::cpu_id(), Relaxed);
-        self.mode.swap(mode::IN_GUEST, SeqCst);
+        self.state.enter(smp::cpu_id() as u32);
     }
 
     /// The owner has left the guest; interrupts are still off.
     #[inline]
     pub fn leave_mode(&self) {
-        self.mode.store(mode::OUTSIDE, core::sync::atomic::Ordering::Release);
+        self.state.leave();
     }
 
-    /// The physical CPU it runs on, if it may be in guest mode.
+    /// The physical CPU it runs on, if it may be in guest mode and not have seen the latest request.
     pub fn running_on(&self) -> Option<usize> {
-        (self.mode.load(SeqCst) != mode::OUTSIDE).then(|| self.cpu.load(Relaxed))
+        self.state.running_on().map(|cpu| cpu as usize)
     }
 
     /// Makes the vCPU look at what is pending: wakes it if it sleeps, interrupts it if it runs.
@@ -177,11 +161,11 @@ impl VcpuShared {
         if self.waiter.wake() {
             return;
         }
-        let was = self.mode.compare_exchange(mode::IN_GUEST, mode::EXITING, SeqCst, SeqCst);
-        let cpu = self.cpu.load(Relaxed);
         // On its own CPU only the vCPU itself can find itself in the guest, and it looks anyway.
-        if was.is_ok() && cpu != smp::cpu_id() {
-            smp::kick(cpu);
+        if let Some(cpu) = self.state.kick()
+            && cpu as usize != smp::cpu_id()
+        {
+            smp::kick(cpu as usize);
         }
     }
 
@@ -312,17 +296,5 @@ mod tests {
             v.deliver(Accepted::Nmi);
         }
         assert!(v.take_nmi() && v.take_nmi() && !v.take_nmi());
-    }
-
-    #[test]
-    fn a_kick_marks_a_vcpu_in_the_guest_once() {
-        let v = vcpu();
-        assert_eq!(v.running_on(), None);
-        v.enter_mode();
-        v.kick();
-        assert_eq!(v.mode.load(Relaxed), mode::EXITING);
-        assert!(v.running_on().is_some());
-        v.leave_mode();
-        assert_eq!(v.running_on(), None);
     }
 }
