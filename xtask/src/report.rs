@@ -55,8 +55,20 @@ pub struct Comparison {
 }
 
 /// What the table shows of the operations, in this order.
-const SHOWN: [&str; 11] = [
-    "vmrun", "vmload", "vmsave", "stgi", "clgi", "rdmsr", "wrmsr", "cpuid", "mov_cr", "xcr",
+const SHOWN: [&str; 14] = [
+    "vmrun",
+    "vmload",
+    "vmsave",
+    "stgi",
+    "clgi",
+    "rdmsr",
+    "wrmsr",
+    "cpuid",
+    "mov_from_cr",
+    "mov_to_cr",
+    "mov_to_cr3",
+    "xgetbv",
+    "xsetbv",
     "locked",
 ];
 

@@ -48,8 +48,32 @@ pub struct Counter {
 pub const INLINE_ADD: c_int = 0;
 /// `QEMU_PLUGIN_CB_NO_REGS`
 pub const NO_REGISTERS: c_int = 0;
+/// `QEMU_PLUGIN_CB_R_REGS`: the callback may read registers.
+pub const READ_REGISTERS: c_int = 1;
+
+/// `struct qemu_plugin_register`: names one register of a CPU.
+#[repr(C)]
+pub struct Register {
+    _opaque: [u8; 0],
+}
+
+/// `qemu_plugin_reg_descriptor`
+#[repr(C)]
+pub struct RegisterDescriptor {
+    pub handle: *mut Register,
+    pub name: *const c_char,
+    pub feature: *const c_char,
+}
+
+/// GLib's `GArray` and `GByteArray`, which begin alike.
+#[repr(C)]
+pub struct Array {
+    pub data: *mut u8,
+    pub length: c_uint,
+}
 
 pub type BlockCallback = extern "C" fn(Id, *mut Block);
+pub type CpuCallback = extern "C" fn(Id, c_uint);
 pub type InstructionCallback = extern "C" fn(c_uint, *mut c_void);
 
 unsafe extern "C" {
@@ -80,5 +104,17 @@ unsafe extern "C" {
         data: *mut c_void,
     );
     pub fn qemu_plugin_scoreboard_new(element_size: usize) -> *mut Scoreboard;
-    pub fn qemu_plugin_u64_sum(counter: Counter) -> u64;
+    pub fn qemu_plugin_u64_get(counter: Counter, cpu: c_uint) -> u64;
+    pub fn qemu_plugin_num_vcpus() -> c_int;
+    pub fn qemu_plugin_register_vcpu_init_cb(id: Id, callback: CpuCallback);
+    pub fn qemu_plugin_insn_haddr(instruction: *const Instruction) -> *mut c_void;
+    /// Of the CPU that calls. The array is the caller's; the names are QEMU's.
+    pub fn qemu_plugin_get_registers() -> *mut Array;
+    /// Appends the value to the array. The length, or -1.
+    pub fn qemu_plugin_read_register(register: *mut Register, into: *mut Array) -> c_int;
+    /// Appends memory of the CPU that calls to the array.
+    pub fn qemu_plugin_read_memory_vaddr(address: u64, into: *mut Array, length: usize) -> bool;
+    /// GLib is QEMU's own.
+    pub fn g_byte_array_new() -> *mut Array;
+    pub fn g_byte_array_set_size(array: *mut Array, length: c_uint) -> *mut Array;
 }

@@ -6,6 +6,7 @@
 
 pub mod archive;
 pub mod classify;
+pub mod exits;
 pub mod guest;
 pub mod job;
 pub mod layout;
