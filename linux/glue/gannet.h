@@ -83,6 +83,7 @@ static_assert(sizeof(struct gnt_clock_snapshot) == 48);
 /* mm.c */
 extern u64 gnt_direct_map_base;
 u64 gnt_page_alloc(void);
+u64 gnt_page_alloc_low(void);
 void gnt_page_free(u64 hpa);
 u64 gnt_pages_alloc(u32 order);
 void gnt_pages_free(u64 hpa, u32 order);

@@ -31,6 +31,14 @@ u64 gnt_page_alloc(void)
 	return gnt_pages_alloc(0);
 }
 
+/* For the PDPTEs of shadow paging: outside long mode CR3 has 32 bits. */
+u64 gnt_page_alloc_low(void)
+{
+	struct page *page = alloc_page(GFP_KERNEL_ACCOUNT | __GFP_ZERO | __GFP_DMA32);
+
+	return page ? PFN_PHYS(page_to_pfn(page)) : 0;
+}
+
 void gnt_page_free(u64 hpa)
 {
 	__free_page(pfn_to_page(PHYS_PFN(hpa)));

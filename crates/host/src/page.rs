@@ -44,6 +44,14 @@ impl Page {
         }
     }
 
+    /// A fresh page below 4 GiB, all zero: for what the hardware reads through 32-bit registers.
+    pub fn zeroed_low() -> Result<Self, NoMemory> {
+        match sys::gnt_page_alloc_low() {
+            0 => Err(NoMemory),
+            hpa => Ok(Self { hpa: Hpa(hpa) }),
+        }
+    }
+
     /// Its physical address.
     #[inline]
     pub fn hpa(&self) -> Hpa {

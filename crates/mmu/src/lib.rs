@@ -14,6 +14,7 @@ pub mod dirty;
 pub mod fetch;
 pub mod format;
 pub mod roots;
+pub mod shadow;
 pub mod slots;
 pub mod table;
 pub mod tdp;
@@ -22,6 +23,9 @@ pub mod walk;
 pub use dirty::DirtyBitmap;
 pub use fetch::{CodeBytes, CodeFetch, CodeMode};
 pub use format::{Npt, PteFormat};
+pub use shadow::{
+    FrameWanted, Root, RootOutcome, ShadowFault, ShadowGuard, ShadowMmu, ShadowRoots,
+};
 pub use slots::{Change, MemSlot, MemSlots, Region, RegionLimits, SlotError, SlotFlags};
 pub use table::{TableCache, View};
 pub use tdp::{FlushRemote, Leaf, MapOutcome, Mapping, Tdp};

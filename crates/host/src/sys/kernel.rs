@@ -51,6 +51,7 @@ unsafe extern "C" {
     // mm.c
     static gnt_direct_map_base: u64;
     pub(crate) safe fn gnt_page_alloc() -> u64;
+    pub(crate) safe fn gnt_page_alloc_low() -> u64;
     pub(crate) fn gnt_page_free(hpa: u64);
     pub(crate) safe fn gnt_pages_alloc(order: u32) -> u64;
     pub(crate) fn gnt_pages_free(hpa: u64, order: u32);

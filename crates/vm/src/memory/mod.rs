@@ -11,6 +11,7 @@ pub mod access;
 pub mod dirty_log;
 pub mod fault;
 pub mod invalidate;
+pub mod shadow;
 #[cfg(test)]
 mod tests;
 
@@ -22,12 +23,16 @@ use host::srcu::{Srcu, SrcuGuard};
 use host::sync::Mutex;
 use host::task;
 use mmu::tdp::{FlushRemote, Tdp, Thoroughness};
-use mmu::{Change, MemSlot, MemSlots, Npt, PteFormat, Region, RegionLimits, SlotError, SlotFlags};
+use mmu::{
+    Change, MemSlot, MemSlots, Npt, PteFormat, Region, RegionLimits, ShadowMmu, SlotError,
+    SlotFlags,
+};
 use x86::{Gfn, Gpa, Hpa, Hva};
 
 pub use dirty_log::DirtyLogError;
 pub use fault::{FaultAccess, FaultOutcome};
 use invalidate::Invalidations;
+pub use shadow::ShadowOutcome;
 
 /// Why guest memory cannot be reached. `kvm-abi` maps it to errno.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,6 +74,8 @@ pub struct VmMemory<F: PteFormat = Npt> {
     /// Counts ended invalidations; a fault that spans one is taken again.
     sequence: AtomicU64,
     tdp: Tdp<F, Invalidations>,
+    /// Shadow pages, when the hardware is not given the nested tables.
+    shadow: Option<ShadowMmu<F>>,
 }
 
 impl<F: PteFormat> VmMemory<F> {
@@ -83,6 +90,7 @@ impl<F: PteFormat> VmMemory<F> {
             limits: RegionLimits { frames, ..limits },
             sequence: AtomicU64::new(0),
             tdp,
+            shadow: None,
         })
     }
 

@@ -59,6 +59,10 @@ pub(crate) unsafe fn gnt_pages_free(hpa: u64, order: u32) {
 pub(crate) fn gnt_page_alloc() -> u64 {
     gnt_pages_alloc(0)
 }
+/// Where a test's memory lies is not to be chosen; its addresses are not truncated either.
+pub(crate) fn gnt_page_alloc_low() -> u64 {
+    gnt_pages_alloc(0)
+}
 pub(crate) unsafe fn gnt_page_free(hpa: u64) {
     // SAFETY: passed on.
     unsafe { gnt_pages_free(hpa, 0) }
