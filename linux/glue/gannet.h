@@ -214,6 +214,9 @@ u64 gnt_host_spec_ctrl(void);
 void gnt_restore_debug_regs(void);
 void gnt_machine_check(void);
 bool gnt_uses_ldt(void);
+u64 gnt_host_selectors(void);
+void gnt_load_host_selectors(u16 fs, u16 gs, u16 ldt);
+void gnt_load_task_register(void);
 
 /* log.c */
 int gnt_log_ratelimit(void);
@@ -222,6 +225,8 @@ void __noreturn gnt_panic(const char *text, size_t len);
 
 /* params.c */
 u64 gnt_halt_poll_ns(void);
+int gnt_host_state_by_msr(void);
+int gnt_xstate_cache(void);
 int gnt_params_check(void);
 
 /* fops.c */

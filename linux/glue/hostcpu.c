@@ -4,9 +4,11 @@
 
 #include <asm/cpufeature.h>
 #include <asm/debugreg.h>
+#include <asm/desc.h>
 #include <asm/mce.h>
 #include <asm/nospec-branch.h>
 #include <asm/ptrace.h>
+#include <asm/segment.h>
 
 #include "gannet.h"
 
@@ -46,4 +48,31 @@ bool gnt_uses_ldt(void)
 #else
 	return false;
 #endif
+}
+
+/* FS, GS and LDTR in one word, lowest first. */
+u64 gnt_host_selectors(void)
+{
+	u16 fs, gs, ldt;
+
+	savesegment(fs, fs);
+	savesegment(gs, gs);
+	asm("sldt %w0" : "=r"(ldt));
+	return fs | (u64)gs << 16 | (u64)ldt << 32;
+}
+
+/*
+ * LDTR first, for FS and GS may name descriptors of it. The kernel's macros load the null selector
+ * where a descriptor has gone meanwhile.
+ */
+void gnt_load_host_selectors(u16 fs, u16 gs, u16 ldt)
+{
+	asm volatile("lldt %w0" : : "r"(ldt));
+	loadsegment(fs, fs);
+	load_gs_index(gs);
+}
+
+void gnt_load_task_register(void)
+{
+	force_reload_TR();
 }

@@ -18,7 +18,12 @@ MODULE_PARM_DESC(halt_poll_ns,
 static char *host_state = "vmsave";
 module_param(host_state, charp, 0444);
 MODULE_PARM_DESC(host_state,
-	"How the host's segment and system-call registers are kept while a guest runs: vmsave (default), or msr, which is not implemented and refused");
+	"How the host's segment and system-call registers are kept while a guest runs: vmsave (default), or msr: read and written one by one, to measure against");
+
+static bool xstate_cache = true;
+module_param(xstate_cache, bool, 0444);
+MODULE_PARM_DESC(xstate_cache,
+	"Read the layout of the XSAVE area once, at load (default 1; 0: with CPUID whenever a guest's required size is computed, to measure against)");
 
 static bool npt = true;
 module_param(npt, bool, 0444);
@@ -29,6 +34,16 @@ u64 gnt_halt_poll_ns(void)
 	return READ_ONCE(halt_poll_ns);
 }
 
+int gnt_host_state_by_msr(void)
+{
+	return !strcmp(host_state, "msr");
+}
+
+int gnt_xstate_cache(void)
+{
+	return xstate_cache;
+}
+
 int gnt_params_check(void)
 {
 	/* Control blocks and tables would have to carry the encryption bit in every address. */
@@ -36,12 +51,8 @@ int gnt_params_check(void)
 		pr_err("memory encryption of the host (SME) is active, which is not supported\n");
 		return -EOPNOTSUPP;
 	}
-	if (!strcmp(host_state, "msr")) {
-		pr_err("host_state=msr is not implemented; use host_state=vmsave\n");
-		return -EOPNOTSUPP;
-	}
-	if (strcmp(host_state, "vmsave")) {
-		pr_err("host_state=%s: unknown; use vmsave\n", host_state);
+	if (strcmp(host_state, "vmsave") && strcmp(host_state, "msr")) {
+		pr_err("host_state=%s: unknown; use vmsave or msr\n", host_state);
 		return -EINVAL;
 	}
 	if (!npt) {

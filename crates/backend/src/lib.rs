@@ -180,6 +180,8 @@ pub trait Backend: Send + Sized {
     fn msr(&self, index: u32) -> Result<u64, NotMine>;
     /// Writes one; the value was validated by the caller.
     fn set_msr(&mut self, index: u32, value: u64) -> Result<(), NotMine>;
+    /// The host's CPUID: EAX, EBX, ECX, EDX. Only to measure what it costs not to know them.
+    fn host_cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4];
     /// The host's TSC now.
     fn host_tsc(&mut self) -> u64;
     /// An IBPB that the guest asked for; only where the CPU has PRED_CMD.

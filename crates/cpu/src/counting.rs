@@ -1,6 +1,6 @@
 //! Counts privileged operations by kind. The budgets of the exit path are stated in these counts.
 
-use crate::{Cpu, SpecCtrl};
+use crate::{Cpu, Selectors, SpecCtrl};
 use backend::Gprs;
 use x86::{Hpa, vmcb::Vmcb};
 
@@ -24,10 +24,12 @@ pub enum Op {
     Vmload,
     Vmsave,
     Vmrun,
+    Selectors,
+    TaskRegister,
 }
 
 /// Number of [`Op`]s.
-pub const OPS: usize = 15;
+pub const OPS: usize = 17;
 
 /// Counts by [`Op`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -107,6 +109,9 @@ impl<C: Cpu> Cpu for Counting<C> {
         StiCli: fn cli(&mut self);
         Vmload: fn vmload(&mut self, state: Hpa);
         Vmsave: fn vmsave(&mut self, state: Hpa);
+        Selectors: fn selectors(&mut self) -> Selectors;
+        Selectors: fn load_selectors(&mut self, selectors: Selectors);
+        TaskRegister: fn load_task_register(&mut self);
         Vmrun: fn vmrun(&mut self, vmcb: &mut Vmcb, at: Hpa, gprs: &mut Gprs, spec: SpecCtrl);
     }
 }

@@ -27,6 +27,17 @@ pub struct SpecCtrl {
     pub host: u64,
 }
 
+/// The host's selectors that VMRUN and #VMEXIT leave alone.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Selectors {
+    /// FS.
+    pub fs: u16,
+    /// GS: user space's, whose base is in KERNEL_GS_BASE while the kernel runs.
+    pub gs: u16,
+    /// LDTR.
+    pub ldt: u16,
+}
+
 /// What the hypervisor executes that user code cannot.
 pub trait Cpu: Send {
     /// RDMSR of an MSR that exists.
@@ -63,6 +74,14 @@ pub trait Cpu: Send {
     fn vmload(&mut self, state: Hpa);
     /// VMSAVE.
     fn vmsave(&mut self, state: Hpa);
+    /// The host's selectors, before the guest's state is loaded.
+    fn selectors(&mut self) -> Selectors;
+    /// Loads the host's selectors from its descriptor tables. This changes FS_BASE and KERNEL_GS_BASE. The
+    /// host's GS_BASE and TR are loaded, and GIF is set.
+    fn load_selectors(&mut self, selectors: Selectors);
+    /// Loads TR with the host's task-state segment, which an NMI's stack switch needs. The host's GS_BASE
+    /// is loaded.
+    fn load_task_register(&mut self);
     /// The world switch: loads `gprs`, VMRUN, saves `gprs`, with the mitigations of this host.
     /// RAX and RSP travel in the control block.
     fn vmrun(&mut self, vmcb: &mut Vmcb, at: Hpa, gprs: &mut Gprs, spec: SpecCtrl);

@@ -4,7 +4,7 @@
 //! module has established what they need (SVM enabled, ring 0, the MSR exists). That contract is
 //! the reason why this crate is one of the few that may hold `unsafe`.
 
-use crate::{Cpu, SpecCtrl};
+use crate::{Cpu, Selectors, SpecCtrl};
 use backend::Gprs;
 use core::arch::asm;
 use x86::{Hpa, vmcb::Vmcb};
@@ -16,7 +16,22 @@ pub struct Native;
 #[cfg(target_os = "none")]
 unsafe extern "C" {
     fn gnt_svm_vmrun(vmcb: u64, gprs: *mut u64, guest_spec_ctrl: u64, host_spec_ctrl: u64);
+    fn gnt_host_selectors() -> u64;
+    fn gnt_load_host_selectors(fs: u16, gs: u16, ldt: u16);
+    fn gnt_load_task_register();
 }
+
+/// Outside the kernel there is nothing to be read or loaded.
+#[cfg(not(target_os = "none"))]
+mod outside {
+    pub unsafe fn gnt_host_selectors() -> u64 {
+        0
+    }
+    pub unsafe fn gnt_load_host_selectors(_: u16, _: u16, _: u16) {}
+    pub unsafe fn gnt_load_task_register() {}
+}
+#[cfg(not(target_os = "none"))]
+use outside::{gnt_host_selectors, gnt_load_host_selectors, gnt_load_task_register};
 
 impl Cpu for Native {
     #[inline]
@@ -170,6 +185,23 @@ impl Cpu for Native {
     fn vmsave(&mut self, state: Hpa) {
         // SAFETY: `state` is a page of this module in VMCB format.
         unsafe { asm!("vmsave rax", in("rax") state.0, options(nostack)) };
+    }
+
+    fn selectors(&mut self) -> Selectors {
+        // SAFETY: reads registers.
+        let packed = unsafe { gnt_host_selectors() };
+        Selectors { fs: packed as u16, gs: (packed >> 16) as u16, ldt: (packed >> 32) as u16 }
+    }
+
+    fn load_selectors(&mut self, selectors: Selectors) {
+        // SAFETY: the values were read on this CPU while the same thread ran. One that has become
+        // invalid meanwhile is replaced by the null selector.
+        unsafe { gnt_load_host_selectors(selectors.fs, selectors.gs, selectors.ldt) }
+    }
+
+    fn load_task_register(&mut self) {
+        // SAFETY: loads what the kernel has in TR always.
+        unsafe { gnt_load_task_register() }
     }
 
     #[inline]

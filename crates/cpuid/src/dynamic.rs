@@ -6,7 +6,6 @@
 use crate::guest::NONE;
 use crate::{DynamicInputs, Entry};
 use x86::cpuid::feature;
-use xstate::Layout;
 
 /// Where the entries with such bits stand in the table, and which of the bits apply.
 #[derive(Clone, Copy, Debug)]
@@ -86,14 +85,15 @@ impl Dynamic {
         position != NONE && self.positions().contains(&position)
     }
 
-    /// The bits of `entry`, which stands at `position`. An entry may play two parts only when a
-    /// VMM leaves the index of leaf 0xD insignificant; the later one wins then.
+    /// The bits of `entry`, which stands at `position`; `size` computes that of the XSAVE area for a
+    /// set of components, in the standard format or compacted. An entry may play two parts only
+    /// when a VMM leaves the index of leaf 0xD insignificant; the later one wins then.
     pub(crate) fn bits_at(
         &self,
         position: u16,
         entry: &Entry,
-        layout: &Layout,
         inputs: &DynamicInputs,
+        mut size: impl FnMut(u64, bool) -> u32,
     ) -> Bits {
         let bits = Bits::default();
         if position == NONE {
@@ -114,11 +114,11 @@ impl Dynamic {
         }
         let compacts = feature::XSAVEC.mask() | feature::XSAVES.mask();
         if position == self.xsave_compacted && entry.eax & compacts != 0 {
-            let size = layout.required_size(inputs.xcr0 | inputs.xss, true);
+            let size = size(inputs.xcr0 | inputs.xss, true);
             return bits.with::<{ Bits::EBX }>(u32::MAX, size);
         }
         if position == self.xsave {
-            let size = layout.required_size(inputs.xcr0, false);
+            let size = size(inputs.xcr0, false);
             return bits.with::<{ Bits::EBX }>(u32::MAX, size);
         }
         if position == self.pv && self.hlt_in_guest {

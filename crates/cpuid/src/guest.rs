@@ -32,6 +32,7 @@ pub struct GuestCpuid {
     pub(crate) entries: Vec<Entry>,
     pub(crate) vendor: Vendor,
     pub(crate) layout: &'static Layout,
+    uncached: bool,
     words: FeatureWords,
     facts: Facts,
     msr: GuestFacts,
@@ -66,6 +67,7 @@ impl GuestCpuid {
             entries: Vec::new(),
             vendor: Vendor::Other,
             layout,
+            uncached: false,
             words,
             facts: Facts {
                 cr4: cr4_bits(&words),
@@ -84,6 +86,7 @@ impl GuestCpuid {
     #[inline(never)]
     pub fn new(host: &'static Supported) -> Self {
         let mut this = Self::without_table(host.layout());
+        this.uncached = host.is_uncached();
         this.facts.cr4 = host.cr4();
         this.facts.efer = host.efer();
         this.msr = this.derive_msr_facts(host);
@@ -91,18 +94,19 @@ impl GuestCpuid {
     }
 
     /// KVM_SET_CPUID2. `has_run` says that the vCPU has executed KVM_RUN: then the same table is
-    /// accepted and does nothing, and any other is refused. On error nothing has changed.
+    /// accepted and does nothing, and any other is refused. On error nothing has changed. Answers
+    /// whether there is a new table, so that what follows from it has to be derived anew.
     pub fn set(
         &mut self,
         entries: &[Entry],
         host: &'static Supported,
         has_run: bool,
-    ) -> Result<(), Error> {
+    ) -> Result<bool, Error> {
         if entries.len() > MAX_ENTRIES {
             return Err(Error::TooMany);
         }
         if has_run {
-            return if self.is_same(entries) { Ok(()) } else { Err(Error::Invalid) };
+            return if self.is_same(entries) { Ok(false) } else { Err(Error::Invalid) };
         }
         let linear = find(entries, leaf::ADDRESS_SIZES, 0).map_or(0, |e| (e.eax >> 8) & 0xff);
         if !matches!(linear, 0 | 48 | 57) {
@@ -113,9 +117,17 @@ impl GuestCpuid {
         table.extend_from_slice(entries);
         self.entries = table;
         self.layout = host.layout();
+        self.uncached = host.is_uncached();
         self.derive(host);
         self.forget();
-        Ok(())
+        Ok(true)
+    }
+
+    /// Whether sizes are computed with CPUID, and at once when an input changes, as stock KVM did:
+    /// by [`Self::refresh_with`].
+    #[inline]
+    pub fn is_uncached(&self) -> bool {
+        self.uncached
     }
 
     /// KVM_GET_CPUID2: the table with its dynamic bits as `inputs` have them.
@@ -235,11 +247,12 @@ impl GuestCpuid {
         self.fresh = false;
     }
 
-    /// Compares tables, blind to the dynamic bits: what KVM_GET_CPUID2 gave may be set again.
+    /// Compares tables, blind to the dynamic bits: what KVM_GET_CPUID2 gave may be set again. So it
+    /// does not matter whether ours are up to date.
     fn is_same(&self, entries: &[Entry]) -> bool {
         self.entries.len() == entries.len()
             && self.entries.iter().zip(entries).enumerate().all(|(position, (ours, theirs))| {
-                let bits = self.dynamic.bits_at(position as u16, theirs, self.layout, &self.inputs);
+                let bits = self.dynamic.bits_at(position as u16, theirs, &self.inputs, |_, _| 0);
                 bits.cleared(ours) == bits.cleared(theirs)
             })
     }

@@ -7,6 +7,7 @@
 use crate::Entry;
 use crate::guest::{GuestCpuid, NONE, find, position};
 use x86::cpuid::leaf;
+use xstate::Layout;
 
 /// Lines of the answer table: few guests ask for more than a handful of leaves in a row, and a
 /// vCPU is made on the kernel's small stack.
@@ -65,32 +66,24 @@ impl GuestCpuid {
     /// EAX, EBX, ECX, EDX for a guest that executed CPUID with these inputs.
     #[inline]
     pub fn lookup(&mut self, leaf: u32, subleaf: u32, inputs: &DynamicInputs) -> [u32; 4] {
-        self.lookup_with(leaf, subleaf, || *inputs)
+        match self.hit(leaf, subleaf, || *inputs) {
+            Some(answer) => answer,
+            None => self.lookup_in_table(leaf, subleaf, inputs),
+        }
     }
 
-    /// [`Self::lookup`] that gathers the machine state only where the answer depends on it: most
-    /// leaves do not.
+    /// The answer, if it stands in the small table and is up to date. The machine state is gathered
+    /// only where the answer depends on it: most leaves do not.
     #[inline]
-    pub fn lookup_with(
-        &mut self,
+    pub fn hit(
+        &self,
         leaf: u32,
         subleaf: u32,
         inputs: impl FnOnce() -> DynamicInputs,
-    ) -> [u32; 4] {
-        let inputs = match self.lines.get(line_of(leaf, subleaf)) {
-            Some(line) if line.key == key(leaf, subleaf) => {
-                if !line.dynamic {
-                    return line.answer;
-                }
-                let inputs = inputs();
-                if self.inputs == inputs {
-                    return line.answer;
-                }
-                inputs
-            }
-            _ => inputs(),
-        };
-        self.lookup_in_table(leaf, subleaf, &inputs)
+    ) -> Option<[u32; 4]> {
+        let line = self.lines.get(line_of(leaf, subleaf))?;
+        let hit = line.key == key(leaf, subleaf) && (!line.dynamic || self.inputs == inputs());
+        hit.then_some(line.answer)
     }
 
     #[cold]
@@ -150,6 +143,26 @@ impl GuestCpuid {
 
     /// Brings the dynamic bits up to date with `inputs`, if they are not.
     pub(crate) fn refresh(&mut self, inputs: &DynamicInputs) {
+        let layout = self.layout;
+        self.refresh_by(inputs, |components, compacted| {
+            layout.required_size(components, compacted)
+        });
+    }
+
+    /// The same with sizes that are computed by executing CPUID for each component of each format:
+    /// what `xstate_cache=0` measures against.
+    #[cold]
+    pub fn refresh_with(
+        &mut self,
+        inputs: &DynamicInputs,
+        mut cpuid: impl FnMut(u32, u32) -> [u32; 4],
+    ) {
+        self.refresh_by(inputs, |components, compacted| {
+            Layout::required_size_uncached(components, compacted, &mut cpuid)
+        });
+    }
+
+    fn refresh_by(&mut self, inputs: &DynamicInputs, mut size: impl FnMut(u64, bool) -> u32) {
         if self.fresh && self.inputs == *inputs {
             return;
         }
@@ -163,7 +176,7 @@ impl GuestCpuid {
         }
         for at in self.dynamic.positions() {
             let Some(entry) = self.entries.get_mut(usize::from(at)) else { continue };
-            let bits = self.dynamic.bits_at(at, entry, self.layout, inputs);
+            let bits = self.dynamic.bits_at(at, entry, inputs, &mut size);
             bits.apply(entry);
         }
     }

@@ -39,6 +39,9 @@ pub struct HostFacts<'a> {
     pub withheld: &'a [Feature],
     /// Paravirtual features to offer, a subset of [`PV_FEATURES`].
     pub pv_features: u32,
+    /// Guests' sizes in leaf 0xD come from the table that was read at load. `false`: from CPUID,
+    /// executed anew for each component whenever an input changes (to measure against).
+    pub xstate_cache: bool,
 }
 
 impl Default for HostFacts<'_> {
@@ -50,6 +53,7 @@ impl Default for HostFacts<'_> {
             lfence_serializes: false,
             withheld: &[],
             pv_features: PV_FEATURES,
+            xstate_cache: true,
         }
     }
 }
@@ -57,6 +61,7 @@ impl Default for HostFacts<'_> {
 /// What this host can offer to guests.
 #[derive(Clone, Debug, Default)]
 pub struct Supported {
+    uncached: bool,
     entries: Vec<Entry>,
     words: FeatureWords,
     layout: Layout,
@@ -84,7 +89,8 @@ impl Supported {
         }
         let words = offered(&host, xcr0, facts);
         let xss = if words.has(feature::XSAVES) { facts.xss } else { 0 };
-        let mut table = Self { entries: Vec::new(), words, layout, xcr0, xss, vendor };
+        let uncached = !facts.xstate_cache;
+        let mut table = Self { uncached, entries: Vec::new(), words, layout, xcr0, xss, vendor };
         table.entries.try_reserve(64).map_err(|_| Error::NoMemory)?;
         table.fill(&bounds, cpuid, facts)?;
         Ok(table)
@@ -109,6 +115,11 @@ impl Supported {
     /// The XSAVE layout of this host.
     pub fn layout(&self) -> &Layout {
         &self.layout
+    }
+
+    /// Whether sizes of the XSAVE area are computed with CPUID and not from [`Self::layout`].
+    pub fn is_uncached(&self) -> bool {
+        self.uncached
     }
 
     /// Components that a guest's XCR0 may hold.

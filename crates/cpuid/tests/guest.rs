@@ -96,10 +96,10 @@ fn tables_that_are_too_long_or_have_an_odd_address_width_are_refused() {
     assert_eq!(guest.lookup(1, 0, &RUNNING), before);
     for width in [0, 48, 57] {
         let fine = Entry::new(0x8000_0008, 0, [width << 8 | 40, 0, 0, 0]);
-        assert_eq!(guest.set(&[fine], host, false), Ok(()));
+        assert_eq!(guest.set(&[fine], host, false), Ok(true));
     }
     let most = vec![Entry::default(); MAX_ENTRIES];
-    assert_eq!(guest.set(&most, host, false), Ok(()));
+    assert_eq!(guest.set(&most, host, false), Ok(true));
 }
 
 #[test]
@@ -109,8 +109,8 @@ fn after_a_run_only_the_same_table_is_accepted() {
     let told = guest.entries(&RUNNING).to_vec();
     assert_ne!(told, host.entries());
     // Both what was set and what KVM_GET_CPUID2 told.
-    assert_eq!(guest.set(host.entries(), host, true), Ok(()));
-    assert_eq!(guest.set(&told, host, true), Ok(()));
+    assert_eq!(guest.set(host.entries(), host, true), Ok(false));
+    assert_eq!(guest.set(&told, host, true), Ok(false));
     let mut other = told.clone();
     other[1].eax ^= 1;
     assert_eq!(guest.set(&other, host, true), Err(Error::Invalid));

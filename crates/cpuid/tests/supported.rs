@@ -207,6 +207,7 @@ proptest! {
         nested_levels: u8,
         lfence_serializes: bool,
         pv_features: u32,
+        xstate_cache: bool,
     ) {
         let host = |leaf: u32, subleaf: u32| {
             let mix = leaf.wrapping_mul(0x9e37_79b9) ^ subleaf.wrapping_mul(0x85eb_ca6b);
@@ -214,6 +215,7 @@ proptest! {
         };
         let facts = HostFacts {
             xcr0, xss, nested_levels, lfence_serializes, pv_features, withheld: &[],
+            xstate_cache,
         };
         let table = Supported::read(host, &facts).expect("a table");
         prop_assert!(table.entries().len() <= gannet_cpuid::MAX_ENTRIES);

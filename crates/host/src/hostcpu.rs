@@ -27,7 +27,7 @@ mod port {
     pub unsafe fn gnt_restore_debug_regs() {}
     pub unsafe fn gnt_machine_check() {}
     pub unsafe fn gnt_uses_ldt() -> bool {
-        false
+        crate::std_port::test::uses_ldt()
     }
 }
 

@@ -6,3 +6,13 @@ use crate::sys;
 pub fn halt_poll_ns() -> u64 {
     sys::gnt_halt_poll_ns()
 }
+
+/// Whether the host's segment and system-call registers are kept one by one (`host_state=msr`).
+pub fn host_state_by_msr() -> bool {
+    sys::gnt_host_state_by_msr() != 0
+}
+
+/// Whether the layout of the XSAVE area is read once, at load (`xstate_cache=1`).
+pub fn xstate_cache() -> bool {
+    sys::gnt_xstate_cache() != 0
+}

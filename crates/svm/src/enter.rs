@@ -222,7 +222,7 @@ impl<C: Cpu> Svm<C> {
         // A process that has an LDT may change it under this thread; then what was saved is stale.
         if here.saved_for.load(Relaxed) != self.run || hostcpu::uses_ldt() {
             here.saved_for.store(self.run, Relaxed);
-            self.cpu.vmsave(here.host_save());
+            self.save_host(here);
         }
         let pa = self.pa();
         self.cpu.vmload(pa);
@@ -345,8 +345,9 @@ impl<C: Cpu> Svm<C> {
         self.cpu.cli();
         let pa = self.pa();
         self.cpu.vmsave(pa);
-        self.cpu.vmload(here.host_save());
+        self.restore_kernel(here);
         self.cpu.stgi();
+        self.restore_user(here);
         if self.tsc_ratio != RATIO_ONE {
             self.cpu.wrmsr(TSC_RATIO, RATIO_ONE);
         }
@@ -371,7 +372,7 @@ impl<C: Cpu> Svm<C> {
         self.cpu.cli();
         let pa = self.pa();
         self.cpu.vmsave(pa);
-        self.cpu.vmload(here.host_save());
+        self.restore_kernel(here);
     }
 
     /// Loads the guest's again.

@@ -2,6 +2,8 @@
 //!
 //! APM vol. 3 appendix E.4.9.
 
+use crate::HostState;
+
 /// SVM features of the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Features {
@@ -41,6 +43,8 @@ pub struct Features {
     pub pku: bool,
     /// Bits of CR4 that the CPU knows.
     pub cr4_known: u64,
+    /// How the host's state is kept: chosen at load, not by the CPU.
+    pub host_state: HostState,
 }
 
 /// Why SVM cannot be used on this CPU.
@@ -109,6 +113,7 @@ impl Features {
             xsaves,
             pku: host_cr4 & (1 << 22) != 0,
             cr4_known: cr4_known(&basic, &seven),
+            host_state: HostState::default(),
         })
     }
 }

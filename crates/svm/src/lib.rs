@@ -10,6 +10,7 @@ extern crate alloc;
 pub mod enter;
 pub mod exits;
 pub mod features;
+pub mod host_state;
 pub mod inject;
 pub mod percpu;
 pub mod permission;
@@ -17,3 +18,4 @@ mod state;
 
 pub use enter::Svm;
 pub use features::{Features, Unusable};
+pub use host_state::HostState;

@@ -8,7 +8,7 @@ use cpu::Cpu;
 use host::{NoMemory, once::Once, page::Page};
 use x86::Hpa;
 
-use crate::{Unusable, features::Features, permission::IoMap};
+use crate::{Unusable, features::Features, host_state::HostRegisters, permission::IoMap};
 
 const EFER: u32 = 0xc000_0080;
 const EFER_SVME: u64 = 1 << 12;
@@ -31,6 +31,8 @@ pub struct PerCpu {
     pub(crate) last_vcpu: AtomicU64,
     /// The host's TSC_AUX.
     pub(crate) tsc_aux: AtomicU64,
+    /// The host's state where VMSAVE is not to be used for it.
+    pub(crate) registers: HostRegisters,
 }
 
 /// State shared by all virtual machines on this host.
@@ -52,6 +54,7 @@ impl PerCpu {
             saved_for: AtomicU64::new(0),
             last_vcpu: AtomicU64::new(0),
             tsc_aux: AtomicU64::new(0),
+            registers: HostRegisters::default(),
         })
     }
 

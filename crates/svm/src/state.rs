@@ -465,6 +465,10 @@ impl<C: Cpu> Backend for Svm<C> {
         Ok(())
     }
 
+    fn host_cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4] {
+        self.cpu.cpuid(leaf, subleaf)
+    }
+
     fn host_tsc(&mut self) -> u64 {
         self.cpu.rdtsc()
     }

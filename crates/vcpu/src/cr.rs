@@ -153,6 +153,7 @@ impl<B: Backend> Vcpu<B> {
             return Err(Exception::gp(0));
         }
         self.b.set_cr4(value);
+        self.cpuid_inputs_changed();
         // PGE, PSE, PAE, PCIDE or SMEP changed: global translations may not survive
         // (APM vol. 2 §5.5.2).
         if changed & ((1 << 7) | (1 << 4) | CR4_PAE | CR4_PCIDE | (1 << 20)) != 0 {
@@ -191,6 +192,7 @@ impl<B: Backend> Vcpu<B> {
             && xstate::xcr0_valid(value, self.cpuid.xcr0_allowed());
         if valid {
             self.b.set_xcr0(value);
+            self.cpuid_inputs_changed();
             self.retire(next);
         } else {
             self.raise(Exception::gp(0));

@@ -10,9 +10,8 @@
 
 use backend::{Backend, Exit};
 use host::{irq, task};
-use vm::vcpu_shared::SharedVcpu;
 
-use crate::Vcpu;
+use crate::{Vcpu, cpuid_state::dynamic_inputs};
 
 /// What became of an exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,18 +31,6 @@ pub(crate) enum Left {
     Exit(Exit),
     /// Something was pending; nothing was run, or everything is done.
     Pending,
-}
-
-#[inline]
-fn dynamic_inputs(b: &impl Backend, shared: &SharedVcpu) -> cpuid::DynamicInputs {
-    let cr4 = b.control().cr4;
-    cpuid::DynamicInputs {
-        cr4_osxsave: cr4 & (1 << 18) != 0,
-        cr4_pke: cr4 & (1 << 22) != 0,
-        apic_enabled: shared.lapic.enabled(),
-        xcr0: b.xcr0(),
-        xss: b.xss(),
-    }
 }
 
 impl<B: Backend> Vcpu<B> {
@@ -206,19 +193,17 @@ impl<B: Backend> Vcpu<B> {
         Next::Again
     }
 
-    /// What the dynamic bits of CPUID depend on.
-    pub(crate) fn cpuid_inputs(&self) -> cpuid::DynamicInputs {
-        dynamic_inputs(&self.b, &self.shared)
-    }
-
     /// CPUID itself.
     #[inline]
     pub(crate) fn do_cpuid(&mut self) {
         let leaf = self.gprs.0[backend::RAX] as u32;
         let subleaf = self.gprs.0[backend::RCX] as u32;
         let (b, shared) = (&self.b, &self.shared);
-        let inputs = || dynamic_inputs(b, shared);
-        let [a, b, c, d] = self.cpuid.lookup_with(leaf, subleaf, inputs);
+        let hit = self.cpuid.hit(leaf, subleaf, || dynamic_inputs(b, shared));
+        let [a, b, c, d] = match hit {
+            Some(answer) => answer,
+            None => self.look_up_cpuid(leaf, subleaf),
+        };
         self.gprs.0[backend::RAX] = a.into();
         self.gprs.0[backend::RBX] = b.into();
         self.gprs.0[backend::RCX] = c.into();

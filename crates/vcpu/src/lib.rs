@@ -8,6 +8,7 @@
 
 extern crate alloc;
 
+mod cpuid_state;
 pub mod cr;
 pub mod emulation;
 pub mod events;
@@ -26,7 +27,7 @@ pub mod slow;
 pub use exit::{ErrorData, RunInput, RunOutput, UserExit};
 pub use registers::{Regs, Sregs};
 
-use backend::{Backend, Gprs, GuestLimits};
+use backend::{Backend, Gprs};
 use cpuid::{GuestCpuid, Supported};
 use emulate::DecodeCache;
 use host::{KBox, NoMemory, fpu::GuestFpu};
@@ -247,25 +248,7 @@ impl<B: Backend> Vcpu<B> {
         self.open = run::Open::Nothing;
         self.replay.forget();
         self.publish_priority();
+        self.cpuid_inputs_changed();
         self.recheck = true;
-    }
-
-    /// Recomputes what depends on the guest's CPUID.
-    pub(crate) fn apply_cpuid(&mut self) {
-        let c = &self.cpuid;
-        let f = |feature| c.has(feature);
-        use x86::cpuid::feature;
-        let limits = GuestLimits {
-            cr4_allowed: c.cr4_allowed().bits(),
-            spec_ctrl: c.has_spec_ctrl(),
-            tsc_aux: f(feature::RDTSCP) || f(feature::RDPID),
-            xsave: f(feature::XSAVE),
-            invpcid: f(feature::INVPCID),
-        };
-        self.b.set_limits(limits);
-        self.shared.lapic.set_features(irqchip::lapic::Features {
-            tsc_deadline: f(feature::TSC_DEADLINE),
-            directed_eoi: false,
-        });
     }
 }

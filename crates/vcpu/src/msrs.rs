@@ -205,7 +205,10 @@ impl<B: Backend> Vcpu<B> {
                 self.move_tsc(delta);
             }
             Effect::PredictionBarrier => self.b.prediction_barrier(),
-            Effect::MonitorChanged { on } => self.cpuid.set_mwait(Some(on)),
+            Effect::MonitorChanged { on } => {
+                self.cpuid.set_mwait(Some(on));
+                self.cpuid_inputs_changed();
+            }
             Effect::CpuidFaulting { on } => self.cpuid_faults = on,
             // Memory types come from the guest's PAT alone under nested paging; the rest keeps
             // its value in the store.
@@ -243,7 +246,11 @@ impl<B: Backend> Vcpu<B> {
                 if msr::holds_address(index) && !self.cpuid.is_canonical(value) {
                     return Err(Refused);
                 }
-                self.b.set_msr(index, value).map_err(|_| Refused)
+                self.b.set_msr(index, value).map_err(|_| Refused)?;
+                if index == XSS {
+                    self.cpuid_inputs_changed();
+                }
+                Ok(())
             }
         }
     }
@@ -268,6 +275,7 @@ impl<B: Backend> Vcpu<B> {
             host,
         };
         let change = self.shared.lapic.set_base(value, rules).map_err(|_| Refused)?;
+        self.cpuid_inputs_changed();
         if change.mode {
             self.vm.irq().apic_changed();
             self.recheck = true;

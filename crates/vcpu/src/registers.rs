@@ -188,6 +188,7 @@ impl<B: Backend> Vcpu<B> {
         self.b.set_cr2(s.cr2);
         self.b.set_cr3(s.cr3);
         self.b.set_cr4(s.cr4);
+        self.cpuid_inputs_changed();
         self.b.set_cr8(s.cr8 as u8);
         self.sync_priority();
         self.b.flush_tlb();
@@ -326,6 +327,7 @@ impl<B: Backend> Vcpu<B> {
             return Err(Invalid);
         }
         self.b.set_xcr0(value);
+        self.cpuid_inputs_changed();
         Ok(())
     }
 
@@ -346,19 +348,6 @@ impl<B: Backend> Vcpu<B> {
         self.fpu.from_uabi(from, allowed, &mut pkru).map_err(|_| Invalid)?;
         self.b.set_pkru(pkru);
         Ok(())
-    }
-
-    /// KVM_SET_CPUID2. After the vCPU has run only the same content is taken.
-    pub fn set_cpuid(&mut self, entries: &[cpuid::Entry]) -> Result<(), cpuid::Error> {
-        self.cpuid.set(entries, self.offered.cpuid, self.has_run)?;
-        self.apply_cpuid();
-        Ok(())
-    }
-
-    /// The guest's CPUID as it was set, with its dynamic bits as they are now.
-    pub fn cpuid_entries(&mut self) -> &[cpuid::Entry] {
-        let inputs = self.cpuid_inputs();
-        self.cpuid.entries(&inputs)
     }
 
     /// Whether APIC ids in saved register pages have 32 bits (KVM_CAP_X2APIC_API).

@@ -1,81 +1,13 @@
 //! Operation budgets of the exit path: what one exit of each kind may execute, counted on the
 //! model CPU. A budget that has to grow is a decision to be argued for.
 
-use std::sync::OnceLock;
+mod rig;
 
 use backend::{Gprs, RCX, RDX};
-use cpu::{Counting, Counts, Model, Op};
-use cpuid::{Entry, HostFacts, Supported};
-use gannet_vcpu::{Offered, RunInput, UserExit, Vcpu};
-use host::KBox;
-use msr::HostMsrs;
-use svm::{Features, Svm, percpu};
-use vm::vcpu_shared::VcpuShared;
-use vm::vm::{HostLimits, Vm};
+use cpu::{Counts, Op};
+use gannet_vcpu::{RunInput, UserExit};
+use rig::{exit, shutdown, vcpu};
 use x86::vmcb::{ExitCode, Vmcb};
-
-type Cpu = Counting<Model>;
-
-/// A CPU with NRIP save, XSAVE, RDTSCP: as real ones are.
-fn features() -> Features {
-    Features {
-        asids: 64,
-        npt: true,
-        nrip_save: true,
-        clean_bits: true,
-        flush_by_asid: true,
-        decode_assists: true,
-        rdtscp: true,
-        xsave: true,
-        ..Features::default()
-    }
-}
-
-fn offered() -> Offered {
-    static OFFERED: OnceLock<(Supported, HostMsrs)> = OnceLock::new();
-    let (cpuid, msrs) = OFFERED.get_or_init(|| {
-        let cpuid = |leaf: u32, _: u32| match leaf {
-            0 => [0xd, 0x6874_7541, 0x444d_4163, 0x6974_6e65],
-            1 => [0x0080_0f12, 0, (1 << 26) | (1 << 21), (1 << 9) | (1 << 5) | (1 << 4)],
-            0x8000_0000 => [0x8000_0008, 0, 0, 0],
-            0x8000_0001 => [0, 0, 0, (1 << 29) | (1 << 27) | (1 << 20)],
-            0x8000_0008 => [0x3030, 0, 0, 0],
-            _ => [0; 4],
-        };
-        let facts = HostFacts { xcr0: 7, ..HostFacts::default() };
-        (Supported::read(cpuid, &facts).unwrap(), HostMsrs { amd: true, ..HostMsrs::default() })
-    });
-    Offered { cpuid, msrs }
-}
-
-fn vcpu() -> KBox<Vcpu<Svm<Cpu>>> {
-    percpu::set_up(features(), 4).unwrap();
-    let limits = HostLimits { levels: 4, maxphyaddr: 48, encryption: 0, halt_poll_ns: 0 };
-    let vm = Vm::new(&limits).unwrap();
-    vm.irq().create(vm::irq::Irqchip::Full).unwrap();
-    let shared = VcpuShared::new(0, 0, true, true).unwrap();
-    vm.add_vcpu(shared.clone()).unwrap();
-    let mut model = Model::default();
-    model.xcr0 = 7;
-    let b = Svm::new(Counting::new(model), features()).unwrap();
-    let mut vcpu = Vcpu::new(b, shared, vm, offered()).unwrap();
-    let entries: Vec<Entry> = offered().cpuid.entries().to_vec();
-    vcpu.set_cpuid(&entries).unwrap();
-    vcpu
-}
-
-/// The guest exits with `code`; the next instruction lies two bytes ahead.
-fn exit(code: ExitCode) -> impl FnMut(&mut Vmcb, &mut Gprs) + Send + 'static {
-    move |vmcb, _| {
-        vmcb.control.exit_code = code.0;
-        vmcb.control.exit_info_1 = 0;
-        vmcb.control.next_rip = vmcb.save.rip + 2;
-    }
-}
-
-fn shutdown(vmcb: &mut Vmcb, _: &mut Gprs) {
-    vmcb.control.exit_code = ExitCode::Shutdown.0;
-}
 
 /// What one more exit, made by `step`, costs inside the loop: the difference between a run with
 /// eleven and a run with one.

@@ -3,9 +3,9 @@
 //! VM and vCPU files do not appear here: they call through `host::file`.
 
 use cpu::{Cpu, Native};
-use host::{NoMemory, err, info, smp, warn};
+use host::{NoMemory, err, info, params, smp, warn};
 use kvm_abi::dispatch;
-use svm::{Features, Unusable, percpu};
+use svm::{Features, HostState, Unusable, percpu};
 
 use crate::{heap, machine};
 
@@ -27,10 +27,13 @@ fn refuse(why: Unusable) -> i32 {
 extern "C" fn gannet_init() -> i32 {
     let mut here = Native;
     let host_cr4 = here.cr4();
-    let features = match Features::read(|leaf, subleaf| here.cpuid(leaf, subleaf), host_cr4) {
+    let mut features = match Features::read(|leaf, subleaf| here.cpuid(leaf, subleaf), host_cr4) {
         Ok(features) => features,
         Err(why) => return refuse(why),
     };
+    if params::host_state_by_msr() {
+        features.host_state = HostState::Msr;
+    }
     // VM_CR exists wherever CPUID reports SVM. Looked at on this CPU before anything is allocated.
     if let Err(why) = percpu::check(&mut here) {
         return refuse(why);

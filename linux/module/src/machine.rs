@@ -60,6 +60,7 @@ pub fn find_out(features: &Features) -> Result<(), NoMemory> {
         xcr0: fpu::host_xcr0(),
         nested_levels: levels,
         lfence_serializes: lfence,
+        xstate_cache: params::xstate_cache(),
         ..HostFacts::default()
     };
     SUPPORTED.set(Supported::read(&mut ask, &facts).map_err(|_| NoMemory)?)?;

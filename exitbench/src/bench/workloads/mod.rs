@@ -7,6 +7,7 @@ use super::workload::Workload;
 mod cpuid;
 mod cr0_wp;
 mod cr3_switch;
+mod cr4_osxsave;
 mod cr4_pge;
 mod cr4_smep;
 mod efer_nx;
@@ -49,6 +50,7 @@ pub const ALL: &[Workload] = &[
     cr3_switch::WORKLOAD,
     invlpg::WORKLOAD,
     xsetbv::WORKLOAD,
+    cr4_osxsave::WORKLOAD,
     self_ipi::WORKLOAD,
     ipi::WORKLOAD,
     tscdeadline::WORKLOAD,
@@ -137,7 +139,15 @@ mod tests {
             ALL.iter().filter(|w| (w.plan)(&guest).is_err()).map(|w| w.name).collect();
         assert_eq!(
             skipped,
-            ["wrmsr", "cr4_smep", "efer_nx", "xsetbv", "tscdeadline", "tscdeadline_immed"]
+            [
+                "wrmsr",
+                "cr4_smep",
+                "efer_nx",
+                "xsetbv",
+                "cr4_osxsave",
+                "tscdeadline",
+                "tscdeadline_immed"
+            ]
         );
     }
 }

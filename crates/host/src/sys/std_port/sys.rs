@@ -21,6 +21,7 @@ thread_local! {
     pub(super) static SIGNAL: Cell<bool> = const { Cell::new(false) };
     pub(super) static RESCHED: Cell<bool> = const { Cell::new(false) };
     pub(super) static CPU: Cell<u32> = const { Cell::new(0) };
+    pub(super) static LDT: Cell<bool> = const { Cell::new(false) };
     pub(super) static RUN_DELAY: Cell<u64> = const { Cell::new(0) };
     static IRQS_ON: Cell<bool> = const { Cell::new(true) };
     static PREEMPT_OFF: Cell<u32> = const { Cell::new(0) };
@@ -619,6 +620,12 @@ pub(crate) fn gnt_clock_generation() -> u32 {
 
 pub(crate) fn gnt_halt_poll_ns() -> u64 {
     0
+}
+pub(crate) fn gnt_host_state_by_msr() -> i32 {
+    0
+}
+pub(crate) fn gnt_xstate_cache() -> i32 {
+    1
 }
 
 // The log.

@@ -100,6 +100,15 @@ pub fn set_cpu(cpu: usize) {
     sys::CPU.set(cpu as u32);
 }
 
+/// Whether the process of this thread has a local descriptor table.
+pub fn set_uses_ldt(uses: bool) {
+    sys::LDT.set(uses);
+}
+
+pub(crate) fn uses_ldt() -> bool {
+    sys::LDT.get()
+}
+
 /// What `run_delay_ns` answers on this thread.
 pub fn set_run_delay_ns(ns: u64) {
     sys::RUN_DELAY.set(ns);

@@ -1,0 +1,88 @@
+//! What follows from the guest's CPUID and from the machine state that CPUID shows.
+//!
+//! What follows from the table alone is derived when a table is set. The bits that follow CR4, XCR0,
+//! IA32_XSS and the APIC base are computed when somebody looks (a CPUID exit, KVM_GET_CPUID2) and only
+//! if one of them has changed; a write of such a register does nothing. With `xstate_cache=0` it is
+//! as it was in stock KVM before it kept the layout of the XSAVE area: every write computes them at
+//! once, and executes CPUID for each component of each format.
+
+use backend::{Backend, GuestLimits};
+use vm::vcpu_shared::SharedVcpu;
+use x86::cpuid::feature;
+
+use crate::Vcpu;
+
+const CR4_OSXSAVE: u64 = 1 << 18;
+const CR4_PKE: u64 = 1 << 22;
+
+/// The machine state that CPUID shows.
+#[inline]
+pub(crate) fn dynamic_inputs(b: &impl Backend, shared: &SharedVcpu) -> cpuid::DynamicInputs {
+    let cr4 = b.control().cr4;
+    cpuid::DynamicInputs {
+        cr4_osxsave: cr4 & CR4_OSXSAVE != 0,
+        cr4_pke: cr4 & CR4_PKE != 0,
+        apic_enabled: shared.lapic.enabled(),
+        xcr0: b.xcr0(),
+        xss: b.xss(),
+    }
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// A CPUID exit whose answer is not at hand.
+    #[cold]
+    pub(crate) fn look_up_cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4] {
+        let inputs = dynamic_inputs(&self.b, &self.shared);
+        self.cpuid_inputs_changed();
+        self.cpuid.lookup(leaf, subleaf, &inputs)
+    }
+
+    /// CR4, XCR0, IA32_XSS, the APIC base or MISC_ENABLE was written.
+    #[inline]
+    pub(crate) fn cpuid_inputs_changed(&mut self) {
+        if self.cpuid.is_uncached() {
+            self.refresh_without_table();
+        }
+    }
+
+    #[cold]
+    fn refresh_without_table(&mut self) {
+        let inputs = dynamic_inputs(&self.b, &self.shared);
+        let b = &mut self.b;
+        self.cpuid.refresh_with(&inputs, |leaf, subleaf| b.host_cpuid(leaf, subleaf));
+    }
+
+    /// KVM_SET_CPUID2. After the vCPU has run only the same content is taken.
+    pub fn set_cpuid(&mut self, entries: &[cpuid::Entry]) -> Result<(), cpuid::Error> {
+        if self.cpuid.set(entries, self.offered.cpuid, self.has_run)? {
+            self.apply_cpuid();
+            self.cpuid_inputs_changed();
+        }
+        Ok(())
+    }
+
+    /// The guest's CPUID as it was set, with its dynamic bits as they are now.
+    pub fn cpuid_entries(&mut self) -> &[cpuid::Entry] {
+        self.cpuid_inputs_changed();
+        let inputs = dynamic_inputs(&self.b, &self.shared);
+        self.cpuid.entries(&inputs)
+    }
+
+    /// Derives what a new table lets the guest do.
+    pub(crate) fn apply_cpuid(&mut self) {
+        let c = &self.cpuid;
+        let f = |feature| c.has(feature);
+        let limits = GuestLimits {
+            cr4_allowed: c.cr4_allowed().bits(),
+            spec_ctrl: c.has_spec_ctrl(),
+            tsc_aux: f(feature::RDTSCP) || f(feature::RDPID),
+            xsave: f(feature::XSAVE),
+            invpcid: f(feature::INVPCID),
+        };
+        self.b.set_limits(limits);
+        self.shared.lapic.set_features(irqchip::lapic::Features {
+            tsc_deadline: f(feature::TSC_DEADLINE),
+            directed_eoi: false,
+        });
+    }
+}

@@ -1,0 +1,164 @@
+//! A vCPU on the model CPU, and the steps that its guest takes.
+
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use std::cell::RefCell;
+use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
+
+use backend::Gprs;
+use cpu::{Counting, Model};
+use cpuid::{Entry, HostFacts, Supported};
+use gannet_vcpu::{Offered, Vcpu};
+use host::KBox;
+use msr::HostMsrs;
+use svm::{Features, Svm, percpu};
+use vm::VmRef;
+use vm::vcpu_shared::VcpuShared;
+use vm::vm::{HostLimits, Vm};
+use x86::vmcb::{ExitCode, Vmcb};
+
+pub type Cpu = Counting<Model>;
+pub type TestVcpu = KBox<Vcpu<Svm<Cpu>>>;
+
+const CPUS: usize = 4;
+
+/// What a test chooses.
+#[derive(Clone, Copy)]
+pub struct Machine {
+    pub features: Features,
+    pub xstate_cache: bool,
+    /// PIC, I/O APIC and local APIC in the kernel.
+    pub irqchip: bool,
+}
+
+impl Default for Machine {
+    fn default() -> Self {
+        Self { features: features(), xstate_cache: true, irqchip: true }
+    }
+}
+
+/// A CPU with NRIP save, XSAVE, RDTSCP: as real ones are.
+pub fn features() -> Features {
+    Features {
+        asids: 64,
+        npt: true,
+        nrip_save: true,
+        clean_bits: true,
+        flush_by_asid: true,
+        decode_assists: true,
+        rdtscp: true,
+        xsave: true,
+        ..Features::default()
+    }
+}
+
+/// CPUID of the host: XSAVE with AVX and a component behind it that XSS may enable.
+pub fn host_cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {
+    match (leaf, subleaf) {
+        (0, _) => [0xd, 0x6874_7541, 0x444d_4163, 0x6974_6e65],
+        (1, _) => {
+            [0x0080_0f12, 0, (1 << 28) | (1 << 26) | (1 << 21), (1 << 9) | (1 << 5) | (1 << 4)]
+        }
+        (0xd, 0) => [7, 832, 832, 0],
+        (0xd, 1) => [0xf, 832, 0, 0],
+        (0xd, 2) => [256, 576, 0, 0],
+        (0x8000_0000, _) => [0x8000_0008, 0, 0, 0],
+        (0x8000_0001, _) => [0, 0, 0, (1 << 29) | (1 << 27) | (1 << 20)],
+        (0x8000_0008, _) => [0x3030, 0, 0, 0],
+        _ => [0; 4],
+    }
+}
+
+pub fn offered(xstate_cache: bool) -> Offered {
+    static OFFERED: [OnceLock<(Supported, HostMsrs)>; 2] = [OnceLock::new(), OnceLock::new()];
+    let (cpuid, msrs) = OFFERED[usize::from(xstate_cache)].get_or_init(|| {
+        let facts = HostFacts { xcr0: 7, xstate_cache, ..HostFacts::default() };
+        let supported = Supported::read(host_cpuid, &facts).unwrap();
+        (supported, HostMsrs { amd: true, ..HostMsrs::default() })
+    });
+    Offered { cpuid, msrs }
+}
+
+/// The CPUs of the model that are free. What is kept per CPU belongs to one test at a time.
+static FREE: Mutex<Vec<usize>> = Mutex::new(Vec::new());
+static FREED: Condvar = Condvar::new();
+static MADE: OnceLock<()> = OnceLock::new();
+
+struct Claim(usize);
+
+impl Claim {
+    fn take() -> Self {
+        MADE.get_or_init(|| FREE.lock().unwrap().extend(0..CPUS));
+        let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(cpu) = free.pop() {
+                host::std_port::test::set_cpu(cpu);
+                return Self(cpu);
+            }
+            free = FREED.wait(free).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        FREE.lock().unwrap_or_else(PoisonError::into_inner).push(self.0);
+        FREED.notify_one();
+    }
+}
+
+thread_local! {
+    static CLAIM: RefCell<Option<Claim>> = const { RefCell::new(None) };
+}
+
+/// A VM as `machine` says.
+pub fn vm(machine: &Machine) -> VmRef {
+    CLAIM.with_borrow_mut(|claim| {
+        claim.get_or_insert_with(Claim::take);
+    });
+    percpu::set_up(machine.features, CPUS).unwrap();
+    let limits = HostLimits { levels: 4, maxphyaddr: 48, encryption: 0, halt_poll_ns: 0 };
+    let vm = Vm::new(&limits).unwrap();
+    if machine.irqchip {
+        vm.irq().create(vm::irq::Irqchip::Full).unwrap();
+    }
+    vm
+}
+
+/// The vCPU `id` of it; the first is the one that boots.
+pub fn add_vcpu(machine: &Machine, vm: &VmRef, id: u32) -> TestVcpu {
+    let shared = VcpuShared::new(id, id, id == 0, machine.irqchip).unwrap();
+    vm.add_vcpu(shared.clone()).unwrap();
+    let mut model = Model::default();
+    model.xcr0 = 7;
+    model.cpuid = Some(host_cpuid);
+    let offered = offered(machine.xstate_cache);
+    let b = Svm::new(Counting::new(model), machine.features).unwrap();
+    let mut vcpu = Vcpu::new(b, shared, vm.clone(), offered).unwrap();
+    let entries: Vec<Entry> = offered.cpuid.entries().to_vec();
+    vcpu.set_cpuid(&entries).unwrap();
+    vcpu
+}
+
+/// A vCPU alone in its VM.
+pub fn vcpu_of(machine: &Machine) -> TestVcpu {
+    add_vcpu(machine, &vm(machine), 0)
+}
+
+/// A vCPU of the machine that most tests want.
+pub fn vcpu() -> TestVcpu {
+    vcpu_of(&Machine::default())
+}
+
+/// The guest exits with `code`; the next instruction lies two bytes ahead.
+pub fn exit(code: ExitCode) -> impl FnMut(&mut Vmcb, &mut Gprs) + Send + 'static {
+    move |vmcb, _| {
+        vmcb.control.exit_code = code.0;
+        vmcb.control.exit_info_1 = 0;
+        vmcb.control.next_rip = vmcb.save.rip + 2;
+    }
+}
+
+pub fn shutdown(vmcb: &mut Vmcb, _: &mut Gprs) {
+    vmcb.control.exit_code = ExitCode::Shutdown.0;
+}
