@@ -2,8 +2,9 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use crate::bench::layout::MOST_PAGES;
 use crate::report::Unit;
 
 /// What Linux gets unless told otherwise: a serial console, reset by keyboard controller, and no
@@ -56,6 +57,15 @@ pub enum Command {
     Boot(BootArguments),
 }
 
+/// Which of the mapped pages a guest writes to after each switch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Touch {
+    /// A fixed number, spread evenly
+    Few,
+    /// Every one
+    All,
+}
+
 #[derive(Debug, Args)]
 pub struct DeviceArguments {
     /// The device
@@ -86,7 +96,19 @@ pub struct RunArguments {
     /// Write the figures as JSON; `-` is standard output, without the table
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
-    /// Samples per workload, after 20 more for warming up
+    /// Run workloads as a guest that maps this many pages of 4 KiB one by one, for each of the numbers: the role toggles and
+    /// cr3_switch, or those named. After each of its two switches the guest writes to some of the pages
+    #[arg(long, value_name = "N,N", value_delimiter = ',',
+          value_parser = clap::value_parser!(u64).range(1..=MOST_PAGES))]
+    pub pages: Vec<u64>,
+    /// Which pages: a fixed number of them, 8, or all
+    #[arg(long, value_enum, default_value_t = Touch::Few, requires = "pages")]
+    pub touch: Touch,
+    /// Samples before those that count
+    #[arg(long, value_name = "N", default_value_t = 20,
+          value_parser = clap::value_parser!(u64).range(0..=200_000))]
+    pub warm_up: u64,
+    /// Samples per workload
     #[arg(long, value_name = "N", default_value_t = 500,
           value_parser = clap::value_parser!(u64).range(1..=200_000))]
     pub iterations: u64,
@@ -164,6 +186,21 @@ mod tests {
         };
         assert_eq!(run.workloads, ["cpuid", "rdmsr"]);
         assert_eq!((run.iterations, run.json), (300, Some("f".into())));
+    }
+
+    #[test]
+    fn pages_are_a_list_and_what_is_touched_needs_them() {
+        let run = |words: &[&str]| {
+            let line = ["exitbench", "run"].iter().chain(words);
+            match Cli::try_parse_from(line).map(|cli| cli.command) {
+                Ok(Command::Run(run)) => Some((run.pages, run.touch)),
+                _ => None,
+            }
+        };
+        assert_eq!(run(&["--pages", "1,10000"]), Some((vec![1, 10_000], Touch::Few)));
+        assert_eq!(run(&["--pages", "9", "--touch", "all"]), Some((vec![9], Touch::All)));
+        assert_eq!(run(&["--touch", "all"]), None);
+        assert_eq!(run(&["--pages", "0"]), None);
     }
 
     #[test]

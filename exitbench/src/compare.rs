@@ -95,6 +95,7 @@ mod tests {
             iterations: 1,
             markers: false,
             marker_iterations: 0,
+            statistics: Default::default(),
         });
         Entry { name: name.into(), outcome }
     }

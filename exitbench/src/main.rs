@@ -19,14 +19,12 @@ use clap::Parser;
 
 use bench::machine::Passes;
 use bench::runner::{self, Settings};
+use bench::workload::{Mapped, Workload};
 use bench::workloads;
 use boot::session::{Boot, BootReport};
-use cli::{BootArguments, Cli, Command, DeviceArguments, RunArguments};
+use cli::{BootArguments, Cli, Command, DeviceArguments, RunArguments, Touch};
 use report::Report;
 use vmm::hypervisor::{self, Hypervisor};
-
-/// Samples before the ones that count: first touches of code, tables and caches.
-const WARM_UP: u64 = 20;
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
@@ -55,12 +53,12 @@ fn list() -> Result<bool> {
 }
 
 fn run(arguments: RunArguments) -> Result<bool> {
-    let chosen = workloads::choose(&arguments.workloads)?;
+    let chosen = runs(&arguments)?;
     let hypervisor = Hypervisor::open(&arguments.device.device)?;
     vmm::signal::prepare()?;
     let settings = Settings {
         passes: Passes {
-            warm_up: WARM_UP,
+            warm_up: arguments.warm_up,
             iterations: arguments.iterations,
             marker_iterations: arguments.marker_iterations,
         },
@@ -72,9 +70,10 @@ fn run(arguments: RunArguments) -> Result<bool> {
         kernel: hypervisor::kernel_release(),
         workloads: Vec::new(),
     };
-    for (done, workload) in chosen.iter().enumerate() {
-        show_progress(&format!("[{}/{}] {}", done + 1, chosen.len(), workload.name));
-        let entry = runner::run(&hypervisor, workload, settings);
+    for (done, (workload, mapped)) in chosen.iter().enumerate() {
+        let pages = mapped.map_or(String::new(), |m| format!(" with {} pages", m.pages));
+        show_progress(&format!("[{}/{}] {}{pages}", done + 1, chosen.len(), workload.name));
+        let entry = runner::run(&hypervisor, workload, *mapped, settings);
         show_progress("");
         report.workloads.push(entry);
     }
@@ -89,6 +88,18 @@ fn run(arguments: RunArguments) -> Result<bool> {
         eprintln!("{reason}");
     }
     Ok(report.failures() == 0)
+}
+
+/// Every workload that was asked for, once or once for each number of pages.
+fn runs(arguments: &RunArguments) -> Result<Vec<(&'static Workload, Option<Mapped>)>> {
+    if arguments.pages.is_empty() {
+        let plain = workloads::choose(&arguments.workloads, workloads::ALL)?;
+        return Ok(plain.into_iter().map(|workload| (workload, None)).collect());
+    }
+    let paged = workloads::choose(&arguments.workloads, workloads::PAGED)?;
+    let mapped = |pages: &u64| Some(Mapped::new(*pages, arguments.touch == Touch::All));
+    let runs = paged.into_iter().flat_map(|w| arguments.pages.iter().map(move |n| (w, mapped(n))));
+    Ok(runs.collect())
 }
 
 fn compare(first: &Path, second: &Path) -> Result<bool> {

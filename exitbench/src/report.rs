@@ -1,6 +1,7 @@
 //! The figures of one run and their JSON form, which `run --json` writes and `compare` reads.
 //! A workload is measured, skipped (it cannot run there, and why) or failed (it should have run).
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
@@ -66,7 +67,7 @@ pub enum Outcome {
 }
 
 /// Figures of one operation, in the report's unit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Measurement {
     pub min: u64,
     pub median: u64,
@@ -77,6 +78,9 @@ pub struct Measurement {
     pub markers: bool,
     /// Operations in that pass.
     pub marker_iterations: u64,
+    /// By how much the module's own statistics grew in that pass.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub statistics: BTreeMap<String, u64>,
 }
 
 impl Report {
@@ -124,6 +128,7 @@ mod tests {
             iterations: 500,
             markers: true,
             marker_iterations: 100,
+            statistics: BTreeMap::from([("vcpu.exits".into(), 100)]),
         };
         Report {
             unit: Unit::Instructions,

@@ -19,6 +19,11 @@ pub const RESULTS: u64 = 0x20000;
 
 /// Beyond all memory of the guest, below the devices: what the `page_fault` workload touches.
 pub const FRESH_MEMORY: u64 = 0x4000_0000;
+/// Pages of which a paged workload touches some after each switch, unless it touches all.
+pub const WORKING_SET: u64 = 8;
+/// The most pages that a paged workload maps: what its tables' entries cover, with room for the tables.
+pub const MOST_PAGES: u64 = 100_000;
+
 /// A guest-physical address that nothing serves.
 pub const NOTHING: u64 = 0xd000_0000;
 
@@ -27,6 +32,8 @@ pub const VECTOR: u8 = 0x40;
 
 /// A write to this port says that the program has ended.
 pub const PORT_DONE: u16 = 0xf4;
+/// A write to this port, twice before the counted pass and once after, has the module's statistics read.
+pub const PORT_COUNT: u16 = 0xf7;
 /// A write to this port says that the vector in AL came unasked.
 pub const PORT_FAULT: u16 = 0xf5;
 

@@ -9,13 +9,14 @@ use super::interrupts;
 use super::layout::{
     FRESH_MEMORY, GDT, IDT, INTERRUPTS, PROGRAM, RESULTS, ROOT, SECOND_ROOT, mailbox, stack_top,
 };
-use super::workload::{Guest, Plan, Workload};
+use super::workload::{Guest, Mapped, Plan, Workload};
 use crate::vmm::cpuid::{self, Features, Topology};
 use crate::vmm::descriptors;
 use crate::vmm::hypervisor::Hypervisor;
 use crate::vmm::long_mode::{self, Tables};
 use crate::vmm::memory::{self, Backing, GuestMemory, PAGE};
 use crate::vmm::page_tables;
+use crate::vmm::statistics::Statistics;
 use crate::vmm::vm::{Irqchip, Vm};
 
 /// The memslot of the fresh memory; the guest's own is slot 0.
@@ -44,6 +45,8 @@ impl Passes {
 pub struct Machine {
     pub vm: Vm,
     pub vcpus: Vec<VcpuFd>,
+    /// What the module counts, where it tells.
+    pub statistics: Statistics,
     _fresh_memory: Option<GuestMemory>,
 }
 
@@ -67,19 +70,28 @@ impl Machine {
         let memory = memory::map(&[(GuestAddress(0), size as usize)], Backing::Default)?;
         lay_out(&memory, plan)?;
         let vm = Vm::new(hypervisor, workload.irqchip, memory, workload.vcpus)?;
-        let fresh_memory = if plan.fresh_pages {
-            let pages = passes.samples() + passes.marker_iterations;
-            let range = (GuestAddress(FRESH_MEMORY), (pages * PAGE) as usize);
+        let fresh_pages = match plan.mapped {
+            Some(mapped) => mapped.pages + page_tables::small_page_tables(mapped.pages),
+            None if plan.fresh_pages => passes.samples() + passes.marker_iterations,
+            None => 0,
+        };
+        let fresh_memory = if fresh_pages > 0 {
+            let range = (GuestAddress(FRESH_MEMORY), (fresh_pages * PAGE) as usize);
             let fresh = memory::map(&[range], Backing::SmallPages)?;
+            if let Some(mapped) = plan.mapped {
+                let (low, pages) = (&vm.memory, mapped.pages);
+                page_tables::write_small_pages(low, ROOT, &fresh, FRESH_MEMORY, pages)?;
+            }
             memory::register(&vm.fd, &fresh, FRESH_SLOT)?;
             Some(fresh)
         } else {
             None
         };
-        let vcpus = (0..workload.vcpus)
+        let vcpus: Vec<VcpuFd> = (0..workload.vcpus)
             .map(|id| create_vcpu(hypervisor, &vm, guest, plan, passes, id))
             .collect::<Result<_>>()?;
-        Ok(Self { vm, vcpus, _fresh_memory: fresh_memory })
+        let statistics = Statistics::open(hypervisor, &vm.fd, &vcpus)?;
+        Ok(Self { vm, vcpus, statistics, _fresh_memory: fresh_memory })
     }
 }
 
@@ -112,12 +124,16 @@ fn create_vcpu(
 ) -> Result<VcpuFd> {
     let vcpu = vm.create_vcpu(hypervisor, id)?;
     let entry = if id == 0 { PROGRAM } else { PROGRAM + plan.program.secondary };
+    let mapped = plan.mapped.unwrap_or(Mapped { pages: 0, touched: 0 });
     vcpu.set_regs(&kvm_regs {
         rip: entry,
         rflags: RFLAGS,
         rsp: stack_top(id),
         rbp: mailbox(id),
         rbx: plan.argument,
+        r8: mapped.touched,
+        r9: mapped.stride(),
+        r10: mapped.pages,
         r12: RESULTS,
         r13: passes.samples(),
         r15: passes.marker_iterations,

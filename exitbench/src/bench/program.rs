@@ -3,7 +3,9 @@
 //! A program is position-independent 64-bit code that is copied into guest memory. It measures in
 //! two passes. The first brackets each operation with the time stamp counter and stores the
 //! difference. The second runs the operation alone, in a bare loop between two marker
-//! instructions, so that an emulator can count what happens in between.
+//! instructions, so that an emulator can count what happens in between. Two writes to a port before
+//! the first marker and one after the second have the VMM read the module's own statistics: what one
+//! such write adds to them is known from the first two, and taken off.
 //!
 //! | register | at entry |
 //! |---|---|
@@ -11,9 +13,10 @@
 //! | r13 | operations of the first pass |
 //! | r15 | operations of the second pass; none and no markers if 0 |
 //! | rbp | this vCPU's mailbox |
-//! | rbx | the workload's argument |
+//! | rbx | the workload's argument; of a paged workload the first page |
+//! | r8, r9, r10 | of a paged workload: pages to touch after each switch, bytes from one to the next, pages mapped |
 //!
-//! r14 holds the time stamp meanwhile. An operation leaves these, rsp and rbp alone and may use
+//! r14 holds the time stamp meanwhile. An operation leaves r12 to r15, rsp and rbp alone and may use
 //! every other register; rbx is its own.
 
 /// Machine code of a measuring guest.
@@ -59,6 +62,8 @@ macro_rules! guest_program {
         core::arch::global_asm!(
             ".pushsection .rodata.guest_programs, \"a\"",
             ".set exitbench_vector, {vector}",
+            ".set exitbench_root, {root}",
+            ".set exitbench_second_root, {second_root}",
             concat!("exitbench_", $name, "_start:"),
             $($setup,)*
             ".balign 64, 0x90",
@@ -82,12 +87,15 @@ macro_rules! guest_program {
             // Second pass: the operation alone, between the markers.
             "test %r15, %r15",
             "jz 9f",
+            "out %al, ${count}",
+            "out %al, ${count}",
             ".byte 0x0f, 0x1f, 0x80, 0x47, 0x4e, 0x54, 0x01",
             "8:",
             $($operation,)*
             "dec %r15",
             "jnz 8b",
             ".byte 0x0f, 0x1f, 0x80, 0x47, 0x4e, 0x54, 0x02",
+            "out %al, ${count}",
             "9:",
             "cli",
             "out %al, ${done}",
@@ -98,7 +106,10 @@ macro_rules! guest_program {
             concat!("exitbench_", $name, "_end:"),
             ".popsection",
             vector = const crate::bench::layout::VECTOR,
+            root = const crate::bench::layout::ROOT,
+            second_root = const crate::bench::layout::SECOND_ROOT,
             done = const crate::bench::layout::PORT_DONE,
+            count = const crate::bench::layout::PORT_COUNT,
             options(att_syntax),
         );
 

@@ -1,26 +1,27 @@
 //! Runs workloads one after another and collects their figures. A workload that cannot run, or
 //! fails, or hangs, does not keep the others from running.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::interrupts::exception_name;
-use super::layout::{PORT_DONE, PORT_FAULT};
+use super::layout::{PORT_COUNT, PORT_DONE, PORT_FAULT};
 use super::machine::{Machine, Passes, guest_of, samples};
-use super::workload::{Unsupported, Workload};
+use super::workload::{Mapped, Plan, Unsupported, Workload};
 use crate::report::{Entry, Measurement, Outcome};
 use crate::statistics::summarise;
 use crate::vmm::failure::{self, Fatal};
 use crate::vmm::hypervisor::Hypervisor;
 use crate::vmm::memory::GuestMemory;
 use crate::vmm::signal;
+use crate::vmm::statistics::{Statistics, Sums, growth};
 use crate::vmm::vm::Irqchip;
 
 /// How the workloads are run.
@@ -34,26 +35,63 @@ pub struct Settings {
 /// What an exit means for the loop around KVM_RUN.
 enum Step {
     Again,
+    Count,
     Done,
     Fault(u8),
     Fatal(Fatal),
 }
 
-/// Runs one workload in a VM of its own.
-pub fn run(hypervisor: &Hypervisor, workload: &Workload, settings: Settings) -> Entry {
+/// The module's statistics around the counted pass.
+struct Counted {
+    statistics: Statistics,
+    readings: Mutex<Vec<Sums>>,
+}
+
+impl Counted {
+    fn new(statistics: Statistics) -> Self {
+        Self { statistics, readings: Mutex::new(Vec::new()) }
+    }
+
+    fn read(&self) -> Result<()> {
+        let reading = self.statistics.read()?;
+        self.readings.lock().map_err(|_| anyhow!("a reading failed before"))?.push(reading);
+        Ok(())
+    }
+
+    /// What grew over the pass, without what one reading adds, which the first two show.
+    fn growth(&self) -> Sums {
+        let readings = self.readings.lock().map(|readings| readings.clone()).unwrap_or_default();
+        let [first, second, third] = &readings[..] else { return Sums::new() };
+        growth(&growth(first, second), &growth(second, third))
+    }
+}
+
+/// Runs one workload in a VM of its own; a paged one with so many pages mapped.
+pub fn run(
+    hypervisor: &Hypervisor,
+    workload: &Workload,
+    mapped: Option<Mapped>,
+    settings: Settings,
+) -> Entry {
     let guest = guest_of(hypervisor, workload);
-    let outcome = match (workload.plan)(&guest) {
+    let plan = (workload.plan)(&guest).map(|plan| Plan { mapped, ..plan });
+    let name = match mapped {
+        None => workload.name.to_string(),
+        Some(Mapped { pages, touched }) => format!("{}[{pages},{touched}]", workload.name),
+    };
+    let outcome = match plan {
         Err(Unsupported(reason)) => Outcome::Skipped { skipped: reason.to_string() },
         Ok(plan) => Machine::new(hypervisor, workload, &guest, &plan, settings.passes)
             .and_then(|machine| measure(machine, workload, settings))
             .map_or_else(|e| Outcome::Failed { failed: format!("{e:#}") }, Outcome::Measured),
     };
-    Entry { name: workload.name.to_string(), outcome }
+    Entry { name, outcome }
 }
 
-fn measure(machine: Machine, workload: &Workload, settings: Settings) -> Result<Measurement> {
+fn measure(mut machine: Machine, workload: &Workload, settings: Settings) -> Result<Measurement> {
     let memory = machine.vm.memory.clone();
-    run_vcpus(machine, workload, settings.timeout)?;
+    let counted = Arc::new(Counted::new(machine.statistics.take()));
+    run_vcpus(machine, workload, settings.timeout, &counted)?;
     let samples = samples(&memory, settings.passes)?;
     let summary = summarise(&samples).context("no iterations were asked for")?;
     Ok(Measurement {
@@ -63,11 +101,17 @@ fn measure(machine: Machine, workload: &Workload, settings: Settings) -> Result<
         iterations: settings.passes.iterations,
         markers: settings.passes.marker_iterations > 0,
         marker_iterations: settings.passes.marker_iterations,
+        statistics: counted.growth(),
     })
 }
 
 /// Runs every vCPU in a thread until vCPU 0 is done or any of them fails.
-fn run_vcpus(mut machine: Machine, workload: &Workload, timeout: Duration) -> Result<()> {
+fn run_vcpus(
+    mut machine: Machine,
+    workload: &Workload,
+    timeout: Duration,
+    counted: &Arc<Counted>,
+) -> Result<()> {
     let stopping = Arc::new(AtomicBool::new(false));
     let (sender, receiver) = mpsc::channel();
     let memory = machine.vm.memory.clone();
@@ -76,8 +120,9 @@ fn run_vcpus(mut machine: Machine, workload: &Workload, timeout: Duration) -> Re
         .map(|mut vcpu| {
             let (stopping, sender) = (Arc::clone(&stopping), sender.clone());
             let (memory, irqchip) = (memory.clone(), workload.irqchip);
+            let counted = Arc::clone(counted);
             thread::spawn(move || {
-                let end = run_vcpu(&mut vcpu, &memory, irqchip, &stopping);
+                let end = run_vcpu(&mut vcpu, &memory, irqchip, &stopping, &counted);
                 // Nobody listens any more once another vCPU has ended the run.
                 let _ = sender.send(end);
             })
@@ -105,6 +150,7 @@ fn run_vcpu(
     memory: &GuestMemory,
     irqchip: Irqchip,
     stopping: &AtomicBool,
+    counted: &Counted,
 ) -> Result<()> {
     loop {
         if stopping.load(Ordering::SeqCst) {
@@ -117,6 +163,7 @@ fn run_vcpu(
         };
         match step {
             Step::Again => {}
+            Step::Count => counted.read()?,
             Step::Done => return Ok(()),
             Step::Fault(vector) => bail!("{}", describe_fault(vector, vcpu, memory)),
             Step::Fatal(fatal) => bail!("{}", fatal.describe(vcpu, memory)),
@@ -132,6 +179,7 @@ fn interpret(exit: VcpuExit<'_>, irqchip: Irqchip) -> Step {
             data.fill(0xff);
             Step::Again
         }
+        VcpuExit::IoOut(PORT_COUNT, _) => Step::Count,
         VcpuExit::IoOut(PORT_DONE, _) => Step::Done,
         VcpuExit::IoOut(PORT_FAULT, data) => Step::Fault(data.first().copied().unwrap_or(0)),
         VcpuExit::Intr => Step::Again,

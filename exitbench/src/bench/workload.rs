@@ -5,7 +5,9 @@ use crate::vmm::hypervisor::Vendor;
 use crate::vmm::vm::Irqchip;
 
 use super::interrupts::ApicMode;
+use super::layout::WORKING_SET;
 use super::program::Program;
+use crate::vmm::memory::PAGE;
 
 /// One operation to be measured.
 pub struct Workload {
@@ -38,6 +40,30 @@ pub struct Plan {
     pub apic: ApicMode,
     /// Whether each operation touches a page of memory of its own.
     pub fresh_pages: bool,
+    /// Pages that the guest maps one by one and touches before the first operation.
+    pub mapped: Option<Mapped>,
+}
+
+/// The memory of a paged workload: pages of 4 KiB, each with an entry of its own in the guest's page
+/// tables, all written once before the first operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mapped {
+    /// How many there are.
+    pub pages: u64,
+    /// How many of them are written again after each switch, spread evenly: [`WORKING_SET`] or all.
+    pub touched: u64,
+}
+
+impl Mapped {
+    /// `pages` pages, of which all are touched after each switch or a small, fixed number.
+    pub fn new(pages: u64, all: bool) -> Self {
+        Self { pages, touched: if all { pages } else { pages.min(WORKING_SET) } }
+    }
+
+    /// Bytes from one touched page to the next.
+    pub fn stride(self) -> u64 {
+        (self.pages / self.touched.max(1)).max(1) * PAGE
+    }
 }
 
 /// Why a workload cannot run on this machine.
@@ -47,7 +73,7 @@ pub struct Unsupported(pub &'static str);
 impl Plan {
     /// A program without argument, interrupts or memory of its own.
     pub fn of(program: Program) -> Self {
-        Self { program, argument: 0, apic: ApicMode::Xapic, fresh_pages: false }
+        Self { program, argument: 0, apic: ApicMode::Xapic, fresh_pages: false, mapped: None }
     }
 
     /// The program for the better of the APIC's modes that the guest has.
@@ -63,4 +89,22 @@ impl Plan {
 /// `Ok` when the guest has what the workload needs.
 pub fn require(present: bool, reason: &'static str) -> Result<(), Unsupported> {
     if present { Ok(()) } else { Err(Unsupported(reason)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn touched_pages_are_spread_over_all_of_them() {
+        for pages in [1, 7, 8, 9, 100, 10_000] {
+            for all in [false, true] {
+                let mapped = Mapped::new(pages, all);
+                let last = (mapped.touched - 1) * mapped.stride() / PAGE;
+                assert!(last < pages, "{mapped:?}");
+                assert!(mapped.touched == WORKING_SET || mapped.touched == pages);
+            }
+        }
+        assert_eq!(Mapped::new(10_000, false).stride(), 1250 * PAGE);
+    }
 }

@@ -10,4 +10,5 @@ pub mod long_mode;
 pub mod memory;
 pub mod page_tables;
 pub mod signal;
+pub mod statistics;
 pub mod vm;

@@ -13,6 +13,7 @@ pub const IDENTITY_MAP_BYTES: u64 = 6 * PAGE;
 /// Present, writable, accessed and dirty, so that the CPU never has to write into the tables.
 const TABLE: u64 = 0x23;
 const LARGE_PAGE: u64 = 0xe3;
+const SMALL_PAGE: u64 = 0x63;
 const GIB: u64 = 1 << 30;
 const LARGE_PAGE_BYTES: u64 = 2 << 20;
 
@@ -34,6 +35,33 @@ pub fn write_identity_map(memory: &GuestMemory, base: u64) -> Result<()> {
 /// Writes one more root at `root`, which shares the tables of the map at `base`.
 pub fn write_second_root(memory: &GuestMemory, root: u64, base: u64) -> Result<()> {
     write_root(memory, root, base + PAGE)
+}
+
+/// Maps `pages` pages of 4 KiB from `address`, a multiple of 2 MiB below 4 GiB, one to one in the map at `base`: by an entry each, in
+/// tables that lie in `memory` directly above the pages. Returns the bytes of those tables.
+pub fn write_small_pages(
+    directories: &GuestMemory,
+    base: u64,
+    memory: &GuestMemory,
+    address: u64,
+    pages: u64,
+) -> Result<u64> {
+    let first_table = address + pages * PAGE;
+    for page in 0..pages {
+        let at = address + page * PAGE;
+        let table = first_table + page / 512 * PAGE;
+        if page % 512 == 0 {
+            let directory = base + (2 + at / GIB) * PAGE;
+            write_entry(directories, directory + at % GIB / LARGE_PAGE_BYTES * 8, table | TABLE)?;
+        }
+        write_entry(memory, table + page % 512 * 8, at | SMALL_PAGE)?;
+    }
+    Ok(small_page_tables(pages) * PAGE)
+}
+
+/// Tables that hold the entries of so many pages.
+pub fn small_page_tables(pages: u64) -> u64 {
+    pages.div_ceil(512)
 }
 
 /// Translates a guest-virtual address by the four-level tables at `cr3`. `None` where nothing is
@@ -85,6 +113,23 @@ mod tests {
             assert_eq!(translate(&memory, root, 1 << 39), None);
             assert_eq!(translate(&memory, root, 1 << 32), None);
         }
+    }
+
+    #[test]
+    fn small_pages_replace_large_ones_where_they_are_and_nowhere_else() {
+        let (address, pages) = (0x4000_0000, 700);
+        let low = map(&[(GuestAddress(0), 1 << 20)], Backing::Default).unwrap();
+        let bytes = ((pages + small_page_tables(pages)) * PAGE) as usize;
+        let high = map(&[(GuestAddress(address), bytes)], Backing::Default).unwrap();
+        write_identity_map(&low, 0x3000).unwrap();
+        assert_eq!(write_small_pages(&low, 0x3000, &high, address, pages).unwrap(), 2 * PAGE);
+        // The walk reads both memories: the upper levels below, the tables above.
+        let directory: u64 = low.read_obj(GuestAddress(0x3000 + 3 * PAGE)).unwrap();
+        assert_eq!(directory, (address + pages * PAGE) | TABLE);
+        let last: u64 =
+            high.read_obj(GuestAddress(address + pages * PAGE + PAGE + 187 * 8)).unwrap();
+        assert_eq!(last, (address + 699 * PAGE) | SMALL_PAGE);
+        assert_eq!(translate(&low, 0x3000, address + (4 << 20)), Some(address + (4 << 20)));
     }
 
     #[test]

@@ -4,6 +4,8 @@ use anyhow::{Result, bail};
 
 use super::workload::Workload;
 
+mod paged;
+
 mod cpuid;
 mod cr0_wp;
 mod cr3_switch;
@@ -59,16 +61,24 @@ pub const ALL: &[Workload] = &[
     mov_cr8::WORKLOAD,
 ];
 
-/// The workloads called `names`, in the order of [`ALL`]; all of them if there are no names.
-pub fn choose(names: &[String]) -> Result<Vec<&'static Workload>> {
+/// Those of them whose cost may depend on how much the guest has mapped, as programs that map pages and touch them after each switch.
+pub const PAGED: &[Workload] =
+    &[cr0_wp::PAGED, cr4_pge::PAGED, cr4_smep::PAGED, efer_nx::PAGED, cr3_switch::PAGED];
+
+/// The workloads called `names` among `all`, in the order of the latter; all of them if there are no names.
+pub fn choose(names: &[String], all: &'static [Workload]) -> Result<Vec<&'static Workload>> {
     for name in names {
-        if !ALL.iter().any(|workload| workload.name == name) {
-            bail!("there is no workload called `{name}`: see `exitbench list`");
+        if all.iter().any(|workload| workload.name == name) {
+            continue;
         }
+        if ALL.iter().any(|workload| workload.name == name) {
+            bail!("`{name}` does not take a number of pages");
+        }
+        bail!("there is no workload called `{name}`: see `exitbench list`");
     }
     let chosen =
         |workload: &&Workload| names.is_empty() || names.iter().any(|name| name == workload.name);
-    Ok(ALL.iter().filter(chosen).collect())
+    Ok(all.iter().filter(chosen).collect())
 }
 
 #[cfg(test)]
@@ -101,7 +111,8 @@ mod tests {
 
     #[test]
     fn every_program_has_one_pair_of_markers_and_fits_its_place() {
-        for (workload, guest) in ALL.iter().flat_map(|w| guests().map(move |g| (w, g))) {
+        for (workload, guest) in ALL.iter().chain(PAGED).flat_map(|w| guests().map(move |g| (w, g)))
+        {
             let plan = (workload.plan)(&guest).unwrap();
             let code = plan.program.code;
             assert_eq!(count(code, &START_MARKER), 1, "{}", workload.name);
@@ -121,15 +132,17 @@ mod tests {
 
     #[test]
     fn chosen_workloads_run_in_the_order_of_the_list() {
-        let chosen = choose(&["mov_cr8".into(), "cpuid".into()]).unwrap();
+        let chosen = choose(&["mov_cr8".into(), "cpuid".into()], ALL).unwrap();
         let names: Vec<_> = chosen.iter().map(|workload| workload.name).collect();
         assert_eq!(names, ["cpuid", "mov_cr8"]);
-        assert_eq!(choose(&[]).unwrap().len(), ALL.len());
+        assert_eq!(choose(&[], ALL).unwrap().len(), ALL.len());
     }
 
     #[test]
     fn an_unknown_name_is_refused() {
-        assert!(choose(&["cpuidd".into()]).err().unwrap().to_string().contains("cpuidd"));
+        let refusal = |name: &str, all| choose(&[name.to_owned()], all).err().unwrap().to_string();
+        assert!(refusal("hlt_loop", PAGED).contains("pages"));
+        assert!(choose(&["cpuidd".into()], ALL).err().unwrap().to_string().contains("cpuidd"));
     }
 
     #[test]
