@@ -227,6 +227,7 @@ void __noreturn gnt_panic(const char *text, size_t len);
 u64 gnt_halt_poll_ns(void);
 int gnt_host_state_by_msr(void);
 int gnt_xstate_cache(void);
+int gnt_keep_roots(void);
 int gnt_params_check(void);
 
 /* fops.c */

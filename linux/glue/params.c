@@ -29,6 +29,16 @@ static bool npt = true;
 module_param(npt, bool, 0444);
 MODULE_PARM_DESC(npt, "Nested paging (default 1; 0 is not implemented and refused)");
 
+static bool keep_roots = true;
+module_param(keep_roots, bool, 0444);
+MODULE_PARM_DESC(keep_roots,
+	"Keep a vCPU's page-table roots when its paging mode changes (default 1); 0: unload and rebuild them, as KVM once did");
+
+int gnt_keep_roots(void)
+{
+	return keep_roots;
+}
+
 u64 gnt_halt_poll_ns(void)
 {
 	return READ_ONCE(halt_poll_ns);

@@ -75,6 +75,14 @@ pub struct GuestLimits {
     pub invpcid: bool,
 }
 
+/// How a guest's addresses are translated, and what of it the run loop wants to see.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Paging {
+    /// Every write of CR0 and CR4 that changes how paging entries are read exits, whoever could own
+    /// the registers.
+    pub watch_roles: bool,
+}
+
 /// The refusal of an MSR that the backend does not own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NotMine;
@@ -193,6 +201,9 @@ pub trait Backend: Send + Sized {
 
     /// Sets what the guest may do without an exit.
     fn set_limits(&mut self, limits: GuestLimits);
+    /// Sets how addresses are translated. Before the first entry, and before the registers are
+    /// set.
+    fn set_paging(&mut self, paging: Paging);
     /// Sets the nested paging root.
     fn set_nested_root(&mut self, root: Hpa);
     /// Forgets all translations of this guest before the next entry.

@@ -16,3 +16,8 @@ pub fn host_state_by_msr() -> bool {
 pub fn xstate_cache() -> bool {
     sys::gnt_xstate_cache() != 0
 }
+
+/// Whether a vCPU keeps its page-table roots when its paging mode changes.
+pub fn keep_roots() -> bool {
+    sys::gnt_keep_roots() != 0
+}

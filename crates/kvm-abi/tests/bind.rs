@@ -75,7 +75,13 @@ fn host() -> &'static Host {
                 tsc_offset: true,
                 ..Offer::default()
             },
-            limits: HostLimits { levels: 4, maxphyaddr: 48, encryption: 0, halt_poll_ns: 0 },
+            limits: HostLimits {
+                levels: 4,
+                maxphyaddr: 48,
+                encryption: 0,
+                halt_poll_ns: 0,
+                paging: vm::vm::Paging::default(),
+            },
             offered,
         }
     })

@@ -162,13 +162,10 @@ impl<R> RootCache<R> {
 
     /// Makes a new root current. Gives back a root that had to go.
     pub fn insert(&mut self, key: RootKey, root: R) -> Option<R> {
-        let last = self.current.replace((key, root));
-        if last.is_none() {
-            return None;
-        }
+        let last = self.current.replace((key, root))?;
         self.previous.rotate_right(1);
         let [first, ..] = &mut self.previous;
-        core::mem::replace(first, last).map(|(_, root)| root)
+        first.replace(last).map(|(_, root)| root)
     }
 
     /// Takes one of the roots out, the current one first; `None` when none is left. So all are

@@ -12,7 +12,7 @@
 
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use backend::{Gprs, GuestLimits};
+use backend::{Gprs, GuestLimits, Paging};
 use cpu::{Cpu, SpecCtrl};
 use host::{NoMemory, hostcpu, page::Page, smp};
 use x86::{
@@ -89,6 +89,7 @@ pub struct Svm<C: Cpu> {
     /// CR0.CD and CR0.NW as the guest set them; the hardware sees them clear.
     pub(crate) cr0_hidden: u64,
     pub(crate) guest_debug: (bool, bool),
+    pub(crate) paging: Paging,
 }
 
 static IDS: AtomicU64 = AtomicU64::new(1);
@@ -130,6 +131,7 @@ impl<C: Cpu> Svm<C> {
             virq: crate::inject::Virq::Off,
             cr0_hidden: 0,
             guest_debug: (false, false),
+            paging: Paging::default(),
         };
         this.init_control();
         Ok(this)
@@ -178,23 +180,7 @@ impl<C: Cpu> Svm<C> {
             self.asid_generation = 0;
         }
         if self.asid_generation != here.generation() {
-            let (asid, generation, all) = here.new_asid(self.features.asids);
-            self.asid_generation = generation;
-            let control = &mut self.vmcb_mut(Clean::ASID).control;
-            control.asid = asid;
-            control.tlb_ctl = u8::from(all);
-            self.flush = false;
-        } else if self.flush {
-            self.flush = false;
-            if self.features.flush_by_asid {
-                self.block.get_mut().control.tlb_ctl = 3;
-            } else {
-                let (asid, generation, all) = here.new_asid(self.features.asids);
-                self.asid_generation = generation;
-                let control = &mut self.vmcb_mut(Clean::ASID).control;
-                control.asid = asid;
-                control.tlb_ctl = u8::from(all);
-            }
+            self.flush = true;
         }
         if here.last_vcpu.load(Relaxed) != self.id {
             here.last_vcpu.store(self.id, Relaxed);
@@ -228,6 +214,23 @@ impl<C: Cpu> Svm<C> {
         self.cpu.vmload(pa);
         // With GIF clear no interrupt is taken here; IF lets one end the guest's run.
         self.cpu.sti();
+    }
+
+    /// Makes the entry that follows at once forget this guest's translations: by its ASID where
+    /// the CPU can flush one, else with another ASID.
+    #[inline(never)]
+    fn forget_translations(&mut self) {
+        let Some(here) = percpu::of(self.last_cpu) else { return };
+        self.flush = false;
+        if self.features.flush_by_asid && self.asid_generation == here.generation() {
+            self.block.get_mut().control.tlb_ctl = 3;
+            return;
+        }
+        let (asid, generation, all) = here.new_asid(self.features.asids);
+        self.asid_generation = generation;
+        let control = &mut self.vmcb_mut(Clean::ASID).control;
+        control.asid = asid;
+        control.tlb_ctl = u8::from(all);
     }
 
     /// Gives the guest DR0 to DR3 of the hardware.
@@ -385,6 +388,9 @@ impl<C: Cpu> Svm<C> {
     /// The world switch.
     #[inline]
     pub(crate) fn switch(&mut self, gprs: &mut Gprs) {
+        if self.flush {
+            self.forget_translations();
+        }
         let pa = self.pa();
         let clean = Clean::ALL.difference(self.stale).bits();
         self.stale = Clean::empty();

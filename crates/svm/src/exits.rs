@@ -55,6 +55,9 @@ fn io(control: &Control) -> Exit {
 #[cold]
 fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
     let raw = code.0;
+    if raw < 0x20 {
+        return cr(control, (raw & 0xf) as u8, raw >= 0x10, assists);
+    }
     match code {
         ExitCode::Vintr => Exit::InterruptWindow,
         ExitCode::Cr0SelWrite => cr(control, 0, true, assists),
@@ -89,8 +92,6 @@ fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
         | ExitCode::InvlpgbIllegal => Exit::Undefined,
         ExitCode::Icebp => Exit::Exception(Exception::db(0)),
         _ => match raw {
-            0x00..=0x0f => cr(control, raw as u8, false, assists),
-            0x10..=0x1f => cr(control, (raw - 0x10) as u8, true, assists),
             0x20..=0x3f => Exit::DebugReg,
             0x52 => Exit::MachineCheck,
             0x40..=0x5f => Exit::Exception(Exception {

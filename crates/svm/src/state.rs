@@ -2,13 +2,14 @@
 //!
 //! What the guest owns under nested paging is not intercepted: CR0 (unless it has caching
 //! disabled, see [`Svm::set_cr0`]), CR3, CR8, INVLPG, INVPCID, RDTSC, and CR4 when the guest's
-//! CPUID offers every CR4 bit that this CPU knows.
+//! CPUID offers every CR4 bit that this CPU knows; CR0 and CR4 not where the run loop has to see
+//! changes of the guest's paging ([`Paging::watch_roles`]).
 //!
 //! CR0 and CR4 are the guest's only on CPUs with NRIP save. Those without are the first with SVM,
 //! and QEMU's emulation, which takes reserved bits that a CPU refuses: there writes exit, to be
 //! checked here.
 
-use backend::{Backend, ControlRegs, Event, Exit, Gprs, GuestLimits, NotMine, SegmentName};
+use backend::{Backend, ControlRegs, Event, Exit, Gprs, GuestLimits, NotMine, Paging, SegmentName};
 use cpu::Cpu;
 use x86::{
     Hpa, Vector,
@@ -158,7 +159,7 @@ impl<C: Cpu> Svm<C> {
     fn update_cr4_intercept(&mut self) {
         let all = self.features.cr4_known & !self.limits.cr4_allowed == 0;
         let xcr0_live = !self.limits.xsave || self.vmcb().save.cr4 & CR4_OSXSAVE != 0;
-        let owned = all && xcr0_live && self.features.nrip_save;
+        let owned = all && xcr0_live && self.features.nrip_save && !self.paging.watch_roles;
         self.intercept_cr(1 << (16 + 4), !owned);
     }
 
@@ -495,6 +496,15 @@ impl<C: Cpu> Backend for Svm<C> {
     fn set_limits(&mut self, limits: GuestLimits) {
         self.limits = limits;
         self.update_passthrough();
+        self.update_cr4_intercept();
+    }
+
+    fn set_paging(&mut self, paging: Paging) {
+        self.paging = paging;
+        let word = &mut self.vmcb_mut(Clean::INTERCEPTS).control.intercepts[3];
+        // With this the guest keeps CR0.TS and CR0.MP to itself.
+        let selective = Intercept3::CR0_SEL_WRITE.bits();
+        *word = (*word & !selective) | if paging.watch_roles { selective } else { 0 };
         self.update_cr4_intercept();
     }
 

@@ -58,6 +58,8 @@ impl<B: Backend> Vcpu<B> {
             self.apply_cpuid();
             self.cpuid_inputs_changed();
         }
+        // Which bits of an entry are reserved depends on it.
+        self.unload_roots();
         Ok(())
     }
 

@@ -14,10 +14,20 @@ const CR0_CD: u64 = 1 << 30;
 const CR0_ET: u64 = 1 << 4;
 const CR0_KNOWN: u64 = 0xe005_003f;
 const CR4_PAE: u64 = 1 << 5;
+const CR4_PSE: u64 = 1 << 4;
+const CR4_PGE: u64 = 1 << 7;
+const CR4_SMEP: u64 = 1 << 20;
 const CR4_PCIDE: u64 = 1 << 17;
 const CR4_LA57: u64 = 1 << 12;
 const EFER_LME: u64 = 1 << 8;
 const EFER_LMA: u64 = 1 << 10;
+
+/// Whether a write of CR4 empties the TLB, global translations too: a change of PSE, PAE, PGE or
+/// PCIDE, and SMEP going on (APM vol. 2 §5.5.2, SDM vol. 3A §4.10.4.1).
+fn flushes(old: u64, new: u64) -> bool {
+    let changed = old ^ new;
+    changed & (CR4_PSE | CR4_PAE | CR4_PGE | CR4_PCIDE) != 0 || changed & new & CR4_SMEP != 0
+}
 
 impl<B: Backend> Vcpu<B> {
     /// A control-register access inside the loop.
@@ -45,7 +55,7 @@ impl<B: Backend> Vcpu<B> {
             Ok(()) => self.retire(next),
             Err(exception) => self.raise(exception),
         }
-        Next::Again
+        self.settle_in_loop()
     }
 
     fn read_cr_into(&mut self, cr: u8, gpr: u8) -> Result<(), Exception> {
@@ -123,6 +133,7 @@ impl<B: Backend> Vcpu<B> {
         if pg != was_pg {
             self.b.flush_tlb();
         }
+        self.note_role();
         Ok(())
     }
 
@@ -154,11 +165,10 @@ impl<B: Backend> Vcpu<B> {
         }
         self.b.set_cr4(value);
         self.cpuid_inputs_changed();
-        // PGE, PSE, PAE, PCIDE or SMEP changed: global translations may not survive
-        // (APM vol. 2 §5.5.2).
-        if changed & ((1 << 7) | (1 << 4) | CR4_PAE | CR4_PCIDE | (1 << 20)) != 0 {
+        if flushes(c.cr4, value) {
             self.b.flush_tlb();
         }
+        self.note_role();
         Ok(())
     }
 
@@ -175,10 +185,10 @@ impl<B: Backend> Vcpu<B> {
         }
         // LMA is read-only for the guest.
         let value = (value & !EFER_LMA) | (c.efer & EFER_LMA);
+        // No flush: translations that were made without NXE have no NX, and those with it forbid
+        // no less than the reserved bit would.
         self.b.set_efer(value);
-        if (value ^ c.efer) & (1 << 11) != 0 {
-            self.b.flush_tlb();
-        }
+        self.note_role();
         Ok(())
     }
 
@@ -198,5 +208,22 @@ impl<B: Backend> Vcpu<B> {
             self.raise(Exception::gp(0));
         }
         Next::Again
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cr4_empties_the_tlb_where_the_architecture_says_so_and_only_there() {
+        for bit in [CR4_PSE, CR4_PAE, CR4_PGE, CR4_PCIDE] {
+            assert!(flushes(0, bit) && flushes(bit, 0), "{bit:#x}");
+        }
+        assert!(flushes(0, CR4_SMEP) && !flushes(CR4_SMEP, 0));
+        // SMAP, PKE, OSXSAVE, TSD.
+        for bit in [1 << 21, 1 << 22, 1 << 18, 1 << 2] {
+            assert!(!flushes(0, bit) && !flushes(bit, 0), "{bit:#x}");
+        }
     }
 }

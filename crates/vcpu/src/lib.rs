@@ -20,6 +20,7 @@ pub mod msrs;
 pub mod pio;
 pub mod pv;
 pub mod registers;
+pub mod roots;
 pub mod run;
 pub mod settings;
 pub mod slow;
@@ -58,6 +59,7 @@ pub struct Vcpu<B: Backend> {
     pub(crate) events: events::Events,
     pub(crate) loop_clock: lapic::LoopClock,
     pub(crate) fetch: KBox<CodeFetch>,
+    pub(crate) roots: roots::Roots,
     pub(crate) shared: SharedVcpu,
     pub(crate) vm: VmRef,
     pub(crate) cpuid: KBox<GuestCpuid>,
@@ -146,8 +148,8 @@ impl<B: Backend> Vcpu<B> {
         offered: Offered,
     ) -> Result<KBox<Self>, NoMemory> {
         let mut this = Self::assemble(b, shared, vm, offered)?;
-        let root = this.vm.memory().nested_root();
-        this.b.set_nested_root(root);
+        let paging = this.roots.paging();
+        this.b.set_paging(paging);
         this.reset_registers(false);
         // KVM starts a guest's TSC at zero when its vCPU is made.
         let host = this.b.host_tsc();
@@ -189,6 +191,7 @@ impl<B: Backend> Vcpu<B> {
         parts: Parts,
     ) -> Result<KBox<Self>, NoMemory> {
         let tsc_khz = vm.tsc_khz();
+        let roots = roots::Roots::new(vm.paging);
         KBox::new(Self {
             b,
             gprs: Gprs::default(),
@@ -202,6 +205,7 @@ impl<B: Backend> Vcpu<B> {
             hlt_retired: false,
             events: events::Events::default(),
             loop_clock: lapic::LoopClock::default(),
+            roots,
             fetch: parts.fetch,
             shared,
             vm,
@@ -249,6 +253,7 @@ impl<B: Backend> Vcpu<B> {
         self.replay.forget();
         self.publish_priority();
         self.cpuid_inputs_changed();
+        self.note_role();
         self.recheck = true;
     }
 }

@@ -82,7 +82,7 @@ impl<B: Backend> Vcpu<B> {
                     Ok(()) => self.retire(next),
                     Err(Refused) => self.raise(Exception::gp(0)),
                 }
-                Next::Again
+                self.settle_in_loop()
             }
         }
     }

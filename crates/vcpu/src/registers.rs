@@ -192,6 +192,7 @@ impl<B: Backend> Vcpu<B> {
         self.b.set_cr8(s.cr8 as u8);
         self.sync_priority();
         self.b.flush_tlb();
+        self.note_role();
         if let Some(vector) = interrupt {
             self.events.again = Some(Event::Interrupt(vector));
         }

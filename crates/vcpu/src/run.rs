@@ -199,6 +199,9 @@ impl<B: Backend> Vcpu<B> {
             self.window_wanted = false;
             return Some(UserExit::IrqWindowOpen);
         }
+        if self.roots.is_due() {
+            self.settle_roots();
+        }
         self.before_entry_pv();
         None
     }

@@ -4,52 +4,10 @@
 mod rig;
 
 use backend::{Gprs, RCX, RDX};
-use cpu::{Counts, Op};
+use cpu::Op;
 use gannet_vcpu::{RunInput, UserExit};
-use rig::{exit, shutdown, vcpu};
+use rig::{assert_only_vmrun, cost_of, exit, shutdown, vcpu};
 use x86::vmcb::{ExitCode, Vmcb};
-
-/// What one more exit, made by `step`, costs inside the loop: the difference between a run with
-/// eleven and a run with one.
-fn cost_of(step: impl Fn(&mut Vmcb, &mut Gprs) + Send + Sync + Clone + 'static) -> Counts {
-    let run = |exits: usize| {
-        let mut v = vcpu();
-        for _ in 0..exits {
-            let step = step.clone();
-            v.backend().cpu().inner().then(move |vmcb, gprs| step(vmcb, gprs));
-        }
-        v.backend().cpu().inner().then(shutdown);
-        let before = v.backend().cpu().counts();
-        assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
-        let counts = v.backend().cpu().counts().since(&before);
-        assert_eq!(v.backend().cpu().inner().steps_left(), 0);
-        counts
-    };
-    let (one, eleven) = (run(1), run(11));
-    let ten = eleven.since(&one);
-    assert_eq!(ten.of(Op::Vmrun), 10);
-    ten
-}
-
-/// An exit that is answered in the loop executes VMRUN and nothing else that is privileged.
-fn assert_only_vmrun(ten: &Counts) {
-    for op in [
-        Op::Rdmsr,
-        Op::Wrmsr,
-        Op::Cpuid,
-        Op::Xsetbv,
-        Op::Xgetbv,
-        Op::DebugReg,
-        Op::MovCr,
-        Op::Clgi,
-        Op::Stgi,
-        Op::StiCli,
-        Op::Vmload,
-        Op::Vmsave,
-    ] {
-        assert_eq!(ten.of(op), 0, "{op:?}");
-    }
-}
 
 #[test]
 fn a_cpuid_exit_is_one_vmrun() {

@@ -37,6 +37,22 @@ pub struct HostLimits {
     pub encryption: u64,
     /// Longest halt polling, ns.
     pub halt_poll_ns: u64,
+    /// How guest addresses are translated.
+    pub paging: Paging,
+}
+
+/// The module's parameters on paging.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Paging {
+    /// A vCPU keeps its page-table roots when its paging mode changes. Without, it behaves as KVM
+    /// once did: it unloads them all.
+    pub keep_roots: bool,
+}
+
+impl Default for Paging {
+    fn default() -> Self {
+        Self { keep_roots: true }
+    }
 }
 
 /// A virtual machine.
@@ -49,6 +65,8 @@ pub struct Vm {
     pub making: Mutex<()>,
     /// What the VMM has set.
     pub settings: Settings,
+    /// How guest addresses are translated.
+    pub paging: Paging,
     dead: AtomicBool,
 }
 
@@ -70,6 +88,7 @@ impl Vm {
             time: SpinLock::new(Time::new()),
             making: Mutex::new(()),
             settings,
+            paging: limits.paging,
             dead: AtomicBool::new(false),
         })
     }

@@ -12,7 +12,7 @@ use msr::{HostMsrs, MAX_BANKS, MsrStore};
 use svm::{Features, Svm, percpu};
 use vcpu::Offered;
 use vm::vcpus::{MAX_VCPU_ID, MAX_VCPUS};
-use vm::vm::HostLimits;
+use vm::vm::{HostLimits, Paging};
 use x86::cpuid::{feature, leaf};
 use x86::msr::{DE_CFG, UCODE_REV, de_cfg};
 
@@ -85,6 +85,7 @@ pub fn find_out(features: &Features) -> Result<(), NoMemory> {
             maxphyaddr,
             encryption: 0,
             halt_poll_ns: params::halt_poll_ns(),
+            paging: Paging { keep_roots: params::keep_roots() },
         },
         offered: Offered { cpuid: supported, msrs },
     })

@@ -6,15 +6,15 @@ use std::cell::RefCell;
 use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
 
 use backend::Gprs;
-use cpu::{Counting, Model};
+use cpu::{Counting, Counts, Model, Op};
 use cpuid::{Entry, HostFacts, Supported};
-use gannet_vcpu::{Offered, Vcpu};
+use gannet_vcpu::{Offered, RunInput, UserExit, Vcpu};
 use host::KBox;
 use msr::HostMsrs;
 use svm::{Features, Svm, percpu};
 use vm::VmRef;
 use vm::vcpu_shared::VcpuShared;
-use vm::vm::{HostLimits, Vm};
+use vm::vm::{HostLimits, Paging, Vm};
 use x86::vmcb::{ExitCode, Vmcb};
 
 pub type Cpu = Counting<Model>;
@@ -29,11 +29,12 @@ pub struct Machine {
     pub xstate_cache: bool,
     /// PIC, I/O APIC and local APIC in the kernel.
     pub irqchip: bool,
+    pub paging: Paging,
 }
 
 impl Default for Machine {
     fn default() -> Self {
-        Self { features: features(), xstate_cache: true, irqchip: true }
+        Self { features: features(), xstate_cache: true, irqchip: true, paging: Paging::default() }
     }
 }
 
@@ -56,9 +57,13 @@ pub fn features() -> Features {
 pub fn host_cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {
     match (leaf, subleaf) {
         (0, _) => [0xd, 0x6874_7541, 0x444d_4163, 0x6974_6e65],
-        (1, _) => {
-            [0x0080_0f12, 0, (1 << 28) | (1 << 26) | (1 << 21), (1 << 9) | (1 << 5) | (1 << 4)]
-        }
+        (1, _) => [
+            0x0080_0f12,
+            0,
+            (1 << 28) | (1 << 26) | (1 << 21),
+            (1 << 13) | (1 << 9) | (1 << 5) | (1 << 4),
+        ],
+        (7, 0) => [0, (1 << 20) | (1 << 7), 0, 0],
         (0xd, 0) => [7, 832, 832, 0],
         (0xd, 1) => [0xf, 832, 0, 0],
         (0xd, 2) => [256, 576, 0, 0],
@@ -117,7 +122,13 @@ pub fn vm(machine: &Machine) -> VmRef {
         claim.get_or_insert_with(Claim::take);
     });
     percpu::set_up(machine.features, CPUS).unwrap();
-    let limits = HostLimits { levels: 4, maxphyaddr: 48, encryption: 0, halt_poll_ns: 0 };
+    let limits = HostLimits {
+        levels: 4,
+        maxphyaddr: 48,
+        encryption: 0,
+        halt_poll_ns: 0,
+        paging: machine.paging,
+    };
     let vm = Vm::new(&limits).unwrap();
     if machine.irqchip {
         vm.irq().create(vm::irq::Irqchip::Full).unwrap();
@@ -161,4 +172,53 @@ pub fn exit(code: ExitCode) -> impl FnMut(&mut Vmcb, &mut Gprs) + Send + 'static
 
 pub fn shutdown(vmcb: &mut Vmcb, _: &mut Gprs) {
     vmcb.control.exit_code = ExitCode::Shutdown.0;
+}
+
+/// What one more exit, made by `step`, costs inside the loop: the difference between a run with
+/// eleven and a run with one.
+pub fn cost_of(step: impl Fn(&mut Vmcb, &mut Gprs) + Send + Sync + Clone + 'static) -> Counts {
+    cost_with(&Machine::default(), step)
+}
+
+pub fn cost_with(
+    machine: &Machine,
+    step: impl Fn(&mut Vmcb, &mut Gprs) + Send + Sync + Clone + 'static,
+) -> Counts {
+    let run = |exits: usize| {
+        let mut v = vcpu_of(machine);
+        for _ in 0..exits {
+            let step = step.clone();
+            v.backend().cpu().inner().then(move |vmcb, gprs| step(vmcb, gprs));
+        }
+        v.backend().cpu().inner().then(shutdown);
+        let before = v.backend().cpu().counts();
+        assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+        let counts = v.backend().cpu().counts().since(&before);
+        assert_eq!(v.backend().cpu().inner().steps_left(), 0);
+        counts
+    };
+    let (one, eleven) = (run(1), run(11));
+    let ten = eleven.since(&one);
+    assert_eq!(ten.of(Op::Vmrun), 10);
+    ten
+}
+
+/// An exit that is answered in the loop executes VMRUN and nothing else that is privileged.
+pub fn assert_only_vmrun(ten: &Counts) {
+    for op in [
+        Op::Rdmsr,
+        Op::Wrmsr,
+        Op::Cpuid,
+        Op::Xsetbv,
+        Op::Xgetbv,
+        Op::DebugReg,
+        Op::MovCr,
+        Op::Clgi,
+        Op::Stgi,
+        Op::StiCli,
+        Op::Vmload,
+        Op::Vmsave,
+    ] {
+        assert_eq!(ten.of(op), 0, "{op:?}");
+    }
 }

@@ -11,11 +11,12 @@ pub mod access;
 pub mod dirty_log;
 pub mod fault;
 pub mod invalidate;
+mod roots;
 pub mod shadow;
 #[cfg(test)]
 mod tests;
 
-use core::sync::atomic::AtomicU64;
+use core::sync::atomic::{AtomicU32, AtomicU64};
 
 use host::boxed::KBox;
 use host::error::NoMemory;
@@ -76,6 +77,8 @@ pub struct VmMemory<F: PteFormat = Npt> {
     tdp: Tdp<F, Invalidations>,
     /// Shadow pages, when the hardware is not given the nested tables.
     shadow: Option<ShadowMmu<F>>,
+    /// vCPUs that hold the nested root.
+    root_users: AtomicU32,
 }
 
 impl<F: PteFormat> VmMemory<F> {
@@ -91,6 +94,7 @@ impl<F: PteFormat> VmMemory<F> {
             sequence: AtomicU64::new(0),
             tdp,
             shadow: None,
+            root_users: AtomicU32::new(0),
         })
     }
 

@@ -618,6 +618,10 @@ pub(crate) fn gnt_clock_generation() -> u32 {
 
 // Parameters.
 
+pub(crate) fn gnt_keep_roots() -> i32 {
+    1
+}
+
 pub(crate) fn gnt_halt_poll_ns() -> u64 {
     0
 }

@@ -1,0 +1,117 @@
+//! Which page-table root the vCPU runs on, and when another one is due.
+//!
+//! Nested tables do not depend on what the guest writes to CR0, CR4 and EFER: with `keep_roots=1`
+//! such a write costs the flush that the architecture demands, or nothing. `keep_roots=0` behaves as
+//! KVM did before: every change of a bit that has to do with paging unloads all roots of the vCPU,
+//! and the last one that holds a root takes its tables with it.
+
+use backend::Backend;
+use mmu::roots::{ResetBits, RootCache, RootKey, RootRole};
+use x86::Hpa;
+
+use crate::{Vcpu, inner::Next};
+
+/// The roots of a vCPU.
+#[derive(Debug)]
+pub(crate) struct Roots {
+    /// Something changed: look before the next entry.
+    due: bool,
+    /// All are to be unloaded first.
+    unload: bool,
+    keep: bool,
+    /// The vCPU is in system-management mode.
+    smm: bool,
+    /// The registers at the last look.
+    seen: ResetBits,
+    cache: RootCache<Hpa>,
+}
+
+impl Roots {
+    pub(crate) fn new(paging: vm::vm::Paging) -> Self {
+        Self {
+            due: true,
+            unload: false,
+            keep: paging.keep_roots,
+            smm: false,
+            seen: ResetBits::default(),
+            cache: RootCache::new(),
+        }
+    }
+
+    /// What the backend has to show of paging.
+    pub(crate) fn paging(&self) -> backend::Paging {
+        backend::Paging { watch_roles: !self.keep }
+    }
+
+    /// Whether the root has to be looked at before the guest may be entered.
+    #[inline]
+    pub(crate) fn is_due(&self) -> bool {
+        self.due
+    }
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// CR0, CR4 or EFER was written, by the guest or by user space.
+    #[inline]
+    pub(crate) fn note_role(&mut self) {
+        if !self.roots.keep {
+            self.reset_on_change();
+        }
+    }
+
+    #[inline(never)]
+    fn reset_on_change(&mut self) {
+        let c = self.b.control();
+        let now = ResetBits::of(c.cr0, c.cr4, c.efer);
+        if now != self.roots.seen {
+            self.roots.seen = now;
+            self.unload_roots();
+        }
+    }
+
+    /// All roots are unloaded before the next entry.
+    pub(crate) fn unload_roots(&mut self) {
+        self.roots.unload = true;
+        self.roots.due = true;
+    }
+
+    /// Inside the loop, after an instruction that may have changed which root is due.
+    #[inline]
+    pub(crate) fn settle_in_loop(&mut self) -> Next {
+        if self.roots.due { Next::Done } else { Next::Again }
+    }
+
+    /// Gives the backend the root that is due.
+    #[inline(never)]
+    pub(crate) fn settle_roots(&mut self) {
+        self.roots.due = false;
+        if core::mem::take(&mut self.roots.unload) {
+            self.drop_roots();
+        }
+        let key = RootKey { base: 0, role: RootRole::nested(self.roots.smm) };
+        let root = match self.roots.cache.switch(key) {
+            Some(root) => *root,
+            None => {
+                let root = self.vm.memory().hold_nested_root();
+                // One address space: nothing is ever driven out.
+                self.roots.cache.insert(key, root);
+                root
+            }
+        };
+        self.b.set_nested_root(root);
+    }
+
+    fn drop_roots(&mut self) {
+        while self.roots.cache.take().is_some() {
+            self.vm.memory().unload_nested_root(&**self.vm);
+        }
+    }
+}
+
+impl<B: Backend> Drop for Vcpu<B> {
+    fn drop(&mut self) {
+        while self.roots.cache.take().is_some() {
+            self.vm.memory().leave_nested_root();
+        }
+    }
+}

@@ -1,0 +1,32 @@
+//! The nested root as vCPUs hold it.
+//!
+//! All vCPUs share one tree. When the last of them unloads it, its tables are freed, and faults build
+//! them again: what `keep_roots=0` costs.
+
+use core::sync::atomic::Ordering;
+
+use mmu::PteFormat;
+use mmu::tdp::FlushRemote;
+use x86::Hpa;
+
+use super::VmMemory;
+
+impl<F: PteFormat> VmMemory<F> {
+    /// The nested root, held by one more vCPU.
+    pub fn hold_nested_root(&self) -> Hpa {
+        self.root_users.fetch_add(1, Ordering::AcqRel);
+        self.nested_root()
+    }
+
+    /// A vCPU unloads the nested root. The last one takes the tables with it.
+    pub fn unload_nested_root(&self, flush: &(impl FlushRemote + ?Sized)) {
+        if self.leave_nested_root() {
+            self.release(flush);
+        }
+    }
+
+    /// A vCPU that holds the nested root is gone. Whether it was the last.
+    pub fn leave_nested_root(&self) -> bool {
+        self.root_users.fetch_sub(1, Ordering::AcqRel) == 1
+    }
+}
