@@ -83,6 +83,24 @@ static const struct file_operations object_fops = {
 	.llseek = noop_llseek,
 };
 
+static ssize_t object_read(struct file *file, char __user *buffer, size_t len, loff_t *offset)
+{
+	struct gnt_object *o = file->private_data;
+	ssize_t r = o->calls->read(o->object, *offset, (unsigned long)buffer, len);
+
+	if (r > 0)
+		*offset += r;
+	return r;
+}
+
+/* A file that is read, at any offset, and nothing else. */
+static const struct file_operations readable_fops = {
+	.owner = THIS_MODULE,
+	.release = object_release,
+	.read = object_read,
+	.llseek = noop_llseek,
+};
+
 /* On failure *fd is a negative errno, and the object is still the caller's. */
 struct file *gnt_file_new(const char *name, s64 number, const struct gnt_file_calls *calls,
 			  void *object, int *fd)
@@ -107,13 +125,18 @@ struct file *gnt_file_new(const char *name, s64 number, const struct gnt_file_ca
 		kfree(o);
 		return NULL;
 	}
-	file = anon_inode_getfile(full, &object_fops, o, O_RDWR);
+	if (calls->readable)
+		file = anon_inode_getfile(full, &readable_fops, o, O_RDONLY);
+	else
+		file = anon_inode_getfile(full, &object_fops, o, O_RDWR);
 	if (IS_ERR(file)) {
 		put_unused_fd(*fd);
 		*fd = PTR_ERR(file);
 		kfree(o);
 		return NULL;
 	}
+	if (calls->readable)
+		file->f_mode |= FMODE_PREAD;
 	return file;
 }
 
@@ -135,7 +158,7 @@ struct file *gnt_file_get(int fd, const struct gnt_file_calls **calls, void **ob
 
 	if (!file)
 		return NULL;
-	if (file->f_op != &object_fops) {
+	if (file->f_op != &object_fops && file->f_op != &readable_fops) {
 		fput(file);
 		return NULL;
 	}

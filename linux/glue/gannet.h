@@ -63,10 +63,12 @@ struct gnt_file_calls {
 	s64 (*ioctl)(void *object, u32 command, u64 argument, int compat);
 	u64 (*page)(void *object, u64 offset);
 	void (*release)(void *object);
+	s64 (*read)(void *object, u64 offset, u64 buffer, u64 len);
 	u64 mappable;
+	u64 readable;
 	u64 kind[2];	/* Rust's business */
 };
-static_assert(sizeof(struct gnt_file_calls) == 48);
+static_assert(sizeof(struct gnt_file_calls) == 64);
 
 struct gnt_clock_snapshot {
 	u64 tsc;

@@ -28,6 +28,8 @@ pub struct GuestCpuid {
     pub(crate) inputs: DynamicInputs,
     /// Whether the dynamic bits in `entries` are those of `inputs`.
     pub(crate) fresh: bool,
+    /// How often the dynamic bits were computed.
+    pub(crate) updates: u64,
     pub(crate) dynamic: Dynamic,
     pub(crate) entries: Vec<Entry>,
     pub(crate) vendor: Vendor,
@@ -63,6 +65,7 @@ impl GuestCpuid {
             lines: INVALID,
             inputs: DynamicInputs::default(),
             fresh: false,
+            updates: 0,
             dynamic: Dynamic::NONE,
             entries: Vec::new(),
             vendor: Vendor::Other,
@@ -134,6 +137,12 @@ impl GuestCpuid {
     pub fn entries(&mut self, inputs: &DynamicInputs) -> &[Entry] {
         self.refresh(inputs);
         &self.entries
+    }
+
+    /// How often the dynamic bits were computed anew.
+    #[inline]
+    pub fn updates(&self) -> u64 {
+        self.updates
     }
 
     /// Number of entries.

@@ -168,6 +168,7 @@ impl GuestCpuid {
         }
         self.inputs = *inputs;
         self.fresh = true;
+        self.updates = self.updates.wrapping_add(1);
         // Cached answers of dynamic entries are those of other inputs now.
         for (line, invalid) in self.lines.iter_mut().zip(INVALID) {
             if line.dynamic {

@@ -23,6 +23,13 @@ pub trait FileObject: Send + Sync + Sized + 'static {
     fn mmap_page(&self, _offset: u64) -> Option<Hpa> {
         None
     }
+    /// Reads `len` bytes from `offset` on into user memory at `buffer`: how many were read, or a
+    /// negative errno. Process context of any task.
+    fn read(&self, _offset: u64, _buffer: u64, _len: u64) -> i64 {
+        0
+    }
+    /// Whether the file is one to be read, at any offset, and nothing else.
+    const READABLE: bool = false;
     /// Whether the file can be mapped at all.
     const MAPPABLE: bool = false;
     /// The last descriptor (and mapping) is gone; the file's share of the object follows.
@@ -36,7 +43,9 @@ impl<T: FileObject> Calls<T> {
         ioctl: ioctl::<T>,
         page: page::<T>,
         release: release::<T>,
+        read: read::<T>,
         mappable: T::MAPPABLE as u64,
+        readable: T::READABLE as u64,
         kind: TypeId::of::<T>(),
     };
 }
@@ -51,7 +60,8 @@ pub struct NewFile {
 }
 
 impl NewFile {
-    /// Makes a file for `object` and reserves a descriptor (close-on-exec, read-write). `number`
+    /// Makes a file for `object` and reserves a descriptor (close-on-exec; read-write, or for
+    /// reading only). `number`
     /// is appended to the name as `:number` (vCPUs). On failure a positive errno: EMFILE, ENFILE, ENOMEM.
     pub fn new<T: FileObject>(object: Arc<T>, number: Option<u32>) -> Result<Self, i32> {
         let mut fd = -1;
@@ -124,6 +134,15 @@ unsafe extern "C" fn ioctl<T: FileObject>(
 unsafe extern "C" fn page<T: FileObject>(object: *mut c_void, offset: u64) -> u64 {
     // SAFETY: the file is open during the call.
     unsafe { &*object.cast::<T>() }.mmap_page(offset).map_or(0, |hpa| hpa.0)
+}
+unsafe extern "C" fn read<T: FileObject>(
+    object: *mut c_void,
+    offset: u64,
+    buffer: u64,
+    len: u64,
+) -> i64 {
+    // SAFETY: the file is open during the call.
+    unsafe { &*object.cast::<T>() }.read(offset, buffer, len)
 }
 unsafe extern "C" fn release<T: FileObject>(object: *mut c_void) {
     // SAFETY: the file's ownership is taken back, once.

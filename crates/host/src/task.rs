@@ -18,6 +18,15 @@ pub enum Blocked {
     Signal,
 }
 
+/// How long a [`Waiter::block_timed`] polled and slept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WaitTimes {
+    /// Nanoseconds spent polling.
+    pub polled_ns: u64,
+    /// Nanoseconds asleep.
+    pub slept_ns: u64,
+}
+
 /// Where one task sleeps until another, or an interrupt, wakes it. For one sleeper at a time.
 #[derive(Debug)]
 #[repr(transparent)]
@@ -42,26 +51,44 @@ impl Waiter {
     /// `cond` is called while the task is marked sleeping: it must not sleep itself. A waker makes
     /// the condition true before it calls [`Waiter::wake`]. Only one task may block at a time;
     /// a vCPU's thread, which holds the vCPU's mutex, is that one.
-    pub fn block(&self, mut cond: impl FnMut() -> bool, poll_ns: u64) -> Blocked {
+    pub fn block(&self, cond: impl FnMut() -> bool, poll_ns: u64) -> Blocked {
+        self.block_timed(cond, poll_ns, |_| {}).0
+    }
+
+    /// Like [`Waiter::block`], and tells how long it took. `sleeps` is called with true when the
+    /// polling is over, and with false at the end.
+    pub fn block_timed(
+        &self,
+        mut cond: impl FnMut() -> bool,
+        poll_ns: u64,
+        sleeps: impl Fn(bool),
+    ) -> (Blocked, WaitTimes) {
+        let mut times = WaitTimes::default();
         if cond() {
-            return Blocked::AtOnce;
+            return (Blocked::AtOnce, times);
         }
         sys::might_sleep();
+        let began = crate::clock::monotonic_ns();
+        let mut polled_until = began;
         if poll_ns != 0 {
-            let until = crate::clock::monotonic_ns().saturating_add(poll_ns);
+            let until = began.saturating_add(poll_ns);
             while sys::gnt_may_poll() != 0 {
-                if cond() {
-                    return Blocked::Polled;
+                let done = cond();
+                polled_until = crate::clock::monotonic_ns();
+                times.polled_ns = polled_until.saturating_sub(began);
+                if done {
+                    return (Blocked::Polled, times);
                 }
                 core::hint::spin_loop();
-                if crate::clock::monotonic_ns() >= until {
+                if polled_until >= until {
                     break;
                 }
             }
         }
+        sleeps(true);
         let raw = self.raw.get();
         // SAFETY: the raw waiter lives as long as self; prepare and finish pair up here.
-        unsafe {
+        let ended = unsafe {
             sys::gnt_waiter_enter(raw);
             let ended = loop {
                 sys::gnt_waiter_prepare(raw);
@@ -75,7 +102,10 @@ impl Waiter {
             };
             sys::gnt_waiter_finish(raw);
             ended
-        }
+        };
+        sleeps(false);
+        times.slept_ns = crate::clock::monotonic_ns().saturating_sub(polled_until);
+        (ended, times)
     }
 
     /// Wakes the sleeper, if there is one. From any context, hard interrupts too.

@@ -12,6 +12,7 @@
 //! | NR_VCPUS, MAX_VCPUS, MAX_VCPU_ID | online CPUs, 1024, 4096 | as the offer says |
 //! | HLT, MP_STATE, VCPU_EVENTS, DEBUGREGS, EXT_CPUID, GET_MSR_FEATURES, SREGS2 | 1 | 1 |
 //! | IMMEDIATE_EXIT, INTERNAL_ERROR_DATA, ENABLE_CAP_VM, CHECK_EXTENSION_VM | 1 | 1 |
+//! | BINARY_STATS_FD | 1 | 1 |
 //! | SYSTEM_EVENT_DATA, X86_ROBUST_SINGLESTEP, USER_NMI, NOP_IO_DELAY, SET_TSS_ADDR | 1 | 1 |
 //! | SET_IDENTITY_MAP_ADDR, SET_BOOT_CPU_ID | 1 | 1 |
 //! | SYNC_REGS | 7 | 7 |
@@ -37,7 +38,7 @@
 //! | VM_GPA_BITS | – (s390 only) | 0 |
 //! | VM_TYPES | 1, more with TDX and SEV | 1 |
 //! | COALESCED_MMIO, COALESCED_PIO | 2, 1 | 0: later |
-//! | X86_USER_SPACE_MSR, X86_MSR_FILTER, DIRTY_LOG_RING, BINARY_STATS_FD | 1 or more | 0: later |
+//! | X86_USER_SPACE_MSR, X86_MSR_FILTER, DIRTY_LOG_RING | 1 or more | 0: later |
 //! | EXIT_HYPERCALL, MEMORY_FAULT_INFO, PRE_FAULT_MEMORY | 1 or more | 0: later |
 //! | X86_SMM, NESTED_STATE, HYPERV*, XEN_HVM, ASYNC_PF*, PMU_*, VAPIC, DEVICE_CTRL | mostly 1 | 0 |
 //! | X86_BUS_LOCK_EXIT, X86_NOTIFY_VMEXIT, ENABLE_CAP | mostly 1 | 0 |
@@ -147,6 +148,7 @@ pub fn check_extension(offer: &Offer, capability: u64) -> i32 {
         | CAP_SET_IDENTITY_MAP_ADDR
         | CAP_SET_BOOT_CPU_ID
         | CAP_SYS_ATTRIBUTES
+        | CAP_BINARY_STATS_FD
         | CAP_VM_TYPES => 1,
         CAP_XCRS => offer.xsave.into(),
         CAP_XSAVE2 => offer.xsave_bytes.max(4096),

@@ -16,6 +16,7 @@ pub mod dispatch;
 pub mod errno;
 pub mod exit;
 pub mod run_page;
+pub mod stats_file;
 pub mod uapi;
 pub mod user;
 

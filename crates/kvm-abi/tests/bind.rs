@@ -429,3 +429,44 @@ fn without_its_address_space_a_vm_answers_eio() {
     assert_eq!(vm.call(ioctl::CREATE_VCPU, 1), error(Errno::EIO));
     assert_eq!(vcpu.call(ioctl::RUN, 0), error(Errno::EIO));
 }
+
+/// The value of a statistic in a whole statistics file, by its name.
+fn statistic(file: &[u8], name: &str) -> Option<u64> {
+    let word = |at: usize| u32::from_le_bytes(file[at..at + 4].try_into().unwrap()) as usize;
+    let (name_size, count, descs, data) = (word(4), word(8), word(16), word(20));
+    let desc = (0..count).map(|n| descs + n * (16 + name_size)).find(|at| {
+        let field = &file[at + 16..at + 16 + name_size];
+        field.split(|b| *b == 0).next() == Some(name.as_bytes())
+    })?;
+    let at = data + word(desc + 8);
+    Some(u64::from_le_bytes(file[at..at + 8].try_into().unwrap()))
+}
+
+fn whole(stats: &Fd) -> Vec<u8> {
+    let mut file = vec![0; 32768];
+    let len = test::read_at(stats.0, 0, &mut file);
+    assert!(len > 0, "{len}");
+    file.truncate(len as usize);
+    file
+}
+
+#[test]
+fn statistics_are_read_from_files_that_outlive_the_vm() {
+    let vm = vm();
+    let vcpu = vm.vcpu(2);
+    let of_vm = Fd(vm.call(ioctl::GET_STATS_FD, 0) as i32);
+    let of_vcpu = Fd(vcpu.call(ioctl::GET_STATS_FD, 0) as i32);
+    drop(vcpu);
+    drop(vm);
+    let (vm, vcpu) = (whole(&of_vm), whole(&of_vcpu));
+    assert!(vcpu[24..].starts_with(b"kvm-") && vcpu[24..72].ends_with(b"\0"));
+    assert_eq!(statistic(&vcpu, "exits"), Some(0));
+    assert_eq!(statistic(&vm, "page_tables_allocated"), Some(1));
+    assert_eq!(statistic(&vm, "no_such_thing"), None);
+    assert_eq!(of_vm.call(ioctl::GET_STATS_FD, 0), error(Errno::ENOTTY));
+    let mut one = [0xffu8; 1];
+    assert_eq!(test::read_at(of_vcpu.0, vcpu.len() as u64, &mut one), 0);
+    assert_eq!(test::read_at(of_vcpu.0, u64::MAX, &mut one), 0);
+    assert_eq!(test::read_at(of_vcpu.0, 4, &mut one), 1);
+    assert_eq!(one, [48]);
+}

@@ -7,7 +7,9 @@
 
 use core::marker::PhantomData;
 
+use host::arc::Arc;
 use host::error::NoMemory;
+use stats::{VmCount, VmStats};
 use x86::{Gfn, Gpa, Hpa, Pfn};
 
 use crate::format::{HOST_WRITABLE, LeafBits, NO_DIRECT_MAP, PteFormat};
@@ -134,6 +136,11 @@ impl<F: PteFormat, S> Tdp<F, S> {
         self.tree.is_contended()
     }
 
+    /// Where tables and leaves are counted.
+    pub fn stats(&self) -> &Arc<VmStats> {
+        self.tree.stats()
+    }
+
     /// A look at the tables without a lock. Interrupts are off, and stay so while the view lives.
     #[inline]
     pub fn view(&self) -> View<'_> {
@@ -246,6 +253,7 @@ impl<F: PteFormat, S> Mapper<'_, F, S> {
         if table.level() == LEVEL_4K {
             let index = table.index(gfn);
             if table.replace(index, 0, self.leaf(gfn, LEVEL_4K, mapping)) {
+                self.tree.stats().mapped(LEVEL_4K, 1);
                 return MapOutcome::Mapped(LEVEL_4K);
             }
         }
@@ -285,21 +293,35 @@ impl<F: PteFormat, S> Mapper<'_, F, S> {
                     let (small, below) = (F::shrink(old, table.level() - 1), table.level() - 1);
                     let step = pages_per(below) << 12;
                     let bits = self.table_bits();
-                    table.link_filled(index, old, page, bits, |n| small.wrapping_add(n * step));
-                } else if let Err(page) = table.link(index, old, page, self.table_bits()) {
-                    cache.put(page);
+                    if table.link_filled(index, old, page, bits, |n| small.wrapping_add(n * step)) {
+                        self.note_linked();
+                        self.tree.stats().unmapped(table.level(), 1);
+                        self.tree.stats().mapped(below, pages_per(2));
+                    }
+                } else {
+                    match table.link(index, old, page, self.table_bits()) {
+                        Ok(()) => self.note_linked(),
+                        Err(page) => cache.put(page),
+                    }
                 }
             } else {
                 let new = self.leaf(gfn, table.level(), mapping);
                 // What was granted before stays granted, and the hardware's bits are kept.
                 let wanted = if F::is_present(old) { old | (new & widening::<F>()) } else { new };
                 if wanted == old || table.replace(index, old, wanted) {
+                    if !F::is_present(old) {
+                        self.tree.stats().mapped(table.level(), 1);
+                    }
                     return MapOutcome::Mapped(table.level());
                 }
             }
             attempts += 1;
         }
         MapOutcome::Retry
+    }
+
+    fn note_linked(&self) {
+        self.tree.stats().of(VmCount::PageTablesAllocated).add(1);
     }
 
     #[inline]
@@ -421,8 +443,11 @@ impl<F: PteFormat, S> Zapper<'_, F, S> {
         flush: &(impl FlushRemote + ?Sized),
     ) -> bool {
         let end = Gfn(end.0.min(pages_per(self.tree.root().level() + 1)));
-        let mut done = Zapped { leaves: false, tables: false };
+        let mut done = Zapped::default();
         zap_below::<F>(self.tree.root(), first.0, end.0, how, &mut done);
+        for (level, count) in (LEVEL_4K..).zip(done.count) {
+            self.tree.stats().unmapped(level, count);
+        }
         if done.tables {
             self.tree.note_unlinked();
         }
@@ -488,9 +513,12 @@ fn next_below(table: Table<'_>, first: u64, end: u64) -> Option<u64> {
     None
 }
 
+#[derive(Default)]
 struct Zapped {
     leaves: bool,
     tables: bool,
+    /// Leaves per level.
+    count: [u64; LEVEL_1G as usize],
 }
 
 /// Withdraws what is below `table`; returns nothing by itself, `done` gathers.
@@ -509,13 +537,14 @@ fn zap_below<F: PteFormat>(
         let index = table.index(Gfn(gfn));
         match table.entry(index) {
             Entry::Table(child) => {
-                let mut below = Zapped { leaves: false, tables: false };
+                let mut below = Zapped { count: done.count, ..Zapped::default() };
                 zap_below::<F>(child, gfn, end.min(next), how, &mut below);
                 let whole = gfn == begin && next <= end;
                 let held = below.leaves || below.tables || how == Thoroughness::Tables;
                 if whole && held {
                     below.tables |= table.unlink(index);
                 }
+                done.count = below.count;
                 done.leaves |= below.leaves;
                 done.tables |= below.tables;
             }
@@ -530,6 +559,10 @@ fn zap_below<F: PteFormat>(
                     }
                 }
                 done.leaves = true;
+                if let Some(count) = done.count.get_mut(usize::from(table.level().wrapping_sub(1)))
+                {
+                    *count += 1;
+                }
             }
         }
         gfn = next;

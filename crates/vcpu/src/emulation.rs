@@ -8,6 +8,7 @@
 use backend::{Backend, SegmentName};
 use emulate::{Access, CodeSize, Decoded, Fetched, Machine, SegReg, Stop};
 use mmu::{WalkError, translate, walk};
+use stats::VcpuCount;
 use vm::memory::MemoryError;
 use x86::{Exception, Gpa, Gva};
 
@@ -101,6 +102,7 @@ impl<B: Backend> Vcpu<B> {
             Err(exit) => return exit,
         };
         self.replay.cursor = 0;
+        self.stats.count(VcpuCount::InsnEmulation);
         let result = emulate::emulate(self, &decoded);
         match result {
             Ok(done) => {
@@ -148,6 +150,7 @@ impl<B: Backend> Vcpu<B> {
     /// KVM_EXIT_INTERNAL_ERROR with the bytes at RIP. Outside CPL 0 the guest gets #UD instead, so
     /// that its user programs cannot stop it.
     fn emulation_failed(&mut self) -> Option<UserExit> {
+        self.stats.count(VcpuCount::InsnEmulationFail);
         if self.b.cpl() != 0 {
             self.raise(Exception::ud());
             return None;

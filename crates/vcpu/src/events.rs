@@ -4,6 +4,7 @@
 //! APM vol. 2 §8.2.9 (double faults), §8.5 (priorities), §15.20 (injection).
 
 use backend::{Backend, Event};
+use stats::VcpuCount;
 use x86::{Exception, Vector};
 
 use crate::Vcpu;
@@ -164,6 +165,7 @@ impl<B: Backend> Vcpu<B> {
         }
         if !self.b.injecting() && self.b.nmi_allowed() && self.shared.take_nmi() {
             self.b.inject(Event::Nmi);
+            self.stats.count(VcpuCount::NmiInjections);
         }
         if self.shared.nmis() != 0 {
             self.b.set_nmi_window();
@@ -234,6 +236,7 @@ impl<B: Backend> Vcpu<B> {
             && let Some(vector) = self.vm.irq().extint_ack()
         {
             self.b.inject(Event::Interrupt(vector));
+            self.stats.count(VcpuCount::IrqInjections);
         }
         let waiting = self.pic_pending() || self.shared.lapic.highest_pending().is_some();
         self.b.set_interrupt_window(waiting);
@@ -247,6 +250,7 @@ impl<B: Backend> Vcpu<B> {
             return;
         }
         let Some(vector) = self.virtual_irq.take() else { return };
+        self.stats.count(VcpuCount::IrqInjections);
         if self.shared.in_kernel_apic {
             self.shared.lapic.serve(vector);
             self.recheck |= self.shared.lapic.maybe_pending();

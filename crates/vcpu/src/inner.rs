@@ -10,6 +10,7 @@
 
 use backend::{Backend, Exit};
 use host::{irq, task};
+use stats::{Reason, VcpuCount};
 
 use crate::{Vcpu, cpuid_state::dynamic_inputs};
 
@@ -55,6 +56,7 @@ impl<B: Backend> Vcpu<B> {
         self.loop_clock.forget();
         let exit = self.loop_until_left();
         self.b.unload();
+        self.stats.count(VcpuCount::HostStateReload);
         self.shared.leave_mode();
         irq::guest_exit();
         if matches!(exit, Exit::MachineCheck) {
@@ -73,7 +75,6 @@ impl<B: Backend> Vcpu<B> {
     fn loop_until_left(&mut self) -> Exit {
         loop {
             self.b.enter(&mut self.gprs);
-            self.stats.exits = self.stats.exits.wrapping_add(1);
             if self.virtual_irq.is_some() {
                 self.note_taken();
             }
@@ -83,7 +84,6 @@ impl<B: Backend> Vcpu<B> {
                 Next::Done => return Exit::Interrupt,
                 Next::Leave => return exit,
             }
-            self.stats.fast = self.stats.fast.wrapping_add(1);
             // An answer that cannot be injected here was given all the same: leave quietly.
             if self.recheck && (self.events.leaves() || !self.inject_pending(false)) {
                 self.recheck = true;
@@ -92,31 +92,69 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// Answers an exit if that is possible without leaving the loop.
+    /// Answers an exit if that is possible without leaving the loop. Each reason is counted in its
+    /// own arm, where the counter's place is a constant.
     #[inline(always)]
     fn answer(&mut self, exit: Exit) -> Next {
         match exit {
-            Exit::Cpuid => self.answer_cpuid(),
-            Exit::Wrmsr => self.answer_wrmsr(),
-            Exit::Rdmsr => self.answer_rdmsr(),
-            Exit::NestedFault(fault) => self.answer_mmio(fault),
-            Exit::Io(io) => self.answer_io(io),
-            Exit::Hypercall => self.answer_hypercall(),
-            Exit::CacheFlush => self.answer_nothing(),
-            Exit::Hlt => self.answer_hlt(),
-            Exit::Cr(access) => self.answer_cr(access),
-            Exit::Xsetbv => self.answer_xsetbv(),
+            Exit::Cpuid => {
+                self.stats.exit(Reason::Cpuid);
+                self.answer_cpuid()
+            }
+            Exit::Wrmsr => {
+                self.stats.exit(Reason::Wrmsr);
+                self.answer_wrmsr()
+            }
+            Exit::Rdmsr => {
+                self.stats.exit(Reason::Rdmsr);
+                self.answer_rdmsr()
+            }
+            Exit::NestedFault(fault) => {
+                self.stats.exit(Reason::NestedFault);
+                self.answer_mmio(fault)
+            }
+            Exit::Io(io) => {
+                self.stats.exit(Reason::Io);
+                self.answer_io(io)
+            }
+            Exit::Hypercall => {
+                self.stats.exit(Reason::Hypercall);
+                self.answer_hypercall()
+            }
+            Exit::CacheFlush => {
+                self.stats.exit(Reason::CacheFlush);
+                self.answer_nothing()
+            }
+            Exit::Hlt => {
+                self.stats.exit(Reason::Hlt);
+                self.answer_hlt()
+            }
+            Exit::Cr(access) => {
+                self.stats.exit(Reason::Cr);
+                self.answer_cr(access)
+            }
+            Exit::Xsetbv => {
+                self.stats.exit(Reason::Xsetbv);
+                self.answer_xsetbv()
+            }
             Exit::InterruptWindow => {
+                self.stats.exit(Reason::InterruptWindow);
                 self.b.set_interrupt_window(false);
                 self.recheck = true;
                 // A VMM with its own PIC may be waiting for just this.
                 if self.window_wanted { Next::Done } else { Next::Again }
             }
             Exit::DebugReg if self.guest_debug == 0 => {
+                self.stats.exit(Reason::DebugReg);
                 // The access is executed again.
                 self.b.own_debug_regs();
                 Next::Again
             }
+            Exit::Interrupt => {
+                self.stats.exit(Reason::Interrupt);
+                Next::Leave
+            }
+            // Counted outside.
             _ => Next::Leave,
         }
     }

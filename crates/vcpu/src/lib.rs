@@ -24,6 +24,7 @@ pub mod roots;
 pub mod run;
 pub mod settings;
 pub mod slow;
+pub mod statistics;
 
 pub use exit::{ErrorData, RunInput, RunOutput, UserExit};
 pub use registers::{Regs, Sregs};
@@ -31,9 +32,10 @@ pub use registers::{Regs, Sregs};
 use backend::{Backend, Gprs};
 use cpuid::{GuestCpuid, Supported};
 use emulate::DecodeCache;
-use host::{KBox, NoMemory, fpu::GuestFpu};
+use host::{Arc, KBox, NoMemory, fpu::GuestFpu};
 use mmu::{CodeFetch, TableCache};
 use msr::{HostMsrs, MsrStore};
+use stats::VcpuStats;
 use vm::{VmRef, vcpu_shared::SharedVcpu};
 use x86::Vector;
 
@@ -58,6 +60,8 @@ pub struct Vcpu<B: Backend> {
     pub(crate) hlt_retired: bool,
     pub(crate) events: events::Events,
     pub(crate) loop_clock: lapic::LoopClock,
+    /// What is counted: also in `shared`, here without the way through it.
+    pub(crate) stats: Arc<VcpuStats>,
     pub(crate) fetch: KBox<CodeFetch>,
     pub(crate) roots: roots::Roots,
     pub(crate) shared: SharedVcpu,
@@ -83,8 +87,6 @@ pub struct Vcpu<B: Backend> {
     pub(crate) has_run: bool,
     /// Bytes for the port I/O page: what the guest writes, or what user space answers.
     pub io_data: [u8; 8],
-    /// Counts of exits by what became of them.
-    pub stats: Stats,
 }
 
 /// What this host can offer its guests, found out at load.
@@ -94,19 +96,6 @@ pub struct Offered {
     pub cpuid: &'static Supported,
     /// MSRs.
     pub msrs: &'static HostMsrs,
-}
-
-/// Counts of exits.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Stats {
-    /// Exits in all.
-    pub exits: u64,
-    /// Exits answered inside the inner loop.
-    pub fast: u64,
-    /// Exits to user space.
-    pub user: u64,
-    /// Exits nobody knows.
-    pub unknown: u64,
 }
 
 /// The parts of a vCPU that lie in memory of their own.
@@ -206,6 +195,7 @@ impl<B: Backend> Vcpu<B> {
             events: events::Events::default(),
             loop_clock: lapic::LoopClock::default(),
             roots,
+            stats: shared.stats.clone(),
             fetch: parts.fetch,
             shared,
             vm,
@@ -226,7 +216,6 @@ impl<B: Backend> Vcpu<B> {
             guest_debug: 0,
             has_run: false,
             io_data: [0; 8],
-            stats: Stats::default(),
         })
     }
 

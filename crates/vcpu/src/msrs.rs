@@ -3,6 +3,7 @@
 use backend::{Backend, RAX, RCX, RDX};
 use irqchip::lapic::BaseRules;
 use msr::{Class, Effect, GuestFacts};
+use stats::VcpuCount;
 use x86::Exception;
 
 use crate::{Vcpu, inner::Next};
@@ -70,6 +71,7 @@ impl<B: Backend> Vcpu<B> {
                     return Next::Again;
                 }
                 let value = self.msr_operand();
+                self.stats.count(VcpuCount::TscDeadlineWrites);
                 self.retire(next);
                 self.deadline_in_loop(value)
             }
@@ -183,6 +185,9 @@ impl<B: Backend> Vcpu<B> {
             Class::Apic => match index {
                 APIC_BASE => self.set_apic_base(value, host).map_err(|_| Refused),
                 TSC_DEADLINE if host || self.has_deadline() => {
+                    if !host {
+                        self.stats.count(VcpuCount::TscDeadlineWrites);
+                    }
                     self.set_deadline(value);
                     Ok(())
                 }

@@ -4,6 +4,7 @@
 use backend::{Backend, Exit, RAX};
 use emulate::SimpleMmio;
 use host::task::{self, Blocked};
+use stats::VcpuCount;
 use vm::vcpu_shared::{MpState, Request};
 
 use crate::{
@@ -64,7 +65,7 @@ impl<B: Backend> Vcpu<B> {
         self.fpu.put();
         self.sync_priority();
         self.withdraw_offer();
-        self.stats.user = self.stats.user.wrapping_add(1);
+        self.count_return(&exit);
         exit
     }
 
@@ -213,12 +214,14 @@ impl<B: Backend> Vcpu<B> {
             return Some(UserExit::Intr);
         }
         if has(Request::FlushTlb) {
+            self.stats.count(VcpuCount::TlbFlush);
             self.b.flush_tlb();
         }
         if has(Request::Clock) {
             self.publish_clock();
         }
         if has(Request::Event) {
+            self.stats.count(VcpuCount::ReqEvent);
             self.recheck = true;
             if self.shared.has_init_sipi() {
                 self.take_start_signals();
@@ -255,10 +258,14 @@ impl<B: Backend> Vcpu<B> {
             let poll = if polls { self.vm.halt_poll_ns() } else { 0 };
             self.sync_priority();
             let shared = self.shared.clone();
-            let blocked = shared.waiter.block(
+            let (blocked, times) = shared.waiter.block_timed(
                 || shared.has_requests() || (halted && self.awake()) || shared.has_init_sipi(),
                 poll,
+                |sleeps| shared.stats.set(VcpuCount::Blocking, sleeps.into()),
             );
+            if halted {
+                self.count_halt(blocked, times, poll != 0);
+            }
             if blocked == Blocked::Signal {
                 return Some(UserExit::Intr);
             }

@@ -3,6 +3,7 @@
 
 use backend::{Backend, Exit, NestedFault};
 use host::task;
+use stats::{Reason, VcpuCount};
 use vm::{
     memory::{FaultAccess, FaultOutcome, MemoryError},
     vcpu_shared::MpState,
@@ -26,9 +27,30 @@ impl<B: Backend> Vcpu<B> {
     /// Handles an exit. `None`: enter the guest again.
     pub(crate) fn handle(&mut self, exit: Exit) -> Option<UserExit> {
         match exit {
-            Exit::NestedFault(fault) => self.nested_fault(fault),
-            Exit::Io(io) => self.slow_io(io),
-            Exit::Hlt => self.halt(),
+            Exit::NestedFault(fault) => {
+                self.stats.outside(Reason::NestedFault);
+                self.nested_fault(fault)
+            }
+            Exit::Io(io) => {
+                self.stats.outside(Reason::Io);
+                self.slow_io(io)
+            }
+            Exit::Hlt => {
+                self.stats.outside(Reason::Hlt);
+                self.halt()
+            }
+            exit => {
+                self.count_outside(&exit);
+                self.handle_rare(exit)
+            }
+        }
+    }
+
+    /// The other exits: those of a guest that does something unusual, or whose page of code is not
+    /// there.
+    fn handle_rare(&mut self, exit: Exit) -> Option<UserExit> {
+        match exit {
+            Exit::NestedFault(_) | Exit::Io(_) | Exit::Hlt => None,
             // Done by the host when interrupts were enabled again.
             Exit::Interrupt | Exit::Nmi | Exit::HostSignal | Exit::MachineCheck => None,
             Exit::InterruptWindow => {
@@ -86,13 +108,10 @@ impl<B: Backend> Vcpu<B> {
                     data: ErrorData::emulation(self.b.insn_bytes(), &raw),
                 })
             }
-            Exit::Unknown(_) => {
-                self.stats.unknown = self.stats.unknown.wrapping_add(1);
-                Some(UserExit::InternalError {
-                    suberror: ERROR_UNEXPECTED_EXIT,
-                    data: ErrorData::new(&self.b.exit_raw()),
-                })
-            }
+            Exit::Unknown(_) => Some(UserExit::InternalError {
+                suberror: ERROR_UNEXPECTED_EXIT,
+                data: ErrorData::new(&self.b.exit_raw()),
+            }),
         }
     }
 
@@ -174,6 +193,7 @@ impl<B: Backend> Vcpu<B> {
         let len = self.read_code(&mut bytes).unwrap_or(0);
         if len >= VMCALL.len() && bytes.starts_with(&VMCALL) {
             let next = self.wrap_rip(self.b.rip().wrapping_add(VMCALL.len() as u64));
+            self.stats.count(VcpuCount::HypercallsByUd);
             self.do_hypercall();
             self.retire(next);
         } else {
@@ -196,10 +216,18 @@ impl<B: Backend> Vcpu<B> {
             exec: fault.fetch,
             present: fault.present,
         };
+        self.stats.count(VcpuCount::PfTaken);
         let outcome = self.vm.memory().fault(&mut self.tables, &access, &**self.vm);
         match outcome {
-            FaultOutcome::Mapped | FaultOutcome::Retry => None,
-            FaultOutcome::Mmio | FaultOutcome::ReadonlyWrite => self.device_access(fault),
+            FaultOutcome::Mapped => {
+                self.stats.count(VcpuCount::PfFixed);
+                None
+            }
+            FaultOutcome::Retry => None,
+            FaultOutcome::Mmio | FaultOutcome::ReadonlyWrite => {
+                self.stats.count(VcpuCount::PfEmulate);
+                self.device_access(fault)
+            }
             FaultOutcome::Error(MemoryError::Interrupted) => Some(UserExit::Intr),
             FaultOutcome::Error(_) => {
                 Some(UserExit::MemoryFault { flags: 0, gpa: fault.gpa.0, size: 4096 })

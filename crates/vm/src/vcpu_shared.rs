@@ -14,6 +14,7 @@ use host::{
     timer::{TimerHandler, WithTimer},
 };
 use irqchip::lapic::{Accepted, Lapic, TimerFired};
+use stats::VcpuStats;
 use x86::Vector;
 
 use crate::kick::KickState;
@@ -80,6 +81,8 @@ pub struct VcpuShared {
     pub lapic: Lapic,
     /// Where it sleeps.
     pub waiter: Waiter,
+    /// What its thread counts.
+    pub stats: Arc<VcpuStats>,
     state: KickState,
     nmis: AtomicU32,
     init_sipi: AtomicU32,
@@ -102,6 +105,7 @@ impl VcpuShared {
             in_kernel_apic,
             lapic: Lapic::new(id, bsp),
             waiter: Waiter::new()?,
+            stats: VcpuStats::shared()?,
             state: KickState::new(Request::Clock as u32),
             nmis: AtomicU32::new(0),
             init_sipi: AtomicU32::new(0),

@@ -82,11 +82,14 @@ impl VcpuTable {
     }
 
     /// Makes a request to all and returns when none is in the guest any more that has not seen it.
-    pub fn request_all_and_wait(&self, request: Request) {
+    /// Whether there is a vCPU that was asked to leave the guest.
+    pub fn request_all_and_wait(&self, request: Request) -> bool {
         for vcpu in self.iter() {
             vcpu.request(request);
         }
-        smp::sync_cpus(self.iter().filter_map(|v| v.running_on()));
+        let mut any = false;
+        smp::sync_cpus(self.iter().filter_map(|v| v.running_on()).inspect(|_| any = true));
+        any
     }
 }
 

@@ -12,6 +12,7 @@ use pv::{
     ClockData, HostTime,
     clock::{ClockSample, Scale},
 };
+use stats::{VmCount, VmStats};
 use x86::Hva;
 
 use crate::{
@@ -111,6 +112,11 @@ impl Vm {
         &self.irq
     }
 
+    /// What the VM counts beside its vCPUs.
+    pub fn stats(&self) -> &VmStats {
+        self.memory.stats()
+    }
+
     /// Adds a vCPU. [`Vm::making`] is held.
     pub fn add_vcpu(&self, vcpu: SharedVcpu) -> Result<(), AddError> {
         self.vcpus.add(vcpu)
@@ -175,7 +181,10 @@ impl Vm {
 
 impl FlushRemote for Vm {
     fn flush_remote(&self) {
-        self.vcpus.request_all_and_wait(Request::FlushTlb);
+        self.stats().of(VmCount::RemoteTlbFlushRequests).add(1);
+        if self.vcpus.request_all_and_wait(Request::FlushTlb) {
+            self.stats().of(VmCount::RemoteTlbFlush).add(1);
+        }
     }
 }
 

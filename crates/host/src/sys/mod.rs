@@ -43,8 +43,10 @@ pub(crate) struct FileCalls {
     pub ioctl: unsafe extern "C" fn(*mut c_void, u32, u64, i32) -> i64,
     pub page: unsafe extern "C" fn(*mut c_void, u64) -> u64,
     pub release: unsafe extern "C" fn(*mut c_void),
+    pub read: unsafe extern "C" fn(*mut c_void, u64, u64, u64) -> i64,
     pub mappable: u64,
+    pub readable: u64,
     /// Which Rust type the object is; C does not look at it.
     pub kind: TypeId,
 }
-const _: () = assert!(size_of::<FileCalls>() == 48);
+const _: () = assert!(size_of::<FileCalls>() == 64);

@@ -6,6 +6,7 @@
 //! loop behind it stays monomorphic.
 
 pub mod convert;
+mod stats;
 mod system;
 mod vcpu;
 mod vm;

@@ -18,7 +18,7 @@ use msr::McReport;
 use x86::{Hpa, Vector};
 use zerocopy::FromZeros;
 
-use super::{Host, convert, vm};
+use super::{Host, convert, stats, vm};
 use crate::caps::Offer;
 use crate::dispatch::{self, Irqchip, MsrRefused, VcpuFile as VcpuFileOps, VcpuOps};
 use crate::errno::Errno;
@@ -35,6 +35,8 @@ pub struct BoundVcpu<B: Backend> {
     vcpu: KBox<Vcpu<B>>,
     vm: VmRef,
     host: &'static Host,
+    /// The thread that made it.
+    tid: u32,
     /// Where a start-up IPI sends the vCPU that a VMM restores with one pending.
     sipi_vector: u8,
 }
@@ -62,7 +64,13 @@ impl<B: Backend + 'static> VcpuFile<B> {
     ) -> Result<Self, Errno> {
         let khz = vm.tsc_khz();
         let vcpu = Vcpu::new(backend, shared, vm.clone(), host.offered)?;
-        let mut bound = BoundVcpu { vcpu, vm: vm.clone(), host, sipi_vector: 0 };
+        let mut bound = BoundVcpu {
+            vcpu,
+            vm: vm.clone(),
+            host,
+            tid: host::task::current_tid(),
+            sipi_vector: 0,
+        };
         if khz != host.offer.tsc_khz {
             bound.set_tsc_khz(khz)?;
         }
@@ -136,6 +144,10 @@ impl<B: Backend> BoundVcpu<B> {
 impl<B: Backend> VcpuOps for BoundVcpu<B> {
     fn offer(&self) -> &Offer {
         &self.host.offer
+    }
+
+    fn stats_file(&mut self) -> Result<i32, Errno> {
+        stats::of_vcpu(&self.vm, self.vcpu.shared(), self.tid)
     }
 
     #[inline]

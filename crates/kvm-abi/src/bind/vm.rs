@@ -15,7 +15,7 @@ use host::{
     file::{FileObject, NewFile},
 };
 
-use super::{Host, MakeBackend, VcpuFile, convert};
+use super::{Host, MakeBackend, VcpuFile, convert, stats};
 use crate::caps::Offer;
 use crate::dispatch::{self, Irqchip, MemoryRegion, Setting, VmOps};
 use crate::errno::Errno;
@@ -31,6 +31,8 @@ const DEFAULT_IDENTITY_MAP: u64 = 0xfffb_c000;
 pub struct VmFile<M> {
     vm: VmRef,
     host: &'static Host,
+    /// The thread that made it.
+    tid: u32,
     make: PhantomData<M>,
 }
 
@@ -49,9 +51,9 @@ pub(super) fn irqchip(vm: &Vm) -> Irqchip {
 }
 
 impl<M: MakeBackend> VmFile<M> {
-    /// A file for `vm`.
-    pub const fn new(vm: VmRef, host: &'static Host) -> Self {
-        Self { vm, host, make: PhantomData }
+    /// A file for `vm`, which this thread has made.
+    pub fn new(vm: VmRef, host: &'static Host) -> Self {
+        Self { vm, host, tid: host::task::current_tid(), make: PhantomData }
     }
 
     /// Whether there is no vCPU; what may be set only before the first is set under the same lock.
@@ -118,6 +120,10 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
 
     fn offer(&self) -> &Offer {
         &self.host.offer
+    }
+
+    fn stats_file(&self) -> Result<i32, Errno> {
+        stats::of_vm(&self.vm, self.tid)
     }
 
     fn created_vcpus(&self) -> u32 {

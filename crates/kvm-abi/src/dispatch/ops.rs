@@ -109,6 +109,8 @@ pub trait VmOps {
     fn belongs_to_caller(&self) -> bool;
     /// What there is to offer.
     fn offer(&self) -> &Offer;
+    /// Makes a file with the VM's statistics; returns the descriptor.
+    fn stats_file(&self) -> Result<i32, Errno>;
     /// vCPUs made so far.
     fn created_vcpus(&self) -> u32;
     /// Makes a vCPU and a file for it; returns the descriptor. `EEXIST`: the id is taken.
@@ -215,6 +217,8 @@ pub trait VcpuOps {
     /// Which interrupt controllers of the VM are ours.
     fn irqchip(&self) -> Irqchip;
 
+    /// Makes a file with the vCPU's statistics; returns the descriptor.
+    fn stats_file(&mut self) -> Result<i32, Errno>;
     /// Runs the guest until user space is needed.
     fn run(&mut self, input: &RunInput) -> UserExit;
     /// The first 8 bytes of the port I/O page: before [`Self::run`] what user space put there,

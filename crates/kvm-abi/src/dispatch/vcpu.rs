@@ -32,6 +32,7 @@ fn locked<V: VcpuOps>(vcpu: &mut V, cmd: u32, arg: u64) -> Reply {
         ioctl::GET_MSRS => return lists::get_msrs(arg, |index| vcpu.msr(index)),
         ioctl::SET_MSRS => return lists::set_msrs(arg, |index, value| vcpu.set_msr(index, value)),
         ioctl::GET_CPUID2 => return lists::get_cpuid(arg, &vcpu.cpuid()?),
+        ioctl::GET_STATS_FD => return vcpu.stats_file(),
         ioctl::GET_TSC_KHZ => return Ok(vcpu.tsc_khz() as i32),
 
         ioctl::GET_REGS => state::get_regs(vcpu, arg),

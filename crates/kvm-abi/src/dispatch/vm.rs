@@ -58,6 +58,7 @@ pub fn vm<V: VmOps>(vm: &V, cmd: u32, arg: u64) -> Reply {
         ioctl::GET_TSC_KHZ => Ok(vm.tsc_khz() as i32),
         ioctl::SET_TSC_KHZ => set_tsc_khz(vm, arg),
 
+        ioctl::GET_STATS_FD => vm.stats_file(),
         ioctl::CREATE_DEVICE => create_device(arg),
         _ => Err(UNKNOWN),
     }

@@ -118,6 +118,9 @@ impl VmOps for Vm {
     fn offer(&self) -> &Offer {
         &self.offer
     }
+    fn stats_file(&self) -> Result<i32, Errno> {
+        Ok(44)
+    }
     fn created_vcpus(&self) -> u32 {
         self.vcpus
     }
@@ -309,6 +312,9 @@ impl VcpuOps for Vcpu {
     }
     fn irqchip(&self) -> Irqchip {
         self.irqchip
+    }
+    fn stats_file(&mut self) -> Result<i32, Errno> {
+        Ok(45)
     }
     fn run(&mut self, input: &RunInput) -> UserExit {
         self.input = Some(*input);

@@ -25,9 +25,11 @@ pub use view::{GuestPage, Trail, View};
 use core::marker::PhantomData;
 use core::sync::atomic::{AtomicU64, Ordering};
 
+use host::arc::Arc;
 use host::error::NoMemory;
 use host::page::{Page, table_at};
 use host::sync::{ReadGuard, RwSpinLock, WriteGuard};
+use stats::{VmCount, VmStats};
 use x86::{Gfn, Hpa};
 
 use crate::format::{ADDRESS, REMOVED, TABLE};
@@ -223,6 +225,7 @@ impl Trunk {
 pub struct Tree<S> {
     trunk: Trunk,
     lock: RwSpinLock<S>,
+    stats: Arc<VmStats>,
 }
 
 impl<S> Tree<S> {
@@ -234,7 +237,9 @@ impl<S> Tree<S> {
             levels: if levels == 5 { 5 } else { 4 },
             encryption: encryption & ADDRESS,
         };
-        Ok(Self { trunk, lock: RwSpinLock::new(state) })
+        let stats = Arc::new(VmStats::new())?;
+        stats.of(VmCount::PageTablesAllocated).add(1);
+        Ok(Self { trunk, lock: RwSpinLock::new(state), stats })
     }
 
     /// The root's address, as the hardware wants it (encryption bit included).
@@ -245,6 +250,11 @@ impl<S> Tree<S> {
     /// Number of levels.
     pub fn levels(&self) -> u8 {
         self.trunk.levels
+    }
+
+    /// Where tables and leaves are counted.
+    pub fn stats(&self) -> &Arc<VmStats> {
+        &self.stats
     }
 
     /// Grows with every withdrawal of a translation.
@@ -303,6 +313,12 @@ impl<S> ReadTree<'_, S> {
         self.tree.trunk.top()
     }
 
+    /// Where tables and leaves are counted.
+    #[inline]
+    pub fn stats(&self) -> &VmStats {
+        &self.tree.stats
+    }
+
     /// What is kept under the lock.
     #[inline]
     pub fn state(&self) -> &S {
@@ -330,6 +346,12 @@ impl<S> WriteTree<'_, S> {
         self.tree.trunk.top()
     }
 
+    /// Where tables and leaves are counted.
+    #[inline]
+    pub fn stats(&self) -> &VmStats {
+        &self.tree.stats
+    }
+
     /// What is kept under the lock.
     #[inline]
     pub fn state_mut(&mut self) -> &mut S {
@@ -352,19 +374,21 @@ impl<S> WriteTree<'_, S> {
             self.unlinked = false;
             // SAFETY: flushed; the lock is held for writing, and the unique borrow of the guard
             // shows that no Table reached through it is alive.
-            unsafe { sweep(self.tree.trunk.top(), first.0, end.0) };
+            let freed = unsafe { sweep(self.tree.trunk.top(), first.0, end.0) };
+            self.tree.stats.of(VmCount::PageTablesFreed).add(freed);
         }
     }
 }
 
-/// Frees the unlinked tables among the frames `first..end` below `table`.
+/// Frees the unlinked tables among the frames `first..end` below `table`. Returns how many.
 ///
 /// # Safety
 /// No other reference to tables of the tree exists, and a flush came after unlinking.
-unsafe fn sweep(table: Table<'_>, first: u64, end: u64) {
+unsafe fn sweep(table: Table<'_>, first: u64, end: u64) -> u64 {
     if table.level <= 1 {
-        return;
+        return 0;
     }
+    let mut freed = 0u64;
     let span = 1u64 << shift(table.level);
     let mut gfn = first;
     while gfn < end {
@@ -375,20 +399,23 @@ unsafe fn sweep(table: Table<'_>, first: u64, end: u64) {
         if entry & REMOVED != 0 {
             word.store(0, Ordering::Release);
             // SAFETY: owned by the entry, which is gone; nobody else refers to it.
-            unsafe { drop_table(Hpa(entry & table.address), table.level - 1, table.address) };
+            freed +=
+                unsafe { drop_table(Hpa(entry & table.address), table.level - 1, table.address) };
         } else if let Entry::Table(child) = table.entry(index) {
             // SAFETY: passed on.
-            unsafe { sweep(child, gfn, end.min(next)) };
+            freed += unsafe { sweep(child, gfn, end.min(next)) };
         }
         gfn = next;
     }
+    freed
 }
 
-/// Frees a table and those below it.
+/// Frees a table and those below it. Returns how many.
 ///
 /// # Safety
 /// The table was linked by an entry that is gone, and nobody refers to it.
-unsafe fn drop_table(hpa: Hpa, level: u8, address: u64) {
+unsafe fn drop_table(hpa: Hpa, level: u8, address: u64) -> u64 {
+    let mut freed = 1u64;
     // SAFETY: link() gave the page up to the entry; it is taken back once.
     let page = unsafe { Page::from_hpa(hpa) };
     if level > 1 {
@@ -396,10 +423,11 @@ unsafe fn drop_table(hpa: Hpa, level: u8, address: u64) {
             let entry = word.load(Ordering::Relaxed);
             if entry & (TABLE | REMOVED) != 0 {
                 // SAFETY: as for the table itself.
-                unsafe { drop_table(Hpa(entry & address), level - 1, address) };
+                freed += unsafe { drop_table(Hpa(entry & address), level - 1, address) };
             }
         }
     }
+    freed
 }
 
 /// Forbids sending to another thread: interrupts are off on this CPU alone.

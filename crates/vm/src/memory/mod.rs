@@ -18,6 +18,7 @@ mod tests;
 
 use core::sync::atomic::{AtomicU32, AtomicU64};
 
+use host::arc::Arc;
 use host::boxed::KBox;
 use host::error::NoMemory;
 use host::srcu::{Srcu, SrcuGuard};
@@ -28,6 +29,7 @@ use mmu::{
     Change, MemSlot, MemSlots, Npt, PteFormat, Region, RegionLimits, ShadowMmu, SlotError,
     SlotFlags,
 };
+use stats::VmStats;
 use x86::{Gfn, Gpa, Hpa, Hva};
 
 pub use dirty_log::DirtyLogError;
@@ -101,6 +103,11 @@ impl<F: PteFormat> VmMemory<F> {
     /// Address of the nested root table.
     pub fn nested_root(&self) -> Hpa {
         self.tdp.root()
+    }
+
+    /// Where page tables and leaves are counted.
+    pub fn stats(&self) -> &Arc<VmStats> {
+        self.tdp.stats()
     }
 
     /// Grows whenever a translation is withdrawn; never the same for two VMs.

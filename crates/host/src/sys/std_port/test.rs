@@ -173,6 +173,17 @@ pub fn ioctl(fd: i32, command: u32, argument: u64) -> i64 {
     }
 }
 
+/// A read from one of our files at `offset` into `buffer`.
+pub fn read_at(fd: i32, offset: u64, buffer: &mut [u8]) -> i64 {
+    let file = descriptors().files.get(&fd).copied();
+    let (at, len) = (buffer.as_mut_ptr() as u64, buffer.len() as u64);
+    match file {
+        // SAFETY: as in ioctl().
+        Some((calls, context)) => unsafe { (calls.read)(context.0, offset, at, len) },
+        None => -9,
+    }
+}
+
 /// The page that a mapping of the file shows at page offset `offset`; 0 for none.
 pub fn mmap_page(fd: i32, offset: u64) -> u64 {
     let file = descriptors().files.get(&fd).copied();

@@ -1,0 +1,81 @@
+//! Statistics files. Each holds its VM, so that it can be read after the VM's own files are gone;
+//! it knows no ioctl and belongs to no address space, and may be handed to a monitor.
+
+use core::ffi::CStr;
+
+use ::vm::{VmRef, vcpu_shared::SharedVcpu};
+use host::{
+    Arc,
+    file::{FileObject, NewFile},
+    user,
+};
+use x86::Hva;
+
+use crate::errno::Errno;
+use crate::stats_file::{Id, OfOneVcpu, OfOneVm, Values, read};
+
+/// The statistics of a VM.
+struct VmStatsFile {
+    vm: VmRef,
+    id: Id,
+}
+
+/// The statistics of a vCPU. Its shared half lives as long as the VM.
+struct VcpuStatsFile {
+    vcpu: SharedVcpu,
+    _vm: VmRef,
+    id: Id,
+}
+
+fn read_to_user<V: Values>(values: &V, id: &Id, offset: u64, buffer: u64, len: u64) -> i64 {
+    let copied = read(values, id, offset, len, |at, bytes| {
+        user::write(Hva(buffer.wrapping_add(at)), bytes).map_err(Errno::from)
+    });
+    match copied {
+        Ok(bytes) => bytes as i64,
+        Err(errno) => errno.code(),
+    }
+}
+
+impl FileObject for VmStatsFile {
+    const NAME: &'static CStr = c"kvm-vm-stats";
+    const READABLE: bool = true;
+
+    fn ioctl(_: &Arc<Self>, _: u32, _: u64, _: bool) -> i64 {
+        Errno::ENOTTY.code()
+    }
+
+    fn read(&self, offset: u64, buffer: u64, len: u64) -> i64 {
+        read_to_user(&OfOneVm(&self.vm), &self.id, offset, buffer, len)
+    }
+}
+
+impl FileObject for VcpuStatsFile {
+    const NAME: &'static CStr = c"kvm-vcpu-stats";
+    const READABLE: bool = true;
+
+    fn ioctl(_: &Arc<Self>, _: u32, _: u64, _: bool) -> i64 {
+        Errno::ENOTTY.code()
+    }
+
+    fn read(&self, offset: u64, buffer: u64, len: u64) -> i64 {
+        read_to_user(&OfOneVcpu(&self.vcpu.stats), &self.id, offset, buffer, len)
+    }
+}
+
+/// KVM_GET_STATS_FD on a VM; the id string names the thread `tid` that made the VM.
+#[cold]
+#[inline(never)]
+pub(super) fn of_vm(vm: &VmRef, tid: u32) -> Result<i32, Errno> {
+    let file = Arc::new(VmStatsFile { vm: vm.clone(), id: Id::new(tid, None) })?;
+    Ok(NewFile::new(file, None).map_err(Errno::from_file)?.install())
+}
+
+/// KVM_GET_STATS_FD on a vCPU.
+#[cold]
+#[inline(never)]
+pub(super) fn of_vcpu(vm: &VmRef, vcpu: &SharedVcpu, tid: u32) -> Result<i32, Errno> {
+    let (id, number) = (Id::new(tid, Some(vcpu.id)), vcpu.id);
+    let file = Arc::new(VcpuStatsFile { vcpu: vcpu.clone(), _vm: vm.clone(), id })?;
+    Ok(NewFile::new(file, Some(number)).map_err(Errno::from_file)?.install())
+}

@@ -1,0 +1,122 @@
+//! Why a guest left: the reasons that exits are counted by. The run loop maps the neutral exit of
+//! its backend to one of them.
+
+use core::ffi::CStr;
+
+/// A NUL-terminated name from pieces.
+macro_rules! name {
+    ($($piece:expr),*) => {
+        match CStr::from_bytes_with_nul(concat!($($piece,)* "\0").as_bytes()) {
+            Ok(name) => name,
+            Err(_) => c"",
+        }
+    };
+}
+
+macro_rules! reasons {
+    ($($(#[$doc:meta])* $variant:ident = $name:literal,)*) => {
+        /// Why a guest left.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[repr(u8)]
+        pub enum Reason {
+            $($(#[$doc])* $variant,)*
+        }
+
+        /// All reasons, in the order of their numbers.
+        pub const ALL: &[Reason] = &[$(Reason::$variant,)*];
+        /// How many there are.
+        pub const REASONS: usize = ALL.len();
+
+        impl Reason {
+            /// Its name in statistics.
+            pub const fn name(self) -> &'static str {
+                match self { $(Self::$variant => $name,)* }
+            }
+
+            /// The name of the statistic that counts its exits.
+            pub const fn exits_name(self) -> &'static CStr {
+                match self { $(Self::$variant => name!("exits_", $name),)* }
+            }
+
+            /// The name of the statistic that counts those answered in the inner loop.
+            pub const fn answered_name(self) -> &'static CStr {
+                match self { $(Self::$variant => name!("answered_", $name),)* }
+            }
+
+            /// The name of the histogram of cycles from exit to re-entry.
+            pub const fn cycles_name(self) -> &'static CStr {
+                match self { $(Self::$variant => name!("cycles_", $name),)* }
+            }
+        }
+    };
+}
+
+reasons! {
+    /// A physical interrupt.
+    Interrupt = "interrupt",
+    /// A physical NMI.
+    Nmi = "nmi",
+    /// A machine check.
+    MachineCheck = "machine_check",
+    /// CPUID.
+    Cpuid = "cpuid",
+    /// RDMSR.
+    Rdmsr = "rdmsr",
+    /// WRMSR.
+    Wrmsr = "wrmsr",
+    /// VMMCALL or VMCALL.
+    Hypercall = "hypercall",
+    /// HLT.
+    Hlt = "hlt",
+    /// PAUSE.
+    Pause = "pause",
+    /// WBINVD, INVD.
+    CacheFlush = "cache_flush",
+    /// A port access.
+    Io = "io",
+    /// A nested page fault or EPT violation: missing memory, or a device.
+    NestedFault = "nested_fault",
+    /// A guest page fault that is the hypervisor's to look at (shadow paging).
+    PageFault = "page_fault",
+    /// A control register.
+    Cr = "cr",
+    /// A debug register.
+    DebugReg = "debug_reg",
+    /// XSETBV.
+    Xsetbv = "xsetbv",
+    /// RDPMC.
+    Rdpmc = "rdpmc",
+    /// The guest can take an interrupt.
+    InterruptWindow = "interrupt_window",
+    /// The guest ends an NMI's handler.
+    Iret = "iret",
+    /// Another exception.
+    Exception = "exception",
+    /// An instruction that the guest does not have.
+    Undefined = "undefined",
+    /// INVLPG, INVPCID.
+    Invlpg = "invlpg",
+    /// A task switch.
+    TaskSwitch = "task_switch",
+    /// A triple fault.
+    Shutdown = "shutdown",
+    /// INIT or SMI at the host.
+    HostSignal = "host_signal",
+    /// The hardware refused to run the state.
+    Refused = "refused",
+    /// Anything else.
+    Other = "other",
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_numbers_are_the_places_in_the_list() {
+        for (n, reason) in ALL.iter().enumerate() {
+            assert_eq!(*reason as usize, n);
+            assert!(reason.exits_name().to_str().unwrap().ends_with(reason.name()));
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! What a vCPU counts beside its exits, and by which reason an exit is counted.
+
+use backend::{Backend, Exit};
+use host::task::{Blocked, WaitTimes};
+use stats::{Reason, VcpuCount, vcpu::HaltHistogram};
+
+use crate::{Vcpu, exit::UserExit};
+
+/// The reason that an exit is counted by.
+pub fn reason_of(exit: &Exit) -> Reason {
+    const PAGE_FAULT: u8 = 14;
+    match exit {
+        Exit::Interrupt => Reason::Interrupt,
+        Exit::Nmi => Reason::Nmi,
+        Exit::MachineCheck => Reason::MachineCheck,
+        Exit::Cpuid => Reason::Cpuid,
+        Exit::Rdmsr => Reason::Rdmsr,
+        Exit::Wrmsr => Reason::Wrmsr,
+        Exit::Hypercall => Reason::Hypercall,
+        Exit::Hlt => Reason::Hlt,
+        Exit::Pause => Reason::Pause,
+        Exit::CacheFlush => Reason::CacheFlush,
+        Exit::Io(_) => Reason::Io,
+        Exit::NestedFault(_) => Reason::NestedFault,
+        Exit::Cr(_) => Reason::Cr,
+        Exit::DebugReg => Reason::DebugReg,
+        Exit::Xsetbv => Reason::Xsetbv,
+        Exit::Rdpmc => Reason::Rdpmc,
+        Exit::InterruptWindow => Reason::InterruptWindow,
+        Exit::Iret => Reason::Iret,
+        Exit::Exception(e) if e.vector.0 == PAGE_FAULT => Reason::PageFault,
+        Exit::Exception(_) => Reason::Exception,
+        Exit::Undefined => Reason::Undefined,
+        Exit::Invlpg => Reason::Invlpg,
+        Exit::TaskSwitch => Reason::TaskSwitch,
+        Exit::Shutdown => Reason::Shutdown,
+        Exit::HostSignal => Reason::HostSignal,
+        Exit::Refused => Reason::Refused,
+        Exit::Unknown(_) => Reason::Other,
+    }
+}
+
+/// Whether the inner loop has an arm for this exit, which counts it.
+fn counted_inside(reason: Reason, guest_debug: u32) -> bool {
+    match reason {
+        Reason::DebugReg => guest_debug == 0,
+        Reason::Cpuid
+        | Reason::Rdmsr
+        | Reason::Wrmsr
+        | Reason::NestedFault
+        | Reason::Io
+        | Reason::Hypercall
+        | Reason::CacheFlush
+        | Reason::Hlt
+        | Reason::Cr
+        | Reason::Xsetbv
+        | Reason::InterruptWindow
+        | Reason::Interrupt => true,
+        _ => false,
+    }
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// An exit that the inner loop did not answer.
+    #[inline(never)]
+    pub(crate) fn count_outside(&mut self, exit: &Exit) {
+        let reason = reason_of(exit);
+        if !counted_inside(reason, self.guest_debug) {
+            self.stats.exit(reason);
+        }
+        self.stats.outside(reason);
+    }
+
+    /// KVM_RUN returns.
+    #[inline]
+    pub(crate) fn count_return(&mut self, exit: &UserExit) {
+        self.stats.count(VcpuCount::UserExits);
+        self.stats.set(VcpuCount::CpuidUpdates, self.cpuid.updates());
+        let what = match exit {
+            UserExit::Mmio { .. } => VcpuCount::MmioExits,
+            UserExit::Intr => VcpuCount::SignalExits,
+            UserExit::IrqWindowOpen => VcpuCount::RequestIrqExits,
+            _ => return,
+        };
+        self.stats.count(what);
+    }
+
+    /// A halted vCPU has polled, slept or both.
+    pub(crate) fn count_halt(&mut self, ended: Blocked, times: WaitTimes, polled: bool) {
+        let stats = &self.stats;
+        let add = |what, which, ns| {
+            stats.add(what, ns);
+            stats.halt(which).count(ns);
+        };
+        if polled {
+            stats.count(VcpuCount::HaltAttemptedPoll);
+            if matches!(ended, Blocked::AtOnce | Blocked::Polled) {
+                stats.count(VcpuCount::HaltSuccessfulPoll);
+                add(VcpuCount::HaltPollSuccessNs, HaltHistogram::PollSuccess, times.polled_ns);
+            } else {
+                add(VcpuCount::HaltPollFailNs, HaltHistogram::PollFail, times.polled_ns);
+            }
+        }
+        if matches!(ended, Blocked::Slept | Blocked::Signal) {
+            add(VcpuCount::HaltWaitNs, HaltHistogram::Wait, times.slept_ns);
+        }
+        if ended == Blocked::Slept {
+            stats.count(VcpuCount::HaltWakeup);
+        }
+    }
+}
