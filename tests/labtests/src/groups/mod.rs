@@ -2,8 +2,10 @@
 
 use crate::runner::Test;
 
+mod cpuid_table;
 mod faults;
 mod guest_memory;
+mod host_thread;
 mod injection;
 mod instructions;
 mod irq_ioctls;
@@ -31,6 +33,8 @@ pub fn all() -> impl Iterator<Item = Test> {
         vcpus::TESTS,
         running::TESTS,
         registers::TESTS,
+        cpuid_table::TESTS,
+        host_thread::TESTS,
         msrs::TESTS,
         pointers::TESTS,
         faults::TESTS,
