@@ -3,11 +3,29 @@
 
 use std::sync::LazyLock;
 
+use crate::outcome::{Outcome, skip};
+
 /// Whether the stock module answers on `/dev/kvm`.
 pub fn is_stock() -> bool {
     static STOCK: LazyLock<bool> =
         LazyLock::new(|| std::path::Path::new("/sys/module/kvm").exists());
     *STOCK
+}
+
+/// Whether guests have nested paging: the module parameter `npt`.
+pub fn nested_paging() -> bool {
+    let parameter =
+        |module: &str| std::fs::read_to_string(format!("/sys/module/{module}/parameters/npt")).ok();
+    let npt = parameter("kvm_amd").or_else(|| parameter("gannet"));
+    npt.is_none_or(|npt| !matches!(npt.trim(), "N" | "0"))
+}
+
+/// Skips where the stock module's shadow paging is known not to do as the architecture says.
+pub fn not_of_stock_shadow_paging(reason: &str) -> Outcome {
+    if is_stock() && !nested_paging() {
+        return skip(format!("the stock module's shadow paging: {reason}"));
+    }
+    Ok(())
 }
 
 /// Major and minor version of the running kernel.

@@ -14,6 +14,7 @@ mod lifecycle;
 mod lines;
 mod mmio;
 mod msrs;
+mod paging_faults;
 mod paravirtual;
 mod pointers;
 mod ports;
@@ -38,6 +39,7 @@ pub fn all() -> impl Iterator<Item = Test> {
         msrs::TESTS,
         pointers::TESTS,
         faults::TESTS,
+        paging_faults::TESTS,
         mmio::TESTS,
         ports::TESTS,
         instructions::TESTS,

@@ -6,5 +6,6 @@ pub mod guest;
 pub mod handlers;
 pub mod layout;
 pub mod memory;
+pub mod stage;
 pub mod tables;
 pub mod threads;
