@@ -14,7 +14,9 @@ mod lifecycle;
 mod lines;
 mod mmio;
 mod msrs;
+mod paging_bits;
 mod paging_faults;
+mod paging_protection;
 mod paravirtual;
 mod pointers;
 mod ports;
@@ -40,6 +42,8 @@ pub fn all() -> impl Iterator<Item = Test> {
         pointers::TESTS,
         faults::TESTS,
         paging_faults::TESTS,
+        paging_bits::TESTS,
+        paging_protection::TESTS,
         mmio::TESTS,
         ports::TESTS,
         instructions::TESTS,

@@ -302,8 +302,7 @@ impl Stage {
 
     /// The same in the tables of another root.
     pub fn map_in(&mut self, root: u64, va: u64, level: u32, entry: u64) -> u64 {
-        let tree = Tree { paging: self.paging, root, memory: &self.guest.memory };
-        let at = tree.make(&mut self.tables, va, level);
+        let at = self.place_in(root, va, level);
         let large = if level > 1 { LARGE } else { 0 };
         self.paging.put(&self.guest.memory, at, entry | large);
         at
@@ -311,13 +310,31 @@ impl Stage {
 
     /// Where the entry of this level for `va` lies, with tables made where there are none.
     pub fn place_of(&mut self, va: u64, level: u32) -> u64 {
-        let tree = Tree { paging: self.paging, root: self.root, memory: &self.guest.memory };
+        self.place_in(self.root, va, level)
+    }
+
+    /// The same in the tables of another root.
+    pub fn place_in(&mut self, root: u64, va: u64, level: u32) -> u64 {
+        let tree = Tree { paging: self.paging, root, memory: &self.guest.memory };
         tree.make(&mut self.tables, va, level)
     }
 
     /// The entry at this place.
     pub fn entry(&self, at: u64) -> u64 {
         self.paging.get(self.memory(), at)
+    }
+
+    /// Operations that write CR4. The lab's emulated CPU sets the accessed bit, which is reserved there, in the four
+    /// entries at the top of PAE under nested paging, and the stock module then refuses to load them with CR4.
+    pub fn switch_cr4(&self, value: u64) -> Vec<Operation> {
+        let mut steps = Vec::new();
+        if self.paging == Paging::Pae {
+            // Twice: the first round's own translations set them.
+            let tops = (self.root..).step_by(8).take(4).cycle().take(8);
+            steps.extend(tops.map(|at| operation::write64(at, self.entry(at) & !ACCESSED)));
+        }
+        steps.push(operation::cr4(value));
+        steps
     }
 
     /// An operation that writes an entry, in the way of the guest's kernel.
