@@ -16,7 +16,9 @@ mod mmio;
 mod msrs;
 mod paging_bits;
 mod paging_faults;
+mod paging_flushes;
 mod paging_protection;
+mod paging_tables;
 mod paravirtual;
 mod pointers;
 mod ports;
@@ -43,6 +45,8 @@ pub fn all() -> impl Iterator<Item = Test> {
         faults::TESTS,
         paging_faults::TESTS,
         paging_bits::TESTS,
+        paging_tables::TESTS,
+        paging_flushes::TESTS,
         paging_protection::TESTS,
         mmio::TESTS,
         ports::TESTS,

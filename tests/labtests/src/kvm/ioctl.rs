@@ -40,6 +40,7 @@ pub const SET_USER_MEMORY_REGION: u64 = iow::<kvm_userspace_memory_region>(0x46)
 pub const SET_TSS_ADDR: u64 = io(0x47);
 pub const SET_IDENTITY_MAP_ADDR: u64 = iow::<u64>(0x48);
 pub const CREATE_IRQCHIP: u64 = io(0x60);
+pub const SET_NR_MMU_PAGES: u64 = io(0x44);
 pub const IRQ_LINE: u64 = iow::<kvm_irq_level>(0x61);
 pub const GET_IRQCHIP: u64 = iowr::<kvm_irqchip>(0x62);
 pub const SET_IRQCHIP: u64 = ior::<kvm_irqchip>(0x63);

@@ -183,6 +183,24 @@ impl Stage {
         root
     }
 
+    /// A new root with the one-to-one map of the guest's own root, and no more.
+    pub fn light_root(&mut self) -> u64 {
+        let root = self.tables.page();
+        let shared = match self.paging {
+            Paging::Legacy => MEMORY_BYTES / self.paging.span(2),
+            _ => 1,
+        };
+        for at in
+            (0..shared * self.paging.entry_bytes()).step_by(self.paging.entry_bytes() as usize)
+        {
+            self.paging.put(&self.guest.memory, root + at, self.entry(self.root + at));
+        }
+        if self.paging == Paging::Pae {
+            (1..4).for_each(|gib| drop(self.place_in(root, gib << 30, 2)));
+        }
+        root
+    }
+
     /// CR4 at the start.
     pub fn cr4(&self) -> u64 {
         match self.paging {

@@ -23,6 +23,9 @@ enum Code {
     Write64 = 16,
     Await = 17,
     Send = 18,
+    Copy = 19,
+    Fill = 20,
+    WriteByte = 21,
 }
 
 /// RFLAGS.AC: the kernel may touch user pages in spite of SMAP.
@@ -108,6 +111,21 @@ pub fn wait(address: u64, value: u64) -> Operation {
 /// Sends the other vCPU the shootdown interrupt.
 pub fn send(apic_id: u64) -> Operation {
     operation(Code::Send, 0, apic_id)
+}
+
+/// Copies a page with a string instruction. It must not fault.
+pub fn copy(to: u64, from: u64) -> Operation {
+    operation(Code::Copy, to, from)
+}
+
+/// Fills a page with a 32-bit word, with a string instruction.
+pub fn fill(page: u64, word: u64) -> Operation {
+    operation(Code::Fill, page, word)
+}
+
+/// Writes one byte.
+pub fn write_byte(address: u64, value: u64) -> Operation {
+    operation(Code::WriteByte, address, value)
 }
 
 impl Operation {
