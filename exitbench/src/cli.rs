@@ -116,6 +116,9 @@ pub struct RunArguments {
     #[arg(long, value_name = "N", default_value_t = 100,
           value_parser = clap::value_parser!(u64).range(0..=200_000))]
     pub marker_iterations: u64,
+    /// Have the guest of `timer_rearm` use the lazy TSC deadline where its CPUID offers it
+    #[arg(long)]
+    pub lazy_timer: bool,
     /// Seconds after which a workload has failed
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     pub timeout: u64,

@@ -63,6 +63,7 @@ fn run(arguments: RunArguments) -> Result<bool> {
             marker_iterations: arguments.marker_iterations,
         },
         timeout: Duration::from_secs(arguments.timeout),
+        lazy_timer: arguments.lazy_timer,
     };
     let mut report = Report {
         unit: arguments.device.unit,

@@ -39,6 +39,16 @@ int gnt_keep_roots(void)
 	return keep_roots;
 }
 
+static bool lazy_tscdeadline = true;
+module_param(lazy_tscdeadline, bool, 0444);
+MODULE_PARM_DESC(lazy_tscdeadline,
+	"Lazy TSC deadline: guests may put a timer off without an exit (default 1; 0: not offered)");
+
+int gnt_lazy_tscdeadline(void)
+{
+	return lazy_tscdeadline;
+}
+
 u64 gnt_halt_poll_ns(void)
 {
 	return READ_ONCE(halt_poll_ns);

@@ -21,3 +21,8 @@ pub fn xstate_cache() -> bool {
 pub fn keep_roots() -> bool {
     sys::gnt_keep_roots() != 0
 }
+
+/// Whether the lazy TSC deadline is offered to guests. Fixed at load.
+pub fn lazy_tscdeadline() -> bool {
+    sys::gnt_lazy_tscdeadline() != 0
+}

@@ -34,7 +34,7 @@ pub fn classify(index: u32) -> Class {
         | EFER | STAR | LSTAR | CSTAR | SYSCALL_MASK | FS_BASE | GS_BASE | KERNEL_GS_BASE
         | TSC_AUX => Class::Backend,
         APIC_BASE | TSC_DEADLINE => Class::Apic,
-        KVM_WALL_CLOCK | KVM_SYSTEM_TIME | KVM_FIRST..=KVM_MIGRATION_CONTROL => Class::Pv,
+        KVM_WALL_CLOCK | KVM_SYSTEM_TIME | KVM_FIRST..=KVM_LAZY_TSC_DEADLINE => Class::Pv,
         _ => classify_rare(index),
     }
 }

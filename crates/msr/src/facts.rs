@@ -121,6 +121,8 @@ pub struct HostMsrs {
     pub spec_ctrl: bool,
     /// The CPU has TSC_AUX.
     pub tsc_aux: bool,
+    /// The lazy TSC deadline is offered to guests.
+    pub lazy_deadline: bool,
 }
 
 impl HostMsrs {

@@ -10,7 +10,7 @@
 //! | MCG_STATUS, MCG_CTL | machine checks; the banks come with KVM_X86_SETUP_MCE and are read by number |
 //! | SMBASE, SMI_COUNT | kept for VMMs that save them; there is no SMM |
 //! | HWCR, VM_HSAVE_PA | AMD |
-//! | KVM_* | the paravirtual clock, steal time and end of interrupt |
+//! | KVM_* | the paravirtual clock, steal time, end of interrupt and lazy TSC deadline |
 //!
 //! EFER, FS_BASE, GS_BASE and APIC_BASE travel with KVM_GET_SREGS, the x2APIC registers with
 //! KVM_GET_LAPIC.
@@ -42,6 +42,7 @@ pub const SAVED: &[u32] = &[
     KVM_SYSTEM_TIME_NEW,
     KVM_STEAL_TIME,
     KVM_PV_EOI_EN,
+    KVM_LAZY_TSC_DEADLINE,
     TSC_ADJUST,
     TSC_DEADLINE,
     ARCH_CAPABILITIES,
@@ -96,6 +97,7 @@ pub fn saved(host: &HostMsrs) -> impl Iterator<Item = u32> + use<> {
     SAVED.iter().copied().filter(move |index| match *index {
         SPEC_CTRL => host.spec_ctrl,
         TSC_AUX => host.tsc_aux,
+        KVM_LAZY_TSC_DEADLINE => host.lazy_deadline,
         VM_HSAVE_PA | TSC_RATIO => host.amd,
         _ => true,
     })

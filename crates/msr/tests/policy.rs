@@ -15,6 +15,7 @@ const AMD: HostMsrs = HostMsrs {
     de_cfg: 2,
     spec_ctrl: true,
     tsc_aux: true,
+    lazy_deadline: true,
 };
 
 #[test]
@@ -36,7 +37,8 @@ fn every_range_has_its_owner() {
         (0x4b56_4cff, Class::Unknown),
         (KVM_WALL_CLOCK_NEW, Class::Pv),
         (KVM_MIGRATION_CONTROL, Class::Pv),
-        (0x4b56_4d09, Class::Unknown),
+        (KVM_LAZY_TSC_DEADLINE, Class::Pv),
+        (0x4b56_4d0a, Class::Unknown),
         (PRED_CMD, Class::Store),
         (MTRR_CAP, Class::Store),
         (MC0_CTL, Class::Store),
@@ -87,7 +89,7 @@ fn the_lists_name_each_msr_once_and_only_msrs_that_exist() {
 fn the_list_follows_the_host() {
     let has = |host: &HostMsrs, wanted| lists::saved(host).any(|index| index == wanted);
     let plain = HostMsrs::default();
-    for index in [SPEC_CTRL, TSC_AUX, VM_HSAVE_PA, TSC_RATIO] {
+    for index in [SPEC_CTRL, TSC_AUX, VM_HSAVE_PA, TSC_RATIO, KVM_LAZY_TSC_DEADLINE] {
         assert!(has(&AMD, index) && !has(&plain, index), "{index:#x}");
     }
     assert!(has(&plain, STAR) && has(&plain, KVM_STEAL_TIME));

@@ -12,6 +12,7 @@ const AMD: HostMsrs = HostMsrs {
     de_cfg: 2,
     spec_ctrl: true,
     tsc_aux: true,
+    lazy_deadline: true,
 };
 
 const FACTS: GuestFacts = GuestFacts {

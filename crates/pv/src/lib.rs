@@ -1,6 +1,6 @@
 //! Paravirtual services to a guest that knows it runs under KVM: clock, end of interrupt,
-//! interprocessor interrupts, steal time, hypercalls. `Documentation/virt/kvm/x86/msr.rst` and
-//! `hypercalls.rst` define them.
+//! interprocessor interrupts, steal time, hypercalls, lazy TSC deadline.
+//! `Documentation/virt/kvm/x86/msr.rst` and `hypercalls.rst` define them, but for the last.
 //!
 //! Pure protocol: layouts, arithmetic and the order of stores. Where a structure lies in guest
 //! memory is the caller's knowledge, who lends it as a [`Shared`].
@@ -14,6 +14,7 @@ pub mod clock;
 pub mod eoi;
 pub mod hypercall;
 pub mod ipi;
+pub mod lazy_deadline;
 pub mod msr;
 pub mod steal;
 pub mod vm_clock;
@@ -22,6 +23,7 @@ pub use clock::{ClockPage, ClockSample, Scale, WallClock};
 pub use eoi::PvEoi;
 pub use hypercall::{Hypercall, HypercallError, Registers};
 pub use ipi::SendIpi;
+pub use lazy_deadline::LazyDeadline;
 pub use msr::{Gp, PvMsr};
 pub use steal::StealTime;
 pub use vm_clock::{ClockData, HostTime, VmClock};
@@ -36,6 +38,13 @@ pub trait Shared {
     fn read(&self, offset: usize, data: &mut [u8]) -> Result<(), Self::Error>;
     /// Writes there.
     fn write(&self, offset: usize, data: &[u8]) -> Result<(), Self::Error>;
+
+    /// Orders every store before it against every load behind it, as stores and loads alone are
+    /// not ordered on x86 (SDM vol. 3A §8.2.3.4).
+    #[inline]
+    fn fence(&self) {
+        core::sync::atomic::fence(core::sync::atomic::Ordering::SeqCst);
+    }
 
     /// Reads a `u32`.
     fn read_u32(&self, offset: usize) -> Result<u32, Self::Error> {
@@ -79,11 +88,13 @@ pub(crate) mod guest_memory {
     pub struct Memory {
         pub bytes: RefCell<Vec<u8>>,
         pub stores: RefCell<Vec<(usize, Vec<u8>)>>,
+        pub loads: RefCell<Vec<(usize, usize)>>,
     }
 
     impl Memory {
         pub fn new(size: usize) -> Self {
-            Self { bytes: RefCell::new(std::vec![0; size]), stores: RefCell::default() }
+            let bytes = RefCell::new(std::vec![0; size]);
+            Self { bytes, stores: RefCell::default(), loads: RefCell::default() }
         }
     }
 
@@ -92,6 +103,7 @@ pub(crate) mod guest_memory {
         fn read(&self, offset: usize, data: &mut [u8]) -> Result<(), ()> {
             let bytes = self.bytes.borrow();
             data.copy_from_slice(bytes.get(offset..offset + data.len()).ok_or(())?);
+            self.loads.borrow_mut().push((offset, data.len()));
             Ok(())
         }
         fn write(&self, offset: usize, data: &[u8]) -> Result<(), ()> {

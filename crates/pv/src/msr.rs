@@ -22,6 +22,8 @@ pub enum PvMsr {
     HaltPolling(bool),
     /// Asynchronous page faults stay off.
     AsyncPfOff,
+    /// The page of the lazy TSC deadline is there from now on. `None`: off.
+    LazyDeadline(Option<Gpa>),
 }
 
 /// Bit 0 of most of these MSRs.
@@ -57,6 +59,9 @@ impl PvMsr {
                     Err(Gp)
                 }
             }
+            // 64-byte alignment; bits 5:1 are reserved. No such page crosses into another frame.
+            msr::KVM_LAZY_TSC_DEADLINE if value & 0x3e != 0 => Err(Gp),
+            msr::KVM_LAZY_TSC_DEADLINE => Ok(Self::LazyDeadline(address(value))),
             _ => return None,
         })
     }
@@ -83,11 +88,19 @@ mod tests {
     fn reserved_bits_fault() {
         for bit in 1..6 {
             assert_eq!(PvMsr::write(0x4b56_4d03, 0x1001 | 1 << bit), Some(Err(Gp)));
+            assert_eq!(PvMsr::write(0x4b56_4d09, 0x1001 | 1 << bit), Some(Err(Gp)));
         }
         assert_eq!(PvMsr::write(0x4b56_4d04, 0x1003), Some(Err(Gp)));
         assert_eq!(PvMsr::write(0x4b56_4d05, 2), Some(Err(Gp)));
         assert_eq!(PvMsr::write(0x4b56_4d02, 1), Some(Err(Gp)));
         assert_eq!(PvMsr::write(0x4b56_4d02, 0), Some(Ok(PvMsr::AsyncPfOff)));
+    }
+
+    #[test]
+    fn the_lazy_deadline_has_an_address_or_is_off() {
+        let on = PvMsr::write(0x4b56_4d09, 0x1041);
+        assert_eq!(on, Some(Ok(PvMsr::LazyDeadline(Some(Gpa(0x1040))))));
+        assert_eq!(PvMsr::write(0x4b56_4d09, 0), Some(Ok(PvMsr::LazyDeadline(None))));
     }
 
     #[test]

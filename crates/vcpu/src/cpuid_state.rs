@@ -86,5 +86,7 @@ impl<B: Backend> Vcpu<B> {
             tsc_deadline: f(feature::TSC_DEADLINE),
             directed_eoi: false,
         });
+        // The timer may have lost its deadline mode.
+        self.lazy.doubt();
     }
 }

@@ -95,27 +95,38 @@ impl<B: Backend> Vcpu<B> {
                 }
             }
         };
-        match self.shared.lapic.set_tsc_deadline(value, &clock) {
+        let next = match self.shared.lapic.set_tsc_deadline(value, &clock) {
             TimerOp::Leave => Next::Again,
             TimerOp::Expired(accepted) => {
                 self.recheck |= accepted.kick();
                 Next::Again
             }
             op => self.with_kernel(|v| v.do_timer(op)).1,
-        }
+        };
+        if self.lazy.enabled() { self.publish_deadline_in_loop(next) } else { next }
     }
 
     #[cold]
     fn set_deadline_with_kernel(&mut self, value: u64, clock: &TimerClock) {
         let op = self.shared.lapic.set_tsc_deadline(value, clock);
         let _ = self.with_kernel(|v| v.do_timer(op));
+        if self.lazy.enabled() {
+            // The loop is left whatever comes of it.
+            let _ = self.publish_deadline_in_loop(Next::Done);
+        }
     }
 
-    /// Sets the deadline outside the loop.
-    pub(crate) fn set_deadline(&mut self, value: u64) {
+    /// Sets the deadline outside the loop; `host`: for KVM_SET_MSRS, when the guest's memory may
+    /// not be restored yet.
+    pub(crate) fn set_deadline(&mut self, value: u64, host: bool) {
         let clock = self.clock_now();
         let op = self.shared.lapic.set_tsc_deadline(value, &clock);
         self.do_timer(op);
+        if host {
+            self.lazy.forget_promise();
+        } else {
+            self.publish_deadline();
+        }
     }
 
     /// Follows a register write inside the loop.
@@ -137,7 +148,11 @@ impl<B: Backend> Vcpu<B> {
                 self.recheck |= accepted.kick();
                 Next::Again
             }
-            effect => self.with_kernel(|v| v.effect(effect)).1,
+            effect => {
+                let next = self.with_kernel(|v| v.effect(effect)).1;
+                // The lazy deadline's page is put right outside.
+                if self.lazy.in_doubt() { Next::Done } else { next }
+            }
         }
     }
 
@@ -160,8 +175,10 @@ impl<B: Backend> Vcpu<B> {
                 let clock = self.clock_now();
                 let op = self.shared.lapic.timer_update(change, clock.now_ns);
                 self.do_timer(op);
+                self.lazy.doubt();
             }
             LapicEffect::EnableChanged | LapicEffect::Lint0Changed => {
+                self.lazy.doubt();
                 self.vm.irq().apic_changed();
             }
         }

@@ -15,6 +15,7 @@ pub mod events;
 pub mod exit;
 pub mod inner;
 pub mod lapic;
+pub mod lazy_deadline;
 pub mod mmio;
 pub mod msrs;
 pub mod pio;
@@ -62,6 +63,9 @@ pub struct Vcpu<B: Backend> {
     pub(crate) loop_clock: lapic::LoopClock,
     /// What is counted: also in `shared`, here without the way through it.
     pub(crate) stats: Arc<VcpuStats>,
+    pub(crate) lazy: ::pv::LazyDeadline,
+    /// The memory's generation when the lazy deadline's page was last put right.
+    pub(crate) lazy_generation: u64,
     pub(crate) fetch: KBox<CodeFetch>,
     pub(crate) roots: roots::Roots,
     pub(crate) shared: SharedVcpu,
@@ -196,6 +200,8 @@ impl<B: Backend> Vcpu<B> {
             loop_clock: lapic::LoopClock::default(),
             roots,
             stats: shared.stats.clone(),
+            lazy: ::pv::LazyDeadline::default(),
+            lazy_generation: 0,
             fetch: parts.fetch,
             shared,
             vm,

@@ -147,10 +147,11 @@ impl<B: Backend> Vcpu<B> {
             }
             Class::Apic => match index {
                 APIC_BASE => Ok(self.shared.lapic.base()),
-                TSC_DEADLINE if host || self.has_deadline() => Ok(self.shared.lapic.tsc_deadline()),
+                TSC_DEADLINE if host => Ok(self.newest_deadline()),
+                TSC_DEADLINE if self.has_deadline() => Ok(self.shared.lapic.tsc_deadline()),
                 _ => Err(Refused),
             },
-            Class::Pv => self.read_pv_msr(index),
+            Class::Pv => self.read_pv_msr(index, host),
             Class::Store => self.store.read(index, host, &self.facts()).map_err(|_| Refused),
             Class::Unknown => Err(Refused),
         }
@@ -188,7 +189,7 @@ impl<B: Backend> Vcpu<B> {
                     if !host {
                         self.stats.count(VcpuCount::TscDeadlineWrites);
                     }
-                    self.set_deadline(value);
+                    self.set_deadline(value, host);
                     Ok(())
                 }
                 _ => Err(Refused),
@@ -282,6 +283,7 @@ impl<B: Backend> Vcpu<B> {
         let change = self.shared.lapic.set_base(value, rules).map_err(|_| Refused)?;
         self.cpuid_inputs_changed();
         if change.mode {
+            self.lazy.doubt();
             self.vm.irq().apic_changed();
             self.recheck = true;
         }

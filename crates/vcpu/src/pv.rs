@@ -21,9 +21,9 @@ use zerocopy::IntoBytes;
 use crate::{Vcpu, emulation, inner::Next, msrs::Refused};
 
 /// A structure in guest memory.
-struct GuestPage<'a> {
-    memory: &'a VmMemory,
-    at: Gpa,
+pub(crate) struct GuestPage<'a> {
+    pub(crate) memory: &'a VmMemory,
+    pub(crate) at: Gpa,
 }
 
 impl Shared for GuestPage<'_> {
@@ -79,9 +79,10 @@ impl<B: Backend> Vcpu<B> {
         let _ = ClockPage::publish(&self.guest_page(at), &sample, stopped);
     }
 
-    /// Before every entry from the outer loop: steal time.
+    /// Before every entry from the outer loop: the lazy deadline's page, and steal time.
     #[inline]
     pub(crate) fn before_entry_pv(&mut self) {
+        self.settle_deadline();
         if self.pv.steal.page().is_none() {
             return;
         }
@@ -134,13 +135,14 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    pub(crate) fn read_pv_msr(&self, index: u32) -> Result<u64, Refused> {
+    pub(crate) fn read_pv_msr(&self, index: u32, host: bool) -> Result<u64, Refused> {
         Ok(match index {
             number::KVM_WALL_CLOCK | number::KVM_WALL_CLOCK_NEW => self.pv.wall_clock_msr,
             number::KVM_SYSTEM_TIME | number::KVM_SYSTEM_TIME_NEW => self.pv.system_time_msr,
             number::KVM_STEAL_TIME => self.pv.steal_msr,
             number::KVM_PV_EOI_EN => self.pv.eoi_msr,
             number::KVM_POLL_CONTROL => self.pv.poll_msr,
+            number::KVM_LAZY_TSC_DEADLINE => self.read_lazy_deadline_msr(host)?,
             number::KVM_ASYNC_PF_EN | number::KVM_ASYNC_PF_INT | number::KVM_ASYNC_PF_ACK => 0,
             _ => return Err(Refused),
         })
@@ -187,6 +189,7 @@ impl<B: Backend> Vcpu<B> {
                 self.pv.poll_off = !on;
             }
             PvMsr::AsyncPfOff => {}
+            PvMsr::LazyDeadline(_) => self.write_lazy_deadline_msr(value, host)?,
         }
         Ok(())
     }
@@ -255,10 +258,10 @@ impl<B: Backend> Vcpu<B> {
 }
 
 /// A structure in guest memory as it is mapped in the nested tables, with interrupts off.
-struct MappedPage<'a> {
-    memory: &'a VmMemory,
-    view: &'a mmu::View<'a>,
-    at: Gpa,
+pub(crate) struct MappedPage<'a> {
+    pub(crate) memory: &'a VmMemory,
+    pub(crate) view: &'a mmu::View<'a>,
+    pub(crate) at: Gpa,
 }
 
 impl Shared for MappedPage<'_> {

@@ -375,6 +375,7 @@ impl<B: Backend> Vcpu<B> {
             .restore(from, wide, host::clock::monotonic_ns())
             .map_err(|_| Invalid)?;
         self.do_timer(op);
+        self.lazy.forget_promise();
         self.publish_priority();
         self.vm.irq().apic_changed();
         self.recheck = true;

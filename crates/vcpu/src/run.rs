@@ -101,6 +101,7 @@ impl<B: Backend> Vcpu<B> {
         let (init, sipi) = self.shared.take_init_sipi();
         if init {
             self.reset_registers(true);
+            self.forget_lazy_deadline();
             self.shared.lapic.init();
             let bsp = self.shared.lapic.base() & (1 << 8) != 0;
             self.shared.set_mp_state(if bsp { MpState::Runnable } else { MpState::InitReceived });
@@ -219,6 +220,9 @@ impl<B: Backend> Vcpu<B> {
         }
         if has(Request::Clock) {
             self.publish_clock();
+        }
+        if has(Request::Deadline) {
+            self.deadline_came();
         }
         if has(Request::Event) {
             self.stats.count(VcpuCount::ReqEvent);

@@ -34,6 +34,8 @@ pub enum Request {
     Clock = 1 << 2,
     /// The VMM's address space is gone: leave; what is asked of the VM next gets EIO.
     Dead = 1 << 3,
+    /// A TSC deadline has come of which the guest may have stored a later one.
+    Deadline = 1 << 4,
 }
 
 /// KVM_MP_STATE_* (KVM API §4.38).
@@ -267,7 +269,11 @@ impl VcpuShared {
 impl TimerHandler for VcpuShared {
     /// The local APIC timer's host timer has expired: a hard interrupt on some CPU.
     fn expired(&self) -> Option<u64> {
-        let TimerFired { accepted, rearm } = self.lapic.timer_fired(host::clock::monotonic_ns());
+        let now = host::clock::monotonic_ns();
+        let TimerFired { accepted, rearm, ask_owner } = self.lapic.timer_fired(now);
+        if ask_owner {
+            self.request_and_kick(Request::Deadline);
+        }
         self.deliver(accepted);
         rearm
     }

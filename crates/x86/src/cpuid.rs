@@ -359,6 +359,7 @@ features! {
         KVM_MSI_EXT_DEST_ID = 15 "Extended MSI destination.",
         KVM_HC_MAP_GPA_RANGE = 16 "Hypercall for page encryption status.",
         KVM_MIGRATION_CONTROL = 17 "Migration control.",
+        KVM_LAZY_TSC_DEADLINE = 18 "Lazy TSC deadline.",
         KVM_CLOCKSOURCE_STABLE = 24 "kvmclock is monotonic across vCPUs.",
     }
     0x4000_0001 . 0 Edx {

@@ -173,6 +173,7 @@ msrs! {
     KVM_ASYNC_PF_INT = 0x4b56_4d06, "Asynchronous page faults: vector.";
     KVM_ASYNC_PF_ACK = 0x4b56_4d07, "Asynchronous page faults: acknowledgement.";
     KVM_MIGRATION_CONTROL = 0x4b56_4d08, "Whether migration is allowed (SEV).";
+    KVM_LAZY_TSC_DEADLINE = 0x4b56_4d09, "Lazy TSC deadline (RFC of July 2023).";
 
     // Synthetic, Hyper-V's; only refused.
     HV_GUEST_OS_ID = 0x4000_0000, "Hyper-V: guest operating system.";

@@ -51,10 +51,10 @@ pub struct Machine {
 }
 
 /// The machine as a guest of this workload will see it.
-pub fn guest_of(hypervisor: &Hypervisor, workload: &Workload) -> Guest {
+pub fn guest_of(hypervisor: &Hypervisor, workload: &Workload, lazy_timer: bool) -> Guest {
     let topology = Topology { apic_id: 0, vcpus: workload.vcpus };
     let cpuid: CpuId = cpuid::of_guest(hypervisor, workload.irqchip != Irqchip::None, topology);
-    Guest { vendor: hypervisor.vendor(), features: Features::of(&cpuid) }
+    Guest { vendor: hypervisor.vendor(), features: Features::of(&cpuid), lazy_timer }
 }
 
 impl Machine {

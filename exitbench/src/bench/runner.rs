@@ -30,6 +30,8 @@ pub struct Settings {
     pub passes: Passes,
     /// After this time a workload has failed.
     pub timeout: Duration,
+    /// Whether guests are to use the lazy TSC deadline.
+    pub lazy_timer: bool,
 }
 
 /// What an exit means for the loop around KVM_RUN.
@@ -73,7 +75,7 @@ pub fn run(
     mapped: Option<Mapped>,
     settings: Settings,
 ) -> Entry {
-    let guest = guest_of(hypervisor, workload);
+    let guest = guest_of(hypervisor, workload, settings.lazy_timer);
     let plan = (workload.plan)(&guest).map(|plan| Plan { mapped, ..plan });
     let name = match mapped {
         None => workload.name.to_string(),

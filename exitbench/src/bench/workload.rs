@@ -28,6 +28,8 @@ pub struct Workload {
 pub struct Guest {
     pub vendor: Vendor,
     pub features: Features,
+    /// Whether it is to use the lazy TSC deadline where it is offered.
+    pub lazy_timer: bool,
 }
 
 /// How to run a workload on this machine.

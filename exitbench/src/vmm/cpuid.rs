@@ -13,6 +13,7 @@ const LEAF1_ECX_HYPERVISOR: u32 = 1 << 31;
 const LEAF1_EDX_HTT: u32 = 1 << 28;
 const LEAF7_EBX_TSC_ADJUST: u32 = 1 << 1;
 const LEAF7_EBX_SMEP: u32 = 1 << 7;
+const LEAF40000001_EAX_LAZY_DEADLINE: u32 = 1 << 18;
 const LEAF80000001_EDX_NX: u32 = 1 << 20;
 
 /// A vCPU's place: all vCPUs are cores, without threads, of one package.
@@ -31,6 +32,7 @@ pub struct Features {
     pub xsave: bool,
     pub smep: bool,
     pub no_execute: bool,
+    pub lazy_deadline: bool,
 }
 
 impl Features {
@@ -42,6 +44,7 @@ impl Features {
         };
         let ecx1 = leaf(1).map_or(0, |leaf| leaf.ecx);
         let ebx7 = leaf(7).map_or(0, |leaf| leaf.ebx);
+        let eax_kvm = leaf(0x4000_0001).map_or(0, |leaf| leaf.eax);
         let edx_extended = leaf(0x8000_0001).map_or(0, |leaf| leaf.edx);
         Self {
             x2apic: ecx1 & LEAF1_ECX_X2APIC != 0,
@@ -50,6 +53,7 @@ impl Features {
             tsc_adjust: ebx7 & LEAF7_EBX_TSC_ADJUST != 0,
             smep: ebx7 & LEAF7_EBX_SMEP != 0,
             no_execute: edx_extended & LEAF80000001_EDX_NX != 0,
+            lazy_deadline: eax_kvm & LEAF40000001_EAX_LAZY_DEADLINE != 0,
         }
     }
 }

@@ -47,6 +47,12 @@ pub fn device() -> Option<SystemHandle<MakeSvm>> {
     HOST.get().map(SystemHandle::new)
 }
 
+/// The paravirtual features to offer, as the parameters have it.
+fn pv_features() -> u32 {
+    let all = HostFacts::default().pv_features;
+    if params::lazy_tscdeadline() { all } else { all & !feature::KVM_LAZY_TSC_DEADLINE.mask() }
+}
+
 /// Finds out what this host can offer.
 pub fn find_out(features: &Features) -> Result<(), NoMemory> {
     let mut here = Native;
@@ -61,6 +67,7 @@ pub fn find_out(features: &Features) -> Result<(), NoMemory> {
         nested_levels: levels,
         lfence_serializes: lfence,
         xstate_cache: params::xstate_cache(),
+        pv_features: pv_features(),
         ..HostFacts::default()
     };
     SUPPORTED.set(Supported::read(&mut ask, &facts).map_err(|_| NoMemory)?)?;
@@ -74,6 +81,7 @@ pub fn find_out(features: &Features) -> Result<(), NoMemory> {
         de_cfg: if lfence { de_cfg::LFENCE_SERIALIZE } else { 0 },
         spec_ctrl: features.spec_ctrl,
         tsc_aux: features.rdtscp,
+        lazy_deadline: params::lazy_tscdeadline(),
     })?;
     let msrs = MSRS.get().ok_or(NoMemory)?;
 

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use crate::options::Options;
 use crate::outcome::{Outcome, Trouble};
 
-/// After so long a test is taken for hung.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// After so long a test is taken for hung, unless `LABTESTS_PATIENCE` says how many seconds.
+const PATIENCE: u64 = 60;
 /// How long a killed process may need to leave the kernel.
 const MERCY: Duration = Duration::from_secs(5);
 
@@ -117,17 +117,19 @@ fn in_a_process(test: fn() -> Outcome) -> Outcome {
     if child < 0 {
         return Err(Trouble::Failed("no process".into()));
     }
-    let ended = await_end(child, PATIENCE);
+    let asked = std::env::var("LABTESTS_PATIENCE").ok().and_then(|text| text.parse().ok());
+    let patience = Duration::from_secs(asked.unwrap_or(PATIENCE));
+    let ended = await_end(child, patience);
     // SAFETY: the group of our child, which perhaps is gone.
     unsafe { libc::kill(-child, libc::SIGKILL) };
     let status = match ended {
         Some(status) => status,
         None if await_end(child, MERCY).is_some() => {
-            return Err(Trouble::Failed(format!("expected an end got none within {PATIENCE:?}")));
+            return Err(Trouble::Failed(format!("expected an end got none within {patience:?}")));
         }
         None => {
             return Err(Trouble::Failed(format!(
-                "expected an end got none within {PATIENCE:?}, nor by SIGKILL"
+                "expected an end got none within {patience:?}, nor by SIGKILL"
             )));
         }
     };

@@ -321,6 +321,9 @@ impl Lapic {
             LocalVector::Timer if (old ^ value) & LVT_TIMER_MODE != 0 => {
                 LapicEffect::TimerChanged(TimerChange::Mode { old })
             }
+            LocalVector::Timer if (old ^ value) & LVT_MASKED != 0 => {
+                LapicEffect::TimerChanged(TimerChange::Mask)
+            }
             LocalVector::Lint0 if old != value => LapicEffect::Lint0Changed,
             _ => LapicEffect::None,
         }

@@ -10,9 +10,9 @@
 //! token first and then looks at the expiry; so one of the two sees the other's store, and the
 //! compare-and-swap from zero lets only one of them wind.
 
-use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
+use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
 
-use super::regs::{LVT_TIMER_DEADLINE, LVT_TIMER_MODE, LVT_TIMER_PERIODIC};
+use super::regs::{LVT_MASKED, LVT_TIMER_DEADLINE, LVT_TIMER_MODE, LVT_TIMER_PERIODIC};
 use super::{Accepted, FEATURE_TSC_DEADLINE, Lapic, LocalVector};
 
 /// The shortest period that a guest gets, so that it cannot drown the host in timer interrupts.
@@ -31,6 +31,8 @@ pub(super) struct Timer {
     initial: AtomicU32,
     divide: AtomicU32,
     bus_cycle_ns: AtomicU32,
+    /// The alarm leaves an expired deadline to the owner, see [`Lapic::guard_deadline`].
+    guarded: AtomicU8,
 }
 
 /// The present, in the clocks that the timer needs.
@@ -59,6 +61,8 @@ pub enum TimerChange {
         /// The LVT entry before.
         old: u32,
     },
+    /// The timer's entry was masked or unmasked. The count goes on.
+    Mask,
 }
 
 /// What to do with the host timer.
@@ -89,6 +93,8 @@ pub struct TimerFired {
     pub accepted: Accepted,
     /// Restart the host timer at this time.
     pub rearm: Option<u64>,
+    /// A guarded deadline has expired: the owner is to decide what becomes of it.
+    pub ask_owner: bool,
 }
 
 /// The host's timer, for [`TimerOp::apply`].
@@ -125,6 +131,7 @@ impl Timer {
             initial: AtomicU32::new(0),
             divide: AtomicU32::new(0),
             bus_cycle_ns: AtomicU32::new(1),
+            guarded: AtomicU8::new(0),
         }
     }
 
@@ -250,6 +257,30 @@ impl Lapic {
         }
     }
 
+    /// Whether an expired TSC deadline is left to the owner, who may know of a later one
+    /// (the lazy TSC deadline), instead of interrupting at once. Owner only.
+    pub fn guard_deadline(&self, guarded: bool) {
+        self.timer.guarded.store(u8::from(guarded), SeqCst);
+    }
+
+    /// The deadline for which the timer runs and will interrupt; 0 when there is none, or when it
+    /// is masked.
+    #[inline]
+    pub fn deadline_live(&self) -> u64 {
+        if self.lvt(LocalVector::Timer) & LVT_MASKED != 0 || !self.enabled() {
+            return 0;
+        }
+        self.tsc_deadline()
+    }
+
+    /// The running deadline has come, the owner says: interrupts. Owner only.
+    pub fn deadline_expired(&self) -> Accepted {
+        if !self.tsc_deadline_mode() || self.timer.expiry_ns.swap(0, SeqCst) == 0 {
+            return Accepted::Ignored;
+        }
+        self.deliver_local(LocalVector::Timer)
+    }
+
     /// After the guest's TSC or its frequency was changed by the VMM: computes the expiry of an
     /// armed TSC deadline anew.
     pub fn tsc_changed(&self, clock: &TimerClock) -> TimerOp {
@@ -272,6 +303,7 @@ impl Lapic {
                 }
                 TimerOp::Leave
             }
+            TimerChange::Mask => TimerOp::Leave,
         }
     }
 
@@ -347,10 +379,14 @@ impl Lapic {
     pub fn timer_fired(&self, now_ns: u64) -> TimerFired {
         let timer = &self.timer;
         timer.armed_ns.swap(0, SeqCst);
-        let (accepted, next) = self.expire(now_ns);
+        let ask_owner = timer.guarded.load(SeqCst) != 0
+            && self.tsc_deadline_mode()
+            && (1..=now_ns).contains(&timer.expiry_ns.load(SeqCst));
+        let (accepted, next) =
+            if ask_owner { (Accepted::Ignored, None) } else { self.expire(now_ns) };
         let rearm =
             next.filter(|ns| timer.armed_ns.compare_exchange(0, *ns, SeqCst, SeqCst).is_ok());
-        TimerFired { accepted, rearm }
+        TimerFired { accepted, rearm, ask_owner }
     }
 
     /// Delivers if the time has come, without touching the host timer: lets the owner, who knows

@@ -25,6 +25,7 @@ mod pio_kernel;
 mod pio_user;
 mod rdmsr;
 mod self_ipi;
+mod timer_rearm;
 mod tscdeadline;
 mod tscdeadline_immed;
 mod vmcall;
@@ -57,6 +58,7 @@ pub const ALL: &[Workload] = &[
     ipi::WORKLOAD,
     tscdeadline::WORKLOAD,
     tscdeadline_immed::WORKLOAD,
+    timer_rearm::WORKLOAD,
     page_fault::WORKLOAD,
     mov_cr8::WORKLOAD,
 ];
@@ -98,10 +100,15 @@ mod tests {
             xsave: true,
             smep: true,
             no_execute: true,
+            lazy_deadline: true,
         };
         let vendors = [Vendor::Intel, Vendor::Amd];
         vendors.into_iter().flat_map(move |vendor| {
-            [all, Features { x2apic: false, ..all }].map(|features| Guest { vendor, features })
+            let guest = Guest { vendor, features: all, lazy_timer: false };
+            let old = Features { x2apic: false, ..all };
+            [guest, Guest { features: old, ..guest }]
+                .into_iter()
+                .flat_map(|guest| [guest, Guest { lazy_timer: true, ..guest }])
         })
     }
 
@@ -147,7 +154,7 @@ mod tests {
 
     #[test]
     fn what_the_guest_lacks_is_skipped_with_a_reason() {
-        let guest = Guest { vendor: Vendor::Amd, features: Features::default() };
+        let guest = Guest { vendor: Vendor::Amd, features: Features::default(), lazy_timer: true };
         let skipped: Vec<_> =
             ALL.iter().filter(|w| (w.plan)(&guest).is_err()).map(|w| w.name).collect();
         assert_eq!(
@@ -159,7 +166,8 @@ mod tests {
                 "xsetbv",
                 "cr4_osxsave",
                 "tscdeadline",
-                "tscdeadline_immed"
+                "tscdeadline_immed",
+                "timer_rearm"
             ]
         );
     }

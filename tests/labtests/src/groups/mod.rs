@@ -10,6 +10,8 @@ mod injection;
 mod instructions;
 mod irq_ioctls;
 mod lapic;
+mod lazy_deadline;
+mod lazy_stress;
 mod lifecycle;
 mod lines;
 mod mmio;
@@ -56,6 +58,8 @@ pub fn all() -> impl Iterator<Item = Test> {
         lines::TESTS,
         smp::TESTS,
         paravirtual::TESTS,
+        lazy_deadline::TESTS,
+        lazy_stress::TESTS,
         irq_ioctls::TESTS,
         lifecycle::TESTS,
     ]

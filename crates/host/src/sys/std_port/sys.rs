@@ -631,6 +631,9 @@ pub(crate) fn gnt_host_state_by_msr() -> i32 {
 pub(crate) fn gnt_xstate_cache() -> i32 {
     1
 }
+pub(crate) fn gnt_lazy_tscdeadline() -> i32 {
+    1
+}
 
 // The log.
 

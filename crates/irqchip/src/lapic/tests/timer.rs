@@ -30,6 +30,10 @@ fn clock(now_ns: u64) -> TimerClock {
     TimerClock { now_ns, guest_tsc: now_ns * 2, tsc_khz: 2_000_000 }
 }
 
+fn fired_with(accepted: Accepted, rearm: Option<u64>) -> TimerFired {
+    TimerFired { accepted, rearm, ask_owner: false }
+}
+
 fn deadline_apic() -> Lapic {
     let lapic = xapic(0);
     let _ = lapic.write(LVT_TIMER, DEADLINE | VECTOR);
@@ -45,7 +49,7 @@ fn one_shot_counts_down_and_fires_once() {
     assert_eq!(current(&lapic, NOW), 1_000_000);
     assert_eq!(current(&lapic, NOW + 400_000), 600_000);
     let fired = lapic.timer_fired(NOW + 1_000_000);
-    assert_eq!(fired, TimerFired { accepted: Accepted::Pending, rearm: None });
+    assert_eq!(fired, fired_with(Accepted::Pending, None));
     assert_eq!(current(&lapic, NOW + 1_000_000), 0);
     assert_eq!(take(&lapic), Some(VECTOR as u8));
     assert_eq!(lapic.timer_fired(NOW + 9_000_000).accepted, Accepted::Ignored);
@@ -83,9 +87,9 @@ fn periodic_keeps_its_phase_when_the_alarm_is_late() {
     let _ = lapic.write(LVT_TIMER, PERIODIC | VECTOR);
     let _ = count(&lapic, 1_000_000, NOW);
     let fired = lapic.timer_fired(NOW + 1_000_300);
-    assert_eq!(fired, TimerFired { accepted: Accepted::Pending, rearm: Some(NOW + 2_000_000) });
+    assert_eq!(fired, fired_with(Accepted::Pending, Some(NOW + 2_000_000)));
     let fired = lapic.timer_fired(NOW + 5_600_000);
-    assert_eq!(fired, TimerFired { accepted: Accepted::Coalesced, rearm: Some(NOW + 6_000_000) });
+    assert_eq!(fired, fired_with(Accepted::Coalesced, Some(NOW + 6_000_000)));
     assert_eq!(current(&lapic, NOW + 5_700_000), 300_000);
     // The alarm is late: the count has begun anew.
     assert_eq!(current(&lapic, NOW + 6_100_000), 900_000);
@@ -105,7 +109,7 @@ fn writing_zero_stops_the_count() {
     let _ = count(&lapic, 1_000, NOW);
     assert_eq!(count(&lapic, 0, NOW), TimerOp::Leave);
     let fired = lapic.timer_fired(NOW + 1_000_000);
-    assert_eq!(fired, TimerFired { accepted: Accepted::Ignored, rearm: None });
+    assert_eq!(fired, fired_with(Accepted::Ignored, None));
 }
 
 #[test]
@@ -115,7 +119,7 @@ fn a_masked_timer_runs_but_does_not_interrupt() {
     let _ = lapic.write(TDCR, 0b1011);
     let _ = count(&lapic, 1_000_000, NOW);
     let fired = lapic.timer_fired(NOW + 1_000_000);
-    assert_eq!(fired, TimerFired { accepted: Accepted::Ignored, rearm: Some(NOW + 2_000_000) });
+    assert_eq!(fired, fired_with(Accepted::Ignored, Some(NOW + 2_000_000)));
 }
 
 #[test]
@@ -143,7 +147,7 @@ fn a_later_deadline_leaves_the_alarm_alone_and_an_earlier_one_does_not() {
     let _ = lapic.set_tsc_deadline((NOW + 500) * 2, &clock(NOW));
     assert_eq!(lapic.set_tsc_deadline((NOW + 900) * 2, &clock(NOW)), TimerOp::Leave);
     let fired = lapic.timer_fired(NOW + 500);
-    assert_eq!(fired, TimerFired { accepted: Accepted::Ignored, rearm: Some(NOW + 900) });
+    assert_eq!(fired, fired_with(Accepted::Ignored, Some(NOW + 900)));
     let op = lapic.set_tsc_deadline((NOW + 700) * 2, &clock(NOW + 600));
     assert_eq!(op, TimerOp::Rearm { ns: NOW + 700 });
     assert_eq!(lapic.set_tsc_deadline(0, &clock(NOW + 600)), TimerOp::Leave);
@@ -210,6 +214,48 @@ fn polling_delivers_without_the_alarm() {
     assert_eq!(lapic.timer_poll(NOW + 500), Accepted::Pending);
     // The alarm rings for nothing.
     assert_eq!(lapic.timer_fired(NOW + 500).accepted, Accepted::Ignored);
+}
+
+#[test]
+fn a_guarded_deadline_is_left_to_the_owner_when_it_expires() {
+    let lapic = deadline_apic();
+    lapic.guard_deadline(true);
+    let at = (NOW + 500) * 2;
+    let _ = lapic.set_tsc_deadline(at, &clock(NOW));
+    let early = lapic.timer_fired(NOW + 400);
+    assert_eq!(early, fired_with(Accepted::Ignored, Some(NOW + 500)));
+    let fired = lapic.timer_fired(NOW + 500);
+    assert_eq!(fired, TimerFired { ask_owner: true, ..fired_with(Accepted::Ignored, None) });
+    assert_eq!((lapic.tsc_deadline(), take(&lapic)), (at, None), "nothing was decided");
+    assert_eq!(lapic.deadline_expired(), Accepted::Pending);
+    assert_eq!((lapic.tsc_deadline(), take(&lapic)), (0, Some(VECTOR as u8)));
+    assert_eq!(lapic.deadline_expired(), Accepted::Ignored, "once");
+}
+
+#[test]
+fn a_guard_means_nothing_in_the_other_modes() {
+    let lapic = xapic(0);
+    lapic.guard_deadline(true);
+    let _ = lapic.write(LVT_TIMER, VECTOR);
+    let _ = count(&lapic, 1_000, NOW);
+    let fired = lapic.timer_fired(NOW + 1_000_000);
+    assert_eq!(fired, fired_with(Accepted::Pending, None));
+}
+
+#[test]
+fn a_masked_or_stopped_deadline_is_not_live() {
+    let lapic = deadline_apic();
+    assert_eq!(lapic.deadline_live(), 0);
+    let at = (NOW + 500) * 2;
+    let _ = lapic.set_tsc_deadline(at, &clock(NOW));
+    assert_eq!(lapic.deadline_live(), at);
+    let masked = lapic.write(LVT_TIMER, MASKED | DEADLINE | VECTOR);
+    assert_eq!(masked, LapicEffect::TimerChanged(TimerChange::Mask));
+    assert_eq!((lapic.deadline_live(), lapic.tsc_deadline()), (0, at));
+    let _ = lapic.write(LVT_TIMER, DEADLINE | VECTOR);
+    assert_eq!(lapic.deadline_live(), at);
+    let _ = lapic.set_tsc_deadline(0, &clock(NOW));
+    assert_eq!(lapic.deadline_live(), 0);
 }
 
 /// A host timer that only remembers.

@@ -1,0 +1,176 @@
+//! The lazy TSC deadline of a vCPU: what `pv::LazyDeadline` asks of the timer and of guest memory.
+//!
+//! The guest's deadlines reach the timer by WRMSR, in the inner loop, and by the shared page, which
+//! is looked at when the timer rings. The alarm in the hard interrupt only asks the vCPU to look
+//! ([`Request::Deadline`](vm::vcpu_shared::Request)); so every access to the page is made by the
+//! vCPU's own thread: in the inner loop through the nested tables, with interrupts off; outside
+//! through the VMM's mapping. What fails in the loop is made good before the guest runs on.
+
+use backend::Backend;
+
+use crate::{
+    Vcpu,
+    inner::Next,
+    msrs::Refused,
+    pv::{GuestPage, MappedPage},
+};
+
+impl<B: Backend> Vcpu<B> {
+    /// After a deadline was set inside the loop: the page is told what the timer runs for now.
+    #[inline]
+    pub(crate) fn publish_deadline_in_loop(&mut self, next: Next) -> Next {
+        let live = self.shared.lapic.deadline_live();
+        let Some(at) = self.lazy.page() else { return next };
+        let memory = self.vm.memory();
+        let view = memory.view();
+        let page = MappedPage { memory, view: &view, at };
+        match self.lazy.publish(&page, live) {
+            Ok(()) => next,
+            // The page is to be put right before the guest reads it again.
+            Err(_) if next == Next::Again => Next::Done,
+            Err(_) => next,
+        }
+    }
+
+    /// The same outside the loop. A page out of reach stays in doubt.
+    pub(crate) fn publish_deadline(&mut self) {
+        let live = self.shared.lapic.deadline_live();
+        let Some(at) = self.lazy.page() else { return };
+        let _ = self.lazy.publish(&GuestPage { memory: self.vm.memory(), at }, live);
+    }
+
+    /// A TSC deadline has come, or may have: interrupts, unless the guest has stored a later one.
+    pub(crate) fn deadline_came(&mut self) {
+        let deadline = self.shared.lapic.tsc_deadline();
+        if deadline == 0 {
+            return;
+        }
+        let clock = self.clock_now();
+        if deadline > clock.guest_tsc {
+            // Moved meanwhile; or host time, which is disciplined, ran ahead of the guest's TSC.
+            let op = self.shared.lapic.set_tsc_deadline(deadline, &clock);
+            return self.do_timer(op);
+        }
+        let later = match self.lazy.page() {
+            Some(at) if self.lazy.armed() != 0 => {
+                let page = GuestPage { memory: self.vm.memory(), at };
+                // Where the page cannot be read, the deadline that is known stands.
+                self.lazy.examine(&page).unwrap_or(None)
+            }
+            _ => None,
+        };
+        match later {
+            Some(later) => {
+                let op = self.shared.lapic.set_tsc_deadline(later, &clock);
+                self.do_timer(op);
+                self.publish_deadline();
+            }
+            None => self.recheck |= self.shared.lapic.deadline_expired().kick(),
+        }
+    }
+
+    /// Takes the promise back. A timer that runs on does so for the guest's newest deadline.
+    fn end_promise(&mut self) {
+        let Some(at) = self.lazy.page() else { return };
+        let page = GuestPage { memory: self.vm.memory(), at };
+        if self.shared.lapic.tsc_deadline() == 0 {
+            let _ = self.lazy.withdraw(&page);
+        } else if self.lazy.armed() != 0
+            && let Ok(Some(later)) = self.lazy.examine(&page)
+        {
+            let clock = self.clock_now();
+            let op = self.shared.lapic.set_tsc_deadline(later, &clock);
+            self.do_timer(op);
+        }
+    }
+
+    /// Before an entry from the outer loop: puts the page right where it may be wrong. It may be
+    /// after every withdrawal of translations, behind which there may be other memory.
+    #[inline]
+    pub(crate) fn settle_deadline(&mut self) {
+        if !self.lazy.enabled() {
+            return;
+        }
+        let generation = self.vm.memory().generation();
+        if !self.lazy.in_doubt() && generation == self.lazy_generation {
+            return;
+        }
+        self.lazy_generation = generation;
+        self.settle_deadline_now();
+    }
+
+    #[cold]
+    fn settle_deadline_now(&mut self) {
+        let Some(at) = self.lazy.page() else { return };
+        if self.lazy.armed() != self.shared.lapic.deadline_live() {
+            // Stopped, or masked while it goes on.
+            self.end_promise();
+        }
+        let running = self.shared.lapic.deadline_live();
+        let page = GuestPage { memory: self.vm.memory(), at };
+        if let Ok(Some(later)) = self.lazy.settle(&page, running) {
+            let clock = self.clock_now();
+            let op = self.shared.lapic.set_tsc_deadline(later, &clock);
+            self.do_timer(op);
+            self.publish_deadline();
+        }
+    }
+
+    /// A valid write of the MSR: the page is at `value`'s address from now on, or nowhere.
+    ///
+    /// A guest's page has to be there, writable; a VMM may restore MSRs before memory.
+    pub(crate) fn write_lazy_deadline_msr(
+        &mut self,
+        value: u64,
+        host: bool,
+    ) -> Result<(), Refused> {
+        let possible = self.offered.msrs.lazy_deadline && self.shared.in_kernel_apic;
+        let offered = self.cpuid.has(x86::cpuid::feature::KVM_LAZY_TSC_DEADLINE);
+        let off = value & 1 == 0;
+        if !(possible && (offered || host)) && !(host && off) {
+            return Err(Refused);
+        }
+        self.end_promise();
+        let before = self.lazy.msr();
+        self.lazy.configure(value);
+        if let Some(at) = self.lazy.page()
+            && !host
+        {
+            let page = GuestPage { memory: self.vm.memory(), at };
+            // Nothing is promised before the next deadline: what stands in `pending` is no
+            // deadline that anyone has set.
+            if self.lazy.settle(&page, 0).is_err() {
+                self.lazy.configure(before);
+                return Err(Refused);
+            }
+        }
+        self.shared.lapic.guard_deadline(self.lazy.enabled());
+        Ok(())
+    }
+
+    /// The MSR; a guest to which it is not offered has none.
+    pub(crate) fn read_lazy_deadline_msr(&self, host: bool) -> Result<u64, Refused> {
+        if host || self.cpuid.has(x86::cpuid::feature::KVM_LAZY_TSC_DEADLINE) {
+            Ok(self.lazy.msr())
+        } else {
+            Err(Refused)
+        }
+    }
+
+    /// IA32_TSC_DEADLINE for a VMM that saves it: the newest deadline, so that what it restores
+    /// does not depend on the page.
+    pub(crate) fn newest_deadline(&self) -> u64 {
+        let running = self.shared.lapic.tsc_deadline();
+        match self.lazy.page() {
+            Some(at) => self.lazy.newest(&GuestPage { memory: self.vm.memory(), at }, running),
+            None => running,
+        }
+    }
+
+    /// INIT: the next kernel on this vCPU knows of no page.
+    pub(crate) fn forget_lazy_deadline(&mut self) {
+        if self.lazy.enabled() {
+            let _ = self.write_lazy_deadline_msr(0, true);
+        }
+    }
+}
