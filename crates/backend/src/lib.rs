@@ -87,6 +87,16 @@ pub struct Paging {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NotMine;
 
+/// Who answers exits. Its methods are inlined into [`Backend::dispatch`].
+pub trait Answer<B> {
+    /// The backend whose exits it answers.
+    fn backend(&self) -> &B;
+    /// Answers an exit of a frequent kind. `Some`: the loop is to be left for this.
+    fn frequent(&mut self, exit: Exit) -> Option<Exit>;
+    /// Answers any exit.
+    fn rare(&mut self, exit: Exit) -> Option<Exit>;
+}
+
 /// A hardware backend: one virtual CPU's control block and the world switch.
 ///
 /// Between [`load`](Backend::load) and [`unload`](Backend::unload) interrupts are held off; while
@@ -107,6 +117,9 @@ pub trait Backend: Send + Sized {
     fn enter(&mut self, gprs: &mut Gprs);
     /// The exit that ended the last [`enter`](Backend::enter).
     fn exit(&self) -> Exit;
+    /// Has `answer` answer the exit that ended the last [`enter`](Backend::enter): a frequent kind
+    /// from a place of its own, so that the exit itself is never put together there.
+    fn dispatch<A: Answer<Self>>(answer: &mut A) -> Option<Exit>;
     /// Raw exit code and information, for reports.
     fn exit_raw(&self) -> [u64; 3];
     /// The event whose delivery the last exit interrupted; it must be injected again.

@@ -10,7 +10,6 @@ use x86::{
 };
 
 /// Decodes the exit in `control`. `assists`: the CPU has decode assists.
-#[inline(always)]
 pub fn decode(control: &Control, assists: bool) -> Exit {
     let code = ExitCode(control.exit_code);
     match code {
@@ -26,8 +25,8 @@ pub fn decode(control: &Control, assists: bool) -> Exit {
     }
 }
 
-#[inline]
-fn nested(control: &Control) -> Exit {
+#[inline(always)]
+pub(crate) fn nested(control: &Control) -> Exit {
     let info = control.exit_info_1;
     Exit::NestedFault(NestedFault {
         gpa: Gpa(control.exit_info_2),
@@ -39,8 +38,8 @@ fn nested(control: &Control) -> Exit {
     })
 }
 
-#[inline]
-fn io(control: &Control) -> Exit {
+#[inline(always)]
+pub(crate) fn io(control: &Control) -> Exit {
     let info = control.exit_info_1;
     Exit::Io(IoExit {
         port: (info >> ioio::PORT_SHIFT) as u16,

@@ -9,12 +9,14 @@
 //! and QEMU's emulation, which takes reserved bits that a CPU refuses: there writes exit, to be
 //! checked here.
 
-use backend::{Backend, ControlRegs, Event, Exit, Gprs, GuestLimits, NotMine, Paging, SegmentName};
+use backend::{
+    Answer, Backend, ControlRegs, Event, Exit, Gprs, GuestLimits, NotMine, Paging, SegmentName,
+};
 use cpu::Cpu;
 use x86::{
     Hpa, Vector,
     segment::{DescriptorTable, Segment},
-    vmcb::{self, Clean, Intercept3, Intercept4, VmcbSegment, vintr},
+    vmcb::{self, Clean, ExitCode, Intercept3, Intercept4, VmcbSegment, vintr},
 };
 
 use crate::{
@@ -201,9 +203,35 @@ impl<C: Cpu> Backend for Svm<C> {
         self.switch(gprs);
     }
 
-    #[inline(always)]
     fn exit(&self) -> Exit {
         exits::decode(&self.vmcb().control, self.features.decode_assists)
+    }
+
+    #[inline(always)]
+    fn dispatch<A: Answer<Self>>(answer: &mut A) -> Option<Exit> {
+        let code = ExitCode(answer.backend().vmcb().control.exit_code);
+        match code {
+            ExitCode::Intr => answer.frequent(Exit::Interrupt),
+            ExitCode::Cpuid => answer.frequent(Exit::Cpuid),
+            ExitCode::Msr if answer.backend().vmcb().control.exit_info_1 & 1 == 0 => {
+                answer.frequent(Exit::Rdmsr)
+            }
+            ExitCode::Msr => answer.frequent(Exit::Wrmsr),
+            ExitCode::NestedPageFault => {
+                let exit = exits::nested(&answer.backend().vmcb().control);
+                answer.frequent(exit)
+            }
+            ExitCode::Ioio => {
+                let exit = exits::io(&answer.backend().vmcb().control);
+                answer.frequent(exit)
+            }
+            ExitCode::Hlt => answer.frequent(Exit::Hlt),
+            ExitCode::Vmmcall => answer.frequent(Exit::Hypercall),
+            _ => {
+                let exit = answer.backend().exit();
+                answer.rare(exit)
+            }
+        }
     }
 
     fn exit_raw(&self) -> [u64; 3] {

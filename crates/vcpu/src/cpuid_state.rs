@@ -7,6 +7,7 @@
 //! once, and executes CPUID for each component of each format.
 
 use backend::{Backend, GuestLimits};
+use stats::VcpuCount;
 use vm::vcpu_shared::SharedVcpu;
 use x86::cpuid::feature;
 
@@ -34,7 +35,9 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn look_up_cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4] {
         let inputs = dynamic_inputs(&self.b, &self.shared);
         self.cpuid_inputs_changed();
-        self.cpuid.lookup(leaf, subleaf, &inputs)
+        let answer = self.cpuid.lookup(leaf, subleaf, &inputs);
+        self.count_cpuid_updates();
+        answer
     }
 
     /// CR4, XCR0, IA32_XSS, the APIC base or MISC_ENABLE was written.
@@ -50,6 +53,11 @@ impl<B: Backend> Vcpu<B> {
         let inputs = dynamic_inputs(&self.b, &self.shared);
         let b = &mut self.b;
         self.cpuid.refresh_with(&inputs, |leaf, subleaf| b.host_cpuid(leaf, subleaf));
+        self.count_cpuid_updates();
+    }
+
+    fn count_cpuid_updates(&self) {
+        self.stats.set(VcpuCount::CpuidUpdates, self.cpuid.updates());
     }
 
     /// KVM_SET_CPUID2. After the vCPU has run only the same content is taken.
@@ -67,6 +75,8 @@ impl<B: Backend> Vcpu<B> {
     pub fn cpuid_entries(&mut self) -> &[cpuid::Entry] {
         self.cpuid_inputs_changed();
         let inputs = dynamic_inputs(&self.b, &self.shared);
+        let _computed = self.cpuid.entries(&inputs);
+        self.count_cpuid_updates();
         self.cpuid.entries(&inputs)
     }
 

@@ -8,7 +8,7 @@
 //! Handlers that call the kernel are the exception: a call may set need_resched without an
 //! interrupt, so they look again before they go on.
 
-use backend::{Backend, Exit};
+use backend::{Answer, Backend, Exit};
 use host::{irq, task};
 use stats::{Reason, VcpuCount};
 
@@ -25,6 +25,18 @@ pub(crate) enum Next {
     Leave,
 }
 
+impl Next {
+    /// What the loop is left for.
+    #[inline(always)]
+    fn left(self, exit: Exit) -> Option<Exit> {
+        match self {
+            Self::Again => None,
+            Self::Done => Some(Exit::Interrupt),
+            Self::Leave => Some(exit),
+        }
+    }
+}
+
 /// Why the inner loop was left.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Left {
@@ -32,6 +44,23 @@ pub(crate) enum Left {
     Exit(Exit),
     /// Something was pending; nothing was run, or everything is done.
     Pending,
+}
+
+impl<B: Backend> Answer<B> for Vcpu<B> {
+    #[inline(always)]
+    fn backend(&self) -> &B {
+        &self.b
+    }
+
+    #[inline(always)]
+    fn frequent(&mut self, exit: Exit) -> Option<Exit> {
+        self.answer(exit).left(exit)
+    }
+
+    #[inline(never)]
+    fn rare(&mut self, exit: Exit) -> Option<Exit> {
+        self.answer_rare(exit).left(exit)
+    }
 }
 
 impl<B: Backend> Vcpu<B> {
@@ -78,11 +107,8 @@ impl<B: Backend> Vcpu<B> {
             if self.virtual_irq.is_some() {
                 self.note_taken();
             }
-            let exit = self.b.exit();
-            match self.answer(exit) {
-                Next::Again => {}
-                Next::Done => return Exit::Interrupt,
-                Next::Leave => return exit,
+            if let Some(exit) = B::dispatch(self) {
+                return exit;
             }
             // An answer that cannot be injected here was given all the same: leave quietly.
             if self.recheck && (self.events.leaves() || !self.inject_pending(false)) {
@@ -121,13 +147,25 @@ impl<B: Backend> Vcpu<B> {
                 self.stats.exit(Reason::Hypercall);
                 self.answer_hypercall()
             }
-            Exit::CacheFlush => {
-                self.stats.exit(Reason::CacheFlush);
-                self.answer_nothing()
-            }
             Exit::Hlt => {
                 self.stats.exit(Reason::Hlt);
                 self.answer_hlt()
+            }
+            Exit::Interrupt => {
+                self.stats.exit(Reason::Interrupt);
+                Next::Leave
+            }
+            exit => self.answer_rare(exit),
+        }
+    }
+
+    /// The exits that a guest makes seldom.
+    #[inline(never)]
+    fn answer_rare(&mut self, exit: Exit) -> Next {
+        match exit {
+            Exit::CacheFlush => {
+                self.stats.exit(Reason::CacheFlush);
+                self.answer_nothing()
             }
             Exit::Cr(access) => {
                 self.stats.exit(Reason::Cr);
@@ -149,10 +187,6 @@ impl<B: Backend> Vcpu<B> {
                 // The access is executed again.
                 self.b.own_debug_regs();
                 Next::Again
-            }
-            Exit::Interrupt => {
-                self.stats.exit(Reason::Interrupt);
-                Next::Leave
             }
             // Counted outside.
             _ => Next::Leave,

@@ -75,7 +75,6 @@ impl<B: Backend> Vcpu<B> {
     #[inline]
     pub(crate) fn count_return(&mut self, exit: &UserExit) {
         self.stats.count(VcpuCount::UserExits);
-        self.stats.set(VcpuCount::CpuidUpdates, self.cpuid.updates());
         let what = match exit {
             UserExit::Mmio { .. } => VcpuCount::MmioExits,
             UserExit::Intr => VcpuCount::SignalExits,

@@ -189,3 +189,23 @@ fn a_bad_cr0_is_a_general_protection_fault() {
         assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
     }
 }
+
+#[test]
+fn exits_are_counted_by_reason_and_by_where_they_were_answered() {
+    use stats::Reason;
+    let mut v = vcpu();
+    for _ in 0..3 {
+        v.backend().cpu().inner().then(exit(ExitCode::Cpuid));
+    }
+    v.backend().cpu().inner().then(exit(ExitCode::Wbinvd));
+    v.backend().cpu().inner().then(shutdown);
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    let stats = &v.shared().stats;
+    let counted = |reason| (stats.exits_by(reason), stats.answered_by(reason));
+    assert_eq!(counted(Reason::Cpuid), (3, 3));
+    assert_eq!(counted(Reason::CacheFlush), (1, 1));
+    assert_eq!(counted(Reason::Shutdown), (1, 0));
+    assert_eq!(stats.exits(), 5);
+    assert_eq!(stats.get(stats::VcpuCount::UserExits), 1);
+    assert_eq!(stats.get(stats::VcpuCount::HostStateReload), 1);
+}
