@@ -10,12 +10,27 @@
 //! [`ShadowMmu::lock`]). Its holder waits for no other CPU. Lock order: the tree's lock, then this one.
 #![forbid(unsafe_code)]
 
+mod ahead;
+mod arena;
+mod audit;
 pub mod counters;
+mod entries;
+mod fault;
+mod frames;
+mod guest;
+mod recycle;
 pub mod role;
 pub mod roots;
+mod settle;
+mod sync;
+mod withdraw;
 
+use alloc::vec::Vec;
+use core::cell::Cell;
 use core::marker::PhantomData;
 
+use host::arc::Arc;
+use host::boxed::KBox;
 use host::error::NoMemory;
 use host::trylock::{TryGuard, TryLock};
 use x86::{Exception, Gfn, Gpa};
@@ -24,6 +39,9 @@ use crate::format::{Npt, PteFormat};
 use crate::table::View;
 use crate::tdp::FlushRemote;
 use crate::walk::PagingContext;
+
+use arena::{Arena, PageId};
+use frames::{Chunk, Frames, Lack, Span};
 
 pub use counters::Counters;
 pub use role::Role;
@@ -75,18 +93,56 @@ pub enum ShadowFault {
 #[derive(Debug)]
 pub struct ShadowMmu<F = Npt> {
     lock: TryLock<State>,
-    counters: Counters,
+    counters: Arc<Counters>,
     format: PhantomData<F>,
 }
 
+/// What the lock protects.
 #[derive(Debug)]
-struct State;
+struct State {
+    arena: Arena,
+    frames: Frames,
+    counters: Arc<Counters>,
+    /// The host's memory encryption bit.
+    encryption: u64,
+    /// Pages that the VM may have.
+    limit: u64,
+    /// The number of this walk over pages; see [`arena::ShadowPage::seen`].
+    walk: Cell<u32>,
+    /// Entries that it may still compare.
+    budget: Cell<u32>,
+    /// Pages whose tables are worth protecting, and how many.
+    queue: [Cell<PageId>; settle::QUEUE],
+    queued: Cell<usize>,
+    /// Comparisons that those cost since.
+    pressing: Cell<u32>,
+    /// Pages whose tables were protected before the flush, and how many.
+    settling_pages: [Cell<PageId>; settle::QUEUE],
+    settling: Cell<usize>,
+}
+
+/// Pages that a VM may have at least, and before its memory is known (KVM API §4.44).
+pub const LEAST_PAGES: u64 = 64;
 
 impl<F: PteFormat> ShadowMmu<F> {
     /// No pages. `encryption`: the host's SME bit, or 0.
     pub fn new(encryption: u64) -> Result<Self, NoMemory> {
-        let _ = encryption;
-        Ok(Self { lock: TryLock::new(State), counters: Counters::default(), format: PhantomData })
+        let counters = Arc::new(Counters::default())?;
+        let state = State {
+            arena: Arena::new()?,
+            frames: Frames::default(),
+            counters: counters.clone(),
+            encryption: encryption & crate::format::ADDRESS,
+            limit: LEAST_PAGES,
+            walk: Cell::new(0),
+            budget: Cell::new(0),
+            queue: [const { Cell::new(0) }; settle::QUEUE],
+            queued: Cell::new(0),
+            pressing: Cell::new(0),
+            settling_pages: [const { Cell::new(0) }; settle::QUEUE],
+            settling: Cell::new(0),
+        };
+        Ok(Self { lock: TryLock::new(state), counters, format: PhantomData })
     }
 
     /// The pages, if nobody else works on them now. Interrupts are off; calls nothing of the
@@ -94,12 +150,12 @@ impl<F: PteFormat> ShadowMmu<F> {
     #[inline]
     pub fn try_lock(&self) -> Option<ShadowGuard<'_, F>> {
         let state = self.lock.try_lock()?;
-        Some(ShadowGuard { state, counters: &self.counters, format: PhantomData })
+        Some(ShadowGuard { state, format: PhantomData })
     }
 
     /// The pages, however long that takes. Preemption stays off while the guard lives.
     pub fn lock(&self) -> ShadowGuard<'_, F> {
-        ShadowGuard { state: self.lock.lock(), counters: &self.counters, format: PhantomData }
+        ShadowGuard { state: self.lock.lock(), format: PhantomData }
     }
 
     /// What happened so far.
@@ -114,24 +170,77 @@ impl<F: PteFormat> ShadowMmu<F> {
         count: usize,
         flush: &(impl FlushRemote + ?Sized),
     ) -> Result<(), NoMemory> {
-        let _ = (count, flush);
-        Ok(())
+        self.reserve_pages(count, flush)
+    }
+
+    /// Makes it possible to note leaves of frame `gfn`, which is in the tree now and lies in the slot
+    /// of the frames `first..end`. May sleep.
+    pub fn prepare(&self, gfn: Gfn, first: Gfn, end: Gfn) -> Result<(), NoMemory> {
+        loop {
+            let lack = self.lock.lock().frames.lacks(gfn);
+            match lack {
+                Lack::Nothing => return Ok(()),
+                Lack::Span(count) => {
+                    let span = Span::new(first, end)?;
+                    let mut room = Vec::new();
+                    room.try_reserve_exact(count)?;
+                    let refused = self.lock.lock().frames.add_span(span, &mut room);
+                    if refused.is_some() {
+                        // The span of a slot that was there before is on its way out.
+                        return Ok(());
+                    }
+                }
+                Lack::Chunk => {
+                    let chunk = KBox::new(Chunk::new()?)?;
+                    let refused = self.lock.lock().frames.add_chunk(gfn, chunk);
+                    drop(refused);
+                }
+            }
+        }
     }
 
     /// Write-protects guest tables that have not changed for a while, so that flushes need not look
     /// at them. Worth a call outside the loop when [`ShadowGuard::wants_settling`] says so.
-    pub fn settle(&self, flush: &(impl FlushRemote + ?Sized)) {
-        let _ = flush;
+    /// [`ShadowGuard::settle_end`] completes it; `true`: it must be called, after a flush of all
+    /// CPUs.
+    pub fn settle_begin(&self) -> bool {
+        self.lock.lock().settle_begin()
     }
 
     /// Pages the VM may have (KVM_SET_NR_MMU_PAGES).
     pub fn limit(&self) -> u64 {
-        0
+        self.lock.lock().limit
     }
 
     /// Sets that, and gives back what is too much. May sleep.
     pub fn set_limit(&self, pages: u64, flush: &(impl FlushRemote + ?Sized)) {
-        let _ = (pages, flush);
+        self.shrink_to(pages, flush);
+    }
+
+    /// The tree has withdrawn the frames `first..end`: drops their leaves. Before the flush.
+    pub fn withdraw(&self, first: Gfn, end: Gfn) {
+        self.lock.lock().withdraw(first, end);
+    }
+
+    /// The tree has taken write access from the frames `first..end`: so do their leaves. Before the
+    /// flush. Whether any had it.
+    pub fn write_protect(&self, first: Gfn, end: Gfn) -> bool {
+        self.lock.lock().write_protect(first, end)
+    }
+
+    /// Whether the hardware used any of the frames `first..end`; with `clear`, forgets it.
+    pub fn age(&self, first: Gfn, end: Gfn, clear: bool) -> bool {
+        self.lock.lock().age(first, end, clear)
+    }
+
+    /// The slot of the frames `first..end` is gone and withdrawn: so go the pages made from tables in
+    /// it, and what was known of its frames.
+    pub fn forget_slot(&self, first: Gfn, end: Gfn) {
+        let mut guard = self.lock.lock();
+        guard.forget(first, end);
+        let span = guard.frames.remove_span(first);
+        drop(guard);
+        drop(span);
     }
 }
 
@@ -139,7 +248,6 @@ impl<F: PteFormat> ShadowMmu<F> {
 /// which `view` was made, and allocates nothing.
 pub struct ShadowGuard<'a, F = Npt> {
     state: TryGuard<'a, State>,
-    counters: &'a Counters,
     format: PhantomData<F>,
 }
 
@@ -160,19 +268,18 @@ impl<F: PteFormat> ShadowGuard<'_, F> {
         smm: bool,
         flush: bool,
     ) -> RootOutcome {
-        let _ = (&self.state, self.counters, view, roots, context, pdptes, smm, flush);
-        RootOutcome::NeedPages(1)
+        self.state.switch::<F>(view, roots, context, pdptes, smm, flush)
     }
 
     /// The guest flushed its TLB, or a part larger than one page (CR4.PGE, INVPCID, INVLPGA, a
     /// hypercall): what is stale in the current tree goes now, in the others before their next use.
     pub fn flush(&mut self, view: &View<'_>, roots: &mut ShadowRoots) {
-        let _ = (view, roots);
+        self.state.flush::<F>(view, roots);
     }
 
     /// The guest executed INVLPG on `va`.
     pub fn invlpg(&mut self, view: &View<'_>, roots: &mut ShadowRoots, va: u64) {
-        let _ = (view, roots, va);
+        self.state.invlpg::<F>(view, roots, va);
     }
 
     /// A #PF that the hardware took on the shadow tables, at `va` with error code `code`.
@@ -180,35 +287,39 @@ impl<F: PteFormat> ShadowGuard<'_, F> {
     pub fn fault(
         &mut self,
         view: &View<'_>,
-        roots: &mut ShadowRoots,
+        roots: &ShadowRoots,
         context: &PagingContext,
         va: u64,
         code: u32,
     ) -> ShadowFault {
-        let _ = (view, roots, context, va, code);
-        ShadowFault::NeedPages(1)
+        self.state.fault::<F>(view, roots, context, va, code)
     }
 
     /// Guest frame `gfn` was written by the emulator or by the hypervisor itself. Call it after the
     /// write.
     pub fn note_write(&mut self, gfn: Gfn) {
-        let _ = gfn;
+        self.state.unsync_table(gfn);
     }
 
-    /// Lets go of all roots but the current one: `keep_roots=0`, or something changed that no role
-    /// knows (CPUID).
+    /// Lets go of all roots but the current one: `keep_roots=0`.
     pub fn forget_previous(&mut self, roots: &mut ShadowRoots) {
-        let _ = roots;
+        self.state.forget_previous(roots);
     }
 
-    /// Lets go of all roots. Before `roots` is dropped.
+    /// Lets go of all roots: before `roots` is dropped, and when something changed that decides what
+    /// entries mean but is in no register (CPUID).
     pub fn release(&mut self, roots: &mut ShadowRoots) {
-        let _ = roots;
+        self.state.release(roots);
     }
 
-    /// Whether [`ShadowMmu::settle`] has something to do.
+    /// Whether [`ShadowMmu::settle_begin`] has something to do that is worth leaving the loop.
     #[inline]
     pub fn wants_settling(&self) -> bool {
-        false
+        self.state.wants_settling()
+    }
+
+    /// Completes what [`ShadowMmu::settle_begin`] began, after all CPUs were flushed.
+    pub fn settle_end(&mut self, view: &View<'_>) {
+        self.state.settle_end::<F>(view);
     }
 }

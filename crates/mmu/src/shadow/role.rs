@@ -1,23 +1,337 @@
 //! What, beside the guest frame, decides what a shadow page holds.
 //!
-//! Two roles that differ in any bit never share a page: each bit changes what a guest entry means
-//! or which address of the guest table an entry stands for.
+//! Two roles that differ in any bit never share a page: each bit changes what a guest entry means, or
+//! which entries of the guest's table the page stands for.
 
 use crate::walk::PagingContext;
+
+const CR0_WP: u64 = 1 << 16;
+const CR0_PG: u64 = 1 << 31;
+const CR4_PSE: u64 = 1 << 4;
+const CR4_PAE: u64 = 1 << 5;
+const CR4_LA57: u64 = 1 << 12;
+const CR4_SMEP: u64 = 1 << 20;
+const CR4_SMAP: u64 = 1 << 21;
+const EFER_LMA: u64 = 1 << 10;
+const EFER_NXE: u64 = 1 << 11;
+
+/// What the entries on the way allow, as in an entry's own bits: W is bit 1, U is bit 2.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grant(u8);
+
+impl Grant {
+    /// Write.
+    pub const W: Self = Self(1 << 1);
+    /// User.
+    pub const U: Self = Self(1 << 2);
+    /// Fetch.
+    pub const X: Self = Self(1 << 0);
+    /// Everything.
+    pub const ALL: Self = Self(7);
+
+    /// What a guest entry allows. Without NX in the mode its bit is reserved, so never set here.
+    #[inline]
+    pub const fn of(entry: u64) -> Self {
+        Self((entry & 6) as u8 | ((entry >> 63) ^ 1) as u8)
+    }
+
+    /// What both allow.
+    #[inline]
+    pub const fn and(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+
+    /// Without `other`.
+    #[inline]
+    pub const fn without(self, other: Self) -> Self {
+        Self(self.0 & !other.0)
+    }
+
+    /// With `other`.
+    #[inline]
+    pub const fn with(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+
+    /// Whether all of `other` is allowed.
+    #[inline]
+    pub const fn has(self, other: Self) -> bool {
+        self.0 & other.0 == other.0
+    }
+
+    /// W, U and NX of a shadow entry.
+    #[inline]
+    pub const fn bits(self) -> u64 {
+        (self.0 & 6) as u64 | (((self.0 & 1) ^ 1) as u64) << 63
+    }
+}
 
 /// A role, as bits of a word.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Role(u32);
 
 impl Role {
-    /// The role of the root for `context`.
+    /// Bits 2:0: 1 for a page of 4 KiB leaves, up to 5.
+    const LEVEL: u32 = 7;
+    /// Made from no guest table: consecutive frames from the page's own on.
+    const DIRECT: u32 = 1 << 3;
+    /// The guest's entries have 4 bytes.
+    const NARROW: u32 = 1 << 4;
+    /// Which part of a table of 1024 entries the page stands for.
+    const QUADRANT_SHIFT: u32 = 5;
+    const QUADRANT: u32 = 3 << Self::QUADRANT_SHIFT;
+    /// What the entries above allow ([`Grant`]).
+    const GRANT_SHIFT: u32 = 7;
+    const GRANT: u32 = 7 << Self::GRANT_SHIFT;
+    /// CR0.WP.
+    const WP: u32 = 1 << 10;
+    /// EFER.NXE: bit 63 forbids fetching, else it is reserved.
+    const NX: u32 = 1 << 11;
+    /// CR4.SMEP without CR0.WP: what supervisor writes turn into a supervisor page loses execution.
+    const SMEP: u32 = 1 << 12;
+    /// CR4.SMAP without CR0.WP: such pages are not made at all.
+    const SMAP: u32 = 1 << 13;
+    /// CR4.PSE in 32-bit paging.
+    const PSE: u32 = 1 << 14;
+    /// Five levels.
+    const LA57: u32 = 1 << 15;
+    /// Long mode: other bits are reserved than in PAE paging.
+    const LONG: u32 = 1 << 16;
+    /// In system-management mode.
+    const SMM: u32 = 1 << 17;
+    /// The guest has 1 GiB pages.
+    const GBPAGES: u32 = 1 << 18;
+    /// AMD's reserved bits.
+    const AMD: u32 = 1 << 19;
+    /// The guest's physical address width.
+    const WIDTH_SHIFT: u32 = 20;
+    /// What a page made from no guest table depends on.
+    const OF_DIRECT: u32 = Self::WP | Self::SMEP | Self::SMAP | Self::SMM;
+
+    /// Of nothing.
+    pub(super) const NONE: Self = Self(0);
+
+    /// The role of the root for `context`: level 4 or 5 in long mode, else 2, of which four hang
+    /// below PDPTEs.
+    #[inline]
     pub fn of(context: &PagingContext, smm: bool) -> Self {
-        let _ = (context, smm);
-        Self(0)
+        let smm = if smm { Self::SMM } else { 0 };
+        let all = (Grant::ALL.0 as u32) << Self::GRANT_SHIFT;
+        if context.cr0 & CR0_PG == 0 {
+            return Self(2 | Self::DIRECT | Self::WP | smm | all);
+        }
+        let mut bits = smm | all | u32::from(context.maxphyaddr & 63) << Self::WIDTH_SHIFT;
+        let mut set = |on: bool, bit| bits |= if on { bit } else { 0 };
+        let wp = context.cr0 & CR0_WP != 0;
+        let long = context.efer & EFER_LMA != 0;
+        let wide = long || context.cr4 & CR4_PAE != 0;
+        let five = long && context.cr4 & CR4_LA57 != 0;
+        set(wp, Self::WP);
+        set(!wp && context.cr4 & CR4_SMEP != 0, Self::SMEP);
+        set(!wp && context.cr4 & CR4_SMAP != 0, Self::SMAP);
+        set(wide && context.efer & EFER_NXE != 0, Self::NX);
+        set(long, Self::LONG);
+        set(five, Self::LA57);
+        set(!wide, Self::NARROW);
+        set(!wide && context.cr4 & CR4_PSE != 0, Self::PSE);
+        set(wide && context.gbpages, Self::GBPAGES);
+        set(context.amd, Self::AMD);
+        Self(
+            bits | if five {
+                5
+            } else if long {
+                4
+            } else {
+                2
+            },
+        )
     }
 
-    /// The bits, for comparing and tracing.
+    /// The bits, for hashing and tracing.
+    #[inline]
     pub fn bits(self) -> u32 {
         self.0
+    }
+
+    /// 1 to 5.
+    #[inline]
+    pub fn level(self) -> u8 {
+        (self.0 & Self::LEVEL) as u8
+    }
+
+    /// Whether the page is made from no guest table.
+    #[inline]
+    pub fn is_direct(self) -> bool {
+        self.0 & Self::DIRECT != 0
+    }
+
+    /// Whether the guest's entries have 4 bytes.
+    #[inline]
+    pub fn is_narrow(self) -> bool {
+        self.0 & Self::NARROW != 0
+    }
+
+    /// Whether CR0.WP is set.
+    #[inline]
+    pub fn wp(self) -> bool {
+        self.0 & Self::WP != 0
+    }
+
+    /// Whether EFER.NXE is set.
+    #[inline]
+    pub fn nx(self) -> bool {
+        self.0 & Self::NX != 0
+    }
+
+    /// Whether it is one of long mode.
+    #[inline]
+    pub fn is_long(self) -> bool {
+        self.0 & Self::LONG != 0
+    }
+
+    /// Whether 32-bit paging has 4 MiB pages.
+    #[inline]
+    pub fn has_large_narrow(self) -> bool {
+        self.0 & Self::PSE != 0
+    }
+
+    /// Whether the guest has 1 GiB pages.
+    #[inline]
+    pub fn has_gbpages(self) -> bool {
+        self.0 & Self::GBPAGES != 0
+    }
+
+    /// Whether AMD's reserved bits are.
+    #[inline]
+    pub fn is_amd(self) -> bool {
+        self.0 & Self::AMD != 0
+    }
+
+    /// The guest's physical address width; 0 is taken for 52.
+    #[inline]
+    pub fn width(self) -> u32 {
+        self.0 >> Self::WIDTH_SHIFT & 63
+    }
+
+    /// CR4.SMEP, where CR0.WP is clear.
+    #[inline]
+    pub fn smep_not_wp(self) -> bool {
+        self.0 & Self::SMEP != 0
+    }
+
+    /// CR4.SMAP, where CR0.WP is clear.
+    #[inline]
+    pub fn smap_not_wp(self) -> bool {
+        self.0 & Self::SMAP != 0
+    }
+
+    /// Which part of a table of 1024 entries the page stands for.
+    #[inline]
+    pub fn quadrant(self) -> usize {
+        ((self.0 & Self::QUADRANT) >> Self::QUADRANT_SHIFT) as usize
+    }
+
+    /// What the entries above allow.
+    #[inline]
+    pub fn grant(self) -> Grant {
+        Grant(((self.0 & Self::GRANT) >> Self::GRANT_SHIFT) as u8)
+    }
+
+    #[inline]
+    fn granting(self, grant: Grant) -> Self {
+        Self((self.0 & !Self::GRANT) | u32::from(grant.0) << Self::GRANT_SHIFT)
+    }
+
+    /// The same for another part of the table.
+    #[inline]
+    pub fn in_quadrant(self, quadrant: usize) -> Self {
+        Self((self.0 & !Self::QUADRANT) | (quadrant as u32 & 3) << Self::QUADRANT_SHIFT)
+    }
+
+    /// The role of the page below, for a guest entry that points to a table. `index`: that of the
+    /// shadow entry. `grant`: what the guest entry allows.
+    #[inline]
+    pub fn below(self, index: usize, grant: Grant) -> Self {
+        let level = (self.0 & Self::LEVEL).saturating_sub(1);
+        let child = Self((self.0 & !Self::LEVEL) | level).granting(self.grant().and(grant));
+        // A 4-byte entry covers two shadow entries: the lower one is the table's first half.
+        if self.is_narrow() { child.in_quadrant(index & 1) } else { child }
+    }
+
+    /// The role of a page of consecutive frames below, for a large guest entry or without paging.
+    #[inline]
+    pub fn direct_below(self, grant: Grant) -> Self {
+        let level = (self.0 & Self::LEVEL).saturating_sub(1);
+        Self((self.0 & Self::OF_DIRECT) | Self::DIRECT | level).granting(self.grant().and(grant))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn long() -> PagingContext {
+        PagingContext {
+            cr0: CR0_PG | CR0_WP | 1,
+            cr4: CR4_PAE,
+            efer: EFER_LMA | EFER_NXE | 1 << 8,
+            maxphyaddr: 40,
+            ..PagingContext::default()
+        }
+    }
+
+    #[test]
+    fn every_bit_that_changes_what_an_entry_means_makes_another_role() {
+        let plain = long();
+        let with = |change: fn(&mut PagingContext)| {
+            let mut context = plain;
+            change(&mut context);
+            Role::of(&context, false)
+        };
+        let roles = [
+            Role::of(&plain, false),
+            Role::of(&plain, true),
+            with(|c| c.cr0 &= !CR0_WP),
+            with(|c| (c.cr0, c.cr4) = (c.cr0 & !CR0_WP, c.cr4 | CR4_SMEP)),
+            with(|c| (c.cr0, c.cr4) = (c.cr0 & !CR0_WP, c.cr4 | CR4_SMAP)),
+            with(|c| c.efer &= !EFER_NXE),
+            with(|c| c.efer &= !EFER_LMA),
+            with(|c| (c.efer, c.cr4) = (0, 0)),
+            with(|c| (c.efer, c.cr4) = (0, CR4_PSE)),
+            with(|c| c.cr0 &= !CR0_PG),
+            with(|c| c.cr4 |= CR4_LA57),
+            with(|c| c.maxphyaddr = 39),
+            with(|c| c.gbpages = true),
+            with(|c| c.amd = true),
+        ];
+        for (n, a) in roles.iter().enumerate() {
+            assert!(roles[n + 1..].iter().all(|b| a != b), "{n}: {a:?}");
+        }
+    }
+
+    #[test]
+    fn what_changes_no_meaning_makes_no_other_role() {
+        let plain = Role::of(&long(), false);
+        // SMEP and SMAP are the hardware's own work while CR0.WP is set; the rest is no entry's.
+        for cr4 in [CR4_SMEP, CR4_SMAP, CR4_PSE, 1 << 7, 1 << 17] {
+            assert_eq!(Role::of(&PagingContext { cr4: CR4_PAE | cr4, ..long() }, false), plain);
+        }
+        let other = PagingContext { cr3: 0x5000, cpl: 3, rflags_ac: true, pkru: 1, ..long() };
+        assert_eq!(Role::of(&other, false), plain);
+    }
+
+    #[test]
+    fn grants_narrow_on_the_way_down_and_halves_are_told_apart() {
+        let root = Role::of(&long(), false);
+        let child = root.below(7, Grant::of(0b101));
+        assert_eq!((child.level(), child.grant()), (3, Grant::U.with(Grant::X)));
+        assert_eq!(child.below(0, Grant::of(1 << 63 | 7)).grant(), Grant::U);
+        assert_eq!(child.grant().bits(), 1 << 2);
+        assert_eq!(child.below(0, Grant::of(1 << 63 | 7)).grant().bits(), 1 << 63 | 1 << 2);
+        let narrow = Role::of(&PagingContext { efer: 0, cr4: 0, ..long() }, false);
+        assert_ne!(narrow.below(4, Grant::ALL), narrow.below(5, Grant::ALL));
+        assert_eq!(narrow.below(4, Grant::ALL), narrow.below(6, Grant::ALL));
+        let direct = narrow.direct_below(Grant::ALL);
+        assert!(direct.is_direct() && !direct.is_narrow() && direct.level() == 1);
     }
 }

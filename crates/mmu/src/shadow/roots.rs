@@ -1,10 +1,24 @@
 //! The roots that a vCPU holds: the current one, and previous ones by base and role.
+//!
+//! A root in long mode is a shadow page. Otherwise it is four of the second level below PDPTEs, which
+//! lie in a page of the vCPU's own below 4 GiB. Pages that a root leads to directly are counted, and
+//! not taken out of use while they are.
+
+use core::cell::Cell;
 
 use host::error::NoMemory;
 use host::page::Page;
-use x86::Hpa;
+use x86::{Gfn, Hpa};
 
-use super::Role;
+use super::arena::PageId;
+use super::counters::count;
+use super::guest::P;
+use super::role::Role;
+use super::{RootOutcome, State};
+use crate::format::{ADDRESS, PteFormat};
+use crate::roots::{RootCache, RootKey, RootRole};
+use crate::table::View;
+use crate::walk::PagingContext;
 
 /// A root that is current.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,24 +32,268 @@ pub struct Root {
     pub role: Role,
 }
 
+/// A root as it is kept.
+#[derive(Debug)]
+struct Held {
+    root: Root,
+    /// The root's page, or those behind the four PDPTEs (0 for a PDPTE that is not present).
+    pages: [PageId; 4],
+    /// The guest's PDPTEs, in PAE paging.
+    pdptes: [u64; 4],
+    /// The place of its own PDPTEs.
+    place: Option<u8>,
+    /// [`ShadowRoots::flushes`] when its pages were in order last.
+    fresh: Cell<u64>,
+}
+
+/// Tables in ROM that are remembered: those of one walk.
+const ROMS: usize = 5;
+/// Places for PDPTEs: more than there are roots.
+const PLACES: u8 = 8;
+
 /// The roots of a vCPU. Released with [`super::ShadowGuard::release`] before it is dropped.
 #[derive(Debug)]
 pub struct ShadowRoots {
+    cache: RootCache<Held>,
     /// PDPTEs of the roots that need some: 32 bytes for each place.
     low: Page,
-    current: Option<Root>,
+    /// Places in use, a bit each.
+    places: u8,
+    /// Counts the vCPU's flushes.
+    flushes: u64,
+    /// Tables whose accessed and dirty bits cannot be set, under which generation of the tree.
+    roms: [Gfn; ROMS],
+    roms_generation: u64,
 }
 
 impl ShadowRoots {
     /// Holds nothing.
     pub fn new() -> Result<Self, NoMemory> {
-        Ok(Self { low: Page::zeroed_low()?, current: None })
+        Ok(Self {
+            cache: RootCache::new(),
+            low: Page::zeroed_low()?,
+            places: 0,
+            flushes: 0,
+            roms: [Gfn(u64::MAX); ROMS],
+            roms_generation: 0,
+        })
     }
 
     /// The current root.
     #[inline]
     pub fn current(&self) -> Option<Root> {
-        let _ = &self.low;
-        self.current
+        self.cache.current().map(|held| held.root)
+    }
+
+    /// Notes that a guest table lies in memory that the guest cannot write: its accessed and dirty
+    /// bits stay as they are. `generation`: the tree's, before that was found out.
+    pub fn note_rom(&mut self, gfn: Gfn, generation: u64) {
+        if self.roms_generation != generation {
+            self.roms = [Gfn(u64::MAX); ROMS];
+            self.roms_generation = generation;
+        }
+        self.roms.rotate_right(1);
+        let [first, ..] = &mut self.roms;
+        *first = gfn;
+    }
+
+    #[inline]
+    pub(super) fn is_rom(&self, generation: u64, gfn: Gfn) -> bool {
+        self.roms_generation == generation && self.roms.contains(&gfn)
+    }
+
+    /// The page that the walk of `va` begins with, and its role. Page 0: a PDPTE is not present.
+    #[inline]
+    pub(super) fn start(&self, va: u64) -> Option<(PageId, Role)> {
+        let held = self.cache.current()?;
+        let n = if held.root.levels == 3 { (va >> 30) as usize & 3 } else { 0 };
+        Some((held.pages.get(n).copied().unwrap_or(0), held.root.role))
+    }
+}
+
+/// The tables that a root begins with, by frame and role; at most four.
+fn tables(
+    context: &PagingContext,
+    pdptes: &[u64; 4],
+    role: Role,
+) -> impl Iterator<Item = Option<(Gfn, Role)>> {
+    let (cr3, base) = (context.cr3, base_of(context));
+    let pdptes = *pdptes;
+    let count = if role.is_long() { 1 } else { 4 };
+    (0..4u64).map(move |n| {
+        if n >= count {
+            None
+        } else if role.is_direct() {
+            Some((Gfn(n << 18), role))
+        } else if role.is_long() {
+            Some((Gfn(base >> 12), role))
+        } else if role.is_narrow() {
+            Some((Gfn((cr3 & 0xffff_f000) >> 12), role.in_quadrant(n as usize)))
+        } else {
+            let pdpte = pdptes.get(n as usize).copied().unwrap_or(0);
+            (pdpte & P != 0).then_some((Gfn((pdpte & ADDRESS) >> 12), role))
+        }
+    })
+}
+
+/// CR3 without what is no part of the address.
+#[inline]
+fn base_of(context: &PagingContext) -> u64 {
+    if !context.is_paging() {
+        0
+    } else if context.is_long_mode() {
+        let beyond = match context.maxphyaddr {
+            width @ 32..=51 => u64::MAX << width,
+            _ => 0,
+        };
+        context.cr3 & ADDRESS & !beyond
+    } else {
+        context.cr3 & 0xffff_ffe0
+    }
+}
+
+impl State {
+    /// See [`super::ShadowGuard::switch`].
+    pub(super) fn switch<F: PteFormat>(
+        &self,
+        view: &View<'_>,
+        roots: &mut ShadowRoots,
+        context: &PagingContext,
+        pdptes: &[u64; 4],
+        smm: bool,
+        flush: bool,
+    ) -> RootOutcome {
+        let shadow = RootRole::shadow(context, smm);
+        let key = RootKey { base: base_of(context), role: shadow };
+        if flush {
+            roots.flushes = roots.flushes.wrapping_add(1);
+        }
+        if let Some(held) = roots.cache.switch(key) {
+            let paged = held.root.levels == 3 && !held.root.role.is_direct();
+            if !paged || held.root.role.is_narrow() || held.pdptes == *pdptes {
+                count(&self.counters.roots_kept);
+                self.freshen::<F>(view, roots);
+                return roots.current().map_or(RootOutcome::NeedPages(1), RootOutcome::Ready);
+            }
+        }
+        self.make_root::<F>(view, roots, key, context, pdptes, smm)
+    }
+
+    /// Brings the current root's pages in order, if the vCPU flushed since they were.
+    fn freshen<F: PteFormat>(&self, view: &View<'_>, roots: &ShadowRoots) {
+        let Some(held) = roots.cache.current() else { return };
+        if held.fresh.replace(roots.flushes) != roots.flushes {
+            for &id in held.pages.iter().filter(|id| **id != 0) {
+                self.sync::<F>(view, id);
+            }
+        }
+    }
+
+    #[inline(never)]
+    fn make_root<F: PteFormat>(
+        &self,
+        view: &View<'_>,
+        roots: &mut ShadowRoots,
+        key: RootKey,
+        context: &PagingContext,
+        pdptes: &[u64; 4],
+        smm: bool,
+    ) -> RootOutcome {
+        let role = Role::of(context, smm);
+        let wanted = || tables(context, pdptes, role);
+        let lacking = |table: &(Gfn, Role)| self.arena.find(table.0, table.1).is_none();
+        let needed = wanted().flatten().filter(lacking).count();
+        if self.arena.free_count() < needed {
+            return RootOutcome::NeedPages(needed);
+        }
+        // The same key with other PDPTEs.
+        if roots.cache.key() == Some(key)
+            && let Some(old) = roots.cache.take_if(|known, _| *known == key)
+        {
+            self.let_go(&mut roots.places, &old);
+        }
+        let mut pages = [0; 4];
+        for (place, table) in pages.iter_mut().zip(wanted()) {
+            let Some((gfn, role)) = table else { continue };
+            let Some(id) = self.obtain(gfn, role) else { continue };
+            let page = self.arena.page(id);
+            page.roots.set(page.roots.get().saturating_add(1));
+            self.arena.renew(id);
+            *place = id;
+        }
+        let [first, ..] = pages;
+        let (cr3, place) = if role.is_long() {
+            (Hpa(self.arena.page(first).hpa().0 | self.encryption), None)
+        } else {
+            let place = (!roots.places).trailing_zeros() as u8 % PLACES;
+            roots.places |= 1 << place;
+            for (n, id) in (usize::from(place) * 4..).zip(pages) {
+                let pdpte = if id == 0 { 0 } else { self.arena.page(id).hpa().0 | P };
+                if let Some(word) = roots.low.table().get(n) {
+                    word.store(pdpte, core::sync::atomic::Ordering::Release);
+                }
+            }
+            (Hpa(roots.low.hpa().0 + u64::from(place) * 32), Some(place))
+        };
+        let levels = if role.is_long() { role.level() } else { 3 };
+        let root = Root { cr3, levels, role };
+        // Never fresh: a page of another vCPU's may be among them.
+        let fresh = Cell::new(roots.flushes.wrapping_sub(1));
+        let held = Held { root, pages, pdptes: *pdptes, place, fresh };
+        count(&self.counters.roots_made);
+        if let Some(old) = roots.cache.insert(key, held) {
+            self.let_go(&mut roots.places, &old);
+        }
+        self.freshen::<F>(view, roots);
+        RootOutcome::Ready(root)
+    }
+
+    fn let_go(&self, places: &mut u8, held: &Held) {
+        if let Some(place) = held.place {
+            *places &= !(1 << place);
+        }
+        for &id in held.pages.iter().filter(|id| **id != 0) {
+            let page = self.arena.page(id);
+            page.roots.set(page.roots.get().saturating_sub(1));
+        }
+    }
+
+    /// See [`super::ShadowGuard::flush`].
+    pub(super) fn flush<F: PteFormat>(&self, view: &View<'_>, roots: &mut ShadowRoots) {
+        roots.flushes = roots.flushes.wrapping_add(1);
+        self.freshen::<F>(view, roots);
+    }
+
+    /// See [`super::ShadowGuard::invlpg`].
+    pub(super) fn invlpg<F: PteFormat>(&self, view: &View<'_>, roots: &mut ShadowRoots, va: u64) {
+        let before = roots.flushes;
+        roots.flushes = before.wrapping_add(1);
+        let Some(held) = roots.cache.current() else { return };
+        // The others are looked at whole before they are used again.
+        if held.fresh.get() == before {
+            held.fresh.set(roots.flushes);
+        }
+        let va = if held.root.role.is_long() { va } else { va & 0xffff_ffff };
+        match roots.start(va) {
+            Some((id, role)) if id != 0 && !role.is_direct() => {
+                self.sync_address::<F>(view, id, va);
+            }
+            _ => {}
+        }
+    }
+
+    /// See [`super::ShadowGuard::forget_previous`].
+    pub(super) fn forget_previous(&self, roots: &mut ShadowRoots) {
+        let current = roots.cache.key();
+        while let Some(old) = roots.cache.take_if(|key, _| Some(*key) != current) {
+            self.let_go(&mut roots.places, &old);
+        }
+    }
+
+    /// See [`super::ShadowGuard::release`].
+    pub(super) fn release(&self, roots: &mut ShadowRoots) {
+        while let Some(old) = roots.cache.take() {
+            self.let_go(&mut roots.places, &old);
+        }
     }
 }

@@ -75,6 +75,39 @@ impl<'a> View<'a> {
         Some(unsafe { &*base.add(offset & 0xffc).cast::<AtomicU32>() }.load(Ordering::Relaxed))
     }
 
+    /// Whether a page found earlier may still be looked at in this view.
+    #[inline]
+    pub fn is_current(&self, page: &GuestPage) -> bool {
+        page.generation == self.generation
+    }
+
+    /// The whole page as words. `None`: another generation.
+    #[inline]
+    pub fn words(&self, page: &GuestPage) -> Option<&[AtomicU64; 512]> {
+        let base = self.base(page)?;
+        // SAFETY: as in load_u64(), for as long as the view is borrowed; pages are aligned.
+        Some(unsafe { &*base.cast::<[AtomicU64; 512]>() })
+    }
+
+    /// Replaces the aligned 8-byte word at `offset` if it is `old`; whether it was. `None`: of
+    /// another generation, or the guest itself could not write there now.
+    #[inline]
+    pub fn swap_u64(&self, page: &GuestPage, offset: usize, old: u64, new: u64) -> Option<bool> {
+        let base = self.base(page).filter(|_| page.writable)?;
+        // SAFETY: as in load_u64(); the leaf is writable, so the page may be written.
+        let word = unsafe { &*base.add(offset & 0xff8).cast::<AtomicU64>() };
+        Some(word.compare_exchange(old, new, Ordering::AcqRel, Ordering::Relaxed).is_ok())
+    }
+
+    /// The same for 4 bytes.
+    #[inline]
+    pub fn swap_u32(&self, page: &GuestPage, offset: usize, old: u32, new: u32) -> Option<bool> {
+        let base = self.base(page).filter(|_| page.writable)?;
+        // SAFETY: as in swap_u64().
+        let word = unsafe { &*base.add(offset & 0xffc).cast::<AtomicU32>() };
+        Some(word.compare_exchange(old, new, Ordering::AcqRel, Ordering::Relaxed).is_ok())
+    }
+
     /// Copies from the page; `false` when the range leaves it or it is of another generation.
     pub fn copy_from(&self, page: &GuestPage, offset: usize, to: &mut [u8]) -> bool {
         let Some(base) = self.base(page) else { return false };

@@ -56,6 +56,7 @@ impl<F: PteFormat> VmMemory<F> {
             let part = from.get(done..done + bytes).ok_or(MemoryError::Fault)?;
             user::write(host_address(slot, at), part)?;
             mark(slot, at, bytes);
+            self.note_shadow_write(at, bytes);
             Ok(())
         })
     }
@@ -71,6 +72,7 @@ impl<F: PteFormat> VmMemory<F> {
         let swapped = user::cmpxchg(host_address(slot, gpa), size, old, new)?;
         if swapped {
             slot.mark_dirty(gpa.gfn());
+            self.note_shadow_write(gpa, size);
         }
         Ok(swapped)
     }
@@ -101,9 +103,17 @@ impl<F: PteFormat> VmMemory<F> {
     }
 
     /// Writes guest memory with interrupts off, without locks: only where the guest itself could
-    /// write now, so that the page is dirty already for the log and for the host. `false`: not so;
-    /// a part may have been written when the range crosses a page.
+    /// write now, so that the page is dirty already for the log and for the host. `false`: not so, or
+    /// somebody works on the shadow pages; a part may have been written when the range crosses a
+    /// page.
     pub fn write_irqs_off(&self, view: &View<'_>, gpa: Gpa, from: &[u8]) -> bool {
+        let mut guard = None;
+        if let Some(shadow) = &self.shadow {
+            guard = shadow.try_lock();
+            if guard.is_none() {
+                return false;
+            }
+        }
         let mut rest = from;
         let mut at = gpa;
         while !rest.is_empty() {
@@ -112,6 +122,9 @@ impl<F: PteFormat> VmMemory<F> {
             let Some(page) = page_of::<F>(view, at) else { return false };
             if !view.copy_to(&page, at.page_offset(), part) {
                 return false;
+            }
+            if let Some(guard) = &mut guard {
+                guard.note_write(at.gfn());
             }
             rest = behind;
             at = Gpa(at.0.wrapping_add(bytes as u64));

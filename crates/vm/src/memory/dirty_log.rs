@@ -6,11 +6,12 @@
 use alloc::vec::Vec;
 
 use host::task;
-use mmu::tdp::FlushRemote;
+use mmu::tdp::{FlushRemote, Zapper};
 use mmu::{DirtyBitmap, MemSlot, PteFormat};
 use x86::Gfn;
 
 use super::VmMemory;
+use super::invalidate::Invalidations;
 
 /// Why there is no dirty log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,7 +50,7 @@ impl<F: PteFormat> VmMemory<F> {
             let mut zapper = self.tdp.zapper();
             for n in (taken.len()..log.words()).take(STRETCH) {
                 let bits = log.take(n);
-                any |= bits != 0 && zapper.write_protect_masked(word_base(slot, n), bits);
+                any |= bits != 0 && self.protect(&mut zapper, word_base(slot, n), bits);
                 taken.push(bits);
             }
             drop(zapper);
@@ -86,7 +87,7 @@ impl<F: PteFormat> VmMemory<F> {
             let mut zapper = self.tdp.zapper();
             for (n, wanted) in mask.iter().enumerate().skip(at).take(STRETCH) {
                 let bits = log.take_masked(from + n, *wanted);
-                any |= bits != 0 && zapper.write_protect_masked(word_base(slot, from + n), bits);
+                any |= bits != 0 && self.protect(&mut zapper, word_base(slot, from + n), bits);
             }
             drop(zapper);
             at = at.saturating_add(STRETCH);
@@ -96,6 +97,20 @@ impl<F: PteFormat> VmMemory<F> {
             self.tdp.zapper().flush(flush);
         }
         Ok(())
+    }
+
+    /// Takes write access from the pages `base + n` for every bit `n` of `bits`. Whether any had it.
+    fn protect(&self, zapper: &mut Zapper<'_, F, Invalidations>, base: Gfn, bits: u64) -> bool {
+        let any = zapper.write_protect_masked(base, bits);
+        if self.shadow.is_some() {
+            let mut rest = bits;
+            while rest != 0 {
+                let gfn = base.0.wrapping_add(rest.trailing_zeros().into());
+                self.protect_shadow(Gfn(gfn), Gfn(gfn.wrapping_add(1)));
+                rest &= rest - 1;
+            }
+        }
+        any
     }
 
     /// Number of 64-bit words of a slot's dirty log.

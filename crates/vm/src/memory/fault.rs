@@ -160,7 +160,9 @@ impl<F: PteFormat> VmMemory<F> {
                     // A slot moved, and its old translations are still being withdrawn.
                     drop(mapper);
                     let end = Gfn(gfn.0.wrapping_add(1));
-                    self.tdp.zapper().zap(gfn, end, Thoroughness::Leaves, flush);
+                    let mut zapper = self.tdp.zapper();
+                    let flush = self.before(&zapper, gfn, end, flush);
+                    zapper.zap(gfn, end, Thoroughness::Leaves, &flush);
                     return FaultOutcome::Retry;
                 }
                 MapOutcome::Retry => return FaultOutcome::Retry,

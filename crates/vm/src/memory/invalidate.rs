@@ -97,6 +97,7 @@ impl<F: PteFormat> VmMemory<F> {
         frames_behind(&slots, start, end, |first, behind| {
             if clear || !young {
                 young |= self.tdp.mapper().age(first, behind, clear);
+                young |= self.age_shadow(first, behind, clear);
             }
         });
         young

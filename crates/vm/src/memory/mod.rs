@@ -16,7 +16,7 @@ pub mod shadow;
 #[cfg(test)]
 mod tests;
 
-use core::sync::atomic::{AtomicU32, AtomicU64};
+use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 
 use host::arc::Arc;
 use host::boxed::KBox;
@@ -81,6 +81,8 @@ pub struct VmMemory<F: PteFormat = Npt> {
     shadow: Option<ShadowMmu<F>>,
     /// vCPUs that hold the nested root.
     root_users: AtomicU32,
+    /// The VMM has said how many shadow pages there may be.
+    shadow_limited: AtomicBool,
 }
 
 impl<F: PteFormat> VmMemory<F> {
@@ -97,6 +99,7 @@ impl<F: PteFormat> VmMemory<F> {
             tdp,
             shadow: None,
             root_users: AtomicU32::new(0),
+            shadow_limited: AtomicBool::new(false),
         })
     }
 
@@ -144,6 +147,7 @@ impl<F: PteFormat> VmMemory<F> {
             Change::Delete(table, old) | Change::Move(table, old) => {
                 drop(self.slots.replace(table));
                 self.zap_slot(&old, flush);
+                self.forget_shadow_of(&old);
             }
             Change::Flags(table, old, new) => {
                 drop(self.slots.replace(table));
@@ -155,6 +159,7 @@ impl<F: PteFormat> VmMemory<F> {
                 }
             }
         }
+        self.adapt_shadow_limit(flush);
         Ok(())
     }
 
@@ -184,7 +189,8 @@ impl<F: PteFormat> VmMemory<F> {
             at = zapper.next_mapped(Gfn(at), Gfn(end)).0;
             let stop = (at | (ZAP_STRETCH - 1)).saturating_add(1).min(end);
             if at < stop {
-                zapper.zap(Gfn(at), Gfn(stop), how, flush);
+                let flush = self.before(&zapper, Gfn(at), Gfn(stop), flush);
+                zapper.zap(Gfn(at), Gfn(stop), how, &flush);
             }
             drop(zapper);
             at = stop;
@@ -199,7 +205,10 @@ impl<F: PteFormat> VmMemory<F> {
         let mut any = false;
         while at < end {
             let stop = (at | (ZAP_STRETCH - 1)).saturating_add(1).min(end);
-            any |= self.tdp.zapper().write_protect(Gfn(at), Gfn(stop));
+            let mut zapper = self.tdp.zapper();
+            any |= zapper.write_protect(Gfn(at), Gfn(stop));
+            self.protect_shadow(Gfn(at), Gfn(stop));
+            drop(zapper);
             at = stop;
             task::cond_resched();
         }

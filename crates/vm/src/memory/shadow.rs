@@ -3,15 +3,19 @@
 //! Each function here does what the [`mmu::ShadowGuard`] function of the same name does, however long
 //! that takes: it allocates pages, finds frames, waits for the lock. All may sleep.
 
+use core::sync::atomic::Ordering;
+
 use host::error::NoMemory;
 use host::irq;
-use mmu::tdp::FlushRemote;
+use mmu::shadow::LEAST_PAGES;
+use mmu::tdp::{FlushRemote, Zapper, pages_per};
 use mmu::{
-    FrameWanted, PagingContext, PteFormat, RegionLimits, Root, RootOutcome, ShadowFault, ShadowMmu,
-    ShadowRoots, TableCache,
+    FrameWanted, MemSlot, MemSlots, PagingContext, PteFormat, RegionLimits, Root, RootOutcome,
+    ShadowFault, ShadowMmu, ShadowRoots, TableCache,
 };
-use x86::{Exception, Gpa};
+use x86::{Exception, Gfn, Gpa};
 
+use super::invalidate::Invalidations;
 use super::{FaultAccess, FaultOutcome, MemoryError, VmMemory};
 
 /// What became of a page fault on shadow tables.
@@ -113,7 +117,7 @@ impl<F: PteFormat> VmMemory<F> {
                     }
                 }
                 ShadowFault::NeedFrame(wanted) => {
-                    if let Some(outcome) = self.find_frame(cache, &wanted, flush) {
+                    if let Some(outcome) = self.find_frame(cache, roots, &wanted, flush) {
                         return outcome;
                     }
                 }
@@ -126,26 +130,48 @@ impl<F: PteFormat> VmMemory<F> {
     fn find_frame(
         &self,
         cache: &mut TableCache,
+        roots: &mut ShadowRoots,
         wanted: &FrameWanted,
         flush: &(impl FlushRemote + ?Sized),
     ) -> Option<ShadowOutcome> {
         let FrameWanted { gpa, write, exec, table } = *wanted;
         let access = FaultAccess { gpa, write, exec, present: true };
+        let generation = self.generation();
+        // As long as these slots are held, what is prepared for one of them is not forgotten.
+        let slots = self.slots();
         match (self.fault(cache, &access, flush), table) {
-            (FaultOutcome::Mapped, _) => None,
+            (FaultOutcome::Mapped, table) => self.prepare_frame(&slots, gpa, table.is_some()),
             (FaultOutcome::Mmio, Some(exception)) => Some(ShadowOutcome::Guest(exception)),
             (FaultOutcome::Mmio, None) => Some(ShadowOutcome::Mmio(gpa)),
-            // Of a table in ROM the accessed bits stay as they are.
-            (FaultOutcome::ReadonlyWrite, _) => Some(ShadowOutcome::ReadonlyWrite(gpa)),
+            (FaultOutcome::ReadonlyWrite, Some(_)) => {
+                roots.note_rom(gpa.gfn(), generation);
+                None
+            }
+            (FaultOutcome::ReadonlyWrite, None) => Some(ShadowOutcome::ReadonlyWrite(gpa)),
             (FaultOutcome::Retry, _) => Some(ShadowOutcome::Retry),
             (FaultOutcome::Error(error), _) => Some(ShadowOutcome::Error(error)),
         }
     }
 
-    /// [`ShadowMmu::settle`]: outside the loop, when [`mmu::ShadowGuard::wants_settling`] says so.
+    fn prepare_frame(&self, slots: &MemSlots, gpa: Gpa, is_table: bool) -> Option<ShadowOutcome> {
+        let (shadow, gfn) = (self.shadow.as_ref()?, gpa.gfn());
+        let Some(slot) = slots.find(gfn) else { return Some(ShadowOutcome::Retry) };
+        if shadow.prepare(gfn, slot.base, slot.end()).is_err() {
+            return Some(ShadowOutcome::Error(MemoryError::NoMemory));
+        }
+        // Guest tables in device memory are not followed.
+        let direct = self.tdp.mapper().lookup(gfn).is_none_or(|leaf| leaf.direct);
+        (is_table && !direct).then_some(ShadowOutcome::Error(MemoryError::Fault))
+    }
+
+    /// Protects guest tables that have not changed for a while: outside the loop, when
+    /// [`mmu::ShadowGuard::wants_settling`] says so.
     pub fn shadow_settle(&self, flush: &(impl FlushRemote + ?Sized)) {
-        if let Some(shadow) = &self.shadow {
-            shadow.settle(flush);
+        if let Some(shadow) = &self.shadow
+            && shadow.settle_begin()
+        {
+            flush.flush_remote();
+            self.with_view(|view| shadow.lock().settle_end(view));
         }
     }
 
@@ -159,8 +185,71 @@ impl<F: PteFormat> VmMemory<F> {
     /// KVM_SET_NR_MMU_PAGES (KVM API §4.44). Without effect under nested paging.
     pub fn set_shadow_limit(&self, pages: u64, flush: &(impl FlushRemote + ?Sized)) {
         if let Some(shadow) = &self.shadow {
+            self.shadow_limited.store(true, Ordering::Relaxed);
             shadow.set_limit(pages, flush);
         }
+    }
+
+    /// Without a limit of the VMM's: pages for one in fifty of the guest's frames, as KVM has it.
+    /// The slots' lock is held.
+    pub(super) fn adapt_shadow_limit(&self, flush: &(impl FlushRemote + ?Sized)) {
+        let Some(shadow) = &self.shadow else { return };
+        if self.shadow_limited.load(Ordering::Relaxed) {
+            return;
+        }
+        let frames = self.slots().iter().fold(0u64, |sum, slot| sum.saturating_add(slot.npages));
+        let limit = (frames / 50).max(LEAST_PAGES);
+        if limit != shadow.limit() {
+            shadow.set_limit(limit, flush);
+        }
+    }
+
+    /// A slot is gone and its frames are withdrawn.
+    pub(super) fn forget_shadow_of(&self, slot: &MemSlot) {
+        if let Some(shadow) = &self.shadow {
+            shadow.forget_slot(slot.base, slot.end());
+        }
+    }
+
+    /// The tree has taken write access from `first..end`, and its lock is still held.
+    pub(super) fn protect_shadow(&self, first: Gfn, end: Gfn) {
+        if let Some(shadow) = &self.shadow {
+            shadow.write_protect(first, end);
+        }
+    }
+
+    pub(super) fn age_shadow(&self, first: Gfn, end: Gfn, clear: bool) -> bool {
+        self.shadow.as_ref().is_some_and(|shadow| shadow.age(first, end, clear))
+    }
+
+    /// Guest memory was written by somebody else than the guest.
+    pub(super) fn note_shadow_write(&self, gpa: Gpa, bytes: usize) {
+        let Some(shadow) = &self.shadow else { return };
+        if bytes != 0 {
+            let last = gpa.0.saturating_add(bytes as u64 - 1) >> 12;
+            let mut guard = shadow.lock();
+            (gpa.gfn().0..=last).for_each(|gfn| guard.note_write(Gfn(gfn)));
+        }
+    }
+
+    /// What flushes after the tree has withdrawn `first..end`: the shadow pages' leaves go before.
+    pub(super) fn before<'a, R: FlushRemote + ?Sized>(
+        &'a self,
+        zapper: &Zapper<'_, F, Invalidations>,
+        first: Gfn,
+        end: Gfn,
+        flush: &'a R,
+    ) -> WithdrawFirst<'a, F, R> {
+        let Some(shadow) = &self.shadow else {
+            return WithdrawFirst { shadow: None, first, end, flush };
+        };
+        // Large leaves go whole, and later withdrawals find nothing of them: so must what was
+        // derived from them.
+        let pages = |gfn| zapper.lookup(gfn).map_or(1, |leaf| pages_per(leaf.level));
+        let last = Gfn(end.0.saturating_sub(1));
+        let first = Gfn(first.0 & !(pages(first) - 1));
+        let end = Gfn((last.0 | (pages(last) - 1)).saturating_add(1));
+        WithdrawFirst { shadow: Some(shadow), first, end, flush }
     }
 
     /// Calls `work` in a section with interrupts off.
@@ -169,5 +258,22 @@ impl<F: PteFormat> VmMemory<F> {
         let result = work(&self.view());
         irq::enable();
         result
+    }
+}
+
+/// Lets the shadow pages follow a withdrawal of the tree's, and then flushes.
+pub(super) struct WithdrawFirst<'a, F, R: ?Sized> {
+    shadow: Option<&'a ShadowMmu<F>>,
+    first: Gfn,
+    end: Gfn,
+    flush: &'a R,
+}
+
+impl<F: PteFormat, R: FlushRemote + ?Sized> FlushRemote for WithdrawFirst<'_, F, R> {
+    fn flush_remote(&self) {
+        if let Some(shadow) = self.shadow {
+            shadow.withdraw(self.first, self.end);
+        }
+        self.flush.flush_remote();
     }
 }

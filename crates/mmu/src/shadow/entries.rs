@@ -1,0 +1,192 @@
+//! Making and dropping entries: links to other shadow pages, and leaves.
+//!
+//! Whatever makes or drops an entry here keeps its lists: the leaves of each guest frame, the parents
+//! of each page, and which links lead to pages that may differ from the guest's tables.
+
+use core::sync::atomic::Ordering;
+
+use x86::Gfn;
+
+use super::State;
+use super::arena::{Node, PageId, ShadowPage, Standing, index_of, node, page_of};
+use super::counters::{add, count};
+use super::guest::{A, P, U, W, frame_of};
+use super::role::Role;
+
+impl State {
+    /// Links page `kid` below entry `index` of page `id`, which is empty. `copy`: the guest's entry.
+    pub(super) fn link(&self, id: PageId, index: usize, kid: PageId, copy: u64) {
+        let (page, below) = (self.arena.page(id), self.arena.page(kid));
+        debug_assert!(!page.present.has(index) && kid != 0);
+        let node = node(id, index);
+        self.arena.push(node, below.parents.replace(node));
+        page.set_kid(index, kid);
+        page.set_copy(index, copy);
+        page.present.set(index);
+        if below.is_doubtful() {
+            self.doubt_link(page, id, index);
+        }
+        let spte = below.hpa().0 | P | W | U | A | self.encryption;
+        page.spte(index).store(spte, Ordering::Release);
+    }
+
+    /// Makes entry `index` of page `id` a leaf for the frames from `gfn` on. A leaf for the same
+    /// frames that is there already is replaced, anything else dropped.
+    #[inline]
+    pub(super) fn put_leaf(&self, id: PageId, index: usize, gfn: Gfn, spte: u64, copy: u64) {
+        let page = self.arena.page(id);
+        if page.present.has(index) {
+            if page.leaves.has(index) && frame_of(page, index) == gfn {
+                page.set_copy(index, copy);
+                page.spte(index).store(spte, Ordering::Release);
+                return;
+            }
+            self.drop_entry(id, index);
+        }
+        let Some(chunk) = self.frames.chunk(gfn) else { return };
+        let node = node(id, index);
+        if page.role.get().level() == 1 {
+            self.arena.push(node, chunk.head(gfn));
+            chunk.set_head(gfn, node);
+        } else {
+            self.arena.push(node, chunk.large.replace(node));
+        }
+        page.set_copy(index, copy);
+        page.present.set(index);
+        page.leaves.set(index);
+        page.spte(index).store(spte, Ordering::Release);
+    }
+
+    /// Drops entry `index` of page `id`, if it is there.
+    pub(super) fn drop_entry(&self, id: PageId, index: usize) {
+        let page = self.arena.page(id);
+        if !page.present.has(index) {
+            return;
+        }
+        page.spte(index).store(0, Ordering::Release);
+        page.present.clear(index);
+        let node = node(id, index);
+        let next = self.arena.unlink(node);
+        if page.leaves.has(index) {
+            page.leaves.clear(index);
+            if let Some(next) = next {
+                let gfn = frame_of(page, index);
+                match self.frames.chunk(gfn) {
+                    Some(chunk) if page.role.get().level() == 1 => chunk.set_head(gfn, next),
+                    Some(chunk) => chunk.large.set(next),
+                    None => debug_assert!(false, "a leaf without a chunk"),
+                }
+            }
+        } else {
+            page.below.clear(index);
+            if let Some(next) = next {
+                self.arena.page(page.kid(index)).parents.set(next);
+            }
+            page.set_kid(index, 0);
+        }
+    }
+
+    /// Drops the entry of a node.
+    pub(super) fn drop_node(&self, node: Node) {
+        self.drop_entry(page_of(node), index_of(node));
+    }
+
+    /// Drops all entries of a page.
+    pub(super) fn clear(&self, id: PageId) {
+        let page = self.arena.page(id);
+        for n in 0..8 {
+            let mut rest = page.present.word(n);
+            while rest != 0 {
+                self.drop_entry(id, n << 6 | rest.trailing_zeros() as usize);
+                rest &= rest.wrapping_sub(1);
+            }
+        }
+    }
+
+    /// A page for a frame in a role, made if there is none. `None`: no page is free.
+    pub(super) fn obtain(&self, gfn: Gfn, role: Role) -> Option<PageId> {
+        if let Some(id) = self.arena.find(gfn, role) {
+            return Some(id);
+        }
+        let id = self.arena.create(gfn, role)?;
+        count(&self.counters.created);
+        add(&self.counters.pages, 1);
+        if role.is_direct() {
+            return Some(id);
+        }
+        add(&self.counters.unsync, 1);
+        Some(id)
+    }
+
+    /// Takes a page out of use that no vCPU refers to. It can be used again after a flush.
+    pub(super) fn zap(&self, id: PageId) {
+        self.clear(id);
+        let page = self.arena.page(id);
+        while page.parents.get() != 0 {
+            self.drop_node(page.parents.get());
+        }
+        let (gfn, standing) = (page.gfn.get(), page.standing.get());
+        let direct = page.role.get().is_direct();
+        self.arena.retire(id);
+        count(&self.counters.zapped);
+        add(&self.counters.pages, -1);
+        if standing == Standing::Unsync {
+            add(&self.counters.unsync, -1);
+        } else if !direct {
+            let mut others = false;
+            self.arena.for_table(gfn, |_, _| others = true);
+            if let Some(chunk) = self.frames.chunk(gfn)
+                && !others
+            {
+                chunk.set_protected(gfn, false);
+            }
+        }
+    }
+
+    /// Tells the pages above that page `id` may differ from the guest's tables from now on.
+    pub(super) fn doubt(&self, id: PageId) {
+        let mut node = self.arena.page(id).parents.get();
+        while node != 0 {
+            let above = page_of(node);
+            self.doubt_link(self.arena.page(above), above, index_of(node));
+            node = self.arena.next(node);
+        }
+    }
+
+    /// A link leads to a doubtful page. As deep as there are levels at most: a page that was
+    /// doubtful before has told so.
+    fn doubt_link(&self, page: &ShadowPage, id: PageId, index: usize) {
+        if !page.below.has(index) {
+            let known = page.is_doubtful();
+            page.below.set(index);
+            if !known {
+                self.doubt(id);
+            }
+        }
+    }
+
+    /// The guest may write the table in a frame from now on: flushes look at it.
+    pub(super) fn unsync_table(&self, gfn: Gfn) {
+        let Some(chunk) = self.frames.chunk(gfn).filter(|chunk| chunk.is_protected(gfn)) else {
+            return;
+        };
+        chunk.set_protected(gfn, false);
+        count(&self.counters.unsynced);
+        self.arena.for_table(gfn, |id, page| {
+            if page.standing.get() == Standing::Unsync {
+                return;
+            }
+            let known = page.is_doubtful();
+            page.standing.set(Standing::Unsync);
+            add(&self.counters.unsync, 1);
+            page.calm.set(0);
+            page.patience.set((page.patience.get() + 1).min(MOST_PATIENCE));
+            if !known {
+                self.doubt(id);
+            }
+        });
+    }
+}
+
+/// A table that was protected in vain so often is left alone 2^6 times as long as at first.
+const MOST_PATIENCE: u8 = 6;

@@ -1,0 +1,497 @@
+//! A #PF on the shadow tables: the guest's walk, and then the entries that were missing.
+//!
+//! The first half walks the guest's tables beside the shadow pages that exist and changes nothing. When
+//! it knows that the access is allowed and has all that it needs, the second half sets accessed and
+//! dirty bits in the guest's tables and makes the entries.
+
+use x86::exception::pf;
+use x86::{Exception, Gfn, Gpa};
+
+use super::State;
+use super::arena::PageId;
+use super::counters::count;
+use super::frames::Chunk;
+use super::guest::{A, D, P, PS, entry_gpa, index_at, load, same_link, update};
+use super::role::{Grant, Role};
+use super::roots::ShadowRoots;
+use super::{FrameWanted, ShadowFault};
+use crate::format::PteFormat;
+use crate::table::{GuestPage, View};
+use crate::tdp::{LEVEL_2M, Leaf, lookup};
+use crate::walk::PagingContext;
+
+const CR4_SMEP: u64 = 1 << 20;
+const CR4_SMAP: u64 = 1 << 21;
+
+/// The access that faulted.
+#[derive(Clone, Copy)]
+pub(super) struct Access<'a> {
+    pub(super) context: &'a PagingContext,
+    pub(super) va: u64,
+    pub(super) write: bool,
+    pub(super) user: bool,
+    pub(super) fetch: bool,
+}
+
+impl<'a> Access<'a> {
+    fn new(context: &'a PagingContext, va: u64, code: u32) -> Self {
+        Self {
+            context,
+            va: if context.is_long_mode() { va } else { va & 0xffff_ffff },
+            write: code & pf::WRITE != 0,
+            user: code & pf::USER != 0,
+            fetch: code & pf::FETCH != 0,
+        }
+    }
+
+    /// The guest's own #PF. `bits`: what its walk found out.
+    #[cold]
+    fn refused(&self, role: Role, bits: u32) -> Exception {
+        let mut code = bits;
+        code |= if self.write { pf::WRITE } else { 0 };
+        code |= if self.user { pf::USER } else { 0 };
+        // The fetch bit exists only where something can forbid fetching.
+        let forbids = role.nx() || self.context.cr4 & CR4_SMEP != 0;
+        code |= if self.fetch && forbids { pf::FETCH } else { 0 };
+        Exception::pf(self.va, code)
+    }
+
+    /// Whether a page of such a grant allows the access (SDM vol. 3A §4.6). Protection keys are
+    /// not offered to guests on shadow pages.
+    #[inline]
+    fn is_allowed(&self, grant: Grant, role: Role) -> bool {
+        let context = self.context;
+        let user_page = grant.has(Grant::U);
+        if self.user && !user_page {
+            return false;
+        }
+        if self.write && !grant.has(Grant::W) && (self.user || role.wp()) {
+            return false;
+        }
+        if self.fetch && !grant.has(Grant::X) {
+            return false;
+        }
+        if !self.user && user_page {
+            if self.fetch {
+                return context.cr4 & CR4_SMEP == 0;
+            }
+            // An access of the CPU's own at CPL 3, to a descriptor table, is not excused by AC.
+            let excused = context.rflags_ac && context.cpl != 3;
+            return context.cr4 & CR4_SMAP == 0 || excused;
+        }
+        true
+    }
+}
+
+/// What the walk read at one level.
+#[derive(Clone, Copy)]
+struct Step {
+    /// The guest's entry.
+    entry: u64,
+    /// Its table, where the shadow page does not know it.
+    table: Option<GuestPage>,
+    /// The table's frame.
+    gfn: Gfn,
+    /// The shadow page of this level, or 0.
+    id: PageId,
+    /// The role of that page, or of the one to be made.
+    role: Role,
+}
+
+impl Step {
+    const NONE: Self = Self { entry: 0, table: None, gfn: Gfn(0), id: 0, role: Role::NONE };
+}
+
+/// The guest's walk.
+struct Walk {
+    /// By level less one.
+    steps: [Step; 5],
+    top: u8,
+    /// Where it ended.
+    leaf: u8,
+    /// What all entries together allow.
+    grant: Grant,
+}
+
+impl Walk {
+    #[inline]
+    fn step(&self, level: u8) -> &Step {
+        const NONE: &Step = &Step::NONE;
+        self.steps.get(usize::from(level.wrapping_sub(1))).unwrap_or(NONE)
+    }
+}
+
+/// A leaf to be made.
+#[derive(Clone, Copy)]
+struct Target<'a> {
+    gfn: Gfn,
+    frame: Leaf,
+    chunk: &'a Chunk,
+    grant: Grant,
+}
+
+impl State {
+    /// See [`super::ShadowGuard::fault`].
+    pub(super) fn fault<F: PteFormat>(
+        &self,
+        view: &View<'_>,
+        roots: &ShadowRoots,
+        context: &PagingContext,
+        va: u64,
+        code: u32,
+    ) -> ShadowFault {
+        let access = Access::new(context, va, code);
+        let Some((top, role)) = roots.start(access.va) else {
+            debug_assert!(false, "a fault without a root");
+            return ShadowFault::Fixed;
+        };
+        if top == 0 {
+            return self.reflect(&access, role, 0);
+        }
+        if role.is_direct() {
+            return self.fault_unpaged::<F>(view, top, &access);
+        }
+        match self.walk::<F>(view, top, &access) {
+            Ok(mut walk) => self.fix::<F>(view, roots, &mut walk, &access),
+            Err(fault) => fault,
+        }
+    }
+
+    #[cold]
+    fn reflect(&self, access: &Access<'_>, role: Role, bits: u32) -> ShadowFault {
+        count(&self.counters.reflected);
+        ShadowFault::Guest(access.refused(role, bits))
+    }
+
+    /// The guest's walk. `top`: the page to begin with.
+    fn walk<F: PteFormat>(
+        &self,
+        view: &View<'_>,
+        top: PageId,
+        access: &Access<'_>,
+    ) -> Result<Walk, ShadowFault> {
+        let first = self.arena.page(top);
+        let mut role = first.role.get();
+        let mut gfn = first.gfn.get();
+        let mut id = top;
+        let level = role.level();
+        let mut walk = Walk { steps: [Step::NONE; 5], top: level, leaf: 0, grant: Grant::ALL };
+        for step in walk.steps.iter_mut().take(level.into()).rev() {
+            let index = index_at(access.va, role.level());
+            let offset = role.offset(index);
+            let table = match id {
+                0 => self.find_table::<F>(view, gfn),
+                id => self.table_of::<F>(view, id),
+            };
+            let entry = table.and_then(|table| load(view, &table, role, offset));
+            let (Some(entry), Some(table)) = (entry, table) else {
+                return Err(ShadowFault::NeedFrame(FrameWanted {
+                    gpa: entry_gpa(gfn, offset),
+                    write: false,
+                    exec: false,
+                    table: Some(access.refused(role, 0)),
+                }));
+            };
+            if entry & P == 0 {
+                return Err(self.reflect(access, role, 0));
+            }
+            let leaf = role.is_leaf(entry);
+            if entry & role.reserved(leaf) != 0 {
+                return Err(self.reflect(access, role, pf::PRESENT | pf::RSVD));
+            }
+            *step = Step { entry, table: Some(table), gfn, id, role };
+            let grant = Grant::of(entry);
+            walk.grant = walk.grant.and(grant);
+            walk.leaf = role.level();
+            if leaf {
+                break;
+            }
+            gfn = role.table_frame(entry);
+            let page = self.arena_page(id);
+            let linked = page.filter(|p| p.is_link(index) && same_link(p.copy(index), entry));
+            role = role.below(index, grant);
+            id = match linked {
+                Some(page) => page.kid(index),
+                None => self.arena.find(gfn, role).unwrap_or(0),
+            };
+        }
+        Ok(walk)
+    }
+
+    #[inline]
+    fn arena_page(&self, id: PageId) -> Option<&super::arena::ShadowPage> {
+        (id != 0).then(|| self.arena.page(id))
+    }
+
+    /// The second half.
+    fn fix<F: PteFormat>(
+        &self,
+        view: &View<'_>,
+        roots: &ShadowRoots,
+        walk: &mut Walk,
+        access: &Access<'_>,
+    ) -> ShadowFault {
+        let last = walk.step(walk.leaf);
+        if !access.is_allowed(walk.grant, last.role) {
+            return self.reflect(access, last.role, pf::PRESENT);
+        }
+        let index = index_at(access.va, walk.leaf);
+        let span = 12 + 9 * u32::from(walk.leaf - 1);
+        let within = access.va >> 12 & ((1u64 << (span - 12)) - 1);
+        let base = last.role.leaf_frame(last.entry, index);
+        let gfn = Gfn(base.0 | within);
+        let gpa = Gpa(gfn.gpa().0 | access.va & 0xfff);
+        let mut grant = walk.grant;
+        if access.write && !grant.has(Grant::W) {
+            // A supervisor's write to what is read-only, with CR0.WP clear: such a page is the
+            // supervisor's alone as long as it is writable, and not executable for it under SMEP.
+            if grant.has(Grant::U) {
+                if last.role.smap_not_wp() {
+                    return ShadowFault::Emulate { gpa };
+                }
+                if last.role.smep_not_wp() {
+                    grant = grant.without(Grant::X);
+                }
+            }
+            grant = grant.with(Grant::W).without(Grant::U);
+        }
+        let target = match self.target::<F>(view, access, gpa, grant) {
+            Ok(target) => target,
+            Err(fault) => return fault,
+        };
+        let missing = (1..walk.top).filter(|&n| n >= walk.leaf && walk.step(n).id == 0).count();
+        let needed = missing + usize::from(walk.leaf - 1);
+        if self.arena.free_count() < needed {
+            return ShadowFault::NeedPages(needed);
+        }
+        if let Some(fault) = self.settle_bits(view, roots, walk, access) {
+            return fault;
+        }
+        let Some(page) = self.build::<F>(view, walk, access.va) else {
+            return ShadowFault::NeedPages(needed);
+        };
+        let last = *walk.step(walk.leaf);
+        // Clean: read-only until the write that sets the bit, unless the bit cannot be set.
+        let dirty = last.entry & D != 0 || access.write;
+        let mut target = target;
+        if !dirty {
+            target.grant = target.grant.without(Grant::W);
+        }
+        if walk.leaf == 1 {
+            self.put_page(page, index, &target, access, last.entry);
+            self.map_ahead::<F>(view, page, index, &last.table);
+        } else {
+            let below = if dirty { walk.grant } else { walk.grant.without(Grant::W) };
+            if !self.put_large::<F>(view, page, index, &target, access, last.entry, below) {
+                return ShadowFault::NeedPages(needed);
+            }
+        }
+        count(&self.counters.fixed);
+        ShadowFault::Fixed
+    }
+
+    /// The frame that the access leads to, if the tree has it as it must be.
+    #[inline]
+    fn target<F: PteFormat>(
+        &self,
+        view: &View<'_>,
+        access: &Access<'_>,
+        gpa: Gpa,
+        grant: Grant,
+    ) -> Result<Target<'_>, ShadowFault> {
+        let gfn = gpa.gfn();
+        let frame = lookup::<F>(view, gfn);
+        match (frame, self.frames.chunk(gfn)) {
+            (Some(frame), Some(chunk)) if frame.writable || !access.write => {
+                Ok(Target { gfn, frame, chunk, grant })
+            }
+            _ => {
+                let (write, exec) = (access.write, access.fetch);
+                Err(ShadowFault::NeedFrame(FrameWanted { gpa, write, exec, table: None }))
+            }
+        }
+    }
+
+    /// Sets accessed and dirty bits. `Some`: the fault is taken again, or a table must be writable
+    /// first.
+    fn settle_bits(
+        &self,
+        view: &View<'_>,
+        roots: &ShadowRoots,
+        walk: &mut Walk,
+        access: &Access<'_>,
+    ) -> Option<ShadowFault> {
+        let (top, leaf) = (walk.top, walk.leaf);
+        for level in (leaf..=top).rev() {
+            let step = walk.steps.get_mut(usize::from(level.wrapping_sub(1)))?;
+            let dirty = if level == leaf && access.write { D } else { 0 };
+            let wanted = step.entry | A | dirty;
+            if wanted == step.entry {
+                continue;
+            }
+            let offset = step.role.offset(index_at(access.va, level));
+            let table = step.table?;
+            match update(view, &table, step.role, offset, step.entry, wanted) {
+                Some(true) => step.entry = wanted,
+                Some(false) => return Some(ShadowFault::Fixed),
+                // In ROM the bits stay as they are.
+                None if roots.is_rom(view.generation(), step.gfn) => {}
+                None => {
+                    return Some(ShadowFault::NeedFrame(FrameWanted {
+                        gpa: entry_gpa(step.gfn, offset),
+                        write: true,
+                        exec: false,
+                        table: Some(access.refused(step.role, 0)),
+                    }));
+                }
+            }
+        }
+        None
+    }
+
+    /// Makes the pages and links down to the level of the leaf. The page of that level comes back;
+    /// `None`: pages ran out.
+    #[inline]
+    fn build<F: PteFormat>(&self, view: &View<'_>, walk: &Walk, va: u64) -> Option<PageId> {
+        let mut id = walk.step(walk.top).id;
+        let mut level = walk.top;
+        while level > walk.leaf {
+            let (step, below) = (walk.step(level), walk.step(level - 1));
+            let index = index_at(va, level);
+            let page = self.arena.page(id);
+            let kid = page.kid(index);
+            if kid != 0 && kid == below.id && page.is_link(index) {
+                if page.copy(index) != step.entry {
+                    page.set_copy(index, step.entry);
+                }
+                id = kid;
+            } else {
+                id = self.relink::<F>(view, id, index, step, below)?;
+            }
+            level -= 1;
+        }
+        Some(id)
+    }
+
+    #[inline(never)]
+    fn relink<F: PteFormat>(
+        &self,
+        view: &View<'_>,
+        id: PageId,
+        index: usize,
+        step: &Step,
+        below: &Step,
+    ) -> Option<PageId> {
+        self.drop_entry(id, index);
+        let kid = self.obtain(below.gfn, below.role)?;
+        // What was made under another root may be stale for this one.
+        self.sync::<F>(view, kid);
+        self.link(id, index, kid, step.entry);
+        Some(kid)
+    }
+
+    /// A page of 4 KiB at `index` of a page of the lowest level.
+    #[inline]
+    fn put_page(
+        &self,
+        id: PageId,
+        index: usize,
+        target: &Target<'_>,
+        access: &Access<'_>,
+        copy: u64,
+    ) {
+        let mut grant = target.grant;
+        if grant.has(Grant::W) && target.chunk.is_protected(target.gfn) {
+            if access.write {
+                self.unsync_table(target.gfn);
+            } else {
+                grant = grant.without(Grant::W);
+            }
+        }
+        let spte = self.leaf(&target.frame, target.frame.pfn.hpa().0, grant) | A;
+        self.put_leaf(id, index, target.gfn, spte, copy);
+    }
+
+    /// The hardware's entry for a frame, small.
+    #[inline]
+    pub(super) fn leaf(&self, frame: &Leaf, hpa: u64, grant: Grant) -> u64 {
+        let grant = if frame.writable { grant } else { grant.without(Grant::W) };
+        let encryption = if frame.direct { self.encryption } else { 0 };
+        let dirty = if grant.has(Grant::W) { D } else { 0 };
+        hpa | P | grant.bits() | dirty | encryption
+    }
+
+    /// A large guest page at entry `index` of page `id`, of level 2 or 3: large here too where the
+    /// frames allow, else a page of small ones. `below`: what those grant. `false`: pages ran out.
+    #[inline(never)]
+    #[expect(clippy::too_many_arguments, reason = "all of them are of this one leaf")]
+    fn put_large<F: PteFormat>(
+        &self,
+        view: &View<'_>,
+        mut id: PageId,
+        mut index: usize,
+        target: &Target<'_>,
+        access: &Access<'_>,
+        copy: u64,
+        below: Grant,
+    ) -> bool {
+        loop {
+            let page = self.arena.page(id);
+            let role = page.role.get();
+            let level = role.level();
+            let whole = target.frame.level >= LEVEL_2M && target.chunk.protected.get() == 0;
+            if level == LEVEL_2M && whole {
+                let within = target.gfn.0 & 511;
+                let hpa = target.frame.pfn.0.wrapping_sub(within) << 12;
+                let spte = self.leaf(&target.frame, hpa, target.grant) | A | PS;
+                self.put_leaf(id, index, Gfn(target.gfn.0 & !511), spte, copy);
+                return true;
+            }
+            if level <= 1 {
+                self.put_page(id, index, target, access, copy);
+                self.map_frames_ahead::<F>(view, id, index, target.grant);
+                return true;
+            }
+            let shift = 9 * (u32::from(level) - 1);
+            let base = Gfn(target.gfn.0 >> shift << shift);
+            let wanted = role.direct_below(below);
+            let kid = page.kid(index);
+            let fits = page.is_link(index) && {
+                let kid = self.arena.page(kid);
+                (kid.gfn.get(), kid.role.get()) == (base, wanted)
+            };
+            if fits {
+                page.set_copy(index, copy);
+                id = kid;
+            } else {
+                self.drop_entry(id, index);
+                let Some(kid) = self.obtain(base, wanted) else { return false };
+                self.link(id, index, kid, copy);
+                id = kid;
+            }
+            index = index_at(target.gfn.0 << 12, level - 1);
+        }
+    }
+
+    /// A fault of a guest that does not page: `top` is the page of its gigabyte.
+    fn fault_unpaged<F: PteFormat>(
+        &self,
+        view: &View<'_>,
+        top: PageId,
+        access: &Access<'_>,
+    ) -> ShadowFault {
+        let target = match self.target::<F>(view, access, Gpa(access.va), Grant::ALL) {
+            Ok(target) => target,
+            Err(fault) => return fault,
+        };
+        if self.arena.free_count() == 0 {
+            return ShadowFault::NeedPages(1);
+        }
+        let index = index_at(access.va, 2);
+        if !self.put_large::<F>(view, top, index, &target, access, 0, Grant::ALL) {
+            return ShadowFault::NeedPages(1);
+        }
+        count(&self.counters.fixed);
+        ShadowFault::Fixed
+    }
+}

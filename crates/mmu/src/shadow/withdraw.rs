@@ -1,0 +1,87 @@
+//! The host takes frames back, or write access to them: the leaves of these frames follow.
+//!
+//! Called after the tree's own leaves have changed and before the flush. Who makes a leaf looks at the
+//! tree with the shadow lock held, so nothing comes back.
+
+use core::sync::atomic::Ordering;
+
+use x86::Gfn;
+
+use super::State;
+use super::arena::{Node, index_of, page_of};
+use super::frames::Chunk;
+use super::guest::W;
+
+impl State {
+    /// Drops all leaves of the frames `first..end`, and stops relying on what tables lie in them.
+    pub(super) fn withdraw(&self, first: Gfn, end: Gfn) {
+        self.frames.for_chunks(first, end, |chunk, from, to| {
+            while chunk.large.get() != 0 {
+                self.drop_node(chunk.large.get());
+            }
+            for gfn in (from..to).map(Gfn) {
+                if chunk.is_blank(gfn) {
+                    continue;
+                }
+                while chunk.head(gfn) != 0 {
+                    self.drop_node(chunk.head(gfn));
+                }
+                // What comes in the frame's place may say something else.
+                self.unsync_table(gfn);
+            }
+        });
+    }
+
+    /// Takes write access from all leaves of the frames `first..end`. Whether any had it.
+    pub(super) fn write_protect(&self, first: Gfn, end: Gfn) -> bool {
+        let mut any = false;
+        self.frames.for_chunks(first, end, |chunk, from, to| {
+            any |= self.protect_list(chunk.large.get());
+            for gfn in (from..to).map(Gfn) {
+                any |= self.protect_list(chunk.head(gfn));
+            }
+        });
+        any
+    }
+
+    /// Takes write access from the leaves of a list. Whether any had it.
+    pub(super) fn protect_list(&self, head: Node) -> bool {
+        let (mut node, mut any) = (head, false);
+        while node != 0 {
+            let spte = self.arena.page(page_of(node)).spte(index_of(node));
+            any |= spte.fetch_and(!W, Ordering::AcqRel) & W != 0;
+            node = self.arena.next(node);
+        }
+        any
+    }
+
+    /// Whether leaves of the frames `first..end` were used; with `clear`, forgets it.
+    pub(super) fn age(&self, first: Gfn, end: Gfn, clear: bool) -> bool {
+        let mut young = false;
+        let mut each = |chunk: &Chunk, from: u64, to: u64| {
+            young |= self.is_young(chunk.large.get(), clear);
+            for gfn in (from..to).map(Gfn) {
+                young |= self.is_young(chunk.head(gfn), clear);
+            }
+        };
+        self.frames.for_chunks(first, end, &mut each);
+        young
+    }
+
+    /// A slot is gone, its leaves are withdrawn: so go the pages made from tables in it.
+    pub(super) fn forget(&self, first: Gfn, end: Gfn) {
+        for id in 1..self.arena.numbers() {
+            let Some(page) = self.arena.used_page(id) else { continue };
+            let gfn = page.gfn.get();
+            if gfn < first || gfn >= end {
+                continue;
+            }
+            if page.roots.get() == 0 {
+                self.zap(id);
+            } else {
+                self.unsync_table(gfn);
+                self.clear(id);
+            }
+        }
+    }
+}
