@@ -9,13 +9,14 @@ HOST_CPUS ?=
 JSON ?=
 ONLY ?=
 FILTER ?=
+FROM ?=
 
 # Any of these in the environment means something else to the tools below.
-unexport KERNEL MACHINE MODULE PARAMETERS CPUS HOST_CPUS JSON ONLY FILTER
+unexport KERNEL MACHINE MODULE PARAMETERS CPUS HOST_CPUS JSON ONLY FILTER FROM
 
 XTASK = @lab/xtask.sh
 
-.PHONY: help run test bench boot module setup clean
+.PHONY: help run test bench mechanisms boot module setup clean
 
 help:
 	@echo 'Gannet: a hypervisor for Linux, as a module behind /dev/kvm'
@@ -23,6 +24,7 @@ help:
 	@echo '  make run      set up, measure VM exits and boot a Linux guest, on stock KVM and on Gannet, side by side'
 	@echo '  make test     format, lints, unit tests, module checks, lab tests; ends with "N passed, N failed"'
 	@echo '  make bench    JSON=path        the measurements alone, written as JSON'
+	@echo '  make mechanisms                every mechanism off and on, and stock KVM beside: writes docs/results'
 	@echo '  make boot     CPUS=2           boot a Linux guest on Gannet and stream its console'
 	@echo '  make module                    build gannet.ko and check it'
 	@echo '  make setup                     fetch and unpack everything; the others fetch what they need'
@@ -31,6 +33,7 @@ help:
 	@echo 'Variables: KERNEL=6.12|6.1 (the host kernel), MACHINE=amd, MODULE=gannet|stock (boot),'
 	@echo '           PARAMETERS="npt=0 keep_roots=0" of that module (boot),'
 	@echo '           ONLY=cpuid,rdmsr (run, bench), FILTER=source|unit|module|lab (test),'
+	@echo '           FROM=docs/results/mechanisms.json for page and plots of an earlier run (mechanisms),'
 	@echo '           GANNET_CACHE=folder for downloads (default ~/.cache/gannet)'
 
 run:
@@ -41,6 +44,9 @@ test:
 
 bench:
 	$(XTASK) bench --machine '$(MACHINE)' --kernel '$(KERNEL)' --json '$(JSON)' --only '$(ONLY)'
+
+mechanisms:
+	$(XTASK) mechanisms --machine '$(MACHINE)' --kernel '$(KERNEL)' --json '$(JSON)' --from '$(FROM)'
 
 boot:
 	$(XTASK) boot --machine '$(MACHINE)' --kernel '$(KERNEL)' --cpus '$(CPUS)' --host-cpus '$(HOST_CPUS)' --module '$(MODULE)' --parameters '$(PARAMETERS)'

@@ -8,29 +8,35 @@ use crate::report::{Comparison, Figures, Side};
 use anyhow::{Context, Result, bail};
 use gannet_lab::{Counts, Event, Job, Layout, Module, programs};
 use serde::Deserialize;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::Duration;
 
 /// What exitbench writes, as far as it is read here.
 #[derive(Deserialize)]
-struct Report {
-    unit: String,
-    workloads: Vec<Entry>,
+pub struct Report {
+    pub unit: String,
+    pub workloads: Vec<Entry>,
 }
 
+/// One workload of it.
 #[derive(Deserialize)]
-struct Entry {
-    name: String,
-    min: Option<u64>,
-    median: Option<u64>,
-    max: Option<u64>,
+pub struct Entry {
+    pub name: String,
+    pub min: Option<u64>,
+    pub median: Option<u64>,
+    pub max: Option<u64>,
     #[serde(default)]
-    markers: bool,
+    pub iterations: u64,
     #[serde(default)]
-    marker_iterations: u64,
-    skipped: Option<String>,
-    failed: Option<String>,
+    pub markers: bool,
+    #[serde(default)]
+    pub marker_iterations: u64,
+    #[serde(default)]
+    pub statistics: BTreeMap<String, u64>,
+    pub skipped: Option<String>,
+    pub failed: Option<String>,
 }
 
 /// What every measurement needs, built once.

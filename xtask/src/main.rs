@@ -5,6 +5,7 @@ mod boot;
 mod check;
 mod disassembly;
 mod labtest;
+mod mechanisms;
 mod module;
 mod options;
 mod progress;
@@ -25,6 +26,7 @@ Gannet: a hypervisor for Linux, as a module behind /dev/kvm
                            machine, on stock KVM and on Gannet, and print both side by side
   make test                format, lints, unit tests, module checks, lab tests; ends with `N passed, N failed`
   make bench  JSON=path    the measurements alone, written as JSON
+  make mechanisms          every mechanism with its switch off and on, and stock KVM beside: docs/results
   make boot   CPUS=2       boot a Linux guest on Gannet and stream its console; 0 when its user space answered
   make module              build gannet.ko
   make setup               fetch and unpack everything (the other commands fetch what they need)
@@ -37,6 +39,7 @@ Variables, for every command where they mean something:
   CPUS=N                   the guest's CPUs (boot)
   MODULE=gannet | stock    whose /dev/kvm the guest runs on (boot; default gannet)
   PARAMETERS=npt=0         that module's parameters (boot)
+  FROM=file                page and plots from an earlier run's JSON (mechanisms)
   ONLY=name,name           these workloads alone (bench, run)
   GANNET_CACHE=folder      where downloads are kept (default ~/.cache/gannet)
 ";
@@ -62,6 +65,7 @@ fn run() -> Result<bool> {
         "run" => showcase::run(&layout, &options),
         "test" => test::run(&layout, &options),
         "bench" => bench::command(&layout, &options),
+        "mechanisms" => mechanisms::command(&layout, &options),
         "boot" => boot::command(&layout, &options),
         "module" => module::command(&layout, &options),
         "setup" => {

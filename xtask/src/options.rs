@@ -17,6 +17,8 @@ pub struct Options {
     /// The host's CPUs.
     pub host_cpus: u32,
     pub json: Option<PathBuf>,
+    /// An earlier run's JSON, in place of a run.
+    pub from: Option<PathBuf>,
     /// The workloads to run; all when empty.
     pub only: Vec<String>,
     /// Part of the names of the tests to run; all when empty.
@@ -33,6 +35,7 @@ impl Options {
             cpus: 1,
             host_cpus: 1,
             json: None,
+            from: None,
             only: Vec::new(),
             filter: String::new(),
         };
@@ -55,6 +58,7 @@ impl Options {
                 "--cpus" => options.cpus = count("CPUS", &value)?,
                 "--host-cpus" => options.host_cpus = count("HOST_CPUS", &value)?,
                 "--json" => options.json = Some(value.into()),
+                "--from" => options.from = Some(value.into()),
                 "--only" => options.only = value.split(',').map(|n| n.trim().to_owned()).collect(),
                 "--filter" => options.filter = value,
                 _ => bail!("no such option: {name}"),

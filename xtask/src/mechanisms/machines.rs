@@ -1,0 +1,114 @@
+//! Which machines `make mechanisms` starts, and what runs on each: every mechanism with its switch off and on, and stock KVM beside.
+
+use gannet_lab::Module;
+
+/// Numbers of pages that the guest maps for the role toggles.
+pub const PAGES: [u64; 5] = [1, 10, 100, 1000, 10_000];
+
+/// The role toggles and the switch of CR3, each at every number of pages.
+pub const TOGGLES: [&str; 5] = ["cr0_wp", "cr4_pge", "cr4_smep", "efer_nx", "cr3_switch"];
+
+/// The Linux guest's task that forks.
+pub const FORKS: &str = "forks";
+
+/// The workload that sets deadlines anew before they expire.
+pub const TIMER: &str = "timer_rearm";
+
+/// The Linux guest's task of two tasks that answer each other.
+pub const PINGPONG: &str = "pingpong";
+
+/// Something that one machine does.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// `exitbench run` with these arguments.
+    Bench(String),
+    /// A task of the Linux guest, measured from one line on its console to another.
+    Guest { task: &'static str, from: &'static str, to: &'static str },
+}
+
+/// One machine.
+#[derive(Clone, Debug)]
+pub struct Machine {
+    pub module: Module,
+    pub parameters: &'static str,
+    pub parts: Vec<Part>,
+}
+
+impl Machine {
+    fn new(
+        module: Module,
+        parameters: &'static str,
+        parts: impl IntoIterator<Item = Part>,
+    ) -> Self {
+        Self { module, parameters, parts: parts.into_iter().collect() }
+    }
+
+    /// What a progress display calls it.
+    pub fn title(&self) -> String {
+        self.module.with(self.parameters)
+    }
+}
+
+/// Workloads that have no number of pages; all of them when there are no names.
+fn plain(names: &str) -> Part {
+    Part::Bench(format!("{names} --iterations 100 --warm-up 10 --marker-iterations 100"))
+}
+
+/// The toggles as the guest's page tables grow, with a small part of the pages written to after each.
+fn few() -> Part {
+    let pages = PAGES.map(|n| n.to_string()).join(",");
+    Part::Bench(format!("--pages {pages} --iterations 20 --warm-up 4 --marker-iterations 20"))
+}
+
+/// The same with every page written to after each: what was thrown away is built again. Few operations, as some take millions of
+/// instructions.
+fn all() -> [Part; 2] {
+    let part = |pages: &str, counts: &str| {
+        Part::Bench(format!("cr0_wp --pages {pages} --touch all {counts}"))
+    };
+    [
+        part("10,100,1000", "--iterations 6 --warm-up 2 --marker-iterations 4"),
+        part("10000", "--iterations 3 --warm-up 1 --marker-iterations 2"),
+    ]
+}
+
+fn forks() -> Part {
+    Part::Guest { task: FORKS, from: "GANNET-FORKS-BEGIN", to: "GANNET-FORKS-END" }
+}
+
+/// Every machine, the longest first, so that two at a time end together.
+pub fn machines() -> Vec<Machine> {
+    use Module::{Gannet, Stock};
+    let toggles =
+        |more: Vec<Part>| more.into_iter().chain([few()]).chain(all()).collect::<Vec<_>>();
+    vec![
+        Machine::new(
+            Stock,
+            "npt=0",
+            [vec![forks()], toggles(vec![plain("nothing hlt_loop cpuid")])].concat(),
+        ),
+        Machine::new(Gannet, "npt=0", [vec![forks()], toggles(vec![plain("")])].concat()),
+        Machine::new(Gannet, "npt=0 keep_roots=0", toggles(vec![])),
+        Machine::new(Gannet, "keep_roots=0", toggles(vec![])),
+        Machine::new(Gannet, "", toggles(vec![plain("")])),
+        Machine::new(Stock, "", toggles(vec![plain("")])),
+        Machine::new(Gannet, "lazy_tscdeadline=0", [plain(TIMER)]),
+        Machine::new(Gannet, "xstate_cache=0", [plain("cpuid hlt_loop xsetbv cr4_osxsave")]),
+        Machine::new(Gannet, "host_state=msr", [plain("hlt_loop cpuid pio_user")]),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_machine_stands_there_twice() {
+        let machines = machines();
+        for (i, one) in machines.iter().enumerate() {
+            let same =
+                |other: &&Machine| other.module == one.module && other.parameters == one.parameters;
+            assert_eq!(machines.iter().position(|m| same(&m)), Some(i), "{}", one.title());
+        }
+    }
+}

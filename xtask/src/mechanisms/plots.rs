@@ -1,0 +1,243 @@
+//! The plots, as SVG: what a toggle costs as the guest's page tables grow, and exits by reason of the timer workloads.
+
+use super::machines::{PAGES, PINGPONG, TIMER};
+use super::results::Results;
+use anyhow::{Result, anyhow};
+use plotters::coord::ranged1d::IntoSegmentedCoord;
+use plotters::prelude::*;
+use std::collections::BTreeMap;
+
+const SIZE: (u32, u32) = (900, 520);
+
+/// A run in a plot: its module, parameters, name, colour, and whether its line is thin.
+type Line = (&'static str, &'static str, &'static str, RGBColor, bool);
+
+const LINES: [Line; 6] = [
+    ("stock", "", "stock KVM, nested", RGBColor(200, 60, 40), false),
+    ("stock", "npt=0", "stock KVM, shadow", RGBColor(200, 60, 40), true),
+    ("gannet", "keep_roots=0", "Gannet, keep_roots=0, nested", RGBColor(230, 160, 30), false),
+    ("gannet", "npt=0 keep_roots=0", "Gannet, keep_roots=0, shadow", RGBColor(230, 160, 30), true),
+    ("gannet", "", "Gannet, nested", RGBColor(30, 120, 180), false),
+    ("gannet", "npt=0", "Gannet, shadow", RGBColor(30, 120, 180), true),
+];
+
+/// Every plot that there are figures for, by its file's name.
+pub fn plots(results: &Results) -> Result<BTreeMap<&'static str, String>> {
+    let mut all = BTreeMap::new();
+    let few = |pages: u64| format!("cr0_wp[{pages},{}]", pages.min(8));
+    let every = |pages: u64| format!("cr0_wp[{pages},{pages}]");
+    let titles = [
+        "CR0.WP cleared and set: the host's instructions, 8 pages written to after each",
+        "CR0.WP cleared and set: the host's instructions, all pages written to after each",
+    ];
+    if let Some(svg) = toggles(results, titles[0], &few)? {
+        all.insert("cr0_wp.svg", svg);
+    }
+    if let Some(svg) = toggles(results, titles[1], &every)? {
+        all.insert("cr0_wp_all.svg", svg);
+    }
+    if let Some(svg) = exits(results)? {
+        all.insert("timer_exits.svg", svg);
+    }
+    Ok(all)
+}
+
+fn wrong(error: impl std::fmt::Display) -> anyhow::Error {
+    anyhow!("a plot: {error}")
+}
+
+/// The cost over the number of pages, on logarithmic axes. `None` where nothing was measured.
+fn toggles(results: &Results, title: &str, name: &dyn Fn(u64) -> String) -> Result<Option<String>> {
+    let line = |module: &str, parameters: &str| -> Vec<(f64, f64)> {
+        let point = |pages: &u64| {
+            let figures = results.figures(module, parameters, &name(*pages))?;
+            Some((*pages as f64, figures.host("instructions").filter(|n| *n > 0.0)?))
+        };
+        PAGES.iter().filter_map(point).collect()
+    };
+    let lines: Vec<_> =
+        LINES.iter().map(|l| (l, line(l.0, l.1))).filter(|l| l.1.len() > 1).collect();
+    if lines.is_empty() {
+        return Ok(None);
+    }
+    let costs = || lines.iter().flat_map(|(_, points)| points.iter().map(|(_, cost)| *cost));
+    let (least, most) = (costs().fold(f64::MAX, f64::min), costs().fold(1.0, f64::max));
+    let mut svg = String::new();
+    {
+        let area = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
+        area.fill(&WHITE).map_err(wrong)?;
+        let mut chart = ChartBuilder::on(&area)
+            .caption(title, ("sans-serif", 19))
+            .margin(12)
+            .x_label_area_size(42)
+            .y_label_area_size(86)
+            .build_cartesian_2d(
+                (0.9f64..12_000.0).log_scale(),
+                (least * 0.6..most * 2.5).log_scale(),
+            )
+            .map_err(wrong)?;
+        chart
+            .configure_mesh()
+            .x_desc("pages mapped")
+            .y_desc("instructions per pair")
+            .x_label_formatter(&|n| format!("{n:.0}"))
+            .y_label_formatter(&|n| format!("{n:.0}"))
+            .label_style(("sans-serif", 14))
+            .draw()
+            .map_err(wrong)?;
+        for ((_, _, label, colour, thin), points) in &lines {
+            let style = colour.stroke_width(if *thin { 1 } else { 3 });
+            let drawn = chart.draw_series(LineSeries::new(points.iter().copied(), style));
+            drawn
+                .map_err(wrong)?
+                .label(*label)
+                .legend(move |(x, y)| PathElement::new([(x, y), (x + 22, y)], style));
+            let dots = points.iter().map(|point| Circle::new(*point, 3, colour.filled()));
+            chart.draw_series(dots).map_err(wrong)?;
+        }
+        chart
+            .configure_series_labels()
+            .position(SeriesLabelPosition::UpperLeft)
+            .background_style(WHITE.mix(0.85))
+            .border_style(BLACK.mix(0.4))
+            .label_font(("sans-serif", 13))
+            .draw()
+            .map_err(wrong)?;
+        area.present().map_err(wrong)?;
+    }
+    Ok(Some(svg))
+}
+
+/// Exits by reason, with the mechanism off and on: per operation of the workload, and of the Linux guest's whole task.
+fn exits(results: &Results) -> Result<Option<String>> {
+    let sides =
+        [("stock", "", "stock"), ("gannet", "lazy_tscdeadline=0", "off"), ("gannet", "", "on")];
+    let mut panels = Vec::new();
+    for (name, unit) in [(TIMER, "exits per operation"), (PINGPONG, "exits of the task")] {
+        let mut bars: Vec<(&str, BTreeMap<String, f64>)> = Vec::new();
+        for (module, parameters, label) in sides {
+            let workload = results.figures(module, parameters, name).map(|f| f.exits.clone());
+            let task = results.task(module, parameters, name);
+            let task = task.map(|t| t.exits.iter().map(|(r, n)| (r.clone(), *n as f64)).collect());
+            if let Some(exits) = workload.or(task).filter(|exits| !exits.is_empty()) {
+                bars.push((label, exits));
+            }
+        }
+        if !bars.is_empty() {
+            panels.push((name, unit, bars));
+        }
+    }
+    if panels.is_empty() {
+        return Ok(None);
+    }
+    let mut svg = String::new();
+    {
+        let area = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
+        area.fill(&WHITE).map_err(wrong)?;
+        for (part, (name, unit, bars)) in area.split_evenly((1, panels.len())).iter().zip(&panels) {
+            panel(part, name, unit, bars)?;
+        }
+        area.present().map_err(wrong)?;
+    }
+    Ok(Some(svg))
+}
+
+type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
+
+/// One workload: a stacked bar for each side.
+fn panel(
+    area: &Area<'_>,
+    name: &str,
+    unit: &str,
+    bars: &[(&str, BTreeMap<String, f64>)],
+) -> Result<()> {
+    let sum = |exits: &BTreeMap<String, f64>| exits.values().sum::<f64>();
+    let most = bars.iter().map(|(_, exits)| sum(exits)).fold(0.0, f64::max).max(0.001);
+    // Reasons by their weight, the greatest below.
+    let mut weights = BTreeMap::<&str, f64>::new();
+    for (reason, count) in bars.iter().flat_map(|(_, exits)| exits) {
+        *weights.entry(reason).or_default() += count;
+    }
+    let mut reasons: Vec<_> = weights.into_iter().filter(|(_, n)| *n >= most * 0.002).collect();
+    reasons.sort_by(|a, b| b.1.total_cmp(&a.1));
+    let labels: Vec<&str> = bars.iter().map(|(label, _)| *label).collect();
+    let mut chart = ChartBuilder::on(area)
+        .caption(name, ("sans-serif", 19))
+        .margin(12)
+        .x_label_area_size(34)
+        .y_label_area_size(86)
+        .build_cartesian_2d((0..bars.len() as i32 - 1).into_segmented(), 0.0..most * 1.45)
+        .map_err(wrong)?;
+    chart
+        .configure_mesh()
+        .disable_x_mesh()
+        .y_desc(unit)
+        .x_label_formatter(&|at| match at {
+            SegmentValue::CenterOf(n) => labels.get(*n as usize).unwrap_or(&"").to_string(),
+            _ => String::new(),
+        })
+        .label_style(("sans-serif", 14))
+        .draw()
+        .map_err(wrong)?;
+    let mut below = vec![0.0; bars.len()];
+    for (index, (reason, _)) in reasons.iter().enumerate() {
+        let colour = HSLColor(index as f64 * 0.618 % 1.0, 0.55, 0.5).to_rgba();
+        let mut boxes = Vec::new();
+        for (bar, (_, exits)) in bars.iter().enumerate() {
+            let count = exits.get(*reason).copied().unwrap_or(0.0);
+            let (from, to) = (below[bar], below[bar] + count);
+            below[bar] = to;
+            let (left, right) =
+                (SegmentValue::Exact(bar as i32), SegmentValue::Exact(bar as i32 + 1));
+            let mut rectangle = Rectangle::new([(left, from), (right, to)], colour.filled());
+            rectangle.set_margin(0, 0, 14, 14);
+            boxes.push(rectangle);
+        }
+        let drawn = chart.draw_series(boxes).map_err(wrong)?;
+        drawn
+            .label(*reason)
+            .legend(move |(x, y)| Rectangle::new([(x, y - 5), (x + 12, y + 5)], colour.filled()));
+    }
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::UpperRight)
+        .background_style(WHITE.mix(0.85))
+        .border_style(BLACK.mix(0.4))
+        .label_font(("sans-serif", 12))
+        .draw()
+        .map_err(wrong)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mechanisms::results::{Figures, Run, Workload};
+
+    fn results() -> Results {
+        let figures = |pages: u64| {
+            let host = BTreeMap::from([("instructions".to_owned(), 1000.0 + pages as f64)]);
+            let exits = BTreeMap::from([("wrmsr_tsc_deadline".to_owned(), 1.0)]);
+            Workload::Measured(Box::new(Figures { host, exits, ..Figures::default() }))
+        };
+        let mut workloads: BTreeMap<_, _> =
+            PAGES.iter().map(|n| (format!("cr0_wp[{n},{}]", n.min(&8)), figures(*n))).collect();
+        workloads.insert(TIMER.to_owned(), figures(0));
+        let run = Run { module: "gannet".into(), workloads, ..Run::default() };
+        Results { runs: vec![run], ..Results::default() }
+    }
+
+    #[test]
+    fn there_is_a_plot_for_what_was_measured_and_none_for_the_rest() {
+        let plots = plots(&results()).unwrap();
+        assert!(plots["cr0_wp.svg"].contains("Gannet, nested"));
+        assert!(plots["timer_exits.svg"].contains("wrmsr_tsc_deadline"));
+        assert!(!plots.contains_key("cr0_wp_all.svg"));
+        assert!(super::plots(&Results::default()).unwrap().is_empty());
+    }
+
+    #[test]
+    fn the_same_figures_give_the_same_plot() {
+        assert_eq!(plots(&results()).unwrap(), plots(&results()).unwrap());
+    }
+}

@@ -1,0 +1,168 @@
+//! What `make mechanisms` finds, as `docs/results/mechanisms.json` holds it: one run per module and parameters, each with its workloads and
+//! Linux guests. Figures are per operation of the workload; nothing here is modelled.
+
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Everything that was measured.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Results {
+    pub machine: String,
+    /// The host kernel's full release.
+    pub release: String,
+    pub runs: Vec<Run>,
+}
+
+/// One machine with one module.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Run {
+    /// `stock` or `gannet`.
+    pub module: String,
+    /// As given at load.
+    pub parameters: String,
+    /// Why the module did not load, in its own words.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub refused: Option<String>,
+    /// What went wrong otherwise: faults in the host's log, counts that do not match.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub remarks: Vec<String>,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub workloads: BTreeMap<String, Workload>,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub guests: BTreeMap<String, Guest>,
+}
+
+/// One of exitbench's workloads.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Workload {
+    Measured(Box<Figures>),
+    /// Why it was not.
+    Missing {
+        missing: String,
+    },
+}
+
+/// Figures of one operation.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Figures {
+    /// Instructions of host and guest by the time-stamp counter, with the measuring frame.
+    pub min: u64,
+    pub median: u64,
+    pub max: u64,
+    pub iterations: u64,
+    /// What the host executed, by kind, and `instructions`; from a pass of its own, and empty if that could not be counted.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub host: BTreeMap<String, f64>,
+    /// Times that the guest was left, by reason.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub exits: BTreeMap<String, f64>,
+    /// What the module's own statistics grew by.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub statistics: BTreeMap<String, f64>,
+}
+
+/// One task of the Linux guest.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Guest {
+    Ran(Box<Task>),
+    Missing { missing: String },
+}
+
+/// What the task took, from its first line to its last.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Task {
+    /// Instructions of host and guest, by the time-stamp counter.
+    pub instructions: u64,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub host: BTreeMap<String, u64>,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub exits: BTreeMap<String, u64>,
+    /// Figures that the guest printed itself.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub figures: BTreeMap<String, f64>,
+}
+
+/// An operation below this is a stray one of the host's timer tick, and none of the exit.
+pub const STRAY: f64 = 0.05;
+
+impl Results {
+    /// Reads the file that an earlier run wrote.
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path)
+            .with_context(|| format!("{}: run make mechanisms first", path.display()))?;
+        serde_json::from_str(&text)
+            .with_context(|| format!("{} is not of make mechanisms", path.display()))
+    }
+
+    /// The run of a module with these parameters.
+    pub fn run(&self, module: &str, parameters: &str) -> Option<&Run> {
+        self.runs.iter().find(|run| run.module == module && run.parameters == parameters)
+    }
+
+    /// The figures of a workload.
+    pub fn figures(&self, module: &str, parameters: &str, workload: &str) -> Option<&Figures> {
+        match self.run(module, parameters)?.workloads.get(workload)? {
+            Workload::Measured(figures) => Some(figures),
+            Workload::Missing { .. } => None,
+        }
+    }
+
+    /// A guest's task.
+    pub fn task(&self, module: &str, parameters: &str, task: &str) -> Option<&Task> {
+        match self.run(module, parameters)?.guests.get(task)? {
+            Guest::Ran(task) => Some(task),
+            Guest::Missing { .. } => None,
+        }
+    }
+
+    /// Why a workload or a guest's task has no figures.
+    pub fn reason(&self, module: &str, parameters: &str, name: &str) -> String {
+        let Some(run) = self.run(module, parameters) else { return "not run".to_owned() };
+        if let Some(reason) = &run.refused {
+            return reason.clone();
+        }
+        match (run.workloads.get(name), run.guests.get(name)) {
+            (Some(Workload::Missing { missing }), _) | (_, Some(Guest::Missing { missing })) => {
+                missing.lines().next().unwrap_or_default().to_owned()
+            }
+            _ => "not run".to_owned(),
+        }
+    }
+}
+
+impl Figures {
+    /// How often the host executed operations of this kind; stray ones count as none. `None` when nothing was counted.
+    pub fn host(&self, kind: &str) -> Option<f64> {
+        if self.host.is_empty() {
+            return None;
+        }
+        Some(self.host.get(kind).copied().filter(|count| *count >= STRAY).unwrap_or(0.0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_missing_says_why() {
+        let text = r#"{"machine":"amd","release":"6.12","runs":[
+            {"module":"gannet","parameters":"npt=0","refused":"gannet: npt=0 is not implemented"},
+            {"module":"gannet","parameters":"","workloads":{
+                "cpuid":{"min":1,"median":2,"max":3,"iterations":9,"host":{"vmrun":1.0,"rdmsr":0.01}},
+                "timer":{"missing":"no such workload"}}}]}"#;
+        let results: Results = serde_json::from_str(text).unwrap();
+        assert!(results.reason("gannet", "npt=0", "cpuid").contains("not implemented"));
+        assert_eq!(results.reason("gannet", "", "timer"), "no such workload");
+        assert_eq!(results.reason("stock", "", "timer"), "not run");
+        let cpuid = results.figures("gannet", "", "cpuid").unwrap();
+        assert_eq!((cpuid.host("rdmsr"), cpuid.host("vmrun")), (Some(0.0), Some(1.0)));
+        let again: Results =
+            serde_json::from_value(serde_json::to_value(&results).unwrap()).unwrap();
+        assert_eq!(again.runs.len(), 2);
+    }
+}
