@@ -49,9 +49,10 @@ impl Machine {
     }
 }
 
-/// Workloads that have no number of pages; all of them when there are no names.
+/// Workloads that have no number of pages; all of them when there are no names. The guest uses a lazy TSC deadline where one is offered.
 fn plain(names: &str) -> Part {
-    Part::Bench(format!("{names} --iterations 100 --warm-up 10 --marker-iterations 100"))
+    let counts = "--iterations 100 --warm-up 10 --marker-iterations 100";
+    Part::Bench(format!("{names} --lazy-timer {counts}"))
 }
 
 /// The toggles as the guest's page tables grow, with a small part of the pages written to after each.
@@ -92,6 +93,7 @@ pub fn machines() -> Vec<Machine> {
         Machine::new(Gannet, "keep_roots=0", toggles(vec![])),
         Machine::new(Gannet, "", toggles(vec![plain("")])),
         Machine::new(Stock, "", toggles(vec![plain("")])),
+        Machine::new(Stock, "kvm.tdp_mmu=0", [few()]),
         Machine::new(Gannet, "lazy_tscdeadline=0", [plain(TIMER)]),
         Machine::new(Gannet, "xstate_cache=0", [plain("cpuid hlt_loop xsetbv cr4_osxsave")]),
         Machine::new(Gannet, "host_state=msr", [plain("hlt_loop cpuid pio_user")]),

@@ -286,11 +286,12 @@ fn workload(entry: bench::Entry, record: Option<&Counts>) -> Workload {
     }))
 }
 
-/// Those of a record's counts whose names begin so, without that, and without what did not happen.
+/// Those of a record's counts whose names begin so, without that, and without what did not happen; `instructions` stays also where
+/// there were none, which tells a count of nothing from no count.
 fn part_of(record: &Counts, prefix: &str) -> BTreeMap<String, u64> {
     let part = |(name, count): (&String, &u64)| {
         let name = name.strip_prefix(prefix)?.to_owned();
-        (*count > 0).then_some((name, *count))
+        (*count > 0 || name == "instructions").then_some((name, *count))
     };
     record.iter().filter_map(part).collect()
 }

@@ -1,6 +1,7 @@
 //! `make mechanisms`: every mechanism with its switch off and on, and stock KVM beside, on emulated machines; the results as JSON, and from
 //! that alone a page and its plots. `FROM=file` writes page and plots anew from an earlier run's JSON.
 
+mod chapters;
 mod cost;
 mod limits;
 mod machines;

@@ -75,6 +75,10 @@ pub struct RootCase {
     pub name: String,
     pub before: f64,
     pub after: f64,
+    /// The parameters of the runs that stand beside it.
+    pub stock: String,
+    pub gannet_off: Option<String>,
+    pub gannet_on: Option<String>,
 }
 
 #[derive(Debug, Deserialize)]
