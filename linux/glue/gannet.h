@@ -231,6 +231,7 @@ int gnt_host_state_by_msr(void);
 int gnt_xstate_cache(void);
 int gnt_keep_roots(void);
 int gnt_lazy_tscdeadline(void);
+int gnt_npt(void);
 int gnt_params_check(void);
 
 /* fops.c */

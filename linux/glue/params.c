@@ -27,12 +27,17 @@ MODULE_PARM_DESC(xstate_cache,
 
 static bool npt = true;
 module_param(npt, bool, 0444);
-MODULE_PARM_DESC(npt, "Nested paging (default 1; 0 is not implemented and refused)");
+MODULE_PARM_DESC(npt, "Nested paging (default 1); 0: shadow paging");
 
 static bool keep_roots = true;
 module_param(keep_roots, bool, 0444);
 MODULE_PARM_DESC(keep_roots,
 	"Keep a vCPU's page-table roots when its paging mode changes (default 1); 0: unload and rebuild them, as KVM once did");
+
+int gnt_npt(void)
+{
+	return npt;
+}
 
 int gnt_keep_roots(void)
 {
@@ -74,10 +79,6 @@ int gnt_params_check(void)
 	if (strcmp(host_state, "vmsave") && strcmp(host_state, "msr")) {
 		pr_err("host_state=%s: unknown; use vmsave or msr\n", host_state);
 		return -EINVAL;
-	}
-	if (!npt) {
-		pr_err("npt=0 is not implemented: nested paging is needed\n");
-		return -EOPNOTSUPP;
 	}
 	return 0;
 }

@@ -1,6 +1,6 @@
 //! The neutral form of an exit, and of an event to be injected.
 
-use x86::{Exception, Gpa, Vector};
+use x86::{Exception, Gpa, Gva, Vector};
 
 /// Why the guest stopped running. Payloads are those that both backends can give.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -29,6 +29,8 @@ pub enum Exit {
     Io(IoExit),
     /// Nested page fault or EPT violation.
     NestedFault(NestedFault),
+    /// A page fault on shadow tables.
+    PageFault(PageFault),
     /// A control-register access.
     Cr(CrAccess),
     /// A debug-register access.
@@ -45,8 +47,10 @@ pub enum Exit {
     Exception(Exception),
     /// An instruction that this guest does not have: #UD.
     Undefined,
-    /// INVLPG or INVPCID, where intercepted.
-    Invlpg,
+    /// INVLPG, with its linear address where the CPU tells it; `None`: decode.
+    Invlpg(Option<Gva>),
+    /// INVPCID.
+    Invpcid,
     /// A task switch through a task gate or TSS.
     TaskSwitch,
     /// Triple fault.
@@ -91,6 +95,15 @@ pub struct NestedFault {
     pub reserved: bool,
     /// The fault was on the access itself and not on the guest's page tables.
     pub final_access: bool,
+}
+
+/// A page fault that the hardware took on shadow tables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageFault {
+    /// The linear address.
+    pub address: Gva,
+    /// The error code, as the hardware makes it for the shadow tables.
+    pub code: u32,
 }
 
 /// A control-register access.

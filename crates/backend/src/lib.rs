@@ -7,7 +7,7 @@
 
 pub mod exit;
 
-pub use exit::{CrAccess, Event, Exit, IoExit, NestedFault};
+pub use exit::{CrAccess, Event, Exit, IoExit, NestedFault, PageFault};
 
 use x86::{
     Hpa, Vector,
@@ -78,6 +78,9 @@ pub struct GuestLimits {
 /// How a guest's addresses are translated, and what of it the run loop wants to see.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Paging {
+    /// The hardware walks shadow tables and not nested ones: page faults, INVLPG and the paging
+    /// registers exit.
+    pub shadow: bool,
     /// Every write of CR0 and CR4 that changes how paging entries are read exits, whoever could own
     /// the registers.
     pub watch_roles: bool,
@@ -124,6 +127,8 @@ pub trait Backend: Send + Sized {
     fn exit_raw(&self) -> [u64; 3];
     /// The event whose delivery the last exit interrupted; it must be injected again.
     fn interrupted_delivery(&self) -> Option<Event>;
+    /// It was dealt with: there is none any more.
+    fn forget_interrupted_delivery(&mut self);
 
     /// RIP.
     fn rip(&self) -> u64;
@@ -217,6 +222,8 @@ pub trait Backend: Send + Sized {
     /// Sets how addresses are translated. Before the first entry, and before the registers are
     /// set.
     fn set_paging(&mut self, paging: Paging);
+    /// Sets the root of the shadow tables.
+    fn set_shadow_root(&mut self, root: Hpa);
     /// Sets the nested paging root.
     fn set_nested_root(&mut self, root: Hpa);
     /// Forgets all translations of this guest before the next entry.

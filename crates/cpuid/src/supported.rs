@@ -31,7 +31,8 @@ pub struct HostFacts<'a> {
     pub xcr0: u64,
     /// Supervisor components that the backend can hold for a guest; 0 as in stock KVM on AMD.
     pub xss: u64,
-    /// Levels of the nested tables, 4 or 5: four reach 48 bits of guest-physical address.
+    /// Levels of the nested tables, 4 or 5: four reach 48 bits of guest-physical address. 0 without
+    /// nested paging: what is told of its reach is then 0.
     pub nested_levels: u8,
     /// LFENCE serializes on this host (DE_CFG bit 1, or the CPUID bit).
     pub lfence_serializes: bool,
@@ -288,7 +289,11 @@ impl Supported {
             leaf::ADDRESS_SIZES => {
                 let physical = eax & 0xff;
                 let linear = ((eax >> 8) & 0xff).max(48);
-                let reach = if facts.nested_levels < 5 { physical.min(48) } else { physical };
+                let reach = match facts.nested_levels {
+                    0 => 0,
+                    ..5 => physical.min(48),
+                    _ => physical,
+                };
                 [
                     physical | linear << 8 | reach << 16,
                     self.word(leaf, 0, Reg::Ebx),

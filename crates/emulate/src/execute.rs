@@ -155,6 +155,8 @@ impl<M: Machine> Run<'_, M> {
             I::Smsw => self.smsw(),
             I::Lmsw => self.lmsw(),
             I::Clts => self.clts(),
+            I::Invlpg => self.invlpg(),
+            I::Invpcid => self.invpcid(),
 
             I::Movups | I::Movupd | I::Movdqu | I::Lddqu => self.vector_move(16, false),
             I::Movaps | I::Movapd | I::Movdqa => self.vector_move(16, true),

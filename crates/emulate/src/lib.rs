@@ -26,6 +26,7 @@ mod operand;
 mod stack;
 mod string;
 mod system;
+mod translation;
 
 pub use decode::{CodeSize, DecodeError, Decoded, Extend, RegRef, SimpleMmio, decode, warm_up};
 pub use decode_cache::{DecodeCache, Fetched};
@@ -33,6 +34,7 @@ pub use execute::{Completion, Outcome, emulate};
 pub use length::{SystemMove, length, system_move};
 pub use machine::{Access, Machine, SegReg, Segment, Stop};
 pub use string::{ITERATIONS_PER_CALL, STRING_RUN_BYTES};
+pub use translation::{Invlpg, invlpg};
 
 /// The RFLAGS bits that the emulator reads or writes (SDM vol. 1 §3.4.3).
 pub mod rflags {

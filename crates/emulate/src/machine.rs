@@ -149,6 +149,14 @@ pub trait Machine {
     fn write_dr(&mut self, _n: u8, _value: u64) -> Result<(), Stop> {
         Err(Stop::Unsupported)
     }
+    /// Flushes the translation of `at`, privilege already checked.
+    fn invlpg(&mut self, _at: Gva) -> Result<(), Stop> {
+        Err(Stop::Unsupported)
+    }
+    /// INVPCID of type `kind` (0 to 3), privilege already checked.
+    fn invpcid(&mut self, _kind: u8, _pcid: u16, _at: Gva) -> Result<(), Stop> {
+        Err(Stop::Unsupported)
+    }
     /// XMM register `n` (0 to 15), its low 128 bits.
     fn xmm(&mut self, _n: u8) -> Result<u128, Stop> {
         Err(Stop::Unsupported)

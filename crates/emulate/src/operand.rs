@@ -191,7 +191,7 @@ impl<M: Machine> Run<'_, M> {
         }
     }
 
-    fn operand_segment(&self) -> SegReg {
+    pub(crate) fn operand_segment(&self) -> SegReg {
         let default = match self.insn.memory_base() {
             Register::BP | Register::EBP | Register::RBP => SegReg::Ss,
             Register::SP | Register::ESP | Register::RSP => SegReg::Ss,

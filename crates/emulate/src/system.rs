@@ -36,7 +36,7 @@ fn xmm_of(register: Register) -> Option<u8> {
 }
 
 impl<M: Machine> Run<'_, M> {
-    fn privileged(&self) -> Result<(), Stop> {
+    pub(crate) fn privileged(&self) -> Result<(), Stop> {
         if self.m.cpl() == 0 { Ok(()) } else { Err(Stop::Fault(Exception::gp(0))) }
     }
 
@@ -120,7 +120,7 @@ impl<M: Machine> Run<'_, M> {
         Ok(())
     }
 
-    fn vector_place(&self, size: u8, aligned: bool, how: Access) -> Result<u64, Stop> {
+    pub(crate) fn vector_place(&self, size: u8, aligned: bool, how: Access) -> Result<u64, Stop> {
         let Place::Mem { at, .. } = self.memory(size, 0, 0, how)? else {
             return Err(Stop::Unsupported);
         };
@@ -130,7 +130,7 @@ impl<M: Machine> Run<'_, M> {
         Ok(at)
     }
 
-    fn vector_load(&mut self, at: u64, size: u8) -> Result<u128, Stop> {
+    pub(crate) fn vector_load(&mut self, at: u64, size: u8) -> Result<u128, Stop> {
         let low = self.read(at, size.min(8), Access::Load)?;
         if size <= 8 {
             return Ok(u128::from(low));

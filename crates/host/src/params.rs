@@ -26,3 +26,8 @@ pub fn keep_roots() -> bool {
 pub fn lazy_tscdeadline() -> bool {
     sys::gnt_lazy_tscdeadline() != 0
 }
+
+/// Whether nested paging is used.
+pub fn npt() -> bool {
+    sys::gnt_npt() != 0
+}

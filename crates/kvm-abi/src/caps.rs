@@ -105,6 +105,8 @@ pub struct Offer {
     pub emulated_cpuid: bool,
     /// Highest guest-physical address plus one, in bits.
     pub gpa_bits: u32,
+    /// Guests may have a smaller MAXPHYADDR than the host: their tables are walked in software.
+    pub smaller_maxphyaddr: bool,
 }
 
 /// What KVM_CHECK_EXTENSION answers for `capability`.
@@ -188,6 +190,7 @@ pub fn check_extension(offer: &Offer, capability: u64) -> i32 {
         CAP_MSR_PLATFORM_INFO => offer.msr_platform_info.into(),
         CAP_MANUAL_DIRTY_LOG_PROTECT2 => offer.manual_dirty_log as u32,
         CAP_VCPU_ATTRIBUTES => offer.tsc_offset.into(),
+        CAP_SMALLER_MAXPHYADDR => offer.smaller_maxphyaddr.into(),
         CAP_EXT_EMUL_CPUID => offer.emulated_cpuid.into(),
         _ => 0,
     };
@@ -232,6 +235,7 @@ mod tests {
         tsc_offset: false,
         emulated_cpuid: false,
         gpa_bits: 48,
+        smaller_maxphyaddr: false,
     };
 
     #[test]

@@ -20,7 +20,7 @@ use x86::{
     vmcb::{Clean, Vmcb},
 };
 
-use crate::{features::Features, percpu, permission::MsrMap};
+use crate::{features::Features, paging::GuestRegs, percpu, permission::MsrMap};
 
 const PRED_CMD: u32 = 0x49;
 const TSC_AUX: u32 = 0xc000_0103;
@@ -90,6 +90,8 @@ pub struct Svm<C: Cpu> {
     pub(crate) cr0_hidden: u64,
     pub(crate) guest_debug: (bool, bool),
     pub(crate) paging: Paging,
+    /// The paging registers under shadow paging.
+    pub(crate) guest: GuestRegs,
 }
 
 static IDS: AtomicU64 = AtomicU64::new(1);
@@ -132,6 +134,7 @@ impl<C: Cpu> Svm<C> {
             cr0_hidden: 0,
             guest_debug: (false, false),
             paging: Paging::default(),
+            guest: GuestRegs::default(),
         };
         this.init_control();
         Ok(this)

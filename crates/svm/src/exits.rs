@@ -3,11 +3,14 @@
 //! APM vol. 2 appendix C. The comparison chain is ordered by how often an exit is seen, because
 //! kernel code is built without jump tables.
 
-use backend::{CrAccess, Exit, IoExit, NestedFault};
+use backend::{CrAccess, Exit, IoExit, NestedFault, PageFault};
 use x86::{
-    Exception, Gpa, Vector,
+    Exception, Gpa, Gva, Vector,
     vmcb::{Control, ExitCode, ioio, npf},
 };
+
+/// EXITCODE of an intercepted #PF.
+const PAGE_FAULT: u64 = 0x4e;
 
 /// Decodes the exit in `control`. `assists`: the CPU has decode assists.
 pub fn decode(control: &Control, assists: bool) -> Exit {
@@ -54,6 +57,11 @@ pub(crate) fn io(control: &Control) -> Exit {
 #[cold]
 fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
     let raw = code.0;
+    // With shadow paging these are most exits.
+    if raw == PAGE_FAULT {
+        let (address, code) = (Gva(control.exit_info_2), control.exit_info_1 as u32);
+        return Exit::PageFault(PageFault { address, code });
+    }
     if raw < 0x20 {
         return cr(control, (raw & 0xf) as u8, raw >= 0x10, assists);
     }
@@ -67,7 +75,8 @@ fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
         ExitCode::Smi | ExitCode::Init => Exit::HostSignal,
         ExitCode::Iret => Exit::Iret,
         ExitCode::Rdpmc => Exit::Rdpmc,
-        ExitCode::Invlpg => Exit::Invlpg,
+        ExitCode::Invlpg => Exit::Invlpg(assists.then_some(Gva(control.exit_info_1))),
+        ExitCode::Invpcid => Exit::Invpcid,
         ExitCode::TaskSwitch => Exit::TaskSwitch,
         ExitCode::Shutdown => Exit::Shutdown,
         ExitCode::Invalid => Exit::Refused,
@@ -84,8 +93,6 @@ fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
         | ExitCode::Rdtscp
         | ExitCode::Rdpru
         | ExitCode::Invlpgb
-        // Intercepted only where the guest does not have it.
-        | ExitCode::Invpcid
         | ExitCode::Mcommit
         | ExitCode::Tlbsync
         | ExitCode::InvlpgbIllegal => Exit::Undefined,
@@ -97,7 +104,7 @@ fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
                 vector: Vector((raw - 0x40) as u8),
                 error_code: matches!(raw - 0x40, 8 | 10..=14 | 17 | 21)
                     .then_some(control.exit_info_1 as u32),
-                payload: (raw == 0x4e).then_some(control.exit_info_2),
+                payload: None,
             }),
             // The emulator writes VMEXIT_INVALID with 32 bits.
             0xffff_ffff => Exit::Refused,

@@ -12,6 +12,7 @@ pub mod exits;
 pub mod features;
 pub mod host_state;
 pub mod inject;
+mod paging;
 pub mod percpu;
 pub mod permission;
 mod state;

@@ -26,7 +26,7 @@ use crate::{
     percpu,
 };
 
-const CR0_CD_NW: u64 = (1 << 30) | (1 << 29);
+pub(crate) const CR0_CD_NW: u64 = (1 << 30) | (1 << 29);
 const CR4_OSXSAVE: u64 = 1 << 18;
 const EFER_SVME: u64 = 1 << 12;
 const PAT_RESET: u64 = 0x0007_0406_0007_0406;
@@ -147,7 +147,7 @@ impl<C: Cpu> Svm<C> {
         self.vmcb_mut(Clean::INTERCEPTS).control.intercepts[1] = if on { 0x00ff_00ff } else { 0 };
     }
 
-    fn intercept_cr(&mut self, mask: u32, on: bool) {
+    pub(crate) fn intercept_cr(&mut self, mask: u32, on: bool) {
         if (self.vmcb().control.intercepts[0] & mask == mask) == on {
             return;
         }
@@ -161,15 +161,19 @@ impl<C: Cpu> Svm<C> {
     fn update_cr4_intercept(&mut self) {
         let all = self.features.cr4_known & !self.limits.cr4_allowed == 0;
         let xcr0_live = !self.limits.xsave || self.vmcb().save.cr4 & CR4_OSXSAVE != 0;
-        let owned = all && xcr0_live && self.features.nrip_save && !self.paging.watch_roles;
+        let owned = !self.paging.shadow
+            && all
+            && xcr0_live
+            && self.features.nrip_save
+            && !self.paging.watch_roles;
         self.intercept_cr(1 << (16 + 4), !owned);
     }
 
-    fn update_passthrough(&mut self) {
+    pub(crate) fn update_passthrough(&mut self) {
         let spec = self.features.v_spec_ctrl && self.limits.spec_ctrl;
         self.msr_map.intercept(msr::SPEC_CTRL, !spec, !spec);
         self.msr_map.intercept(msr::TSC_AUX, !self.limits.tsc_aux, true);
-        let (rdtscp, invpcid) = (self.limits.tsc_aux, self.limits.invpcid);
+        let (rdtscp, invpcid) = (self.limits.tsc_aux, self.limits.invpcid && !self.paging.shadow);
         let control = &mut self.vmcb_mut(Clean::INTERCEPTS | Clean::PERM_MAP).control;
         let bit = Intercept4::RDTSCP.bits();
         control.intercepts[4] = (control.intercepts[4] & !bit) | if rdtscp { 0 } else { bit };
@@ -241,6 +245,10 @@ impl<C: Cpu> Backend for Svm<C> {
 
     fn interrupted_delivery(&self) -> Option<Event> {
         inject::decode(self.vmcb().control.exit_int_info)
+    }
+
+    fn forget_interrupted_delivery(&mut self) {
+        self.vmcb_mut(Clean::empty()).control.exit_int_info = 0;
     }
 
     #[inline]
@@ -338,6 +346,9 @@ impl<C: Cpu> Backend for Svm<C> {
 
     fn control(&self) -> ControlRegs {
         let save = &self.vmcb().save;
+        if self.paging.shadow {
+            return self.guest.control(save);
+        }
         ControlRegs {
             cr0: save.cr0 | self.hidden_cr0(),
             cr2: save.cr2,
@@ -350,6 +361,10 @@ impl<C: Cpu> Backend for Svm<C> {
     /// CR0.CD and CR0.NW are kept from the hardware: firmware leaves them set for long, and with
     /// CD the whole guest would run uncached. CR0 is intercepted only while the guest has one set.
     fn set_cr0(&mut self, value: u64) {
+        if self.paging.shadow {
+            self.guest.cr0 = value;
+            return self.renew_hardware();
+        }
         let hidden = value & CR0_CD_NW;
         self.cr0_hidden = hidden;
         self.vmcb_mut(Clean::CR).save.cr0 = value & !CR0_CD_NW;
@@ -362,16 +377,28 @@ impl<C: Cpu> Backend for Svm<C> {
     }
 
     fn set_cr3(&mut self, value: u64) {
+        if self.paging.shadow {
+            self.guest.cr3 = value;
+            return;
+        }
         self.vmcb_mut(Clean::CR).save.cr3 = value;
     }
 
     fn set_cr4(&mut self, value: u64) {
+        if self.paging.shadow {
+            self.guest.cr4 = value;
+            return self.renew_hardware();
+        }
         self.vmcb_mut(Clean::CR).save.cr4 = value;
         self.update_cr4_intercept();
         self.sync_extended();
     }
 
     fn set_efer(&mut self, value: u64) {
+        if self.paging.shadow {
+            self.guest.efer = value;
+            return self.renew_hardware();
+        }
         self.vmcb_mut(Clean::CR).save.efer = value | EFER_SVME;
     }
 
@@ -529,11 +556,18 @@ impl<C: Cpu> Backend for Svm<C> {
 
     fn set_paging(&mut self, paging: Paging) {
         self.paging = paging;
+        if paging.shadow {
+            return self.watch_paging();
+        }
         let word = &mut self.vmcb_mut(Clean::INTERCEPTS).control.intercepts[3];
         // With this the guest keeps CR0.TS and CR0.MP to itself.
         let selective = Intercept3::CR0_SEL_WRITE.bits();
         *word = (*word & !selective) | if paging.watch_roles { selective } else { 0 };
         self.update_cr4_intercept();
+    }
+
+    fn set_shadow_root(&mut self, root: Hpa) {
+        self.load_shadow_root(root);
     }
 
     fn set_nested_root(&mut self, root: Hpa) {
@@ -619,7 +653,7 @@ impl<C: Cpu> Backend for Svm<C> {
         self.set_gdtr(DescriptorTable::RESET);
         self.set_idtr(DescriptorTable::RESET);
         // INIT keeps CR0.CD and CR0.NW (APM vol. 2 table 14-1).
-        let caching = if init { self.cr0_hidden } else { CR0_CD_NW };
+        let caching = if init { self.control().cr0 & CR0_CD_NW } else { CR0_CD_NW };
         self.set_cr0(0x10 | caching);
         self.set_cr2(0);
         self.set_cr3(0);

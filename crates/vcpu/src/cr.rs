@@ -5,7 +5,7 @@
 use backend::{Backend, CrAccess, RAX, RCX, RDX};
 use x86::Exception;
 
-use crate::{Vcpu, inner::Next};
+use crate::{Vcpu, inner::Next, shadow::is_pae};
 
 const CR0_PE: u64 = 1;
 const CR0_PG: u64 = 1 << 31;
@@ -47,7 +47,11 @@ impl<B: Backend> Vcpu<B> {
         let done = if access.write {
             let value = self.gpr(gpr);
             let long = self.code_size() == emulate::CodeSize::Bits64;
-            self.write_cr(cr, if long { value } else { value & 0xffff_ffff })
+            let value = if long { value } else { value & 0xffff_ffff };
+            if self.roots.is_shadow() && !self.fetch_pdptes(cr, value) {
+                return Next::Leave;
+            }
+            self.write_cr(cr, value)
         } else {
             self.read_cr_into(cr, gpr)
         };
@@ -114,6 +118,13 @@ impl<B: Backend> Vcpu<B> {
             return Err(Exception::gp(0));
         }
         let was_pg = c.cr0 & CR0_PG != 0;
+        let to_long = pg && !was_pg && c.efer & EFER_LME != 0;
+        if (value ^ c.cr0) & (CR0_PG | CR0_CD | CR0_NW) != 0
+            && !to_long
+            && is_pae(value, c.cr4, c.efer)
+        {
+            self.load_pdptes(c.cr3)?;
+        }
         if pg && !was_pg && c.efer & EFER_LME != 0 {
             let cs = self.b.segment(backend::SegmentName::Cs);
             if c.cr4 & CR4_PAE == 0 || cs.is_long() {
@@ -131,7 +142,7 @@ impl<B: Backend> Vcpu<B> {
         }
         self.b.set_cr0(value);
         if pg != was_pg {
-            self.b.flush_tlb();
+            self.flush_guest_tlb();
         }
         self.note_role();
         Ok(())
@@ -139,17 +150,23 @@ impl<B: Backend> Vcpu<B> {
 
     fn write_cr3(&mut self, value: u64) -> Result<(), Exception> {
         let c = self.b.control();
+        let mut keep = false;
         if c.efer & EFER_LMA != 0 {
             // Bit 63 with PCIDs says "keep the TLB" and is not stored.
-            let value = if c.cr4 & CR4_PCIDE != 0 { value & !(1 << 63) } else { value };
+            let tagged = c.cr4 & CR4_PCIDE != 0;
+            keep = tagged && value >> 63 != 0;
+            let value = if tagged { value & !(1 << 63) } else { value };
             if value >> self.cpuid.maxphyaddr().min(52) != 0 {
                 return Err(Exception::gp(0));
             }
             self.b.set_cr3(value);
         } else {
+            if is_pae(c.cr0, c.cr4, c.efer) {
+                self.load_pdptes(value)?;
+            }
             self.b.set_cr3(value & 0xffff_ffff);
         }
-        self.b.flush_tlb();
+        self.cr3_loaded(keep);
         Ok(())
     }
 
@@ -163,10 +180,13 @@ impl<B: Backend> Vcpu<B> {
         {
             return Err(Exception::gp(0));
         }
+        if changed & (CR4_PSE | CR4_PAE | CR4_PGE | CR4_SMEP) != 0 && is_pae(c.cr0, value, c.efer) {
+            self.load_pdptes(c.cr3)?;
+        }
         self.b.set_cr4(value);
         self.cpuid_inputs_changed();
         if flushes(c.cr4, value) {
-            self.b.flush_tlb();
+            self.flush_guest_tlb();
         }
         self.note_role();
         Ok(())

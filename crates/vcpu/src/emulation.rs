@@ -527,6 +527,15 @@ impl<B: Backend> Machine for Vcpu<B> {
     fn write_cr(&mut self, n: u8, value: u64) -> Result<(), Stop> {
         Vcpu::write_cr(self, n, value).map_err(Stop::Fault)
     }
+
+    fn invlpg(&mut self, at: Gva) -> Result<(), Stop> {
+        self.flush_page(at);
+        Ok(())
+    }
+
+    fn invpcid(&mut self, kind: u8, pcid: u16, at: Gva) -> Result<(), Stop> {
+        self.flush_pcid(kind, pcid, at).map_err(Stop::Fault)
+    }
 }
 
 #[cfg(test)]

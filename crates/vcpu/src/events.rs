@@ -274,6 +274,7 @@ impl<B: Backend> Vcpu<B> {
     /// After an exit that may have interrupted a delivery: keeps the event for the next entry.
     pub(crate) fn keep_interrupted_delivery(&mut self) {
         if let Some(event) = self.b.interrupted_delivery() {
+            self.b.forget_interrupted_delivery();
             // INT n, INT3 and INTO: RIP is still at the instruction, which is executed again.
             let by_instruction = match event {
                 Event::Software(_) => true,

@@ -139,6 +139,10 @@ impl<B: Backend> Vcpu<B> {
                 self.stats.exit(Reason::NestedFault);
                 self.answer_mmio(fault)
             }
+            Exit::PageFault(fault) => {
+                self.stats.exit(Reason::PageFault);
+                self.answer_page_fault(fault)
+            }
             Exit::Io(io) => {
                 self.stats.exit(Reason::Io);
                 self.answer_io(io)
@@ -170,6 +174,10 @@ impl<B: Backend> Vcpu<B> {
             Exit::Cr(access) => {
                 self.stats.exit(Reason::Cr);
                 self.answer_cr(access)
+            }
+            Exit::Invlpg(at) => {
+                self.stats.exit(Reason::Invlpg);
+                self.answer_invlpg(at)
             }
             Exit::Xsetbv => {
                 self.stats.exit(Reason::Xsetbv);

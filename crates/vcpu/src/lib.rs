@@ -24,6 +24,7 @@ pub mod registers;
 pub mod roots;
 pub mod run;
 pub mod settings;
+mod shadow;
 pub mod slow;
 pub mod statistics;
 
@@ -68,6 +69,8 @@ pub struct Vcpu<B: Backend> {
     pub(crate) lazy_generation: u64,
     pub(crate) fetch: KBox<CodeFetch>,
     pub(crate) roots: roots::Roots,
+    /// Shadow paging; `None` with nested paging.
+    pub(crate) shadow: Option<KBox<shadow::Shadow>>,
     pub(crate) shared: SharedVcpu,
     pub(crate) vm: VmRef,
     pub(crate) cpuid: KBox<GuestCpuid>,
@@ -112,6 +115,7 @@ struct Parts {
     fpu: KBox<GuestFpu>,
     replay: KBox<emulation::Replay>,
     pv: KBox<pv::PvState>,
+    shadow: Option<KBox<shadow::Shadow>>,
 }
 
 /// Moves what `make` makes to the heap, in a stack frame of its own.
@@ -171,6 +175,7 @@ impl<B: Backend> Vcpu<B> {
             fpu: KBox::new(GuestFpu::alloc()?)?,
             replay: boxed(emulation::Replay::default)?,
             pv: boxed(pv::PvState::default)?,
+            shadow: if vm.paging.nested { None } else { Some(shadow::Shadow::new()?) },
         };
         Self::place(b, shared, vm, offered, parts)
     }
@@ -199,6 +204,7 @@ impl<B: Backend> Vcpu<B> {
             events: events::Events::default(),
             loop_clock: lapic::LoopClock::default(),
             roots,
+            shadow: parts.shadow,
             stats: shared.stats.clone(),
             lazy: ::pv::LazyDeadline::default(),
             lazy_generation: 0,
@@ -249,6 +255,7 @@ impl<B: Backend> Vcpu<B> {
         self.publish_priority();
         self.cpuid_inputs_changed();
         self.note_role();
+        self.registers_replaced();
         self.recheck = true;
     }
 }

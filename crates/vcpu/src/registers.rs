@@ -193,6 +193,7 @@ impl<B: Backend> Vcpu<B> {
         self.sync_priority();
         self.b.flush_tlb();
         self.note_role();
+        self.registers_replaced();
         if let Some(vector) = interrupt {
             self.events.again = Some(Event::Interrupt(vector));
         }

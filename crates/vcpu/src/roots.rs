@@ -1,11 +1,13 @@
 //! Which page-table root the vCPU runs on, and when another one is due.
 //!
 //! Nested tables do not depend on what the guest writes to CR0, CR4 and EFER: with `keep_roots=1`
-//! such a write costs the flush that the architecture demands, or nothing. `keep_roots=0` behaves as
+//! such a write costs the flush that the architecture demands, or nothing. Shadow tables do depend on
+//! them: there another root is looked up ([`crate::shadow`]). `keep_roots=0` behaves as
 //! KVM did before: every change of a bit that has to do with paging unloads all roots of the vCPU,
 //! and the last one that holds a root takes its tables with it.
 
 use backend::Backend;
+use host::NoMemory;
 use mmu::roots::{ResetBits, RootCache, RootKey, RootRole};
 use x86::Hpa;
 
@@ -19,6 +21,7 @@ pub(crate) struct Roots {
     /// All are to be unloaded first.
     unload: bool,
     keep: bool,
+    shadow: bool,
     /// The vCPU is in system-management mode.
     smm: bool,
     /// The registers at the last look.
@@ -32,6 +35,7 @@ impl Roots {
             due: true,
             unload: false,
             keep: paging.keep_roots,
+            shadow: !paging.nested,
             smm: false,
             seen: ResetBits::default(),
             cache: RootCache::new(),
@@ -40,7 +44,7 @@ impl Roots {
 
     /// What the backend has to show of paging.
     pub(crate) fn paging(&self) -> backend::Paging {
-        backend::Paging { watch_roles: !self.keep }
+        backend::Paging { shadow: self.shadow, watch_roles: !self.keep }
     }
 
     /// Whether the root has to be looked at before the guest may be entered.
@@ -48,24 +52,41 @@ impl Roots {
     pub(crate) fn is_due(&self) -> bool {
         self.due
     }
+
+    pub(crate) fn set_due(&mut self) {
+        self.due = true;
+    }
+
+    #[inline]
+    pub(crate) fn is_shadow(&self) -> bool {
+        self.shadow
+    }
+
+    /// Whether the vCPU is in system-management mode.
+    pub(crate) fn smm(&self) -> bool {
+        self.smm
+    }
 }
 
 impl<B: Backend> Vcpu<B> {
     /// CR0, CR4 or EFER was written, by the guest or by user space.
     #[inline]
     pub(crate) fn note_role(&mut self) {
-        if !self.roots.keep {
-            self.reset_on_change();
+        if self.roots.shadow || !self.roots.keep {
+            self.look_at_role();
         }
     }
 
     #[inline(never)]
-    fn reset_on_change(&mut self) {
+    fn look_at_role(&mut self) {
         let c = self.b.control();
         let now = ResetBits::of(c.cr0, c.cr4, c.efer);
         if now != self.roots.seen {
             self.roots.seen = now;
-            self.unload_roots();
+            self.want_root();
+            if !self.roots.keep {
+                self.unload_roots();
+            }
         }
     }
 
@@ -78,16 +99,29 @@ impl<B: Backend> Vcpu<B> {
     /// Inside the loop, after an instruction that may have changed which root is due.
     #[inline]
     pub(crate) fn settle_in_loop(&mut self) -> Next {
-        if self.roots.due { Next::Done } else { Next::Again }
+        if self.roots.due { self.settle_due() } else { Next::Again }
+    }
+
+    fn settle_due(&mut self) -> Next {
+        if self.roots.shadow && !self.roots.unload && self.shadow_work_in_loop() {
+            self.roots.due = false;
+            return Next::Again;
+        }
+        Next::Done
     }
 
     /// Gives the backend the root that is due.
     #[inline(never)]
-    pub(crate) fn settle_roots(&mut self) {
-        self.roots.due = false;
+    pub(crate) fn settle_roots(&mut self) -> Result<(), NoMemory> {
         if core::mem::take(&mut self.roots.unload) {
             self.drop_roots();
         }
+        if self.roots.shadow {
+            self.shadow_work()?;
+            self.roots.due = false;
+            return Ok(());
+        }
+        self.roots.due = false;
         let key = RootKey { base: 0, role: RootRole::nested(self.roots.smm) };
         let root = match self.roots.cache.switch(key) {
             Some(root) => *root,
@@ -99,9 +133,11 @@ impl<B: Backend> Vcpu<B> {
             }
         };
         self.b.set_nested_root(root);
+        Ok(())
     }
 
     fn drop_roots(&mut self) {
+        self.drop_shadow_roots();
         while self.roots.cache.take().is_some() {
             self.vm.memory().unload_nested_root(&**self.vm);
         }
@@ -110,6 +146,7 @@ impl<B: Backend> Vcpu<B> {
 
 impl<B: Backend> Drop for Vcpu<B> {
     fn drop(&mut self) {
+        self.drop_shadow_roots();
         while self.roots.cache.take().is_some() {
             self.vm.memory().leave_nested_root();
         }

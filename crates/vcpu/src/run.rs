@@ -201,8 +201,9 @@ impl<B: Backend> Vcpu<B> {
             self.window_wanted = false;
             return Some(UserExit::IrqWindowOpen);
         }
-        if self.roots.is_due() {
-            self.settle_roots();
+        self.settle_shadow();
+        if self.roots.is_due() && self.settle_roots().is_err() {
+            return Some(UserExit::MemoryFault { flags: 0, gpa: 0, size: 0 });
         }
         self.before_entry_pv();
         None

@@ -8,7 +8,7 @@ use vm::{
     memory::{FaultAccess, FaultOutcome, MemoryError},
     vcpu_shared::MpState,
 };
-use x86::Exception;
+use x86::{Exception, cpuid::feature};
 
 use crate::{
     Vcpu,
@@ -87,7 +87,12 @@ impl<B: Backend> Vcpu<B> {
                 self.raise(Exception::gp(0));
                 None
             }
-            Exit::Cr(_) | Exit::Xsetbv | Exit::Invlpg => self.emulate_here(),
+            Exit::PageFault(fault) => self.page_fault(fault),
+            Exit::Invpcid if !self.cpuid.has(feature::INVPCID) => {
+                self.raise(Exception::ud());
+                None
+            }
+            Exit::Cr(_) | Exit::Xsetbv | Exit::Invlpg(_) | Exit::Invpcid => self.emulate_here(),
             Exit::DebugReg => {
                 self.b.own_debug_regs();
                 None
@@ -235,7 +240,7 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    fn device_access(&mut self, fault: NestedFault) -> Option<UserExit> {
+    pub(crate) fn device_access(&mut self, fault: NestedFault) -> Option<UserExit> {
         if self.events.again.is_some() && !fault.final_access {
             // The tables that translate the guest's descriptors or stack lie in device memory.
             return Some(UserExit::InternalError {

@@ -8,7 +8,6 @@ use crate::{Vcpu, exit::UserExit};
 
 /// The reason that an exit is counted by.
 pub fn reason_of(exit: &Exit) -> Reason {
-    const PAGE_FAULT: u8 = 14;
     match exit {
         Exit::Interrupt => Reason::Interrupt,
         Exit::Nmi => Reason::Nmi,
@@ -28,10 +27,10 @@ pub fn reason_of(exit: &Exit) -> Reason {
         Exit::Rdpmc => Reason::Rdpmc,
         Exit::InterruptWindow => Reason::InterruptWindow,
         Exit::Iret => Reason::Iret,
-        Exit::Exception(e) if e.vector.0 == PAGE_FAULT => Reason::PageFault,
+        Exit::PageFault(_) => Reason::PageFault,
         Exit::Exception(_) => Reason::Exception,
         Exit::Undefined => Reason::Undefined,
-        Exit::Invlpg => Reason::Invlpg,
+        Exit::Invlpg(_) | Exit::Invpcid => Reason::Invlpg,
         Exit::TaskSwitch => Reason::TaskSwitch,
         Exit::Shutdown => Reason::Shutdown,
         Exit::HostSignal => Reason::HostSignal,
@@ -48,6 +47,8 @@ fn counted_inside(reason: Reason, guest_debug: u32) -> bool {
         | Reason::Rdmsr
         | Reason::Wrmsr
         | Reason::NestedFault
+        | Reason::PageFault
+        | Reason::Invlpg
         | Reason::Io
         | Reason::Hypercall
         | Reason::CacheFlush

@@ -44,7 +44,8 @@ fn a_change_of_the_paging_mode_is_one_vmrun_and_keeps_the_root() {
 
 #[test]
 fn without_kept_roots_a_change_of_the_paging_mode_leaves_the_loop() {
-    let machine = Machine { paging: Paging { keep_roots: false }, ..Machine::default() };
+    let machine =
+        Machine { paging: Paging { keep_roots: false, ..Paging::default() }, ..Machine::default() };
     for (code, bit) in TOGGLES {
         let ten = cost_with(&machine, move |vmcb, gprs| {
             // CR0 and CR4 are seen even where the CPU could give them to the guest.

@@ -45,6 +45,8 @@ pub struct HostLimits {
 /// The module's parameters on paging.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Paging {
+    /// The hardware walks nested tables. Without, it walks shadow tables.
+    pub nested: bool,
     /// A vCPU keeps its page-table roots when its paging mode changes. Without, it behaves as KVM
     /// once did: it unloads them all.
     pub keep_roots: bool,
@@ -52,7 +54,7 @@ pub struct Paging {
 
 impl Default for Paging {
     fn default() -> Self {
-        Self { keep_roots: true }
+        Self { nested: true, keep_roots: true }
     }
 }
 
@@ -82,8 +84,9 @@ impl Vm {
         settings.max_vcpu_id.store(MAX_VCPU_ID, Relaxed);
         settings.identity_map.store(0xfffb_c000, Relaxed);
         let vcpus = Arc::new(VcpuTable::new()?)?;
+        let make = if limits.paging.nested { VmMemory::new } else { VmMemory::with_shadow };
         WithNotifier::new(Self {
-            memory: VmMemory::new(limits.levels, limits.encryption, region)?,
+            memory: make(limits.levels, limits.encryption, region)?,
             irq: VmIrq::new(vcpus.clone())?,
             vcpus,
             time: SpinLock::new(Time::new()),

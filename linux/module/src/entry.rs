@@ -42,7 +42,8 @@ extern "C" fn gannet_init() -> i32 {
         gannet_exit();
         return ENOMEM;
     }
-    info!("SVM with nested paging, {} address-space ids", features.asids);
+    let tables = if params::npt() { "nested" } else { "shadow" };
+    info!("SVM with {tables} paging, {} address-space ids", features.asids);
     0
 }
 

@@ -64,7 +64,9 @@ pub fn find_out(features: &Features) -> Result<(), NoMemory> {
     let levels = if host_cr4 & CR4_LA57 != 0 { 5 } else { 4 };
     let facts = HostFacts {
         xcr0: fpu::host_xcr0(),
-        nested_levels: levels,
+        nested_levels: if params::npt() { levels } else { 0 },
+        // Shadow tables hold no keys.
+        withheld: if params::npt() { &[] } else { &[feature::PKU] },
         lfence_serializes: lfence,
         xstate_cache: params::xstate_cache(),
         pv_features: pv_features(),
@@ -93,7 +95,7 @@ pub fn find_out(features: &Features) -> Result<(), NoMemory> {
             maxphyaddr,
             encryption: 0,
             halt_poll_ns: params::halt_poll_ns(),
-            paging: Paging { keep_roots: params::keep_roots() },
+            paging: Paging { nested: params::npt(), keep_roots: params::keep_roots() },
         },
         offered: Offered { cpuid: supported, msrs },
     })
@@ -131,6 +133,7 @@ fn offer(features: &Features, supported: &Supported, levels: u8, maxphyaddr: u8)
         tsc_offset: true,
         emulated_cpuid: true,
         gpa_bits: u32::from(maxphyaddr).min(reach),
+        smaller_maxphyaddr: !params::npt(),
     }
 }
 

@@ -60,6 +60,8 @@ pub struct TestMachine {
     pub device_value: u64,
     pub events: Vec<Event>,
     pub commits: usize,
+    /// Translations flushed: type and PCID of an INVPCID, and the address.
+    pub flushed: Vec<(Option<(u8, u16)>, u64)>,
     /// The next so many cmpxchg lose a race.
     pub lost_races: usize,
     log: Vec<(Event, Vec<u8>)>,
@@ -94,6 +96,7 @@ impl TestMachine {
             device_value: 0x1122_3344_5566_7788,
             events: Vec::new(),
             commits: 0,
+            flushed: Vec::new(),
             lost_races: 0,
             log: Vec::new(),
             cursor: 0,
@@ -367,6 +370,14 @@ impl Machine for TestMachine {
             4 => self.cr4 = value,
             _ => return Err(Stop::Unsupported),
         }
+        Ok(())
+    }
+    fn invlpg(&mut self, at: Gva) -> Result<(), Stop> {
+        self.flushed.push((None, at.0));
+        Ok(())
+    }
+    fn invpcid(&mut self, kind: u8, pcid: u16, at: Gva) -> Result<(), Stop> {
+        self.flushed.push((Some((kind, pcid)), at.0));
         Ok(())
     }
     fn xmm(&mut self, n: u8) -> Result<u128, Stop> {

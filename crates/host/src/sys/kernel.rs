@@ -177,6 +177,7 @@ unsafe extern "C" {
     pub(crate) safe fn gnt_xstate_cache() -> i32;
     pub(crate) safe fn gnt_keep_roots() -> i32;
     pub(crate) safe fn gnt_lazy_tscdeadline() -> i32;
+    pub(crate) safe fn gnt_npt() -> i32;
     // log.c
     pub(crate) safe fn gnt_log_ratelimit() -> i32;
     pub(crate) fn gnt_log(level: u32, text: *const u8, len: usize);

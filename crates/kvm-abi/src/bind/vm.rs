@@ -279,6 +279,11 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
         Ok(())
     }
 
+    fn set_nr_mmu_pages(&self, pages: u64) -> Result<(), Errno> {
+        self.vm.memory().set_shadow_limit(pages, &**self.vm);
+        Ok(())
+    }
+
     fn set_identity_map_addr(&self, addr: u64) -> Result<(), Errno> {
         let addr = if addr == 0 { DEFAULT_IDENTITY_MAP } else { addr };
         self.without_vcpus(|vm| vm.settings.identity_map.store(addr, Relaxed))

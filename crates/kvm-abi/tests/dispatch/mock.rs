@@ -44,6 +44,7 @@ pub fn offer() -> Offer {
         tsc_offset: true,
         emulated_cpuid: true,
         gpa_bits: 48,
+        smaller_maxphyaddr: false,
     }
 }
 

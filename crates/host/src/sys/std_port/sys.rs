@@ -622,6 +622,10 @@ pub(crate) fn gnt_keep_roots() -> i32 {
     1
 }
 
+pub(crate) fn gnt_npt() -> i32 {
+    1
+}
+
 pub(crate) fn gnt_halt_poll_ns() -> u64 {
     0
 }

@@ -1,0 +1,401 @@
+//! Shadow paging in the run loop (`npt=0`): page faults, INVLPG and the paging registers, which the
+//! guest owns under nested paging, exit here.
+//!
+//! What an instruction asks of the shadow tables (another root, a flush) is noted as work, by the
+//! inner loop and by the emulator alike. The inner loop does the work at once where that needs no
+//! page and nobody else holds the tables' lock; else it leaves, and the work is done before the next
+//! entry. A page fault is resolved inside the loop from the guest's tables and from frames that the
+//! VM's tree knows; one that lacks a frame, or is a device's, goes outside.
+
+use backend::{Backend, Event, NestedFault, PageFault};
+use host::{KBox, NoMemory};
+use mmu::{PagingContext, RootOutcome, ShadowFault, ShadowRoots};
+use vm::memory::{MemoryError, ShadowOutcome};
+use x86::{Exception, Gpa, Gva, exception::pf};
+
+use crate::{
+    Vcpu,
+    exit::{ERROR_DELIVERY, ErrorData, UserExit},
+    inner::Next,
+};
+
+const CR0_PG: u64 = 1 << 31;
+const CR4_PAE: u64 = 1 << 5;
+const CR4_PCIDE: u64 = 1 << 17;
+const EFER_LMA: u64 = 1 << 10;
+
+/// Bits of a PDPTE that must be clear, without those above the physical address width
+/// (SDM vol. 3A §4.4.1).
+const PDPTE_RESERVED: u64 = 0xfff0_0000_0000_01e6;
+const PRESENT: u64 = 1;
+
+/// The page-directory-pointer entries that PAE paging loads with CR3.
+type Pdptes = [u64; 4];
+
+/// What the shadow tables are asked for before the next entry.
+mod work {
+    /// The registers changed: look up the root.
+    pub const SWITCH: u8 = 1 << 0;
+    /// CR3 was loaded with a flush.
+    pub const LOAD: u8 = 1 << 1;
+    /// The whole TLB was flushed.
+    pub const FLUSH: u8 = 1 << 2;
+    /// The PDPTEs have to be read: user space set the registers.
+    pub const PDPTES: u8 = 1 << 3;
+}
+
+/// A vCPU's side of shadow paging.
+#[derive(Debug)]
+pub(crate) struct Shadow {
+    roots: ShadowRoots,
+    work: u8,
+    /// Guest tables that stay as they are want write protection, outside the loop.
+    unsettled: bool,
+    pdptes: Pdptes,
+    /// PDPTEs that were read inside the loop for the write that is being handled, with their base.
+    fetched: Option<(u64, Pdptes)>,
+}
+
+impl Shadow {
+    #[inline(never)]
+    pub(crate) fn new() -> Result<KBox<Self>, NoMemory> {
+        KBox::new(Self {
+            roots: ShadowRoots::new()?,
+            work: work::SWITCH | work::FLUSH,
+            unsettled: false,
+            pdptes: [0; 4],
+            fetched: None,
+        })
+    }
+}
+
+fn decode_pdptes(bytes: &[u8; 32]) -> Pdptes {
+    let (words, _) = bytes.as_chunks::<8>();
+    let mut entries = [0; 4];
+    for (entry, word) in entries.iter_mut().zip(words) {
+        *entry = u64::from_le_bytes(*word);
+    }
+    entries
+}
+
+/// Whether registers mean PAE paging, which loads PDPTEs.
+pub(crate) fn is_pae(cr0: u64, cr4: u64, efer: u64) -> bool {
+    cr0 & CR0_PG != 0 && cr4 & CR4_PAE != 0 && efer & EFER_LMA == 0
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// An instruction flushes the guest's whole TLB.
+    #[inline]
+    pub(crate) fn flush_guest_tlb(&mut self) {
+        if self.roots.is_shadow() {
+            self.want(work::FLUSH);
+        } else {
+            self.b.flush_tlb();
+        }
+    }
+
+    /// CR3 was loaded by the guest; `keep`: without a flush (bit 63, with PCIDs).
+    #[inline]
+    pub(crate) fn cr3_loaded(&mut self, keep: bool) {
+        if self.roots.is_shadow() {
+            self.want(if keep { work::SWITCH } else { work::SWITCH | work::LOAD });
+        } else {
+            self.b.flush_tlb();
+        }
+    }
+
+    /// The registers changed in a way that may ask for another root.
+    pub(crate) fn want_root(&mut self) {
+        self.want(work::SWITCH);
+    }
+
+    /// User space set the paging registers, or they were reset.
+    pub(crate) fn registers_replaced(&mut self) {
+        self.want(work::SWITCH | work::FLUSH | work::PDPTES);
+    }
+
+    fn want(&mut self, what: u8) {
+        if let Some(shadow) = &mut self.shadow {
+            shadow.work |= what;
+            self.roots.set_due();
+        }
+    }
+
+    /// Does the work inside the loop. `false`: not to be had there.
+    #[inline(never)]
+    pub(crate) fn shadow_work_in_loop(&mut self) -> bool {
+        let (context, smm) = (self.paging(), self.roots.smm());
+        let Self { b, shadow: Some(shadow), vm, .. } = self else { return true };
+        let (memory, todo) = (vm.memory(), shadow.work);
+        let Some(mut guard) = memory.shadow().and_then(|mmu| mmu.try_lock()) else { return false };
+        if todo & work::PDPTES != 0 {
+            return false;
+        }
+        let view = memory.view();
+        let loads = todo & work::LOAD != 0;
+        if todo & (work::SWITCH | work::LOAD) != 0 {
+            let Shadow { roots, pdptes, .. } = &mut **shadow;
+            match guard.switch(&view, roots, &context, pdptes, smm, loads) {
+                RootOutcome::Ready(root) => b.set_shadow_root(root.cr3),
+                RootOutcome::NeedPages(_) => return false,
+            }
+        }
+        let flushes = todo & work::FLUSH != 0;
+        if flushes {
+            guard.flush(&view, &mut shadow.roots);
+        }
+        if loads | flushes {
+            b.flush_tlb();
+        }
+        shadow.unsettled |= guard.wants_settling();
+        shadow.work = 0;
+        true
+    }
+
+    /// Does the work outside the loop.
+    pub(crate) fn shadow_work(&mut self) -> Result<(), NoMemory> {
+        let (context, smm) = (self.paging(), self.roots.smm());
+        if self.shadow.as_ref().is_some_and(|s| s.work & work::PDPTES != 0) {
+            self.reload_pdptes(&context);
+        }
+        let Self { b, shadow: Some(shadow), vm, .. } = self else { return Ok(()) };
+        let todo = core::mem::take(&mut shadow.work);
+        let (memory, flush) = (vm.memory(), &***vm);
+        if todo & (work::SWITCH | work::LOAD) != 0 {
+            let loads = todo & work::LOAD != 0;
+            let Shadow { roots, pdptes, .. } = &mut **shadow;
+            let root = memory
+                .shadow_switch(roots, &context, pdptes, smm, loads, flush)
+                .inspect_err(|_| shadow.work = todo)?;
+            b.set_shadow_root(root.cr3);
+        }
+        if todo & work::FLUSH != 0 {
+            memory.shadow_flush(&mut shadow.roots);
+        }
+        b.flush_tlb();
+        Ok(())
+    }
+
+    /// Lets go of all roots; the next one is looked up anew.
+    pub(crate) fn drop_shadow_roots(&mut self) {
+        let Self { shadow: Some(shadow), vm, .. } = self else { return };
+        vm.memory().shadow_release(&mut shadow.roots);
+        shadow.work |= work::SWITCH;
+    }
+
+    /// Before an entry: what is better done now and then than never.
+    #[inline]
+    pub(crate) fn settle_shadow(&mut self) {
+        let Self { shadow: Some(shadow), vm, .. } = self else { return };
+        if core::mem::take(&mut shadow.unsettled) {
+            vm.memory().shadow_settle(&***vm);
+        }
+    }
+
+    /// A page fault inside the loop.
+    #[inline]
+    pub(crate) fn answer_page_fault(&mut self, fault: PageFault) -> Next {
+        let context = self.paging();
+        let Self { shadow: Some(shadow), vm, .. } = self else { return Next::Leave };
+        let memory = vm.memory();
+        let Some(mut guard) = memory.shadow().and_then(|mmu| mmu.try_lock()) else {
+            return Next::Leave;
+        };
+        let view = memory.view();
+        let (roots, at) = (&mut shadow.roots, fault.address.0);
+        let outcome = guard.fault(&view, roots, &context, at, fault.code);
+        shadow.unsettled |= guard.wants_settling();
+        drop(guard);
+        match outcome {
+            ShadowFault::Fixed => {
+                self.keep_interrupted_delivery();
+                Next::Again
+            }
+            ShadowFault::Guest(exception) => {
+                self.keep_interrupted_delivery();
+                self.raise_in_delivery(exception);
+                Next::Again
+            }
+            ShadowFault::NeedFrame(wanted) if wanted.table.is_none() => {
+                self.answer_mmio(as_nested(wanted.gpa, fault.code))
+            }
+            _ => Next::Leave,
+        }
+    }
+
+    /// A page fault outside the loop.
+    pub(crate) fn page_fault(&mut self, fault: PageFault) -> Option<UserExit> {
+        let context = self.paging();
+        let Self { shadow: Some(shadow), vm, tables, .. } = self else { return None };
+        let (roots, at) = (&mut shadow.roots, fault.address.0);
+        let outcome = vm.memory().shadow_fault(tables, roots, &context, at, fault.code, &***vm);
+        match outcome {
+            ShadowOutcome::Fixed | ShadowOutcome::Retry => None,
+            ShadowOutcome::Guest(exception) => {
+                self.raise_in_delivery(exception);
+                None
+            }
+            ShadowOutcome::Mmio(gpa) | ShadowOutcome::ReadonlyWrite(gpa) => {
+                if self.events.again.is_some() {
+                    // The tables, descriptors or stack that the delivery needs lie in device memory.
+                    return Some(UserExit::InternalError {
+                        suberror: ERROR_DELIVERY,
+                        data: ErrorData::new(&self.b.exit_raw()),
+                    });
+                }
+                self.device_access(as_nested(gpa, fault.code))
+            }
+            ShadowOutcome::Emulate(_) => self.emulate_here(),
+            ShadowOutcome::Error(MemoryError::Interrupted) => Some(UserExit::Intr),
+            ShadowOutcome::Error(_) => Some(UserExit::MemoryFault { flags: 0, gpa: 0, size: 4096 }),
+        }
+    }
+
+    /// Raises a fault that the delivery of an event may have met. An interrupt or NMI goes back to
+    /// where it waited; an exception makes another one of the two.
+    fn raise_in_delivery(&mut self, exception: Exception) {
+        match self.events.again {
+            Some(Event::Interrupt(vector)) => {
+                self.events.again = None;
+                if !self.shared.in_kernel_apic {
+                    self.events.external = Some(vector);
+                } else if self.shared.lapic.in_service() == Some(vector) {
+                    self.shared.lapic.unack(vector);
+                }
+            }
+            Some(Event::Nmi) => {
+                self.events.again = None;
+                self.shared.add_nmi();
+            }
+            _ => {}
+        }
+        self.raise(exception);
+    }
+
+    /// INVLPG inside the loop.
+    pub(crate) fn answer_invlpg(&mut self, address: Option<Gva>) -> Next {
+        let (at, next) = match (address, self.b.next_rip()) {
+            (Some(at), Some(next)) => (at.0, next),
+            _ => {
+                let Some((bytes, len)) = self.fetch_here() else { return Next::Leave };
+                let Some(bytes) = bytes.get(..usize::from(len)) else { return Next::Leave };
+                let size = self.code_size();
+                let Some(insn) = emulate::invlpg(bytes, size) else { return Next::Leave };
+                let rip = self.b.rip();
+                let gpr = |n: usize| self.gprs.0.get(n & 15).copied().unwrap_or(0);
+                (insn.address(gpr, rip), rip.wrapping_add(u64::from(insn.length)))
+            }
+        };
+        if self.paging().is_canonical(at) && !self.invlpg_in_loop(at) {
+            self.want(work::FLUSH);
+        }
+        self.retire(next);
+        self.settle_in_loop()
+    }
+
+    fn invlpg_in_loop(&mut self, at: u64) -> bool {
+        let Self { b, shadow: Some(shadow), vm, .. } = self else { return false };
+        let memory = vm.memory();
+        let Some(mut guard) = memory.shadow().and_then(|mmu| mmu.try_lock()) else { return false };
+        guard.invlpg(&memory.view(), &mut shadow.roots, at);
+        b.flush_tlb();
+        true
+    }
+
+    /// INVLPG outside the loop.
+    pub(crate) fn flush_page(&mut self, at: Gva) {
+        if self.paging().is_canonical(at.0) {
+            let Self { b, shadow: Some(shadow), vm, .. } = self else { return };
+            vm.memory().shadow_invlpg(&mut shadow.roots, at.0);
+            b.flush_tlb();
+        }
+    }
+
+    /// INVPCID (APM vol. 3): `kind` 0 is one address of one PCID, 1 a PCID, 2 and 3 all.
+    pub(crate) fn flush_pcid(&mut self, kind: u8, pcid: u16, at: Gva) -> Result<(), Exception> {
+        let c = self.b.control();
+        let tagged = c.cr4 & CR4_PCIDE != 0;
+        if (kind < 2 && pcid != 0 && !tagged) || (kind == 0 && !self.paging().is_canonical(at.0)) {
+            return Err(Exception::gp(0));
+        }
+        let current = if tagged { c.cr3 & 0xfff } else { 0 };
+        if kind == 0 && u64::from(pcid) == current {
+            self.flush_page(at);
+        } else {
+            self.flush_guest_tlb();
+        }
+        Ok(())
+    }
+}
+
+/// A device access as a nested fault would tell it.
+fn as_nested(gpa: Gpa, code: u32) -> NestedFault {
+    NestedFault {
+        gpa,
+        write: code & pf::WRITE != 0,
+        fetch: code & pf::FETCH != 0,
+        present: false,
+        reserved: false,
+        final_access: true,
+    }
+}
+
+/// PDPTEs.
+impl<B: Backend> Vcpu<B> {
+    /// Inside the loop, before a write to control register `cr`: reads the PDPTEs that it will load.
+    /// `false`: not to be had here.
+    pub(crate) fn fetch_pdptes(&mut self, cr: u8, value: u64) -> bool {
+        let c = self.b.control();
+        let cr4 = if cr == 4 { value } else { c.cr4 };
+        let Self { shadow: Some(shadow), vm, .. } = self else { return true };
+        shadow.fetched = None;
+        if cr4 & CR4_PAE == 0 || c.efer & EFER_LMA != 0 || !matches!(cr, 0 | 3 | 4) {
+            return true;
+        }
+        let base = pdptes_at(if cr == 3 { value } else { c.cr3 });
+        let (memory, mut bytes) = (vm.memory(), [0; 32]);
+        if !memory.read_irqs_off(&memory.view(), Gpa(base), &mut bytes) {
+            return false;
+        }
+        shadow.fetched = Some((base, decode_pdptes(&bytes)));
+        true
+    }
+
+    /// Loads the PDPTEs behind `cr3` as a write of a control register does: #GP for one with
+    /// reserved bits.
+    pub(crate) fn load_pdptes(&mut self, cr3: u64) -> Result<(), Exception> {
+        let base = pdptes_at(cr3);
+        let reserved = PDPTE_RESERVED | (u64::MAX << self.cpuid.maxphyaddr().clamp(32, 63));
+        let Self { shadow: Some(shadow), vm, .. } = self else { return Ok(()) };
+        let entries = match shadow.fetched.take() {
+            Some((at, entries)) if at == base => entries,
+            _ => {
+                let mut bytes = [0; 32];
+                vm.memory().read(Gpa(base), &mut bytes).map_err(|_| Exception::gp(0))?;
+                decode_pdptes(&bytes)
+            }
+        };
+        if entries.iter().any(|e| e & PRESENT != 0 && e & reserved != 0) {
+            return Err(Exception::gp(0));
+        }
+        shadow.pdptes = entries;
+        Ok(())
+    }
+
+    /// After user space set the registers. Entries that cannot be loaded are not present.
+    fn reload_pdptes(&mut self, context: &PagingContext) {
+        let pae = is_pae(context.cr0, context.cr4, context.efer);
+        if let Some(shadow) = &mut self.shadow {
+            shadow.fetched = None;
+        }
+        if (!pae || self.load_pdptes(context.cr3).is_err())
+            && let Some(shadow) = &mut self.shadow
+        {
+            shadow.pdptes = [0; 4];
+        }
+    }
+}
+
+fn pdptes_at(cr3: u64) -> u64 {
+    cr3 & 0xffff_ffe0
+}
