@@ -22,8 +22,8 @@ pub const PINGPONG: &str = "pingpong";
 pub enum Part {
     /// `exitbench run` with these arguments.
     Bench(String),
-    /// A task of the Linux guest, measured from one line on its console to another.
-    Guest { task: &'static str, from: &'static str, to: &'static str },
+    /// A task of the Linux guest, measured from one line on its console to another; with more for its kernel's command line.
+    Guest { task: &'static str, more: &'static str, from: &'static str, to: &'static str },
 }
 
 /// One machine.
@@ -74,8 +74,17 @@ fn all() -> [Part; 2] {
 }
 
 fn forks() -> Part {
-    Part::Guest { task: FORKS, from: "GANNET-FORKS-BEGIN", to: "GANNET-FORKS-END" }
+    Part::Guest { task: FORKS, more: "", from: "GANNET-FORKS-BEGIN", to: "GANNET-FORKS-END" }
 }
+
+/// With the guest's module for lazy deadlines, or without.
+fn pingpong(more: &'static str) -> Part {
+    Part::Guest { task: PINGPONG, more, from: "GANNET-PINGPONG-BEGIN", to: "GANNET-PINGPONG-END" }
+}
+
+/// The rounds of the ping-pong, and the sleeps whose lateness it measures.
+const LAZY: &str = "gannet.rounds=2000 gannet.sleeps=2000 gannet.lazy=1";
+const NOT_LAZY: &str = "gannet.rounds=2000 gannet.sleeps=2000 gannet.lazy=0";
 
 /// Every machine, the longest first, so that two at a time end together.
 pub fn machines() -> Vec<Machine> {
@@ -83,18 +92,14 @@ pub fn machines() -> Vec<Machine> {
     let toggles =
         |more: Vec<Part>| more.into_iter().chain([few()]).chain(all()).collect::<Vec<_>>();
     vec![
-        Machine::new(
-            Stock,
-            "npt=0",
-            [vec![forks()], toggles(vec![plain("nothing hlt_loop cpuid")])].concat(),
-        ),
-        Machine::new(Gannet, "npt=0", [vec![forks()], toggles(vec![plain("")])].concat()),
+        Machine::new(Stock, "npt=0", toggles(vec![forks(), plain("nothing hlt_loop cpuid")])),
+        Machine::new(Gannet, "npt=0", toggles(vec![forks(), plain("")])),
         Machine::new(Gannet, "npt=0 keep_roots=0", toggles(vec![])),
+        Machine::new(Gannet, "", toggles(vec![pingpong(LAZY), plain("")])),
+        Machine::new(Stock, "", toggles(vec![pingpong(NOT_LAZY), plain("")])),
         Machine::new(Gannet, "keep_roots=0", toggles(vec![])),
-        Machine::new(Gannet, "", toggles(vec![plain("")])),
-        Machine::new(Stock, "", toggles(vec![plain("")])),
+        Machine::new(Gannet, "lazy_tscdeadline=0", [pingpong(NOT_LAZY), plain(TIMER)]),
         Machine::new(Stock, "kvm.tdp_mmu=0", [few()]),
-        Machine::new(Gannet, "lazy_tscdeadline=0", [plain(TIMER)]),
         Machine::new(Gannet, "xstate_cache=0", [plain("cpuid hlt_loop xsetbv cr4_osxsave")]),
         Machine::new(Gannet, "host_state=msr", [plain("hlt_loop cpuid pio_user")]),
     ]

@@ -18,9 +18,6 @@ const AT_ONCE: usize = 2;
 /// A line with which the machine's command announces part number N.
 const PART: &str = "MECHANISMS-PART ";
 
-/// A line by which a guest's task tells a figure of its own: its name and the number.
-const FIGURE: &str = "GANNET-FIGURE ";
-
 /// What `exitbench boot --report` writes, as far as it is read here.
 #[derive(Deserialize)]
 struct BootReport {
@@ -102,11 +99,11 @@ fn job(layout: &Layout, options: &Options, tools: &Tools, machine: &Machine) -> 
             Part::Bench(arguments) => format!(
                 "exitbench run {arguments} --unit instructions --module {name} --json /out/{number}\n"
             ),
-            Part::Guest { task, from, to } => {
+            Part::Guest { task, more, from, to } => {
                 guests = true;
                 format!(
                     "exitbench boot --kernel /guest/vmlinux --initrd /guest/initramfs --append \
-                     '{} gannet.task={task}' --from {from} --expect {to} --unit instructions \
+                     '{} gannet.task={task} {more}' --from {from} --expect {to} --unit instructions \
                      --module {name} --report /out/{number}\n",
                     guest::APPEND
                 )
@@ -228,7 +225,7 @@ fn find(part: &Part, number: usize, outcome: &Outcome) -> Found {
             let report = file.and_then(|json| serde_json::from_slice::<BootReport>(json).ok());
             let found = match report {
                 Some(BootReport { ticks_between: Some(ticks), .. }) => {
-                    Ok((ticks, told(console(number, outcome))))
+                    Ok((ticks, told(task, console(number, outcome))))
                 }
                 Some(BootReport { end, .. }) => Err(format!("the task did not end: {end}")),
                 None => Err(complaint(number, outcome)),
@@ -252,12 +249,19 @@ fn complaint(number: usize, outcome: &Outcome) -> String {
     line.unwrap_or("it left no report").to_owned()
 }
 
-fn told<'a>(lines: impl Iterator<Item = &'a str>) -> BTreeMap<String, f64> {
-    let figure = |line: &str| {
-        let (name, value) = line.split_once(FIGURE)?.1.trim().split_once(' ')?;
-        Some((name.to_owned(), value.trim().parse().ok()?))
-    };
-    lines.filter_map(figure).collect()
+/// What a task tells of itself: lines that begin with its name and a colon, with names and numbers in turn.
+fn told<'a>(task: &str, lines: impl Iterator<Item = &'a str>) -> BTreeMap<String, f64> {
+    let mut figures = BTreeMap::new();
+    for line in lines {
+        let Some((_, rest)) = line.split_once(&format!("{task}: ")) else { continue };
+        let words: Vec<&str> = rest.split_whitespace().collect();
+        for pair in words.chunks_exact(2) {
+            if let Ok(number) = pair[1].parse() {
+                figures.insert(pair[0].to_owned(), number);
+            }
+        }
+    }
+    figures
 }
 
 fn workload(entry: bench::Entry, record: Option<&Counts>) -> Workload {
@@ -307,7 +311,7 @@ mod tests {
     use gannet_lab::Module;
 
     fn machine() -> Machine {
-        let guest = Part::Guest { task: "forks", from: "A", to: "B" };
+        let guest = Part::Guest { task: "forks", more: "", from: "A", to: "B" };
         let parts = vec![
             Part::Bench("cpuid --iterations 9".into()),
             Part::Bench("timer --iterations 9".into()),
@@ -329,7 +333,7 @@ mod tests {
             loaded: Some(true),
             status: Some(0),
             console: "MECHANISMS-PART 0\nMECHANISMS-PART 1\nexitbench: no such workload\n\
-                      MECHANISMS-PART 2\nGANNET-FIGURE rate 2.5\n"
+                      MECHANISMS-PART 2\nforks: rate 2.5 p999 40\n"
                 .into(),
             files: files.into_iter().collect(),
             counts: vec![first, count(&[("host.cpuid", 5)])],
@@ -346,7 +350,8 @@ mod tests {
         let Workload::Missing { missing } = &run.workloads["timer"] else { panic!("figures") };
         assert_eq!(missing, "exitbench: no such workload");
         let Guest::Ran(task) = &run.guests["forks"] else { panic!("no task") };
-        assert_eq!((task.instructions, task.host["cpuid"], task.figures["rate"]), (77, 5, 2.5));
+        assert_eq!((task.instructions, task.host["cpuid"]), (77, 5));
+        assert_eq!((task.figures["rate"], task.figures["p999"]), (2.5, 40.0));
         assert!(run.remarks.is_empty() && run.refused.is_none());
     }
 

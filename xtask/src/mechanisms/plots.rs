@@ -116,10 +116,12 @@ fn exits(results: &Results) -> Result<Option<String>> {
     for (name, unit) in [(TIMER, "exits per operation"), (PINGPONG, "exits of the task")] {
         let mut bars: Vec<(&str, BTreeMap<String, f64>)> = Vec::new();
         for (module, parameters, label) in sides {
-            let workload = results.figures(module, parameters, name).map(|f| f.exits.clone());
+            let workload = results.figures(module, parameters, name).filter(|f| !f.host.is_empty());
+            let workload = workload.map(|f| f.exits.clone());
             let task = results.task(module, parameters, name);
             let task = task.map(|t| t.exits.iter().map(|(r, n)| (r.clone(), *n as f64)).collect());
-            if let Some(exits) = workload.or(task).filter(|exits| !exits.is_empty()) {
+            // A workload that was counted and had no exit has an empty bar.
+            if let Some(exits) = workload.or(task) {
                 bars.push((label, exits));
             }
         }
