@@ -111,11 +111,21 @@ impl<B: Backend> Vcpu<B> {
                 return exit;
             }
             // An answer that cannot be injected here was given all the same: leave quietly.
-            if self.recheck && (self.events.leaves() || !self.inject_pending(false)) {
+            if self.recheck && !self.inject_in_loop() {
                 self.recheck = true;
                 return Exit::Interrupt;
             }
         }
+    }
+
+    /// Prepares what an answer made deliverable. False: it is for the outer loop.
+    #[inline]
+    fn inject_in_loop(&mut self) -> bool {
+        if self.events.leaves() || !self.settle_pv_eoi() || !self.inject_pending(false) {
+            return false;
+        }
+        self.offer_pv_eoi(self.virtual_irq);
+        true
     }
 
     /// Answers an exit if that is possible without leaving the loop. Each reason is counted in its
@@ -194,6 +204,22 @@ impl<B: Backend> Vcpu<B> {
                 self.stats.exit(Reason::DebugReg);
                 // The access is executed again.
                 self.b.own_debug_regs();
+                Next::Again
+            }
+            Exit::Undefined => {
+                self.stats.exit(Reason::Undefined);
+                self.raise(x86::Exception::ud());
+                Next::Again
+            }
+            Exit::Rdpmc => {
+                self.stats.exit(Reason::Rdpmc);
+                self.raise(x86::Exception::gp(0));
+                Next::Again
+            }
+            Exit::Iret => {
+                self.stats.exit(Reason::Iret);
+                self.b.iret_begun();
+                self.recheck = true;
                 Next::Again
             }
             // Counted outside.
@@ -299,6 +325,9 @@ impl<B: Backend> Vcpu<B> {
     /// HLT with an interrupt pending goes on at once; else the vCPU sleeps outside, its instruction
     /// retired here, where that is cheap.
     fn answer_hlt(&mut self) -> Next {
+        if !self.settle_pv_eoi() {
+            return Next::Leave;
+        }
         let Some(next) = self.next_rip() else { return Next::Leave };
         self.retire(next);
         self.hlt_retired = true;

@@ -21,6 +21,16 @@ pub(crate) struct DeviceAccess {
     next: u64,
 }
 
+impl DeviceAccess {
+    /// Bytes, and whether they are written.
+    const fn shape(&self) -> (u8, bool) {
+        match self.simple {
+            SimpleMmio::Load { size, .. } => (size, false),
+            SimpleMmio::StoreReg { size, .. } | SimpleMmio::StoreImm { size, .. } => (size, true),
+        }
+    }
+}
+
 /// Where the last device access outside the loop went, and the one that is on its way there.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct DeviceSeen {
@@ -120,7 +130,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline]
     pub(crate) fn answer_mmio(&mut self, fault: NestedFault) -> Next {
         self.device_seen.access = None;
-        if fault.present || !fault.final_access || fault.fetch || self.pv_eoi_offered {
+        if fault.present || !fault.final_access || fault.fetch {
             return Next::Leave;
         }
         let apic = fault.gpa.0 & !0xfff == self.shared.lapic.base() & !0xfff
@@ -137,7 +147,7 @@ impl<B: Backend> Vcpu<B> {
         let Some(simple) = decoded.simple_mmio() else { return Next::Leave };
         if !apic {
             self.note_device_access(fault, simple, &decoded);
-            return Next::Leave;
+            return self.answer_kernel_device(fault);
         }
         let offset = (fault.gpa.0 & 0xfff) as u32;
         // The fault names the first byte that faulted, which is not the access's first when that
@@ -151,12 +161,16 @@ impl<B: Backend> Vcpu<B> {
         let next = self.wrap_rip(self.b.rip().wrapping_add(u64::from(decoded.len())));
         match simple {
             SimpleMmio::Load { size: 4, dest, .. } if !fault.write => {
-                if offset & 0xf != 0 || offset == TIMER_CURRENT {
+                if offset & 0xf != 0 || !self.settle_pv_eoi() {
                     return Next::Leave;
                 }
                 self.sync_priority();
                 self.withdraw_offer();
-                let value = self.shared.lapic.read(offset, || 0);
+                let (value, then) = if offset == TIMER_CURRENT {
+                    self.with_kernel(|v| v.shared.lapic.read(offset, host::clock::monotonic_ns))
+                } else {
+                    (self.shared.lapic.read(offset, || 0), Next::Again)
+                };
                 let index = usize::from(dest.index & 15);
                 if let Some(slot) = self.gprs.0.get_mut(index)
                     && let Some(loaded) = simple.loaded(*slot, value.into())
@@ -164,7 +178,7 @@ impl<B: Backend> Vcpu<B> {
                     *slot = loaded;
                 }
                 self.retire(next);
-                Next::Again
+                then
             }
             SimpleMmio::StoreReg { size: 4, src } if fault.write => {
                 let index = usize::from(src.index & 15);
@@ -192,6 +206,57 @@ impl<B: Backend> Vcpu<B> {
         self.device_seen.access = Some(DeviceAccess { gpa: fault.gpa, simple, next });
     }
 
+    /// A simple access to a device other than the local APIC, inside the loop: done if the kernel
+    /// has one there.
+    fn answer_kernel_device(&mut self, fault: NestedFault) -> Next {
+        let Some(access) = self.device_seen.access else { return Next::Leave };
+        if !self.vm.irq().has_address(fault.gpa.0, fault.write) {
+            return Next::Leave;
+        }
+        let (served, then) = self.with_kernel(|v| {
+            // A slot may have come since the page was last found to be a device's.
+            v.vm.memory().slots().find(fault.gpa.gfn()).is_none() && v.kernel_device(&access)
+        });
+        if served {
+            self.device_seen.access = None;
+            then
+        } else {
+            Next::Leave
+        }
+    }
+
+    /// A device in the kernel. False when there is none, or not for this access.
+    fn kernel_device(&mut self, access: &DeviceAccess) -> bool {
+        let mut data = self.stored(access.simple).unwrap_or(0).to_le_bytes();
+        let (size, write) = access.shape();
+        let Some(part) = data.get_mut(..usize::from(size)) else { return false };
+        if write {
+            if !self.vm.irq().mmio_write(access.gpa.0, part) {
+                return false;
+            }
+            self.retire(access.next);
+            self.recheck = true;
+        } else {
+            if !self.vm.irq().mmio_read(access.gpa.0, part) {
+                return false;
+            }
+            self.finish_load(access.simple, data, access.next);
+        }
+        true
+    }
+
+    /// What a store writes; `None` for a load.
+    fn stored(&self, simple: SimpleMmio) -> Option<u64> {
+        match simple {
+            SimpleMmio::Load { .. } => None,
+            SimpleMmio::StoreReg { src, .. } => {
+                let whole = self.gprs.0.get(usize::from(src.index & 15)).copied().unwrap_or(0);
+                Some(src.extract(whole))
+            }
+            SimpleMmio::StoreImm { value, .. } => Some(value),
+        }
+    }
+
     /// Finishes a simple device access outside the loop: a device in the kernel, else user space.
     /// `Err`: there was none.
     pub(crate) fn finish_device_access(
@@ -203,35 +268,18 @@ impl<B: Backend> Vcpu<B> {
         if access.gpa != fault.gpa {
             return Err(());
         }
-        let gpa = fault.gpa;
-        let DeviceAccess { simple, next, .. } = access;
-        let (size, stored) = match simple {
-            SimpleMmio::Load { size, .. } => (size, None),
-            SimpleMmio::StoreReg { size, src } => {
-                let whole = self.gprs.0.get(usize::from(src.index & 15)).copied().unwrap_or(0);
-                (size, Some(src.extract(whole)))
-            }
-            SimpleMmio::StoreImm { size, value } => (size, Some(value)),
-        };
-        let mut data = stored.unwrap_or(0).to_le_bytes();
-        let part = data.get_mut(..usize::from(size)).ok_or(())?;
-        match stored {
-            Some(_) if self.vm.irq().mmio_write(gpa.0, part) => {
-                self.retire(next);
-                self.recheck = true;
-                return Ok(None);
-            }
-            None if self.vm.irq().mmio_read(gpa.0, part) => {
-                self.finish_load(simple, data, next);
-                return Ok(None);
-            }
-            _ => {}
+        if self.kernel_device(&access) {
+            return Ok(None);
         }
+        let DeviceAccess { gpa, simple, next } = access;
+        let stored = self.stored(simple);
         self.open = match stored {
             Some(_) => Open::Out { next },
             None => Open::Load { simple, next },
         };
-        Ok(Some(UserExit::Mmio { gpa: gpa.0, len: size, write: stored.is_some(), data }))
+        let (len, write) = access.shape();
+        let data = stored.unwrap_or(0).to_le_bytes();
+        Ok(Some(UserExit::Mmio { gpa: gpa.0, len, write, data }))
     }
 
     /// The answer to a simple load.
@@ -254,7 +302,7 @@ impl<B: Backend> Vcpu<B> {
 
     #[inline]
     fn apic_store(&mut self, offset: u32, value: u32, next: u64) -> Next {
-        if offset & 0xf != 0 {
+        if offset & 0xf != 0 || !self.settle_pv_eoi() {
             return Next::Leave;
         }
         self.sync_priority();

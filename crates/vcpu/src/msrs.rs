@@ -39,26 +39,31 @@ impl<B: Backend> Vcpu<B> {
 
     /// RDMSR inside the loop.
     pub(crate) fn answer_rdmsr(&mut self) -> Next {
+        /// The one register whose value needs the kernel's clock.
         const TIMER_CURRENT: u32 = 0x839;
         let index = self.gprs.0[RCX] as u32;
-        if index == TIMER_CURRENT || self.pv_eoi_offered {
+        if !self.settle_pv_eoi() {
             return Next::Leave;
         }
         let Some(next) = self.next_rip() else { return Next::Leave };
-        match self.read_msr(index, false) {
+        let (value, then) = match index {
+            TIMER_CURRENT => self.with_kernel(|v| v.read_msr(index, false)),
+            _ => (self.read_msr(index, false), Next::Again),
+        };
+        match value {
             Ok(value) => {
                 self.set_msr_result(value);
                 self.retire(next);
             }
             Err(Refused) => self.raise(Exception::gp(0)),
         }
-        Next::Again
+        then
     }
 
     /// WRMSR inside the loop.
     pub(crate) fn answer_wrmsr(&mut self) -> Next {
         let index = self.gprs.0[RCX] as u32;
-        if self.pv_eoi_offered {
+        if !self.settle_pv_eoi() {
             return Next::Leave;
         }
         let class = msr::classify(index);

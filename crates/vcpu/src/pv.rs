@@ -36,6 +36,9 @@ impl Shared for GuestPage<'_> {
     }
 }
 
+/// Receivers of one hypercall's IPI that are served with interrupts off.
+const IPIS_IN_LOOP: usize = 16;
+
 /// What a vCPU's guest has switched on.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PvState {
@@ -117,6 +120,32 @@ impl<B: Backend> Vcpu<B> {
         let offered = eoi.offer(&page).is_ok();
         self.pv.eoi = eoi;
         self.pv_eoi_offered = offered;
+    }
+
+    /// The same inside the loop, before the APIC is looked at. False when the flag's page cannot be
+    /// reached here: the loop is to be left.
+    #[inline]
+    pub(crate) fn settle_pv_eoi(&mut self) -> bool {
+        !self.pv_eoi_offered || self.collect_pv_eoi()
+    }
+
+    #[inline(never)]
+    fn collect_pv_eoi(&mut self) -> bool {
+        let Some(at) = self.pv.eoi.flag() else { return false };
+        let view = self.vm.memory().view();
+        let mut eoi = self.pv.eoi;
+        let Ok(ended) = eoi.collect(&MappedPage { memory: self.vm.memory(), view: &view, at })
+        else {
+            return false;
+        };
+        self.pv.eoi = eoi;
+        self.pv_eoi_offered = false;
+        if ended {
+            // It was offered for an interrupt whose end only the local APIC has to hear of.
+            let effect = self.shared.lapic.eoi();
+            return self.effect_in_loop(effect) == Next::Again;
+        }
+        true
     }
 
     /// After the loop was left: whether the guest has ended the interrupt by the flag.
@@ -207,18 +236,26 @@ impl<B: Backend> Vcpu<B> {
         (Hypercall::decode(&regs, long, self.b.cpl(), u32::MAX), long)
     }
 
-    /// A hypercall inside the loop: those that need nothing of the kernel.
+    /// A hypercall inside the loop: those that need nothing of the kernel but an IPI.
     pub(crate) fn answer_hypercall(&mut self) -> Next {
         let (call, long) = self.decode_hypercall();
-        let answer = match call {
-            Ok(Hypercall::VapicPollIrq) => Ok(0),
-            Ok(_) => return Next::Leave,
-            Err(error) => Err(error),
+        let done = match &call {
+            Err(_) | Ok(Hypercall::VapicPollIrq) => true,
+            Ok(Hypercall::KickCpu { .. } | Hypercall::SchedYield { .. }) => false,
+            Ok(Hypercall::SendIpi(ipi)) if ipi.apic_ids().count() <= IPIS_IN_LOOP => false,
+            Ok(Hypercall::SendIpi(_) | Hypercall::ClockPairing { .. }) => return Next::Leave,
         };
         let Some(next) = self.next_rip() else { return Next::Leave };
+        let (answer, then) = match call {
+            Err(error) => (Err(error), Next::Again),
+            Ok(_) if done => (Ok(0), Next::Again),
+            // Whether somebody wants this CPU is looked at after every call of the kernel.
+            Ok(Hypercall::SchedYield { .. }) => self.with_kernel(|_| Ok(0)),
+            Ok(call) => self.with_kernel(|v| v.call(call)),
+        };
         self.gprs.0[RAX] = hypercall::answer(answer, long);
         self.retire(next);
-        Next::Again
+        then
     }
 
     /// A hypercall outside the loop.

@@ -56,6 +56,9 @@ fn counted_inside(reason: Reason, guest_debug: u32) -> bool {
         | Reason::Cr
         | Reason::Xsetbv
         | Reason::InterruptWindow
+        | Reason::Undefined
+        | Reason::Rdpmc
+        | Reason::Iret
         | Reason::Interrupt => true,
         _ => false,
     }

@@ -110,6 +110,12 @@ impl VmIrq {
         address.wrapping_sub(ioapic::DEFAULT_BASE) < ioapic::WINDOW && self.kind() == Irqchip::Full
     }
 
+    /// Whether an access to this address without memory may be ours: two loads, for the exit path.
+    #[inline]
+    pub fn has_address(&self, address: u64, write: bool) -> bool {
+        self.is_ioapic(address) || write && self.ioeventfds.may_match(Space::Memory, address)
+    }
+
     /// A guest's load from an address without memory. False when it is not ours.
     pub fn mmio_read(&self, address: u64, data: &mut [u8]) -> bool {
         if !self.is_ioapic(address) {
