@@ -4,6 +4,7 @@ KERNEL ?=
 MACHINE ?=
 MODULE ?=
 PARAMETERS ?=
+STOCK_PARAMETERS ?=
 CPUS ?=
 HOST_CPUS ?=
 JSON ?=
@@ -12,7 +13,7 @@ FILTER ?=
 FROM ?=
 
 # Any of these in the environment means something else to the tools below.
-unexport KERNEL MACHINE MODULE PARAMETERS CPUS HOST_CPUS JSON ONLY FILTER FROM
+unexport KERNEL MACHINE MODULE PARAMETERS STOCK_PARAMETERS CPUS HOST_CPUS JSON ONLY FILTER FROM
 
 XTASK = @lab/xtask.sh
 
@@ -31,7 +32,7 @@ help:
 	@echo '  make clean                     remove what was built and unpacked; downloads stay in the cache'
 	@echo
 	@echo 'Variables: KERNEL=6.12|6.1 (the host kernel), MACHINE=amd, MODULE=gannet|stock (boot),'
-	@echo '           PARAMETERS="npt=0 keep_roots=0" of that module (boot),'
+	@echo '           PARAMETERS="npt=0 keep_roots=0" of that module (boot) or of Gannet (bench; STOCK_PARAMETERS of stock),'
 	@echo '           ONLY=cpuid,rdmsr (run, bench), FILTER=source|unit|module|lab (test),'
 	@echo '           FROM=docs/results/mechanisms.json for page and plots of an earlier run (mechanisms),'
 	@echo '           GANNET_CACHE=folder for downloads (default ~/.cache/gannet)'
@@ -43,7 +44,8 @@ test:
 	$(XTASK) test --machine '$(MACHINE)' --filter '$(FILTER)'
 
 bench:
-	$(XTASK) bench --machine '$(MACHINE)' --kernel '$(KERNEL)' --json '$(JSON)' --only '$(ONLY)'
+	$(XTASK) bench --machine '$(MACHINE)' --kernel '$(KERNEL)' --json '$(JSON)' --only '$(ONLY)' \
+		--parameters '$(PARAMETERS)' --stock-parameters '$(STOCK_PARAMETERS)'
 
 mechanisms:
 	$(XTASK) mechanisms --machine '$(MACHINE)' --kernel '$(KERNEL)' --json '$(JSON)' --from '$(FROM)'

@@ -137,13 +137,17 @@ fn one_side(
     );
     let mut job = Job::new(options.machine, options.kernel, module, &command)
         .file(&tools.exitbench, "bin/exitbench");
+    job.parameters.clone_from(match module {
+        Module::Stock => &options.stock_parameters,
+        _ => &options.parameters,
+    });
     job.counting = true;
     job.plugin = Some(tools.plugin.clone());
     job.timeout = Duration::from_secs(420);
     let outcome = gannet_lab::run(layout, &job, on_event)?;
     let faults: Vec<String> = outcome.faults().into_iter().map(str::to_owned).collect();
-    if outcome.loaded == Some(false) {
-        bail!("the module did not load:\n{}", outcome.tail(20));
+    if let Some(reason) = outcome.refusal() {
+        bail!("the module did not load: {reason}");
     }
     let Some(json) = outcome.files.get("report.json") else {
         bail!("exitbench left no report; the console ends with:\n{}", outcome.tail(20));

@@ -38,7 +38,7 @@ Variables, for every command where they mean something:
   MACHINE=amd              the emulated machine
   CPUS=N                   the guest's CPUs (boot)
   MODULE=gannet | stock    whose /dev/kvm the guest runs on (boot; default gannet)
-  PARAMETERS=npt=0         that module's parameters (boot)
+  PARAMETERS=npt=0         that module's parameters (boot), or Gannet's (bench; STOCK_PARAMETERS for stock)
   FROM=file                page and plots from an earlier run's JSON (mechanisms)
   ONLY=name,name           these workloads alone (bench, run)
   GANNET_CACHE=folder      where downloads are kept (default ~/.cache/gannet)

@@ -10,8 +10,10 @@ pub struct Options {
     pub kernel: Kernel,
     pub machine: Machine,
     pub module: Module,
-    /// The module's parameters.
+    /// Gannet's parameters, or the module's that was chosen.
     pub parameters: String,
+    /// The stock module's, where both run.
+    pub stock_parameters: String,
     /// The guest's CPUs.
     pub cpus: u32,
     /// The host's CPUs.
@@ -32,6 +34,7 @@ impl Options {
             machine: Machine::Amd,
             module: Module::Gannet,
             parameters: String::new(),
+            stock_parameters: String::new(),
             cpus: 1,
             host_cpus: 1,
             json: None,
@@ -55,6 +58,7 @@ impl Options {
                     }
                 }
                 "--parameters" => options.parameters = value,
+                "--stock-parameters" => options.stock_parameters = value,
                 "--cpus" => options.cpus = count("CPUS", &value)?,
                 "--host-cpus" => options.host_cpus = count("HOST_CPUS", &value)?,
                 "--json" => options.json = Some(value.into()),

@@ -58,7 +58,7 @@ fn plain(names: &str) -> Part {
 /// The toggles as the guest's page tables grow, with a small part of the pages written to after each.
 fn few() -> Part {
     let pages = PAGES.map(|n| n.to_string()).join(",");
-    Part::Bench(format!("--pages {pages} --iterations 20 --warm-up 4 --marker-iterations 20"))
+    Part::Bench(format!("--pages {pages} --iterations 20 --marker-iterations 20"))
 }
 
 /// The same with every page written to after each: what was thrown away is built again. Few operations, as some take millions of

@@ -61,7 +61,10 @@ pub fn measure(
                             say(worker, format!("{}: {text}", machine.title()), 0);
                         }
                     };
-                    let run = match gannet_lab::run(layout, &jobs[index], &mut event) {
+                    // The emulator aborts now and then (docs/lab.md): a machine that did has a second chance.
+                    let outcome = gannet_lab::run(layout, &jobs[index], &mut event)
+                        .or_else(|_| gannet_lab::run(layout, &jobs[index], &mut event));
+                    let run = match outcome {
                         Ok(outcome) => gather(machine, &outcome),
                         Err(error) => failed(machine, format!("{error:#}")),
                     };

@@ -16,7 +16,7 @@ use crate::module;
 use crate::options::Options;
 use anyhow::Result;
 use cost::Model;
-use gannet_lab::Layout;
+use gannet_lab::{KERNELS, Layout};
 use limits::Verdict;
 use page::Page;
 use published::Published;
@@ -31,7 +31,11 @@ const PAGE: &str = "mechanisms.md";
 /// Measures, or reads what was measured, and writes everything; whether every limit is met.
 pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
     let started = Instant::now();
-    let folder = folder(&layout.root);
+    // What stands in the tree is of the default kernel.
+    let folder = match options.kernel == KERNELS[0] {
+        true => folder(&layout.root),
+        false => layout.out.join(format!("mechanisms-{}", options.kernel)),
+    };
     let results = match &options.from {
         Some(path) => Results::read(path)?,
         None => {
