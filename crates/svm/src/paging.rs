@@ -5,7 +5,8 @@
 //! shadow root. Without long mode a guest runs on PAE tables, in real mode too ("paged real mode",
 //! APM vol. 2 §15.19).
 //!
-//! Reads of CR0 and CR4 exit only while the hardware's value is another than the guest's. CR0.TS and
+//! Reads of CR0 and CR4 exit only while the hardware's value is another than the guest's (and those of
+//! CR0 always without NRIP save: see [`Svm::renew_hardware`]). CR0.TS and
 //! CR0.MP are the guest's own where the CPU can tell writes of them from others.
 
 use backend::ControlRegs;
@@ -119,7 +120,9 @@ impl<C: Cpu> Svm<C> {
             let save = &mut self.vmcb_mut(Clean::CR).save;
             (save.cr0, save.cr4, save.efer) = (cr0, cr4, efer);
         }
-        self.intercept_cr(CR0_READ, cr0 != guest.cr0);
+        // QEMU's emulation takes the intercept of CR0 for that of CR3, CR4 and CR8 as well; the
+        // instruction is decoded there, so what is read is known all the same.
+        self.intercept_cr(CR0_READ, cr0 != guest.cr0 || !nrip);
         self.intercept_cr(CR0_WRITE, !nrip || guest.cr0 & CR0_CD_NW != 0);
         self.intercept_cr(CR4_READ, cr4 != guest.cr4);
         self.sync_extended();
