@@ -174,7 +174,9 @@ impl Stage {
         }
         if self.paging == Paging::Pae {
             // All four entries of the top are there, because they are loaded with CR3 only.
-            (1..4).for_each(|gib| drop(tree.make(&mut self.tables, gib << 30, 2)));
+            for gib in 1..4 {
+                tree.make(&mut self.tables, gib << 30, 2);
+            }
         }
         for page in (large..MEMORY_BYTES).step_by(large as usize) {
             let entry = tree.make(&mut self.tables, page, 2);
@@ -196,7 +198,9 @@ impl Stage {
             self.paging.put(&self.guest.memory, root + at, self.entry(self.root + at));
         }
         if self.paging == Paging::Pae {
-            (1..4).for_each(|gib| drop(self.place_in(root, gib << 30, 2)));
+            for gib in 1..4 {
+                self.place_in(root, gib << 30, 2);
+            }
         }
         root
     }
