@@ -19,7 +19,9 @@ mod msrs;
 mod paging_bits;
 mod paging_faults;
 mod paging_flushes;
+mod paging_host;
 mod paging_protection;
+mod paging_roles;
 mod paging_tables;
 mod paravirtual;
 mod pointers;
@@ -47,6 +49,8 @@ pub fn all() -> impl Iterator<Item = Test> {
         faults::TESTS,
         paging_faults::TESTS,
         paging_bits::TESTS,
+        paging_host::TESTS,
+        paging_roles::TESTS,
         paging_tables::TESTS,
         paging_flushes::TESTS,
         paging_protection::TESTS,

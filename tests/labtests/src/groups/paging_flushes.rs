@@ -174,21 +174,19 @@ fn a_global_page_is_seen_after_invlpg_or_pge() -> Outcome {
         let shared = stage.entry(stage.tree().entry(va, 2)?);
         let twin = stage.place_in(other, va, 2);
         paging.put(stage.memory(), twin, shared);
-        stage.run(&stage.switch_cr4(with))?;
+        stage.one(stage.switch_cr4(with))?;
         for round in 0..12 {
             let (old, new) = (frames[round % 2], frames[(round + 1) % 2]);
             let mut list = vec![read(va + 8), stage.set_entry(at, new | ALL | GLOBAL)];
             list.extend([cr3(other), read(va + 8), cr3(stage.root), write(va + 16, 1)]);
             match round % 3 {
                 0 => list.push(invlpg(va)),
-                1 => list.extend(
-                    stage.switch_cr4(with & !PGE).into_iter().chain(stage.switch_cr4(with)),
-                ),
+                1 => list.extend([stage.switch_cr4(with & !PGE), stage.switch_cr4(with)]),
                 // Once is enough.
-                _ => list.extend(stage.switch_cr4(if round % 2 == 0 { with & !PGE } else { with })),
+                _ => list.push(stage.switch_cr4(with & !PGE)),
             }
             list.push(read(va + 8));
-            list.extend(stage.switch_cr4(with));
+            list.push(stage.switch_cr4(with));
             list.push(read(va + 8).user());
             let seen = stage.run(&list)?;
             equal("before", seen[0], value(tag(old)))?;
@@ -205,8 +203,7 @@ fn a_page_that_is_no_longer_global_goes_with_cr3() -> Outcome {
         let (mut stage, va) = (Stage::new(paging)?, paging.at());
         let frames = [stage.frame(), stage.frame()];
         let at = stage.map(va, 1, frames[0] | ALL | GLOBAL);
-        let with_pge = stage.switch_cr4(stage.cr4() | PGE);
-        let mut expected: Vec<_> = with_pge.into_iter().map(|step| (step, DONE)).collect();
+        let mut expected = vec![(stage.switch_cr4(stage.cr4() | PGE), DONE)];
         for round in 0..10 {
             let (old, new) = (frames[round % 2], frames[(round + 1) % 2]);
             expected.extend([
@@ -235,19 +232,13 @@ fn turning_paging_off_and_on_flushes() -> Outcome {
         let (mut stage, va) = (Stage::new(paging)?, paging.at());
         let frames = [stage.frame(), stage.frame()];
         let at = stage.map(va, 1, frames[0] | ALL | GLOBAL);
-        let tops = |stage: &Stage| {
-            // As for CR4: see `switch_cr4`.
-            let clean = stage.switch_cr4(0);
-            clean[..clean.len() - 1].to_vec()
-        };
-        let with_pge = stage.switch_cr4(stage.cr4() | PGE);
-        let mut expected: Vec<_> = with_pge.into_iter().map(|step| (step, DONE)).collect();
+        let mut expected = vec![(stage.switch_cr4(stage.cr4() | PGE), DONE)];
         for round in 0..10 {
             let new = frames[(round + 1) % 2];
             expected.push((read(va + 8), value(tag(frames[round % 2]))));
             expected.push((cr0(CR0 & !PG), DONE));
             expected.push((stage.set_entry(at, new | ALL | GLOBAL), DONE));
-            expected.extend(tops(&stage).into_iter().map(|step| (step, DONE)));
+            expected.extend(stage.clean_tops().into_iter().map(|step| (step, DONE)));
             expected.push((cr0(CR0), DONE));
             expected.push((read(va + 8), value(tag(new))));
             expected.push((fetch(va).user(), value(tag(new))));
@@ -265,7 +256,6 @@ fn paging_off_shows_physical_memory() -> Outcome {
         let page = 0x3_8000;
         stage.map(page, 1, other | ALL);
         stage.mark_frame(page);
-        let tops = stage.switch_cr4(0);
         let mut expected = Vec::new();
         for _ in 0..4 {
             expected.extend([
@@ -277,7 +267,7 @@ fn paging_off_shows_physical_memory() -> Outcome {
                 (read(frame + 8), value(tag(frame))),
                 (fetch(other), value(tag(other))),
             ]);
-            expected.extend(tops[..tops.len() - 1].iter().map(|step| (*step, DONE)));
+            expected.extend(stage.clean_tops().into_iter().map(|step| (step, DONE)));
             expected.extend([(cr0(CR0), DONE), (read(page + 16), value(5))]);
         }
         stage.expect("off and on", &expected)

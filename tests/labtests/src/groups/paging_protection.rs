@@ -108,7 +108,7 @@ impl Pages {
             let smep = if to.smep { SMEP } else { 0 };
             let smap = if to.smap { SMAP } else { 0 };
             let value = self.stage.cr4() | smep | smap;
-            expected.extend(self.stage.switch_cr4(value).into_iter().map(|step| (step, DONE)));
+            expected.push((self.stage.switch_cr4(value), DONE));
         }
         if from.nxe != to.nxe {
             let efer_value = self.stage.efer();
@@ -309,8 +309,8 @@ fn smep_and_wp_off_together_hold() -> Outcome {
         let with = stage.cr4() | SMEP;
         let number = value(tag(frame));
         let mut expected = vec![(cr0(CR0 & !WP), DONE)];
-        let switch = |value| stage.switch_cr4(value).into_iter().map(|step| (step, DONE));
-        expected.extend(switch(with));
+        let switch = |value| (stage.switch_cr4(value), DONE);
+        expected.push(switch(with));
         expected.extend([
             (write(va + 16, 1), DONE),
             (fetch(va), fault(P | F, va)),
@@ -318,9 +318,9 @@ fn smep_and_wp_off_together_hold() -> Outcome {
             (write(va + 16, 2), DONE),
             (fetch(va), fault(P | F, va)),
         ]);
-        expected.extend(switch(with & !SMEP));
+        expected.push(switch(with & !SMEP));
         expected.extend([(fetch(va), number), (write(va + 16, 3), DONE), (fetch(va), number)]);
-        expected.extend(switch(with | SMAP));
+        expected.push(switch(with | SMAP));
         expected.extend([
             (write(va + 16, 4), fault(P | W, va + 16)),
             (write(va + 16, 5).with_ac(), DONE),
@@ -328,7 +328,7 @@ fn smep_and_wp_off_together_hold() -> Outcome {
             (read(va + 16).user(), value(5)),
             (read(va + 16), fault(P, va + 16)),
         ]);
-        expected.extend(switch(with & !SMEP));
+        expected.push(switch(with & !SMEP));
         expected.push((read(va + 16), value(5)));
         stage.expect("a page that the kernel may write and not execute", &expected)
     })

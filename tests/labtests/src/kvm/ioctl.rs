@@ -61,6 +61,7 @@ pub const GET_REGS: u64 = ior::<kvm_regs>(0x81);
 pub const SET_REGS: u64 = iow::<kvm_regs>(0x82);
 pub const GET_SREGS: u64 = ior::<kvm_sregs>(0x83);
 pub const SET_SREGS: u64 = iow::<kvm_sregs>(0x84);
+pub const TRANSLATE: u64 = iowr::<kvm_translation>(0x85);
 pub const INTERRUPT: u64 = iow::<kvm_interrupt>(0x86);
 pub const GET_MSRS: u64 = iowr::<kvm_msrs>(0x88);
 pub const SET_MSRS: u64 = iow::<kvm_msrs>(0x89);

@@ -18,7 +18,7 @@ pub const USER_STACK: u64 = 0x3_1ff0;
 pub const OPERATIONS: u64 = 0x4_0000;
 /// Bytes of one vCPU's operations.
 pub const LIST_BYTES: u64 = 0x4_0000;
-/// What a shootdown's handler flushes, and how often it was called.
+/// What a shootdown's handler flushes; behind it what it answers, and what it is to answer.
 pub const SHOOTDOWN: u64 = 0xe100;
 /// From here on page tables are taken, up to [`FRAMES`].
 pub const TABLES: u64 = 0x20_0000;

@@ -15,7 +15,7 @@ use self::layout::*;
 use self::operation::{END, Operation, Seen};
 use self::paging::{ACCESSED, ALL, DIRTY, LARGE, PRESENT, Paging, Pool, Tree, WRITABLE};
 use super::guest::{Chip, Guest, Mode};
-use super::layout::{GDT, IDT, PORT_DONE, PORT_MARK};
+use super::layout::{GDT, IDT, PORT_DONE, PORT_MARK, PROGRAM};
 use super::memory::{Memory, PAGE};
 use crate::kvm::exit::Exit;
 use crate::kvm::file::{Commands, System};
@@ -261,6 +261,14 @@ impl Stage {
         })
     }
 
+    /// Turns the guest into one of another paging mode: its program, descriptors and registers, but not its tables.
+    pub fn become_a(&mut self, paging: Paging, root: u64) -> Outcome {
+        self.paging = paging;
+        self.memory().write_bytes(PROGRAM, server::kernel(paging.is_wide()));
+        self.furnish();
+        self.start(0, root)
+    }
+
     /// Puts a vCPU at the start of its list.
     pub fn start(&self, index: usize, root: u64) -> Outcome {
         let vcpu = &self.guest.vcpus[index];
@@ -346,17 +354,22 @@ impl Stage {
         self.paging.get(self.memory(), at)
     }
 
-    /// Operations that write CR4. The lab's emulated CPU sets the accessed bit, which is reserved there, in the four
+    /// An operation that writes CR4. The lab's emulated CPU sets the accessed bit, which is reserved there, in the four
     /// entries at the top of PAE under nested paging, and the stock module then refuses to load them with CR4.
-    pub fn switch_cr4(&self, value: u64) -> Vec<Operation> {
-        let mut steps = Vec::new();
-        if self.paging == Paging::Pae {
-            // Twice: the first round's own translations set them.
-            let tops = (self.root..).step_by(8).take(4).cycle().take(8);
-            steps.extend(tops.map(|at| operation::write64(at, self.entry(at) & !ACCESSED)));
+    pub fn switch_cr4(&self, value: u64) -> Operation {
+        match self.paging {
+            Paging::Pae => operation::cr4_of_pae(value, self.root),
+            _ => operation::cr4(value),
         }
-        steps.push(operation::cr4(value));
-        steps
+    }
+
+    /// Operations that clear those bits, for before paging is turned on.
+    pub fn clean_tops(&self) -> Vec<Operation> {
+        if self.paging != Paging::Pae {
+            return Vec::new();
+        }
+        let tops = (self.root..).step_by(8).take(4);
+        tops.map(|at| operation::write64(at, self.entry(at) & !ACCESSED)).collect()
     }
 
     /// An operation that writes an entry, in the way of the guest's kernel.
@@ -376,20 +389,43 @@ impl Stage {
         }
     }
 
-    /// The same; at each MARK the VMM acts.
+    /// The same; at each MARK the VMM acts, told how many there were before.
     pub fn run_with(
         &self,
         operations: &[Operation],
-        mut act: impl FnMut() -> Outcome,
+        mut act: impl FnMut(u64) -> Outcome,
+    ) -> Outcome<Vec<Seen>> {
+        let mut marks = 0..;
+        self.run_exits(operations, |exit| match exit.is_out(PORT_MARK) {
+            true => act(marks.next().unwrap_or_default()),
+            false => self.stray(0, exit),
+        })
+    }
+
+    /// The same; the VMM sees every exit but the last.
+    pub fn run_exits(
+        &self,
+        operations: &[Operation],
+        mut act: impl FnMut(&Exit) -> Outcome,
     ) -> Outcome<Vec<Seen>> {
         self.load(0, operations);
         loop {
             match self.guest.vcpu().run().granted("KVM_RUN")? {
                 exit if exit.is_out(PORT_DONE) => return Ok(self.seen(0, operations.len())),
-                exit if exit.is_out(PORT_MARK) => act()?,
-                exit => return self.stray(0, &exit),
+                exit => act(&exit)?,
             }
         }
+    }
+
+    /// Does operations that have to come out like this, while the VMM acts at each MARK.
+    pub fn expect_with(
+        &self,
+        what: &str,
+        expected: &[(Operation, Seen)],
+        act: impl FnMut(u64) -> Outcome,
+    ) -> Outcome {
+        let operations: Vec<Operation> = expected.iter().map(|(operation, _)| *operation).collect();
+        compare(what, &self.run_with(&operations, act)?, expected)
     }
 
     /// Does one operation.
@@ -400,11 +436,7 @@ impl Stage {
     /// Does operations that have to come out like this.
     pub fn expect(&self, what: &str, expected: &[(Operation, Seen)]) -> Outcome {
         let operations: Vec<Operation> = expected.iter().map(|(operation, _)| *operation).collect();
-        let seen = self.run(&operations)?;
-        for (index, (seen, (operation, expected))) in seen.iter().zip(expected).enumerate() {
-            equal(&format!("{what}: step {index}, {operation:x?}"), *seen, *expected)?;
-        }
-        Ok(())
+        compare(what, &self.run(&operations)?, expected)
     }
 
     /// Writes the list of a vCPU.
@@ -430,6 +462,13 @@ impl Stage {
         let step = regs.rsi.wrapping_sub(list(vcpu)) / 64;
         fail(format!("expected the list's end got {exit:x?} at step {step}, rip {:#x}", regs.rip))
     }
+}
+
+fn compare(what: &str, seen: &[Seen], expected: &[(Operation, Seen)]) -> Outcome {
+    for (index, (seen, (operation, expected))) in seen.iter().zip(expected).enumerate() {
+        equal(&format!("{what}: step {index}, {operation:x?}"), *seen, *expected)?;
+    }
+    Ok(())
 }
 
 /// The number of a frame.

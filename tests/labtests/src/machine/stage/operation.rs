@@ -26,6 +26,7 @@ enum Code {
     Copy = 19,
     Fill = 20,
     WriteByte = 21,
+    Cr4OfPae = 22,
 }
 
 /// RFLAGS.AC: the kernel may touch user pages in spite of SMAP.
@@ -91,6 +92,11 @@ pub fn cr3(value: u64) -> Operation {
 /// MOV to CR4.
 pub fn cr4(value: u64) -> Operation {
     operation(Code::Cr4, 0, value)
+}
+
+/// MOV to CR4 after the accessed bits of the four entries at this root have been cleared.
+pub fn cr4_of_pae(value: u64, root: u64) -> Operation {
+    operation(Code::Cr4OfPae, root, value)
 }
 
 /// WRMSR of EFER.

@@ -65,7 +65,7 @@ macro_rules! server {
             "cmp $15, %eax; jb 34f; je 35f",
             "cmp $17, %eax; jb 36f; je 37f",
             "cmp $19, %eax; jb 38f; je 39f",
-            "cmp $21, %eax; jb 43f; jmp 44f",
+            "cmp $21, %eax; jb 43f; je 44f; jmp 45f",
             "20: out %al, $PORT_DONE",
             "jmp 60b",
             w!($r, "21: mov (%", "bx), %", "ax"),
@@ -139,6 +139,13 @@ macro_rules! server {
             // One byte.
             w!($r, "44: mov %cl, (%", "bx)"),
             "jmp 61b",
+            // CR4 in PAE paging; see `Stage::switch_cr4`.
+            w!($r, "45: andl $~0x20, (%", "bx)"),
+            w!($r, "andl $~0x20, 8(%", "bx)"),
+            w!($r, "andl $~0x20, 16(%", "bx)"),
+            w!($r, "andl $~0x20, 24(%", "bx)"),
+            w!($r, "mov %", "cx, %cr4"),
+            "jmp 61b",
             // An exception.
             "50:",
             w!($r, "pop %", "ax"),
@@ -164,7 +171,8 @@ macro_rules! server {
             w!($r, "push %", "dx"),
             w!($r, "mov SHOOTDOWN, %", "ax"),
             w!($r, "invlpg (%", "ax)"),
-            "lock incl SHOOTDOWN + 8",
+            w!($r, "mov SHOOTDOWN + 16, %", "ax"),
+            w!($r, "mov %", "ax, SHOOTDOWN + 8"),
             "mov $0x80b, %ecx",
             "xor %eax, %eax",
             "xor %edx, %edx",
