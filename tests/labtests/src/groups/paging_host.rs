@@ -286,7 +286,7 @@ fn tables_survive_what_the_host_does_to_their_memory() -> Outcome {
         }
         // The guest writes its table where the slot is mapped one to one, too.
         for page in 0..2 {
-            stage.map(ELSEWHERE + page * PAGE, 1, ELSEWHERE + page * PAGE | PRESENT | WRITABLE);
+            stage.map(ELSEWHERE + page * PAGE, 1, (ELSEWHERE + page * PAGE) | PRESENT | WRITABLE);
         }
         stage.expect_with("the same content", &expected, |round| {
             let content = memory.read_bytes(0, PAGE as usize);

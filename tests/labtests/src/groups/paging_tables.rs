@@ -71,12 +71,12 @@ fn a_frame_in_a_large_page_and_in_small_ones() -> Outcome {
         stage.map(large, 2, frame | ALL);
         let mut expected = Vec::new();
         for page in (0..20).map(|page| page * PAGE) {
-            let at = stage.map(small + page, 1, frame + page | PRESENT | USER);
+            let at = stage.map(small + page, 1, (frame + page) | PRESENT | USER);
             expected.extend([
                 (write(large + page + 16, page).user(), DONE),
                 (read(small + page + 16), value(page)),
                 (write(small + page + 16, 1), fault(P | W, small + page + 16)),
-                (stage.set_entry(at, frame + page | ALL), DONE),
+                (stage.set_entry(at, (frame + page) | ALL), DONE),
                 (invlpg(small + page), DONE),
                 (add(small + page + 16, 1), value(page)),
                 (add(large + page + 16, 1), value(page + 1)),
