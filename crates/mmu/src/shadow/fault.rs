@@ -264,7 +264,7 @@ impl State {
         if self.arena.free_count() < needed {
             return ShadowFault::NeedPages(needed);
         }
-        if let Some(fault) = self.settle_bits(view, roots, walk, access) {
+        if let Some(fault) = self.settle_bits::<F>(view, roots, walk, access) {
             return fault;
         }
         let Some(page) = self.build::<F>(view, walk, access.va) else {
@@ -314,7 +314,7 @@ impl State {
 
     /// Sets accessed and dirty bits. `Some`: the fault is taken again, or a table must be writable
     /// first.
-    fn settle_bits(
+    fn settle_bits<F: PteFormat>(
         &self,
         view: &View<'_>,
         roots: &ShadowRoots,
@@ -330,8 +330,7 @@ impl State {
                 continue;
             }
             let offset = step.role.offset(index_at(access.va, level));
-            let table = step.table?;
-            match update(view, &table, step.role, offset, step.entry, wanted) {
+            match self.set_bits::<F>(view, step, offset, wanted) {
                 Some(true) => step.entry = wanted,
                 Some(false) => return Some(ShadowFault::Fixed),
                 // In ROM the bits stay as they are.
@@ -347,6 +346,27 @@ impl State {
             }
         }
         None
+    }
+
+    /// Replaces the entry of a step. Whether it was as read; `None`: its table cannot be written.
+    #[inline(never)]
+    fn set_bits<F: PteFormat>(
+        &self,
+        view: &View<'_>,
+        step: &Step,
+        offset: usize,
+        wanted: u64,
+    ) -> Option<bool> {
+        let done = update(view, step.table.as_ref()?, step.role, offset, step.entry, wanted);
+        if done.is_some() {
+            return done;
+        }
+        // The table may have become writable since it was found.
+        let table = self.find_table::<F>(view, step.gfn)?;
+        if step.id != 0 {
+            self.arena.page(step.id).guest.set(Some(table));
+        }
+        update(view, &table, step.role, offset, step.entry, wanted)
     }
 
     /// Makes the pages and links down to the level of the leaf. The page of that level comes back;

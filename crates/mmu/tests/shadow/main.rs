@@ -1,0 +1,8 @@
+//! Shadow pages against a model: guest memory, the VM's tree, and a walker that reads the shadow tables
+//! as the hardware does.
+
+mod cases;
+mod hardware;
+mod machine;
+mod properties;
+mod threads;
