@@ -107,6 +107,8 @@ struct State {
     encryption: u64,
     /// Pages that the VM may have.
     limit: u64,
+    /// Entries found unchanged that make a table worth protecting.
+    calm: u32,
     /// The number of this walk over pages; see [`arena::ShadowPage::seen`].
     walk: Cell<u32>,
     /// Entries that it may still compare.
@@ -134,6 +136,7 @@ impl<F: PteFormat> ShadowMmu<F> {
             counters: counters.clone(),
             encryption: encryption & crate::format::ADDRESS,
             limit: LEAST_PAGES,
+            calm: sync::CALM,
             walk: Cell::new(0),
             budget: Cell::new(0),
             queue: [const { Cell::new(0) }; settle::QUEUE],
@@ -205,6 +208,11 @@ impl<F: PteFormat> ShadowMmu<F> {
     /// CPUs.
     pub fn settle_begin(&self) -> bool {
         self.lock.lock().settle_begin()
+    }
+
+    /// How many entries a flush must find unchanged before their table is worth protecting.
+    pub fn set_calm(&self, entries: u32) {
+        self.lock.lock().calm = entries;
     }
 
     /// Pages the VM may have (KVM_SET_NR_MMU_PAGES).

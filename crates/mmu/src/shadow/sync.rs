@@ -18,7 +18,7 @@ const BUDGET: u32 = 1 << 16;
 
 /// A table that stayed the same while so many entries were compared is worth protecting: about as
 /// much work as the fault that its next write costs.
-const CALM: u32 = 400;
+pub(super) const CALM: u32 = 400;
 
 /// Compared entries of tables that wait to be protected, after which it becomes urgent.
 const PRESSING: u32 = 1000;
@@ -142,7 +142,9 @@ impl State {
         page.calm.set(calm);
         if page.queued.get() {
             self.pressing.set(self.pressing.get().saturating_add(work));
-        } else if calm >> page.patience.get() >= CALM && page.standing.get() == Standing::Unsync {
+        } else if calm >> page.patience.get() >= self.calm
+            && page.standing.get() == Standing::Unsync
+        {
             self.enqueue(id, page);
         }
     }

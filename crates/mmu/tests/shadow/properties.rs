@@ -139,37 +139,31 @@ fn op() -> impl Strategy<Value = Op> {
 /// An entry: mostly good, and leading to one of a few tables.
 fn entry(mode: Mode, target: u16, flags: u16) -> u64 {
     let gfn = match target & 15 {
-        0..=9 => 1 + u64::from(target >> 4) % 12,
-        10 | 11 => 30 + u64::from(target >> 4) % 8,
+        0..=8 => 1 + u64::from(target >> 4) % 12,
+        9..=11 => 30 + u64::from(target >> 4) % 8,
         12 | 13 => LARGE + u64::from(target >> 4) % (LARGE_END - LARGE),
         14 => LARGE + (u64::from(target >> 4) & 3) * 512,
         _ => 100 + u64::from(target >> 4) % 4,
     };
     let mut bits = 0x63;
-    let rare = |n: u32| flags >> n & 3 == 0;
-    if rare(0) {
-        bits &= !(1 << 1);
+    // Most entries are plain, some have one peculiarity, a few have many.
+    let peculiar = match flags >> 12 {
+        0..=6 => 0,
+        7..=13 => 1 << (flags & 7),
+        _ => flags & 255,
+    };
+    let has = |n: u32| peculiar >> n & 1 != 0;
+    bits |= if flags & 256 != 0 { 1 << 2 } else { 0 };
+    for (n, bit) in [(0, 1), (1, 1 << 1), (2, 1 << 5), (3, 1 << 6)] {
+        bits &= if has(n) { !bit } else { u64::MAX };
     }
-    if flags & 4 == 0 {
-        bits |= 1 << 2;
-    }
-    for (n, bit) in [(3, 1 << 5), (5, 1 << 6)] {
-        bits &= if rare(n) { !bit } else { u64::MAX };
-    }
-    if rare(7) {
-        bits |= 1 << 7;
-    }
-    if rare(9) && mode != Mode::Legacy {
-        bits |= NX;
-    }
-    if rare(11) && rare(13) {
-        bits |= if flags & 1 != 0 { 1 << 13 } else { 1 << 45 };
-    }
-    if flags >> 11 == 31 {
-        bits &= !1;
+    bits |= if has(4) || has(5) { 1 << 7 } else { 0 };
+    bits |= if has(6) && mode != Mode::Legacy { NX } else { 0 };
+    if has(7) && flags & 512 != 0 {
+        bits |= if flags & 1024 != 0 { 1 << 13 } else { 1 << 45 };
     }
     // Large pages that are aligned, half of the time.
-    let gfn = if bits & 1 << 7 != 0 && flags & 1 << 15 != 0 { gfn & !511 | LARGE } else { gfn };
+    let gfn = if bits & 1 << 7 != 0 && flags & 2048 != 0 { gfn & !511 | LARGE } else { gfn };
     let mask = if mode == Mode::Legacy { 0xffff_ffff } else { u64::MAX };
     (bits | gfn << 12) & mask
 }
@@ -185,6 +179,9 @@ struct Run {
 impl Run {
     fn new(mode: Mode) -> Self {
         let machine = Machine::new(2);
+        // Tables are worth protecting soon, and pages scarce.
+        machine.shadow.set_calm(6);
+        machine.shadow.set_limit(30, &machine);
         let run = Self { machine, mode, vas: addresses(mode), roots: [1, 2, 33] };
         // A beginning from which something can be reached.
         let steps = [(1, 3), (2, 3), (3, 4), (4, 5), (5, 6), (33, 3)];
