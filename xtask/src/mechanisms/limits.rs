@@ -196,15 +196,15 @@ fn roots(results: &Results, parameters: &str, most: f64) -> Vec<Limit> {
     let at = |module, toggle, pages| results.figures(module, parameters, &paged(toggle, pages));
     let (mut flat, mut ratios, mut tables) = (Vec::new(), Vec::new(), Vec::new());
     for toggle in toggles {
-        let host: Option<Vec<f64>> =
-            PAGES.iter().map(|n| at("gannet", toggle, *n)?.host("instructions")).collect();
-        let (least, greatest) = match host.as_deref() {
-            Some([first, rest @ ..]) => {
-                rest.iter().fold((*first, *first), |(low, high), n| (n.min(low), n.max(high)))
-            }
-            _ => (0.0, 0.0),
+        // The host's own over all numbers of pages, and the median over those of which as many are touched: whichever varies more.
+        let host = PAGES.iter().map(|n| at("gannet", toggle, *n)?.host("instructions"));
+        let median = PAGES[1..].iter().map(|n| Some(at("gannet", toggle, *n)?.median as f64));
+        let spread = |costs: Option<Vec<f64>>| {
+            let costs = costs?;
+            let least = costs.iter().copied().fold(f64::MAX, f64::min);
+            (least > 0.0).then(|| costs.iter().copied().fold(0.0, f64::max) / least)
         };
-        flat.push((least > 0.0).then(|| greatest / least));
+        flat.push(spread(host.collect()).zip(spread(median.collect())).map(|(a, b)| a.max(b)));
         let ratio = |n: &u64| {
             Some(at("gannet", toggle, *n)?.median as f64 / at("stock", toggle, *n)?.median as f64)
         };
