@@ -4,13 +4,18 @@
 //! kernel code is built without jump tables.
 
 use backend::{CrAccess, Exit, IoExit, NestedFault, PageFault};
+use cpu::Cpu;
 use x86::{
     Exception, Gpa, Gva, Vector,
     vmcb::{Control, ExitCode, ioio, npf},
 };
 
+use crate::enter::Svm;
+
 /// EXITCODE of an intercepted #PF.
-const PAGE_FAULT: u64 = 0x4e;
+pub(crate) const PAGE_FAULT: ExitCode = ExitCode(0x4e);
+/// EXITCODEs below are accesses of control registers.
+pub(crate) const END_OF_CR: u64 = 0x20;
 
 /// Decodes the exit in `control`. `assists`: the CPU has decode assists.
 pub fn decode(control: &Control, assists: bool) -> Exit {
@@ -24,6 +29,7 @@ pub fn decode(control: &Control, assists: bool) -> Exit {
         ExitCode::Ioio => io(control),
         ExitCode::Hlt => Exit::Hlt,
         ExitCode::Vmmcall => Exit::Hypercall,
+        PAGE_FAULT => page_fault(control),
         _ => rare(control, code, assists),
     }
 }
@@ -54,15 +60,27 @@ pub(crate) fn io(control: &Control) -> Exit {
     })
 }
 
+#[inline(always)]
+pub(crate) fn page_fault(control: &Control) -> Exit {
+    let (address, code) = (Gva(control.exit_info_2), control.exit_info_1 as u32);
+    Exit::PageFault(PageFault { address, code })
+}
+
+/// An access of a control register, by MOV or otherwise.
+#[inline(always)]
+pub(crate) fn cr_access<C: Cpu>(svm: &Svm<C>) -> Exit {
+    let control = &svm.vmcb().control;
+    let raw = match ExitCode(control.exit_code) {
+        ExitCode::Cr0SelWrite => ExitCode::WriteCr0.0,
+        ExitCode(raw) => raw,
+    };
+    cr(control, (raw & 0xf) as u8, raw >= 0x10, svm.features.decode_assists)
+}
+
 #[cold]
 fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
     let raw = code.0;
-    // With shadow paging these are most exits.
-    if raw == PAGE_FAULT {
-        let (address, code) = (Gva(control.exit_info_2), control.exit_info_1 as u32);
-        return Exit::PageFault(PageFault { address, code });
-    }
-    if raw < 0x20 {
+    if raw < END_OF_CR {
         return cr(control, (raw & 0xf) as u8, raw >= 0x10, assists);
     }
     match code {
@@ -113,6 +131,7 @@ fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
     }
 }
 
+#[inline(always)]
 fn cr(control: &Control, cr: u8, write: bool, assists: bool) -> Exit {
     // Bit 63 is set for MOV and clear for LMSW, CLTS and SMSW (APM vol. 2 §15.8.1).
     let gpr =

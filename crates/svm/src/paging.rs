@@ -25,6 +25,7 @@ const CR0_PG: u64 = 1 << 31;
 const CR4_PAE: u64 = 1 << 5;
 const CR4_LA57: u64 = 1 << 12;
 const CR4_PCIDE: u64 = 1 << 17;
+const CR4_OSXSAVE: u64 = 1 << 18;
 const CR4_SMEP: u64 = 1 << 20;
 const CR4_SMAP: u64 = 1 << 21;
 const CR4_PKE: u64 = 1 << 22;
@@ -115,17 +116,17 @@ impl<C: Cpu> Svm<C> {
     pub(crate) fn renew_hardware(&mut self) {
         let (guest, nrip) = (self.guest, self.features.nrip_save);
         let (cr0, cr4, efer) = (guest.cr0_hardware(), guest.cr4_hardware(), guest.efer_hardware());
-        let save = &self.vmcb().save;
-        if (save.cr0, save.cr4, save.efer) != (cr0, cr4, efer) {
-            let save = &mut self.vmcb_mut(Clean::CR).save;
-            (save.cr0, save.cr4, save.efer) = (cr0, cr4, efer);
-        }
+        let save = &mut self.vmcb_mut(Clean::CR).save;
+        let changed = save.cr4 ^ cr4;
+        (save.cr0, save.cr4, save.efer) = (cr0, cr4, efer);
         // QEMU's emulation takes the intercept of CR0 for that of CR3, CR4 and CR8 as well; the
         // instruction is decoded there, so what is read is known all the same.
         self.intercept_cr(CR0_READ, cr0 != guest.cr0 || !nrip);
         self.intercept_cr(CR0_WRITE, !nrip || guest.cr0 & CR0_CD_NW != 0);
         self.intercept_cr(CR4_READ, cr4 != guest.cr4);
-        self.sync_extended();
+        if changed & CR4_OSXSAVE != 0 {
+            self.sync_extended();
+        }
     }
 
     /// The shadow root.

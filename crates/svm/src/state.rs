@@ -231,6 +231,15 @@ impl<C: Cpu> Backend for Svm<C> {
             }
             ExitCode::Hlt => answer.frequent(Exit::Hlt),
             ExitCode::Vmmcall => answer.frequent(Exit::Hypercall),
+            // With shadow paging these are most exits.
+            exits::PAGE_FAULT => {
+                let exit = exits::page_fault(&answer.backend().vmcb().control);
+                answer.frequent(exit)
+            }
+            _ if code.0 < exits::END_OF_CR || code == ExitCode::Cr0SelWrite => {
+                let exit = exits::cr_access(answer.backend());
+                answer.frequent(exit)
+            }
             _ => {
                 let exit = answer.backend().exit();
                 answer.rare(exit)
@@ -389,9 +398,12 @@ impl<C: Cpu> Backend for Svm<C> {
             self.guest.cr4 = value;
             return self.renew_hardware();
         }
-        self.vmcb_mut(Clean::CR).save.cr4 = value;
-        self.update_cr4_intercept();
-        self.sync_extended();
+        let save = &mut self.vmcb_mut(Clean::CR).save;
+        let changed = core::mem::replace(&mut save.cr4, value) ^ value;
+        if changed & CR4_OSXSAVE != 0 {
+            self.update_cr4_intercept();
+            self.sync_extended();
+        }
     }
 
     fn set_efer(&mut self, value: u64) {

@@ -5,7 +5,11 @@
 use backend::{Backend, CrAccess, RAX, RCX, RDX};
 use x86::Exception;
 
-use crate::{Vcpu, inner::Next, shadow::is_pae};
+use crate::{
+    Vcpu,
+    inner::{Next, wrap},
+    shadow::is_pae,
+};
 
 const CR0_PE: u64 = 1;
 const CR0_PG: u64 = 1 << 31;
@@ -32,21 +36,21 @@ fn flushes(old: u64, new: u64) -> bool {
 impl<B: Backend> Vcpu<B> {
     /// A control-register access inside the loop.
     pub(crate) fn answer_cr(&mut self, access: CrAccess) -> Next {
+        let size = self.code_size();
         let (cr, gpr, next) = match (access.gpr, self.b.next_rip()) {
             (Some(gpr), Some(next)) => (access.cr, gpr, next),
             _ => {
                 // CLTS and LMSW go to the emulator.
-                let Some((bytes, len)) = self.fetch_here() else { return Next::Leave };
+                let Some((bytes, len)) = self.fetch_here(size) else { return Next::Leave };
                 let Some(bytes) = bytes.get(..usize::from(len)) else { return Next::Leave };
-                let size = self.code_size();
                 let Some(insn) = emulate::system_move(bytes, size) else { return Next::Leave };
-                let next = self.wrap_rip(self.b.rip().wrapping_add(u64::from(insn.length)));
+                let next = wrap(size, self.b.rip().wrapping_add(u64::from(insn.length)));
                 (insn.register, insn.gpr, next)
             }
         };
         let done = if access.write {
             let value = self.gpr(gpr);
-            let long = self.code_size() == emulate::CodeSize::Bits64;
+            let long = size == emulate::CodeSize::Bits64;
             let value = if long { value } else { value & 0xffff_ffff };
             if self.roots.is_shadow() && !self.fetch_pdptes(cr, value) {
                 return Next::Leave;
@@ -180,7 +184,10 @@ impl<B: Backend> Vcpu<B> {
         {
             return Err(Exception::gp(0));
         }
-        if changed & (CR4_PSE | CR4_PAE | CR4_PGE | CR4_SMEP) != 0 && is_pae(c.cr0, value, c.efer) {
+        if !long
+            && changed & (CR4_PSE | CR4_PAE | CR4_PGE | CR4_SMEP) != 0
+            && is_pae(c.cr0, value, c.efer)
+        {
             self.load_pdptes(c.cr3)?;
         }
         self.b.set_cr4(value);

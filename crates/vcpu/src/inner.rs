@@ -63,6 +63,15 @@ impl<B: Backend> Answer<B> for Vcpu<B> {
     }
 }
 
+/// RIP within the width of a code segment of this size.
+#[inline]
+pub(crate) fn wrap(size: emulate::CodeSize, rip: u64) -> u64 {
+    match size {
+        emulate::CodeSize::Bits64 => rip,
+        _ => rip & 0xffff_ffff,
+    }
+}
+
 impl<B: Backend> Vcpu<B> {
     /// Runs the guest until an exit has to be handled outside.
     pub(crate) fn enter_guest(&mut self) -> Left {
@@ -161,6 +170,10 @@ impl<B: Backend> Vcpu<B> {
                 self.stats.exit(Reason::Hypercall);
                 self.answer_hypercall()
             }
+            Exit::Cr(access) => {
+                self.stats.exit(Reason::Cr);
+                self.answer_cr(access)
+            }
             Exit::Hlt => {
                 self.stats.exit(Reason::Hlt);
                 self.answer_hlt()
@@ -180,10 +193,6 @@ impl<B: Backend> Vcpu<B> {
             Exit::CacheFlush => {
                 self.stats.exit(Reason::CacheFlush);
                 self.answer_nothing()
-            }
-            Exit::Cr(access) => {
-                self.stats.exit(Reason::Cr);
-                self.answer_cr(access)
             }
             Exit::Invlpg(at) => {
                 self.stats.exit(Reason::Invlpg);
@@ -246,19 +255,16 @@ impl<B: Backend> Vcpu<B> {
         if let Some(rip) = self.b.next_rip() {
             return Some(rip);
         }
-        let (bytes, len) = self.fetch_here()?;
         let size = self.code_size();
+        let (bytes, len) = self.fetch_here(size)?;
         let length = emulate::length(bytes.get(..usize::from(len))?, size)?;
-        Some(self.wrap_rip(self.b.rip().wrapping_add(u64::from(length))))
+        Some(wrap(size, self.b.rip().wrapping_add(u64::from(length))))
     }
 
     /// RIP within the code segment's width.
     #[inline]
     pub(crate) fn wrap_rip(&self, rip: u64) -> u64 {
-        match self.code_size() {
-            emulate::CodeSize::Bits64 => rip,
-            _ => rip & 0xffff_ffff,
-        }
+        wrap(self.code_size(), rip)
     }
 
     /// Moves past a handled instruction. A guest that single-steps gets its #DB.

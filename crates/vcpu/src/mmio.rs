@@ -83,8 +83,13 @@ impl<B: Backend> Vcpu<B> {
     /// Linear address of RIP.
     #[inline]
     pub(crate) fn linear_rip(&self) -> u64 {
+        self.linear_rip_in(self.code_size())
+    }
+
+    #[inline]
+    fn linear_rip_in(&self, size: CodeSize) -> u64 {
         let rip = self.b.rip();
-        match self.code_size() {
+        match size {
             CodeSize::Bits64 => rip,
             _ => {
                 let base = self.b.segment(backend::SegmentName::Cs).base;
@@ -93,10 +98,10 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// Instruction bytes at RIP without sleeping: for the loop.
+    /// Instruction bytes at RIP without sleeping: for the loop. `size`: the code segment's.
     #[inline]
-    pub(crate) fn fetch_here(&mut self) -> Option<([u8; 16], u8)> {
-        let rip = self.linear_rip();
+    pub(crate) fn fetch_here(&mut self, size: CodeSize) -> Option<([u8; 16], u8)> {
+        let rip = self.linear_rip_in(size);
         let c = self.b.control();
         let mode =
             CodeMode { cr0: c.cr0, cr3: c.cr3, cr4: c.cr4, efer: c.efer, user: self.b.cpl() == 3 };
@@ -117,7 +122,7 @@ impl<B: Backend> Vcpu<B> {
         let size = self.code_size();
         let assisted = self.b.insn_bytes();
         let fetched = if assisted.is_empty() {
-            let (bytes, len) = self.fetch_here()?;
+            let (bytes, len) = self.fetch_here(size)?;
             Fetched::new(bytes.get(..usize::from(len))?, size)
         } else {
             Fetched::new(assisted, size)

@@ -25,8 +25,8 @@ const CR4_PCIDE: u64 = 1 << 17;
 const EFER_LMA: u64 = 1 << 10;
 
 /// Bits of a PDPTE that must be clear, without those above the physical address width
-/// (SDM vol. 3A §4.4.1).
-const PDPTE_RESERVED: u64 = 0xfff0_0000_0000_01e6;
+/// (SDM vol. 3A §4.4.1); some CPUs set the accessed bit.
+const PDPTE_RESERVED: u64 = 0xfff0_0000_0000_01c6;
 const PRESENT: u64 = 1;
 
 /// The page-directory-pointer entries that PAE paging loads with CR3.
@@ -277,9 +277,9 @@ impl<B: Backend> Vcpu<B> {
         let (at, next) = match (address, self.b.next_rip()) {
             (Some(at), Some(next)) => (at.0, next),
             _ => {
-                let Some((bytes, len)) = self.fetch_here() else { return Next::Leave };
-                let Some(bytes) = bytes.get(..usize::from(len)) else { return Next::Leave };
                 let size = self.code_size();
+                let Some((bytes, len)) = self.fetch_here(size) else { return Next::Leave };
+                let Some(bytes) = bytes.get(..usize::from(len)) else { return Next::Leave };
                 let Some(insn) = emulate::invlpg(bytes, size) else { return Next::Leave };
                 let rip = self.b.rip();
                 let gpr = |n: usize| self.gprs.0.get(n & 15).copied().unwrap_or(0);
