@@ -25,6 +25,52 @@ if [ "$task" = forks ]; then
     reboot -f
 fi
 
+# Request and response between two tasks, and how late timers are: by the lazy TSC deadline, whose module is loaded and unloaded again,
+# where that is offered and unless `gannet.lazy=0`; `gannet.lazy=1` insists on it. With `gannet.hotplug=1` CPUs go and come meanwhile.
+if [ "$task" = pingpong ]; then
+    lazy= hotplug=0 rounds=8000 sleeps=10000 timeout=2000
+    for word in $(cat /proc/cmdline); do
+        case $word in
+            gannet.lazy=*) lazy=${word#*=} ;;
+            gannet.hotplug=*) hotplug=${word#*=} ;;
+            gannet.rounds=*) rounds=${word#*=} ;;
+            gannet.sleeps=*) sleeps=${word#*=} ;;
+            gannet.timeout=*) timeout=${word#*=} ;;
+        esac
+    done
+    counts=/sys/module/lazy_tscdeadline/parameters
+    if [ "$lazy" != 0 ]; then
+        if insmod /lib/lazy_tscdeadline.ko; then
+            echo "guest: lazy TSC deadline"
+            lazy=1
+        else
+            [ "$lazy" = 1 ] && echo "guest: WRONG no lazy TSC deadline"
+            lazy=0
+        fi
+    fi
+    if [ $hotplug = 1 ]; then
+        (while :; do for on in 0 1; do echo $on >/sys/devices/system/cpu/cpu1/online; usleep 100000; done; done) &
+        plugging=$!
+    fi
+    set_before=$(cat $counts/set 2>/dev/null) written_before=$(cat $counts/written 2>/dev/null)
+    /bin/pingpong $rounds $sleeps $timeout || echo "guest: WRONG end of pingpong"
+    if [ $lazy = 1 ]; then
+        echo "guest: $(($(cat $counts/set) - set_before)) deadlines set, $(($(cat $counts/written) - written_before)) of them written"
+    fi
+    if [ $hotplug = 1 ]; then
+        kill $plugging
+        wait
+        echo 1 >/sys/devices/system/cpu/cpu1/online
+    fi
+    if [ $lazy = 1 ]; then
+        rmmod lazy_tscdeadline || echo "guest: WRONG lazy_tscdeadline stays"
+        /bin/pingpong 100 100 >/dev/null && echo "guest: timers work without it" || echo "guest: WRONG timers"
+    fi
+    echo "guest: $(nproc) CPUs at the end"
+    echo "GANNET-PINGPONG-DONE"
+    reboot -f
+fi
+
 # Processes: fork, exec, pipe, wait.
 sum=0 i=0
 while [ $i -lt 20 ]; do

@@ -2,7 +2,8 @@
 //!
 //! A line of the list is `name | kernels | modules | cpus | seconds | command`, with `all` or a list with commas for kernels (`6.12,6.1`)
 //! and modules (`stock,gannet,none`). A module's parameters follow its name: `stock npt=0,gannet npt=0 keep_roots=0`; `all npt=0` is both. The programs of the packages under `tests/` are in `/bin` of the machine, and so is exitbench; the guest's
-//! kernel and initramfs are `/guest/vmlinux` and `/guest/initramfs` where the command names them. A command reports
+//! kernel and initramfs are `/guest/vmlinux` and `/guest/initramfs` where the command names them, those of a guest with the older kernel
+//! `/guest-6.1/vmlinux` and `/guest-6.1/initramfs`. A command reports
 //! `ok NAME`, `not ok NAME: reason` or `skip NAME: reason` on lines of their own and ends with 0; afterwards the host's log must be clean.
 
 use crate::bench::Tools;
@@ -153,7 +154,13 @@ pub fn from_list(
                 job.files.extend(files.iter().cloned());
                 if entry.command.contains("/guest/") {
                     job.files.push((layout.vmlinux(guest::KERNEL), "guest/vmlinux".to_owned()));
-                    job.texts.push(("guest/initramfs".to_owned(), guest::initramfs(layout)?));
+                    let initramfs = guest::initramfs_with_programs(layout, guest::KERNEL)?;
+                    job.texts.push(("guest/initramfs".to_owned(), initramfs));
+                }
+                if entry.command.contains("/guest-6.1/") {
+                    let initramfs = guest::initramfs_with_programs(layout, Kernel::V6_1)?;
+                    job.files.push((layout.vmlinux(Kernel::V6_1), "guest-6.1/vmlinux".to_owned()));
+                    job.texts.push(("guest-6.1/initramfs".to_owned(), initramfs));
                 }
                 job.cpus = entry.cpus;
                 job.timeout = Duration::from_secs(entry.seconds);

@@ -4,6 +4,7 @@ mod bench;
 mod boot;
 mod check;
 mod disassembly;
+mod guest;
 mod labtest;
 mod mechanisms;
 mod module;

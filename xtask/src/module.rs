@@ -89,7 +89,7 @@ pub fn follow(command: &mut Command, step: &Step) -> Result<()> {
 }
 
 /// Copies what Kbuild reads, and only what has changed, so that nothing is compiled again without need. The Rust crate stays out.
-fn copy_sources(from: &Path, to: &Path) -> Result<()> {
+pub fn copy_sources(from: &Path, to: &Path) -> Result<()> {
     fs::create_dir_all(to)?;
     for entry in fs::read_dir(from)? {
         let entry = entry?;

@@ -3,7 +3,7 @@
 use crate::options::Options;
 use crate::progress::Step;
 use crate::tally::Tally;
-use crate::{bench, boot, check, labtest, module};
+use crate::{bench, boot, check, guest, labtest, module};
 use anyhow::Result;
 use gannet_lab::{Job, KERNELS, Kernel, Layout, Module};
 use std::process::{Command, Stdio};
@@ -34,6 +34,12 @@ pub fn run(layout: &Layout, options: &Options) -> Result<bool> {
                 }
             }
             Err(error) => tally.record(&name, Err(format!("{error:#}"))),
+        }
+    }
+    for kernel in KERNELS {
+        let built = guest::build(layout, kernel).map_err(|error| format!("{error:#}"));
+        if chosen("module") || (chosen("lab") && built.is_err()) {
+            tally.record(&format!("the guest's module and program for {kernel} build"), built);
         }
     }
     if chosen("lab") {

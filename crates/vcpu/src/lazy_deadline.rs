@@ -7,6 +7,7 @@
 //! through the VMM's mapping. What fails in the loop is made good before the guest runs on.
 
 use backend::Backend;
+use irqchip::lapic::GUARD_ADVANCE_NS;
 
 use crate::{
     Vcpu,
@@ -46,7 +47,7 @@ impl<B: Backend> Vcpu<B> {
             return;
         }
         let clock = self.clock_now();
-        if deadline > clock.guest_tsc {
+        if deadline > clock.guest_tsc.saturating_add(self.guard_advance()) {
             // Moved meanwhile; or host time, which is disciplined, ran ahead of the guest's TSC.
             let op = self.shared.lapic.set_tsc_deadline(deadline, &clock);
             return self.do_timer(op);
@@ -65,7 +66,29 @@ impl<B: Backend> Vcpu<B> {
                 self.do_timer(op);
                 self.publish_deadline();
             }
-            None => self.recheck |= self.shared.lapic.deadline_expired().kick(),
+            None => {
+                self.await_deadline(deadline);
+                self.recheck |= self.shared.lapic.deadline_expired().kick();
+            }
+        }
+    }
+
+    /// How long before a deadline the alarm rings, in ticks of the guest's TSC.
+    fn guard_advance(&self) -> u64 {
+        if !self.lazy.enabled() {
+            return 0;
+        }
+        (u64::from(self.tsc_khz).saturating_mul(GUARD_ADVANCE_NS)) / 1_000_000
+    }
+
+    /// Waits out what is left of the advance. Bounded, whatever the TSC does.
+    fn await_deadline(&mut self, deadline: u64) {
+        for _ in 0..GUARD_ADVANCE_NS {
+            let tsc = self.b.host_tsc();
+            if self.b.guest_tsc(tsc) >= deadline {
+                return;
+            }
+            core::hint::spin_loop();
         }
     }
 
@@ -145,6 +168,9 @@ impl<B: Backend> Vcpu<B> {
             }
         }
         self.shared.lapic.guard_deadline(self.lazy.enabled());
+        let clock = self.clock_now();
+        let op = self.shared.lapic.tsc_changed(&clock);
+        self.do_timer(op);
         Ok(())
     }
 

@@ -2,6 +2,7 @@
 
 use crate::{Archive, Kernel, Layout};
 use anyhow::Result;
+use std::path::PathBuf;
 
 /// What the guest's init prints first; the rest of the line is `cpus=N kernel=RELEASE`.
 pub const MARKER: &str = "GANNET-GUEST-USERSPACE";
@@ -12,8 +13,32 @@ pub const KERNEL: Kernel = Kernel::V6_12;
 /// What the lab adds to the kernel command line that `exitbench boot` brings.
 pub const APPEND: &str = "mitigations=off";
 
+/// The guest's module for the lazy TSC deadline, as it is built from `guest/`.
+pub const LAZY_MODULE: &str = "lazy_tscdeadline.ko";
+
+/// The guest's task of two tasks that answer each other.
+pub const PINGPONG: &str = "pingpong";
+
+/// The folder of what is built from `guest/` for a guest's kernel.
+pub fn programs(layout: &Layout, kernel: Kernel) -> PathBuf {
+    layout.out.join("guest").join(kernel.series())
+}
+
 /// The guest's initramfs.
 pub fn initramfs(layout: &Layout) -> Result<Vec<u8>> {
+    Ok(busybox(layout)?.bytes())
+}
+
+/// The same with what is built from `guest/`, which has to be there.
+pub fn initramfs_with_programs(layout: &Layout, kernel: Kernel) -> Result<Vec<u8>> {
+    let folder = programs(layout, kernel);
+    let mut archive = busybox(layout)?;
+    archive.file(&format!("bin/{PINGPONG}"), &folder.join(PINGPONG))?;
+    archive.file(&format!("lib/{LAZY_MODULE}"), &folder.join(LAZY_MODULE))?;
+    Ok(archive.bytes())
+}
+
+fn busybox(layout: &Layout) -> Result<Archive> {
     let mut archive = Archive::new();
     archive.file("bin/busybox", &layout.busybox())?;
     archive.link("bin/sh", "busybox");
@@ -21,5 +46,5 @@ pub fn initramfs(layout: &Layout) -> Result<Vec<u8>> {
     for folder in ["proc", "sys", "tmp"] {
         archive.folder(folder);
     }
-    Ok(archive.bytes())
+    Ok(archive)
 }

@@ -83,8 +83,8 @@ fn pingpong(more: &'static str) -> Part {
 }
 
 /// The rounds of the ping-pong, and the sleeps whose lateness it measures.
-const LAZY: &str = "gannet.rounds=2000 gannet.sleeps=2000 gannet.lazy=1";
-const NOT_LAZY: &str = "gannet.rounds=2000 gannet.sleeps=2000 gannet.lazy=0";
+const LAZY: &str = "gannet.rounds=8000 gannet.sleeps=10000 gannet.lazy=1";
+const NOT_LAZY: &str = "gannet.rounds=8000 gannet.sleeps=10000 gannet.lazy=0";
 
 /// Every machine, the longest first, so that two at a time end together.
 pub fn machines() -> Vec<Machine> {

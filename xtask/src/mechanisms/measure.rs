@@ -119,7 +119,8 @@ fn job(layout: &Layout, options: &Options, tools: &Tools, machine: &Machine) -> 
     job.parameters = machine.parameters.to_owned();
     if guests {
         job.files.push((layout.vmlinux(guest::KERNEL), "guest/vmlinux".to_owned()));
-        job.texts.push(("guest/initramfs".to_owned(), guest::initramfs(layout)?));
+        let initramfs = guest::initramfs_with_programs(layout, guest::KERNEL)?;
+        job.texts.push(("guest/initramfs".to_owned(), initramfs));
     }
     job.counting = true;
     job.plugin = Some(tools.plugin.clone());

@@ -12,8 +12,8 @@ mod published;
 mod results;
 
 use crate::bench::{self, write_whole};
-use crate::module;
 use crate::options::Options;
+use crate::{guest, module};
 use anyhow::Result;
 use cost::Model;
 use gannet_lab::{KERNELS, Layout};
@@ -41,6 +41,7 @@ pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
         None => {
             let tools = bench::prepare(layout, options)?;
             module::build(layout, options.kernel)?;
+            guest::build(layout, gannet_lab::guest::KERNEL)?;
             let results = measure::measure(layout, options, &tools, &machines::machines())?;
             let json = serde_json::to_string_pretty(&results)? + "\n";
             write_whole(options.json.as_deref().unwrap_or(&folder.join(JSON)), &json)?;

@@ -15,6 +15,10 @@ use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
 use super::regs::{LVT_MASKED, LVT_TIMER_DEADLINE, LVT_TIMER_MODE, LVT_TIMER_PERIODIC};
 use super::{Accepted, FEATURE_TSC_DEADLINE, Lapic, LocalVector};
 
+/// How long before a guarded deadline its alarm rings: what the owner needs to look whether there is a
+/// later one. It waits for the rest of that time.
+pub const GUARD_ADVANCE_NS: u64 = 1_000;
+
 /// The shortest period that a guest gets, so that it cannot drown the host in timer interrupts.
 pub(super) const MIN_PERIOD_NS: u64 = 200_000;
 
@@ -251,14 +255,18 @@ impl Lapic {
                 TimerOp::Expired(self.deliver_local(LocalVector::Timer))
             }
             Some(ticks) => {
-                let ns = clock.now_ns.saturating_add(ticks_to_ns(ticks, clock.tsc_khz));
+                let mut ns = clock.now_ns.saturating_add(ticks_to_ns(ticks, clock.tsc_khz));
+                if self.timer.guarded.load(Relaxed) != 0 {
+                    ns = ns.saturating_sub(GUARD_ADVANCE_NS);
+                }
                 self.timer.expire_at(ns)
             }
         }
     }
 
     /// Whether an expired TSC deadline is left to the owner, who may know of a later one
-    /// (the lazy TSC deadline), instead of interrupting at once. Owner only.
+    /// (the lazy TSC deadline), instead of interrupting at once. Its alarm rings
+    /// [`GUARD_ADVANCE_NS`] before it. A deadline that runs is to be set anew after this. Owner only.
     pub fn guard_deadline(&self, guarded: bool) {
         self.timer.guarded.store(u8::from(guarded), SeqCst);
     }

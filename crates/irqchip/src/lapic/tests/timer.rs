@@ -220,11 +220,12 @@ fn polling_delivers_without_the_alarm() {
 fn a_guarded_deadline_is_left_to_the_owner_when_it_expires() {
     let lapic = deadline_apic();
     lapic.guard_deadline(true);
-    let at = (NOW + 500) * 2;
+    let at = (NOW + 5_000) * 2;
     let _ = lapic.set_tsc_deadline(at, &clock(NOW));
-    let early = lapic.timer_fired(NOW + 400);
-    assert_eq!(early, fired_with(Accepted::Ignored, Some(NOW + 500)));
-    let fired = lapic.timer_fired(NOW + 500);
+    let rings = NOW + 5_000 - GUARD_ADVANCE_NS;
+    let early = lapic.timer_fired(rings - 1);
+    assert_eq!(early, fired_with(Accepted::Ignored, Some(rings)));
+    let fired = lapic.timer_fired(rings);
     assert_eq!(fired, TimerFired { ask_owner: true, ..fired_with(Accepted::Ignored, None) });
     assert_eq!((lapic.tsc_deadline(), take(&lapic)), (at, None), "nothing was decided");
     assert_eq!(lapic.deadline_expired(), Accepted::Pending);
