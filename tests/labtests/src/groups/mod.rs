@@ -22,7 +22,9 @@ mod paging_flushes;
 mod paging_host;
 mod paging_protection;
 mod paging_roles;
+mod paging_smp;
 mod paging_tables;
+mod paging_torture;
 mod paravirtual;
 mod pointers;
 mod ports;
@@ -51,6 +53,8 @@ pub fn all() -> impl Iterator<Item = Test> {
         paging_bits::TESTS,
         paging_host::TESTS,
         paging_roles::TESTS,
+        paging_smp::TESTS,
+        paging_torture::TESTS,
         paging_tables::TESTS,
         paging_flushes::TESTS,
         paging_protection::TESTS,
