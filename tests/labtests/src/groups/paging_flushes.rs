@@ -367,9 +367,7 @@ fn an_address_space_that_dies_leaves_nothing_behind() -> Outcome {
             // The root, which in PAE has only four entries, stays apart there.
             let root = if paging == Paging::Pae { light } else { page(0) };
             let mut expected = vec![(cr3(home), DONE)];
-            for index in 0..5 {
-                expected.push((fill(pages[index], 0), DONE));
-            }
+            expected.extend(pages.iter().map(|page| (fill(*page, 0), DONE)));
             if paging != Paging::Pae {
                 let entries = first.iter().enumerate().filter(|(_, entry)| **entry != 0);
                 expected.extend(entries.map(|(index, entry)| {

@@ -647,15 +647,10 @@ fn init_forgets_the_paging_mode() -> Outcome {
                 "before",
                 &[(read(va + 8), value(tag(frame))), (write(va + 16, round), DONE)],
             )?;
-            // INIT, as another vCPU's interrupt would be.
-            let mut events: kvm_vcpu_events =
-                stage.vcpu().receive(ioctl::GET_VCPU_EVENTS).granted("KVM_GET_VCPU_EVENTS")?;
-            events.smi.latched_init = 1;
-            events.flags |= KVM_VCPUEVENT_VALID_SMM;
-            if stage.vcpu().send(ioctl::SET_VCPU_EVENTS, &events).is_err() {
-                return skip("INIT cannot be latched");
-            }
-            stage.load(0, &[END]);
+            stage.start(1, stage.root)?;
+            stage.load(1, &[send_init(0)]);
+            let exit = stage.guest.vcpus[1].run().granted("KVM_RUN")?;
+            holds("the end of the second", exit.is_out(PORT_DONE), &exit)?;
             // The first vCPU starts at the reset vector, where nothing is.
             let exit = stage.vcpu().run().granted("KVM_RUN")?;
             let regs = stage.vcpu().regs()?;

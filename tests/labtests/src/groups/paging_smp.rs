@@ -38,12 +38,9 @@ fn both(stage: &Stage, lists: [&[Operation]; 2]) -> Outcome<[Vec<Seen>; 2]> {
             let target = &targets[index];
             scope.spawn(move || {
                 target.is_me();
-                loop {
-                    let exit = stage.guest.vcpus[index].run();
-                    match exit.granted("KVM_RUN")? {
-                        exit if exit.is_out(PORT_DONE) => return Ok(()),
-                        exit => return stage.stray(index, &exit),
-                    }
+                match stage.guest.vcpus[index].run().granted("KVM_RUN")? {
+                    exit if exit.is_out(PORT_DONE) => Ok(()),
+                    exit => stage.stray(index, &exit),
                 }
             })
         });
@@ -118,7 +115,8 @@ fn a_shootdown_ends_the_old_translation_on_the_other_vcpu() -> Outcome {
 
 fn a_shootdown_takes_a_permission_away_on_the_other_vcpu() -> Outcome {
     let entry = |round: u64, frames: [u64; 2]| {
-        frames[0] | PRESENT | USER | if round % 2 == 0 { WRITABLE } else { 0 }
+        let writable = round.is_multiple_of(2);
+        frames[0] | PRESENT | USER | if writable { WRITABLE } else { 0 }
     };
     let seen = |round, _, va| if round % 2 == 0 { DONE } else { fault(P | W, va + 16) };
     shootdowns(entry, |va| write(va + 16, 1), seen)

@@ -13,6 +13,7 @@ pub const STACK_TOPS: u64 = 0x1_cff0;
 /// What user mode executes.
 pub const USER_TEXT: u64 = 0x3_0000;
 /// The top of user mode's stack.
+#[cfg(test)]
 pub const USER_STACK: u64 = 0x3_1ff0;
 /// The operations of the first vCPU, and [`LIST_BYTES`] on those of the second.
 pub const OPERATIONS: u64 = 0x4_0000;

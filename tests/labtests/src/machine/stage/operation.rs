@@ -114,9 +114,14 @@ pub fn wait(address: u64, value: u64) -> Operation {
     Operation { flags: 2 | IF, ..operation(Code::Await, address, value) }
 }
 
-/// Sends the other vCPU the shootdown interrupt.
+/// Sends a vCPU the shootdown interrupt.
 pub fn send(apic_id: u64) -> Operation {
-    operation(Code::Send, 0, apic_id)
+    operation(Code::Send, 0x4081, apic_id)
+}
+
+/// Sends a vCPU INIT.
+pub fn send_init(apic_id: u64) -> Operation {
+    operation(Code::Send, 0x4500, apic_id)
 }
 
 /// Copies a page with a string instruction. It must not fault.

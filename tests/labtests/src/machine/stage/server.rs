@@ -114,9 +114,9 @@ macro_rules! server {
             w!($r, "37: pause; cmp %", "cx, (%", "bx)"),
             "jne 37b",
             "jmp 61b",
-            // A fixed interrupt through the x2APIC.
+            // The interrupt command register of the x2APIC.
             "38: mov %ecx, %edx",
-            "mov $0x4081, %eax",
+            "mov %ebx, %eax",
             "mov $0x830, %ecx",
             "wrmsr",
             "jmp 61b",
