@@ -47,7 +47,7 @@ impl Page<'_> {
              software emulator, host kernel {}.\n\n\
              - **Instructions** are those of host and guest per operation, counted by the time-stamp counter: measured.\n\
              - **Operations** are what the host executed per operation, counted by the emulator's plugin: measured. A guest's own\n  \
-               instruction is not among them.\n\
+               instruction is not among them, and is priced as a plain one.\n\
              - **Modelled cycles** are instructions and operations priced by [the cost model](../../lab/cost-model.toml): {measured} of\n  \
                its entries measured by somebody on real processors, {derived} derived from such, {ranges} ranges. In parentheses the\n  \
                least and the most that its ranges allow. They are no measurement of anything.\n\
