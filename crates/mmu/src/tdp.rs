@@ -168,15 +168,10 @@ fn find<F: PteFormat>(root: Table<'_>, gfn: Gfn) -> Option<Leaf> {
     if gfn.0 >> shift(root.level() + 1) != 0 {
         return None;
     }
-    let mut table = root;
-    loop {
-        match table.entry(table.index(gfn)) {
-            Entry::Table(next) => table = next,
-            Entry::Word(entry) if F::is_present(entry) => {
-                return Some(decode::<F>(entry, &table, gfn));
-            }
-            Entry::Word(_) => return None,
-        }
+    let table = root.descend(gfn, LEVEL_4K);
+    match table.entry(table.index(gfn)) {
+        Entry::Word(entry) if F::is_present(entry) => Some(decode::<F>(entry, &table, gfn)),
+        _ => None,
     }
 }
 

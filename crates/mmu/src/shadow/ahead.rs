@@ -24,11 +24,10 @@ impl State {
         view: &View<'_>,
         id: PageId,
         index: usize,
-        table: &Option<GuestPage>,
+        table: &GuestPage,
     ) {
         let (page, first) = (self.arena.page(id), index & !(GROUP - 1) & 511);
         let (role, mut made) = (page.role.get(), 0);
-        let Some(table) = table else { return };
         let reserved = role.reserved(true);
         let taken = page.present.word(first >> 6) >> (first & 63);
         for n in 0..GROUP {
@@ -94,7 +93,7 @@ impl State {
         };
         let grant = if chunk.is_protected(gfn) { grant.without(Grant::W) } else { grant };
         let spte = self.leaf(&frame, frame.pfn.hpa().0, grant);
-        self.put_leaf(id, index, gfn, spte, copy);
+        self.put_leaf(id, index, gfn, chunk, spte, copy);
         true
     }
 

@@ -107,12 +107,12 @@ pub(super) struct ShadowPage {
     pub(super) standing: Cell<Standing>,
     /// Entries that are there.
     pub(super) present: Bits,
-    /// Of them, those that are leaves.
-    pub(super) leaves: Bits,
+    /// Of them, those that lead to other pages.
+    pub(super) linked: Bits,
     /// Links below which some page is not [`Standing::Synced`].
     pub(super) below: Bits,
     /// The guest table's page, as found last.
-    pub(super) guest: Cell<Option<GuestPage>>,
+    pub(super) guest: Cell<GuestPage>,
     /// The first link that leads here.
     pub(super) parents: Cell<Node>,
     /// References from vCPUs' roots.
@@ -146,9 +146,9 @@ impl ShadowPage {
             role: Cell::new(Role::default()),
             standing: Cell::new(Standing::Free),
             present: Bits::new(),
-            leaves: Bits::new(),
+            linked: Bits::new(),
             below: Bits::new(),
-            guest: Cell::new(None),
+            guest: Cell::new(GuestPage::NONE),
             parents: Cell::new(0),
             roots: Cell::new(0),
             calm: Cell::new(0),
@@ -206,7 +206,7 @@ impl ShadowPage {
     /// Whether an entry is a link to another page.
     #[inline]
     pub(super) fn is_link(&self, index: usize) -> bool {
-        self.present.has(index) && !self.leaves.has(index)
+        self.linked.has(index)
     }
 
     /// Whether it, or something below it, may differ from the guest's tables.
@@ -428,7 +428,7 @@ impl Arena {
         page.role.set(role);
         let direct = role.is_direct();
         page.standing.set(if direct { Standing::Synced } else { Standing::Unsync });
-        page.guest.set(None);
+        page.guest.set(GuestPage::NONE);
         page.calm.set(0);
         page.patience.set(0);
         page.queued.set(false);
@@ -518,10 +518,10 @@ impl Arena {
         self.links(node).load(Ordering::Relaxed) as u32
     }
 
-    /// Puts a node before `head`, and is the head from then on.
+    /// Puts an entry, whose node is given, before `head`; it is the head from then on.
     #[inline]
-    pub(super) fn push(&self, node: Node, head: Node) {
-        self.links(node).store(u64::from(head), Ordering::Relaxed);
+    pub(super) fn push(&self, page: &ShadowPage, node: Node, head: Node) {
+        page.links(index_of(node)).store(u64::from(head), Ordering::Relaxed);
         if head != 0 {
             let links = self.links(head);
             let next = links.load(Ordering::Relaxed) & 0xffff_ffff;
@@ -529,10 +529,19 @@ impl Arena {
         }
     }
 
-    /// Takes a node out of its list. `Some(next)`: it was the head, and `next` is.
+    /// Takes an entry out of its list. `Some(next)`: it was the head, and `next` is.
     #[inline]
-    pub(super) fn unlink(&self, node: Node) -> Option<Node> {
-        let links = self.links(node).load(Ordering::Relaxed);
+    pub(super) fn unlink(&self, page: &ShadowPage, index: usize) -> Option<Node> {
+        let links = page.links(index).load(Ordering::Relaxed);
+        if links == 0 {
+            return Some(0);
+        }
+        self.unlink_amid(links)
+    }
+
+    /// Closes the gap between the two neighbours in `links`.
+    #[inline(never)]
+    fn unlink_amid(&self, links: u64) -> Option<Node> {
         let (next, before) = (links as u32, (links >> 32) as u32);
         if next != 0 {
             let links = self.links(next);

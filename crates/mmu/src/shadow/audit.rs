@@ -75,10 +75,11 @@ fn audit_page(
             page.present.has(index)
         );
         ensure!(
-            page.present.has(index) || !page.leaves.has(index) && !page.below.has(index),
+            page.present.has(index) || !page.linked.has(index) && !page.below.has(index),
             "{name}[{index}] has bits though nothing is there"
         );
-        if page.leaves.has(index) {
+        if page.present.has(index) && !page.is_link(index) {
+            ensure!(page.kid(index) == 0, "{name}[{index}] is a leaf, and leads to a page");
             leaves += 1;
             ensure!((spte & PS != 0) == (role.level() > 1), "{name}[{index}] has a wrong size");
         } else if page.present.has(index) {
@@ -124,7 +125,10 @@ fn audit_list(
             return Err(alloc::format!("a leaf of {gfn:?} in page {}", page_of(at)));
         };
         let index = index_of(at);
-        ensure!(page.leaves.has(index), "a list of {gfn:?} leads to no leaf");
+        ensure!(
+            page.present.has(index) && !page.is_link(index),
+            "a list of {gfn:?} leads to no leaf"
+        );
         ensure!(
             (page.role.get().level() > 1) == large && frame_of(page, index) == gfn,
             "a leaf of {:?} in the list of {gfn:?}",

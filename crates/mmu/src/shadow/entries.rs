@@ -10,6 +10,7 @@ use x86::Gfn;
 use super::State;
 use super::arena::{Node, PageId, ShadowPage, Standing, index_of, node, page_of};
 use super::counters::{add, count};
+use super::frames::Chunk;
 use super::guest::{A, P, U, W, frame_of};
 use super::role::Role;
 
@@ -19,10 +20,11 @@ impl State {
         let (page, below) = (self.arena.page(id), self.arena.page(kid));
         debug_assert!(!page.present.has(index) && kid != 0);
         let node = node(id, index);
-        self.arena.push(node, below.parents.replace(node));
+        self.arena.push(page, node, below.parents.replace(node));
         page.set_kid(index, kid);
         page.set_copy(index, copy);
         page.present.set(index);
+        page.linked.set(index);
         if below.is_doubtful() {
             self.doubt_link(page, id, index);
         }
@@ -30,59 +32,87 @@ impl State {
         page.spte(index).store(spte, Ordering::Release);
     }
 
-    /// Makes entry `index` of page `id` a leaf for the frames from `gfn` on. A leaf for the same
-    /// frames that is there already is replaced, anything else dropped.
+    /// Makes entry `index` of page `id`, of the lowest level, a leaf for frame `gfn`, which lies in
+    /// `chunk`. A leaf for the same frame is replaced.
     #[inline]
-    pub(super) fn put_leaf(&self, id: PageId, index: usize, gfn: Gfn, spte: u64, copy: u64) {
+    pub(super) fn put_leaf(
+        &self,
+        id: PageId,
+        index: usize,
+        gfn: Gfn,
+        chunk: &Chunk,
+        spte: u64,
+        copy: u64,
+    ) {
         let page = self.arena.page(id);
-        if page.present.has(index) {
-            if page.leaves.has(index) && frame_of(page, index) == gfn {
-                page.set_copy(index, copy);
-                page.spte(index).store(spte, Ordering::Release);
-                return;
-            }
-            self.drop_entry(id, index);
-        }
-        let Some(chunk) = self.frames.chunk(gfn) else { return };
-        let node = node(id, index);
-        if page.role.get().level() == 1 {
-            self.arena.push(node, chunk.head(gfn));
+        if !page.present.has(index) || !self.is_for(page, id, index, gfn) {
+            let node = node(id, index);
+            self.arena.push(page, node, chunk.head(gfn));
             chunk.set_head(gfn, node);
-        } else {
-            self.arena.push(node, chunk.large.replace(node));
+            page.present.set(index);
         }
         page.set_copy(index, copy);
-        page.present.set(index);
-        page.leaves.set(index);
         page.spte(index).store(spte, Ordering::Release);
     }
 
+    /// The same at the second level, for the large page that begins with frame `gfn`.
+    pub(super) fn put_large_leaf(
+        &self,
+        id: PageId,
+        index: usize,
+        gfn: Gfn,
+        chunk: &Chunk,
+        spte: u64,
+        copy: u64,
+    ) {
+        let page = self.arena.page(id);
+        if !page.present.has(index) || !self.is_for(page, id, index, gfn) {
+            let node = node(id, index);
+            self.arena.push(page, node, chunk.large.replace(node));
+            page.present.set(index);
+        }
+        page.set_copy(index, copy);
+        page.spte(index).store(spte, Ordering::Release);
+    }
+
+    /// Whether an entry that is there is a leaf for `gfn`. If not, it is dropped.
+    #[inline(never)]
+    fn is_for(&self, page: &ShadowPage, id: PageId, index: usize, gfn: Gfn) -> bool {
+        let same = !page.is_link(index) && frame_of(page, index) == gfn;
+        if !same {
+            self.drop_entry(id, index);
+        }
+        same
+    }
+
     /// Drops entry `index` of page `id`, if it is there.
+    #[inline]
     pub(super) fn drop_entry(&self, id: PageId, index: usize) {
         let page = self.arena.page(id);
-        if !page.present.has(index) {
-            return;
+        if page.present.has(index) {
+            self.drop_present(page, index);
         }
+    }
+
+    pub(super) fn drop_present(&self, page: &ShadowPage, index: usize) {
         page.spte(index).store(0, Ordering::Release);
         page.present.clear(index);
-        let node = node(id, index);
-        let next = self.arena.unlink(node);
-        if page.leaves.has(index) {
-            page.leaves.clear(index);
-            if let Some(next) = next {
-                let gfn = frame_of(page, index);
-                match self.frames.chunk(gfn) {
-                    Some(chunk) if page.role.get().level() == 1 => chunk.set_head(gfn, next),
-                    Some(chunk) => chunk.large.set(next),
-                    None => debug_assert!(false, "a leaf without a chunk"),
-                }
-            }
-        } else {
+        let next = self.arena.unlink(page, index);
+        let level = page.role.get().level();
+        if level > 1 && page.is_link(index) {
+            page.linked.clear(index);
             page.below.clear(index);
             if let Some(next) = next {
                 self.arena.page(page.kid(index)).parents.set(next);
             }
             page.set_kid(index, 0);
+        } else if let Some(next) = next {
+            let gfn = frame_of(page, index);
+            match self.frames.chunk(gfn) {
+                Some(chunk) if level == 1 => chunk.set_head(gfn, next),
+                Some(chunk) => chunk.large.set(next),
+                None => debug_assert!(false, "a leaf without a chunk"),
+            }
         }
     }
 
@@ -97,7 +127,7 @@ impl State {
         for n in 0..8 {
             let mut rest = page.present.word(n);
             while rest != 0 {
-                self.drop_entry(id, n << 6 | rest.trailing_zeros() as usize);
+                self.drop_present(page, n << 6 | rest.trailing_zeros() as usize);
                 rest &= rest.wrapping_sub(1);
             }
         }

@@ -15,7 +15,7 @@ use super::guest::{A, D, P, PS, entry_gpa, index_at, load, same_link, update};
 use super::role::{Grant, Role};
 use super::roots::ShadowRoots;
 use super::{FrameWanted, ShadowFault};
-use crate::format::PteFormat;
+use crate::format::{ADDRESS, PteFormat};
 use crate::table::{GuestPage, View};
 use crate::tdp::{LEVEL_2M, Leaf, lookup};
 use crate::walk::PagingContext;
@@ -151,10 +151,72 @@ impl State {
         if role.is_direct() {
             return self.fault_unpaged::<F>(view, top, &access);
         }
+        if let Some(fault) = self.fault_in_table::<F>(view, top, &access) {
+            return fault;
+        }
         match self.walk::<F>(view, top, &access) {
             Ok(mut walk) => self.fix::<F>(view, roots, &mut walk, &access),
             Err(fault) => fault,
         }
+    }
+
+    /// The common fault: the shadow pages are there, down to the lowest level, as the guest's tables
+    /// are, and no accessed or dirty bit has to be set. `None`: something else.
+    #[inline]
+    fn fault_in_table<F: PteFormat>(
+        &self,
+        view: &View<'_>,
+        top: PageId,
+        access: &Access<'_>,
+    ) -> Option<ShadowFault> {
+        let mut id = top;
+        let mut page = self.arena.page(id);
+        let mut role = page.role.get();
+        if role.is_narrow() {
+            return None;
+        }
+        while role.level() > 1 {
+            let index = index_at(access.va, role.level());
+            let entry = view.load_u64(&page.guest.get(), index << 3)?;
+            let kid = page.kid(index);
+            if kid == 0 || entry != page.copy(index) {
+                return None;
+            }
+            id = kid;
+            page = self.arena.page(id);
+            role = page.role.get();
+            if role.is_direct() {
+                return None;
+            }
+        }
+        let index = index_at(access.va, 1);
+        let table = page.guest.get();
+        let entry = view.load_u64(&table, index << 3)?;
+        if entry & P == 0 {
+            return Some(self.reflect(access, role, 0));
+        }
+        if entry & A == 0 || (access.write && entry & D == 0) || entry & role.reserved(true) != 0 {
+            return None;
+        }
+        let mut grant = role.grant().and(Grant::of(entry));
+        if !access.is_allowed(grant, role) {
+            return Some(self.reflect(access, role, pf::PRESENT));
+        }
+        if access.write && !grant.has(Grant::W) {
+            return None;
+        }
+        if entry & D == 0 {
+            grant = grant.without(Grant::W);
+        }
+        let gpa = Gpa(entry & ADDRESS | access.va & 0xfff);
+        let target = match self.target::<F>(view, access, gpa, grant) {
+            Ok(target) => target,
+            Err(fault) => return Some(fault),
+        };
+        self.put_page(id, index, &target, access, entry);
+        self.map_ahead::<F>(view, id, index, &table);
+        count(&self.counters.fixed);
+        Some(ShadowFault::Fixed)
     }
 
     #[cold]
@@ -194,6 +256,17 @@ impl State {
             };
             if entry & P == 0 {
                 return Err(self.reflect(access, role, 0));
+            }
+            if let Some(page) = self.arena_page(id) {
+                let kid = page.kid(index);
+                if kid != 0 && entry == page.copy(index) && entry & PS == 0 {
+                    // As it was when the link was made: nothing is to be found out again.
+                    *step = Step { entry, table: Some(table), gfn, id, role };
+                    let below = self.arena.page(kid);
+                    (id, role, gfn) = (kid, below.role.get(), below.gfn.get());
+                    walk.grant = role.grant();
+                    continue;
+                }
             }
             let leaf = role.is_leaf(entry);
             if entry & role.reserved(leaf) != 0 {
@@ -279,7 +352,9 @@ impl State {
         }
         if walk.leaf == 1 {
             self.put_page(page, index, &target, access, last.entry);
-            self.map_ahead::<F>(view, page, index, &last.table);
+            if let Some(table) = &last.table {
+                self.map_ahead::<F>(view, page, index, table);
+            }
         } else {
             let below = if dirty { walk.grant } else { walk.grant.without(Grant::W) };
             if !self.put_large::<F>(view, page, index, &target, access, last.entry, below) {
@@ -364,7 +439,7 @@ impl State {
         // The table may have become writable since it was found.
         let table = self.find_table::<F>(view, step.gfn)?;
         if step.id != 0 {
-            self.arena.page(step.id).guest.set(Some(table));
+            self.arena.page(step.id).guest.set(table);
         }
         update(view, &table, step.role, offset, step.entry, wanted)
     }
@@ -429,7 +504,7 @@ impl State {
             }
         }
         let spte = self.leaf(&target.frame, target.frame.pfn.hpa().0, grant) | A;
-        self.put_leaf(id, index, target.gfn, spte, copy);
+        self.put_leaf(id, index, target.gfn, target.chunk, spte, copy);
     }
 
     /// The hardware's entry for a frame, small.
@@ -464,7 +539,8 @@ impl State {
                 let within = target.gfn.0 & 511;
                 let hpa = target.frame.pfn.0.wrapping_sub(within) << 12;
                 let spte = self.leaf(&target.frame, hpa, target.grant) | A | PS;
-                self.put_leaf(id, index, Gfn(target.gfn.0 & !511), spte, copy);
+                let first = Gfn(target.gfn.0 & !511);
+                self.put_large_leaf(id, index, first, target.chunk, spte, copy);
                 return true;
             }
             if level <= 1 {

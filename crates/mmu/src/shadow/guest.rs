@@ -169,13 +169,12 @@ impl State {
     #[inline]
     pub(super) fn table_of<F: PteFormat>(&self, view: &View<'_>, id: PageId) -> Option<GuestPage> {
         let page = self.arena.page(id);
-        if let Some(table) = page.guest.get()
-            && view.is_current(&table)
-        {
+        let table = page.guest.get();
+        if view.is_current(&table) {
             return Some(table);
         }
         let table = self.find_table::<F>(view, page.gfn.get())?;
-        page.guest.set(Some(table));
+        page.guest.set(table);
         Some(table)
     }
 

@@ -106,7 +106,7 @@ impl State {
                         (page.copy(index), load(view, &table, role, role.offset(index)));
                     if now != Some(copy) {
                         changed = true;
-                        self.reconcile(id, index, copy, now.unwrap_or(0));
+                        self.reconcile(page, index, copy, now.unwrap_or(0));
                     }
                 }
             }
@@ -122,7 +122,7 @@ impl State {
                     let now = words[index].load(Ordering::Relaxed);
                     if now != copy {
                         changed = true;
-                        self.reconcile(id, index, copy, now);
+                        self.reconcile(page, index, copy, now);
                     }
                 }
             }
@@ -156,21 +156,25 @@ impl State {
     }
 
     /// The guest entry behind an entry is no longer what it was: takes away what it took away.
-    fn reconcile(&self, id: PageId, index: usize, copy: u64, now: u64) {
-        let page = self.arena.page(id);
+    fn reconcile(&self, page: &ShadowPage, index: usize, copy: u64, now: u64) {
+        if now & P == 0 {
+            count(&self.counters.dropped);
+            self.drop_present(page, index);
+            return;
+        }
         let (lost, changed) = (copy & !now, copy ^ now);
         let keep = if page.is_link(index) {
-            lost & (P | A) == 0 && same_link(copy, now)
+            lost & A == 0 && same_link(copy, now)
         } else {
             let size = if page.role.get().level() > 1 { PS } else { 0 };
             // More than before may be allowed to fewer: a user page is not the supervisor's under
             // SMEP and SMAP.
-            lost & (P | A) == 0 && changed & (ADDRESS | U | NX | size) == 0
+            lost & A == 0 && changed & (ADDRESS | U | NX | size) == 0
         };
         let role = page.role.get();
         if !keep || now & role.reserved(role.is_leaf(now)) != 0 {
             count(&self.counters.dropped);
-            self.drop_entry(id, index);
+            self.drop_present(page, index);
             return;
         }
         if lost & (W | D) != 0 && !page.is_link(index) {
@@ -198,7 +202,7 @@ impl State {
                     .unwrap_or(0);
                 let copy = page.copy(index);
                 if now != copy {
-                    self.reconcile(id, index, copy, now);
+                    self.reconcile(page, index, copy, now);
                 }
             }
             if !page.is_link(index) {
@@ -227,6 +231,6 @@ fn of_interest(page: &ShadowPage, n: usize, look: Look) -> u64 {
     let present = page.present.word(n);
     match look {
         Look::All => present,
-        Look::Links => present & !page.leaves.word(n),
+        Look::Links => present & page.linked.word(n),
     }
 }

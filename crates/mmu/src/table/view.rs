@@ -29,6 +29,11 @@ pub struct GuestPage {
     writable: bool,
 }
 
+impl GuestPage {
+    /// Of no view: no tree's generation is 0.
+    pub const NONE: Self = Self { hpa: Hpa(0), generation: 0, writable: false };
+}
+
 impl<'a> View<'a> {
     #[inline]
     pub(super) fn new(generation: u64, trunk: &'a Trunk) -> Self {
