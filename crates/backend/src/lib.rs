@@ -125,6 +125,8 @@ pub trait Backend: Send + Sized {
     fn dispatch<A: Answer<Self>>(answer: &mut A) -> Option<Exit>;
     /// Raw exit code and information, for reports.
     fn exit_raw(&self) -> [u64; 3];
+    /// Whether the last exit interrupted the delivery of an event.
+    fn was_delivering(&self) -> bool;
     /// The event whose delivery the last exit interrupted; it must be injected again.
     fn interrupted_delivery(&self) -> Option<Event>;
     /// It was dealt with: there is none any more.

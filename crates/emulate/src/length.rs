@@ -11,6 +11,13 @@ pub fn length(bytes: &[u8], size: CodeSize) -> Option<u8> {
     }
 }
 
+/// [`length`] of the instructions whose exits are hot; `None` also for all others. All 16 bytes count:
+/// none of these instructions is longer than 5.
+#[inline]
+pub fn common_length(bytes: &[u8; 16], size: CodeSize) -> Option<u8> {
+    common(bytes, size)
+}
+
 /// The instructions whose exits are hot, with at most one operand-size and one REX prefix.
 #[inline]
 fn common(bytes: &[u8], size: CodeSize) -> Option<u8> {

@@ -31,7 +31,7 @@ mod translation;
 pub use decode::{CodeSize, DecodeError, Decoded, Extend, RegRef, SimpleMmio, decode, warm_up};
 pub use decode_cache::{DecodeCache, Fetched};
 pub use execute::{Completion, Outcome, emulate};
-pub use length::{SystemMove, length, system_move};
+pub use length::{SystemMove, common_length, length, system_move};
 pub use machine::{Access, Machine, SegReg, Segment, Stop};
 pub use string::{ITERATIONS_PER_CALL, STRING_RUN_BYTES};
 pub use translation::{Invlpg, invlpg};

@@ -20,7 +20,12 @@ use x86::{
     vmcb::{Clean, Vmcb},
 };
 
-use crate::{features::Features, paging::GuestRegs, percpu, permission::MsrMap};
+use crate::{
+    features::Features,
+    paging::GuestRegs,
+    percpu::{self, PerCpu},
+    permission::MsrMap,
+};
 
 const PRED_CMD: u32 = 0x49;
 const TSC_AUX: u32 = 0xc000_0103;
@@ -59,6 +64,8 @@ pub struct Svm<C: Cpu> {
     pub(crate) features: Features,
     asid_generation: u64,
     last_cpu: usize,
+    /// What SVM keeps of the CPU on which the loop was entered last.
+    here: Option<&'static PerCpu>,
     flush: bool,
     /// Number of the current run; the host's save area is tagged with it.
     run: u64,
@@ -107,6 +114,7 @@ impl<C: Cpu> Svm<C> {
             features,
             asid_generation: 0,
             last_cpu: usize::MAX,
+            here: None,
             flush: true,
             run: 0,
             runs: 0,
@@ -176,9 +184,11 @@ impl<C: Cpu> Svm<C> {
     /// Takes what the loop needs of this physical CPU and loads the guest's state.
     pub(crate) fn load_state(&mut self) {
         let at = smp::cpu_id();
-        let Some(here) = percpu::of(at) else { return };
+        let here = if self.last_cpu == at { self.here } else { percpu::of(at) };
+        let Some(here) = here else { return };
         if self.last_cpu != at {
             self.last_cpu = at;
+            self.here = Some(here);
             self.stale = Clean::ALL;
             self.asid_generation = 0;
         }
@@ -223,7 +233,7 @@ impl<C: Cpu> Svm<C> {
     /// the CPU can flush one, else with another ASID.
     #[inline(never)]
     fn forget_translations(&mut self) {
-        let Some(here) = percpu::of(self.last_cpu) else { return };
+        let Some(here) = self.here else { return };
         self.flush = false;
         if self.features.flush_by_asid && self.asid_generation == here.generation() {
             self.block.get_mut().control.tlb_ctl = 3;
@@ -347,7 +357,7 @@ impl<C: Cpu> Svm<C> {
 
     /// The reverse of [`Svm::load_state`].
     pub(crate) fn unload_state(&mut self) {
-        let Some(here) = percpu::of(self.last_cpu) else { return };
+        let Some(here) = self.here else { return };
         self.cpu.cli();
         let pa = self.pa();
         self.cpu.vmsave(pa);
@@ -374,7 +384,7 @@ impl<C: Cpu> Svm<C> {
 
     /// Loads the host's segment state inside the loop, for a handler that calls the kernel.
     pub(crate) fn host_segment_state(&mut self) {
-        let Some(here) = percpu::of(self.last_cpu) else { return };
+        let Some(here) = self.here else { return };
         self.cpu.cli();
         let pa = self.pa();
         self.cpu.vmsave(pa);

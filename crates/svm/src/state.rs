@@ -252,6 +252,11 @@ impl<C: Cpu> Backend for Svm<C> {
         [c.exit_code, c.exit_info_1, c.exit_info_2]
     }
 
+    #[inline]
+    fn was_delivering(&self) -> bool {
+        self.vmcb().control.exit_int_info & vmcb::event::VALID != 0
+    }
+
     fn interrupted_delivery(&self) -> Option<Event> {
         inject::decode(self.vmcb().control.exit_int_info)
     }

@@ -5,11 +5,7 @@
 use backend::{Backend, CrAccess, RAX, RCX, RDX};
 use x86::Exception;
 
-use crate::{
-    Vcpu,
-    inner::{Next, wrap},
-    shadow::is_pae,
-};
+use crate::{Vcpu, code::wrap, inner::Next, shadow::is_pae};
 
 const CR0_PE: u64 = 1;
 const CR0_PG: u64 = 1 << 31;

@@ -272,7 +272,15 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// After an exit that may have interrupted a delivery: keeps the event for the next entry.
+    #[inline]
     pub(crate) fn keep_interrupted_delivery(&mut self) {
+        if self.b.was_delivering() {
+            self.keep_delivery();
+        }
+    }
+
+    #[inline(never)]
+    fn keep_delivery(&mut self) {
         if let Some(event) = self.b.interrupted_delivery() {
             self.b.forget_interrupted_delivery();
             // INT n, INT3 and INTO: RIP is still at the instruction, which is executed again.

@@ -63,15 +63,6 @@ impl<B: Backend> Answer<B> for Vcpu<B> {
     }
 }
 
-/// RIP within the width of a code segment of this size.
-#[inline]
-pub(crate) fn wrap(size: emulate::CodeSize, rip: u64) -> u64 {
-    match size {
-        emulate::CodeSize::Bits64 => rip,
-        _ => rip & 0xffff_ffff,
-    }
-}
-
 impl<B: Backend> Vcpu<B> {
     /// Runs the guest until an exit has to be handled outside.
     pub(crate) fn enter_guest(&mut self) -> Left {
@@ -247,24 +238,6 @@ impl<B: Backend> Vcpu<B> {
         irq::guest_resume();
         self.b.guest_segments();
         (result, next)
-    }
-
-    /// RIP of the next instruction: from the CPU, or by decoding what lies at RIP.
-    #[inline]
-    pub(crate) fn next_rip(&mut self) -> Option<u64> {
-        if let Some(rip) = self.b.next_rip() {
-            return Some(rip);
-        }
-        let size = self.code_size();
-        let (bytes, len) = self.fetch_here(size)?;
-        let length = emulate::length(bytes.get(..usize::from(len))?, size)?;
-        Some(wrap(size, self.b.rip().wrapping_add(u64::from(length))))
-    }
-
-    /// RIP within the code segment's width.
-    #[inline]
-    pub(crate) fn wrap_rip(&self, rip: u64) -> u64 {
-        wrap(self.code_size(), rip)
     }
 
     /// Moves past a handled instruction. A guest that single-steps gets its #DB.

@@ -8,6 +8,7 @@
 
 extern crate alloc;
 
+mod code;
 mod cpuid_state;
 pub mod cr;
 pub mod emulation;

@@ -3,7 +3,7 @@
 
 use backend::{Backend, NestedFault};
 use emulate::{CodeSize, Decoded, Fetched, SimpleMmio};
-use mmu::{Npt, PagingContext, fetch::CodeMode};
+use mmu::PagingContext;
 use x86::cpuid::{Vendor, feature};
 
 use x86::{Gfn, Gpa};
@@ -63,57 +63,6 @@ impl<B: Backend> Vcpu<B> {
             gbpages: self.cpuid.has(feature::GBPAGES),
             amd: self.cpuid.vendor() == Vendor::Amd,
         }
-    }
-
-    /// Operand and address size of the code segment.
-    #[inline]
-    pub(crate) fn code_size(&self) -> CodeSize {
-        let cs = self.b.segment(backend::SegmentName::Cs);
-        let c = self.b.control();
-        const EFER_LMA: u64 = 1 << 10;
-        if c.efer & EFER_LMA != 0 && cs.is_long() {
-            CodeSize::Bits64
-        } else if c.cr0 & 1 != 0 && self.b.rflags() & (1 << 17) == 0 && cs.is_default_big() {
-            CodeSize::Bits32
-        } else {
-            CodeSize::Bits16
-        }
-    }
-
-    /// Linear address of RIP.
-    #[inline]
-    pub(crate) fn linear_rip(&self) -> u64 {
-        self.linear_rip_in(self.code_size())
-    }
-
-    #[inline]
-    fn linear_rip_in(&self, size: CodeSize) -> u64 {
-        let rip = self.b.rip();
-        match size {
-            CodeSize::Bits64 => rip,
-            _ => {
-                let base = self.b.segment(backend::SegmentName::Cs).base;
-                base.wrapping_add(rip) & 0xffff_ffff
-            }
-        }
-    }
-
-    /// Instruction bytes at RIP without sleeping: for the loop. `size`: the code segment's.
-    #[inline]
-    pub(crate) fn fetch_here(&mut self, size: CodeSize) -> Option<([u8; 16], u8)> {
-        let rip = self.linear_rip_in(size);
-        let c = self.b.control();
-        let mode =
-            CodeMode { cr0: c.cr0, cr3: c.cr3, cr4: c.cr4, efer: c.efer, user: self.b.cpl() == 3 };
-        let view = self.vm.memory().view();
-        let code = match self.fetch.hit(&mode, rip, &view) {
-            Some(code) => code,
-            None => {
-                let context = self.paging();
-                self.fetch.fetch::<Npt>(&context, rip, &view)?
-            }
-        };
-        Some((code.bytes, code.len.min(15) as u8))
     }
 
     /// The decoded instruction at RIP without sleeping.

@@ -101,8 +101,15 @@ impl<B: Backend> Vcpu<B> {
 
     /// Offers the guest to leave its EOI to a flag in memory: of `vector`, which is being offered,
     /// or of what is in service. Interrupts are off, so the flag is written only where its page is mapped.
+    #[inline]
     pub(crate) fn offer_pv_eoi(&mut self, vector: Option<Vector>) {
-        let Some(at) = self.pv.eoi.flag() else { return };
+        if let Some(at) = self.pv.eoi.flag() {
+            self.offer_pv_eoi_at(at, vector);
+        }
+    }
+
+    #[inline(never)]
+    fn offer_pv_eoi_at(&mut self, at: Gpa, vector: Option<Vector>) {
         if !self.shared.in_kernel_apic || self.pv_eoi_offered {
             return;
         }
@@ -149,10 +156,15 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// After the loop was left: whether the guest has ended the interrupt by the flag.
+    #[inline]
     pub(crate) fn take_pv_eoi(&mut self) {
-        if !self.pv_eoi_offered {
-            return;
+        if self.pv_eoi_offered {
+            self.take_offered_pv_eoi();
         }
+    }
+
+    #[inline(never)]
+    fn take_offered_pv_eoi(&mut self) {
         self.pv_eoi_offered = false;
         let Some(at) = self.pv.eoi.flag() else { return };
         let mut eoi = self.pv.eoi;

@@ -1,0 +1,112 @@
+//! The guest's code as the loop looks at it: its size, its bytes at RIP, and where the next instruction
+//! begins on CPUs that do not tell.
+
+use backend::{Backend, SegmentName};
+use emulate::CodeSize;
+use mmu::{Npt, fetch::CodeMode};
+
+use crate::Vcpu;
+
+const CR0_PE: u64 = 1;
+const EFER_LMA: u64 = 1 << 10;
+const RFLAGS_VM: u64 = 1 << 17;
+
+impl<B: Backend> Vcpu<B> {
+    /// Operand and address size of the code segment.
+    #[inline]
+    pub(crate) fn code_size(&self) -> CodeSize {
+        let cs = self.b.segment(SegmentName::Cs);
+        let c = self.b.control();
+        if c.efer & EFER_LMA != 0 && cs.is_long() {
+            CodeSize::Bits64
+        } else if c.cr0 & CR0_PE != 0 && self.b.rflags() & RFLAGS_VM == 0 && cs.is_default_big() {
+            CodeSize::Bits32
+        } else {
+            CodeSize::Bits16
+        }
+    }
+
+    /// Linear address of RIP.
+    #[inline]
+    pub(crate) fn linear_rip(&self) -> u64 {
+        self.linear_rip_in(self.code_size())
+    }
+
+    #[inline(always)]
+    fn linear_rip_in(&self, size: CodeSize) -> u64 {
+        let rip = self.b.rip();
+        match size {
+            CodeSize::Bits64 => rip,
+            _ => self.b.segment(SegmentName::Cs).base.wrapping_add(rip) & 0xffff_ffff,
+        }
+    }
+
+    /// RIP within the code segment's width.
+    #[inline]
+    pub(crate) fn wrap_rip(&self, rip: u64) -> u64 {
+        wrap(self.code_size(), rip)
+    }
+
+    /// What a fetch is translated by.
+    #[inline(always)]
+    fn code_mode(&self) -> CodeMode {
+        let c = self.b.control();
+        CodeMode { cr0: c.cr0, cr3: c.cr3, cr4: c.cr4, efer: c.efer, user: self.b.cpl() == 3 }
+    }
+
+    /// Instruction bytes at RIP without sleeping: for the loop. `size`: the code segment's.
+    #[inline]
+    pub(crate) fn fetch_here(&mut self, size: CodeSize) -> Option<([u8; 16], u8)> {
+        let (rip, mode) = (self.linear_rip_in(size), self.code_mode());
+        let view = self.vm.memory().view();
+        let code = match self.fetch.hit(&mode, rip, &view) {
+            Some(code) => code,
+            None => {
+                let context = self.paging();
+                self.fetch.fetch::<Npt>(&context, rip, &view)?
+            }
+        };
+        Some((code.bytes, code.len.min(15) as u8))
+    }
+
+    /// RIP of the next instruction: from the CPU, or by decoding what lies at RIP.
+    #[inline]
+    pub(crate) fn next_rip(&mut self) -> Option<u64> {
+        match self.b.next_rip() {
+            Some(rip) => Some(rip),
+            None => self.decode_next_rip(),
+        }
+    }
+
+    /// Every exit of such a CPU comes here, and nearly all with code that was fetched before and an
+    /// instruction of few bytes.
+    #[inline(never)]
+    fn decode_next_rip(&mut self) -> Option<u64> {
+        let size = self.code_size();
+        let (rip, mode) = (self.linear_rip_in(size), self.code_mode());
+        let view = self.vm.memory().view();
+        if let Some(code) = self.fetch.hit(&mode, rip, &view)
+            && let Some(length) = emulate::common_length(&code.bytes, size)
+        {
+            return Some(wrap(size, self.b.rip().wrapping_add(u64::from(length))));
+        }
+        self.decode_next_rip_of_any()
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn decode_next_rip_of_any(&mut self) -> Option<u64> {
+        let size = self.code_size();
+        let (bytes, len) = self.fetch_here(size)?;
+        let length = emulate::length(bytes.get(..usize::from(len))?, size)?;
+        Some(wrap(size, self.b.rip().wrapping_add(u64::from(length))))
+    }
+}
+
+#[inline(always)]
+pub(crate) fn wrap(size: CodeSize, rip: u64) -> u64 {
+    match size {
+        CodeSize::Bits64 => rip,
+        _ => rip & 0xffff_ffff,
+    }
+}
