@@ -236,8 +236,11 @@ int gnt_fault_in(u64 hva, int write, int mode, struct gnt_host_page *out)
 
 	if (!current->mm || hva >= TASK_SIZE_MAX)
 		return GNT_FAULT;
-	if (mapped_anonymous(hva, write, out))
+	/* Where the caller expects nothing a look would cost as much as the look after the fault. */
+	if (!(write && mode == 3) && mapped_anonymous(hva, write, out))
 		return 0;
+	if (mode == 3)
+		mode = 1;
 	if (write && mode != 0) {
 		fault_anonymous(hva, mode == 1);
 		if (mapped_anonymous(hva, write, out))

@@ -27,6 +27,9 @@ pub enum Patience {
     Never,
     /// Fault the page in, waiting for the disk if need be; a signal ends the wait.
     Interruptible,
+    /// The same where probably nothing is mapped yet: for writing the fault comes first, the look
+    /// after.
+    InterruptibleFresh,
     /// Fault the page in, whatever it takes short of a fatal signal.
     Killable,
 }
@@ -71,6 +74,7 @@ pub fn fault_in(hva: Hva, write: bool, patience: Patience) -> Result<HostPage, G
         Patience::Never => 0,
         Patience::Interruptible => 1,
         Patience::Killable => 2,
+        Patience::InterruptibleFresh => 3,
     };
     if mode != 0 {
         sys::might_sleep();

@@ -54,6 +54,14 @@ impl<B: Backend> Vcpu<B> {
         CodeMode { cr0: c.cr0, cr3: c.cr3, cr4: c.cr4, efer: c.efer, user: self.b.cpl() == 3 }
     }
 
+    /// The 16 bytes at RIP, if the page they are in was fetched from before and they all lie in it.
+    #[inline(always)]
+    pub(crate) fn known_code(&self, size: CodeSize) -> Option<[u8; 16]> {
+        let (rip, mode) = (self.linear_rip_in(size), self.code_mode());
+        let view = self.vm.memory().view();
+        self.fetch.hit(&mode, rip, &view).map(|code| code.bytes)
+    }
+
     /// Instruction bytes at RIP without sleeping: for the loop. `size`: the code segment's.
     #[inline]
     pub(crate) fn fetch_here(&mut self, size: CodeSize) -> Option<([u8; 16], u8)> {
@@ -83,10 +91,8 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     fn decode_next_rip(&mut self) -> Option<u64> {
         let size = self.code_size();
-        let (rip, mode) = (self.linear_rip_in(size), self.code_mode());
-        let view = self.vm.memory().view();
-        if let Some(code) = self.fetch.hit(&mode, rip, &view)
-            && let Some(length) = emulate::common_length(&code.bytes, size)
+        if let Some(bytes) = self.known_code(size)
+            && let Some(length) = emulate::common_length(&bytes, size)
         {
             return Some(wrap(size, self.b.rip().wrapping_add(u64::from(length))));
         }
@@ -103,6 +109,7 @@ impl<B: Backend> Vcpu<B> {
     }
 }
 
+/// `rip` within the width of a code segment.
 #[inline(always)]
 pub(crate) fn wrap(size: CodeSize, rip: u64) -> u64 {
     match size {

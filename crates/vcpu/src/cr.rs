@@ -3,6 +3,7 @@
 //! APM vol. 2 §3.1 (registers), §14.1.3 and §15.8.1 (intercepts).
 
 use backend::{Backend, CrAccess, RAX, RCX, RDX};
+use emulate::CodeSize;
 use x86::Exception;
 
 use crate::{Vcpu, code::wrap, inner::Next, shadow::is_pae};
@@ -37,16 +38,14 @@ impl<B: Backend> Vcpu<B> {
             (Some(gpr), Some(next)) => (access.cr, gpr, next),
             _ => {
                 // CLTS and LMSW go to the emulator.
-                let Some((bytes, len)) = self.fetch_here(size) else { return Next::Leave };
-                let Some(bytes) = bytes.get(..usize::from(len)) else { return Next::Leave };
-                let Some(insn) = emulate::system_move(bytes, size) else { return Next::Leave };
+                let Some(insn) = self.system_move_here(size) else { return Next::Leave };
                 let next = wrap(size, self.b.rip().wrapping_add(u64::from(insn.length)));
                 (insn.register, insn.gpr, next)
             }
         };
         let done = if access.write {
             let value = self.gpr(gpr);
-            let long = size == emulate::CodeSize::Bits64;
+            let long = size == CodeSize::Bits64;
             let value = if long { value } else { value & 0xffff_ffff };
             if self.roots.is_shadow() && !self.fetch_pdptes(cr, value) {
                 return Next::Leave;
@@ -60,6 +59,16 @@ impl<B: Backend> Vcpu<B> {
             Err(exception) => self.raise(exception),
         }
         self.settle_in_loop()
+    }
+
+    /// The MOV of a control register at RIP.
+    #[inline]
+    fn system_move_here(&mut self, size: CodeSize) -> Option<emulate::SystemMove> {
+        if let Some(bytes) = self.known_code(size) {
+            return emulate::system_move(&bytes, size);
+        }
+        let (bytes, len) = self.fetch_here(size)?;
+        emulate::system_move(bytes.get(..usize::from(len))?, size)
     }
 
     fn read_cr_into(&mut self, cr: u8, gpr: u8) -> Result<(), Exception> {
@@ -133,7 +142,7 @@ impl<B: Backend> Vcpu<B> {
             self.b.set_efer(c.efer | EFER_LMA);
         }
         if !pg && was_pg {
-            if c.efer & EFER_LMA != 0 && self.code_size() == emulate::CodeSize::Bits64
+            if c.efer & EFER_LMA != 0 && self.code_size() == CodeSize::Bits64
                 || c.cr4 & CR4_PCIDE != 0
             {
                 return Err(Exception::gp(0));

@@ -107,6 +107,13 @@ impl Run {
         (self.ahead * 2).clamp(2, Self::MOST)
     }
 
+    /// Whether the host probably has nothing at `gfn` yet: it goes on with a run, behind which there was
+    /// nothing the last time it was tried.
+    #[inline]
+    pub fn is_fresh(&self, gfn: Gfn) -> bool {
+        self.misses != 0 && self.next == gfn.0
+    }
+
     /// Of what [`Run::wish`] wanted behind `gfn`, `mapped` were there.
     pub fn mapped(&mut self, gfn: Gfn, mapped: u32) {
         self.next = gfn.0.wrapping_add(1).wrapping_add(u64::from(mapped));
@@ -114,5 +121,26 @@ impl Run {
         // Memory that the host itself has yet to fill: try ever more rarely.
         self.misses = if mapped == 0 { (self.misses + 1).min(6) } else { 0 };
         self.pause = if mapped == 0 { 1 << self.misses } else { 0 };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_the_host_has_yet_to_fill_is_expected_to_be_missing_in_a_run_and_there_alone() {
+        let mut run = Run::new();
+        assert!(!run.is_fresh(Gfn(0)));
+        assert_eq!(run.wish(Gfn(10)), 0);
+        // The second fault in a row looks behind, and finds nothing.
+        assert_eq!(run.wish(Gfn(11)), 2);
+        run.mapped(Gfn(11), 0);
+        assert!(run.is_fresh(Gfn(12)) && !run.is_fresh(Gfn(13)) && !run.is_fresh(Gfn(11)));
+        // Found again: nothing is taken for missing any more.
+        while run.wish(Gfn(run.next)) == 0 {}
+        let at = Gfn(run.next.wrapping_sub(1));
+        run.mapped(at, 2);
+        assert!(!run.is_fresh(Gfn(run.next)));
     }
 }

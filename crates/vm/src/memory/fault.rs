@@ -53,9 +53,9 @@ impl<F: PteFormat> VmMemory<F> {
         access: &FaultAccess,
         flush: &(impl FlushRemote + ?Sized),
     ) -> FaultOutcome {
-        self.fault_by(cache, access, flush, |hva, write| {
-            fault_in(hva, write, Patience::Interruptible)
-        })
+        let fresh = cache.run().is_fresh(access.gpa.gfn());
+        let patience = if fresh { Patience::InterruptibleFresh } else { Patience::Interruptible };
+        self.fault_by(cache, access, flush, |hva, write| fault_in(hva, write, patience))
     }
 
     #[inline]
