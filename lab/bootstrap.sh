@@ -24,7 +24,7 @@ lock=$lab_dir/lab.lock
 newer_lock=$out/lab.lock.newer
 # Raise to have every checkout unpack its packages again; below, those of one group.
 layout=3
-all_groups="toolchain kernel-6.12 kernel-6.1 qemu busybox"
+all_groups="toolchain kernel-6.12 kernel-6.1 qemu busybox tcc"
 
 say() { printf 'set-up: %s\n' "$*" >&2; }
 die() { printf 'set-up: error: %s\n' "$*" >&2; exit 1; }
@@ -254,6 +254,7 @@ finish() {
         kernel-*) finish_kernel "${1#kernel-}" "$2" ;;
         qemu) finish_qemu "$2" ;;
         busybox) ;;
+        tcc) finish_tcc "$2" ;;
     esac
 }
 
@@ -342,6 +343,18 @@ exec "\$q/bin/qemu-system-x86_64" -L "\$q/share/qemu" -L "\$q/share/seabios" "\$
 WRAPPER
     chmod +x "$out/bin/qemu.new"
     mv "$out/bin/qemu.new" "$out/bin/qemu"
+}
+
+# The C compiler of the Linux guest: what it takes to build and run a program, and no more.
+finish_tcc() {
+    libraries=$1/usr/lib/x86_64-linux-gnu
+    rm -rf "$1/usr/share" "$1/etc" "$1/usr/bin/i386-tcc" "$libraries"/lib*.a "$libraries/audit" "$1/lib/x86_64-linux-gnu/gconv"
+    rm -rf "$1/usr/include/linux"/*/ "$1/usr/include/scsi" "$1/usr/include/sound" "$1/usr/include/rdma" "$1/usr/include/drm"
+    dpkg-deb --fsys-tarfile "$(deb_file "$(locked tcc | awk '$2 == "libc6-dev" { print $4 }')")" |
+        tar -x -C "$1" ./usr/lib/x86_64-linux-gnu/libc_nonshared.a
+    find "$1/lib/x86_64-linux-gnu" "$1/usr/lib/x86_64-linux-gnu" -maxdepth 1 -name 'lib*.so*' ! -name 'libc.so*' ! -name 'libm.so*' \
+        ! -name 'libdl.so*' -delete
+    [ -x "$1/usr/bin/tcc" ] && [ -e "$libraries/crt1.o" ] && [ -e "$1/lib/x86_64-linux-gnu/libc.so.6" ] || die "tcc is incomplete"
 }
 
 group_dir() {

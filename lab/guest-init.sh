@@ -1,7 +1,7 @@
 #!/bin/sh
 # /init of the lab's Linux guest: says that user space answers, does the task that `gannet.task=` on the kernel's command line names,
 # and resets. Without one it uses processes, memory, timers and interrupts a little.
-export PATH=/bin
+export PATH=/bin:/usr/bin
 /bin/busybox --install -s /bin
 mount -t proc none /proc
 mount -t sysfs none /sys
@@ -68,6 +68,16 @@ if [ "$task" = pingpong ]; then
     fi
     echo "guest: $(nproc) CPUs at the end"
     echo "GANNET-PINGPONG-DONE"
+    reboot -f
+fi
+
+# A C program is built, by itself and from itself, and runs.
+if [ "$task" = compile ]; then
+    for round in 1 2 3; do
+        tcc -o /tmp/program$round /src/program.c && /tmp/program$round || echo "guest: WRONG program $round"
+    done
+    tcc -run /src/program.c || echo "guest: WRONG program in memory"
+    echo "GANNET-COMPILE-DONE"
     reboot -f
 fi
 

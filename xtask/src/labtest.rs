@@ -162,6 +162,12 @@ pub fn from_list(
                     job.files.push((layout.vmlinux(Kernel::V6_1), "guest-6.1/vmlinux".to_owned()));
                     job.texts.push(("guest-6.1/initramfs".to_owned(), initramfs));
                 }
+                if entry.command.contains("/guest-c/") {
+                    job.files.push((layout.vmlinux(guest::KERNEL), "guest-c/vmlinux".to_owned()));
+                    let initramfs = guest::initramfs_with_compiler(layout)?;
+                    job.texts.push(("guest-c/initramfs".to_owned(), initramfs));
+                }
+                job.processor.push_str(&entry.features);
                 job.cpus = entry.cpus;
                 job.timeout = Duration::from_secs(entry.seconds);
                 let name = format!("{} on {} under {kernel}", entry.name, module.with(parameters));
@@ -180,6 +186,8 @@ struct Entry {
     /// With the parameters of each.
     modules: Vec<(Module, String)>,
     cpus: u32,
+    /// What the host's CPUs have besides, in the emulator's words, each with a comma before it.
+    features: String,
     seconds: u64,
     command: String,
 }
@@ -207,8 +215,11 @@ fn entry(line: &str) -> Result<Entry> {
         loaded.extend(chosen.into_iter().map(|module| (module, parameters.clone())));
     }
     let modules = loaded;
-    let (cpus, seconds) = (cpus.parse()?, seconds.parse()?);
-    Ok(Entry { name: name.into(), kernels, modules, cpus, seconds, command: command.into() })
+    let mut words = cpus.split_whitespace();
+    let cpus = words.next().unwrap_or_default().parse()?;
+    let features = words.map(|feature| format!(",{feature}")).collect();
+    let (name, command) = (name.into(), command.into());
+    Ok(Entry { name, kernels, modules, cpus, features, seconds: seconds.parse()?, command })
 }
 
 /// The programs of every package under `tests/`, and their places in the machine.

@@ -12,7 +12,7 @@ use std::time::Duration;
 /// Runs every test; whether all passed.
 pub fn run(layout: &Layout, options: &Options) -> Result<bool> {
     let mut tally = Tally::default();
-    let groups = ["toolchain", "qemu", "busybox"].map(str::to_owned);
+    let groups = ["toolchain", "qemu", "busybox", "tcc"].map(str::to_owned);
     layout.ensure(&groups)?;
     layout.ensure(&KERNELS.map(Kernel::group))?;
     let chosen = |name: &str| options.filter.is_empty() || name.contains(&options.filter);

@@ -43,6 +43,25 @@ impl Archive {
         Ok(())
     }
 
+    /// Adds everything in a folder of this machine, symbolic links as they are.
+    pub fn tree(&mut self, path: &str, source: &Path) -> Result<()> {
+        let folder = std::fs::read_dir(source);
+        for entry in folder.with_context(|| format!("reading {}", source.display()))? {
+            let entry = entry?;
+            let target = format!("{path}/{}", entry.file_name().to_string_lossy());
+            let kind = entry.file_type()?;
+            if kind.is_dir() {
+                self.tree(&target, &entry.path())?;
+            } else if kind.is_symlink() {
+                let to = std::fs::read_link(entry.path())?;
+                self.link(&target, &to.to_string_lossy());
+            } else {
+                self.file(&target, &entry.path())?;
+            }
+        }
+        Ok(())
+    }
+
     /// Adds an empty folder.
     pub fn folder(&mut self, path: &str) {
         self.insert(path, DIRECTORY, (0, 0), Vec::new());

@@ -38,6 +38,14 @@ pub fn initramfs_with_programs(layout: &Layout, kernel: Kernel) -> Result<Vec<u8
     Ok(archive.bytes())
 }
 
+/// The same with a C compiler, the C library and a program to build.
+pub fn initramfs_with_compiler(layout: &Layout) -> Result<Vec<u8>> {
+    let mut archive = busybox(layout)?;
+    archive.tree("", &layout.out.join("tcc"))?;
+    archive.text("src/program.c", include_str!("../../guest-program.c"));
+    Ok(archive.bytes())
+}
+
 fn busybox(layout: &Layout) -> Result<Archive> {
     let mut archive = Archive::new();
     archive.file("bin/busybox", &layout.busybox())?;
