@@ -348,12 +348,12 @@ WRAPPER
 # The C compiler of the Linux guest: what it takes to build and run a program, and no more.
 finish_tcc() {
     libraries=$1/usr/lib/x86_64-linux-gnu
-    rm -rf "$1/usr/share" "$1/etc" "$1/usr/bin/i386-tcc" "$libraries"/lib*.a "$libraries/audit" "$1/lib/x86_64-linux-gnu/gconv"
+    rm -rf "$1/usr/share" "$1/etc" "$1/usr/bin/i386-tcc" "$libraries"/lib*.a "$libraries/audit" "$libraries/gconv"
     rm -rf "$1/usr/include/linux"/*/ "$1/usr/include/scsi" "$1/usr/include/sound" "$1/usr/include/rdma" "$1/usr/include/drm"
     dpkg-deb --fsys-tarfile "$(deb_file "$(locked tcc | awk '$2 == "libc6-dev" { print $4 }')")" |
         tar -x -C "$1" ./usr/lib/x86_64-linux-gnu/libc_nonshared.a
     find "$1/lib/x86_64-linux-gnu" "$1/usr/lib/x86_64-linux-gnu" -maxdepth 1 -name 'lib*.so*' ! -name 'libc.so*' ! -name 'libm.so*' \
-        ! -name 'libdl.so*' -delete
+        ! -name 'libdl.so*' ! -name 'libpthread.so*' -delete
     [ -x "$1/usr/bin/tcc" ] && [ -e "$libraries/crt1.o" ] && [ -e "$1/lib/x86_64-linux-gnu/libc.so.6" ] || die "tcc is incomplete"
 }
 
