@@ -19,6 +19,8 @@ const CR4_PSE: u64 = 1 << 4;
 const CR4_PGE: u64 = 1 << 7;
 const CR4_SMEP: u64 = 1 << 20;
 const CR4_PCIDE: u64 = 1 << 17;
+const CR4_OSXSAVE: u64 = 1 << 18;
+const CR4_PKE: u64 = 1 << 22;
 const CR4_LA57: u64 = 1 << 12;
 const EFER_LME: u64 = 1 << 8;
 const EFER_LMA: u64 = 1 << 10;
@@ -196,7 +198,9 @@ impl<B: Backend> Vcpu<B> {
             self.load_pdptes(c.cr3)?;
         }
         self.b.set_cr4(value);
-        self.cpuid_inputs_changed();
+        if changed & (CR4_OSXSAVE | CR4_PKE) != 0 {
+            self.cpuid_inputs_changed();
+        }
         if flushes(c.cr4, value) {
             self.flush_guest_tlb();
         }
