@@ -70,6 +70,17 @@ struct gnt_file_calls {
 };
 static_assert(sizeof(struct gnt_file_calls) == 64);
 
+struct gnt_trace_exit {
+	u64 rip;
+	u64 info1;
+	u64 info2;
+	u32 code;
+	u32 event;
+	u32 event_error;
+	u32 vcpu_id;
+};
+static_assert(sizeof(struct gnt_trace_exit) == 40);
+
 struct gnt_clock_snapshot {
 	u64 tsc;
 	u64 monotonic_ns;
@@ -244,6 +255,29 @@ void gnt_file_put(struct file *file);
 int gnt_device_claim(void);
 void gnt_device_open_for_use(void);
 void gnt_device_release(void);
+
+/* trace.c */
+#define GNT_OBSERVE_ENTRY	(1u << 0)
+#define GNT_OBSERVE_EXIT	(1u << 1)
+#define GNT_OBSERVE_PIO		(1u << 2)
+#define GNT_OBSERVE_MMIO	(1u << 3)
+#define GNT_OBSERVE_MSR		(1u << 4)
+#define GNT_OBSERVE_CPUID	(1u << 5)
+#define GNT_OBSERVE_HYPERCALL	(1u << 6)
+#define GNT_OBSERVE_INJ_VIRQ	(1u << 7)
+#define GNT_OBSERVE_PAGE_FAULT	(1u << 8)
+#define GNT_OBSERVE_CYCLES	(1u << 9)
+#define GNT_OBSERVE_TURN	(1u << 16)	/* counted up from here on */
+extern u32 gnt_observed;
+void gnt_trace_entry(u32 vcpu_id, u64 rip);
+void gnt_trace_exit(const struct gnt_trace_exit *x);
+void gnt_trace_pio(u32 write, u32 port, u32 size, u32 count, u32 value);
+void gnt_trace_mmio(u32 kind, u32 len, u64 gpa, u64 value);
+void gnt_trace_msr(u32 write, u32 index, u64 value, u32 faulted);
+void gnt_trace_cpuid(u32 leaf, u32 subleaf, const u32 *answer, u32 found);
+void gnt_trace_hypercall(const u64 *call);
+void gnt_trace_inj_virq(u32 vector);
+void gnt_trace_page_fault(u32 vcpu_id, u64 rip, u64 address, u64 error);
 
 /* rivals.c */
 int gnt_rivals_init(void);

@@ -127,6 +127,9 @@ pub trait Backend: Send + Sized {
     fn exit_raw(&self) -> [u64; 3];
     /// Whether the last exit interrupted the delivery of an event.
     fn was_delivering(&self) -> bool;
+    /// What the hardware says of the last exit, for tracing: code, two words of information, the
+    /// event whose delivery it interrupted and that event's error code.
+    fn exit_record(&self) -> (u64, [u64; 2], u32, u32);
     /// The event whose delivery the last exit interrupted; it must be injected again.
     fn interrupted_delivery(&self) -> Option<Event>;
     /// It was dealt with: there is none any more.

@@ -145,6 +145,11 @@ impl GuestCpuid {
         self.updates
     }
 
+    /// Whether the table has an entry for this leaf and subleaf.
+    pub fn has_leaf(&self, leaf: u32, subleaf: u32) -> bool {
+        find(&self.entries, leaf, subleaf).is_some()
+    }
+
     /// Number of entries.
     pub fn len(&self) -> usize {
         self.entries.len()

@@ -29,6 +29,7 @@ pub mod sync;
 mod sys;
 pub mod task;
 pub mod timer;
+pub mod trace;
 pub mod trylock;
 pub mod user;
 

@@ -257,6 +257,12 @@ impl<C: Cpu> Backend for Svm<C> {
         self.vmcb().control.exit_int_info & vmcb::event::VALID != 0
     }
 
+    fn exit_record(&self) -> (u64, [u64; 2], u32, u32) {
+        let c = &self.vmcb().control;
+        let (event, error) = (c.exit_int_info as u32, (c.exit_int_info >> 32) as u32);
+        (c.exit_code, [c.exit_info_1, c.exit_info_2], event, error)
+    }
+
     fn interrupted_delivery(&self) -> Option<Event> {
         inject::decode(self.vmcb().control.exit_int_info)
     }

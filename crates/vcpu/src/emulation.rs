@@ -7,6 +7,7 @@
 
 use backend::{Backend, SegmentName};
 use emulate::{Access, CodeSize, Decoded, Fetched, Machine, SegReg, Stop};
+use host::trace::Mmio;
 use mmu::{WalkError, translate, walk};
 use stats::VcpuCount;
 use vm::memory::MemoryError;
@@ -86,7 +87,7 @@ impl Replay {
     }
 }
 
-fn padded(data: &[u8]) -> [u8; 8] {
+pub(crate) fn padded(data: &[u8]) -> [u8; 8] {
     let mut all = [0; 8];
     for (to, from) in all.iter_mut().zip(data) {
         *to = *from;
@@ -252,6 +253,7 @@ impl<B: Backend> Vcpu<B> {
     fn device_read(&mut self, gpa: Gpa, into: &mut [u8]) -> Result<(), Stop> {
         self.sync_priority();
         if self.apic_read(gpa, into) || self.vm.irq().mmio_read(gpa.0, into) {
+            self.tell_mmio(Mmio::Read, gpa.0, into);
             self.replay.record_done(gpa.0, padded(into));
             return Ok(());
         }
@@ -262,6 +264,7 @@ impl<B: Backend> Vcpu<B> {
 
     fn device_write(&mut self, gpa: Gpa, data: &[u8]) -> Result<(), Stop> {
         if self.apic_write(gpa, data) || self.vm.irq().mmio_write(gpa.0, data) {
+            self.tell_mmio(Mmio::Write, gpa.0, data);
             self.replay.record_done(gpa.0, [0; 8]);
             return Ok(());
         }

@@ -25,13 +25,15 @@ pub struct Events {
     pub triple_fault: bool,
     /// An instruction that the VMM single-steps has retired.
     pub stepped: bool,
+    /// The vCPU is observed: something is to be told before the next entry.
+    pub observed: bool,
 }
 
 impl Events {
-    /// Whether something is for the outer loop.
+    /// Whether something is for the outer loop, or to be told of by [`crate::observe`].
     #[inline]
     pub(crate) fn leaves(&self) -> bool {
-        self.triple_fault | self.stepped
+        self.triple_fault | self.stepped | self.observed
     }
 }
 
@@ -178,7 +180,7 @@ impl<B: Backend> Vcpu<B> {
     fn inject_interrupt(&mut self, kernel: bool) -> bool {
         if !self.shared.in_kernel_apic {
             let external = self.events.external;
-            self.virtual_irq = external;
+            self.after_exit.set_offered(external);
             self.b.offer_interrupt(external);
             if external.is_none() && self.window_wanted {
                 self.b.set_interrupt_window(true);
@@ -197,7 +199,7 @@ impl<B: Backend> Vcpu<B> {
         if let Some(vector) = pending {
             self.shared.lapic.take(vector);
         }
-        self.virtual_irq = pending;
+        self.after_exit.set_offered(pending);
         self.b.offer_interrupt(pending);
         self.update_cr8_intercept(pending.is_some());
         true
@@ -206,7 +208,7 @@ impl<B: Backend> Vcpu<B> {
     /// Puts an offered interrupt back into the IRR; the hardware's offer stands until the next.
     #[inline]
     fn put_back_offer(&mut self) {
-        if let Some(vector) = self.virtual_irq.take() {
+        if let Some(vector) = self.after_exit.take_offered() {
             self.shared.lapic.put_back(vector);
         }
     }
@@ -215,7 +217,7 @@ impl<B: Backend> Vcpu<B> {
     /// registers are looked at, and before user space may.
     #[inline]
     pub(crate) fn withdraw_offer(&mut self) {
-        if self.virtual_irq.is_some() && self.shared.in_kernel_apic {
+        if self.after_exit.offered().is_some() && self.shared.in_kernel_apic {
             self.put_back_offer();
             self.b.offer_interrupt(None);
             self.recheck = true;
@@ -224,7 +226,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether an interrupt waits that the task priority lets through.
     pub(crate) fn interrupt_waits(&self) -> bool {
-        self.virtual_irq.is_some()
+        self.after_exit.offered().is_some()
             || self.shared.lapic.highest_pending().is_some()
             || self.pic_pending()
     }
@@ -236,6 +238,9 @@ impl<B: Backend> Vcpu<B> {
             && let Some(vector) = self.vm.irq().extint_ack()
         {
             self.b.inject(Event::Interrupt(vector));
+            if host::trace::observed().inj_virq() {
+                host::trace::inj_virq(vector.0);
+            }
             self.stats.count(VcpuCount::IrqInjections);
         }
         let waiting = self.pic_pending() || self.shared.lapic.highest_pending().is_some();
@@ -249,7 +254,7 @@ impl<B: Backend> Vcpu<B> {
         if !self.b.offer_taken() {
             return;
         }
-        let Some(vector) = self.virtual_irq.take() else { return };
+        let Some(vector) = self.after_exit.take_offered() else { return };
         self.stats.count(VcpuCount::IrqInjections);
         if self.shared.in_kernel_apic {
             self.shared.lapic.serve(vector);
@@ -295,11 +300,11 @@ impl<B: Backend> Vcpu<B> {
             self.events.again = Some(event);
             self.recheck = true;
             if let Event::Interrupt(vector) = event
-                && self.virtual_irq == Some(vector)
+                && self.after_exit.offered() == Some(vector)
             {
                 // The delivery of the offered one was interrupted, and V_IRQ may still be set: it
                 // has left the offer for the event.
-                self.virtual_irq = None;
+                self.after_exit.set_offered(None);
                 self.b.offer_interrupt(None);
                 if self.shared.in_kernel_apic {
                     self.shared.lapic.serve(vector);

@@ -9,7 +9,7 @@
 //! interrupt, so they look again before they go on.
 
 use backend::{Answer, Backend, Exit};
-use host::{irq, task};
+use host::{irq, task, trace};
 use stats::{Reason, VcpuCount};
 
 use crate::{Vcpu, cpuid_state::dynamic_inputs};
@@ -77,13 +77,19 @@ impl<B: Backend> Vcpu<B> {
         if self.recheck || self.shared.lapic.maybe_pending() || self.vm.irq().extint_pending() {
             self.inject_pending(true);
         }
-        self.offer_pv_eoi(self.virtual_irq);
+        self.offer_pv_eoi(self.after_exit.offered());
         // A softirq may have borrowed the registers since the run began.
         host::fpu::ensure_in_registers();
         irq::guest_enter();
         self.b.load();
         self.loop_clock.forget();
-        let exit = self.loop_until_left();
+        // A change of this interrupts every CPU, so it need not be read again inside.
+        let watch = trace::observed();
+        let exit = if watch.any() && !self.begin_observation(watch) {
+            Exit::Interrupt
+        } else {
+            self.loop_until_left()
+        };
         self.b.unload();
         self.stats.count(VcpuCount::HostStateReload);
         self.shared.leave_mode();
@@ -97,6 +103,9 @@ impl<B: Backend> Vcpu<B> {
         }
         irq::guest_time_end();
         irq::enable();
+        if watch.any() {
+            self.end_observation(&exit);
+        }
         Left::Exit(exit)
     }
 
@@ -104,8 +113,12 @@ impl<B: Backend> Vcpu<B> {
     fn loop_until_left(&mut self) -> Exit {
         loop {
             self.b.enter(&mut self.gprs);
-            if self.virtual_irq.is_some() {
-                self.note_taken();
+            if self.after_exit.any() {
+                if self.after_exit.is_observed() {
+                    self.observe_exit();
+                } else {
+                    self.note_taken();
+                }
             }
             if let Some(exit) = B::dispatch(self) {
                 return exit;
@@ -121,10 +134,19 @@ impl<B: Backend> Vcpu<B> {
     /// Prepares what an answer made deliverable. False: it is for the outer loop.
     #[inline]
     fn inject_in_loop(&mut self) -> bool {
-        if self.events.leaves() || !self.settle_pv_eoi() || !self.inject_pending(false) {
+        if self.events.leaves() {
+            return self.observe_answer();
+        }
+        self.inject_answer()
+    }
+
+    /// The same, with nothing else that waits.
+    #[inline(always)]
+    pub(crate) fn inject_answer(&mut self) -> bool {
+        if !self.settle_pv_eoi() || !self.inject_pending(false) {
             return false;
         }
-        self.offer_pv_eoi(self.virtual_irq);
+        self.offer_pv_eoi(self.after_exit.offered());
         true
     }
 

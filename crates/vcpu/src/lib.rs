@@ -8,6 +8,7 @@
 
 extern crate alloc;
 
+mod after_exit;
 mod code;
 mod cpuid_state;
 pub mod cr;
@@ -19,6 +20,7 @@ pub mod lapic;
 pub mod lazy_deadline;
 pub mod mmio;
 pub mod msrs;
+pub mod observe;
 pub mod pio;
 pub mod pv;
 pub mod registers;
@@ -40,7 +42,6 @@ use mmu::{CodeFetch, TableCache};
 use msr::{HostMsrs, MsrStore};
 use stats::VcpuStats;
 use vm::{VmRef, vcpu_shared::SharedVcpu};
-use x86::Vector;
 
 /// A virtual CPU. Owned by whoever holds its mutex: one thread at a time.
 pub struct Vcpu<B: Backend> {
@@ -53,8 +54,8 @@ pub struct Vcpu<B: Backend> {
     pub(crate) cr8_seen: u8,
     /// A PV EOI is offered to the guest: the APIC is to be touched only after looking at it.
     pub(crate) pv_eoi_offered: bool,
-    /// The interrupt that the hardware was offered and that is still in the IRR.
-    pub(crate) virtual_irq: Option<Vector>,
+    /// What has to be looked at after every exit.
+    pub(crate) after_exit: after_exit::AfterExit,
     pub(crate) device_seen: mmio::DeviceSeen,
     pub(crate) window_wanted: bool,
     /// CPUID outside CPL 0 faults (MISC_FEATURES_ENABLES).
@@ -85,6 +86,8 @@ pub struct Vcpu<B: Backend> {
     /// TSC frequency ratio of guest to host, 32.32 fixed point.
     pub(crate) tsc_ratio: u64,
     pub(crate) tsc_offset: u64,
+    /// What an observed vCPU has yet to tell.
+    pub(crate) observation: observe::Observation,
     pub(crate) fpu: KBox<GuestFpu>,
     pub(crate) open: run::Open,
     pub(crate) replay: KBox<emulation::Replay>,
@@ -197,7 +200,7 @@ impl<B: Backend> Vcpu<B> {
             recheck: true,
             cr8_seen: 0,
             pv_eoi_offered: false,
-            virtual_irq: None,
+            after_exit: after_exit::AfterExit::default(),
             device_seen: mmio::DeviceSeen::default(),
             window_wanted: false,
             cpuid_faults: false,
@@ -220,6 +223,7 @@ impl<B: Backend> Vcpu<B> {
             tsc_khz,
             tsc_ratio: 1 << 32,
             tsc_offset: 0,
+            observation: observe::Observation::default(),
             fpu: parts.fpu,
             open: run::Open::Nothing,
             replay: parts.replay,
@@ -250,7 +254,7 @@ impl<B: Backend> Vcpu<B> {
         let signature = self.cpuid.signature();
         self.gprs.0[backend::RDX] = u64::from(if signature == 0 { 0x600 } else { signature });
         self.events = events::Events::default();
-        self.virtual_irq = None;
+        self.after_exit.set_offered(None);
         self.open = run::Open::Nothing;
         self.replay.forget();
         self.publish_priority();

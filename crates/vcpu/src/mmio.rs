@@ -3,6 +3,7 @@
 
 use backend::{Backend, NestedFault};
 use emulate::{CodeSize, Decoded, Fetched, SimpleMmio};
+use host::trace::Mmio;
 use mmu::PagingContext;
 use x86::cpuid::{Vendor, feature};
 
@@ -188,12 +189,14 @@ impl<B: Backend> Vcpu<B> {
             if !self.vm.irq().mmio_write(access.gpa.0, part) {
                 return false;
             }
+            self.tell_mmio(Mmio::Write, access.gpa.0, part);
             self.retire(access.next);
             self.recheck = true;
         } else {
             if !self.vm.irq().mmio_read(access.gpa.0, part) {
                 return false;
             }
+            self.tell_mmio(Mmio::Read, access.gpa.0, part);
             self.finish_load(access.simple, data, access.next);
         }
         true

@@ -13,7 +13,7 @@ pub(crate) fn merge(rax: u64, value: u64, size: u8) -> u64 {
     }
 }
 
-fn mask(value: u64, size: u8) -> u64 {
+pub(crate) fn mask(value: u64, size: u8) -> u64 {
     match size {
         1 => value & 0xff,
         2 => value & 0xffff,

@@ -4,6 +4,7 @@
 use backend::{Backend, Exit, RAX};
 use emulate::SimpleMmio;
 use host::task::{self, Blocked};
+use host::trace;
 use stats::VcpuCount;
 use vm::vcpu_shared::{MpState, Request};
 
@@ -46,6 +47,10 @@ pub enum Open {
 impl<B: Backend> Vcpu<B> {
     /// Runs the guest until user space is needed.
     pub fn run(&mut self, input: &RunInput) -> UserExit {
+        let watch = trace::observed();
+        if watch.any() {
+            self.observe_call(input, watch);
+        }
         let _mask = task::with_sigmask(self.signal_mask);
         if let Some(exit) = self.wait_for_start(input) {
             return exit;
@@ -66,6 +71,9 @@ impl<B: Backend> Vcpu<B> {
         self.sync_priority();
         self.withdraw_offer();
         self.count_return(&exit);
+        if watch.any() {
+            self.observe_return(&exit, watch);
+        }
         exit
     }
 

@@ -5,12 +5,13 @@
 
 use core::arch::asm;
 use core::ffi::{c_char, c_void};
-use core::sync::atomic::AtomicU32;
+use core::sync::atomic::{AtomicU32, Ordering};
 
 use super::{FileCalls, NotifierCalls, TimerFn, WatchCalls};
 use crate::clock::Snapshot;
 use crate::gup::RawHostPage;
 use crate::sync::RwWords;
+use crate::trace::ExitRecord;
 
 /// Storage for a struct of the kernel's, large enough on all kernels served (asserted in C).
 macro_rules! storage {
@@ -171,6 +172,17 @@ unsafe extern "C" {
     pub(crate) safe fn gnt_tsc_is_stable() -> i32;
     pub(crate) fn gnt_clock_snapshot(out: *mut Snapshot);
     pub(crate) safe fn gnt_clock_generation() -> u32;
+    // trace.c
+    static gnt_observed: AtomicU32;
+    pub(crate) safe fn gnt_trace_entry(vcpu_id: u32, rip: u64);
+    pub(crate) fn gnt_trace_exit(record: *const ExitRecord);
+    pub(crate) safe fn gnt_trace_pio(write: u32, port: u32, size: u32, count: u32, value: u32);
+    pub(crate) safe fn gnt_trace_mmio(kind: u32, len: u32, gpa: u64, value: u64);
+    pub(crate) safe fn gnt_trace_msr(write: u32, index: u32, value: u64, faulted: u32);
+    pub(crate) fn gnt_trace_cpuid(leaf: u32, subleaf: u32, answer: *const [u32; 4], found: u32);
+    pub(crate) fn gnt_trace_hypercall(call: *const [u64; 5]);
+    pub(crate) safe fn gnt_trace_inj_virq(vector: u32);
+    pub(crate) safe fn gnt_trace_page_fault(vcpu_id: u32, rip: u64, address: u64, error: u64);
     // params.c
     pub(crate) safe fn gnt_halt_poll_ns() -> u64;
     pub(crate) safe fn gnt_host_state_by_msr() -> i32;
@@ -197,6 +209,13 @@ unsafe extern "C" {
         object: *mut *mut c_void,
     ) -> *mut FileRaw;
     pub(crate) fn gnt_file_put(file: *mut FileRaw);
+}
+
+/// What is observed; written by C at any time.
+#[inline]
+pub(crate) fn observed() -> u32 {
+    // SAFETY: a u32 that lives as long as the module, and is accessed by whole words only.
+    unsafe { gnt_observed.load(Ordering::Relaxed) }
 }
 
 /// Where the direct map of physical memory begins; set before any other Rust code runs.

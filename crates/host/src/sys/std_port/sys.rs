@@ -650,6 +650,46 @@ pub(crate) unsafe fn gnt_log(_: u32, text: *const u8, len: usize) {
     World::current().lock().log.push(text.into_owned());
 }
 
+// Tracing: what is said goes to a list, in words.
+
+pub(crate) fn observed() -> u32 {
+    World::current().lock().observed
+}
+fn traced(what: String) {
+    World::current().lock().traced.push(what);
+}
+pub(crate) fn gnt_trace_entry(vcpu_id: u32, rip: u64) {
+    traced(format!("entry {vcpu_id} {rip:#x}"));
+}
+pub(crate) unsafe fn gnt_trace_exit(record: *const crate::trace::ExitRecord) {
+    // SAFETY: readable by the contract.
+    let r = unsafe { &*record };
+    traced(format!("exit {} {:#x} {:#x} {:#x} {:#x}", r.vcpu_id, r.code, r.rip, r.info1, r.info2));
+}
+pub(crate) fn gnt_trace_pio(write: u32, port: u32, size: u32, count: u32, value: u32) {
+    traced(format!("pio {write} {port:#x} {size} {count} {value:#x}"));
+}
+pub(crate) fn gnt_trace_mmio(kind: u32, len: u32, gpa: u64, value: u64) {
+    traced(format!("mmio {kind} {len} {gpa:#x} {value:#x}"));
+}
+pub(crate) fn gnt_trace_msr(write: u32, index: u32, value: u64, faulted: u32) {
+    traced(format!("msr {write} {index:#x} {value:#x} {faulted}"));
+}
+pub(crate) unsafe fn gnt_trace_cpuid(leaf: u32, subleaf: u32, answer: *const [u32; 4], found: u32) {
+    // SAFETY: readable by the contract.
+    traced(format!("cpuid {leaf:#x} {subleaf} {:x?} {found}", unsafe { *answer }));
+}
+pub(crate) unsafe fn gnt_trace_hypercall(call: *const [u64; 5]) {
+    // SAFETY: readable by the contract.
+    traced(format!("hypercall {:x?}", unsafe { *call }));
+}
+pub(crate) fn gnt_trace_inj_virq(vector: u32) {
+    traced(format!("inj_virq {vector:#x}"));
+}
+pub(crate) fn gnt_trace_page_fault(vcpu_id: u32, rip: u64, address: u64, error: u64) {
+    traced(format!("page_fault {vcpu_id} {rip:#x} {address:#x} {error:#x}"));
+}
+
 // Files.
 
 pub(crate) struct FileRaw(&'static FileCalls, Context);

@@ -119,6 +119,16 @@ pub fn take_kicks() -> Vec<usize> {
     std::mem::take(&mut World::current().lock().kicks)
 }
 
+/// What is observed in this thread's world (`host::trace`), as bits.
+pub fn observe(bits: u32) {
+    World::current().lock().observed = bits;
+}
+
+/// What the tracepoints said since the last call.
+pub fn take_traced() -> Vec<String> {
+    std::mem::take(&mut World::current().lock().traced)
+}
+
 /// The last message logged in this thread's world.
 pub fn last_log() -> String {
     World::current().lock().log.last().cloned().unwrap_or_default()

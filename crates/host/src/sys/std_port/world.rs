@@ -36,6 +36,8 @@ pub(crate) struct State {
     pub(crate) read_only: Vec<(u64, u64)>,
     pub(crate) kicks: Vec<usize>,
     pub(crate) log: Vec<String>,
+    pub(crate) observed: u32,
+    pub(crate) traced: Vec<String>,
 }
 
 /// The surroundings of a test; see the module's description.

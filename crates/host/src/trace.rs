@@ -1,0 +1,152 @@
+//! Who observes the guests: the kernel's tracepoints with the names of KVM's, and the histograms of
+//! cycles.
+//!
+//! One word says what is observed. A change of it interrupts every CPU, so a vCPU that reads it
+//! with interrupts off before it enters the inner loop need not read it again inside.
+
+use crate::sys;
+
+/// What is observed at the moment, and which time round: two values are equal only if nothing was
+/// switched off and on between them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Observed(u32);
+
+macro_rules! asks {
+    ($($(#[$doc:meta])* $name:ident = $bit:literal,)*) => {
+        impl Observed {
+            $($(#[$doc])*
+            #[inline]
+            pub fn $name(self) -> bool {
+                self.0 & (1 << $bit) != 0
+            })*
+        }
+    };
+}
+
+asks! {
+    /// kvm_entry.
+    entry = 0,
+    /// kvm_exit.
+    exit = 1,
+    /// kvm_pio.
+    pio = 2,
+    /// kvm_mmio.
+    mmio = 3,
+    /// kvm_msr.
+    msr = 4,
+    /// kvm_cpuid.
+    cpuid = 5,
+    /// kvm_hypercall.
+    hypercall = 6,
+    /// kvm_inj_virq.
+    inj_virq = 7,
+    /// kvm_page_fault.
+    page_fault = 8,
+    /// Cycles from exit to entry, in histograms.
+    cycles = 9,
+}
+
+impl Observed {
+    /// Whether anything is.
+    #[inline]
+    pub fn any(self) -> bool {
+        self.0 & 0xffff != 0
+    }
+
+    /// Whether a tracepoint is listened to that tells of what an exit asked for.
+    #[inline]
+    pub fn details(self) -> bool {
+        const DETAILS: u32 = 0b0111_1100;
+        self.0 & DETAILS != 0
+    }
+}
+
+/// What is observed now.
+#[inline]
+pub fn observed() -> Observed {
+    Observed(sys::observed())
+}
+
+/// What kvm_exit shows; `struct gnt_trace_exit` in C.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ExitRecord {
+    /// RIP of the guest.
+    pub rip: u64,
+    /// Information on the exit: EXITINFO1.
+    pub info1: u64,
+    /// EXITINFO2.
+    pub info2: u64,
+    /// The hardware's exit code.
+    pub code: u32,
+    /// The event whose delivery the exit interrupted: EXITINTINFO.
+    pub event: u32,
+    /// Its error code.
+    pub event_error: u32,
+    /// The vCPU.
+    pub vcpu_id: u32,
+}
+const _: () = assert!(size_of::<ExitRecord>() == 40);
+
+/// What became of a device access in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Mmio {
+    /// A read that user space has to answer.
+    Unsatisfied = 0,
+    /// A read, answered.
+    Read = 1,
+    /// A write.
+    Write = 2,
+}
+
+// Each function below says something if somebody listens, and may be called in any context in
+// which the host's segment state is loaded.
+
+/// The guest is about to be entered.
+pub fn entry(vcpu_id: u32, rip: u64) {
+    sys::gnt_trace_entry(vcpu_id, rip);
+}
+
+/// The guest has left.
+pub fn exit(record: &ExitRecord) {
+    // SAFETY: readable.
+    unsafe { sys::gnt_trace_exit(record) }
+}
+
+/// A port access of `count` items of `size` bytes; `value` is the first.
+pub fn pio(write: bool, port: u16, size: u8, count: u32, value: u32) {
+    sys::gnt_trace_pio(write.into(), port.into(), size.into(), count, value);
+}
+
+/// A device access in memory.
+pub fn mmio(kind: Mmio, len: usize, gpa: u64, value: u64) {
+    sys::gnt_trace_mmio(kind as u32, len as u32, gpa, value);
+}
+
+/// RDMSR or WRMSR; `faulted`: with #GP.
+pub fn msr(write: bool, index: u32, value: u64, faulted: bool) {
+    sys::gnt_trace_msr(write.into(), index, value, faulted.into());
+}
+
+/// CPUID: EAX to EDX of the answer, and whether the guest's table has the leaf.
+pub fn cpuid(leaf: u32, subleaf: u32, answer: &[u32; 4], found: bool) {
+    // SAFETY: readable.
+    unsafe { sys::gnt_trace_cpuid(leaf, subleaf, answer, found.into()) }
+}
+
+/// A hypercall: its number and four arguments.
+pub fn hypercall(call: &[u64; 5]) {
+    // SAFETY: readable.
+    unsafe { sys::gnt_trace_hypercall(call) }
+}
+
+/// The guest takes an interrupt.
+pub fn inj_virq(vector: u8) {
+    sys::gnt_trace_inj_virq(vector.into());
+}
+
+/// A page fault of the guest that is ours to look at, with the hardware's error code.
+pub fn page_fault(vcpu_id: u32, rip: u64, address: u64, error: u64) {
+    sys::gnt_trace_page_fault(vcpu_id, rip, address, error);
+}

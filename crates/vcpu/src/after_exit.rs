@@ -1,0 +1,78 @@
+//! What has to be looked at after every exit of the inner loop, in one word, so that the usual
+//! case, nothing, is one comparison: the interrupt that the hardware was offered, and whether the
+//! vCPU is observed.
+
+use x86::Vector;
+
+/// See the module.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct AfterExit(u16);
+
+impl AfterExit {
+    const OFFERED: u16 = 1 << 8;
+    const OBSERVED: u16 = 1 << 9;
+
+    /// Whether there is anything.
+    #[inline(always)]
+    pub(crate) fn any(self) -> bool {
+        self.0 != 0
+    }
+
+    /// The interrupt that the hardware was offered and that is out of the IRR.
+    #[inline]
+    pub(crate) fn offered(self) -> Option<Vector> {
+        (self.0 & Self::OFFERED != 0).then_some(Vector(self.0 as u8))
+    }
+
+    /// Sets it.
+    #[inline]
+    pub(crate) fn set_offered(&mut self, vector: Option<Vector>) {
+        let offer = vector.map_or(0, |v| Self::OFFERED | u16::from(v.0));
+        self.0 = (self.0 & Self::OBSERVED) | offer;
+    }
+
+    /// Takes it away.
+    #[inline]
+    pub(crate) fn take_offered(&mut self) -> Option<Vector> {
+        let offered = self.offered();
+        self.0 &= Self::OBSERVED;
+        offered
+    }
+
+    /// Whether the vCPU is observed.
+    #[inline]
+    pub(crate) fn is_observed(self) -> bool {
+        self.0 & Self::OBSERVED != 0
+    }
+
+    /// Sets that.
+    pub(crate) fn set_observed(&mut self, on: bool) {
+        if on {
+            self.0 |= Self::OBSERVED;
+        } else {
+            self.0 &= !Self::OBSERVED;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_offer_and_observation_do_not_disturb_each_other() {
+        let mut after = AfterExit::default();
+        assert!(!after.any());
+        after.set_offered(Some(Vector(0)));
+        after.set_observed(true);
+        assert_eq!((after.offered(), after.is_observed()), (Some(Vector(0)), true));
+        assert_eq!(after.take_offered(), Some(Vector(0)));
+        assert_eq!((after.offered(), after.any()), (None, true));
+        after.set_offered(Some(Vector(255)));
+        after.set_offered(Some(Vector(16)));
+        after.set_observed(false);
+        assert_eq!(after.offered(), Some(Vector(16)));
+        after.set_offered(None);
+        assert!(!after.any());
+    }
+}
