@@ -6,19 +6,26 @@ use core::sync::atomic::Ordering;
 use x86::Gfn;
 
 use super::State;
-use super::arena::PageId;
+use super::arena::{PageId, ShadowPage};
 use super::guest::{A, D, P, load};
 use super::role::Grant;
 use crate::format::PteFormat;
 use crate::table::{GuestPage, View};
-use crate::tdp::lookup;
 
 /// Entries of an aligned group, of which one faulted.
 const GROUP: usize = 8;
 
+/// Entries of the group around `index` that are not there, as bits from the group's first on.
+#[inline]
+fn missing_around(page: &ShadowPage, index: usize) -> u64 {
+    let first = index & !(GROUP - 1);
+    !page.present.word(first >> 6) >> (first & 63) & ((1 << GROUP) - 1)
+}
+
 impl State {
     /// The neighbours of entry `index` of a page of the lowest level, as far as the guest has used
     /// them before. Their accessed bits are left to the hardware, the guest's are set already.
+    #[inline]
     pub(super) fn map_ahead<F: PteFormat>(
         &self,
         view: &View<'_>,
@@ -26,15 +33,27 @@ impl State {
         index: usize,
         table: &GuestPage,
     ) {
-        let (page, first) = (self.arena.page(id), index & !(GROUP - 1) & 511);
-        let (role, mut made) = (page.role.get(), 0);
-        let reserved = role.reserved(true);
-        let taken = page.present.word(first >> 6) >> (first & 63);
-        for n in 0..GROUP {
-            if taken & (1 << n) != 0 {
-                continue;
-            }
-            let index = first + n;
+        let page = self.arena.page(id);
+        let missing = missing_around(page, index);
+        if missing != 0 {
+            self.map_missing::<F>(view, id, index & !(GROUP - 1), missing, table);
+        }
+    }
+
+    #[inline(never)]
+    fn map_missing<F: PteFormat>(
+        &self,
+        view: &View<'_>,
+        id: PageId,
+        first: usize,
+        mut missing: u64,
+        table: &GuestPage,
+    ) {
+        let role = self.arena.page(id).role.get();
+        let (reserved, mut made) = (role.reserved(true), 0);
+        while missing != 0 {
+            let index = first + missing.trailing_zeros() as usize;
+            missing &= missing - 1;
             let Some(entry) = load(view, table, role, role.offset(index)) else { return };
             if entry & (P | A) != P | A || entry & reserved != 0 {
                 continue;
@@ -43,14 +62,8 @@ impl State {
             if entry & D == 0 {
                 grant = grant.without(Grant::W);
             }
-            made += u32::from(self.put_ahead::<F>(
-                view,
-                id,
-                index,
-                role.leaf_frame(entry, index),
-                grant,
-                entry,
-            ));
+            let gfn = role.leaf_frame(entry, index);
+            made += u32::from(self.put_ahead::<F>(view, id, index, gfn, grant, entry));
         }
         self.count_ahead(made);
     }
@@ -63,21 +76,20 @@ impl State {
         index: usize,
         grant: Grant,
     ) {
-        let (page, first) = (self.arena.page(id), index & !(GROUP - 1) & 511);
+        let page = self.arena.page(id);
+        let (mut missing, first) = (missing_around(page, index), index & !(GROUP - 1));
         // What was granted for one access alone is not granted for the neighbours.
         let (grant, mut made) = (grant.and(page.role.get().grant()), 0);
-        let taken = page.present.word(first >> 6) >> (first & 63);
-        for n in 0..GROUP {
-            if taken & (1 << n) == 0 {
-                let index = first + n;
-                let gfn = Gfn(page.gfn.get().0.wrapping_add(index as u64));
-                made += u32::from(self.put_ahead::<F>(view, id, index, gfn, grant, 0));
-            }
+        while missing != 0 {
+            let index = first + missing.trailing_zeros() as usize;
+            missing &= missing - 1;
+            let gfn = Gfn(page.gfn.get().0.wrapping_add(index as u64));
+            made += u32::from(self.put_ahead::<F>(view, id, index, gfn, grant, 0));
         }
         self.count_ahead(made);
     }
 
-    /// One of them. Whether it was made.
+    /// One of them, where nothing is yet. Whether it was made.
     #[inline]
     fn put_ahead<F: PteFormat>(
         &self,
@@ -88,12 +100,13 @@ impl State {
         grant: Grant,
         copy: u64,
     ) -> bool {
-        let (Some(frame), Some(chunk)) = (lookup::<F>(view, gfn), self.frames.chunk(gfn)) else {
+        let Some(chunk) = self.frames.chunk(gfn) else { return false };
+        let known = self.frame::<F>(view, gfn, chunk, false);
+        if known == 0 {
             return false;
-        };
+        }
         let grant = if chunk.is_protected(gfn) { grant.without(Grant::W) } else { grant };
-        let spte = self.leaf(&frame, frame.pfn.hpa().0, grant);
-        self.put_leaf(id, index, gfn, chunk, spte, copy);
+        self.put_new(id, index, gfn, chunk, self.leaf(known, grant), copy);
         true
     }
 

@@ -45,12 +45,28 @@ impl State {
         copy: u64,
     ) {
         let page = self.arena.page(id);
-        if !page.present.has(index) || !self.is_for(page, id, index, gfn) {
-            let node = node(id, index);
-            self.arena.push(page, node, chunk.head(gfn));
-            chunk.set_head(gfn, node);
-            page.present.set(index);
+        if page.present.has(index) && self.is_for(page, id, index, gfn) {
+            page.set_copy(index, copy);
+            page.spte(index).store(spte, Ordering::Release);
+        } else {
+            self.put_new(id, index, gfn, chunk, spte, copy);
         }
+    }
+
+    /// The same where nothing is yet.
+    #[inline]
+    pub(super) fn put_new(
+        &self,
+        id: PageId,
+        index: usize,
+        gfn: Gfn,
+        chunk: &Chunk,
+        spte: u64,
+        copy: u64,
+    ) {
+        let (page, node) = (self.arena.page(id), node(id, index));
+        self.arena.push(page, node, chunk.replace_head(gfn, node));
+        page.present.set(index);
         page.set_copy(index, copy);
         page.spte(index).store(spte, Ordering::Release);
     }

@@ -17,7 +17,7 @@ use super::roots::ShadowRoots;
 use super::{FrameWanted, ShadowFault};
 use crate::format::{ADDRESS, PteFormat};
 use crate::table::{GuestPage, View};
-use crate::tdp::{LEVEL_2M, Leaf, lookup};
+use crate::tdp::LEVEL_2M;
 use crate::walk::PagingContext;
 
 const CR4_SMEP: u64 = 1 << 20;
@@ -125,7 +125,8 @@ impl Walk {
 #[derive(Clone, Copy)]
 struct Target<'a> {
     gfn: Gfn,
-    frame: Leaf,
+    /// What the tree says of the frame.
+    known: u64,
     chunk: &'a Chunk,
     grant: Grant,
 }
@@ -375,16 +376,14 @@ impl State {
         grant: Grant,
     ) -> Result<Target<'_>, ShadowFault> {
         let gfn = gpa.gfn();
-        let frame = lookup::<F>(view, gfn);
-        match (frame, self.frames.chunk(gfn)) {
-            (Some(frame), Some(chunk)) if frame.writable || !access.write => {
-                Ok(Target { gfn, frame, chunk, grant })
-            }
-            _ => {
-                let (write, exec) = (access.write, access.fetch);
-                Err(ShadowFault::NeedFrame(FrameWanted { gpa, write, exec, table: None }))
+        if let Some(chunk) = self.frames.chunk(gfn) {
+            let known = self.frame::<F>(view, gfn, chunk, access.write);
+            if known != 0 {
+                return Ok(Target { gfn, known, chunk, grant });
             }
         }
+        let (write, exec) = (access.write, access.fetch);
+        Err(ShadowFault::NeedFrame(FrameWanted { gpa, write, exec, table: None }))
     }
 
     /// Sets accessed and dirty bits. `Some`: the fault is taken again, or a table must be writable
@@ -503,17 +502,8 @@ impl State {
                 grant = grant.without(Grant::W);
             }
         }
-        let spte = self.leaf(&target.frame, target.frame.pfn.hpa().0, grant) | A;
+        let spte = self.leaf(target.known, grant) | A;
         self.put_leaf(id, index, target.gfn, target.chunk, spte, copy);
-    }
-
-    /// The hardware's entry for a frame, small.
-    #[inline]
-    pub(super) fn leaf(&self, frame: &Leaf, hpa: u64, grant: Grant) -> u64 {
-        let grant = if frame.writable { grant } else { grant.without(Grant::W) };
-        let encryption = if frame.direct { self.encryption } else { 0 };
-        let dirty = if grant.has(Grant::W) { D } else { 0 };
-        hpa | P | grant.bits() | dirty | encryption
     }
 
     /// A large guest page at entry `index` of page `id`, of level 2 or 3: large here too where the
@@ -534,11 +524,10 @@ impl State {
             let page = self.arena.page(id);
             let role = page.role.get();
             let level = role.level();
-            let whole = target.frame.level >= LEVEL_2M && target.chunk.protected.get() == 0;
+            let whole = target.known & PS != 0 && target.chunk.protected.get() == 0;
             if level == LEVEL_2M && whole {
-                let within = target.gfn.0 & 511;
-                let hpa = target.frame.pfn.0.wrapping_sub(within) << 12;
-                let spte = self.leaf(&target.frame, hpa, target.grant) | A | PS;
+                let within = (target.gfn.0 & 511) << 12;
+                let spte = (self.leaf(target.known, target.grant) & !within) | A | PS;
                 let first = Gfn(target.gfn.0 & !511);
                 self.put_large_leaf(id, index, first, target.chunk, spte, copy);
                 return true;

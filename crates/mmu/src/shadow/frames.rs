@@ -12,6 +12,8 @@ use host::error::NoMemory;
 use host::page::Page;
 use x86::Gfn;
 
+use super::guest::PS;
+
 /// Frames of a chunk: those of a large page.
 pub(super) const CHUNK: u64 = 512;
 
@@ -20,6 +22,11 @@ pub(super) const CHUNK: u64 = 512;
 pub(super) struct Chunk {
     /// Bits 31:0 the first of the frame's small leaves, bit 32 [`PROTECTED`].
     words: Page,
+    /// What the tree says of each frame, as far as it was asked: an entry of the hardware's without
+    /// the guest's part. 0: ask.
+    known: Page,
+    /// Some of those say that the frame is in a large page.
+    known_large: Cell<bool>,
     /// The first of the large leaves.
     pub(super) large: Cell<u32>,
     /// Frames that the guest must not write.
@@ -32,7 +39,13 @@ const PROTECTED: u64 = 1 << 32;
 impl Chunk {
     /// Of no leaves.
     pub(super) fn new() -> Result<Self, NoMemory> {
-        Ok(Self { words: Page::zeroed()?, large: Cell::new(0), protected: Cell::new(0) })
+        Ok(Self {
+            words: Page::zeroed()?,
+            known: Page::zeroed()?,
+            known_large: Cell::new(false),
+            large: Cell::new(0),
+            protected: Cell::new(0),
+        })
     }
 
     #[inline]
@@ -46,11 +59,49 @@ impl Chunk {
         self.word(gfn).load(Ordering::Relaxed) as u32
     }
 
+    /// Makes a node the first, and returns the one that was.
+    #[inline]
+    pub(super) fn replace_head(&self, gfn: Gfn, node: u32) -> u32 {
+        let word = self.word(gfn);
+        let old = word.load(Ordering::Relaxed);
+        word.store(old & PROTECTED | u64::from(node), Ordering::Relaxed);
+        old as u32
+    }
+
     #[inline]
     pub(super) fn set_head(&self, gfn: Gfn, node: u32) {
         let word = self.word(gfn);
         let flags = word.load(Ordering::Relaxed) & PROTECTED;
         word.store(flags | u64::from(node), Ordering::Relaxed);
+    }
+
+    #[inline]
+    fn known_word(&self, gfn: Gfn) -> &AtomicU64 {
+        &self.known.table()[(gfn.0 & (CHUNK - 1)) as usize]
+    }
+
+    /// What the tree says of a frame: address, P, W, and PS if it is part of a large page.
+    /// 0: not known.
+    #[inline]
+    pub(super) fn known(&self, gfn: Gfn) -> u64 {
+        self.known_word(gfn).load(Ordering::Relaxed)
+    }
+
+    /// Remembers what the tree says. With the shadow lock held since it was asked.
+    pub(super) fn learn(&self, gfn: Gfn, entry: u64) {
+        self.known_word(gfn).store(entry, Ordering::Relaxed);
+        if entry & PS != 0 {
+            self.known_large.set(true);
+        }
+    }
+
+    /// Forgets what the tree said of the frames `first..end`, and of the large pages they lie in.
+    pub(super) fn unlearn(&self, first: u64, end: u64) {
+        let whole = self.known_large.replace(false);
+        let (first, end) = if whole { (0, CHUNK) } else { (first, end) };
+        for gfn in first..end {
+            self.known_word(Gfn(gfn)).store(0, Ordering::Relaxed);
+        }
     }
 
     /// Whether the guest must not write a frame.

@@ -7,10 +7,11 @@ use x86::{Gfn, Gpa};
 
 use super::State;
 use super::arena::{PageId, ShadowPage};
-use super::role::Role;
+use super::frames::Chunk;
+use super::role::{Grant, Role};
 use crate::format::{ADDRESS, PteFormat};
 use crate::table::{GuestPage, View};
-use crate::tdp::lookup;
+use crate::tdp::{LEVEL_2M, lookup};
 
 pub(super) const P: u64 = 1 << 0;
 pub(super) const W: u64 = 1 << 1;
@@ -186,6 +187,48 @@ impl State {
         Some(view.page(leaf.pfn.hpa(), leaf.writable))
     }
 }
+
+/// What of a frame's known entry is not the hardware's: see [`State::leaf`].
+const NOT_OF_LEAF: u64 = W | PS;
+
+impl State {
+    /// What the tree says of a frame that lies in `chunk`: see [`Chunk::known`]. 0: not there, or not
+    /// to be written though `write` wants to.
+    #[inline]
+    pub(super) fn frame<F: PteFormat>(
+        &self,
+        view: &View<'_>,
+        gfn: Gfn,
+        chunk: &Chunk,
+        write: bool,
+    ) -> u64 {
+        let (known, wanted) = (chunk.known(gfn), if write { P | W } else { P });
+        if known & wanted == wanted { known } else { self.ask::<F>(view, gfn, chunk, wanted) }
+    }
+
+    #[inline(never)]
+    fn ask<F: PteFormat>(&self, view: &View<'_>, gfn: Gfn, chunk: &Chunk, wanted: u64) -> u64 {
+        let Some(leaf) = lookup::<F>(view, gfn) else { return 0 };
+        let mut entry = leaf.pfn.hpa().0 | P;
+        entry |= if leaf.writable { W } else { 0 };
+        entry |= if leaf.level >= LEVEL_2M { PS } else { 0 };
+        entry |= if leaf.direct { self.encryption } else { 0 };
+        chunk.learn(gfn, entry);
+        if entry & wanted == wanted { entry } else { 0 }
+    }
+
+    /// The hardware's entry for a frame, small and not accessed. `known`: what the tree says of it.
+    #[inline]
+    pub(super) fn leaf(&self, known: u64, grant: Grant) -> u64 {
+        let bits = grant.bits() & (known & W | U | NX);
+        // Born dirty where it may be written: nobody looks, and the hardware need not set it.
+        known & !NOT_OF_LEAF | bits | (bits & W) << DIRTY_ABOVE_W
+    }
+}
+
+/// From W to D.
+const DIRTY_ABOVE_W: u32 = 5;
+const _: () = assert!(W << DIRTY_ABOVE_W == D);
 
 /// Where an entry of a table lies.
 pub(super) fn entry_gpa(gfn: Gfn, offset: usize) -> Gpa {

@@ -222,7 +222,9 @@ impl State {
     }
 
     pub(super) fn count_ahead(&self, entries: u32) {
-        add(&self.counters.ahead, entries.into());
+        if entries != 0 {
+            add(&self.counters.ahead, entries.into());
+        }
     }
 }
 

@@ -16,6 +16,7 @@ impl State {
     /// Drops all leaves of the frames `first..end`, and stops relying on what tables lie in them.
     pub(super) fn withdraw(&self, first: Gfn, end: Gfn) {
         self.frames.for_chunks(first, end, |chunk, from, to| {
+            chunk.unlearn(from, to);
             while chunk.large.get() != 0 {
                 self.drop_node(chunk.large.get());
             }
@@ -36,6 +37,7 @@ impl State {
     pub(super) fn write_protect(&self, first: Gfn, end: Gfn) -> bool {
         let mut any = false;
         self.frames.for_chunks(first, end, |chunk, from, to| {
+            chunk.unlearn(from, to);
             any |= self.protect_list(chunk.large.get());
             for gfn in (from..to).map(Gfn) {
                 any |= self.protect_list(chunk.head(gfn));
