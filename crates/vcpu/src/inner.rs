@@ -137,7 +137,7 @@ impl<B: Backend> Vcpu<B> {
         if self.events.leaves() {
             return self.observe_answer();
         }
-        self.inject_answer()
+        !self.is_unsettled() && self.inject_answer()
     }
 
     /// The same, with nothing else that waits.

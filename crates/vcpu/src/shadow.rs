@@ -147,9 +147,18 @@ impl<B: Backend> Vcpu<B> {
         if loads | flushes {
             b.flush_tlb();
         }
-        shadow.unsettled |= guard.wants_settling();
         shadow.work = 0;
+        if guard.wants_settling() {
+            shadow.unsettled = true;
+            self.recheck = true;
+        }
         true
+    }
+
+    /// Whether the loop is left so that tables can be settled.
+    #[inline]
+    pub(crate) fn is_unsettled(&self) -> bool {
+        self.shadow.as_ref().is_some_and(|shadow| shadow.unsettled)
     }
 
     /// Does the work outside the loop.
@@ -204,7 +213,6 @@ impl<B: Backend> Vcpu<B> {
         let view = memory.view();
         let (roots, at) = (&mut shadow.roots, fault.address.0);
         let outcome = guard.fault(&view, roots, &context, at, fault.code);
-        shadow.unsettled |= guard.wants_settling();
         drop(guard);
         match outcome {
             ShadowFault::Fixed => {
@@ -299,6 +307,10 @@ impl<B: Backend> Vcpu<B> {
         let Some(mut guard) = memory.shadow().and_then(|mmu| mmu.try_lock()) else { return false };
         guard.invlpg(&memory.view(), &mut shadow.roots, at);
         b.flush_tlb();
+        if guard.wants_settling() {
+            shadow.unsettled = true;
+            self.recheck = true;
+        }
         true
     }
 
