@@ -44,7 +44,7 @@ impl<T> TryLock<T> {
     /// Takes the lock if it is free now. With preemption off already (interrupts off).
     #[inline]
     pub fn try_lock(&self) -> Option<TryGuard<'_, T>> {
-        self.take().then_some(TryGuard { lock: self, _queue: None, _here: PhantomData })
+        self.take().then(|| TryGuard { lock: self, _queue: None, _here: PhantomData })
     }
 
     /// Takes the lock, however long that takes.
