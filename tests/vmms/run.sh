@@ -85,6 +85,15 @@ firmware() {
 }
 firmware_on_pc() { firmware pc; }
 firmware_on_q35() { firmware q35; }
+# The firmware moves SMBASE by an SMI and waits for what its handler, in SMRAM that only it sees, has to say.
+firmware_with_smm() {
+    firmware q35,smm=on "-smp 2" || return 1
+    for i in 1 2 3 4 5; do monitor 'o /b 0xb2 0'; done
+    usleep 500000
+    monitor 'info status' && answer 'VM status: running'
+}
+linux_with_smm() { guest_append=job=plain linux -M q35,smm=on -smp 2 && booted 2 && both_cpus; }
+linux_without_smm() { guest_append=job=plain linux -M q35,smm=off && booted 1; }
 firmware_with_two_cpus() { firmware pc "-smp 2"; }
 
 booted() { # booted CPUS: the guest's user space answered, worked, and ended the VMM
@@ -307,7 +316,7 @@ debug_guest() { # debug_guest Z0|Z1: a breakpoint in the kernel is met, three si
 debugger_with_planted_breakpoint() { debug_guest Z0; } # not in the list: the emulator delivers INT3 past the host's intercept
 debugger_with_debug_register() { debug_guest Z1; }
 
-every_test="firmware_on_pc firmware_on_q35 firmware_with_two_cpus
+every_test="firmware_on_pc firmware_on_q35 firmware_with_two_cpus firmware_with_smm linux_with_smm linux_without_smm
 linux_on_pc linux_on_pc_with_two_cpus linux_on_q35 linux_on_q35_with_two_cpus linux_on_pc_with_four_cpus linux_on_microvm
 linux_knows_where_it_is linux_from_bzimage linux_with_old_interrupts linux_with_x2apic_off linux_on_a_named_cpu linux_above_four_gib
 linux_with_irqchip_split linux_on_microvm_with_irqchip_split all_cpus_busy powers_off

@@ -43,6 +43,8 @@ pub enum Exit {
     InterruptWindow,
     /// The guest begins an IRET while an NMI was being handled.
     Iret,
+    /// RSM.
+    Rsm,
     /// An intercepted exception.
     Exception(Exception),
     /// An instruction that this guest does not have: #UD.

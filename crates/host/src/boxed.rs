@@ -42,6 +42,13 @@ pub(crate) unsafe fn release<T>(ptr: NonNull<T>) {
     }
 }
 
+/// Out of line: of a reference that came as an argument the compiler knows that it may hand it on to
+/// `make` as the place of what that returns.
+#[inline(never)]
+fn fill<T>(place: &mut MaybeUninit<T>, make: impl FnOnce() -> T) {
+    place.write(make());
+}
+
 impl<T> KBox<T> {
     /// Moves `value` to the heap.
     pub fn new(value: T) -> Result<Self, NoMemory> {
@@ -49,6 +56,15 @@ impl<T> KBox<T> {
         // SAFETY: freshly allocated for a T.
         unsafe { ptr.as_ptr().write(value) };
         Ok(Self { ptr })
+    }
+
+    /// The value that `make` makes, made once there is memory for it. If `make` is one call of a
+    /// function that is not inlined, that builds the value where it stays: it lies on no stack.
+    pub fn make(make: impl FnOnce() -> T) -> Result<Self, NoMemory> {
+        let mut memory = Self::uninit()?;
+        fill(&mut memory, make);
+        // SAFETY: written just now.
+        Ok(unsafe { KBox::from_raw(memory.into_raw().cast()) })
     }
 
     /// All bytes zero, without a copy on the stack: for large structs.

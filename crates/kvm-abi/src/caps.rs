@@ -8,7 +8,7 @@
 //! | USER_MEMORY, USER_MEMORY2, DESTROY_MEMORY_REGION_WORKS, JOIN_MEMORY_REGIONS_WORKS | 1 | 1 |
 //! | SYNC_MMU, READONLY_MEM | 1 | 1 |
 //! | NR_MEMSLOTS | 32764 | 32764 |
-//! | MULTI_ADDRESS_SPACE | 2 (SMM) | 1: there is no SMM |
+//! | MULTI_ADDRESS_SPACE, X86_SMM | 2, 1 | 2, 1 |
 //! | NR_VCPUS, MAX_VCPUS, MAX_VCPU_ID | online CPUs, 1024, 4096 | as the offer says |
 //! | HLT, MP_STATE, VCPU_EVENTS, DEBUGREGS, EXT_CPUID, GET_MSR_FEATURES, SREGS2 | 1 | 1 |
 //! | IMMEDIATE_EXIT, INTERNAL_ERROR_DATA, ENABLE_CAP_VM, CHECK_EXTENSION_VM | 1 | 1 |
@@ -40,13 +40,13 @@
 //! | COALESCED_MMIO, COALESCED_PIO | 2, 1 | 0: later |
 //! | X86_USER_SPACE_MSR, X86_MSR_FILTER, DIRTY_LOG_RING | 1 or more | 0: later |
 //! | EXIT_HYPERCALL, MEMORY_FAULT_INFO, PRE_FAULT_MEMORY | 1 or more | 0: later |
-//! | X86_SMM, NESTED_STATE, HYPERV*, XEN_HVM, ASYNC_PF*, PMU_*, VAPIC, DEVICE_CTRL | mostly 1 | 0 |
+//! | NESTED_STATE, HYPERV*, XEN_HVM, ASYNC_PF*, PMU_*, VAPIC, DEVICE_CTRL | mostly 1 | 0 |
 //! | X86_BUS_LOCK_EXIT, X86_NOTIFY_VMEXIT, ENABLE_CAP | mostly 1 | 0 |
 
 use crate::uapi::capability::*;
 use crate::uapi::clock::CLOCK_VALID_FLAGS;
 use crate::uapi::irqchip::MAX_IRQ_ROUTES;
-use crate::uapi::memory::USER_MEM_SLOTS;
+use crate::uapi::memory::{ADDRESS_SPACES, USER_MEM_SLOTS};
 use crate::uapi::run::SYNC_X86_VALID_FIELDS;
 
 /// The only version of the interface there ever was (KVM API §4.1).
@@ -121,8 +121,8 @@ pub fn check_extension(offer: &Offer, capability: u64) -> i32 {
         | CAP_JOIN_MEMORY_REGIONS_WORKS
         | CAP_SYNC_MMU
         | CAP_READONLY_MEM
-        | CAP_MULTI_ADDRESS_SPACE
         | CAP_MMU_SHADOW_CACHE_CONTROL => 1,
+        CAP_MULTI_ADDRESS_SPACE => ADDRESS_SPACES,
         CAP_NR_MEMSLOTS => USER_MEM_SLOTS,
 
         CAP_NR_VCPUS => offer.online_cpus.min(offer.max_vcpus),
@@ -151,6 +151,7 @@ pub fn check_extension(offer: &Offer, capability: u64) -> i32 {
         | CAP_SET_BOOT_CPU_ID
         | CAP_SYS_ATTRIBUTES
         | CAP_BINARY_STATS_FD
+        | CAP_X86_SMM
         | CAP_VM_TYPES => 1,
         CAP_XCRS => offer.xsave.into(),
         CAP_XSAVE2 => offer.xsave_bytes.max(4096),
@@ -263,7 +264,7 @@ mod tests {
 
     #[test]
     fn what_is_not_there_is_zero() {
-        for capability in [CAP_X86_SMM, CAP_NESTED_STATE, CAP_COALESCED_MMIO, CAP_XEN_HVM, 9999] {
+        for capability in [CAP_NESTED_STATE, CAP_COALESCED_MMIO, CAP_XEN_HVM, 9999] {
             assert_eq!(check_extension(&SMALL, capability.into()), 0);
         }
         assert_eq!(check_extension(&SMALL, u64::from(CAP_IRQCHIP) | 1 << 32), 0);

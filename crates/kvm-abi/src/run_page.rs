@@ -154,7 +154,8 @@ impl<'a> RunPage<'a> {
             STATUS,
             u64::from(reason)
                 | u64::from(output.ready_for_interrupt_injection) << 32
-                | u64::from(output.if_flag) << 40,
+                | u64::from(output.if_flag) << 40
+                | u64::from(output.smm) << 48,
         );
     }
 
@@ -203,7 +204,7 @@ impl<'a> RunPage<'a> {
             }
             UserExit::Shutdown => EXIT_SHUTDOWN,
             UserExit::SetTpr => EXIT_SET_TPR,
-            UserExit::Again => EXIT_INTR,
+            UserExit::Again | UserExit::Dead => EXIT_INTR,
             // Nothing happened that could be told: what the VMM looked at last is still there.
             UserExit::Immediate => self.load(STATUS) as u32,
             UserExit::Io { .. } => EXIT_IO,

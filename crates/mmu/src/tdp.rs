@@ -114,6 +114,11 @@ impl<F: PteFormat, S> Tdp<F, S> {
         1 << (9 * u32::from(self.tree.levels()))
     }
 
+    /// Counts there from now on.
+    pub fn count_in(&mut self, stats: Arc<VmStats>) {
+        self.tree.count_in(stats);
+    }
+
     /// Grows whenever a translation is withdrawn; never the same for two VMs.
     #[inline]
     pub fn generation(&self) -> u64 {

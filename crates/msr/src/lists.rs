@@ -8,7 +8,7 @@
 //! | SPEC_CTRL, ARCH_CAPABILITIES, UCODE_REV | what the guest knows of speculation flaws |
 //! | XSS, DEBUGCTL, MISC_ENABLE, MISC_FEATURES_ENABLES, PLATFORM_INFO, POWER_CTL, PERF_CAPABILITIES | settings |
 //! | MCG_STATUS, MCG_CTL | machine checks; the banks come with KVM_X86_SETUP_MCE and are read by number |
-//! | SMBASE, SMI_COUNT | kept for VMMs that save them; there is no SMM |
+//! | SMBASE, SMI_COUNT | system-management mode |
 //! | HWCR, VM_HSAVE_PA | AMD |
 //! | KVM_* | the paravirtual clock, steal time, end of interrupt and lazy TSC deadline |
 //!

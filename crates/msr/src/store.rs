@@ -383,6 +383,21 @@ impl MsrStore {
         self.misc_features & cpuid_faulting::ENABLE != 0
     }
 
+    /// Where the system-management handler and its save area lie.
+    pub fn smbase(&self) -> u64 {
+        self.smbase
+    }
+
+    /// RSM takes the base from the save area.
+    pub fn set_smbase(&mut self, value: u64) {
+        self.smbase = value;
+    }
+
+    /// One more system-management interrupt was taken.
+    pub fn count_smi(&mut self) {
+        self.smi_count = self.smi_count.wrapping_add(1);
+    }
+
     /// KVM_CAP_MSR_PLATFORM_INFO: whether the guest may read PLATFORM_INFO. It may until told
     /// otherwise.
     pub fn set_platform_info_readable(&mut self, on: bool) {

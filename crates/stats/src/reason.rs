@@ -96,6 +96,8 @@ reasons! {
     Undefined = "undefined",
     /// INVLPG, INVPCID.
     Invlpg = "invlpg",
+    /// The end of system-management mode.
+    Rsm = "rsm",
     /// A task switch.
     TaskSwitch = "task_switch",
     /// A triple fault.

@@ -92,6 +92,7 @@ fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
         ExitCode::Nmi => Exit::Nmi,
         ExitCode::Smi | ExitCode::Init => Exit::HostSignal,
         ExitCode::Iret => Exit::Iret,
+        ExitCode::Rsm => Exit::Rsm,
         ExitCode::Rdpmc => Exit::Rdpmc,
         ExitCode::Invlpg => Exit::Invlpg(assists.then_some(Gva(control.exit_info_1))),
         ExitCode::Invpcid => Exit::Invpcid,

@@ -107,6 +107,7 @@ impl<C: Cpu> Svm<C> {
             | Intercept3::INIT
             | Intercept3::RDPMC
             | Intercept3::CPUID
+            | Intercept3::RSM
             | Intercept3::INVD
             | Intercept3::HLT
             | Intercept3::INVLPGA

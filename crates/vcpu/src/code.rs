@@ -58,7 +58,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(always)]
     pub(crate) fn known_code(&self, size: CodeSize) -> Option<[u8; 16]> {
         let (rip, mode) = (self.linear_rip_in(size), self.code_mode());
-        let view = self.vm.memory().view();
+        let view = self.memory.view();
         self.fetch.hit(&mode, rip, &view).map(|code| code.bytes)
     }
 
@@ -66,7 +66,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline]
     pub(crate) fn fetch_here(&mut self, size: CodeSize) -> Option<([u8; 16], u8)> {
         let (rip, mode) = (self.linear_rip_in(size), self.code_mode());
-        let view = self.vm.memory().view();
+        let view = self.memory.view();
         let code = match self.fetch.hit(&mode, rip, &view) {
             Some(code) => code,
             None => {

@@ -179,7 +179,7 @@ impl<B: Backend> Vcpu<B> {
                 Err(stop) => return Err(stop),
             };
             let Some(part) = bytes.get_mut(done..done + in_page) else { break };
-            if self.vm.memory().read(gpa, part).is_err() {
+            if self.memory.read(gpa, part).is_err() {
                 if done != 0 {
                     break;
                 }
@@ -236,7 +236,7 @@ impl<B: Backend> Vcpu<B> {
 
     fn translate(&mut self, at: Gva, access: walk::Access) -> Result<Gpa, Stop> {
         let context = self.paging();
-        match translate(self.vm.memory(), &context, at.0, access) {
+        match translate(&*self.memory, &context, at.0, access) {
             Ok(t) => Ok(t.gpa),
             Err(WalkError::Fault(e)) => Err(Stop::Fault(e)),
             Err(WalkError::NonCanonical) => Err(Stop::Fault(Exception::gp(0))),
@@ -246,7 +246,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether a frame is RAM that the guest may read, or write.
     fn is_memory(&self, gpa: Gpa, write: bool) -> bool {
-        let slots = self.vm.memory().slots();
+        let slots = self.memory.slots();
         slots.find(gpa.gfn()).is_some_and(|s| !write || !s.is_readonly())
     }
 
@@ -401,7 +401,7 @@ impl<B: Backend> Machine for Vcpu<B> {
             return Ok(());
         }
         if self.is_memory(gpa, false) {
-            return self.vm.memory().read(gpa, into).map_err(memory_stop);
+            return self.memory.read(gpa, into).map_err(memory_stop);
         }
         self.device_read(gpa, into)
     }
@@ -412,7 +412,7 @@ impl<B: Backend> Machine for Vcpu<B> {
             return Ok(());
         }
         if self.is_memory(gpa, true) {
-            return self.vm.memory().write(gpa, data).map_err(memory_stop);
+            return self.memory.write(gpa, data).map_err(memory_stop);
         }
         self.device_write(gpa, data)
     }
@@ -436,10 +436,10 @@ impl<B: Backend> Machine for Vcpu<B> {
         let len = old.len();
         if !len.is_power_of_two() || len > 8 || gpa.0 % len as u64 != 0 {
             // Wider than the host exchanges on user memory, or split over two cache lines.
-            return self.vm.memory().write(gpa, new).map(|()| true).map_err(memory_stop);
+            return self.memory.write(gpa, new).map(|()| true).map_err(memory_stop);
         }
         let (old, new) = (u64::from_le_bytes(padded(old)), u64::from_le_bytes(padded(new)));
-        self.vm.memory().cmpxchg(gpa, len, old, new).map_err(memory_stop)
+        self.memory.cmpxchg(gpa, len, old, new).map_err(memory_stop)
     }
 
     fn is_ram(&mut self, at: Gva, len: usize, write: bool) -> Result<bool, Stop> {

@@ -27,13 +27,15 @@ pub struct Events {
     pub stepped: bool,
     /// The vCPU is observed: something is to be told before the next entry.
     pub observed: bool,
+    /// A system-management interrupt waits, and nothing masks it.
+    pub smi: bool,
 }
 
 impl Events {
     /// Whether something is for the outer loop, or to be told of by [`crate::observe`].
     #[inline]
     pub(crate) fn leaves(&self) -> bool {
-        self.triple_fault | self.stepped | self.observed
+        self.triple_fault | self.stepped | self.smi | self.observed
     }
 }
 
@@ -142,10 +144,13 @@ impl<B: Backend> Vcpu<B> {
         self.sync_priority();
         if self.b.injecting() {
             // Prepared already, for an entry that did not happen.
+            self.hurry_smi();
         } else if let Some(event) = self.events.again.take() {
             self.b.inject(event);
+            self.hurry_smi();
         } else if let Some(exception) = self.events.exception.take() {
             self.inject_exception(exception);
+            self.hurry_smi();
         }
         if self.shared.nmis() != 0 {
             self.inject_nmi();

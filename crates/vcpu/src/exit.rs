@@ -35,6 +35,8 @@ pub struct RunOutput {
     pub cr8: u64,
     /// The APIC base MSR.
     pub apic_base: u64,
+    /// The vCPU is in system-management mode.
+    pub smm: bool,
 }
 
 /// Words that accompany an internal error.
@@ -179,6 +181,8 @@ pub enum UserExit {
     Intr,
     /// Immediate exit was asked for; KVM_RUN fails with EINTR and the reason of the last exit stays.
     Immediate,
+    /// The VM is dead; KVM_RUN fails with EIO.
+    Dead,
     /// An application processor was started: call again. KVM_RUN fails with EAGAIN.
     Again,
 }

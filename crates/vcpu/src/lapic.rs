@@ -150,8 +150,10 @@ impl<B: Backend> Vcpu<B> {
             }
             effect => {
                 let next = self.with_kernel(|v| v.effect(effect)).1;
-                // The lazy deadline's page is put right outside.
-                if self.lazy.in_doubt() { Next::Done } else { next }
+                // The lazy deadline's page is put right outside, and there an INIT or SMI to oneself
+                // is taken.
+                let outside = self.lazy.in_doubt() || self.shared.has_requests();
+                if outside { Next::Done } else { next }
             }
         }
     }

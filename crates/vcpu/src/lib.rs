@@ -29,6 +29,7 @@ pub mod run;
 pub mod settings;
 mod shadow;
 pub mod slow;
+pub mod smm;
 pub mod statistics;
 
 pub use exit::{ErrorData, RunInput, RunOutput, UserExit};
@@ -41,7 +42,7 @@ use host::{Arc, KBox, NoMemory, fpu::GuestFpu};
 use mmu::{CodeFetch, TableCache};
 use msr::{HostMsrs, MsrStore};
 use stats::VcpuStats;
-use vm::{VmRef, vcpu_shared::SharedVcpu};
+use vm::{VmRef, memory::VmMemory, vcpu_shared::SharedVcpu};
 
 /// A virtual CPU. Owned by whoever holds its mutex: one thread at a time.
 pub struct Vcpu<B: Backend> {
@@ -56,7 +57,7 @@ pub struct Vcpu<B: Backend> {
     pub(crate) pv_eoi_offered: bool,
     /// What has to be looked at after every exit.
     pub(crate) after_exit: after_exit::AfterExit,
-    pub(crate) device_seen: mmio::DeviceSeen,
+    pub(crate) device_seen: KBox<mmio::DeviceSeen>,
     pub(crate) window_wanted: bool,
     /// CPUID outside CPL 0 faults (MISC_FEATURES_ENABLES).
     pub(crate) cpuid_faults: bool,
@@ -66,13 +67,16 @@ pub struct Vcpu<B: Backend> {
     pub(crate) loop_clock: lapic::LoopClock,
     /// What is counted: also in `shared`, here without the way through it.
     pub(crate) stats: Arc<VcpuStats>,
-    pub(crate) lazy: ::pv::LazyDeadline,
+    pub(crate) lazy: KBox<::pv::LazyDeadline>,
     /// The memory's generation when the lazy deadline's page was last put right.
     pub(crate) lazy_generation: u64,
     pub(crate) fetch: KBox<CodeFetch>,
     pub(crate) roots: roots::Roots,
     /// Shadow paging; `None` with nested paging.
     pub(crate) shadow: Option<KBox<shadow::Shadow>>,
+    /// Guest memory as the vCPU sees it now; what the VM shows it in system-management mode is
+    /// another.
+    pub(crate) memory: Arc<VmMemory>,
     pub(crate) shared: SharedVcpu,
     pub(crate) vm: VmRef,
     pub(crate) cpuid: KBox<GuestCpuid>,
@@ -92,6 +96,7 @@ pub struct Vcpu<B: Backend> {
     pub(crate) open: run::Open,
     pub(crate) replay: KBox<emulation::Replay>,
     pub(crate) pv: KBox<pv::PvState>,
+    pub(crate) smm: smm::Smm,
     pub(crate) signal_mask: Option<u64>,
     pub(crate) single_step: bool,
     pub(crate) guest_debug: u32,
@@ -109,8 +114,11 @@ pub struct Offered {
     pub msrs: &'static HostMsrs,
 }
 
-/// The parts of a vCPU that lie in memory of their own.
+/// The parts of a vCPU that lie in memory of their own: the vCPU itself has to fit on the stack once.
 struct Parts {
+    device_seen: KBox<mmio::DeviceSeen>,
+    lazy: KBox<::pv::LazyDeadline>,
+    roots: roots::Roots,
     fetch: KBox<CodeFetch>,
     cpuid: KBox<GuestCpuid>,
     tables: KBox<TableCache>,
@@ -171,6 +179,9 @@ impl<B: Backend> Vcpu<B> {
         offered: Offered,
     ) -> Result<KBox<Self>, NoMemory> {
         let parts = Parts {
+            device_seen: KBox::new(mmio::DeviceSeen::default())?,
+            lazy: KBox::new(::pv::LazyDeadline::default())?,
+            roots: roots::Roots::new(vm.paging)?,
             fetch: code_fetch()?,
             cpuid: boxed(|| GuestCpuid::new(offered.cpuid))?,
             tables: boxed(TableCache::new)?,
@@ -181,38 +192,33 @@ impl<B: Backend> Vcpu<B> {
             pv: boxed(pv::PvState::default)?,
             shadow: if vm.paging.nested { None } else { Some(shadow::Shadow::new()?) },
         };
-        Self::place(b, shared, vm, offered, parts)
+        KBox::make(|| Self::place(b, shared, vm, offered, parts))
     }
 
     #[inline(never)]
-    fn place(
-        b: B,
-        shared: SharedVcpu,
-        vm: VmRef,
-        offered: Offered,
-        parts: Parts,
-    ) -> Result<KBox<Self>, NoMemory> {
+    fn place(b: B, shared: SharedVcpu, vm: VmRef, offered: Offered, parts: Parts) -> Self {
         let tsc_khz = vm.tsc_khz();
-        let roots = roots::Roots::new(vm.paging);
-        KBox::new(Self {
+        let memory = vm.memory_in(false).clone();
+        Self {
             b,
             gprs: Gprs::default(),
             recheck: true,
             cr8_seen: 0,
             pv_eoi_offered: false,
             after_exit: after_exit::AfterExit::default(),
-            device_seen: mmio::DeviceSeen::default(),
+            device_seen: parts.device_seen,
             window_wanted: false,
             cpuid_faults: false,
             hlt_retired: false,
             events: events::Events::default(),
             loop_clock: lapic::LoopClock::default(),
-            roots,
+            roots: parts.roots,
             shadow: parts.shadow,
             stats: shared.stats.clone(),
-            lazy: ::pv::LazyDeadline::default(),
+            lazy: parts.lazy,
             lazy_generation: 0,
             fetch: parts.fetch,
+            memory,
             shared,
             vm,
             cpuid: parts.cpuid,
@@ -228,12 +234,13 @@ impl<B: Backend> Vcpu<B> {
             open: run::Open::Nothing,
             replay: parts.replay,
             pv: parts.pv,
+            smm: smm::Smm::default(),
             signal_mask: None,
             single_step: false,
             guest_debug: 0,
             has_run: false,
             io_data: [0; 8],
-        })
+        }
     }
 
     /// The half that other CPUs touch.
@@ -254,6 +261,7 @@ impl<B: Backend> Vcpu<B> {
         let signature = self.cpuid.signature();
         self.gprs.0[backend::RDX] = u64::from(if signature == 0 { 0x600 } else { signature });
         self.events = events::Events::default();
+        self.reset_smm();
         self.after_exit.set_offered(None);
         self.open = run::Open::Nothing;
         self.replay.forget();

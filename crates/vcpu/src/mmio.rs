@@ -170,7 +170,7 @@ impl<B: Backend> Vcpu<B> {
         }
         let (served, then) = self.with_kernel(|v| {
             // A slot may have come since the page was last found to be a device's.
-            v.vm.memory().slots().find(fault.gpa.gfn()).is_none() && v.kernel_device(&access)
+            v.memory.slots().find(fault.gpa.gfn()).is_none() && v.kernel_device(&access)
         });
         if served {
             self.device_seen.access = None;

@@ -161,7 +161,8 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     pub(crate) fn observe_answer(&mut self) -> bool {
-        if !self.after_exit.is_observed() || self.events.triple_fault || self.events.stepped {
+        let events = &self.events;
+        if !self.after_exit.is_observed() || events.triple_fault || events.stepped || events.smi {
             return false;
         }
         self.inject_answer() && self.tell_and_enter()

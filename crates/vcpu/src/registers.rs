@@ -10,7 +10,7 @@ use x86::{
 
 use vm::vcpu_shared::{MpState, Request};
 
-use crate::{Vcpu, run::Open};
+use crate::{Vcpu, run::Open, smm::SavedSmi};
 
 /// A value that this vCPU cannot have; nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,6 +64,7 @@ pub struct SavedEvents {
     pub nmi_masked: bool,
     pub sipi_vector: u32,
     pub triple_fault: bool,
+    pub smi: SavedSmi,
 }
 
 const RFLAGS_FIXED: u64 = 2;
@@ -121,7 +122,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// RFLAGS without what a debugger's single step put there.
-    fn guest_rflags(&self) -> u64 {
+    pub(crate) fn guest_rflags(&self) -> u64 {
         let rflags = self.b.rflags();
         if self.single_step { rflags & !RFLAGS_TF } else { rflags }
     }
@@ -244,6 +245,7 @@ impl<B: Backend> Vcpu<B> {
             nmi_masked: self.b.nmi_masked(),
             sipi_vector: 0,
             triple_fault: self.events.triple_fault,
+            smi: self.saved_smi(),
         }
     }
 
@@ -418,7 +420,7 @@ impl<B: Backend> Vcpu<B> {
     /// KVM_TRANSLATE: physical address, writable, user-accessible.
     pub fn translate_address(&mut self, linear: u64) -> Option<(u64, bool, bool)> {
         let context = self.paging();
-        let t = mmu::walk::probe(self.vm.memory(), &context, linear, mmu::Access::READ).ok()?;
+        let t = mmu::walk::probe(&*self.memory, &context, linear, mmu::Access::READ).ok()?;
         Some((t.gpa.0, t.writable, t.user))
     }
 }

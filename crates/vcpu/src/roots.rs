@@ -7,7 +7,7 @@
 //! and the last one that holds a root takes its tables with it.
 
 use backend::Backend;
-use host::NoMemory;
+use host::{KBox, NoMemory};
 use mmu::roots::{ResetBits, RootCache, RootKey, RootRole};
 use x86::Hpa;
 
@@ -22,24 +22,21 @@ pub(crate) struct Roots {
     unload: bool,
     keep: bool,
     shadow: bool,
-    /// The vCPU is in system-management mode.
-    smm: bool,
     /// The registers at the last look.
     seen: ResetBits,
-    cache: RootCache<Hpa>,
+    cache: KBox<RootCache<Hpa>>,
 }
 
 impl Roots {
-    pub(crate) fn new(paging: vm::vm::Paging) -> Self {
-        Self {
+    pub(crate) fn new(paging: vm::vm::Paging) -> Result<Self, NoMemory> {
+        Ok(Self {
             due: true,
             unload: false,
             keep: paging.keep_roots,
             shadow: !paging.nested,
-            smm: false,
             seen: ResetBits::default(),
-            cache: RootCache::new(),
-        }
+            cache: KBox::new(RootCache::new())?,
+        })
     }
 
     /// What the backend has to show of paging.
@@ -60,11 +57,6 @@ impl Roots {
     #[inline]
     pub(crate) fn is_shadow(&self) -> bool {
         self.shadow
-    }
-
-    /// Whether the vCPU is in system-management mode.
-    pub(crate) fn smm(&self) -> bool {
-        self.smm
     }
 }
 
@@ -122,12 +114,12 @@ impl<B: Backend> Vcpu<B> {
             return Ok(());
         }
         self.roots.due = false;
-        let key = RootKey { base: 0, role: RootRole::nested(self.roots.smm) };
+        let key = RootKey { base: 0, role: RootRole::nested(self.smm.active) };
         let root = match self.roots.cache.switch(key) {
             Some(root) => *root,
             None => {
-                let root = self.vm.memory().hold_nested_root();
-                // One address space: nothing is ever driven out.
+                let root = self.memory.hold_nested_root();
+                // Two address spaces: nothing is ever driven out.
                 self.roots.cache.insert(key, root);
                 root
             }
@@ -136,10 +128,18 @@ impl<B: Backend> Vcpu<B> {
         Ok(())
     }
 
+    /// The vCPU sees the memory of the other mode from now on, `smm` or not.
+    pub(crate) fn memory_changed(&mut self) {
+        self.roots.due = true;
+        self.shadow_memory_changed();
+    }
+
     fn drop_roots(&mut self) {
         self.drop_shadow_roots();
-        while self.roots.cache.take().is_some() {
-            self.vm.memory().unload_nested_root(&**self.vm);
+        for smm in [false, true] {
+            while self.roots.cache.take_if(|key, _| key.role.smm() == smm).is_some() {
+                self.vm.memory_in(smm).unload_nested_root(&**self.vm);
+            }
         }
     }
 }
@@ -147,8 +147,10 @@ impl<B: Backend> Vcpu<B> {
 impl<B: Backend> Drop for Vcpu<B> {
     fn drop(&mut self) {
         self.drop_shadow_roots();
-        while self.roots.cache.take().is_some() {
-            self.vm.memory().leave_nested_root();
+        for smm in [false, true] {
+            while self.roots.cache.take_if(|key, _| key.role.smm() == smm).is_some() {
+                self.vm.memory_in(smm).leave_nested_root();
+            }
         }
     }
 }

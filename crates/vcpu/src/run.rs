@@ -84,6 +84,7 @@ impl<B: Backend> Vcpu<B> {
             if_flag: self.b.rflags() & (1 << 9) != 0,
             cr8: u64::from(self.b.cr8()),
             apic_base: self.shared.lapic.base(),
+            smm: self.smm.active,
         }
     }
 
@@ -107,6 +108,11 @@ impl<B: Backend> Vcpu<B> {
     /// INIT and SIPI.
     pub(crate) fn take_start_signals(&mut self) {
         let (init, sipi) = self.shared.take_init_sipi();
+        if self.smm.active {
+            // INIT waits for the end of the mode, a SIPI is lost.
+            self.smm.latched_init |= init;
+            return;
+        }
         if init {
             self.reset_registers(true);
             self.forget_lazy_deadline();
@@ -189,21 +195,20 @@ impl<B: Backend> Vcpu<B> {
         {
             return Some(exit);
         }
-        if self.events.triple_fault {
-            self.events.triple_fault = false;
-            return Some(UserExit::Shutdown);
-        }
-        if self.events.stepped {
-            self.events.stepped = false;
-            let [.., dr7] = self.b.debug_regs();
-            let pc = self.linear_rip();
-            // DR6.BS with the bits that are always set.
-            return Some(UserExit::Debug { exception: 1, pc, dr6: 0xffff_4ff0, dr7 });
-        }
-        if self.shared.mp_state() != MpState::Runnable
-            && let Some(exit) = self.sleep()
+        if self.events.leaves()
+            && let Some(exit) = self.leave_with_event()
         {
             return Some(exit);
+        }
+        if self.shared.mp_state() != MpState::Runnable {
+            if let Some(exit) = self.sleep() {
+                return Some(exit);
+            }
+            if self.events.leaves()
+                && let Some(exit) = self.leave_with_event()
+            {
+                return Some(exit);
+            }
         }
         if self.window_wanted && self.ready_for_injection() {
             self.window_wanted = false;
@@ -217,11 +222,28 @@ impl<B: Backend> Vcpu<B> {
         None
     }
 
+    /// What [`Events::leaves`](crate::events::Events::leaves) tells of.
+    #[cold]
+    fn leave_with_event(&mut self) -> Option<UserExit> {
+        if self.events.triple_fault {
+            self.events.triple_fault = false;
+            return Some(UserExit::Shutdown);
+        }
+        if self.events.stepped {
+            self.events.stepped = false;
+            let [.., dr7] = self.b.debug_regs();
+            let pc = self.linear_rip();
+            // DR6.BS with the bits that are always set.
+            return Some(UserExit::Debug { exception: 1, pc, dr6: 0xffff_4ff0, dr7 });
+        }
+        self.take_smi()
+    }
+
     fn take_requests(&mut self) -> Option<UserExit> {
         let requests = self.shared.take_requests();
         let has = |r: Request| requests & r as u32 != 0;
         if has(Request::Dead) {
-            return Some(UserExit::Intr);
+            return Some(UserExit::Dead);
         }
         if has(Request::FlushTlb) {
             self.stats.count(VcpuCount::TlbFlush);
@@ -232,6 +254,9 @@ impl<B: Backend> Vcpu<B> {
         }
         if has(Request::Deadline) {
             self.deadline_came();
+        }
+        if has(Request::Smi) {
+            self.smi_arrived();
         }
         if has(Request::Event) {
             self.stats.count(VcpuCount::ReqEvent);
@@ -245,7 +270,8 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether a halted vCPU has a reason to go on.
     fn awake(&mut self) -> bool {
-        self.shared.nmis() != 0
+        (self.shared.nmis() != 0 && !self.b.nmi_masked())
+            || self.events.smi
             || self.shared.has_init_sipi()
             || self.events.external.is_some()
             || self.events.again.is_some()

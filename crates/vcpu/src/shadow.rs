@@ -48,6 +48,8 @@ mod work {
 #[derive(Debug)]
 pub(crate) struct Shadow {
     roots: ShadowRoots,
+    /// Those of the memory that the vCPU does not see now: see [`Vcpu::memory`].
+    others: ShadowRoots,
     work: u8,
     /// Guest tables that stay as they are want write protection, outside the loop.
     unsettled: bool,
@@ -61,6 +63,7 @@ impl Shadow {
     pub(crate) fn new() -> Result<KBox<Self>, NoMemory> {
         KBox::new(Self {
             roots: ShadowRoots::new()?,
+            others: ShadowRoots::new()?,
             work: work::SWITCH | work::FLUSH,
             unsettled: false,
             pdptes: [0; 4],
@@ -124,9 +127,9 @@ impl<B: Backend> Vcpu<B> {
     /// Does the work inside the loop. `false`: not to be had there.
     #[inline(never)]
     pub(crate) fn shadow_work_in_loop(&mut self) -> bool {
-        let (context, smm) = (self.paging(), self.roots.smm());
-        let Self { b, shadow: Some(shadow), vm, .. } = self else { return true };
-        let (memory, todo) = (vm.memory(), shadow.work);
+        let (context, smm) = (self.paging(), self.smm.active);
+        let Self { b, shadow: Some(shadow), memory, .. } = self else { return true };
+        let todo = shadow.work;
         let Some(mut guard) = memory.shadow().and_then(|mmu| mmu.try_lock()) else { return false };
         if todo & work::PDPTES != 0 {
             return false;
@@ -163,13 +166,13 @@ impl<B: Backend> Vcpu<B> {
 
     /// Does the work outside the loop.
     pub(crate) fn shadow_work(&mut self) -> Result<(), NoMemory> {
-        let (context, smm) = (self.paging(), self.roots.smm());
+        let (context, smm) = (self.paging(), self.smm.active);
         if self.shadow.as_ref().is_some_and(|s| s.work & work::PDPTES != 0) {
             self.reload_pdptes(&context);
         }
-        let Self { b, shadow: Some(shadow), vm, .. } = self else { return Ok(()) };
+        let Self { b, shadow: Some(shadow), vm, memory, .. } = self else { return Ok(()) };
         let todo = core::mem::take(&mut shadow.work);
-        let (memory, flush) = (vm.memory(), &***vm);
+        let flush = &***vm;
         if todo & (work::SWITCH | work::LOAD) != 0 {
             let loads = todo & work::LOAD != 0;
             let Shadow { roots, pdptes, .. } = &mut **shadow;
@@ -185,19 +188,33 @@ impl<B: Backend> Vcpu<B> {
         Ok(())
     }
 
+    /// The vCPU sees the memory of the other mode from now on. What was written there meanwhile, from
+    /// the mode that was left, is told nobody: all tables that count as unchanged are looked at
+    /// again.
+    pub(crate) fn shadow_memory_changed(&mut self) {
+        if let Some(shadow) = &mut self.shadow {
+            let Shadow { roots, others, .. } = &mut **shadow;
+            core::mem::swap(roots, others);
+            self.memory.shadow_doubt();
+            self.registers_replaced();
+        }
+    }
+
     /// Lets go of all roots; the next one is looked up anew.
     pub(crate) fn drop_shadow_roots(&mut self) {
+        let smm = self.smm.active;
         let Self { shadow: Some(shadow), vm, .. } = self else { return };
-        vm.memory().shadow_release(&mut shadow.roots);
+        vm.memory_in(smm).shadow_release(&mut shadow.roots);
+        vm.memory_in(!smm).shadow_release(&mut shadow.others);
         shadow.work |= work::SWITCH;
     }
 
     /// Before an entry: what is better done now and then than never.
     #[inline]
     pub(crate) fn settle_shadow(&mut self) {
-        let Self { shadow: Some(shadow), vm, .. } = self else { return };
+        let Self { shadow: Some(shadow), vm, memory, .. } = self else { return };
         if core::mem::take(&mut shadow.unsettled) {
-            vm.memory().shadow_settle(&***vm);
+            memory.shadow_settle(&***vm);
         }
     }
 
@@ -205,8 +222,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline]
     pub(crate) fn answer_page_fault(&mut self, fault: PageFault) -> Next {
         let context = self.paging();
-        let Self { shadow: Some(shadow), vm, .. } = self else { return Next::Leave };
-        let memory = vm.memory();
+        let Self { shadow: Some(shadow), memory, .. } = self else { return Next::Leave };
         let Some(mut guard) = memory.shadow().and_then(|mmu| mmu.try_lock()) else {
             return Next::Leave;
         };
@@ -234,9 +250,9 @@ impl<B: Backend> Vcpu<B> {
     /// A page fault outside the loop.
     pub(crate) fn page_fault(&mut self, fault: PageFault) -> Option<UserExit> {
         let context = self.paging();
-        let Self { shadow: Some(shadow), vm, tables, .. } = self else { return None };
+        let Self { shadow: Some(shadow), vm, memory, tables, .. } = self else { return None };
         let (roots, at) = (&mut shadow.roots, fault.address.0);
-        let outcome = vm.memory().shadow_fault(tables, roots, &context, at, fault.code, &***vm);
+        let outcome = memory.shadow_fault(tables, roots, &context, at, fault.code, &***vm);
         match outcome {
             ShadowOutcome::Fixed | ShadowOutcome::Retry => None,
             ShadowOutcome::Guest(exception) => {
@@ -302,8 +318,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn invlpg_in_loop(&mut self, at: u64) -> bool {
-        let Self { b, shadow: Some(shadow), vm, .. } = self else { return false };
-        let memory = vm.memory();
+        let Self { b, shadow: Some(shadow), memory, .. } = self else { return false };
         let Some(mut guard) = memory.shadow().and_then(|mmu| mmu.try_lock()) else { return false };
         guard.invlpg(&memory.view(), &mut shadow.roots, at);
         b.flush_tlb();
@@ -317,8 +332,8 @@ impl<B: Backend> Vcpu<B> {
     /// INVLPG outside the loop.
     pub(crate) fn flush_page(&mut self, at: Gva) {
         if self.paging().is_canonical(at.0) {
-            let Self { b, shadow: Some(shadow), vm, .. } = self else { return };
-            vm.memory().shadow_invlpg(&mut shadow.roots, at.0);
+            let Self { b, shadow: Some(shadow), memory, .. } = self else { return };
+            memory.shadow_invlpg(&mut shadow.roots, at.0);
             b.flush_tlb();
         }
     }
@@ -359,13 +374,13 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn fetch_pdptes(&mut self, cr: u8, value: u64) -> bool {
         let c = self.b.control();
         let cr4 = if cr == 4 { value } else { c.cr4 };
-        let Self { shadow: Some(shadow), vm, .. } = self else { return true };
+        let Self { shadow: Some(shadow), memory, .. } = self else { return true };
         shadow.fetched = None;
         if cr4 & CR4_PAE == 0 || c.efer & EFER_LMA != 0 || !matches!(cr, 0 | 3 | 4) {
             return true;
         }
         let base = pdptes_at(if cr == 3 { value } else { c.cr3 });
-        let (memory, mut bytes) = (vm.memory(), [0; 32]);
+        let mut bytes = [0; 32];
         if !memory.read_irqs_off(&memory.view(), Gpa(base), &mut bytes) {
             return false;
         }
@@ -378,12 +393,12 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn load_pdptes(&mut self, cr3: u64) -> Result<(), Exception> {
         let base = pdptes_at(cr3);
         let reserved = PDPTE_RESERVED | (u64::MAX << self.cpuid.maxphyaddr().clamp(32, 63));
-        let Self { shadow: Some(shadow), vm, .. } = self else { return Ok(()) };
+        let Self { shadow: Some(shadow), memory, .. } = self else { return Ok(()) };
         let entries = match shadow.fetched.take() {
             Some((at, entries)) if at == base => entries,
             _ => {
                 let mut bytes = [0; 32];
-                vm.memory().read(Gpa(base), &mut bytes).map_err(|_| Exception::gp(0))?;
+                memory.read(Gpa(base), &mut bytes).map_err(|_| Exception::gp(0))?;
                 decode_pdptes(&bytes)
             }
         };

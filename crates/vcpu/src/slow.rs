@@ -97,6 +97,10 @@ impl<B: Backend> Vcpu<B> {
                 self.b.own_debug_regs();
                 None
             }
+            Exit::Rsm => {
+                self.resume_from_smm();
+                None
+            }
             Exit::Shutdown => {
                 // The control block is undefined now (APM vol. 2 §15.14.3).
                 self.reset_registers(true);
@@ -222,7 +226,7 @@ impl<B: Backend> Vcpu<B> {
             present: fault.present,
         };
         self.stats.count(VcpuCount::PfTaken);
-        let outcome = self.vm.memory().fault(&mut self.tables, &access, &**self.vm);
+        let outcome = self.memory.fault(&mut self.tables, &access, &**self.vm);
         match outcome {
             FaultOutcome::Mapped => {
                 self.stats.count(VcpuCount::PfFixed);

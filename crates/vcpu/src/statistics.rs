@@ -31,6 +31,7 @@ pub fn reason_of(exit: &Exit) -> Reason {
         Exit::Exception(_) => Reason::Exception,
         Exit::Undefined => Reason::Undefined,
         Exit::Invlpg(_) | Exit::Invpcid => Reason::Invlpg,
+        Exit::Rsm => Reason::Rsm,
         Exit::TaskSwitch => Reason::TaskSwitch,
         Exit::Shutdown => Reason::Shutdown,
         Exit::HostSignal => Reason::HostSignal,

@@ -32,10 +32,12 @@ pub enum Request {
     Event = 1 << 1,
     /// The clock that the guest reads has to be published anew.
     Clock = 1 << 2,
-    /// The VMM's address space is gone: leave; what is asked of the VM next gets EIO.
+    /// The VM is dead: leave; what is asked of it next gets EIO.
     Dead = 1 << 3,
     /// A TSC deadline has come of which the guest may have stored a later one.
     Deadline = 1 << 4,
+    /// A system-management interrupt arrived.
+    Smi = 1 << 5,
 }
 
 /// KVM_MP_STATE_* (KVM API §4.38).
@@ -138,6 +140,15 @@ impl VcpuShared {
         self.state.take_requests()
     }
 
+    /// Takes one kind of request alone, for the vCPU between runs. Whether it was there.
+    pub fn take_request(&self, request: Request) -> bool {
+        let (bit, all) = (request as u32, self.take_requests());
+        if all & !bit != 0 {
+            self.state.request(all & !bit);
+        }
+        all & bit != 0
+    }
+
     /// Whether there is a request.
     #[inline]
     pub fn has_requests(&self) -> bool {
@@ -191,7 +202,7 @@ impl VcpuShared {
             Accepted::Nmi => self.add_nmi(),
             Accepted::Init => self.init_received(),
             Accepted::Sipi(page) => self.sipi_received(page),
-            Accepted::Smi => return,
+            Accepted::Smi => self.request(Request::Smi),
             Accepted::ExtInt => self.request(Request::Event),
         }
         self.kick();
@@ -246,6 +257,21 @@ impl VcpuShared {
         }
         let bits = self.init_sipi.swap(0, AcqRel);
         (bits & INIT != 0, (bits & SIPI != 0).then_some(Vector(bits as u8)))
+    }
+
+    /// Makes an INIT pending that was held back, or takes a pending one back. A SIPI stays.
+    pub fn set_init(&self, pending: bool) {
+        if pending {
+            self.init_sipi.fetch_or(INIT, SeqCst);
+            self.request(Request::Event);
+        } else {
+            self.init_sipi.fetch_and(!INIT, SeqCst);
+        }
+    }
+
+    /// Whether an INIT waits.
+    pub fn has_init(&self) -> bool {
+        self.init_sipi.load(Acquire) & INIT != 0
     }
 
     /// Whether an INIT or SIPI waits.

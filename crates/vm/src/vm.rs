@@ -60,7 +60,9 @@ impl Default for Paging {
 
 /// A virtual machine.
 pub struct Vm {
-    memory: VmMemory,
+    memory: Arc<VmMemory>,
+    /// What the guest sees in system-management mode: address space 1.
+    smm_memory: Arc<VmMemory>,
     vcpus: Arc<VcpuTable>,
     irq: VmIrq,
     time: SpinLock<Time>,
@@ -84,9 +86,13 @@ impl Vm {
         settings.max_vcpu_id.store(MAX_VCPU_ID, Relaxed);
         settings.identity_map.store(0xfffb_c000, Relaxed);
         let vcpus = Arc::new(VcpuTable::new()?)?;
-        let make = if limits.paging.nested { VmMemory::new } else { VmMemory::with_shadow };
+        let shadow = !limits.paging.nested;
+        let make = |with| VmMemory::shared(limits.levels, limits.encryption, region, shadow, with);
+        let memory = make(None)?;
+        let smm_memory = make(Some(&memory))?;
         WithNotifier::new(Self {
-            memory: make(limits.levels, limits.encryption, region)?,
+            memory,
+            smm_memory,
             irq: VmIrq::new(vcpus.clone())?,
             vcpus,
             time: SpinLock::new(Time::new()),
@@ -97,10 +103,16 @@ impl Vm {
         })
     }
 
-    /// Guest memory.
+    /// Guest memory as it is outside system-management mode: address space 0.
     #[inline]
     pub fn memory(&self) -> &VmMemory {
         &self.memory
+    }
+
+    /// Guest memory as a vCPU sees it in system-management mode, or outside it. The vCPU keeps it.
+    #[inline]
+    pub fn memory_in(&self, smm: bool) -> &Arc<VmMemory> {
+        if smm { &self.smm_memory } else { &self.memory }
     }
 
     /// The vCPUs.
@@ -125,9 +137,16 @@ impl Vm {
         self.vcpus.add(vcpu)
     }
 
-    /// Whether the VMM's address space is gone.
+    /// Whether the VMM's address space is gone, or the VM was killed.
     pub fn is_dead(&self) -> bool {
         self.dead.load(Relaxed)
+    }
+
+    /// The guest is in a state that no machine has: none of its vCPUs runs again, and whatever is
+    /// asked of the VM fails with `-EIO`.
+    pub fn kill(&self) {
+        self.dead.store(true, Relaxed);
+        self.vcpus.request_all(Request::Dead);
     }
 
     /// TSC frequency of new vCPUs.
@@ -194,23 +213,25 @@ impl FlushRemote for Vm {
 impl InvalidateHandler for Vm {
     fn invalidate_start(&self, start: Hva, end: Hva, may_block: bool) {
         self.memory.invalidate_start(start, end, may_block, self);
+        self.smm_memory.invalidate_start(start, end, may_block, self);
     }
 
     fn invalidate_end(&self, start: Hva, end: Hva) {
         self.memory.invalidate_end(start, end);
+        self.smm_memory.invalidate_end(start, end);
     }
 
     fn clear_young(&self, start: Hva, end: Hva) -> bool {
-        self.memory.clear_young(start, end)
+        self.memory.clear_young(start, end) | self.smm_memory.clear_young(start, end)
     }
 
     fn test_young(&self, start: Hva, end: Hva) -> bool {
-        self.memory.test_young(start, end)
+        self.memory.test_young(start, end) || self.smm_memory.test_young(start, end)
     }
 
     fn release(&self) {
-        self.dead.store(true, Relaxed);
-        self.vcpus.request_all(Request::Dead);
+        self.kill();
         self.memory.release(self);
+        self.smm_memory.release(self);
     }
 }

@@ -246,6 +246,8 @@ bitflags! {
         const RDPMC = 1 << 15;
         /// CPUID.
         const CPUID = 1 << 18;
+        /// RSM.
+        const RSM = 1 << 19;
         /// IRET.
         const IRET = 1 << 20;
         /// INVD.
@@ -421,6 +423,7 @@ mod exit_code {
         pub const Cr0SelWrite: Self = Self(0x065);
         pub const Rdpmc: Self = Self(0x06f);
         pub const Cpuid: Self = Self(0x072);
+        pub const Rsm: Self = Self(0x073);
         pub const Iret: Self = Self(0x074);
         pub const Invd: Self = Self(0x076);
         pub const Pause: Self = Self(0x077);

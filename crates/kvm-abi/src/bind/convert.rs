@@ -4,6 +4,7 @@
 use alloc::vec::Vec;
 
 use ::vcpu::registers::{Regs, SavedEvents, Sregs};
+use ::vcpu::smm::SavedSmi;
 use ::vm::irq::{IoEvent, IoEventError, IrqError, IrqFdError, Space};
 use ::vm::memory::DirtyLogError;
 use irqchip::{
@@ -256,6 +257,12 @@ pub fn events(e: &SavedEvents, rules: EventRules) -> KvmVcpuEvents {
         masked: e.nmi_masked.into(),
         pad: 0,
     };
+    out.smi = KvmSmiEvent {
+        smm: e.smi.smm.into(),
+        pending: e.smi.pending.into(),
+        smm_inside_nmi: e.smi.inside_nmi.into(),
+        latched_init: e.smi.latched_init.into(),
+    };
     out.flags = VCPUEVENT_VALID_NMI_PENDING | VCPUEVENT_VALID_SHADOW | VCPUEVENT_VALID_SMM;
     if rules.payload {
         out.flags |= VCPUEVENT_VALID_PAYLOAD;
@@ -292,6 +299,12 @@ pub fn from_events(e: &KvmVcpuEvents, rules: EventRules) -> Result<SavedEvents, 
         nmi_masked: e.nmi.masked != 0,
         sipi_vector: e.sipi_vector,
         triple_fault: e.triple_fault_pending != 0,
+        smi: SavedSmi {
+            smm: e.smi.smm != 0,
+            pending: e.smi.pending != 0,
+            inside_nmi: e.smi.smm_inside_nmi != 0,
+            latched_init: e.smi.latched_init != 0,
+        },
     })
 }
 
@@ -338,7 +351,7 @@ pub fn region(r: &MemoryRegion) -> Region {
         flags |= MEM_READONLY;
     }
     Region {
-        slot: r.slot.into(),
+        slot: r.slot.number.into(),
         flags,
         gpa: r.base.0 << x86::addr::PAGE_SHIFT,
         size: r.pages << x86::addr::PAGE_SHIFT,

@@ -258,6 +258,13 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
     fn set_events(&mut self, events: &KvmVcpuEvents) -> Result<(), Errno> {
         let saved = convert::from_events(events, self.rules())?;
         let has = |flag: u32| events.flags & flag != 0;
+        let smi = has(VCPUEVENT_VALID_SMM).then_some(saved.smi);
+        // An INIT is held back in system-management mode, and an SMI goes before it.
+        if smi.is_some_and(|smi| smi.smm || smi.pending)
+            && self.vcpu.shared().mp_state() == MpState::InitReceived
+        {
+            return Err(Errno::EINVAL);
+        }
         self.vcpu.restore_events(
             &saved,
             has(VCPUEVENT_VALID_SHADOW),
@@ -266,6 +273,9 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
         );
         if has(VCPUEVENT_VALID_SIPI_VECTOR) {
             self.sipi_vector = events.sipi_vector as u8;
+        }
+        if let Some(smi) = smi {
+            self.vcpu.restore_smi(&smi);
         }
         Ok(())
     }
@@ -279,7 +289,13 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
     }
 
     fn set_mp_state(&mut self, state: u32) -> Result<(), Errno> {
-        match MpState::from_raw(state).ok_or(Errno::EINVAL)? {
+        let state = MpState::from_raw(state).ok_or(Errno::EINVAL)?;
+        if matches!(state, MpState::InitReceived | MpState::SipiReceived)
+            && self.vcpu.holds_init_back()
+        {
+            return Err(Errno::EINVAL);
+        }
+        match state {
             // Nothing but the start-up IPI itself is left to be done.
             MpState::SipiReceived => {
                 self.vcpu.set_mp_state(MpState::InitReceived);
@@ -296,6 +312,10 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
 
     fn nmi(&mut self) {
         self.vcpu.queue_nmi();
+    }
+
+    fn smi(&mut self) {
+        self.vcpu.queue_smi();
     }
 
     fn lapic(&mut self, into: &mut KvmLapicState) -> Result<(), Errno> {

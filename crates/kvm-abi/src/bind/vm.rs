@@ -17,7 +17,7 @@ use host::{
 
 use super::{Host, MakeBackend, VcpuFile, convert, stats};
 use crate::caps::Offer;
-use crate::dispatch::{self, Irqchip, MemoryRegion, Setting, VmOps};
+use crate::dispatch::{self, Irqchip, MemoryRegion, Setting, SlotId, VmOps};
 use crate::errno::Errno;
 use crate::uapi::capability::X2APIC_API_USE_32BIT_IDS;
 use crate::uapi::clock::{CLOCK_REALTIME, KvmClockData};
@@ -151,20 +151,22 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
     }
 
     fn set_memory_region(&self, region: &MemoryRegion) -> Result<(), Errno> {
-        Ok(self.vm.memory().set_region(&convert::region(region), &**self.vm)?)
+        let memory = self.vm.memory_in(region.slot.smm);
+        Ok(memory.set_region(&convert::region(region), &**self.vm)?)
     }
 
-    fn dirty_log_pages(&self, slot: u16) -> Result<u64, Errno> {
-        let slots = self.vm.memory().slots();
-        match slots.by_id(slot) {
+    fn dirty_log_pages(&self, slot: SlotId) -> Result<u64, Errno> {
+        let slots = self.vm.memory_in(slot.smm).slots();
+        match slots.by_id(slot.number) {
             Some(slot) if slot.dirty.is_some() => Ok(slot.npages),
             _ => Err(Errno::ENOENT),
         }
     }
 
-    fn dirty_log(&self, slot: u16, bitmap: &mut [u64]) -> Result<(), Errno> {
+    fn dirty_log(&self, slot: SlotId, bitmap: &mut [u64]) -> Result<(), Errno> {
         let protect = self.vm.settings.manual_dirty_log.load(Relaxed) == 0;
-        let words = self.vm.memory().dirty_log(slot.into(), protect, &**self.vm)?;
+        let memory = self.vm.memory_in(slot.smm);
+        let words = memory.dirty_log(slot.number.into(), protect, &**self.vm)?;
         // The slot may have been replaced since its size was asked for.
         for (to, from) in bitmap.iter_mut().zip(&words) {
             *to = *from;
@@ -174,13 +176,13 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
 
     fn clear_dirty_log(
         &self,
-        slot: u16,
+        slot: SlotId,
         first: u64,
         pages: u32,
         bits: &[u64],
     ) -> Result<(), Errno> {
-        let memory = self.vm.memory();
-        Ok(memory.clear_dirty_log(slot.into(), first, pages.into(), bits, &**self.vm)?)
+        let memory = self.vm.memory_in(slot.smm);
+        Ok(memory.clear_dirty_log(slot.number.into(), first, pages.into(), bits, &**self.vm)?)
     }
 
     fn irqchip(&self) -> Irqchip {
@@ -280,7 +282,9 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
     }
 
     fn set_nr_mmu_pages(&self, pages: u64) -> Result<(), Errno> {
-        self.vm.memory().set_shadow_limit(pages, &**self.vm);
+        for smm in [false, true] {
+            self.vm.memory_in(smm).set_shadow_limit(pages, &**self.vm);
+        }
         Ok(())
     }
 

@@ -7,7 +7,7 @@ use x86::{Gfn, Hva};
 use zerocopy::FromZeros;
 
 use super::Reply;
-use super::ops::{MemoryRegion, VmOps};
+use super::ops::{MemoryRegion, SlotId, VmOps};
 use crate::errno::Errno;
 use crate::uapi::memory::*;
 use crate::user;
@@ -37,7 +37,7 @@ pub fn set_region2<V: VmOps>(vm: &V, arg: u64) -> Reply {
 
 /// What can be said of a region without looking at the VM. Every refusal is `EINVAL`.
 fn check_region(region: &KvmUserspaceMemoryRegion) -> Result<MemoryRegion, Errno> {
-    let slot = slot_number(region.slot)?;
+    let slot = slot_id(region.slot)?;
     let (gpa, size, hva) = (region.guest_phys_addr, region.memory_size, region.userspace_addr);
     let aligned = (gpa | size | hva) & PAGE_MASK == 0;
     let known = region.flags & !(MEM_LOG_DIRTY_PAGES | MEM_READONLY) == 0;
@@ -60,18 +60,19 @@ fn check_region(region: &KvmUserspaceMemoryRegion) -> Result<MemoryRegion, Errno
     })
 }
 
-/// Address space 0 is the only one.
-fn slot_number(slot: u32) -> Result<u16, Errno> {
-    match u16::try_from(slot) {
-        Ok(number) if slot < USER_MEM_SLOTS => Ok(number),
-        _ => Err(Errno::EINVAL),
+/// Bits 31:16 are the address space, the others the slot's number in it.
+fn slot_id(slot: u32) -> Result<SlotId, Errno> {
+    let (space, number) = (slot >> 16, slot as u16);
+    if space >= ADDRESS_SPACES || u32::from(number) >= USER_MEM_SLOTS {
+        return Err(Errno::EINVAL);
     }
+    Ok(SlotId { smm: space != 0, number })
 }
 
 /// KVM_GET_DIRTY_LOG.
 pub fn dirty_log<V: VmOps>(vm: &V, arg: u64) -> Reply {
     let log: KvmDirtyLog = user::read(arg)?;
-    let slot = slot_number(log.slot)?;
+    let slot = slot_id(log.slot)?;
     let words = vm.dirty_log_pages(slot)?.div_ceil(64);
     let words = usize::try_from(words).map_err(|_| Errno::ENOMEM)?;
     let mut bitmap = <[u64]>::new_box_zeroed_with_elems(words)?;
@@ -86,7 +87,7 @@ pub fn clear_dirty_log<V: VmOps>(vm: &V, arg: u64) -> Reply {
     if !log.first_page.is_multiple_of(64) {
         return Err(Errno::EINVAL);
     }
-    let slot = slot_number(log.slot)?;
+    let slot = slot_id(log.slot)?;
     let pages = vm.dirty_log_pages(slot)?;
     let count = u64::from(log.num_pages);
     let left = pages.checked_sub(log.first_page).ok_or(Errno::EINVAL)?;

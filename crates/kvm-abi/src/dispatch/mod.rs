@@ -19,7 +19,9 @@ mod system;
 mod vcpu;
 mod vm;
 
-pub use ops::{Irqchip, MemoryRegion, MsrRefused, Setting, SystemOps, VcpuFile, VcpuOps, VmOps};
+pub use ops::{
+    Irqchip, MemoryRegion, MsrRefused, Setting, SlotId, SystemOps, VcpuFile, VcpuOps, VmOps,
+};
 pub use system::system;
 pub use vcpu::vcpu;
 pub use vm::vm;

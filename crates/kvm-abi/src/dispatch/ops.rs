@@ -58,12 +58,21 @@ pub enum Irqchip {
     Full,
 }
 
+/// A slot's number and the address space it belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SlotId {
+    /// What the guest sees in system-management mode (address space 1), else outside it (0).
+    pub smm: bool,
+    /// The number.
+    pub number: u16,
+}
+
 /// A memory slot as user space describes it. Aligned, and within the 64 bits; whether it overlaps
 /// another, or reaches beyond what the hardware can address, is for the VM to say.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryRegion {
-    /// Slot number.
-    pub slot: u16,
+    /// Which slot.
+    pub slot: SlotId,
     /// First guest frame.
     pub base: Gfn,
     /// Pages; 0 deletes the slot.
@@ -121,13 +130,18 @@ pub trait VmOps {
     /// delete, or a change that a slot cannot have.
     fn set_memory_region(&self, region: &MemoryRegion) -> Result<(), Errno>;
     /// Pages of a slot with a dirty bitmap. `EINVAL`: no such number. `ENOENT`: no bitmap.
-    fn dirty_log_pages(&self, slot: u16) -> Result<u64, Errno>;
+    fn dirty_log_pages(&self, slot: SlotId) -> Result<u64, Errno>;
     /// The bitmap of a slot, one bit per page; cleared unless clearing is manual. `bitmap` has
     /// room for [`Self::dirty_log_pages`].
-    fn dirty_log(&self, slot: u16, bitmap: &mut [u64]) -> Result<(), Errno>;
+    fn dirty_log(&self, slot: SlotId, bitmap: &mut [u64]) -> Result<(), Errno>;
     /// Clears the bits of `bitmap`, the first of which is page `first`. `ENOENT`: no bitmap.
-    fn clear_dirty_log(&self, slot: u16, first: u64, pages: u32, bits: &[u64])
-    -> Result<(), Errno>;
+    fn clear_dirty_log(
+        &self,
+        slot: SlotId,
+        first: u64,
+        pages: u32,
+        bits: &[u64],
+    ) -> Result<(), Errno>;
 
     /// Which interrupt controllers are ours.
     fn irqchip(&self) -> Irqchip;
@@ -278,6 +292,8 @@ pub trait VcpuOps {
     fn interrupt(&mut self, vector: u8) -> Result<(), Errno>;
     /// Makes an NMI pending.
     fn nmi(&mut self);
+    /// Makes a system-management interrupt pending.
+    fn smi(&mut self);
     /// The local APIC's registers. Only with an in-kernel one.
     fn lapic(&mut self, into: &mut KvmLapicState) -> Result<(), Errno>;
     /// Sets them. `EINVAL`: an id that cannot be.

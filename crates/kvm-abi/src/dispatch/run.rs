@@ -37,6 +37,7 @@ pub fn run<V: VcpuOps>(vcpu: &mut V, page: RunPage<'_>, io_page: RunPage<'_>, ar
         UserExit::Intr | UserExit::Immediate => Err(Errno::EINTR),
         UserExit::Again => Err(Errno::EAGAIN),
         UserExit::MemoryFault { .. } => Err(Errno::EFAULT),
+        UserExit::Dead => Err(Errno::EIO),
         _ => Ok(0),
     }
 }

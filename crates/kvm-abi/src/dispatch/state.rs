@@ -244,10 +244,6 @@ pub fn set_events<V: VcpuOps>(vcpu: &mut V, mut events: KvmVcpuEvents) -> Done {
     if any && (exception.nr > 31 || exception.nr == NMI_VECTOR) {
         return Err(Errno::EINVAL);
     }
-    let smi = &events.smi;
-    if events.flags & VCPUEVENT_VALID_SMM != 0 && smi.smm | smi.pending | smi.smm_inside_nmi != 0 {
-        return Err(Errno::EINVAL);
-    }
     vcpu.set_events(&events)
 }
 

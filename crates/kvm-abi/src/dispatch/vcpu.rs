@@ -68,6 +68,10 @@ fn locked<V: VcpuOps>(vcpu: &mut V, cmd: u32, arg: u64) -> Reply {
             vcpu.nmi();
             Ok(())
         }
+        ioctl::SMI => {
+            vcpu.smi();
+            Ok(())
+        }
         ioctl::SET_SIGNAL_MASK => state::set_signal_mask(vcpu, arg),
         ioctl::TRANSLATE => state::translate(vcpu, arg),
         ioctl::SET_GUEST_DEBUG => state::set_guest_debug(vcpu, arg),

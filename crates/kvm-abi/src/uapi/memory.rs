@@ -61,6 +61,8 @@ pub const MEM_LOG_DIRTY_PAGES: u32 = 1 << 0;
 pub const MEM_READONLY: u32 = 1 << 1;
 /// Region flag: private memory behind a guest_memfd.
 pub const MEM_GUEST_MEMFD: u32 = 1 << 2;
+/// Address spaces that a slot can belong to: 0, and 1 for system-management mode.
+pub const ADDRESS_SPACES: u32 = 2;
 /// Slots that user space may number: 0 up to this.
 pub const USER_MEM_SLOTS: u32 = 32764;
 /// Most pages in one slot.

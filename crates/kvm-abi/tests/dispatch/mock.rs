@@ -131,15 +131,21 @@ impl VmOps for Vm {
     fn set_memory_region(&self, region: &MemoryRegion) -> Result<(), Errno> {
         self.note(region)
     }
-    fn dirty_log_pages(&self, _: u16) -> Result<u64, Errno> {
+    fn dirty_log_pages(&self, _: SlotId) -> Result<u64, Errno> {
         self.log_pages
     }
-    fn dirty_log(&self, slot: u16, bitmap: &mut [u64]) -> Result<(), Errno> {
+    fn dirty_log(&self, slot: SlotId, bitmap: &mut [u64]) -> Result<(), Errno> {
         bitmap.fill(0x1111);
-        self.note(("dirty", slot, bitmap.len()))
+        self.note(("dirty", slot.number, bitmap.len()))
     }
-    fn clear_dirty_log(&self, slot: u16, first: u64, pages: u32, b: &[u64]) -> Result<(), Errno> {
-        self.note(("clear", slot, first, pages, b))
+    fn clear_dirty_log(
+        &self,
+        slot: SlotId,
+        first: u64,
+        pages: u32,
+        b: &[u64],
+    ) -> Result<(), Errno> {
+        self.note(("clear", slot.number, first, pages, b))
     }
     fn irqchip(&self) -> Irqchip {
         self.irqchip
@@ -334,6 +340,7 @@ impl VcpuOps for Vcpu {
             if_flag: true,
             cr8: 3,
             apic_base: 0xfee0_0900,
+            smm: false,
         }
     }
     fn set_signal_mask(&mut self, mask: Option<u64>) {
@@ -418,6 +425,9 @@ impl VcpuOps for Vcpu {
     }
     fn nmi(&mut self) {
         self.note("nmi").unwrap();
+    }
+    fn smi(&mut self) {
+        self.note("smi").unwrap();
     }
     fn lapic(&mut self, into: &mut KvmLapicState) -> Result<(), Errno> {
         into.regs[0x20] = 5;

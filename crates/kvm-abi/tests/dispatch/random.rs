@@ -116,7 +116,7 @@ proptest! {
         let passed = v.take().len() == 1;
         prop_assert_eq!(reply.is_ok(), passed);
         if passed {
-            prop_assert!(slot < 32764 && flags < 4);
+            prop_assert!(slot >> 16 < 2 && slot & 0xffff < 32764 && flags < 4);
             prop_assert!((gpa | size | hva) & 0xfff == 0);
             prop_assert!(gpa.checked_add(size).is_some());
             prop_assert!(hva.checked_add(size).is_some_and(|end| end <= 1 << 47));

@@ -50,7 +50,13 @@ fn a_region_is_passed_on_in_frames() {
     let v = Vm::full();
     assert_eq!(give(&v, SET_USER_MEMORY_REGION, &REGION), Ok(0));
     let call = v.take().remove(0);
-    for part in ["slot: 3", "base: Gfn(0x100)", "pages: 3", "log_dirty: true", "read_only: true"] {
+    for part in [
+        "smm: false, number: 3",
+        "base: Gfn(0x100)",
+        "pages: 3",
+        "log_dirty: true",
+        "read_only: true",
+    ] {
         assert!(call.contains(part), "{call}");
     }
     let second = KvmUserspaceMemoryRegion2 {
@@ -60,7 +66,7 @@ fn a_region_is_passed_on_in_frames() {
         ..Default::default()
     };
     assert_eq!(give(&v, SET_USER_MEMORY_REGION2, &second), Ok(0));
-    assert!(v.take().remove(0).contains("slot: 1"));
+    assert!(v.take().remove(0).contains("number: 1"));
 }
 
 #[test]
@@ -69,7 +75,7 @@ fn regions_that_cannot_be_are_refused() {
     let r = REGION;
     let bad = [
         KvmUserspaceMemoryRegion { slot: USER_MEM_SLOTS, ..r },
-        KvmUserspaceMemoryRegion { slot: 1 << 16, ..r },
+        KvmUserspaceMemoryRegion { slot: 2 << 16, ..r },
         KvmUserspaceMemoryRegion { slot: u32::MAX, ..r },
         KvmUserspaceMemoryRegion { flags: MEM_GUEST_MEMFD, ..r },
         KvmUserspaceMemoryRegion { flags: 1 << 31, ..r },
@@ -104,7 +110,7 @@ fn the_dirty_log_is_rounded_to_words() {
     assert_eq!(give(&v, GET_DIRTY_LOG, &log), Ok(0));
     assert_eq!(bits.get::<[u64; 4]>(), [0x1111, 0x1111, 0x1111, 0]);
     refused(give(&v, GET_DIRTY_LOG, &KvmDirtyLog { dirty_bitmap: 0, ..log }), Errno::EFAULT);
-    refused(give(&v, GET_DIRTY_LOG, &KvmDirtyLog { slot: 1 << 16, ..log }), Errno::EINVAL);
+    refused(give(&v, GET_DIRTY_LOG, &KvmDirtyLog { slot: 2 << 16, ..log }), Errno::EINVAL);
     let none = Vm { log_pages: Err(Errno::ENOENT), ..Vm::full() };
     refused(give(&none, GET_DIRTY_LOG, &log), Errno::ENOENT);
 }

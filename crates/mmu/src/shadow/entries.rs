@@ -232,6 +232,17 @@ impl State {
             }
         });
     }
+
+    /// See [`super::ShadowGuard::note_writes`].
+    pub(super) fn unsync_all(&self) {
+        for id in 0..self.arena.numbers() {
+            if let Some(page) = self.arena.used_page(id)
+                && !page.role.get().is_direct()
+            {
+                self.unsync_table(page.gfn.get());
+            }
+        }
+    }
 }
 
 /// A table that was protected in vain so often is left alone 2^6 times as long as at first.

@@ -309,6 +309,11 @@ impl<F: PteFormat> ShadowGuard<'_, F> {
         self.state.unsync_table(gfn);
     }
 
+    /// Any guest frame may have been written without notice: the next flushes look at every table.
+    pub fn note_writes(&mut self) {
+        self.state.unsync_all();
+    }
+
     /// Lets go of all roots but the current one: `keep_roots=0`.
     pub fn forget_previous(&mut self, roots: &mut ShadowRoots) {
         self.state.forget_previous(roots);

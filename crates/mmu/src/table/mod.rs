@@ -257,6 +257,11 @@ impl<S> Tree<S> {
         &self.stats
     }
 
+    /// Counts there from now on; the root table, which is there as long as the tree, is left out.
+    pub fn count_in(&mut self, stats: Arc<VmStats>) {
+        self.stats = stats;
+    }
+
     /// Grows with every withdrawal of a translation.
     #[inline]
     pub fn generation(&self) -> u64 {

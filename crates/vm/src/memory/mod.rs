@@ -78,7 +78,7 @@ pub struct VmMemory<F: PteFormat = Npt> {
     sequence: AtomicU64,
     tdp: Tdp<F, Invalidations>,
     /// Shadow pages, when the hardware is not given the nested tables.
-    shadow: Option<ShadowMmu<F>>,
+    shadow: Option<KBox<ShadowMmu<F>>>,
     /// vCPUs that hold the nested root.
     root_users: AtomicU32,
     /// The VMM has said how many shadow pages there may be.
@@ -90,17 +90,45 @@ impl<F: PteFormat> VmMemory<F> {
     /// (NPT), else 4. `encryption`: the host's SME bit or 0.
     pub fn new(levels: u8, encryption: u64, limits: RegionLimits) -> Result<Self, NoMemory> {
         let tdp = Tdp::new(levels, encryption, Invalidations::default())?;
+        Ok(Self::over(tdp, Srcu::new(KBox::new(MemSlots::new())?)?, None, limits))
+    }
+
+    /// The same on the heap. `shadow`: for hardware that is given shadow tables. `with`: another
+    /// memory of the VM, which counts for both.
+    #[inline(never)]
+    pub fn shared(
+        levels: u8,
+        encryption: u64,
+        limits: RegionLimits,
+        shadow: bool,
+        with: Option<&Arc<Self>>,
+    ) -> Result<Arc<Self>, NoMemory> {
+        let mut tdp = Tdp::new(levels, encryption, Invalidations::default())?;
+        if let Some(other) = with {
+            tdp.count_in(other.stats().clone());
+        }
+        let slots = Srcu::new(KBox::new(MemSlots::new())?)?;
+        let shadow = if shadow { Some(shadow::pages(encryption)?) } else { None };
+        Arc::new(Self::over(tdp, slots, shadow, limits))
+    }
+
+    fn over(
+        tdp: Tdp<F, Invalidations>,
+        slots: Srcu<MemSlots>,
+        shadow: Option<KBox<ShadowMmu<F>>>,
+        limits: RegionLimits,
+    ) -> Self {
         let frames = limits.frames.min(tdp.frames());
-        Ok(Self {
-            slots: Srcu::new(KBox::new(MemSlots::new())?)?,
+        Self {
+            slots,
             slots_lock: Mutex::new(()),
             limits: RegionLimits { frames, ..limits },
             sequence: AtomicU64::new(0),
             tdp,
-            shadow: None,
+            shadow,
             root_users: AtomicU32::new(0),
             shadow_limited: AtomicBool::new(false),
-        })
+        }
     }
 
     /// Address of the nested root table.

@@ -5,6 +5,7 @@
 
 use core::sync::atomic::Ordering;
 
+use host::boxed::KBox;
 use host::error::NoMemory;
 use host::irq;
 use mmu::shadow::LEAST_PAGES;
@@ -37,6 +38,12 @@ pub enum ShadowOutcome {
     Error(MemoryError),
 }
 
+/// No shadow pages. Out of line: they are large, and move to the heap from here.
+#[inline(never)]
+pub(super) fn pages<F: PteFormat>(encryption: u64) -> Result<KBox<ShadowMmu<F>>, NoMemory> {
+    KBox::new(ShadowMmu::new(encryption)?)
+}
+
 /// Faults on the way of one access: every level's table, the page, and as many again.
 const ROUNDS: u32 = 16;
 
@@ -47,14 +54,14 @@ impl<F: PteFormat> VmMemory<F> {
         encryption: u64,
         limits: RegionLimits,
     ) -> Result<Self, NoMemory> {
-        let shadow = Some(ShadowMmu::new(encryption)?);
+        let shadow = Some(pages(encryption)?);
         Ok(Self { shadow, ..Self::new(levels, encryption, limits)? })
     }
 
     /// The shadow pages; `None` with nested paging.
     #[inline]
     pub fn shadow(&self) -> Option<&ShadowMmu<F>> {
-        self.shadow.as_ref()
+        self.shadow.as_deref()
     }
 
     /// [`mmu::ShadowGuard::switch`], to the end.
@@ -82,6 +89,13 @@ impl<F: PteFormat> VmMemory<F> {
     pub fn shadow_flush(&self, roots: &mut ShadowRoots) {
         if let Some(shadow) = &self.shadow {
             self.with_view(|view| shadow.lock().flush(view, roots));
+        }
+    }
+
+    /// [`mmu::ShadowGuard::note_writes`].
+    pub fn shadow_doubt(&self) {
+        if let Some(shadow) = &self.shadow {
+            shadow.lock().note_writes();
         }
     }
 

@@ -31,7 +31,9 @@ mod ports;
 mod registers;
 mod running;
 mod slots;
+mod smm;
 mod smp;
+mod smram;
 mod system;
 mod vcpus;
 
@@ -69,6 +71,8 @@ pub fn all() -> impl Iterator<Item = Test> {
         lazy_deadline::TESTS,
         lazy_stress::TESTS,
         irq_ioctls::TESTS,
+        smm::TESTS,
+        smram::TESTS,
         lifecycle::TESTS,
     ]
     .into_iter()

@@ -75,6 +75,7 @@ pub const GET_CPUID2: u64 = iowr::<kvm_cpuid2>(0x91);
 pub const GET_MP_STATE: u64 = ior::<kvm_mp_state>(0x98);
 pub const SET_MP_STATE: u64 = iow::<kvm_mp_state>(0x99);
 pub const NMI: u64 = io(0x9a);
+pub const SMI: u64 = io(0xb7);
 pub const SET_GUEST_DEBUG: u64 = iow::<kvm_guest_debug>(0x9b);
 pub const GET_VCPU_EVENTS: u64 = ior::<kvm_vcpu_events>(0x9f);
 pub const SET_VCPU_EVENTS: u64 = iow::<kvm_vcpu_events>(0xa0);

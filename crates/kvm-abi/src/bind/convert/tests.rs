@@ -52,7 +52,7 @@ proptest! {
     #[test]
     fn events_come_back_where_payloads_are_saved(
         nr in 0u8..32, code: Option<u32>, payload: Option<u64>, injected: bool,
-        vector: Option<u8>, soft: bool, nmis in 0u32..2, bits: [bool; 4],
+        vector: Option<u8>, soft: bool, nmis in 0u32..2, bits: [bool; 4], smi: [bool; 4],
     ) {
         let [shadow, nmi_injected, nmi_masked, triple_fault] = bits;
         // An exception that was delivered has left its payload behind.
@@ -68,6 +68,7 @@ proptest! {
             nmi_masked,
             sipi_vector: 0,
             triple_fault,
+            smi: SavedSmi { smm: smi[0], pending: smi[1], inside_nmi: smi[2], latched_init: smi[3] },
         };
         let rules = EventRules { payload: true, triple_fault: true };
         prop_assert_eq!(from_events(&events(&saved, rules), rules), Ok(saved));

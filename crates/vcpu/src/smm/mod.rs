@@ -1,0 +1,374 @@
+//! System-management mode: SMIs, the way in, RSM, and what a VMM sees of it (APM vol. 2 §10).
+//!
+//! In the mode the vCPU sees the VM's other address space, in which a VMM has put SMRAM over what
+//! lies there otherwise. Nothing asks on an exit whether the mode is on: the vCPU holds the
+//! memory that it sees, and entry and RSM, which happen outside the inner loop, change it.
+
+mod area;
+
+use backend::{Backend, SegmentName};
+use host::smp;
+use vm::vcpu_shared::{MpState, Request};
+use x86::{
+    Exception, Gpa,
+    cpuid::feature,
+    segment::{DescriptorTable, Segment, attr, kind},
+};
+
+use crate::{Vcpu, exit::UserExit};
+use area::{Area, SavedCpu};
+
+const RFLAGS_FIXED: u64 = 2;
+const RFLAGS_TF: u64 = 1 << 8;
+const RFLAGS_KNOWN: u64 = 0x3f_7fd5;
+const CR0_PE: u64 = 1;
+const CR0_EM: u64 = 1 << 2;
+const CR0_TS: u64 = 1 << 3;
+const CR0_ET: u64 = 1 << 4;
+const CR0_NW: u64 = 1 << 29;
+const CR0_CD: u64 = 1 << 30;
+const CR0_PG: u64 = 1 << 31;
+const CR0_KNOWN: u64 = 0xe005_003f;
+const CR4_PAE: u64 = 1 << 5;
+const CR4_PCIDE: u64 = 1 << 17;
+const EFER_LME: u64 = 1 << 8;
+const EFER_LMA: u64 = 1 << 10;
+const DR7_FIXED: u64 = 0x400;
+/// Where the handler begins, from SMBASE.
+const HANDLER: u64 = 0x8000;
+
+/// The order of [`SavedCpu::segments`].
+const SEGMENTS: [SegmentName; 8] = [
+    SegmentName::Es,
+    SegmentName::Cs,
+    SegmentName::Ss,
+    SegmentName::Ds,
+    SegmentName::Fs,
+    SegmentName::Gs,
+    SegmentName::Ldtr,
+    SegmentName::Tr,
+];
+
+/// A segment in the handler: 4 GiB of data from 0 (APM vol. 2 §10.3.3). CS is of that type too, as
+/// KVM has it.
+const FLAT: Segment = Segment {
+    base: 0,
+    limit: u32::MAX,
+    selector: 0,
+    attr: attr::P | attr::S | attr::G | kind::DATA_RW_ACCESSED as u16,
+};
+
+/// What a vCPU knows of system-management mode.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Smm {
+    /// The vCPU is in it.
+    pub active: bool,
+    /// NMIs were masked already when it was entered: RSM leaves them so.
+    pub inside_nmi: bool,
+    /// An SMI waits, or in the mode one for its end.
+    pub pending: bool,
+    /// An INIT waits for the end of the mode.
+    pub latched_init: bool,
+}
+
+/// The SMI part of KVM_GET_VCPU_EVENTS, neutral.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct SavedSmi {
+    pub smm: bool,
+    pub pending: bool,
+    pub inside_nmi: bool,
+    pub latched_init: bool,
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// KVM_SMI.
+    pub fn queue_smi(&mut self) {
+        self.shared.request(Request::Smi);
+    }
+
+    /// An SMI arrived. Those that arrive while one waits are one with it.
+    pub(crate) fn smi_arrived(&mut self) {
+        self.set_smi_pending(true);
+    }
+
+    fn set_smi_pending(&mut self, pending: bool) {
+        self.smm.pending = pending;
+        self.events.smi = pending && !self.smm.active;
+    }
+
+    /// Takes the SMI that waits, if the vCPU is between two instructions. Else what is on its way
+    /// into the guest goes first, see [`Vcpu::hurry_smi`].
+    pub(crate) fn take_smi(&mut self) -> Option<UserExit> {
+        let busy = self.b.injecting()
+            || self.events.again.is_some()
+            || self.events.exception.is_some()
+            || !matches!(self.shared.mp_state(), MpState::Runnable | MpState::Halted);
+        if busy || !self.events.smi {
+            return None;
+        }
+        // RSM goes on behind a HLT, as in KVM.
+        self.shared.set_mp_state(MpState::Runnable);
+        self.set_smi_pending(false);
+        self.store.count_smi();
+        match self.enter_smm() {
+            Ok(()) => None,
+            Err(NoSaveArea) => {
+                self.vm.kill();
+                Some(UserExit::Dead)
+            }
+        }
+    }
+
+    /// An event goes into the guest before an SMI: has the vCPU leave the guest as soon as that is
+    /// delivered. Interrupts are off.
+    #[inline]
+    pub(crate) fn hurry_smi(&self) {
+        if self.events.smi {
+            smp::kick(smp::cpu_id());
+        }
+    }
+
+    /// The vCPU sees the other memory from now on.
+    fn set_smm(&mut self, active: bool) {
+        self.smm.active = active;
+        if !active {
+            self.smm.inside_nmi = false;
+        }
+        self.memory = self.vm.memory_in(active).clone();
+        self.memory_changed();
+        self.b.flush_tlb();
+        *self.device_seen = Default::default();
+        self.replay.forget();
+        self.recheck = true;
+        if !active && core::mem::take(&mut self.smm.latched_init) {
+            self.shared.set_init(true);
+        }
+        self.set_smi_pending(self.smm.pending);
+    }
+
+    /// Power-up, INIT and shutdown end the mode; what waited is gone.
+    pub(crate) fn reset_smm(&mut self) {
+        if self.smm.active {
+            self.smm.latched_init = false;
+            self.set_smm(false);
+        }
+        self.set_smi_pending(false);
+    }
+
+    /// Saves the state and begins the handler (APM vol. 2 §10.3).
+    fn enter_smm(&mut self) -> Result<(), NoSaveArea> {
+        // A step of ours towards an NMI is none of the guest's state.
+        self.b.own_single_step();
+        let inside_nmi = self.b.nmi_masked();
+        self.set_smm_after_saving()?;
+        self.smm.inside_nmi = inside_nmi;
+        self.b.set_nmi_masked(true);
+        self.begin_handler();
+        Ok(())
+    }
+
+    #[inline(never)]
+    fn set_smm_after_saving(&mut self) -> Result<(), NoSaveArea> {
+        let mut area = [0; area::SIZE];
+        self.save_into(&mut area);
+        self.set_smm(true);
+        self.memory.write(self.save_area(), &area).map_err(|_| NoSaveArea)
+    }
+
+    fn save_area(&self) -> Gpa {
+        Gpa(self.store.smbase().wrapping_add(area::OFFSET))
+    }
+
+    #[inline(never)]
+    fn save_into(&self, area: &mut Area) {
+        let c = self.b.control();
+        let [.., dr6, dr7] = self.b.debug_regs();
+        let cpu = SavedCpu {
+            gpr: self.gprs.0,
+            rip: self.b.rip(),
+            rflags: self.guest_rflags(),
+            dr6,
+            dr7,
+            cr0: c.cr0,
+            cr3: c.cr3,
+            cr4: c.cr4,
+            efer: Some(c.efer),
+            smbase: self.store.smbase(),
+            interrupt_shadow: self.b.interrupt_shadow(),
+            segments: SEGMENTS.map(|name| self.b.segment(name)),
+            gdtr: self.b.gdtr(),
+            idtr: self.b.idtr(),
+        };
+        if self.has_long_mode() { area::store64(&cpu, area) } else { area::store32(&cpu, area) }
+    }
+
+    fn has_long_mode(&self) -> bool {
+        self.cpuid.has(feature::LM)
+    }
+
+    /// RFLAGS, with the step that a debugger may have asked for.
+    fn set_handler_rflags(&mut self, rflags: u64) {
+        let step = if self.single_step { RFLAGS_TF } else { 0 };
+        self.b.set_rflags(rflags & RFLAGS_KNOWN | RFLAGS_FIXED | step);
+    }
+
+    /// The state in which a handler begins (APM vol. 2 §10.3.3).
+    fn begin_handler(&mut self) {
+        self.set_handler_rflags(0);
+        self.b.set_rip(HANDLER);
+        self.b.set_interrupt_shadow(false);
+        let cr0 = self.b.control().cr0;
+        self.b.set_cr0(cr0 & !(CR0_PE | CR0_EM | CR0_TS | CR0_PG));
+        self.b.set_cr4(0);
+        if self.has_long_mode() {
+            self.b.set_efer(0);
+        }
+        self.b.set_idtr(DescriptorTable { base: 0, limit: 0 });
+        let [a, b, c, d, dr6, _] = self.b.debug_regs();
+        self.b.set_debug_regs([a, b, c, d, dr6, DR7_FIXED]);
+        let smbase = self.store.smbase();
+        let cs = Segment { base: smbase, selector: (smbase >> 4) as u16, ..FLAT };
+        for name in SEGMENTS.into_iter().take(6) {
+            self.b.set_segment(name, if name == SegmentName::Cs { cs } else { FLAT });
+        }
+        self.control_changed();
+    }
+
+    /// CR0, CR3, CR4 and EFER were set.
+    fn control_changed(&mut self) {
+        self.b.flush_tlb();
+        self.cpuid_inputs_changed();
+        self.note_role();
+        self.recheck = true;
+    }
+
+    /// RSM: #UD outside the mode; else back to what the save area says, or into shutdown where that
+    /// is no state of a CPU (APM vol. 2 §10.3.4, vol. 3 "RSM").
+    pub(crate) fn resume_from_smm(&mut self) {
+        if !self.smm.active {
+            self.raise(Exception::ud());
+            return;
+        }
+        if !self.resume_from_save_area() {
+            self.events.triple_fault = true;
+        }
+        self.recheck = true;
+    }
+
+    #[inline(never)]
+    fn resume_from_save_area(&mut self) -> bool {
+        let mut area = [0; area::SIZE];
+        if self.memory.read(self.save_area(), &mut area).is_err() {
+            return false;
+        }
+        if !self.smm.inside_nmi {
+            self.b.set_nmi_masked(false);
+        }
+        self.set_smm(false);
+        self.restore_from(&area)
+    }
+
+    #[inline(never)]
+    fn restore_from(&mut self, area: &Area) -> bool {
+        let mut cpu = SavedCpu::default();
+        if self.has_long_mode() {
+            area::load64(area, &mut cpu);
+        } else {
+            area::load32(area, &mut cpu);
+        }
+        if !self.is_a_state(&cpu) {
+            return false;
+        }
+        self.restore_cpu(&cpu);
+        true
+    }
+
+    /// Whether the control and debug registers are such as MOV would take.
+    fn is_a_state(&self, cpu: &SavedCpu) -> bool {
+        let efer = cpu.efer.unwrap_or_else(|| self.b.control().efer) & !EFER_LMA;
+        let paging = cpu.cr0 & CR0_PG != 0;
+        let long = paging && efer & EFER_LME != 0;
+        let address = 1u64.checked_shl(self.cpuid.maxphyaddr().min(52).into()).unwrap_or(0);
+        (cpu.dr6 | cpu.dr7 | cpu.cr0) >> 32 == 0
+            && (!paging || cpu.cr0 & CR0_PE != 0)
+            && (cpu.cr0 & CR0_NW == 0 || cpu.cr0 & CR0_CD != 0)
+            && cpu.cr3 < address
+            && cpu.cr4 & !self.cpuid.cr4_allowed().bits() == 0
+            && (!long || cpu.cr4 & CR4_PAE != 0)
+            && (long || cpu.cr4 & CR4_PCIDE == 0)
+            && efer & !self.cpuid.efer_allowed().bits() == 0
+    }
+
+    fn restore_cpu(&mut self, cpu: &SavedCpu) {
+        if self.has_long_mode() {
+            self.gprs.0 = cpu.gpr;
+        } else {
+            for (to, from) in self.gprs.0.iter_mut().zip(cpu.gpr).take(8) {
+                *to = from;
+            }
+        }
+        self.set_handler_rflags(cpu.rflags);
+        self.b.set_rip(cpu.rip);
+        let [a, b, c, d, ..] = self.b.debug_regs();
+        self.set_debug_regs([a, b, c, d, cpu.dr6, cpu.dr7]);
+        self.store.set_smbase(cpu.smbase);
+        if let Some(efer) = cpu.efer {
+            let long = cpu.cr0 & CR0_PG != 0 && efer & EFER_LME != 0;
+            self.b.set_efer(efer & !EFER_LMA | if long { EFER_LMA } else { 0 });
+        }
+        self.b.set_cr0(cpu.cr0 & CR0_KNOWN | CR0_ET);
+        self.b.set_cr3(cpu.cr3);
+        self.b.set_cr4(cpu.cr4);
+        for (name, segment) in SEGMENTS.into_iter().zip(cpu.segments) {
+            self.b.set_segment(name, segment);
+        }
+        self.b.set_gdtr(cpu.gdtr);
+        self.b.set_idtr(cpu.idtr);
+        self.b.set_interrupt_shadow(cpu.interrupt_shadow);
+        self.control_changed();
+        if self.single_step {
+            self.events.stepped = true;
+        }
+    }
+
+    /// KVM_GET_VCPU_EVENTS.
+    pub(crate) fn saved_smi(&mut self) -> SavedSmi {
+        if self.shared.take_request(Request::Smi) {
+            self.smi_arrived();
+        }
+        SavedSmi {
+            smm: self.smm.active,
+            pending: self.smm.pending,
+            inside_nmi: self.smm.inside_nmi,
+            latched_init: self.shared.in_kernel_apic
+                && (self.smm.latched_init || self.shared.has_init()),
+        }
+    }
+
+    /// KVM_SET_VCPU_EVENTS with its SMM flag.
+    pub fn restore_smi(&mut self, smi: &SavedSmi) {
+        let _ = self.shared.take_request(Request::Smi);
+        if self.shared.in_kernel_apic {
+            self.smm.latched_init = false;
+            self.shared.set_init(smi.latched_init);
+        }
+        if self.smm.active != smi.smm {
+            self.set_smm(smi.smm);
+        }
+        self.smm.inside_nmi = smi.smm && smi.inside_nmi;
+        self.set_smi_pending(smi.pending);
+        self.recheck = true;
+    }
+
+    /// Whether a VMM may not ask for the wait for a SIPI: an INIT would be held back, or an SMI goes
+    /// before it.
+    pub fn holds_init_back(&mut self) -> bool {
+        let smi = self.saved_smi();
+        smi.smm || smi.pending
+    }
+}
+
+/// The save area is not in memory.
+#[derive(Clone, Copy, Debug)]
+struct NoSaveArea;
