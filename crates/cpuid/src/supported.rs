@@ -291,7 +291,7 @@ impl Supported {
                 let linear = ((eax >> 8) & 0xff).max(48);
                 let reach = match facts.nested_levels {
                     0 => 0,
-                    ..5 => physical.min(48),
+                    1..5 => physical.min(48),
                     _ => physical,
                 };
                 [

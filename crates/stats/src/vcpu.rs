@@ -130,6 +130,7 @@ impl VcpuStats {
     /// All zero, on the heap. Copied there from a constant and not by way of the stack.
     #[inline(never)]
     pub fn shared() -> Result<Arc<Self>, NoMemory> {
+        #[allow(clippy::declare_interior_mutable_const, reason = "a template, never counted in")]
         const EMPTY: VcpuStats = VcpuStats::new();
         Arc::new(EMPTY)
     }

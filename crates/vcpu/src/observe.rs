@@ -232,10 +232,13 @@ impl<B: Backend> Vcpu<B> {
             }
             // The local APIC's page. Other devices, and what is handled outside, are told of where
             // they answer.
-            Exit::NestedFault(fault) if inside && watch.mmio() && !faulted => {
-                if self.shared.lapic.mmio_base() == Some(fault.gpa.0 & !0xfff) {
-                    self.tell_simple(before, fault.gpa.0);
-                }
+            Exit::NestedFault(fault)
+                if inside
+                    && watch.mmio()
+                    && !faulted
+                    && self.shared.lapic.mmio_base() == Some(fault.gpa.0 & !0xfff) =>
+            {
+                self.tell_simple(before, fault.gpa.0);
             }
             _ => {}
         }
