@@ -62,7 +62,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// KVM_SET_CPUID2. After the vCPU has run only the same content is taken.
     pub fn set_cpuid(&mut self, entries: &[cpuid::Entry]) -> Result<(), cpuid::Error> {
-        if self.cpuid.set(entries, self.offered.cpuid, self.has_run)? {
+        if self.cpuid.set(entries, self.rare.offered.cpuid, self.has_run)? {
             self.apply_cpuid();
             self.cpuid_inputs_changed();
         }

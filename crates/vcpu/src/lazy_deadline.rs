@@ -147,7 +147,7 @@ impl<B: Backend> Vcpu<B> {
         value: u64,
         host: bool,
     ) -> Result<(), Refused> {
-        let possible = self.offered.msrs.lazy_deadline && self.shared.in_kernel_apic;
+        let possible = self.rare.offered.msrs.lazy_deadline && self.shared.in_kernel_apic;
         let offered = self.cpuid.has(x86::cpuid::feature::KVM_LAZY_TSC_DEADLINE);
         let off = value & 1 == 0;
         if !(possible && (offered || host)) && !(host && off) {

@@ -80,8 +80,7 @@ pub struct Vcpu<B: Backend> {
     pub(crate) shared: SharedVcpu,
     pub(crate) vm: VmRef,
     pub(crate) cpuid: KBox<GuestCpuid>,
-    /// What this host can offer.
-    pub(crate) offered: Offered,
+    pub(crate) rare: KBox<Rare>,
     /// Pages for nested tables, topped up outside locks.
     pub(crate) tables: KBox<TableCache>,
     pub(crate) store: KBox<MsrStore>,
@@ -91,18 +90,26 @@ pub struct Vcpu<B: Backend> {
     pub(crate) tsc_ratio: u64,
     pub(crate) tsc_offset: u64,
     /// What an observed vCPU has yet to tell.
-    pub(crate) observation: observe::Observation,
+    pub(crate) observation: KBox<observe::Observation>,
     pub(crate) fpu: KBox<GuestFpu>,
     pub(crate) open: run::Open,
     pub(crate) replay: KBox<emulation::Replay>,
     pub(crate) pv: KBox<pv::PvState>,
     pub(crate) smm: smm::Smm,
-    pub(crate) signal_mask: Option<u64>,
     pub(crate) single_step: bool,
     pub(crate) guest_debug: u32,
     pub(crate) has_run: bool,
     /// Bytes for the port I/O page: what the guest writes, or what user space answers.
     pub io_data: [u8; 8],
+}
+
+/// What is looked at once in a run, or less.
+#[derive(Debug)]
+pub(crate) struct Rare {
+    /// What this host can offer.
+    pub offered: Offered,
+    /// Signals to be blocked during KVM_RUN.
+    pub signal_mask: Option<u64>,
 }
 
 /// What this host can offer its guests, found out at load.
@@ -118,6 +125,8 @@ pub struct Offered {
 struct Parts {
     device_seen: KBox<mmio::DeviceSeen>,
     lazy: KBox<::pv::LazyDeadline>,
+    observation: KBox<observe::Observation>,
+    rare: KBox<Rare>,
     roots: roots::Roots,
     fetch: KBox<CodeFetch>,
     cpuid: KBox<GuestCpuid>,
@@ -181,6 +190,8 @@ impl<B: Backend> Vcpu<B> {
         let parts = Parts {
             device_seen: KBox::new(mmio::DeviceSeen::default())?,
             lazy: KBox::new(::pv::LazyDeadline::default())?,
+            observation: KBox::new(observe::Observation::default())?,
+            rare: KBox::new(Rare { offered, signal_mask: None })?,
             roots: roots::Roots::new(vm.paging)?,
             fetch: code_fetch()?,
             cpuid: boxed(|| GuestCpuid::new(offered.cpuid))?,
@@ -192,11 +203,11 @@ impl<B: Backend> Vcpu<B> {
             pv: boxed(pv::PvState::default)?,
             shadow: if vm.paging.nested { None } else { Some(shadow::Shadow::new()?) },
         };
-        KBox::make(|| Self::place(b, shared, vm, offered, parts))
+        KBox::make(|| Self::place(b, shared, vm, parts))
     }
 
     #[inline(never)]
-    fn place(b: B, shared: SharedVcpu, vm: VmRef, offered: Offered, parts: Parts) -> Self {
+    fn place(b: B, shared: SharedVcpu, vm: VmRef, parts: Parts) -> Self {
         let tsc_khz = vm.tsc_khz();
         let memory = vm.memory_in(false).clone();
         Self {
@@ -222,20 +233,19 @@ impl<B: Backend> Vcpu<B> {
             shared,
             vm,
             cpuid: parts.cpuid,
-            offered,
+            rare: parts.rare,
             tables: parts.tables,
             store: parts.store,
             decode: parts.decode,
             tsc_khz,
             tsc_ratio: 1 << 32,
             tsc_offset: 0,
-            observation: observe::Observation::default(),
+            observation: parts.observation,
             fpu: parts.fpu,
             open: run::Open::Nothing,
             replay: parts.replay,
             pv: parts.pv,
             smm: smm::Smm::default(),
-            signal_mask: None,
             single_step: false,
             guest_debug: 0,
             has_run: false,

@@ -317,7 +317,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Signals to be blocked during KVM_RUN.
     pub fn set_signal_mask(&mut self, mask: Option<u64>) {
-        self.signal_mask = mask;
+        self.rare.signal_mask = mask;
     }
 
     /// XCR0.

@@ -51,7 +51,7 @@ impl<B: Backend> Vcpu<B> {
         if watch.any() {
             self.observe_call(input, watch);
         }
-        let _mask = task::with_sigmask(self.signal_mask);
+        let _mask = task::with_sigmask(self.rare.signal_mask);
         if let Some(exit) = self.wait_for_start(input) {
             return exit;
         }
