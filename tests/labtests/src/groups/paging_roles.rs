@@ -515,6 +515,12 @@ fn kvm_set_cpuid2_again_changes_nothing() -> Outcome {
                     (invlpg(va), DONE),
                 ],
             )?;
+            if stage.vcpu().set_cpuid(&table).is_err()
+                && oracle::is_stock()
+                && oracle::kernel() < (6, 12)
+            {
+                return skip("this version of the stock module refuses the table that it gave");
+            }
             stage.vcpu().set_cpuid(&table)?;
         }
         Ok(())
