@@ -171,7 +171,7 @@ fn deadline(results: &Results) -> Vec<Limit> {
             "pingpong: throughput not lower",
             (|c: Change| c.after >= c.before) as fn(Change) -> bool,
         ),
-        ("p999", "pingpong: timer latency at the 99.9th percentile not worse", |c| {
+        ("latency_999", "pingpong: timer latency at the 99.9th percentile not worse", |c| {
             c.after <= c.before
         }),
     ] {

@@ -82,23 +82,26 @@ fn pingpong(more: &'static str) -> Part {
     Part::Guest { task: PINGPONG, more, from: "GANNET-PINGPONG-BEGIN", to: "GANNET-PINGPONG-END" }
 }
 
-/// The rounds of the ping-pong, and the sleeps whose lateness it measures.
+/// The rounds of the ping-pong, and the sleeps whose lateness it measures: enough for a percentile of 99.9. Stock KVM's lateness is held
+/// against nothing, and takes less time so.
 const LAZY: &str = "gannet.rounds=8000 gannet.sleeps=10000 gannet.lazy=1";
 const NOT_LAZY: &str = "gannet.rounds=8000 gannet.sleeps=10000 gannet.lazy=0";
+const STOCK: &str = "gannet.rounds=8000 gannet.sleeps=1000 gannet.lazy=0";
 
-/// Every machine, the longest first, so that two at a time end together.
+/// Every machine, the longest first, so that two at a time end together. Machines with the same module and parameters share a run.
 pub fn machines() -> Vec<Machine> {
     use Module::{Gannet, Stock};
     let toggles =
         |more: Vec<Part>| more.into_iter().chain([few()]).chain(all()).collect::<Vec<_>>();
     vec![
+        Machine::new(Gannet, "", [pingpong(LAZY)]),
+        Machine::new(Gannet, "lazy_tscdeadline=0", [pingpong(NOT_LAZY), plain(TIMER)]),
         Machine::new(Stock, "npt=0", toggles(vec![forks(), plain("nothing hlt_loop cpuid")])),
         Machine::new(Gannet, "npt=0", toggles(vec![forks(), plain("")])),
+        Machine::new(Stock, "", toggles(vec![pingpong(STOCK), plain("")])),
         Machine::new(Gannet, "npt=0 keep_roots=0", toggles(vec![])),
-        Machine::new(Gannet, "", toggles(vec![pingpong(LAZY), plain("")])),
-        Machine::new(Stock, "", toggles(vec![pingpong(NOT_LAZY), plain("")])),
         Machine::new(Gannet, "keep_roots=0", toggles(vec![])),
-        Machine::new(Gannet, "lazy_tscdeadline=0", [pingpong(NOT_LAZY), plain(TIMER)]),
+        Machine::new(Gannet, "", toggles(vec![plain("")])),
         Machine::new(Stock, "kvm.tdp_mmu=0", [few()]),
         Machine::new(Gannet, "xstate_cache=0", [plain("cpuid hlt_loop xsetbv cr4_osxsave")]),
         Machine::new(Gannet, "host_state=msr", [plain("hlt_loop cpuid pio_user")]),
@@ -110,12 +113,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_machine_stands_there_twice() {
-        let machines = machines();
-        for (i, one) in machines.iter().enumerate() {
-            let same =
-                |other: &&Machine| other.module == one.module && other.parameters == one.parameters;
-            assert_eq!(machines.iter().position(|m| same(&m)), Some(i), "{}", one.title());
-        }
+    fn nothing_is_measured_twice_under_the_same_parameters() {
+        let mut all: Vec<_> = machines()
+            .iter()
+            .flat_map(|m| m.parts.iter().map(|part| format!("{} {part:?}", m.title())))
+            .collect();
+        let count = all.len();
+        all.sort();
+        all.dedup();
+        assert_eq!(all.len(), count);
     }
 }

@@ -18,6 +18,9 @@ const AT_ONCE: usize = 2;
 /// A line with which the machine's command announces part number N.
 const PART: &str = "MECHANISMS-PART ";
 
+/// A line by which a guest's task tells a figure of its own: its name and the number.
+const FIGURE: &str = "GANNET-FIGURE ";
+
 /// What `exitbench boot --report` writes, as far as it is read here.
 #[derive(Deserialize)]
 struct BootReport {
@@ -82,8 +85,27 @@ pub fn measure(
     Ok(Results {
         machine: options.machine.name().to_owned(),
         release: layout.release(options.kernel)?,
-        runs: runs.into_iter().map(|(_, run)| run).collect(),
+        runs: join(runs.into_iter().map(|(_, run)| run)),
     })
+}
+
+/// One run for each module with its parameters, however many machines shared it.
+fn join(machines: impl Iterator<Item = Run>) -> Vec<Run> {
+    let mut runs: Vec<Run> = Vec::new();
+    for machine in machines {
+        let same =
+            |run: &&mut Run| run.module == machine.module && run.parameters == machine.parameters;
+        match runs.iter_mut().find(same) {
+            Some(run) => {
+                run.refused = run.refused.take().or(machine.refused);
+                run.remarks.extend(machine.remarks);
+                run.workloads.extend(machine.workloads);
+                run.guests.extend(machine.guests);
+            }
+            None => runs.push(machine),
+        }
+    }
+    runs
 }
 
 /// What the progress display shows.
@@ -124,7 +146,7 @@ fn job(layout: &Layout, options: &Options, tools: &Tools, machine: &Machine) -> 
     }
     job.counting = true;
     job.plugin = Some(tools.plugin.clone());
-    job.timeout = Duration::from_secs(600);
+    job.timeout = Duration::from_secs(900);
     Ok(job)
 }
 
@@ -229,7 +251,7 @@ fn find(part: &Part, number: usize, outcome: &Outcome) -> Found {
             let report = file.and_then(|json| serde_json::from_slice::<BootReport>(json).ok());
             let found = match report {
                 Some(BootReport { ticks_between: Some(ticks), .. }) => {
-                    Ok((ticks, told(task, console(number, outcome))))
+                    Ok((ticks, told(console(number, outcome))))
                 }
                 Some(BootReport { end, .. }) => Err(format!("the task did not end: {end}")),
                 None => Err(complaint(number, outcome)),
@@ -253,19 +275,12 @@ fn complaint(number: usize, outcome: &Outcome) -> String {
     line.unwrap_or("it left no report").to_owned()
 }
 
-/// What a task tells of itself: lines that begin with its name and a colon, with names and numbers in turn.
-fn told<'a>(task: &str, lines: impl Iterator<Item = &'a str>) -> BTreeMap<String, f64> {
-    let mut figures = BTreeMap::new();
-    for line in lines {
-        let Some((_, rest)) = line.split_once(&format!("{task}: ")) else { continue };
-        let words: Vec<&str> = rest.split_whitespace().collect();
-        for pair in words.chunks_exact(2) {
-            if let Ok(number) = pair[1].parse() {
-                figures.insert(pair[0].to_owned(), number);
-            }
-        }
-    }
-    figures
+fn told<'a>(lines: impl Iterator<Item = &'a str>) -> BTreeMap<String, f64> {
+    let figure = |line: &str| {
+        let (name, value) = line.split_once(FIGURE)?.1.trim().split_once(' ')?;
+        Some((name.to_owned(), value.trim().parse().ok()?))
+    };
+    lines.filter_map(figure).collect()
 }
 
 fn workload(entry: bench::Entry, record: Option<&Counts>) -> Workload {
@@ -337,7 +352,7 @@ mod tests {
             loaded: Some(true),
             status: Some(0),
             console: "MECHANISMS-PART 0\nMECHANISMS-PART 1\nexitbench: no such workload\n\
-                      MECHANISMS-PART 2\nforks: rate 2.5 p999 40\n"
+                      MECHANISMS-PART 2\nGANNET-FIGURE rate 2.5\n"
                 .into(),
             files: files.into_iter().collect(),
             counts: vec![first, count(&[("host.cpuid", 5)])],
@@ -355,8 +370,18 @@ mod tests {
         assert_eq!(missing, "exitbench: no such workload");
         let Guest::Ran(task) = &run.guests["forks"] else { panic!("no task") };
         assert_eq!((task.instructions, task.host["cpuid"]), (77, 5));
-        assert_eq!((task.figures["rate"], task.figures["p999"]), (2.5, 40.0));
+        assert_eq!(task.figures["rate"], 2.5);
         assert!(run.remarks.is_empty() && run.refused.is_none());
+    }
+
+    #[test]
+    fn machines_that_share_a_module_and_its_parameters_are_one_run() {
+        let one = gather(&machine(), &outcome());
+        let mut other = one.clone();
+        other.workloads.clear();
+        other.guests.insert("pingpong".into(), Guest::Missing { missing: "no".into() });
+        let runs = join([one, other].into_iter());
+        assert_eq!((runs.len(), runs[0].workloads.len(), runs[0].guests.len()), (1, 2, 2));
     }
 
     #[test]
