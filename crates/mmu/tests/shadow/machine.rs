@@ -1,6 +1,7 @@
 //! A guest on shadow pages: memory, the tree, vCPUs, and what must hold after each step.
 
 use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use gannet_mmu::tdp::{FlushRemote, Thoroughness, pages_per};
@@ -41,6 +42,8 @@ pub struct Machine {
     pub rom: Cell<u64>,
     pub vcpus: Vec<RefCell<Vcpu>>,
     cache: RefCell<TableCache>,
+    /// For each vCPU what words of memory held before, since its last flush.
+    past: RefCell<Vec<HashMap<Gpa, Vec<u64>>>>,
     pub faults: Cell<u64>,
     pub flushes: AtomicU64,
 }
@@ -93,6 +96,7 @@ impl Machine {
             rom: Cell::new(0),
             vcpus: (0..vcpus).map(|_| vcpu()).collect(),
             cache: RefCell::new(TableCache::new()),
+            past: RefCell::new(vec![HashMap::new(); vcpus]),
             faults: Cell::new(0),
             flushes: AtomicU64::new(0),
         };
@@ -118,12 +122,29 @@ impl Machine {
     /// The guest writes an 8-byte word, by an instruction that the emulator ran if the frame is
     /// protected.
     pub fn poke(&self, gfn: u64, index: usize, value: u64) {
-        if let Some(word) = self.word(Gpa(gfn << 12 | (index as u64) << 3)) {
-            word.store(value, Ordering::Relaxed);
+        let gpa = Gpa(gfn << 12 | (index as u64) << 3);
+        if let Some(word) = self.word(gpa) {
+            self.note_past(gpa, word.swap(value, Ordering::Relaxed));
             if self.shadow.is_protected(Gfn(gfn)) {
                 self.shadow.lock().note_write(Gfn(gfn));
             }
         }
+    }
+
+    /// A word of memory was `old` until now.
+    pub fn note_past(&self, gpa: Gpa, old: u64) {
+        for past in self.past.borrow_mut().iter_mut() {
+            let values = past.entry(gpa).or_default();
+            if !values.contains(&old) {
+                values.push(old);
+            }
+        }
+    }
+
+    /// The guest frame that a host page backs.
+    pub fn frame_of(&self, pfn: u64) -> Option<u64> {
+        let page = self.pages.iter().position(|page| page.hpa().0 >> 12 == pfn)?;
+        self.backing.borrow().iter().position(|at| *at == page).map(|gfn| gfn as u64)
     }
 
     pub fn poke32(&self, gfn: u64, index: usize, value: u32) {
@@ -227,7 +248,12 @@ impl Machine {
         self.shadow.forget_slot(Gfn(32), Gfn(SMALL));
         for gfn in (32..SMALL as usize).filter(|_| clear) {
             let page = self.backing.borrow()[gfn];
-            self.pages[page].table().iter().for_each(|w| w.store(0, Ordering::Relaxed));
+            for (n, word) in (0u64..).zip(self.pages[page].table()) {
+                let old = word.swap(0, Ordering::Relaxed);
+                if old != 0 {
+                    self.note_past(Gpa((gfn as u64) << 12 | n << 3), old);
+                }
+            }
         }
     }
 
@@ -257,6 +283,9 @@ impl Machine {
         {
             vcpu.pdptes = self.load_pdptes(vcpu.context.cr3);
         }
+        if flush {
+            self.past.borrow_mut()[n].clear();
+        }
         loop {
             let outcome = self.with_view(|view| {
                 let (roots, context) = (&mut vcpu.roots, &vcpu.context);
@@ -283,6 +312,7 @@ impl Machine {
 
     pub fn flush(&self, n: usize) {
         let vcpu = &mut *self.vcpus[n].borrow_mut();
+        self.past.borrow_mut()[n].clear();
         self.with_view(|view| self.shadow.lock().flush(view, &mut vcpu.roots));
     }
 
@@ -355,6 +385,38 @@ impl Machine {
         settled: bool,
     ) -> Result<Gpa, Option<Exception>> {
         let vcpu = self.vcpus[n].borrow();
+        let choice = Choice::default();
+        self.walk(&vcpu, va, access, settled, &choice)
+    }
+
+    /// Whether the hardware may give a vCPU this page: by some mixture of what the guest's tables
+    /// say and of what they have said since its last flush, as TLBs and paging-structure caches
+    /// hold it.
+    pub fn may_reach(&self, n: usize, va: u64, access: &Access, pfn: u64) -> bool {
+        let (vcpu, past) = (self.vcpus[n].borrow(), self.past.borrow());
+        let mut choice = Choice { past: Some(&past[n]), ..Choice::default() };
+        loop {
+            choice.read.set(0);
+            choice.options.borrow_mut().clear();
+            if let Ok(gpa) = self.walk(&vcpu, va, access, false, &choice)
+                && self.tdp.mapper().lookup(gpa.gfn()).is_some_and(|leaf| leaf.pfn.0 == pfn)
+            {
+                return true;
+            }
+            if !choice.advance() {
+                return false;
+            }
+        }
+    }
+
+    fn walk(
+        &self,
+        vcpu: &Vcpu,
+        va: u64,
+        access: &Access,
+        settled: bool,
+        choice: &Choice<'_>,
+    ) -> Result<Gpa, Option<Exception>> {
         let context = PagingContext {
             cpl: if access.user { 3 } else { 0 },
             rflags_ac: access.ac,
@@ -367,7 +429,7 @@ impl Machine {
         };
         let pae = context.is_paging() && !context.is_long_mode() && context.cr4 & 1 << 5 != 0;
         let pdptes = Cell::new(pae.then_some((context.cr3 & 0xffff_ffe0, vcpu.pdptes)));
-        let memory = Seen { machine: self, pdptes };
+        let memory = Seen { machine: self, pdptes, choice };
         let wanted = Wanted { kind, implicit: false };
         let walk = if settled {
             translate(&memory, &context, va, wanted)
@@ -460,14 +522,67 @@ pub enum Refused {
     Emulate(Gpa),
 }
 
+/// Which of the values that a word had a walk reads, for each of its reads.
+#[derive(Default)]
+struct Choice<'a> {
+    past: Option<&'a HashMap<Gpa, Vec<u64>>>,
+    /// By read: 0 is what the word holds now.
+    taken: RefCell<Vec<usize>>,
+    /// By read: how many there were.
+    options: RefCell<Vec<usize>>,
+    read: Cell<usize>,
+}
+
+impl Choice<'_> {
+    fn pick(&self, gpa: Gpa, now: u64) -> u64 {
+        let Some(past) = self.past.and_then(|past| past.get(&gpa)) else {
+            self.note(1);
+            return now;
+        };
+        match self.note(past.len() + 1) {
+            0 => now,
+            n => past[n - 1],
+        }
+    }
+
+    fn note(&self, options: usize) -> usize {
+        let (n, mut taken) = (self.read.get(), self.taken.borrow_mut());
+        self.read.set(n + 1);
+        self.options.borrow_mut().push(options);
+        if taken.len() <= n {
+            taken.push(0);
+        }
+        taken[n]
+    }
+
+    /// The next choice; `false` when all were made.
+    fn advance(&mut self) -> bool {
+        let (taken, options) = (self.taken.get_mut(), self.options.get_mut());
+        taken.truncate(options.len());
+        while let Some(last) = taken.pop() {
+            if last + 1 < options[taken.len()] {
+                taken.push(last + 1);
+                return true;
+            }
+        }
+        false
+    }
+}
+
 /// Memory as a walk sees it. The PDPTEs of PAE paging are those that were loaded, and their base.
 struct Seen<'a> {
     machine: &'a Machine,
     /// Gone once the walk has read one: behind that it is memory.
     pdptes: Cell<Option<(u64, [u64; 4])>>,
+    choice: &'a Choice<'a>,
 }
 
 impl Seen<'_> {
+    fn word(&self, gpa: Gpa) -> Result<u64, ()> {
+        let now = self.machine.word(gpa).ok_or(())?.load(Ordering::Relaxed);
+        Ok(self.choice.pick(gpa, now))
+    }
+
     fn swap(&self, gpa: Gpa) -> Result<Swap, ()> {
         let rom = self.machine.rom.get() >> gpa.gfn().0 & 1 != 0;
         assert!(rom, "an accessed or dirty bit of the entry at {gpa:?} is not set");
@@ -481,13 +596,12 @@ impl GuestMemory for Seen<'_> {
     fn read_u64(&self, gpa: Gpa) -> Result<u64, ()> {
         match self.pdptes.take() {
             Some((base, pdptes)) => Ok(pdptes[(gpa.0 - base) as usize / 8]),
-            None => Ok(self.machine.word(gpa).ok_or(())?.load(Ordering::Relaxed)),
+            None => self.word(gpa),
         }
     }
 
     fn read_u32(&self, gpa: Gpa) -> Result<u32, ()> {
-        let word = self.machine.word(Gpa(gpa.0 & !7)).ok_or(())?.load(Ordering::Relaxed);
-        Ok((word >> (8 * (gpa.0 & 4))) as u32)
+        Ok((self.word(Gpa(gpa.0 & !7))? >> (8 * (gpa.0 & 4))) as u32)
     }
 
     fn cmpxchg_u64(&self, gpa: Gpa, _: u64, _: u64) -> Result<Swap, ()> {

@@ -5,4 +5,3 @@ mod cases;
 mod hardware;
 mod machine;
 mod properties;
-mod threads;

@@ -3,6 +3,7 @@
 
 use gannet_mmu::PagingContext;
 use proptest::prelude::*;
+use x86::Gpa;
 
 use crate::hardware::Access;
 use crate::machine::{LARGE, LARGE_END, Machine, Refused, SMALL, long_mode};
@@ -92,6 +93,8 @@ fn addresses(mode: Mode) -> Vec<u64> {
 enum Op {
     /// Table, index, target, flags.
     Edit(u8, u8, u16, u16),
+    /// Table, index, bit.
+    Tweak(u8, u8, u8),
     Access(u8, u8, u8),
     /// A write that stores an entry where it leads.
     Store(u8, u8, u16, u16),
@@ -118,7 +121,8 @@ fn op() -> impl Strategy<Value = Op> {
     use Op::*;
     prop_oneof![
         16 => any::<(u8, u8, u16, u16)>().prop_map(|(a, b, c, d)| Edit(a, b, c, d)),
-        20 => any::<(u8, u8, u8)>().prop_map(|(a, b, c)| Access(a, b, c)),
+        8 => any::<(u8, u8, u8)>().prop_map(|(a, b, c)| Tweak(a, b, c)),
+        24 => any::<(u8, u8, u8)>().prop_map(|(a, b, c)| Access(a, b, c)),
         4 => any::<(u8, u8, u16, u16)>().prop_map(|(a, b, c, d)| Store(a, b, c, d)),
         4 => any::<(u8, u8, u8, bool)>()
             .prop_map(|(vcpu, cr3, bits, flush)| Switch { vcpu, cr3, bits, flush }),
@@ -235,9 +239,10 @@ impl Run {
         let machine = &self.machine;
         let outcome = machine.access(vcpu, va, access);
         match outcome {
-            // The hardware may have known better than the tables; a fault may not.
-            Ok(_) => {
-                // It is granted now, and was asked for: at the next flush it would be too.
+            // The hardware may remember what the tables said; a fault may not.
+            Ok(page) => {
+                let may = machine.may_reach(vcpu, va, &access, page.pfn);
+                assert!(may, "{access:?} to {va:#x} reaches {page:x?}");
                 true
             }
             Err(Refused::Guest(exception)) => {
@@ -273,6 +278,18 @@ impl Run {
                 let index = if pdpte { usize::from(index & 3) } else { self.index(index) };
                 self.edit(gfn, index, entry(self.mode, target, flags));
             }
+            Op::Tweak(table, index, bit) => {
+                let gfn = u64::from(table) % 8 + 1;
+                let index = self.index(index);
+                let bits = [0, 1, 1, 2, 2, 5, 6, 7, 63, 63, 45, 13];
+                let bit = bits[usize::from(bit) % bits.len()];
+                if self.mode == Mode::Legacy {
+                    let old = machine.peek(gfn, index / 2) >> (32 * (index & 1));
+                    self.edit(gfn, index, (old ^ 1 << (bit & 31)) & 0xffff_ffff);
+                } else if self.mode != Mode::Pae || !self.roots.contains(&gfn) {
+                    self.edit(gfn, index, machine.peek(gfn, index) ^ 1 << bit);
+                }
+            }
             Op::Access(vcpu, va, kind) => {
                 let access = Access::all().nth(usize::from(kind) % 12).unwrap();
                 self.access(usize::from(vcpu & 1), self.va(va, kind), access);
@@ -285,10 +302,12 @@ impl Run {
                     // The guest's own store: nobody is told of it.
                     let index = self.index(kind >> 2);
                     let found = machine.pages.iter().find(|p| p.hpa().0 >> 12 == page.pfn);
-                    if let Some(found) = found {
+                    if let (Some(found), Some(gfn)) = (found, machine.frame_of(page.pfn)) {
                         let value = entry(self.mode, target, flags);
                         let at = if self.mode == Mode::Legacy { index / 2 } else { index };
-                        found.table()[at].store(value, std::sync::atomic::Ordering::Relaxed);
+                        let word = &found.table()[at];
+                        let old = word.swap(value, std::sync::atomic::Ordering::Relaxed);
+                        machine.note_past(Gpa(gfn << 12 | (at as u64) << 3), old);
                     }
                 }
             }

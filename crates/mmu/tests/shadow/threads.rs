@@ -1,1 +1,0 @@
-//! Many CPUs at once.
