@@ -83,11 +83,15 @@ impl Way {
 }
 
 /// Where a page is looked for first. The bits that guests toggle (CR0.WP, CR4.PGE, CR4.OSXSAVE,
-/// CR4.SMEP, EFER.NXE) go in, so that the two halves of a toggle do not drive each other out.
+/// CR4.SMEP, EFER.NXE) and the base go in, so that the two halves of a toggle do not drive each other
+/// out.
 #[inline]
 fn slot(mode: &CodeMode, rip: u64) -> usize {
-    let mixed =
-        (rip >> 12) ^ (mode.cr0 >> 15) ^ (mode.cr4 >> 7) ^ (mode.cr4 >> 18) ^ (mode.efer >> 10);
+    let mixed = ((rip ^ mode.cr3) >> 12)
+        ^ (mode.cr0 >> 15)
+        ^ (mode.cr4 >> 7)
+        ^ (mode.cr4 >> 18)
+        ^ (mode.efer >> 10);
     mixed as usize % WAYS
 }
 

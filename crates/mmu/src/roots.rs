@@ -53,23 +53,31 @@ impl RootRole {
     /// memory.
     #[inline]
     pub fn shadow(context: &PagingContext, smm: bool) -> Self {
-        let mut bits = Self::nested(smm).0;
-        let mut set = |on: bool, bit| bits |= if on { bit } else { 0 };
-        let (cr0, cr4) = (context.cr0, context.cr4);
-        if cr0 & CR0_PG != 0 {
-            let wp = cr0 & CR0_WP != 0;
-            let (long, pae) = (context.efer & EFER_LMA != 0, cr4 & CR4_PAE != 0);
-            set(true, Self::PAGING);
-            set(long, Self::LONG);
-            set(long && cr4 & CR4_LA57 != 0, Self::LA57);
-            set(pae, Self::PAE);
-            set(!pae && cr4 & CR4_PSE != 0, Self::PSE);
-            set(wp, Self::WP);
-            set(pae && context.efer & EFER_NXE != 0, Self::NX);
-            set(!wp && cr4 & CR4_SMEP != 0, Self::SMEP);
-            set(!wp && cr4 & CR4_SMAP != 0, Self::SMAP);
+        Self::of(context.cr0, context.cr4, context.efer, smm)
+    }
+
+    /// The same from the registers alone.
+    #[inline]
+    pub fn of(cr0: u64, cr4: u64, efer: u64, smm: bool) -> Self {
+        if cr0 & CR0_PG == 0 {
+            return Self::nested(smm);
         }
-        Self(bits)
+        // Without branches: this is computed whenever one of the registers is written.
+        let bit = |word: u64, mask: u64| (word >> mask.trailing_zeros()) as u16 & 1;
+        let (wp, pae, long) = (bit(cr0, CR0_WP), bit(cr4, CR4_PAE), bit(efer, EFER_LMA));
+        let set = |on: u16, role: u16| on << role.trailing_zeros();
+        Self(
+            Self::nested(smm).0
+                | Self::PAGING
+                | set(long, Self::LONG)
+                | set(pae, Self::PAE)
+                | set(bit(cr4, CR4_LA57) & long, Self::LA57)
+                | set(bit(cr4, CR4_PSE) & !pae, Self::PSE)
+                | set(wp, Self::WP)
+                | set(bit(efer, EFER_NXE) & pae, Self::NX)
+                | set(bit(cr4, CR4_SMEP) & !wp, Self::SMEP)
+                | set(bit(cr4, CR4_SMAP) & !wp, Self::SMAP),
+        )
     }
 
     /// Whether it is that of system-management mode.
@@ -115,11 +123,39 @@ pub struct RootKey {
 /// Roots kept beside the current one.
 pub const PREVIOUS: usize = 3;
 
+/// Places for roots.
+const PLACES: usize = PREVIOUS + 1;
+
 /// A current root and up to [`PREVIOUS`] earlier ones, the latest first.
+///
+/// Roots stay where they are; only their order changes.
 #[derive(Clone, Debug)]
 pub struct RootCache<R> {
-    current: Option<(RootKey, R)>,
-    previous: [Option<(RootKey, R)>; PREVIOUS],
+    places: [Option<(RootKey, R)>; PLACES],
+    order: Order,
+}
+
+/// The places in the order of their use, the current one first: a permutation, a byte for each.
+#[derive(Clone, Copy, Debug)]
+struct Order(u32);
+
+impl Order {
+    const START: Self = Self(0x0302_0100);
+
+    /// The place that is `n`-th.
+    #[inline]
+    const fn place(self, n: usize) -> usize {
+        (self.0 >> (8 * (n & 3)) & 3) as usize
+    }
+
+    /// The `n`-th becomes the first, and those before it the next.
+    #[inline]
+    const fn to_front(self, n: usize) -> Self {
+        let shift = 8 * (n as u32 & 3);
+        let before = self.0 & ((1 << shift) - 1);
+        let behind = (self.0 >> shift >> 8 << shift) << 8;
+        Self(behind | before << 8 | self.place(n) as u32)
+    }
 }
 
 impl<R> Default for RootCache<R> {
@@ -131,55 +167,57 @@ impl<R> Default for RootCache<R> {
 impl<R> RootCache<R> {
     /// Holds nothing.
     pub const fn new() -> Self {
-        Self { current: None, previous: [const { None }; PREVIOUS] }
+        Self { places: [const { None }; PLACES], order: Order::START }
+    }
+
+    #[inline]
+    fn nth(&self, n: usize) -> Option<&(RootKey, R)> {
+        self.places[self.order.place(n) % PLACES].as_ref()
     }
 
     /// The current root.
     #[inline]
     pub fn current(&self) -> Option<&R> {
-        self.current.as_ref().map(|(_, root)| root)
+        self.nth(0).map(|(_, root)| root)
     }
 
     /// What the current root is known by.
     #[inline]
     pub fn key(&self) -> Option<RootKey> {
-        self.current.as_ref().map(|(key, _)| *key)
+        self.nth(0).map(|(key, _)| *key)
     }
 
     /// Makes the root of `key` current, if it is kept. The one that was current is kept as the
     /// latest of the previous ones.
     #[inline]
     pub fn switch(&mut self, key: RootKey) -> Option<&R> {
-        if self.key() != Some(key) {
-            let at = self.previous.iter().position(|kept| is_for(kept, key))?;
-            // The places before it move down by one, and what was current takes the first.
-            self.previous.get_mut(..=at)?.rotate_right(1);
-            let [first, ..] = &mut self.previous;
-            core::mem::swap(&mut self.current, first);
+        for n in 0..PLACES {
+            if matches!(self.nth(n), Some((known, _)) if *known == key) {
+                self.order = self.order.to_front(n);
+                return self.current();
+            }
         }
-        self.current()
+        None
     }
 
     /// Makes a new root current. Gives back a root that had to go.
     pub fn insert(&mut self, key: RootKey, root: R) -> Option<R> {
-        let last = self.current.replace((key, root))?;
-        self.previous.rotate_right(1);
-        let [first, ..] = &mut self.previous;
-        first.replace(last).map(|(_, root)| root)
+        let free = (0..PLACES).find(|n| self.nth(*n).is_none());
+        self.order = self.order.to_front(free.unwrap_or(PREVIOUS));
+        self.places[self.order.place(0) % PLACES].replace((key, root)).map(|(_, root)| root)
     }
 
     /// Takes one of the roots out, the current one first; `None` when none is left. So all are
     /// unloaded.
     pub fn take(&mut self) -> Option<R> {
-        let all = core::iter::once(&mut self.current).chain(&mut self.previous);
-        all.filter_map(Option::take).map(|(_, root)| root).next()
+        self.take_if(|_, _| true)
     }
 
     /// Takes one of the roots out for which `stale` says so.
     pub fn take_if(&mut self, stale: impl Fn(&RootKey, &R) -> bool) -> Option<R> {
-        let all = core::iter::once(&mut self.current).chain(&mut self.previous);
-        for place in all {
-            if place.as_ref().is_some_and(|(key, root)| stale(key, root)) {
+        for n in 0..PLACES {
+            if self.nth(n).is_some_and(|(key, root)| stale(key, root)) {
+                let place = &mut self.places[self.order.place(n) % PLACES];
                 return place.take().map(|(_, root)| root);
             }
         }
@@ -188,11 +226,27 @@ impl<R> RootCache<R> {
 
     /// The previous roots.
     pub fn previous(&self) -> impl Iterator<Item = &R> {
-        self.previous.iter().flatten().map(|(_, root)| root)
+        (1..PLACES).filter_map(|n| self.nth(n)).map(|(_, root)| root)
     }
 }
 
-#[inline]
-fn is_for<R>(kept: &Option<(RootKey, R)>, key: RootKey) -> bool {
-    matches!(kept, Some((known, _)) if *known == key)
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_order_stays_a_permutation() {
+        let mut order = Order::START;
+        for n in (0..64).map(|n| n * 7 % 4) {
+            let (first, was) = (order.place(n), order);
+            order = order.to_front(n);
+            assert_eq!(order.place(0), first);
+            for behind in n + 1..4 {
+                assert_eq!(order.place(behind), was.place(behind));
+            }
+            for before in 0..n {
+                assert_eq!(order.place(before + 1), was.place(before));
+            }
+        }
+    }
 }

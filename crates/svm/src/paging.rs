@@ -109,20 +109,43 @@ impl<C: Cpu> Svm<C> {
         control.intercepts[2] |= PAGE_FAULT;
         control.intercepts[3] |= selective | invlpg;
         self.update_passthrough();
-        self.renew_hardware();
+        self.renew_cr0();
+        self.renew_efer();
+        self.renew_cr4();
     }
 
-    /// After the guest's registers changed: brings the hardware's in line.
-    pub(crate) fn renew_hardware(&mut self) {
+    /// After the guest's CR0 changed: brings the hardware's in line.
+    pub(crate) fn renew_cr0(&mut self) {
         let (guest, nrip) = (self.guest, self.features.nrip_save);
-        let (cr0, cr4, efer) = (guest.cr0_hardware(), guest.cr4_hardware(), guest.efer_hardware());
-        let save = &mut self.vmcb_mut(Clean::CR).save;
-        let changed = save.cr4 ^ cr4;
-        (save.cr0, save.cr4, save.efer) = (cr0, cr4, efer);
+        let cr0 = guest.cr0_hardware();
+        self.vmcb_mut(Clean::CR).save.cr0 = cr0;
         // QEMU's emulation takes the intercept of CR0 for that of CR3, CR4 and CR8 as well; the
         // instruction is decoded there, so what is read is known all the same.
         self.intercept_cr(CR0_READ, cr0 != guest.cr0 || !nrip);
         self.intercept_cr(CR0_WRITE, !nrip || guest.cr0 & CR0_CD_NW != 0);
+        self.follow();
+    }
+
+    /// After the guest's EFER changed.
+    pub(crate) fn renew_efer(&mut self) {
+        self.vmcb_mut(Clean::CR).save.efer = self.guest.efer_hardware();
+        self.follow();
+    }
+
+    /// Paging and long mode decide which bits of the guest's CR4 the hardware may have.
+    #[inline]
+    fn follow(&mut self) {
+        if self.vmcb().save.cr4 != self.guest.cr4_hardware() {
+            self.renew_cr4();
+        }
+    }
+
+    /// After the guest's CR4 changed.
+    pub(crate) fn renew_cr4(&mut self) {
+        let guest = self.guest;
+        let cr4 = guest.cr4_hardware();
+        let save = &mut self.vmcb_mut(Clean::CR).save;
+        let changed = core::mem::replace(&mut save.cr4, cr4) ^ cr4;
         self.intercept_cr(CR4_READ, cr4 != guest.cr4);
         if changed & CR4_OSXSAVE != 0 {
             self.sync_extended();

@@ -384,7 +384,7 @@ impl<C: Cpu> Backend for Svm<C> {
     fn set_cr0(&mut self, value: u64) {
         if self.paging.shadow {
             self.guest.cr0 = value;
-            return self.renew_hardware();
+            return self.renew_cr0();
         }
         let hidden = value & CR0_CD_NW;
         self.cr0_hidden = hidden;
@@ -408,7 +408,7 @@ impl<C: Cpu> Backend for Svm<C> {
     fn set_cr4(&mut self, value: u64) {
         if self.paging.shadow {
             self.guest.cr4 = value;
-            return self.renew_hardware();
+            return self.renew_cr4();
         }
         let save = &mut self.vmcb_mut(Clean::CR).save;
         let changed = core::mem::replace(&mut save.cr4, value) ^ value;
@@ -421,7 +421,7 @@ impl<C: Cpu> Backend for Svm<C> {
     fn set_efer(&mut self, value: u64) {
         if self.paging.shadow {
             self.guest.efer = value;
-            return self.renew_hardware();
+            return self.renew_efer();
         }
         self.vmcb_mut(Clean::CR).save.efer = value | EFER_SVME;
     }

@@ -49,7 +49,7 @@ impl<B: Backend> Vcpu<B> {
             let value = self.gpr(gpr);
             let long = size == CodeSize::Bits64;
             let value = if long { value } else { value & 0xffff_ffff };
-            if self.roots.is_shadow() && !self.fetch_pdptes(cr, value) {
+            if !long && self.roots.is_shadow() && !self.fetch_pdptes(cr, value) {
                 return Next::Leave;
             }
             self.write_cr(cr, value)
@@ -204,7 +204,10 @@ impl<B: Backend> Vcpu<B> {
         if flushes(c.cr4, value) {
             self.flush_guest_tlb();
         }
-        self.note_role();
+        // PGE alone is in no role.
+        if changed != CR4_PGE || !self.roots.keeps() {
+            self.note_role();
+        }
         Ok(())
     }
 

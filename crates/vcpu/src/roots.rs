@@ -22,7 +22,9 @@ pub(crate) struct Roots {
     unload: bool,
     keep: bool,
     shadow: bool,
-    /// The registers at the last look.
+    /// The role at the last look, under shadow paging.
+    role: RootRole,
+    /// The registers at the last look, with `keep_roots=0`.
     seen: ResetBits,
     cache: KBox<RootCache<Hpa>>,
 }
@@ -35,6 +37,7 @@ impl Roots {
             keep: paging.keep_roots,
             shadow: !paging.nested,
             seen: ResetBits::default(),
+            role: RootRole::default(),
             cache: KBox::new(RootCache::new())?,
         })
     }
@@ -58,6 +61,11 @@ impl Roots {
     pub(crate) fn is_shadow(&self) -> bool {
         self.shadow
     }
+
+    /// Whether roots outlive a change of the paging mode.
+    pub(crate) fn keeps(&self) -> bool {
+        self.keep
+    }
 }
 
 impl<B: Backend> Vcpu<B> {
@@ -72,11 +80,15 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     fn look_at_role(&mut self) {
         let c = self.b.control();
-        let now = ResetBits::of(c.cr0, c.cr4, c.efer);
-        if now != self.roots.seen {
-            self.roots.seen = now;
-            self.want_root();
-            if !self.roots.keep {
+        if self.roots.shadow {
+            let role = RootRole::of(c.cr0, c.cr4, c.efer, false);
+            if core::mem::replace(&mut self.roots.role, role) != role {
+                self.want_root();
+            }
+        }
+        if !self.roots.keep {
+            let now = ResetBits::of(c.cr0, c.cr4, c.efer);
+            if core::mem::replace(&mut self.roots.seen, now) != now {
                 self.unload_roots();
             }
         }
@@ -95,11 +107,11 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn settle_due(&mut self) -> Next {
-        if self.roots.shadow && !self.roots.unload && self.shadow_work_in_loop() {
-            self.roots.due = false;
-            return Next::Again;
+        if !self.roots.shadow || self.roots.unload || !self.shadow_work_in_loop() {
+            return Next::Done;
         }
-        Next::Done
+        self.roots.due = false;
+        Next::Again
     }
 
     /// Gives the backend the root that is due.

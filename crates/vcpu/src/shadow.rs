@@ -36,7 +36,7 @@ type Pdptes = [u64; 4];
 mod work {
     /// The registers changed: look up the root.
     pub const SWITCH: u8 = 1 << 0;
-    /// CR3 was loaded with a flush.
+    /// With [`SWITCH`]: CR3 was loaded with a flush.
     pub const LOAD: u8 = 1 << 1;
     /// The whole TLB was flushed.
     pub const FLUSH: u8 = 1 << 2;
@@ -127,16 +127,18 @@ impl<B: Backend> Vcpu<B> {
     /// Does the work inside the loop. `false`: not to be had there.
     #[inline(never)]
     pub(crate) fn shadow_work_in_loop(&mut self) -> bool {
-        let (context, smm) = (self.paging(), self.smm.active);
-        let Self { b, shadow: Some(shadow), memory, .. } = self else { return true };
-        let todo = shadow.work;
-        let Some(mut guard) = memory.shadow().and_then(|mmu| mmu.try_lock()) else { return false };
+        let todo = self.shadow.as_ref().map_or(0, |shadow| shadow.work);
         if todo & work::PDPTES != 0 {
             return false;
         }
+        let switches = todo & work::SWITCH != 0;
+        let context = if switches { self.paging() } else { PagingContext::default() };
+        let smm = self.smm.active;
+        let Self { b, shadow: Some(shadow), memory, .. } = self else { return true };
+        let Some(mut guard) = memory.shadow().and_then(|mmu| mmu.try_lock()) else { return false };
         let view = memory.view();
         let loads = todo & work::LOAD != 0;
-        if todo & (work::SWITCH | work::LOAD) != 0 {
+        if switches {
             let Shadow { roots, pdptes, .. } = &mut **shadow;
             match guard.switch(&view, roots, &context, pdptes, smm, loads) {
                 RootOutcome::Ready(root) => b.set_shadow_root(root.cr3),
@@ -173,7 +175,7 @@ impl<B: Backend> Vcpu<B> {
         let Self { b, shadow: Some(shadow), vm, memory, .. } = self else { return Ok(()) };
         let todo = core::mem::take(&mut shadow.work);
         let flush = &***vm;
-        if todo & (work::SWITCH | work::LOAD) != 0 {
+        if todo & work::SWITCH != 0 {
             let loads = todo & work::LOAD != 0;
             let Shadow { roots, pdptes, .. } = &mut **shadow;
             let root = memory
