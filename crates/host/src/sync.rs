@@ -63,7 +63,7 @@ impl<T> Mutex<T> {
 
     /// Takes the lock if it is free now.
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
-        self.take().then_some(MutexGuard { mutex: self, _here: PhantomData })
+        self.take().then(|| MutexGuard { mutex: self, _here: PhantomData })
     }
 
     /// The value, without locking: the borrow is unique.
@@ -304,6 +304,7 @@ mod tests {
         let lock = Mutex::new(1);
         let guard = lock.lock();
         assert!(lock.try_lock().is_none());
+        assert!(lock.try_lock().is_none(), "an attempt that failed has unlocked it");
         drop(guard);
         assert_eq!(*lock.lock_killable().unwrap(), 1);
     }

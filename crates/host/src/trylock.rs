@@ -110,6 +110,7 @@ mod tests {
         let lock = TryLock::new(1);
         let guard = lock.lock();
         assert!(lock.try_lock().is_none());
+        assert!(lock.try_lock().is_none(), "an attempt that failed has unlocked it");
         drop(guard);
         let guard = lock.try_lock().unwrap();
         assert!(lock.try_lock().is_none());
