@@ -17,6 +17,8 @@ struct srcu_struct;
 struct cpumask;
 struct eventfd_ctx;
 struct file;
+struct gnt_debug_dir;
+struct seq_file;
 
 /* What became of the kernel's structs that live inside Rust objects: bytes reserved there. */
 #define GNT_TIMER_BYTES		192
@@ -69,6 +71,16 @@ struct gnt_file_calls {
 	u64 kind[2];	/* Rust's business */
 };
 static_assert(sizeof(struct gnt_file_calls) == 64);
+
+struct gnt_debug_calls {
+	const char *(*name)(u32 file);
+	void (*show)(void *object, u32 file, struct seq_file *to);
+	u64 (*value)(void *object, u32 file);
+	void (*release)(void *object);
+	u32 files;
+	u32 totals;	/* so many of the first are numbers, which add up */
+};
+static_assert(sizeof(struct gnt_debug_calls) == 40);
 
 struct gnt_trace_exit {
 	u64 rip;
@@ -256,6 +268,14 @@ int gnt_device_claim(void);
 void gnt_device_open_for_use(void);
 void gnt_device_release(void);
 
+/* debugfs.c */
+void gnt_seq_write(struct seq_file *to, const char *text, size_t len);
+struct gnt_debug_dir *gnt_debug_add(const char *name, struct gnt_debug_dir *parent,
+				    const struct gnt_debug_calls *calls, void *object);
+void gnt_debug_remove(struct gnt_debug_dir *d);
+void gnt_debug_init(void);
+void gnt_debug_exit(void);
+
 /* trace.c */
 #define GNT_OBSERVE_ENTRY	(1u << 0)
 #define GNT_OBSERVE_EXIT	(1u << 1)
@@ -301,6 +321,8 @@ void gannet_exit(void);
 int gannet_cpu_online(void);
 /* On the CPU itself; harmless where SVM is off. Also from NMI context at a crash. */
 void gannet_cpu_offline(void);
+/* How a VM is shown in debugfs. */
+const struct gnt_debug_calls *gannet_debug_totals(void);
 /* An ioctl on /dev/kvm itself. */
 s64 gannet_dev_ioctl(u32 command, u64 argument, int compat);
 

@@ -38,6 +38,7 @@ static int __init start(void)
 	r = gnt_power_init();
 	if (r)
 		goto no_power;
+	gnt_debug_init();
 	gnt_device_open_for_use();
 	return 0;
 
@@ -59,6 +60,7 @@ no_sched:
 static void __exit stop(void)
 {
 	gnt_device_release();
+	gnt_debug_exit();
 	gnt_power_exit();
 	gannet_exit();
 	gnt_rivals_exit();

@@ -11,6 +11,7 @@ extern crate alloc;
 pub mod arc;
 pub mod boxed;
 pub mod clock;
+pub mod debugfs;
 pub mod error;
 pub mod event;
 pub mod file;

@@ -180,13 +180,8 @@ impl Values for OfOneVcpu<'_> {
 }
 
 /// A VM's statistics.
-pub struct OfOneVm<'a>(pub &'a vm::Vm);
-
-impl core::fmt::Debug for OfOneVm<'_> {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.write_str("OfOneVm")
-    }
-}
+#[derive(Debug)]
+pub struct OfOneVm<'a>(pub &'a vm::statistics::VmStatistics);
 
 impl Values for OfOneVm<'_> {
     type Source = OfVm;
@@ -196,7 +191,7 @@ impl Values for OfOneVm<'_> {
     }
 
     fn word(&self, source: &OfVm, n: usize) -> u64 {
-        source.word(self.0.stats(), self.0.vcpus().iter().map(|vcpu| &*vcpu.stats), n)
+        self.0.word(source, n)
     }
 }
 

@@ -470,3 +470,21 @@ fn statistics_are_read_from_files_that_outlive_the_vm() {
     assert_eq!(test::read_at(of_vcpu.0, 4, &mut one), 1);
     assert_eq!(one, [48]);
 }
+
+#[test]
+fn a_vm_is_seen_in_debugfs_until_the_last_of_its_files_is_closed() {
+    let vm = vm();
+    let directory = format!("{}-{}", host::task::current_tid(), vm.0);
+    let file = |name: &str| test::debug_file(&format!("{directory}/{name}"));
+    let vcpu = vm.vcpu(3);
+    assert_eq!(file("page_tables_allocated").as_deref(), Some("1\n"));
+    assert_eq!(file("exits").as_deref(), Some("0\n"));
+    assert_eq!(file("halt_wait_hist").as_deref(), Some("0\n"));
+    assert!(file("exit_reasons").unwrap().starts_with("reason "));
+    assert!(file("vcpu3/exit_cycles").unwrap().starts_with("reason "));
+    assert_eq!(file("vcpu0/exit_cycles"), None);
+    drop(vm);
+    assert!(file("exits").is_some());
+    drop(vcpu);
+    assert_eq!(file("exits"), None);
+}

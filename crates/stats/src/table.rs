@@ -53,6 +53,8 @@ pub enum OfVcpu {
     By(Reason),
     /// Hypercalls, whatever exit they came as.
     Hypercalls,
+    /// Page faults on shadow tables, and nested ones that were looked at outside the loop.
+    PageFaults,
     /// Exits by a reason that were answered in the inner loop.
     Answered(Reason),
     /// Cycles from exit to re-entry.
@@ -130,7 +132,7 @@ const KVM_VCPU: [Desc<OfVcpu>; 45] = {
         halted(c"halt_poll_fail_hist", HaltHistogram::PollFail),
         halted(c"halt_wait_hist", HaltHistogram::Wait),
         with(c"blocking", Kind::Instant, Unit::Boolean, OfVcpu::Count(Blocking)),
-        of(c"pf_taken", PfTaken),
+        count(c"pf_taken", OfVcpu::PageFaults),
         of(c"pf_fixed", PfFixed),
         of(c"pf_emulate", PfEmulate),
         of(c"pf_spurious", PfSpurious),
@@ -138,7 +140,7 @@ const KVM_VCPU: [Desc<OfVcpu>; 45] = {
         of(c"pf_mmio_spte_created", PfMmioSpteCreated),
         of(c"pf_guest", PfGuest),
         of(c"tlb_flush", TlbFlush),
-        of(c"invlpg", Invlpg),
+        count(c"invlpg", OfVcpu::By(Reason::Invlpg)),
         count(c"exits", OfVcpu::Exits),
         count(c"io_exits", OfVcpu::By(Reason::Io)),
         of(c"mmio_exits", MmioExits),
@@ -219,6 +221,11 @@ const OWN_VM: [Desc<OfVm>; 2] = [
 pub const VCPU_STATS: usize = KVM_VCPU.len() + OWN_VCPU.len() + 3 * REASONS;
 /// Statistics of a VM: its own, and the sums of what its vCPUs count beyond KVM's names.
 pub const VM_STATS: usize = KVM_VM.len() + OWN_VM.len() + 1 + OWN_VCPU.len() + 3 * REASONS;
+
+/// Of a vCPU's, so many of the first are counted as such, and not by reason.
+pub const VCPU_COUNTED: usize = KVM_VCPU.len() + OWN_VCPU.len();
+/// Of a VM's, so many of the first are its own, and not sums over its vCPUs.
+pub const VM_COUNTED: usize = KVM_VM.len() + OWN_VM.len();
 
 /// The statistics of a vCPU.
 pub static VCPU: [Desc<OfVcpu>; VCPU_STATS] = {
@@ -313,6 +320,9 @@ impl OfVcpu {
             Self::By(reason) => stats.exits_by(reason),
             Self::Hypercalls => {
                 stats.exits_by(Reason::Hypercall).wrapping_add(stats.get(VcpuCount::HypercallsByUd))
+            }
+            Self::PageFaults => {
+                stats.exits_by(Reason::PageFault).wrapping_add(stats.get(VcpuCount::PfTaken))
             }
             Self::Answered(reason) => stats.answered_by(reason),
             Self::Cycles(reason) => stats.cycles_bucket(reason, n),

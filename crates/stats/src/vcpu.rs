@@ -34,7 +34,7 @@ counts! {
     HaltWaitNs,
     /// 1 while it sleeps.
     Blocking,
-    /// Page faults that were looked at outside the loop.
+    /// Nested page faults that were looked at outside the loop.
     PfTaken,
     /// Those that installed a translation.
     PfFixed,
@@ -50,8 +50,6 @@ counts! {
     PfGuest,
     /// Flushes of this vCPU's translations.
     TlbFlush,
-    /// INVLPG of the guest (shadow paging).
-    Invlpg,
     /// Device accesses in memory that user space answered.
     MmioExits,
     /// Returns to user space for a signal.

@@ -10,6 +10,7 @@
 use backend::{Backend, Event, NestedFault, PageFault};
 use host::{KBox, NoMemory};
 use mmu::{PagingContext, RootOutcome, ShadowFault, ShadowRoots};
+use stats::VcpuCount;
 use vm::memory::{MemoryError, ShadowOutcome};
 use x86::{Exception, Gpa, Gva, exception::pf};
 
@@ -234,10 +235,12 @@ impl<B: Backend> Vcpu<B> {
         drop(guard);
         match outcome {
             ShadowFault::Fixed => {
+                self.stats.count(VcpuCount::PfFixed);
                 self.keep_interrupted_delivery();
                 Next::Again
             }
             ShadowFault::Guest(exception) => {
+                self.stats.count(VcpuCount::PfGuest);
                 self.keep_interrupted_delivery();
                 self.raise_in_delivery(exception);
                 Next::Again
@@ -256,12 +259,18 @@ impl<B: Backend> Vcpu<B> {
         let (roots, at) = (&mut shadow.roots, fault.address.0);
         let outcome = memory.shadow_fault(tables, roots, &context, at, fault.code, &***vm);
         match outcome {
-            ShadowOutcome::Fixed | ShadowOutcome::Retry => None,
+            ShadowOutcome::Fixed => {
+                self.stats.count(VcpuCount::PfFixed);
+                None
+            }
+            ShadowOutcome::Retry => None,
             ShadowOutcome::Guest(exception) => {
+                self.stats.count(VcpuCount::PfGuest);
                 self.raise_in_delivery(exception);
                 None
             }
             ShadowOutcome::Mmio(gpa) | ShadowOutcome::ReadonlyWrite(gpa) => {
+                self.stats.count(VcpuCount::PfEmulate);
                 if self.events.again.is_some() {
                     // The tables, descriptors or stack that the delivery needs lie in device memory.
                     return Some(UserExit::InternalError {

@@ -5,10 +5,12 @@
 
 extern crate alloc;
 
+pub mod debug;
 pub mod irq;
 pub mod kick;
 pub mod memory;
 pub mod settings;
+pub mod statistics;
 pub mod time;
 pub mod vcpu_shared;
 pub mod vcpus;

@@ -16,9 +16,11 @@ use stats::{VmCount, VmStats};
 use x86::Hva;
 
 use crate::{
+    debug::DebugDirs,
     irq::VmIrq,
     memory::VmMemory,
     settings::Settings,
+    statistics::VmStatistics,
     time::{Time, host_time},
     vcpu_shared::{Request, SharedVcpu},
     vcpus::{AddError, MAX_VCPU_ID, VcpuTable},
@@ -60,6 +62,9 @@ impl Default for Paging {
 
 /// A virtual machine.
 pub struct Vm {
+    /// What debugfs shows; goes first.
+    pub debug: DebugDirs,
+    statistics: Arc<VmStatistics>,
     memory: Arc<VmMemory>,
     /// What the guest sees in system-management mode: address space 1.
     smm_memory: Arc<VmMemory>,
@@ -91,6 +96,8 @@ impl Vm {
         let memory = make(None)?;
         let smm_memory = make(Some(&memory))?;
         WithNotifier::new(Self {
+            debug: DebugDirs::default(),
+            statistics: VmStatistics::new([&memory, &smm_memory], &vcpus)?,
             memory,
             smm_memory,
             irq: VmIrq::new(vcpus.clone())?,
@@ -129,7 +136,12 @@ impl Vm {
 
     /// What the VM counts beside its vCPUs.
     pub fn stats(&self) -> &VmStats {
-        self.memory.stats()
+        self.statistics.counts()
+    }
+
+    /// All that is counted.
+    pub fn statistics(&self) -> &Arc<VmStatistics> {
+        &self.statistics
     }
 
     /// Adds a vCPU. [`Vm::making`] is held.

@@ -93,3 +93,9 @@ extern "C" fn gannet_dev_ioctl(command: u32, argument: u64, _compat: i32) -> i64
         None => ENODEV,
     }
 }
+
+/// How a VM is shown in debugfs.
+#[unsafe(no_mangle)]
+extern "C" fn gannet_debug_totals() -> *const core::ffi::c_void {
+    host::debugfs::totals::<vm::statistics::VmStatistics>()
+}

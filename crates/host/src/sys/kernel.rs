@@ -7,7 +7,7 @@ use core::arch::asm;
 use core::ffi::{c_char, c_void};
 use core::sync::atomic::{AtomicU32, Ordering};
 
-use super::{FileCalls, NotifierCalls, TimerFn, WatchCalls};
+use super::{DebugCalls, FileCalls, NotifierCalls, TimerFn, WatchCalls};
 use crate::clock::Snapshot;
 use crate::gup::RawHostPage;
 use crate::sync::RwWords;
@@ -44,6 +44,10 @@ pub(crate) enum SrcuRaw {}
 pub(crate) enum EventFdRaw {}
 /// `struct file`.
 pub(crate) enum FileRaw {}
+/// `struct seq_file`.
+pub(crate) enum SeqRaw {}
+/// `struct gnt_debug_dir`.
+pub(crate) enum DebugDirRaw {}
 /// `struct cpumask`.
 pub(crate) enum CpuMaskRaw {}
 
@@ -172,6 +176,15 @@ unsafe extern "C" {
     pub(crate) safe fn gnt_tsc_is_stable() -> i32;
     pub(crate) fn gnt_clock_snapshot(out: *mut Snapshot);
     pub(crate) safe fn gnt_clock_generation() -> u32;
+    // debugfs.c
+    pub(crate) fn gnt_seq_write(to: *mut SeqRaw, text: *const u8, len: usize);
+    pub(crate) fn gnt_debug_add(
+        name: *const c_char,
+        parent: *mut DebugDirRaw,
+        calls: *const DebugCalls,
+        object: *mut c_void,
+    ) -> *mut DebugDirRaw;
+    pub(crate) fn gnt_debug_remove(dir: *mut DebugDirRaw);
     // trace.c
     static gnt_observed: AtomicU32;
     pub(crate) safe fn gnt_trace_entry(vcpu_id: u32, rip: u64);

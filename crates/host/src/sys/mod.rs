@@ -4,7 +4,7 @@
 //! the standard library. Structs that cross the border are `repr(C)` and asserted on both sides.
 
 use core::any::TypeId;
-use core::ffi::c_void;
+use core::ffi::{c_char, c_void};
 
 #[cfg(target_os = "none")]
 mod kernel;
@@ -36,6 +36,18 @@ pub(crate) struct WatchCalls {
     pub hung_up: unsafe extern "C" fn(*mut c_void),
 }
 const _: () = assert!(size_of::<WatchCalls>() == 16);
+
+/// `struct gnt_debug_calls`.
+#[repr(C)]
+pub(crate) struct DebugCalls {
+    pub name: unsafe extern "C" fn(u32) -> *const c_char,
+    pub show: unsafe extern "C" fn(*mut c_void, u32, *mut SeqRaw),
+    pub value: unsafe extern "C" fn(*mut c_void, u32) -> u64,
+    pub release: unsafe extern "C" fn(*mut c_void),
+    pub files: u32,
+    pub totals: u32,
+}
+const _: () = assert!(size_of::<DebugCalls>() == 40);
 
 /// `struct gnt_file_calls`.
 #[repr(C)]

@@ -46,7 +46,7 @@ impl FileObject for VmStatsFile {
     }
 
     fn read(&self, offset: u64, buffer: u64, len: u64) -> i64 {
-        read_to_user(&OfOneVm(&self.vm), &self.id, offset, buffer, len)
+        read_to_user(&OfOneVm(self.vm.statistics()), &self.id, offset, buffer, len)
     }
 }
 

@@ -36,7 +36,9 @@ impl<M: MakeBackend> SystemOps for SystemHandle<M> {
         let limits =
             ::vm::vm::HostLimits { halt_poll_ns: host::params::halt_poll_ns(), ..self.host.limits };
         let file = Arc::new(VmFile::<M>::new(Vm::new(&limits)?, self.host))?;
-        Ok(NewFile::new(file, None).map_err(Errno::from_file)?.install())
+        let new = NewFile::new(file.clone(), None).map_err(Errno::from_file)?;
+        file.show_in_debugfs(new.fd());
+        Ok(new.install())
     }
 
     fn supported_cpuid(&self) -> Result<Vec<KvmCpuidEntry2>, Errno> {

@@ -56,6 +56,11 @@ impl<M: MakeBackend> VmFile<M> {
         Self { vm, host, tid: host::task::current_tid(), make: PhantomData }
     }
 
+    /// Shows the VM in debugfs, by the descriptor that it will have.
+    pub(super) fn show_in_debugfs(&self, fd: i32) {
+        self.vm.debug.add_vm(self.tid, fd, self.vm.statistics());
+    }
+
     /// Whether there is no vCPU; what may be set only before the first is set under the same lock.
     fn without_vcpus<R>(&self, set: impl FnOnce(&Vm) -> R) -> Result<R, Errno> {
         let _making = self.vm.making.lock();
@@ -145,6 +150,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
         let lapic = vm.irq().kind() != irq::Irqchip::None;
         let shared = VcpuShared::new(id, index, bsp, lapic)?;
         let file = NewFile::new(self.vcpu_file(&shared)?, Some(id)).map_err(Errno::from_file)?;
+        vm.debug.add_vcpu(&shared);
         vm.add_vcpu(shared)?;
         vm.irq().apic_changed();
         Ok(file.install())

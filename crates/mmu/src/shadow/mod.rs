@@ -166,6 +166,11 @@ impl<F: PteFormat> ShadowMmu<F> {
         &self.counters
     }
 
+    /// The same, to be kept.
+    pub fn shared_counters(&self) -> &Arc<Counters> {
+        &self.counters
+    }
+
     /// Makes sure that at least `count` pages are free: takes back old ones once the VM has as many
     /// as it may, or allocates. May sleep; flushes when pages are taken back.
     pub fn reserve(

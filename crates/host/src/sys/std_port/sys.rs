@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::super::{FileCalls, NotifierCalls, TimerFn, WatchCalls};
+use super::super::{DebugCalls, FileCalls, NotifierCalls, TimerFn, WatchCalls};
 use super::world::{Armed, Context, Event, World, descriptors};
 use crate::clock::Snapshot;
 use crate::gup::RawHostPage;
@@ -648,6 +648,45 @@ pub(crate) unsafe fn gnt_log(_: u32, text: *const u8, len: usize) {
     // SAFETY: text is readable for len bytes by the contract.
     let text = String::from_utf8_lossy(unsafe { std::slice::from_raw_parts(text, len) });
     World::current().lock().log.push(text.into_owned());
+}
+
+// debugfs: directories by their path.
+
+/// The text that a reader gathers.
+pub(crate) struct SeqRaw(pub(crate) String);
+pub(crate) struct DebugDirRaw {
+    path: String,
+    calls: &'static DebugCalls,
+    object: *mut c_void,
+}
+
+pub(crate) unsafe fn gnt_seq_write(to: *mut SeqRaw, text: *const u8, len: usize) {
+    // SAFETY: both by the contract.
+    unsafe { (*to).0 += &String::from_utf8_lossy(std::slice::from_raw_parts(text, len)) }
+}
+pub(crate) unsafe fn gnt_debug_add(
+    name: *const c_char,
+    parent: *mut DebugDirRaw,
+    calls: &'static DebugCalls,
+    object: *mut c_void,
+) -> *mut DebugDirRaw {
+    // SAFETY: NUL-terminated, and the parent is alive or null, by the contract.
+    let (name, parent) = unsafe { (CStr::from_ptr(name).to_string_lossy(), parent.as_ref()) };
+    let path = parent.map_or(name.to_string(), |p| format!("{}/{name}", p.path));
+    let world = World::current();
+    let mut state = world.lock();
+    if state.debug.contains_key(&path) {
+        return std::ptr::null_mut();
+    }
+    state.debug.insert(path.clone(), (calls, Context(object)));
+    Box::into_raw(Box::new(DebugDirRaw { path, calls, object }))
+}
+pub(crate) unsafe fn gnt_debug_remove(dir: *mut DebugDirRaw) {
+    // SAFETY: made by gnt_debug_add, removed once.
+    let dir = unsafe { Box::from_raw(dir) };
+    World::current().lock().debug.remove(&dir.path);
+    // SAFETY: the share that the directory held.
+    unsafe { (dir.calls.release)(dir.object) }
 }
 
 // Tracing: what is said goes to a list, in words.

@@ -1,5 +1,6 @@
 //! What a test can do to its surroundings.
 
+use std::ffi::CStr;
 use std::sync::PoisonError;
 
 use x86::Hva;
@@ -127,6 +128,20 @@ pub fn observe(bits: u32) {
 /// What the tracepoints said since the last call.
 pub fn take_traced() -> Vec<String> {
     std::mem::take(&mut World::current().lock().traced)
+}
+
+/// What a file in debugfs shows; `None` where there is none.
+pub fn debug_file(path: &str) -> Option<String> {
+    let (dir, name) = path.rsplit_once('/')?;
+    let (calls, context) = World::current().lock().debug.get(dir).copied()?;
+    let mut text = sys::SeqRaw(String::new());
+    // SAFETY: the names are static, and the directory is there while the test reads.
+    unsafe {
+        let named = |file: &u32| CStr::from_ptr((calls.name)(*file)).to_bytes() == name.as_bytes();
+        let file = (0..calls.files).find(named)?;
+        (calls.show)(context.0, file, &mut text);
+    }
+    Some(text.0)
 }
 
 /// The last message logged in this thread's world.

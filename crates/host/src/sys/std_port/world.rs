@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use super::super::{FileCalls, NotifierCalls, TimerFn, WatchCalls};
+use super::super::{DebugCalls, FileCalls, NotifierCalls, TimerFn, WatchCalls};
 
 /// CLOCK_REALTIME minus CLOCK_MONOTONIC in tests.
 pub const TEST_EPOCH_NS: u64 = 1_700_000_000_000_000_000;
@@ -37,6 +37,7 @@ pub(crate) struct State {
     pub(crate) kicks: Vec<usize>,
     pub(crate) log: Vec<String>,
     pub(crate) observed: u32,
+    pub(crate) debug: BTreeMap<String, (&'static DebugCalls, Context)>,
     pub(crate) traced: Vec<String>,
 }
 
