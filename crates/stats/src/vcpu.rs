@@ -125,12 +125,10 @@ impl VcpuStats {
         }
     }
 
-    /// All zero, on the heap. Copied there from a constant and not by way of the stack.
+    /// All zero, on the heap; made there, because it is too large for the stack.
     #[inline(never)]
     pub fn shared() -> Result<Arc<Self>, NoMemory> {
-        #[allow(clippy::declare_interior_mutable_const, reason = "a template, never counted in")]
-        const EMPTY: VcpuStats = VcpuStats::new();
-        Arc::new(EMPTY)
+        Arc::new_with(Self::new)
     }
 
     /// An exit. In the inner loop the reason is a constant, and this one addition to memory.
