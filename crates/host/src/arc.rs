@@ -33,17 +33,23 @@ unsafe impl<T: Send + Sync> Sync for Arc<T> {}
 impl<T> Arc<T> {
     /// Moves `value` to the heap with one owner.
     pub fn new(value: T) -> Result<Self, NoMemory> {
-        Self::new_with(|| value)
-    }
-
-    /// Makes a value in its place on the heap, with one owner: a large one that `make` builds never
-    /// lies on the stack.
-    #[inline]
-    pub fn new_with(make: impl FnOnce() -> T) -> Result<Self, NoMemory> {
         let shared = allocate::<Shared<T>>(false)?;
         let at = shared.as_ptr();
         // Field by field: a large value is copied once, and never lies on the stack as a Shared.
         // SAFETY: freshly allocated for a Shared<T>, of which these are all fields.
+        unsafe {
+            (&raw mut (*at).owners).write(AtomicUsize::new(1));
+            (&raw mut (*at).value).write(value);
+        }
+        Ok(Self { shared })
+    }
+
+    /// Makes a value in its place on the heap, with one owner: a large one never lies on the stack.
+    #[inline]
+    pub fn new_with(make: impl FnOnce() -> T) -> Result<Self, NoMemory> {
+        let shared = allocate::<Shared<T>>(false)?;
+        let at = shared.as_ptr();
+        // SAFETY: as in new().
         unsafe {
             (&raw mut (*at).owners).write(AtomicUsize::new(1));
             (&raw mut (*at).value).write(make());
