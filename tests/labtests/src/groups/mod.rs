@@ -22,6 +22,7 @@ mod paging_flushes;
 mod paging_host;
 mod paging_protection;
 mod paging_roles;
+mod paging_smm;
 mod paging_smp;
 mod paging_tables;
 mod paging_torture;
@@ -55,6 +56,7 @@ pub fn all() -> impl Iterator<Item = Test> {
         paging_bits::TESTS,
         paging_host::TESTS,
         paging_roles::TESTS,
+        paging_smm::TESTS,
         paging_smp::TESTS,
         paging_torture::TESTS,
         paging_tables::TESTS,
