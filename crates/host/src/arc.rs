@@ -46,7 +46,7 @@ impl<T> Arc<T> {
 
     /// Makes a value in its place on the heap, with one owner: a large one never lies on the stack.
     #[inline]
-    pub fn new_with(make: impl FnOnce() -> T) -> Result<Self, NoMemory> {
+    pub fn make(make: impl FnOnce() -> T) -> Result<Self, NoMemory> {
         let shared = allocate::<Shared<T>>(false)?;
         let at = shared.as_ptr();
         // SAFETY: as in new().

@@ -128,7 +128,7 @@ impl VcpuStats {
     /// All zero, on the heap; made there, because it is too large for the stack.
     #[inline(never)]
     pub fn shared() -> Result<Arc<Self>, NoMemory> {
-        Arc::new_with(Self::new)
+        Arc::make(Self::new)
     }
 
     /// An exit. In the inner loop the reason is a constant, and this one addition to memory.

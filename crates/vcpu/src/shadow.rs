@@ -8,7 +8,7 @@
 //! VM's tree knows; one that lacks a frame, or is a device's, goes outside.
 
 use backend::{Backend, Event, NestedFault, PageFault};
-use host::{KBox, NoMemory};
+use host::{KBox, NoMemory, page::Page};
 use mmu::{PagingContext, RootOutcome, ShadowFault, ShadowRoots};
 use stats::VcpuCount;
 use vm::memory::{MemoryError, ShadowOutcome};
@@ -62,9 +62,10 @@ pub(crate) struct Shadow {
 impl Shadow {
     #[inline(never)]
     pub(crate) fn new() -> Result<KBox<Self>, NoMemory> {
-        KBox::new(Self {
-            roots: ShadowRoots::new()?,
-            others: ShadowRoots::new()?,
+        let (low, other_low) = (Page::zeroed_low()?, Page::zeroed_low()?);
+        KBox::make(|| Self {
+            roots: ShadowRoots::on(low),
+            others: ShadowRoots::on(other_low),
             work: work::SWITCH | work::FLUSH,
             unsettled: false,
             pdptes: [0; 4],

@@ -69,14 +69,20 @@ pub struct ShadowRoots {
 impl ShadowRoots {
     /// Holds nothing.
     pub fn new() -> Result<Self, NoMemory> {
-        Ok(Self {
+        Ok(Self::on(Page::zeroed_low()?))
+    }
+
+    /// Holds nothing, with a page below 4 GiB for PDPTEs.
+    #[inline]
+    pub fn on(low: Page) -> Self {
+        Self {
             cache: RootCache::new(),
-            low: Page::zeroed_low()?,
+            low,
             places: 0,
             flushes: 0,
             roms: [Gfn(u64::MAX); ROMS],
             roms_generation: 0,
-        })
+        }
     }
 
     /// The current root.
