@@ -7,7 +7,9 @@
 //! through the VMM's mapping. What fails in the loop is made good before the guest runs on.
 
 use backend::Backend;
+use host::irq;
 use irqchip::lapic::GUARD_ADVANCE_NS;
+use pv::{LazyDeadline, Shared};
 
 use crate::{
     Vcpu,
@@ -15,6 +17,31 @@ use crate::{
     msrs::Refused,
     pv::{GuestPage, MappedPage},
 };
+
+/// A page, and how it is reached.
+enum Reach<'a> {
+    Mapped(MappedPage<'a>),
+    Slow(GuestPage<'a>),
+}
+
+/// Neither way.
+struct OutOfReach;
+
+impl Shared for Reach<'_> {
+    type Error = OutOfReach;
+    fn read(&self, offset: usize, data: &mut [u8]) -> Result<(), OutOfReach> {
+        match self {
+            Self::Mapped(page) => page.read(offset, data).map_err(|_| OutOfReach),
+            Self::Slow(page) => page.read(offset, data).map_err(|_| OutOfReach),
+        }
+    }
+    fn write(&self, offset: usize, data: &[u8]) -> Result<(), OutOfReach> {
+        match self {
+            Self::Mapped(page) => page.write(offset, data).map_err(|_| OutOfReach),
+            Self::Slow(page) => page.write(offset, data).map_err(|_| OutOfReach),
+        }
+    }
+}
 
 impl<B: Backend> Vcpu<B> {
     /// After a deadline was set inside the loop: the page is told what the timer runs for now.
@@ -36,8 +63,27 @@ impl<B: Backend> Vcpu<B> {
     /// The same outside the loop. A page out of reach stays in doubt.
     pub(crate) fn publish_deadline(&mut self) {
         let live = self.shared.lapic.deadline_live();
-        let Some(at) = self.lazy.page() else { return };
-        let _ = self.lazy.publish(&GuestPage { memory: self.vm.memory(), at }, live);
+        let _ = self.on_page(|lazy, page| lazy.publish(page, live));
+    }
+
+    /// Outside the loop: does something with the page as it is mapped, which is quick, or else
+    /// through the VMM's mapping. `None`: out of reach, or there is none.
+    fn on_page<T>(
+        &mut self,
+        f: impl Fn(&mut LazyDeadline, &Reach<'_>) -> Result<T, OutOfReach>,
+    ) -> Option<T> {
+        let at = self.lazy.page()?;
+        let memory = self.vm.memory();
+        let before = *self.lazy;
+        irq::disable();
+        let view = memory.view();
+        let done = f(&mut self.lazy, &Reach::Mapped(MappedPage { memory, view: &view, at }));
+        irq::enable();
+        if let Ok(done) = done {
+            return Some(done);
+        }
+        *self.lazy = before;
+        f(&mut self.lazy, &Reach::Slow(GuestPage { memory, at })).ok()
     }
 
     /// A TSC deadline has come, or may have: interrupts, unless the guest has stored a later one.
@@ -46,24 +92,17 @@ impl<B: Backend> Vcpu<B> {
         if deadline == 0 {
             return;
         }
-        let clock = self.clock_now();
-        if deadline > clock.guest_tsc.saturating_add(self.guard_advance()) {
+        let tsc = self.b.host_tsc();
+        if deadline > self.b.guest_tsc(tsc).saturating_add(self.guard_advance()) {
             // Moved meanwhile; or host time, which is disciplined, ran ahead of the guest's TSC.
-            let op = self.shared.lapic.set_tsc_deadline(deadline, &clock);
-            return self.do_timer(op);
+            return self.wind_for(deadline);
         }
-        let later = match self.lazy.page() {
-            Some(at) if self.lazy.armed() != 0 => {
-                let page = GuestPage { memory: self.vm.memory(), at };
-                // Where the page cannot be read, the deadline that is known stands.
-                self.lazy.examine(&page).unwrap_or(None)
-            }
-            _ => None,
-        };
-        match later {
+        let promised = self.lazy.armed() != 0;
+        // Where the page cannot be read, the deadline that is known stands.
+        let looked = if promised { self.on_page(|lazy, page| lazy.examine(page)) } else { None };
+        match looked.flatten() {
             Some(later) => {
-                let op = self.shared.lapic.set_tsc_deadline(later, &clock);
-                self.do_timer(op);
+                self.wind_for(later);
                 self.publish_deadline();
             }
             None => {
@@ -71,6 +110,13 @@ impl<B: Backend> Vcpu<B> {
                 self.recheck |= self.shared.lapic.deadline_expired().kick();
             }
         }
+    }
+
+    /// Sets the timer's deadline and nothing else.
+    fn wind_for(&mut self, deadline: u64) {
+        let clock = self.clock_now();
+        let op = self.shared.lapic.set_tsc_deadline(deadline, &clock);
+        self.do_timer(op);
     }
 
     /// How long before a deadline the alarm rings, in ticks of the guest's TSC.
@@ -94,16 +140,12 @@ impl<B: Backend> Vcpu<B> {
 
     /// Takes the promise back. A timer that runs on does so for the guest's newest deadline.
     fn end_promise(&mut self) {
-        let Some(at) = self.lazy.page() else { return };
-        let page = GuestPage { memory: self.vm.memory(), at };
         if self.shared.lapic.tsc_deadline() == 0 {
-            let _ = self.lazy.withdraw(&page);
+            let _ = self.on_page(|lazy, page| lazy.withdraw(page));
         } else if self.lazy.armed() != 0
-            && let Ok(Some(later)) = self.lazy.examine(&page)
+            && let Some(later) = self.on_page(|lazy, page| lazy.examine(page)).flatten()
         {
-            let clock = self.clock_now();
-            let op = self.shared.lapic.set_tsc_deadline(later, &clock);
-            self.do_timer(op);
+            self.wind_for(later);
         }
     }
 
@@ -124,17 +166,14 @@ impl<B: Backend> Vcpu<B> {
 
     #[cold]
     fn settle_deadline_now(&mut self) {
-        let Some(at) = self.lazy.page() else { return };
         if self.lazy.armed() != self.shared.lapic.deadline_live() {
             // Stopped, or masked while it goes on.
             self.end_promise();
         }
         let running = self.shared.lapic.deadline_live();
-        let page = GuestPage { memory: self.vm.memory(), at };
-        if let Ok(Some(later)) = self.lazy.settle(&page, running) {
-            let clock = self.clock_now();
-            let op = self.shared.lapic.set_tsc_deadline(later, &clock);
-            self.do_timer(op);
+        let settled = self.on_page(|lazy, page| lazy.settle(page, running));
+        if let Some(later) = settled.flatten() {
+            self.wind_for(later);
             self.publish_deadline();
         }
     }
@@ -156,16 +195,12 @@ impl<B: Backend> Vcpu<B> {
         self.end_promise();
         let before = self.lazy.msr();
         self.lazy.configure(value);
-        if let Some(at) = self.lazy.page()
-            && !host
+        // Nothing is promised before the next deadline: what stands in `pending` is no deadline that
+        // anyone has set.
+        if !host && self.lazy.enabled() && self.on_page(|lazy, page| lazy.settle(page, 0)).is_none()
         {
-            let page = GuestPage { memory: self.vm.memory(), at };
-            // Nothing is promised before the next deadline: what stands in `pending` is no
-            // deadline that anyone has set.
-            if self.lazy.settle(&page, 0).is_err() {
-                self.lazy.configure(before);
-                return Err(Refused);
-            }
+            self.lazy.configure(before);
+            return Err(Refused);
         }
         self.shared.lapic.guard_deadline(self.lazy.enabled());
         let clock = self.clock_now();

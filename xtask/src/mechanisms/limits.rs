@@ -171,8 +171,9 @@ fn deadline(results: &Results) -> Vec<Limit> {
             "pingpong: throughput not lower",
             (|c: Change| c.after >= c.before) as fn(Change) -> bool,
         ),
-        ("latency_999", "pingpong: timer latency at the 99.9th percentile not worse", |c| {
-            c.after <= c.before
+        // Of ten thousand sleeps ten are beyond it: two runs of the same side differ by as much.
+        ("latency_999", "pingpong: timer latency at the 99.9th percentile not worse (2 %)", |c| {
+            c.after <= c.before * 1.02
         }),
     ] {
         all.push(match pair(name) {

@@ -79,7 +79,7 @@ pub fn offered(xstate_cache: bool) -> Offered {
     let (cpuid, msrs) = OFFERED[usize::from(xstate_cache)].get_or_init(|| {
         let facts = HostFacts { xcr0: 7, xstate_cache, ..HostFacts::default() };
         let supported = Supported::read(host_cpuid, &facts).unwrap();
-        (supported, HostMsrs { amd: true, ..HostMsrs::default() })
+        (supported, HostMsrs { amd: true, lazy_deadline: true, ..HostMsrs::default() })
     });
     Offered { cpuid, msrs }
 }
