@@ -142,10 +142,7 @@ fn deadline(results: &Results) -> Vec<Limit> {
         let off = results.reason("gannet", "lazy_tscdeadline=0", name);
         if off == "not run" { results.reason("gannet", "", name) } else { off }
     };
-    let found = |change: Change| {
-        let Change { before, after } = change;
-        format!("{before:.2} → {after:.2} (−{:.2} %)", change.saving() * 100.0)
-    };
+    let found = |change: Change| format!("{} (−{:.2} %)", change.text(), change.saving() * 100.0);
     type Exits = fn(&Results, &str) -> Option<Change>;
     let sources: [(&str, Exits); 2] = [(TIMER, deadline_exits), (PINGPONG, pingpong_exits)];
     for (name, exits) in sources {

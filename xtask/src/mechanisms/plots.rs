@@ -178,6 +178,7 @@ fn panel(
             SegmentValue::CenterOf(n) => labels.get(*n as usize).unwrap_or(&"").to_string(),
             _ => String::new(),
         })
+        .y_label_formatter(&|n| if most < 100.0 { format!("{n:.1}") } else { format!("{n:.0}") })
         .label_style(("sans-serif", 14))
         .draw()
         .map_err(wrong)?;

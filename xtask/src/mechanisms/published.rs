@@ -13,6 +13,12 @@ pub struct Change {
 }
 
 impl Change {
+    /// Both in words: small counts with two digits.
+    pub fn text(self) -> String {
+        let digits = if self.before < 100.0 { 2 } else { 0 };
+        format!("{:.digits$} → {:.digits$}", self.before, self.after)
+    }
+
     /// By how much of it the change lowered it: 0.39 for 39 %.
     pub fn saving(self) -> f64 {
         if self.before > 0.0 { 1.0 - self.after / self.before } else { 0.0 }
