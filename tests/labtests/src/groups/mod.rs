@@ -35,7 +35,9 @@ mod slots;
 mod smm;
 mod smp;
 mod smram;
+mod statistics;
 mod system;
+mod tracing;
 mod vcpus;
 
 /// Every test, in the order in which they run.
@@ -75,6 +77,8 @@ pub fn all() -> impl Iterator<Item = Test> {
         irq_ioctls::TESTS,
         smm::TESTS,
         smram::TESTS,
+        statistics::TESTS,
+        tracing::TESTS,
         lifecycle::TESTS,
     ]
     .into_iter()

@@ -56,6 +56,8 @@ pub const GET_PIT2: u64 = ior::<kvm_pit_state2>(0x9f);
 pub const SET_PIT2: u64 = iow::<kvm_pit_state2>(0xa0);
 pub const SIGNAL_MSI: u64 = iow::<kvm_msi>(0xa5);
 
+pub const GET_STATS_FD: u64 = io(0xce);
+
 pub const RUN: u64 = io(0x80);
 pub const GET_REGS: u64 = ior::<kvm_regs>(0x81);
 pub const SET_REGS: u64 = iow::<kvm_regs>(0x82);

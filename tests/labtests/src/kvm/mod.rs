@@ -4,4 +4,5 @@ pub mod exit;
 pub mod file;
 pub mod ioctl;
 pub mod pointer;
+pub mod stats;
 pub mod vcpu;
