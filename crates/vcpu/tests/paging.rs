@@ -2,10 +2,15 @@
 
 mod rig;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use backend::{Gprs, RCX, RDX};
-use cpu::Op;
+use cpu::{Counts, Op};
 use gannet_vcpu::{RunInput, UserExit};
-use rig::{Machine, assert_only_vmrun, cost_of, cost_with, exit, shutdown, vcpu};
+use host::page::Pages;
+use mmu::Region;
+use rig::{Machine, TestVcpu, assert_only_vmrun, cost_of, cost_with, exit, shutdown, vcpu};
 use vm::vm::Paging;
 use x86::vmcb::{ExitCode, Vmcb};
 
@@ -70,5 +75,155 @@ fn a_flush_that_the_guest_asks_for_is_done_by_the_very_next_entry() {
         assert_eq!(vmcb.control.tlb_ctl, 0);
         shutdown(vmcb, gprs);
     });
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+}
+
+/// Shadow paging: a guest in long mode whose tables map 64 pages at their own addresses.
+struct Paged {
+    vcpu: TestVcpu,
+    _memory: Pages,
+}
+
+const ROOT: u64 = 0x1000;
+const OTHER_ROOT: u64 = 0x5000;
+const PAGE: u64 = 0x1_0000;
+const PRESENT_AND_USED: u64 = 0x67;
+
+fn paged(paging: Paging) -> Paged {
+    let machine = Machine { paging: Paging { nested: false, ..paging }, ..Machine::default() };
+    let memory = Pages::zeroed(6).unwrap();
+    let put = |at: u64, value: u64| {
+        memory.words()[at as usize / 8].store(value, Ordering::Relaxed);
+    };
+    for (table, next) in [(ROOT, 0x2000), (OTHER_ROOT, 0x2000), (0x2000, 0x3000), (0x3000, 0x4000)]
+    {
+        put(table, next | PRESENT_AND_USED);
+    }
+    for page in 0..64 {
+        put(0x4000 + page * 8, page << 12 | PRESENT_AND_USED);
+    }
+    let vm = rig::vm(&machine);
+    let region = Region { slot: 0, flags: 0, gpa: 0, size: 64 << 12, hva: memory.hpa().0 };
+    vm.memory().set_region(&region, &**vm).unwrap();
+    let mut vcpu = rig::add_vcpu(&machine, &vm, 0);
+    let mut sregs = vcpu.sregs();
+    (sregs.cr0, sregs.cr3, sregs.cr4, sregs.efer) = (0x8001_0033, ROOT, 1 << 5, 0x500);
+    sregs.cs.attr = 0x29b;
+    vcpu.set_sregs(&sregs, None).unwrap();
+    Paged { vcpu, _memory: memory }
+}
+
+/// What ten exits made by `step` cost, after some that warm up.
+fn cost_on_shadow(
+    paging: Paging,
+    step: impl Fn(&mut Vmcb, &mut Gprs) + Send + Sync + Clone + 'static,
+) -> Counts {
+    const WARM: usize = 6;
+    let run = |exits: usize| {
+        let mut guest = paged(paging);
+        let v = &mut guest.vcpu;
+        for _ in 0..exits {
+            let step = step.clone();
+            v.backend().cpu().inner().then(move |vmcb, gprs| step(vmcb, gprs));
+        }
+        v.backend().cpu().inner().then(shutdown);
+        let before = v.backend().cpu().counts();
+        assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+        v.backend().cpu().counts().since(&before)
+    };
+    let ten = run(WARM + 10).since(&run(WARM));
+    assert_eq!(ten.of(Op::Vmrun), 10);
+    ten
+}
+
+fn page_fault(at: u64, code: u64, vmcb: &mut Vmcb) {
+    const EXCEPTION_14: u64 = 0x4e;
+    vmcb.control.exit_code = EXCEPTION_14;
+    vmcb.control.exit_info_1 = code;
+    vmcb.control.exit_info_2 = at;
+}
+
+#[test]
+fn a_shadow_fault_whose_frame_is_known_is_one_vmrun() {
+    assert_only_vmrun(&cost_on_shadow(Paging::default(), |vmcb, _| {
+        // The hardware walks the shadow root, and never the guest's.
+        assert_eq!(vmcb.control.nested_ctl, 0);
+        assert_ne!(vmcb.save.cr3, ROOT);
+        page_fault(PAGE, 0, vmcb);
+    }));
+}
+
+#[test]
+fn a_fault_that_is_the_guests_own_is_one_vmrun() {
+    const NOT_MAPPED: u64 = 0x10_0000;
+    assert_only_vmrun(&cost_on_shadow(Paging::default(), |vmcb, _| {
+        page_fault(NOT_MAPPED, 2, vmcb);
+    }));
+}
+
+#[test]
+fn a_switch_between_two_address_spaces_is_one_vmrun() {
+    let turn = Arc::new(AtomicU64::new(0));
+    assert_only_vmrun(&cost_on_shadow(Paging::default(), move |vmcb, gprs| {
+        let odd = turn.fetch_add(1, Ordering::Relaxed) & 1 != 0;
+        gprs.0[RDX] = if odd { ROOT } else { OTHER_ROOT };
+        exit(ExitCode::WriteCr3)(vmcb, gprs);
+        vmcb.control.exit_info_1 = (1 << 63) | RDX as u64;
+    }));
+}
+
+/// Flips a bit of the guest's register, which is not the hardware's.
+fn flip(code: ExitCode, bit: u64) -> impl Fn(&mut Vmcb, &mut Gprs) + Send + Sync + Clone + 'static {
+    let turn = Arc::new(AtomicU64::new(1));
+    move |vmcb, gprs| {
+        const EFER: u64 = 0xc000_0080;
+        let on = if turn.fetch_add(1, Ordering::Relaxed) & 1 != 0 { bit } else { 0 };
+        exit(code)(vmcb, gprs);
+        vmcb.control.exit_info_1 = (1 << 63) | RDX as u64;
+        match code {
+            ExitCode::WriteCr0 => gprs.0[RDX] = 0x8000_0033 | on,
+            ExitCode::WriteCr4 => gprs.0[RDX] = 1 << 5 | on,
+            _ => {
+                vmcb.control.exit_info_1 = 1;
+                (gprs.0[RCX], gprs.0[RDX]) = (EFER, 0);
+                vmcb.save.rax = 0x500 | on;
+            }
+        }
+    }
+}
+
+#[test]
+fn on_shadow_tables_too_a_change_of_the_paging_mode_is_one_vmrun() {
+    for (code, bit) in TOGGLES {
+        assert_only_vmrun(&cost_on_shadow(Paging::default(), flip(code, bit)));
+    }
+}
+
+#[test]
+fn without_kept_roots_shadow_roots_are_unloaded_outside_the_loop() {
+    let paging = Paging { keep_roots: false, ..Paging::default() };
+    for (code, bit) in TOGGLES {
+        let ten = cost_on_shadow(paging, flip(code, bit));
+        assert_eq!(ten.of(Op::Clgi), 10, "{code:?} {bit:#x}");
+    }
+}
+
+#[test]
+fn the_guest_sees_its_own_registers_and_the_hardware_always_pages() {
+    let mut guest = paged(Paging::default());
+    let v = &mut guest.vcpu;
+    v.backend().cpu().inner().then(|vmcb, gprs| {
+        gprs.0[RDX] = 0x8000_0033;
+        exit(ExitCode::WriteCr0)(vmcb, gprs);
+        vmcb.control.exit_info_1 = (1 << 63) | RDX as u64;
+    });
+    v.backend().cpu().inner().then(|vmcb, gprs| {
+        const WP: u64 = 1 << 16;
+        assert_eq!(vmcb.save.cr0, 0x8000_0033 | WP);
+        // Its own reads exit, for it must not see the hardware's WP.
+        assert_ne!(vmcb.control.intercepts[0] & 1, 0);
+        shutdown(vmcb, gprs);
+    });
+    assert_eq!(v.sregs().cr3, ROOT);
     assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
 }
