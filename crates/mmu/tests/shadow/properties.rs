@@ -313,13 +313,18 @@ impl Run {
             }
             Op::Switch { vcpu, cr3, bits, flush } => {
                 let n = usize::from(vcpu & 1);
+                let cr3_at = self.roots[usize::from(cr3) % 3] << 12;
+                let next = context(self.mode, if bits & 128 == 0 { 0 } else { bits }, cr3_at);
+                let now = machine.vcpus[n].borrow().context;
+                if (now.gbpages, now.amd) != (next.gbpages, next.amd) {
+                    // Another CPUID: no register tells of it, so its roots have to be let go.
+                    machine.shadow.lock().release(&mut machine.vcpus[n].borrow_mut().roots);
+                }
                 let flush = {
                     let vcpu = &mut *machine.vcpus[n].borrow_mut();
-                    let cr3 = self.roots[usize::from(cr3) % 3] << 12;
-                    let wanted = context(self.mode, if bits & 128 == 0 { 0 } else { bits }, cr3);
                     // PDPTEs are loaded with CR3 and not otherwise.
-                    let flush = flush || self.mode == Mode::Pae && cr3 != vcpu.context.cr3;
-                    vcpu.context = wanted;
+                    let flush = flush || self.mode == Mode::Pae && cr3_at != vcpu.context.cr3;
+                    vcpu.context = next;
                     vcpu.smm = bits & 3 == 3;
                     flush
                 };

@@ -7,6 +7,7 @@ use crate::kvm::file::{Commands, CpuidTable};
 use crate::kvm::ioctl;
 use crate::machine::code::{done, guest_code};
 use crate::machine::guest::{Chip, Guest};
+use crate::oracle;
 use crate::outcome::{Answer, Outcome, equal, skip};
 use crate::runner::tests;
 
@@ -138,6 +139,11 @@ fn the_flag_of_the_local_apic_follows_its_base() -> Outcome {
     Ok(())
 }
 
+/// Some versions of the stock module for 6.1 compare the bits that follow the machine, too.
+fn stock_compares_all() -> bool {
+    oracle::is_stock() && oracle::kernel() < (6, 12)
+}
+
 fn a_table_read_before_a_change_may_be_set_after_it() -> Outcome {
     let guest = Guest::new(Chip::Kernel, toggle())?;
     components(&guest)?;
@@ -147,6 +153,9 @@ fn a_table_read_before_a_change_may_be_set_after_it() -> Outcome {
         guest.reach_mark()?;
         set_xcr0(&guest, xcr0)?;
         for old in &tables {
+            if guest.vcpu().set_cpuid(old).is_err() && stock_compares_all() {
+                return skip("this version of the stock module refuses the table that it gave");
+            }
             guest.vcpu().set_cpuid(old)?;
         }
         let size = if xcr0 == 7 { 832 } else { 576 };
@@ -171,6 +180,9 @@ fn bits_that_follow_the_machine_are_not_compared() -> Outcome {
     leaf(&mut other, 1, 0, |e| e.edx ^= 1 << 9);
     leaf(&mut other, 0xd, 0, |e| e.ebx = 12345);
     leaf(&mut other, 7, 0, |e| e.ecx &= !(1 << 4));
+    if guest.vcpu().set_cpuid(&other).is_err() && stock_compares_all() {
+        return skip("this version of the stock module compares all bits");
+    }
     guest.vcpu().set_cpuid(&other)?;
     let mut after = table(&guest)?;
     for (f, i) in [(1, 0), (7, 0), (0xd, 0), (0xd, 1)] {
