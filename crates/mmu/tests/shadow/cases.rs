@@ -3,6 +3,7 @@
 use std::sync::atomic::Ordering::Relaxed;
 
 use gannet_mmu::PagingContext;
+use host::page::Pages;
 use x86::exception::pf;
 use x86::{Exception, Gfn, Gpa};
 
@@ -152,6 +153,12 @@ fn a_large_page_over_small_frames_is_made_of_small_ones() {
     machine.access(0, at(21), WRITE).unwrap();
     assert_eq!(machine.peek(3, 3) & 0x40, 0x40);
     assert!(machine.access(0, at(20), WRITE).unwrap().writable);
+    // The guest takes the dirty bit away: the next write sets it again.
+    machine.poke(3, 3, FULL & !0x40 | 1 << 7);
+    machine.flush(0);
+    assert!(!machine.access(0, at(20), READ).unwrap().writable);
+    machine.access(0, at(20), WRITE).unwrap();
+    assert_eq!(machine.peek(3, 3) & 0x40, 0x40);
 }
 
 #[test]
@@ -198,18 +205,37 @@ fn a_write_while_a_table_settles_keeps_it_in_doubt() {
 
 #[test]
 fn a_large_page_gives_way_where_a_table_in_it_is_protected() {
-    // Memory is mapped a second time, by a large page.
     let machine = machine();
+    // Memory that is one large page for the host too, with a table in its first frame.
+    let memory = Pages::zeroed(10).unwrap();
+    let skip = (memory.hpa().0 >> 12).next_multiple_of(512) - (memory.hpa().0 >> 12);
+    let first = (memory.hpa().0 >> 12) + skip;
+    let table = |n: u64| &memory.words()[(skip * 512 + n) as usize];
+    machine.back_large(4096, first);
+    machine.poke(3, 5, 4096 << 12 | FULL | 1 << 7);
+    machine.poke(3, 6, 4096 << 12 | FULL);
+    table(0).store(16 << 12 | FULL, Relaxed);
+    let (window, through) = (5 << 21, 6 << 21);
     machine.shadow.set_calm(1);
-    machine.poke(3, 2, FULL | 1 << 7);
-    machine.access(0, (4 << 20) + page(4), WRITE).unwrap();
-    machine.access(0, page(16), WRITE).unwrap();
+    assert_eq!(machine.access(0, window, WRITE).unwrap().level, 2);
+    machine.access(0, through, WRITE).unwrap();
     machine.flush(0);
     machine.settle();
-    let root = machine.switch(0, false);
-    assert!(!hardware::look(&root, (4 << 20) + page(4)).unwrap().writable);
-    machine.access(0, (4 << 20) + page(4), WRITE).unwrap();
-    assert!(!machine.shadow.is_protected(Gfn(4)));
+    // Protected: the large leaf that could write it is gone, and does not come back.
+    assert!(machine.shadow.is_protected(Gfn(4096)));
+    machine.audit();
+    let reached = machine.access(0, window + page(3), WRITE).unwrap();
+    assert_eq!((reached.level, reached.pfn), (1, first + 3));
+    assert!(!machine.access(0, window, READ).unwrap().writable);
+    assert!(machine.shadow.is_protected(Gfn(4096)));
+    // The first write to the table is let through and noticed.
+    machine.access(0, window, WRITE).unwrap();
+    assert!(!machine.shadow.is_protected(Gfn(4096)));
+    table(0).store(0, Relaxed);
+    machine.flush(0);
+    assert!(machine.access(0, through, READ).is_err());
+    machine.withdraw(4096, 4096 + 512);
+    machine.audit();
 }
 
 #[test]

@@ -203,6 +203,24 @@ impl Machine {
         true
     }
 
+    /// Backs the 2 MiB from frame `gfn` on by one large page of the host's, from `pfn` on.
+    pub fn back_large(&self, gfn: u64, pfn: u64) {
+        let mapping = Mapping {
+            pfn: Pfn(pfn),
+            level: 2,
+            writable: true,
+            host_writable: true,
+            exec: true,
+            direct: true,
+            fault: Some(true),
+        };
+        let mut cache = self.cache.borrow_mut();
+        cache.top_up(TableCache::MOST).unwrap();
+        let outcome = self.tdp.mapper().map(Gfn(gfn), &mapping, &mut cache);
+        assert_eq!(outcome, MapOutcome::Mapped(2));
+        self.shadow.prepare(Gfn(gfn), Gfn(gfn), Gfn(gfn + 512)).unwrap();
+    }
+
     /// The MMU notifier withdraws the frames `first..end`, of which large ones go whole.
     pub fn withdraw(&self, first: u64, end: u64) {
         let mut zapper = self.tdp.zapper();

@@ -167,7 +167,12 @@ fn entry(mode: Mode, target: u16, flags: u16) -> u64 {
         bits |= if flags & 1024 != 0 { 1 << 13 } else { 1 << 45 };
     }
     // Large pages that are aligned, half of the time.
-    let gfn = if bits & 1 << 7 != 0 && flags & 2048 != 0 { gfn & !511 | LARGE } else { gfn };
+    let gfn = match flags >> 10 & 3 {
+        2 if bits & 1 << 7 != 0 => gfn & !511 | LARGE,
+        // Over small frames: a page of small leaves stands for it.
+        3 if bits & 1 << 7 != 0 => 0,
+        _ => gfn,
+    };
     let mask = if mode == Mode::Legacy { 0xffff_ffff } else { u64::MAX };
     (bits | gfn << 12) & mask
 }
@@ -281,7 +286,7 @@ impl Run {
             Op::Tweak(table, index, bit) => {
                 let gfn = u64::from(table) % 8 + 1;
                 let index = self.index(index);
-                let bits = [0, 1, 1, 2, 2, 5, 6, 7, 63, 63, 45, 13];
+                let bits = [0, 1, 1, 2, 2, 5, 6, 6, 7, 63, 63, 45, 13, 8, 52];
                 let bit = bits[usize::from(bit) % bits.len()];
                 if self.mode == Mode::Legacy {
                     let old = machine.peek(gfn, index / 2) >> (32 * (index & 1));
@@ -313,18 +318,18 @@ impl Run {
             }
             Op::Switch { vcpu, cr3, bits, flush } => {
                 let n = usize::from(vcpu & 1);
-                let cr3_at = self.roots[usize::from(cr3) % 3] << 12;
-                let next = context(self.mode, if bits & 128 == 0 { 0 } else { bits }, cr3_at);
-                let now = machine.vcpus[n].borrow().context;
-                if (now.gbpages, now.amd) != (next.gbpages, next.amd) {
-                    // Another CPUID: no register tells of it, so its roots have to be let go.
-                    machine.shadow.lock().release(&mut machine.vcpus[n].borrow_mut().roots);
-                }
                 let flush = {
                     let vcpu = &mut *machine.vcpus[n].borrow_mut();
+                    let cr3 = self.roots[usize::from(cr3) % 3] << 12;
+                    let wanted = context(self.mode, if bits & 128 == 0 { 0 } else { bits }, cr3);
+                    // What CPUID says is in no register: then all roots go.
+                    let cpuid = |c: &PagingContext| (c.amd, c.gbpages, c.maxphyaddr);
+                    if cpuid(&wanted) != cpuid(&vcpu.context) {
+                        machine.shadow.lock().release(&mut vcpu.roots);
+                    }
                     // PDPTEs are loaded with CR3 and not otherwise.
-                    let flush = flush || self.mode == Mode::Pae && cr3_at != vcpu.context.cr3;
-                    vcpu.context = next;
+                    let flush = flush || self.mode == Mode::Pae && cr3 != vcpu.context.cr3;
+                    vcpu.context = wanted;
                     vcpu.smm = bits & 3 == 3;
                     flush
                 };
