@@ -373,7 +373,7 @@ fn nothing_withdrawn_is_reached_while_vcpus_run_and_fault() {
     let (bench, taken, stop) = (&bench, &taken, &AtomicBool::new(false));
     let seen: &[AtomicU64; 2] = &[const { AtomicU64::new(0) }; 2];
     std::thread::scope(|s| {
-        for cpu in 0..2usize {
+        for (cpu, seen) in seen.iter().enumerate() {
             s.spawn(move || {
                 let (mut runner, mut n) = (bench.runner(), cpu as u64);
                 let shadow = bench.memory.shadow().unwrap();
@@ -388,7 +388,7 @@ fn nothing_withdrawn_is_reached_while_vcpus_run_and_fault() {
                             let place = (leaf & 0x000f_ffff_ffff_f000) - bench.user.hpa().0;
                             assert_eq!(place >> 12, page);
                             assert!(!taken[page as usize].load(Ordering::SeqCst), "{page}");
-                            seen[cpu].fetch_add(1, Ordering::Relaxed);
+                            seen.fetch_add(1, Ordering::Relaxed);
                             return true;
                         }
                         host::irq::disable();
@@ -428,7 +428,7 @@ fn nothing_withdrawn_is_reached_while_vcpus_run_and_fault() {
             std::thread::yield_now();
             mine.iter().for_each(|t| t.store(false, Ordering::SeqCst));
             bench.memory.invalidate_end(start, end);
-            if round % 16 == 0 {
+            if round.is_multiple_of(16) {
                 bench.set(bench.region(LOG));
                 bench.log();
                 bench.set(bench.region(0));

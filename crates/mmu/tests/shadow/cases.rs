@@ -292,12 +292,15 @@ fn a_role_that_comes_back_finds_its_pages() {
 #[test]
 fn a_root_that_was_away_during_a_flush_is_looked_at_before_it_is_used() {
     let machine = machine();
-    machine.poke(5, 0, 3 << 12 | FULL);
-    machine.poke(6, 0, 5 << 12 | FULL);
+    // Another address space with tables of its own: no shadow page is shared.
+    for (gfn, below) in [(6, 5), (5, 7), (7, 8)] {
+        machine.poke(gfn, 0, below << 12 | FULL);
+    }
+    machine.poke(8, 16, 17 << 12 | FULL);
     machine.access(0, page(16), WRITE).unwrap();
     machine.vcpus[0].borrow_mut().context.cr3 = 0x6000;
     machine.switch(0, false);
-    machine.access(0, page(17), WRITE).unwrap();
+    machine.access(0, page(16), WRITE).unwrap();
     machine.poke(4, 16, 0);
     machine.invlpg(0, page(16));
     machine.vcpus[0].borrow_mut().context.cr3 = 0x1000;
