@@ -6,6 +6,9 @@
 
 extern crate alloc;
 
+mod bits;
 pub mod features;
 pub mod mitigations;
 pub mod percpu;
+
+pub use features::{Controls, Features, Unusable};
