@@ -12,6 +12,7 @@ pub mod paging;
 pub mod reg;
 pub mod segment;
 pub mod vmcb;
+pub mod vmcs;
 
 pub use addr::{ApicId, Asid, Gfn, Gpa, Gva, Hpa, Hva, Pfn, Tsc, Vector};
 pub use exception::Exception;

@@ -1,0 +1,148 @@
+//! The VMCS: its fields with their width and access in the type, the control bits, the formats of
+//! events, and why a guest exited. Capability MSRs are in [`capability`].
+//!
+//! SDM vol. 3C chapters 25 to 28, appendices A to C.
+
+pub mod capability;
+pub mod controls;
+mod exit_reason;
+pub mod field;
+
+pub use controls::{EntryControls, ExitControls, PinControls, ProcControls, ProcControls2};
+pub use exit_reason::{ENTRY_FAILURE, ExitReason};
+pub use field::{Field, Natural, ReadOnly, ReadWrite, Width};
+
+/// Format of the entry-interruption, exit-interruption and IDT-vectoring information
+/// (SDM vol. 3C §25.8.3, §25.9.2, §25.9.3).
+pub mod event {
+    /// The vector, bits 7:0.
+    pub const VECTOR: u32 = 0xff;
+    /// Mask of the type, in place.
+    pub const TYPE: u32 = 7 << 8;
+    /// External interrupt.
+    pub const INTR: u32 = 0 << 8;
+    /// NMI.
+    pub const NMI: u32 = 2 << 8;
+    /// Hardware exception.
+    pub const EXCEPTION: u32 = 3 << 8;
+    /// INT n.
+    pub const SOFT: u32 = 4 << 8;
+    /// INT1.
+    pub const PRIVILEGED_SOFT_EXCEPTION: u32 = 5 << 8;
+    /// INT3 and INTO.
+    pub const SOFT_EXCEPTION: u32 = 6 << 8;
+    /// An error code is there.
+    pub const ERROR_VALID: u32 = 1 << 11;
+    /// Exit information: an IRET had ended the blocking of NMIs when it faulted.
+    pub const NMI_UNBLOCKED: u32 = 1 << 12;
+    /// Valid.
+    pub const VALID: u32 = 1 << 31;
+}
+
+/// Bits of the guest's interruptibility state (SDM vol. 3C table 25-3).
+pub mod interruptibility {
+    /// Blocking by STI.
+    pub const STI: u32 = 1 << 0;
+    /// Blocking by MOV SS or POP SS.
+    pub const MOV_SS: u32 = 1 << 1;
+    /// Blocking by SMI.
+    pub const SMI: u32 = 1 << 2;
+    /// Blocking by NMI; with virtual NMIs, of virtual ones.
+    pub const NMI: u32 = 1 << 3;
+}
+
+/// Exit qualification of a port access (SDM vol. 3C table 28-5).
+pub mod io {
+    /// Bytes less one.
+    pub const SIZE: u64 = 7;
+    /// IN rather than OUT.
+    pub const IN: u64 = 1 << 3;
+    /// INS or OUTS.
+    pub const STRING: u64 = 1 << 4;
+    /// REP prefix.
+    pub const REP: u64 = 1 << 5;
+    /// Shift of the port.
+    pub const PORT_SHIFT: u32 = 16;
+}
+
+/// Exit qualification of a control-register access (SDM vol. 3C table 28-3).
+pub mod cr {
+    /// Number of the register.
+    pub const NUMBER: u64 = 0xf;
+    /// Shift of the type of access.
+    pub const ACCESS_SHIFT: u32 = 4;
+    /// Mask of the type, in place.
+    pub const ACCESS: u64 = 3 << ACCESS_SHIFT;
+    /// MOV to the register.
+    pub const MOV_TO: u64 = 0 << ACCESS_SHIFT;
+    /// MOV from it.
+    pub const MOV_FROM: u64 = 1 << ACCESS_SHIFT;
+    /// CLTS.
+    pub const CLTS: u64 = 2 << ACCESS_SHIFT;
+    /// LMSW.
+    pub const LMSW: u64 = 3 << ACCESS_SHIFT;
+    /// Shift of the general register.
+    pub const GPR_SHIFT: u32 = 8;
+}
+
+/// Exit qualification of an EPT violation (SDM vol. 3C table 28-7).
+pub mod ept_violation {
+    /// A read.
+    pub const READ: u64 = 1 << 0;
+    /// A write.
+    pub const WRITE: u64 = 1 << 1;
+    /// An instruction fetch.
+    pub const FETCH: u64 = 1 << 2;
+    /// The entries allow reads.
+    pub const READABLE: u64 = 1 << 3;
+    /// The entries allow writes.
+    pub const WRITABLE: u64 = 1 << 4;
+    /// The entries allow fetches.
+    pub const EXECUTABLE: u64 = 1 << 5;
+    /// The guest linear address is valid.
+    pub const LINEAR_VALID: u64 = 1 << 7;
+    /// With a valid linear address: the access was to its translation and not to a paging entry.
+    pub const FINAL: u64 = 1 << 8;
+    /// An IRET had ended the blocking of NMIs when it faulted.
+    pub const NMI_UNBLOCKED: u64 = 1 << 12;
+}
+
+/// Access rights of a segment register (SDM vol. 3C table 25-2).
+pub mod access_rights {
+    /// The bits that lie where a descriptor's byte 5 has them: type, S, DPL, P.
+    pub const LOW: u32 = 0xff;
+    /// How far AVL, L, D/B and G lie above where [`crate::segment::attr`] has them.
+    pub const HIGH_SHIFT: u32 = 4;
+    /// The register cannot be used.
+    pub const UNUSABLE: u32 = 1 << 16;
+}
+
+/// Bits of an EPT pointer (SDM vol. 3C table 25-9).
+pub mod eptp {
+    /// Write-back tables.
+    pub const WRITE_BACK: u64 = 6;
+    /// Four levels.
+    pub const LEVELS_4: u64 = 3 << 3;
+    /// Accessed and dirty flags.
+    pub const ACCESSED_DIRTY: u64 = 1 << 6;
+}
+
+/// Kinds of INVEPT (SDM vol. 3C §31.3).
+pub mod invept {
+    /// One EPT pointer.
+    pub const SINGLE: u64 = 1;
+    /// All.
+    pub const ALL: u64 = 2;
+}
+
+/// Kinds of INVVPID (SDM vol. 3C §31.3).
+pub mod invvpid {
+    /// One address of one VPID.
+    pub const ADDRESS: u64 = 0;
+    /// One VPID.
+    pub const SINGLE: u64 = 1;
+    /// All but VPID 0.
+    pub const ALL: u64 = 2;
+    /// One VPID, but its global translations.
+    pub const SINGLE_NON_GLOBAL: u64 = 3;
+}
