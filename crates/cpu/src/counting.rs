@@ -1,6 +1,8 @@
 //! Counts privileged operations by kind. The budgets of the exit path are stated in these counts.
 
-use crate::{Cpu, Selectors, SpecCtrl};
+use core::cell::Cell;
+
+use crate::{Cpu, Selectors, SpecCtrl, VmxCpu, VmxSwitch};
 use backend::Gprs;
 use x86::{Hpa, vmcb::Vmcb};
 
@@ -26,10 +28,19 @@ pub enum Op {
     Vmrun,
     Selectors,
     TaskRegister,
+    Vmread,
+    Vmwrite,
+    Vmptrld,
+    Vmclear,
+    Invept,
+    Invvpid,
+    VmxEnter,
+    VmxOnOff,
+    HostNmi,
 }
 
 /// Number of [`Op`]s.
-pub const OPS: usize = 17;
+pub const OPS: usize = 26;
 
 /// Counts by [`Op`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -49,30 +60,30 @@ impl Counts {
         }
         out
     }
-
-    fn add(&mut self, op: Op) {
-        if let Some(n) = self.0.get_mut(op as usize) {
-            *n = n.wrapping_add(1);
-        }
-    }
 }
 
 /// A [`Cpu`] that counts what is executed on another.
 #[derive(Clone, Debug, Default)]
 pub struct Counting<C> {
     inner: C,
-    counts: Counts,
+    counts: [Cell<u64>; OPS],
 }
 
 impl<C> Counting<C> {
     /// Wraps `inner`.
     pub fn new(inner: C) -> Self {
-        Self { inner, counts: Counts::default() }
+        Self { inner, counts: Default::default() }
     }
 
     /// The counts so far.
     pub fn counts(&self) -> Counts {
-        self.counts
+        Counts(core::array::from_fn(|i| self.counts.get(i).map_or(0, Cell::get)))
+    }
+
+    fn add(&self, op: Op) {
+        if let Some(n) = self.counts.get(op as usize) {
+            n.set(n.get().wrapping_add(1));
+        }
     }
 
     /// The wrapped CPU.
@@ -82,9 +93,15 @@ impl<C> Counting<C> {
 }
 
 macro_rules! counted {
+    ($($op:ident: fn $name:ident(& $this:ident $(, $arg:ident: $ty:ty)*) $(-> $ret:ty)?;)*) => {
+        $(fn $name(&$this $(, $arg: $ty)*) $(-> $ret)? {
+            $this.add(Op::$op);
+            $this.inner.$name($($arg),*)
+        })*
+    };
     ($($op:ident: fn $name:ident(&mut self $(, $arg:ident: $ty:ty)*) $(-> $ret:ty)?;)*) => {
         $(fn $name(&mut self $(, $arg: $ty)*) $(-> $ret)? {
-            self.counts.add(Op::$op);
+            self.add(Op::$op);
             self.inner.$name($($arg),*)
         })*
     };
@@ -113,5 +130,34 @@ impl<C: Cpu> Cpu for Counting<C> {
         Selectors: fn load_selectors(&mut self, selectors: Selectors);
         TaskRegister: fn load_task_register(&mut self);
         Vmrun: fn vmrun(&mut self, vmcb: &mut Vmcb, at: Hpa, gprs: &mut Gprs, spec: SpecCtrl);
+    }
+}
+
+impl<C: Cpu> VmxCpu for Counting<C> {
+    counted! {
+        VmxOnOff: fn vmxon(&self, region: Hpa) -> bool;
+        VmxOnOff: fn vmxoff(&self);
+        Vmptrld: fn vmptrld(&self, vmcs: Hpa);
+        Vmclear: fn vmclear(&self, vmcs: Hpa);
+        Vmread: fn vmread(&self, field: u32) -> u64;
+        Vmwrite: fn vmwrite(&self, field: u32, value: u64);
+        Invept: fn invept(&self, kind: u64, ept_pointer: u64);
+        Invvpid: fn invvpid(&self, kind: u64, vpid: u16, address: u64);
+        MovCr: fn cr0(&self) -> u64;
+        MovCr: fn cr2(&self) -> u64;
+        MovCr: fn set_cr2(&self, value: u64);
+        MovCr: fn cr3(&self) -> u64;
+        MovCr: fn cr4_now(&self) -> u64;
+        MovCr: fn set_cr4(&self, value: u64);
+        Selectors: fn data_selectors(&self) -> (u16, u16);
+    }
+    counted! {
+        VmxEnter: fn vmx_enter(&mut self, gprs: &mut Gprs, switch: &mut VmxSwitch) -> bool;
+        HostNmi: fn host_nmi(&mut self);
+        Selectors: fn load_data_selectors(&mut self, ds: u16, es: u16);
+    }
+
+    fn vmx_exit_address(&self) -> u64 {
+        self.inner.vmx_exit_address()
     }
 }

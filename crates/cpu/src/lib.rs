@@ -8,12 +8,18 @@
 pub mod counting;
 #[cfg(not(target_os = "none"))]
 pub mod model;
+#[cfg(not(target_os = "none"))]
+pub mod model_vmx;
 pub mod native;
+pub mod vmx;
 
 pub use counting::{Counting, Counts, Op};
 #[cfg(not(target_os = "none"))]
 pub use model::Model;
+#[cfg(not(target_os = "none"))]
+pub use model_vmx::ModelVmcs;
 pub use native::Native;
+pub use vmx::{VmxCpu, VmxSwitch};
 
 use backend::Gprs;
 use x86::{Hpa, vmcb::Vmcb};
@@ -39,7 +45,7 @@ pub struct Selectors {
 }
 
 /// What the hypervisor executes that user code cannot.
-pub trait Cpu: Send {
+pub trait Cpu: VmxCpu + Send {
     /// RDMSR of an MSR that exists.
     fn rdmsr(&mut self, msr: u32) -> u64;
     /// WRMSR with a value that is valid for it.
@@ -56,9 +62,9 @@ pub trait Cpu: Send {
     fn pkru(&mut self) -> u32;
     /// WRPKRU; only where CR4.PKE is set.
     fn set_pkru(&mut self, value: u32);
-    /// MOV from DR0-DR3.
+    /// MOV from DR0-DR3 or DR6.
     fn debug_reg(&mut self, n: u8) -> u64;
-    /// MOV to DR0-DR3 or DR7.
+    /// MOV to DR0-DR3, DR6 or DR7.
     fn set_debug_reg(&mut self, n: u8, value: u64);
     /// MOV from CR4.
     fn cr4(&mut self) -> u64;

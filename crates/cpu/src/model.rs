@@ -77,6 +77,8 @@ pub struct Model {
     pages: HashMap<Hpa, Moved>,
     /// What CPUID answers: zeros, if not set.
     pub cpuid: Option<fn(u32, u32) -> [u32; 4]>,
+    /// VMX.
+    pub vmx: crate::model_vmx::VmxModel,
 }
 
 impl Default for Model {
@@ -93,6 +95,7 @@ impl Default for Model {
             host,
             pages: HashMap::new(),
             cpuid: None,
+            vmx: Default::default(),
         }
     }
 }

@@ -115,12 +115,13 @@ impl Cpu for Native {
     #[inline]
     fn debug_reg(&mut self, n: u8) -> u64 {
         let value: u64;
-        // SAFETY: ring 0, DR0 to DR3, DR7.GD is clear in the host.
+        // SAFETY: ring 0, DR0 to DR3 or DR6, DR7.GD is clear in the host.
         unsafe {
             match n {
                 0 => asm!("mov {}, dr0", out(reg) value, options(nomem, nostack)),
                 1 => asm!("mov {}, dr1", out(reg) value, options(nomem, nostack)),
                 2 => asm!("mov {}, dr2", out(reg) value, options(nomem, nostack)),
+                6 => asm!("mov {}, dr6", out(reg) value, options(nomem, nostack)),
                 _ => asm!("mov {}, dr3", out(reg) value, options(nomem, nostack)),
             }
         }
@@ -136,6 +137,7 @@ impl Cpu for Native {
                 0 => asm!("mov dr0, {}", in(reg) value, options(nomem, nostack)),
                 1 => asm!("mov dr1, {}", in(reg) value, options(nomem, nostack)),
                 2 => asm!("mov dr2, {}", in(reg) value, options(nomem, nostack)),
+                6 => asm!("mov dr6, {}", in(reg) value, options(nomem, nostack)),
                 7 => asm!("mov dr7, {}", in(reg) value, options(nomem, nostack)),
                 _ => asm!("mov dr3, {}", in(reg) value, options(nomem, nostack)),
             }

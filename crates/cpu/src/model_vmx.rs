@@ -1,0 +1,161 @@
+//! VMX on the scripted CPU: VMCSs are maps of fields, and every entry plays the next step of a
+//! script of its own.
+//!
+//! It asserts what the hardware would refuse or what would be a bug: a field touched with no VMCS
+//! current, VMRESUME of a VMCS that was cleared, a VMCS that is current on no CPU used.
+
+use core::cell::{Cell, RefCell};
+use std::collections::{HashMap, HashSet, VecDeque};
+
+use backend::Gprs;
+use x86::{
+    Hpa,
+    vmcs::{Field, Width, event, field},
+};
+
+use crate::{Model, VmxCpu, VmxSwitch};
+
+/// The fields of one VMCS.
+#[derive(Clone, Debug, Default)]
+pub struct ModelVmcs(HashMap<u32, u64>);
+
+impl ModelVmcs {
+    /// A field.
+    pub fn get<W: Width, A>(&self, field: Field<W, A>) -> W::Value {
+        W::from_raw(self.0.get(&field.encoding()).copied().unwrap_or(0))
+    }
+
+    /// Sets a field, as the hardware may.
+    pub fn set<W: Width, A>(&mut self, field: Field<W, A>, value: W::Value) {
+        self.0.insert(field.encoding(), value.into());
+    }
+}
+
+/// One step of a script: what the guest does until its next exit.
+pub type VmxStep = Box<dyn FnMut(&mut ModelVmcs, &mut Gprs) + Send>;
+
+/// The state of VMX.
+#[derive(Default)]
+pub struct VmxModel {
+    script: VecDeque<VmxStep>,
+    /// In VMX operation.
+    pub on: Cell<bool>,
+    stored: RefCell<HashMap<Hpa, ModelVmcs>>,
+    launched: RefCell<HashSet<Hpa>>,
+    current: Cell<Option<Hpa>>,
+    /// Fields that were written with the value that they had.
+    pub unchanged_writes: RefCell<Vec<u32>>,
+    /// CR2 of the CPU.
+    pub cr2: Cell<u64>,
+    /// CR3 of the host.
+    pub cr3: u64,
+    /// CR4 of the host.
+    pub cr4: Cell<u64>,
+    /// The next entry fails.
+    pub refuse: bool,
+}
+
+impl VmxModel {
+    /// Adds a step to the end of the script.
+    pub fn then(
+        &mut self,
+        step: impl FnMut(&mut ModelVmcs, &mut Gprs) + Send + 'static,
+    ) -> &mut Self {
+        self.script.push_back(Box::new(step));
+        self
+    }
+
+    /// Steps that were not played yet.
+    pub fn steps_left(&self) -> usize {
+        self.script.len()
+    }
+
+    /// The VMCS that is current.
+    pub fn current(&self) -> Option<ModelVmcs> {
+        self.stored.borrow().get(&self.current.get()?).cloned()
+    }
+
+    fn current_address(&self, what: &str) -> Hpa {
+        self.current.get().unwrap_or_else(|| panic!("{what} without a current VMCS"))
+    }
+}
+
+impl VmxCpu for Model {
+    fn vmxon(&self, _region: Hpa) -> bool {
+        assert!(!self.vmx.on.replace(true), "VMXON in VMX operation");
+        true
+    }
+    fn vmxoff(&self) {
+        assert!(self.vmx.on.replace(false), "VMXOFF outside VMX operation");
+        self.vmx.current.set(None);
+    }
+    fn vmptrld(&self, vmcs: Hpa) {
+        self.vmx.stored.borrow_mut().entry(vmcs).or_default();
+        self.vmx.current.set(Some(vmcs));
+    }
+    fn vmclear(&self, vmcs: Hpa) {
+        self.vmx.launched.borrow_mut().remove(&vmcs);
+        if self.vmx.current.get() == Some(vmcs) {
+            self.vmx.current.set(None);
+        }
+    }
+    fn vmread(&self, field: u32) -> u64 {
+        let at = self.vmx.current_address("VMREAD");
+        self.vmx.stored.borrow().get(&at).and_then(|v| v.0.get(&field).copied()).unwrap_or(0)
+    }
+    fn vmwrite(&self, field: u32, value: u64) {
+        let at = self.vmx.current_address("VMWRITE");
+        let mut stored = self.vmx.stored.borrow_mut();
+        if stored.entry(at).or_default().0.insert(field, value) == Some(value) {
+            self.vmx.unchanged_writes.borrow_mut().push(field);
+        }
+    }
+    fn invept(&self, _kind: u64, _ept_pointer: u64) {}
+    fn invvpid(&self, _kind: u64, _vpid: u16, _address: u64) {}
+    fn vmx_enter(&mut self, gprs: &mut Gprs, switch: &mut VmxSwitch) -> bool {
+        let at = self.vmx.current_address("entry");
+        let launched = switch.flags & VmxSwitch::LAUNCHED != 0;
+        assert_eq!(
+            self.vmx.launched.borrow().contains(&at),
+            launched,
+            "VMLAUNCH of a launched VMCS, or VMRESUME of one that is not"
+        );
+        if core::mem::take(&mut self.vmx.refuse) {
+            return false;
+        }
+        self.vmx.launched.borrow_mut().insert(at);
+        let mut step = self.vmx.script.pop_front().expect("the script has ended");
+        let mut vmcs = self.vmx.stored.borrow().get(&at).cloned().unwrap_or_default();
+        step(&mut vmcs, gprs);
+        let injected = vmcs.get(field::ENTRY_INTERRUPTION);
+        vmcs.set(field::ENTRY_INTERRUPTION, injected & !event::VALID);
+        self.vmx.stored.borrow_mut().insert(at, vmcs);
+        true
+    }
+    fn vmx_exit_address(&self) -> u64 {
+        0x1000
+    }
+    fn host_nmi(&mut self) {}
+    fn cr0(&self) -> u64 {
+        0x8005_0033
+    }
+    fn cr2(&self) -> u64 {
+        self.vmx.cr2.get()
+    }
+    fn set_cr2(&self, value: u64) {
+        self.vmx.cr2.set(value);
+    }
+    fn cr3(&self) -> u64 {
+        self.vmx.cr3
+    }
+    fn cr4_now(&self) -> u64 {
+        self.vmx.cr4.get()
+    }
+    fn set_cr4(&self, value: u64) {
+        self.vmx.cr4.set(value);
+    }
+    fn data_selectors(&self) -> (u16, u16) {
+        (0, 0)
+    }
+    fn load_data_selectors(&mut self, _ds: u16, _es: u16) {}
+}

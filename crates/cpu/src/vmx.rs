@@ -1,0 +1,276 @@
+//! The VMX instructions, and what of the host's registers VMX alone has to know.
+//!
+//! Everything takes `&self`: a VMCS field that was not read yet is read where it is asked for.
+
+use backend::Gprs;
+use core::{
+    arch::asm,
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+};
+use x86::Hpa;
+
+use crate::Native;
+
+/// What the world switch is told beside the general registers. `linux/vmx_enter.S` knows the
+/// offsets.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct VmxSwitch {
+    /// HOST_RSP as the VMCS has it: written only when the stack lies elsewhere. Set to 0 when the
+    /// VMCS may have another.
+    pub host_rsp: u64,
+    /// The guest's SPEC_CTRL: written before entry when it differs from the host's.
+    pub guest_spec_ctrl: u64,
+    /// The host's value on this CPU, written after the exit when the guest's differs.
+    pub host_spec_ctrl: u64,
+    /// [`VmxSwitch::LAUNCHED`] and [`VmxSwitch::READ_SPEC_CTRL`].
+    pub flags: u64,
+}
+
+impl VmxSwitch {
+    /// The VMCS was launched since it was cleared: VMRESUME.
+    pub const LAUNCHED: u64 = 1 << 0;
+    /// The guest writes SPEC_CTRL without an exit: its value is read after the exit.
+    pub const READ_SPEC_CTRL: u64 = 1 << 1;
+}
+
+/// VMX, and the host's registers that VM exits load from the VMCS.
+pub trait VmxCpu {
+    /// VMXON with a region of one page that begins with the revision. CR4.VMXE is set and
+    /// IA32_FEATURE_CONTROL allows it. False: refused.
+    fn vmxon(&self, region: Hpa) -> bool;
+    /// VMXOFF; the CPU is in VMX operation.
+    fn vmxoff(&self);
+    /// VMPTRLD.
+    fn vmptrld(&self, vmcs: Hpa);
+    /// VMCLEAR.
+    fn vmclear(&self, vmcs: Hpa);
+    /// VMREAD of a field of the current VMCS by its encoding. A failure is counted
+    /// ([`failures`]) and reads 0.
+    fn vmread(&self, field: u32) -> u64;
+    /// VMWRITE. A failure is counted.
+    fn vmwrite(&self, field: u32, value: u64);
+    /// INVEPT.
+    fn invept(&self, kind: u64, ept_pointer: u64);
+    /// INVVPID.
+    fn invvpid(&self, kind: u64, vpid: u16, address: u64);
+    /// The world switch: loads `gprs` but RSP, VMLAUNCH or VMRESUME, saves them, with the
+    /// mitigations of this host. False: the instruction failed and no guest was entered.
+    fn vmx_enter(&mut self, gprs: &mut Gprs, switch: &mut VmxSwitch) -> bool;
+    /// The address that HOST_RIP takes.
+    fn vmx_exit_address(&self) -> u64;
+    /// Runs the host's NMI handler, as the NMI that ended the guest's run would have.
+    fn host_nmi(&mut self);
+    /// MOV from CR0.
+    fn cr0(&self) -> u64;
+    /// MOV from CR2.
+    fn cr2(&self) -> u64;
+    /// MOV to CR2.
+    fn set_cr2(&self, value: u64);
+    /// MOV from CR3.
+    fn cr3(&self) -> u64;
+    /// MOV from CR4; for readers that have no exclusive access.
+    fn cr4_now(&self) -> u64;
+    /// MOV to CR4. Only VMXE is changed.
+    fn set_cr4(&self, value: u64);
+    /// DS and ES.
+    fn data_selectors(&self) -> (u16, u16);
+    /// Loads DS and ES.
+    fn load_data_selectors(&mut self, ds: u16, es: u16);
+}
+
+static FAILURES: AtomicU64 = AtomicU64::new(0);
+
+/// VMREADs, VMWRITEs, VMPTRLDs, VMCLEARs and invalidations that failed since the module was loaded:
+/// each is a bug.
+pub fn failures() -> u64 {
+    FAILURES.load(Relaxed)
+}
+
+#[cfg(target_os = "none")]
+unsafe extern "C" {
+    fn gnt_vmx_enter(gprs: *mut u64, switch: *mut VmxSwitch) -> u64;
+    fn gnt_vmx_exit();
+}
+
+/// An instruction on `[{0}]`, whose failure is counted.
+macro_rules! on_memory {
+    ($insn:literal, $operand:expr $(, $kind:expr)?) => {
+        asm!(
+            concat!($insn, " [{operand}]"),
+            "ja 2f",
+            "lock inc qword ptr [rip + {failures}]",
+            "2:",
+            operand = in(reg) $operand,
+            $(kind = in(reg) $kind,)?
+            failures = sym FAILURES,
+            options(nostack)
+        )
+    };
+}
+
+impl VmxCpu for Native {
+    fn vmxon(&self, region: Hpa) -> bool {
+        let failed: u8;
+        // SAFETY: ring 0, CR4.VMXE is set and the firmware allows VMX, both looked at by the
+        // caller; the region is a page of this module.
+        unsafe {
+            asm!("vmxon [{}]", "setbe {}", in(reg) &raw const region.0, out(reg_byte) failed,
+                 options(nostack));
+        }
+        failed == 0
+    }
+
+    fn vmxoff(&self) {
+        // SAFETY: the caller knows the CPU to be in VMX operation.
+        unsafe { asm!("vmxoff", options(nostack)) };
+    }
+
+    #[inline]
+    fn vmptrld(&self, vmcs: Hpa) {
+        // SAFETY: VMX is on; the page is a VMCS of this module, active on no other CPU.
+        unsafe { on_memory!("vmptrld", &raw const vmcs.0) };
+    }
+
+    #[inline]
+    fn vmclear(&self, vmcs: Hpa) {
+        // SAFETY: VMX is on; the page is a VMCS of this module, active on no other CPU.
+        unsafe { on_memory!("vmclear", &raw const vmcs.0) };
+    }
+
+    #[inline(always)]
+    fn vmread(&self, field: u32) -> u64 {
+        let value: u64;
+        // SAFETY: VMX is on and interrupts are off, so that it stays on; without a current VMCS or
+        // without the field the instruction fails, and that is counted.
+        unsafe {
+            asm!("vmread {value}, {field}",
+                 "ja 2f",
+                 "lock inc qword ptr [rip + {failures}]",
+                 "xor {value:e}, {value:e}",
+                 "2:",
+                 field = in(reg) u64::from(field), value = out(reg) value,
+                 failures = sym FAILURES, options(nostack));
+        }
+        value
+    }
+
+    #[inline(always)]
+    fn vmwrite(&self, field: u32, value: u64) {
+        // SAFETY: as for vmread(); what the fields may hold is the backend's business, and the CPU
+        // checks it at entry.
+        unsafe {
+            asm!("vmwrite {field}, {value}",
+                 "ja 2f",
+                 "lock inc qword ptr [rip + {failures}]",
+                 "2:",
+                 field = in(reg) u64::from(field), value = in(reg) value,
+                 failures = sym FAILURES, options(nostack));
+        }
+    }
+
+    fn invept(&self, kind: u64, ept_pointer: u64) {
+        let descriptor = [ept_pointer, 0];
+        // SAFETY: VMX is on; dropping translations has no effect on what they mean.
+        unsafe { on_memory!("invept {kind},", &raw const descriptor, kind) };
+    }
+
+    fn invvpid(&self, kind: u64, vpid: u16, address: u64) {
+        let descriptor = [u64::from(vpid), address];
+        // SAFETY: as for invept().
+        unsafe { on_memory!("invvpid {kind},", &raw const descriptor, kind) };
+    }
+
+    #[inline]
+    fn vmx_enter(&mut self, gprs: &mut Gprs, switch: &mut VmxSwitch) -> bool {
+        #[cfg(target_os = "none")]
+        // SAFETY: a VMCS whose host state is this CPU's is current, interrupts are off, `gprs` is
+        // 16 words. The routine keeps the C calling convention.
+        unsafe {
+            gnt_vmx_enter(gprs.0.as_mut_ptr(), switch) == 0
+        }
+        #[cfg(not(target_os = "none"))]
+        {
+            let _ = (gprs, switch);
+            unreachable!("no world switch outside the kernel");
+        }
+    }
+
+    fn vmx_exit_address(&self) -> u64 {
+        #[cfg(target_os = "none")]
+        {
+            gnt_vmx_exit as *const () as u64
+        }
+        #[cfg(not(target_os = "none"))]
+        0
+    }
+
+    fn host_nmi(&mut self) {
+        // SAFETY: the kernel's own handler by its own gate: the exit has blocked NMIs, so it is
+        // entered as by an NMI, and its IRET ends the blocking.
+        unsafe { asm!("int 2") };
+    }
+
+    #[inline]
+    fn cr0(&self) -> u64 {
+        let value: u64;
+        // SAFETY: ring 0; reading has no effect.
+        unsafe { asm!("mov {}, cr0", out(reg) value, options(nomem, nostack, preserves_flags)) };
+        value
+    }
+
+    #[inline]
+    fn cr2(&self) -> u64 {
+        let value: u64;
+        // SAFETY: ring 0; reading has no effect.
+        unsafe { asm!("mov {}, cr2", out(reg) value, options(nomem, nostack, preserves_flags)) };
+        value
+    }
+
+    #[inline]
+    fn set_cr2(&self, value: u64) {
+        // SAFETY: ring 0; the kernel reads CR2 only in its fault handlers, which set it first.
+        unsafe { asm!("mov cr2, {}", in(reg) value, options(nomem, nostack, preserves_flags)) };
+    }
+
+    #[inline]
+    fn cr3(&self) -> u64 {
+        let value: u64;
+        // SAFETY: ring 0; reading has no effect.
+        unsafe { asm!("mov {}, cr3", out(reg) value, options(nomem, nostack, preserves_flags)) };
+        value
+    }
+
+    #[inline]
+    fn cr4_now(&self) -> u64 {
+        let value: u64;
+        // SAFETY: ring 0; reading has no effect.
+        unsafe { asm!("mov {}, cr4", out(reg) value, options(nomem, nostack, preserves_flags)) };
+        value
+    }
+
+    fn set_cr4(&self, value: u64) {
+        // SAFETY: ring 0; only VMXE differs from what the kernel has there, by the contract.
+        unsafe { asm!("mov cr4, {}", in(reg) value, options(nostack, preserves_flags)) };
+    }
+
+    #[inline]
+    fn data_selectors(&self) -> (u16, u16) {
+        let (ds, es): (u32, u32);
+        // SAFETY: reads registers.
+        unsafe {
+            asm!("mov {:e}, ds", "mov {:e}, es", out(reg) ds, out(reg) es,
+                 options(nomem, nostack, preserves_flags));
+        }
+        (ds as u16, es as u16)
+    }
+
+    fn load_data_selectors(&mut self, ds: u16, es: u16) {
+        // SAFETY: the values were in these registers of the same thread; both are descriptors of
+        // the GDT or null, for the kernel keeps no others there.
+        unsafe {
+            asm!("mov ds, {:e}", "mov es, {:e}", in(reg) u32::from(ds), in(reg) u32::from(es),
+                 options(nostack, preserves_flags));
+        }
+    }
+}
