@@ -24,7 +24,7 @@ use host::std_port::test;
 use msr::HostMsrs;
 use svm::{Features, Svm, percpu};
 use vcpu::Offered;
-use vm::vm::HostLimits;
+use vm::vm::{Format, HostLimits};
 
 struct OnModel;
 
@@ -76,9 +76,8 @@ fn host() -> &'static Host {
                 ..Offer::default()
             },
             limits: HostLimits {
-                levels: 4,
+                tables: Format::npt(4, 0),
                 maxphyaddr: 48,
-                encryption: 0,
                 halt_poll_ns: 0,
                 paging: vm::vm::Paging::default(),
             },

@@ -9,7 +9,6 @@ use core::cell::RefCell;
 
 use x86::Gpa;
 
-use crate::format::PteFormat;
 use crate::table::{Trail, View};
 use crate::tdp::page_of;
 use crate::walk::{Access, GuestMemory, PagingContext, Swap, translate};
@@ -126,7 +125,7 @@ impl CodeFetch {
     /// `None`: not to be had without sleeping or without writing to guest memory. Then the ordinary
     /// walk says what is to be done, a #PF included.
     #[inline]
-    pub fn fetch<F: PteFormat>(
+    pub fn fetch(
         &mut self,
         context: &PagingContext,
         rip: u64,
@@ -135,7 +134,7 @@ impl CodeFetch {
         let mode = CodeMode::of(context);
         match self.hit(&mode, rip, view) {
             Some(found) => Some(found),
-            None => self.uncommon::<F>(context, rip, view),
+            None => self.uncommon(context, rip, view),
         }
     }
 
@@ -168,7 +167,7 @@ impl CodeFetch {
     }
 
     #[inline(never)]
-    fn uncommon<F: PteFormat>(
+    fn uncommon(
         &mut self,
         context: &PagingContext,
         rip: u64,
@@ -177,7 +176,7 @@ impl CodeFetch {
         let mode = CodeMode::of(context);
         match self.way(&mode, rip).and_then(|way| way.trail.bytes(view, rip as usize)) {
             Some((bytes, len)) => Some(CodeBytes { bytes, len }),
-            None => self.miss::<F>(context, rip, view),
+            None => self.miss(context, rip, view),
         }
     }
 
@@ -202,19 +201,10 @@ impl CodeFetch {
         (slot & !1) | usize::from(self.turn)
     }
 
-    fn miss<F: PteFormat>(
-        &mut self,
-        context: &PagingContext,
-        rip: u64,
-        view: &View<'_>,
-    ) -> Option<CodeBytes> {
-        let tracer = Tracer::<F> {
-            view,
-            trail: RefCell::new(view.trail()),
-            format: core::marker::PhantomData,
-        };
+    fn miss(&mut self, context: &PagingContext, rip: u64, view: &View<'_>) -> Option<CodeBytes> {
+        let tracer = Tracer { view, trail: RefCell::new(view.trail()) };
         let found = translate(&tracer, context, rip, Access::FETCH).ok()?;
-        let code = page_of::<F>(view, found.gpa)?;
+        let code = page_of(view, found.gpa)?;
         let mut trail = tracer.trail.into_inner();
         trail.arrive(view, &code);
         let page = rip >> 12;
@@ -227,23 +217,22 @@ impl CodeFetch {
 
 /// The lock-free view as a walk's memory; notes every entry read. Writes are refused: an
 /// instruction that ran has its accessed bits set.
-struct Tracer<'a, F> {
+struct Tracer<'a> {
     view: &'a View<'a>,
     trail: RefCell<Trail>,
-    format: core::marker::PhantomData<F>,
 }
 
-impl<F: PteFormat> GuestMemory for Tracer<'_, F> {
+impl GuestMemory for Tracer<'_> {
     type Error = ();
 
     fn read_u64(&self, gpa: Gpa) -> Result<u64, ()> {
-        let page = page_of::<F>(self.view, gpa).ok_or(())?;
+        let page = page_of(self.view, gpa).ok_or(())?;
         let mut trail = self.trail.try_borrow_mut().map_err(|_| ())?;
         trail.step_u64(self.view, &page, gpa.page_offset()).ok_or(())
     }
 
     fn read_u32(&self, gpa: Gpa) -> Result<u32, ()> {
-        let page = page_of::<F>(self.view, gpa).ok_or(())?;
+        let page = page_of(self.view, gpa).ok_or(())?;
         let mut trail = self.trail.try_borrow_mut().map_err(|_| ())?;
         trail.step_u32(self.view, &page, gpa.page_offset()).ok_or(())
     }

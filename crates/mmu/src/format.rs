@@ -1,10 +1,16 @@
 //! How an entry of a nested page table spells what the tree means by it.
 //!
-//! [`Npt`] is AMD's: the regular long-mode format (APM vol. 2 §15.25.5), where a nested walk is a
-//! user access, so that every entry has the user bit. EPT will be a second implementation.
-//! Bits 52 to 58 are software's in both formats.
+//! Two formats: AMD's nested paging, which is the ordinary long-mode format (APM vol. 2 §15.25.5),
+//! and Intel's EPT (SDM vol. 3 §29.3.2). Which one a tree has is data, chosen when it is made, so
+//! that nothing above it is generic. *Reading* an entry is the same in both, with constants: a
+//! nested walk on AMD is a user access, so every entry there has bit 2 set and may be executed
+//! unless bit 63 says no; EPT's bit 2 is the right to execute, and bit 63 is never set by us; and no
+//! EPT entry is ever made that allows less than reading. Only *making* entries and the accessed and
+//! dirty bits differ. Bits 52 to 55 are software's in both.
 
 use x86::Hpa;
+use x86::ept::EptVpidCap;
+use x86::paging::{ept, pte};
 
 /// Bits 51:12 of an entry: a physical address.
 pub const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
@@ -17,6 +23,21 @@ pub(crate) const HOST_WRITABLE: u64 = 1 << 54;
 /// The page is not in the kernel's direct map: device memory or the like.
 pub(crate) const NO_DIRECT_MAP: u64 = 1 << 55;
 
+/// The guest may write, in both formats.
+pub const WRITABLE: u64 = 1 << 1;
+const PRESENT: u64 = 1 << 0;
+const EXEC: u64 = 1 << 2;
+const NO_EXEC: u64 = 1 << 63;
+const LARGE: u64 = 1 << 7;
+
+const _: () = {
+    assert!(PRESENT == pte::PRESENT && PRESENT == ept::READ);
+    assert!(WRITABLE == pte::WRITABLE && WRITABLE == ept::WRITE);
+    assert!(EXEC == pte::USER && EXEC == ept::EXECUTE);
+    assert!(NO_EXEC == pte::NX);
+    assert!(LARGE == pte::LARGE && LARGE == ept::LARGE);
+};
+
 /// Permissions and state of a leaf.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LeafBits {
@@ -24,84 +45,162 @@ pub struct LeafBits {
     pub writable: bool,
     /// The guest may fetch instructions.
     pub exec: bool,
+    /// Ordinary memory in the kernel's direct map.
+    pub direct: bool,
     /// Born accessed.
     pub accessed: bool,
     /// Born dirty.
     pub dirty: bool,
 }
 
-/// The spelling of entries.
-pub trait PteFormat: Copy + Send + Sync + 'static {
-    /// Bit that lets the guest write.
-    const WRITABLE: u64;
-    /// Bit that the CPU sets on access; 0 where it does not.
-    const ACCESSED: u64;
-    /// Bit that the CPU sets on writing; 0 where it does not.
-    const DIRTY: u64;
-
-    /// A leaf at `level` (1 = 4 KiB, 2 = 2 MiB, 3 = 1 GiB).
-    fn leaf(hpa: Hpa, level: u8, bits: LeafBits) -> u64;
-    /// The permission bits of an entry that points to a table, without the address.
-    fn table_bits() -> u64;
-    /// Whether hardware takes the entry as present.
-    fn is_present(entry: u64) -> bool;
-    /// Whether the guest may fetch instructions through this leaf.
-    fn is_exec(entry: u64) -> bool;
-    /// The same leaf, of page size `level`, from one of page size `level + 1`: only bits that mark
-    /// the size change.
-    fn shrink(entry: u64, level: u8) -> u64;
+/// The spelling of the entries of one tree, and its shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Format {
+    /// Every leaf, without what depends on the page.
+    leaf: u64,
+    exec: u64,
+    no_exec: u64,
+    /// Ordinary memory: memory type, encryption.
+    direct: u64,
+    /// Memory outside the direct map.
+    device: u64,
+    /// Every entry that points to a table.
+    table: u64,
+    /// Set by the CPU on access and on writing; both 0 where it does not.
+    accessed: u64,
+    dirty: u64,
+    /// Levels of the tree: 4 or 5.
+    levels: u8,
+    /// The largest leaf: 1 = 4 KiB, 2 = 2 MiB, 3 = 1 GiB.
+    largest: u8,
+    /// Part of every address of ordinary memory: the host's SME bit, or 0.
+    encryption: u64,
 }
 
-/// AMD nested paging.
-#[derive(Clone, Copy, Debug)]
-pub struct Npt;
+impl Format {
+    /// AMD nested paging. NPT follows the host: `levels` is 5 when the host runs with CR4.LA57, else
+    /// 4 (APM vol. 2 §15.25.3). `encryption`: the host's SME bit, or 0.
+    pub const fn npt(levels: u8, encryption: u64) -> Self {
+        let encryption = encryption & ADDRESS;
+        Self {
+            leaf: pte::PRESENT | pte::USER,
+            exec: 0,
+            no_exec: pte::NX,
+            direct: encryption,
+            // Device memory is never encrypted.
+            device: 0,
+            // Accessed from the start: the walker need not come back to set it.
+            table: pte::PRESENT | pte::WRITABLE | pte::USER | pte::ACCESSED | encryption,
+            accessed: pte::ACCESSED,
+            dirty: pte::DIRTY,
+            levels: if levels == 5 { 5 } else { 4 },
+            largest: 3,
+            encryption,
+        }
+    }
 
-const P: u64 = 1 << 0;
-const W: u64 = 1 << 1;
-const U: u64 = 1 << 2;
-const A: u64 = 1 << 5;
-const D: u64 = 1 << 6;
-const PS: u64 = 1 << 7;
-const NX: u64 = 1 << 63;
+    /// EPT with four levels, as far as this CPU has it.
+    ///
+    /// RAM is write-back whatever the guest's PAT says, as without assigned devices; what the host
+    /// does not map as memory is uncacheable.
+    pub const fn ept(cap: EptVpidCap) -> Self {
+        let tracks = cap.accessed_dirty();
+        Self {
+            leaf: ept::READ,
+            exec: ept::EXECUTE,
+            no_exec: 0,
+            direct: (ept::WRITE_BACK << ept::MEMORY_TYPE_SHIFT) | ept::IGNORE_PAT,
+            device: ept::UNCACHEABLE << ept::MEMORY_TYPE_SHIFT,
+            table: ept::READ | ept::WRITE | ept::EXECUTE | if tracks { ept::ACCESSED } else { 0 },
+            accessed: if tracks { ept::ACCESSED } else { 0 },
+            dirty: if tracks { ept::DIRTY } else { 0 },
+            levels: 4,
+            largest: if !cap.pages_2m() {
+                1
+            } else if !cap.pages_1g() {
+                2
+            } else {
+                3
+            },
+            encryption: 0,
+        }
+    }
+
+    /// Levels of the tree: 4 or 5.
+    #[inline]
+    pub const fn levels(&self) -> u8 {
+        self.levels
+    }
+
+    /// The largest leaf that the CPU knows: 1 = 4 KiB, 2 = 2 MiB, 3 = 1 GiB.
+    #[inline]
+    pub const fn largest(&self) -> u8 {
+        self.largest
+    }
+
+    /// The host's SME bit, or 0.
+    #[inline]
+    pub const fn encryption(&self) -> u64 {
+        self.encryption
+    }
+
+    /// Whether the CPU sets accessed and dirty bits.
+    #[inline]
+    pub const fn tracks(&self) -> bool {
+        self.accessed != 0
+    }
+
+    /// The bit that the CPU sets in an accessed leaf; 0 where it has none.
+    #[inline]
+    pub(crate) const fn accessed(&self) -> u64 {
+        self.accessed
+    }
+
+    /// The bit that it sets in a written leaf; 0 where it has none.
+    #[inline]
+    pub(crate) const fn dirty(&self) -> u64 {
+        self.dirty
+    }
+
+    /// A leaf at `level` (1 = 4 KiB, 2 = 2 MiB, 3 = 1 GiB).
+    #[inline]
+    pub(crate) fn leaf(&self, hpa: Hpa, level: u8, bits: LeafBits) -> u64 {
+        (hpa.0 & ADDRESS)
+            | self.leaf
+            | if bits.exec { self.exec } else { self.no_exec }
+            | if bits.direct { self.direct } else { self.device | NO_DIRECT_MAP }
+            | when(bits.writable, WRITABLE)
+            | when(bits.accessed, self.accessed)
+            | when(bits.dirty, self.dirty)
+            | when(level > 1, LARGE)
+    }
+
+    /// The permission bits of an entry that points to a table, without the address.
+    #[inline]
+    pub(crate) const fn table_bits(&self) -> u64 {
+        self.table
+    }
+}
 
 const fn when(condition: bool, bits: u64) -> u64 {
     if condition { bits } else { 0 }
 }
 
-impl PteFormat for Npt {
-    const WRITABLE: u64 = W;
-    const ACCESSED: u64 = A;
-    const DIRTY: u64 = D;
+/// Whether hardware takes the entry as present.
+#[inline]
+pub(crate) const fn is_present(entry: u64) -> bool {
+    entry & PRESENT != 0
+}
 
-    #[inline]
-    fn leaf(hpa: Hpa, level: u8, bits: LeafBits) -> u64 {
-        (hpa.0 & ADDRESS)
-            | (P | U)
-            | when(bits.writable, W)
-            | when(bits.accessed, A)
-            | when(bits.dirty, D)
-            | when(level > 1, PS)
-            | when(!bits.exec, NX)
-    }
+/// Whether the guest may fetch instructions through this leaf.
+#[inline]
+pub(crate) const fn is_exec(entry: u64) -> bool {
+    entry & (EXEC | NO_EXEC) == EXEC
+}
 
-    #[inline]
-    fn table_bits() -> u64 {
-        // Accessed from the start: the walker need not come back to set it.
-        P | W | U | A
-    }
-
-    #[inline]
-    fn is_present(entry: u64) -> bool {
-        entry & P != 0
-    }
-
-    #[inline]
-    fn is_exec(entry: u64) -> bool {
-        entry & NX == 0
-    }
-
-    #[inline]
-    fn shrink(entry: u64, level: u8) -> u64 {
-        if level == 1 { entry & !PS } else { entry }
-    }
+/// The same leaf, of page size `level`, from one of page size `level + 1`: only bits that mark the
+/// size change.
+#[inline]
+pub(crate) const fn shrink(entry: u64, level: u8) -> u64 {
+    if level == 1 { entry & !LARGE } else { entry }
 }

@@ -5,14 +5,14 @@
 //! no lock, with interrupts off. Large pages are split by filling a table with what the large leaf
 //! said, so that no access is lost; they come back after the range was withdrawn.
 
-use core::marker::PhantomData;
-
 use host::arc::Arc;
 use host::error::NoMemory;
 use stats::{VmCount, VmStats};
 use x86::{Gfn, Gpa, Hpa, Pfn};
 
-use crate::format::{HOST_WRITABLE, LeafBits, NO_DIRECT_MAP, PteFormat};
+use crate::format::{
+    Format, HOST_WRITABLE, LeafBits, NO_DIRECT_MAP, WRITABLE, is_exec, is_present, shrink,
+};
 pub use crate::table::FlushRemote;
 use crate::table::{Entry, GuestPage, ReadTree, Table, TableCache, Tree, View, WriteTree, shift};
 
@@ -87,16 +87,20 @@ pub enum MapOutcome {
 
 /// The nested page tables of a VM in format `F`, with `S` under the same lock.
 #[derive(Debug)]
-pub struct Tdp<F, S> {
+pub struct Tdp<S> {
     tree: Tree<S>,
-    format: PhantomData<F>,
 }
 
-impl<F: PteFormat, S> Tdp<F, S> {
-    /// No translations. NPT follows the host: `levels` is 5 when the host runs with CR4.LA57, else 4
-    /// (APM vol. 2 §15.25.3). `encryption`: the host's SME bit, or 0.
-    pub fn new(levels: u8, encryption: u64, state: S) -> Result<Self, NoMemory> {
-        Ok(Self { tree: Tree::new(levels, encryption, state)?, format: PhantomData })
+impl<S> Tdp<S> {
+    /// No translations.
+    pub fn new(format: Format, state: S) -> Result<Self, NoMemory> {
+        Ok(Self { tree: Tree::new(format, state)? })
+    }
+
+    /// What the tables are made for.
+    #[inline]
+    pub fn format(&self) -> &Format {
+        self.tree.format()
     }
 
     /// Address of the root table: nCR3, or the address part of an EPT pointer.
@@ -127,13 +131,13 @@ impl<F: PteFormat, S> Tdp<F, S> {
 
     /// Takes the lock for adding translations.
     #[inline]
-    pub fn mapper(&self) -> Mapper<'_, F, S> {
-        Mapper { tree: self.tree.read(), format: PhantomData }
+    pub fn mapper(&self) -> Mapper<'_, S> {
+        Mapper { tree: self.tree.read() }
     }
 
     /// Takes the lock for withdrawing translations.
-    pub fn zapper(&self) -> Zapper<'_, F, S> {
-        Zapper { tree: self.tree.write(), format: PhantomData }
+    pub fn zapper(&self) -> Zapper<'_, S> {
+        Zapper { tree: self.tree.write() }
     }
 
     /// Whether somebody waits for the lock.
@@ -154,49 +158,54 @@ impl<F: PteFormat, S> Tdp<F, S> {
 }
 
 #[inline]
-fn decode<F: PteFormat>(entry: u64, table: &Table<'_>, gfn: Gfn) -> Leaf {
+fn pfn_of(entry: u64, table: &Table<'_>, gfn: Gfn) -> Pfn {
     let within = gfn.0 & (pages_per(table.level()) - 1);
+    Pfn((table.address_of(entry).0 >> 12) | within)
+}
+
+#[inline]
+fn decode(format: &Format, entry: u64, table: &Table<'_>, gfn: Gfn) -> Leaf {
     Leaf {
-        pfn: Pfn((table.address_of(entry).0 >> 12) | within),
+        pfn: pfn_of(entry, table, gfn),
         level: table.level(),
-        writable: entry & F::WRITABLE != 0,
+        writable: entry & WRITABLE != 0,
         host_writable: entry & HOST_WRITABLE != 0,
-        exec: F::is_exec(entry),
+        exec: is_exec(entry),
         direct: entry & NO_DIRECT_MAP == 0,
-        accessed: entry & F::ACCESSED != 0,
-        dirty: entry & F::DIRTY != 0,
+        accessed: entry & format.accessed() != 0,
+        dirty: entry & format.dirty() != 0,
     }
 }
 
 #[inline]
-fn find<F: PteFormat>(root: Table<'_>, gfn: Gfn) -> Option<Leaf> {
+fn find(format: &Format, root: Table<'_>, gfn: Gfn) -> Option<Leaf> {
     if gfn.0 >> shift(root.level() + 1) != 0 {
         return None;
     }
     let table = root.descend(gfn, LEVEL_4K);
     match table.entry(table.index(gfn)) {
-        Entry::Word(entry) if F::is_present(entry) => Some(decode::<F>(entry, &table, gfn)),
+        Entry::Word(entry) if is_present(entry) => Some(decode(format, entry, &table, gfn)),
         _ => None,
     }
 }
 
 /// The translation of a frame, with interrupts off and without any lock.
 #[inline]
-pub fn lookup<F: PteFormat>(view: &View<'_>, gfn: Gfn) -> Option<Leaf> {
-    find::<F>(view.root(), gfn)
+pub fn lookup(view: &View<'_>, gfn: Gfn) -> Option<Leaf> {
+    find(view.format(), view.root(), gfn)
 }
 
 /// The guest page behind an address, to be read (and written, where the guest itself could)
 /// within the view's section. `None`: not mapped, or not ordinary memory.
 #[inline]
-pub fn page_of<F: PteFormat>(view: &View<'_>, gpa: Gpa) -> Option<GuestPage> {
-    let leaf = lookup::<F>(view, gpa.gfn())?;
+pub fn page_of(view: &View<'_>, gpa: Gpa) -> Option<GuestPage> {
+    let leaf = lookup(view, gpa.gfn())?;
     leaf.direct.then(|| view.page(leaf.pfn.hpa(), leaf.writable))
 }
 
 /// Calls `each(table, index, entry, first frame of the leaf)` for every present leaf that reaches
 /// into `first..end`.
-fn for_each_leaf<F: PteFormat>(
+fn for_each_leaf(
     table: Table<'_>,
     first: u64,
     end: u64,
@@ -209,8 +218,8 @@ fn for_each_leaf<F: PteFormat>(
         let next = begin.wrapping_add(span);
         let index = table.index(Gfn(gfn));
         match table.entry(index) {
-            Entry::Table(child) => for_each_leaf::<F>(child, gfn, end.min(next), each),
-            Entry::Word(entry) if F::is_present(entry) => each(&table, index, entry, Gfn(begin)),
+            Entry::Table(child) => for_each_leaf(child, gfn, end.min(next), each),
+            Entry::Word(entry) if is_present(entry) => each(&table, index, entry, Gfn(begin)),
             Entry::Word(_) => {}
         }
         gfn = next;
@@ -218,12 +227,11 @@ fn for_each_leaf<F: PteFormat>(
 }
 
 /// The tables with the lock held for reading.
-pub struct Mapper<'a, F, S> {
+pub struct Mapper<'a, S> {
     tree: ReadTree<'a, S>,
-    format: PhantomData<F>,
 }
 
-impl<F: PteFormat, S> Mapper<'_, F, S> {
+impl<S> Mapper<'_, S> {
     /// What is kept under the lock.
     #[inline]
     pub fn state(&self) -> &S {
@@ -232,7 +240,7 @@ impl<F: PteFormat, S> Mapper<'_, F, S> {
 
     /// The translation of a frame.
     pub fn lookup(&self, gfn: Gfn) -> Option<Leaf> {
-        find::<F>(self.tree.root(), gfn)
+        find(self.tree.format(), self.tree.root(), gfn)
     }
 
     fn in_range(&self, gfn: Gfn) -> bool {
@@ -279,27 +287,27 @@ impl<F: PteFormat, S> Mapper<'_, F, S> {
                 }
                 Entry::Word(old) => old,
             };
-            if F::is_present(old) && decode::<F>(old, &table, gfn).pfn != mapping.pfn {
+            if is_present(old) && pfn_of(old, &table, gfn) != mapping.pfn {
                 return MapOutcome::Conflict;
             }
             if table.level() > mapping.level {
-                if F::is_present(old) && satisfies::<F>(old, mapping) {
+                if is_present(old) && satisfies(old, mapping) {
                     return MapOutcome::Mapped(table.level());
                 }
                 let Some(page) = cache.take() else {
                     return MapOutcome::NeedTables(usize::from(table.level() - mapping.level));
                 };
-                if F::is_present(old) {
-                    let (small, below) = (F::shrink(old, table.level() - 1), table.level() - 1);
+                if is_present(old) {
+                    let (small, below) = (shrink(old, table.level() - 1), table.level() - 1);
                     let step = pages_per(below) << 12;
-                    let bits = self.table_bits();
+                    let bits = self.tree.format().table_bits();
                     if table.link_filled(index, old, page, bits, |n| small.wrapping_add(n * step)) {
                         self.note_linked();
                         self.tree.stats().unmapped(table.level(), 1);
                         self.tree.stats().mapped(below, pages_per(2));
                     }
                 } else {
-                    match table.link(index, old, page, self.table_bits()) {
+                    match table.link(index, old, page, self.tree.format().table_bits()) {
                         Ok(()) => self.note_linked(),
                         Err(page) => cache.put(page),
                     }
@@ -307,9 +315,9 @@ impl<F: PteFormat, S> Mapper<'_, F, S> {
             } else {
                 let new = self.leaf(gfn, table.level(), mapping);
                 // What was granted before stays granted, and the hardware's bits are kept.
-                let wanted = if F::is_present(old) { old | (new & widening::<F>()) } else { new };
+                let wanted = if is_present(old) { old | (new & self.widening()) } else { new };
                 if wanted == old || table.replace(index, old, wanted) {
-                    if !F::is_present(old) {
+                    if !is_present(old) {
                         self.tree.stats().mapped(table.level(), 1);
                     }
                     return MapOutcome::Mapped(table.level());
@@ -325,11 +333,6 @@ impl<F: PteFormat, S> Mapper<'_, F, S> {
     }
 
     #[inline]
-    fn table_bits(&self) -> u64 {
-        F::table_bits() | self.tree.encryption()
-    }
-
-    #[inline]
     fn leaf(&self, gfn: Gfn, level: u8, mapping: &Mapping) -> u64 {
         // A table may have forced a smaller leaf than the mapping's: the frame is then exact.
         let within = gfn.0 & (pages_per(level) - 1);
@@ -337,14 +340,25 @@ impl<F: PteFormat, S> Mapper<'_, F, S> {
         let bits = LeafBits {
             writable: mapping.writable,
             exec: mapping.exec,
+            direct: mapping.direct,
             accessed: mapping.fault.is_some(),
             dirty: mapping.fault == Some(true) && mapping.writable,
         };
         let host = if mapping.host_writable { HOST_WRITABLE } else { 0 };
-        let direct = if mapping.direct { 0 } else { NO_DIRECT_MAP };
-        // Device memory is never encrypted.
-        let encryption = if mapping.direct { self.tree.encryption() } else { 0 };
-        F::leaf(first, level, bits) | host | direct | encryption
+        self.tree.format().leaf(first, level, bits) | host
+    }
+
+    /// Bits that a second mapping of the same frame may add to a leaf.
+    #[inline]
+    fn widening(&self) -> u64 {
+        self.written() | HOST_WRITABLE
+    }
+
+    /// What a leaf that is written now has.
+    #[inline]
+    fn written(&self) -> u64 {
+        let format = self.tree.format();
+        WRITABLE | format.accessed() | format.dirty()
     }
 
     /// Gives back write access that only the dirty log took away, without asking the host again.
@@ -361,16 +375,16 @@ impl<F: PteFormat, S> Mapper<'_, F, S> {
             match table.entry(index) {
                 Entry::Table(next) => table = next,
                 Entry::Word(old) => {
-                    if !F::is_present(old) {
+                    if !is_present(old) {
                         return false;
                     }
-                    if !write || old & F::WRITABLE != 0 {
+                    if !write || old & WRITABLE != 0 {
                         return true;
                     }
                     if old & HOST_WRITABLE == 0 || table.level() > LEVEL_4K {
                         return false;
                     }
-                    if table.replace(index, old, old | F::WRITABLE | F::ACCESSED | F::DIRTY) {
+                    if table.replace(index, old, old | self.written()) {
                         return true;
                     }
                 }
@@ -382,34 +396,37 @@ impl<F: PteFormat, S> Mapper<'_, F, S> {
     /// Whether any page of `first..end` was accessed; with `clear`, forgets it.
     ///
     /// No flush follows: a stale TLB entry only makes a page look older than it is.
+    /// Only where the CPU sets accessed bits ([`Format::tracks`]): see [`Mapper::is_mapped`].
     pub fn age(&self, first: Gfn, end: Gfn, clear: bool) -> bool {
-        let mut young = false;
-        for_each_leaf::<F>(self.tree.root(), first.0, end.0, &mut |table, index, entry, _| {
-            if entry & F::ACCESSED != 0 {
+        let (mut young, bit) = (false, self.tree.format().accessed());
+        for_each_leaf(self.tree.root(), first.0, end.0, &mut |table, index, entry, _| {
+            if entry & bit != 0 {
                 young = true;
                 if clear {
                     // Losing the race means that it was accessed again: it stays young.
-                    table.replace(index, entry, entry & !F::ACCESSED);
+                    table.replace(index, entry, entry & !bit);
                 }
             }
         });
         young
     }
+
+    /// Whether any page of `first..end` is mapped. Where the CPU has no accessed bits, a page is
+    /// young as long as it is, and ageing withdraws it.
+    pub fn is_mapped(&self, first: Gfn, end: Gfn) -> bool {
+        let mut any = false;
+        for_each_leaf(self.tree.root(), first.0, end.0, &mut |_, _, _, _| any = true);
+        any
+    }
 }
 
-/// Bits that a second mapping of the same frame may add to a leaf.
-const fn widening<F: PteFormat>() -> u64 {
-    F::WRITABLE | F::ACCESSED | F::DIRTY | HOST_WRITABLE
-}
-
-fn satisfies<F: PteFormat>(entry: u64, mapping: &Mapping) -> bool {
-    !mapping.writable || entry & F::WRITABLE != 0
+fn satisfies(entry: u64, mapping: &Mapping) -> bool {
+    !mapping.writable || entry & WRITABLE != 0
 }
 
 /// The tables with the lock held for writing.
-pub struct Zapper<'a, F, S> {
+pub struct Zapper<'a, S> {
     tree: WriteTree<'a, S>,
-    format: PhantomData<F>,
 }
 
 /// How thoroughly a range is withdrawn.
@@ -421,7 +438,7 @@ pub enum Thoroughness {
     Tables,
 }
 
-impl<F: PteFormat, S> Zapper<'_, F, S> {
+impl<S> Zapper<'_, S> {
     /// What is kept under the lock.
     #[inline]
     pub fn state_mut(&mut self) -> &mut S {
@@ -430,7 +447,7 @@ impl<F: PteFormat, S> Zapper<'_, F, S> {
 
     /// The translation of a frame.
     pub fn lookup(&self, gfn: Gfn) -> Option<Leaf> {
-        find::<F>(self.tree.root(), gfn)
+        find(self.tree.format(), self.tree.root(), gfn)
     }
 
     /// Withdraws all translations that reach into `first..end`, flushes if there were any, and
@@ -444,7 +461,7 @@ impl<F: PteFormat, S> Zapper<'_, F, S> {
     ) -> bool {
         let end = Gfn(end.0.min(pages_per(self.tree.root().level() + 1)));
         let mut done = Zapped::default();
-        zap_below::<F>(self.tree.root(), first.0, end.0, how, &mut done);
+        zap_below(self.tree.root(), first.0, end.0, how, &mut done);
         for (level, count) in (LEVEL_4K..).zip(done.count) {
             self.tree.stats().unmapped(level, count);
         }
@@ -473,8 +490,8 @@ impl<F: PteFormat, S> Zapper<'_, F, S> {
     /// it: then the caller must flush, with this lock or after, before it relies on it.
     pub fn write_protect(&mut self, first: Gfn, end: Gfn) -> bool {
         let mut any = false;
-        for_each_leaf::<F>(self.tree.root(), first.0, end.0, &mut |table, index, entry, _| {
-            any |= protect::<F>(table, index, entry);
+        for_each_leaf(self.tree.root(), first.0, end.0, &mut |table, index, entry, _| {
+            any |= protect(table, index, entry);
         });
         any
     }
@@ -522,13 +539,7 @@ struct Zapped {
 }
 
 /// Withdraws what is below `table`; returns nothing by itself, `done` gathers.
-fn zap_below<F: PteFormat>(
-    table: Table<'_>,
-    first: u64,
-    end: u64,
-    how: Thoroughness,
-    done: &mut Zapped,
-) {
+fn zap_below(table: Table<'_>, first: u64, end: u64, how: Thoroughness, done: &mut Zapped) {
     let span = pages_per(table.level());
     let mut gfn = first;
     while gfn < end {
@@ -538,7 +549,7 @@ fn zap_below<F: PteFormat>(
         match table.entry(index) {
             Entry::Table(child) => {
                 let mut below = Zapped { count: done.count, ..Zapped::default() };
-                zap_below::<F>(child, gfn, end.min(next), how, &mut below);
+                zap_below(child, gfn, end.min(next), how, &mut below);
                 let whole = gfn == begin && next <= end;
                 let held = below.leaves || below.tables || how == Thoroughness::Tables;
                 if whole && held {
@@ -569,10 +580,10 @@ fn zap_below<F: PteFormat>(
     }
 }
 
-fn protect<F: PteFormat>(table: &Table<'_>, index: usize, entry: u64) -> bool {
+fn protect(table: &Table<'_>, index: usize, entry: u64) -> bool {
     let mut entry = entry;
-    while entry & F::WRITABLE != 0 {
-        if table.replace(index, entry, entry & !F::WRITABLE) {
+    while entry & WRITABLE != 0 {
+        if table.replace(index, entry, entry & !WRITABLE) {
             return true;
         }
         match table.entry(index) {

@@ -1,7 +1,7 @@
 //! Page tables and leaves are counted as they come and go.
 
 use gannet_mmu::tdp::{FlushRemote, Thoroughness};
-use gannet_mmu::{MapOutcome, Mapping, Npt, TableCache, Tdp};
+use gannet_mmu::{Format, MapOutcome, Mapping, TableCache, Tdp};
 use stats::VmCount;
 use x86::{Gfn, Pfn};
 
@@ -11,7 +11,7 @@ impl FlushRemote for Nobody {
     fn flush_remote(&self) {}
 }
 
-fn map(tdp: &Tdp<Npt, ()>, gfn: u64, level: u8) {
+fn map(tdp: &Tdp<()>, gfn: u64, level: u8) {
     let mapping = Mapping {
         pfn: Pfn(gfn + 512),
         level,
@@ -31,7 +31,7 @@ fn map(tdp: &Tdp<Npt, ()>, gfn: u64, level: u8) {
     }
 }
 
-fn counted(tdp: &Tdp<Npt, ()>) -> [u64; 4] {
+fn counted(tdp: &Tdp<()>) -> [u64; 4] {
     let of = |what| tdp.stats().of(what).get();
     [
         of(VmCount::PageTablesAllocated),
@@ -43,7 +43,7 @@ fn counted(tdp: &Tdp<Npt, ()>) -> [u64; 4] {
 
 #[test]
 fn tables_and_leaves_are_counted_when_they_come_and_go() {
-    let tdp = Tdp::<Npt, ()>::new(4, 0, ()).unwrap();
+    let tdp = Tdp::new(Format::npt(4, 0), ()).unwrap();
     assert_eq!(counted(&tdp), [1, 0, 0, 0]);
     map(&tdp, 3, 1);
     map(&tdp, 3, 1);
@@ -61,7 +61,7 @@ fn tables_and_leaves_are_counted_when_they_come_and_go() {
 
 #[test]
 fn a_split_large_leaf_becomes_512_small_ones() {
-    let tdp = Tdp::<Npt, ()>::new(4, 0, ()).unwrap();
+    let tdp = Tdp::new(Format::npt(4, 0), ()).unwrap();
     map(&tdp, 512, 2);
     assert_eq!(counted(&tdp), [3, 0, 0, 1]);
     // A write that the large leaf does not allow, and that is allowed for one small page.

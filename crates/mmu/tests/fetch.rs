@@ -3,7 +3,9 @@
 use std::sync::atomic::Ordering;
 
 use gannet_mmu::tdp::{FlushRemote, Thoroughness};
-use gannet_mmu::{CodeFetch, CodeMode, MapOutcome, Mapping, Npt, PagingContext, TableCache, Tdp};
+use gannet_mmu::{
+    CodeFetch, CodeMode, Format, MapOutcome, Mapping, PagingContext, TableCache, Tdp,
+};
 use host::page::Page;
 use x86::Gfn;
 
@@ -17,7 +19,7 @@ const P: u64 = 1 | 1 << 5;
 /// Guest memory of 16 pages, frame n backed by `pages[n]`; long-mode tables in frames 1 to 4 that
 /// map VA 0x1000 to frame 8 and VA 0x2000 to frame 9.
 struct Guest {
-    tdp: Tdp<Npt, ()>,
+    tdp: Tdp<()>,
     pages: Vec<Page>,
     fetch: CodeFetch,
     context: PagingContext,
@@ -27,7 +29,7 @@ impl Guest {
     fn new() -> Self {
         let pages: Vec<Page> = (0..16).map(|_| Page::zeroed().unwrap()).collect();
         let guest = Self {
-            tdp: Tdp::new(4, 0, ()).unwrap(),
+            tdp: Tdp::new(Format::npt(4, 0), ()).unwrap(),
             fetch: CodeFetch::new(),
             context: PagingContext {
                 cr0: 1 << 31 | 1,
@@ -80,7 +82,7 @@ impl Guest {
     fn fetch(&mut self, rip: u64) -> Option<Vec<u8>> {
         host::irq::disable();
         let view = self.tdp.view();
-        let found = self.fetch.fetch::<Npt>(&self.context, rip, &view);
+        let found = self.fetch.fetch(&self.context, rip, &view);
         host::irq::enable();
         found.map(|f| f.bytes[..f.len].to_vec())
     }

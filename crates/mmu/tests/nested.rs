@@ -4,8 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use gannet_mmu::tdp::{FlushRemote, Thoroughness, lookup, page_of, pages_per};
-use gannet_mmu::{MapOutcome, Mapping, Npt, TableCache, Tdp};
+use gannet_mmu::{Format, MapOutcome, Mapping, TableCache, Tdp};
 use proptest::prelude::*;
+use x86::ept::EptVpidCap;
 use x86::{Gfn, Gpa, Pfn};
 
 struct Flushes(AtomicU64);
@@ -25,8 +26,18 @@ impl Flushes {
     }
 }
 
-fn tdp() -> Tdp<Npt, ()> {
-    Tdp::new(4, 0, ()).unwrap()
+const NPT: Format = Format::npt(4, 0);
+/// Four levels, write-back, 2 MiB, 1 GiB, accessed and dirty flags.
+const EPT: Format = Format::ept(EptVpidCap(1 << 6 | 1 << 14 | 1 << 16 | 1 << 17 | 1 << 21));
+/// The same without accessed and dirty flags.
+const OLD_EPT: Format = Format::ept(EptVpidCap(1 << 6 | 1 << 14 | 1 << 16 | 1 << 17));
+
+fn format() -> impl Strategy<Value = Format> {
+    prop_oneof![Just(NPT), Just(EPT), Just(OLD_EPT)]
+}
+
+fn tdp(format: Format) -> Tdp<()> {
+    Tdp::new(format, ()).unwrap()
 }
 
 fn page(pfn: u64) -> Mapping {
@@ -41,7 +52,7 @@ fn page(pfn: u64) -> Mapping {
     }
 }
 
-fn map(tdp: &Tdp<Npt, ()>, gfn: u64, mapping: &Mapping) -> MapOutcome {
+fn map(tdp: &Tdp<()>, gfn: u64, mapping: &Mapping) -> MapOutcome {
     let mut cache = TableCache::new();
     loop {
         match tdp.mapper().map(Gfn(gfn), mapping, &mut cache) {
@@ -51,33 +62,42 @@ fn map(tdp: &Tdp<Npt, ()>, gfn: u64, mapping: &Mapping) -> MapOutcome {
     }
 }
 
-fn find(tdp: &Tdp<Npt, ()>, gfn: u64) -> Option<(u64, u8, bool)> {
+fn find(tdp: &Tdp<()>, gfn: u64) -> Option<(u64, u8, bool)> {
     tdp.mapper().lookup(Gfn(gfn)).map(|l| (l.pfn.0, l.level, l.writable))
 }
 
-#[test]
-fn an_entry_is_spelled_as_the_hardware_reads_it() {
-    let tdp = tdp();
-    map(&tdp, 0x12345, &page(0xabcde));
-    host::irq::disable();
-    let view = tdp.view();
-    let mut table = view.root();
-    for level in (1..=4).rev() {
-        assert_eq!(table.level(), level);
-        match table.entry(table.index(Gfn(0x12345))) {
-            gannet_mmu::table::Entry::Table(next) => table = next,
-            gannet_mmu::table::Entry::Word(leaf) => {
-                // P, W, U, A; no D, no NX, not large.
-                assert_eq!(leaf & 0x8000_0fff_ffff_ffff, 0xabcd_e000 | 0b10_0111);
-            }
+/// Bodies that hold for every format.
+macro_rules! in_every_format {
+    ($($name:ident)*) => {
+        mod npt {
+            $(#[test] fn $name() { super::$name(super::NPT) })*
         }
-    }
-    host::irq::enable();
+        mod ept {
+            $(#[test] fn $name() { super::$name(super::EPT) })*
+        }
+        mod ept_without_accessed_bits {
+            $(#[test] fn $name() { super::$name(super::OLD_EPT) })*
+        }
+    };
 }
 
-#[test]
-fn missing_tables_are_asked_for_by_number() {
-    let tdp = tdp();
+in_every_format! {
+    missing_tables_are_asked_for_by_number
+    another_frame_in_the_place_is_a_conflict
+    a_second_fault_widens_permissions_and_never_narrows_them
+    a_large_page_is_split_without_losing_what_it_maps
+    a_giant_page_is_split_in_two_steps
+    a_table_in_the_place_of_a_large_page_makes_it_small
+    withdrawing_nothing_does_not_flush
+    holes_are_stepped_over
+    write_protection_by_mask_hits_its_bits_only
+    memory_outside_the_direct_map_is_never_read
+    faults_on_different_pages_run_in_parallel
+    a_lockless_look_survives_tables_being_freed
+}
+
+fn missing_tables_are_asked_for_by_number(format: Format) {
+    let tdp = tdp(format);
     let mut cache = TableCache::new();
     let mapper = tdp.mapper();
     assert_eq!(mapper.map(Gfn(5), &page(1), &mut cache), MapOutcome::NeedTables(3));
@@ -89,17 +109,15 @@ fn missing_tables_are_asked_for_by_number() {
     assert_eq!(cache.len(), 3);
 }
 
-#[test]
-fn another_frame_in_the_place_is_a_conflict() {
-    let tdp = tdp();
+fn another_frame_in_the_place_is_a_conflict(format: Format) {
+    let tdp = tdp(format);
     map(&tdp, 7, &page(70));
     assert_eq!(map(&tdp, 7, &page(71)), MapOutcome::Conflict);
     assert_eq!(find(&tdp, 7), Some((70, 1, true)));
 }
 
-#[test]
-fn a_second_fault_widens_permissions_and_never_narrows_them() {
-    let tdp = tdp();
+fn a_second_fault_widens_permissions_and_never_narrows_them(format: Format) {
+    let tdp = tdp(format);
     map(&tdp, 7, &Mapping { writable: false, host_writable: false, ..page(70) });
     assert_eq!(find(&tdp, 7), Some((70, 1, false)));
     map(&tdp, 7, &page(70));
@@ -110,26 +128,25 @@ fn a_second_fault_widens_permissions_and_never_narrows_them() {
 
 #[test]
 fn a_frame_beyond_the_tables_is_refused() {
-    let tdp = tdp();
+    let tdp = tdp(NPT);
     assert_eq!(map(&tdp, 1 << 36, &page(1)), MapOutcome::Retry);
     assert_eq!(find(&tdp, 1 << 36), None);
     assert_eq!(find(&tdp, 0), None);
-    let five = Tdp::<Npt, ()>::new(5, 0, ()).unwrap();
+    let five = Tdp::new(Format::npt(5, 0), ()).unwrap();
     assert_eq!(map(&five, 1 << 36, &page(1)), MapOutcome::Mapped(1));
     assert_eq!(find(&five, 1 << 36), Some((1, 1, true)));
 }
 
 #[test]
 fn the_encryption_bit_is_in_every_entry_and_in_no_address() {
-    let tdp = Tdp::<Npt, ()>::new(4, 1 << 47, ()).unwrap();
+    let tdp = Tdp::new(Format::npt(4, 1 << 47), ()).unwrap();
     map(&tdp, 7, &page(70));
     assert_eq!(find(&tdp, 7), Some((70, 1, true)));
     assert_ne!(tdp.root().0 & (1 << 47), 0);
 }
 
-#[test]
-fn a_large_page_is_split_without_losing_what_it_maps() {
-    let (tdp, flushes) = (tdp(), Flushes::new());
+fn a_large_page_is_split_without_losing_what_it_maps(format: Format) {
+    let (tdp, flushes) = (tdp(format), Flushes::new());
     assert_eq!(map(&tdp, 513, &Mapping { level: 2, ..page(1025) }), MapOutcome::Mapped(2));
     assert_eq!(find(&tdp, 1023), Some((1535, 2, true)));
     assert!(tdp.zapper().write_protect(Gfn(512), Gfn(513)));
@@ -148,9 +165,8 @@ fn a_large_page_is_split_without_losing_what_it_maps() {
     assert_eq!(map(&tdp, 513, &Mapping { level: 2, ..page(1025) }), MapOutcome::Mapped(2));
 }
 
-#[test]
-fn a_giant_page_is_split_in_two_steps() {
-    let tdp = tdp();
+fn a_giant_page_is_split_in_two_steps(format: Format) {
+    let tdp = tdp(format);
     let giant = Mapping { level: 3, ..page((1 << 18) + 5) };
     assert_eq!(map(&tdp, 5, &giant), MapOutcome::Mapped(3));
     assert!(tdp.zapper().write_protect(Gfn(5), Gfn(6)));
@@ -161,18 +177,16 @@ fn a_giant_page_is_split_in_two_steps() {
     assert_eq!(find(&tdp, (1 << 18) - 1), Some(((1 << 19) - 1, 2, false)));
 }
 
-#[test]
-fn a_table_in_the_place_of_a_large_page_makes_it_small() {
-    let tdp = tdp();
+fn a_table_in_the_place_of_a_large_page_makes_it_small(format: Format) {
+    let tdp = tdp(format);
     map(&tdp, 512, &page(1024));
     assert_eq!(map(&tdp, 700, &Mapping { level: 2, ..page(1212) }), MapOutcome::Mapped(1));
     assert_eq!(find(&tdp, 700), Some((1212, 1, true)));
     assert_eq!(find(&tdp, 701), None);
 }
 
-#[test]
-fn withdrawing_nothing_does_not_flush() {
-    let (tdp, flushes) = (tdp(), Flushes::new());
+fn withdrawing_nothing_does_not_flush(format: Format) {
+    let (tdp, flushes) = (tdp(format), Flushes::new());
     map(&tdp, 7, &page(70));
     let generation = tdp.generation();
     assert!(!tdp.zapper().zap(Gfn(8), Gfn(512), Thoroughness::Leaves, &flushes));
@@ -186,9 +200,8 @@ fn withdrawing_nothing_does_not_flush() {
     assert_eq!(flushes.count(), 2);
 }
 
-#[test]
-fn holes_are_stepped_over() {
-    let tdp = tdp();
+fn holes_are_stepped_over(format: Format) {
+    let tdp = tdp(format);
     map(&tdp, (5 << 18) + 9, &page(1));
     map(&tdp, 1 << 35, &page(2));
     let next = |from| tdp.zapper().next_mapped(Gfn(from), Gfn(1 << 36)).0;
@@ -201,20 +214,21 @@ fn holes_are_stepped_over() {
 
 #[test]
 fn age_is_forgotten_once_and_seen_again_after_an_access() {
-    let tdp = tdp();
-    map(&tdp, 7, &page(70));
-    map(&tdp, 8, &Mapping { fault: None, ..page(71) });
-    let age = |a, b, clear| tdp.mapper().age(Gfn(a), Gfn(b), clear);
-    assert!(!age(8, 9, false));
-    assert!(age(0, 512, false) && age(0, 512, true));
-    assert!(!age(0, 512, true) && !age(7, 8, false));
-    map(&tdp, 7, &page(70));
-    assert!(age(7, 8, false));
+    for format in [NPT, EPT] {
+        let tdp = tdp(format);
+        map(&tdp, 7, &page(70));
+        map(&tdp, 8, &Mapping { fault: None, ..page(71) });
+        let age = |a, b, clear| tdp.mapper().age(Gfn(a), Gfn(b), clear);
+        assert!(!age(8, 9, false));
+        assert!(age(0, 512, false) && age(0, 512, true));
+        assert!(!age(0, 512, true) && !age(7, 8, false));
+        map(&tdp, 7, &page(70));
+        assert!(age(7, 8, false));
+    }
 }
 
-#[test]
-fn write_protection_by_mask_hits_its_bits_only() {
-    let tdp = tdp();
+fn write_protection_by_mask_hits_its_bits_only(format: Format) {
+    let tdp = tdp(format);
     (0..64).for_each(|n| _ = map(&tdp, 1000 + n, &page(5000 + n)));
     let mask = 0x8000_0000_0000_f0f1;
     assert!(tdp.zapper().write_protect_masked(Gfn(1000), mask));
@@ -226,20 +240,18 @@ fn write_protection_by_mask_hits_its_bits_only() {
     assert!(!find(&tdp, 1063).unwrap().2);
 }
 
-#[test]
-fn memory_outside_the_direct_map_is_never_read() {
-    let tdp = tdp();
+fn memory_outside_the_direct_map_is_never_read(format: Format) {
+    let tdp = tdp(format);
     map(&tdp, 7, &Mapping { direct: false, ..page(70) });
     host::irq::disable();
     let view = tdp.view();
-    assert!(lookup::<Npt>(&view, Gfn(7)).is_some());
-    assert!(page_of::<Npt>(&view, Gpa(7 << 12)).is_none());
+    assert!(lookup(&view, Gfn(7)).is_some());
+    assert!(page_of(&view, Gpa(7 << 12)).is_none());
     host::irq::enable();
 }
 
-#[test]
-fn faults_on_different_pages_run_in_parallel() {
-    let tdp = tdp();
+fn faults_on_different_pages_run_in_parallel(format: Format) {
+    let tdp = tdp(format);
     std::thread::scope(|s| {
         for thread in 0..4u64 {
             let tdp = &tdp;
@@ -276,9 +288,8 @@ impl FlushRemote for Waiting<'_> {
     }
 }
 
-#[test]
-fn a_lockless_look_survives_tables_being_freed() {
-    let (tdp, stop, sections) = (tdp(), AtomicBool::new(false), AtomicU64::new(0));
+fn a_lockless_look_survives_tables_being_freed(format: Format) {
+    let (tdp, stop, sections) = (tdp(format), AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|s| {
         s.spawn(|| {
             host::irq::disable();
@@ -287,7 +298,7 @@ fn a_lockless_look_survives_tables_being_freed() {
                 sections.fetch_add(1, Ordering::SeqCst);
                 let view = tdp.view();
                 for gfn in (0..4096).step_by(64) {
-                    if let Some(leaf) = lookup::<Npt>(&view, Gfn(gfn)) {
+                    if let Some(leaf) = lookup(&view, Gfn(gfn)) {
                         assert_eq!(leaf.pfn.0, gfn + 0x10000);
                         found += 1;
                     }
@@ -335,8 +346,8 @@ proptest! {
     /// The model holds one entry per frame. A leaf is a set of frames that were mapped by one
     /// call and not split since; zapping or protecting part of it takes the whole.
     #[test]
-    fn random_operations_agree_with_a_map(ops in prop::collection::vec(op(), 1..60)) {
-        let (tdp, flushes) = (tdp(), Flushes::new());
+    fn random_operations_agree_with_a_map(format in format(), ops in prop::collection::vec(op(), 1..60)) {
+        let (tdp, flushes) = (tdp(format), Flushes::new());
         // Frame to (first frame of its leaf, leaf level, writable); pfn = gfn + 2^20.
         let mut model: BTreeMap<u64, (u64, u8, bool)> = BTreeMap::new();
         let offset = 1u64 << 20;

@@ -3,7 +3,7 @@
 
 use backend::{Backend, SegmentName};
 use emulate::CodeSize;
-use mmu::{Npt, fetch::CodeMode};
+use mmu::fetch::CodeMode;
 
 use crate::Vcpu;
 
@@ -71,7 +71,7 @@ impl<B: Backend> Vcpu<B> {
             Some(code) => code,
             None => {
                 let context = self.paging();
-                self.fetch.fetch::<Npt>(&context, rip, &view)?
+                self.fetch.fetch(&context, rip, &view)?
             }
         };
         Some((code.bytes, code.len.min(15) as u8))

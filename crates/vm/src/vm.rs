@@ -7,6 +7,7 @@ use host::{
     notifier::{InvalidateHandler, WithNotifier},
     sync::{Mutex, SpinLock},
 };
+pub use mmu::Format;
 use mmu::{FlushRemote, RegionLimits};
 use pv::{
     ClockData, HostTime,
@@ -32,12 +33,10 @@ pub type VmRef = Arc<WithNotifier<Vm>>;
 /// What the module knows of the host that a new VM needs.
 #[derive(Clone, Copy, Debug)]
 pub struct HostLimits {
-    /// Levels of the nested tables.
-    pub levels: u8,
+    /// What the nested tables are made for.
+    pub tables: Format,
     /// Physical address bits.
     pub maxphyaddr: u8,
-    /// The host's memory-encryption bit, or 0.
-    pub encryption: u64,
     /// Longest halt polling, ns.
     pub halt_poll_ns: u64,
     /// How guest addresses are translated.
@@ -92,7 +91,7 @@ impl Vm {
         settings.identity_map.store(0xfffb_c000, Relaxed);
         let vcpus = Arc::new(VcpuTable::new()?)?;
         let shadow = !limits.paging.nested;
-        let make = |with| VmMemory::shared(limits.levels, limits.encryption, region, shadow, with);
+        let make = |with| VmMemory::shared(limits.tables, region, shadow, with);
         let memory = make(None)?;
         let smm_memory = make(Some(&memory))?;
         WithNotifier::new(Self {
@@ -234,7 +233,7 @@ impl InvalidateHandler for Vm {
     }
 
     fn clear_young(&self, start: Hva, end: Hva) -> bool {
-        self.memory.clear_young(start, end) | self.smm_memory.clear_young(start, end)
+        self.memory.clear_young(start, end, self) | self.smm_memory.clear_young(start, end, self)
     }
 
     fn test_young(&self, start: Hva, end: Hva) -> bool {

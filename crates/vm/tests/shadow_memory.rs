@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use gannet_vm::memory::{FaultAccess, MemoryError, ShadowOutcome, VmMemory};
 use host::page::Pages;
 use mmu::tdp::FlushRemote;
-use mmu::{PagingContext, Region, RegionLimits, Root, ShadowFault, ShadowRoots, TableCache};
+use mmu::{
+    Format, PagingContext, Region, RegionLimits, Root, ShadowFault, ShadowRoots, TableCache,
+};
 use x86::{Exception, Gfn, Gpa, Hva};
 
 const LOG: u32 = 1;
@@ -89,7 +91,7 @@ impl Bench {
     fn new(flags: u32) -> Self {
         let bench = Self {
             user: Pages::zeroed(6).unwrap(),
-            memory: VmMemory::with_shadow(4, 0, RegionLimits::default()).unwrap(),
+            memory: VmMemory::with_shadow(Format::npt(4, 0), RegionLimits::default()).unwrap(),
             cpus: Cpus::default(),
         };
         bench.set(bench.region(flags & !READONLY));
@@ -283,7 +285,7 @@ fn age_is_what_the_hardware_noted_in_the_shadow_tables() {
     let mut runner = bench.runner();
     bench.fault(&mut runner, 20, 0);
     let (start, end) = (bench.hva(20), bench.hva(21));
-    assert!(bench.memory.clear_young(start, end));
+    assert!(bench.memory.clear_young(start, end, &bench.cpus));
     assert!(!bench.memory.test_young(start, end));
     let mut at = runner.root.cr3.0;
     for shift in [39, 30, 21, 12] {
@@ -351,7 +353,7 @@ fn the_limit_follows_the_memory_until_the_vmm_sets_one() {
 
 #[test]
 fn a_vm_without_shadow_pages_refuses_quietly() {
-    let memory: VmMemory = VmMemory::new(4, 0, RegionLimits::default()).unwrap();
+    let memory: VmMemory = VmMemory::new(Format::npt(4, 0), RegionLimits::default()).unwrap();
     let (mut roots, cpus) = (ShadowRoots::new().unwrap(), Cpus::default());
     assert!(memory.shadow().is_none());
     assert!(memory.shadow_switch(&mut roots, &context(), &[0; 4], false, true, &cpus).is_err());

@@ -61,6 +61,10 @@ pub mod ept {
     pub const EXECUTE: u64 = 1 << 2;
     /// Position of the memory type (leaf entries).
     pub const MEMORY_TYPE_SHIFT: u32 = 3;
+    /// Memory type: uncacheable.
+    pub const UNCACHEABLE: u64 = 0;
+    /// Memory type: write-back.
+    pub const WRITE_BACK: u64 = 6;
     /// Ignore the guest's PAT.
     pub const IGNORE_PAT: u64 = 1 << 6;
     /// Large page.

@@ -12,7 +12,7 @@ use msr::{HostMsrs, MAX_BANKS, MsrStore};
 use svm::{Features, Svm, percpu};
 use vcpu::Offered;
 use vm::vcpus::{MAX_VCPU_ID, MAX_VCPUS};
-use vm::vm::{HostLimits, Paging};
+use vm::vm::{Format, HostLimits, Paging};
 use x86::cpuid::{feature, leaf};
 use x86::msr::{DE_CFG, UCODE_REV, de_cfg};
 
@@ -91,9 +91,8 @@ pub fn find_out(features: &Features) -> Result<(), NoMemory> {
     HOST.set(Host {
         offer: offer(features, supported, levels, maxphyaddr),
         limits: HostLimits {
-            levels,
+            tables: Format::npt(levels, 0),
             maxphyaddr,
-            encryption: 0,
             halt_poll_ns: params::halt_poll_ns(),
             paging: Paging { nested: params::npt(), keep_roots: params::keep_roots() },
         },

@@ -9,7 +9,6 @@ use super::State;
 use super::arena::{PageId, ShadowPage};
 use super::guest::{A, D, P, load};
 use super::role::Grant;
-use crate::format::PteFormat;
 use crate::table::{GuestPage, View};
 
 /// Entries of an aligned group, of which one faulted.
@@ -26,22 +25,16 @@ impl State {
     /// The neighbours of entry `index` of a page of the lowest level, as far as the guest has used
     /// them before. Their accessed bits are left to the hardware, the guest's are set already.
     #[inline]
-    pub(super) fn map_ahead<F: PteFormat>(
-        &self,
-        view: &View<'_>,
-        id: PageId,
-        index: usize,
-        table: &GuestPage,
-    ) {
+    pub(super) fn map_ahead(&self, view: &View<'_>, id: PageId, index: usize, table: &GuestPage) {
         let page = self.arena.page(id);
         let missing = missing_around(page, index);
         if missing != 0 {
-            self.map_missing::<F>(view, id, index & !(GROUP - 1), missing, table);
+            self.map_missing(view, id, index & !(GROUP - 1), missing, table);
         }
     }
 
     #[inline(never)]
-    fn map_missing<F: PteFormat>(
+    fn map_missing(
         &self,
         view: &View<'_>,
         id: PageId,
@@ -63,19 +56,13 @@ impl State {
                 grant = grant.without(Grant::W);
             }
             let gfn = role.leaf_frame(entry, index);
-            made += u32::from(self.put_ahead::<F>(view, id, index, gfn, grant, entry));
+            made += u32::from(self.put_ahead(view, id, index, gfn, grant, entry));
         }
         self.count_ahead(made);
     }
 
     /// The same for a page of consecutive frames.
-    pub(super) fn map_frames_ahead<F: PteFormat>(
-        &self,
-        view: &View<'_>,
-        id: PageId,
-        index: usize,
-        grant: Grant,
-    ) {
+    pub(super) fn map_frames_ahead(&self, view: &View<'_>, id: PageId, index: usize, grant: Grant) {
         let page = self.arena.page(id);
         let (mut missing, first) = (missing_around(page, index), index & !(GROUP - 1));
         // What was granted for one access alone is not granted for the neighbours.
@@ -84,14 +71,14 @@ impl State {
             let index = first + missing.trailing_zeros() as usize;
             missing &= missing - 1;
             let gfn = Gfn(page.gfn.get().0.wrapping_add(index as u64));
-            made += u32::from(self.put_ahead::<F>(view, id, index, gfn, grant, 0));
+            made += u32::from(self.put_ahead(view, id, index, gfn, grant, 0));
         }
         self.count_ahead(made);
     }
 
     /// One of them, where nothing is yet. Whether it was made.
     #[inline]
-    fn put_ahead<F: PteFormat>(
+    fn put_ahead(
         &self,
         view: &View<'_>,
         id: PageId,
@@ -101,7 +88,7 @@ impl State {
         copy: u64,
     ) -> bool {
         let Some(chunk) = self.frames.chunk(gfn) else { return false };
-        let known = self.frame::<F>(view, gfn, chunk, false);
+        let known = self.frame(view, gfn, chunk, false);
         if known == 0 {
             return false;
         }

@@ -16,7 +16,7 @@ macro_rules! ensure {
     };
 }
 
-impl<F> ShadowMmu<F> {
+impl ShadowMmu {
     /// Checks all that the pages promise each other, and how many references vCPUs hold in all.
     /// An error names what is wrong.
     pub fn audit(&self) -> Result<u64, alloc::string::String> {

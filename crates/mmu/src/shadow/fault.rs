@@ -15,7 +15,7 @@ use super::guest::{A, D, P, PS, entry_gpa, index_at, load, same_link, update};
 use super::role::{Grant, Role};
 use super::roots::ShadowRoots;
 use super::{FrameWanted, ShadowFault};
-use crate::format::{ADDRESS, PteFormat};
+use crate::format::ADDRESS;
 use crate::table::{GuestPage, View};
 use crate::tdp::LEVEL_2M;
 use crate::walk::PagingContext;
@@ -133,7 +133,7 @@ struct Target<'a> {
 
 impl State {
     /// See [`super::ShadowGuard::fault`].
-    pub(super) fn fault<F: PteFormat>(
+    pub(super) fn fault(
         &self,
         view: &View<'_>,
         roots: &ShadowRoots,
@@ -150,13 +150,13 @@ impl State {
             return self.reflect(&access, role, 0);
         }
         if role.is_direct() {
-            return self.fault_unpaged::<F>(view, top, &access);
+            return self.fault_unpaged(view, top, &access);
         }
-        if let Some(fault) = self.fault_in_table::<F>(view, top, &access) {
+        if let Some(fault) = self.fault_in_table(view, top, &access) {
             return fault;
         }
-        match self.walk::<F>(view, top, &access) {
-            Ok(mut walk) => self.fix::<F>(view, roots, &mut walk, &access),
+        match self.walk(view, top, &access) {
+            Ok(mut walk) => self.fix(view, roots, &mut walk, &access),
             Err(fault) => fault,
         }
     }
@@ -164,7 +164,7 @@ impl State {
     /// The common fault: the shadow pages are there, down to the lowest level, as the guest's tables
     /// are, and no accessed or dirty bit has to be set. `None`: something else.
     #[inline]
-    fn fault_in_table<F: PteFormat>(
+    fn fault_in_table(
         &self,
         view: &View<'_>,
         top: PageId,
@@ -210,12 +210,12 @@ impl State {
             grant = grant.without(Grant::W);
         }
         let gpa = Gpa(entry & ADDRESS | access.va & 0xfff);
-        let target = match self.target::<F>(view, access, gpa, grant) {
+        let target = match self.target(view, access, gpa, grant) {
             Ok(target) => target,
             Err(fault) => return Some(fault),
         };
         self.put_page(id, index, &target, access, entry);
-        self.map_ahead::<F>(view, id, index, &table);
+        self.map_ahead(view, id, index, &table);
         count(&self.counters.fixed);
         Some(ShadowFault::Fixed)
     }
@@ -227,12 +227,7 @@ impl State {
     }
 
     /// The guest's walk. `top`: the page to begin with.
-    fn walk<F: PteFormat>(
-        &self,
-        view: &View<'_>,
-        top: PageId,
-        access: &Access<'_>,
-    ) -> Result<Walk, ShadowFault> {
+    fn walk(&self, view: &View<'_>, top: PageId, access: &Access<'_>) -> Result<Walk, ShadowFault> {
         let first = self.arena.page(top);
         let mut role = first.role.get();
         let mut gfn = first.gfn.get();
@@ -243,8 +238,8 @@ impl State {
             let index = index_at(access.va, role.level());
             let offset = role.offset(index);
             let table = match id {
-                0 => self.find_table::<F>(view, gfn),
-                id => self.table_of::<F>(view, id),
+                0 => self.find_table(view, gfn),
+                id => self.table_of(view, id),
             };
             let entry = table.and_then(|table| load(view, &table, role, offset));
             let (Some(entry), Some(table)) = (entry, table) else {
@@ -298,7 +293,7 @@ impl State {
     }
 
     /// The second half.
-    fn fix<F: PteFormat>(
+    fn fix(
         &self,
         view: &View<'_>,
         roots: &ShadowRoots,
@@ -329,7 +324,7 @@ impl State {
             }
             grant = grant.with(Grant::W).without(Grant::U);
         }
-        let target = match self.target::<F>(view, access, gpa, grant) {
+        let target = match self.target(view, access, gpa, grant) {
             Ok(target) => target,
             Err(fault) => return fault,
         };
@@ -338,10 +333,10 @@ impl State {
         if self.arena.free_count() < needed {
             return ShadowFault::NeedPages(needed);
         }
-        if let Some(fault) = self.settle_bits::<F>(view, roots, walk, access) {
+        if let Some(fault) = self.settle_bits(view, roots, walk, access) {
             return fault;
         }
-        let Some(page) = self.build::<F>(view, walk, access.va) else {
+        let Some(page) = self.build(view, walk, access.va) else {
             return ShadowFault::NeedPages(needed);
         };
         let last = *walk.step(walk.leaf);
@@ -354,11 +349,11 @@ impl State {
         if walk.leaf == 1 {
             self.put_page(page, index, &target, access, last.entry);
             if let Some(table) = &last.table {
-                self.map_ahead::<F>(view, page, index, table);
+                self.map_ahead(view, page, index, table);
             }
         } else {
             let below = if dirty { walk.grant } else { walk.grant.without(Grant::W) };
-            if !self.put_large::<F>(view, page, index, &target, access, last.entry, below) {
+            if !self.put_large(view, page, index, &target, access, last.entry, below) {
                 return ShadowFault::NeedPages(needed);
             }
         }
@@ -368,7 +363,7 @@ impl State {
 
     /// The frame that the access leads to, if the tree has it as it must be.
     #[inline]
-    fn target<F: PteFormat>(
+    fn target(
         &self,
         view: &View<'_>,
         access: &Access<'_>,
@@ -377,7 +372,7 @@ impl State {
     ) -> Result<Target<'_>, ShadowFault> {
         let gfn = gpa.gfn();
         if let Some(chunk) = self.frames.chunk(gfn) {
-            let known = self.frame::<F>(view, gfn, chunk, access.write);
+            let known = self.frame(view, gfn, chunk, access.write);
             if known != 0 {
                 return Ok(Target { gfn, known, chunk, grant });
             }
@@ -388,7 +383,7 @@ impl State {
 
     /// Sets accessed and dirty bits. `Some`: the fault is taken again, or a table must be writable
     /// first.
-    fn settle_bits<F: PteFormat>(
+    fn settle_bits(
         &self,
         view: &View<'_>,
         roots: &ShadowRoots,
@@ -404,7 +399,7 @@ impl State {
                 continue;
             }
             let offset = step.role.offset(index_at(access.va, level));
-            match self.set_bits::<F>(view, step, offset, wanted) {
+            match self.set_bits(view, step, offset, wanted) {
                 Some(true) => step.entry = wanted,
                 Some(false) => return Some(ShadowFault::Fixed),
                 // In ROM the bits stay as they are.
@@ -424,19 +419,13 @@ impl State {
 
     /// Replaces the entry of a step. Whether it was as read; `None`: its table cannot be written.
     #[inline(never)]
-    fn set_bits<F: PteFormat>(
-        &self,
-        view: &View<'_>,
-        step: &Step,
-        offset: usize,
-        wanted: u64,
-    ) -> Option<bool> {
+    fn set_bits(&self, view: &View<'_>, step: &Step, offset: usize, wanted: u64) -> Option<bool> {
         let done = update(view, step.table.as_ref()?, step.role, offset, step.entry, wanted);
         if done.is_some() {
             return done;
         }
         // The table may have become writable since it was found.
-        let table = self.find_table::<F>(view, step.gfn)?;
+        let table = self.find_table(view, step.gfn)?;
         if step.id != 0 {
             self.arena.page(step.id).guest.set(table);
         }
@@ -446,7 +435,7 @@ impl State {
     /// Makes the pages and links down to the level of the leaf. The page of that level comes back;
     /// `None`: pages ran out.
     #[inline]
-    fn build<F: PteFormat>(&self, view: &View<'_>, walk: &Walk, va: u64) -> Option<PageId> {
+    fn build(&self, view: &View<'_>, walk: &Walk, va: u64) -> Option<PageId> {
         let mut id = walk.step(walk.top).id;
         let mut level = walk.top;
         while level > walk.leaf {
@@ -460,7 +449,7 @@ impl State {
                 }
                 id = kid;
             } else {
-                id = self.relink::<F>(view, id, index, step, below)?;
+                id = self.relink(view, id, index, step, below)?;
             }
             level -= 1;
         }
@@ -468,7 +457,7 @@ impl State {
     }
 
     #[inline(never)]
-    fn relink<F: PteFormat>(
+    fn relink(
         &self,
         view: &View<'_>,
         id: PageId,
@@ -479,7 +468,7 @@ impl State {
         self.drop_entry(id, index);
         let kid = self.obtain(below.gfn, below.role)?;
         // What was made under another root may be stale for this one.
-        self.sync::<F>(view, kid);
+        self.sync(view, kid);
         self.link(id, index, kid, step.entry);
         Some(kid)
     }
@@ -510,7 +499,7 @@ impl State {
     /// frames allow, else a page of small ones. `below`: what those grant. `false`: pages ran out.
     #[inline(never)]
     #[expect(clippy::too_many_arguments, reason = "all of them are of this one leaf")]
-    fn put_large<F: PteFormat>(
+    fn put_large(
         &self,
         view: &View<'_>,
         mut id: PageId,
@@ -534,7 +523,7 @@ impl State {
             }
             if level <= 1 {
                 self.put_page(id, index, target, access, copy);
-                self.map_frames_ahead::<F>(view, id, index, target.grant);
+                self.map_frames_ahead(view, id, index, target.grant);
                 return true;
             }
             let shift = 9 * (u32::from(level) - 1);
@@ -559,13 +548,8 @@ impl State {
     }
 
     /// A fault of a guest that does not page: `top` is the page of its gigabyte.
-    fn fault_unpaged<F: PteFormat>(
-        &self,
-        view: &View<'_>,
-        top: PageId,
-        access: &Access<'_>,
-    ) -> ShadowFault {
-        let target = match self.target::<F>(view, access, Gpa(access.va), Grant::ALL) {
+    fn fault_unpaged(&self, view: &View<'_>, top: PageId, access: &Access<'_>) -> ShadowFault {
+        let target = match self.target(view, access, Gpa(access.va), Grant::ALL) {
             Ok(target) => target,
             Err(fault) => return fault,
         };
@@ -573,7 +557,7 @@ impl State {
             return ShadowFault::NeedPages(1);
         }
         let index = index_at(access.va, 2);
-        if !self.put_large::<F>(view, top, index, &target, access, 0, Grant::ALL) {
+        if !self.put_large(view, top, index, &target, access, 0, Grant::ALL) {
             return ShadowFault::NeedPages(1);
         }
         count(&self.counters.fixed);

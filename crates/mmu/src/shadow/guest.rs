@@ -9,7 +9,7 @@ use super::State;
 use super::arena::{PageId, ShadowPage};
 use super::frames::Chunk;
 use super::role::{Grant, Role};
-use crate::format::{ADDRESS, PteFormat};
+use crate::format::ADDRESS;
 use crate::table::{GuestPage, View};
 use crate::tdp::{LEVEL_2M, lookup};
 
@@ -168,21 +168,21 @@ impl State {
     /// The guest table's page behind a shadow page. `None`: not in the tree now, or nothing could
     /// be noted about it.
     #[inline]
-    pub(super) fn table_of<F: PteFormat>(&self, view: &View<'_>, id: PageId) -> Option<GuestPage> {
+    pub(super) fn table_of(&self, view: &View<'_>, id: PageId) -> Option<GuestPage> {
         let page = self.arena.page(id);
         let table = page.guest.get();
         if view.is_current(&table) {
             return Some(table);
         }
-        let table = self.find_table::<F>(view, page.gfn.get())?;
+        let table = self.find_table(view, page.gfn.get())?;
         page.guest.set(table);
         Some(table)
     }
 
     /// The same for a frame without a shadow page.
     #[inline(never)]
-    pub(super) fn find_table<F: PteFormat>(&self, view: &View<'_>, gfn: Gfn) -> Option<GuestPage> {
-        let leaf = lookup::<F>(view, gfn).filter(|leaf| leaf.direct)?;
+    pub(super) fn find_table(&self, view: &View<'_>, gfn: Gfn) -> Option<GuestPage> {
+        let leaf = lookup(view, gfn).filter(|leaf| leaf.direct)?;
         self.frames.chunk(gfn)?;
         Some(view.page(leaf.pfn.hpa(), leaf.writable))
     }
@@ -195,20 +195,14 @@ impl State {
     /// What the tree says of a frame that lies in `chunk`: see [`Chunk::known`]. 0: not there, or not
     /// to be written though `write` wants to.
     #[inline]
-    pub(super) fn frame<F: PteFormat>(
-        &self,
-        view: &View<'_>,
-        gfn: Gfn,
-        chunk: &Chunk,
-        write: bool,
-    ) -> u64 {
+    pub(super) fn frame(&self, view: &View<'_>, gfn: Gfn, chunk: &Chunk, write: bool) -> u64 {
         let (known, wanted) = (chunk.known(gfn), if write { P | W } else { P });
-        if known & wanted == wanted { known } else { self.ask::<F>(view, gfn, chunk, wanted) }
+        if known & wanted == wanted { known } else { self.ask(view, gfn, chunk, wanted) }
     }
 
     #[inline(never)]
-    fn ask<F: PteFormat>(&self, view: &View<'_>, gfn: Gfn, chunk: &Chunk, wanted: u64) -> u64 {
-        let Some(leaf) = lookup::<F>(view, gfn) else { return 0 };
+    fn ask(&self, view: &View<'_>, gfn: Gfn, chunk: &Chunk, wanted: u64) -> u64 {
+        let Some(leaf) = lookup(view, gfn) else { return 0 };
         let mut entry = leaf.pfn.hpa().0 | P;
         entry |= if leaf.writable { W } else { 0 };
         entry |= if leaf.level >= LEVEL_2M { PS } else { 0 };

@@ -27,7 +27,6 @@ mod withdraw;
 
 use alloc::vec::Vec;
 use core::cell::Cell;
-use core::marker::PhantomData;
 
 use host::arc::Arc;
 use host::boxed::KBox;
@@ -35,7 +34,6 @@ use host::error::NoMemory;
 use host::trylock::{TryGuard, TryLock};
 use x86::{Exception, Gfn, Gpa};
 
-use crate::format::{Npt, PteFormat};
 use crate::table::View;
 use crate::tdp::FlushRemote;
 use crate::walk::PagingContext;
@@ -89,12 +87,11 @@ pub enum ShadowFault {
     },
 }
 
-/// The shadow pages of a VM. `F` is the format of the tree that they follow.
+/// The shadow pages of a VM.
 #[derive(Debug)]
-pub struct ShadowMmu<F = Npt> {
+pub struct ShadowMmu {
     lock: TryLock<State>,
     counters: Arc<Counters>,
-    format: PhantomData<F>,
 }
 
 /// What the lock protects.
@@ -126,7 +123,7 @@ struct State {
 /// Pages that a VM may have at least, and before its memory is known (KVM API §4.44).
 pub const LEAST_PAGES: u64 = 64;
 
-impl<F: PteFormat> ShadowMmu<F> {
+impl ShadowMmu {
     /// No pages. `encryption`: the host's SME bit, or 0.
     pub fn new(encryption: u64) -> Result<Self, NoMemory> {
         let counters = Arc::new(Counters::default())?;
@@ -145,20 +142,20 @@ impl<F: PteFormat> ShadowMmu<F> {
             settling_pages: [const { Cell::new(0) }; settle::QUEUE],
             settling: Cell::new(0),
         };
-        Ok(Self { lock: TryLock::new(state), counters, format: PhantomData })
+        Ok(Self { lock: TryLock::new(state), counters })
     }
 
     /// The pages, if nobody else works on them now. Interrupts are off; calls nothing of the
     /// kernel's.
     #[inline]
-    pub fn try_lock(&self) -> Option<ShadowGuard<'_, F>> {
+    pub fn try_lock(&self) -> Option<ShadowGuard<'_>> {
         let state = self.lock.try_lock()?;
-        Some(ShadowGuard { state, format: PhantomData })
+        Some(ShadowGuard { state })
     }
 
     /// The pages, however long that takes. Preemption stays off while the guard lives.
-    pub fn lock(&self) -> ShadowGuard<'_, F> {
-        ShadowGuard { state: self.lock.lock(), format: PhantomData }
+    pub fn lock(&self) -> ShadowGuard<'_> {
+        ShadowGuard { state: self.lock.lock() }
     }
 
     /// What happened so far.
@@ -259,12 +256,11 @@ impl<F: PteFormat> ShadowMmu<F> {
 
 /// The shadow pages with their lock held. Every function is for a section with interrupts off in
 /// which `view` was made, and allocates nothing.
-pub struct ShadowGuard<'a, F = Npt> {
+pub struct ShadowGuard<'a> {
     state: TryGuard<'a, State>,
-    format: PhantomData<F>,
 }
 
-impl<F: PteFormat> ShadowGuard<'_, F> {
+impl ShadowGuard<'_> {
     /// Makes the root for `context` (CR0, CR3, CR4, EFER) current.
     ///
     /// `flush`: this is a MOV to CR3 or the like that flushes the TLB: what of the root's tree is
@@ -281,18 +277,18 @@ impl<F: PteFormat> ShadowGuard<'_, F> {
         smm: bool,
         flush: bool,
     ) -> RootOutcome {
-        self.state.switch::<F>(view, roots, context, pdptes, smm, flush)
+        self.state.switch(view, roots, context, pdptes, smm, flush)
     }
 
     /// The guest flushed its TLB, or a part larger than one page (CR4.PGE, INVPCID, INVLPGA, a
     /// hypercall): what is stale in the current tree goes now, in the others before their next use.
     pub fn flush(&mut self, view: &View<'_>, roots: &mut ShadowRoots) {
-        self.state.flush::<F>(view, roots);
+        self.state.flush(view, roots);
     }
 
     /// The guest executed INVLPG on `va`.
     pub fn invlpg(&mut self, view: &View<'_>, roots: &mut ShadowRoots, va: u64) {
-        self.state.invlpg::<F>(view, roots, va);
+        self.state.invlpg(view, roots, va);
     }
 
     /// A #PF that the hardware took on the shadow tables, at `va` with error code `code`.
@@ -305,7 +301,7 @@ impl<F: PteFormat> ShadowGuard<'_, F> {
         va: u64,
         code: u32,
     ) -> ShadowFault {
-        self.state.fault::<F>(view, roots, context, va, code)
+        self.state.fault(view, roots, context, va, code)
     }
 
     /// Guest frame `gfn` was written by the emulator or by the hypervisor itself. Call it after the
@@ -338,6 +334,6 @@ impl<F: PteFormat> ShadowGuard<'_, F> {
 
     /// Completes what [`ShadowMmu::settle_begin`] began, after all CPUs were flushed.
     pub fn settle_end(&mut self, view: &View<'_>) {
-        self.state.settle_end::<F>(view);
+        self.state.settle_end(view);
     }
 }

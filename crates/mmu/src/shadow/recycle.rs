@@ -9,7 +9,6 @@ use host::error::NoMemory;
 use super::arena::ShadowPage;
 use super::counters::{add, count};
 use super::{ShadowMmu, State};
-use crate::format::PteFormat;
 use crate::tdp::FlushRemote;
 
 /// Pages made free at once, so that the inner loop is not left for each.
@@ -51,7 +50,7 @@ enum Step {
     Allocate,
 }
 
-impl<F: PteFormat> ShadowMmu<F> {
+impl ShadowMmu {
     fn next_step(&self, want: usize) -> Step {
         let guard = self.lock.lock();
         let arena = &guard.arena;

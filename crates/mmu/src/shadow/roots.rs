@@ -15,7 +15,7 @@ use super::counters::count;
 use super::guest::P;
 use super::role::Role;
 use super::{RootOutcome, State};
-use crate::format::{ADDRESS, PteFormat};
+use crate::format::ADDRESS;
 use crate::roots::{RootCache, RootKey, RootRole};
 use crate::table::View;
 use crate::walk::PagingContext;
@@ -160,7 +160,7 @@ fn base_of(context: &PagingContext) -> u64 {
 
 impl State {
     /// See [`super::ShadowGuard::switch`].
-    pub(super) fn switch<F: PteFormat>(
+    pub(super) fn switch(
         &self,
         view: &View<'_>,
         roots: &mut ShadowRoots,
@@ -178,25 +178,25 @@ impl State {
             let paged = held.root.levels == 3 && !held.root.role.is_direct();
             if !paged || held.root.role.is_narrow() || held.pdptes == *pdptes {
                 count(&self.counters.roots_kept);
-                self.freshen::<F>(view, roots);
+                self.freshen(view, roots);
                 return roots.current().map_or(RootOutcome::NeedPages(1), RootOutcome::Ready);
             }
         }
-        self.make_root::<F>(view, roots, key, context, pdptes, smm)
+        self.make_root(view, roots, key, context, pdptes, smm)
     }
 
     /// Brings the current root's pages in order, if the vCPU flushed since they were.
-    fn freshen<F: PteFormat>(&self, view: &View<'_>, roots: &ShadowRoots) {
+    fn freshen(&self, view: &View<'_>, roots: &ShadowRoots) {
         let Some(held) = roots.cache.current() else { return };
         if held.fresh.replace(roots.flushes) != roots.flushes {
             for &id in held.pages.iter().filter(|id| **id != 0) {
-                self.sync::<F>(view, id);
+                self.sync(view, id);
             }
         }
     }
 
     #[inline(never)]
-    fn make_root<F: PteFormat>(
+    fn make_root(
         &self,
         view: &View<'_>,
         roots: &mut ShadowRoots,
@@ -250,7 +250,7 @@ impl State {
         if let Some(old) = roots.cache.insert(key, held) {
             self.let_go(&mut roots.places, &old);
         }
-        self.freshen::<F>(view, roots);
+        self.freshen(view, roots);
         RootOutcome::Ready(root)
     }
 
@@ -265,13 +265,13 @@ impl State {
     }
 
     /// See [`super::ShadowGuard::flush`].
-    pub(super) fn flush<F: PteFormat>(&self, view: &View<'_>, roots: &mut ShadowRoots) {
+    pub(super) fn flush(&self, view: &View<'_>, roots: &mut ShadowRoots) {
         roots.flushes = roots.flushes.wrapping_add(1);
-        self.freshen::<F>(view, roots);
+        self.freshen(view, roots);
     }
 
     /// See [`super::ShadowGuard::invlpg`].
-    pub(super) fn invlpg<F: PteFormat>(&self, view: &View<'_>, roots: &mut ShadowRoots, va: u64) {
+    pub(super) fn invlpg(&self, view: &View<'_>, roots: &mut ShadowRoots, va: u64) {
         let before = roots.flushes;
         roots.flushes = before.wrapping_add(1);
         let Some(held) = roots.cache.current() else { return };
@@ -282,7 +282,7 @@ impl State {
         let va = if held.root.role.is_long() { va } else { va & 0xffff_ffff };
         match roots.start(va) {
             Some((id, role)) if id != 0 && !role.is_direct() => {
-                self.sync_address::<F>(view, id, va);
+                self.sync_address(view, id, va);
             }
             _ => {}
         }

@@ -9,7 +9,6 @@ use x86::Gfn;
 use super::State;
 use super::arena::{PageId, ShadowPage, Standing};
 use super::counters::{add, count};
-use crate::format::PteFormat;
 use crate::table::View;
 
 /// Tables that wait at most.
@@ -66,7 +65,7 @@ impl State {
     }
 
     /// After the flush: what nobody wrote meanwhile says what its table says.
-    pub(super) fn settle_end<F: PteFormat>(&self, view: &View<'_>) {
+    pub(super) fn settle_end(&self, view: &View<'_>) {
         let settling = self.settling.replace(0);
         for place in self.settling_pages.iter().take(settling) {
             let id = place.get();
@@ -74,7 +73,7 @@ impl State {
             if page.standing.get() != Standing::Settling {
                 continue;
             }
-            if self.compare_last::<F>(view, id) {
+            if self.compare_last(view, id) {
                 page.standing.set(Standing::Synced);
                 count(&self.counters.settled);
             } else {

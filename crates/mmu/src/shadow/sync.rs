@@ -9,7 +9,7 @@ use super::State;
 use super::arena::{PageId, ShadowPage, Standing};
 use super::counters::{add, count};
 use super::guest::{A, D, NX, P, PS, U, W, index_at, load, same_link};
-use crate::format::{ADDRESS, PteFormat};
+use crate::format::ADDRESS;
 use crate::table::View;
 
 /// Entries that one flush compares at most. What it does not get to it cuts off: links to pages that
@@ -40,27 +40,27 @@ impl State {
     }
 
     /// All that is below a page, and the page itself, say what the guest's tables say.
-    pub(super) fn sync<F: PteFormat>(&self, view: &View<'_>, id: PageId) {
+    pub(super) fn sync(&self, view: &View<'_>, id: PageId) {
         if self.arena.page(id).is_doubtful() {
             self.begin_walk();
-            self.sync_below::<F>(view, id, Look::All);
+            self.sync_below(view, id, Look::All);
         }
     }
 
     /// The links of the upper levels say what the guest's tables say.
-    pub(super) fn sync_links<F: PteFormat>(&self, view: &View<'_>, id: PageId) {
+    pub(super) fn sync_links(&self, view: &View<'_>, id: PageId) {
         if self.arena.page(id).is_doubtful() {
             self.begin_walk();
-            self.sync_below::<F>(view, id, Look::Links);
+            self.sync_below(view, id, Look::Links);
         }
     }
 
     /// As deep as there are levels.
-    fn sync_below<F: PteFormat>(&self, view: &View<'_>, id: PageId, look: Look) {
+    fn sync_below(&self, view: &View<'_>, id: PageId, look: Look) {
         let page = self.arena.page(id);
         page.seen.set(self.walk.get());
         if page.standing.get() != Standing::Synced {
-            self.compare::<F>(view, id, page, look);
+            self.compare(view, id, page, look);
         }
         if look == Look::Links && page.role.get().level() <= 2 {
             return;
@@ -76,7 +76,7 @@ impl State {
                         self.drop_entry(id, index);
                         continue;
                     }
-                    self.sync_below::<F>(view, kid, look);
+                    self.sync_below(view, kid, look);
                 }
                 if !self.arena.page(kid).is_doubtful() {
                     page.below.clear(index);
@@ -86,9 +86,9 @@ impl State {
     }
 
     /// Compares the entries of a page with the guest's.
-    fn compare<F: PteFormat>(&self, view: &View<'_>, id: PageId, page: &ShadowPage, look: Look) {
+    fn compare(&self, view: &View<'_>, id: PageId, page: &ShadowPage, look: Look) {
         let role = page.role.get();
-        let Some(table) = self.table_of::<F>(view, id) else {
+        let Some(table) = self.table_of(view, id) else {
             // The table is not there to be compared with. A leaf is as a TLB entry that the flush
             // takes; a link may lead anywhere.
             self.clear(id);
@@ -184,8 +184,8 @@ impl State {
     }
 
     /// INVLPG: what leads to `va`, and the links of the upper levels.
-    pub(super) fn sync_address<F: PteFormat>(&self, view: &View<'_>, top: PageId, va: u64) {
-        self.sync_links::<F>(view, top);
+    pub(super) fn sync_address(&self, view: &View<'_>, top: PageId, va: u64) {
+        self.sync_links(view, top);
         let mut id = top;
         loop {
             let page = self.arena.page(id);
@@ -197,7 +197,7 @@ impl State {
             // Links were looked at above, but for those of the last level but one.
             if page.standing.get() != Standing::Synced {
                 let now = self
-                    .table_of::<F>(view, id)
+                    .table_of(view, id)
                     .and_then(|table| load(view, &table, role, role.offset(index)))
                     .unwrap_or(0);
                 let copy = page.copy(index);
@@ -214,10 +214,10 @@ impl State {
 
     /// Compares a page whose table nobody can write any more, for the last time. `false`: its
     /// table cannot be looked at.
-    pub(super) fn compare_last<F: PteFormat>(&self, view: &View<'_>, id: PageId) -> bool {
+    pub(super) fn compare_last(&self, view: &View<'_>, id: PageId) -> bool {
         let page = self.arena.page(id);
-        let there = self.table_of::<F>(view, id).is_some();
-        self.compare::<F>(view, id, page, Look::All);
+        let there = self.table_of(view, id).is_some();
+        self.compare(view, id, page, Look::All);
         there
     }
 

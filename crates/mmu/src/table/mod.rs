@@ -32,7 +32,7 @@ use host::sync::{ReadGuard, RwSpinLock, WriteGuard};
 use stats::{VmCount, VmStats};
 use x86::{Gfn, Hpa};
 
-use crate::format::{ADDRESS, REMOVED, TABLE};
+use crate::format::{ADDRESS, Format, REMOVED, TABLE};
 
 /// Makes all CPUs forget translations.
 ///
@@ -208,15 +208,17 @@ pub(crate) struct Trunk {
     /// Counts withdrawals; see [`View`].
     generation: AtomicU64,
     root: Page,
-    levels: u8,
-    /// The host's memory encryption bit (SME), part of every address; 0 without.
-    encryption: u64,
+    format: Format,
 }
 
 impl Trunk {
     #[inline]
     fn top(&self) -> Table<'_> {
-        Table { words: self.root.table(), level: self.levels, address: ADDRESS & !self.encryption }
+        Table {
+            words: self.root.table(),
+            level: self.format.levels(),
+            address: ADDRESS & !self.format.encryption(),
+        }
     }
 }
 
@@ -229,13 +231,12 @@ pub struct Tree<S> {
 }
 
 impl<S> Tree<S> {
-    /// An empty tree of 4 or 5 levels (others are taken for 4).
-    pub fn new(levels: u8, encryption: u64, state: S) -> Result<Self, NoMemory> {
+    /// An empty tree.
+    pub fn new(format: Format, state: S) -> Result<Self, NoMemory> {
         let trunk = Trunk {
             generation: AtomicU64::new(NEXT_TREE.fetch_add(1, Ordering::Relaxed) << 40),
             root: Page::zeroed()?,
-            levels: if levels == 5 { 5 } else { 4 },
-            encryption: encryption & ADDRESS,
+            format,
         };
         let stats = Arc::new(VmStats::new())?;
         stats.of(VmCount::PageTablesAllocated).add(1);
@@ -244,12 +245,18 @@ impl<S> Tree<S> {
 
     /// The root's address, as the hardware wants it (encryption bit included).
     pub fn root(&self) -> Hpa {
-        Hpa(self.trunk.root.hpa().0 | self.trunk.encryption)
+        Hpa(self.trunk.root.hpa().0 | self.trunk.format.encryption())
     }
 
     /// Number of levels.
     pub fn levels(&self) -> u8 {
-        self.trunk.levels
+        self.trunk.format.levels()
+    }
+
+    /// What its entries are made for.
+    #[inline]
+    pub fn format(&self) -> &Format {
+        &self.trunk.format
     }
 
     /// Where tables and leaves are counted.
@@ -330,10 +337,10 @@ impl<S> ReadTree<'_, S> {
         &self.guard
     }
 
-    /// The memory encryption bit.
+    /// What the entries are made for.
     #[inline]
-    pub fn encryption(&self) -> u64 {
-        self.tree.trunk.encryption
+    pub fn format(&self) -> &Format {
+        &self.tree.trunk.format
     }
 }
 
@@ -355,6 +362,12 @@ impl<S> WriteTree<'_, S> {
     #[inline]
     pub fn stats(&self) -> &VmStats {
         &self.tree.stats
+    }
+
+    /// What the entries are made for.
+    #[inline]
+    pub fn format(&self) -> &Format {
+        &self.tree.trunk.format
     }
 
     /// What is kept under the lock.

@@ -12,6 +12,7 @@ use host::page::direct_map;
 use x86::Hpa;
 
 use super::{NotSend, Table, Trunk};
+use crate::format::Format;
 
 /// The tree as seen within one section with interrupts off. Make a new one after every exit.
 #[derive(Clone, Copy)]
@@ -44,6 +45,12 @@ impl<'a> View<'a> {
     #[inline]
     pub fn root(&self) -> Table<'a> {
         self.trunk.top()
+    }
+
+    /// What the tree's entries are made for.
+    #[inline]
+    pub(crate) fn format(&self) -> &'a Format {
+        &self.trunk.format
     }
 
     /// The generation at the section's start.

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use gannet_mmu::tdp::{FlushRemote, Thoroughness, pages_per};
 use gannet_mmu::walk::{Access as Wanted, AccessKind, GuestMemory, Swap, probe, translate};
 use gannet_mmu::{
-    FrameWanted, MapOutcome, Mapping, Npt, PagingContext, Root, RootOutcome, ShadowFault,
+    Format, FrameWanted, MapOutcome, Mapping, PagingContext, Root, RootOutcome, ShadowFault,
     ShadowMmu, ShadowRoots, TableCache, Tdp, View, WalkError,
 };
 use host::page::Page;
@@ -31,7 +31,7 @@ pub struct Vcpu {
 }
 
 pub struct Machine {
-    pub tdp: Tdp<Npt, ()>,
+    pub tdp: Tdp<()>,
     pub shadow: ShadowMmu,
     pub pages: Vec<Page>,
     /// Which page backs a small frame.
@@ -88,7 +88,7 @@ impl Machine {
             })
         };
         let machine = Self {
-            tdp: Tdp::new(4, 0, ()).unwrap(),
+            tdp: Tdp::new(Format::npt(4, 0), ()).unwrap(),
             shadow: ShadowMmu::new(0).unwrap(),
             pages: (0..SMALL + 8).map(|_| Page::zeroed().unwrap()).collect(),
             backing: RefCell::new((0..SMALL as usize).collect()),

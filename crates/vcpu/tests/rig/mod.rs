@@ -14,7 +14,7 @@ use msr::HostMsrs;
 use svm::{Features, Svm, percpu};
 use vm::VmRef;
 use vm::vcpu_shared::VcpuShared;
-use vm::vm::{HostLimits, Paging, Vm};
+use vm::vm::{Format, HostLimits, Paging, Vm};
 use x86::vmcb::{ExitCode, Vmcb};
 
 pub type Cpu = Counting<Model>;
@@ -123,9 +123,8 @@ pub fn vm(machine: &Machine) -> VmRef {
     });
     percpu::set_up(machine.features, CPUS).unwrap();
     let limits = HostLimits {
-        levels: 4,
+        tables: Format::npt(4, 0),
         maxphyaddr: 48,
-        encryption: 0,
         halt_poll_ns: 0,
         paging: machine.paging,
     };

@@ -7,7 +7,7 @@
 use host::user;
 use mmu::tdp::page_of;
 use mmu::walk::{GuestMemory, Swap};
-use mmu::{MemSlot, PteFormat, View};
+use mmu::{MemSlot, View};
 use x86::Gpa;
 
 use super::{MemoryError, VmMemory};
@@ -15,7 +15,7 @@ use super::{MemoryError, VmMemory};
 /// Splits `length` bytes at `gpa` into stretches that one slot holds: calls
 /// `each(slot, gpa, offset, bytes)` for each.
 fn stretches(
-    memory: &VmMemory<impl PteFormat>,
+    memory: &VmMemory,
     gpa: Gpa,
     length: usize,
     mut each: impl FnMut(&MemSlot, Gpa, usize, usize) -> Result<(), MemoryError>,
@@ -37,7 +37,7 @@ fn host_address(slot: &MemSlot, gpa: Gpa) -> x86::Hva {
     x86::Hva(slot.hva_of(gpa.gfn()).0 | gpa.page_offset() as u64)
 }
 
-impl<F: PteFormat> VmMemory<F> {
+impl VmMemory {
     /// Reads guest memory, across pages and slots. May sleep. On error `into` holds anything.
     pub fn read(&self, gpa: Gpa, into: &mut [u8]) -> Result<(), MemoryError> {
         stretches(self, gpa, into.len(), |slot, at, done, bytes| {
@@ -92,7 +92,7 @@ impl<F: PteFormat> VmMemory<F> {
         while !rest.is_empty() {
             let bytes = rest.len().min(4096 - at.page_offset());
             let (part, behind) = rest.split_at_mut(bytes);
-            let Some(page) = page_of::<F>(view, at) else { return false };
+            let Some(page) = page_of(view, at) else { return false };
             if !view.copy_from(&page, at.page_offset(), part) {
                 return false;
             }
@@ -119,7 +119,7 @@ impl<F: PteFormat> VmMemory<F> {
         while !rest.is_empty() {
             let bytes = rest.len().min(4096 - at.page_offset());
             let (part, behind) = rest.split_at(bytes);
-            let Some(page) = page_of::<F>(view, at) else { return false };
+            let Some(page) = page_of(view, at) else { return false };
             if !view.copy_to(&page, at.page_offset(), part) {
                 return false;
             }
@@ -144,7 +144,7 @@ fn mark(slot: &MemSlot, gpa: Gpa, bytes: usize) {
 }
 
 /// Guest memory for walks that may sleep.
-impl<F: PteFormat> GuestMemory for VmMemory<F> {
+impl GuestMemory for VmMemory {
     type Error = MemoryError;
 
     fn read_u64(&self, gpa: Gpa) -> Result<u64, MemoryError> {

@@ -7,7 +7,7 @@ use alloc::vec::Vec;
 
 use host::task;
 use mmu::tdp::{FlushRemote, Zapper};
-use mmu::{DirtyBitmap, MemSlot, PteFormat};
+use mmu::{DirtyBitmap, MemSlot};
 use x86::Gfn;
 
 use super::VmMemory;
@@ -27,7 +27,7 @@ pub enum DirtyLogError {
 /// Words of the bitmap handled with the lock held once: 32,768 pages.
 const STRETCH: usize = 512;
 
-impl<F: PteFormat> VmMemory<F> {
+impl VmMemory {
     /// The pages written since the last call, one bit per page of the slot, in 64-bit words; and
     /// with `protect` the log starts anew (without it: manual protection, KVM API §7.16).
     pub fn dirty_log(
@@ -100,7 +100,7 @@ impl<F: PteFormat> VmMemory<F> {
     }
 
     /// Takes write access from the pages `base + n` for every bit `n` of `bits`. Whether any had it.
-    fn protect(&self, zapper: &mut Zapper<'_, F, Invalidations>, base: Gfn, bits: u64) -> bool {
+    fn protect(&self, zapper: &mut Zapper<'_, Invalidations>, base: Gfn, bits: u64) -> bool {
         let any = zapper.write_protect_masked(base, bits);
         if self.shadow.is_some() {
             let mut rest = bits;

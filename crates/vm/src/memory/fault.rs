@@ -10,7 +10,7 @@ use core::sync::atomic::Ordering;
 
 use host::gup::{GupError, HostPage, Patience, fault_in};
 use mmu::tdp::{FlushRemote, LEVEL_4K, MapOutcome, Mapper, Mapping, Thoroughness, pages_per};
-use mmu::{MemSlot, PteFormat, TableCache};
+use mmu::{MemSlot, TableCache};
 use x86::{Gfn, Gpa, Hva};
 
 use super::invalidate::Invalidations;
@@ -44,7 +44,7 @@ pub enum FaultOutcome {
     Error(MemoryError),
 }
 
-impl<F: PteFormat> VmMemory<F> {
+impl VmMemory {
     /// Resolves a nested page fault. `cache` is the vCPU's own. Sleeps when the host's page is not
     /// there; runs in the VMM's address space.
     pub fn fault(
@@ -110,8 +110,11 @@ impl<F: PteFormat> VmMemory<F> {
         let gfn = access.gpa.gfn();
         let logging = slot.dirty.is_some();
         let host_writable = page.writable && !slot.is_readonly();
-        let level =
-            if logging || page.level <= LEVEL_4K { LEVEL_4K } else { large_level(slot, gfn, page) };
+        let level = if logging || page.level <= LEVEL_4K {
+            LEVEL_4K
+        } else {
+            self.large_level(slot, gfn, page)
+        };
         let mapping = Mapping {
             pfn: page.pfn,
             level,
@@ -171,7 +174,7 @@ impl<F: PteFormat> VmMemory<F> {
     }
 }
 
-impl<F: PteFormat> VmMemory<F> {
+impl VmMemory {
     /// Maps up to `wish` frames behind `gfn`, as far as the host has them mapped and the same table
     /// reaches.
     ///
@@ -180,7 +183,7 @@ impl<F: PteFormat> VmMemory<F> {
     #[inline(never)]
     fn map_ahead(
         &self,
-        mapper: &Mapper<'_, F, Invalidations>,
+        mapper: &Mapper<'_, Invalidations>,
         slot: &MemSlot,
         gfn: Gfn,
         wish: u32,
@@ -217,12 +220,12 @@ impl<F: PteFormat> VmMemory<F> {
         }
         cache.run().mapped(gfn, mapped);
     }
-}
 
-/// The level at which a large host page can be mapped whole.
-#[inline(never)]
-fn large_level(slot: &MemSlot, gfn: Gfn, page: &HostPage) -> u8 {
-    let level = slot.max_level(gfn, page.level);
-    // The host's frame is aligned like its address; what is not (device memory) stays small.
-    if (page.pfn.0 ^ gfn.0) & (pages_per(level) - 1) == 0 { level } else { LEVEL_4K }
+    /// The level at which a large host page can be mapped whole.
+    #[inline(never)]
+    fn large_level(&self, slot: &MemSlot, gfn: Gfn, page: &HostPage) -> u8 {
+        let level = slot.max_level(gfn, page.level.min(self.tdp.format().largest()));
+        // The host's frame is aligned like its address; what is not (device memory) stays small.
+        if (page.pfn.0 ^ gfn.0) & (pages_per(level) - 1) == 0 { level } else { LEVEL_4K }
+    }
 }

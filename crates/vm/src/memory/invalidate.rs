@@ -5,8 +5,8 @@
 
 use core::sync::atomic::Ordering;
 
+use mmu::MemSlots;
 use mmu::tdp::{FlushRemote, Thoroughness};
-use mmu::{MemSlots, PteFormat};
 use x86::{Gfn, Hva};
 
 use super::VmMemory;
@@ -55,7 +55,7 @@ fn frames_behind(slots: &MemSlots, start: Hva, end: Hva, mut each: impl FnMut(Gf
     }
 }
 
-impl<F: PteFormat> VmMemory<F> {
+impl VmMemory {
     /// The host is about to change `start..end`: when this returns no translation of it is left,
     /// in the tables or in any TLB, and none is made until [`VmMemory::invalidate_end`].
     pub fn invalidate_start(
@@ -82,13 +82,33 @@ impl<F: PteFormat> VmMemory<F> {
     }
 
     /// Whether pages of `start..end` were accessed by the guest; forgets it.
-    pub fn clear_young(&self, start: Hva, end: Hva) -> bool {
-        self.age(start, end, true)
+    pub fn clear_young(&self, start: Hva, end: Hva, flush: &(impl FlushRemote + ?Sized)) -> bool {
+        if self.tdp.format().tracks() {
+            return self.age(start, end, true);
+        }
+        // Seen again when it is mapped again.
+        let slots = self.slots();
+        let mut young = false;
+        frames_behind(&slots, start, end, |first, behind| {
+            if self.tdp.mapper().is_mapped(first, behind) {
+                young = true;
+                self.zap(first, behind, Thoroughness::Leaves, flush, false);
+            }
+        });
+        young
     }
 
     /// Whether pages of `start..end` were accessed by the guest since that was last forgotten.
     pub fn test_young(&self, start: Hva, end: Hva) -> bool {
-        self.age(start, end, false)
+        if self.tdp.format().tracks() {
+            return self.age(start, end, false);
+        }
+        let slots = self.slots();
+        let mut young = false;
+        frames_behind(&slots, start, end, |first, behind| {
+            young = young || self.tdp.mapper().is_mapped(first, behind);
+        });
+        young
     }
 
     fn age(&self, start: Hva, end: Hva, clear: bool) -> bool {

@@ -26,8 +26,7 @@ use host::sync::Mutex;
 use host::task;
 use mmu::tdp::{FlushRemote, Tdp, Thoroughness};
 use mmu::{
-    Change, MemSlot, MemSlots, Npt, PteFormat, Region, RegionLimits, ShadowMmu, SlotError,
-    SlotFlags,
+    Change, Format, MemSlot, MemSlots, Region, RegionLimits, ShadowMmu, SlotError, SlotFlags,
 };
 use stats::VmStats;
 use x86::{Gfn, Gpa, Hpa, Hva};
@@ -69,27 +68,26 @@ impl From<host::error::Fault> for MemoryError {
 /// Frames that are zapped with the lock held once, before others get their turn.
 const ZAP_STRETCH: u64 = 1 << 18;
 
-/// The memory of a VM. `F` is the nested tables' format.
-pub struct VmMemory<F: PteFormat = Npt> {
+/// The memory of a VM.
+pub struct VmMemory {
     slots: Srcu<MemSlots>,
     slots_lock: Mutex<()>,
     limits: RegionLimits,
     /// Counts ended invalidations; a fault that spans one is taken again.
     sequence: AtomicU64,
-    tdp: Tdp<F, Invalidations>,
+    tdp: Tdp<Invalidations>,
     /// Shadow pages, when the hardware is not given the nested tables.
-    shadow: Option<KBox<ShadowMmu<F>>>,
+    shadow: Option<KBox<ShadowMmu>>,
     /// vCPUs that hold the nested root.
     root_users: AtomicU32,
     /// The VMM has said how many shadow pages there may be.
     shadow_limited: AtomicBool,
 }
 
-impl<F: PteFormat> VmMemory<F> {
-    /// No slots, no translations. `levels`: of the nested tables, 5 when the host's CR4.LA57 is set
-    /// (NPT), else 4. `encryption`: the host's SME bit or 0.
-    pub fn new(levels: u8, encryption: u64, limits: RegionLimits) -> Result<Self, NoMemory> {
-        let tdp = Tdp::new(levels, encryption, Invalidations::default())?;
+impl VmMemory {
+    /// No slots, no translations. `format`: of the nested tables.
+    pub fn new(format: Format, limits: RegionLimits) -> Result<Self, NoMemory> {
+        let tdp = Tdp::new(format, Invalidations::default())?;
         Ok(Self::over(tdp, Srcu::new(KBox::new(MemSlots::new())?)?, None, limits))
     }
 
@@ -97,25 +95,24 @@ impl<F: PteFormat> VmMemory<F> {
     /// memory of the VM, which counts for both.
     #[inline(never)]
     pub fn shared(
-        levels: u8,
-        encryption: u64,
+        format: Format,
         limits: RegionLimits,
         shadow: bool,
         with: Option<&Arc<Self>>,
     ) -> Result<Arc<Self>, NoMemory> {
-        let mut tdp = Tdp::new(levels, encryption, Invalidations::default())?;
+        let mut tdp = Tdp::new(format, Invalidations::default())?;
         if let Some(other) = with {
             tdp.count_in(other.stats().clone());
         }
         let slots = Srcu::new(KBox::new(MemSlots::new())?)?;
-        let shadow = if shadow { Some(shadow::pages(encryption)?) } else { None };
+        let shadow = if shadow { Some(shadow::pages(format.encryption())?) } else { None };
         Arc::new(Self::over(tdp, slots, shadow, limits))
     }
 
     fn over(
-        tdp: Tdp<F, Invalidations>,
+        tdp: Tdp<Invalidations>,
         slots: Srcu<MemSlots>,
-        shadow: Option<KBox<ShadowMmu<F>>>,
+        shadow: Option<KBox<ShadowMmu>>,
         limits: RegionLimits,
     ) -> Self {
         let frames = limits.frames.min(tdp.frames());

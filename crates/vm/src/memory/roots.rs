@@ -5,13 +5,12 @@
 
 use core::sync::atomic::Ordering;
 
-use mmu::PteFormat;
 use mmu::tdp::FlushRemote;
 use x86::Hpa;
 
 use super::VmMemory;
 
-impl<F: PteFormat> VmMemory<F> {
+impl VmMemory {
     /// The nested root, held by one more vCPU.
     pub fn hold_nested_root(&self) -> Hpa {
         self.root_users.fetch_add(1, Ordering::AcqRel);

@@ -11,7 +11,7 @@ use host::irq;
 use mmu::shadow::LEAST_PAGES;
 use mmu::tdp::{FlushRemote, Zapper, pages_per};
 use mmu::{
-    FrameWanted, MemSlot, MemSlots, PagingContext, PteFormat, RegionLimits, Root, RootOutcome,
+    Format, FrameWanted, MemSlot, MemSlots, PagingContext, RegionLimits, Root, RootOutcome,
     ShadowFault, ShadowMmu, ShadowRoots, TableCache,
 };
 use x86::{Exception, Gfn, Gpa};
@@ -40,27 +40,23 @@ pub enum ShadowOutcome {
 
 /// No shadow pages. Out of line: they are large, and move to the heap from here.
 #[inline(never)]
-pub(super) fn pages<F: PteFormat>(encryption: u64) -> Result<KBox<ShadowMmu<F>>, NoMemory> {
+pub(super) fn pages(encryption: u64) -> Result<KBox<ShadowMmu>, NoMemory> {
     KBox::new(ShadowMmu::new(encryption)?)
 }
 
 /// Faults on the way of one access: every level's table, the page, and as many again.
 const ROUNDS: u32 = 16;
 
-impl<F: PteFormat> VmMemory<F> {
+impl VmMemory {
     /// Like [`VmMemory::new`], for hardware that is given shadow tables (`npt=0`).
-    pub fn with_shadow(
-        levels: u8,
-        encryption: u64,
-        limits: RegionLimits,
-    ) -> Result<Self, NoMemory> {
-        let shadow = Some(pages(encryption)?);
-        Ok(Self { shadow, ..Self::new(levels, encryption, limits)? })
+    pub fn with_shadow(format: Format, limits: RegionLimits) -> Result<Self, NoMemory> {
+        let shadow = Some(pages(format.encryption())?);
+        Ok(Self { shadow, ..Self::new(format, limits)? })
     }
 
     /// The shadow pages; `None` with nested paging.
     #[inline]
-    pub fn shadow(&self) -> Option<&ShadowMmu<F>> {
+    pub fn shadow(&self) -> Option<&ShadowMmu> {
         self.shadow.as_deref()
     }
 
@@ -249,11 +245,11 @@ impl<F: PteFormat> VmMemory<F> {
     /// What flushes after the tree has withdrawn `first..end`: the shadow pages' leaves go before.
     pub(super) fn before<'a, R: FlushRemote + ?Sized>(
         &'a self,
-        zapper: &Zapper<'_, F, Invalidations>,
+        zapper: &Zapper<'_, Invalidations>,
         first: Gfn,
         end: Gfn,
         flush: &'a R,
-    ) -> WithdrawFirst<'a, F, R> {
+    ) -> WithdrawFirst<'a, R> {
         let Some(shadow) = &self.shadow else {
             return WithdrawFirst { shadow: None, first, end, flush };
         };
@@ -276,14 +272,14 @@ impl<F: PteFormat> VmMemory<F> {
 }
 
 /// Lets the shadow pages follow a withdrawal of the tree's, and then flushes.
-pub(super) struct WithdrawFirst<'a, F, R: ?Sized> {
-    shadow: Option<&'a ShadowMmu<F>>,
+pub(super) struct WithdrawFirst<'a, R: ?Sized> {
+    shadow: Option<&'a ShadowMmu>,
     first: Gfn,
     end: Gfn,
     flush: &'a R,
 }
 
-impl<F: PteFormat, R: FlushRemote + ?Sized> FlushRemote for WithdrawFirst<'_, F, R> {
+impl<R: FlushRemote + ?Sized> FlushRemote for WithdrawFirst<'_, R> {
     fn flush_remote(&self) {
         if let Some(shadow) = self.shadow {
             shadow.withdraw(self.first, self.end);

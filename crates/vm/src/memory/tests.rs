@@ -12,7 +12,8 @@ use host::gup::{GupError, HostPage};
 use host::page::Pages;
 use host::std_port::test;
 use mmu::tdp::{FlushRemote, Leaf};
-use mmu::{PagingContext, Region, RegionLimits, SlotError, TableCache};
+use mmu::{Format, PagingContext, Region, RegionLimits, SlotError, TableCache};
+use x86::ept::EptVpidCap;
 use x86::{Gfn, Gpa, Hva, Pfn};
 
 use super::{DirtyLogError, FaultAccess, FaultOutcome, MemoryError, VmMemory};
@@ -44,14 +45,17 @@ const LOG: u32 = 1;
 const READONLY: u32 = 2;
 
 fn empty() -> VmMemory {
-    VmMemory::new(4, 0, RegionLimits::default()).unwrap()
+    VmMemory::new(Format::npt(4, 0), RegionLimits::default()).unwrap()
 }
 
 impl Bench {
     fn new(flags: u32) -> Self {
+        Self::over(empty(), flags)
+    }
+
+    fn over(memory: VmMemory, flags: u32) -> Self {
         let user = Pages::zeroed(6).unwrap();
-        let bench =
-            Self { user, memory: empty(), flushes: Flushes::default(), cache: TableCache::new() };
+        let bench = Self { user, memory, flushes: Flushes::default(), cache: TableCache::new() };
         bench.set(bench.region(flags)).unwrap();
         bench
     }
@@ -423,8 +427,51 @@ fn age_is_reported_for_the_host_range() {
     bench.fault(20, false);
     let (hva, end) = (bench.hva(20), bench.hva(21));
     assert!(!bench.memory.test_young(bench.hva(21), bench.hva(79)));
-    assert!(bench.memory.test_young(hva, end) && bench.memory.clear_young(hva, end));
-    assert!(!bench.memory.test_young(hva, end) && !bench.memory.clear_young(Hva(0), Hva(!0)));
+    assert!(
+        bench.memory.test_young(hva, end) && bench.memory.clear_young(hva, end, &bench.flushes)
+    );
+    assert!(
+        !bench.memory.test_young(hva, end)
+            && !bench.memory.clear_young(Hva(0), Hva(!0), &bench.flushes)
+    );
+    assert_eq!(bench.flushes.take(), 0);
+}
+
+#[test]
+fn without_accessed_flags_a_page_ages_by_being_withdrawn() {
+    // EPT of a CPU from before it had them.
+    let format = Format::ept(EptVpidCap(1 << 6 | 1 << 14 | 1 << 16));
+    let mut bench = Bench::over(VmMemory::new(format, RegionLimits::default()).unwrap(), 0);
+    bench.fault(20, false);
+    let (hva, end) = (bench.hva(20), bench.hva(21));
+    let flushes = &bench.flushes;
+    assert!(!bench.memory.test_young(bench.hva(30), bench.hva(79)));
+    assert!(bench.memory.test_young(hva, end) && bench.memory.test_young(hva, end));
+    assert_eq!((flushes.take(), bench.memory.clear_young(hva, end, flushes)), (0, true));
+    assert_eq!((flushes.take(), bench.leaf(20)), (1, None));
+    assert!(!bench.memory.clear_young(hva, end, flushes));
+    assert_eq!(flushes.take(), 0);
+    bench.fault(20, false);
+    assert!(bench.memory.test_young(hva, end));
+}
+
+#[test]
+fn a_large_host_page_is_mapped_as_large_as_the_cpu_allows() {
+    for (cap, wanted) in [(0, 1), (1 << 16, 2), (1 << 16 | 1 << 17, 3)] {
+        let format = Format::ept(EptVpidCap(1 << 6 | 1 << 14 | 1 << 21 | cap));
+        let memory = VmMemory::new(format, RegionLimits::default()).unwrap();
+        let region = Region { slot: 3, flags: 0, gpa: 1 << 30, size: 1 << 31, hva: 1 << 40 };
+        let (flushes, mut cache) = (Flushes::default(), TableCache::new());
+        memory.set_region(&region, &flushes).unwrap();
+        let access = Bench::access((1 << 18) + 777, true, false);
+        let outcome = memory.fault_by(&mut cache, &access, &flushes, |hva, write| {
+            assert_eq!((hva, write), (Hva((1 << 40) + (777 << 12)), true));
+            Ok(HostPage { pfn: Pfn((5 << 18) + 777), ..host_page(hva, 3) })
+        });
+        assert_eq!(outcome, FaultOutcome::Mapped);
+        let leaf = memory.tdp.mapper().lookup(Gfn((1 << 18) + 777)).unwrap();
+        assert_eq!((leaf.level, leaf.pfn), (wanted, Pfn((5 << 18) + 777)));
+    }
 }
 
 #[test]
