@@ -222,6 +222,9 @@ pub trait Backend: Send + Sized {
     /// Guest TSC for a host TSC.
     fn guest_tsc(&self, host: u64) -> u64;
 
+    /// Makes reads or writes of MSRs exit that the hardware would serve; `denied` says which of the
+    /// two. After [`set_limits`](Backend::set_limits) anew.
+    fn set_msr_filter(&mut self, denied: impl Fn(u32) -> (bool, bool));
     /// Sets what the guest may do without an exit.
     fn set_limits(&mut self, limits: GuestLimits);
     /// Sets how addresses are translated. Before the first entry, and before the registers are

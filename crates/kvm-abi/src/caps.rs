@@ -38,7 +38,8 @@
 //! | VM_GPA_BITS | – (s390 only) | 0 |
 //! | VM_TYPES | 1, more with TDX and SEV | 1 |
 //! | COALESCED_MMIO, COALESCED_PIO | 2, 1 | 0: later |
-//! | X86_USER_SPACE_MSR, X86_MSR_FILTER, DIRTY_LOG_RING | 1 or more | 0: later |
+//! | X86_USER_SPACE_MSR, X86_MSR_FILTER | 1 | 1 |
+//! | DIRTY_LOG_RING | 1 or more | 0: later |
 //! | EXIT_HYPERCALL, MEMORY_FAULT_INFO, PRE_FAULT_MEMORY | 1 or more | 0: later |
 //! | NESTED_STATE, HYPERV*, XEN_HVM, ASYNC_PF*, PMU_*, VAPIC, DEVICE_CTRL | mostly 1 | 0 |
 //! | X86_BUS_LOCK_EXIT, X86_NOTIFY_VMEXIT, ENABLE_CAP | mostly 1 | 0 |
@@ -152,6 +153,8 @@ pub fn check_extension(offer: &Offer, capability: u64) -> i32 {
         | CAP_SYS_ATTRIBUTES
         | CAP_BINARY_STATS_FD
         | CAP_X86_SMM
+        | CAP_X86_USER_SPACE_MSR
+        | CAP_X86_MSR_FILTER
         | CAP_VM_TYPES => 1,
         CAP_XCRS => offer.xsave.into(),
         CAP_XSAVE2 => offer.xsave_bytes.max(4096),

@@ -80,6 +80,12 @@ impl<'a> RunPage<'a> {
         })
     }
 
+    /// The answer to an MSR exit: whether the access is refused, and the value read.
+    pub fn msr_answer(&self) -> (bool, u64) {
+        let [error, ..] = self.load(EXIT).to_le_bytes();
+        (error != 0, self.load(EXIT + 2))
+    }
+
     /// The first 8 bytes of the page, where the data of port I/O lies.
     #[inline]
     pub fn first(&self) -> [u8; 8] {
@@ -201,6 +207,12 @@ impl<'a> RunPage<'a> {
                 self.store(EXIT + 1, gpa);
                 self.store(EXIT + 2, size);
                 EXIT_MEMORY_FAULT
+            }
+            UserExit::Msr { write, reason, index, data } => {
+                self.store(EXIT, 0);
+                self.store(EXIT + 1, u64::from(reason) | u64::from(index) << 32);
+                self.store(EXIT + 2, data);
+                if write { EXIT_X86_WRMSR } else { EXIT_X86_RDMSR }
             }
             UserExit::Shutdown => EXIT_SHUTDOWN,
             UserExit::SetTpr => EXIT_SET_TPR,

@@ -572,6 +572,17 @@ impl<C: Cpu> Backend for Svm<C> {
         scaled.wrapping_add(self.vmcb().control.tsc_offset)
     }
 
+    fn set_msr_filter(&mut self, denied: impl Fn(u32) -> (bool, bool)) {
+        for msr in LIVE {
+            self.msr_map.intercept(msr, false, false);
+        }
+        self.update_passthrough();
+        for msr in LIVE.into_iter().chain([msr::SPEC_CTRL, msr::TSC_AUX]) {
+            let ((read, write), filter) = (self.msr_map.intercepted(msr), denied(msr));
+            self.msr_map.intercept(msr, read | filter.0, write | filter.1);
+        }
+    }
+
     fn set_limits(&mut self, limits: GuestLimits) {
         self.limits = limits;
         self.update_passthrough();

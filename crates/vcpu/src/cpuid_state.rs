@@ -96,6 +96,9 @@ impl<B: Backend> Vcpu<B> {
             tsc_deadline: f(feature::TSC_DEADLINE),
             directed_eoi: false,
         });
+        if self.msrs_filtered {
+            self.apply_msr_filter();
+        }
         // The timer may have lost its deadline mode.
         self.lazy.doubt();
     }

@@ -116,6 +116,17 @@ pub enum UserExit {
     },
     /// HLT in a VM without in-kernel irqchip.
     Hlt,
+    /// An access to an MSR that the guest may not do, or that does nothing here.
+    Msr {
+        /// WRMSR.
+        write: bool,
+        /// `KVM_MSR_EXIT_REASON_*`.
+        reason: u32,
+        /// The MSR.
+        index: u32,
+        /// What is written.
+        data: u64,
+    },
     /// Triple fault.
     Shutdown,
     /// A hardware exit nobody knows, with its code.

@@ -19,6 +19,7 @@ pub mod inner;
 pub mod lapic;
 pub mod lazy_deadline;
 pub mod mmio;
+mod msr_exits;
 pub mod msrs;
 pub mod observe;
 pub mod pio;
@@ -42,7 +43,7 @@ use host::{Arc, KBox, NoMemory, fpu::GuestFpu};
 use mmu::{CodeFetch, TableCache};
 use msr::{HostMsrs, MsrStore};
 use stats::VcpuStats;
-use vm::{VmRef, memory::VmMemory, vcpu_shared::SharedVcpu};
+use vm::{VmRef, memory::VmMemory, msr_filter::MsrFilter, vcpu_shared::SharedVcpu};
 
 /// A virtual CPU. Owned by whoever holds its mutex: one thread at a time.
 pub struct Vcpu<B: Backend> {
@@ -59,6 +60,8 @@ pub struct Vcpu<B: Backend> {
     pub(crate) after_exit: after_exit::AfterExit,
     pub(crate) device_seen: KBox<mmio::DeviceSeen>,
     pub(crate) window_wanted: bool,
+    /// The VM has a filter of MSRs.
+    pub(crate) msrs_filtered: bool,
     /// CPUID outside CPL 0 faults (MISC_FEATURES_ENABLES).
     pub(crate) cpuid_faults: bool,
     /// The HLT that the loop was left for has retired already.
@@ -110,6 +113,8 @@ pub(crate) struct Rare {
     pub offered: Offered,
     /// Signals to be blocked during KVM_RUN.
     pub signal_mask: Option<u64>,
+    /// Which MSRs the guest may access.
+    pub msr_filter: Option<Arc<MsrFilter>>,
 }
 
 /// What this host can offer its guests, found out at load.
@@ -191,7 +196,7 @@ impl<B: Backend> Vcpu<B> {
             device_seen: KBox::new(mmio::DeviceSeen::default())?,
             lazy: KBox::new(::pv::LazyDeadline::default())?,
             observation: KBox::new(observe::Observation::default())?,
-            rare: KBox::new(Rare { offered, signal_mask: None })?,
+            rare: KBox::new(Rare { offered, signal_mask: None, msr_filter: None })?,
             roots: roots::Roots::new(vm.paging)?,
             fetch: code_fetch()?,
             cpuid: boxed(|| GuestCpuid::new(offered.cpuid))?,
@@ -219,6 +224,7 @@ impl<B: Backend> Vcpu<B> {
             after_exit: after_exit::AfterExit::default(),
             device_seen: parts.device_seen,
             window_wanted: false,
+            msrs_filtered: false,
             cpuid_faults: false,
             hlt_retired: false,
             events: events::Events::default(),

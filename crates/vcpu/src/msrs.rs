@@ -45,6 +45,9 @@ impl<B: Backend> Vcpu<B> {
         if !self.settle_pv_eoi() {
             return Next::Leave;
         }
+        if self.msr_denied(index, false) {
+            return Next::Leave;
+        }
         let Some(next) = self.next_rip() else { return Next::Leave };
         let (value, then) = match index {
             TIMER_CURRENT => self.with_kernel(|v| v.read_msr(index, false)),
@@ -55,6 +58,7 @@ impl<B: Backend> Vcpu<B> {
                 self.set_msr_result(value);
                 self.retire(next);
             }
+            Err(Refused) if self.tells_refused_msrs() => return Next::Leave,
             Err(Refused) => self.raise(Exception::gp(0)),
         }
         then
@@ -69,9 +73,13 @@ impl<B: Backend> Vcpu<B> {
         let class = msr::classify(index);
         match class {
             Class::X2Apic => self.wrmsr_x2apic(index),
+            _ if self.msr_denied(index, true) => Next::Leave,
             Class::Apic if index == TSC_DEADLINE => {
                 let Some(next) = self.next_rip() else { return Next::Leave };
                 if !self.has_deadline() {
+                    if self.tells_refused_msrs() {
+                        return Next::Leave;
+                    }
                     self.raise(Exception::gp(0));
                     return Next::Again;
                 }
@@ -87,6 +95,7 @@ impl<B: Backend> Vcpu<B> {
                 let value = self.msr_operand();
                 match self.write_msr(index, value, false) {
                     Ok(()) => self.retire(next),
+                    Err(Refused) if self.tells_refused_msrs() => return Next::Leave,
                     Err(Refused) => self.raise(Exception::gp(0)),
                 }
                 self.settle_in_loop()
@@ -107,6 +116,7 @@ impl<B: Backend> Vcpu<B> {
                 self.retire(next);
                 self.effect_in_loop(effect)
             }
+            Err(_) if self.tells_refused_msrs() => Next::Leave,
             Err(_) => {
                 self.raise(Exception::gp(0));
                 Next::Again

@@ -40,6 +40,17 @@ pub enum Open {
         /// RIP after the instruction.
         next: u64,
     },
+    /// RDMSR or WRMSR that user space answers.
+    Msr {
+        /// WRMSR.
+        write: bool,
+        /// RIP after the instruction.
+        next: u64,
+        /// It is refused.
+        error: bool,
+        /// What is read.
+        data: u64,
+    },
     /// An emulated instruction goes on from the beginning with one more answer.
     Emulation,
 }
@@ -150,6 +161,10 @@ impl<B: Backend> Vcpu<B> {
                 self.finish_load(simple, input.mmio_data, next);
                 None
             }
+            Open::Msr { write, next, error, data } => {
+                self.finish_msr(write, next, error, data);
+                None
+            }
             Open::Emulation => {
                 self.replay.answer(input.mmio_data, self.io_data);
                 self.emulate_here()
@@ -254,6 +269,9 @@ impl<B: Backend> Vcpu<B> {
         }
         if has(Request::Deadline) {
             self.deadline_came();
+        }
+        if has(Request::MsrFilter) {
+            self.follow_msr_filter();
         }
         if has(Request::Smi) {
             self.smi_arrived();

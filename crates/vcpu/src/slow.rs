@@ -66,8 +66,8 @@ impl<B: Backend> Vcpu<B> {
                 v.do_cpuid();
                 Ok(())
             }),
-            Exit::Rdmsr => self.slow_instruction(Self::do_rdmsr),
-            Exit::Wrmsr => self.slow_instruction(Self::do_wrmsr),
+            Exit::Rdmsr => self.slow_msr(false),
+            Exit::Wrmsr => self.slow_msr(true),
             Exit::Hypercall => self.slow_instruction(|v| {
                 v.do_hypercall();
                 Ok(())

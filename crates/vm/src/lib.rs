@@ -9,6 +9,7 @@ pub mod debug;
 pub mod irq;
 pub mod kick;
 pub mod memory;
+pub mod msr_filter;
 pub mod settings;
 pub mod statistics;
 pub mod time;

@@ -25,6 +25,8 @@ pub struct Settings {
     pub exception_payload: AtomicBool,
     /// KVM_CAP_X86_TRIPLE_FAULT_EVENT.
     pub triple_fault_event: AtomicBool,
+    /// KVM_CAP_X86_USER_SPACE_MSR: `KVM_MSR_EXIT_REASON_*` bits.
+    pub user_space_msr: AtomicU32,
     /// KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 flags.
     pub manual_dirty_log: AtomicU64,
 }

@@ -20,6 +20,7 @@ use crate::{
     debug::DebugDirs,
     irq::VmIrq,
     memory::VmMemory,
+    msr_filter::MsrFilter,
     settings::Settings,
     statistics::VmStatistics,
     time::{Time, host_time},
@@ -76,6 +77,7 @@ pub struct Vm {
     pub settings: Settings,
     /// How guest addresses are translated.
     pub paging: Paging,
+    msr_filter: Mutex<Option<Arc<MsrFilter>>>,
     dead: AtomicBool,
 }
 
@@ -105,6 +107,7 @@ impl Vm {
             making: Mutex::new(()),
             settings,
             paging: limits.paging,
+            msr_filter: Mutex::new(None),
             dead: AtomicBool::new(false),
         })
     }
@@ -158,6 +161,20 @@ impl Vm {
     pub fn kill(&self) {
         self.dead.store(true, Relaxed);
         self.vcpus.request_all(Request::Dead);
+    }
+
+    /// KVM_X86_SET_MSR_FILTER: all vCPUs follow it from their next entry on.
+    pub fn set_msr_filter(&self, filter: MsrFilter) -> Result<(), NoMemory> {
+        let new = if filter.restricts() { Some(Arc::new(filter)?) } else { None };
+        let old = core::mem::replace(&mut *self.msr_filter.lock(), new);
+        self.vcpus.request_all(Request::MsrFilter);
+        drop(old);
+        Ok(())
+    }
+
+    /// The filter of MSRs, if there is one.
+    pub fn msr_filter(&self) -> Option<Arc<MsrFilter>> {
+        self.msr_filter.lock().clone()
     }
 
     /// TSC frequency of new vCPUs.

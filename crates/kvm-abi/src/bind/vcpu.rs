@@ -166,6 +166,11 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
     }
 
     #[inline]
+    fn answer_msr(&mut self, answer: impl FnOnce() -> (bool, u64)) {
+        self.vcpu.answer_msr(answer);
+    }
+
+    #[inline]
     fn run_output(&self) -> RunOutput {
         self.vcpu.run_output()
     }

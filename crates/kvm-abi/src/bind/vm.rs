@@ -339,6 +339,10 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
         self.without_vcpus(|vm| vm.settings.tsc_khz.store(khz, Relaxed))
     }
 
+    fn set_msr_filter(&self, filter: ::vm::msr_filter::MsrFilter) -> Result<(), Errno> {
+        Ok(self.vm.set_msr_filter(filter)?)
+    }
+
     fn set(&self, setting: Setting) -> Result<(), Errno> {
         let settings = &self.vm.settings;
         match setting {
@@ -352,6 +356,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
             Setting::TripleFaultEvent(on) => settings.triple_fault_event.store(on, Relaxed),
             Setting::HaltPoll(ns) => settings.halt_poll_ns.store(ns.into(), Relaxed),
             Setting::MaxVcpuId(limit) => return self.set_max_vcpu_id(limit),
+            Setting::UserSpaceMsr(bits) => settings.user_space_msr.store(bits as u32, Relaxed),
             Setting::ManualDirtyLog(bits) => settings.manual_dirty_log.store(bits, Relaxed),
             // Not in the offer.
             Setting::MsrPlatformInfo(_) | Setting::DisableExits(_) => return Err(Errno::EINVAL),

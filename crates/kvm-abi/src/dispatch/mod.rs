@@ -11,6 +11,7 @@
 mod interrupts;
 mod lists;
 mod memory;
+mod msr_filter;
 pub mod ops;
 mod run;
 mod setting;

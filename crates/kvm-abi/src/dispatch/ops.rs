@@ -109,6 +109,8 @@ pub enum Setting {
     MaxVcpuId(u32),
     /// KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.
     ManualDirtyLog(u64),
+    /// Which refused accesses to MSRs exit: KVM_CAP_X86_USER_SPACE_MSR.
+    UserSpaceMsr(u64),
 }
 
 /// A VM file.
@@ -203,6 +205,8 @@ pub trait VmOps {
     fn tsc_khz(&self) -> u32;
     /// Sets it. `EINVAL`: there are vCPUs.
     fn set_tsc_khz(&self, khz: u32) -> Result<(), Errno>;
+    /// Which MSRs the guest may access.
+    fn set_msr_filter(&self, filter: vm::msr_filter::MsrFilter) -> Result<(), Errno>;
     /// KVM_ENABLE_CAP.
     fn set(&self, setting: Setting) -> Result<(), Errno> {
         Err(Errno::EINVAL)
@@ -238,6 +242,9 @@ pub trait VcpuOps {
     /// The first 8 bytes of the port I/O page: before [`Self::run`] what user space put there,
     /// after it what the guest writes (or what lies there still).
     fn io_data(&mut self) -> &mut [u8; 8];
+    /// User space's answer to an MSR exit, asked for only after one: whether it refuses the access,
+    /// and the value read.
+    fn answer_msr(&mut self, answer: impl FnOnce() -> (bool, u64));
     /// What the last [`Self::run`] left to be shown.
     fn run_output(&self) -> RunOutput;
     /// Signals to be blocked during KVM_RUN, as bits; `None`: the thread's own.

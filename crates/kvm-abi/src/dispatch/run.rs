@@ -25,6 +25,7 @@ pub fn run<V: VcpuOps>(vcpu: &mut V, page: RunPage<'_>, io_page: RunPage<'_>, ar
         return Err(Errno::EINVAL);
     };
     *vcpu.io_data() = io_page.first();
+    vcpu.answer_msr(|| page.msr_answer());
     let exit = vcpu.run(&input);
     if let UserExit::Io { write: true, .. } = exit {
         io_page.set_first(*vcpu.io_data());

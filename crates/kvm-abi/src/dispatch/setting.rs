@@ -7,6 +7,7 @@ use crate::errno::Errno;
 use crate::uapi::capability::*;
 use crate::uapi::device::KvmEnableCap;
 use crate::uapi::irqchip::MAX_IRQ_ROUTES;
+use crate::uapi::run::MSR_EXIT_REASONS;
 use crate::user;
 
 /// KVM_ENABLE_CAP. Whatever is not offered, has flags, or has argument bits that mean nothing is
@@ -38,6 +39,7 @@ fn setting(offer: &Offer, cap: u32, value: u64) -> Result<Setting, Errno> {
         CAP_MSR_PLATFORM_INFO => Setting::MsrPlatformInfo(value != 0),
         CAP_X86_DISABLE_EXITS => Setting::DisableExits(within(offer.disable_exits)?),
         CAP_HALT_POLL => Setting::HaltPoll(at_most(u32::MAX)?),
+        CAP_X86_USER_SPACE_MSR => Setting::UserSpaceMsr(within(MSR_EXIT_REASONS)?),
         CAP_MAX_VCPU_ID => Setting::MaxVcpuId(at_most(offer.max_vcpu_id)?),
         CAP_MANUAL_DIRTY_LOG_PROTECT2 => {
             // That all pages start dirty has no sense unless they are cleared by hand.

@@ -1,7 +1,7 @@
 //! Commands of a VM file (KVM API §4, "vm ioctl").
 
 use super::ops::{Irqchip, VmOps};
-use super::{Reply, UNKNOWN, interrupts, memory, setting};
+use super::{Reply, UNKNOWN, interrupts, memory, msr_filter, setting};
 use crate::caps::check_extension;
 use crate::errno::Errno;
 use crate::uapi::clock::{CLOCK_VALID_FLAGS, KvmClockData};
@@ -59,6 +59,7 @@ pub fn vm<V: VmOps>(vm: &V, cmd: u32, arg: u64) -> Reply {
         ioctl::SET_TSC_KHZ => set_tsc_khz(vm, arg),
 
         ioctl::GET_STATS_FD => vm.stats_file(),
+        ioctl::X86_SET_MSR_FILTER => msr_filter::set(vm, arg),
         ioctl::CREATE_DEVICE => create_device(arg),
         _ => Err(UNKNOWN),
     }

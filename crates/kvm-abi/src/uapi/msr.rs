@@ -37,5 +37,14 @@ uapi! {
     }
 }
 
+/// [`KvmMsrFilter::flags`]: what no range says anything of is denied.
+pub const MSR_FILTER_DEFAULT_DENY: u32 = 1 << 0;
+/// [`KvmMsrFilterRange::flags`]: for reads.
+pub const MSR_FILTER_READ: u32 = 1 << 0;
+/// [`KvmMsrFilterRange::flags`]: for writes.
+pub const MSR_FILTER_WRITE: u32 = 1 << 1;
+/// Bytes that the bitmap of one range may have.
+pub const MSR_FILTER_MAX_BITMAP_SIZE: usize = 0x600;
+
 /// Entries that one KVM_GET_MSRS or KVM_SET_MSRS may carry, plus one.
 pub const MAX_IO_MSRS: u32 = 256;

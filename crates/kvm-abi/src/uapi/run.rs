@@ -86,6 +86,8 @@ pub const SYSTEM_EVENT_CRASH: u32 = 3;
 pub const MSR_EXIT_REASON_INVAL: u32 = 1;
 pub const MSR_EXIT_REASON_UNKNOWN: u32 = 2;
 pub const MSR_EXIT_REASON_FILTER: u32 = 4;
+/// All of them.
+pub const MSR_EXIT_REASONS: u64 = 7;
 
 /// `kvm_run.flags`: the vCPU is in system-management mode.
 pub const RUN_X86_SMM: u16 = 1;

@@ -228,6 +228,9 @@ impl VmOps for Vm {
     fn set_tsc_khz(&self, khz: u32) -> Result<(), Errno> {
         self.note(("tsc khz", khz))
     }
+    fn set_msr_filter(&self, filter: vm::msr_filter::MsrFilter) -> Result<(), Errno> {
+        self.note(filter)
+    }
     fn set(&self, setting: Setting) -> Result<(), Errno> {
         self.note(setting)
     }
@@ -333,6 +336,11 @@ impl VcpuOps for Vcpu {
     }
     fn io_data(&mut self) -> &mut [u8; 8] {
         &mut self.io
+    }
+    fn answer_msr(&mut self, answer: impl FnOnce() -> (bool, u64)) {
+        if let UserExit::Msr { .. } = self.exit {
+            self.calls.push(format!("msr {:?}", answer()));
+        }
     }
     fn run_output(&self) -> RunOutput {
         RunOutput {

@@ -15,6 +15,7 @@ mod lazy_stress;
 mod lifecycle;
 mod lines;
 mod mmio;
+mod msr_exits;
 mod msrs;
 mod paging_bits;
 mod paging_faults;
@@ -52,6 +53,7 @@ pub fn all() -> impl Iterator<Item = Test> {
         cpuid_table::TESTS,
         host_thread::TESTS,
         msrs::TESTS,
+        msr_exits::TESTS,
         pointers::TESTS,
         faults::TESTS,
         paging_faults::TESTS,

@@ -54,6 +54,8 @@ pub const SET_CLOCK: u64 = iow::<kvm_clock_data>(0x7b);
 pub const GET_CLOCK: u64 = ior::<kvm_clock_data>(0x7c);
 pub const GET_PIT2: u64 = ior::<kvm_pit_state2>(0x9f);
 pub const SET_PIT2: u64 = iow::<kvm_pit_state2>(0xa0);
+pub const X86_SET_MSR_FILTER: u64 = iow::<kvm_msr_filter>(0xc6);
+pub const ENABLE_CAP: u64 = iow::<kvm_enable_cap>(0xa3);
 pub const SIGNAL_MSI: u64 = iow::<kvm_msi>(0xa5);
 
 pub const GET_STATS_FD: u64 = io(0xce);

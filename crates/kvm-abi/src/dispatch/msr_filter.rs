@@ -1,0 +1,48 @@
+//! KVM_X86_SET_MSR_FILTER (KVM API §4.97).
+
+use alloc::boxed::Box;
+use alloc::vec::Vec;
+
+use super::Reply;
+use super::ops::VmOps;
+use crate::errno::Errno;
+use crate::uapi::msr::*;
+use crate::user;
+use vm::msr_filter::{MsrFilter, MsrRange};
+
+/// KVM_X86_SET_MSR_FILTER. `EINVAL`: unknown flags, a range that says nothing of any access or is
+/// too long, or the denial of everything.
+pub fn set<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    let filter: Box<KvmMsrFilter> = user::read_boxed(arg)?;
+    let default_deny = filter.flags & MSR_FILTER_DEFAULT_DENY != 0;
+    let used = || filter.ranges.iter().filter(|range| range.nmsrs != 0);
+    if filter.flags & !MSR_FILTER_DEFAULT_DENY != 0 || (default_deny && used().next().is_none()) {
+        return Err(Errno::EINVAL);
+    }
+    let mut ranges = Vec::new();
+    ranges.try_reserve_exact(filter.ranges.len())?;
+    for range in used() {
+        ranges.push(read_range(range)?);
+    }
+    vm.set_msr_filter(MsrFilter { default_deny, ranges })?;
+    Ok(0)
+}
+
+fn read_range(range: &KvmMsrFilterRange) -> Result<MsrRange, Errno> {
+    const DIRECTIONS: u32 = MSR_FILTER_READ | MSR_FILTER_WRITE;
+    let words = (range.nmsrs as usize).div_ceil(64);
+    if range.flags & !DIRECTIONS != 0
+        || range.flags == 0
+        || words * size_of::<u64>() > MSR_FILTER_MAX_BITMAP_SIZE
+    {
+        return Err(Errno::EINVAL);
+    }
+    let bits: Box<[u64]> = user::read_array(range.bitmap, words)?;
+    Ok(MsrRange {
+        base: range.base,
+        count: range.nmsrs,
+        read: range.flags & MSR_FILTER_READ != 0,
+        write: range.flags & MSR_FILTER_WRITE != 0,
+        bitmap: bits.into_vec(),
+    })
+}

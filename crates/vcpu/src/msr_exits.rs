@@ -1,0 +1,106 @@
+//! Accesses to MSRs that the VMM forbids (KVM_X86_SET_MSR_FILTER) or wants to hear of
+//! (KVM_CAP_X86_USER_SPACE_MSR). The inner loop leaves what is forbidden or refused to this.
+
+use backend::{Backend, RAX, RCX, RDX};
+use core::sync::atomic::Ordering::Relaxed;
+use msr::Class;
+use x86::Exception;
+
+use crate::{Vcpu, exit::UserExit, run::Open};
+
+/// KVM_MSR_EXIT_REASON_*.
+mod reason {
+    /// The MSR does not take the value, or is not for this guest.
+    pub const INVALID: u32 = 1;
+    /// Nobody knows the MSR.
+    pub const UNKNOWN: u32 = 2;
+    /// The filter denies it.
+    pub const FILTER: u32 = 4;
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// The VM's filter changed.
+    #[cold]
+    pub(crate) fn follow_msr_filter(&mut self) {
+        let filter = self.vm.msr_filter();
+        self.msrs_filtered = filter.is_some();
+        self.rare.msr_filter = filter;
+        self.apply_msr_filter();
+    }
+
+    /// Makes the hardware follow the filter: after what the guest's CPUID allows it.
+    pub(crate) fn apply_msr_filter(&mut self) {
+        let filter = self.rare.msr_filter.as_deref();
+        let denied = |index, write| filter.is_some_and(|f| !f.allows(index, write));
+        self.b.set_msr_filter(|index| (denied(index, false), denied(index, true)));
+    }
+
+    /// Whether the filter denies an access.
+    #[inline]
+    pub(crate) fn msr_denied(&self, index: u32, write: bool) -> bool {
+        self.msrs_filtered && self.filter_denies(index, write)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn filter_denies(&self, index: u32, write: bool) -> bool {
+        self.rare.msr_filter.as_ref().is_some_and(|filter| !filter.allows(index, write))
+    }
+
+    /// Whether the VMM wants to hear of accesses that are refused, so that they are left to
+    /// [`Self::slow_msr`].
+    #[inline]
+    pub(crate) fn tells_refused_msrs(&self) -> bool {
+        self.vm.settings.user_space_msr.load(Relaxed) != 0
+    }
+
+    /// RDMSR or WRMSR outside the loop.
+    pub(crate) fn slow_msr(&mut self, write: bool) -> Option<UserExit> {
+        let next = match self.slow_next_rip() {
+            Ok(next) => next,
+            Err(exit) => return exit,
+        };
+        let [rax, rcx, rdx] = [RAX, RCX, RDX].map(|i| self.gprs.0[i]);
+        let index = rcx as u32;
+        let refused = if self.msr_denied(index, write) {
+            Some(reason::FILTER)
+        } else {
+            let done = if write { self.do_wrmsr() } else { self.do_rdmsr() };
+            let unknown = msr::classify(index) == Class::Unknown;
+            done.err().map(|_| if unknown { reason::UNKNOWN } else { reason::INVALID })
+        };
+        let Some(reason) = refused else {
+            self.retire(next);
+            return None;
+        };
+        if self.vm.settings.user_space_msr.load(Relaxed) & reason == 0 {
+            self.raise(Exception::gp(0));
+            return None;
+        }
+        self.open = Open::Msr { write, next, error: false, data: 0 };
+        let data = if write { rdx << 32 | rax & 0xffff_ffff } else { 0 };
+        Some(UserExit::Msr { write, reason, index, data })
+    }
+
+    /// User space's answer to an MSR exit, asked for only after one: whether the access is refused,
+    /// and the value read.
+    #[inline]
+    pub fn answer_msr(&mut self, answer: impl FnOnce() -> (bool, u64)) {
+        if let Open::Msr { error, data, .. } = &mut self.open {
+            (*error, *data) = answer();
+        }
+    }
+
+    /// Completes the access.
+    pub(crate) fn finish_msr(&mut self, write: bool, next: u64, error: bool, data: u64) {
+        if error {
+            self.raise(Exception::gp(0));
+            return;
+        }
+        if !write {
+            self.gprs.0[RAX] = data & 0xffff_ffff;
+            self.gprs.0[RDX] = data >> 32;
+        }
+        self.retire(next);
+    }
+}

@@ -1,0 +1,90 @@
+//! KVM_X86_SET_MSR_FILTER (KVM API §4.97): which MSRs a guest may read and write at all, whatever the
+//! vCPU would say.
+
+use alloc::vec::Vec;
+
+/// Consecutive MSRs of a filter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MsrRange {
+    /// The first.
+    pub base: u32,
+    /// How many.
+    pub count: u32,
+    /// The range decides over reads.
+    pub read: bool,
+    /// The range decides over writes.
+    pub write: bool,
+    /// A bit per MSR: 1 allows, 0 denies.
+    pub bitmap: Vec<u64>,
+}
+
+impl MsrRange {
+    /// What the range says of an access. `None`: nothing.
+    fn says(&self, index: u32, write: bool) -> Option<bool> {
+        let at = index.wrapping_sub(self.base);
+        let concerned = at < self.count && if write { self.write } else { self.read };
+        let word = self.bitmap.get((at / 64) as usize).copied().unwrap_or(0);
+        concerned.then_some(word >> (at % 64) & 1 != 0)
+    }
+}
+
+/// A filter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MsrFilter {
+    /// What no range says anything of is denied.
+    pub default_deny: bool,
+    /// The first that says something counts.
+    pub ranges: Vec<MsrRange>,
+}
+
+impl MsrFilter {
+    /// Whether the guest may access an MSR. Those of the x2APIC cannot be filtered.
+    pub fn allows(&self, index: u32, write: bool) -> bool {
+        matches!(index, 0x800..=0x8ff)
+            || self
+                .ranges
+                .iter()
+                .find_map(|range| range.says(index, write))
+                .unwrap_or(!self.default_deny)
+    }
+
+    /// Whether it may deny anything.
+    pub fn restricts(&self) -> bool {
+        self.default_deny || !self.ranges.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn range(base: u32, count: u32, read: bool, write: bool, word: u64) -> MsrRange {
+        MsrRange { base, count, read, write, bitmap: [word].into() }
+    }
+
+    #[test]
+    fn the_first_range_that_concerns_an_access_decides() {
+        let ranges = [range(0x10, 4, true, false, 0b0101), range(0x10, 8, true, true, 0xff)];
+        let filter = MsrFilter { default_deny: true, ranges: ranges.into() };
+        assert!(filter.allows(0x10, false) && !filter.allows(0x11, false));
+        assert!(filter.allows(0x11, true), "the first is for reads alone");
+        assert!(filter.allows(0x14, false) && !filter.allows(0x18, false));
+        assert!(!filter.allows(0xf, true));
+    }
+
+    #[test]
+    fn the_x2apic_is_never_denied_and_nothing_wraps() {
+        let ranges = [range(u32::MAX, 64, true, true, 1)];
+        let filter = MsrFilter { default_deny: true, ranges: ranges.into() };
+        assert!(filter.allows(0x800, true) && filter.allows(0x8ff, false));
+        assert!(filter.allows(u32::MAX, true) && !filter.allows(0x900, false));
+        // Behind the last MSR the range goes on at 0, and denies that.
+        assert!(!filter.allows(0, false));
+    }
+
+    #[test]
+    fn without_ranges_and_denial_it_is_none() {
+        let none = MsrFilter { default_deny: false, ranges: Vec::new() };
+        assert!(!none.restricts() && none.allows(0xc000_0080, true));
+    }
+}
