@@ -21,21 +21,54 @@ pub struct Events {
     pub exception: Option<Exception>,
     /// The interrupt that a VMM with its own PIC gave (KVM_INTERRUPT).
     pub external: Option<Vector>,
-    /// Two faults met a third: the guest is to be shut down.
-    pub triple_fault: bool,
-    /// An instruction that the VMM single-steps has retired.
-    pub stepped: bool,
-    /// The vCPU is observed: something is to be told before the next entry.
-    pub observed: bool,
-    /// A system-management interrupt waits, and nothing masks it.
-    pub smi: bool,
+    /// What is for the outer loop.
+    pub outer: Outer,
 }
 
-impl Events {
-    /// Whether something is for the outer loop, or to be told of by [`crate::observe`].
+/// What is for the outer loop, or to be told of by [`crate::observe`]: a bit each, so that nothing, which
+/// is usual, is one comparison.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Outer(u8);
+
+impl Outer {
+    /// Two faults met a third: the guest is to be shut down.
+    pub const TRIPLE_FAULT: Self = Self(1 << 0);
+    /// An instruction that the VMM single-steps has retired.
+    pub const STEPPED: Self = Self(1 << 1);
+    /// A system-management interrupt waits, and nothing masks it.
+    pub const SMI: Self = Self(1 << 2);
+    /// The vCPU is observed: something is to be told before the next entry.
+    pub const OBSERVED: Self = Self(1 << 3);
+
+    /// Whether there is anything.
+    #[inline(always)]
+    pub fn any(self) -> bool {
+        self.0 != 0
+    }
+
+    /// Whether there is anything but `what`.
     #[inline]
-    pub(crate) fn leaves(&self) -> bool {
-        self.triple_fault | self.stepped | self.smi | self.observed
+    pub fn any_but(self, what: Self) -> bool {
+        self.0 & !what.0 != 0
+    }
+
+    /// Whether there is this.
+    #[inline]
+    pub fn has(self, what: Self) -> bool {
+        self.0 & what.0 != 0
+    }
+
+    /// Sets or clears one.
+    #[inline]
+    pub fn set(&mut self, what: Self, on: bool) {
+        self.0 = (self.0 & !what.0) | if on { what.0 } else { 0 };
+    }
+
+    /// Takes one: whether it was there.
+    pub fn take(&mut self, what: Self) -> bool {
+        let had = self.has(what);
+        self.set(what, false);
+        had
     }
 }
 
@@ -92,7 +125,7 @@ impl<B: Backend> Vcpu<B> {
             Combined::Triple => {
                 self.events.again = None;
                 self.events.exception = None;
-                self.events.triple_fault = true;
+                self.events.outer.set(Outer::TRIPLE_FAULT, true);
             }
         }
     }

@@ -12,7 +12,7 @@ use backend::{Answer, Backend, Exit};
 use host::{irq, task, trace};
 use stats::{Reason, VcpuCount};
 
-use crate::{Vcpu, cpuid_state::dynamic_inputs};
+use crate::{Vcpu, cpuid_state::dynamic_inputs, events::Outer};
 
 /// What became of an exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -134,7 +134,7 @@ impl<B: Backend> Vcpu<B> {
     /// Prepares what an answer made deliverable. False: it is for the outer loop.
     #[inline]
     fn inject_in_loop(&mut self) -> bool {
-        if self.events.leaves() {
+        if self.events.outer.any() {
             return self.observe_answer();
         }
         !self.is_unsettled() && self.inject_answer()
@@ -281,7 +281,7 @@ impl<B: Backend> Vcpu<B> {
             const DR6_BS: u64 = 1 << 14;
             if self.single_step {
                 // The VMM's step, not the guest's.
-                self.events.stepped = true;
+                self.events.outer.set(Outer::STEPPED, true);
                 self.recheck = true;
             } else {
                 self.raise(x86::Exception::db(DR6_BS));

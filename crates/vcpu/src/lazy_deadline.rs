@@ -74,7 +74,7 @@ impl<B: Backend> Vcpu<B> {
     ) -> Option<T> {
         let at = self.lazy.page()?;
         let memory = self.vm.memory();
-        let before = *self.lazy;
+        let before = self.lazy;
         irq::disable();
         let view = memory.view();
         let done = f(&mut self.lazy, &Reach::Mapped(MappedPage { memory, view: &view, at }));
@@ -82,7 +82,7 @@ impl<B: Backend> Vcpu<B> {
         if let Ok(done) = done {
             return Some(done);
         }
-        *self.lazy = before;
+        self.lazy = before;
         f(&mut self.lazy, &Reach::Slow(GuestPage { memory, at })).ok()
     }
 

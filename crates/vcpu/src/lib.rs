@@ -58,7 +58,7 @@ pub struct Vcpu<B: Backend> {
     pub(crate) pv_eoi_offered: bool,
     /// What has to be looked at after every exit.
     pub(crate) after_exit: after_exit::AfterExit,
-    pub(crate) device_seen: KBox<mmio::DeviceSeen>,
+    pub(crate) device_seen: mmio::DeviceSeen,
     pub(crate) window_wanted: bool,
     /// The VM has a filter of MSRs.
     pub(crate) msrs_filtered: bool,
@@ -70,7 +70,7 @@ pub struct Vcpu<B: Backend> {
     pub(crate) loop_clock: lapic::LoopClock,
     /// What is counted: also in `shared`, here without the way through it.
     pub(crate) stats: Arc<VcpuStats>,
-    pub(crate) lazy: KBox<::pv::LazyDeadline>,
+    pub(crate) lazy: ::pv::LazyDeadline,
     /// The memory's generation when the lazy deadline's page was last put right.
     pub(crate) lazy_generation: u64,
     pub(crate) fetch: KBox<CodeFetch>,
@@ -128,8 +128,6 @@ pub struct Offered {
 
 /// The parts of a vCPU that lie in memory of their own: the vCPU itself has to fit on the stack once.
 struct Parts {
-    device_seen: KBox<mmio::DeviceSeen>,
-    lazy: KBox<::pv::LazyDeadline>,
     observation: KBox<observe::Observation>,
     rare: KBox<Rare>,
     roots: roots::Roots,
@@ -193,8 +191,6 @@ impl<B: Backend> Vcpu<B> {
         offered: Offered,
     ) -> Result<KBox<Self>, NoMemory> {
         let parts = Parts {
-            device_seen: KBox::new(mmio::DeviceSeen::default())?,
-            lazy: KBox::new(::pv::LazyDeadline::default())?,
             observation: KBox::new(observe::Observation::default())?,
             rare: KBox::new(Rare { offered, signal_mask: None, msr_filter: None })?,
             roots: roots::Roots::new(vm.paging)?,
@@ -222,7 +218,7 @@ impl<B: Backend> Vcpu<B> {
             cr8_seen: 0,
             pv_eoi_offered: false,
             after_exit: after_exit::AfterExit::default(),
-            device_seen: parts.device_seen,
+            device_seen: mmio::DeviceSeen::default(),
             window_wanted: false,
             msrs_filtered: false,
             cpuid_faults: false,
@@ -232,7 +228,7 @@ impl<B: Backend> Vcpu<B> {
             roots: parts.roots,
             shadow: parts.shadow,
             stats: shared.stats.clone(),
-            lazy: parts.lazy,
+            lazy: ::pv::LazyDeadline::default(),
             lazy_generation: 0,
             fetch: parts.fetch,
             memory,

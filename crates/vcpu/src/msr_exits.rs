@@ -6,7 +6,7 @@ use core::sync::atomic::Ordering::Relaxed;
 use msr::Class;
 use x86::Exception;
 
-use crate::{Vcpu, exit::UserExit, run::Open};
+use crate::{Vcpu, exit::UserExit, inner::Next, run::Open};
 
 /// KVM_MSR_EXIT_REASON_*.
 mod reason {
@@ -47,11 +47,15 @@ impl<B: Backend> Vcpu<B> {
         self.rare.msr_filter.as_ref().is_some_and(|filter| !filter.allows(index, write))
     }
 
-    /// Whether the VMM wants to hear of accesses that are refused, so that they are left to
-    /// [`Self::slow_msr`].
-    #[inline]
-    pub(crate) fn tells_refused_msrs(&self) -> bool {
-        self.vm.settings.user_space_msr.load(Relaxed) != 0
+    /// An access inside the loop is refused: #GP, unless the VMM wants to hear of it.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn msr_refused(&mut self) -> Next {
+        if self.vm.settings.user_space_msr.load(Relaxed) != 0 {
+            return Next::Leave;
+        }
+        self.raise(Exception::gp(0));
+        Next::Again
     }
 
     /// RDMSR or WRMSR outside the loop.

@@ -58,8 +58,7 @@ impl<B: Backend> Vcpu<B> {
                 self.set_msr_result(value);
                 self.retire(next);
             }
-            Err(Refused) if self.tells_refused_msrs() => return Next::Leave,
-            Err(Refused) => self.raise(Exception::gp(0)),
+            Err(Refused) => return self.msr_refused(),
         }
         then
     }
@@ -71,17 +70,17 @@ impl<B: Backend> Vcpu<B> {
             return Next::Leave;
         }
         let class = msr::classify(index);
+        if class == Class::X2Apic {
+            return self.wrmsr_x2apic(index);
+        }
+        if self.msr_denied(index, true) {
+            return Next::Leave;
+        }
         match class {
-            Class::X2Apic => self.wrmsr_x2apic(index),
-            _ if self.msr_denied(index, true) => Next::Leave,
             Class::Apic if index == TSC_DEADLINE => {
                 let Some(next) = self.next_rip() else { return Next::Leave };
                 if !self.has_deadline() {
-                    if self.tells_refused_msrs() {
-                        return Next::Leave;
-                    }
-                    self.raise(Exception::gp(0));
-                    return Next::Again;
+                    return self.msr_refused();
                 }
                 let value = self.msr_operand();
                 self.stats.count(VcpuCount::TscDeadlineWrites);
@@ -89,14 +88,13 @@ impl<B: Backend> Vcpu<B> {
                 self.deadline_in_loop(value)
             }
             // These write guest memory, or what depends on them is not the loop's.
-            Class::Apic | Class::Pv => Next::Leave,
+            Class::X2Apic | Class::Apic | Class::Pv => Next::Leave,
             Class::Backend | Class::Store | Class::Unknown => {
                 let Some(next) = self.next_rip() else { return Next::Leave };
                 let value = self.msr_operand();
                 match self.write_msr(index, value, false) {
                     Ok(()) => self.retire(next),
-                    Err(Refused) if self.tells_refused_msrs() => return Next::Leave,
-                    Err(Refused) => self.raise(Exception::gp(0)),
+                    Err(Refused) => return self.msr_refused(),
                 }
                 self.settle_in_loop()
             }
@@ -116,11 +114,7 @@ impl<B: Backend> Vcpu<B> {
                 self.retire(next);
                 self.effect_in_loop(effect)
             }
-            Err(_) if self.tells_refused_msrs() => Next::Leave,
-            Err(_) => {
-                self.raise(Exception::gp(0));
-                Next::Again
-            }
+            Err(_) => self.msr_refused(),
         }
     }
 

@@ -14,7 +14,8 @@ use host::trace::{self, ExitRecord, Mmio, Observed};
 use stats::Reason;
 
 use crate::{
-    RunInput, UserExit, Vcpu, emulation::padded, inner::Next, run::Open, statistics::reason_of,
+    RunInput, UserExit, Vcpu, emulation::padded, events::Outer, inner::Next, run::Open,
+    statistics::reason_of,
 };
 
 /// An exit whose re-entry is still to come.
@@ -93,7 +94,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn begin_observation(&mut self, watch: Observed) -> bool {
         self.observation.watch = watch;
         self.after_exit.set_observed(true);
-        self.events.observed = true;
+        self.events.outer.set(Outer::OBSERVED, true);
         self.tell_and_enter()
     }
 
@@ -103,7 +104,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn end_observation(&mut self, exit: &Exit) {
         let watch = self.observation.watch;
         self.after_exit.set_observed(false);
-        self.events.observed = false;
+        self.events.outer.set(Outer::OBSERVED, false);
         // Told of right before the next entry.
         self.observation.outside = !matches!(exit, Exit::Interrupt);
         self.make_room(watch);
@@ -161,8 +162,7 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     pub(crate) fn observe_answer(&mut self) -> bool {
-        let events = &self.events;
-        if !self.after_exit.is_observed() || events.triple_fault || events.stepped || events.smi {
+        if !self.after_exit.is_observed() || self.events.outer.any_but(Outer::OBSERVED) {
             return false;
         }
         self.inject_answer() && self.tell_and_enter()

@@ -10,7 +10,7 @@ use x86::{
 
 use vm::vcpu_shared::{MpState, Request};
 
-use crate::{Vcpu, run::Open, smm::SavedSmi};
+use crate::{Vcpu, events::Outer, run::Open, smm::SavedSmi};
 
 /// A value that this vCPU cannot have; nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -244,7 +244,7 @@ impl<B: Backend> Vcpu<B> {
             nmi_pending: self.shared.nmis(),
             nmi_masked: self.b.nmi_masked(),
             sipi_vector: 0,
-            triple_fault: self.events.triple_fault,
+            triple_fault: self.events.outer.has(Outer::TRIPLE_FAULT),
             smi: self.saved_smi(),
         }
     }
@@ -276,7 +276,7 @@ impl<B: Backend> Vcpu<B> {
             self.b.set_interrupt_shadow(e.interrupt_shadow);
         }
         if triple {
-            self.events.triple_fault = e.triple_fault;
+            self.events.outer.set(Outer::TRIPLE_FAULT, e.triple_fault);
         }
         self.recheck = true;
     }

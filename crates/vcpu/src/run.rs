@@ -10,6 +10,7 @@ use vm::vcpu_shared::{MpState, Request};
 
 use crate::{
     Vcpu,
+    events::Outer,
     exit::{RunInput, RunOutput, UserExit},
     inner::Left,
     pio,
@@ -210,7 +211,7 @@ impl<B: Backend> Vcpu<B> {
         {
             return Some(exit);
         }
-        if self.events.leaves()
+        if self.events.outer.any()
             && let Some(exit) = self.leave_with_event()
         {
             return Some(exit);
@@ -219,7 +220,7 @@ impl<B: Backend> Vcpu<B> {
             if let Some(exit) = self.sleep() {
                 return Some(exit);
             }
-            if self.events.leaves()
+            if self.events.outer.any()
                 && let Some(exit) = self.leave_with_event()
             {
                 return Some(exit);
@@ -237,15 +238,13 @@ impl<B: Backend> Vcpu<B> {
         None
     }
 
-    /// What [`Events::leaves`](crate::events::Events::leaves) tells of.
+    /// Does what [`Outer`] tells of.
     #[cold]
     fn leave_with_event(&mut self) -> Option<UserExit> {
-        if self.events.triple_fault {
-            self.events.triple_fault = false;
+        if self.events.outer.take(Outer::TRIPLE_FAULT) {
             return Some(UserExit::Shutdown);
         }
-        if self.events.stepped {
-            self.events.stepped = false;
+        if self.events.outer.take(Outer::STEPPED) {
             let [.., dr7] = self.b.debug_regs();
             let pc = self.linear_rip();
             // DR6.BS with the bits that are always set.
@@ -289,7 +288,7 @@ impl<B: Backend> Vcpu<B> {
     /// Whether a halted vCPU has a reason to go on.
     fn awake(&mut self) -> bool {
         (self.shared.nmis() != 0 && !self.b.nmi_masked())
-            || self.events.smi
+            || self.events.outer.has(Outer::SMI)
             || self.shared.has_init_sipi()
             || self.events.external.is_some()
             || self.events.again.is_some()

@@ -6,7 +6,7 @@ use msr::{McReport, McVerdict};
 use vm::vcpu_shared::Request;
 use x86::{Exception, Vector};
 
-use crate::{Vcpu, registers::Invalid};
+use crate::{Vcpu, events::Outer, registers::Invalid};
 
 /// Frequencies that differ by less than this many parts per million count as the same: two hosts
 /// never calibrate alike.
@@ -76,7 +76,7 @@ impl<B: Backend> Vcpu<B> {
                 const MC: Vector = Vector(18);
                 self.raise(Exception { vector: MC, error_code: None, payload: None });
             }
-            McVerdict::TripleFault => self.events.triple_fault = true,
+            McVerdict::TripleFault => self.events.outer.set(Outer::TRIPLE_FAULT, true),
         }
         Ok(())
     }

@@ -15,7 +15,7 @@ use x86::{
     segment::{DescriptorTable, Segment, attr, kind},
 };
 
-use crate::{Vcpu, exit::UserExit};
+use crate::{Vcpu, events::Outer, exit::UserExit};
 use area::{Area, SavedCpu};
 
 const RFLAGS_FIXED: u64 = 2;
@@ -94,7 +94,7 @@ impl<B: Backend> Vcpu<B> {
 
     fn set_smi_pending(&mut self, pending: bool) {
         self.smm.pending = pending;
-        self.events.smi = pending && !self.smm.active;
+        self.events.outer.set(Outer::SMI, pending && !self.smm.active);
     }
 
     /// Takes the SMI that waits, if the vCPU is between two instructions. Else what is on its way
@@ -104,7 +104,7 @@ impl<B: Backend> Vcpu<B> {
             || self.events.again.is_some()
             || self.events.exception.is_some()
             || !matches!(self.shared.mp_state(), MpState::Runnable | MpState::Halted);
-        if busy || !self.events.smi {
+        if busy || !self.events.outer.has(Outer::SMI) {
             return None;
         }
         // RSM goes on behind a HLT, as in KVM.
@@ -124,8 +124,8 @@ impl<B: Backend> Vcpu<B> {
     /// delivered. Interrupts are off.
     #[inline]
     pub(crate) fn hurry_smi(&self) {
-        if self.events.smi {
-            smp::kick(smp::cpu_id());
+        if self.events.outer.has(Outer::SMI) {
+            leave_soon();
         }
     }
 
@@ -138,7 +138,7 @@ impl<B: Backend> Vcpu<B> {
         self.memory = self.vm.memory_in(active).clone();
         self.memory_changed();
         self.b.flush_tlb();
-        *self.device_seen = Default::default();
+        self.device_seen = Default::default();
         self.replay.forget();
         self.recheck = true;
         if !active && core::mem::take(&mut self.smm.latched_init) {
@@ -251,7 +251,7 @@ impl<B: Backend> Vcpu<B> {
             return;
         }
         if !self.resume_from_save_area() {
-            self.events.triple_fault = true;
+            self.events.outer.set(Outer::TRIPLE_FAULT, true);
         }
         self.recheck = true;
     }
@@ -328,7 +328,7 @@ impl<B: Backend> Vcpu<B> {
         self.b.set_interrupt_shadow(cpu.interrupt_shadow);
         self.control_changed();
         if self.single_step {
-            self.events.stepped = true;
+            self.events.outer.set(Outer::STEPPED, true);
         }
     }
 
@@ -367,6 +367,13 @@ impl<B: Backend> Vcpu<B> {
         let smi = self.saved_smi();
         smi.smm || smi.pending
     }
+}
+
+/// This CPU leaves the guest as soon as it is in it.
+#[cold]
+#[inline(never)]
+fn leave_soon() {
+    smp::kick(smp::cpu_id());
 }
 
 /// The save area is not in memory.
