@@ -59,7 +59,7 @@ fn plain(names: &str) -> Part {
 /// under shadow paging the first hundred flushes still compare guest tables that are then write-protected because they never change.
 fn few() -> Part {
     let pages = PAGES.map(|n| n.to_string()).join(",");
-    Part::Bench(format!("--pages {pages} --warm-up 200 --iterations 50 --marker-iterations 50"))
+    Part::Bench(format!("--pages {pages} --warm-up 200 --iterations 50 --marker-iterations 500"))
 }
 
 /// The same with every page written to after each: what was thrown away is built again. Few operations, as some take millions of
