@@ -84,8 +84,12 @@ noinstr void gnt_vmx_nmi(void)
 	asm volatile("int %0" : : "i"(2) : "memory");
 }
 
+/* TR is loaded again when a task with an I/O bitmap needs it, or now if this is one. */
 void gnt_vmx_left(void)
 {
 	load_fixmap_gdt(raw_smp_processor_id());
-	invalidate_tss_limit();
+	if (unlikely(test_thread_flag(TIF_IO_BITMAP)))
+		force_reload_TR();
+	else
+		this_cpu_write(__tss_limit_invalid, true);
 }
