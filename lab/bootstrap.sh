@@ -24,7 +24,7 @@ lock=$lab_dir/lab.lock
 newer_lock=$out/lab.lock.newer
 # Raise to have every checkout unpack its packages again; below, those of one group.
 layout=3
-all_groups="toolchain kernel-6.12 kernel-6.1 qemu busybox tcc"
+all_groups="toolchain kernel-6.12 kernel-6.1 qemu bochs busybox tcc"
 
 say() { printf 'set-up: %s\n' "$*" >&2; }
 die() { printf 'set-up: error: %s\n' "$*" >&2; exit 1; }
@@ -253,6 +253,7 @@ finish() {
         toolchain) finish_toolchain "$2" ;;
         kernel-*) finish_kernel "${1#kernel-}" "$2" ;;
         qemu) finish_qemu "$2" ;;
+        bochs) finish_bochs "$2" ;;
         busybox) ;;
         tcc) finish_tcc "$2" ;;
     esac
@@ -345,6 +346,34 @@ WRAPPER
     mv "$out/bin/qemu.new" "$out/bin/qemu"
 }
 
+# Debian's Bochs links the graphical debugger's libraries, a hundred packages, and calls none of them unless it is opened: functions
+# that abort stand in for theirs.
+finish_bochs() {
+    libraries=$1/usr/lib/x86_64-linux-gnu
+    readelf -W --dyn-syms "$1/usr/bin/bochs-bin" |
+        awk '$7 == "UND" && $8 ~ /^(gtk|gdk|pango|g)_[a-z0-9_]+$/ { print "void " $8 "(void) { abort(); }" }' >"$1/absent.c"
+    grep -q gtk_main "$1/absent.c" || die "this Bochs is not as expected: it does not use GTK"
+    cc -O2 -Wall -Werror -shared -fPIC -include "$lab_dir/intel/shim.c" -o "$1/shim.so" "$1/absent.c" || die "lab/intel/shim.c does not build"
+    : >"$1/empty.c"
+    for name in $(readelf -d "$1/usr/bin/bochs-bin" | sed -n 's/.*NEEDED.*\[\(lib\(gtk\|gdk\|pango\|gobject\|glib\)-.*\)\]/\1/p'); do
+        cc -shared -fPIC -Wl,-soname,"$name" -o "$libraries/$name" "$1/empty.c"
+    done
+    cc -O2 -Wall -Werror -static -o "$1/debug-port" "$lab_dir/intel/debug-port.c" || die "lab/intel/debug-port.c does not build"
+    as --32 -o "$1/boot.o" "$lab_dir/intel/boot.S" && ld -m elf_i386 -Ttext 0 --oformat binary -o "$1/boot.rom" "$1/boot.o" ||
+        die "lab/intel/boot.S does not build"
+    mkdir -p "$out/bin"
+    cat >"$out/bin/bochs.new" <<WRAPPER
+#!/bin/sh
+# The lab's own Bochs: Debian's packages, unpacked beside this file.
+b=$out/bochs
+export LD_LIBRARY_PATH="\$b/usr/lib/x86_64-linux-gnu:\$b/lib/x86_64-linux-gnu" LD_PRELOAD="\$b/shim.so"
+export BXSHARE="\$b/usr/share/bochs" LTDL_LIBRARY_PATH="\$b/usr/lib/x86_64-linux-gnu/bochs/plugins"
+exec "\$b/usr/bin/bochs-bin" "\$@"
+WRAPPER
+    chmod +x "$out/bin/bochs.new"
+    mv "$out/bin/bochs.new" "$out/bin/bochs"
+}
+
 # The C compiler of the Linux guest: what it takes to build and run a program, and no more.
 finish_tcc() {
     libraries=$1/usr/lib/x86_64-linux-gnu
@@ -367,6 +396,7 @@ group_dir() {
 stamp_text() {
     printf 'layout %s in %s\n' $layout "$out"
     [ "$1" != qemu ] || printf 'mended 1\n'
+    [ "$1" != bochs ] || (cd "$lab_dir/intel" && sha256sum boot.S debug-port.c shim.c)
     locked "$1"
 }
 

@@ -1,13 +1,20 @@
 #!/bin/sh
 # /init of the lab's machine (the L1 host): loads the module that the job names, runs its command, sends back what it left in /out
-# through the second serial port, and powers off.
+# through the second serial port, or the emulator's debug port where the machine has one, and powers off.
 export PATH=/bin HOME=/
+if [ -x /bin/debug-port ] && [ -z "$ON_PORT" ]; then
+    export ON_PORT=1
+    /bin/sh /init 2>&1 | /bin/debug-port
+    /bin/busybox poweroff -f
+fi
+[ -z "$ON_PORT" ] || printf '\001GANNET-CONSOLE\n'
 /bin/busybox --install -s /bin
 mount -t proc none /proc
 mount -t sysfs none /sys
 mount -t devtmpfs none /dev 2>/dev/null
 mount -t debugfs none /sys/kernel/debug 2>/dev/null
 mkdir -p /out /tmp
+echo '<6>gannet-lab: the job starts' >/dev/kmsg
 MODULES= PARAMETERS=
 . /job/settings
 
@@ -37,11 +44,19 @@ else
     dmesg | tail -n 20
 fi
 dmesg >/out/.dmesg
-stty -F /dev/ttyS1 raw -echo
 cd /out
-for file in .loaded .status .dmesg *; do
-    [ -f "$file" ] || continue
-    echo "FILE $file $(stat -c %s "$file")"
-    cat "$file"
-done >/dev/ttyS1
+send() {
+    for file in .loaded .status .dmesg *; do
+        [ -f "$file" ] || continue
+        echo "FILE $file $(stat -c %s "$file")"
+        cat "$file"
+    done
+}
+if [ -n "$ON_PORT" ]; then
+    printf '\001GANNET-FILES\n'
+    send
+    exit
+fi
+stty -F /dev/ttyS1 raw -echo
+send >/dev/ttyS1
 poweroff -f

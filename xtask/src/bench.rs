@@ -6,7 +6,7 @@ use crate::options::Options;
 use crate::progress::Step;
 use crate::report::{Comparison, Figures, Side};
 use anyhow::{Context, Result, bail};
-use gannet_lab::{Counts, Event, Job, Layout, Module, programs};
+use gannet_lab::{Counts, Event, Job, Layout, Machine, Module, programs};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -45,10 +45,16 @@ pub struct Tools {
     pub plugin: PathBuf,
 }
 
+impl Tools {
+    /// The plugin, on the machine whose emulator has them.
+    pub fn plugin_for(&self, machine: Machine) -> Option<PathBuf> {
+        (machine == Machine::Amd).then(|| self.plugin.clone())
+    }
+}
+
 /// Makes sure of the lab and builds exitbench and the plugin.
 pub fn prepare(layout: &Layout, options: &Options) -> Result<Tools> {
-    let groups = ["toolchain", "qemu", "busybox"].map(str::to_owned);
-    layout.ensure(&groups)?;
+    layout.ensure(&["toolchain", options.machine.group(), "busybox"])?;
     layout.ensure(&[options.kernel.group(), gannet_lab::guest::KERNEL.group()])?;
     let exitbench = programs::build_static(layout, "exitbench")?.join("exitbench");
     let plugin = programs::build_plugin(layout)?;
@@ -86,7 +92,10 @@ pub fn measure(
     tools: &Tools,
     modules: &[Module],
 ) -> Result<Comparison> {
-    let step = Step::start(layout, &format!("measuring VM exits on {}", options.kernel));
+    let step = Step::start(
+        layout,
+        &format!("measuring VM exits on {}, {}", options.machine.name(), options.kernel),
+    );
     let shown = Mutex::new(vec![String::new(); modules.len()]);
     let say = |index: usize, module: Module, event: Event<'_>| {
         let (Event::Line(text) | Event::Pending(text)) = event;
@@ -142,7 +151,7 @@ fn one_side(
         _ => &options.parameters,
     });
     job.counting = true;
-    job.plugin = Some(tools.plugin.clone());
+    job.plugin = tools.plugin_for(options.machine);
     job.timeout = Duration::from_secs(420);
     let outcome = gannet_lab::run(layout, &job, on_event)?;
     let faults: Vec<String> = outcome.faults().into_iter().map(str::to_owned).collect();
@@ -153,22 +162,25 @@ fn one_side(
         bail!("exitbench left no report; the console ends with:\n{}", outcome.tail(20));
     };
     let report: Report = serde_json::from_slice(json).context("exitbench's report")?;
-    let mut side = join(report.workloads, &outcome.counts);
+    let counts = job.plugin.is_some().then_some(outcome.counts.as_slice());
+    let mut side = join(report.workloads, counts);
     side.faults = faults;
     Ok((report.unit, side))
 }
 
-/// Joins figures and operation counts. The plugin's records come in the order of the workloads that had markers.
-fn join(entries: Vec<Entry>, counts: &[Counts]) -> Side {
+/// Joins figures and operation counts, where something counted them. The plugin's records come in the order of the workloads that had
+/// markers.
+fn join(entries: Vec<Entry>, counts: Option<&[Counts]>) -> Side {
     let marked = entries.iter().filter(|e| e.markers).count();
     let mut side = Side::default();
-    if marked != counts.len() {
+    let counts_or_none = counts.unwrap_or_default();
+    if counts.is_some() && marked != counts_or_none.len() {
         side.remarks.push(format!(
             "operations are left out: {marked} workloads had markers, but the emulator saw {} pairs",
-            counts.len()
+            counts_or_none.len()
         ));
     }
-    let mut records = counts.iter().filter(|_| marked == counts.len());
+    let mut records = counts_or_none.iter().filter(|_| marked == counts_or_none.len());
     for entry in entries {
         let result = match (entry.min, entry.median, entry.max) {
             (Some(min), Some(median), Some(max)) => {
@@ -220,7 +232,7 @@ mod tests {
     #[test]
     fn records_go_to_the_workloads_that_had_markers() {
         let counts = [Counts::from([("vmrun".to_owned(), 100), ("rdmsr".to_owned(), 150)])];
-        let side = join(entries(THREE), &counts);
+        let side = join(entries(THREE), Some(&counts));
         let cpuid = side.workloads[2].1.as_ref().unwrap();
         assert_eq!((cpuid.ops["vmrun"], cpuid.ops["rdmsr"]), (1.0, 1.5));
         assert!(side.workloads[0].1.as_ref().unwrap().ops.is_empty());
@@ -230,8 +242,9 @@ mod tests {
 
     #[test]
     fn records_that_do_not_match_are_not_attributed() {
-        let side = join(entries(THREE), &[]);
+        let side = join(entries(THREE), Some(&[]));
         assert!(side.workloads[2].1.as_ref().unwrap().ops.is_empty());
         assert_eq!(side.remarks.len(), 1);
+        assert!(join(entries(THREE), None).remarks.is_empty(), "nothing was to count them");
     }
 }

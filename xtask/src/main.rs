@@ -36,7 +36,7 @@ Gannet: a hypervisor for Linux, as a module behind /dev/kvm
 
 Variables, for every command where they mean something:
   KERNEL=6.12 | 6.1        the host's kernel (default 6.12)
-  MACHINE=amd              the emulated machine
+  MACHINE=amd | intel      the emulated machine
   CPUS=N                   the guest's CPUs (boot)
   MODULE=gannet | stock    whose /dev/kvm the guest runs on (boot; default gannet)
   PARAMETERS=npt=0         that module's parameters (boot), or Gannet's (bench; STOCK_PARAMETERS for stock)
@@ -71,7 +71,7 @@ fn run() -> Result<bool> {
         "module" => module::command(&layout, &options),
         "setup" => {
             let kernels = KERNELS.map(|k| k.group());
-            layout.ensure(&["toolchain", "qemu", "busybox"])?;
+            layout.ensure(&["toolchain", "qemu", "bochs", "busybox"])?;
             layout.ensure(&kernels)?;
             Ok(true)
         }

@@ -261,11 +261,7 @@ impl<B: Backend> Vcpu<B> {
         }
         if has(Request::FlushTlb) {
             self.stats.count(VcpuCount::TlbFlush);
-            if self.roots.is_shadow() {
-                self.b.flush_tlb();
-            } else {
-                self.b.flush_nested();
-            }
+            self.b.flush_tlb();
         }
         if has(Request::Clock) {
             self.publish_clock();

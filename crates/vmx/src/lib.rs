@@ -6,6 +6,7 @@
 
 extern crate alloc;
 
+mod bits;
 pub mod features;
 pub mod mitigations;
 pub mod percpu;

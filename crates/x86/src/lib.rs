@@ -6,6 +6,7 @@
 pub mod addr;
 pub mod apic;
 pub mod cpuid;
+pub mod ept;
 pub mod exception;
 pub mod msr;
 pub mod paging;

@@ -10,7 +10,7 @@ use std::time::Duration;
 pub enum Module {
     /// None: the command may load one itself, from `/modules`.
     None,
-    /// The kernel's own kvm and kvm-amd.
+    /// The kernel's own kvm, with kvm-amd or kvm-intel.
     Stock,
     /// gannet.ko, which must have been built.
     Gannet,
@@ -102,13 +102,15 @@ impl Job {
         for folder in ["proc", "sys", "tmp", "out"] {
             archive.folder(folder);
         }
+        let stock = self.machine.stock_module();
         let mut modules = Vec::new();
         match self.module {
             Module::None => {}
-            Module::Stock => load_order(layout, self.kernel, "kvm-amd", &mut modules)?,
+            Module::Stock => load_order(layout, self.kernel, stock, &mut modules)?,
             Module::Gannet => load_order(layout, self.kernel, "gannet", &mut modules)?,
         }
-        for name in ["irqbypass", "kvm", "ccp", "kvm-amd", "msr", "cpuid"] {
+        let ccp = (self.machine == Machine::Amd).then_some("ccp");
+        for name in ["irqbypass", "kvm", stock, "msr", "cpuid"].into_iter().chain(ccp) {
             let source = layout.stock_module(self.kernel, name);
             archive.file(&format!("modules/{name}.ko"), &source)?;
         }
@@ -117,6 +119,9 @@ impl Job {
             archive.file("modules/gannet.ko", &gannet)?;
         } else if self.module == Module::Gannet {
             bail!("gannet.ko for {} has not been built (make module)", self.kernel);
+        }
+        if self.machine == Machine::Intel {
+            archive.file("bin/debug-port", &layout.out.join("bochs/debug-port"))?;
         }
         let quoted = |text: &str| format!("'{}'", text.replace('\'', r"'\''"));
         let settings = format!(

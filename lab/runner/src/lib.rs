@@ -5,9 +5,11 @@
 //! was put under `target/lab` by `lab/bootstrap.sh`; [`Layout`] knows the places.
 
 pub mod archive;
+pub mod bochs;
 pub mod classify;
 pub mod exits;
 pub mod guest;
+pub mod image;
 pub mod job;
 pub mod layout;
 pub mod machine;
@@ -16,4 +18,4 @@ pub mod programs;
 pub use archive::Archive;
 pub use job::{Job, Module, lab_run};
 pub use layout::{KERNELS, Kernel, Layout};
-pub use machine::{Counts, Event, Machine, Outcome, run};
+pub use machine::{Counts, Event, MACHINES, Machine, Outcome, run};

@@ -1,7 +1,7 @@
-//! Runs a machine: starts the emulator, follows its console, brings back what the job left. The recipe of `amd` and the reasons for
-//! its settings stand in `lab/README.md`.
+//! Runs a machine: starts the emulator, follows its console, brings back what the job left. The recipes and the reasons for their
+//! settings stand in `docs/lab.md`; that of `intel` is in [`bochs`].
 
-use crate::{Job, Layout};
+use crate::{Job, Layout, bochs};
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -19,20 +19,51 @@ use std::time::{Duration, Instant};
 pub enum Machine {
     /// QEMU's software emulator with SVM and nested paging.
     Amd,
+    /// Bochs with VMX, EPT and unrestricted guest.
+    Intel,
 }
+
+/// Both machines, the default first.
+pub const MACHINES: [Machine; 2] = [Machine::Amd, Machine::Intel];
 
 impl Machine {
     /// The name as users write it.
     pub fn name(self) -> &'static str {
         match self {
             Machine::Amd => "amd",
+            Machine::Intel => "intel",
         }
     }
 
-    /// The processor that the emulator shows: with SVM, nested paging and x2APIC.
+    /// The processor that the emulator shows, in its words: with SVM or VMX, nested paging and x2APIC.
     pub fn processor(self) -> &'static str {
         match self {
             Machine::Amd => "EPYC,+svm,+npt,+x2apic",
+            Machine::Intel => "corei7_skylake_x",
+        }
+    }
+
+    /// The emulator, in a sentence for users.
+    pub fn emulator(self) -> &'static str {
+        match self {
+            Machine::Amd => "QEMU's software emulator",
+            Machine::Intel => "Bochs",
+        }
+    }
+
+    /// The group of `lab/packages.txt` that the emulator is.
+    pub fn group(self) -> &'static str {
+        match self {
+            Machine::Amd => "qemu",
+            Machine::Intel => "bochs",
+        }
+    }
+
+    /// The stock module that needs this machine's processor.
+    pub fn stock_module(self) -> &'static str {
+        match self {
+            Machine::Amd => "kvm-amd",
+            Machine::Intel => "kvm-intel",
         }
     }
 }
@@ -43,10 +74,14 @@ impl FromStr for Machine {
     fn from_str(text: &str) -> Result<Self> {
         match text {
             "amd" => Ok(Machine::Amd),
-            _ => bail!("MACHINE={text}: the lab has amd"),
+            "intel" => Ok(Machine::Intel),
+            _ => bail!("MACHINE={text}: the lab has amd and intel"),
         }
     }
 }
+
+/// What `host-init.sh` writes into the host's log where the machine's own boot ends.
+const STARTED: &str = "gannet-lab: the job starts";
 
 /// Executed instructions by kind between one pair of markers; `instructions` is all of them.
 pub type Counts = BTreeMap<String, u64>;
@@ -88,6 +123,8 @@ impl Outcome {
     /// The lines of the host's log that tell of a fault: warnings, oopses, lockdep, stalls.
     pub fn faults(&self) -> Vec<&str> {
         let log = if self.dmesg.is_empty() { &self.console } else { &self.dmesg };
+        // Linux complains of what Bochs's processor says of itself; that was before anything of ours.
+        let log = log.split_once(STARTED).map_or(log.as_str(), |(_, after)| after);
         const SIGNS: [&str; 14] = [
             "WARNING:",
             "BUG:",
@@ -114,8 +151,9 @@ impl Outcome {
         }
         // A parameter that a module lacks does not keep it from going on to say that it is there.
         let unknown = self.dmesg.lines().find(|line| line.contains("unknown parameter"));
-        let said =
-            |line: &&str| ["gannet: ", "kvm_amd: ", "kvm: "].iter().any(|s| line.contains(s));
+        let said = |line: &&str| {
+            ["gannet: ", "kvm_amd: ", "kvm_intel: ", "kvm: "].iter().any(|s| line.contains(s))
+        };
         let line = unknown.or_else(|| self.dmesg.lines().rev().find(said));
         let Some(line) = line else { return Some("the module does not load".to_owned()) };
         // Without the time: the same refusal twice reads the same.
@@ -172,12 +210,19 @@ fn run_in(
     let initramfs = folder.join("initramfs");
     std::fs::write(&initramfs, job.initramfs(layout)?)?;
     let (back, counts) = (folder.join("back"), folder.join("counts"));
-    let mut command = emulator(layout, job, &initramfs, &back, &counts);
+    let mut command = match job.machine {
+        Machine::Amd => emulator(layout, job, &initramfs, &back, &counts),
+        Machine::Intel => bochs::command(layout, job, folder, &initramfs)?,
+    };
     let started = Instant::now();
     let errors = std::fs::File::create(folder.join("emulator.log"))?;
     let (mut monitor, theirs) = UnixStream::pair()?;
     monitor.set_nonblocking(true)?;
-    command.stdin(OwnedFd::from(theirs)).stdout(Stdio::piped()).stderr(errors);
+    let stdin = match job.machine {
+        Machine::Amd => OwnedFd::from(theirs).into(),
+        Machine::Intel => Stdio::null(),
+    };
+    command.stdin(stdin).stdout(Stdio::piped()).stderr(errors);
     let spawned = command.spawn();
     drop(command);
     let mut process = Ended(spawned.context("starting the emulator")?);
@@ -192,11 +237,23 @@ fn run_in(
         }
     });
     let mut console = Console::default();
+    let mut port = bochs::DebugPort::default();
+    // The kernel's own console, where it is not the one that is followed.
+    let serial = || {
+        let text = std::fs::read(folder.join("serial")).unwrap_or_default();
+        String::from_utf8_lossy(&text).replace('\r', "")
+    };
     loop {
         let left = job.timeout.saturating_sub(started.elapsed());
         match receive.recv_timeout(left.min(SILENCE)) {
             Ok(bytes) => {
-                console.take(&bytes, &mut |line| on_event(Event::Line(line)));
+                let mut take = |text: &[u8]| {
+                    console.take(text, &mut |line| on_event(Event::Line(line)));
+                };
+                match job.machine {
+                    Machine::Amd => take(&bytes),
+                    Machine::Intel => port.take(&bytes, &mut take),
+                }
                 if let Some(text) = console.pending() {
                     on_event(Event::Pending(&text));
                 }
@@ -204,12 +261,13 @@ fn run_in(
             Err(mpsc::RecvTimeoutError::Disconnected) => break,
             Err(mpsc::RecvTimeoutError::Timeout) if started.elapsed() < job.timeout => {
                 // Counted instructions are the same every time only without it, and there nothing is lost.
-                if !job.counting {
+                if !job.counting && job.machine == Machine::Amd {
                     tap(&mut monitor);
                 }
             }
             Err(mpsc::RecvTimeoutError::Timeout) => {
-                let tail = Outcome { console: console.text, ..Outcome::default() }.tail(15);
+                let text = console.text + &serial();
+                let tail = Outcome { console: text, ..Outcome::default() }.tail(15);
                 bail!(
                     "the machine did not finish within {} s; its console ends with:\n{tail}",
                     job.timeout.as_secs()
@@ -219,14 +277,24 @@ fn run_in(
     }
     console.finish(&mut |line| on_event(Event::Line(line)));
     let status = process.0.wait()?;
-    if !status.success() {
-        let log = std::fs::read_to_string(folder.join("emulator.log")).unwrap_or_default();
+    let log = || std::fs::read_to_string(folder.join("emulator.log")).unwrap_or_default();
+    let intel = job.machine == Machine::Intel;
+    let ended_well = status.success() || (intel && bochs::ended_well(&log()));
+    if !ended_well {
+        let log = log();
         let log: Vec<&str> = log.lines().filter(|l| !l.contains("TCG doesn't support")).collect();
         bail!("the emulator ended with {status}: {}", log.join("\n"));
     }
     let mut outcome =
         Outcome { console: console.text, took: started.elapsed(), ..Outcome::default() };
-    read_back(&std::fs::read(&back).unwrap_or_default(), &mut outcome);
+    let back = match job.machine {
+        Machine::Amd => std::fs::read(&back).unwrap_or_default(),
+        Machine::Intel => port.files(),
+    };
+    read_back(&back, &mut outcome);
+    if outcome.status.is_none() {
+        outcome.console.push_str(&serial());
+    }
     if job.plugin.is_some() {
         outcome.counts = read_counts(&std::fs::read_to_string(&counts).unwrap_or_default())?;
     }
@@ -246,7 +314,6 @@ fn tap(monitor: &mut UnixStream) {
 }
 
 fn emulator(layout: &Layout, job: &Job, initramfs: &Path, back: &Path, counts: &Path) -> Command {
-    let Machine::Amd = job.machine;
     // A machine ends with whoever started it, also when that is killed.
     let mut command = layout.tool("setpriv");
     command.args(["--pdeathsig", "KILL"]).arg(layout.program("qemu"));
@@ -411,6 +478,13 @@ mod tests {
         assert_eq!(unknown.refusal().as_deref(), Some("gannet: unknown parameter 'x' ignored"));
         assert_eq!(outcome(Some(true)).refusal(), None);
         assert_eq!(outcome(None).refusal(), None, "the machine ended before");
+    }
+
+    #[test]
+    fn what_the_boot_complained_of_is_no_fault_of_the_job() {
+        let dmesg = format!("[1] WARNING: a\n[2] {STARTED}\n[3] BUG: b");
+        let outcome = Outcome { dmesg, ..Outcome::default() };
+        assert_eq!(outcome.faults(), ["[3] BUG: b"]);
     }
 
     #[test]
