@@ -103,6 +103,17 @@ struct gnt_clock_snapshot {
 };
 static_assert(sizeof(struct gnt_clock_snapshot) == 48);
 
+struct gnt_host_tables {
+	u64 gdt;
+	u64 idt;
+	u64 task;
+	u16 cs;
+	u16 ss;
+	u16 tr;
+	u16 reserved;
+};
+static_assert(sizeof(struct gnt_host_tables) == 32);
+
 /* ---- C for Rust ---- */
 
 /* mm.c */
@@ -242,6 +253,14 @@ bool gnt_uses_ldt(void);
 u64 gnt_host_selectors(void);
 void gnt_load_host_selectors(u16 fs, u16 gs, u16 ldt);
 void gnt_load_task_register(void);
+
+/* vmx.c */
+bool gnt_vmx_allowed(void);
+int gnt_vmx_on(u64 region);
+void gnt_vmx_off(void);
+void gnt_host_tables(struct gnt_host_tables *out);
+void gnt_vmx_nmi(void);
+void gnt_vmx_left(void);
 
 /* log.c */
 int gnt_log_ratelimit(void);

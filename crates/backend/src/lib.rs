@@ -232,10 +232,21 @@ pub trait Backend: Send + Sized {
     fn set_paging(&mut self, paging: Paging);
     /// Sets the root of the shadow tables.
     fn set_shadow_root(&mut self, root: Hpa);
-    /// Sets the nested paging root.
+    /// Sets the nested paging root. If it is another one than before, what the CPU remembers of it
+    /// is forgotten before the next entry: its tables may have changed while it was away, or belong
+    /// to another VM than when the page was a root last.
     fn set_nested_root(&mut self, root: Hpa);
-    /// Forgets all translations of this guest before the next entry.
+    /// Forgets all translations of this guest's linear addresses before the next entry.
     fn flush_tlb(&mut self);
+    /// Nested translations were withdrawn or narrowed: forgets, before the next entry, all that was
+    /// made from them, guest-physical addresses as well as linear ones. Not called for what is new or
+    /// wider: a CPU that finds the old state faults, and finds the new one then.
+    ///
+    /// It reaches this CPU alone. A vCPU that goes to another CPU than it ran on last finds there
+    /// what it left behind, from before any flush since: the backend forgets that by itself.
+    fn flush_nested(&mut self) {
+        self.flush_tlb();
+    }
 
     /// Injects an event at the next entry.
     fn inject(&mut self, event: Event);

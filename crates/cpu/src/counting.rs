@@ -148,7 +148,6 @@ impl<C: Cpu> VmxCpu for Counting<C> {
         MovCr: fn set_cr2(&self, value: u64);
         MovCr: fn cr3(&self) -> u64;
         MovCr: fn cr4_now(&self) -> u64;
-        MovCr: fn set_cr4(&self, value: u64);
         Selectors: fn data_selectors(&self) -> (u16, u16);
     }
     counted! {

@@ -34,12 +34,19 @@ impl ModelVmcs {
 /// One step of a script: what the guest does until its next exit.
 pub type VmxStep = Box<dyn FnMut(&mut ModelVmcs, &mut Gprs) + Send>;
 
+/// CR4.VMXE.
+const VMXE: u64 = 1 << 13;
+
 /// The state of VMX.
 #[derive(Default)]
 pub struct VmxModel {
     script: VecDeque<VmxStep>,
-    /// In VMX operation.
-    pub on: Cell<bool>,
+    /// In VMX operation: the region.
+    pub on: Cell<Option<Hpa>>,
+    /// VMXON is refused.
+    pub refuse_vmxon: bool,
+    /// VMCSs that were cleared, in order.
+    pub cleared: RefCell<Vec<Hpa>>,
     stored: RefCell<HashMap<Hpa, ModelVmcs>>,
     launched: RefCell<HashSet<Hpa>>,
     current: Cell<Option<Hpa>>,
@@ -81,12 +88,17 @@ impl VmxModel {
 }
 
 impl VmxCpu for Model {
-    fn vmxon(&self, _region: Hpa) -> bool {
-        assert!(!self.vmx.on.replace(true), "VMXON in VMX operation");
+    fn vmxon(&self, region: Hpa) -> bool {
+        if self.vmx.refuse_vmxon {
+            return false;
+        }
+        assert!(self.vmx.on.replace(Some(region)).is_none(), "VMXON in VMX operation");
+        self.vmx.cr4.set(self.vmx.cr4.get() | VMXE);
         true
     }
     fn vmxoff(&self) {
-        assert!(self.vmx.on.replace(false), "VMXOFF outside VMX operation");
+        assert!(self.vmx.on.take().is_some(), "VMXOFF outside VMX operation");
+        self.vmx.cr4.set(self.vmx.cr4.get() & !VMXE);
         self.vmx.current.set(None);
     }
     fn vmptrld(&self, vmcs: Hpa) {
@@ -95,6 +107,7 @@ impl VmxCpu for Model {
     }
     fn vmclear(&self, vmcs: Hpa) {
         self.vmx.launched.borrow_mut().remove(&vmcs);
+        self.vmx.cleared.borrow_mut().push(vmcs);
         if self.vmx.current.get() == Some(vmcs) {
             self.vmx.current.set(None);
         }
@@ -150,9 +163,6 @@ impl VmxCpu for Model {
     }
     fn cr4_now(&self) -> u64 {
         self.vmx.cr4.get()
-    }
-    fn set_cr4(&self, value: u64) {
-        self.vmx.cr4.set(value);
     }
     fn data_selectors(&self) -> (u16, u16) {
         (0, 0)

@@ -36,10 +36,10 @@ impl VmxSwitch {
 
 /// VMX, and the host's registers that VM exits load from the VMCS.
 pub trait VmxCpu {
-    /// VMXON with a region of one page that begins with the revision. CR4.VMXE is set and
-    /// IA32_FEATURE_CONTROL allows it. False: refused.
+    /// Sets CR4.VMXE, then VMXON with a region of one page that begins with the revision.
+    /// IA32_FEATURE_CONTROL allows it. False: refused, and CR4.VMXE is clear.
     fn vmxon(&self, region: Hpa) -> bool;
-    /// VMXOFF; the CPU is in VMX operation.
+    /// VMXOFF, and clears CR4.VMXE, which is set. NMI context, perhaps.
     fn vmxoff(&self);
     /// VMPTRLD.
     fn vmptrld(&self, vmcs: Hpa);
@@ -71,8 +71,6 @@ pub trait VmxCpu {
     fn cr3(&self) -> u64;
     /// MOV from CR4; for readers that have no exclusive access.
     fn cr4_now(&self) -> u64;
-    /// MOV to CR4. Only VMXE is changed.
-    fn set_cr4(&self, value: u64);
     /// DS and ES.
     fn data_selectors(&self) -> (u16, u16);
     /// Loads DS and ES.
@@ -91,7 +89,22 @@ pub fn failures() -> u64 {
 unsafe extern "C" {
     fn gnt_vmx_enter(gprs: *mut u64, switch: *mut VmxSwitch) -> u64;
     fn gnt_vmx_exit();
+    fn gnt_vmx_on(region: u64) -> i32;
+    fn gnt_vmx_off();
+    fn gnt_vmx_nmi();
 }
+
+/// Outside the kernel there is no VMX.
+#[cfg(not(target_os = "none"))]
+mod outside {
+    pub unsafe fn gnt_vmx_on(_: u64) -> i32 {
+        -1
+    }
+    pub unsafe fn gnt_vmx_off() {}
+    pub unsafe fn gnt_vmx_nmi() {}
+}
+#[cfg(not(target_os = "none"))]
+use outside::{gnt_vmx_nmi, gnt_vmx_off, gnt_vmx_on};
 
 /// An instruction on `[{0}]`, whose failure is counted.
 macro_rules! on_memory {
@@ -111,19 +124,13 @@ macro_rules! on_memory {
 
 impl VmxCpu for Native {
     fn vmxon(&self, region: Hpa) -> bool {
-        let failed: u8;
-        // SAFETY: ring 0, CR4.VMXE is set and the firmware allows VMX, both looked at by the
-        // caller; the region is a page of this module.
-        unsafe {
-            asm!("vmxon [{}]", "setbe {}", in(reg) &raw const region.0, out(reg_byte) failed,
-                 options(nostack));
-        }
-        failed == 0
+        // SAFETY: the region is a page of this module, kept until VMXOFF; a fault is taken.
+        unsafe { gnt_vmx_on(region.0) == 0 }
     }
 
     fn vmxoff(&self) {
-        // SAFETY: the caller knows the CPU to be in VMX operation.
-        unsafe { asm!("vmxoff", options(nostack)) };
+        // SAFETY: no guest runs on this CPU any more; a fault is taken.
+        unsafe { gnt_vmx_off() };
     }
 
     #[inline]
@@ -208,7 +215,7 @@ impl VmxCpu for Native {
     fn host_nmi(&mut self) {
         // SAFETY: the kernel's own handler by its own gate: the exit has blocked NMIs, so it is
         // entered as by an NMI, and its IRET ends the blocking.
-        unsafe { asm!("int 2") };
+        unsafe { gnt_vmx_nmi() };
     }
 
     #[inline]
@@ -247,11 +254,6 @@ impl VmxCpu for Native {
         // SAFETY: ring 0; reading has no effect.
         unsafe { asm!("mov {}, cr4", out(reg) value, options(nomem, nostack, preserves_flags)) };
         value
-    }
-
-    fn set_cr4(&self, value: u64) {
-        // SAFETY: ring 0; only VMXE differs from what the kernel has there, by the contract.
-        unsafe { asm!("mov cr4, {}", in(reg) value, options(nostack, preserves_flags)) };
     }
 
     #[inline]

@@ -10,6 +10,9 @@ mod port {
         pub fn gnt_restore_debug_regs();
         pub fn gnt_machine_check();
         pub fn gnt_uses_ldt() -> bool;
+        pub fn gnt_vmx_allowed() -> bool;
+        pub fn gnt_vmx_left();
+        pub fn gnt_host_tables(out: *mut super::HostTables);
     }
 }
 
@@ -29,6 +32,11 @@ mod port {
     pub unsafe fn gnt_uses_ldt() -> bool {
         crate::std_port::test::uses_ldt()
     }
+    pub unsafe fn gnt_vmx_allowed() -> bool {
+        true
+    }
+    pub unsafe fn gnt_vmx_left() {}
+    pub unsafe fn gnt_host_tables(_: *mut super::HostTables) {}
 }
 
 /// Whether this kernel wants an IBPB when another vCPU ran last on a CPU.
@@ -71,4 +79,50 @@ pub fn machine_check() {
 pub fn uses_ldt() -> bool {
     // SAFETY: reads a pointer of the current address space.
     unsafe { port::gnt_uses_ldt() }
+}
+
+/// Where this CPU's descriptor tables and task-state segment lie: what a VM exit loads. Constant
+/// while the CPU is online. Mirrors `struct gnt_host_tables`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct HostTables {
+    /// Base of the GDT.
+    pub gdt: u64,
+    /// Base of the IDT.
+    pub idt: u64,
+    /// Base of the task-state segment.
+    pub task: u64,
+    /// The selector in CS.
+    pub cs: u16,
+    /// The selector in SS.
+    pub ss: u16,
+    /// The selector in TR.
+    pub tr: u16,
+    /// Nothing.
+    pub reserved: u16,
+}
+
+const _: () = assert!(size_of::<HostTables>() == 32);
+
+/// Those of the CPU this runs on, which the caller keeps the task on.
+pub fn host_tables() -> HostTables {
+    let mut tables = HostTables::default();
+    // SAFETY: fills in the struct, whose layout both sides assert.
+    unsafe { port::gnt_host_tables(&mut tables) };
+    tables
+}
+
+/// Whether the kernel found VMX allowed by the firmware, which it looks at when a CPU comes up:
+/// outside SMX, or inside where it was launched by Intel TXT.
+pub fn vmx_allowed() -> bool {
+    // SAFETY: reads feature bits.
+    unsafe { port::gnt_vmx_allowed() }
+}
+
+/// Brings the limits of GDT and TSS back to what the kernel gave them: a VM exit loads the widest
+/// ones (SDM vol. 3C §28.5.2). Interrupts are off; before user space or another task runs.
+#[inline]
+pub fn restore_table_limits() {
+    // SAFETY: loads what the kernel has on this CPU always.
+    unsafe { port::gnt_vmx_left() }
 }

@@ -9,7 +9,6 @@
 //! dirty bits differ. Bits 52 to 55 are software's in both.
 
 use x86::Hpa;
-use x86::ept::EptVpidCap;
 use x86::paging::{ept, pte};
 
 /// Bits 51:12 of an entry: a physical address.
@@ -51,6 +50,18 @@ pub struct LeafBits {
     pub accessed: bool,
     /// Born dirty.
     pub dirty: bool,
+}
+
+/// What a CPU has of EPT beyond four levels and write-back tables (IA32_VMX_EPT_VPID_CAP, SDM vol. 3
+/// appendix A.10).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EptSupport {
+    /// Leaves of 2 MiB.
+    pub pages_2m: bool,
+    /// Leaves of 1 GiB.
+    pub pages_1g: bool,
+    /// Accessed and dirty flags; the EPT pointer turns them on.
+    pub accessed_dirty: bool,
 }
 
 /// The spelling of the entries of one tree, and its shape.
@@ -103,8 +114,8 @@ impl Format {
     ///
     /// RAM is write-back whatever the guest's PAT says, as without assigned devices; what the host
     /// does not map as memory is uncacheable.
-    pub const fn ept(cap: EptVpidCap) -> Self {
-        let tracks = cap.accessed_dirty();
+    pub const fn ept(cpu: EptSupport) -> Self {
+        let tracks = cpu.accessed_dirty;
         Self {
             leaf: ept::READ,
             exec: ept::EXECUTE,
@@ -115,9 +126,9 @@ impl Format {
             accessed: if tracks { ept::ACCESSED } else { 0 },
             dirty: if tracks { ept::DIRTY } else { 0 },
             levels: 4,
-            largest: if !cap.pages_2m() {
+            largest: if !cpu.pages_2m {
                 1
-            } else if !cap.pages_1g() {
+            } else if !cpu.pages_1g {
                 2
             } else {
                 3

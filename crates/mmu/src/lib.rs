@@ -22,7 +22,7 @@ pub mod walk;
 
 pub use dirty::DirtyBitmap;
 pub use fetch::{CodeBytes, CodeFetch, CodeMode};
-pub use format::Format;
+pub use format::{EptSupport, Format};
 pub use shadow::{
     FrameWanted, Root, RootOutcome, ShadowFault, ShadowGuard, ShadowMmu, ShadowRoots,
 };

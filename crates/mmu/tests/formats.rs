@@ -3,16 +3,15 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use gannet_mmu::tdp::{FlushRemote, Thoroughness, pages_per};
-use gannet_mmu::{Format, MapOutcome, Mapping, TableCache, Tdp};
+use gannet_mmu::{EptSupport, Format, MapOutcome, Mapping, TableCache, Tdp};
 use proptest::prelude::*;
-use x86::ept::EptVpidCap;
 use x86::{Gfn, Hpa, Pfn};
 
+const NEW: EptSupport = EptSupport { pages_2m: true, pages_1g: true, accessed_dirty: true };
 const NPT: Format = Format::npt(4, 0);
-/// Four levels, write-back, 2 MiB, 1 GiB, accessed and dirty flags.
-const EPT: Format = Format::ept(EptVpidCap(1 << 6 | 1 << 14 | 1 << 16 | 1 << 17 | 1 << 21));
-/// The same without accessed and dirty flags.
-const OLD_EPT: Format = Format::ept(EptVpidCap(1 << 6 | 1 << 14 | 1 << 16 | 1 << 17));
+const EPT: Format = Format::ept(NEW);
+/// Without accessed and dirty flags.
+const OLD_EPT: Format = Format::ept(EptSupport { accessed_dirty: false, ..NEW });
 
 struct Nobody;
 
@@ -284,10 +283,10 @@ fn an_entry_of_ept_is_write_back_memory() {
 #[test]
 fn sizes_that_the_cpu_lacks_are_told() {
     assert_eq!((NPT.largest(), EPT.largest()), (3, 3));
-    assert_eq!(Format::ept(EptVpidCap(1 << 16)).largest(), 2);
-    assert_eq!(Format::ept(EptVpidCap(0)).largest(), 1);
+    assert_eq!(Format::ept(EptSupport { pages_1g: false, ..NEW }).largest(), 2);
     // 1 GiB without 2 MiB is nothing a CPU has; then neither is used.
-    assert_eq!(Format::ept(EptVpidCap(1 << 17)).largest(), 1);
+    assert_eq!(Format::ept(EptSupport { pages_2m: false, ..NEW }).largest(), 1);
+    assert_eq!(Format::ept(EptSupport::default()).largest(), 1);
 }
 
 #[test]

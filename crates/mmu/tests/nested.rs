@@ -4,9 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use gannet_mmu::tdp::{FlushRemote, Thoroughness, lookup, page_of, pages_per};
-use gannet_mmu::{Format, MapOutcome, Mapping, TableCache, Tdp};
+use gannet_mmu::{EptSupport, Format, MapOutcome, Mapping, TableCache, Tdp};
 use proptest::prelude::*;
-use x86::ept::EptVpidCap;
 use x86::{Gfn, Gpa, Pfn};
 
 struct Flushes(AtomicU64);
@@ -26,11 +25,11 @@ impl Flushes {
     }
 }
 
+const NEW: EptSupport = EptSupport { pages_2m: true, pages_1g: true, accessed_dirty: true };
 const NPT: Format = Format::npt(4, 0);
-/// Four levels, write-back, 2 MiB, 1 GiB, accessed and dirty flags.
-const EPT: Format = Format::ept(EptVpidCap(1 << 6 | 1 << 14 | 1 << 16 | 1 << 17 | 1 << 21));
-/// The same without accessed and dirty flags.
-const OLD_EPT: Format = Format::ept(EptVpidCap(1 << 6 | 1 << 14 | 1 << 16 | 1 << 17));
+const EPT: Format = Format::ept(NEW);
+/// Without accessed and dirty flags.
+const OLD_EPT: Format = Format::ept(EptSupport { accessed_dirty: false, ..NEW });
 
 fn format() -> impl Strategy<Value = Format> {
     prop_oneof![Just(NPT), Just(EPT), Just(OLD_EPT)]

@@ -261,7 +261,11 @@ impl<B: Backend> Vcpu<B> {
         }
         if has(Request::FlushTlb) {
             self.stats.count(VcpuCount::TlbFlush);
-            self.b.flush_tlb();
+            if self.roots.is_shadow() {
+                self.b.flush_tlb();
+            } else {
+                self.b.flush_nested();
+            }
         }
         if has(Request::Clock) {
             self.publish_clock();

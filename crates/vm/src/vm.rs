@@ -7,7 +7,7 @@ use host::{
     notifier::{InvalidateHandler, WithNotifier},
     sync::{Mutex, SpinLock},
 };
-pub use mmu::Format;
+pub use mmu::{EptSupport, Format};
 use mmu::{FlushRemote, RegionLimits};
 use pv::{
     ClockData, HostTime,

@@ -7,37 +7,40 @@
 
 use core::fmt;
 
-use crate::bits::{cap, entry, ept, exit, pin, primary, secondary};
+use bitflags::Flags;
+use x86::vmcs::capability::{self as cap, Allowed, EptVpidCap, VmxBasic, VmxMisc};
+use x86::vmcs::{EntryControls, ExitControls, PinControls, ProcControls, ProcControls2, eptp};
 
 /// One control word: what is set from the start, and what may be.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Controls {
+pub struct Controls<B> {
     /// The word a VMCS starts with.
-    pub base: u32,
+    pub base: B,
     /// Bits that may be set.
-    pub may: u32,
+    pub may: B,
 }
 
-impl Controls {
-    /// Reads a capability MSR: the low half must be set, the high half may be.
-    const fn read(msr: u64) -> Self {
-        Self { base: msr as u32, may: (msr >> 32) as u32 }
+impl<B: Flags<Bits = u32> + Copy> Controls<B> {
+    /// Reads a capability MSR.
+    fn read(msr: u64) -> Self {
+        let allowed = Allowed(msr);
+        Self { base: B::from_bits_retain(allowed.must()), may: B::from_bits_retain(allowed.may()) }
     }
 
     /// Whether every one of `bits` may be set.
     #[inline]
-    pub const fn offers(self, bits: u32) -> bool {
-        self.may & bits == bits
+    pub fn offers(&self, bits: B) -> bool {
+        self.may.contains(bits)
     }
 
     /// Whether none of `bits` has to be set.
-    const fn frees(self, bits: u32) -> bool {
-        self.base & bits == 0
+    fn frees(&self, bits: B) -> bool {
+        !self.base.intersects(bits)
     }
 
     /// With those of `bits` set from the start that may be.
-    const fn with(self, bits: u32) -> Self {
-        Self { base: self.base | bits & self.may, may: self.may }
+    fn with(self, bits: B) -> Self {
+        Self { base: self.base.union(bits.intersection(self.may)), may: self.may }
     }
 }
 
@@ -47,15 +50,15 @@ pub struct Features {
     /// Identifies the format of VMXON regions and VMCSs.
     pub revision: u32,
     /// Pin-based controls.
-    pub pin: Controls,
+    pub pin: Controls<PinControls>,
     /// Primary processor-based controls.
-    pub primary: Controls,
+    pub primary: Controls<ProcControls>,
     /// Secondary processor-based controls.
-    pub secondary: Controls,
+    pub secondary: Controls<ProcControls2>,
     /// VM-exit controls.
-    pub exit: Controls,
+    pub exit: Controls<ExitControls>,
     /// VM-entry controls.
-    pub entry: Controls,
+    pub entry: Controls<EntryControls>,
     /// CR0 bits that VMX operation fixes to 1. PE and PG are not among them for a guest.
     pub cr0_fixed: u64,
     /// CR4 bits that VMX operation fixes to 1.
@@ -134,64 +137,60 @@ impl Unusable {
 /// is missing is what the log names.
 const NEEDED: [(fn(&Raw) -> bool, &str); 17] = [
     (
-        |r| r.basic >> cap::BASIC_TYPE & 0xf == 6 && r.basic & cap::BASIC_32BIT == 0,
+        |r| r.basic.memory_type() == 6 && !r.basic.is_32_bit(),
         "the CPU wants its VMX structures in memory that is not write-back",
     ),
     (
-        |r| r.primary.offers(primary::SECONDARY),
+        |r| r.primary.offers(ProcControls::SECONDARY),
         "the CPU does not offer extended page tables (EPT): this module needs them until shadow paging serves VMX too",
     ),
     (
-        |r| r.secondary.offers(secondary::EPT),
+        |r| r.secondary.offers(ProcControls2::EPT),
         "the CPU does not offer extended page tables (EPT): this module needs them until shadow paging serves VMX too",
     ),
     (
-        |r| r.secondary.offers(secondary::UNRESTRICTED_GUEST),
+        |r| r.secondary.offers(ProcControls2::UNRESTRICTED_GUEST),
         "the CPU does not offer unrestricted guests: this module needs them until it can run real mode without",
     ),
+    (|r| r.ept.write_back(), "the CPU's extended page tables cannot lie in write-back memory"),
+    (|r| r.ept.levels_4(), "the CPU's extended page tables do not have four levels"),
+    (|r| r.ept.invept() && r.ept.invept_all(), "the CPU does not offer INVEPT of all contexts"),
     (
-        |r| r.ept & cap::EPT_WB != 0,
-        "the CPU's extended page tables cannot lie in write-back memory",
-    ),
-    (|r| r.ept & cap::EPT_WALK_4 != 0, "the CPU's extended page tables do not have four levels"),
-    (
-        |r| r.ept & cap::INVEPT != 0 && r.ept & cap::INVEPT_ALL != 0,
-        "the CPU does not offer INVEPT of all contexts",
-    ),
-    (
-        |r| r.primary.frees(primary::CR3_LOAD | primary::CR3_STORE | primary::INVLPG),
+        |r| {
+            r.primary.frees(ProcControls::CR3_LOAD | ProcControls::CR3_STORE | ProcControls::INVLPG)
+        },
         "the CPU does not let guests own CR3",
     ),
-    (|r| r.primary.offers(primary::MSR_BITMAPS), "the CPU does not offer MSR bitmaps"),
-    (|r| r.primary.offers(primary::TPR_SHADOW), "the CPU does not offer a TPR shadow"),
-    (|r| r.primary.offers(primary::TSC_OFFSET), "the CPU does not offer TSC offsetting"),
+    (|r| r.primary.offers(ProcControls::MSR_BITMAPS), "the CPU does not offer MSR bitmaps"),
+    (|r| r.primary.offers(ProcControls::TPR_SHADOW), "the CPU does not offer a TPR shadow"),
+    (|r| r.primary.offers(ProcControls::TSC_OFFSET), "the CPU does not offer TSC offsetting"),
     (
-        |r| r.pin.offers(pin::INTERRUPT | pin::NMI),
+        |r| r.pin.offers(PinControls::EXTERNAL_INTERRUPT | PinControls::NMI),
         "the CPU does not offer exits on interrupts and NMIs",
     ),
     (
         |r| {
-            r.pin.offers(pin::VIRTUAL_NMI)
-                && r.primary.offers(primary::NMI_WINDOW | primary::INTERRUPT_WINDOW)
+            r.pin.offers(PinControls::VIRTUAL_NMIS)
+                && r.primary.offers(ProcControls::NMI_WINDOW | ProcControls::INTERRUPT_WINDOW)
         },
         "the CPU does not offer virtual NMIs",
     ),
     (
-        |r| r.exit.offers(exit::HOST_64) && r.entry.offers(entry::GUEST_64),
+        |r| r.exit.offers(ExitControls::HOST_64) && r.entry.offers(EntryControls::IA32E_GUEST),
         "the CPU does not offer VMX in 64-bit mode",
     ),
     (
-        |r| r.exit.offers(exit::LOAD_EFER) && r.entry.offers(entry::LOAD_EFER),
+        |r| r.exit.offers(ExitControls::LOAD_EFER) && r.entry.offers(EntryControls::LOAD_EFER),
         "the CPU does not switch EFER at VM entries and exits",
     ),
     (
-        |r| r.exit.offers(exit::LOAD_PAT) && r.entry.offers(entry::LOAD_PAT),
+        |r| r.exit.offers(ExitControls::LOAD_PAT) && r.entry.offers(EntryControls::LOAD_PAT),
         "the CPU does not switch PAT at VM entries and exits",
     ),
     (
         |r| {
-            r.exit.offers(exit::SAVE_DEBUG)
-                && r.entry.offers(entry::LOAD_DEBUG)
+            r.exit.offers(ExitControls::SAVE_DEBUG)
+                && r.entry.offers(EntryControls::LOAD_DEBUG)
                 && r.primary.offers(ALWAYS_PRIMARY)
         },
         "the CPU lacks a control that every CPU with unrestricted guests has",
@@ -199,32 +198,37 @@ const NEEDED: [(fn(&Raw) -> bool, &str); 17] = [
 ];
 
 /// Exits that every guest starts with: what would stop the CPU, and what is virtualized.
-const ALWAYS_PRIMARY: u32 = primary::HLT
-    | primary::MWAIT
-    | primary::MONITOR
-    | primary::RDPMC
-    | primary::MOV_DR
-    | primary::UNCONDITIONAL_IO;
+const ALWAYS_PRIMARY: ProcControls = ProcControls::HLT
+    .union(ProcControls::MWAIT)
+    .union(ProcControls::MONITOR)
+    .union(ProcControls::RDPMC)
+    .union(ProcControls::MOV_DR)
+    .union(ProcControls::UNCONDITIONAL_IO);
 
 /// Taken where the CPU has it, whatever the guest's CPUID says. Without the exits a guest could use
 /// instructions that it was not offered; RDTSCP, INVPCID and XSAVES are cleared for a guest without
 /// them.
-const WHERE_THERE: u32 = secondary::RDTSCP
-    | secondary::WBINVD
-    | secondary::INVPCID
-    | secondary::ENCLS
-    | secondary::XSAVES;
+const WHERE_THERE: ProcControls2 = ProcControls2::RDTSCP
+    .union(ProcControls2::WBINVD)
+    .union(ProcControls2::INVPCID)
+    .union(ProcControls2::ENCLS)
+    .union(ProcControls2::XSAVES);
+
+/// VMX_MISC: an event can be injected with an instruction length of 0.
+const ZERO_LENGTH: u64 = 1 << 30;
+/// VMX_EPT_VPID_CAP: INVVPID of one address.
+const INVVPID_ADDRESS: u64 = 1 << 40;
 
 /// The capability MSRs.
 struct Raw {
-    basic: u64,
-    pin: Controls,
-    primary: Controls,
-    secondary: Controls,
-    exit: Controls,
-    entry: Controls,
-    misc: u64,
-    ept: u64,
+    basic: VmxBasic,
+    pin: Controls<PinControls>,
+    primary: Controls<ProcControls>,
+    secondary: Controls<ProcControls2>,
+    exit: Controls<ExitControls>,
+    entry: Controls<EntryControls>,
+    misc: VmxMisc,
+    ept: EptVpidCap,
     cr0_fixed: u64,
     cr4_fixed: u64,
     cr4_allowed: u64,
@@ -232,19 +236,23 @@ struct Raw {
 
 impl Raw {
     fn read(mut rdmsr: impl FnMut(u32) -> u64) -> Self {
-        let basic = rdmsr(cap::BASIC);
+        let basic = VmxBasic(rdmsr(cap::VMX_BASIC));
         // The true MSRs tell which of the bits that older CPUs fix to 1 need not be.
-        let exact = basic & cap::BASIC_TRUE != 0;
-        let mut word = |plain, exactly| Controls::read(rdmsr(if exact { exactly } else { plain }));
-        let pin = word(cap::PIN, cap::TRUE_PIN);
-        let primary = word(cap::PRIMARY, cap::TRUE_PRIMARY);
-        let exit = word(cap::EXIT, cap::TRUE_EXIT);
-        let entry = word(cap::ENTRY, cap::TRUE_ENTRY);
-        let has_secondary = primary.offers(primary::SECONDARY);
-        let secondary =
-            if has_secondary { Controls::read(rdmsr(cap::SECONDARY)) } else { Controls::default() };
+        let exact = basic.has_true_controls();
+        let mut word = |plain, exactly| rdmsr(if exact { exactly } else { plain });
+        let pin = Controls::read(word(cap::VMX_PINBASED_CTLS, cap::VMX_TRUE_PINBASED_CTLS));
+        let primary: Controls<ProcControls> =
+            Controls::read(word(cap::VMX_PROCBASED_CTLS, cap::VMX_TRUE_PROCBASED_CTLS));
+        let exit = Controls::read(word(cap::VMX_EXIT_CTLS, cap::VMX_TRUE_EXIT_CTLS));
+        let entry = Controls::read(word(cap::VMX_ENTRY_CTLS, cap::VMX_TRUE_ENTRY_CTLS));
+        let has_secondary = primary.offers(ProcControls::SECONDARY);
+        let secondary: Controls<ProcControls2> = if has_secondary {
+            Controls::read(rdmsr(cap::VMX_PROCBASED_CTLS2))
+        } else {
+            Controls::default()
+        };
         // The MSR exists where either of the two can be used.
-        let has_ept = secondary.may & (secondary::EPT | secondary::VPID) != 0;
+        let has_ept = secondary.may.intersects(ProcControls2::EPT | ProcControls2::VPID);
         Self {
             basic,
             pin,
@@ -252,11 +260,11 @@ impl Raw {
             secondary,
             exit,
             entry,
-            misc: rdmsr(cap::MISC),
-            ept: if has_ept { rdmsr(cap::EPT_VPID) } else { 0 },
-            cr0_fixed: rdmsr(cap::CR0_FIXED0),
-            cr4_fixed: rdmsr(cap::CR4_FIXED0),
-            cr4_allowed: rdmsr(cap::CR4_FIXED1),
+            misc: VmxMisc(rdmsr(cap::VMX_MISC)),
+            ept: EptVpidCap(if has_ept { rdmsr(cap::VMX_EPT_VPID_CAP) } else { 0 }),
+            cr0_fixed: rdmsr(cap::VMX_CR0_FIXED0),
+            cr4_fixed: rdmsr(cap::VMX_CR4_FIXED0),
+            cr4_allowed: rdmsr(cap::VMX_CR4_FIXED1),
         }
     }
 }
@@ -280,53 +288,60 @@ impl Features {
         let extended =
             if cpuid(0x8000_0000, 0)[0] > 0x8000_0000 { cpuid(0x8000_0001, 0)[3] } else { 0 };
         let xsaves = last >= 0xd && cpuid(0xd, 1)[0] & (1 << 3) != 0;
-        let wide = cap::INVVPID | cap::INVVPID_ALL;
-        let vpid = raw.secondary.offers(secondary::VPID) && raw.ept & wide == wide;
-        let ple = raw.secondary.offers(secondary::PAUSE_LOOP);
-        let timer = raw.pin.offers(pin::PREEMPTION_TIMER);
-        let mut at_once = secondary::EPT | secondary::UNRESTRICTED_GUEST | WHERE_THERE;
+        let vpid =
+            raw.secondary.offers(ProcControls2::VPID) && raw.ept.invvpid() && raw.ept.invvpid_all();
+        let ple = raw.secondary.offers(ProcControls2::PAUSE_LOOP);
+        let timer = raw.pin.offers(PinControls::PREEMPTION_TIMER);
+        let mut at_once = ProcControls2::EPT | ProcControls2::UNRESTRICTED_GUEST | WHERE_THERE;
         if vpid {
-            at_once |= secondary::VPID;
+            at_once |= ProcControls2::VPID;
         }
         if ple {
-            at_once |= secondary::PAUSE_LOOP;
+            at_once |= ProcControls2::PAUSE_LOOP;
         }
         Ok(Self {
-            revision: (raw.basic & cap::BASIC_REVISION) as u32,
-            pin: raw.pin.with(pin::INTERRUPT | pin::NMI | pin::VIRTUAL_NMI),
+            revision: raw.basic.revision(),
+            pin: raw.pin.with(
+                PinControls::EXTERNAL_INTERRUPT | PinControls::NMI | PinControls::VIRTUAL_NMIS,
+            ),
             primary: raw.primary.with(
                 ALWAYS_PRIMARY
-                    | primary::TSC_OFFSET
-                    | primary::TPR_SHADOW
-                    | primary::MSR_BITMAPS
-                    | primary::SECONDARY,
+                    | ProcControls::TSC_OFFSET
+                    | ProcControls::TPR_SHADOW
+                    | ProcControls::MSR_BITMAPS
+                    | ProcControls::SECONDARY,
             ),
             secondary: raw.secondary.with(at_once),
-            exit: raw
-                .exit
-                .with(exit::SAVE_DEBUG | exit::HOST_64 | exit::LOAD_PAT | exit::LOAD_EFER),
-            entry: raw.entry.with(entry::LOAD_DEBUG | entry::LOAD_PAT | entry::LOAD_EFER),
+            exit: raw.exit.with(
+                ExitControls::SAVE_DEBUG
+                    | ExitControls::HOST_64
+                    | ExitControls::LOAD_PAT
+                    | ExitControls::LOAD_EFER,
+            ),
+            entry: raw.entry.with(
+                EntryControls::LOAD_DEBUG | EntryControls::LOAD_PAT | EntryControls::LOAD_EFER,
+            ),
             cr0_fixed: raw.cr0_fixed,
             cr4_fixed: raw.cr4_fixed,
             cr4_allowed: raw.cr4_allowed,
             vpid,
-            invvpid_single: vpid && raw.ept & cap::INVVPID_SINGLE != 0,
-            invvpid_address: vpid && raw.ept & cap::INVVPID_ADDRESS != 0,
-            invept_single: raw.ept & cap::INVEPT_SINGLE != 0,
-            ept_dirty: raw.ept & cap::EPT_DIRTY != 0,
-            ept_2m: raw.ept & cap::EPT_2M != 0,
-            ept_1g: raw.ept & cap::EPT_1G != 0,
+            invvpid_single: vpid && raw.ept.invvpid_single(),
+            invvpid_address: vpid && raw.ept.0 & INVVPID_ADDRESS != 0,
+            invept_single: raw.ept.invept_single(),
+            ept_dirty: raw.ept.accessed_dirty(),
+            ept_2m: raw.ept.large_2m(),
+            ept_1g: raw.ept.large_1g(),
             // The log is of dirty bits being set.
-            pml: raw.secondary.offers(secondary::PML) && raw.ept & cap::EPT_DIRTY != 0,
-            tsc_scaling: raw.secondary.offers(secondary::TSC_SCALING),
-            preemption_timer: timer.then_some((raw.misc & cap::MISC_TIMER_SHIFT) as u8),
+            pml: raw.secondary.offers(ProcControls2::PML) && raw.ept.accessed_dirty(),
+            tsc_scaling: raw.secondary.offers(ProcControls2::TSC_SCALING),
+            preemption_timer: timer.then_some(raw.misc.timer_shift()),
             ple,
-            zero_length_injection: raw.misc & cap::MISC_ZERO_LENGTH != 0,
-            rdtscp: extended & (1 << 27) != 0 && raw.secondary.offers(secondary::RDTSCP),
-            invpcid: seven[1] & (1 << 10) != 0 && raw.secondary.offers(secondary::INVPCID),
+            zero_length_injection: raw.misc.0 & ZERO_LENGTH != 0,
+            rdtscp: extended & (1 << 27) != 0 && raw.secondary.offers(ProcControls2::RDTSCP),
+            invpcid: seven[1] & (1 << 10) != 0 && raw.secondary.offers(ProcControls2::INVPCID),
             spec_ctrl: seven[3] & (1 << 26) != 0,
             xsave: host_cr4 & (1 << 18) != 0,
-            xsaves: xsaves && raw.secondary.offers(secondary::XSAVES),
+            xsaves: xsaves && raw.secondary.offers(ProcControls2::XSAVES),
             pku: host_cr4 & (1 << 22) != 0,
         })
     }
@@ -334,7 +349,8 @@ impl Features {
     /// The EPT pointer for tables whose root is at `root`: four levels, walked in write-back memory.
     #[inline]
     pub const fn ept_pointer(&self, root: u64) -> u64 {
-        root | ept::WRITE_BACK | ept::FOUR_LEVELS | if self.ept_dirty { ept::DIRTY } else { 0 }
+        let dirty = if self.ept_dirty { eptp::ACCESSED_DIRTY } else { 0 };
+        root | eptp::WRITE_BACK | eptp::LEVELS_4 | dirty
     }
 }
 

@@ -6,7 +6,6 @@
 
 extern crate alloc;
 
-mod bits;
 pub mod features;
 pub mod mitigations;
 pub mod percpu;

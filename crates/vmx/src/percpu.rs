@@ -1,1 +1,432 @@
-//! What VMX keeps per physical CPU: the VMXON region, address-space ids, the active VMCSs.
+//! What VMX keeps per physical CPU: the VMXON region, the address-space ids, which VMCSs are active
+//! there, who ran last, and what of the host's state never changes there.
+//!
+//! Every field is touched only on its own CPU with interrupts off (or, at a crash, by an NMI there),
+//! so plain relaxed atomics do: they cost what an ordinary load or store costs.
+
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+
+use cpu::Cpu;
+use host::{NoMemory, hostcpu, once::Once, page::Page};
+use x86::Hpa;
+use x86::msr::{EFER, LSTAR, PAT, STAR, SYSCALL_MASK, TSC_AUX};
+use x86::msr::{SYSENTER_CS, SYSENTER_EIP, SYSENTER_ESP};
+use x86::vmcs::capability::{FEATURE_CONTROL, feature_control as control};
+
+use crate::features::{Features, Unusable};
+
+const CR4_VMXE: u64 = 1 << 13;
+/// CPUID leaf 1, ECX: SMX, in which VMX has an enable bit of its own.
+const SMX: u32 = 1 << 6;
+/// VMCSs that can be active on a CPU at once. One more is cleared whenever the loop is left.
+pub const ACTIVE: usize = 64;
+/// VPIDs have sixteen bits; 0 is the host's.
+const VPIDS: u32 = 1 << 16;
+
+/// What of the host's state is the same on a CPU as long as it is online: read when VMX is switched
+/// on there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct HostConstants {
+    pub tables: hostcpu::HostTables,
+    pub sysenter_cs: u64,
+    pub sysenter_esp: u64,
+    pub sysenter_eip: u64,
+    pub pat: u64,
+    pub efer: u64,
+    pub star: u64,
+    pub lstar: u64,
+    pub syscall_mask: u64,
+    /// 0 where RDTSCP is not there.
+    pub tsc_aux: u64,
+}
+
+/// [`HostConstants`] in a form that can be filled in where nothing may be allocated.
+type Words = [AtomicU64; 13];
+
+impl HostConstants {
+    fn store(&self, to: &Words) {
+        let Self { tables, .. } = self;
+        let selectors = [tables.cs, tables.ss, tables.tr, 0];
+        let selectors = selectors.iter().rev().fold(0, |all, s| all << 16 | u64::from(*s));
+        let words = [
+            tables.gdt,
+            tables.idt,
+            tables.task,
+            selectors,
+            self.sysenter_cs,
+            self.sysenter_esp,
+            self.sysenter_eip,
+            self.pat,
+            self.efer,
+            self.star,
+            self.lstar,
+            self.syscall_mask,
+            self.tsc_aux,
+        ];
+        for (slot, word) in to.iter().zip(words) {
+            slot.store(word, Relaxed);
+        }
+    }
+
+    fn load(from: &Words) -> Self {
+        let words = from.each_ref().map(|word| word.load(Relaxed));
+        let [gdt, idt, task, selectors, rest @ ..] = words;
+        let [sysenter_cs, sysenter_esp, sysenter_eip, pat, efer, rest @ ..] = rest;
+        let [star, lstar, syscall_mask, tsc_aux] = rest;
+        let [cs, ss, tr] = [0, 16, 32].map(|shift| (selectors >> shift) as u16);
+        let tables = hostcpu::HostTables { gdt, idt, task, cs, ss, tr, reserved: 0 };
+        Self {
+            tables,
+            sysenter_cs,
+            sysenter_esp,
+            sysenter_eip,
+            pat,
+            efer,
+            star,
+            lstar,
+            syscall_mask,
+            tsc_aux,
+        }
+    }
+
+    fn read<C: Cpu>(c: &mut C, features: &Features) -> Self {
+        Self {
+            tables: hostcpu::host_tables(),
+            sysenter_cs: c.rdmsr(SYSENTER_CS),
+            sysenter_esp: c.rdmsr(SYSENTER_ESP),
+            sysenter_eip: c.rdmsr(SYSENTER_EIP),
+            pat: c.rdmsr(PAT),
+            efer: c.rdmsr(EFER),
+            star: c.rdmsr(STAR),
+            lstar: c.rdmsr(LSTAR),
+            syscall_mask: c.rdmsr(SYSCALL_MASK),
+            tsc_aux: if features.rdtscp { c.rdmsr(TSC_AUX) } else { 0 },
+        }
+    }
+}
+
+/// One physical CPU.
+#[derive(Debug)]
+pub struct PerCpu {
+    region: Page,
+    generation: AtomicU64,
+    next_vpid: AtomicU32,
+    /// The VMCS that is current; 0: none.
+    current: AtomicU64,
+    /// Physical addresses of the VMCSs that are active; 0: free.
+    active: [AtomicU64; ACTIVE],
+    /// The vCPU that ran last here, for IBPB.
+    pub(crate) last_vcpu: AtomicU64,
+    constants: Words,
+}
+
+/// State shared by all virtual machines on this host.
+#[derive(Debug)]
+struct Machine {
+    features: Features,
+    cpus: alloc::vec::Vec<PerCpu>,
+}
+
+static MACHINE: Once<Machine> = Once::new();
+
+impl PerCpu {
+    fn new(revision: u32) -> Result<Self, NoMemory> {
+        let region = Page::zeroed()?;
+        // The CPU recognises the region by its first four bytes.
+        if let Some(first) = region.table().first() {
+            first.store(u64::from(revision), Relaxed);
+        }
+        Ok(Self {
+            region,
+            generation: AtomicU64::new(1),
+            next_vpid: AtomicU32::new(1),
+            current: AtomicU64::new(0),
+            active: [const { AtomicU64::new(0) }; ACTIVE],
+            last_vcpu: AtomicU64::new(0),
+            constants: [const { AtomicU64::new(0) }; 13],
+        })
+    }
+
+    /// The generation in which VPIDs given out here are valid.
+    #[inline]
+    pub fn generation(&self) -> u64 {
+        self.generation.load(Relaxed)
+    }
+
+    /// A fresh VPID and its generation. The third value asks for an INVVPID of all contexts, because
+    /// the numbers began anew.
+    pub fn new_vpid(&self) -> (u16, u64, bool) {
+        let next = self.next_vpid.load(Relaxed);
+        if next < VPIDS {
+            self.next_vpid.store(next + 1, Relaxed);
+            return (next as u16, self.generation(), false);
+        }
+        let generation = self.generation().wrapping_add(1);
+        self.generation.store(generation, Relaxed);
+        self.next_vpid.store(2, Relaxed);
+        (1, generation, true)
+    }
+
+    /// Whether the VMCS at `vmcs` is current here, so that it need not be loaded.
+    #[inline]
+    pub fn is_current(&self, vmcs: Hpa) -> bool {
+        self.current.load(Relaxed) == vmcs.0
+    }
+
+    /// The VMCS at `vmcs` was loaded here by VMPTRLD.
+    #[inline]
+    pub fn set_current(&self, vmcs: Hpa) {
+        self.current.store(vmcs.0, Relaxed);
+    }
+
+    /// Notes, before the first VMPTRLD, that the VMCS at `vmcs` becomes active here. `false`: there
+    /// is no room; it must be cleared whenever the loop is left.
+    #[must_use]
+    pub fn note_active(&self, vmcs: Hpa) -> bool {
+        let free = self.active.iter().find(|slot| slot.load(Relaxed) == 0);
+        free.inspect(|slot| slot.store(vmcs.0, Relaxed)).is_some()
+    }
+
+    /// Clears the VMCS at `vmcs`, which is active here. Harmless where it is not any more: VMX may
+    /// have been switched off meanwhile.
+    pub fn clear<C: Cpu>(&self, c: &C, vmcs: Hpa) {
+        if c.cr4_now() & CR4_VMXE != 0 {
+            c.vmclear(vmcs);
+        }
+        self.forget(vmcs);
+    }
+
+    /// The VMCS at `vmcs` is not active here any more.
+    fn forget(&self, vmcs: Hpa) {
+        let _ = self.current.compare_exchange(vmcs.0, 0, Relaxed, Relaxed);
+        for slot in &self.active {
+            let _ = slot.compare_exchange(vmcs.0, 0, Relaxed, Relaxed);
+        }
+    }
+
+    /// Clears every VMCS that is active here. NMI context, perhaps.
+    fn clear_all<C: Cpu>(&self, c: &C) {
+        for slot in &self.active {
+            let vmcs = slot.swap(0, Relaxed);
+            if vmcs != 0 {
+                c.vmclear(Hpa(vmcs));
+            }
+        }
+        self.current.store(0, Relaxed);
+    }
+
+    /// What of the host's state is constant here.
+    pub fn constants(&self) -> HostConstants {
+        HostConstants::load(&self.constants)
+    }
+}
+
+/// Allocates the per-CPU state for `cpus` CPUs. Called once at load.
+pub fn set_up(features: Features, cpus: usize) -> Result<(), NoMemory> {
+    let mut table = alloc::vec::Vec::new();
+    table.try_reserve_exact(cpus).map_err(|_| NoMemory)?;
+    for _ in 0..cpus {
+        table.push(PerCpu::new(features.revision)?);
+    }
+    MACHINE.set(Machine { features, cpus: table })
+}
+
+/// Frees it. Called at unload, after the last VM is gone and VMX is off everywhere.
+#[allow(unsafe_code)]
+pub fn tear_down() {
+    // SAFETY: at unload no vCPU is left that could hold a reference, and no CPU has VMX on.
+    unsafe { MACHINE.clear() };
+}
+
+/// The features found at load.
+pub fn features() -> Features {
+    MACHINE.get().map(|m| m.features).unwrap_or_default()
+}
+
+/// The state of physical CPU `cpu`.
+#[inline]
+pub(crate) fn of(cpu: usize) -> Option<&'static PerCpu> {
+    MACHINE.get()?.cpus.get(cpu)
+}
+
+/// Whether VMX can be used on the CPU this runs on, apart from what the capability MSRs say.
+/// `allowed`: what the kernel made of the firmware's choice.
+pub fn check<C: Cpu>(c: &mut C, allowed: bool) -> Result<(), Unusable> {
+    let firmware = c.rdmsr(FEATURE_CONTROL);
+    let enabled = firmware & (control::VMX_OUTSIDE_SMX | control::VMX_IN_SMX) != 0;
+    // Inside SMX, which only the kernel knows of, the other of the two bits counts.
+    if firmware & control::LOCKED != 0 && !(enabled && allowed) {
+        return Err(Unusable::DisabledByFirmware);
+    }
+    if c.cr4_now() & CR4_VMXE != 0 {
+        return Err(Unusable::InUse);
+    }
+    Ok(())
+}
+
+/// Switches VMX on on the CPU this runs on.
+pub fn enable<C: Cpu>(c: &mut C, cpu: usize) -> Result<(), Unusable> {
+    let Some(this) = of(cpu) else { return Err(Unusable::Absent) };
+    check(c, hostcpu::vmx_allowed())?;
+    unlock(c);
+    HostConstants::read(c, &features()).store(&this.constants);
+    this.current.store(0, Relaxed);
+    this.generation.store(this.generation().wrapping_add(1), Relaxed);
+    this.next_vpid.store(1, Relaxed);
+    this.last_vcpu.store(0, Relaxed);
+    if c.vmxon(this.region.hpa()) { Ok(()) } else { Err(Unusable::Refused) }
+}
+
+/// Where firmware left the choice open, VMX is enabled and the choice locked, as the kernel itself
+/// does it. VMXON faults while the lock is open.
+fn unlock<C: Cpu>(c: &mut C) {
+    let firmware = c.rdmsr(FEATURE_CONTROL);
+    if firmware & control::LOCKED != 0 {
+        return;
+    }
+    let smx = if c.cpuid(1, 0)[2] & SMX != 0 { control::VMX_IN_SMX } else { 0 };
+    c.wrmsr(FEATURE_CONTROL, firmware | control::LOCKED | control::VMX_OUTSIDE_SMX | smx);
+}
+
+/// Switches VMX off on the CPU this runs on; harmless where it is off. NMI context, perhaps.
+pub fn disable<C: Cpu>(c: &mut C, cpu: usize) {
+    // Set by nobody else as long as the module is loaded.
+    if c.cr4_now() & CR4_VMXE == 0 {
+        return;
+    }
+    if let Some(this) = of(cpu) {
+        this.clear_all(c);
+    }
+    c.vmxoff();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cpu::{Model, VmxCpu};
+
+    const OPEN: u64 = control::LOCKED | control::VMX_OUTSIDE_SMX;
+
+    fn model(firmware: u64) -> Model {
+        let mut c = Model::default();
+        c.msrs.insert(FEATURE_CONTROL, firmware);
+        c
+    }
+
+    #[test]
+    fn vpids_run_out_into_a_new_generation_with_a_flush() {
+        let cpu = PerCpu::new(4).unwrap();
+        let mut last = cpu.new_vpid();
+        assert_eq!(last, (1, 1, false));
+        for n in 2..=0xffff {
+            last = cpu.new_vpid();
+            assert_eq!(last, (n, 1, false));
+        }
+        assert_eq!(cpu.new_vpid(), (1, 2, true));
+        assert_eq!(cpu.new_vpid(), (2, 2, false));
+    }
+
+    #[test]
+    fn the_region_begins_with_the_revision() {
+        let cpu = PerCpu::new(0x1234).unwrap();
+        assert_eq!(cpu.region.table()[0].load(Relaxed), 0x1234);
+    }
+
+    #[test]
+    fn the_constants_come_back_as_they_were_stored() {
+        let tables = hostcpu::HostTables {
+            gdt: 1,
+            idt: 2,
+            task: 3,
+            cs: 0x10,
+            ss: 0x18,
+            tr: 0xfff8,
+            reserved: 0,
+        };
+        let constants = HostConstants {
+            tables,
+            sysenter_cs: 4,
+            sysenter_esp: 5,
+            sysenter_eip: 6,
+            pat: 7,
+            efer: 8,
+            star: 9,
+            lstar: 10,
+            syscall_mask: 11,
+            tsc_aux: 12,
+        };
+        let cpu = PerCpu::new(4).unwrap();
+        constants.store(&cpu.constants);
+        assert_eq!(cpu.constants(), constants);
+    }
+
+    #[test]
+    fn what_firmware_and_others_did_is_respected() {
+        assert_eq!(check(&mut model(OPEN), true), Ok(()));
+        assert_eq!(check(&mut model(0), true), Ok(()));
+        let off = Err(Unusable::DisabledByFirmware);
+        assert_eq!(check(&mut model(control::LOCKED), true), off);
+        assert_eq!(check(&mut model(control::LOCKED | control::VMX_IN_SMX), true), Ok(()));
+        // Launched by TXT without the bit for it: the kernel says no.
+        assert_eq!(check(&mut model(OPEN), false), off);
+        let mut used = model(OPEN);
+        used.vmx.cr4.set(CR4_VMXE);
+        assert_eq!(check(&mut used, true), Err(Unusable::InUse));
+    }
+
+    #[test]
+    fn an_open_lock_is_closed_with_the_bits_that_count() {
+        let mut c = model(0);
+        unlock(&mut c);
+        assert_eq!(c.msrs[&FEATURE_CONTROL], OPEN);
+        let mut c = model(1 << 20);
+        c.cpuid = Some(|_, _| [0, 0, SMX, 0]);
+        unlock(&mut c);
+        assert_eq!(c.msrs[&FEATURE_CONTROL], OPEN | control::VMX_IN_SMX | 1 << 20);
+        let mut c = model(OPEN | 1 << 18);
+        unlock(&mut c);
+        assert_eq!(c.msrs[&FEATURE_CONTROL], OPEN | 1 << 18);
+    }
+
+    #[test]
+    fn going_offline_clears_every_active_vmcs_once() {
+        let c = model(OPEN);
+        let cpu = PerCpu::new(4).unwrap();
+        assert!(c.vmxon(cpu.region.hpa()));
+        for n in 1..=ACTIVE as u64 {
+            assert!(cpu.note_active(Hpa(n << 12)));
+        }
+        assert!(!cpu.note_active(Hpa(0xfff_f000)), "no room");
+        cpu.set_current(Hpa(3 << 12));
+        cpu.clear(&c, Hpa(3 << 12));
+        assert!(!cpu.is_current(Hpa(3 << 12)));
+        assert!(cpu.note_active(Hpa(0xfff_f000)));
+        cpu.clear_all(&c);
+        cpu.clear_all(&c);
+        let mut cleared = c.vmx.cleared.take();
+        let times = cleared.len();
+        cleared.sort_unstable_by_key(|hpa| hpa.0);
+        cleared.dedup();
+        assert_eq!((cleared.len(), times), (ACTIVE + 1, ACTIVE + 1));
+    }
+
+    #[test]
+    fn vmx_goes_on_once_and_off_completely() {
+        set_up(Features { revision: 7, ..Features::default() }, 2).unwrap();
+        let mut c = model(OPEN);
+        c.msrs.insert(PAT, 0x0407_0506_0007_0106);
+        assert_eq!(enable(&mut c, 1), Ok(()));
+        assert_eq!(c.vmx.on.get(), of(1).map(|cpu| cpu.region.hpa()));
+        assert_eq!(of(1).unwrap().constants().pat, 0x0407_0506_0007_0106);
+        assert_eq!(enable(&mut c, 1), Err(Unusable::InUse));
+        assert!(of(1).unwrap().note_active(Hpa(0x5000)));
+        disable(&mut c, 1);
+        assert_eq!((c.vmx.on.get(), c.vmx.cr4.get()), (None, 0));
+        assert_eq!(c.vmx.cleared.take(), [Hpa(0x5000)]);
+        disable(&mut c, 1);
+        assert_eq!(enable(&mut c, 9), Err(Unusable::Absent));
+        c.vmx.refuse_vmxon = true;
+        assert_eq!(enable(&mut c, 0), Err(Unusable::Refused));
+    }
+}

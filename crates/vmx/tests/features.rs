@@ -81,6 +81,27 @@ const COFFEE_LAKE: Recorded = Recorded([
     0x0003_ffff_0000_11fb,
 ]);
 
+/// The lab's `intel` machine: Bochs 2.7 as Skylake-X.
+const LAB: Recorded = Recorded([
+    0x00d8_1000_0000_002b,
+    0x0000_007f_0000_0016,
+    0xf7f9_fffe_0401_e172,
+    0x007f_ffff_0003_6dff,
+    0x0000_ffff_0000_11ff,
+    0x6004_01e0,
+    0x8000_0021,
+    0xffff_ffff,
+    0x2000,
+    0x37_27ff,
+    0x34,
+    0x0217_7fff_0000_0000,
+    0xf01_0633_4141,
+    0x0000_007f_0000_0016,
+    0xf7f9_fffe_0400_6172,
+    0x007f_ffff_0003_6dfb,
+    0x0000_ffff_0000_11fb,
+]);
+
 impl Recorded {
     fn msr(&self, index: u32) -> u64 {
         *self.0.get(index.wrapping_sub(0x480) as usize).expect("a capability MSR")
@@ -120,7 +141,8 @@ fn cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {
     }
 }
 
-const USABLE: [(&str, Recorded); 5] = [
+const USABLE: [(&str, Recorded); 6] = [
+    ("the lab's machine", LAB),
     ("Sandy Bridge", SANDY_BRIDGE),
     ("Ivy Bridge", IVY_BRIDGE),
     ("Silvermont", SILVERMONT),
@@ -133,16 +155,16 @@ fn every_word_that_is_put_together_is_one_that_the_cpu_takes() {
     for (name, cpu) in USABLE {
         let features = cpu.read().unwrap_or_else(|why| panic!("{name}: {}", why.reason()));
         let words = [
-            (features.pin, 0x48d),
-            (features.primary, 0x48e),
-            (features.exit, 0x48f),
-            (features.entry, 0x490),
-            (features.secondary, 0x48b),
+            (features.pin.base.bits(), 0x48d),
+            (features.primary.base.bits(), 0x48e),
+            (features.exit.base.bits(), 0x48f),
+            (features.entry.base.bits(), 0x490),
+            (features.secondary.base.bits(), 0x48b),
         ];
         for (word, msr) in words {
             let (must, may) = (cpu.msr(msr) as u32, (cpu.msr(msr) >> 32) as u32);
-            assert_eq!(word.base & must, must, "{name}: {msr:#x} lacks what must be set");
-            assert_eq!(word.base & !may, 0, "{name}: {msr:#x} has what must not be set");
+            assert_eq!(word & must, must, "{name}: {msr:#x} lacks what must be set");
+            assert_eq!(word & !may, 0, "{name}: {msr:#x} has what must not be set");
         }
     }
 }
@@ -151,14 +173,22 @@ fn every_word_that_is_put_together_is_one_that_the_cpu_takes() {
 fn guests_own_cr3_and_exit_where_they_must() {
     for (name, cpu) in USABLE {
         let f = cpu.read().unwrap();
-        assert_eq!(f.primary.base & 0x0001_8200, 0, "{name}: CR3 or INVLPG exits");
+        assert_eq!(f.primary.base.bits() & 0x0001_8200, 0, "{name}: CR3 or INVLPG exits");
         // HLT, MWAIT, RDPMC, MOV DR, I/O, MONITOR; TSC offset, TPR shadow, MSR bitmap, secondary.
         let needed = 0x2180_0c80 | 0x9020_0008;
-        assert_eq!(f.primary.base & needed, needed, "{name}");
+        assert_eq!(f.primary.base.bits() & needed, needed, "{name}");
         // EPT and unrestricted guests; interrupts and NMIs exit, NMIs are virtual.
-        assert_eq!((f.secondary.base & 0x82, f.pin.base & 0x29), (0x82, 0x29), "{name}");
+        assert_eq!(
+            (f.secondary.base.bits() & 0x82, f.pin.base.bits() & 0x29),
+            (0x82, 0x29),
+            "{name}"
+        );
         // The host is 64-bit; both sides have PAT, EFER and the debug registers of their own.
-        assert_eq!((f.exit.base & 0x28_0204, f.entry.base & 0xc004), (0x28_0204, 0xc004), "{name}");
+        assert_eq!(
+            (f.exit.base.bits() & 0x28_0204, f.entry.base.bits() & 0xc004),
+            (0x28_0204, 0xc004),
+            "{name}"
+        );
     }
 }
 
@@ -176,6 +206,8 @@ fn what_is_there_is_taken() {
     assert!(f.pml && f.xsaves && f.zero_length_injection && !f.tsc_scaling);
     assert_eq!(f.to_string(), "EPT, VPID, EPT dirty bits, 1 GiB pages, PML, preemption timer, PLE");
     assert_eq!((f.revision, f.preemption_timer), (4, Some(7)));
+    let f = LAB.read().unwrap();
+    assert!(f.vpid && f.tsc_scaling && f.pml && f.ept_1g && f.xsaves);
     assert_eq!(f.ept_pointer(0x1234_5000), 0x1234_505e);
     assert_eq!(SILVERMONT.read().unwrap().ept_pointer(0x1000), 0x101e);
 }
@@ -186,12 +218,12 @@ fn what_is_masked_is_not_taken() {
     let f = cpu.without(0x481, 1 << 6).read().unwrap();
     assert!(!f.vpid && !f.ple && !f.pml && !f.invpcid && !f.rdtscp && !f.xsaves);
     assert_eq!(f.preemption_timer, None);
-    assert_eq!(f.secondary.base & 0x0012_1428, 0);
+    assert_eq!(f.secondary.base.bits() & 0x0012_1428, 0);
     // Without dirty bits there is nothing to log; without an INVVPID of all there are no ids.
     let mut cpu = COFFEE_LAKE;
     cpu.0[12] &= !(1 << 21 | 1 << 42);
     let f = cpu.read().unwrap();
-    assert!(!f.pml && !f.vpid && f.secondary.base & 0x20 == 0);
+    assert!(!f.pml && !f.vpid && f.secondary.base.bits() & 0x20 == 0);
 }
 
 #[test]

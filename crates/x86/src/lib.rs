@@ -6,7 +6,6 @@
 pub mod addr;
 pub mod apic;
 pub mod cpuid;
-pub mod ept;
 pub mod exception;
 pub mod msr;
 pub mod paging;

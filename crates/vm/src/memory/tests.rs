@@ -12,8 +12,7 @@ use host::gup::{GupError, HostPage};
 use host::page::Pages;
 use host::std_port::test;
 use mmu::tdp::{FlushRemote, Leaf};
-use mmu::{Format, PagingContext, Region, RegionLimits, SlotError, TableCache};
-use x86::ept::EptVpidCap;
+use mmu::{EptSupport, Format, PagingContext, Region, RegionLimits, SlotError, TableCache};
 use x86::{Gfn, Gpa, Hva, Pfn};
 
 use super::{DirtyLogError, FaultAccess, FaultOutcome, MemoryError, VmMemory};
@@ -440,7 +439,7 @@ fn age_is_reported_for_the_host_range() {
 #[test]
 fn without_accessed_flags_a_page_ages_by_being_withdrawn() {
     // EPT of a CPU from before it had them.
-    let format = Format::ept(EptVpidCap(1 << 6 | 1 << 14 | 1 << 16));
+    let format = Format::ept(EptSupport { pages_2m: true, ..EptSupport::default() });
     let mut bench = Bench::over(VmMemory::new(format, RegionLimits::default()).unwrap(), 0);
     bench.fault(20, false);
     let (hva, end) = (bench.hva(20), bench.hva(21));
@@ -457,8 +456,8 @@ fn without_accessed_flags_a_page_ages_by_being_withdrawn() {
 
 #[test]
 fn a_large_host_page_is_mapped_as_large_as_the_cpu_allows() {
-    for (cap, wanted) in [(0, 1), (1 << 16, 2), (1 << 16 | 1 << 17, 3)] {
-        let format = Format::ept(EptVpidCap(1 << 6 | 1 << 14 | 1 << 21 | cap));
+    for (pages_2m, pages_1g, wanted) in [(false, false, 1), (true, false, 2), (true, true, 3)] {
+        let format = Format::ept(EptSupport { pages_2m, pages_1g, accessed_dirty: true });
         let memory = VmMemory::new(format, RegionLimits::default()).unwrap();
         let region = Region { slot: 3, flags: 0, gpa: 1 << 30, size: 1 << 31, hva: 1 << 40 };
         let (flushes, mut cache) = (Flushes::default(), TableCache::new());

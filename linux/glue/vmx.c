@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/* VMX on and off on a CPU, and what VM exits need of the kernel and leave changed. */
+#include <linux/perf_event.h>
+#include <linux/smp.h>
+
+#include <asm/asm.h>
+#include <asm/cpu_entry_area.h>
+#include <asm/cpufeature.h>
+#include <asm/desc.h>
+#include <asm/perf_event.h>
+#include <asm/segment.h>
+#include <asm/tlbflush.h>
+#ifdef CONFIG_X86_FRED
+#include <asm/fred.h>
+#include <asm/trapnr.h>
+#endif
+
+#include "gannet.h"
+
+/* The kernel reads IA32_FEATURE_CONTROL when a CPU comes up, and locks it where firmware did not. */
+bool gnt_vmx_allowed(void)
+{
+	return boot_cpu_has(X86_FEATURE_MSR_IA32_FEAT_CTL) && boot_cpu_has(X86_FEATURE_VMX);
+}
+
+/*
+ * Processor trace must not be on where the CPU cannot trace in VMX operation, and CR4 is the
+ * kernel's, which keeps a copy of it.
+ */
+int gnt_vmx_on(u64 region)
+{
+	intel_pt_handle_vmx(1);
+	cr4_set_bits(X86_CR4_VMXE);
+	asm goto("1: vmxon %[region]\n\t"
+		 "jbe %l[refused]\n\t"
+		 _ASM_EXTABLE(1b, %l[refused])
+		 : : [region] "m"(region) : "cc", "memory" : refused);
+	return 0;
+
+refused:
+	cr4_clear_bits(X86_CR4_VMXE);
+	intel_pt_handle_vmx(0);
+	return -EIO;
+}
+
+/* An NMI of a crash may hit between CR4.VMXE and VMXON: then VMXOFF faults, and nothing is lost. */
+void gnt_vmx_off(void)
+{
+	asm goto("1: vmxoff\n\t"
+		 _ASM_EXTABLE(1b, %l[off])
+		 : : : "cc", "memory" : off);
+off:
+	cr4_clear_bits(X86_CR4_VMXE);
+	intel_pt_handle_vmx(0);
+}
+
+void gnt_host_tables(struct gnt_host_tables *out)
+{
+	struct desc_ptr table;
+
+	native_store_gdt(&table);
+	out->gdt = table.address;
+	store_idt(&table);
+	out->idt = table.address;
+	out->task = (unsigned long)&get_cpu_entry_area(raw_smp_processor_id())->tss.x86_tss;
+	out->cs = __KERNEL_CS;
+	out->ss = __KERNEL_DS;
+	out->tr = GDT_ENTRY_TSS * 8;
+}
+
+/*
+ * An NMI that ends a guest's run is not delivered: it is gone but for the blocking of further ones.
+ * The handler is entered through the IDT, for it counts on its own stack; its IRET ends the
+ * blocking.
+ */
+noinstr void gnt_vmx_nmi(void)
+{
+#ifdef CONFIG_X86_FRED
+	if (cpu_feature_enabled(X86_FEATURE_FRED)) {
+		fred_entry_from_kvm(EVENT_TYPE_NMI, X86_TRAP_NMI);
+		return;
+	}
+#endif
+	asm volatile("int %0" : : "i"(2) : "memory");
+}
+
+/* TR is loaded again when a task with an I/O bitmap needs it, or now if this is one. */
+void gnt_vmx_left(void)
+{
+	load_fixmap_gdt(raw_smp_processor_id());
+	if (unlikely(test_thread_flag(TIF_IO_BITMAP)))
+		force_reload_TR();
+	else
+		this_cpu_write(__tss_limit_invalid, true);
+}
