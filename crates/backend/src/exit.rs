@@ -59,6 +59,8 @@ pub enum Exit {
     Shutdown,
     /// An INIT or SMI signal hit this CPU; the host handles it.
     HostSignal,
+    /// The log of written pages is full ([`Backend::set_page_log`](crate::Backend::set_page_log)).
+    PageLogFull,
     /// The hardware refused the control block.
     Refused,
     /// Anything else, with the raw code.

@@ -10,7 +10,7 @@ pub mod exit;
 pub use exit::{CrAccess, Event, Exit, IoExit, NestedFault, PageFault};
 
 use x86::{
-    Hpa, Vector,
+    Gpa, Hpa, Vector,
     segment::{DescriptorTable, Segment},
 };
 
@@ -247,6 +247,13 @@ pub trait Backend: Send + Sized {
     fn flush_nested(&mut self) {
         self.flush_tlb();
     }
+
+    /// Has the CPU log the guest-physical pages that it makes dirty in the nested tables, or not.
+    /// Only asked for where such tables are made (`mmu::Format::logs`).
+    fn set_page_log(&mut self, _on: bool) {}
+    /// Takes what was logged since the last call. Between [`load`](Backend::load) and
+    /// [`unload`](Backend::unload), with the host's segment state.
+    fn take_page_log(&mut self, _each: impl FnMut(Gpa)) {}
 
     /// Injects an event at the next entry.
     fn inject(&mut self, event: Event);

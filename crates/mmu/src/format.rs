@@ -62,6 +62,9 @@ pub struct EptSupport {
     pub pages_1g: bool,
     /// Accessed and dirty flags; the EPT pointer turns them on.
     pub accessed_dirty: bool,
+    /// Page-modification logging: the CPU notes the pages whose dirty flag it sets (SDM vol. 3
+    /// §29.3.6).
+    pub page_log: bool,
 }
 
 /// The spelling of the entries of one tree, and its shape.
@@ -80,6 +83,8 @@ pub struct Format {
     /// Set by the CPU on access and on writing; both 0 where it does not.
     accessed: u64,
     dirty: u64,
+    /// The dirty log asks the CPU which pages were written, and does not make them read-only.
+    logs: bool,
     /// Levels of the tree: 4 or 5.
     levels: u8,
     /// The largest leaf: 1 = 4 KiB, 2 = 2 MiB, 3 = 1 GiB.
@@ -104,6 +109,7 @@ impl Format {
             table: pte::PRESENT | pte::WRITABLE | pte::USER | pte::ACCESSED | encryption,
             accessed: pte::ACCESSED,
             dirty: pte::DIRTY,
+            logs: false,
             levels: if levels == 5 { 5 } else { 4 },
             largest: 3,
             encryption,
@@ -125,6 +131,7 @@ impl Format {
             table: ept::READ | ept::WRITE | ept::EXECUTE | if tracks { ept::ACCESSED } else { 0 },
             accessed: if tracks { ept::ACCESSED } else { 0 },
             dirty: if tracks { ept::DIRTY } else { 0 },
+            logs: tracks && cpu.page_log,
             levels: 4,
             largest: if !cpu.pages_2m {
                 1
@@ -159,6 +166,12 @@ impl Format {
     #[inline]
     pub const fn tracks(&self) -> bool {
         self.accessed != 0
+    }
+
+    /// Whether the CPU itself logs the pages that it makes dirty.
+    #[inline]
+    pub const fn logs(&self) -> bool {
+        self.logs
     }
 
     /// The bit that the CPU sets in an accessed leaf; 0 where it has none.

@@ -4,6 +4,10 @@
 //! entries by compare-and-exchange. [`Zapper`] holds it for writing. [`lookup`] and [`page_of`] need
 //! no lock, with interrupts off. Large pages are split by filling a table with what the large leaf
 //! said, so that no access is lost; they come back after the range was withdrawn.
+//!
+//! How the dirty log learns of writes is the format's: a leaf is made read-only, and the fault tells;
+//! or, where the CPU logs pages by itself, a small leaf is made clean, and the CPU's log tells. Then
+//! every small leaf of a slot that logs is clean, or marked in the bitmap, or in some CPU's log.
 
 use host::arc::Arc;
 use host::error::NoMemory;
@@ -200,7 +204,9 @@ pub fn lookup(view: &View<'_>, gfn: Gfn) -> Option<Leaf> {
 #[inline]
 pub fn page_of(view: &View<'_>, gpa: Gpa) -> Option<GuestPage> {
     let leaf = lookup(view, gpa.gfn())?;
-    leaf.direct.then(|| view.page(leaf.pfn.hpa(), leaf.writable))
+    // A write of ours sets no dirty bit, so it is no use to a log that lives by them.
+    let writable = leaf.writable && (leaf.dirty || !view.format().logs());
+    leaf.direct.then(|| view.page(leaf.pfn.hpa(), writable))
 }
 
 /// Calls `each(table, index, entry, first frame of the leaf)` for every present leaf that reaches
@@ -298,7 +304,8 @@ impl<S> Mapper<'_, S> {
                     return MapOutcome::NeedTables(usize::from(table.level() - mapping.level));
                 };
                 if is_present(old) {
-                    let (small, below) = (shrink(old, table.level() - 1), table.level() - 1);
+                    let below = table.level() - 1;
+                    let small = self.split(shrink(old, below), below);
                     let step = pages_per(below) << 12;
                     let bits = self.tree.format().table_bits();
                     if table.link_filled(index, old, page, bits, |n| small.wrapping_add(n * step)) {
@@ -346,6 +353,21 @@ impl<S> Mapper<'_, S> {
         };
         let host = if mapping.host_writable { HOST_WRITABLE } else { 0 };
         self.tree.format().leaf(first, level, bits) | host
+    }
+
+    /// What the parts of a large leaf say, of which `small` is one, after it was split.
+    ///
+    /// If the log took write access from the large leaf, its small parts need not fault one by one
+    /// where the CPU logs pages. While the large leaf can still be written, its translation may be
+    /// in some TLB as dirty: then whoever starts the log must see something to flush.
+    fn split(&self, small: u64, level: u8) -> u64 {
+        let format = self.tree.format();
+        let watched = small & (WRITABLE | HOST_WRITABLE) == HOST_WRITABLE;
+        if format.logs() && level == LEVEL_4K && watched {
+            (small | WRITABLE) & !format.dirty()
+        } else {
+            small
+        }
     }
 
     /// Bits that a second mapping of the same frame may add to a leaf.
@@ -481,30 +503,34 @@ impl<S> Zapper<'_, S> {
         next_below(self.tree.root(), first.0, end.0).map_or(end, Gfn)
     }
 
-    /// Ends a round of write protection: bumps the generation and flushes.
+    /// Ends a round of [`Zapper::watch_writes`]: bumps the generation and flushes.
     pub fn flush(&mut self, flush: &(impl FlushRemote + ?Sized)) {
         self.tree.finish(flush, Gfn(0), Gfn(0));
     }
 
-    /// Takes write access from every leaf that reaches into `first..end`. Returns whether any had
-    /// it: then the caller must flush, with this lock or after, before it relies on it.
-    pub fn write_protect(&mut self, first: Gfn, end: Gfn) -> bool {
-        let mut any = false;
+    /// Makes the next write through every leaf that reaches into `first..end` be noticed: takes write
+    /// access from it, or makes it clean where the CPU logs pages and the leaf is small. Returns
+    /// whether anything was changed: then the caller must flush, with this lock or after, before it
+    /// relies on it.
+    pub fn watch_writes(&mut self, first: Gfn, end: Gfn) -> bool {
+        let (mut any, format) = (false, self.tree.format());
+        let small = if format.logs() { format.dirty() } else { WRITABLE };
         for_each_leaf(self.tree.root(), first.0, end.0, &mut |table, index, entry, _| {
-            any |= protect(table, index, entry);
+            let bit = if table.level() == LEVEL_4K { small } else { WRITABLE };
+            any |= take_bit(table, index, entry, bit);
         });
         any
     }
 
-    /// Takes write access from the pages `base + n` for every bit `n` of `mask`.
-    pub fn write_protect_masked(&mut self, base: Gfn, mask: u64) -> bool {
+    /// The same for the pages `base + n` for every bit `n` of `mask`.
+    pub fn watch_writes_masked(&mut self, base: Gfn, mask: u64) -> bool {
         let (mut any, mut rest) = (false, mask);
         while rest != 0 {
             // Runs of set bits: dirty pages come in clusters.
             let skip = rest.trailing_zeros();
             let run = (rest >> skip).trailing_ones();
             let first = base.0.wrapping_add(u64::from(skip));
-            any |= self.write_protect(Gfn(first), Gfn(first.wrapping_add(u64::from(run))));
+            any |= self.watch_writes(Gfn(first), Gfn(first.wrapping_add(u64::from(run))));
             rest &= !(u64::MAX.checked_shr(64 - run).unwrap_or(0) << skip);
         }
         any
@@ -580,10 +606,10 @@ fn zap_below(table: Table<'_>, first: u64, end: u64, how: Thoroughness, done: &m
     }
 }
 
-fn protect(table: &Table<'_>, index: usize, entry: u64) -> bool {
+fn take_bit(table: &Table<'_>, index: usize, entry: u64, bit: u64) -> bool {
     let mut entry = entry;
-    while entry & WRITABLE != 0 {
-        if table.replace(index, entry, entry & !WRITABLE) {
+    while entry & bit != 0 {
+        if table.replace(index, entry, entry & !bit) {
             return true;
         }
         match table.entry(index) {

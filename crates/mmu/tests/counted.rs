@@ -65,7 +65,7 @@ fn a_split_large_leaf_becomes_512_small_ones() {
     map(&tdp, 512, 2);
     assert_eq!(counted(&tdp), [3, 0, 0, 1]);
     // A write that the large leaf does not allow, and that is allowed for one small page.
-    tdp.zapper().write_protect(Gfn(512), Gfn(1024));
+    tdp.zapper().watch_writes(Gfn(512), Gfn(1024));
     map(&tdp, 600, 1);
     assert_eq!(counted(&tdp), [4, 0, 512, 0]);
 }

@@ -5,9 +5,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use gannet_mmu::tdp::{FlushRemote, Thoroughness, pages_per};
 use gannet_mmu::{EptSupport, Format, MapOutcome, Mapping, TableCache, Tdp};
 use proptest::prelude::*;
-use x86::{Gfn, Hpa, Pfn};
+use x86::{Gfn, Gpa, Hpa, Pfn};
 
-const NEW: EptSupport = EptSupport { pages_2m: true, pages_1g: true, accessed_dirty: true };
+const NEW: EptSupport =
+    EptSupport { pages_2m: true, pages_1g: true, accessed_dirty: true, page_log: false };
+/// Where the CPU logs pages.
+const LOGGING: Format = Format::ept(EptSupport { page_log: true, ..NEW });
 const NPT: Format = Format::npt(4, 0);
 const EPT: Format = Format::ept(NEW);
 /// Without accessed and dirty flags.
@@ -56,6 +59,20 @@ fn word(table: Hpa, index: u64) -> &'static AtomicU64 {
     let at = host::page::direct_map(table).cast::<AtomicU64>();
     // SAFETY: a table of a tree that the test holds; the index is below 512.
     unsafe { &*at.add((index & 511) as usize) }
+}
+
+/// The word that maps `gfn`.
+fn leaf_of(tdp: &Tdp<()>, gfn: u64) -> &'static AtomicU64 {
+    let mut table = tdp.root();
+    for level in (1..=4u8).rev() {
+        let word = word(table, gfn >> (9 * (level - 1)));
+        let entry = word.load(Ordering::Relaxed);
+        if level == 1 || entry & 1 << 7 != 0 {
+            return word;
+        }
+        table = Hpa(entry & ADDRESS);
+    }
+    unreachable!()
 }
 
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
@@ -233,7 +250,7 @@ proptest! {
         let tdp = Tdp::new(format, ()).unwrap();
         let mapping = Mapping { writable: true, host_writable: true, ..mapping };
         map(&tdp, gfn, &mapping);
-        tdp.zapper().write_protect(Gfn(gfn), Gfn(gfn + 1));
+        tdp.zapper().watch_writes(Gfn(gfn), Gfn(gfn + 1));
         let whole = found(&tdp, gfn);
         map(&tdp, gfn, &Mapping { level: 1, fault: None, ..mapping });
         let one = found(&tdp, gfn);
@@ -287,6 +304,72 @@ fn sizes_that_the_cpu_lacks_are_told() {
     // 1 GiB without 2 MiB is nothing a CPU has; then neither is used.
     assert_eq!(Format::ept(EptSupport { pages_2m: false, ..NEW }).largest(), 1);
     assert_eq!(Format::ept(EptSupport::default()).largest(), 1);
+}
+
+#[test]
+fn a_log_without_dirty_flags_is_none() {
+    assert!(LOGGING.logs() && !EPT.logs() && !NPT.logs());
+    let cpu = EptSupport { accessed_dirty: false, page_log: true, ..NEW };
+    assert!(!Format::ept(cpu).logs());
+}
+
+#[test]
+fn where_the_cpu_logs_a_watched_small_page_is_clean_and_writable() {
+    let tdp = Tdp::new(LOGGING, ()).unwrap();
+    map(&tdp, 7, &Mapping { fault: Some(true), ..page(70) });
+    map(&tdp, 8, &Mapping { fault: Some(false), ..page(71) });
+    assert!(found(&tdp, 7).dirty && !found(&tdp, 8).dirty);
+    assert!(tdp.zapper().watch_writes(Gfn(7), Gfn(8)));
+    assert_eq!(found(&tdp, 7), Found { pfn: 70, ..found(&tdp, 8) });
+    assert!(found(&tdp, 7).write);
+    // Nothing changed: no flush.
+    assert!(!tdp.zapper().watch_writes(Gfn(0), Gfn(512)));
+    // The CPU writes.
+    let leaf = leaf_of(&tdp, 8);
+    leaf.fetch_or(1 << 9, Ordering::Relaxed);
+    assert!(tdp.zapper().watch_writes_masked(Gfn(0), 1 << 8));
+    assert!(!found(&tdp, 8).dirty);
+}
+
+#[test]
+fn where_the_cpu_logs_a_watched_large_page_is_read_only_and_its_parts_are_clean() {
+    let tdp = Tdp::new(LOGGING, ()).unwrap();
+    let large = Mapping { level: 2, fault: Some(true), ..page(1025) };
+    map(&tdp, 513, &large);
+    assert!(tdp.zapper().watch_writes(Gfn(512), Gfn(1024)));
+    assert!(!found(&tdp, 600).write);
+    map(&tdp, 600, &Mapping { fault: Some(true), ..page(1112) });
+    let (written, other) = (found(&tdp, 600), found(&tdp, 601));
+    assert_eq!((written.level, written.write, written.dirty), (1, true, true));
+    assert_eq!((other.level, other.write, other.dirty), (1, true, false));
+    // The parts of one that nobody watches stay as they are: a TLB may have it as dirty.
+    let tdp = Tdp::new(LOGGING, ()).unwrap();
+    map(&tdp, 513, &large);
+    tdp.mapper().lookup(Gfn(513)).unwrap();
+    let leaf = leaf_of(&tdp, 513);
+    leaf.fetch_and(!2, Ordering::Relaxed);
+    // (As a page that the host itself has read-only.)
+    leaf.fetch_and(!(1 << 54), Ordering::Relaxed);
+    map(&tdp, 600, &Mapping { fault: Some(true), ..page(1112) });
+    assert_eq!((found(&tdp, 601).write, found(&tdp, 601).dirty), (false, true));
+}
+
+#[test]
+fn where_the_cpu_logs_a_clean_page_is_not_written_behind_its_back() {
+    use gannet_mmu::tdp::page_of;
+    let tdp = Tdp::new(LOGGING, ()).unwrap();
+    map(&tdp, 7, &page(0));
+    let page = host::page::Page::zeroed().unwrap();
+    tdp.zapper().zap(Gfn(7), Gfn(8), Thoroughness::Leaves, &Nobody);
+    map(&tdp, 7, &Mapping { pfn: Pfn(page.hpa().0 >> 12), ..self::page(0) });
+    host::irq::disable();
+    let view = tdp.view();
+    let clean = page_of(&view, Gpa(7 << 12)).unwrap();
+    assert!(!view.copy_to(&clean, 0, &[1]));
+    leaf_of(&tdp, 7).fetch_or(1 << 9, Ordering::Relaxed);
+    let dirty = page_of(&view, Gpa(7 << 12)).unwrap();
+    assert!(view.copy_to(&dirty, 0, &[1]));
+    host::irq::enable();
 }
 
 #[test]

@@ -25,7 +25,8 @@ impl Flushes {
     }
 }
 
-const NEW: EptSupport = EptSupport { pages_2m: true, pages_1g: true, accessed_dirty: true };
+const NEW: EptSupport =
+    EptSupport { pages_2m: true, pages_1g: true, accessed_dirty: true, page_log: false };
 const NPT: Format = Format::npt(4, 0);
 const EPT: Format = Format::ept(NEW);
 /// Without accessed and dirty flags.
@@ -148,7 +149,7 @@ fn a_large_page_is_split_without_losing_what_it_maps(format: Format) {
     let (tdp, flushes) = (tdp(format), Flushes::new());
     assert_eq!(map(&tdp, 513, &Mapping { level: 2, ..page(1025) }), MapOutcome::Mapped(2));
     assert_eq!(find(&tdp, 1023), Some((1535, 2, true)));
-    assert!(tdp.zapper().write_protect(Gfn(512), Gfn(513)));
+    assert!(tdp.zapper().watch_writes(Gfn(512), Gfn(513)));
     assert_eq!(find(&tdp, 1023), Some((1535, 2, false)));
     // A write to one page while the log is on.
     assert!(!tdp.mapper().restore_access(Gfn(600), true));
@@ -168,7 +169,7 @@ fn a_giant_page_is_split_in_two_steps(format: Format) {
     let tdp = tdp(format);
     let giant = Mapping { level: 3, ..page((1 << 18) + 5) };
     assert_eq!(map(&tdp, 5, &giant), MapOutcome::Mapped(3));
-    assert!(tdp.zapper().write_protect(Gfn(5), Gfn(6)));
+    assert!(tdp.zapper().watch_writes(Gfn(5), Gfn(6)));
     assert_eq!(map(&tdp, 5, &page((1 << 18) + 5)), MapOutcome::Mapped(1));
     assert_eq!(find(&tdp, 5), Some(((1 << 18) + 5, 1, true)));
     assert_eq!(find(&tdp, 511), Some(((1 << 18) + 511, 1, false)));
@@ -230,12 +231,12 @@ fn write_protection_by_mask_hits_its_bits_only(format: Format) {
     let tdp = tdp(format);
     (0..64).for_each(|n| _ = map(&tdp, 1000 + n, &page(5000 + n)));
     let mask = 0x8000_0000_0000_f0f1;
-    assert!(tdp.zapper().write_protect_masked(Gfn(1000), mask));
+    assert!(tdp.zapper().watch_writes_masked(Gfn(1000), mask));
     for n in 0..64 {
         assert_eq!(find(&tdp, 1000 + n).unwrap().2, mask >> n & 1 == 0, "{n}");
     }
-    assert!(!tdp.zapper().write_protect_masked(Gfn(1000), mask));
-    assert!(tdp.zapper().write_protect_masked(Gfn(1000), u64::MAX));
+    assert!(!tdp.zapper().watch_writes_masked(Gfn(1000), mask));
+    assert!(tdp.zapper().watch_writes_masked(Gfn(1000), u64::MAX));
     assert!(!find(&tdp, 1063).unwrap().2);
 }
 
@@ -397,7 +398,7 @@ proptest! {
                 Op::Protect { first, count } => {
                     let hit: BTreeSet<u64> = model.range(first..first + count).map(|(_, m)| m.0).collect();
                     let had = model.range(first..first + count).any(|(_, m)| m.2);
-                    prop_assert_eq!(tdp.zapper().write_protect(Gfn(first), Gfn(first + count)), had);
+                    prop_assert_eq!(tdp.zapper().watch_writes(Gfn(first), Gfn(first + count)), had);
                     model.values_mut().filter(|m| hit.contains(&m.0)).for_each(|m| m.2 = false);
                 }
             }

@@ -90,6 +90,9 @@ impl<B: Backend> Vcpu<B> {
         } else {
             self.loop_until_left()
         };
+        if self.page_log {
+            self.take_page_log();
+        }
         self.b.unload();
         self.stats.count(VcpuCount::HostStateReload);
         self.shared.leave_mode();
@@ -107,6 +110,17 @@ impl<B: Backend> Vcpu<B> {
             self.end_observation(&exit);
         }
         Left::Exit(exit)
+    }
+
+    /// Hands over what the CPU logged of written pages. Before the mode says that the guest was left:
+    /// who then looks at the dirty log finds it all there.
+    #[cold]
+    #[inline(never)]
+    fn take_page_log(&mut self) {
+        self.b.host_segments();
+        let memory = &self.memory;
+        self.b.take_page_log(|gpa| memory.note_logged(gpa));
+        self.b.guest_segments();
     }
 
     #[inline]

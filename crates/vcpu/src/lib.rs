@@ -60,6 +60,8 @@ pub struct Vcpu<B: Backend> {
     pub(crate) after_exit: after_exit::AfterExit,
     pub(crate) device_seen: mmio::DeviceSeen,
     pub(crate) window_wanted: bool,
+    /// The CPU logs written pages.
+    pub(crate) page_log: bool,
     /// The VM has a filter of MSRs.
     pub(crate) msrs_filtered: bool,
     /// CPUID outside CPL 0 faults (MISC_FEATURES_ENABLES).
@@ -220,6 +222,7 @@ impl<B: Backend> Vcpu<B> {
             after_exit: after_exit::AfterExit::default(),
             device_seen: mmio::DeviceSeen::default(),
             window_wanted: false,
+            page_log: false,
             msrs_filtered: false,
             cpuid_faults: false,
             hlt_retired: false,

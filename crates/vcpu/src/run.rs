@@ -273,6 +273,10 @@ impl<B: Backend> Vcpu<B> {
         if has(Request::Deadline) {
             self.deadline_came();
         }
+        if has(Request::PageLog) {
+            self.page_log = self.vm.wants_page_log();
+            self.b.set_page_log(self.page_log);
+        }
         if has(Request::MsrFilter) {
             self.follow_msr_filter();
         }

@@ -53,6 +53,8 @@ impl<B: Backend> Vcpu<B> {
             Exit::NestedFault(_) | Exit::Io(_) | Exit::Hlt => None,
             // Done by the host when interrupts were enabled again.
             Exit::Interrupt | Exit::Nmi | Exit::HostSignal | Exit::MachineCheck => None,
+            // Taken when the loop was left.
+            Exit::PageLogFull => None,
             Exit::InterruptWindow => {
                 self.b.set_interrupt_window(false);
                 self.recheck = true;

@@ -36,7 +36,7 @@ pub fn reason_of(exit: &Exit) -> Reason {
         Exit::Shutdown => Reason::Shutdown,
         Exit::HostSignal => Reason::HostSignal,
         Exit::Refused => Reason::Refused,
-        Exit::Unknown(_) => Reason::Other,
+        Exit::PageLogFull | Exit::Unknown(_) => Reason::Other,
     }
 }
 

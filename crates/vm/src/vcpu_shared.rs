@@ -40,6 +40,8 @@ pub enum Request {
     Smi = 1 << 5,
     /// The VM's filter of MSRs changed.
     MsrFilter = 1 << 6,
+    /// Logging of written pages goes on or off.
+    PageLog = 1 << 7,
 }
 
 /// KVM_MP_STATE_* (KVM API §4.38).
@@ -112,7 +114,9 @@ impl VcpuShared {
             lapic: Lapic::new(id, bsp),
             waiter: Waiter::new()?,
             stats: VcpuStats::shared()?,
-            state: KickState::new(Request::Clock as u32 | Request::MsrFilter as u32),
+            state: KickState::new(
+                Request::Clock as u32 | Request::MsrFilter as u32 | Request::PageLog as u32,
+            ),
             nmis: AtomicU32::new(0),
             init_sipi: AtomicU32::new(0),
             mp_state: AtomicU32::new(state as u32),

@@ -87,6 +87,11 @@ impl VcpuTable {
         for vcpu in self.iter() {
             vcpu.request(request);
         }
+        self.leave_guest()
+    }
+
+    /// Returns when every vCPU that is in the guest now has left it once. Whether there was one.
+    pub fn leave_guest(&self) -> bool {
         let mut any = false;
         smp::sync_cpus(self.iter().filter_map(|v| v.running_on()).inspect(|_| any = true));
         any

@@ -1,6 +1,9 @@
 //! The VM object that its file, its vCPUs and the kernel's notices share.
 
-use core::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use core::sync::atomic::{
+    AtomicBool, AtomicU32,
+    Ordering::{AcqRel, Acquire, Relaxed},
+};
 
 use host::{
     Arc, NoMemory, clock,
@@ -77,6 +80,8 @@ pub struct Vm {
     pub settings: Settings,
     /// How guest addresses are translated.
     pub paging: Paging,
+    /// Memories with a slot for which vCPUs log the pages they write.
+    page_log_users: AtomicU32,
     msr_filter: Mutex<Option<Arc<MsrFilter>>>,
     dead: AtomicBool,
 }
@@ -107,6 +112,7 @@ impl Vm {
             making: Mutex::new(()),
             settings,
             paging: limits.paging,
+            page_log_users: AtomicU32::new(0),
             msr_filter: Mutex::new(None),
             dead: AtomicBool::new(false),
         })
@@ -122,6 +128,11 @@ impl Vm {
     #[inline]
     pub fn memory_in(&self, smm: bool) -> &Arc<VmMemory> {
         if smm { &self.smm_memory } else { &self.memory }
+    }
+
+    /// Whether vCPUs log the pages they write ([`Request::PageLog`] tells of a change).
+    pub fn wants_page_log(&self) -> bool {
+        self.page_log_users.load(Acquire) != 0
     }
 
     /// The vCPUs.
@@ -235,6 +246,20 @@ impl FlushRemote for Vm {
         if self.vcpus.request_all_and_wait(Request::FlushTlb) {
             self.stats().of(VmCount::RemoteTlbFlush).add(1);
         }
+    }
+
+    fn log_pages(&self, on: bool) {
+        if on {
+            if self.page_log_users.fetch_add(1, AcqRel) == 0 {
+                self.vcpus.request_all_and_wait(Request::PageLog);
+            }
+        } else if self.page_log_users.fetch_sub(1, AcqRel) == 1 {
+            self.vcpus.request_all(Request::PageLog);
+        }
+    }
+
+    fn gather_log(&self) {
+        self.vcpus.leave_guest();
     }
 }
 

@@ -43,11 +43,27 @@ use crate::format::{ADDRESS, Format, REMOVED, TABLE};
 pub trait FlushRemote {
     /// See the trait.
     fn flush_remote(&self);
+
+    /// Page-modification logging is wanted from now on, or no longer. When this returns with `on`,
+    /// no vCPU writes guest memory any more without it. Only for trees that say so
+    /// ([`Format::logs`]). May sleep.
+    fn log_pages(&self, _on: bool) {}
+
+    /// What vCPUs have logged until now is handed to their memory. May sleep.
+    fn gather_log(&self) {}
 }
 
 impl<F: FlushRemote + ?Sized> FlushRemote for &F {
     fn flush_remote(&self) {
         (**self).flush_remote();
+    }
+
+    fn log_pages(&self, on: bool) {
+        (**self).log_pages(on);
+    }
+
+    fn gather_log(&self) {
+        (**self).gather_log();
     }
 }
 

@@ -248,7 +248,7 @@ impl Machine {
     /// The dirty log begins anew for a frame.
     pub fn write_protect(&self, gfn: u64) {
         let mut zapper = self.tdp.zapper();
-        zapper.write_protect(Gfn(gfn), Gfn(gfn + 1));
+        zapper.watch_writes(Gfn(gfn), Gfn(gfn + 1));
         self.shadow.write_protect(Gfn(gfn), Gfn(gfn + 1));
         zapper.flush(self);
     }

@@ -2,13 +2,19 @@
 //!
 //! A page's bit is taken and its write access withdrawn in one go under the MMU lock, so no write
 //! falls between; the flush comes before the bits are handed out.
+//!
+//! Where the CPU logs pages (PML), its dirty bit takes the place of write access. Every vCPU that is
+//! not in the guest has handed over what its CPU logged; those that are, are made to leave first.
+//! What is written after that and before the flush is logged, and belongs to the next call; or its
+//! bit is among those taken here, and the reader of the bitmap finds the page as it is then.
 
 use alloc::vec::Vec;
+use core::sync::atomic::Ordering;
 
 use host::task;
 use mmu::tdp::{FlushRemote, Zapper};
 use mmu::{DirtyBitmap, MemSlot};
-use x86::Gfn;
+use x86::{Gfn, Gpa};
 
 use super::VmMemory;
 use super::invalidate::Invalidations;
@@ -39,6 +45,7 @@ impl VmMemory {
         let _held = self.slots_lock.lock();
         let slots = self.slots();
         let (slot, log) = logging(&slots, slot)?;
+        self.gather_log(flush);
         let mut taken = Vec::new();
         taken.try_reserve_exact(log.words()).map_err(|_| DirtyLogError::NoMemory)?;
         if !protect {
@@ -81,6 +88,7 @@ impl VmMemory {
         }
         let (from, words) = ((first >> 6) as usize, count.div_ceil(64) as usize);
         let mask = mask.get(..words).ok_or(DirtyLogError::Invalid)?;
+        self.gather_log(flush);
         let mut any = false;
         let mut at = 0;
         while at < words {
@@ -99,9 +107,10 @@ impl VmMemory {
         Ok(())
     }
 
-    /// Takes write access from the pages `base + n` for every bit `n` of `bits`. Whether any had it.
+    /// Watches for writes to the pages `base + n` for every bit `n` of `bits`.
+    /// Whether there was anything to do.
     fn protect(&self, zapper: &mut Zapper<'_, Invalidations>, base: Gfn, bits: u64) -> bool {
-        let any = zapper.write_protect_masked(base, bits);
+        let any = zapper.watch_writes_masked(base, bits);
         if self.shadow.is_some() {
             let mut rest = bits;
             while rest != 0 {
@@ -111,6 +120,26 @@ impl VmMemory {
             }
         }
         any
+    }
+
+    /// Has the vCPUs log pages, or not, if that changed. Under the slots' lock.
+    pub(super) fn log_pages(&self, on: bool, flush: &(impl FlushRemote + ?Sized)) {
+        if self.tdp.format().logs() && self.logs_pages.swap(on, Ordering::Relaxed) != on {
+            flush.log_pages(on);
+        }
+    }
+
+    fn gather_log(&self, flush: &(impl FlushRemote + ?Sized)) {
+        if self.tdp.format().logs() {
+            flush.gather_log();
+        }
+    }
+
+    /// A vCPU's CPU has made this page dirty. With interrupts off, too.
+    pub fn note_logged(&self, gpa: Gpa) {
+        if let Some(slot) = self.slots().find(gpa.gfn()) {
+            slot.mark_dirty(gpa.gfn());
+        }
     }
 
     /// Number of 64-bit words of a slot's dirty log.

@@ -118,8 +118,8 @@ impl VmMemory {
         let mapping = Mapping {
             pfn: page.pfn,
             level,
-            // While the log is on, a page becomes writable by being written.
-            writable: host_writable && (access.write || !logging),
+            // While the log is on, a page becomes writable by being written, or the CPU logs.
+            writable: host_writable && (access.write || !logging || self.tdp.format().logs()),
             host_writable,
             exec: true,
             direct: page.refcounted,

@@ -82,6 +82,8 @@ pub struct VmMemory {
     root_users: AtomicU32,
     /// The VMM has said how many shadow pages there may be.
     shadow_limited: AtomicBool,
+    /// The vCPUs were asked to log pages, for a slot of this memory. Under `slots_lock`.
+    logs_pages: AtomicBool,
 }
 
 impl VmMemory {
@@ -125,6 +127,7 @@ impl VmMemory {
             shadow,
             root_users: AtomicU32::new(0),
             shadow_limited: AtomicBool::new(false),
+            logs_pages: AtomicBool::new(false),
         }
     }
 
@@ -164,6 +167,16 @@ impl VmMemory {
     ) -> Result<(), SlotError> {
         let _held = self.slots_lock.lock();
         let change = self.slots().change(region, &self.limits)?;
+        let logs = match &change {
+            Change::Nothing => return Ok(()),
+            Change::Create(table)
+            | Change::Delete(table, _)
+            | Change::Move(table, _)
+            | Change::Flags(table, ..) => table.iter().any(|slot| slot.dirty.is_some()),
+        };
+        if logs {
+            self.log_pages(true, flush);
+        }
         // Once replace() returns, no fault that saw the old slots is under way; so nothing that is
         // withdrawn below can come back.
         match change {
@@ -177,12 +190,15 @@ impl VmMemory {
             Change::Flags(table, old, new) => {
                 drop(self.slots.replace(table));
                 if new.flags.contains(SlotFlags::LOG_DIRTY) {
-                    self.write_protect_slot(&old, flush);
+                    self.watch_slot(&old, flush);
                 } else {
                     // Large pages come back with the next faults.
                     self.zap_slot(&old, flush);
                 }
             }
+        }
+        if !logs {
+            self.log_pages(false, flush);
         }
         self.adapt_shadow_limit(flush);
         Ok(())
@@ -225,13 +241,13 @@ impl VmMemory {
         }
     }
 
-    fn write_protect_slot(&self, slot: &MemSlot, flush: &(impl FlushRemote + ?Sized)) {
+    fn watch_slot(&self, slot: &MemSlot, flush: &(impl FlushRemote + ?Sized)) {
         let (mut at, end) = (slot.base.0, slot.end().0);
         let mut any = false;
         while at < end {
             let stop = (at | (ZAP_STRETCH - 1)).saturating_add(1).min(end);
             let mut zapper = self.tdp.zapper();
-            any |= zapper.write_protect(Gfn(at), Gfn(stop));
+            any |= zapper.watch_writes(Gfn(at), Gfn(stop));
             self.protect_shadow(Gfn(at), Gfn(stop));
             drop(zapper);
             at = stop;

@@ -457,7 +457,8 @@ fn without_accessed_flags_a_page_ages_by_being_withdrawn() {
 #[test]
 fn a_large_host_page_is_mapped_as_large_as_the_cpu_allows() {
     for (pages_2m, pages_1g, wanted) in [(false, false, 1), (true, false, 2), (true, true, 3)] {
-        let format = Format::ept(EptSupport { pages_2m, pages_1g, accessed_dirty: true });
+        let format =
+            Format::ept(EptSupport { pages_2m, pages_1g, accessed_dirty: true, page_log: true });
         let memory = VmMemory::new(format, RegionLimits::default()).unwrap();
         let region = Region { slot: 3, flags: 0, gpa: 1 << 30, size: 1 << 31, hva: 1 << 40 };
         let (flushes, mut cache) = (Flushes::default(), TableCache::new());
