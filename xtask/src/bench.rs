@@ -124,7 +124,7 @@ pub fn measure(
         match side {
             Ok((unit, side)) => {
                 comparison.unit = unit;
-                comparison.add(*module, side);
+                comparison.add(*module, &side);
             }
             Err(error) => comparison.not_measured(*module, &error),
         }
@@ -132,7 +132,8 @@ pub fn measure(
     Ok(comparison)
 }
 
-fn one_side(
+/// One module's figures, and their unit.
+pub fn one_side(
     layout: &Layout,
     options: &Options,
     tools: &Tools,

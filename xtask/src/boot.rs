@@ -4,7 +4,7 @@ use crate::bench::Tools;
 use crate::options::Options;
 use crate::{bench, module};
 use anyhow::{Context, Result, bail};
-use gannet_lab::{Event, Job, Layout, Module, Outcome, guest};
+use gannet_lab::{Event, Job, Layout, Machine, Module, Outcome, guest};
 use serde::Deserialize;
 use std::time::Duration;
 
@@ -17,6 +17,14 @@ pub struct BootReport {
     pub end: String,
 }
 
+/// A measured boot, and the lines of the host's log that tell of a fault.
+pub type Measured = Result<(BootReport, Vec<String>)>;
+
+/// How long a boot may take. Bochs is several times as slow as QEMU.
+pub fn patience(machine: Machine) -> Duration {
+    Duration::from_secs(if machine == Machine::Intel { 480 } else { 240 })
+}
+
 /// `make boot`: streams the guest's console; whether its user space answered.
 pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
     if options.module == Module::Gannet {
@@ -24,7 +32,7 @@ pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
     }
     let tools = bench::prepare(layout, options)?;
     let mut job = job(layout, options, &tools, options.module, options.cpus, "")?;
-    job.timeout = Duration::from_secs(240);
+    job.timeout = patience(options.machine);
     let mut print = |event: Event<'_>| {
         if let Event::Line(line) = event {
             println!("{line}");
@@ -83,12 +91,15 @@ pub fn measure(
     tools: &Tools,
     module: Module,
     on_event: &mut dyn FnMut(Event<'_>),
-) -> Result<(BootReport, Vec<String>)> {
+) -> Measured {
     let more = "--unit instructions --report /out/boot.json";
     let mut job = job(layout, options, tools, module, 1, more)?;
     job.counting = true;
-    job.timeout = Duration::from_secs(240);
+    job.timeout = patience(options.machine);
     let outcome = gannet_lab::run(layout, &job, on_event)?;
+    if let Some(reason) = outcome.refusal() {
+        bail!("the module did not load: {reason}");
+    }
     let Some(json) = outcome.files.get("boot.json") else {
         bail!("the boot left no report; the console ends with:\n{}", outcome.tail(20));
     };

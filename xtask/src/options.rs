@@ -5,10 +5,12 @@ use gannet_lab::{Kernel, Machine, Module};
 use std::path::PathBuf;
 
 /// Every option of every command.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Options {
     pub kernel: Kernel,
     pub machine: Machine,
+    /// Whether the user named the machine: what runs on each of them then runs on that one alone.
+    pub machine_named: bool,
     pub module: Module,
     /// Gannet's parameters, or the module's that was chosen.
     pub parameters: String,
@@ -32,6 +34,7 @@ impl Options {
         let mut options = Options {
             kernel: Kernel::V6_12,
             machine: Machine::Amd,
+            machine_named: false,
             module: Module::Gannet,
             parameters: String::new(),
             stock_parameters: String::new(),
@@ -49,7 +52,10 @@ impl Options {
             }
             match name.as_str() {
                 "--kernel" => options.kernel = value.parse()?,
-                "--machine" => options.machine = value.parse()?,
+                "--machine" => {
+                    options.machine = value.parse()?;
+                    options.machine_named = true;
+                }
                 "--module" => {
                     options.module = match value.as_str() {
                         "gannet" => Module::Gannet,
@@ -70,7 +76,19 @@ impl Options {
         }
         Ok(options)
     }
+
+    /// The same for each machine that runs unasked, or for the one that the user named.
+    pub fn for_machines(&self) -> Vec<Options> {
+        if self.machine_named {
+            return vec![self.clone()];
+        }
+        let on = |machine| Options { machine, ..self.clone() };
+        UNASKED.into_iter().map(on).collect()
+    }
 }
+
+/// The machines on which both modules run everything.
+const UNASKED: [Machine; 1] = [Machine::Amd];
 
 fn count(name: &str, value: &str) -> Result<u32> {
     let number = value.parse().ok().filter(|n| (1..=64).contains(n));
@@ -90,6 +108,17 @@ mod tests {
         let options = parse(&["--kernel", "", "--cpus", "", "--json", ""]).unwrap();
         assert_eq!((options.kernel, options.cpus), (Kernel::V6_12, 1));
         assert!(options.json.is_none());
+    }
+
+    #[test]
+    fn what_runs_on_each_machine_runs_on_the_named_one_alone() {
+        let machines = |words: &[&str]| {
+            let options = parse(words).unwrap().for_machines();
+            options.iter().map(|o| o.machine).collect::<Vec<_>>()
+        };
+        assert_eq!(machines(&["--machine", ""]), UNASKED);
+        assert_eq!(machines(&["--machine", "intel"]), [Machine::Intel]);
+        assert_eq!(machines(&["--machine", "amd"]), [Machine::Amd]);
     }
 
     #[test]

@@ -86,26 +86,26 @@ impl Comparison {
     }
 
     /// Adds one module's figures.
-    pub fn add(&mut self, module: Module, side: Side) {
+    pub fn add(&mut self, module: Module, side: &Side) {
         self.measured.push(module);
-        for text in side.remarks {
+        for text in &side.remarks {
             self.remarks.push(format!("{}: {text}", module.name()));
         }
-        for line in side.faults {
+        for line in &side.faults {
             self.remarks.push(format!("{}: the host's log has: {line}", module.name()));
         }
-        for (name, result) in side.workloads {
-            let known = self.workloads.iter().position(|row| row.name == name);
+        for (name, result) in &side.workloads {
+            let known = self.workloads.iter().position(|row| row.name == *name);
             let at = known.unwrap_or_else(|| {
-                let missing = BTreeMap::new();
+                let (name, missing) = (name.clone(), BTreeMap::new());
                 self.workloads.push(Row { name, stock: None, gannet: None, ratio: None, missing });
                 self.workloads.len() - 1
             });
             let row = &mut self.workloads[at];
             match result {
-                Ok(figures) if module == Module::Gannet => row.gannet = Some(figures),
-                Ok(figures) => row.stock = Some(figures),
-                Err(reason) => drop(row.missing.insert(module.name(), reason)),
+                Ok(figures) if module == Module::Gannet => row.gannet = Some(figures.clone()),
+                Ok(figures) => row.stock = Some(figures.clone()),
+                Err(reason) => drop(row.missing.insert(module.name(), reason.clone())),
             }
             if let (Some(stock), Some(gannet)) = (&row.stock, &row.gannet) {
                 let ratio = gannet.median as f64 / stock.median.max(1) as f64;
@@ -250,8 +250,8 @@ mod tests {
     #[test]
     fn the_ratio_is_gannets_median_over_stocks() {
         let mut both = Comparison::new("amd", "6.12");
-        both.add(Module::Stock, side(2000));
-        both.add(Module::Gannet, side(300));
+        both.add(Module::Stock, &side(2000));
+        both.add(Module::Gannet, &side(300));
         let json = serde_json::to_value(&both).unwrap();
         assert_eq!(json["workloads"][0]["ratio"], 0.15);
         assert_eq!(json["workloads"][0]["gannet"]["median"], 300);
@@ -262,7 +262,7 @@ mod tests {
     #[test]
     fn one_module_alone_is_shown_and_not_well() {
         let mut one = Comparison::new("amd", "6.12");
-        one.add(Module::Stock, side(2000));
+        one.add(Module::Stock, &side(2000));
         assert!(!one.print_remarks());
         let text = one.table().to_string();
         assert!(text.contains("none") && text.contains("1 vmrun"), "{text}");

@@ -1,34 +1,83 @@
-//! `make run`: the main job, shown. Sets everything up, measures VM exits on both modules, boots a Linux guest on both, and prints the
-//! figures side by side.
+//! `make run`: the main job, shown. Sets everything up, measures VM exits on both modules, boots a Linux guest on both, on each of the
+//! machines, and prints the figures side by side. Two machines run at a time; all of them count instructions, so that none disturbs
+//! another's figures.
 
 use crate::options::Options;
 use crate::progress::Step;
-use crate::report::{new_table, number, ratio};
+use crate::report::{Comparison, Side, new_table, number, ratio};
 use crate::{bench, boot};
-use anyhow::Result;
+use anyhow::{Context, Result};
 use comfy_table::{Cell, CellAlignment};
-use gannet_lab::{Event, Layout, Module};
+use gannet_lab::{Event, Layout, Machine, Module};
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
+
+/// One run of a machine.
+#[derive(Clone, Copy)]
+struct Task<'a> {
+    options: &'a Options,
+    module: Module,
+    kind: Kind,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Kind {
+    Measure,
+    Boot,
+}
+
+/// What came of it.
+enum Found {
+    Figures(Result<(String, Side)>),
+    Boot(boot::Measured),
+}
 
 /// Runs it all; whether all went well.
 pub fn run(layout: &Layout, options: &Options) -> Result<bool> {
     let started = Instant::now();
     let modules = bench::modules(layout, options);
-    let tools = bench::prepare(layout, options)?;
-    let comparison = bench::measure(layout, options, &tools, &modules)?;
-    if let Some(path) = &options.json {
-        comparison.write(path)?;
+    let machines = options.for_machines();
+    let mut tools = None;
+    for options in &machines {
+        tools = Some(bench::prepare(layout, options)?);
     }
-    println!(
-        "machine {}: QEMU's software emulator; its time-stamp counter counts instructions; \
-         host kernel {}",
-        options.machine.name(),
-        layout.release(options.kernel)?
-    );
-    println!("{}", comparison.table());
-    println!("Operations are those of the whole machine; a guest's own instruction is among them.");
-    let mut well = comparison.print_remarks();
-    well &= boots(layout, options, &tools, &modules);
+    let tools = tools.context("there is no machine to run")?;
+    let results = run_tasks(layout, &tools, tasks(&machines, &modules));
+    let mut well = true;
+    for options in &machines {
+        println!(
+            "machine {}: {}; its time-stamp counter counts instructions; host kernel {}",
+            options.machine.name(),
+            options.machine.emulator(),
+            layout.release(options.kernel)?
+        );
+        let mut comparison = Comparison::new(options.machine.name(), options.kernel.series());
+        let mut boots = Vec::new();
+        let own = results.iter().filter(|(task, _)| task.options.machine == options.machine);
+        for (task, found) in own {
+            match found {
+                Found::Figures(Ok((unit, side))) => {
+                    comparison.unit.clone_from(unit);
+                    comparison.add(task.module, side);
+                }
+                Found::Figures(Err(error)) => comparison.not_measured(task.module, error),
+                Found::Boot(result) => boots.push((task.module, result)),
+            }
+        }
+        if let Some(path) = &options.json {
+            comparison.write(&json_path(path, options.machine, machines.len()))?;
+        }
+        println!("{}", comparison.table());
+        if options.machine == Machine::Amd {
+            println!(
+                "Operations are those of the whole machine; a guest's own instruction is among them."
+            );
+        }
+        well &= comparison.print_remarks();
+        well &= print_boots(&modules, &boots);
+    }
     println!(
         "{} in {:.0} s",
         if well { "done" } else { "INCOMPLETE" },
@@ -37,50 +86,109 @@ pub fn run(layout: &Layout, options: &Options) -> Result<bool> {
     Ok(well)
 }
 
-/// Boots on every module at once and prints the table of boots.
-fn boots(layout: &Layout, options: &Options, tools: &bench::Tools, modules: &[Module]) -> bool {
-    let step = Step::start(layout, &format!("booting a Linux guest on {}", options.kernel));
-    let runs: Vec<_> = std::thread::scope(|scope| {
-        let step = &step;
-        let threads: Vec<_> = modules
-            .iter()
-            .map(|module| {
-                scope.spawn(move || {
-                    let mut say = |event: Event<'_>| {
-                        if let Event::Line(line) = event {
-                            step.say(&format!("{}: {line}", module.name()));
-                        }
-                    };
-                    boot::measure(layout, options, tools, *module, &mut say)
-                })
-            })
-            .collect();
-        threads.into_iter().map(|t| t.join().ok()).collect()
+/// `f.json` for one machine, `f-amd.json` and `f-intel.json` for two.
+fn json_path(path: &Path, machine: Machine, machines: usize) -> PathBuf {
+    if machines == 1 {
+        return path.to_owned();
+    }
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+    let suffix = path.extension().map_or(String::new(), |s| format!(".{}", s.to_string_lossy()));
+    path.with_file_name(format!("{stem}-{}{suffix}", machine.name()))
+}
+
+/// The longest first: Bochs takes several times as long as QEMU.
+fn tasks<'a>(machines: &'a [Options], modules: &[Module]) -> VecDeque<Task<'a>> {
+    let mut tasks = VecDeque::new();
+    for options in machines.iter().rev() {
+        for kind in [Kind::Boot, Kind::Measure] {
+            tasks.extend(modules.iter().map(|module| Task { options, module: *module, kind }));
+        }
+    }
+    tasks
+}
+
+/// Runs two at a time.
+fn run_tasks<'a>(
+    layout: &Layout,
+    tools: &bench::Tools,
+    tasks: VecDeque<Task<'a>>,
+) -> Vec<(Task<'a>, Found)> {
+    const WORKERS: usize = 2;
+    let step = Step::start(layout, &title(&tasks));
+    let total = tasks.len();
+    let shown = Mutex::new([const { String::new() }; WORKERS]);
+    let queue = Mutex::new(tasks);
+    let results = Mutex::new(Vec::new());
+    // What a worker that panicked left is still whole: each change is one assignment, pop or push.
+    let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+    let work = |worker: usize| {
+        while let Some(task) = next() {
+            let machine = task.options.machine.name();
+            let mut say = |event: Event<'_>| {
+                let (Event::Line(text) | Event::Pending(text)) = event;
+                let mut shown = shown.lock().unwrap_or_else(PoisonError::into_inner);
+                let text: String = text.chars().take(40).collect();
+                shown[worker] = format!("{machine} {}: {text}", task.module.name());
+                let done = results.lock().map_or(0, |r: std::sync::MutexGuard<'_, Vec<_>>| r.len());
+                step.say(&format!("{done}/{total}  {}", shown.join("  ")));
+            };
+            let found = run_one(layout, tools, task, &mut say);
+            results.lock().unwrap_or_else(PoisonError::into_inner).push((task, found));
+        }
+    };
+    std::thread::scope(|scope| {
+        for worker in 0..WORKERS {
+            let work = &work;
+            scope.spawn(move || work(worker));
+        }
     });
     step.done();
-    let mut well = modules.contains(&Module::Gannet);
-    let mut ticks = Vec::new();
-    for (module, run) in modules.iter().zip(runs) {
-        match run {
-            Some(Ok((report, faults))) => {
-                ticks.push(report.ticks_to_marker);
+    let mut results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
+    results.sort_by_key(|(task, _): &(Task<'_>, Found)| task.module != Module::Stock);
+    results
+}
+
+fn title(tasks: &VecDeque<Task<'_>>) -> String {
+    let of = |machine| tasks.iter().any(|task| task.options.machine == machine);
+    let names: Vec<&str> =
+        gannet_lab::MACHINES.into_iter().filter(|m| of(*m)).map(Machine::name).collect();
+    let kernel = tasks.front().map_or(String::new(), |task| task.options.kernel.to_string());
+    format!("measuring VM exits and booting Linux guests on {}, {kernel}", names.join(" and "))
+}
+
+fn run_one(
+    layout: &Layout,
+    tools: &bench::Tools,
+    task: Task<'_>,
+    say: &mut dyn FnMut(Event<'_>),
+) -> Found {
+    let Task { options, module, kind } = task;
+    match kind {
+        Kind::Measure => Found::Figures(bench::one_side(layout, options, tools, module, say)),
+        Kind::Boot => Found::Boot(boot::measure(layout, options, tools, module, say)),
+    }
+}
+
+/// Prints the table of boots; whether all went well.
+fn print_boots(modules: &[Module], boots: &[(Module, &boot::Measured)]) -> bool {
+    let mut well = modules.contains(&Module::Gannet) && boots.len() == modules.len();
+    let mut ticks = [None; 2];
+    for (module, result) in boots {
+        match result {
+            Ok((report, faults)) => {
+                ticks[usize::from(*module == Module::Gannet)] = report.ticks_to_marker;
                 for line in faults {
                     println!("{}: the host's log has: {line}", module.name());
                     well = false;
                 }
             }
-            Some(Err(error)) => {
+            Err(error) => {
                 println!("Linux boot on {}: {error:#}", module.name());
                 well = false;
-                ticks.push(None);
-            }
-            None => {
-                well = false;
-                ticks.push(None);
             }
         }
     }
-    let (stock, gannet) = (ticks.first().copied().flatten(), ticks.get(1).copied().flatten());
+    let [stock, gannet] = ticks;
     let cell = |t: Option<u64>| {
         t.map_or_else(|| Cell::new("no"), number).set_alignment(CellAlignment::Right)
     };
@@ -95,4 +203,25 @@ fn boots(layout: &Layout, options: &Options, tools: &bench::Tools, modules: &[Mo
     ]);
     println!("{table}");
     well
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_machines_write_two_files() {
+        let path = |count| json_path(Path::new("d/f.json"), Machine::Intel, count);
+        assert_eq!(path(1), Path::new("d/f.json"));
+        assert_eq!(path(2), Path::new("d/f-intel.json"));
+    }
+
+    #[test]
+    fn every_machine_measures_and_boots_each_module() {
+        let on = |machine: Machine| ["--machine".to_owned(), machine.name().to_owned()].into_iter();
+        let options = gannet_lab::MACHINES.map(|machine| Options::parse(on(machine)).unwrap());
+        let tasks = tasks(&options, &[Module::Stock, Module::Gannet]);
+        assert_eq!(tasks.len(), 8);
+        assert!(tasks.front().is_some_and(|task| task.options.machine == Machine::Intel));
+    }
 }
