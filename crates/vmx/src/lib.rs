@@ -8,6 +8,7 @@ extern crate alloc;
 
 pub mod features;
 pub mod mitigations;
+pub mod page_log;
 pub mod percpu;
 
 pub use features::{Controls, Features, Unusable};
