@@ -204,6 +204,7 @@ struct cpumask *gnt_sync_begin(void);
 void gnt_sync_add(struct cpumask *mask, u32 cpu);
 void gnt_sync_end(struct cpumask *mask);
 void gnt_run_on_all(void (*f)(void));
+bool gnt_run_on(u32 cpu, void (*f)(u64), u64 argument);
 int gnt_smp_init(void);
 void gnt_smp_exit(void);
 

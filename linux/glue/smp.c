@@ -75,3 +75,22 @@ void gnt_run_on_all(void (*f)(void))
 {
 	on_each_cpu(call, f, 1);
 }
+
+struct request {
+	void (*f)(u64);
+	u64 argument;
+};
+
+static void serve(void *r)
+{
+	struct request *request = r;
+
+	request->f(request->argument);
+}
+
+bool gnt_run_on(u32 cpu, void (*f)(u64), u64 argument)
+{
+	struct request request = { .f = f, .argument = argument };
+
+	return smp_call_function_single(cpu, serve, &request, 1) == 0;
+}

@@ -106,6 +106,23 @@ pub trait Answer<B> {
 /// the guest's segment state is loaded no per-CPU data of the host may be touched (see
 /// [`host_segments`](Backend::host_segments)).
 pub trait Backend: Send + Sized {
+    /// Whether the control block may be held by another CPU: [`settled`](Backend::settled) and
+    /// [`settle`](Backend::settle) are called before the loop.
+    const SETTLES: bool = false;
+    /// Whether PDPTEs are part of the state: [`set_pdptes`](Backend::set_pdptes) is called wherever
+    /// the architecture loads them and the hardware does not.
+    const LOADS_PDPTES: bool = false;
+
+    /// With interrupts off: whether this CPU may take the control block.
+    fn settled(&self) -> bool {
+        true
+    }
+    /// With interrupts on: makes that so, unless the task moves again.
+    fn settle(&mut self) {}
+    /// The loop is about to be left: completes what of the general registers was not read yet.
+    #[inline(always)]
+    fn complete(&mut self, _gprs: &mut Gprs) {}
+
     /// Enters the inner loop on this CPU: host state saved, guest state loaded, no interrupts.
     fn load(&mut self);
     /// Leaves the inner loop: the reverse. Interrupts are still disabled.
@@ -171,6 +188,33 @@ pub trait Backend: Send + Sized {
 
     /// Control registers and EFER.
     fn control(&self) -> ControlRegs;
+    /// CR0 alone.
+    #[inline(always)]
+    fn cr0(&self) -> u64 {
+        self.control().cr0
+    }
+    /// CR4 alone.
+    #[inline(always)]
+    fn cr4(&self) -> u64 {
+        self.control().cr4
+    }
+    /// CR4 as far as CPUID shows it: OSXSAVE and PKE.
+    #[inline(always)]
+    fn cr4_shown(&self) -> u64 {
+        self.control().cr4
+    }
+    /// EFER alone.
+    #[inline(always)]
+    fn efer(&self) -> u64 {
+        self.control().efer
+    }
+    /// Attributes of CS alone.
+    #[inline(always)]
+    fn code_attributes(&self) -> u16 {
+        self.segment(SegmentName::Cs).attr
+    }
+    /// Sets the four PDPTEs that PAE paging goes on with.
+    fn set_pdptes(&mut self, _entries: [u64; 4]) {}
     /// Sets CR0.
     fn set_cr0(&mut self, value: u64);
     /// Sets CR2.
@@ -270,6 +314,12 @@ pub trait Backend: Send + Sized {
     fn set_interrupt_window(&mut self, on: bool);
     /// Asks for an exit when the guest lowers its priority enough.
     fn set_cr8_intercept(&mut self, on: bool);
+    /// Asks for an exit when the guest changes its priority in a way that matters: `offered`, an
+    /// interrupt was chosen for the priority of now; `waiting`, one has to wait for a lower one.
+    #[inline(always)]
+    fn watch_priority(&mut self, offered: bool, waiting: Option<Vector>) {
+        self.set_cr8_intercept(offered || waiting.is_some());
+    }
     /// Whether an NMI can be taken now.
     fn nmi_allowed(&self) -> bool;
     /// Asks for an exit as soon as the guest can take an NMI.

@@ -44,6 +44,12 @@ pub fn run_on_all(f: extern "C" fn()) {
     sys::gnt_run_on_all(f);
 }
 
+/// Runs `f` with `argument` on CPU `cpu`, in interrupt context or here, and waits. False: it is not
+/// online, and nothing was run. Interrupts on.
+pub fn run_on(cpu: usize, f: extern "C" fn(u64), argument: u64) -> bool {
+    cpu < max_cpus() && sys::gnt_run_on(cpu as u32, f, argument)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -131,6 +131,7 @@ unsafe extern "C" {
     pub(crate) fn gnt_sync_add(mask: *mut CpuMaskRaw, cpu: u32);
     pub(crate) fn gnt_sync_end(mask: *mut CpuMaskRaw);
     pub(crate) safe fn gnt_run_on_all(f: extern "C" fn());
+    pub(crate) safe fn gnt_run_on(cpu: u32, f: extern "C" fn(u64), argument: u64) -> bool;
     // fpu.c
     pub(crate) fn gnt_fpu_alloc(f: *mut FpuRaw) -> i32;
     pub(crate) fn gnt_fpu_free(f: *mut FpuRaw);

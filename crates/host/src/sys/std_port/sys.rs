@@ -450,6 +450,11 @@ pub(crate) unsafe fn gnt_sync_end(_: *mut CpuMaskRaw) {
     PREEMPT_OFF.set(PREEMPT_OFF.get().saturating_sub(1));
     fence(Ordering::SeqCst);
 }
+/// Outside the kernel there is no other CPU to be asked.
+pub(crate) fn gnt_run_on(_: u32, _: extern "C" fn(u64), _: u64) -> bool {
+    false
+}
+
 pub(crate) fn gnt_run_on_all(f: extern "C" fn()) {
     f();
 }

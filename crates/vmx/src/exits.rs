@@ -1,0 +1,252 @@
+//! From the exit reason and qualification to the neutral [`Exit`].
+//!
+//! SDM vol. 3C appendix C, §28.2. The comparison chains are ordered by how often an exit is seen,
+//! because kernel code is built without jump tables.
+
+use backend::{CrAccess, Exit, IoExit, NestedFault};
+use cpu::Cpu;
+use x86::{
+    Exception, Gpa, Vector,
+    vmcs::{ENTRY_FAILURE, ExitReason, cr, ept_violation, event, interruptibility, io},
+};
+
+use crate::{enter::Vmx, fields};
+
+/// In the place of an exit reason: the entry failed without an exit.
+pub(crate) const NOT_ENTERED: u32 = u32::MAX;
+
+const fn bit(reason: ExitReason) -> u64 {
+    1 << reason.0
+}
+
+/// Instructions whose handling cannot concern RSP, and exits that are answered without looking at
+/// the guest: RSP is read when the loop is left for one.
+const WITHOUT_RSP: u64 = bit(ExitReason::ExternalInterrupt)
+    | bit(ExitReason::InterruptWindow)
+    | bit(ExitReason::NmiWindow)
+    | bit(ExitReason::Cpuid)
+    | bit(ExitReason::Hlt)
+    | bit(ExitReason::Invd)
+    | bit(ExitReason::Rdpmc)
+    | bit(ExitReason::Vmcall)
+    | bit(ExitReason::Io)
+    | bit(ExitReason::Rdmsr)
+    | bit(ExitReason::Wrmsr)
+    | bit(ExitReason::Pause)
+    | bit(ExitReason::TprBelowThreshold)
+    | bit(ExitReason::PreemptionTimer)
+    | bit(ExitReason::Wbinvd)
+    | bit(ExitReason::Xsetbv);
+
+/// Exits that can hit in the middle of the delivery of an event (SDM vol. 3C §28.2.4): an exception,
+/// a task switch, accesses of memory. A triple fault has nothing left to deliver; interrupts and
+/// windows are taken between instructions.
+const INSIDE_DELIVERY: u64 = bit(ExitReason::ExceptionOrNmi)
+    | bit(ExitReason::TaskSwitch)
+    | bit(ExitReason::ApicAccess)
+    | bit(ExitReason::EptViolation)
+    | bit(ExitReason::EptMisconfiguration)
+    | bit(ExitReason::ApicWrite)
+    | bit(ExitReason::PmlFull);
+
+/// Whether an exit's handling may look at RSP.
+#[inline(always)]
+pub(crate) fn needs_rsp(reason: u32) -> bool {
+    reason >= u64::BITS || WITHOUT_RSP & (1 << reason) == 0
+}
+
+/// Whether an exit may have interrupted the delivery of an event.
+#[inline]
+pub(crate) fn may_be_inside_delivery(reason: u32) -> bool {
+    reason < u64::BITS && INSIDE_DELIVERY & (1 << reason) != 0
+}
+
+impl<C: Cpu> Vmx<C> {
+    /// The last exit.
+    pub(crate) fn decode(&self) -> Exit {
+        let field = self.get(fields::EXIT_REASON);
+        if field & ENTRY_FAILURE != 0 {
+            return if ExitReason::of(field) == ExitReason::MachineCheck {
+                Exit::MachineCheck
+            } else {
+                Exit::Refused
+            };
+        }
+        match ExitReason::of(field) {
+            ExitReason::ExternalInterrupt => Exit::Interrupt,
+            ExitReason::Cpuid => Exit::Cpuid,
+            ExitReason::Rdmsr => Exit::Rdmsr,
+            ExitReason::Wrmsr => Exit::Wrmsr,
+            ExitReason::EptViolation => self.ept_violation(),
+            ExitReason::Io => self.io(),
+            ExitReason::Hlt => Exit::Hlt,
+            ExitReason::Vmcall => Exit::Hypercall,
+            ExitReason::CrAccess => self.cr_access(),
+            reason => self.decode_rare(reason),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn decode_rare(&self, reason: ExitReason) -> Exit {
+        match reason {
+            ExitReason::ExceptionOrNmi => self.exception(),
+            // The guest has lowered its priority, or can take an interrupt: either is looked at.
+            ExitReason::InterruptWindow | ExitReason::TprBelowThreshold => Exit::InterruptWindow,
+            ExitReason::NmiWindow => Exit::Iret,
+            ExitReason::Pause => Exit::Pause,
+            ExitReason::Wbinvd | ExitReason::Invd => Exit::CacheFlush,
+            ExitReason::Xsetbv => Exit::Xsetbv,
+            ExitReason::DrAccess => Exit::DebugReg,
+            ExitReason::Rdpmc => Exit::Rdpmc,
+            ExitReason::Rsm => Exit::Rsm,
+            ExitReason::TaskSwitch => Exit::TaskSwitch,
+            ExitReason::TripleFault => Exit::Shutdown,
+            ExitReason::Init | ExitReason::Sipi | ExitReason::IoSmi | ExitReason::OtherSmi => {
+                Exit::HostSignal
+            }
+            ExitReason::EptMisconfiguration => self.ept_misconfiguration(),
+            ExitReason::Getsec
+            | ExitReason::Vmclear
+            | ExitReason::Vmlaunch
+            | ExitReason::Vmptrld
+            | ExitReason::Vmptrst
+            | ExitReason::Vmread
+            | ExitReason::Vmresume
+            | ExitReason::Vmwrite
+            | ExitReason::Vmxoff
+            | ExitReason::Vmxon
+            | ExitReason::Mwait
+            | ExitReason::Monitor
+            | ExitReason::Invept
+            | ExitReason::Invvpid
+            | ExitReason::Invpcid
+            | ExitReason::Rdtscp
+            | ExitReason::Vmfunc
+            | ExitReason::Encls
+            | ExitReason::Xsaves
+            | ExitReason::Xrstors
+            | ExitReason::Umwait
+            | ExitReason::Tpause => Exit::Undefined,
+            ExitReason(raw) => Exit::Unknown(raw.into()),
+        }
+    }
+
+    /// An access of memory that the nested tables do not allow.
+    #[inline(always)]
+    pub(crate) fn ept_violation(&self) -> Exit {
+        use ept_violation::{EXECUTABLE, FETCH, FINAL, LINEAR_VALID, READABLE, WRITABLE, WRITE};
+        let info = self.get(fields::EXIT_QUALIFICATION);
+        Exit::NestedFault(NestedFault {
+            gpa: Gpa(self.get(fields::GUEST_PHYSICAL_ADDRESS)),
+            write: info & WRITE != 0,
+            fetch: info & FETCH != 0,
+            present: info & (READABLE | WRITABLE | EXECUTABLE) != 0,
+            reserved: false,
+            final_access: info & (LINEAR_VALID | FINAL) == LINEAR_VALID | FINAL,
+        })
+    }
+
+    /// An entry of the nested tables that means nothing: a bug of ours, told as such.
+    fn ept_misconfiguration(&self) -> Exit {
+        Exit::NestedFault(NestedFault {
+            gpa: Gpa(self.get(fields::GUEST_PHYSICAL_ADDRESS)),
+            write: false,
+            fetch: false,
+            present: true,
+            reserved: true,
+            final_access: true,
+        })
+    }
+
+    /// A port access.
+    #[inline(always)]
+    pub(crate) fn io(&self) -> Exit {
+        let info = self.get(fields::EXIT_QUALIFICATION);
+        let string = info & io::STRING != 0;
+        Exit::Io(IoExit {
+            port: (info >> io::PORT_SHIFT) as u16,
+            size: (info & io::SIZE) as u8 + 1,
+            input: info & io::IN != 0,
+            string,
+            rep: info & io::REP != 0,
+            next_rip: 0,
+        })
+    }
+
+    /// An access of a control register. CLTS and LMSW name no general register.
+    #[inline(always)]
+    pub(crate) fn cr_access(&self) -> Exit {
+        let info = self.get(fields::EXIT_QUALIFICATION);
+        let access = info & cr::ACCESS;
+        let moves = access == cr::MOV_TO || access == cr::MOV_FROM;
+        Exit::Cr(CrAccess {
+            cr: (info & cr::NUMBER) as u8,
+            write: access != cr::MOV_FROM,
+            gpr: moves.then_some((info >> cr::GPR_SHIFT) as u8 & 0xf),
+        })
+    }
+
+    fn exception(&self) -> Exit {
+        const DB: u8 = 1;
+        const MC: u8 = 18;
+        let info = self.get(fields::EXIT_INTERRUPTION);
+        if info & event::TYPE == event::NMI {
+            return Exit::Nmi;
+        }
+        let vector = Vector((info & event::VECTOR) as u8);
+        match vector.0 {
+            MC => Exit::MachineCheck,
+            // What DR6 would have taken (SDM vol. 3C table 28-1).
+            DB => Exit::Exception(Exception::db(self.get(fields::EXIT_QUALIFICATION))),
+            _ => Exit::Exception(Exception {
+                vector,
+                error_code: (info & event::ERROR_VALID != 0)
+                    .then(|| self.get(fields::EXIT_ERROR_CODE)),
+                payload: None,
+            }),
+        }
+    }
+
+    /// Right after an exit that is no plain instruction: an NMI is the host's, at once, for it
+    /// blocks further ones; and a fault of the guest's IRET has not ended its own handling.
+    pub(crate) fn take_exit_events(&mut self, reason: u32) {
+        const DF: u32 = 8;
+        let reblock = match ExitReason::of(reason) {
+            ExitReason::ExceptionOrNmi => {
+                let info = self.get(fields::EXIT_INTERRUPTION);
+                if info & event::TYPE == event::NMI {
+                    return self.cpu.host_nmi();
+                }
+                info & event::NMI_UNBLOCKED != 0 && info & event::VECTOR != DF
+            }
+            ExitReason::EptViolation | ExitReason::PmlFull => {
+                self.get(fields::EXIT_QUALIFICATION) & ept_violation::NMI_UNBLOCKED != 0
+            }
+            _ => false,
+        };
+        if reblock && self.get(fields::IDT_VECTORING) & event::VALID == 0 {
+            let state = self.get(fields::GUEST_INTERRUPTIBILITY);
+            self.set(fields::GUEST_INTERRUPTIBILITY, state | interruptibility::NMI);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn plain_instructions_leave_rsp_unread() {
+        for reason in [ExitReason::Cpuid, ExitReason::Wrmsr, ExitReason::Vmcall, ExitReason::Io] {
+            assert!(!needs_rsp(reason.0.into()));
+            assert!(!may_be_inside_delivery(reason.0.into()));
+        }
+        for reason in [ExitReason::EptViolation, ExitReason::CrAccess, ExitReason::TaskSwitch] {
+            assert!(needs_rsp(reason.0.into()));
+        }
+        assert!(needs_rsp(ENTRY_FAILURE | 33) && needs_rsp(74) && needs_rsp(NOT_ENTERED));
+        assert!(may_be_inside_delivery(ExitReason::EptViolation.0.into()));
+        assert!(!may_be_inside_delivery(ENTRY_FAILURE | 33));
+    }
+}

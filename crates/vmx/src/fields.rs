@@ -1,0 +1,293 @@
+//! The VMCS as a cache that knows what the hardware holds: no field is read twice between two
+//! exits, none is written with the value that it has.
+//!
+//! Two groups. What an entry and exit may change is forgotten at every exit by one store; what only
+//! the hypervisor changes is known for ever. A field is read when it is first asked for. A value
+//! that is set while the loop runs is written at once; outside it is noted, and written when the
+//! loop is entered. So nothing above says what is stale or dirty: it follows from the field.
+
+use core::cell::Cell;
+
+use x86::vmcs::{
+    Field, Natural, ReadOnly, ReadWrite,
+    field::{self, Width},
+};
+
+/// A field with its place in the cache.
+#[derive(Debug)]
+pub(crate) struct Slot<W, A> {
+    at: u8,
+    field: Field<W, A>,
+}
+
+impl<W, A> Clone for Slot<W, A> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<W, A> Copy for Slot<W, A> {}
+
+/// Places of the first group: a bit of one word each.
+const GROUP: usize = 64;
+const PLACES: usize = 2 * GROUP;
+
+macro_rules! slots {
+    ($places:ident from $first:literal { $($access:ident $width:ty: $($name:ident),* $(,)?;)* }) => {
+        #[allow(non_camel_case_types, clippy::upper_case_acronyms)]
+        #[repr(u8)]
+        enum $places { $($($name),*),* }
+
+        $($(pub(crate) const $name: Slot<$width, $access> =
+            Slot { at: $places::$name as u8 + $first, field: field::$name };)*)*
+
+        impl $places {
+            /// Encodings by place.
+            const ENCODINGS: &'static [u32] = &[$($(field::$name.encoding()),*),*];
+        }
+    };
+}
+
+slots! { Changing from 0 {
+    ReadWrite Natural:
+        GUEST_RIP, GUEST_RSP, GUEST_RFLAGS, GUEST_CR0, GUEST_CR3, GUEST_CR4, GUEST_DR7,
+        GUEST_ES_BASE, GUEST_CS_BASE, GUEST_SS_BASE, GUEST_DS_BASE, GUEST_FS_BASE, GUEST_GS_BASE,
+        GUEST_LDTR_BASE, GUEST_TR_BASE, GUEST_GDTR_BASE, GUEST_IDTR_BASE, GUEST_PENDING_DEBUG,
+        GUEST_SYSENTER_ESP, GUEST_SYSENTER_EIP;
+    ReadWrite u32:
+        GUEST_ES_LIMIT, GUEST_CS_LIMIT, GUEST_SS_LIMIT, GUEST_DS_LIMIT, GUEST_FS_LIMIT,
+        GUEST_GS_LIMIT, GUEST_LDTR_LIMIT, GUEST_TR_LIMIT, GUEST_GDTR_LIMIT, GUEST_IDTR_LIMIT,
+        GUEST_ES_RIGHTS, GUEST_CS_RIGHTS, GUEST_SS_RIGHTS, GUEST_DS_RIGHTS, GUEST_FS_RIGHTS,
+        GUEST_GS_RIGHTS, GUEST_LDTR_RIGHTS, GUEST_TR_RIGHTS, GUEST_INTERRUPTIBILITY,
+        GUEST_SYSENTER_CS;
+    ReadWrite u16:
+        GUEST_ES_SELECTOR, GUEST_CS_SELECTOR, GUEST_SS_SELECTOR, GUEST_DS_SELECTOR,
+        GUEST_FS_SELECTOR, GUEST_GS_SELECTOR, GUEST_LDTR_SELECTOR, GUEST_TR_SELECTOR;
+    ReadWrite u64:
+        GUEST_PDPTE0, GUEST_PDPTE1, GUEST_PDPTE2, GUEST_PDPTE3;
+    ReadOnly u32:
+        EXIT_REASON, EXIT_INTERRUPTION, EXIT_ERROR_CODE, IDT_VECTORING, IDT_VECTORING_ERROR,
+        INSTRUCTION_LENGTH;
+    ReadOnly Natural:
+        EXIT_QUALIFICATION;
+    ReadOnly u64:
+        GUEST_PHYSICAL_ADDRESS;
+} }
+
+slots! { Constant from 64 {
+    ReadWrite u32:
+        PIN_CONTROLS, PROC_CONTROLS, PROC_CONTROLS2, EXIT_CONTROLS, ENTRY_CONTROLS,
+        EXCEPTION_BITMAP, TPR_THRESHOLD, ENTRY_INTERRUPTION, ENTRY_ERROR_CODE,
+        ENTRY_INSTRUCTION_LENGTH, HOST_SYSENTER_CS;
+    ReadWrite u64:
+        TSC_OFFSET, TSC_MULTIPLIER, EPT_POINTER, GUEST_DEBUGCTL, GUEST_PAT, GUEST_EFER, HOST_PAT,
+        HOST_EFER;
+    ReadWrite Natural:
+        CR0_MASK, CR0_SHADOW, CR4_MASK, CR4_SHADOW, HOST_CR0, HOST_CR3, HOST_CR4, HOST_FS_BASE,
+        HOST_GS_BASE, HOST_TR_BASE, HOST_GDTR_BASE, HOST_IDTR_BASE, HOST_SYSENTER_ESP,
+        HOST_SYSENTER_EIP;
+    ReadWrite u16:
+        VPID, HOST_CS_SELECTOR, HOST_SS_SELECTOR, HOST_TR_SELECTOR;
+} }
+
+const _: () = assert!(Changing::ENCODINGS.len() <= GROUP && Constant::ENCODINGS.len() <= GROUP);
+
+/// The encoding of the field at a place.
+fn encoding(at: usize) -> u32 {
+    let found = match at.checked_sub(GROUP) {
+        None => Changing::ENCODINGS.get(at),
+        Some(at) => Constant::ENCODINGS.get(at),
+    };
+    found.copied().unwrap_or(0)
+}
+
+/// What is known of a VMCS.
+#[derive(Debug)]
+pub(crate) struct Fields {
+    /// The place's value is what the VMCS holds, or will hold.
+    known: [Cell<u64>; 2],
+    /// It has to be written yet.
+    unwritten: [Cell<u64>; 2],
+    values: [Cell<u64>; PLACES],
+}
+
+/// What is to be done with a field's new value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Set {
+    /// Nothing: the VMCS has it.
+    Unchanged,
+    /// It is to be written: now, or when the VMCS is current.
+    Changed,
+}
+
+impl Fields {
+    /// Nothing is known.
+    pub(crate) const fn new() -> Self {
+        Self {
+            known: [const { Cell::new(0) }; 2],
+            unwritten: [const { Cell::new(0) }; 2],
+            values: [const { Cell::new(0) }; PLACES],
+        }
+    }
+
+    #[inline(always)]
+    fn place<W, A>(slot: Slot<W, A>) -> (usize, u64, usize) {
+        let at = usize::from(slot.at) % PLACES;
+        (at / GROUP, 1 << (at % GROUP), at)
+    }
+
+    /// The value where it is known.
+    #[inline(always)]
+    pub(crate) fn get<W: Width, A>(&self, slot: Slot<W, A>) -> Option<W::Value> {
+        let (group, bit, at) = Self::place(slot);
+        (self.known[group].get() & bit != 0).then(|| W::from_raw(self.values[at].get()))
+    }
+
+    /// Keeps what was read.
+    #[inline(always)]
+    pub(crate) fn learn<W: Width, A>(&self, slot: Slot<W, A>, raw: u64) {
+        let (group, bit, at) = Self::place(slot);
+        self.values[at].set(raw);
+        self.known[group].set(self.known[group].get() | bit);
+    }
+
+    /// Keeps a new value.
+    #[inline(always)]
+    pub(crate) fn set<W: Width>(&self, slot: Slot<W, ReadWrite>, value: W::Value) -> Set {
+        let raw = value.into();
+        let (group, bit, at) = Self::place(slot);
+        if self.known[group].get() & bit != 0 && self.values[at].get() == raw {
+            return Set::Unchanged;
+        }
+        self.learn(slot, raw);
+        Set::Changed
+    }
+
+    /// A new value could not be written yet.
+    pub(crate) fn defer<W, A>(&self, slot: Slot<W, A>) {
+        let (group, bit, _) = Self::place(slot);
+        self.unwritten[group].set(self.unwritten[group].get() | bit);
+    }
+
+    /// The guest ran: of the changing fields nothing is known.
+    #[inline(always)]
+    pub(crate) fn forget(&self) {
+        self.known[0].set(0);
+    }
+
+    /// Whether something waits to be written.
+    #[inline]
+    pub(crate) fn has_unwritten(&self) -> bool {
+        (self.unwritten[0].get() | self.unwritten[1].get()) != 0
+    }
+
+    /// Hands out what waits to be written, as encodings and values.
+    pub(crate) fn write_all(&self, mut write: impl FnMut(u32, u64)) {
+        for (group, bits) in self.unwritten.iter().enumerate() {
+            let mut left = bits.replace(0);
+            while left != 0 {
+                let at = group * GROUP + left.trailing_zeros() as usize;
+                left &= left - 1;
+                if let Some(value) = self.values.get(at) {
+                    write(encoding(at), value.get());
+                }
+            }
+        }
+    }
+}
+
+impl<W, A> Slot<W, A> {
+    /// What VMREAD and VMWRITE take.
+    #[inline(always)]
+    pub(crate) const fn encoding(self) -> u32 {
+        self.field.encoding()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn an_exit_forgets_what_the_guest_changes_and_nothing_else() {
+        let fields = Fields::new();
+        fields.learn(GUEST_RIP, 5);
+        fields.learn(PROC_CONTROLS, 6);
+        fields.forget();
+        assert_eq!((fields.get(GUEST_RIP), fields.get(PROC_CONTROLS)), (None, Some(6)));
+    }
+
+    #[test]
+    fn the_same_value_is_no_write() {
+        let fields = Fields::new();
+        assert_eq!(fields.set(GUEST_RIP, 0), Set::Changed);
+        assert_eq!(fields.set(GUEST_RIP, 0), Set::Unchanged);
+        fields.forget();
+        assert_eq!(fields.set(GUEST_RIP, 0), Set::Changed);
+    }
+
+    #[test]
+    fn a_place_is_written_to_the_field_that_it_stands_for() {
+        let fields = Fields::new();
+        for n in 0..PLACES {
+            fields.values[n].set(n as u64);
+        }
+        for slot in [GUEST_RIP, GUEST_DR7, CR0_MASK, HOST_CR3] {
+            fields.defer(slot);
+        }
+        fields.defer(GUEST_TR_SELECTOR);
+        fields.defer(VPID);
+        let mut written = std::vec::Vec::new();
+        fields.write_all(|encoding, value| written.push((encoding, value)));
+        let of = |encoding: u32, at: u8| (encoding, u64::from(at));
+        let expected = [
+            of(field::GUEST_RIP.encoding(), GUEST_RIP.at),
+            of(field::GUEST_DR7.encoding(), GUEST_DR7.at),
+            of(field::GUEST_TR_SELECTOR.encoding(), GUEST_TR_SELECTOR.at),
+            of(field::CR0_MASK.encoding(), CR0_MASK.at),
+            of(field::HOST_CR3.encoding(), HOST_CR3.at),
+            of(field::VPID.encoding(), VPID.at),
+        ];
+        assert_eq!(written, expected);
+        assert!(!fields.has_unwritten());
+    }
+
+    proptest! {
+        /// A VMCS that is written only as the cache says holds what was set last.
+        #[test]
+        fn the_cache_and_the_vmcs_never_disagree(
+            steps in proptest::collection::vec((0u8..6, any::<u64>()), 1..60),
+        ) {
+            let fields = Fields::new();
+            let (mut stored, mut meant) = (0u64, 0u64);
+            fields.learn(GUEST_CR3, 0);
+            let mut current = false;
+            for (step, value) in steps {
+                match step {
+                    // Set to something that is often the same.
+                    0..=2 => {
+                        meant = value % 3;
+                        if fields.set(GUEST_CR3, meant) == Set::Changed {
+                            if current { stored = meant } else { fields.defer(GUEST_CR3) }
+                        }
+                    }
+                    // The loop is entered, the guest runs, the loop is left.
+                    3 => {
+                        fields.write_all(|_, v| stored = v);
+                        prop_assert_eq!(stored, meant);
+                        current = true;
+                    }
+                    4 if current => {
+                        (stored, meant) = (value, value);
+                        fields.forget();
+                    }
+                    _ => current = false,
+                }
+                if let Some(known) = fields.get(GUEST_CR3) {
+                    prop_assert_eq!(known, meant);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,296 @@
+//! Event injection, offered interrupts, the interrupt and NMI windows.
+//!
+//! VMX has no pending virtual interrupt that the hardware would deliver by itself. An offered one is
+//! injected at the first entry at which the guest can take it; until then the interrupt window is
+//! open.
+//!
+//! SDM vol. 3C §25.8.3 (injection), §27.6.1 (interruptibility), §27.2.1.3 and §27.3.1.5 (checks).
+
+use backend::Event;
+use cpu::Cpu;
+use x86::{
+    Exception, Vector,
+    vmcs::{ExitReason, ProcControls, event, interruptibility},
+};
+
+use crate::{
+    enter::{Vmx, attention},
+    fields,
+};
+
+const RFLAGS_TF: u64 = 1 << 8;
+const RFLAGS_IF: u64 = 1 << 9;
+const CR0_PE: u64 = 1;
+const DEBUGCTL_BTF: u64 = 1 << 1;
+/// BS in the pending debug exceptions.
+const PENDING_STEP: u64 = 1 << 14;
+const SHADOW: u32 = interruptibility::STI | interruptibility::MOV_SS;
+
+/// An interrupt that the guest is to take as soon as it can.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Offer {
+    vector: Option<Vector>,
+    /// It was injected at the last entry.
+    taken: bool,
+}
+
+/// Whether a vector pushes an error code in protected mode: the entry refuses an injection that says
+/// otherwise.
+fn pushes_error_code(vector: u8) -> bool {
+    matches!(vector, 8 | 10..=14 | 17)
+}
+
+/// The entry-interruption information for an event. `protected`: the guest is in protected mode;
+/// outside it nothing pushes an error code.
+pub fn encode(event: Event, protected: bool) -> u32 {
+    match event {
+        Event::Interrupt(v) => event::VALID | event::INTR | u32::from(v.0),
+        Event::Nmi => event::VALID | event::NMI | 2,
+        Event::Software(v) => event::VALID | event::SOFT | u32::from(v.0),
+        Event::Exception(e) => {
+            let vector = e.vector.0;
+            let kind =
+                if matches!(vector, 3 | 4) { event::SOFT_EXCEPTION } else { event::EXCEPTION };
+            let code = if protected && pushes_error_code(vector) { event::ERROR_VALID } else { 0 };
+            event::VALID | kind | code | u32::from(vector)
+        }
+    }
+}
+
+/// The event in IDT-vectoring or entry-interruption information, if it is valid.
+pub fn decode(info: u32, error_code: u32) -> Option<Event> {
+    if info & event::VALID == 0 {
+        return None;
+    }
+    let vector = Vector((info & event::VECTOR) as u8);
+    Some(match info & event::TYPE {
+        event::INTR => Event::Interrupt(vector),
+        event::NMI => Event::Nmi,
+        event::SOFT | event::PRIVILEGED_SOFT_EXCEPTION => Event::Software(vector),
+        _ => Event::Exception(Exception {
+            vector,
+            error_code: (info & event::ERROR_VALID != 0).then_some(error_code),
+            payload: None,
+        }),
+    })
+}
+
+/// Whether the event comes from an instruction, whose length tells where its handler returns to.
+fn has_length(info: u32) -> bool {
+    matches!(
+        info & event::TYPE,
+        event::SOFT | event::PRIVILEGED_SOFT_EXCEPTION | event::SOFT_EXCEPTION
+    )
+}
+
+impl<C: Cpu> Vmx<C> {
+    pub(crate) fn inject_event(&mut self, event: Event) {
+        self.settle_shadow();
+        let mut info = encode(event, self.cr0 & CR0_PE != 0);
+        if let Event::Exception(e) = event {
+            if let Some(bits) = e.payload {
+                self.deliver_payload(e.vector.0, bits);
+            }
+            if info & event::ERROR_VALID != 0 {
+                self.set(fields::ENTRY_ERROR_CODE, e.error_code.unwrap_or(0));
+            }
+            if e.vector.0 == 1 && self.exited_at_int1() {
+                info = (info & !event::TYPE) | event::PRIVILEGED_SOFT_EXCEPTION;
+            }
+        }
+        if has_length(info) {
+            self.set(fields::ENTRY_INSTRUCTION_LENGTH, self.event_length());
+        }
+        self.set(fields::ENTRY_INTERRUPTION, info);
+        self.attention |= attention::INJECT;
+    }
+
+    /// What an exception leaves in CR2 or in the debug registers.
+    fn deliver_payload(&mut self, vector: u8, bits: u64) {
+        const PF: u8 = 14;
+        const DB: u8 = 1;
+        const DR7_GD: u64 = 1 << 13;
+        if vector == PF {
+            self.replace_cr2(bits);
+        } else if vector == DB {
+            self.set_dr6((self.dr6_now() & !0xf) | bits | 0xffff_0ff0);
+            self.set(fields::GUEST_DR7, self.get(fields::GUEST_DR7) & !DR7_GD);
+        }
+    }
+
+    /// The last exit was an INT1, behind which its handler returns.
+    fn exited_at_int1(&self) -> bool {
+        self.get(fields::EXIT_REASON) == u32::from(ExitReason::ExceptionOrNmi.0)
+            && self.get(fields::EXIT_INTERRUPTION) & (event::VALID | event::TYPE)
+                == event::VALID | event::PRIVILEGED_SOFT_EXCEPTION
+    }
+
+    /// The length of the instruction that made an event: that of the last exit where it is one,
+    /// else a byte, as INT3 and INTO have.
+    fn event_length(&self) -> u32 {
+        match self.get(fields::INSTRUCTION_LENGTH) {
+            length @ 1..=15 => length,
+            _ => 1,
+        }
+    }
+
+    pub(crate) fn is_injecting(&self) -> bool {
+        self.attention & attention::INJECT != 0
+    }
+
+    pub(crate) fn take_injection(&mut self) -> Option<Event> {
+        if !self.is_injecting() {
+            return None;
+        }
+        self.attention &= !attention::INJECT;
+        let info = self.get(fields::ENTRY_INTERRUPTION);
+        self.set(fields::ENTRY_INTERRUPTION, info & !event::VALID);
+        decode(info, self.get(fields::ENTRY_ERROR_CODE))
+    }
+
+    /// Whether STI or MOV SS holds interrupts off.
+    pub(crate) fn is_shadowed(&self) -> bool {
+        !self.shadow_over.get() && self.get(fields::GUEST_INTERRUPTIBILITY) & SHADOW != 0
+    }
+
+    /// Brings the VMCS up to what is known: that an instruction has retired since STI or MOV SS.
+    pub(crate) fn settle_shadow(&self) {
+        if self.shadow_over.replace(false) {
+            let state = self.get(fields::GUEST_INTERRUPTIBILITY);
+            self.set(fields::GUEST_INTERRUPTIBILITY, state & !SHADOW);
+        }
+    }
+
+    pub(crate) fn set_shadow(&mut self, on: bool) {
+        self.shadow_over.set(false);
+        let state = self.get(fields::GUEST_INTERRUPTIBILITY) & !SHADOW;
+        let sti = if on { interruptibility::STI } else { 0 };
+        // Blocking by STI with interrupts off is refused; that of MOV SS is not.
+        let bit = if self.get(fields::GUEST_RFLAGS) & RFLAGS_IF != 0 {
+            sti
+        } else if on {
+            interruptibility::MOV_SS
+        } else {
+            0
+        };
+        self.set(fields::GUEST_INTERRUPTIBILITY, state | bit);
+        self.settle_pending_step();
+    }
+
+    /// With a shadow, a single step must be pending exactly if the guest steps.
+    pub(crate) fn settle_pending_step(&mut self) {
+        if self.get(fields::GUEST_INTERRUPTIBILITY) & SHADOW == 0 {
+            return;
+        }
+        let steps = self.get(fields::GUEST_RFLAGS) & RFLAGS_TF != 0
+            && self.get(fields::GUEST_DEBUGCTL) & DEBUGCTL_BTF == 0;
+        let pending = self.get(fields::GUEST_PENDING_DEBUG) & !PENDING_STEP;
+        self.set(fields::GUEST_PENDING_DEBUG, pending | if steps { PENDING_STEP } else { 0 });
+    }
+
+    /// RFLAGS was set: blocking by STI goes with IF, and a pending step with TF.
+    pub(crate) fn flags_changed(&mut self, rflags: u64) {
+        self.settle_shadow();
+        let state = self.get(fields::GUEST_INTERRUPTIBILITY);
+        if state & SHADOW == 0 {
+            return;
+        }
+        if rflags & RFLAGS_IF == 0 {
+            self.set(fields::GUEST_INTERRUPTIBILITY, state & !interruptibility::STI);
+        }
+        self.settle_pending_step();
+    }
+
+    pub(crate) fn set_offer(&mut self, vector: Option<Vector>) {
+        self.offer = Offer { vector, taken: false };
+        if vector.is_some() {
+            self.attention |= attention::OFFER;
+        } else {
+            self.attention &= !attention::OFFER;
+            self.open_window(false);
+        }
+    }
+
+    /// Injects the offered interrupt if the guest can take it at this entry, else waits for the
+    /// moment at which it can.
+    pub(crate) fn make_offer(&mut self) {
+        let Some(vector) = self.offer.vector else { return };
+        let open = !self.is_injecting()
+            && self.get(fields::GUEST_RFLAGS) & RFLAGS_IF != 0
+            && !self.is_shadowed();
+        if open {
+            self.settle_shadow();
+            self.offer = Offer { vector: None, taken: true };
+            self.attention = (self.attention & !attention::OFFER) | attention::INJECT;
+            let info = event::VALID | event::INTR | u32::from(vector.0);
+            self.set(fields::ENTRY_INTERRUPTION, info);
+        }
+        self.open_window(!open);
+    }
+
+    /// Whether the guest took the offered interrupt.
+    #[inline]
+    pub(crate) fn take_taken(&mut self) -> bool {
+        core::mem::take(&mut self.offer.taken)
+    }
+
+    /// Asks for an exit when an interrupt can be taken.
+    pub(crate) fn open_window(&mut self, on: bool) {
+        self.change_proc(ProcControls::INTERRUPT_WINDOW, on);
+    }
+
+    /// Asks for an exit when an NMI can be taken.
+    pub(crate) fn open_nmi_window(&mut self, on: bool) {
+        self.change_proc(ProcControls::NMI_WINDOW, on);
+    }
+
+    pub(crate) fn is_nmi_masked(&self) -> bool {
+        self.get(fields::GUEST_INTERRUPTIBILITY) & interruptibility::NMI != 0
+    }
+
+    pub(crate) fn mask_nmi(&mut self, on: bool) {
+        let state = self.get(fields::GUEST_INTERRUPTIBILITY) & !interruptibility::NMI;
+        let bit = if on { interruptibility::NMI } else { 0 };
+        self.set(fields::GUEST_INTERRUPTIBILITY, state | bit);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn an_event_survives_encoding() {
+        for event in [
+            Event::Interrupt(Vector(0x31)),
+            Event::Nmi,
+            Event::Software(Vector(0x80)),
+            Event::Exception(Exception::ud()),
+            Event::Exception(Exception::gp(0x18)),
+        ] {
+            assert_eq!(decode(encode(event, true), 0x18), Some(event));
+        }
+        assert_eq!(decode(0x30, 0), None);
+    }
+
+    #[test]
+    fn outside_protected_mode_nothing_pushes_an_error_code() {
+        let gp = Event::Exception(Exception::gp(0x18));
+        assert_eq!(encode(gp, false), event::VALID | event::EXCEPTION | 13);
+        assert_eq!(encode(gp, true), event::VALID | event::EXCEPTION | event::ERROR_VALID | 13);
+    }
+
+    proptest! {
+        /// SDM vol. 3C §27.2.1.3: what an entry checks of the injected event.
+        #[test]
+        fn an_entry_accepts_every_exception(vector in 0u8..32, code: Option<u32>, protected: bool) {
+            let exception = Exception { vector: Vector(vector), error_code: code, payload: None };
+            let info = encode(Event::Exception(exception), protected);
+            let hardware = info & event::TYPE == event::EXCEPTION;
+            let pushes = protected && matches!(vector, 8 | 10 | 11 | 12 | 13 | 14 | 17);
+            prop_assert_eq!(info & event::ERROR_VALID != 0, pushes && hardware);
+            prop_assert_eq!(info & 0x7fff_f000, 0);
+        }
+    }
+}

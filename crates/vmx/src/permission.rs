@@ -1,0 +1,87 @@
+//! The MSR bitmap (SDM vol. 3C §25.6.9): 4 KiB, a quarter each for reads and writes of the low and
+//! of the high MSRs. Ports need none, for every access exits.
+
+use core::sync::atomic::Ordering;
+use host::{NoMemory, page::Page};
+use x86::Hpa;
+
+/// One vCPU's bitmap: which MSRs may be live depends on the guest's CPUID.
+#[derive(Debug)]
+pub struct MsrMap(Page);
+
+/// Words in a quarter.
+const QUARTER: usize = 128;
+
+impl MsrMap {
+    /// A map under which every MSR exits.
+    pub fn all() -> Result<Self, NoMemory> {
+        let page = Page::zeroed()?;
+        page.table().iter().for_each(|w| w.store(u64::MAX, Ordering::Relaxed));
+        Ok(Self(page))
+    }
+
+    /// Physical address, for the VMCS.
+    pub fn hpa(&self) -> Hpa {
+        self.0.hpa()
+    }
+
+    /// Word and bit of the reads of `msr`; those of its writes lie two quarters on. `None` for an
+    /// MSR outside the two ranges: those always exit.
+    fn place(msr: u32) -> Option<(usize, u32)> {
+        let (quarter, number) = match msr {
+            0..=0x1fff => (0, msr),
+            0xc000_0000..=0xc000_1fff => (1, msr & 0x1fff),
+            _ => return None,
+        };
+        Some((quarter * QUARTER + number as usize / 64, number % 64))
+    }
+
+    /// Sets whether reads and writes of `msr` exit.
+    pub fn intercept(&self, msr: u32, read: bool, write: bool) {
+        let Some((word, bit)) = Self::place(msr) else { return };
+        for (at, on) in [(word, read), (word + 2 * QUARTER, write)] {
+            let Some(word) = self.0.table().get(at) else { continue };
+            let old = word.load(Ordering::Relaxed);
+            let new = if on { old | 1 << bit } else { old & !(1 << bit) };
+            word.store(new, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether reads and writes of `msr` exit.
+    pub fn intercepted(&self, msr: u32) -> (bool, bool) {
+        let Some((word, bit)) = Self::place(msr) else { return (true, true) };
+        let at = |word: usize| {
+            self.0.table().get(word).is_none_or(|w| w.load(Ordering::Relaxed) & (1 << bit) != 0)
+        };
+        (at(word), at(word + 2 * QUARTER))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_msr_bit_is_where_the_manual_puts_it() {
+        // Offsets 0, 1024, 2048 and 3072 of the page.
+        assert_eq!(MsrMap::place(0), Some((0, 0)));
+        assert_eq!(MsrMap::place(0xc000_0080), Some((1024 / 8 + 2, 0)));
+        assert_eq!(MsrMap::place(0x4000_0000), None);
+        let map = MsrMap::all().unwrap();
+        map.intercept(0x10, true, false);
+        assert_eq!(map.0.table()[2048 / 8].load(Ordering::Relaxed), !(1 << 0x10));
+    }
+
+    #[test]
+    fn only_the_named_msr_changes() {
+        let map = MsrMap::all().unwrap();
+        map.intercept(0xc000_0102, false, false);
+        assert_eq!(map.intercepted(0xc000_0102), (false, false));
+        assert_eq!(map.intercepted(0xc000_0101), (true, true));
+        assert_eq!(map.intercepted(0xc000_0103), (true, true));
+        assert_eq!(map.intercepted(0x102), (true, true));
+        assert_eq!(map.intercepted(0xc001_0102), (true, true));
+        map.intercept(0xc000_0102, false, true);
+        assert_eq!(map.intercepted(0xc000_0102), (false, true));
+    }
+}

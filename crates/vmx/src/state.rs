@@ -1,0 +1,784 @@
+//! The VMCS's content as the run loop sees it: [`Backend`] for [`Vmx`].
+//!
+//! What the guest owns is not intercepted: CR3, CR8 (by the TPR shadow), INVLPG, INVPCID, RDTSC, of
+//! CR0 TS and WP, and of CR4 the bits that only the guest is concerned with, as far as its CPUID
+//! offers them. The other bits of CR0 and CR4 are read from a shadow without an exit, and a write
+//! that changes one exits. WP and PGE are not the guest's where the run loop has to see changes of
+//! how paging entries are read ([`Paging::watch_roles`]).
+
+use core::sync::atomic::Ordering::Relaxed;
+
+use backend::{
+    Answer, Backend, ControlRegs, Event, Exit, Gprs, GuestLimits, NotMine, Paging, RSP, SegmentName,
+};
+use cpu::Cpu;
+use x86::{
+    Hpa, Vector, msr,
+    segment::{DescriptorTable, Segment},
+    vmcs::{EntryControls, ExitReason, ProcControls, ProcControls2, field},
+};
+
+use crate::{
+    enter::{RATIO_ONE, Vmx, attention},
+    exits, fields, inject, segments,
+};
+
+const CR0_TS: u64 = 1 << 3;
+const CR0_ET: u64 = 1 << 4;
+const CR0_WP: u64 = 1 << 16;
+const CR0_CD_NW: u64 = (1 << 30) | (1 << 29);
+/// What VMX fixes to 1, but not for a guest that may run without paging and protection.
+const CR0_PG_PE: u64 = (1 << 31) | 1;
+const CR4_PGE: u64 = 1 << 7;
+const CR4_MCE: u64 = 1 << 6;
+const CR4_OSXSAVE: u64 = 1 << 18;
+/// CR4 bits that a guest may own: PVI, TSD, DE, PGE, PCE, OSFXSR, OSXMMEXCPT, FSGSBASE.
+const CR4_OWNABLE: u64 =
+    (1 << 1) | (1 << 2) | (1 << 3) | CR4_PGE | (1 << 8) | (1 << 9) | (1 << 10) | (1 << 16);
+const EFER_LMA: u64 = 1 << 10;
+const TSC: u32 = 0x10;
+/// Where the virtual-APIC page holds the task priority.
+const VTPR_WORD: usize = 0x80 / 8;
+/// Fractional bits that the TSC multiplier has more than our ratio.
+const MULTIPLIER_SHIFT: u32 = 48 - 32;
+/// PAUSE-loop exiting: cycles between two PAUSEs of one loop, and of a loop that is too long; what
+/// the manual suggests and others use.
+const PLE: (u32, u32) = (128, 4096);
+
+/// MSRs whose guest value is live in hardware while the guest runs.
+const LIVE: [u32; 6] = [
+    msr::FS_BASE,
+    msr::GS_BASE,
+    msr::KERNEL_GS_BASE,
+    msr::SYSENTER_CS,
+    msr::SYSENTER_ESP,
+    msr::SYSENTER_EIP,
+];
+
+impl<C: Cpu> Vmx<C> {
+    pub(crate) fn init_control(&mut self) {
+        self.pass_live_msrs();
+        let features = self.features;
+        self.set(fields::PIN_CONTROLS, features.pin.base.bits());
+        self.set(fields::PROC_CONTROLS, features.primary.base.bits());
+        self.set(fields::PROC_CONTROLS2, features.secondary.base.bits());
+        self.set(fields::EXIT_CONTROLS, features.exit.base.bits());
+        self.set(fields::ENTRY_CONTROLS, features.entry.base.bits());
+        // #AC and #DB loops would hold the CPU for ever without an exit; a machine check is the
+        // host's. #UD: a guest may make its hypercalls with VMMCALL.
+        self.set(fields::EXCEPTION_BITMAP, (1 << 1) | (1 << 6) | (1 << 17) | (1 << 18));
+        self.set(fields::TPR_THRESHOLD, 0);
+        self.set(fields::ENTRY_INTERRUPTION, 0);
+        self.set(fields::TSC_OFFSET, 0);
+        self.set(fields::GUEST_DEBUGCTL, 0);
+        self.set(fields::GUEST_PAT, msr::PAT_RESET);
+        self.set_pdpte_fields([0; 4]);
+        self.reset(false);
+    }
+
+    fn pass_live_msrs(&self) {
+        for msr in LIVE {
+            self.msr_map.intercept(msr, false, false);
+        }
+        self.msr_map.intercept(TSC, false, true);
+    }
+
+    /// Those fields of [`Vmx::write_constants`] that not every CPU has.
+    ///
+    /// [`Vmx::write_constants`]: crate::Vmx
+    pub(crate) fn write_optional_constants(&self) {
+        let secondary = self.features.secondary.base;
+        if secondary.contains(ProcControls2::PAUSE_LOOP) {
+            let (gap, window) = PLE;
+            self.cpu.vmwrite(field::PLE_GAP.encoding(), gap.into());
+            self.cpu.vmwrite(field::PLE_WINDOW.encoding(), window.into());
+        }
+        if secondary.contains(ProcControls2::ENCLS) {
+            self.cpu.vmwrite(field::ENCLS_EXIT_BITMAP.encoding(), u64::MAX);
+        }
+        if secondary.contains(ProcControls2::XSAVES) {
+            self.cpu.vmwrite(field::XSS_EXIT_BITMAP.encoding(), 0);
+        }
+    }
+
+    /// Sets or clears primary processor-based controls.
+    pub(crate) fn change_proc(&self, bits: ProcControls, on: bool) {
+        let old = self.get(fields::PROC_CONTROLS);
+        let new = if on { old | bits.bits() } else { old & !bits.bits() };
+        self.set(fields::PROC_CONTROLS, new);
+    }
+
+    /// Sets or clears secondary processor-based controls.
+    fn change_proc2(&self, bits: ProcControls2, on: bool) {
+        let old = self.get(fields::PROC_CONTROLS2);
+        let new = if on { old | bits.bits() } else { old & !bits.bits() };
+        self.set(fields::PROC_CONTROLS2, new);
+    }
+
+    pub(crate) fn intercept_debug_regs(&mut self, on: bool) {
+        self.change_proc(ProcControls::MOV_DR, on);
+    }
+
+    /// CR0 bits that the guest owns.
+    fn owned_cr0(&self) -> u64 {
+        if self.paging.watch_roles { CR0_TS } else { CR0_TS | CR0_WP }
+    }
+
+    /// CR4 bits that the guest owns.
+    fn owned_cr4(&self) -> u64 {
+        let all = CR4_OWNABLE & self.limits.cr4_allowed;
+        if self.paging.watch_roles { all & !CR4_PGE } else { all }
+    }
+
+    fn cr0_now(&self) -> u64 {
+        let owned = self.owned_cr0();
+        (self.cr0 & !owned) | (self.get(fields::GUEST_CR0) & owned)
+    }
+
+    fn cr4_now(&self) -> u64 {
+        let owned = self.owned_cr4();
+        (self.cr4 & !owned) | (self.get(fields::GUEST_CR4) & owned)
+    }
+
+    /// Who owns which bits of CR0 and CR4 has changed, by `change`.
+    fn change_ownership(&mut self, change: impl FnOnce(&mut Self)) {
+        let (cr0, cr4) = (self.cr0_now(), self.cr4_now());
+        change(self);
+        self.set(fields::CR0_MASK, !self.owned_cr0());
+        self.set(fields::CR4_MASK, !self.owned_cr4());
+        self.set_cr0(cr0);
+        self.set_cr4(cr4);
+    }
+
+    fn update_passthrough(&mut self) {
+        let GuestLimits { tsc_aux, invpcid, xsave, .. } = self.limits;
+        let features = self.features;
+        self.msr_map.intercept(msr::TSC_AUX, !(tsc_aux && features.rdtscp), true);
+        if features.rdtscp {
+            self.change_proc2(ProcControls2::RDTSCP, tsc_aux);
+        }
+        if features.invpcid {
+            self.change_proc2(ProcControls2::INVPCID, invpcid);
+        }
+        if features.xsaves {
+            self.change_proc2(ProcControls2::XSAVES, xsave);
+        }
+    }
+
+    fn set_pdpte_fields(&mut self, [a, b, c, d]: [u64; 4]) {
+        self.set(fields::GUEST_PDPTE0, a);
+        self.set(fields::GUEST_PDPTE1, b);
+        self.set(fields::GUEST_PDPTE2, c);
+        self.set(fields::GUEST_PDPTE3, d);
+    }
+
+    pub(crate) fn replace_cr2(&mut self, value: u64) {
+        self.cr2 = value;
+        if self.loaded.get() {
+            self.cpu.set_cr2(value);
+        }
+    }
+
+    fn vtpr(&self) -> u64 {
+        self.apic_page.table().get(VTPR_WORD).map_or(0, |w| w.load(Relaxed))
+    }
+
+    /// RIP behind the exiting instruction.
+    #[inline(always)]
+    fn rip_after(&self) -> u64 {
+        let rip = self.get(fields::GUEST_RIP);
+        let next = rip.wrapping_add(u64::from(self.get(fields::INSTRUCTION_LENGTH)));
+        if (rip ^ next) >> 32 != 0 { self.wrapped(next) } else { next }
+    }
+
+    /// Outside 64-bit code RIP has 32 bits.
+    #[cold]
+    fn wrapped(&self, next: u64) -> u64 {
+        let long = self.efer & EFER_LMA != 0 && self.segment(SegmentName::Cs).is_long();
+        if long { next } else { next & 0xffff_ffff }
+    }
+}
+
+impl<C: Cpu> Backend for Vmx<C> {
+    const SETTLES: bool = true;
+    const LOADS_PDPTES: bool = true;
+
+    fn settled(&self) -> bool {
+        self.is_settled()
+    }
+
+    fn settle(&mut self) {
+        self.clear_elsewhere();
+    }
+
+    fn load(&mut self) {
+        self.load_state();
+    }
+
+    fn unload(&mut self) {
+        self.unload_state();
+    }
+
+    /// The kernel may fault on an address of its own; CR2 is the guest's.
+    fn host_segments(&mut self) {
+        self.cr2 = self.cpu.cr2();
+    }
+
+    fn guest_segments(&mut self) {
+        self.cpu.set_cr2(self.cr2);
+    }
+
+    fn begin_run(&mut self) {
+        self.new_run();
+    }
+
+    #[inline]
+    fn enter(&mut self, gprs: &mut Gprs) {
+        self.enter_and_exit(gprs);
+    }
+
+    #[inline]
+    fn complete(&mut self, gprs: &mut Gprs) {
+        gprs.0[RSP] = self.get(fields::GUEST_RSP);
+    }
+
+    fn exit(&self) -> Exit {
+        self.decode()
+    }
+
+    #[inline(always)]
+    fn dispatch<A: Answer<Self>>(answer: &mut A) -> Option<Exit> {
+        let reason = answer.backend().get(fields::EXIT_REASON);
+        // An entry that failed has bits that no reason has.
+        let Ok(reason) = u16::try_from(reason) else {
+            let exit = answer.backend().decode();
+            return answer.rare(exit);
+        };
+        match ExitReason(reason) {
+            ExitReason::ExternalInterrupt => answer.frequent(Exit::Interrupt),
+            ExitReason::Cpuid => answer.frequent(Exit::Cpuid),
+            ExitReason::Wrmsr => answer.frequent(Exit::Wrmsr),
+            ExitReason::Rdmsr => answer.frequent(Exit::Rdmsr),
+            ExitReason::EptViolation => {
+                let exit = answer.backend().ept_violation();
+                answer.frequent(exit)
+            }
+            ExitReason::Io => {
+                let exit = answer.backend().io();
+                answer.frequent(exit)
+            }
+            ExitReason::Hlt => answer.frequent(Exit::Hlt),
+            ExitReason::Vmcall => answer.frequent(Exit::Hypercall),
+            ExitReason::CrAccess => {
+                let exit = answer.backend().cr_access();
+                answer.frequent(exit)
+            }
+            _ => {
+                let exit = answer.backend().decode();
+                answer.rare(exit)
+            }
+        }
+    }
+
+    fn exit_raw(&self) -> [u64; 3] {
+        let reason = match self.get(fields::EXIT_REASON) {
+            exits::NOT_ENTERED => self.refused,
+            reason => reason,
+        };
+        let qualification = self.get(fields::EXIT_QUALIFICATION);
+        [reason.into(), qualification, self.get(fields::GUEST_PHYSICAL_ADDRESS)]
+    }
+
+    #[inline]
+    fn was_delivering(&self) -> bool {
+        exits::may_be_inside_delivery(self.get(fields::EXIT_REASON))
+            && self.get(fields::IDT_VECTORING) & x86::vmcs::event::VALID != 0
+    }
+
+    fn exit_record(&self) -> (u64, [u64; 2], u32, u32) {
+        let reason = self.get(fields::EXIT_REASON);
+        let vectoring =
+            if self.was_delivering() { u64::from(self.get(fields::IDT_VECTORING)) } else { 0 };
+        let info = [self.get(fields::EXIT_QUALIFICATION), vectoring];
+        let event = self.get(fields::EXIT_INTERRUPTION);
+        (reason.into(), info, event, self.get(fields::EXIT_ERROR_CODE))
+    }
+
+    fn interrupted_delivery(&self) -> Option<Event> {
+        if !self.was_delivering() {
+            return None;
+        }
+        let info = self.get(fields::IDT_VECTORING);
+        inject::decode(info, self.get(fields::IDT_VECTORING_ERROR))
+    }
+
+    fn forget_interrupted_delivery(&mut self) {
+        self.fields.learn(fields::IDT_VECTORING, 0);
+    }
+
+    #[inline]
+    fn rip(&self) -> u64 {
+        self.get(fields::GUEST_RIP)
+    }
+
+    #[inline]
+    fn set_rip(&mut self, rip: u64) {
+        self.set(fields::GUEST_RIP, rip);
+    }
+
+    #[inline]
+    fn retire(&mut self, next_rip: u64) {
+        self.set(fields::GUEST_RIP, next_rip);
+        self.shadow_over.set(true);
+    }
+
+    #[inline]
+    fn next_rip(&self) -> Option<u64> {
+        Some(self.rip_after())
+    }
+
+    fn insn_bytes(&self) -> &[u8] {
+        &[]
+    }
+
+    #[inline]
+    fn rflags(&self) -> u64 {
+        self.get(fields::GUEST_RFLAGS)
+    }
+
+    fn set_rflags(&mut self, rflags: u64) {
+        self.set(fields::GUEST_RFLAGS, rflags);
+        self.flags_changed(rflags);
+    }
+
+    #[inline]
+    fn interrupt_shadow(&self) -> bool {
+        self.is_shadowed()
+    }
+
+    fn set_interrupt_shadow(&mut self, on: bool) {
+        self.set_shadow(on);
+    }
+
+    #[inline]
+    fn cpl(&self) -> u8 {
+        (self.get(fields::GUEST_SS_RIGHTS) >> 5) as u8 & 3
+    }
+
+    fn segment(&self, name: SegmentName) -> Segment {
+        let places = segments::places(name);
+        Segment {
+            base: self.get(places.base),
+            limit: self.get(places.limit),
+            selector: self.get(places.selector),
+            attr: segments::attributes(self.get(places.rights)),
+        }
+    }
+
+    #[inline]
+    fn code_attributes(&self) -> u16 {
+        segments::attributes(self.get(fields::GUEST_CS_RIGHTS))
+    }
+
+    fn set_segment(&mut self, name: SegmentName, value: Segment) {
+        let places = segments::places(name);
+        let long = self.efer & EFER_LMA != 0;
+        self.set(places.selector, value.selector);
+        self.set(places.base, value.base);
+        self.set(places.limit, value.limit);
+        self.set(places.rights, segments::rights_for(name, &value, long));
+    }
+
+    fn gdtr(&self) -> DescriptorTable {
+        let (base, limit) = (self.get(fields::GUEST_GDTR_BASE), self.get(fields::GUEST_GDTR_LIMIT));
+        DescriptorTable { base, limit: limit as u16 }
+    }
+
+    fn set_gdtr(&mut self, value: DescriptorTable) {
+        self.set(fields::GUEST_GDTR_BASE, value.base);
+        self.set(fields::GUEST_GDTR_LIMIT, value.limit.into());
+    }
+
+    fn idtr(&self) -> DescriptorTable {
+        let (base, limit) = (self.get(fields::GUEST_IDTR_BASE), self.get(fields::GUEST_IDTR_LIMIT));
+        DescriptorTable { base, limit: limit as u16 }
+    }
+
+    fn set_idtr(&mut self, value: DescriptorTable) {
+        self.set(fields::GUEST_IDTR_BASE, value.base);
+        self.set(fields::GUEST_IDTR_LIMIT, value.limit.into());
+    }
+
+    fn control(&self) -> ControlRegs {
+        ControlRegs {
+            cr0: self.cr0_now(),
+            cr2: if self.loaded.get() { self.cpu.cr2() } else { self.cr2 },
+            cr3: self.get(fields::GUEST_CR3),
+            cr4: self.cr4_now(),
+            efer: self.efer,
+        }
+    }
+
+    #[inline]
+    fn cr0(&self) -> u64 {
+        self.cr0_now()
+    }
+
+    #[inline]
+    fn cr4(&self) -> u64 {
+        self.cr4_now()
+    }
+
+    /// OSXSAVE and PKE are never the guest's own.
+    #[inline]
+    fn cr4_shown(&self) -> u64 {
+        self.cr4
+    }
+
+    #[inline]
+    fn efer(&self) -> u64 {
+        self.efer
+    }
+
+    /// Whether the guest has caching disabled is for it alone to see: an entry does not load CD and
+    /// NW.
+    fn set_cr0(&mut self, value: u64) {
+        self.cr0 = value;
+        let fixed = self.features.cr0_fixed & !CR0_PG_PE;
+        self.set(fields::CR0_SHADOW, value);
+        self.set(fields::GUEST_CR0, (value & !CR0_CD_NW) | fixed | CR0_ET);
+    }
+
+    fn set_cr2(&mut self, value: u64) {
+        self.replace_cr2(value);
+    }
+
+    fn set_cr3(&mut self, value: u64) {
+        self.set(fields::GUEST_CR3, value);
+    }
+
+    /// Machine checks reach the host whatever the guest says.
+    fn set_cr4(&mut self, value: u64) {
+        let changed = core::mem::replace(&mut self.cr4, value) ^ value;
+        self.set(fields::CR4_SHADOW, value);
+        self.set(fields::GUEST_CR4, value | self.features.cr4_fixed | CR4_MCE);
+        if changed & CR4_OSXSAVE != 0 {
+            self.sync_extended();
+        }
+    }
+
+    fn set_efer(&mut self, value: u64) {
+        self.efer = value;
+        self.set(fields::GUEST_EFER, value);
+        let long = value & EFER_LMA != 0;
+        let bit = EntryControls::IA32E_GUEST.bits();
+        let controls = self.get(fields::ENTRY_CONTROLS);
+        self.set(fields::ENTRY_CONTROLS, if long { controls | bit } else { controls & !bit });
+        if long {
+            // A 16-bit task state is none there.
+            let tr = self.segment(SegmentName::Tr);
+            self.set(fields::GUEST_TR_RIGHTS, segments::rights_for(SegmentName::Tr, &tr, true));
+        }
+        self.sync_syscall();
+    }
+
+    fn set_pdptes(&mut self, entries: [u64; 4]) {
+        self.set_pdpte_fields(entries);
+    }
+
+    #[inline]
+    fn cr8(&self) -> u8 {
+        (self.vtpr() >> 4) as u8 & 0xf
+    }
+
+    #[inline]
+    fn set_cr8(&mut self, value: u8) {
+        let value = value & 0xf;
+        if let Some(word) = self.apic_page.table().get(VTPR_WORD) {
+            word.store(u64::from(value) << 4, Relaxed);
+        }
+        // An entry refuses a threshold above the priority.
+        if self.get(fields::TPR_THRESHOLD) > value.into() {
+            self.set(fields::TPR_THRESHOLD, value.into());
+        }
+    }
+
+    fn debug_regs(&self) -> [u64; 6] {
+        let [a, b, c, d] = self.dr;
+        [a, b, c, d, self.dr6_now(), self.get(fields::GUEST_DR7)]
+    }
+
+    fn set_debug_regs(&mut self, regs: [u64; 6]) {
+        let [a, b, c, d, dr6, dr7] = regs;
+        self.dr = [a, b, c, d];
+        self.set_dr6(dr6);
+        self.set(fields::GUEST_DR7, dr7);
+        if dr7 & 0xff != 0 {
+            self.own_debug_regs();
+        }
+    }
+
+    fn own_debug_regs(&mut self) {
+        self.give_debug_regs();
+    }
+
+    fn xcr0(&self) -> u64 {
+        self.xcr0
+    }
+
+    fn set_xcr0(&mut self, value: u64) {
+        self.xcr0 = value;
+        self.sync_extended();
+    }
+
+    fn xss(&self) -> u64 {
+        self.xss
+    }
+
+    fn set_xss(&mut self, value: u64) {
+        self.xss = value;
+        self.sync_extended();
+    }
+
+    fn pkru(&self) -> u32 {
+        self.pkru
+    }
+
+    fn set_pkru(&mut self, value: u32) {
+        self.pkru = value;
+    }
+
+    fn msr(&self, index: u32) -> Result<u64, NotMine> {
+        Ok(match index {
+            msr::STAR => self.syscall.star,
+            msr::LSTAR => self.syscall.lstar,
+            msr::SYSCALL_MASK => self.syscall.mask,
+            msr::CSTAR => self.cstar,
+            msr::KERNEL_GS_BASE => self.kernel_gs_base,
+            msr::FS_BASE => self.get(fields::GUEST_FS_BASE),
+            msr::GS_BASE => self.get(fields::GUEST_GS_BASE),
+            msr::SYSENTER_CS => self.get(fields::GUEST_SYSENTER_CS).into(),
+            msr::SYSENTER_ESP => self.get(fields::GUEST_SYSENTER_ESP),
+            msr::SYSENTER_EIP => self.get(fields::GUEST_SYSENTER_EIP),
+            msr::PAT => self.get(fields::GUEST_PAT),
+            msr::DEBUGCTL => self.get(fields::GUEST_DEBUGCTL),
+            msr::TSC_AUX => self.tsc_aux,
+            msr::XSS => self.xss,
+            msr::SPEC_CTRL => self.spec_ctrl,
+            _ => return Err(NotMine),
+        })
+    }
+
+    fn set_msr(&mut self, index: u32, value: u64) -> Result<(), NotMine> {
+        match index {
+            msr::TSC_AUX => {
+                self.tsc_aux = value;
+                self.sync_tsc_aux();
+            }
+            msr::XSS => self.set_xss(value),
+            msr::SPEC_CTRL => {
+                self.spec_ctrl = value;
+                self.switch.guest_spec_ctrl = value;
+            }
+            msr::PAT => self.set(fields::GUEST_PAT, value),
+            msr::DEBUGCTL => self.set(fields::GUEST_DEBUGCTL, value),
+            msr::STAR | msr::LSTAR | msr::SYSCALL_MASK => {
+                match index {
+                    msr::STAR => self.syscall.star = value,
+                    msr::LSTAR => self.syscall.lstar = value,
+                    _ => self.syscall.mask = value,
+                }
+                self.sync_syscall();
+            }
+            msr::CSTAR => self.cstar = value,
+            msr::KERNEL_GS_BASE => {
+                self.kernel_gs_base_now();
+                self.kernel_gs_base = value;
+                self.sync_kernel_gs_base();
+            }
+            msr::FS_BASE => self.set(fields::GUEST_FS_BASE, value),
+            msr::GS_BASE => self.set(fields::GUEST_GS_BASE, value),
+            msr::SYSENTER_CS => self.set(fields::GUEST_SYSENTER_CS, value as u32),
+            msr::SYSENTER_ESP => self.set(fields::GUEST_SYSENTER_ESP, value),
+            msr::SYSENTER_EIP => self.set(fields::GUEST_SYSENTER_EIP, value),
+            _ => return Err(NotMine),
+        }
+        Ok(())
+    }
+
+    fn host_cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4] {
+        self.cpu.cpuid(leaf, subleaf)
+    }
+
+    fn host_tsc(&mut self) -> u64 {
+        self.cpu.rdtsc()
+    }
+
+    fn prediction_barrier(&mut self) {
+        self.cpu.wrmsr(msr::PRED_CMD, 1);
+    }
+
+    fn set_tsc(&mut self, offset: u64, ratio: u64) {
+        self.tsc_offset = offset;
+        self.set(fields::TSC_OFFSET, offset);
+        if self.features.tsc_scaling {
+            self.tsc_ratio = ratio;
+            self.set(fields::TSC_MULTIPLIER, ratio << MULTIPLIER_SHIFT);
+            self.change_proc2(ProcControls2::TSC_SCALING, ratio != RATIO_ONE);
+        }
+    }
+
+    #[inline]
+    fn guest_tsc(&self, host: u64) -> u64 {
+        let scaled = if self.tsc_ratio == RATIO_ONE {
+            host
+        } else {
+            ((u128::from(host) * u128::from(self.tsc_ratio)) >> 32) as u64
+        };
+        scaled.wrapping_add(self.tsc_offset)
+    }
+
+    fn set_msr_filter(&mut self, denied: impl Fn(u32) -> (bool, bool)) {
+        self.pass_live_msrs();
+        self.update_passthrough();
+        for msr in LIVE.into_iter().chain([TSC, msr::TSC_AUX]) {
+            let ((read, write), filter) = (self.msr_map.intercepted(msr), denied(msr));
+            self.msr_map.intercept(msr, read | filter.0, write | filter.1);
+        }
+    }
+
+    fn set_limits(&mut self, limits: GuestLimits) {
+        self.change_ownership(|this| this.limits = limits);
+        self.update_passthrough();
+        self.sync_extended();
+    }
+
+    fn set_paging(&mut self, paging: Paging) {
+        self.change_ownership(|this| this.paging = paging);
+    }
+
+    /// There are none: a CPU without EPT is refused.
+    fn set_shadow_root(&mut self, _root: Hpa) {}
+
+    fn set_nested_root(&mut self, root: Hpa) {
+        let pointer = self.features.ept_pointer(root.0);
+        if self.fields.get(fields::EPT_POINTER) != Some(pointer) {
+            self.set(fields::EPT_POINTER, pointer);
+            self.attention |= attention::FLUSH_NESTED;
+        }
+    }
+
+    fn flush_tlb(&mut self) {
+        self.attention |= attention::FLUSH;
+    }
+
+    fn flush_nested(&mut self) {
+        self.attention |= attention::FLUSH_NESTED;
+    }
+
+    fn inject(&mut self, event: Event) {
+        self.inject_event(event);
+    }
+
+    #[inline]
+    fn injecting(&self) -> bool {
+        self.is_injecting()
+    }
+
+    fn cancel_injection(&mut self) -> Option<Event> {
+        self.take_injection()
+    }
+
+    fn offer_interrupt(&mut self, vector: Option<Vector>) {
+        self.set_offer(vector);
+    }
+
+    #[inline]
+    fn offer_taken(&mut self) -> bool {
+        self.take_taken()
+    }
+
+    fn set_interrupt_window(&mut self, on: bool) {
+        self.set_offer(None);
+        self.open_window(on);
+    }
+
+    fn set_cr8_intercept(&mut self, _on: bool) {}
+
+    /// The priority is looked at when an interrupt is offered, and an offer does not outlive a look:
+    /// only its fall below what waits has to be seen.
+    fn watch_priority(&mut self, _offered: bool, waiting: Option<Vector>) {
+        let threshold = waiting.map_or(0, |v| v.0 >> 4).min(self.cr8());
+        self.set(fields::TPR_THRESHOLD, threshold.into());
+    }
+
+    fn nmi_allowed(&self) -> bool {
+        !self.is_nmi_masked() && !self.is_shadowed()
+    }
+
+    fn set_nmi_window(&mut self) {
+        self.open_nmi_window(true);
+    }
+
+    fn nmi_masked(&self) -> bool {
+        self.is_nmi_masked()
+    }
+
+    fn set_nmi_masked(&mut self, on: bool) {
+        self.mask_nmi(on);
+    }
+
+    /// The window is open.
+    fn iret_begun(&mut self) {
+        self.open_nmi_window(false);
+    }
+
+    fn own_single_step(&mut self) -> bool {
+        false
+    }
+
+    fn set_guest_debug(&mut self, breakpoints: bool, _debug: bool) {
+        let old = self.get(fields::EXCEPTION_BITMAP) & !(1 << 3);
+        self.set(fields::EXCEPTION_BITMAP, old | (u32::from(breakpoints) << 3));
+    }
+
+    fn reset(&mut self, init: bool) {
+        for name in
+            [SegmentName::Es, SegmentName::Ss, SegmentName::Ds, SegmentName::Fs, SegmentName::Gs]
+        {
+            self.set_segment(name, Segment::RESET_DATA);
+        }
+        self.set_segment(SegmentName::Cs, Segment::RESET_CS);
+        self.set_segment(SegmentName::Ldtr, Segment::RESET_LDTR);
+        self.set_segment(SegmentName::Tr, Segment::RESET_TR);
+        self.set_gdtr(DescriptorTable::RESET);
+        self.set_idtr(DescriptorTable::RESET);
+        // INIT keeps CR0.CD and CR0.NW (SDM vol. 3A table 10-1).
+        let caching = if init { self.cr0 & CR0_CD_NW } else { CR0_CD_NW };
+        self.set(fields::CR0_MASK, !self.owned_cr0());
+        self.set(fields::CR4_MASK, !self.owned_cr4());
+        self.set_cr0(CR0_ET | caching);
+        self.set_cr2(0);
+        self.set_cr3(0);
+        self.set_cr4(0);
+        self.set_efer(0);
+        self.set_debug_regs([0, 0, 0, 0, 0xffff_0ff0, 0x400]);
+        self.set(fields::GUEST_RIP, 0xfff0);
+        self.set(fields::GUEST_RSP, 0);
+        self.set(fields::GUEST_RFLAGS, 2);
+        self.shadow_over.set(false);
+        self.set(fields::GUEST_INTERRUPTIBILITY, 0);
+        self.set(fields::GUEST_PENDING_DEBUG, 0);
+        if !init {
+            self.set(fields::GUEST_SYSENTER_CS, 0);
+            self.set(fields::GUEST_SYSENTER_ESP, 0);
+            self.set(fields::GUEST_SYSENTER_EIP, 0);
+            self.xcr0 = 1;
+            self.xss = 0;
+        }
+        let _ = self.take_injection();
+        self.set_offer(None);
+        self.open_nmi_window(false);
+        self.attention |= attention::FLUSH;
+    }
+}
