@@ -113,6 +113,9 @@ pub trait Backend: Send + Sized {
     /// the architecture loads them and the hardware does not.
     const LOADS_PDPTES: bool = false;
 
+    /// Whether the registers after a triple fault are what they were before it.
+    const KEEPS_STATE_AT_SHUTDOWN: bool = false;
+
     /// With interrupts off: whether this CPU may take the control block.
     fn settled(&self) -> bool {
         true

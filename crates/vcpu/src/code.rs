@@ -4,6 +4,7 @@
 use backend::{Backend, SegmentName};
 use emulate::CodeSize;
 use mmu::fetch::CodeMode;
+use x86::segment::attr;
 
 use crate::Vcpu;
 
@@ -15,11 +16,13 @@ impl<B: Backend> Vcpu<B> {
     /// Operand and address size of the code segment.
     #[inline]
     pub(crate) fn code_size(&self) -> CodeSize {
-        let cs = self.b.segment(SegmentName::Cs);
-        let c = self.b.control();
-        if c.efer & EFER_LMA != 0 && cs.is_long() {
+        let cs = self.b.code_attributes();
+        if self.b.efer() & EFER_LMA != 0 && cs & attr::L != 0 {
             CodeSize::Bits64
-        } else if c.cr0 & CR0_PE != 0 && self.b.rflags() & RFLAGS_VM == 0 && cs.is_default_big() {
+        } else if self.b.cr0() & CR0_PE != 0
+            && self.b.rflags() & RFLAGS_VM == 0
+            && cs & attr::DB != 0
+        {
             CodeSize::Bits32
         } else {
             CodeSize::Bits16

@@ -19,7 +19,7 @@ const CR4_PKE: u64 = 1 << 22;
 /// The machine state that CPUID shows.
 #[inline]
 pub(crate) fn dynamic_inputs(b: &impl Backend, shared: &SharedVcpu) -> cpuid::DynamicInputs {
-    let cr4 = b.control().cr4;
+    let cr4 = b.cr4_shown();
     cpuid::DynamicInputs {
         cr4_osxsave: cr4 & CR4_OSXSAVE != 0,
         cr4_pke: cr4 & CR4_PKE != 0,

@@ -49,7 +49,8 @@ impl<B: Backend> Vcpu<B> {
             let value = self.gpr(gpr);
             let long = size == CodeSize::Bits64;
             let value = if long { value } else { value & 0xffff_ffff };
-            if !long && self.roots.is_shadow() && !self.fetch_pdptes(cr, value) {
+            if !long && (B::LOADS_PDPTES || self.roots.is_shadow()) && !self.fetch_pdptes(cr, value)
+            {
                 return Next::Leave;
             }
             self.write_cr(cr, value)

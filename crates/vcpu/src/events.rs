@@ -310,8 +310,8 @@ impl<B: Backend> Vcpu<B> {
             .shared
             .lapic
             .highest_requested()
-            .is_some_and(|v| v.0 >> 4 <= self.shared.lapic.tpr() >> 4);
-        self.b.set_cr8_intercept(pending || held_back);
+            .filter(|v| v.0 >> 4 <= self.shared.lapic.tpr() >> 4);
+        self.b.watch_priority(pending, held_back);
     }
 
     /// After an exit that may have interrupted a delivery: keeps the event for the next entry.

@@ -67,6 +67,9 @@ impl<B: Backend> Vcpu<B> {
     /// Runs the guest until an exit has to be handled outside.
     pub(crate) fn enter_guest(&mut self) -> Left {
         irq::disable();
+        if B::SETTLES {
+            self.settle_backend();
+        }
         self.shared.enter_mode();
         if self.shared.has_requests() || task::work_pending() {
             self.shared.leave_mode();
@@ -93,6 +96,7 @@ impl<B: Backend> Vcpu<B> {
         if self.page_log {
             self.take_page_log();
         }
+        self.b.complete(&mut self.gprs);
         self.b.unload();
         self.stats.count(VcpuCount::HostStateReload);
         self.shared.leave_mode();
@@ -121,6 +125,16 @@ impl<B: Backend> Vcpu<B> {
         let memory = &self.memory;
         self.b.take_page_log(|gpa| memory.note_logged(gpa));
         self.b.guest_segments();
+    }
+
+    /// Has the control block given up by the CPU that holds it, if another does.
+    #[inline]
+    fn settle_backend(&mut self) {
+        while !self.b.settled() {
+            irq::enable();
+            self.b.settle();
+            irq::disable();
+        }
     }
 
     #[inline]

@@ -117,6 +117,19 @@ impl<B: Backend> Vcpu<B> {
     /// User space set the paging registers, or they were reset.
     pub(crate) fn registers_replaced(&mut self) {
         self.want(work::SWITCH | work::FLUSH | work::PDPTES);
+        if B::LOADS_PDPTES && self.shadow.is_none() {
+            self.replace_pdptes();
+        }
+    }
+
+    /// The registers are another's now: the PDPTEs are loaded as they say. Entries that cannot be
+    /// loaded are not present.
+    #[cold]
+    fn replace_pdptes(&mut self) {
+        let c = self.b.control();
+        if is_pae(c.cr0, c.cr4, c.efer) && self.load_pdptes(c.cr3).is_err() {
+            self.b.set_pdptes([0; 4]);
+        }
     }
 
     fn want(&mut self, what: u8) {
@@ -386,6 +399,10 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn fetch_pdptes(&mut self, cr: u8, value: u64) -> bool {
         let c = self.b.control();
         let cr4 = if cr == 4 { value } else { c.cr4 };
+        if B::LOADS_PDPTES && self.shadow.is_none() {
+            // Where they are to be loaded, guest memory is read outside.
+            return cr4 & CR4_PAE == 0 || c.efer & EFER_LMA != 0 || !matches!(cr, 0 | 3 | 4);
+        }
         let Self { shadow: Some(shadow), memory, .. } = self else { return true };
         shadow.fetched = None;
         if cr4 & CR4_PAE == 0 || c.efer & EFER_LMA != 0 || !matches!(cr, 0 | 3 | 4) {
@@ -405,8 +422,11 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn load_pdptes(&mut self, cr3: u64) -> Result<(), Exception> {
         let base = pdptes_at(cr3);
         let reserved = PDPTE_RESERVED | (u64::MAX << self.cpuid.maxphyaddr().clamp(32, 63));
-        let Self { shadow: Some(shadow), memory, .. } = self else { return Ok(()) };
-        let entries = match shadow.fetched.take() {
+        if self.shadow.is_none() && !B::LOADS_PDPTES {
+            return Ok(());
+        }
+        let Self { b, shadow, memory, .. } = self;
+        let entries = match shadow.as_mut().and_then(|shadow| shadow.fetched.take()) {
             Some((at, entries)) if at == base => entries,
             _ => {
                 let mut bytes = [0; 32];
@@ -417,7 +437,10 @@ impl<B: Backend> Vcpu<B> {
         if entries.iter().any(|e| e & PRESENT != 0 && e & reserved != 0) {
             return Err(Exception::gp(0));
         }
-        shadow.pdptes = entries;
+        match shadow {
+            Some(shadow) => shadow.pdptes = entries,
+            None => b.set_pdptes(entries),
+        }
         Ok(())
     }
 

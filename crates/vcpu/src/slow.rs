@@ -104,8 +104,10 @@ impl<B: Backend> Vcpu<B> {
                 None
             }
             Exit::Shutdown => {
-                // The control block is undefined now (APM vol. 2 §15.14.3).
-                self.reset_registers(true);
+                // SVM's control block is undefined now (APM vol. 2 §15.14.3).
+                if !B::KEEPS_STATE_AT_SHUTDOWN {
+                    self.reset_registers(true);
+                }
                 Some(UserExit::Shutdown)
             }
             Exit::Refused => {
@@ -175,12 +177,15 @@ impl<B: Backend> Vcpu<B> {
                 }
                 let regs = self.b.debug_regs();
                 let [.., dr6, dr7] = regs;
+                const ACTIVE_LOW: u64 = 0xffff_0ff0;
+                // VMX tells apart from DR6 what happened, SVM by it.
+                let bits = e.payload.filter(|bits| *bits != 0).unwrap_or(dr6 ^ ACTIVE_LOW);
                 if self.guest_debug & (guestdbg::SINGLESTEP | guestdbg::USE_HW_BP) != 0 {
                     let pc = self.linear_rip();
+                    let dr6 = bits ^ ACTIVE_LOW;
                     return Some(UserExit::Debug { exception: 1, pc, dr6, dr7 });
                 }
-                const ACTIVE_LOW: u64 = 0xffff_0ff0;
-                self.raise(Exception::db(dr6 ^ ACTIVE_LOW));
+                self.raise(Exception::db(bits));
                 None
             }
             UD => self.invalid_opcode(),
@@ -196,17 +201,23 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// #UD. A guest that took this host for the other vendor's makes its hypercalls with VMCALL;
-    /// stock KVM rewrites the instruction, here it is a hypercall as well.
+    /// #UD. A guest that took this host for the other vendor's makes its hypercalls with that one's
+    /// instruction; stock KVM rewrites it, here it is a hypercall as well. RSM in the mode that is
+    /// made in software exits on SVM alone.
     fn invalid_opcode(&mut self) -> Option<UserExit> {
         const VMCALL: [u8; 3] = [0x0f, 0x01, 0xc1];
+        const VMMCALL: [u8; 3] = [0x0f, 0x01, 0xd9];
+        const RSM: [u8; 2] = [0x0f, 0xaa];
         let mut bytes = [0; 15];
         let len = self.read_code(&mut bytes).unwrap_or(0);
-        if len >= VMCALL.len() && bytes.starts_with(&VMCALL) {
+        let bytes = bytes.get(..len).unwrap_or(&[]);
+        if bytes.starts_with(&VMCALL) || bytes.starts_with(&VMMCALL) {
             let next = self.wrap_rip(self.b.rip().wrapping_add(VMCALL.len() as u64));
             self.stats.count(VcpuCount::HypercallsByUd);
             self.do_hypercall();
             self.retire(next);
+        } else if bytes.starts_with(&RSM) && self.smm.active {
+            self.resume_from_smm();
         } else {
             self.raise(Exception::ud());
         }

@@ -146,13 +146,14 @@ static IDS: AtomicU64 = AtomicU64::new(1);
 /// Clears the VMCS at `vmcs` on the CPU this runs on, asked by the one that wants to have it.
 extern "C" fn clear_here(vmcs: u64) {
     if let Some(here) = percpu::of(smp::cpu_id()) {
-        here.clear(&mut cpu::Native, Hpa(vmcs));
+        here.clear(&cpu::Native, Hpa(vmcs));
     }
 }
 
 /// Out of line, and from a constant, so that it lies on no stack.
 #[inline(never)]
 fn empty_fields() -> Result<KBox<Fields>, NoMemory> {
+    #[allow(clippy::declare_interior_mutable_const)] // A copy of it is what is wanted.
     const EMPTY: Fields = Fields::new();
     KBox::new(EMPTY)
 }
@@ -492,7 +493,7 @@ impl<C: Cpu> Vmx<C> {
         if self.unnoted.get()
             && let Some(here) = self.here
         {
-            here.clear(&mut self.cpu, self.vmcs.hpa());
+            here.clear(&self.cpu, self.vmcs.hpa());
             self.active_on.set(None);
         }
     }

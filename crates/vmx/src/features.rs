@@ -135,6 +135,7 @@ impl Unusable {
 
 /// What the module cannot do without, in the order in which it is looked for: the first thing that
 /// is missing is what the log names.
+#[allow(clippy::type_complexity)] // A list, read once.
 const NEEDED: [(fn(&Raw) -> bool, &str); 17] = [
     (
         |r| r.basic.memory_type() == 6 && !r.basic.is_32_bit(),

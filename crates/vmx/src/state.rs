@@ -202,6 +202,7 @@ impl<C: Cpu> Vmx<C> {
 impl<C: Cpu> Backend for Vmx<C> {
     const SETTLES: bool = true;
     const LOADS_PDPTES: bool = true;
+    const KEEPS_STATE_AT_SHUTDOWN: bool = true;
 
     fn settled(&self) -> bool {
         self.is_settled()
