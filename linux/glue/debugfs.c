@@ -56,7 +56,14 @@ static int total_show(struct seq_file *to, void *unused)
 	return 0;
 }
 
+static int mitigations_show(struct seq_file *to, void *unused)
+{
+	gannet_show_mitigations(to);
+	return 0;
+}
+
 DEFINE_SHOW_ATTRIBUTE(entry);
+DEFINE_SHOW_ATTRIBUTE(mitigations);
 DEFINE_SHOW_ATTRIBUTE(total);
 
 void gnt_seq_write(struct seq_file *to, const char *text, size_t len)
@@ -121,6 +128,7 @@ void gnt_debug_init(void)
 	for (i = 0; i < totals->totals; i++)
 		debugfs_create_file(totals->name(i), 0444, root, (void *)(unsigned long)i,
 				    &total_fops);
+	debugfs_create_file("mitigations", 0444, root, NULL, &mitigations_fops);
 }
 
 void gnt_debug_exit(void)

@@ -173,7 +173,7 @@ void gnt_file_put(struct file *file)
 	fput(file);
 }
 
-/* /dev/kvm is claimed before SVM is switched on, and usable only afterwards. */
+/* /dev/kvm is claimed before virtualization is switched on, and usable only afterwards. */
 static bool usable;
 
 static int device_open(struct inode *inode, struct file *file)

@@ -263,6 +263,15 @@ void gnt_host_tables(struct gnt_host_tables *out);
 void gnt_vmx_nmi(void);
 void gnt_vmx_left(void);
 
+/* mitigations.c */
+u64 gnt_mitigation_facts(void);
+u32 gnt_l1d_flush_asked(void);
+void gnt_l1d_flush_chosen(u32 state);
+int gnt_l1d_flush_prepare(void);
+void gnt_l1d_flush(void);
+void gnt_itlb_multihit_mitigated(void);
+void gnt_mitigations_exit(void);
+
 /* log.c */
 int gnt_log_ratelimit(void);
 void gnt_log(u32 level, const char *text, size_t len);
@@ -335,14 +344,18 @@ void gnt_svm_vmrun(u64 vmcb, u64 *gprs, u64 guest_spec_ctrl, u64 host_spec_ctrl)
 
 /* 0 or a negative errno; says why in the log. Called once, before anything else. */
 int gannet_init(void);
-/* After the last file is closed and SVM is off everywhere. */
+/* After the last file is closed and virtualization is off everywhere. */
 void gannet_exit(void);
 /* On the CPU itself. 0 or a negative errno. */
 int gannet_cpu_online(void);
-/* On the CPU itself; harmless where SVM is off. Also from NMI context at a crash. */
+/* On the CPU itself; harmless where it is off. Also from NMI context at a crash. */
 void gannet_cpu_offline(void);
 /* How a VM is shown in debugfs. */
 const struct gnt_debug_calls *gannet_debug_totals(void);
+/* vmentry_l1d_flush was written while loaded. 0 or a negative errno. */
+int gannet_l1d_flush_changed(void);
+/* The file mitigations in debugfs. */
+void gannet_show_mitigations(struct seq_file *to);
 /* An ioctl on /dev/kvm itself. */
 s64 gannet_dev_ioctl(u32 command, u64 argument, int compat);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * SVM on and off: per CPU as CPUs come and go, over suspend, and off for good before a reboot, a
+ * Virtualization on and off: per CPU as CPUs come and go, over suspend, and off for good before a reboot, a
  * kexec or a crash kernel, which would not survive a CPU that ignores INIT.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
@@ -25,7 +25,7 @@
 #define GNT_CPUHP_STATE CPUHP_AP_KVM_STARTING
 #endif
 
-/* Read by the world switch when VMRUN faults. */
+/* Read by the world switch when it faults. */
 bool gnt_rebooting;
 
 static int online(unsigned int cpu)
@@ -56,7 +56,7 @@ static int rebooting(struct notifier_block *nb, unsigned long action, void *data
 	return NOTIFY_OK;
 }
 
-/* Before vCPU threads can be stopped: they must find the CPU gone, not VMRUN faulting. */
+/* Before vCPU threads can be stopped: they must find the CPU gone, not the entry faulting. */
 static struct notifier_block reboot_notifier = { .notifier_call = rebooting };
 
 /* Suspend and resume run on the last CPU with interrupts off; the others were unplugged. */
@@ -77,7 +77,7 @@ static void resume(void)
 #endif
 {
 	if (gannet_cpu_online())
-		pr_err("SVM cannot be switched on again after suspend\n");
+		pr_err("virtualization cannot be switched on again after suspend\n");
 }
 
 #ifdef GNT_SYSCORE_TAKES_DATA
@@ -108,7 +108,7 @@ static struct syscore_ops syscore = {
 #define unregister_syscore_calls()	unregister_syscore_ops(&syscore)
 #endif
 
-/* A crash stops CPUs by NMI; each then switches SVM off, so that INIT reaches it again. */
+/* A crash stops CPUs by NMI; each then switches it off, so that INIT reaches it again. */
 static void emergency(void)
 {
 	WRITE_ONCE(gnt_rebooting, true);

@@ -33,6 +33,14 @@ pub struct Text<'a> {
     here: PhantomData<&'a mut ()>,
 }
 
+impl Text<'_> {
+    /// # Safety
+    /// `raw` is the kernel's file that is being read, for as long as the result lives.
+    pub unsafe fn of_raw(raw: *mut c_void) -> Self {
+        Self { raw: raw.cast(), here: PhantomData }
+    }
+}
+
 impl fmt::Write for Text<'_> {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         // SAFETY: the file is being read as long as this lives; the text is readable.

@@ -20,6 +20,7 @@ pub mod gup;
 pub mod hostcpu;
 pub mod irq;
 pub mod log;
+pub mod mitigation;
 pub mod notifier;
 pub mod once;
 pub mod page;

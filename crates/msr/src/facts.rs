@@ -125,30 +125,54 @@ pub struct HostMsrs {
     pub lazy_deadline: bool,
 }
 
+/// What the host's CPU is vulnerable to, by the kernel's judgement, as far as ARCH_CAPABILITIES
+/// tells guests of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct Flaws {
+    pub meltdown: bool,
+    pub ssb: bool,
+    pub mds: bool,
+    pub rfds: bool,
+    pub taa: bool,
+    pub gds: bool,
+    pub its: bool,
+    /// Transactional memory is there.
+    pub rtm: bool,
+    /// `vmentry_l1d_flush=never` on a CPU with L1TF.
+    pub l1d_never_flushed: bool,
+}
+
+/// ARCH_CAPABILITIES bits that a guest sees as the host's CPU has them.
+const PASSED: u64 = {
+    use arch_capabilities as cap;
+    cap::RDCL_NO
+        | cap::IBRS_ALL
+        | cap::RSBA
+        | cap::SKIP_L1DFL_VMENTRY
+        | cap::SSB_NO
+        | cap::MDS_NO
+        | cap::PSCHANGE_MC_NO
+        | cap::TAA_NO
+        | cap::SBDR_SSDP_NO
+        | cap::FBSDP_NO
+        | cap::PSDP_NO
+        | cap::FB_CLEAR
+        | cap::RRSBA
+        | cap::BHI_NO
+        | cap::PBRSB_NO
+        | cap::GDS_NO
+        | cap::RFDS_NO
+        | cap::RFDS_CLEAR
+        | cap::ITS_NO
+};
+
 impl HostMsrs {
     /// ARCH_CAPABILITIES to offer on a host whose own value is `host` (0 where it has none).
     /// `meltdown`, `ssb` and `mds` say whether the host's CPU is vulnerable; AMD parts are to
     /// none but the second, and have no such MSR.
     pub const fn offered_arch_capabilities(host: u64, meltdown: bool, ssb: bool, mds: bool) -> u64 {
         use arch_capabilities as cap;
-        const PASSED: u64 = cap::RDCL_NO
-            | cap::IBRS_ALL
-            | cap::RSBA
-            | cap::SKIP_L1DFL_VMENTRY
-            | cap::SSB_NO
-            | cap::MDS_NO
-            | cap::PSCHANGE_MC_NO
-            | cap::TAA_NO
-            | cap::SBDR_SSDP_NO
-            | cap::FBSDP_NO
-            | cap::PSDP_NO
-            | cap::FB_CLEAR
-            | cap::RRSBA
-            | cap::BHI_NO
-            | cap::PBRSB_NO
-            | cap::GDS_NO
-            | cap::RFDS_NO
-            | cap::RFDS_CLEAR;
         let mut value = host & PASSED | cap::PSCHANGE_MC_NO;
         if !meltdown {
             value |= cap::RDCL_NO | cap::SKIP_L1DFL_VMENTRY;
@@ -158,6 +182,42 @@ impl HostMsrs {
         }
         if !mds {
             value |= cap::MDS_NO;
+        }
+        value
+    }
+
+    /// ARCH_CAPABILITIES to offer on an Intel host whose own value is `host` (0 where it has none).
+    /// Page-size changes cannot stop the machine (this hypervisor sees to it), and where it flushes
+    /// the L1 data cache a hypervisor in the guest need not.
+    pub const fn offered_by_flaws(host: u64, flaws: Flaws) -> u64 {
+        use arch_capabilities as cap;
+        let mut value = host & PASSED | cap::PSCHANGE_MC_NO;
+        if !flaws.l1d_never_flushed {
+            value |= cap::SKIP_L1DFL_VMENTRY;
+        }
+        if !flaws.meltdown {
+            value |= cap::RDCL_NO;
+        }
+        if !flaws.ssb {
+            value |= cap::SSB_NO;
+        }
+        if !flaws.mds {
+            value |= cap::MDS_NO;
+        }
+        if !flaws.rfds {
+            value |= cap::RFDS_NO;
+        }
+        if !flaws.its {
+            value |= cap::ITS_NO;
+        }
+        // Without TSX a guest has nothing to abort, but must not conclude that VERW is not needed.
+        if !flaws.rtm {
+            value &= !cap::TAA_NO;
+        } else if !flaws.taa {
+            value |= cap::TAA_NO;
+        }
+        if !flaws.gds {
+            value |= cap::GDS_NO;
         }
         value
     }

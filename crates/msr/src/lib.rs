@@ -17,7 +17,7 @@ mod store;
 mod validity;
 
 pub use class::{Class, classify};
-pub use facts::{GuestFacts, HostMsrs};
+pub use facts::{Flaws, GuestFacts, HostMsrs};
 pub use mce::{MAX_BANKS, McReport, McVerdict};
 pub use store::{Effect, MsrStore};
 pub use validity::{holds_address, pat_is_valid, spec_ctrl_is_valid};

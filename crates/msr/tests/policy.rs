@@ -1,7 +1,7 @@
 //! Who owns which MSR, the lists, and properties over all indices and values.
 
 use gannet_msr::{
-    Class, GuestFacts, HostMsrs, MsrStore, classify, holds_address, lists, pat_is_valid,
+    Class, Flaws, GuestFacts, HostMsrs, MsrStore, classify, holds_address, lists, pat_is_valid,
     spec_ctrl_is_valid,
 };
 use proptest::prelude::*;
@@ -195,4 +195,41 @@ proptest! {
         let guest = store.read(index, false, &facts);
         prop_assert!(guest.is_err() || guest == store.read(index, true, &facts));
     }
+}
+
+#[test]
+fn arch_capabilities_on_intel_follow_the_kernels_judgement() {
+    use arch_capabilities as cap;
+    let every = Flaws {
+        meltdown: true,
+        ssb: true,
+        mds: true,
+        rfds: true,
+        taa: true,
+        gds: true,
+        its: true,
+        rtm: true,
+        l1d_never_flushed: true,
+    };
+    // An old CPU: nothing is promised but what this hypervisor does itself.
+    assert_eq!(HostMsrs::offered_by_flaws(0, every), cap::PSCHANGE_MC_NO);
+    // A sound one with TSX says so by itself; TSX_CTRL is never passed on.
+    let sound = Flaws { rtm: true, ..Flaws::default() };
+    let value = HostMsrs::offered_by_flaws(cap::TSX_CTRL | cap::IBRS_ALL, sound);
+    let expected = cap::IBRS_ALL
+        | cap::PSCHANGE_MC_NO
+        | cap::SKIP_L1DFL_VMENTRY
+        | cap::RDCL_NO
+        | cap::SSB_NO
+        | cap::MDS_NO
+        | cap::RFDS_NO
+        | cap::ITS_NO
+        | cap::TAA_NO
+        | cap::GDS_NO;
+    assert_eq!(value, expected);
+    // Without TSX the bit is taken away even where the CPU has it.
+    let value = HostMsrs::offered_by_flaws(cap::TAA_NO, Flaws::default());
+    assert_eq!(value & cap::TAA_NO, 0);
+    let never = Flaws { l1d_never_flushed: true, ..Flaws::default() };
+    assert_eq!(HostMsrs::offered_by_flaws(0, never) & cap::SKIP_L1DFL_VMENTRY, 0);
 }

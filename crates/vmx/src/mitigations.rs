@@ -1,1 +1,306 @@
 //! What is done at VM entry and exit against the CPU's leaks.
+//!
+//! The kernel decides by the CPU's bugs and its own parameters, and most of it is an alternative in
+//! the world switch that it patches (`linux/vmx_enter.S`). What is left to choose here is what stock
+//! KVM chooses for itself: when the L1 data cache is flushed (L1TF), and whether guest memory is
+//! mapped by large pages (iTLB multihit).
+//!
+//! L1TF: an entry of a page table that is not present still names a frame to a CPU that speculates,
+//! and gives what the L1 cache holds of it. For the host's own tables the kernel inverts such
+//! addresses; entries of nested tables that are not present are zero or have theirs inverted. But a
+//! guest writes what it likes into its own tables, so nothing secret may be in the cache while it
+//! runs.
+
+use core::fmt;
+use core::sync::atomic::{AtomicU8, Ordering::Relaxed};
+
+use host::NoMemory;
+use host::mitigation::{self, Facts, L1dFlush, L1tf};
+
+/// ARCH_CAPABILITIES bit 3: the hypervisor below flushes, or there is no need.
+const SKIP_L1D_FLUSH: u64 = 1 << 3;
+
+/// The mode in use, as an [`L1dFlush`]. It may be changed while guests run.
+static MODE: AtomicU8 = AtomicU8::new(L1dFlush::NotRequired as u8);
+
+/// Chooses the mode for a CPU with these `facts` and ARCH_CAPABILITIES (0 where it has none).
+pub fn choose(facts: Facts, arch_capabilities: u64, asked: L1dFlush) -> L1dFlush {
+    if !facts.any(Facts::L1TF) || arch_capabilities & SKIP_L1D_FLUSH != 0 {
+        return L1dFlush::NotRequired;
+    }
+    match (asked, facts.l1tf()) {
+        // l1tf=full,force is for good.
+        (_, L1tf::FullForce) => L1dFlush::Always,
+        (L1dFlush::Auto, L1tf::Off) => L1dFlush::Never,
+        (L1dFlush::Auto, L1tf::Flush) => L1dFlush::Cond,
+        (L1dFlush::Auto, L1tf::Full) => L1dFlush::Always,
+        (asked, _) => asked,
+    }
+}
+
+/// Chooses, gets ready and tells the kernel. At load, and when the parameter is written. May sleep.
+pub fn set_up(facts: Facts, arch_capabilities: u64) -> Result<(), NoMemory> {
+    let mode = choose(facts, arch_capabilities, L1dFlush::asked());
+    if matches!(mode, L1dFlush::Cond | L1dFlush::Always) {
+        mitigation::prepare_l1d_flush()?;
+    }
+    MODE.store(mode as u8, Relaxed);
+    mode.announce();
+    Ok(())
+}
+
+/// The mode in use.
+pub fn mode() -> L1dFlush {
+    match u32::from(MODE.load(Relaxed)) {
+        1 => L1dFlush::Never,
+        2 => L1dFlush::Cond,
+        3 => L1dFlush::Always,
+        _ => L1dFlush::NotRequired,
+    }
+}
+
+/// Whether guest memory may be mapped by large pages: not where a guest that changes the size of a
+/// page under its own instruction fetches can stop the machine (iTLB multihit), unless the
+/// administrator has switched mitigations off.
+pub fn allows_large_pages(facts: Facts) -> bool {
+    !facts.any(Facts::ITLB_MULTIHIT) || facts.any(Facts::ALL_OFF)
+}
+
+/// The flush before entries of one vCPU.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct EntryFlush {
+    due: bool,
+}
+
+impl EntryFlush {
+    /// The loop begins: the host ran on this CPU meanwhile, which is what `cond` waits for. In the
+    /// loop itself nothing of it runs but the few handlers there.
+    #[inline]
+    pub fn begin(&mut self) {
+        self.due = MODE.load(Relaxed) != L1dFlush::NotRequired as u8 && Self::wanted();
+    }
+
+    #[cold]
+    fn wanted() -> bool {
+        matches!(mode(), L1dFlush::Cond | L1dFlush::Always)
+    }
+
+    /// Right before the world switch: the last thing that happens but that.
+    #[inline(always)]
+    pub fn before_entry(&mut self) {
+        if self.due {
+            self.flush();
+        }
+    }
+
+    #[cold]
+    fn flush(&mut self) {
+        mitigation::flush_l1d();
+        self.due = mode() == L1dFlush::Always;
+    }
+}
+
+/// What is done, a line for each leak: for debugfs, and in short for the log.
+#[derive(Clone, Copy, Debug)]
+pub struct Report {
+    facts: Facts,
+    l1d: L1dFlush,
+}
+
+impl Report {
+    /// As things stand now.
+    pub fn now() -> Self {
+        Self { facts: Facts::read(), l1d: mode() }
+    }
+
+    /// For the tests.
+    pub fn of(facts: Facts, l1d: L1dFlush) -> Self {
+        Self { facts, l1d }
+    }
+
+    fn lines(&self) -> [(&'static str, &'static str); 9] {
+        let has = |bits| self.facts.any(bits);
+        let when = |affected: bool, done: bool, what| match (affected, done) {
+            (_, true) => what,
+            (true, false) => "vulnerable: the kernel has switched it off",
+            (false, false) => "not affected",
+        };
+        let l1tf = match self.l1d {
+            L1dFlush::NotRequired => "not affected",
+            L1dFlush::Never | L1dFlush::Auto => "vulnerable: no cache flush (vmentry_l1d_flush)",
+            L1dFlush::Cond if has(Facts::SMT) => "conditional cache flush; SMT vulnerable",
+            L1dFlush::Cond => "conditional cache flush",
+            L1dFlush::Always if has(Facts::SMT) => "cache flush at every entry; SMT vulnerable",
+            L1dFlush::Always => "cache flush at every entry",
+        };
+        let verw = has(Facts::VERW);
+        let itlb = match (has(Facts::ITLB_MULTIHIT), allows_large_pages(self.facts)) {
+            (false, _) => "not affected",
+            (true, true) => "vulnerable: mitigations=off",
+            (true, false) => "no large pages in nested tables",
+        };
+        let rsb = match () {
+            () if has(Facts::RSB_VMEXIT) => "filled after exits",
+            () if has(Facts::RSB_VMEXIT_LITE) => "one return retired after exits",
+            () => "not filled",
+        };
+        let spec_ctrl = match (has(Facts::SPEC_CTRL), has(Facts::KERNEL_IBRS)) {
+            (false, _) => "not there",
+            (true, true) => "switched; IBRS written after every exit",
+            (true, false) => "switched where guest and host differ",
+        };
+        let mmio = match (has(Facts::MMIO_STALE_DATA), verw) {
+            (false, _) => "not affected",
+            (true, true) => "VERW before entries",
+            // Without assigned devices there is no memory-mapped I/O in a guest.
+            (true, false) => "guests have no devices",
+        };
+        [
+            ("l1tf", l1tf),
+            ("mds, taa", when(has(Facts::MDS | Facts::TAA), verw, "VERW before entries")),
+            ("rfds", when(has(Facts::RFDS), verw && has(Facts::RFDS), "VERW before entries")),
+            ("mmio_stale_data", mmio),
+            ("spec_ctrl", spec_ctrl),
+            ("rsb", rsb),
+            ("bhb", if has(Facts::CLEAR_BHB) { "cleared after exits" } else { "not cleared" }),
+            (
+                "ibpb",
+                if has(Facts::IBPB_ON_SWITCH) { "when another vCPU ran last" } else { "none" },
+            ),
+            ("itlb_multihit", itlb),
+        ]
+    }
+}
+
+/// A report in one line.
+#[derive(Clone, Copy, Debug)]
+pub struct Short(Report);
+
+impl Report {
+    /// In one line, for the log: what is done, and what is left open.
+    pub fn short(self) -> Short {
+        Short(self)
+    }
+}
+
+impl fmt::Display for Short {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let open = self.0.lines().into_iter().filter(|(_, what)| what.starts_with("vulnerable"));
+        let has = |bits| self.0.facts.any(bits);
+        let yes = |on: bool| if on { "yes" } else { "no" };
+        let rsb = has(Facts::RSB_VMEXIT | Facts::RSB_VMEXIT_LITE);
+        write!(f, "VERW {}, RSB {}, ", yes(has(Facts::VERW)), yes(rsb))?;
+        write!(f, "IBPB {}, BHB {}", yes(has(Facts::IBPB_ON_SWITCH)), yes(has(Facts::CLEAR_BHB)))?;
+        let mut first = true;
+        for (leak, _) in open {
+            write!(f, "{}{leak}", if core::mem::take(&mut first) { "; open: " } else { ", " })?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (leak, what) in self.lines() {
+            writeln!(f, "{leak}: {what}")?;
+        }
+        let srbds = if self.facts.any(Facts::SRBDS) {
+            "the kernel's, by microcode"
+        } else {
+            "not affected"
+        };
+        writeln!(f, "srbds: {srbds}")
+    }
+}
+
+/// The mode's name as the parameter spells it.
+pub fn mode_name(mode: L1dFlush) -> &'static str {
+    match mode {
+        L1dFlush::Auto => "auto",
+        L1dFlush::Never => "never",
+        L1dFlush::Cond => "cond",
+        L1dFlush::Always => "always",
+        L1dFlush::NotRequired => "not required",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::string::ToString;
+    use host::mitigation::port::FLUSHES;
+
+    const fn leaky(l1tf: u64) -> Facts {
+        Facts(Facts::L1TF | l1tf << 56)
+    }
+
+    #[test]
+    fn the_kernels_l1tf_parameter_decides_where_nothing_was_asked() {
+        let chosen = [0, 1, 2, 3, 4, 5].map(|l1tf| choose(leaky(l1tf), 0, L1dFlush::Auto));
+        use L1dFlush::{Always, Cond, Never};
+        assert_eq!(chosen, [Never, Cond, Cond, Cond, Always, Always]);
+    }
+
+    #[test]
+    fn what_was_asked_counts_but_against_force() {
+        for asked in [L1dFlush::Never, L1dFlush::Cond, L1dFlush::Always] {
+            for l1tf in 0..5 {
+                assert_eq!(choose(leaky(l1tf), 0, asked), asked);
+            }
+            assert_eq!(choose(leaky(5), 0, asked), L1dFlush::Always);
+        }
+    }
+
+    #[test]
+    fn a_cpu_that_does_not_leak_is_never_flushed() {
+        for asked in [L1dFlush::Auto, L1dFlush::Never, L1dFlush::Cond, L1dFlush::Always] {
+            assert_eq!(choose(Facts(5 << 56), 0, asked), L1dFlush::NotRequired);
+            assert_eq!(choose(leaky(5), SKIP_L1D_FLUSH, asked), L1dFlush::NotRequired);
+        }
+    }
+
+    /// One test, for the mode is the machine's.
+    #[test]
+    fn cond_flushes_once_per_loop_and_always_at_every_entry() {
+        let flushes = |entries: u32| {
+            let before = FLUSHES.get();
+            let mut vcpu = EntryFlush::default();
+            vcpu.begin();
+            (0..entries).for_each(|_| vcpu.before_entry());
+            FLUSHES.get() - before
+        };
+        for (mode, wanted) in [
+            (L1dFlush::NotRequired, 0),
+            (L1dFlush::Never, 0),
+            (L1dFlush::Cond, 1),
+            (L1dFlush::Always, 5),
+        ] {
+            MODE.store(mode as u8, Relaxed);
+            assert_eq!(super::mode(), mode);
+            assert_eq!(flushes(5), wanted, "{mode:?}");
+        }
+        MODE.store(L1dFlush::NotRequired as u8, Relaxed);
+    }
+
+    #[test]
+    fn large_pages_go_where_they_could_stop_the_machine() {
+        assert!(allows_large_pages(Facts(0)));
+        assert!(!allows_large_pages(Facts(Facts::ITLB_MULTIHIT)));
+        assert!(allows_large_pages(Facts(Facts::ITLB_MULTIHIT | Facts::ALL_OFF)));
+    }
+
+    #[test]
+    fn the_report_tells_mended_from_vulnerable() {
+        let sound = Report::of(Facts(0), L1dFlush::NotRequired).to_string();
+        assert!(!sound.contains("vulnerable"), "{sound}");
+        let bugs = Facts::L1TF | Facts::MDS | Facts::TAA | Facts::RFDS | Facts::ITLB_MULTIHIT;
+        let off = Report::of(Facts(bugs | Facts::ALL_OFF), L1dFlush::Never).to_string();
+        assert_eq!(off.matches("vulnerable").count(), 4, "{off}");
+        let on = Report::of(Facts(bugs | Facts::VERW | Facts::RSB_VMEXIT), L1dFlush::Cond);
+        let on = on.to_string();
+        assert!(!on.contains("vulnerable"), "{on}");
+        assert!(on.contains("l1tf: conditional cache flush\n") && on.contains("no large pages"));
+        let smt = Report::of(Facts(bugs | Facts::VERW | Facts::SMT), L1dFlush::Always);
+        assert!(smt.to_string().contains("SMT vulnerable"));
+    }
+}

@@ -409,6 +409,8 @@ pub mod arch_capabilities {
     pub const RFDS_NO: u64 = 1 << 27;
     /// VERW clears register files.
     pub const RFDS_CLEAR: u64 = 1 << 28;
+    /// Not vulnerable to indirect target selection.
+    pub const ITS_NO: u64 = 1 << 62;
 }
 
 #[cfg(test)]

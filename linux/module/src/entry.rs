@@ -2,83 +2,70 @@
 //!
 //! VM and vCPU files do not appear here: they call through `host::file`.
 
-use cpu::{Cpu, Native};
-use host::{NoMemory, err, info, params, smp, warn};
-use kvm_abi::dispatch;
-use svm::{Features, HostState, Unusable, percpu};
+use core::ffi::c_void;
+use core::fmt::Write;
 
-use crate::{heap, machine};
+use host::NoMemory;
+use kvm_abi::bind::{Host, MakeBackend, SystemHandle};
+use kvm_abi::dispatch;
+
+use crate::chosen::{self, Chosen, Found, Refused};
+use crate::heap;
+use crate::machine::{self, MakeSvm};
 
 const ENOMEM: i32 = -12;
-const EBUSY: i32 = -16;
 const ENODEV: i64 = -19;
-const EOPNOTSUPP: i32 = -95;
-
-fn refuse(why: Unusable) -> i32 {
-    err!("cannot be used on CPU {}: {}", smp::cpu_id(), why.reason());
-    match why {
-        Unusable::InUse => EBUSY,
-        _ => EOPNOTSUPP,
-    }
-}
 
 /// Finds out what the machine offers and allocates what every CPU needs. Called once at load.
 #[unsafe(no_mangle)]
 extern "C" fn gannet_init() -> i32 {
-    let mut here = Native;
-    let host_cr4 = here.cr4();
-    let mut features = match Features::read(|leaf, subleaf| here.cpuid(leaf, subleaf), host_cr4) {
-        Ok(features) => features,
-        Err(why) => return refuse(why),
+    let found = match chosen::find() {
+        Ok(found) => found,
+        Err(Refused(code)) => return code,
     };
-    if params::host_state_by_msr() {
-        features.host_state = HostState::Msr;
-    }
-    // VM_CR exists wherever CPUID reports SVM. Looked at on this CPU before anything is allocated.
-    if let Err(why) = percpu::check(&mut here) {
-        return refuse(why);
-    }
-    if set_up(features).is_err() {
+    if set_up(&found).is_err() {
         gannet_exit();
         return ENOMEM;
     }
-    let tables = if params::npt() { "nested" } else { "shadow" };
-    info!("SVM with {tables} paging, {} address-space ids", features.asids);
+    found.announce();
     0
 }
 
-fn set_up(features: Features) -> Result<(), NoMemory> {
+fn set_up(found: &Found) -> Result<(), NoMemory> {
     // The decoder makes its tables when they are first needed, which would be in a guest's exit.
     heap::while_keeping(emulate::warm_up)?;
-    percpu::set_up(features, smp::max_cpus())?;
-    machine::find_out(&features)
+    found.set_up()?;
+    machine::find_out(&found.common())
 }
 
-/// Called at unload, after SVM is off on every CPU.
+/// Called at unload, after virtualization is off on every CPU.
 #[unsafe(no_mangle)]
 extern "C" fn gannet_exit() {
     machine::forget();
-    percpu::tear_down();
+    chosen::forget();
     // SAFETY: no file is open and no command runs: nothing decodes any more.
     unsafe { heap::release_kept() };
 }
 
-/// Switches SVM on, on the CPU itself, which the caller keeps the task on.
+/// Switches virtualization on, on the CPU itself, which the caller keeps the task on.
 #[unsafe(no_mangle)]
 extern "C" fn gannet_cpu_online() -> i32 {
-    match percpu::enable(&mut Native, smp::cpu_id()) {
+    match chosen::enable() {
         Ok(()) => 0,
-        Err(why) => {
-            warn!("SVM stays off on CPU {}", smp::cpu_id());
-            refuse(why)
-        }
+        Err(Refused(code)) => code,
     }
 }
 
-/// Switches SVM off, on the CPU itself; harmless where it is off. NMI context at a crash.
+/// Switches it off, on the CPU itself; harmless where it is off. NMI context at a crash.
 #[unsafe(no_mangle)]
 extern "C" fn gannet_cpu_offline() {
-    percpu::disable(&mut Native);
+    chosen::disable();
+}
+
+/// The parameter vmentry_l1d_flush was written while the module is loaded.
+#[unsafe(no_mangle)]
+extern "C" fn gannet_l1d_flush_changed() -> i32 {
+    if chosen::l1d_flush_changed().is_ok() { 0 } else { ENOMEM }
 }
 
 /// An ioctl on `/dev/kvm`.
@@ -88,14 +75,29 @@ extern "C" fn gannet_dev_ioctl(command: u32, argument: u64, _compat: i32) -> i64
     if command == crate::selftest::OPEN {
         return crate::selftest::open();
     }
-    match machine::device() {
-        Some(device) => dispatch::code(dispatch::system(&device, command, argument)),
-        None => ENODEV,
+    match (machine::host(), chosen::chosen()) {
+        (Some(host), Chosen::Svm) => system::<MakeSvm>(host, command, argument),
+        _ => ENODEV,
     }
+}
+
+fn system<M: MakeBackend>(host: &'static Host, command: u32, argument: u64) -> i64 {
+    dispatch::code(dispatch::system(&SystemHandle::<M>::new(host), command, argument))
 }
 
 /// How a VM is shown in debugfs.
 #[unsafe(no_mangle)]
-extern "C" fn gannet_debug_totals() -> *const core::ffi::c_void {
+extern "C" fn gannet_debug_totals() -> *const c_void {
     host::debugfs::totals::<vm::statistics::VmStatistics>()
+}
+
+/// The file `mitigations` in debugfs.
+///
+/// # Safety
+/// `to` is the file that is being read.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn gannet_show_mitigations(to: *mut c_void) {
+    // SAFETY: by the contract.
+    let mut text = unsafe { host::debugfs::Text::of_raw(to) };
+    let _ = write!(text, "{}", vmx::mitigations::Report::now());
 }

@@ -6,6 +6,8 @@
 extern crate alloc;
 
 #[cfg(target_os = "none")]
+mod chosen;
+#[cfg(target_os = "none")]
 mod entry;
 #[cfg(target_os = "none")]
 mod heap;

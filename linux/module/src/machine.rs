@@ -3,31 +3,32 @@
 
 use cpu::{Cpu, Native};
 use cpuid::{HostFacts, Supported};
+use host::mitigation::{Facts, L1dFlush};
 use host::{NoMemory, clock, fpu, once::Once, params, smp};
-use kvm_abi::bind::{Host, MakeBackend, SystemHandle};
+use kvm_abi::bind::{Host, MakeBackend};
 use kvm_abi::caps::Offer;
 use kvm_abi::uapi::capability::{DIRTY_LOG_MANUAL_PROTECT_ENABLE, X2APIC_API_USE_32BIT_IDS};
 use kvm_abi::uapi::debug::{GUESTDBG_BLOCKIRQ, GUESTDBG_VALID_MASK};
-use msr::{HostMsrs, MAX_BANKS, MsrStore};
-use svm::{Features, Svm, percpu};
+use msr::{Flaws, HostMsrs, MAX_BANKS, MsrStore};
+use svm::Svm;
 use vcpu::Offered;
 use vm::vcpus::{MAX_VCPU_ID, MAX_VCPUS};
-use vm::vm::{Format, HostLimits, Paging};
-use x86::cpuid::{feature, leaf};
+use vm::vm::{HostLimits, Paging};
+use vmx::mitigations;
+use x86::cpuid::{Vendor, feature, leaf};
 use x86::msr::{DE_CFG, UCODE_REV, de_cfg};
+
+use crate::chosen::Common;
 
 static SUPPORTED: Once<Supported> = Once::new();
 static MSRS: Once<HostMsrs> = Once::new();
 static HOST: Once<Host> = Once::new();
 
-/// CR4 bit 12: the host's own tables have five levels, and so have nested ones (APM vol. 2 §15.25.3).
-const CR4_LA57: u64 = 1 << 12;
-/// Microcode revision that stock KVM shows an AMD guest whose host does not tell its own.
-const UCODE_DEFAULT: u64 = 0x0100_0065;
+/// Microcode revisions that stock KVM shows a guest whose host does not tell its own.
+const UCODE_DEFAULT_AMD: u64 = 0x0100_0065;
+const UCODE_DEFAULT_INTEL: u64 = 0x1_0000_0000;
 /// Highest TSC frequency that KVM knows, kHz.
 const MAX_TSC_KHZ: u64 = 0x7fff_ffff;
-/// The TSC ratio is an 8.32 fixed-point number.
-const MAX_TSC_RATIO: u64 = 0xff;
 /// MCG_CAP's bank count.
 const MCG_BANKS: u64 = 0xff;
 
@@ -38,13 +39,13 @@ impl MakeBackend for MakeSvm {
     type B = Svm<Native>;
 
     fn make() -> Result<Self::B, NoMemory> {
-        Svm::new(Native, percpu::features())
+        Svm::new(Native, svm::percpu::features())
     }
 }
 
-/// The device, once [`find_out`] has succeeded.
-pub fn device() -> Option<SystemHandle<MakeSvm>> {
-    HOST.get().map(SystemHandle::new)
+/// What was found out, once [`find_out`] has succeeded.
+pub fn host() -> Option<&'static Host> {
+    HOST.get()
 }
 
 /// The paravirtual features to offer, as the parameters have it.
@@ -53,20 +54,24 @@ fn pv_features() -> u32 {
     if params::lazy_tscdeadline() { all } else { all & !feature::KVM_LAZY_TSC_DEADLINE.mask() }
 }
 
-/// Finds out what this host can offer.
-pub fn find_out(features: &Features) -> Result<(), NoMemory> {
+/// Finds out what this host can offer, with a backend of which `common` is known.
+pub fn find_out(common: &Common) -> Result<(), NoMemory> {
     let mut here = Native;
-    let host_cr4 = here.cr4();
     let mut ask = |leaf, subleaf| Native.cpuid(leaf, subleaf);
+    let amd = Vendor::from_leaf0(&ask(leaf::VENDOR, 0)).is_amd_like();
     // Below another hypervisor MSRs that it does not know may fault.
     let bare = ask(leaf::FEATURES, 0)[2] & feature::HYPERVISOR.mask() == 0;
-    let lfence = bare && here.rdmsr(DE_CFG) & de_cfg::LFENCE_SERIALIZE != 0;
-    let levels = if host_cr4 & CR4_LA57 != 0 { 5 } else { 4 };
+    let lfence = amd && bare && here.rdmsr(DE_CFG) & de_cfg::LFENCE_SERIALIZE != 0;
+    let mut withheld = [feature::SVM; 4];
+    let mut count = 0;
+    for (slot, feature) in withheld.iter_mut().zip(common.withheld.iter().flatten()) {
+        *slot = *feature;
+        count += 1;
+    }
     let facts = HostFacts {
         xcr0: fpu::host_xcr0(),
-        nested_levels: if params::npt() { levels } else { 0 },
-        // Shadow tables hold no keys.
-        withheld: if params::npt() { &[] } else { &[feature::PKU] },
+        nested_levels: if params::npt() { common.tables.levels() } else { 0 },
+        withheld: withheld.get(..count).unwrap_or(&[]),
         lfence_serializes: lfence,
         xstate_cache: params::xstate_cache(),
         pv_features: pv_features(),
@@ -75,23 +80,27 @@ pub fn find_out(features: &Features) -> Result<(), NoMemory> {
     SUPPORTED.set(Supported::read(&mut ask, &facts).map_err(|_| NoMemory)?)?;
     let supported = SUPPORTED.get().ok_or(NoMemory)?;
 
-    let ssb_no = ask(leaf::ADDRESS_SIZES, 0)[1] & (1 << 26) != 0;
+    let ucode_rev = match () {
+        () if bare => here.rdmsr(UCODE_REV),
+        () if amd => UCODE_DEFAULT_AMD,
+        () => UCODE_DEFAULT_INTEL,
+    };
     MSRS.set(HostMsrs {
-        amd: supported.vendor().is_amd_like(),
-        arch_capabilities: HostMsrs::offered_arch_capabilities(0, false, !ssb_no, false),
-        ucode_rev: if bare { here.rdmsr(UCODE_REV) } else { UCODE_DEFAULT },
+        amd,
+        arch_capabilities: arch_capabilities(common, &mut ask, amd),
+        ucode_rev,
         de_cfg: if lfence { de_cfg::LFENCE_SERIALIZE } else { 0 },
-        spec_ctrl: features.spec_ctrl,
-        tsc_aux: features.rdtscp,
+        spec_ctrl: common.spec_ctrl,
+        tsc_aux: common.tsc_aux,
         lazy_deadline: params::lazy_tscdeadline(),
     })?;
     let msrs = MSRS.get().ok_or(NoMemory)?;
 
     let maxphyaddr = (ask(leaf::ADDRESS_SIZES, 0)[0] & 0xff) as u8;
     HOST.set(Host {
-        offer: offer(features, supported, levels, maxphyaddr),
+        offer: offer(common, supported, maxphyaddr),
         limits: HostLimits {
-            tables: Format::npt(levels, 0),
+            tables: common.tables,
             maxphyaddr,
             halt_poll_ns: params::halt_poll_ns(),
             paging: Paging { nested: params::npt(), keep_roots: params::keep_roots() },
@@ -100,10 +109,35 @@ pub fn find_out(features: &Features) -> Result<(), NoMemory> {
     })
 }
 
-fn offer(features: &Features, supported: &Supported, levels: u8, maxphyaddr: u8) -> Offer {
+/// ARCH_CAPABILITIES for guests.
+fn arch_capabilities(
+    common: &Common,
+    ask: &mut impl FnMut(u32, u32) -> [u32; 4],
+    amd: bool,
+) -> u64 {
+    if amd {
+        let ssb_no = ask(leaf::ADDRESS_SIZES, 0)[1] & (1 << 26) != 0;
+        return HostMsrs::offered_arch_capabilities(0, false, !ssb_no, false);
+    }
+    let facts = Facts::read();
+    let flaws = Flaws {
+        meltdown: facts.any(Facts::MELTDOWN),
+        ssb: facts.any(Facts::SSB),
+        mds: facts.any(Facts::MDS),
+        rfds: facts.any(Facts::RFDS),
+        taa: facts.any(Facts::TAA),
+        gds: facts.any(Facts::GDS),
+        its: facts.any(Facts::ITS),
+        rtm: facts.any(Facts::RTM),
+        l1d_never_flushed: mitigations::mode() == L1dFlush::Never,
+    };
+    HostMsrs::offered_by_flaws(common.arch_capabilities, flaws)
+}
+
+fn offer(common: &Common, supported: &Supported, maxphyaddr: u8) -> Offer {
     let tsc_khz = clock::tsc_khz();
-    let max_khz = u64::from(tsc_khz).saturating_mul(MAX_TSC_RATIO).min(MAX_TSC_KHZ);
-    let reach: u32 = if levels == 5 { 57 } else { 48 };
+    let max_khz = u64::from(tsc_khz).saturating_mul(common.tsc_ratio.unwrap_or(1)).min(MAX_TSC_KHZ);
+    let reach: u32 = if common.tables.levels() == 5 { 57 } else { 48 };
     let xcr0 = supported.xcr0();
     Offer {
         online_cpus: smp::max_cpus() as u32,
@@ -112,8 +146,8 @@ fn offer(features: &Features, supported: &Supported, levels: u8, maxphyaddr: u8)
         xsave: !xcr0.is_empty(),
         xsave_bytes: supported.layout().uabi_size(xcr0),
         xcr0: xcr0.bits(),
-        tsc_scaling: features.tsc_ratio,
-        max_tsc_khz: if features.tsc_ratio { max_khz as u32 } else { tsc_khz },
+        tsc_scaling: common.tsc_ratio.is_some(),
+        max_tsc_khz: if common.tsc_ratio.is_some() { max_khz as u32 } else { tsc_khz },
         tsc_khz,
         // Ends of level-triggered interrupts are not reported to a VMM with an I/O APIC of its own.
         split_irqchip: false,

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * What the kernel knows of this CPU's leaks, and the cache flush at VM entry.
+ *
+ * The kernel names what a hypervisor does in files of its own
+ * (/sys/devices/system/cpu/vulnerabilities), from variables that the hypervisor sets.
+ */
+#include <linux/cpu.h>
+#include <linux/mm.h>
+#include <linux/moduleparam.h>
+#include <linux/sched/smt.h>
+#include <linux/string.h>
+#include <linux/sysfs.h>
+
+#include <asm/cpufeature.h>
+#include <asm/msr.h>
+#include <asm/nospec-branch.h>
+#include <asm/processor.h>
+#include <asm/spec-ctrl.h>
+#include <asm/vmx.h>
+
+#include "gannet.h"
+
+/* Exported; older kernels declare it in no header. */
+extern bool itlb_multihit_kvm_mitigation;
+
+/* Twice the L1 data cache of the CPUs that have no instruction to flush it. */
+#define FLUSH_ORDER	4
+#define FLUSH_BYTES	(PAGE_SIZE << FLUSH_ORDER)
+
+/* As in stock KVM, the numbers are those of enum vmx_l1d_flush_state. */
+static const char * const l1d_names[] = {
+	[VMENTER_L1D_FLUSH_AUTO] = "auto",
+	[VMENTER_L1D_FLUSH_NEVER] = "never",
+	[VMENTER_L1D_FLUSH_COND] = "cond",
+	[VMENTER_L1D_FLUSH_ALWAYS] = "always",
+	[VMENTER_L1D_FLUSH_EPT_DISABLED] = "EPT disabled",
+	[VMENTER_L1D_FLUSH_NOT_REQUIRED] = "not required",
+};
+
+static u32 l1d_asked = VMENTER_L1D_FLUSH_AUTO;
+static bool l1d_running;
+static u8 *flush_pages;
+
+static int l1d_set(const char *text, const struct kernel_param *kp)
+{
+	int asked = __sysfs_match_string(l1d_names, VMENTER_L1D_FLUSH_ALWAYS + 1, text);
+
+	if (asked < 0)
+		return asked;
+	l1d_asked = asked;
+	/* Once loaded, on a CPU that leaks; else there is nothing to be changed. */
+	return l1d_running ? gannet_l1d_flush_changed() : 0;
+}
+
+static int l1d_get(char *text, const struct kernel_param *kp)
+{
+	return sysfs_emit(text, "%s\n", l1d_names[l1tf_vmx_mitigation]);
+}
+
+static const struct kernel_param_ops l1d_ops = { .set = l1d_set, .get = l1d_get };
+module_param_cb(vmentry_l1d_flush, &l1d_ops, NULL, 0644);
+MODULE_PARM_DESC(vmentry_l1d_flush,
+	"Intel: flush of the L1 data cache at VM entry on CPUs with L1TF: auto (default: what l1tf= says), never, cond: where the host ran since the last entry, always");
+
+u32 gnt_l1d_flush_asked(void)
+{
+	return READ_ONCE(l1d_asked);
+}
+
+/* What was chosen, for the kernel to show. */
+void gnt_l1d_flush_chosen(u32 state)
+{
+	l1tf_vmx_mitigation = state;
+	l1d_running = true;
+}
+
+/* Before the first flush; process context. */
+int gnt_l1d_flush_prepare(void)
+{
+	struct page *pages;
+	u32 i;
+
+	if (flush_pages || boot_cpu_has(X86_FEATURE_FLUSH_L1D))
+		return 0;
+	pages = alloc_pages(GFP_KERNEL, FLUSH_ORDER);
+	if (!pages)
+		return -ENOMEM;
+	flush_pages = page_address(pages);
+	/* Pages that differ, so that nothing below makes one of them. */
+	for (i = 0; i < 1 << FLUSH_ORDER; i++)
+		memset(flush_pages + i * PAGE_SIZE, i + 1, PAGE_SIZE);
+	return 0;
+}
+
+void gnt_mitigations_exit(void)
+{
+	l1d_running = false;
+	l1tf_vmx_mitigation = VMENTER_L1D_FLUSH_AUTO;
+	itlb_multihit_kvm_mitigation = false;
+	if (flush_pages)
+		free_pages((unsigned long)flush_pages, FLUSH_ORDER);
+	flush_pages = NULL;
+}
+
+/*
+ * Nothing of the host's may be loaded between this and the entry but what the entry itself needs.
+ * Without the instruction, reading twice the cache's size puts out what was in it; once over the
+ * pages first, so that no page walk comes between.
+ */
+noinstr void gnt_l1d_flush(void)
+{
+	const u8 *from = flush_pages;
+	u32 i;
+
+	if (static_cpu_has(X86_FEATURE_FLUSH_L1D)) {
+		native_wrmsrl(MSR_IA32_FLUSH_CMD, L1D_FLUSH);
+		return;
+	}
+	if (!from)
+		return;
+	for (i = 0; i < FLUSH_BYTES; i += PAGE_SIZE)
+		(void)READ_ONCE(from[i]);
+	asm volatile("lfence" : : : "memory");
+	for (i = 0; i < FLUSH_BYTES; i += 64)
+		(void)READ_ONCE(from[i]);
+	asm volatile("lfence" : : : "memory");
+}
+
+/* Large pages are not used where their change of size can stop the machine: the kernel shows it. */
+void gnt_itlb_multihit_mitigated(void)
+{
+	itlb_multihit_kvm_mitigation = true;
+}
+
+#define FACT(bit, condition)	((condition) ? 1ull << (bit) : 0)
+
+/* Mirrors host::mitigation::Facts. */
+u64 gnt_mitigation_facts(void)
+{
+	u64 facts = (u64)l1tf_mitigation << 56;
+
+	facts |= FACT(0, boot_cpu_has_bug(X86_BUG_L1TF));
+	facts |= FACT(1, boot_cpu_has_bug(X86_BUG_MDS));
+	facts |= FACT(2, boot_cpu_has_bug(X86_BUG_TAA));
+	facts |= FACT(3, boot_cpu_has_bug(X86_BUG_MMIO_STALE_DATA));
+#ifdef X86_BUG_RFDS
+	facts |= FACT(4, boot_cpu_has_bug(X86_BUG_RFDS));
+#endif
+	facts |= FACT(5, boot_cpu_has_bug(X86_BUG_SRBDS));
+	facts |= FACT(6, boot_cpu_has_bug(X86_BUG_ITLB_MULTIHIT));
+	facts |= FACT(7, boot_cpu_has_bug(X86_BUG_CPU_MELTDOWN));
+	facts |= FACT(8, boot_cpu_has_bug(X86_BUG_SPEC_STORE_BYPASS));
+#ifdef X86_BUG_GDS
+	facts |= FACT(9, boot_cpu_has_bug(X86_BUG_GDS) && !gds_ucode_mitigated());
+#endif
+#ifdef X86_BUG_ITS
+	facts |= FACT(10, boot_cpu_has_bug(X86_BUG_ITS));
+#endif
+	facts |= FACT(16, boot_cpu_has(X86_FEATURE_FLUSH_L1D));
+#ifdef X86_FEATURE_CLEAR_CPU_BUF
+	facts |= FACT(17, boot_cpu_has(X86_FEATURE_CLEAR_CPU_BUF));
+#endif
+	facts |= FACT(18, boot_cpu_has(X86_FEATURE_RSB_VMEXIT));
+	facts |= FACT(19, boot_cpu_has(X86_FEATURE_RSB_VMEXIT_LITE));
+	facts |= FACT(20, boot_cpu_has(X86_FEATURE_KERNEL_IBRS));
+	facts |= FACT(21, gnt_ibpb_on_switch());
+#ifdef X86_FEATURE_CLEAR_BHB_LOOP_ON_VMEXIT
+	facts |= FACT(22, boot_cpu_has(X86_FEATURE_CLEAR_BHB_LOOP_ON_VMEXIT));
+#elif defined(X86_FEATURE_CLEAR_BHB_LOOP)
+	facts |= FACT(22, boot_cpu_has(X86_FEATURE_CLEAR_BHB_LOOP));
+#endif
+	facts |= FACT(23, sched_smt_active());
+	facts |= FACT(24, cpu_mitigations_off());
+	facts |= FACT(25, boot_cpu_has(X86_FEATURE_RTM));
+	facts |= FACT(26, boot_cpu_has(X86_FEATURE_MSR_SPEC_CTRL));
+	facts |= FACT(27, boot_cpu_has(X86_FEATURE_ARCH_CAPABILITIES));
+#ifdef X86_FEATURE_CLEAR_CPU_BUF_VM
+	facts |= FACT(28, boot_cpu_has(X86_FEATURE_CLEAR_CPU_BUF_VM));
+#endif
+	return facts;
+}

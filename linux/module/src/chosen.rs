@@ -1,0 +1,243 @@
+//! Which of the two backends this host has: chosen once at load, looked at where CPUs come and go
+//! and where `/dev/kvm` itself is called. A VM's files carry their backend in their type, so nothing
+//! is chosen on a vCPU's way.
+
+use core::sync::atomic::{AtomicU8, Ordering::Relaxed};
+
+use cpu::{Cpu, Native};
+use host::mitigation::Facts;
+use host::{NoMemory, err, hostcpu, info, params, smp, warn};
+use mmu::{EptSupport, Format};
+use svm::HostState;
+use vmx::mitigations;
+use x86::cpuid::{Feature, Vendor, feature, leaf};
+use x86::msr::ARCH_CAPABILITIES;
+
+const EBUSY: i32 = -16;
+const EOPNOTSUPP: i32 = -95;
+/// CR4 bit 12: the host's own tables have five levels, and so have SVM's nested ones (APM vol. 2
+/// §15.25.3).
+const CR4_LA57: u64 = 1 << 12;
+/// The TSC ratio is an 8.32 fixed-point number under SVM, a 16.48 one under VMX.
+const SVM_TSC_RATIO: u64 = 0xff;
+const VMX_TSC_RATIO: u64 = 0xffff;
+
+/// A backend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Chosen {
+    None = 0,
+    Svm = 1,
+    Vmx = 2,
+}
+
+static CHOSEN: AtomicU8 = AtomicU8::new(Chosen::None as u8);
+
+/// The backend that [`find`] has found.
+#[inline]
+pub fn chosen() -> Chosen {
+    match CHOSEN.load(Relaxed) {
+        1 => Chosen::Svm,
+        2 => Chosen::Vmx,
+        _ => Chosen::None,
+    }
+}
+
+/// What the floors above want to know of it, whichever it is.
+#[derive(Clone, Copy, Debug)]
+pub struct Common {
+    /// What nested tables are made for.
+    pub tables: Format,
+    /// The largest integer part of a TSC ratio, where the CPU scales.
+    pub tsc_ratio: Option<u64>,
+    /// SPEC_CTRL exists.
+    pub spec_ctrl: bool,
+    /// TSC_AUX exists.
+    pub tsc_aux: bool,
+    /// ARCH_CAPABILITIES of the CPU, or 0.
+    pub arch_capabilities: u64,
+    /// Features that cannot be given to guests.
+    pub withheld: [Option<Feature>; 4],
+}
+
+/// A refusal that was logged; what the module's load returns.
+pub struct Refused(pub i32);
+
+fn refuse(reason: &str, in_use: bool) -> Refused {
+    err!("cannot be used on CPU {}: {reason}", smp::cpu_id());
+    Refused(if in_use { EBUSY } else { EOPNOTSUPP })
+}
+
+fn svm_refused(why: svm::Unusable) -> Refused {
+    refuse(why.reason(), why == svm::Unusable::InUse)
+}
+
+fn vmx_refused(why: vmx::Unusable) -> Refused {
+    refuse(why.reason(), why == vmx::Unusable::InUse)
+}
+
+/// The features of the chosen backend.
+#[derive(Clone, Copy, Debug)]
+pub enum Found {
+    Svm(svm::Features),
+    Vmx(vmx::Features),
+}
+
+/// Finds out which backend this CPU has and whether it can be used.
+pub fn find() -> Result<Found, Refused> {
+    let vendor = Vendor::from_leaf0(&Native.cpuid(leaf::VENDOR, 0));
+    if vendor.is_amd_like() { find_svm().map(Found::Svm) } else { find_vmx().map(Found::Vmx) }
+}
+
+fn find_svm() -> Result<svm::Features, Refused> {
+    let mut here = Native;
+    let host_cr4 = here.cr4();
+    let cpuid = |leaf, subleaf| Native.cpuid(leaf, subleaf);
+    let mut features = svm::Features::read(cpuid, host_cr4).map_err(svm_refused)?;
+    if params::host_state_by_msr() {
+        features.host_state = HostState::Msr;
+    }
+    // VM_CR exists wherever CPUID reports SVM. Looked at on this CPU before anything is allocated.
+    svm::percpu::check(&mut here).map_err(svm_refused)?;
+    Ok(features)
+}
+
+fn find_vmx() -> Result<vmx::Features, Refused> {
+    let mut here = Native;
+    let host_cr4 = here.cr4();
+    let cpuid = |leaf, subleaf| Native.cpuid(leaf, subleaf);
+    // FEATURE_CONTROL exists wherever CPUID reports VMX.
+    if cpuid(leaf::FEATURES, 0)[2] & feature::VMX.mask() == 0 {
+        return Err(vmx_refused(vmx::Unusable::Absent));
+    }
+    vmx::percpu::check(&mut here, hostcpu::vmx_allowed()).map_err(vmx_refused)?;
+    let features = vmx::Features::read(|index| Native.rdmsr(index), cpuid, host_cr4);
+    let features = features.map_err(vmx_refused)?;
+    if !params::npt() {
+        return Err(refuse("npt=0: shadow paging does not serve VMX yet", false));
+    }
+    Ok(features)
+}
+
+impl Found {
+    /// Allocates what every CPU needs, and makes the choice known.
+    pub fn set_up(&self) -> Result<(), NoMemory> {
+        match self {
+            Self::Svm(features) => {
+                svm::percpu::set_up(*features, smp::max_cpus())?;
+                CHOSEN.store(Chosen::Svm as u8, Relaxed);
+            }
+            Self::Vmx(features) => {
+                vmx::percpu::set_up(*features, smp::max_cpus())?;
+                CHOSEN.store(Chosen::Vmx as u8, Relaxed);
+                let facts = Facts::read();
+                mitigations::set_up(facts, arch_capabilities(facts))?;
+                if facts.any(Facts::ITLB_MULTIHIT) && !mitigations::allows_large_pages(facts) {
+                    host::mitigation::announce_itlb_multihit();
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What the floors above want to know.
+    pub fn common(&self) -> Common {
+        match self {
+            Self::Svm(features) => {
+                let levels = if Native.cr4() & CR4_LA57 != 0 { 5 } else { 4 };
+                // Shadow tables hold no keys.
+                let keys = if params::npt() { None } else { Some(feature::PKU) };
+                Common {
+                    tables: Format::npt(levels, 0),
+                    tsc_ratio: features.tsc_ratio.then_some(SVM_TSC_RATIO),
+                    spec_ctrl: features.spec_ctrl,
+                    tsc_aux: features.rdtscp,
+                    arch_capabilities: 0,
+                    withheld: [keys, None, None, None],
+                }
+            }
+            Self::Vmx(features) => {
+                let facts = Facts::read();
+                let large = mitigations::allows_large_pages(facts);
+                let unless = |there: bool, what| if there { None } else { Some(what) };
+                Common {
+                    tables: Format::ept(EptSupport {
+                        pages_2m: features.ept_2m && large,
+                        pages_1g: features.ept_1g && large,
+                        accessed_dirty: features.ept_dirty,
+                    }),
+                    tsc_ratio: features.tsc_scaling.then_some(VMX_TSC_RATIO),
+                    spec_ctrl: features.spec_ctrl,
+                    tsc_aux: features.rdtscp,
+                    arch_capabilities: arch_capabilities(facts),
+                    withheld: [
+                        unless(features.rdtscp, feature::RDTSCP),
+                        unless(features.rdtscp, feature::RDPID),
+                        unless(features.invpcid, feature::INVPCID),
+                        unless(features.xsaves, feature::XSAVES),
+                    ],
+                }
+            }
+        }
+    }
+
+    /// Says in the log what was found.
+    pub fn announce(&self) {
+        let tables = if params::npt() { "nested" } else { "shadow" };
+        match self {
+            Self::Svm(features) => {
+                info!("SVM with {tables} paging, {} address-space ids", features.asids);
+            }
+            Self::Vmx(features) => {
+                info!("VMX with {tables} paging: {features}");
+                let l1d = mitigations::mode_name(mitigations::mode());
+                info!("mitigations: L1D flush {l1d}; {}", mitigations::Report::now().short());
+            }
+        }
+    }
+}
+
+/// ARCH_CAPABILITIES of the CPU, or 0.
+fn arch_capabilities(facts: Facts) -> u64 {
+    if facts.any(Facts::ARCH_CAPABILITIES) { Native.rdmsr(ARCH_CAPABILITIES) } else { 0 }
+}
+
+/// Switches virtualization on, on the CPU itself.
+pub fn enable() -> Result<(), Refused> {
+    let cpu = smp::cpu_id();
+    let done = match chosen() {
+        Chosen::Svm => svm::percpu::enable(&mut Native, cpu).map_err(svm_refused),
+        Chosen::Vmx => vmx::percpu::enable(&mut Native, cpu).map_err(vmx_refused),
+        Chosen::None => Err(Refused(EOPNOTSUPP)),
+    };
+    if done.is_err() {
+        warn!("virtualization stays off on CPU {cpu}");
+    }
+    done
+}
+
+/// Switches it off, on the CPU itself; harmless where it is off. NMI context at a crash.
+pub fn disable() {
+    match chosen() {
+        Chosen::Svm => svm::percpu::disable(&mut Native),
+        Chosen::Vmx => vmx::percpu::disable(&mut Native, smp::cpu_id()),
+        Chosen::None => {}
+    }
+}
+
+/// The parameter `vmentry_l1d_flush` was written.
+pub fn l1d_flush_changed() -> Result<(), NoMemory> {
+    if chosen() != Chosen::Vmx {
+        return Ok(());
+    }
+    let facts = Facts::read();
+    mitigations::set_up(facts, arch_capabilities(facts))
+}
+
+/// At unload, after it is off on every CPU.
+pub fn forget() {
+    CHOSEN.store(Chosen::None as u8, Relaxed);
+    svm::percpu::tear_down();
+    vmx::percpu::tear_down();
+    host::mitigation::forget();
+}
