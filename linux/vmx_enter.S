@@ -23,6 +23,7 @@
  * chapters 27 and 28 say what entry and exit themselves load.
  */
 #include <linux/linkage.h>
+#include <linux/objtool.h>
 #include <linux/version.h>
 
 #include <asm/alternative.h>
@@ -129,6 +130,7 @@ SYM_FUNC_START(gnt_vmx_enter)
 
 	/* The guest has exited: RSP is the host's, all other registers hold what the guest left. */
 SYM_INNER_LABEL(gnt_vmx_exit, SYM_L_GLOBAL)
+	ANNOTATE_NOENDBR
 	UNWIND_HINT_RESTORE
 	push %rax
 	mov 8(%rsp), %rax

@@ -133,10 +133,13 @@ impl Unusable {
     }
 }
 
+/// Whether it is there, and what to say where it is not.
+type Need = (fn(&Raw) -> bool, &'static str);
+
 /// What the module cannot do without, in the order in which it is looked for: the first thing that
 /// is missing is what the log names.
 #[allow(clippy::type_complexity)] // A list, read once.
-const NEEDED: [(fn(&Raw) -> bool, &str); 17] = [
+const NEEDED: [Need; 17] = [
     (
         |r| r.basic.memory_type() == 6 && !r.basic.is_32_bit(),
         "the CPU wants its VMX structures in memory that is not write-back",

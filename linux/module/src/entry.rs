@@ -11,7 +11,7 @@ use kvm_abi::dispatch;
 
 use crate::chosen::{self, Chosen, Found, Refused};
 use crate::heap;
-use crate::machine::{self, MakeSvm};
+use crate::machine::{self, MakeSvm, MakeVmx};
 
 const ENOMEM: i32 = -12;
 const ENODEV: i64 = -19;
@@ -77,6 +77,7 @@ extern "C" fn gannet_dev_ioctl(command: u32, argument: u64, _compat: i32) -> i64
     }
     match (machine::host(), chosen::chosen()) {
         (Some(host), Chosen::Svm) => system::<MakeSvm>(host, command, argument),
+        (Some(host), Chosen::Vmx) => system::<MakeVmx>(host, command, argument),
         _ => ENODEV,
     }
 }

@@ -14,7 +14,7 @@ use svm::Svm;
 use vcpu::Offered;
 use vm::vcpus::{MAX_VCPU_ID, MAX_VCPUS};
 use vm::vm::{HostLimits, Paging};
-use vmx::mitigations;
+use vmx::{Vmx, mitigations};
 use x86::cpuid::{Vendor, feature, leaf};
 use x86::msr::{DE_CFG, UCODE_REV, de_cfg};
 
@@ -40,6 +40,17 @@ impl MakeBackend for MakeSvm {
 
     fn make() -> Result<Self::B, NoMemory> {
         Svm::new(Native, svm::percpu::features())
+    }
+}
+
+/// Makes VMCSs.
+pub struct MakeVmx;
+
+impl MakeBackend for MakeVmx {
+    type B = Vmx<Native>;
+
+    fn make() -> Result<Self::B, NoMemory> {
+        Vmx::new(Native, vmx::percpu::features())
     }
 }
 
