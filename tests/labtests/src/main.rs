@@ -22,7 +22,7 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let chosen = groups::all().filter(|test| test.full_name().contains(&options.filter));
+    let chosen = groups::all().filter(|test| options.choose(&test.full_name()));
     if options.list {
         chosen.for_each(|test| println!("{}", test.full_name()));
         return ExitCode::SUCCESS;

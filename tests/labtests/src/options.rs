@@ -1,19 +1,30 @@
 //! The command line.
 
 /// How to call this program.
-pub const USAGE: &str = "usage: labtests [--list] [--filter SUBSTRING] [--tap] [--times]";
+pub const USAGE: &str =
+    "usage: labtests [--list] [--filter SUBSTRING]... [--skip SUBSTRING]... [--tap] [--times]";
 
 /// What the caller wants.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Options {
     /// Only name the tests.
     pub list: bool,
-    /// Only tests whose name contains this.
-    pub filter: String,
+    /// Only tests whose name contains one of these; all if there are none.
+    pub filters: Vec<String>,
+    /// No tests whose name contains one of these.
+    pub skips: Vec<String>,
     /// Failures as `not ok NAME: …`.
     pub tap: bool,
     /// Each line with the milliseconds that its test took.
     pub times: bool,
+}
+
+impl Options {
+    /// Whether a test of this name is to run.
+    pub fn choose(&self, name: &str) -> bool {
+        let within = |parts: &[String]| parts.iter().any(|part| name.contains(part.as_str()));
+        (self.filters.is_empty() || within(&self.filters)) && !within(&self.skips)
+    }
 }
 
 /// Reads the arguments after the program's name.
@@ -25,8 +36,9 @@ pub fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Options, Str
             "--tap" => options.tap = true,
             "--times" => options.times = true,
             "--filter" => {
-                options.filter = arguments.next().ok_or("--filter wants a substring")?;
+                options.filters.push(arguments.next().ok_or("--filter wants a substring")?);
             }
+            "--skip" => options.skips.push(arguments.next().ok_or("--skip wants a substring")?),
             other => return Err(format!("unknown argument {other}")),
         }
     }
@@ -44,7 +56,18 @@ mod tests {
     #[test]
     fn a_filter_is_taken_with_its_substring() {
         let options = parsed(&["--filter", "slots", "--list"]).unwrap();
-        assert_eq!(options, Options { list: true, filter: "slots".into(), ..Options::default() });
+        let filters = vec!["slots".to_owned()];
+        assert_eq!(options, Options { list: true, filters, ..Options::default() });
+    }
+
+    #[test]
+    fn several_filters_and_skips_choose_together() {
+        let line = ["--filter", "slots", "--filter", "smm", "--skip", "paging_"];
+        let options = parsed(&line).unwrap();
+        let chosen = |name| options.choose(name);
+        assert!(chosen("slots::a") && chosen("smm::b"));
+        assert!(!chosen("mmio::c") && !chosen("paging_smm::d"));
+        assert!(Options::default().choose("anything"));
     }
 
     #[test]

@@ -12,11 +12,27 @@ pub fn is_stock() -> bool {
     *STOCK
 }
 
-/// Whether guests have nested paging: the module parameter `npt`.
+/// Who makes the host's CPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Vendor {
+    Intel,
+    Amd,
+}
+
+/// The maker of the host's CPU, by CPUID leaf 0. A guest has the same.
+pub fn vendor() -> Vendor {
+    match core::arch::x86_64::__cpuid(0).ebx.to_le_bytes() {
+        [b'G', b'e', b'n', b'u'] => Vendor::Intel,
+        _ => Vendor::Amd,
+    }
+}
+
+/// Whether guests have nested paging: the module parameters `npt` and `ept`.
 pub fn nested_paging() -> bool {
-    let parameter =
-        |module: &str| std::fs::read_to_string(format!("/sys/module/{module}/parameters/npt")).ok();
-    let npt = parameter("kvm_amd").or_else(|| parameter("gannet"));
+    let parameter = |file: &str| std::fs::read_to_string(format!("/sys/module/{file}")).ok();
+    let npt = parameter("kvm_amd/parameters/npt")
+        .or_else(|| parameter("kvm_intel/parameters/ept"))
+        .or_else(|| parameter("gannet/parameters/npt"));
     npt.is_none_or(|npt| !matches!(npt.trim(), "N" | "0"))
 }
 

@@ -282,6 +282,7 @@ guest_code!(
     // Counts in RESULT while FREE holds what it was set to; then ends.
     watch,
     64,
+    "sti",
     "movq $1, FREE",
     "0:",
     "incq RESULT",

@@ -4,10 +4,10 @@
 use crate::kvm::exit::Exit;
 use crate::kvm::file::Commands;
 use crate::kvm::ioctl;
-use crate::machine::code::{done, guest_code};
+use crate::machine::code::{done, foreign_hypercall, guest_code, hypercall};
 use crate::machine::guest::{Chip, Guest};
 use crate::machine::layout::*;
-use crate::oracle;
+use crate::oracle::{self, Vendor};
 use crate::outcome::{Answer, Outcome, equal, holds, one_of};
 use crate::runner::tests;
 
@@ -220,17 +220,17 @@ guest_code!(
     hypercalls,
     64,
     "mov $77, %eax",
-    "vmmcall",
+    hypercall!(),
     "mov %rax, RESULT",
     "mov $-1, %rax",
-    "vmmcall",
+    hypercall!(),
     "mov %rax, RESULT + 8",
     "mov $77, %eax",
-    "vmcall",
+    foreign_hypercall!(),
     "mov %rax, RESULT + 16",
     // KVM_HC_VAPIC_POLL_IRQ.
     "mov $1, %eax",
-    "vmmcall",
+    hypercall!(),
     "mov %rax, RESULT + 24",
     done!()
 );
@@ -240,7 +240,7 @@ fn an_unknown_hypercall_is_enosys() -> Outcome {
     guest.finish()?;
     let enosys = -1000_i64 as u64;
     let got = [0, 1, 2, 3].map(|index| guest.result(index));
-    equal("vmmcall 77, vmmcall -1, vmcall 77, vmmcall 1", got, [enosys, enosys, enosys, 0])
+    equal("77, -1, 77 by the other maker's instruction, 1", got, [enosys, enosys, enosys, 0])
 }
 
 guest_code!(
@@ -257,7 +257,7 @@ guest_code!(
     "iretq",
     "1:",
     "mov $1, %eax",
-    "vmmcall",
+    hypercall!(),
     "mov %rax, RESULT",
     "hlt",
     "2:",
@@ -536,16 +536,20 @@ fn single_steps_go_over_ports_and_devices() -> Outcome {
         holds(exit, device && !got.is_out(PORT_DONE), got)?;
     }
     guest.finish()?;
-    let got = [0, 1].map(|index| guest.result(index));
+    let got = guest.steps(0);
     let wanted = [0, 8].map(|offset| guest.memory.read(FREE + offset));
-    equal("traps behind out, in", got, wanted)?;
+    equal("traps behind out, in", got.get(..2), Some(&wanted[..]))?;
     // The stock module forgets the trap of a store that user space completes.
     let behind_store = guest.memory.read(FREE + 16);
     let also = oracle::documented(behind_store, behind_store + 1);
-    one_of("trap behind the store", guest.result(2), &[behind_store, also])
+    one_of("trap behind the store", got.get(2), &[Some(&behind_store), Some(&also)])
 }
 
 guest_code!(stepped, 64, "nop", "1: cpuid", "nop", "out %al, $PORT_DONE");
+
+fn is_intel() -> bool {
+    oracle::vendor() == Vendor::Intel
+}
 
 fn user_space_can_single_step() -> Outcome {
     let guest = Guest::new(Chip::None, stepped())?;
@@ -554,9 +558,17 @@ fn user_space_can_single_step() -> Outcome {
     debug.control = KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_SINGLESTEP;
     guest.vcpu().send(ioctl::SET_GUEST_DEBUG, &debug).granted("KVM_SET_GUEST_DEBUG")?;
     for offset in [1, 3, 4] {
-        match guest.exit()? {
-            Exit::Debug { exception: 1, pc, .. } => equal("pc", pc, PROGRAM + offset)?,
-            other => return holds("a debug exit", false, other),
+        let before = guest.vcpu().regs()?.rip;
+        loop {
+            match guest.exit()? {
+                // See `Guest::steps`.
+                Exit::Debug { exception: 1, pc, .. } if pc == before && is_intel() => {}
+                Exit::Debug { exception: 1, pc, .. } => {
+                    equal("pc", pc, PROGRAM + offset)?;
+                    break;
+                }
+                other => return holds("a debug exit", false, other),
+            }
         }
     }
     debug.control = 0;

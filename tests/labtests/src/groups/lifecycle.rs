@@ -149,6 +149,7 @@ fn two_hundred_vms_come_and_go_and_leave_no_memory_behind() -> Outcome {
 guest_code!(
     spin,
     64,
+    "sti",
     "0: incq (%rbx)",
     "add $4096, %rbx",
     "and $0x3fffff, %ebx",

@@ -2,7 +2,9 @@
 
 use crate::runner::Test;
 
+mod control_bits;
 mod cpuid_table;
+mod delivery;
 mod faults;
 mod guest_memory;
 mod host_thread;
@@ -32,6 +34,7 @@ mod pointers;
 mod ports;
 mod registers;
 mod running;
+mod shadows;
 mod slots;
 mod smm;
 mod smp;
@@ -70,6 +73,9 @@ pub fn all() -> impl Iterator<Item = Test> {
         ports::TESTS,
         instructions::TESTS,
         injection::TESTS,
+        delivery::TESTS,
+        shadows::TESTS,
+        control_bits::TESTS,
         lapic::TESTS,
         lines::TESTS,
         smp::TESTS,

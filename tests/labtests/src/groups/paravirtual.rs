@@ -8,7 +8,7 @@ use kvm_bindings::*;
 use crate::kvm::file::Commands;
 use crate::kvm::ioctl;
 use crate::machine::clock::tsc_rate_is_right;
-use crate::machine::code::{done, guarded, guest_code, x2apic};
+use crate::machine::code::{done, guarded, guest_code, hypercall, x2apic};
 use crate::machine::guest::{Chip, Guest, Mode};
 use crate::machine::layout::*;
 use crate::machine::threads::{Target, eventually, within};
@@ -366,7 +366,7 @@ guest_code!(
     "xor %ecx, %ecx",
     "xor %edx, %edx",
     "mov $0x40, %esi",
-    "vmmcall",
+    hypercall!(),
     "mov %rax, RESULT",
     "4: pause",
     "cmpq $2, COUNTS + 0x40 * 8",
@@ -374,7 +374,7 @@ guest_code!(
     // A minimum beyond all.
     "mov $10, %eax",
     "mov $200, %edx",
-    "vmmcall",
+    hypercall!(),
     "mov %rax, RESULT + 8",
     done!(),
     "1: movq $1, FREE",

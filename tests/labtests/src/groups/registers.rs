@@ -216,6 +216,8 @@ fn xsave(guest: &Guest) -> Outcome<kvm_xsave> {
 fn the_xsave_area_is_read_back() -> Outcome {
     let guest = guest()?;
     let mut area = xsave(&guest)?;
+    // A control word that is not the initial one: what is initial need not be in XSTATE_BV.
+    area.region[0] = area.region[0] & 0xffff_0000 | 0x27f;
     area.region[MXCSR] = 0x1fa0;
     area.region[XSTATE_BV] |= 3;
     for word in XMM0..XMM0 + 64 {
@@ -224,6 +226,7 @@ fn the_xsave_area_is_read_back() -> Outcome {
     guest.vcpu().send(ioctl::SET_XSAVE, &area).granted("set")?;
     guest.finish()?;
     let after = xsave(&guest)?;
+    equal("FCW", after.region[0] & 0xffff, 0x27f)?;
     equal("MXCSR", after.region[MXCSR], 0x1fa0)?;
     equal("XMM", &after.region[XMM0..XMM0 + 64], &area.region[XMM0..XMM0 + 64])?;
     equal("components", after.region[XSTATE_BV] & 3, 3)

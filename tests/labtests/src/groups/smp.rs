@@ -418,6 +418,7 @@ guest_code!(
     // Both read a page of their host all the time, until it is zero.
     watch_page,
     64,
+    "sti",
     "lock incq FREE + 0x1000",
     "0: incq RESULT(,%rdi,8)",
     "cmpq $1, FREE",

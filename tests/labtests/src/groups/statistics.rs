@@ -5,7 +5,7 @@ use std::os::fd::AsRawFd;
 use crate::kvm::file::System;
 use crate::kvm::ioctl;
 use crate::kvm::stats::{Described, Stats};
-use crate::machine::code::{done, guest_code};
+use crate::machine::code::{done, guest_code, hypercall};
 use crate::machine::guest::{Chip, Guest};
 use crate::machine::memory::Memory;
 use crate::oracle;
@@ -117,7 +117,7 @@ guest_code!(
     "out %al, $PORT_MARK",
     "mov NOWHERE, %eax",
     "out %al, $PORT_MARK",
-    "vmmcall",
+    hypercall!(),
     done!()
 );
 guest_code!(

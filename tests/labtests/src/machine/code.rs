@@ -3,6 +3,10 @@
 //!
 //! The code is copied into a guest, so it has to be position-independent but for the addresses of
 //! `layout.rs`, which the assembler knows by the same names.
+//!
+//! A loop that does not end by itself has a PAUSE in it, or interrupts enabled: the lab's emulated Intel
+//! CPU does not leave a guest whose interrupts are disabled when the host's timer asks for it, and only
+//! PAUSE-loop exits let the host go on.
 
 /// Defines a function that gives the machine code of these lines, for a CPU of so many bits.
 macro_rules! guest_code {
@@ -24,6 +28,7 @@ macro_rules! guest_code {
             ".set FRAME_DR6, {frame_dr6}",
             ".set EOI_MODE, {eoi_mode}",
             ".set ARGUMENT, {argument}",
+            ".set IS_INTEL, {is_intel}",
             ".set DUPLICATES, {duplicates}",
             ".set RESULT, {result}",
             ".set COUNTS, {counts}",
@@ -47,6 +52,7 @@ macro_rules! guest_code {
             frame_dr6 = const crate::machine::layout::FRAME_DR6,
             eoi_mode = const crate::machine::layout::EOI_MODE,
             argument = const crate::machine::layout::ARGUMENT,
+            is_intel = const crate::machine::layout::IS_INTEL,
             duplicates = const crate::machine::layout::DUPLICATES,
             result = const crate::machine::layout::RESULT,
             counts = const crate::machine::layout::COUNTS,
@@ -88,6 +94,20 @@ macro_rules! guarded {
     };
 }
 
+/// The hypercall of this CPU's maker. Nothing but the flags is lost on the way.
+macro_rules! hypercall {
+    () => {
+        "cmpq $0, IS_INTEL; jne 7f; vmmcall; jmp 8f; 7: vmcall; 8:"
+    };
+}
+
+/// The hypercall of the other maker. As above.
+macro_rules! foreign_hypercall {
+    () => {
+        "cmpq $0, IS_INTEL; je 7f; vmmcall; jmp 8f; 7: vmcall; 8:"
+    };
+}
+
 /// Enables the local APIC in x2APIC mode, and tells the handlers.
 macro_rules! x2apic {
     () => {
@@ -103,4 +123,4 @@ macro_rules! xapic {
     };
 }
 
-pub(crate) use {done, guarded, guest_code, x2apic, xapic};
+pub(crate) use {done, foreign_hypercall, guarded, guest_code, hypercall, x2apic, xapic};

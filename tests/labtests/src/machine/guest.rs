@@ -9,6 +9,7 @@ use crate::kvm::exit::Exit;
 use crate::kvm::file::{Commands, CpuidTable, System, Vm};
 use crate::kvm::ioctl;
 use crate::kvm::vcpu::Vcpu;
+use crate::oracle::{self, Vendor};
 use crate::outcome::{Answer, Outcome, fail};
 
 /// Which interrupt controllers the kernel emulates.
@@ -66,6 +67,7 @@ impl Guest {
         memory.write_bytes(PROGRAM, code);
         if mode == Mode::Long {
             tables::write(&memory);
+            memory.write(IS_INTEL, (oracle::vendor() == Vendor::Intel).into());
         }
         let mut cpuid = system.supported_cpuid()?;
         let mut guest = Self { vcpus: Vec::new(), vm, memory, system };
@@ -156,6 +158,16 @@ impl Guest {
     /// The nth word of what the guest left for us.
     pub fn result(&self, index: u64) -> u64 {
         self.memory.read(RESULT + index * 8)
+    }
+
+    /// The words that the guest left from the nth on, up to the first 0. A word that repeats the one
+    /// before is left out: they are addresses of traps of single steps, and the lab's emulated Intel CPU
+    /// traps once more when it enters a guest that single-steps, before the next instruction.
+    pub fn steps(&self, first: u64) -> Vec<u64> {
+        let mut words: Vec<u64> =
+            (first..64).map(|index| self.result(index)).take_while(|&word| word != 0).collect();
+        words.dedup();
+        words
     }
 
     /// How often `vector` came.

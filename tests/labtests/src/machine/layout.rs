@@ -52,6 +52,8 @@ pub const FRAME_DR6: u64 = MAILBOX + 0x30;
 pub const EOI_MODE: u64 = MAILBOX + 0x38;
 /// What the test tells the guest.
 pub const ARGUMENT: u64 = MAILBOX + 0x40;
+/// 1 where VMCALL is the CPU's hypercall, 0 where VMMCALL is.
+pub const IS_INTEL: u64 = MAILBOX + 0x48;
 /// Interrupts that were not in service.
 pub const DUPLICATES: u64 = MAILBOX + 0x80;
 /// 8 bytes each, for the test to look at.

@@ -39,6 +39,8 @@ pub fn write(memory: &Memory) {
     }
     // The stack of privilege level 0 grows down from the task state segment's page.
     memory.write_bytes(TSS + 4, &(TSS + PAGE).to_le_bytes());
+    // No map of permitted ports: it would begin behind the segment's limit.
+    memory.write_bytes(TSS + 0x66, &0x68_u16.to_le_bytes());
     for vector in 0..=255_u8 {
         let (at, handler) = (IDT + u64::from(vector) * 16, handlers::entry(vector));
         let low = handler & 0xffff | u64::from(CODE_SELECTOR) << 16 | 0x8e00 << 32;

@@ -21,6 +21,7 @@ use crate::kvm::exit::Exit;
 use crate::kvm::file::{Commands, System};
 use crate::kvm::ioctl;
 use crate::kvm::vcpu::Vcpu;
+use crate::oracle::{self, Vendor};
 use crate::outcome::{Answer, Outcome, Trouble, equal, fail};
 
 const KERNEL_CODE: u16 = 0x10;
@@ -244,7 +245,7 @@ impl Stage {
             tr: kvm_segment {
                 selector: TASK,
                 // The emulated CPU dies of a 32-bit task segment that is marked busy.
-                type_: if wide { 11 } else { 9 },
+                type_: if wide || oracle::vendor() == Vendor::Intel { 11 } else { 9 },
                 s: 0,
                 g: 0,
                 base: TSS + index as u64 * TSS_BYTES,
