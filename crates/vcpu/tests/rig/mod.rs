@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
+pub mod vmx;
+
 use std::cell::RefCell;
 use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
 
@@ -116,11 +118,16 @@ thread_local! {
     static CLAIM: RefCell<Option<Claim>> = const { RefCell::new(None) };
 }
 
-/// A VM as `machine` says.
-pub fn vm(machine: &Machine) -> VmRef {
+/// Makes this thread run on a CPU of the model that no other test uses.
+pub fn claim_cpu() {
     CLAIM.with_borrow_mut(|claim| {
         claim.get_or_insert_with(Claim::take);
     });
+}
+
+/// A VM as `machine` says.
+pub fn vm(machine: &Machine) -> VmRef {
+    claim_cpu();
     percpu::set_up(machine.features, CPUS).unwrap();
     let limits = HostLimits {
         tables: Format::npt(4, 0),

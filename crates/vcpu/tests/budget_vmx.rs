@@ -1,0 +1,212 @@
+//! Operation budgets of the exit path under VMX: VMREADs and VMWRITEs of each kind of exit, its
+//! entry included, counted on the model CPU. A budget that has to grow is a decision to be argued
+//! for.
+
+mod rig;
+
+use backend::{Gprs, RAX, RBX, RCX, RDX, RSP};
+use cpu::{ModelVmcs, Op};
+use gannet_vcpu::{RunInput, UserExit};
+use rig::vmx::{cost_of, exit, reads_and_writes, shutdown, vcpu};
+use x86::vmcs::{ExitReason, ProcControls, event, field};
+
+const LONG_MODE: (u64, u64) = (0x500, 0xa09b);
+const RFLAGS_IF: u64 = 1 << 9;
+
+fn wrmsr(msr: u64, value: u64) -> impl Fn(&mut ModelVmcs, &mut Gprs) + Send + Sync + Clone {
+    move |vmcs, gprs| {
+        (gprs.0[RAX], gprs.0[RCX], gprs.0[RDX]) = (value, msr, 0);
+        exit(ExitReason::Wrmsr)(vmcs, gprs);
+    }
+}
+
+#[test]
+fn a_cpuid_exit_is_four_reads_and_one_write() {
+    // Reason, instruction length, RIP, RFLAGS; RIP.
+    let ten = cost_of(|vmcs, gprs| {
+        (gprs.0[RAX], gprs.0[RCX]) = (0x8000_0008, 0);
+        exit(ExitReason::Cpuid)(vmcs, gprs);
+    });
+    assert_eq!(reads_and_writes(&ten), (4, 1));
+    assert_eq!(ten.of(Op::Rdtsc), 0);
+}
+
+#[test]
+fn rdmsr_wrmsr_hypercall_and_cache_flush_exits_cost_as_much() {
+    const MTRR_CAP: u64 = 0xfe;
+    const MTRR_PHYS_BASE0: u64 = 0x200;
+    let read = cost_of(|vmcs, gprs| {
+        gprs.0[RCX] = MTRR_CAP;
+        exit(ExitReason::Rdmsr)(vmcs, gprs);
+    });
+    assert_eq!(reads_and_writes(&read), (4, 1));
+    assert_eq!(reads_and_writes(&cost_of(wrmsr(MTRR_PHYS_BASE0, 6))), (4, 1));
+    let flush = cost_of(|vmcs, gprs| exit(ExitReason::Wbinvd)(vmcs, gprs));
+    assert_eq!(reads_and_writes(&flush), (4, 1));
+    // A hypercall looks at the mode: SS and CS say who may make one, and how wide its words are.
+    let call = cost_of(|vmcs, gprs| {
+        gprs.0[RAX] = 9999;
+        exit(ExitReason::Vmcall)(vmcs, gprs);
+    });
+    let (reads, writes) = reads_and_writes(&call);
+    assert!(reads <= 6 && writes <= 1, "{reads} {writes}");
+}
+
+#[test]
+fn a_port_of_the_kernel_reads_the_qualification_more_and_keeps_cr2() {
+    const PIC_MASK_PORT: u64 = 0x21;
+    let ten = cost_of(|vmcs, gprs| {
+        exit(ExitReason::Io)(vmcs, gprs);
+        vmcs.set(field::EXIT_QUALIFICATION, (PIC_MASK_PORT << 16) | (1 << 3));
+    });
+    assert_eq!((ten.of(Op::Vmread), ten.of(Op::Vmwrite)), (50, 10));
+    assert_eq!(ten.of(Op::MovCr), 20);
+    assert_eq!((ten.of(Op::Rdmsr), ten.of(Op::Wrmsr), ten.of(Op::Xsetbv)), (0, 0, 0));
+}
+
+#[test]
+fn an_interrupt_to_oneself_is_injected_and_ended_in_two_entries() {
+    const X2APIC_SELF_IPI: u64 = 0x83f;
+    const X2APIC_EOI: u64 = 0x80b;
+    let mut v = vcpu();
+    v.write_msr(0x1b, 0xfee0_0d00, true).unwrap();
+    v.write_msr(0x80f, 0x1ff, true).unwrap();
+    v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
+        vmcs.set(field::GUEST_RFLAGS, RFLAGS_IF | 2);
+        wrmsr(X2APIC_SELF_IPI, 0x40)(vmcs, gprs);
+    });
+    v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION), event::VALID | 0x40);
+        vmcs.set(field::GUEST_RFLAGS, 2);
+        wrmsr(X2APIC_EOI, 0)(vmcs, gprs);
+    });
+    v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION) & event::VALID, 0);
+        shutdown(vmcs, gprs);
+    });
+    let before = v.backend().cpu().counts();
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    assert_eq!(v.shared().lapic.in_service(), None);
+    let all = v.backend().cpu().counts().since(&before);
+    assert_eq!(all.of(Op::VmxEnter), 3);
+    assert_eq!(*v.backend().cpu().inner().vmx.unchanged_writes.borrow(), Vec::<u32>::new());
+}
+
+#[test]
+fn an_interrupt_that_cannot_be_taken_waits_for_the_window() {
+    const X2APIC_SELF_IPI: u64 = 0x83f;
+    let mut v = vcpu();
+    v.write_msr(0x1b, 0xfee0_0d00, true).unwrap();
+    v.write_msr(0x80f, 0x1ff, true).unwrap();
+    let window = ProcControls::INTERRUPT_WINDOW.bits();
+    v.backend().cpu().inner().vmx.then(wrmsr(X2APIC_SELF_IPI, 0x40));
+    v.backend().cpu().inner().vmx.then(move |vmcs, gprs| {
+        // IF is clear.
+        assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION) & event::VALID, 0);
+        assert_ne!(vmcs.get(field::PROC_CONTROLS) & window, 0);
+        vmcs.set(field::GUEST_RFLAGS, RFLAGS_IF | 2);
+        exit(ExitReason::InterruptWindow)(vmcs, gprs);
+    });
+    v.backend().cpu().inner().vmx.then(move |vmcs, gprs| {
+        assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION), event::VALID | 0x40);
+        assert_eq!(vmcs.get(field::PROC_CONTROLS) & window, 0);
+        shutdown(vmcs, gprs);
+    });
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    assert_eq!(v.shared().lapic.in_service().map(|v| v.0), Some(0x40));
+}
+
+#[test]
+fn leaving_the_loop_reloads_no_vmcs_and_writes_only_what_differs() {
+    let mut v = vcpu();
+    for _ in 0..2 {
+        v.backend().cpu().inner().vmx.then(exit(ExitReason::ExternalInterrupt));
+    }
+    v.backend().cpu().inner().vmx.then(shutdown);
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    for _ in 0..2 {
+        v.backend().cpu().inner().vmx.then(exit(ExitReason::ExternalInterrupt));
+    }
+    v.backend().cpu().inner().vmx.then(shutdown);
+    let before = v.backend().cpu().counts();
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    let all = v.backend().cpu().counts().since(&before);
+    assert_eq!(all.of(Op::VmxEnter), 3);
+    assert_eq!((all.of(Op::Vmptrld), all.of(Op::Vmclear), all.of(Op::Vmwrite)), (0, 0, 0));
+    assert_eq!((all.of(Op::Cpuid), all.of(Op::Xsetbv)), (0, 0));
+    assert_eq!(*v.backend().cpu().inner().vmx.unchanged_writes.borrow(), Vec::<u32>::new());
+}
+
+#[test]
+fn the_stack_pointer_is_there_when_the_loop_was_left_and_goes_back_when_it_is_set() {
+    let mut v = vcpu();
+    v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
+        vmcs.set(field::GUEST_RSP, 0x7000);
+        exit(ExitReason::Cpuid)(vmcs, gprs);
+    });
+    v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_RSP), 0x7000);
+        shutdown(vmcs, gprs);
+    });
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    let mut regs = v.regs();
+    assert_eq!(regs.gpr[RSP], 0x7000);
+    regs.gpr[RSP] = 0x8000;
+    v.set_regs(&regs);
+    v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_RSP), 0x8000);
+        shutdown(vmcs, gprs);
+    });
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+}
+
+#[test]
+fn what_the_guest_reads_is_what_was_set() {
+    let mut v = vcpu();
+    v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
+        gprs.0[RAX] = 0x8000_0008;
+        exit(ExitReason::Cpuid)(vmcs, gprs);
+    });
+    v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
+        assert_eq!((gprs.0[RAX] & 0xff, gprs.0[RBX]), (0x30, 0));
+        assert_eq!(vmcs.get(field::GUEST_RIP), 0xfff2);
+        shutdown(vmcs, gprs);
+    });
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+}
+
+#[test]
+fn an_entry_that_is_refused_tells_why() {
+    let mut v = vcpu();
+    v.backend().cpu().inner().vmx.then(|vmcs, _| {
+        vmcs.set(field::EXIT_REASON, (1 << 31) | 33);
+    });
+    let UserExit::FailEntry { reason, .. } = v.run(&RunInput::default()) else {
+        panic!("the entry was not refused");
+    };
+    assert_eq!(reason, (1 << 31) | 33);
+    v.backend().cpu().inner().vmx.refuse = true;
+    assert!(matches!(v.run(&RunInput::default()), UserExit::FailEntry { reason: 0, .. }));
+}
+
+#[test]
+fn cr0_is_read_through_the_shadow_and_the_hardware_keeps_its_fixed_bits() {
+    let (efer, cs) = LONG_MODE;
+    let mut v = vcpu();
+    let mut s = v.sregs();
+    (s.cr0, s.cr4, s.efer) = (0x8000_0011, 1 << 5, efer);
+    s.cs.attr = 0xa9b;
+    v.set_sregs(&s, None).unwrap();
+    v.backend().cpu().inner().vmx.then(move |vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_CR0), 0x8000_0031);
+        assert_eq!(vmcs.get(field::CR0_SHADOW), 0x8000_0011);
+        assert_eq!(vmcs.get(field::GUEST_CR4) & !(1 << 6), 1 << 5 | 1 << 13);
+        assert_eq!(vmcs.get(field::GUEST_CS_RIGHTS), cs as u32);
+        assert_ne!(vmcs.get(field::ENTRY_CONTROLS) & (1 << 9), 0);
+        // The guest sets TS and WP, which are its own.
+        vmcs.set(field::GUEST_CR0, 0x8001_0039);
+        shutdown(vmcs, gprs);
+    });
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    assert_eq!(v.sregs().cr0, 0x8001_0019);
+}

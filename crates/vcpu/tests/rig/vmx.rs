@@ -1,0 +1,147 @@
+//! A vCPU on the model CPU under VMX.
+
+use backend::Gprs;
+use cpu::{Counting, Counts, Model, ModelVmcs, Op};
+use cpuid::Entry;
+use gannet_vcpu::{RunInput, UserExit, Vcpu};
+use host::KBox;
+use vm::VmRef;
+use vm::vcpu_shared::VcpuShared;
+use vm::vm::{Format, HostLimits, Vm};
+use vmx::{Controls, Features, Vmx, percpu};
+use x86::vmcs::{
+    EntryControls, ExitControls, ExitReason, PinControls, ProcControls, ProcControls2, field,
+};
+
+use super::{Cpu, claim_cpu, host_cpuid, offered};
+
+pub type VmxVcpu = KBox<Vcpu<Vmx<Cpu>>>;
+
+const CPUS: usize = 4;
+const CR4_VMXE: u64 = 1 << 13;
+
+fn all<B: bitflags::Flags + Copy>(base: B) -> Controls<B> {
+    Controls { base, may: B::all() }
+}
+
+/// A CPU with VPID, INVEPT of one context, RDTSCP and XSAVE: as real ones are.
+pub fn features() -> Features {
+    Features {
+        revision: 4,
+        pin: all(PinControls::EXTERNAL_INTERRUPT | PinControls::NMI | PinControls::VIRTUAL_NMIS),
+        primary: all(ProcControls::HLT
+            | ProcControls::TPR_SHADOW
+            | ProcControls::MSR_BITMAPS
+            | ProcControls::UNCONDITIONAL_IO
+            | ProcControls::MOV_DR
+            | ProcControls::SECONDARY),
+        secondary: all(ProcControls2::EPT
+            | ProcControls2::VPID
+            | ProcControls2::UNRESTRICTED_GUEST),
+        exit: all(ExitControls::HOST_64 | ExitControls::LOAD_EFER | ExitControls::LOAD_PAT),
+        entry: all(EntryControls::LOAD_EFER | EntryControls::LOAD_PAT),
+        cr0_fixed: 0x8000_0021,
+        cr4_fixed: CR4_VMXE,
+        cr4_allowed: u64::MAX,
+        vpid: true,
+        invvpid_single: true,
+        invept_single: true,
+        ept_dirty: true,
+        rdtscp: true,
+        xsave: true,
+        ..Features::default()
+    }
+}
+
+/// A VM with the kernel's interrupt controllers.
+pub fn vm() -> VmRef {
+    claim_cpu();
+    percpu::set_up(features(), CPUS).unwrap();
+    let limits = HostLimits {
+        tables: Format::npt(4, 0),
+        maxphyaddr: 48,
+        halt_poll_ns: 0,
+        paging: Default::default(),
+    };
+    let vm = Vm::new(&limits).unwrap();
+    vm.irq().create(vm::irq::Irqchip::Full).unwrap();
+    vm
+}
+
+/// A vCPU alone in its VM.
+pub fn vcpu() -> VmxVcpu {
+    let vm = vm();
+    let shared = VcpuShared::new(0, 0, true, true).unwrap();
+    vm.add_vcpu(shared.clone()).unwrap();
+    let mut model = Model::default();
+    model.xcr0 = 7;
+    model.cpuid = Some(host_cpuid);
+    model.vmx.cr4.set(CR4_VMXE);
+    model.vmx.on.set(Some(x86::Hpa(0)));
+    let offered = offered(true);
+    let b = Vmx::new(Counting::new(model), features()).unwrap();
+    let mut vcpu = Vcpu::new(b, shared, vm.clone(), offered).unwrap();
+    let entries: Vec<Entry> = offered.cpuid.entries().to_vec();
+    vcpu.set_cpuid(&entries).unwrap();
+    vcpu
+}
+
+/// The guest exits for `reason`; the next instruction lies two bytes ahead.
+pub fn exit(reason: ExitReason) -> impl FnMut(&mut ModelVmcs, &mut Gprs) + Send + 'static {
+    move |vmcs, _| {
+        vmcs.set(field::EXIT_REASON, reason.0.into());
+        vmcs.set(field::EXIT_QUALIFICATION, 0);
+        vmcs.set(field::IDT_VECTORING, 0);
+        vmcs.set(field::INSTRUCTION_LENGTH, 2);
+    }
+}
+
+pub fn shutdown(vmcs: &mut ModelVmcs, _: &mut Gprs) {
+    vmcs.set(field::EXIT_REASON, ExitReason::TripleFault.0.into());
+}
+
+/// What ten exits made by `step` cost inside the loop. No VMWRITE among them is of the value that
+/// the field has.
+pub fn cost_of(step: impl Fn(&mut ModelVmcs, &mut Gprs) + Send + Sync + Clone + 'static) -> Counts {
+    let run = |exits: usize| {
+        let mut v = vcpu();
+        for _ in 0..exits {
+            let step = step.clone();
+            v.backend().cpu().inner().vmx.then(move |vmcs, gprs| step(vmcs, gprs));
+        }
+        v.backend().cpu().inner().vmx.then(shutdown);
+        let before = v.backend().cpu().counts();
+        assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+        let counts = v.backend().cpu().counts().since(&before);
+        let model = &v.backend().cpu().inner().vmx;
+        assert_eq!(model.steps_left(), 0);
+        assert_eq!(*model.unchanged_writes.borrow(), Vec::<u32>::new());
+        counts
+    };
+    let (one, eleven) = (run(1), run(11));
+    let ten = eleven.since(&one);
+    assert_eq!(ten.of(Op::VmxEnter), 10);
+    ten
+}
+
+/// VMREADs and VMWRITEs of one exit, and that nothing else that is privileged was executed.
+pub fn reads_and_writes(ten: &Counts) -> (u64, u64) {
+    for op in [
+        Op::Rdmsr,
+        Op::Wrmsr,
+        Op::Cpuid,
+        Op::Xsetbv,
+        Op::Xgetbv,
+        Op::DebugReg,
+        Op::MovCr,
+        Op::Vmptrld,
+        Op::Vmclear,
+        Op::Invept,
+        Op::Invvpid,
+    ] {
+        assert_eq!(ten.of(op), 0, "{op:?}");
+    }
+    let (reads, writes) = (ten.of(Op::Vmread), ten.of(Op::Vmwrite));
+    assert_eq!((reads % 10, writes % 10), (0, 0), "every exit costs the same");
+    (reads / 10, writes / 10)
+}
