@@ -350,7 +350,6 @@ impl<C: Cpu> Vmx<C> {
         self.write(field::EXIT_MSR_LOAD_COUNT, 0);
         self.write(field::ENTRY_MSR_LOAD_COUNT, 0);
         self.write(field::GUEST_ACTIVITY, 0);
-        self.write(field::GUEST_PENDING_DEBUG, 0);
         self.write(field::HOST_RIP, self.cpu.vmx_exit_address());
         // The kernel runs with null selectors; what user space has is loaded when the loop is left.
         self.write(field::HOST_DS_SELECTOR, 0);
