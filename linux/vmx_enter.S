@@ -130,6 +130,7 @@ SYM_FUNC_START(gnt_vmx_enter)
 
 	/* The guest has exited: RSP is the host's, all other registers hold what the guest left. */
 SYM_INNER_LABEL(gnt_vmx_exit, SYM_L_GLOBAL)
+	/* A VM exit is no indirect branch. */
 	ANNOTATE_NOENDBR
 	UNWIND_HINT_RESTORE
 	push %rax

@@ -31,6 +31,7 @@ use crate::{
     features::Features,
     fields::{self, Fields, Set, Slot},
     inject::Offer,
+    page_log::PageLog,
     percpu::{self, PerCpu},
     permission::MsrMap,
 };
@@ -96,6 +97,8 @@ pub struct Vmx<C: Cpu> {
     vmcs: Page,
     pub(crate) apic_page: Page,
     pub(crate) msr_map: MsrMap,
+    /// Where the CPU has one.
+    pub(crate) page_log: Option<PageLog>,
     /// The fields that never change are in the VMCS.
     initialised: Cell<bool>,
     /// The CPU on which the VMCS is active, and the generation of that CPU's VMX operation.
@@ -180,6 +183,7 @@ impl<C: Cpu> Vmx<C> {
             vmcs,
             apic_page: Page::zeroed()?,
             msr_map: MsrMap::all()?,
+            page_log: if features.pml { Some(PageLog::new()?) } else { None },
             initialised: Cell::new(false),
             active_on: Cell::new(None),
             active_in: Cell::new(0),

@@ -102,9 +102,12 @@ impl<C: Cpu> Vmx<C> {
             ExitReason::Rsm => Exit::Rsm,
             ExitReason::TaskSwitch => Exit::TaskSwitch,
             ExitReason::TripleFault => Exit::Shutdown,
-            ExitReason::Init | ExitReason::Sipi | ExitReason::IoSmi | ExitReason::OtherSmi => {
-                Exit::HostSignal
-            }
+            // The log is taken whenever the loop is left.
+            ExitReason::Init
+            | ExitReason::Sipi
+            | ExitReason::IoSmi
+            | ExitReason::OtherSmi
+            | ExitReason::PmlFull => Exit::HostSignal,
             ExitReason::EptMisconfiguration => self.ept_misconfiguration(),
             ExitReason::Getsec
             | ExitReason::Vmclear

@@ -13,14 +13,16 @@ use backend::{
 };
 use cpu::Cpu;
 use x86::{
-    Hpa, Vector, msr,
+    Gpa, Hpa, Vector, msr,
     segment::{DescriptorTable, Segment},
     vmcs::{EntryControls, ExitReason, ProcControls, ProcControls2, field},
 };
 
 use crate::{
     enter::{RATIO_ONE, Vmx, attention},
-    exits, fields, inject, segments,
+    exits, fields, inject,
+    page_log::PageLog,
+    segments,
 };
 
 const CR0_TS: u64 = 1 << 3;
@@ -73,6 +75,9 @@ impl<C: Cpu> Vmx<C> {
         self.set(fields::GUEST_DEBUGCTL, 0);
         self.set(fields::GUEST_PAT, msr::PAT_RESET);
         self.set_pdpte_fields([0; 4]);
+        if self.page_log.is_some() {
+            self.set(fields::PML_INDEX, PageLog::EMPTY);
+        }
         self.reset(false);
     }
 
@@ -95,6 +100,9 @@ impl<C: Cpu> Vmx<C> {
         }
         if secondary.contains(ProcControls2::ENCLS) {
             self.cpu.vmwrite(field::ENCLS_EXIT_BITMAP.encoding(), u64::MAX);
+        }
+        if let Some(log) = &self.page_log {
+            self.cpu.vmwrite(field::PML_ADDRESS.encoding(), log.hpa().0);
         }
         if secondary.contains(ProcControls2::XSAVES) {
             self.cpu.vmwrite(field::XSS_EXIT_BITMAP.encoding(), 0);
@@ -675,6 +683,18 @@ impl<C: Cpu> Backend for Vmx<C> {
 
     fn flush_nested(&mut self) {
         self.attention |= attention::FLUSH_NESTED;
+    }
+
+    fn set_page_log(&mut self, on: bool) {
+        if self.page_log.is_some() {
+            self.change_proc2(ProcControls2::PML, on);
+        }
+    }
+
+    fn take_page_log(&mut self, each: impl FnMut(Gpa)) {
+        let Some(log) = &self.page_log else { return };
+        log.take(self.get(fields::PML_INDEX), each);
+        self.set(fields::PML_INDEX, PageLog::EMPTY);
     }
 
     fn inject(&mut self, event: Event) {
