@@ -102,12 +102,10 @@ impl<C: Cpu> Vmx<C> {
             ExitReason::Rsm => Exit::Rsm,
             ExitReason::TaskSwitch => Exit::TaskSwitch,
             ExitReason::TripleFault => Exit::Shutdown,
-            // The log is taken whenever the loop is left.
-            ExitReason::Init
-            | ExitReason::Sipi
-            | ExitReason::IoSmi
-            | ExitReason::OtherSmi
-            | ExitReason::PmlFull => Exit::HostSignal,
+            ExitReason::Init | ExitReason::Sipi | ExitReason::IoSmi | ExitReason::OtherSmi => {
+                Exit::HostSignal
+            }
+            ExitReason::PmlFull => Exit::PageLogFull,
             ExitReason::EptMisconfiguration => self.ept_misconfiguration(),
             ExitReason::Getsec
             | ExitReason::Vmclear

@@ -165,8 +165,7 @@ impl Found {
                         pages_2m: features.ept_2m && large,
                         pages_1g: features.ept_1g && large,
                         accessed_dirty: features.ept_dirty,
-                        // Not before a vCPU has its log drained.
-                        page_log: false,
+                        page_log: features.pml,
                     }),
                     tsc_ratio: features.tsc_scaling.then_some(VMX_TSC_RATIO),
                     spec_ctrl: features.spec_ctrl,

@@ -29,6 +29,8 @@ tests!("guest_memory":
     reading_untouched_pages_leaves_no_trace_in_the_dirty_log,
     the_dirty_log_begins_anew_when_it_has_been_read,
     a_dirty_log_switched_on_late_sees_later_writes,
+    more_pages_than_a_cpu_logs_by_itself_are_all_in_the_dirty_log,
+    a_dirty_log_switched_on_late_splits_large_pages,
     madvise_gives_the_guest_a_new_zero_page,
     madvise_while_the_guest_runs_gives_it_a_new_zero_page,
     mprotect_makes_the_guests_write_fail_with_efault,
@@ -205,11 +207,16 @@ const LOGGED: u32 = KVM_MEM_LOG_DIRTY_PAGES;
 
 /// The dirty log of slot 1, 128 pages of it.
 fn dirty_pages(guest: &Guest) -> Outcome<Vec<usize>> {
-    let mut bitmap = [0_u64; 2];
+    dirty_pages_of(guest, 128)
+}
+
+/// The dirty log of slot 1, which has so many pages.
+fn dirty_pages_of(guest: &Guest, pages: usize) -> Outcome<Vec<usize>> {
+    let mut bitmap = vec![0_u64; pages.div_ceil(64)];
     let mut log = kvm_dirty_log { slot: 1, ..Default::default() };
     log.__bindgen_anon_1.dirty_bitmap = bitmap.as_mut_ptr().cast();
     guest.vm.send(ioctl::GET_DIRTY_LOG, &log).granted("KVM_GET_DIRTY_LOG")?;
-    Ok((0..128).filter(|&page| bitmap[page / 64] >> (page % 64) & 1 != 0).collect())
+    Ok((0..pages).filter(|&page| bitmap[page / 64] >> (page % 64) & 1 != 0).collect())
 }
 
 fn logged_guest(flags: u32) -> Outcome<(Guest, Memory)> {
@@ -420,6 +427,50 @@ fn sweep_over(memory: &Memory, split: bool) -> Outcome {
         guest.place(0, Mode::Long)?;
         guest.finish()?;
         equal("memory", memory.read(5 * PAGE), ELSEWHERE + 5 * PAGE)?;
+    }
+    Ok(())
+}
+
+/// The guest sweeps over the first `pages` pages of slot 1.
+fn swept(guest: &Guest, pages: usize) -> Outcome {
+    guest.place(0, Mode::Long)?;
+    guest.memory.write(ARGUMENT, ELSEWHERE);
+    guest.memory.write(ARGUMENT + 8, ELSEWHERE + pages as u64 * PAGE);
+    guest.finish()
+}
+
+fn more_pages_than_a_cpu_logs_by_itself_are_all_in_the_dirty_log() -> Outcome {
+    // The log of a CPU with PML has room for 512.
+    const PAGES: usize = 1500;
+    let guest = Guest::new(Chip::None, sweep())?;
+    let memory = Memory::new(PAGES as u64 * PAGE)?;
+    guest.vm.set_slot(1, LOGGED, ELSEWHERE, memory.bytes(), memory.hva()).granted("slot")?;
+    for pages in [PAGES, PAGES, 512, 700, 1024, PAGES] {
+        swept(&guest, pages)?;
+        equal("log", dirty_pages_of(&guest, PAGES)?, (0..pages).collect())?;
+        equal("log of nothing", dirty_pages_of(&guest, PAGES)?, vec![])?;
+    }
+    Ok(())
+}
+
+fn a_dirty_log_switched_on_late_splits_large_pages() -> Outcome {
+    const PAGES: usize = 1024;
+    let guest = Guest::new(Chip::None, sweep())?;
+    let memory = Memory::aligned(PAGES as u64 * PAGE)?;
+    if memory.advise(0, memory.bytes(), libc::MADV_HUGEPAGE).is_err() {
+        return skip("no transparent huge pages");
+    }
+    let flags = |flags| guest.vm.set_slot(1, flags, ELSEWHERE, memory.bytes(), memory.hva());
+    flags(0).granted("slot")?;
+    for _ in 0..2 {
+        swept(&guest, PAGES)?;
+        flags(LOGGED).granted("log on")?;
+        equal("log of nothing", dirty_pages_of(&guest, PAGES)?, vec![])?;
+        for pages in [3, 700, 5, PAGES] {
+            swept(&guest, pages)?;
+            equal("log", dirty_pages_of(&guest, PAGES)?, (0..pages).collect())?;
+        }
+        flags(0).granted("log off")?;
     }
     Ok(())
 }
