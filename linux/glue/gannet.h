@@ -254,6 +254,7 @@ bool gnt_uses_ldt(void);
 u64 gnt_host_selectors(void);
 void gnt_load_host_selectors(u16 fs, u16 gs, u16 ldt);
 void gnt_load_task_register(void);
+u32 gnt_kernel_features(u32 leaf, u32 subleaf, u32 reg);
 
 /* vmx.c */
 bool gnt_vmx_allowed(void);

@@ -76,3 +76,30 @@ void gnt_load_task_register(void)
 {
 	force_reload_TR();
 }
+
+/*
+ * What the kernel left of a word of CPUID features: bits that it found or was told not to use are
+ * clear. Registers are numbered EAX, EBX, ECX, EDX; all ones for a word that it does not keep.
+ */
+u32 gnt_kernel_features(u32 leaf, u32 subleaf, u32 reg)
+{
+	static const struct {
+		u32 leaf, subleaf, reg, word;
+	} words[] = {
+		{ 1, 0, 2, CPUID_1_ECX },
+		{ 1, 0, 3, CPUID_1_EDX },
+		{ 7, 0, 1, CPUID_7_0_EBX },
+		{ 7, 0, 2, CPUID_7_ECX },
+		{ 7, 0, 3, CPUID_7_EDX },
+		{ 7, 1, 0, CPUID_7_1_EAX },
+		{ 0xd, 1, 0, CPUID_D_1_EAX },
+		{ 0x80000001, 0, 2, CPUID_8000_0001_ECX },
+		{ 0x80000001, 0, 3, CPUID_8000_0001_EDX },
+	};
+	u32 i;
+
+	for (i = 0; i < ARRAY_SIZE(words); i++)
+		if (words[i].leaf == leaf && words[i].subleaf == subleaf && words[i].reg == reg)
+			return boot_cpu_data.x86_capability[words[i].word];
+	return ~0u;
+}

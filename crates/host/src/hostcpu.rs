@@ -11,6 +11,7 @@ mod port {
         pub fn gnt_machine_check();
         pub fn gnt_uses_ldt() -> bool;
         pub fn gnt_vmx_allowed() -> bool;
+        pub fn gnt_kernel_features(leaf: u32, subleaf: u32, reg: u32) -> u32;
         pub fn gnt_vmx_left();
         pub fn gnt_host_tables(out: *mut super::HostTables);
     }
@@ -34,6 +35,9 @@ mod port {
     }
     pub unsafe fn gnt_vmx_allowed() -> bool {
         true
+    }
+    pub unsafe fn gnt_kernel_features(_: u32, _: u32, _: u32) -> u32 {
+        u32::MAX
     }
     pub unsafe fn gnt_vmx_left() {}
     pub unsafe fn gnt_host_tables(_: *mut super::HostTables) {}
@@ -125,4 +129,12 @@ pub fn vmx_allowed() -> bool {
 pub fn restore_table_limits() {
     // SAFETY: loads what the kernel has on this CPU always.
     unsafe { port::gnt_vmx_left() }
+}
+
+/// CPUID's answer `answer` without the features that the kernel has found, or was told, not to use.
+pub fn without_unused_features(leaf: u32, subleaf: u32, answer: [u32; 4]) -> [u32; 4] {
+    // SAFETY: reads the kernel's table.
+    let kept = |reg| unsafe { port::gnt_kernel_features(leaf, subleaf, reg) };
+    let [eax, ebx, ecx, edx] = answer;
+    [eax & kept(0), ebx & kept(1), ecx & kept(2), edx & kept(3)]
 }

@@ -10,6 +10,7 @@
 //! | MCG_STATUS, MCG_CTL | machine checks; the banks come with KVM_X86_SETUP_MCE and are read by number |
 //! | SMBASE, SMI_COUNT | system-management mode |
 //! | HWCR, VM_HSAVE_PA | AMD |
+//! | FEATURE_CONTROL | Intel: local machine checks |
 //! | KVM_* | the paravirtual clock, steal time, end of interrupt and lazy TSC deadline |
 //!
 //! EFER, FS_BASE, GS_BASE and APIC_BASE travel with KVM_GET_SREGS, the x2APIC registers with
@@ -50,6 +51,7 @@ pub const SAVED: &[u32] = &[
     MISC_ENABLE,
     MCG_STATUS,
     MCG_CTL,
+    FEATURE_CONTROL,
     SMBASE,
     SMI_COUNT,
     PLATFORM_INFO,
@@ -99,6 +101,7 @@ pub fn saved(host: &HostMsrs) -> impl Iterator<Item = u32> + use<> {
         TSC_AUX => host.tsc_aux,
         KVM_LAZY_TSC_DEADLINE => host.lazy_deadline,
         VM_HSAVE_PA | TSC_RATIO => host.amd,
+        FEATURE_CONTROL => !host.amd,
         _ => true,
     })
 }

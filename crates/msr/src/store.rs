@@ -61,6 +61,7 @@ pub struct MsrStore {
     smi_count: u64,
     de_cfg: u64,
     host_de_cfg: u64,
+    host_amd: bool,
     vm_cr: u64,
     vm_hsave_pa: u64,
     osvw_length: u64,
@@ -87,6 +88,7 @@ impl MsrStore {
             smi_count: 0,
             de_cfg: 0,
             host_de_cfg: host.de_cfg & de_cfg::LFENCE_SERIALIZE,
+            host_amd: host.amd,
             vm_cr: 0,
             vm_hsave_pa: 0,
             // Three known workarounds, none of which a guest has to apply.
@@ -132,8 +134,9 @@ impl MsrStore {
             POWER_CTL => Ok(self.power_ctl),
             SMBASE => when(from_host, self.smbase),
             SMI_COUNT => Ok(self.smi_count),
-            DE_CFG => Ok(self.de_cfg),
-            VM_CR => Ok(self.vm_cr),
+            // AMD's own, and served there alone.
+            DE_CFG => when(self.host_amd, self.de_cfg),
+            VM_CR => when(self.host_amd, self.vm_cr),
             VM_HSAVE_PA => Ok(self.vm_hsave_pa),
             TSC_RATIO => when(from_host, TSC_RATIO_ONE),
             OSVW_ID_LENGTH => when(facts.osvw, self.osvw_length),
@@ -213,8 +216,9 @@ impl MsrStore {
             MISC_ENABLE => return self.write_misc_enable(value, from_host, facts),
             PRED_CMD => {
                 let allowed = if from_host { facts.host_pred_cmd } else { facts.pred_cmd };
-                // Without any bit the MSR does not exist, not even for a write of zero.
-                require(allowed != 0 && value & !u64::from(allowed) == 0)?;
+                // Without any bit the MSR does not exist for a guest, not even for a write of zero.
+                let exists = allowed != 0 || from_host;
+                require(exists && value & !u64::from(allowed) == 0)?;
                 // A barrier on behalf of a VMM would be for its own thread; nothing to do.
                 let asked = value != 0 && !from_host;
                 return Ok(if asked { Effect::PredictionBarrier } else { Effect::None });
@@ -277,12 +281,16 @@ impl MsrStore {
                 self.smi_count = value;
             }
             DE_CFG => {
+                require(self.host_amd)?;
                 // What LFENCE does is the host's choice; a guest may only state it.
                 let stated = value == self.host_de_cfg;
                 require(value & !self.host_de_cfg == 0 && (from_host || stated))?;
                 self.de_cfg = value;
             }
-            VM_CR => self.write_vm_cr(value)?,
+            VM_CR => {
+                require(self.host_amd)?;
+                self.write_vm_cr(value)?;
+            }
             VM_HSAVE_PA => {
                 let above = if facts.maxphyaddr >= 64 { 0 } else { u64::MAX << facts.maxphyaddr };
                 require(from_host || value & (0xfff | above) == 0)?;

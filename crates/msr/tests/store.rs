@@ -387,3 +387,27 @@ fn init_keeps_msrs_and_reset_clears_settings() {
     store.reset(false);
     assert_eq!(store.read(HWCR, GUEST, &FACTS), Ok(0));
 }
+
+#[test]
+fn what_is_amds_alone_does_not_exist_on_an_intel_host() {
+    let mut store = MsrStore::new(&HostMsrs { amd: false, de_cfg: 0, ..AMD }).expect("memory");
+    let facts = GuestFacts { amd: false, ..FACTS };
+    for index in [VM_CR, DE_CFG] {
+        assert_eq!(store.read(index, VMM, &facts), Err(Refused), "{index:#x}");
+        assert_eq!(store.write(index, 0, VMM, &facts), Err(Refused), "{index:#x}");
+    }
+    // Intel's is there, and not listed for AMD.
+    assert_eq!(store.read(FEATURE_CONTROL, GUEST, &facts), Ok(0));
+    let host = HostMsrs { amd: false, ..AMD };
+    assert!(lists::saved(&host).any(|index| index == FEATURE_CONTROL));
+    assert!(!lists::saved(&AMD).any(|index| index == FEATURE_CONTROL));
+}
+
+#[test]
+fn a_vmm_may_restore_zero_to_a_command_that_the_cpu_lacks() {
+    let mut store = store();
+    let facts = GuestFacts { pred_cmd: 0, host_pred_cmd: 0, ..FACTS };
+    assert_eq!(store.write(PRED_CMD, 0, VMM, &facts), Ok(Effect::None));
+    assert_eq!(store.write(PRED_CMD, 1, VMM, &facts), Err(Refused));
+    assert_eq!(store.write(PRED_CMD, 0, GUEST, &facts), Err(Refused));
+}

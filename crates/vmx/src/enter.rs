@@ -31,6 +31,7 @@ use crate::{
     features::Features,
     fields::{self, Fields, Set, Slot},
     inject::Offer,
+    mitigations,
     page_log::PageLog,
     percpu::{self, PerCpu},
     permission::MsrMap,
@@ -57,6 +58,8 @@ pub(crate) mod attention {
     pub const INJECT: u8 = 1 << 2;
     /// VMX is off on this CPU: do not enter.
     pub const OFF: u8 = 1 << 3;
+    /// Flush the L1 data cache.
+    pub const FLUSH_L1D: u8 = 1 << 5;
 }
 
 /// The SYSCALL MSRs that the guest has live in long mode.
@@ -462,6 +465,9 @@ impl<C: Cpu> Vmx<C> {
             self.switch.host_spec_ctrl = hostcpu::host_spec_ctrl();
         }
         self.cpu.set_cr2(self.cr2);
+        if mitigations::flush_wanted() {
+            self.attention |= attention::FLUSH_L1D;
+        }
     }
 
     /// The reverse of [`Vmx::load_state`].
@@ -731,6 +737,10 @@ impl<C: Cpu> Vmx<C> {
         }
         if self.attention & attention::OFFER != 0 {
             self.make_offer();
+        }
+        // The last of all: what is loaded after it can leak.
+        if self.attention & attention::FLUSH_L1D != 0 && mitigations::flush_before_entry() {
+            self.attention &= !attention::FLUSH_L1D;
         }
         true
     }

@@ -218,6 +218,8 @@ const WHERE_THERE: ProcControls2 = ProcControls2::RDTSCP
     .union(ProcControls2::ENCLS)
     .union(ProcControls2::XSAVES);
 
+/// CR4.LA57.
+const CR4_LA57: u64 = 1 << 12;
 /// VMX_MISC: an event can be injected with an instruction length of 0.
 const ZERO_LENGTH: u64 = 1 << 30;
 /// VMX_EPT_VPID_CAP: INVVPID of one address.
@@ -348,6 +350,14 @@ impl Features {
             xsaves: xsaves && raw.secondary.offers(ProcControls2::XSAVES),
             pku: host_cr4 & (1 << 22) != 0,
         })
+    }
+
+    /// `address` as this CPU takes it for a linear one: sign-extended from the widest address it
+    /// has, whatever a guest was told.
+    #[inline]
+    pub const fn canonical(&self, address: u64) -> u64 {
+        let unused = if self.cr4_allowed & CR4_LA57 != 0 { 64 - 57 } else { 64 - 48 };
+        ((address << unused) as i64 >> unused) as u64
     }
 
     /// The EPT pointer for tables whose root is at `root`: four levels, walked in write-back memory.

@@ -66,38 +66,19 @@ pub fn allows_large_pages(facts: Facts) -> bool {
     !facts.any(Facts::ITLB_MULTIHIT) || facts.any(Facts::ALL_OFF)
 }
 
-/// The flush before entries of one vCPU.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct EntryFlush {
-    due: bool,
+/// The loop begins: whether its first entry is to flush. The host ran on this CPU meanwhile, which
+/// is what `cond` waits for; in the loop itself nothing of it runs but the few handlers there.
+#[inline]
+pub(crate) fn flush_wanted() -> bool {
+    let mode = MODE.load(Relaxed);
+    mode == L1dFlush::Cond as u8 || mode == L1dFlush::Always as u8
 }
 
-impl EntryFlush {
-    /// The loop begins: the host ran on this CPU meanwhile, which is what `cond` waits for. In the
-    /// loop itself nothing of it runs but the few handlers there.
-    #[inline]
-    pub fn begin(&mut self) {
-        self.due = MODE.load(Relaxed) != L1dFlush::NotRequired as u8 && Self::wanted();
-    }
-
-    #[cold]
-    fn wanted() -> bool {
-        matches!(mode(), L1dFlush::Cond | L1dFlush::Always)
-    }
-
-    /// Right before the world switch: the last thing that happens but that.
-    #[inline(always)]
-    pub fn before_entry(&mut self) {
-        if self.due {
-            self.flush();
-        }
-    }
-
-    #[cold]
-    fn flush(&mut self) {
-        mitigation::flush_l1d();
-        self.due = mode() == L1dFlush::Always;
-    }
+/// Right before the world switch: flushes. True: the next entry of the same loop need not.
+#[cold]
+pub(crate) fn flush_before_entry() -> bool {
+    mitigation::flush_l1d();
+    mode() != L1dFlush::Always
 }
 
 /// What is done, a line for each leak: for debugfs, and in short for the log.
@@ -264,9 +245,10 @@ mod tests {
     fn cond_flushes_once_per_loop_and_always_at_every_entry() {
         let flushes = |entries: u32| {
             let before = FLUSHES.get();
-            let mut vcpu = EntryFlush::default();
-            vcpu.begin();
-            (0..entries).for_each(|_| vcpu.before_entry());
+            let mut due = flush_wanted();
+            for _ in 0..entries {
+                due = due && !flush_before_entry();
+            }
             FLUSHES.get() - before
         };
         for (mode, wanted) in [

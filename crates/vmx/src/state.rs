@@ -57,6 +57,10 @@ const LIVE: [u32; 6] = [
     msr::SYSENTER_EIP,
 ];
 
+/// DEBUGCTL: record branches; single-step on branches.
+const DEBUGCTL_LBR: u64 = 1 << 0;
+const DEBUGCTL_BTF: u64 = 1 << 1;
+
 impl<C: Cpu> Vmx<C> {
     pub(crate) fn init_control(&mut self) {
         self.pass_live_msrs();
@@ -579,6 +583,21 @@ impl<C: Cpu> Backend for Vmx<C> {
     }
 
     fn set_msr(&mut self, index: u32, value: u64) -> Result<(), NotMine> {
+        // Where the CPU or an entry would refuse it. A VMM may have told the guest of wider addresses
+        // than this CPU has.
+        let value = match index {
+            msr::LSTAR
+            | msr::KERNEL_GS_BASE
+            | msr::FS_BASE
+            | msr::GS_BASE
+            | msr::SYSENTER_ESP
+            | msr::SYSENTER_EIP => self.features.canonical(value),
+            // RFLAGS has nothing up there.
+            msr::SYSCALL_MASK => value & 0xffff_ffff,
+            // Last branches are not virtualized; as in stock KVM both bits vanish.
+            msr::DEBUGCTL => value & !(DEBUGCTL_LBR | DEBUGCTL_BTF),
+            _ => value,
+        };
         match index {
             msr::TSC_AUX => {
                 self.tsc_aux = value;

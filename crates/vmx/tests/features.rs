@@ -269,3 +269,15 @@ fn each_thing_that_is_missing_is_named() {
     cpu.0[0] &= !(0xf << 50);
     assert!(cpu.missing().contains("write-back"));
 }
+
+#[test]
+fn addresses_are_cut_to_the_width_that_the_cpu_has() {
+    let narrow = COFFEE_LAKE.read().unwrap();
+    assert_eq!(narrow.canonical(0x0000_7fff_ffff_ffff), 0x0000_7fff_ffff_ffff);
+    assert_eq!(narrow.canonical(0x00ff_8000_0000_1000), 0xffff_8000_0000_1000);
+    let mut wide = COFFEE_LAKE;
+    wide.0[9] |= 1 << 12;
+    let wide = wide.read().unwrap();
+    assert_eq!(wide.canonical(0x00ff_8000_0000_1000), 0x00ff_8000_0000_1000);
+    assert_eq!(wide.canonical(0x01ff_0000_0000_1000), 0xffff_0000_0000_1000);
+}

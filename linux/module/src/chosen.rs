@@ -111,7 +111,9 @@ fn find_vmx() -> Result<vmx::Features, Refused> {
         return Err(vmx_refused(vmx::Unusable::Absent));
     }
     vmx::percpu::check(&mut here, hostcpu::vmx_allowed()).map_err(vmx_refused)?;
-    let features = vmx::Features::read(|index| Native.rdmsr(index), cpuid, host_cr4);
+    let used =
+        |leaf, subleaf| hostcpu::without_unused_features(leaf, subleaf, cpuid(leaf, subleaf));
+    let features = vmx::Features::read(|index| Native.rdmsr(index), used, host_cr4);
     let features = features.map_err(vmx_refused)?;
     if !params::npt() {
         return Err(refuse("npt=0: shadow paging does not serve VMX yet", false));

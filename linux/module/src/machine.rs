@@ -4,7 +4,7 @@
 use cpu::{Cpu, Native};
 use cpuid::{HostFacts, Supported};
 use host::mitigation::{Facts, L1dFlush};
-use host::{NoMemory, clock, fpu, once::Once, params, smp};
+use host::{NoMemory, clock, fpu, hostcpu, once::Once, params, smp};
 use kvm_abi::bind::{Host, MakeBackend};
 use kvm_abi::caps::Offer;
 use kvm_abi::uapi::capability::{DIRTY_LOG_MANUAL_PROTECT_ENABLE, X2APIC_API_USE_32BIT_IDS};
@@ -65,10 +65,22 @@ fn pv_features() -> u32 {
     if params::lazy_tscdeadline() { all } else { all & !feature::KVM_LAZY_TSC_DEADLINE.mask() }
 }
 
+/// CPUID, with what the host's kernel uses of its features. Five-level paging is a guest's own
+/// business.
+fn used_features(leaf: u32, subleaf: u32) -> [u32; 4] {
+    let answer = Native.cpuid(leaf, subleaf);
+    let mut used = hostcpu::without_unused_features(leaf, subleaf, answer);
+    if (leaf, subleaf) == (leaf::EXTENDED_FEATURES, 0) {
+        let [_, _, ecx, _] = &mut used;
+        *ecx |= answer[2] & feature::LA57.mask();
+    }
+    used
+}
+
 /// Finds out what this host can offer, with a backend of which `common` is known.
 pub fn find_out(common: &Common) -> Result<(), NoMemory> {
     let mut here = Native;
-    let mut ask = |leaf, subleaf| Native.cpuid(leaf, subleaf);
+    let mut ask = used_features;
     let amd = Vendor::from_leaf0(&ask(leaf::VENDOR, 0)).is_amd_like();
     // Below another hypervisor MSRs that it does not know may fault.
     let bare = ask(leaf::FEATURES, 0)[2] & feature::HYPERVISOR.mask() == 0;

@@ -183,7 +183,9 @@ impl<'t> Table<'t> {
         let entry = word.load(Ordering::Relaxed);
         let linked = entry & TABLE != 0;
         if linked {
-            word.store((entry & self.address) | REMOVED, Ordering::Release);
+            // The address inverted: an entry that is not present names a frame to a CPU with L1TF all the
+            // same, and what lies there is the host's.
+            word.store((!entry & self.address) | REMOVED, Ordering::Release);
         }
         linked
     }
@@ -322,7 +324,7 @@ impl<S> Drop for Tree<S> {
             let entry = word.swap(0, Ordering::Relaxed);
             if entry & (TABLE | REMOVED) != 0 {
                 // SAFETY: owned by the entry, which is gone; the unique borrow excludes all users.
-                unsafe { drop_table(Hpa(entry & top.address), top.level - 1, top.address) };
+                unsafe { drop_table(owned(entry, top.address), top.level - 1, top.address) };
             }
         }
     }
@@ -434,7 +436,7 @@ unsafe fn sweep(table: Table<'_>, first: u64, end: u64) -> u64 {
             word.store(0, Ordering::Release);
             // SAFETY: owned by the entry, which is gone; nobody else refers to it.
             freed +=
-                unsafe { drop_table(Hpa(entry & table.address), table.level - 1, table.address) };
+                unsafe { drop_table(owned(entry, table.address), table.level - 1, table.address) };
         } else if let Entry::Table(child) = table.entry(index) {
             // SAFETY: passed on.
             freed += unsafe { sweep(child, gfn, end.min(next)) };
@@ -442,6 +444,11 @@ unsafe fn sweep(table: Table<'_>, first: u64, end: u64) -> u64 {
         gfn = next;
     }
     freed
+}
+
+/// The page of the table that an entry owns, linked or unlinked.
+fn owned(entry: u64, address: u64) -> Hpa {
+    Hpa(if entry & REMOVED != 0 { !entry } else { entry } & address)
 }
 
 /// Frees a table and those below it. Returns how many.
@@ -457,7 +464,7 @@ unsafe fn drop_table(hpa: Hpa, level: u8, address: u64) -> u64 {
             let entry = word.load(Ordering::Relaxed);
             if entry & (TABLE | REMOVED) != 0 {
                 // SAFETY: as for the table itself.
-                freed += unsafe { drop_table(Hpa(entry & address), level - 1, address) };
+                freed += unsafe { drop_table(owned(entry, address), level - 1, address) };
             }
         }
     }
