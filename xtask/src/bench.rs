@@ -140,8 +140,10 @@ pub fn one_side(
     module: Module,
     on_event: &mut dyn FnMut(Event<'_>),
 ) -> Result<(String, Side)> {
+    // A trace is long.
+    let markers = if options.machine == Machine::Intel { "--marker-iterations 20" } else { "" };
     let command = format!(
-        "exitbench run {} --unit instructions --module {} --json /out/report.json",
+        "exitbench run {} {markers} --unit instructions --module {} --json /out/report.json",
         options.only.join(" "),
         module.name()
     );
@@ -153,6 +155,7 @@ pub fn one_side(
     });
     job.counting = true;
     job.plugin = tools.plugin_for(options.machine);
+    job.trace = options.machine == Machine::Intel;
     job.timeout = Duration::from_secs(420);
     let outcome = gannet_lab::run(layout, &job, on_event)?;
     let faults: Vec<String> = outcome.faults().into_iter().map(str::to_owned).collect();
@@ -163,25 +166,22 @@ pub fn one_side(
         bail!("exitbench left no report; the console ends with:\n{}", outcome.tail(20));
     };
     let report: Report = serde_json::from_slice(json).context("exitbench's report")?;
-    let counts = job.plugin.is_some().then_some(outcome.counts.as_slice());
-    let mut side = join(report.workloads, counts);
+    let mut side = join(report.workloads, &outcome.counts);
     side.faults = faults;
     Ok((report.unit, side))
 }
 
-/// Joins figures and operation counts, where something counted them. The plugin's records come in the order of the workloads that had
-/// markers.
-fn join(entries: Vec<Entry>, counts: Option<&[Counts]>) -> Side {
+/// Joins figures and operation counts. The records come in the order of the workloads that had markers.
+fn join(entries: Vec<Entry>, counts: &[Counts]) -> Side {
     let marked = entries.iter().filter(|e| e.markers).count();
     let mut side = Side::default();
-    let counts_or_none = counts.unwrap_or_default();
-    if counts.is_some() && marked != counts_or_none.len() {
+    if marked != counts.len() {
         side.remarks.push(format!(
             "operations are left out: {marked} workloads had markers, but the emulator saw {} pairs",
-            counts_or_none.len()
+            counts.len()
         ));
     }
-    let mut records = counts_or_none.iter().filter(|_| marked == counts_or_none.len());
+    let mut records = counts.iter().filter(|_| marked == counts.len());
     for entry in entries {
         let result = match (entry.min, entry.median, entry.max) {
             (Some(min), Some(median), Some(max)) => {
@@ -233,7 +233,7 @@ mod tests {
     #[test]
     fn records_go_to_the_workloads_that_had_markers() {
         let counts = [Counts::from([("vmrun".to_owned(), 100), ("rdmsr".to_owned(), 150)])];
-        let side = join(entries(THREE), Some(&counts));
+        let side = join(entries(THREE), &counts);
         let cpuid = side.workloads[2].1.as_ref().unwrap();
         assert_eq!((cpuid.ops["vmrun"], cpuid.ops["rdmsr"]), (1.0, 1.5));
         assert!(side.workloads[0].1.as_ref().unwrap().ops.is_empty());
@@ -243,9 +243,8 @@ mod tests {
 
     #[test]
     fn records_that_do_not_match_are_not_attributed() {
-        let side = join(entries(THREE), Some(&[]));
+        let side = join(entries(THREE), &[]);
         assert!(side.workloads[2].1.as_ref().unwrap().ops.is_empty());
         assert_eq!(side.remarks.len(), 1);
-        assert!(join(entries(THREE), None).remarks.is_empty(), "nothing was to count them");
     }
 }

@@ -55,12 +55,20 @@ pub struct Comparison {
 }
 
 /// What the table shows of the operations, in this order.
-const SHOWN: [&str; 14] = [
+const SHOWN: [&str; 22] = [
     "vmrun",
     "vmload",
     "vmsave",
     "stgi",
     "clgi",
+    "vmlaunch",
+    "vmresume",
+    "vmread",
+    "vmwrite",
+    "vmptrld",
+    "vmclear",
+    "invept",
+    "invvpid",
     "rdmsr",
     "wrmsr",
     "cpuid",

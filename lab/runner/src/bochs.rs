@@ -2,7 +2,8 @@
 //! an option ROM (`lab/intel/boot.S`) enters the kernel by PVH. What the machine says comes through port 0xE9, which the emulator
 //! writes to its own output, between two marks (`lab/host-init.sh`).
 
-use crate::{Job, Layout, image};
+use crate::trace::{self, Trace};
+use crate::{Counts, Job, Layout, image};
 use anyhow::{Context, Result, bail};
 use std::path::Path;
 use std::process::Command;
@@ -52,7 +53,8 @@ pub fn command(layout: &Layout, job: &Job, folder: &Path, initramfs: &Path) -> R
     let bochs = layout.out.join("bochs");
     let rom = std::fs::read(bochs.join("boot.rom")).context("the option ROM is not set up")?;
     std::fs::write(folder.join("rom"), with_checksum(rom))?;
-    std::fs::write(folder.join("debugger"), "c\n")?;
+    let script = if job.trace { trace::script() } else { "c\n".to_owned() };
+    std::fs::write(folder.join("debugger"), script)?;
     let share = bochs.join("usr/share");
     let settings = format!(
         "display_library: rfb, options=\"timeout=0\"\n\
@@ -69,6 +71,7 @@ pub fn command(layout: &Layout, job: &Job, folder: &Path, initramfs: &Path) -> R
          ata0: enabled=0\n\
          ata1: enabled=0\n\
          port_e9_hack: enabled=1\n\
+         magic_break: enabled={magic}\n\
          clock: sync=none, time0=1700000000\n\
          com1: enabled=1, mode=file, dev=serial\n\
          log: log\n\
@@ -77,6 +80,7 @@ pub fn command(layout: &Layout, job: &Job, folder: &Path, initramfs: &Path) -> R
          info: action=ignore\n\
          debug: action=ignore\n",
         processor = job.processor,
+        magic = u8::from(job.trace),
         cpus = job.cpus,
         memory = job.memory,
         msrs = layout.root.join("lab/intel/msrs.def").display(),
@@ -126,42 +130,54 @@ fn with_checksum(mut rom: Vec<u8>) -> Vec<u8> {
     rom
 }
 
-/// What comes out of port 0xE9: the emulator's own words, then the machine's console, then its files.
+/// What comes out of the emulator: its own words, then what the machine writes to port 0xE9: its console, interrupted by traces, and
+/// its files.
 #[derive(Default)]
 pub struct DebugPort {
     part: Part,
     held: Vec<u8>,
+    trace: Trace,
 }
 
-#[derive(Default, PartialEq)]
+#[derive(Clone, Copy, Default, PartialEq)]
 enum Part {
     #[default]
     Before,
     Console,
+    Traced,
     Files,
 }
 
 const CONSOLE: &[u8] = b"\x01GANNET-CONSOLE\n";
 const FILES: &[u8] = b"\x01GANNET-FILES\n";
 
+impl Part {
+    /// The marks that end a part, and what follows them.
+    fn marks(self) -> &'static [(&'static [u8], Part)] {
+        match self {
+            Part::Before => &[(CONSOLE, Part::Console)],
+            Part::Console => &[(FILES, Part::Files), (trace::STOPPED, Part::Traced)],
+            Part::Traced => &[(trace::OFF, Part::Console)],
+            Part::Files => &[],
+        }
+    }
+}
+
 impl DebugPort {
     /// Takes what came and hands on what is the console's.
     pub fn take(&mut self, bytes: &[u8], console: &mut dyn FnMut(&[u8])) {
         self.held.extend_from_slice(bytes);
-        loop {
-            let (mark, next) = match self.part {
-                Part::Before => (CONSOLE, Part::Console),
-                Part::Console => (FILES, Part::Files),
-                Part::Files => return,
-            };
-            let found = self.held.windows(mark.len()).position(|w| w == mark);
-            // What may be the beginning of the mark waits for its end.
-            let begun = || (0..mark.len()).rev().find(|n| self.held.ends_with(&mark[..*n]));
-            let until = found.unwrap_or_else(|| self.held.len() - begun().unwrap_or(0));
-            if self.part == Part::Console {
-                console(&self.held[..until]);
+        while self.part != Part::Files {
+            let (until, mark, next) = self.next();
+            match self.part {
+                Part::Console => console(&self.held[..until]),
+                Part::Traced => {
+                    for line in self.held[..until].split(|b| *b == b'\n') {
+                        self.trace.line(&String::from_utf8_lossy(line));
+                    }
+                }
+                Part::Before | Part::Files => {}
             }
-            let mark = if found.is_some() { mark.len() } else { 0 };
             self.held.drain(..until + mark);
             if mark == 0 {
                 return;
@@ -170,9 +186,27 @@ impl DebugPort {
         }
     }
 
-    /// What `host-init.sh` sent back, and whatever the emulator said after that.
-    pub fn files(self) -> Vec<u8> {
-        if self.part == Part::Files { self.held } else { Vec::new() }
+    /// How much of what is held belongs to this part for certain, the size of the mark behind it or 0, and what comes then.
+    fn next(&self) -> (usize, usize, Part) {
+        let at = |mark: &[u8]| self.held.windows(mark.len()).position(|w| w == mark);
+        let found = self.part.marks().iter().filter_map(|(m, part)| Some((at(m)?, m.len(), *part)));
+        if let Some(first) = found.min_by_key(|(at, ..)| *at) {
+            return first;
+        }
+        // What may be the beginning of a mark waits for its end; so does an unfinished line of a trace.
+        let begun = |mark: &[u8]| (0..mark.len()).rev().find(|n| self.held.ends_with(&mark[..*n]));
+        let waits = self.part.marks().iter().filter_map(|(m, _)| begun(m)).max().unwrap_or(0);
+        let until = match self.part {
+            Part::Traced => self.held.iter().rposition(|b| *b == b'\n').map_or(0, |at| at + 1),
+            _ => self.held.len() - waits,
+        };
+        (until, 0, self.part)
+    }
+
+    /// What `host-init.sh` sent back, with whatever the emulator said after that, and the operations between the markers.
+    pub fn finish(self) -> (Vec<u8>, Vec<Counts>) {
+        let files = if self.part == Part::Files { self.held } else { Vec::new() };
+        (files, self.trace.records())
     }
 }
 
@@ -208,7 +242,25 @@ mod tests {
                 port.take(bytes, &mut |text| console.extend_from_slice(text));
             }
             assert_eq!(console, b"one\n\x01two");
-            assert_eq!(port.files(), b"FILE a 1\nx");
+            assert_eq!(port.finish().0, b"FILE a 1\nx");
+        }
+    }
+
+    #[test]
+    fn a_trace_is_no_part_of_the_console() {
+        let all = b"\x01GANNET-CONSOLE\n[1/2] (0) Magic breakpoint\nNext at t=1\n\
+            (0).[1] [0x1] 0008:0000000000010000 (unk. ctxt): nop ; 0f1f80474e5401\n\
+            (0).[2] [0x1] 0010:ffffffff81000000 (unk. ctxt): vmresume ; 0f01c3\n\
+            (0).[3] [0x1] 0008:0000000000010000 (unk. ctxt): nop ; 0f1f80474e5402\n\
+            (0) Magic breakpoint\nNext at t=4\nTracing disabled for CPU0\ncpuid\n\x01GANNET-FILES\n";
+        for piece in [1, 7, 1000] {
+            let (mut port, mut console) = (DebugPort::default(), Vec::new());
+            for bytes in all.chunks(piece) {
+                port.take(bytes, &mut |text| console.extend_from_slice(text));
+            }
+            assert_eq!(console, b"[1/2] cpuid\n");
+            let counts = port.finish().1;
+            assert_eq!((counts.len(), counts[0]["host.vmresume"]), (1, 1));
         }
     }
 
@@ -216,6 +268,6 @@ mod tests {
     fn a_machine_that_ended_early_sent_no_files() {
         let mut port = DebugPort::default();
         port.take(b"\x01GANNET-CONSOLE\nhalf", &mut |_| ());
-        assert!(port.files().is_empty());
+        assert!(port.finish().0.is_empty());
     }
 }

@@ -1,5 +1,5 @@
-//! Which instructions the lab counts, told from their bytes (APM vol. 3, opcode maps), and the two markers between which it
-//! counts. Used by the emulator plugin while it translates, so it allocates nothing.
+//! Which instructions the lab counts, told from their bytes (APM vol. 3, opcode maps; SDM vol. 3, chapter 31), and the two markers between which it
+//! counts. Used by the emulator plugin while it translates, so it allocates nothing, and for Bochs's trace.
 
 /// A kind of instruction that is counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,6 +17,22 @@ pub enum Kind {
     Clgi,
     /// INVLPGA
     Invlpga,
+    /// VMLAUNCH
+    Vmlaunch,
+    /// VMRESUME
+    Vmresume,
+    /// VMREAD
+    Vmread,
+    /// VMWRITE
+    Vmwrite,
+    /// VMPTRLD
+    Vmptrld,
+    /// VMCLEAR
+    Vmclear,
+    /// INVEPT
+    Invept,
+    /// INVVPID
+    Invvpid,
     /// INVLPG
     Invlpg,
     /// RDMSR
@@ -64,13 +80,21 @@ pub enum Kind {
 }
 
 /// Every kind, in the order of its number.
-pub const KINDS: [Kind; 28] = [
+pub const KINDS: [Kind; 36] = [
     Kind::Vmrun,
     Kind::Vmload,
     Kind::Vmsave,
     Kind::Stgi,
     Kind::Clgi,
     Kind::Invlpga,
+    Kind::Vmlaunch,
+    Kind::Vmresume,
+    Kind::Vmread,
+    Kind::Vmwrite,
+    Kind::Vmptrld,
+    Kind::Vmclear,
+    Kind::Invept,
+    Kind::Invvpid,
     Kind::Invlpg,
     Kind::Rdmsr,
     Kind::Wrmsr,
@@ -96,6 +120,11 @@ pub const KINDS: [Kind; 28] = [
 ];
 
 impl Kind {
+    /// Whether it is an instruction of VMX, which nothing executes under SVM.
+    pub fn is_vmx(self) -> bool {
+        (Kind::Vmlaunch as usize..=Kind::Invvpid as usize).contains(&(self as usize))
+    }
+
     /// The name in reports.
     pub fn name(self) -> &'static str {
         match self {
@@ -105,6 +134,14 @@ impl Kind {
             Kind::Stgi => "stgi",
             Kind::Clgi => "clgi",
             Kind::Invlpga => "invlpga",
+            Kind::Vmlaunch => "vmlaunch",
+            Kind::Vmresume => "vmresume",
+            Kind::Vmread => "vmread",
+            Kind::Vmwrite => "vmwrite",
+            Kind::Vmptrld => "vmptrld",
+            Kind::Vmclear => "vmclear",
+            Kind::Invept => "invept",
+            Kind::Invvpid => "invvpid",
             Kind::Invlpg => "invlpg",
             Kind::Rdmsr => "rdmsr",
             Kind::Wrmsr => "wrmsr",
@@ -151,14 +188,15 @@ pub fn marker(bytes: &[u8]) -> Option<Marker> {
 
 /// The kinds that one instruction, given by all its bytes, counts for. At most two: a locked instruction may also be of another kind.
 pub fn classify(bytes: &[u8]) -> [Option<Kind>; 2] {
-    let (mut locked, mut repeated) = (false, false);
+    let (mut locked, mut repeated, mut short) = (false, false, false);
     let mut rest = bytes;
     // Legacy prefixes, then REX. In 16- and 32-bit code 40..4F are whole instructions of one byte, which nothing follows.
     while let [prefix, tail @ ..] = rest {
         match prefix {
             0xf0 => locked = true,
             0xf3 => repeated = true,
-            0x26 | 0x2e | 0x36 | 0x3e | 0x64..=0x67 | 0xf2 => {}
+            0x66 => short = true,
+            0x26 | 0x2e | 0x36 | 0x3e | 0x64 | 0x65 | 0x67 | 0xf2 => {}
             0x40..=0x4f if !tail.is_empty() => {}
             _ => break,
         }
@@ -166,6 +204,8 @@ pub fn classify(bytes: &[u8]) -> [Option<Kind>; 2] {
     }
     let kind = match rest {
         [0x0f, 0x01, third, ..] => match third {
+            0xc2 => Some(Kind::Vmlaunch),
+            0xc3 => Some(Kind::Vmresume),
             0xd8 => Some(Kind::Vmrun),
             0xda => Some(Kind::Vmload),
             0xdb => Some(Kind::Vmsave),
@@ -186,6 +226,14 @@ pub fn classify(bytes: &[u8]) -> [Option<Kind>; 2] {
         },
         // Group 6: /2 LLDT, /3 LTR.
         [0x0f, 0x00, modrm, ..] if matches!((modrm >> 3) & 7, 2 | 3) => Some(Kind::Table),
+        [0x0f, 0x78, ..] if !short => Some(Kind::Vmread),
+        [0x0f, 0x79, ..] if !short => Some(Kind::Vmwrite),
+        [0x0f, 0x38, 0x80, ..] if short => Some(Kind::Invept),
+        [0x0f, 0x38, 0x81, ..] if short => Some(Kind::Invvpid),
+        // Group 9 with memory: /6 VMPTRLD, 66: VMCLEAR, F3: VMXON.
+        [0x0f, 0xc7, modrm, ..] if *modrm < 0xc0 && (modrm >> 3) & 7 == 6 && !repeated => {
+            Some(if short { Kind::Vmclear } else { Kind::Vmptrld })
+        }
         [0x0f, 0x31, ..] => Some(Kind::Rdtsc),
         [0x0f, 0x32, ..] => Some(Kind::Rdmsr),
         [0x0f, 0x30, ..] => Some(Kind::Wrmsr),
@@ -242,6 +290,23 @@ mod tests {
         assert_eq!(kinds(&[0x0f, 0x01, 0xdb]), [Kind::Vmsave]);
         assert_eq!(kinds(&[0x0f, 0x01, 0xdc]), [Kind::Stgi]);
         assert_eq!(kinds(&[0x0f, 0x01, 0xdd]), [Kind::Clgi]);
+    }
+
+    #[test]
+    fn vmx_instructions_are_told_apart() {
+        assert_eq!(kinds(&[0x0f, 0x01, 0xc1]), [], "VMCALL is the guest's");
+        assert!(!Kind::Invlpga.is_vmx() && Kind::Vmlaunch.is_vmx() && !Kind::Invlpg.is_vmx());
+        assert_eq!(kinds(&[0x0f, 0x01, 0xc2]), [Kind::Vmlaunch]);
+        assert_eq!(kinds(&[0x0f, 0x01, 0xc3]), [Kind::Vmresume]);
+        assert_eq!(kinds(&[0x48, 0x0f, 0x78, 0xd0]), [Kind::Vmread], "vmread %rdx,%rax");
+        assert_eq!(kinds(&[0x0f, 0x79, 0xc2]), [Kind::Vmwrite], "vmwrite %rdx,%rax");
+        assert_eq!(kinds(&[0x66, 0x0f, 0x79, 0xc2]), [], "extrq %xmm2,%xmm0");
+        assert_eq!(kinds(&[0x0f, 0xc7, 0x37]), [Kind::Vmptrld], "vmptrld (%rdi)");
+        assert_eq!(kinds(&[0x66, 0x0f, 0xc7, 0x37]), [Kind::Vmclear], "vmclear (%rdi)");
+        assert_eq!(kinds(&[0xf3, 0x0f, 0xc7, 0x37]), [], "vmxon (%rdi)");
+        assert_eq!(kinds(&[0x48, 0x0f, 0xc7, 0xf0]), [], "rdrand %rax");
+        assert_eq!(kinds(&[0x66, 0x0f, 0x38, 0x80, 0x37]), [Kind::Invept]);
+        assert_eq!(kinds(&[0x66, 0x0f, 0x38, 0x81, 0x37]), [Kind::Invvpid]);
     }
 
     #[test]

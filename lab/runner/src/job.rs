@@ -60,6 +60,8 @@ pub struct Job {
     pub counting: bool,
     /// The emulator plugin, to count operations between markers.
     pub plugin: Option<PathBuf>,
+    /// Have the emulator trace what lies between markers, to count operations; `intel` only.
+    pub trace: bool,
     /// More for the host kernel's command line.
     pub append: String,
     /// After this long the machine is ended and the run fails.
@@ -82,6 +84,7 @@ impl Job {
             processor: machine.processor().to_owned(),
             counting: false,
             plugin: None,
+            trace: false,
             append: String::new(),
             timeout: Duration::from_secs(120),
         }

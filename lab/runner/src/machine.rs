@@ -108,7 +108,7 @@ pub struct Outcome {
     pub dmesg: String,
     /// What the command left in `/out`.
     pub files: BTreeMap<String, Vec<u8>>,
-    /// One record per pair of markers, in the order of execution, when the job has a plugin.
+    /// One record per pair of markers, in the order of execution, when the job has a plugin or a trace.
     pub counts: Vec<Counts>,
     /// Wall time.
     pub took: Duration,
@@ -289,7 +289,11 @@ fn run_in(
         Outcome { console: console.text, took: started.elapsed(), ..Outcome::default() };
     let back = match job.machine {
         Machine::Amd => std::fs::read(&back).unwrap_or_default(),
-        Machine::Intel => port.files(),
+        Machine::Intel => {
+            let (files, traced) = port.finish();
+            outcome.counts = traced;
+            files
+        }
     };
     read_back(&back, &mut outcome);
     if outcome.status.is_none() {

@@ -66,7 +66,8 @@ struct File {
     cost: Vec<Entry>,
 }
 
-/// The whole model, complete: every kind of operation has a cost on every processor.
+/// The whole model, complete: every kind of operation has a cost on every processor, but for those of VMX: what is modelled was
+/// counted under SVM.
 #[derive(Debug)]
 pub struct Model {
     ipc: Ipc,
@@ -107,7 +108,7 @@ impl Model {
                 }
             }
         }
-        for kind in KINDS {
+        for kind in KINDS.into_iter().filter(|kind| !kind.is_vmx()) {
             for cpu in &model.cpus {
                 if !model.costs.contains_key(&(kind.name().to_owned(), cpu.key.clone())) {
                     bail!("{} on {}: no cost", kind.name(), cpu.key);
@@ -197,7 +198,8 @@ mod tests {
     #[test]
     fn the_model_in_the_tree_is_complete_and_every_entry_has_a_source() {
         let model = model();
-        assert_eq!(model.founded.iter().sum::<usize>(), KINDS.len() * model.cpus.len());
+        let kinds = KINDS.into_iter().filter(|kind| !kind.is_vmx()).count();
+        assert_eq!(model.founded.iter().sum::<usize>(), kinds * model.cpus.len());
         assert_eq!(model.cost("rdtsc", "zen2").taken, 37.0);
     }
 
