@@ -423,7 +423,7 @@ impl<C: Cpu> Vmx<C> {
         if self.last_cpu != at {
             self.arrive(at, here);
         }
-        if self.vpid_generation != here.generation() {
+        if self.vpid_generation != here.vpid_generation() {
             self.attention |= attention::FLUSH;
         }
         if self.active_on.get() != Some(at) || self.active_in.get() != here.generation() {
@@ -530,7 +530,7 @@ impl<C: Cpu> Vmx<C> {
     #[inline(never)]
     fn forget_translations(&mut self) {
         let Some(here) = self.here else { return };
-        if self.vpid_generation != here.generation() {
+        if self.vpid_generation != here.vpid_generation() {
             self.take_vpid(here);
         } else if self.features.invvpid_single {
             self.cpu.invvpid(invvpid::SINGLE, self.get(fields::VPID), 0);
@@ -550,7 +550,7 @@ impl<C: Cpu> Vmx<C> {
     }
 
     fn take_vpid(&mut self, here: &PerCpu) {
-        self.vpid_generation = here.generation();
+        self.vpid_generation = here.vpid_generation();
         if !self.features.vpid {
             return;
         }

@@ -110,7 +110,10 @@ impl HostConstants {
 #[derive(Debug)]
 pub struct PerCpu {
     region: Page,
+    /// Counts how often VMX was switched on.
     generation: AtomicU64,
+    /// Counts how often VPIDs began anew.
+    vpid_generation: AtomicU64,
     next_vpid: AtomicU32,
     /// The VMCS that is current; 0: none.
     current: AtomicU64,
@@ -140,6 +143,7 @@ impl PerCpu {
         Ok(Self {
             region,
             generation: AtomicU64::new(1),
+            vpid_generation: AtomicU64::new(1),
             next_vpid: AtomicU32::new(1),
             current: AtomicU64::new(0),
             active: [const { AtomicU64::new(0) }; ACTIVE],
@@ -148,10 +152,23 @@ impl PerCpu {
         })
     }
 
-    /// The generation in which VPIDs given out here are valid.
+    /// The generation of VMX operation: a VMCS that became active in another is active no more.
     #[inline]
     pub fn generation(&self) -> u64 {
         self.generation.load(Relaxed)
+    }
+
+    /// The generation in which VPIDs given out here are valid.
+    #[inline]
+    pub fn vpid_generation(&self) -> u64 {
+        self.vpid_generation.load(Relaxed)
+    }
+
+    fn renew_vpids(&self, next: u32) -> u64 {
+        let generation = self.vpid_generation().wrapping_add(1);
+        self.vpid_generation.store(generation, Relaxed);
+        self.next_vpid.store(next, Relaxed);
+        generation
     }
 
     /// A fresh VPID and its generation. The third value asks for an INVVPID of all contexts, because
@@ -160,12 +177,9 @@ impl PerCpu {
         let next = self.next_vpid.load(Relaxed);
         if next < VPIDS {
             self.next_vpid.store(next + 1, Relaxed);
-            return (next as u16, self.generation(), false);
+            return (next as u16, self.vpid_generation(), false);
         }
-        let generation = self.generation().wrapping_add(1);
-        self.generation.store(generation, Relaxed);
-        self.next_vpid.store(2, Relaxed);
-        (1, generation, true)
+        (1, self.renew_vpids(2), true)
     }
 
     /// Whether the VMCS at `vmcs` is current here, so that it need not be loaded.
@@ -273,7 +287,7 @@ pub fn enable<C: Cpu>(c: &mut C, cpu: usize) -> Result<(), Unusable> {
     HostConstants::read(c, &features()).store(&this.constants);
     this.current.store(0, Relaxed);
     this.generation.store(this.generation().wrapping_add(1), Relaxed);
-    this.next_vpid.store(1, Relaxed);
+    this.renew_vpids(1);
     this.last_vcpu.store(0, Relaxed);
     if c.vmxon(this.region.hpa()) { Ok(()) } else { Err(Unusable::Refused) }
 }
@@ -323,8 +337,10 @@ mod tests {
             last = cpu.new_vpid();
             assert_eq!(last, (n, 1, false));
         }
+        let on = cpu.generation();
         assert_eq!(cpu.new_vpid(), (1, 2, true));
         assert_eq!(cpu.new_vpid(), (2, 2, false));
+        assert_eq!(cpu.generation(), on, "a VMCS that is active stays so");
     }
 
     #[test]
