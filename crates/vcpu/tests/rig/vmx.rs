@@ -55,14 +55,13 @@ pub fn features() -> Features {
 
 /// A VM with the kernel's interrupt controllers.
 pub fn vm() -> VmRef {
+    vm_of(features(), Format::npt(4, 0))
+}
+
+fn vm_of(features: Features, tables: Format) -> VmRef {
     claim_cpu();
-    percpu::set_up(features(), CPUS).unwrap();
-    let limits = HostLimits {
-        tables: Format::npt(4, 0),
-        maxphyaddr: 48,
-        halt_poll_ns: 0,
-        paging: Default::default(),
-    };
+    percpu::set_up(features, CPUS).unwrap();
+    let limits = HostLimits { tables, maxphyaddr: 48, halt_poll_ns: 0, paging: Default::default() };
     let vm = Vm::new(&limits).unwrap();
     vm.irq().create(vm::irq::Irqchip::Full).unwrap();
     vm
@@ -70,7 +69,12 @@ pub fn vm() -> VmRef {
 
 /// A vCPU alone in its VM.
 pub fn vcpu() -> VmxVcpu {
-    let vm = vm();
+    vcpu_of(features(), Format::npt(4, 0)).0
+}
+
+/// The same on a CPU that has these, with such nested tables; and its VM.
+pub fn vcpu_of(features: Features, tables: Format) -> (VmxVcpu, VmRef) {
+    let vm = vm_of(features, tables);
     let shared = VcpuShared::new(0, 0, true, true).unwrap();
     vm.add_vcpu(shared.clone()).unwrap();
     let mut model = Model::default();
@@ -79,11 +83,11 @@ pub fn vcpu() -> VmxVcpu {
     model.vmx.cr4.set(CR4_VMXE);
     model.vmx.on.set(Some(x86::Hpa(0)));
     let offered = offered(true);
-    let b = Vmx::new(Counting::new(model), features()).unwrap();
+    let b = Vmx::new(Counting::new(model), features).unwrap();
     let mut vcpu = Vcpu::new(b, shared, vm.clone(), offered).unwrap();
     let entries: Vec<Entry> = offered.cpuid.entries().to_vec();
     vcpu.set_cpuid(&entries).unwrap();
-    vcpu
+    (vcpu, vm)
 }
 
 /// The guest exits for `reason`; the next instruction lies two bytes ahead.

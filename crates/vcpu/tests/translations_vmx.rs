@@ -1,0 +1,146 @@
+//! What a vCPU under VMX does about translations: what is flushed by which instruction, and how the
+//! CPU's log of dirty pages reaches the bitmap.
+
+mod rig;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use cpu::{Counts, Op};
+use gannet_vcpu::{RunInput, UserExit};
+use host::page::Pages;
+use mmu::{EptSupport, FlushRemote, Format, Region};
+use rig::vmx::{VmxVcpu, exit, features, shutdown, vcpu, vcpu_of};
+use vm::VmRef;
+use vmx::Features;
+use x86::vmcs::{ExitReason, ProcControls2, field};
+
+/// Runs until the guest shuts down, after `exits` external interrupts.
+fn run(v: &mut VmxVcpu) -> Counts {
+    v.backend().cpu().inner().vmx.then(shutdown);
+    let before = v.backend().cpu().counts();
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    v.backend().cpu().counts().since(&before)
+}
+
+fn flushes(counts: &Counts) -> (u64, u64) {
+    (counts.of(Op::Invept), counts.of(Op::Invvpid))
+}
+
+#[test]
+fn a_cpu_is_made_to_forget_when_a_vcpu_comes_to_it_and_not_again() {
+    let mut v = vcpu();
+    // A VPID that was never used needs no INVVPID.
+    assert_eq!(flushes(&run(&mut v)), (1, 0));
+    // A shutdown resets the registers: what linear addresses mean has changed.
+    let invvpids = flushes(&run(&mut v));
+    assert_eq!(invvpids.0, 0);
+}
+
+#[test]
+fn withdrawn_nested_translations_are_forgotten_by_one_invept() {
+    let (mut v, vm) = vcpu_of(features(), Format::npt(4, 0));
+    run(&mut v);
+    let quiet = flushes(&run(&mut v));
+    vm.flush_remote();
+    vm.flush_remote();
+    let after = flushes(&run(&mut v));
+    assert_eq!((quiet.0, after.0, after.1), (0, 1, quiet.1));
+}
+
+#[test]
+fn new_registers_forget_linear_translations_alone() {
+    let mut v = vcpu();
+    run(&mut v);
+    let s = v.sregs();
+    v.set_sregs(&s, None).unwrap();
+    let counts = run(&mut v);
+    assert_eq!(flushes(&counts), (0, 1));
+}
+
+/// A CPU that logs pages, and a VM with 1024 pages from guest frame 0 in slot 3.
+struct Logging {
+    v: VmxVcpu,
+    vm: VmRef,
+    user: Pages,
+}
+
+const LOG: u32 = 1;
+
+impl Logging {
+    fn new() -> Self {
+        let features = Features { pml: true, ..features() };
+        let cpu =
+            EptSupport { pages_2m: true, pages_1g: true, accessed_dirty: true, page_log: true };
+        let (v, vm) = vcpu_of(features, Format::ept(cpu));
+        Self { v, vm, user: Pages::zeroed(10).unwrap() }
+    }
+
+    fn set(&self, flags: u32) {
+        let region = Region { slot: 3, flags, gpa: 0, size: 1024 << 12, hva: self.user.hpa().0 };
+        self.vm.memory().set_region(&region, &**self.vm).unwrap();
+    }
+
+    /// Pages that the CPU logs before the guest's next exit, which is `reason`.
+    fn then(&mut self, pages: Vec<u64>, reason: ExitReason) {
+        self.v.backend().cpu().inner().vmx.then(move |vmcs, gprs| {
+            let on = vmcs.get(field::PROC_CONTROLS2) & ProcControls2::PML.bits() != 0;
+            for page in pages.iter().filter(|_| on) {
+                let index = vmcs.get(field::PML_INDEX);
+                assert!(index < 512, "logged beyond the end");
+                let at = vmcs.get(field::PML_ADDRESS) + u64::from(index) * 8;
+                // SAFETY: the log page, whose address is its physical one here.
+                unsafe { &*(at as *const AtomicU64) }.store(page << 12, Ordering::Relaxed);
+                vmcs.set(field::PML_INDEX, index.wrapping_sub(1));
+            }
+            exit(reason)(vmcs, gprs);
+        });
+    }
+
+    fn dirty(&self) -> Vec<u64> {
+        let words = self.vm.memory().dirty_log(3, true, &**self.vm).unwrap();
+        let set = |n: &u64| words[(n / 64) as usize] >> (n % 64) & 1 != 0;
+        (0..1024).filter(set).collect()
+    }
+}
+
+#[test]
+fn pages_are_logged_while_a_slot_logs() {
+    let mut l = Logging::new();
+    l.set(0);
+    l.then(vec![3, 4], ExitReason::ExternalInterrupt);
+    run(&mut l.v);
+    l.set(LOG);
+    l.then(vec![5, 6, 5], ExitReason::ExternalInterrupt);
+    l.then(vec![7], ExitReason::Cpuid);
+    run(&mut l.v);
+    assert_eq!(l.dirty(), [5, 6, 7]);
+    run(&mut l.v);
+    assert_eq!(l.dirty(), []);
+    l.set(0);
+    l.then(vec![8], ExitReason::ExternalInterrupt);
+    run(&mut l.v);
+    l.set(LOG);
+    assert_eq!(l.dirty(), []);
+}
+
+#[test]
+fn a_full_log_is_emptied_and_the_guest_goes_on() {
+    let mut l = Logging::new();
+    l.set(LOG);
+    l.then((0..512).collect(), ExitReason::PmlFull);
+    l.then((512..1024).collect(), ExitReason::PmlFull);
+    l.then(vec![0], ExitReason::ExternalInterrupt);
+    run(&mut l.v);
+    assert_eq!(l.dirty(), (0..1024).collect::<Vec<_>>());
+}
+
+#[test]
+fn a_cpu_without_a_log_is_never_told_to_keep_one() {
+    let mut v = vcpu();
+    v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::PROC_CONTROLS2) & ProcControls2::PML.bits(), 0);
+        assert_eq!((vmcs.get(field::PML_ADDRESS), vmcs.get(field::PML_INDEX)), (0, 0));
+        shutdown(vmcs, gprs);
+    });
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+}
