@@ -15,33 +15,26 @@ use core::cell::Cell;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use backend::{Gprs, GuestLimits, Paging, RSP};
-use cpu::{Cpu, Selectors, VmxSwitch};
-use host::{KBox, NoMemory, hostcpu, irq, page::Page, smp};
-use x86::{
-    Hpa, msr,
-    vmcs::{
-        ENTRY_FAILURE, Field, ReadWrite, event,
-        field::{self, Width},
-        invept, invvpid,
-    },
+use cpu::{Cpu, VmxSwitch};
+use host::{KBox, NoMemory, hostcpu, page::Page};
+use x86::vmcs::{
+    ENTRY_FAILURE, ReadWrite, event,
+    field::{self, Width},
+    invept, invvpid,
 };
 
 use crate::{
     exits,
     features::Features,
     fields::{self, Fields, Set, Slot},
+    host_state::HostThread,
     inject::Offer,
+    live::{DR6_QUIET, SyscallMsrs},
     mitigations,
     page_log::PageLog,
-    percpu::{self, PerCpu},
+    percpu::PerCpu,
     permission::MsrMap,
 };
-
-const CR4_VMXE: u64 = 1 << 13;
-/// DR7's enable bits.
-const DR7_ENABLES: u64 = 0xff;
-/// What DR6 holds when nothing happened.
-const DR6_QUIET: u64 = 0xffff_0ff0;
 
 /// TSC ratio 1.0 (32.32 fixed point).
 pub const RATIO_ONE: u64 = 1 << 32;
@@ -62,24 +55,6 @@ pub(crate) mod attention {
     pub const FLUSH_L1D: u8 = 1 << 5;
 }
 
-/// The SYSCALL MSRs that the guest has live in long mode.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct SyscallMsrs {
-    pub star: u64,
-    pub lstar: u64,
-    pub mask: u64,
-}
-
-/// What of the host's state belongs to the thread that runs the vCPU, as it was when the run began.
-#[derive(Clone, Copy, Debug, Default)]
-struct HostThread {
-    fs_base: u64,
-    user_gs_base: u64,
-    selectors: Selectors,
-    ds: u16,
-    es: u16,
-}
-
 /// One virtual CPU under VMX.
 #[derive(Debug)]
 pub struct Vmx<C: Cpu> {
@@ -95,24 +70,26 @@ pub struct Vmx<C: Cpu> {
     /// The VM-instruction error of an entry that failed without an exit.
     pub(crate) refused: u32,
     pub(crate) switch: VmxSwitch,
+    /// The VMCS was launched since it was cleared last.
+    pub(crate) launched: Cell<bool>,
     pub(crate) offer: Offer,
     pub(crate) features: Features,
-    vmcs: Page,
+    pub(crate) vmcs: Page,
     pub(crate) apic_page: Page,
     pub(crate) msr_map: MsrMap,
     /// Where the CPU has one.
     pub(crate) page_log: Option<PageLog>,
     /// The fields that never change are in the VMCS.
-    initialised: Cell<bool>,
+    pub(crate) initialised: Cell<bool>,
     /// The CPU on which the VMCS is active, and the generation of that CPU's VMX operation.
-    active_on: Cell<Option<usize>>,
-    active_in: Cell<u64>,
+    pub(crate) active_on: Cell<Option<usize>>,
+    pub(crate) active_in: Cell<u64>,
     /// There was no room to note it as active there.
-    unnoted: Cell<bool>,
-    here: Option<&'static PerCpu>,
-    last_cpu: usize,
-    vpid_generation: u64,
-    id: u64,
+    pub(crate) unnoted: Cell<bool>,
+    pub(crate) here: Option<&'static PerCpu>,
+    pub(crate) last_cpu: usize,
+    pub(crate) vpid_generation: u64,
+    pub(crate) id: u64,
     pub(crate) cr2: u64,
     pub(crate) cr0: u64,
     pub(crate) cr4: u64,
@@ -132,29 +109,22 @@ pub struct Vmx<C: Cpu> {
     pub(crate) dr: [u64; 4],
     pub(crate) dr6: u64,
     pub(crate) dr_owned: bool,
-    host: HostThread,
-    host_xcr0: u64,
-    host_xss: u64,
-    host_pkru: u32,
-    host_debugctl: u64,
-    host_syscall: SyscallMsrs,
+    pub(crate) host: HostThread,
+    pub(crate) host_xcr0: u64,
+    pub(crate) host_xss: u64,
+    pub(crate) host_pkru: u32,
+    pub(crate) host_debugctl: u64,
+    pub(crate) host_syscall: SyscallMsrs,
     /// What the hardware holds while loaded.
-    live_syscall: SyscallMsrs,
-    live_gs_base: u64,
-    live_xcr0: u64,
-    live_xss: u64,
-    live_tsc_aux: u64,
-    host_tsc_aux: u64,
+    pub(crate) live_syscall: SyscallMsrs,
+    pub(crate) live_gs_base: u64,
+    pub(crate) live_xcr0: u64,
+    pub(crate) live_xss: u64,
+    pub(crate) live_tsc_aux: u64,
+    pub(crate) host_tsc_aux: u64,
 }
 
 static IDS: AtomicU64 = AtomicU64::new(1);
-
-/// Clears the VMCS at `vmcs` on the CPU this runs on, asked by the one that wants to have it.
-extern "C" fn clear_here(vmcs: u64) {
-    if let Some(here) = percpu::of(smp::cpu_id()) {
-        here.clear(&cpu::Native, Hpa(vmcs));
-    }
-}
 
 /// Out of line, and from a constant, so that it lies on no stack.
 #[inline(never)]
@@ -181,6 +151,7 @@ impl<C: Cpu> Vmx<C> {
             shadow_over: Cell::new(false),
             refused: 0,
             switch: VmxSwitch::default(),
+            launched: Cell::new(false),
             offer: Offer::default(),
             features,
             vmcs,
@@ -265,267 +236,6 @@ impl<C: Cpu> Vmx<C> {
         }
     }
 
-    /// Reads a field outside the loop, where the task may be anywhere by now.
-    #[cold]
-    #[inline(never)]
-    fn read_outside(&self, encoding: u32) -> u64 {
-        if !self.initialised.get() {
-            return 0;
-        }
-        let preemptible = irq::enabled();
-        loop {
-            if preemptible {
-                irq::disable();
-            }
-            let here = percpu::of(smp::cpu_id()).filter(|_| self.is_settled());
-            if let Some(here) = here {
-                // With VMX off, on the way to a reboot, nothing can be read.
-                let on = self.cpu.cr4_now() & CR4_VMXE != 0;
-                if on {
-                    self.make_current(here);
-                }
-                let value = if on { self.cpu.vmread(encoding) } else { 0 };
-                if preemptible {
-                    irq::enable();
-                }
-                return value;
-            }
-            if !preemptible {
-                return 0;
-            }
-            irq::enable();
-            self.clear_elsewhere();
-        }
-    }
-
-    /// Whether the VMCS is active on this CPU or on none. Interrupts are off.
-    #[inline]
-    pub(crate) fn is_settled(&self) -> bool {
-        self.active_on.get().is_none_or(|at| at == smp::cpu_id())
-    }
-
-    /// Has the CPU on which the VMCS is active clear it. Interrupts are on.
-    #[cold]
-    pub(crate) fn clear_elsewhere(&self) {
-        if let Some(at) = self.active_on.take() {
-            // One that went offline has cleared it then.
-            smp::run_on(at, clear_here, self.vmcs.hpa().0);
-        }
-    }
-
-    /// Makes the VMCS current on this CPU, on which it is active or may be.
-    #[inline]
-    fn make_current(&self, here: &PerCpu) {
-        if !here.is_current(self.vmcs.hpa()) || self.active_in.get() != here.generation() {
-            self.switch_vmcs(here);
-        }
-    }
-
-    #[inline(never)]
-    fn switch_vmcs(&self, here: &PerCpu) {
-        let at = smp::cpu_id();
-        let vmcs = self.vmcs.hpa();
-        if self.active_on.get() != Some(at) || self.active_in.get() != here.generation() {
-            if !self.initialised.get() {
-                // What the page holds besides the revision is for the CPU to make.
-                self.cpu.vmclear(vmcs);
-            }
-            self.unnoted.set(!here.note_active(vmcs));
-            self.active_on.set(Some(at));
-            self.active_in.set(here.generation());
-        }
-        self.cpu.vmptrld(vmcs);
-        here.set_current(vmcs);
-        if !self.initialised.replace(true) {
-            self.write_constants();
-        }
-    }
-
-    fn write<W: Width>(&self, field: Field<W, ReadWrite>, value: W::Value) {
-        self.cpu.vmwrite(field.encoding(), value.into());
-    }
-
-    /// The fields that have one value as long as the VMCS lives.
-    fn write_constants(&self) {
-        self.write(field::VMCS_LINK, u64::MAX);
-        self.write(field::MSR_BITMAP, self.msr_map.hpa().0);
-        self.write(field::VIRTUAL_APIC_ADDR, self.apic_page.hpa().0);
-        self.write(field::PAGE_FAULT_MASK, 0);
-        self.write(field::PAGE_FAULT_MATCH, 0);
-        self.write(field::CR3_TARGET_COUNT, 0);
-        self.write(field::EXIT_MSR_STORE_COUNT, 0);
-        self.write(field::EXIT_MSR_LOAD_COUNT, 0);
-        self.write(field::ENTRY_MSR_LOAD_COUNT, 0);
-        self.write(field::GUEST_ACTIVITY, 0);
-        self.write(field::HOST_RIP, self.cpu.vmx_exit_address());
-        // The kernel runs with null selectors; what user space has is loaded when the loop is left.
-        self.write(field::HOST_DS_SELECTOR, 0);
-        self.write(field::HOST_ES_SELECTOR, 0);
-        self.write(field::HOST_FS_SELECTOR, 0);
-        self.write(field::HOST_GS_SELECTOR, 0);
-        self.write_optional_constants();
-    }
-
-    /// A new KVM_RUN begins on this thread.
-    pub(crate) fn new_run(&mut self) {
-        let (ds, es) = self.cpu.data_selectors();
-        self.host = HostThread {
-            fs_base: self.cpu.rdmsr(msr::FS_BASE),
-            user_gs_base: self.cpu.rdmsr(msr::KERNEL_GS_BASE),
-            selectors: self.cpu.selectors(),
-            ds,
-            es,
-        };
-    }
-
-    /// The vCPU runs on a CPU where it did not run last.
-    #[cold]
-    #[inline(never)]
-    fn arrive(&mut self, at: usize, here: &'static PerCpu) {
-        self.last_cpu = at;
-        self.here = Some(here);
-        self.vpid_generation = 0;
-        // What this vCPU left behind here may be older than a flush since.
-        self.attention |= attention::FLUSH | attention::FLUSH_NESTED;
-        let host = here.constants();
-        self.set(fields::HOST_CR0, self.cpu.cr0());
-        self.set(fields::HOST_CS_SELECTOR, host.tables.cs);
-        self.set(fields::HOST_SS_SELECTOR, host.tables.ss);
-        self.set(fields::HOST_TR_SELECTOR, host.tables.tr);
-        self.set(fields::HOST_TR_BASE, host.tables.task);
-        self.set(fields::HOST_GDTR_BASE, host.tables.gdt);
-        self.set(fields::HOST_IDTR_BASE, host.tables.idt);
-        let gs_base = self.cpu.rdmsr(msr::GS_BASE);
-        self.set(fields::HOST_GS_BASE, gs_base);
-        self.set(fields::HOST_SYSENTER_CS, host.sysenter_cs as u32);
-        self.set(fields::HOST_SYSENTER_ESP, host.sysenter_esp);
-        self.set(fields::HOST_SYSENTER_EIP, host.sysenter_eip);
-        self.set(fields::HOST_PAT, host.pat);
-        self.set(fields::HOST_EFER, host.efer);
-        self.host_syscall =
-            SyscallMsrs { star: host.star, lstar: host.lstar, mask: host.syscall_mask };
-        self.host_tsc_aux = host.tsc_aux;
-    }
-
-    /// Takes what the loop needs of this physical CPU and loads the guest's state.
-    pub(crate) fn load_state(&mut self) {
-        let at = smp::cpu_id();
-        let here = if self.last_cpu == at { self.here } else { percpu::of(at) };
-        let cr4 = self.cpu.cr4_now();
-        let Some(here) = here.filter(|_| cr4 & CR4_VMXE != 0) else {
-            self.attention |= attention::OFF;
-            return;
-        };
-        if self.active_in.get() != here.generation() {
-            // The host's constants may be others since VMX was switched on again.
-            self.last_cpu = usize::MAX;
-        }
-        if self.last_cpu != at {
-            self.arrive(at, here);
-        }
-        if self.vpid_generation != here.vpid_generation() {
-            self.attention |= attention::FLUSH;
-        }
-        if self.active_on.get() != Some(at) || self.active_in.get() != here.generation() {
-            self.switch.flags &= !VmxSwitch::LAUNCHED;
-        }
-        self.make_current(here);
-        // A process that has an LDT may change it under this thread.
-        if hostcpu::uses_ldt() {
-            self.host.selectors = self.cpu.selectors();
-        }
-        self.set(fields::HOST_CR4, cr4);
-        self.set(fields::HOST_CR3, self.cpu.cr3());
-        self.set(fields::HOST_FS_BASE, self.host.fs_base);
-        self.loaded.set(true);
-        if self.fields.has_unwritten() {
-            self.fields.write_all(|encoding, value| self.cpu.vmwrite(encoding, value));
-        }
-        if here.last_vcpu.load(Relaxed) != self.id {
-            here.last_vcpu.store(self.id, Relaxed);
-            if hostcpu::ibpb_on_switch() {
-                self.cpu.wrmsr(msr::PRED_CMD, 1);
-            }
-        }
-        if self.features.xsave {
-            self.load_extended();
-        }
-        if self.dr_owned {
-            self.load_debug_regs();
-        }
-        self.live_tsc_aux = self.host_tsc_aux;
-        self.sync_tsc_aux();
-        self.live_syscall = self.host_syscall;
-        self.sync_syscall();
-        self.live_gs_base = self.host.user_gs_base;
-        self.sync_kernel_gs_base();
-        self.host_debugctl = self.cpu.rdmsr(msr::DEBUGCTL);
-        if self.features.spec_ctrl {
-            self.switch.guest_spec_ctrl = self.spec_ctrl;
-            self.switch.host_spec_ctrl = hostcpu::host_spec_ctrl();
-        }
-        self.cpu.set_cr2(self.cr2);
-        if mitigations::flush_wanted() {
-            self.attention |= attention::FLUSH_L1D;
-        }
-    }
-
-    /// The reverse of [`Vmx::load_state`].
-    pub(crate) fn unload_state(&mut self) {
-        if self.attention & attention::OFF != 0 {
-            self.attention &= !attention::OFF;
-            return;
-        }
-        self.cr2 = self.cpu.cr2();
-        self.kernel_gs_base = self.cpu.rdmsr(msr::KERNEL_GS_BASE);
-        if self.kernel_gs_base != self.host.user_gs_base {
-            self.cpu.wrmsr(msr::KERNEL_GS_BASE, self.host.user_gs_base);
-        }
-        self.load_syscall(self.host_syscall);
-        if self.live_tsc_aux != self.host_tsc_aux {
-            self.cpu.wrmsr(msr::TSC_AUX, self.host_tsc_aux);
-        }
-        if self.features.xsave {
-            self.unload_extended();
-        }
-        if self.dr_owned {
-            self.save_debug_regs();
-        }
-        self.loaded.set(false);
-        // An exit leaves DR7 and DEBUGCTL disabled; a host that uses them gets them back.
-        hostcpu::restore_debug_regs();
-        if self.host_debugctl != 0 {
-            self.cpu.wrmsr(msr::DEBUGCTL, self.host_debugctl);
-        }
-        hostcpu::restore_table_limits();
-        self.restore_selectors();
-        if self.unnoted.get()
-            && let Some(here) = self.here
-        {
-            here.clear(&self.cpu, self.vmcs.hpa());
-            self.active_on.set(None);
-        }
-    }
-
-    /// User space's selectors, where it has any: a VM exit loads null ones, and clears LDTR.
-    #[inline]
-    fn restore_selectors(&mut self) {
-        let HostThread { fs_base, user_gs_base, selectors: s, ds, es } = self.host;
-        if s.fs | s.gs | s.ldt | ds | es != 0 {
-            self.load_host_selectors(fs_base, user_gs_base, ds, es);
-        }
-    }
-
-    /// KERNEL_GS_BASE is user space's already, so that an NMI between the two SWAPGS around the load
-    /// of GS finds nothing of the guest's.
-    #[cold]
-    fn load_host_selectors(&mut self, fs_base: u64, user_gs_base: u64, ds: u16, es: u16) {
-        self.cpu.load_selectors(self.host.selectors);
-        self.cpu.load_data_selectors(ds, es);
-        self.cpu.wrmsr(msr::FS_BASE, fs_base);
-        self.cpu.wrmsr(msr::KERNEL_GS_BASE, user_gs_base);
-    }
-
     /// Makes this guest's translations be forgotten: by their VPID, or by another VPID.
     #[inline(never)]
     fn forget_translations(&mut self) {
@@ -560,164 +270,6 @@ impl<C: Cpu> Vmx<C> {
         if all {
             self.cpu.invvpid(invvpid::ALL, 0, 0);
         }
-    }
-
-    /// Gives the guest DR0 to DR3 and DR6 of the hardware.
-    #[cold]
-    fn load_debug_regs(&mut self) {
-        // The host's breakpoints must not hit at the guest's addresses until the entry loads DR7.
-        self.cpu.set_debug_reg(7, 0);
-        for (n, value) in self.dr.into_iter().enumerate() {
-            self.cpu.set_debug_reg(n as u8, value);
-        }
-        self.cpu.set_debug_reg(6, self.dr6);
-    }
-
-    /// Takes them back. The guest keeps them, to be loaded with the next run, while a breakpoint
-    /// of its is enabled.
-    #[cold]
-    fn save_debug_regs(&mut self) {
-        for n in 0..4u8 {
-            let value = self.cpu.debug_reg(n);
-            if let Some(slot) = self.dr.get_mut(usize::from(n)) {
-                *slot = value;
-            }
-        }
-        self.dr6 = self.cpu.debug_reg(6);
-        self.cpu.set_debug_reg(6, DR6_QUIET);
-        self.dr_owned = self.get(fields::GUEST_DR7) & DR7_ENABLES != 0;
-        self.intercept_debug_regs(!self.dr_owned);
-    }
-
-    /// The guest uses its debug registers: they are its own from now on.
-    pub(crate) fn give_debug_regs(&mut self) {
-        if self.dr_owned {
-            return;
-        }
-        self.dr_owned = true;
-        self.intercept_debug_regs(false);
-        if self.loaded.get() {
-            self.load_debug_regs();
-        }
-    }
-
-    /// DR6 as the guest sees it.
-    pub(crate) fn dr6_now(&self) -> u64 {
-        self.dr6
-    }
-
-    /// Sets it, in the hardware too where the guest owns it.
-    pub(crate) fn set_dr6(&mut self, value: u64) {
-        self.dr6 = value;
-        if self.loaded.get() && self.dr_owned {
-            self.cpu.set_debug_reg(6, value);
-        }
-    }
-
-    /// Whether the guest can see XCR0: only with CR4.OSXSAVE, whose writes exit.
-    fn sees_xcr0(&self) -> bool {
-        self.limits.xsave && self.cr4 & (1 << 18) != 0
-    }
-
-    #[inline]
-    fn load_extended(&mut self) {
-        if self.host_xcr0 == 0 {
-            self.host_xcr0 = self.cpu.xcr0();
-        }
-        self.live_xcr0 = self.host_xcr0;
-        self.live_xss = self.host_xss;
-        self.sync_extended();
-        if self.features.pku {
-            self.host_pkru = self.cpu.pkru();
-            if self.pkru != self.host_pkru {
-                self.cpu.set_pkru(self.pkru);
-            }
-        }
-    }
-
-    /// Brings XCR0 and IA32_XSS to what the guest is to see, when the loop is entered and when one
-    /// of them changes inside it.
-    pub(crate) fn sync_extended(&mut self) {
-        if self.live_xcr0 == 0 {
-            return;
-        }
-        let xcr0 = if self.sees_xcr0() { self.xcr0 } else { self.host_xcr0 };
-        if xcr0 != self.live_xcr0 {
-            self.live_xcr0 = xcr0;
-            self.cpu.set_xcr0(xcr0);
-        }
-        if self.features.xsaves && self.xss != self.live_xss {
-            self.live_xss = self.xss;
-            self.cpu.wrmsr(msr::XSS, self.xss);
-        }
-    }
-
-    #[inline]
-    fn unload_extended(&mut self) {
-        if self.live_xcr0 != self.host_xcr0 {
-            self.cpu.set_xcr0(self.host_xcr0);
-        }
-        self.live_xcr0 = 0;
-        if self.live_xss != self.host_xss {
-            self.cpu.wrmsr(msr::XSS, self.host_xss);
-        }
-        if self.features.pku {
-            self.pkru = self.cpu.pkru();
-            if self.pkru != self.host_pkru {
-                self.cpu.set_pkru(self.host_pkru);
-            }
-        }
-    }
-
-    /// Brings TSC_AUX to the guest's value.
-    #[inline]
-    pub(crate) fn sync_tsc_aux(&mut self) {
-        if self.loaded.get() && self.features.rdtscp && self.tsc_aux != self.live_tsc_aux {
-            self.live_tsc_aux = self.tsc_aux;
-            self.cpu.wrmsr(msr::TSC_AUX, self.tsc_aux);
-        }
-    }
-
-    /// Loads the guest's SYSCALL MSRs where it can use them. Until then the host's stay, and the
-    /// guest does not see them, for reads exit.
-    #[inline]
-    pub(crate) fn sync_syscall(&mut self) {
-        const SCE_LMA: u64 = 1 | 1 << 10;
-        if self.loaded.get() && self.efer & SCE_LMA == SCE_LMA {
-            self.load_syscall(self.syscall);
-        }
-    }
-
-    #[inline]
-    fn load_syscall(&mut self, want: SyscallMsrs) {
-        let live = core::mem::replace(&mut self.live_syscall, want);
-        if live.star != want.star {
-            self.cpu.wrmsr(msr::STAR, want.star);
-        }
-        if live.lstar != want.lstar {
-            self.cpu.wrmsr(msr::LSTAR, want.lstar);
-        }
-        if live.mask != want.mask {
-            self.cpu.wrmsr(msr::SYSCALL_MASK, want.mask);
-        }
-    }
-
-    /// Brings KERNEL_GS_BASE to the guest's value.
-    #[inline]
-    pub(crate) fn sync_kernel_gs_base(&mut self) {
-        if self.loaded.get() && self.kernel_gs_base != self.live_gs_base {
-            self.live_gs_base = self.kernel_gs_base;
-            self.cpu.wrmsr(msr::KERNEL_GS_BASE, self.kernel_gs_base);
-        }
-    }
-
-    /// KERNEL_GS_BASE, which SWAPGS changes while the guest runs.
-    pub(crate) fn kernel_gs_base_now(&mut self) -> u64 {
-        if self.loaded.get() {
-            self.kernel_gs_base = self.cpu.rdmsr(msr::KERNEL_GS_BASE);
-            self.live_gs_base = self.kernel_gs_base;
-        }
-        self.kernel_gs_base
     }
 
     /// What an entry does that is more than usual. False: it does not take place.

@@ -9,11 +9,15 @@ extern crate alloc;
 #[cfg(test)]
 extern crate std;
 
+mod controls;
+mod current;
 pub mod enter;
 pub mod exits;
 pub mod features;
 mod fields;
+mod host_state;
 pub mod inject;
+mod live;
 pub mod mitigations;
 pub mod page_log;
 pub mod percpu;

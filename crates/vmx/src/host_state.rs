@@ -1,0 +1,191 @@
+//! The loop's two ends: what of the host and of the guest VM entry and exit leave alone.
+//!
+//! Each register is written only where the two differ. What belongs to the thread is read once a
+//! run, what belongs to the CPU once, when the vCPU arrives there.
+
+use core::sync::atomic::Ordering::Relaxed;
+
+use cpu::{Cpu, Selectors, VmxSwitch};
+use host::{hostcpu, smp};
+use x86::msr;
+
+use crate::{
+    enter::{Vmx, attention},
+    fields,
+    live::SyscallMsrs,
+    mitigations,
+    percpu::{self, PerCpu},
+};
+
+const CR4_VMXE: u64 = 1 << 13;
+
+/// What of the host's state belongs to the thread that runs the vCPU, as it was when the run began.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct HostThread {
+    pub(crate) fs_base: u64,
+    pub(crate) user_gs_base: u64,
+    selectors: Selectors,
+    ds: u16,
+    es: u16,
+}
+
+impl<C: Cpu> Vmx<C> {
+    /// A new KVM_RUN begins on this thread.
+    pub(crate) fn new_run(&mut self) {
+        let (ds, es) = self.cpu.data_selectors();
+        self.host = HostThread {
+            fs_base: self.cpu.rdmsr(msr::FS_BASE),
+            user_gs_base: self.cpu.rdmsr(msr::KERNEL_GS_BASE),
+            selectors: self.cpu.selectors(),
+            ds,
+            es,
+        };
+    }
+
+    /// The vCPU runs on a CPU where it did not run last.
+    #[cold]
+    #[inline(never)]
+    fn arrive(&mut self, at: usize, here: &'static PerCpu) {
+        self.last_cpu = at;
+        self.here = Some(here);
+        self.vpid_generation = 0;
+        // What this vCPU left behind here may be older than a flush since.
+        self.attention |= attention::FLUSH | attention::FLUSH_NESTED;
+        let host = here.constants();
+        self.set(fields::HOST_CR0, self.cpu.cr0());
+        self.set(fields::HOST_CS_SELECTOR, host.tables.cs);
+        self.set(fields::HOST_SS_SELECTOR, host.tables.ss);
+        self.set(fields::HOST_TR_SELECTOR, host.tables.tr);
+        self.set(fields::HOST_TR_BASE, host.tables.task);
+        self.set(fields::HOST_GDTR_BASE, host.tables.gdt);
+        self.set(fields::HOST_IDTR_BASE, host.tables.idt);
+        let gs_base = self.cpu.rdmsr(msr::GS_BASE);
+        self.set(fields::HOST_GS_BASE, gs_base);
+        self.set(fields::HOST_SYSENTER_CS, host.sysenter_cs as u32);
+        self.set(fields::HOST_SYSENTER_ESP, host.sysenter_esp);
+        self.set(fields::HOST_SYSENTER_EIP, host.sysenter_eip);
+        self.set(fields::HOST_PAT, host.pat);
+        self.set(fields::HOST_EFER, host.efer);
+        self.host_syscall =
+            SyscallMsrs { star: host.star, lstar: host.lstar, mask: host.syscall_mask };
+        self.host_tsc_aux = host.tsc_aux;
+    }
+
+    /// Takes what the loop needs of this physical CPU and loads the guest's state.
+    pub(crate) fn load_state(&mut self) {
+        let at = smp::cpu_id();
+        let here = if self.last_cpu == at { self.here } else { percpu::of(at) };
+        let cr4 = self.cpu.cr4_now();
+        let Some(here) = here.filter(|_| cr4 & CR4_VMXE != 0) else {
+            self.attention |= attention::OFF;
+            return;
+        };
+        if self.active_in.get() != here.generation() {
+            // The host's constants may be others since VMX was switched on again.
+            self.last_cpu = usize::MAX;
+        }
+        if self.last_cpu != at {
+            self.arrive(at, here);
+        }
+        if self.vpid_generation != here.vpid_generation() {
+            self.attention |= attention::FLUSH;
+        }
+        self.make_current(here);
+        self.switch.flags = if self.launched.get() { VmxSwitch::LAUNCHED } else { 0 };
+        // A process that has an LDT may change it under this thread.
+        if hostcpu::uses_ldt() {
+            self.host.selectors = self.cpu.selectors();
+        }
+        self.set(fields::HOST_CR4, cr4);
+        self.set(fields::HOST_CR3, self.cpu.cr3());
+        self.set(fields::HOST_FS_BASE, self.host.fs_base);
+        self.loaded.set(true);
+        if self.fields.has_unwritten() {
+            self.fields.write_all(|encoding, value| self.cpu.vmwrite(encoding, value));
+        }
+        if here.last_vcpu.load(Relaxed) != self.id {
+            here.last_vcpu.store(self.id, Relaxed);
+            if hostcpu::ibpb_on_switch() {
+                self.cpu.wrmsr(msr::PRED_CMD, 1);
+            }
+        }
+        if self.features.xsave {
+            self.load_extended();
+        }
+        if self.dr_owned {
+            self.load_debug_regs();
+        }
+        self.live_tsc_aux = self.host_tsc_aux;
+        self.sync_tsc_aux();
+        self.live_syscall = self.host_syscall;
+        self.sync_syscall();
+        self.live_gs_base = self.host.user_gs_base;
+        self.sync_kernel_gs_base();
+        self.host_debugctl = self.cpu.rdmsr(msr::DEBUGCTL);
+        if self.features.spec_ctrl {
+            self.switch.guest_spec_ctrl = self.spec_ctrl;
+            self.switch.host_spec_ctrl = hostcpu::host_spec_ctrl();
+        }
+        self.cpu.set_cr2(self.cr2);
+        if mitigations::flush_wanted() {
+            self.attention |= attention::FLUSH_L1D;
+        }
+    }
+
+    /// The reverse of [`Vmx::load_state`].
+    pub(crate) fn unload_state(&mut self) {
+        if self.attention & attention::OFF != 0 {
+            self.attention &= !attention::OFF;
+            return;
+        }
+        self.cr2 = self.cpu.cr2();
+        self.launched.set(self.switch.flags & VmxSwitch::LAUNCHED != 0);
+        self.kernel_gs_base = self.cpu.rdmsr(msr::KERNEL_GS_BASE);
+        if self.kernel_gs_base != self.host.user_gs_base {
+            self.cpu.wrmsr(msr::KERNEL_GS_BASE, self.host.user_gs_base);
+        }
+        self.load_syscall(self.host_syscall);
+        if self.live_tsc_aux != self.host_tsc_aux {
+            self.cpu.wrmsr(msr::TSC_AUX, self.host_tsc_aux);
+        }
+        if self.features.xsave {
+            self.unload_extended();
+        }
+        if self.dr_owned {
+            self.save_debug_regs();
+        }
+        self.loaded.set(false);
+        // An exit leaves DR7 and DEBUGCTL disabled; a host that uses them gets them back.
+        hostcpu::restore_debug_regs();
+        if self.host_debugctl != 0 {
+            self.cpu.wrmsr(msr::DEBUGCTL, self.host_debugctl);
+        }
+        hostcpu::restore_table_limits();
+        self.restore_selectors();
+        if self.unnoted.get()
+            && let Some(here) = self.here
+        {
+            here.clear(&self.cpu, self.vmcs.hpa());
+            self.active_on.set(None);
+        }
+    }
+
+    /// User space's selectors, where it has any: a VM exit loads null ones, and clears LDTR.
+    #[inline]
+    fn restore_selectors(&mut self) {
+        let HostThread { fs_base, user_gs_base, selectors: s, ds, es } = self.host;
+        if s.fs | s.gs | s.ldt | ds | es != 0 {
+            self.load_host_selectors(fs_base, user_gs_base, ds, es);
+        }
+    }
+
+    /// KERNEL_GS_BASE is user space's already, so that an NMI between the two SWAPGS around the load
+    /// of GS finds nothing of the guest's.
+    #[cold]
+    fn load_host_selectors(&mut self, fs_base: u64, user_gs_base: u64, ds: u16, es: u16) {
+        self.cpu.load_selectors(self.host.selectors);
+        self.cpu.load_data_selectors(ds, es);
+        self.cpu.wrmsr(msr::FS_BASE, fs_base);
+        self.cpu.wrmsr(msr::KERNEL_GS_BASE, user_gs_base);
+    }
+}

@@ -1,0 +1,180 @@
+//! Guest registers that are live in the hardware while the loop runs, beside those that VM entry and
+//! exit switch: debug registers, extended state, TSC_AUX, the SYSCALL MSRs, KERNEL_GS_BASE.
+
+use cpu::Cpu;
+use x86::msr;
+
+use crate::{enter::Vmx, fields};
+
+/// DR7's enable bits.
+const DR7_ENABLES: u64 = 0xff;
+/// What DR6 holds when nothing happened.
+pub(crate) const DR6_QUIET: u64 = 0xffff_0ff0;
+
+/// The SYSCALL MSRs that the guest has live in long mode.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct SyscallMsrs {
+    pub star: u64,
+    pub lstar: u64,
+    pub mask: u64,
+}
+
+impl<C: Cpu> Vmx<C> {
+    /// Gives the guest DR0 to DR3 and DR6 of the hardware.
+    #[cold]
+    pub(crate) fn load_debug_regs(&mut self) {
+        // The host's breakpoints must not hit at the guest's addresses until the entry loads DR7.
+        self.cpu.set_debug_reg(7, 0);
+        for (n, value) in self.dr.into_iter().enumerate() {
+            self.cpu.set_debug_reg(n as u8, value);
+        }
+        self.cpu.set_debug_reg(6, self.dr6);
+    }
+
+    /// Takes them back. The guest keeps them, to be loaded with the next run, while a breakpoint
+    /// of its is enabled.
+    #[cold]
+    pub(crate) fn save_debug_regs(&mut self) {
+        for n in 0..4u8 {
+            let value = self.cpu.debug_reg(n);
+            if let Some(slot) = self.dr.get_mut(usize::from(n)) {
+                *slot = value;
+            }
+        }
+        self.dr6 = self.cpu.debug_reg(6);
+        self.cpu.set_debug_reg(6, DR6_QUIET);
+        self.dr_owned = self.get(fields::GUEST_DR7) & DR7_ENABLES != 0;
+        self.intercept_debug_regs(!self.dr_owned);
+    }
+
+    /// The guest uses its debug registers: they are its own from now on.
+    pub(crate) fn give_debug_regs(&mut self) {
+        if self.dr_owned {
+            return;
+        }
+        self.dr_owned = true;
+        self.intercept_debug_regs(false);
+        if self.loaded.get() {
+            self.load_debug_regs();
+        }
+    }
+
+    /// DR6 as the guest sees it.
+    pub(crate) fn dr6_now(&self) -> u64 {
+        self.dr6
+    }
+
+    /// Sets it, in the hardware too where the guest owns it.
+    pub(crate) fn set_dr6(&mut self, value: u64) {
+        self.dr6 = value;
+        if self.loaded.get() && self.dr_owned {
+            self.cpu.set_debug_reg(6, value);
+        }
+    }
+
+    /// Whether the guest can see XCR0: only with CR4.OSXSAVE, whose writes exit.
+    fn sees_xcr0(&self) -> bool {
+        self.limits.xsave && self.cr4 & (1 << 18) != 0
+    }
+
+    #[inline]
+    pub(crate) fn load_extended(&mut self) {
+        if self.host_xcr0 == 0 {
+            self.host_xcr0 = self.cpu.xcr0();
+        }
+        self.live_xcr0 = self.host_xcr0;
+        self.live_xss = self.host_xss;
+        self.sync_extended();
+        if self.features.pku {
+            self.host_pkru = self.cpu.pkru();
+            if self.pkru != self.host_pkru {
+                self.cpu.set_pkru(self.pkru);
+            }
+        }
+    }
+
+    /// Brings XCR0 and IA32_XSS to what the guest is to see, when the loop is entered and when one
+    /// of them changes inside it.
+    pub(crate) fn sync_extended(&mut self) {
+        if self.live_xcr0 == 0 {
+            return;
+        }
+        let xcr0 = if self.sees_xcr0() { self.xcr0 } else { self.host_xcr0 };
+        if xcr0 != self.live_xcr0 {
+            self.live_xcr0 = xcr0;
+            self.cpu.set_xcr0(xcr0);
+        }
+        if self.features.xsaves && self.xss != self.live_xss {
+            self.live_xss = self.xss;
+            self.cpu.wrmsr(msr::XSS, self.xss);
+        }
+    }
+
+    #[inline]
+    pub(crate) fn unload_extended(&mut self) {
+        if self.live_xcr0 != self.host_xcr0 {
+            self.cpu.set_xcr0(self.host_xcr0);
+        }
+        self.live_xcr0 = 0;
+        if self.live_xss != self.host_xss {
+            self.cpu.wrmsr(msr::XSS, self.host_xss);
+        }
+        if self.features.pku {
+            self.pkru = self.cpu.pkru();
+            if self.pkru != self.host_pkru {
+                self.cpu.set_pkru(self.host_pkru);
+            }
+        }
+    }
+
+    /// Brings TSC_AUX to the guest's value.
+    #[inline]
+    pub(crate) fn sync_tsc_aux(&mut self) {
+        if self.loaded.get() && self.features.rdtscp && self.tsc_aux != self.live_tsc_aux {
+            self.live_tsc_aux = self.tsc_aux;
+            self.cpu.wrmsr(msr::TSC_AUX, self.tsc_aux);
+        }
+    }
+
+    /// Loads the guest's SYSCALL MSRs where it can use them. Until then the host's stay, and the
+    /// guest does not see them, for reads exit.
+    #[inline]
+    pub(crate) fn sync_syscall(&mut self) {
+        const SCE_LMA: u64 = 1 | 1 << 10;
+        if self.loaded.get() && self.efer & SCE_LMA == SCE_LMA {
+            self.load_syscall(self.syscall);
+        }
+    }
+
+    #[inline]
+    pub(crate) fn load_syscall(&mut self, want: SyscallMsrs) {
+        let live = core::mem::replace(&mut self.live_syscall, want);
+        if live.star != want.star {
+            self.cpu.wrmsr(msr::STAR, want.star);
+        }
+        if live.lstar != want.lstar {
+            self.cpu.wrmsr(msr::LSTAR, want.lstar);
+        }
+        if live.mask != want.mask {
+            self.cpu.wrmsr(msr::SYSCALL_MASK, want.mask);
+        }
+    }
+
+    /// Brings KERNEL_GS_BASE to the guest's value.
+    #[inline]
+    pub(crate) fn sync_kernel_gs_base(&mut self) {
+        if self.loaded.get() && self.kernel_gs_base != self.live_gs_base {
+            self.live_gs_base = self.kernel_gs_base;
+            self.cpu.wrmsr(msr::KERNEL_GS_BASE, self.kernel_gs_base);
+        }
+    }
+
+    /// KERNEL_GS_BASE, which SWAPGS changes while the guest runs.
+    pub(crate) fn kernel_gs_base_now(&mut self) -> u64 {
+        if self.loaded.get() {
+            self.kernel_gs_base = self.cpu.rdmsr(msr::KERNEL_GS_BASE);
+            self.live_gs_base = self.kernel_gs_base;
+        }
+        self.kernel_gs_base
+    }
+}
