@@ -253,7 +253,10 @@ impl<B: Backend> Vcpu<B> {
             }
             PAT if !msr::pat_is_valid(value) => Err(Refused),
             TSC_AUX if (!host && !self.cpuid.has_tsc_aux()) || value >> 32 != 0 => Err(Refused),
+            // What a guest was not offered does not exist for it, not even for a write of zero.
+            XSS if !host && !self.cpuid.has(x86::cpuid::feature::XSAVES) => Err(Refused),
             XSS if value & !self.cpuid.xss_allowed() != 0 => Err(Refused),
+            SPEC_CTRL if !host && !self.cpuid.has_spec_ctrl() => Err(Refused),
             SPEC_CTRL if !msr::spec_ctrl_is_valid(value, &self.facts(), host) => Err(Refused),
             DEBUGCTL if value & !3 != 0 => Err(Refused),
             PRED_CMD => Err(Refused),
