@@ -16,6 +16,7 @@ mod lazy_deadline;
 mod lazy_stress;
 mod lifecycle;
 mod lines;
+mod makers;
 mod mmio;
 mod msr_exits;
 mod msrs;
@@ -76,6 +77,7 @@ pub fn all() -> impl Iterator<Item = Test> {
         delivery::TESTS,
         shadows::TESTS,
         control_bits::TESTS,
+        makers::TESTS,
         lapic::TESTS,
         lines::TESTS,
         smp::TESTS,

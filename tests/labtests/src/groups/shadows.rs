@@ -205,6 +205,8 @@ guest_code!(
     64,
     set_up!(),
     "mov %ss, %ebx",
+    // Once without a step, so that no fault of nested paging comes between the steps (`Guest::steps`).
+    "mov %ebx, %ss",
     "xor %eax, %eax",
     "xor %ecx, %ecx",
     "pushfq",

@@ -56,6 +56,7 @@ plain!(
     u64,
     kvm_regs,
     kvm_sregs,
+    kvm_sregs2,
     kvm_fpu,
     kvm_lapic_state,
     kvm_mp_state,
