@@ -52,7 +52,7 @@ guest_code!(
     "in $PORT_MARK, %al",
     done!()
 );
-guest_code!(until_told, 64, "0: xor %eax, %eax", "cpuid", "cmpq $0, FREE", "je 0b", done!());
+guest_code!(until_told, 64, "sti", "0: xor %eax, %eax", "cpuid", "cmpq $0, FREE", "je 0b", done!());
 
 const DEBUG: &str = "/sys/kernel/debug/kvm";
 
