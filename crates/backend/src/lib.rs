@@ -218,6 +218,10 @@ pub trait Backend: Send + Sized {
     }
     /// Sets the four PDPTEs that PAE paging goes on with.
     fn set_pdptes(&mut self, _entries: [u64; 4]) {}
+    /// The PDPTEs, where they are part of the state.
+    fn pdptes(&self) -> [u64; 4] {
+        [0; 4]
+    }
     /// Sets CR0.
     fn set_cr0(&mut self, value: u64);
     /// Sets CR2.

@@ -48,6 +48,9 @@ pub struct Sregs {
     pub cr8: u64,
     pub efer: u64,
     pub apic_base: u64,
+    /// The four entries at the top of PAE paging, where the backend has them as registers; `None` to
+    /// have them loaded from memory.
+    pub pdptes: Option<[u64; 4]>,
 }
 
 /// KVM_GET_VCPU_EVENTS, neutral.
@@ -164,6 +167,7 @@ impl<B: Backend> Vcpu<B> {
             cr8: self.b.cr8().into(),
             efer: c.efer,
             apic_base: self.shared.lapic.base(),
+            pdptes: self.own_pdptes(),
         }
     }
 
@@ -195,6 +199,9 @@ impl<B: Backend> Vcpu<B> {
         self.b.flush_tlb();
         self.note_role();
         self.registers_replaced();
+        if let Some(entries) = s.pdptes {
+            self.give_pdptes(entries);
+        }
         if let Some(vector) = interrupt {
             self.events.again = Some(Event::Interrupt(vector));
         }

@@ -421,7 +421,7 @@ impl<B: Backend> Vcpu<B> {
     /// reserved bits.
     pub(crate) fn load_pdptes(&mut self, cr3: u64) -> Result<(), Exception> {
         let base = pdptes_at(cr3);
-        let reserved = PDPTE_RESERVED | (u64::MAX << self.cpuid.maxphyaddr().clamp(32, 63));
+        let reserved = self.reserved_in_pdptes();
         if self.shadow.is_none() && !B::LOADS_PDPTES {
             return Ok(());
         }
@@ -442,6 +442,28 @@ impl<B: Backend> Vcpu<B> {
             None => b.set_pdptes(entries),
         }
         Ok(())
+    }
+
+    /// The PDPTEs where they are registers of the backend and in use.
+    pub(crate) fn own_pdptes(&self) -> Option<[u64; 4]> {
+        let c = self.b.control();
+        let own = B::LOADS_PDPTES && self.shadow.is_none() && is_pae(c.cr0, c.cr4, c.efer);
+        own.then(|| self.b.pdptes())
+    }
+
+    /// User space gives the PDPTEs, after the registers. Those with reserved bits, with which no entry
+    /// would succeed, are not present.
+    #[cold]
+    pub(crate) fn give_pdptes(&mut self, entries: [u64; 4]) {
+        if self.own_pdptes().is_some() {
+            let reserved = self.reserved_in_pdptes();
+            let bad = |e: u64| e & PRESENT != 0 && e & reserved != 0;
+            self.b.set_pdptes(entries.map(|e| if bad(e) { 0 } else { e }));
+        }
+    }
+
+    fn reserved_in_pdptes(&self) -> u64 {
+        PDPTE_RESERVED | (u64::MAX << self.cpuid.maxphyaddr().clamp(32, 63))
     }
 
     /// After user space set the registers. Entries that cannot be loaded are not present.

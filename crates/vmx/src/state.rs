@@ -324,6 +324,15 @@ impl<C: Cpu> Backend for Vmx<C> {
         self.set_pdpte_fields(entries);
     }
 
+    fn pdptes(&self) -> [u64; 4] {
+        [
+            self.get(fields::GUEST_PDPTE0),
+            self.get(fields::GUEST_PDPTE1),
+            self.get(fields::GUEST_PDPTE2),
+            self.get(fields::GUEST_PDPTE3),
+        ]
+    }
+
     #[inline]
     fn cr8(&self) -> u8 {
         (self.vtpr() >> 4) as u8 & 0xf

@@ -103,7 +103,8 @@ fn from_table(t: &KvmDtable) -> DescriptorTable {
     DescriptorTable { base: t.base, limit: t.limit }
 }
 
-/// System registers. PDPTRs are the hardware's business under nested paging, so none are told.
+/// System registers. PDPTRs are told where the CPU has them as registers, as under VMX; under SVM's
+/// nested paging it reads them from memory.
 pub fn sregs(s: &Sregs) -> KvmSregs2 {
     KvmSregs2 {
         cs: segment(&s.cs),
@@ -123,8 +124,8 @@ pub fn sregs(s: &Sregs) -> KvmSregs2 {
         cr8: s.cr8,
         efer: s.efer,
         apic_base: s.apic_base,
-        flags: 0,
-        pdptrs: [0; 4],
+        flags: if s.pdptes.is_some() { SREGS2_FLAGS_PDPTRS_VALID } else { 0 },
+        pdptrs: s.pdptes.unwrap_or([0; 4]),
     }
 }
 
@@ -148,6 +149,7 @@ pub fn from_sregs(s: &KvmSregs2) -> Sregs {
         cr8: s.cr8,
         efer: s.efer,
         apic_base: s.apic_base,
+        pdptes: (s.flags & SREGS2_FLAGS_PDPTRS_VALID != 0).then_some(s.pdptrs),
     }
 }
 

@@ -66,6 +66,7 @@ guest_code!(
 );
 
 fn instructions_of_intels_hypervisors_are_invalid_opcodes() -> Outcome {
+    of_intel("some of their encodings are other instructions with AMD")?;
     let guest = Guest::new(Chip::Kernel, vmx())?;
     guest.finish()?;
     equal("exceptions, vector, error code", guest.faults(), (13, 6, 0))?;
@@ -184,6 +185,8 @@ fn arch_capabilities_are_the_vmms() -> Outcome {
     let offered = guest.vcpu().msr(ARCH_CAPABILITIES)?.unwrap_or_default();
     equal("none", guest.vcpu().set_msr(ARCH_CAPABILITIES, 0)?, true)?;
     equal("for the guest: 0, a fault, 0", touch(&guest, ARCH_CAPABILITIES, 1)?, (0, 0, 1))?;
+    // They do not change once a vCPU has run.
+    let guest = Guest::new(Chip::Kernel, touch_msr())?;
     equal("all offered", guest.vcpu().set_msr(ARCH_CAPABILITIES, offered)?, true)?;
     equal("for the guest", touch(&guest, ARCH_CAPABILITIES, 0)?, (offered, offered, 1))?;
     let guest = Guest::new(Chip::Kernel, touch_msr())?;

@@ -18,6 +18,7 @@ mod lifecycle;
 mod lines;
 mod makers;
 mod mmio;
+mod modes;
 mod msr_exits;
 mod msrs;
 mod paging_bits;
@@ -78,6 +79,7 @@ pub fn all() -> impl Iterator<Item = Test> {
         shadows::TESTS,
         control_bits::TESTS,
         makers::TESTS,
+        modes::TESTS,
         lapic::TESTS,
         lines::TESTS,
         smp::TESTS,
