@@ -45,9 +45,17 @@ noinstr void gnt_guest_enter(void)
 		guest_state_enter_irqoff();
 }
 
-noinstr void gnt_guest_exit(void)
+/*
+ * A quiet moment for RCU is noted when an interrupt ended the guest's run. RCU needs one per tick, and
+ * a tick that comes while the guest runs ends its run; one that comes outside finds the task in the
+ * kernel as any other.
+ */
+noinstr void gnt_guest_exit(bool interrupted)
 {
-	guest_state_exit_irqoff();
+	if (interrupted)
+		guest_state_exit_irqoff();
+	else
+		exit_quietly();
 	/* The guest may have trained the branch predictor against the VMM (VMSCAPE). */
 	if (cpu_feature_enabled(X86_FEATURE_IBPB_EXIT_TO_USER))
 		this_cpu_write(x86_ibpb_exit_to_user, true);

@@ -191,7 +191,7 @@ void gnt_sched_exit(void);
 
 /* context.c */
 void gnt_guest_enter(void);
-void gnt_guest_exit(void);
+void gnt_guest_exit(bool interrupted);
 void gnt_guest_time_end(void);
 void gnt_guest_pause(void);
 void gnt_guest_resume(void);

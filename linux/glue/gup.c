@@ -51,12 +51,17 @@ static int outcome(long error)
  * page that may be written serves readers and writers alike. Only anonymous memory: secretmem, DAX
  * and device memory have rules that their struct pages or their VMAs alone tell.
  */
-static bool leaf_of_anonymous(u64 entry, unsigned int shift, u64 hva, bool write,
+static __always_inline bool leaf_of_anonymous(u64 entry, unsigned int shift, u64 hva, bool write,
 			      struct gnt_host_page *out)
 {
 	pte_t leaf = __pte(entry);
-	u64 pfn = ((entry & PTE_PFN_MASK) >> PAGE_SHIFT & ~((1ul << (shift - PAGE_SHIFT)) - 1)) |
-		  (hva >> PAGE_SHIFT & ((1ul << (shift - PAGE_SHIFT)) - 1));
+	u64 pfn = (entry & PTE_PFN_MASK) >> PAGE_SHIFT;
+
+	if (unlikely(shift != PAGE_SHIFT)) {
+		u64 within = (1ul << (shift - PAGE_SHIFT)) - 1;
+
+		pfn = (pfn & ~within) | (hva >> PAGE_SHIFT & within);
+	}
 
 	out->writable = pte_access_permitted(leaf, true);
 	if (!out->writable && (write || !pte_access_permitted(leaf, false)))
@@ -65,46 +70,54 @@ static bool leaf_of_anonymous(u64 entry, unsigned int shift, u64 hva, bool write
 	if (pte_special(leaf) || pte_devmap(leaf) || !PageAnon(pfn_to_page(pfn)))
 		return false;
 	out->pfn = pfn;
-	out->level = 1 + (shift - PAGE_SHIFT) / 9;
+	out->level = shift == PAGE_SHIFT ? 1 : shift == PMD_SHIFT ? 2 : 3;
 	out->refcounted = 1;
 	out->held = 0;
 	out->dirty = !!pte_dirty(leaf);
 	return true;
 }
 
+/* The entry for hva in the table that `entry` points to, which covers 2^shift bytes each. */
+static __always_inline u64 entry_below(u64 entry, unsigned long mask, unsigned int shift, u64 hva)
+{
+	const u64 *table = __va(entry & mask);
+
+	return READ_ONCE(table[hva >> shift & (PTRS_PER_PTE - 1)]);
+}
+
 /*
- * The leaf of the current task's page table at hva, without a lock: 0 where there is none. Tables
- * are freed only after every CPU has answered an interrupt (or an RCU grace period), so they stay
- * while interrupts are off.
+ * The leaf of the current task's page table at hva, without a lock: not present where there is none.
+ * Tables are freed only after every CPU has answered an interrupt (or an RCU grace period), so they
+ * stay while interrupts are off. A bit that only a large leaf has, it has at each level.
  */
 static __always_inline u64 leaf_at(u64 hva, unsigned int *shift)
 {
-	pgd_t pgd = READ_ONCE(*pgd_offset(current->mm, hva));
-	p4d_t p4d;
-	pud_t pud;
-	pmd_t pmd;
+	unsigned long mask = PTE_PFN_MASK;
+	u64 entry = pgd_val(READ_ONCE(*pgd_offset(current->mm, hva)));
 
 	*shift = PAGE_SHIFT;
-	if (pgd_none(pgd))
+	if (pgtable_l5_enabled()) {
+		if (!(entry & _PAGE_PRESENT))
+			return 0;
+		entry = entry_below(entry, mask, P4D_SHIFT, hva);
+	}
+	if (!(entry & _PAGE_PRESENT))
 		return 0;
-	p4d = READ_ONCE(*p4d_offset(&pgd, hva));
-	if (!p4d_present(p4d))
+	entry = entry_below(entry, mask, PUD_SHIFT, hva);
+	if (!(entry & _PAGE_PRESENT))
 		return 0;
-	pud = READ_ONCE(*pud_offset(&p4d, hva));
-	if (!pud_present(pud))
-		return 0;
-	if (pud_leaf(pud)) {
+	if (entry & _PAGE_PSE) {
 		*shift = PUD_SHIFT;
-		return pud_val(pud);
+		return entry;
 	}
-	pmd = READ_ONCE(*pmd_offset(&pud, hva));
-	if (!pmd_present(pmd))
+	entry = entry_below(entry, mask, PMD_SHIFT, hva);
+	if (!(entry & _PAGE_PRESENT))
 		return 0;
-	if (pmd_leaf(pmd)) {
+	if (entry & _PAGE_PSE) {
 		*shift = PMD_SHIFT;
-		return pmd_val(pmd);
+		return entry;
 	}
-	return pte_val(READ_ONCE(*pte_offset_kernel(&pmd, hva)));
+	return entry_below(entry, mask, PAGE_SHIFT, hva);
 }
 
 /* The level at which the current task's page table maps hva. */
@@ -122,7 +135,7 @@ int gnt_hva_level(u64 hva)
 }
 
 /* The page behind hva if it is anonymous and mapped with that access: no reference is taken. */
-static bool mapped_anonymous(u64 hva, bool write, struct gnt_host_page *out)
+static __always_inline bool mapped_anonymous(u64 hva, bool write, struct gnt_host_page *out)
 {
 	unsigned long flags;
 	unsigned int shift;
@@ -149,7 +162,7 @@ static void fault_anonymous(u64 hva, bool interruptible)
 
 	if (interruptible)
 		flags |= FAULT_FLAG_INTERRUPTIBLE;
-	if (mmap_read_lock_killable(mm))
+	if (!mmap_read_trylock(mm) && mmap_read_lock_killable(mm))
 		return;
 	vma = vma_lookup(mm, hva);
 	if (vma && vma_is_anonymous(vma) &&

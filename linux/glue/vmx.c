@@ -84,10 +84,17 @@ noinstr void gnt_vmx_nmi(void)
 	asm volatile("int %0" : : "i"(2) : "memory");
 }
 
-/* TR is loaded again when a task with an I/O bitmap needs it, or now if this is one. */
+/*
+ * A VM exit leaves the GDT where it was and its limit at 64 KiB. TR is loaded again when a task with
+ * an I/O bitmap needs it, or now if this is one.
+ */
 void gnt_vmx_left(void)
 {
-	load_fixmap_gdt(raw_smp_processor_id());
+	struct desc_ptr gdt;
+
+	native_store_gdt(&gdt);
+	gdt.size = GDT_SIZE - 1;
+	native_load_gdt(&gdt);
 	if (unlikely(test_thread_flag(TIF_IO_BITMAP)))
 		force_reload_TR();
 	else

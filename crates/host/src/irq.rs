@@ -34,10 +34,11 @@ pub fn guest_enter() {
     sys::gnt_guest_enter();
 }
 
-/// The CPU is the kernel's again (interrupts still off).
+/// The CPU is the kernel's again (interrupts still off). `interrupted`: an interrupt ended the guest's
+/// run, a tick perhaps.
 #[inline]
-pub fn guest_exit() {
-    sys::gnt_guest_exit();
+pub fn guest_exit(interrupted: bool) {
+    sys::gnt_guest_exit(interrupted);
 }
 
 /// Guest time ends (interrupts off). After [`guest_exit`], and after the interrupt that ended the

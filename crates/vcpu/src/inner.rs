@@ -100,7 +100,7 @@ impl<B: Backend> Vcpu<B> {
         self.b.unload();
         self.stats.count(VcpuCount::HostStateReload);
         self.shared.leave_mode();
-        irq::guest_exit();
+        irq::guest_exit(matches!(exit, Exit::Interrupt));
         if matches!(exit, Exit::MachineCheck) {
             host::hostcpu::machine_check();
         }

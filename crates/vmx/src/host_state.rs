@@ -5,6 +5,7 @@
 
 use core::sync::atomic::Ordering::Relaxed;
 
+use backend::Backend;
 use cpu::{Cpu, Selectors, VmxSwitch};
 use host::{hostcpu, smp};
 use x86::msr;
@@ -138,6 +139,8 @@ impl<C: Cpu> Vmx<C> {
             self.attention &= !attention::OFF;
             return;
         }
+        // Asked for when the loop is left, and cheaper to have here.
+        let _ = self.was_delivering();
         self.cr2 = self.cpu.cr2();
         self.launched.set(self.switch.flags & VmxSwitch::LAUNCHED != 0);
         self.kernel_gs_base = self.cpu.rdmsr(msr::KERNEL_GS_BASE);

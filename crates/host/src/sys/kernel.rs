@@ -119,7 +119,7 @@ unsafe extern "C" {
     pub(crate) safe fn gnt_sigmask_set(mask: u64);
     pub(crate) safe fn gnt_sigmask_restore();
     pub(crate) safe fn gnt_guest_enter();
-    pub(crate) safe fn gnt_guest_exit();
+    pub(crate) safe fn gnt_guest_exit(interrupted: bool);
     pub(crate) safe fn gnt_guest_time_end();
     pub(crate) safe fn gnt_guest_pause();
     pub(crate) safe fn gnt_guest_resume();

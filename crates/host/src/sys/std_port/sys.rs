@@ -403,14 +403,14 @@ pub(crate) fn gnt_sigmask_restore() {}
 pub(crate) fn gnt_guest_enter() {
     assert!(!IRQS_ON.get(), "the guest is entered with interrupts off");
 }
-pub(crate) fn gnt_guest_exit() {
+pub(crate) fn gnt_guest_exit(_interrupted: bool) {
     assert!(!IRQS_ON.get(), "the guest is left with interrupts off");
 }
 pub(crate) fn gnt_guest_time_end() {
     assert!(!IRQS_ON.get(), "guest time ends with interrupts off");
 }
 pub(crate) fn gnt_guest_pause() {
-    gnt_guest_exit();
+    gnt_guest_exit(false);
 }
 pub(crate) fn gnt_guest_resume() {
     gnt_guest_enter();
