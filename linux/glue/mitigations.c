@@ -157,6 +157,9 @@ u64 gnt_mitigation_facts(void)
 #ifdef X86_BUG_ITS
 	facts |= FACT(10, boot_cpu_has_bug(X86_BUG_ITS));
 #endif
+#ifdef X86_BUG_TSA
+	facts |= FACT(11, boot_cpu_has_bug(X86_BUG_TSA));
+#endif
 	facts |= FACT(16, boot_cpu_has(X86_FEATURE_FLUSH_L1D));
 #ifdef X86_FEATURE_CLEAR_CPU_BUF
 	facts |= FACT(17, boot_cpu_has(X86_FEATURE_CLEAR_CPU_BUF));
@@ -177,6 +180,15 @@ u64 gnt_mitigation_facts(void)
 	facts |= FACT(27, boot_cpu_has(X86_FEATURE_ARCH_CAPABILITIES));
 #ifdef X86_FEATURE_CLEAR_CPU_BUF_VM
 	facts |= FACT(28, boot_cpu_has(X86_FEATURE_CLEAR_CPU_BUF_VM));
+#endif
+#ifdef X86_FEATURE_UNRET
+	facts |= FACT(29, boot_cpu_has(X86_FEATURE_UNRET));
+#endif
+#ifdef X86_FEATURE_SRSO
+	facts |= FACT(29, boot_cpu_has(X86_FEATURE_SRSO) || boot_cpu_has(X86_FEATURE_SRSO_ALIAS));
+#endif
+#ifdef X86_FEATURE_IBPB_ON_VMEXIT
+	facts |= FACT(30, boot_cpu_has(X86_FEATURE_IBPB_ON_VMEXIT));
 #endif
 	return facts;
 }

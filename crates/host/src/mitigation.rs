@@ -54,6 +54,7 @@ facts! {
     SSB = 8, "Speculative store bypass.";
     GDS = 9, "Gather data sampling, not mitigated by microcode.";
     ITS = 10, "Indirect target selection.";
+    TSA = 11, "Transient scheduler attacks (AMD).";
     FLUSH_L1D = 16, "The CPU has an instruction that flushes the L1 data cache.";
     VERW = 17, "The kernel has VERW clear the CPU's buffers.";
     RSB_VMEXIT = 18, "The return stack is to be filled after a VM exit.";
@@ -67,6 +68,8 @@ facts! {
     SPEC_CTRL = 26, "SPEC_CTRL exists.";
     ARCH_CAPABILITIES = 27, "ARCH_CAPABILITIES exists.";
     VERW_VM = 28, "The kernel has VERW clear the CPU's buffers before VMRUN.";
+    UNRET = 29, "Return predictions are untrained at every entry into the kernel (AMD).";
+    IBPB_ON_VMEXIT = 30, "An IBPB after a VM exit (AMD).";
 }
 
 impl Facts {

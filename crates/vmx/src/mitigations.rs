@@ -99,7 +99,7 @@ impl Report {
         Self { facts, l1d }
     }
 
-    fn lines(&self) -> [(&'static str, &'static str); 9] {
+    fn lines(&self) -> [(&'static str, &'static str); 11] {
         let has = |bits| self.facts.any(bits);
         let when = |affected: bool, done: bool, what| match (affected, done) {
             (_, true) => what,
@@ -130,6 +130,11 @@ impl Report {
             (true, true) => "switched; IBRS written after every exit",
             (true, false) => "switched where guest and host differ",
         };
+        let returns = match () {
+            () if has(Facts::IBPB_ON_VMEXIT) => "IBPB after exits",
+            () if has(Facts::UNRET) => "untrained after exits",
+            () => "not untrained",
+        };
         let mmio = match (has(Facts::MMIO_STALE_DATA), verw) {
             (false, _) => "not affected",
             (true, true) => "VERW before entries",
@@ -148,6 +153,8 @@ impl Report {
                 "ibpb",
                 if has(Facts::IBPB_ON_SWITCH) { "when another vCPU ran last" } else { "none" },
             ),
+            ("tsa", when(has(Facts::TSA), has(Facts::VERW_VM), "VERW before entries")),
+            ("returns", returns),
             ("itlb_multihit", itlb),
         ]
     }
@@ -276,8 +283,9 @@ mod tests {
         let sound = Report::of(Facts(0), L1dFlush::NotRequired).to_string();
         assert!(!sound.contains("vulnerable"), "{sound}");
         let bugs = Facts::L1TF | Facts::MDS | Facts::TAA | Facts::RFDS | Facts::ITLB_MULTIHIT;
-        let off = Report::of(Facts(bugs | Facts::ALL_OFF), L1dFlush::Never).to_string();
-        assert_eq!(off.matches("vulnerable").count(), 4, "{off}");
+        let all = bugs | Facts::TSA | Facts::ALL_OFF;
+        let off = Report::of(Facts(all), L1dFlush::Never).to_string();
+        assert_eq!(off.matches("vulnerable").count(), 5, "{off}");
         let on = Report::of(Facts(bugs | Facts::VERW | Facts::RSB_VMEXIT), L1dFlush::Cond);
         let on = on.to_string();
         assert!(!on.contains("vulnerable"), "{on}");
