@@ -96,6 +96,13 @@ pub mod feature {
 }
 
 impl Hypercall {
+    /// Whether there is a call of this number; any other answers [`HypercallError::NoSuchCall`], or
+    /// [`HypercallError::NotPrivileged`] outside CPL 0, whatever its arguments.
+    #[inline(always)]
+    pub fn is_known(number: u64) -> bool {
+        (number::VAPIC_POLL_IRQ..=number::MAP_GPA_RANGE).contains(&number)
+    }
+
     /// Decodes a call. `long`: the guest runs 64-bit code; else registers count 32 bits.
     /// `features` is CPUID 0x40000001:EAX as far as it is to be enforced (all ones for not).
     ///

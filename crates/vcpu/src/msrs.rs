@@ -89,10 +89,15 @@ impl<B: Backend> Vcpu<B> {
             }
             // These write guest memory, or what depends on them is not the loop's.
             Class::X2Apic | Class::Apic | Class::Pv => Next::Leave,
-            Class::Backend | Class::Store | Class::Unknown => {
+            class @ (Class::Backend | Class::Store | Class::Unknown) => {
                 let Some(next) = self.next_rip() else { return Next::Leave };
                 let value = self.msr_operand();
-                match self.write_msr(index, value, false) {
+                let written = match class {
+                    Class::Store => self.write_stored_msr(index, value, false),
+                    Class::Backend => self.write_backend_msr(index, value, false),
+                    _ => Err(Refused),
+                };
+                match written {
                     Ok(()) => self.retire(next),
                     Err(Refused) => return self.msr_refused(),
                 }
@@ -204,14 +209,17 @@ impl<B: Backend> Vcpu<B> {
                 _ => Err(Refused),
             },
             Class::Pv => self.write_pv_msr(index, value, host),
-            Class::Store => {
-                let facts = self.facts();
-                let effect = self.store.write(index, value, host, &facts).map_err(|_| Refused)?;
-                self.store_effect(effect, host);
-                Ok(())
-            }
+            Class::Store => self.write_stored_msr(index, value, host),
             Class::Unknown => Err(Refused),
         }
+    }
+
+    #[inline]
+    fn write_stored_msr(&mut self, index: u32, value: u64, host: bool) -> Result<(), Refused> {
+        let facts = self.facts();
+        let effect = self.store.write(index, value, host, &facts).map_err(|_| Refused)?;
+        self.store_effect(effect, host);
+        Ok(())
     }
 
     fn store_effect(&mut self, effect: Effect, host: bool) {

@@ -250,6 +250,24 @@ impl<B: Backend> Vcpu<B> {
 
     /// A hypercall inside the loop: those that need nothing of the kernel but an IPI.
     pub(crate) fn answer_hypercall(&mut self) -> Next {
+        let long = self.code_size() == emulate::CodeSize::Bits64;
+        let number = self.gprs.0[RAX];
+        if Hypercall::is_known(if long { number } else { u64::from(number as u32) }) {
+            return self.answer_known_hypercall();
+        }
+        let Some(next) = self.next_rip() else { return Next::Leave };
+        let error = if self.b.cpl() != 0 {
+            HypercallError::NotPrivileged
+        } else {
+            HypercallError::NoSuchCall
+        };
+        self.gprs.0[RAX] = hypercall::answer(Err(error), long);
+        self.retire(next);
+        Next::Again
+    }
+
+    #[inline(never)]
+    fn answer_known_hypercall(&mut self) -> Next {
         let (call, long) = self.decode_hypercall();
         let done = match &call {
             Err(_) | Ok(Hypercall::VapicPollIrq) => true,
