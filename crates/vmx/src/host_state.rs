@@ -8,7 +8,7 @@ use core::sync::atomic::Ordering::Relaxed;
 use backend::Backend;
 use cpu::{Cpu, Selectors, VmxSwitch};
 use host::{hostcpu, smp};
-use x86::msr;
+use x86::{msr, vmcs::ExitReason};
 
 use crate::{
     enter::{Vmx, attention},
@@ -177,7 +177,11 @@ impl<C: Cpu> Vmx<C> {
     #[inline]
     fn know_for_outside(&self) {
         let _ = self.get(fields::GUEST_RFLAGS);
-        if exits::may_be_inside_delivery(self.get(fields::EXIT_REASON)) {
+        let reason = self.get(fields::EXIT_REASON);
+        if reason == u32::from(ExitReason::Io.0) {
+            let _ = self.get(fields::GUEST_RIP);
+            let _ = self.get(fields::INSTRUCTION_LENGTH);
+        } else if exits::may_be_inside_delivery(reason) {
             let _ = self.get(fields::IDT_VECTORING);
         }
     }
