@@ -5,7 +5,6 @@
 
 use core::sync::atomic::Ordering::Relaxed;
 
-use backend::Backend;
 use cpu::{Cpu, Selectors, VmxSwitch};
 use host::{hostcpu, smp};
 use x86::{msr, vmcs::ExitReason};
