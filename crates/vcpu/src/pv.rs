@@ -240,6 +240,7 @@ impl<B: Backend> Vcpu<B> {
         let _ = WallClock::publish(&self.guest_page(at), host.real_ns, guest_ns);
     }
 
+    #[inline]
     fn decode_hypercall(&self) -> (Result<Hypercall, HypercallError>, bool) {
         let long = self.code_size() == emulate::CodeSize::Bits64;
         let [rax, rbx, rcx, rdx, rsi] =

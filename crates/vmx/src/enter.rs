@@ -319,7 +319,9 @@ impl<C: Cpu> Vmx<C> {
         if self.attention != 0 {
             self.settle_injection();
         }
-        let reason = self.get(fields::EXIT_REASON);
+        let raw = self.cpu.vmread(fields::EXIT_REASON.encoding());
+        self.fields.learn(fields::EXIT_REASON, raw);
+        let reason = raw as u32;
         if exits::needs_rsp(reason) {
             self.look_after_exit(reason, gprs);
         }

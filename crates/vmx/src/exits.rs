@@ -226,6 +226,10 @@ impl<C: Cpu> Vmx<C> {
             }
             _ => false,
         };
+        // Asked for when the loop is left, at the latest: cheaper here.
+        if may_be_inside_delivery(reason) {
+            self.get(fields::IDT_VECTORING);
+        }
         if reblock && self.get(fields::IDT_VECTORING) & event::VALID == 0 {
             let state = self.get(fields::GUEST_INTERRUPTIBILITY);
             self.set(fields::GUEST_INTERRUPTIBILITY, state | interruptibility::NMI);

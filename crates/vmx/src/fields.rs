@@ -143,6 +143,13 @@ impl Fields {
         (self.known[group].get() & bit != 0).then(|| W::from_raw(self.values[at].get()))
     }
 
+    /// The value that was kept last, of a field that is read at every exit.
+    #[inline(always)]
+    pub(crate) fn last<W: Width, A>(&self, slot: Slot<W, A>) -> W::Value {
+        let (_, _, at) = Self::place(slot);
+        W::from_raw(self.values[at].get())
+    }
+
     /// Keeps what was read.
     #[inline(always)]
     pub(crate) fn learn<W: Width, A>(&self, slot: Slot<W, A>, raw: u64) {

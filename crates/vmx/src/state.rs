@@ -86,7 +86,8 @@ impl<C: Cpu> Backend for Vmx<C> {
 
     #[inline(always)]
     fn dispatch<A: Answer<Self>>(answer: &mut A) -> Option<Exit> {
-        let reason = answer.backend().get(fields::EXIT_REASON);
+        // Read by the exit itself.
+        let reason = answer.backend().fields.last(fields::EXIT_REASON);
         // An entry that failed has bits that no reason has.
         let Ok(reason) = u16::try_from(reason) else {
             let exit = answer.backend().decode();
@@ -483,7 +484,7 @@ impl<C: Cpu> Backend for Vmx<C> {
     fn set_tsc(&mut self, offset: u64, ratio: u64) {
         self.tsc_offset = offset;
         self.set(fields::TSC_OFFSET, offset);
-        if self.features.tsc_scaling {
+        if self.tsc_ratio != ratio && self.features.tsc_scaling {
             self.tsc_ratio = ratio;
             self.set(fields::TSC_MULTIPLIER, ratio << MULTIPLIER_SHIFT);
             self.change_proc2(ProcControls2::TSC_SCALING, ratio != RATIO_ONE);
