@@ -85,7 +85,8 @@ TRACE_EVENT_FN(kvm_exit,
 	TP_fast_assign(
 		__entry->exit_reason = x->code;
 		__entry->guest_rip = x->rip;
-		__entry->isa = GNT_ISA_SVM;
+		__entry->isa = boot_cpu_has(X86_FEATURE_VMX) ?
+			       GNT_ISA_VMX : GNT_ISA_SVM;
 		__entry->info1 = x->info1;
 		__entry->info2 = x->info2;
 		__entry->intr_info = x->event;
