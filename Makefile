@@ -31,9 +31,9 @@ help:
 	@echo '  make setup                     fetch and unpack everything; the others fetch what they need'
 	@echo '  make clean                     remove what was built and unpacked; downloads stay in the cache'
 	@echo
-	@echo 'Variables: KERNEL=6.12|6.1 (the host kernel), MACHINE=amd, MODULE=gannet|stock (boot),'
+	@echo 'Variables: KERNEL=6.12|6.1 (the host kernel), MACHINE=amd|intel, MODULE=gannet|stock (boot),'
 	@echo '           PARAMETERS="npt=0 keep_roots=0" of that module (boot) or of Gannet (bench; STOCK_PARAMETERS of stock),'
-	@echo '           ONLY=cpuid,rdmsr (run, bench), FILTER=source|unit|module|lab (test),'
+	@echo '           ONLY=cpuid,rdmsr (run, bench), FILTER=source|unit|module|lab|lab:part-of-a-name (test),'
 	@echo '           FROM=docs/results/mechanisms.json for page and plots of an earlier run (mechanisms),'
 	@echo '           GANNET_CACHE=folder for downloads (default ~/.cache/gannet)'
 

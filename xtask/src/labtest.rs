@@ -34,6 +34,13 @@ pub struct LabTest {
     clean_log: bool,
 }
 
+impl LabTest {
+    /// What it shows.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+}
+
 fn test(
     name: String,
     job: Job,

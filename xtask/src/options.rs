@@ -1,7 +1,7 @@
 //! The commands' options: `--name value`, as the Makefile passes its variables. An empty value counts as not given.
 
 use anyhow::{Context, Result, bail};
-use gannet_lab::{Kernel, Machine, Module};
+use gannet_lab::{Kernel, MACHINES, Machine, Module};
 use std::path::PathBuf;
 
 /// Every option of every command.
@@ -25,7 +25,7 @@ pub struct Options {
     pub from: Option<PathBuf>,
     /// The workloads to run; all when empty.
     pub only: Vec<String>,
-    /// Part of the names of the tests to run; all when empty.
+    /// The tests to run: `source`, `unit`, `module`, `lab`, or `lab:` and part of a lab test's name; all when empty.
     pub filter: String,
 }
 
@@ -88,7 +88,7 @@ impl Options {
 }
 
 /// The machines on which both modules run everything.
-const UNASKED: [Machine; 1] = [Machine::Amd];
+const UNASKED: [Machine; 2] = MACHINES;
 
 fn count(name: &str, value: &str) -> Result<u32> {
     let number = value.parse().ok().filter(|n| (1..=64).contains(n));

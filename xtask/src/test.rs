@@ -15,7 +15,8 @@ pub fn run(layout: &Layout, options: &Options) -> Result<bool> {
     let groups = ["toolchain", "busybox", "tcc"];
     layout.ensure(&groups)?;
     layout.ensure(&KERNELS.map(Kernel::group))?;
-    let chosen = |name: &str| options.filter.is_empty() || name.contains(&options.filter);
+    let group = options.filter.split(':').next().unwrap_or_default();
+    let chosen = |name: &str| name.contains(group);
     if chosen("source") {
         source(layout, &mut tally);
     }
@@ -179,6 +180,9 @@ fn lab(layout: &Layout, options: &Options, built: &[Kernel], tally: &mut Tally) 
         }
         labtest::from_list(layout, options, built, &mut tests)?;
     }
+    if let Some((_, part)) = options.filter.split_once(':') {
+        tests.retain(|test| test.name().contains(part));
+    }
     labtest::run_all(layout, tests, tally);
     Ok(())
 }
@@ -186,7 +190,7 @@ fn lab(layout: &Layout, options: &Options, built: &[Kernel], tally: &mut Tally) 
 /// A job for lab tests.
 pub fn plain_job(options: &Options, kernel: Kernel, module: Module, command: &str) -> Job {
     let mut job = Job::new(options.machine, kernel, module, command);
-    job.timeout = Duration::from_secs(120);
+    job.timeout = Duration::from_secs(if options.machine == Machine::Intel { 360 } else { 120 });
     job
 }
 
