@@ -378,7 +378,6 @@ impl fmt::Display for Features {
             (self.ept_2m && !self.ept_1g, "2 MiB pages"),
             (self.pml, "PML"),
             (self.tsc_scaling, "TSC scaling"),
-            (self.preemption_timer.is_some(), "preemption timer"),
             (self.ple, "PLE"),
         ];
         f.write_str("EPT")?;

@@ -204,7 +204,7 @@ fn what_is_there_is_taken() {
     assert!(f.ept_1g && f.ept_dirty && f.ple && f.invpcid && !f.pml && !f.tsc_scaling);
     let f = COFFEE_LAKE.read().unwrap();
     assert!(f.pml && f.xsaves && f.zero_length_injection && !f.tsc_scaling);
-    assert_eq!(f.to_string(), "EPT, VPID, EPT dirty bits, 1 GiB pages, PML, preemption timer, PLE");
+    assert_eq!(f.to_string(), "EPT, VPID, EPT dirty bits, 1 GiB pages, PML, PLE");
     assert_eq!((f.revision, f.preemption_timer), (4, Some(7)));
     let f = LAB.read().unwrap();
     assert!(f.vpid && f.tsc_scaling && f.pml && f.ept_1g && f.xsaves);
