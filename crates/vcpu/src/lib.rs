@@ -170,6 +170,16 @@ impl<B: Backend> Vcpu<B> {
         vm: VmRef,
         offered: Offered,
     ) -> Result<KBox<Self>, NoMemory> {
+        Self::on(KBox::new(b)?, shared, vm, offered)
+    }
+
+    /// A vCPU on a fresh backend that lies on no stack.
+    pub fn on(
+        b: KBox<B>,
+        shared: SharedVcpu,
+        vm: VmRef,
+        offered: Offered,
+    ) -> Result<KBox<Self>, NoMemory> {
         let mut this = Self::assemble(b, shared, vm, offered)?;
         let paging = this.roots.paging();
         this.b.set_paging(paging);
@@ -187,7 +197,7 @@ impl<B: Backend> Vcpu<B> {
     /// that no stack frame holds two of them.
     #[inline(never)]
     fn assemble(
-        b: B,
+        b: KBox<B>,
         shared: SharedVcpu,
         vm: VmRef,
         offered: Offered,
@@ -210,11 +220,11 @@ impl<B: Backend> Vcpu<B> {
     }
 
     #[inline(never)]
-    fn place(b: B, shared: SharedVcpu, vm: VmRef, parts: Parts) -> Self {
+    fn place(b: KBox<B>, shared: SharedVcpu, vm: VmRef, parts: Parts) -> Self {
         let tsc_khz = vm.tsc_khz();
         let memory = vm.memory_in(false).clone();
         Self {
-            b,
+            b: b.into_inner(),
             gprs: Gprs::default(),
             recheck: true,
             cr8_seen: 0,

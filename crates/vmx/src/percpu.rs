@@ -118,7 +118,7 @@ pub struct PerCpu {
     /// The VMCS that is current; 0: none.
     current: AtomicU64,
     /// Physical addresses of the VMCSs that are active; 0: free.
-    active: [AtomicU64; ACTIVE],
+    active: Page,
     /// The vCPU that ran last here, for IBPB.
     pub(crate) last_vcpu: AtomicU64,
     constants: Words,
@@ -146,7 +146,7 @@ impl PerCpu {
             vpid_generation: AtomicU64::new(1),
             next_vpid: AtomicU32::new(1),
             current: AtomicU64::new(0),
-            active: [const { AtomicU64::new(0) }; ACTIVE],
+            active: Page::zeroed()?,
             last_vcpu: AtomicU64::new(0),
             constants: [const { AtomicU64::new(0) }; 13],
         })
@@ -198,7 +198,7 @@ impl PerCpu {
     /// is no room; it must be cleared whenever the loop is left.
     #[must_use]
     pub fn note_active(&self, vmcs: Hpa) -> bool {
-        let free = self.active.iter().find(|slot| slot.load(Relaxed) == 0);
+        let free = self.slots().iter().find(|slot| slot.load(Relaxed) == 0);
         free.inspect(|slot| slot.store(vmcs.0, Relaxed)).is_some()
     }
 
@@ -211,17 +211,21 @@ impl PerCpu {
         self.forget(vmcs);
     }
 
+    fn slots(&self) -> &[AtomicU64] {
+        self.active.table().get(..ACTIVE).unwrap_or(&[])
+    }
+
     /// The VMCS at `vmcs` is not active here any more.
     fn forget(&self, vmcs: Hpa) {
         let _ = self.current.compare_exchange(vmcs.0, 0, Relaxed, Relaxed);
-        for slot in &self.active {
+        for slot in self.slots() {
             let _ = slot.compare_exchange(vmcs.0, 0, Relaxed, Relaxed);
         }
     }
 
     /// Clears every VMCS that is active here. NMI context, perhaps.
     fn clear_all<C: Cpu>(&self, c: &C) {
-        for slot in &self.active {
+        for slot in self.slots() {
             let vmcs = slot.swap(0, Relaxed);
             if vmcs != 0 {
                 c.vmclear(Hpa(vmcs));

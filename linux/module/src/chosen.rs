@@ -89,6 +89,7 @@ pub fn find() -> Result<Found, Refused> {
     if vendor.is_amd_like() { find_svm().map(Found::Svm) } else { find_vmx().map(Found::Vmx) }
 }
 
+#[inline(never)]
 fn find_svm() -> Result<svm::Features, Refused> {
     let mut here = Native;
     let host_cr4 = here.cr4();
@@ -102,6 +103,7 @@ fn find_svm() -> Result<svm::Features, Refused> {
     Ok(features)
 }
 
+#[inline(never)]
 fn find_vmx() -> Result<vmx::Features, Refused> {
     let mut here = Native;
     let host_cr4 = here.cr4();
@@ -123,6 +125,7 @@ fn find_vmx() -> Result<vmx::Features, Refused> {
 
 impl Found {
     /// Allocates what every CPU needs, and makes the choice known.
+    #[inline(never)]
     pub fn set_up(&self) -> Result<(), NoMemory> {
         match self {
             Self::Svm(features) => {
@@ -143,6 +146,7 @@ impl Found {
     }
 
     /// What the floors above want to know.
+    #[inline(never)]
     pub fn common(&self) -> Common {
         match self {
             Self::Svm(features) => {
@@ -185,6 +189,7 @@ impl Found {
     }
 
     /// Says in the log what was found.
+    #[inline(never)]
     pub fn announce(&self) {
         let tables = if params::npt() { "nested" } else { "shadow" };
         match self {

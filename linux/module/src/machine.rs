@@ -78,6 +78,7 @@ fn used_features(leaf: u32, subleaf: u32) -> [u32; 4] {
 }
 
 /// Finds out what this host can offer, with a backend of which `common` is known.
+#[inline(never)]
 pub fn find_out(common: &Common) -> Result<(), NoMemory> {
     let mut here = Native;
     let mut ask = used_features;

@@ -57,13 +57,13 @@ impl<B: Backend + 'static> VcpuFile<B> {
     /// The vCPU that others know by `shared`, on a fresh backend.
     #[inline(never)]
     pub fn new(
-        backend: B,
+        backend: KBox<B>,
         shared: SharedVcpu,
         vm: VmRef,
         host: &'static Host,
     ) -> Result<Self, Errno> {
         let khz = vm.tsc_khz();
-        let vcpu = Vcpu::new(backend, shared, vm.clone(), host.offered)?;
+        let vcpu = Vcpu::on(backend, shared, vm.clone(), host.offered)?;
         let mut bound = BoundVcpu {
             vcpu,
             vm: vm.clone(),

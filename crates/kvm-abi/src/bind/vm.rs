@@ -70,10 +70,16 @@ impl<M: MakeBackend> VmFile<M> {
         Ok(set(&self.vm))
     }
 
+    /// A backend, out of line: it is large, and no other stack frame is to hold it.
+    #[inline(never)]
+    fn backend() -> Result<host::KBox<M::B>, host::NoMemory> {
+        host::KBox::new(M::make()?)
+    }
+
     /// The file of a vCPU, out of line because the hardware half is made on the stack.
     #[inline(never)]
     fn vcpu_file(&self, shared: &SharedVcpu) -> Result<Arc<VcpuFile<M::B>>, Errno> {
-        let file = VcpuFile::new(M::make()?, shared.clone(), self.vm.clone(), self.host)?;
+        let file = VcpuFile::new(Self::backend()?, shared.clone(), self.vm.clone(), self.host)?;
         Ok(Arc::new(file)?)
     }
 
