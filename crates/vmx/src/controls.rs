@@ -44,7 +44,7 @@ pub(crate) const LIVE: [u32; 6] = [
 impl<C: Cpu> Vmx<C> {
     pub(crate) fn init_control(&mut self) {
         self.pass_live_msrs();
-        let features = self.features;
+        let features = *self.features;
         self.set(fields::PIN_CONTROLS, features.pin.base.bits());
         self.set(fields::PROC_CONTROLS, features.primary.base.bits());
         self.set(fields::PROC_CONTROLS2, features.secondary.base.bits());
@@ -144,7 +144,7 @@ impl<C: Cpu> Vmx<C> {
 
     pub(crate) fn update_passthrough(&mut self) {
         let GuestLimits { tsc_aux, invpcid, xsave, .. } = self.limits;
-        let features = self.features;
+        let features = *self.features;
         self.msr_map.intercept(msr::TSC_AUX, !(tsc_aux && features.rdtscp), true);
         if features.rdtscp {
             self.change_proc2(ProcControls2::RDTSCP, tsc_aux);

@@ -33,7 +33,7 @@ impl<C: Cpu> Vmx<C> {
     /// A new KVM_RUN begins on this thread.
     pub(crate) fn new_run(&mut self) {
         let (ds, es) = self.cpu.data_selectors();
-        self.host = HostThread {
+        *self.host = HostThread {
             fs_base: self.cpu.rdmsr(msr::FS_BASE),
             user_gs_base: self.cpu.rdmsr(msr::KERNEL_GS_BASE),
             selectors: self.cpu.selectors(),
@@ -188,7 +188,7 @@ impl<C: Cpu> Vmx<C> {
     /// User space's selectors, where it has any: a VM exit loads null ones, and clears LDTR.
     #[inline]
     fn restore_selectors(&mut self) {
-        let HostThread { fs_base, user_gs_base, selectors: s, ds, es } = self.host;
+        let HostThread { fs_base, user_gs_base, selectors: s, ds, es } = *self.host;
         if s.fs | s.gs | s.ldt | ds | es != 0 {
             self.load_host_selectors(fs_base, user_gs_base, ds, es);
         }
