@@ -55,6 +55,27 @@ pub(crate) mod attention {
     pub const FLUSH_L1D: u8 = 1 << 5;
 }
 
+/// What no exit that stays in the loop looks at. On the heap, so that a vCPU that is being made fits
+/// on a stack.
+#[derive(Debug, Default)]
+pub(crate) struct Cold {
+    /// What the hardware holds while loaded.
+    pub(crate) live_syscall: SyscallMsrs,
+    pub(crate) live_gs_base: u64,
+    pub(crate) live_xcr0: u64,
+    pub(crate) live_xss: u64,
+    pub(crate) live_tsc_aux: u64,
+    pub(crate) id: u64,
+    pub(crate) host_xcr0: u64,
+    pub(crate) host_pkru: u32,
+    pub(crate) host_debugctl: u64,
+    pub(crate) host_syscall: SyscallMsrs,
+    pub(crate) host_xss: u64,
+    pub(crate) host_tsc_aux: u64,
+    pub(crate) cstar: u64,
+    pub(crate) dr: [u64; 4],
+}
+
 /// One virtual CPU under VMX.
 #[derive(Debug)]
 pub struct Vmx<C: Cpu> {
@@ -89,13 +110,11 @@ pub struct Vmx<C: Cpu> {
     pub(crate) here: Option<&'static PerCpu>,
     pub(crate) last_cpu: usize,
     pub(crate) vpid_generation: u64,
-    pub(crate) id: u64,
     pub(crate) cr2: u64,
     pub(crate) cr0: u64,
     pub(crate) cr4: u64,
     pub(crate) efer: u64,
     pub(crate) syscall: SyscallMsrs,
-    pub(crate) cstar: u64,
     pub(crate) kernel_gs_base: u64,
     pub(crate) limits: GuestLimits,
     pub(crate) paging: Paging,
@@ -106,22 +125,10 @@ pub struct Vmx<C: Cpu> {
     pub(crate) spec_ctrl: u64,
     pub(crate) tsc_offset: u64,
     pub(crate) tsc_ratio: u64,
-    pub(crate) dr: [u64; 4],
     pub(crate) dr6: u64,
     pub(crate) dr_owned: bool,
     pub(crate) host: KBox<HostThread>,
-    pub(crate) host_xcr0: u64,
-    pub(crate) host_xss: u64,
-    pub(crate) host_pkru: u32,
-    pub(crate) host_debugctl: u64,
-    pub(crate) host_syscall: SyscallMsrs,
-    /// What the hardware holds while loaded.
-    pub(crate) live_syscall: SyscallMsrs,
-    pub(crate) live_gs_base: u64,
-    pub(crate) live_xcr0: u64,
-    pub(crate) live_xss: u64,
-    pub(crate) live_tsc_aux: u64,
-    pub(crate) host_tsc_aux: u64,
+    pub(crate) cold: KBox<Cold>,
 }
 
 static IDS: AtomicU64 = AtomicU64::new(1);
@@ -165,13 +172,11 @@ impl<C: Cpu> Vmx<C> {
             here: None,
             last_cpu: usize::MAX,
             vpid_generation: 0,
-            id: IDS.fetch_add(1, Relaxed),
             cr2: 0,
             cr0: 0,
             cr4: 0,
             efer: 0,
             syscall: SyscallMsrs::default(),
-            cstar: 0,
             kernel_gs_base: 0,
             limits: GuestLimits::default(),
             paging: Paging::default(),
@@ -182,21 +187,14 @@ impl<C: Cpu> Vmx<C> {
             spec_ctrl: 0,
             tsc_offset: 0,
             tsc_ratio: RATIO_ONE,
-            dr: [0; 4],
             dr6: DR6_QUIET,
             dr_owned: false,
             host: KBox::new(HostThread::default())?,
-            host_xcr0: 0,
-            host_xss: hostcpu::host_xss(),
-            host_pkru: 0,
-            host_debugctl: 0,
-            host_syscall: SyscallMsrs::default(),
-            live_syscall: SyscallMsrs::default(),
-            live_gs_base: 0,
-            live_xcr0: 0,
-            live_xss: 0,
-            live_tsc_aux: 0,
-            host_tsc_aux: 0,
+            cold: KBox::new(Cold {
+                id: IDS.fetch_add(1, Relaxed),
+                host_xss: hostcpu::host_xss(),
+                ..Cold::default()
+            })?,
         };
         this.init_control();
         Ok(this)

@@ -66,9 +66,9 @@ impl<C: Cpu> Vmx<C> {
         self.set(fields::HOST_SYSENTER_EIP, host.sysenter_eip);
         self.set(fields::HOST_PAT, host.pat);
         self.set(fields::HOST_EFER, host.efer);
-        self.host_syscall =
+        self.cold.host_syscall =
             SyscallMsrs { star: host.star, lstar: host.lstar, mask: host.syscall_mask };
-        self.host_tsc_aux = host.tsc_aux;
+        self.cold.host_tsc_aux = host.tsc_aux;
     }
 
     /// Takes what the loop needs of this physical CPU and loads the guest's state.
@@ -103,8 +103,8 @@ impl<C: Cpu> Vmx<C> {
         if self.fields.has_unwritten() {
             self.fields.write_all(|encoding, value| self.cpu.vmwrite(encoding, value));
         }
-        if here.last_vcpu.load(Relaxed) != self.id {
-            here.last_vcpu.store(self.id, Relaxed);
+        if here.last_vcpu.load(Relaxed) != self.cold.id {
+            here.last_vcpu.store(self.cold.id, Relaxed);
             if hostcpu::ibpb_on_switch() {
                 self.cpu.wrmsr(msr::PRED_CMD, 1);
             }
@@ -115,13 +115,13 @@ impl<C: Cpu> Vmx<C> {
         if self.dr_owned {
             self.load_debug_regs();
         }
-        self.live_tsc_aux = self.host_tsc_aux;
+        self.cold.live_tsc_aux = self.cold.host_tsc_aux;
         self.sync_tsc_aux();
-        self.live_syscall = self.host_syscall;
+        self.cold.live_syscall = self.cold.host_syscall;
         self.sync_syscall();
-        self.live_gs_base = self.host.user_gs_base;
+        self.cold.live_gs_base = self.host.user_gs_base;
         self.sync_kernel_gs_base();
-        self.host_debugctl = self.cpu.rdmsr(msr::DEBUGCTL);
+        self.cold.host_debugctl = self.cpu.rdmsr(msr::DEBUGCTL);
         if self.features.spec_ctrl {
             self.switch.guest_spec_ctrl = self.spec_ctrl;
             self.switch.host_spec_ctrl = hostcpu::host_spec_ctrl();
@@ -145,9 +145,9 @@ impl<C: Cpu> Vmx<C> {
         if self.kernel_gs_base != self.host.user_gs_base {
             self.cpu.wrmsr(msr::KERNEL_GS_BASE, self.host.user_gs_base);
         }
-        self.load_syscall(self.host_syscall);
-        if self.live_tsc_aux != self.host_tsc_aux {
-            self.cpu.wrmsr(msr::TSC_AUX, self.host_tsc_aux);
+        self.load_syscall(self.cold.host_syscall);
+        if self.cold.live_tsc_aux != self.cold.host_tsc_aux {
+            self.cpu.wrmsr(msr::TSC_AUX, self.cold.host_tsc_aux);
         }
         if self.features.xsave {
             self.unload_extended();
@@ -158,8 +158,8 @@ impl<C: Cpu> Vmx<C> {
         self.loaded.set(false);
         // An exit leaves DR7 and DEBUGCTL disabled; a host that uses them gets them back.
         hostcpu::restore_debug_regs();
-        if self.host_debugctl != 0 {
-            self.cpu.wrmsr(msr::DEBUGCTL, self.host_debugctl);
+        if self.cold.host_debugctl != 0 {
+            self.cpu.wrmsr(msr::DEBUGCTL, self.cold.host_debugctl);
         }
         hostcpu::restore_table_limits();
         self.restore_selectors();

@@ -25,7 +25,7 @@ impl<C: Cpu> Vmx<C> {
     pub(crate) fn load_debug_regs(&mut self) {
         // The host's breakpoints must not hit at the guest's addresses until the entry loads DR7.
         self.cpu.set_debug_reg(7, 0);
-        for (n, value) in self.dr.into_iter().enumerate() {
+        for (n, value) in self.cold.dr.into_iter().enumerate() {
             self.cpu.set_debug_reg(n as u8, value);
         }
         self.cpu.set_debug_reg(6, self.dr6);
@@ -37,7 +37,7 @@ impl<C: Cpu> Vmx<C> {
     pub(crate) fn save_debug_regs(&mut self) {
         for n in 0..4u8 {
             let value = self.cpu.debug_reg(n);
-            if let Some(slot) = self.dr.get_mut(usize::from(n)) {
+            if let Some(slot) = self.cold.dr.get_mut(usize::from(n)) {
                 *slot = value;
             }
         }
@@ -79,15 +79,15 @@ impl<C: Cpu> Vmx<C> {
 
     #[inline]
     pub(crate) fn load_extended(&mut self) {
-        if self.host_xcr0 == 0 {
-            self.host_xcr0 = self.cpu.xcr0();
+        if self.cold.host_xcr0 == 0 {
+            self.cold.host_xcr0 = self.cpu.xcr0();
         }
-        self.live_xcr0 = self.host_xcr0;
-        self.live_xss = self.host_xss;
+        self.cold.live_xcr0 = self.cold.host_xcr0;
+        self.cold.live_xss = self.cold.host_xss;
         self.sync_extended();
         if self.features.pku {
-            self.host_pkru = self.cpu.pkru();
-            if self.pkru != self.host_pkru {
+            self.cold.host_pkru = self.cpu.pkru();
+            if self.pkru != self.cold.host_pkru {
                 self.cpu.set_pkru(self.pkru);
             }
         }
@@ -96,33 +96,33 @@ impl<C: Cpu> Vmx<C> {
     /// Brings XCR0 and IA32_XSS to what the guest is to see, when the loop is entered and when one
     /// of them changes inside it.
     pub(crate) fn sync_extended(&mut self) {
-        if self.live_xcr0 == 0 {
+        if self.cold.live_xcr0 == 0 {
             return;
         }
-        let xcr0 = if self.sees_xcr0() { self.xcr0 } else { self.host_xcr0 };
-        if xcr0 != self.live_xcr0 {
-            self.live_xcr0 = xcr0;
+        let xcr0 = if self.sees_xcr0() { self.xcr0 } else { self.cold.host_xcr0 };
+        if xcr0 != self.cold.live_xcr0 {
+            self.cold.live_xcr0 = xcr0;
             self.cpu.set_xcr0(xcr0);
         }
-        if self.features.xsaves && self.xss != self.live_xss {
-            self.live_xss = self.xss;
+        if self.features.xsaves && self.xss != self.cold.live_xss {
+            self.cold.live_xss = self.xss;
             self.cpu.wrmsr(msr::XSS, self.xss);
         }
     }
 
     #[inline]
     pub(crate) fn unload_extended(&mut self) {
-        if self.live_xcr0 != self.host_xcr0 {
-            self.cpu.set_xcr0(self.host_xcr0);
+        if self.cold.live_xcr0 != self.cold.host_xcr0 {
+            self.cpu.set_xcr0(self.cold.host_xcr0);
         }
-        self.live_xcr0 = 0;
-        if self.live_xss != self.host_xss {
-            self.cpu.wrmsr(msr::XSS, self.host_xss);
+        self.cold.live_xcr0 = 0;
+        if self.cold.live_xss != self.cold.host_xss {
+            self.cpu.wrmsr(msr::XSS, self.cold.host_xss);
         }
         if self.features.pku {
             self.pkru = self.cpu.pkru();
-            if self.pkru != self.host_pkru {
-                self.cpu.set_pkru(self.host_pkru);
+            if self.pkru != self.cold.host_pkru {
+                self.cpu.set_pkru(self.cold.host_pkru);
             }
         }
     }
@@ -130,8 +130,8 @@ impl<C: Cpu> Vmx<C> {
     /// Brings TSC_AUX to the guest's value.
     #[inline]
     pub(crate) fn sync_tsc_aux(&mut self) {
-        if self.loaded.get() && self.features.rdtscp && self.tsc_aux != self.live_tsc_aux {
-            self.live_tsc_aux = self.tsc_aux;
+        if self.loaded.get() && self.features.rdtscp && self.tsc_aux != self.cold.live_tsc_aux {
+            self.cold.live_tsc_aux = self.tsc_aux;
             self.cpu.wrmsr(msr::TSC_AUX, self.tsc_aux);
         }
     }
@@ -148,7 +148,7 @@ impl<C: Cpu> Vmx<C> {
 
     #[inline]
     pub(crate) fn load_syscall(&mut self, want: SyscallMsrs) {
-        let live = core::mem::replace(&mut self.live_syscall, want);
+        let live = core::mem::replace(&mut self.cold.live_syscall, want);
         if live.star != want.star {
             self.cpu.wrmsr(msr::STAR, want.star);
         }
@@ -163,8 +163,8 @@ impl<C: Cpu> Vmx<C> {
     /// Brings KERNEL_GS_BASE to the guest's value.
     #[inline]
     pub(crate) fn sync_kernel_gs_base(&mut self) {
-        if self.loaded.get() && self.kernel_gs_base != self.live_gs_base {
-            self.live_gs_base = self.kernel_gs_base;
+        if self.loaded.get() && self.kernel_gs_base != self.cold.live_gs_base {
+            self.cold.live_gs_base = self.kernel_gs_base;
             self.cpu.wrmsr(msr::KERNEL_GS_BASE, self.kernel_gs_base);
         }
     }
@@ -173,7 +173,7 @@ impl<C: Cpu> Vmx<C> {
     pub(crate) fn kernel_gs_base_now(&mut self) -> u64 {
         if self.loaded.get() {
             self.kernel_gs_base = self.cpu.rdmsr(msr::KERNEL_GS_BASE);
-            self.live_gs_base = self.kernel_gs_base;
+            self.cold.live_gs_base = self.kernel_gs_base;
         }
         self.kernel_gs_base
     }

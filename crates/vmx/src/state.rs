@@ -352,13 +352,13 @@ impl<C: Cpu> Backend for Vmx<C> {
     }
 
     fn debug_regs(&self) -> [u64; 6] {
-        let [a, b, c, d] = self.dr;
+        let [a, b, c, d] = self.cold.dr;
         [a, b, c, d, self.dr6_now(), self.get(fields::GUEST_DR7)]
     }
 
     fn set_debug_regs(&mut self, regs: [u64; 6]) {
         let [a, b, c, d, dr6, dr7] = regs;
-        self.dr = [a, b, c, d];
+        self.cold.dr = [a, b, c, d];
         self.set_dr6(dr6);
         self.set(fields::GUEST_DR7, dr7);
         if dr7 & 0xff != 0 {
@@ -401,7 +401,7 @@ impl<C: Cpu> Backend for Vmx<C> {
             msr::STAR => self.syscall.star,
             msr::LSTAR => self.syscall.lstar,
             msr::SYSCALL_MASK => self.syscall.mask,
-            msr::CSTAR => self.cstar,
+            msr::CSTAR => self.cold.cstar,
             msr::KERNEL_GS_BASE => self.kernel_gs_base,
             msr::FS_BASE => self.get(fields::GUEST_FS_BASE),
             msr::GS_BASE => self.get(fields::GUEST_GS_BASE),
@@ -453,7 +453,7 @@ impl<C: Cpu> Backend for Vmx<C> {
                 }
                 self.sync_syscall();
             }
-            msr::CSTAR => self.cstar = value,
+            msr::CSTAR => self.cold.cstar = value,
             msr::KERNEL_GS_BASE => {
                 self.kernel_gs_base_now();
                 self.kernel_gs_base = value;
