@@ -24,7 +24,7 @@ const HELP: &str = "\
 Gannet: a hypervisor for Linux, as a module behind /dev/kvm
 
   make run                 set up, boot a Linux guest and measure every kind of VM exit on an emulated AMD
-                           machine, on stock KVM and on Gannet, and print both side by side
+                           and an emulated Intel machine, on stock KVM and on Gannet, and print both side by side
   make test                format, lints, unit tests, module checks, lab tests; ends with `N passed, N failed`
   make bench  JSON=path    the measurements alone, written as JSON
   make mechanisms          every mechanism with its switch off and on, and stock KVM beside: docs/results
