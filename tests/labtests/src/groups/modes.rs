@@ -256,6 +256,9 @@ guest_code!(
 );
 
 fn a_task_gate_switches_tasks() -> Outcome {
+    if oracle::vendor() == oracle::Vendor::Amd && !oracle::nested_paging() {
+        return skip("under shadow paging the lab's CPU comes to no end, with either module");
+    }
     let guest = Guest::real(task_gate())?;
     match guest.exit()? {
         exit if exit.is_out(PORT_DONE) => {}
