@@ -48,14 +48,16 @@ noinstr void gnt_guest_enter(void)
 /*
  * A quiet moment for RCU is noted when an interrupt ended the guest's run. RCU needs one per tick, and
  * a tick that comes while the guest runs ends its run; one that comes outside finds the task in the
- * kernel as any other.
+ * kernel as any other. Guest time ends here, too, unless an interrupt is to be taken first.
  */
 noinstr void gnt_guest_exit(bool interrupted)
 {
-	if (interrupted)
+	if (interrupted) {
 		guest_state_exit_irqoff();
-	else
+	} else {
 		exit_quietly();
+		guest_timing_exit_irqoff();
+	}
 	/* The guest may have trained the branch predictor against the VMM (VMSCAPE). */
 	if (cpu_feature_enabled(X86_FEATURE_IBPB_EXIT_TO_USER))
 		this_cpu_write(x86_ibpb_exit_to_user, true);

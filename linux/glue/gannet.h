@@ -263,6 +263,8 @@ void gnt_vmx_off(void);
 void gnt_host_tables(struct gnt_host_tables *out);
 void gnt_vmx_nmi(void);
 void gnt_vmx_left(void);
+bool gnt_watch_user_return(void);
+void gnt_end_user_return(void);
 
 /* mitigations.c */
 u64 gnt_mitigation_facts(void);
@@ -270,7 +272,8 @@ u32 gnt_l1d_flush_asked(void);
 void gnt_l1d_flush_chosen(u32 state);
 int gnt_l1d_flush_prepare(void);
 void gnt_l1d_flush(void);
-void gnt_itlb_multihit_mitigated(void);
+u32 gnt_nx_huge_pages_asked(void);
+void gnt_nx_huge_pages_chosen(bool splits);
 void gnt_mitigations_exit(void);
 
 /* log.c */
@@ -284,6 +287,9 @@ int gnt_host_state_by_msr(void);
 int gnt_xstate_cache(void);
 int gnt_keep_roots(void);
 int gnt_lazy_tscdeadline(void);
+int gnt_enable_apicv(int possible);
+int gnt_preemption_timer(void);
+void gnt_no_preemption_timer(void);
 int gnt_npt(void);
 int gnt_params_check(void);
 
@@ -351,6 +357,8 @@ void gannet_exit(void);
 int gannet_cpu_online(void);
 /* On the CPU itself; harmless where it is off. Also from NMI context at a crash. */
 void gannet_cpu_offline(void);
+/* On the CPU itself, before it runs user space. Interrupts are off. */
+void gannet_user_return(void);
 /* How a VM is shown in debugfs. */
 const struct gnt_debug_calls *gannet_debug_totals(void);
 /* vmentry_l1d_flush was written while loaded. 0 or a negative errno. */

@@ -38,6 +38,11 @@ static const char * const l1d_names[] = {
 	[VMENTER_L1D_FLUSH_NOT_REQUIRED] = "not required",
 };
 
+/* host::mitigation::NxHugePages */
+static const char * const nx_names[] = { "auto", "off", "force" };
+
+static u32 nx_asked;
+static bool nx_splits;
 static u32 l1d_asked = VMENTER_L1D_FLUSH_AUTO;
 static bool l1d_running;
 static u8 *flush_pages;
@@ -62,6 +67,42 @@ static const struct kernel_param_ops l1d_ops = { .set = l1d_set, .get = l1d_get 
 module_param_cb(vmentry_l1d_flush, &l1d_ops, NULL, 0644);
 MODULE_PARM_DESC(vmentry_l1d_flush,
 	"Intel: flush of the L1 data cache at VM entry on CPUs with L1TF: auto (default: what l1tf= says), never, cond: where the host ran since the last entry, always");
+
+static int nx_set(const char *text, const struct kernel_param *kp)
+{
+	int asked = __sysfs_match_string(nx_names, ARRAY_SIZE(nx_names), text);
+	bool on;
+
+	if (asked < 0) {
+		if (kstrtobool(text, &on))
+			return -EINVAL;
+		asked = on ? 2 : 1;
+	}
+	nx_asked = asked;
+	return 0;
+}
+
+static int nx_get(char *text, const struct kernel_param *kp)
+{
+	return sysfs_emit(text, "%c\n", nx_splits ? 'Y' : 'N');
+}
+
+static const struct kernel_param_ops nx_ops = { .set = nx_set, .get = nx_get };
+module_param_cb(nx_huge_pages, &nx_ops, NULL, 0444);
+MODULE_PARM_DESC(nx_huge_pages,
+	"large pages cannot be executed, and are split where a guest fetches instructions, against iTLB multihit: auto (default: on CPUs that have the flaw, unless mitigations=off), off, force");
+
+u32 gnt_nx_huge_pages_asked(void)
+{
+	return nx_asked;
+}
+
+/* What was chosen, for the kernel to show. */
+void gnt_nx_huge_pages_chosen(bool splits)
+{
+	nx_splits = splits;
+	itlb_multihit_kvm_mitigation = splits;
+}
 
 u32 gnt_l1d_flush_asked(void)
 {
@@ -125,12 +166,6 @@ noinstr void gnt_l1d_flush(void)
 	for (i = 0; i < FLUSH_BYTES; i += 64)
 		(void)READ_ONCE(from[i]);
 	asm volatile("lfence" : : : "memory");
-}
-
-/* Large pages are not used where their change of size can stop the machine: the kernel shows it. */
-void gnt_itlb_multihit_mitigated(void)
-{
-	itlb_multihit_kvm_mitigation = true;
 }
 
 #define FACT(bit, condition)	((condition) ? 1ull << (bit) : 0)

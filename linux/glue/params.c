@@ -54,6 +54,33 @@ int gnt_lazy_tscdeadline(void)
 	return lazy_tscdeadline;
 }
 
+static bool enable_apicv = true;
+module_param(enable_apicv, bool, 0444);
+MODULE_PARM_DESC(enable_apicv,
+	"Have the CPU serve local APICs in x2APIC mode where it can, Intel only (default 1; 0: every interrupt is injected)");
+
+int gnt_enable_apicv(int possible)
+{
+	enable_apicv = enable_apicv && possible;
+	return enable_apicv;
+}
+
+static bool preemption_timer = true;
+module_param(preemption_timer, bool, 0444);
+MODULE_PARM_DESC(preemption_timer,
+	"Intel: a running guest's APIC timer is the VMX-preemption timer where the CPU has one (default 1; 0: the host's timer). Shows what is used");
+
+int gnt_preemption_timer(void)
+{
+	return preemption_timer;
+}
+
+/* As in stock KVM the parameter then tells what is. Before the module is seen in sysfs as live. */
+void gnt_no_preemption_timer(void)
+{
+	preemption_timer = false;
+}
+
 u64 gnt_halt_poll_ns(void)
 {
 	return READ_ONCE(halt_poll_ns);

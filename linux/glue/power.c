@@ -35,6 +35,7 @@ static int online(unsigned int cpu)
 
 static int offline(unsigned int cpu)
 {
+	gnt_end_user_return();
 	gannet_cpu_offline();
 	return 0;
 }
@@ -66,6 +67,7 @@ static int suspend(void *unused)
 static int suspend(void)
 #endif
 {
+	gnt_end_user_return();
 	gannet_cpu_offline();
 	return 0;
 }

@@ -2,6 +2,7 @@
 /* VMX on and off on a CPU, and what VM exits need of the kernel and leave changed. */
 #include <linux/perf_event.h>
 #include <linux/smp.h>
+#include <linux/user-return-notifier.h>
 
 #include <asm/asm.h>
 #include <asm/cpu_entry_area.h>
@@ -85,13 +86,14 @@ noinstr void gnt_vmx_nmi(void)
 }
 
 /*
- * A VM exit leaves the GDT where it was and its limit at 64 KiB. TR is loaded again when a task with
+ * A VM exit leaves DR7 without breakpoints, the GDT where it was and its limit at 64 KiB. TR is loaded again when a task with
  * an I/O bitmap needs it, or now if this is one.
  */
 void gnt_vmx_left(void)
 {
 	struct desc_ptr gdt;
 
+	gnt_restore_debug_regs();
 	native_store_gdt(&gdt);
 	gdt.size = GDT_SIZE - 1;
 	native_load_gdt(&gdt);
@@ -100,3 +102,46 @@ void gnt_vmx_left(void)
 	else
 		this_cpu_write(__tss_limit_invalid, true);
 }
+
+#ifdef CONFIG_USER_RETURN_NOTIFIER
+static DEFINE_PER_CPU(struct user_return_notifier, notifier);
+static DEFINE_PER_CPU(bool, watching);
+
+/* Whichever task this CPU returns to user space with. */
+static void returning(struct user_return_notifier *n)
+{
+	user_return_notifier_unregister(n);
+	__this_cpu_write(watching, false);
+	gannet_user_return();
+}
+
+bool gnt_watch_user_return(void)
+{
+	struct user_return_notifier *n = this_cpu_ptr(&notifier);
+
+	n->on_user_return = returning;
+	user_return_notifier_register(n);
+	__this_cpu_write(watching, true);
+	return true;
+}
+
+/* The CPU goes, or the module: nobody may be called any more. */
+void gnt_end_user_return(void)
+{
+	unsigned long flags;
+
+	local_irq_save(flags);
+	if (__this_cpu_read(watching))
+		returning(this_cpu_ptr(&notifier));
+	local_irq_restore(flags);
+}
+#else
+bool gnt_watch_user_return(void)
+{
+	return false;
+}
+
+void gnt_end_user_return(void)
+{
+}
+#endif

@@ -7,6 +7,9 @@ use x86::{Exception, Gpa, Gva, Vector};
 pub enum Exit {
     /// A physical interrupt is pending on this CPU.
     Interrupt,
+    /// The time of [`Backend::watch_deadline`](crate::Backend::watch_deadline) has come, or the CPU
+    /// could not count further.
+    Deadline,
     /// A physical NMI was pending.
     Nmi,
     /// A machine check hit while the guest ran.
@@ -41,6 +44,11 @@ pub enum Exit {
     Rdpmc,
     /// The guest can now take an interrupt.
     InterruptWindow,
+    /// The guest has ended this interrupt, which is reported
+    /// ([`Backend::serve_apic`](crate::Backend::serve_apic)).
+    Eoi(Vector),
+    /// The guest has sent itself an interrupt with a vector that is none.
+    IllegalSelfIpi,
     /// The guest begins an IRET while an NMI was being handled.
     Iret,
     /// RSM.

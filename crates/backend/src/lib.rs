@@ -11,6 +11,7 @@ pub use exit::{CrAccess, Event, Exit, IoExit, NestedFault, PageFault};
 
 use x86::{
     Gpa, Hpa, Vector,
+    apic::{Interrupts, VectorWords},
     segment::{DescriptorTable, Segment},
 };
 
@@ -65,8 +66,12 @@ pub struct ControlRegs {
 pub struct GuestLimits {
     /// CR4 bits that its CPUID offers.
     pub cr4_allowed: u64,
-    /// SPEC_CTRL exists for it.
+    /// SPEC_CTRL exists for it, on this CPU too.
     pub spec_ctrl: bool,
+    /// PRED_CMD exists for it, on this CPU too.
+    pub pred_cmd: bool,
+    /// FLUSH_CMD exists for it, on this CPU too.
+    pub flush_cmd: bool,
     /// RDTSCP or RDPID exists for it: TSC_AUX is live.
     pub tsc_aux: bool,
     /// XSAVE exists for it.
@@ -116,8 +121,11 @@ pub trait Backend: Send + Sized {
     /// Whether the registers after a triple fault are what they were before it.
     const KEEPS_STATE_AT_SHUTDOWN: bool = false;
 
-    /// With interrupts off: whether this CPU may take the control block.
-    fn settled(&self) -> bool {
+    /// Whether it may be able to end the guest's run at a time.
+    const WATCHES_DEADLINES: bool = false;
+
+    /// With interrupts off: whether this CPU, number `here`, may take the control block.
+    fn settled(&self, _here: usize) -> bool {
         true
     }
     /// With interrupts on: makes that so, unless the task moves again.
@@ -126,10 +134,12 @@ pub trait Backend: Send + Sized {
     #[inline(always)]
     fn complete(&mut self, _gprs: &mut Gprs) {}
 
-    /// Enters the inner loop on this CPU: host state saved, guest state loaded, no interrupts.
-    fn load(&mut self);
-    /// Leaves the inner loop: the reverse. Interrupts are still disabled.
-    fn unload(&mut self);
+    /// Enters the inner loop on this CPU, number `here`: host state saved, guest state loaded, no interrupts.
+    fn load(&mut self, here: usize);
+    /// Leaves the inner loop: the reverse. Interrupts are still disabled. `to_user`: most likely the
+    /// thread returns to user space for this exit, so that nothing is gained by putting off what the
+    /// host needs only there.
+    fn unload(&mut self, to_user: bool);
     /// Makes kernel calls possible without leaving the loop: loads the host's segment state.
     fn host_segments(&mut self);
     /// Undoes [`host_segments`](Backend::host_segments).
@@ -273,6 +283,24 @@ pub trait Backend: Send + Sized {
     /// Guest TSC for a host TSC.
     fn guest_tsc(&self, host: u64) -> u64;
 
+    /// Whether this CPU can end the guest's run at a time ([`Exit::Deadline`]).
+    fn watches_deadlines(&self) -> bool {
+        false
+    }
+    /// The guest's run ends when its TSC has reached `deadline`, or sooner; 0: at no time. Instead of an
+    /// entry at a time that has passed there is the exit alone.
+    #[inline(always)]
+    fn watch_deadline(&mut self, _deadline: u64) {}
+    /// The same between [`load`](Backend::load) and [`unload`](Backend::unload), of a deadline that is not
+    /// 0 and lies ahead of `now`, the guest's TSC. The next entry need not look at the TSC.
+    #[inline(always)]
+    fn watch_deadline_from(&mut self, _deadline: u64, _now: u64) {}
+    /// Whether the time has come.
+    #[inline(always)]
+    fn deadline_due(&mut self) -> bool {
+        false
+    }
+
     /// Makes reads or writes of MSRs exit that the hardware would serve; `denied` says which of the
     /// two. After [`set_limits`](Backend::set_limits) anew.
     fn set_msr_filter(&mut self, denied: impl Fn(u32) -> (bool, bool));
@@ -327,6 +355,41 @@ pub trait Backend: Send + Sized {
     fn watch_priority(&mut self, offered: bool, waiting: Option<Vector>) {
         self.set_cr8_intercept(offered || waiting.is_some());
     }
+    /// Whether a CPU of this kind may serve a local APIC in x2APIC mode by itself: it delivers what
+    /// is requested when priorities allow it, and the guest changes its task priority, ends
+    /// interrupts and sends some to itself without an exit. Else the methods below are not called.
+    const SERVES_APIC: bool = false;
+    /// Whether this CPU does.
+    #[inline(always)]
+    fn can_serve_apic(&self) -> bool {
+        false
+    }
+    /// From the next entry on the hardware serves the APIC, beginning with `state`. An exit
+    /// ([`Exit::Eoi`]) tells of the end of those of `reported`. Replaces an offer.
+    fn serve_apic(&mut self, _state: &Interrupts, _reported: &VectorWords) {}
+    /// Whether it has the state, from [`serve_apic`](Backend::serve_apic) to
+    /// [`take_apic`](Backend::take_apic).
+    #[inline(always)]
+    fn serves_apic(&self) -> bool {
+        false
+    }
+    /// More is requested of the APIC that is served, and what is reported may have changed.
+    fn request_interrupts(&mut self, _vectors: &VectorWords, _reported: &VectorWords) {}
+    /// What a register of the APIC that is served shows; reads of it do not exit.
+    fn show_apic_register(&mut self, _offset: u32, _value: u32) {}
+    /// Whether an interrupt waits that the APIC that is served would deliver: one of its own, or
+    /// `more`.
+    fn served_interrupt_waits(&self, _more: Option<Vector>) -> bool {
+        false
+    }
+    /// Takes the state back. Before the next entry comes [`serve_apic`](Backend::serve_apic) or
+    /// [`stop_serving_apic`](Backend::stop_serving_apic).
+    fn take_apic(&mut self) -> Interrupts {
+        Interrupts::default()
+    }
+    /// The hardware, of which the state was taken back or which never had it, serves the APIC no
+    /// longer.
+    fn stop_serving_apic(&mut self) {}
     /// Whether an NMI can be taken now.
     fn nmi_allowed(&self) -> bool;
     /// Asks for an exit as soon as the guest can take an NMI.

@@ -151,9 +151,25 @@ impl<C: Cpu> VmxCpu for Counting<C> {
         Selectors: fn data_selectors(&self) -> (u16, u16);
     }
     counted! {
-        VmxEnter: fn vmx_enter(&mut self, gprs: &mut Gprs, switch: &mut VmxSwitch) -> bool;
         HostNmi: fn host_nmi(&mut self);
         Selectors: fn load_data_selectors(&mut self, ds: u16, es: u16);
+    }
+
+    /// With the accesses of SPEC_CTRL that the world switch makes, on a kernel that does not write it at
+    /// every entry of its own (IBRS).
+    fn vmx_enter(&mut self, gprs: &mut Gprs, switch: &mut VmxSwitch) -> bool {
+        self.add(Op::VmxEnter);
+        if switch.guest_spec_ctrl != switch.host_spec_ctrl {
+            self.add(Op::Wrmsr);
+        }
+        let entered = self.inner.vmx_enter(gprs, switch);
+        if switch.flags & VmxSwitch::READ_SPEC_CTRL != 0 {
+            self.add(Op::Rdmsr);
+        }
+        if switch.guest_spec_ctrl != switch.host_spec_ctrl {
+            self.add(Op::Wrmsr);
+        }
+        entered
     }
 
     fn vmx_exit_address(&self) -> u64 {

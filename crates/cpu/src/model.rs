@@ -62,8 +62,10 @@ pub struct Model {
     script: VecDeque<Step>,
     /// MSRs that hold a value.
     pub msrs: HashMap<u32, u64>,
-    /// The time-stamp counter; every read advances it by one.
+    /// The time-stamp counter.
     pub tsc: u64,
+    /// Every read advances it by so much.
+    pub tsc_step: u64,
     /// XCR0.
     pub xcr0: u64,
     /// Global interrupt flag.
@@ -88,6 +90,7 @@ impl Default for Model {
             script: VecDeque::new(),
             msrs: HashMap::new(),
             tsc: 0,
+            tsc_step: 1,
             xcr0: 0,
             gif: true,
             loaded: None,
@@ -139,7 +142,7 @@ impl Cpu for Model {
         self.cpuid.map_or([0; 4], |cpuid| cpuid(leaf, subleaf))
     }
     fn rdtsc(&mut self) -> u64 {
-        self.tsc += 1;
+        self.tsc += self.tsc_step;
         self.tsc
     }
     fn xcr0(&mut self) -> u64 {

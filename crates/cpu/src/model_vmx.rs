@@ -60,6 +60,12 @@ pub struct VmxModel {
     pub cr4: Cell<u64>,
     /// The next entry fails.
     pub refuse: bool,
+    /// What the guest writes to SPEC_CTRL during its next run, without an exit.
+    pub guest_writes_spec_ctrl: Option<u64>,
+    /// SPEC_CTRL as the guest found it at its last entry.
+    pub spec_ctrl_at_entry: u64,
+    /// Every guest's run takes so many ticks of the TSC.
+    pub run_ticks: u64,
 }
 
 impl VmxModel {
@@ -139,7 +145,14 @@ impl VmxCpu for Model {
         self.vmx.launched.borrow_mut().insert(at);
         let mut step = self.vmx.script.pop_front().expect("the script has ended");
         let mut vmcs = self.vmx.stored.borrow().get(&at).cloned().unwrap_or_default();
+        self.vmx.spec_ctrl_at_entry = switch.guest_spec_ctrl;
         step(&mut vmcs, gprs);
+        if let Some(value) = self.vmx.guest_writes_spec_ctrl.take() {
+            let read = switch.flags & VmxSwitch::READ_SPEC_CTRL != 0;
+            assert!(read, "the guest has SPEC_CTRL and nobody reads it after the exit");
+            switch.guest_spec_ctrl = value;
+        }
+        self.tsc += self.vmx.run_ticks;
         let injected = vmcs.get(field::ENTRY_INTERRUPTION);
         vmcs.set(field::ENTRY_INTERRUPTION, injected & !event::VALID);
         self.vmx.stored.borrow_mut().insert(at, vmcs);

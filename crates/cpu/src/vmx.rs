@@ -3,10 +3,7 @@
 //! Everything takes `&self`: a VMCS field that was not read yet is read where it is asked for.
 
 use backend::Gprs;
-use core::{
-    arch::asm,
-    sync::atomic::{AtomicU64, Ordering::Relaxed},
-};
+use core::arch::{asm, global_asm};
 use x86::Hpa;
 
 use crate::Native;
@@ -77,12 +74,28 @@ pub trait VmxCpu {
     fn load_data_selectors(&mut self, ds: u16, es: u16);
 }
 
-static FAILURES: AtomicU64 = AtomicU64::new(0);
+// The count of failures is assembly's alone: no object of Rust's, and so no memory that the blocks below
+// would have to say they change. What the compiler holds in registers then need not be loaded again
+// after every VMREAD.
+global_asm!(
+    ".pushsection .bss.gnt_vmx_failures, \"aw\", @nobits",
+    ".balign 8",
+    ".weak gnt_vmx_failures",
+    ".hidden gnt_vmx_failures",
+    "gnt_vmx_failures: .zero 8",
+    ".popsection",
+);
 
 /// VMREADs, VMWRITEs, VMPTRLDs, VMCLEARs and invalidations that failed since the module was loaded:
 /// each is a bug.
 pub fn failures() -> u64 {
-    FAILURES.load(Relaxed)
+    let count;
+    // SAFETY: eight aligned bytes that nothing but the blocks of this file touches.
+    unsafe {
+        asm!("mov {}, [rip + gnt_vmx_failures]", out(reg) count,
+             options(nostack, preserves_flags));
+    }
+    count
 }
 
 #[cfg(target_os = "none")]
@@ -112,11 +125,10 @@ macro_rules! on_memory {
         asm!(
             concat!($insn, " [{operand}]"),
             "ja 2f",
-            "lock inc qword ptr [rip + {failures}]",
+            "lock inc qword ptr [rip + gnt_vmx_failures]",
             "2:",
             operand = in(reg) $operand,
             $(kind = in(reg) $kind,)?
-            failures = sym FAILURES,
             options(nostack)
         )
     };
@@ -149,17 +161,15 @@ impl VmxCpu for Native {
     fn vmread(&self, field: u32) -> u64 {
         let value: u64;
         // SAFETY: VMX is on and interrupts are off, so that it stays on; without a current VMCS or
-        // without the field the instruction fails, and that is counted. Rust code only ever loads
-        // the counter, atomically; so that what it holds in registers need not be loaded again after
-        // every VMREAD, the block does not count as one that touches memory.
+        // without the field the instruction fails, and that is counted.
         unsafe {
             asm!("vmread {value}, {field}",
                  "ja 2f",
-                 "lock inc qword ptr [rip + {failures}]",
+                 "lock inc qword ptr [rip + gnt_vmx_failures]",
                  "xor {value:e}, {value:e}",
                  "2:",
                  field = in(reg) u64::from(field), value = out(reg) value,
-                 failures = sym FAILURES, options(nomem, nostack));
+                 options(nomem, nostack));
         }
         value
     }
@@ -171,10 +181,10 @@ impl VmxCpu for Native {
         unsafe {
             asm!("vmwrite {field}, {value}",
                  "ja 2f",
-                 "lock inc qword ptr [rip + {failures}]",
+                 "lock inc qword ptr [rip + gnt_vmx_failures]",
                  "2:",
                  field = in(reg) u64::from(field), value = in(reg) value,
-                 failures = sym FAILURES, options(nomem, nostack));
+                 options(nomem, nostack));
         }
     }
 

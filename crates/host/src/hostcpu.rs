@@ -13,6 +13,7 @@ mod port {
         pub fn gnt_vmx_allowed() -> bool;
         pub fn gnt_kernel_features(leaf: u32, subleaf: u32, reg: u32) -> u32;
         pub fn gnt_vmx_left();
+        pub fn gnt_watch_user_return() -> bool;
         pub fn gnt_host_tables(out: *mut super::HostTables);
     }
 }
@@ -40,6 +41,9 @@ mod port {
         u32::MAX
     }
     pub unsafe fn gnt_vmx_left() {}
+    pub unsafe fn gnt_watch_user_return() -> bool {
+        crate::std_port::test::watch_user_return()
+    }
     pub unsafe fn gnt_host_tables(_: *mut super::HostTables) {}
 }
 
@@ -123,12 +127,21 @@ pub fn vmx_allowed() -> bool {
     unsafe { port::gnt_vmx_allowed() }
 }
 
-/// Brings the limits of GDT and TSS back to what the kernel gave them: a VM exit loads the widest
-/// ones (SDM vol. 3C §28.5.2). Interrupts are off; before user space or another task runs.
+/// Brings back what every VM exit changes: the limits of GDT and TSS, which become the widest ones
+/// (SDM vol. 3C §28.5.2), and DR7, where the host has breakpoints. Interrupts are off; before user
+/// space or another task runs.
 #[inline]
-pub fn restore_table_limits() {
+pub fn left_vmx() {
     // SAFETY: loads what the kernel has on this CPU always.
     unsafe { port::gnt_vmx_left() }
+}
+
+/// Has the kernel call `gannet_user_return` before this CPU runs user space again. `false`: it cannot.
+/// Interrupts are off.
+#[inline]
+pub fn watch_user_return() -> bool {
+    // SAFETY: notes a per-CPU object of the glue's with the kernel, which calls it once.
+    unsafe { port::gnt_watch_user_return() }
 }
 
 /// CPUID's answer `answer` without the features that the kernel has found, or was told, not to use.

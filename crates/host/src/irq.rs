@@ -35,14 +35,14 @@ pub fn guest_enter() {
 }
 
 /// The CPU is the kernel's again (interrupts still off). `interrupted`: an interrupt ended the guest's
-/// run, a tick perhaps.
+/// run, a tick perhaps, and guest time goes on until [`guest_time_end`]. Else it ends here.
 #[inline]
 pub fn guest_exit(interrupted: bool) {
     sys::gnt_guest_exit(interrupted);
 }
 
-/// Guest time ends (interrupts off). After [`guest_exit`], and after the interrupt that ended the
-/// guest's run was taken, so that a tick is accounted as the guest's.
+/// Guest time ends (interrupts off): after the interrupt that ended the guest's run was taken, so that a
+/// tick is accounted as the guest's.
 #[inline]
 pub fn guest_time_end() {
     sys::gnt_guest_time_end();

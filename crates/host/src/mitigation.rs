@@ -17,6 +17,29 @@ pub enum L1dFlush {
     NotRequired = 5,
 }
 
+/// What `nx_huge_pages` asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NxHugePages {
+    /// Where the CPU has the flaw, unless `mitigations=off`.
+    Auto,
+    /// Large pages may be executed.
+    Off,
+    /// They may not, on any CPU.
+    Force,
+}
+
+impl NxHugePages {
+    /// As the module was loaded with.
+    pub fn asked() -> Self {
+        // SAFETY: reads a module parameter.
+        match unsafe { port::gnt_nx_huge_pages_asked() } {
+            1 => Self::Off,
+            2 => Self::Force,
+            _ => Self::Auto,
+        }
+    }
+}
+
 /// What the kernel's `l1tf=` says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum L1tf {
@@ -49,7 +72,7 @@ facts! {
     MMIO_STALE_DATA = 3, "Stale data by way of memory-mapped I/O.";
     RFDS = 4, "Register-file data sampling.";
     SRBDS = 5, "Special-register buffer data sampling.";
-    ITLB_MULTIHIT = 6, "A change of page size can stop the machine.";
+    ITLB_MULTIHIT = 6, "A change of page size under a fetch can stop the machine.";
     MELTDOWN = 7, "Meltdown.";
     SSB = 8, "Speculative store bypass.";
     GDS = 9, "Gather data sampling, not mitigated by microcode.";
@@ -128,10 +151,10 @@ pub fn flush_l1d() {
     unsafe { port::gnt_l1d_flush() }
 }
 
-/// Tells the kernel that no page is mapped large where that could stop the machine.
-pub fn announce_itlb_multihit() {
-    // SAFETY: writes a variable that the kernel has for this.
-    unsafe { port::gnt_itlb_multihit_mitigated() }
+/// Tells the kernel, and whoever reads the parameter, whether large pages are split at fetches.
+pub fn announce_nx_huge_pages(splits: bool) {
+    // SAFETY: writes variables that are there for this.
+    unsafe { port::gnt_nx_huge_pages_chosen(splits) }
 }
 
 /// At unload: nothing is done by this module any more.
@@ -148,7 +171,8 @@ mod port {
         pub fn gnt_l1d_flush_chosen(state: u32);
         pub fn gnt_l1d_flush_prepare() -> i32;
         pub fn gnt_l1d_flush();
-        pub fn gnt_itlb_multihit_mitigated();
+        pub fn gnt_nx_huge_pages_asked() -> u32;
+        pub fn gnt_nx_huge_pages_chosen(splits: bool);
         pub fn gnt_mitigations_exit();
     }
 }
@@ -177,6 +201,9 @@ pub mod port {
     pub(super) unsafe fn gnt_l1d_flush() {
         FLUSHES.set(FLUSHES.get() + 1);
     }
-    pub(super) unsafe fn gnt_itlb_multihit_mitigated() {}
+    pub(super) unsafe fn gnt_nx_huge_pages_asked() -> u32 {
+        0
+    }
+    pub(super) unsafe fn gnt_nx_huge_pages_chosen(_: bool) {}
     pub(super) unsafe fn gnt_mitigations_exit() {}
 }

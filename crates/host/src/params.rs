@@ -27,6 +27,22 @@ pub fn lazy_tscdeadline() -> bool {
     sys::gnt_lazy_tscdeadline() != 0
 }
 
+/// Whether local APICs are left to the CPU, which can or cannot do it; the parameter shows what is
+/// said here from then on. Fixed at load.
+pub fn enable_apicv(possible: bool) -> bool {
+    sys::gnt_enable_apicv(possible.into()) != 0
+}
+
+/// Whether the VMX-preemption timer is to be used.
+pub fn preemption_timer() -> bool {
+    sys::gnt_preemption_timer() != 0
+}
+
+/// It is not used: the parameter shows that from now on.
+pub fn no_preemption_timer() {
+    sys::gnt_no_preemption_timer();
+}
+
 /// Whether nested paging is used.
 pub fn npt() -> bool {
     sys::gnt_npt() != 0

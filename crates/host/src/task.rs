@@ -18,13 +18,32 @@ pub enum Blocked {
     Signal,
 }
 
-/// How long a [`Waiter::block_timed`] polled and slept.
+/// How long a [`Waiter::wait`] polled and slept.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WaitTimes {
     /// Nanoseconds spent polling.
     pub polled_ns: u64,
     /// Nanoseconds asleep.
     pub slept_ns: u64,
+}
+
+/// What a [`Waiter::wait`] waits for.
+pub trait Sleeper {
+    /// Whether it has come. Called while the task is marked sleeping: it must not sleep itself.
+    fn is_ready(&mut self) -> bool;
+    /// The polling is over, and the task is about to sleep.
+    fn falls_asleep(&mut self) {}
+    /// It sleeps no more.
+    fn wakes_up(&mut self) {}
+}
+
+/// A condition alone.
+struct Until<F>(F);
+
+impl<F: FnMut() -> bool> Sleeper for Until<F> {
+    fn is_ready(&mut self) -> bool {
+        self.0()
+    }
 }
 
 /// Where one task sleeps until another, or an interrupt, wakes it. For one sleeper at a time.
@@ -52,19 +71,13 @@ impl Waiter {
     /// the condition true before it calls [`Waiter::wake`]. Only one task may block at a time;
     /// a vCPU's thread, which holds the vCPU's mutex, is that one.
     pub fn block(&self, cond: impl FnMut() -> bool, poll_ns: u64) -> Blocked {
-        self.block_timed(cond, poll_ns, |_| {}).0
+        self.wait(&mut Until(cond), poll_ns).0
     }
 
-    /// Like [`Waiter::block`], and tells how long it took. `sleeps` is called with true when the
-    /// polling is over, and with false at the end.
-    pub fn block_timed(
-        &self,
-        mut cond: impl FnMut() -> bool,
-        poll_ns: u64,
-        sleeps: impl Fn(bool),
-    ) -> (Blocked, WaitTimes) {
+    /// Like [`Waiter::block`], and tells how long it took.
+    pub fn wait(&self, sleeper: &mut impl Sleeper, poll_ns: u64) -> (Blocked, WaitTimes) {
         let mut times = WaitTimes::default();
-        if cond() {
+        if sleeper.is_ready() {
             return (Blocked::AtOnce, times);
         }
         sys::might_sleep();
@@ -73,7 +86,7 @@ impl Waiter {
         if poll_ns != 0 {
             let until = began.saturating_add(poll_ns);
             while sys::gnt_may_poll() != 0 {
-                let done = cond();
+                let done = sleeper.is_ready();
                 polled_until = crate::clock::monotonic_ns();
                 times.polled_ns = polled_until.saturating_sub(began);
                 if done {
@@ -85,14 +98,14 @@ impl Waiter {
                 }
             }
         }
-        sleeps(true);
+        sleeper.falls_asleep();
         let raw = self.raw.get();
         // SAFETY: the raw waiter lives as long as self; prepare and finish pair up here.
         let ended = unsafe {
             sys::gnt_waiter_enter(raw);
             let ended = loop {
                 sys::gnt_waiter_prepare(raw);
-                if cond() {
+                if sleeper.is_ready() {
                     break Blocked::Slept;
                 }
                 if signal_pending() {
@@ -103,7 +116,7 @@ impl Waiter {
             sys::gnt_waiter_finish(raw);
             ended
         };
-        sleeps(false);
+        sleeper.wakes_up();
         times.slept_ns = crate::clock::monotonic_ns().saturating_sub(polled_until);
         (ended, times)
     }

@@ -21,6 +21,9 @@ pub(crate) const REMOVED: u64 = 1 << 53;
 pub(crate) const HOST_WRITABLE: u64 = 1 << 54;
 /// The page is not in the kernel's direct map: device memory or the like.
 pub(crate) const NO_DIRECT_MAP: u64 = 1 << 55;
+/// In an entry that points to a table: a large page would stand there, were it not for an instruction
+/// fetch.
+pub(crate) const SPLIT_FOR_FETCH: u64 = 1 << 54;
 
 /// The guest may write, in both formats.
 pub const WRITABLE: u64 = 1 << 1;
@@ -89,6 +92,8 @@ pub struct Format {
     levels: u8,
     /// The largest leaf: 1 = 4 KiB, 2 = 2 MiB, 3 = 1 GiB.
     largest: u8,
+    /// Large leaves are not executable: a fetch makes them small.
+    splits_at_fetch: bool,
     /// Part of every address of ordinary memory: the host's SME bit, or 0.
     encryption: u64,
 }
@@ -112,6 +117,7 @@ impl Format {
             logs: false,
             levels: if levels == 5 { 5 } else { 4 },
             largest: 3,
+            splits_at_fetch: false,
             encryption,
         }
     }
@@ -140,8 +146,21 @@ impl Format {
             } else {
                 3
             },
+            splits_at_fetch: false,
             encryption: 0,
         }
+    }
+
+    /// The same, but instructions are fetched from small leaves alone: for CPUs that a change of page
+    /// size under an instruction fetch can stop (iTLB multihit). A large leaf is made without the right
+    /// to execute, and the first fetch from it splits it.
+    pub const fn splitting_at_fetch(self) -> Self {
+        Self { splits_at_fetch: true, ..self }
+    }
+
+    /// The same, without large leaves.
+    pub const fn small(self) -> Self {
+        Self { largest: 1, ..self }
     }
 
     /// Levels of the tree: 4 or 5.
@@ -154,6 +173,12 @@ impl Format {
     #[inline]
     pub const fn largest(&self) -> u8 {
         self.largest
+    }
+
+    /// Whether an instruction fetch makes a large leaf small.
+    #[inline]
+    pub const fn splits_at_fetch(&self) -> bool {
+        self.splits_at_fetch
     }
 
     /// The host's SME bit, or 0.
@@ -191,12 +216,27 @@ impl Format {
     pub(crate) fn leaf(&self, hpa: Hpa, level: u8, bits: LeafBits) -> u64 {
         (hpa.0 & ADDRESS)
             | self.leaf
-            | if bits.exec { self.exec } else { self.no_exec }
+            | if bits.exec && self.may_execute(level) { self.exec } else { self.no_exec }
             | if bits.direct { self.direct } else { self.device | NO_DIRECT_MAP }
             | when(bits.writable, WRITABLE)
             | when(bits.accessed, self.accessed)
             | when(bits.dirty, self.dirty)
             | when(level > 1, LARGE)
+    }
+
+    const fn may_execute(&self, level: u8) -> bool {
+        level == 1 || !self.splits_at_fetch
+    }
+
+    /// A part, of page size `level`, of a large leaf that was refused to a fetch: small parts may be
+    /// executed. All guest memory may; what kept the large leaf from it is its size alone.
+    #[inline]
+    pub(crate) const fn part(&self, entry: u64, level: u8) -> u64 {
+        if self.splits_at_fetch && self.may_execute(level) {
+            (entry & !self.no_exec) | self.exec
+        } else {
+            entry
+        }
     }
 
     /// The permission bits of an entry that points to a table, without the address.

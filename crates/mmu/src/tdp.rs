@@ -5,6 +5,9 @@
 //! no lock, with interrupts off. Large pages are split by filling a table with what the large leaf
 //! said, so that no access is lost; they come back after the range was withdrawn.
 //!
+//! Where the format splits at fetches ([`Format::splits_at_fetch`]), a large leaf cannot be executed. A
+//! large page is then in no CPU's instruction TLB, and no flush is needed when it is split.
+//!
 //! How the dirty log learns of writes is the format's: a leaf is made read-only, and the fault tells;
 //! or, where the CPU logs pages by itself, a small leaf is made clean, and the CPU's log tells. Then
 //! every small leaf of a slot that logs is clean, or marked in the bitmap, or in some CPU's log.
@@ -17,7 +20,8 @@ use stats::{VmCount, VmStats};
 use x86::{Gfn, Gpa, Hpa, Pfn};
 
 use crate::format::{
-    Format, HOST_WRITABLE, LeafBits, NO_DIRECT_MAP, WRITABLE, is_exec, is_present, shrink,
+    Format, HOST_WRITABLE, LeafBits, NO_DIRECT_MAP, SPLIT_FOR_FETCH, WRITABLE, is_exec, is_present,
+    shrink,
 };
 pub use crate::table::FlushRemote;
 use crate::table::{Entry, GuestPage, ReadTree, Table, TableCache, Tree, View, shift};
@@ -71,8 +75,12 @@ pub struct Mapping {
     pub writable: bool,
     /// The host allows writing.
     pub host_writable: bool,
-    /// The guest may fetch instructions.
+    /// The guest may fetch instructions, from a leaf of a size that allows it.
     pub exec: bool,
+    /// The fault was a fetch, and a leaf that refuses it is not enough.
+    pub fetch: bool,
+    /// The level that was possible, where a fetch alone is why `level` is a smaller one; else 0.
+    pub refused: u8,
     /// The frame is in the kernel's direct map.
     pub direct: bool,
     /// The fault was a write: the leaf is born dirty. `None`: not a fault, the leaf is born old.
@@ -306,19 +314,21 @@ impl<S> Mapper<'_, S> {
                 let Some(page) = cache.take() else {
                     return MapOutcome::NeedTables(usize::from(table.level() - mapping.level));
                 };
+                let refused = table.level() <= mapping.refused;
+                let bits =
+                    self.tree.format().table_bits() | if refused { SPLIT_FOR_FETCH } else { 0 };
                 if is_present(old) {
                     let below = table.level() - 1;
                     let small = self.split(shrink(old, below), below);
                     let step = pages_per(below) << 12;
-                    let bits = self.tree.format().table_bits();
                     if table.link_filled(index, old, page, bits, |n| small.wrapping_add(n * step)) {
-                        self.note_linked();
+                        self.note_linked(refused);
                         self.tree.stats().unmapped(table.level(), 1);
                         self.tree.stats().mapped(below, pages_per(2));
                     }
                 } else {
-                    match table.link(index, old, page, self.tree.format().table_bits()) {
-                        Ok(()) => self.note_linked(),
+                    match table.link(index, old, page, bits) {
+                        Ok(()) => self.note_linked(refused),
                         Err(page) => cache.put(page),
                     }
                 }
@@ -338,8 +348,11 @@ impl<S> Mapper<'_, S> {
         MapOutcome::Retry
     }
 
-    fn note_linked(&self) {
+    fn note_linked(&self, refused: bool) {
         self.tree.stats().of(VmCount::PageTablesAllocated).add(1);
+        if refused {
+            self.tree.stats().of(VmCount::NxLargePageSplits).add(1);
+        }
     }
 
     #[inline]
@@ -365,6 +378,7 @@ impl<S> Mapper<'_, S> {
     /// in some TLB as dirty: then whoever starts the log must see something to flush.
     fn split(&self, small: u64, level: u8) -> u64 {
         let format = self.tree.format();
+        let small = format.part(small, level);
         let watched = small & (WRITABLE | HOST_WRITABLE) == HOST_WRITABLE;
         if format.logs() && level == LEVEL_4K && watched {
             (small | WRITABLE) & !format.dirty()
@@ -389,8 +403,9 @@ impl<S> Mapper<'_, S> {
     /// Gives back write access that only the dirty log took away, without asking the host again.
     ///
     /// `true`: the leaf is there, 4 KiB, and now allows the access; for a write the caller marks
-    /// the page dirty before it lets the lock go. `false`: the long way.
-    pub fn restore_access(&self, gfn: Gfn, write: bool) -> bool {
+    /// the page dirty before it lets the lock go. `false`: the long way, also for a `fetch` from a leaf
+    /// that does not allow it.
+    pub fn restore_access(&self, gfn: Gfn, write: bool, fetch: bool) -> bool {
         if !self.in_range(gfn) {
             return false;
         }
@@ -400,7 +415,7 @@ impl<S> Mapper<'_, S> {
             match table.entry(index) {
                 Entry::Table(next) => table = next,
                 Entry::Word(old) => {
-                    if !is_present(old) {
+                    if !is_present(old) || (fetch && !is_exec(old)) {
                         return false;
                     }
                     if !write || old & WRITABLE != 0 {
@@ -446,5 +461,5 @@ impl<S> Mapper<'_, S> {
 }
 
 fn satisfies(entry: u64, mapping: &Mapping) -> bool {
-    !mapping.writable || entry & WRITABLE != 0
+    (!mapping.writable || entry & WRITABLE != 0) && (!mapping.fetch || is_exec(entry))
 }

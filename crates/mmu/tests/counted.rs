@@ -18,6 +18,8 @@ fn map(tdp: &Tdp<()>, gfn: u64, level: u8) {
         writable: true,
         host_writable: true,
         exec: true,
+        fetch: false,
+        refused: 0,
         direct: true,
         fault: Some(true),
     };

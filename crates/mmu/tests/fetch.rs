@@ -63,6 +63,8 @@ impl Guest {
             writable: true,
             host_writable: true,
             exec: true,
+            fetch: false,
+            refused: 0,
             direct: true,
             fault: Some(false),
         };

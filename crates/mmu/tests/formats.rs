@@ -179,6 +179,8 @@ fn page(pfn: u64) -> Mapping {
         writable: true,
         host_writable: true,
         exec: true,
+        fetch: false,
+        refused: 0,
         direct: true,
         fault: Some(false),
     }
@@ -194,7 +196,21 @@ fn any_mapping() -> impl Strategy<Value = (u64, Mapping)> {
         |(gfn, large, level, (writable, host, exec, direct), fault)| {
             let pfn = Pfn(large << 18 | gfn & ((1 << 18) - 1));
             let host_writable = host || writable;
-            (gfn, Mapping { pfn, level, writable, host_writable, exec, direct, fault })
+            let (fetch, refused) = (false, 0);
+            (
+                gfn,
+                Mapping {
+                    pfn,
+                    level,
+                    writable,
+                    host_writable,
+                    exec,
+                    fetch,
+                    refused,
+                    direct,
+                    fault,
+                },
+            )
         },
     )
 }

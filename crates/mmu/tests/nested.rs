@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use gannet_mmu::tdp::{FlushRemote, Thoroughness, lookup, page_of, pages_per};
 use gannet_mmu::{EptSupport, Format, MapOutcome, Mapping, TableCache, Tdp};
 use proptest::prelude::*;
+use stats::VmCount;
 use x86::{Gfn, Gpa, Pfn};
 
 struct Flushes(AtomicU64);
@@ -47,6 +48,8 @@ fn page(pfn: u64) -> Mapping {
         writable: true,
         host_writable: true,
         exec: true,
+        fetch: false,
+        refused: 0,
         direct: true,
         fault: Some(false),
     }
@@ -152,12 +155,12 @@ fn a_large_page_is_split_without_losing_what_it_maps(format: Format) {
     assert!(tdp.zapper().watch_writes(Gfn(512), Gfn(513)));
     assert_eq!(find(&tdp, 1023), Some((1535, 2, false)));
     // A write to one page while the log is on.
-    assert!(!tdp.mapper().restore_access(Gfn(600), true));
+    assert!(!tdp.mapper().restore_access(Gfn(600), true, false));
     assert_eq!(map(&tdp, 600, &page(1112)), MapOutcome::Mapped(1));
     assert_eq!(find(&tdp, 600), Some((1112, 1, true)));
     assert_eq!(find(&tdp, 601), Some((1113, 1, false)));
     assert_eq!(find(&tdp, 512), Some((1024, 1, false)));
-    assert!(tdp.mapper().restore_access(Gfn(601), true));
+    assert!(tdp.mapper().restore_access(Gfn(601), true, false));
     assert_eq!(find(&tdp, 601), Some((1113, 1, true)));
     tdp.zapper().zap(Gfn(512), Gfn(1024), Thoroughness::Leaves, &flushes);
     assert_eq!((find(&tdp, 601), flushes.count()), (None, 1));
@@ -183,6 +186,103 @@ fn a_table_in_the_place_of_a_large_page_makes_it_small(format: Format) {
     assert_eq!(map(&tdp, 700, &Mapping { level: 2, ..page(1212) }), MapOutcome::Mapped(1));
     assert_eq!(find(&tdp, 700), Some((1212, 1, true)));
     assert_eq!(find(&tdp, 701), None);
+}
+
+const SPLITTING: [Format; 3] =
+    [NPT.splitting_at_fetch(), EPT.splitting_at_fetch(), OLD_EPT.splitting_at_fetch()];
+
+/// A fetch, for which `refused` was possible.
+fn fetched(pfn: u64, refused: u8) -> Mapping {
+    Mapping { fetch: true, refused, ..page(pfn) }
+}
+
+fn exec(tdp: &Tdp<()>, gfn: u64) -> Option<(u8, bool)> {
+    tdp.mapper().lookup(Gfn(gfn)).map(|l| (l.level, l.exec))
+}
+
+fn splits(tdp: &Tdp<()>) -> u64 {
+    tdp.stats().of(VmCount::NxLargePageSplits).get()
+}
+
+#[test]
+fn a_fetch_makes_a_large_page_small_and_no_other() {
+    for format in SPLITTING {
+        let (tdp, flushes) = (tdp(format), Flushes::new());
+        map(&tdp, 513, &Mapping { level: 2, ..page(1025) });
+        map(&tdp, 1025, &Mapping { level: 2, ..page(2049) });
+        assert_eq!(exec(&tdp, 600), Some((2, false)));
+        assert!(tdp.mapper().restore_access(Gfn(600), false, false));
+        assert!(!tdp.mapper().restore_access(Gfn(600), false, true));
+        assert_eq!(map(&tdp, 600, &fetched(1112, 2)), MapOutcome::Mapped(1));
+        for gfn in 512..1024 {
+            assert_eq!(
+                (find(&tdp, gfn), exec(&tdp, gfn).unwrap().1),
+                (Some((gfn + 512, 1, true)), true)
+            );
+        }
+        assert!(tdp.mapper().restore_access(Gfn(601), false, true));
+        assert_eq!((exec(&tdp, 1026), splits(&tdp)), (Some((2, false)), 1));
+        // It cannot have been in an instruction TLB.
+        assert_eq!(flushes.count(), 0);
+        // Withdrawn, it is large again when it comes back.
+        tdp.zapper().zap(Gfn(512), Gfn(1024), Thoroughness::Leaves, &flushes);
+        assert_eq!(splits(&tdp), 0);
+        map(&tdp, 513, &Mapping { level: 2, ..page(1025) });
+        assert_eq!(exec(&tdp, 513), Some((2, false)));
+    }
+}
+
+#[test]
+fn what_was_small_for_a_fetch_stays_small_for_data() {
+    for format in SPLITTING {
+        let (tdp, flushes) = (tdp(format), Flushes::new());
+        assert_eq!(map(&tdp, 600, &fetched(1112, 3)), MapOutcome::Mapped(1));
+        assert_eq!((exec(&tdp, 600), splits(&tdp)), (Some((1, true)), 2));
+        assert_eq!(map(&tdp, 513, &Mapping { level: 2, ..page(1025) }), MapOutcome::Mapped(1));
+        assert_eq!(exec(&tdp, 513), Some((1, true)));
+        // A table that is there for another reason is none of them.
+        map(&tdp, 1 << 20, &page(70));
+        assert_eq!(splits(&tdp), 2);
+        tdp.zapper().zap(Gfn(0), Gfn(1 << 18), Thoroughness::Tables, &flushes);
+        assert_eq!(splits(&tdp), 0);
+    }
+}
+
+#[test]
+fn a_fetch_from_a_giant_page_leaves_large_ones_beside_it() {
+    for format in SPLITTING {
+        let tdp = tdp(format);
+        map(&tdp, 5, &Mapping { level: 3, ..page((1 << 18) + 5) });
+        assert_eq!(map(&tdp, 600, &fetched((1 << 18) + 600, 3)), MapOutcome::Mapped(1));
+        assert_eq!(
+            [5, 600, 1023, 1024].map(|gfn| exec(&tdp, gfn).unwrap()),
+            [(2, false), (1, true), (1, true), (2, false)]
+        );
+        assert_eq!(splits(&tdp), 2);
+    }
+}
+
+#[test]
+fn a_fetch_from_a_large_page_that_is_logged_is_served() {
+    for format in SPLITTING {
+        let tdp = tdp(format);
+        map(&tdp, 513, &Mapping { level: 2, ..page(1025) });
+        assert!(tdp.zapper().watch_writes(Gfn(512), Gfn(1024)));
+        let logged = Mapping { writable: false, ..fetched(1112, 0) };
+        assert_eq!(map(&tdp, 600, &logged), MapOutcome::Mapped(1));
+        assert_eq!((find(&tdp, 600), exec(&tdp, 600)), (Some((1112, 1, false)), Some((1, true))));
+        // The log would have split it anyway.
+        assert_eq!(splits(&tdp), 0);
+    }
+}
+
+#[test]
+fn without_the_flaw_large_pages_are_executed() {
+    for format in [NPT, EPT, OLD_EPT] {
+        let tdp = tdp(format);
+        map(&tdp, 513, &Mapping { level: 2, fetch: true, ..page(1025) });
+        assert_eq!((exec(&tdp, 600), splits(&tdp)), (Some((2, true)), 0));
+    }
 }
 
 fn withdrawing_nothing_does_not_flush(format: Format) {

@@ -88,6 +88,10 @@ reasons! {
     Rdpmc = "rdpmc",
     /// The guest can take an interrupt.
     InterruptWindow = "interrupt_window",
+    /// The end of an interrupt that is reported, of a local APIC that the hardware serves.
+    Eoi = "eoi",
+    /// A write to such a local APIC that the hardware leaves to software.
+    ApicWrite = "apic_write",
     /// The guest ends an NMI's handler.
     Iret = "iret",
     /// Another exception.
@@ -106,6 +110,8 @@ reasons! {
     HostSignal = "host_signal",
     /// The hardware refused to run the state.
     Refused = "refused",
+    /// The time that the backend watches: the VMX-preemption timer.
+    Deadline = "preemption_timer",
     /// Anything else.
     Other = "other",
 }

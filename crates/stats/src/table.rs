@@ -205,7 +205,7 @@ const KVM_VM: [Desc<OfVm>; 15] = {
         now(c"pages_4k", Pages4k),
         now(c"pages_2m", Pages2m),
         now(c"pages_1g", Pages1g),
-        with(c"nx_lpage_splits", Kind::Instant, Unit::None, OfVm::Zero),
+        now(c"nx_lpage_splits", NxLargePageSplits),
         peak(c"max_mmu_rmap_size", MaxRmapSize),
         peak(c"max_mmu_page_hash_collisions", MaxHashCollisions),
     ]

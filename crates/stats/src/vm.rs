@@ -40,6 +40,8 @@ counts! {
     Pages2m,
     /// 1 GiB leaves.
     Pages1g,
+    /// Page tables that stand where a large page would, were it not for an instruction fetch.
+    NxLargePageSplits,
     /// Most leaves that mapped one frame.
     MaxRmapSize,
     /// Most shadow pages found in one place of the hash table before the right one.

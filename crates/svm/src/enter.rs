@@ -14,7 +14,7 @@ use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use backend::{Gprs, GuestLimits, Paging};
 use cpu::{Cpu, SpecCtrl};
-use host::{NoMemory, hostcpu, page::Page, smp};
+use host::{NoMemory, hostcpu, page::Page};
 use x86::{
     Hpa,
     vmcb::{Clean, Vmcb},
@@ -182,8 +182,7 @@ impl<C: Cpu> Svm<C> {
     }
 
     /// Takes what the loop needs of this physical CPU and loads the guest's state.
-    pub(crate) fn load_state(&mut self) {
-        let at = smp::cpu_id();
+    pub(crate) fn load_state(&mut self, at: usize) {
         let here = if self.last_cpu == at { self.here } else { percpu::of(at) };
         let Some(here) = here else { return };
         if self.last_cpu != at {

@@ -34,6 +34,7 @@ const PAT_RESET: u64 = 0x0007_0406_0007_0406;
 /// MSRs that the backend keeps.
 mod msr {
     pub const SPEC_CTRL: u32 = 0x48;
+    pub const PRED_CMD: u32 = 0x49;
     pub const SYSENTER_CS: u32 = 0x174;
     pub const SYSENTER_ESP: u32 = 0x175;
     pub const SYSENTER_EIP: u32 = 0x176;
@@ -173,6 +174,7 @@ impl<C: Cpu> Svm<C> {
     pub(crate) fn update_passthrough(&mut self) {
         let spec = self.features.v_spec_ctrl && self.limits.spec_ctrl;
         self.msr_map.intercept(msr::SPEC_CTRL, !spec, !spec);
+        self.msr_map.intercept(msr::PRED_CMD, true, !self.limits.pred_cmd);
         self.msr_map.intercept(msr::TSC_AUX, !self.limits.tsc_aux, true);
         let (rdtscp, invpcid) = (self.limits.tsc_aux, self.limits.invpcid && !self.paging.shadow);
         let control = &mut self.vmcb_mut(Clean::INTERCEPTS | Clean::PERM_MAP).control;
@@ -183,11 +185,11 @@ impl<C: Cpu> Svm<C> {
 }
 
 impl<C: Cpu> Backend for Svm<C> {
-    fn load(&mut self) {
-        self.load_state();
+    fn load(&mut self, here: usize) {
+        self.load_state(here);
     }
 
-    fn unload(&mut self) {
+    fn unload(&mut self, _to_user: bool) {
         self.unload_state();
     }
 
@@ -577,7 +579,7 @@ impl<C: Cpu> Backend for Svm<C> {
             self.msr_map.intercept(msr, false, false);
         }
         self.update_passthrough();
-        for msr in LIVE.into_iter().chain([msr::SPEC_CTRL, msr::TSC_AUX]) {
+        for msr in LIVE.into_iter().chain([msr::SPEC_CTRL, msr::PRED_CMD, msr::TSC_AUX]) {
             let ((read, write), filter) = (self.msr_map.intercepted(msr), denied(msr));
             self.msr_map.intercept(msr, read | filter.0, write | filter.1);
         }
@@ -709,6 +711,8 @@ impl<C: Cpu> Backend for Svm<C> {
             self.xcr0 = 1;
             self.xss = 0;
         }
+        // As in stock KVM by INIT, too.
+        let _ = self.set_msr(msr::SPEC_CTRL, 0);
         self.set_virq(Virq::Off);
         self.mask_nmi(false);
         self.request_flush();

@@ -87,6 +87,8 @@ impl<B: Backend> Vcpu<B> {
         let limits = GuestLimits {
             cr4_allowed: c.cr4_allowed().bits(),
             spec_ctrl: c.has_spec_ctrl(),
+            pred_cmd: c.has_pred_cmd(),
+            flush_cmd: c.msr_facts().flush_l1d,
             tsc_aux: f(feature::RDTSCP) || f(feature::RDPID),
             xsave: f(feature::XSAVE),
             invpcid: f(feature::INVPCID),

@@ -163,7 +163,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// Whether the 8259A has an interrupt for this vCPU.
-    fn pic_pending(&self) -> bool {
+    pub(crate) fn pic_pending(&self) -> bool {
         self.shared.in_kernel_apic
             && self.vm.irq().extint_pending()
             && self.shared.lapic.accepts_pic()
@@ -225,6 +225,9 @@ impl<B: Backend> Vcpu<B> {
             }
             return true;
         }
+        if B::SERVES_APIC && (self.b.serves_apic() || self.serve_apic_if_possible()) {
+            return self.inject_served(kernel);
+        }
         self.put_back_offer();
         if self.pic_pending() {
             self.b.offer_interrupt(None);
@@ -245,7 +248,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Puts an offered interrupt back into the IRR; the hardware's offer stands until the next.
     #[inline]
-    fn put_back_offer(&mut self) {
+    pub(crate) fn put_back_offer(&mut self) {
         if let Some(vector) = self.after_exit.take_offered() {
             self.shared.lapic.put_back(vector);
         }
@@ -264,6 +267,9 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether an interrupt waits that the task priority lets through.
     pub(crate) fn interrupt_waits(&self) -> bool {
+        if self.apic_is_served() {
+            return self.served_interrupt_waits() || self.pic_pending();
+        }
         self.after_exit.offered().is_some()
             || self.shared.lapic.highest_pending().is_some()
             || self.pic_pending()
@@ -271,7 +277,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// The 8259A gives its vector only when it is acknowledged, so the guest must be able to take
     /// it at this entry.
-    fn inject_from_pic(&mut self) {
+    pub(crate) fn inject_from_pic(&mut self) {
         if self.interrupts_open()
             && let Some(vector) = self.vm.irq().extint_ack()
         {

@@ -9,7 +9,7 @@
 //! interrupt, so they look again before they go on.
 
 use backend::{Answer, Backend, Exit};
-use host::{irq, task, trace};
+use host::{irq, smp, task, trace};
 use stats::{Reason, VcpuCount};
 
 use crate::{Vcpu, cpuid_state::dynamic_inputs, events::Outer};
@@ -67,10 +67,8 @@ impl<B: Backend> Vcpu<B> {
     /// Runs the guest until an exit has to be handled outside.
     pub(crate) fn enter_guest(&mut self) -> Left {
         irq::disable();
-        if B::SETTLES {
-            self.settle_backend();
-        }
-        self.shared.enter_mode();
+        let here = if B::SETTLES { self.settle_backend() } else { smp::cpu_id() };
+        self.shared.enter_mode(here);
         if self.shared.has_requests() || task::work_pending() {
             self.shared.leave_mode();
             irq::enable();
@@ -84,7 +82,7 @@ impl<B: Backend> Vcpu<B> {
         // A softirq may have borrowed the registers since the run began.
         host::fpu::ensure_in_registers();
         irq::guest_enter();
-        self.b.load();
+        self.b.load(here);
         self.loop_clock.forget();
         // A change of this interrupts every CPU, so it need not be read again inside.
         let watch = trace::observed();
@@ -97,7 +95,7 @@ impl<B: Backend> Vcpu<B> {
             self.take_page_log();
         }
         self.b.complete(&mut self.gprs);
-        self.b.unload();
+        self.b.unload(self.ends_run(&exit));
         self.stats.count(VcpuCount::HostStateReload);
         self.shared.leave_mode();
         irq::guest_exit(matches!(exit, Exit::Interrupt));
@@ -107,13 +105,24 @@ impl<B: Backend> Vcpu<B> {
         if matches!(exit, Exit::Interrupt) {
             // The interrupt is taken here; a tick among them counts as the guest's time.
             irq::window();
+            irq::guest_time_end();
         }
-        irq::guest_time_end();
         irq::enable();
         if watch.any() {
             self.end_observation(&exit);
         }
         Left::Exit(exit)
+    }
+
+    /// Whether the loop is left for an exit that most likely ends KVM_RUN.
+    #[inline]
+    fn ends_run(&self, exit: &Exit) -> bool {
+        match exit {
+            Exit::Io(_) => true,
+            Exit::NestedFault(_) => self.device_seen.is_decoded(),
+            Exit::Hlt => !self.shared.in_kernel_apic,
+            _ => false,
+        }
     }
 
     /// Hands over what the CPU logged of written pages. Before the mode says that the guest was left:
@@ -127,10 +136,15 @@ impl<B: Backend> Vcpu<B> {
         self.b.guest_segments();
     }
 
-    /// Has the control block given up by the CPU that holds it, if another does.
+    /// Has the control block given up by the CPU that holds it, if another does. The number of this
+    /// CPU.
     #[inline]
-    fn settle_backend(&mut self) {
-        while !self.b.settled() {
+    fn settle_backend(&mut self) -> usize {
+        loop {
+            let here = smp::cpu_id();
+            if self.b.settled(here) {
+                return here;
+            }
             irq::enable();
             self.b.settle();
             irq::disable();
@@ -223,6 +237,10 @@ impl<B: Backend> Vcpu<B> {
                 self.stats.exit(Reason::Interrupt);
                 Next::Leave
             }
+            Exit::Deadline if B::WATCHES_DEADLINES => {
+                self.stats.exit(Reason::Deadline);
+                self.answer_deadline()
+            }
             exit => self.answer_rare(exit),
         }
     }
@@ -265,6 +283,14 @@ impl<B: Backend> Vcpu<B> {
                 self.stats.exit(Reason::Rdpmc);
                 self.raise(x86::Exception::gp(0));
                 Next::Again
+            }
+            Exit::Eoi(vector) => {
+                self.stats.exit(Reason::Eoi);
+                self.answer_eoi(vector)
+            }
+            Exit::IllegalSelfIpi => {
+                self.stats.exit(Reason::ApicWrite);
+                self.answer_illegal_self_ipi()
             }
             Exit::Iret => {
                 self.stats.exit(Reason::Iret);

@@ -55,7 +55,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// The present inside the loop, if the base is known: no kernel call.
     #[inline]
-    fn clock_in_loop(&mut self) -> Option<TimerClock> {
+    pub(crate) fn clock_in_loop(&mut self) -> Option<TimerClock> {
         let base = self.loop_clock.base?;
         let tsc = self.b.host_tsc();
         let ticks = u128::from(tsc.wrapping_sub(base.tsc));
@@ -70,15 +70,22 @@ impl<B: Backend> Vcpu<B> {
         {
             self.recheck = true;
         }
+        if matches!(op, TimerOp::Watch | TimerOp::Expired(_)) && self.watches_time() {
+            self.watch_time();
+        }
         op.apply(&self.shared.lapic, &HostAlarm(&self.shared));
     }
 
     /// WRMSR IA32_TSC_DEADLINE inside the loop.
     #[inline]
     pub(crate) fn deadline_in_loop(&mut self, value: u64) -> Next {
-        // A deadline that has passed needs no host time at all.
+        // A deadline that has passed, or is watched, needs no host time at all.
         let tsc = self.b.host_tsc();
         let guest_tsc = self.b.guest_tsc(tsc);
+        if self.watches_time() {
+            self.set_deadline_to_watch(value, guest_tsc);
+            return self.deadline_was_set(Next::Again);
+        }
         let past = value <= guest_tsc;
         let clock = if past {
             TimerClock { now_ns: 0, guest_tsc, tsc_khz: self.tsc_khz }
@@ -103,6 +110,24 @@ impl<B: Backend> Vcpu<B> {
             }
             op => self.with_kernel(|v| v.do_timer(op)).1,
         };
+        self.deadline_was_set(next)
+    }
+
+    #[inline]
+    fn set_deadline_to_watch(&mut self, value: u64, guest_tsc: u64) {
+        match self.shared.lapic.set_watched_deadline(value, guest_tsc) {
+            TimerOp::Watch if value != 0 => self.b.watch_deadline_from(value, guest_tsc),
+            TimerOp::Watch => self.b.watch_deadline(0),
+            TimerOp::Expired(accepted) => {
+                self.b.watch_deadline(0);
+                self.recheck |= accepted.kick();
+            }
+            _ => {}
+        }
+    }
+
+    #[inline]
+    fn deadline_was_set(&mut self, next: Next) -> Next {
         if self.lazy.enabled() { self.publish_deadline_in_loop(next) } else { next }
     }
 
@@ -133,8 +158,8 @@ impl<B: Backend> Vcpu<B> {
     #[inline]
     pub(crate) fn effect_in_loop(&mut self, effect: LapicEffect) -> Next {
         match effect {
-            LapicEffect::None => Next::Again,
-            LapicEffect::Eoi { level: false, .. } => {
+            // Nothing but, perhaps, an error, which may have an interrupt of its own.
+            LapicEffect::None | LapicEffect::Eoi { level: false, .. } => {
                 self.recheck |= self.shared.lapic.maybe_pending();
                 Next::Again
             }

@@ -10,6 +10,7 @@ use backend::Backend;
 use host::irq;
 use irqchip::lapic::GUARD_ADVANCE_NS;
 use pv::{LazyDeadline, Shared};
+use vm::vcpu_shared::Request;
 
 use crate::{
     Vcpu,
@@ -86,6 +87,27 @@ impl<B: Backend> Vcpu<B> {
         f(&mut self.lazy, &Reach::Slow(GuestPage { memory, at })).ok()
     }
 
+    /// The watched deadline has come: interrupts, unless the guest has stored a later one. No advance
+    /// is needed for the look, which takes less than the way from an alarm.
+    pub(crate) fn lazy_deadline_in_loop(&mut self) -> Next {
+        let promised = self.lazy.armed() != 0;
+        let Some(at) = self.lazy.page().filter(|_| promised) else {
+            return self.interrupt_for_deadline();
+        };
+        let before = self.lazy;
+        let memory = self.vm.memory();
+        let view = memory.view();
+        match self.lazy.examine(&MappedPage { memory, view: &view, at }) {
+            Ok(Some(later)) => self.deadline_in_loop(later),
+            Ok(None) => self.interrupt_for_deadline(),
+            Err(_) => {
+                self.lazy = before;
+                self.shared.request(Request::Deadline);
+                Next::Done
+            }
+        }
+    }
+
     /// A TSC deadline has come, or may have: interrupts, unless the guest has stored a later one.
     pub(crate) fn deadline_came(&mut self) {
         let deadline = self.shared.lapic.tsc_deadline();
@@ -108,6 +130,9 @@ impl<B: Backend> Vcpu<B> {
             None => {
                 self.await_deadline(deadline);
                 self.recheck |= self.shared.lapic.deadline_expired().kick();
+                if self.watches_time() {
+                    self.watch_time();
+                }
             }
         }
     }

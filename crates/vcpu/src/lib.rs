@@ -27,11 +27,13 @@ pub mod pv;
 pub mod registers;
 pub mod roots;
 pub mod run;
+mod served_apic;
 pub mod settings;
 mod shadow;
 pub mod slow;
 pub mod smm;
 pub mod statistics;
+mod watch;
 
 pub use exit::{ErrorData, RunInput, RunOutput, UserExit};
 pub use registers::{Regs, Sregs};
@@ -190,6 +192,7 @@ impl<B: Backend> Vcpu<B> {
         let (offset, ratio) = (this.tsc_offset, this.tsc_ratio);
         this.b.set_tsc(offset, ratio);
         this.apply_cpuid();
+        this.begin_to_watch();
         Ok(this)
     }
 

@@ -40,6 +40,12 @@ pub(crate) struct DeviceSeen {
 }
 
 impl DeviceSeen {
+    /// Whether an access was decoded inside the loop, to be finished outside.
+    #[inline]
+    pub(crate) fn is_decoded(&self) -> bool {
+        self.access.is_some()
+    }
+
     /// Whether a fault is likely a device access and no missing page: worth decoding at once.
     #[inline]
     fn is_near(&self, gpa: Gpa) -> bool {

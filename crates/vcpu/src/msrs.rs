@@ -112,10 +112,11 @@ impl<B: Backend> Vcpu<B> {
             return Next::Leave;
         }
         let Some(next) = self.next_rip() else { return Next::Leave };
-        self.sync_priority();
+        self.before_x2apic_write(index);
         let value = self.msr_operand();
         match self.shared.lapic.write_x2(index, value) {
             Ok(effect) => {
+                self.after_x2apic_write(index);
                 self.retire(next);
                 self.effect_in_loop(effect)
             }
@@ -135,8 +136,9 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn do_wrmsr(&mut self) -> Result<(), Exception> {
         let (index, value) = (self.gprs.0[RCX] as u32, self.msr_operand());
         if msr::classify(index) == Class::X2Apic && self.shared.in_kernel_apic {
-            self.sync_priority();
+            self.before_x2apic_write(index);
             let effect = self.shared.lapic.write_x2(index, value).map_err(|_| Exception::gp(0))?;
+            self.after_x2apic_write(index);
             self.effect(effect);
             return Ok(());
         }
@@ -155,8 +157,7 @@ impl<B: Backend> Vcpu<B> {
                 if !self.shared.in_kernel_apic {
                     return Err(Refused);
                 }
-                self.sync_priority();
-                self.withdraw_offer();
+                self.before_x2apic_read(index);
                 self.shared.lapic.read_x2(index, host::clock::monotonic_ns).map_err(|_| Refused)
             }
             Class::Apic => match index {
@@ -193,6 +194,7 @@ impl<B: Backend> Vcpu<B> {
                 if !self.shared.in_kernel_apic {
                     return Err(Refused);
                 }
+                self.settle_apic();
                 let effect = self.shared.lapic.write_x2(index, value).map_err(|_| Refused)?;
                 self.effect(effect);
                 Ok(())
@@ -242,6 +244,7 @@ impl<B: Backend> Vcpu<B> {
     fn move_tsc(&mut self, delta: i64) {
         self.tsc_offset = self.tsc_offset.wrapping_add(delta as u64);
         self.b.set_tsc(self.tsc_offset, self.tsc_ratio);
+        self.tsc_moved();
     }
 
     fn write_backend_msr(&mut self, index: u32, value: u64, host: bool) -> Result<(), Refused> {
@@ -287,6 +290,7 @@ impl<B: Backend> Vcpu<B> {
         let scaled = self.b.guest_tsc(now).wrapping_sub(self.tsc_offset);
         self.tsc_offset = self.vm.match_tsc(value, scaled, self.tsc_khz);
         self.b.set_tsc(self.tsc_offset, self.tsc_ratio);
+        self.tsc_moved();
         self.shared.request(vm::vcpu_shared::Request::Clock);
     }
 
@@ -300,6 +304,7 @@ impl<B: Backend> Vcpu<B> {
             x2apic: self.cpuid.has(x86::cpuid::feature::X2APIC),
             host,
         };
+        self.settle_apic();
         let change = self.shared.lapic.set_base(value, rules).map_err(|_| Refused)?;
         self.cpuid_inputs_changed();
         if change.mode {

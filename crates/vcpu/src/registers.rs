@@ -368,7 +368,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// KVM_GET_LAPIC.
     pub fn lapic_page(&mut self, into: &mut [u8; irqchip::lapic::REGISTER_PAGE]) {
-        self.sync_priority();
+        self.settle_apic();
         let wide = self.wide_ids();
         self.shared.lapic.save(into, wide, host::clock::monotonic_ns());
     }
@@ -378,6 +378,7 @@ impl<B: Backend> Vcpu<B> {
         &mut self,
         from: &[u8; irqchip::lapic::REGISTER_PAGE],
     ) -> Result<(), Invalid> {
+        self.settle_apic();
         let wide = self.wide_ids();
         let op = self
             .shared

@@ -3,7 +3,7 @@
 
 use backend::{Backend, Exit, RAX};
 use emulate::SimpleMmio;
-use host::task::{self, Blocked};
+use host::task::{self, Blocked, Sleeper};
 use host::trace;
 use stats::VcpuCount;
 use vm::vcpu_shared::{MpState, Request};
@@ -54,6 +54,38 @@ pub enum Open {
     },
     /// An emulated instruction goes on from the beginning with one more answer.
     Emulation,
+}
+
+/// A vCPU that has nothing to do.
+struct Waiting<'a, B: Backend> {
+    vcpu: &'a mut Vcpu<B>,
+    /// By HLT, so that interrupts wake it.
+    halted: bool,
+    /// It watched the time before it fell asleep.
+    watched: bool,
+}
+
+impl<B: Backend> Sleeper for Waiting<'_, B> {
+    fn is_ready(&mut self) -> bool {
+        if self.halted {
+            self.vcpu.poll_time();
+        }
+        self.vcpu.shared.has_requests()
+            || (self.halted && self.vcpu.awake())
+            || self.vcpu.shared.has_init_sipi()
+    }
+
+    fn falls_asleep(&mut self) {
+        self.watched = self.halted && self.vcpu.hand_over_time();
+        self.vcpu.shared.stats.set(VcpuCount::Blocking, 1);
+    }
+
+    fn wakes_up(&mut self) {
+        self.vcpu.shared.stats.set(VcpuCount::Blocking, 0);
+        if self.watched {
+            self.vcpu.take_time_back();
+        }
+    }
 }
 
 impl<B: Backend> Vcpu<B> {
@@ -126,9 +158,11 @@ impl<B: Backend> Vcpu<B> {
             return;
         }
         if init {
+            self.settle_apic();
             self.reset_registers(true);
             self.forget_lazy_deadline();
             self.shared.lapic.init();
+            self.publish_priority();
             let bsp = self.shared.lapic.base() & (1 << 8) != 0;
             self.shared.set_mp_state(if bsp { MpState::Runnable } else { MpState::InitReceived });
         }
@@ -322,11 +356,8 @@ impl<B: Backend> Vcpu<B> {
             let poll = if polls { self.vm.halt_poll_ns() } else { 0 };
             self.sync_priority();
             let shared = self.shared.clone();
-            let (blocked, times) = shared.waiter.block_timed(
-                || shared.has_requests() || (halted && self.awake()) || shared.has_init_sipi(),
-                poll,
-                |sleeps| shared.stats.set(VcpuCount::Blocking, sleeps.into()),
-            );
+            let mut waiting = Waiting { vcpu: self, halted, watched: false };
+            let (blocked, times) = shared.waiter.wait(&mut waiting, poll);
             if halted {
                 self.count_halt(blocked, times, poll != 0);
             }

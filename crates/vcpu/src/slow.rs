@@ -53,6 +53,10 @@ impl<B: Backend> Vcpu<B> {
             Exit::NestedFault(_) | Exit::Io(_) | Exit::Hlt => None,
             // Done by the host when interrupts were enabled again.
             Exit::Interrupt | Exit::Nmi | Exit::HostSignal | Exit::MachineCheck => None,
+            // Answered inside the loop.
+            Exit::Eoi(_) | Exit::IllegalSelfIpi => None,
+            // Always answered inside.
+            Exit::Deadline => None,
             // Taken when the loop was left.
             Exit::PageLogFull => None,
             Exit::InterruptWindow => {

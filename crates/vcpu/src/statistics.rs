@@ -10,6 +10,7 @@ use crate::{Vcpu, exit::UserExit};
 pub fn reason_of(exit: &Exit) -> Reason {
     match exit {
         Exit::Interrupt => Reason::Interrupt,
+        Exit::Deadline => Reason::Deadline,
         Exit::Nmi => Reason::Nmi,
         Exit::MachineCheck => Reason::MachineCheck,
         Exit::Cpuid => Reason::Cpuid,
@@ -26,6 +27,8 @@ pub fn reason_of(exit: &Exit) -> Reason {
         Exit::Xsetbv => Reason::Xsetbv,
         Exit::Rdpmc => Reason::Rdpmc,
         Exit::InterruptWindow => Reason::InterruptWindow,
+        Exit::Eoi(_) => Reason::Eoi,
+        Exit::IllegalSelfIpi => Reason::ApicWrite,
         Exit::Iret => Reason::Iret,
         Exit::PageFault(_) => Reason::PageFault,
         Exit::Exception(_) => Reason::Exception,
@@ -60,6 +63,7 @@ fn counted_inside(reason: Reason, guest_debug: u32) -> bool {
         | Reason::Undefined
         | Reason::Rdpmc
         | Reason::Iret
+        | Reason::Deadline
         | Reason::Interrupt => true,
         _ => false,
     }

@@ -5,9 +5,11 @@
 mod rig;
 
 use backend::{Gprs, RAX, RBX, RCX, RDX, RSP};
-use cpu::{ModelVmcs, Op};
+use cpu::{Cpu, ModelVmcs, Op};
 use gannet_vcpu::{RunInput, UserExit};
-use rig::vmx::{cost_of, exit, reads_and_writes, shutdown, vcpu};
+use host::std_port::test;
+use rig::vmx::{VmxVcpu, cost_of, exit, reads_and_writes, shutdown, vcpu};
+use vmx::percpu;
 use x86::vmcs::{ExitReason, ProcControls, event, field};
 
 const LONG_MODE: (u64, u64) = (0x500, 0xa09b);
@@ -137,6 +139,46 @@ fn leaving_the_loop_reloads_no_vmcs_and_writes_only_what_differs() {
 }
 
 #[test]
+fn the_guests_syscall_msrs_stay_while_the_thread_is_in_the_kernel() {
+    const LSTAR: u32 = 0xc000_0082;
+    const OUTSIDE: u64 = 0x1234 << 16;
+    const HOST: u64 = 0;
+    let guest = |lstar| {
+        let mut v = vcpu();
+        let mut s = v.sregs();
+        (s.cr0, s.cr4, s.efer) = (0x8000_0011, 1 << 5, LONG_MODE.0 | 1);
+        s.cs.attr = LONG_MODE.1 as u16;
+        v.set_sregs(&s, None).unwrap();
+        v.write_msr(LSTAR, lstar, true).unwrap();
+        v
+    };
+    // WRMSRs of two runs that end with a port access: at once, and after five interrupts.
+    let writes = |v: &mut VmxVcpu| {
+        [0, 5].map(|interrupts| {
+            for _ in 0..interrupts {
+                v.backend().cpu().inner().vmx.then(exit(ExitReason::ExternalInterrupt));
+            }
+            v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
+                exit(ExitReason::Io)(vmcs, gprs);
+                vmcs.set(field::EXIT_QUALIFICATION, OUTSIDE);
+            });
+            let before = v.backend().cpu().counts();
+            assert!(matches!(v.run(&RunInput::default()), UserExit::Io { .. }));
+            v.backend().cpu().counts().since(&before).of(Op::Wrmsr)
+        })
+    };
+    let [at_once, after_five] = writes(&mut guest(HOST));
+    assert_eq!(test::user_return_watches(), 0);
+    let mut v = guest(0x1234_5678);
+    // There and back; and there once, until the kernel calls.
+    assert_eq!(writes(&mut v), [at_once + 2, after_five + 1]);
+    assert_eq!(test::user_return_watches(), 1);
+    assert_eq!(v.backend().cpu().rdmsr(LSTAR), 0x1234_5678);
+    percpu::user_return(v.backend().cpu(), host::smp::cpu_id());
+    assert_eq!(v.backend().cpu().rdmsr(LSTAR), HOST);
+}
+
+#[test]
 fn the_stack_pointer_is_there_when_the_loop_was_left_and_goes_back_when_it_is_set() {
     let mut v = vcpu();
     v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
@@ -167,7 +209,8 @@ fn what_the_guest_reads_is_what_was_set() {
         exit(ExitReason::Cpuid)(vmcs, gprs);
     });
     v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
-        assert_eq!((gprs.0[RAX] & 0xff, gprs.0[RBX]), (0x30, 0));
+        // With Intel's IBRS and IBPB under AMD's names.
+        assert_eq!((gprs.0[RAX] & 0xff, gprs.0[RBX]), (0x30, (1 << 14) | (1 << 12)));
         assert_eq!(vmcs.get(field::GUEST_RIP), 0xfff2);
         shutdown(vmcs, gprs);
     });
@@ -208,4 +251,71 @@ fn cr0_is_read_through_the_shadow_and_the_hardware_keeps_its_fixed_bits() {
     });
     assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
     assert_eq!(v.sregs().cr0, 0x8001_0019);
+}
+
+#[test]
+fn a_guest_pays_for_its_spec_ctrl_from_its_first_use_on() {
+    const SPEC_CTRL: u64 = 0x48;
+    const IBRS: u64 = 1;
+    let cpuid = |vmcs: &mut ModelVmcs, gprs: &mut Gprs| {
+        (gprs.0[RAX], gprs.0[RCX]) = (0x8000_0008, 0);
+        exit(ExitReason::Cpuid)(vmcs, gprs);
+    };
+    // What the three runs of a guest's loop cost: zero written, IBRS written, and ten exits more.
+    let mut v = vcpu();
+    let mut run = |first: u64, exits: usize| {
+        let vmx = &mut v.backend().cpu().inner().vmx;
+        vmx.then(wrmsr(SPEC_CTRL, first));
+        for _ in 0..exits {
+            vmx.then(cpuid);
+        }
+        vmx.then(shutdown);
+        let before = v.backend().cpu().counts();
+        assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+        let counts = v.backend().cpu().counts().since(&before);
+        [Op::Rdmsr, Op::Wrmsr].map(|op| counts.of(op))
+    };
+    // The first run of all arrives on the CPU.
+    run(0, 0);
+    let ends = run(0, 0);
+    assert_eq!(run(0, 10), ends);
+    // The entry after the first write is one of its own.
+    run(IBRS, 0);
+    let used = run(IBRS, 0);
+    // A value that is the host's costs the read alone; another one two writes more.
+    let ten = run(IBRS, 10);
+    assert_eq!([ten[0] - used[0], ten[1] - used[1]], [10, 20]);
+    run(0, 0);
+    let one = run(0, 0);
+    let ten = run(0, 10);
+    assert_eq!([ten[0] - one[0], ten[1] - one[1]], [10, 0]);
+}
+
+#[test]
+fn what_the_guest_writes_to_spec_ctrl_without_an_exit_is_its_value_from_then_on() {
+    const SPEC_CTRL: u32 = 0x48;
+    const STIBP: u64 = 2;
+    let mut v = vcpu();
+    v.write_msr(SPEC_CTRL, 1, true).unwrap();
+    v.backend().cpu().inner().vmx.then(shutdown);
+    v.backend().cpu().inner().vmx.guest_writes_spec_ctrl = Some(STIBP);
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    assert_eq!(v.backend().cpu().inner().vmx.spec_ctrl_at_entry, 1);
+    // For the VMM, for an exit that reads it, and at the next entry.
+    assert_eq!(v.read_msr(SPEC_CTRL, true), Ok(STIBP));
+    v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
+        gprs.0[RCX] = SPEC_CTRL.into();
+        exit(ExitReason::Rdmsr)(vmcs, gprs);
+    });
+    v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
+        assert_eq!((gprs.0[RAX], gprs.0[RDX]), (STIBP, 0));
+        shutdown(vmcs, gprs);
+    });
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    assert_eq!(v.backend().cpu().inner().vmx.spec_ctrl_at_entry, STIBP);
+    // The VMM's own write is what the guest finds next.
+    v.write_msr(SPEC_CTRL, 0, true).unwrap();
+    v.backend().cpu().inner().vmx.then(shutdown);
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    assert_eq!(v.backend().cpu().inner().vmx.spec_ctrl_at_entry, 0);
 }

@@ -52,7 +52,7 @@ fn a_handler_that_calls_the_kernel_has_the_hosts_gs_base_and_task_register() {
         let mut v = vcpu_of(&machine(state));
         let b = v.backend();
         b.begin_run();
-        b.load();
+        b.load(0);
         let guest = b.cpu().inner().moved;
         assert_ne!(guest, b.cpu().inner().host);
         for _ in 0..2 {
@@ -65,7 +65,7 @@ fn a_handler_that_calls_the_kernel_has_the_hosts_gs_base_and_task_register() {
             b.guest_segments();
             assert_eq!(b.cpu().inner().moved, guest);
         }
-        b.unload();
+        b.unload(false);
         assert_host_is_back(&mut v);
     }
 }
@@ -147,9 +147,9 @@ fn what_another_thread_does_to_the_local_descriptor_table_is_not_undone() {
             let model = b.cpu().inner();
             model.host.selectors = selectors;
             model.moved = model.host;
-            b.load();
+            b.load(0);
             assert_ne!(b.cpu().inner().moved.selectors, selectors);
-            b.unload();
+            b.unload(false);
             assert_eq!(b.cpu().inner().moved.selectors, selectors, "{state:?}");
         }
         host::std_port::test::set_uses_ldt(false);
@@ -190,12 +190,12 @@ proptest! {
             match act {
                 Act::Stay(calls) => {
                     let b = v.backend();
-                    b.load();
+                    b.load(0);
                     for _ in 0..calls {
                         b.host_segments();
                         b.guest_segments();
                     }
-                    b.unload();
+                    b.unload(false);
                 }
                 Act::NewRun(n, base) => {
                     let b = v.backend();

@@ -161,11 +161,11 @@ impl VcpuShared {
         self.state.has_requests()
     }
 
-    /// The owner is about to enter the guest on this CPU; interrupts are off. Everything that was
+    /// The owner is about to enter the guest on this CPU, number `here`; interrupts are off. Everything that was
     /// made pending before is visible after this; everything later comes with an IPI.
     #[inline]
-    pub fn enter_mode(&self) {
-        self.state.enter(smp::cpu_id() as u32);
+    pub fn enter_mode(&self, here: usize) {
+        self.state.enter(here as u32);
     }
 
     /// The owner has left the guest; interrupts are still off.

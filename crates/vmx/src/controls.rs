@@ -5,14 +5,12 @@
 //! changes one exits. WP and PGE are not the guest's where the run loop has to see changes of how
 //! paging entries are read ([`Paging::watch_roles`](backend::Paging::watch_roles)).
 
-use core::sync::atomic::Ordering::Relaxed;
-
 use backend::{Backend, GuestLimits};
 use cpu::Cpu;
 use x86::{
     msr,
     segment::attr,
-    vmcs::{ProcControls, ProcControls2, field},
+    vmcs::{PinControls, ProcControls, ProcControls2, field},
 };
 
 use crate::{enter::Vmx, fields, page_log::PageLog};
@@ -25,8 +23,6 @@ const CR4_OWNABLE: u64 =
     (1 << 1) | (1 << 2) | (1 << 3) | CR4_PGE | (1 << 8) | (1 << 9) | (1 << 10) | (1 << 16);
 const EFER_LMA: u64 = 1 << 10;
 pub(crate) const TSC: u32 = 0x10;
-/// Where the virtual-APIC page holds the task priority.
-pub(crate) const VTPR_WORD: usize = 0x80 / 8;
 /// PAUSE-loop exiting: cycles between two PAUSEs of one loop, and of a loop that is too long; what
 /// the manual suggests and others use.
 const PLE: (u32, u32) = (128, 4096);
@@ -81,6 +77,9 @@ impl<C: Cpu> Vmx<C> {
             let (gap, window) = PLE;
             self.cpu.vmwrite(field::PLE_GAP.encoding(), gap.into());
             self.cpu.vmwrite(field::PLE_WINDOW.encoding(), window.into());
+        }
+        if self.features.pin.base.contains(PinControls::PREEMPTION_TIMER) {
+            self.cpu.vmwrite(field::PREEMPTION_TIMER.encoding(), u32::MAX.into());
         }
         if secondary.contains(ProcControls2::ENCLS) {
             self.cpu.vmwrite(field::ENCLS_EXIT_BITMAP.encoding(), u64::MAX);
@@ -146,6 +145,7 @@ impl<C: Cpu> Vmx<C> {
         let GuestLimits { tsc_aux, invpcid, xsave, .. } = self.limits;
         let features = *self.features;
         self.msr_map.intercept(msr::TSC_AUX, !(tsc_aux && features.rdtscp), true);
+        self.pass_speculation();
         if features.rdtscp {
             self.change_proc2(ProcControls2::RDTSCP, tsc_aux);
         }
@@ -169,10 +169,6 @@ impl<C: Cpu> Vmx<C> {
         if self.loaded.get() {
             self.cpu.set_cr2(value);
         }
-    }
-
-    pub(crate) fn vtpr(&self) -> u64 {
-        self.apic_page.table().get(VTPR_WORD).map_or(0, |w| w.load(Relaxed))
     }
 
     /// RIP behind the exiting instruction.

@@ -40,7 +40,7 @@ impl<C: Cpu> Vmx<C> {
             if preemptible {
                 irq::disable();
             }
-            let here = percpu::of(smp::cpu_id()).filter(|_| self.is_settled());
+            let here = percpu::of(smp::cpu_id()).filter(|_| self.is_settled(smp::cpu_id()));
             if let Some(here) = here {
                 // With VMX off, on the way to a reboot, nothing can be read.
                 let on = self.cpu.cr4_now() & CR4_VMXE != 0;
@@ -61,10 +61,10 @@ impl<C: Cpu> Vmx<C> {
         }
     }
 
-    /// Whether the VMCS is active on this CPU or on none. Interrupts are off.
+    /// Whether the VMCS is active on CPU `here` or on none. Interrupts are off.
     #[inline]
-    pub(crate) fn is_settled(&self) -> bool {
-        self.active_on.get().is_none_or(|at| at == smp::cpu_id())
+    pub(crate) fn is_settled(&self, here: usize) -> bool {
+        self.active_on.get().is_none_or(|at| at == here)
     }
 
     /// Has the CPU on which the VMCS is active clear it. Interrupts are on.

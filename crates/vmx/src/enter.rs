@@ -16,7 +16,7 @@ use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use backend::{Gprs, GuestLimits, Paging, RSP};
 use cpu::{Cpu, VmxSwitch};
-use host::{KBox, NoMemory, hostcpu, page::Page};
+use host::{KBox, NoMemory, hostcpu, page::Page, warn};
 use x86::vmcs::{
     ENTRY_FAILURE, ReadWrite, event,
     field::{self, Width},
@@ -24,6 +24,7 @@ use x86::vmcs::{
 };
 
 use crate::{
+    apicv::{ApicPage, Serving},
     exits,
     features::Features,
     fields::{self, Fields, Set, Slot},
@@ -34,6 +35,8 @@ use crate::{
     page_log::PageLog,
     percpu::PerCpu,
     permission::MsrMap,
+    preemption_timer::Watched,
+    speculation::SPECULATION,
 };
 
 /// TSC ratio 1.0 (32.32 fixed point).
@@ -42,17 +45,35 @@ pub const RATIO_ONE: u64 = 1 << 32;
 /// What the next entry has to do beside entering, as bits: usually nothing.
 pub(crate) mod attention {
     /// Forget the translations of this guest's linear addresses.
-    pub const FLUSH: u8 = 1 << 0;
+    pub const FLUSH: u16 = 1 << 0;
     /// Forget everything that was made from its nested tables.
-    pub const FLUSH_NESTED: u8 = 1 << 4;
+    pub const FLUSH_NESTED: u16 = 1 << 4;
     /// An interrupt is offered.
-    pub const OFFER: u8 = 1 << 1;
+    pub const OFFER: u16 = 1 << 1;
     /// An event is injected: the exit takes it out of the VMCS.
-    pub const INJECT: u8 = 1 << 2;
+    pub const INJECT: u16 = 1 << 2;
     /// VMX is off on this CPU: do not enter.
-    pub const OFF: u8 = 1 << 3;
+    pub const OFF: u16 = 1 << 3;
+    /// An interrupt waits that the CPU delivers by itself, and the shadow of STI may be over.
+    pub const SHADOW: u16 = 1 << 7;
     /// Flush the L1 data cache.
-    pub const FLUSH_L1D: u8 = 1 << 5;
+    pub const FLUSH_L1D: u16 = 1 << 5;
+    /// A deadline is watched, or is so no more and the CPU's timer has yet to be told.
+    pub const TIMER: u16 = 1 << 6;
+    /// The CPU's timer was set for the next entry already.
+    pub const TIMER_SET: u16 = 1 << 8;
+
+    const ALL: [u16; 9] =
+        [FLUSH, FLUSH_NESTED, OFFER, INJECT, OFF, SHADOW, FLUSH_L1D, TIMER, TIMER_SET];
+    // No two are the same bit.
+    const _: () = {
+        let (mut seen, mut at) = (0, 0);
+        while at < ALL.len() {
+            assert!(seen & ALL[at] == 0);
+            seen |= ALL[at];
+            at += 1;
+        }
+    };
 }
 
 /// What no exit that stays in the loop looks at. On the heap, so that a vCPU that is being made fits
@@ -60,20 +81,20 @@ pub(crate) mod attention {
 #[derive(Debug, Default)]
 pub(crate) struct Cold {
     /// What the hardware holds while loaded.
-    pub(crate) live_syscall: SyscallMsrs,
     pub(crate) live_gs_base: u64,
     pub(crate) live_xcr0: u64,
     pub(crate) live_xss: u64,
-    pub(crate) live_tsc_aux: u64,
     pub(crate) id: u64,
     pub(crate) host_xcr0: u64,
     pub(crate) host_pkru: u32,
     pub(crate) host_debugctl: u64,
-    pub(crate) host_syscall: SyscallMsrs,
     pub(crate) host_xss: u64,
-    pub(crate) host_tsc_aux: u64,
     pub(crate) cstar: u64,
     pub(crate) dr: [u64; 4],
+    /// The guest has written SPEC_CTRL something other than zero since its reset.
+    pub(crate) spec_ctrl_used: bool,
+    /// Reads and writes of [`SPECULATION`] that the VMM's filter denies.
+    pub(crate) speculation_denied: [(bool, bool); SPECULATION.len()],
 }
 
 /// One virtual CPU under VMX.
@@ -84,7 +105,7 @@ pub struct Vmx<C: Cpu> {
     /// Between load and unload: the VMCS is current, and what is written goes to the hardware.
     pub(crate) loaded: Cell<bool>,
     /// [`attention`].
-    pub(crate) attention: u8,
+    pub(crate) attention: u16,
     /// An instruction was retired in software since the exit: what the VMCS says of the shadow of
     /// STI and MOV SS is over.
     pub(crate) shadow_over: Cell<bool>,
@@ -94,9 +115,12 @@ pub struct Vmx<C: Cpu> {
     /// The VMCS was launched since it was cleared last.
     pub(crate) launched: Cell<bool>,
     pub(crate) offer: Offer,
+    pub(crate) deadline: Watched,
     pub(crate) features: KBox<Features>,
     pub(crate) vmcs: Page,
-    pub(crate) apic_page: Page,
+    pub(crate) apic_page: ApicPage,
+    /// Whether the CPU serves the local APIC.
+    pub(crate) serving: Serving,
     pub(crate) msr_map: MsrMap,
     /// Where the CPU has one.
     pub(crate) page_log: Option<PageLog>,
@@ -118,11 +142,12 @@ pub struct Vmx<C: Cpu> {
     pub(crate) kernel_gs_base: u64,
     pub(crate) limits: GuestLimits,
     pub(crate) paging: Paging,
+    /// The host's extended state may have to be exchanged for the guest's.
+    pub(crate) extended: bool,
     pub(crate) xcr0: u64,
     pub(crate) xss: u64,
     pub(crate) pkru: u32,
     pub(crate) tsc_aux: u64,
-    pub(crate) spec_ctrl: u64,
     pub(crate) tsc_offset: u64,
     pub(crate) tsc_ratio: u64,
     pub(crate) dr6: u64,
@@ -160,9 +185,11 @@ impl<C: Cpu> Vmx<C> {
             switch: VmxSwitch::default(),
             launched: Cell::new(false),
             offer: Offer::default(),
+            deadline: Watched::new(&features),
             features: KBox::new(features)?,
             vmcs,
-            apic_page: Page::zeroed()?,
+            apic_page: ApicPage::new()?,
+            serving: Serving::No,
             msr_map: MsrMap::all()?,
             page_log: if features.pml { Some(PageLog::new()?) } else { None },
             initialised: Cell::new(false),
@@ -180,11 +207,11 @@ impl<C: Cpu> Vmx<C> {
             kernel_gs_base: 0,
             limits: GuestLimits::default(),
             paging: Paging::default(),
+            extended: features.xsave,
             xcr0: 1,
             xss: 0,
             pkru: 0,
             tsc_aux: 0,
-            spec_ctrl: 0,
             tsc_offset: 0,
             tsc_ratio: RATIO_ONE,
             dr6: DR6_QUIET,
@@ -288,6 +315,9 @@ impl<C: Cpu> Vmx<C> {
         if self.attention & attention::OFFER != 0 {
             self.make_offer();
         }
+        if self.attention & attention::SHADOW != 0 {
+            self.end_shadow_for_request();
+        }
         // The last of all: what is loaded after it can leak.
         if self.attention & attention::FLUSH_L1D != 0 && mitigations::flush_before_entry() {
             self.attention &= !attention::FLUSH_L1D;
@@ -304,8 +334,13 @@ impl<C: Cpu> Vmx<C> {
         {
             self.set(fields::GUEST_RSP, gprs.0[RSP]);
         }
-        if self.attention != 0 && !self.attend() {
-            return self.refuse();
+        if self.attention != 0 {
+            if self.attention & attention::TIMER != 0 && !self.settle_timer() {
+                return self.exit_for_deadline();
+            }
+            if self.attention & !attention::TIMER != 0 && !self.attend() {
+                return self.refuse();
+            }
         }
         let entered = self.cpu.vmx_enter(gprs, &mut self.switch);
         self.fields.forget();
@@ -314,7 +349,7 @@ impl<C: Cpu> Vmx<C> {
             return self.refuse();
         }
         self.switch.flags |= VmxSwitch::LAUNCHED;
-        if self.attention != 0 {
+        if self.attention & attention::INJECT != 0 {
             self.settle_injection();
         }
         let raw = self.cpu.vmread(fields::EXIT_REASON.encoding());
@@ -328,11 +363,9 @@ impl<C: Cpu> Vmx<C> {
     /// The valid bit of what was injected is clear after an exit (SDM vol. 3C §28.2).
     #[cold]
     fn settle_injection(&mut self) {
-        if self.attention & attention::INJECT != 0 {
-            self.attention &= !attention::INJECT;
-            let injected = self.get(fields::ENTRY_INTERRUPTION);
-            self.fields.learn(fields::ENTRY_INTERRUPTION, u64::from(injected & !event::VALID));
-        }
+        self.attention &= !attention::INJECT;
+        let injected = self.get(fields::ENTRY_INTERRUPTION);
+        self.fields.learn(fields::ENTRY_INTERRUPTION, u64::from(injected & !event::VALID));
     }
 
     /// After the exits that are not plain instructions.
@@ -360,5 +393,15 @@ impl<C: Cpu> Drop for Vmx<C> {
     fn drop(&mut self) {
         // The page must not be written after it is freed.
         self.clear_elsewhere();
+        report_failures();
+    }
+}
+
+/// Says when VMX instructions have failed since the last time: each is a bug of this module's.
+fn report_failures() {
+    static REPORTED: AtomicU64 = AtomicU64::new(0);
+    let failures = cpu::vmx::failures();
+    if REPORTED.swap(failures, Relaxed) != failures {
+        warn!("BUG: {failures} VMX instructions have failed");
     }
 }

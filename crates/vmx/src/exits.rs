@@ -34,6 +34,7 @@ const WITHOUT_RSP: u64 = bit(ExitReason::ExternalInterrupt)
     | bit(ExitReason::Wrmsr)
     | bit(ExitReason::Pause)
     | bit(ExitReason::TprBelowThreshold)
+    | bit(ExitReason::VirtualizedEoi)
     | bit(ExitReason::PreemptionTimer)
     | bit(ExitReason::Wbinvd)
     | bit(ExitReason::Xsetbv);
@@ -81,6 +82,7 @@ impl<C: Cpu> Vmx<C> {
             ExitReason::Io => self.io(),
             ExitReason::Hlt => Exit::Hlt,
             ExitReason::Vmcall => Exit::Hypercall,
+            ExitReason::PreemptionTimer => Exit::Deadline,
             ExitReason::CrAccess => self.cr_access(),
             reason => self.decode_rare(reason),
         }
@@ -93,6 +95,11 @@ impl<C: Cpu> Vmx<C> {
             ExitReason::ExceptionOrNmi => self.exception(),
             // The guest has lowered its priority, or can take an interrupt: either is looked at.
             ExitReason::InterruptWindow | ExitReason::TprBelowThreshold => Exit::InterruptWindow,
+            ExitReason::VirtualizedEoi => {
+                Exit::Eoi(Vector(self.get(fields::EXIT_QUALIFICATION) as u8))
+            }
+            // The only write that the CPU leaves to us is that of SELF_IPI with a vector below 16.
+            ExitReason::ApicWrite => Exit::IllegalSelfIpi,
             ExitReason::NmiWindow => Exit::Iret,
             ExitReason::Pause => Exit::Pause,
             ExitReason::Wbinvd | ExitReason::Invd => Exit::CacheFlush,

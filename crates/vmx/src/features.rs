@@ -11,6 +11,8 @@ use bitflags::Flags;
 use x86::vmcs::capability::{self as cap, Allowed, EptVpidCap, VmxBasic, VmxMisc};
 use x86::vmcs::{EntryControls, ExitControls, PinControls, ProcControls, ProcControls2, eptp};
 
+use crate::{apicv, errata};
+
 /// One control word: what is set from the start, and what may be.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Controls<B> {
@@ -83,8 +85,12 @@ pub struct Features {
     pub pml: bool,
     /// TSC scaling.
     pub tsc_scaling: bool,
-    /// The VMX-preemption timer counts at the TSC's rate divided by two to this power.
+    /// The VMX-preemption timer counts at the TSC's rate divided by two to this power. Among the
+    /// controls that a VMCS starts with where it is there.
     pub preemption_timer: Option<u8>,
+    /// A local APIC in x2APIC mode can be left to the CPU: its registers, the delivery of its
+    /// interrupts, their end.
+    pub apicv: bool,
     /// PAUSE-loop exiting.
     pub ple: bool,
     /// An event can be injected with an instruction length of 0.
@@ -297,7 +303,8 @@ impl Features {
         let vpid =
             raw.secondary.offers(ProcControls2::VPID) && raw.ept.invvpid() && raw.ept.invvpid_all();
         let ple = raw.secondary.offers(ProcControls2::PAUSE_LOOP);
-        let timer = raw.pin.offers(PinControls::PREEMPTION_TIMER);
+        let timer = raw.pin.offers(PinControls::PREEMPTION_TIMER)
+            && !errata::preemption_timer_is_slow(cpuid(1, 0)[0]);
         let mut at_once = ProcControls2::EPT | ProcControls2::UNRESTRICTED_GUEST | WHERE_THERE;
         if vpid {
             at_once |= ProcControls2::VPID;
@@ -308,7 +315,10 @@ impl Features {
         Ok(Self {
             revision: raw.basic.revision(),
             pin: raw.pin.with(
-                PinControls::EXTERNAL_INTERRUPT | PinControls::NMI | PinControls::VIRTUAL_NMIS,
+                PinControls::EXTERNAL_INTERRUPT
+                    | PinControls::NMI
+                    | PinControls::VIRTUAL_NMIS
+                    | if timer { PinControls::PREEMPTION_TIMER } else { PinControls::empty() },
             ),
             primary: raw.primary.with(
                 ALWAYS_PRIMARY
@@ -341,15 +351,24 @@ impl Features {
             pml: raw.secondary.offers(ProcControls2::PML) && raw.ept.accessed_dirty(),
             tsc_scaling: raw.secondary.offers(ProcControls2::TSC_SCALING),
             preemption_timer: timer.then_some(raw.misc.timer_shift()),
+            apicv: raw.secondary.offers(apicv::CONTROLS),
             ple,
             zero_length_injection: raw.misc.0 & ZERO_LENGTH != 0,
             rdtscp: extended & (1 << 27) != 0 && raw.secondary.offers(ProcControls2::RDTSCP),
             invpcid: seven[1] & (1 << 10) != 0 && raw.secondary.offers(ProcControls2::INVPCID),
-            spec_ctrl: seven[3] & (1 << 26) != 0,
+            // IBRS, STIBP or SSBD: each means that the MSR exists.
+            spec_ctrl: seven[3] & (1 << 26 | 1 << 27 | 1 << 31) != 0,
             xsave: host_cr4 & (1 << 18) != 0,
             xsaves: xsaves && raw.secondary.offers(ProcControls2::XSAVES),
             pku: host_cr4 & (1 << 22) != 0,
         })
+    }
+
+    /// The preemption timer is not to be used.
+    pub fn without_preemption_timer(mut self) -> Self {
+        self.pin.base.remove(PinControls::PREEMPTION_TIMER);
+        self.preemption_timer = None;
+        self
     }
 
     /// `address` as this CPU takes it for a linear one: sign-extended from the widest address it
@@ -378,7 +397,9 @@ impl fmt::Display for Features {
             (self.ept_2m && !self.ept_1g, "2 MiB pages"),
             (self.pml, "PML"),
             (self.tsc_scaling, "TSC scaling"),
+            (self.apicv, "APICv"),
             (self.ple, "PLE"),
+            (self.preemption_timer.is_some(), "preemption timer"),
         ];
         f.write_str("EPT")?;
         optional.iter().filter(|(there, _)| *there).try_for_each(|(_, name)| write!(f, ", {name}"))

@@ -6,14 +6,12 @@
 use core::sync::atomic::Ordering::Relaxed;
 
 use cpu::{Cpu, Selectors, VmxSwitch};
-use host::{hostcpu, smp};
+use host::hostcpu;
 use x86::{msr, vmcs::ExitReason};
 
 use crate::{
     enter::{Vmx, attention},
-    exits, fields,
-    live::SyscallMsrs,
-    mitigations,
+    exits, fields, mitigations,
     percpu::{self, PerCpu},
 };
 
@@ -66,14 +64,10 @@ impl<C: Cpu> Vmx<C> {
         self.set(fields::HOST_SYSENTER_EIP, host.sysenter_eip);
         self.set(fields::HOST_PAT, host.pat);
         self.set(fields::HOST_EFER, host.efer);
-        self.cold.host_syscall =
-            SyscallMsrs { star: host.star, lstar: host.lstar, mask: host.syscall_mask };
-        self.cold.host_tsc_aux = host.tsc_aux;
     }
 
     /// Takes what the loop needs of this physical CPU and loads the guest's state.
-    pub(crate) fn load_state(&mut self) {
-        let at = smp::cpu_id();
+    pub(crate) fn load_state(&mut self, at: usize) {
         let here = if self.last_cpu == at { self.here } else { percpu::of(at) };
         let cr4 = self.cpu.cr4_now();
         let Some(here) = here.filter(|_| cr4 & CR4_VMXE != 0) else {
@@ -90,8 +84,13 @@ impl<C: Cpu> Vmx<C> {
         if self.vpid_generation != here.vpid_generation() {
             self.attention |= attention::FLUSH;
         }
+        // It was set for an entry that did not take place.
+        self.attention &= !attention::TIMER_SET;
         self.make_current(here);
-        self.switch.flags = if self.launched.get() { VmxSwitch::LAUNCHED } else { 0 };
+        self.switch.flags &= !VmxSwitch::LAUNCHED;
+        if self.launched.get() {
+            self.switch.flags |= VmxSwitch::LAUNCHED;
+        }
         // A process that has an LDT may change it under this thread.
         if hostcpu::uses_ldt() {
             self.host.selectors = self.cpu.selectors();
@@ -109,21 +108,18 @@ impl<C: Cpu> Vmx<C> {
                 self.cpu.wrmsr(msr::PRED_CMD, 1);
             }
         }
-        if self.features.xsave {
+        if self.extended {
             self.load_extended();
         }
         if self.dr_owned {
             self.load_debug_regs();
         }
-        self.cold.live_tsc_aux = self.cold.host_tsc_aux;
         self.sync_tsc_aux();
-        self.cold.live_syscall = self.cold.host_syscall;
         self.sync_syscall();
         self.cold.live_gs_base = self.host.user_gs_base;
         self.sync_kernel_gs_base();
         self.cold.host_debugctl = self.cpu.rdmsr(msr::DEBUGCTL);
         if self.features.spec_ctrl {
-            self.switch.guest_spec_ctrl = self.spec_ctrl;
             self.switch.host_spec_ctrl = hostcpu::host_spec_ctrl();
         }
         self.cpu.set_cr2(self.cr2);
@@ -133,7 +129,7 @@ impl<C: Cpu> Vmx<C> {
     }
 
     /// The reverse of [`Vmx::load_state`].
-    pub(crate) fn unload_state(&mut self) {
+    pub(crate) fn unload_state(&mut self, to_user: bool) {
         if self.attention & attention::OFF != 0 {
             self.attention &= !attention::OFF;
             return;
@@ -145,11 +141,7 @@ impl<C: Cpu> Vmx<C> {
         if self.kernel_gs_base != self.host.user_gs_base {
             self.cpu.wrmsr(msr::KERNEL_GS_BASE, self.host.user_gs_base);
         }
-        self.load_syscall(self.cold.host_syscall);
-        if self.cold.live_tsc_aux != self.cold.host_tsc_aux {
-            self.cpu.wrmsr(msr::TSC_AUX, self.cold.host_tsc_aux);
-        }
-        if self.features.xsave {
+        if self.cold.live_xcr0 != 0 {
             self.unload_extended();
         }
         if self.dr_owned {
@@ -157,17 +149,17 @@ impl<C: Cpu> Vmx<C> {
         }
         self.loaded.set(false);
         // An exit leaves DR7 and DEBUGCTL disabled; a host that uses them gets them back.
-        hostcpu::restore_debug_regs();
         if self.cold.host_debugctl != 0 {
             self.cpu.wrmsr(msr::DEBUGCTL, self.cold.host_debugctl);
         }
-        hostcpu::restore_table_limits();
+        hostcpu::left_vmx();
         self.restore_selectors();
-        if self.unnoted.get()
-            && let Some(here) = self.here
-        {
-            here.clear(&self.cpu, self.vmcs.hpa());
-            self.active_on.set(None);
+        if let Some(here) = self.here {
+            here.user_return.left(&mut self.cpu, to_user);
+            if self.unnoted.get() {
+                here.clear(&self.cpu, self.vmcs.hpa());
+                self.active_on.set(None);
+            }
         }
     }
 
@@ -175,8 +167,14 @@ impl<C: Cpu> Vmx<C> {
     /// much.
     #[inline]
     fn know_for_outside(&self) {
-        let _ = self.get(fields::GUEST_RFLAGS);
         let reason = self.get(fields::EXIT_REASON);
+        if reason == u32::from(ExitReason::EptViolation.0)
+            && self.fields.get(fields::GUEST_RIP).is_none()
+        {
+            // Memory, then, and not a device: the table is filled, and that is all.
+            return;
+        }
+        let _ = self.get(fields::GUEST_RFLAGS);
         if reason == u32::from(ExitReason::Io.0) {
             let _ = self.get(fields::GUEST_RIP);
             let _ = self.get(fields::INSTRUCTION_LENGTH);

@@ -9,9 +9,11 @@ extern crate alloc;
 #[cfg(test)]
 extern crate std;
 
+pub mod apicv;
 mod controls;
 mod current;
 pub mod enter;
+mod errata;
 pub mod exits;
 pub mod features;
 mod fields;
@@ -22,8 +24,11 @@ pub mod mitigations;
 pub mod page_log;
 pub mod percpu;
 pub mod permission;
+mod preemption_timer;
 pub mod segments;
+mod speculation;
 mod state;
+mod user_return;
 
 pub use enter::Vmx;
 pub use features::{Controls, Features, Unusable};

@@ -77,14 +77,16 @@ impl<C: Cpu> Vmx<C> {
         self.limits.xsave && self.cr4 & (1 << 18) != 0
     }
 
-    #[inline]
+    /// Exchanges the host's extended state for the guest's, where the two may differ.
+    #[inline(never)]
     pub(crate) fn load_extended(&mut self) {
         if self.cold.host_xcr0 == 0 {
             self.cold.host_xcr0 = self.cpu.xcr0();
         }
         self.cold.live_xcr0 = self.cold.host_xcr0;
         self.cold.live_xss = self.cold.host_xss;
-        self.sync_extended();
+        self.extended = self.extended_differs();
+        self.write_extended();
         if self.features.pku {
             self.cold.host_pkru = self.cpu.pkru();
             if self.pkru != self.cold.host_pkru {
@@ -93,13 +95,34 @@ impl<C: Cpu> Vmx<C> {
         }
     }
 
-    /// Brings XCR0 and IA32_XSS to what the guest is to see, when the loop is entered and when one
-    /// of them changes inside it.
+    /// XCR0 as the guest runs with it.
+    fn shown_xcr0(&self) -> u64 {
+        if self.sees_xcr0() { self.xcr0 } else { self.cold.host_xcr0 }
+    }
+
+    /// Whether the guest's extended state may be another than the host's. PKRU may always be.
+    fn extended_differs(&self) -> bool {
+        self.features.pku
+            || self.shown_xcr0() != self.cold.host_xcr0
+            || (self.features.xsaves && self.xss != self.cold.host_xss)
+    }
+
+    /// One of the guest's values has changed, perhaps inside the loop.
     pub(crate) fn sync_extended(&mut self) {
-        if self.cold.live_xcr0 == 0 {
+        if !self.features.xsave {
             return;
         }
-        let xcr0 = if self.sees_xcr0() { self.xcr0 } else { self.cold.host_xcr0 };
+        if self.cold.live_xcr0 != 0 {
+            self.write_extended();
+        } else if self.cold.host_xcr0 != 0 && self.extended_differs() && self.loaded.get() {
+            return self.load_extended();
+        }
+        self.extended = self.cold.host_xcr0 == 0 || self.extended_differs();
+    }
+
+    /// Brings XCR0 and IA32_XSS to what the guest is to see.
+    fn write_extended(&mut self) {
+        let xcr0 = self.shown_xcr0();
         if xcr0 != self.cold.live_xcr0 {
             self.cold.live_xcr0 = xcr0;
             self.cpu.set_xcr0(xcr0);
@@ -110,7 +133,8 @@ impl<C: Cpu> Vmx<C> {
         }
     }
 
-    #[inline]
+    /// The reverse.
+    #[inline(never)]
     pub(crate) fn unload_extended(&mut self) {
         if self.cold.live_xcr0 != self.cold.host_xcr0 {
             self.cpu.set_xcr0(self.cold.host_xcr0);
@@ -130,33 +154,28 @@ impl<C: Cpu> Vmx<C> {
     /// Brings TSC_AUX to the guest's value.
     #[inline]
     pub(crate) fn sync_tsc_aux(&mut self) {
-        if self.loaded.get() && self.features.rdtscp && self.tsc_aux != self.cold.live_tsc_aux {
-            self.cold.live_tsc_aux = self.tsc_aux;
-            self.cpu.wrmsr(msr::TSC_AUX, self.tsc_aux);
+        if self.loaded.get()
+            && self.features.rdtscp
+            && let Some(here) = self.here
+        {
+            let lent = &here.user_return;
+            lent.lend(&mut self.cpu, &lent.tsc_aux, self.tsc_aux);
         }
     }
 
-    /// Loads the guest's SYSCALL MSRs where it can use them. Until then the host's stay, and the
+    /// Loads the guest's SYSCALL MSRs where it can use them. Until then another's stay, and the
     /// guest does not see them, for reads exit.
     #[inline]
     pub(crate) fn sync_syscall(&mut self) {
         const SCE_LMA: u64 = 1 | 1 << 10;
-        if self.loaded.get() && self.efer & SCE_LMA == SCE_LMA {
-            self.load_syscall(self.syscall);
-        }
-    }
-
-    #[inline]
-    pub(crate) fn load_syscall(&mut self, want: SyscallMsrs) {
-        let live = core::mem::replace(&mut self.cold.live_syscall, want);
-        if live.star != want.star {
-            self.cpu.wrmsr(msr::STAR, want.star);
-        }
-        if live.lstar != want.lstar {
-            self.cpu.wrmsr(msr::LSTAR, want.lstar);
-        }
-        if live.mask != want.mask {
-            self.cpu.wrmsr(msr::SYSCALL_MASK, want.mask);
+        if self.loaded.get()
+            && self.efer & SCE_LMA == SCE_LMA
+            && let Some(here) = self.here
+        {
+            let (lent, want) = (&here.user_return, self.syscall);
+            lent.lend(&mut self.cpu, &lent.star, want.star);
+            lent.lend(&mut self.cpu, &lent.lstar, want.lstar);
+            lent.lend(&mut self.cpu, &lent.mask, want.mask);
         }
     }
 

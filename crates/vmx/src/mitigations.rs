@@ -2,8 +2,8 @@
 //!
 //! The kernel decides by the CPU's bugs and its own parameters, and most of it is an alternative in
 //! the world switch that it patches (`linux/vmx_enter.S`). What is left to choose here is what stock
-//! KVM chooses for itself: when the L1 data cache is flushed (L1TF), and whether guest memory is
-//! mapped by large pages (iTLB multihit).
+//! KVM chooses for itself: when the L1 data cache is flushed (L1TF), and whether large pages may be
+//! executed (iTLB multihit).
 //!
 //! L1TF: an entry of a page table that is not present still names a frame to a CPU that speculates,
 //! and gives what the L1 cache holds of it. For the host's own tables the kernel inverts such
@@ -15,7 +15,7 @@ use core::fmt;
 use core::sync::atomic::{AtomicU8, Ordering::Relaxed};
 
 use host::NoMemory;
-use host::mitigation::{self, Facts, L1dFlush, L1tf};
+use host::mitigation::{self, Facts, L1dFlush, L1tf, NxHugePages};
 
 /// ARCH_CAPABILITIES bit 3: the hypervisor below flushes, or there is no need.
 const SKIP_L1D_FLUSH: u64 = 1 << 3;
@@ -59,11 +59,14 @@ pub fn mode() -> L1dFlush {
     }
 }
 
-/// Whether guest memory may be mapped by large pages: not where a guest that changes the size of a
-/// page under its own instruction fetches can stop the machine (iTLB multihit), unless the
-/// administrator has switched mitigations off.
-pub fn allows_large_pages(facts: Facts) -> bool {
-    !facts.any(Facts::ITLB_MULTIHIT) || facts.any(Facts::ALL_OFF)
+/// Whether large pages are split where instructions are fetched: where a change of a page's size under
+/// an instruction fetch can stop the machine (iTLB multihit), unless the administrator says otherwise.
+pub fn splits_at_fetch(facts: Facts, asked: NxHugePages) -> bool {
+    match asked {
+        NxHugePages::Auto => facts.any(Facts::ITLB_MULTIHIT) && !facts.any(Facts::ALL_OFF),
+        NxHugePages::Off => false,
+        NxHugePages::Force => true,
+    }
 }
 
 /// The loop begins: whether its first entry is to flush. The host ran on this CPU meanwhile, which
@@ -86,17 +89,19 @@ pub(crate) fn flush_before_entry() -> bool {
 pub struct Report {
     facts: Facts,
     l1d: L1dFlush,
+    splits: bool,
 }
 
 impl Report {
     /// As things stand now.
     pub fn now() -> Self {
-        Self { facts: Facts::read(), l1d: mode() }
+        let facts = Facts::read();
+        Self { facts, l1d: mode(), splits: splits_at_fetch(facts, NxHugePages::asked()) }
     }
 
     /// For the tests.
     pub fn of(facts: Facts, l1d: L1dFlush) -> Self {
-        Self { facts, l1d }
+        Self { facts, l1d, splits: splits_at_fetch(facts, NxHugePages::Auto) }
     }
 
     fn lines(&self) -> [(&'static str, &'static str); 11] {
@@ -115,10 +120,10 @@ impl Report {
             L1dFlush::Always => "cache flush at every entry",
         };
         let verw = has(Facts::VERW);
-        let itlb = match (has(Facts::ITLB_MULTIHIT), allows_large_pages(self.facts)) {
-            (false, _) => "not affected",
-            (true, true) => "vulnerable: mitigations=off",
-            (true, false) => "no large pages in nested tables",
+        let itlb = match (has(Facts::ITLB_MULTIHIT), self.splits) {
+            (_, true) => "large pages are split where instructions are fetched",
+            (true, false) => "vulnerable: large pages may be executed (nx_huge_pages)",
+            (false, false) => "not affected",
         };
         let rsb = match () {
             () if has(Facts::RSB_VMEXIT) => "filled after exits",
@@ -272,10 +277,15 @@ mod tests {
     }
 
     #[test]
-    fn large_pages_go_where_they_could_stop_the_machine() {
-        assert!(allows_large_pages(Facts(0)));
-        assert!(!allows_large_pages(Facts(Facts::ITLB_MULTIHIT)));
-        assert!(allows_large_pages(Facts(Facts::ITLB_MULTIHIT | Facts::ALL_OFF)));
+    fn large_pages_are_split_where_they_could_stop_the_machine() {
+        use NxHugePages::{Auto, Force, Off};
+        let flawed = Facts(Facts::ITLB_MULTIHIT);
+        let unwanted = Facts(Facts::ITLB_MULTIHIT | Facts::ALL_OFF);
+        let chosen =
+            |asked| [Facts(0), flawed, unwanted].map(|facts| splits_at_fetch(facts, asked));
+        assert_eq!(chosen(Auto), [false, true, false]);
+        assert_eq!(chosen(Off), [false; 3]);
+        assert_eq!(chosen(Force), [true; 3]);
     }
 
     #[test]
@@ -289,7 +299,9 @@ mod tests {
         let on = Report::of(Facts(bugs | Facts::VERW | Facts::RSB_VMEXIT), L1dFlush::Cond);
         let on = on.to_string();
         assert!(!on.contains("vulnerable"), "{on}");
-        assert!(on.contains("l1tf: conditional cache flush\n") && on.contains("no large pages"));
+        assert!(
+            on.contains("l1tf: conditional cache flush\n") && on.contains("large pages are split")
+        );
         let smt = Report::of(Facts(bugs | Facts::VERW | Facts::SMT), L1dFlush::Always);
         assert!(smt.to_string().contains("SMT vulnerable"));
     }

@@ -9,11 +9,13 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use cpu::Cpu;
 use host::{NoMemory, hostcpu, once::Once, page::Page};
 use x86::Hpa;
-use x86::msr::{EFER, LSTAR, PAT, STAR, SYSCALL_MASK, TSC_AUX};
-use x86::msr::{SYSENTER_CS, SYSENTER_EIP, SYSENTER_ESP};
+use x86::msr::{EFER, PAT, SYSENTER_CS, SYSENTER_EIP, SYSENTER_ESP};
 use x86::vmcs::capability::{FEATURE_CONTROL, feature_control as control};
 
-use crate::features::{Features, Unusable};
+use crate::{
+    features::{Features, Unusable},
+    user_return::UserReturn,
+};
 
 const CR4_VMXE: u64 = 1 << 13;
 /// CPUID leaf 1, ECX: SMX, in which VMX has an enable bit of its own.
@@ -34,15 +36,10 @@ pub struct HostConstants {
     pub sysenter_eip: u64,
     pub pat: u64,
     pub efer: u64,
-    pub star: u64,
-    pub lstar: u64,
-    pub syscall_mask: u64,
-    /// 0 where RDTSCP is not there.
-    pub tsc_aux: u64,
 }
 
 /// [`HostConstants`] in a form that can be filled in where nothing may be allocated.
-type Words = [AtomicU64; 13];
+type Words = [AtomicU64; 9];
 
 impl HostConstants {
     fn store(&self, to: &Words) {
@@ -59,10 +56,6 @@ impl HostConstants {
             self.sysenter_eip,
             self.pat,
             self.efer,
-            self.star,
-            self.lstar,
-            self.syscall_mask,
-            self.tsc_aux,
         ];
         for (slot, word) in to.iter().zip(words) {
             slot.store(word, Relaxed);
@@ -72,25 +65,13 @@ impl HostConstants {
     fn load(from: &Words) -> Self {
         let words = from.each_ref().map(|word| word.load(Relaxed));
         let [gdt, idt, task, selectors, rest @ ..] = words;
-        let [sysenter_cs, sysenter_esp, sysenter_eip, pat, efer, rest @ ..] = rest;
-        let [star, lstar, syscall_mask, tsc_aux] = rest;
+        let [sysenter_cs, sysenter_esp, sysenter_eip, pat, efer] = rest;
         let [cs, ss, tr] = [0, 16, 32].map(|shift| (selectors >> shift) as u16);
         let tables = hostcpu::HostTables { gdt, idt, task, cs, ss, tr, reserved: 0 };
-        Self {
-            tables,
-            sysenter_cs,
-            sysenter_esp,
-            sysenter_eip,
-            pat,
-            efer,
-            star,
-            lstar,
-            syscall_mask,
-            tsc_aux,
-        }
+        Self { tables, sysenter_cs, sysenter_esp, sysenter_eip, pat, efer }
     }
 
-    fn read<C: Cpu>(c: &mut C, features: &Features) -> Self {
+    fn read<C: Cpu>(c: &mut C) -> Self {
         Self {
             tables: hostcpu::host_tables(),
             sysenter_cs: c.rdmsr(SYSENTER_CS),
@@ -98,10 +79,6 @@ impl HostConstants {
             sysenter_eip: c.rdmsr(SYSENTER_EIP),
             pat: c.rdmsr(PAT),
             efer: c.rdmsr(EFER),
-            star: c.rdmsr(STAR),
-            lstar: c.rdmsr(LSTAR),
-            syscall_mask: c.rdmsr(SYSCALL_MASK),
-            tsc_aux: if features.rdtscp { c.rdmsr(TSC_AUX) } else { 0 },
         }
     }
 }
@@ -122,6 +99,8 @@ pub struct PerCpu {
     /// The vCPU that ran last here, for IBPB.
     pub(crate) last_vcpu: AtomicU64,
     constants: Words,
+    /// MSRs that may hold a guest's value between its runs.
+    pub(crate) user_return: UserReturn,
 }
 
 /// State shared by all virtual machines on this host.
@@ -148,7 +127,8 @@ impl PerCpu {
             current: AtomicU64::new(0),
             active: Page::zeroed()?,
             last_vcpu: AtomicU64::new(0),
-            constants: [const { AtomicU64::new(0) }; 13],
+            constants: [const { AtomicU64::new(0) }; 9],
+            user_return: UserReturn::new(),
         })
     }
 
@@ -288,7 +268,8 @@ pub fn enable<C: Cpu>(c: &mut C, cpu: usize) -> Result<(), Unusable> {
     let Some(this) = of(cpu) else { return Err(Unusable::Absent) };
     check(c, hostcpu::vmx_allowed())?;
     unlock(c);
-    HostConstants::read(c, &features()).store(&this.constants);
+    HostConstants::read(c).store(&this.constants);
+    this.user_return.read_host(c, features().rdtscp);
     this.current.store(0, Relaxed);
     this.generation.store(this.generation().wrapping_add(1), Relaxed);
     this.renew_vpids(1);
@@ -305,6 +286,13 @@ fn unlock<C: Cpu>(c: &mut C) {
     }
     let smx = if c.cpuid(1, 0)[2] & SMX != 0 { control::VMX_IN_SMX } else { 0 };
     c.wrmsr(FEATURE_CONTROL, firmware | control::LOCKED | control::VMX_OUTSIDE_SMX | smx);
+}
+
+/// CPU `cpu`, on which this runs with interrupts off, is about to return to user space, or to go.
+pub fn user_return<C: Cpu>(c: &mut C, cpu: usize) {
+    if let Some(this) = of(cpu) {
+        this.user_return.restore(c);
+    }
 }
 
 /// Switches VMX off on the CPU this runs on; harmless where it is off. NMI context, perhaps.
@@ -371,10 +359,6 @@ mod tests {
             sysenter_eip: 6,
             pat: 7,
             efer: 8,
-            star: 9,
-            lstar: 10,
-            syscall_mask: 11,
-            tsc_aux: 12,
         };
         let cpu = PerCpu::new(4).unwrap();
         constants.store(&cpu.constants);

@@ -3,24 +3,26 @@
 //! What the guest owns is not intercepted: CR3, CR8 (by the TPR shadow), INVLPG, INVPCID, RDTSC, and
 //! the bits of CR0 and CR4 that [`crate::controls`] tells of.
 
-use core::sync::atomic::Ordering::Relaxed;
-
 use backend::{
     Answer, Backend, ControlRegs, Event, Exit, Gprs, GuestLimits, NotMine, Paging, RSP, SegmentName,
 };
 use cpu::Cpu;
 use x86::{
-    Gpa, Hpa, Vector, msr,
+    Gpa, Hpa, Vector,
+    apic::{Interrupts, VectorWords},
+    msr,
     segment::{DescriptorTable, Segment},
     vmcs::{EntryControls, ExitReason, ProcControls2},
 };
 
 use crate::{
-    controls::{LIVE, TSC, VTPR_WORD},
+    apicv::Serving,
+    controls::{LIVE, TSC},
     enter::{RATIO_ONE, Vmx, attention},
     exits, fields, inject,
     page_log::PageLog,
     segments,
+    speculation::SPECULATION,
 };
 
 const CR0_ET: u64 = 1 << 4;
@@ -40,21 +42,22 @@ impl<C: Cpu> Backend for Vmx<C> {
     const SETTLES: bool = true;
     const LOADS_PDPTES: bool = true;
     const KEEPS_STATE_AT_SHUTDOWN: bool = true;
+    const WATCHES_DEADLINES: bool = true;
 
-    fn settled(&self) -> bool {
-        self.is_settled()
+    fn settled(&self, here: usize) -> bool {
+        self.is_settled(here)
     }
 
     fn settle(&mut self) {
         self.clear_elsewhere();
     }
 
-    fn load(&mut self) {
-        self.load_state();
+    fn load(&mut self, here: usize) {
+        self.load_state(here);
     }
 
-    fn unload(&mut self) {
-        self.unload_state();
+    fn unload(&mut self, to_user: bool) {
+        self.unload_state(to_user);
     }
 
     /// The kernel may fault on an address of its own; CR2 is the guest's.
@@ -108,6 +111,7 @@ impl<C: Cpu> Backend for Vmx<C> {
             }
             ExitReason::Hlt => answer.frequent(Exit::Hlt),
             ExitReason::Vmcall => answer.frequent(Exit::Hypercall),
+            ExitReason::PreemptionTimer => answer.frequent(Exit::Deadline),
             ExitReason::CrAccess => {
                 let exit = answer.backend().cr_access();
                 answer.frequent(exit)
@@ -169,6 +173,9 @@ impl<C: Cpu> Backend for Vmx<C> {
     fn retire(&mut self, next_rip: u64) {
         self.set(fields::GUEST_RIP, next_rip);
         self.shadow_over.set(true);
+        if self.serving != Serving::No {
+            self.attend_to_requests();
+        }
     }
 
     #[inline]
@@ -336,15 +343,13 @@ impl<C: Cpu> Backend for Vmx<C> {
 
     #[inline]
     fn cr8(&self) -> u8 {
-        (self.vtpr() >> 4) as u8 & 0xf
+        self.apic_page.tpr() >> 4
     }
 
     #[inline]
     fn set_cr8(&mut self, value: u8) {
         let value = value & 0xf;
-        if let Some(word) = self.apic_page.table().get(VTPR_WORD) {
-            word.store(u64::from(value) << 4, Relaxed);
-        }
+        self.apic_page.set_tpr(value << 4);
         // An entry refuses a threshold above the priority.
         if self.get(fields::TPR_THRESHOLD) > value.into() {
             self.set(fields::TPR_THRESHOLD, value.into());
@@ -412,7 +417,7 @@ impl<C: Cpu> Backend for Vmx<C> {
             msr::DEBUGCTL => self.get(fields::GUEST_DEBUGCTL),
             msr::TSC_AUX => self.tsc_aux,
             msr::XSS => self.xss,
-            msr::SPEC_CTRL => self.spec_ctrl,
+            msr::SPEC_CTRL => self.spec_ctrl(),
             _ => return Err(NotMine),
         })
     }
@@ -439,10 +444,7 @@ impl<C: Cpu> Backend for Vmx<C> {
                 self.sync_tsc_aux();
             }
             msr::XSS => self.set_xss(value),
-            msr::SPEC_CTRL => {
-                self.spec_ctrl = value;
-                self.switch.guest_spec_ctrl = value;
-            }
+            msr::SPEC_CTRL => self.set_spec_ctrl(value),
             msr::PAT => self.set(fields::GUEST_PAT, value),
             msr::DEBUGCTL => self.set(fields::GUEST_DEBUGCTL, value),
             msr::STAR | msr::LSTAR | msr::SYSCALL_MASK => {
@@ -486,6 +488,7 @@ impl<C: Cpu> Backend for Vmx<C> {
         self.set(fields::TSC_OFFSET, offset);
         if self.tsc_ratio != ratio && self.features.tsc_scaling {
             self.tsc_ratio = ratio;
+            self.deadline.set_ratio(ratio);
             self.set(fields::TSC_MULTIPLIER, ratio << MULTIPLIER_SHIFT);
             self.change_proc2(ProcControls2::TSC_SCALING, ratio != RATIO_ONE);
         }
@@ -501,8 +504,31 @@ impl<C: Cpu> Backend for Vmx<C> {
         scaled.wrapping_add(self.tsc_offset)
     }
 
+    #[inline]
+    fn watches_deadlines(&self) -> bool {
+        self.features.preemption_timer.is_some()
+    }
+
+    #[inline]
+    fn watch_deadline(&mut self, deadline: u64) {
+        if self.deadline.set(deadline) {
+            self.attention |= attention::TIMER;
+        }
+    }
+
+    #[inline]
+    fn watch_deadline_from(&mut self, deadline: u64, now: u64) {
+        self.watch_from(deadline, now);
+    }
+
+    #[inline]
+    fn deadline_due(&mut self) -> bool {
+        self.is_deadline_due()
+    }
+
     fn set_msr_filter(&mut self, denied: impl Fn(u32) -> (bool, bool)) {
         self.pass_live_msrs();
+        self.cold.speculation_denied = SPECULATION.map(&denied);
         self.update_passthrough();
         for msr in LIVE.into_iter().chain([TSC, msr::TSC_AUX]) {
             let ((read, write), filter) = (self.msr_map.intercepted(msr), denied(msr));
@@ -587,6 +613,43 @@ impl<C: Cpu> Backend for Vmx<C> {
         self.set(fields::TPR_THRESHOLD, threshold.into());
     }
 
+    const SERVES_APIC: bool = true;
+
+    #[inline]
+    fn can_serve_apic(&self) -> bool {
+        self.features.apicv
+    }
+
+    fn serve_apic(&mut self, state: &Interrupts, reported: &VectorWords) {
+        self.begin_serving(state, reported);
+    }
+
+    #[inline]
+    fn serves_apic(&self) -> bool {
+        self.serving == Serving::Yes
+    }
+
+    fn request_interrupts(&mut self, vectors: &VectorWords, reported: &VectorWords) {
+        self.request_served(vectors, reported);
+    }
+
+    fn show_apic_register(&mut self, offset: u32, value: u32) {
+        self.apic_page.set(offset, value);
+    }
+
+    fn served_interrupt_waits(&self, more: Option<Vector>) -> bool {
+        self.served_waits(more)
+    }
+
+    fn take_apic(&mut self) -> Interrupts {
+        self.serving = Serving::TakenBack;
+        self.apic_page.take()
+    }
+
+    fn stop_serving_apic(&mut self) {
+        self.end_serving();
+    }
+
     fn nmi_allowed(&self) -> bool {
         !self.is_nmi_masked() && !self.is_shadowed()
     }
@@ -651,6 +714,7 @@ impl<C: Cpu> Backend for Vmx<C> {
             self.xcr0 = 1;
             self.xss = 0;
         }
+        self.reset_spec_ctrl();
         let _ = self.take_injection();
         self.set_offer(None);
         self.open_nmi_window(false);

@@ -102,6 +102,9 @@ const LAB: Recorded = Recorded([
     0x0000_ffff_0000_11fb,
 ]);
 
+/// Pin-based controls: the VMX-preemption timer.
+const TIMER: u32 = 1 << 6;
+
 impl Recorded {
     fn msr(&self, index: u32) -> u64 {
         *self.0.get(index.wrapping_sub(0x480) as usize).expect("a capability MSR")
@@ -204,8 +207,11 @@ fn what_is_there_is_taken() {
     assert!(f.ept_1g && f.ept_dirty && f.ple && f.invpcid && !f.pml && !f.tsc_scaling);
     let f = COFFEE_LAKE.read().unwrap();
     assert!(f.pml && f.xsaves && f.zero_length_injection && !f.tsc_scaling);
-    assert_eq!(f.to_string(), "EPT, VPID, EPT dirty bits, 1 GiB pages, PML, PLE");
+    assert_eq!(f.to_string(), "EPT, VPID, EPT dirty bits, 1 GiB pages, PML, PLE, preemption timer");
     assert_eq!((f.revision, f.preemption_timer), (4, Some(7)));
+    assert_eq!(f.pin.base.bits() & TIMER, TIMER);
+    let f = f.without_preemption_timer();
+    assert_eq!((f.preemption_timer, f.pin.base.bits() & TIMER), (None, 0));
     let f = LAB.read().unwrap();
     assert!(f.vpid && f.tsc_scaling && f.pml && f.ept_1g && f.xsaves);
     assert_eq!(f.ept_pointer(0x1234_5000), 0x1234_505e);
@@ -213,11 +219,20 @@ fn what_is_there_is_taken() {
 }
 
 #[test]
+fn a_preemption_timer_that_counts_at_another_rate_is_not_used() {
+    let clarkdale = |leaf, subleaf| {
+        if leaf == 1 { [0x0002_0652, 0, 1 << 5, 0] } else { cpuid(leaf, subleaf) }
+    };
+    let f = Features::read(|index| COFFEE_LAKE.msr(index), clarkdale, 0).unwrap();
+    assert_eq!((f.preemption_timer, f.pin.base.bits() & TIMER), (None, 0));
+}
+
+#[test]
 fn what_is_masked_is_not_taken() {
     let cpu = COFFEE_LAKE.without(0x48b, 1 << 5 | 1 << 10 | 1 << 17 | 1 << 12 | 1 << 3 | 1 << 20);
     let f = cpu.without(0x481, 1 << 6).read().unwrap();
     assert!(!f.vpid && !f.ple && !f.pml && !f.invpcid && !f.rdtscp && !f.xsaves);
-    assert_eq!(f.preemption_timer, None);
+    assert_eq!((f.preemption_timer, f.pin.base.bits() & TIMER), (None, 0));
     assert_eq!(f.secondary.base.bits() & 0x0012_1428, 0);
     // Without dirty bits there is nothing to log; without an INVVPID of all there are no ids.
     let mut cpu = COFFEE_LAKE;

@@ -10,6 +10,36 @@ pub const IOAPIC_DEFAULT_BASE: u64 = 0xfec0_0000;
 /// Version register of KVM's local APIC: version 0x14, six LVT entries (KVM since 2.6.20).
 pub const VERSION: u32 = 0x14 | (5 << 16);
 
+/// A set of vectors, 64 in each word.
+pub type VectorWords = [u64; 4];
+
+/// The highest member of a set; 0 when there is none.
+#[inline]
+pub const fn highest(words: &VectorWords) -> u8 {
+    let [w0, w1, w2, w3] = *words;
+    let (word, base) = match (w3, w2, w1) {
+        (0, 0, 0) => (w0, 0),
+        (0, 0, _) => (w1, 64),
+        (0, _, _) => (w2, 128),
+        _ => (w3, 192),
+    };
+    match word {
+        0 => 0,
+        _ => base | (63 - word.leading_zeros() as u8),
+    }
+}
+
+/// What a local APIC holds of interrupts that were requested and not ended.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Interrupts {
+    /// Requested.
+    pub requested: VectorWords,
+    /// In service.
+    pub in_service: VectorWords,
+    /// Task priority.
+    pub tpr: u8,
+}
+
 /// Offsets of the local APIC's registers in its page.
 #[allow(missing_docs)] // The names are the manual's (SDM vol. 3A table 10-1).
 pub mod reg {
@@ -320,6 +350,16 @@ mod tests {
         let table = [(0, 2), (1, 4), (2, 8), (3, 16), (8, 32), (9, 64), (10, 128), (11, 1)];
         for (tdcr, divisor) in table {
             assert_eq!(timer_divisor(tdcr), divisor, "tdcr {tdcr}");
+        }
+    }
+
+    #[test]
+    fn the_highest_vector_is_found_in_every_word() {
+        assert_eq!(highest(&[0; 4]), 0);
+        for vector in 0..=255u8 {
+            let mut words = [1, 0, 0, 0];
+            words[usize::from(vector >> 6)] |= 1 << (vector & 63);
+            assert_eq!(highest(&words), vector);
         }
     }
 

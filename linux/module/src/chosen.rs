@@ -5,7 +5,7 @@
 use core::sync::atomic::{AtomicU8, Ordering::Relaxed};
 
 use cpu::{Cpu, Native};
-use host::mitigation::Facts;
+use host::mitigation::{Facts, NxHugePages};
 use host::{NoMemory, err, hostcpu, info, params, smp, warn};
 use mmu::{EptSupport, Format};
 use svm::HostState;
@@ -95,6 +95,7 @@ fn find_svm() -> Result<svm::Features, Refused> {
     let host_cr4 = here.cr4();
     let cpuid = |leaf, subleaf| Native.cpuid(leaf, subleaf);
     let mut features = svm::Features::read(cpuid, host_cr4).map_err(svm_refused)?;
+    params::enable_apicv(false);
     if params::host_state_by_msr() {
         features.host_state = HostState::Msr;
     }
@@ -116,7 +117,11 @@ fn find_vmx() -> Result<vmx::Features, Refused> {
     let used =
         |leaf, subleaf| hostcpu::without_unused_features(leaf, subleaf, cpuid(leaf, subleaf));
     let features = vmx::Features::read(|index| Native.rdmsr(index), used, host_cr4);
-    let features = features.map_err(vmx_refused)?;
+    let mut features = features.map_err(vmx_refused)?;
+    features.apicv = params::enable_apicv(features.apicv);
+    if !params::preemption_timer() {
+        features = features.without_preemption_timer();
+    }
     if !params::npt() {
         return Err(refuse("npt=0: shadow paging does not serve VMX yet", false));
     }
@@ -137,11 +142,9 @@ impl Found {
                 CHOSEN.store(Chosen::Vmx as u8, Relaxed);
                 let facts = Facts::read();
                 mitigations::set_up(facts, arch_capabilities(facts))?;
-                if facts.any(Facts::ITLB_MULTIHIT) && !mitigations::allows_large_pages(facts) {
-                    host::mitigation::announce_itlb_multihit();
-                }
             }
         }
+        host::mitigation::announce_nx_huge_pages(splits_at_fetch());
         Ok(())
     }
 
@@ -154,7 +157,7 @@ impl Found {
                 // Shadow tables hold no keys.
                 let keys = if params::npt() { None } else { Some(feature::PKU) };
                 Common {
-                    tables: Format::npt(levels, 0),
+                    tables: with_large_pages(Format::npt(levels, 0)),
                     tsc_ratio: features.tsc_ratio.then_some(SVM_TSC_RATIO),
                     spec_ctrl: features.spec_ctrl,
                     tsc_aux: features.rdtscp,
@@ -164,15 +167,14 @@ impl Found {
             }
             Self::Vmx(features) => {
                 let facts = Facts::read();
-                let large = mitigations::allows_large_pages(facts);
                 let unless = |there: bool, what| if there { None } else { Some(what) };
                 Common {
-                    tables: Format::ept(EptSupport {
-                        pages_2m: features.ept_2m && large,
-                        pages_1g: features.ept_1g && large,
+                    tables: with_large_pages(Format::ept(EptSupport {
+                        pages_2m: features.ept_2m,
+                        pages_1g: features.ept_1g,
                         accessed_dirty: features.ept_dirty,
                         page_log: features.pml,
-                    }),
+                    })),
                     tsc_ratio: features.tsc_scaling.then_some(VMX_TSC_RATIO),
                     spec_ctrl: features.spec_ctrl,
                     tsc_aux: features.rdtscp,
@@ -191,6 +193,9 @@ impl Found {
     /// Says in the log what was found.
     #[inline(never)]
     pub fn announce(&self) {
+        if !matches!(self, Self::Vmx(features) if features.preemption_timer.is_some()) {
+            params::no_preemption_timer();
+        }
         let tables = if params::npt() { "nested" } else { "shadow" };
         match self {
             Self::Svm(features) => {
@@ -202,6 +207,20 @@ impl Found {
                 info!("mitigations: L1D flush {l1d}; {}", mitigations::Report::now().short());
             }
         }
+    }
+}
+
+fn splits_at_fetch() -> bool {
+    mitigations::splits_at_fetch(Facts::read(), NxHugePages::asked())
+}
+
+/// Nested tables as `nx_huge_pages` wants them. Shadow tables do not know of fetches from pages of the
+/// host's: no page is large for them.
+fn with_large_pages(tables: Format) -> Format {
+    match (splits_at_fetch(), params::npt()) {
+        (false, _) => tables,
+        (true, true) => tables.splitting_at_fetch(),
+        (true, false) => tables.small(),
     }
 }
 
@@ -230,6 +249,13 @@ pub fn disable() {
         Chosen::Svm => svm::percpu::disable(&mut Native),
         Chosen::Vmx => vmx::percpu::disable(&mut Native, smp::cpu_id()),
         Chosen::None => {}
+    }
+}
+
+/// This CPU is about to run user space. Only VMX leaves something of a guest's until then.
+pub fn user_return() {
+    if chosen() == Chosen::Vmx {
+        vmx::percpu::user_return(&mut Native, smp::cpu_id());
     }
 }
 

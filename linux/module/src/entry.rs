@@ -62,6 +62,12 @@ extern "C" fn gannet_cpu_offline() {
     chosen::disable();
 }
 
+/// Gives the MSRs that user space needs their values back, on the CPU itself.
+#[unsafe(no_mangle)]
+extern "C" fn gannet_user_return() {
+    chosen::user_return();
+}
+
 /// The parameter vmentry_l1d_flush was written while the module is loaded.
 #[unsafe(no_mangle)]
 extern "C" fn gannet_l1d_flush_changed() -> i32 {
@@ -71,10 +77,6 @@ extern "C" fn gannet_l1d_flush_changed() -> i32 {
 /// An ioctl on `/dev/kvm`.
 #[unsafe(no_mangle)]
 extern "C" fn gannet_dev_ioctl(command: u32, argument: u64, _compat: i32) -> i64 {
-    #[cfg(feature = "selftest")]
-    if command == crate::selftest::OPEN {
-        return crate::selftest::open();
-    }
     match (machine::host(), chosen::chosen()) {
         (Some(host), Chosen::Svm) => system::<MakeSvm>(host, command, argument),
         (Some(host), Chosen::Vmx) => system::<MakeVmx>(host, command, argument),

@@ -2,9 +2,6 @@
 //! end of a panic. Outside the kernel this crate is empty.
 #![cfg_attr(target_os = "none", no_std)]
 
-#[cfg(all(target_os = "none", feature = "selftest"))]
-extern crate alloc;
-
 #[cfg(target_os = "none")]
 mod chosen;
 #[cfg(target_os = "none")]
@@ -15,7 +12,3 @@ mod heap;
 mod machine;
 #[cfg(target_os = "none")]
 mod panic;
-#[cfg(all(target_os = "none", feature = "selftest"))]
-mod selftest;
-#[cfg(all(target_os = "none", feature = "selftest"))]
-mod selftest_switch;

@@ -203,6 +203,9 @@ unsafe extern "C" {
     pub(crate) safe fn gnt_xstate_cache() -> i32;
     pub(crate) safe fn gnt_keep_roots() -> i32;
     pub(crate) safe fn gnt_lazy_tscdeadline() -> i32;
+    pub(crate) safe fn gnt_enable_apicv(possible: i32) -> i32;
+    pub(crate) safe fn gnt_preemption_timer() -> i32;
+    pub(crate) safe fn gnt_no_preemption_timer();
     pub(crate) safe fn gnt_npt() -> i32;
     // log.c
     pub(crate) safe fn gnt_log_ratelimit() -> i32;

@@ -8,6 +8,7 @@
 mod deliver;
 mod priority;
 mod regs;
+mod served;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -19,7 +20,9 @@ use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
 pub use deliver::{Accepted, LocalVector};
 pub use regs::{ICR_MSR, LapicEffect, SELF_IPI_MSR, TSC_DEADLINE_MSR, X2APIC_MSR_BASE};
 pub use state::{REGISTER_PAGE, RestoreError};
-pub use timer::{GUARD_ADVANCE_NS, HostTimer, TimerChange, TimerClock, TimerFired, TimerOp};
+pub use timer::{
+    GUARD_ADVANCE_NS, HostTimer, TimerChange, TimerClock, TimerFired, TimerOp, WatchedTime,
+};
 
 use crate::message::{BROADCAST, DestMode, IrqMessage};
 use regs::{LVT_COUNT, LVT_MASKED};

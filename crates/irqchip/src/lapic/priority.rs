@@ -131,9 +131,13 @@ impl Lapic {
         self.isr.clear_owned(vector);
         self.isr_highest.store(self.isr.highest(), Relaxed);
         self.update_ppr();
-        let level =
-            (self.tmr.test(vector) && !self.eoi_broadcast_suppressed()) || self.notifies(vector);
-        LapicEffect::Eoi { vector: Vector(vector), level }
+        LapicEffect::Eoi { vector: Vector(vector), level: self.reports(vector) }
+    }
+
+    /// Whether the end of `vector` is reported.
+    #[inline]
+    pub(super) fn reports(&self, vector: u8) -> bool {
+        (self.tmr.test(vector) && !self.eoi_broadcast_suppressed()) || self.notifies(vector)
     }
 
     /// Nobody waits for the end of `vector` any more: its EOI is reported no longer.
@@ -146,7 +150,7 @@ impl Lapic {
         self.any_notify.load(Relaxed) != 0 && self.eoi_notify.test(vector)
     }
 
-    fn eoi_broadcast_suppressed(&self) -> bool {
+    pub(super) fn eoi_broadcast_suppressed(&self) -> bool {
         self.svr.load(Relaxed) & SVR_SUPPRESS_EOI != 0 && self.has(FEATURE_DIRECTED_EOI)
     }
 
@@ -228,8 +232,12 @@ impl Lapic {
         self.ppr.store(if tpr & 0xf0 >= service { tpr } else { service }, Relaxed);
     }
 
-    /// Sets the hint by looking; after a change that was not made bit by bit.
+    /// Sets the hint by looking; after a change that was not made bit by bit. It is cleared before the
+    /// look: who sends after that sets it again.
     pub(super) fn refresh_pending(&self) {
-        self.irr_pending.store(u8::from(self.irr.any()), Relaxed);
+        self.irr_pending.swap(0, SeqCst);
+        if self.irr.any() {
+            self.irr_pending.store(1, Release);
+        }
     }
 }

@@ -9,6 +9,12 @@
 //! means nobody has. The owner stores the expiry and then looks at the token; the alarm takes the
 //! token first and then looks at the expiry; so one of the two sees the other's store, and the
 //! compare-and-swap from zero lets only one of them wind.
+//!
+//! Where the CPU interrupts a guest's run at a time of the hypervisor's choosing, the owner **watches**
+//! the time itself while it does not sleep ([`Lapic::watch_timer`]): no host timer is wound, and one
+//! that still rings from before does nothing. A TSC deadline then needs no host time at all, and
+//! `expiry_ns` is [`BY_TSC`]. Before it sleeps the owner hands the time over to the alarm
+//! ([`Lapic::wind_alarm`]).
 
 use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
 
@@ -22,9 +28,13 @@ pub const GUARD_ADVANCE_NS: u64 = 1_000;
 /// The shortest period that a guest gets, so that it cannot drown the host in timer interrupts.
 pub(super) const MIN_PERIOD_NS: u64 = 200_000;
 
+/// In the place of an expiry: the timer runs for its TSC deadline, which the owner watches.
+const BY_TSC: u64 = u64::MAX;
+
 #[repr(C, align(64))]
 pub(super) struct Timer {
-    /// When the timer expires next; zero when it does not run.
+    /// When the timer expires next; zero when it does not run, [`BY_TSC`] when that is not known in
+    /// nanoseconds.
     expiry_ns: AtomicU64,
     /// When the host timer rings; zero when it does not.
     armed_ns: AtomicU64,
@@ -37,6 +47,8 @@ pub(super) struct Timer {
     bus_cycle_ns: AtomicU32,
     /// The alarm leaves an expired deadline to the owner, see [`Lapic::guard_deadline`].
     guarded: AtomicU8,
+    /// The owner watches the time: the alarm is not wound and does nothing.
+    watched: AtomicU8,
 }
 
 /// The present, in the clocks that the timer needs.
@@ -87,6 +99,19 @@ pub enum TimerOp {
     },
     /// The time had come already: the interrupt is pending (unless its entry is masked).
     Expired(Accepted),
+    /// The owner watches the time, which is another now: [`Lapic::watched_time`].
+    Watch,
+}
+
+/// The time that the owner has to watch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WatchedTime {
+    /// The timer does not run.
+    Never,
+    /// A time of the guest's TSC.
+    Tsc(u64),
+    /// Host monotonic time in nanoseconds.
+    Ns(u64),
 }
 
 /// What the host timer's handler has to do.
@@ -114,7 +139,7 @@ impl TimerOp {
     #[inline]
     pub fn apply(self, lapic: &Lapic, host: &impl HostTimer) {
         match self {
-            Self::Leave | Self::Expired(_) => {}
+            Self::Leave | Self::Expired(_) | Self::Watch => {}
             Self::Arm { ns } => host.start(ns),
             Self::Rearm { ns } => {
                 host.cancel();
@@ -136,6 +161,7 @@ impl Timer {
             divide: AtomicU32::new(0),
             bus_cycle_ns: AtomicU32::new(1),
             guarded: AtomicU8::new(0),
+            watched: AtomicU8::new(0),
         }
     }
 
@@ -178,9 +204,35 @@ impl Timer {
         u64::from(count).saturating_mul(self.count_ns(divide))
     }
 
+    /// When the alarm for a deadline `ticks` of the guest's TSC ahead rings.
+    #[inline]
+    fn alarm_for(&self, ticks: u64, clock: &TimerClock) -> u64 {
+        let ns = clock.now_ns.saturating_add(ticks_to_ns(ticks, clock.tsc_khz));
+        match self.guarded.load(Relaxed) {
+            0 => ns,
+            _ => ns.saturating_sub(GUARD_ADVANCE_NS),
+        }
+    }
+
+    /// Only the owner changes it, so for the owner a plain load will do.
+    #[inline]
+    fn is_watched(&self) -> bool {
+        self.watched.load(Relaxed) != 0
+    }
+
+    /// Sets the expiry of a countdown.
+    fn expire_at(&self, ns: u64) -> TimerOp {
+        let ns = ns.min(BY_TSC - 1);
+        if self.is_watched() {
+            self.expiry_ns.store(ns.max(1), SeqCst);
+            return TimerOp::Watch;
+        }
+        self.wind_for(ns)
+    }
+
     /// Sets the expiry and says what that asks of the host timer.
     #[inline]
-    fn expire_at(&self, ns: u64) -> TimerOp {
+    fn wind_for(&self, ns: u64) -> TimerOp {
         let ns = ns.max(1);
         self.expiry_ns.store(ns, SeqCst);
         let armed = match self.armed_ns.load(SeqCst) {
@@ -241,6 +293,9 @@ impl Lapic {
     /// zero, expires at once when the time is past.
     #[inline]
     pub fn set_tsc_deadline(&self, deadline: u64, clock: &TimerClock) -> TimerOp {
+        if self.timer.is_watched() {
+            return self.set_watched_deadline(deadline, clock.guest_tsc);
+        }
         if !self.tsc_deadline_mode() || !self.enabled() {
             return TimerOp::Leave;
         }
@@ -254,13 +309,76 @@ impl Lapic {
                 self.timer.expiry_ns.store(0, Release);
                 TimerOp::Expired(self.deliver_local(LocalVector::Timer))
             }
-            Some(ticks) => {
-                let mut ns = clock.now_ns.saturating_add(ticks_to_ns(ticks, clock.tsc_khz));
-                if self.timer.guarded.load(Relaxed) != 0 {
-                    ns = ns.saturating_sub(GUARD_ADVANCE_NS);
-                }
-                self.timer.expire_at(ns)
+            Some(ticks) => self.timer.wind_for(self.timer.alarm_for(ticks, clock)),
+        }
+    }
+
+    /// The same while the owner watches: no host time is needed.
+    #[inline(always)]
+    pub fn set_watched_deadline(&self, deadline: u64, guest_tsc: u64) -> TimerOp {
+        if !self.tsc_deadline_mode() || !self.enabled() {
+            return TimerOp::Leave;
+        }
+        // Nobody but the owner looks at these.
+        self.timer.deadline_tsc.store(deadline, Relaxed);
+        if deadline > guest_tsc {
+            self.timer.expiry_ns.store(BY_TSC, Release);
+            return TimerOp::Watch;
+        }
+        self.timer.expiry_ns.store(0, Release);
+        if deadline == 0 {
+            return TimerOp::Watch;
+        }
+        TimerOp::Expired(self.deliver_local(LocalVector::Timer))
+    }
+
+    /// Whether the owner watches the time, see the module. Owner only.
+    #[inline]
+    pub fn timer_watched(&self) -> bool {
+        self.timer.is_watched()
+    }
+
+    /// The owner watches the time from now on, until [`wind_alarm`](Self::wind_alarm). Follow it by
+    /// looking at [`watched_time`](Self::watched_time): an alarm that rings at the same time may have
+    /// moved it. Owner only.
+    pub fn watch_timer(&self) {
+        let timer = &self.timer;
+        timer.watched.store(1, SeqCst);
+        if self.tsc_deadline_mode() {
+            // Unless it has expired, or does so now.
+            let _ = timer.expiry_ns.fetch_update(SeqCst, SeqCst, |ns| (ns != 0).then_some(BY_TSC));
+        }
+    }
+
+    /// The owner is about to sleep: the alarm rings from now on. Owner only.
+    pub fn wind_alarm(&self, clock: &TimerClock) -> TimerOp {
+        let timer = &self.timer;
+        timer.watched.store(0, SeqCst);
+        match timer.expiry_ns.load(SeqCst) {
+            0 => TimerOp::Leave,
+            BY_TSC => {
+                let ticks = timer.deadline_tsc.load(Relaxed).saturating_sub(clock.guest_tsc);
+                timer.wind_for(timer.alarm_for(ticks, clock))
             }
+            ns => timer.wind_for(ns),
+        }
+    }
+
+    /// The watched TSC deadline has come, the owner says: interrupts. Owner only.
+    pub fn watched_deadline_came(&self) -> Accepted {
+        if self.timer.expiry_ns.swap(0, SeqCst) == 0 {
+            return Accepted::Ignored;
+        }
+        self.deliver_local(LocalVector::Timer)
+    }
+
+    /// What the owner has to watch.
+    #[inline]
+    pub fn watched_time(&self) -> WatchedTime {
+        match self.timer.expiry_ns.load(SeqCst) {
+            0 => WatchedTime::Never,
+            BY_TSC => WatchedTime::Tsc(self.timer.deadline_tsc.load(Relaxed)),
+            ns => WatchedTime::Ns(ns),
         }
     }
 
@@ -334,7 +452,7 @@ impl Lapic {
     fn change_pace(&self, old_divide: u32, now_ns: u64) -> TimerOp {
         let timer = &self.timer;
         let expiry = timer.expiry_ns.load(SeqCst);
-        if expiry == 0 || self.tsc_deadline_mode() {
+        if expiry == 0 || expiry == BY_TSC || self.tsc_deadline_mode() {
             return TimerOp::Leave;
         }
         let divide = timer.divide_register();
@@ -366,11 +484,11 @@ impl Lapic {
         u32::try_from(counts).unwrap_or(u32::MAX).min(timer.initial())
     }
 
-    /// When the timer expires, as absolute host time.
+    /// When the timer expires, as absolute host time, where that is known.
     #[inline]
     pub fn timer_expiry(&self) -> Option<u64> {
         match self.timer.expiry_ns.load(Relaxed) {
-            0 => None,
+            0 | BY_TSC => None,
             ns => Some(ns),
         }
     }
@@ -387,13 +505,20 @@ impl Lapic {
     pub fn timer_fired(&self, now_ns: u64) -> TimerFired {
         let timer = &self.timer;
         timer.armed_ns.swap(0, SeqCst);
+        // Rung from before: the owner looks at the time itself, and when it is about to sleep it finds
+        // the token gone and winds anew.
+        if timer.watched.load(SeqCst) != 0 {
+            return TimerFired { accepted: Accepted::Ignored, rearm: None, ask_owner: false };
+        }
         let ask_owner = timer.guarded.load(SeqCst) != 0
             && self.tsc_deadline_mode()
             && (1..=now_ns).contains(&timer.expiry_ns.load(SeqCst));
         let (accepted, next) =
             if ask_owner { (Accepted::Ignored, None) } else { self.expire(now_ns) };
-        let rearm =
-            next.filter(|ns| timer.armed_ns.compare_exchange(0, *ns, SeqCst, SeqCst).is_ok());
+        let rearm = next.filter(|ns| {
+            // The owner may have taken the watch over meanwhile.
+            *ns != BY_TSC && timer.armed_ns.compare_exchange(0, *ns, SeqCst, SeqCst).is_ok()
+        });
         TimerFired { accepted, rearm, ask_owner }
     }
 

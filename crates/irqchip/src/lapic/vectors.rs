@@ -4,6 +4,8 @@
 
 use core::sync::atomic::{AtomicU64, Ordering::*};
 
+use x86::apic::VectorWords;
+
 /// 256 bits in four words.
 #[derive(Default)]
 #[repr(C)]
@@ -71,6 +73,38 @@ impl VectorSet {
     #[inline]
     pub(super) fn any(&self) -> bool {
         self.0.iter().any(|word| word.load(SeqCst) != 0)
+    }
+
+    /// Takes all members out against other writers: a locked instruction for each word that has
+    /// some.
+    #[inline]
+    pub(super) fn take_shared(&self) -> VectorWords {
+        let [w0, w1, w2, w3] = &self.0;
+        [w0, w1, w2, w3].map(|word| match word.load(SeqCst) {
+            0 => 0,
+            _ => word.swap(0, SeqCst),
+        })
+    }
+
+    /// Adds members against other writers.
+    pub(super) fn add_shared(&self, members: &VectorWords) {
+        for (word, more) in self.0.iter().zip(members) {
+            word.fetch_or(*more, SeqCst);
+        }
+    }
+
+    /// The members.
+    #[inline]
+    pub(super) fn words(&self) -> VectorWords {
+        let [w0, w1, w2, w3] = &self.0;
+        [w0, w1, w2, w3].map(|word| word.load(Relaxed))
+    }
+
+    /// Replaces all members of a set that only the caller changes.
+    pub(super) fn replace_owned(&self, members: &VectorWords) {
+        for (word, value) in self.0.iter().zip(members) {
+            word.store(*value, Relaxed);
+        }
     }
 
     pub(super) fn clear(&self) {

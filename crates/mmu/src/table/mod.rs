@@ -32,7 +32,7 @@ use host::sync::{ReadGuard, RwSpinLock, WriteGuard};
 use stats::{VmCount, VmStats};
 use x86::{Gfn, Hpa};
 
-use crate::format::{ADDRESS, Format, REMOVED, TABLE};
+use crate::format::{ADDRESS, Format, REMOVED, SPLIT_FOR_FETCH, TABLE};
 
 /// Makes all CPUs forget translations.
 ///
@@ -185,7 +185,8 @@ impl<'t> Table<'t> {
         if linked {
             // The address inverted: an entry that is not present names a frame to a CPU with L1TF all the
             // same, and what lies there is the host's.
-            word.store((!entry & self.address) | REMOVED, Ordering::Release);
+            let kept = entry & SPLIT_FOR_FETCH;
+            word.store((!entry & self.address) | kept | REMOVED, Ordering::Release);
         }
         linked
     }
@@ -324,7 +325,7 @@ impl<S> Drop for Tree<S> {
             let entry = word.swap(0, Ordering::Relaxed);
             if entry & (TABLE | REMOVED) != 0 {
                 // SAFETY: owned by the entry, which is gone; the unique borrow excludes all users.
-                unsafe { drop_table(owned(entry, top.address), top.level - 1, top.address) };
+                unsafe { drop_table(entry, top.level - 1, top.address) };
             }
         }
     }
@@ -411,20 +412,42 @@ impl<S> WriteTree<'_, S> {
             // SAFETY: flushed; the lock is held for writing, and the unique borrow of the guard
             // shows that no Table reached through it is alive.
             let freed = unsafe { sweep(self.tree.trunk.top(), first.0, end.0) };
-            self.tree.stats.of(VmCount::PageTablesFreed).add(freed);
+            self.tree.stats.of(VmCount::PageTablesFreed).add(freed.tables);
+            self.tree.stats.of(VmCount::NxLargePageSplits).sub(freed.splits);
         }
     }
 }
 
-/// Frees the unlinked tables among the frames `first..end` below `table`. Returns how many.
+/// What was freed: tables, and how many of them stood for a large page because of a fetch.
+#[derive(Clone, Copy, Debug, Default)]
+struct Freed {
+    tables: u64,
+    splits: u64,
+}
+
+impl Freed {
+    /// The table that `entry` owned.
+    fn table(entry: u64) -> Self {
+        Self { tables: 1, splits: u64::from(entry & SPLIT_FOR_FETCH != 0) }
+    }
+}
+
+impl core::ops::AddAssign for Freed {
+    fn add_assign(&mut self, more: Self) {
+        self.tables = self.tables.wrapping_add(more.tables);
+        self.splits = self.splits.wrapping_add(more.splits);
+    }
+}
+
+/// Frees the unlinked tables among the frames `first..end` below `table`. Returns what.
 ///
 /// # Safety
 /// No other reference to tables of the tree exists, and a flush came after unlinking.
-unsafe fn sweep(table: Table<'_>, first: u64, end: u64) -> u64 {
+unsafe fn sweep(table: Table<'_>, first: u64, end: u64) -> Freed {
+    let mut freed = Freed::default();
     if table.level <= 1 {
-        return 0;
+        return freed;
     }
-    let mut freed = 0u64;
     let span = 1u64 << shift(table.level);
     let mut gfn = first;
     while gfn < end {
@@ -435,8 +458,7 @@ unsafe fn sweep(table: Table<'_>, first: u64, end: u64) -> u64 {
         if entry & REMOVED != 0 {
             word.store(0, Ordering::Release);
             // SAFETY: owned by the entry, which is gone; nobody else refers to it.
-            freed +=
-                unsafe { drop_table(owned(entry, table.address), table.level - 1, table.address) };
+            freed += unsafe { drop_table(entry, table.level - 1, table.address) };
         } else if let Entry::Table(child) = table.entry(index) {
             // SAFETY: passed on.
             freed += unsafe { sweep(child, gfn, end.min(next)) };
@@ -451,20 +473,20 @@ fn owned(entry: u64, address: u64) -> Hpa {
     Hpa(if entry & REMOVED != 0 { !entry } else { entry } & address)
 }
 
-/// Frees a table and those below it. Returns how many.
+/// Frees the table of `level` that `entry` owned and those below it. Returns what.
 ///
 /// # Safety
-/// The table was linked by an entry that is gone, and nobody refers to it.
-unsafe fn drop_table(hpa: Hpa, level: u8, address: u64) -> u64 {
-    let mut freed = 1u64;
+/// The table was linked by the entry, which is gone, and nobody refers to it.
+unsafe fn drop_table(entry: u64, level: u8, address: u64) -> Freed {
+    let mut freed = Freed::table(entry);
     // SAFETY: link() gave the page up to the entry; it is taken back once.
-    let page = unsafe { Page::from_hpa(hpa) };
+    let page = unsafe { Page::from_hpa(owned(entry, address)) };
     if level > 1 {
         for word in page.table() {
             let entry = word.load(Ordering::Relaxed);
             if entry & (TABLE | REMOVED) != 0 {
                 // SAFETY: as for the table itself.
-                freed += unsafe { drop_table(owned(entry, address), level - 1, address) };
+                freed += unsafe { drop_table(entry, level - 1, address) };
             }
         }
     }

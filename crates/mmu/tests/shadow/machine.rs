@@ -186,6 +186,8 @@ impl Machine {
             writable: !rom,
             host_writable: !rom,
             exec: true,
+            fetch: false,
+            refused: 0,
             // Nobody may look into what is no memory.
             direct: gfn < SMALL,
             fault: Some(write),
@@ -211,6 +213,8 @@ impl Machine {
             writable: true,
             host_writable: true,
             exec: true,
+            fetch: false,
+            refused: 0,
             direct: true,
             fault: Some(true),
         };

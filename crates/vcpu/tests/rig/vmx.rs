@@ -48,9 +48,17 @@ pub fn features() -> Features {
         invept_single: true,
         ept_dirty: true,
         rdtscp: true,
+        spec_ctrl: true,
         xsave: true,
         ..Features::default()
     }
+}
+
+/// The same with the VMX-preemption timer, which counts every 32nd tick.
+pub fn features_with_timer() -> Features {
+    let mut features = features();
+    features.pin.base |= PinControls::PREEMPTION_TIMER;
+    Features { preemption_timer: Some(5), ..features }
 }
 
 /// A VM with the kernel's interrupt controllers.

@@ -73,7 +73,7 @@ impl VmMemory {
             return FaultOutcome::ReadonlyWrite;
         }
         // Something is mapped: then mostly only the dirty log stands in the way.
-        if access.present && self.restore(slot, gfn, access.write) {
+        if access.present && self.restore(slot, gfn, access) {
             return FaultOutcome::Mapped;
         }
         let hva = slot.hva_of(gfn);
@@ -88,10 +88,10 @@ impl VmMemory {
         }
     }
 
-    fn restore(&self, slot: &MemSlot, gfn: Gfn, write: bool) -> bool {
+    fn restore(&self, slot: &MemSlot, gfn: Gfn, access: &FaultAccess) -> bool {
         let mapper = self.tdp.mapper();
-        let restored = mapper.restore_access(gfn, write);
-        if restored && write {
+        let restored = mapper.restore_access(gfn, access.write, access.exec);
+        if restored && access.write {
             slot.mark_dirty(gfn);
         }
         restored
@@ -110,11 +110,13 @@ impl VmMemory {
         let gfn = access.gpa.gfn();
         let logging = slot.dirty.is_some();
         let host_writable = page.writable && !slot.is_readonly();
-        let level = if logging || page.level <= LEVEL_4K {
+        let possible = if logging || page.level <= LEVEL_4K {
             LEVEL_4K
         } else {
             self.large_level(slot, gfn, page)
         };
+        let refused = access.exec && possible > LEVEL_4K && self.tdp.format().splits_at_fetch();
+        let level = if refused { LEVEL_4K } else { possible };
         let mapping = Mapping {
             pfn: page.pfn,
             level,
@@ -122,6 +124,8 @@ impl VmMemory {
             writable: host_writable && (access.write || !logging || self.tdp.format().logs()),
             host_writable,
             exec: true,
+            fetch: access.exec,
+            refused: if refused { possible } else { 0 },
             direct: page.refcounted,
             fault: Some(access.write),
         };
@@ -207,6 +211,8 @@ impl VmMemory {
                 writable: host_writable,
                 host_writable,
                 exec: true,
+                fetch: false,
+                refused: 0,
                 direct: page.refcounted,
                 fault: None,
             };

@@ -13,6 +13,7 @@ use host::page::Pages;
 use host::std_port::test;
 use mmu::tdp::{FlushRemote, Leaf};
 use mmu::{EptSupport, Format, PagingContext, Region, RegionLimits, SlotError, TableCache};
+use stats::VmCount;
 use x86::{Gfn, Gpa, Hva, Pfn};
 
 use super::{DirtyLogError, FaultAccess, FaultOutcome, MemoryError, VmMemory};
@@ -471,6 +472,44 @@ fn a_large_host_page_is_mapped_as_large_as_the_cpu_allows() {
         assert_eq!(outcome, FaultOutcome::Mapped);
         let leaf = memory.tdp.mapper().lookup(Gfn((1 << 18) + 777)).unwrap();
         assert_eq!((leaf.level, leaf.pfn), (wanted, Pfn((5 << 18) + 777)));
+    }
+}
+
+#[test]
+fn a_fetch_from_a_large_page_gets_a_small_one_where_the_cpu_has_the_flaw() {
+    for (pages_2m, pages_1g, level) in [(false, false, 1), (true, false, 2), (true, true, 3)] {
+        let cpu = EptSupport { pages_2m, pages_1g, accessed_dirty: true, page_log: false };
+        let format = Format::ept(cpu).splitting_at_fetch();
+        let memory = VmMemory::new(format, RegionLimits::default()).unwrap();
+        let region = Region { slot: 3, flags: 0, gpa: 1 << 30, size: 1 << 31, hva: 1 << 40 };
+        let (flushes, mut cache) = (Flushes::default(), TableCache::new());
+        memory.set_region(&region, &flushes).unwrap();
+        let mut fault = |memory: &VmMemory, within: u64, exec: bool, present: bool| {
+            let access = FaultAccess { exec, ..Bench::access((1 << 18) + within, false, present) };
+            let page = HostPage { pfn: Pfn((5 << 18) + within), ..host_page(Hva(0), 3) };
+            memory.fault_by(&mut cache, &access, &flushes, |_, _| Ok(page))
+        };
+        let leaf = |within: u64| {
+            let leaf = memory.tdp.mapper().lookup(Gfn((1 << 18) + within)).unwrap();
+            assert_eq!((leaf.pfn, leaf.writable), (Pfn((5 << 18) + within), true));
+            (leaf.level, leaf.exec)
+        };
+        let splits = || memory.tdp.stats().of(VmCount::NxLargePageSplits).get();
+        assert_eq!(fault(&memory, 777, false, false), FaultOutcome::Mapped);
+        assert_eq!(leaf(777), (level, level == 1));
+        assert_eq!(fault(&memory, 778, true, level > 1), FaultOutcome::Mapped);
+        assert_eq!((leaf(777), leaf(778)), ((1, true), (1, true)));
+        assert_eq!(splits(), u64::from(level) - 1);
+        // Another vCPU that faulted at the same time.
+        assert_eq!(fault(&memory, 778, true, true), FaultOutcome::Mapped);
+        assert_eq!((leaf(778), splits()), ((1, true), u64::from(level) - 1));
+        // While pages are logged it is the log that makes them small.
+        assert_eq!(fault(&memory, (1 << 18) + 5, false, false), FaultOutcome::Mapped);
+        memory.set_region(&Region { flags: LOG, ..region }, &flushes).unwrap();
+        assert_eq!(fault(&memory, (1 << 18) + 6, true, level > 1), FaultOutcome::Mapped);
+        let fetched = memory.tdp.mapper().lookup(Gfn((2 << 18) + 6)).unwrap();
+        assert_eq!((fetched.level, fetched.exec, fetched.writable), (1, true, false));
+        assert_eq!(splits(), u64::from(level) - 1);
     }
 }
 

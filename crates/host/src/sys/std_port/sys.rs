@@ -22,6 +22,7 @@ thread_local! {
     pub(super) static RESCHED: Cell<bool> = const { Cell::new(false) };
     pub(super) static CPU: Cell<u32> = const { Cell::new(0) };
     pub(super) static LDT: Cell<bool> = const { Cell::new(false) };
+    pub(super) static USER_RETURN: Cell<Option<u32>> = const { Cell::new(Some(0)) };
     pub(super) static RUN_DELAY: Cell<u64> = const { Cell::new(0) };
     static IRQS_ON: Cell<bool> = const { Cell::new(true) };
     static PREEMPT_OFF: Cell<u32> = const { Cell::new(0) };
@@ -643,6 +644,13 @@ pub(crate) fn gnt_xstate_cache() -> i32 {
 pub(crate) fn gnt_lazy_tscdeadline() -> i32 {
     1
 }
+pub(crate) fn gnt_enable_apicv(possible: i32) -> i32 {
+    possible
+}
+pub(crate) fn gnt_preemption_timer() -> i32 {
+    1
+}
+pub(crate) fn gnt_no_preemption_timer() {}
 
 // The log.
 

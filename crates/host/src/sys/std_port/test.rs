@@ -110,6 +110,22 @@ pub(crate) fn uses_ldt() -> bool {
     sys::LDT.get()
 }
 
+/// How often this thread asked to be called before user space runs.
+pub fn user_return_watches() -> u32 {
+    sys::USER_RETURN.get().unwrap_or_default()
+}
+
+/// This thread's kernel cannot call then.
+pub fn refuse_user_return_watches() {
+    sys::USER_RETURN.set(None);
+}
+
+pub(crate) fn watch_user_return() -> bool {
+    let watches = sys::USER_RETURN.get().map(|n| n + 1);
+    sys::USER_RETURN.set(watches);
+    watches.is_some()
+}
+
 /// What `run_delay_ns` answers on this thread.
 pub fn set_run_delay_ns(ns: u64) {
     sys::RUN_DELAY.set(ns);

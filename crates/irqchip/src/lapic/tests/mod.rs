@@ -5,6 +5,7 @@ mod properties;
 mod registers;
 mod saved;
 mod timer;
+mod watched;
 
 use super::*;
 use regs::LapicEffect;

@@ -1,0 +1,168 @@
+//! A local APIC whose interrupts the hardware serves. Requests, what is in service and the task
+//! priority lie with it then, across exits and while the loop is left; senders put requests into
+//! [`Lapic`](irqchip::lapic::Lapic) as ever, and before an entry they are passed on. Who has to see
+//! or change what the hardware has takes it back ([`Vcpu::settle_apic`]), and the next entry hands
+//! it over again, if it still can be.
+
+use backend::Backend;
+use irqchip::lapic::{ICR_MSR, LapicMode};
+use x86::{Vector, apic::reg};
+
+use crate::{Vcpu, inner::Next};
+
+/// Registers that the guest reads without an exit and that only its writes change, or nothing.
+const SHOWN: [u32; 10] = [
+    reg::ID,
+    reg::VERSION,
+    reg::LDR,
+    reg::SVR,
+    reg::LVT_TIMER,
+    reg::LVT_THERMAL,
+    reg::LVT_PMC,
+    reg::LVT_LINT0,
+    reg::LVT_LINT1,
+    reg::LVT_ERROR,
+];
+
+const X2APIC_TPR: u32 = 0x808;
+const X2APIC_PPR: u32 = 0x80a;
+const X2APIC_EOI: u32 = 0x80b;
+const X2APIC_SVR: u32 = 0x80f;
+const X2APIC_SELF_IPI: u32 = 0x83f;
+
+impl<B: Backend> Vcpu<B> {
+    /// Whether the hardware has the APIC's interrupts.
+    #[inline(always)]
+    pub(crate) fn apic_is_served(&self) -> bool {
+        B::SERVES_APIC && self.b.serves_apic()
+    }
+
+    /// Before the local APIC's interrupts are looked at or changed: it has them all, and the
+    /// priority of now.
+    #[inline]
+    pub(crate) fn settle_apic(&mut self) {
+        if self.apic_is_served() {
+            self.take_apic_back();
+        } else {
+            self.sync_priority();
+            self.withdraw_offer();
+        }
+    }
+
+    #[inline(never)]
+    fn take_apic_back(&mut self) {
+        let state = self.b.take_apic();
+        self.shared.lapic.take_back(&state);
+        self.cr8_seen = self.b.cr8();
+        self.recheck = true;
+    }
+
+    /// Before the register of an MSR is read that exits.
+    #[inline]
+    pub(crate) fn before_x2apic_read(&mut self, index: u32) {
+        const ISR: u32 = 0x810;
+        const ISR_END: u32 = 0x817;
+        const IRR: u32 = 0x820;
+        const IRR_END: u32 = 0x827;
+        let concerned = matches!(index, X2APIC_TPR | X2APIC_PPR | ISR..=ISR_END | IRR..=IRR_END);
+        if !self.apic_is_served() || concerned {
+            self.settle_apic();
+        }
+    }
+
+    /// Before the register of an MSR is written.
+    #[inline]
+    pub(crate) fn before_x2apic_write(&mut self, index: u32) {
+        if !self.apic_is_served() {
+            self.sync_priority();
+        } else if matches!(index, X2APIC_TPR | X2APIC_EOI | X2APIC_SVR) {
+            self.take_apic_back();
+        }
+    }
+
+    /// After that.
+    #[inline]
+    pub(crate) fn after_x2apic_write(&mut self, index: u32) {
+        if self.apic_is_served() && index != ICR_MSR {
+            self.show_register((index & 0xff) << 4);
+        }
+    }
+
+    #[inline(never)]
+    fn show_register(&mut self, offset: u32) {
+        if SHOWN.contains(&offset) {
+            let value = self.shared.lapic.read(offset, || 0);
+            self.b.show_apic_register(offset, value);
+        }
+    }
+
+    /// Hands the interrupts over if the hardware can serve this APIC as it is now: in x2APIC mode,
+    /// and enabled by software, for the hardware does not ask.
+    #[inline]
+    pub(crate) fn serve_apic_if_possible(&mut self) -> bool {
+        if !self.b.can_serve_apic() {
+            return false;
+        }
+        let lapic = &self.shared.lapic;
+        let possible = lapic.mode() == LapicMode::X2Apic && lapic.software_enabled();
+        if possible {
+            self.serve_apic();
+        } else {
+            self.b.stop_serving_apic();
+        }
+        possible
+    }
+
+    #[inline(never)]
+    fn serve_apic(&mut self) {
+        self.put_back_offer();
+        self.b.offer_interrupt(None);
+        let lapic = &self.shared.lapic;
+        let state = lapic.hand_over();
+        self.b.serve_apic(&state, &lapic.reported());
+        for offset in SHOWN {
+            self.b.show_apic_register(offset, lapic.read(offset, || 0));
+        }
+        self.cr8_seen = self.b.cr8();
+    }
+
+    /// Passes on what has been requested since. The 8259A's comes by injection, as without the
+    /// hardware's help; `kernel` is as for [`Vcpu::inject_pending`].
+    #[inline]
+    pub(crate) fn inject_served(&mut self, kernel: bool) -> bool {
+        if self.shared.lapic.maybe_pending() {
+            let vectors = self.shared.lapic.drain();
+            self.b.request_interrupts(&vectors, &self.shared.lapic.reported());
+        }
+        if self.pic_pending() {
+            if kernel {
+                self.inject_from_pic();
+            }
+            return kernel;
+        }
+        true
+    }
+
+    /// Whether the APIC that is served has an interrupt that its priority lets through.
+    #[inline]
+    pub(crate) fn served_interrupt_waits(&self) -> bool {
+        self.b.served_interrupt_waits(self.shared.lapic.highest_requested())
+    }
+
+    /// The hardware has ended an interrupt whose end is reported.
+    pub(crate) fn answer_eoi(&mut self, vector: Vector) -> Next {
+        let effect = self.shared.lapic.ended(vector);
+        self.effect_in_loop(effect)
+    }
+
+    /// The guest has sent itself an interrupt with a vector below 16: an error of the APIC's.
+    pub(crate) fn answer_illegal_self_ipi(&mut self) -> Next {
+        match self.shared.lapic.write_x2(X2APIC_SELF_IPI, 0) {
+            Ok(effect) => {
+                self.recheck |= self.shared.lapic.maybe_pending();
+                self.effect_in_loop(effect)
+            }
+            Err(_) => Next::Again,
+        }
+    }
+}
