@@ -11,13 +11,16 @@ JSON ?=
 ONLY ?=
 FILTER ?=
 FROM ?=
+COMMAND ?=
+PROCESSOR ?=
+SECONDS ?=
 
 # Any of these in the environment means something else to the tools below.
-unexport KERNEL MACHINE MODULE PARAMETERS STOCK_PARAMETERS CPUS HOST_CPUS JSON ONLY FILTER FROM
+unexport KERNEL MACHINE MODULE PARAMETERS STOCK_PARAMETERS CPUS HOST_CPUS JSON ONLY FILTER FROM COMMAND PROCESSOR SECONDS
 
 XTASK = @lab/xtask.sh
 
-.PHONY: help run test bench mechanisms boot module setup clean
+.PHONY: help run test bench mechanisms boot try module setup clean
 
 help:
 	@echo 'Gannet: a hypervisor for Linux, as a module behind /dev/kvm'
@@ -27,6 +30,7 @@ help:
 	@echo '  make bench    JSON=path        the measurements alone, written as JSON'
 	@echo '  make mechanisms                every mechanism off and on, and stock KVM beside: writes docs/results'
 	@echo '  make boot     CPUS=2           boot a Linux guest on Gannet and stream its console'
+	@echo "  make try      COMMAND='labtests --filter cpuid'   a shell command in one machine"
 	@echo '  make module                    build gannet.ko and check it'
 	@echo '  make setup                     fetch and unpack everything; the others fetch what they need'
 	@echo '  make clean                     remove what was built and unpacked; downloads stay in the cache'
@@ -52,6 +56,10 @@ mechanisms:
 
 boot:
 	$(XTASK) boot --machine '$(MACHINE)' --kernel '$(KERNEL)' --cpus '$(CPUS)' --host-cpus '$(HOST_CPUS)' --module '$(MODULE)' --parameters '$(PARAMETERS)'
+
+try:
+	$(XTASK) try --machine '$(MACHINE)' --kernel '$(KERNEL)' --host-cpus '$(HOST_CPUS)' --module '$(MODULE)' --parameters '$(PARAMETERS)' \
+		--processor '$(PROCESSOR)' --seconds '$(SECONDS)' --command '$(subst ','\'',$(COMMAND))'
 
 module:
 	$(XTASK) module --kernel '$(KERNEL)'

@@ -2,8 +2,12 @@
 // Loaded before Bochs: what it takes to run Debian's program as it is, the same way each time. bootstrap.sh adds a function that
 // aborts for each function of GTK, the libraries of the graphical debugger, which is never opened here.
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <netinet/in.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -32,4 +36,52 @@ int bind(int socket, const struct sockaddr *address, socklen_t size)
 	own = *(const struct sockaddr_in *)address;
 	own.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
 	return syscall(SYS_bind, socket, &own, sizeof own);
+}
+
+// A virtual interrupt waits until the guest can take it. Bochs looks at that when nothing else happens, but when an interrupt of the
+// host's comes it delivers the virtual one whatever RFLAGS.IF says. And if an exit interrupts the delivery, it reports another event,
+// any that was delivered before. Both are mended here, only in the program that is known: where InterruptAcknowledge chooses, it asks
+// for RFLAGS.IF as well (both are bit 9, of the events that wait, 0x93b0, and of RFLAGS, 0xf8), and it notes RVI (0x90d9) as the event
+// that is being delivered (0x9178).
+void *bochs_delivers, *bochs_leaves;
+
+__attribute__((naked, used)) static void choose(void)
+{
+	asm("mov 0x93b0(%rbx), %eax\n\t"
+	    "and 0xf8(%rbx), %eax\n\t"
+	    "mov %rbx, %rdi\n\t"
+	    "test $2, %ah\n\t"
+	    "jz 1f\n\t"
+	    "movzbl 0x90d9(%rbx), %eax\n\t"
+	    "mov %eax, 0x9178(%rbx)\n\t"
+	    "mov bochs_delivers@GOTPCREL(%rip), %rax\n\t"
+	    "jmp *(%rax)\n"
+	    "1:\tmov bochs_leaves@GOTPCREL(%rip), %rax\n\t"
+	    "jmp *(%rax)");
+}
+
+__attribute__((constructor)) static void mend(void)
+{
+	// mov 0x93b0(%rbx), %eax; je; mov %rbx, %rdi; test $2, %ah; jne; call VMexit_ExtInterrupt
+	static const unsigned char known[] = { 0x8b, 0x83, 0xb0, 0x93, 0x00, 0x00, 0x74, 0x17, 0x48, 0x89, 0xdf,
+					       0xf6, 0xc4, 0x02, 0x0f, 0x85, 0xd0, 0x00, 0x00, 0x00, 0xe8 };
+	enum { CHOICE = 0x2c, LEAVES = 0x38, DELIVERS = 0x108, PAGE = 4096 };
+	unsigned char *function = dlsym(RTLD_DEFAULT, "_ZN8BX_CPU_C20InterruptAcknowledgeEv");
+	unsigned char jump[12] = { 0x48, 0xb8, [10] = 0xff, 0xe0 }; // mov $choose, %rax; jmp *%rax
+	void *to = choose, *page;
+
+	if (!function)
+		return;
+	if (memcmp(function + 0x24, known, sizeof known)) {
+		fprintf(stderr, "this Bochs is not the one whose virtual interrupts can be mended\n");
+		return;
+	}
+	bochs_delivers = function + DELIVERS;
+	bochs_leaves = function + LEAVES;
+	memcpy(jump + 2, &to, sizeof to);
+	page = (void *)((unsigned long)function & -(unsigned long)PAGE);
+	if (mprotect(page, 2 * PAGE, PROT_READ | PROT_WRITE | PROT_EXEC))
+		return;
+	memcpy(function + CHOICE, jump, sizeof jump);
+	mprotect(page, 2 * PAGE, PROT_READ | PROT_EXEC);
 }

@@ -6,7 +6,7 @@ use crate::options::Options;
 use crate::progress::Step;
 use crate::report::{Comparison, Figures, Side};
 use anyhow::{Context, Result, bail};
-use gannet_lab::{Counts, Event, Job, Layout, Machine, Module, programs};
+use gannet_lab::{Counts, Event, Job, Layout, Module, programs};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -39,25 +39,19 @@ pub struct Entry {
     pub failed: Option<String>,
 }
 
-/// What every measurement needs, built once.
+/// What every measurement on a machine needs.
 pub struct Tools {
     pub exitbench: PathBuf,
+    /// Of the machine's emulator.
     pub plugin: PathBuf,
 }
 
-impl Tools {
-    /// The plugin, on the machine whose emulator has them.
-    pub fn plugin_for(&self, machine: Machine) -> Option<PathBuf> {
-        (machine == Machine::Amd).then(|| self.plugin.clone())
-    }
-}
-
-/// Makes sure of the lab and builds exitbench and the plugin.
+/// Makes sure of the lab and builds exitbench and the emulator's plugin.
 pub fn prepare(layout: &Layout, options: &Options) -> Result<Tools> {
     layout.ensure(&["toolchain", options.machine.group(), "busybox"])?;
     layout.ensure(&[options.kernel.group(), gannet_lab::guest::KERNEL.group()])?;
     let exitbench = programs::build_static(layout, "exitbench")?.join("exitbench");
-    let plugin = programs::build_plugin(layout)?;
+    let plugin = programs::build_plugin(layout, options.machine)?;
     Ok(Tools { exitbench, plugin })
 }
 
@@ -140,10 +134,8 @@ pub fn one_side(
     module: Module,
     on_event: &mut dyn FnMut(Event<'_>),
 ) -> Result<(String, Side)> {
-    // A trace is long.
-    let markers = if options.machine == Machine::Intel { "--marker-iterations 20" } else { "" };
     let command = format!(
-        "exitbench run {} {markers} --unit instructions --module {} --json /out/report.json",
+        "exitbench run {} --unit instructions --module {} --json /out/report.json",
         options.only.join(" "),
         module.name()
     );
@@ -154,8 +146,7 @@ pub fn one_side(
         _ => &options.parameters,
     });
     job.counting = true;
-    job.plugin = tools.plugin_for(options.machine);
-    job.trace = options.machine == Machine::Intel;
+    job.plugin = Some(tools.plugin.clone());
     job.timeout = Duration::from_secs(420);
     let outcome = gannet_lab::run(layout, &job, on_event)?;
     let faults: Vec<String> = outcome.faults().into_iter().map(str::to_owned).collect();

@@ -27,6 +27,9 @@ pub fn patience(machine: Machine) -> Duration {
 
 /// `make boot`: streams the guest's console; whether its user space answered.
 pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
+    if options.module == Module::None {
+        bail!("MODULE=none: a guest needs gannet or stock");
+    }
     if options.module == Module::Gannet {
         module::build(layout, options.kernel)?;
     }

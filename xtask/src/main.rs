@@ -1,5 +1,6 @@
 //! The developer's commands, behind `make`: set up the lab, build the module, check it, run it on emulated machines and measure it.
 
+mod attempt;
 mod bench;
 mod boot;
 mod check;
@@ -29,6 +30,7 @@ Gannet: a hypervisor for Linux, as a module behind /dev/kvm
   make bench  JSON=path    the measurements alone, written as JSON
   make mechanisms          every mechanism with its switch off and on, and stock KVM beside: docs/results
   make boot   CPUS=2       boot a Linux guest on Gannet and stream its console; 0 when its user space answered
+  make try    COMMAND=…    a shell command in one machine, with all test programs there; 0 when it ended with 0
   make module              build gannet.ko
   make setup               fetch and unpack everything (the other commands fetch what they need)
   make clean               remove what was built and unpacked; downloads stay in the cache folder
@@ -38,8 +40,10 @@ Variables, for every command where they mean something:
   KERNEL=6.12 | 6.1        the host's kernel (default 6.12)
   MACHINE=amd | intel      the emulated machine
   CPUS=N                   the guest's CPUs (boot)
-  MODULE=gannet | stock    whose /dev/kvm the guest runs on (boot; default gannet)
-  PARAMETERS=npt=0         that module's parameters (boot), or Gannet's (bench; STOCK_PARAMETERS for stock)
+  HOST_CPUS=N              the host's (boot, try)
+  MODULE=gannet | stock    whose /dev/kvm there is (boot, try; default gannet); none: the command loads one (try)
+  PARAMETERS=npt=0         that module's parameters (boot, try), or Gannet's (bench; STOCK_PARAMETERS for stock)
+  PROCESSOR=+la57          what the processor has besides, or another model of it; SECONDS=600: no longer (try)
   FROM=file                page and plots from an earlier run's JSON (mechanisms)
   ONLY=name,name           these workloads alone (bench, run)
   GANNET_CACHE=folder      where downloads are kept (default ~/.cache/gannet)
@@ -68,6 +72,7 @@ fn run() -> Result<bool> {
         "bench" => bench::command(&layout, &options),
         "mechanisms" => mechanisms::command(&layout, &options),
         "boot" => boot::command(&layout, &options),
+        "try" => attempt::command(&layout, &options),
         "module" => module::command(&layout, &options),
         "setup" => {
             let kernels = KERNELS.map(|k| k.group());

@@ -36,6 +36,7 @@ pub fn build(layout: &Layout, kernel: Kernel) -> Result<PathBuf> {
     let mut make = layout.tool("make");
     make.arg("-C").arg(layout.headers(kernel)).arg(format!("M={}", folder.display()));
     make.arg(format!("GANNET_RUST_LIB={}", library.display()));
+    make.arg(concat!("GANNET_VERSION=", env!("CARGO_PKG_VERSION")));
     // The headers of 6.12 ask for pahole to add BTF, which nothing here reads.
     make.args(["PAHOLE=true", "CONFIG_DEBUG_INFO_BTF_MODULES=", "modules"]);
     follow(&mut make, &step).with_context(|| format!("gannet.ko does not build for {kernel}"))?;

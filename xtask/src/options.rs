@@ -25,6 +25,10 @@ pub struct Options {
     pub from: Option<PathBuf>,
     /// The workloads to run; all when empty.
     pub only: Vec<String>,
+    /// What runs in a machine by hand, on which processor, and for how long at most.
+    pub command: String,
+    pub processor: String,
+    pub seconds: u64,
     /// The tests to run: `source`, `unit`, `module`, `lab`, or `lab:` and part of a lab test's name; all when empty.
     pub filter: String,
 }
@@ -43,6 +47,9 @@ impl Options {
             json: None,
             from: None,
             only: Vec::new(),
+            command: String::new(),
+            processor: String::new(),
+            seconds: 600,
             filter: String::new(),
         };
         while let Some(name) = arguments.next() {
@@ -60,7 +67,8 @@ impl Options {
                     options.module = match value.as_str() {
                         "gannet" => Module::Gannet,
                         "stock" => Module::Stock,
-                        _ => bail!("MODULE={value}: gannet or stock"),
+                        "none" => Module::None,
+                        _ => bail!("MODULE={value}: gannet, stock or none"),
                     }
                 }
                 "--parameters" => options.parameters = value,
@@ -70,6 +78,9 @@ impl Options {
                 "--json" => options.json = Some(value.into()),
                 "--from" => options.from = Some(value.into()),
                 "--only" => options.only = value.split(',').map(|n| n.trim().to_owned()).collect(),
+                "--command" => options.command = value,
+                "--processor" => options.processor = value,
+                "--seconds" => options.seconds = value.parse().context("SECONDS")?,
                 "--filter" => options.filter = value,
                 _ => bail!("no such option: {name}"),
             }

@@ -6,7 +6,7 @@ use crate::options::Options;
 use crate::progress::Step;
 use crate::report::{Comparison, Side, new_table, number, ratio};
 use crate::{bench, boot};
-use anyhow::{Context, Result};
+use anyhow::Result;
 use comfy_table::{Cell, CellAlignment};
 use gannet_lab::{Event, Layout, Machine, Module};
 use std::collections::VecDeque;
@@ -18,6 +18,7 @@ use std::time::Instant;
 #[derive(Clone, Copy)]
 struct Task<'a> {
     options: &'a Options,
+    tools: &'a bench::Tools,
     module: Module,
     kind: Kind,
 }
@@ -39,12 +40,9 @@ pub fn run(layout: &Layout, options: &Options) -> Result<bool> {
     let started = Instant::now();
     let modules = bench::modules(layout, options);
     let machines = options.for_machines();
-    let mut tools = None;
-    for options in &machines {
-        tools = Some(bench::prepare(layout, options)?);
-    }
-    let tools = tools.context("there is no machine to run")?;
-    let results = run_tasks(layout, &tools, tasks(&machines, &modules));
+    let tools = machines.iter().map(|options| bench::prepare(layout, options));
+    let tools: Vec<bench::Tools> = tools.collect::<Result<_>>()?;
+    let results = run_tasks(layout, tasks(&machines, &tools, &modules));
     let mut well = true;
     for options in &machines {
         println!(
@@ -70,11 +68,9 @@ pub fn run(layout: &Layout, options: &Options) -> Result<bool> {
             comparison.write(&json_path(path, options.machine, machines.len()))?;
         }
         println!("{}", comparison.table());
-        if options.machine == Machine::Amd {
-            println!(
-                "Operations are those of the whole machine; a guest's own instruction is among them."
-            );
-        }
+        println!(
+            "Operations are those of the whole machine; a guest's own instruction is among them."
+        );
         well &= comparison.print_remarks();
         well &= print_boots(&modules, &boots);
     }
@@ -97,22 +93,23 @@ fn json_path(path: &Path, machine: Machine, machines: usize) -> PathBuf {
 }
 
 /// The longest first: Bochs takes several times as long as QEMU.
-fn tasks<'a>(machines: &'a [Options], modules: &[Module]) -> VecDeque<Task<'a>> {
+fn tasks<'a>(
+    machines: &'a [Options],
+    tools: &'a [bench::Tools],
+    modules: &[Module],
+) -> VecDeque<Task<'a>> {
     let mut tasks = VecDeque::new();
-    for options in machines.iter().rev() {
+    for (options, tools) in machines.iter().zip(tools).rev() {
         for kind in [Kind::Boot, Kind::Measure] {
-            tasks.extend(modules.iter().map(|module| Task { options, module: *module, kind }));
+            let task = |module: &Module| Task { options, tools, module: *module, kind };
+            tasks.extend(modules.iter().map(task));
         }
     }
     tasks
 }
 
 /// Runs two at a time.
-fn run_tasks<'a>(
-    layout: &Layout,
-    tools: &bench::Tools,
-    tasks: VecDeque<Task<'a>>,
-) -> Vec<(Task<'a>, Found)> {
+fn run_tasks<'a>(layout: &Layout, tasks: VecDeque<Task<'a>>) -> Vec<(Task<'a>, Found)> {
     const WORKERS: usize = 2;
     let step = Step::start(layout, &title(&tasks));
     let total = tasks.len();
@@ -132,7 +129,7 @@ fn run_tasks<'a>(
                 let done = results.lock().map_or(0, |r: std::sync::MutexGuard<'_, Vec<_>>| r.len());
                 step.say(&format!("{done}/{total}  {}", shown.join("  ")));
             };
-            let found = run_one(layout, tools, task, &mut say);
+            let found = run_one(layout, task, &mut say);
             results.lock().unwrap_or_else(PoisonError::into_inner).push((task, found));
         }
     };
@@ -156,13 +153,8 @@ fn title(tasks: &VecDeque<Task<'_>>) -> String {
     format!("measuring VM exits and booting Linux guests on {}, {kernel}", names.join(" and "))
 }
 
-fn run_one(
-    layout: &Layout,
-    tools: &bench::Tools,
-    task: Task<'_>,
-    say: &mut dyn FnMut(Event<'_>),
-) -> Found {
-    let Task { options, module, kind } = task;
+fn run_one(layout: &Layout, task: Task<'_>, say: &mut dyn FnMut(Event<'_>)) -> Found {
+    let Task { options, tools, module, kind } = task;
     match kind {
         Kind::Measure => Found::Figures(bench::one_side(layout, options, tools, module, say)),
         Kind::Boot => Found::Boot(boot::measure(layout, options, tools, module, say)),
@@ -220,7 +212,10 @@ mod tests {
     fn every_machine_measures_and_boots_each_module() {
         let on = |machine: Machine| ["--machine".to_owned(), machine.name().to_owned()].into_iter();
         let options = gannet_lab::MACHINES.map(|machine| Options::parse(on(machine)).unwrap());
-        let tasks = tasks(&options, &[Module::Stock, Module::Gannet]);
+        let tools = options
+            .each_ref()
+            .map(|_| bench::Tools { exitbench: PathBuf::new(), plugin: PathBuf::new() });
+        let tasks = tasks(&options, &tools, &[Module::Stock, Module::Gannet]);
         assert_eq!(tasks.len(), 8);
         assert!(tasks.front().is_some_and(|task| task.options.machine == Machine::Intel));
     }

@@ -175,9 +175,7 @@ fn lab(layout: &Layout, options: &Options, built: &[Kernel], tally: &mut Tally) 
                 tests.push(labtest::refuses_without_svm(options, kernel));
             }
         }
-        if options.machine == Machine::Amd {
-            tests.push(labtest::counts_operations(options, &tools));
-        }
+        tests.push(labtest::counts_operations(options, &tools));
         labtest::from_list(layout, options, built, &mut tests)?;
     }
     if let Some((_, part)) = options.filter.split_once(':') {

@@ -89,15 +89,12 @@ macro_rules! guest_program {
             "jz 9f",
             "out %al, ${count}",
             "out %al, ${count}",
-            // Tells another emulator to trace what follows, up to the next of its kind.
-            "xchg %bx, %bx",
             ".byte 0x0f, 0x1f, 0x80, 0x47, 0x4e, 0x54, 0x01",
             "8:",
             $($operation,)*
             "dec %r15",
             "jnz 8b",
             ".byte 0x0f, 0x1f, 0x80, 0x47, 0x4e, 0x54, 0x02",
-            "xchg %bx, %bx",
             "out %al, ${count}",
             "9:",
             "cli",

@@ -2,10 +2,10 @@
 //! an option ROM (`lab/intel/boot.S`) enters the kernel by PVH. What the machine says comes through port 0xE9, which the emulator
 //! writes to its own output, between two marks (`lab/host-init.sh`).
 
-use crate::trace::{self, Trace};
-use crate::{Counts, Job, Layout, image};
+use crate::{Job, Layout, image};
 use anyhow::{Context, Result, bail};
-use std::path::Path;
+use std::ffi::{OsStr, OsString};
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The page that `boot.S` finds at a place of its own.
@@ -38,7 +38,13 @@ const COUNTING_MHZ: u32 = 1000;
 const ENDS: [&str; 2] = ["soft power off", "shutdown requested"];
 
 /// Writes what the emulator reads into the run's folder and gives the command that starts it there.
-pub fn command(layout: &Layout, job: &Job, folder: &Path, initramfs: &Path) -> Result<Command> {
+pub fn command(
+    layout: &Layout,
+    job: &Job,
+    folder: &Path,
+    initramfs: &Path,
+    counts: &Path,
+) -> Result<Command> {
     let kernel = image::lay_out(&layout.vmlinux(job.kernel))?;
     let at = kernel.end.next_multiple_of(BLOCK);
     let size = std::fs::metadata(initramfs)?.len();
@@ -53,15 +59,20 @@ pub fn command(layout: &Layout, job: &Job, folder: &Path, initramfs: &Path) -> R
     let bochs = layout.out.join("bochs");
     let rom = std::fs::read(bochs.join("boot.rom")).context("the option ROM is not set up")?;
     std::fs::write(folder.join("rom"), with_checksum(rom))?;
-    let script = if job.trace { trace::script() } else { "c\n".to_owned() };
-    std::fs::write(folder.join("debugger"), script)?;
+    std::fs::write(folder.join("debugger"), "c\n")?;
     let share = bochs.join("usr/share");
+    let mut bios = share.join("bochs/BIOS-bochs-latest");
+    if job.vmx_locked {
+        let locking = without_vmx(std::fs::read(bios)?)?;
+        bios = folder.join("bios");
+        std::fs::write(&bios, locking)?;
+    }
     let settings = format!(
         "display_library: rfb, options=\"timeout=0\"\n\
          plugin_ctrl: speaker=0, parallel=0\n\
          cpu: model={processor}, count={cpus}, ips={mhz}000000, reset_on_triple_fault=0, msrs={msrs}\n\
          memory: guest={memory}, host={memory}\n\
-         romimage: file={share}/bochs/BIOS-bochs-latest, options=fastboot\n\
+         romimage: file={bios}, options=fastboot\n\
          vgaromimage: file={share}/vgabios/vgabios.bin\n\
          optromimage1: file=rom, address={ROM:#x}\n\
          optramimage1: file={image}, address={start:#x}\n\
@@ -71,7 +82,6 @@ pub fn command(layout: &Layout, job: &Job, folder: &Path, initramfs: &Path) -> R
          ata0: enabled=0\n\
          ata1: enabled=0\n\
          port_e9_hack: enabled=1\n\
-         magic_break: enabled={magic}\n\
          clock: sync=none, time0=1700000000\n\
          com1: enabled=1, mode=file, dev=serial\n\
          log: log\n\
@@ -80,10 +90,10 @@ pub fn command(layout: &Layout, job: &Job, folder: &Path, initramfs: &Path) -> R
          info: action=ignore\n\
          debug: action=ignore\n",
         processor = job.processor,
-        magic = u8::from(job.trace),
         cpus = job.cpus,
         memory = job.memory,
         msrs = layout.root.join("lab/intel/msrs.def").display(),
+        bios = bios.display(),
         share = share.display(),
         image = kernel.file.display(),
         start = kernel.start,
@@ -91,9 +101,34 @@ pub fn command(layout: &Layout, job: &Job, folder: &Path, initramfs: &Path) -> R
     std::fs::write(folder.join("settings"), settings)?;
     // As in `machine::emulator`: a machine ends with whoever started it.
     let mut command = layout.tool("setpriv");
-    command.args(["--pdeathsig", "KILL"]).arg(layout.program("bochs"));
+    command.args(["--pdeathsig", "KILL", "env"]).args(environment(&bochs, job, counts));
+    command.arg(bochs.join("usr/bin/bochs-bin"));
     command.args(["-q", "-f", "settings", "-rc", "debugger"]).current_dir(folder);
     Ok(command)
+}
+
+/// What the emulator needs in its environment, and nobody else may have: the libraries beside it, and what is loaded before it.
+fn environment(bochs: &Path, job: &Job, counts: &Path) -> Vec<OsString> {
+    let set = |name: &str, values: &[&Path]| {
+        let values: Vec<&OsStr> = values.iter().map(|value| value.as_os_str()).collect();
+        let mut pair = OsString::from(format!("{name}="));
+        pair.push(values.join(OsStr::new(":")));
+        pair
+    };
+    let libraries = bochs.join("usr/lib/x86_64-linux-gnu");
+    let shim = bochs.join("shim.so");
+    let before: Vec<&Path> =
+        [Some(&shim), job.plugin.as_ref()].into_iter().flatten().map(PathBuf::as_path).collect();
+    let mut all = vec![
+        set("LD_LIBRARY_PATH", &[&libraries, &bochs.join("lib/x86_64-linux-gnu")]),
+        set("LD_PRELOAD", &before),
+        set("BXSHARE", &[&bochs.join("usr/share/bochs")]),
+        set("LTDL_LIBRARY_PATH", &[&libraries.join("bochs/plugins")]),
+    ];
+    if job.plugin.is_some() {
+        all.push(set("GANNET_LAB_COUNTS", &[counts]));
+    }
+    all
 }
 
 /// Whether the emulator ended because the machine did. Bochs calls both a panic, and its status is the same for all.
@@ -122,6 +157,29 @@ fn info(entry: u32, (at, size): (u64, u64), command: &str) -> Result<Vec<u8>> {
     Ok(page)
 }
 
+/// The BIOS, but it locks IA32_FEATURE_CONTROL without VMX, where it allowed VMX: `or $5, %eax` becomes `or $1, %eax`, on the first
+/// CPU (32-bit code) and on the others (16-bit).
+fn without_vmx(mut bios: Vec<u8>) -> Result<Vec<u8>> {
+    const READ: &[u8] = &[0xb9, 0x3a, 0, 0, 0, 0x0f, 0x32];
+    const OR_AND_WRITE: &[u8] = &[0x83, 0xc8, 5, 0x0f, 0x30];
+    let reads: Vec<usize> = (0..bios.len())
+        .filter(|at| bios[*at..].starts_with(READ))
+        .map(|at| at + READ.len())
+        .collect();
+    let mut mended = 0;
+    for at in reads {
+        let at = if bios.get(at) == Some(&0x66) { at + 1 } else { at };
+        if bios[at..].starts_with(OR_AND_WRITE) {
+            bios[at + 2] = 1;
+            mended += 1;
+        }
+    }
+    if mended != 2 {
+        bail!("the BIOS is not as expected: it allows VMX in {mended} places");
+    }
+    Ok(bios)
+}
+
 /// An option ROM's bytes add up to nothing.
 fn with_checksum(mut rom: Vec<u8>) -> Vec<u8> {
     if let Some((last, others)) = rom.split_last_mut() {
@@ -130,13 +188,11 @@ fn with_checksum(mut rom: Vec<u8>) -> Vec<u8> {
     rom
 }
 
-/// What comes out of the emulator: its own words, then what the machine writes to port 0xE9: its console, interrupted by traces, and
-/// its files.
+/// What comes out of the emulator: its own words, then what the machine writes to port 0xE9: its console and its files.
 #[derive(Default)]
 pub struct DebugPort {
     part: Part,
     held: Vec<u8>,
-    trace: Trace,
 }
 
 #[derive(Clone, Copy, Default, PartialEq)]
@@ -144,7 +200,6 @@ enum Part {
     #[default]
     Before,
     Console,
-    Traced,
     Files,
 }
 
@@ -152,13 +207,12 @@ const CONSOLE: &[u8] = b"\x01GANNET-CONSOLE\n";
 const FILES: &[u8] = b"\x01GANNET-FILES\n";
 
 impl Part {
-    /// The marks that end a part, and what follows them.
-    fn marks(self) -> &'static [(&'static [u8], Part)] {
+    /// The mark that ends a part, and what follows it.
+    fn mark(self) -> Option<(&'static [u8], Part)> {
         match self {
-            Part::Before => &[(CONSOLE, Part::Console)],
-            Part::Console => &[(FILES, Part::Files), (trace::STOPPED, Part::Traced)],
-            Part::Traced => &[(trace::OFF, Part::Console)],
-            Part::Files => &[],
+            Part::Before => Some((CONSOLE, Part::Console)),
+            Part::Console => Some((FILES, Part::Files)),
+            Part::Files => None,
         }
     }
 }
@@ -167,46 +221,30 @@ impl DebugPort {
     /// Takes what came and hands on what is the console's.
     pub fn take(&mut self, bytes: &[u8], console: &mut dyn FnMut(&[u8])) {
         self.held.extend_from_slice(bytes);
-        while self.part != Part::Files {
-            let (until, mark, next) = self.next();
-            match self.part {
-                Part::Console => console(&self.held[..until]),
-                Part::Traced => {
-                    for line in self.held[..until].split(|b| *b == b'\n') {
-                        self.trace.line(&String::from_utf8_lossy(line));
-                    }
+        while let Some((mark, next)) = self.part.mark() {
+            let found = self.held.windows(mark.len()).position(|w| w == mark);
+            // What may be the beginning of the mark waits for its end.
+            let begun = || (0..mark.len()).rev().find(|n| self.held.ends_with(&mark[..*n]));
+            let until = found.unwrap_or_else(|| self.held.len() - begun().unwrap_or(0));
+            if self.part == Part::Console {
+                console(&self.held[..until]);
+            }
+            match found {
+                Some(at) => {
+                    self.held.drain(..at + mark.len());
+                    self.part = next;
                 }
-                Part::Before | Part::Files => {}
+                None => {
+                    self.held.drain(..until);
+                    return;
+                }
             }
-            self.held.drain(..until + mark);
-            if mark == 0 {
-                return;
-            }
-            self.part = next;
         }
     }
 
-    /// How much of what is held belongs to this part for certain, the size of the mark behind it or 0, and what comes then.
-    fn next(&self) -> (usize, usize, Part) {
-        let at = |mark: &[u8]| self.held.windows(mark.len()).position(|w| w == mark);
-        let found = self.part.marks().iter().filter_map(|(m, part)| Some((at(m)?, m.len(), *part)));
-        if let Some(first) = found.min_by_key(|(at, ..)| *at) {
-            return first;
-        }
-        // What may be the beginning of a mark waits for its end; so does an unfinished line of a trace.
-        let begun = |mark: &[u8]| (0..mark.len()).rev().find(|n| self.held.ends_with(&mark[..*n]));
-        let waits = self.part.marks().iter().filter_map(|(m, _)| begun(m)).max().unwrap_or(0);
-        let until = match self.part {
-            Part::Traced => self.held.iter().rposition(|b| *b == b'\n').map_or(0, |at| at + 1),
-            _ => self.held.len() - waits,
-        };
-        (until, 0, self.part)
-    }
-
-    /// What `host-init.sh` sent back, with whatever the emulator said after that, and the operations between the markers.
-    pub fn finish(self) -> (Vec<u8>, Vec<Counts>) {
-        let files = if self.part == Part::Files { self.held } else { Vec::new() };
-        (files, self.trace.records())
+    /// What `host-init.sh` sent back, with whatever the emulator said after that.
+    pub fn finish(self) -> Vec<u8> {
+        if self.part == Part::Files { self.held } else { Vec::new() }
     }
 }
 
@@ -219,6 +257,18 @@ mod tests {
         let rom = with_checksum(vec![0x55, 0xaa, 2, 7, 99]);
         assert_eq!(rom.iter().fold(0u8, |sum, b| sum.wrapping_add(*b)), 0);
         assert_eq!(rom[..4], [0x55, 0xaa, 2, 7]);
+    }
+
+    #[test]
+    fn a_bios_locks_vmx_away_on_every_cpu_or_is_not_the_one_that_is_known() {
+        let first = [0xb9, 0x3a, 0, 0, 0, 0x0f, 0x32, 0x83, 0xc8, 5, 0x0f, 0x30];
+        let others = [0x66, 0xb9, 0x3a, 0, 0, 0, 0x0f, 0x32, 0x66, 0x83, 0xc8, 5, 0x0f, 0x30];
+        let bios = [&[7][..], &first, &[0x83, 0xc8, 5], &others].concat();
+        let mended = without_vmx(bios.clone()).unwrap();
+        let changed: Vec<usize> = (0..bios.len()).filter(|at| bios[*at] != mended[*at]).collect();
+        assert_eq!(changed, [10, 27]);
+        assert!(changed.iter().all(|at| (bios[*at], mended[*at]) == (5, 1)));
+        assert!(without_vmx(first.to_vec()).is_err() && without_vmx(Vec::new()).is_err());
     }
 
     #[test]
@@ -242,25 +292,7 @@ mod tests {
                 port.take(bytes, &mut |text| console.extend_from_slice(text));
             }
             assert_eq!(console, b"one\n\x01two");
-            assert_eq!(port.finish().0, b"FILE a 1\nx");
-        }
-    }
-
-    #[test]
-    fn a_trace_is_no_part_of_the_console() {
-        let all = b"\x01GANNET-CONSOLE\n[1/2] (0) Magic breakpoint\nNext at t=1\n\
-            (0).[1] [0x1] 0008:0000000000010000 (unk. ctxt): nop ; 0f1f80474e5401\n\
-            (0).[2] [0x1] 0010:ffffffff81000000 (unk. ctxt): vmresume ; 0f01c3\n\
-            (0).[3] [0x1] 0008:0000000000010000 (unk. ctxt): nop ; 0f1f80474e5402\n\
-            (0) Magic breakpoint\nNext at t=4\nTracing disabled for CPU0\ncpuid\n\x01GANNET-FILES\n";
-        for piece in [1, 7, 1000] {
-            let (mut port, mut console) = (DebugPort::default(), Vec::new());
-            for bytes in all.chunks(piece) {
-                port.take(bytes, &mut |text| console.extend_from_slice(text));
-            }
-            assert_eq!(console, b"[1/2] cpuid\n");
-            let counts = port.finish().1;
-            assert_eq!((counts.len(), counts[0]["host.vmresume"]), (1, 1));
+            assert_eq!(port.finish(), b"FILE a 1\nx");
         }
     }
 
@@ -268,6 +300,6 @@ mod tests {
     fn a_machine_that_ended_early_sent_no_files() {
         let mut port = DebugPort::default();
         port.take(b"\x01GANNET-CONSOLE\nhalf", &mut |_| ());
-        assert!(port.finish().0.is_empty());
+        assert!(port.finish().is_empty());
     }
 }

@@ -1,5 +1,5 @@
 //! Which instructions the lab counts, told from their bytes (APM vol. 3, opcode maps; SDM vol. 3, chapter 31), and the two markers between which it
-//! counts. Used by the emulator plugin while it translates, so it allocates nothing, and for Bochs's trace.
+//! counts. Used by the emulators' plugins while they translate, so it allocates nothing.
 
 /// A kind of instruction that is counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

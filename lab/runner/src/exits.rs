@@ -1,5 +1,6 @@
-//! Names for what ended a stretch of guest execution on an SVM machine (APM vol. 2, appendix C): the exit code of the control block, and
-//! for MSRs the register. Used by the emulator plugin, so it allocates nothing.
+//! Names for what ended a stretch of guest execution: on an SVM machine the exit code of the control block (APM vol. 2, appendix C), on a
+//! VMX machine the basic exit reason (SDM vol. 3, appendix C), and for MSRs the register. The same thing has the same name on both. Used
+//! by the emulators' plugins, so it allocates nothing.
 
 /// Offset of EXITCODE in the control block (APM vol. 2, table B-1); EXITINFO1 follows it.
 pub const EXITCODE: u64 = 0x70;
@@ -48,6 +49,47 @@ pub fn reason(code: u64, info: u64, ecx: u32) -> &'static str {
     }
 }
 
+/// The same on a VMX machine, from the exit reason, the exit qualification and the guest's ECX.
+pub fn vmx_reason(reason: u32, qualification: u64, ecx: u32) -> &'static str {
+    if reason & 1 << 31 != 0 {
+        return "entry_failed";
+    }
+    match reason & 0xffff {
+        0 => "exception",
+        1 => "interrupt",
+        2 => "shutdown",
+        7 => "interrupt_window",
+        8 => "nmi_window",
+        10 => "cpuid",
+        12 => "hlt",
+        13 => "invd",
+        14 | 58 => "invlpg",
+        16 | 51 => "rdtsc",
+        18 => "hypercall",
+        11 | 19..=27 | 50 | 53 => "vmx_instruction",
+        // Bits 5 and 4: MOV to CR, MOV from CR, CLTS, LMSW.
+        28 if qualification >> 4 & 3 == 1 => "read_cr",
+        28 => "write_cr",
+        29 if qualification & 1 << 4 != 0 => "read_dr",
+        29 => "write_dr",
+        30 => "io",
+        31 => "rdmsr",
+        32 => wrmsr(ecx),
+        36 | 39 => "monitor_mwait",
+        40 => "pause",
+        43 => "tpr_below_threshold",
+        44 | 56 => "apic_access",
+        45 => "eoi",
+        48 => "nested_page_fault",
+        49 => "nested_misconfiguration",
+        52 => "preemption_timer",
+        54 => "wbinvd",
+        55 => "xsetbv",
+        62 => "page_log_full",
+        _ => "other",
+    }
+}
+
 /// Writes of the MSRs that timers and interrupts use are counted apart.
 fn wrmsr(ecx: u32) -> &'static str {
     match ecx {
@@ -68,6 +110,17 @@ mod tests {
         assert_eq!(reason(MSR, 1, 0x6e0), "wrmsr_tsc_deadline");
         assert_eq!(reason(MSR, 1, 0x10), "wrmsr");
         assert_eq!(reason(MSR, 0, 0x6e0), "rdmsr");
+    }
+
+    #[test]
+    fn the_same_exit_has_the_same_name_under_vmx() {
+        assert_eq!(vmx_reason(10, 0, 0), reason(0x72, 0, 0));
+        assert_eq!(vmx_reason(32, 0, 0x6e0), reason(MSR, 1, 0x6e0));
+        assert_eq!(vmx_reason(31, 0, 0x6e0), reason(MSR, 0, 0x6e0));
+        assert_eq!(vmx_reason(48, 0x181, 0), reason(0x400, 0, 0));
+        assert_eq!((vmx_reason(28, 0x10, 0), vmx_reason(28, 0x24, 0)), ("read_cr", "write_cr"));
+        assert_eq!(vmx_reason(0x8000_0021, 0, 0), "entry_failed");
+        assert_eq!(vmx_reason(9, 0, 0), "other", "a task switch");
     }
 
     #[test]

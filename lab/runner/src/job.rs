@@ -56,12 +56,12 @@ pub struct Job {
     pub memory: u32,
     /// The processor, in the emulator's words.
     pub processor: String,
+    /// Firmware has locked VMX away (IA32_FEATURE_CONTROL); `intel` only.
+    pub vmx_locked: bool,
     /// Let the time-stamp counter count instructions, repeatably, at a third of the speed.
     pub counting: bool,
-    /// The emulator plugin, to count operations between markers.
+    /// The plugin of the machine's emulator, to count operations between markers.
     pub plugin: Option<PathBuf>,
-    /// Have the emulator trace what lies between markers, to count operations; `intel` only.
-    pub trace: bool,
     /// More for the host kernel's command line.
     pub append: String,
     /// After this long the machine is ended and the run fails.
@@ -82,9 +82,9 @@ impl Job {
             cpus: 1,
             memory: 1024,
             processor: machine.processor().to_owned(),
+            vmx_locked: false,
             counting: false,
             plugin: None,
-            trace: false,
             append: String::new(),
             timeout: Duration::from_secs(120),
         }

@@ -14,7 +14,6 @@ pub mod job;
 pub mod layout;
 pub mod machine;
 pub mod programs;
-pub mod trace;
 
 pub use archive::Archive;
 pub use job::{Job, Module, lab_run};

@@ -108,7 +108,7 @@ pub struct Outcome {
     pub dmesg: String,
     /// What the command left in `/out`.
     pub files: BTreeMap<String, Vec<u8>>,
-    /// One record per pair of markers, in the order of execution, when the job has a plugin or a trace.
+    /// One record per pair of markers, in the order of execution, when the job has a plugin.
     pub counts: Vec<Counts>,
     /// Wall time.
     pub took: Duration,
@@ -212,7 +212,7 @@ fn run_in(
     let (back, counts) = (folder.join("back"), folder.join("counts"));
     let mut command = match job.machine {
         Machine::Amd => emulator(layout, job, &initramfs, &back, &counts),
-        Machine::Intel => bochs::command(layout, job, folder, &initramfs)?,
+        Machine::Intel => bochs::command(layout, job, folder, &initramfs, &counts)?,
     };
     let started = Instant::now();
     let errors = std::fs::File::create(folder.join("emulator.log"))?;
@@ -289,11 +289,7 @@ fn run_in(
         Outcome { console: console.text, took: started.elapsed(), ..Outcome::default() };
     let back = match job.machine {
         Machine::Amd => std::fs::read(&back).unwrap_or_default(),
-        Machine::Intel => {
-            let (files, traced) = port.finish();
-            outcome.counts = traced;
-            files
-        }
+        Machine::Intel => port.finish(),
     };
     read_back(&back, &mut outcome);
     if outcome.status.is_none() {

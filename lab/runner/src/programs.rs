@@ -1,6 +1,6 @@
 //! Builds programs of this workspace so that they run in a machine that has no libraries: statically linked.
 
-use crate::Layout;
+use crate::{Layout, Machine};
 use anyhow::{Result, bail};
 use std::io::IsTerminal;
 use std::path::PathBuf;
@@ -35,17 +35,21 @@ fn quiet(what: &str) -> Option<&'static str> {
     Some("--quiet")
 }
 
-/// Builds the emulator plugin that counts instructions.
-pub fn build_plugin(layout: &Layout) -> Result<PathBuf> {
+/// Builds the plugin of a machine's emulator that counts instructions.
+pub fn build_plugin(layout: &Layout, machine: Machine) -> Result<PathBuf> {
     let folder = "cargo-plugin";
+    let (package, library) = match machine {
+        Machine::Amd => ("gannet-lab-plugin", "libgannet_lab_plugin.so"),
+        Machine::Intel => ("gannet-lab-bochs-plugin", "libgannet_lab_bochs_plugin.so"),
+    };
     let status = layout
         .cargo(folder)
-        .args(["build", "--release", "--locked", "-p", "gannet-lab-plugin"])
-        .args(quiet("the emulator plugin"))
+        .args(["build", "--release", "--locked", "-p", package])
+        .args(quiet("the emulator's plugin"))
         .env("CARGO_PROFILE_RELEASE_LTO", "off")
         .status()?;
     if !status.success() {
-        bail!("the emulator plugin does not build (see above)");
+        bail!("the emulator's plugin does not build (see above)");
     }
-    Ok(layout.out.join(folder).join("release/libgannet_lab_plugin.so"))
+    Ok(layout.out.join(folder).join("release").join(library))
 }

@@ -36,6 +36,14 @@ pub fn nested_paging() -> bool {
     npt.is_none_or(|npt| !matches!(npt.trim(), "N" | "0"))
 }
 
+/// Whether the CPU serves local APICs in x2APIC mode: the module parameter `enable_apicv`.
+pub fn apic_is_served() -> bool {
+    ["kvm_intel", "gannet"].iter().any(|module| {
+        std::fs::read_to_string(format!("/sys/module/{module}/parameters/enable_apicv"))
+            .is_ok_and(|value| value.trim() == "Y")
+    })
+}
+
 /// Skips where the stock module's shadow paging is known not to do as the architecture says.
 pub fn not_of_stock_shadow_paging(reason: &str) -> Outcome {
     if is_stock() && !nested_paging() {

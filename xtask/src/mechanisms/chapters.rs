@@ -2,18 +2,28 @@
 //! switch off and on, and what the model makes of it.
 
 use super::limits::{self, paged};
-use super::machines::{FORKS, PAGES, PINGPONG, TIMER, TOGGLES};
+use super::machines::{FORKS, PAGES, PINGPONG, TIMER, TOGGLES, dear_toggle, ping_pong};
 use super::page::{Page, Side, percent, priced, short, table, whole};
+use super::plots;
 use super::published::Change;
+use gannet_lab::Machine;
 use std::fmt::Write;
 
 impl Page<'_> {
     pub(super) fn host_state(&self, page: &mut String) {
+        if self.results.machine() == Machine::Intel {
+            *page += "### 1. Host state by VMSAVE and VMLOAD\n\n\
+                      For AMD CPUs alone: VMX restores FS, GS and the SYSENTER MSRs at each exit itself. The SYSCALL MSRs it does not\n\
+                      touch; both modules write them one by one, which is what most WRMSRs of `hlt_loop` are.\n\n";
+            let sides = [("stock KVM", "stock", ""), ("Gannet", "gannet", "")];
+            self.sides(page, "hlt_loop", &sides);
+            return;
+        }
         let published = &self.published.host_state;
         let wanted = Change { before: published.before, after: published.after };
         let _ = write!(
             page,
-            "## 1. Host state by VMSAVE and VMLOAD\n\n\
+            "### 1. Host state by VMSAVE and VMLOAD\n\n\
              Switch `host_state=vmsave|msr`, workload `hlt_loop`.\n\n\
              Published: {:.0} → {:.0} cycles (−{:.0} %). {}.\n\n",
             wanted.before,
@@ -65,9 +75,9 @@ impl Page<'_> {
         let published = &self.published.xstate;
         let _ = write!(
             page,
-            "## 2. The XSTATE layout read once\n\n\
-             Switch `xstate_cache=1|0`, workloads `cpuid`, `xsetbv`, `cr4_osxsave`. A nested `cpuid` needs nested SVM, which Gannet does\n\
-             not offer.\n\n"
+            "### 2. The XSTATE layout read once\n\n\
+             Switch `xstate_cache=1|0`, workloads `cpuid`, `xsetbv`, `cr4_osxsave`. A nested `cpuid` needs nested virtualization,\n\
+             which Gannet does not offer.\n\n"
         );
         for workload in ["cpuid", "xsetbv", "cr4_osxsave"] {
             let sides = [
@@ -118,11 +128,21 @@ impl Page<'_> {
         let _ = write!(page, "The last row: {}.\n\n", nested.source);
     }
 
+    pub(super) fn nested(&self, page: &mut String) {
+        *page += "### 3. Nested VMX: vmcs02 prepared from what changed\n\n";
+        *page += match self.results.machine() {
+            Machine::Amd => "For Intel CPUs alone.\n\n",
+            Machine::Intel => {
+                "Gannet does not offer nested virtualization: there is nothing to measure yet.\n\n"
+            }
+        };
+    }
+
     pub(super) fn deadline(&self, page: &mut String) {
         let published = &self.published.lazy_deadline;
         let _ = write!(
             page,
-            "## 4. Lazy TSC deadline\n\n\
+            "### 4. Lazy TSC deadline\n\n\
              Switch `lazy_tscdeadline=1|0`, workload `{TIMER}` and the Linux guest's task `{PINGPONG}`. Published: {}.\n\n",
             published.source
         );
@@ -154,27 +174,74 @@ impl Page<'_> {
         ];
         self.sides(page, TIMER, &sides);
         self.tasks(page, PINGPONG, &sides);
-        *page += "Latencies are in nanoseconds from a timer's expiry to its sleeper, at the per mille that the name tells: of 10,000 sleeps on\n\
-                  Gannet, of 1000 on stock KVM. Exits and instructions are those of 8000 round trips.\n\n";
-        self.plot(page, "timer_exits.svg", "Exits by reason of the timer workloads");
+        let it = ping_pong(self.results.machine());
+        let _ = write!(
+            page,
+            "Latencies are in nanoseconds from a timer's expiry to its sleeper, at the per mille that the name tells: of {} sleeps on\n\
+             Gannet, of {} on stock KVM. Exits and instructions are those of {} round trips.\n\n",
+            it.sleeps, it.stock_sleeps, it.rounds
+        );
+        self.plot(page, "timer_exits", "Exits by reason of the timer workloads");
     }
 
     pub(super) fn roots(&self, page: &mut String) {
-        let published = &self.published.roots;
+        let on = self.results.machine();
+        let (switch, own) = match on {
+            Machine::Amd => (", with nested paging and without (`npt=0`)", ""),
+            // As `limits` judges.
+            Machine::Intel => (
+                "",
+                " CR0.WP and CR4.PGE are the\nguest's own on Intel CPUs: their changes exit on neither module, but for `keep_roots=0`, which has to see them.",
+            ),
+        };
         let _ = write!(
             page,
-            "## 5. Roots kept across role changes\n\n\
-             Switch `keep_roots=1|0`, with nested paging and without (`npt=0`). One operation is a pair of switches; after each of the two\n\
-             the guest writes to 8 of its pages, or to all.\n\n\
+            "### 5. Roots kept across role changes\n\n\
+             Switch `keep_roots=1|0`{switch}. One operation is a pair of switches; after each of the two\n\
+             the guest writes to 8 of its pages, or to all.{own}\n\n\
              Published: {}.\n\n",
-            published.source
+            self.published.roots.source
         );
-        let cpu = &self.published.host_state.cpu;
+        self.published_roots(page);
+        let every = [
+            ("nested paging", "", "keep_roots=0"),
+            ("shadow paging", "npt=0", "npt=0 keep_roots=0"),
+        ];
+        let measured = if on == Machine::Amd { &every[..] } else { &every[..1] };
+        for (paging, npt, off) in measured {
+            let sides = [
+                ("stock KVM", "stock", *npt),
+                ("Gannet, `keep_roots=0`", "gannet", *off),
+                ("Gannet, `keep_roots=1`", "gannet", *npt),
+            ];
+            self.growth(page, paging, &sides);
+            self.tables_moved(page, paging, &sides);
+            self.modelled(page, paging, &sides);
+        }
+        let toggle = dear_toggle(on);
+        let bit = plots::bit(toggle);
+        let title = format!("Cost of a toggle of {bit} against mapped pages");
+        self.plot(page, toggle, &format!("{title}, few touched"));
+        self.plot(page, &format!("{toggle}_all"), &format!("{title}, all touched"));
+        if on == Machine::Amd {
+            *page += "The Linux guest with 200 processes, one after the other:\n\n";
+            let sides =
+                [("stock KVM, `npt=0`", "stock", "npt=0"), ("Gannet, `npt=0`", "gannet", "npt=0")];
+            self.tasks(page, FORKS, &sides);
+        }
+    }
+
+    /// The published cases that there are runs for on this machine, beside what the model makes of those.
+    fn published_roots(&self, page: &mut String) {
+        let published = &self.published.roots;
+        let cpu = self.one_cpu();
         let price = |module: &str, parameters: &str| {
             let figures = self.results.figures(module, parameters, &paged("cr0_wp", 1))?;
             self.model.price(figures, cpu).map(|pair| pair * 0.5)
         };
-        let rows = published.cases.iter().map(|case| {
+        // The other kinds of paging are those of `amd`.
+        let here = |stock: &str| self.results.machine() == Machine::Amd || stock.is_empty();
+        let rows = published.cases.iter().filter(|case| here(&case.stock)).map(|case| {
             let change = Change { before: case.before, after: case.after };
             let (off, on) = (&case.gannet_off, &case.gannet_on);
             // Of Gannet there is one kind of nested tables.
@@ -202,52 +269,31 @@ impl Page<'_> {
         let name = self.model.name(cpu);
         let _ = write!(page, "The model beside the published figures, {name}, 1 page mapped:\n\n");
         table(page, &titles, rows);
-        for (paging, npt, off) in [
-            ("nested paging", "", "keep_roots=0"),
-            ("shadow paging", "npt=0", "npt=0 keep_roots=0"),
-        ] {
-            let sides = [
-                ("stock KVM", "stock", npt),
-                ("Gannet, `keep_roots=0`", "gannet", off),
-                ("Gannet, `keep_roots=1`", "gannet", npt),
-            ];
-            self.growth(page, paging, &sides);
-            self.tables_moved(page, paging, &sides);
-            let cpu = &self.published.host_state.cpu;
-            let mut rows = Vec::new();
-            for toggle in TOGGLES {
-                let price = |side: &Side, n: u64| {
-                    let figures = self.results.figures(side.1, side.2, &paged(toggle, n))?;
-                    self.model.price(figures, cpu).map(|pair| pair * 0.5)
-                };
-                let mut row = vec![toggle.to_owned()];
-                for side in &sides {
-                    row.push(priced(price(side, 1)));
-                    row.push(priced(price(side, 10_000)));
-                }
-                rows.push(row);
+    }
+
+    /// Modelled cycles of every toggle, at the least and the most pages.
+    fn modelled(&self, page: &mut String, paging: &str, sides: &[Side]) {
+        let cpu = self.one_cpu();
+        let mut rows = Vec::new();
+        for toggle in TOGGLES {
+            let price = |side: &Side, n: u64| {
+                let figures = self.results.figures(side.1, side.2, &paged(toggle, n))?;
+                self.model.price(figures, cpu).map(|pair| pair * 0.5)
+            };
+            let mut row = vec![toggle.to_owned()];
+            for side in sides {
+                row.push(priced(price(side, 1)));
+                row.push(priced(price(side, 10_000)));
             }
-            let mut titles = vec!["toggle".to_owned()];
-            for (title, ..) in &sides {
-                titles.extend([format!("{title}, 1 page"), "10000 pages".to_owned()]);
-            }
-            let _ = write!(
-                page,
-                "Modelled cycles per toggle (half a pair), {}, {paging}:\n\n",
-                self.model.name(cpu)
-            );
-            table(page, &titles.iter().map(String::as_str).collect::<Vec<_>>(), rows);
+            rows.push(row);
         }
-        self.plot(page, "cr0_wp.svg", "Cost of a CR0.WP toggle against mapped pages, few touched");
-        self.plot(
-            page,
-            "cr0_wp_all.svg",
-            "Cost of a CR0.WP toggle against mapped pages, all touched",
-        );
-        *page += "The Linux guest with 200 processes, one after the other:\n\n";
-        let sides =
-            [("stock KVM, `npt=0`", "stock", "npt=0"), ("Gannet, `npt=0`", "gannet", "npt=0")];
-        self.tasks(page, FORKS, &sides);
+        let mut titles = vec!["toggle".to_owned()];
+        for (title, ..) in sides {
+            titles.extend([format!("{title}, 1 page"), "10000 pages".to_owned()]);
+        }
+        let name = self.model.name(cpu);
+        let _ = write!(page, "Modelled cycles per toggle (half a pair), {name}, {paging}:\n\n");
+        table(page, &titles.iter().map(String::as_str).collect::<Vec<_>>(), rows);
     }
 
     /// Instructions per pair as the tables grow, for each toggle and side, few pages and all.
@@ -275,7 +321,8 @@ impl Page<'_> {
         for toggle in TOGGLES {
             add(toggle, "8", &|n| paged(toggle, n));
         }
-        add("cr0_wp", "all", &|n| format!("cr0_wp[{n},{n}]"));
+        let dear = dear_toggle(self.results.machine());
+        add(dear, "all", &|n| format!("{dear}[{n},{n}]"));
         let _ = write!(page, "Instructions per pair, {paging}:\n\n");
         table(page, &titles.iter().map(String::as_str).collect::<Vec<_>>(), rows);
     }
@@ -325,12 +372,16 @@ impl Page<'_> {
         });
         let _ = write!(
             page,
-            "## The model against whole exits\n\n\
+            "### The model against whole exits\n\n\
              How far the model is off where nothing was changed: published figures of whole exits beside what the model makes of stock\n\
-             KVM's counts in the lab. {}, on {}. The lab's are without mitigations, with the world switch of SVM, and with the decoding\n\
-             that the emulated processor forces.\n\n",
+             KVM's counts in the lab. {}, on {}. The lab's are without mitigations{}.\n\n",
             published.source,
-            self.model.name(&published.cpu)
+            self.model.name(&published.cpu),
+            match self.results.machine() {
+                Machine::Amd =>
+                    ", with the world switch of\nSVM, and with the decoding that the emulated processor forces",
+                Machine::Intel => "",
+            }
         );
         table(page, &["exit, cycles", "published", "modelled from the lab's counts"], rows);
     }

@@ -3,6 +3,7 @@
 
 use super::results::Figures;
 use anyhow::{Context, Result, bail};
+use gannet_lab::Machine;
 use gannet_lab::classify::KINDS;
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -19,9 +20,28 @@ pub struct Cycles {
 
 /// A processor of the model.
 #[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Cpu {
     pub key: String,
     pub name: String,
+    vendor: Vendor,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Vendor {
+    Amd,
+    Intel,
+}
+
+impl Cpu {
+    /// Whether what is counted on this machine of the lab happens on such a processor.
+    pub fn is_of(&self, machine: Machine) -> bool {
+        match machine {
+            Machine::Amd => self.vendor == Vendor::Amd,
+            Machine::Intel => self.vendor == Vendor::Intel,
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
@@ -66,8 +86,7 @@ struct File {
     cost: Vec<Entry>,
 }
 
-/// The whole model, complete: every kind of operation has a cost on every processor, but for those of VMX: what is modelled was
-/// counted under SVM.
+/// The whole model, complete: every kind of operation has a cost on every processor, but for those of VMX, which only Intel's execute.
 #[derive(Debug)]
 pub struct Model {
     ipc: Ipc,
@@ -108,8 +127,8 @@ impl Model {
                 }
             }
         }
-        for kind in KINDS.into_iter().filter(|kind| !kind.is_vmx()) {
-            for cpu in &model.cpus {
+        for kind in KINDS {
+            for cpu in model.cpus.iter().filter(|cpu| !kind.is_vmx() || cpu.is_of(Machine::Intel)) {
                 if !model.costs.contains_key(&(kind.name().to_owned(), cpu.key.clone())) {
                     bail!("{} on {}: no cost", kind.name(), cpu.key);
                 }
@@ -198,9 +217,12 @@ mod tests {
     #[test]
     fn the_model_in_the_tree_is_complete_and_every_entry_has_a_source() {
         let model = model();
-        let kinds = KINDS.into_iter().filter(|kind| !kind.is_vmx()).count();
-        assert_eq!(model.founded.iter().sum::<usize>(), kinds * model.cpus.len());
+        let vmx = KINDS.into_iter().filter(|kind| kind.is_vmx()).count();
+        let intel = model.cpus.iter().filter(|cpu| cpu.is_of(Machine::Intel)).count();
+        let entries = (KINDS.len() - vmx) * model.cpus.len() + vmx * intel;
+        assert_eq!(model.founded.iter().sum::<usize>(), entries);
         assert_eq!(model.cost("rdtsc", "zen2").taken, 37.0);
+        assert_eq!(model.cost("vmresume", "skylake-sp").taken, 676.0);
     }
 
     #[test]

@@ -1,12 +1,12 @@
-//! Runs the machines of `machines.rs`, two at a time, and gathers what they found. Each counts instructions, so neither disturbs the other.
+//! Performs the runs of `machines.rs`, two at a time, and gathers what they found. Each counts instructions, so neither disturbs the other.
 
 use super::machines::{Machine, Part};
-use super::results::{Figures, Guest, Results, Run, Task, Workload};
+use super::results::{All, Figures, Guest, Results, Run, Task, Workload};
 use crate::bench::{self, Tools};
 use crate::options::Options;
 use crate::progress::Step;
 use anyhow::Result;
-use gannet_lab::{Counts, Event, Job, Layout, Outcome, guest};
+use gannet_lab::{Counts, Event, Job, Layout, Machine as On, Outcome, guest};
 use serde::Deserialize;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Mutex;
@@ -28,52 +28,71 @@ struct BootReport {
     end: String,
 }
 
-/// Runs them all. A machine that fails is a run with a remark; only a lab that does not work at all is an error.
-pub fn measure(
-    layout: &Layout,
-    options: &Options,
-    tools: &Tools,
-    machines: &[Machine],
-) -> Result<Results> {
-    let step = Step::start(layout, &format!("measuring mechanisms on {}", options.kernel));
-    let queue: Mutex<VecDeque<(usize, &Machine)>> =
-        Mutex::new(machines.iter().enumerate().collect());
+/// One of the lab's machines, with what its runs need.
+pub struct Place {
+    pub options: Options,
+    pub tools: Tools,
+    pub machines: Vec<Machine>,
+}
+
+/// One run in the queue: its number, the number of its place, what it does.
+struct Queued<'a> {
+    number: usize,
+    place: usize,
+    machine: &'a Machine,
+    job: Job,
+}
+
+/// Runs them all, those of the last place first: Bochs takes longest. A machine that fails is a run with a remark; only a lab that does
+/// not work at all is an error.
+pub fn measure(layout: &Layout, places: &[Place]) -> Result<All> {
+    let mut queue = VecDeque::new();
+    for (place, Place { options, tools, machines }) in places.iter().enumerate().rev() {
+        for machine in machines {
+            let job = job(layout, options, tools, machine)?;
+            queue.push_back(Queued { number: queue.len(), place, machine, job });
+        }
+    }
+    let total = queue.len();
+    let names: Vec<&str> = places.iter().map(|place| place.options.machine.name()).collect();
+    let kernel = places.first().map_or(String::new(), |place| place.options.kernel.to_string());
+    let step =
+        Step::start(layout, &format!("measuring mechanisms on {}, {kernel}", names.join(" and ")));
+    let queue = Mutex::new(queue);
     let shown = Mutex::new(Shown { lines: [const { String::new() }; AT_ONCE], done: 0 });
     let runs = Mutex::new(Vec::new());
-    let jobs: Vec<Job> = machines
-        .iter()
-        .map(|machine| job(layout, options, tools, machine))
-        .collect::<Result<_>>()?;
     let say = |worker: usize, text: String, done: usize| {
         if let Ok(mut shown) = shown.lock() {
             shown.lines[worker] = text;
             shown.done += done;
-            step.say(&format!("{}/{} {}", shown.done, machines.len(), shown.lines.join("  ")));
+            step.say(&format!("{}/{total} {}", shown.done, shown.lines.join("  ")));
         }
     };
     std::thread::scope(|scope| {
         for worker in 0..AT_ONCE {
-            let (queue, runs, jobs, say) = (&queue, &runs, &jobs, &say);
+            let (queue, runs, say) = (&queue, &runs, &say);
             scope.spawn(move || {
                 let next = || queue.lock().ok()?.pop_front();
-                while let Some((index, machine)) = next() {
-                    say(worker, machine.title(), 0);
+                while let Some(Queued { number, place, machine, job }) = next() {
+                    let title = format!("{} {}", job.machine.name(), machine.title());
+                    say(worker, title.clone(), 0);
                     let mut event = |event: Event<'_>| {
                         let (Event::Line(text) | Event::Pending(text)) = event;
                         if text.starts_with('[') && text.contains("] ") && !text.contains('.') {
-                            say(worker, format!("{}: {text}", machine.title()), 0);
+                            say(worker, format!("{title}: {text}"), 0);
                         }
                     };
-                    // The emulator aborts now and then, or loses an event of a guest's (docs/lab.md).
-                    let mut run = attempt(layout, machine, &jobs[index], 1, &mut event);
-                    for number in 2..=ATTEMPTS {
+                    // QEMU aborts now and then, or loses an event of a guest's (docs/lab.md). Bochs does the same every time.
+                    let attempts = if job.machine == On::Amd { ATTEMPTS } else { 1 };
+                    let mut run = attempt(layout, machine, &job, 1, &mut event);
+                    for attempted in 2..=attempts {
                         if !is_incomplete(&run) {
                             break;
                         }
-                        run = attempt(layout, machine, &jobs[index], number, &mut event);
+                        run = attempt(layout, machine, &job, attempted, &mut event);
                     }
                     if let Ok(mut runs) = runs.lock() {
-                        runs.push((index, run));
+                        runs.push((number, place, run));
                     }
                     say(worker, String::new(), 1);
                 }
@@ -82,12 +101,17 @@ pub fn measure(
     });
     step.done();
     let mut runs = runs.into_inner().unwrap_or_default();
-    runs.sort_by_key(|(index, _)| *index);
-    Ok(Results {
-        machine: options.machine.name().to_owned(),
-        release: layout.release(options.kernel)?,
-        runs: join(runs.into_iter().map(|(_, run)| run)),
-    })
+    runs.sort_by_key(|(number, ..)| *number);
+    let mut machines = Vec::new();
+    for (place, Place { options, .. }) in places.iter().enumerate() {
+        let own = runs.iter().filter(|(_, of, _)| *of == place);
+        machines.push(Results {
+            machine: options.machine.name().to_owned(),
+            release: layout.release(options.kernel)?,
+            runs: join(own.map(|(.., run)| run.clone())),
+        });
+    }
+    Ok(All { machines })
 }
 
 /// How often a machine is tried at most.
@@ -156,7 +180,7 @@ fn job(layout: &Layout, options: &Options, tools: &Tools, machine: &Machine) -> 
             Part::Guest { task, more, from, to } => {
                 guests = true;
                 format!(
-                    "exitbench boot --timeout 60 --kernel /guest/vmlinux --initrd /guest/initramfs --append \
+                    "exitbench boot --timeout 120 --kernel /guest/vmlinux --initrd /guest/initramfs --append \
                      '{} gannet.task={task} {more}' --from {from} --expect {to} --unit instructions \
                      --module {name} --report /out/{number}\n",
                     guest::APPEND
@@ -175,7 +199,8 @@ fn job(layout: &Layout, options: &Options, tools: &Tools, machine: &Machine) -> 
     }
     job.counting = true;
     job.plugin = Some(tools.plugin.clone());
-    job.timeout = Duration::from_secs(600);
+    // Bochs takes longer; on a busy machine much longer.
+    job.timeout = Duration::from_secs(if options.machine == On::Amd { 600 } else { 1800 });
     Ok(job)
 }
 

@@ -3,59 +3,76 @@
 
 use super::cost::{Cycles, Model};
 use super::limits::{self, Verdict};
+use super::plots;
 use super::published::{Change, Published};
 use super::results::{Figures, Results};
+use gannet_lab::Machine;
 use gannet_lab::classify::KINDS;
 use std::fmt::Write;
 
-/// What a page is made from.
+/// What a machine's part of the page is made from.
 pub struct Page<'a> {
     pub results: &'a Results,
     pub model: &'a Model,
     pub published: &'a Published,
     /// Files of plots that there are.
-    pub plots: Vec<&'static str>,
+    pub plots: &'a [String],
 }
 
 /// A row of a table of one workload: what it is, whose it is, with what parameters.
 pub(super) type Side = (&'static str, &'static str, &'static str);
 
+/// What the page says of all machines.
+pub fn head(model: &Model) -> String {
+    let [measured, derived, ranges] = model.founded;
+    format!(
+        "# The mechanisms, measured\n\n\
+         Written by `make mechanisms` from `mechanisms.json`; not edited by hand. One part for each machine of [the lab](../lab.md).\n\n\
+         - **Instructions** are those of host and guest per operation, counted by the time-stamp counter: measured.\n\
+         - **Operations** are what the host executed per operation, counted by the emulator's plugin: measured. A guest's own\n  \
+           instruction is not among them, and is priced as a plain one.\n\
+         - **Modelled cycles** are instructions and operations priced by [the cost model](../../lab/cost-model.toml): {measured} of\n  \
+           its entries measured by somebody on real processors, {derived} derived from such, {ranges} ranges. In parentheses the\n  \
+           least and the most that its ranges allow. They are no measurement of anything.\n\
+         - **Published** figures are other people's, of other machines ([sources](../../lab/published.toml)).\n\n"
+    )
+}
+
 impl Page<'_> {
-    /// The whole page.
+    /// All of the machine's part.
     pub fn text(&self) -> String {
         let mut page = String::new();
-        self.head(&mut page);
+        self.introduction(&mut page);
         self.limits(&mut page);
         self.host_state(&mut page);
         self.xstate(&mut page);
-        page += "## 3. Nested VMX: vmcs02 prepared from what changed\n\n\
-                 For a machine with VT-x: the lab's machine has SVM, so there is nothing to measure here.\n\n";
+        self.nested(&mut page);
         self.deadline(&mut page);
         self.roots(&mut page);
         self.whole_exits(&mut page);
         self.remarks(&mut page);
-        page.truncate(page.trim_end().len());
-        page + "\n"
+        page
     }
 
-    fn head(&self, page: &mut String) {
-        let [measured, derived, ranges] = self.model.founded;
+    fn introduction(&self, page: &mut String) {
+        let on = self.results.machine();
         let _ = write!(
             page,
-            "# The mechanisms, measured\n\n\
-             Written by `make mechanisms` from `mechanisms.json`; not edited by hand. Machine `{}` ([the lab](../lab.md)): QEMU's\n\
-             software emulator, host kernel {}.\n\n\
-             - **Instructions** are those of host and guest per operation, counted by the time-stamp counter: measured.\n\
-             - **Operations** are what the host executed per operation, counted by the emulator's plugin: measured. A guest's own\n  \
-               instruction is not among them, and is priced as a plain one.\n\
-             - **Modelled cycles** are instructions and operations priced by [the cost model](../../lab/cost-model.toml): {measured} of\n  \
-               its entries measured by somebody on real processors, {derived} derived from such, {ranges} ranges. In parentheses the\n  \
-               least and the most that its ranges allow. They are no measurement of anything.\n\
-             - **Published** figures are other people's, of other machines ([sources](../../lab/published.toml)).\n\n\
-             The emulated processor saves no next RIP and gives no decode assists, so that instructions are read and decoded at each\n\
-             exit, by both modules; a real one of the last ten years does that itself.\n\n",
-            self.results.machine, self.results.release
+            "## Machine `{}`\n\n{}, host kernel {}. ",
+            on.name(),
+            on.emulator(),
+            self.results.release
         );
+        *page += match on {
+            Machine::Amd => {
+                "The emulated processor saves no next RIP and gives no decode assists, so that\n\
+                 instructions are read and decoded at each exit, by both modules; a real one of the last ten years does that itself.\n\n"
+            }
+            Machine::Intel => {
+                "The emulated processor tells the length of an instruction\n\
+                 that exits, as real ones do. It does some ten million instructions a second: the Linux guest's tasks are shorter here.\n\n"
+            }
+        };
     }
 
     fn limits(&self, page: &mut String) {
@@ -68,24 +85,24 @@ impl Page<'_> {
             };
             vec![limit.what.clone(), limit.found.clone(), verdict.to_owned()]
         });
-        *page += "## Limits\n\n";
+        *page += "### Limits\n\n";
         table(page, &["limit", "found", ""], rows);
     }
 
     /// Instructions, operations and modelled cycles of one workload, for each of these sides.
     pub(super) fn sides(&self, page: &mut String, workload: &str, sides: &[Side]) {
-        let zens: Vec<_> =
-            self.model.cpus.iter().filter(|cpu| cpu.key.starts_with("zen")).collect();
+        let on = self.results.machine();
+        let own: Vec<_> = self.model.cpus.iter().filter(|cpu| cpu.is_of(on)).collect();
         let mut titles =
             vec![workload.to_owned(), "instructions".into(), "operations of the host".into()];
-        titles.extend(zens.iter().map(|cpu| format!("modelled cycles, {}", cpu.name)));
+        titles.extend(own.iter().map(|cpu| format!("modelled cycles, {}", cpu.name)));
         let rows = sides.iter().map(|(title, module, parameters)| {
             let mut row = vec![(*title).to_owned()];
             match self.results.figures(module, parameters, workload) {
                 Some(figures) => {
                     row.push(figures.median.to_string());
                     row.push(operations(figures));
-                    row.extend(zens.iter().map(|cpu| priced(self.model.price(figures, &cpu.key))));
+                    row.extend(own.iter().map(|cpu| priced(self.model.price(figures, &cpu.key))));
                 }
                 None => {
                     let reason = self.results.reason(module, parameters, workload);
@@ -130,9 +147,18 @@ impl Page<'_> {
         );
     }
 
-    pub(super) fn plot(&self, page: &mut String, file: &str, title: &str) {
+    pub(super) fn plot(&self, page: &mut String, name: &str, title: &str) {
+        let file = plots::file(self.results.machine(), name);
         if self.plots.contains(&file) {
             let _ = write!(page, "![{title}]({file})\n\n");
+        }
+    }
+
+    /// The processor whose prices stand alone in a table: the one of the published figures, or Intel's first.
+    pub(super) fn one_cpu(&self) -> &str {
+        match self.results.machine() {
+            Machine::Amd => &self.published.host_state.cpu,
+            Machine::Intel => &self.published.exits.cpu,
         }
     }
 
@@ -161,7 +187,7 @@ impl Page<'_> {
             }
         }
         if !rows.is_empty() {
-            *page += "## What was not measured\n\n";
+            *page += "### What was not measured\n\n";
             table(page, &["run", "reason"], rows);
         }
     }
@@ -217,21 +243,37 @@ mod tests {
     fn page(results: &Results) -> String {
         let root = gannet_lab::Layout::find().unwrap().root;
         let (model, published) = (Model::read(&root).unwrap(), Published::read(&root).unwrap());
-        Page { results, model: &model, published: &published, plots: vec!["cr0_wp.svg"] }.text()
+        let plots = ["cr0_wp.svg".to_owned()];
+        let text = Page { results, model: &model, published: &published, plots: &plots }.text();
+        head(&model) + &text
+    }
+
+    /// A machine of which nothing is known.
+    fn nothing(machine: Machine) -> Results {
+        Results { machine: machine.name().into(), ..Results::default() }
     }
 
     #[test]
     fn a_page_without_any_figure_says_so_everywhere() {
-        let text = page(&Results::default());
-        assert!(text.contains("not available: not run"));
-        assert!(!text.contains("| met |") && !text.contains("**not met**"));
+        for machine in gannet_lab::MACHINES {
+            let text = page(&nothing(machine));
+            assert!(text.contains("not available: not run"));
+            assert!(!text.contains("| met |") && !text.contains("**not met**"));
+        }
+        let text = page(&nothing(Machine::Amd));
         assert!(text.contains("4600") && text.contains("46754"), "what was published stays");
         assert!(text.contains("cr0_wp.svg") && !text.contains("timer_exits.svg"));
+        let text = page(&nothing(Machine::Intel));
+        assert!(
+            text.contains("11650") && !text.contains("npt=0") && !text.contains("Zen"),
+            "{text}"
+        );
+        assert!(!text.contains("cr0_wp.svg"), "a plot of the other machine");
     }
 
     #[test]
     fn every_row_of_a_table_has_as_many_cells_as_its_head() {
-        let text = page(&Results::default());
+        let text = gannet_lab::MACHINES.map(|machine| page(&nothing(machine))).concat();
         let mut columns = None;
         for line in text.lines() {
             let cells = line.replace("\\|", "").matches('|').count();

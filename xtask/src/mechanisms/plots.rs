@@ -1,8 +1,9 @@
 //! The plots, as SVG: what a toggle costs as the guest's page tables grow, and exits by reason of the timer workloads.
 
-use super::machines::{PAGES, PINGPONG, TIMER};
+use super::machines::{PAGES, PINGPONG, TIMER, dear_toggle};
 use super::results::Results;
 use anyhow::{Result, anyhow};
+use gannet_lab::Machine;
 use plotters::coord::ranged1d::IntoSegmentedCoord;
 use plotters::prelude::*;
 use std::collections::BTreeMap;
@@ -22,24 +23,41 @@ const LINES: [Line; 6] = [
 ];
 
 /// Every plot that there are figures for, by its file's name.
-pub fn plots(results: &Results) -> Result<BTreeMap<&'static str, String>> {
+pub fn plots(results: &Results) -> Result<BTreeMap<String, String>> {
     let mut all = BTreeMap::new();
-    let few = |pages: u64| format!("cr0_wp[{pages},{}]", pages.min(8));
-    let every = |pages: u64| format!("cr0_wp[{pages},{pages}]");
-    let titles = [
-        "CR0.WP cleared and set: the host's instructions, 8 pages written to after each",
-        "CR0.WP cleared and set: the host's instructions, all pages written to after each",
-    ];
-    if let Some(svg) = toggles(results, titles[0], &few)? {
-        all.insert("cr0_wp.svg", svg);
+    let on = results.machine();
+    let toggle = dear_toggle(on);
+    let few = |pages: u64| format!("{toggle}[{pages},{}]", pages.min(8));
+    let every = |pages: u64| format!("{toggle}[{pages},{pages}]");
+    let title = |touched: &str| {
+        let bit = bit(toggle);
+        format!(
+            "{bit} changed and changed back: the host's instructions, {touched} pages written to after each"
+        )
+    };
+    if let Some(svg) = toggles(results, &title("8"), &few)? {
+        all.insert(file(on, toggle), svg);
     }
-    if let Some(svg) = toggles(results, titles[1], &every)? {
-        all.insert("cr0_wp_all.svg", svg);
+    if let Some(svg) = toggles(results, &title("all"), &every)? {
+        all.insert(file(on, &format!("{toggle}_all")), svg);
     }
     if let Some(svg) = exits(results)? {
-        all.insert("timer_exits.svg", svg);
+        all.insert(file(on, "timer_exits"), svg);
     }
     Ok(all)
+}
+
+/// The file of a plot.
+pub fn file(on: Machine, name: &str) -> String {
+    match on {
+        Machine::Amd => format!("{name}.svg"),
+        Machine::Intel => format!("intel-{name}.svg"),
+    }
+}
+
+/// The bit that a toggle changes, as the manuals write it.
+pub fn bit(toggle: &str) -> String {
+    toggle.to_uppercase().replace('_', ".")
 }
 
 fn wrong(error: impl std::fmt::Display) -> anyhow::Error {
@@ -237,6 +255,9 @@ mod tests {
         assert!(plots["timer_exits.svg"].contains("wrmsr_tsc_deadline"));
         assert!(!plots.contains_key("cr0_wp_all.svg"));
         assert!(super::plots(&Results::default()).unwrap().is_empty());
+        let intel = Results { machine: "intel".into(), ..results() };
+        let plots = super::plots(&intel).unwrap();
+        assert_eq!(plots.keys().collect::<Vec<_>>(), ["intel-timer_exits.svg"]);
     }
 
     #[test]

@@ -1,12 +1,19 @@
-//! What `make mechanisms` finds, as `docs/results/mechanisms.json` holds it: one run per module and parameters, each with its workloads and
-//! Linux guests. Figures are per operation of the workload; nothing here is modelled.
+//! What `make mechanisms` finds, as `docs/results/mechanisms.json` holds it: for each machine one run per module and parameters, each with
+//! its workloads and Linux guests. Figures are per operation of the workload; nothing here is modelled.
 
 use anyhow::{Context, Result};
+use gannet_lab::{MACHINES, Machine};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
 
 /// Everything that was measured.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct All {
+    pub machines: Vec<Results>,
+}
+
+/// What was measured on one machine.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Results {
     pub machine: String,
@@ -89,13 +96,24 @@ pub struct Task {
 /// An operation below this is a stray one of the host's timer tick, and none of the exit.
 pub const STRAY: f64 = 0.05;
 
-impl Results {
+impl All {
     /// Reads the file that an earlier run wrote.
     pub fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path)
             .with_context(|| format!("{}: run make mechanisms first", path.display()))?;
-        serde_json::from_str(&text)
-            .with_context(|| format!("{} is not of make mechanisms", path.display()))
+        let all: Self = serde_json::from_str(&text)
+            .with_context(|| format!("{} is not of make mechanisms", path.display()))?;
+        for results in &all.machines {
+            results.machine.parse::<Machine>().with_context(|| path.display().to_string())?;
+        }
+        Ok(all)
+    }
+}
+
+impl Results {
+    /// The machine; what names none counts as the first.
+    pub fn machine(&self) -> Machine {
+        self.machine.parse().unwrap_or(MACHINES[0])
     }
 
     /// The run of a module with these parameters.
@@ -135,6 +153,12 @@ impl Results {
 }
 
 impl Figures {
+    /// How often the guest was left; `None` when nothing was counted.
+    pub fn all_exits(&self) -> Option<f64> {
+        let sum: f64 = self.exits.values().sum();
+        (!self.host.is_empty()).then_some(if sum < STRAY { 0.0 } else { sum })
+    }
+
     /// How often the host executed operations of this kind; stray ones count as none. `None` when nothing was counted.
     pub fn host(&self, kind: &str) -> Option<f64> {
         if self.host.is_empty() {

@@ -3,12 +3,18 @@
 
 use std::arch::asm;
 use std::fs::File;
+use std::io::Read;
+use std::os::fd::FromRawFd;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
+use kvm_bindings::kvm_debugregs;
+
+use crate::kvm::file::Commands;
+use crate::kvm::ioctl;
 use crate::machine::code::guest_code;
 use crate::machine::guest::{Chip, Guest};
-use crate::outcome::{Errno, Outcome, equal, fail, holds, skip};
+use crate::outcome::{Answer, Errno, Outcome, equal, fail, holds, skip};
 use crate::runner::tests;
 
 tests!("host_thread":
@@ -19,6 +25,7 @@ tests!("host_thread":
     threads_with_bases_of_their_own_keep_them,
     a_child_of_the_thread_has_its_segments,
     the_ways_into_the_kernel_survive,
+    breakpoints_of_the_thread_stay_armed,
 );
 
 guest_code!(ask, 64, "0: incq RESULT", "out %al, $PORT_MARK", "jmp 0b");
@@ -281,6 +288,56 @@ fn the_ways_into_the_kernel_survive() -> Outcome {
     for _ in 0..20 {
         guest.reach_mark()?;
         equal("the host's MSRs", read(), before)?;
+    }
+    Ok(())
+}
+
+/// Counts the thread's writes to a word by one of the CPU's breakpoints.
+fn count_writes(word: &AtomicU64) -> Result<File, Errno> {
+    // `struct perf_event_attr`, its second version: PERF_TYPE_BREAKPOINT and the size, no sampling, neither the kernel's writes nor a
+    // hypervisor's, HW_BREAKPOINT_W, the address, eight bytes.
+    const SIZE: usize = 72;
+    let attributes: [u64; SIZE / 8] =
+        [5 | (SIZE as u64) << 32, 0, 0, 0, 0, 1 << 5 | 1 << 6, 2 << 32, word.as_ptr() as u64, 8];
+    // SAFETY: perf_event_open(2) of this thread on any CPU; it reads the attributes.
+    let file =
+        unsafe { libc::syscall(libc::SYS_perf_event_open, attributes.as_ptr(), 0, -1, -1, 0) };
+    match i32::try_from(file) {
+        // SAFETY: a new file of ours.
+        Ok(file) if file >= 0 => Ok(unsafe { File::from_raw_fd(file) }),
+        _ => Err(Errno::last()),
+    }
+}
+
+fn breakpoints_of_the_thread_stay_armed() -> Outcome {
+    static WORD: AtomicU64 = AtomicU64::new(0);
+    let writes = match count_writes(&WORD) {
+        Ok(file) => file,
+        Err(errno) => return skip(format!("no breakpoint to be had: {errno}")),
+    };
+    let seen = || {
+        let mut count = [0; 8];
+        let read = (&writes).read(&mut count).is_ok_and(|n| n == count.len());
+        read.then(|| u64::from_le_bytes(count))
+    };
+    WORD.store(1, Relaxed);
+    let before = seen();
+    if before != Some(1) {
+        return skip(format!("the breakpoint counts {before:?} for one write without a guest"));
+    }
+    // The guest has all four, on other writes than its own.
+    let guest = hostile(ask())?;
+    let vcpu = guest.vcpu();
+    let mut debug: kvm_debugregs = vcpu.receive(ioctl::GET_DEBUGREGS).granted("get")?;
+    debug.db = [0x7000_0000, 0x7000_1000, 0x7000_2000, 0x7000_3000];
+    debug.dr7 = 0x9999_04ff;
+    vcpu.send(ioctl::SET_DEBUGREGS, &debug).granted("set")?;
+    for n in 1..=20 {
+        guest.reach_mark()?;
+        WORD.store(n, Relaxed);
+        equal("writes counted", seen(), Some(n + 1))?;
+        let now: kvm_debugregs = vcpu.receive(ioctl::GET_DEBUGREGS).granted("get")?;
+        equal("the guest's own", (now.db, now.dr7), (debug.db, debug.dr7))?;
     }
     Ok(())
 }

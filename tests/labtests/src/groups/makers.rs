@@ -210,7 +210,13 @@ fn speculation_control_needs_its_feature() -> Outcome {
     }
     equal("IBRS", touch(&guest, SPEC_CTRL, 1)?, (0, 1, 0))?;
     equal("from outside", guest.vcpu().msr(SPEC_CTRL)?, Some(1))?;
-    equal("an unknown bit faults", touch(&guest, SPEC_CTRL, 1 << 40)?, (1, 1, 1))
+    equal("an unknown bit faults", touch(&guest, SPEC_CTRL, 1 << 40)?, (1, 1, 1))?;
+    // From the first use on it may be the guest's own; what it holds is seen all the same.
+    equal("no IBRS", touch(&guest, SPEC_CTRL, 0)?, (1, 0, 0))?;
+    equal("from outside", guest.vcpu().msr(SPEC_CTRL)?, Some(0))?;
+    equal("set from outside", guest.vcpu().set_msr(SPEC_CTRL, 1)?, true)?;
+    equal("for the guest", touch(&guest, SPEC_CTRL, 0)?, (1, 0, 0))?;
+    equal("a barrier: two faults of reading", touch(&guest, PRED_CMD, 1)?.2, 2)
 }
 
 fn xss_has_only_what_cpuid_offers() -> Outcome {

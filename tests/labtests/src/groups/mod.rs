@@ -4,6 +4,7 @@ use crate::runner::Test;
 
 mod control_bits;
 mod cpuid_table;
+mod deadline;
 mod delivery;
 mod faults;
 mod guest_memory;
@@ -12,6 +13,7 @@ mod injection;
 mod instructions;
 mod irq_ioctls;
 mod lapic;
+mod large_pages;
 mod lazy_deadline;
 mod lazy_stress;
 mod lifecycle;
@@ -45,6 +47,7 @@ mod statistics;
 mod system;
 mod tracing;
 mod vcpus;
+mod x2apic;
 
 /// Every test, in the order in which they run.
 pub fn all() -> impl Iterator<Item = Test> {
@@ -52,6 +55,7 @@ pub fn all() -> impl Iterator<Item = Test> {
         system::TESTS,
         slots::TESTS,
         guest_memory::TESTS,
+        large_pages::TESTS,
         vcpus::TESTS,
         running::TESTS,
         registers::TESTS,
@@ -81,6 +85,8 @@ pub fn all() -> impl Iterator<Item = Test> {
         makers::TESTS,
         modes::TESTS,
         lapic::TESTS,
+        x2apic::TESTS,
+        deadline::TESTS,
         lines::TESTS,
         smp::TESTS,
         paravirtual::TESTS,

@@ -12,6 +12,7 @@ use crate::machine::code::{done, guarded, guest_code, hypercall, x2apic};
 use crate::machine::guest::{Chip, Guest, Mode};
 use crate::machine::layout::*;
 use crate::machine::threads::{Target, eventually, within};
+use crate::oracle::apic_is_served;
 use crate::outcome::{Answer, Outcome, equal, fail, holds};
 use crate::runner::tests;
 
@@ -317,7 +318,8 @@ fn an_end_of_interrupt_without_exit_counts() -> Outcome {
     }
     let (without, all) = (guest.result(0), guest.result(1));
     holds("20 interrupts, and perhaps copies of them", (20..40).contains(&all), all)?;
-    holds("some ends without EOI", without >= 1, without)
+    // Where the CPU ends interrupts without an exit there is nothing to gain.
+    holds("some ends without EOI, or none", (without >= 1) != apic_is_served(), without)
 }
 
 guest_code!(
