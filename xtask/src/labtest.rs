@@ -19,8 +19,8 @@ use gannet_lab::{
 };
 use std::collections::VecDeque;
 use std::path::PathBuf;
-use std::sync::Mutex;
-use std::time::Duration;
+use std::sync::{Mutex, mpsc};
+use std::time::{Duration, Instant};
 
 /// What a machine's outcome means.
 type Judge = Box<dyn Fn(&Outcome) -> Vec<(String, Verdict)> + Send>;
@@ -349,33 +349,43 @@ fn judge_lines(title: &str, outcome: &Outcome) -> Vec<(String, Verdict)> {
     found
 }
 
-/// Runs them, two at a time, and records each.
+/// Runs them, two at a time, and records each when it has ended.
 pub fn run_all(layout: &Layout, tests: Vec<LabTest>, tally: &mut Tally) {
     let total = tests.len();
     let step = Step::start(layout, "lab tests");
     let queue: Mutex<VecDeque<LabTest>> = Mutex::new(tests.into());
-    let results = Mutex::new(Vec::new());
     let next = || queue.lock().ok()?.pop_front();
+    let mut ended = 0;
     std::thread::scope(|scope| {
+        let (sender, results) = mpsc::channel();
         for _ in 0..2 {
-            scope.spawn(|| {
+            let sender = sender.clone();
+            let (next, step) = (&next, &step);
+            scope.spawn(move || {
                 while let Some(test) = next() {
                     step.say(&test.name);
+                    let began = Instant::now();
                     let records = run_twice_if_need_be(layout, &test);
-                    if let Ok(mut results) = results.lock() {
-                        results.push(records);
+                    if sender.send((test.name, began.elapsed(), records)).is_err() {
+                        break;
                     }
+                }
+            });
+        }
+        drop(sender);
+        for (name, took, records) in results {
+            ended += 1;
+            step.beside(|| {
+                println!("{ended:>3} of {total}: {name}, {} s", took.as_secs());
+                for (name, verdict) in records {
+                    tally.record(&name, verdict);
                 }
             });
         }
     });
     step.done();
-    let results = results.into_inner().unwrap_or_default();
-    if results.len() != total {
-        tally.record("lab tests end", Err(format!("{} of {total} did", results.len())));
-    }
-    for (name, result) in results.into_iter().flatten() {
-        tally.record(&name, result);
+    if ended != total {
+        tally.record("lab tests end", Err(format!("{ended} of {total} did")));
     }
 }
 

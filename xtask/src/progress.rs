@@ -59,6 +59,11 @@ impl Step {
         self.bar.set_message(message.trim().to_owned());
     }
 
+    /// Prints lines that stay.
+    pub fn beside(&self, print: impl FnOnce()) {
+        self.bar.suspend(print);
+    }
+
     /// Ends the step well and remembers its length.
     pub fn done(self) {
         let mut all = read(&self.timings);
