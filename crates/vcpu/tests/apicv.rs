@@ -4,12 +4,12 @@
 mod rig;
 
 use backend::{Gprs, RAX, RCX, RDX};
-use cpu::{Counts, ModelVmcs, Op};
+use cpu::{ModelVmcs, Op};
 use gannet_vcpu::{RunInput, UserExit};
 use irqchip::lapic::{BaseRules, Lapic, LapicEffect, REGISTER_PAGE, base};
 use mmu::Format;
 use proptest::prelude::*;
-use rig::vmx::{VmxVcpu, exit, features, shutdown, vcpu_of};
+use rig::vmx::{VmxVcpu, cost_on, exit, features, reads_and_writes, shutdown, vcpu_of};
 use vmx::{Features, apicv::ApicPage};
 use x86::{
     Vector,
@@ -224,31 +224,9 @@ fn wrmsr(msr: u32, value: u64) -> impl Fn(&mut ModelVmcs, &mut Gprs) + Send + Sy
     }
 }
 
-/// What ten exits made by `step` cost inside the loop, after one entry.
-fn cost_of(step: impl Fn(&mut ModelVmcs, &mut Gprs) + Send + Sync + Clone + 'static) -> Counts {
-    let run = |exits: usize| {
-        let mut v = vcpu();
-        for _ in 0..exits {
-            let step = step.clone();
-            v.backend().cpu().inner().vmx.then(move |vmcs, gprs| step(vmcs, gprs));
-        }
-        v.backend().cpu().inner().vmx.then(shutdown);
-        let before = v.backend().cpu().counts();
-        assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
-        let counts = v.backend().cpu().counts().since(&before);
-        assert_eq!(*v.backend().cpu().inner().vmx.unchanged_writes.borrow(), Vec::<u32>::new());
-        counts
-    };
-    run(11).since(&run(1))
-}
-
-fn reads_and_writes(ten: &Counts) -> (u64, u64) {
-    rig::vmx::reads_and_writes(ten)
-}
-
 #[test]
 fn an_exit_that_concerns_no_interrupt_costs_what_it_did() {
-    let cpuid = cost_of(|vmcs, gprs| {
+    let cpuid = cost_on(vcpu, |vmcs, gprs| {
         (gprs.0[RAX], gprs.0[RCX]) = (0x8000_0008, 0);
         exit(ExitReason::Cpuid)(vmcs, gprs);
     });
@@ -257,7 +235,7 @@ fn an_exit_that_concerns_no_interrupt_costs_what_it_did() {
 
 #[test]
 fn an_end_that_is_reported_costs_two_reads() {
-    let eoi = cost_of(|vmcs, gprs| {
+    let eoi = cost_on(vcpu, |vmcs, gprs| {
         exit(ExitReason::VirtualizedEoi)(vmcs, gprs);
         vmcs.set(field::EXIT_QUALIFICATION, 0x41);
     });

@@ -11,7 +11,9 @@ use gannet_vcpu::{RunInput, UserExit};
 use host::page::Page;
 use host::std_port::test::{clock, invalidate};
 use mmu::Region;
-use rig::vmx::{VmxVcpu, exit, features, features_with_timer, reads_and_writes, shutdown, vcpu_of};
+use rig::vmx::{
+    Step, VmxVcpu, exit, features, features_with_timer, play, reads_and_writes, step, vcpu_of,
+};
 use stats::Reason;
 use vm::vm::Format;
 use x86::Hva;
@@ -75,28 +77,6 @@ fn takes_none(vmcs: &mut ModelVmcs, gprs: &mut Gprs) {
     exit(ExitReason::Wbinvd)(vmcs, gprs);
 }
 
-type Step = Box<dyn FnMut(&mut ModelVmcs, &mut Gprs) + Send>;
-
-fn then(v: &mut VmxVcpu, steps: impl IntoIterator<Item = Step>) {
-    for step in steps {
-        v.backend().cpu().inner().vmx.then(step);
-    }
-}
-
-fn step(f: impl FnMut(&mut ModelVmcs, &mut Gprs) + Send + 'static) -> Step {
-    Box::new(f)
-}
-
-/// Plays the steps and an end; what it executed.
-fn run(v: &mut VmxVcpu, steps: impl IntoIterator<Item = Step>) -> Counts {
-    then(v, steps);
-    v.backend().cpu().inner().vmx.then(shutdown);
-    let before = v.backend().cpu().counts();
-    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
-    assert_eq!(v.backend().cpu().inner().vmx.steps_left(), 0);
-    v.backend().cpu().counts().since(&before)
-}
-
 fn ahead(v: &mut VmxVcpu, ticks: u64) -> u64 {
     v.read_msr(TSC, true).unwrap() + ticks
 }
@@ -110,9 +90,9 @@ fn pass(v: &mut VmxVcpu, ticks: u64) {
 /// What ten steps cost more than none.
 fn ten_of(v: &mut VmxVcpu, f: impl Fn(u64) -> Step) -> Counts {
     // The first on a CPU finds out more.
-    run(v, [step(cpuid)]);
-    let one = run(v, [f(0)]);
-    let eleven = run(v, (0..11).map(f));
+    play(v, [step(cpuid)]);
+    let one = play(v, [f(0)]);
+    let eleven = play(v, (0..11).map(f));
     let ten = eleven.since(&one);
     assert_eq!(ten.of(Op::VmxEnter), 10);
     ten
@@ -125,7 +105,7 @@ fn a_cpuid_exit_with_no_deadline_knows_of_no_timer() {
     assert_eq!((reads_and_writes(&ten), ten.of(Op::Rdtsc)), ((4, 1), 0));
     // Nor after one that was armed and taken back.
     let deadline = ahead(&mut v, 1_000_000);
-    run(&mut v, [step(wrmsr(DEADLINE, deadline)), step(wrmsr(DEADLINE, 0))]);
+    play(&mut v, [step(wrmsr(DEADLINE, deadline)), step(wrmsr(DEADLINE, 0))]);
     let ten = ten_of(&mut v, |_| step(cpuid));
     assert_eq!((reads_and_writes(&ten), ten.of(Op::Rdtsc)), ((4, 1), 0));
 }
@@ -134,7 +114,7 @@ fn a_cpuid_exit_with_no_deadline_knows_of_no_timer() {
 fn a_cpuid_exit_with_a_deadline_armed_costs_an_rdtsc_and_a_vmwrite_more() {
     let mut v = timed();
     let deadline = ahead(&mut v, 1_000_000);
-    run(&mut v, [step(wrmsr(DEADLINE, deadline))]);
+    play(&mut v, [step(wrmsr(DEADLINE, deadline))]);
     let ten = ten_of(&mut v, |_| step(cpuid));
     assert_eq!((reads_and_writes(&ten), ten.of(Op::Rdtsc)), ((4, 2), 10));
     assert_eq!(clock().armed_timers(), 0);
@@ -146,7 +126,7 @@ fn moving_a_deadline_either_way_costs_that_and_the_look_at_the_tsc() {
         let mut v = timed();
         let first = ahead(&mut v, 1_000_000_000);
         let at = move |n: u64| first.wrapping_add(direction.wrapping_mul(n * 1000));
-        run(&mut v, [step(wrmsr(DEADLINE, first))]);
+        play(&mut v, [step(wrmsr(DEADLINE, first))]);
         let ten = ten_of(&mut v, move |n| step(wrmsr(DEADLINE, at(n))));
         // No kernel call, which would be seen by CR2.
         assert_eq!((reads_and_writes(&ten), ten.of(Op::Rdtsc)), ((4, 2), 10));
@@ -180,7 +160,7 @@ fn the_timer_is_set_for_what_is_left_at_each_entry() {
         step(takes_none),
     ];
     // The last run goes on past the deadline: interrupts are off, so it is pending.
-    run(&mut v, steps);
+    play(&mut v, steps);
     assert_eq!(v.shared().lapic.highest_pending().map(|v| u64::from(v.0)), Some(VECTOR));
     assert_eq!(v.read_msr(DEADLINE, true), Ok(0));
 }
@@ -196,7 +176,7 @@ fn a_deadline_that_comes_is_one_exit_and_the_interrupt_with_no_timer_of_the_host
     };
     // The run of the WRMSR itself comes before the deadline is set.
     let deadline_late = deadline + 10_000;
-    let counts = run(&mut v, [step(wrmsr(DEADLINE, deadline_late)), step(timer_exit), step(last)]);
+    let counts = play(&mut v, [step(wrmsr(DEADLINE, deadline_late)), step(timer_exit), step(last)]);
     assert_eq!(counts.of(Op::VmxEnter), 4);
     assert_eq!(clock().armed_timers(), 0);
     assert_eq!(v.shared().lapic.in_service().map(|v| u64::from(v.0)), Some(VECTOR));
@@ -208,17 +188,17 @@ fn a_deadline_that_comes_is_one_exit_and_the_interrupt_with_no_timer_of_the_host
 #[test]
 fn what_an_expiry_costs() {
     let mut v = timed();
-    run(&mut v, [step(cpuid)]);
+    play(&mut v, [step(cpuid)]);
     let mut cost = |deadlines: bool| {
         let far = ahead(&mut v, 1_000_000_000);
-        let counts = run(&mut v, [step(wrmsr(DEADLINE, far)), step(cpuid), step(cpuid)]);
+        let counts = play(&mut v, [step(wrmsr(DEADLINE, far)), step(cpuid), step(cpuid)]);
         if !deadlines {
             return counts;
         }
         let near = ahead(&mut v, 40_000);
         v.backend().cpu().inner().vmx.run_ticks = 20_000;
         let steps = [step(wrmsr(DEADLINE, near)), step(timer_exit), step(cpuid)];
-        let counts = run(&mut v, steps);
+        let counts = play(&mut v, steps);
         v.backend().cpu().inner().vmx.run_ticks = 0;
         counts
     };
@@ -236,7 +216,7 @@ fn what_an_expiry_costs() {
 fn a_time_that_has_passed_before_the_entry_needs_no_entry() {
     let mut v = timed();
     let deadline = ahead(&mut v, 10_000);
-    run(&mut v, [step(wrmsr(DEADLINE, deadline))]);
+    play(&mut v, [step(wrmsr(DEADLINE, deadline))]);
     pass(&mut v, 10_000);
     // In user space nothing is decided, so that whatever is saved, in whatever order, has it.
     assert_eq!(v.read_msr(DEADLINE, true), Ok(deadline));
@@ -244,7 +224,7 @@ fn a_time_that_has_passed_before_the_entry_needs_no_entry() {
     let mut regs = v.regs();
     regs.rflags |= RFLAGS_IF;
     v.set_regs(&regs);
-    let counts = run(&mut v, [step(takes_interrupt)]);
+    let counts = play(&mut v, [step(takes_interrupt)]);
     assert_eq!(counts.of(Op::VmxEnter), 2);
     assert_eq!(v.read_msr(DEADLINE, true), Ok(0));
 }
@@ -259,30 +239,30 @@ fn a_deadline_beyond_what_the_timer_counts_is_met_in_steps() {
         takes_none(vmcs, gprs);
         timer_exit(vmcs, gprs);
     };
-    run(&mut v, [step(wrmsr(DEADLINE, deadline)), step(most)]);
+    play(&mut v, [step(wrmsr(DEADLINE, deadline)), step(most)]);
     v.backend().cpu().inner().vmx.run_ticks = whole;
     let rest = |vmcs: &mut ModelVmcs, gprs: &mut Gprs| {
         assert!(vmcs.get(field::PREEMPTION_TIMER) < 200);
         timer_exit(vmcs, gprs);
     };
-    run(&mut v, [step(most), step(most), step(most), step(rest), step(takes_interrupt)]);
+    play(&mut v, [step(most), step(most), step(most), step(rest), step(takes_interrupt)]);
 }
 
 #[test]
 fn a_guest_that_sets_its_tsc_moves_the_time_of_its_deadline_with_it() {
     let mut v = timed();
     let deadline = ahead(&mut v, 320_000_000);
-    run(&mut v, [step(wrmsr(DEADLINE, deadline))]);
+    play(&mut v, [step(wrmsr(DEADLINE, deadline))]);
     let near = deadline - 3_200;
     let soon = |vmcs: &mut ModelVmcs, gprs: &mut Gprs| {
         let ticks = vmcs.get(field::PREEMPTION_TIMER);
         assert!((90..=101).contains(&ticks), "{ticks}");
         cpuid(vmcs, gprs);
     };
-    run(&mut v, [step(wrmsr(TSC, near)), step(soon)]);
+    play(&mut v, [step(wrmsr(TSC, near)), step(soon)]);
     // By the VMM, too; beyond it the deadline has come.
     v.write_msr(TSC, deadline + 1, true).unwrap();
-    run(&mut v, [step(takes_none)]);
+    play(&mut v, [step(takes_none)]);
     assert_eq!(v.read_msr(DEADLINE, true), Ok(0));
     assert_eq!(v.shared().lapic.highest_pending().map(|v| u64::from(v.0)), Some(VECTOR));
 }
@@ -290,14 +270,14 @@ fn a_guest_that_sets_its_tsc_moves_the_time_of_its_deadline_with_it() {
 #[test]
 fn a_timer_that_rings_for_nothing_is_no_interrupt() {
     let mut v = timed();
-    run(&mut v, [step(timer_exit), step(takes_none)]);
+    play(&mut v, [step(timer_exit), step(takes_none)]);
     let deadline = ahead(&mut v, 1_000_000);
-    run(&mut v, [step(wrmsr(DEADLINE, deadline)), step(timer_exit), step(takes_none)]);
+    play(&mut v, [step(wrmsr(DEADLINE, deadline)), step(timer_exit), step(takes_none)]);
     assert_eq!(v.read_msr(DEADLINE, true), Ok(deadline));
     // One whose mode was left: nothing is armed any more.
     v.write_msr(LVT_TIMER, VECTOR, true).unwrap();
     pass(&mut v, 2_000_000);
-    run(&mut v, [step(takes_none), step(takes_none)]);
+    play(&mut v, [step(takes_none), step(takes_none)]);
     assert_eq!(v.shared().lapic.highest_pending(), None);
 }
 
@@ -324,7 +304,7 @@ fn a_halted_vcpu_is_woken_by_the_hosts_timer() {
         }
     });
     let began = world.now();
-    run(&mut v, [step(wrmsr(DEADLINE, deadline)), step(halt), step(takes_interrupt)]);
+    play(&mut v, [step(wrmsr(DEADLINE, deadline)), step(halt), step(takes_interrupt)]);
     let rang = waker.join().unwrap();
     assert!((99_000..=100_100).contains(&(rang - began)), "{}", rang - began);
     assert_eq!((clock().armed_timers(), v.read_msr(DEADLINE, true)), (0, Ok(0)));
@@ -334,7 +314,8 @@ fn a_halted_vcpu_is_woken_by_the_hosts_timer() {
 fn an_alarm_that_rings_when_the_vcpu_is_awake_does_nothing() {
     let mut v = timed();
     let deadline = ahead(&mut v, 100_000);
-    then(&mut v, [step(wrmsr(DEADLINE, deadline)), step(halt)]);
+    v.backend().cpu().inner().vmx.then(wrmsr(DEADLINE, deadline));
+    v.backend().cpu().inner().vmx.then(halt);
     v.backend().cpu().inner().vmx.then(|_, _| unreachable!("it sleeps"));
     let waker = std::thread::spawn({
         let (world, shared) = (clock(), v.shared().clone());
@@ -359,7 +340,7 @@ fn a_halted_vcpu_whose_time_has_come_does_not_sleep() {
     let mut v = timed();
     let deadline = ahead(&mut v, 100_000);
     v.backend().cpu().inner().vmx.run_ticks = 60_000;
-    run(&mut v, [step(wrmsr(DEADLINE, deadline)), step(halt), step(takes_interrupt)]);
+    play(&mut v, [step(wrmsr(DEADLINE, deadline)), step(halt), step(takes_interrupt)]);
     assert_eq!(clock().armed_timers(), 0);
 }
 
@@ -370,10 +351,10 @@ fn a_countdown_is_watched_as_well_and_a_periodic_one_goes_on() {
     v.write_msr(DIVIDE, 0xb, true).unwrap();
     // The test's clock stands still in a run, so one period is over between two runs.
     let period = 1_000_000;
-    run(&mut v, [step(wrmsr(INITIAL_COUNT, period))]);
+    play(&mut v, [step(wrmsr(INITIAL_COUNT, period))]);
     for _ in 0..3 {
         pass(&mut v, period);
-        let counts = run(&mut v, [step(takes_none)]);
+        let counts = play(&mut v, [step(takes_none)]);
         assert_eq!(counts.of(Op::VmxEnter), 2);
         let lapic = &v.shared().lapic;
         assert_eq!(lapic.highest_pending().map(|v| u64::from(v.0)), Some(VECTOR));
@@ -387,7 +368,7 @@ fn a_countdown_is_watched_as_well_and_a_periodic_one_goes_on() {
         assert!((31_000..=31_260).contains(&ticks), "{ticks}");
         cpuid(vmcs, gprs);
     };
-    run(&mut v, [step(wrmsr(TSC, far)), step(ticks)]);
+    play(&mut v, [step(wrmsr(TSC, far)), step(ticks)]);
     assert_eq!(clock().armed_timers(), 0);
 }
 
@@ -396,7 +377,7 @@ fn without_the_timer_the_hosts_is_wound() {
     let (mut v, _) = vcpu_of(features(), Format::npt(4, 0));
     apic(&mut v, 1 << 18);
     let deadline = ahead(&mut v, 100_000);
-    run(&mut v, [step(wrmsr(DEADLINE, deadline))]);
+    play(&mut v, [step(wrmsr(DEADLINE, deadline))]);
     assert_eq!(clock().armed_timers(), 1);
     pass(&mut v, 100_000);
     assert_eq!(v.shared().lapic.highest_pending().map(|v| u64::from(v.0)), Some(VECTOR));
@@ -410,7 +391,7 @@ fn lazy() -> (VmxVcpu, &'static Page) {
     let region = Region { slot: 0, flags: 0, gpa: PAGE, size: 4096, hva: page.hpa().0 };
     vm.memory().set_region(&region, &**vm).unwrap();
     v.write_msr(LAZY, PAGE | 1, true).unwrap();
-    run(
+    play(
         &mut v,
         [step(|vmcs: &mut ModelVmcs, gprs: &mut Gprs| {
             exit(ExitReason::EptViolation)(vmcs, gprs);
@@ -457,9 +438,9 @@ fn the_lazy_deadline_is_looked_at_inside_the_loop() {
             takes_interrupt(vmcs, gprs);
         }),
     ];
-    let counts = run(&mut v, steps);
+    let counts = play(&mut v, steps);
     assert_eq!(counts.of(Op::VmxEnter), 6);
-    assert_eq!(counts.of(Op::Rdmsr), run(&mut v, [step(cpuid)]).of(Op::Rdmsr), "one loop");
+    assert_eq!(counts.of(Op::Rdmsr), play(&mut v, [step(cpuid)]).of(Op::Rdmsr), "one loop");
     assert_eq!(clock().armed_timers(), 0);
 }
 
@@ -467,15 +448,15 @@ fn the_lazy_deadline_is_looked_at_inside_the_loop() {
 fn a_lazy_deadline_whose_page_is_gone_is_looked_at_outside() {
     let (mut v, page) = lazy();
     let deadline = ahead(&mut v, 40_000);
-    run(&mut v, [step(wrmsr(DEADLINE, deadline))]);
+    play(&mut v, [step(wrmsr(DEADLINE, deadline))]);
     set_word(page, 8, deadline + 70_000);
     let hva = page.hpa().0;
     invalidate(Hva(hva), Hva(hva + 4096), || {});
     pass(&mut v, 40_000);
-    run(&mut v, [step(takes_none)]);
+    play(&mut v, [step(takes_none)]);
     assert_eq!(v.read_msr(DEADLINE, true), Ok(deadline + 70_000));
     pass(&mut v, 70_000);
-    run(&mut v, [step(takes_none)]);
+    play(&mut v, [step(takes_none)]);
     assert_eq!(v.shared().lapic.highest_pending().map(|v| u64::from(v.0)), Some(VECTOR));
     assert_eq!((word(page, 0), clock().armed_timers()), (0, 0));
 }
@@ -492,6 +473,6 @@ fn a_timer_that_was_set_for_an_entry_that_did_not_come_is_set_anew() {
         assert!(vmcs.get(field::PREEMPTION_TIMER) <= 981, "{}", vmcs.get(field::PREEMPTION_TIMER));
         cpuid(vmcs, gprs);
     };
-    run(&mut v, [step(wrmsr(DEADLINE, deadline)), step(second)]);
+    play(&mut v, [step(wrmsr(DEADLINE, deadline)), step(second)]);
     assert_eq!(word(page, 0), deadline);
 }

@@ -112,22 +112,39 @@ pub fn shutdown(vmcs: &mut ModelVmcs, _: &mut Gprs) {
     vmcs.set(field::EXIT_REASON, ExitReason::TripleFault.0.into());
 }
 
+/// One thing that the guest does, and its exit.
+pub type Step = Box<dyn FnMut(&mut ModelVmcs, &mut Gprs) + Send>;
+
+pub fn step(f: impl FnMut(&mut ModelVmcs, &mut Gprs) + Send + 'static) -> Step {
+    Box::new(f)
+}
+
+/// Plays the steps and an end; what it executed.
+pub fn play(v: &mut VmxVcpu, steps: impl IntoIterator<Item = Step>) -> Counts {
+    for step in steps.into_iter().chain([step(shutdown)]) {
+        v.backend().cpu().inner().vmx.then(step);
+    }
+    let before = v.backend().cpu().counts();
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    assert_eq!(v.backend().cpu().inner().vmx.steps_left(), 0);
+    v.backend().cpu().counts().since(&before)
+}
+
 /// What ten exits made by `step` cost inside the loop. No VMWRITE among them is of the value that
 /// the field has.
-pub fn cost_of(step: impl Fn(&mut ModelVmcs, &mut Gprs) + Send + Sync + Clone + 'static) -> Counts {
+pub fn cost_of(f: impl Fn(&mut ModelVmcs, &mut Gprs) + Send + Sync + Clone + 'static) -> Counts {
+    cost_on(vcpu, f)
+}
+
+/// The same on such vCPUs.
+pub fn cost_on(
+    vcpu: impl Fn() -> VmxVcpu,
+    f: impl Fn(&mut ModelVmcs, &mut Gprs) + Send + Sync + Clone + 'static,
+) -> Counts {
     let run = |exits: usize| {
         let mut v = vcpu();
-        for _ in 0..exits {
-            let step = step.clone();
-            v.backend().cpu().inner().vmx.then(move |vmcs, gprs| step(vmcs, gprs));
-        }
-        v.backend().cpu().inner().vmx.then(shutdown);
-        let before = v.backend().cpu().counts();
-        assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
-        let counts = v.backend().cpu().counts().since(&before);
-        let model = &v.backend().cpu().inner().vmx;
-        assert_eq!(model.steps_left(), 0);
-        assert_eq!(*model.unchanged_writes.borrow(), Vec::<u32>::new());
+        let counts = play(&mut v, (0..exits).map(|_| step(f.clone())));
+        assert_eq!(*v.backend().cpu().inner().vmx.unchanged_writes.borrow(), Vec::<u32>::new());
         counts
     };
     let (one, eleven) = (run(1), run(11));
