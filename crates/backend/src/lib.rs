@@ -35,6 +35,23 @@ pub const RSI: usize = 6;
 /// Index of RDI.
 pub const RDI: usize = 7;
 
+/// CR0.ET, which is always set.
+const CR0_ET: u64 = 1 << 4;
+/// CR0.CD and CR0.NW: caching disabled.
+pub const CR0_CD_NW: u64 = (1 << 30) | (1 << 29);
+
+/// The ratio of a guest's TSC that runs as fast as the host's; ratios have 32 fractional bits.
+pub const TSC_RATIO_ONE: u64 = 1 << 32;
+
+/// The host's TSC by a ratio, as CPUs scale it.
+#[inline(always)]
+pub fn scale_tsc(host: u64, ratio: u64) -> u64 {
+    if ratio == TSC_RATIO_ONE {
+        return host;
+    }
+    ((u128::from(host) * u128::from(ratio)) >> 32) as u64
+}
+
 /// A segment register, in encoding order, then LDTR and TR.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -408,4 +425,26 @@ pub trait Backend: Send + Sized {
 
     /// The state after INIT or power-up.
     fn reset(&mut self, init: bool);
+
+    /// The part of it that is the same everywhere: segments, tables, control and debug registers.
+    fn reset_registers(&mut self, init: bool) {
+        // INIT keeps them (APM vol. 2 table 14-1, SDM vol. 3A table 10-1).
+        let caching = if init { self.cr0() & CR0_CD_NW } else { CR0_CD_NW };
+        for name in
+            [SegmentName::Es, SegmentName::Ss, SegmentName::Ds, SegmentName::Fs, SegmentName::Gs]
+        {
+            self.set_segment(name, Segment::RESET_DATA);
+        }
+        self.set_segment(SegmentName::Cs, Segment::RESET_CS);
+        self.set_segment(SegmentName::Ldtr, Segment::RESET_LDTR);
+        self.set_segment(SegmentName::Tr, Segment::RESET_TR);
+        self.set_gdtr(DescriptorTable::RESET);
+        self.set_idtr(DescriptorTable::RESET);
+        self.set_cr0(CR0_ET | caching);
+        self.set_cr2(0);
+        self.set_cr3(0);
+        self.set_cr4(0);
+        self.set_efer(0);
+        self.set_debug_regs([0, 0, 0, 0, 0xffff_0ff0, 0x400]);
+    }
 }

@@ -12,11 +12,11 @@
 
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use backend::{Gprs, GuestLimits, Paging};
+use backend::{Gprs, GuestLimits, Paging, TSC_RATIO_ONE};
 use cpu::{Cpu, SpecCtrl};
 use host::{NoMemory, hostcpu, page::Page};
 use x86::{
-    Hpa,
+    Hpa, msr,
     vmcb::{Clean, Vmcb},
 };
 
@@ -27,15 +27,8 @@ use crate::{
     permission::MsrMap,
 };
 
-const PRED_CMD: u32 = 0x49;
-const TSC_AUX: u32 = 0xc000_0103;
-const XSS: u32 = 0xda0;
-const TSC_RATIO: u32 = 0xc000_0104;
 /// DR7's enable bits.
 const DR7_ENABLES: u64 = 0xff;
-
-/// TSC ratio 1.0 (8.32 fixed point).
-pub const RATIO_ONE: u64 = 1 << 32;
 
 /// The page that holds a control block.
 #[derive(Debug)]
@@ -126,7 +119,7 @@ impl<C: Cpu> Svm<C> {
             pkru: 0,
             tsc_aux: 0,
             spec_ctrl: 0,
-            tsc_ratio: RATIO_ONE,
+            tsc_ratio: TSC_RATIO_ONE,
             dr: [0; 4],
             dr_owned: false,
             host_xcr0: 0,
@@ -198,7 +191,7 @@ impl<C: Cpu> Svm<C> {
             here.last_vcpu.store(self.id, Relaxed);
             // The CPU's VMCB cache is tagged by physical address, and another vCPU ran here.
             if hostcpu::ibpb_on_switch() {
-                self.cpu.wrmsr(PRED_CMD, 1);
+                self.cpu.wrmsr(msr::PRED_CMD, 1);
             }
         }
         if self.features.xsave {
@@ -210,8 +203,8 @@ impl<C: Cpu> Svm<C> {
         }
         self.live_tsc_aux = here.tsc_aux.load(Relaxed);
         self.sync_tsc_aux();
-        if self.tsc_ratio != RATIO_ONE {
-            self.cpu.wrmsr(TSC_RATIO, self.tsc_ratio);
+        if self.tsc_ratio != TSC_RATIO_ONE {
+            self.cpu.wrmsr(msr::TSC_RATIO, self.tsc_ratio);
         }
         if !self.features.v_spec_ctrl && self.features.spec_ctrl {
             self.spec = SpecCtrl { guest: self.spec_ctrl, host: hostcpu::host_spec_ctrl() };
@@ -283,7 +276,7 @@ impl<C: Cpu> Svm<C> {
 
     /// IBPB for the guest.
     pub(crate) fn barrier(&mut self) {
-        self.cpu.wrmsr(PRED_CMD, 1);
+        self.cpu.wrmsr(msr::PRED_CMD, 1);
     }
 
     /// Whether the guest can see XCR0: only with CR4.OSXSAVE, whose writes exit while it is clear.
@@ -320,7 +313,7 @@ impl<C: Cpu> Svm<C> {
         }
         if self.features.xsaves && self.xss != self.live_xss {
             self.live_xss = self.xss;
-            self.cpu.wrmsr(XSS, self.xss);
+            self.cpu.wrmsr(msr::XSS, self.xss);
         }
     }
 
@@ -333,7 +326,7 @@ impl<C: Cpu> Svm<C> {
     pub(crate) fn sync_tsc_aux(&mut self) {
         if self.loaded && self.features.rdtscp && self.tsc_aux != self.live_tsc_aux {
             self.live_tsc_aux = self.tsc_aux;
-            self.cpu.wrmsr(TSC_AUX, self.tsc_aux);
+            self.cpu.wrmsr(msr::TSC_AUX, self.tsc_aux);
         }
     }
 
@@ -344,7 +337,7 @@ impl<C: Cpu> Svm<C> {
         }
         self.live_xcr0 = 0;
         if self.live_xss != self.host_xss {
-            self.cpu.wrmsr(XSS, self.host_xss);
+            self.cpu.wrmsr(msr::XSS, self.host_xss);
         }
         if self.features.pku {
             self.pkru = self.cpu.pkru();
@@ -363,13 +356,13 @@ impl<C: Cpu> Svm<C> {
         self.restore_kernel(here);
         self.cpu.stgi();
         self.restore_user(here);
-        if self.tsc_ratio != RATIO_ONE {
-            self.cpu.wrmsr(TSC_RATIO, RATIO_ONE);
+        if self.tsc_ratio != TSC_RATIO_ONE {
+            self.cpu.wrmsr(msr::TSC_RATIO, TSC_RATIO_ONE);
         }
         self.loaded = false;
         let host_tsc_aux = here.tsc_aux.load(Relaxed);
         if self.live_tsc_aux != host_tsc_aux {
-            self.cpu.wrmsr(TSC_AUX, host_tsc_aux);
+            self.cpu.wrmsr(msr::TSC_AUX, host_tsc_aux);
         }
         if self.features.xsave {
             self.unload_extended();

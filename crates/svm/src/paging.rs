@@ -9,14 +9,14 @@
 //! CR0 always without NRIP save: see [`Svm::renew_hardware`]). CR0.TS and
 //! CR0.MP are the guest's own where the CPU can tell writes of them from others.
 
-use backend::ControlRegs;
+use backend::{CR0_CD_NW, ControlRegs};
 use cpu::Cpu;
 use x86::{
     Hpa,
     vmcb::{Clean, Intercept3, Save},
 };
 
-use crate::{enter::Svm, state::CR0_CD_NW};
+use crate::enter::Svm;
 
 const CR0_MP: u64 = 1 << 1;
 const CR0_TS: u64 = 1 << 3;

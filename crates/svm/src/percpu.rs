@@ -6,16 +6,12 @@
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use cpu::Cpu;
 use host::{NoMemory, once::Once, page::Page};
-use x86::Hpa;
+use x86::{Hpa, msr};
 
 use crate::{Unusable, features::Features, host_state::HostRegisters, permission::IoMap};
 
-const EFER: u32 = 0xc000_0080;
 const EFER_SVME: u64 = 1 << 12;
-const VM_CR: u32 = 0xc001_0114;
 const VM_CR_SVMDIS: u64 = 1 << 4;
-const VM_HSAVE_PA: u32 = 0xc001_0117;
-const TSC_AUX: u32 = 0xc000_0103;
 
 /// One physical CPU.
 #[derive(Debug)]
@@ -119,10 +115,10 @@ pub(crate) fn of(cpu: usize) -> Option<&'static PerCpu> {
 
 /// Whether SVM can be used on the CPU this runs on, apart from what CPUID says.
 pub fn check<C: Cpu>(c: &mut C) -> Result<(), Unusable> {
-    if c.rdmsr(VM_CR) & VM_CR_SVMDIS != 0 {
+    if c.rdmsr(msr::VM_CR) & VM_CR_SVMDIS != 0 {
         return Err(Unusable::DisabledByFirmware);
     }
-    if c.rdmsr(EFER) & EFER_SVME != 0 {
+    if c.rdmsr(msr::EFER) & EFER_SVME != 0 {
         return Err(Unusable::InUse);
     }
     Ok(())
@@ -132,27 +128,27 @@ pub fn check<C: Cpu>(c: &mut C) -> Result<(), Unusable> {
 pub fn enable<C: Cpu>(c: &mut C, cpu: usize) -> Result<(), Unusable> {
     let Some(this) = of(cpu) else { return Err(Unusable::Absent) };
     check(c)?;
-    let efer = c.rdmsr(EFER);
-    c.wrmsr(EFER, efer | EFER_SVME);
-    c.wrmsr(VM_HSAVE_PA, this.host_save().0);
+    let efer = c.rdmsr(msr::EFER);
+    c.wrmsr(msr::EFER, efer | EFER_SVME);
+    c.wrmsr(msr::VM_HSAVE_PA, this.host_save().0);
     this.generation.store(this.generation().wrapping_add(1), Relaxed);
     this.next_asid.store(1, Relaxed);
     this.saved_for.store(0, Relaxed);
     this.last_vcpu.store(0, Relaxed);
     if features().rdtscp {
-        this.tsc_aux.store(c.rdmsr(TSC_AUX), Relaxed);
+        this.tsc_aux.store(c.rdmsr(msr::TSC_AUX), Relaxed);
     }
     Ok(())
 }
 
 /// Switches SVM off on the CPU this runs on; harmless where it is off.
 pub fn disable<C: Cpu>(c: &mut C) {
-    let efer = c.rdmsr(EFER);
+    let efer = c.rdmsr(msr::EFER);
     if efer & EFER_SVME != 0 {
-        c.wrmsr(VM_HSAVE_PA, 0);
+        c.wrmsr(msr::VM_HSAVE_PA, 0);
         // GIF must be set before SVME is cleared: a CPU that is stopped in the loop has it clear.
         c.stgi();
-        c.wrmsr(EFER, efer & !EFER_SVME);
+        c.wrmsr(msr::EFER, efer & !EFER_SVME);
     }
 }
 
@@ -174,11 +170,11 @@ mod tests {
     fn enabling_twice_is_refused_and_disabling_is_complete() {
         let mut c = cpu::Model::default();
         assert_eq!(check(&mut c), Ok(()));
-        c.msrs.insert(EFER, EFER_SVME);
+        c.msrs.insert(msr::EFER, EFER_SVME);
         assert_eq!(check(&mut c), Err(Unusable::InUse));
         disable(&mut c);
-        assert_eq!(c.msrs[&EFER] & EFER_SVME, 0);
-        c.msrs.insert(VM_CR, VM_CR_SVMDIS);
+        assert_eq!(c.msrs[&msr::EFER] & EFER_SVME, 0);
+        c.msrs.insert(msr::VM_CR, VM_CR_SVMDIS);
         assert_eq!(check(&mut c), Err(Unusable::DisabledByFirmware));
     }
 }

@@ -10,54 +10,32 @@
 //! checked here.
 
 use backend::{
-    Answer, Backend, ControlRegs, Event, Exit, Gprs, GuestLimits, NotMine, Paging, SegmentName,
+    Answer, Backend, CR0_CD_NW, ControlRegs, Event, Exit, Gprs, GuestLimits, NotMine, Paging,
+    SegmentName, TSC_RATIO_ONE, scale_tsc,
 };
 use cpu::Cpu;
 use x86::{
-    Hpa, Vector,
+    Hpa, Vector, msr,
     segment::{DescriptorTable, Segment},
     vmcb::{self, Clean, ExitCode, Intercept3, Intercept4, VmcbSegment, vintr},
 };
 
 use crate::{
-    enter::{RATIO_ONE, Svm},
+    enter::Svm,
     exits,
     inject::{self, Virq},
     percpu,
 };
 
-pub(crate) const CR0_CD_NW: u64 = (1 << 30) | (1 << 29);
 const CR4_OSXSAVE: u64 = 1 << 18;
 const EFER_SVME: u64 = 1 << 12;
-const PAT_RESET: u64 = 0x0007_0406_0007_0406;
-
-/// MSRs that the backend keeps.
-mod msr {
-    pub const SPEC_CTRL: u32 = 0x48;
-    pub const PRED_CMD: u32 = 0x49;
-    pub const SYSENTER_CS: u32 = 0x174;
-    pub const SYSENTER_ESP: u32 = 0x175;
-    pub const SYSENTER_EIP: u32 = 0x176;
-    pub const DEBUGCTL: u32 = 0x1d9;
-    pub const PAT: u32 = 0x277;
-    pub const XSS: u32 = 0xda0;
-    pub const STAR: u32 = 0xc000_0081;
-    pub const LSTAR: u32 = 0xc000_0082;
-    pub const CSTAR: u32 = 0xc000_0083;
-    pub const SFMASK: u32 = 0xc000_0084;
-    pub const FS_BASE: u32 = 0xc000_0100;
-    pub const GS_BASE: u32 = 0xc000_0101;
-    pub const KERNEL_GS_BASE: u32 = 0xc000_0102;
-    pub const TSC_AUX: u32 = 0xc000_0103;
-    pub const VIRT_SPEC_CTRL: u32 = 0xc001_011f;
-}
 
 /// MSRs whose guest value is live in hardware while the guest runs: VMLOAD and VMSAVE move them.
 const LIVE: [u32; 10] = [
     msr::STAR,
     msr::LSTAR,
     msr::CSTAR,
-    msr::SFMASK,
+    msr::SYSCALL_MASK,
     msr::FS_BASE,
     msr::GS_BASE,
     msr::KERNEL_GS_BASE,
@@ -140,7 +118,7 @@ impl<C: Cpu> Svm<C> {
         // INVLPGB, MCOMMIT and TLBSYNC reach beyond this guest's ASID; INVPCID stays with the guest unless
         // its CPUID lacks it.
         control.intercepts[5] = (1 << 0) | (1 << 1) | (1 << 3) | (1 << 4);
-        self.vmcb_mut(Clean::ALL).save.g_pat = PAT_RESET;
+        self.vmcb_mut(Clean::ALL).save.g_pat = msr::PAT_RESET;
         self.intercept_debug_regs(true);
         self.reset(false);
     }
@@ -494,7 +472,7 @@ impl<C: Cpu> Backend for Svm<C> {
             msr::STAR => save.star,
             msr::LSTAR => save.lstar,
             msr::CSTAR => save.cstar,
-            msr::SFMASK => save.sfmask,
+            msr::SYSCALL_MASK => save.sfmask,
             msr::KERNEL_GS_BASE => save.kernel_gs_base,
             msr::FS_BASE => save.segments[vmcb::SEG_FS].base,
             msr::GS_BASE => save.segments[vmcb::SEG_GS].base,
@@ -531,7 +509,7 @@ impl<C: Cpu> Backend for Svm<C> {
                     msr::STAR => &mut save.star,
                     msr::LSTAR => &mut save.lstar,
                     msr::CSTAR => &mut save.cstar,
-                    msr::SFMASK => &mut save.sfmask,
+                    msr::SYSCALL_MASK => &mut save.sfmask,
                     msr::KERNEL_GS_BASE => &mut save.kernel_gs_base,
                     msr::FS_BASE => &mut save.segments[vmcb::SEG_FS].base,
                     msr::GS_BASE => &mut save.segments[vmcb::SEG_GS].base,
@@ -560,18 +538,13 @@ impl<C: Cpu> Backend for Svm<C> {
     }
 
     fn set_tsc(&mut self, offset: u64, ratio: u64) {
-        self.tsc_ratio = if self.features.tsc_ratio { ratio } else { RATIO_ONE };
+        self.tsc_ratio = if self.features.tsc_ratio { ratio } else { TSC_RATIO_ONE };
         self.vmcb_mut(Clean::INTERCEPTS).control.tsc_offset = offset;
     }
 
     #[inline]
     fn guest_tsc(&self, host: u64) -> u64 {
-        let scaled = if self.tsc_ratio == RATIO_ONE {
-            host
-        } else {
-            ((u128::from(host) * u128::from(self.tsc_ratio)) >> 32) as u64
-        };
-        scaled.wrapping_add(self.vmcb().control.tsc_offset)
+        scale_tsc(host, self.tsc_ratio).wrapping_add(self.vmcb().control.tsc_offset)
     }
 
     fn set_msr_filter(&mut self, denied: impl Fn(u32) -> (bool, bool)) {
@@ -679,24 +652,7 @@ impl<C: Cpu> Backend for Svm<C> {
     }
 
     fn reset(&mut self, init: bool) {
-        for name in
-            [SegmentName::Es, SegmentName::Ss, SegmentName::Ds, SegmentName::Fs, SegmentName::Gs]
-        {
-            self.set_segment(name, Segment::RESET_DATA);
-        }
-        self.set_segment(SegmentName::Cs, Segment::RESET_CS);
-        self.set_segment(SegmentName::Ldtr, Segment::RESET_LDTR);
-        self.set_segment(SegmentName::Tr, Segment::RESET_TR);
-        self.set_gdtr(DescriptorTable::RESET);
-        self.set_idtr(DescriptorTable::RESET);
-        // INIT keeps CR0.CD and CR0.NW (APM vol. 2 table 14-1).
-        let caching = if init { self.control().cr0 & CR0_CD_NW } else { CR0_CD_NW };
-        self.set_cr0(0x10 | caching);
-        self.set_cr2(0);
-        self.set_cr3(0);
-        self.set_cr4(0);
-        self.set_efer(0);
-        self.set_debug_regs([0, 0, 0, 0, 0xffff_0ff0, 0x400]);
+        self.reset_registers(init);
         let block = self.vmcb_mut(Clean::ALL);
         block.save.rip = 0xfff0;
         block.save.rflags = 2;

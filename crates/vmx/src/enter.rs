@@ -14,7 +14,7 @@
 use core::cell::Cell;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use backend::{Gprs, GuestLimits, Paging, RSP};
+use backend::{Gprs, GuestLimits, Paging, RSP, TSC_RATIO_ONE};
 use cpu::{Cpu, VmxSwitch};
 use host::{KBox, NoMemory, hostcpu, page::Page, warn};
 use x86::vmcs::{
@@ -38,9 +38,6 @@ use crate::{
     preemption_timer::Watched,
     speculation::SPECULATION,
 };
-
-/// TSC ratio 1.0 (32.32 fixed point).
-pub const RATIO_ONE: u64 = 1 << 32;
 
 /// What the next entry has to do beside entering, as bits: usually nothing.
 pub(crate) mod attention {
@@ -213,7 +210,7 @@ impl<C: Cpu> Vmx<C> {
             pkru: 0,
             tsc_aux: 0,
             tsc_offset: 0,
-            tsc_ratio: RATIO_ONE,
+            tsc_ratio: TSC_RATIO_ONE,
             dr6: DR6_QUIET,
             dr_owned: false,
             host: KBox::new(HostThread::default())?,

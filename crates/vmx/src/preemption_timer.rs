@@ -9,12 +9,13 @@
 //!
 //! A deadline further away than 32 bits of the timer is met in several such steps.
 
+use backend::TSC_RATIO_ONE;
 use cpu::Cpu;
 use x86::vmcs::{ExitReason, field};
 
 use crate::{
     Features,
-    enter::{RATIO_ONE, Vmx, attention},
+    enter::{Vmx, attention},
     fields,
 };
 
@@ -36,7 +37,7 @@ pub(crate) struct Watched {
 impl Watched {
     pub(crate) fn new(features: &Features) -> Self {
         let shift = features.preemption_timer.unwrap_or(0) & 31;
-        Self { last: NEVER, scale: RATIO_ONE, shift }
+        Self { last: NEVER, scale: TSC_RATIO_ONE, shift }
     }
 
     /// Sets it; 0 for none. Whether it is another one.
@@ -86,7 +87,7 @@ impl<C: Cpu> Vmx<C> {
     pub(crate) fn watch_from(&mut self, deadline: u64, now: u64) {
         self.deadline.set(deadline);
         self.attention |= attention::TIMER;
-        if let Some(ticks) = self.deadline.ticks(now, self.tsc_ratio != RATIO_ONE) {
+        if let Some(ticks) = self.deadline.ticks(now, self.tsc_ratio != TSC_RATIO_ONE) {
             self.cpu.vmwrite(field::PREEMPTION_TIMER.encoding(), ticks);
             self.attention |= attention::TIMER_SET;
         }
@@ -110,7 +111,7 @@ impl<C: Cpu> Vmx<C> {
             LONGEST
         } else {
             let now = self.guest_tsc_now();
-            match self.deadline.ticks(now, self.tsc_ratio != RATIO_ONE) {
+            match self.deadline.ticks(now, self.tsc_ratio != TSC_RATIO_ONE) {
                 Some(ticks) => ticks,
                 None => return false,
             }
@@ -167,11 +168,11 @@ mod tests {
             let mut w = watched(shift);
             w.set(u64::MAX);
             assert_eq!(w.ticks(0, false), Some(LONGEST));
-            for ratio in [1, RATIO_ONE / 2, u64::MAX] {
+            for ratio in [1, TSC_RATIO_ONE / 2, u64::MAX] {
                 w.set_ratio(ratio);
                 assert!(w.ticks(0, true).unwrap() <= LONGEST, "{shift} {ratio}");
             }
-            w.set_ratio(RATIO_ONE / 3);
+            w.set_ratio(TSC_RATIO_ONE / 3);
             assert_eq!(w.ticks(0, true), Some(LONGEST));
         }
     }
@@ -179,11 +180,11 @@ mod tests {
     #[test]
     fn a_guest_of_half_the_rate_waits_twice_the_ticks() {
         let mut w = watched(0);
-        w.set_ratio(RATIO_ONE / 2);
+        w.set_ratio(TSC_RATIO_ONE / 2);
         w.set(1_001);
         let ticks = w.ticks(0, true).unwrap();
         assert!((1_998..=2_001).contains(&ticks), "{ticks}");
-        w.set_ratio(2 * RATIO_ONE);
+        w.set_ratio(2 * TSC_RATIO_ONE);
         let ticks = w.ticks(0, true).unwrap();
         assert!((499..=501).contains(&ticks), "{ticks}");
         w.set_ratio(0);

@@ -4,7 +4,8 @@
 //! the bits of CR0 and CR4 that [`crate::controls`] tells of.
 
 use backend::{
-    Answer, Backend, ControlRegs, Event, Exit, Gprs, GuestLimits, NotMine, Paging, RSP, SegmentName,
+    Answer, Backend, CR0_CD_NW, ControlRegs, Event, Exit, Gprs, GuestLimits, NotMine, Paging, RSP,
+    SegmentName, TSC_RATIO_ONE, scale_tsc,
 };
 use cpu::Cpu;
 use x86::{
@@ -18,7 +19,7 @@ use x86::{
 use crate::{
     apicv::Serving,
     controls::{LIVE, TSC},
-    enter::{RATIO_ONE, Vmx, attention},
+    enter::{Vmx, attention},
     exits, fields, inject,
     page_log::PageLog,
     segments,
@@ -26,7 +27,6 @@ use crate::{
 };
 
 const CR0_ET: u64 = 1 << 4;
-const CR0_CD_NW: u64 = (1 << 30) | (1 << 29);
 /// What VMX fixes to 1, but not for a guest that may run without paging and protection.
 const CR0_PG_PE: u64 = (1 << 31) | 1;
 const CR4_MCE: u64 = 1 << 6;
@@ -490,18 +490,13 @@ impl<C: Cpu> Backend for Vmx<C> {
             self.tsc_ratio = ratio;
             self.deadline.set_ratio(ratio);
             self.set(fields::TSC_MULTIPLIER, ratio << MULTIPLIER_SHIFT);
-            self.change_proc2(ProcControls2::TSC_SCALING, ratio != RATIO_ONE);
+            self.change_proc2(ProcControls2::TSC_SCALING, ratio != TSC_RATIO_ONE);
         }
     }
 
     #[inline]
     fn guest_tsc(&self, host: u64) -> u64 {
-        let scaled = if self.tsc_ratio == RATIO_ONE {
-            host
-        } else {
-            ((u128::from(host) * u128::from(self.tsc_ratio)) >> 32) as u64
-        };
-        scaled.wrapping_add(self.tsc_offset)
+        scale_tsc(host, self.tsc_ratio).wrapping_add(self.tsc_offset)
     }
 
     #[inline]
@@ -681,26 +676,9 @@ impl<C: Cpu> Backend for Vmx<C> {
     }
 
     fn reset(&mut self, init: bool) {
-        for name in
-            [SegmentName::Es, SegmentName::Ss, SegmentName::Ds, SegmentName::Fs, SegmentName::Gs]
-        {
-            self.set_segment(name, Segment::RESET_DATA);
-        }
-        self.set_segment(SegmentName::Cs, Segment::RESET_CS);
-        self.set_segment(SegmentName::Ldtr, Segment::RESET_LDTR);
-        self.set_segment(SegmentName::Tr, Segment::RESET_TR);
-        self.set_gdtr(DescriptorTable::RESET);
-        self.set_idtr(DescriptorTable::RESET);
-        // INIT keeps CR0.CD and CR0.NW (SDM vol. 3A table 10-1).
-        let caching = if init { self.cr0 & CR0_CD_NW } else { CR0_CD_NW };
         self.set(fields::CR0_MASK, !self.owned_cr0());
         self.set(fields::CR4_MASK, !self.owned_cr4());
-        self.set_cr0(CR0_ET | caching);
-        self.set_cr2(0);
-        self.set_cr3(0);
-        self.set_cr4(0);
-        self.set_efer(0);
-        self.set_debug_regs([0, 0, 0, 0, 0xffff_0ff0, 0x400]);
+        self.reset_registers(init);
         self.set(fields::GUEST_RIP, 0xfff0);
         self.set(fields::GUEST_RSP, 0);
         self.set(fields::GUEST_RFLAGS, 2);
