@@ -13,10 +13,11 @@ FILTER ?=
 FROM ?=
 COMMAND ?=
 PROCESSOR ?=
+PROGRAMS ?=
 SECONDS ?=
 
 # Any of these in the environment means something else to the tools below.
-unexport KERNEL MACHINE MODULE PARAMETERS STOCK_PARAMETERS CPUS HOST_CPUS JSON ONLY FILTER FROM COMMAND PROCESSOR SECONDS
+unexport KERNEL MACHINE MODULE PARAMETERS STOCK_PARAMETERS CPUS HOST_CPUS JSON ONLY FILTER FROM COMMAND PROCESSOR PROGRAMS SECONDS
 
 XTASK = @lab/xtask.sh
 
@@ -59,7 +60,7 @@ boot:
 
 try:
 	$(XTASK) try --machine '$(MACHINE)' --kernel '$(KERNEL)' --host-cpus '$(HOST_CPUS)' --module '$(MODULE)' --parameters '$(PARAMETERS)' \
-		--processor '$(PROCESSOR)' --seconds '$(SECONDS)' --command '$(subst ','\'',$(COMMAND))'
+		--processor '$(PROCESSOR)' --seconds '$(SECONDS)' --programs '$(PROGRAMS)' --command '$(subst ','\'',$(COMMAND))'
 
 module:
 	$(XTASK) module --kernel '$(KERNEL)'

@@ -26,6 +26,12 @@ pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
     }
     let mut job = test::plain_job(options, options.kernel, options.module, &options.command);
     labtest::with_programs(layout, &mut job)?;
+    for program in &options.programs {
+        let Some(name) = program.file_name().filter(|_| program.is_file()) else {
+            bail!("PROGRAMS: {} is no file", program.display());
+        };
+        job.files.push((program.clone(), format!("bin/{}", name.to_string_lossy())));
+    }
     job.parameters.clone_from(&options.parameters);
     job.cpus = options.host_cpus;
     if !options.processor.is_empty() {

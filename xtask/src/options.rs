@@ -29,6 +29,8 @@ pub struct Options {
     pub command: String,
     pub processor: String,
     pub seconds: u64,
+    /// Programs of the user's own that such a machine has besides.
+    pub programs: Vec<PathBuf>,
     /// The tests to run: `source`, `unit`, `module`, `lab`, or `lab:` and part of a lab test's name; all when empty.
     pub filter: String,
 }
@@ -50,6 +52,7 @@ impl Options {
             command: String::new(),
             processor: String::new(),
             seconds: 600,
+            programs: Vec::new(),
             filter: String::new(),
         };
         while let Some(name) = arguments.next() {
@@ -81,6 +84,9 @@ impl Options {
                 "--command" => options.command = value,
                 "--processor" => options.processor = value,
                 "--seconds" => options.seconds = value.parse().context("SECONDS")?,
+                "--programs" => {
+                    options.programs = value.split_whitespace().map(PathBuf::from).collect()
+                }
                 "--filter" => options.filter = value,
                 _ => bail!("no such option: {name}"),
             }

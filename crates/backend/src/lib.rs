@@ -271,6 +271,8 @@ pub trait Backend: Send + Sized {
     /// The guest touched a debug register: lets it own them until the loop is left, or longer
     /// where it has a breakpoint.
     fn own_debug_regs(&mut self);
+    /// The guest's access to its debug registers exits, though the hardware's hold something.
+    fn watch_debug_regs(&mut self, on: bool);
 
     /// XCR0.
     fn xcr0(&self) -> u64;

@@ -124,6 +124,7 @@ impl<C: Cpu> Svm<C> {
     }
 
     pub(crate) fn intercept_debug_regs(&mut self, on: bool) {
+        let on = on || self.dr_watched;
         self.vmcb_mut(Clean::INTERCEPTS).control.intercepts[1] = if on { 0x00ff_00ff } else { 0 };
     }
 
@@ -438,6 +439,11 @@ impl<C: Cpu> Backend for Svm<C> {
 
     fn own_debug_regs(&mut self) {
         self.give_debug_regs();
+    }
+
+    fn watch_debug_regs(&mut self, on: bool) {
+        self.dr_watched = on;
+        self.intercept_debug_regs(!self.dr_owned);
     }
 
     fn xcr0(&self) -> u64 {

@@ -531,6 +531,14 @@ impl<B: Backend> Machine for Vcpu<B> {
         Vcpu::write_cr(self, n, value).map_err(Stop::Fault)
     }
 
+    fn read_dr(&mut self, n: u8) -> Result<u64, Stop> {
+        self.read_debug_reg(n)
+    }
+
+    fn write_dr(&mut self, n: u8, value: u64) -> Result<(), Stop> {
+        self.write_debug_reg(n, value)
+    }
+
     fn invlpg(&mut self, at: Gva) -> Result<(), Stop> {
         self.flush_page(at);
         Ok(())

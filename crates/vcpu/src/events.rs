@@ -185,10 +185,29 @@ impl<B: Backend> Vcpu<B> {
             self.inject_exception(exception);
             self.hurry_smi();
         }
+        if self.events_blocked() {
+            self.hold_back();
+            return true;
+        }
         if self.shared.nmis() != 0 {
             self.inject_nmi();
         }
         self.inject_interrupt(kernel)
+    }
+
+    /// The VMM keeps interrupts from the guest: what was offered is withdrawn, and waits.
+    #[cold]
+    fn hold_back(&mut self) {
+        if B::SERVES_APIC {
+            self.settle_apic();
+            self.b.stop_serving_apic();
+        }
+        if self.shared.in_kernel_apic {
+            self.put_back_offer();
+        }
+        self.after_exit.set_offered(None);
+        self.b.offer_interrupt(None);
+        self.recheck = false;
     }
 
     fn inject_exception(&mut self, exception: Exception) {

@@ -12,6 +12,7 @@ mod after_exit;
 mod code;
 mod cpuid_state;
 pub mod cr;
+pub mod debug;
 pub mod emulation;
 pub mod events;
 pub mod exit;
@@ -119,6 +120,8 @@ pub(crate) struct Rare {
     pub signal_mask: Option<u64>,
     /// Which MSRs the guest may access.
     pub msr_filter: Option<Arc<MsrFilter>>,
+    /// The VMM's breakpoints are in the hardware's debug registers.
+    pub borrowed_debug: Option<debug::Borrowed>,
 }
 
 /// What this host can offer its guests, found out at load.
@@ -207,7 +210,12 @@ impl<B: Backend> Vcpu<B> {
     ) -> Result<KBox<Self>, NoMemory> {
         let parts = Parts {
             observation: KBox::new(observe::Observation::default())?,
-            rare: KBox::new(Rare { offered, signal_mask: None, msr_filter: None })?,
+            rare: KBox::new(Rare {
+                offered,
+                signal_mask: None,
+                msr_filter: None,
+                borrowed_debug: None,
+            })?,
             roots: roots::Roots::new(vm.paging)?,
             fetch: code_fetch()?,
             cpuid: boxed(|| GuestCpuid::new(offered.cpuid))?,
@@ -284,6 +292,7 @@ impl<B: Backend> Vcpu<B> {
     /// Registers after INIT or power-up.
     pub(crate) fn reset_registers(&mut self, init: bool) {
         self.b.reset(init);
+        self.debug_regs_reset();
         self.gprs = Gprs::default();
         // RDX holds the processor signature.
         let signature = self.cpuid.signature();

@@ -219,17 +219,6 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// DR0 to DR3, DR6, DR7.
-    pub fn debug_regs(&self) -> [u64; 6] {
-        self.b.debug_regs()
-    }
-
-    /// Sets them.
-    pub fn set_debug_regs(&mut self, regs: [u64; 6]) {
-        let [a, b, c, d, dr6, dr7] = regs;
-        self.b.set_debug_regs([a, b, c, d, dr6 | 0xffff_0ff0, dr7 | 0x400]);
-    }
-
     /// KVM_GET_VCPU_EVENTS.
     pub fn saved_events(&mut self) -> SavedEvents {
         let (exception, exception_injected) = match (self.events.again, self.events.exception) {
@@ -396,23 +385,6 @@ impl<B: Backend> Vcpu<B> {
     /// TSC frequency of this vCPU.
     pub fn tsc_khz(&self) -> u32 {
         self.tsc_khz
-    }
-
-    /// KVM_SET_GUEST_DEBUG.
-    pub fn set_guest_debug(&mut self, control: u32, dr: [u64; 8]) {
-        use crate::slow::guestdbg;
-        let on = control & guestdbg::ENABLE != 0;
-        self.guest_debug = if on { control } else { 0 };
-        let step = self.guest_debug & guestdbg::SINGLESTEP != 0;
-        let rflags = self.guest_rflags();
-        self.single_step = step;
-        self.b.set_rflags(if step { rflags | RFLAGS_TF } else { rflags });
-        self.b.set_guest_debug(self.guest_debug & guestdbg::USE_SW_BP != 0, step);
-        if self.guest_debug & guestdbg::USE_HW_BP != 0 {
-            let [a, b, c, d, _, _, _, dr7] = dr;
-            let [.., dr6, _] = self.b.debug_regs();
-            self.b.set_debug_regs([a, b, c, d, dr6, dr7]);
-        }
     }
 
     /// Tells the guest that it was stopped (KVM_KVMCLOCK_CTRL).

@@ -99,10 +99,10 @@ impl<B: Backend> Vcpu<B> {
                 // Some DR6 bits are 1 when nothing happened; the payload tells them inverted.
                 const ACTIVE_LOW: u64 = 0xffff_0ff0;
                 const TRAPS: u64 = 0xf;
-                let mut regs = self.b.debug_regs();
+                let mut regs = self.debug_regs();
                 let [.., dr6, _] = &mut regs;
                 *dr6 = (*dr6 & !TRAPS | ACTIVE_LOW | bits) ^ (bits & ACTIVE_LOW);
-                self.b.set_debug_regs(regs);
+                self.put_debug_regs(regs);
             }
             _ => {}
         }

@@ -12,16 +12,9 @@ use x86::{Exception, cpuid::feature};
 
 use crate::{
     Vcpu,
+    debug::guestdbg,
     exit::{ERROR_DELIVERY, ERROR_UNEXPECTED_EXIT, ErrorData, UserExit},
 };
-
-/// KVM_GUESTDBG bits (KVM API §4.87).
-pub(crate) mod guestdbg {
-    pub const ENABLE: u32 = 1;
-    pub const SINGLESTEP: u32 = 2;
-    pub const USE_SW_BP: u32 = 0x1_0000;
-    pub const USE_HW_BP: u32 = 0x2_0000;
-}
 
 impl<B: Backend> Vcpu<B> {
     /// Handles an exit. `None`: enter the guest again.
@@ -99,6 +92,7 @@ impl<B: Backend> Vcpu<B> {
                 None
             }
             Exit::Cr(_) | Exit::Xsetbv | Exit::Invlpg(_) | Exit::Invpcid => self.emulate_here(),
+            Exit::DebugReg if self.debug_regs_are_borrowed() => self.emulate_here(),
             Exit::DebugReg => {
                 self.b.own_debug_regs();
                 None

@@ -107,7 +107,7 @@ impl<C: Cpu> Vmx<C> {
     }
 
     pub(crate) fn intercept_debug_regs(&mut self, on: bool) {
-        self.change_proc(ProcControls::MOV_DR, on);
+        self.change_proc(ProcControls::MOV_DR, on || self.dr_watched);
     }
 
     /// CR0 bits that the guest owns.

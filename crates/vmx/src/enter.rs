@@ -149,6 +149,7 @@ pub struct Vmx<C: Cpu> {
     pub(crate) tsc_ratio: u64,
     pub(crate) dr6: u64,
     pub(crate) dr_owned: bool,
+    pub(crate) dr_watched: bool,
     pub(crate) host: KBox<HostThread>,
     pub(crate) cold: KBox<Cold>,
 }
@@ -213,6 +214,7 @@ impl<C: Cpu> Vmx<C> {
             tsc_ratio: TSC_RATIO_ONE,
             dr6: DR6_QUIET,
             dr_owned: false,
+            dr_watched: false,
             host: KBox::new(HostThread::default())?,
             cold: KBox::new(Cold {
                 id: IDS.fetch_add(1, Relaxed),

@@ -375,6 +375,11 @@ impl<C: Cpu> Backend for Vmx<C> {
         self.give_debug_regs();
     }
 
+    fn watch_debug_regs(&mut self, on: bool) {
+        self.dr_watched = on;
+        self.intercept_debug_regs(!self.dr_owned);
+    }
+
     fn xcr0(&self) -> u64 {
         self.xcr0
     }

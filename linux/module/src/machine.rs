@@ -8,7 +8,7 @@ use host::{NoMemory, clock, fpu, hostcpu, once::Once, params, smp};
 use kvm_abi::bind::{Host, MakeBackend};
 use kvm_abi::caps::Offer;
 use kvm_abi::uapi::capability::{DIRTY_LOG_MANUAL_PROTECT_ENABLE, X2APIC_API_USE_32BIT_IDS};
-use kvm_abi::uapi::debug::{GUESTDBG_BLOCKIRQ, GUESTDBG_VALID_MASK};
+use kvm_abi::uapi::debug::GUESTDBG_VALID_MASK;
 use msr::{Flaws, HostMsrs, MAX_BANKS, MsrStore};
 use svm::Svm;
 use vcpu::Offered;
@@ -182,7 +182,7 @@ fn offer(common: &Common, supported: &Supported, maxphyaddr: u8) -> Offer {
         mce_cap: MsrStore::supported_mcg_cap() & !MCG_BANKS,
         quirks: 0,
         disable_exits: 0,
-        guest_debug: GUESTDBG_VALID_MASK & !GUESTDBG_BLOCKIRQ,
+        guest_debug: GUESTDBG_VALID_MASK,
         exception_payload: true,
         triple_fault_event: true,
         msr_platform_info: false,

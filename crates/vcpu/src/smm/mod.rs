@@ -94,7 +94,12 @@ impl<B: Backend> Vcpu<B> {
 
     fn set_smi_pending(&mut self, pending: bool) {
         self.smm.pending = pending;
-        self.events.outer.set(Outer::SMI, pending && !self.smm.active);
+        self.smi_blocked(self.events_blocked());
+    }
+
+    /// A VMM that debugs the guest holds SMIs back, or no more.
+    pub(crate) fn smi_blocked(&mut self, blocked: bool) {
+        self.events.outer.set(Outer::SMI, self.smm.pending && !self.smm.active && !blocked);
     }
 
     /// Takes the SMI that waits, if the vCPU is between two instructions. Else what is on its way
@@ -183,7 +188,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     fn save_into(&self, area: &mut Area) {
         let c = self.b.control();
-        let [.., dr6, dr7] = self.b.debug_regs();
+        let [.., dr6, dr7] = self.debug_regs();
         let cpu = SavedCpu {
             gpr: self.gprs.0,
             rip: self.b.rip(),
@@ -225,8 +230,8 @@ impl<B: Backend> Vcpu<B> {
             self.b.set_efer(0);
         }
         self.b.set_idtr(DescriptorTable { base: 0, limit: 0 });
-        let [a, b, c, d, dr6, _] = self.b.debug_regs();
-        self.b.set_debug_regs([a, b, c, d, dr6, DR7_FIXED]);
+        let [a, b, c, d, dr6, _] = self.debug_regs();
+        self.put_debug_regs([a, b, c, d, dr6, DR7_FIXED]);
         let smbase = self.store.smbase();
         let cs = Segment { base: smbase, selector: (smbase >> 4) as u16, ..FLAT };
         for name in SEGMENTS.into_iter().take(6) {
@@ -310,7 +315,7 @@ impl<B: Backend> Vcpu<B> {
         }
         self.set_handler_rflags(cpu.rflags);
         self.b.set_rip(cpu.rip);
-        let [a, b, c, d, ..] = self.b.debug_regs();
+        let [a, b, c, d, ..] = self.debug_regs();
         self.set_debug_regs([a, b, c, d, cpu.dr6, cpu.dr7]);
         self.store.set_smbase(cpu.smbase);
         if let Some(efer) = cpu.efer {

@@ -187,6 +187,14 @@ guest_code!(
     "2: cmp 0x108(%r15), %rax",
     "jae 1f",
     "incq 0x110(%r15)",
+    "mov %rax, 0x168(%r15)",
+    "mov %rcx, 0x170(%r15)",
+    "mov 0x108(%r15), %rax",
+    "mov %rax, 0x178(%r15)",
+    "mov 40(%rsp), %rax",
+    "mov %rax, 0x180(%r15)",
+    "mov 56(%rsp), %rax",
+    "mov %rax, 0x188(%r15)",
     "jmp 4f",
     "3: cmp 0x108(%r15), %rax",
     "jae 1f",
@@ -320,7 +328,9 @@ impl Stress {
                 );
             }
             equal("lost", n(LOST), 0)?;
-            equal("early", n(EARLY), 0)?;
+            // TSC, deadline, the one before if it had come, RIP and RFLAGS.
+            let last = [0x168, 0x170, 0x178, 0x180, 0x188].map(n);
+            equal("early, and the last of them", (n(EARLY), last), (0, [0; 5]))?;
             equal("unasked", n(UNASKED), 0)?;
             let rate = rearms / 100;
             holds(&format!("at least {rate} interrupts"), n(TAKEN) >= rate, n(TAKEN))?;

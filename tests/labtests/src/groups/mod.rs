@@ -5,6 +5,7 @@ use crate::runner::Test;
 mod control_bits;
 mod cpuid_table;
 mod deadline;
+mod debugger;
 mod delivery;
 mod faults;
 mod guest_memory;
@@ -81,6 +82,7 @@ pub fn all() -> impl Iterator<Item = Test> {
         injection::TESTS,
         delivery::TESTS,
         shadows::TESTS,
+        debugger::TESTS,
         control_bits::TESTS,
         makers::TESTS,
         modes::TESTS,

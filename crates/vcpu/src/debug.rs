@@ -1,0 +1,154 @@
+//! KVM_SET_GUEST_DEBUG, and the debug registers that a VMM's breakpoints borrow: while it has some,
+//! the hardware holds those, and the guest's own lie here, where its MOVs find them.
+
+use backend::Backend;
+use emulate::Stop;
+use x86::Exception;
+
+use crate::Vcpu;
+
+/// Bits of `kvm_guest_debug.control` (KVM API §4.87).
+pub(crate) mod guestdbg {
+    pub const ENABLE: u32 = 1;
+    pub const SINGLESTEP: u32 = 2;
+    pub const USE_SW_BP: u32 = 0x1_0000;
+    pub const USE_HW_BP: u32 = 0x2_0000;
+    pub const BLOCKIRQ: u32 = 0x10_0000;
+}
+
+const RFLAGS_TF: u64 = 1 << 8;
+const CR4_DE: u64 = 1 << 3;
+/// Access to a debug register was detected; and the bit of DR7 that asks for that.
+const DR6_BD: u64 = 1 << 13;
+const DR7_GD: u64 = 1 << 13;
+/// What is always set, and what always clear (SDM vol. 3B §18.2).
+const DR6_SET: u64 = 0xffff_0ff0;
+const DR6_CLEAR: u64 = 1 << 12;
+const DR7_SET: u64 = 0x400;
+const DR7_CLEAR: u64 = 0xd800;
+
+/// Debug registers: DR0 to DR3, DR6, DR7.
+pub type DebugRegs = [u64; 6];
+
+/// A VMM's breakpoints are in force.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Borrowed {
+    /// What the guest would have, and sees.
+    own: DebugRegs,
+    /// What the hardware holds.
+    theirs: DebugRegs,
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// DR0 to DR3, DR6, DR7 as the guest sees them.
+    pub fn debug_regs(&self) -> DebugRegs {
+        self.rare.borrowed_debug.map_or_else(|| self.b.debug_regs(), |borrowed| borrowed.own)
+    }
+
+    /// Sets them.
+    pub fn set_debug_regs(&mut self, regs: DebugRegs) {
+        let [a, b, c, d, dr6, dr7] = regs;
+        self.put_debug_regs([a, b, c, d, dr6 | DR6_SET, dr7 | DR7_SET]);
+    }
+
+    pub(crate) fn put_debug_regs(&mut self, regs: DebugRegs) {
+        match &mut self.rare.borrowed_debug {
+            Some(borrowed) => borrowed.own = regs,
+            None => self.b.set_debug_regs(regs),
+        }
+    }
+
+    /// After a reset of the hardware's registers: a VMM's breakpoints outlast it.
+    pub(crate) fn debug_regs_reset(&mut self) {
+        if let Some(borrowed) = &mut self.rare.borrowed_debug {
+            borrowed.own = self.b.debug_regs();
+            self.b.set_debug_regs(borrowed.theirs);
+        }
+    }
+
+    /// KVM_SET_GUEST_DEBUG.
+    pub fn set_guest_debug(&mut self, control: u32, dr: [u64; 8]) {
+        let on = control & guestdbg::ENABLE != 0;
+        self.guest_debug = if on { control } else { 0 };
+        let has = |bit| self.guest_debug & bit != 0;
+        let (step, breakpoints) = (has(guestdbg::SINGLESTEP), has(guestdbg::USE_HW_BP));
+        let rflags = self.guest_rflags();
+        self.single_step = step;
+        self.b.set_rflags(if step { rflags | RFLAGS_TF } else { rflags });
+        self.b.set_guest_debug(self.guest_debug & guestdbg::USE_SW_BP != 0, step);
+        let [a, b, c, d, _, _, _, dr7] = dr;
+        self.borrow_debug_regs(breakpoints.then_some([
+            a,
+            b,
+            c,
+            d,
+            DR6_SET,
+            u64::from(dr7 as u32) | DR7_SET,
+        ]));
+        self.smi_blocked(self.events_blocked());
+        self.recheck = true;
+    }
+
+    fn borrow_debug_regs(&mut self, theirs: Option<DebugRegs>) {
+        let own = self.debug_regs();
+        if self.rare.borrowed_debug.is_none() && theirs.is_none() {
+            return;
+        }
+        self.rare.borrowed_debug = theirs.map(|theirs| Borrowed { own, theirs });
+        self.b.watch_debug_regs(theirs.is_some());
+        self.b.set_debug_regs(theirs.unwrap_or(own));
+    }
+
+    /// The guest's MOVs to and from debug registers are done here, not by the hardware.
+    pub(crate) fn debug_regs_are_borrowed(&self) -> bool {
+        self.rare.borrowed_debug.is_some()
+    }
+
+    /// Whether the VMM keeps interrupts, NMIs and SMIs from the guest.
+    #[inline]
+    pub(crate) fn events_blocked(&self) -> bool {
+        self.guest_debug & guestdbg::BLOCKIRQ != 0
+    }
+
+    /// Where in [`DebugRegs`] a register is, by its number in an instruction.
+    fn debug_index(&mut self, n: u8) -> Result<usize, Stop> {
+        let old_names = self.b.control().cr4 & CR4_DE == 0;
+        let n = if matches!(n, 4 | 5) && old_names { n + 2 } else { n };
+        let index = match n {
+            0..=3 => usize::from(n),
+            6 => 4,
+            7 => 5,
+            _ => return Err(Stop::Fault(Exception::ud())),
+        };
+        let [a, b, c, d, dr6, dr7] = self.debug_regs();
+        if dr7 & DR7_GD != 0 {
+            // The handler may use them.
+            self.put_debug_regs([a, b, c, d, dr6, dr7 & !DR7_GD]);
+            return Err(Stop::Fault(Exception::db(DR6_BD)));
+        }
+        Ok(index)
+    }
+
+    /// MOV from a debug register, with the privilege checked.
+    pub(crate) fn read_debug_reg(&mut self, n: u8) -> Result<u64, Stop> {
+        let index = self.debug_index(n)?;
+        Ok(self.debug_regs().get(index).copied().unwrap_or(0))
+    }
+
+    /// MOV to one.
+    pub(crate) fn write_debug_reg(&mut self, n: u8, value: u64) -> Result<(), Stop> {
+        let index = self.debug_index(n)?;
+        let value = match index {
+            4 | 5 if value >> 32 != 0 => return Err(Stop::Fault(Exception::gp(0))),
+            4 => (value | DR6_SET) & !DR6_CLEAR,
+            5 => (value | DR7_SET) & !DR7_CLEAR,
+            _ => value,
+        };
+        let mut regs = self.debug_regs();
+        if let Some(reg) = regs.get_mut(index) {
+            *reg = value;
+        }
+        self.put_debug_regs(regs);
+        Ok(())
+    }
+}
