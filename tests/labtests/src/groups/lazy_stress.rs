@@ -47,7 +47,8 @@ const LATENESS_TICKS: u64 = 256;
 
 guest_code!(
     // r15: the state. 0x100 is the deadline that an interrupt is due for, 0x108 one that had come
-    // when it was replaced, so that its interrupt may have been on its way.
+    // when it was replaced, so that its interrupt may have been on its way. Where both have come, the
+    // first interrupt is taken for the newer one, and 0x190 says that another may come.
     rearming,
     64,
     "mov $0xff, %al; out %al, $0x21; out %al, $0xa1",
@@ -174,6 +175,11 @@ guest_code!(
     "jb 2f",
     "movq $0, 0x100(%r15)",
     "incq 0x128(%r15)",
+    "xor %edx, %edx",
+    "cmpq $-1, 0x108(%r15)",
+    "setne %dl",
+    "mov %rdx, 0x190(%r15)",
+    "movq $-1, 0x108(%r15)",
     "sub %rcx, %rax",
     "cmp 0x138(%r15), %rax",
     "jbe 1f",
@@ -186,6 +192,8 @@ guest_code!(
     "jmp 4f",
     "2: cmp 0x108(%r15), %rax",
     "jae 1f",
+    "cmpq $0, 0x190(%r15)",
+    "jne 1f",
     "incq 0x110(%r15)",
     "mov %rax, 0x168(%r15)",
     "mov %rcx, 0x170(%r15)",
@@ -198,10 +206,13 @@ guest_code!(
     "jmp 4f",
     "3: cmp 0x108(%r15), %rax",
     "jae 1f",
+    "cmpq $0, 0x190(%r15)",
+    "jne 1f",
     "incq 0x118(%r15)",
     "jmp 4f",
     "1: incq 0x130(%r15)",
     "movq $-1, 0x108(%r15)",
+    "movq $0, 0x190(%r15)",
     "4: mov $0x80b, %ecx",
     "xor %eax, %eax",
     "xor %edx, %edx",
