@@ -68,6 +68,8 @@ pub struct Model {
     pub tsc_step: u64,
     /// XCR0.
     pub xcr0: u64,
+    /// DR0 to DR7.
+    pub debug_regs: [u64; 8],
     /// Global interrupt flag.
     pub gif: bool,
     /// Where the last VMLOAD came from.
@@ -92,6 +94,7 @@ impl Default for Model {
             tsc: 0,
             tsc_step: 1,
             xcr0: 0,
+            debug_regs: [0, 0, 0, 0, 0, 0, 0xffff_0ff0, 0x400],
             gif: true,
             loaded: None,
             moved: host,
@@ -155,10 +158,14 @@ impl Cpu for Model {
         0
     }
     fn set_pkru(&mut self, _value: u32) {}
-    fn debug_reg(&mut self, _n: u8) -> u64 {
-        0
+    fn debug_reg(&mut self, n: u8) -> u64 {
+        self.debug_regs.get(usize::from(n)).copied().unwrap_or(0)
     }
-    fn set_debug_reg(&mut self, _n: u8, _value: u64) {}
+    fn set_debug_reg(&mut self, n: u8, value: u64) {
+        if let Some(reg) = self.debug_regs.get_mut(usize::from(n)) {
+            *reg = value;
+        }
+    }
     fn cr4(&mut self) -> u64 {
         0
     }

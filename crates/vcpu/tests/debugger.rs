@@ -1,0 +1,120 @@
+//! KVM_SET_GUEST_DEBUG: a VMM's breakpoints borrow the debug registers, and interrupts wait when it
+//! says so.
+
+mod rig;
+
+use backend::{Backend, Gprs, RAX, RCX, RDX};
+use cpu::ModelVmcs;
+use gannet_vcpu::{RunInput, UserExit};
+use mmu::Format;
+use rig::vmx::{VmxVcpu, exit, features, shutdown, vcpu, vcpu_of};
+use vmx::Features;
+use x86::vmcs::{ExitReason, ProcControls, event, field};
+
+const ENABLE: u32 = 1;
+const HARDWARE: u32 = 0x2_0000;
+const BLOCKED: u32 = 0x10_0000;
+const OWN: [u64; 6] = [1, 2, 3, 4, 0xffff_0ff0, 0x400];
+/// DR0 to DR7 as the VMM gives them: execution at 0x1000.
+const THEIRS: [u64; 8] = [0x1000, 0, 0, 0, 0, 0, 0, 0x402];
+
+fn run(v: &mut VmxVcpu) {
+    v.backend().cpu().inner().vmx.then(shutdown);
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+}
+
+fn watches_debug_registers(v: &mut VmxVcpu) -> bool {
+    run(v);
+    let vmcs = v.backend().cpu().inner().vmx.current().unwrap();
+    ProcControls::from_bits_retain(vmcs.get(field::PROC_CONTROLS)).contains(ProcControls::MOV_DR)
+}
+
+#[test]
+fn the_guest_keeps_its_debug_registers() {
+    let mut v = vcpu();
+    v.set_debug_regs(OWN);
+    for at in [0x1000, 0x2000] {
+        let mut theirs = THEIRS;
+        theirs[0] = at;
+        v.set_guest_debug(ENABLE | HARDWARE, theirs);
+        assert_eq!(v.debug_regs(), OWN);
+        assert_eq!(v.backend().debug_regs(), [at, 0, 0, 0, 0xffff_0ff0, 0x402]);
+        assert!(watches_debug_registers(&mut v));
+        assert_eq!(v.debug_regs(), OWN);
+    }
+    // What the VMM restores meanwhile is the guest's.
+    let restored = [5, 6, 7, 8, 0xffff_0ff0, 0x400];
+    v.set_debug_regs(restored);
+    assert_eq!(v.backend().debug_regs()[0], 0x2000);
+    v.set_guest_debug(0, [0; 8]);
+    assert_eq!((v.debug_regs(), v.backend().debug_regs()), (restored, restored));
+}
+
+#[test]
+fn breakpoints_of_the_guest_are_back_when_those_of_the_vmm_are_gone() {
+    let mut v = vcpu();
+    let own = [0x5000, 0, 0, 0, 0xffff_0ff0, 0x402];
+    v.set_debug_regs(own);
+    assert!(!watches_debug_registers(&mut v), "it has them to itself");
+    // The VMM's upper half of DR7 would make the entry fail.
+    v.set_guest_debug(ENABLE | HARDWARE, [0, 0, 0, 0, 0, 0, 0, 0xffff_ffff_0000_0000]);
+    assert_eq!(v.backend().debug_regs(), [0, 0, 0, 0, 0xffff_0ff0, 0x400]);
+    assert!(watches_debug_registers(&mut v));
+    v.set_guest_debug(ENABLE, [0; 8]);
+    assert_eq!(v.backend().debug_regs(), own);
+    assert!(!watches_debug_registers(&mut v));
+}
+
+#[test]
+fn without_breakpoints_nothing_is_borrowed() {
+    let mut v = vcpu();
+    v.set_debug_regs(OWN);
+    v.set_guest_debug(ENABLE, THEIRS);
+    assert_eq!((v.debug_regs(), v.backend().debug_regs()), (OWN, OWN));
+    // And without the bit that enables it all, the others mean nothing.
+    v.set_guest_debug(HARDWARE | BLOCKED, THEIRS);
+    assert_eq!((v.debug_regs(), v.backend().debug_regs()), (OWN, OWN));
+}
+
+/// An interrupt to oneself by the x2APIC's ICR.
+fn sends_itself_one(vmcs: &mut ModelVmcs, gprs: &mut Gprs) {
+    const ICR: u64 = 0x830;
+    (gprs.0[RAX], gprs.0[RCX], gprs.0[RDX]) = (0x4_0051, ICR, 0);
+    vmcs.set(field::GUEST_RFLAGS, 1 << 9 | 2);
+    exit(ExitReason::Wrmsr)(vmcs, gprs);
+}
+
+/// What of an interrupt an entry has: the one that is injected, or that the CPU is to deliver.
+fn waits_in_hardware(v: &mut VmxVcpu) -> bool {
+    let vmcs = v.backend().cpu().inner().vmx.current().unwrap();
+    let injected = vmcs.get(field::ENTRY_INTERRUPTION) & event::VALID != 0;
+    let window = ProcControls::from_bits_retain(vmcs.get(field::PROC_CONTROLS))
+        .contains(ProcControls::INTERRUPT_WINDOW);
+    injected || window || vmcs.get(field::GUEST_INTERRUPT_STATUS) & 0xff == 0x51
+}
+
+#[test]
+fn a_blocked_interrupt_is_not_lost() {
+    for apicv in [false, true] {
+        let (mut v, _) = vcpu_of(Features { apicv, ..features() }, Format::npt(4, 0));
+        v.write_msr(0x1b, 0xfee0_0d00, true).unwrap();
+        v.write_msr(0x80f, 0x1ff, true).unwrap();
+        v.set_guest_debug(ENABLE | BLOCKED, [0; 8]);
+        v.backend().cpu().inner().vmx.then(sends_itself_one);
+        run(&mut v);
+        assert!(!waits_in_hardware(&mut v), "apicv {apicv}");
+        run(&mut v);
+        assert!(!waits_in_hardware(&mut v), "apicv {apicv}");
+        v.set_guest_debug(0, [0; 8]);
+        let seen = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+        let at_entry = seen.clone();
+        v.backend().cpu().inner().vmx.then(move |vmcs, gprs| {
+            let injected = vmcs.get(field::ENTRY_INTERRUPTION) & event::VALID != 0;
+            let status = vmcs.get(field::GUEST_INTERRUPT_STATUS) & 0xff == 0x51;
+            at_entry.store(injected || status, std::sync::atomic::Ordering::Relaxed);
+            shutdown(vmcs, gprs);
+        });
+        assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+        assert!(seen.load(std::sync::atomic::Ordering::Relaxed), "apicv {apicv}");
+    }
+}
