@@ -14,8 +14,10 @@ use x86::cpuid::{Feature, KVM_SIGNATURE, Reg, Vendor, feature, leaf};
 use x86::{Cr4, Efer, Xcr0};
 use xstate::Layout;
 
-/// Instructions that are emulated although the host lacks them (KVM_GET_EMULATED_CPUID): none.
-pub const EMULATED: &[Entry] = &[];
+/// Instructions that are emulated although the host lacks them (KVM_GET_EMULATED_CPUID): none. The
+/// leaves that would name them are there, as in stock KVM, for a VMM that looks a bit up in them.
+pub const EMULATED: &[Entry] =
+    &[Entry::new(0, 0, [7, 0, 0, 0]), Entry::new(1, 0, [0; 4]), Entry::new(7, 0, [0; 4])];
 
 /// Highest basic leaf that is described.
 const LAST_BASIC: u32 = 0x1f;

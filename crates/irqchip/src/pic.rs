@@ -381,17 +381,8 @@ impl Pic {
 
     /// Takes over the saved state of one chip.
     pub fn restore(&mut self, slave: bool, state: &PicState) {
-        let (chip, elcr_mask) = if slave {
-            (&mut self.slave, SLAVE_ELCR_MASK)
-        } else {
-            (&mut self.master, MASTER_ELCR_MASK)
-        };
-        *chip = PicState {
-            priority_add: state.priority_add & 7,
-            elcr: state.elcr & elcr_mask,
-            elcr_mask,
-            ..*state
-        };
+        let chip = if slave { &mut self.slave } else { &mut self.master };
+        *chip = PicState { priority_add: state.priority_add & 7, ..*state };
         self.cascade();
     }
 }

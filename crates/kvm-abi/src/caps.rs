@@ -104,6 +104,8 @@ pub struct Offer {
     pub tsc_offset: bool,
     /// KVM_GET_EMULATED_CPUID.
     pub emulated_cpuid: bool,
+    /// Whose nested state it would be: KVM_STATE_NESTED_FORMAT_*.
+    pub nested_format: u16,
     /// Highest guest-physical address plus one, in bits.
     pub gpa_bits: u32,
     /// Guests may have a smaller MAXPHYADDR than the host: their tables are walked in software.
@@ -238,6 +240,7 @@ mod tests {
         manual_dirty_log: 0,
         tsc_offset: false,
         emulated_cpuid: false,
+        nested_format: 0,
         gpa_bits: 48,
         smaller_maxphyaddr: false,
     };

@@ -401,7 +401,8 @@ impl<B: Backend> Vcpu<B> {
     pub fn translate_address(&mut self, linear: u64) -> Option<(u64, bool, bool)> {
         let context = self.paging();
         let t = mmu::walk::probe(&*self.memory, &context, linear, mmu::Access::READ).ok()?;
-        Some((t.gpa.0, t.writable, t.user))
+        // The last address is none: KVM's own mark for that.
+        (t.gpa.0 != u64::MAX).then_some((t.gpa.0, t.writable, t.user))
     }
 }
 

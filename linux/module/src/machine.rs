@@ -9,6 +9,7 @@ use kvm_abi::bind::{Host, MakeBackend};
 use kvm_abi::caps::Offer;
 use kvm_abi::uapi::capability::{DIRTY_LOG_MANUAL_PROTECT_ENABLE, X2APIC_API_USE_32BIT_IDS};
 use kvm_abi::uapi::debug::GUESTDBG_VALID_MASK;
+use kvm_abi::uapi::vcpu_state::{NESTED_FORMAT_SVM, NESTED_FORMAT_VMX};
 use msr::{Flaws, HostMsrs, MAX_BANKS, MsrStore};
 use svm::Svm;
 use vcpu::Offered;
@@ -122,7 +123,7 @@ pub fn find_out(common: &Common) -> Result<(), NoMemory> {
 
     let maxphyaddr = (ask(leaf::ADDRESS_SIZES, 0)[0] & 0xff) as u8;
     HOST.set(Host {
-        offer: offer(common, supported, maxphyaddr),
+        offer: offer(common, supported, maxphyaddr, amd),
         limits: HostLimits {
             tables: common.tables,
             maxphyaddr,
@@ -158,7 +159,7 @@ fn arch_capabilities(
     HostMsrs::offered_by_flaws(common.arch_capabilities, flaws)
 }
 
-fn offer(common: &Common, supported: &Supported, maxphyaddr: u8) -> Offer {
+fn offer(common: &Common, supported: &Supported, maxphyaddr: u8, amd: bool) -> Offer {
     let tsc_khz = clock::tsc_khz();
     let max_khz = u64::from(tsc_khz).saturating_mul(common.tsc_ratio.unwrap_or(1)).min(MAX_TSC_KHZ);
     let reach: u32 = if common.tables.levels() == 5 { 57 } else { 48 };
@@ -189,6 +190,7 @@ fn offer(common: &Common, supported: &Supported, maxphyaddr: u8) -> Offer {
         manual_dirty_log: DIRTY_LOG_MANUAL_PROTECT_ENABLE,
         tsc_offset: true,
         emulated_cpuid: true,
+        nested_format: if amd { NESTED_FORMAT_SVM } else { NESTED_FORMAT_VMX },
         gpa_bits: u32::from(maxphyaddr).min(reach),
         smaller_maxphyaddr: !params::npt(),
     }

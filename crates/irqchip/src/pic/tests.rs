@@ -327,7 +327,7 @@ proptest! {
                     let state = PicState {
                         irr: bytes[0], imr: bytes[1], isr: bytes[2], priority_add: bytes[3],
                         irq_base: bytes[4], poll: bytes[5], special_mask: bytes[6],
-                        init_state: bytes[7], auto_eoi: bytes[8], elcr: bytes[9],
+                        init_state: bytes[7], auto_eoi: bytes[8], elcr: bytes[9], elcr_mask: bytes[10],
                         ..PicState::default()
                     };
                     pic.restore(which % 2 == 0, &state);

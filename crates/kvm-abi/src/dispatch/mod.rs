@@ -12,6 +12,7 @@ mod interrupts;
 mod lists;
 mod memory;
 mod msr_filter;
+mod nested;
 pub mod ops;
 mod run;
 mod setting;

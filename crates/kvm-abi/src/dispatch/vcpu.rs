@@ -1,7 +1,7 @@
 //! Commands of a vCPU file (KVM API §4, "vcpu ioctl").
 
 use super::ops::{VcpuFile, VcpuOps};
-use super::{Reply, UNKNOWN, lists, run, state};
+use super::{Reply, UNKNOWN, lists, nested, run, state};
 use crate::errno::Errno;
 use crate::run_page::RunPage;
 use crate::uapi::ioctl;
@@ -85,8 +85,8 @@ fn locked<V: VcpuOps>(vcpu: &mut V, cmd: u32, arg: u64) -> Reply {
             state::attribute(vcpu, cmd, arg)
         }
         ioctl::ENABLE_CAP => state::enable_cap(arg),
-        // Known, but the feature behind them is not offered.
-        ioctl::GET_NESTED_STATE | ioctl::SET_NESTED_STATE => Err(Errno::EINVAL),
+        ioctl::GET_NESTED_STATE => nested::get(vcpu.offer().nested_format, arg),
+        ioctl::SET_NESTED_STATE => nested::set(vcpu.offer().nested_format, arg),
         _ => Err(UNKNOWN),
     };
     done.map(|()| 0)

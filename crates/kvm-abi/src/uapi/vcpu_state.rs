@@ -95,6 +95,14 @@ uapi! {
     }
 }
 
+/// [`KvmNestedState::format`].
+pub const NESTED_FORMAT_VMX: u16 = 0;
+pub const NESTED_FORMAT_SVM: u16 = 1;
+/// [`KvmNestedState::flags`]: the global interrupt flag is set.
+pub const NESTED_GIF_SET: u16 = 0x100;
+/// No VMXON region, no current vmcs12.
+pub const NESTED_NO_ADDRESS: u64 = u64::MAX;
+
 pub const MP_STATE_RUNNABLE: u32 = 0;
 pub const MP_STATE_UNINITIALIZED: u32 = 1;
 pub const MP_STATE_INIT_RECEIVED: u32 = 2;

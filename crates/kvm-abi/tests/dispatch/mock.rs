@@ -43,6 +43,7 @@ pub fn offer() -> Offer {
         manual_dirty_log: 3,
         tsc_offset: true,
         emulated_cpuid: true,
+        nested_format: NESTED_FORMAT_SVM,
         gpa_bits: 48,
         smaller_maxphyaddr: false,
     }

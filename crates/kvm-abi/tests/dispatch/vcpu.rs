@@ -504,11 +504,39 @@ fn machine_checks_keep_to_the_banks_on_offer() {
 }
 
 #[test]
+fn no_nested_state_is_a_state() {
+    for (format, flags, hdr) in
+        [(NESTED_FORMAT_SVM, NESTED_GIF_SET, 0), (NESTED_FORMAT_VMX, 0, NESTED_NO_ADDRESS)]
+    {
+        let f = File::new();
+        f.vcpu.borrow_mut().offer.nested_format = format;
+        let mut small = Buffer::new(&[0u32, 127]);
+        refused(vcpu(&f, GET_NESTED_STATE, small.addr()), Errno::E2BIG);
+        assert_eq!(small.get::<[u32; 2]>(), [0, 128]);
+        let mut room = Buffer::new(&KvmNestedState { size: 4224, ..Default::default() });
+        assert_eq!(vcpu(&f, GET_NESTED_STATE, room.addr()), Ok(0));
+        let state = room.get::<KvmNestedState>();
+        assert_eq!((state.format, state.flags, state.size), (format, flags, 128));
+        assert_eq!(state.hdr[..4], [hdr, hdr, 0, 0]);
+        assert_eq!(give(&f, SET_NESTED_STATE, &state), Ok(0));
+        for other in [
+            KvmNestedState { format: format ^ 1, ..state },
+            KvmNestedState { flags: flags | 1, ..state },
+            KvmNestedState { size: 127, ..state },
+        ] {
+            refused(give(&f, SET_NESTED_STATE, &other), Errno::EINVAL);
+        }
+        let mut inside = state;
+        inside.hdr[0] = 0x1000;
+        let expected = if format == NESTED_FORMAT_VMX { Err(Errno::EINVAL) } else { Ok(0) };
+        assert_eq!(give(&f, SET_NESTED_STATE, &inside), expected);
+    }
+}
+
+#[test]
 fn what_is_not_offered_is_refused() {
     let f = File::new();
     refused(vcpu(&f, KVMCLOCK_CTRL, 0), Errno::EINVAL);
-    refused(vcpu(&f, GET_NESTED_STATE, 0), Errno::EINVAL);
-    refused(vcpu(&f, SET_NESTED_STATE, 0), Errno::EINVAL);
     refused(vcpu(&f, GET_REG_LIST, 0), Errno::ENOTTY);
     refused(vcpu(&f, GET_ONE_REG, 0), Errno::ENOTTY);
     refused(give(&f, ENABLE_CAP, &KvmEnableCap::default()), Errno::EINVAL);

@@ -120,8 +120,9 @@ impl VmMemory {
         let mapping = Mapping {
             pfn: page.pfn,
             level,
-            // While the log is on, a page becomes writable by being written, or the CPU logs.
-            writable: host_writable && (access.write || !logging || self.tdp.format().logs()),
+            // With the log on, too: the page counts as written from now on, as in stock KVM, and
+            // its first write costs no second fault.
+            writable: host_writable,
             host_writable,
             exec: true,
             fetch: access.exec,
@@ -139,10 +140,8 @@ impl VmMemory {
             }
             match mapper.map(gfn, &mapping, cache) {
                 MapOutcome::Mapped(_) => {
-                    if access.write {
-                        slot.mark_dirty(gfn);
-                    }
                     if host_writable {
+                        slot.mark_dirty(gfn);
                         // Under the lock: an invalidation waits, so the page is still the host's
                         // page there, and write-back of it begins with an invalidation. Also for
                         // a page that only the log protects: restore() does not ask the host.

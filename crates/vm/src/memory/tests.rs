@@ -93,6 +93,13 @@ impl Bench {
         memory.fault_by(&mut self.cache, &access, &self.flushes, |hva, _| gup(memory, hva))
     }
 
+    /// A read of a page that the host has write-protected.
+    fn read_fault_of_read_only(&mut self, gfn: u64) {
+        let page = |hva| HostPage { writable: false, ..host_page(hva, 1) };
+        let outcome = self.fault_by(gfn, false, |_, hva| Ok(page(hva)));
+        assert_eq!(outcome, FaultOutcome::Mapped);
+    }
+
     fn leaf(&self, gfn: u64) -> Option<Leaf> {
         self.memory.tdp.mapper().lookup(Gfn(gfn))
     }
@@ -287,11 +294,15 @@ fn the_dirty_log_tells_each_write_once_and_each_round() {
         Err(GupError::Fault)
     });
     assert_eq!((outcome, asked.get()), (FaultOutcome::Mapped, false));
+    // Writable, and so in the log; read-only where it is so for the host.
     bench.fault(18, false);
-    assert_eq!(bench.mapped(18), Some((bench.hva(18).0, false)));
+    assert_eq!(bench.mapped(18), Some((bench.hva(18).0, true)));
+    bench.read_fault_of_read_only(20);
+    assert_eq!(bench.mapped(20), Some((bench.hva(20).0, false)));
     bench.fault(19, true);
     bench.memory.write(Gpa(21 << 12 | 4090), &[1; 10]).unwrap();
-    assert_eq!((bench.log(), bench.flushes.take()), (0b110_1010, 1));
+    assert_eq!((bench.log(), bench.flushes.take()), (0b110_1110, 1));
+    assert_eq!(bench.mapped(18), Some((bench.hva(18).0, false)));
     assert_eq!((bench.log(), bench.flushes.take()), (0, 0));
     bench.fault(19, true);
     assert_eq!(bench.memory.cmpxchg(Gpa(16 << 12), 4, 0, 1), Ok(true));
@@ -508,7 +519,7 @@ fn a_fetch_from_a_large_page_gets_a_small_one_where_the_cpu_has_the_flaw() {
         memory.set_region(&Region { flags: LOG, ..region }, &flushes).unwrap();
         assert_eq!(fault(&memory, (1 << 18) + 6, true, level > 1), FaultOutcome::Mapped);
         let fetched = memory.tdp.mapper().lookup(Gfn((2 << 18) + 6)).unwrap();
-        assert_eq!((fetched.level, fetched.exec, fetched.writable), (1, true, false));
+        assert_eq!((fetched.level, fetched.exec, fetched.writable), (1, true, true));
         assert_eq!(splits(), u64::from(level) - 1);
     }
 }
@@ -542,7 +553,7 @@ fn guest_memory_is_read_and_written_across_pages_and_slots() {
 fn with_interrupts_off_memory_is_what_the_guest_could_reach() {
     let mut bench = Bench::new(LOG);
     bench.fault(20, true);
-    bench.fault(21, false);
+    bench.read_fault_of_read_only(21);
     bench.memory.write(Gpa(20 << 12 | 4092), &[1, 2, 3, 4, 5, 6, 7, 8]).unwrap();
     host::irq::disable();
     let (memory, view) = (&bench.memory, bench.memory.view());
