@@ -400,9 +400,12 @@ impl<B: Backend> Vcpu<B> {
     /// KVM_TRANSLATE: physical address, writable, user-accessible.
     pub fn translate_address(&mut self, linear: u64) -> Option<(u64, bool, bool)> {
         let context = self.paging();
+        if !context.is_paging() {
+            // As it is asked for; but the last one is stock KVM's mark of no address.
+            return (linear != u64::MAX).then_some((linear, true, true));
+        }
         let t = mmu::walk::probe(&*self.memory, &context, linear, mmu::Access::READ).ok()?;
-        // The last address is none: KVM's own mark for that.
-        (t.gpa.0 != u64::MAX).then_some((t.gpa.0, t.writable, t.user))
+        Some((t.gpa.0, t.writable, t.user))
     }
 }
 
