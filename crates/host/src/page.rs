@@ -3,7 +3,7 @@
 //! All memory comes zeroed and is charged to the memory cgroup of the task that asks
 //! (`GFP_KERNEL_ACCOUNT`). Access goes through the kernel's direct map of physical memory.
 
-use core::sync::atomic::{AtomicU8, AtomicU64};
+use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64};
 
 use x86::Hpa;
 
@@ -62,6 +62,13 @@ impl Page {
     #[inline]
     pub fn table(&self) -> &[AtomicU64; 512] {
         // SAFETY: the page is owned and stays mapped in the direct map while it is.
+        unsafe { &*direct_map(self.hpa).cast() }
+    }
+
+    /// Its content as 1024 words of 32 bits, shareable like [`Page::table`].
+    #[inline]
+    pub fn half_words(&self) -> &[AtomicU32; 1024] {
+        // SAFETY: as for table().
         unsafe { &*direct_map(self.hpa).cast() }
     }
 

@@ -37,7 +37,7 @@
 //! | VCPU_ATTRIBUTES | 1 | as the offer says |
 //! | VM_GPA_BITS | – (s390 only) | 0 |
 //! | VM_TYPES | 1, more with TDX and SEV | 1 |
-//! | COALESCED_MMIO, COALESCED_PIO | 2, 1 | 0: later |
+//! | COALESCED_MMIO, COALESCED_PIO | 2, 1 | 2, 1 |
 //! | X86_USER_SPACE_MSR, X86_MSR_FILTER | 1 | 1 |
 //! | DIRTY_LOG_RING | 1 or more | 0: later |
 //! | EXIT_HYPERCALL, MEMORY_FAULT_INFO, PRE_FAULT_MEMORY | 1 or more | 0: later |
@@ -48,7 +48,7 @@ use crate::uapi::capability::*;
 use crate::uapi::clock::CLOCK_VALID_FLAGS;
 use crate::uapi::irqchip::MAX_IRQ_ROUTES;
 use crate::uapi::memory::{ADDRESS_SPACES, USER_MEM_SLOTS};
-use crate::uapi::run::SYNC_X86_VALID_FIELDS;
+use crate::uapi::run::{COALESCED_MMIO_PAGE_OFFSET, SYNC_X86_VALID_FIELDS};
 
 /// The only version of the interface there ever was (KVM API §4.1).
 pub const API_VERSION: i32 = 12;
@@ -174,7 +174,9 @@ pub fn check_extension(offer: &Offer, capability: u64) -> i32 {
         | CAP_IOEVENTFD_NO_LENGTH
         | CAP_IOEVENTFD_ANY_LENGTH
         | CAP_SIGNAL_MSI
-        | CAP_IOAPIC_POLARITY_IGNORED => 1,
+        | CAP_IOAPIC_POLARITY_IGNORED
+        | CAP_COALESCED_PIO => 1,
+        CAP_COALESCED_MMIO => COALESCED_MMIO_PAGE_OFFSET as u32,
         CAP_IRQ_ROUTING => MAX_IRQ_ROUTES,
         CAP_SPLIT_IRQCHIP => offer.split_irqchip.into(),
         CAP_X2APIC_API => offer.x2apic_api as u32,
@@ -270,7 +272,7 @@ mod tests {
 
     #[test]
     fn what_is_not_there_is_zero() {
-        for capability in [CAP_NESTED_STATE, CAP_COALESCED_MMIO, CAP_XEN_HVM, 9999] {
+        for capability in [CAP_NESTED_STATE, CAP_DIRTY_LOG_RING, CAP_XEN_HVM, 9999] {
             assert_eq!(check_extension(&SMALL, capability.into()), 0);
         }
         assert_eq!(check_extension(&SMALL, u64::from(CAP_IRQCHIP) | 1 << 32), 0);
@@ -286,5 +288,6 @@ mod tests {
         let big = Offer { xsave_bytes: 11008, ..SMALL };
         assert_eq!(check_extension(&big, CAP_XSAVE2.into()), 11008);
         assert_eq!(check_extension(&SMALL, CAP_ADJUST_CLOCK.into()), 0xe);
+        assert_eq!(check_extension(&SMALL, CAP_COALESCED_MMIO.into()), 2);
     }
 }

@@ -6,7 +6,7 @@ mod rig;
 use core::sync::atomic::Ordering::Relaxed;
 
 use ::vm::VmRef;
-use ::vm::irq::{IoEvent, Space};
+use ::vm::irq::{IoEvent, Space, Zone};
 use backend::{Gprs, RBX, RCX, RDX, RSI};
 use cpu::{Counts, Op};
 use gannet_vcpu::{RunInput, UserExit};
@@ -95,6 +95,17 @@ fn device(gpa: u64, write: bool, value: u64) -> impl Fn(&mut Vmcb, &mut Gprs) + 
         vmcb.save.rip = if write { CODE } else { CODE + 2 };
         vmcb.control.insn_len = 2;
         vmcb.control.insn_bytes[..2].copy_from_slice(if write { &STORE } else { &LOAD });
+    }
+}
+
+const PORT: u16 = 0x99;
+
+/// One byte written to PORT, or with `input` 1 read from there.
+fn port(input: u64) -> impl Fn(&mut Vmcb, &mut Gprs) + Send + Clone {
+    move |vmcb, gprs| {
+        exit(ExitCode::Ioio)(vmcb, gprs);
+        vmcb.control.exit_info_1 = u64::from(PORT) << 16 | (1 << 4) | input;
+        vmcb.control.exit_info_2 = vmcb.save.rip + 2;
     }
 }
 
@@ -245,13 +256,6 @@ fn a_halt_that_sleeps_is_one_way_in_and_out() {
 #[test]
 fn an_exit_to_user_space_is_one_way_in_and_out() {
     const NOWHERE: u64 = 0xd000_0000;
-    let port = |input: u64| {
-        move |vmcb: &mut Vmcb, gprs: &mut Gprs| {
-            exit(ExitCode::Ioio)(vmcb, gprs);
-            vmcb.control.exit_info_1 = (0x99 << 16) | (1 << 4) | input;
-            vmcb.control.exit_info_2 = vmcb.save.rip + 2;
-        }
-    };
     let each = |what: &str, step: &dyn Fn(&mut cpu::Model), is: fn(&UserExit) -> bool| {
         let (mut v, _) = alone();
         // The first is emulated, for nobody knows yet what is there.
@@ -290,6 +294,22 @@ fn a_device_of_the_kernel_stays_in_the_loop_once_its_page_is_known() {
     assert_budget("ioeventfd", &ten, 10, 20, 10);
     assert_in_loop("ioeventfd", &ten);
     assert_eq!(surroundings::eventfd_read(fd), 13);
+}
+
+#[test]
+fn a_coalesced_write_stays_in_the_loop() {
+    const FRAME: u64 = 0xd000_0020;
+    let (mut v, vm) = alone();
+    vm.irq().register_zone(Zone { space: Space::Memory, address: FRAME, len: 4 }).unwrap();
+    vm.irq().register_zone(Zone { space: Space::Port, address: PORT.into(), len: 1 }).unwrap();
+    let ten = ten_more(&mut v, device(FRAME, true, 1));
+    assert_budget("coalesced store", &ten, 10, 20, 10);
+    assert_in_loop("coalesced store", &ten);
+    let ten = ten_more(&mut v, port(0));
+    assert_budget("coalesced OUT", &ten, 10, 20, 10);
+    assert_in_loop("coalesced OUT", &ten);
+    v.backend().cpu().inner().then(port(1));
+    assert!(matches!(v.run(&RunInput::default()), UserExit::Io { write: false, .. }));
 }
 
 #[test]

@@ -5,7 +5,7 @@ use alloc::vec::Vec;
 
 use ::vcpu::registers::{Regs, SavedEvents, Sregs};
 use ::vcpu::smm::SavedSmi;
-use ::vm::irq::{IoEvent, IoEventError, IrqError, IrqFdError, Space};
+use ::vm::irq::{IoEvent, IoEventError, IrqError, IrqFdError, Space, Zone, ZoneError};
 use ::vm::memory::DirtyLogError;
 use irqchip::{
     Chip, IoApicState, Msi, PicState, PitChannelState, PitState, Route, RoutingError, Target,
@@ -19,7 +19,7 @@ use crate::errno::Errno;
 use crate::uapi::cpuid::{CPUID_FLAG_SIGNIFCANT_INDEX, KvmCpuidEntry2};
 use crate::uapi::event::*;
 use crate::uapi::irqchip::*;
-use crate::uapi::memory::{MEM_LOG_DIRTY_PAGES, MEM_READONLY};
+use crate::uapi::memory::{KvmCoalescedMmioZone, MEM_LOG_DIRTY_PAGES, MEM_READONLY};
 use crate::uapi::registers::*;
 use crate::uapi::vcpu_state::*;
 
@@ -473,6 +473,12 @@ pub fn from_ioeventfd(what: &KvmIoeventfd) -> Result<IoEvent, Errno> {
     })
 }
 
+/// A zone of coalesced writes.
+pub fn from_zone(zone: &KvmCoalescedMmioZone) -> Zone {
+    let space = if zone.pio != 0 { Space::Port } else { Space::Memory };
+    Zone { space, address: zone.addr, len: zone.size }
+}
+
 impl From<SlotError> for Errno {
     fn from(error: SlotError) -> Self {
         match error {
@@ -518,6 +524,15 @@ impl From<IrqFdError> for Errno {
             IrqFdError::Busy => Errno::EBUSY,
             IrqFdError::BadFd(fd) => fd.into(),
             IrqFdError::NoMemory => Errno::ENOMEM,
+        }
+    }
+}
+
+impl From<ZoneError> for Errno {
+    fn from(error: ZoneError) -> Self {
+        match error {
+            ZoneError::Full => Errno::ENOSPC,
+            ZoneError::NoMemory => Errno::ENOMEM,
         }
     }
 }

@@ -1,4 +1,5 @@
-//! A vCPU file: the vCPU behind its mutex, and the three pages that user space maps.
+//! A vCPU file: the vCPU behind its mutex, and the three pages that user space maps, of which one is
+//! the VM's.
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;
@@ -49,8 +50,6 @@ pub struct VcpuFile<B: Backend> {
     run: Page,
     /// The data of port I/O.
     pio: Page,
-    /// The ring of coalesced MMIO, in which nothing ever is.
-    coalesced: Page,
 }
 
 impl<B: Backend + 'static> VcpuFile<B> {
@@ -74,13 +73,7 @@ impl<B: Backend + 'static> VcpuFile<B> {
         if khz != host.offer.tsc_khz {
             bound.set_tsc_khz(khz)?;
         }
-        Ok(Self {
-            vcpu: Mutex::new(bound),
-            vm,
-            run: Page::zeroed()?,
-            pio: Page::zeroed()?,
-            coalesced: Page::zeroed()?,
-        })
+        Ok(Self { vcpu: Mutex::new(bound), vm, run: Page::zeroed()?, pio: Page::zeroed()? })
     }
 }
 
@@ -96,7 +89,7 @@ impl<B: Backend + 'static> FileObject for VcpuFile<B> {
         match offset {
             0 => Some(self.run.hpa()),
             PIO_PAGE_OFFSET => Some(self.pio.hpa()),
-            COALESCED_MMIO_PAGE_OFFSET => Some(self.coalesced.hpa()),
+            COALESCED_MMIO_PAGE_OFFSET => Some(self.vm.irq().coalesced().page()),
             _ => None,
         }
     }

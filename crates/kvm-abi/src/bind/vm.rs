@@ -23,6 +23,7 @@ use crate::uapi::capability::X2APIC_API_USE_32BIT_IDS;
 use crate::uapi::clock::{CLOCK_REALTIME, KvmClockData};
 use crate::uapi::event::*;
 use crate::uapi::irqchip::*;
+use crate::uapi::memory::KvmCoalescedMmioZone;
 
 /// Where the identity-map page lies unless the VMM says otherwise (KVM API §4.41).
 const DEFAULT_IDENTITY_MAP: u64 = 0xfffb_c000;
@@ -276,6 +277,14 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
     fn deassign_ioeventfd(&self, what: &KvmIoeventfd) -> Result<(), Errno> {
         let event = convert::from_ioeventfd(what)?;
         Ok(self.vm.irq().ioeventfds().deassign(event, what.fd)?)
+    }
+
+    fn register_zone(&self, zone: &KvmCoalescedMmioZone) -> Result<(), Errno> {
+        Ok(self.vm.irq().register_zone(convert::from_zone(zone))?)
+    }
+
+    fn unregister_zones(&self, zone: &KvmCoalescedMmioZone) -> Result<(), Errno> {
+        Ok(self.vm.irq().unregister_zones(convert::from_zone(zone))?)
     }
 
     fn assign_irqfd(&self, what: &KvmIrqfd) -> Result<(), Errno> {

@@ -1,4 +1,5 @@
-//! Memory slots and the dirty log of a VM (KVM API §4.8, §4.35, §4.116, §4.140).
+//! Memory slots, the dirty log and coalesced writes of a VM (KVM API §4.8, §4.35, §4.116, §4.117,
+//! §4.140).
 
 use alloc::boxed::Box;
 
@@ -67,6 +68,20 @@ fn slot_id(slot: u32) -> Result<SlotId, Errno> {
         return Err(Errno::EINVAL);
     }
     Ok(SlotId { smm: space != 0, number })
+}
+
+/// KVM_REGISTER_COALESCED_MMIO and, with `on` false, KVM_UNREGISTER_COALESCED_MMIO.
+pub fn coalesce<V: VmOps>(vm: &V, arg: u64, on: bool) -> Reply {
+    let zone: KvmCoalescedMmioZone = user::read(arg)?;
+    if zone.pio > 1 {
+        return Err(Errno::EINVAL);
+    }
+    if on {
+        vm.register_zone(&zone)?
+    } else {
+        vm.unregister_zones(&zone)?
+    }
+    Ok(0)
 }
 
 /// KVM_GET_DIRTY_LOG.

@@ -19,6 +19,7 @@ use crate::uapi::cpuid::KvmCpuidEntry2;
 use crate::uapi::debug::KvmGuestDebug;
 use crate::uapi::event::{KvmIoeventfd, KvmIrqfd};
 use crate::uapi::irqchip::*;
+use crate::uapi::memory::KvmCoalescedMmioZone;
 use crate::uapi::registers::*;
 use crate::uapi::vcpu_state::{KvmVcpuEvents, KvmX86Mce};
 
@@ -180,6 +181,10 @@ pub trait VmOps {
     fn assign_ioeventfd(&self, what: &KvmIoeventfd) -> Result<(), Errno>;
     /// Parts them. `ENOENT`: they were not joined.
     fn deassign_ioeventfd(&self, what: &KvmIoeventfd) -> Result<(), Errno>;
+    /// Lets writes to a zone be coalesced. `ENOSPC`: there are enough zones.
+    fn register_zone(&self, zone: &KvmCoalescedMmioZone) -> Result<(), Errno>;
+    /// Ends it for every zone in which this one lies; fine if there is none.
+    fn unregister_zones(&self, zone: &KvmCoalescedMmioZone) -> Result<(), Errno>;
     /// Joins an eventfd with an interrupt. `EBUSY`: the eventfd has one already.
     fn assign_irqfd(&self, what: &KvmIrqfd) -> Result<(), Errno>;
     /// Parts them; fine if they were not joined.

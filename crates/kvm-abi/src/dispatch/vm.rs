@@ -29,6 +29,8 @@ pub fn vm<V: VmOps>(vm: &V, cmd: u32, arg: u64) -> Reply {
         ioctl::SET_USER_MEMORY_REGION2 => memory::set_region2(vm, arg),
         ioctl::GET_DIRTY_LOG => memory::dirty_log(vm, arg),
         ioctl::CLEAR_DIRTY_LOG => memory::clear_dirty_log(vm, arg),
+        ioctl::REGISTER_COALESCED_MMIO => memory::coalesce(vm, arg, true),
+        ioctl::UNREGISTER_COALESCED_MMIO => memory::coalesce(vm, arg, false),
 
         ioctl::IRQ_LINE => interrupts::irq_line(vm, arg, false),
         ioctl::IRQ_LINE_STATUS => interrupts::irq_line(vm, arg, true),

@@ -39,7 +39,7 @@ pub const KVM_IRQCHIP_BYTES: usize = 512;
 
 /// Where the port I/O data page lies in the mapping of a vCPU file, in pages.
 pub const PIO_PAGE_OFFSET: u64 = 1;
-/// Where the coalesced MMIO ring would lie, in pages.
+/// Where the ring of coalesced MMIO lies there, in pages: the same page for all vCPUs of a VM.
 pub const COALESCED_MMIO_PAGE_OFFSET: u64 = 2;
 /// What KVM_GET_VCPU_MMAP_SIZE answers, in bytes: the run page, the port I/O page, the ring of
 /// coalesced MMIO.

@@ -13,6 +13,7 @@ use gannet_kvm_abi::uapi::cpuid::KvmCpuidEntry2;
 use gannet_kvm_abi::uapi::debug::*;
 use gannet_kvm_abi::uapi::event::*;
 use gannet_kvm_abi::uapi::irqchip::*;
+use gannet_kvm_abi::uapi::memory::KvmCoalescedMmioZone;
 use gannet_kvm_abi::uapi::registers::*;
 use gannet_kvm_abi::uapi::vcpu_state::*;
 
@@ -201,6 +202,12 @@ impl VmOps for Vm {
     }
     fn deassign_ioeventfd(&self, what: &KvmIoeventfd) -> Result<(), Errno> {
         self.note(("-ioeventfd", what.len))
+    }
+    fn register_zone(&self, zone: &KvmCoalescedMmioZone) -> Result<(), Errno> {
+        self.note(("+zone", zone.addr, zone.size, zone.pio))
+    }
+    fn unregister_zones(&self, zone: &KvmCoalescedMmioZone) -> Result<(), Errno> {
+        self.note(("-zone", zone.addr, zone.size, zone.pio))
     }
     fn assign_irqfd(&self, what: &KvmIrqfd) -> Result<(), Errno> {
         self.note(("+irqfd", what.gsi))

@@ -233,6 +233,20 @@ fn an_ioeventfd_has_a_length_the_bus_knows() {
 }
 
 #[test]
+fn a_zone_is_of_memory_or_of_ports() {
+    let v = Vm::full();
+    let zone = |pio| KvmCoalescedMmioZone { addr: 0xa_0000, size: 0x2_0000, pio };
+    assert_eq!(give(&v, REGISTER_COALESCED_MMIO, &zone(0)), Ok(0));
+    assert_eq!(give(&v, UNREGISTER_COALESCED_MMIO, &zone(1)), Ok(0));
+    assert_eq!(v.take(), [r#"("+zone", 655360, 131072, 0)"#, r#"("-zone", 655360, 131072, 1)"#]);
+    for bad in [2, 1 << 31, u32::MAX] {
+        refused(give(&v, REGISTER_COALESCED_MMIO, &zone(bad)), Errno::EINVAL);
+        refused(give(&v, UNREGISTER_COALESCED_MMIO, &zone(bad)), Errno::EINVAL);
+    }
+    assert!(v.take().is_empty());
+}
+
+#[test]
 fn an_irqfd_is_assigned_or_taken_away() {
     let v = Vm::full();
     let with = |flags| give(&v, IRQFD, &KvmIrqfd { gsi: 7, flags, ..Default::default() });

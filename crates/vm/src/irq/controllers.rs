@@ -8,7 +8,7 @@ use core::sync::atomic::{AtomicBool, AtomicU8, Ordering::*};
 
 use alloc::vec::Vec;
 use host::{
-    Arc, KBox, clock,
+    Arc, KBox, NoMemory, clock,
     event::EventFd,
     sync::SpinLock,
     timer::{TimerHandler, WithTimer},
@@ -87,8 +87,10 @@ pub struct IrqCore {
 pub type SharedCore = Arc<WithTimer<IrqCore>>;
 
 impl IrqCore {
-    pub(super) fn new(vcpus: Arc<VcpuTable>) -> Self {
-        Self {
+    /// Out of line, because it is made on the stack.
+    #[inline(never)]
+    pub(super) fn shared(vcpus: Arc<VcpuTable>) -> Result<SharedCore, NoMemory> {
+        WithTimer::new(Self {
             kind: AtomicU8::new(Irqchip::None as u8),
             intr: AtomicBool::new(false),
             nmi_watchdog: AtomicBool::new(false),
@@ -103,7 +105,7 @@ impl IrqCore {
                 retry_ns: 0,
             }),
             vcpus,
-        }
+        })
     }
 
     /// Which controllers there are.

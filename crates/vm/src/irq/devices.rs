@@ -1,5 +1,5 @@
 //! The interrupt system's own devices as the guest's instructions reach them: PIC and PIT by port,
-//! the I/O APIC by address, and ioeventfds in both spaces.
+//! the I/O APIC by address, and ioeventfds and coalesced writes in both spaces.
 
 use core::sync::atomic::Ordering::Relaxed;
 
@@ -11,18 +11,32 @@ use super::{Irqchip, Space, VmIrq, controllers::rewind};
 const SPEAKER_PORT: u16 = 0x61;
 
 impl VmIrq {
+    #[inline]
+    fn is_pic(&self, port: u16) -> bool {
+        Pic::covers(port) && self.kind() == Irqchip::Full
+    }
+
+    #[inline]
+    fn is_pit(&self, port: u16) -> bool {
+        Pit::covers(port) && self.pit.load(Relaxed)
+            || port == SPEAKER_PORT && self.speaker.load(Relaxed)
+    }
+
     /// Whether an access to this port may be ours: a compare and a load or two, for the exit path.
     #[inline]
     pub fn has_port(&self, port: u16) -> bool {
         if Pic::covers(port) {
-            self.kind() == Irqchip::Full
+            if self.kind() == Irqchip::Full {
+                return true;
+            }
         } else if Pit::covers(port) {
-            self.pit.load(Relaxed)
-        } else if port == SPEAKER_PORT {
-            self.speaker.load(Relaxed)
-        } else {
-            self.ioeventfds.may_match(Space::Port, u64::from(port))
+            if self.pit.load(Relaxed) {
+                return true;
+            }
+        } else if port == SPEAKER_PORT && self.speaker.load(Relaxed) {
+            return true;
         }
+        self.ioeventfds.may_match(Space::Port, u64::from(port))
     }
 
     /// A guest's IN of `size` bytes. False when it is not ours.
@@ -32,10 +46,14 @@ impl VmIrq {
         if !self.has_port(port) {
             return false;
         }
-        if Pic::covers(port) {
+        if self.is_pic(port) {
             // The PIC does not answer wide accesses.
             *value = if size == 1 { u32::from(self.read_pic(port)) } else { 0 };
             return true;
+        }
+        if !self.is_pit(port) {
+            // Only writes signal eventfds or are coalesced.
+            return false;
         }
         let mut state = self.core.state.lock();
         let Some(pit) = state.pit.as_mut() else {
@@ -44,9 +62,7 @@ impl VmIrq {
         let now = clock::monotonic_ns();
         *value = match port {
             SPEAKER_PORT => u32::from(pit.read_speaker(now)),
-            port if Pit::covers(port) => u32::from(pit.read(port, now)),
-            // Only writes signal eventfds.
-            _ => return false,
+            port => u32::from(pit.read(port, now)),
         };
         true
     }
@@ -70,7 +86,7 @@ impl VmIrq {
         if !self.has_port(port) {
             return false;
         }
-        if Pic::covers(port) {
+        if self.is_pic(port) {
             if size == 1 {
                 let mut state = self.core.state.lock();
                 state.pic.write(port, value as u8);
@@ -81,8 +97,12 @@ impl VmIrq {
             }
             return true;
         }
-        if !Pit::covers(port) && port != SPEAKER_PORT {
-            return self.ioeventfds.signal_pio(port, u32::from(size), value);
+        if !self.is_pit(port) {
+            let data = value.to_le_bytes();
+            return self.ioeventfds.signal_pio(port, u32::from(size), value)
+                || data
+                    .get(..usize::from(size))
+                    .is_some_and(|data| self.coalesced.append(Space::Port, u64::from(port), data));
         }
         let changed = {
             let mut state = self.core.state.lock();
@@ -129,9 +149,15 @@ impl VmIrq {
         true
     }
 
+    /// A store that an eventfd or a zone may wait for. False when none does.
+    fn awaited(&self, address: u64, data: &[u8]) -> bool {
+        self.ioeventfds.signal_mmio(address, data)
+            || !self.is_ioapic(address) && self.coalesced.append(Space::Memory, address, data)
+    }
+
     /// A guest's store to an address without memory. False when it is not ours.
     pub fn mmio_write(&self, address: u64, data: &[u8]) -> bool {
-        if self.ioeventfds.signal_mmio(address, data) {
+        if self.ioeventfds.may_match(Space::Memory, address) && self.awaited(address, data) {
             return true;
         }
         if !self.is_ioapic(address) {

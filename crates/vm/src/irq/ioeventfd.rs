@@ -135,19 +135,36 @@ impl Table {
     }
 }
 
+/// Filter bits of others who wait for a guest's writes.
+#[derive(Default)]
+struct Others {
+    memory: u64,
+    port: u64,
+}
+
+impl Others {
+    fn of(&mut self, space: Space) -> &mut u64 {
+        match space {
+            Space::Memory => &mut self.memory,
+            Space::Port => &mut self.port,
+        }
+    }
+}
+
 /// The ioeventfds of a VM.
 pub struct IoEventFds {
     table: Srcu<Table>,
-    /// Serialises those who change the table.
-    changing: Mutex<()>,
-    /// A bit for every address that may be in the table: most writes are dismissed by one load.
+    /// Serialises those who change the table, and holds what else is in the filters.
+    changing: Mutex<Others>,
+    /// A bit for every address that may be in the table, or that others wait for: most writes are
+    /// dismissed by one load.
     port_filter: AtomicU64,
     memory_filter: AtomicU64,
 }
 
 /// The filter bit of an address.
 #[inline]
-const fn filter_bit(address: u64) -> u64 {
+pub(super) const fn filter_bit(address: u64) -> u64 {
     // Devices' registers differ in the low bits, devices in those above.
     1 << ((address ^ address >> 6 ^ address >> 12) & 63)
 }
@@ -157,7 +174,7 @@ impl IoEventFds {
     pub fn new() -> Result<Self, NoMemory> {
         Ok(Self {
             table: Srcu::new(KBox::new(Table::default())?)?,
-            changing: Mutex::new(()),
+            changing: Mutex::new(Others::default()),
             port_filter: AtomicU64::new(0),
             memory_filter: AtomicU64::new(0),
         })
@@ -170,14 +187,25 @@ impl IoEventFds {
         }
     }
 
-    fn publish(&self, table: Table) -> Result<(), NoMemory> {
+    fn publish(&self, table: Table, others: &mut Others) -> Result<(), NoMemory> {
         let table = KBox::new(table)?;
         for space in [Space::Memory, Space::Port] {
-            let bits = table.space(space).iter().fold(0, |b, e| b | filter_bit(e.what.address));
-            self.filter(space).store(bits, Release);
+            self.set_filter(space, &table, *others.of(space));
         }
         drop(self.table.replace(table));
         Ok(())
+    }
+
+    fn set_filter(&self, space: Space, table: &Table, others: u64) {
+        let bits = table.space(space).iter().fold(others, |b, e| b | filter_bit(e.what.address));
+        self.filter(space).store(bits, Release);
+    }
+
+    /// Lets writes with these filter bits pass too, in place of those that were said before.
+    pub(super) fn set_others(&self, space: Space, bits: u64) {
+        let mut others = self.changing.lock();
+        *others.of(space) = bits;
+        self.set_filter(space, &self.table.read(), bits);
     }
 
     /// Adds one. Process context.
@@ -189,7 +217,7 @@ impl IoEventFds {
             return Err(IoEventError::Invalid);
         }
         let event = Arc::new(EventFd::get(fd)?)?;
-        let _changing = self.changing.lock();
+        let mut others = self.changing.lock();
         let mut new = {
             let table = self.table.read();
             let present = table.space(what.space);
@@ -204,7 +232,7 @@ impl IoEventFds {
         let entries = new.space_mut(what.space);
         let place = entries.partition_point(|e| e.what.address <= what.address);
         entries.insert(place, Entry { what, event });
-        Ok(self.publish(new)?)
+        Ok(self.publish(new, &mut others)?)
     }
 
     /// Removes the one with the same eventfd, address, length and value.
@@ -213,15 +241,16 @@ impl IoEventFds {
     /// `NotFound`, `BadFd`, `NoMemory`.
     pub fn deassign(&self, what: IoEvent, fd: i32) -> Result<(), IoEventError> {
         let event = EventFd::get(fd)?;
-        let _changing = self.changing.lock();
+        let mut others = self.changing.lock();
         let mut new = self.table.read().copy(0)?;
         let entries = new.space_mut(what.space);
         let found = entries.iter().position(|e| e.what == what && e.event.same(&event));
         entries.remove(found.ok_or(IoEventError::NotFound)?);
-        Ok(self.publish(new)?)
+        Ok(self.publish(new, &mut others)?)
     }
 
-    /// Whether a write to this address may signal: one load, for the exit path.
+    /// Whether a write to this address may signal or be waited for by others: one load, for the exit
+    /// path.
     #[inline]
     pub fn may_match(&self, space: Space, address: u64) -> bool {
         self.filter(space).load(Relaxed) & filter_bit(address) != 0

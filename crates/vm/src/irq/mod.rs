@@ -1,6 +1,7 @@
-//! The interrupt half of a VM: controllers, routes, irqfds, ioeventfds, and the devices of the
-//! interrupt system that a guest reaches by port or by address.
+//! The interrupt half of a VM: controllers, routes, irqfds, ioeventfds, coalesced writes, and the
+//! devices of the interrupt system that a guest reaches by port or by address.
 
+mod coalesced;
 mod controllers;
 mod deliver;
 mod devices;
@@ -10,13 +11,14 @@ mod irqfd;
 mod tests;
 
 pub use self::{
+    coalesced::{Coalesced, MAX_ZONES, RING_ENTRIES, Zone, ZoneError},
     controllers::{IrqCore, Irqchip, SharedCore, Source},
     ioeventfd::{IoEvent, IoEventError, IoEventFds, MAX_IOEVENTFDS, Space},
     irqfd::{IrqFdError, IrqFds},
 };
 
 use core::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use host::{Arc, KBox, NoMemory, clock, timer::WithTimer};
+use host::{Arc, KBox, NoMemory, clock};
 use irqchip::{
     IoApicState, IrqMessage, LineStatus, Msi, PicState, Pit, PitState, Route, Routing,
     RoutingError, Shorthand, lapic::Accepted,
@@ -54,6 +56,7 @@ pub struct VmIrq {
     core: SharedCore,
     irqfds: IrqFds,
     ioeventfds: IoEventFds,
+    coalesced: Coalesced,
     /// Port 0x61 is ours (KVM_PIT_SPEAKER_DUMMY).
     speaker: AtomicBool,
     /// There is a PIT.
@@ -74,9 +77,10 @@ impl VmIrq {
     #[inline(never)]
     pub fn new(vcpus: Arc<VcpuTable>) -> Result<Self, NoMemory> {
         Ok(Self {
-            core: WithTimer::new(IrqCore::new(vcpus))?,
+            core: IrqCore::shared(vcpus)?,
             irqfds: IrqFds::new(),
             ioeventfds: IoEventFds::new()?,
+            coalesced: Coalesced::new()?,
             speaker: AtomicBool::new(false),
             pit: AtomicBool::new(false),
         })
@@ -217,6 +221,28 @@ impl VmIrq {
     #[inline]
     pub fn ioeventfds(&self) -> &IoEventFds {
         &self.ioeventfds
+    }
+
+    /// Coalesced writes.
+    #[inline]
+    pub fn coalesced(&self) -> &Coalesced {
+        &self.coalesced
+    }
+
+    /// KVM_REGISTER_COALESCED_MMIO. Process context.
+    ///
+    /// # Errors
+    /// All of [`ZoneError`].
+    pub fn register_zone(&self, zone: Zone) -> Result<(), ZoneError> {
+        self.coalesced.register(zone, |space, bits| self.ioeventfds.set_others(space, bits))
+    }
+
+    /// KVM_UNREGISTER_COALESCED_MMIO: removes every zone in which `range` lies. Process context.
+    ///
+    /// # Errors
+    /// [`NoMemory`].
+    pub fn unregister_zones(&self, range: Zone) -> Result<(), NoMemory> {
+        self.coalesced.unregister(range, |space, bits| self.ioeventfds.set_others(space, bits))
     }
 
     /// KVM_IRQFD.

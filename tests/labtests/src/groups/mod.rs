@@ -2,6 +2,7 @@
 
 use crate::runner::Test;
 
+mod coalesced;
 mod control_bits;
 mod cpuid_table;
 mod deadline;
@@ -78,6 +79,7 @@ pub fn all() -> impl Iterator<Item = Test> {
         paging_protection::TESTS,
         mmio::TESTS,
         ports::TESTS,
+        coalesced::TESTS,
         instructions::TESTS,
         injection::TESTS,
         delivery::TESTS,

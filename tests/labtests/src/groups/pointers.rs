@@ -31,7 +31,7 @@ const OF_SYSTEM: [Command; 4] = [
     ("GET_MSRS", ioctl::GET_MSRS),
 ];
 
-const OF_VM: [Command; 16] = [
+const OF_VM: [Command; 18] = [
     ("SET_USER_MEMORY_REGION", ioctl::SET_USER_MEMORY_REGION),
     ("GET_DIRTY_LOG", ioctl::GET_DIRTY_LOG),
     ("SET_IDENTITY_MAP_ADDR", ioctl::SET_IDENTITY_MAP_ADDR),
@@ -43,6 +43,8 @@ const OF_VM: [Command; 16] = [
     ("IRQFD", ioctl::IRQFD),
     ("IOEVENTFD", ioctl::IOEVENTFD),
     ("SIGNAL_MSI", ioctl::SIGNAL_MSI),
+    ("REGISTER_COALESCED_MMIO", ioctl::REGISTER_COALESCED_MMIO),
+    ("UNREGISTER_COALESCED_MMIO", ioctl::UNREGISTER_COALESCED_MMIO),
     ("SET_CLOCK", ioctl::SET_CLOCK),
     ("GET_CLOCK", ioctl::GET_CLOCK),
     ("GET_PIT2", ioctl::GET_PIT2),
