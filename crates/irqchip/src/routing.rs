@@ -198,6 +198,14 @@ impl Routing {
         }
     }
 
+    /// Where the GSIs below `end` go.
+    pub fn targets_below(&self, end: u32) -> &[Target] {
+        match self.starts.get(end as usize) {
+            Some(end) => self.targets.get(..usize::from(*end)).unwrap_or(&[]),
+            None => &self.targets,
+        }
+    }
+
     /// The MSI of a GSI that goes to nothing else: irqfd keeps it at hand.
     #[inline]
     pub fn msi(&self, gsi: u32) -> Option<Msi> {
@@ -259,6 +267,11 @@ mod tests {
         assert_eq!(table.msi(7).unwrap().data, 1);
         assert_eq!(table.msi(2), None);
         assert!(table.targets(3).is_empty());
+        assert_eq!(table.targets_below(7), &[routes[1].target, routes[3].target]);
+        assert_eq!(
+            [0, 2, 8, 40, 41, 4096].map(|end| table.targets_below(end).len()),
+            [0, 0, 3, 3, 4, 4]
+        );
         assert_eq!(table.gsi_of_pin(Chip::IoApic, 5), Some(2));
         assert_eq!(table.gsi_of_pin(Chip::IoApic, 2), None);
     }

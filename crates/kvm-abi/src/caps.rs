@@ -22,7 +22,8 @@
 //! | IRQFD_RESAMPLE, IOEVENTFD, IOEVENTFD_NO_LENGTH, IOEVENTFD_ANY_LENGTH, SIGNAL_MSI | 1 | 1 |
 //! | IOAPIC_POLARITY_IGNORED | 1 | 1 |
 //! | IRQ_ROUTING | 4096 | 4096 |
-//! | SPLIT_IRQCHIP, X2APIC_API | 1, 3 | as the offer says |
+//! | SPLIT_IRQCHIP | 1 | as the offer says: 1 |
+//! | X2APIC_API | 3 | as the offer says |
 //! | CLOCKSOURCE, KVMCLOCK_CTRL, GET_TSC_KHZ, TSC_DEADLINE_TIMER | 1 | 1 |
 //! | ADJUST_CLOCK | 0xe | 0xe |
 //! | TSC_CONTROL, VM_TSC_CONTROL | with TSC scaling | with TSC scaling |

@@ -193,7 +193,33 @@ fn what_comes_before_vcpus_is_refused_after_them() {
         args: [24, 0, 0, 0],
         ..Default::default()
     };
-    assert_eq!(vm.with(ioctl::ENABLE_CAP, &split), error(Errno::EINVAL));
+    assert_eq!(vm.with(ioctl::ENABLE_CAP, &split), error(Errno::EEXIST));
+}
+
+#[test]
+fn a_split_irqchip_is_the_local_apics_alone() {
+    let vm = vm();
+    let split = |routes| {
+        let args = [routes, 0, 0, 0];
+        let cap = capability::CAP_SPLIT_IRQCHIP;
+        vm.with(ioctl::ENABLE_CAP, &KvmEnableCap { cap, args, ..Default::default() })
+    };
+    assert_eq!([4097, u64::MAX].map(split), [error(Errno::EINVAL); 2]);
+    assert_eq!(split(4096), 0);
+    assert_eq!([4096, 4097].map(split), [error(Errno::EEXIST), error(Errno::EINVAL)]);
+    assert_eq!(vm.call(ioctl::CREATE_IRQCHIP, 0), error(Errno::EEXIST));
+    assert_eq!(vm.with(ioctl::CREATE_PIT2, &KvmPitConfig::default()), error(Errno::ENOENT));
+    let chip = KvmIrqchip { chip_id: IRQCHIP_IOAPIC, ..Default::default() };
+    assert_eq!(vm.with(ioctl::SET_IRQCHIP, &chip), error(Errno::ENXIO));
+    let vcpu = vm.vcpu(0);
+    let interrupt = |irq| vcpu.with(ioctl::INTERRUPT, &KvmInterrupt { irq });
+    assert_eq!(interrupt(256), error(Errno::EINVAL));
+    assert_eq!([interrupt(0x40), interrupt(0x41)], [0, error(Errno::EEXIST)]);
+    // It waits for the local APIC to take it, and is no state before.
+    let events: KvmVcpuEvents = vcpu.get(ioctl::GET_VCPU_EVENTS);
+    assert_eq!(events.interrupt.injected, 0);
+    assert_eq!(vcpu.with(ioctl::SET_VCPU_EVENTS, &events), 0);
+    assert_eq!(interrupt(0x41), error(Errno::EEXIST));
 }
 
 #[test]

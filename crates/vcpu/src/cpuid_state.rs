@@ -8,7 +8,7 @@
 
 use backend::{Backend, GuestLimits};
 use stats::VcpuCount;
-use vm::vcpu_shared::SharedVcpu;
+use vm::{irq::Irqchip, vcpu_shared::SharedVcpu};
 use x86::cpuid::feature;
 
 use crate::Vcpu;
@@ -96,7 +96,8 @@ impl<B: Backend> Vcpu<B> {
         self.b.set_limits(limits);
         self.shared.lapic.set_features(irqchip::lapic::Features {
             tsc_deadline: f(feature::TSC_DEADLINE),
-            directed_eoi: false,
+            // The I/O APIC in the kernel has no register for it.
+            directed_eoi: f(feature::X2APIC) && self.vm.irq().kind() == Irqchip::Split,
         });
         if self.msrs_filtered {
             self.apply_msr_filter();

@@ -19,7 +19,8 @@ pub struct Events {
     pub again: Option<Event>,
     /// An exception that a handler raised.
     pub exception: Option<Exception>,
-    /// The interrupt that a VMM with its own PIC gave (KVM_INTERRUPT).
+    /// The interrupt that a VMM with its own PIC gave (KVM_INTERRUPT). With a local APIC of ours that
+    /// has to take it, and it is no part of the saved state until it did.
     pub external: Option<Vector>,
     /// What is for the outer loop.
     pub outer: Outer,
@@ -39,6 +40,8 @@ impl Outer {
     pub const SMI: Self = Self(1 << 2);
     /// The vCPU is observed: something is to be told before the next entry.
     pub const OBSERVED: Self = Self(1 << 3);
+    /// The VMM's I/O APIC is to hear of an end of interrupt.
+    pub const EOI: Self = Self(1 << 4);
 
     /// Whether there is anything.
     #[inline(always)]
@@ -141,6 +144,7 @@ impl<B: Backend> Vcpu<B> {
             && self.events.again.is_none()
             && self.events.exception.is_none()
             && self.events.external.is_none()
+            && (!self.shared.in_kernel_apic || self.shared.lapic.accepts_pic())
     }
 
     /// Brings the task priority from the hardware, which the guest writes without an exit, to the
@@ -162,10 +166,10 @@ impl<B: Backend> Vcpu<B> {
         self.b.set_cr8(cr8);
     }
 
-    /// Whether the 8259A has an interrupt for this vCPU.
+    /// Whether the 8259A, ours or the VMM's, has an interrupt for this vCPU.
     pub(crate) fn pic_pending(&self) -> bool {
         self.shared.in_kernel_apic
-            && self.vm.irq().extint_pending()
+            && (self.vm.irq().extint_pending() || self.events.external.is_some())
             && self.shared.lapic.accepts_pic()
     }
 
@@ -255,6 +259,13 @@ impl<B: Backend> Vcpu<B> {
             }
             return kernel;
         }
+        if self.window_wanted && self.shared.lapic.accepts_pic() {
+            // The VMM's PIC goes before the local APIC.
+            self.b.offer_interrupt(None);
+            self.b.set_interrupt_window(true);
+            self.update_cr8_intercept(false);
+            return true;
+        }
         let pending = self.shared.lapic.highest_pending();
         if let Some(vector) = pending {
             self.shared.lapic.take(vector);
@@ -298,7 +309,7 @@ impl<B: Backend> Vcpu<B> {
     /// it at this entry.
     pub(crate) fn inject_from_pic(&mut self) {
         if self.interrupts_open()
-            && let Some(vector) = self.vm.irq().extint_ack()
+            && let Some(vector) = self.events.external.take().or_else(|| self.vm.irq().extint_ack())
         {
             self.b.inject(Event::Interrupt(vector));
             if host::trace::observed().inj_virq() {
@@ -306,7 +317,9 @@ impl<B: Backend> Vcpu<B> {
             }
             self.stats.count(VcpuCount::IrqInjections);
         }
-        let waiting = self.pic_pending() || self.shared.lapic.highest_pending().is_some();
+        let waiting = self.pic_pending()
+            || self.window_wanted
+            || self.shared.lapic.highest_pending().is_some();
         self.b.set_interrupt_window(waiting);
         self.update_cr8_intercept(waiting);
     }

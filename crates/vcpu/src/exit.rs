@@ -14,7 +14,7 @@ pub const ERROR_UNEXPECTED_EXIT: u32 = 4;
 /// What user space wrote into the page before KVM_RUN. Each word was read once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RunInput {
-    /// Return as soon as an interrupt could be injected (VMs without in-kernel irqchip).
+    /// Return as soon as an interrupt could be injected (VMs whose PIC is the VMM's).
     pub request_interrupt_window: bool,
     /// Complete what the last exit left open, then return with EINTR.
     pub immediate_exit: bool,

@@ -6,8 +6,9 @@ use irqchip::{
     IrqMessage,
     lapic::{HostTimer, LapicEffect, TimerClock, TimerOp},
 };
+use vm::{irq::Irqchip, vcpu_shared::Request};
 
-use crate::{Vcpu, inner::Next};
+use crate::{Vcpu, events::Outer, inner::Next};
 
 /// Host time inside the loop, derived from the TSC: one call of the kernel's clock serves all
 /// handlers until the loop is left.
@@ -189,8 +190,9 @@ impl<B: Backend> Vcpu<B> {
         match effect {
             LapicEffect::None => {}
             LapicEffect::Eoi { vector, level } => {
-                if level {
-                    self.vm.irq().eoi(&self.shared, vector);
+                if level && self.vm.irq().eoi(&self.shared, vector) {
+                    self.rare.ended = vector;
+                    self.events.outer.set(Outer::EOI, true);
                 }
             }
             LapicEffect::TprChanged => self.publish_priority(),
@@ -207,7 +209,25 @@ impl<B: Backend> Vcpu<B> {
             LapicEffect::EnableChanged | LapicEffect::Lint0Changed => {
                 self.lazy.doubt();
                 self.vm.irq().apic_changed();
+                self.address_changed();
             }
+            LapicEffect::AddressChanged => self.address_changed(),
+        }
+    }
+
+    /// Other interrupts than before may be addressed to the local APIC.
+    pub(crate) fn address_changed(&self) {
+        if self.vm.irq().kind() == Irqchip::Split {
+            self.shared.request(Request::Routes);
+        }
+    }
+
+    /// Follows the routes of the VMM's I/O APIC.
+    #[cold]
+    pub(crate) fn follow_routes(&mut self) {
+        if self.vm.irq().kind() == Irqchip::Split {
+            self.settle_apic();
+            self.vm.irq().follow_routes(&self.shared);
         }
     }
 

@@ -47,6 +47,7 @@ use mmu::{CodeFetch, TableCache};
 use msr::{HostMsrs, MsrStore};
 use stats::VcpuStats;
 use vm::{VmRef, memory::VmMemory, msr_filter::MsrFilter, vcpu_shared::SharedVcpu};
+use x86::Vector;
 
 /// A virtual CPU. Owned by whoever holds its mutex: one thread at a time.
 pub struct Vcpu<B: Backend> {
@@ -122,6 +123,8 @@ pub(crate) struct Rare {
     pub msr_filter: Option<Arc<MsrFilter>>,
     /// The VMM's breakpoints are in the hardware's debug registers.
     pub borrowed_debug: Option<debug::Borrowed>,
+    /// The vector of whose end the VMM's I/O APIC is to hear.
+    pub ended: Vector,
 }
 
 /// What this host can offer its guests, found out at load.
@@ -215,6 +218,7 @@ impl<B: Backend> Vcpu<B> {
                 signal_mask: None,
                 msr_filter: None,
                 borrowed_debug: None,
+                ended: Vector(0),
             })?,
             roots: roots::Roots::new(vm.paging)?,
             fetch: code_fetch()?,
@@ -297,7 +301,9 @@ impl<B: Backend> Vcpu<B> {
         // RDX holds the processor signature.
         let signature = self.cpuid.signature();
         self.gprs.0[backend::RDX] = u64::from(if signature == 0 { 0x600 } else { signature });
-        self.events = events::Events::default();
+        // What waits for the local APIC waits on.
+        let external = self.events.external.filter(|_| self.shared.in_kernel_apic);
+        self.events = events::Events { external, ..events::Events::default() };
         self.reset_smm();
         self.after_exit.set_offered(None);
         self.open = run::Open::Nothing;

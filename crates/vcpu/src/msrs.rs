@@ -310,6 +310,7 @@ impl<B: Backend> Vcpu<B> {
         if change.mode {
             self.lazy.doubt();
             self.vm.irq().apic_changed();
+            self.address_changed();
             self.recheck = true;
         }
         Ok(())

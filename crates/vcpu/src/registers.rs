@@ -215,8 +215,13 @@ impl<B: Backend> Vcpu<B> {
     pub fn interrupt_in_injection(&self) -> Option<Vector> {
         match self.events.again {
             Some(Event::Interrupt(vector)) => Some(vector),
-            _ => self.events.external,
+            _ => self.own_external(),
         }
+    }
+
+    /// The interrupt that the VMM gave, where no local APIC of ours has to take it first.
+    fn own_external(&self) -> Option<Vector> {
+        if self.shared.in_kernel_apic { None } else { self.events.external }
     }
 
     /// KVM_GET_VCPU_EVENTS.
@@ -228,7 +233,7 @@ impl<B: Backend> Vcpu<B> {
         let (interrupt, interrupt_soft) = match self.events.again {
             Some(Event::Interrupt(v)) => (Some(v), false),
             Some(Event::Software(v)) => (Some(v), true),
-            _ => (self.events.external, false),
+            _ => (self.own_external(), false),
         };
         SavedEvents {
             exception,
@@ -249,7 +254,9 @@ impl<B: Backend> Vcpu<B> {
     pub fn restore_events(&mut self, e: &SavedEvents, shadow: bool, pending: bool, triple: bool) {
         self.events.again = None;
         self.events.exception = None;
-        self.events.external = None;
+        if !self.shared.in_kernel_apic {
+            self.events.external = None;
+        }
         match e.exception {
             Some(x) if e.exception_injected => self.events.again = Some(Event::Exception(x)),
             x => self.events.exception = x,
@@ -378,6 +385,7 @@ impl<B: Backend> Vcpu<B> {
         self.lazy.forget_promise();
         self.publish_priority();
         self.vm.irq().apic_changed();
+        self.address_changed();
         self.recheck = true;
         Ok(())
     }

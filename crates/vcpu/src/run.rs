@@ -6,7 +6,10 @@ use emulate::SimpleMmio;
 use host::task::{self, Blocked, Sleeper};
 use host::trace;
 use stats::VcpuCount;
-use vm::vcpu_shared::{MpState, Request};
+use vm::{
+    irq::Irqchip,
+    vcpu_shared::{MpState, Request},
+};
 
 use crate::{
     Vcpu,
@@ -124,12 +127,17 @@ impl<B: Backend> Vcpu<B> {
     /// What a return from [`Vcpu::run`] shows beside the reason.
     pub fn run_output(&self) -> RunOutput {
         RunOutput {
-            ready_for_interrupt_injection: self.shared.in_kernel_apic || self.ready_for_injection(),
+            ready_for_interrupt_injection: self.has_pic() || self.ready_for_injection(),
             if_flag: self.b.rflags() & (1 << 9) != 0,
             cr8: u64::from(self.b.cr8()),
             apic_base: self.shared.lapic.base(),
             smm: self.smm.active,
         }
+    }
+
+    /// Whether the 8259A is ours.
+    fn has_pic(&self) -> bool {
+        self.vm.irq().kind() == Irqchip::Full
     }
 
     /// An application processor sleeps until it is started.
@@ -162,6 +170,7 @@ impl<B: Backend> Vcpu<B> {
             self.reset_registers(true);
             self.forget_lazy_deadline();
             self.shared.lapic.init();
+            self.address_changed();
             self.publish_priority();
             let bsp = self.shared.lapic.base() & (1 << 8) != 0;
             self.shared.set_mp_state(if bsp { MpState::Runnable } else { MpState::InitReceived });
@@ -208,7 +217,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn run_loop(&mut self, input: &RunInput) -> UserExit {
-        self.window_wanted = input.request_interrupt_window && !self.shared.in_kernel_apic;
+        self.window_wanted = input.request_interrupt_window && !self.has_pic();
         if self.window_wanted {
             self.recheck = true;
         }
@@ -250,6 +259,10 @@ impl<B: Backend> Vcpu<B> {
         {
             return Some(exit);
         }
+        if self.window_wanted && self.ready_for_injection() {
+            self.window_wanted = false;
+            return Some(UserExit::IrqWindowOpen);
+        }
         if self.shared.mp_state() != MpState::Runnable {
             if let Some(exit) = self.sleep() {
                 return Some(exit);
@@ -259,10 +272,6 @@ impl<B: Backend> Vcpu<B> {
             {
                 return Some(exit);
             }
-        }
-        if self.window_wanted && self.ready_for_injection() {
-            self.window_wanted = false;
-            return Some(UserExit::IrqWindowOpen);
         }
         self.settle_shadow();
         if self.roots.is_due() && self.settle_roots().is_err() {
@@ -283,6 +292,9 @@ impl<B: Backend> Vcpu<B> {
             let pc = self.linear_rip();
             // DR6.BS with the bits that are always set.
             return Some(UserExit::Debug { exception: 1, pc, dr6: 0xffff_4ff0, dr7 });
+        }
+        if self.events.outer.take(Outer::EOI) {
+            return Some(UserExit::IoapicEoi { vector: self.rare.ended.0 });
         }
         self.take_smi()
     }
@@ -317,6 +329,9 @@ impl<B: Backend> Vcpu<B> {
         if has(Request::Smi) {
             self.smi_arrived();
         }
+        if has(Request::Routes) {
+            self.follow_routes();
+        }
         if has(Request::Event) {
             self.stats.count(VcpuCount::ReqEvent);
             self.recheck = true;
@@ -332,7 +347,7 @@ impl<B: Backend> Vcpu<B> {
         (self.shared.nmis() != 0 && !self.b.nmi_masked())
             || self.events.outer.has(Outer::SMI)
             || self.shared.has_init_sipi()
-            || self.events.external.is_some()
+            || (self.events.external.is_some() && !self.shared.in_kernel_apic)
             || self.events.again.is_some()
             || self.events.exception.is_some()
             || (self.b.rflags() & (1 << 9) != 0 && self.interrupt_waits())

@@ -140,6 +140,10 @@ impl<B: Backend> Vcpu<B> {
             }
             return kernel;
         }
+        if self.window_wanted && self.shared.lapic.accepts_pic() {
+            // While it is open the CPU delivers nothing itself (SDM vol. 3C §30.2.2).
+            self.b.set_interrupt_window(true);
+        }
         true
     }
 

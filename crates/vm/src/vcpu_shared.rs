@@ -42,6 +42,8 @@ pub enum Request {
     MsrFilter = 1 << 6,
     /// Logging of written pages goes on or off.
     PageLog = 1 << 7,
+    /// Routes whose ends the VMM's I/O APIC waits for changed, or what the local APIC takes of them.
+    Routes = 1 << 8,
 }
 
 /// KVM_MP_STATE_* (KVM API §4.38).
@@ -115,7 +117,10 @@ impl VcpuShared {
             waiter: Waiter::new()?,
             stats: VcpuStats::shared()?,
             state: KickState::new(
-                Request::Clock as u32 | Request::MsrFilter as u32 | Request::PageLog as u32,
+                Request::Clock as u32
+                    | Request::MsrFilter as u32
+                    | Request::PageLog as u32
+                    | Request::Routes as u32,
             ),
             nmis: AtomicU32::new(0),
             init_sipi: AtomicU32::new(0),

@@ -174,8 +174,7 @@ fn offer(common: &Common, supported: &Supported, maxphyaddr: u8, amd: bool) -> O
         tsc_scaling: common.tsc_ratio.is_some(),
         max_tsc_khz: if common.tsc_ratio.is_some() { max_khz as u32 } else { tsc_khz },
         tsc_khz,
-        // Ends of level-triggered interrupts are not reported to a VMM with an I/O APIC of its own.
-        split_irqchip: false,
+        split_irqchip: true,
         x2apic_api: X2APIC_API_USE_32BIT_IDS,
         steal_time: true,
         halt_poll: true,

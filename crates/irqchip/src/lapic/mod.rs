@@ -83,7 +83,8 @@ pub struct BaseChange {
 pub struct Features {
     /// The timer has TSC-deadline mode.
     pub tsc_deadline: bool,
-    /// The guest may suppress EOI broadcasts (SVR bit 12); only with an I/O APIC in user space.
+    /// The guest may suppress EOI broadcasts (SVR bit 12); only with an I/O APIC in user space, which
+    /// hears all the same of the ends it waits for ([`Lapic::await_ends`]), as under stock KVM.
     pub directed_eoi: bool,
 }
 

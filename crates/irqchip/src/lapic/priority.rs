@@ -3,7 +3,7 @@
 
 use core::sync::atomic::Ordering::*;
 
-use x86::Vector;
+use x86::{Vector, apic::VectorWords};
 
 use super::regs::SVR_SUPPRESS_EOI;
 use super::{FEATURE_DIRECTED_EOI, Lapic, LapicEffect};
@@ -143,6 +143,23 @@ impl Lapic {
     /// Nobody waits for the end of `vector` any more: its EOI is reported no longer.
     pub fn forget_notify(&self, vector: Vector) {
         self.eoi_notify.clear_shared(vector.0);
+    }
+
+    /// Replaces the vectors whose ends somebody waits for. Only for an owner whose senders ask for no
+    /// reports themselves ([`IrqMessage::notify_eoi`](crate::IrqMessage::notify_eoi)).
+    pub fn await_ends(&self, vectors: &VectorWords) {
+        self.eoi_notify.replace_owned(vectors);
+        self.any_notify.store(u8::from(*vectors != [0; 4]), Release);
+    }
+
+    /// Whether somebody waits for the end of `vector`.
+    pub fn awaits_end(&self, vector: Vector) -> bool {
+        self.notifies(vector.0)
+    }
+
+    /// Whether `vector` is requested or in service.
+    pub fn has_not_ended(&self, vector: Vector) -> bool {
+        self.irr.test(vector.0) || self.isr.test(vector.0)
     }
 
     #[inline]

@@ -75,6 +75,8 @@ pub enum LapicEffect {
     EnableChanged,
     /// LINT0's entry changed: who takes the 8259A's interrupts and the PIT's NMIs may change.
     Lint0Changed,
+    /// Id, logical id or its format changed: other messages than before may be addressed here.
+    AddressChanged,
 }
 
 impl Lapic {
@@ -158,15 +160,15 @@ impl Lapic {
             }
             reg::ID => {
                 self.id.store(value >> 24, Relaxed);
-                LapicEffect::None
+                LapicEffect::AddressChanged
             }
             reg::LDR => {
                 self.ldr.store(value & 0xff00_0000, Relaxed);
-                LapicEffect::None
+                LapicEffect::AddressChanged
             }
             reg::DFR => {
                 self.dfr.store(value | 0x0fff_ffff, Relaxed);
-                LapicEffect::None
+                LapicEffect::AddressChanged
             }
             _ => self.write_shared(offset, value),
         }

@@ -84,15 +84,13 @@ impl<M: MakeBackend> VmFile<M> {
         Ok(Arc::new(file)?)
     }
 
-    fn create_controllers(&self, kind: irq::Irqchip) -> Result<(), Errno> {
+    fn split_irqchip(&self, reserved: u32) -> Result<(), Errno> {
         let _making = self.vm.making.lock();
-        if self.vm.irq().kind() != irq::Irqchip::None {
+        // Stock KVM does not tell the two apart here.
+        if self.vm.irq().kind() != irq::Irqchip::None || self.vm.vcpus().count() != 0 {
             return Err(Errno::EEXIST);
         }
-        if self.vm.vcpus().count() != 0 {
-            return Err(Errno::EINVAL);
-        }
-        Ok(self.vm.irq().create(kind)?)
+        Ok(self.vm.irq().create_split(reserved)?)
     }
 
     fn set_max_vcpu_id(&self, limit: u32) -> Result<(), Errno> {
@@ -203,7 +201,14 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
     }
 
     fn create_irqchip(&self) -> Result<(), Errno> {
-        self.create_controllers(irq::Irqchip::Full)
+        let _making = self.vm.making.lock();
+        if self.vm.irq().kind() != irq::Irqchip::None {
+            return Err(Errno::EEXIST);
+        }
+        if self.vm.vcpus().count() != 0 {
+            return Err(Errno::EINVAL);
+        }
+        Ok(self.vm.irq().create(irq::Irqchip::Full)?)
     }
 
     fn pic(&self, which: u32) -> Result<KvmPicState, Errno> {
@@ -361,7 +366,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
     fn set(&self, setting: Setting) -> Result<(), Errno> {
         let settings = &self.vm.settings;
         match setting {
-            Setting::SplitIrqchip(_) => return self.create_controllers(irq::Irqchip::Split),
+            Setting::SplitIrqchip(reserved) => return self.split_irqchip(reserved),
             Setting::X2apicApi(bits) => {
                 settings.x2apic_api.fetch_or(bits, Relaxed);
                 self.vm.irq().set_wide_dest(self.wide_ids());

@@ -90,7 +90,7 @@ pub struct MemoryRegion {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Setting {
     /// Local APICs are ours, and so many routes are kept for the VMM's I/O APIC. `EEXIST` with an
-    /// irqchip, `EINVAL` with vCPUs.
+    /// irqchip or with vCPUs.
     SplitIrqchip(u32),
     /// KVM_CAP_X2APIC_API.
     X2apicApi(u64),

@@ -63,16 +63,16 @@ pub fn features_with_timer() -> Features {
 
 /// A VM with the kernel's interrupt controllers.
 pub fn vm() -> VmRef {
-    vm_of(features(), Format::npt(4, 0))
+    let vm = bare_vm_of(features(), Format::npt(4, 0));
+    vm.irq().create(vm::irq::Irqchip::Full).unwrap();
+    vm
 }
 
-fn vm_of(features: Features, tables: Format) -> VmRef {
+fn bare_vm_of(features: Features, tables: Format) -> VmRef {
     claim_cpu();
     percpu::set_up(features, CPUS).unwrap();
     let limits = HostLimits { tables, maxphyaddr: 48, halt_poll_ns: 0, paging: Default::default() };
-    let vm = Vm::new(&limits).unwrap();
-    vm.irq().create(vm::irq::Irqchip::Full).unwrap();
-    vm
+    Vm::new(&limits).unwrap()
 }
 
 /// A vCPU alone in its VM.
@@ -82,7 +82,19 @@ pub fn vcpu() -> VmxVcpu {
 
 /// The same on a CPU that has these, with such nested tables; and its VM.
 pub fn vcpu_of(features: Features, tables: Format) -> (VmxVcpu, VmRef) {
-    let vm = vm_of(features, tables);
+    let vm = bare_vm_of(features, tables);
+    vm.irq().create(vm::irq::Irqchip::Full).unwrap();
+    (vcpu_in(&vm, features), vm)
+}
+
+/// The same where PIC and I/O APIC, with 24 pins, are the VMM's.
+pub fn split_vcpu_of(features: Features, tables: Format) -> (VmxVcpu, VmRef) {
+    let vm = bare_vm_of(features, tables);
+    vm.irq().create_split(24).unwrap();
+    (vcpu_in(&vm, features), vm)
+}
+
+fn vcpu_in(vm: &VmRef, features: Features) -> VmxVcpu {
     let shared = VcpuShared::new(0, 0, true, true).unwrap();
     vm.add_vcpu(shared.clone()).unwrap();
     let mut model = Model::default();
@@ -95,7 +107,7 @@ pub fn vcpu_of(features: Features, tables: Format) -> (VmxVcpu, VmRef) {
     let mut vcpu = Vcpu::new(b, shared, vm.clone(), offered).unwrap();
     let entries: Vec<Entry> = offered.cpuid.entries().to_vec();
     vcpu.set_cpuid(&entries).unwrap();
-    (vcpu, vm)
+    vcpu
 }
 
 /// The guest exits for `reason`; the next instruction lies two bytes ahead.

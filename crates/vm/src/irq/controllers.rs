@@ -4,7 +4,7 @@
 //! Lock order: an eventfd's own lock, then this one. So resample eventfds are signalled after this
 //! lock is released.
 
-use core::sync::atomic::{AtomicBool, AtomicU8, Ordering::*};
+use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering::*};
 
 use alloc::vec::Vec;
 use host::{
@@ -14,10 +14,10 @@ use host::{
     timer::{TimerHandler, WithTimer},
 };
 use irqchip::{
-    Chip, IoApic, IrqMessage, LineStatus, Msi, Pic, Pit, Routing, Target,
+    Chip, IoApic, IrqMessage, Lapic, LineStatus, Msi, Pic, Pit, Routing, Target, Trigger,
     lapic::{Accepted, LocalVector},
 };
-use x86::Vector;
+use x86::{Vector, apic::VectorWords};
 
 use super::deliver::deliver;
 use crate::{vcpu_shared::VcpuShared, vcpus::VcpuTable};
@@ -45,7 +45,7 @@ const STORM_DELAY_NS: u64 = 10_000_000;
 pub enum Irqchip {
     /// None: the VMM has them all.
     None = 0,
-    /// The local APICs (KVM_CAP_SPLIT_IRQCHIP).
+    /// The local APICs; the others are the VMM's (KVM_CAP_SPLIT_IRQCHIP).
     Split = 1,
     /// All.
     Full = 2,
@@ -79,6 +79,8 @@ pub struct IrqCore {
     nmi_watchdog: AtomicBool,
     /// MSIs have 32-bit destination ids.
     wide_dest: AtomicBool,
+    /// GSIs below this are pins of the VMM's I/O APIC (KVM_CAP_SPLIT_IRQCHIP).
+    reserved: AtomicU32,
     pub(super) state: SpinLock<State>,
     vcpus: Arc<VcpuTable>,
 }
@@ -95,6 +97,7 @@ impl IrqCore {
             intr: AtomicBool::new(false),
             nmi_watchdog: AtomicBool::new(false),
             wide_dest: AtomicBool::new(false),
+            reserved: AtomicU32::new(0),
             state: SpinLock::new(State {
                 pic: Pic::new(),
                 ioapic: IoApic::new(),
@@ -120,6 +123,10 @@ impl IrqCore {
 
     pub(super) fn set_kind(&self, kind: Irqchip) {
         self.kind.store(kind as u8, Release);
+    }
+
+    pub(super) fn reserve(&self, gsis: u32) {
+        self.reserved.store(gsis, Relaxed);
     }
 
     #[inline]
@@ -345,6 +352,25 @@ impl IrqCore {
                     .any(|pin| routing.gsi_of_pin(Chip::IoApic, pin) == Some(gsi))
             });
         }
+    }
+
+    /// Vectors of whose ends at this local APIC the VMM's I/O APIC is to hear: those that its
+    /// level-triggered pins send here, or sent here and that have not ended yet.
+    pub fn ends_to_report(&self, lapic: &Lapic) -> VectorWords {
+        let mut vectors = VectorWords::default();
+        let (reserved, wide_dest) = (self.reserved.load(Relaxed), self.wide_dest());
+        let state = self.state.lock();
+        for target in state.routing.targets_below(reserved) {
+            let Target::Msi(msi) = target else { continue };
+            let Some(message) = msi.message(wide_dest) else { continue };
+            let Vector(vector) = message.vector;
+            if message.trigger == Trigger::Level
+                && (lapic.matches(&message) || lapic.has_not_ended(message.vector))
+            {
+                vectors[usize::from(vector >> 6)] |= 1 << (vector & 63);
+            }
+        }
+        vectors
     }
 
     /// A local APIC was enabled, disabled, or its LINT0 changed.

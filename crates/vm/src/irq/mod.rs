@@ -25,7 +25,10 @@ use irqchip::{
 };
 use x86::Vector;
 
-use crate::{vcpu_shared::VcpuShared, vcpus::VcpuTable};
+use crate::{
+    vcpu_shared::{Request, VcpuShared},
+    vcpus::VcpuTable,
+};
 
 /// Why controllers cannot be made or reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,6 +111,19 @@ impl VmIrq {
         Ok(())
     }
 
+    /// KVM_CAP_SPLIT_IRQCHIP: the local APICs alone. GSIs below `reserved` are the pins of the VMM's
+    /// I/O APIC. The VM's making lock is held.
+    ///
+    /// # Errors
+    /// `Exists`.
+    pub fn create_split(&self, reserved: u32) -> Result<(), IrqError> {
+        if self.kind() != Irqchip::None {
+            return Err(IrqError::Exists);
+        }
+        self.core.reserve(reserved);
+        self.create(Irqchip::Split)
+    }
+
     /// KVM_CREATE_PIT2. `speaker`: port 0x61 too. The VM's making lock is held.
     ///
     /// # Errors
@@ -150,6 +166,10 @@ impl VmIrq {
             core::mem::swap(&mut state.routing, &mut routing);
             state.refresh_listeners();
         }
+        // What was sent here may go elsewhere now, and to another vector.
+        if self.kind() == Irqchip::Split {
+            self.core.vcpus().request_all(Request::Routes);
+        }
         // The old table is freed here, without the lock.
         Ok(())
     }
@@ -189,9 +209,20 @@ impl VmIrq {
         count
     }
 
-    /// A local APIC's EOI that the I/O APIC is to hear of. Not in hard interrupt context.
-    pub fn eoi(&self, from: &VcpuShared, vector: Vector) {
+    /// A local APIC's EOI that the I/O APIC is to hear of. Not in hard interrupt context. True when that
+    /// is the VMM's.
+    pub fn eoi(&self, from: &VcpuShared, vector: Vector) -> bool {
+        if self.kind() == Irqchip::Split {
+            return from.lapic.awaits_end(vector);
+        }
         self.core.eoi(from, vector, |at| self.core.start(at));
+        false
+    }
+
+    /// The routes, or what a vCPU's local APIC takes of them, changed ([`Request::Routes`]): it reports
+    /// the ends that the VMM's I/O APIC waits for. The vCPU alone calls this.
+    pub fn follow_routes(&self, vcpu: &VcpuShared) {
+        vcpu.lapic.await_ends(&self.core.ends_to_report(&vcpu.lapic));
     }
 
     /// Whether the 8259A has an interrupt; which vCPU takes it, its local APIC says. One load.

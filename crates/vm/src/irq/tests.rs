@@ -292,6 +292,50 @@ fn ports_are_ours_only_when_the_device_is_there() {
 }
 
 #[test]
+fn a_vmms_ioapic_waits_for_the_ends_of_what_its_level_pins_send() {
+    let table = Arc::new(VcpuTable::new().unwrap()).unwrap();
+    for id in 0..2 {
+        let vcpu = VcpuShared::new(id, id, id == 0, true).unwrap();
+        let _ = vcpu.lapic.write(SVR, 0x1ff);
+        table.add(vcpu).unwrap();
+    }
+    let irq = VmIrq::new(table.clone()).unwrap();
+    irq.create_split(8).unwrap();
+    assert_eq!(irq.create_split(8), Err(IrqError::Exists));
+    assert_eq!(irq.create(Irqchip::Full), Err(IrqError::Exists));
+    let route = |gsi, dest: u32, data| {
+        let msi = Msi { address_lo: 0xfee0_0000 | dest << 12, address_hi: 0, data };
+        Route { gsi, target: Target::Msi(msi) }
+    };
+    let waits = |index: usize, vector: u8| {
+        let vcpu = table.get(index).unwrap();
+        assert!(vcpu.take_request(Request::Routes));
+        irq.follow_routes(vcpu);
+        vcpu.request(Request::Routes);
+        irq.eoi(vcpu, Vector(vector))
+    };
+    irq.set_routes(&[route(7, 0, LEVEL | 0x51), route(8, 0, LEVEL | 0x61), route(3, 0, 0x41)])
+        .unwrap();
+    assert_eq!([0x51, 0x61, 0x41].map(|vector| waits(0, vector)), [true, false, false]);
+    assert!(!waits(1, 0x51));
+    // To the other, and to both; a logical one to nobody; a delivery mode that does not exist.
+    irq.set_routes(&[route(0, 1, LEVEL | 0x51), route(1, 0xff, LEVEL | 0x52)]).unwrap();
+    assert_eq!(
+        [(0, 0x51), (1, 0x51), (0, 0x52), (1, 0x52)].map(|(i, v)| waits(i, v)),
+        [false, true, true, true]
+    );
+    let logical = Msi { address_lo: 0xfee0_1004, address_hi: 0, data: LEVEL | 0x51 };
+    let logical = Route { gsi: 2, target: Target::Msi(logical) };
+    irq.set_routes(&[logical, route(3, 0, LEVEL | 0x352)]).unwrap();
+    assert!(!waits(0, 0x51) && !waits(0, 0x52));
+    let _ = table.get(0).unwrap().lapic.write(0xd0, 1 << 24);
+    assert!(waits(0, 0x51) && !waits(1, 0x51));
+    // What was sent and has not ended waits wherever the route goes.
+    let _ = table.get(1).unwrap().lapic.accept_fixed(Vector(0x51), true);
+    assert!(waits(1, 0x51));
+}
+
+#[test]
 fn the_pit_ticks_through_the_ioapic_and_every_tick_arrives() {
     let b = bench(&[0]);
     b.irq.create_pit(true).unwrap();

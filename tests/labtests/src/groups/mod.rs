@@ -45,6 +45,7 @@ mod slots;
 mod smm;
 mod smp;
 mod smram;
+mod split_irqchip;
 mod statistics;
 mod system;
 mod tracing;
@@ -90,6 +91,7 @@ pub fn all() -> impl Iterator<Item = Test> {
         modes::TESTS,
         lapic::TESTS,
         x2apic::TESTS,
+        split_irqchip::TESTS,
         deadline::TESTS,
         lines::TESTS,
         smp::TESTS,

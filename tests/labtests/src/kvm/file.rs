@@ -148,6 +148,13 @@ impl Vm {
         self.send(ioctl::SET_USER_MEMORY_REGION, &region)
     }
 
+    /// KVM_ENABLE_CAP of KVM_CAP_SPLIT_IRQCHIP with so many routes for the VMM's I/O APIC.
+    pub fn split_irqchip(&self, routes: u64) -> Reply {
+        let mut cap = kvm_enable_cap { cap: KVM_CAP_SPLIT_IRQCHIP, ..Default::default() };
+        cap.args[0] = routes;
+        self.send(ioctl::ENABLE_CAP, &cap)
+    }
+
     /// KVM_IRQ_LINE.
     pub fn irq_line(&self, gsi: u32, level: u32) -> Reply {
         let mut line = kvm_irq_level::default();

@@ -16,9 +16,14 @@ use crate::outcome::{Answer, Outcome, fail};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chip {
     None,
+    /// The local APICs; the VMM's I/O APIC has [`SPLIT_PINS`] pins.
+    Split,
     Kernel,
     KernelAndPit,
 }
+
+/// Routes that [`Chip::Split`] keeps for the VMM's I/O APIC.
+pub const SPLIT_PINS: u32 = 24;
 
 /// In which mode the vCPUs start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +61,9 @@ impl Guest {
         let system = System::open()?;
         let vm = system.create_vm()?;
         vm.call(ioctl::SET_TSS_ADDR, 0xfffb_d000).granted("KVM_SET_TSS_ADDR")?;
-        if chip != Chip::None {
+        if chip == Chip::Split {
+            vm.split_irqchip(SPLIT_PINS.into()).granted("KVM_CAP_SPLIT_IRQCHIP")?;
+        } else if chip != Chip::None {
             vm.call(ioctl::CREATE_IRQCHIP, 0).granted("KVM_CREATE_IRQCHIP")?;
         }
         if chip == Chip::KernelAndPit {

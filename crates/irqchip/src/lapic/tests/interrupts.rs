@@ -74,6 +74,34 @@ fn an_edge_message_can_ask_for_a_report_of_its_end() {
 }
 
 #[test]
+fn an_end_that_the_vmm_waits_for_is_reported_whatever_its_trigger_mode() {
+    let lapic = xapic(0);
+    let mut awaited = [0; 4];
+    awaited[1] = 1 << (0x60 - 0x40);
+    lapic.await_ends(&awaited);
+    assert_eq!(lapic.reported(), awaited);
+    let _ = pend(&lapic, 0x60);
+    assert!(lapic.has_not_ended(Vector(0x60)) && !lapic.has_not_ended(Vector(0x61)));
+    assert_eq!(take(&lapic), Some(0x60));
+    assert!(lapic.has_not_ended(Vector(0x60)));
+    assert_eq!(lapic.pv_eoi_candidate(), None);
+    assert_eq!(lapic.eoi(), LapicEffect::Eoi { vector: Vector(0x60), level: true });
+    assert!(!lapic.has_not_ended(Vector(0x60)));
+    lapic.await_ends(&[0; 4]);
+    let _ = pend(&lapic, 0x60);
+    assert_eq!(take(&lapic), Some(0x60));
+    assert_eq!(lapic.eoi(), LapicEffect::Eoi { vector: Vector(0x60), level: false });
+}
+
+#[test]
+fn a_change_of_the_address_is_told() {
+    let lapic = xapic(0);
+    for register in [0x20, 0xd0, 0xe0] {
+        assert_eq!(lapic.write(register, 1 << 24), LapicEffect::AddressChanged, "{register:#x}");
+    }
+}
+
+#[test]
 fn a_pv_eoi_is_offered_only_when_nothing_waits_for_it() {
     let lapic = xapic(0);
     assert_eq!(lapic.pv_eoi_candidate(), None);
