@@ -109,6 +109,7 @@ impl VmMemory {
     ) -> FaultOutcome {
         let gfn = access.gpa.gfn();
         let logging = slot.dirty.is_some();
+        let becomes_dirty = access.write || !access.present;
         let host_writable = page.writable && !slot.is_readonly();
         let possible = if logging || page.level <= LEVEL_4K {
             LEVEL_4K
@@ -120,9 +121,9 @@ impl VmMemory {
         let mapping = Mapping {
             pfn: page.pfn,
             level,
-            // With the log on, too: the page counts as written from now on, as in stock KVM, and
-            // its first write costs no second fault.
-            writable: host_writable,
+            // While the log is on, a page becomes writable by being touched first, and counts as
+            // written then, as in stock KVM; or by being written; or the CPU logs.
+            writable: host_writable && (becomes_dirty || !logging || self.tdp.format().logs()),
             host_writable,
             exec: true,
             fetch: access.exec,
@@ -141,7 +142,9 @@ impl VmMemory {
             match mapper.map(gfn, &mapping, cache) {
                 MapOutcome::Mapped(_) => {
                     if host_writable {
-                        slot.mark_dirty(gfn);
+                        if becomes_dirty {
+                            slot.mark_dirty(gfn);
+                        }
                         // Under the lock: an invalidation waits, so the page is still the host's
                         // page there, and write-back of it begins with an invalidation. Also for
                         // a page that only the log protects: restore() does not ask the host.
