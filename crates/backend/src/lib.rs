@@ -112,14 +112,15 @@ pub struct Paging {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NotMine;
 
-/// Who answers exits. Its methods are inlined into [`Backend::dispatch`].
-pub trait Answer<B> {
+/// Who answers exits. Its methods are inlined into [`Backend::dispatch`]. `S`: what proves to it that it is
+/// inside the loop.
+pub trait Answer<B, S: Copy> {
     /// The backend whose exits it answers.
     fn backend(&self) -> &B;
     /// Answers an exit of a frequent kind. `Some`: the loop is to be left for this.
-    fn frequent(&mut self, exit: Exit) -> Option<Exit>;
+    fn frequent(&mut self, section: S, exit: Exit) -> Option<Exit>;
     /// Answers any exit.
-    fn rare(&mut self, exit: Exit) -> Option<Exit>;
+    fn rare(&mut self, section: S, exit: Exit) -> Option<Exit>;
 }
 
 /// A hardware backend: one virtual CPU's control block and the world switch.
@@ -169,7 +170,7 @@ pub trait Backend: Send + Sized {
     fn exit(&self) -> Exit;
     /// Has `answer` answer the exit that ended the last [`enter`](Backend::enter): a frequent kind
     /// from a place of its own, so that the exit itself is never put together there.
-    fn dispatch<A: Answer<Self>>(answer: &mut A) -> Option<Exit>;
+    fn dispatch<S: Copy, A: Answer<Self, S>>(answer: &mut A, section: S) -> Option<Exit>;
     /// Raw exit code and information, for reports.
     fn exit_raw(&self) -> [u64; 3];
     /// Whether the last exit interrupted the delivery of an event.

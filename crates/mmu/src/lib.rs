@@ -27,7 +27,7 @@ pub use shadow::{
     FrameWanted, Root, RootOutcome, ShadowFault, ShadowGuard, ShadowMmu, ShadowRoots,
 };
 pub use slots::{Change, MemSlot, MemSlots, Region, RegionLimits, SlotError, SlotFlags};
-pub use table::{TableCache, View};
+pub use table::{Section, TableCache, View};
 pub use tdp::{FlushRemote, Leaf, MapOutcome, Mapping, Tdp};
 pub use walk::{
     Access, AccessKind, GuestMemory, PagingContext, Swap, Translation, WalkError, translate,

@@ -24,7 +24,7 @@ use crate::format::{
     shrink,
 };
 pub use crate::table::FlushRemote;
-use crate::table::{Entry, GuestPage, ReadTree, Table, TableCache, Tree, View, shift};
+use crate::table::{Entry, GuestPage, ReadTree, Section, Table, TableCache, Tree, View, shift};
 pub use withdraw::{Thoroughness, Zapper};
 
 /// 4 KiB.
@@ -165,10 +165,10 @@ impl<S> Tdp<S> {
         self.tree.stats()
     }
 
-    /// A look at the tables without a lock. Interrupts are off, and stay so while the view lives.
+    /// A look at the tables without a lock.
     #[inline]
-    pub fn view(&self) -> View<'_> {
-        self.tree.view()
+    pub fn view<'a>(&'a self, section: Section<'a>) -> View<'a> {
+        self.tree.view(section)
     }
 }
 
@@ -204,7 +204,7 @@ fn find(format: &Format, root: Table<'_>, gfn: Gfn) -> Option<Leaf> {
     }
 }
 
-/// The translation of a frame, with interrupts off and without any lock.
+/// The translation of a frame, without any lock.
 #[inline]
 pub fn lookup(view: &View<'_>, gfn: Gfn) -> Option<Leaf> {
     find(view.format(), view.root(), gfn)

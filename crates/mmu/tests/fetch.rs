@@ -1,5 +1,7 @@
 //! Instruction bytes with interrupts off: hits honour every change that hardware would see.
 
+mod section;
+
 use std::sync::atomic::Ordering;
 
 use gannet_mmu::tdp::{FlushRemote, Thoroughness};
@@ -7,10 +9,12 @@ use gannet_mmu::{
     CodeFetch, CodeMode, Format, MapOutcome, Mapping, PagingContext, TableCache, Tdp,
 };
 use host::page::Page;
+use section::section;
 use x86::Gfn;
 
 struct Nobody;
-impl FlushRemote for Nobody {
+// SAFETY: nothing looks at the tables without a lock beside this thread.
+unsafe impl FlushRemote for Nobody {
     fn flush_remote(&self) {}
 }
 
@@ -82,10 +86,8 @@ impl Guest {
     }
 
     fn fetch(&mut self, rip: u64) -> Option<Vec<u8>> {
-        host::irq::disable();
-        let view = self.tdp.view();
-        let found = self.fetch.fetch(&self.context, rip, &view);
-        host::irq::enable();
+        let Self { tdp, fetch, context, .. } = self;
+        let found = section(|s| fetch.fetch(context, rip, &tdp.view(s)));
         found.map(|f| f.bytes[..f.len].to_vec())
     }
 
@@ -112,9 +114,7 @@ fn a_hit_needs_no_walk_and_a_stranger_is_no_hit() {
     let c = guest.context;
     let mode = CodeMode { cr0: c.cr0, cr3: c.cr3, cr4: c.cr4, efer: c.efer, user: false };
     let hit = |guest: &Guest, mode: &CodeMode, rip| {
-        host::irq::disable();
-        let found = guest.fetch.hit(mode, rip, &guest.tdp.view());
-        host::irq::enable();
+        let found = section(|s| guest.fetch.hit(mode, rip, &guest.tdp.view(s)));
         found.map(|f| f.bytes.to_vec())
     };
     assert_eq!(hit(&guest, &mode, 0x1010), None);
@@ -138,9 +138,7 @@ fn pages_of_one_place_stand_side_by_side_and_a_third_drives_out_the_oldest() {
     let c = guest.context;
     let mode = CodeMode { cr0: c.cr0, cr3: c.cr3, cr4: c.cr4, efer: c.efer, user: false };
     let hit = |guest: &Guest, rip| {
-        host::irq::disable();
-        let found = guest.fetch.hit(&mode, rip, &guest.tdp.view());
-        host::irq::enable();
+        let found = section(|s| guest.fetch.hit(&mode, rip, &guest.tdp.view(s)));
         found.map(|f| f.bytes.to_vec())
     };
     // Eight pages apart.

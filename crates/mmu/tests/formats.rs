@@ -1,10 +1,13 @@
 //! Both formats of nested tables, read back by walks written from the manuals alone.
 
+mod section;
+
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use gannet_mmu::tdp::{FlushRemote, Thoroughness, pages_per};
 use gannet_mmu::{EptSupport, Format, MapOutcome, Mapping, TableCache, Tdp};
 use proptest::prelude::*;
+use section::section;
 use x86::{Gfn, Gpa, Hpa, Pfn};
 
 const NEW: EptSupport =
@@ -18,7 +21,8 @@ const OLD_EPT: Format = Format::ept(EptSupport { accessed_dirty: false, ..NEW })
 
 struct Nobody;
 
-impl FlushRemote for Nobody {
+// SAFETY: nothing looks at the tables without a lock beside this thread.
+unsafe impl FlushRemote for Nobody {
     fn flush_remote(&self) {}
 }
 
@@ -378,14 +382,14 @@ fn where_the_cpu_logs_a_clean_page_is_not_written_behind_its_back() {
     let page = host::page::Page::zeroed().unwrap();
     tdp.zapper().zap(Gfn(7), Gfn(8), Thoroughness::Leaves, &Nobody);
     map(&tdp, 7, &Mapping { pfn: Pfn(page.hpa().0 >> 12), ..self::page(0) });
-    host::irq::disable();
-    let view = tdp.view();
-    let clean = page_of(&view, Gpa(7 << 12)).unwrap();
-    assert!(!view.copy_to(&clean, 0, &[1]));
-    leaf_of(&tdp, 7).fetch_or(1 << 9, Ordering::Relaxed);
-    let dirty = page_of(&view, Gpa(7 << 12)).unwrap();
-    assert!(view.copy_to(&dirty, 0, &[1]));
-    host::irq::enable();
+    section(|s| {
+        let view = tdp.view(s);
+        let clean = page_of(&view, Gpa(7 << 12)).unwrap();
+        assert!(!view.copy_to(&clean, 0, &[1]));
+        leaf_of(&tdp, 7).fetch_or(1 << 9, Ordering::Relaxed);
+        let dirty = page_of(&view, Gpa(7 << 12)).unwrap();
+        assert!(view.copy_to(&dirty, 0, &[1]));
+    });
 }
 
 #[test]

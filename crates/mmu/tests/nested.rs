@@ -1,17 +1,21 @@
 //! Nested tables against a map, in parallel, and when tables are freed.
 
+mod section;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use gannet_mmu::tdp::{FlushRemote, Thoroughness, lookup, page_of, pages_per};
 use gannet_mmu::{EptSupport, Format, MapOutcome, Mapping, TableCache, Tdp};
 use proptest::prelude::*;
+use section::section;
 use stats::VmCount;
 use x86::{Gfn, Gpa, Pfn};
 
 struct Flushes(AtomicU64);
 
-impl FlushRemote for Flushes {
+// SAFETY: nothing looks at the tables without a lock beside this thread.
+unsafe impl FlushRemote for Flushes {
     fn flush_remote(&self) {
         self.0.fetch_add(1, Ordering::Relaxed);
     }
@@ -343,11 +347,11 @@ fn write_protection_by_mask_hits_its_bits_only(format: Format) {
 fn memory_outside_the_direct_map_is_never_read(format: Format) {
     let tdp = tdp(format);
     map(&tdp, 7, &Mapping { direct: false, ..page(70) });
-    host::irq::disable();
-    let view = tdp.view();
-    assert!(lookup(&view, Gfn(7)).is_some());
-    assert!(page_of(&view, Gpa(7 << 12)).is_none());
-    host::irq::enable();
+    section(|s| {
+        let view = tdp.view(s);
+        assert!(lookup(&view, Gfn(7)).is_some());
+        assert!(page_of(&view, Gpa(7 << 12)).is_none());
+    });
 }
 
 fn faults_on_different_pages_run_in_parallel(format: Format) {
@@ -378,7 +382,8 @@ struct Waiting<'a> {
     sections: &'a AtomicU64,
 }
 
-impl FlushRemote for Waiting<'_> {
+// SAFETY: waits for the one thread that looks at the tables, by the count that it keeps.
+unsafe impl FlushRemote for Waiting<'_> {
     fn flush_remote(&self) {
         // Odd: inside a section. Waits for the one that is under way, if any.
         let seen = self.sections.load(Ordering::SeqCst);
@@ -392,20 +397,20 @@ fn a_lockless_look_survives_tables_being_freed(format: Format) {
     let (tdp, stop, sections) = (tdp(format), AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|s| {
         s.spawn(|| {
-            host::irq::disable();
             let mut found = 0u64;
             while !stop.load(Ordering::Relaxed) {
                 sections.fetch_add(1, Ordering::SeqCst);
-                let view = tdp.view();
-                for gfn in (0..4096).step_by(64) {
-                    if let Some(leaf) = lookup(&view, Gfn(gfn)) {
-                        assert_eq!(leaf.pfn.0, gfn + 0x10000);
-                        found += 1;
+                section(|s| {
+                    let view = tdp.view(s);
+                    for gfn in (0..4096).step_by(64) {
+                        if let Some(leaf) = lookup(&view, Gfn(gfn)) {
+                            assert_eq!(leaf.pfn.0, gfn + 0x10000);
+                            found += 1;
+                        }
                     }
-                }
+                });
                 sections.fetch_add(1, Ordering::SeqCst);
             }
-            host::irq::enable();
             assert!(found > 0);
         });
         let flush = Waiting { sections: &sections };

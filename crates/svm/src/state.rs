@@ -194,37 +194,37 @@ impl<C: Cpu> Backend for Svm<C> {
     }
 
     #[inline(always)]
-    fn dispatch<A: Answer<Self>>(answer: &mut A) -> Option<Exit> {
+    fn dispatch<S: Copy, A: Answer<Self, S>>(answer: &mut A, section: S) -> Option<Exit> {
         let code = ExitCode(answer.backend().vmcb().control.exit_code);
         match code {
-            ExitCode::Intr => answer.frequent(Exit::Interrupt),
-            ExitCode::Cpuid => answer.frequent(Exit::Cpuid),
+            ExitCode::Intr => answer.frequent(section, Exit::Interrupt),
+            ExitCode::Cpuid => answer.frequent(section, Exit::Cpuid),
             ExitCode::Msr if answer.backend().vmcb().control.exit_info_1 & 1 == 0 => {
-                answer.frequent(Exit::Rdmsr)
+                answer.frequent(section, Exit::Rdmsr)
             }
-            ExitCode::Msr => answer.frequent(Exit::Wrmsr),
+            ExitCode::Msr => answer.frequent(section, Exit::Wrmsr),
             ExitCode::NestedPageFault => {
                 let exit = exits::nested(&answer.backend().vmcb().control);
-                answer.frequent(exit)
+                answer.frequent(section, exit)
             }
             ExitCode::Ioio => {
                 let exit = exits::io(&answer.backend().vmcb().control);
-                answer.frequent(exit)
+                answer.frequent(section, exit)
             }
-            ExitCode::Hlt => answer.frequent(Exit::Hlt),
-            ExitCode::Vmmcall => answer.frequent(Exit::Hypercall),
+            ExitCode::Hlt => answer.frequent(section, Exit::Hlt),
+            ExitCode::Vmmcall => answer.frequent(section, Exit::Hypercall),
             // With shadow paging these are most exits.
             exits::PAGE_FAULT => {
                 let exit = exits::page_fault(&answer.backend().vmcb().control);
-                answer.frequent(exit)
+                answer.frequent(section, exit)
             }
             _ if code.0 < exits::END_OF_CR || code == ExitCode::Cr0SelWrite => {
                 let exit = exits::cr_access(answer.backend());
-                answer.frequent(exit)
+                answer.frequent(section, exit)
             }
             _ => {
                 let exit = answer.backend().exit();
-                answer.rare(exit)
+                answer.rare(section, exit)
             }
         }
     }

@@ -3,6 +3,7 @@
 
 use backend::{Backend, SegmentName};
 use emulate::CodeSize;
+use mmu::Section;
 use mmu::fetch::CodeMode;
 use x86::segment::attr;
 
@@ -59,17 +60,17 @@ impl<B: Backend> Vcpu<B> {
 
     /// The 16 bytes at RIP, if the page they are in was fetched from before and they all lie in it.
     #[inline(always)]
-    pub(crate) fn known_code(&self, size: CodeSize) -> Option<[u8; 16]> {
+    pub(crate) fn known_code(&self, s: Section<'_>, size: CodeSize) -> Option<[u8; 16]> {
         let (rip, mode) = (self.linear_rip_in(size), self.code_mode());
-        let view = self.memory.view();
+        let view = self.memory.view(s);
         self.fetch.hit(&mode, rip, &view).map(|code| code.bytes)
     }
 
     /// Instruction bytes at RIP without sleeping: for the loop. `size`: the code segment's.
     #[inline]
-    pub(crate) fn fetch_here(&mut self, size: CodeSize) -> Option<([u8; 16], u8)> {
+    pub(crate) fn fetch_here(&mut self, s: Section<'_>, size: CodeSize) -> Option<([u8; 16], u8)> {
         let (rip, mode) = (self.linear_rip_in(size), self.code_mode());
-        let view = self.memory.view();
+        let view = self.memory.view(s);
         let code = match self.fetch.hit(&mode, rip, &view) {
             Some(code) => code,
             None => {
@@ -82,31 +83,31 @@ impl<B: Backend> Vcpu<B> {
 
     /// RIP of the next instruction: from the CPU, or by decoding what lies at RIP.
     #[inline]
-    pub(crate) fn next_rip(&mut self) -> Option<u64> {
+    pub(crate) fn next_rip(&mut self, s: Section<'_>) -> Option<u64> {
         match self.b.next_rip() {
             Some(rip) => Some(rip),
-            None => self.decode_next_rip(),
+            None => self.decode_next_rip(s),
         }
     }
 
     /// Every exit of such a CPU comes here, and nearly all with code that was fetched before and an
     /// instruction of few bytes.
     #[inline(never)]
-    fn decode_next_rip(&mut self) -> Option<u64> {
+    fn decode_next_rip(&mut self, s: Section<'_>) -> Option<u64> {
         let size = self.code_size();
-        if let Some(bytes) = self.known_code(size)
+        if let Some(bytes) = self.known_code(s, size)
             && let Some(length) = emulate::common_length(&bytes, size)
         {
             return Some(wrap(size, self.b.rip().wrapping_add(u64::from(length))));
         }
-        self.decode_next_rip_of_any()
+        self.decode_next_rip_of_any(s)
     }
 
     #[cold]
     #[inline(never)]
-    fn decode_next_rip_of_any(&mut self) -> Option<u64> {
+    fn decode_next_rip_of_any(&mut self, s: Section<'_>) -> Option<u64> {
         let size = self.code_size();
-        let (bytes, len) = self.fetch_here(size)?;
+        let (bytes, len) = self.fetch_here(s, size)?;
         let length = emulate::length(bytes.get(..usize::from(len))?, size)?;
         Some(wrap(size, self.b.rip().wrapping_add(u64::from(length))))
     }

@@ -4,6 +4,7 @@
 
 use backend::{Backend, CrAccess, RAX, RCX, RDX};
 use emulate::CodeSize;
+use mmu::Section;
 use x86::Exception;
 
 use crate::{Vcpu, code::wrap, inner::Next, shadow::is_pae};
@@ -34,13 +35,13 @@ fn flushes(old: u64, new: u64) -> bool {
 
 impl<B: Backend> Vcpu<B> {
     /// A control-register access inside the loop.
-    pub(crate) fn answer_cr(&mut self, access: CrAccess) -> Next {
+    pub(crate) fn answer_cr(&mut self, s: Section<'_>, access: CrAccess) -> Next {
         let size = self.code_size();
         let (cr, gpr, next) = match (access.gpr, self.b.next_rip()) {
             (Some(gpr), Some(next)) => (access.cr, gpr, next),
             _ => {
                 // CLTS and LMSW go to the emulator.
-                let Some(insn) = self.system_move_here(size) else { return Next::Leave };
+                let Some(insn) = self.system_move_here(s, size) else { return Next::Leave };
                 let next = wrap(size, self.b.rip().wrapping_add(u64::from(insn.length)));
                 (insn.register, insn.gpr, next)
             }
@@ -49,7 +50,9 @@ impl<B: Backend> Vcpu<B> {
             let value = self.gpr(gpr);
             let long = size == CodeSize::Bits64;
             let value = if long { value } else { value & 0xffff_ffff };
-            if !long && (B::LOADS_PDPTES || self.roots.is_shadow()) && !self.fetch_pdptes(cr, value)
+            if !long
+                && (B::LOADS_PDPTES || self.roots.is_shadow())
+                && !self.fetch_pdptes(s, cr, value)
             {
                 return Next::Leave;
             }
@@ -61,16 +64,16 @@ impl<B: Backend> Vcpu<B> {
             Ok(()) => self.retire(next),
             Err(exception) => self.raise(exception),
         }
-        self.settle_in_loop()
+        self.settle_in_loop(s)
     }
 
     /// The MOV of a control register at RIP.
     #[inline]
-    fn system_move_here(&mut self, size: CodeSize) -> Option<emulate::SystemMove> {
-        if let Some(bytes) = self.known_code(size) {
+    fn system_move_here(&mut self, s: Section<'_>, size: CodeSize) -> Option<emulate::SystemMove> {
+        if let Some(bytes) = self.known_code(s, size) {
             return emulate::system_move(&bytes, size);
         }
-        let (bytes, len) = self.fetch_here(size)?;
+        let (bytes, len) = self.fetch_here(s, size)?;
         emulate::system_move(bytes.get(..usize::from(len))?, size)
     }
 
@@ -233,8 +236,8 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// XSETBV.
-    pub(crate) fn answer_xsetbv(&mut self) -> Next {
-        let Some(next) = self.next_rip() else { return Next::Leave };
+    pub(crate) fn answer_xsetbv(&mut self, s: Section<'_>) -> Next {
+        let Some(next) = self.next_rip(s) else { return Next::Leave };
         let [rax, rcx, rdx] = [RAX, RCX, RDX].map(|i| self.gprs.0[i]);
         let value = (rdx << 32) | (rax & 0xffff_ffff);
         let valid = self.b.cpl() == 0

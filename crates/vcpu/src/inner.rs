@@ -10,6 +10,7 @@
 
 use backend::{Answer, Backend, Exit};
 use host::{irq, smp, task, trace};
+use mmu::Section;
 use stats::{Reason, VcpuCount};
 
 use crate::{Vcpu, cpuid_state::dynamic_inputs, events::Outer};
@@ -46,50 +47,49 @@ pub(crate) enum Left {
     Pending,
 }
 
-impl<B: Backend> Answer<B> for Vcpu<B> {
+impl<'s, B: Backend> Answer<B, Section<'s>> for Vcpu<B> {
     #[inline(always)]
     fn backend(&self) -> &B {
         &self.b
     }
 
     #[inline(always)]
-    fn frequent(&mut self, exit: Exit) -> Option<Exit> {
-        self.answer(exit).left(exit)
+    fn frequent(&mut self, s: Section<'s>, exit: Exit) -> Option<Exit> {
+        self.answer(s, exit).left(exit)
     }
 
     #[inline(never)]
-    fn rare(&mut self, exit: Exit) -> Option<Exit> {
-        self.answer_rare(exit).left(exit)
+    fn rare(&mut self, s: Section<'s>, exit: Exit) -> Option<Exit> {
+        self.answer_rare(s, exit).left(exit)
     }
 }
 
 impl<B: Backend> Vcpu<B> {
     /// Runs the guest until an exit has to be handled outside.
     pub(crate) fn enter_guest(&mut self) -> Left {
-        irq::disable();
-        let here = if B::SETTLES { self.settle_backend() } else { smp::cpu_id() };
-        self.shared.enter_mode(here);
+        let off = if B::SETTLES { self.settle_backend() } else { irq::disable() };
+        let entered = self.shared.enter_mode(off);
         if self.shared.has_requests() || task::work_pending() {
-            self.shared.leave_mode();
-            irq::enable();
+            irq::enable(self.shared.leave_mode(entered));
             return Left::Pending;
         }
+        let s = entered.section();
         // Interrupts that arrived until now are in the IRR; later ones come with an IPI.
         if self.recheck || self.shared.lapic.maybe_pending() || self.vm.irq().extint_pending() {
             self.inject_pending(true);
         }
-        self.offer_pv_eoi(self.after_exit.offered());
+        self.offer_pv_eoi(s, self.after_exit.offered());
         // A softirq may have borrowed the registers since the run began.
         host::fpu::ensure_in_registers();
-        irq::guest_enter();
-        self.b.load(here);
+        let in_guest = irq::guest_enter();
+        self.b.load(entered.cpu());
         self.loop_clock.forget();
         // A change of this interrupts every CPU, so it need not be read again inside.
         let watch = trace::observed();
         let exit = if watch.any() && !self.begin_observation(watch) {
             Exit::Interrupt
         } else {
-            self.loop_until_left()
+            self.loop_until_left(s)
         };
         if self.page_log {
             self.take_page_log();
@@ -97,17 +97,17 @@ impl<B: Backend> Vcpu<B> {
         self.b.complete(&mut self.gprs);
         self.b.unload(self.ends_run(&exit));
         self.stats.count(VcpuCount::HostStateReload);
-        self.shared.leave_mode();
-        irq::guest_exit(matches!(exit, Exit::Interrupt));
+        let mut off = self.shared.leave_mode(entered);
+        irq::guest_exit(in_guest, matches!(exit, Exit::Interrupt));
         if matches!(exit, Exit::MachineCheck) {
             host::hostcpu::machine_check();
         }
         if matches!(exit, Exit::Interrupt) {
             // The interrupt is taken here; a tick among them counts as the guest's time.
-            irq::window();
+            irq::window(&mut off);
             irq::guest_time_end();
         }
-        irq::enable();
+        irq::enable(off);
         if watch.any() {
             self.end_observation(&exit);
         }
@@ -136,37 +136,36 @@ impl<B: Backend> Vcpu<B> {
         self.b.guest_segments();
     }
 
-    /// Has the control block given up by the CPU that holds it, if another does. The number of this
-    /// CPU.
+    /// Turns interrupts off on a CPU that holds the control block, or can: has the one that does give
+    /// it up.
     #[inline]
-    fn settle_backend(&mut self) -> usize {
+    fn settle_backend(&mut self) -> irq::Off {
         loop {
-            let here = smp::cpu_id();
-            if self.b.settled(here) {
-                return here;
+            let off = irq::disable();
+            if self.b.settled(smp::cpu_id()) {
+                return off;
             }
-            irq::enable();
+            irq::enable(off);
             self.b.settle();
-            irq::disable();
         }
     }
 
     #[inline]
-    fn loop_until_left(&mut self) -> Exit {
+    fn loop_until_left(&mut self, s: Section<'_>) -> Exit {
         loop {
             self.b.enter(&mut self.gprs);
             if self.after_exit.any() {
                 if self.after_exit.is_observed() {
-                    self.observe_exit();
+                    self.observe_exit(s);
                 } else {
                     self.note_taken();
                 }
             }
-            if let Some(exit) = B::dispatch(self) {
+            if let Some(exit) = B::dispatch(self, s) {
                 return exit;
             }
             // An answer that cannot be injected here was given all the same: leave quietly.
-            if self.recheck && !self.inject_in_loop() {
+            if self.recheck && !self.inject_in_loop(s) {
                 self.recheck = true;
                 return Exit::Interrupt;
             }
@@ -175,63 +174,63 @@ impl<B: Backend> Vcpu<B> {
 
     /// Prepares what an answer made deliverable. False: it is for the outer loop.
     #[inline]
-    fn inject_in_loop(&mut self) -> bool {
+    fn inject_in_loop(&mut self, s: Section<'_>) -> bool {
         if self.events.outer.any() {
-            return self.observe_answer();
+            return self.observe_answer(s);
         }
-        !self.is_unsettled() && self.inject_answer()
+        !self.is_unsettled() && self.inject_answer(s)
     }
 
     /// The same, with nothing else that waits.
     #[inline(always)]
-    pub(crate) fn inject_answer(&mut self) -> bool {
-        if !self.settle_pv_eoi() || !self.inject_pending(false) {
+    pub(crate) fn inject_answer(&mut self, s: Section<'_>) -> bool {
+        if !self.settle_pv_eoi(s) || !self.inject_pending(false) {
             return false;
         }
-        self.offer_pv_eoi(self.after_exit.offered());
+        self.offer_pv_eoi(s, self.after_exit.offered());
         true
     }
 
     /// Answers an exit if that is possible without leaving the loop. Each reason is counted in its
     /// own arm, where the counter's place is a constant.
     #[inline(always)]
-    fn answer(&mut self, exit: Exit) -> Next {
+    fn answer(&mut self, s: Section<'_>, exit: Exit) -> Next {
         match exit {
             Exit::Cpuid => {
                 self.stats.exit(Reason::Cpuid);
-                self.answer_cpuid()
+                self.answer_cpuid(s)
             }
             Exit::Wrmsr => {
                 self.stats.exit(Reason::Wrmsr);
-                self.answer_wrmsr()
+                self.answer_wrmsr(s)
             }
             Exit::Rdmsr => {
                 self.stats.exit(Reason::Rdmsr);
-                self.answer_rdmsr()
+                self.answer_rdmsr(s)
             }
             Exit::NestedFault(fault) => {
                 self.stats.exit(Reason::NestedFault);
-                self.answer_mmio(fault)
+                self.answer_mmio(s, fault)
             }
             Exit::PageFault(fault) => {
                 self.stats.exit(Reason::PageFault);
-                self.answer_page_fault(fault)
+                self.answer_page_fault(s, fault)
             }
             Exit::Io(io) => {
                 self.stats.exit(Reason::Io);
-                self.answer_io(io)
+                self.answer_io(s, io)
             }
             Exit::Hypercall => {
                 self.stats.exit(Reason::Hypercall);
-                self.answer_hypercall()
+                self.answer_hypercall(s)
             }
             Exit::Cr(access) => {
                 self.stats.exit(Reason::Cr);
-                self.answer_cr(access)
+                self.answer_cr(s, access)
             }
             Exit::Hlt => {
                 self.stats.exit(Reason::Hlt);
-                self.answer_hlt()
+                self.answer_hlt(s)
             }
             Exit::Interrupt => {
                 self.stats.exit(Reason::Interrupt);
@@ -239,27 +238,27 @@ impl<B: Backend> Vcpu<B> {
             }
             Exit::Deadline if B::WATCHES_DEADLINES => {
                 self.stats.exit(Reason::Deadline);
-                self.answer_deadline()
+                self.answer_deadline(s)
             }
-            exit => self.answer_rare(exit),
+            exit => self.answer_rare(s, exit),
         }
     }
 
     /// The exits that a guest makes seldom.
     #[inline(never)]
-    fn answer_rare(&mut self, exit: Exit) -> Next {
+    fn answer_rare(&mut self, s: Section<'_>, exit: Exit) -> Next {
         match exit {
             Exit::CacheFlush => {
                 self.stats.exit(Reason::CacheFlush);
-                self.answer_nothing()
+                self.answer_nothing(s)
             }
             Exit::Invlpg(at) => {
                 self.stats.exit(Reason::Invlpg);
-                self.answer_invlpg(at)
+                self.answer_invlpg(s, at)
             }
             Exit::Xsetbv => {
                 self.stats.exit(Reason::Xsetbv);
-                self.answer_xsetbv()
+                self.answer_xsetbv(s)
             }
             Exit::InterruptWindow => {
                 self.stats.exit(Reason::InterruptWindow);
@@ -308,12 +307,12 @@ impl<B: Backend> Vcpu<B> {
     #[inline]
     pub(crate) fn with_kernel<R>(&mut self, f: impl FnOnce(&mut Self) -> R) -> (R, Next) {
         self.b.host_segments();
-        irq::guest_pause();
-        let result = f(self);
-        let next = if task::work_pending() { Next::Done } else { Next::Again };
-        irq::guest_resume();
+        let done = irq::guest_paused(|| {
+            let result = f(self);
+            (result, if task::work_pending() { Next::Done } else { Next::Again })
+        });
         self.b.guest_segments();
-        (result, next)
+        done
     }
 
     /// Moves past a handled instruction. A guest that single-steps gets its #DB.
@@ -343,12 +342,12 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    fn answer_cpuid(&mut self) -> Next {
+    fn answer_cpuid(&mut self, s: Section<'_>) -> Next {
         if self.cpuid_faults && self.b.cpl() != 0 {
             self.raise(x86::Exception::gp(0));
             return Next::Again;
         }
-        let Some(next) = self.next_rip() else { return Next::Leave };
+        let Some(next) = self.next_rip(s) else { return Next::Leave };
         self.do_cpuid();
         self.retire(next);
         Next::Again
@@ -371,19 +370,19 @@ impl<B: Backend> Vcpu<B> {
         self.gprs.0[backend::RDX] = d.into();
     }
 
-    fn answer_nothing(&mut self) -> Next {
-        let Some(next) = self.next_rip() else { return Next::Leave };
+    fn answer_nothing(&mut self, s: Section<'_>) -> Next {
+        let Some(next) = self.next_rip(s) else { return Next::Leave };
         self.retire(next);
         Next::Again
     }
 
     /// HLT with an interrupt pending goes on at once; else the vCPU sleeps outside, its instruction
     /// retired here, where that is cheap.
-    fn answer_hlt(&mut self) -> Next {
-        if !self.settle_pv_eoi() {
+    fn answer_hlt(&mut self, s: Section<'_>) -> Next {
+        if !self.settle_pv_eoi(s) {
             return Next::Leave;
         }
-        let Some(next) = self.next_rip() else { return Next::Leave };
+        let Some(next) = self.next_rip(s) else { return Next::Leave };
         self.retire(next);
         self.hlt_retired = true;
         const RFLAGS_IF: u64 = 1 << 9;

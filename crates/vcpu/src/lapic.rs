@@ -6,6 +6,7 @@ use irqchip::{
     IrqMessage,
     lapic::{HostTimer, LapicEffect, TimerClock, TimerOp},
 };
+use mmu::Section;
 use vm::{irq::Irqchip, vcpu_shared::Request};
 
 use crate::{Vcpu, events::Outer, inner::Next};
@@ -79,13 +80,13 @@ impl<B: Backend> Vcpu<B> {
 
     /// WRMSR IA32_TSC_DEADLINE inside the loop.
     #[inline]
-    pub(crate) fn deadline_in_loop(&mut self, value: u64) -> Next {
+    pub(crate) fn deadline_in_loop(&mut self, s: Section<'_>, value: u64) -> Next {
         // A deadline that has passed, or is watched, needs no host time at all.
         let tsc = self.b.host_tsc();
         let guest_tsc = self.b.guest_tsc(tsc);
         if self.watches_time() {
             self.set_deadline_to_watch(value, guest_tsc);
-            return self.deadline_was_set(Next::Again);
+            return self.deadline_was_set(s, Next::Again);
         }
         let past = value <= guest_tsc;
         let clock = if past {
@@ -96,7 +97,7 @@ impl<B: Backend> Vcpu<B> {
                 None => {
                     let (clock, next) = self.with_kernel(Self::clock_now);
                     if next != Next::Again {
-                        self.set_deadline_with_kernel(value, &clock);
+                        self.set_deadline_with_kernel(s, value, &clock);
                         return next;
                     }
                     clock
@@ -111,7 +112,7 @@ impl<B: Backend> Vcpu<B> {
             }
             op => self.with_kernel(|v| v.do_timer(op)).1,
         };
-        self.deadline_was_set(next)
+        self.deadline_was_set(s, next)
     }
 
     #[inline]
@@ -128,17 +129,17 @@ impl<B: Backend> Vcpu<B> {
     }
 
     #[inline]
-    fn deadline_was_set(&mut self, next: Next) -> Next {
-        if self.lazy.enabled() { self.publish_deadline_in_loop(next) } else { next }
+    fn deadline_was_set(&mut self, s: Section<'_>, next: Next) -> Next {
+        if self.lazy.enabled() { self.publish_deadline_in_loop(s, next) } else { next }
     }
 
     #[cold]
-    fn set_deadline_with_kernel(&mut self, value: u64, clock: &TimerClock) {
+    fn set_deadline_with_kernel(&mut self, s: Section<'_>, value: u64, clock: &TimerClock) {
         let op = self.shared.lapic.set_tsc_deadline(value, clock);
         let _ = self.with_kernel(|v| v.do_timer(op));
         if self.lazy.enabled() {
             // The loop is left whatever comes of it.
-            let _ = self.publish_deadline_in_loop(Next::Done);
+            let _ = self.publish_deadline_in_loop(s, Next::Done);
         }
     }
 

@@ -7,8 +7,8 @@
 //! through the VMM's mapping. What fails in the loop is made good before the guest runs on.
 
 use backend::Backend;
-use host::irq;
 use irqchip::lapic::GUARD_ADVANCE_NS;
+use mmu::Section;
 use pv::{LazyDeadline, Shared};
 use vm::vcpu_shared::Request;
 
@@ -47,11 +47,11 @@ impl Shared for Reach<'_> {
 impl<B: Backend> Vcpu<B> {
     /// After a deadline was set inside the loop: the page is told what the timer runs for now.
     #[inline]
-    pub(crate) fn publish_deadline_in_loop(&mut self, next: Next) -> Next {
+    pub(crate) fn publish_deadline_in_loop(&mut self, s: Section<'_>, next: Next) -> Next {
         let live = self.shared.lapic.deadline_live();
         let Some(at) = self.lazy.page() else { return next };
         let memory = self.vm.memory();
-        let view = memory.view();
+        let view = memory.view(s);
         let page = MappedPage { memory, view: &view, at };
         match self.lazy.publish(&page, live) {
             Ok(()) => next,
@@ -76,10 +76,11 @@ impl<B: Backend> Vcpu<B> {
         let at = self.lazy.page()?;
         let memory = self.vm.memory();
         let before = self.lazy;
-        irq::disable();
-        let view = memory.view();
-        let done = f(&mut self.lazy, &Reach::Mapped(MappedPage { memory, view: &view, at }));
-        irq::enable();
+        let lazy = &mut self.lazy;
+        let done = self.shared.in_section(|s| {
+            let view = memory.view(s);
+            f(lazy, &Reach::Mapped(MappedPage { memory, view: &view, at }))
+        });
         if let Ok(done) = done {
             return Some(done);
         }
@@ -89,16 +90,16 @@ impl<B: Backend> Vcpu<B> {
 
     /// The watched deadline has come: interrupts, unless the guest has stored a later one. No advance
     /// is needed for the look, which takes less than the way from an alarm.
-    pub(crate) fn lazy_deadline_in_loop(&mut self) -> Next {
+    pub(crate) fn lazy_deadline_in_loop(&mut self, s: Section<'_>) -> Next {
         let promised = self.lazy.armed() != 0;
         let Some(at) = self.lazy.page().filter(|_| promised) else {
             return self.interrupt_for_deadline();
         };
         let before = self.lazy;
         let memory = self.vm.memory();
-        let view = memory.view();
+        let view = memory.view(s);
         match self.lazy.examine(&MappedPage { memory, view: &view, at }) {
-            Ok(Some(later)) => self.deadline_in_loop(later),
+            Ok(Some(later)) => self.deadline_in_loop(s, later),
             Ok(None) => self.interrupt_for_deadline(),
             Err(_) => {
                 self.lazy = before;

@@ -4,7 +4,7 @@
 use backend::{Backend, NestedFault};
 use emulate::{CodeSize, Decoded, Fetched, SimpleMmio};
 use host::trace::Mmio;
-use mmu::PagingContext;
+use mmu::{PagingContext, Section};
 use x86::cpuid::{Vendor, feature};
 
 use x86::{Gfn, Gpa};
@@ -74,11 +74,11 @@ impl<B: Backend> Vcpu<B> {
 
     /// The decoded instruction at RIP without sleeping.
     #[inline]
-    pub(crate) fn decode_here(&mut self) -> Option<Decoded> {
+    pub(crate) fn decode_here(&mut self, s: Section<'_>) -> Option<Decoded> {
         let size = self.code_size();
         let assisted = self.b.insn_bytes();
         let fetched = if assisted.is_empty() {
-            let (bytes, len) = self.fetch_here(size)?;
+            let (bytes, len) = self.fetch_here(s, size)?;
             Fetched::new(bytes.get(..usize::from(len))?, size)
         } else {
             Fetched::new(assisted, size)
@@ -89,7 +89,7 @@ impl<B: Backend> Vcpu<B> {
     /// A nested fault inside the loop: answered if it is a simple access to the APIC's page. An
     /// access to another device is decoded here, where that is cheap, and finished outside.
     #[inline]
-    pub(crate) fn answer_mmio(&mut self, fault: NestedFault) -> Next {
+    pub(crate) fn answer_mmio(&mut self, s: Section<'_>, fault: NestedFault) -> Next {
         self.device_seen.access = None;
         if fault.present || !fault.final_access || fault.fetch {
             return Next::Leave;
@@ -104,7 +104,7 @@ impl<B: Backend> Vcpu<B> {
         if self.b.interrupted_delivery().is_some() {
             return Next::Leave;
         }
-        let Some(decoded) = self.decode_here() else { return Next::Leave };
+        let Some(decoded) = self.decode_here(s) else { return Next::Leave };
         let Some(simple) = decoded.simple_mmio() else { return Next::Leave };
         if !apic {
             self.note_device_access(fault, simple, &decoded);
@@ -122,7 +122,7 @@ impl<B: Backend> Vcpu<B> {
         let next = self.wrap_rip(self.b.rip().wrapping_add(u64::from(decoded.len())));
         match simple {
             SimpleMmio::Load { size: 4, dest, .. } if !fault.write => {
-                if offset & 0xf != 0 || !self.settle_pv_eoi() {
+                if offset & 0xf != 0 || !self.settle_pv_eoi(s) {
                     return Next::Leave;
                 }
                 self.sync_priority();
@@ -144,10 +144,10 @@ impl<B: Backend> Vcpu<B> {
             SimpleMmio::StoreReg { size: 4, src } if fault.write => {
                 let index = usize::from(src.index & 15);
                 let value = self.gprs.0.get(index).map_or(0, |v| src.extract(*v));
-                self.apic_store(offset, value as u32, next)
+                self.apic_store(s, offset, value as u32, next)
             }
             SimpleMmio::StoreImm { size: 4, value } if fault.write => {
-                self.apic_store(offset, value as u32, next)
+                self.apic_store(s, offset, value as u32, next)
             }
             _ => Next::Leave,
         }
@@ -264,8 +264,8 @@ impl<B: Backend> Vcpu<B> {
     }
 
     #[inline]
-    fn apic_store(&mut self, offset: u32, value: u32, next: u64) -> Next {
-        if offset & 0xf != 0 || !self.settle_pv_eoi() {
+    fn apic_store(&mut self, s: Section<'_>, offset: u32, value: u32, next: u64) -> Next {
+        if offset & 0xf != 0 || !self.settle_pv_eoi(s) {
             return Next::Leave;
         }
         self.sync_priority();

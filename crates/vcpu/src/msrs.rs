@@ -2,6 +2,7 @@
 
 use backend::{Backend, RAX, RCX, RDX};
 use irqchip::lapic::BaseRules;
+use mmu::Section;
 use msr::{Class, Effect, GuestFacts};
 use stats::VcpuCount;
 use x86::Exception;
@@ -38,17 +39,17 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// RDMSR inside the loop.
-    pub(crate) fn answer_rdmsr(&mut self) -> Next {
+    pub(crate) fn answer_rdmsr(&mut self, s: Section<'_>) -> Next {
         /// The one register whose value needs the kernel's clock.
         const TIMER_CURRENT: u32 = 0x839;
         let index = self.gprs.0[RCX] as u32;
-        if !self.settle_pv_eoi() {
+        if !self.settle_pv_eoi(s) {
             return Next::Leave;
         }
         if self.msr_denied(index, false) {
             return Next::Leave;
         }
-        let Some(next) = self.next_rip() else { return Next::Leave };
+        let Some(next) = self.next_rip(s) else { return Next::Leave };
         let (value, then) = match index {
             TIMER_CURRENT => self.with_kernel(|v| v.read_msr(index, false)),
             _ => (self.read_msr(index, false), Next::Again),
@@ -64,33 +65,33 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// WRMSR inside the loop.
-    pub(crate) fn answer_wrmsr(&mut self) -> Next {
+    pub(crate) fn answer_wrmsr(&mut self, s: Section<'_>) -> Next {
         let index = self.gprs.0[RCX] as u32;
-        if !self.settle_pv_eoi() {
+        if !self.settle_pv_eoi(s) {
             return Next::Leave;
         }
         let class = msr::classify(index);
         if class == Class::X2Apic {
-            return self.wrmsr_x2apic(index);
+            return self.wrmsr_x2apic(s, index);
         }
         if self.msr_denied(index, true) {
             return Next::Leave;
         }
         match class {
             Class::Apic if index == TSC_DEADLINE => {
-                let Some(next) = self.next_rip() else { return Next::Leave };
+                let Some(next) = self.next_rip(s) else { return Next::Leave };
                 if !self.has_deadline() {
                     return self.msr_refused();
                 }
                 let value = self.msr_operand();
                 self.stats.count(VcpuCount::TscDeadlineWrites);
                 self.retire(next);
-                self.deadline_in_loop(value)
+                self.deadline_in_loop(s, value)
             }
             // These write guest memory, or what depends on them is not the loop's.
             Class::X2Apic | Class::Apic | Class::Pv => Next::Leave,
             class @ (Class::Backend | Class::Store | Class::Unknown) => {
-                let Some(next) = self.next_rip() else { return Next::Leave };
+                let Some(next) = self.next_rip(s) else { return Next::Leave };
                 let value = self.msr_operand();
                 let written = match class {
                     Class::Store => self.write_stored_msr(index, value, false),
@@ -101,17 +102,17 @@ impl<B: Backend> Vcpu<B> {
                     Ok(()) => self.retire(next),
                     Err(Refused) => return self.msr_refused(),
                 }
-                self.settle_in_loop()
+                self.settle_in_loop(s)
             }
         }
     }
 
     #[inline]
-    fn wrmsr_x2apic(&mut self, index: u32) -> Next {
+    fn wrmsr_x2apic(&mut self, s: Section<'_>, index: u32) -> Next {
         if !self.shared.in_kernel_apic {
             return Next::Leave;
         }
-        let Some(next) = self.next_rip() else { return Next::Leave };
+        let Some(next) = self.next_rip(s) else { return Next::Leave };
         self.before_x2apic_write(index);
         let value = self.msr_operand();
         match self.shared.lapic.write_x2(index, value) {

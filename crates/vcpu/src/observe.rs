@@ -11,6 +11,7 @@
 use backend::{Backend, Exit, Gprs, RAX, RBX, RCX, RDX, RSI};
 use emulate::{Fetched, SimpleMmio};
 use host::trace::{self, ExitRecord, Mmio, Observed};
+use mmu::Section;
 use stats::Reason;
 
 use crate::{
@@ -119,7 +120,7 @@ impl<B: Backend> Vcpu<B> {
     /// Right after an exit: tells of it, and notes what has to be told later.
     #[cold]
     #[inline(never)]
-    pub(crate) fn observe_exit(&mut self) {
+    pub(crate) fn observe_exit(&mut self, s: Section<'_>) {
         let watch = self.observation.watch;
         // So that the loop comes by again before the next entry.
         self.recheck = true;
@@ -136,7 +137,7 @@ impl<B: Backend> Vcpu<B> {
         let taken = offered.filter(|_| watch.inj_virq() && still.is_none());
         if watch.details() {
             let simple = match exit {
-                Exit::NestedFault(_) if watch.mmio() => self.simple_access(),
+                Exit::NestedFault(_) if watch.mmio() => self.simple_access(s),
                 _ => None,
             };
             let (gprs, rip) = (self.gprs, self.b.rip());
@@ -161,11 +162,11 @@ impl<B: Backend> Vcpu<B> {
     /// something to leave for. Whether it may go on.
     #[cold]
     #[inline(never)]
-    pub(crate) fn observe_answer(&mut self) -> bool {
+    pub(crate) fn observe_answer(&mut self, s: Section<'_>) -> bool {
         if !self.after_exit.is_observed() || self.events.outer.any_but(Outer::OBSERVED) {
             return false;
         }
-        self.inject_answer() && self.tell_and_enter()
+        self.inject_answer(s) && self.tell_and_enter()
     }
 
     /// Tells what became of the last exit, and that the guest is entered. False: leave instead.
@@ -246,9 +247,9 @@ impl<B: Backend> Vcpu<B> {
 
     /// The instruction at RIP, if it is a plain load or store. Not by way of what the loop itself
     /// calls, which is compiled into the loop because nobody else does.
-    fn simple_access(&mut self) -> Option<SimpleMmio> {
+    fn simple_access(&mut self, s: Section<'_>) -> Option<SimpleMmio> {
         let size = self.code_size();
-        let (bytes, len) = self.fetch_here(size)?;
+        let (bytes, len) = self.fetch_here(s, size)?;
         let fetched = Fetched::new(bytes.get(..usize::from(len))?, size);
         self.decode.get(fetched).ok()?.simple_mmio()
     }

@@ -1,6 +1,7 @@
 //! Port I/O: devices in the kernel inside the loop, user space outside it.
 
 use backend::{Backend, IoExit, RAX};
+use mmu::Section;
 
 use crate::{Vcpu, exit::UserExit, inner::Next, run::Open};
 
@@ -27,17 +28,17 @@ const PORT_OF_OPTION_ROM: u16 = 0x7e;
 
 impl<B: Backend> Vcpu<B> {
     /// RIP after a port instruction: the CPU gives it, or it is decoded.
-    fn io_next(&mut self, io: IoExit) -> Option<u64> {
-        if io.next_rip != 0 { Some(io.next_rip) } else { self.next_rip() }
+    fn io_next(&mut self, s: Section<'_>, io: IoExit) -> Option<u64> {
+        if io.next_rip != 0 { Some(io.next_rip) } else { self.next_rip(s) }
     }
 
     /// A port access inside the loop.
     #[inline]
-    pub(crate) fn answer_io(&mut self, io: IoExit) -> Next {
+    pub(crate) fn answer_io(&mut self, s: Section<'_>, io: IoExit) -> Next {
         if io.string || !self.vm.irq().has_port(io.port) {
             return Next::Leave;
         }
-        let Some(next) = self.io_next(io) else { return Next::Leave };
+        let Some(next) = self.io_next(s, io) else { return Next::Leave };
         let (served, then) = self.with_kernel(|v| v.kernel_io(io));
         if !served {
             // Nothing was done: the slow path asks user space.
@@ -69,9 +70,14 @@ impl<B: Backend> Vcpu<B> {
         if io.string {
             return self.emulate_here();
         }
-        let next = match self.io_next(io) {
-            Some(next) => next,
-            None => return self.emulate_here(),
+        // Where the CPU does not tell, the loop has seen the instruction: its bytes are looked at here
+        // as the emulator does, which may sleep.
+        let next = match io.next_rip {
+            0 => match self.slow_next_rip() {
+                Ok(next) => next,
+                Err(exit) => return exit,
+            },
+            next => next,
         };
         if self.vm.irq().has_port(io.port) && self.kernel_io(io) {
             self.retire(next);

@@ -5,6 +5,7 @@
 
 use backend::{Backend, RAX, RBX, RCX, RDX, RSI};
 use host::{clock, task};
+use mmu::Section;
 use pv::{
     PvEoi, Shared, StealTime,
     clock::{ClockPage, Scale, WallClock},
@@ -102,14 +103,14 @@ impl<B: Backend> Vcpu<B> {
     /// Offers the guest to leave its EOI to a flag in memory: of `vector`, which is being offered,
     /// or of what is in service. Interrupts are off, so the flag is written only where its page is mapped.
     #[inline]
-    pub(crate) fn offer_pv_eoi(&mut self, vector: Option<Vector>) {
+    pub(crate) fn offer_pv_eoi(&mut self, s: Section<'_>, vector: Option<Vector>) {
         if let Some(at) = self.pv.eoi.flag() {
-            self.offer_pv_eoi_at(at, vector);
+            self.offer_pv_eoi_at(s, at, vector);
         }
     }
 
     #[inline(never)]
-    fn offer_pv_eoi_at(&mut self, at: Gpa, vector: Option<Vector>) {
+    fn offer_pv_eoi_at(&mut self, s: Section<'_>, at: Gpa, vector: Option<Vector>) {
         if !self.shared.in_kernel_apic || self.pv_eoi_offered {
             return;
         }
@@ -121,7 +122,7 @@ impl<B: Backend> Vcpu<B> {
         if !possible {
             return;
         }
-        let view = self.vm.memory().view();
+        let view = self.vm.memory().view(s);
         let page = MappedPage { memory: self.vm.memory(), view: &view, at };
         let mut eoi = self.pv.eoi;
         let offered = eoi.offer(&page).is_ok();
@@ -132,14 +133,14 @@ impl<B: Backend> Vcpu<B> {
     /// The same inside the loop, before the APIC is looked at. False when the flag's page cannot be
     /// reached here: the loop is to be left.
     #[inline]
-    pub(crate) fn settle_pv_eoi(&mut self) -> bool {
-        !self.pv_eoi_offered || self.collect_pv_eoi()
+    pub(crate) fn settle_pv_eoi(&mut self, s: Section<'_>) -> bool {
+        !self.pv_eoi_offered || self.collect_pv_eoi(s)
     }
 
     #[inline(never)]
-    fn collect_pv_eoi(&mut self) -> bool {
+    fn collect_pv_eoi(&mut self, s: Section<'_>) -> bool {
         let Some(at) = self.pv.eoi.flag() else { return false };
-        let view = self.vm.memory().view();
+        let view = self.vm.memory().view(s);
         let mut eoi = self.pv.eoi;
         let Ok(ended) = eoi.collect(&MappedPage { memory: self.vm.memory(), view: &view, at })
         else {
@@ -250,13 +251,13 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// A hypercall inside the loop: those that need nothing of the kernel but an IPI.
-    pub(crate) fn answer_hypercall(&mut self) -> Next {
+    pub(crate) fn answer_hypercall(&mut self, s: Section<'_>) -> Next {
         let long = self.code_size() == emulate::CodeSize::Bits64;
         let number = self.gprs.0[RAX];
         if Hypercall::is_known(if long { number } else { u64::from(number as u32) }) {
-            return self.answer_known_hypercall();
+            return self.answer_known_hypercall(s);
         }
-        let Some(next) = self.next_rip() else { return Next::Leave };
+        let Some(next) = self.next_rip(s) else { return Next::Leave };
         let error = if self.b.cpl() != 0 {
             HypercallError::NotPrivileged
         } else {
@@ -268,7 +269,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     #[inline(never)]
-    fn answer_known_hypercall(&mut self) -> Next {
+    fn answer_known_hypercall(&mut self, s: Section<'_>) -> Next {
         let (call, long) = self.decode_hypercall();
         let done = match &call {
             Err(_) | Ok(Hypercall::VapicPollIrq) => true,
@@ -276,7 +277,7 @@ impl<B: Backend> Vcpu<B> {
             Ok(Hypercall::SendIpi(ipi)) if ipi.apic_ids().count() <= IPIS_IN_LOOP => false,
             Ok(Hypercall::SendIpi(_) | Hypercall::ClockPairing { .. }) => return Next::Leave,
         };
-        let Some(next) = self.next_rip() else { return Next::Leave };
+        let Some(next) = self.next_rip(s) else { return Next::Leave };
         let (answer, then) = match call {
             Err(error) => (Err(error), Next::Again),
             Ok(_) if done => (Ok(0), Next::Again),

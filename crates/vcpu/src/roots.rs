@@ -8,6 +8,7 @@
 
 use backend::Backend;
 use host::{KBox, NoMemory};
+use mmu::Section;
 use mmu::roots::{ResetBits, RootCache, RootKey, RootRole};
 use x86::Hpa;
 
@@ -102,12 +103,12 @@ impl<B: Backend> Vcpu<B> {
 
     /// Inside the loop, after an instruction that may have changed which root is due.
     #[inline]
-    pub(crate) fn settle_in_loop(&mut self) -> Next {
-        if self.roots.due { self.settle_due() } else { Next::Again }
+    pub(crate) fn settle_in_loop(&mut self, s: Section<'_>) -> Next {
+        if self.roots.due { self.settle_due(s) } else { Next::Again }
     }
 
-    fn settle_due(&mut self) -> Next {
-        if !self.roots.shadow || self.roots.unload || !self.shadow_work_in_loop() {
+    fn settle_due(&mut self, s: Section<'_>) -> Next {
+        if !self.roots.shadow || self.roots.unload || !self.shadow_work_in_loop(s) {
             return Next::Done;
         }
         self.roots.due = false;

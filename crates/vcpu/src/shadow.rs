@@ -9,9 +9,9 @@
 
 use backend::{Backend, Event, NestedFault, PageFault};
 use host::{KBox, NoMemory, page::Page};
-use mmu::{PagingContext, RootOutcome, ShadowFault, ShadowRoots};
+use mmu::{PagingContext, RootOutcome, Section, ShadowFault, ShadowRoots};
 use stats::VcpuCount;
-use vm::memory::{MemoryError, ShadowOutcome};
+use vm::memory::{MemoryError, ShadowOutcome, shadow::Caller};
 use x86::{Exception, Gpa, Gva, exception::pf};
 
 use crate::{
@@ -141,7 +141,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Does the work inside the loop. `false`: not to be had there.
     #[inline(never)]
-    pub(crate) fn shadow_work_in_loop(&mut self) -> bool {
+    pub(crate) fn shadow_work_in_loop(&mut self, s: Section<'_>) -> bool {
         let todo = self.shadow.as_ref().map_or(0, |shadow| shadow.work);
         if todo & work::PDPTES != 0 {
             return false;
@@ -151,7 +151,7 @@ impl<B: Backend> Vcpu<B> {
         let smm = self.smm.active;
         let Self { b, shadow: Some(shadow), memory, .. } = self else { return true };
         let Some(mut guard) = memory.shadow().and_then(|mmu| mmu.try_lock()) else { return false };
-        let view = memory.view();
+        let view = memory.view(s);
         let loads = todo & work::LOAD != 0;
         if switches {
             let Shadow { roots, pdptes, .. } = &mut **shadow;
@@ -187,19 +187,19 @@ impl<B: Backend> Vcpu<B> {
         if self.shadow.as_ref().is_some_and(|s| s.work & work::PDPTES != 0) {
             self.reload_pdptes(&context);
         }
-        let Self { b, shadow: Some(shadow), vm, memory, .. } = self else { return Ok(()) };
+        let Self { b, shadow: Some(shadow), vm, memory, shared, .. } = self else { return Ok(()) };
         let todo = core::mem::take(&mut shadow.work);
-        let flush = &***vm;
+        let by = Caller { vcpu: shared, flush: &***vm };
         if todo & work::SWITCH != 0 {
             let loads = todo & work::LOAD != 0;
             let Shadow { roots, pdptes, .. } = &mut **shadow;
             let root = memory
-                .shadow_switch(roots, &context, pdptes, smm, loads, flush)
+                .shadow_switch(by, roots, &context, pdptes, smm, loads)
                 .inspect_err(|_| shadow.work = todo)?;
             b.set_shadow_root(root.cr3);
         }
         if todo & work::FLUSH != 0 {
-            memory.shadow_flush(&mut shadow.roots);
+            memory.shadow_flush(shared, &mut shadow.roots);
         }
         b.flush_tlb();
         Ok(())
@@ -229,21 +229,21 @@ impl<B: Backend> Vcpu<B> {
     /// Before an entry: what is better done now and then than never.
     #[inline]
     pub(crate) fn settle_shadow(&mut self) {
-        let Self { shadow: Some(shadow), vm, memory, .. } = self else { return };
+        let Self { shadow: Some(shadow), vm, memory, shared, .. } = self else { return };
         if core::mem::take(&mut shadow.unsettled) {
-            memory.shadow_settle(&***vm);
+            memory.shadow_settle(Caller { vcpu: shared, flush: &***vm });
         }
     }
 
     /// A page fault inside the loop.
     #[inline]
-    pub(crate) fn answer_page_fault(&mut self, fault: PageFault) -> Next {
+    pub(crate) fn answer_page_fault(&mut self, s: Section<'_>, fault: PageFault) -> Next {
         let context = self.paging();
         let Self { shadow: Some(shadow), memory, .. } = self else { return Next::Leave };
         let Some(mut guard) = memory.shadow().and_then(|mmu| mmu.try_lock()) else {
             return Next::Leave;
         };
-        let view = memory.view();
+        let view = memory.view(s);
         let (roots, at) = (&mut shadow.roots, fault.address.0);
         let outcome = guard.fault(&view, roots, &context, at, fault.code);
         drop(guard);
@@ -260,7 +260,7 @@ impl<B: Backend> Vcpu<B> {
                 Next::Again
             }
             ShadowFault::NeedFrame(wanted) if wanted.table.is_none() => {
-                self.answer_mmio(as_nested(wanted.gpa, fault.code))
+                self.answer_mmio(s, as_nested(wanted.gpa, fault.code))
             }
             _ => Next::Leave,
         }
@@ -269,9 +269,12 @@ impl<B: Backend> Vcpu<B> {
     /// A page fault outside the loop.
     pub(crate) fn page_fault(&mut self, fault: PageFault) -> Option<UserExit> {
         let context = self.paging();
-        let Self { shadow: Some(shadow), vm, memory, tables, .. } = self else { return None };
+        let Self { shadow: Some(shadow), vm, memory, tables, shared, .. } = self else {
+            return None;
+        };
         let (roots, at) = (&mut shadow.roots, fault.address.0);
-        let outcome = memory.shadow_fault(tables, roots, &context, at, fault.code, &***vm);
+        let by = Caller { vcpu: shared, flush: &***vm };
+        let outcome = memory.shadow_fault(by, tables, roots, &context, at, fault.code);
         match outcome {
             ShadowOutcome::Fixed => {
                 self.stats.count(VcpuCount::PfFixed);
@@ -322,12 +325,12 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// INVLPG inside the loop.
-    pub(crate) fn answer_invlpg(&mut self, address: Option<Gva>) -> Next {
+    pub(crate) fn answer_invlpg(&mut self, s: Section<'_>, address: Option<Gva>) -> Next {
         let (at, next) = match (address, self.b.next_rip()) {
             (Some(at), Some(next)) => (at.0, next),
             _ => {
                 let size = self.code_size();
-                let Some((bytes, len)) = self.fetch_here(size) else { return Next::Leave };
+                let Some((bytes, len)) = self.fetch_here(s, size) else { return Next::Leave };
                 let Some(bytes) = bytes.get(..usize::from(len)) else { return Next::Leave };
                 let Some(insn) = emulate::invlpg(bytes, size) else { return Next::Leave };
                 let rip = self.b.rip();
@@ -335,17 +338,17 @@ impl<B: Backend> Vcpu<B> {
                 (insn.address(gpr, rip), rip.wrapping_add(u64::from(insn.length)))
             }
         };
-        if self.paging().is_canonical(at) && !self.invlpg_in_loop(at) {
+        if self.paging().is_canonical(at) && !self.invlpg_in_loop(s, at) {
             self.want(work::FLUSH);
         }
         self.retire(next);
-        self.settle_in_loop()
+        self.settle_in_loop(s)
     }
 
-    fn invlpg_in_loop(&mut self, at: u64) -> bool {
+    fn invlpg_in_loop(&mut self, s: Section<'_>, at: u64) -> bool {
         let Self { b, shadow: Some(shadow), memory, .. } = self else { return false };
         let Some(mut guard) = memory.shadow().and_then(|mmu| mmu.try_lock()) else { return false };
-        guard.invlpg(&memory.view(), &mut shadow.roots, at);
+        guard.invlpg(&memory.view(s), &mut shadow.roots, at);
         b.flush_tlb();
         if guard.wants_settling() {
             shadow.unsettled = true;
@@ -357,8 +360,8 @@ impl<B: Backend> Vcpu<B> {
     /// INVLPG outside the loop.
     pub(crate) fn flush_page(&mut self, at: Gva) {
         if self.paging().is_canonical(at.0) {
-            let Self { b, shadow: Some(shadow), memory, .. } = self else { return };
-            memory.shadow_invlpg(&mut shadow.roots, at.0);
+            let Self { b, shadow: Some(shadow), memory, shared, .. } = self else { return };
+            memory.shadow_invlpg(shared, &mut shadow.roots, at.0);
             b.flush_tlb();
         }
     }
@@ -396,7 +399,7 @@ fn as_nested(gpa: Gpa, code: u32) -> NestedFault {
 impl<B: Backend> Vcpu<B> {
     /// Inside the loop, before a write to control register `cr`: reads the PDPTEs that it will load.
     /// `false`: not to be had here.
-    pub(crate) fn fetch_pdptes(&mut self, cr: u8, value: u64) -> bool {
+    pub(crate) fn fetch_pdptes(&mut self, s: Section<'_>, cr: u8, value: u64) -> bool {
         let c = self.b.control();
         let cr4 = if cr == 4 { value } else { c.cr4 };
         if B::LOADS_PDPTES && self.shadow.is_none() {
@@ -410,7 +413,7 @@ impl<B: Backend> Vcpu<B> {
         }
         let base = pdptes_at(if cr == 3 { value } else { c.cr3 });
         let mut bytes = [0; 32];
-        if !memory.read_irqs_off(&memory.view(), Gpa(base), &mut bytes) {
+        if !memory.read_irqs_off(&memory.view(s), Gpa(base), &mut bytes) {
             return false;
         }
         shadow.fetched = Some((base, decode_pdptes(&bytes)));

@@ -15,6 +15,7 @@
 
 use backend::Backend;
 use irqchip::lapic::{TimerClock, WatchedTime};
+use mmu::Section;
 use vm::vcpu_shared::Request;
 
 use crate::{Vcpu, inner::Next};
@@ -80,13 +81,13 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// The backend has ended the guest's run at the time that is watched, or for nothing.
-    pub(crate) fn answer_deadline(&mut self) -> Next {
+    pub(crate) fn answer_deadline(&mut self, s: Section<'_>) -> Next {
         if !self.b.deadline_due() {
             // Sooner, for the time is further away than the CPU counts.
             return Next::Again;
         }
         match self.shared.lapic.watched_time() {
-            WatchedTime::Tsc(_) if self.lazy.enabled() => self.lazy_deadline_in_loop(),
+            WatchedTime::Tsc(_) if self.lazy.enabled() => self.lazy_deadline_in_loop(s),
             WatchedTime::Tsc(_) => self.interrupt_for_deadline(),
             WatchedTime::Never => {
                 self.b.watch_deadline(0);

@@ -166,17 +166,10 @@ impl VcpuShared {
         self.state.has_requests()
     }
 
-    /// The owner is about to enter the guest on this CPU, number `here`; interrupts are off. Everything that was
-    /// made pending before is visible after this; everything later comes with an IPI.
+    /// Its mode, where it runs, its requests.
     #[inline]
-    pub fn enter_mode(&self, here: usize) {
-        self.state.enter(here as u32);
-    }
-
-    /// The owner has left the guest; interrupts are still off.
-    #[inline]
-    pub fn leave_mode(&self) {
-        self.state.leave();
+    pub(crate) fn state(&self) -> &KickState {
+        &self.state
     }
 
     /// The physical CPU it runs on, if it may be in guest mode and not have seen the latest request.

@@ -2,7 +2,7 @@
 
 use core::sync::atomic::{
     AtomicBool, AtomicU32,
-    Ordering::{AcqRel, Acquire, Relaxed},
+    Ordering::{Acquire, Relaxed},
 };
 
 use host::{
@@ -10,13 +10,13 @@ use host::{
     notifier::{InvalidateHandler, WithNotifier},
     sync::{Mutex, SpinLock},
 };
+use mmu::RegionLimits;
 pub use mmu::{EptSupport, Format};
-use mmu::{FlushRemote, RegionLimits};
 use pv::{
     ClockData, HostTime,
     clock::{ClockSample, Scale},
 };
-use stats::{VmCount, VmStats};
+use stats::VmStats;
 use x86::Hva;
 
 use crate::{
@@ -135,6 +135,11 @@ impl Vm {
         self.page_log_users.load(Acquire) != 0
     }
 
+    /// Memories with a slot for which vCPUs log the pages they write.
+    pub(crate) fn page_log_users(&self) -> &AtomicU32 {
+        &self.page_log_users
+    }
+
     /// The vCPUs.
     #[inline]
     pub fn vcpus(&self) -> &VcpuTable {
@@ -237,29 +242,6 @@ impl Vm {
     /// The offset for a VMM's write of a vCPU's TSC.
     pub fn match_tsc(&self, value: u64, now: u64, khz: u32) -> u64 {
         self.time.lock().tsc().match_write(value, now, khz)
-    }
-}
-
-impl FlushRemote for Vm {
-    fn flush_remote(&self) {
-        self.stats().of(VmCount::RemoteTlbFlushRequests).add(1);
-        if self.vcpus.request_all_and_wait(Request::FlushTlb) {
-            self.stats().of(VmCount::RemoteTlbFlush).add(1);
-        }
-    }
-
-    fn log_pages(&self, on: bool) {
-        if on {
-            if self.page_log_users.fetch_add(1, AcqRel) == 0 {
-                self.vcpus.request_all_and_wait(Request::PageLog);
-            }
-        } else if self.page_log_users.fetch_sub(1, AcqRel) == 1 {
-            self.vcpus.request_all(Request::PageLog);
-        }
-    }
-
-    fn gather_log(&self) {
-        self.vcpus.leave_guest();
     }
 }
 

@@ -1,10 +1,14 @@
 //! A VM's memory on shadow pages: what the tree loses the shadow pages lose, by notifier, slot, dirty
 //! log and release, also while vCPUs fault and run.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use gannet_vm::memory::shadow::Caller;
 use gannet_vm::memory::{FaultAccess, MemoryError, ShadowOutcome, VmMemory};
+use gannet_vm::vcpu_shared::{Request, VcpuShared};
+use gannet_vm::vcpus::VcpuTable;
 use host::page::Pages;
+use host::std_port::test;
 use mmu::tdp::FlushRemote;
 use mmu::{
     Format, PagingContext, Region, RegionLimits, Root, ShadowFault, ShadowRoots, TableCache,
@@ -17,32 +21,37 @@ const READONLY: u32 = 2;
 const FIRST: u64 = 16;
 const WRITE: u32 = 2;
 
-/// CPUs that count the sections in which they run the guest or look at tables; a flush waits for
-/// those to end that have begun.
-#[derive(Default)]
+/// The vCPUs, and the flush that waits for those in a section, as a VM's does.
 struct Cpus {
-    sections: [AtomicUsize; 3],
+    vcpus: VcpuTable,
     flushes: AtomicU64,
 }
 
-impl Cpus {
-    fn section<T>(&self, cpu: usize, work: impl FnOnce() -> T) -> T {
-        self.sections[cpu].fetch_add(1, Ordering::SeqCst);
-        let result = work();
-        self.sections[cpu].fetch_add(1, Ordering::SeqCst);
-        result
+impl Default for Cpus {
+    fn default() -> Self {
+        let vcpus = VcpuTable::new().unwrap();
+        for id in 0..3 {
+            vcpus.add(VcpuShared::new(id, id, id == 0, true).unwrap()).unwrap();
+        }
+        Self { vcpus, flushes: AtomicU64::new(0) }
     }
 }
 
-impl FlushRemote for Cpus {
+impl Cpus {
+    fn vcpu(&self, cpu: usize) -> &VcpuShared {
+        self.vcpus.get(cpu).unwrap()
+    }
+
+    fn by(&self, cpu: usize) -> Caller<'_, Self> {
+        Caller { vcpu: self.vcpu(cpu), flush: self }
+    }
+}
+
+// SAFETY: waits for the vCPUs in the table, and the tests look with no others.
+unsafe impl FlushRemote for Cpus {
     fn flush_remote(&self) {
         self.flushes.fetch_add(1, Ordering::Relaxed);
-        for section in &self.sections {
-            let begun = section.load(Ordering::SeqCst);
-            while begun & 1 != 0 && section.load(Ordering::SeqCst) == begun {
-                std::thread::yield_now();
-            }
-        }
+        self.vcpus.request_all_and_wait(Request::FlushTlb);
     }
 }
 
@@ -54,6 +63,7 @@ struct Bench {
 
 /// A vCPU.
 struct Runner {
+    cpu: usize,
     roots: ShadowRoots,
     cache: TableCache,
     root: Root,
@@ -127,15 +137,20 @@ impl Bench {
     }
 
     fn runner(&self) -> Runner {
+        self.runner_on(0)
+    }
+
+    fn runner_on(&self, cpu: usize) -> Runner {
         let mut roots = ShadowRoots::new().unwrap();
         let memory = &self.memory;
-        let root = memory.shadow_switch(&mut roots, &context(), &[0; 4], false, true, &self.cpus);
-        Runner { roots, cache: TableCache::new(), root: root.unwrap() }
+        let root =
+            memory.shadow_switch(self.cpus.by(cpu), &mut roots, &context(), &[0; 4], false, true);
+        Runner { roots, cache: TableCache::new(), root: root.unwrap(), cpu }
     }
 
     fn fault(&self, runner: &mut Runner, n: u64, code: u32) -> ShadowOutcome {
-        let Runner { roots, cache, .. } = runner;
-        self.memory.shadow_fault(cache, roots, &context(), n << 12 | 8, code, &self.cpus)
+        let Runner { roots, cache, cpu, .. } = runner;
+        self.memory.shadow_fault(self.cpus.by(*cpu), cache, roots, &context(), n << 12 | 8, code)
     }
 
     fn log(&self) -> u64 {
@@ -144,8 +159,8 @@ impl Bench {
 
     fn settle(&self, runner: &mut Runner) {
         self.memory.shadow().unwrap().set_calm(1);
-        self.memory.shadow_flush(&mut runner.roots);
-        self.memory.shadow_settle(&self.cpus);
+        self.memory.shadow_flush(self.cpus.vcpu(0), &mut runner.roots);
+        self.memory.shadow_settle(self.cpus.by(0));
     }
 }
 
@@ -216,7 +231,7 @@ fn an_invalidation_withdraws_the_leaf_and_forgets_that_a_table_was_in_order() {
     assert!(!shadow.is_protected(Gfn(19)));
     bench.user.words()[3 * 512 + 20].store(0, Ordering::Relaxed);
     bench.memory.invalidate_end(bench.hva(3), bench.hva(4));
-    bench.memory.shadow_flush(&mut runner.roots);
+    bench.memory.shadow_flush(bench.cpus.vcpu(0), &mut runner.roots);
     assert_eq!(walk(&runner.root, 20 << 12), None);
     bench.memory.shadow_release(&mut runner.roots);
 }
@@ -318,18 +333,18 @@ fn a_write_of_the_hypervisors_to_a_protected_table_is_seen_at_the_next_flush() {
                     &FaultAccess { gpa, write: true, exec: false, present: false },
                     &bench.cpus,
                 );
-                host::irq::disable();
-                let view = bench.memory.view();
-                // While somebody works on the shadow pages there is no writing.
-                let held = shadow.lock();
-                assert!(!bench.memory.write_irqs_off(&view, gpa, &new.to_le_bytes()));
-                drop(held);
-                assert!(bench.memory.write_irqs_off(&view, gpa, &new.to_le_bytes()));
-                host::irq::enable();
+                bench.cpus.vcpu(0).in_section(|s| {
+                    let view = bench.memory.view(s);
+                    // While somebody works on the shadow pages there is no writing.
+                    let held = shadow.lock();
+                    assert!(!bench.memory.write_irqs_off(&view, gpa, &new.to_le_bytes()));
+                    drop(held);
+                    assert!(bench.memory.write_irqs_off(&view, gpa, &new.to_le_bytes()));
+                });
             }
         }
         assert!(!shadow.is_protected(Gfn(19)), "{by}");
-        bench.memory.shadow_flush(&mut runner.roots);
+        bench.memory.shadow_flush(bench.cpus.vcpu(0), &mut runner.roots);
         assert_eq!(walk(&runner.root, 20 << 12), None, "{by}");
         bench.fault(&mut runner, 20, WRITE);
         let leaf = walk(&runner.root, 20 << 12).unwrap();
@@ -356,11 +371,13 @@ fn a_vm_without_shadow_pages_refuses_quietly() {
     let memory: VmMemory = VmMemory::new(Format::npt(4, 0), RegionLimits::default()).unwrap();
     let (mut roots, cpus) = (ShadowRoots::new().unwrap(), Cpus::default());
     assert!(memory.shadow().is_none());
-    assert!(memory.shadow_switch(&mut roots, &context(), &[0; 4], false, true, &cpus).is_err());
+    assert!(
+        memory.shadow_switch(cpus.by(0), &mut roots, &context(), &[0; 4], false, true).is_err()
+    );
     let mut cache = TableCache::new();
-    let outcome = memory.shadow_fault(&mut cache, &mut roots, &context(), 0, 0, &cpus);
+    let outcome = memory.shadow_fault(cpus.by(0), &mut cache, &mut roots, &context(), 0, 0);
     assert_eq!(outcome, ShadowOutcome::Retry);
-    memory.shadow_settle(&cpus);
+    memory.shadow_settle(cpus.by(0));
     memory.set_shadow_limit(64, &cpus);
     memory.shadow_release(&mut roots);
     assert_eq!(memory.read(Gpa(0), &mut [0]), Err(MemoryError::Unbacked));
@@ -374,16 +391,21 @@ fn nothing_withdrawn_is_reached_while_vcpus_run_and_fault() {
     let taken: [AtomicBool; 64] = [const { AtomicBool::new(false) }; 64];
     let (bench, taken, stop) = (&bench, &taken, &AtomicBool::new(false));
     let seen: &[AtomicU64; 2] = &[const { AtomicU64::new(0) }; 2];
+    let world = &test::clock();
+    // The thread that withdraws is on a CPU of its own.
+    test::set_cpu(2);
     std::thread::scope(|s| {
         for (cpu, seen) in seen.iter().enumerate() {
             s.spawn(move || {
-                let (mut runner, mut n) = (bench.runner(), cpu as u64);
+                test::adopt(world);
+                test::set_cpu(cpu);
+                let (mut runner, mut n) = (bench.runner_on(cpu), cpu as u64);
                 let shadow = bench.memory.shadow().unwrap();
                 while !stop.load(Ordering::Relaxed) {
                     n = n.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
                     let (page, code) = (4 + (n >> 33) % 60, (n >> 40) as u32 & WRITE);
                     let at = page << 12 | 8;
-                    let fixed = bench.cpus.section(cpu, || {
+                    let fixed = bench.cpus.vcpu(cpu).in_section(|s| {
                         if let Some(leaf) = walk(&runner.root, at)
                             && (code == 0 || leaf & 2 != 0)
                         {
@@ -393,21 +415,21 @@ fn nothing_withdrawn_is_reached_while_vcpus_run_and_fault() {
                             seen.fetch_add(1, Ordering::Relaxed);
                             return true;
                         }
-                        host::irq::disable();
-                        let view = bench.memory.view();
+                        let view = bench.memory.view(s);
                         let fault = shadow.try_lock().map(|mut guard| {
                             guard.fault(&view, &runner.roots, &context(), at, code)
                         });
-                        host::irq::enable();
                         fault == Some(ShadowFault::Fixed)
                     });
                     if !fixed {
                         bench.fault(&mut runner, page, code);
                     }
                     match n >> 50 & 63 {
-                        0 => bench.memory.shadow_flush(&mut runner.roots),
-                        1 => bench.memory.shadow_invlpg(&mut runner.roots, at),
-                        2 => bench.memory.shadow_settle(&bench.cpus),
+                        0 => bench.memory.shadow_flush(bench.cpus.vcpu(cpu), &mut runner.roots),
+                        1 => {
+                            bench.memory.shadow_invlpg(bench.cpus.vcpu(cpu), &mut runner.roots, at)
+                        }
+                        2 => bench.memory.shadow_settle(bench.cpus.by(cpu)),
                         3 => bench.memory.set_shadow_limit(n >> 60, &bench.cpus),
                         _ => {}
                     }

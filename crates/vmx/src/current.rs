@@ -35,11 +35,8 @@ impl<C: Cpu> Vmx<C> {
         if !self.initialised.get() {
             return 0;
         }
-        let preemptible = irq::enabled();
         loop {
-            if preemptible {
-                irq::disable();
-            }
+            let off = irq::enabled().then(irq::disable);
             let here = percpu::of(smp::cpu_id()).filter(|_| self.is_settled(smp::cpu_id()));
             if let Some(here) = here {
                 // With VMX off, on the way to a reboot, nothing can be read.
@@ -47,16 +44,10 @@ impl<C: Cpu> Vmx<C> {
                 if on {
                     self.make_current(here);
                 }
-                let value = if on { self.cpu.vmread(encoding) } else { 0 };
-                if preemptible {
-                    irq::enable();
-                }
-                return value;
+                return if on { self.cpu.vmread(encoding) } else { 0 };
             }
-            if !preemptible {
-                return 0;
-            }
-            irq::enable();
+            let Some(off) = off else { return 0 };
+            irq::enable(off);
             self.clear_elsewhere();
         }
     }

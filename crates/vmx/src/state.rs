@@ -88,37 +88,37 @@ impl<C: Cpu> Backend for Vmx<C> {
     }
 
     #[inline(always)]
-    fn dispatch<A: Answer<Self>>(answer: &mut A) -> Option<Exit> {
+    fn dispatch<S: Copy, A: Answer<Self, S>>(answer: &mut A, section: S) -> Option<Exit> {
         // Read by the exit itself.
         let reason = answer.backend().fields.last(fields::EXIT_REASON);
         // An entry that failed has bits that no reason has.
         let Ok(reason) = u16::try_from(reason) else {
             let exit = answer.backend().decode();
-            return answer.rare(exit);
+            return answer.rare(section, exit);
         };
         match ExitReason(reason) {
-            ExitReason::ExternalInterrupt => answer.frequent(Exit::Interrupt),
-            ExitReason::Cpuid => answer.frequent(Exit::Cpuid),
-            ExitReason::Wrmsr => answer.frequent(Exit::Wrmsr),
-            ExitReason::Rdmsr => answer.frequent(Exit::Rdmsr),
+            ExitReason::ExternalInterrupt => answer.frequent(section, Exit::Interrupt),
+            ExitReason::Cpuid => answer.frequent(section, Exit::Cpuid),
+            ExitReason::Wrmsr => answer.frequent(section, Exit::Wrmsr),
+            ExitReason::Rdmsr => answer.frequent(section, Exit::Rdmsr),
             ExitReason::EptViolation => {
                 let exit = answer.backend().ept_violation();
-                answer.frequent(exit)
+                answer.frequent(section, exit)
             }
             ExitReason::Io => {
                 let exit = answer.backend().io();
-                answer.frequent(exit)
+                answer.frequent(section, exit)
             }
-            ExitReason::Hlt => answer.frequent(Exit::Hlt),
-            ExitReason::Vmcall => answer.frequent(Exit::Hypercall),
-            ExitReason::PreemptionTimer => answer.frequent(Exit::Deadline),
+            ExitReason::Hlt => answer.frequent(section, Exit::Hlt),
+            ExitReason::Vmcall => answer.frequent(section, Exit::Hypercall),
+            ExitReason::PreemptionTimer => answer.frequent(section, Exit::Deadline),
             ExitReason::CrAccess => {
                 let exit = answer.backend().cr_access();
-                answer.frequent(exit)
+                answer.frequent(section, exit)
             }
             _ => {
                 let exit = answer.backend().decode();
-                answer.rare(exit)
+                answer.rare(section, exit)
             }
         }
     }

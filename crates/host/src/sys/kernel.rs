@@ -255,7 +255,7 @@ pub(crate) unsafe fn gnt_waiter_enter(_: *mut WaiterRaw) {}
 
 #[inline]
 pub(crate) fn irq_disable() {
-    // SAFETY: ring 0; the run loop turns interrupts on again.
+    // SAFETY: ring 0; `irq::Off` turns interrupts on again when it goes.
     unsafe { asm!("cli", options(nostack)) }
 }
 

@@ -4,22 +4,25 @@
 //!
 //! - An entry with the `TABLE` bit points to a page that the tree owns. Only [`Table::link`] writes
 //!   such entries, and safe code can neither forge one nor overwrite one.
-//! - A table is reached with the tree's lock held ([`ReadTree`], [`WriteTree`]) or with interrupts
-//!   off ([`View`]). It is freed by [`WriteTree::finish`] alone: after unlinking it, with the lock
+//! - A table is reached with the tree's lock held ([`ReadTree`], [`WriteTree`]) or in a section that
+//!   withdrawals wait for ([`View`], [`Section`]). It is freed by [`WriteTree::finish`] alone: after unlinking it, with the lock
 //!   held for writing, and after [`FlushRemote`] has seen every CPU that might run guest code or a
 //!   section with interrupts off.
 //! - A frame that a leaf names is read through the direct map only by [`View`], under the same rule:
 //!   the page is given back to the host only after that flush.
 //!
-//! So the soundness of this module rests on three promises made outside of it: that of
-//! [`FlushRemote`]; that a [`View`] is made and used with interrupts off; and that frames passed to
-//! [`crate::Tdp`] came from `host::gup` and are withdrawn when the MMU notifier says so.
+//! So the soundness of this module rests on promises made outside of it, each by a word `unsafe` there:
+//! that of [`FlushRemote`], and that of [`Section::assume`], without which there is no [`View`]. That a
+//! leaf names a frame of the VMM's follows from [`host::gup::HostPage`], which nothing else makes; that it
+//! is withdrawn in time is the MMU notifier's protocol (`vm::memory`).
 #![allow(unsafe_code)]
 
 mod cache;
+mod section;
 mod view;
 
 pub use cache::{Run, TableCache, TablePage};
+pub use section::Section;
 pub use view::{GuestPage, Trail, View};
 
 use core::marker::PhantomData;
@@ -36,12 +39,13 @@ use crate::format::{ADDRESS, Format, REMOVED, SPLIT_FOR_FETCH, TABLE};
 
 /// Makes all CPUs forget translations.
 ///
-/// When `flush_remote` returns, every CPU that ran this VM's guest code, or a section with
-/// interrupts off that looked at its nested tables, has left it since the call began; and no vCPU
-/// enters the guest again without having its TLB entries flushed. Called with the MMU lock held
-/// for writing: it may wait for interrupts to be acknowledged, but must not sleep.
-pub trait FlushRemote {
-    /// See the trait.
+/// # Safety
+/// When `flush_remote` returns, every CPU that ran this VM's guest code, or was in a [`Section`] of one of
+/// its vCPUs, has left it since the call began; and no vCPU enters the guest again without having its
+/// TLB entries flushed. Tables and pages are given back on the strength of that.
+pub unsafe trait FlushRemote {
+    /// See the trait. Called with the MMU lock held for writing: it may wait for interrupts to be
+    /// acknowledged, but must not sleep.
     fn flush_remote(&self);
 
     /// Page-modification logging is wanted from now on, or no longer. When this returns with `on`,
@@ -53,7 +57,8 @@ pub trait FlushRemote {
     fn gather_log(&self) {}
 }
 
-impl<F: FlushRemote + ?Sized> FlushRemote for &F {
+// SAFETY: passes on to what keeps the promise.
+unsafe impl<F: FlushRemote + ?Sized> FlushRemote for &F {
     fn flush_remote(&self) {
         (**self).flush_remote();
     }
@@ -310,9 +315,9 @@ impl<S> Tree<S> {
         self.lock.is_contended()
     }
 
-    /// A look without the lock, for sections with interrupts off.
+    /// A look without the lock, in a section that withdrawals wait for.
     #[inline]
-    pub fn view(&self) -> View<'_> {
+    pub fn view<'a>(&'a self, _section: Section<'a>) -> View<'a> {
         debug_assert!(!host::irq::enabled(), "a view needs interrupts off");
         View::new(self.generation(), &self.trunk)
     }

@@ -14,7 +14,16 @@ use x86::Hpa;
 use super::{NotSend, Table, Trunk};
 use crate::format::Format;
 
-/// The tree as seen within one section with interrupts off. Make a new one after every exit.
+/// The tree as seen within one [`Section`](super::Section). Make a new one after every exit.
+///
+/// There is none without a section, and none outlives it:
+///
+/// ```compile_fail
+/// # use gannet_mmu::{Format, Tdp};
+/// let tdp = Tdp::new(Format::npt(4, 0), ()).unwrap();
+/// let _off = gannet_host::irq::disable();
+/// let view = tdp.view(); // Interrupts are off, but no withdrawal waits for us.
+/// ```
 #[derive(Clone, Copy)]
 pub struct View<'a> {
     generation: u64,

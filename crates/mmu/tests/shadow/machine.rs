@@ -14,6 +14,7 @@ use host::page::Page;
 use x86::{Exception, Gfn, Gpa, Pfn};
 
 use crate::hardware::{self, Access, Reached};
+use crate::section::section;
 
 /// Frames of real memory: 0 to 31 in one slot, 32 to 63 in another.
 pub const SMALL: u64 = 64;
@@ -48,7 +49,8 @@ pub struct Machine {
     pub flushes: AtomicU64,
 }
 
-impl FlushRemote for Machine {
+// SAFETY: nothing looks at the tables without a lock beside this thread.
+unsafe impl FlushRemote for Machine {
     fn flush_remote(&self) {
         self.flushes.fetch_add(1, Ordering::Relaxed);
     }
@@ -57,7 +59,8 @@ impl FlushRemote for Machine {
 /// Withdraws from the shadow pages what the tree withdrew.
 struct Withdraw<'a>(&'a Machine, Gfn, Gfn);
 
-impl FlushRemote for Withdraw<'_> {
+// SAFETY: nothing looks at the tables without a lock beside this thread.
+unsafe impl FlushRemote for Withdraw<'_> {
     fn flush_remote(&self) {
         self.0.shadow.withdraw(self.1, self.2);
         self.0.flush_remote();
@@ -289,10 +292,7 @@ impl Machine {
     // The vCPUs.
 
     pub fn with_view<T>(&self, work: impl FnOnce(&View<'_>) -> T) -> T {
-        host::irq::disable();
-        let result = work(&self.tdp.view());
-        host::irq::enable();
-        result
+        section(|s| work(&self.tdp.view(s)))
     }
 
     /// Loads the registers of a vCPU's context; see `ShadowGuard::switch`.

@@ -5,3 +5,5 @@ mod cases;
 mod hardware;
 mod machine;
 mod properties;
+#[path = "../section/mod.rs"]
+mod section;

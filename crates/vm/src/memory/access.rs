@@ -7,7 +7,7 @@
 use host::user;
 use mmu::tdp::page_of;
 use mmu::walk::{GuestMemory, Swap};
-use mmu::{MemSlot, View};
+use mmu::{MemSlot, Section, View};
 use x86::Gpa;
 
 use super::{MemoryError, VmMemory};
@@ -77,11 +77,10 @@ impl VmMemory {
         Ok(swapped)
     }
 
-    /// The nested tables as seen in this section with interrupts off: for [`mmu::CodeFetch`] and
-    /// the functions below. Drop it before interrupts go on.
+    /// The nested tables as seen in this section: for [`mmu::CodeFetch`] and the functions below.
     #[inline]
-    pub fn view(&self) -> View<'_> {
-        self.tdp.view()
+    pub fn view<'a>(&'a self, section: Section<'a>) -> View<'a> {
+        self.tdp.view(section)
     }
 
     /// Reads guest memory with interrupts off, without locks. `false`: not mapped in the nested

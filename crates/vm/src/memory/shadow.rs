@@ -1,13 +1,14 @@
 //! Shadow paging's side of a VM's memory: what the inner loop could not do with interrupts off.
 //!
 //! Each function here does what the [`mmu::ShadowGuard`] function of the same name does, however long
-//! that takes: it allocates pages, finds frames, waits for the lock. All may sleep.
+//! that takes: it allocates pages, finds frames, waits for the lock. All may sleep. `vcpu` is the one whose
+//! thread calls: what is looked at without the tree's lock is looked at in a section of its own, begun
+//! before the shadow lock is waited for and ended after it is free.
 
 use core::sync::atomic::Ordering;
 
 use host::boxed::KBox;
 use host::error::NoMemory;
-use host::irq;
 use mmu::shadow::LEAST_PAGES;
 use mmu::tdp::{FlushRemote, Zapper, pages_per};
 use mmu::{
@@ -18,6 +19,8 @@ use x86::{Exception, Gfn, Gpa};
 
 use super::invalidate::Invalidations;
 use super::{FaultAccess, FaultOutcome, MemoryError, VmMemory};
+use crate::section::WithdrawFirst;
+use crate::vcpu_shared::VcpuShared;
 
 /// What became of a page fault on shadow tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,6 +39,15 @@ pub enum ShadowOutcome {
     Retry,
     /// Not to be mapped.
     Error(MemoryError),
+}
+
+/// On whose behalf something is done that looks at tables and may withdraw some.
+#[derive(Clone, Copy)]
+pub struct Caller<'a, F: ?Sized> {
+    /// The vCPU whose thread this is; outside the inner loop.
+    pub vcpu: &'a VcpuShared,
+    /// What makes all vCPUs of the VM forget translations.
+    pub flush: &'a F,
 }
 
 /// No shadow pages. Out of line: they are large, and move to the heap from here.
@@ -61,30 +73,32 @@ impl VmMemory {
     }
 
     /// [`mmu::ShadowGuard::switch`], to the end.
-    pub fn shadow_switch(
+    pub fn shadow_switch<F: FlushRemote + ?Sized>(
         &self,
+        by: Caller<'_, F>,
         roots: &mut ShadowRoots,
         context: &PagingContext,
         pdptes: &[u64; 4],
         smm: bool,
         flushes: bool,
-        flush: &(impl FlushRemote + ?Sized),
     ) -> Result<Root, NoMemory> {
         let shadow = self.shadow.as_ref().ok_or(NoMemory)?;
         loop {
-            let outcome = self
-                .with_view(|view| shadow.lock().switch(view, roots, context, pdptes, smm, flushes));
+            let outcome = by.vcpu.in_section(|s| {
+                let view = self.view(s);
+                shadow.lock().switch(&view, roots, context, pdptes, smm, flushes)
+            });
             match outcome {
                 RootOutcome::Ready(root) => return Ok(root),
-                RootOutcome::NeedPages(count) => shadow.reserve(count, flush)?,
+                RootOutcome::NeedPages(count) => shadow.reserve(count, by.flush)?,
             }
         }
     }
 
     /// [`mmu::ShadowGuard::flush`].
-    pub fn shadow_flush(&self, roots: &mut ShadowRoots) {
+    pub fn shadow_flush(&self, vcpu: &VcpuShared, roots: &mut ShadowRoots) {
         if let Some(shadow) = &self.shadow {
-            self.with_view(|view| shadow.lock().flush(view, roots));
+            vcpu.in_section(|s| shadow.lock().flush(&self.view(s), roots));
         }
     }
 
@@ -96,38 +110,40 @@ impl VmMemory {
     }
 
     /// [`mmu::ShadowGuard::invlpg`].
-    pub fn shadow_invlpg(&self, roots: &mut ShadowRoots, va: u64) {
+    pub fn shadow_invlpg(&self, vcpu: &VcpuShared, roots: &mut ShadowRoots, va: u64) {
         if let Some(shadow) = &self.shadow {
-            self.with_view(|view| shadow.lock().invlpg(view, roots, va));
+            vcpu.in_section(|s| shadow.lock().invlpg(&self.view(s), roots, va));
         }
     }
 
     /// [`mmu::ShadowGuard::fault`], to the end: finds the frames and pages that it lacks.
     /// `cache` is the vCPU's own. Runs in the VMM's address space.
-    pub fn shadow_fault(
+    pub fn shadow_fault<F: FlushRemote + ?Sized>(
         &self,
+        by: Caller<'_, F>,
         cache: &mut TableCache,
         roots: &mut ShadowRoots,
         context: &PagingContext,
         va: u64,
         code: u32,
-        flush: &(impl FlushRemote + ?Sized),
     ) -> ShadowOutcome {
         let Some(shadow) = &self.shadow else { return ShadowOutcome::Retry };
         for _ in 0..ROUNDS {
-            let outcome =
-                self.with_view(|view| shadow.lock().fault(view, roots, context, va, code));
+            let outcome = by.vcpu.in_section(|s| {
+                let view = self.view(s);
+                shadow.lock().fault(&view, roots, context, va, code)
+            });
             match outcome {
                 ShadowFault::Fixed => return ShadowOutcome::Fixed,
                 ShadowFault::Guest(exception) => return ShadowOutcome::Guest(exception),
                 ShadowFault::Emulate { gpa } => return ShadowOutcome::Emulate(gpa),
                 ShadowFault::NeedPages(count) => {
-                    if shadow.reserve(count, flush).is_err() {
+                    if shadow.reserve(count, by.flush).is_err() {
                         return ShadowOutcome::Error(MemoryError::NoMemory);
                     }
                 }
                 ShadowFault::NeedFrame(wanted) => {
-                    if let Some(outcome) = self.find_frame(cache, roots, &wanted, flush) {
+                    if let Some(outcome) = self.find_frame(cache, roots, &wanted, by.flush) {
                         return outcome;
                     }
                 }
@@ -176,12 +192,12 @@ impl VmMemory {
 
     /// Protects guest tables that have not changed for a while: outside the loop, when
     /// [`mmu::ShadowGuard::wants_settling`] says so.
-    pub fn shadow_settle(&self, flush: &(impl FlushRemote + ?Sized)) {
+    pub fn shadow_settle<F: FlushRemote + ?Sized>(&self, by: Caller<'_, F>) {
         if let Some(shadow) = &self.shadow
             && shadow.settle_begin()
         {
-            flush.flush_remote();
-            self.with_view(|view| shadow.lock().settle_end(view));
+            by.flush.flush_remote();
+            by.vcpu.in_section(|s| shadow.lock().settle_end(&self.view(s)));
         }
     }
 
@@ -249,41 +265,22 @@ impl VmMemory {
         first: Gfn,
         end: Gfn,
         flush: &'a R,
-    ) -> WithdrawFirst<'a, R> {
-        let Some(shadow) = &self.shadow else {
-            return WithdrawFirst { shadow: None, first, end, flush };
-        };
-        // Large leaves go whole, and later withdrawals find nothing of them: so must what was
-        // derived from them.
-        let pages = |gfn| zapper.lookup(gfn).map_or(1, |leaf| pages_per(leaf.level));
-        let last = Gfn(end.0.saturating_sub(1));
-        let first = Gfn(first.0 & !(pages(first) - 1));
-        let end = Gfn((last.0 | (pages(last) - 1)).saturating_add(1));
-        WithdrawFirst { shadow: Some(shadow), first, end, flush }
-    }
-
-    /// Calls `work` in a section with interrupts off.
-    fn with_view<T>(&self, work: impl FnOnce(&mmu::View<'_>) -> T) -> T {
-        irq::disable();
-        let result = work(&self.view());
-        irq::enable();
-        result
-    }
-}
-
-/// Lets the shadow pages follow a withdrawal of the tree's, and then flushes.
-pub(super) struct WithdrawFirst<'a, R: ?Sized> {
-    shadow: Option<&'a ShadowMmu>,
-    first: Gfn,
-    end: Gfn,
-    flush: &'a R,
-}
-
-impl<R: FlushRemote + ?Sized> FlushRemote for WithdrawFirst<'_, R> {
-    fn flush_remote(&self) {
-        if let Some(shadow) = self.shadow {
-            shadow.withdraw(self.first, self.end);
+    ) -> WithdrawFirst<'a, impl Fn() + use<'a, R>, R> {
+        let shadow = self.shadow.as_deref();
+        let (mut first, mut end) = (first, end);
+        if shadow.is_some() {
+            // Large leaves go whole, and later withdrawals find nothing of them: so must what was
+            // derived from them.
+            let pages = |gfn| zapper.lookup(gfn).map_or(1, |leaf| pages_per(leaf.level));
+            let last = Gfn(end.0.saturating_sub(1));
+            first = Gfn(first.0 & !(pages(first) - 1));
+            end = Gfn((last.0 | (pages(last) - 1)).saturating_add(1));
         }
-        self.flush.flush_remote();
+        let withdraw = move || {
+            if let Some(shadow) = shadow {
+                shadow.withdraw(first, end);
+            }
+        };
+        WithdrawFirst { withdraw, flush }
     }
 }

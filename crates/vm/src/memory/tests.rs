@@ -6,32 +6,20 @@ extern crate std;
 use alloc::vec;
 use alloc::vec::Vec;
 use core::cell::Cell;
-use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use core::sync::atomic::{AtomicBool, Ordering};
 
 use host::gup::{GupError, HostPage};
 use host::page::Pages;
 use host::std_port::test;
-use mmu::tdp::{FlushRemote, Leaf};
+use mmu::tdp::Leaf;
 use mmu::{EptSupport, Format, PagingContext, Region, RegionLimits, SlotError, TableCache};
 use stats::VmCount;
 use x86::{Gfn, Gpa, Hva, Pfn};
 
+use crate::section::tests::Flushes;
+use crate::vcpu_shared::VcpuShared;
+
 use super::{DirtyLogError, FaultAccess, FaultOutcome, MemoryError, VmMemory};
-
-#[derive(Default)]
-struct Flushes(AtomicU64);
-
-impl FlushRemote for Flushes {
-    fn flush_remote(&self) {
-        self.0.fetch_add(1, Ordering::Relaxed);
-    }
-}
-
-impl Flushes {
-    fn take(&self) -> u64 {
-        self.0.swap(0, Ordering::Relaxed)
-    }
-}
 
 /// A VM with one slot: 64 pages at guest frame 16, in the slot number 3.
 struct Bench {
@@ -555,8 +543,9 @@ fn with_interrupts_off_memory_is_what_the_guest_could_reach() {
     bench.fault(20, true);
     bench.read_fault_of_read_only(21);
     bench.memory.write(Gpa(20 << 12 | 4092), &[1, 2, 3, 4, 5, 6, 7, 8]).unwrap();
-    host::irq::disable();
-    let (memory, view) = (&bench.memory, bench.memory.view());
+    let vcpu = VcpuShared::new(0, 0, true, true).unwrap();
+    let entered = vcpu.enter_mode(host::irq::disable());
+    let (memory, view) = (&bench.memory, bench.memory.view(entered.section()));
     let mut back = [0; 8];
     assert!(memory.read_irqs_off(&view, Gpa(20 << 12 | 4092), &mut back));
     assert_eq!(back, [1, 2, 3, 4, 5, 6, 7, 8]);
@@ -567,7 +556,7 @@ fn with_interrupts_off_memory_is_what_the_guest_could_reach() {
     assert_eq!(u64::from_le_bytes(back), 7);
     assert!(!memory.read_irqs_off(&view, Gpa(22 << 12), &mut back));
     assert!(!memory.read_irqs_off(&view, Gpa(0), &mut back));
-    host::irq::enable();
+    host::irq::enable(vcpu.leave_mode(entered));
 }
 
 #[test]

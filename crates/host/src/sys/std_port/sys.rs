@@ -5,7 +5,7 @@
 #![allow(clippy::missing_safety_doc, reason = "the contracts are those of sys::kernel")]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -25,13 +25,31 @@ thread_local! {
     pub(super) static USER_RETURN: Cell<Option<u32>> = const { Cell::new(Some(0)) };
     pub(super) static RUN_DELAY: Cell<u64> = const { Cell::new(0) };
     static IRQS_ON: Cell<bool> = const { Cell::new(true) };
+    /// The number of this thread's stretch with interrupts off.
+    static IRQS_OFF_AS: Cell<u64> = const { Cell::new(0) };
+    /// CPUs that are about to be waited for.
+    static TO_SYNC: RefCell<Vec<u32>> = const { RefCell::new(Vec::new()) };
     static PREEMPT_OFF: Cell<u32> = const { Cell::new(0) };
 }
 
 static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
+/// Turns interrupts on or off for this thread: one that has them off holds up who waits for its CPU, as
+/// [`gnt_sync_end`] does.
 pub(crate) fn set_irqs(on: bool) -> bool {
-    IRQS_ON.replace(on)
+    let were_on = IRQS_ON.replace(on);
+    if were_on != on {
+        let world = World::current();
+        let mut state = world.lock();
+        if on {
+            state.irqs_off.remove(&IRQS_OFF_AS.take());
+        } else {
+            let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
+            IRQS_OFF_AS.set(id);
+            state.irqs_off.insert(id, CPU.get());
+        }
+    }
+    were_on
 }
 
 pub(crate) fn might_sleep() {
@@ -416,9 +434,11 @@ pub(crate) fn gnt_guest_pause() {
 pub(crate) fn gnt_guest_resume() {
     gnt_guest_enter();
 }
-pub(crate) fn irq_window() {}
+pub(crate) fn irq_window() {
+    assert!(!IRQS_ON.get(), "a window is opened where interrupts are off");
+}
 pub(crate) fn irq_disable() {
-    set_irqs(false);
+    assert!(set_irqs(false), "interrupts are turned off twice");
 }
 pub(crate) fn irq_enable() {
     set_irqs(true);
@@ -446,8 +466,22 @@ pub(crate) fn gnt_sync_begin() -> *mut CpuMaskRaw {
 }
 pub(crate) unsafe fn gnt_sync_add(_: *mut CpuMaskRaw, cpu: u32) {
     World::current().lock().kicks.push(cpu as usize);
+    TO_SYNC.with_borrow_mut(|cpus| cpus.push(cpu));
 }
+/// Waits for the threads of this world that have interrupts off on those CPUs.
 pub(crate) unsafe fn gnt_sync_end(_: *mut CpuMaskRaw) {
+    let (world, own) = (World::current(), IRQS_OFF_AS.get());
+    let cpus = TO_SYNC.take();
+    let mut rest: Vec<u64> = {
+        let state = world.lock();
+        let there = state.irqs_off.iter().filter(|(id, cpu)| **id != own && cpus.contains(cpu));
+        there.map(|(id, _)| *id).collect()
+    };
+    while !rest.is_empty() {
+        std::thread::yield_now();
+        let state = world.lock();
+        rest.retain(|id| state.irqs_off.contains_key(id));
+    }
     PREEMPT_OFF.set(PREEMPT_OFF.get().saturating_sub(1));
     fence(Ordering::SeqCst);
 }

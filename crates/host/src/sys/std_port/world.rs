@@ -39,6 +39,8 @@ pub(crate) struct State {
     pub(crate) observed: u32,
     pub(crate) debug: BTreeMap<String, (&'static DebugCalls, Context)>,
     pub(crate) traced: Vec<String>,
+    /// Threads with interrupts off: a number for each stretch, and the CPU.
+    pub(crate) irqs_off: BTreeMap<u64, u32>,
 }
 
 /// The surroundings of a test; see the module's description.
