@@ -1,16 +1,24 @@
 //! Memslots: which guest frames are backed by which host-virtual addresses.
 //!
-//! [`MemSlots`] is an immutable table, sorted by guest frame. A change builds a new table from the
-//! former one, which the VM publishes whole, so that readers need no lock. The rules and refusals
+//! [`MemSlots`] is an immutable table. A change builds a new table from the former one, with which it
+//! shares nearly all, and the VM publishes it whole, so that readers need no lock. The rules and refusals
 //! of KVM_SET_USER_MEMORY_REGION (KVM API §4.35) are in [`MemSlots::change`].
+//!
+//! Whoever withdraws translations because the host wants its memory back finds them by the published
+//! table. So a slot has to be in it for as long as there may be a translation of it: one that leaves is
+//! marked first, and taken out when its translations are gone. [`Change::publish`] is the only way to
+//! publish a table that a change made, and keeps that order.
 
-use alloc::vec::Vec;
-use core::sync::atomic::{AtomicU32, Ordering};
+mod index;
 
 use host::arc::Arc;
 use host::boxed::KBox;
 use host::error::NoMemory;
+use host::srcu::Srcu;
 use x86::{Gfn, Gpa, Hva};
+
+use index::Index;
+pub use index::Iter;
 
 use crate::dirty::DirtyBitmap;
 
@@ -58,8 +66,8 @@ pub struct MemSlot {
     pub npages: u64,
     /// First host-virtual address.
     pub hva: Hva,
-    /// Generation of the table in which the slot last changed.
-    pub generation: u64,
+    /// It is on its way out: what is mapped of it is being withdrawn, and nothing more may be mapped.
+    pub leaving: bool,
     /// The dirty log, when `LOG_DIRTY` is set.
     pub dirty: Option<Arc<DirtyBitmap>>,
 }
@@ -198,30 +206,88 @@ impl From<NoMemory> for SlotError {
     }
 }
 
-/// What a region asks for, with the new table where there is one.
+/// What a region asks for, ready to be published.
 #[derive(Debug)]
-pub enum Change {
-    /// The region describes what is there already.
+pub struct Change(Kind);
+
+#[derive(Debug)]
+enum Kind {
     Nothing,
-    /// A slot is new.
     Create(KBox<MemSlots>),
-    /// A slot goes.
-    Delete(KBox<MemSlots>, MemSlot),
-    /// A slot moves in guest-physical space; the old one is given.
-    Move(KBox<MemSlots>, MemSlot),
-    /// The dirty log is switched on or off; the old and the new slot are given.
-    Flags(KBox<MemSlots>, MemSlot, MemSlot),
+    /// A slot goes, or moves in guest-physical space: the table in which it is marked, and the one after.
+    Leave(KBox<MemSlots>, KBox<MemSlots>, Arc<MemSlot>),
+    Flags(KBox<MemSlots>, Arc<MemSlot>, Arc<MemSlot>),
 }
 
-/// All memslots of a VM at one moment, sorted by guest frame, never overlapping.
-#[derive(Debug, Default)]
+/// What was published.
+#[derive(Debug)]
+pub enum Published {
+    /// The region described what was there already.
+    Nothing,
+    /// A slot is new.
+    Created,
+    /// This slot is gone, or stands elsewhere; nothing of it is mapped where it was.
+    Left(Arc<MemSlot>),
+    /// The dirty log was switched on or off: the old and the new slot.
+    Flags(Arc<MemSlot>, Arc<MemSlot>),
+}
+
+/// The steps by which something leaves a table that others find it by: seen by all as leaving, then
+/// withdrawn, then gone. `publish` returns when nobody reads the table before any more.
+pub fn leave_in_order<T>(marked: T, after: T, mut publish: impl FnMut(T), withdraw: impl FnOnce()) {
+    publish(marked);
+    // Nobody maps anything of it from here on, and who takes memory back finds it still.
+    withdraw();
+    publish(after);
+}
+
+impl Change {
+    /// Whether the region describes what is there already.
+    pub fn is_nothing(&self) -> bool {
+        matches!(self.0, Kind::Nothing)
+    }
+
+    /// Whether any slot has a dirty log after the change.
+    pub fn logs(&self) -> bool {
+        match &self.0 {
+            Kind::Nothing => false,
+            Kind::Create(table) | Kind::Leave(_, table, _) | Kind::Flags(table, ..) => table.logs(),
+        }
+    }
+
+    /// Publishes the change in `slots`, the table from which it was made. `withdraw` withdraws all
+    /// translations of a slot that leaves. When this returns no fault that saw the slots before is under
+    /// way. Sleeps; writers exclude each other.
+    pub fn publish(self, slots: &Srcu<MemSlots>, withdraw: impl FnOnce(&MemSlot)) -> Published {
+        let publish = |table| drop(slots.replace(table));
+        match self.0 {
+            Kind::Nothing => Published::Nothing,
+            Kind::Create(table) => {
+                publish(table);
+                Published::Created
+            }
+            Kind::Leave(marked, after, old) => {
+                leave_in_order(marked, after, publish, || withdraw(&old));
+                Published::Left(old)
+            }
+            Kind::Flags(table, old, new) => {
+                publish(table);
+                Published::Flags(old, new)
+            }
+        }
+    }
+}
+
+/// All memslots of a VM at one moment, never overlapping.
+#[derive(Clone, Debug, Default)]
 pub struct MemSlots {
-    slots: Vec<MemSlot>,
-    /// Index of the slot of the last lookup: the next one is mostly there too.
-    hint: AtomicU32,
-    generation: u64,
-    /// Least and one past the greatest host-virtual address of all slots.
-    hva_span: (u64, u64),
+    by_gfn: Index,
+    /// Slots may share host memory.
+    by_hva: Index,
+    by_id: Index,
+    len: usize,
+    pages: u64,
+    logging: usize,
 }
 
 impl MemSlots {
@@ -230,47 +296,50 @@ impl MemSlots {
         Self::default()
     }
 
-    /// Counts the changes that led to this table.
-    pub fn generation(&self) -> u64 {
-        self.generation
+    /// All slots by rising guest frame.
+    pub fn iter(&self) -> Iter<'_> {
+        self.by_gfn.iter()
     }
 
-    /// All slots by rising guest frame.
-    pub fn iter(&self) -> core::slice::Iter<'_, MemSlot> {
-        self.slots.iter()
+    /// Pages of all slots together.
+    pub fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    /// Whether any slot has a dirty log.
+    pub fn logs(&self) -> bool {
+        self.logging != 0
     }
 
     /// Number of slots.
     pub fn len(&self) -> usize {
-        self.slots.len()
+        self.len
     }
 
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
-        self.slots.is_empty()
+        self.len == 0
     }
 
     /// The slot that holds a frame.
     #[inline]
     pub fn find(&self, gfn: Gfn) -> Option<&MemSlot> {
-        let hint = self.hint.load(Ordering::Relaxed) as usize;
-        match self.slots.get(hint) {
-            Some(slot) if slot.contains(gfn) => Some(slot),
-            _ => self.search(gfn),
-        }
-    }
-
-    #[inline(never)]
-    fn search(&self, gfn: Gfn) -> Option<&MemSlot> {
-        let index = self.slots.partition_point(|s| s.base <= gfn).checked_sub(1)?;
-        let slot = self.slots.get(index).filter(|s| s.contains(gfn))?;
-        self.hint.store(index as u32, Ordering::Relaxed);
-        Some(slot)
+        self.by_gfn.covering(gfn.0)
     }
 
     /// The slot with a number.
     pub fn by_id(&self, id: u16) -> Option<&MemSlot> {
-        self.slots.iter().find(|s| s.id == id)
+        self.shared(id).map(|slot| &**slot)
+    }
+
+    fn shared(&self, id: u16) -> Option<&Arc<MemSlot>> {
+        self.by_id.at((id.into(), 0))
+    }
+
+    /// Calls `each` for every slot that the host range `start..end` backs, in part or whole. The one
+    /// frame or many may be met in several slots.
+    pub fn backed_by(&self, start: Hva, end: Hva, each: impl FnMut(&MemSlot)) {
+        self.by_hva.overlapping(start.0, end.0, each);
     }
 
     /// Host-virtual address that backs a guest-physical one.
@@ -279,13 +348,7 @@ impl MemSlots {
         Some(Hva(slot.hva_of(gpa.gfn()).0 | gpa.page_offset() as u64))
     }
 
-    /// Whether any slot may be backed by the host range. Quick; may err towards `true`.
-    #[inline]
-    pub fn may_back(&self, start: Hva, end: Hva) -> bool {
-        start.0 < self.hva_span.1 && self.hva_span.0 < end.0
-    }
-
-    /// What `region` asks for (KVM API §4.35). Nothing is changed; a table to publish comes back.
+    /// What `region` asks for (KVM API §4.35). Nothing is changed until it is published.
     pub fn change(&self, region: &Region, limits: &RegionLimits) -> Result<Change, SlotError> {
         let flags = SlotFlags::from_bits(region.flags).ok_or(SlotError::UnknownFlag)?;
         if (region.size | region.gpa | region.hva) & 0xfff != 0 {
@@ -309,10 +372,10 @@ impl MemSlots {
             return Err(SlotError::TooLarge);
         }
         let id = region.slot as u16;
-        let old = self.by_id(id);
+        let old = self.shared(id);
         if npages == 0 {
             let old = old.ok_or(SlotError::Absent)?;
-            return Ok(Change::Delete(self.with(Some(id), None)?, old.clone()));
+            return self.leave(old, self.without(old)?);
         }
 
         let mut new = MemSlot {
@@ -321,16 +384,16 @@ impl MemSlots {
             base: Gpa(region.gpa).gfn(),
             npages,
             hva: Hva(region.hva),
-            generation: self.generation.wrapping_add(1),
+            leaving: false,
             dirty: None,
         };
         if let Some(old) = old {
-            let readonly = |s: &MemSlot| s.flags.contains(SlotFlags::READONLY);
-            if old.hva != new.hva || old.npages != npages || readonly(old) != readonly(&new) {
+            if old.hva != new.hva || old.npages != npages || old.is_readonly() != new.is_readonly()
+            {
                 return Err(SlotError::Immutable);
             }
             if old.base == new.base && old.flags == flags {
-                return Ok(Change::Nothing);
+                return Ok(Change(Kind::Nothing));
             }
         }
         let stays = old.is_some_and(|o| o.base == new.base);
@@ -348,44 +411,53 @@ impl MemSlots {
                 None => Some(Arc::new(DirtyBitmap::new(npages)?)?),
             };
         }
-        Ok(match old {
-            None => Change::Create(self.with(None, Some(new))?),
+        let new = Arc::new(new)?;
+        match old {
+            None => Ok(Change(Kind::Create(KBox::new(self.with(&new)?)?))),
             Some(old) if stays => {
-                Change::Flags(self.with(Some(id), Some(new.clone()))?, old.clone(), new)
+                let table = self.without(old)?.with(&new)?;
+                Ok(Change(Kind::Flags(KBox::new(table)?, old.clone(), new)))
             }
-            Some(old) => Change::Move(self.with(Some(id), Some(new))?, old.clone()),
-        })
+            Some(old) => self.leave(old, self.without(old)?.with(&new)?),
+        }
+    }
+
+    /// `old` leaves, and the table is `after` then.
+    fn leave(&self, old: &Arc<MemSlot>, after: Self) -> Result<Change, SlotError> {
+        let marked = Arc::new(MemSlot { leaving: true, ..MemSlot::clone(old) })?;
+        let marked = self.without(old)?.with(&marked)?;
+        Ok(Change(Kind::Leave(KBox::new(marked)?, KBox::new(after)?, old.clone())))
     }
 
     fn overlaps(&self, new: &MemSlot) -> bool {
-        // Sorted and disjoint: only slots that begin before the new one's end can reach into it,
-        // and of those only the last two matter (one of them may be the slot that moves).
-        let begin_before = self.slots.partition_point(|s| s.base < new.end());
-        self.slots
-            .iter()
-            .take(begin_before)
-            .rev()
-            .filter(|s| s.id != new.id)
-            .take(1)
-            .any(|s| s.end() > new.base)
+        let mut any = false;
+        // At most two: the slot that moves, and one that is in the way, or none.
+        self.by_gfn.overlapping(new.base.0, new.end().0, |slot| any |= slot.id != new.id);
+        any
     }
 
-    /// This table without the slot `remove` and with `add`.
-    fn with(&self, remove: Option<u16>, add: Option<MemSlot>) -> Result<KBox<Self>, NoMemory> {
-        let mut slots = Vec::new();
-        slots.try_reserve_exact(self.slots.len().saturating_add(1))?;
-        slots.extend(self.slots.iter().filter(|s| Some(s.id) != remove).cloned());
-        if let Some(new) = add {
-            let at = slots.partition_point(|s: &MemSlot| s.base < new.base);
-            slots.insert(at, new);
-        }
-        let low = slots.iter().map(|s| s.hva.0).min().unwrap_or(0);
-        let high = slots.iter().map(|s| s.hva.0.wrapping_add(s.npages << 12)).max().unwrap_or(0);
-        KBox::new(Self {
-            slots,
-            hint: AtomicU32::new(0),
-            generation: self.generation.wrapping_add(1),
-            hva_span: (low, high),
+    /// This table with one slot more.
+    fn with(&self, slot: &Arc<MemSlot>) -> Result<Self, NoMemory> {
+        let hva_end = slot.hva.0.wrapping_add(slot.npages << 12);
+        Ok(Self {
+            by_gfn: self.by_gfn.with((slot.base.0, 0), slot.end().0, slot)?,
+            by_hva: self.by_hva.with((slot.hva.0, slot.id), hva_end, slot)?,
+            by_id: self.by_id.with((slot.id.into(), 0), 0, slot)?,
+            len: self.len.wrapping_add(1),
+            pages: self.pages.wrapping_add(slot.npages),
+            logging: self.logging.wrapping_add(slot.dirty.is_some().into()),
+        })
+    }
+
+    /// This table without one of its slots.
+    fn without(&self, slot: &MemSlot) -> Result<Self, NoMemory> {
+        Ok(Self {
+            by_gfn: self.by_gfn.without((slot.base.0, 0))?,
+            by_hva: self.by_hva.without((slot.hva.0, slot.id))?,
+            by_id: self.by_id.without((slot.id.into(), 0))?,
+            len: self.len.wrapping_sub(1),
+            pages: self.pages.wrapping_sub(slot.npages),
+            logging: self.logging.wrapping_sub(slot.dirty.is_some().into()),
         })
     }
 }

@@ -1,8 +1,9 @@
 //! Memslots against a naive model, and each refusal of KVM_SET_USER_MEMORY_REGION.
 
-use gannet_mmu::slots::{MAX_PAGES, USER_SLOTS};
-use gannet_mmu::{Change, MemSlots, Region, RegionLimits, SlotError};
+use gannet_mmu::slots::{MAX_PAGES, Published, USER_SLOTS};
+use gannet_mmu::{MemSlots, Region, RegionLimits, SlotError};
 use host::boxed::KBox;
+use host::srcu::Srcu;
 use proptest::prelude::*;
 use x86::{Gfn, Gpa, Hva};
 
@@ -16,23 +17,37 @@ fn region(slot: u32, gpa: u64, size: u64, hva: u64) -> Region {
     Region { slot, flags: 0, gpa, size, hva }
 }
 
-fn table(change: Change) -> Option<KBox<MemSlots>> {
-    match change {
-        Change::Nothing => None,
-        Change::Create(t) | Change::Delete(t, _) | Change::Move(t, _) | Change::Flags(t, _, _) => {
-            Some(t)
-        }
-    }
-}
+/// A VM's slots, and what left them.
+struct Slots(Srcu<MemSlots>);
 
-fn one() -> KBox<MemSlots> {
-    let first = region(1, MIB, MIB, 0x10_0000_0000);
-    table(MemSlots::new().change(&first, &limits()).unwrap()).unwrap()
+impl Slots {
+    fn new() -> Self {
+        Self(Srcu::new(KBox::new(MemSlots::new()).unwrap()).unwrap())
+    }
+
+    fn one() -> Self {
+        let slots = Self::new();
+        slots.set(&region(1, MIB, MIB, 0x10_0000_0000)).unwrap();
+        slots
+    }
+
+    fn set(&self, region: &Region) -> Result<Published, SlotError> {
+        let change = self.0.read().change(region, &limits())?;
+        Ok(change.publish(&self.0, |old| {
+            let there = self.0.read();
+            assert!(there.by_id(old.id).unwrap().leaving, "seen by all as leaving");
+            assert_eq!(there.find(old.base).unwrap().id, old.id);
+            let mut met = false;
+            there.backed_by(old.hva, Hva(old.hva.0 + 1), |slot| met |= slot.id == old.id);
+            assert!(met, "whoever takes memory back finds it");
+        }))
+    }
 }
 
 #[test]
 fn each_bad_region_has_its_refusal() {
-    let slots = one();
+    let slots = Slots::one();
+    let slots = slots.0.read();
     let good = region(2, 4 * MIB, MIB, 0x20_0000_0000);
     let cases = [
         (Region { flags: 1 << 2, ..good }, SlotError::UnknownFlag),
@@ -61,8 +76,8 @@ fn each_bad_region_has_its_refusal() {
     for (bad, why) in cases {
         assert_eq!(slots.change(&bad, &limits()).err(), Some(why), "{bad:x?}");
     }
-    assert!(matches!(slots.change(&good, &limits()), Ok(Change::Create(_))));
-    assert_eq!((slots.len(), slots.generation()), (1, 1));
+    assert!(slots.change(&good, &limits()).is_ok());
+    assert_eq!(slots.len(), 1);
 }
 
 #[test]
@@ -74,13 +89,17 @@ fn the_last_frame_of_the_guest_can_be_backed() {
 #[test]
 fn the_same_region_again_changes_nothing() {
     let same = region(1, MIB, MIB, 0x10_0000_0000);
-    assert!(matches!(one().change(&same, &limits()), Ok(Change::Nothing)));
+    let slots = Slots::one();
+    assert!(slots.0.read().change(&same, &limits()).unwrap().is_nothing());
+    assert!(matches!(slots.set(&same), Ok(Published::Nothing)));
 }
 
 #[test]
 fn a_slot_may_move_onto_its_own_former_place() {
     let moved = region(1, MIB + 4096, MIB, 0x10_0000_0000);
-    let Ok(Change::Move(slots, old)) = one().change(&moved, &limits()) else { panic!() };
+    let slots = Slots::one();
+    let Ok(Published::Left(old)) = slots.set(&moved) else { panic!() };
+    let slots = slots.0.read();
     assert_eq!((old.base, slots.len()), (Gfn(256), 1));
     assert!(slots.find(Gfn(256)).is_none());
     assert_eq!(slots.hva_of(Gpa(MIB + 4096 + 5)), Some(Hva(0x10_0000_0005)));
@@ -89,21 +108,26 @@ fn a_slot_may_move_onto_its_own_former_place() {
 #[test]
 fn a_dirty_log_lives_on_when_its_slot_moves_and_starts_clean_when_switched_on_again() {
     let log = Region { flags: 1, ..region(1, MIB, MIB, 0x10_0000_0000) };
-    let Ok(Change::Flags(slots, old, new)) = one().change(&log, &limits()) else { panic!() };
-    assert!(old.dirty.is_none() && new.dirty.is_some());
-    slots.find(Gfn(256)).unwrap().mark_dirty(Gfn(257));
-    let moved = table(slots.change(&Region { gpa: 0, ..log }, &limits()).unwrap()).unwrap();
-    assert!(moved.find(Gfn(0)).unwrap().dirty.as_ref().unwrap().is_marked(1));
-    let off = table(moved.change(&Region { gpa: 0, flags: 0, ..log }, &limits()).unwrap()).unwrap();
-    let on = table(off.change(&Region { gpa: 0, ..log }, &limits()).unwrap()).unwrap();
-    assert!(!on.find(Gfn(0)).unwrap().dirty.as_ref().unwrap().is_marked(1));
+    let slots = Slots::one();
+    let Ok(Published::Flags(old, new)) = slots.set(&log) else { panic!() };
+    assert!(old.dirty.is_none() && new.dirty.is_some() && slots.0.read().logs());
+    let marked =
+        |gfn: u64, n| slots.0.read().find(Gfn(gfn)).unwrap().dirty.as_ref().unwrap().is_marked(n);
+    slots.0.read().find(Gfn(256)).unwrap().mark_dirty(Gfn(257));
+    slots.set(&Region { gpa: 0, ..log }).unwrap();
+    assert!(marked(0, 1));
+    slots.set(&Region { gpa: 0, flags: 0, ..log }).unwrap();
+    assert!(!slots.0.read().logs());
+    slots.set(&Region { gpa: 0, ..log }).unwrap();
+    assert!(!marked(0, 1));
 }
 
 #[test]
 fn a_large_page_needs_equal_skew_and_room() {
     let slot = |gpa, size, hva| {
-        let t = table(MemSlots::new().change(&region(0, gpa, size, hva), &limits()).unwrap());
-        t.unwrap().iter().next().unwrap().clone()
+        let slots = Slots::new();
+        slots.set(&region(0, gpa, size, hva)).unwrap();
+        slots.0.read().iter().next().unwrap().clone()
     };
     let aligned = slot(2 * MIB, 4 * MIB, 0x4000_0000);
     assert_eq!(aligned.max_level(Gfn(512), 3), 2);
@@ -121,7 +145,8 @@ fn a_large_page_needs_equal_skew_and_room() {
 
 #[test]
 fn frames_behind_a_host_range_are_cut_to_the_slot() {
-    let slots = one();
+    let slots = Slots::one();
+    let slots = slots.0.read();
     let slot = slots.iter().next().unwrap();
     let frames = |a, b| slot.frames_of(Hva(a), Hva(b)).map(|(a, b)| (a.0, b.0));
     assert_eq!(frames(0, u64::MAX), Some((256, 512)));
@@ -129,8 +154,13 @@ fn frames_behind_a_host_range_are_cut_to_the_slot() {
     assert_eq!(frames(0x10_0000_1800, 0x10_0000_1801), Some((257, 258)));
     assert_eq!(frames(0, 0x10_0000_0000), None);
     assert_eq!(frames(0x10_0010_0000, u64::MAX), None);
-    assert!(!slots.may_back(Hva(0), Hva(0x10_0000_0000)));
-    assert!(slots.may_back(Hva(0x10_000f_f000), Hva(u64::MAX)));
+    let backed = |a, b| {
+        let mut ids = Vec::new();
+        slots.backed_by(Hva(a), Hva(b), |slot| ids.push(slot.id));
+        ids
+    };
+    assert_eq!(backed(0, 0x10_0000_0000), []);
+    assert_eq!(backed(0x10_000f_f000, u64::MAX), [1]);
 }
 
 /// The model: a plain list of slots, every rule spelled out page by page.
@@ -178,23 +208,33 @@ proptest! {
         changes in prop::collection::vec((0u32..6, 0u64..40, 0u64..8, 0u64..3, 0u32..4), 1..60)
     ) {
         let mut naive = Naive::default();
-        let mut slots = KBox::new(MemSlots::new()).unwrap();
+        let slots = Slots::new();
         for (slot, page, pages, hva, flags) in changes {
             let r = Region {
                 slot, flags, gpa: page << 12, size: pages << 12, hva: 0x1000_0000 * (hva + 1),
             };
             let wanted = naive.clone().apply(&r);
-            let found = slots.change(&r, &limits());
+            let found = slots.set(&r);
             prop_assert_eq!(found.as_ref().err(), wanted.as_ref().err());
-            if let Ok(change) = found {
+            if found.is_ok() {
                 naive.apply(&r).unwrap();
-                if let Some(new) = table(change) {
-                    slots = new;
-                }
+            }
+            let slots = slots.0.read();
+            prop_assert!(slots.iter().all(|slot| !slot.leaving));
+            prop_assert_eq!(slots.pages(), naive.0.iter().map(|s| s.2).sum::<u64>());
+            prop_assert_eq!(slots.logs(), naive.0.iter().any(|s| s.4 & 1 != 0));
+            for at in (1..4).flat_map(|n| (0..9).map(move |page| (0x1000_0000 * n) + (page << 12))) {
+                let (start, end): (u64, u64) = (at, at + 0x1000);
+                let mut met = Vec::new();
+                slots.backed_by(Hva(start), Hva(end), |slot| met.push(u32::from(slot.id)));
+                met.sort_unstable();
+                let backs = naive.0.iter().filter(|s| s.3 < end && s.3 + (s.2 << 12) > start);
+                let mut wanted: Vec<u32> = backs.map(|s| s.0).collect();
+                wanted.sort_unstable();
+                prop_assert_eq!(met, wanted);
             }
             prop_assert_eq!(slots.len(), naive.0.len());
             prop_assert!(slots.iter().zip(slots.iter().skip(1)).all(|(a, b)| a.end() <= b.base));
-            // Backwards, so that the hint is wrong now and then.
             for gfn in (0..50).rev().chain([3, 3, 40, 2]) {
                 prop_assert_eq!(slots.hva_of(Gfn(gfn).gpa()).map(|h| h.0), naive.hva(gfn));
             }

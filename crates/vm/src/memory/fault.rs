@@ -69,6 +69,10 @@ impl VmMemory {
         let gfn = access.gpa.gfn();
         let slots = self.slots();
         let Some(slot) = slots.find(gfn) else { return FaultOutcome::Mmio };
+        if slot.leaving {
+            // No device is there yet, and no memory any more.
+            return FaultOutcome::Retry;
+        }
         if access.write && slot.is_readonly() {
             return FaultOutcome::ReadonlyWrite;
         }

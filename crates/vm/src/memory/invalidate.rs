@@ -43,16 +43,14 @@ impl Invalidations {
     }
 }
 
-/// Calls `each` for the frames that the host range backs, slot by slot.
+/// Calls `each` for the frames that the host range backs, slot by slot. A slot that leaves is among them
+/// until nothing of it is mapped.
 fn frames_behind(slots: &MemSlots, start: Hva, end: Hva, mut each: impl FnMut(Gfn, Gfn)) {
-    if !slots.may_back(start, end) {
-        return;
-    }
-    for slot in slots.iter() {
+    slots.backed_by(start, end, |slot| {
         if let Some((first, behind)) = slot.frames_of(start, end) {
             each(first, behind);
         }
-    }
+    });
 }
 
 impl VmMemory {

@@ -24,10 +24,9 @@ use host::error::NoMemory;
 use host::srcu::{Srcu, SrcuGuard};
 use host::sync::Mutex;
 use host::task;
+use mmu::slots::Published;
 use mmu::tdp::{FlushRemote, Tdp, Thoroughness};
-use mmu::{
-    Change, Format, MemSlot, MemSlots, Region, RegionLimits, ShadowMmu, SlotError, SlotFlags,
-};
+use mmu::{Format, MemSlot, MemSlots, Region, RegionLimits, ShadowMmu, SlotError, SlotFlags};
 use stats::VmStats;
 use x86::{Gfn, Gpa, Hpa, Hva};
 
@@ -167,34 +166,25 @@ impl VmMemory {
     ) -> Result<(), SlotError> {
         let _held = self.slots_lock.lock();
         let change = self.slots().change(region, &self.limits)?;
-        let logs = match &change {
-            Change::Nothing => return Ok(()),
-            Change::Create(table)
-            | Change::Delete(table, _)
-            | Change::Move(table, _)
-            | Change::Flags(table, ..) => table.iter().any(|slot| slot.dirty.is_some()),
-        };
+        if change.is_nothing() {
+            return Ok(());
+        }
+        let logs = change.logs();
         if logs {
             self.log_pages(true, flush);
         }
-        // Once replace() returns, no fault that saw the old slots is under way; so nothing that is
+        // Once publish() returns, no fault that saw the old slots is under way; so nothing that is
         // withdrawn below can come back.
-        match change {
-            Change::Nothing => {}
-            Change::Create(table) => drop(self.slots.replace(table)),
-            Change::Delete(table, old) | Change::Move(table, old) => {
-                drop(self.slots.replace(table));
+        let published = change.publish(&self.slots, |old| {
+            self.zap_slot(old, flush);
+            self.forget_shadow_of(old);
+        });
+        if let Published::Flags(old, new) = published {
+            if new.flags.contains(SlotFlags::LOG_DIRTY) {
+                self.watch_slot(&old, flush);
+            } else {
+                // Large pages come back with the next faults.
                 self.zap_slot(&old, flush);
-                self.forget_shadow_of(&old);
-            }
-            Change::Flags(table, old, new) => {
-                drop(self.slots.replace(table));
-                if new.flags.contains(SlotFlags::LOG_DIRTY) {
-                    self.watch_slot(&old, flush);
-                } else {
-                    // Large pages come back with the next faults.
-                    self.zap_slot(&old, flush);
-                }
             }
         }
         if !logs {

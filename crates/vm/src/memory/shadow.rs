@@ -223,8 +223,7 @@ impl VmMemory {
         if self.shadow_limited.load(Ordering::Relaxed) {
             return;
         }
-        let frames = self.slots().iter().fold(0u64, |sum, slot| sum.saturating_add(slot.npages));
-        let limit = (frames / 50).max(LEAST_PAGES);
+        let limit = (self.slots().pages() / 50).max(LEAST_PAGES);
         if limit != shadow.limit() {
             shadow.set_limit(limit, flush);
         }

@@ -3,6 +3,8 @@
 
 extern crate std;
 
+mod ownership;
+
 use alloc::vec;
 use alloc::vec::Vec;
 use core::cell::Cell;

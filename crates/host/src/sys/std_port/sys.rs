@@ -299,11 +299,17 @@ pub(crate) unsafe fn gnt_srcu_synchronize(domain: *mut SrcuRaw) {
     // SAFETY: the domain lives by the contract.
     let domain = unsafe { &*domain };
     let _writer = domain.writer.lock().unwrap_or_else(PoisonError::into_inner);
+    let world = World::current();
     for _ in 0..2 {
         fence(Ordering::SeqCst);
         let old = domain.index.fetch_xor(1, Ordering::SeqCst) & 1;
-        while domain.readers[old as usize].load(Ordering::SeqCst) != 0 {
-            std::thread::yield_now();
+        let waits = || domain.readers[old as usize].load(Ordering::SeqCst) != 0;
+        if waits() {
+            world.lock().srcu_waiters += 1;
+            while waits() {
+                std::thread::yield_now();
+            }
+            world.lock().srcu_waiters -= 1;
         }
     }
 }

@@ -78,6 +78,11 @@ pub fn test_young(start: Hva, end: Hva) -> bool {
     notifiers().iter().any(|(c, x)| unsafe { (c.test_young)(x.0, start.0, end.0) } != 0)
 }
 
+/// How many threads of this world wait until nobody reads what they have replaced.
+pub fn srcu_waiters() -> usize {
+    World::current().lock().srcu_waiters
+}
+
 /// The address space dies.
 pub fn release_mm() {
     for (calls, context) in notifiers() {
