@@ -130,6 +130,8 @@ void gnt_free(void *p);
 int gnt_fault_in(u64 hva, int write, int mode, struct gnt_host_page *out);
 int gnt_hva_level(u64 hva);
 void gnt_page_put(u64 pfn);
+/* SIGBUS, BUS_MCEERR_AR at hva, for the current thread. */
+void gnt_signal_poisoned(u64 hva);
 void gnt_page_set_dirty(u64 pfn);
 void gnt_page_set_accessed(u64 pfn);
 

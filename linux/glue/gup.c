@@ -12,6 +12,7 @@
 #include <linux/mm.h>
 #include <linux/pgtable.h>
 #include <linux/sched/mm.h>
+#include <linux/sched/signal.h>
 #include <linux/swap.h>
 
 #include "gannet.h"
@@ -39,7 +40,6 @@ static int outcome(long error)
 	case -ERESTARTNOINTR:
 		return GNT_INTERRUPTED;
 	case -EAGAIN:
-	case -ENOMEM:
 		return GNT_AGAIN;
 	default:
 		return GNT_FAULT;
@@ -280,6 +280,11 @@ int gnt_fault_in(u64 hva, int write, int mode, struct gnt_host_page *out)
 	if (n == -EFAULT)
 		return device_memory(hva, write, out);
 	return outcome(n ?: -EFAULT);
+}
+
+void gnt_signal_poisoned(u64 hva)
+{
+	send_sig_mceerr(BUS_MCEERR_AR, (void __user *)hva, PAGE_SHIFT, current);
 }
 
 void gnt_page_put(u64 pfn)

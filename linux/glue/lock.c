@@ -91,10 +91,12 @@ struct srcu_struct *gnt_srcu_new(void)
 	return domain;
 }
 
+/* The kernel leaves a domain alone that has readers, and so does this: a reader that got lost leaks it. */
 void gnt_srcu_free(struct srcu_struct *domain)
 {
 	cleanup_srcu_struct(domain);
-	kfree(domain);
+	if (!domain->sda)
+		kfree(domain);
 }
 
 int gnt_srcu_read_lock(struct srcu_struct *domain)

@@ -62,10 +62,12 @@ impl<T: DebugObject> Calls<T> {
     };
 }
 
-/// A directory.
+/// A directory. It goes before the one that it lies in.
 #[derive(Debug)]
 pub struct DebugDir {
     raw: *mut sys::DebugDirRaw,
+    /// Dropped after this one was removed.
+    _parent: Option<Arc<Self>>,
 }
 
 // SAFETY: the kernel's functions on it lock for themselves.
@@ -74,19 +76,23 @@ unsafe impl Send for DebugDir {}
 unsafe impl Sync for DebugDir {}
 
 impl DebugDir {
-    /// A directory for `object`, in that of the module or in `parent`, which must be dropped later.
+    /// A directory for `object`, in that of the module or in `parent`, which stays as long.
     /// `None`: there is no debugfs, no memory, or the name is taken.
-    pub fn new<T: DebugObject>(name: &CStr, parent: Option<&Self>, object: Arc<T>) -> Option<Self> {
+    pub fn new<T: DebugObject>(
+        name: &CStr,
+        parent: Option<&Arc<Self>>,
+        object: Arc<T>,
+    ) -> Option<Self> {
         let object = object.into_raw().cast_mut().cast::<c_void>();
-        let parent = parent.map_or(core::ptr::null_mut(), |dir| dir.raw);
+        let above = parent.map_or(core::ptr::null_mut(), |dir| dir.raw);
         // SAFETY: the name is NUL-terminated, the parent alive, the table made for the object's type.
-        let raw = unsafe { sys::gnt_debug_add(name.as_ptr(), parent, &Calls::<T>::TABLE, object) };
+        let raw = unsafe { sys::gnt_debug_add(name.as_ptr(), above, &Calls::<T>::TABLE, object) };
         if raw.is_null() {
             // SAFETY: the share was not taken.
             drop(unsafe { Arc::from_raw(object.cast::<T>().cast_const()) });
             return None;
         }
-        Some(Self { raw })
+        Some(Self { raw, _parent: parent.cloned() })
     }
 }
 
@@ -153,14 +159,16 @@ mod tests {
     #[test]
     fn a_directory_shows_its_object_and_gives_it_back() {
         let thing = Arc::new(Thing(7)).unwrap();
-        let outer = DebugDir::new(c"1-2", None, thing.clone()).unwrap();
+        let outer = Arc::new(DebugDir::new(c"1-2", None, thing.clone()).unwrap()).unwrap();
         let inner = DebugDir::new(c"vcpu0", Some(&outer), thing.clone()).unwrap();
         assert_eq!(thing.owners(), 3);
         assert_eq!(test::debug_file("1-2/number").as_deref(), Some("7\n"));
         assert_eq!(test::debug_file("1-2/vcpu0/text").as_deref(), Some("a 7 in words"));
+        drop(outer);
+        // The outer one stays as long as the inner one.
+        assert_eq!(test::debug_file("1-2/number").as_deref(), Some("7\n"));
         drop(inner);
         assert_eq!(test::debug_file("1-2/vcpu0/text"), None);
-        drop(outer);
         assert_eq!((thing.owners(), test::debug_file("1-2/number")), (1, None));
     }
 

@@ -7,9 +7,8 @@ use core::any::TypeId;
 use core::ffi::c_void;
 use core::marker::PhantomData;
 
-use x86::Hpa;
-
 use crate::arc::Arc;
+use crate::page::Page;
 use crate::sys::{self, FileCalls};
 
 /// An object that user space holds by a file descriptor.
@@ -19,8 +18,9 @@ pub trait FileObject: Send + Sync + Sized + 'static {
     /// An ioctl: the number and argument as user space gave them, `compat` for a 32-bit caller.
     /// Returns the ioctl's value, or a negative errno. Process context of any task.
     fn ioctl(this: &Arc<Self>, command: u32, argument: u64, compat: bool) -> i64;
-    /// The page that a mapping of the file shows at page offset `offset`. `None`: SIGBUS.
-    fn mmap_page(&self, _offset: u64) -> Option<Hpa> {
+    /// The page that a mapping of the file shows at page offset `offset`, one that the object owns. `None`:
+    /// SIGBUS.
+    fn mmap_page(&self, _offset: u64) -> Option<&Page> {
         None
     }
     /// Reads `len` bytes from `offset` on into user memory at `buffer`: how many were read, or a
@@ -133,7 +133,7 @@ unsafe extern "C" fn ioctl<T: FileObject>(
 }
 unsafe extern "C" fn page<T: FileObject>(object: *mut c_void, offset: u64) -> u64 {
     // SAFETY: the file is open during the call.
-    unsafe { &*object.cast::<T>() }.mmap_page(offset).map_or(0, |hpa| hpa.0)
+    unsafe { &*object.cast::<T>() }.mmap_page(offset).map_or(0, |page| page.hpa().0)
 }
 unsafe extern "C" fn read<T: FileObject>(
     object: *mut c_void,

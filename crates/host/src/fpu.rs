@@ -4,16 +4,22 @@
 use core::cell::UnsafeCell;
 
 use crate::error::NoMemory;
-use crate::sys;
+use crate::{sys, task};
+
+/// Bytes of an image in user space's layout at least.
+const LEAST_IMAGE: usize = 4096;
 
 /// A user-space image of the state was refused (`-EINVAL`): reserved bits or features not allowed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BadState;
 
-/// One vCPU's extended state.
+/// One vCPU's extended state. It knows whose it is while it is loaded: a task whose state points at a
+/// container must not lose it.
 #[derive(Debug)]
 pub struct GuestFpu {
     raw: UnsafeCell<sys::FpuRaw>,
+    /// The thread whose state it is now.
+    loaded_by: Option<u32>,
 }
 
 // SAFETY: the container belongs to one vCPU and is used under its mutex; see the methods.
@@ -25,28 +31,40 @@ impl GuestFpu {
         let mut raw = sys::FpuRaw::new();
         // SAFETY: raw is the container's storage, which may move (the kernel links nothing to it).
         match unsafe { sys::gnt_fpu_alloc(&raw mut raw) } {
-            0 => Ok(Self { raw: UnsafeCell::new(raw) }),
+            0 => Ok(Self { raw: UnsafeCell::new(raw), loaded_by: None }),
             _ => Err(NoMemory),
         }
     }
 
     /// Makes the guest's state the current task's, and keeps the task's own aside. Interrupts on;
-    /// pairs with [`GuestFpu::put`]. The task may be preempted in between.
+    /// pairs with [`GuestFpu::put`]. The task may be preempted in between. Nothing happens if it is some
+    /// task's already.
     pub fn load(&mut self) {
-        // SAFETY: allocated; the caller's unique borrow excludes another load.
-        unsafe { sys::gnt_fpu_swap(self.raw.get(), 1) }
+        if self.loaded_by.is_none() {
+            self.loaded_by = Some(task::current_tid());
+            // SAFETY: allocated, and not loaded.
+            unsafe { sys::gnt_fpu_swap(self.raw.get(), 1) }
+        }
     }
 
-    /// Gives the task its own state back.
+    /// Gives the task its own state back. Nothing happens if this is not loaded, or by another task.
     pub fn put(&mut self) {
-        // SAFETY: as in load().
-        unsafe { sys::gnt_fpu_swap(self.raw.get(), 0) }
+        if self.loaded_by == Some(task::current_tid()) {
+            self.loaded_by = None;
+            // SAFETY: allocated, and loaded by this task.
+            unsafe { sys::gnt_fpu_swap(self.raw.get(), 0) }
+        }
     }
 
     /// Copies the state to `out` in the layout of `KVM_GET_XSAVE` (non-compacted), restricted to
-    /// `xfeatures`. `pkru` is the guest's, which lives outside the container.
+    /// `xfeatures`: as much as there is room for, and nothing into less than 4096 bytes. `pkru` is the
+    /// guest's, which lives outside the container.
     pub fn to_uabi(&self, out: &mut [u8], xfeatures: u64, pkru: u32) {
-        // SAFETY: out is writable for its length, and the kernel writes no more.
+        if out.len() < LEAST_IMAGE {
+            return;
+        }
+        // SAFETY: out is writable for its length, which is at least that of the legacy area and the
+        // header; the kernel keeps to the length with all else.
         unsafe {
             sys::gnt_fpu_to_uabi(self.raw.get(), out.as_mut_ptr(), out.len(), xfeatures, pkru);
         }
@@ -71,10 +89,15 @@ impl GuestFpu {
         unsafe { sys::gnt_fpu_uabi_size(self.raw.get()) }
     }
 
-    /// Resets the state as INIT does: everything but x87/SSE initialised when `init_only`, else
-    /// all of it as at power-on. Not while loaded.
+    /// Resets the state to that of power-on. Loaded, it stays loaded.
     pub fn reset(&mut self) -> Result<(), NoMemory> {
-        *self = Self::alloc()?;
+        let new = Self::alloc()?;
+        let loaded = self.loaded_by == Some(task::current_tid());
+        self.put();
+        *self = new;
+        if loaded {
+            self.load();
+        }
         Ok(())
     }
 
@@ -96,8 +119,12 @@ impl GuestFpu {
 
 impl Drop for GuestFpu {
     fn drop(&mut self) {
-        // SAFETY: allocated by alloc(), freed once.
-        unsafe { sys::gnt_fpu_free(self.raw.get()) }
+        self.put();
+        // Another task's state is never freed under it; there is no way to that but a lost put().
+        if self.loaded_by.is_none() {
+            // SAFETY: allocated by alloc(), freed once, and no task's state.
+            unsafe { sys::gnt_fpu_free(self.raw.get()) }
+        }
     }
 }
 
@@ -141,6 +168,23 @@ mod tests {
         fpu.to_uabi(&mut out, 3, 0);
         assert_eq!(out[..], image[..4096]);
         assert_eq!(fpu.from_uabi(&image[..100], 3, &mut pkru), Err(BadState));
+    }
+
+    #[test]
+    fn a_loaded_state_is_put_back_before_it_goes_and_once() {
+        let mut fpu = GuestFpu::alloc().unwrap();
+        fpu.load();
+        fpu.load();
+        assert_eq!(fpu.loaded_by, Some(task::current_tid()));
+        fpu.reset().unwrap();
+        assert_eq!(fpu.loaded_by, Some(task::current_tid()));
+        fpu.put();
+        fpu.put();
+        assert_eq!(fpu.loaded_by, None);
+        fpu.load();
+        drop(fpu);
+        // Too small an image is left alone.
+        GuestFpu::alloc().unwrap().to_uabi(&mut [0; 64], 3, 0);
     }
 
     #[test]

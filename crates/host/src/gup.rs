@@ -34,23 +34,44 @@ pub enum Patience {
     Killable,
 }
 
+/// A frame that the host's page table named for an address of the VMM's. Nothing but [`fault_in`] makes one,
+/// so a translation can name no frame that the VMM did not have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostFrame {
+    pfn: Pfn,
+    memory: bool,
+}
+
+impl HostFrame {
+    pub(crate) const fn new(pfn: Pfn, memory: bool) -> Self {
+        Self { pfn, memory }
+    }
+
+    /// Its number.
+    #[inline]
+    pub const fn pfn(self) -> Pfn {
+        self.pfn
+    }
+
+    /// Whether it has a `struct page` that counts references, and lies in the kernel's direct map. Others
+    /// are device memory.
+    #[inline]
+    pub const fn is_memory(self) -> bool {
+        self.memory
+    }
+}
+
 /// A host frame, as the host's page table named it when it was looked at. Only the MMU notifier's
 /// count says whether it still does.
 #[derive(Debug)]
 #[must_use]
 pub struct HostPage {
-    /// The frame.
-    pub pfn: Pfn,
-    /// The VMM's page table allows writing.
-    pub writable: bool,
-    /// The frame has a `struct page` that counts references; others are device memory.
-    pub refcounted: bool,
-    /// How the host's page table maps it: 1 = 4 KiB, 2 = 2 MiB, 3 = 1 GiB.
-    pub level: u8,
-    /// A reference is held until this is dropped: it was not found by the short way.
-    pub held: bool,
-    /// The VMM's page table has it dirty already, and tells the frame when it lets go of it.
-    pub dirty: bool,
+    frame: HostFrame,
+    writable: bool,
+    level: u8,
+    /// A reference is this value's own: it was not found by the short way.
+    held: bool,
+    dirty: bool,
 }
 
 /// The border's copy of a [`HostPage`]; `struct gnt_host_page` in C.
@@ -83,9 +104,8 @@ pub fn fault_in(hva: Hva, write: bool, patience: Patience) -> Result<HostPage, G
     // SAFETY: raw is writable; the kernel checks the address.
     match unsafe { sys::gnt_fault_in(hva.0, write.into(), mode, &mut raw) } {
         0 => Ok(HostPage {
-            pfn: Pfn(raw.pfn),
+            frame: HostFrame::new(Pfn(raw.pfn), raw.refcounted != 0),
             writable: raw.writable != 0,
-            refcounted: raw.refcounted != 0,
             level: raw.level,
             held: raw.held != 0,
             dirty: raw.dirty != 0,
@@ -103,23 +123,52 @@ pub fn hva_level(hva: Hva) -> u8 {
     sys::gnt_hva_level(hva.0) as u8
 }
 
+/// Tells the current thread that the guest has met broken memory at `hva`, as if it had accessed that itself
+/// (SIGBUS, BUS_MCEERR_AR). The signal waits for the way to user space.
+pub fn signal_poisoned(hva: Hva) {
+    sys::gnt_signal_poisoned(hva.0);
+}
+
 impl HostPage {
-    /// The guest may have written to the page. Without a reference ([`HostPage::held`]) this is for
+    #[cfg(not(target_os = "none"))]
+    pub(crate) const fn made_up(frame: HostFrame, level: u8, writable: bool) -> Self {
+        Self { frame, writable, level, held: false, dirty: false }
+    }
+
+    /// The frame.
+    #[inline]
+    pub fn frame(&self) -> HostFrame {
+        self.frame
+    }
+
+    /// Whether the VMM's page table allows writing.
+    #[inline]
+    pub fn is_writable(&self) -> bool {
+        self.writable
+    }
+
+    /// How the host's page table maps it: 1 = 4 KiB, 2 = 2 MiB, 3 = 1 GiB.
+    #[inline]
+    pub fn level(&self) -> u8 {
+        self.level
+    }
+
+    /// The guest may have written to the page. Without a reference of its own this is for
     /// the section in which the MMU notifier's count was found unchanged, with its lock held.
     #[inline]
     pub fn set_dirty(&self) {
-        if self.refcounted && !self.dirty {
+        if self.frame.memory && !self.dirty {
             // SAFETY: a reference is held, or the host's mapping holds the frame (see above); a
             // stale frame would be marked wrongly, but its struct page is there either way.
-            unsafe { sys::gnt_page_set_dirty(self.pfn.0) }
+            unsafe { sys::gnt_page_set_dirty(self.frame.pfn.0) }
         }
     }
 
     /// The guest may have read the page. As [`HostPage::set_dirty`].
     pub fn set_accessed(&self) {
-        if self.refcounted {
+        if self.frame.memory {
             // SAFETY: as in set_dirty().
-            unsafe { sys::gnt_page_set_accessed(self.pfn.0) }
+            unsafe { sys::gnt_page_set_accessed(self.frame.pfn.0) }
         }
     }
 }
@@ -129,7 +178,7 @@ impl Drop for HostPage {
     fn drop(&mut self) {
         if self.held {
             // SAFETY: the reference is this value's own, and dropped once.
-            unsafe { sys::gnt_page_put(self.pfn.0) }
+            unsafe { sys::gnt_page_put(self.frame.pfn.0) }
         }
     }
 }
@@ -154,7 +203,7 @@ mod tests {
         let memory = vec![0u8; 8192];
         let hva = Hva(memory.as_ptr() as u64);
         let page = fault_in(hva, true, Patience::Killable).unwrap();
-        assert_eq!((page.pfn.0, page.writable, page.level), (hva.0 >> 12, true, 1));
+        assert_eq!((page.frame.pfn.0, page.writable, page.level), (hva.0 >> 12, true, 1));
         assert_eq!(fault_in(Hva(16), false, Patience::Never).unwrap_err(), GupError::Fault);
     }
 }

@@ -16,6 +16,7 @@ mod withdraw;
 
 use host::arc::Arc;
 use host::error::NoMemory;
+use host::gup::HostFrame;
 use stats::{VmCount, VmStats};
 use x86::{Gfn, Gpa, Hpa, Pfn};
 
@@ -68,8 +69,8 @@ pub struct Leaf {
 #[derive(Clone, Copy, Debug)]
 pub struct Mapping {
     /// Host frame of exactly the guest frame that faulted.
-    pub pfn: Pfn,
-    /// Largest level to use. Guest frame and `pfn` agree modulo that page size.
+    pub frame: HostFrame,
+    /// Largest level to use. Guest frame and host frame agree modulo that page size.
     pub level: u8,
     /// The guest may write now.
     pub writable: bool,
@@ -81,8 +82,6 @@ pub struct Mapping {
     pub fetch: bool,
     /// The level that was possible, where a fetch alone is why `level` is a smaller one; else 0.
     pub refused: u8,
-    /// The frame is in the kernel's direct map.
-    pub direct: bool,
     /// The fault was a write: the leaf is born dirty. `None`: not a fault, the leaf is born old.
     pub fault: Option<bool>,
 }
@@ -268,7 +267,7 @@ impl<S> Mapper<'_, S> {
     ///
     /// Missing tables are taken from `cache`. A large leaf where a smaller one is asked for is
     /// split; a table where a large leaf is asked for stays, and the leaf becomes smaller.
-    /// The frame is taken on trust: it came from `host::gup`, and no invalidation ran since.
+    /// That the frame is still the VMM's is the caller's to know: no invalidation ran since it was found.
     pub fn map(&self, gfn: Gfn, mapping: &Mapping, cache: &mut TableCache) -> MapOutcome {
         if !self.in_range(gfn) {
             return MapOutcome::Retry;
@@ -304,7 +303,7 @@ impl<S> Mapper<'_, S> {
                 }
                 Entry::Word(old) => old,
             };
-            if is_present(old) && pfn_of(old, &table, gfn) != mapping.pfn {
+            if is_present(old) && pfn_of(old, &table, gfn) != mapping.frame.pfn() {
                 return MapOutcome::Conflict;
             }
             if table.level() > mapping.level {
@@ -359,11 +358,11 @@ impl<S> Mapper<'_, S> {
     fn leaf(&self, gfn: Gfn, level: u8, mapping: &Mapping) -> u64 {
         // A table may have forced a smaller leaf than the mapping's: the frame is then exact.
         let within = gfn.0 & (pages_per(level) - 1);
-        let first = Pfn(mapping.pfn.0.wrapping_sub(within)).hpa();
+        let first = Pfn(mapping.frame.pfn().0.wrapping_sub(within)).hpa();
         let bits = LeafBits {
             writable: mapping.writable,
             exec: mapping.exec,
-            direct: mapping.direct,
+            direct: mapping.frame.is_memory(),
             accessed: mapping.fault.is_some(),
             dirty: mapping.fault == Some(true) && mapping.writable,
         };

@@ -2,8 +2,9 @@
 
 use gannet_mmu::tdp::{FlushRemote, Thoroughness};
 use gannet_mmu::{Format, MapOutcome, Mapping, TableCache, Tdp};
+use host::std_port::test::host_frame;
 use stats::VmCount;
-use x86::{Gfn, Pfn};
+use x86::Gfn;
 
 struct Nobody;
 
@@ -14,14 +15,13 @@ unsafe impl FlushRemote for Nobody {
 
 fn map(tdp: &Tdp<()>, gfn: u64, level: u8) {
     let mapping = Mapping {
-        pfn: Pfn(gfn + 512),
+        frame: host_frame(gfn + 512, true),
         level,
         writable: true,
         host_writable: true,
         exec: true,
         fetch: false,
         refused: 0,
-        direct: true,
         fault: Some(true),
     };
     let mut cache = TableCache::new();

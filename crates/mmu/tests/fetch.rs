@@ -9,6 +9,7 @@ use gannet_mmu::{
     CodeFetch, CodeMode, Format, MapOutcome, Mapping, PagingContext, TableCache, Tdp,
 };
 use host::page::Page;
+use host::std_port::test::host_frame;
 use section::section;
 use x86::Gfn;
 
@@ -62,14 +63,13 @@ impl Guest {
     fn map(&self, gfn: u64, page: u64) {
         let pfn = self.pages[page as usize].hpa().pfn();
         let mapping = Mapping {
-            pfn,
+            frame: host_frame(pfn.0, true),
             level: 1,
             writable: true,
             host_writable: true,
             exec: true,
             fetch: false,
             refused: 0,
-            direct: true,
             fault: Some(false),
         };
         let mut cache = TableCache::new();

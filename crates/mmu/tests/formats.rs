@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use gannet_mmu::tdp::{FlushRemote, Thoroughness, pages_per};
 use gannet_mmu::{EptSupport, Format, MapOutcome, Mapping, TableCache, Tdp};
+use host::std_port::test::host_frame;
 use proptest::prelude::*;
 use section::section;
-use x86::{Gfn, Gpa, Hpa, Pfn};
+use x86::{Gfn, Gpa, Hpa};
 
 const NEW: EptSupport =
     EptSupport { pages_2m: true, pages_1g: true, accessed_dirty: true, page_log: false };
@@ -178,14 +179,13 @@ fn found(tdp: &Tdp<()>, gfn: u64) -> Found {
 
 fn page(pfn: u64) -> Mapping {
     Mapping {
-        pfn: Pfn(pfn),
+        frame: host_frame(pfn, true),
         level: 1,
         writable: true,
         host_writable: true,
         exec: true,
         fetch: false,
         refused: 0,
-        direct: true,
         fault: Some(false),
     }
 }
@@ -198,23 +198,10 @@ fn any_mapping() -> impl Strategy<Value = (u64, Mapping)> {
     let bits = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
     (0u64..1 << 36, 0u64..1 << 20, 1u8..=3, bits, fault).prop_map(
         |(gfn, large, level, (writable, host, exec, direct), fault)| {
-            let pfn = Pfn(large << 18 | gfn & ((1 << 18) - 1));
+            let frame = host_frame(large << 18 | gfn & ((1 << 18) - 1), direct);
             let host_writable = host || writable;
             let (fetch, refused) = (false, 0);
-            (
-                gfn,
-                Mapping {
-                    pfn,
-                    level,
-                    writable,
-                    host_writable,
-                    exec,
-                    fetch,
-                    refused,
-                    direct,
-                    fault,
-                },
-            )
+            (gfn, Mapping { frame, level, writable, host_writable, exec, fetch, refused, fault })
         },
     )
 }
@@ -228,14 +215,14 @@ proptest! {
     ) {
         let tdp = Tdp::new(format, ()).unwrap();
         prop_assert_eq!(map(&tdp, gfn, &mapping), MapOutcome::Mapped(mapping.level));
-        let memory = match (format == NPT, mapping.direct) {
+        let memory = match (format == NPT, mapping.frame.is_memory()) {
             (true, _) => 0,
             (false, true) => EPT_RAM,
             (false, false) => 0,
         };
         let old = format == OLD_EPT;
         let wanted = Found {
-            pfn: mapping.pfn.0,
+            pfn: mapping.frame.pfn().0,
             level: mapping.level,
             write: mapping.writable,
             exec: mapping.exec,
@@ -248,7 +235,7 @@ proptest! {
         let ours = tdp.mapper().lookup(Gfn(gfn)).unwrap();
         prop_assert_eq!(
             (ours.pfn.0, ours.level, ours.writable, ours.exec, ours.direct, ours.host_writable),
-            (wanted.pfn, wanted.level, wanted.write, wanted.exec, mapping.direct,
+            (wanted.pfn, wanted.level, wanted.write, wanted.exec, mapping.frame.is_memory(),
              mapping.host_writable)
         );
         prop_assert_eq!((ours.accessed, ours.dirty), (wanted.accessed, wanted.dirty));
@@ -279,7 +266,7 @@ proptest! {
         let other = first | probe & (pages_per(mapping.level) - 1);
         if other != gfn {
             let part = found(&tdp, other);
-            let pfn = mapping.pfn.0 + other - gfn;
+            let pfn = mapping.frame.pfn().0 + other - gfn;
             prop_assert_eq!(part, Found { pfn, level: part.level, ..whole });
         }
     }
@@ -381,7 +368,7 @@ fn where_the_cpu_logs_a_clean_page_is_not_written_behind_its_back() {
     map(&tdp, 7, &page(0));
     let page = host::page::Page::zeroed().unwrap();
     tdp.zapper().zap(Gfn(7), Gfn(8), Thoroughness::Leaves, &Nobody);
-    map(&tdp, 7, &Mapping { pfn: Pfn(page.hpa().0 >> 12), ..self::page(0) });
+    map(&tdp, 7, &Mapping { frame: host_frame(page.hpa().0 >> 12, true), ..self::page(0) });
     section(|s| {
         let view = tdp.view(s);
         let clean = page_of(&view, Gpa(7 << 12)).unwrap();

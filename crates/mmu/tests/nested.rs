@@ -7,10 +7,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use gannet_mmu::tdp::{FlushRemote, Thoroughness, lookup, page_of, pages_per};
 use gannet_mmu::{EptSupport, Format, MapOutcome, Mapping, TableCache, Tdp};
+use host::std_port::test::host_frame;
 use proptest::prelude::*;
 use section::section;
 use stats::VmCount;
-use x86::{Gfn, Gpa, Pfn};
+use x86::{Gfn, Gpa};
 
 struct Flushes(AtomicU64);
 
@@ -47,14 +48,13 @@ fn tdp(format: Format) -> Tdp<()> {
 
 fn page(pfn: u64) -> Mapping {
     Mapping {
-        pfn: Pfn(pfn),
+        frame: host_frame(pfn, true),
         level: 1,
         writable: true,
         host_writable: true,
         exec: true,
         fetch: false,
         refused: 0,
-        direct: true,
         fault: Some(false),
     }
 }
@@ -346,7 +346,7 @@ fn write_protection_by_mask_hits_its_bits_only(format: Format) {
 
 fn memory_outside_the_direct_map_is_never_read(format: Format) {
     let tdp = tdp(format);
-    map(&tdp, 7, &Mapping { direct: false, ..page(70) });
+    map(&tdp, 7, &Mapping { frame: host_frame(70, false), ..page(70) });
     section(|s| {
         let view = tdp.view(s);
         assert!(lookup(&view, Gfn(7)).is_some());

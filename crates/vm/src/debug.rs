@@ -18,11 +18,11 @@ use stats::{
 
 use crate::{statistics::VmStatistics, vcpu_shared::SharedVcpu};
 
-/// The directories of a VM: those of its vCPUs go first.
+/// The directories of a VM.
 #[derive(Default)]
 pub struct DebugDirs {
     vcpus: Mutex<Vec<DebugDir>>,
-    vm: Once<DebugDir>,
+    vm: Once<Arc<DebugDir>>,
 }
 
 /// `PID-FD` or `vcpuN` with its NUL.
@@ -52,7 +52,7 @@ impl DebugDirs {
     pub fn add_vm(&self, tid: u32, fd: i32, statistics: &Arc<VmStatistics>) {
         let made =
             named(format_args!("{tid}-{fd}"), |name| DebugDir::new(name, None, statistics.clone()));
-        if let Some(dir) = made {
+        if let Some(Ok(dir)) = made.map(Arc::new) {
             let _ = self.vm.set(dir);
         }
     }

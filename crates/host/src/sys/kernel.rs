@@ -64,6 +64,7 @@ unsafe extern "C" {
     pub(crate) fn gnt_fault_in(hva: u64, write: i32, mode: i32, out: *mut RawHostPage) -> i32;
     pub(crate) safe fn gnt_hva_level(hva: u64) -> i32;
     pub(crate) fn gnt_page_put(pfn: u64);
+    pub(crate) safe fn gnt_signal_poisoned(hva: u64);
     pub(crate) fn gnt_page_set_dirty(pfn: u64);
     pub(crate) fn gnt_page_set_accessed(pfn: u64);
     // notifier.c

@@ -16,7 +16,7 @@ use backend::Backend;
 use host::{Arc, KBox, file::FileObject, page::Page, sync::Mutex};
 use irqchip::Accepted;
 use msr::McReport;
-use x86::{Hpa, Vector};
+use x86::Vector;
 use zerocopy::FromZeros;
 
 use super::{Host, convert, stats, vm};
@@ -85,10 +85,10 @@ impl<B: Backend + 'static> FileObject for VcpuFile<B> {
         dispatch::code(dispatch::vcpu(&**this, command, argument))
     }
 
-    fn mmap_page(&self, offset: u64) -> Option<Hpa> {
+    fn mmap_page(&self, offset: u64) -> Option<&Page> {
         match offset {
-            0 => Some(self.run.hpa()),
-            PIO_PAGE_OFFSET => Some(self.pio.hpa()),
+            0 => Some(&self.run),
+            PIO_PAGE_OFFSET => Some(&self.pio),
             COALESCED_MMIO_PAGE_OFFSET => Some(self.vm.irq().coalesced().page()),
             _ => None,
         }

@@ -11,7 +11,8 @@ use gannet_mmu::{
     ShadowMmu, ShadowRoots, TableCache, Tdp, View, WalkError,
 };
 use host::page::Page;
-use x86::{Exception, Gfn, Gpa, Pfn};
+use host::std_port::test::host_frame;
+use x86::{Exception, Gfn, Gpa};
 
 use crate::hardware::{self, Access, Reached};
 use crate::section::section;
@@ -184,7 +185,7 @@ impl Machine {
             (LARGE_PFN + gfn - LARGE, 2)
         };
         let mapping = Mapping {
-            pfn: Pfn(pfn),
+            frame: host_frame(pfn, gfn < SMALL),
             level,
             writable: !rom,
             host_writable: !rom,
@@ -192,7 +193,6 @@ impl Machine {
             fetch: false,
             refused: 0,
             // Nobody may look into what is no memory.
-            direct: gfn < SMALL,
             fault: Some(write),
         };
         loop {
@@ -211,14 +211,13 @@ impl Machine {
     /// Backs the 2 MiB from frame `gfn` on by one large page of the host's, from `pfn` on.
     pub fn back_large(&self, gfn: u64, pfn: u64) {
         let mapping = Mapping {
-            pfn: Pfn(pfn),
+            frame: host_frame(pfn, true),
             level: 2,
             writable: true,
             host_writable: true,
             exec: true,
             fetch: false,
             refused: 0,
-            direct: true,
             fault: Some(true),
         };
         let mut cache = self.cache.borrow_mut();

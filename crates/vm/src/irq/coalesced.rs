@@ -13,7 +13,6 @@ use host::{
     srcu::Srcu,
     sync::{Mutex, SpinLock},
 };
-use x86::Hpa;
 
 use super::{Space, ioeventfd::filter_bit};
 
@@ -93,8 +92,8 @@ impl Coalesced {
     }
 
     /// The page of the ring, which user space maps.
-    pub fn page(&self) -> Hpa {
-        self.ring.hpa()
+    pub fn page(&self) -> &Page {
+        &self.ring
     }
 
     /// Adds a zone; the same may be there several times. `filter` is told, for each space, the filter

@@ -8,7 +8,7 @@
 
 use core::sync::atomic::Ordering;
 
-use host::gup::{GupError, HostPage, Patience, fault_in};
+use host::gup::{GupError, HostPage, Patience, fault_in, signal_poisoned};
 use mmu::tdp::{FlushRemote, LEVEL_4K, MapOutcome, Mapper, Mapping, Thoroughness, pages_per};
 use mmu::{MemSlot, TableCache};
 use x86::{Gfn, Gpa, Hva};
@@ -40,7 +40,7 @@ pub enum FaultOutcome {
     ReadonlyWrite,
     /// The host was changing its mind: let the guest fault again.
     Retry,
-    /// Not to be mapped: `Fault`, `HwPoison`, `Interrupted` or `NoMemory`.
+    /// Not to be mapped: `Fault`, `Interrupted` or `NoMemory`.
     Error(MemoryError),
 }
 
@@ -87,7 +87,11 @@ impl VmMemory {
             Ok(page) => self.install(cache, access, slot, sequence, &page, flush),
             Err(GupError::Again) => FaultOutcome::Retry,
             Err(GupError::Fault) => FaultOutcome::Error(MemoryError::Fault),
-            Err(GupError::HwPoison) => FaultOutcome::Error(MemoryError::HwPoison),
+            Err(GupError::HwPoison) => {
+                // The thread learns of it by a signal, as if it had touched the memory itself.
+                signal_poisoned(hva);
+                FaultOutcome::Retry
+            }
             Err(GupError::Interrupted) => FaultOutcome::Error(MemoryError::Interrupted),
         }
     }
@@ -114,8 +118,8 @@ impl VmMemory {
         let gfn = access.gpa.gfn();
         let logging = slot.dirty.is_some();
         let becomes_dirty = access.write || !access.present;
-        let host_writable = page.writable && !slot.is_readonly();
-        let possible = if logging || page.level <= LEVEL_4K {
+        let host_writable = page.is_writable() && !slot.is_readonly();
+        let possible = if logging || page.level() <= LEVEL_4K {
             LEVEL_4K
         } else {
             self.large_level(slot, gfn, page)
@@ -123,7 +127,7 @@ impl VmMemory {
         let refused = access.exec && possible > LEVEL_4K && self.tdp.format().splits_at_fetch();
         let level = if refused { LEVEL_4K } else { possible };
         let mapping = Mapping {
-            pfn: page.pfn,
+            frame: page.frame(),
             level,
             // While the log is on, a page becomes writable by being touched first, and counts as
             // written then, as in stock KVM; or by being written; or the CPU logs.
@@ -132,7 +136,6 @@ impl VmMemory {
             exec: true,
             fetch: access.exec,
             refused: if refused { possible } else { 0 },
-            direct: page.refcounted,
             fault: Some(access.write),
         };
         let span = pages_per(level) << 12;
@@ -210,16 +213,15 @@ impl VmMemory {
         while mapped < count {
             let gfn = Gfn(first.wrapping_add(u64::from(mapped)));
             let Ok(page) = fault_in(slot.hva_of(gfn), false, Patience::Never) else { break };
-            let host_writable = page.writable && !slot.is_readonly();
+            let host_writable = page.is_writable() && !slot.is_readonly();
             let mapping = Mapping {
-                pfn: page.pfn,
+                frame: page.frame(),
                 level: LEVEL_4K,
                 writable: host_writable,
                 host_writable,
                 exec: true,
                 fetch: false,
                 refused: 0,
-                direct: page.refcounted,
                 fault: None,
             };
             if !matches!(mapper.map(gfn, &mapping, cache), MapOutcome::Mapped(_)) {
@@ -236,8 +238,8 @@ impl VmMemory {
     /// The level at which a large host page can be mapped whole.
     #[inline(never)]
     fn large_level(&self, slot: &MemSlot, gfn: Gfn, page: &HostPage) -> u8 {
-        let level = slot.max_level(gfn, page.level.min(self.tdp.format().largest()));
+        let level = slot.max_level(gfn, page.level().min(self.tdp.format().largest()));
         // The host's frame is aligned like its address; what is not (device memory) stays small.
-        if (page.pfn.0 ^ gfn.0) & (pages_per(level) - 1) == 0 { level } else { LEVEL_4K }
+        if (page.frame().pfn().0 ^ gfn.0) & (pages_per(level) - 1) == 0 { level } else { LEVEL_4K }
     }
 }

@@ -44,8 +44,6 @@ pub enum MemoryError {
     ReadOnly,
     /// The VMM's address space has nothing there (`-EFAULT`).
     Fault,
-    /// The host's memory is broken there (`-EHWPOISON`).
-    HwPoison,
     /// A signal came first (`-EINTR`).
     Interrupted,
     /// `-ENOMEM`.

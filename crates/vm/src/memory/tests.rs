@@ -85,7 +85,7 @@ impl Bench {
 
     /// A read of a page that the host has write-protected.
     fn read_fault_of_read_only(&mut self, gfn: u64) {
-        let page = |hva| HostPage { writable: false, ..host_page(hva, 1) };
+        let page = |hva: Hva| test::host_page(hva.0 >> 12, 1, false);
         let outcome = self.fault_by(gfn, false, |_, hva| Ok(page(hva)));
         assert_eq!(outcome, FaultOutcome::Mapped);
     }
@@ -104,14 +104,7 @@ impl Bench {
 }
 
 fn host_page(hva: Hva, level: u8) -> HostPage {
-    HostPage {
-        pfn: Pfn(hva.0 >> 12),
-        writable: true,
-        refcounted: true,
-        level,
-        held: false,
-        dirty: false,
-    }
+    test::host_page(hva.0 >> 12, level, true)
 }
 
 #[test]
@@ -166,8 +159,11 @@ fn each_refusal_of_the_host_has_its_outcome() {
     drop(hole);
     let mut by = |error| bench.fault_by(40, false, |_, _| Err(error));
     assert_eq!(by(GupError::Again), FaultOutcome::Retry);
-    assert_eq!(by(GupError::HwPoison), FaultOutcome::Error(MemoryError::HwPoison));
+    assert_eq!(by(GupError::HwPoison), FaultOutcome::Retry);
     assert_eq!(by(GupError::Interrupted), FaultOutcome::Error(MemoryError::Interrupted));
+    // The thread is told of broken memory by a signal.
+    assert_eq!(test::take_poisoned(), [bench.hva(40).0]);
+    test::set_signal_pending(false);
     assert!(bench.leaf(40).is_none());
 }
 
@@ -356,8 +352,7 @@ fn a_large_host_page_is_mapped_whole_where_slot_and_frame_allow() {
     bench.memory.invalidate_end(part, Hva(part.0 + 1));
     assert_eq!((level(&bench, 512), level(&bench, 1023)), (None, None));
     // Memory that is large in address but not in frame stays small.
-    let skewed =
-        |_: &VmMemory, hva: Hva| Ok(HostPage { pfn: Pfn((hva.0 >> 12) + 1), ..host_page(hva, 2) });
+    let skewed = |_: &VmMemory, hva: Hva| Ok(test::host_page((hva.0 >> 12) + 1, 2, true));
     bench.fault_by(512, false, skewed);
     assert_eq!(level(&bench, 512), Some(((LARGE >> 12) + 1, 1)));
 }
@@ -468,7 +463,7 @@ fn a_large_host_page_is_mapped_as_large_as_the_cpu_allows() {
         let access = Bench::access((1 << 18) + 777, true, false);
         let outcome = memory.fault_by(&mut cache, &access, &flushes, |hva, write| {
             assert_eq!((hva, write), (Hva((1 << 40) + (777 << 12)), true));
-            Ok(HostPage { pfn: Pfn((5 << 18) + 777), ..host_page(hva, 3) })
+            Ok(test::host_page((5 << 18) + 777, 3, true))
         });
         assert_eq!(outcome, FaultOutcome::Mapped);
         let leaf = memory.tdp.mapper().lookup(Gfn((1 << 18) + 777)).unwrap();
@@ -487,7 +482,7 @@ fn a_fetch_from_a_large_page_gets_a_small_one_where_the_cpu_has_the_flaw() {
         memory.set_region(&region, &flushes).unwrap();
         let mut fault = |memory: &VmMemory, within: u64, exec: bool, present: bool| {
             let access = FaultAccess { exec, ..Bench::access((1 << 18) + within, false, present) };
-            let page = HostPage { pfn: Pfn((5 << 18) + within), ..host_page(Hva(0), 3) };
+            let page = test::host_page((5 << 18) + within, 3, true);
             memory.fault_by(&mut cache, &access, &flushes, |_, _| Ok(page))
         };
         let leaf = |within: u64| {

@@ -41,6 +41,7 @@ mod ports;
 mod registers;
 mod running;
 mod shadows;
+mod slot_races;
 mod slots;
 mod smm;
 mod smp;
@@ -57,6 +58,7 @@ pub fn all() -> impl Iterator<Item = Test> {
     [
         system::TESTS,
         slots::TESTS,
+        slot_races::TESTS,
         guest_memory::TESTS,
         large_pages::TESTS,
         vcpus::TESTS,

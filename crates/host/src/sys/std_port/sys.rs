@@ -165,6 +165,10 @@ pub(crate) unsafe fn gnt_fault_in(hva: u64, write: i32, _: i32, out: *mut RawHos
     unsafe { out.write(raw) };
     0
 }
+pub(crate) fn gnt_signal_poisoned(hva: u64) {
+    SIGNAL.set(true);
+    World::current().lock().poisoned.push(hva);
+}
 pub(crate) fn gnt_hva_level(_: u64) -> i32 {
     1
 }

@@ -3,10 +3,11 @@
 use std::ffi::CStr;
 use std::sync::PoisonError;
 
-use x86::Hva;
+use x86::{Hva, Pfn};
 
 use super::sys;
 use super::world::{Context, Event, World, descriptors};
+use crate::gup::{HostFrame, HostPage};
 use crate::sys::{NotifierCalls, WatchCalls};
 
 /// The world of this thread, whose time a test advances: `clock().advance(ns)`.
@@ -76,6 +77,21 @@ pub fn clear_young(start: Hva, end: Hva) -> bool {
 pub fn test_young(start: Hva, end: Hva) -> bool {
     // SAFETY: as in invalidate().
     notifiers().iter().any(|(c, x)| unsafe { (c.test_young)(x.0, start.0, end.0) } != 0)
+}
+
+/// A frame as `host::gup` would find it.
+pub fn host_frame(pfn: u64, memory: bool) -> HostFrame {
+    HostFrame::new(Pfn(pfn), memory)
+}
+
+/// A page as `host::gup` would find it.
+pub fn host_page(pfn: u64, level: u8, writable: bool) -> HostPage {
+    HostPage::made_up(host_frame(pfn, true), level, writable)
+}
+
+/// Where threads of this world were told of broken memory since this was last asked.
+pub fn take_poisoned() -> Vec<u64> {
+    std::mem::take(&mut World::current().lock().poisoned)
 }
 
 /// How many threads of this world wait until nobody reads what they have replaced.

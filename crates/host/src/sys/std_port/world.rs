@@ -41,6 +41,8 @@ pub(crate) struct State {
     pub(crate) traced: Vec<String>,
     /// Threads with interrupts off: a number for each stretch, and the CPU.
     pub(crate) irqs_off: BTreeMap<u64, u32>,
+    /// Where guests met broken memory.
+    pub(crate) poisoned: Vec<u64>,
     /// Threads that wait for the readers of an SRCU domain.
     pub(crate) srcu_waiters: usize,
 }
