@@ -25,7 +25,9 @@ use crate::format::{
     shrink,
 };
 pub use crate::table::FlushRemote;
-use crate::table::{Entry, GuestPage, ReadTree, Section, Table, TableCache, Tree, View, shift};
+use crate::table::{
+    Entry, GuestPage, ReadTree, Section, Table, TableCache, TablePage, Tree, View, shift,
+};
 pub use withdraw::{Thoroughness, Zapper};
 
 /// 4 KiB.
@@ -317,14 +319,7 @@ impl<S> Mapper<'_, S> {
                 let bits =
                     self.tree.format().table_bits() | if refused { SPLIT_FOR_FETCH } else { 0 };
                 if is_present(old) {
-                    let below = table.level() - 1;
-                    let small = self.split(shrink(old, below), below);
-                    let step = pages_per(below) << 12;
-                    if table.link_filled(index, old, page, bits, |n| small.wrapping_add(n * step)) {
-                        self.note_linked(refused);
-                        self.tree.stats().unmapped(table.level(), 1);
-                        self.tree.stats().mapped(below, pages_per(2));
-                    }
+                    self.split_leaf(&table, index, old, page, bits);
                 } else {
                     match table.link(index, old, page, bits) {
                         Ok(()) => self.note_linked(refused),
@@ -345,6 +340,55 @@ impl<S> Mapper<'_, S> {
             attempts += 1;
         }
         MapOutcome::Retry
+    }
+
+    /// Makes the large leaves that reach into `first..end` small, as far as `cache` has tables. Where to go
+    /// on with more of them; `None`: none is left.
+    pub fn split_large(&self, first: Gfn, end: Gfn, cache: &mut TableCache) -> Option<Gfn> {
+        let mut gfn = first;
+        while gfn.0 < end.0 && self.in_range(gfn) {
+            let table = self.tree.root().descend(gfn, LEVEL_4K);
+            let mut span = pages_per(table.level());
+            if table.level() == LEVEL_4K {
+                span = pages_per(LEVEL_2M);
+            } else if let Entry::Word(old) = table.entry(table.index(gfn))
+                && is_present(old)
+            {
+                let Some(page) = cache.take() else { return Some(gfn) };
+                // If another CPU was faster, what stands there now is looked at again.
+                self.split_leaf(
+                    &table,
+                    table.index(gfn),
+                    old,
+                    page,
+                    self.tree.format().table_bits(),
+                );
+                continue;
+            }
+            gfn = Gfn((gfn.0 | (span - 1)).wrapping_add(1));
+        }
+        None
+    }
+
+    /// Puts a table of its parts in the place of the large leaf `old`. Whether that was still there.
+    fn split_leaf(
+        &self,
+        table: &Table<'_>,
+        index: usize,
+        old: u64,
+        page: TablePage,
+        bits: u64,
+    ) -> bool {
+        let below = table.level() - 1;
+        let small = self.split(shrink(old, below), below);
+        let step = pages_per(below) << 12;
+        let linked = table.link_filled(index, old, page, bits, |n| small.wrapping_add(n * step));
+        if linked {
+            self.note_linked(bits & SPLIT_FOR_FETCH != 0);
+            self.tree.stats().unmapped(table.level(), 1);
+            self.tree.stats().mapped(below, pages_per(2));
+        }
+        linked
     }
 
     fn note_linked(&self, refused: bool) {

@@ -26,7 +26,9 @@ use host::sync::Mutex;
 use host::task;
 use mmu::slots::Published;
 use mmu::tdp::{FlushRemote, Tdp, Thoroughness};
-use mmu::{Format, MemSlot, MemSlots, Region, RegionLimits, ShadowMmu, SlotError, SlotFlags};
+use mmu::{
+    Format, MemSlot, MemSlots, Region, RegionLimits, ShadowMmu, SlotError, SlotFlags, TableCache,
+};
 use stats::VmStats;
 use x86::{Gfn, Gpa, Hpa, Hva};
 
@@ -64,6 +66,9 @@ impl From<host::error::Fault> for MemoryError {
 
 /// Frames that are zapped with the lock held once, before others get their turn.
 const ZAP_STRETCH: u64 = 1 << 18;
+
+/// Large leaves that are split with the lock held once.
+const SPLIT_STRETCH: usize = 32;
 
 /// The memory of a VM.
 pub struct VmMemory {
@@ -229,7 +234,23 @@ impl VmMemory {
         }
     }
 
+    /// Makes large pages of the slot small, so that the guest need not fault for it page by page. Where
+    /// memory is short, it does.
+    fn split_slot(&self, slot: &MemSlot) {
+        let (mut cache, mut at) = (TableCache::new(), slot.base);
+        loop {
+            let rest = self.tdp.mapper().split_large(at, slot.end(), &mut cache);
+            let Some(next) = rest else { return };
+            at = next;
+            if cache.top_up(SPLIT_STRETCH).is_err() {
+                return;
+            }
+            task::cond_resched();
+        }
+    }
+
     fn watch_slot(&self, slot: &MemSlot, flush: &(impl FlushRemote + ?Sized)) {
+        self.split_slot(slot);
         let (mut at, end) = (slot.base.0, slot.end().0);
         let mut any = false;
         while at < end {
