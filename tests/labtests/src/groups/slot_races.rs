@@ -16,9 +16,12 @@ use crate::machine::threads::within;
 use crate::outcome::{Answer, Errno, Outcome, equal, fail, holds, skip};
 use crate::runner::tests;
 
+use super::lazy_deadline::LAZY;
+
 tests!("slot_races":
     memory_that_goes_while_its_slot_is_deleted_is_not_reached,
     memory_that_goes_while_its_slot_moves_is_not_reached,
+    memory_that_goes_while_the_hypervisor_looks_at_it_is_not_written,
     broken_memory_is_a_signal_to_the_thread_that_runs_the_vcpu,
     a_slot_among_many_costs_no_more_than_one_of_few,
 );
@@ -164,6 +167,58 @@ fn memory_that_goes_while_its_slot_moves_is_not_reached() -> Outcome {
     memory_goes_during(|guest, hva| {
         guest.vm.set_slot(1, 0, MOVED, PAGES * PAGE, hva).granted("move").map(drop)
     })
+}
+
+guest_code!(
+    // Writes to the page that the hypervisor shares with it, so that it is mapped, and says so.
+    toucher,
+    64,
+    "0:",
+    "lock orq $0, (%rdi)",
+    "out %al, $PORT_MARK",
+    "jmp 0b",
+);
+
+/// The lazy deadline's page is written by the hypervisor through the nested tables while another thread
+/// takes slot and memory away. What is allocated then must stay as it was filled. Wants two CPUs.
+fn memory_that_goes_while_the_hypervisor_looks_at_it_is_not_written() -> Outcome {
+    const FULL: u64 = u64::MAX;
+    let guest = &Guest::new(Chip::Kernel, toucher())?;
+    let vcpu = guest.vcpu();
+    if !vcpu.set_msr(LAZY, 0)? {
+        return skip("there is no lazy deadline");
+    }
+    vcpu.set_regs(&kvm_regs { rdi: LEAVES, ..vcpu.regs()? })?;
+    let begun = Instant::now();
+    let mut rounds = 0;
+    while begun.elapsed() < Duration::from_secs(3) {
+        rounds += 1;
+        let page = Memory::new(PAGE)?;
+        guest.vm.set_slot(1, 0, LEAVES, PAGE, page.hva()).granted("slot")?;
+        guest.reach_mark()?;
+        let stop = &AtomicU64::new(0);
+        let wrong = std::thread::scope(|s| {
+            let writer = s.spawn(|| {
+                while stop.load(Ordering::SeqCst) == 0 {
+                    vcpu.set_msr(LAZY, LEAVES | 1)?;
+                    vcpu.set_msr(LAZY, 0)?;
+                }
+                Ok(())
+            });
+            guest.vm.set_slot(1, 0, LEAVES, 0, 0).granted("deletion")?;
+            drop(page);
+            let other = Memory::new(16 * PAGE)?;
+            for word in (0..16 * PAGE).step_by(8) {
+                other.write(word, FULL);
+            }
+            std::thread::yield_now();
+            stop.store(1, Ordering::SeqCst);
+            writer.join().unwrap_or_else(|_| fail("the writing thread"))?;
+            Ok((0..16 * PAGE).step_by(8).find(|&word| other.read(word) != FULL))
+        })?;
+        equal("a word that nobody wrote", wrong, None)?;
+    }
+    holds("some rounds", rounds > 10, rounds)
 }
 
 static CODE: AtomicI32 = AtomicI32::new(0);
