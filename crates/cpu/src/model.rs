@@ -3,8 +3,14 @@
 //!
 //! It keeps apart whose state is loaded where VMRUN leaves it alone: VMSAVE, VMLOAD, WRMSR and the
 //! selector loads move it, and whatever lets the host's kernel run asserts that its own is there.
+//!
+//! It refuses every operand that a real CPU would fault on ([`crate::legal`]): a test that merely comes
+//! past such a write ends there.
 
-use crate::{Cpu, Selectors, SpecCtrl};
+use crate::{
+    Cpu, Selectors, SpecCtrl,
+    legal::{self, Limits, demand},
+};
 use backend::Gprs;
 use std::collections::{HashMap, VecDeque};
 use x86::{Hpa, vmcb::Vmcb};
@@ -12,6 +18,7 @@ use x86::{Hpa, vmcb::Vmcb};
 /// One step of a script: what the guest does until its next exit.
 pub type Step = Box<dyn FnMut(&mut Vmcb, &mut Gprs) + Send>;
 
+const SYSCALL_MASK: u32 = 0xc000_0084;
 const FS_BASE: u32 = 0xc000_0100;
 const GS_BASE: u32 = 0xc000_0101;
 const KERNEL_GS_BASE: u32 = 0xc000_0102;
@@ -20,7 +27,7 @@ const MOVED: [u32; 10] = [
     0xc000_0081,
     0xc000_0082,
     0xc000_0083,
-    0xc000_0084,
+    SYSCALL_MASK,
     KERNEL_GS_BASE,
     FS_BASE,
     GS_BASE,
@@ -45,7 +52,10 @@ impl Moved {
     fn made_up(salt: u64) -> Self {
         let n = salt as u16;
         Self {
-            msrs: core::array::from_fn(|i| (salt << 8) | i as u64),
+            msrs: core::array::from_fn(|i| {
+                let value = (salt << 8) | i as u64;
+                if MOVED[i] == SYSCALL_MASK { value & 0xffff_ffff } else { value }
+            }),
             selectors: Selectors { fs: n | 3, gs: n | 7, ldt: n & !7 },
             task: n & !7,
         }
@@ -81,6 +91,8 @@ pub struct Model {
     pages: HashMap<Hpa, Moved>,
     /// What CPUID answers: zeros, if not set.
     pub cpuid: Option<fn(u32, u32) -> [u32; 4]>,
+    /// What of operands this CPU takes.
+    pub limits: Limits,
     /// VMX.
     pub vmx: crate::model_vmx::VmxModel,
 }
@@ -101,6 +113,7 @@ impl Default for Model {
             host,
             pages: HashMap::new(),
             cpuid: None,
+            limits: Limits::default(),
             vmx: Default::default(),
         }
     }
@@ -128,12 +141,15 @@ impl Model {
 
 impl Cpu for Model {
     fn rdmsr(&mut self, msr: u32) -> u64 {
+        demand(format_args!("RDMSR {msr:#x}"), legal::rdmsr(msr));
         if let Some(value) = self.moved.slot(msr) {
             return *value;
         }
         self.msrs.get(&msr).copied().unwrap_or(0)
     }
     fn wrmsr(&mut self, msr: u32, value: u64) {
+        let legal = legal::wrmsr(msr, value, &self.limits);
+        demand(format_args!("WRMSR {msr:#x} of {value:#x}"), legal);
         match self.moved.slot(msr) {
             Some(slot) => *slot = value,
             None => {
@@ -152,6 +168,7 @@ impl Cpu for Model {
         self.xcr0
     }
     fn set_xcr0(&mut self, value: u64) {
+        demand(format_args!("XSETBV of {value:#x}"), legal::xcr0(value, &self.limits));
         self.xcr0 = value;
     }
     fn pkru(&mut self) -> u32 {
@@ -159,9 +176,11 @@ impl Cpu for Model {
     }
     fn set_pkru(&mut self, _value: u32) {}
     fn debug_reg(&mut self, n: u8) -> u64 {
+        demand(format_args!("MOV from DR{n}"), legal::debug_register(n, 0));
         self.debug_regs.get(usize::from(n)).copied().unwrap_or(0)
     }
     fn set_debug_reg(&mut self, n: u8, value: u64) {
+        demand(format_args!("MOV of {value:#x} to DR{n}"), legal::debug_register(n, value));
         if let Some(reg) = self.debug_regs.get_mut(usize::from(n)) {
             *reg = value;
         }
@@ -176,13 +195,17 @@ impl Cpu for Model {
         self.assert_kernel_can_run("STGI");
         self.gif = true;
     }
-    fn sti(&mut self) {}
+    fn sti(&mut self) {
+        assert!(!self.gif, "STI with GIF set: the host's interrupts would come");
+    }
     fn cli(&mut self) {}
     fn vmload(&mut self, state: Hpa) {
+        demand(format_args!("VMLOAD {:#x}", state.0), legal::page(state, &self.limits));
         self.loaded = Some(state);
         self.moved = self.pages.get(&state).copied().unwrap_or(Moved::made_up(state.0));
     }
     fn vmsave(&mut self, state: Hpa) {
+        demand(format_args!("VMSAVE {:#x}", state.0), legal::page(state, &self.limits));
         self.pages.insert(state, self.moved);
     }
     fn selectors(&mut self) -> Selectors {
@@ -204,8 +227,14 @@ impl Cpu for Model {
         assert_eq!(now.slot(GS_BASE), host.slot(GS_BASE), "kernel code with the guest's GS base");
         self.moved.task = TASK_STATE;
     }
-    fn vmrun(&mut self, vmcb: &mut Vmcb, _at: Hpa, gprs: &mut Gprs, _spec: SpecCtrl) {
+    fn vmrun(&mut self, vmcb: &mut Vmcb, at: Hpa, gprs: &mut Gprs, spec: SpecCtrl) {
         assert!(!self.gif, "VMRUN with GIF set");
+        demand(format_args!("VMRUN {:#x}", at.0), legal::page(at, &self.limits));
+        demand(format_args!("VMRUN"), legal::vmrun(vmcb));
+        for value in [spec.guest, spec.host] {
+            let legal = legal::wrmsr(x86::msr::SPEC_CTRL, value, &self.limits);
+            demand(format_args!("SPEC_CTRL of {value:#x}"), legal);
+        }
         let mut step = self.script.pop_front().expect("the script has ended");
         vmcb.control.event_inj = 0;
         vmcb.control.exit_int_info = 0;

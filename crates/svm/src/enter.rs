@@ -16,7 +16,7 @@ use backend::{Gprs, GuestLimits, Paging, TSC_RATIO_ONE};
 use cpu::{Cpu, SpecCtrl};
 use host::{NoMemory, hostcpu, page::Page};
 use x86::{
-    Hpa, msr,
+    Dr7, Hpa, msr,
     vmcb::{Clean, Vmcb},
 };
 
@@ -26,9 +26,6 @@ use crate::{
     percpu::{self, PerCpu},
     permission::MsrMap,
 };
-
-/// DR7's enable bits.
-const DR7_ENABLES: u64 = 0xff;
 
 /// The page that holds a control block.
 #[derive(Debug)]
@@ -260,7 +257,7 @@ impl<C: Cpu> Svm<C> {
                 *slot = value;
             }
         }
-        self.dr_owned = self.vmcb().save.dr7 & DR7_ENABLES != 0;
+        self.dr_owned = Dr7::new(self.vmcb().save.dr7).has_breakpoints();
         self.intercept_debug_regs(!self.dr_owned);
     }
 

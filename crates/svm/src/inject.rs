@@ -5,7 +5,7 @@
 use backend::Event;
 use cpu::Cpu;
 use x86::{
-    Exception, Vector,
+    Dr6, Dr7, Exception, Vector,
     vmcb::{Clean, Intercept3, event, vintr},
 };
 
@@ -89,8 +89,8 @@ impl<C: Cpu> Svm<C> {
             && let Some(bits) = e.payload
         {
             let save = &mut self.vmcb_mut(Clean::DR).save;
-            save.dr6 = (save.dr6 & !0xf) | bits | 0xffff_0ff0;
-            save.dr7 &= !(1 << 13);
+            save.dr6 = Dr6::new(save.dr6).after_db(bits).bits();
+            save.dr7 = Dr7::new(save.dr7).without_general_detect().bits();
         }
         self.vmcb_mut(Clean::empty()).control.event_inj = encode(event);
     }

@@ -15,7 +15,7 @@ use backend::{
 };
 use cpu::Cpu;
 use x86::{
-    Hpa, Vector, msr,
+    Dr6, Dr7, Hpa, Vector, msr,
     segment::{DescriptorTable, Segment},
     vmcb::{self, Clean, ExitCode, Intercept3, Intercept4, VmcbSegment, vintr},
 };
@@ -430,9 +430,10 @@ impl<C: Cpu> Backend for Svm<C> {
     fn set_debug_regs(&mut self, regs: [u64; 6]) {
         let [a, b, c, d, dr6, dr7] = regs;
         self.dr = [a, b, c, d];
+        let dr7 = Dr7::new(dr7);
         let save = &mut self.vmcb_mut(Clean::DR).save;
-        (save.dr6, save.dr7) = (dr6, dr7);
-        if dr7 & 0xff != 0 {
+        (save.dr6, save.dr7) = (Dr6::new(dr6).bits(), dr7.bits());
+        if dr7.has_breakpoints() {
             self.own_debug_regs();
         }
     }

@@ -202,8 +202,8 @@ proptest! {
                     b.begin_run();
                     let model = b.cpu().inner();
                     model.moved.selectors = Selectors { fs: n, gs: n >> 3, ldt: n & 0x50 };
-                    model.wrmsr(FS_BASE, base);
-                    model.wrmsr(KERNEL_GS_BASE, base >> 17);
+                    model.wrmsr(FS_BASE, base >> 17);
+                    model.wrmsr(KERNEL_GS_BASE, base >> 19);
                     model.host = model.moved;
                 }
                 Act::Write(exits) => {
