@@ -13,7 +13,10 @@ use crate::{
 };
 use backend::Gprs;
 use std::collections::{HashMap, VecDeque};
-use x86::{Hpa, vmcb::Vmcb};
+use x86::{
+    Hpa,
+    vmcb::{Vmcb, event},
+};
 
 /// One step of a script: what the guest does until its next exit.
 pub type Step = Box<dyn FnMut(&mut Vmcb, &mut Gprs) + Send>;
@@ -91,6 +94,8 @@ pub struct Model {
     pages: HashMap<Hpa, Moved>,
     /// What CPUID answers: zeros, if not set.
     pub cpuid: Option<fn(u32, u32) -> [u32; 4]>,
+    /// Entries in a row that each ended in the delivery of an event, in one stay of interrupts off.
+    held_off: u32,
     /// What of operands this CPU takes.
     pub limits: Limits,
     /// VMX.
@@ -113,6 +118,7 @@ impl Default for Model {
             host,
             pages: HashMap::new(),
             cpuid: None,
+            held_off: 0,
             limits: Limits::default(),
             vmx: Default::default(),
         }
@@ -131,6 +137,20 @@ impl Model {
         self.script.len()
     }
 
+    /// An entry has ended, inside the delivery of an event or not. A pending interrupt of the host ends a
+    /// guest's run at the boundary of an instruction: where the guest reaches none, the loop has to
+    /// be left now and then.
+    pub(crate) fn entry_ended(&mut self, in_delivery: bool) {
+        const MOST: u32 = 64;
+        self.held_off = if in_delivery { self.held_off + 1 } else { 0 };
+        assert!(self.held_off <= MOST, "interrupted deliveries without end hold off the host");
+    }
+
+    /// The host takes its interrupts.
+    fn interrupts_taken(&mut self) {
+        self.held_off = 0;
+    }
+
     /// The kernel can run: its per-CPU data and its stacks are found.
     fn assert_kernel_can_run(&mut self, what: &str) {
         let (mut host, mut now) = (self.host, self.moved);
@@ -142,6 +162,10 @@ impl Model {
 impl Cpu for Model {
     fn rdmsr(&mut self, msr: u32) -> u64 {
         demand(format_args!("RDMSR {msr:#x}"), legal::rdmsr(msr));
+        if msr == x86::msr::DEBUGCTL {
+            // Read where VMX's loop begins, and nowhere else.
+            self.interrupts_taken();
+        }
         if let Some(value) = self.moved.slot(msr) {
             return *value;
         }
@@ -194,6 +218,7 @@ impl Cpu for Model {
     fn stgi(&mut self) {
         self.assert_kernel_can_run("STGI");
         self.gif = true;
+        self.interrupts_taken();
     }
     fn sti(&mut self) {
         assert!(!self.gif, "STI with GIF set: the host's interrupts would come");
@@ -239,5 +264,6 @@ impl Cpu for Model {
         vmcb.control.event_inj = 0;
         vmcb.control.exit_int_info = 0;
         step(vmcb, gprs);
+        self.entry_ended(vmcb.control.exit_int_info & event::VALID != 0);
     }
 }

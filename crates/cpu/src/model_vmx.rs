@@ -177,7 +177,9 @@ impl VmxCpu for Model {
         self.tsc += self.vmx.run_ticks;
         let injected = vmcs.get(field::ENTRY_INTERRUPTION);
         vmcs.set(field::ENTRY_INTERRUPTION, injected & !event::VALID);
+        let in_delivery = vmcs.get(field::IDT_VECTORING) & event::VALID != 0;
         self.vmx.stored.borrow_mut().insert(at, vmcs);
+        self.entry_ended(in_delivery);
         true
     }
     fn vmx_exit_address(&self) -> u64 {

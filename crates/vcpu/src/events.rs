@@ -7,7 +7,7 @@ use backend::{Backend, Event};
 use stats::VcpuCount;
 use x86::{Exception, Vector};
 
-use crate::Vcpu;
+use crate::{Vcpu, inner::Next};
 
 const RFLAGS_IF: u64 = 1 << 9;
 const RFLAGS_RF: u64 = 1 << 16;
@@ -72,6 +72,34 @@ impl Outer {
         let had = self.has(what);
         self.set(what, false);
         had
+    }
+}
+
+/// Turns of the inner loop after which the guest may not have reached the boundary of an instruction at
+/// which a pending interrupt of the host would have ended its run: an event whose delivery an exit
+/// interrupts is delivered first, and so is an instruction in the shadow of STI that faults. A
+/// guest that made such turns without end would keep the host's interrupts off for ever; so they
+/// are bounded between two entries of the loop, in whose place interrupts are taken.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Stalls(u16);
+
+impl Stalls {
+    /// So many faults, or a sixty-fourth of it interrupted deliveries.
+    const MOST: u16 = 1024;
+    const OF_DELIVERY: u16 = 64;
+
+    /// One more: whether the loop may go on.
+    #[inline]
+    fn count(&mut self, delivering: bool) -> Next {
+        let weight = if delivering { Self::OF_DELIVERY } else { 1 };
+        self.0 = self.0.saturating_add(weight);
+        if self.0 < Self::MOST { Next::Again } else { Next::Done }
+    }
+
+    /// The loop is entered.
+    #[inline]
+    pub(crate) fn forget(&mut self) {
+        self.0 = 0;
     }
 }
 
@@ -352,12 +380,16 @@ impl<B: Backend> Vcpu<B> {
         self.b.watch_priority(pending, held_back);
     }
 
-    /// After an exit that may have interrupted a delivery: keeps the event for the next entry.
+    /// After an exit that may have interrupted a delivery: keeps the event for the next entry. Whoever
+    /// answers the exit inside the loop goes on as this says: see [`Stalls`].
     #[inline]
-    pub(crate) fn keep_interrupted_delivery(&mut self) {
-        if self.b.was_delivering() {
+    #[must_use = "the loop is left when it says so"]
+    pub(crate) fn keep_interrupted_delivery(&mut self) -> Next {
+        let delivering = self.b.was_delivering();
+        if delivering {
             self.keep_delivery();
         }
+        self.stalls.count(delivering)
     }
 
     #[inline(never)]
@@ -409,6 +441,19 @@ impl<B: Backend> Vcpu<B> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_loop_is_left_after_so_many_turns_that_may_have_got_nowhere() {
+        for (delivering, most) in [(true, 16), (false, 1024)] {
+            let mut stalls = Stalls::default();
+            for _ in 0..2 {
+                let turns = (1..).find(|_| stalls.count(delivering) == Next::Done);
+                assert_eq!(turns, Some(most));
+                assert_eq!(stalls.count(false), Next::Done);
+                stalls.forget();
+            }
+        }
+    }
 
     #[test]
     fn faults_combine_as_the_manual_says() {

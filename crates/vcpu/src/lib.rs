@@ -60,6 +60,8 @@ pub struct Vcpu<B: Backend> {
     pub(crate) cr8_seen: u8,
     /// A PV EOI is offered to the guest: the APIC is to be touched only after looking at it.
     pub(crate) pv_eoi_offered: bool,
+    /// Turns of the loop that may not have reached the boundary of an instruction.
+    pub(crate) stalls: events::Stalls,
     /// What has to be looked at after every exit.
     pub(crate) after_exit: after_exit::AfterExit,
     pub(crate) device_seen: mmio::DeviceSeen,
@@ -244,6 +246,7 @@ impl<B: Backend> Vcpu<B> {
             recheck: true,
             cr8_seen: 0,
             pv_eoi_offered: false,
+            stalls: events::Stalls::default(),
             after_exit: after_exit::AfterExit::default(),
             device_seen: mmio::DeviceSeen::default(),
             window_wanted: false,
