@@ -305,7 +305,13 @@ impl<C: Cpu> Svm<C> {
         if !self.loaded_extended() {
             return;
         }
-        let xcr0 = if self.sees_xcr0() { self.xcr0 } else { self.host_xcr0 };
+        let seen = self.sees_xcr0();
+        if !seen {
+            // A guest that owns CR4 has cleared OSXSAVE without an exit. When it sets it again, that has
+            // to be seen.
+            self.update_cr4_intercept();
+        }
+        let xcr0 = if seen { self.xcr0 } else { self.host_xcr0 };
         if xcr0 != self.live_xcr0 {
             self.live_xcr0 = xcr0;
             self.cpu.set_xcr0(xcr0);

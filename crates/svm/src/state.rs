@@ -139,7 +139,7 @@ impl<C: Cpu> Svm<C> {
     /// CR4 belongs to the guest when it may set every bit that the CPU would let it set, and XCR0
     /// is live: while CR4.OSXSAVE is clear the guest cannot see XCR0, so it is not loaded, and the
     /// write that sets the bit must be seen.
-    fn update_cr4_intercept(&mut self) {
+    pub(crate) fn update_cr4_intercept(&mut self) {
         let all = self.features.cr4_known & !self.limits.cr4_allowed == 0;
         let xcr0_live = !self.limits.xsave || self.vmcb().save.cr4 & CR4_OSXSAVE != 0;
         let owned = !self.paging.shadow
