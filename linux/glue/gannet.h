@@ -251,6 +251,8 @@ u64 gnt_host_spec_ctrl(void);
 void gnt_restore_debug_regs(void);
 void gnt_machine_check(void);
 bool gnt_uses_ldt(void);
+bool gnt_detects_split_locks(void);
+bool gnt_guest_split_lock(u64 rip);
 u64 gnt_host_selectors(void);
 void gnt_load_host_selectors(u16 fs, u16 gs, u16 ldt);
 void gnt_load_task_register(void);

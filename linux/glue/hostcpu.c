@@ -2,6 +2,7 @@
 /* The host CPU's own settings that a guest's run displaces, and what the kernel decided. */
 #include <linux/hw_breakpoint.h>
 
+#include <asm/cpu.h>
 #include <asm/cpufeature.h>
 #include <asm/debugreg.h>
 #include <asm/desc.h>
@@ -39,6 +40,17 @@ void gnt_machine_check(void)
 	struct pt_regs regs = { .cs = 3, .flags = X86_EFLAGS_IF };
 
 	do_machine_check(&regs);
+}
+
+/* Intel CPUs alone have it: for AMD's the kernel sets another feature. */
+bool gnt_detects_split_locks(void)
+{
+	return boot_cpu_has(X86_FEATURE_SPLIT_LOCK_DETECT);
+}
+
+bool gnt_guest_split_lock(u64 rip)
+{
+	return handle_guest_split_lock(rip);
 }
 
 bool gnt_uses_ldt(void)

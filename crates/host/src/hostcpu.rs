@@ -10,6 +10,8 @@ mod port {
         pub fn gnt_restore_debug_regs();
         pub fn gnt_machine_check();
         pub fn gnt_uses_ldt() -> bool;
+        pub fn gnt_detects_split_locks() -> bool;
+        pub fn gnt_guest_split_lock(rip: u64) -> bool;
         pub fn gnt_vmx_allowed() -> bool;
         pub fn gnt_kernel_features(leaf: u32, subleaf: u32, reg: u32) -> u32;
         pub fn gnt_vmx_left();
@@ -33,6 +35,12 @@ mod port {
     pub unsafe fn gnt_machine_check() {}
     pub unsafe fn gnt_uses_ldt() -> bool {
         crate::std_port::test::uses_ldt()
+    }
+    pub unsafe fn gnt_detects_split_locks() -> bool {
+        crate::std_port::test::split_locks().is_some()
+    }
+    pub unsafe fn gnt_guest_split_lock(_: u64) -> bool {
+        crate::std_port::test::split_locks() == Some(true)
     }
     pub unsafe fn gnt_vmx_allowed() -> bool {
         true
@@ -73,6 +81,19 @@ pub fn host_xss() -> u64 {
 pub fn restore_debug_regs() {
     // SAFETY: the kernel's own routine, called where it calls it after a VM exit itself.
     unsafe { port::gnt_restore_debug_regs() }
+}
+
+/// Whether the kernel makes the CPU raise #AC for a locked access of two cache lines, its guests' as well.
+pub fn detects_split_locks() -> bool {
+    // SAFETY: reads a feature bit.
+    unsafe { port::gnt_detects_split_locks() }
+}
+
+/// The guest of this thread made such an access at `rip`. True: the kernel has warned, and lets this task
+/// go on without the detection; else the task gets a signal. May sleep.
+pub fn guest_split_lock(rip: u64) -> bool {
+    // SAFETY: the kernel's own routine for this; preemption and interrupts are on.
+    unsafe { port::gnt_guest_split_lock(rip) }
 }
 
 /// Lets the kernel handle a machine check that an exit reported. Interrupts are off.

@@ -106,6 +106,19 @@ pub fn set_uses_ldt(uses: bool) {
     sys::LDT.set(uses);
 }
 
+/// Whether the kernel detects split locks, and if so, lets a task of which it has warned go on.
+pub fn set_split_locks(goes_on: Option<bool>) {
+    SPLIT_LOCKS.set(goes_on);
+}
+
+std::thread_local! {
+    static SPLIT_LOCKS: std::cell::Cell<Option<bool>> = const { std::cell::Cell::new(None) };
+}
+
+pub(crate) fn split_locks() -> Option<bool> {
+    SPLIT_LOCKS.get()
+}
+
 pub(crate) fn uses_ldt() -> bool {
     sys::LDT.get()
 }
