@@ -73,6 +73,9 @@ impl Moved {
 /// The scripted CPU.
 pub struct Model {
     script: VecDeque<Step>,
+    played: usize,
+    /// What an entry is to inject, by the number of its step.
+    injected: Vec<(usize, u64)>,
     /// MSRs that hold a value.
     pub msrs: HashMap<u32, u64>,
     /// The time-stamp counter.
@@ -107,6 +110,8 @@ impl Default for Model {
         let host = Moved { task: TASK_STATE, ..Moved::made_up(0xffff_8000) };
         Self {
             script: VecDeque::new(),
+            played: 0,
+            injected: Vec::new(),
             msrs: HashMap::new(),
             tsc: 0,
             tsc_step: 1,
@@ -129,6 +134,12 @@ impl Model {
     /// Adds a step to the end of the script.
     pub fn then(&mut self, step: impl FnMut(&mut Vmcb, &mut Gprs) + Send + 'static) -> &mut Self {
         self.script.push_back(Box::new(step));
+        self
+    }
+
+    /// The entry that plays the next step to be added injects this, in EVENTINJ's format.
+    pub fn injects(&mut self, event: u64) -> &mut Self {
+        self.injected.push((self.played + self.script.len(), event));
         self
     }
 
@@ -261,6 +272,10 @@ impl Cpu for Model {
             demand(format_args!("SPEC_CTRL of {value:#x}"), legal);
         }
         let mut step = self.script.pop_front().expect("the script has ended");
+        for (_, event) in self.injected.iter().filter(|(step, _)| *step == self.played) {
+            assert_eq!(vmcb.control.event_inj, *event, "the injected event");
+        }
+        self.played += 1;
         vmcb.control.event_inj = 0;
         vmcb.control.exit_int_info = 0;
         step(vmcb, gprs);

@@ -355,6 +355,8 @@ impl<C: Cpu> Svm<C> {
     /// The reverse of [`Svm::load_state`].
     pub(crate) fn unload_state(&mut self) {
         let Some(here) = self.here else { return };
+        // For an entry that did not take place.
+        self.disarm_step();
         self.cpu.cli();
         let pa = self.pa();
         self.cpu.vmsave(pa);

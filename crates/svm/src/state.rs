@@ -10,8 +10,8 @@
 //! checked here.
 
 use backend::{
-    Answer, Backend, CR0_CD_NW, ControlRegs, Event, Exit, Gprs, GuestLimits, NotMine, Paging,
-    SegmentName, TSC_RATIO_ONE, scale_tsc,
+    Answer, Backend, CR0_CD_NW, ControlRegs, Event, Exit, Gprs, GuestLimits, NmiWindow, NotMine,
+    Paging, SegmentName, TSC_RATIO_ONE, scale_tsc,
 };
 use cpu::Cpu;
 use x86::{
@@ -20,6 +20,7 @@ use x86::{
     vmcb::{self, Clean, ExitCode, Intercept3, Intercept4, VmcbSegment, vintr},
 };
 
+use crate::inject::Step;
 use crate::{
     enter::Svm,
     exits,
@@ -632,8 +633,12 @@ impl<C: Cpu> Backend for Svm<C> {
         !self.is_nmi_masked() && !self.interrupt_shadow()
     }
 
-    fn set_nmi_window(&mut self) {
-        self.open_nmi_window();
+    fn set_nmi_window(&mut self) -> NmiWindow {
+        self.open_nmi_window()
+    }
+
+    fn settle_step(&mut self) {
+        self.end_single_step();
     }
 
     fn nmi_masked(&self) -> bool {
@@ -649,7 +654,7 @@ impl<C: Cpu> Backend for Svm<C> {
     }
 
     fn own_single_step(&mut self) -> bool {
-        self.end_single_step()
+        core::mem::take(&mut self.nmi.step) == Step::Trapped
     }
 
     fn set_guest_debug(&mut self, breakpoints: bool, debug: bool) {

@@ -3,7 +3,7 @@
 //!
 //! APM vol. 2 §8.2.9 (double faults), §8.5 (priorities), §15.20 (injection).
 
-use backend::{Backend, Event};
+use backend::{Backend, Event, NmiWindow};
 use stats::VcpuCount;
 use x86::{Exception, Vector};
 
@@ -221,8 +221,8 @@ impl<B: Backend> Vcpu<B> {
             self.hold_back();
             return true;
         }
-        if self.shared.nmis() != 0 {
-            self.inject_nmi();
+        if self.shared.nmis() != 0 && !self.inject_nmi(kernel) {
+            return false;
         }
         self.inject_interrupt(kernel)
     }
@@ -243,14 +243,16 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn inject_exception(&mut self, exception: Exception) {
-        // Faults push RF set, so that a breakpoint on the instruction does not hit again.
-        if exception.vector.0 != 1 {
+        // Faults push RF set, so that a breakpoint on the instruction does not hit again. Traps, aborts and
+        // #DB, which may be either, do not (SDM vol. 3B §18.3.1.1).
+        const DB_BP_OF_DF_MC: u32 = 1 << 1 | 1 << 3 | 1 << 4 | 1 << 8 | 1 << 18;
+        if DB_BP_OF_DF_MC & 1u32.checked_shl(exception.vector.0.into()).unwrap_or(0) == 0 {
             self.b.set_rflags(self.b.rflags() | RFLAGS_RF);
         }
         self.b.inject(Event::Exception(exception));
     }
 
-    fn inject_nmi(&mut self) {
+    fn inject_nmi(&mut self, kernel: bool) -> bool {
         if self.b.nmi_masked() {
             self.shared.limit_nmis();
         }
@@ -258,9 +260,22 @@ impl<B: Backend> Vcpu<B> {
             self.b.inject(Event::Nmi);
             self.stats.count(VcpuCount::NmiInjections);
         }
-        if self.shared.nmis() != 0 {
-            self.b.set_nmi_window();
+        if self.shared.nmis() == 0 {
+            return true;
         }
+        match self.b.set_nmi_window() {
+            NmiWindow::Exit => {}
+            NmiWindow::Step => self.after_exit.set_stepping(),
+            NmiWindow::Kick => {
+                // Held until the guest runs, whose run it ends.
+                self.recheck = true;
+                if kernel {
+                    host::smp::kick(host::smp::cpu_id());
+                }
+                return kernel;
+            }
+        }
+        true
     }
 
     /// Offers the highest interrupt to the hardware, which delivers it as soon as the guest can take
@@ -352,9 +367,14 @@ impl<B: Backend> Vcpu<B> {
         self.update_cr8_intercept(waiting);
     }
 
-    /// After an exit with an interrupt offered: whether the guest has taken it.
+    /// After an exit with an interrupt offered, or with a step of ours: whether the guest has taken the
+    /// one, and the end of the other.
     #[inline]
     pub(crate) fn note_taken(&mut self) {
+        if self.after_exit.take_stepping() {
+            self.b.settle_step();
+            self.recheck = true;
+        }
         if !self.b.offer_taken() {
             return;
         }
@@ -389,7 +409,7 @@ impl<B: Backend> Vcpu<B> {
         if delivering {
             self.keep_delivery();
         }
-        self.stalls.count(delivering)
+        self.rare.stalls.count(delivering)
     }
 
     #[inline(never)]

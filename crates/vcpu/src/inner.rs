@@ -86,7 +86,7 @@ impl<B: Backend> Vcpu<B> {
         irq::guest_enter();
         self.b.load(here);
         self.loop_clock.forget();
-        self.stalls.forget();
+        self.rare.stalls.forget();
         // A change of this interrupts every CPU, so it need not be read again inside.
         let watch = trace::observed();
         let exit = if watch.any() && !self.begin_observation(watch) {

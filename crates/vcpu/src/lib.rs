@@ -60,8 +60,6 @@ pub struct Vcpu<B: Backend> {
     pub(crate) cr8_seen: u8,
     /// A PV EOI is offered to the guest: the APIC is to be touched only after looking at it.
     pub(crate) pv_eoi_offered: bool,
-    /// Turns of the loop that may not have reached the boundary of an instruction.
-    pub(crate) stalls: events::Stalls,
     /// What has to be looked at after every exit.
     pub(crate) after_exit: after_exit::AfterExit,
     pub(crate) device_seen: mmio::DeviceSeen,
@@ -127,6 +125,8 @@ pub(crate) struct Rare {
     pub borrowed_debug: Option<debug::Borrowed>,
     /// The vector of whose end the VMM's I/O APIC is to hear.
     pub ended: Vector,
+    /// Turns of the loop that may not have reached the boundary of an instruction.
+    pub stalls: events::Stalls,
 }
 
 /// What this host can offer its guests, found out at load.
@@ -221,6 +221,7 @@ impl<B: Backend> Vcpu<B> {
                 msr_filter: None,
                 borrowed_debug: None,
                 ended: Vector(0),
+                stalls: events::Stalls::default(),
             })?,
             roots: roots::Roots::new(vm.paging)?,
             fetch: code_fetch()?,
@@ -246,7 +247,6 @@ impl<B: Backend> Vcpu<B> {
             recheck: true,
             cr8_seen: 0,
             pv_eoi_offered: false,
-            stalls: events::Stalls::default(),
             after_exit: after_exit::AfterExit::default(),
             device_seen: mmio::DeviceSeen::default(),
             window_wanted: false,
