@@ -15,6 +15,10 @@ mod port {
         pub fn gnt_vmx_allowed() -> bool;
         pub fn gnt_kernel_features(leaf: u32, subleaf: u32, reg: u32) -> u32;
         pub fn gnt_vmx_left();
+        pub fn gnt_perf_enter(global_ctrl: *mut u64) -> bool;
+        pub fn gnt_perf_leave();
+        pub fn gnt_svm_on();
+        pub fn gnt_svm_off();
         pub fn gnt_watch_user_return() -> bool;
         pub fn gnt_host_tables(out: *mut super::HostTables);
     }
@@ -49,6 +53,17 @@ mod port {
         u32::MAX
     }
     pub unsafe fn gnt_vmx_left() {}
+    pub unsafe fn gnt_perf_enter(global_ctrl: *mut u64) -> bool {
+        let Some(value) = crate::std_port::test::perf_enter() else { return false };
+        // SAFETY: the caller's variable.
+        unsafe { global_ctrl.write(value) };
+        true
+    }
+    pub unsafe fn gnt_perf_leave() {
+        crate::std_port::test::perf_leave();
+    }
+    pub unsafe fn gnt_svm_on() {}
+    pub unsafe fn gnt_svm_off() {}
     pub unsafe fn gnt_watch_user_return() -> bool {
         crate::std_port::test::watch_user_return()
     }
@@ -81,6 +96,34 @@ pub fn host_xss() -> u64 {
 pub fn restore_debug_regs() {
     // SAFETY: the kernel's own routine, called where it calls it after a VM exit itself.
     unsafe { port::gnt_restore_debug_regs() }
+}
+
+/// Before guests of VMX run on this CPU, with interrupts off: stops the host's performance counters that are not
+/// to count them, and sampling into the host's memory. What IA32_PERF_GLOBAL_CTRL has to be at every
+/// entry then; [`perf_leave`] undoes it.
+#[inline]
+pub fn perf_enter() -> Option<u64> {
+    let mut global_ctrl = 0;
+    // SAFETY: writes MSRs that perf owns, as it says, and the variable.
+    unsafe { port::gnt_perf_enter(&mut global_ctrl) }.then_some(global_ctrl)
+}
+
+/// After [`perf_enter`], on the same CPU.
+pub fn perf_leave() {
+    // SAFETY: writes MSRs that perf owns, as it says.
+    unsafe { port::gnt_perf_leave() }
+}
+
+/// SVM was switched on on this CPU: perf uses what that makes possible.
+pub fn svm_on() {
+    // SAFETY: perf's own routine, on the CPU itself.
+    unsafe { port::gnt_svm_on() }
+}
+
+/// It is about to be switched off.
+pub fn svm_off() {
+    // SAFETY: perf's own routine, on the CPU itself.
+    unsafe { port::gnt_svm_off() }
 }
 
 /// Whether the kernel makes the CPU raise #AC for a locked access of two cache lines, its guests' as well.

@@ -88,6 +88,8 @@ pub(crate) struct Cold {
     pub(crate) host_xcr0: u64,
     pub(crate) host_pkru: u32,
     pub(crate) host_debugctl: u64,
+    /// Counters of the host are stopped.
+    pub(crate) perf_stopped: bool,
     pub(crate) host_xss: u64,
     pub(crate) cstar: u64,
     pub(crate) dr: [u64; 4],

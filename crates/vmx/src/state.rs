@@ -4,8 +4,8 @@
 //! the bits of CR0 and CR4 that [`crate::controls`] tells of.
 
 use backend::{
-    Answer, Backend, CR0_CD_NW, ControlRegs, Event, Exit, Gprs, GuestLimits, NotMine, Paging, RSP,
-    SegmentName, TSC_RATIO_ONE, scale_tsc,
+    Answer, Backend, CR0_CD_NW, ControlRegs, Event, Exit, Gprs, GuestLimits, NmiWindow, NotMine,
+    Paging, RSP, SegmentName, TSC_RATIO_ONE, scale_tsc,
 };
 use cpu::Cpu;
 use x86::{
@@ -655,8 +655,9 @@ impl<C: Cpu> Backend for Vmx<C> {
         !self.is_nmi_masked() && !self.is_shadowed()
     }
 
-    fn set_nmi_window(&mut self) {
+    fn set_nmi_window(&mut self) -> NmiWindow {
         self.open_nmi_window(true);
+        NmiWindow::Exit
     }
 
     fn nmi_masked(&self) -> bool {
