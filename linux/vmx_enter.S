@@ -33,6 +33,8 @@
 #include <asm/nospec-branch.h>
 #include <asm/unwind_hints.h>
 
+#include "glue/history.h"
+
 #define RAX	(0 * 8)
 #define RCX	(1 * 8)
 #define RDX	(2 * 8)
@@ -190,8 +192,8 @@ SYM_INNER_LABEL(gnt_vmx_exit, SYM_L_GLOBAL)
 .Lspec_ctrl_is_the_hosts:
 	ALTERNATIVE "", "lfence", X86_FEATURE_LFENCE_RDTSC
 
-#ifdef X86_FEATURE_CLEAR_BHB_LOOP_ON_VMEXIT
-	CLEAR_BRANCH_HISTORY_VMEXIT
+#ifdef GNT_CLEAR_HISTORY
+	ALTERNATIVE "", "call clear_bhb_loop", GNT_CLEAR_HISTORY
 #endif
 
 	mov %ebx, %eax

@@ -253,12 +253,21 @@ u64 gnt_host_spec_ctrl(void);
 void gnt_restore_debug_regs(void);
 void gnt_machine_check(void);
 bool gnt_uses_ldt(void);
+bool gnt_detects_split_locks(void);
+bool gnt_guest_split_lock(u64 rip);
 u64 gnt_host_selectors(void);
 void gnt_load_host_selectors(u16 fs, u16 gs, u16 ldt);
 void gnt_load_task_register(void);
+void gnt_hostcpu_init(void);
+int gnt_lost_cpu(void);
 u32 gnt_kernel_features(u32 leaf, u32 subleaf, u32 reg);
 
+void gnt_svm_on(void);
+void gnt_svm_off(void);
+
 /* vmx.c */
+bool gnt_perf_enter(u64 *global_ctrl);
+void gnt_perf_leave(void);
 bool gnt_vmx_allowed(void);
 int gnt_vmx_on(u64 region);
 void gnt_vmx_off(void);

@@ -1,14 +1,19 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /* The host CPU's own settings that a guest's run displaces, and what the kernel decided. */
 #include <linux/hw_breakpoint.h>
+#include <linux/perf_event.h>
+#include <linux/preempt.h>
 
+#include <asm/cpu.h>
 #include <asm/cpufeature.h>
 #include <asm/debugreg.h>
 #include <asm/desc.h>
 #include <asm/mce.h>
 #include <asm/nospec-branch.h>
+#include <asm/perf_event.h>
 #include <asm/ptrace.h>
 #include <asm/segment.h>
+#include <asm/vdso/processor.h>
 
 #include "gannet.h"
 
@@ -39,6 +44,17 @@ void gnt_machine_check(void)
 	struct pt_regs regs = { .cs = 3, .flags = X86_EFLAGS_IF };
 
 	do_machine_check(&regs);
+}
+
+/* Intel CPUs alone have it: for AMD's the kernel sets another feature. */
+bool gnt_detects_split_locks(void)
+{
+	return boot_cpu_has(X86_FEATURE_SPLIT_LOCK_DETECT);
+}
+
+bool gnt_guest_split_lock(u64 rip)
+{
+	return handle_guest_split_lock(rip);
 }
 
 bool gnt_uses_ldt(void)
@@ -75,6 +91,56 @@ void gnt_load_host_selectors(u16 fs, u16 gs, u16 ldt)
 void gnt_load_task_register(void)
 {
 	force_reload_TR();
+}
+
+/*
+ * With SVM on, counters can be told to count the host alone. Not at a crash, which is no time for perf.
+ */
+void gnt_svm_on(void)
+{
+	amd_pmu_enable_virt();
+}
+
+void gnt_svm_off(void)
+{
+	if (!in_nmi() && !gnt_rebooting)
+		amd_pmu_disable_virt();
+}
+
+/* What the kernel's GS base is above the place of a CPU's data. */
+static u64 gs_base_offset;
+
+void gnt_hostcpu_init(void)
+{
+	u64 base;
+
+	preempt_disable();
+	rdmsrl(MSR_GS_BASE, base);
+	gs_base_offset = base - per_cpu_offset(smp_processor_id());
+	preempt_enable();
+}
+
+/* By the GDT, which is the host's always: neither per-CPU data nor TSC_AUX may be. */
+static __always_inline u32 cpu_by_gdt(void)
+{
+	u32 node;
+
+	asm volatile("lsl %1, %0" : "=r"(node) : "r"(__CPUNODE_SEG));
+	return node & VDSO_CPUNODE_MASK;
+}
+
+/*
+ * The number of this CPU if its GS base is another than the kernel's, as in the loop of SVM; else -1. Uses
+ * nothing that is found by GS, and knows by the second look that the thread has not moved meanwhile.
+ */
+noinstr int gnt_lost_cpu(void)
+{
+	u32 cpu = cpu_by_gdt();
+	u64 base = __rdmsr(MSR_GS_BASE);
+
+	if (cpu >= nr_cpu_ids || base == __per_cpu_offset[cpu] + gs_base_offset)
+		return -1;
+	return cpu_by_gdt() == cpu ? cpu : -1;
 }
 
 /*

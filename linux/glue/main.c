@@ -16,6 +16,7 @@ static int __init start(void)
 		return r;
 	gnt_direct_map_base = PAGE_OFFSET;
 	gnt_fpu_init();
+	gnt_hostcpu_init();
 	r = gnt_smp_init();
 	if (r)
 		return r;

@@ -20,6 +20,7 @@
 #include <asm/vmx.h>
 
 #include "gannet.h"
+#include "history.h"
 
 /* Exported; older kernels declare it in no header. */
 extern bool itlb_multihit_kvm_mitigation;
@@ -203,10 +204,8 @@ u64 gnt_mitigation_facts(void)
 	facts |= FACT(19, boot_cpu_has(X86_FEATURE_RSB_VMEXIT_LITE));
 	facts |= FACT(20, boot_cpu_has(X86_FEATURE_KERNEL_IBRS));
 	facts |= FACT(21, gnt_ibpb_on_switch());
-#ifdef X86_FEATURE_CLEAR_BHB_LOOP_ON_VMEXIT
-	facts |= FACT(22, boot_cpu_has(X86_FEATURE_CLEAR_BHB_LOOP_ON_VMEXIT));
-#elif defined(X86_FEATURE_CLEAR_BHB_LOOP)
-	facts |= FACT(22, boot_cpu_has(X86_FEATURE_CLEAR_BHB_LOOP));
+#ifdef GNT_CLEAR_HISTORY
+	facts |= FACT(22, boot_cpu_has(GNT_CLEAR_HISTORY));
 #endif
 	facts |= FACT(23, sched_smt_active());
 	facts |= FACT(24, cpu_mitigations_off());

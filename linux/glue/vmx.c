@@ -55,6 +55,43 @@ off:
 	intel_pt_handle_vmx(0);
 }
 
+/*
+ * The host's counters that are not to count while a guest runs, and sampling into the host's memory (PEBS), which a
+ * guest's addresses would lead into the guest's. perf says what each MSR is to hold on either side.
+ * Returns whether they differ; then those of the guest's side are loaded, and *global_ctrl is what every entry has
+ * to load once more, for an NMI that perf takes between two of them loads the host's.
+ */
+bool gnt_perf_enter(u64 *global_ctrl)
+{
+	struct perf_guest_switch_msr *msrs;
+	bool differ = false;
+	int i, nr = 0;
+
+	msrs = perf_guest_get_msrs(&nr, NULL);
+	if (!msrs)
+		return false;
+	for (i = 0; i < nr; i++) {
+		if (msrs[i].msr == MSR_CORE_PERF_GLOBAL_CTRL)
+			*global_ctrl = msrs[i].guest;
+		if (msrs[i].host == msrs[i].guest)
+			continue;
+		differ = true;
+		wrmsrl(msrs[i].msr, msrs[i].guest);
+	}
+	return differ;
+}
+
+/* What perf wants now: it may have changed its mind in an NMI meanwhile. */
+void gnt_perf_leave(void)
+{
+	struct perf_guest_switch_msr *msrs;
+	int i, nr = 0;
+
+	msrs = perf_guest_get_msrs(&nr, NULL);
+	for (i = 0; msrs && i < nr; i++)
+		wrmsrl(msrs[i].msr, msrs[i].host);
+}
+
 void gnt_host_tables(struct gnt_host_tables *out)
 {
 	struct desc_ptr table;

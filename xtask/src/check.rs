@@ -4,7 +4,7 @@
 use crate::disassembly::{Image, Line};
 use crate::tally::Tally;
 use gannet_lab::{Kernel, Layout};
-use iced_x86::Mnemonic;
+use iced_x86::{Mnemonic, OpKind, Register};
 use object::elf;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -28,7 +28,7 @@ pub fn run(layout: &Layout, kernel: Kernel, tally: &mut Tally) {
         Ok(image) => image,
         Err(error) => return tally.record(&name(kernel, "is readable"), Err(format!("{error:#}"))),
     };
-    let checks: [(&str, Result<(), String>); 8] = [
+    let checks: [(&str, Result<(), String>); 10] = [
         ("has only relocations the loader accepts", relocations(&image)),
         ("uses no x87, MMX or SSE", vectors(&image)),
         ("imports only allowed and exported symbols", symbols(layout, kernel, &image)),
@@ -37,6 +37,8 @@ pub fn run(layout: &Layout, kernel: Kernel, tally: &mut Tally) {
         ("keeps stack frames under 1 KiB", frames(&image)),
         ("keeps its text under 1.5 MiB", text_size(&image)),
         ("documents every parameter", parameters(&image)),
+        ("keeps its Rust code where no probe can be", probes(&image)),
+        ("has no access of per-CPU data in its Rust code", per_cpu_data(&image)),
     ];
     for (title, result) in checks {
         tally.record(&name(kernel, title), result);
@@ -105,6 +107,32 @@ fn allowed(list: &str, kernel: Kernel) -> BTreeSet<&str> {
             words.next().is_none_or(|series| series == kernel.series()).then_some(symbol)
         })
         .collect()
+}
+
+/// Whether a function is Rust's, by its name.
+fn is_rust(name: &str) -> bool {
+    name.contains("::")
+}
+
+/// A probe is an exception, and in the loop of SVM the GS base is the guest's.
+fn probes(image: &Image) -> Result<(), String> {
+    const NOT_PROBED: &str = ".noinstr.text";
+    let rust: Vec<_> = image.functions_of().filter(|(name, _)| is_rust(name)).collect();
+    if rust.is_empty() {
+        return Err("there is no Rust function".to_owned());
+    }
+    let bad = rust.into_iter().filter(|(_, section)| *section != NOT_PROBED);
+    none_of(bad.map(|(name, section)| format!("{name} is in {section}")).collect())
+}
+
+fn per_cpu_data(image: &Image) -> Result<(), String> {
+    let bad = image.lines.iter().filter(|line| {
+        let instruction = &line.instruction;
+        let memory = (0..instruction.op_count()).any(|n| instruction.op_kind(n) == OpKind::Memory);
+        memory && instruction.memory_segment() == Register::GS
+    });
+    let bad = bad.filter(|line| image.function(line).is_some_and(is_rust));
+    none_of(bad.map(|l| format!("{} in {}", l.instruction, image.locate(l))).collect())
 }
 
 fn returns(image: &Image) -> Result<(), String> {

@@ -43,6 +43,8 @@ pub struct Image {
     pub return_sites: BTreeSet<Place>,
     /// Places of calls and jumps to an indirect thunk that the kernel may patch.
     pub retpoline_sites: BTreeSet<Place>,
+    /// Names of the executable sections, by number.
+    pub sections: BTreeMap<usize, String>,
     /// Bytes in executable sections.
     pub text_bytes: u64,
     /// `vermagic`, `license`, `parm`, … as `key=value`.
@@ -62,6 +64,7 @@ impl Image {
             undefined: BTreeSet::new(),
             return_sites: sites(&file, ".return_sites"),
             retpoline_sites: sites(&file, ".retpoline_sites"),
+            sections: BTreeMap::new(),
             text_bytes: 0,
             modinfo: Vec::new(),
         };
@@ -91,6 +94,7 @@ impl Image {
             }
             if sh_flags & u64::from(elf::SHF_EXECINSTR) != 0 {
                 image.text_bytes += section.size();
+                image.sections.insert(section.index().0, name);
                 image.decode(&file, &section, &symbols)?;
             }
         }
@@ -127,6 +131,22 @@ impl Image {
             self.lines.push(Line { place: (number, from), instruction, symbol, function });
         }
         Ok(())
+    }
+
+    /// The name of the function a line lies in.
+    pub fn function(&self, line: &Line) -> Option<&str> {
+        line.function.and_then(|i| self.functions.get(i)).map(String::as_str)
+    }
+
+    /// Every function that has code, with its section.
+    pub fn functions_of(&self) -> impl Iterator<Item = (&str, &str)> {
+        let mut last = None;
+        self.lines.iter().filter_map(move |line| {
+            let new = line.function.is_some()
+                && core::mem::replace(&mut last, line.function) != line.function;
+            let section = self.sections.get(&line.place.0)?;
+            new.then(|| self.function(line).map(|name| (name, section.as_str()))).flatten()
+        })
     }
 
     /// The function a line lies in, and the offset in its section.

@@ -123,6 +123,20 @@ pub trait Answer<B, S: Copy> {
     fn rare(&mut self, section: S, exit: Exit) -> Option<Exit>;
 }
 
+/// How the moment is found at which a guest can take an NMI.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub enum NmiWindow {
+    /// The CPU exits then.
+    Exit,
+    /// The guest's next instruction is stepped over: [`Backend::settle_step`] has to be called after the
+    /// exit, whichever it is.
+    Step,
+    /// An event is injected first, which would push the flags of a step. An interrupt to this CPU
+    /// ends the guest's run as soon as the event is delivered; then it is asked again.
+    Kick,
+}
+
 /// A hardware backend: one virtual CPU's control block and the world switch.
 ///
 /// Between [`load`](Backend::load) and [`unload`](Backend::unload) interrupts are held off; while
@@ -413,7 +427,10 @@ pub trait Backend: Send + Sized {
     /// Whether an NMI can be taken now.
     fn nmi_allowed(&self) -> bool;
     /// Asks for an exit as soon as the guest can take an NMI.
-    fn set_nmi_window(&mut self);
+    fn set_nmi_window(&mut self) -> NmiWindow;
+    /// After the exit behind an entry that [`NmiWindow::Step`] was said for: the guest's flags are its own
+    /// again.
+    fn settle_step(&mut self) {}
     /// Whether NMIs are masked: one is being handled.
     fn nmi_masked(&self) -> bool;
     /// Sets that.

@@ -7,6 +7,8 @@
 
 pub mod counting;
 #[cfg(not(target_os = "none"))]
+pub mod legal;
+#[cfg(not(target_os = "none"))]
 pub mod model;
 #[cfg(not(target_os = "none"))]
 pub mod model_vmx;

@@ -3,15 +3,25 @@
 //!
 //! It keeps apart whose state is loaded where VMRUN leaves it alone: VMSAVE, VMLOAD, WRMSR and the
 //! selector loads move it, and whatever lets the host's kernel run asserts that its own is there.
+//!
+//! It refuses every operand that a real CPU would fault on ([`crate::legal`]): a test that merely comes
+//! past such a write ends there.
 
-use crate::{Cpu, Selectors, SpecCtrl};
+use crate::{
+    Cpu, Selectors, SpecCtrl,
+    legal::{self, Limits, demand},
+};
 use backend::Gprs;
 use std::collections::{HashMap, VecDeque};
-use x86::{Hpa, vmcb::Vmcb};
+use x86::{
+    Hpa,
+    vmcb::{Vmcb, event},
+};
 
 /// One step of a script: what the guest does until its next exit.
 pub type Step = Box<dyn FnMut(&mut Vmcb, &mut Gprs) + Send>;
 
+const SYSCALL_MASK: u32 = 0xc000_0084;
 const FS_BASE: u32 = 0xc000_0100;
 const GS_BASE: u32 = 0xc000_0101;
 const KERNEL_GS_BASE: u32 = 0xc000_0102;
@@ -20,7 +30,7 @@ const MOVED: [u32; 10] = [
     0xc000_0081,
     0xc000_0082,
     0xc000_0083,
-    0xc000_0084,
+    SYSCALL_MASK,
     KERNEL_GS_BASE,
     FS_BASE,
     GS_BASE,
@@ -45,7 +55,10 @@ impl Moved {
     fn made_up(salt: u64) -> Self {
         let n = salt as u16;
         Self {
-            msrs: core::array::from_fn(|i| (salt << 8) | i as u64),
+            msrs: core::array::from_fn(|i| {
+                let value = (salt << 8) | i as u64;
+                if MOVED[i] == SYSCALL_MASK { value & 0xffff_ffff } else { value }
+            }),
             selectors: Selectors { fs: n | 3, gs: n | 7, ldt: n & !7 },
             task: n & !7,
         }
@@ -60,6 +73,9 @@ impl Moved {
 /// The scripted CPU.
 pub struct Model {
     script: VecDeque<Step>,
+    played: usize,
+    /// What an entry is to inject, by the number of its step.
+    injected: Vec<(usize, u64)>,
     /// MSRs that hold a value.
     pub msrs: HashMap<u32, u64>,
     /// The time-stamp counter.
@@ -81,6 +97,10 @@ pub struct Model {
     pages: HashMap<Hpa, Moved>,
     /// What CPUID answers: zeros, if not set.
     pub cpuid: Option<fn(u32, u32) -> [u32; 4]>,
+    /// Entries in a row that each ended in the delivery of an event, in one stay of interrupts off.
+    held_off: u32,
+    /// What of operands this CPU takes.
+    pub limits: Limits,
     /// VMX.
     pub vmx: crate::model_vmx::VmxModel,
 }
@@ -90,6 +110,8 @@ impl Default for Model {
         let host = Moved { task: TASK_STATE, ..Moved::made_up(0xffff_8000) };
         Self {
             script: VecDeque::new(),
+            played: 0,
+            injected: Vec::new(),
             msrs: HashMap::new(),
             tsc: 0,
             tsc_step: 1,
@@ -101,6 +123,8 @@ impl Default for Model {
             host,
             pages: HashMap::new(),
             cpuid: None,
+            held_off: 0,
+            limits: Limits::default(),
             vmx: Default::default(),
         }
     }
@@ -113,9 +137,29 @@ impl Model {
         self
     }
 
+    /// The entry that plays the next step to be added injects this, in EVENTINJ's format.
+    pub fn injects(&mut self, event: u64) -> &mut Self {
+        self.injected.push((self.played + self.script.len(), event));
+        self
+    }
+
     /// Steps that were not played yet.
     pub fn steps_left(&self) -> usize {
         self.script.len()
+    }
+
+    /// An entry has ended, inside the delivery of an event or not. A pending interrupt of the host ends a
+    /// guest's run at the boundary of an instruction: where the guest reaches none, the loop has to
+    /// be left now and then.
+    pub(crate) fn entry_ended(&mut self, in_delivery: bool) {
+        const MOST: u32 = 64;
+        self.held_off = if in_delivery { self.held_off + 1 } else { 0 };
+        assert!(self.held_off <= MOST, "interrupted deliveries without end hold off the host");
+    }
+
+    /// The host takes its interrupts.
+    fn interrupts_taken(&mut self) {
+        self.held_off = 0;
     }
 
     /// The kernel can run: its per-CPU data and its stacks are found.
@@ -128,12 +172,19 @@ impl Model {
 
 impl Cpu for Model {
     fn rdmsr(&mut self, msr: u32) -> u64 {
+        demand(format_args!("RDMSR {msr:#x}"), legal::rdmsr(msr));
+        if msr == x86::msr::DEBUGCTL {
+            // Read where VMX's loop begins, and nowhere else.
+            self.interrupts_taken();
+        }
         if let Some(value) = self.moved.slot(msr) {
             return *value;
         }
         self.msrs.get(&msr).copied().unwrap_or(0)
     }
     fn wrmsr(&mut self, msr: u32, value: u64) {
+        let legal = legal::wrmsr(msr, value, &self.limits);
+        demand(format_args!("WRMSR {msr:#x} of {value:#x}"), legal);
         match self.moved.slot(msr) {
             Some(slot) => *slot = value,
             None => {
@@ -152,6 +203,7 @@ impl Cpu for Model {
         self.xcr0
     }
     fn set_xcr0(&mut self, value: u64) {
+        demand(format_args!("XSETBV of {value:#x}"), legal::xcr0(value, &self.limits));
         self.xcr0 = value;
     }
     fn pkru(&mut self) -> u32 {
@@ -159,9 +211,11 @@ impl Cpu for Model {
     }
     fn set_pkru(&mut self, _value: u32) {}
     fn debug_reg(&mut self, n: u8) -> u64 {
+        demand(format_args!("MOV from DR{n}"), legal::debug_register(n, 0));
         self.debug_regs.get(usize::from(n)).copied().unwrap_or(0)
     }
     fn set_debug_reg(&mut self, n: u8, value: u64) {
+        demand(format_args!("MOV of {value:#x} to DR{n}"), legal::debug_register(n, value));
         if let Some(reg) = self.debug_regs.get_mut(usize::from(n)) {
             *reg = value;
         }
@@ -175,14 +229,19 @@ impl Cpu for Model {
     fn stgi(&mut self) {
         self.assert_kernel_can_run("STGI");
         self.gif = true;
+        self.interrupts_taken();
     }
-    fn sti(&mut self) {}
+    fn sti(&mut self) {
+        assert!(!self.gif, "STI with GIF set: the host's interrupts would come");
+    }
     fn cli(&mut self) {}
     fn vmload(&mut self, state: Hpa) {
+        demand(format_args!("VMLOAD {:#x}", state.0), legal::page(state, &self.limits));
         self.loaded = Some(state);
         self.moved = self.pages.get(&state).copied().unwrap_or(Moved::made_up(state.0));
     }
     fn vmsave(&mut self, state: Hpa) {
+        demand(format_args!("VMSAVE {:#x}", state.0), legal::page(state, &self.limits));
         self.pages.insert(state, self.moved);
     }
     fn selectors(&mut self) -> Selectors {
@@ -204,11 +263,22 @@ impl Cpu for Model {
         assert_eq!(now.slot(GS_BASE), host.slot(GS_BASE), "kernel code with the guest's GS base");
         self.moved.task = TASK_STATE;
     }
-    fn vmrun(&mut self, vmcb: &mut Vmcb, _at: Hpa, gprs: &mut Gprs, _spec: SpecCtrl) {
+    fn vmrun(&mut self, vmcb: &mut Vmcb, at: Hpa, gprs: &mut Gprs, spec: SpecCtrl) {
         assert!(!self.gif, "VMRUN with GIF set");
+        demand(format_args!("VMRUN {:#x}", at.0), legal::page(at, &self.limits));
+        demand(format_args!("VMRUN"), legal::vmrun(vmcb));
+        for value in [spec.guest, spec.host] {
+            let legal = legal::wrmsr(x86::msr::SPEC_CTRL, value, &self.limits);
+            demand(format_args!("SPEC_CTRL of {value:#x}"), legal);
+        }
         let mut step = self.script.pop_front().expect("the script has ended");
+        for (_, event) in self.injected.iter().filter(|(step, _)| *step == self.played) {
+            assert_eq!(vmcb.control.event_inj, *event, "the injected event");
+        }
+        self.played += 1;
         vmcb.control.event_inj = 0;
         vmcb.control.exit_int_info = 0;
         step(vmcb, gprs);
+        self.entry_ended(vmcb.control.exit_int_info & event::VALID != 0);
     }
 }

@@ -13,7 +13,10 @@ use x86::{
     vmcs::{Field, Width, event, field},
 };
 
-use crate::{Model, VmxCpu, VmxSwitch};
+use crate::{
+    Model, VmxCpu, VmxSwitch,
+    legal::{self, demand},
+};
 
 /// The fields of one VMCS.
 #[derive(Clone, Debug, Default)]
@@ -98,6 +101,7 @@ impl VmxCpu for Model {
         if self.vmx.refuse_vmxon {
             return false;
         }
+        demand(format_args!("VMXON {:#x}", region.0), legal::page(region, &self.limits));
         assert!(self.vmx.on.replace(Some(region)).is_none(), "VMXON in VMX operation");
         self.vmx.cr4.set(self.vmx.cr4.get() | VMXE);
         true
@@ -108,10 +112,12 @@ impl VmxCpu for Model {
         self.vmx.current.set(None);
     }
     fn vmptrld(&self, vmcs: Hpa) {
+        demand(format_args!("VMPTRLD {:#x}", vmcs.0), legal::page(vmcs, &self.limits));
         self.vmx.stored.borrow_mut().entry(vmcs).or_default();
         self.vmx.current.set(Some(vmcs));
     }
     fn vmclear(&self, vmcs: Hpa) {
+        demand(format_args!("VMCLEAR {:#x}", vmcs.0), legal::page(vmcs, &self.limits));
         self.vmx.launched.borrow_mut().remove(&vmcs);
         self.vmx.cleared.borrow_mut().push(vmcs);
         if self.vmx.current.get() == Some(vmcs) {
@@ -123,14 +129,21 @@ impl VmxCpu for Model {
         self.vmx.stored.borrow().get(&at).and_then(|v| v.0.get(&field).copied()).unwrap_or(0)
     }
     fn vmwrite(&self, field: u32, value: u64) {
+        let legal = legal::vmwrite(field, value);
+        demand(format_args!("VMWRITE of {value:#x} to {field:#x}"), legal);
         let at = self.vmx.current_address("VMWRITE");
         let mut stored = self.vmx.stored.borrow_mut();
         if stored.entry(at).or_default().0.insert(field, value) == Some(value) {
             self.vmx.unchanged_writes.borrow_mut().push(field);
         }
     }
-    fn invept(&self, _kind: u64, _ept_pointer: u64) {}
-    fn invvpid(&self, _kind: u64, _vpid: u16, _address: u64) {}
+    fn invept(&self, kind: u64, _ept_pointer: u64) {
+        demand(format_args!("INVEPT {kind}"), legal::invept(kind));
+    }
+    fn invvpid(&self, kind: u64, vpid: u16, address: u64) {
+        let legal = legal::invvpid(kind, vpid, address, &self.limits);
+        demand(format_args!("INVVPID {kind} of {vpid}, {address:#x}"), legal);
+    }
     fn vmx_enter(&mut self, gprs: &mut Gprs, switch: &mut VmxSwitch) -> bool {
         let at = self.vmx.current_address("entry");
         let launched = switch.flags & VmxSwitch::LAUNCHED != 0;
@@ -141,6 +154,15 @@ impl VmxCpu for Model {
         );
         if core::mem::take(&mut self.vmx.refuse) {
             return false;
+        }
+        let fields = self.vmx.stored.borrow().get(&at).cloned().unwrap_or_default();
+        for (field, value) in fields.0 {
+            let legal = legal::vmcs_field(field, value, &self.limits);
+            demand(format_args!("entry with {value:#x} in field {field:#x}"), legal);
+        }
+        for value in [switch.guest_spec_ctrl, switch.host_spec_ctrl] {
+            let legal = legal::wrmsr(x86::msr::SPEC_CTRL, value, &self.limits);
+            demand(format_args!("SPEC_CTRL of {value:#x}"), legal);
         }
         self.vmx.launched.borrow_mut().insert(at);
         let mut step = self.vmx.script.pop_front().expect("the script has ended");
@@ -155,7 +177,9 @@ impl VmxCpu for Model {
         self.tsc += self.vmx.run_ticks;
         let injected = vmcs.get(field::ENTRY_INTERRUPTION);
         vmcs.set(field::ENTRY_INTERRUPTION, injected & !event::VALID);
+        let in_delivery = vmcs.get(field::IDT_VECTORING) & event::VALID != 0;
         self.vmx.stored.borrow_mut().insert(at, vmcs);
+        self.entry_ended(in_delivery);
         true
     }
     fn vmx_exit_address(&self) -> u64 {

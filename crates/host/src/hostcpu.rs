@@ -10,9 +10,15 @@ mod port {
         pub fn gnt_restore_debug_regs();
         pub fn gnt_machine_check();
         pub fn gnt_uses_ldt() -> bool;
+        pub fn gnt_detects_split_locks() -> bool;
+        pub fn gnt_guest_split_lock(rip: u64) -> bool;
         pub fn gnt_vmx_allowed() -> bool;
         pub fn gnt_kernel_features(leaf: u32, subleaf: u32, reg: u32) -> u32;
         pub fn gnt_vmx_left();
+        pub fn gnt_perf_enter(global_ctrl: *mut u64) -> bool;
+        pub fn gnt_perf_leave();
+        pub fn gnt_svm_on();
+        pub fn gnt_svm_off();
         pub fn gnt_watch_user_return() -> bool;
         pub fn gnt_host_tables(out: *mut super::HostTables);
     }
@@ -34,6 +40,12 @@ mod port {
     pub unsafe fn gnt_uses_ldt() -> bool {
         crate::std_port::test::uses_ldt()
     }
+    pub unsafe fn gnt_detects_split_locks() -> bool {
+        crate::std_port::test::split_locks().is_some()
+    }
+    pub unsafe fn gnt_guest_split_lock(_: u64) -> bool {
+        crate::std_port::test::split_locks() == Some(true)
+    }
     pub unsafe fn gnt_vmx_allowed() -> bool {
         true
     }
@@ -41,6 +53,17 @@ mod port {
         u32::MAX
     }
     pub unsafe fn gnt_vmx_left() {}
+    pub unsafe fn gnt_perf_enter(global_ctrl: *mut u64) -> bool {
+        let Some(value) = crate::std_port::test::perf_enter() else { return false };
+        // SAFETY: the caller's variable.
+        unsafe { global_ctrl.write(value) };
+        true
+    }
+    pub unsafe fn gnt_perf_leave() {
+        crate::std_port::test::perf_leave();
+    }
+    pub unsafe fn gnt_svm_on() {}
+    pub unsafe fn gnt_svm_off() {}
     pub unsafe fn gnt_watch_user_return() -> bool {
         crate::std_port::test::watch_user_return()
     }
@@ -73,6 +96,47 @@ pub fn host_xss() -> u64 {
 pub fn restore_debug_regs() {
     // SAFETY: the kernel's own routine, called where it calls it after a VM exit itself.
     unsafe { port::gnt_restore_debug_regs() }
+}
+
+/// Before guests of VMX run on this CPU, with interrupts off: stops the host's performance counters that are not
+/// to count them, and sampling into the host's memory. What IA32_PERF_GLOBAL_CTRL has to be at every
+/// entry then; [`perf_leave`] undoes it.
+#[inline]
+pub fn perf_enter() -> Option<u64> {
+    let mut global_ctrl = 0;
+    // SAFETY: writes MSRs that perf owns, as it says, and the variable.
+    unsafe { port::gnt_perf_enter(&mut global_ctrl) }.then_some(global_ctrl)
+}
+
+/// After [`perf_enter`], on the same CPU.
+pub fn perf_leave() {
+    // SAFETY: writes MSRs that perf owns, as it says.
+    unsafe { port::gnt_perf_leave() }
+}
+
+/// SVM was switched on on this CPU: perf uses what that makes possible.
+pub fn svm_on() {
+    // SAFETY: perf's own routine, on the CPU itself.
+    unsafe { port::gnt_svm_on() }
+}
+
+/// It is about to be switched off.
+pub fn svm_off() {
+    // SAFETY: perf's own routine, on the CPU itself.
+    unsafe { port::gnt_svm_off() }
+}
+
+/// Whether the kernel makes the CPU raise #AC for a locked access of two cache lines, its guests' as well.
+pub fn detects_split_locks() -> bool {
+    // SAFETY: reads a feature bit.
+    unsafe { port::gnt_detects_split_locks() }
+}
+
+/// The guest of this thread made such an access at `rip`. True: the kernel has warned, and lets this task
+/// go on without the detection; else the task gets a signal. May sleep.
+pub fn guest_split_lock(rip: u64) -> bool {
+    // SAFETY: the kernel's own routine for this; preemption and interrupts are on.
+    unsafe { port::gnt_guest_split_lock(rip) }
 }
 
 /// Lets the kernel handle a machine check that an exit reported. Interrupts are off.

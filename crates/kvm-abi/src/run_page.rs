@@ -191,6 +191,10 @@ impl<'a> RunPage<'a> {
                 self.store(EXIT + 1, u64::from(write));
                 EXIT_TPR_ACCESS
             }
+            UserExit::Exception { vector, error_code } => {
+                self.store(EXIT, u64::from(error_code) << 32 | u64::from(vector));
+                EXIT_EXCEPTION
+            }
             UserExit::Debug { exception, pc, dr6, dr7 } => {
                 self.store(EXIT, u64::from(exception));
                 self.store(EXIT + 1, pc);

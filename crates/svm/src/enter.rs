@@ -16,7 +16,7 @@ use backend::{Gprs, GuestLimits, Paging, TSC_RATIO_ONE};
 use cpu::{Cpu, SpecCtrl};
 use host::{NoMemory, hostcpu, page::Page};
 use x86::{
-    Hpa, msr,
+    Dr7, Hpa, msr,
     vmcb::{Clean, Vmcb},
 };
 
@@ -26,9 +26,6 @@ use crate::{
     percpu::{self, PerCpu},
     permission::MsrMap,
 };
-
-/// DR7's enable bits.
-const DR7_ENABLES: u64 = 0xff;
 
 /// The page that holds a control block.
 #[derive(Debug)]
@@ -260,7 +257,7 @@ impl<C: Cpu> Svm<C> {
                 *slot = value;
             }
         }
-        self.dr_owned = self.vmcb().save.dr7 & DR7_ENABLES != 0;
+        self.dr_owned = Dr7::new(self.vmcb().save.dr7).has_breakpoints();
         self.intercept_debug_regs(!self.dr_owned);
     }
 
@@ -308,7 +305,13 @@ impl<C: Cpu> Svm<C> {
         if !self.loaded_extended() {
             return;
         }
-        let xcr0 = if self.sees_xcr0() { self.xcr0 } else { self.host_xcr0 };
+        let seen = self.sees_xcr0();
+        if !seen {
+            // A guest that owns CR4 has cleared OSXSAVE without an exit. When it sets it again, that has
+            // to be seen.
+            self.update_cr4_intercept();
+        }
+        let xcr0 = if seen { self.xcr0 } else { self.host_xcr0 };
         if xcr0 != self.live_xcr0 {
             self.live_xcr0 = xcr0;
             self.cpu.set_xcr0(xcr0);
@@ -352,6 +355,8 @@ impl<C: Cpu> Svm<C> {
     /// The reverse of [`Svm::load_state`].
     pub(crate) fn unload_state(&mut self) {
         let Some(here) = self.here else { return };
+        // For an entry that did not take place.
+        self.disarm_step();
         self.cpu.cli();
         let pa = self.pa();
         self.cpu.vmsave(pa);

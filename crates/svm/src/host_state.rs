@@ -7,11 +7,14 @@
 //! selector from its descriptor. The guest's half goes by VMLOAD and VMSAVE in both: nothing else
 //! loads the hidden state that its control block holds.
 
-use core::sync::atomic::{AtomicU16, AtomicU64, Ordering::Relaxed};
+use core::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering::Relaxed};
 
 use cpu::{Cpu, Selectors};
 
-use crate::{enter::Svm, percpu::PerCpu};
+use crate::{
+    enter::Svm,
+    percpu::{self, PerCpu},
+};
 
 /// How the host's state is kept.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -51,6 +54,8 @@ pub(crate) struct HostRegisters {
     fs: AtomicU16,
     gs: AtomicU16,
     ldt: AtomicU16,
+    /// The host's state lies here, and not in the save area.
+    hold_it: AtomicBool,
 }
 
 impl HostRegisters {
@@ -93,10 +98,30 @@ impl HostRegisters {
     }
 }
 
+/// Leaves the loop on CPU `at` for good, from wherever in it: the host's state is loaded and GIF set, with
+/// interrupts off. For a panic, behind which the guest's state is nobody's.
+#[cold]
+pub fn rescue_host<C: Cpu>(cpu: &mut C, at: usize) {
+    let Some(here) = percpu::of(at).filter(|here| here.saved_for.load(Relaxed) != 0) else {
+        return;
+    };
+    cpu.cli();
+    if here.registers.hold_it.load(Relaxed) {
+        here.registers.restore_kernel(cpu);
+        cpu.stgi();
+        here.registers.restore_user(cpu);
+    } else {
+        cpu.vmload(here.host_save());
+        cpu.stgi();
+    }
+}
+
 impl<C: Cpu> Svm<C> {
     /// Saves the host's registers, before the guest's are loaded.
     #[inline]
     pub(crate) fn save_host(&mut self, here: &PerCpu) {
+        let by_msr = self.features.host_state == HostState::Msr;
+        here.registers.hold_it.store(by_msr, Relaxed);
         match self.features.host_state {
             HostState::Vmsave => self.cpu.vmsave(here.host_save()),
             HostState::Msr => here.registers.save(&mut self.cpu),

@@ -2,10 +2,10 @@
 //!
 //! APM vol. 2 §15.20 (EVENTINJ), §15.21 (virtual interrupts), §15.7.2 (EXITINTINFO).
 
-use backend::Event;
+use backend::{Event, NmiWindow};
 use cpu::Cpu;
 use x86::{
-    Exception, Vector,
+    Dr6, Dr7, Exception, Vector,
     vmcb::{Clean, Intercept3, event, vintr},
 };
 
@@ -18,8 +18,26 @@ pub struct NmiState {
     pub masked: bool,
     /// The handler's IRET has begun at this RIP; the mask falls when it has retired.
     pub iret_at: Option<u64>,
-    /// RFLAGS.TF was set by us to see the IRET retire; holds the guest's own TF and RF.
-    pub stepping: Option<u64>,
+    /// The single step of ours.
+    pub step: Step,
+}
+
+/// A single step of ours over the guest's next instruction, behind which an NMI may be taken. It is armed
+/// for one entry and over with the exit, whichever that is: nobody else sees its flags.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Step {
+    /// There is none.
+    #[default]
+    Off,
+    /// TF and RF are set. What the guest itself had set of them.
+    Armed {
+        /// The guest's TF.
+        tf: bool,
+        /// The guest's RF.
+        rf: bool,
+    },
+    /// The exit was the #DB of the step, and of nothing else.
+    Trapped,
 }
 
 /// What V_IRQ stands for.
@@ -34,6 +52,8 @@ pub enum Virq {
     Offer(Vector),
 }
 
+/// EXITCODE of an intercepted #DB.
+const DEBUG_EXCEPTION: u64 = 0x41;
 const RFLAGS_TF: u64 = 1 << 8;
 const RFLAGS_RF: u64 = 1 << 16;
 
@@ -89,8 +109,8 @@ impl<C: Cpu> Svm<C> {
             && let Some(bits) = e.payload
         {
             let save = &mut self.vmcb_mut(Clean::DR).save;
-            save.dr6 = (save.dr6 & !0xf) | bits | 0xffff_0ff0;
-            save.dr7 &= !(1 << 13);
+            save.dr6 = Dr6::new(save.dr6).after_db(bits).bits();
+            save.dr7 = Dr7::new(save.dr7).without_general_detect().bits();
         }
         self.vmcb_mut(Clean::empty()).control.event_inj = encode(event);
     }
@@ -178,27 +198,50 @@ impl<C: Cpu> Svm<C> {
 
     /// Asks for an exit when an NMI can be taken. While one is handled the IRET intercept serves;
     /// after the IRET has begun, or in an interrupt shadow, a single step does.
-    pub(crate) fn open_nmi_window(&mut self) {
+    pub(crate) fn open_nmi_window(&mut self) -> NmiWindow {
         if self.features.vnmi && self.is_nmi_masked() {
-            return;
+            return NmiWindow::Exit;
         }
         if self.nmi.masked && self.nmi.iret_at.is_none() {
-            return;
+            return NmiWindow::Exit;
         }
-        if self.nmi.stepping.is_none() {
+        if self.vmcb().control.event_inj & event::VALID != 0 {
+            return NmiWindow::Kick;
+        }
+        if !matches!(self.nmi.step, Step::Armed { .. }) {
             let rflags = self.vmcb().save.rflags;
-            self.nmi.stepping = Some(rflags & (RFLAGS_TF | RFLAGS_RF));
+            let (tf, rf) = (rflags & RFLAGS_TF != 0, rflags & RFLAGS_RF != 0);
+            self.nmi.step = Step::Armed { tf, rf };
             self.vmcb_mut(Clean::empty()).save.rflags = rflags | RFLAGS_TF | RFLAGS_RF;
+        }
+        NmiWindow::Step
+    }
+
+    /// The exit behind an entry with a single step of ours: the flags are the guest's again.
+    pub(crate) fn end_single_step(&mut self) {
+        if self.disarm_step()
+            && self.vmcb().control.exit_code == DEBUG_EXCEPTION
+            && self.vmcb().save.dr6 & Dr6::TRAPS == 0
+        {
+            self.nmi.step = Step::Trapped;
         }
     }
 
-    /// Ends a single step of ours: restores TF and RF. True when there was one and the guest had
-    /// not asked for one itself.
-    pub(crate) fn end_single_step(&mut self) -> bool {
-        let Some(own) = self.nmi.stepping.take() else { return false };
-        let rflags = self.vmcb().save.rflags & !(RFLAGS_TF | RFLAGS_RF);
-        self.vmcb_mut(Clean::empty()).save.rflags = rflags | own;
-        own & RFLAGS_TF == 0
+    /// Takes the flags of a step back. True: there was one, and the guest made none of its own.
+    pub(crate) fn disarm_step(&mut self) -> bool {
+        let Step::Armed { tf, rf } = self.nmi.step else { return false };
+        self.nmi.step = Step::Off;
+        // An IRET that has retired has popped the guest's own flags.
+        let popped = self.nmi.iret_at.is_some_and(|at| at != self.vmcb().save.rip);
+        let save = &mut self.vmcb_mut(Clean::DR).save;
+        if !popped {
+            let own = |flag: u64, had: bool| if had { 0 } else { flag };
+            save.rflags &= !(own(RFLAGS_TF, tf) | own(RFLAGS_RF, rf));
+        }
+        if !tf {
+            save.dr6 &= !Dr6::BS;
+        }
+        !tf
     }
 }
 

@@ -19,4 +19,4 @@ mod state;
 
 pub use enter::Svm;
 pub use features::{Features, Unusable};
-pub use host_state::HostState;
+pub use host_state::{HostState, rescue_host};

@@ -10,16 +10,17 @@
 //! checked here.
 
 use backend::{
-    Answer, Backend, CR0_CD_NW, ControlRegs, Event, Exit, Gprs, GuestLimits, NotMine, Paging,
-    SegmentName, TSC_RATIO_ONE, scale_tsc,
+    Answer, Backend, CR0_CD_NW, ControlRegs, Event, Exit, Gprs, GuestLimits, NmiWindow, NotMine,
+    Paging, SegmentName, TSC_RATIO_ONE, scale_tsc,
 };
 use cpu::Cpu;
 use x86::{
-    Hpa, Vector, msr,
+    Dr6, Dr7, Hpa, Vector, msr,
     segment::{DescriptorTable, Segment},
     vmcb::{self, Clean, ExitCode, Intercept3, Intercept4, VmcbSegment, vintr},
 };
 
+use crate::inject::Step;
 use crate::{
     enter::Svm,
     exits,
@@ -139,7 +140,7 @@ impl<C: Cpu> Svm<C> {
     /// CR4 belongs to the guest when it may set every bit that the CPU would let it set, and XCR0
     /// is live: while CR4.OSXSAVE is clear the guest cannot see XCR0, so it is not loaded, and the
     /// write that sets the bit must be seen.
-    fn update_cr4_intercept(&mut self) {
+    pub(crate) fn update_cr4_intercept(&mut self) {
         let all = self.features.cr4_known & !self.limits.cr4_allowed == 0;
         let xcr0_live = !self.limits.xsave || self.vmcb().save.cr4 & CR4_OSXSAVE != 0;
         let owned = !self.paging.shadow
@@ -430,9 +431,10 @@ impl<C: Cpu> Backend for Svm<C> {
     fn set_debug_regs(&mut self, regs: [u64; 6]) {
         let [a, b, c, d, dr6, dr7] = regs;
         self.dr = [a, b, c, d];
+        let dr7 = Dr7::new(dr7);
         let save = &mut self.vmcb_mut(Clean::DR).save;
-        (save.dr6, save.dr7) = (dr6, dr7);
-        if dr7 & 0xff != 0 {
+        (save.dr6, save.dr7) = (Dr6::new(dr6).bits(), dr7.bits());
+        if dr7.has_breakpoints() {
             self.own_debug_regs();
         }
     }
@@ -631,8 +633,12 @@ impl<C: Cpu> Backend for Svm<C> {
         !self.is_nmi_masked() && !self.interrupt_shadow()
     }
 
-    fn set_nmi_window(&mut self) {
-        self.open_nmi_window();
+    fn set_nmi_window(&mut self) -> NmiWindow {
+        self.open_nmi_window()
+    }
+
+    fn settle_step(&mut self) {
+        self.end_single_step();
     }
 
     fn nmi_masked(&self) -> bool {
@@ -648,7 +654,7 @@ impl<C: Cpu> Backend for Svm<C> {
     }
 
     fn own_single_step(&mut self) -> bool {
-        self.end_single_step()
+        core::mem::take(&mut self.nmi.step) == Step::Trapped
     }
 
     fn set_guest_debug(&mut self, breakpoints: bool, debug: bool) {

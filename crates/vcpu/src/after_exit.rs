@@ -11,6 +11,8 @@ pub(crate) struct AfterExit(u16);
 impl AfterExit {
     const OFFERED: u16 = 1 << 8;
     const OBSERVED: u16 = 1 << 9;
+    const STEPPING: u16 = 1 << 10;
+    const OTHERS: u16 = Self::OBSERVED | Self::STEPPING;
 
     /// Whether there is anything.
     #[inline(always)]
@@ -28,15 +30,29 @@ impl AfterExit {
     #[inline]
     pub(crate) fn set_offered(&mut self, vector: Option<Vector>) {
         let offer = vector.map_or(0, |v| Self::OFFERED | u16::from(v.0));
-        self.0 = (self.0 & Self::OBSERVED) | offer;
+        self.0 = (self.0 & Self::OTHERS) | offer;
     }
 
     /// Takes it away.
     #[inline]
     pub(crate) fn take_offered(&mut self) -> Option<Vector> {
         let offered = self.offered();
-        self.0 &= Self::OBSERVED;
+        self.0 &= Self::OTHERS;
         offered
+    }
+
+    /// The guest was entered with a step of the backend's, which is to be settled.
+    #[inline]
+    pub(crate) fn set_stepping(&mut self) {
+        self.0 |= Self::STEPPING;
+    }
+
+    /// Takes that away: whether it was so.
+    #[inline]
+    pub(crate) fn take_stepping(&mut self) -> bool {
+        let was = self.0 & Self::STEPPING != 0;
+        self.0 &= !Self::STEPPING;
+        was
     }
 
     /// Whether the vCPU is observed.

@@ -3,7 +3,7 @@
 
 use backend::Backend;
 use emulate::Stop;
-use x86::Exception;
+use x86::{Dr6, Dr7, Exception};
 
 use crate::Vcpu;
 
@@ -22,9 +22,9 @@ const CR4_DE: u64 = 1 << 3;
 const DR6_BD: u64 = 1 << 13;
 const DR7_GD: u64 = 1 << 13;
 /// What is always set, and what always clear (SDM vol. 3B §18.2).
-const DR6_SET: u64 = 0xffff_0ff0;
+const DR6_SET: u64 = Dr6::ACTIVE_LOW;
 const DR6_CLEAR: u64 = 1 << 12;
-const DR7_SET: u64 = 0x400;
+const DR7_SET: u64 = Dr7::RESET.bits();
 const DR7_CLEAR: u64 = 0xd800;
 
 /// Debug registers: DR0 to DR3, DR6, DR7.
@@ -52,6 +52,8 @@ impl<B: Backend> Vcpu<B> {
     }
 
     pub(crate) fn put_debug_regs(&mut self, regs: DebugRegs) {
+        let [a, b, c, d, dr6, dr7] = regs;
+        let regs = [a, b, c, d, Dr6::new(dr6).bits(), Dr7::new(dr7).bits()];
         match &mut self.rare.borrowed_debug {
             Some(borrowed) => borrowed.own = regs,
             None => self.b.set_debug_regs(regs),

@@ -3,11 +3,11 @@
 //!
 //! APM vol. 2 §8.2.9 (double faults), §8.5 (priorities), §15.20 (injection).
 
-use backend::{Backend, Event};
+use backend::{Backend, Event, NmiWindow};
 use stats::VcpuCount;
 use x86::{Exception, Vector};
 
-use crate::Vcpu;
+use crate::{Vcpu, inner::Next};
 
 const RFLAGS_IF: u64 = 1 << 9;
 const RFLAGS_RF: u64 = 1 << 16;
@@ -72,6 +72,34 @@ impl Outer {
         let had = self.has(what);
         self.set(what, false);
         had
+    }
+}
+
+/// Turns of the inner loop after which the guest may not have reached the boundary of an instruction at
+/// which a pending interrupt of the host would have ended its run: an event whose delivery an exit
+/// interrupts is delivered first, and so is an instruction in the shadow of STI that faults. A
+/// guest that made such turns without end would keep the host's interrupts off for ever; so they
+/// are bounded between two entries of the loop, in whose place interrupts are taken.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Stalls(u16);
+
+impl Stalls {
+    /// So many faults, or a sixty-fourth of it interrupted deliveries.
+    const MOST: u16 = 1024;
+    const OF_DELIVERY: u16 = 64;
+
+    /// One more: whether the loop may go on.
+    #[inline]
+    fn count(&mut self, delivering: bool) -> Next {
+        let weight = if delivering { Self::OF_DELIVERY } else { 1 };
+        self.0 = self.0.saturating_add(weight);
+        if self.0 < Self::MOST { Next::Again } else { Next::Done }
+    }
+
+    /// The loop is entered.
+    #[inline]
+    pub(crate) fn forget(&mut self) {
+        self.0 = 0;
     }
 }
 
@@ -193,8 +221,8 @@ impl<B: Backend> Vcpu<B> {
             self.hold_back();
             return true;
         }
-        if self.shared.nmis() != 0 {
-            self.inject_nmi();
+        if self.shared.nmis() != 0 && !self.inject_nmi(kernel) {
+            return false;
         }
         self.inject_interrupt(kernel)
     }
@@ -215,14 +243,16 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn inject_exception(&mut self, exception: Exception) {
-        // Faults push RF set, so that a breakpoint on the instruction does not hit again.
-        if exception.vector.0 != 1 {
+        // Faults push RF set, so that a breakpoint on the instruction does not hit again. Traps, aborts and
+        // #DB, which may be either, do not (SDM vol. 3B §18.3.1.1).
+        const DB_BP_OF_DF_MC: u32 = 1 << 1 | 1 << 3 | 1 << 4 | 1 << 8 | 1 << 18;
+        if DB_BP_OF_DF_MC & 1u32.checked_shl(exception.vector.0.into()).unwrap_or(0) == 0 {
             self.b.set_rflags(self.b.rflags() | RFLAGS_RF);
         }
         self.b.inject(Event::Exception(exception));
     }
 
-    fn inject_nmi(&mut self) {
+    fn inject_nmi(&mut self, kernel: bool) -> bool {
         if self.b.nmi_masked() {
             self.shared.limit_nmis();
         }
@@ -230,9 +260,22 @@ impl<B: Backend> Vcpu<B> {
             self.b.inject(Event::Nmi);
             self.stats.count(VcpuCount::NmiInjections);
         }
-        if self.shared.nmis() != 0 {
-            self.b.set_nmi_window();
+        if self.shared.nmis() == 0 {
+            return true;
         }
+        match self.b.set_nmi_window() {
+            NmiWindow::Exit => {}
+            NmiWindow::Step => self.after_exit.set_stepping(),
+            NmiWindow::Kick => {
+                // Held until the guest runs, whose run it ends.
+                self.recheck = true;
+                if kernel {
+                    host::smp::kick(host::smp::cpu_id());
+                }
+                return kernel;
+            }
+        }
+        true
     }
 
     /// Offers the highest interrupt to the hardware, which delivers it as soon as the guest can take
@@ -324,9 +367,14 @@ impl<B: Backend> Vcpu<B> {
         self.update_cr8_intercept(waiting);
     }
 
-    /// After an exit with an interrupt offered: whether the guest has taken it.
+    /// After an exit with an interrupt offered, or with a step of ours: whether the guest has taken the
+    /// one, and the end of the other.
     #[inline]
     pub(crate) fn note_taken(&mut self) {
+        if self.after_exit.take_stepping() {
+            self.b.settle_step();
+            self.recheck = true;
+        }
         if !self.b.offer_taken() {
             return;
         }
@@ -352,12 +400,16 @@ impl<B: Backend> Vcpu<B> {
         self.b.watch_priority(pending, held_back);
     }
 
-    /// After an exit that may have interrupted a delivery: keeps the event for the next entry.
+    /// After an exit that may have interrupted a delivery: keeps the event for the next entry. Whoever
+    /// answers the exit inside the loop goes on as this says: see [`Stalls`].
     #[inline]
-    pub(crate) fn keep_interrupted_delivery(&mut self) {
-        if self.b.was_delivering() {
+    #[must_use = "the loop is left when it says so"]
+    pub(crate) fn keep_interrupted_delivery(&mut self) -> Next {
+        let delivering = self.b.was_delivering();
+        if delivering {
             self.keep_delivery();
         }
+        self.rare.stalls.count(delivering)
     }
 
     #[inline(never)]
@@ -409,6 +461,19 @@ impl<B: Backend> Vcpu<B> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_loop_is_left_after_so_many_turns_that_may_have_got_nowhere() {
+        for (delivering, most) in [(true, 16), (false, 1024)] {
+            let mut stalls = Stalls::default();
+            for _ in 0..2 {
+                let turns = (1..).find(|_| stalls.count(delivering) == Next::Done);
+                assert_eq!(turns, Some(most));
+                assert_eq!(stalls.count(false), Next::Done);
+                stalls.forget();
+            }
+        }
+    }
 
     #[test]
     fn faults_combine_as_the_manual_says() {

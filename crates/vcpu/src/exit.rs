@@ -156,6 +156,13 @@ pub enum UserExit {
         /// A write.
         write: bool,
     },
+    /// An exception that the host made of what the guest did, and that is not the guest's.
+    Exception {
+        /// Its vector.
+        vector: u32,
+        /// Its error code.
+        error_code: u32,
+    },
     /// A debug event that KVM_SET_GUEST_DEBUG asked for.
     Debug {
         /// Vector: 1 or 3.

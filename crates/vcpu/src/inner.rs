@@ -4,7 +4,8 @@
 //! Rules (each has its budget in `tests/budget.rs`): no allocation, no CPUID, no MSR write of an
 //! unchanged value, no indirect call, no look at requests, signals or need_resched between two
 //! entries. The last holds because whatever becomes pending comes with an IPI or a timer interrupt
-//! while the mode is `InGuest` (see `vm::vcpu_shared`), and either ends the next entry at once.
+//! while the mode is `InGuest` (see `vm::vcpu_shared`), and either ends the next entry at once. It does so
+//! at the boundary of an instruction; turns that may not reach one are bounded (`events::Stalls`).
 //! Handlers that call the kernel are the exception: a call may set need_resched without an
 //! interrupt, so they look again before they go on.
 
@@ -16,6 +17,7 @@ use stats::{Reason, VcpuCount};
 use crate::{Vcpu, cpuid_state::dynamic_inputs, events::Outer};
 
 /// What became of an exit.
+#[must_use = "the loop is left when it says so"]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Next {
     /// Answered: enter again.
@@ -84,6 +86,7 @@ impl<B: Backend> Vcpu<B> {
         let in_guest = irq::guest_enter();
         self.b.load(entered.cpu());
         self.loop_clock.forget();
+        self.rare.stalls.forget();
         // A change of this interrupts every CPU, so it need not be read again inside.
         let watch = trace::observed();
         let exit = if watch.any() && !self.begin_observation(watch) {

@@ -125,6 +125,8 @@ pub(crate) struct Rare {
     pub borrowed_debug: Option<debug::Borrowed>,
     /// The vector of whose end the VMM's I/O APIC is to hear.
     pub ended: Vector,
+    /// Turns of the loop that may not have reached the boundary of an instruction.
+    pub stalls: events::Stalls,
 }
 
 /// What this host can offer its guests, found out at load.
@@ -219,6 +221,7 @@ impl<B: Backend> Vcpu<B> {
                 msr_filter: None,
                 borrowed_debug: None,
                 ended: Vector(0),
+                stalls: events::Stalls::default(),
             })?,
             roots: roots::Roots::new(vm.paging)?,
             fetch: code_fetch()?,

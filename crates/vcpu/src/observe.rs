@@ -130,9 +130,7 @@ impl<B: Backend> Vcpu<B> {
             self.observation.exited = Some(Exited { at, reason, during: watch });
         }
         let offered = self.after_exit.offered();
-        if offered.is_some() {
-            self.note_taken();
-        }
+        self.note_taken();
         let still = self.after_exit.offered();
         let taken = offered.filter(|_| watch.inj_virq() && still.is_none());
         if watch.details() {

@@ -233,11 +233,11 @@ impl<B: Backend> Vcpu<B> {
                     }
                 }
                 Left::Exit(Exit::Interrupt) => {
-                    self.keep_interrupted_delivery();
+                    let _ = self.keep_interrupted_delivery();
                     self.take_pv_eoi();
                 }
                 Left::Exit(exit) => {
-                    self.keep_interrupted_delivery();
+                    let _ = self.keep_interrupted_delivery();
                     self.take_pv_eoi();
                     if let Some(exit) = self.handle(exit) {
                         return exit;

@@ -4,7 +4,7 @@
 use backend::Backend;
 use msr::{McReport, McVerdict};
 use vm::vcpu_shared::Request;
-use x86::{Exception, Vector};
+use x86::{Dr6, Exception, Vector};
 
 use crate::{Vcpu, events::Outer, registers::Invalid};
 
@@ -96,12 +96,9 @@ impl<B: Backend> Vcpu<B> {
         match (vector, payload) {
             (14, Some(address)) => self.b.set_cr2(address),
             (1, Some(bits)) => {
-                // Some DR6 bits are 1 when nothing happened; the payload tells them inverted.
-                const ACTIVE_LOW: u64 = 0xffff_0ff0;
-                const TRAPS: u64 = 0xf;
                 let mut regs = self.debug_regs();
                 let [.., dr6, _] = &mut regs;
-                *dr6 = (*dr6 & !TRAPS | ACTIVE_LOW | bits) ^ (bits & ACTIVE_LOW);
+                *dr6 = Dr6::new(*dr6).after_db(bits).bits();
                 self.put_debug_regs(regs);
             }
             _ => {}

@@ -250,14 +250,13 @@ impl<B: Backend> Vcpu<B> {
         match outcome {
             ShadowFault::Fixed => {
                 self.stats.count(VcpuCount::PfFixed);
-                self.keep_interrupted_delivery();
-                Next::Again
+                self.keep_interrupted_delivery()
             }
             ShadowFault::Guest(exception) => {
                 self.stats.count(VcpuCount::PfGuest);
-                self.keep_interrupted_delivery();
+                let next = self.keep_interrupted_delivery();
                 self.raise_in_delivery(exception);
-                Next::Again
+                next
             }
             ShadowFault::NeedFrame(wanted) if wanted.table.is_none() => {
                 self.answer_mmio(s, as_nested(wanted.gpa, fault.code))

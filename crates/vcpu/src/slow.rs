@@ -167,6 +167,7 @@ impl<B: Backend> Vcpu<B> {
         const DB: u8 = 1;
         const BP: u8 = 3;
         const UD: u8 = 6;
+        const AC: u8 = 17;
         match e.vector.0 {
             DB => {
                 if self.b.own_single_step() {
@@ -187,6 +188,9 @@ impl<B: Backend> Vcpu<B> {
                 None
             }
             UD => self.invalid_opcode(),
+            AC if !self.checks_alignment() && host::hostcpu::detects_split_locks() => {
+                self.split_lock(e)
+            }
             BP if self.guest_debug & guestdbg::USE_SW_BP != 0 => {
                 let [.., dr6, dr7] = self.b.debug_regs();
                 let pc = self.linear_rip();
@@ -197,6 +201,25 @@ impl<B: Backend> Vcpu<B> {
                 None
             }
         }
+    }
+
+    /// Whether the guest asked for #AC: the access need not have been a split lock then.
+    fn checks_alignment(&self) -> bool {
+        const CR0_AM: u64 = 1 << 18;
+        const RFLAGS_AC: u64 = 1 << 18;
+        self.b.cpl() == 3 && self.b.cr0() & CR0_AM != 0 && self.b.rflags() & RFLAGS_AC != 0
+    }
+
+    /// A locked access of two cache lines, of which this host makes a fault. It is none of the guest's:
+    /// the kernel warns and slows the task down, after which the access is done again, or it sends the
+    /// task a signal.
+    #[cold]
+    fn split_lock(&mut self, e: Exception) -> Option<UserExit> {
+        if host::hostcpu::guest_split_lock(self.b.rip()) {
+            return None;
+        }
+        let (vector, error_code) = (e.vector.0.into(), e.error_code.unwrap_or(0));
+        Some(UserExit::Exception { vector, error_code })
     }
 
     /// #UD. A guest that took this host for the other vendor's makes its hypercalls with that one's

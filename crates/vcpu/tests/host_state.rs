@@ -135,6 +135,21 @@ fn an_exit_that_the_loop_answers_moves_nothing_either_way() {
     }
 }
 
+/// A panic inside the loop: before anything of the kernel runs, the host's state is loaded.
+#[test]
+fn a_panic_in_the_loop_has_the_hosts_state() {
+    for state in BOTH {
+        let mut v = vcpu_of(&machine(state));
+        let at = host::smp::cpu_id();
+        let b = v.backend();
+        b.begin_run();
+        b.load(at);
+        assert!(!b.cpu().inner().gif);
+        svm::rescue_host(b.cpu(), at);
+        assert_host_is_back(&mut v);
+    }
+}
+
 #[test]
 fn what_another_thread_does_to_the_local_descriptor_table_is_not_undone() {
     for state in BOTH {
@@ -202,8 +217,8 @@ proptest! {
                     b.begin_run();
                     let model = b.cpu().inner();
                     model.moved.selectors = Selectors { fs: n, gs: n >> 3, ldt: n & 0x50 };
-                    model.wrmsr(FS_BASE, base);
-                    model.wrmsr(KERNEL_GS_BASE, base >> 17);
+                    model.wrmsr(FS_BASE, base >> 17);
+                    model.wrmsr(KERNEL_GS_BASE, base >> 19);
                     model.host = model.moved;
                 }
                 Act::Write(exits) => {

@@ -12,7 +12,7 @@ use host::page::Pages;
 use mmu::Region;
 use rig::{Machine, TestVcpu, assert_only_vmrun, cost_of, cost_with, exit, shutdown, vcpu};
 use vm::vm::Paging;
-use x86::vmcb::{ExitCode, Vmcb};
+use x86::vmcb::{ExitCode, Vmcb, event};
 
 /// The guest flips a bit of CR0, of CR4 or of EFER.
 const TOGGLES: [(ExitCode, u64); 4] = [
@@ -226,4 +226,47 @@ fn the_guest_sees_its_own_registers_and_the_hardware_always_pages() {
     });
     assert_eq!(v.sregs().cr3, ROOT);
     assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+}
+
+/// The guest takes an interrupt whose delivery meets a fault that is answered, again and again: no
+/// boundary of an instruction is reached, and the host's interrupts wait. The model CPU counts.
+#[test]
+fn a_delivery_that_faults_without_end_does_not_hold_off_the_host() {
+    const INTERRUPT: u64 = 0x31;
+    const TURNS: usize = 2_000;
+    let mut guest = paged(Paging::default());
+    let v = &mut guest.vcpu;
+    for _ in 0..TURNS {
+        v.backend().cpu().inner().then(|vmcb, _| {
+            page_fault(PAGE, 0, vmcb);
+            vmcb.control.exit_int_info = event::VALID | event::INTR | INTERRUPT;
+        });
+    }
+    v.backend().cpu().inner().then(|vmcb, gprs| {
+        assert_eq!(vmcb.control.event_inj, 0, "the model takes it at the entry");
+        shutdown(vmcb, gprs);
+    });
+    let before = v.backend().cpu().counts();
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    let left = v.backend().cpu().counts().since(&before).of(Op::Stgi);
+    assert!(left >= TURNS as u64 / 64, "{left}");
+}
+
+/// The same without an event: an instruction in the shadow of STI that faults without end.
+#[test]
+fn faults_without_end_do_not_hold_off_the_host_either() {
+    const TURNS: usize = 5_000;
+    let mut guest = paged(Paging::default());
+    let v = &mut guest.vcpu;
+    for _ in 0..TURNS {
+        v.backend().cpu().inner().then(|vmcb, _| {
+            page_fault(PAGE, 0, vmcb);
+            vmcb.control.int_state = 1;
+        });
+    }
+    v.backend().cpu().inner().then(shutdown);
+    let before = v.backend().cpu().counts();
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    let left = v.backend().cpu().counts().since(&before).of(Op::Stgi);
+    assert!((4..=16).contains(&left), "{left}");
 }

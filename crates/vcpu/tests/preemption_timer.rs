@@ -476,3 +476,23 @@ fn a_timer_that_was_set_for_an_entry_that_did_not_come_is_set_anew() {
     play(&mut v, [step(wrmsr(DEADLINE, deadline)), step(second)]);
     assert_eq!(word(page, 0), deadline);
 }
+
+/// A time that has come and that nobody deals with: no entry takes place, so that no interrupt of the host
+/// is seen. The loop is told to leave now and then.
+#[test]
+fn a_deadline_that_stays_due_does_not_hold_off_the_host() {
+    use backend::{Backend, Exit};
+    let mut v = timed();
+    let b = v.backend();
+    b.begin_run();
+    b.load(0);
+    b.watch_deadline(1);
+    let mut gprs = Gprs::default();
+    let mut left = 0;
+    for _ in 0..64 {
+        b.enter(&mut gprs);
+        left += u32::from(b.exit() == Exit::Interrupt);
+    }
+    b.unload(false);
+    assert_eq!(left, 4);
+}

@@ -57,6 +57,40 @@ fn entry(entries: &[Entry], leaf: u32, index: u32) -> Entry {
     *entries.iter().find(|e| e.is_for(leaf, index)).unwrap()
 }
 
+/// A guest that owns CR4 clears OSXSAVE without an exit; the loop is left and entered, whereupon it runs with the
+/// host's XCR0, which it cannot see. Its next write of CR4 may set the bit, and has to be seen.
+#[test]
+fn a_guest_without_osxsave_does_not_own_cr4() {
+    const WRITES_CR4: u32 = 1 << (16 + 4);
+    let features = Features { nrip_save: true, cr4_known: CR4_OSXSAVE, ..features() };
+    let mut v = vcpu_of(&Machine { features, ..Machine::default() });
+    let mut sregs = v.sregs();
+    sregs.cr4 |= CR4_OSXSAVE;
+    v.set_sregs(&sregs, None).unwrap();
+    v.set_xcr0(3).unwrap();
+    let script = v.backend().cpu().inner();
+    script.then(|vmcb, gprs| {
+        assert_eq!(vmcb.control.intercepts[0] & WRITES_CR4, 0, "the guest owns it");
+        vmcb.save.cr4 &= !CR4_OSXSAVE;
+        exit(ExitCode::Intr)(vmcb, gprs);
+    });
+    script.then(|vmcb, gprs| {
+        assert_ne!(vmcb.control.intercepts[0] & WRITES_CR4, 0, "its write would not be seen");
+        gprs.0[RDX] = vmcb.save.cr4 | CR4_OSXSAVE;
+        exit(ExitCode::WriteCr4)(vmcb, gprs);
+        vmcb.control.exit_info_1 = (1 << 63) | RDX as u64;
+    });
+    script.then(|vmcb, gprs| {
+        assert_eq!(vmcb.control.intercepts[0] & WRITES_CR4, 0, "it owns it again");
+        shutdown(vmcb, gprs);
+    });
+    let before = v.backend().cpu().counts();
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    // The guest's and the host's, twice each.
+    assert_eq!(v.backend().cpu().counts().since(&before).of(Op::Xsetbv), 4);
+    assert_eq!(v.backend().cpu().inner().xcr0, 7, "the host has its own");
+}
+
 #[test]
 fn with_the_table_no_exit_makes_the_host_execute_cpuid() {
     let mut v = vcpu_of(&machine(true));

@@ -17,10 +17,13 @@ use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use backend::{Gprs, GuestLimits, Paging, RSP, TSC_RATIO_ONE};
 use cpu::{Cpu, VmxSwitch};
 use host::{KBox, NoMemory, hostcpu, page::Page, warn};
-use x86::vmcs::{
-    ENTRY_FAILURE, ReadWrite, event,
-    field::{self, Width},
-    invept, invvpid,
+use x86::{
+    Dr6,
+    vmcs::{
+        ENTRY_FAILURE, ReadWrite, event,
+        field::{self, Width},
+        invept, invvpid,
+    },
 };
 
 use crate::{
@@ -30,7 +33,7 @@ use crate::{
     fields::{self, Fields, Set, Slot},
     host_state::HostThread,
     inject::Offer,
-    live::{DR6_QUIET, SyscallMsrs},
+    live::SyscallMsrs,
     mitigations,
     page_log::PageLog,
     percpu::PerCpu,
@@ -85,6 +88,8 @@ pub(crate) struct Cold {
     pub(crate) host_xcr0: u64,
     pub(crate) host_pkru: u32,
     pub(crate) host_debugctl: u64,
+    /// Counters of the host are stopped.
+    pub(crate) perf_stopped: bool,
     pub(crate) host_xss: u64,
     pub(crate) cstar: u64,
     pub(crate) dr: [u64; 4],
@@ -147,7 +152,7 @@ pub struct Vmx<C: Cpu> {
     pub(crate) tsc_aux: u64,
     pub(crate) tsc_offset: u64,
     pub(crate) tsc_ratio: u64,
-    pub(crate) dr6: u64,
+    pub(crate) dr6: Dr6,
     pub(crate) dr_owned: bool,
     pub(crate) dr_watched: bool,
     pub(crate) host: KBox<HostThread>,
@@ -212,7 +217,7 @@ impl<C: Cpu> Vmx<C> {
             tsc_aux: 0,
             tsc_offset: 0,
             tsc_ratio: TSC_RATIO_ONE,
-            dr6: DR6_QUIET,
+            dr6: Dr6::RESET,
             dr_owned: false,
             dr_watched: false,
             host: KBox::new(HostThread::default())?,

@@ -7,7 +7,10 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use cpu::{Cpu, Selectors, VmxSwitch};
 use host::hostcpu;
-use x86::{msr, vmcs::ExitReason};
+use x86::{
+    msr,
+    vmcs::{EntryControls, ExitReason},
+};
 
 use crate::{
     enter::{Vmx, attention},
@@ -122,10 +125,36 @@ impl<C: Cpu> Vmx<C> {
         if self.features.spec_ctrl {
             self.switch.host_spec_ctrl = hostcpu::host_spec_ctrl();
         }
+        self.stop_counters();
         self.cpu.set_cr2(self.cr2);
         if mitigations::flush_wanted() {
             self.attention |= attention::FLUSH_L1D;
         }
+    }
+
+    /// Counters of the host that are not to count a guest. Between two entries an NMI of perf's may start
+    /// them again, so an entry loads the value itself where the CPU can.
+    #[inline]
+    fn stop_counters(&mut self) {
+        let wanted = hostcpu::perf_enter();
+        if wanted.is_some() || self.cold.perf_stopped {
+            self.load_counters(wanted);
+        }
+    }
+
+    #[cold]
+    fn load_counters(&mut self, wanted: Option<u64>) {
+        self.cold.perf_stopped = wanted.is_some();
+        let bit = EntryControls::LOAD_PERF_GLOBAL_CTRL;
+        if !self.features.entry.may.contains(bit) {
+            return;
+        }
+        if let Some(value) = wanted {
+            self.set(fields::GUEST_PERF_GLOBAL_CTRL, value);
+        }
+        let controls = self.get(fields::ENTRY_CONTROLS) & !bit.bits();
+        let load = if wanted.is_some() { bit.bits() } else { 0 };
+        self.set(fields::ENTRY_CONTROLS, controls | load);
     }
 
     /// The reverse of [`Vmx::load_state`].
@@ -146,6 +175,9 @@ impl<C: Cpu> Vmx<C> {
         }
         if self.dr_owned {
             self.save_debug_regs();
+        }
+        if self.cold.perf_stopped {
+            hostcpu::perf_leave();
         }
         self.loaded.set(false);
         // An exit leaves DR7 and DEBUGCTL disabled; a host that uses them gets them back.

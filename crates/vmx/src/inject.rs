@@ -109,12 +109,11 @@ impl<C: Cpu> Vmx<C> {
     fn deliver_payload(&mut self, vector: u8, bits: u64) {
         const PF: u8 = 14;
         const DB: u8 = 1;
-        const DR7_GD: u64 = 1 << 13;
         if vector == PF {
             self.replace_cr2(bits);
         } else if vector == DB {
-            self.set_dr6((self.dr6_now() & !0xf) | bits | 0xffff_0ff0);
-            self.set(fields::GUEST_DR7, self.get(fields::GUEST_DR7) & !DR7_GD);
+            self.set_dr6(self.dr6.after_db(bits));
+            self.set_dr7(self.dr7().without_general_detect());
         }
     }
 

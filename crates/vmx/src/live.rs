@@ -2,14 +2,9 @@
 //! exit switch: debug registers, extended state, TSC_AUX, the SYSCALL MSRs, KERNEL_GS_BASE.
 
 use cpu::Cpu;
-use x86::msr;
+use x86::{Dr6, Dr7, msr};
 
 use crate::{enter::Vmx, fields};
-
-/// DR7's enable bits.
-const DR7_ENABLES: u64 = 0xff;
-/// What DR6 holds when nothing happened.
-pub(crate) const DR6_QUIET: u64 = 0xffff_0ff0;
 
 /// The SYSCALL MSRs that the guest has live in long mode.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,7 +23,7 @@ impl<C: Cpu> Vmx<C> {
         for (n, value) in self.cold.dr.into_iter().enumerate() {
             self.cpu.set_debug_reg(n as u8, value);
         }
-        self.cpu.set_debug_reg(6, self.dr6);
+        self.cpu.set_debug_reg(6, self.dr6.bits());
     }
 
     /// Takes them back. The guest keeps them, to be loaded with the next run, while a breakpoint
@@ -41,9 +36,9 @@ impl<C: Cpu> Vmx<C> {
                 *slot = value;
             }
         }
-        self.dr6 = self.cpu.debug_reg(6);
-        self.cpu.set_debug_reg(6, DR6_QUIET);
-        self.dr_owned = self.get(fields::GUEST_DR7) & DR7_ENABLES != 0;
+        self.dr6 = Dr6::new(self.cpu.debug_reg(6));
+        self.cpu.set_debug_reg(6, Dr6::RESET.bits());
+        self.dr_owned = self.dr7().has_breakpoints();
         self.intercept_debug_regs(!self.dr_owned);
     }
 
@@ -59,17 +54,21 @@ impl<C: Cpu> Vmx<C> {
         }
     }
 
-    /// DR6 as the guest sees it.
-    pub(crate) fn dr6_now(&self) -> u64 {
-        self.dr6
-    }
-
-    /// Sets it, in the hardware too where the guest owns it.
-    pub(crate) fn set_dr6(&mut self, value: u64) {
+    /// Sets DR6, in the hardware too where the guest owns it.
+    pub(crate) fn set_dr6(&mut self, value: Dr6) {
         self.dr6 = value;
         if self.loaded.get() && self.dr_owned {
-            self.cpu.set_debug_reg(6, value);
+            self.cpu.set_debug_reg(6, value.bits());
         }
+    }
+
+    pub(crate) fn dr7(&self) -> Dr7 {
+        Dr7::new(self.get(fields::GUEST_DR7))
+    }
+
+    /// An entry refuses a DR7 with an upper half.
+    pub(crate) fn set_dr7(&mut self, value: Dr7) {
+        self.set(fields::GUEST_DR7, value.bits());
     }
 
     /// Whether the guest can see XCR0: only with CR4.OSXSAVE, whose writes exit.

@@ -32,12 +32,14 @@ pub(crate) struct Watched {
     /// Host ticks in a guest tick, 32.32 fixed point, rounded down.
     scale: u64,
     shift: u8,
+    /// Entries in a row that did not take place because it had come.
+    not_entered: u8,
 }
 
 impl Watched {
     pub(crate) fn new(features: &Features) -> Self {
         let shift = features.preemption_timer.unwrap_or(0) & 31;
-        Self { last: NEVER, scale: TSC_RATIO_ONE, shift }
+        Self { last: NEVER, scale: TSC_RATIO_ONE, shift, not_entered: 0 }
     }
 
     /// Sets it; 0 for none. Whether it is another one.
@@ -116,15 +118,26 @@ impl<C: Cpu> Vmx<C> {
                 None => return false,
             }
         };
+        self.deadline.not_entered = 0;
         self.cpu.vmwrite(field::PREEMPTION_TIMER.encoding(), ticks);
         true
     }
 
     /// Instead of an entry that would end at once. Nothing of the guest has changed since the last
     /// exit, and what that left in the VMCS concerns nobody any more.
+    ///
+    /// Without an entry no interrupt of the host is seen. After some in a row it is as if one had
+    /// come, so that the loop is left; the time is found to have come when it is entered again.
     #[cold]
     pub(crate) fn exit_for_deadline(&mut self) {
-        self.fields.learn(fields::EXIT_REASON, ExitReason::PreemptionTimer.0.into());
+        const MOST: u8 = 16;
+        self.deadline.not_entered = self.deadline.not_entered.wrapping_add(1);
+        let reason = if self.deadline.not_entered.is_multiple_of(MOST) {
+            ExitReason::ExternalInterrupt
+        } else {
+            ExitReason::PreemptionTimer
+        };
+        self.fields.learn(fields::EXIT_REASON, reason.0.into());
     }
 }
 

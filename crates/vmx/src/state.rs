@@ -4,12 +4,12 @@
 //! the bits of CR0 and CR4 that [`crate::controls`] tells of.
 
 use backend::{
-    Answer, Backend, CR0_CD_NW, ControlRegs, Event, Exit, Gprs, GuestLimits, NotMine, Paging, RSP,
-    SegmentName, TSC_RATIO_ONE, scale_tsc,
+    Answer, Backend, CR0_CD_NW, ControlRegs, Event, Exit, Gprs, GuestLimits, NmiWindow, NotMine,
+    Paging, RSP, SegmentName, TSC_RATIO_ONE, scale_tsc,
 };
 use cpu::Cpu;
 use x86::{
-    Gpa, Hpa, Vector,
+    Dr6, Dr7, Gpa, Hpa, Vector,
     apic::{Interrupts, VectorWords},
     msr,
     segment::{DescriptorTable, Segment},
@@ -358,15 +358,16 @@ impl<C: Cpu> Backend for Vmx<C> {
 
     fn debug_regs(&self) -> [u64; 6] {
         let [a, b, c, d] = self.cold.dr;
-        [a, b, c, d, self.dr6_now(), self.get(fields::GUEST_DR7)]
+        [a, b, c, d, self.dr6.bits(), self.dr7().bits()]
     }
 
     fn set_debug_regs(&mut self, regs: [u64; 6]) {
         let [a, b, c, d, dr6, dr7] = regs;
         self.cold.dr = [a, b, c, d];
-        self.set_dr6(dr6);
-        self.set(fields::GUEST_DR7, dr7);
-        if dr7 & 0xff != 0 {
+        let dr7 = Dr7::new(dr7);
+        self.set_dr6(Dr6::new(dr6));
+        self.set_dr7(dr7);
+        if dr7.has_breakpoints() {
             self.own_debug_regs();
         }
     }
@@ -654,8 +655,9 @@ impl<C: Cpu> Backend for Vmx<C> {
         !self.is_nmi_masked() && !self.is_shadowed()
     }
 
-    fn set_nmi_window(&mut self) {
+    fn set_nmi_window(&mut self) -> NmiWindow {
         self.open_nmi_window(true);
+        NmiWindow::Exit
     }
 
     fn nmi_masked(&self) -> bool {

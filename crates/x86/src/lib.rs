@@ -6,6 +6,7 @@
 pub mod addr;
 pub mod apic;
 pub mod cpuid;
+pub mod debug;
 pub mod exception;
 pub mod msr;
 pub mod paging;
@@ -15,6 +16,7 @@ pub mod vmcb;
 pub mod vmcs;
 
 pub use addr::{ApicId, Asid, Gfn, Gpa, Gva, Hpa, Hva, Pfn, Tsc, Vector};
+pub use debug::{Dr6, Dr7};
 pub use exception::Exception;
-pub use reg::{Cr0, Cr4, Dr6, Dr7, Efer, Gpr, Rflags, Xcr0};
+pub use reg::{Cr0, Cr4, Efer, Gpr, Rflags, Xcr0};
 pub use segment::{DescriptorTable, Segment};

@@ -1,6 +1,6 @@
-//! Control, flag, extended-control and debug registers as bit sets.
+//! Control, flag and extended-control registers as bit sets; debug registers are in [`crate::debug`].
 //!
-//! SDM vol. 3A §2.3, §2.5, §2.6 and §17.2; APM vol. 2 §3.1, §13.1.1. Every bit that the manuals
+//! SDM vol. 3A §2.3, §2.5 and §2.6; APM vol. 2 §3.1. Every bit that the manuals
 //! name is here, whether or not this hypervisor offers it: unknown bits survive `from_bits_retain`.
 
 use bitflags::bitflags;
@@ -212,60 +212,6 @@ bitflags! {
         /// AMD lightweight profiling.
         const LWP = 1 << 62;
     }
-
-    /// DR6 (SDM vol. 3B §17.2.3).
-    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-    pub struct Dr6: u64 {
-        /// Breakpoint 0 met.
-        const B0 = 1 << 0;
-        /// Breakpoint 1 met.
-        const B1 = 1 << 1;
-        /// Breakpoint 2 met.
-        const B2 = 1 << 2;
-        /// Breakpoint 3 met.
-        const B3 = 1 << 3;
-        /// Bus lock; active low, reads one where not supported.
-        const BUS_LOCK = 1 << 11;
-        /// Debug register accessed under DR7.GD.
-        const BD = 1 << 13;
-        /// Single step.
-        const BS = 1 << 14;
-        /// Task switch.
-        const BT = 1 << 15;
-        /// Transactional memory; active low, reads one where not supported.
-        const RTM = 1 << 16;
-    }
-
-    /// DR7 (SDM vol. 3B §17.2.4).
-    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-    pub struct Dr7: u64 {
-        /// Local enable, breakpoint 0.
-        const L0 = 1 << 0;
-        /// Global enable, breakpoint 0.
-        const G0 = 1 << 1;
-        /// Local enable, breakpoint 1.
-        const L1 = 1 << 2;
-        /// Global enable, breakpoint 1.
-        const G1 = 1 << 3;
-        /// Local enable, breakpoint 2.
-        const L2 = 1 << 4;
-        /// Global enable, breakpoint 2.
-        const G2 = 1 << 5;
-        /// Local enable, breakpoint 3.
-        const L3 = 1 << 6;
-        /// Global enable, breakpoint 3.
-        const G3 = 1 << 7;
-        /// Local exact match.
-        const LE = 1 << 8;
-        /// Global exact match.
-        const GE = 1 << 9;
-        /// Always one.
-        const FIXED = 1 << 10;
-        /// Restricted transactional memory.
-        const RTM = 1 << 11;
-        /// General detect: MOV DR raises #DB.
-        const GD = 1 << 13;
-    }
 }
 
 impl Cr0 {
@@ -333,47 +279,6 @@ impl From<Xcr0> for u64 {
     }
 }
 
-impl Dr6 {
-    /// Bits that read as one and cannot be cleared, where neither RTM nor bus-lock exist.
-    pub const FIXED_ONE: u64 = 0xffff_0ff0;
-    /// Value after reset.
-    pub const RESET: u64 = Self::FIXED_ONE;
-    /// Bits that software may change: everything but reserved and active-low ones.
-    pub const VOLATILE: u64 = 0x0000_e00f;
-}
-
-impl Dr7 {
-    /// Value after reset.
-    pub const RESET: u64 = Self::FIXED.bits();
-    /// Bits that software may change.
-    pub const VOLATILE: u64 = 0xffff_2bff;
-    /// All eight breakpoint enables.
-    pub const BREAKPOINTS: u64 = 0xff;
-
-    /// R/W field of breakpoint `n` (0 to 3): 0 execute, 1 write, 2 I/O, 3 read or write.
-    #[inline]
-    pub const fn access(self, n: u32) -> u8 {
-        ((self.bits() >> (16 + 4 * (n & 3))) & 3) as u8
-    }
-
-    /// Length field of breakpoint `n` in bytes: 1, 2, 4 or 8.
-    #[inline]
-    pub const fn length(self, n: u32) -> u8 {
-        match (self.bits() >> (18 + 4 * (n & 3))) & 3 {
-            0 => 1,
-            1 => 2,
-            2 => 8,
-            _ => 4,
-        }
-    }
-
-    /// Whether breakpoint `n` (0 to 3) is enabled, locally or globally.
-    #[inline]
-    pub const fn is_enabled(self, n: u32) -> bool {
-        (self.bits() >> (2 * (n & 3))) & 3 != 0
-    }
-}
-
 /// Index of a general register as ModRM and the KVM API's tables number them (SDM vol. 2A
 /// table 2-2): RAX 0, RCX 1, RDX 2, RBX 3, RSP 4, RBP 5, RSI 6, RDI 7, R8 to R15.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -421,18 +326,6 @@ mod tests {
     fn reset_values_are_those_of_the_manual() {
         assert_eq!(Cr0::RESET.bits(), 0x6000_0010);
         assert_eq!(Rflags::RESET.bits(), 2);
-        assert_eq!(Dr7::RESET, 0x400);
-        assert_eq!(Dr6::RESET & Dr6::VOLATILE, 0);
-    }
-
-    #[test]
-    fn breakpoint_fields_are_read_from_their_nibbles() {
-        // Breakpoint 2 enabled globally: 8-byte, read or write.
-        let dr7 = Dr7::from_bits_retain(1 << 5 | 0b1011 << 24);
-        assert!(dr7.is_enabled(2) && !dr7.is_enabled(1));
-        assert_eq!(dr7.access(2), 3);
-        assert_eq!(dr7.length(2), 8);
-        assert_eq!(dr7.length(0), 1);
     }
 
     #[test]

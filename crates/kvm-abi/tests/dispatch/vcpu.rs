@@ -136,6 +136,8 @@ fn exits_stand_where_the_union_has_them() {
     let (_, reason, union) =
         show(UserExit::SystemEvent { kind: SYSTEM_EVENT_RESET, data: ErrorData::new(&[7]) });
     assert_eq!((reason, union[0], union[1]), (EXIT_SYSTEM_EVENT, 2 | 1 << 32, 7));
+    let (_, reason, union) = show(UserExit::Exception { vector: 17, error_code: 5 });
+    assert_eq!((reason, union[0]), (EXIT_EXCEPTION, 5 << 32 | 17));
     let (_, reason, union) = show(UserExit::Debug { exception: 1, pc: 2, dr6: 3, dr7: 4 });
     assert_eq!((reason, union[0], union[1], union[2], union[3]), (EXIT_DEBUG, 1, 2, 3, 4));
     let (_, reason, union) = show(UserExit::TprAccess { rip: 5, write: true });

@@ -11,6 +11,7 @@ use crate::kvm::ioctl;
 use crate::machine::code::{done, guest_code, x2apic};
 use crate::machine::guest::{Chip, Guest};
 use crate::machine::threads::{Target, within};
+use crate::oracle::{self, Vendor};
 use crate::outcome::{Answer, Errno, Outcome, Reply, equal, fail, holds, one_of};
 use crate::runner::tests;
 
@@ -28,6 +29,7 @@ tests!("injection":
     an_interrupt_with_irqchip_is_enxio,
     an_exception_of_user_space_arrives,
     an_interrupt_that_faults_on_its_way_is_not_lost,
+    an_nmi_behind_a_shadow_leaves_no_single_step,
 );
 
 fn nmi(guest: &Guest) -> Outcome {
@@ -264,4 +266,48 @@ fn an_interrupt_that_faults_on_its_way_is_not_lost() -> Outcome {
     guest.memory.advise(stack - 0x1000, 0x1000, libc::MADV_DONTNEED).granted("madvise")?;
     guest.reach_mark()?;
     equal("NMIs", guest.count(2), 1)
+}
+
+guest_code!(
+    exits_in_the_shadow,
+    64,
+    "out %al, $PORT_MARK",
+    "xor %eax, %eax",
+    "cpuid",
+    "pushfq",
+    "popq RESULT",
+    "mov %dr6, %rax",
+    "mov %rax, RESULT + 8",
+    done!()
+);
+
+fn an_nmi_behind_a_shadow_leaves_no_single_step() -> Outcome {
+    const TF: u64 = 1 << 8;
+    const BS: u64 = 1 << 14;
+    // The shadow holds for one instruction: the first time for one that does not exit, then for CPUID.
+    for skipped in [0, 2] {
+        let guest = Guest::new(Chip::None, exits_in_the_shadow())?;
+        guest.reach_mark()?;
+        guest.vcpu().set_immediate_exit(1);
+        holds("the mark's end", guest.vcpu().run().is_err(), "an exit")?;
+        guest.vcpu().set_immediate_exit(0);
+        let mut regs = guest.vcpu().regs()?;
+        regs.rip += skipped;
+        guest.vcpu().set_regs(&regs)?;
+        let mut events = events(&guest)?;
+        events.flags = KVM_VCPUEVENT_VALID_NMI_PENDING | KVM_VCPUEVENT_VALID_SHADOW;
+        events.nmi.pending = 1;
+        events.interrupt.shadow = 1;
+        guest.vcpu().send(ioctl::SET_VCPU_EVENTS, &events).granted("KVM_SET_VCPU_EVENTS")?;
+        guest.finish()?;
+        equal("NMIs", guest.count(2), 1)?;
+        equal("debug exceptions", guest.count(1), 0)?;
+        if oracle::is_stock() && oracle::vendor() == Vendor::Amd {
+            // Its own step's TF is on in the flags that the guest pushes.
+            continue;
+        }
+        equal("TF", guest.result(0) & TF, 0)?;
+        equal("BS", guest.result(1) & BS, 0)?;
+    }
+    Ok(())
 }

@@ -11,6 +11,7 @@ mod delivery;
 mod faults;
 mod guest_memory;
 mod host_thread;
+mod hostile;
 mod injection;
 mod instructions;
 mod irq_ioctls;
@@ -85,6 +86,7 @@ pub fn all() -> impl Iterator<Item = Test> {
         coalesced::TESTS,
         instructions::TESTS,
         injection::TESTS,
+        hostile::TESTS,
         delivery::TESTS,
         shadows::TESTS,
         debugger::TESTS,

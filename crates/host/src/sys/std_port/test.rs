@@ -127,6 +127,41 @@ pub fn set_uses_ldt(uses: bool) {
     sys::LDT.set(uses);
 }
 
+/// Whether the kernel detects split locks, and if so, lets a task of which it has warned go on.
+pub fn set_split_locks(goes_on: Option<bool>) {
+    SPLIT_LOCKS.set(goes_on);
+}
+
+/// What perf wants in IA32_PERF_GLOBAL_CTRL while a guest runs, where it differs from the host's value.
+pub fn set_perf_guest(global_ctrl: Option<u64>) {
+    PERF_GUEST.set(global_ctrl);
+}
+
+/// How often counters were stopped for a guest, less how often they were started again.
+pub fn perf_stopped() -> i32 {
+    PERF_STOPPED.get()
+}
+
+pub(crate) fn perf_enter() -> Option<u64> {
+    let wanted = PERF_GUEST.get()?;
+    PERF_STOPPED.set(PERF_STOPPED.get() + 1);
+    Some(wanted)
+}
+
+pub(crate) fn perf_leave() {
+    PERF_STOPPED.set(PERF_STOPPED.get() - 1);
+}
+
+std::thread_local! {
+    static PERF_GUEST: std::cell::Cell<Option<u64>> = const { std::cell::Cell::new(None) };
+    static PERF_STOPPED: std::cell::Cell<i32> = const { std::cell::Cell::new(0) };
+    static SPLIT_LOCKS: std::cell::Cell<Option<bool>> = const { std::cell::Cell::new(None) };
+}
+
+pub(crate) fn split_locks() -> Option<bool> {
+    SPLIT_LOCKS.get()
+}
+
 pub(crate) fn uses_ldt() -> bool {
     sys::LDT.get()
 }

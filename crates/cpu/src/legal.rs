@@ -1,0 +1,294 @@
+//! What the hardware takes: the model refuses every operand that a real CPU answers with a fault, which in
+//! the kernel would be the host's end.
+//!
+//! Each function names the reason. The models call [`demand`] for every instruction of the traits
+//! that has an operand, so that a test which merely comes past a bad write fails there.
+//!
+//! SDM vol. 2 (MOV to DR, WRMSR, XSETBV), vol. 3C §27.2 and §27.3 (VM entry), vol. 4 ch. 2;
+//! APM vol. 2 §15.5.1 (VMRUN), appendix A.
+
+use x86::{
+    Efer, Hpa, Xcr0, msr,
+    reg::is_canonical,
+    vmcb::{self, Vmcb},
+    vmcs::{event, field, invept, invvpid},
+};
+
+/// The CPU takes it, or the reason why not.
+pub type Legal = Result<(), &'static str>;
+
+/// The test ends here if the CPU would fault.
+#[track_caller]
+pub(crate) fn demand(what: core::fmt::Arguments<'_>, legal: Legal) {
+    if let Err(why) = legal {
+        panic!("{what}: the CPU refuses it, {why}");
+    }
+}
+
+const fn unless(bad: bool, why: &'static str) -> Legal {
+    if bad { Err(why) } else { Ok(()) }
+}
+
+/// What this CPU has, as far as it decides over operands.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Width of a linear address.
+    pub linear_bits: u32,
+    /// Width of a physical address.
+    pub physical_bits: u32,
+    /// The components that XCR0 may have.
+    pub xcr0: Xcr0,
+    /// The components that IA32_XSS may have.
+    pub xss: Xcr0,
+    /// IA32_FEATURE_CONTROL is locked: writes fault.
+    pub feature_control_locked: bool,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            linear_bits: 48,
+            physical_bits: 52,
+            xcr0: Xcr0::LEGACY
+                .union(Xcr0::AVX)
+                .union(Xcr0::MPX)
+                .union(Xcr0::AVX512)
+                .union(Xcr0::PKRU)
+                .union(Xcr0::AMX),
+            xss: Xcr0::PT
+                .union(Xcr0::PASID)
+                .union(Xcr0::CET_U)
+                .union(Xcr0::CET_S)
+                .union(Xcr0::HDC)
+                .union(Xcr0::UINTR)
+                .union(Xcr0::LBR)
+                .union(Xcr0::HWP),
+            feature_control_locked: false,
+        }
+    }
+}
+
+/// A page whose physical address an instruction takes.
+pub fn page(at: Hpa, limits: &Limits) -> Legal {
+    unless(at.0 & 0xfff != 0, "its address is not that of a page")?;
+    unless(at.0 >> limits.physical_bits != 0, "its address is wider than the CPU's")
+}
+
+/// MOV to a debug register.
+pub fn debug_register(n: u8, value: u64) -> Legal {
+    match n {
+        // Their addresses are not looked at (SDM vol. 3B §18.2.1).
+        0..=3 => Ok(()),
+        6 => unless(value >> 32 != 0, "DR6 has 32 bits"),
+        7 => unless(value >> 32 != 0, "DR7 has 32 bits"),
+        _ => Err("there is no such register"),
+    }
+}
+
+/// XSETBV of XCR0 (SDM vol. 1 §13.3).
+pub fn xcr0(value: u64, limits: &Limits) -> Legal {
+    let bits = Xcr0::from_bits_retain(value);
+    let partly = |all: Xcr0| bits.intersects(all) && !bits.contains(all);
+    unless(!bits.contains(Xcr0::X87), "x87 state cannot be off")?;
+    unless(value & !limits.xcr0.bits() != 0, "it has a component that the CPU lacks")?;
+    unless(bits.contains(Xcr0::AVX) && !bits.contains(Xcr0::SSE), "AVX needs SSE")?;
+    unless(partly(Xcr0::MPX), "both components of MPX go together")?;
+    unless(
+        partly(Xcr0::AVX512) || bits.contains(Xcr0::OPMASK) && !bits.contains(Xcr0::AVX),
+        "the components of AVX-512 go together, and with AVX",
+    )?;
+    unless(partly(Xcr0::AMX), "both components of AMX go together")
+}
+
+/// A value of IA32_PAT: eight known memory types.
+pub fn pat(value: u64) -> Legal {
+    let unknown = |byte: &u8| !matches!(byte, 0 | 1 | 4..=7);
+    unless(value.to_le_bytes().iter().any(unknown), "it has a memory type that there is not")
+}
+
+fn canonical(value: u64, limits: &Limits) -> Legal {
+    unless(!is_canonical(value, limits.linear_bits), "the address is not canonical")
+}
+
+fn efer(value: u64) -> Legal {
+    unless(value & !Efer::all().bits() != 0, "EFER has no such bit")
+}
+
+fn only(value: u64, bits: u64) -> Legal {
+    unless(value & !bits != 0, "a reserved bit is set")
+}
+
+/// The bits of IA32_DEBUGCTL that some CPU has.
+const DEBUGCTL: u64 = 0xffc7;
+
+/// Whether there is such an MSR.
+fn known(index: u32) -> Legal {
+    let known = msr::name(index).is_some() || (msr::VMX_BASIC..=msr::VMX_LAST).contains(&index);
+    unless(!known, "there is no such MSR")
+}
+
+/// RDMSR.
+pub fn rdmsr(index: u32) -> Legal {
+    known(index)?;
+    unless(matches!(index, msr::PRED_CMD | msr::FLUSH_CMD), "it can only be written")
+}
+
+/// WRMSR.
+pub fn wrmsr(index: u32, value: u64, limits: &Limits) -> Legal {
+    use msr::*;
+    known(index)?;
+    match index {
+        LSTAR | CSTAR | FS_BASE | GS_BASE | KERNEL_GS_BASE | SYSENTER_ESP | SYSENTER_EIP
+        | DS_AREA => canonical(value, limits),
+        SYSCALL_MASK | TSC_AUX => only(value, 0xffff_ffff),
+        PAT => pat(value),
+        msr::EFER => efer(value),
+        SPEC_CTRL => only(value, 0x5ff),
+        PRED_CMD => only(value, pred_cmd::IBPB | pred_cmd::SBPB),
+        FLUSH_CMD => only(value, flush_cmd::L1D),
+        msr::DEBUGCTL => only(value, self::DEBUGCTL),
+        XSS => unless(value & !limits.xss.bits() != 0, "it has a component that the CPU lacks"),
+        TSC_RATIO => only(value, 0xff_ffff_ffff),
+        VM_HSAVE_PA => page(Hpa(value), limits),
+        FEATURE_CONTROL => unless(limits.feature_control_locked, "it is locked"),
+        _ => Ok(()),
+    }
+}
+
+/// CR0 as an entry loads it.
+fn cr0(value: u64) -> Legal {
+    const CD: u64 = 1 << 30;
+    const NW: u64 = 1 << 29;
+    unless(value >> 32 != 0, "CR0 has 32 bits")?;
+    unless(value & NW != 0 && value & CD == 0, "CR0.NW is set and CR0.CD clear")
+}
+
+fn cr4(value: u64) -> Legal {
+    unless(value & !x86::Cr4::all().bits() != 0, "CR4 has no such bit")
+}
+
+fn dr(dr6: u64, dr7: u64) -> Legal {
+    debug_register(6, dr6)?;
+    debug_register(7, dr7)
+}
+
+/// VMRUN: what makes it end with VMEXIT_INVALID, or worse.
+pub fn vmrun(block: &Vmcb) -> Legal {
+    let (save, control) = (&block.save, &block.control);
+    cr0(save.cr0)?;
+    cr4(save.cr4)?;
+    efer(save.efer)?;
+    dr(save.dr6, save.dr7)?;
+    unless(save.efer & Efer::SVME.bits() == 0, "the guest's EFER.SVME is clear")?;
+    unless(control.asid == 0, "the ASID is the host's")?;
+    unless(control.intercepts[4] & 1 == 0, "VMRUN is not intercepted")?;
+    unless(control.iopm_base_pa & 0xfff != 0, "the port map is not aligned")?;
+    unless(control.msrpm_base_pa & 0xfff != 0, "the MSR map is not aligned")?;
+    if control.nested_ctl & 1 != 0 {
+        unless(control.nested_cr3 & 0xfff != 0, "the nested root is not aligned")?;
+        pat(save.g_pat)?;
+    }
+    svm_event(control.event_inj)
+}
+
+fn svm_event(bits: u64) -> Legal {
+    use vmcb::event::*;
+    if bits & VALID == 0 {
+        return Ok(());
+    }
+    let vector = bits & VECTOR;
+    match bits & TYPE {
+        INTR | NMI | SOFT => Ok(()),
+        EXCEPTION => unless(vector == 2 || vector > 31, "no exception has this vector"),
+        _ => Err("there are no events of this type"),
+    }
+}
+
+/// VMWRITE: fields that can be written, and values as wide as they are.
+pub fn vmwrite(encoding: u32, value: u64) -> Legal {
+    const EXIT_INFORMATION: u32 = 1;
+    unless((encoding >> 10) & 3 == EXIT_INFORMATION, "the field is read-only")?;
+    let bits = match (encoding >> 13) & 3 {
+        0 => 16,
+        2 => 32,
+        _ => 64,
+    };
+    unless(bits < 64 && value >> bits != 0, "the field is not as wide")
+}
+
+/// INVEPT.
+pub fn invept(kind: u64) -> Legal {
+    unless(!matches!(kind, invept::SINGLE | invept::ALL), "there is no such kind")
+}
+
+/// INVVPID.
+pub fn invvpid(kind: u64, vpid: u16, address: u64, limits: &Limits) -> Legal {
+    unless(kind > invvpid::SINGLE_NON_GLOBAL, "there is no such kind")?;
+    unless(kind != invvpid::ALL && vpid == 0, "VPID 0 is the host's")?;
+    if kind == invvpid::ADDRESS { canonical(address, limits) } else { Ok(()) }
+}
+
+/// VM entry: one field of the VMCS. What is wrong with the host's state can be the host's end; what is
+/// wrong with the guest's, a guest that does not run.
+pub fn vmcs_field(encoding: u32, value: u64, limits: &Limits) -> Legal {
+    const RFLAGS_FIXED: u64 = 1 << 1;
+    let is = |of: u32| encoding == of;
+    if is(field::GUEST_DR7.encoding()) {
+        return unless(value >> 32 != 0, "DR7 has 32 bits");
+    }
+    if is(field::HOST_PAT.encoding()) || is(field::GUEST_PAT.encoding()) {
+        return pat(value);
+    }
+    if is(field::HOST_EFER.encoding()) || is(field::GUEST_EFER.encoding()) {
+        return efer(value);
+    }
+    if is(field::GUEST_CR4.encoding()) || is(field::HOST_CR4.encoding()) {
+        return cr4(value);
+    }
+    if is(field::GUEST_CR0.encoding()) || is(field::HOST_CR0.encoding()) {
+        return unless(value >> 32 != 0, "CR0 has 32 bits");
+    }
+    if is(field::GUEST_DEBUGCTL.encoding()) {
+        return only(value, DEBUGCTL);
+    }
+    if is(field::GUEST_RFLAGS.encoding()) {
+        unless(value & RFLAGS_FIXED == 0, "bit 1 of RFLAGS is clear")?;
+        return only(value, 0x3f_7fd7);
+    }
+    if is(field::ENTRY_INTERRUPTION.encoding()) {
+        return vmx_event(value as u32);
+    }
+    let bases = [
+        field::HOST_FS_BASE.encoding(),
+        field::HOST_GS_BASE.encoding(),
+        field::HOST_TR_BASE.encoding(),
+        field::HOST_GDTR_BASE.encoding(),
+        field::HOST_IDTR_BASE.encoding(),
+        field::HOST_SYSENTER_ESP.encoding(),
+        field::HOST_SYSENTER_EIP.encoding(),
+        field::GUEST_SYSENTER_ESP.encoding(),
+        field::GUEST_SYSENTER_EIP.encoding(),
+        field::GUEST_FS_BASE.encoding(),
+        field::GUEST_GS_BASE.encoding(),
+        field::GUEST_GDTR_BASE.encoding(),
+        field::GUEST_IDTR_BASE.encoding(),
+    ];
+    if bases.contains(&encoding) { canonical(value, limits) } else { Ok(()) }
+}
+
+fn vmx_event(info: u32) -> Legal {
+    use event::*;
+    if info & VALID == 0 {
+        return Ok(());
+    }
+    let vector = info & VECTOR;
+    unless(info & 0x7fff_f000 != 0, "a reserved bit of the injected event is set")?;
+    match info & TYPE {
+        INTR | SOFT => Ok(()),
+        NMI => unless(vector != 2, "the NMI has another vector"),
+        EXCEPTION | PRIVILEGED_SOFT_EXCEPTION | SOFT_EXCEPTION => {
+            unless(vector > 31, "no exception has this vector")
+        }
+        _ => Err("there are no events of this type"),
+    }
+}

@@ -1,0 +1,209 @@
+//! The model CPU refuses what a real one faults on: for every instruction of the traits that has an
+//! operand, a bad one is planted.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use backend::Gprs;
+use gannet_cpu::{Cpu, Model, SpecCtrl, VmxCpu, VmxSwitch};
+use x86::{
+    Hpa, msr,
+    vmcb::{Vmcb, event as svm_event},
+    vmcs::{event, field},
+};
+use zerocopy::FromZeros;
+
+/// What the model says to it; `None`: it takes it.
+fn refusal(plant: impl FnOnce(&mut Model)) -> Option<String> {
+    let mut model = Model::default();
+    let refused = catch_unwind(AssertUnwindSafe(|| plant(&mut model))).err()?;
+    let literal = refused.downcast_ref::<&str>().map(|said| said.to_string());
+    refused.downcast_ref::<String>().cloned().or(literal)
+}
+
+#[track_caller]
+fn refuses(why: &str, plant: impl FnOnce(&mut Model)) {
+    let said = refusal(plant).expect("the model took it");
+    assert!(said.contains(why), "{said}");
+}
+
+#[track_caller]
+fn takes(what: impl FnOnce(&mut Model)) {
+    assert_eq!(refusal(what), None);
+}
+
+#[test]
+fn debug_registers() {
+    refuses("DR6 has 32 bits", |c| c.set_debug_reg(6, 1 << 40));
+    refuses("DR7 has 32 bits", |c| c.set_debug_reg(7, 1 << 32));
+    refuses("no such register", |c| c.set_debug_reg(4, 0));
+    refuses("no such register", |c| {
+        let _ = c.debug_reg(8);
+    });
+    takes(|c| c.set_debug_reg(3, u64::MAX));
+    takes(|c| c.set_debug_reg(6, 0xffff_4ff0));
+}
+
+#[test]
+fn extended_control_registers() {
+    for (why, value) in [
+        ("x87", 0),
+        ("AVX needs SSE", 0b101),
+        ("MPX", 0b1011),
+        ("AVX-512", 0xe3),
+        ("AVX-512", 0x27),
+        ("AMX", 1 << 18 | 3),
+        ("lacks", 1 << 63 | 3),
+    ] {
+        refuses(why, |c| c.set_xcr0(value));
+    }
+    takes(|c| c.set_xcr0(0xe7));
+}
+
+#[test]
+fn msrs() {
+    const HOLE: u64 = 1 << 47;
+    for index in [
+        msr::LSTAR,
+        msr::CSTAR,
+        msr::FS_BASE,
+        msr::GS_BASE,
+        msr::KERNEL_GS_BASE,
+        msr::SYSENTER_ESP,
+        msr::SYSENTER_EIP,
+    ] {
+        refuses("canonical", |c| c.wrmsr(index, HOLE));
+        takes(|c| c.wrmsr(index, 0xffff_8000_0000_0000));
+    }
+    for (index, value) in [
+        (msr::SYSCALL_MASK, 1 << 32),
+        (msr::TSC_AUX, 1 << 32),
+        (msr::EFER, 1 << 1),
+        (msr::SPEC_CTRL, 1 << 63),
+        (msr::PRED_CMD, 1 << 1),
+        (msr::FLUSH_CMD, 2),
+        (msr::DEBUGCTL, 1 << 3),
+        (msr::PAT, 2),
+        (msr::XSS, 1),
+        (msr::TSC_RATIO, 1 << 40),
+        (msr::VM_HSAVE_PA, 0x1001),
+    ] {
+        refuses("refuses", |c| c.wrmsr(index, value));
+    }
+    refuses("no such MSR", |c| c.wrmsr(0x1234_5678, 0));
+    refuses("no such MSR", |c| {
+        let _ = c.rdmsr(0x1234_5678);
+    });
+    refuses("only be written", |c| {
+        let _ = c.rdmsr(msr::PRED_CMD);
+    });
+    refuses("locked", |c| {
+        c.limits.feature_control_locked = true;
+        c.wrmsr(msr::FEATURE_CONTROL, 5);
+    });
+}
+
+#[test]
+fn pages() {
+    for at in [Hpa(0x1008), Hpa(1 << 52)] {
+        refuses("address", |c| c.vmload(at));
+        refuses("address", |c| c.vmsave(at));
+        refuses("address", |c| {
+            let _ = c.vmxon(at);
+        });
+        refuses("address", |c| c.vmptrld(at));
+        refuses("address", |c| c.vmclear(at));
+    }
+}
+
+#[test]
+fn flags() {
+    refuses("STI", |c| c.sti());
+    refuses("GIF", |c| {
+        let mut block = a_block();
+        c.vmrun(&mut block, Hpa(0x1000), &mut Gprs::default(), SpecCtrl::default());
+    });
+}
+
+fn a_block() -> Box<Vmcb> {
+    let mut block = Box::new(Vmcb::new_zeroed());
+    block.save.efer = 1 << 12;
+    block.control.asid = 1;
+    block.control.intercepts[4] = 1;
+    block
+}
+
+fn vmrun(change: impl FnOnce(&mut Vmcb, &mut SpecCtrl)) -> impl FnOnce(&mut Model) {
+    |c| {
+        let (mut block, mut spec) = (a_block(), SpecCtrl::default());
+        change(&mut block, &mut spec);
+        c.clgi();
+        c.then(|_, _| ());
+        c.vmrun(&mut block, Hpa(0x1000), &mut Gprs::default(), spec);
+    }
+}
+
+#[test]
+fn the_control_block() {
+    takes(vmrun(|_, _| ()));
+    refuses("DR6", vmrun(|b, _| b.save.dr6 = 1 << 40));
+    refuses("DR7", vmrun(|b, _| b.save.dr7 = 1 << 40));
+    refuses("CR0", vmrun(|b, _| b.save.cr0 = 1 << 40));
+    refuses("CR0", vmrun(|b, _| b.save.cr0 = 1 << 29));
+    refuses("CR4", vmrun(|b, _| b.save.cr4 = 1 << 63));
+    refuses("EFER", vmrun(|b, _| b.save.efer |= 2));
+    refuses("SVME", vmrun(|b, _| b.save.efer = 0));
+    refuses("ASID", vmrun(|b, _| b.control.asid = 0));
+    refuses("VMRUN is not", vmrun(|b, _| b.control.intercepts[4] = 0));
+    refuses("memory type", vmrun(|b, _| (b.control.nested_ctl, b.save.g_pat) = (1, 2)));
+    let nmi_as_exception = svm_event::VALID | svm_event::EXCEPTION | 2;
+    refuses("vector", vmrun(|b, _| b.control.event_inj = nmi_as_exception));
+    refuses("SPEC_CTRL", vmrun(|_, s| s.guest = 1 << 60));
+}
+
+fn vmx_entry(encoding: u32, value: u64) -> impl FnOnce(&mut Model) {
+    move |c| {
+        c.vmptrld(Hpa(0x1000));
+        c.vmwrite(encoding, value);
+        c.vmx.then(|_, _| ());
+        c.vmx_enter(&mut Gprs::default(), &mut VmxSwitch::default());
+    }
+}
+
+#[test]
+fn the_fields_of_a_vmcs() {
+    takes(vmx_entry(field::GUEST_DR7.encoding(), 0x402));
+    for (encoding, value) in [
+        (field::GUEST_DR7.encoding(), 1 << 32),
+        (field::GUEST_CR0.encoding(), 1 << 32),
+        (field::GUEST_CR4.encoding(), 1 << 63),
+        (field::HOST_CR4.encoding(), 1 << 63),
+        (field::GUEST_EFER.encoding(), 2),
+        (field::HOST_EFER.encoding(), 2),
+        (field::GUEST_PAT.encoding(), 2),
+        (field::HOST_PAT.encoding(), 3),
+        (field::HOST_GS_BASE.encoding(), 1 << 47),
+        (field::GUEST_SYSENTER_EIP.encoding(), 1 << 47),
+        (field::GUEST_DEBUGCTL.encoding(), 1 << 3),
+        (field::GUEST_RFLAGS.encoding(), 0),
+        (field::GUEST_RFLAGS.encoding(), 2 | 1 << 40),
+        (field::ENTRY_INTERRUPTION.encoding(), (event::VALID | event::EXCEPTION | 40).into()),
+        (field::ENTRY_INTERRUPTION.encoding(), (event::VALID | event::NMI | 3).into()),
+    ] {
+        refuses("refuses", vmx_entry(encoding, value));
+    }
+    refuses("read-only", vmx_entry(field::EXIT_REASON.encoding(), 0));
+    refuses("not as wide", vmx_entry(field::VPID.encoding(), 1 << 16));
+    refuses("SPEC_CTRL", |c| {
+        c.vmptrld(Hpa(0x1000));
+        let mut switch = VmxSwitch { guest_spec_ctrl: 1 << 60, ..VmxSwitch::default() };
+        c.vmx_enter(&mut Gprs::default(), &mut switch);
+    });
+}
+
+#[test]
+fn invalidations() {
+    refuses("kind", |c| c.invept(3, 0));
+    refuses("kind", |c| c.invvpid(4, 1, 0));
+    refuses("VPID 0", |c| c.invvpid(1, 0, 0));
+    refuses("canonical", |c| c.invvpid(0, 1, 1 << 47));
+}
