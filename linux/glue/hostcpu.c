@@ -9,6 +9,7 @@
 #include <asm/nospec-branch.h>
 #include <asm/ptrace.h>
 #include <asm/segment.h>
+#include <asm/spec-ctrl.h>
 
 #include "gannet.h"
 
@@ -31,6 +32,11 @@ void gnt_restore_debug_regs(void)
 {
 	if (hw_breakpoint_active())
 		hw_breakpoint_restore();
+}
+
+void gnt_guest_ssbd(bool on)
+{
+	x86_virt_spec_ctrl(SPEC_CTRL_SSBD, on);
 }
 
 /* The kernel's handler wants to know what was interrupted: not the kernel. */
