@@ -79,7 +79,7 @@ fn vmx_controls(exits: u64) -> (u32, u32) {
         to_me.send((vmcs.get(field::PROC_CONTROLS), vmcs.get(field::PROC_CONTROLS2))).unwrap();
         rig::vmx::exit(ExitReason::Wbinvd)(vmcs, gprs);
     });
-    rig::vmx::play(&mut v, [look].into_iter());
+    rig::vmx::play(&mut v, [look]);
     from_guest.recv().unwrap()
 }
 
@@ -117,8 +117,7 @@ fn activity_after(change: impl FnOnce(&mut rig::vmx::VmxVcpu)) -> u32 {
         [step(|vmcs, gprs| {
             vmcs.set(field::GUEST_ACTIVITY, 1);
             rig::vmx::exit(ExitReason::ExternalInterrupt)(vmcs, gprs);
-        })]
-        .into_iter(),
+        })],
     );
     change(&mut v);
     let (to_me, from_guest) = std::sync::mpsc::channel();
@@ -126,7 +125,7 @@ fn activity_after(change: impl FnOnce(&mut rig::vmx::VmxVcpu)) -> u32 {
         to_me.send(vmcs.get(field::GUEST_ACTIVITY)).unwrap();
         rig::vmx::exit(ExitReason::Wbinvd)(vmcs, gprs);
     });
-    rig::vmx::play(&mut v, [look].into_iter());
+    rig::vmx::play(&mut v, [look]);
     from_guest.recv().unwrap()
 }
 
