@@ -11,7 +11,7 @@
 //! | MULTI_ADDRESS_SPACE, X86_SMM | 2, 1 | 2, 1 |
 //! | NR_VCPUS, MAX_VCPUS, MAX_VCPU_ID | online CPUs, 1024, 4096 | as the offer says |
 //! | HLT, MP_STATE, VCPU_EVENTS, DEBUGREGS, EXT_CPUID, GET_MSR_FEATURES, SREGS2 | 1 | 1 |
-//! | IMMEDIATE_EXIT, INTERNAL_ERROR_DATA, ENABLE_CAP_VM, CHECK_EXTENSION_VM | 1 | 1 |
+//! | IMMEDIATE_EXIT, INTERNAL_ERROR_DATA, ENABLE_CAP, ENABLE_CAP_VM, CHECK_EXTENSION_VM | 1 | 1 |
 //! | BINARY_STATS_FD | 1 | 1 |
 //! | SYSTEM_EVENT_DATA, X86_ROBUST_SINGLESTEP, USER_NMI, NOP_IO_DELAY, SET_TSS_ADDR | 1 | 1 |
 //! | SET_IDENTITY_MAP_ADDR, SET_BOOT_CPU_ID | 1 | 1 |
@@ -44,7 +44,7 @@
 //! | DIRTY_LOG_RING | 1 or more | 0: later |
 //! | EXIT_HYPERCALL, MEMORY_FAULT_INFO, PRE_FAULT_MEMORY | 1 or more | 0: later |
 //! | NESTED_STATE, HYPERV*, XEN_HVM, ASYNC_PF*, PMU_*, VAPIC, DEVICE_CTRL | mostly 1 | 0 |
-//! | X86_BUS_LOCK_EXIT, X86_NOTIFY_VMEXIT, ENABLE_CAP | mostly 1 | 0 |
+//! | X86_BUS_LOCK_EXIT, X86_NOTIFY_VMEXIT | mostly 1 | 0 |
 
 use crate::uapi::capability::*;
 use crate::uapi::clock::CLOCK_VALID_FLAGS;
@@ -143,6 +143,7 @@ pub fn check_extension(offer: &Offer, capability: u64) -> i32 {
         | CAP_XSAVE
         | CAP_IMMEDIATE_EXIT
         | CAP_INTERNAL_ERROR_DATA
+        | CAP_ENABLE_CAP
         | CAP_ENABLE_CAP_VM
         | CAP_CHECK_EXTENSION_VM
         | CAP_SYSTEM_EVENT_DATA

@@ -32,6 +32,8 @@ tests!("capabilities":
 fn they_are_told() -> Outcome {
     let system = System::open()?;
     for (name, cap) in [
+        // Of a vCPU, which has one to be switched on.
+        ("ENABLE_CAP", KVM_CAP_ENABLE_CAP),
         ("MSR_PLATFORM_INFO", KVM_CAP_MSR_PLATFORM_INFO),
         ("ENFORCE_PV_FEATURE_CPUID", KVM_CAP_ENFORCE_PV_FEATURE_CPUID),
         ("EXIT_ON_EMULATION_FAILURE", KVM_CAP_EXIT_ON_EMULATION_FAILURE),
