@@ -250,6 +250,7 @@ void gnt_clock_exit(void);
 /* hostcpu.c */
 bool gnt_ibpb_on_switch(void);
 u64 gnt_host_spec_ctrl(void);
+void gnt_guest_ssbd(bool on);
 void gnt_restore_debug_regs(void);
 void gnt_machine_check(void);
 bool gnt_uses_ldt(void);

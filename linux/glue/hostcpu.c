@@ -14,6 +14,7 @@
 #include <asm/ptrace.h>
 #include <asm/segment.h>
 #include <asm/vdso/processor.h>
+#include <asm/spec-ctrl.h>
 
 #include "gannet.h"
 
@@ -36,6 +37,11 @@ void gnt_restore_debug_regs(void)
 {
 	if (hw_breakpoint_active())
 		hw_breakpoint_restore();
+}
+
+void gnt_guest_ssbd(bool on)
+{
+	x86_virt_spec_ctrl(SPEC_CTRL_SSBD, on);
 }
 
 /* The kernel's handler wants to know what was interrupted: not the kernel. */

@@ -224,5 +224,10 @@ u64 gnt_mitigation_facts(void)
 #ifdef X86_FEATURE_IBPB_ON_VMEXIT
 	facts |= FACT(30, boot_cpu_has(X86_FEATURE_IBPB_ON_VMEXIT));
 #endif
+	facts |= FACT(31, boot_cpu_has(X86_FEATURE_LS_CFG_SSBD));
+	facts |= FACT(32, boot_cpu_has(X86_FEATURE_LFENCE_RDTSC));
+	facts |= FACT(33, boot_cpu_has_bug(X86_BUG_NULL_SEG));
+	facts |= FACT(34, boot_cpu_has(X86_FEATURE_MWAIT) && !boot_cpu_has_bug(X86_BUG_MONITOR) &&
+			  boot_cpu_has(X86_FEATURE_ARAT));
 	return facts;
 }

@@ -55,6 +55,8 @@ pub enum Exit {
     Rsm,
     /// An intercepted exception.
     Exception(Exception),
+    /// MONITOR or MWAIT, of a guest that is not to stop the CPU.
+    Mwait,
     /// An instruction that this guest does not have: #UD.
     Undefined,
     /// INVLPG, with its linear address where the CPU tells it; `None`: decode.

@@ -97,6 +97,20 @@ pub struct GuestLimits {
     pub invpcid: bool,
 }
 
+/// Exits that a VMM gives up for guests that have their CPUs to themselves
+/// (KVM_CAP_X86_DISABLE_EXITS).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FewerExits {
+    /// MONITOR and MWAIT are the guest's.
+    pub mwait: bool,
+    /// HLT is: the guest's run goes on, without instructions, until an interrupt comes.
+    pub hlt: bool,
+    /// Loops of PAUSE are not left.
+    pub pause: bool,
+    /// The guest reads how long its core was in which C-state.
+    pub cstate: bool,
+}
+
 /// How a guest's addresses are translated, and what of it the run loop wants to see.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Paging {
@@ -338,6 +352,11 @@ pub trait Backend: Send + Sized {
     /// Makes reads or writes of MSRs exit that the hardware would serve; `denied` says which of the
     /// two. After [`set_limits`](Backend::set_limits) anew.
     fn set_msr_filter(&mut self, denied: impl Fn(u32) -> (bool, bool));
+    /// Gives up exits. Once, before the first entry.
+    fn give_up_exits(&mut self, exits: FewerExits);
+    /// The guest runs without speculative store bypass, by its VIRT_SPEC_CTRL. Outside of
+    /// [`load`](Backend::load) and [`unload`](Backend::unload).
+    fn set_virt_ssbd(&mut self, _on: bool) {}
     /// Sets what the guest may do without an exit.
     fn set_limits(&mut self, limits: GuestLimits);
     /// Sets how addresses are translated. Before the first entry, and before the registers are

@@ -249,6 +249,11 @@ impl GuestCpuid {
         self.forget();
     }
 
+    /// Whether the guest is offered MONITOR and MWAIT now.
+    pub fn has_monitor(&self) -> bool {
+        self.dynamic.mwait.unwrap_or(self.has(feature::MONITOR))
+    }
+
     /// HLT does not exit (KVM_CAP_X86_DISABLE_EXITS): PV_UNHALT is then hidden.
     pub fn set_hlt_in_guest(&mut self, on: bool) {
         self.dynamic.hlt_in_guest = on;
@@ -275,9 +280,10 @@ impl GuestCpuid {
         let entries = &self.entries;
         let answer = |leaf, index| find(entries, leaf, index).map_or([0; 4], Entry::answer);
         let at = |leaf, index| position(entries, leaf, index).unwrap_or(NONE);
-        let pv_leaf = kvm_base(entries).map_or(leaf::KVM_FEATURES, |base| base.wrapping_add(1));
+        // Without our signature the leaf is another hypervisor's, or nobody's.
+        let pv_leaf = kvm_base(entries).map(|base| base.wrapping_add(1));
         let words = FeatureWords::read(|leaf, index| match leaf {
-            leaf::KVM_FEATURES => answer(pv_leaf, 0),
+            leaf::KVM_FEATURES => pv_leaf.map_or([0; 4], |leaf| answer(leaf, 0)),
             _ => answer(leaf, index),
         });
         let [_, _, _, xcr0_high] = answer(leaf::XSAVE, 0);
@@ -305,7 +311,7 @@ impl GuestCpuid {
             extended: at(leaf::EXTENDED_FEATURES, 0),
             xsave: at(leaf::XSAVE, 0),
             xsave_compacted: at(leaf::XSAVE, 1),
-            pv: at(pv_leaf, 0),
+            pv: pv_leaf.map_or(NONE, |leaf| at(leaf, 0)),
             host_xsave: host.has(feature::XSAVE),
             host_pku: host.has(feature::PKU),
             mwait: self.dynamic.mwait,

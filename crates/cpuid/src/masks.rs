@@ -15,6 +15,7 @@ pub const PV_FEATURES: u32 = KVM_CLOCKSOURCE.mask()
     | KVM_STEAL_TIME.mask()
     | KVM_PV_EOI.mask()
     | KVM_PV_SEND_IPI.mask()
+    | KVM_POLL_CONTROL.mask()
     | KVM_LAZY_TSC_DEADLINE.mask()
     | KVM_CLOCKSOURCE_STABLE.mask();
 

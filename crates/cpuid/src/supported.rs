@@ -38,6 +38,10 @@ pub struct HostFacts<'a> {
     pub nested_levels: u8,
     /// LFENCE serializes on this host (DE_CFG bit 1, or the CPUID bit).
     pub lfence_serializes: bool,
+    /// A load of a null selector clears the base, whether CPUID says so or not.
+    pub null_selector_clears_base: bool,
+    /// The kernel can switch off speculative store bypass by a register of the model's own (AMD).
+    pub ls_cfg_ssbd: bool,
     /// Features that the backend cannot honour or that the host's kernel switched off.
     pub withheld: &'a [Feature],
     /// Paravirtual features to offer, a subset of [`PV_FEATURES`].
@@ -54,6 +58,8 @@ impl Default for HostFacts<'_> {
             xss: 0,
             nested_levels: 4,
             lfence_serializes: false,
+            null_selector_clears_base: false,
+            ls_cfg_ssbd: false,
             withheld: &[],
             pv_features: PV_FEATURES,
             xstate_cache: true,
@@ -90,7 +96,12 @@ impl Supported {
         if facts.lfence_serializes {
             host.add(feature::LFENCE_RDTSC);
         }
-        let words = offered(&host, xcr0, facts);
+        if facts.null_selector_clears_base {
+            host.add(feature::NULL_SEL_CLR_BASE);
+        }
+        let mut words = offered(&host, xcr0, facts);
+        let ssbd = facts.ls_cfg_ssbd || host.has(feature::AMD_SSBD);
+        words.set(feature::VIRT_SSBD, vendor.is_amd_like() && ssbd);
         let xss = if words.has(feature::XSAVES) { facts.xss } else { 0 };
         let uncached = !facts.xstate_cache;
         let mut table = Self { uncached, entries: Vec::new(), words, layout, xcr0, xss, vendor };
@@ -175,7 +186,8 @@ impl Supported {
         let mut last = bounds.extended;
         // LFENCE and null-selector behaviour are told in a leaf that old parts do not have; it is
         // synthesized where the cache topology is there, so that nothing in between is a surprise.
-        if last >= leaf::AMD_CACHE && self.has(feature::LFENCE_RDTSC) {
+        let told = self.has(feature::LFENCE_RDTSC) || self.has(feature::NULL_SEL_CLR_BASE);
+        if last >= leaf::AMD_CACHE && told {
             last = last.max(leaf::EXTENDED_21);
         }
         if last >= leaf::EXTENDED {
@@ -306,7 +318,8 @@ impl Supported {
             }
             leaf::TLB_1G => [eax, ebx, 0, 0],
             leaf::PERFORMANCE => [eax & 7, 0, 0, 0],
-            leaf::AMD_CACHE if self.has(feature::TOPOEXT) => return self.caches(leaf, cpuid),
+            // Whoever finds the leaf among ours reads its subleaves, TOPOEXT or not.
+            leaf::AMD_CACHE => return self.caches(leaf, cpuid),
             leaf::EXTENDED_21 => [self.word(leaf, 0, Reg::Eax), 0, 0, 0],
             // The name (the VMM chooses it), SVM (not nested), topology, encryption, the PMU.
             _ => [0; 4],

@@ -167,13 +167,27 @@ fn monitor_and_unhalt_follow_their_switches() {
     let mut guest = GuestCpuid::new(host);
     guest.set(&entries, host, false).expect("accepted");
     assert!(!feature::MONITOR.is_in(&guest.lookup(1, 0, &RUNNING)));
+    assert!(!guest.has_monitor());
     guest.set_mwait(Some(true));
+    assert!(guest.has_monitor());
     assert!(feature::MONITOR.is_in(&guest.lookup(1, 0, &RUNNING)));
     guest.set_mwait(Some(false));
     assert!(!feature::MONITOR.is_in(&guest.lookup(1, 0, &RUNNING)));
     assert!(feature::KVM_PV_UNHALT.is_in(&guest.lookup(0x4000_0001, 0, &RUNNING)));
     guest.set_hlt_in_guest(true);
     assert!(!feature::KVM_PV_UNHALT.is_in(&guest.lookup(0x4000_0001, 0, &RUNNING)));
+}
+
+#[test]
+fn another_hypervisors_leaf_names_no_features_of_ours() {
+    let host = supported_amd();
+    let mut entries = host.entries().to_vec();
+    for e in entries.iter_mut().filter(|e| e.leaf == 0x4000_0000) {
+        e.ebx = 0x7263_694d;
+    }
+    let mut guest = GuestCpuid::new(host);
+    guest.set(&entries, host, false).expect("accepted");
+    assert!(!guest.has(feature::KVM_STEAL_TIME) && !guest.has(feature::KVM_CLOCKSOURCE));
 }
 
 #[test]

@@ -66,6 +66,60 @@ fn the_vendors_name_speculation_control_for_each_other() {
 }
 
 #[test]
+fn virtual_ssbd_is_offered_where_the_host_can_do_it() {
+    let bits = |ls_cfg_ssbd, amd_ssbd: u32| {
+        let host = move |leaf, subleaf| match leaf {
+            0x8000_0008 => amd(leaf, subleaf).map(|word| word & !(1 << 24)).zip_ebx(amd_ssbd),
+            _ => amd(leaf, subleaf),
+        };
+        let facts = HostFacts { ls_cfg_ssbd, ..HostFacts::default() };
+        Supported::read(host, &facts).expect("a table").has(feature::VIRT_SSBD)
+    };
+    assert!(!bits(false, 0) && bits(true, 0) && bits(false, 1 << 24));
+    let facts = HostFacts { ls_cfg_ssbd: true, ..HostFacts::default() };
+    assert!(!Supported::read(intel, &facts).expect("a table").has(feature::VIRT_SSBD));
+}
+
+trait ZipEbx {
+    fn zip_ebx(self, bits: u32) -> Self;
+}
+
+impl ZipEbx for [u32; 4] {
+    fn zip_ebx(self, bits: u32) -> Self {
+        let [eax, ebx, ecx, edx] = self;
+        [eax, ebx | bits, ecx, edx]
+    }
+}
+
+#[test]
+fn the_leaf_of_lfence_is_made_up_where_the_host_has_the_one_of_caches() {
+    // A part whose leaves end with the topology, and one whose leaves end before its caches.
+    for (last, told) in [(0x8000_001e, true), (0x8000_001c, false)] {
+        let host = move |leaf, subleaf| match leaf {
+            0x8000_0000 => [last, 0, 0, 0],
+            _ => amd(leaf, subleaf),
+        };
+        for (lfence, null) in [(true, false), (false, true), (false, false)] {
+            let facts = HostFacts {
+                lfence_serializes: lfence,
+                null_selector_clears_base: null,
+                ..HostFacts::default()
+            };
+            let table = Supported::read(host, &facts).expect("a table");
+            let end = if told && (lfence || null) { 0x8000_0021 } else { last };
+            assert_eq!(entry(table.entries(), 0x8000_0000, 0).eax, end);
+            for leaf in 0x8000_0000..=end {
+                assert!(table.entries().iter().any(|e| e.leaf == leaf), "{leaf:#x}");
+            }
+            if end == 0x8000_0021 {
+                let eax = entry(table.entries(), end, 0).eax;
+                assert_eq!((eax & 4 != 0, eax & 1 << 6 != 0), (lfence, null));
+            }
+        }
+    }
+}
+
+#[test]
 fn kvm_signs_its_leaf_and_offers_only_what_is_served() {
     let table = supported_amd();
     let signature = entry(table.entries(), 0x4000_0000, 0);
@@ -206,6 +260,8 @@ proptest! {
         xss: u64,
         nested_levels: u8,
         lfence_serializes: bool,
+        null_selector_clears_base: bool,
+        ls_cfg_ssbd: bool,
         pv_features: u32,
         xstate_cache: bool,
     ) {
@@ -214,7 +270,8 @@ proptest! {
             seed.map(|word| word.rotate_left(mix >> 27) ^ mix)
         };
         let facts = HostFacts {
-            xcr0, xss, nested_levels, lfence_serializes, pv_features, withheld: &[],
+            xcr0, xss, nested_levels, lfence_serializes, null_selector_clears_base, ls_cfg_ssbd,
+            pv_features, withheld: &[],
             xstate_cache,
         };
         let table = Supported::read(host, &facts).expect("a table");

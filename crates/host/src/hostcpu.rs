@@ -21,6 +21,7 @@ mod port {
         pub fn gnt_svm_off();
         pub fn gnt_watch_user_return() -> bool;
         pub fn gnt_host_tables(out: *mut super::HostTables);
+        pub fn gnt_guest_ssbd(on: bool);
     }
 }
 
@@ -68,6 +69,9 @@ mod port {
         crate::std_port::test::watch_user_return()
     }
     pub unsafe fn gnt_host_tables(_: *mut super::HostTables) {}
+    pub unsafe fn gnt_guest_ssbd(on: bool) {
+        crate::std_port::test::guest_ssbd(on);
+    }
 }
 
 /// Whether this kernel wants an IBPB when another vCPU ran last on a CPU.
@@ -143,6 +147,14 @@ pub fn guest_split_lock(rip: u64) -> bool {
 pub fn machine_check() {
     // SAFETY: the kernel's own handler, on the CPU where the machine check was raised.
     unsafe { port::gnt_machine_check() }
+}
+
+/// A guest that wants no speculative store bypass is about to run on this CPU, or has run: does what
+/// this CPU has for it, if that is not SPEC_CTRL, and gives the thread back what it had. Interrupts
+/// are off.
+pub fn guest_ssbd(on: bool) {
+    // SAFETY: the kernel's own routine, called around a run of the guest as stock KVM does.
+    unsafe { port::gnt_guest_ssbd(on) }
 }
 
 /// Whether the current process has a local descriptor table, which another of its threads may

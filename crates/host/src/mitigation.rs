@@ -93,6 +93,10 @@ facts! {
     VERW_VM = 28, "The kernel has VERW clear the CPU's buffers before VMRUN.";
     UNRET = 29, "Return predictions are untrained at every entry into the kernel (AMD).";
     IBPB_ON_VMEXIT = 30, "An IBPB after a VM exit (AMD).";
+    LS_CFG_SSBD = 31, "The kernel switches speculative store bypass by LS_CFG (AMD).";
+    LFENCE_SERIALIZES = 32, "LFENCE serializes.";
+    NULL_SELECTOR_KEEPS_BASE = 33, "Loading a null selector leaves the base as it was (AMD).";
+    MWAIT = 34, "MWAIT can be given to guests: it works, and the APIC timer goes on in C-states.";
 }
 
 impl Facts {

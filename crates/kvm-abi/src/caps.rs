@@ -11,7 +11,7 @@
 //! | MULTI_ADDRESS_SPACE, X86_SMM | 2, 1 | 2, 1 |
 //! | NR_VCPUS, MAX_VCPUS, MAX_VCPU_ID | online CPUs, 1024, 4096 | as the offer says |
 //! | HLT, MP_STATE, VCPU_EVENTS, DEBUGREGS, EXT_CPUID, GET_MSR_FEATURES, SREGS2 | 1 | 1 |
-//! | IMMEDIATE_EXIT, INTERNAL_ERROR_DATA, ENABLE_CAP_VM, CHECK_EXTENSION_VM | 1 | 1 |
+//! | IMMEDIATE_EXIT, INTERNAL_ERROR_DATA, ENABLE_CAP, ENABLE_CAP_VM, CHECK_EXTENSION_VM | 1 | 1 |
 //! | BINARY_STATS_FD | 1 | 1 |
 //! | SYSTEM_EVENT_DATA, X86_ROBUST_SINGLESTEP, USER_NMI, NOP_IO_DELAY, SET_TSS_ADDR | 1 | 1 |
 //! | SET_IDENTITY_MAP_ADDR, SET_BOOT_CPU_ID | 1 | 1 |
@@ -32,7 +32,8 @@
 //! | DISABLE_QUIRKS, DISABLE_QUIRKS2 | 1, mask | 1, mask of the offer |
 //! | X86_DISABLE_EXITS | mask | mask of the offer |
 //! | SET_GUEST_DEBUG, SET_GUEST_DEBUG2 | 1, 0x1f0003 | by the mask of the offer |
-//! | EXCEPTION_PAYLOAD, X86_TRIPLE_FAULT_EVENT, MSR_PLATFORM_INFO | 1 | as the offer says |
+//! | EXCEPTION_PAYLOAD, X86_TRIPLE_FAULT_EVENT | 1 | as the offer says |
+//! | MSR_PLATFORM_INFO, ENFORCE_PV_FEATURE_CPUID, EXIT_ON_EMULATION_FAILURE | 1 | 1 |
 //! | MANUAL_DIRTY_LOG_PROTECT2 | 3 | mask of the offer |
 //! | SYS_ATTRIBUTES | 1 | 1 |
 //! | VCPU_ATTRIBUTES | 1 | as the offer says |
@@ -43,7 +44,7 @@
 //! | DIRTY_LOG_RING | 1 or more | 0: later |
 //! | EXIT_HYPERCALL, MEMORY_FAULT_INFO, PRE_FAULT_MEMORY | 1 or more | 0: later |
 //! | NESTED_STATE, HYPERV*, XEN_HVM, ASYNC_PF*, PMU_*, VAPIC, DEVICE_CTRL | mostly 1 | 0 |
-//! | X86_BUS_LOCK_EXIT, X86_NOTIFY_VMEXIT, ENABLE_CAP | mostly 1 | 0 |
+//! | X86_BUS_LOCK_EXIT, X86_NOTIFY_VMEXIT | mostly 1 | 0 |
 
 use crate::uapi::capability::*;
 use crate::uapi::clock::CLOCK_VALID_FLAGS;
@@ -97,8 +98,6 @@ pub struct Offer {
     pub exception_payload: bool,
     /// A pending triple fault can be saved.
     pub triple_fault_event: bool,
-    /// The guest's reads of MSR_PLATFORM_INFO can be refused.
-    pub msr_platform_info: bool,
     /// Bits of KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.
     pub manual_dirty_log: u64,
     /// The TSC offset of a vCPU can be read and set.
@@ -144,6 +143,7 @@ pub fn check_extension(offer: &Offer, capability: u64) -> i32 {
         | CAP_XSAVE
         | CAP_IMMEDIATE_EXIT
         | CAP_INTERNAL_ERROR_DATA
+        | CAP_ENABLE_CAP
         | CAP_ENABLE_CAP_VM
         | CAP_CHECK_EXTENSION_VM
         | CAP_SYSTEM_EVENT_DATA
@@ -158,6 +158,9 @@ pub fn check_extension(offer: &Offer, capability: u64) -> i32 {
         | CAP_X86_SMM
         | CAP_X86_USER_SPACE_MSR
         | CAP_X86_MSR_FILTER
+        | CAP_MSR_PLATFORM_INFO
+        | CAP_ENFORCE_PV_FEATURE_CPUID
+        | CAP_EXIT_ON_EMULATION_FAILURE
         | CAP_VM_TYPES => 1,
         CAP_XCRS => offer.xsave.into(),
         CAP_XSAVE2 => offer.xsave_bytes.max(4096),
@@ -196,7 +199,6 @@ pub fn check_extension(offer: &Offer, capability: u64) -> i32 {
         CAP_SET_GUEST_DEBUG2 => offer.guest_debug,
         CAP_EXCEPTION_PAYLOAD => offer.exception_payload.into(),
         CAP_X86_TRIPLE_FAULT_EVENT => offer.triple_fault_event.into(),
-        CAP_MSR_PLATFORM_INFO => offer.msr_platform_info.into(),
         CAP_MANUAL_DIRTY_LOG_PROTECT2 => offer.manual_dirty_log as u32,
         CAP_VCPU_ATTRIBUTES => offer.tsc_offset.into(),
         CAP_SMALLER_MAXPHYADDR => offer.smaller_maxphyaddr.into(),
@@ -239,7 +241,6 @@ mod tests {
         guest_debug: 0,
         exception_payload: false,
         triple_fault_event: false,
-        msr_platform_info: false,
         manual_dirty_log: 0,
         tsc_offset: false,
         emulated_cpuid: false,

@@ -19,6 +19,8 @@ pub enum Class {
     Pv,
     /// Kept by [`crate::MsrStore`].
     Store,
+    /// Kept by [`crate::MsrStore`] too; a write takes effect where the kernel can be called.
+    Outside,
     /// Nobody's: refused.
     Unknown,
 }
@@ -42,7 +44,7 @@ pub fn classify(index: u32) -> Class {
 fn classify_rare(index: u32) -> Class {
     match index {
         // Machine checks.
-        P5_MC_ADDR | P5_MC_TYPE | MCG_CAP | MCG_STATUS | MCG_CTL => Class::Store,
+        P5_MC_ADDR | P5_MC_TYPE | MCG_CAP | MCG_STATUS | MCG_CTL | MCG_EXT_CTL => Class::Store,
         MC0_CTL2..=0x29f | MC0_CTL..=0x47f => Class::Store,
         // Memory types.
         MTRR_CAP
@@ -100,6 +102,7 @@ fn classify_rare(index: u32) -> Class {
         | TW_CFG
         | BU_CFG2
         | F15H_EX_CFG => Class::Store,
+        VIRT_SPEC_CTRL => Class::Outside,
         _ => Class::Unknown,
     }
 }

@@ -31,6 +31,8 @@ pub struct GuestFacts {
     pub pdcm: bool,
     /// OSVW_ID_LENGTH and OSVW_STATUS exist.
     pub osvw: bool,
+    /// VIRT_SPEC_CTRL exists.
+    pub virt_ssbd: bool,
     /// SSE3, without which MISC_ENABLE's MONITOR bit must not change.
     pub sse3: bool,
 }
@@ -60,6 +62,7 @@ impl GuestFacts {
             arch_capabilities: guest(feature::ARCH_CAPABILITIES),
             pdcm: guest(feature::PDCM),
             osvw: guest(feature::OSVW),
+            virt_ssbd: guest(feature::VIRT_SSBD),
             sse3: guest(feature::SSE3),
         }
     }
@@ -111,7 +114,7 @@ fn pred_cmd_bits(has: &impl Fn(Feature) -> bool) -> u8 {
 pub struct HostMsrs {
     /// AMD or Hygon.
     pub amd: bool,
-    /// ARCH_CAPABILITIES for guests, see [`HostMsrs::offered_arch_capabilities`].
+    /// ARCH_CAPABILITIES for guests, see [`HostMsrs::offered_by_flaws`].
     pub arch_capabilities: u64,
     /// The host's own UCODE_REV.
     pub ucode_rev: u64,
@@ -168,25 +171,7 @@ const PASSED: u64 = {
 };
 
 impl HostMsrs {
-    /// ARCH_CAPABILITIES to offer on a host whose own value is `host` (0 where it has none).
-    /// `meltdown`, `ssb` and `mds` say whether the host's CPU is vulnerable; AMD parts are to
-    /// none but the second, and have no such MSR.
-    pub const fn offered_arch_capabilities(host: u64, meltdown: bool, ssb: bool, mds: bool) -> u64 {
-        use arch_capabilities as cap;
-        let mut value = host & PASSED | cap::PSCHANGE_MC_NO;
-        if !meltdown {
-            value |= cap::RDCL_NO | cap::SKIP_L1DFL_VMENTRY;
-        }
-        if !ssb {
-            value |= cap::SSB_NO;
-        }
-        if !mds {
-            value |= cap::MDS_NO;
-        }
-        value
-    }
-
-    /// ARCH_CAPABILITIES to offer on an Intel host whose own value is `host` (0 where it has none).
+    /// ARCH_CAPABILITIES to offer on a host whose own value is `host` (0 where it has none, as on AMD).
     /// Page-size changes cannot stop the machine (this hypervisor sees to it), and where it flushes
     /// the L1 data cache a hypervisor in the guest need not.
     pub const fn offered_by_flaws(host: u64, flaws: Flaws) -> u64 {

@@ -5,13 +5,13 @@
 //! | SYSENTER_*, STAR, LSTAR, CSTAR, SYSCALL_MASK, KERNEL_GS_BASE | no other ioctl carries them |
 //! | TSC, TSC_ADJUST, TSC_DEADLINE, TSC_AUX, TSC_RATIO | the guest's time |
 //! | PAT, MTRR_* | memory types |
-//! | SPEC_CTRL, ARCH_CAPABILITIES, UCODE_REV | what the guest knows of speculation flaws |
+//! | SPEC_CTRL, VIRT_SPEC_CTRL, ARCH_CAPABILITIES, UCODE_REV | what the guest knows of speculation flaws |
 //! | XSS, DEBUGCTL, MISC_ENABLE, MISC_FEATURES_ENABLES, PLATFORM_INFO, POWER_CTL, PERF_CAPABILITIES | settings |
 //! | MCG_STATUS, MCG_CTL | machine checks; the banks come with KVM_X86_SETUP_MCE and are read by number |
 //! | SMBASE, SMI_COUNT | system-management mode |
 //! | HWCR, VM_HSAVE_PA | AMD |
 //! | FEATURE_CONTROL | Intel: local machine checks |
-//! | KVM_* | the paravirtual clock, steal time, end of interrupt and lazy TSC deadline |
+//! | KVM_* | the paravirtual clock, steal time, end of interrupt, halt polling and lazy TSC deadline |
 //!
 //! EFER, FS_BASE, GS_BASE and APIC_BASE travel with KVM_GET_SREGS, the x2APIC registers with
 //! KVM_GET_LAPIC.
@@ -35,6 +35,7 @@ pub const SAVED: &[u32] = &[
     VM_HSAVE_PA,
     TSC_AUX,
     SPEC_CTRL,
+    VIRT_SPEC_CTRL,
     XSS,
     DEBUGCTL,
     KVM_WALL_CLOCK,
@@ -43,6 +44,7 @@ pub const SAVED: &[u32] = &[
     KVM_SYSTEM_TIME_NEW,
     KVM_STEAL_TIME,
     KVM_PV_EOI_EN,
+    KVM_POLL_CONTROL,
     KVM_LAZY_TSC_DEADLINE,
     TSC_ADJUST,
     TSC_DEADLINE,
@@ -100,7 +102,7 @@ pub fn saved(host: &HostMsrs) -> impl Iterator<Item = u32> + use<> {
         SPEC_CTRL => host.spec_ctrl,
         TSC_AUX => host.tsc_aux,
         KVM_LAZY_TSC_DEADLINE => host.lazy_deadline,
-        VM_HSAVE_PA | TSC_RATIO => host.amd,
+        VM_HSAVE_PA | TSC_RATIO | VIRT_SPEC_CTRL => host.amd,
         FEATURE_CONTROL => !host.amd,
         _ => true,
     })

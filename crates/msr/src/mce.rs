@@ -14,6 +14,8 @@ const REGISTERS: usize = 4;
 /// MCG_CAP bits that a VMM may set beside the number of banks and the extended-register count
 /// (KVM_X86_GET_MCE_CAP_SUPPORTED answers this and [`MAX_BANKS`]).
 const SUPPORTED_CAP: u64 = mce::CAP_CTL | mce::CAP_SER;
+/// And those that Intel's CPUs have.
+const INTEL_CAP: u64 = mce::CAP_CMCI | mce::CAP_LMCE;
 
 /// A machine check that a VMM injects (KVM_X86_SET_MCE).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -35,6 +37,8 @@ pub struct McReport {
 pub enum McVerdict {
     /// Logged, or reporting is switched off.
     Logged,
+    /// Logged, and the local APIC is to tell of it by its LVT_CMCI.
+    Interrupt,
     /// #MC is to be delivered.
     Raise,
     /// A second one while the first is handled, or CR4.MCE is clear: shutdown.
@@ -43,9 +47,11 @@ pub enum McVerdict {
 
 #[derive(Clone, Debug)]
 pub(crate) struct MachineChecks {
+    intel: bool,
     cap: u64,
     status: u64,
     ctl: u64,
+    ext_ctl: u64,
     /// Four registers per bank, then one CTL2 per bank.
     banks: Vec<[u64; REGISTERS + 1]>,
 }
@@ -57,15 +63,35 @@ const fn bank_of(index: u32) -> (usize, usize) {
 }
 
 impl MachineChecks {
-    pub(crate) fn new() -> Result<Self, NoMemory> {
+    pub(crate) fn new(intel: bool) -> Result<Self, NoMemory> {
         let mut banks = Vec::new();
         banks.try_reserve_exact(MAX_BANKS).map_err(|_| NoMemory)?;
         banks.resize(MAX_BANKS, [0; REGISTERS + 1]);
-        Ok(Self { cap: MAX_BANKS as u64, status: 0, ctl: 0, banks })
+        Ok(Self { intel, cap: MAX_BANKS as u64, status: 0, ctl: 0, ext_ctl: 0, banks })
     }
 
-    pub(crate) const fn supported() -> u64 {
-        SUPPORTED_CAP | MAX_BANKS as u64
+    pub(crate) const fn supported(intel: bool) -> u64 {
+        SUPPORTED_CAP | if intel { INTEL_CAP } else { 0 } | MAX_BANKS as u64
+    }
+
+    pub(crate) fn has_cmci(&self) -> bool {
+        self.cap & mce::CAP_CMCI != 0
+    }
+
+    pub(crate) fn has_local(&self) -> bool {
+        self.cap & mce::CAP_LMCE != 0
+    }
+
+    pub(crate) fn ext_ctl(&self) -> u64 {
+        self.ext_ctl
+    }
+
+    pub(crate) fn set_ext_ctl(&mut self, value: u64) -> Result<(), Refused> {
+        if value & !mce::EXT_CTL_LMCE != 0 {
+            return Err(Refused);
+        }
+        self.ext_ctl = value;
+        Ok(())
     }
 
     fn count(&self) -> usize {
@@ -75,7 +101,10 @@ impl MachineChecks {
     /// KVM_X86_SETUP_MCE.
     pub(crate) fn set_up(&mut self, cap: u64) -> Result<(), Refused> {
         let count = (cap & mce::CAP_BANKS) as usize;
-        if count == 0 || count > MAX_BANKS || cap & !(SUPPORTED_CAP | 0xff | 0x00ff_0000) != 0 {
+        if count == 0
+            || count > MAX_BANKS
+            || cap & !(Self::supported(self.intel) | 0xff | 0x00ff_0000) != 0
+        {
             return Err(Refused);
         }
         self.cap = cap;
@@ -178,7 +207,18 @@ impl MachineChecks {
         if report.status & mce::BANK_VALID == 0 {
             return Err(Refused);
         }
-        let [ctl, status, address, misc, _] = bank;
+        let [ctl, status, address, misc, ctl2] = bank;
+        if report.mcg_status == 0
+            && report.status & mce::BANK_UC != 0
+            && report.status & mce::BANK_PCC_S_AR == 0
+        {
+            // Nobody has to act on it, so no #MC: it is logged over what was there, and told of as
+            // corrected errors are, where the guest asked for that.
+            (*status, *address, *misc) = (report.status, report.address, report.misc);
+            self.status = 0;
+            let told = self.cap & mce::CAP_CMCI != 0 && *ctl2 & mce::CTL2_CMCI_ENABLE != 0;
+            return Ok(if told { McVerdict::Interrupt } else { McVerdict::Logged });
+        }
         let occupied = *status & mce::BANK_VALID != 0;
         let overflow = if occupied { mce::BANK_OVERFLOW } else { 0 };
         let mut log = |status: &mut u64| {

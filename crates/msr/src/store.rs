@@ -29,6 +29,11 @@ pub enum Effect {
         /// MONITOR is to be offered.
         on: bool,
     },
+    /// VIRT_SPEC_CTRL was written: whether the guest runs without speculative store bypass.
+    VirtSsbd {
+        /// It does.
+        on: bool,
+    },
     /// CPUID faulting was switched: with it on, CPUID outside CPL 0 raises #GP.
     CpuidFaulting {
         /// The new state.
@@ -66,7 +71,7 @@ pub struct MsrStore {
     vm_hsave_pa: u64,
     osvw_length: u64,
     osvw_status: u64,
-    guest_reads_platform_info: bool,
+    virt_spec_ctrl: u64,
     mtrrs: Mtrrs,
     machine_checks: MachineChecks,
 }
@@ -80,7 +85,8 @@ impl MsrStore {
             hwcr: 0,
             arch_capabilities: host.arch_capabilities,
             ucode_rev: if host.amd { UCODE_REV_AMD } else { UCODE_REV_INTEL },
-            platform_info: 0,
+            // It is emulated in software, so every guest has it.
+            platform_info: cpuid_faulting::PLATFORM_INFO,
             misc_features: 0,
             feature_control: 0,
             power_ctl: 0,
@@ -94,9 +100,9 @@ impl MsrStore {
             // Three known workarounds, none of which a guest has to apply.
             osvw_length: 3,
             osvw_status: 0,
-            guest_reads_platform_info: true,
+            virt_spec_ctrl: 0,
             mtrrs: Mtrrs::default(),
-            machine_checks: MachineChecks::new()?,
+            machine_checks: MachineChecks::new(!host.amd)?,
         })
     }
 
@@ -128,7 +134,14 @@ impl MsrStore {
             UCODE_REV => Ok(self.ucode_rev),
             ARCH_CAPABILITIES => when(from_host || facts.arch_capabilities, self.arch_capabilities),
             PERF_CAPABILITIES => when(from_host || facts.pdcm, 0),
-            PLATFORM_INFO => when(from_host || self.guest_reads_platform_info, self.platform_info),
+            PLATFORM_INFO => Ok(self.platform_info),
+            VIRT_SPEC_CTRL => {
+                when(self.host_amd && (from_host || facts.virt_ssbd), self.virt_spec_ctrl)
+            }
+            MCG_EXT_CTL => {
+                let exists = from_host || self.feature_control & feature_control::LMCE != 0;
+                when(!self.host_amd && exists, self.machine_checks.ext_ctl())
+            }
             MISC_FEATURES_ENABLES => Ok(self.misc_features),
             FEATURE_CONTROL => when(!facts.amd, self.feature_control),
             POWER_CTL => Ok(self.power_ctl),
@@ -195,6 +208,8 @@ impl MsrStore {
         facts: &GuestFacts,
     ) -> Result<Effect, Refused> {
         match self.write_known(index, value, from_host, facts) {
+            // It exists in any case; what refuses zero then is CPUID faulting that is on.
+            Err(Refused) if index == PLATFORM_INFO => Err(Refused),
             // KVM lets a VMM restore zero to whatever the list names.
             Err(Refused) if from_host && value == 0 && lists::SAVED.contains(&index) => {
                 Ok(Effect::None)
@@ -259,6 +274,17 @@ impl MsrStore {
                 self.arch_capabilities = value;
             }
             PERF_CAPABILITIES => require(from_host && value == 0)?,
+            VIRT_SPEC_CTRL => {
+                require(self.host_amd && (from_host || facts.virt_ssbd))?;
+                require(value & !spec_ctrl::SSBD == 0)?;
+                self.virt_spec_ctrl = value;
+                return Ok(Effect::VirtSsbd { on: value != 0 });
+            }
+            MCG_EXT_CTL => {
+                let exists = from_host || self.feature_control & feature_control::LMCE != 0;
+                require(!self.host_amd && exists)?;
+                self.machine_checks.set_ext_ctl(value)?;
+            }
             PLATFORM_INFO => {
                 let drops_faulting = value & cpuid_faulting::PLATFORM_INFO == 0
                     && self.misc_features & cpuid_faulting::ENABLE != 0;
@@ -267,7 +293,13 @@ impl MsrStore {
             }
             FEATURE_CONTROL => {
                 let locked = self.feature_control & feature_control::LOCK != 0;
-                let known = feature_control::LOCK | feature_control::LMCE;
+                let known = match from_host {
+                    true => feature_control::KNOWN,
+                    false if self.machine_checks.has_local() => {
+                        feature_control::LOCK | feature_control::LMCE
+                    }
+                    false => feature_control::LOCK,
+                };
                 require(!facts.amd && (from_host || !locked) && value & !known == 0)?;
                 self.feature_control = value;
             }
@@ -406,15 +438,20 @@ impl MsrStore {
         self.smi_count = self.smi_count.wrapping_add(1);
     }
 
-    /// KVM_CAP_MSR_PLATFORM_INFO: whether the guest may read PLATFORM_INFO. It may until told
-    /// otherwise.
-    pub fn set_platform_info_readable(&mut self, on: bool) {
-        self.guest_reads_platform_info = on;
+    /// Whether MISC_ENABLE shows MONITOR and MWAIT.
+    pub fn offers_mwait(&self) -> bool {
+        self.misc_enable & misc_enable::MWAIT != 0
     }
 
-    /// KVM_X86_GET_MCE_CAP_SUPPORTED: MCG_CAP with every bit that may be set.
-    pub const fn supported_mcg_cap() -> u64 {
-        MachineChecks::supported()
+    /// KVM_X86_GET_MCE_CAP_SUPPORTED: MCG_CAP with every bit that may be set, on Intel CPUs or
+    /// others.
+    pub const fn supported_mcg_cap(intel: bool) -> u64 {
+        MachineChecks::supported(intel)
+    }
+
+    /// Whether MCG_CAP tells of interrupts for corrected machine checks.
+    pub fn has_cmci(&self) -> bool {
+        self.machine_checks.has_cmci()
     }
 
     /// KVM_X86_SETUP_MCE: sets MCG_CAP and enables all banks. Refused: -EINVAL.

@@ -28,6 +28,7 @@ const FACTS: GuestFacts = GuestFacts {
     arch_capabilities: true,
     pdcm: false,
     osvw: true,
+    virt_ssbd: true,
     sse3: true,
 };
 
@@ -275,6 +276,9 @@ fn facts_about_flaws_are_read_only_and_only_where_offered() {
 #[test]
 fn cpuid_faulting_exists_only_where_platform_info_says_so() {
     let mut store = store();
+    // It is there from the beginning, and told of.
+    assert_eq!(store.read(PLATFORM_INFO, GUEST, &FACTS), Ok(1 << 31));
+    takes(&mut store, PLATFORM_INFO, 0, VMM);
     refuses(&mut store, MISC_FEATURES_ENABLES, 1, GUEST);
     refuses(&mut store, PLATFORM_INFO, 1 << 31, GUEST);
     takes(&mut store, PLATFORM_INFO, 1 << 31, VMM);
@@ -285,11 +289,79 @@ fn cpuid_faulting_exists_only_where_platform_info_says_so() {
     assert!(store.cpuid_faulting());
     refuses(&mut store, MISC_FEATURES_ENABLES, 3, GUEST);
     // Zero is in the list of what may be restored, and yet must not take the feature away.
-    let _ = store.write(PLATFORM_INFO, 0, VMM, &FACTS);
-    assert_eq!(store.read(PLATFORM_INFO, GUEST, &FACTS), Ok(1 << 31));
-    store.set_platform_info_readable(false);
-    assert_eq!(store.read(PLATFORM_INFO, GUEST, &FACTS), Err(Refused));
-    assert_eq!(store.read(PLATFORM_INFO, VMM, &FACTS), Ok(1 << 31));
+    refuses(&mut store, PLATFORM_INFO, 0, VMM);
+}
+
+#[test]
+fn virtual_ssbd_is_one_bit_of_amds() {
+    let mut store = store();
+    assert_eq!(classify(VIRT_SPEC_CTRL), Class::Outside);
+    let on = Ok(Effect::VirtSsbd { on: true });
+    assert_eq!(store.write(VIRT_SPEC_CTRL, 4, GUEST, &FACTS), on);
+    assert_eq!(store.read(VIRT_SPEC_CTRL, GUEST, &FACTS), Ok(4));
+    for value in [1, 2, 8, 5, 1 << 63] {
+        refuses(&mut store, VIRT_SPEC_CTRL, value, VMM);
+    }
+    let without = GuestFacts { virt_ssbd: false, ..FACTS };
+    assert_eq!(store.read(VIRT_SPEC_CTRL, GUEST, &without), Err(Refused));
+    assert_eq!(store.write(VIRT_SPEC_CTRL, 0, GUEST, &without), Err(Refused));
+    assert_eq!(store.read(VIRT_SPEC_CTRL, VMM, &without), Ok(4));
+    let mut intel = intel_store();
+    assert_eq!(intel.write(VIRT_SPEC_CTRL, 4, VMM, &FACTS), Err(Refused));
+}
+
+fn intel_store() -> MsrStore {
+    MsrStore::new(&HostMsrs { amd: false, ..AMD }).expect("memory")
+}
+
+#[test]
+fn errors_that_ask_for_nothing_are_told_of_as_corrected_ones_are() {
+    let nothing = McReport {
+        status: mce::BANK_VALID | mce::BANK_UC | mce::BANK_ENABLED | 0x134,
+        address: 7,
+        misc: 9,
+        bank: 2,
+        ..Default::default()
+    };
+    // AMD's CPUs have no such interrupt.
+    let mut amd = store();
+    assert_eq!(amd.set_up_mce(4 | mce::CAP_CMCI), Err(Refused));
+    assert_eq!(amd.set_up_mce(4 | mce::CAP_LMCE), Err(Refused));
+    // Whatever CR4.MCE says, and even while another is handled.
+    assert_eq!(amd.inject_mce(&nothing, false), Ok(McVerdict::Logged));
+    assert_eq!(amd.read(MC0_CTL + 9, GUEST, &FACTS), Ok(nothing.status));
+    let mut store = intel_store();
+    assert!(!store.has_cmci());
+    store.set_up_mce(4 | mce::CAP_CMCI).expect("valid");
+    assert!(store.has_cmci());
+    assert_eq!(store.inject_mce(&nothing, false), Ok(McVerdict::Logged));
+    takes(&mut store, MC0_CTL2 + 2, mce::CTL2_CMCI_ENABLE | 5, GUEST);
+    assert_eq!(store.inject_mce(&nothing, false), Ok(McVerdict::Interrupt));
+    for (register, value) in [(1, nothing.status), (2, 7), (3, 9)] {
+        assert_eq!(store.read(MC0_CTL + 8 + register, GUEST, &FACTS), Ok(value));
+    }
+    // Each of the three asks for something.
+    for bit in [57, 56, 55] {
+        let acts = McReport { status: nothing.status | 1 << bit, ..nothing };
+        assert_eq!(store.inject_mce(&acts, false), Ok(McVerdict::TripleFault), "bit {bit}");
+    }
+    let announced = McReport { mcg_status: mce::STATUS_MCIP, ..nothing };
+    assert_eq!(store.inject_mce(&announced, true), Ok(McVerdict::Raise));
+}
+
+#[test]
+fn local_machine_checks_need_the_firmwares_leave_and_the_capability() {
+    let intel = GuestFacts { amd: false, ..FACTS };
+    let mut store = intel_store();
+    let lmce = feature_control::LOCK | feature_control::LMCE;
+    assert_eq!(store.write(FEATURE_CONTROL, lmce, GUEST, &intel), Err(Refused));
+    store.set_up_mce(4 | mce::CAP_LMCE).expect("valid");
+    assert_eq!(store.read(MCG_EXT_CTL, GUEST, &intel), Err(Refused));
+    assert_eq!(store.read(MCG_EXT_CTL, VMM, &intel), Ok(0));
+    assert_eq!(store.write(FEATURE_CONTROL, lmce, GUEST, &intel), Ok(Effect::None));
+    assert_eq!(store.write(MCG_EXT_CTL, 1, GUEST, &intel), Ok(Effect::None));
+    assert_eq!(store.read(MCG_EXT_CTL, GUEST, &intel), Ok(1));
+    assert_eq!(store.write(MCG_EXT_CTL, 2, GUEST, &intel), Err(Refused));
 }
 
 #[test]

@@ -96,6 +96,8 @@ reasons! {
     Iret = "iret",
     /// Another exception.
     Exception = "exception",
+    /// MONITOR, MWAIT.
+    Mwait = "mwait",
     /// An instruction that the guest does not have.
     Undefined = "undefined",
     /// INVLPG, INVPCID.

@@ -68,6 +68,8 @@ pub struct Svm<C: Cpu> {
     pub(crate) pkru: u32,
     pub(crate) tsc_aux: u64,
     pub(crate) spec_ctrl: u64,
+    /// The guest asked for SSBD by VIRT_SPEC_CTRL; the kernel knows how this CPU does it.
+    pub(crate) virt_ssbd: bool,
     pub(crate) tsc_ratio: u64,
     pub(crate) dr: [u64; 4],
     pub(crate) dr_owned: bool,
@@ -117,6 +119,7 @@ impl<C: Cpu> Svm<C> {
             pkru: 0,
             tsc_aux: 0,
             spec_ctrl: 0,
+            virt_ssbd: false,
             tsc_ratio: TSC_RATIO_ONE,
             dr: [0; 4],
             dr_owned: false,
@@ -192,6 +195,9 @@ impl<C: Cpu> Svm<C> {
             if hostcpu::ibpb_on_switch() {
                 self.cpu.wrmsr(msr::PRED_CMD, 1);
             }
+        }
+        if self.virt_ssbd {
+            hostcpu::guest_ssbd(true);
         }
         if self.features.xsave {
             self.load_extended();
@@ -379,6 +385,9 @@ impl<C: Cpu> Svm<C> {
         }
         // VMEXIT leaves DR7 disabled; a host with breakpoints gets them back.
         hostcpu::restore_debug_regs();
+        if self.virt_ssbd {
+            hostcpu::guest_ssbd(false);
+        }
     }
 
     /// Loads the host's segment state inside the loop, for a handler that calls the kernel.

@@ -99,6 +99,7 @@ fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
         ExitCode::TaskSwitch => Exit::TaskSwitch,
         ExitCode::Shutdown => Exit::Shutdown,
         ExitCode::Invalid => Exit::Refused,
+        ExitCode::Monitor | ExitCode::Mwait | ExitCode::MwaitConditional => Exit::Mwait,
         ExitCode::Vmrun
         | ExitCode::Vmload
         | ExitCode::Vmsave
@@ -106,9 +107,6 @@ fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
         | ExitCode::Clgi
         | ExitCode::Skinit
         | ExitCode::Invlpga
-        | ExitCode::Monitor
-        | ExitCode::Mwait
-        | ExitCode::MwaitConditional
         | ExitCode::Rdtscp
         | ExitCode::Rdpru
         | ExitCode::Invlpgb

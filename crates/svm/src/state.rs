@@ -10,8 +10,8 @@
 //! checked here.
 
 use backend::{
-    Answer, Backend, CR0_CD_NW, ControlRegs, Event, Exit, Gprs, GuestLimits, NmiWindow, NotMine,
-    Paging, SegmentName, TSC_RATIO_ONE, scale_tsc,
+    Answer, Backend, CR0_CD_NW, ControlRegs, Event, Exit, FewerExits, Gprs, GuestLimits, NmiWindow,
+    NotMine, Paging, SegmentName, TSC_RATIO_ONE, scale_tsc,
 };
 use cpu::Cpu;
 use x86::{
@@ -564,6 +564,19 @@ impl<C: Cpu> Backend for Svm<C> {
             let ((read, write), filter) = (self.msr_map.intercepted(msr), denied(msr));
             self.msr_map.intercept(msr, read | filter.0, write | filter.1);
         }
+    }
+
+    fn give_up_exits(&mut self, exits: FewerExits) {
+        let when = |given_up, bits: u32| if given_up { bits } else { 0 };
+        let control = &mut self.vmcb_mut(Clean::INTERCEPTS).control;
+        control.intercepts[3] &= !(when(exits.hlt, Intercept3::HLT.bits())
+            | when(exits.pause, Intercept3::PAUSE.bits()));
+        let mwait = Intercept4::MONITOR | Intercept4::MWAIT;
+        control.intercepts[4] &= !when(exits.mwait, mwait.bits());
+    }
+
+    fn set_virt_ssbd(&mut self, on: bool) {
+        self.virt_ssbd = on;
     }
 
     fn set_limits(&mut self, limits: GuestLimits) {

@@ -63,6 +63,7 @@ impl<B: Backend> Vcpu<B> {
     /// KVM_SET_CPUID2. After the vCPU has run only the same content is taken.
     pub fn set_cpuid(&mut self, entries: &[cpuid::Entry]) -> Result<(), cpuid::Error> {
         if self.cpuid.set(entries, self.rare.offered.cpuid, self.has_run)? {
+            self.follow_misc_enable();
             self.apply_cpuid();
             self.cpuid_inputs_changed();
         }
@@ -80,6 +81,19 @@ impl<B: Backend> Vcpu<B> {
         self.cpuid.entries(&inputs)
     }
 
+    /// MISC_ENABLE's MONITOR bit is in CPUID's place where the VMM asked for that.
+    pub(crate) fn follow_misc_enable(&mut self) {
+        if self.vm.settings.monitor_follows_misc_enable() {
+            self.cpuid.set_mwait(Some(self.store.offers_mwait()));
+        }
+    }
+
+    /// Whether MONITOR and MWAIT raise #UD.
+    #[cold]
+    pub(crate) fn mwait_is_undefined(&self) -> bool {
+        !self.vm.settings.mwait_never_faults() && !self.cpuid.has_monitor()
+    }
+
     /// Derives what a new table lets the guest do.
     pub(crate) fn apply_cpuid(&mut self) {
         let c = &self.cpuid;
@@ -94,15 +108,22 @@ impl<B: Backend> Vcpu<B> {
             invpcid: f(feature::INVPCID),
         };
         self.b.set_limits(limits);
-        self.shared.lapic.set_features(irqchip::lapic::Features {
-            tsc_deadline: f(feature::TSC_DEADLINE),
-            // The I/O APIC in the kernel has no register for it.
-            directed_eoi: f(feature::X2APIC) && self.vm.irq().kind() == Irqchip::Split,
-        });
+        self.set_apic_features();
         if self.msrs_filtered {
             self.apply_msr_filter();
         }
         // The timer may have lost its deadline mode.
         self.lazy.doubt();
+    }
+
+    /// What CPUID and MCG_CAP say of the local APIC.
+    pub(crate) fn set_apic_features(&mut self) {
+        let has = |feature| self.cpuid.has(feature);
+        self.shared.lapic.set_features(irqchip::lapic::Features {
+            tsc_deadline: has(feature::TSC_DEADLINE),
+            // The I/O APIC in the kernel has no register for it.
+            directed_eoi: has(feature::X2APIC) && self.vm.irq().kind() == Irqchip::Split,
+            cmci: self.store.has_cmci(),
+        });
     }
 }

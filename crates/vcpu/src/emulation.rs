@@ -5,6 +5,8 @@
 //! space the vCPU leaves, and on the next KVM_RUN the instruction is emulated from its beginning:
 //! accesses that were answered before are answered from the log in the same order.
 
+use core::sync::atomic::Ordering::Relaxed;
+
 use backend::{Backend, SegmentName};
 use emulate::{Access, CodeSize, Decoded, Fetched, Machine, SegReg, Stop};
 use host::trace::Mmio;
@@ -148,13 +150,17 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// KVM_EXIT_INTERNAL_ERROR with the bytes at RIP. Outside CPL 0 the guest gets #UD instead, so
-    /// that its user programs cannot stop it.
+    /// KVM_EXIT_INTERNAL_ERROR with the bytes at RIP, after which the guest gets #UD. Outside CPL 0 it
+    /// gets that alone, so that its user programs cannot stop it; but a VMM may ask for the exit in
+    /// any case, and does with the guest what it likes then.
     fn emulation_failed(&mut self) -> Option<UserExit> {
         self.stats.count(VcpuCount::InsnEmulationFail);
-        if self.b.cpl() != 0 {
+        if !self.vm.settings.exit_on_emulation_failure.load(Relaxed) {
+            let program = self.b.cpl() != 0;
             self.raise(Exception::ud());
-            return None;
+            if program {
+                return None;
+            }
         }
         let mut bytes = [0; 15];
         let len = self.read_code(&mut bytes).unwrap_or(0);

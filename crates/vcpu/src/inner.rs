@@ -276,6 +276,10 @@ impl<B: Backend> Vcpu<B> {
                 self.b.own_debug_regs();
                 Next::Again
             }
+            Exit::Mwait => {
+                self.stats.exit(Reason::Mwait);
+                self.answer_mwait(s)
+            }
             Exit::Undefined => {
                 self.stats.exit(Reason::Undefined);
                 self.raise(x86::Exception::ud());
@@ -377,6 +381,15 @@ impl<B: Backend> Vcpu<B> {
         let Some(next) = self.next_rip(s) else { return Next::Leave };
         self.retire(next);
         Next::Again
+    }
+
+    /// MONITOR and MWAIT do nothing: a wait may end at any time (SDM vol. 2B "MWAIT").
+    fn answer_mwait(&mut self, s: Section<'_>) -> Next {
+        if self.mwait_is_undefined() {
+            self.raise(x86::Exception::ud());
+            return Next::Again;
+        }
+        self.answer_nothing(s)
     }
 
     /// HLT with an interrupt pending goes on at once; else the vCPU sleeps outside, its instruction

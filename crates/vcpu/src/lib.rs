@@ -199,6 +199,7 @@ impl<B: Backend> Vcpu<B> {
         this.tsc_offset = this.vm.new_vcpu_tsc_offset(host);
         let (offset, ratio) = (this.tsc_offset, this.tsc_ratio);
         this.b.set_tsc(offset, ratio);
+        this.follow_fewer_exits();
         this.apply_cpuid();
         this.begin_to_watch();
         Ok(this)

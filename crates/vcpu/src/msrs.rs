@@ -23,6 +23,8 @@ const EFER: u32 = 0xc000_0080;
 const TSC_AUX: u32 = 0xc000_0103;
 const PAT: u32 = 0x277;
 const DEBUGCTL: u32 = 0x1d9;
+const MISC_ENABLE: u32 = 0x1a0;
+const PLATFORM_INFO: u32 = 0xce;
 
 impl<B: Backend> Vcpu<B> {
     fn facts(&self) -> GuestFacts {
@@ -89,7 +91,7 @@ impl<B: Backend> Vcpu<B> {
                 self.deadline_in_loop(s, value)
             }
             // These write guest memory, or what depends on them is not the loop's.
-            Class::X2Apic | Class::Apic | Class::Pv => Next::Leave,
+            Class::X2Apic | Class::Apic | Class::Pv | Class::Outside => Next::Leave,
             class @ (Class::Backend | Class::Store | Class::Unknown) => {
                 let Some(next) = self.next_rip(s) else { return Next::Leave };
                 let value = self.msr_operand();
@@ -168,9 +170,19 @@ impl<B: Backend> Vcpu<B> {
                 _ => Err(Refused),
             },
             Class::Pv => self.read_pv_msr(index, host),
-            Class::Store => self.store.read(index, host, &self.facts()).map_err(|_| Refused),
+            Class::Store if index == PLATFORM_INFO && !host && self.platform_info_is_hidden() => {
+                Err(Refused)
+            }
+            Class::Store | Class::Outside => {
+                self.store.read(index, host, &self.facts()).map_err(|_| Refused)
+            }
             Class::Unknown => Err(Refused),
         }
+    }
+
+    #[cold]
+    fn platform_info_is_hidden(&self) -> bool {
+        self.vm.settings.platform_info_hidden.load(core::sync::atomic::Ordering::Relaxed)
     }
 
     fn read_backend_msr(&mut self, index: u32, host: bool) -> Result<u64, Refused> {
@@ -212,14 +224,18 @@ impl<B: Backend> Vcpu<B> {
                 _ => Err(Refused),
             },
             Class::Pv => self.write_pv_msr(index, value, host),
-            Class::Store => self.write_stored_msr(index, value, host),
+            Class::Store | Class::Outside => self.write_stored_msr(index, value, host),
             Class::Unknown => Err(Refused),
         }
     }
 
     #[inline]
     fn write_stored_msr(&mut self, index: u32, value: u64, host: bool) -> Result<(), Refused> {
-        let facts = self.facts();
+        let mut facts = self.facts();
+        if index == MISC_ENABLE && !self.vm.settings.monitor_follows_misc_enable() {
+            // What needs SSE3 is that CPUID follows.
+            facts.sse3 = true;
+        }
         let effect = self.store.write(index, value, host, &facts).map_err(|_| Refused)?;
         self.store_effect(effect, host);
         Ok(())
@@ -231,10 +247,11 @@ impl<B: Backend> Vcpu<B> {
                 self.move_tsc(delta);
             }
             Effect::PredictionBarrier => self.b.prediction_barrier(),
-            Effect::MonitorChanged { on } => {
-                self.cpuid.set_mwait(Some(on));
+            Effect::MonitorChanged { .. } => {
+                self.follow_misc_enable();
                 self.cpuid_inputs_changed();
             }
+            Effect::VirtSsbd { on } => self.b.set_virt_ssbd(on),
             Effect::CpuidFaulting { on } => self.cpuid_faults = on,
             // Memory types come from the guest's PAT alone under nested paging; the rest keeps
             // its value in the store.
@@ -264,7 +281,10 @@ impl<B: Backend> Vcpu<B> {
                 Ok(())
             }
             PAT if !msr::pat_is_valid(value) => Err(Refused),
-            TSC_AUX if (!host && !self.cpuid.has_tsc_aux()) || value >> 32 != 0 => Err(Refused),
+            TSC_AUX if !host && !self.cpuid.has_tsc_aux() => Err(Refused),
+            // AMD's CPUs ignore the upper half and read it as zero; Intel's refuse it.
+            TSC_AUX if value >> 32 != 0 && !self.cpuid.vendor().is_amd_like() => Err(Refused),
+            TSC_AUX => self.b.set_msr(index, u64::from(value as u32)).map_err(|_| Refused),
             // What a guest was not offered does not exist for it, not even for a write of zero.
             XSS if !host && !self.cpuid.has(x86::cpuid::feature::XSAVES) => Err(Refused),
             XSS if value & !self.cpuid.xss_allowed() != 0 => Err(Refused),

@@ -16,7 +16,11 @@ use vm::{
     memory::{MemoryError, VmMemory},
     vcpu_shared::Request,
 };
-use x86::{Gpa, Vector, msr as number};
+use x86::{
+    Gpa, Vector,
+    cpuid::{Feature, feature},
+    msr as number,
+};
 use zerocopy::IntoBytes;
 
 use crate::{Vcpu, emulation, inner::Next, msrs::Refused};
@@ -52,8 +56,9 @@ pub struct PvState {
     system_time_msr: u64,
     steal_msr: u64,
     eoi_msr: u64,
-    poll_msr: u64,
     poll_off: bool,
+    /// What the guest's CPUID does not offer is refused (KVM_CAP_ENFORCE_PV_FEATURE_CPUID).
+    pub(crate) enforced: bool,
 }
 
 impl PvState {
@@ -177,13 +182,39 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
+    /// Whether the guest may use a service: it was offered, or nobody asks.
+    fn pv_allows(&self, service: Feature) -> bool {
+        !self.pv.enforced || self.cpuid.has(service)
+    }
+
+    /// Whether the MSR is one of a service that the guest may use.
+    fn pv_msr_allowed(&self, index: u32) -> bool {
+        self.pv_allows(match index {
+            number::KVM_WALL_CLOCK | number::KVM_SYSTEM_TIME => feature::KVM_CLOCKSOURCE,
+            number::KVM_WALL_CLOCK_NEW | number::KVM_SYSTEM_TIME_NEW => feature::KVM_CLOCKSOURCE2,
+            number::KVM_STEAL_TIME => feature::KVM_STEAL_TIME,
+            number::KVM_PV_EOI_EN => feature::KVM_PV_EOI,
+            number::KVM_POLL_CONTROL => feature::KVM_POLL_CONTROL,
+            number::KVM_LAZY_TSC_DEADLINE => feature::KVM_LAZY_TSC_DEADLINE,
+            number::KVM_ASYNC_PF_EN | number::KVM_ASYNC_PF_INT | number::KVM_ASYNC_PF_ACK => {
+                feature::KVM_ASYNC_PF
+            }
+            _ => return true,
+        })
+    }
+
     pub(crate) fn read_pv_msr(&self, index: u32, host: bool) -> Result<u64, Refused> {
+        if !self.pv_msr_allowed(index) {
+            // A VMM that saves what the list names must be able to.
+            let saved = host && msr::lists::SAVED.contains(&index);
+            return if saved { Ok(0) } else { Err(Refused) };
+        }
         Ok(match index {
             number::KVM_WALL_CLOCK | number::KVM_WALL_CLOCK_NEW => self.pv.wall_clock_msr,
             number::KVM_SYSTEM_TIME | number::KVM_SYSTEM_TIME_NEW => self.pv.system_time_msr,
             number::KVM_STEAL_TIME => self.pv.steal_msr,
             number::KVM_PV_EOI_EN => self.pv.eoi_msr,
-            number::KVM_POLL_CONTROL => self.pv.poll_msr,
+            number::KVM_POLL_CONTROL => u64::from(!self.pv.poll_off),
             number::KVM_LAZY_TSC_DEADLINE => self.read_lazy_deadline_msr(host)?,
             number::KVM_ASYNC_PF_EN | number::KVM_ASYNC_PF_INT | number::KVM_ASYNC_PF_ACK => 0,
             _ => return Err(Refused),
@@ -196,6 +227,10 @@ impl<B: Backend> Vcpu<B> {
         value: u64,
         host: bool,
     ) -> Result<(), Refused> {
+        if !self.pv_msr_allowed(index) {
+            let restored = host && value == 0 && msr::lists::SAVED.contains(&index);
+            return if restored { Ok(()) } else { Err(Refused) };
+        }
         let Some(Ok(write)) = PvMsr::write(index, value) else { return Err(Refused) };
         match write {
             PvMsr::WallClock(at) => {
@@ -226,10 +261,7 @@ impl<B: Backend> Vcpu<B> {
                 self.pv.eoi_msr = value;
                 self.pv.eoi.configure(flag);
             }
-            PvMsr::HaltPolling(on) => {
-                self.pv.poll_msr = value;
-                self.pv.poll_off = !on;
-            }
+            PvMsr::HaltPolling(on) => self.pv.poll_off = !on,
             PvMsr::AsyncPfOff => {}
             PvMsr::LazyDeadline(_) => self.write_lazy_deadline_msr(value, host)?,
         }
@@ -247,7 +279,14 @@ impl<B: Backend> Vcpu<B> {
         let [rax, rbx, rcx, rdx, rsi] =
             [RAX, RBX, RCX, RDX, RSI].map(|i| self.gprs.0.get(i).copied().unwrap_or(0));
         let regs = Registers { rax, rbx, rcx, rdx, rsi };
-        (Hypercall::decode(&regs, long, self.b.cpl(), u32::MAX), long)
+        let call = Hypercall::decode(&regs, long, self.b.cpl(), u32::MAX);
+        let allowed = match &call {
+            Ok(Hypercall::KickCpu { .. }) => self.pv_allows(feature::KVM_PV_UNHALT),
+            Ok(Hypercall::SendIpi(_)) => self.pv_allows(feature::KVM_PV_SEND_IPI),
+            Ok(Hypercall::SchedYield { .. }) => self.pv_allows(feature::KVM_PV_SCHED_YIELD),
+            _ => true,
+        };
+        (if allowed { call } else { Err(HypercallError::NoSuchCall) }, long)
     }
 
     /// A hypercall inside the loop: those that need nothing of the kernel but an IPI.

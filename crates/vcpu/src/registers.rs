@@ -70,6 +70,7 @@ pub struct SavedEvents {
     pub smi: SavedSmi,
 }
 
+const APIC_BASE_BSP: u64 = 1 << 8;
 const RFLAGS_FIXED: u64 = 2;
 const RFLAGS_TF: u64 = 1 << 8;
 const CR0_PE: u64 = 1;
@@ -207,6 +208,13 @@ impl<B: Backend> Vcpu<B> {
         }
         // A bootstrap processor in real mode at the reset vector has just been reset
         // (older VMMs tell no MP state).
+        if self.shared.lapic.base() & APIC_BASE_BSP != 0
+            && self.b.rip() == 0xfff0
+            && (s.cs.selector, s.cs.base) == (0xf000, 0xffff_0000)
+            && s.cr0 & CR0_PE == 0
+        {
+            self.set_mp_state(MpState::Runnable);
+        }
         self.recheck = true;
         Ok(())
     }

@@ -1,7 +1,10 @@
 //! What a VMM sets on a vCPU beside its registers: TSC frequency and offset, the machine-check
 //! architecture, exceptions for a debugger. Called between runs.
 
-use backend::Backend;
+use core::sync::atomic::Ordering::Relaxed;
+
+use backend::{Backend, FewerExits};
+use irqchip::lapic::LocalVector;
 use msr::{McReport, McVerdict};
 use vm::vcpu_shared::Request;
 use x86::{Dr6, Exception, Vector};
@@ -25,6 +28,22 @@ fn is_close(guest_khz: u32, host_khz: u32) -> bool {
 }
 
 impl<B: Backend> Vcpu<B> {
+    /// KVM_CAP_X86_DISABLE_EXITS, as it stands when the vCPU is made.
+    pub(crate) fn follow_fewer_exits(&mut self) {
+        let bits = self.vm.settings.disable_exits.load(Relaxed);
+        if bits == 0 {
+            return;
+        }
+        let [mwait, hlt, pause, cstate] = [0, 1, 2, 3].map(|n| bits & 1 << n != 0);
+        self.b.give_up_exits(FewerExits { mwait, hlt, pause, cstate });
+        self.cpuid.set_hlt_in_guest(hlt);
+    }
+
+    /// KVM_CAP_ENFORCE_PV_FEATURE_CPUID.
+    pub fn enforce_pv_features(&mut self, on: bool) {
+        self.pv.enforced = on;
+    }
+
     /// Whether KVM_RUN was called.
     pub fn has_run(&self) -> bool {
         self.has_run
@@ -66,7 +85,11 @@ impl<B: Backend> Vcpu<B> {
 
     /// KVM_X86_SETUP_MCE.
     pub fn set_up_mce(&mut self, mcg_cap: u64) -> Result<(), Invalid> {
-        self.store.set_up_mce(mcg_cap).map_err(|_| Invalid)
+        self.store.set_up_mce(mcg_cap).map_err(|_| Invalid)?;
+        // The version register may change.
+        self.settle_apic();
+        self.set_apic_features();
+        Ok(())
     }
 
     /// KVM_X86_SET_MCE.
@@ -74,6 +97,10 @@ impl<B: Backend> Vcpu<B> {
         let enabled = self.b.control().cr4 & CR4_MCE != 0;
         match self.store.inject_mce(report, enabled).map_err(|_| Invalid)? {
             McVerdict::Logged => {}
+            McVerdict::Interrupt if self.shared.in_kernel_apic => {
+                self.shared.deliver(self.shared.lapic.deliver_local(LocalVector::Cmci));
+            }
+            McVerdict::Interrupt => {}
             McVerdict::Raise => {
                 const MC: Vector = Vector(18);
                 self.raise(Exception { vector: MC, error_code: None, payload: None });

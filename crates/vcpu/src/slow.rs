@@ -71,7 +71,8 @@ impl<B: Backend> Vcpu<B> {
                 v.do_hypercall();
                 Ok(())
             }),
-            Exit::CacheFlush => self.skip(),
+            // Defined, or it was answered inside.
+            Exit::CacheFlush | Exit::Mwait => self.skip(),
             Exit::Iret => {
                 self.b.iret_begun();
                 self.recheck = true;

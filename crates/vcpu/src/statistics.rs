@@ -32,6 +32,7 @@ pub fn reason_of(exit: &Exit) -> Reason {
         Exit::Iret => Reason::Iret,
         Exit::PageFault(_) => Reason::PageFault,
         Exit::Exception(_) => Reason::Exception,
+        Exit::Mwait => Reason::Mwait,
         Exit::Undefined => Reason::Undefined,
         Exit::Invlpg(_) | Exit::Invpcid => Reason::Invlpg,
         Exit::Rsm => Reason::Rsm,
@@ -60,6 +61,7 @@ fn counted_inside(reason: Reason, guest_debug: u32) -> bool {
         | Reason::Cr
         | Reason::Xsetbv
         | Reason::InterruptWindow
+        | Reason::Mwait
         | Reason::Undefined
         | Reason::Rdpmc
         | Reason::Iret

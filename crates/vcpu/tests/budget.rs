@@ -293,7 +293,7 @@ fn debug_registers_are_loaded_once_and_then_the_guests() {
 
 #[test]
 fn what_the_guest_does_not_have_is_a_fault_in_one_vmrun() {
-    for code in [ExitCode::Rdpmc, ExitCode::Vmrun, ExitCode::Monitor] {
+    for code in [ExitCode::Rdpmc, ExitCode::Vmrun, ExitCode::Vmload] {
         let mut v = vcpu();
         // A guest that dies of it: three faults without a handler are the model's business, so
         // each is delivered.

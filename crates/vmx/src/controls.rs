@@ -37,6 +37,9 @@ pub(crate) const LIVE: [u32; 6] = [
     msr::SYSENTER_EIP,
 ];
 
+/// How long the core was in C1, C3, C6 and C7: what a guest reads that may use them.
+pub(crate) const CORE_RESIDENCY: [u32; 4] = [0x660, 0x3fc, 0x3fd, 0x3fe];
+
 impl<C: Cpu> Vmx<C> {
     pub(crate) fn init_control(&mut self) {
         self.pass_live_msrs();
@@ -66,6 +69,20 @@ impl<C: Cpu> Vmx<C> {
             self.msr_map.intercept(msr, false, false);
         }
         self.msr_map.intercept(TSC, false, true);
+        if self.cold.fewer.cstate {
+            for msr in CORE_RESIDENCY {
+                self.msr_map.intercept(msr, false, true);
+            }
+        }
+    }
+
+    /// Something else than an interrupt ends the guest's HLT. Where HLT does not exit, the CPU halts the
+    /// guest again at an entry, and refuses one with an exception (SDM vol. 3C §27.3.1.5).
+    #[inline]
+    pub(crate) fn end_halt(&self) {
+        if self.cold.fewer.hlt {
+            self.set(fields::GUEST_ACTIVITY, 0);
+        }
     }
 
     /// Those fields of [`Vmx::write_constants`] that not every CPU has.

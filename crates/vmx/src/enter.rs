@@ -14,7 +14,7 @@
 use core::cell::Cell;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use backend::{Gprs, GuestLimits, Paging, RSP, TSC_RATIO_ONE};
+use backend::{FewerExits, Gprs, GuestLimits, Paging, RSP, TSC_RATIO_ONE};
 use cpu::{Cpu, VmxSwitch};
 use host::{KBox, NoMemory, hostcpu, page::Page, warn};
 use x86::{
@@ -93,6 +93,8 @@ pub(crate) struct Cold {
     pub(crate) host_xss: u64,
     pub(crate) cstar: u64,
     pub(crate) dr: [u64; 4],
+    /// Exits that the VMM gave up.
+    pub(crate) fewer: FewerExits,
     /// The guest has written SPEC_CTRL something other than zero since its reset.
     pub(crate) spec_ctrl_used: bool,
     /// Reads and writes of [`SPECULATION`] that the VMM's filter denies.

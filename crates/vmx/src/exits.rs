@@ -114,6 +114,7 @@ impl<C: Cpu> Vmx<C> {
             }
             ExitReason::PmlFull => Exit::PageLogFull,
             ExitReason::EptMisconfiguration => self.ept_misconfiguration(),
+            ExitReason::Mwait | ExitReason::Monitor => Exit::Mwait,
             ExitReason::Getsec
             | ExitReason::Vmclear
             | ExitReason::Vmlaunch
@@ -124,8 +125,6 @@ impl<C: Cpu> Vmx<C> {
             | ExitReason::Vmwrite
             | ExitReason::Vmxoff
             | ExitReason::Vmxon
-            | ExitReason::Mwait
-            | ExitReason::Monitor
             | ExitReason::Invept
             | ExitReason::Invvpid
             | ExitReason::Invpcid

@@ -88,6 +88,7 @@ impl<C: Cpu> Vmx<C> {
         self.settle_shadow();
         let mut info = encode(event, self.cr0 & CR0_PE != 0);
         if let Event::Exception(e) = event {
+            self.end_halt();
             if let Some(bits) = e.payload {
                 self.deliver_payload(e.vector.0, bits);
             }

@@ -4,8 +4,8 @@
 //! the bits of CR0 and CR4 that [`crate::controls`] tells of.
 
 use backend::{
-    Answer, Backend, CR0_CD_NW, ControlRegs, Event, Exit, Gprs, GuestLimits, NmiWindow, NotMine,
-    Paging, RSP, SegmentName, TSC_RATIO_ONE, scale_tsc,
+    Answer, Backend, CR0_CD_NW, ControlRegs, Event, Exit, FewerExits, Gprs, GuestLimits, NmiWindow,
+    NotMine, Paging, RSP, SegmentName, TSC_RATIO_ONE, scale_tsc,
 };
 use cpu::Cpu;
 use x86::{
@@ -13,12 +13,12 @@ use x86::{
     apic::{Interrupts, VectorWords},
     msr,
     segment::{DescriptorTable, Segment},
-    vmcs::{EntryControls, ExitReason, ProcControls2},
+    vmcs::{EntryControls, ExitReason, ProcControls, ProcControls2},
 };
 
 use crate::{
     apicv::Serving,
-    controls::{LIVE, TSC},
+    controls::{CORE_RESIDENCY, LIVE, TSC},
     enter::{Vmx, attention},
     exits, fields, inject,
     page_log::PageLog,
@@ -166,6 +166,7 @@ impl<C: Cpu> Backend for Vmx<C> {
 
     #[inline]
     fn set_rip(&mut self, rip: u64) {
+        self.end_halt();
         self.set(fields::GUEST_RIP, rip);
     }
 
@@ -203,6 +204,9 @@ impl<C: Cpu> Backend for Vmx<C> {
     }
 
     fn set_interrupt_shadow(&mut self, on: bool) {
+        if on {
+            self.end_halt();
+        }
         self.set_shadow(on);
     }
 
@@ -507,7 +511,9 @@ impl<C: Cpu> Backend for Vmx<C> {
 
     #[inline]
     fn watches_deadlines(&self) -> bool {
-        self.features.preemption_timer.is_some()
+        // A guest that waits by MWAIT may be in a C-state in which the timer stands (SDM vol. 3C
+        // §26.5.1).
+        self.features.preemption_timer.is_some() && !self.cold.fewer.mwait
     }
 
     #[inline]
@@ -531,10 +537,22 @@ impl<C: Cpu> Backend for Vmx<C> {
         self.pass_live_msrs();
         self.cold.speculation_denied = SPECULATION.map(&denied);
         self.update_passthrough();
-        for msr in LIVE.into_iter().chain([TSC, msr::TSC_AUX]) {
+        let residency = self.cold.fewer.cstate.then_some(CORE_RESIDENCY).into_iter().flatten();
+        for msr in LIVE.into_iter().chain([TSC, msr::TSC_AUX]).chain(residency) {
             let ((read, write), filter) = (self.msr_map.intercepted(msr), denied(msr));
             self.msr_map.intercept(msr, read | filter.0, write | filter.1);
         }
+    }
+
+    fn give_up_exits(&mut self, exits: FewerExits) {
+        self.cold.fewer = exits;
+        let when = |given_up, bits| if given_up { bits } else { ProcControls::empty() };
+        let waits = when(exits.mwait, ProcControls::MWAIT | ProcControls::MONITOR);
+        self.change_proc(when(exits.hlt, ProcControls::HLT) | waits, false);
+        if exits.pause {
+            self.change_proc2(ProcControls2::PAUSE_LOOP, false);
+        }
+        self.pass_live_msrs();
     }
 
     fn set_limits(&mut self, limits: GuestLimits) {
@@ -686,6 +704,7 @@ impl<C: Cpu> Backend for Vmx<C> {
         self.set(fields::CR0_MASK, !self.owned_cr0());
         self.set(fields::CR4_MASK, !self.owned_cr4());
         self.reset_registers(init);
+        self.end_halt();
         self.set(fields::GUEST_RIP, 0xfff0);
         self.set(fields::GUEST_RSP, 0);
         self.set(fields::GUEST_RFLAGS, 2);

@@ -47,6 +47,7 @@ msrs! {
     MCG_CAP = 0x179, "Machine-check capabilities.";
     MCG_STATUS = 0x17a, "Machine-check status.";
     MCG_CTL = 0x17b, "Machine-check control.";
+    MCG_EXT_CTL = 0x4d0, "Local machine checks on (Intel).";
     PERFEVTSEL0 = 0x186, "First performance event select.";
     PERF_STATUS = 0x198, "Performance status (Intel).";
     PERF_CTL = 0x199, "Performance control (Intel).";
@@ -315,6 +316,8 @@ pub mod feature_control {
     pub const LOCK: u64 = 1 << 0;
     /// Local machine checks on.
     pub const LMCE: u64 = 1 << 20;
+    /// What a VMM may restore: the above, VMX inside and outside SMX, SGX and its launch control.
+    pub const KNOWN: u64 = LOCK | LMCE | 1 << 1 | 1 << 2 | 1 << 17 | 1 << 18;
 }
 
 /// Bits of MTRR_CAP and MTRR_DEF_TYPE (SDM vol. 3A §11.11).
@@ -351,12 +354,17 @@ pub mod mce {
     pub const BANK_OVERFLOW: u64 = 1 << 62;
     /// MCi_STATUS: uncorrected.
     pub const BANK_UC: u64 = 1 << 61;
+    /// MCi_STATUS: the processor's context is corrupt; the error was signalled by #MC; software has
+    /// to act. Without any of them an uncorrected error asks for nothing (SDM vol. 3B §16.6.3).
+    pub const BANK_PCC_S_AR: u64 = 1 << 57 | 1 << 56 | 1 << 55;
     /// MCi_STATUS: reporting enabled.
     pub const BANK_ENABLED: u64 = 1 << 60;
     /// MCi_CTL2: corrected-error interrupt on.
     pub const CTL2_CMCI_ENABLE: u64 = 1 << 30;
     /// MCi_CTL2: threshold of corrected errors.
     pub const CTL2_THRESHOLD: u64 = 0x7fff;
+    /// MCG_EXT_CTL: machine checks go to the CPU concerned alone.
+    pub const EXT_CTL_LMCE: u64 = 1 << 0;
 }
 
 /// Bits of DEBUGCTL (SDM vol. 3B §17.4.1, APM vol. 2 §13.1.1.6).

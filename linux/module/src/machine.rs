@@ -7,7 +7,7 @@ use host::mitigation::{Facts, L1dFlush};
 use host::{NoMemory, clock, fpu, hostcpu, once::Once, params, smp};
 use kvm_abi::bind::{Host, MakeBackend};
 use kvm_abi::caps::Offer;
-use kvm_abi::uapi::capability::{DIRTY_LOG_MANUAL_PROTECT_ENABLE, X2APIC_API_USE_32BIT_IDS};
+use kvm_abi::uapi::capability::*;
 use kvm_abi::uapi::debug::GUESTDBG_VALID_MASK;
 use kvm_abi::uapi::vcpu_state::{NESTED_FORMAT_SVM, NESTED_FORMAT_VMX};
 use msr::{Flaws, HostMsrs, MAX_BANKS, MsrStore};
@@ -17,7 +17,7 @@ use vm::vcpus::{MAX_VCPU_ID, MAX_VCPUS};
 use vm::vm::{HostLimits, Paging};
 use vmx::{Vmx, mitigations};
 use x86::cpuid::{Vendor, feature, leaf};
-use x86::msr::{DE_CFG, UCODE_REV, de_cfg};
+use x86::msr::{UCODE_REV, de_cfg};
 
 use crate::chosen::Common;
 
@@ -86,7 +86,8 @@ pub fn find_out(common: &Common) -> Result<(), NoMemory> {
     let amd = Vendor::from_leaf0(&ask(leaf::VENDOR, 0)).is_amd_like();
     // Below another hypervisor MSRs that it does not know may fault.
     let bare = ask(leaf::FEATURES, 0)[2] & feature::HYPERVISOR.mask() == 0;
-    let lfence = amd && bare && here.rdmsr(DE_CFG) & de_cfg::LFENCE_SERIALIZE != 0;
+    let kernel = Facts::read();
+    let lfence = amd && kernel.any(Facts::LFENCE_SERIALIZES);
     let mut withheld = [feature::SVM; 4];
     let mut count = 0;
     for (slot, feature) in withheld.iter_mut().zip(common.withheld.iter().flatten()) {
@@ -98,6 +99,8 @@ pub fn find_out(common: &Common) -> Result<(), NoMemory> {
         nested_levels: if params::npt() { common.tables.levels() } else { 0 },
         withheld: withheld.get(..count).unwrap_or(&[]),
         lfence_serializes: lfence,
+        null_selector_clears_base: amd && !kernel.any(Facts::NULL_SELECTOR_KEEPS_BASE),
+        ls_cfg_ssbd: kernel.any(Facts::LS_CFG_SSBD),
         xstate_cache: params::xstate_cache(),
         pv_features: pv_features(),
         ..HostFacts::default()
@@ -112,7 +115,7 @@ pub fn find_out(common: &Common) -> Result<(), NoMemory> {
     };
     MSRS.set(HostMsrs {
         amd,
-        arch_capabilities: arch_capabilities(common, &mut ask, amd),
+        arch_capabilities: arch_capabilities(common, kernel, amd),
         ucode_rev,
         de_cfg: if lfence { de_cfg::LFENCE_SERIALIZE } else { 0 },
         spec_ctrl: common.spec_ctrl,
@@ -135,16 +138,7 @@ pub fn find_out(common: &Common) -> Result<(), NoMemory> {
 }
 
 /// ARCH_CAPABILITIES for guests.
-fn arch_capabilities(
-    common: &Common,
-    ask: &mut impl FnMut(u32, u32) -> [u32; 4],
-    amd: bool,
-) -> u64 {
-    if amd {
-        let ssb_no = ask(leaf::ADDRESS_SIZES, 0)[1] & (1 << 26) != 0;
-        return HostMsrs::offered_arch_capabilities(0, false, !ssb_no, false);
-    }
-    let facts = Facts::read();
+fn arch_capabilities(common: &Common, facts: Facts, amd: bool) -> u64 {
     let flaws = Flaws {
         meltdown: facts.any(Facts::MELTDOWN),
         ssb: facts.any(Facts::SSB),
@@ -154,9 +148,15 @@ fn arch_capabilities(
         gds: facts.any(Facts::GDS),
         its: facts.any(Facts::ITS),
         rtm: facts.any(Facts::RTM),
-        l1d_never_flushed: mitigations::mode() == L1dFlush::Never,
+        l1d_never_flushed: !amd && mitigations::mode() == L1dFlush::Never,
     };
-    HostMsrs::offered_by_flaws(common.arch_capabilities, flaws)
+    HostMsrs::offered_by_flaws(if amd { 0 } else { common.arch_capabilities }, flaws)
+}
+
+/// What KVM_CAP_X86_DISABLE_EXITS offers.
+fn disable_exits() -> u64 {
+    let always = X86_DISABLE_EXITS_HLT | X86_DISABLE_EXITS_PAUSE | X86_DISABLE_EXITS_CSTATE;
+    if Facts::read().any(Facts::MWAIT) { always | X86_DISABLE_EXITS_MWAIT } else { always }
 }
 
 fn offer(common: &Common, supported: &Supported, maxphyaddr: u8, amd: bool) -> Offer {
@@ -179,13 +179,12 @@ fn offer(common: &Common, supported: &Supported, maxphyaddr: u8, amd: bool) -> O
         steal_time: true,
         halt_poll: true,
         mce_banks: MAX_BANKS as u32,
-        mce_cap: MsrStore::supported_mcg_cap() & !MCG_BANKS,
+        mce_cap: MsrStore::supported_mcg_cap(!amd) & !MCG_BANKS,
         quirks: 0,
-        disable_exits: 0,
+        disable_exits: disable_exits(),
         guest_debug: GUESTDBG_VALID_MASK,
         exception_payload: true,
         triple_fault_event: true,
-        msr_platform_info: false,
         manual_dirty_log: DIRTY_LOG_MANUAL_PROTECT_ENABLE,
         tsc_offset: true,
         emulated_cpuid: true,

@@ -60,6 +60,10 @@ pub enum LocalVector {
     Lint1 = 4,
     /// APIC error.
     Error = 5,
+    /// Corrected machine checks: not in the row of the others, and only with [`Features::cmci`].
+    ///
+    /// [`Features::cmci`]: super::Features::cmci
+    Cmci = 6,
 }
 
 impl Lapic {

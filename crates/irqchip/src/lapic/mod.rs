@@ -86,10 +86,13 @@ pub struct Features {
     /// The guest may suppress EOI broadcasts (SVR bit 12); only with an I/O APIC in user space, which
     /// hears all the same of the ends it waits for ([`Lapic::await_ends`]), as under stock KVM.
     pub directed_eoi: bool,
+    /// There is an LVT entry for corrected machine checks.
+    pub cmci: bool,
 }
 
 const FEATURE_TSC_DEADLINE: u8 = 1;
 const FEATURE_DIRECTED_EOI: u8 = 2;
+const FEATURE_CMCI: u8 = 4;
 
 /// A local APIC.
 ///
@@ -228,6 +231,13 @@ impl Lapic {
         }
         if features.directed_eoi {
             bits |= FEATURE_DIRECTED_EOI;
+        }
+        if features.cmci {
+            bits |= FEATURE_CMCI;
+        }
+        if features.cmci != self.has(FEATURE_CMCI) {
+            // An entry that comes is masked, and one that goes interrupts nobody.
+            self.set_lvt(LocalVector::Cmci, LVT_MASKED);
         }
         self.features.store(bits, Relaxed);
     }

@@ -8,7 +8,8 @@ use core::sync::atomic::{AtomicU32, Ordering::*};
 use x86::{Vector, apic::reg};
 
 use super::{
-    FEATURE_DIRECTED_EOI, FEATURE_TSC_DEADLINE, Gp, Lapic, LapicMode, LocalVector, TimerChange,
+    FEATURE_CMCI, FEATURE_DIRECTED_EOI, FEATURE_TSC_DEADLINE, Gp, Lapic, LapicMode, LocalVector,
+    TimerChange,
 };
 use crate::message::{DeliveryMode, DestMode, IrqMessage, Shorthand, Trigger, widen_dest};
 
@@ -33,15 +34,17 @@ pub(super) mod error {
     pub const ILLEGAL_REGISTER: u32 = 1 << 7;
 }
 
-pub(super) const LVT_COUNT: usize = 6;
+pub(super) const LVT_COUNT: usize = 7;
 pub(super) const LVT_MASKED: u32 = 1 << 16;
 /// What can be written of each LVT entry, in the order of [`LocalVector`].
 pub(super) const LVT_WRITABLE: [u32; LVT_COUNT] =
-    [0x7_00ff, 0x1_07ff, 0x1_07ff, 0x1_a7ff, 0x1_a7ff, 0x1_00ff];
+    [0x7_00ff, 0x1_07ff, 0x1_07ff, 0x1_a7ff, 0x1_a7ff, 0x1_00ff, 0x1_07ff];
 const SVR_ENABLE: u32 = 1 << 8;
 pub(super) const SVR_SUPPRESS_EOI: u32 = 1 << 12;
 /// An integrated APIC with six LVT entries.
-const VERSION: u32 = 0x14 | (LVT_COUNT as u32 - 1) << 16;
+const VERSION: u32 = 0x14 | 5 << 16;
+/// One more.
+const VERSION_CMCI: u32 = 1 << 16;
 const VERSION_DIRECTED_EOI: u32 = 1 << 24;
 /// Delivery status.
 const ICR_BUSY: u32 = 1 << 12;
@@ -88,8 +91,7 @@ impl Lapic {
                 LapicMode::X2Apic => self.id(),
                 _ => self.id() << 24,
             },
-            reg::VERSION if self.has(FEATURE_DIRECTED_EOI) => VERSION | VERSION_DIRECTED_EOI,
-            reg::VERSION => VERSION,
+            reg::VERSION => self.version(),
             reg::TPR => u32::from(self.tpr()),
             reg::PPR => u32::from(self.ppr()),
             // Arbitration is gone from every CPU since the Pentium 4; it reads as zero.
@@ -107,6 +109,7 @@ impl Lapic {
                 Some(lvt) => lvt.load(Relaxed),
                 None => 0,
             },
+            reg::LVT_CMCI if self.has(FEATURE_CMCI) => self.lvt(LocalVector::Cmci),
             reg::TIMER_INITIAL => self.timer.initial(),
             reg::TIMER_CURRENT => self.timer_current(now_ns),
             reg::TIMER_DIVIDE => self.timer.divide_register(),
@@ -188,6 +191,9 @@ impl Lapic {
                 LapicEffect::None
             }
             reg::LVT_TIMER..=reg::LVT_ERROR => self.write_lvt(offset, value),
+            reg::LVT_CMCI if self.has(FEATURE_CMCI) => {
+                self.write_lvt_entry(LocalVector::Cmci, value)
+            }
             reg::TIMER_INITIAL if self.tsc_deadline_mode() => LapicEffect::None,
             reg::TIMER_INITIAL => {
                 self.timer.set_initial(value);
@@ -232,6 +238,7 @@ impl Lapic {
             | reg::TIMER_INITIAL
             | reg::TIMER_CURRENT
             | reg::TIMER_DIVIDE => Ok(u64::from(self.read(offset, now_ns))),
+            reg::LVT_CMCI if self.has(FEATURE_CMCI) => Ok(self.read(offset, now_ns).into()),
             _ => Err(Gp),
         }
     }
@@ -266,6 +273,7 @@ impl Lapic {
             | reg::LVT_TIMER..=reg::LVT_ERROR
             | reg::TIMER_INITIAL
             | reg::TIMER_DIVIDE => Ok(self.write_shared(offset, value)),
+            reg::LVT_CMCI if self.has(FEATURE_CMCI) => Ok(self.write_shared(offset, value)),
             _ => Err(Gp),
         }
     }
@@ -310,6 +318,16 @@ impl Lapic {
             4 => LocalVector::Lint1,
             _ => LocalVector::Error,
         };
+        self.write_lvt_entry(entry, value)
+    }
+
+    fn version(&self) -> u32 {
+        let eoi = if self.has(FEATURE_DIRECTED_EOI) { VERSION_DIRECTED_EOI } else { 0 };
+        let cmci = if self.has(FEATURE_CMCI) { VERSION_CMCI } else { 0 };
+        (VERSION | eoi) + cmci
+    }
+
+    fn write_lvt_entry(&self, entry: LocalVector, value: u32) -> LapicEffect {
         let mut value = value & LVT_WRITABLE[entry as usize];
         if entry == LocalVector::Timer && !self.has(FEATURE_TSC_DEADLINE) {
             value &= !LVT_TIMER_DEADLINE;

@@ -7,8 +7,8 @@ use core::sync::atomic::Ordering::*;
 
 use x86::apic::reg;
 
-use super::regs::{LVT_MASKED, LVT_WRITABLE, SVR_SUPPRESS_EOI};
-use super::{Lapic, LapicMode, TimerOp};
+use super::regs::{LVT_COUNT, LVT_MASKED, LVT_WRITABLE, SVR_SUPPRESS_EOI};
+use super::{FEATURE_CMCI, Lapic, LapicMode, LocalVector, TimerOp};
 
 /// Bytes in a saved register page.
 pub const REGISTER_PAGE: usize = 1024;
@@ -56,6 +56,17 @@ const PLAIN: [u32; 21] = [
     reg::RRD,
 ];
 
+/// In the order of [`LocalVector`].
+const LVT_OFFSETS: [u32; LVT_COUNT] = [
+    reg::LVT_TIMER,
+    reg::LVT_THERMAL,
+    reg::LVT_PMC,
+    reg::LVT_LINT0,
+    reg::LVT_LINT1,
+    reg::LVT_ERROR,
+    reg::LVT_CMCI,
+];
+
 impl Lapic {
     /// Writes the register page. `wide_ids`: user space enabled 32-bit ids
     /// (KVM_X2APIC_API_USE_32BIT_IDS).
@@ -66,6 +77,9 @@ impl Lapic {
         put(page, reg::ID, id);
         for offset in PLAIN {
             put(page, offset, self.read(offset, || now_ns));
+        }
+        if self.has(FEATURE_CMCI) {
+            put(page, reg::LVT_CMCI, self.lvt(LocalVector::Cmci));
         }
         for index in 0..8 {
             put(page, reg::ISR + index * 16, self.isr.register(index));
@@ -105,9 +119,10 @@ impl Lapic {
         let svr = get(page, reg::SVR);
         self.svr.store(svr & 0x3ff | svr & SVR_SUPPRESS_EOI, Relaxed);
         self.software_enabled.store(u8::from(svr & 0x100 != 0), Relaxed);
-        for ((offset, writable), lvt) in
-            (reg::LVT_TIMER..).step_by(16).zip(LVT_WRITABLE).zip(&self.lvt)
-        {
+        for ((offset, writable), lvt) in LVT_OFFSETS.into_iter().zip(LVT_WRITABLE).zip(&self.lvt) {
+            if offset == reg::LVT_CMCI && !self.has(FEATURE_CMCI) {
+                continue;
+            }
             let mut value = get(page, offset) & writable;
             if svr & 0x100 == 0 {
                 value |= LVT_MASKED;

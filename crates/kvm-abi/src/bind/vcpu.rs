@@ -355,6 +355,10 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
         Ok(())
     }
 
+    fn enforce_pv_features(&mut self, on: bool) {
+        self.vcpu.enforce_pv_features(on);
+    }
+
     fn kvmclock_ctrl(&mut self) -> Result<(), Errno> {
         Ok(self.vcpu.mark_stopped()?)
     }

@@ -118,8 +118,9 @@ impl<M: MakeBackend> VmFile<M> {
 impl<M: MakeBackend> FileObject for VmFile<M> {
     const NAME: &'static CStr = c"kvm-vm";
 
-    fn ioctl(this: &Arc<Self>, command: u32, argument: u64, _compat: bool) -> i64 {
-        dispatch::code(dispatch::vm(&**this, command, argument))
+    fn ioctl(this: &Arc<Self>, command: u32, argument: u64, compat: bool) -> i64 {
+        let of = if compat { dispatch::vm_compat } else { dispatch::vm };
+        dispatch::code(of(&**this, command, argument))
     }
 }
 
@@ -378,8 +379,13 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
             Setting::MaxVcpuId(limit) => return self.set_max_vcpu_id(limit),
             Setting::UserSpaceMsr(bits) => settings.user_space_msr.store(bits as u32, Relaxed),
             Setting::ManualDirtyLog(bits) => settings.manual_dirty_log.store(bits, Relaxed),
-            // Not in the offer.
-            Setting::MsrPlatformInfo(_) | Setting::DisableExits(_) => return Err(Errno::EINVAL),
+            Setting::MsrPlatformInfo(on) => settings.platform_info_hidden.store(!on, Relaxed),
+            Setting::DisableExits(bits) => {
+                settings.disable_exits.fetch_or(bits, Relaxed);
+            }
+            Setting::ExitOnEmulationFailure(on) => {
+                settings.exit_on_emulation_failure.store(on, Relaxed);
+            }
         }
         Ok(())
     }

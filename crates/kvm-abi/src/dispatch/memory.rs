@@ -85,19 +85,19 @@ pub fn coalesce<V: VmOps>(vm: &V, arg: u64, on: bool) -> Reply {
 }
 
 /// KVM_GET_DIRTY_LOG.
-pub fn dirty_log<V: VmOps>(vm: &V, arg: u64) -> Reply {
+pub fn dirty_log<V: VmOps>(vm: &V, arg: u64, pointers: user::Pointers) -> Reply {
     let log: KvmDirtyLog = user::read(arg)?;
     let slot = slot_id(log.slot)?;
     let words = vm.dirty_log_pages(slot)?.div_ceil(64);
     let words = usize::try_from(words).map_err(|_| Errno::ENOMEM)?;
     let mut bitmap = <[u64]>::new_box_zeroed_with_elems(words)?;
     vm.dirty_log(slot, &mut bitmap)?;
-    user::write(log.dirty_bitmap, &*bitmap)?;
+    user::write(pointers.of(log.dirty_bitmap), &*bitmap)?;
     Ok(0)
 }
 
 /// KVM_CLEAR_DIRTY_LOG.
-pub fn clear_dirty_log<V: VmOps>(vm: &V, arg: u64) -> Reply {
+pub fn clear_dirty_log<V: VmOps>(vm: &V, arg: u64, pointers: user::Pointers) -> Reply {
     let log: KvmClearDirtyLog = user::read(arg)?;
     if !log.first_page.is_multiple_of(64) {
         return Err(Errno::EINVAL);
@@ -110,7 +110,8 @@ pub fn clear_dirty_log<V: VmOps>(vm: &V, arg: u64) -> Reply {
     if count > left || (count < left && count % 64 != 0) {
         return Err(Errno::EINVAL);
     }
-    let bits: Box<[u64]> = user::read_array(log.dirty_bitmap, log.num_pages.div_ceil(64) as usize)?;
+    let bits: Box<[u64]> =
+        user::read_array(pointers.of(log.dirty_bitmap), log.num_pages.div_ceil(64) as usize)?;
     vm.clear_dirty_log(slot, log.first_page, log.num_pages, &bits)?;
     Ok(0)
 }

@@ -26,7 +26,7 @@ pub use ops::{
 };
 pub use system::system;
 pub use vcpu::vcpu;
-pub use vm::vm;
+pub use vm::{vm, vm_compat};
 
 use crate::errno::Errno;
 

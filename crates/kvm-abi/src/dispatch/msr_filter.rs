@@ -9,11 +9,28 @@ use crate::errno::Errno;
 use crate::uapi::msr::*;
 use crate::user;
 use vm::msr_filter::{MsrFilter, MsrRange};
+use zerocopy::FromZeros;
 
 /// KVM_X86_SET_MSR_FILTER. `EINVAL`: unknown flags, a range that says nothing of any access or is
 /// too long, or the denial of everything.
 pub fn set<V: VmOps>(vm: &V, arg: u64) -> Reply {
     let filter: Box<KvmMsrFilter> = user::read_boxed(arg)?;
+    set_checked(vm, &filter)
+}
+
+/// The same from a 32-bit process, whose structure is a shorter one.
+pub fn set_compat<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    let compat: Box<KvmMsrFilterCompat> = user::read_boxed(arg)?;
+    let mut filter = KvmMsrFilter::new_box_zeroed()?;
+    filter.flags = compat.flags;
+    for (to, from) in filter.ranges.iter_mut().zip(&compat.ranges) {
+        let KvmMsrFilterRangeCompat { flags, nmsrs, base, bitmap } = *from;
+        *to = KvmMsrFilterRange { flags, nmsrs, base, pad: 0, bitmap: bitmap.into() };
+    }
+    set_checked(vm, &filter)
+}
+
+fn set_checked<V: VmOps>(vm: &V, filter: &KvmMsrFilter) -> Reply {
     let default_deny = filter.flags & MSR_FILTER_DEFAULT_DENY != 0;
     let used = || filter.ranges.iter().filter(|range| range.nmsrs != 0);
     if filter.flags & !MSR_FILTER_DEFAULT_DENY != 0 || (default_deny && used().next().is_none()) {

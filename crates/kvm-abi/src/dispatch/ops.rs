@@ -102,8 +102,10 @@ pub enum Setting {
     TripleFaultEvent(bool),
     /// The guest may read MSR_PLATFORM_INFO.
     MsrPlatformInfo(bool),
-    /// These exits are off. `EINVAL` with vCPUs.
+    /// These exits are off, beside those that are already, for vCPUs that are made from now on.
     DisableExits(u64),
+    /// What cannot be emulated exits at any privilege level.
+    ExitOnEmulationFailure(bool),
     /// Nanoseconds of halt polling.
     HaltPoll(u32),
     /// vCPU ids are below this. `EINVAL` if set otherwise before, or when the boot id is higher.
@@ -337,6 +339,8 @@ pub trait VcpuOps {
     fn set_tsc_offset(&mut self, offset: u64) -> Result<(), Errno> {
         Err(Errno::ENXIO)
     }
+    /// Paravirtual services that the guest's CPUID does not offer are refused.
+    fn enforce_pv_features(&mut self, on: bool);
     /// Tells the guest that it was stopped. `EINVAL`: it has no kvmclock.
     fn kvmclock_ctrl(&mut self) -> Result<(), Errno>;
     /// Fills in everything behind `linear_address`. Never fails: a page that is not there is not

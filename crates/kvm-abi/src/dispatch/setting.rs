@@ -37,7 +37,11 @@ fn setting(offer: &Offer, cap: u32, value: u64) -> Result<Setting, Errno> {
         CAP_EXCEPTION_PAYLOAD => Setting::ExceptionPayload(value != 0),
         CAP_X86_TRIPLE_FAULT_EVENT => Setting::TripleFaultEvent(value != 0),
         CAP_MSR_PLATFORM_INFO => Setting::MsrPlatformInfo(value != 0),
-        CAP_X86_DISABLE_EXITS => Setting::DisableExits(within(offer.disable_exits)?),
+        // What is known and cannot be had here is passed over.
+        CAP_X86_DISABLE_EXITS => {
+            Setting::DisableExits(within(X86_DISABLE_EXITS_VALID)? & offer.disable_exits)
+        }
+        CAP_EXIT_ON_EMULATION_FAILURE => Setting::ExitOnEmulationFailure(within(1)? != 0),
         CAP_HALT_POLL => Setting::HaltPoll(at_most(u32::MAX)?),
         CAP_X86_USER_SPACE_MSR => Setting::UserSpaceMsr(within(MSR_EXIT_REASONS)?),
         CAP_MAX_VCPU_ID => Setting::MaxVcpuId(at_most(offer.max_vcpu_id)?),

@@ -9,6 +9,7 @@ use super::vm::has_lapic;
 use super::{Irqchip, lists};
 use crate::caps::Offer;
 use crate::errno::Errno;
+use crate::uapi::capability::CAP_ENFORCE_PV_FEATURE_CPUID;
 use crate::uapi::cpuid::KvmCpuidEntry2;
 use crate::uapi::debug::KvmGuestDebug;
 use crate::uapi::device::{KvmDeviceAttr, KvmEnableCap, VCPU_TSC_CTRL, VCPU_TSC_OFFSET};
@@ -420,8 +421,16 @@ pub fn attribute<V: VcpuOps>(vcpu: &mut V, cmd: u32, arg: u64) -> Done {
     }
 }
 
-/// KVM_ENABLE_CAP: a vCPU has no setting yet.
-pub fn enable_cap(arg: u64) -> Done {
-    let _: KvmEnableCap = user::read(arg)?;
-    Err(Errno::EINVAL)
+/// KVM_ENABLE_CAP.
+pub fn enable_cap<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    let cap: KvmEnableCap = user::read(arg)?;
+    let [value, ..] = cap.args;
+    match cap.cap {
+        _ if cap.flags != 0 => Err(Errno::EINVAL),
+        CAP_ENFORCE_PV_FEATURE_CPUID => {
+            vcpu.enforce_pv_features(value != 0);
+            Ok(())
+        }
+        _ => Err(Errno::EINVAL),
+    }
 }

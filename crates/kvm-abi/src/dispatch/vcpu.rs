@@ -84,7 +84,7 @@ fn locked<V: VcpuOps>(vcpu: &mut V, cmd: u32, arg: u64) -> Reply {
         {
             state::attribute(vcpu, cmd, arg)
         }
-        ioctl::ENABLE_CAP => state::enable_cap(arg),
+        ioctl::ENABLE_CAP => state::enable_cap(vcpu, arg),
         ioctl::GET_NESTED_STATE => nested::get(vcpu.offer().nested_format, arg),
         ioctl::SET_NESTED_STATE => nested::set(vcpu.offer().nested_format, arg),
         _ => Err(UNKNOWN),

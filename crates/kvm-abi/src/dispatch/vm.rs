@@ -15,6 +15,20 @@ const TSS_ADDR_MAX: u64 = (1 << 32) - 3 * x86::addr::PAGE_SIZE;
 /// Fewest pages of shadow tables that may be asked for.
 const MIN_MMU_PAGES: u64 = 64;
 
+/// The same of a 32-bit process, whose pointers make other structures: a command with a number of
+/// its own, or one of which only half of a pointer is user space's.
+pub fn vm_compat<V: VmOps>(file: &V, cmd: u32, arg: u64) -> Reply {
+    if !file.belongs_to_caller() {
+        return Err(Errno::EIO);
+    }
+    match cmd {
+        ioctl::X86_SET_MSR_FILTER_COMPAT => msr_filter::set_compat(file, arg),
+        ioctl::GET_DIRTY_LOG => memory::dirty_log(file, arg, user::Pointers::Bits32),
+        ioctl::CLEAR_DIRTY_LOG => memory::clear_dirty_log(file, arg, user::Pointers::Bits32),
+        cmd => vm(file, cmd, arg),
+    }
+}
+
 /// A command of a VM file. `EIO` from another process than the one that made the VM.
 pub fn vm<V: VmOps>(vm: &V, cmd: u32, arg: u64) -> Reply {
     if !vm.belongs_to_caller() {
@@ -27,8 +41,8 @@ pub fn vm<V: VmOps>(vm: &V, cmd: u32, arg: u64) -> Reply {
 
         ioctl::SET_USER_MEMORY_REGION => memory::set_region(vm, arg),
         ioctl::SET_USER_MEMORY_REGION2 => memory::set_region2(vm, arg),
-        ioctl::GET_DIRTY_LOG => memory::dirty_log(vm, arg),
-        ioctl::CLEAR_DIRTY_LOG => memory::clear_dirty_log(vm, arg),
+        ioctl::GET_DIRTY_LOG => memory::dirty_log(vm, arg, user::Pointers::Bits64),
+        ioctl::CLEAR_DIRTY_LOG => memory::clear_dirty_log(vm, arg, user::Pointers::Bits64),
         ioctl::REGISTER_COALESCED_MMIO => memory::coalesce(vm, arg, true),
         ioctl::UNREGISTER_COALESCED_MMIO => memory::coalesce(vm, arg, false),
 

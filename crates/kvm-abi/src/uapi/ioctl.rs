@@ -85,6 +85,7 @@ pub const SET_PIT2: u32 = iow::<KvmPitState2>(0xa0);
 pub const SIGNAL_MSI: u32 = iow::<KvmMsi>(0xa5);
 pub const CLEAR_DIRTY_LOG: u32 = iowr::<KvmClearDirtyLog>(0xc0);
 pub const X86_SET_MSR_FILTER: u32 = iow::<KvmMsrFilter>(0xc6);
+pub const X86_SET_MSR_FILTER_COMPAT: u32 = iow::<KvmMsrFilterCompat>(0xc6);
 
 // Commands of a vCPU file.
 

@@ -35,6 +35,20 @@ uapi! {
         pad: u32,
         ranges: [KvmMsrFilterRange; 16],
     }
+
+    /// One range in a 32-bit process.
+    struct KvmMsrFilterRangeCompat {
+        flags: u32,
+        nmsrs: u32,
+        base: u32,
+        bitmap: u32,
+    }
+
+    /// KVM_X86_SET_MSR_FILTER in a 32-bit process, where it has a number of its own.
+    struct KvmMsrFilterCompat {
+        flags: u32,
+        ranges: [KvmMsrFilterRangeCompat; 16],
+    }
 }
 
 /// [`KvmMsrFilter::flags`]: what no range says anything of is denied.

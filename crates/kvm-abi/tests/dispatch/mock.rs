@@ -40,7 +40,6 @@ pub fn offer() -> Offer {
         guest_debug: GUESTDBG_VALID_MASK,
         exception_payload: true,
         triple_fault_event: true,
-        msr_platform_info: true,
         manual_dirty_log: 3,
         tsc_offset: true,
         emulated_cpuid: true,
@@ -463,6 +462,9 @@ impl VcpuOps for Vcpu {
             return if *self.cpuid == *entries { Ok(()) } else { Err(Errno::EINVAL) };
         }
         self.note(("cpuid", entries))
+    }
+    fn enforce_pv_features(&mut self, on: bool) {
+        self.note(("enforce", on)).unwrap();
     }
     fn tsc_khz(&self) -> u32 {
         2_400_000

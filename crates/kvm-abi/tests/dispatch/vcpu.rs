@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use gannet_kvm_abi::Errno;
 use gannet_kvm_abi::dispatch::{Irqchip, vcpu};
 use gannet_kvm_abi::exit::{ErrorData, RunInput, UserExit};
+use gannet_kvm_abi::uapi::capability::CAP_ENFORCE_PV_FEATURE_CPUID;
 use gannet_kvm_abi::uapi::cpuid::*;
 use gannet_kvm_abi::uapi::debug::*;
 use gannet_kvm_abi::uapi::device::*;
@@ -533,6 +534,20 @@ fn no_nested_state_is_a_state() {
         let expected = if format == NESTED_FORMAT_VMX { Err(Errno::EINVAL) } else { Ok(0) };
         assert_eq!(give(&f, SET_NESTED_STATE, &inside), expected);
     }
+}
+
+#[test]
+fn a_vcpu_has_one_setting() {
+    let f = File::new();
+    for (value, call) in [(1, "true"), (0, "false"), (1 << 40, "true")] {
+        let mut cap = KvmEnableCap { cap: CAP_ENFORCE_PV_FEATURE_CPUID, ..Default::default() };
+        cap.args[0] = value;
+        assert_eq!(give(&f, ENABLE_CAP, &cap), Ok(0));
+        assert!(f.take().remove(0).contains(call), "{value}");
+        refused(give(&f, ENABLE_CAP, &KvmEnableCap { flags: 1, ..cap }), Errno::EINVAL);
+        refused(give(&f, ENABLE_CAP, &KvmEnableCap { cap: 159, ..cap }), Errno::EINVAL);
+    }
+    assert!(f.take().is_empty());
 }
 
 #[test]

@@ -87,6 +87,14 @@ pub fn vcpu_of(features: Features, tables: Format) -> (VmxVcpu, VmRef) {
     (vcpu_in(&vm, features), vm)
 }
 
+/// The same in a VM with which something is done first.
+pub fn vcpu_with(features: Features, tables: Format, first: impl FnOnce(&VmRef)) -> VmxVcpu {
+    let vm = bare_vm_of(features, tables);
+    vm.irq().create(vm::irq::Irqchip::Full).unwrap();
+    first(&vm);
+    vcpu_in(&vm, features)
+}
+
 /// The same where PIC and I/O APIC, with 24 pins, are the VMM's.
 pub fn split_vcpu_of(features: Features, tables: Format) -> (VmxVcpu, VmRef) {
     let vm = bare_vm_of(features, tables);

@@ -2,7 +2,9 @@
 
 use crate::runner::Test;
 
+mod capabilities;
 mod coalesced;
+mod compat;
 mod control_bits;
 mod cpuid_table;
 mod deadline;
@@ -10,8 +12,10 @@ mod debugger;
 mod delivery;
 mod faults;
 mod guest_memory;
+mod host_facts;
 mod host_thread;
 mod hostile;
+mod idle;
 mod injection;
 mod instructions;
 mod irq_ioctls;
@@ -21,6 +25,7 @@ mod lazy_deadline;
 mod lazy_stress;
 mod lifecycle;
 mod lines;
+mod machine_checks;
 mod makers;
 mod mmio;
 mod modes;
@@ -69,6 +74,11 @@ pub fn all() -> impl Iterator<Item = Test> {
         host_thread::TESTS,
         msrs::TESTS,
         msr_exits::TESTS,
+        host_facts::TESTS,
+        capabilities::TESTS,
+        compat::TESTS,
+        machine_checks::TESTS,
+        idle::TESTS,
         pointers::TESTS,
         faults::TESTS,
         paging_faults::TESTS,

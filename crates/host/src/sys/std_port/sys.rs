@@ -22,6 +22,7 @@ thread_local! {
     pub(super) static RESCHED: Cell<bool> = const { Cell::new(false) };
     pub(super) static CPU: Cell<u32> = const { Cell::new(0) };
     pub(super) static LDT: Cell<bool> = const { Cell::new(false) };
+    pub(super) static GUEST_SSBD: Cell<u32> = const { Cell::new(0) };
     pub(super) static USER_RETURN: Cell<Option<u32>> = const { Cell::new(Some(0)) };
     pub(super) static RUN_DELAY: Cell<u64> = const { Cell::new(0) };
     static IRQS_ON: Cell<bool> = const { Cell::new(true) };

@@ -166,6 +166,19 @@ pub(crate) fn uses_ldt() -> bool {
     sys::LDT.get()
 }
 
+/// Changes of the speculative store bypass for a guest, of this thread: on and off in turns, so an odd
+/// number means that it was left on.
+pub fn guest_ssbd_changes() -> u32 {
+    sys::GUEST_SSBD.get()
+}
+
+/// Panics where a guest's setting is put on another, or is taken away twice.
+pub(crate) fn guest_ssbd(on: bool) {
+    let changes = sys::GUEST_SSBD.get();
+    assert!(changes.is_multiple_of(2) == on, "speculative store bypass is already so");
+    sys::GUEST_SSBD.set(changes + 1);
+}
+
 /// How often this thread asked to be called before user space runs.
 pub fn user_return_watches() -> u32 {
     sys::USER_RETURN.get().unwrap_or_default()

@@ -146,11 +146,41 @@ fn init_keeps_the_id_and_the_mode() {
 }
 
 #[test]
+fn corrected_machine_checks_have_a_vector_only_where_offered() {
+    use crate::lapic::{LocalVector, REGISTER_PAGE};
+    let with = Features { cmci: true, ..Features::default() };
+    let lapic = xapic(0);
+    let _ = lapic.write(SVR, 0x1ff);
+    assert_eq!(read(&lapic, 0x30), 0x5_0014);
+    let _ = lapic.write(0x2f0, 0x45);
+    assert_eq!(lapic.deliver_local(LocalVector::Cmci), Accepted::Ignored);
+    lapic.set_features(with);
+    assert_eq!((read(&lapic, 0x30), read(&lapic, 0x2f0)), (0x6_0014, 0x1_0000));
+    let _ = lapic.write(0x2f0, u32::MAX);
+    assert_eq!(read(&lapic, 0x2f0), 0x1_07ff);
+    let _ = lapic.write(0x2f0, 0x45);
+    assert_eq!(lapic.deliver_local(LocalVector::Cmci), Accepted::Pending);
+    assert_eq!(take(&lapic), Some(0x45));
+    // It is saved and restored, and lost with the feature.
+    let mut page = [0; REGISTER_PAGE];
+    lapic.save(&mut page, false, 0);
+    assert_eq!(page[0x2f0], 0x45);
+    let other = xapic(0);
+    let _ = other.restore(&page, false, 0);
+    lapic.set_features(Features::default());
+    assert_eq!(lapic.deliver_local(LocalVector::Cmci), Accepted::Ignored);
+    other.set_features(with);
+    assert_eq!(read(&other, 0x2f0), 0x1_0000);
+    let _ = other.restore(&page, false, 0);
+    assert_eq!(read(&other, 0x2f0), 0x45);
+}
+
+#[test]
 fn eoi_broadcasts_can_be_suppressed_only_where_offered() {
     let lapic = xapic(0);
     let _ = lapic.write(SVR, 0x11ff);
     assert_eq!(read(&lapic, SVR), 0x1ff);
-    lapic.set_features(Features { tsc_deadline: true, directed_eoi: true });
+    lapic.set_features(Features { tsc_deadline: true, directed_eoi: true, cmci: false });
     assert_eq!(read(&lapic, 0x30), 0x105_0014);
     let _ = lapic.write(SVR, 0x11ff);
     let _ = lapic.accept_fixed(x86::Vector(0x50), true);
