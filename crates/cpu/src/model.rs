@@ -60,6 +60,8 @@ impl Moved {
 /// The scripted CPU.
 pub struct Model {
     script: VecDeque<Step>,
+    /// The event that the last VMRUN injected, as the control block has it; 0: none.
+    pub injected: u64,
     /// MSRs that hold a value.
     pub msrs: HashMap<u32, u64>,
     /// The time-stamp counter.
@@ -90,6 +92,7 @@ impl Default for Model {
         let host = Moved { task: TASK_STATE, ..Moved::made_up(0xffff_8000) };
         Self {
             script: VecDeque::new(),
+            injected: 0,
             msrs: HashMap::new(),
             tsc: 0,
             tsc_step: 1,
@@ -207,7 +210,7 @@ impl Cpu for Model {
     fn vmrun(&mut self, vmcb: &mut Vmcb, _at: Hpa, gprs: &mut Gprs, _spec: SpecCtrl) {
         assert!(!self.gif, "VMRUN with GIF set");
         let mut step = self.script.pop_front().expect("the script has ended");
-        vmcb.control.event_inj = 0;
+        self.injected = core::mem::take(&mut vmcb.control.event_inj);
         vmcb.control.exit_int_info = 0;
         step(vmcb, gprs);
     }

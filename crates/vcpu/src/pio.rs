@@ -1,6 +1,7 @@
 //! Port I/O: devices in the kernel inside the loop, user space outside it.
 
 use backend::{Backend, IoExit, RAX};
+use emulate::Cause;
 
 use crate::{Vcpu, exit::UserExit, inner::Next, run::Open};
 
@@ -66,12 +67,13 @@ impl<B: Backend> Vcpu<B> {
 
     /// A port access outside the loop: the kernel's devices, else user space.
     pub(crate) fn slow_io(&mut self, io: IoExit) -> Option<UserExit> {
+        let cause = Cause::Port { port: io.port, size: io.size, input: io.input };
         if io.string {
-            return self.emulate_here();
+            return self.emulate_here(cause);
         }
         let next = match self.io_next(io) {
             Some(next) => next,
-            None => return self.emulate_here(),
+            None => return self.emulate_here(cause),
         };
         if self.vm.irq().has_port(io.port) && self.kernel_io(io) {
             self.retire(next);
