@@ -273,9 +273,14 @@ impl<M: Machine> Run<'_, M> {
         let Place::Mem { at, .. } = self.memory(size.wrapping_add(2), 0, 0, Access::Load)? else {
             return Err(Stop::Unsupported);
         };
-        let offset = self.read(at, size, Access::Load)?;
-        let selector = self.read(self.after(at, size.into()), 2, Access::Load)?;
-        Ok((selector as u16, offset))
+        if size == 8 {
+            let offset = self.read(at, 8, Access::Load)?;
+            return Ok((self.read(self.after(at, 8), 2, Access::Load)? as u16, offset));
+        }
+        // One access where one can hold it.
+        let pointer = self.read(at, size.wrapping_add(2), Access::Load)?;
+        let bits = u32::from(size).wrapping_mul(8);
+        Ok((pointer.wrapping_shr(bits) as u16, pointer & size_mask(size)))
     }
 
     /// JMP and CALL through a far pointer in memory, to code of the same privilege level.
