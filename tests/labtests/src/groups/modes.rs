@@ -381,7 +381,11 @@ fn calls_jumps_and_faults_switch_tasks() -> Outcome {
     equal("EBX here", word(&guest, 0x8100), 0x1234_5678)?;
     let registers = [0x8118, 0x811c].map(|at| word(&guest, at) & 0xffff);
     equal("task registers", registers, [0x18, 0x20])?;
-    equal("CR0.TS, NT", [word(&guest, 0x8120) & 8, word(&guest, 0x8124) & 0x4000], [8, 0])?;
+    equal("NT", word(&guest, 0x8124) & 0x4000, 0)?;
+    // The lab's AMD machine does not keep CR0.TS under stock KVM.
+    if oracle::vendor() == oracle::Vendor::Intel || !oracle::is_stock() {
+        equal("CR0.TS", word(&guest, 0x8120) & 8, 8)?;
+    }
     let types = [0x801d, 0x8025, 0x802d, 0x8035].map(|at| word(&guest, at) & 0xff);
     equal("busy is ours alone", types, [0x8b, 0x89, 0x81, 0x89])
 }
