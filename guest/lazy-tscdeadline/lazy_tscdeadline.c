@@ -189,7 +189,13 @@ static int cpu_goes(unsigned int n)
  */
 static struct clock_event_device *of_last_cpu;
 
-static int before_sleep(void)
+#ifdef SYSCORE_TAKES_DATA
+#define SYSCORE_DATA void *unused
+#else
+#define SYSCORE_DATA void
+#endif
+
+static int before_sleep(SYSCORE_DATA)
 {
 	struct lazy_cpu *cpu = this_cpu_ptr(&lazy_cpus);
 
@@ -198,7 +204,7 @@ static int before_sleep(void)
 	return 0;
 }
 
-static void after_sleep(void)
+static void after_sleep(SYSCORE_DATA)
 {
 	struct clock_event_device *device = of_last_cpu;
 
@@ -208,7 +214,7 @@ static void after_sleep(void)
 		pr_warn("CPU %u: the hypervisor does not take the page any more\n", smp_processor_id());
 }
 
-static void at_shutdown(void)
+static void at_shutdown(SYSCORE_DATA)
 {
 	unsigned long flags;
 
@@ -217,11 +223,24 @@ static void at_shutdown(void)
 	local_irq_restore(flags);
 }
 
+#ifdef SYSCORE_TAKES_DATA
+static const struct syscore_ops sleep_calls = {
+	.suspend = before_sleep,
+	.resume = after_sleep,
+	.shutdown = at_shutdown,
+};
+static struct syscore sleep_ops = { .ops = &sleep_calls };
+#define register_sleep()	register_syscore(&sleep_ops)
+#define unregister_sleep()	unregister_syscore(&sleep_ops)
+#else
 static struct syscore_ops sleep_ops = {
 	.suspend = before_sleep,
 	.resume = after_sleep,
 	.shutdown = at_shutdown,
 };
+#define register_sleep()	register_syscore_ops(&sleep_ops)
+#define unregister_sleep()	unregister_syscore_ops(&sleep_ops)
+#endif
 
 /*
  * A crashed kernel runs no notifiers before the next one (kdump). What it calls is seen by a kprobe, on the CPU that crashed, which is
@@ -328,7 +347,7 @@ static int __init lazy_tscdeadline_init(void)
 		goto none_taken;
 	}
 	register_reboot_notifier(&reboot_block);
-	register_syscore_ops(&sleep_ops);
+	register_sleep();
 	/* Not every kernel can start another one. */
 	sees_crashes = !register_kprobe(&crash_probe);
 	pr_info("%d CPUs\n", taken);
@@ -346,7 +365,7 @@ static void __exit lazy_tscdeadline_exit(void)
 {
 	if (sees_crashes)
 		unregister_kprobe(&crash_probe);
-	unregister_syscore_ops(&sleep_ops);
+	unregister_sleep();
 	unregister_reboot_notifier(&reboot_block);
 	/* Gives every CPU's device back, on that CPU: nobody is in lazy_next_event() after it. */
 	cpuhp_remove_state(hotplug_state);
