@@ -62,6 +62,18 @@ if [ "$task" = pingpong ]; then
         wait
         echo 1 >/sys/devices/system/cpu/cpu1/online
     fi
+    # The way into suspend to memory or into the image of a hibernation, down to the last CPU and back.
+    if [ $lazy = 1 ] && [ $hotplug = 1 ]; then
+        returned=$(cat $counts/returned)
+        echo core >/sys/power/pm_test
+        echo 1 >/sys/module/suspend/parameters/pm_test_delay
+        echo disk >/sys/power/state || echo "guest: WRONG no suspend"
+        [ $(($(cat $counts/returned) - returned)) = $(nproc) ] && echo "guest: $(nproc) timers given back for suspend" ||
+            echo "guest: WRONG timers given back: $(cat $counts/returned) after $returned"
+        set_before=$(cat $counts/set)
+        /bin/pingpong 100 100 >/dev/null && [ $(($(cat $counts/set) - set_before)) -gt 100 ] && echo "guest: taken over again" ||
+            echo "guest: WRONG timers after suspend: $(cat $counts/set) after $set_before"
+    fi
     if [ $lazy = 1 ]; then
         rmmod lazy_tscdeadline || echo "guest: WRONG lazy_tscdeadline stays"
         /bin/pingpong 100 100 >/dev/null && echo "guest: timers work without it" || echo "guest: WRONG timers"

@@ -23,6 +23,7 @@
 #include <linux/reboot.h>
 #include <linux/slab.h>
 #include <linux/string.h>
+#include <linux/syscore_ops.h>
 #include <asm/barrier.h>
 #include <asm/cpufeature.h>
 #include <asm/io.h>
@@ -60,6 +61,7 @@ struct lazy_cpu {
 	int (*next_event)(unsigned long delta, struct clock_event_device *device);
 	unsigned long set;
 	unsigned long written;
+	unsigned long returned;
 };
 
 static DEFINE_PER_CPU(struct lazy_cpu, lazy_cpus);
@@ -129,6 +131,7 @@ static void give_back(struct lazy_cpu *cpu)
 		return;
 	cpu->device = NULL;
 	cpu->seen = NULL;
+	cpu->returned++;
 	if (device->set_next_event == lazy_next_event)
 		device->set_next_event = cpu->next_event;
 	outstanding = READ_ONCE(cpu->page->armed) != 0;
@@ -179,6 +182,82 @@ static int cpu_goes(unsigned int n)
 	return 0;
 }
 
+/*
+ * The last CPU, when all others have gone: for suspend to memory, after which the hypervisor may have forgotten the page and a stale
+ * promise in it would stand for ever; for the image of a hibernation, which wakes in another machine; and for what ends the kernel
+ * without the notifiers (a jump of kexec). One CPU runs, with interrupts off.
+ */
+static struct clock_event_device *of_last_cpu;
+
+#ifdef SYSCORE_TAKES_DATA
+#define SYSCORE_DATA void *unused
+#else
+#define SYSCORE_DATA void
+#endif
+
+static int before_sleep(SYSCORE_DATA)
+{
+	struct lazy_cpu *cpu = this_cpu_ptr(&lazy_cpus);
+
+	of_last_cpu = cpu->device;
+	give_back(cpu);
+	return 0;
+}
+
+static void after_sleep(SYSCORE_DATA)
+{
+	struct clock_event_device *device = of_last_cpu;
+
+	of_last_cpu = NULL;
+	/* Whoever does not take the page leaves the CPU with the kernel's own function, which works. */
+	if (device && take_over(this_cpu_ptr(&lazy_cpus), device))
+		pr_warn("CPU %u: the hypervisor does not take the page any more\n", smp_processor_id());
+}
+
+static void at_shutdown(SYSCORE_DATA)
+{
+	unsigned long flags;
+
+	local_irq_save(flags);
+	give_back(this_cpu_ptr(&lazy_cpus));
+	local_irq_restore(flags);
+}
+
+#ifdef SYSCORE_TAKES_DATA
+static const struct syscore_ops sleep_calls = {
+	.suspend = before_sleep,
+	.resume = after_sleep,
+	.shutdown = at_shutdown,
+};
+static struct syscore sleep_ops = { .ops = &sleep_calls };
+#define register_sleep()	register_syscore(&sleep_ops)
+#define unregister_sleep()	unregister_syscore(&sleep_ops)
+#else
+static struct syscore_ops sleep_ops = {
+	.suspend = before_sleep,
+	.resume = after_sleep,
+	.shutdown = at_shutdown,
+};
+#define register_sleep()	register_syscore_ops(&sleep_ops)
+#define unregister_sleep()	unregister_syscore_ops(&sleep_ops)
+#endif
+
+/*
+ * A crashed kernel runs no notifiers before the next one (kdump). What it calls is seen by a kprobe, on the CPU that crashed, which is
+ * the one that goes on; the others are stopped for good, and an INIT ends the hypervisor's use of their pages.
+ */
+static int before_crash(struct kprobe *unused, struct pt_regs *regs)
+{
+	give_back(this_cpu_ptr(&lazy_cpus));
+	return 0;
+}
+
+static struct kprobe crash_probe = {
+	.symbol_name = "machine_crash_shutdown",
+	.pre_handler = before_crash,
+};
+static bool sees_crashes;
+
 static void give_back_here(void *unused)
 {
 	give_back(this_cpu_ptr(&lazy_cpus));
@@ -217,6 +296,8 @@ static const struct kernel_param_ops sum_ops = {
 module_param_cb(set, &sum_ops, (void *)offsetof(struct lazy_cpu, set), 0444);
 MODULE_PARM_DESC(set, "Deadlines set so far (read only)");
 module_param_cb(written, &sum_ops, (void *)offsetof(struct lazy_cpu, written), 0444);
+module_param_cb(returned, &sum_ops, (void *)offsetof(struct lazy_cpu, returned), 0444);
+MODULE_PARM_DESC(returned, "Times that a CPU's timer was given back so far (read only)");
 MODULE_PARM_DESC(written, "Those of them that needed a write of the MSR, which is a VM exit (read only)");
 
 static bool is_offered(void)
@@ -266,6 +347,9 @@ static int __init lazy_tscdeadline_init(void)
 		goto none_taken;
 	}
 	register_reboot_notifier(&reboot_block);
+	register_sleep();
+	/* Not every kernel can start another one. */
+	sees_crashes = !register_kprobe(&crash_probe);
 	pr_info("%d CPUs\n", taken);
 	return 0;
 
@@ -279,6 +363,9 @@ no_hotplug:
 
 static void __exit lazy_tscdeadline_exit(void)
 {
+	if (sees_crashes)
+		unregister_kprobe(&crash_probe);
+	unregister_sleep();
 	unregister_reboot_notifier(&reboot_block);
 	/* Gives every CPU's device back, on that CPU: nobody is in lazy_next_event() after it. */
 	cpuhp_remove_state(hotplug_state);

@@ -64,7 +64,7 @@ pub enum Exit {
     /// INVPCID.
     Invpcid,
     /// A task switch through a task gate or TSS.
-    TaskSwitch,
+    TaskSwitch(TaskSwitchExit),
     /// Triple fault.
     Shutdown,
     /// An INIT or SMI signal hit this CPU; the host handles it.
@@ -129,6 +129,26 @@ pub struct CrAccess {
     pub write: bool,
     /// Index of the general register where the CPU tells it; `None`: decode.
     pub gpr: Option<u8>,
+}
+
+/// A task switch that the hardware leaves to the hypervisor, after its checks of the gate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TaskSwitchExit {
+    /// Selector of the new task's TSS.
+    pub selector: u16,
+    /// What asked for it.
+    pub source: TaskSource,
+}
+
+/// What asks for a task switch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum TaskSource {
+    Call,
+    Iret,
+    Jmp,
+    /// An event through a task gate of the IDT.
+    Gate,
 }
 
 /// An event to be injected into the guest.

@@ -7,7 +7,7 @@
 
 pub mod exit;
 
-pub use exit::{CrAccess, Event, Exit, IoExit, NestedFault, PageFault};
+pub use exit::{CrAccess, Event, Exit, IoExit, NestedFault, PageFault, TaskSource, TaskSwitchExit};
 
 use x86::{
     Gpa, Hpa, Vector,

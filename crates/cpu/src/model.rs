@@ -75,7 +75,9 @@ pub struct Model {
     script: VecDeque<Step>,
     played: usize,
     /// What an entry is to inject, by the number of its step.
-    injected: Vec<(usize, u64)>,
+    to_inject: Vec<(usize, u64)>,
+    /// The event that the last VMRUN injected, as the control block has it; 0: none.
+    pub injected: u64,
     /// MSRs that hold a value.
     pub msrs: HashMap<u32, u64>,
     /// The time-stamp counter.
@@ -111,7 +113,8 @@ impl Default for Model {
         Self {
             script: VecDeque::new(),
             played: 0,
-            injected: Vec::new(),
+            to_inject: Vec::new(),
+            injected: 0,
             msrs: HashMap::new(),
             tsc: 0,
             tsc_step: 1,
@@ -139,7 +142,7 @@ impl Model {
 
     /// The entry that plays the next step to be added injects this, in EVENTINJ's format.
     pub fn injects(&mut self, event: u64) -> &mut Self {
-        self.injected.push((self.played + self.script.len(), event));
+        self.to_inject.push((self.played + self.script.len(), event));
         self
     }
 
@@ -272,11 +275,11 @@ impl Cpu for Model {
             demand(format_args!("SPEC_CTRL of {value:#x}"), legal);
         }
         let mut step = self.script.pop_front().expect("the script has ended");
-        for (_, event) in self.injected.iter().filter(|(step, _)| *step == self.played) {
-            assert_eq!(vmcb.control.event_inj, *event, "the injected event");
+        self.injected = core::mem::take(&mut vmcb.control.event_inj);
+        for (_, event) in self.to_inject.iter().filter(|(step, _)| *step == self.played) {
+            assert_eq!(self.injected, *event, "the injected event");
         }
         self.played += 1;
-        vmcb.control.event_inj = 0;
         vmcb.control.exit_int_info = 0;
         step(vmcb, gprs);
         self.entry_ended(vmcb.control.exit_int_info & event::VALID != 0);

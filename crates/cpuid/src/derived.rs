@@ -20,7 +20,7 @@ const CR4_ALWAYS: Cr4 = Cr4::VME
     .union(Cr4::OSFXSR)
     .union(Cr4::OSXMMEXCPT);
 
-const CR4_BY_FEATURE: [(Cr4, Feature); 9] = [
+const CR4_BY_FEATURE: [(Cr4, Feature); 8] = [
     (Cr4::UMIP, feature::UMIP),
     (Cr4::LA57, feature::LA57),
     (Cr4::FSGSBASE, feature::FSGSBASE),
@@ -29,7 +29,6 @@ const CR4_BY_FEATURE: [(Cr4, Feature); 9] = [
     (Cr4::SMEP, feature::SMEP),
     (Cr4::SMAP, feature::SMAP),
     (Cr4::PKE, feature::PKU),
-    (Cr4::LAM_SUP, feature::LAM),
 ];
 
 const EFER_BY_FEATURE: [(Efer, Feature); 6] = [

@@ -48,16 +48,23 @@ impl Fetched {
         Self { low: words as u64, high: (words >> 64) as u64 | tag << 56 }
     }
 
-    fn decode(self) -> Result<Decoded, DecodeError> {
-        let words = u128::from(self.low) | u128::from(self.high) << 64;
-        let bytes = words.to_le_bytes();
-        let tag = (self.high >> 56) as u8;
-        let size = match tag & 3 {
+    const fn tag(self) -> u8 {
+        (self.high >> 56) as u8
+    }
+
+    /// The code size that they are decoded for.
+    pub const fn size(self) -> CodeSize {
+        match self.tag() & 3 {
             0 => CodeSize::Bits16,
             1 => CodeSize::Bits32,
             _ => CodeSize::Bits64,
-        };
-        decode(bytes.get(..usize::from(tag >> 4)).unwrap_or(&[]), size)
+        }
+    }
+
+    fn decode(self) -> Result<Decoded, DecodeError> {
+        let words = u128::from(self.low) | u128::from(self.high) << 64;
+        let bytes = words.to_le_bytes();
+        decode(bytes.get(..usize::from(self.tag() >> 4)).unwrap_or(&[]), self.size())
     }
 
     #[inline]

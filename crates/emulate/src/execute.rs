@@ -8,7 +8,7 @@ use x86::Exception;
 
 use crate::alu::{self, BitChange, Shift};
 use crate::decode::{CodeSize, Decoded, RegRef, size_mask};
-use crate::machine::{Access, Machine, Stop};
+use crate::machine::{Access, Machine, SegReg, Stop, Table};
 use crate::operand::{Run, segment_of};
 use crate::rflags::{CF, OF, RF, STATUS, ZF};
 
@@ -142,6 +142,18 @@ impl<M: Machine> Run<'_, M> {
             I::Call => self.call(),
             I::Jmp => self.jmp(),
             I::Ret => self.ret(),
+            I::Retf => self.far_return(),
+            I::Enter => self.enter(),
+            I::Leave => self.leave(),
+
+            I::Lldt => self.load_system(SegReg::Ldtr),
+            I::Ltr => self.load_system(SegReg::Tr),
+            I::Sldt => self.store_system(SegReg::Ldtr),
+            I::Str => self.store_system(SegReg::Tr),
+            I::Lgdt => self.load_table(Table::Global),
+            I::Lidt => self.load_table(Table::Interrupt),
+            I::Sgdt => self.store_table(Table::Global),
+            I::Sidt => self.store_table(Table::Interrupt),
 
             I::In => self.port_in(),
             I::Out => self.port_out(),
@@ -161,6 +173,7 @@ impl<M: Machine> Run<'_, M> {
             I::Movups | I::Movupd | I::Movdqu | I::Lddqu => self.vector_move(16, false),
             I::Movaps | I::Movapd | I::Movdqa => self.vector_move(16, true),
             I::Movntps | I::Movntpd | I::Movntdq | I::Movntdqa => self.vector_move(16, true),
+            I::Movntq => self.vector_move(8, false),
             I::Movd => self.vector_move(4, false),
             I::Movq => self.vector_move(8, false),
 
@@ -176,7 +189,7 @@ impl<M: Machine> Run<'_, M> {
         if self.insn.op0_kind() == OpKind::Register && RegRef::of(to).is_none() {
             return match segment_of(to) {
                 Some(segment) => {
-                    let selector = self.value(1)? as u16;
+                    let selector = self.selector_operand()?;
                     self.load_segment(segment, selector)
                 }
                 None => self.mov_to_system(to),

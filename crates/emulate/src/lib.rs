@@ -16,24 +16,31 @@
 #![forbid(unsafe_code)]
 
 mod alu;
+mod cause;
 mod decode;
 mod decode_cache;
+mod descriptor;
 mod exchange;
 mod execute;
 mod length;
 mod machine;
 mod operand;
+mod privilege;
 mod stack;
 mod string;
 mod system;
+mod task;
 mod translation;
 
+pub use cause::Cause;
 pub use decode::{CodeSize, DecodeError, Decoded, Extend, RegRef, SimpleMmio, decode, warm_up};
 pub use decode_cache::{DecodeCache, Fetched};
 pub use execute::{Completion, Outcome, emulate};
 pub use length::{SystemMove, common_length, length, system_move};
-pub use machine::{Access, Machine, SegReg, Segment, Stop};
+pub use machine::{Access, Machine, SegReg, Segment, Stop, Table};
+pub use privilege::PortAccess;
 pub use string::{ITERATIONS_PER_CALL, STRING_RUN_BYTES};
+pub use task::{Source, Switched, TaskSwitch, switch_task};
 pub use translation::{Invlpg, invlpg};
 
 /// The RFLAGS bits that the emulator reads or writes (SDM vol. 1 §3.4.3).

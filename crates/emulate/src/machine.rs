@@ -3,7 +3,8 @@
 //! The implementor walks the guest's page tables and tells RAM from MMIO; the emulator does
 //! segmentation, effective addresses and the splitting of accesses at page borders.
 
-use crate::CodeSize;
+use crate::{CodeSize, PortAccess};
+use x86::segment::DescriptorTable;
 use x86::{Exception, Gva};
 
 /// Why emulation ended before the instruction did.
@@ -30,7 +31,7 @@ pub enum Access {
     Modify,
 }
 
-/// A segment register, numbered as in instruction encodings.
+/// A segment register, numbered as in instruction encodings; then the two that hold system segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum SegReg {
@@ -46,6 +47,19 @@ pub enum SegReg {
     Fs = 4,
     /// GS
     Gs = 5,
+    /// LDTR
+    Ldtr = 6,
+    /// TR
+    Tr = 7,
+}
+
+/// One of the two tables that registers of their own describe.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Table {
+    /// GDTR
+    Global,
+    /// IDTR
+    Interrupt,
 }
 
 /// A segment register with its hidden part, in the form of the VMCB's state-save area
@@ -67,10 +81,38 @@ impl Segment {
     pub(crate) const EXPAND_DOWN: u16 = 1 << 2;
     pub(crate) const CODE: u16 = 1 << 3;
     pub(crate) const PRESENT: u16 = 1 << 7;
+    /// Code or data, as against a system segment.
+    pub(crate) const S: u16 = 1 << 4;
+    pub(crate) const CONFORMING: u16 = 1 << 2;
+    pub(crate) const ACCESSED: u16 = 1 << 0;
+    pub(crate) const LONG: u16 = 1 << 9;
     pub(crate) const BIG: u16 = 1 << 10;
 
     pub(crate) const fn has(&self, bit: u16) -> bool {
         self.attributes & bit != 0
+    }
+
+    /// Type, 0 to 15.
+    pub(crate) const fn kind(&self) -> u8 {
+        (self.attributes & 0xf) as u8
+    }
+
+    /// Descriptor privilege level.
+    pub(crate) const fn dpl(&self) -> u8 {
+        (self.attributes >> 5 & 3) as u8
+    }
+
+    /// The same with another privilege level.
+    pub(crate) const fn with_dpl(mut self, dpl: u8) -> Self {
+        self.attributes = (self.attributes & !(3 << 5)) | ((dpl as u16 & 3) << 5);
+        self
+    }
+
+    /// Of a descriptor's 8 bytes.
+    pub(crate) const fn of(selector: u16, descriptor: u64) -> Self {
+        let x86::segment::Segment { base, limit, selector, attr } =
+            x86::segment::Segment::from_descriptor(selector, descriptor);
+        Self { selector, attributes: attr, limit, base }
     }
 }
 
@@ -121,18 +163,26 @@ pub trait Machine {
     /// iterations of a REP string instruction, after their registers were set.
     fn commit(&mut self);
 
-    /// IOPL and TSS bitmap check (SDM vol. 1 §19.5). May answer true where the hardware checked
-    /// already before the exit.
-    fn io_allowed(&mut self, port: u16, size: u8) -> Result<bool, Stop>;
-    /// Reads `into.len() / size` elements of `size` bytes (1, 2 or 4) from one port.
-    fn port_in(&mut self, port: u16, size: u8, into: &mut [u8]) -> Result<(), Stop>;
-    /// Writes `data.len() / size` elements of `size` bytes (1, 2 or 4) to one port.
-    fn port_out(&mut self, port: u16, size: u8, data: &[u8]) -> Result<(), Stop>;
+    /// Reads `into.len() / size` elements of the access's size from one port.
+    fn port_in(&mut self, access: &PortAccess, into: &mut [u8]) -> Result<(), Stop>;
+    /// Writes `data.len() / size` elements of the access's size to one port.
+    fn port_out(&mut self, access: &PortAccess, data: &[u8]) -> Result<(), Stop>;
 
-    /// Loads a segment register with all checks of a MOV or POP to it.
-    fn load_segment(&mut self, _segment: SegReg, _selector: u16) -> Result<(), Stop> {
-        Err(Stop::Unsupported)
-    }
+    /// EFER.LMA.
+    fn long_mode(&self) -> bool;
+    /// GDTR or IDTR.
+    fn table(&self, table: Table) -> DescriptorTable;
+    /// Sets it, privilege and address already checked.
+    fn set_table(&mut self, table: Table, value: DescriptorTable);
+    /// Sets a segment register with its hidden part, all checks made; the DPL of SS is the CPL.
+    fn set_segment(&mut self, segment: SegReg, value: Segment);
+    /// Reads a descriptor table or a TSS in RAM, within one page, as the processor does for itself:
+    /// a supervisor's access whatever the CPL. In device memory it is [`Stop::Unsupported`].
+    fn read_system(&mut self, at: Gva, into: &mut [u8]) -> Result<(), Stop>;
+    /// Writes there.
+    fn write_system(&mut self, at: Gva, data: &[u8]) -> Result<(), Stop>;
+    /// Faults as a write of a byte there would, and does nothing else.
+    fn probe_system(&mut self, at: Gva) -> Result<(), Stop>;
     /// Reads control register `n`, privilege already checked.
     fn read_cr(&mut self, _n: u8) -> Result<u64, Stop> {
         Err(Stop::Unsupported)
@@ -155,6 +205,15 @@ pub trait Machine {
     }
     /// INVPCID of type `kind` (0 to 3), privilege already checked.
     fn invpcid(&mut self, _kind: u8, _pcid: u16, _at: Gva) -> Result<(), Stop> {
+        Err(Stop::Unsupported)
+    }
+    /// MMX register `n` (0 to 7), with a pending x87 exception already raised; the unit is in MMX's
+    /// state afterwards.
+    fn mm(&mut self, _n: u8) -> Result<u64, Stop> {
+        Err(Stop::Unsupported)
+    }
+    /// Sets it.
+    fn set_mm(&mut self, _n: u8, _value: u64) -> Result<(), Stop> {
         Err(Stop::Unsupported)
     }
     /// XMM register `n` (0 to 15), its low 128 bits.

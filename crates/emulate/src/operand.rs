@@ -89,15 +89,10 @@ impl<M: Machine> Run<'_, M> {
         })
     }
 
-    fn canonical(&self, at: u64) -> bool {
+    pub(crate) fn canonical(&self, at: u64) -> bool {
         let width = if self.m.cr4() & CR4_LA57 != 0 { 57 } else { 48 };
         let unused = 64 - width;
         ((at << unused) as i64 >> unused) as u64 == at
-    }
-
-    /// Real or virtual-8086 mode, where segment types are not checked.
-    fn real_or_v86(&self) -> bool {
-        self.m.cr0() & CR0_PE == 0 || self.flags & rflags::VM != 0
     }
 
     /// The linear address of `size` bytes at `segment:offset`, after the segment's checks.

@@ -9,10 +9,11 @@ use crate::machine::{Access, Machine, SegReg, Segment, Stop};
 use crate::operand::{Run, segment_of};
 
 const RSP: usize = 4;
+const RBP: usize = 5;
 
 impl<M: Machine> Run<'_, M> {
     /// Bytes of the stack pointer: 2, 4 or 8.
-    fn stack_size(&self) -> u8 {
+    pub(crate) fn stack_size(&self) -> u8 {
         if self.long() {
             8
         } else if self.m.segment(SegReg::Ss).has(Segment::BIG) {
@@ -22,12 +23,12 @@ impl<M: Machine> Run<'_, M> {
         }
     }
 
-    fn set_stack_pointer(&mut self, value: u64) {
+    pub(crate) fn set_stack_pointer(&mut self, value: u64) {
         self.set_reg(RegRef { index: RSP as u8, size: self.stack_size(), high8: false }, value);
     }
 
     /// Writes `size` bytes below the stack pointer, then moves it.
-    fn push(&mut self, value: u64, size: u8) -> Result<(), Stop> {
+    pub(crate) fn push(&mut self, value: u64, size: u8) -> Result<(), Stop> {
         let top = self.m.gpr(RSP).wrapping_sub(u64::from(size)) & size_mask(self.stack_size());
         let at = self.linear(SegReg::Ss, top, size, Access::Store)?;
         self.write(at, size, value, Access::Store)?;
@@ -37,19 +38,30 @@ impl<M: Machine> Run<'_, M> {
 
     /// The value at the stack pointer, which stays.
     fn peek(&mut self, size: u8) -> Result<u64, Stop> {
-        let top = self.m.gpr(RSP) & size_mask(self.stack_size());
+        self.peek_at(0, size)
+    }
+
+    /// The value `by` bytes above the stack pointer.
+    pub(crate) fn peek_at(&mut self, by: u64, size: u8) -> Result<u64, Stop> {
+        let top = self.m.gpr(RSP).wrapping_add(by) & size_mask(self.stack_size());
         let at = self.linear(SegReg::Ss, top, size, Access::Load)?;
         self.read(at, size, Access::Load)
     }
 
-    fn pop_bytes(&mut self, count: u64) {
+    pub(crate) fn pop_bytes(&mut self, count: u64) {
         let top = self.m.gpr(RSP).wrapping_add(count);
         self.set_stack_pointer(top);
     }
 
     /// The operand's bytes on the stack.
     fn stack_operand_size(&self) -> Result<u8, Stop> {
-        match self.insn.stack_pointer_increment().unsigned_abs() {
+        let bytes = match self.insn.code() {
+            Code::Enterw_imm16_imm8 => 2,
+            Code::Enterd_imm16_imm8 => 4,
+            Code::Enterq_imm16_imm8 => 8,
+            _ => self.insn.stack_pointer_increment().unsigned_abs(),
+        };
+        match bytes {
             size @ (2 | 4 | 8) => Ok(size as u8),
             _ => Err(Stop::Unsupported),
         }
@@ -78,8 +90,11 @@ impl<M: Machine> Run<'_, M> {
         }
         let register = self.insn.op0_register();
         if let Some(segment) = segment_of(register) {
+            // POP SS moves the stack pointer of the old stack's size.
+            let top = self.m.gpr(RSP).wrapping_add(size.into());
+            let pointer = RegRef { index: RSP as u8, size: self.stack_size(), high8: false };
             self.load_segment(segment, value as u16)?;
-            self.pop_bytes(u64::from(size));
+            self.set_reg(pointer, top);
             return Ok(());
         }
         let to = RegRef::of(register).ok_or(Stop::Unsupported)?;
@@ -89,11 +104,60 @@ impl<M: Machine> Run<'_, M> {
         Ok(())
     }
 
-    /// MOV and POP to a segment register; loading SS holds interrupts off for one instruction.
-    pub(crate) fn load_segment(&mut self, segment: SegReg, selector: u16) -> Result<(), Stop> {
-        self.m.load_segment(segment, selector)?;
-        self.interrupt_shadow = segment == SegReg::Ss;
+    /// ENTER: SDM vol. 2A. Up to 31 frame pointers are copied; registers change at the end.
+    pub(crate) fn enter(&mut self) -> Result<(), Stop> {
+        let size = self.stack_operand_size()?;
+        let (allocated, level) = (self.insn.immediate16(), self.insn.immediate8_2nd() & 31);
+        let mask = size_mask(self.stack_size());
+        let step = u64::from(size);
+        let frame = RegRef { index: RBP as u8, size, high8: false };
+        let mut top = self.m.gpr(RSP).wrapping_sub(step) & mask;
+        let value = self.reg(frame);
+        self.store_on_stack(top, value, size)?;
+        let new_frame = top;
+        let mut from = self.m.gpr(RBP);
+        for n in 0..level {
+            let value = if n.wrapping_add(1) < level {
+                from = from.wrapping_sub(step) & mask;
+                let at = self.linear(SegReg::Ss, from, size, Access::Load)?;
+                self.read(at, size, Access::Load)?
+            } else {
+                new_frame
+            };
+            top = top.wrapping_sub(step) & mask;
+            self.store_on_stack(top, value, size)?;
+        }
+        let top = top.wrapping_sub(allocated.into()) & mask;
+        // The program could not write below the new stack pointer: known now, not at the next push.
+        let at = self.linear(SegReg::Ss, top, size, Access::Store)?;
+        self.probe(at, size.into())?;
+        self.set_reg(frame, new_frame);
+        self.set_stack_pointer(top);
         Ok(())
+    }
+
+    fn store_on_stack(&mut self, offset: u64, value: u64, size: u8) -> Result<(), Stop> {
+        let at = self.linear(SegReg::Ss, offset, size, Access::Store)?;
+        self.write(at, size, value, Access::Store)
+    }
+
+    /// LEAVE: the stack pointer is the frame's, then the frame's is popped.
+    pub(crate) fn leave(&mut self) -> Result<(), Stop> {
+        let size = self.leave_size();
+        let offset = self.m.gpr(RBP) & size_mask(self.stack_size());
+        let at = self.linear(SegReg::Ss, offset, size, Access::Load)?;
+        let frame = self.read(at, size, Access::Load)?;
+        self.set_stack_pointer(offset.wrapping_add(size.into()));
+        self.set_reg(RegRef { index: RBP as u8, size, high8: false }, frame);
+        Ok(())
+    }
+
+    fn leave_size(&self) -> u8 {
+        match self.insn.code() {
+            Code::Leavew => 2,
+            Code::Leaved => 4,
+            _ => 8,
+        }
     }
 
     /// The target of an indirect near branch and its size.
@@ -116,6 +180,9 @@ impl<M: Machine> Run<'_, M> {
     }
 
     pub(crate) fn call(&mut self) -> Result<(), Stop> {
+        if self.insn.is_call_far_indirect() {
+            return self.far(true);
+        }
         let back = self.next_rip;
         let (target, size) = self.near_target()?;
         self.branch(target, size)?;
@@ -123,6 +190,9 @@ impl<M: Machine> Run<'_, M> {
     }
 
     pub(crate) fn jmp(&mut self) -> Result<(), Stop> {
+        if self.insn.is_jmp_far_indirect() {
+            return self.far(false);
+        }
         let (target, size) = self.near_target()?;
         self.branch(target, size)
     }

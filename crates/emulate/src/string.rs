@@ -5,7 +5,7 @@
 //! port access.
 
 use iced_x86::{Code, OpKind};
-use x86::{Exception, Gva};
+use x86::Gva;
 
 use crate::alu;
 use crate::decode::{RegRef, size_mask};
@@ -26,7 +26,7 @@ const RSI: u8 = 6;
 const RDI: u8 = 7;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
+pub(crate) enum Kind {
     Movs,
     Stos,
     Lods,
@@ -36,7 +36,7 @@ enum Kind {
     Outs,
 }
 
-const fn kind_and_size(code: Code) -> Option<(Kind, u8)> {
+pub(crate) const fn kind_and_size(code: Code) -> Option<(Kind, u8)> {
     Some(match code {
         Code::Movsb_m8_m8 => (Kind::Movs, 1),
         Code::Movsw_m16_m16 => (Kind::Movs, 2),
@@ -195,10 +195,6 @@ impl<M: Machine> Run<'_, M> {
         Ok(1)
     }
 
-    fn check_port(&mut self, port: u16, size: u8) -> Result<(), Stop> {
-        if self.m.io_allowed(port, size)? { Ok(()) } else { Err(Stop::Fault(Exception::gp(0))) }
-    }
-
     /// How many elements from `at` on may go in one access: more than one only over plain RAM, in
     /// one page, forwards, and within the segment.
     fn run_length(&mut self, e: Element, index: u8, at: u64, count: u64) -> Result<u64, Stop> {
@@ -225,7 +221,7 @@ impl<M: Machine> Run<'_, M> {
 
     fn ins(&mut self, e: Element, count: u64) -> Result<u64, Stop> {
         let port = self.m.gpr(usize::from(RDX)) as u16;
-        self.check_port(port, e.size)?;
+        let access = self.check_port(port, e.size)?;
         let to = self.string_place(e, RDI, Access::Store)?;
         let elements = self.run_length(e, RDI, to, count)?;
         let len = elements.wrapping_mul(u64::from(e.size)) as usize;
@@ -233,7 +229,7 @@ impl<M: Machine> Run<'_, M> {
         self.probe(to, len)?;
         let mut buffer = [0u8; STRING_RUN_BYTES];
         let bytes = buffer.get_mut(..len).ok_or(Stop::Unsupported)?;
-        self.m.port_in(port, e.size, bytes)?;
+        self.m.port_in(&access, bytes)?;
         self.write_bytes(to, bytes, Access::Store)?;
         self.string_advance(e, RDI, elements);
         Ok(elements)
@@ -241,14 +237,14 @@ impl<M: Machine> Run<'_, M> {
 
     fn outs(&mut self, e: Element, count: u64) -> Result<u64, Stop> {
         let port = self.m.gpr(usize::from(RDX)) as u16;
-        self.check_port(port, e.size)?;
+        let access = self.check_port(port, e.size)?;
         let from = self.string_place(e, RSI, Access::Load)?;
         let elements = self.run_length(e, RSI, from, count)?;
         let len = elements.wrapping_mul(u64::from(e.size)) as usize;
         let mut buffer = [0u8; STRING_RUN_BYTES];
         let bytes = buffer.get_mut(..len).ok_or(Stop::Unsupported)?;
         self.read_bytes(from, bytes, Access::Load)?;
-        self.m.port_out(port, e.size, bytes)?;
+        self.m.port_out(&access, bytes)?;
         self.string_advance(e, RSI, elements);
         Ok(elements)
     }
@@ -261,10 +257,10 @@ impl<M: Machine> Run<'_, M> {
     pub(crate) fn port_in(&mut self) -> Result<(), Stop> {
         let to = RegRef::of(self.insn.op0_register()).ok_or(Stop::Unsupported)?;
         let port = self.port_operand(1)?;
-        self.check_port(port, to.size)?;
+        let access = self.check_port(port, to.size)?;
         let mut bytes = [0u8; 8];
         if let Some(part) = bytes.get_mut(..usize::from(to.size)) {
-            self.m.port_in(port, to.size, part)?;
+            self.m.port_in(&access, part)?;
         }
         self.set_reg(to, u64::from_le_bytes(bytes));
         Ok(())
@@ -274,10 +270,10 @@ impl<M: Machine> Run<'_, M> {
     pub(crate) fn port_out(&mut self) -> Result<(), Stop> {
         let from = RegRef::of(self.insn.op1_register()).ok_or(Stop::Unsupported)?;
         let port = self.port_operand(0)?;
-        self.check_port(port, from.size)?;
+        let access = self.check_port(port, from.size)?;
         let bytes = self.reg(from).to_le_bytes();
         match bytes.get(..usize::from(from.size)) {
-            Some(part) => self.m.port_out(port, from.size, part),
+            Some(part) => self.m.port_out(&access, part),
             None => Err(Stop::Unsupported),
         }
     }

@@ -15,7 +15,6 @@ const CR0_TS: u64 = 1 << 3;
 /// What LMSW may change: PE (set only), MP, EM, TS.
 const CR0_LMSW: u64 = 0xf;
 const CR4_OSFXSR: u64 = 1 << 9;
-const CR4_UMIP: u64 = 1 << 11;
 
 enum System {
     Control(u8),
@@ -35,11 +34,12 @@ fn xmm_of(register: Register) -> Option<u8> {
     (n < 16).then_some(n as u8)
 }
 
-impl<M: Machine> Run<'_, M> {
-    pub(crate) fn privileged(&self) -> Result<(), Stop> {
-        if self.m.cpl() == 0 { Ok(()) } else { Err(Stop::Fault(Exception::gp(0))) }
-    }
+fn mm_of(register: Register) -> Option<u8> {
+    let n = (register as u32).checked_sub(Register::MM0 as u32)?;
+    (n < 8).then_some(n as u8)
+}
 
+impl<M: Machine> Run<'_, M> {
     pub(crate) fn mov_to_system(&mut self, to: Register) -> Result<(), Stop> {
         let to = system_of(to).ok_or(Stop::Unsupported)?;
         self.privileged()?;
@@ -63,9 +63,7 @@ impl<M: Machine> Run<'_, M> {
     }
 
     pub(crate) fn smsw(&mut self) -> Result<(), Stop> {
-        if self.m.cr4() & CR4_UMIP != 0 {
-            self.privileged()?;
-        }
+        self.umip()?;
         let to = self.place(0, Access::Store)?;
         let value = self.m.cr0();
         self.store(to, value)
@@ -92,7 +90,9 @@ impl<M: Machine> Run<'_, M> {
         let to = xmm_of(self.insn.op0_register());
         let from = xmm_of(self.insn.op1_register());
         let cr0 = self.m.cr0();
-        // MMX forms have no XMM operand and are not emulated.
+        if let Some(done) = self.mmx_move(size)? {
+            return Ok(done);
+        }
         match (op0, op1, to, from) {
             (OpKind::Register, OpKind::Memory, Some(to), _) => {
                 self.vector_usable(cr0)?;
@@ -108,6 +108,39 @@ impl<M: Machine> Run<'_, M> {
             }
             _ => Err(Stop::Unsupported),
         }
+    }
+
+    /// MMX moves between a register and memory; `None` for all others.
+    fn mmx_move(&mut self, size: u8) -> Result<Option<()>, Stop> {
+        match (self.insn.op0_kind(), self.insn.op1_kind()) {
+            (OpKind::Register, OpKind::Memory) => {
+                let Some(to) = mm_of(self.insn.op0_register()) else { return Ok(None) };
+                self.mmx_usable()?;
+                let at = self.vector_place(size, false, Access::Load)?;
+                let value = self.read(at, size, Access::Load)?;
+                self.m.set_mm(to, value)?;
+            }
+            (OpKind::Memory, OpKind::Register) => {
+                let Some(from) = mm_of(self.insn.op1_register()) else { return Ok(None) };
+                self.mmx_usable()?;
+                let at = self.vector_place(size, false, Access::Store)?;
+                let value = self.m.mm(from)?;
+                self.write(at, size, value, Access::Store)?;
+            }
+            _ => return Ok(None),
+        }
+        Ok(Some(()))
+    }
+
+    fn mmx_usable(&self) -> Result<(), Stop> {
+        let cr0 = self.m.cr0();
+        if cr0 & CR0_EM != 0 {
+            return Err(Stop::Fault(Exception::ud()));
+        }
+        if cr0 & CR0_TS != 0 {
+            return Err(Stop::Fault(Exception::nm()));
+        }
+        Ok(())
     }
 
     fn vector_usable(&self, cr0: u64) -> Result<(), Stop> {

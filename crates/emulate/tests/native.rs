@@ -5,9 +5,10 @@
 
 mod machine;
 mod native_cpu;
+mod undefined;
 
 use gannet_emulate::{CodeSize, Outcome, Stop, decode, emulate};
-use iced_x86::{Code, Decoder, DecoderOptions};
+use iced_x86::{Decoder, DecoderOptions, Instruction};
 use machine::{RCX, RDI, RSI, RSP, TestMachine};
 use native_cpu::{NativeCpu, State};
 
@@ -123,7 +124,9 @@ fn make(random: &mut Random, template: &Template, cpu: &NativeCpu, memory: bool)
     let mut rip_relative = None;
     // 16-byte aligned in a quarter of the cases, anywhere otherwise, also across the pages.
     let mut target = cpu.data() + 512 + random.below(0x2000 - 1024);
-    if random.one_in(4) {
+    let locks = prefixes.contains(&0xf0) || matches!(template.opcode, [0x86 | 0x87]);
+    if locks || random.one_in(4) {
+        // A lock across two cache lines is slow on some hosts and SIGBUS on others.
         target &= !15;
     }
     if !memory {
@@ -217,31 +220,24 @@ fn make(random: &mut Random, template: &Template, cpu: &NativeCpu, memory: bool)
 
 /// Runs one case both ways. False when the emulator stops (and the CPU was not asked).
 fn compare(cpu: &mut NativeCpu, random: &mut Random, made: &Made) -> bool {
-    let insn = Decoder::new(64, &made.bytes, DecoderOptions::NONE).decode();
-    let undefined = iced_flags(insn.rflags_undefined());
-    let count = match insn.code() {
-        Code::Shld_rm16_r16_imm8 | Code::Shrd_rm16_r16_imm8 => insn.immediate8(),
-        Code::Shld_rm16_r16_CL | Code::Shrd_rm16_r16_CL => made.state.gpr[RCX] as u8,
-        _ => 0,
-    };
-    if count & 0x1f > 16 {
-        // The result is undefined (SDM vol. 2B, SHLD).
-        return false;
-    }
     let mut ram = vec![0u8; cpu.data_len()];
     for word in ram.chunks_exact_mut(8) {
         word.copy_from_slice(&random.value().to_le_bytes());
     }
-    compare_on(cpu, &made.bytes, &made.state, ram, undefined)
+    compare_on(cpu, &made.bytes, &made.state, ram)
 }
 
-fn compare_on(
-    cpu: &mut NativeCpu,
-    bytes: &[u8],
-    state: &State,
-    ram: Vec<u8>,
-    undefined: u64,
-) -> bool {
+fn decoded_alone(bytes: &[u8]) -> Instruction {
+    Decoder::new(64, bytes, DecoderOptions::NONE).decode()
+}
+
+fn compare_on(cpu: &mut NativeCpu, bytes: &[u8], state: &State, ram: Vec<u8>) -> bool {
+    let insn = decoded_alone(bytes);
+    // Only BSF and BSR ask, and their flags tell: ZF is the one that is defined.
+    let undefined = undefined::after(&insn, state.gpr[RCX] as u8, false);
+    if undefined.all {
+        return false;
+    }
     let mut m = TestMachine::new(CodeSize::Bits64, cpu.data(), 0);
     m.gpr = state.gpr;
     m.xmm = state.xmm;
@@ -265,17 +261,26 @@ fn compare_on(
         }
     };
     let (native, native_ram) = cpu.run(bytes, state, &ram);
-    let insn = Decoder::new(64, bytes, DecoderOptions::NONE).decode();
+    let zero = native.rflags & gannet_emulate::rflags::ZF != 0;
+    let undefined = undefined::after(&insn, state.gpr[RCX] as u8, zero);
     let context = || format!("{bytes:02x?} {:?} from {state:x?}", insn.code());
     assert_eq!(done.rip, cpu.end_of_instruction(), "RIP after {}", context());
+    let skipped = undefined.destination.then(|| insn.op0_register().number());
     for n in 0..16 {
-        assert_eq!(m.gpr[n], native.gpr[n], "register {n} (emulated, native) after {}", context());
+        if skipped != Some(n) {
+            assert_eq!(
+                m.gpr[n],
+                native.gpr[n],
+                "register {n} (emulated, native) after {}",
+                context()
+            );
+        }
         assert_eq!(m.xmm[n], native.xmm[n], "xmm {n} (emulated, native) after {}", context());
     }
     for (n, (a, b)) in m.ram.iter().zip(&native_ram).enumerate() {
         assert_eq!(a, b, "memory byte {n} (emulated, native) after {}", context());
     }
-    let mask = (STATUS | DF) & !undefined;
+    let mask = (STATUS | DF) & !undefined.flags;
     assert_eq!(
         done.rflags & mask,
         native.rflags & mask,
@@ -284,23 +289,6 @@ fn compare_on(
         context()
     );
     true
-}
-
-fn iced_flags(bits: u32) -> u64 {
-    use gannet_emulate::rflags::{AF, CF, OF, PF, SF, ZF};
-    use iced_x86::RflagsBits;
-    [
-        (RflagsBits::OF, OF),
-        (RflagsBits::SF, SF),
-        (RflagsBits::ZF, ZF),
-        (RflagsBits::AF, AF),
-        (RflagsBits::CF, CF),
-        (RflagsBits::PF, PF),
-    ]
-    .iter()
-    .filter(|(iced, _)| bits & iced != 0)
-    .map(|(_, flag)| flag)
-    .sum()
 }
 
 fn hold(templates: &[Template], seed: u64) {
@@ -382,27 +370,27 @@ fn shifts_and_rotates_are_what_the_cpu_does() {
 
 #[test]
 fn moves_are_what_the_cpu_does() {
-    hold(
-        &[
-            t(&[0x88], Reg, 0, false),
-            t(&[0x89], Reg, 0, false),
-            t(&[0x8a], Reg, 0, false),
-            t(&[0x8b], Reg, 0, false),
-            t(&[0xc6], Ext(0), 1, false),
-            t(&[0xc7], Ext(0), 9, false),
-            t(&[0x0f, 0xb6], Reg, 0, false),
-            t(&[0x0f, 0xb7], Reg, 0, false),
-            t(&[0x0f, 0xbe], Reg, 0, false),
-            t(&[0x0f, 0xbf], Reg, 0, false),
-            t(&[0x63], Reg, 0, false),
-            t(&[0x0f, 0x38, 0xf0], RegMemory, 0, false),
-            t(&[0x0f, 0x38, 0xf1], RegMemory, 0, false),
-            t(&[0x8d], RegMemory, 0, false),
-            t(&[0x0f, 0x1f], Ext(0), 0, false),
-            Template { sized: false, ..t(&[0x0f, 0xc3], RegMemory, 0, false) },
-        ],
-        3,
-    );
+    let mut templates = vec![
+        t(&[0x88], Reg, 0, false),
+        t(&[0x89], Reg, 0, false),
+        t(&[0x8a], Reg, 0, false),
+        t(&[0x8b], Reg, 0, false),
+        t(&[0xc6], Ext(0), 1, false),
+        t(&[0xc7], Ext(0), 9, false),
+        t(&[0x0f, 0xb6], Reg, 0, false),
+        t(&[0x0f, 0xb7], Reg, 0, false),
+        t(&[0x0f, 0xbe], Reg, 0, false),
+        t(&[0x0f, 0xbf], Reg, 0, false),
+        t(&[0x63], Reg, 0, false),
+        t(&[0x8d], RegMemory, 0, false),
+        t(&[0x0f, 0x1f], Ext(0), 0, false),
+        Template { sized: false, ..t(&[0x0f, 0xc3], RegMemory, 0, false) },
+    ];
+    if std::arch::is_x86_feature_detected!("movbe") {
+        templates.push(t(&[0x0f, 0x38, 0xf0], RegMemory, 0, false));
+        templates.push(t(&[0x0f, 0x38, 0xf1], RegMemory, 0, false));
+    }
+    hold(&templates, 3);
 }
 
 #[test]
@@ -582,7 +570,7 @@ fn strings_are_what_the_cpu_does() {
             // Few different bytes, so that compares run for a while.
             let ram = (0..cpu.data_len()).map(|_| u8::from(random.one_in(40))).collect();
             state.gpr[0] = u64::from(random.one_in(10));
-            assert!(compare_on(&mut cpu, &bytes, &state, ram, 0));
+            assert!(compare_on(&mut cpu, &bytes, &state, ram));
         }
     }
 }
@@ -617,7 +605,7 @@ fn the_stack_is_what_the_cpu_makes_of_it() {
                 let at = rbx as usize;
                 ram[at..at + 8].copy_from_slice(&end.to_le_bytes());
             }
-            assert!(compare_on(&mut cpu, bytes, &state, ram, 0));
+            assert!(compare_on(&mut cpu, bytes, &state, ram));
         }
     };
     case(&[0xff, 0x33], 0x100, false); // push qword [rbx]
@@ -651,12 +639,36 @@ fn xlat_and_moffs_are_what_the_cpu_does() {
         state.rflags = 2;
         state.gpr[3] = cpu.data() + 100;
         let ram: Vec<u8> = (0..cpu.data_len()).map(|_| random.next() as u8).collect();
-        assert!(compare_on(&mut cpu, &[0xd7], &state, ram.clone(), 0));
+        assert!(compare_on(&mut cpu, &[0xd7], &state, ram.clone()));
         for opcode in 0xa0..=0xa3 {
             let mut bytes = if opcode & 1 == 1 && random.one_in(2) { vec![0x48] } else { vec![] };
             bytes.push(opcode);
             bytes.extend_from_slice(&(cpu.data() + random.below(0x1ff0)).to_le_bytes());
-            assert!(compare_on(&mut cpu, &bytes, &state, ram.clone(), 0));
+            assert!(compare_on(&mut cpu, &bytes, &state, ram.clone()));
+        }
+    }
+}
+
+/// The counts at which the decoder's own table and the manual part: RCL of 8 bits by 9 turns the ring
+/// once and changes nothing, but its masked count is not 1, and OF is undefined.
+#[test]
+fn a_rotation_by_any_count_but_one_leaves_overflow_undefined() {
+    use gannet_emulate::rflags::OF;
+    for (opcode, size) in [(0xc0u8, 8u8), (0xc1, 16), (0xc1, 32), (0xc1, 64)] {
+        for ext in 0..4u8 {
+            for count in 0..=255u8 {
+                let mut bytes = match size {
+                    16 => vec![0x66],
+                    64 => vec![0x48],
+                    _ => vec![],
+                };
+                bytes.extend_from_slice(&[opcode, 0xc0 | ext << 3 | 2, count]);
+                let masked = count & if size == 64 { 0x3f } else { 0x1f };
+                let expected = if masked > 1 { OF } else { 0 };
+                let insn = decoded_alone(&bytes);
+                let undefined = undefined::after(&insn, 0, false);
+                assert_eq!(undefined.flags, expected, "{bytes:02x?} {:?}", insn.code());
+            }
         }
     }
 }

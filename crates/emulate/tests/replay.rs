@@ -225,7 +225,8 @@ fn input_is_not_taken_from_the_device_when_memory_cannot_hold_it() {
 fn forbidden_ports_fault_and_are_not_touched() {
     for code in [&[0xe4u8, 0x60][..], &[0xef], &[0x6c], &[0xf3, 0x6f]] {
         let mut m = TestMachine::long();
-        m.ports_allowed = false;
+        // IOPL is 0, and the TSS has no bitmap.
+        m.cpl = 3;
         m.gpr[RCX] = 1;
         (m.gpr[RSI], m.gpr[RDI]) = (RAM, RAM);
         assert_eq!(m.run(code), Err(Stop::Fault(Exception::gp(0))), "{code:02x?}");

@@ -65,6 +65,8 @@ pub struct LazyDeadline {
     stale: u64,
     /// The page may show something else than `armed`.
     in_doubt: bool,
+    /// The timer has left TSC-deadline mode: the page is to be given up.
+    left: bool,
 }
 
 impl LazyDeadline {
@@ -73,7 +75,7 @@ impl LazyDeadline {
     /// [`settle`](Self::settle).
     pub fn configure(&mut self, msr: u64) {
         let on = msr & 1 != 0;
-        *self = Self { msr, armed: 0, stale: 0, in_doubt: on };
+        *self = Self { msr, armed: 0, stale: 0, in_doubt: on, left: false };
     }
 
     /// The MSR.
@@ -109,6 +111,18 @@ impl LazyDeadline {
     /// state, memory that came or went.
     pub fn doubt(&mut self) {
         self.in_doubt = self.enabled();
+    }
+
+    /// The timer has left TSC-deadline mode. Whoever brings it back may be another kernel, which knows
+    /// of no page; one that does loses an exit per deadline, and no deadline.
+    pub fn leave(&mut self) {
+        self.doubt();
+        self.left = self.enabled();
+    }
+
+    /// Whether the page is to be given up before the guest runs on.
+    pub fn has_left(&self) -> bool {
+        self.left
     }
 
     /// The VMM has set the timer anew: what was promised is void, whatever the page shows.

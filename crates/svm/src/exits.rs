@@ -3,7 +3,7 @@
 //! APM vol. 2 appendix C. The comparison chain is ordered by how often an exit is seen, because
 //! kernel code is built without jump tables.
 
-use backend::{CrAccess, Exit, IoExit, NestedFault, PageFault};
+use backend::{CrAccess, Exit, IoExit, NestedFault, PageFault, TaskSource, TaskSwitchExit};
 use cpu::Cpu;
 use x86::{
     Exception, Gpa, Gva, Vector,
@@ -96,7 +96,7 @@ fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
         ExitCode::Rdpmc => Exit::Rdpmc,
         ExitCode::Invlpg => Exit::Invlpg(assists.then_some(Gva(control.exit_info_1))),
         ExitCode::Invpcid => Exit::Invpcid,
-        ExitCode::TaskSwitch => Exit::TaskSwitch,
+        ExitCode::TaskSwitch => task_switch(control),
         ExitCode::Shutdown => Exit::Shutdown,
         ExitCode::Invalid => Exit::Refused,
         ExitCode::Monitor | ExitCode::Mwait | ExitCode::MwaitConditional => Exit::Mwait,
@@ -128,6 +128,18 @@ fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
             _ => Exit::Unknown(raw),
         },
     }
+}
+
+/// APM vol. 2 §15.14.1: IRET and JMP have bits of their own, and an event says that it is one.
+fn task_switch(control: &Control) -> Exit {
+    const EVENT_VALID: u64 = 1 << 31;
+    let source = match control.exit_info_2 {
+        info if info >> 36 & 1 != 0 => TaskSource::Iret,
+        info if info >> 38 & 1 != 0 => TaskSource::Jmp,
+        _ if control.exit_int_info & EVENT_VALID != 0 => TaskSource::Gate,
+        _ => TaskSource::Call,
+    };
+    Exit::TaskSwitch(TaskSwitchExit { selector: control.exit_info_1 as u16, source })
 }
 
 #[inline(always)]

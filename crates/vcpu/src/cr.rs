@@ -238,19 +238,25 @@ impl<B: Backend> Vcpu<B> {
     /// XSETBV.
     pub(crate) fn answer_xsetbv(&mut self, s: Section<'_>) -> Next {
         let Some(next) = self.next_rip(s) else { return Next::Leave };
+        match self.do_xsetbv() {
+            Ok(()) => self.retire(next),
+            Err(exception) => self.raise(exception),
+        }
+        Next::Again
+    }
+
+    pub(crate) fn do_xsetbv(&mut self) -> Result<(), Exception> {
         let [rax, rcx, rdx] = [RAX, RCX, RDX].map(|i| self.gprs.0[i]);
         let value = (rdx << 32) | (rax & 0xffff_ffff);
         let valid = self.b.cpl() == 0
             && rcx as u32 == 0
             && xstate::xcr0_valid(value, self.cpuid.xcr0_allowed());
-        if valid {
-            self.b.set_xcr0(value);
-            self.cpuid_inputs_changed();
-            self.retire(next);
-        } else {
-            self.raise(Exception::gp(0));
+        if !valid {
+            return Err(Exception::gp(0));
         }
-        Next::Again
+        self.b.set_xcr0(value);
+        self.cpuid_inputs_changed();
+        Ok(())
     }
 }
 

@@ -7,22 +7,30 @@
 
 use core::sync::atomic::Ordering::Relaxed;
 
-use backend::{Backend, SegmentName};
-use emulate::{Access, CodeSize, Decoded, Fetched, Machine, SegReg, Stop};
+use backend::{Backend, RDX, SegmentName};
+use emulate::{
+    Access, Cause, CodeSize, Decoded, Fetched, Machine, PortAccess, SegReg, Stop, Table,
+};
 use host::trace::Mmio;
 use mmu::{WalkError, translate, walk};
 use stats::VcpuCount;
 use vm::memory::MemoryError;
-use x86::{Exception, Gpa, Gva};
+use x86::{
+    Exception, Gpa, Gva,
+    segment::{DescriptorTable, Segment},
+};
 
 use crate::{
     Vcpu,
+    events::Outer,
     exit::{ERROR_EMULATION, ErrorData, UserExit},
     run::Open,
 };
 
-/// Stands for a port where the log has an address.
-const PORT: u64 = u64::MAX;
+/// A port access where the log has an address: no address has the top bit set.
+const fn port_key(port: u16, size: u8, write: bool) -> u64 {
+    1 << 63 | (write as u64) << 24 | (size as u64) << 16 | port as u64
+}
 
 /// Guest memory is not mapped in the nested tables.
 #[derive(Clone, Copy, Debug)]
@@ -45,6 +53,9 @@ pub struct Replay {
     answered: usize,
     cursor: usize,
     wanted: Option<Wanted>,
+    /// The instruction that these are the accesses of, and its address. It is completed as it began,
+    /// whatever lies there by then.
+    begun: Option<(u64, Fetched)>,
 }
 
 impl Replay {
@@ -52,7 +63,9 @@ impl Replay {
     pub(crate) fn answer(&mut self, mmio: [u8; 8], port: [u8; 8]) {
         match self.wanted.take() {
             Some(Wanted::Mmio { gpa, .. }) => self.record(gpa.0, mmio),
-            Some(Wanted::Port { .. }) => self.record(PORT, port),
+            Some(Wanted::Port { port: number, size, write, .. }) => {
+                self.record(port_key(number, size, write), port);
+            }
             None => {}
         }
     }
@@ -87,6 +100,21 @@ impl Replay {
     pub(crate) fn forget(&mut self) {
         *self = Self::default();
     }
+
+    /// The accesses so far are complete, and the instruction goes on.
+    fn commit(&mut self) {
+        *self = Self { begun: self.begun, ..Self::default() };
+    }
+
+    /// Has user space asked for an access. More than the log holds is none that an instruction makes
+    /// which is emulated in earnest.
+    fn ask(&mut self, wanted: Wanted) -> Stop {
+        if self.answered >= LOG {
+            return Stop::Unsupported;
+        }
+        self.wanted = Some(wanted);
+        Stop::NeedUser
+    }
 }
 
 pub(crate) fn padded(data: &[u8]) -> [u8; 8] {
@@ -98,15 +126,47 @@ pub(crate) fn padded(data: &[u8]) -> [u8; 8] {
 }
 
 impl<B: Backend> Vcpu<B> {
-    /// Emulates the instruction at RIP.
-    pub(crate) fn emulate_here(&mut self) -> Option<UserExit> {
-        let decoded = match self.slow_decode() {
-            Ok(decoded) => decoded,
+    /// Emulates the instruction at RIP, if it can be the one that made the exit. Else its bytes have
+    /// changed since: the guest goes on, and the CPU executes what is there now.
+    pub(crate) fn emulate_here(&mut self, cause: Cause) -> Option<UserExit> {
+        let (fetched, decoded) = match self.slow_decode() {
+            Ok(found) => found,
             Err(exit) => return exit,
         };
+        let begun = Some((self.b.rip(), fetched));
+        if self.replay.begun != begun {
+            self.replay.forget();
+            self.replay.begun = begun;
+        }
+        if !decoded.can_cause(cause, self.gprs.0[RDX] as u16) {
+            self.replay.forget();
+            return None;
+        }
+        self.execute(&decoded)
+    }
+
+    /// Goes on with the instruction that user space has answered an access of. Its bytes are those that
+    /// it began with. If the VMM has set RIP meanwhile, the guest goes on there.
+    pub(crate) fn emulate_again(&mut self) -> Option<UserExit> {
+        let decoded = match self.replay.begun {
+            Some((rip, fetched)) if rip == self.b.rip() && fetched.size() == self.code_size() => {
+                self.decode.get(fetched)
+            }
+            _ => {
+                self.replay.forget();
+                return None;
+            }
+        };
+        match decoded {
+            Ok(decoded) => self.execute(&decoded),
+            Err(_) => self.emulation_failed(),
+        }
+    }
+
+    fn execute(&mut self, decoded: &Decoded) -> Option<UserExit> {
         self.replay.cursor = 0;
         self.stats.count(VcpuCount::InsnEmulation);
-        let result = emulate::emulate(self, &decoded);
+        let result = emulate::emulate(self, decoded);
         match result {
             Ok(done) => {
                 self.replay.forget();
@@ -117,6 +177,7 @@ impl<B: Backend> Vcpu<B> {
                     self.b.set_interrupt_shadow(done.interrupt_shadow);
                 } else {
                     self.b.set_rip(done.rip);
+                    self.trap_iteration(done.rflags);
                 }
                 self.recheck = true;
                 None
@@ -133,6 +194,19 @@ impl<B: Backend> Vcpu<B> {
                 self.replay.forget();
                 self.emulation_failed()
             }
+        }
+    }
+
+    /// A REP string instruction that is not at its end traps after each iteration under TF, as it
+    /// would in hardware (SDM vol. 3B §18.3.1.4).
+    fn trap_iteration(&mut self, rflags: u64) {
+        if rflags & emulate::rflags::TF == 0 {
+            return;
+        }
+        if self.single_step {
+            self.events.outer.set(Outer::STEPPED, true);
+        } else {
+            self.raise(Exception::db(DR6_BS));
         }
     }
 
@@ -197,7 +271,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// The decoded instruction at RIP. `Err` is what to do instead.
-    fn slow_decode(&mut self) -> Result<Decoded, Option<UserExit>> {
+    fn slow_decode(&mut self) -> Result<(Fetched, Decoded), Option<UserExit>> {
         let size = self.code_size();
         let mut bytes = [0; 15];
         let len = match self.read_code(&mut bytes) {
@@ -211,7 +285,7 @@ impl<B: Backend> Vcpu<B> {
         };
         let fetched = Fetched::new(bytes.get(..len).unwrap_or(&[]), size);
         match self.decode.get(fetched) {
-            Ok(decoded) => Ok(decoded),
+            Ok(decoded) => Ok((fetched, decoded)),
             Err(emulate::DecodeError::Truncated) if len < 15 => {
                 // The instruction goes on in a page that cannot be fetched: that page's fault.
                 let next = self.linear_rip().wrapping_add(len as u64);
@@ -236,7 +310,7 @@ impl<B: Backend> Vcpu<B> {
         if let Some(rip) = self.b.next_rip() {
             return Ok(rip);
         }
-        let decoded = self.slow_decode()?;
+        let (_, decoded) = self.slow_decode()?;
         Ok(self.wrap_rip(self.b.rip().wrapping_add(u64::from(decoded.len()))))
     }
 
@@ -263,9 +337,8 @@ impl<B: Backend> Vcpu<B> {
             self.replay.record_done(gpa.0, padded(into));
             return Ok(());
         }
-        self.replay.wanted =
-            Some(Wanted::Mmio { gpa, len: into.len() as u8, write: false, data: [0; 8] });
-        Err(Stop::NeedUser)
+        let len = into.len() as u8;
+        Err(self.replay.ask(Wanted::Mmio { gpa, len, write: false, data: [0; 8] }))
     }
 
     fn device_write(&mut self, gpa: Gpa, data: &[u8]) -> Result<(), Stop> {
@@ -274,9 +347,8 @@ impl<B: Backend> Vcpu<B> {
             self.replay.record_done(gpa.0, [0; 8]);
             return Ok(());
         }
-        self.replay.wanted =
-            Some(Wanted::Mmio { gpa, len: data.len() as u8, write: true, data: padded(data) });
-        Err(Stop::NeedUser)
+        let len = data.len() as u8;
+        Err(self.replay.ask(Wanted::Mmio { gpa, len, write: true, data: padded(data) }))
     }
 
     fn apic_page(&self, gpa: Gpa) -> Option<u32> {
@@ -313,33 +385,24 @@ impl<B: Backend> Vcpu<B> {
     }
 }
 
-/// Where the XMM registers and the component bits lie in an XSAVE area (SDM vol. 1 §13.4).
-const XMM: usize = 160;
-const XSTATE_BV: usize = 512;
-const XSTATE_SSE: u8 = 1 << 1;
+const EFER_LMA: u64 = 1 << 10;
+/// DR6: a single step.
+const DR6_BS: u64 = 1 << 14;
 
-fn xmm_offset(n: u8) -> usize {
-    XMM + usize::from(n & 15) * 16
-}
+/// Accesses that the processor makes for itself, with supervisor's rights.
+const SYSTEM_READ: walk::Access = walk::Access { implicit: true, ..walk::Access::READ };
+const SYSTEM_WRITE: walk::Access = walk::Access { implicit: true, ..walk::Access::WRITE };
 
-impl<B: Backend> Vcpu<B> {
-    /// Works on the guest's extended state in memory: slow, and only for the rare vector access to
-    /// a device.
-    fn with_extended_state<R>(
-        &mut self,
-        write: bool,
-        f: impl FnOnce(&mut [u8]) -> Option<R>,
-    ) -> Result<R, Stop> {
-        let mut area = alloc::vec::Vec::new();
-        let size = self.xsave_size();
-        area.try_reserve_exact(size).map_err(|_| Stop::Unsupported)?;
-        area.resize(size, 0u8);
-        self.fpu.put();
-        self.xsave(&mut area);
-        let result = f(&mut area);
-        let done = !write || self.set_xsave(&area).is_ok();
-        self.fpu.load();
-        result.filter(|_| done).ok_or(Stop::Unsupported)
+const fn name_of(segment: SegReg) -> SegmentName {
+    match segment {
+        SegReg::Es => SegmentName::Es,
+        SegReg::Cs => SegmentName::Cs,
+        SegReg::Ss => SegmentName::Ss,
+        SegReg::Ds => SegmentName::Ds,
+        SegReg::Fs => SegmentName::Fs,
+        SegReg::Gs => SegmentName::Gs,
+        SegReg::Ldtr => SegmentName::Ldtr,
+        SegReg::Tr => SegmentName::Tr,
     }
 }
 
@@ -370,15 +433,7 @@ impl<B: Backend> Machine for Vcpu<B> {
     }
 
     fn segment(&self, segment: SegReg) -> emulate::Segment {
-        let name = match segment {
-            SegReg::Es => SegmentName::Es,
-            SegReg::Cs => SegmentName::Cs,
-            SegReg::Ss => SegmentName::Ss,
-            SegReg::Ds => SegmentName::Ds,
-            SegReg::Fs => SegmentName::Fs,
-            SegReg::Gs => SegmentName::Gs,
-        };
-        let s = self.b.segment(name);
+        let s = self.b.segment(name_of(segment));
         emulate::Segment { selector: s.selector, attributes: s.attr, limit: s.limit, base: s.base }
     }
 
@@ -459,17 +514,58 @@ impl<B: Backend> Machine for Vcpu<B> {
     }
 
     fn commit(&mut self) {
-        self.replay.forget();
+        self.replay.commit();
     }
 
-    fn io_allowed(&mut self, _port: u16, _size: u8) -> Result<bool, Stop> {
-        // The hardware checked IOPL and the TSS before the exit (APM vol. 2 §15.10.2).
-        Ok(true)
+    fn long_mode(&self) -> bool {
+        self.b.efer() & EFER_LMA != 0
     }
 
-    fn port_in(&mut self, port: u16, size: u8, into: &mut [u8]) -> Result<(), Stop> {
+    fn table(&self, table: Table) -> DescriptorTable {
+        match table {
+            Table::Global => self.b.gdtr(),
+            Table::Interrupt => self.b.idtr(),
+        }
+    }
+
+    fn set_table(&mut self, table: Table, value: DescriptorTable) {
+        match table {
+            Table::Global => self.b.set_gdtr(value),
+            Table::Interrupt => self.b.set_idtr(value),
+        }
+    }
+
+    fn set_segment(&mut self, segment: SegReg, value: emulate::Segment) {
+        let emulate::Segment { selector, attributes: attr, limit, base } = value;
+        self.b.set_segment(name_of(segment), Segment { base, limit, selector, attr });
+    }
+
+    fn read_system(&mut self, at: Gva, into: &mut [u8]) -> Result<(), Stop> {
+        let gpa = self.translate(at, SYSTEM_READ)?;
+        if !self.is_memory(gpa, false) {
+            return Err(Stop::Unsupported);
+        }
+        self.memory.read(gpa, into).map_err(memory_stop)
+    }
+
+    fn write_system(&mut self, at: Gva, data: &[u8]) -> Result<(), Stop> {
+        let gpa = self.translate(at, SYSTEM_WRITE)?;
+        if !self.is_memory(gpa, true) {
+            return Err(Stop::Unsupported);
+        }
+        self.memory.write(gpa, data).map_err(memory_stop)
+    }
+
+    fn probe_system(&mut self, at: Gva) -> Result<(), Stop> {
+        let gpa = self.translate(at, SYSTEM_WRITE)?;
+        if self.is_memory(gpa, true) { Ok(()) } else { Err(Stop::Unsupported) }
+    }
+
+    fn port_in(&mut self, access: &PortAccess, into: &mut [u8]) -> Result<(), Stop> {
+        let (port, size) = (access.port(), access.size());
+        let key = port_key(port, size, false);
         for part in into.chunks_mut(usize::from(size.max(1))) {
-            if let Some(answer) = self.replay.next(PORT) {
+            if let Some(answer) = self.replay.next(key) {
                 for (to, from) in part.iter_mut().zip(answer) {
                     *to = from;
                 }
@@ -481,52 +577,50 @@ impl<B: Backend> Machine for Vcpu<B> {
                 for (to, from) in part.iter_mut().zip(bytes) {
                     *to = from;
                 }
-                self.replay.record_done(PORT, padded(part));
+                self.replay.record_done(key, padded(part));
                 continue;
             }
-            self.replay.wanted = Some(Wanted::Port { port, size, write: false, data: [0; 8] });
-            return Err(Stop::NeedUser);
+            return Err(self.replay.ask(Wanted::Port { port, size, write: false, data: [0; 8] }));
         }
         Ok(())
     }
 
-    fn port_out(&mut self, port: u16, size: u8, data: &[u8]) -> Result<(), Stop> {
+    fn port_out(&mut self, access: &PortAccess, data: &[u8]) -> Result<(), Stop> {
+        let (port, size) = (access.port(), access.size());
+        let key = port_key(port, size, true);
         for part in data.chunks(usize::from(size.max(1))) {
-            if self.replay.next(PORT).is_some() {
+            if self.replay.next(key).is_some() {
                 continue;
             }
             let value = u64::from_le_bytes(padded(part)) as u32;
             if self.vm.irq().has_port(port) && self.vm.irq().pio_write(port, size, value) {
-                self.replay.record_done(PORT, [0; 8]);
+                self.replay.record_done(key, [0; 8]);
                 continue;
             }
-            self.replay.wanted = Some(Wanted::Port { port, size, write: true, data: padded(part) });
-            return Err(Stop::NeedUser);
+            let data = padded(part);
+            return Err(self.replay.ask(Wanted::Port { port, size, write: true, data }));
         }
         Ok(())
     }
 
-    fn xmm(&mut self, n: u8) -> Result<u128, Stop> {
-        let at = xmm_offset(n);
-        self.with_extended_state(false, |area| {
-            let bytes = area.get(at..at + 16)?.try_into().ok()?;
-            // Without its bit in XSTATE_BV the component is in its initial state: zero.
-            let live = area.get(XSTATE_BV)? & XSTATE_SSE != 0;
-            Some(if live { u128::from_le_bytes(bytes) } else { 0 })
+    fn mm(&mut self, n: u8) -> Result<u64, Stop> {
+        self.with_mmx(|registers| registers.get(usize::from(n)).copied().unwrap_or(0))
+    }
+
+    fn set_mm(&mut self, n: u8, value: u64) -> Result<(), Stop> {
+        self.with_mmx(|registers| {
+            if let Some(register) = registers.get_mut(usize::from(n)) {
+                *register = value;
+            }
         })
     }
 
+    fn xmm(&mut self, n: u8) -> Result<u128, Stop> {
+        self.read_xmm(n)
+    }
+
     fn set_xmm(&mut self, n: u8, value: u128) -> Result<(), Stop> {
-        let at = xmm_offset(n);
-        self.with_extended_state(true, |area| {
-            let live = area.get(XSTATE_BV)? & XSTATE_SSE != 0;
-            if !live {
-                area.get_mut(XMM..XMM + 256)?.fill(0);
-            }
-            area.get_mut(at..at + 16)?.copy_from_slice(&value.to_le_bytes());
-            *area.get_mut(XSTATE_BV)? |= XSTATE_SSE;
-            Some(())
-        })
+        self.write_xmm(n, value)
     }
 
     fn read_cr(&mut self, n: u8) -> Result<u64, Stop> {
@@ -564,13 +658,15 @@ mod tests {
         let wanted = Some(Wanted::Port { port: 1, size: 1, write: false, data: [0; 8] });
         let mut r = Replay { wanted, ..Replay::default() };
         r.answer([9; 8], [1; 8]);
+        let key = port_key(1, 1, false);
         r.wanted = Some(Wanted::Mmio { gpa: Gpa(0), len: 4, write: false, data: [0; 8] });
         r.answer([2; 8], [9; 8]);
-        assert_eq!(r.next(PORT), Some([1; 8]));
-        assert_eq!(r.next(PORT), None);
+        assert_eq!(r.next(key), Some([1; 8]));
+        assert_eq!(r.next(key), None);
+        assert_eq!(r.next(port_key(2, 1, false)), None);
         assert_eq!(r.next(0), Some([2; 8]));
         assert_eq!(r.next(0), None);
         r.cursor = 0;
-        assert_eq!(r.next(PORT), Some([1; 8]));
+        assert_eq!(r.next(key), Some([1; 8]));
     }
 }

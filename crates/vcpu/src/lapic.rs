@@ -4,7 +4,7 @@
 use backend::Backend;
 use irqchip::{
     IrqMessage,
-    lapic::{HostTimer, LapicEffect, TimerClock, TimerOp},
+    lapic::{HostTimer, LapicEffect, TimerChange, TimerClock, TimerOp},
 };
 use mmu::Section;
 use vm::{irq::Irqchip, vcpu_shared::Request};
@@ -43,6 +43,11 @@ impl HostTimer for HostAlarm<'_> {
     fn cancel(&self) {
         self.0.cancel();
     }
+}
+
+/// Whether the timer's LVT entry says TSC-deadline mode.
+const fn is_deadline_mode(entry: u32) -> bool {
+    entry >> 17 & 3 == 2
 }
 
 impl<B: Backend> Vcpu<B> {
@@ -205,7 +210,11 @@ impl<B: Backend> Vcpu<B> {
                 let clock = self.clock_now();
                 let op = self.shared.lapic.timer_update(change, clock.now_ns);
                 self.do_timer(op);
-                self.lazy.doubt();
+                if matches!(change, TimerChange::Mode { old } if is_deadline_mode(old)) {
+                    self.lazy.leave();
+                } else {
+                    self.lazy.doubt();
+                }
             }
             LapicEffect::EnableChanged | LapicEffect::Lint0Changed => {
                 self.lazy.doubt();

@@ -192,6 +192,9 @@ impl<B: Backend> Vcpu<B> {
 
     #[cold]
     fn settle_deadline_now(&mut self) {
+        if self.lazy.has_left() {
+            return self.forget_lazy_deadline();
+        }
         if self.lazy.armed() != self.shared.lapic.deadline_live() {
             // Stopped, or masked while it goes on.
             self.end_promise();
@@ -252,6 +255,13 @@ impl<B: Backend> Vcpu<B> {
             Some(at) => self.lazy.newest(&GuestPage { memory: self.vm.memory(), at }, running),
             None => running,
         }
+    }
+
+    /// KVM_SET_LAPIC has taken the timer out of TSC-deadline mode: a VMM resets the vCPU. The page is given
+    /// up without a store, for its memory may be the next kernel's already.
+    pub(crate) fn reset_lazy_deadline(&mut self) {
+        self.lazy.configure(0);
+        self.shared.lapic.guard_deadline(false);
     }
 
     /// INIT: the next kernel on this vCPU knows of no page.

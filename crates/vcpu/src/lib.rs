@@ -16,6 +16,7 @@ pub mod debug;
 pub mod emulation;
 pub mod events;
 pub mod exit;
+mod extended;
 pub mod inner;
 pub mod lapic;
 pub mod lazy_deadline;
@@ -34,6 +35,7 @@ mod shadow;
 pub mod slow;
 pub mod smm;
 pub mod statistics;
+mod task;
 mod watch;
 
 pub use exit::{ErrorData, RunInput, RunOutput, UserExit};

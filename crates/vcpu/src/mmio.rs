@@ -164,7 +164,11 @@ impl<B: Backend> Vcpu<B> {
             return;
         }
         let next = self.b.rip().wrapping_add(u64::from(decoded.len()));
-        self.device_seen.access = Some(DeviceAccess { gpa: fault.gpa, simple, next });
+        let access = DeviceAccess { gpa: fault.gpa, simple, next };
+        // Bytes that access it the other way came after the fault, and its page tables may forbid that.
+        if access.shape().1 == fault.write {
+            self.device_seen.access = Some(access);
+        }
     }
 
     /// A simple access to a device other than the local APIC, inside the loop: done if the kernel

@@ -1,6 +1,7 @@
 //! Port I/O: devices in the kernel inside the loop, user space outside it.
 
 use backend::{Backend, IoExit, RAX};
+use emulate::Cause;
 use mmu::Section;
 
 use crate::{Vcpu, exit::UserExit, inner::Next, run::Open};
@@ -67,16 +68,13 @@ impl<B: Backend> Vcpu<B> {
 
     /// A port access outside the loop: the kernel's devices, else user space.
     pub(crate) fn slow_io(&mut self, io: IoExit) -> Option<UserExit> {
+        let cause = Cause::Port { port: io.port, size: io.size, input: io.input };
         if io.string {
-            return self.emulate_here();
+            return self.emulate_here(cause);
         }
-        // Where the CPU does not tell, the loop has seen the instruction: its bytes are looked at here
-        // as the emulator does, which may sleep.
+        // Where the CPU does not tell, the instruction is emulated, which may sleep.
         let next = match io.next_rip {
-            0 => match self.slow_next_rip() {
-                Ok(next) => next,
-                Err(exit) => return exit,
-            },
+            0 => return self.emulate_here(cause),
             next => next,
         };
         if self.vm.irq().has_port(io.port) && self.kernel_io(io) {

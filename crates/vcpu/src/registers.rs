@@ -384,6 +384,7 @@ impl<B: Backend> Vcpu<B> {
     ) -> Result<(), Invalid> {
         self.settle_apic();
         let wide = self.wide_ids();
+        let ran_for_deadlines = self.shared.lapic.tsc_deadline_mode();
         let op = self
             .shared
             .lapic
@@ -391,6 +392,9 @@ impl<B: Backend> Vcpu<B> {
             .map_err(|_| Invalid)?;
         self.do_timer(op);
         self.lazy.forget_promise();
+        if ran_for_deadlines && !self.shared.lapic.tsc_deadline_mode() {
+            self.reset_lazy_deadline();
+        }
         self.publish_priority();
         self.vm.irq().apic_changed();
         self.address_changed();

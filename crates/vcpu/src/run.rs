@@ -211,7 +211,7 @@ impl<B: Backend> Vcpu<B> {
             }
             Open::Emulation => {
                 self.replay.answer(input.mmio_data, self.io_data);
-                self.emulate_here()
+                self.emulate_again()
             }
         }
     }

@@ -8,6 +8,7 @@
 //! VM's tree knows; one that lacks a frame, or is a device's, goes outside.
 
 use backend::{Backend, Event, NestedFault, PageFault};
+use emulate::Cause;
 use host::{KBox, NoMemory, page::Page};
 use mmu::{PagingContext, RootOutcome, Section, ShadowFault, ShadowRoots};
 use stats::VcpuCount;
@@ -296,7 +297,7 @@ impl<B: Backend> Vcpu<B> {
                 }
                 self.device_access(as_nested(gpa, fault.code))
             }
-            ShadowOutcome::Emulate(_) => self.emulate_here(),
+            ShadowOutcome::Emulate(_) => self.emulate_here(Cause::Any),
             ShadowOutcome::Error(MemoryError::Interrupted) => Some(UserExit::Intr),
             ShadowOutcome::Error(_) => Some(UserExit::MemoryFault { flags: 0, gpa: 0, size: 4096 }),
         }

@@ -2,6 +2,7 @@
 //! emulates or ends in user space.
 
 use backend::{Backend, Exit, NestedFault};
+use emulate::Cause;
 use host::task;
 use stats::{Reason, VcpuCount};
 use vm::{
@@ -92,8 +93,11 @@ impl<B: Backend> Vcpu<B> {
                 self.raise(Exception::ud());
                 None
             }
-            Exit::Cr(_) | Exit::Xsetbv | Exit::Invlpg(_) | Exit::Invpcid => self.emulate_here(),
-            Exit::DebugReg if self.debug_regs_are_borrowed() => self.emulate_here(),
+            Exit::Cr(access) => self.emulate_here(Cause::Control { write: access.write }),
+            Exit::Invlpg(_) => self.emulate_here(Cause::Invlpg),
+            Exit::Invpcid => self.emulate_here(Cause::Invpcid),
+            Exit::Xsetbv => self.slow_instruction(Self::do_xsetbv),
+            Exit::DebugReg if self.debug_regs_are_borrowed() => self.emulate_here(Cause::Debug),
             Exit::DebugReg => {
                 self.b.own_debug_regs();
                 None
@@ -113,13 +117,7 @@ impl<B: Backend> Vcpu<B> {
                 let [code, ..] = self.b.exit_raw();
                 Some(UserExit::FailEntry { reason: code, cpu: host::smp::cpu_id() as u32 })
             }
-            Exit::TaskSwitch => {
-                let raw = self.b.exit_raw();
-                Some(UserExit::InternalError {
-                    suberror: crate::exit::ERROR_EMULATION,
-                    data: ErrorData::emulation(self.b.insn_bytes(), &raw),
-                })
-            }
+            Exit::TaskSwitch(switch) => self.task_switch(switch),
             Exit::Unknown(_) => Some(UserExit::InternalError {
                 suberror: ERROR_UNEXPECTED_EXIT,
                 data: ErrorData::new(&self.b.exit_raw()),
@@ -279,6 +277,15 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
+    /// What a fault says of the instruction at RIP: nothing where it was not one of its data accesses.
+    fn cause_of(&self, fault: NestedFault) -> Cause {
+        if self.events.again.is_some() || !fault.final_access || fault.fetch {
+            Cause::Any
+        } else {
+            Cause::Memory { write: fault.write }
+        }
+    }
+
     pub(crate) fn device_access(&mut self, fault: NestedFault) -> Option<UserExit> {
         if self.events.again.is_some() && !fault.final_access {
             // The tables that translate the guest's descriptors or stack lie in device memory.
@@ -289,7 +296,7 @@ impl<B: Backend> Vcpu<B> {
         }
         match self.finish_device_access(fault) {
             Ok(exit) => exit,
-            Err(()) => self.emulate_here(),
+            Err(()) => self.emulate_here(self.cause_of(fault)),
         }
     }
 }

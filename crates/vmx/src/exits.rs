@@ -3,7 +3,7 @@
 //! SDM vol. 3C appendix C, §28.2. The comparison chains are ordered by how often an exit is seen,
 //! because kernel code is built without jump tables.
 
-use backend::{CrAccess, Exit, IoExit, NestedFault};
+use backend::{CrAccess, Exit, IoExit, NestedFault, TaskSource, TaskSwitchExit};
 use cpu::Cpu;
 use x86::{
     Exception, Gpa, Vector,
@@ -107,7 +107,7 @@ impl<C: Cpu> Vmx<C> {
             ExitReason::DrAccess => Exit::DebugReg,
             ExitReason::Rdpmc => Exit::Rdpmc,
             ExitReason::Rsm => Exit::Rsm,
-            ExitReason::TaskSwitch => Exit::TaskSwitch,
+            ExitReason::TaskSwitch => self.task_switch(),
             ExitReason::TripleFault => Exit::Shutdown,
             ExitReason::Init | ExitReason::Sipi | ExitReason::IoSmi | ExitReason::OtherSmi => {
                 Exit::HostSignal
@@ -137,6 +137,18 @@ impl<C: Cpu> Vmx<C> {
             | ExitReason::Tpause => Exit::Undefined,
             ExitReason(raw) => Exit::Unknown(raw.into()),
         }
+    }
+
+    /// SDM vol. 3C table 28-2.
+    fn task_switch(&self) -> Exit {
+        let info = self.get(fields::EXIT_QUALIFICATION);
+        let source = match info >> 30 & 3 {
+            0 => TaskSource::Call,
+            1 => TaskSource::Iret,
+            2 => TaskSource::Jmp,
+            _ => TaskSource::Gate,
+        };
+        Exit::TaskSwitch(TaskSwitchExit { selector: info as u16, source })
     }
 
     /// An access of memory that the nested tables do not allow.

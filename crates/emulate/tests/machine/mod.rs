@@ -5,10 +5,10 @@
 use std::ops::Range;
 
 use gannet_emulate::{
-    Access, CodeSize, Completion, Decoded, Machine, Outcome, STRING_RUN_BYTES, SegReg, Segment,
-    Stop, decode, emulate,
+    Access, CodeSize, Completion, Decoded, Machine, Outcome, PortAccess, STRING_RUN_BYTES, SegReg,
+    Segment, Stop, Table, decode, emulate,
 };
-use x86::{Exception, Gva, exception::pf};
+use x86::{Exception, Gva, exception::pf, segment::DescriptorTable};
 
 pub const RAX: usize = 0;
 pub const RCX: usize = 1;
@@ -22,6 +22,14 @@ pub const RDI: usize = 7;
 pub const DATA: u16 = 0x93;
 pub const CODE: u16 = 0x9b;
 pub const BIG: u16 = 1 << 10;
+
+/// Where the processor's own tables lie, for its own accesses alone: first the GDT, then the TSS.
+pub const SYSTEM: u64 = 0x7000_0000;
+pub const GDT_LIMIT: u16 = 0xfff;
+pub const TSS: u64 = SYSTEM + 0x1000;
+/// Bytes of it, and the busy 32-bit or 64-bit TSS that TR holds at first; it allows no port.
+pub const SYSTEM_BYTES: usize = 0x5000;
+pub const TSS_LIMIT: u32 = 0x67;
 
 /// One access that left for user space.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,7 +50,16 @@ pub struct TestMachine {
     pub cpl: u8,
     pub cr0: u64,
     pub cr4: u64,
-    pub segments: [Segment; 6],
+    /// The six, then LDTR and TR.
+    pub segments: [Segment; 8],
+    pub long_mode: bool,
+    pub gdtr: DescriptorTable,
+    pub idtr: DescriptorTable,
+    pub system: Vec<u8>,
+    /// The processor's own accesses here get #PF.
+    pub system_absent: Range<u64>,
+    pub mm: [u64; 8],
+    pub cr3: u64,
     /// Linear address of `ram[0]`.
     pub base: u64,
     pub ram: Vec<u8>,
@@ -52,7 +69,6 @@ pub struct TestMachine {
     pub absent: Range<u64>,
     /// Writes here get #PF.
     pub read_only: Range<u64>,
-    pub ports_allowed: bool,
     /// Whether ports leave for user space, as MMIO does.
     pub ports_in_user_space: bool,
     pub runs_allowed: bool,
@@ -73,8 +89,14 @@ impl TestMachine {
     pub fn new(size: CodeSize, base: u64, ram: usize) -> Self {
         let flat = |attributes| Segment { selector: 0x10, attributes, limit: u32::MAX, base: 0 };
         let big = if size == CodeSize::Bits16 { 0 } else { BIG };
-        let mut segments = [flat(DATA | big); 6];
+        let mut segments = [flat(DATA | big); 8];
         segments[SegReg::Cs as usize] = flat(CODE | big);
+        let mut system = vec![0; SYSTEM_BYTES];
+        // The bitmap of ports begins beyond the limit.
+        system[0x1000 + 102..0x1000 + 104].fill(0xff);
+        segments[SegReg::Ldtr as usize] = Segment::default();
+        segments[SegReg::Tr as usize] =
+            Segment { selector: 0x40, attributes: 0x8b, limit: TSS_LIMIT, base: TSS };
         Self {
             gpr: [0; 16],
             xmm: [0; 16],
@@ -85,12 +107,18 @@ impl TestMachine {
             cr0: 1,
             cr4: 1 << 9,
             segments,
+            long_mode: size == CodeSize::Bits64,
+            gdtr: DescriptorTable { base: SYSTEM, limit: GDT_LIMIT },
+            idtr: DescriptorTable::default(),
+            system,
+            system_absent: 0..0,
+            mm: [0; 8],
+            cr3: 0,
             base,
             ram: vec![0; ram],
             mmio: 0..0,
             absent: 0..0,
             read_only: 0..0,
-            ports_allowed: true,
             ports_in_user_space: true,
             runs_allowed: true,
             device_value: 0x1122_3344_5566_7788,
@@ -236,6 +264,27 @@ impl TestMachine {
         u64::from_le_bytes(self.bytes(at, 8).try_into().unwrap())
     }
 
+    fn system_at(&mut self, at: u64, len: usize, write: bool) -> Result<&mut [u8], Stop> {
+        assert!((at & 0xfff) as usize + len <= 0x1000, "an access across a page at {at:#x}");
+        let index = at.wrapping_sub(SYSTEM) as usize;
+        if self.system_absent.contains(&at) || index + len > self.system.len() {
+            let code = if write { pf::WRITE } else { 0 };
+            return Err(Stop::Fault(Exception::pf(at, code)));
+        }
+        Ok(&mut self.system[index..index + len])
+    }
+
+    /// A descriptor of the GDT.
+    pub fn set_descriptor(&mut self, selector: u16, raw: u64) {
+        let at = usize::from(selector & !7);
+        self.system[at..at + 8].copy_from_slice(&raw.to_le_bytes());
+    }
+
+    pub fn descriptor(&self, selector: u16) -> u64 {
+        let at = usize::from(selector & !7);
+        u64::from_le_bytes(self.system[at..at + 8].try_into().unwrap())
+    }
+
     pub fn longest(&self) -> usize {
         if self.runs_allowed { STRING_RUN_BYTES } else { 8 }
     }
@@ -327,10 +376,40 @@ impl Machine for TestMachine {
         self.cursor = 0;
         self.commits += 1;
     }
-    fn io_allowed(&mut self, _port: u16, _size: u8) -> Result<bool, Stop> {
-        Ok(self.ports_allowed)
+    fn long_mode(&self) -> bool {
+        self.long_mode
     }
-    fn port_in(&mut self, port: u16, size: u8, into: &mut [u8]) -> Result<(), Stop> {
+    fn table(&self, table: Table) -> DescriptorTable {
+        match table {
+            Table::Global => self.gdtr,
+            Table::Interrupt => self.idtr,
+        }
+    }
+    fn set_table(&mut self, table: Table, value: DescriptorTable) {
+        match table {
+            Table::Global => self.gdtr = value,
+            Table::Interrupt => self.idtr = value,
+        }
+    }
+    fn set_segment(&mut self, segment: SegReg, value: Segment) {
+        self.segments[segment as usize] = value;
+        if segment == SegReg::Ss && self.cr0 & 1 != 0 {
+            self.cpl = (value.attributes >> 5 & 3) as u8;
+        }
+    }
+    fn read_system(&mut self, at: Gva, into: &mut [u8]) -> Result<(), Stop> {
+        into.copy_from_slice(self.system_at(at.0, into.len(), false)?);
+        Ok(())
+    }
+    fn write_system(&mut self, at: Gva, data: &[u8]) -> Result<(), Stop> {
+        self.system_at(at.0, data.len(), true)?.copy_from_slice(data);
+        Ok(())
+    }
+    fn probe_system(&mut self, at: Gva) -> Result<(), Stop> {
+        self.system_at(at.0, 1, true).map(|_| ())
+    }
+    fn port_in(&mut self, access: &PortAccess, into: &mut [u8]) -> Result<(), Stop> {
+        let (port, size) = (access.port(), access.size());
         assert_eq!(into.len() % usize::from(size), 0);
         let event = Event::In(port, size, into.len());
         let answer = if self.ports_in_user_space {
@@ -342,7 +421,8 @@ impl Machine for TestMachine {
         into.copy_from_slice(&answer);
         Ok(())
     }
-    fn port_out(&mut self, port: u16, size: u8, data: &[u8]) -> Result<(), Stop> {
+    fn port_out(&mut self, access: &PortAccess, data: &[u8]) -> Result<(), Stop> {
+        let (port, size) = (access.port(), access.size());
         assert_eq!(data.len() % usize::from(size), 0);
         let event = Event::Out(port, size, data.to_vec());
         if self.ports_in_user_space {
@@ -350,11 +430,6 @@ impl Machine for TestMachine {
         } else {
             self.events.push(event);
         }
-        Ok(())
-    }
-    fn load_segment(&mut self, segment: SegReg, selector: u16) -> Result<(), Stop> {
-        self.segments[segment as usize].selector = selector;
-        self.segments[segment as usize].base = u64::from(selector) << 4;
         Ok(())
     }
     fn read_cr(&mut self, n: u8) -> Result<u64, Stop> {
@@ -367,6 +442,7 @@ impl Machine for TestMachine {
     fn write_cr(&mut self, n: u8, value: u64) -> Result<(), Stop> {
         match n {
             0 => self.cr0 = value,
+            3 => self.cr3 = value,
             4 => self.cr4 = value,
             _ => return Err(Stop::Unsupported),
         }
@@ -378,6 +454,13 @@ impl Machine for TestMachine {
     }
     fn invpcid(&mut self, kind: u8, pcid: u16, at: Gva) -> Result<(), Stop> {
         self.flushed.push((Some((kind, pcid)), at.0));
+        Ok(())
+    }
+    fn mm(&mut self, n: u8) -> Result<u64, Stop> {
+        Ok(self.mm[usize::from(n)])
+    }
+    fn set_mm(&mut self, n: u8, value: u64) -> Result<(), Stop> {
+        self.mm[usize::from(n)] = value;
         Ok(())
     }
     fn xmm(&mut self, n: u8) -> Result<u128, Stop> {

@@ -269,8 +269,9 @@ impl Lapic {
         self.timer.bus_cycle_ns.store(ns.max(1), Relaxed);
     }
 
+    /// The timer is in TSC-deadline mode.
     #[inline]
-    pub(super) fn tsc_deadline_mode(&self) -> bool {
+    pub fn tsc_deadline_mode(&self) -> bool {
         self.lvt(LocalVector::Timer) & LVT_TIMER_MODE == LVT_TIMER_DEADLINE
             && self.has(FEATURE_TSC_DEADLINE)
     }

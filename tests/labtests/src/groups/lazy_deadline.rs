@@ -22,6 +22,8 @@ tests!("lazy_deadline":
     a_later_deadline_without_an_exit_interrupts_once_and_not_early,
     deadlines_in_the_past_and_zero_arm_nothing,
     a_mode_switch_disarms_and_forgets_what_was_pending,
+    a_mode_switch_ends_the_use_of_the_page,
+    a_reset_by_the_vmm_ends_the_use_of_the_page,
     a_masked_timer_keeps_the_newest_deadline,
     a_disabled_apic_promises_nothing,
     switching_off_keeps_the_newest_deadline,
@@ -416,6 +418,40 @@ fn a_mode_switch_disarms_and_forgets_what_was_pending() -> Outcome {
     equal("by WRMSR", script.set(soon())?.1, true)?;
     script.wait(count + 2)?;
     script.quiet(farther())
+}
+
+/// The next kernel, which kexec has started or a reset, sets deadlines and knows of no page: what lies
+/// there is its own.
+fn nothing_is_written(script: &Script, count: u64) -> Outcome {
+    equal("the MSR", script.guest.vcpu().msr(LAZY)?, Some(0))?;
+    const OF_THE_NEXT: u64 = 0x1122_3344_5566_7788;
+    script.guest.memory.write(PAGE, OF_THE_NEXT);
+    script.wrmsr(LVT_TIMER, DEADLINE_MODE | VECTOR)?;
+    equal("by WRMSR", script.set(soon())?.1, true)?;
+    script.wait(count + 1)?;
+    equal("what lies there", script.guest.memory.read(PAGE), OF_THE_NEXT)
+}
+
+fn a_mode_switch_ends_the_use_of_the_page() -> Outcome {
+    let script = Script::enabled()?;
+    let (_, _, count) = script.set_and_move(10 * soon(), 10 * farther())?;
+    // As Linux does on its way out (clear_local_APIC()).
+    script.wrmsr(LVT_TIMER, MASKED)?;
+    nothing_is_written(&script, count)
+}
+
+fn a_reset_by_the_vmm_ends_the_use_of_the_page() -> Outcome {
+    let script = Script::enabled()?;
+    let (_, _, count) = script.set_and_move(10 * soon(), 10 * farther())?;
+    let vcpu = script.guest.vcpu();
+    let mut apic: kvm_lapic_state = vcpu.receive(ioctl::GET_LAPIC).granted("KVM_GET_LAPIC")?;
+    for (to, from) in apic.regs[0x320..].iter_mut().zip((MASKED as u32).to_le_bytes()) {
+        *to = from as i8;
+    }
+    let before = script.guest.memory.read(PAGE);
+    vcpu.send(ioctl::SET_LAPIC, &apic).granted("KVM_SET_LAPIC")?;
+    equal("the page", script.guest.memory.read(PAGE), before)?;
+    nothing_is_written(&script, count)
 }
 
 fn a_masked_timer_keeps_the_newest_deadline() -> Outcome {

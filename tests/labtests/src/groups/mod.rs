@@ -10,6 +10,7 @@ mod cpuid_table;
 mod deadline;
 mod debugger;
 mod delivery;
+mod emulated;
 mod faults;
 mod guest_memory;
 mod host_facts;
@@ -92,6 +93,7 @@ pub fn all() -> impl Iterator<Item = Test> {
         paging_flushes::TESTS,
         paging_protection::TESTS,
         mmio::TESTS,
+        emulated::TESTS,
         ports::TESTS,
         coalesced::TESTS,
         instructions::TESTS,

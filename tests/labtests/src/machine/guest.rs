@@ -177,6 +177,11 @@ impl Guest {
         words
     }
 
+    /// How many of the first 16 words that the guest left are this one.
+    pub fn words_that_are(&self, value: u64) -> usize {
+        (0..16).filter(|&index| self.result(index) == value).count()
+    }
+
     /// How often `vector` came.
     pub fn count(&self, vector: u8) -> u64 {
         self.memory.read(COUNTS + u64::from(vector) * 8)

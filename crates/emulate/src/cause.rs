@@ -1,0 +1,196 @@
+//! Whether an instruction can have led to an exit. The bytes at RIP are read after the exit, and may no
+//! longer be those that made it: another CPU of the guest may have changed them. An instruction that
+//! could not have made this exit is not emulated; the guest runs on, and the CPU executes it.
+//!
+//! An instruction that the emulator does not know may have done anything, so that it is reported and
+//! not tried for ever.
+
+use iced_x86::{Code, Instruction, Mnemonic, OpKind, Register};
+
+use crate::decode::{Decoded, RegRef};
+use crate::operand::segment_of;
+use crate::string::{Kind, kind_and_size};
+
+/// What an exit says of the instruction that led to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cause {
+    /// Nothing: the access may have been one to the guest's paging entries or of its code, or one for
+    /// an event on its way.
+    Any,
+    /// A data access to guest-physical memory.
+    Memory {
+        /// It was a write.
+        write: bool,
+    },
+    /// A port access.
+    Port {
+        /// The port.
+        port: u16,
+        /// 1, 2 or 4 bytes.
+        size: u8,
+        /// IN or INS.
+        input: bool,
+    },
+    /// A read or write of a control register.
+    Control {
+        /// It was a write.
+        write: bool,
+    },
+    /// An access to a debug register.
+    Debug,
+    /// INVLPG.
+    Invlpg,
+    /// INVPCID.
+    Invpcid,
+}
+
+/// The data accesses of an instruction, those to the stack and to descriptors included.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Accesses {
+    read: bool,
+    write: bool,
+}
+
+impl Accesses {
+    const NONE: Self = Self { read: false, write: false };
+    const READ: Self = Self { read: true, write: false };
+    const WRITE: Self = Self { read: false, write: true };
+    const BOTH: Self = Self { read: true, write: true };
+
+    const fn and(self, other: Self) -> Self {
+        Self { read: self.read || other.read, write: self.write || other.write }
+    }
+}
+
+impl Decoded {
+    /// Whether it can have led to an exit of this cause. `dx` is the guest's DX.
+    pub fn can_cause(&self, cause: Cause, dx: u16) -> bool {
+        let insn = &self.insn;
+        match cause {
+            Cause::Any => true,
+            Cause::Memory { write } => {
+                let accesses = accesses(insn);
+                if write { accesses.write } else { accesses.read }
+            }
+            Cause::Port { port, size, input } => port_access(insn, dx) == Some((port, size, input)),
+            Cause::Control { write } => match insn.mnemonic() {
+                Mnemonic::Mov if write => is_control(insn.op0_register()),
+                Mnemonic::Mov => is_control(insn.op1_register()),
+                Mnemonic::Clts | Mnemonic::Lmsw => write,
+                Mnemonic::Smsw => !write,
+                _ => false,
+            },
+            Cause::Debug => {
+                insn.mnemonic() == Mnemonic::Mov
+                    && (is_debug(insn.op0_register()) || is_debug(insn.op1_register()))
+            }
+            Cause::Invlpg => insn.mnemonic() == Mnemonic::Invlpg,
+            Cause::Invpcid => insn.mnemonic() == Mnemonic::Invpcid,
+        }
+    }
+}
+
+fn in_run(register: Register, first: Register) -> bool {
+    (register as u32).checked_sub(first as u32).is_some_and(|n| n < 16)
+}
+
+fn is_control(register: Register) -> bool {
+    in_run(register, Register::CR0)
+}
+
+fn is_debug(register: Register) -> bool {
+    in_run(register, Register::DR0)
+}
+
+/// Port, size and whether it is an input.
+fn port_access(insn: &Instruction, dx: u16) -> Option<(u16, u8, bool)> {
+    let (input, register, port) = match insn.mnemonic() {
+        Mnemonic::In => (true, insn.op0_register(), 1),
+        Mnemonic::Out => (false, insn.op1_register(), 0),
+        _ => {
+            return match kind_and_size(insn.code())? {
+                (Kind::Ins, size) => Some((dx, size, true)),
+                (Kind::Outs, size) => Some((dx, size, false)),
+                _ => None,
+            };
+        }
+    };
+    let port = match insn.op_kind(port) {
+        OpKind::Immediate8 => insn.immediate8().into(),
+        _ => dx,
+    };
+    Some((port, RegRef::of(register)?.size, input))
+}
+
+fn accesses(insn: &Instruction) -> Accesses {
+    use Mnemonic as I;
+    if let Some((kind, _)) = kind_and_size(insn.code()) {
+        return match kind {
+            Kind::Movs => Accesses::BOTH,
+            Kind::Stos | Kind::Ins => Accesses::WRITE,
+            Kind::Lods | Kind::Outs | Kind::Cmps | Kind::Scas => Accesses::READ,
+        };
+    }
+    let (first, second) = (insn.op0_kind() == OpKind::Memory, insn.op1_kind() == OpKind::Memory);
+    // What is done to the first operand; the others are read.
+    let with_first = |how| {
+        let source = if second { Accesses::READ } else { Accesses::NONE };
+        source.and(if first { how } else { Accesses::NONE })
+    };
+    match insn.mnemonic() {
+        // Loads of segment registers read a descriptor and mark it.
+        I::Mov
+            if insn.op0_kind() == OpKind::Register && segment_of(insn.op0_register()).is_some() =>
+        {
+            Accesses::BOTH
+        }
+        I::Mov | I::Movnti | I::Movzx | I::Movsx | I::Movsxd | I::Movbe => {
+            with_first(Accesses::WRITE)
+        }
+        I::Movups | I::Movupd | I::Movdqu | I::Lddqu | I::Movaps | I::Movapd | I::Movdqa => {
+            with_first(Accesses::WRITE)
+        }
+        I::Movntps | I::Movntpd | I::Movntdq | I::Movntdqa | I::Movntq | I::Movd | I::Movq => {
+            with_first(Accesses::WRITE)
+        }
+        I::Add | I::Adc | I::Sub | I::Sbb | I::And | I::Or | I::Xor => with_first(Accesses::BOTH),
+        I::Inc | I::Dec | I::Neg | I::Not => with_first(Accesses::BOTH),
+        I::Rol
+        | I::Ror
+        | I::Rcl
+        | I::Rcr
+        | I::Shl
+        | I::Sal
+        | I::Shr
+        | I::Sar
+        | I::Shld
+        | I::Shrd => with_first(Accesses::BOTH),
+        I::Bts | I::Btr | I::Btc => with_first(Accesses::BOTH),
+        I::Xchg | I::Xadd | I::Cmpxchg | I::Cmpxchg8b | I::Cmpxchg16b => with_first(Accesses::BOTH),
+        I::Cmp | I::Test | I::Bt | I::Bsf | I::Bsr | I::Tzcnt | I::Lzcnt | I::Popcnt => {
+            with_first(Accesses::READ)
+        }
+        I::Mul | I::Imul | I::Div | I::Idiv | I::Lmsw | I::Invpcid => with_first(Accesses::READ),
+        I::Xlatb => Accesses::READ,
+        I::Smsw | I::Sgdt | I::Sidt | I::Sldt | I::Str => with_first(Accesses::WRITE),
+        I::Lgdt | I::Lidt => with_first(Accesses::READ),
+        I::Lldt | I::Ltr => Accesses::BOTH,
+        I::Lea | I::In | I::Out | I::Clts | I::Invlpg => Accesses::NONE,
+        I::Push => with_first(Accesses::READ).and(Accesses::WRITE),
+        I::Pop if first => Accesses::BOTH,
+        I::Pop if segment_of(insn.op0_register()).is_some() => Accesses::BOTH,
+        I::Pop | I::Leave => Accesses::READ,
+        I::Enter => Accesses::BOTH,
+        I::Ret => Accesses::READ,
+        I::Jmp if is_near_jump(insn.code()) => with_first(Accesses::READ),
+        // Not for what is not emulated either: it is reported.
+        _ => match insn.condition_code() {
+            iced_x86::ConditionCode::None => Accesses::BOTH,
+            _ => with_first(Accesses::WRITE),
+        },
+    }
+}
+
+fn is_near_jump(code: Code) -> bool {
+    matches!(code, Code::Jmp_rm16 | Code::Jmp_rm32 | Code::Jmp_rm64)
+}

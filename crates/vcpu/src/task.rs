@@ -1,0 +1,103 @@
+//! The task switch that the hardware leaves to the hypervisor: which event or instruction asked for it,
+//! and what of the vCPU it changes beside the registers ([`emulate::switch_task`]).
+//!
+//! SDM vol. 3C §26.4.2, APM vol. 2 §15.14.1.
+
+use backend::{Backend, Event, TaskSource, TaskSwitchExit};
+use emulate::{Source, Stop, Switched, TaskSwitch};
+
+use crate::{
+    Vcpu,
+    events::Outer,
+    exit::{ERROR_EMULATION, ErrorData, UserExit},
+};
+
+const RFLAGS_TF: u64 = 1 << 8;
+/// DR7: the local enables, which are a task's own, and LE.
+const DR7_LOCAL: u64 = 0x155;
+
+impl<B: Backend> Vcpu<B> {
+    /// Switches tasks. An event that asked for it is delivered with that.
+    pub(crate) fn task_switch(&mut self, exit: TaskSwitchExit) -> Option<UserExit> {
+        let event = match exit.source {
+            TaskSource::Gate => self.events.again,
+            _ => None,
+        };
+        // Without an event it was an instruction, INT n among them: the old task goes on behind it.
+        let return_to = if event.is_some() {
+            self.b.rip()
+        } else {
+            match self.slow_next_rip() {
+                Ok(next) => next,
+                Err(exit) => return exit,
+            }
+        };
+        let error_code = match event {
+            Some(Event::Exception(e)) => e.error_code,
+            _ => None,
+        };
+        let switch = TaskSwitch {
+            selector: exit.selector,
+            source: match exit.source {
+                TaskSource::Call => Source::Call,
+                TaskSource::Iret => Source::Iret,
+                TaskSource::Jmp => Source::Jmp,
+                TaskSource::Gate => Source::Gate,
+            },
+            return_to,
+            restarts: is_fault(event),
+            error_code,
+            external: event.is_some(),
+        };
+        if self.single_step {
+            // The VMM's step is none of the old task's flags.
+            self.b.set_rflags(self.guest_rflags());
+        }
+        match emulate::switch_task(self, &switch) {
+            Ok(switched) => self.begin_task(&switch, event, switched),
+            Err(Stop::Fault(exception)) => self.raise(exception),
+            Err(Stop::Retry) => {}
+            Err(_) => {
+                let raw = self.b.exit_raw();
+                return Some(UserExit::InternalError {
+                    suberror: ERROR_EMULATION,
+                    data: ErrorData::emulation(self.b.insn_bytes(), &raw),
+                });
+            }
+        }
+        None
+    }
+
+    fn begin_task(&mut self, switch: &TaskSwitch, event: Option<Event>, task: Switched) {
+        self.events.again = None;
+        match event {
+            // The handler of an NMI runs until its IRET, be it in a task of its own.
+            Some(Event::Nmi) => self.b.set_nmi_masked(true),
+            _ if switch.source == Source::Iret => self.b.set_nmi_masked(false),
+            _ => {}
+        }
+        let step = if self.single_step { RFLAGS_TF } else { 0 };
+        self.b.set_rflags(task.rflags | step);
+        self.b.set_rip(task.rip);
+        self.b.set_interrupt_shadow(false);
+        let [a, b, c, d, dr6, dr7] = self.debug_regs();
+        if dr7 & DR7_LOCAL != 0 {
+            self.put_debug_regs([a, b, c, d, dr6, dr7 & !DR7_LOCAL]);
+        }
+        if let Some(exception) = task.exception {
+            self.raise(exception);
+        }
+        if self.single_step {
+            self.events.outer.set(Outer::STEPPED, true);
+        }
+        self.recheck = true;
+    }
+}
+
+/// Whether the instruction at RIP did not complete for it.
+fn is_fault(event: Option<Event>) -> bool {
+    const DB: u8 = 1;
+    const DF: u8 = 8;
+    const MC: u8 = 18;
+    matches!(event, Some(Event::Exception(e)) if !matches!(e.vector.0, DB | DF | MC))
+}

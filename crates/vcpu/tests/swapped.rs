@@ -1,0 +1,181 @@
+//! The bytes at RIP are read after an exit, and another CPU of the guest may have changed them by then: a
+//! program gets by that nothing that it may not have (CVE-2010-0306), and an access that user space has
+//! answered completes the instruction that made it.
+
+mod rig;
+
+use core::sync::atomic::Ordering::Relaxed;
+
+use ::vm::VmRef;
+use backend::{Gprs, RBX, RCX, RDX, RSI};
+use gannet_vcpu::{RunInput, UserExit};
+use host::page::Page;
+use mmu::Region;
+use rig::{Machine, TestVcpu, add_vcpu, vm};
+use x86::vmcb::{ExitCode, Vmcb};
+
+const CODE: u64 = 0xf000;
+const DEVICE: u64 = 0xd000_0000;
+const PORT: u16 = 0x99;
+/// An exit code that nobody knows: the run ends, and the registers stay.
+const UNKNOWN: u64 = 0x3ff;
+
+struct Guest {
+    vcpu: TestVcpu,
+    code: &'static Page,
+    _vm: VmRef,
+}
+
+fn guest(code: &[u8]) -> Guest {
+    let machine = Machine::default();
+    let vm = vm(&machine);
+    let page = Box::leak(Box::new(Page::zeroed().unwrap()));
+    let region = Region { slot: 0, flags: 0, gpa: CODE, size: 0x1000, hva: page.hpa().0 };
+    vm.memory().set_region(&region, &**vm).unwrap();
+    let mut vcpu = add_vcpu(&machine, &vm, 0);
+    // Protected mode without paging: level 3, IOPL 0, and a TSS without a bitmap.
+    let mut sregs = vcpu.sregs();
+    sregs.cr0 = 0x31;
+    sregs.cs.attr = 0xcfb;
+    sregs.cs.base = 0;
+    sregs.cs.limit = u32::MAX;
+    for data in [&mut sregs.ds, &mut sregs.es, &mut sregs.ss] {
+        data.attr = 0xcf3;
+        data.limit = u32::MAX;
+    }
+    sregs.tr.attr = 0x8b;
+    sregs.tr.limit = 0x66;
+    vcpu.set_sregs(&sregs, None).unwrap();
+    let guest = Guest { vcpu, code: page, _vm: vm };
+    guest.place(code);
+    guest
+}
+
+impl Guest {
+    fn place(&self, code: &[u8]) {
+        for (to, from) in self.code.bytes().iter().zip(code) {
+            to.store(*from, Relaxed);
+        }
+    }
+
+    fn then(&mut self, step: impl FnMut(&mut Vmcb, &mut Gprs) + Send + 'static) {
+        self.vcpu.backend().cpu().inner().then(step);
+    }
+
+    fn run(&mut self) -> UserExit {
+        self.vcpu.run(&RunInput { mmio_data: [5; 8], ..RunInput::default() })
+    }
+
+    /// What the last entry injected.
+    fn injected(&mut self) -> u64 {
+        self.vcpu.backend().cpu().inner().injected
+    }
+
+    /// The next entry, of which `look` sees the control block, is the last.
+    fn ends(&mut self, mut look: impl FnMut(&Vmcb, &Gprs) + Send + 'static) {
+        self.then(move |vmcb, gprs| {
+            look(vmcb, gprs);
+            vmcb.control.exit_code = UNKNOWN;
+        });
+        assert!(matches!(self.run(), UserExit::InternalError { suberror: 4, .. }));
+        assert_eq!(self.vcpu.backend().cpu().inner().steps_left(), 0);
+    }
+}
+
+/// A fault on the device's page.
+fn device(write: bool) -> impl Fn(&mut Vmcb, &mut Gprs) + Send + Clone + 'static {
+    move |vmcb, gprs| {
+        gprs.0[RBX] = DEVICE;
+        gprs.0[RDX] = PORT.into();
+        vmcb.save.rip = CODE;
+        vmcb.control.exit_code = ExitCode::NestedPageFault.0;
+        vmcb.control.exit_info_1 = (1 << 32) | u64::from(write) << 1;
+        vmcb.control.exit_info_2 = DEVICE;
+        vmcb.control.insn_len = 0;
+    }
+}
+
+fn port(input: bool) -> impl Fn(&mut Vmcb, &mut Gprs) + Send + Clone + 'static {
+    move |vmcb, gprs| {
+        (gprs.0[RCX], gprs.0[RDX], gprs.0[RSI]) = (1, PORT.into(), CODE);
+        vmcb.save.rip = CODE;
+        vmcb.control.exit_code = ExitCode::Ioio.0;
+        vmcb.control.exit_info_1 = u64::from(PORT) << 16 | 1 << 4 | 1 << 2 | u64::from(input);
+    }
+}
+
+const GP: u64 = 1 << 31 | 1 << 11 | 3 << 8 | 13;
+
+#[test]
+fn bytes_that_came_after_a_device_access_reach_no_port() {
+    // OUT DX, AL; OUT 0x99, EAX; IN AL, DX; MOV CR0, EAX; CLTS; a load where a store was.
+    let swapped: [&[u8]; 6] =
+        [&[0xee], &[0xe7, 0x99], &[0xec], &[0x0f, 0x22, 0xc0], &[0x0f, 0x06], &[0x03, 0x03]];
+    for code in swapped {
+        let mut guest = guest(code);
+        guest.then(device(true));
+        // The guest runs on where it was, with nothing injected.
+        guest.ends(move |vmcb, _| {
+            assert_eq!(vmcb.save.rip, CODE, "{code:02x?}");
+        });
+        assert_eq!(guest.injected(), 0, "{code:02x?}");
+    }
+}
+
+#[test]
+fn a_load_does_not_become_a_store() {
+    // The second access to a page is decoded inside the loop.
+    for code in [&[0x89, 0x03][..], &[0xc7, 0x03, 1, 0, 0, 0], &[0x50]] {
+        let mut guest = guest(&[0x8b, 0x03]);
+        guest.then(device(false));
+        assert!(matches!(guest.run(), UserExit::Mmio { write: false, .. }));
+        guest.place(code);
+        guest.then(device(false));
+        guest.ends(move |vmcb, _| assert_eq!(vmcb.save.rip, CODE, "{code:02x?}"));
+    }
+}
+
+#[test]
+fn a_string_instruction_to_a_port_needs_the_right_to_it() {
+    let mut guest = guest(&[0x6e]); // outsb
+    guest.then(port(false));
+    guest.ends(|vmcb, _| assert_eq!(vmcb.save.rip, CODE));
+    assert_eq!(guest.injected(), GP);
+    let mut guest = self::guest(&[0x6e]);
+    guest.then(port(true));
+    guest.ends(|vmcb, _| assert_eq!(vmcb.save.rip, CODE));
+    assert_eq!(guest.injected(), 0);
+}
+
+#[test]
+fn an_access_that_was_answered_completes_the_instruction_that_made_it() {
+    let mut guest = guest(&[0x03, 0x03]); // add eax, [rbx]
+    guest.then(|vmcb, gprs| {
+        device(false)(vmcb, gprs);
+        vmcb.save.rax = 1;
+    });
+    assert!(matches!(guest.run(), UserExit::Mmio { write: false, len: 4, .. }));
+    guest.place(&[0xee]);
+    guest.ends(|vmcb, _| {
+        assert_eq!((vmcb.save.rip, vmcb.save.rax), (CODE + 2, 0x0505_0506));
+    });
+    assert_eq!(guest.injected(), 0);
+}
+
+#[test]
+fn a_repeated_access_under_single_step_traps_after_each_iteration() {
+    const DB: u64 = 1 << 31 | 3 << 8 | 1;
+    let mut guest = guest(&[0xf3, 0xaa]); // rep stosb
+    guest.then(|vmcb, gprs| {
+        device(true)(vmcb, gprs);
+        gprs.0[RCX] = 3;
+        gprs.0[7] = DEVICE;
+        vmcb.save.rflags |= 1 << 8;
+    });
+    assert!(matches!(guest.run(), UserExit::Mmio { write: true, len: 1, .. }));
+    guest.ends(|vmcb, gprs| {
+        assert_eq!((vmcb.save.rip, gprs.0[RCX]), (CODE, 2));
+        assert_ne!(vmcb.save.dr6 & 1 << 14, 0);
+    });
+    assert_eq!(guest.injected(), DB);
+}
