@@ -7,7 +7,7 @@
 use x86::Vector;
 
 use crate::message::{
-    DeliveryMode, DestMode, IrqMessage, LineStatus, Shorthand, Trigger, widen_dest,
+    DeliveryMode, DestMode, DestRules, IrqMessage, LineStatus, Shorthand, Trigger,
 };
 
 /// Number of input pins.
@@ -72,9 +72,11 @@ pub struct IoApic {
     storm: [u16; PINS],
     /// Pins whose acknowledgements somebody counts, edge or level.
     listeners: u32,
+    /// How destinations are understood.
+    rules: DestRules,
 }
 
-fn message(entry: u64, notify_eoi: bool) -> Option<IrqMessage> {
+fn message(entry: u64, notify_eoi: bool, rules: DestRules) -> Option<IrqMessage> {
     let dest_mode = if entry & rte::LOGICAL != 0 { DestMode::Logical } else { DestMode::Physical };
     Some(IrqMessage {
         vector: Vector(entry as u8),
@@ -84,7 +86,7 @@ fn message(entry: u64, notify_eoi: bool) -> Option<IrqMessage> {
         assert: true,
         notify_eoi,
         shorthand: Shorthand::None,
-        dest: widen_dest((entry >> 56) as u8, dest_mode),
+        dest: rules.widen((entry >> 56) as u8, dest_mode),
     })
 }
 
@@ -158,7 +160,7 @@ impl IoApic {
         if *entry & rte::MASKED != 0 || (level && *entry & rte::REMOTE_IRR != 0) {
             return LineStatus::Ignored;
         }
-        let Some(message) = message(*entry, self.listeners & 1 << pin != 0) else {
+        let Some(message) = message(*entry, self.listeners & 1 << pin != 0, self.rules) else {
             return LineStatus::Ignored;
         };
         let taken = deliver(message);
@@ -226,6 +228,11 @@ impl IoApic {
     /// messages ask for a report of their EOI.
     pub fn set_listeners(&mut self, pins: u32) {
         self.listeners = pins;
+    }
+
+    /// Sets how destinations are understood.
+    pub fn set_dest_rules(&mut self, rules: DestRules) {
+        self.rules = rules;
     }
 
     /// A guest load at `offset` from the base.

@@ -118,7 +118,7 @@ pub(crate) struct Rare {
     /// What this host can offer.
     pub offered: Offered,
     /// Signals to be blocked during KVM_RUN.
-    pub signal_mask: Option<u64>,
+    pub signal_mask: Option<host::task::SignalSet>,
     /// Which MSRs the guest may access.
     pub msr_filter: Option<Arc<MsrFilter>>,
     /// The VMM's breakpoints are in the hardware's debug registers.

@@ -44,7 +44,7 @@ impl<B: Backend> Vcpu<B> {
             return Next::Leave;
         }
         self.retire(next);
-        then
+        if self.vm.irq().owes_signals() { Next::Done } else { then }
     }
 
     /// A port access served in the kernel. False when no device there wants it.

@@ -114,6 +114,7 @@ impl<B: Backend> Vcpu<B> {
             None => self.run_loop(input),
         };
         self.has_run = true;
+        self.tell_resamplers();
         self.fpu.put();
         self.sync_priority();
         self.withdraw_offer();
@@ -249,6 +250,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Everything to be looked at before the guest may be entered.
     fn before_entry(&mut self) -> Option<UserExit> {
+        self.tell_resamplers();
         if self.shared.has_requests()
             && let Some(exit) = self.take_requests()
         {
@@ -279,6 +281,14 @@ impl<B: Backend> Vcpu<B> {
         }
         self.before_entry_pv();
         None
+    }
+
+    /// Tells those irqfds of the end of an interrupt that were too many for the loop.
+    #[inline]
+    fn tell_resamplers(&self) {
+        if self.vm.irq().owes_signals() {
+            self.vm.irq().signal_owed();
+        }
     }
 
     /// Does what [`Outer`] tells of.

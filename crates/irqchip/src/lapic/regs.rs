@@ -10,7 +10,7 @@ use x86::{Vector, apic::reg};
 use super::{
     FEATURE_DIRECTED_EOI, FEATURE_TSC_DEADLINE, Gp, Lapic, LapicMode, LocalVector, TimerChange,
 };
-use crate::message::{DeliveryMode, DestMode, IrqMessage, Shorthand, Trigger, widen_dest};
+use crate::message::{DeliveryMode, DestMode, IrqMessage, Shorthand, Trigger};
 
 /// First MSR of the x2APIC range; register offset `o` is MSR `X2APIC_MSR_BASE + (o >> 4)`.
 pub const X2APIC_MSR_BASE: u32 = 0x800;
@@ -159,7 +159,7 @@ impl Lapic {
                 LapicEffect::None
             }
             reg::ID => {
-                self.id.store(value >> 24, Relaxed);
+                self.set_address(self.mode(), value >> 24);
                 LapicEffect::AddressChanged
             }
             reg::LDR => {
@@ -345,8 +345,8 @@ impl Lapic {
         // Reserved bits read back as written, as under stock KVM; delivery is always complete.
         self.icr_lo.store(value & !ICR_BUSY, Relaxed);
         let mode = dest_mode(value);
-        let dest = widen_dest((self.icr_hi.load(Relaxed) >> 24) as u8, mode);
-        self.send(value, mode, dest)
+        // 0xff is a broadcast to those in xAPIC mode only.
+        self.send(value, mode, self.icr_hi.load(Relaxed) >> 24)
     }
 
     #[inline]
@@ -382,7 +382,7 @@ impl Lapic {
                 let to_self = shorthand == Shorthand::SelfOnly
                     || (shorthand == Shorthand::None
                         && dest_mode == DestMode::Physical
-                        && dest == self.id());
+                        && self.is_alone_at(dest));
                 if to_self {
                     return self.self_ipi(icr as u8);
                 }

@@ -15,11 +15,13 @@ use host::{
     file::{FileObject, NewFile},
 };
 
+use irqchip::DestRules;
+
 use super::{Host, MakeBackend, VcpuFile, convert, stats};
 use crate::caps::Offer;
 use crate::dispatch::{self, Irqchip, MemoryRegion, Setting, SlotId, VmOps};
 use crate::errno::Errno;
-use crate::uapi::capability::X2APIC_API_USE_32BIT_IDS;
+use crate::uapi::capability::{X2APIC_API_DISABLE_BROADCAST_QUIRK, X2APIC_API_USE_32BIT_IDS};
 use crate::uapi::clock::{CLOCK_REALTIME, KvmClockData};
 use crate::uapi::event::*;
 use crate::uapi::irqchip::*;
@@ -369,7 +371,11 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
             Setting::SplitIrqchip(reserved) => return self.split_irqchip(reserved),
             Setting::X2apicApi(bits) => {
                 settings.x2apic_api.fetch_or(bits, Relaxed);
-                self.vm.irq().set_wide_dest(self.wide_ids());
+                let flags = settings.x2apic_api.load(Relaxed);
+                self.vm.irq().set_dest_rules(DestRules {
+                    wide: flags & X2APIC_API_USE_32BIT_IDS != 0,
+                    no_broadcast_quirk: flags & X2APIC_API_DISABLE_BROADCAST_QUIRK != 0,
+                });
             }
             Setting::DisableQuirks(bits) => settings.quirks_off.store(bits, Relaxed),
             Setting::ExceptionPayload(on) => settings.exception_payload.store(on, Relaxed),

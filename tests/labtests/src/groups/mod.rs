@@ -2,6 +2,7 @@
 
 use crate::runner::Test;
 
+mod apic_ids;
 mod coalesced;
 mod control_bits;
 mod cpuid_table;
@@ -38,7 +39,9 @@ mod paging_torture;
 mod paravirtual;
 mod pointers;
 mod ports;
+mod quirks;
 mod registers;
+mod resampling;
 mod running;
 mod shadows;
 mod slots;
@@ -94,6 +97,9 @@ pub fn all() -> impl Iterator<Item = Test> {
         split_irqchip::TESTS,
         deadline::TESTS,
         lines::TESTS,
+        resampling::TESTS,
+        quirks::TESTS,
+        apic_ids::TESTS,
         smp::TESTS,
         paravirtual::TESTS,
         lazy_deadline::TESTS,
