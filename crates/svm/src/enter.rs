@@ -87,6 +87,10 @@ pub struct Svm<C: Cpu> {
     pub(crate) spec: SpecCtrl,
     pub(crate) nmi: crate::inject::NmiState,
     pub(crate) virq: crate::inject::Virq,
+    /// CR8 is intercepted always.
+    pub(crate) cr8_exits: bool,
+    /// CR0.CD and CR0.NW if the hardware sees them, after all.
+    pub(crate) cr0_shown: u64,
     /// CR0.CD and CR0.NW as the guest set them; the hardware sees them clear.
     pub(crate) cr0_hidden: u64,
     pub(crate) guest_debug: (bool, bool),
@@ -134,6 +138,8 @@ impl<C: Cpu> Svm<C> {
             spec: SpecCtrl::default(),
             nmi: crate::inject::NmiState::default(),
             virq: crate::inject::Virq::Off,
+            cr8_exits: false,
+            cr0_shown: 0,
             cr0_hidden: 0,
             guest_debug: (false, false),
             paging: Paging::default(),

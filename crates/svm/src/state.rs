@@ -367,9 +367,9 @@ impl<C: Cpu> Backend for Svm<C> {
             self.guest.cr0 = value;
             return self.renew_cr0();
         }
-        let hidden = value & CR0_CD_NW;
+        let hidden = value & CR0_CD_NW & !self.cr0_shown;
         self.cr0_hidden = hidden;
-        self.vmcb_mut(Clean::CR).save.cr0 = value & !CR0_CD_NW;
+        self.vmcb_mut(Clean::CR).save.cr0 = value & !hidden;
         self.intercept_cr(1, hidden != 0);
         self.intercept_cr(1 << 16, hidden != 0 || !self.features.nrip_save);
     }
@@ -624,7 +624,16 @@ impl<C: Cpu> Backend for Svm<C> {
     }
 
     fn set_cr8_intercept(&mut self, on: bool) {
-        self.intercept_cr(1 << (16 + 8), on);
+        self.intercept_cr(1 << (16 + 8), on || self.cr8_exits);
+    }
+
+    fn hide_cache_disable(&mut self, hide: bool) {
+        self.cr0_shown = if hide { 0 } else { CR0_CD_NW };
+    }
+
+    fn exit_on_cr8_writes(&mut self) {
+        self.cr8_exits = true;
+        self.set_cr8_intercept(true);
     }
 
     fn nmi_allowed(&self) -> bool {

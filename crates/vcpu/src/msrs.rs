@@ -4,6 +4,7 @@ use backend::{Backend, RAX, RCX, RDX};
 use irqchip::lapic::BaseRules;
 use msr::{Class, Effect, GuestFacts};
 use stats::VcpuCount;
+use vm::settings::quirk;
 use x86::Exception;
 
 use crate::{Vcpu, inner::Next};
@@ -231,7 +232,8 @@ impl<B: Backend> Vcpu<B> {
             }
             Effect::PredictionBarrier => self.b.prediction_barrier(),
             Effect::MonitorChanged { on } => {
-                self.cpuid.set_mwait(Some(on));
+                let follows = !self.vm.settings.has_quirk(quirk::MISC_ENABLE_NO_MWAIT);
+                self.cpuid.set_mwait(follows.then_some(on));
                 self.cpuid_inputs_changed();
             }
             Effect::CpuidFaulting { on } => self.cpuid_faults = on,

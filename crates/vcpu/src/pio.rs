@@ -1,6 +1,7 @@
 //! Port I/O: devices in the kernel inside the loop, user space outside it.
 
 use backend::{Backend, IoExit, RAX};
+use vm::settings::quirk;
 
 use crate::{Vcpu, exit::UserExit, inner::Next, run::Open};
 
@@ -80,7 +81,8 @@ impl<B: Backend> Vcpu<B> {
         if io.input {
             self.open = Open::In { size: io.size, next };
             self.io_data = [0; 8];
-        } else if io.port == PORT_OF_OPTION_ROM && self.vm.settings.advances_before_7e() {
+        } else if io.port == PORT_OF_OPTION_ROM && self.vm.settings.has_quirk(quirk::OUT_7E_INC_RIP)
+        {
             self.retire(next);
             self.io_data = mask(self.gprs.0[RAX], io.size).to_le_bytes();
         } else {

@@ -8,6 +8,7 @@ use host::trace;
 use stats::VcpuCount;
 use vm::{
     irq::Irqchip,
+    settings::quirk,
     vcpu_shared::{MpState, Request},
 };
 
@@ -170,10 +171,12 @@ impl<B: Backend> Vcpu<B> {
             self.settle_apic();
             self.reset_registers(true);
             self.forget_lazy_deadline();
-            self.shared.lapic.init();
+            let bsp = self.shared.lapic.base() & (1 << 8) != 0;
+            let lint0 = bsp && self.vm.settings.has_quirk(quirk::LINT0_REENABLED);
+            self.shared.lapic.init(lint0);
+            self.vm.irq().apic_changed();
             self.address_changed();
             self.publish_priority();
-            let bsp = self.shared.lapic.base() & (1 << 8) != 0;
             self.shared.set_mp_state(if bsp { MpState::Runnable } else { MpState::InitReceived });
         }
         if let Some(page) = sipi
@@ -305,6 +308,9 @@ impl<B: Backend> Vcpu<B> {
         }
         if self.events.outer.take(Outer::EOI) {
             return Some(UserExit::IoapicEoi { vector: self.rare.ended.0 });
+        }
+        if self.events.outer.take(Outer::SET_TPR) {
+            return Some(UserExit::SetTpr);
         }
         self.take_smi()
     }

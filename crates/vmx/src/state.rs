@@ -13,7 +13,7 @@ use x86::{
     apic::{Interrupts, VectorWords},
     msr,
     segment::{DescriptorTable, Segment},
-    vmcs::{EntryControls, ExitReason, ProcControls2},
+    vmcs::{EntryControls, ExitReason, ProcControls, ProcControls2},
 };
 
 use crate::{
@@ -605,6 +605,10 @@ impl<C: Cpu> Backend for Vmx<C> {
     }
 
     fn set_cr8_intercept(&mut self, _on: bool) {}
+
+    fn exit_on_cr8_writes(&mut self) {
+        self.change_proc(ProcControls::CR8_LOAD, true);
+    }
 
     /// The priority is looked at when an interrupt is offered, and an offer does not outlive a look:
     /// only its fall below what waits has to be seen.

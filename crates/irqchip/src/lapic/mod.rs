@@ -239,12 +239,16 @@ impl Lapic {
         }
     }
 
-    /// INIT (SDM vol. 3A §10.4.7.3): all registers but the id; base and mode stay.
-    pub fn init(&self) {
+    /// INIT (SDM vol. 3A §10.4.7.3): all registers but the id; base and mode stay. LINT0 as after
+    /// [`reset`](Self::reset).
+    pub fn init(&self, lint0_extint: bool) {
         if self.mode() != LapicMode::X2Apic {
             self.ldr.store(0, Relaxed);
         }
         self.reset_registers();
+        if lint0_extint {
+            self.set_lvt(LocalVector::Lint0, 0x700);
+        }
     }
 
     fn reset_registers(&self) {
