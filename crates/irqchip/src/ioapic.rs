@@ -4,6 +4,7 @@
 //! It stands behind the VM's interrupt lock. Messages leave through a closure that says whether a
 //! CPU took them newly.
 
+use host::GuestIndex;
 use x86::Vector;
 
 use crate::message::{
@@ -118,7 +119,7 @@ impl IoApic {
         level: bool,
         deliver: &mut impl FnMut(IrqMessage) -> bool,
     ) -> LineStatus {
-        let Some(sources) = self.sources.get_mut(pin) else {
+        let Some(sources) = GuestIndex::from(pin).of_mut(&mut self.sources) else {
             return LineStatus::Ignored;
         };
         let bit = 1u32 << (source & 31);
@@ -133,13 +134,13 @@ impl IoApic {
         high: bool,
         deliver: &mut impl FnMut(IrqMessage) -> bool,
     ) -> LineStatus {
-        let Some(entry) = self.state.redirtbl.get(pin).copied() else {
+        let Some(entry) = GuestIndex::from(pin).of(&self.state.redirtbl).copied() else {
             return LineStatus::Ignored;
         };
         let mask = 1u32 << pin;
         if !high {
             self.state.irr &= !mask;
-            if let Some(storm) = self.storm.get_mut(pin) {
+            if let Some(storm) = GuestIndex::from(pin).of_mut(&mut self.storm) {
                 *storm = 0;
             }
             return LineStatus::Delivered(1);
@@ -153,7 +154,7 @@ impl IoApic {
 
     /// Sends the message of an asserted pin if nothing holds it back.
     fn service(&mut self, pin: usize, deliver: &mut impl FnMut(IrqMessage) -> bool) -> LineStatus {
-        let Some(entry) = self.state.redirtbl.get_mut(pin) else {
+        let Some(entry) = GuestIndex::from(pin).of_mut(&mut self.state.redirtbl) else {
             return LineStatus::Ignored;
         };
         let level = *entry & rte::LEVEL != 0;
@@ -258,8 +259,8 @@ impl IoApic {
             0x00 | 0x02 => (self.state.id & 0xf) << 24,
             0x01 => VERSION,
             index => {
-                let entry = (index.wrapping_sub(0x10) >> 1) as usize;
-                match self.state.redirtbl.get(entry) {
+                let pin = GuestIndex::from(index.wrapping_sub(0x10) >> 1);
+                match pin.of(&self.state.redirtbl) {
                     Some(entry) => (entry >> ((index & 1) * 32)) as u32,
                     None => 0,
                 }
@@ -274,7 +275,7 @@ impl IoApic {
             return;
         }
         let pin = (index.wrapping_sub(0x10) >> 1) as usize;
-        let Some(entry) = self.state.redirtbl.get_mut(pin) else {
+        let Some(entry) = GuestIndex::from(pin).of_mut(&mut self.state.redirtbl) else {
             return;
         };
         let old = *entry;

@@ -7,6 +7,7 @@
 use alloc::vec::Vec;
 use core::sync::atomic::{AtomicU32, Ordering};
 
+use host::GuestIndex;
 use host::arc::Arc;
 use host::boxed::KBox;
 use host::error::NoMemory;
@@ -86,7 +87,8 @@ impl MemSlot {
     /// Host-virtual address of a frame of the slot.
     #[inline]
     pub fn hva_of(&self, gfn: Gfn) -> Hva {
-        Hva(self.hva.0.wrapping_add(self.index(gfn) << 12))
+        let page = GuestIndex::new(self.index(gfn)).below(self.npages as usize).unwrap_or(0);
+        Hva(self.hva.0.wrapping_add((page as u64) << 12))
     }
 
     /// Whether guest writes are refused.

@@ -5,6 +5,7 @@
 
 use core::sync::atomic::{AtomicU32, Ordering::*};
 
+use host::GuestIndex;
 use x86::{Vector, apic::reg};
 
 use super::{
@@ -288,7 +289,7 @@ impl Lapic {
     }
 
     fn lvt_at(&self, offset: u32) -> Option<&AtomicU32> {
-        self.lvt.get((offset.wrapping_sub(reg::LVT_TIMER) >> 4) as usize)
+        GuestIndex::from(offset.wrapping_sub(reg::LVT_TIMER) >> 4).of(&self.lvt)
     }
 
     #[inline]
@@ -310,7 +311,8 @@ impl Lapic {
             4 => LocalVector::Lint1,
             _ => LocalVector::Error,
         };
-        let mut value = value & LVT_WRITABLE[entry as usize];
+        let writable = GuestIndex::from(entry as usize).of(&LVT_WRITABLE).copied().unwrap_or(0);
+        let mut value = value & writable;
         if entry == LocalVector::Timer && !self.has(FEATURE_TSC_DEADLINE) {
             value &= !LVT_TIMER_DEADLINE;
         }
