@@ -70,6 +70,16 @@ fn to_id(vcpus: &VcpuTable, msg: &IrqMessage) -> LineStatus {
     tally.0
 }
 
+/// The vCPU with the id that is the destination, and no other: for a hypercall, whose ids are those of
+/// vCPUs.
+pub fn to_vcpu(vcpus: &VcpuTable, msg: &IrqMessage) -> LineStatus {
+    let mut tally = Tally::new();
+    if let Some(vcpu) = vcpus.by_id(msg.dest).filter(|vcpu| vcpu.lapic.enabled()) {
+        tally.give(vcpu, msg);
+    }
+    tally.0
+}
+
 fn to_many(vcpus: &VcpuTable, from: Option<&VcpuShared>, msg: &IrqMessage) -> LineStatus {
     let mut tally = Tally::new();
     let is_sender = |v: &SharedVcpu| from.is_some_and(|f| f.index == v.index);

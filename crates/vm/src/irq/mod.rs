@@ -206,7 +206,8 @@ impl VmIrq {
                 shorthand: Shorthand::None,
                 ..IrqMessage::fixed(Vector(call.vector()), id)
             };
-            if let LineStatus::Delivered(n) = deliver::deliver(self.core.vcpus(), None, &message) {
+            // 0xff is an id here, like any other.
+            if let LineStatus::Delivered(n) = deliver::to_vcpu(self.core.vcpus(), &message) {
                 count += u64::from(n);
             }
         }

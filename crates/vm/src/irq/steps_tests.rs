@@ -115,7 +115,7 @@ impl Long {
 type Operation = (&'static str, fn(&Long));
 
 /// All that reaches the interrupt lock.
-const OPERATIONS: [Operation; 19] = [
+const OPERATIONS: [Operation; 20] = [
     ("an end of interrupt", |l| {
         l.irq.set_irq_line(5, Source::User, true);
         l.end_all();
@@ -150,6 +150,11 @@ const OPERATIONS: [Operation; 19] = [
         irq::disable();
         let from = l.vcpus.get(0).unwrap();
         l.irq.send_ipi(from, &IrqMessage::fixed(Vector(0x61), BROADCAST));
+        irq::enable();
+    }),
+    ("the IPIs of a hypercall", |l| {
+        irq::disable();
+        l.irq.send_pv_ipi(&pv::SendIpi::new(u64::MAX, u64::MAX, 0, 0x62, true).unwrap());
         irq::enable();
     }),
     ("an irqfd", |l| test::eventfd_signal(l.signalled, 1)),
