@@ -89,10 +89,10 @@ pub struct Svm<C: Cpu> {
     pub(crate) virq: crate::inject::Virq,
     /// CR8 is intercepted always.
     pub(crate) cr8_exits: bool,
-    /// CR0.CD and CR0.NW if the hardware sees them, after all.
-    pub(crate) cr0_shown: u64,
+    /// The hardware sees CR0.CD and CR0.NW, after all.
+    pub(crate) shows_cache_disable: bool,
     /// CR0.CD and CR0.NW as the guest set them; the hardware sees them clear.
-    pub(crate) cr0_hidden: u64,
+    pub(crate) cr0_hidden: u32,
     pub(crate) guest_debug: (bool, bool),
     pub(crate) paging: Paging,
     /// The paging registers under shadow paging.
@@ -139,7 +139,7 @@ impl<C: Cpu> Svm<C> {
             nmi: crate::inject::NmiState::default(),
             virq: crate::inject::Virq::Off,
             cr8_exits: false,
-            cr0_shown: 0,
+            shows_cache_disable: false,
             cr0_hidden: 0,
             guest_debug: (false, false),
             paging: Paging::default(),

@@ -367,8 +367,8 @@ impl<C: Cpu> Backend for Svm<C> {
             self.guest.cr0 = value;
             return self.renew_cr0();
         }
-        let hidden = value & CR0_CD_NW & !self.cr0_shown;
-        self.cr0_hidden = hidden;
+        let hidden = if self.shows_cache_disable { 0 } else { value & CR0_CD_NW };
+        self.cr0_hidden = hidden as u32;
         self.vmcb_mut(Clean::CR).save.cr0 = value & !hidden;
         self.intercept_cr(1, hidden != 0);
         self.intercept_cr(1 << 16, hidden != 0 || !self.features.nrip_save);
@@ -628,7 +628,7 @@ impl<C: Cpu> Backend for Svm<C> {
     }
 
     fn hide_cache_disable(&mut self, hide: bool) {
-        self.cr0_shown = if hide { 0 } else { CR0_CD_NW };
+        self.shows_cache_disable = !hide;
     }
 
     fn exit_on_cr8_writes(&mut self) {
@@ -692,6 +692,6 @@ impl<C: Cpu> Backend for Svm<C> {
 
 impl<C: Cpu> Svm<C> {
     fn hidden_cr0(&self) -> u64 {
-        self.cr0_hidden
+        self.cr0_hidden.into()
     }
 }

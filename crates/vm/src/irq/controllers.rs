@@ -100,6 +100,8 @@ impl IrqCore {
     /// Out of line, because it is made on the stack.
     #[inline(never)]
     pub(super) fn shared(vcpus: Arc<VcpuTable>) -> Result<SharedCore, NoMemory> {
+        // First, so that nothing made on the stack waits for it.
+        let resamplers = Arc::new(Resamplers::default())?;
         WithTimer::new(Self {
             kind: AtomicU8::new(Irqchip::None as u8),
             intr: AtomicBool::new(false),
@@ -113,7 +115,7 @@ impl IrqCore {
                 ioapic: IoApic::new(),
                 pit: None,
                 routing: Routing::empty(),
-                resamplers: Arc::new(Resamplers::default())?,
+                resamplers,
                 owed: 0,
                 put_off: 0,
                 retry_ns: 0,
