@@ -402,6 +402,11 @@ pub trait Backend: Send + Sized {
     fn set_interrupt_window(&mut self, on: bool);
     /// Asks for an exit when the guest lowers its priority enough.
     fn set_cr8_intercept(&mut self, on: bool);
+    /// Whether CR0.CD and CR0.NW are kept from the hardware, as they are unless this says otherwise. Nothing
+    /// where the memory types of guests do not follow them.
+    fn hide_cache_disable(&mut self, _hide: bool) {}
+    /// Every write of CR8 exits from now on: the local APIC is the VMM's.
+    fn exit_on_cr8_writes(&mut self);
     /// Asks for an exit when the guest changes its priority in a way that matters: `offered`, an
     /// interrupt was chosen for the priority of now; `waiting`, one has to wait for a lower one.
     #[inline(always)]

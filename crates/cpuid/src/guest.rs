@@ -242,8 +242,8 @@ impl GuestCpuid {
         self.facts.xss
     }
 
-    /// MISC_ENABLE bit 18 changed: the MONITOR feature follows it, as KVM's quirk
-    /// KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT has it. `None` leaves the VMM's bit alone.
+    /// MISC_ENABLE bit 18 changed, and the MONITOR feature follows it. `None` leaves the VMM's bit alone, as
+    /// KVM's quirk KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT has it.
     pub fn set_mwait(&mut self, mwait: Option<bool>) {
         self.dynamic.mwait = mwait;
         self.forget();

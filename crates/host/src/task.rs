@@ -170,6 +170,28 @@ pub fn current_tid() -> u32 {
     sys::gnt_current_tid()
 }
 
+/// Signals that a task may block: never SIGKILL or SIGSTOP, with which its owner and the host's
+/// administrator end it, whatever it asks for. There is no other way to a mask.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SignalSet(u64);
+
+impl SignalSet {
+    const SIGKILL: u64 = 1 << 8;
+    const SIGSTOP: u64 = 1 << 18;
+    /// What the mask of a task never has.
+    pub(crate) const UNBLOCKABLE: u64 = Self::SIGKILL | Self::SIGSTOP;
+
+    /// The set that user space gives (bit n = signal n + 1), without those that nobody may block.
+    pub const fn from_user(bits: u64) -> Self {
+        Self(bits & !Self::UNBLOCKABLE)
+    }
+
+    /// Its bits.
+    pub const fn bits(self) -> u64 {
+        self.0
+    }
+}
+
 /// While this lives the task's signal mask is the one given (`KVM_SET_SIGNAL_MASK`).
 #[must_use]
 #[derive(Debug)]
@@ -178,9 +200,9 @@ pub struct Sigmask {
     _here: core::marker::PhantomData<*const ()>,
 }
 
-/// Blocks the signals of `mask` (bit n = signal n + 1) while the guard lives; `None` does nothing.
-pub fn with_sigmask(mask: Option<u64>) -> Sigmask {
-    if let Some(mask) = mask {
+/// Blocks the signals of `mask` and no others while the guard lives; `None` does nothing.
+pub fn with_sigmask(mask: Option<SignalSet>) -> Sigmask {
+    if let Some(SignalSet(mask)) = mask {
         sys::gnt_sigmask_set(mask);
     }
     Sigmask { active: mask.is_some(), _here: core::marker::PhantomData }
@@ -200,6 +222,22 @@ mod tests {
 
     use super::*;
     use crate::std_port::test;
+
+    #[test]
+    fn no_mask_holds_what_ends_a_task() {
+        for bits in [u64::MAX, 1 << 8, 1 << 18, 0x4_0100] {
+            assert_eq!(SignalSet::from_user(bits).bits(), bits & !0x4_0100);
+            drop(with_sigmask(Some(SignalSet::from_user(bits))));
+        }
+        assert_eq!(SignalSet::from_user(0x20_0000_0010).bits(), 0x20_0000_0010);
+    }
+
+    #[test]
+    #[should_panic = "a mask that no task may have"]
+    fn a_mask_that_blocks_sigkill_is_found() {
+        // A planted mistake: a set that did not come from user space by the only way.
+        drop(with_sigmask(Some(SignalSet(u64::MAX))));
+    }
 
     #[test]
     fn a_condition_that_holds_needs_no_sleep() {

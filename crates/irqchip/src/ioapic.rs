@@ -4,10 +4,11 @@
 //! It stands behind the VM's interrupt lock. Messages leave through a closure that says whether a
 //! CPU took them newly.
 
+use host::GuestIndex;
 use x86::Vector;
 
 use crate::message::{
-    DeliveryMode, DestMode, IrqMessage, LineStatus, Shorthand, Trigger, widen_dest,
+    DeliveryMode, DestMode, DestRules, IrqMessage, LineStatus, Shorthand, Trigger,
 };
 
 /// Number of input pins.
@@ -72,9 +73,11 @@ pub struct IoApic {
     storm: [u16; PINS],
     /// Pins whose acknowledgements somebody counts, edge or level.
     listeners: u32,
+    /// How destinations are understood.
+    rules: DestRules,
 }
 
-fn message(entry: u64, notify_eoi: bool) -> Option<IrqMessage> {
+fn message(entry: u64, notify_eoi: bool, rules: DestRules) -> Option<IrqMessage> {
     let dest_mode = if entry & rte::LOGICAL != 0 { DestMode::Logical } else { DestMode::Physical };
     Some(IrqMessage {
         vector: Vector(entry as u8),
@@ -84,7 +87,7 @@ fn message(entry: u64, notify_eoi: bool) -> Option<IrqMessage> {
         assert: true,
         notify_eoi,
         shorthand: Shorthand::None,
-        dest: widen_dest((entry >> 56) as u8, dest_mode),
+        dest: rules.widen((entry >> 56) as u8, dest_mode),
     })
 }
 
@@ -116,7 +119,7 @@ impl IoApic {
         level: bool,
         deliver: &mut impl FnMut(IrqMessage) -> bool,
     ) -> LineStatus {
-        let Some(sources) = self.sources.get_mut(pin) else {
+        let Some(sources) = GuestIndex::from(pin).of_mut(&mut self.sources) else {
             return LineStatus::Ignored;
         };
         let bit = 1u32 << (source & 31);
@@ -131,13 +134,13 @@ impl IoApic {
         high: bool,
         deliver: &mut impl FnMut(IrqMessage) -> bool,
     ) -> LineStatus {
-        let Some(entry) = self.state.redirtbl.get(pin).copied() else {
+        let Some(entry) = GuestIndex::from(pin).of(&self.state.redirtbl).copied() else {
             return LineStatus::Ignored;
         };
         let mask = 1u32 << pin;
         if !high {
             self.state.irr &= !mask;
-            if let Some(storm) = self.storm.get_mut(pin) {
+            if let Some(storm) = GuestIndex::from(pin).of_mut(&mut self.storm) {
                 *storm = 0;
             }
             return LineStatus::Delivered(1);
@@ -151,14 +154,14 @@ impl IoApic {
 
     /// Sends the message of an asserted pin if nothing holds it back.
     fn service(&mut self, pin: usize, deliver: &mut impl FnMut(IrqMessage) -> bool) -> LineStatus {
-        let Some(entry) = self.state.redirtbl.get_mut(pin) else {
+        let Some(entry) = GuestIndex::from(pin).of_mut(&mut self.state.redirtbl) else {
             return LineStatus::Ignored;
         };
         let level = *entry & rte::LEVEL != 0;
         if *entry & rte::MASKED != 0 || (level && *entry & rte::REMOTE_IRR != 0) {
             return LineStatus::Ignored;
         }
-        let Some(message) = message(*entry, self.listeners & 1 << pin != 0) else {
+        let Some(message) = message(*entry, self.listeners & 1 << pin != 0, self.rules) else {
             return LineStatus::Ignored;
         };
         let taken = deliver(message);
@@ -228,6 +231,11 @@ impl IoApic {
         self.listeners = pins;
     }
 
+    /// Sets how destinations are understood.
+    pub fn set_dest_rules(&mut self, rules: DestRules) {
+        self.rules = rules;
+    }
+
     /// A guest load at `offset` from the base.
     pub fn read(&self, offset: u64) -> u32 {
         match offset & 0xf0 {
@@ -251,8 +259,8 @@ impl IoApic {
             0x00 | 0x02 => (self.state.id & 0xf) << 24,
             0x01 => VERSION,
             index => {
-                let entry = (index.wrapping_sub(0x10) >> 1) as usize;
-                match self.state.redirtbl.get(entry) {
+                let pin = GuestIndex::from(index.wrapping_sub(0x10) >> 1);
+                match pin.of(&self.state.redirtbl) {
                     Some(entry) => (entry >> ((index & 1) * 32)) as u32,
                     None => 0,
                 }
@@ -267,7 +275,7 @@ impl IoApic {
             return;
         }
         let pin = (index.wrapping_sub(0x10) >> 1) as usize;
-        let Some(entry) = self.state.redirtbl.get_mut(pin) else {
+        let Some(entry) = GuestIndex::from(pin).of_mut(&mut self.state.redirtbl) else {
             return;
         };
         let old = *entry;

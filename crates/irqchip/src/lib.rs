@@ -21,7 +21,7 @@ pub mod routing;
 
 pub use ioapic::{IoApic, IoApicState};
 pub use lapic::{Accepted, Gp, Lapic, LapicEffect, LapicMode, TimerClock, TimerOp};
-pub use message::{DeliveryMode, DestMode, IrqMessage, LineStatus, Shorthand, Trigger};
+pub use message::{DeliveryMode, DestMode, DestRules, IrqMessage, LineStatus, Shorthand, Trigger};
 pub use msi::Msi;
 pub use pic::{Pic, PicState};
 pub use pit::{Pit, PitChannelState, PitState};

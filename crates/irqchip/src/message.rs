@@ -3,9 +3,12 @@
 
 use x86::Vector;
 
-/// The physical destination that addresses every local APIC. Eight-bit sources (I/O APIC, MSI,
-/// xAPIC ICR) have their 0xff widened to it when the message is built.
+/// The physical destination that addresses every local APIC. The 0xff of I/O APIC pins and MSIs is
+/// widened to it when the message is built, unless the VMM says that it is an id
+/// (KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK).
 pub const BROADCAST: u32 = u32::MAX;
+/// The physical destination that addresses every local APIC in xAPIC mode.
+pub const XAPIC_BROADCAST: u32 = 0xff;
 
 /// How the receiver is to treat the message (SDM vol. 3A §10.6.1, ICR bits 10:8).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -114,12 +117,23 @@ impl IrqMessage {
     }
 }
 
-/// Widens an eight-bit destination: physical 0xff is a broadcast to x2APICs too.
-#[inline]
-pub(crate) const fn widen_dest(dest: u8, mode: DestMode) -> u32 {
-    match mode {
-        DestMode::Physical if dest == 0xff => BROADCAST,
-        _ => dest as u32,
+/// How the VMM wants the destinations of messages understood (KVM_CAP_X2APIC_API).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DestRules {
+    /// MSIs have 32-bit ids.
+    pub wide: bool,
+    /// A byte of ones is an id to x2APICs, not a broadcast.
+    pub no_broadcast_quirk: bool,
+}
+
+impl DestRules {
+    /// Widens an eight-bit destination: a physical 0xff may be a broadcast to x2APICs too.
+    #[inline]
+    pub const fn widen(self, dest: u8, mode: DestMode) -> u32 {
+        match mode {
+            DestMode::Physical if dest == 0xff && !self.no_broadcast_quirk => BROADCAST,
+            _ => dest as u32,
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use x86::Vector;
 
-use crate::message::{DeliveryMode, DestMode, IrqMessage, Shorthand, Trigger, widen_dest};
+use crate::message::{DeliveryMode, DestMode, DestRules, IrqMessage, Shorthand, Trigger};
 
 /// The two halves of an MSI as a device or KVM_SIGNAL_MSI gives them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -18,16 +18,14 @@ pub struct Msi {
 impl Msi {
     /// The message that this write stands for, `None` for the reserved delivery mode.
     ///
-    /// `wide_dest` says that user space enabled 32-bit destination ids (KVM_CAP_X2APIC_API with
-    /// KVM_X2APIC_API_USE_32BIT_IDS).
     #[inline]
-    pub fn message(&self, wide_dest: bool) -> Option<IrqMessage> {
+    pub fn message(&self, rules: DestRules) -> Option<IrqMessage> {
         let dest_mode =
             if self.address_lo & (1 << 2) != 0 { DestMode::Logical } else { DestMode::Physical };
         let redirect = self.address_lo & (1 << 3) != 0;
         let low = (self.address_lo >> 12) as u8;
-        let high = if wide_dest { self.address_hi & 0xffff_ff00 } else { 0 };
-        let dest = if high == 0 { widen_dest(low, dest_mode) } else { high | u32::from(low) };
+        let high = if rules.wide { self.address_hi & 0xffff_ff00 } else { 0 };
+        let dest = if high == 0 { rules.widen(low, dest_mode) } else { high | u32::from(low) };
         let delivery = match DeliveryMode::from_bits(self.data >> 8)? {
             // The redirection hint asks for one receiver out of those addressed.
             DeliveryMode::Fixed if redirect => DeliveryMode::LowestPriority,
@@ -58,10 +56,13 @@ mod tests {
     use super::*;
     use crate::message::BROADCAST;
 
+    const NARROW: DestRules = DestRules { wide: false, no_broadcast_quirk: false };
+    const WIDE: DestRules = DestRules { wide: true, no_broadcast_quirk: false };
+
     #[test]
     fn address_and_data_are_decoded() {
         let msi = Msi { address_lo: 0xfee0_5004, address_hi: 0, data: 0x8000 | 0x41 };
-        let m = msi.message(false).unwrap();
+        let m = msi.message(NARROW).unwrap();
         assert_eq!(m.dest, 5);
         assert_eq!(m.dest_mode, DestMode::Logical);
         assert_eq!(m.vector, Vector(0x41));
@@ -71,15 +72,15 @@ mod tests {
 
     #[test]
     fn redirection_hint_asks_for_one_receiver() {
-        let m = Msi { address_lo: 0xfee0_300c, address_hi: 0, data: 0x30 }.message(false).unwrap();
+        let m = Msi { address_lo: 0xfee0_300c, address_hi: 0, data: 0x30 }.message(NARROW).unwrap();
         assert_eq!(m.delivery, DeliveryMode::LowestPriority);
     }
 
     #[test]
     fn wide_destinations_count_only_when_enabled() {
         let msi = Msi { address_lo: 0xfee0_1000, address_hi: 0x100, data: 0x30 };
-        assert_eq!(msi.message(true).unwrap().dest, 0x101);
-        assert_eq!(msi.message(false).unwrap().dest, 1);
+        assert_eq!(msi.message(WIDE).unwrap().dest, 0x101);
+        assert_eq!(msi.message(NARROW).unwrap().dest, 1);
         assert!(!Msi { address_hi: 1, ..msi }.valid(true));
         assert!(Msi { address_hi: 1, ..msi }.valid(false));
     }
@@ -87,17 +88,21 @@ mod tests {
     #[test]
     fn physical_ff_is_a_broadcast_and_logical_ff_is_not() {
         let m = Msi { address_lo: 0xfeef_f000, address_hi: 0, data: 0x30 };
-        assert_eq!(m.message(false).unwrap().dest, BROADCAST);
+        assert_eq!(m.message(NARROW).unwrap().dest, BROADCAST);
         // With wide ids 0x1ff is an ordinary id.
-        assert_eq!(Msi { address_hi: 0x100, ..m }.message(true).unwrap().dest, 0x1ff);
+        assert_eq!(Msi { address_hi: 0x100, ..m }.message(WIDE).unwrap().dest, 0x1ff);
+        for wide in [false, true] {
+            let rules = DestRules { wide, no_broadcast_quirk: true };
+            assert_eq!(m.message(rules).unwrap().dest, 0xff);
+        }
         let logical = Msi { address_lo: 0xfeef_f004, ..m };
-        assert_eq!(logical.message(false).unwrap().dest, 0xff);
+        assert_eq!(logical.message(NARROW).unwrap().dest, 0xff);
     }
 
     #[test]
     fn reserved_delivery_mode_is_no_message() {
         assert!(
-            Msi { address_lo: 0xfee0_0000, address_hi: 0, data: 0x330 }.message(false).is_none()
+            Msi { address_lo: 0xfee0_0000, address_hi: 0, data: 0x330 }.message(NARROW).is_none()
         );
     }
 }

@@ -3,6 +3,7 @@
 //!
 //! Behind the VM's interrupt lock. [`Pic::output`] is the INTR line to LINT0 of the CPUs.
 
+use host::GuestIndex;
 use x86::Vector;
 
 use crate::message::LineStatus;
@@ -237,7 +238,7 @@ impl Pic {
     /// Source number `source` (below 32) drives `line` (0 to 15) to `level`; the line is the OR of
     /// its sources.
     pub fn set_line(&mut self, line: usize, source: u8, level: bool) -> LineStatus {
-        let Some(sources) = self.sources.get_mut(line) else {
+        let Some(sources) = GuestIndex::from(line).of_mut(&mut self.sources) else {
             return LineStatus::Ignored;
         };
         let bit = 1u32 << (source & 31);

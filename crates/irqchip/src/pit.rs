@@ -8,6 +8,7 @@ mod channel;
 pub use channel::{FREQUENCY_HZ, PitChannelState};
 
 use channel::{Channel, ticks_to_ns};
+use host::GuestIndex;
 
 /// The shortest period in input clocks at which interrupts are made (200 µs), so that a guest
 /// cannot drown the host in timer interrupts.
@@ -76,7 +77,7 @@ impl Pit {
 
     /// Reads port 0x40 to 0x43.
     pub fn read(&mut self, port: u16, now_ns: u64) -> u8 {
-        match self.channels.get_mut(usize::from(port & 3)) {
+        match GuestIndex::from(port & 3).of_mut(&mut self.channels) {
             Some(channel) => channel.read(now_ns),
             // The control word cannot be read.
             None => 0,
@@ -86,7 +87,7 @@ impl Pit {
     /// Writes port 0x40 to 0x43. True when [`next_expiry`](Self::next_expiry) may have changed.
     pub fn write(&mut self, port: u16, value: u8, now_ns: u64) -> bool {
         let number = usize::from(port & 3);
-        let Some(channel) = self.channels.get_mut(number) else {
+        let Some(channel) = GuestIndex::from(number).of_mut(&mut self.channels) else {
             return self.write_control(value, now_ns);
         };
         let loaded = channel.write(value, now_ns) && number == 0;
@@ -113,7 +114,7 @@ impl Pit {
             }
             return false;
         }
-        let Some(channel) = self.channels.get_mut(number) else {
+        let Some(channel) = GuestIndex::from(number).of_mut(&mut self.channels) else {
             return false;
         };
         if value & 0x30 == 0 {

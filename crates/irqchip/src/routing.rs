@@ -5,6 +5,8 @@
 
 use alloc::vec::Vec;
 
+use host::GuestIndex;
+
 use crate::ioapic;
 use crate::msi::Msi;
 
@@ -140,7 +142,8 @@ impl Routing {
         // Counting sort: how many of each, then where each GSI starts, then the entries in place.
         table.starts.resize(gsis + 1, 0);
         for route in routes {
-            if let Some(count) = table.starts.get_mut(route.gsi as usize + 1) {
+            let behind = GuestIndex::new(u64::from(route.gsi) + 1);
+            if let Some(count) = behind.of_mut(&mut table.starts) {
                 *count += 1;
             }
         }
@@ -155,8 +158,8 @@ impl Routing {
         filled.try_reserve_exact(gsis).map_err(|_| RoutingError::NoMemory)?;
         filled.resize(gsis, 0u16);
         for route in routes {
-            let gsi = route.gsi as usize;
-            let (Some(start), Some(done)) = (table.starts.get(gsi), filled.get_mut(gsi)) else {
+            let gsi = GuestIndex::from(route.gsi);
+            let (Some(start), Some(done)) = (gsi.of(&table.starts), gsi.of_mut(&mut filled)) else {
                 continue;
             };
             let (start, end) = (usize::from(*start), usize::from(*start) + usize::from(*done));
@@ -168,8 +171,8 @@ impl Routing {
             }
             *done += 1;
             if let Target::Pin { chip, pin } = route.target
-                && let Some(slot) =
-                    table.gsi_of_pin.get_mut(chip as usize).and_then(|p| p.get_mut(pin as usize))
+                && let Some(pins) = table.gsi_of_pin.get_mut(chip as usize)
+                && let Some(slot) = GuestIndex::from(pin).of_mut(pins)
             {
                 *slot = route.gsi as i16;
             }
@@ -189,8 +192,9 @@ impl Routing {
     /// Where a GSI goes; empty when nowhere.
     #[inline]
     pub fn targets(&self, gsi: u32) -> &[Target] {
-        let gsi = gsi as usize;
-        match (self.starts.get(gsi), self.starts.get(gsi.wrapping_add(1))) {
+        let Some(gsis) = self.starts.len().checked_sub(1) else { return &[] };
+        let Some(gsi) = GuestIndex::from(gsi).below(gsis) else { return &[] };
+        match (self.starts.get(gsi), self.starts.get(gsi + 1)) {
             (Some(start), Some(end)) => {
                 self.targets.get(usize::from(*start)..usize::from(*end)).unwrap_or(&[])
             }
@@ -200,7 +204,7 @@ impl Routing {
 
     /// Where the GSIs below `end` go.
     pub fn targets_below(&self, end: u32) -> &[Target] {
-        match self.starts.get(end as usize) {
+        match GuestIndex::from(end).of(&self.starts) {
             Some(end) => self.targets.get(..usize::from(*end)).unwrap_or(&[]),
             None => &self.targets,
         }
@@ -218,7 +222,7 @@ impl Routing {
     /// The GSI whose line a controller pin is.
     #[inline]
     pub fn gsi_of_pin(&self, chip: Chip, pin: u32) -> Option<u32> {
-        let gsi = *self.gsi_of_pin.get(chip as usize)?.get(pin as usize)?;
+        let gsi = *GuestIndex::from(pin).of(self.gsi_of_pin.get(chip as usize)?)?;
         u32::try_from(gsi).ok()
     }
 }

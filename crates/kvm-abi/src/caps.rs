@@ -9,7 +9,7 @@
 //! | SYNC_MMU, READONLY_MEM | 1 | 1 |
 //! | NR_MEMSLOTS | 32764 | 32764 |
 //! | MULTI_ADDRESS_SPACE, X86_SMM | 2, 1 | 2, 1 |
-//! | NR_VCPUS, MAX_VCPUS, MAX_VCPU_ID | online CPUs, 1024, 4096 | as the offer says |
+//! | NR_VCPUS, MAX_VCPUS, MAX_VCPU_ID | online CPUs, 4096, 16384 | as the offer says |
 //! | HLT, MP_STATE, VCPU_EVENTS, DEBUGREGS, EXT_CPUID, GET_MSR_FEATURES, SREGS2 | 1 | 1 |
 //! | IMMEDIATE_EXIT, INTERNAL_ERROR_DATA, ENABLE_CAP, ENABLE_CAP_VM, CHECK_EXTENSION_VM | 1 | 1 |
 //! | BINARY_STATS_FD | 1 | 1 |
@@ -37,6 +37,7 @@
 //! | MANUAL_DIRTY_LOG_PROTECT2 | 3 | mask of the offer |
 //! | SYS_ATTRIBUTES | 1 | 1 |
 //! | VCPU_ATTRIBUTES | 1 | as the offer says |
+//! | X86_APIC_BUS_CYCLES_NS | 1 | 1 |
 //! | VM_GPA_BITS | – (s390 only) | 0 |
 //! | VM_TYPES | 1, more with TDX and SEV | 1 |
 //! | COALESCED_MMIO, COALESCED_PIO | 2, 1 | 2, 1 |
@@ -161,6 +162,8 @@ pub fn check_extension(offer: &Offer, capability: u64) -> i32 {
         | CAP_MSR_PLATFORM_INFO
         | CAP_ENFORCE_PV_FEATURE_CPUID
         | CAP_EXIT_ON_EMULATION_FAILURE
+        // Nanoseconds in a cycle unless it is set.
+        | CAP_X86_APIC_BUS_CYCLES_NS
         | CAP_VM_TYPES => 1,
         CAP_XCRS => offer.xsave.into(),
         CAP_XSAVE2 => offer.xsave_bytes.max(4096),

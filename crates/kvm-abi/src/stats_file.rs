@@ -95,7 +95,7 @@ fn word<V: Values>(values: &V, id: &Id, at: usize) -> u64 {
         return id.word(at);
     }
     let at = at - NAME_WORDS;
-    if let Some(desc) = table.get(at / DESC_WORDS) {
+    if let Some(desc) = host::GuestIndex::from(at / DESC_WORDS).of(table) {
         return desc_word(desc, at % DESC_WORDS);
     }
     let at = at - table.len() * DESC_WORDS;

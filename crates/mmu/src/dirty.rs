@@ -6,6 +6,7 @@
 use alloc::vec::Vec;
 use core::sync::atomic::{AtomicU64, Ordering};
 
+use host::GuestIndex;
 use host::error::NoMemory;
 
 /// One bit per page of a memslot, in words of 64.
@@ -38,7 +39,7 @@ impl DirtyBitmap {
 
     /// Marks all pages of the bit mask `bits` in word `word_index`.
     pub fn mark_word(&self, word_index: usize, bits: u64) {
-        if let Some(word) = self.words.get(word_index) {
+        if let Some(word) = GuestIndex::from(word_index).of(&self.words) {
             word.fetch_or(bits, Ordering::Relaxed);
         }
     }
@@ -50,7 +51,7 @@ impl DirtyBitmap {
 
     /// Takes a word: returns its bits and leaves it clean.
     pub fn take(&self, word_index: usize) -> u64 {
-        match self.words.get(word_index) {
+        match GuestIndex::from(word_index).of(&self.words) {
             // Mostly clean words: a load is cheaper than a locked exchange.
             Some(word) if word.load(Ordering::Relaxed) != 0 => word.swap(0, Ordering::Relaxed),
             _ => 0,
@@ -59,7 +60,7 @@ impl DirtyBitmap {
 
     /// Clears the bits of `mask` in a word and returns those of them that were set.
     pub fn take_masked(&self, word_index: usize, mask: u64) -> u64 {
-        match self.words.get(word_index) {
+        match GuestIndex::from(word_index).of(&self.words) {
             Some(word) if mask != 0 => word.fetch_and(!mask, Ordering::Relaxed) & mask,
             _ => 0,
         }
@@ -67,7 +68,7 @@ impl DirtyBitmap {
 
     /// A word as it is.
     pub fn peek(&self, word_index: usize) -> u64 {
-        self.words.get(word_index).map_or(0, |w| w.load(Ordering::Relaxed))
+        GuestIndex::from(word_index).of(&self.words).map_or(0, |w| w.load(Ordering::Relaxed))
     }
 
     /// Number of 64-bit words.
@@ -77,7 +78,7 @@ impl DirtyBitmap {
 
     #[inline]
     fn word(&self, index: u64) -> Option<&AtomicU64> {
-        self.words.get(usize::try_from(index >> 6).ok()?)
+        GuestIndex::new(index >> 6).of(&self.words)
     }
 }
 

@@ -11,6 +11,7 @@
 
 mod index;
 
+use host::GuestIndex;
 use host::arc::Arc;
 use host::boxed::KBox;
 use host::error::NoMemory;
@@ -94,7 +95,8 @@ impl MemSlot {
     /// Host-virtual address of a frame of the slot.
     #[inline]
     pub fn hva_of(&self, gfn: Gfn) -> Hva {
-        Hva(self.hva.0.wrapping_add(self.index(gfn) << 12))
+        let page = GuestIndex::new(self.index(gfn)).below(self.npages as usize).unwrap_or(0);
+        Hva(self.hva.0.wrapping_add((page as u64) << 12))
     }
 
     /// Whether guest writes are refused.

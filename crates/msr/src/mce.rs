@@ -5,6 +5,7 @@
 
 use crate::{NoMemory, Refused};
 use alloc::vec::Vec;
+use host::GuestIndex;
 use x86::msr::*;
 
 /// Banks at most (KVM_MAX_MCE_BANKS).
@@ -141,7 +142,8 @@ impl MachineChecks {
         if bank >= self.count() {
             return Err(Refused);
         }
-        self.banks.get(bank).and_then(|bank| bank.get(register)).copied().ok_or(Refused)
+        let bank = GuestIndex::from(bank).of(&self.banks).ok_or(Refused)?;
+        GuestIndex::from(register).of(bank).copied().ok_or(Refused)
     }
 
     /// `status_writable`: HWCR lets the guest write MCi_STATUS (AMD).
@@ -193,7 +195,8 @@ impl MachineChecks {
         if bank >= self.count() {
             return Err(Refused);
         }
-        self.banks.get_mut(bank).and_then(|bank| bank.get_mut(register)).ok_or(Refused)
+        let bank = GuestIndex::from(bank).of_mut(&mut self.banks).ok_or(Refused)?;
+        GuestIndex::from(register).of_mut(bank).ok_or(Refused)
     }
 
     /// KVM_X86_SET_MCE.

@@ -4,6 +4,7 @@
 //! SDM vol. 3A §11.11, APM vol. 2 §7.7.
 
 use crate::Refused;
+use host::GuestIndex;
 use x86::msr::*;
 
 /// MTRR_CAP: eight variable pairs, fixed ranges, write combining.
@@ -31,7 +32,7 @@ impl Mtrrs {
         }
         let slot = match index {
             MTRR_DEF_TYPE => Some(&mut self.default_type),
-            0x200..0x250 => self.variable.get_mut(variable_position(index)),
+            0x200..0x250 => variable_position(index).of_mut(&mut self.variable),
             _ => fixed_position(index).and_then(|at| self.fixed.get_mut(at)),
         };
         *slot.ok_or(Refused)? = value;
@@ -40,14 +41,14 @@ impl Mtrrs {
 
     fn slot(&self, index: u32) -> Option<u64> {
         match index {
-            0x200..0x250 => self.variable.get(variable_position(index)).copied(),
+            0x200..0x250 => variable_position(index).of(&self.variable).copied(),
             _ => fixed_position(index).and_then(|at| self.fixed.get(at)).copied(),
         }
     }
 }
 
-fn variable_position(index: u32) -> usize {
-    index.wrapping_sub(MTRR_PHYSBASE0) as usize
+fn variable_position(index: u32) -> GuestIndex {
+    GuestIndex::from(index.wrapping_sub(MTRR_PHYSBASE0))
 }
 
 fn fixed_position(index: u32) -> Option<usize> {

@@ -86,8 +86,12 @@ pub struct Svm<C: Cpu> {
     pub(crate) spec: SpecCtrl,
     pub(crate) nmi: crate::inject::NmiState,
     pub(crate) virq: crate::inject::Virq,
+    /// CR8 is intercepted always.
+    pub(crate) cr8_exits: bool,
+    /// The hardware sees CR0.CD and CR0.NW, after all.
+    pub(crate) shows_cache_disable: bool,
     /// CR0.CD and CR0.NW as the guest set them; the hardware sees them clear.
-    pub(crate) cr0_hidden: u64,
+    pub(crate) cr0_hidden: u32,
     pub(crate) guest_debug: (bool, bool),
     pub(crate) paging: Paging,
     /// The paging registers under shadow paging.
@@ -134,6 +138,8 @@ impl<C: Cpu> Svm<C> {
             spec: SpecCtrl::default(),
             nmi: crate::inject::NmiState::default(),
             virq: crate::inject::Virq::Off,
+            cr8_exits: false,
+            shows_cache_disable: false,
             cr0_hidden: 0,
             guest_debug: (false, false),
             paging: Paging::default(),

@@ -117,7 +117,10 @@ impl<C: Cpu> Svm<C> {
     /// After the guest's CR0 changed: brings the hardware's in line.
     pub(crate) fn renew_cr0(&mut self) {
         let (guest, nrip) = (self.guest, self.features.nrip_save);
-        let cr0 = guest.cr0_hardware();
+        let cr0 = match self.shows_cache_disable {
+            true => guest.cr0_hardware() | guest.cr0 & CR0_CD_NW,
+            false => guest.cr0_hardware(),
+        };
         self.vmcb_mut(Clean::CR).save.cr0 = cr0;
         // QEMU's emulation takes the intercept of CR0 for that of CR3, CR4 and CR8 as well; the
         // instruction is decoded there, so what is read is known all the same.

@@ -368,9 +368,9 @@ impl<C: Cpu> Backend for Svm<C> {
             self.guest.cr0 = value;
             return self.renew_cr0();
         }
-        let hidden = value & CR0_CD_NW;
-        self.cr0_hidden = hidden;
-        self.vmcb_mut(Clean::CR).save.cr0 = value & !CR0_CD_NW;
+        let hidden = if self.shows_cache_disable { 0 } else { value & CR0_CD_NW };
+        self.cr0_hidden = hidden as u32;
+        self.vmcb_mut(Clean::CR).save.cr0 = value & !hidden;
         self.intercept_cr(1, hidden != 0);
         self.intercept_cr(1 << 16, hidden != 0 || !self.features.nrip_save);
     }
@@ -639,7 +639,16 @@ impl<C: Cpu> Backend for Svm<C> {
     }
 
     fn set_cr8_intercept(&mut self, on: bool) {
-        self.intercept_cr(1 << (16 + 8), on);
+        self.intercept_cr(1 << (16 + 8), on || self.cr8_exits);
+    }
+
+    fn hide_cache_disable(&mut self, hide: bool) {
+        self.shows_cache_disable = !hide;
+    }
+
+    fn exit_on_cr8_writes(&mut self) {
+        self.cr8_exits = true;
+        self.set_cr8_intercept(true);
     }
 
     fn nmi_allowed(&self) -> bool {
@@ -702,6 +711,6 @@ impl<C: Cpu> Backend for Svm<C> {
 
 impl<C: Cpu> Svm<C> {
     fn hidden_cr0(&self) -> u64 {
-        self.cr0_hidden
+        self.cr0_hidden.into()
     }
 }

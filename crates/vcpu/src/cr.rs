@@ -7,7 +7,7 @@ use emulate::CodeSize;
 use mmu::Section;
 use x86::Exception;
 
-use crate::{Vcpu, code::wrap, inner::Next, shadow::is_pae};
+use crate::{Vcpu, code::wrap, events::Outer, inner::Next, shadow::is_pae};
 
 const CR0_PE: u64 = 1;
 const CR0_PG: u64 = 1 << 31;
@@ -64,7 +64,7 @@ impl<B: Backend> Vcpu<B> {
             Ok(()) => self.retire(next),
             Err(exception) => self.raise(exception),
         }
-        self.settle_in_loop(s)
+        if self.events.outer.has(Outer::SET_TPR) { Next::Done } else { self.settle_in_loop(s) }
     }
 
     /// The MOV of a control register at RIP.
@@ -113,6 +113,10 @@ impl<B: Backend> Vcpu<B> {
             3 => self.write_cr3(value),
             4 => self.write_cr4(value),
             8 if value <= 15 => {
+                // The VMM's local APIC may have an interrupt that the priority held back.
+                if !self.shared.in_kernel_apic && value < self.b.cr8().into() {
+                    self.events.outer.set(Outer::SET_TPR, true);
+                }
                 self.b.set_cr8(value as u8);
                 self.recheck = true;
                 Ok(())

@@ -134,7 +134,7 @@ impl<B: Backend> Vcpu<B> {
     /// MOV from a debug register, with the privilege checked.
     pub(crate) fn read_debug_reg(&mut self, n: u8) -> Result<u64, Stop> {
         let index = self.debug_index(n)?;
-        Ok(self.debug_regs().get(index).copied().unwrap_or(0))
+        Ok(host::GuestIndex::from(index).of(&self.debug_regs()).copied().unwrap_or(0))
     }
 
     /// MOV to one.
@@ -147,7 +147,7 @@ impl<B: Backend> Vcpu<B> {
             _ => value,
         };
         let mut regs = self.debug_regs();
-        if let Some(reg) = regs.get_mut(index) {
+        if let Some(reg) = host::GuestIndex::from(index).of_mut(&mut regs) {
             *reg = value;
         }
         self.put_debug_regs(regs);

@@ -360,12 +360,19 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn apic_read(&mut self, gpa: Gpa, into: &mut [u8]) -> bool {
+        if self.is_apic_hole(gpa) {
+            into.fill(0xff);
+            return true;
+        }
         let Some(offset) = self.apic_page(gpa) else { return false };
         self.withdraw_offer();
         self.shared.lapic.mmio_read(offset, into, host::clock::monotonic_ns)
     }
 
     fn apic_write(&mut self, gpa: Gpa, data: &[u8]) -> bool {
+        if self.is_apic_hole(gpa) {
+            return true;
+        }
         let Some(offset) = self.apic_page(gpa) else { return false };
         self.sync_priority();
         match self.shared.lapic.mmio_write(offset, data) {

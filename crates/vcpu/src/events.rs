@@ -42,6 +42,8 @@ impl Outer {
     pub const OBSERVED: Self = Self(1 << 3);
     /// The VMM's I/O APIC is to hear of an end of interrupt.
     pub const EOI: Self = Self(1 << 4);
+    /// The guest has lowered the task priority, and the local APIC is the VMM's.
+    pub const SET_TPR: Self = Self(1 << 5);
 
     /// Whether there is anything.
     #[inline(always)]

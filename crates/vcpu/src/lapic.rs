@@ -183,8 +183,10 @@ impl<B: Backend> Vcpu<B> {
             effect => {
                 let next = self.with_kernel(|v| v.effect(effect)).1;
                 // The lazy deadline's page is put right outside, and there an INIT or SMI to oneself
-                // is taken.
-                let outside = self.lazy.in_doubt() || self.shared.has_requests();
+                // is taken, and many resamplers are told.
+                let outside = self.lazy.in_doubt()
+                    || self.shared.has_requests()
+                    || self.vm.irq().owes_signals();
                 if outside { Next::Done } else { next }
             }
         }

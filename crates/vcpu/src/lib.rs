@@ -48,7 +48,9 @@ use host::{Arc, KBox, NoMemory, fpu::GuestFpu};
 use mmu::{CodeFetch, TableCache};
 use msr::{HostMsrs, MsrStore};
 use stats::VcpuStats;
-use vm::{VmRef, memory::VmMemory, msr_filter::MsrFilter, vcpu_shared::SharedVcpu};
+use vm::{
+    VmRef, memory::VmMemory, msr_filter::MsrFilter, settings::quirk, vcpu_shared::SharedVcpu,
+};
 use x86::Vector;
 
 /// A virtual CPU. Owned by whoever holds its mutex: one thread at a time.
@@ -120,7 +122,7 @@ pub(crate) struct Rare {
     /// What this host can offer.
     pub offered: Offered,
     /// Signals to be blocked during KVM_RUN.
-    pub signal_mask: Option<u64>,
+    pub signal_mask: Option<host::task::SignalSet>,
     /// Which MSRs the guest may access.
     pub msr_filter: Option<Arc<MsrFilter>>,
     /// The VMM's breakpoints are in the hardware's debug registers.
@@ -301,7 +303,11 @@ impl<B: Backend> Vcpu<B> {
 
     /// Registers after INIT or power-up.
     pub(crate) fn reset_registers(&mut self, init: bool) {
+        self.b.hide_cache_disable(self.vm.settings.has_quirk(quirk::CD_NW_CLEARED));
         self.b.reset(init);
+        if !self.shared.in_kernel_apic {
+            self.b.exit_on_cr8_writes();
+        }
         self.debug_regs_reset();
         self.gprs = Gprs::default();
         // RDX holds the processor signature.

@@ -5,6 +5,7 @@ use backend::{Backend, NestedFault};
 use emulate::{CodeSize, Decoded, Fetched, SimpleMmio};
 use host::trace::Mmio;
 use mmu::{PagingContext, Section};
+use vm::settings::quirk;
 use x86::cpuid::{Vendor, feature};
 
 use x86::{Gfn, Gpa};
@@ -190,12 +191,31 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
+    /// Whether an address is in the page of an APIC that does not answer there: it is disabled or in
+    /// x2APIC mode. Loads are all ones then and stores go nowhere, unless the VMM wants to hear of them
+    /// (KVM_X86_QUIRK_LAPIC_MMIO_HOLE).
+    pub(crate) fn is_apic_hole(&self, gpa: Gpa) -> bool {
+        let lapic = &self.shared.lapic;
+        self.shared.in_kernel_apic
+            && gpa.0 & !0xfff == lapic.base() & !0xfff
+            && lapic.mmio_base().is_none()
+            && self.vm.settings.has_quirk(quirk::LAPIC_MMIO_HOLE)
+    }
+
     /// A device in the kernel. False when there is none, or not for this access.
     fn kernel_device(&mut self, access: &DeviceAccess) -> bool {
         let mut data = self.stored(access.simple).unwrap_or(0).to_le_bytes();
         let (size, write) = access.shape();
+        let hole = self.is_apic_hole(access.gpa);
         let Some(part) = data.get_mut(..usize::from(size)) else { return false };
-        if write {
+        if hole {
+            if write {
+                self.retire(access.next);
+            } else {
+                part.fill(0xff);
+                self.finish_load(access.simple, data, access.next);
+            }
+        } else if write {
             if !self.vm.irq().mmio_write(access.gpa.0, part) {
                 return false;
             }

@@ -3,6 +3,7 @@
 use backend::{Backend, IoExit, RAX};
 use emulate::Cause;
 use mmu::Section;
+use vm::settings::quirk;
 
 use crate::{Vcpu, exit::UserExit, inner::Next, run::Open};
 
@@ -46,7 +47,7 @@ impl<B: Backend> Vcpu<B> {
             return Next::Leave;
         }
         self.retire(next);
-        then
+        if self.vm.irq().owes_signals() { Next::Done } else { then }
     }
 
     /// A port access served in the kernel. False when no device there wants it.
@@ -84,7 +85,8 @@ impl<B: Backend> Vcpu<B> {
         if io.input {
             self.open = Open::In { size: io.size, next };
             self.io_data = [0; 8];
-        } else if io.port == PORT_OF_OPTION_ROM && self.vm.settings.advances_before_7e() {
+        } else if io.port == PORT_OF_OPTION_ROM && self.vm.settings.has_quirk(quirk::OUT_7E_INC_RIP)
+        {
             self.retire(next);
             self.io_data = mask(self.gprs.0[RAX], io.size).to_le_bytes();
         } else {

@@ -328,7 +328,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Signals to be blocked during KVM_RUN.
     pub fn set_signal_mask(&mut self, mask: Option<u64>) {
-        self.rare.signal_mask = mask;
+        self.rare.signal_mask = mask.map(host::task::SignalSet::from_user);
     }
 
     /// XCR0.

@@ -8,6 +8,7 @@ use host::trace;
 use stats::VcpuCount;
 use vm::{
     irq::Irqchip,
+    settings::quirk,
     vcpu_shared::{MpState, Request},
 };
 
@@ -114,6 +115,7 @@ impl<B: Backend> Vcpu<B> {
             None => self.run_loop(input),
         };
         self.has_run = true;
+        self.tell_resamplers();
         self.fpu.put();
         self.sync_priority();
         self.withdraw_offer();
@@ -169,10 +171,12 @@ impl<B: Backend> Vcpu<B> {
             self.settle_apic();
             self.reset_registers(true);
             self.forget_lazy_deadline();
-            self.shared.lapic.init();
+            let bsp = self.shared.lapic.base() & (1 << 8) != 0;
+            let lint0 = bsp && self.vm.settings.has_quirk(quirk::LINT0_REENABLED);
+            self.shared.lapic.init(lint0);
+            self.vm.irq().apic_changed();
             self.address_changed();
             self.publish_priority();
-            let bsp = self.shared.lapic.base() & (1 << 8) != 0;
             self.shared.set_mp_state(if bsp { MpState::Runnable } else { MpState::InitReceived });
         }
         if let Some(page) = sipi
@@ -249,6 +253,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Everything to be looked at before the guest may be entered.
     fn before_entry(&mut self) -> Option<UserExit> {
+        self.tell_resamplers();
         if self.shared.has_requests()
             && let Some(exit) = self.take_requests()
         {
@@ -281,6 +286,14 @@ impl<B: Backend> Vcpu<B> {
         None
     }
 
+    /// Tells those irqfds of the end of an interrupt that were too many for the loop.
+    #[inline]
+    fn tell_resamplers(&self) {
+        if self.vm.irq().owes_signals() {
+            self.vm.irq().signal_owed();
+        }
+    }
+
     /// Does what [`Outer`] tells of.
     #[cold]
     fn leave_with_event(&mut self) -> Option<UserExit> {
@@ -295,6 +308,9 @@ impl<B: Backend> Vcpu<B> {
         }
         if self.events.outer.take(Outer::EOI) {
             return Some(UserExit::IoapicEoi { vector: self.rare.ended.0 });
+        }
+        if self.events.outer.take(Outer::SET_TPR) {
+            return Some(UserExit::SetTpr);
         }
         self.take_smi()
     }

@@ -7,6 +7,7 @@ use host::task;
 use stats::{Reason, VcpuCount};
 use vm::{
     memory::{FaultAccess, FaultOutcome, MemoryError},
+    settings::quirk,
     vcpu_shared::MpState,
 };
 use x86::{Exception, cpuid::feature};
@@ -231,7 +232,8 @@ impl<B: Backend> Vcpu<B> {
         let mut bytes = [0; 15];
         let len = self.read_code(&mut bytes).unwrap_or(0);
         let bytes = bytes.get(..len).unwrap_or(&[]);
-        if bytes.starts_with(&VMCALL) || bytes.starts_with(&VMMCALL) {
+        let hypercall = bytes.starts_with(&VMCALL) || bytes.starts_with(&VMMCALL);
+        if hypercall && self.vm.settings.has_quirk(quirk::FIX_HYPERCALL_INSN) {
             let next = self.wrap_rip(self.b.rip().wrapping_add(VMCALL.len() as u64));
             self.stats.count(VcpuCount::HypercallsByUd);
             self.do_hypercall();

@@ -3,6 +3,8 @@
 
 use alloc::vec::Vec;
 
+use host::GuestIndex;
+
 /// Consecutive MSRs of a filter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MsrRange {
@@ -23,7 +25,7 @@ impl MsrRange {
     fn says(&self, index: u32, write: bool) -> Option<bool> {
         let at = index.wrapping_sub(self.base);
         let concerned = at < self.count && if write { self.write } else { self.read };
-        let word = self.bitmap.get((at / 64) as usize).copied().unwrap_or(0);
+        let word = GuestIndex::from(at / 64).of(&self.bitmap).copied().unwrap_or(0);
         concerned.then_some(word >> (at % 64) & 1 != 0)
     }
 }

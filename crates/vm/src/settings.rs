@@ -19,6 +19,8 @@ pub struct Settings {
     pub tss_addr: AtomicU32,
     /// KVM_CAP_X2APIC_API flags.
     pub x2apic_api: AtomicU64,
+    /// Nanoseconds in a cycle of the local APIC timers' clock; 0: one (KVM_CAP_X86_APIC_BUS_CYCLES_NS).
+    pub apic_bus_cycle_ns: AtomicU32,
     /// Quirks that are switched off.
     pub quirks_off: AtomicU64,
     /// KVM_CAP_EXCEPTION_PAYLOAD.
@@ -37,26 +39,49 @@ pub struct Settings {
     pub manual_dirty_log: AtomicU64,
 }
 
-/// KVM_X86_QUIRK_OUT_7E_INC_RIP.
-const QUIRK_OUT_7E: u64 = 1 << 3;
-/// KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT.
-const QUIRK_MISC_ENABLE_NO_MWAIT: u64 = 1 << 4;
-/// KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS.
-const QUIRK_MWAIT_NEVER_FAULTS: u64 = 1 << 6;
+/// What KVM does in another way than hardware, unless the VMM switches it off (KVM_X86_QUIRK_*).
+pub mod quirk {
+    /// LINT0 of the boot processor comes up unmasked, for the 8259A.
+    pub const LINT0_REENABLED: u64 = 1 << 0;
+    /// The hardware does not see CR0.CD and CR0.NW.
+    pub const CD_NW_CLEARED: u64 = 1 << 1;
+    /// The APIC's page is all ones while the APIC is disabled or in x2APIC mode.
+    pub const LAPIC_MMIO_HOLE: u64 = 1 << 2;
+    /// OUT to port 0x7E retires before user space sees it.
+    pub const OUT_7E_INC_RIP: u64 = 1 << 3;
+    /// MISC_ENABLE does not change what CPUID says of MONITOR.
+    pub const MISC_ENABLE_NO_MWAIT: u64 = 1 << 4;
+    /// The hypercall instruction of the other maker works.
+    pub const FIX_HYPERCALL_INSN: u64 = 1 << 5;
+    /// MONITOR and MWAIT are never undefined.
+    pub const MWAIT_NEVER_UD_FAULTS: u64 = 1 << 6;
+    /// What a VMM may see of a slot's removal: more translations may go than the slot's. Here they never do.
+    pub const SLOT_ZAP_ALL: u64 = 1 << 7;
+    /// All that there are here.
+    pub const ALL: u64 = LINT0_REENABLED
+        | CD_NW_CLEARED
+        | LAPIC_MMIO_HOLE
+        | OUT_7E_INC_RIP
+        | MISC_ENABLE_NO_MWAIT
+        | FIX_HYPERCALL_INSN
+        | MWAIT_NEVER_UD_FAULTS
+        | SLOT_ZAP_ALL;
+}
 
 impl Settings {
-    /// Whether OUT to port 0x7E retires before user space sees it.
-    pub fn advances_before_7e(&self) -> bool {
-        self.quirks_off.load(Relaxed) & QUIRK_OUT_7E == 0
+    /// Whether a quirk of [`quirk`] is on.
+    #[inline]
+    pub fn has_quirk(&self, quirk: u64) -> bool {
+        self.quirks_off.load(Relaxed) & quirk == 0
     }
 
     /// Whether CPUID's MONITOR bit follows MISC_ENABLE. Else it is the VMM's.
     pub fn monitor_follows_misc_enable(&self) -> bool {
-        self.quirks_off.load(Relaxed) & QUIRK_MISC_ENABLE_NO_MWAIT != 0
+        !self.has_quirk(quirk::MISC_ENABLE_NO_MWAIT)
     }
 
     /// Whether MONITOR and MWAIT are instructions even for a guest without them in its CPUID.
     pub fn mwait_never_faults(&self) -> bool {
-        self.quirks_off.load(Relaxed) & QUIRK_MWAIT_NEVER_FAULTS == 0
+        self.has_quirk(quirk::MWAIT_NEVER_UD_FAULTS)
     }
 }

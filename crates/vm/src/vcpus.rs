@@ -1,77 +1,125 @@
 //! The VM's table of vCPUs: filled while vCPUs are made, read without a lock ever after.
 
-use core::sync::atomic::{AtomicU32, Ordering};
+use core::sync::atomic::{
+    AtomicU16, AtomicU32,
+    Ordering::{Acquire, Relaxed, Release},
+};
 
 use alloc::vec::Vec;
-use host::{NoMemory, once::Once, smp};
+use host::{Arc, GuestIndex, NoMemory, once::Once, smp, steps};
+use irqchip::lapic::IdCensus;
 
 use crate::vcpu_shared::{Request, SharedVcpu};
 
 /// Most vCPUs of a VM (KVM_CAP_MAX_VCPUS).
-pub const MAX_VCPUS: usize = 1024;
-/// vCPU ids are below this (KVM_CAP_MAX_VCPU_ID).
-pub const MAX_VCPU_ID: u32 = 4096;
+pub const MAX_VCPUS: usize = 4096;
+/// vCPU ids are below this (KVM_CAP_MAX_VCPU_ID): topologies leave gaps.
+pub const MAX_VCPU_ID: u32 = 4 * MAX_VCPUS as u32;
+
+/// vCPUs whose places are made at once.
+const SLOTS: usize = 64;
+/// Ids whose places are noted at once.
+const IDS: usize = 256;
+
+type Slots = [Once<SharedVcpu>; SLOTS];
+/// The place of each id, plus one; 0: nobody has it.
+type Places = [AtomicU16; IDS];
 
 /// Why a vCPU could not be added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AddError {
-    /// There are enough.
+    /// There are enough, or the id is none.
     TooMany,
     /// `-ENOMEM`.
     NoMemory,
 }
 
-/// The table.
+impl From<NoMemory> for AddError {
+    fn from(_: NoMemory) -> Self {
+        Self::NoMemory
+    }
+}
+
+/// The table. Its parts are made when the first vCPU needs them.
 pub struct VcpuTable {
-    slots: Vec<Once<SharedVcpu>>,
+    slots: Vec<Once<Slots>>,
+    places: Vec<Once<Places>>,
     count: AtomicU32,
+    census: Arc<IdCensus>,
+}
+
+/// So many empty places.
+fn empty<T>(count: usize) -> Result<Vec<Once<T>>, NoMemory> {
+    let mut list = Vec::new();
+    list.try_reserve_exact(count).map_err(|_| NoMemory)?;
+    list.resize_with(count, Once::new);
+    Ok(list)
+}
+
+/// The part of a list, made if it is not there.
+#[inline(never)]
+fn part<T>(list: &[Once<T>], index: usize, make: fn() -> T) -> Result<&T, AddError> {
+    let part = GuestIndex::from(index).of(list).ok_or(AddError::TooMany)?;
+    if part.get().is_none() {
+        part.set(make())?;
+    }
+    part.get().ok_or(AddError::NoMemory)
 }
 
 impl VcpuTable {
     /// An empty table.
     pub fn new() -> Result<Self, NoMemory> {
-        let mut slots = Vec::new();
-        slots.try_reserve_exact(MAX_VCPUS).map_err(|_| NoMemory)?;
-        slots.resize_with(MAX_VCPUS, Once::new);
-        Ok(Self { slots, count: AtomicU32::new(0) })
+        Ok(Self {
+            slots: empty(MAX_VCPUS / SLOTS)?,
+            places: empty(MAX_VCPU_ID as usize / IDS)?,
+            count: AtomicU32::new(0),
+            census: Arc::new(IdCensus::default())?,
+        })
     }
 
     /// Adds a vCPU at place `index`, which is the present count. The VM's lock is held.
     pub fn add(&self, vcpu: SharedVcpu) -> Result<(), AddError> {
-        let index = self.count.load(Ordering::Relaxed);
-        let slot = self.slots.get(index as usize).ok_or(AddError::TooMany)?;
-        slot.set(vcpu).map_err(|_| AddError::NoMemory)?;
-        self.count.store(index + 1, Ordering::Release);
+        let index = self.count.load(Relaxed);
+        let (id, at) = (vcpu.id as usize, index as usize);
+        let slots = part(&self.slots, at / SLOTS, || [const { Once::new() }; SLOTS])?;
+        let places = part(&self.places, id / IDS, || [const { AtomicU16::new(0) }; IDS])?;
+        vcpu.lapic.join(&self.census)?;
+        slots[at % SLOTS].set(vcpu)?;
+        self.count.store(index + 1, Release);
+        places[id % IDS].store(index as u16 + 1, Release);
         Ok(())
     }
 
     /// How many there are.
     #[inline]
     pub fn count(&self) -> u32 {
-        self.count.load(Ordering::Acquire)
+        self.count.load(Acquire)
+    }
+
+    /// Who among them answers to another id than its own.
+    #[inline]
+    pub fn census(&self) -> &IdCensus {
+        &self.census
     }
 
     /// The vCPU at a place.
     #[inline]
     pub fn get(&self, index: usize) -> Option<&SharedVcpu> {
-        self.slots.get(index)?.get()
+        GuestIndex::from(index / SLOTS).of(&self.slots)?.get()?[index % SLOTS].get()
     }
 
     /// All of them.
     pub fn iter(&self) -> impl Iterator<Item = &SharedVcpu> {
-        let count = self.count() as usize;
-        self.slots.iter().take(count).filter_map(Once::get)
+        let slots = self.slots.iter().map_while(Once::get).flatten();
+        steps::each(slots.take(self.count() as usize).filter_map(Once::get))
     }
 
     /// The vCPU with this id.
+    #[inline]
     pub fn by_id(&self, id: u32) -> Option<&SharedVcpu> {
-        // Ids are usually given in order.
-        if let Some(vcpu) = self.get(id as usize)
-            && vcpu.id == id
-        {
-            return Some(vcpu);
-        }
-        self.iter().find(|v| v.id == id)
+        let id = id as usize;
+        let places = GuestIndex::from(id / IDS).of(&self.places)?.get()?;
+        self.get(usize::from(places[id % IDS].load(Acquire)).checked_sub(1)?)
     }
 
     /// Makes a request to all and kicks them.
@@ -104,6 +152,22 @@ mod tests {
     use crate::vcpu_shared::VcpuShared;
 
     #[test]
+    fn all_vcpus_with_gaps_between_their_ids_are_found() {
+        let table = VcpuTable::new().unwrap();
+        for index in 0..MAX_VCPUS as u32 {
+            table.add(VcpuShared::new(4 * index + 3, index, false, true).unwrap()).unwrap();
+        }
+        assert!((0..MAX_VCPUS as u32).all(|i| table.by_id(4 * i + 3).unwrap().index == i));
+        assert!(table.iter().enumerate().all(|(i, v)| v.index as usize == i));
+        assert_eq!(table.iter().count(), MAX_VCPUS);
+        let more = VcpuShared::new(0, 0, false, true).unwrap();
+        assert_eq!(table.add(more), Err(AddError::TooMany));
+        let table = VcpuTable::new().unwrap();
+        let beyond = VcpuShared::new(MAX_VCPU_ID, 0, false, true).unwrap();
+        assert_eq!(table.add(beyond), Err(AddError::TooMany));
+    }
+
+    #[test]
     fn vcpus_are_found_by_id_whatever_their_order() {
         let table = VcpuTable::new().unwrap();
         for (index, id) in [3, 0, 7].into_iter().enumerate() {
@@ -113,6 +177,11 @@ mod tests {
         assert_eq!(table.by_id(7).unwrap().index, 2);
         assert_eq!(table.by_id(3).unwrap().index, 0);
         assert!(table.by_id(1).is_none());
+        table.add(VcpuShared::new(MAX_VCPU_ID - 1, 3, false, true).unwrap()).unwrap();
+        assert_eq!(table.by_id(MAX_VCPU_ID - 1).unwrap().index, 3);
+        for nobody in [MAX_VCPU_ID - 2, MAX_VCPU_ID, MAX_VCPU_ID + 3, u32::MAX] {
+            assert!(table.by_id(nobody).is_none());
+        }
         table.request_all(Request::FlushTlb);
         assert!(table.iter().all(|v| v.has_requests()));
     }

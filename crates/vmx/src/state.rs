@@ -625,6 +625,10 @@ impl<C: Cpu> Backend for Vmx<C> {
 
     fn set_cr8_intercept(&mut self, _on: bool) {}
 
+    fn exit_on_cr8_writes(&mut self) {
+        self.change_proc(ProcControls::CR8_LOAD, true);
+    }
+
     /// The priority is looked at when an interrupt is offered, and an offer does not outlive a look:
     /// only its fall below what waits has to be seen.
     fn watch_priority(&mut self, _offered: bool, waiting: Option<Vector>) {

@@ -112,7 +112,7 @@ impl Layout {
     /// region (0 and 1).
     #[inline]
     pub fn component(&self, index: u32) -> Option<&Component> {
-        self.components.get(index as usize).filter(|component| component.size != 0)
+        host::GuestIndex::from(index).of(&self.components).filter(|component| component.size != 0)
     }
 
     /// Bytes of an XSAVE area that holds `components` (a value of XCR0, or of XCR0 | XSS for the
@@ -120,7 +120,7 @@ impl Layout {
     /// Components that the CPU does not have count nothing.
     pub fn required_size(&self, components: u64, compacted: bool) -> u32 {
         required_size(components, compacted, |index| {
-            self.components.get(index as usize).copied().unwrap_or_default()
+            host::GuestIndex::from(index).of(&self.components).copied().unwrap_or_default()
         })
     }
 

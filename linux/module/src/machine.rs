@@ -13,6 +13,7 @@ use kvm_abi::uapi::vcpu_state::{NESTED_FORMAT_SVM, NESTED_FORMAT_VMX};
 use msr::{Flaws, HostMsrs, MAX_BANKS, MsrStore};
 use svm::Svm;
 use vcpu::Offered;
+use vm::settings::quirk;
 use vm::vcpus::{MAX_VCPU_ID, MAX_VCPUS};
 use vm::vm::{HostLimits, Paging};
 use vmx::{Vmx, mitigations};
@@ -175,12 +176,12 @@ fn offer(common: &Common, supported: &Supported, maxphyaddr: u8, amd: bool) -> O
         max_tsc_khz: if common.tsc_ratio.is_some() { max_khz as u32 } else { tsc_khz },
         tsc_khz,
         split_irqchip: true,
-        x2apic_api: X2APIC_API_USE_32BIT_IDS,
+        x2apic_api: X2APIC_API_VALID_FLAGS,
         steal_time: true,
         halt_poll: true,
         mce_banks: MAX_BANKS as u32,
         mce_cap: MsrStore::supported_mcg_cap(!amd) & !MCG_BANKS,
-        quirks: 0,
+        quirks: quirk::ALL,
         disable_exits: disable_exits(),
         guest_debug: GUESTDBG_VALID_MASK,
         exception_payload: true,

@@ -15,7 +15,7 @@ mod tests;
 mod timer;
 mod vectors;
 
-use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
+use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering::*};
 
 pub use deliver::{Accepted, LocalVector};
 pub use regs::{ICR_MSR, LapicEffect, SELF_IPI_MSR, TSC_DEADLINE_MSR, X2APIC_MSR_BASE};
@@ -24,7 +24,9 @@ pub use timer::{
     GUARD_ADVANCE_NS, HostTimer, TimerChange, TimerClock, TimerFired, TimerOp, WatchedTime,
 };
 
-use crate::message::{BROADCAST, DestMode, IrqMessage};
+use host::{Arc, NoMemory, once::Once};
+
+use crate::message::{BROADCAST, DestMode, IrqMessage, XAPIC_BROADCAST};
 use regs::{LVT_COUNT, LVT_MASKED};
 use timer::Timer;
 use vectors::VectorSet;
@@ -137,7 +139,54 @@ pub struct Lapic {
     esr: AtomicU32,
     /// Errors since the guest last wrote the ESR.
     esr_pending: AtomicU32,
+    /// Where it is counted as one that answers to another id than its vCPU's, and as what.
+    census: Once<Arc<IdCensus>>,
+    counted: AtomicU8,
 }
+
+/// How many local APICs of a VM answer to a physical id that is not their vCPU's own: only then may one
+/// destination mean several.
+#[derive(Debug, Default)]
+pub struct IdCensus {
+    /// In xAPIC mode, with an id that the guest has written.
+    written: AtomicU32,
+    /// In xAPIC mode, with the low byte of an id that does not fit.
+    cut: AtomicU32,
+    /// The VMM uses 32-bit ids.
+    wide: AtomicBool,
+}
+
+impl IdCensus {
+    /// Whether a destination of one byte may mean several. With 32-bit ids who has one that does not fit
+    /// is addressed by it alone, as under stock KVM, if there is somebody of the shorter id.
+    #[inline]
+    pub fn aliases(&self) -> bool {
+        self.written.load(Relaxed) != 0 || self.cut.load(Relaxed) != 0 && !self.wide.load(Relaxed)
+    }
+
+    /// Whether everybody answers to the id of the vCPU, or to none.
+    #[inline]
+    pub fn is_plain(&self) -> bool {
+        self.written.load(Relaxed) | self.cut.load(Relaxed) == 0
+    }
+
+    /// The VMM uses 32-bit ids.
+    pub fn set_wide(&self, wide: bool) {
+        self.wide.store(wide, Relaxed);
+    }
+
+    fn of(&self, kind: u8) -> Option<&AtomicU32> {
+        match kind {
+            ID_WRITTEN => Some(&self.written),
+            ID_CUT => Some(&self.cut),
+            _ => None,
+        }
+    }
+}
+
+const ID_OWN: u8 = 0;
+const ID_WRITTEN: u8 = 1;
+const ID_CUT: u8 = 2;
 
 // One cache line for senders and entry, one for taking and ending, one for the timer.
 const _: () = assert!(core::mem::offset_of!(Lapic, isr) == 64);
@@ -171,6 +220,8 @@ impl Lapic {
             icr_hi: AtomicU32::new(0),
             esr: AtomicU32::new(0),
             esr_pending: AtomicU32::new(0),
+            census: Once::new(),
+            counted: AtomicU8::new(ID_OWN),
         };
         lapic.reset(bsp, false);
         lapic
@@ -183,8 +234,7 @@ impl Lapic {
     pub fn reset(&self, bsp: bool, lint0_extint: bool) {
         let bsp_bit = if bsp { base::BSP } else { 0 };
         self.base.store(DEFAULT_BASE | base::ENABLE | bsp_bit, Relaxed);
-        self.mode.store(LapicMode::XApic as u8, Relaxed);
-        self.id.store(self.vcpu_id & 0xff, Relaxed);
+        self.set_address(LapicMode::XApic, self.vcpu_id & 0xff);
         self.ldr.store(0, Relaxed);
         self.reset_registers();
         if lint0_extint {
@@ -192,12 +242,16 @@ impl Lapic {
         }
     }
 
-    /// INIT (SDM vol. 3A §10.4.7.3): all registers but the id; base and mode stay.
-    pub fn init(&self) {
+    /// INIT (SDM vol. 3A §10.4.7.3): all registers but the id; base and mode stay. LINT0 as after
+    /// [`reset`](Self::reset).
+    pub fn init(&self, lint0_extint: bool) {
         if self.mode() != LapicMode::X2Apic {
             self.ldr.store(0, Relaxed);
         }
         self.reset_registers();
+        if lint0_extint {
+            self.set_lvt(LocalVector::Lint0, 0x700);
+        }
     }
 
     fn reset_registers(&self) {
@@ -332,22 +386,57 @@ impl Lapic {
         })
     }
 
+    /// The only way to another mode or id, so that the census is right.
+    fn set_address(&self, mode: LapicMode, id: u32) {
+        self.id.store(id, Relaxed);
+        self.mode.store(mode as u8, Relaxed);
+        self.be_counted();
+    }
+
+    fn be_counted(&self) {
+        let Some(census) = self.census.get() else { return };
+        let kind = match self.mode() {
+            LapicMode::XApic if self.id() != self.vcpu_id & 0xff => ID_WRITTEN,
+            LapicMode::XApic if self.vcpu_id > 0xff => ID_CUT,
+            _ => ID_OWN,
+        };
+        let old = self.counted.swap(kind, Relaxed);
+        // The new one first: never too few.
+        if let Some(count) = census.of(kind) {
+            count.fetch_add(1, SeqCst);
+        }
+        if let Some(count) = census.of(old) {
+            count.fetch_sub(1, SeqCst);
+        }
+    }
+
+    /// Is counted from now on; once, before its vCPU runs.
+    ///
+    /// # Errors
+    /// [`NoMemory`].
+    pub fn join(&self, census: &Arc<IdCensus>) -> Result<(), NoMemory> {
+        self.census.set(census.clone())?;
+        self.be_counted();
+        Ok(())
+    }
+
     fn enter_mode(&self, old: LapicMode, new: LapicMode) {
+        let mut id = self.id();
         match new {
             LapicMode::Disabled => {}
             LapicMode::XApic => {
-                self.id.store(self.vcpu_id & 0xff, Relaxed);
+                id = self.vcpu_id & 0xff;
                 if old == LapicMode::X2Apic {
                     self.ldr.store(0, Relaxed);
                     self.dfr.store(u32::MAX, Relaxed);
                 }
             }
             LapicMode::X2Apic => {
-                self.id.store(self.vcpu_id, Relaxed);
+                id = self.vcpu_id;
                 self.ldr.store(x2apic_ldr(self.vcpu_id), Relaxed);
             }
         }
-        self.mode.store(new as u8, Relaxed);
+        self.set_address(new, id);
         self.refresh_pending();
     }
 
@@ -360,9 +449,22 @@ impl Lapic {
             return false;
         }
         match msg.dest_mode {
-            DestMode::Physical => msg.dest == BROADCAST || msg.dest == self.id(),
+            DestMode::Physical if msg.dest == BROADCAST => true,
+            DestMode::Physical if mode == LapicMode::XApic && msg.dest == XAPIC_BROADCAST => true,
+            // An id that an xAPIC cannot show still addresses it: its vCPU may be about to start.
+            DestMode::Physical if mode == LapicMode::XApic && msg.dest > 0xff => {
+                msg.dest == self.vcpu_id
+            }
+            DestMode::Physical => msg.dest == self.id(),
             DestMode::Logical => self.matches_logical(mode, msg.dest),
         }
+    }
+
+    /// Whether a physical destination means this APIC and no other.
+    #[inline]
+    fn is_alone_at(&self, dest: u32) -> bool {
+        let alone = dest > 0xff || self.census.get().is_none_or(|census| !census.aliases());
+        dest == self.id() && dest != XAPIC_BROADCAST && alone
     }
 
     fn matches_logical(&self, mode: LapicMode, dest: u32) -> bool {

@@ -5,13 +5,14 @@
 
 use core::sync::atomic::{AtomicU32, Ordering::*};
 
+use host::GuestIndex;
 use x86::{Vector, apic::reg};
 
 use super::{
     FEATURE_CMCI, FEATURE_DIRECTED_EOI, FEATURE_TSC_DEADLINE, Gp, Lapic, LapicMode, LocalVector,
     TimerChange,
 };
-use crate::message::{DeliveryMode, DestMode, IrqMessage, Shorthand, Trigger, widen_dest};
+use crate::message::{DeliveryMode, DestMode, IrqMessage, Shorthand, Trigger};
 
 /// First MSR of the x2APIC range; register offset `o` is MSR `X2APIC_MSR_BASE + (o >> 4)`.
 pub const X2APIC_MSR_BASE: u32 = 0x800;
@@ -162,7 +163,7 @@ impl Lapic {
                 LapicEffect::None
             }
             reg::ID => {
-                self.id.store(value >> 24, Relaxed);
+                self.set_address(self.mode(), value >> 24);
                 LapicEffect::AddressChanged
             }
             reg::LDR => {
@@ -296,7 +297,7 @@ impl Lapic {
     }
 
     fn lvt_at(&self, offset: u32) -> Option<&AtomicU32> {
-        self.lvt.get((offset.wrapping_sub(reg::LVT_TIMER) >> 4) as usize)
+        GuestIndex::from(offset.wrapping_sub(reg::LVT_TIMER) >> 4).of(&self.lvt)
     }
 
     #[inline]
@@ -328,7 +329,8 @@ impl Lapic {
     }
 
     fn write_lvt_entry(&self, entry: LocalVector, value: u32) -> LapicEffect {
-        let mut value = value & LVT_WRITABLE[entry as usize];
+        let writable = GuestIndex::from(entry as usize).of(&LVT_WRITABLE).copied().unwrap_or(0);
+        let mut value = value & writable;
         if entry == LocalVector::Timer && !self.has(FEATURE_TSC_DEADLINE) {
             value &= !LVT_TIMER_DEADLINE;
         }
@@ -363,8 +365,8 @@ impl Lapic {
         // Reserved bits read back as written, as under stock KVM; delivery is always complete.
         self.icr_lo.store(value & !ICR_BUSY, Relaxed);
         let mode = dest_mode(value);
-        let dest = widen_dest((self.icr_hi.load(Relaxed) >> 24) as u8, mode);
-        self.send(value, mode, dest)
+        // 0xff is a broadcast to those in xAPIC mode only.
+        self.send(value, mode, self.icr_hi.load(Relaxed) >> 24)
     }
 
     #[inline]
@@ -400,7 +402,7 @@ impl Lapic {
                 let to_self = shorthand == Shorthand::SelfOnly
                     || (shorthand == Shorthand::None
                         && dest_mode == DestMode::Physical
-                        && dest == self.id());
+                        && self.is_alone_at(dest));
                 if to_self {
                     return self.self_ipi(icr as u8);
                 }

@@ -111,7 +111,7 @@ impl Lapic {
                 return Err(RestoreError);
             }
         } else {
-            self.id.store(saved_id >> 24, Relaxed);
+            self.set_address(self.mode(), saved_id >> 24);
             self.ldr.store(get(page, reg::LDR) & 0xff00_0000, Relaxed);
             self.dfr.store(get(page, reg::DFR) | 0x0fff_ffff, Relaxed);
         }

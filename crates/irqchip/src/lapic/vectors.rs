@@ -4,6 +4,7 @@
 
 use core::sync::atomic::{AtomicU64, Ordering::*};
 
+use host::GuestIndex;
 use x86::apic::VectorWords;
 
 /// 256 bits in four words.
@@ -115,7 +116,7 @@ impl VectorSet {
 
     /// The 32-bit register number `index` (0 to 7) of the eight that show this set.
     pub(super) fn register(&self, index: u32) -> u32 {
-        match self.0.get((index >> 1) as usize) {
+        match GuestIndex::from(index >> 1).of(&self.0) {
             Some(word) => (word.load(Relaxed) >> ((index & 1) * 32)) as u32,
             None => 0,
         }
@@ -123,7 +124,7 @@ impl VectorSet {
 
     /// Replaces the 32-bit register number `index`; for restoring a saved state.
     pub(super) fn set_register(&self, index: u32, value: u32) {
-        if let Some(word) = self.0.get((index >> 1) as usize) {
+        if let Some(word) = GuestIndex::from(index >> 1).of(&self.0) {
             let shift = (index & 1) * 32;
             let kept = word.load(Relaxed) & !(0xffff_ffff << shift);
             word.store(kept | u64::from(value) << shift, SeqCst);

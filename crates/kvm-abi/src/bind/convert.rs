@@ -522,6 +522,7 @@ impl From<IrqFdError> for Errno {
     fn from(error: IrqFdError) -> Self {
         match error {
             IrqFdError::Busy => Errno::EBUSY,
+            IrqFdError::Full => Errno::ENOSPC,
             IrqFdError::BadFd(fd) => fd.into(),
             IrqFdError::NoMemory => Errno::ENOMEM,
         }

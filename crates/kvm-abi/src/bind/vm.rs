@@ -8,6 +8,7 @@ use ::vm::irq::{self, Source};
 use ::vm::vcpus::{MAX_VCPU_ID, MAX_VCPUS};
 use ::vm::{
     Vm, VmRef,
+    settings::quirk,
     vcpu_shared::{SharedVcpu, VcpuShared},
 };
 use host::{
@@ -15,11 +16,13 @@ use host::{
     file::{FileObject, NewFile},
 };
 
+use irqchip::DestRules;
+
 use super::{Host, MakeBackend, VcpuFile, convert, stats};
 use crate::caps::Offer;
 use crate::dispatch::{self, Irqchip, MemoryRegion, Setting, SlotId, VmOps};
 use crate::errno::Errno;
-use crate::uapi::capability::X2APIC_API_USE_32BIT_IDS;
+use crate::uapi::capability::{X2APIC_API_DISABLE_BROADCAST_QUIRK, X2APIC_API_USE_32BIT_IDS};
 use crate::uapi::clock::{CLOCK_REALTIME, KvmClockData};
 use crate::uapi::event::*;
 use crate::uapi::irqchip::*;
@@ -110,6 +113,18 @@ impl<M: MakeBackend> VmFile<M> {
         Ok(())
     }
 
+    fn set_bus_cycle(&self, ns: u32) -> Result<(), Errno> {
+        let _making = self.vm.making.lock();
+        if self.vm.irq().kind() == irq::Irqchip::None {
+            return Err(Errno::ENXIO);
+        }
+        if self.vm.vcpus().count() != 0 {
+            return Err(Errno::EINVAL);
+        }
+        self.vm.settings.apic_bus_cycle_ns.store(ns, Relaxed);
+        Ok(())
+    }
+
     fn wide_ids(&self) -> bool {
         self.vm.settings.x2apic_api.load(Relaxed) & X2APIC_API_USE_32BIT_IDS != 0
     }
@@ -155,6 +170,10 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
         let bsp = id == vm.settings.boot_cpu_id.load(Relaxed);
         let lapic = vm.irq().kind() != irq::Irqchip::None;
         let shared = VcpuShared::new(id, index, bsp, lapic)?;
+        shared.lapic.set_bus_cycle_ns(vm.settings.apic_bus_cycle_ns.load(Relaxed));
+        if !vm.settings.has_quirk(quirk::LINT0_REENABLED) {
+            shared.lapic.reset(bsp, false);
+        }
         let file = NewFile::new(self.vcpu_file(&shared)?, Some(id)).map_err(Errno::from_file)?;
         vm.debug.add_vcpu(&shared);
         vm.add_vcpu(shared)?;
@@ -370,8 +389,13 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
             Setting::SplitIrqchip(reserved) => return self.split_irqchip(reserved),
             Setting::X2apicApi(bits) => {
                 settings.x2apic_api.fetch_or(bits, Relaxed);
-                self.vm.irq().set_wide_dest(self.wide_ids());
+                let flags = settings.x2apic_api.load(Relaxed);
+                self.vm.irq().set_dest_rules(DestRules {
+                    wide: flags & X2APIC_API_USE_32BIT_IDS != 0,
+                    no_broadcast_quirk: flags & X2APIC_API_DISABLE_BROADCAST_QUIRK != 0,
+                });
             }
+            Setting::ApicBusCycles(ns) => return self.set_bus_cycle(ns),
             Setting::DisableQuirks(bits) => settings.quirks_off.store(bits, Relaxed),
             Setting::ExceptionPayload(on) => settings.exception_payload.store(on, Relaxed),
             Setting::TripleFaultEvent(on) => settings.triple_fault_event.store(on, Relaxed),

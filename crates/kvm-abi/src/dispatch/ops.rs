@@ -96,6 +96,9 @@ pub enum Setting {
     X2apicApi(u64),
     /// These quirks are off.
     DisableQuirks(u64),
+    /// Nanoseconds in a cycle of the local APIC timers' clock. `ENXIO` without local APICs, `EINVAL` with
+    /// vCPUs.
+    ApicBusCycles(u32),
     /// Exceptions are saved with their payload.
     ExceptionPayload(bool),
     /// A pending triple fault is saved.

@@ -10,6 +10,9 @@ use crate::uapi::irqchip::MAX_IRQ_ROUTES;
 use crate::uapi::run::MSR_EXIT_REASONS;
 use crate::user;
 
+/// The longest countdown, 2^32 - 1 times 128 cycles, has to fit into 64 bits of nanoseconds.
+const MOST_BUS_CYCLE_NS: u32 = (u64::MAX / (u32::MAX as u64 * 128)) as u32;
+
 /// KVM_ENABLE_CAP. Whatever is not offered, has flags, or has argument bits that mean nothing is
 /// `EINVAL`.
 pub fn enable<V: VmOps>(vm: &V, arg: u64) -> Reply {
@@ -34,6 +37,10 @@ fn setting(offer: &Offer, cap: u32, value: u64) -> Result<Setting, Errno> {
         // The older of the two never looked at bits it did not know.
         CAP_DISABLE_QUIRKS => Setting::DisableQuirks(value & offer.quirks),
         CAP_DISABLE_QUIRKS2 => Setting::DisableQuirks(within(offer.quirks)?),
+        CAP_X86_APIC_BUS_CYCLES_NS => match at_most(MOST_BUS_CYCLE_NS)? {
+            0 => return Err(Errno::EINVAL),
+            ns => Setting::ApicBusCycles(ns),
+        },
         CAP_EXCEPTION_PAYLOAD => Setting::ExceptionPayload(value != 0),
         CAP_X86_TRIPLE_FAULT_EVENT => Setting::TripleFaultEvent(value != 0),
         CAP_MSR_PLATFORM_INFO => Setting::MsrPlatformInfo(value != 0),

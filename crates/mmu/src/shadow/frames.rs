@@ -7,6 +7,7 @@ use alloc::vec::Vec;
 use core::cell::Cell;
 use core::sync::atomic::{AtomicU64, Ordering};
 
+use host::GuestIndex;
 use host::boxed::KBox;
 use host::error::NoMemory;
 use host::page::Page;
@@ -183,7 +184,7 @@ impl Frames {
             Some(span) if span.contains(gfn) => span,
             _ => self.search(gfn)?,
         };
-        span.chunks.get(span.place(gfn))?.as_deref()
+        GuestIndex::from(span.place(gfn)).of(&span.chunks)?.as_deref()
     }
 
     #[inline(never)]
@@ -198,7 +199,7 @@ impl Frames {
     pub(super) fn lacks(&self, gfn: Gfn) -> Lack {
         match self.search(gfn) {
             None => Lack::Span(self.spans.len().saturating_add(1)),
-            Some(span) => match span.chunks.get(span.place(gfn)) {
+            Some(span) => match GuestIndex::from(span.place(gfn)).of(&span.chunks) {
                 Some(Some(_)) => Lack::Nothing,
                 _ => Lack::Chunk,
             },
@@ -230,7 +231,7 @@ impl Frames {
         let span = at.and_then(|n| self.spans.get_mut(n)).filter(|span| span.contains(gfn));
         let Some(span) = span else { return Some(chunk) };
         let place = span.place(gfn);
-        match span.chunks.get_mut(place) {
+        match GuestIndex::from(place).of_mut(&mut span.chunks) {
             Some(free @ None) => {
                 *free = Some(chunk);
                 None

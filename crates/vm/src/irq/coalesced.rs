@@ -8,7 +8,7 @@ use core::sync::atomic::Ordering::*;
 
 use alloc::vec::Vec;
 use host::{
-    KBox, NoMemory,
+    GuestIndex, KBox, NoMemory,
     page::Page,
     srcu::Srcu,
     sync::{Mutex, SpinLock},
@@ -164,9 +164,10 @@ impl Coalesced {
         let _appending = self.appending.lock();
         // Both are user space's to spoil.
         let (from, to) = (first.load(Acquire), last.load(Relaxed));
-        if from >= RING_ENTRIES || to >= RING_ENTRIES {
+        if from >= RING_ENTRIES {
             return false;
         }
+        let Some(place) = GuestIndex::from(to).below(RING_ENTRIES as usize) else { return false };
         let next = (to + 1) % RING_ENTRIES;
         if next == from {
             return false;
@@ -184,7 +185,7 @@ impl Coalesced {
             value as u32,
             (value >> 32) as u32,
         ];
-        for (out, word) in entries.iter().skip(to as usize * ENTRY).zip(words) {
+        for (out, word) in entries.iter().skip(place * ENTRY).zip(words) {
             out.store(word, Relaxed);
         }
         // The entry before the index that shows it.

@@ -6,20 +6,22 @@
 
 use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering::*};
 
-use alloc::vec::Vec;
 use host::{
-    Arc, KBox, NoMemory, clock,
-    event::EventFd,
+    Arc, KBox, NoMemory, clock, steps,
     sync::SpinLock,
     timer::{TimerHandler, WithTimer},
 };
 use irqchip::{
-    Chip, IoApic, IrqMessage, Lapic, LineStatus, Msi, Pic, Pit, Routing, Target, Trigger,
+    Chip, DestRules, IoApic, IrqMessage, Lapic, LineStatus, Msi, Pic, Pit, Routing, Target,
+    Trigger,
     lapic::{Accepted, LocalVector},
 };
 use x86::{Vector, apic::VectorWords};
 
-use super::deliver::deliver;
+use super::{
+    deliver::deliver,
+    resample::{AtOnce, Resamplers},
+};
 use crate::{vcpu_shared::VcpuShared, vcpus::VcpuTable};
 
 /// Who drives an interrupt line; a line is high while any of them drives it.
@@ -36,6 +38,10 @@ pub enum Source {
 
 /// The GSI that the PIT's counter 0 drives.
 const PIT_GSI: u32 = 0;
+/// Pins of the I/O APIC and lines of the PIC.
+const PINS_OF_ALL: u32 = irqchip::ioapic::PINS as u32 + 16;
+/// Routes that are looked through under the lock in one go.
+const ROUTES_AT_ONCE: usize = 128;
 /// How long an I/O APIC pin that is asserted at every end of interrupt has to wait.
 const STORM_DELAY_NS: u64 = 10_000_000;
 
@@ -51,19 +57,17 @@ pub enum Irqchip {
     Full = 2,
 }
 
-/// An irqfd whose line goes down, and whose eventfd is signalled, when the guest ends the interrupt.
-pub(super) struct Resampler {
-    pub gsi: u32,
-    pub event: Arc<EventFd>,
-}
-
 /// What the lock guards.
 pub(super) struct State {
     pub pic: Pic,
     pub ioapic: IoApic,
     pub pit: Option<KBox<Pit>>,
     pub routing: Routing,
-    pub resamplers: Vec<Resampler>,
+    /// Whom the ends of interrupts are told.
+    pub resamplers: Arc<Resamplers>,
+    /// Pins whose resamplers are told outside of the run loop: those of the I/O APIC, then the lines of
+    /// the PIC.
+    owed: u64,
     /// I/O APIC pins put off, and until when.
     put_off: u32,
     retry_ns: u64,
@@ -77,8 +81,12 @@ pub struct IrqCore {
     intr: AtomicBool,
     /// Some vCPU takes LINT0 as NMI, so the PIT is an NMI watchdog.
     nmi_watchdog: AtomicBool,
+    /// Some pin has ended whose resamplers have not been told.
+    owes: AtomicBool,
     /// MSIs have 32-bit destination ids.
     wide_dest: AtomicBool,
+    /// A byte of ones is an id to x2APICs.
+    no_broadcast_quirk: AtomicBool,
     /// GSIs below this are pins of the VMM's I/O APIC (KVM_CAP_SPLIT_IRQCHIP).
     reserved: AtomicU32,
     pub(super) state: SpinLock<State>,
@@ -92,18 +100,23 @@ impl IrqCore {
     /// Out of line, because it is made on the stack.
     #[inline(never)]
     pub(super) fn shared(vcpus: Arc<VcpuTable>) -> Result<SharedCore, NoMemory> {
+        // First, so that nothing made on the stack waits for it.
+        let resamplers = Arc::new(Resamplers::default())?;
         WithTimer::new(Self {
             kind: AtomicU8::new(Irqchip::None as u8),
             intr: AtomicBool::new(false),
             nmi_watchdog: AtomicBool::new(false),
+            owes: AtomicBool::new(false),
             wide_dest: AtomicBool::new(false),
+            no_broadcast_quirk: AtomicBool::new(false),
             reserved: AtomicU32::new(0),
             state: SpinLock::new(State {
                 pic: Pic::new(),
                 ioapic: IoApic::new(),
                 pit: None,
                 routing: Routing::empty(),
-                resamplers: Vec::new(),
+                resamplers,
+                owed: 0,
                 put_off: 0,
                 retry_ns: 0,
             }),
@@ -130,12 +143,18 @@ impl IrqCore {
     }
 
     #[inline]
-    pub(super) fn wide_dest(&self) -> bool {
-        self.wide_dest.load(Relaxed)
+    pub(super) fn dest_rules(&self) -> DestRules {
+        DestRules {
+            wide: self.wide_dest.load(Relaxed),
+            no_broadcast_quirk: self.no_broadcast_quirk.load(Relaxed),
+        }
     }
 
-    pub(super) fn set_wide_dest(&self, wide: bool) {
-        self.wide_dest.store(wide, Relaxed);
+    pub(super) fn set_dest_rules(&self, rules: DestRules) {
+        self.wide_dest.store(rules.wide, Relaxed);
+        self.no_broadcast_quirk.store(rules.no_broadcast_quirk, Relaxed);
+        self.vcpus.census().set_wide(rules.wide);
+        self.state.lock().ioapic.set_dest_rules(rules);
     }
 
     /// The vCPUs.
@@ -147,7 +166,7 @@ impl IrqCore {
     /// Sends an MSI.
     #[inline]
     pub fn signal_msi(&self, msi: &Msi) -> LineStatus {
-        match msi.message(self.wide_dest()) {
+        match msi.message(self.dest_rules()) {
             Some(message) => deliver(&self.vcpus, None, &message),
             None => LineStatus::Ignored,
         }
@@ -185,7 +204,7 @@ impl IrqCore {
         let State { pic, ioapic, routing, .. } = state;
         let mut sum = LineStatus::Ignored;
         let full = self.kind() == Irqchip::Full;
-        for target in routing.targets(gsi) {
+        for target in steps::each(routing.targets(gsi)) {
             let status = match target {
                 Target::Msi(msi) if level => self.signal_msi(msi),
                 Target::Pin { chip: Chip::IoApic, pin } if full => {
@@ -241,7 +260,7 @@ impl IrqCore {
         if gsi == PIT_GSI && state.pit.as_mut().is_some_and(|pit| pit.acked()) {
             self.pulse_pit(state);
         }
-        if state.resamplers.iter().any(|r| r.gsi == gsi) {
+        if state.resamplers.of(gsi).is_some() {
             self.drive(state, gsi, Source::Resample, false);
         }
     }
@@ -256,18 +275,43 @@ impl IrqCore {
         }
     }
 
-    /// Signals the resample eventfds of the GSIs in question. Without the lock: a listener may
-    /// come back to us. Afterwards the line is up to the listener.
-    fn signal_resamplers(&self, wanted: impl Fn(&Routing, u32) -> bool) {
-        for skip in 0.. {
-            let event = {
-                let state = self.state.lock();
-                let mut asked = state.resamplers.iter().filter(|r| wanted(&state.routing, r.gsi));
-                asked.nth(skip).map(|r| r.event.clone())
-            };
-            match event {
-                Some(event) => event.signal(1),
-                None => return,
+    /// Whom the end of these pins is told at once. The others are owed ([`Self::owes`]).
+    fn resamplers_of(&self, state: &mut State, pins: u64) -> AtOnce {
+        let mut now = AtOnce::default();
+        if state.resamplers.is_empty() {
+            return now;
+        }
+        let State { resamplers, routing, owed, .. } = state;
+        for pin in (0..PINS_OF_ALL).filter(|pin| pins & 1 << pin != 0) {
+            if let Some(members) = gsi_of(routing, pin).and_then(|gsi| resamplers.of(gsi))
+                && !now.take(members)
+            {
+                *owed |= 1 << pin;
+                self.owes.store(true, Release);
+            }
+        }
+        now
+    }
+
+    /// Whether somebody has to call [`signal_owed`](Self::signal_owed). One load.
+    #[inline]
+    pub fn owes(&self) -> bool {
+        self.owes.load(Relaxed)
+    }
+
+    /// Tells those for whom there was no time when the interrupt ended. Process context, interrupts on,
+    /// no lock: it may take as long as there are resamplers.
+    #[cold]
+    pub fn signal_owed(&self) {
+        let (pins, lists) = {
+            let mut state = self.state.lock();
+            self.owes.store(false, Relaxed);
+            (core::mem::take(&mut state.owed), state.resamplers.clone())
+        };
+        for pin in (0..PINS_OF_ALL).filter(|pin| pins & 1 << pin != 0) {
+            let gsi = gsi_of(&self.state.lock().routing, pin);
+            if let Some(members) = gsi.and_then(|gsi| lists.of(gsi)) {
+                members.signal();
             }
         }
     }
@@ -286,34 +330,18 @@ impl IrqCore {
         }
         let vector = state.pic.acknowledge();
         // With automatic EOI the interrupt has ended already.
-        let ended = self.ended_lines(&mut state);
+        let told = self.ended_lines(&mut state);
         self.settle(&mut state);
         drop(state);
-        self.signal_pic_resamplers(ended);
+        told.signal();
         Some(vector)
     }
 
-    /// Lines that the PIC has reported ended and [`settle`](Self::settle) has not seen yet; left
-    /// for it.
-    pub(super) fn ended_lines(&self, state: &mut State) -> u16 {
-        if state.resamplers.is_empty() { 0 } else { state.pic.ended() }
-    }
-
-    #[inline]
-    pub(super) fn signal_pic_resamplers(&self, ended: u16) {
-        if ended != 0 {
-            self.signal_resamplers_of(ended);
-        }
-    }
-
-    #[inline(never)]
-    fn signal_resamplers_of(&self, ended: u16) {
-        self.signal_resamplers(|routing, gsi| {
-            (0..16u32).filter(|line| ended & 1 << line != 0).any(|line| {
-                let chip = if line < 8 { Chip::PicMaster } else { Chip::PicSlave };
-                routing.gsi_of_pin(chip, line & 7) == Some(gsi)
-            })
-        });
+    /// Whom the lines are told that the PIC has reported ended and [`settle`](Self::settle) has not seen
+    /// yet; the report is left for it.
+    pub(super) fn ended_lines(&self, state: &mut State) -> AtOnce {
+        let ended = u64::from(state.pic.ended());
+        self.resamplers_of(state, ended << irqchip::ioapic::PINS)
     }
 
     /// A local APIC ended `vector` and its effect said that the I/O APIC is to hear of it.
@@ -343,31 +371,32 @@ impl IrqCore {
             }
         }
         self.settle(&mut state);
-        let resample = !state.resamplers.is_empty();
+        let told = self.resamplers_of(&mut state, pins.into());
         drop(state);
-        if resample {
-            self.signal_resamplers(|routing, gsi| {
-                (0..irqchip::ioapic::PINS as u32)
-                    .filter(|pin| pins & 1 << pin != 0)
-                    .any(|pin| routing.gsi_of_pin(Chip::IoApic, pin) == Some(gsi))
-            });
-        }
+        told.signal();
     }
 
     /// Vectors of whose ends at this local APIC the VMM's I/O APIC is to hear: those that its
     /// level-triggered pins send here, or sent here and that have not ended yet.
     pub fn ends_to_report(&self, lapic: &Lapic) -> VectorWords {
         let mut vectors = VectorWords::default();
-        let (reserved, wide_dest) = (self.reserved.load(Relaxed), self.wide_dest());
-        let state = self.state.lock();
-        for target in state.routing.targets_below(reserved) {
-            let Target::Msi(msi) = target else { continue };
-            let Some(message) = msi.message(wide_dest) else { continue };
-            let Vector(vector) = message.vector;
-            if message.trigger == Trigger::Level
-                && (lapic.matches(&message) || lapic.has_not_ended(message.vector))
-            {
-                vectors[usize::from(vector >> 6)] |= 1 << (vector & 63);
+        let (reserved, rules) = (self.reserved.load(Relaxed), self.dest_rules());
+        // Some at a time. If the routes are replaced in between, all vCPUs are asked to look again.
+        for first in (0..).step_by(ROUTES_AT_ONCE) {
+            let state = self.state.lock();
+            let some = state.routing.targets_below(reserved).get(first..).unwrap_or(&[]);
+            for target in steps::each(some.iter().take(ROUTES_AT_ONCE)) {
+                let Target::Msi(msi) = target else { continue };
+                let Some(message) = msi.message(rules) else { continue };
+                if message.trigger == Trigger::Level
+                    && (lapic.matches(&message) || lapic.has_not_ended(message.vector))
+                {
+                    let Vector(vector) = message.vector;
+                    vectors[usize::from(vector >> 6)] |= 1 << (vector & 63);
+                }
+            }
+            if some.len() <= ROUTES_AT_ONCE {
+                break;
             }
         }
         vectors
@@ -383,7 +412,23 @@ impl IrqCore {
     }
 }
 
+/// The GSI of a pin of the I/O APIC, or of a line of the PIC by the numbers behind those.
+fn gsi_of(routing: &Routing, pin: u32) -> Option<u32> {
+    match pin.checked_sub(irqchip::ioapic::PINS as u32) {
+        None => routing.gsi_of_pin(Chip::IoApic, pin),
+        Some(line) if line < 8 => routing.gsi_of_pin(Chip::PicMaster, line),
+        Some(line) => routing.gsi_of_pin(Chip::PicSlave, line & 7),
+    }
+}
+
 impl State {
+    /// Puts another table of resamplers in place. Who calls this holds the old one, too: it is not freed
+    /// under the lock.
+    pub(super) fn set_resamplers(&mut self, table: Arc<Resamplers>) {
+        self.resamplers = table;
+        self.refresh_listeners();
+    }
+
     /// When the timer is needed next.
     pub(super) fn next_expiry(&self) -> Option<u64> {
         let pit = self.pit.as_ref().and_then(|pit| pit.next_expiry());
@@ -400,7 +445,7 @@ impl State {
         let mut pins = 0;
         for pin in 0..irqchip::ioapic::PINS as u32 {
             let Some(gsi) = self.routing.gsi_of_pin(Chip::IoApic, pin) else { continue };
-            if (pit && gsi == PIT_GSI) || self.resamplers.iter().any(|r| r.gsi == gsi) {
+            if (pit && gsi == PIT_GSI) || self.resamplers.of(gsi).is_some() {
                 pins |= 1 << pin;
             }
         }

@@ -1,12 +1,12 @@
 //! From a message to the local APICs that it addresses. SDM vol. 3A §10.6.2.
 //!
 //! The common cases do not look at every vCPU: a physical destination is an APIC id, which is
-//! nearly always the vCPU's place in the table, and so is an x2APIC cluster's.
+//! nearly always the vCPU's, and an x2APIC cluster is sixteen of those.
 
 use irqchip::{
     DeliveryMode, DestMode, IrqMessage, LineStatus, Shorthand,
     lapic::{Accepted, LapicMode},
-    message::BROADCAST,
+    message::{BROADCAST, XAPIC_BROADCAST},
 };
 
 use crate::{
@@ -41,24 +41,40 @@ pub fn deliver(vcpus: &VcpuTable, from: Option<&VcpuShared>, msg: &IrqMessage) -
     if msg.shorthand == Shorthand::None
         && msg.dest_mode == DestMode::Physical
         && msg.dest != BROADCAST
+        && msg.dest != XAPIC_BROADCAST
     {
-        return to_one(vcpus, msg);
+        return to_id(vcpus, msg);
     }
     to_many(vcpus, from, msg)
 }
 
-/// A physical destination that is no broadcast.
+/// A physical destination that is no broadcast: nearly always one APIC, whose vCPU has this id. Several
+/// of one id all take it, as on a bus.
 #[inline]
-fn to_one(vcpus: &VcpuTable, msg: &IrqMessage) -> LineStatus {
+fn to_id(vcpus: &VcpuTable, msg: &IrqMessage) -> LineStatus {
     let mut tally = Tally::new();
-    if let Some(vcpu) = vcpus.get(msg.dest as usize)
-        && vcpu.lapic.matches(msg)
-    {
+    let own = vcpus.by_id(msg.dest).filter(|v| v.lapic.matches(msg));
+    if let Some(vcpu) = own {
         tally.give(vcpu, msg);
+        if msg.dest > 0xff || !vcpus.census().aliases() {
+            return tally.0;
+        }
+    } else if vcpus.census().is_plain() {
         return tally.0;
     }
-    // Ids that the VMM gave out of order, or that the guest changed.
-    for vcpu in vcpus.iter().filter(|v| v.lapic.matches(msg)) {
+    // Ids that the guest has written, or of which an xAPIC shows the low byte.
+    let is_own = |v: &SharedVcpu| own.is_some_and(|own| own.index == v.index);
+    for vcpu in vcpus.iter().filter(|v| v.lapic.matches(msg) && !is_own(v)) {
+        tally.give(vcpu, msg);
+    }
+    tally.0
+}
+
+/// The vCPU with the id that is the destination, and no other: for a hypercall, whose ids are those of
+/// vCPUs.
+pub fn to_vcpu(vcpus: &VcpuTable, msg: &IrqMessage) -> LineStatus {
+    let mut tally = Tally::new();
+    if let Some(vcpu) = vcpus.by_id(msg.dest).filter(|vcpu| vcpu.lapic.enabled()) {
         tally.give(vcpu, msg);
     }
     tally.0
@@ -104,10 +120,9 @@ fn to_cluster(vcpus: &VcpuTable, msg: &IrqMessage, tally: &mut Tally) -> bool {
     if msg.dest == BROADCAST {
         return false;
     }
-    let first = (msg.dest >> 16 << 4) as usize;
-    let members = || {
-        (0..16).filter(|bit| msg.dest & 1 << bit != 0).map(|bit| vcpus.get(first + bit as usize))
-    };
+    let first = msg.dest >> 16 << 4;
+    let members =
+        || (0..16).filter(|bit| msg.dest & 1 << bit != 0).map(|bit| vcpus.by_id(first | bit));
     let all_there = members()
         .all(|v| v.is_some_and(|v| v.lapic.mode() == LapicMode::X2Apic && v.lapic.matches(msg)));
     if all_there {
@@ -132,4 +147,78 @@ fn lowest_priority<'a>(vcpus: &'a VcpuTable, msg: &IrqMessage) -> Option<&'a Sha
     let chosen = usize::from(msg.vector.0).checked_rem(equals)?;
     // A priority may have changed meanwhile; then any candidate will do.
     candidates().filter(|v| v.lapic.ppr() >> 4 == best).nth(chosen).or_else(|| candidates().next())
+}
+
+#[cfg(test)]
+mod tests {
+    use alloc::vec::Vec;
+    use irqchip::lapic::{BaseRules, base};
+    use proptest::prelude::*;
+    use x86::Vector;
+
+    use super::*;
+
+    const SVR: u32 = 0xf0;
+    const ID: u32 = 0x20;
+    const RULES: BaseRules = BaseRules { maxphyaddr: 40, x2apic: true, host: true };
+
+    /// One change of a local APIC.
+    fn change(vcpu: &VcpuShared, kind: u8, id: u8) {
+        let at = |flags| 0xfee0_0000 | flags;
+        let _ = match kind {
+            0 => vcpu.lapic.set_base(at(base::ENABLE | base::EXTD), RULES),
+            1 => vcpu.lapic.set_base(at(base::ENABLE), RULES),
+            2 => vcpu.lapic.set_base(at(0), RULES),
+            3 => {
+                vcpu.lapic.reset(false, false);
+                Ok(Default::default())
+            }
+            _ => {
+                // As the guest does it: there is no such register in x2APIC mode.
+                let at = (vcpu.lapic.mode() == LapicMode::XApic).then_some(ID);
+                let _ = at.map(|at| vcpu.lapic.write(at, u32::from(id) << 24));
+                Ok(Default::default())
+            }
+        };
+        let _ = vcpu.lapic.write(SVR, 0x1ff);
+    }
+
+    proptest! {
+        #[test]
+        fn everybody_whom_a_destination_means_gets_it_and_nobody_else(
+            ids in proptest::collection::hash_set(prop_oneof![0..6u32, 254..262u32, 510..515u32], 1..8),
+            changes in proptest::collection::vec((0..8usize, 0..6u8, prop_oneof![0..6u8, 253..=255u8]), 0..12),
+            dests in proptest::collection::vec(prop_oneof![0..6u32, 253..262u32, 510..515u32, Just(BROADCAST)], 1..8),
+        ) {
+            let table = VcpuTable::new().unwrap();
+            for (index, id) in ids.iter().enumerate() {
+                let vcpu = VcpuShared::new(*id, index as u32, index == 0, true).unwrap();
+                let _ = vcpu.lapic.write(SVR, 0x1ff);
+                table.add(vcpu).unwrap();
+            }
+            for (index, kind, id) in changes {
+                if let Some(vcpu) = table.get(index % ids.len()) {
+                    change(vcpu, kind, id);
+                }
+            }
+            for (n, dest) in dests.into_iter().enumerate() {
+                let message = IrqMessage::fixed(Vector(0x40 + n as u8), dest);
+                let meant: Vec<u32> =
+                    table.iter().filter(|v| v.lapic.matches(&message)).map(|v| v.id).collect();
+                let status = deliver(&table, None, &message);
+                let got: Vec<u32> =
+                    table.iter().filter(|v| has(v, message.vector)).map(|v| v.id).collect();
+                prop_assert_eq!(&got, &meant, "destination {}", dest);
+                let count = meant.len() as u32;
+                let expected =
+                    if count == 0 { LineStatus::Ignored } else { LineStatus::Delivered(count) };
+                prop_assert_eq!(status, expected);
+            }
+        }
+    }
+
+    fn has(vcpu: &VcpuShared, vector: Vector) -> bool {
+        let word = vcpu.lapic.read(0x200 + u32::from(vector.0 >> 5) * 16, || 0);
+        word & 1 << (vector.0 & 31) != 0
+    }
 }

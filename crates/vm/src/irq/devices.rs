@@ -74,10 +74,10 @@ impl VmIrq {
         }
         let value = state.pic.read(port);
         // A poll acknowledges, and may end.
-        let ended = self.core.ended_lines(&mut state);
+        let told = self.core.ended_lines(&mut state);
         self.core.settle(&mut state);
         drop(state);
-        self.core.signal_pic_resamplers(ended);
+        told.signal();
         value
     }
 
@@ -90,10 +90,10 @@ impl VmIrq {
             if size == 1 {
                 let mut state = self.core.state.lock();
                 state.pic.write(port, value as u8);
-                let ended = self.core.ended_lines(&mut state);
+                let told = self.core.ended_lines(&mut state);
                 self.core.settle(&mut state);
                 drop(state);
-                self.core.signal_pic_resamplers(ended);
+                told.signal();
             }
             return true;
         }

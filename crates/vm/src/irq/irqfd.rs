@@ -10,15 +10,21 @@ use host::{
     Arc, BadFd, NoMemory,
     event::{EventFd, EventHandler, Watch, WatchError},
     sync::Mutex,
+    task,
 };
 
-use super::controllers::{Resampler, SharedCore, Source};
+use super::{
+    controllers::{SharedCore, Source},
+    resample::{MAX_RESAMPLERS, Resampler},
+};
 
 /// Why an irqfd is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IrqFdError {
     /// The eventfd raises an interrupt of this VM already (EBUSY).
     Busy,
+    /// There are [`MAX_RESAMPLERS`] (ENOSPC).
+    Full,
     /// A descriptor is no eventfd.
     BadFd(BadFd),
     /// No memory.
@@ -71,7 +77,7 @@ impl EventHandler for Handler {
 
 struct IrqFd {
     watch: Arc<Watch<Handler>>,
-    resample: Option<Arc<EventFd>>,
+    resample: Option<Arc<Resampler>>,
 }
 
 /// The irqfds of a VM.
@@ -99,7 +105,7 @@ impl IrqFds {
     ) -> Result<(), IrqFdError> {
         let event = EventFd::get(fd)?;
         let resample = match resamplefd {
-            Some(fd) => Some(Arc::new(EventFd::get(fd)?)?),
+            Some(fd) => Some(Arc::new(Resampler::new(EventFd::get(fd)?))?),
             None => None,
         };
         let mut list = self.list.lock();
@@ -171,40 +177,34 @@ fn reap(core: &SharedCore, list: &mut Vec<IrqFd>, condemned: impl Fn(&IrqFd) -> 
         if let Some(resample) = resample {
             remove_resampler(core, gsi, &resample);
         }
+        task::cond_resched();
     }
 }
 
-fn add_resampler(core: &SharedCore, gsi: u32, event: &Arc<EventFd>) -> Result<(), NoMemory> {
-    // Memory is not allocated under the spinning lock.
-    let mut room = Vec::new();
-    loop {
-        let needed = core.state.lock().resamplers.len() + 1;
-        room.try_reserve_exact(needed).map_err(|_| NoMemory)?;
-        let mut state = core.state.lock();
-        if room.capacity() > state.resamplers.len() {
-            room.append(&mut state.resamplers);
-            room.push(Resampler { gsi, event: event.clone() });
-            core::mem::swap(&mut state.resamplers, &mut room);
-            state.refresh_listeners();
-            // The old, empty vector is freed without the lock.
-            drop(state);
-            return Ok(());
-        }
+fn add_resampler(core: &SharedCore, gsi: u32, new: &Arc<Resampler>) -> Result<(), IrqFdError> {
+    // The list of irqfds is locked: nobody else replaces the table.
+    let old = core.state.lock().resamplers.clone();
+    if old.count() >= MAX_RESAMPLERS {
+        return Err(IrqFdError::Full);
     }
+    let table = Arc::new(old.with(gsi, new)?)?;
+    core.state.lock().set_resamplers(table);
+    Ok(())
 }
 
-fn remove_resampler(core: &SharedCore, gsi: u32, event: &Arc<EventFd>) {
-    let removed = {
-        let mut state = core.state.lock();
-        let found =
-            state.resamplers.iter().position(|r| r.gsi == gsi && Arc::ptr_eq(&r.event, event));
-        let removed = found.map(|index| state.resamplers.swap_remove(index));
-        state.refresh_listeners();
-        if state.resamplers.iter().all(|r| r.gsi != gsi) {
-            core.drive(&mut state, gsi, Source::Resample, false);
-            core.settle(&mut state);
-        }
-        removed
-    };
-    drop(removed);
+fn remove_resampler(core: &SharedCore, gsi: u32, gone: &Arc<Resampler>) {
+    gone.silence();
+    let old = core.state.lock().resamplers.clone();
+    // Without memory for another table it stays where it is, and says nothing.
+    let Ok(table) = old.without(gsi, gone).and_then(Arc::new) else { return };
+    let last = table.of(gsi).is_none();
+    let mut state = core.state.lock();
+    state.set_resamplers(table);
+    if last {
+        core.drive(&mut state, gsi, Source::Resample, false);
+        core.settle(&mut state);
+    }
+    drop(state);
+    // The old table is freed here, without the lock.
+    drop(old);
 }

@@ -7,6 +7,9 @@ mod deliver;
 mod devices;
 mod ioeventfd;
 mod irqfd;
+mod resample;
+#[cfg(test)]
+mod steps_tests;
 #[cfg(test)]
 mod tests;
 
@@ -15,12 +18,13 @@ pub use self::{
     controllers::{IrqCore, Irqchip, SharedCore, Source},
     ioeventfd::{IoEvent, IoEventError, IoEventFds, MAX_IOEVENTFDS, Space},
     irqfd::{IrqFdError, IrqFds},
+    resample::MAX_RESAMPLERS,
 };
 
 use core::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use host::{Arc, KBox, NoMemory, clock};
 use irqchip::{
-    IoApicState, IrqMessage, LineStatus, Msi, PicState, Pit, PitState, Route, Routing,
+    DestRules, IoApicState, IrqMessage, LineStatus, Msi, PicState, Pit, PitState, Route, Routing,
     RoutingError, Shorthand, lapic::Accepted,
 };
 use x86::Vector;
@@ -150,9 +154,9 @@ impl VmIrq {
         self.pit.load(Relaxed)
     }
 
-    /// MSIs carry 32-bit destination ids from now on (KVM_CAP_X2APIC_API).
-    pub fn set_wide_dest(&self, wide: bool) {
-        self.core.set_wide_dest(wide);
+    /// How destinations of messages are understood from now on (KVM_CAP_X2APIC_API).
+    pub fn set_dest_rules(&self, rules: DestRules) {
+        self.core.set_dest_rules(rules);
     }
 
     /// KVM_SET_GSI_ROUTING: replaces all routes. Process context.
@@ -160,7 +164,7 @@ impl VmIrq {
     /// # Errors
     /// See [`Routing::new`].
     pub fn set_routes(&self, routes: &[Route]) -> Result<(), RoutingError> {
-        let mut routing = Routing::new(routes, self.core.wide_dest())?;
+        let mut routing = Routing::new(routes, self.core.dest_rules().wide)?;
         {
             let mut state = self.core.state.lock();
             core::mem::swap(&mut state.routing, &mut routing);
@@ -202,7 +206,8 @@ impl VmIrq {
                 shorthand: Shorthand::None,
                 ..IrqMessage::fixed(Vector(call.vector()), id)
             };
-            if let LineStatus::Delivered(n) = deliver::deliver(self.core.vcpus(), None, &message) {
+            // 0xff is an id here, like any other.
+            if let LineStatus::Delivered(n) = deliver::to_vcpu(self.core.vcpus(), &message) {
                 count += u64::from(n);
             }
         }
@@ -217,6 +222,18 @@ impl VmIrq {
         }
         self.core.eoi(from, vector, |at| self.core.start(at));
         false
+    }
+
+    /// Whether irqfds wait to be told of an interrupt's end ([`signal_owed`](Self::signal_owed)). One
+    /// load: the run loop is left for it.
+    #[inline]
+    pub fn owes_signals(&self) -> bool {
+        self.core.owes()
+    }
+
+    /// Tells them. Process context with interrupts on.
+    pub fn signal_owed(&self) {
+        self.core.signal_owed();
     }
 
     /// The routes, or what a vCPU's local APIC takes of them, changed ([`Request::Routes`]): it reports

@@ -249,6 +249,10 @@ fn a_pv_ipi_counts_its_receivers() {
     let call = pv::SendIpi::new(0b1101, 0, 0, 0xfb, true).unwrap();
     assert_eq!(b.irq.send_pv_ipi(&call), 2);
     assert_eq!(b.receivers(), [0, 2]);
+    // 255 is an id, and nobody has it.
+    let call = pv::SendIpi::new(0b11, 0, 254, 0xfb, true).unwrap();
+    assert_eq!(b.irq.send_pv_ipi(&call), 0);
+    assert_eq!(b.receivers(), []);
 }
 
 #[test]

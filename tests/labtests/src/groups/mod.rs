@@ -2,6 +2,7 @@
 
 use crate::runner::Test;
 
+mod apic_ids;
 mod capabilities;
 mod coalesced;
 mod compat;
@@ -45,7 +46,9 @@ mod paging_torture;
 mod paravirtual;
 mod pointers;
 mod ports;
+mod quirks;
 mod registers;
+mod resampling;
 mod running;
 mod shadows;
 mod slot_races;
@@ -110,6 +113,9 @@ pub fn all() -> impl Iterator<Item = Test> {
         split_irqchip::TESTS,
         deadline::TESTS,
         lines::TESTS,
+        resampling::TESTS,
+        quirks::TESTS,
+        apic_ids::TESTS,
         smp::TESTS,
         paravirtual::TESTS,
         lazy_deadline::TESTS,

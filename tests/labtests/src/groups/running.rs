@@ -12,7 +12,7 @@ use crate::machine::code::guest_code;
 use crate::machine::guest::{Chip, Guest};
 use crate::machine::layout::*;
 use crate::machine::threads::{Target, eventually, prepare, within};
-use crate::outcome::{Answer, Errno, Outcome, equal, fail, holds};
+use crate::outcome::{Answer, Errno, Outcome, equal, fail, holds, skip};
 use crate::runner::{await_end, tests};
 
 tests!("running":
@@ -24,6 +24,9 @@ tests!("running":
     an_argument_of_run_is_refused,
     the_signal_mask_holds_during_the_run_only,
     a_signal_mask_of_a_wrong_length_is_einval,
+    a_signal_mask_of_a_32_bit_vmm_is_the_same,
+    sigkill_cannot_be_masked,
+    sigstop_cannot_be_masked,
     a_second_thread_waits_for_the_vcpus_first,
     a_second_run_waits_for_the_first,
     a_vcpu_may_move_between_threads,
@@ -213,6 +216,86 @@ fn a_signal_mask_of_a_wrong_length_is_einval() -> Outcome {
     Ok(())
 }
 
+/// An ioctl as a 32-bit program makes it: everything lies below 4 GiB.
+fn call_32(descriptor: i32, request: u64, argument: u64) -> i32 {
+    let answer: i64;
+    // SAFETY: the kernel reads the structure that the argument names.
+    unsafe {
+        core::arch::asm!(
+            "push rbx",
+            "mov ebx, {descriptor:e}",
+            "int 0x80",
+            "pop rbx",
+            descriptor = in(reg) descriptor,
+            inlateout("rax") 54_i64 => answer,
+            in("rcx") request & 0xffff_ffff,
+            in("rdx") argument,
+            out("r8") _, out("r9") _, out("r10") _, out("r11") _,
+        );
+    }
+    answer as i32
+}
+
+fn a_signal_mask_of_a_32_bit_vmm_is_the_same() -> Outcome {
+    let guest = Guest::new(Chip::None, spin())?;
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_32BIT;
+    // SAFETY: a new mapping.
+    let page = unsafe { libc::mmap(std::ptr::null_mut(), 4096, access, kind, -1, 0) };
+    let mask = page.cast::<SignalMask>();
+    let set = |len, low, high| {
+        // SAFETY: a page of ours.
+        unsafe { mask.write(SignalMask { len, set: [low, high] }) };
+        call_32(guest.vcpu().descriptor(), ioctl::SET_SIGNAL_MASK, mask as u64)
+    };
+    prepare();
+    block_signal(libc::SIG_BLOCK);
+    match set(8, 0, 0) {
+        answer if answer == -libc::ENOSYS => return skip("a kernel without 32-bit programs"),
+        answer => equal("KVM_SET_SIGNAL_MASK", answer, 0)?,
+    }
+    let me = Target::new();
+    me.is_me();
+    me.kick();
+    guest.vcpu().run().refused("KVM_RUN", libc::EINTR)?;
+    equal("the guest's steps", guest.result(0), 0)?;
+    for len in [0, 4, 16] {
+        equal(&format!("length {len}"), set(len, 0, 0), -libc::EINVAL)?;
+    }
+    Ok(())
+}
+
+/// A VMM whose vCPU masks all signals, in a child.
+fn masked(wait: Duration, end: fn(libc::pid_t)) -> Outcome {
+    killed_with(Chip::None, spin(), wait, end, |guest| {
+        let _ = set_mask(guest, u64::MAX);
+    })
+}
+
+fn sigkill_cannot_be_masked() -> Outcome {
+    masked(Duration::from_millis(50), kill)
+}
+
+fn sigstop_cannot_be_masked() -> Outcome {
+    masked(Duration::from_millis(50), |child| {
+        // SAFETY: our own child; the status has a place.
+        unsafe {
+            libc::kill(child, libc::SIGSTOP);
+            let mut status = 0;
+            let start = std::time::Instant::now();
+            while libc::waitpid(child, &mut status, libc::WUNTRACED | libc::WNOHANG) == 0
+                && start.elapsed() < Duration::from_secs(3)
+            {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            // A child that stopped is killed as the test expects; of one that did not nothing is heard.
+            if libc::WIFSTOPPED(status) {
+                libc::kill(child, libc::SIGKILL);
+            }
+        }
+    })
+}
+
 /// While one thread is in KVM_RUN with a halted guest, another calls `command`, which has to wait.
 fn waits_for_the_first(command: impl FnOnce(&Guest) -> crate::outcome::Reply + Send) -> Outcome {
     let guest = Guest::new(Chip::Kernel, halt())?;
@@ -293,8 +376,19 @@ fn closing_the_files_does_not_stop_a_running_guest() -> Outcome {
     })
 }
 
-/// Starts a VMM in a child that runs `code`, waits until `ready` says so, ends it by `end`.
+/// Starts a VMM in a child that runs `code`, waits, ends it by `end`.
 fn killed(chip: Chip, code: &[u8], wait: Duration, end: fn(libc::pid_t)) -> Outcome {
+    killed_with(chip, code, wait, end, |_| ())
+}
+
+/// The same for a guest that `prepare` had first.
+fn killed_with(
+    chip: Chip,
+    code: &[u8],
+    wait: Duration,
+    end: fn(libc::pid_t),
+    prepare: fn(&Guest),
+) -> Outcome {
     let mut ends = [0; 2];
     // SAFETY: room for both.
     unsafe { libc::pipe(ends.as_mut_ptr()) };
@@ -302,6 +396,7 @@ fn killed(chip: Chip, code: &[u8], wait: Duration, end: fn(libc::pid_t)) -> Outc
     let child = unsafe { libc::fork() };
     if child == 0 {
         if let Ok(guest) = Guest::new(chip, code) {
+            prepare(&guest);
             // SAFETY: one byte to the parent: about to run.
             unsafe { libc::write(ends[1], c"!".as_ptr().cast(), 1) };
             let _ = guest.vcpu().run();

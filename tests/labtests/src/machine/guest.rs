@@ -88,6 +88,21 @@ impl Guest {
         Ok(guest)
     }
 
+    /// One vCPU in 64-bit mode that will run `code`, in a VM that has what it needs but memory and vCPUs.
+    pub fn on(vm: Vm, code: &[u8]) -> Outcome<Self> {
+        let (system, memory) = (System::open()?, Memory::new(MEMORY_BYTES)?);
+        vm.set_slot(0, 0, 0, memory.bytes(), memory.hva()).granted("memory slot")?;
+        memory.write_bytes(PROGRAM, code);
+        tables::write(&memory);
+        let mut cpuid = system.supported_cpuid()?;
+        personalise(&mut cpuid, 0);
+        let vcpu = vm.create_vcpu(0)?;
+        vcpu.set_cpuid(&cpuid)?;
+        let guest = Self { vcpus: vec![vcpu], vm, memory, system };
+        guest.place(0, Mode::Long)?;
+        Ok(guest)
+    }
+
     /// Puts a vCPU at the first byte of the program.
     pub fn place(&self, index: usize, mode: Mode) -> Outcome {
         let vcpu = &self.vcpus[index];

@@ -38,6 +38,9 @@ static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 /// Turns interrupts on or off for this thread: one that has them off holds up who waits for its CPU, as
 /// [`gnt_sync_end`] does.
 pub(crate) fn set_irqs(on: bool) -> bool {
+    if on {
+        super::test::irqs_came_on();
+    }
     let were_on = IRQS_ON.replace(on);
     if were_on != on {
         let world = World::current();
@@ -234,6 +237,7 @@ pub(crate) unsafe fn gnt_mutex_wake(_: &AtomicU32) {
 }
 pub(crate) unsafe fn gnt_spin_lock_irqsave(word: &AtomicU32) -> usize {
     let irqs_were_on = set_irqs(false);
+    super::test::step();
     while word.compare_exchange_weak(0, 1, Ordering::Acquire, Ordering::Relaxed).is_err() {
         std::thread::yield_now();
     }
@@ -428,7 +432,10 @@ pub(crate) fn gnt_current_tid() -> u32 {
     thread_local!(static TID: u32 = NEXT_ID.fetch_add(1, Ordering::Relaxed) as u32);
     TID.with(|t| *t)
 }
-pub(crate) fn gnt_sigmask_set(_: u64) {}
+pub(crate) fn gnt_sigmask_set(mask: u64) {
+    let never = crate::task::SignalSet::UNBLOCKABLE;
+    assert!(mask & never == 0, "a mask that no task may have: {mask:#x}");
+}
 pub(crate) fn gnt_sigmask_restore() {}
 pub(crate) fn gnt_guest_enter() {
     assert!(!IRQS_ON.get(), "the guest is entered with interrupts off");
@@ -601,6 +608,7 @@ pub(crate) unsafe fn gnt_eventfd_put(e: *mut EventFdRaw) {
     drop(unsafe { Arc::from_raw(e.cast_const()) });
 }
 pub(crate) unsafe fn gnt_eventfd_signal(e: *mut EventFdRaw, count: u64) {
+    super::test::step();
     // SAFETY: the reference is held.
     signal(unsafe { &*e }, count);
 }

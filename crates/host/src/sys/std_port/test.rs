@@ -20,6 +20,30 @@ pub fn adopt(world: &World) {
     World::enter(world);
 }
 
+std::thread_local! {
+    /// Steps since this thread's interrupts went off, and the most that there ever were.
+    static STEPS: core::cell::Cell<(u64, u64)> = const { core::cell::Cell::new((0, 0)) };
+}
+
+/// One step of [`crate::steps`], a lock or a signal; it counts while interrupts are off.
+pub(crate) fn step() {
+    if !crate::irq::enabled() {
+        let (now, most) = STEPS.get();
+        STEPS.set((now + 1, most.max(now + 1)));
+    }
+}
+
+pub(crate) fn irqs_came_on() {
+    STEPS.set((0, STEPS.get().1));
+}
+
+/// What `act` does, and the most steps that it took in one go with interrupts off.
+pub fn longest_irqs_off<R>(act: impl FnOnce() -> R) -> (R, u64) {
+    STEPS.set((0, 0));
+    let result = act();
+    (result, STEPS.get().1)
+}
+
 /// User memory that faults until this is dropped.
 #[must_use]
 pub struct Hole(World, (u64, u64), bool);

@@ -271,7 +271,10 @@ fn icr_writes_become_messages() {
     assert_eq!(lapic.write(ICR, 0x8500), LapicEffect::None, "INIT level de-assert");
     assert_eq!(lapic.write(ICR, 0x4350), LapicEffect::None, "reserved delivery mode");
     let _ = lapic.write(ICR2, 0xff00_0000);
-    assert_eq!(sent(lapic.write(ICR, 0x4050)).dest, BROADCAST);
+    let to_all = sent(lapic.write(ICR, 0x4050));
+    assert_eq!(to_all.dest, 0xff);
+    assert!(lapic.matches(&to_all) && xapic(7).matches(&to_all));
+    assert!(!x2apic(7).matches(&to_all) && x2apic(0xff).matches(&to_all));
     assert_eq!(read(&lapic, ICR), 0x4050, "delivery status reads as idle");
 }
 

@@ -138,7 +138,7 @@ fn x2apic_registers_fault_where_there_is_none() {
 fn init_keeps_the_id_and_the_mode() {
     let lapic = x2apic(0x21);
     let _ = pend(&lapic, 0x50);
-    lapic.init();
+    lapic.init(false);
     assert_eq!(lapic.mode(), LapicMode::X2Apic);
     assert_eq!(lapic.read_x2(0x802, || 0), Ok(0x21));
     assert_eq!(lapic.read_x2(0x80d, || 0), Ok(0x2_0002));

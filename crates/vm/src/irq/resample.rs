@@ -1,0 +1,235 @@
+//! Irqfds with a resample eventfd, by GSI: whom the guest's end of an interrupt is told.
+//!
+//! A VMM may connect thousands of them to one GSI. So the interrupt lock guards only where they are
+//! found, by a search; the lists themselves are shared, never changed, and walked without the lock. A
+//! change makes new ones, under the lock of [`IrqFds`](super::IrqFds), and puts them in place of the old.
+
+use core::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use alloc::vec::Vec;
+use host::{Arc, NoMemory, event::EventFd, steps, task};
+
+/// Most irqfds with a resample eventfd in a VM.
+pub const MAX_RESAMPLERS: usize = 4096;
+/// So many are told at once, where an interrupt ends. More than that are told outside of the run loop,
+/// with interrupts on.
+pub(super) const AT_ONCE: usize = 8;
+/// Members in one piece of a list.
+const PIECE: usize = 64;
+
+/// One of them: whom the end is told, unless it has been taken away.
+pub(super) struct Resampler {
+    event: EventFd,
+    gone: AtomicBool,
+}
+
+impl Resampler {
+    pub(super) const fn new(event: EventFd) -> Self {
+        Self { event, gone: AtomicBool::new(false) }
+    }
+
+    /// Says no more, wherever it may still be listed.
+    pub(super) fn silence(&self) {
+        self.gone.store(true, Relaxed);
+    }
+
+    pub(super) fn signal(&self) {
+        if !self.gone.load(Relaxed) {
+            self.event.signal(1);
+        }
+    }
+}
+
+type Piece = Arc<Vec<Arc<Resampler>>>;
+
+/// All of one GSI, in pieces: a change copies one piece and the list of pieces.
+#[derive(Default)]
+pub(super) struct Members {
+    pieces: Vec<Piece>,
+    count: usize,
+}
+
+impl Members {
+    /// Signals them all. With more than [`AT_ONCE`], process context with interrupts on.
+    pub(super) fn signal(&self) {
+        for piece in &self.pieces {
+            piece.iter().for_each(|resampler| resampler.signal());
+            if self.count > AT_ONCE {
+                task::cond_resched();
+            }
+        }
+    }
+
+    /// Planted by a test: found by a walk from the beginning.
+    #[cfg(test)]
+    pub(super) fn nth_of_all(&self, n: usize) -> Option<Arc<Resampler>> {
+        host::steps::each(self.pieces.iter().flat_map(|piece| piece.iter())).nth(n).cloned()
+    }
+
+    /// Planted by a test: all at once, wherever it is called.
+    #[cfg(test)]
+    pub(super) fn signal_here(&self) {
+        self.pieces.iter().flat_map(|piece| piece.iter()).for_each(|r| r.signal());
+    }
+
+    fn pieces(&self, more: usize) -> Result<Vec<Piece>, NoMemory> {
+        let mut pieces = Vec::new();
+        pieces.try_reserve_exact(self.pieces.len() + more).map_err(|_| NoMemory)?;
+        pieces.extend(self.pieces.iter().cloned());
+        Ok(pieces)
+    }
+
+    fn with(&self, event: &Arc<Resampler>) -> Result<Self, NoMemory> {
+        let mut pieces = self.pieces(1)?;
+        let room = pieces.iter().position(|piece| piece.len() < PIECE);
+        let mut piece = Vec::new();
+        piece.try_reserve_exact(PIECE).map_err(|_| NoMemory)?;
+        if let Some(old) = room.and_then(|at| pieces.get(at)) {
+            piece.extend(old.iter().cloned());
+        }
+        piece.push(event.clone());
+        let piece = Arc::new(piece)?;
+        match room.and_then(|at| pieces.get_mut(at)) {
+            Some(old) => *old = piece,
+            None => pieces.push(piece),
+        }
+        Ok(Self { pieces, count: self.count + 1 })
+    }
+
+    /// `None`: the last one has gone.
+    fn without(&self, event: &Arc<Resampler>) -> Result<Option<Self>, NoMemory> {
+        let is_it = |other: &Arc<Resampler>| Arc::ptr_eq(other, event);
+        let mut pieces = self.pieces(0)?;
+        let Some(at) = pieces.iter().position(|piece| piece.iter().any(is_it)) else {
+            return Ok(Some(Self { pieces, count: self.count }));
+        };
+        let mut rest = Vec::new();
+        if let Some(old) = pieces.get(at) {
+            rest.try_reserve_exact(old.len()).map_err(|_| NoMemory)?;
+            rest.extend(old.iter().filter(|other| !is_it(other)).cloned());
+        }
+        if rest.is_empty() {
+            pieces.swap_remove(at);
+        } else {
+            let rest = Arc::new(rest)?;
+            if let Some(old) = pieces.get_mut(at) {
+                *old = rest;
+            }
+        }
+        let count = self.count - 1;
+        Ok((count != 0).then_some(Self { pieces, count }))
+    }
+}
+
+#[derive(Clone)]
+struct Group {
+    gsi: u32,
+    members: Arc<Members>,
+}
+
+/// Where they are found. Under the interrupt lock there is nothing to be done with one but to search
+/// it, by a logarithm of steps, and to put another in its place.
+#[derive(Default)]
+pub(super) struct Resamplers {
+    /// Sorted by GSI.
+    groups: Vec<Group>,
+    count: usize,
+}
+
+impl Resamplers {
+    /// Whether there is none at all.
+    #[inline]
+    pub(super) fn is_empty(&self) -> bool {
+        self.groups.is_empty()
+    }
+
+    /// How many there are.
+    pub(super) fn count(&self) -> usize {
+        self.count
+    }
+
+    fn find(&self, gsi: u32) -> Result<usize, usize> {
+        steps::search(&self.groups, &gsi, |group| group.gsi)
+    }
+
+    /// Those of a GSI.
+    #[inline]
+    pub(super) fn of(&self, gsi: u32) -> Option<&Arc<Members>> {
+        if self.is_empty() {
+            return None;
+        }
+        self.groups.get(self.find(gsi).ok()?).map(|group| &group.members)
+    }
+
+    fn copy(&self, more: usize) -> Result<Vec<Group>, NoMemory> {
+        let mut groups = Vec::new();
+        groups.try_reserve_exact(self.groups.len() + more).map_err(|_| NoMemory)?;
+        groups.extend(self.groups.iter().cloned());
+        Ok(groups)
+    }
+
+    /// The same and one more. Process context, without the interrupt lock.
+    pub(super) fn with(&self, gsi: u32, event: &Arc<Resampler>) -> Result<Self, NoMemory> {
+        let mut groups = self.copy(1)?;
+        match self.find(gsi) {
+            Ok(at) => {
+                if let Some(group) = groups.get_mut(at) {
+                    group.members = Arc::new(group.members.with(event)?)?;
+                }
+            }
+            Err(at) => {
+                let members = Arc::new(Members::default().with(event)?)?;
+                groups.insert(at, Group { gsi, members });
+            }
+        }
+        Ok(Self { groups, count: self.count + 1 })
+    }
+
+    /// The same and one less. As above.
+    pub(super) fn without(&self, gsi: u32, event: &Arc<Resampler>) -> Result<Self, NoMemory> {
+        let mut groups = self.copy(0)?;
+        if let Ok(at) = self.find(gsi)
+            && let Some(group) = groups.get_mut(at)
+        {
+            match group.members.without(event)? {
+                Some(members) => group.members = Arc::new(members)?,
+                None => {
+                    groups.remove(at);
+                }
+            }
+        }
+        let count = groups.iter().map(|group| group.members.count).sum();
+        Ok(Self { groups, count })
+    }
+}
+
+/// Those who are told at once, after the interrupt lock has been released: a listener may come back.
+#[derive(Default)]
+#[must_use]
+pub(super) struct AtOnce {
+    lists: [Option<Arc<Members>>; 2],
+    count: usize,
+}
+
+impl AtOnce {
+    /// Takes these, if they are few enough.
+    pub(super) fn take(&mut self, members: &Arc<Members>) -> bool {
+        let few = self.count + members.count <= AT_ONCE;
+        match self.lists.iter_mut().find(|list| list.is_none()) {
+            Some(list) if few => {
+                *list = Some(members.clone());
+                self.count += members.count;
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Tells them.
+    #[inline]
+    pub(super) fn signal(self) {
+        if self.count != 0 {
+            self.lists.iter().flatten().for_each(|members| members.signal());
+        }
+    }
+}
