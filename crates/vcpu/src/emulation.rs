@@ -611,12 +611,12 @@ impl<B: Backend> Machine for Vcpu<B> {
     }
 
     fn mm(&mut self, n: u8) -> Result<u64, Stop> {
-        self.with_mmx(|registers| registers.get(usize::from(n)).copied().unwrap_or(0))
+        self.with_mmx(|registers| registers.get(usize::from(n & 7)).copied().unwrap_or(0))
     }
 
     fn set_mm(&mut self, n: u8, value: u64) -> Result<(), Stop> {
         self.with_mmx(|registers| {
-            if let Some(register) = registers.get_mut(usize::from(n)) {
+            if let Some(register) = registers.get_mut(usize::from(n & 7)) {
                 *register = value;
             }
         })

@@ -74,9 +74,10 @@ impl<B: Backend> Vcpu<B> {
             return self.emulate_here(cause);
         }
         // Where the CPU does not tell, the instruction is emulated, which may sleep.
-        let next = match io.next_rip {
-            0 => return self.emulate_here(cause),
-            next => next,
+        let told = (io.next_rip != 0).then_some(io.next_rip).or_else(|| self.b.next_rip());
+        let next = match told {
+            Some(next) => next,
+            None => return self.emulate_here(cause),
         };
         if self.vm.irq().has_port(io.port) && self.kernel_io(io) {
             self.retire(next);

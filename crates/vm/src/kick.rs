@@ -74,11 +74,11 @@ impl<W: Word> KickState<W> {
     }
 
     /// The owner is about to enter the guest on `cpu`; interrupts are off. What was made pending
-    /// before a kick that sent no IPI is visible after this.
+    /// before a kick that sent no IPI is visible after this. False: it was inside already.
     #[inline]
-    pub fn enter(&self, cpu: u32) {
+    pub fn enter(&self, cpu: u32) -> bool {
         self.cpu.store(cpu, Relaxed);
-        self.mode.swap(IN_GUEST, AcqRel);
+        self.mode.swap(IN_GUEST, AcqRel) & IN_GUEST == 0
     }
 
     /// The owner has left the guest; interrupts are still off.
@@ -133,13 +133,13 @@ mod tests {
     fn a_vcpu_in_the_guest_is_interrupted_by_the_first_kick_alone() {
         let state = KickState::<AtomicU32>::new(0);
         assert_eq!((state.running_on(), state.kick()), (None, None));
-        state.enter(3);
+        assert!(state.enter(3) && !state.enter(3), "once at a time");
         assert_eq!(state.running_on(), Some(3));
         assert_eq!((state.kick(), state.kick()), (Some(3), None));
         assert_eq!(state.running_on(), Some(3), "until it has left");
         state.leave();
         assert_eq!(state.running_on(), None);
-        state.enter(4);
+        assert!(state.enter(4));
         assert_eq!(state.kick(), Some(4), "an old kick is forgotten");
     }
 

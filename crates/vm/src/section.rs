@@ -51,7 +51,8 @@ impl VcpuShared {
     #[inline]
     pub fn enter_mode(&self, off: irq::Off) -> Entered {
         let cpu = smp::cpu_id();
-        self.state().enter(cpu as u32);
+        // A section within another would end it too soon.
+        assert!(self.state().enter(cpu as u32), "a section is entered twice");
         Entered {
             off,
             cpu,
@@ -93,9 +94,9 @@ unsafe impl FlushRemote for Vm {
 
     fn log_pages(&self, on: bool) {
         if on {
-            if self.page_log_users().fetch_add(1, AcqRel) == 0 {
-                self.vcpus().request_all_and_wait(Request::PageLog);
-            }
+            // Whoever is the second waits as well: the first may not have asked yet.
+            self.page_log_users().fetch_add(1, AcqRel);
+            self.vcpus().request_all_and_wait(Request::PageLog);
         } else if self.page_log_users().fetch_sub(1, AcqRel) == 1 {
             self.vcpus().request_all(Request::PageLog);
         }

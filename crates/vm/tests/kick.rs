@@ -81,7 +81,7 @@ impl<const RMW: bool> Model<RMW> {
     fn run(&self) -> u32 {
         let mut seen = 0;
         loop {
-            self.state.enter(CPU);
+            assert!(self.state.enter(CPU));
             let events = self.events.load(Acquire) & !seen;
             let looked = self.state.take_requests() | events;
             seen |= looked;
@@ -137,7 +137,7 @@ fn who_waits_for_the_named_cpu_has_waited_for_the_guest() {
         let model = Model::<true>::new();
         let vcpu = model.clone();
         let vcpu = thread::spawn(move || {
-            vcpu.state.enter(CPU);
+            assert!(vcpu.state.enter(CPU));
             // The guest runs now, unless the request was seen.
             !vcpu.state.has_requests()
         });

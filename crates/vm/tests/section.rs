@@ -58,7 +58,7 @@ impl Model {
         self.irqs_off.store(1, SeqCst);
         let early = (HOW == LOOKED_BEFORE).then(|| self.entry.load(Acquire));
         if HOW != INTERRUPTS_OFF {
-            self.state.enter(CPU);
+            assert!(self.state.enter(CPU));
         }
         if early.unwrap_or_else(|| self.entry.load(Acquire)) != 0 {
             assert_eq!(self.freed.load(Acquire), 0, "a table is followed that was freed");

@@ -249,7 +249,10 @@ impl Frames {
 
     /// Calls `each(chunk, first, behind)` for every chunk with frames of `first..end`.
     pub(super) fn for_chunks(&self, first: Gfn, end: Gfn, mut each: impl FnMut(&Chunk, u64, u64)) {
-        for span in &self.spans {
+        // Sorted and disjoint: one frame is not looked for in every slot.
+        let begin = self.spans.partition_point(|span| span.end <= first.0);
+        let spans = self.spans.iter().skip(begin);
+        for span in spans.take_while(|span| span.base < end.0) {
             let (from, to) = (first.0.max(span.base), end.0.min(span.end));
             let mut at = from;
             while at < to {

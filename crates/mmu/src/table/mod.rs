@@ -72,8 +72,13 @@ unsafe impl<F: FlushRemote + ?Sized> FlushRemote for &F {
     }
 }
 
-/// Generations of two trees never meet: each tree begins at a multiple of 2^40.
-static NEXT_TREE: AtomicU64 = AtomicU64::new(1);
+/// One count for all trees, so that no generation is ever met twice: not in another tree, and not after any
+/// number of trees. 0 is none's.
+static GENERATIONS: AtomicU64 = AtomicU64::new(0);
+
+fn next_generation() -> u64 {
+    GENERATIONS.fetch_add(1, Ordering::SeqCst).wrapping_add(1)
+}
 
 /// What an entry holds.
 #[derive(Clone, Copy, Debug)]
@@ -257,11 +262,8 @@ pub struct Tree<S> {
 impl<S> Tree<S> {
     /// An empty tree.
     pub fn new(format: Format, state: S) -> Result<Self, NoMemory> {
-        let trunk = Trunk {
-            generation: AtomicU64::new(NEXT_TREE.fetch_add(1, Ordering::Relaxed) << 40),
-            root: Page::zeroed()?,
-            format,
-        };
+        let trunk =
+            Trunk { generation: AtomicU64::new(next_generation()), root: Page::zeroed()?, format };
         let stats = Arc::new(VmStats::new())?;
         stats.of(VmCount::PageTablesAllocated).add(1);
         Ok(Self { trunk, lock: RwSpinLock::new(state), stats })
@@ -410,7 +412,8 @@ impl<S> WriteTree<'_, S> {
     pub fn finish(&mut self, flush: &(impl FlushRemote + ?Sized), first: Gfn, end: Gfn) {
         // After the entries changed and before the flush: who reads the old generation with
         // interrupts off is waited for by the flush.
-        self.tree.trunk.generation.fetch_add(1, Ordering::SeqCst);
+        // The lock is held for writing: nobody else stores.
+        self.tree.trunk.generation.store(next_generation(), Ordering::SeqCst);
         flush.flush_remote();
         if self.unlinked {
             self.unlinked = false;

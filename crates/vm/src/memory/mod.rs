@@ -67,9 +67,6 @@ impl From<host::error::Fault> for MemoryError {
 /// Frames that are zapped with the lock held once, before others get their turn.
 const ZAP_STRETCH: u64 = 1 << 18;
 
-/// Large leaves that are split with the lock held once.
-const SPLIT_STRETCH: usize = 32;
-
 /// The memory of a VM.
 pub struct VmMemory {
     slots: Srcu<MemSlots>,
@@ -237,12 +234,12 @@ impl VmMemory {
     /// Makes large pages of the slot small, so that the guest need not fault for it page by page. Where
     /// memory is short, it does.
     fn split_slot(&self, slot: &MemSlot) {
-        let (mut cache, mut at) = (TableCache::new(), slot.base);
-        loop {
-            let rest = self.tdp.mapper().split_large(at, slot.end(), &mut cache);
-            let Some(next) = rest else { return };
-            at = next;
-            if cache.top_up(SPLIT_STRETCH).is_err() {
+        let (mut cache, mut at, end) = (TableCache::new(), slot.base.0, slot.end().0);
+        while at < end {
+            let stop = (at | (ZAP_STRETCH - 1)).saturating_add(1).min(end);
+            let rest = self.tdp.mapper().split_large(Gfn(at), Gfn(stop), &mut cache);
+            at = rest.map_or(stop, |next| next.0);
+            if rest.is_some() && cache.top_up(TableCache::MOST).is_err() {
                 return;
             }
             task::cond_resched();

@@ -2,8 +2,7 @@
 //!
 //! Each function here does what the [`mmu::ShadowGuard`] function of the same name does, however long
 //! that takes: it allocates pages, finds frames, waits for the lock. All may sleep. `vcpu` is the one whose
-//! thread calls: what is looked at without the tree's lock is looked at in a section of its own, begun
-//! before the shadow lock is waited for and ended after it is free.
+//! thread calls: what is looked at without the tree's lock is looked at in a section of its own.
 
 use core::sync::atomic::Ordering;
 
@@ -13,7 +12,7 @@ use mmu::shadow::LEAST_PAGES;
 use mmu::tdp::{FlushRemote, Zapper, pages_per};
 use mmu::{
     Format, FrameWanted, MemSlot, MemSlots, PagingContext, RegionLimits, Root, RootOutcome,
-    ShadowFault, ShadowMmu, ShadowRoots, TableCache,
+    ShadowFault, ShadowGuard, ShadowMmu, ShadowRoots, TableCache, View,
 };
 use x86::{Exception, Gfn, Gpa};
 
@@ -84,9 +83,8 @@ impl VmMemory {
     ) -> Result<Root, NoMemory> {
         let shadow = self.shadow.as_ref().ok_or(NoMemory)?;
         loop {
-            let outcome = by.vcpu.in_section(|s| {
-                let view = self.view(s);
-                shadow.lock().switch(&view, roots, context, pdptes, smm, flushes)
+            let outcome = self.on_shadow(by.vcpu, shadow, |view, guard| {
+                guard.switch(view, roots, context, pdptes, smm, flushes)
             });
             match outcome {
                 RootOutcome::Ready(root) => return Ok(root),
@@ -98,7 +96,7 @@ impl VmMemory {
     /// [`mmu::ShadowGuard::flush`].
     pub fn shadow_flush(&self, vcpu: &VcpuShared, roots: &mut ShadowRoots) {
         if let Some(shadow) = &self.shadow {
-            vcpu.in_section(|s| shadow.lock().flush(&self.view(s), roots));
+            self.on_shadow(vcpu, shadow, |view, guard| guard.flush(view, roots));
         }
     }
 
@@ -112,7 +110,7 @@ impl VmMemory {
     /// [`mmu::ShadowGuard::invlpg`].
     pub fn shadow_invlpg(&self, vcpu: &VcpuShared, roots: &mut ShadowRoots, va: u64) {
         if let Some(shadow) = &self.shadow {
-            vcpu.in_section(|s| shadow.lock().invlpg(&self.view(s), roots, va));
+            self.on_shadow(vcpu, shadow, |view, guard| guard.invlpg(view, roots, va));
         }
     }
 
@@ -129,9 +127,8 @@ impl VmMemory {
     ) -> ShadowOutcome {
         let Some(shadow) = &self.shadow else { return ShadowOutcome::Retry };
         for _ in 0..ROUNDS {
-            let outcome = by.vcpu.in_section(|s| {
-                let view = self.view(s);
-                shadow.lock().fault(&view, roots, context, va, code)
+            let outcome = self.on_shadow(by.vcpu, shadow, |view, guard| {
+                guard.fault(view, roots, context, va, code)
             });
             match outcome {
                 ShadowFault::Fixed => return ShadowOutcome::Fixed,
@@ -150,6 +147,26 @@ impl VmMemory {
             }
         }
         ShadowOutcome::Retry
+    }
+
+    /// Does `work` on the shadow pages in a section of the vCPU's. The lock is waited for outside of it, with
+    /// interrupts on: who holds it may have much to do.
+    fn on_shadow<T>(
+        &self,
+        vcpu: &VcpuShared,
+        shadow: &ShadowMmu,
+        mut work: impl FnMut(&View<'_>, &mut ShadowGuard<'_>) -> T,
+    ) -> T {
+        loop {
+            let done = vcpu.in_section(|s| {
+                let mut guard = shadow.try_lock()?;
+                Some(work(&self.view(s), &mut guard))
+            });
+            match done {
+                Some(done) => return done,
+                None => drop(shadow.lock()),
+            }
+        }
     }
 
     /// Brings a frame into the tree. `None`: it is there.
@@ -181,7 +198,10 @@ impl VmMemory {
 
     fn prepare_frame(&self, slots: &MemSlots, gpa: Gpa, is_table: bool) -> Option<ShadowOutcome> {
         let (shadow, gfn) = (self.shadow.as_ref()?, gpa.gfn());
-        let Some(slot) = slots.find(gfn) else { return Some(ShadowOutcome::Retry) };
+        // One that leaves was met in the table after: nothing is prepared for it any more.
+        let Some(slot) = slots.find(gfn).filter(|slot| !slot.leaving) else {
+            return Some(ShadowOutcome::Retry);
+        };
         if shadow.prepare(gfn, slot.base, slot.end()).is_err() {
             return Some(ShadowOutcome::Error(MemoryError::NoMemory));
         }
@@ -197,7 +217,7 @@ impl VmMemory {
             && shadow.settle_begin()
         {
             by.flush.flush_remote();
-            by.vcpu.in_section(|s| shadow.lock().settle_end(&self.view(s)));
+            self.on_shadow(by.vcpu, shadow, |view, guard| guard.settle_end(view));
         }
     }
 
