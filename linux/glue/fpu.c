@@ -46,8 +46,14 @@ void gnt_fpu_free(struct fpu_guest *f)
 	fpu_free_guest_fpstate(f);
 }
 
-void gnt_fpu_swap(struct fpu_guest *f, int enter)
+/* *owner is the task whose state it is, if any. Nothing happens twice, nor by another task. */
+void gnt_fpu_swap(struct fpu_guest *f, int enter, u64 *owner)
 {
+	u64 me = (unsigned long)current;
+
+	if (*owner != (enter ? 0 : me))
+		return;
+	*owner = enter ? me : 0;
 	fpu_swap_kvm_fpstate(f, enter);
 }
 

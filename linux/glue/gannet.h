@@ -213,7 +213,7 @@ void gnt_smp_exit(void);
 /* fpu.c */
 int gnt_fpu_alloc(struct fpu_guest *f);
 void gnt_fpu_free(struct fpu_guest *f);
-void gnt_fpu_swap(struct fpu_guest *f, int enter);
+void gnt_fpu_swap(struct fpu_guest *f, int enter, u64 *owner);
 void gnt_fpu_ensure(void);
 void gnt_fpu_to_uabi(struct fpu_guest *f, void *out, size_t len, u64 xfeatures, u32 pkru);
 int gnt_fpu_from_uabi(struct fpu_guest *f, const void *from, u64 xcr0, u32 *pkru);

@@ -164,7 +164,6 @@ impl VmxCpu for Model {
             let legal = legal::wrmsr(x86::msr::SPEC_CTRL, value, &self.limits);
             demand(format_args!("SPEC_CTRL of {value:#x}"), legal);
         }
-        self.vmx.launched.borrow_mut().insert(at);
         let mut step = self.vmx.script.pop_front().expect("the script has ended");
         let mut vmcs = self.vmx.stored.borrow().get(&at).cloned().unwrap_or_default();
         self.vmx.spec_ctrl_at_entry = switch.guest_spec_ctrl;
@@ -175,8 +174,12 @@ impl VmxCpu for Model {
             switch.guest_spec_ctrl = value;
         }
         self.tsc += self.vmx.run_ticks;
-        let injected = vmcs.get(field::ENTRY_INTERRUPTION);
-        vmcs.set(field::ENTRY_INTERRUPTION, injected & !event::VALID);
+        if vmcs.get(field::EXIT_REASON) & (1 << 31) == 0 {
+            // An entry that fails late launches nothing, and what was to be injected stands (SDM vol. 3C §27.8).
+            self.vmx.launched.borrow_mut().insert(at);
+            let injected = vmcs.get(field::ENTRY_INTERRUPTION);
+            vmcs.set(field::ENTRY_INTERRUPTION, injected & !event::VALID);
+        }
         let in_delivery = vmcs.get(field::IDT_VECTORING) & event::VALID != 0;
         self.vmx.stored.borrow_mut().insert(at, vmcs);
         self.entry_ended(in_delivery);

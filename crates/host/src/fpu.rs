@@ -4,7 +4,7 @@
 use core::cell::UnsafeCell;
 
 use crate::error::NoMemory;
-use crate::{sys, task};
+use crate::sys;
 
 /// Bytes of an image in user space's layout at least.
 const LEAST_IMAGE: usize = 4096;
@@ -18,8 +18,8 @@ pub struct BadState;
 #[derive(Debug)]
 pub struct GuestFpu {
     raw: UnsafeCell<sys::FpuRaw>,
-    /// The thread whose state it is now.
-    loaded_by: Option<u32>,
+    /// The task whose state it is now; 0: none's.
+    owner: u64,
 }
 
 // SAFETY: the container belongs to one vCPU and is used under its mutex; see the methods.
@@ -31,7 +31,7 @@ impl GuestFpu {
         let mut raw = sys::FpuRaw::new();
         // SAFETY: raw is the container's storage, which may move (the kernel links nothing to it).
         match unsafe { sys::gnt_fpu_alloc(&raw mut raw) } {
-            0 => Ok(Self { raw: UnsafeCell::new(raw), loaded_by: None }),
+            0 => Ok(Self { raw: UnsafeCell::new(raw), owner: 0 }),
             _ => Err(NoMemory),
         }
     }
@@ -40,20 +40,14 @@ impl GuestFpu {
     /// pairs with [`GuestFpu::put`]. The task may be preempted in between. Nothing happens if it is some
     /// task's already.
     pub fn load(&mut self) {
-        if self.loaded_by.is_none() {
-            self.loaded_by = Some(task::current_tid());
-            // SAFETY: allocated, and not loaded.
-            unsafe { sys::gnt_fpu_swap(self.raw.get(), 1) }
-        }
+        // SAFETY: allocated; the owner is looked at and noted there.
+        unsafe { sys::gnt_fpu_swap(self.raw.get(), 1, &mut self.owner) }
     }
 
     /// Gives the task its own state back. Nothing happens if this is not loaded, or by another task.
     pub fn put(&mut self) {
-        if self.loaded_by == Some(task::current_tid()) {
-            self.loaded_by = None;
-            // SAFETY: allocated, and loaded by this task.
-            unsafe { sys::gnt_fpu_swap(self.raw.get(), 0) }
-        }
+        // SAFETY: as in load().
+        unsafe { sys::gnt_fpu_swap(self.raw.get(), 0, &mut self.owner) }
     }
 
     /// Copies the state to `out` in the layout of `KVM_GET_XSAVE` (non-compacted), restricted to
@@ -92,8 +86,9 @@ impl GuestFpu {
     /// Resets the state to that of power-on. Loaded, it stays loaded.
     pub fn reset(&mut self) -> Result<(), NoMemory> {
         let new = Self::alloc()?;
-        let loaded = self.loaded_by == Some(task::current_tid());
+        let before = self.owner;
         self.put();
+        let loaded = self.owner != before;
         *self = new;
         if loaded {
             self.load();
@@ -121,7 +116,7 @@ impl Drop for GuestFpu {
     fn drop(&mut self) {
         self.put();
         // Another task's state is never freed under it; there is no way to that but a lost put().
-        if self.loaded_by.is_none() {
+        if self.owner == 0 {
             // SAFETY: allocated by alloc(), freed once, and no task's state.
             unsafe { sys::gnt_fpu_free(self.raw.get()) }
         }
@@ -175,12 +170,12 @@ mod tests {
         let mut fpu = GuestFpu::alloc().unwrap();
         fpu.load();
         fpu.load();
-        assert_eq!(fpu.loaded_by, Some(task::current_tid()));
+        assert_ne!(fpu.owner, 0);
         fpu.reset().unwrap();
-        assert_eq!(fpu.loaded_by, Some(task::current_tid()));
+        assert_ne!(fpu.owner, 0);
         fpu.put();
         fpu.put();
-        assert_eq!(fpu.loaded_by, None);
+        assert_eq!(fpu.owner, 0);
         fpu.load();
         drop(fpu);
         // Too small an image is left alone.

@@ -42,6 +42,11 @@ impl<B: Backend> Vcpu<B> {
             _ => {
                 // CLTS and LMSW go to the emulator.
                 let Some(insn) = self.system_move_here(s, size) else { return Next::Leave };
+                // What lies there now may be another instruction than the one that made the exit: the
+                // emulator sees to that, and to what the program may do.
+                if insn.debug || insn.write != access.write || self.b.cpl() != 0 {
+                    return Next::Leave;
+                }
                 let next = wrap(size, self.b.rip().wrapping_add(u64::from(insn.length)));
                 (insn.register, insn.gpr, next)
             }

@@ -241,6 +241,8 @@ impl<B: Backend> Vcpu<B> {
         }
         self.after_exit.set_offered(None);
         self.b.offer_interrupt(None);
+        // Nothing waits for the guest's priority to fall.
+        self.b.watch_priority(false, None);
         self.recheck = false;
     }
 

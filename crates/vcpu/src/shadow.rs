@@ -305,7 +305,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Raises a fault that the delivery of an event may have met. An interrupt or NMI goes back to
     /// where it waited; an exception makes another one of the two.
-    fn raise_in_delivery(&mut self, exception: Exception) {
+    pub(crate) fn raise_in_delivery(&mut self, exception: Exception) {
         match self.events.again {
             Some(Event::Interrupt(vector)) => {
                 self.events.again = None;

@@ -49,13 +49,19 @@ impl<B: Backend> Vcpu<B> {
             error_code,
             external: event.is_some(),
         };
+        let stepping = self.b.rflags();
         if self.single_step {
             // The VMM's step is none of the old task's flags.
             self.b.set_rflags(self.guest_rflags());
         }
-        match emulate::switch_task(self, &switch) {
+        let switched = emulate::switch_task(self, &switch);
+        if self.single_step && switched.is_err() {
+            self.b.set_rflags(stepping);
+        }
+        match switched {
             Ok(switched) => self.begin_task(&switch, event, switched),
-            Err(Stop::Fault(exception)) => self.raise(exception),
+            // An interrupt or NMI that was to begin the task waits again.
+            Err(Stop::Fault(exception)) => self.raise_in_delivery(exception),
             Err(Stop::Retry) => {}
             Err(_) => {
                 let raw = self.b.exit_raw();

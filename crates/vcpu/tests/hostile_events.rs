@@ -77,3 +77,31 @@ proptest! {
         prop_assert_eq!(v.debug_regs()[4] >> 32, 0);
     }
 }
+
+/// A CPU may take the exit of the NMI window while STI blocks, before anything else, and again.
+#[test]
+fn an_nmi_behind_the_shadow_of_sti_waits_for_the_interrupt_window() {
+    use x86::vmcs::{ExitReason, ProcControls, event, field, interruptibility};
+    let mut v = vmx::vcpu();
+    let mut regs = v.regs();
+    regs.rflags = 1 << 9 | 2;
+    v.set_regs(&regs);
+    let waits = SavedEvents { interrupt_shadow: true, nmi_pending: 1, ..SavedEvents::default() };
+    v.restore_events(&waits, true, true, false);
+    let script = &mut v.backend().cpu().inner().vmx;
+    script.then(|vmcs, gprs| {
+        let controls = ProcControls::from_bits_retain(vmcs.get(field::PROC_CONTROLS));
+        assert!(!controls.contains(ProcControls::NMI_WINDOW), "an exit without end");
+        assert!(controls.contains(ProcControls::INTERRUPT_WINDOW));
+        vmcs.set(field::GUEST_INTERRUPTIBILITY, 0);
+        vmx::exit(ExitReason::InterruptWindow)(vmcs, gprs);
+    });
+    script.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION), event::VALID | event::NMI | 2);
+        let controls = ProcControls::from_bits_retain(vmcs.get(field::PROC_CONTROLS));
+        assert!(!controls.contains(ProcControls::INTERRUPT_WINDOW), "that was it");
+        assert_eq!(vmcs.get(field::GUEST_INTERRUPTIBILITY) & interruptibility::STI, 0);
+        vmx::shutdown(vmcs, gprs);
+    });
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+}

@@ -113,6 +113,8 @@ pub struct Vmx<C: Cpu> {
     /// An instruction was retired in software since the exit: what the VMCS says of the shadow of
     /// STI and MOV SS is over.
     pub(crate) shadow_over: Cell<bool>,
+    /// An NMI waits for what comes behind the shadow of STI, by the interrupt window.
+    pub(crate) nmi_behind_sti: bool,
     /// The VM-instruction error of an entry that failed without an exit.
     pub(crate) refused: u32,
     pub(crate) switch: VmxSwitch,
@@ -186,6 +188,7 @@ impl<C: Cpu> Vmx<C> {
             loaded: Cell::new(false),
             attention: attention::FLUSH | attention::FLUSH_NESTED,
             shadow_over: Cell::new(false),
+            nmi_behind_sti: false,
             refused: 0,
             switch: VmxSwitch::default(),
             launched: Cell::new(false),
@@ -354,13 +357,16 @@ impl<C: Cpu> Vmx<C> {
         if !entered {
             return self.refuse();
         }
-        self.switch.flags |= VmxSwitch::LAUNCHED;
-        if self.attention & attention::INJECT != 0 {
-            self.settle_injection();
-        }
         let raw = self.cpu.vmread(fields::EXIT_REASON.encoding());
         self.fields.learn(fields::EXIT_REASON, raw);
         let reason = raw as u32;
+        // An entry that failed late has launched nothing, and injected nothing (SDM vol. 3C §27.8).
+        if reason & ENTRY_FAILURE == 0 {
+            self.switch.flags |= VmxSwitch::LAUNCHED;
+            if self.attention & attention::INJECT != 0 {
+                self.settle_injection();
+            }
+        }
         if exits::needs_rsp(reason) {
             self.look_after_exit(reason, gprs);
         }

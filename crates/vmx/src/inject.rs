@@ -148,6 +148,12 @@ impl<C: Cpu> Vmx<C> {
         decode(info, self.get(fields::ENTRY_ERROR_CODE))
     }
 
+    /// Whether STI holds interrupts off, which are enabled behind it.
+    pub(crate) fn is_behind_sti(&self) -> bool {
+        !self.shadow_over.get()
+            && self.get(fields::GUEST_INTERRUPTIBILITY) & interruptibility::STI != 0
+    }
+
     /// Whether STI or MOV SS holds interrupts off.
     pub(crate) fn is_shadowed(&self) -> bool {
         !self.shadow_over.get() && self.get(fields::GUEST_INTERRUPTIBILITY) & SHADOW != 0
@@ -236,7 +242,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// Asks for an exit when an interrupt can be taken.
     pub(crate) fn open_window(&mut self, on: bool) {
-        self.change_proc(ProcControls::INTERRUPT_WINDOW, on);
+        self.change_proc(ProcControls::INTERRUPT_WINDOW, on || self.nmi_behind_sti);
     }
 
     /// Asks for an exit when an NMI can be taken.

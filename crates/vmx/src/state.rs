@@ -619,6 +619,10 @@ impl<C: Cpu> Backend for Vmx<C> {
     }
 
     fn set_interrupt_window(&mut self, on: bool) {
+        if self.get(fields::EXIT_REASON) == u32::from(ExitReason::InterruptWindow.0) {
+            // This was it.
+            self.nmi_behind_sti = false;
+        }
         self.set_offer(None);
         self.open_window(on);
     }
@@ -678,7 +682,14 @@ impl<C: Cpu> Backend for Vmx<C> {
     }
 
     fn set_nmi_window(&mut self) -> NmiWindow {
-        self.open_nmi_window(true);
+        // While STI blocks, a CPU may take the exit at once, before any instruction and any interrupt of
+        // the host's, and at the next entry again (SDM vol. 3C §26.2). Interrupts are enabled behind it.
+        self.nmi_behind_sti = !self.is_nmi_masked() && self.is_behind_sti();
+        if self.nmi_behind_sti {
+            self.open_window(true);
+        } else {
+            self.open_nmi_window(true);
+        }
         NmiWindow::Exit
     }
 

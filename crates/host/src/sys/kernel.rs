@@ -136,7 +136,7 @@ unsafe extern "C" {
     // fpu.c
     pub(crate) fn gnt_fpu_alloc(f: *mut FpuRaw) -> i32;
     pub(crate) fn gnt_fpu_free(f: *mut FpuRaw);
-    pub(crate) fn gnt_fpu_swap(f: *mut FpuRaw, enter: i32);
+    pub(crate) fn gnt_fpu_swap(f: *mut FpuRaw, enter: i32, owner: *mut u64);
     pub(crate) safe fn gnt_fpu_ensure();
     pub(crate) fn gnt_fpu_to_uabi(
         f: *mut FpuRaw,

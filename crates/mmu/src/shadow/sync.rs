@@ -23,6 +23,9 @@ pub(super) const CALM: u32 = 400;
 /// Compared entries of tables that wait to be protected, after which it becomes urgent.
 const PRESSING: u32 = 1000;
 
+/// What looking at a page costs beside its entries, in entries.
+const VISIT: u32 = 8;
+
 /// Which entries of a page a flush looks at.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Look {
@@ -59,6 +62,8 @@ impl State {
     fn sync_below(&self, view: &View<'_>, id: PageId, look: Look) {
         let page = self.arena.page(id);
         page.seen.set(self.walk.get());
+        // A page without entries costs the way to it.
+        self.budget.set(self.budget.get().saturating_sub(VISIT));
         if page.standing.get() != Standing::Synced {
             self.compare(view, id, page, look);
         }

@@ -532,8 +532,14 @@ pub(crate) unsafe fn gnt_fpu_free(f: *mut FpuRaw) {
     // SAFETY: as above.
     unsafe { (*f).0 = None };
 }
-pub(crate) unsafe fn gnt_fpu_swap(_: *mut FpuRaw, _: i32) {
+pub(crate) unsafe fn gnt_fpu_swap(_: *mut FpuRaw, enter: i32, owner: *mut u64) {
     might_sleep();
+    let me = IRQS_ON.with(|word| std::ptr::from_ref(word).addr() as u64);
+    // SAFETY: the owner's word is the caller's.
+    let owner = unsafe { &mut *owner };
+    if *owner == if enter == 0 { me } else { 0 } {
+        *owner = if enter == 0 { 0 } else { me };
+    }
 }
 pub(crate) fn gnt_fpu_ensure() {
     assert!(!IRQS_ON.get(), "interrupts are off before the entry");
