@@ -49,11 +49,11 @@ void gnt_fpu_free(struct fpu_guest *f)
 /* *owner is the task whose state it is, if any. Nothing happens twice, nor by another task. */
 void gnt_fpu_swap(struct fpu_guest *f, int enter, u64 *owner)
 {
-	u64 me = (unsigned long)current;
+	u64 from = enter ? 0 : (unsigned long)current;
 
-	if (*owner != (enter ? 0 : me))
+	if (*owner != from)
 		return;
-	*owner = enter ? me : 0;
+	*owner = from ^ (unsigned long)current;
 	fpu_swap_kvm_fpstate(f, enter);
 }
 

@@ -186,8 +186,8 @@ impl GuestCpuid {
 
     /// What the rules of MSRs ask about this guest.
     #[inline]
-    pub fn msr_facts(&self) -> GuestFacts {
-        self.msr
+    pub fn msr_facts(&self) -> &GuestFacts {
+        &self.msr
     }
 
     /// Whether an address is canonical for the guest's linear-address width: 57 bits with LA57,

@@ -5,69 +5,74 @@ use crate::decode::{CodeSize, decode};
 
 /// Length in bytes of the first instruction of `bytes`, 1 to 15; `None` when it does not decode.
 pub fn length(bytes: &[u8], size: CodeSize) -> Option<u8> {
-    match common(bytes, size) {
-        Some(length) => Some(length),
-        None => decode(bytes, size).ok().map(|decoded| decoded.len()),
+    if let Some(first) = bytes.first_chunk::<8>()
+        && let Some(length) = common_length(u64::from_le_bytes(*first), size)
+    {
+        return Some(length);
+    }
+    decode(bytes, size).ok().map(|decoded| decoded.len())
+}
+
+/// [`length`] of the instructions whose exits are hot, with at most one operand-size and one REX prefix;
+/// `None` for all others. `code`: the eight bytes at RIP, which they never fill.
+#[inline(always)]
+pub fn common_length(code: u64, size: CodeSize) -> Option<u8> {
+    match unprefixed(code, 0, false) {
+        None if code as u8 == 0xf3 => pause(code),
+        None => prefixed(code, size),
+        length => length,
     }
 }
 
-/// [`length`] of the instructions whose exits are hot; `None` also for all others. All 16 bytes count:
-/// none of these instructions is longer than 5.
+/// PAUSE.
 #[inline]
-pub fn common_length(bytes: &[u8; 16], size: CodeSize) -> Option<u8> {
-    common(bytes, size)
+fn pause(code: u64) -> Option<u8> {
+    (code as u16 == 0x90f3).then_some(2)
 }
 
-/// The instructions whose exits are hot, with at most one operand-size and one REX prefix.
-#[inline]
-fn common(bytes: &[u8], size: CodeSize) -> Option<u8> {
-    let mut at = 0u8;
-    let mut byte = *bytes.first()?;
-    if byte == 0x66 {
-        at = 1;
-        byte = *bytes.get(1)?;
+fn prefixed(mut code: u64, size: CodeSize) -> Option<u8> {
+    let (mut prefixes, mut rex) = (0, 0);
+    let operand = code as u8 == 0x66;
+    if operand {
+        (prefixes, code) = (1, code >> 8);
     }
-    let mut rex = 0;
-    if size == CodeSize::Bits64 && byte & 0xf0 == 0x40 {
-        rex = byte;
-        at = at.wrapping_add(1);
-        byte = *bytes.get(usize::from(at))?;
+    if size == CodeSize::Bits64 && code & 0xf0 == 0x40 {
+        (prefixes, rex, code) = (prefixes + 1, code as u8, code >> 8);
     }
-    let next = |n: u8| bytes.get(usize::from(at.wrapping_add(n))).copied();
-    let opcode_length = match byte {
+    if prefixes == 0 {
+        return None;
+    }
+    Some(unprefixed(code, rex, operand)? + prefixes)
+}
+
+/// The length from the opcode on. `operand`: there was an operand-size prefix.
+#[inline(always)]
+fn unprefixed(code: u64, rex: u8, operand: bool) -> Option<u8> {
+    let [byte, second, third, ..] = code.to_le_bytes();
+    Some(match byte {
         // Two-byte opcodes.
-        0x0f => match next(1)? {
+        0x0f => match second {
             // CPUID, WRMSR, RDTSC, RDMSR, RDPMC, CLTS, INVD, WBINVD
             0xa2 | 0x30..=0x33 | 0x06 | 0x08 | 0x09 => 2,
             // VMCALL, MONITOR, MWAIT, XGETBV, XSETBV, VMRUN … INVLPGA, RDTSCP: some of these are
             // other instructions under a 66 prefix.
-            0x01 if at == 0 || rex != 0 && at == 1 => match next(2)? {
+            0x01 if !operand => match third {
                 0xc1 | 0xc8 | 0xc9 | 0xd0 | 0xd1 | 0xd8..=0xdf | 0xf9 => 3,
                 _ => return None,
             },
             // MOV from and to CR0, CR2, CR3, CR4, CR8: the mod field is ignored.
-            0x20 | 0x22 => {
-                let register = (next(2)? >> 3) & 7 | (rex & 4) << 1;
-                match register {
-                    0 | 2 | 3 | 4 | 8 => 3,
-                    _ => return None,
-                }
-            }
+            0x20 | 0x22 => match (third >> 3) & 7 | (rex & 4) << 1 {
+                0 | 2 | 3 | 4 | 8 => 3,
+                _ => return None,
+            },
             _ => return None,
         },
-        // HLT
-        0xf4 => 1,
-        // IN and OUT by DX, by immediate.
-        0xec..=0xef => 1,
-        0xe4..=0xe7 => {
-            next(1)?;
-            2
-        }
-        // PAUSE
-        0xf3 if at == 0 && next(1)? == 0x90 => 2,
+        // HLT, and IN and OUT by DX.
+        0xf4 | 0xec..=0xef => 1,
+        // IN and OUT by immediate.
+        0xe4..=0xe7 => 2,
         _ => return None,
-    };
-    at.checked_add(opcode_length)
+    })
 }
 
 /// A MOV between a general register and a control or debug register.
@@ -84,6 +89,25 @@ pub struct SystemMove {
     pub gpr: u8,
     /// To the control or debug register.
     pub write: bool,
+}
+
+/// [`system_move`] with no prefix or a REX prefix, which is what nearly all programs use; `None` for
+/// everything else. `code`: the eight bytes at RIP.
+#[inline(always)]
+pub fn common_system_move(code: u64, size: CodeSize) -> Option<SystemMove> {
+    let rex = size == CodeSize::Bits64 && code & 0xf0 == 0x40;
+    let (rex, code) = if rex { (code as u8, code >> 8) } else { (0, code) };
+    let [first, opcode, modrm, ..] = code.to_le_bytes();
+    if first != 0x0f || opcode & 0xfc != 0x20 {
+        return None;
+    }
+    Some(SystemMove {
+        length: 3 + u8::from(rex != 0),
+        debug: opcode & 1 != 0,
+        register: (modrm >> 3) & 7 | (rex & 4) << 1,
+        gpr: modrm & 7 | (rex & 1) << 3,
+        write: opcode & 2 != 0,
+    })
 }
 
 /// Decodes MOV CR and MOV DR without any table; `None` for everything else.

@@ -36,7 +36,7 @@ pub use cause::Cause;
 pub use decode::{CodeSize, DecodeError, Decoded, Extend, RegRef, SimpleMmio, decode, warm_up};
 pub use decode_cache::{DecodeCache, Fetched};
 pub use execute::{Completion, Outcome, emulate};
-pub use length::{SystemMove, common_length, length, system_move};
+pub use length::{SystemMove, common_length, common_system_move, length, system_move};
 pub use machine::{Access, Machine, SegReg, Segment, Stop, Table};
 pub use privilege::PortAccess;
 pub use string::{ITERATIONS_PER_CALL, STRING_RUN_BYTES};

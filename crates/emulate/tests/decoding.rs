@@ -2,8 +2,8 @@
 //! and agree with a decoder that has no fast path.
 
 use gannet_emulate::{
-    CodeSize, DecodeCache, DecodeError, Decoded, Extend, Fetched, RegRef, SimpleMmio, decode,
-    length, system_move, warm_up,
+    CodeSize, DecodeCache, DecodeError, Decoded, Extend, Fetched, RegRef, SimpleMmio,
+    common_system_move, decode, length, system_move, warm_up,
 };
 use iced_x86::{Decoder, DecoderOptions};
 use proptest::prelude::*;
@@ -263,6 +263,11 @@ proptest! {
             .or(numbered(insn.op1_register()).map(|r| (r, insn.op0_register(), false)));
         if let (Some((system, gpr, write)), false) = (expected, insn.is_invalid()) {
             let found = system_move(&bytes, size).expect("a move of a system register");
+            let first = bytes.first_chunk().map(|first| u64::from_le_bytes(*first));
+            let common = first.and_then(|code| common_system_move(code, size));
+            prop_assert!(common.is_none_or(|common| common == found));
+            let rex = size == CodeSize::Bits64 && bytes[0] & 0xf0 == 0x40;
+            prop_assert_eq!(common.is_some(), bytes[usize::from(rex)] == 0x0f);
             prop_assert_eq!((found.debug, found.register), system);
             prop_assert_eq!(usize::from(found.gpr), gpr.number());
             prop_assert_eq!(found.write, write);

@@ -8,7 +8,7 @@ use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-use crate::exit::{RunInput, RunOutput, UserExit};
+use crate::exit::{ErrorData, RunInput, RunOutput, UserExit};
 use crate::uapi::run::*;
 
 /// Word with request_interrupt_window and immediate_exit: user space's.
@@ -129,7 +129,7 @@ impl<'a> RunPage<'a> {
 
     /// Shows why KVM_RUN returns.
     #[inline]
-    pub fn show(&self, exit: &UserExit, output: &RunOutput) {
+    pub fn show(&self, exit: &UserExit, output: &RunOutput, error: &ErrorData) {
         let reason = match *exit {
             UserExit::Io { write, size, port, count } => {
                 let direction = if write { EXIT_IO_OUT } else { EXIT_IO_IN };
@@ -152,7 +152,7 @@ impl<'a> RunPage<'a> {
             UserExit::Hlt => EXIT_HLT,
             UserExit::IrqWindowOpen => EXIT_IRQ_WINDOW_OPEN,
             UserExit::Intr => EXIT_INTR,
-            _ => self.show_rare(exit),
+            _ => self.show_rare(exit, error),
         };
         self.store(CR8, output.cr8);
         self.store(APIC_BASE, output.apic_base);
@@ -167,7 +167,7 @@ impl<'a> RunPage<'a> {
 
     /// The union for exits that are no part of normal work. Returns the reason.
     #[cold]
-    fn show_rare(&self, exit: &UserExit) -> u32 {
+    fn show_rare(&self, exit: &UserExit, error: &ErrorData) -> u32 {
         match *exit {
             UserExit::Unknown(code) => {
                 self.store(EXIT, code);
@@ -178,13 +178,9 @@ impl<'a> RunPage<'a> {
                 self.store(EXIT + 1, u64::from(cpu));
                 EXIT_FAIL_ENTRY
             }
-            UserExit::InternalError { suberror, ref data } => {
-                self.show_words(suberror, data.words());
+            UserExit::InternalError { suberror } => {
+                self.show_words(suberror, error.words());
                 EXIT_INTERNAL_ERROR
-            }
-            UserExit::SystemEvent { kind, ref data } => {
-                self.show_words(kind, data.words());
-                EXIT_SYSTEM_EVENT
             }
             UserExit::TprAccess { rip, write } => {
                 self.store(EXIT, rip);

@@ -36,8 +36,8 @@ pub struct CodeMode {
     pub cr4: u64,
     /// EFER.
     pub efer: u64,
-    /// CPL is 3.
-    pub user: bool,
+    /// CPL. Only whether it is 3 matters, but compared as it is it costs less.
+    pub cpl: u8,
 }
 
 impl CodeMode {
@@ -48,7 +48,7 @@ impl CodeMode {
             cr3: context.cr3,
             cr4: context.cr4,
             efer: context.efer,
-            user: context.cpl == 3,
+            cpl: context.cpl,
         }
     }
 }
@@ -64,34 +64,37 @@ struct Way {
 impl Way {
     const EMPTY: Self = Self {
         page: u64::MAX,
-        mode: CodeMode { cr0: 0, cr3: 0, cr4: 0, efer: 0, user: false },
+        mode: CodeMode { cr0: 0, cr3: 0, cr4: 0, efer: 0, cpl: 0 },
         trail: Trail::EMPTY,
     };
 
     /// One branch for all of it.
-    #[inline]
+    #[inline(always)]
     fn is_for(&self, mode: &CodeMode, rip: u64) -> bool {
         let changed = (self.page ^ (rip >> 12))
             | (self.mode.cr0 ^ mode.cr0)
             | (self.mode.cr3 ^ mode.cr3)
             | (self.mode.cr4 ^ mode.cr4)
             | (self.mode.efer ^ mode.efer)
-            | u64::from(self.mode.user ^ mode.user);
+            | u64::from(self.mode.cpl ^ mode.cpl);
         changed == 0
     }
 }
 
-/// Where a page is looked for first. The bits that guests toggle (CR0.WP, CR4.PGE, CR4.OSXSAVE,
-/// CR4.SMEP, EFER.NXE) and the base go in, so that the two halves of a toggle do not drive each other
-/// out.
-#[inline]
+/// Odd, and such that each of the bits which guests toggle (CR0.WP, CR4.PGE, CR4.OSXSAVE, CR4.SMEP,
+/// CR4.SMAP, EFER.NXE) and the low bits of a page's number move the product's top three bits, whatever the
+/// other bits are. A test looks at that.
+const SPREAD: u64 = 0x612e_7696_a6ce_cc1b;
+
+/// Where a page is looked for first. The bits that guests toggle and the base go in, so that the two
+/// halves of a toggle do not drive each other out.
+#[inline(always)]
 fn slot(mode: &CodeMode, rip: u64) -> usize {
     let mixed = ((rip ^ mode.cr3) >> 12)
-        ^ (mode.cr0 >> 15)
-        ^ (mode.cr4 >> 7)
-        ^ (mode.cr4 >> 18)
-        ^ (mode.efer >> 10);
-    mixed as usize % WAYS
+        .wrapping_add(mode.cr0)
+        .wrapping_add(mode.cr4)
+        .wrapping_add(mode.efer);
+    (mixed.wrapping_mul(SPREAD) >> 61) as usize
 }
 
 /// Where a page is remembered that lost the first place to another.
@@ -124,50 +127,7 @@ impl CodeFetch {
     ///
     /// `None`: not to be had without sleeping or without writing to guest memory. Then the ordinary
     /// walk says what is to be done, a #PF included.
-    #[inline]
     pub fn fetch(
-        &mut self,
-        context: &PagingContext,
-        rip: u64,
-        view: &View<'_>,
-    ) -> Option<CodeBytes> {
-        let mode = CodeMode::of(context);
-        match self.hit(&mode, rip, view) {
-            Some(found) => Some(found),
-            None => self.uncommon(context, rip, view),
-        }
-    }
-
-    /// The remembered half of [`CodeFetch::fetch`] alone, which needs less of the guest's state:
-    /// `None` means to ask that.
-    #[inline(always)]
-    pub fn hit(&self, mode: &CodeMode, rip: u64, view: &View<'_>) -> Option<CodeBytes> {
-        let slot = slot(mode, rip);
-        let way = &self.ways[slot];
-        if !way.is_for(mode, rip) {
-            return self.second_hit(mode, rip, view);
-        }
-        let bytes = way.trail.bytes_plain(view, rip as usize)?;
-        Some(CodeBytes { bytes, len: 16 })
-    }
-
-    #[inline(never)]
-    fn second_hit(&self, mode: &CodeMode, rip: u64, view: &View<'_>) -> Option<CodeBytes> {
-        let way = &self.ways[second(slot(mode, rip))];
-        if !way.is_for(mode, rip) {
-            return None;
-        }
-        let bytes = way.trail.bytes_plain(view, rip as usize)?;
-        Some(CodeBytes { bytes, len: 16 })
-    }
-
-    fn way(&self, mode: &CodeMode, rip: u64) -> Option<&Way> {
-        let slot = slot(mode, rip);
-        [slot, second(slot)].map(|n| &self.ways[n]).into_iter().find(|way| way.is_for(mode, rip))
-    }
-
-    #[inline(never)]
-    fn uncommon(
         &mut self,
         context: &PagingContext,
         rip: u64,
@@ -178,6 +138,22 @@ impl CodeFetch {
             Some((bytes, len)) => Some(CodeBytes { bytes, len }),
             None => self.miss(context, rip, view),
         }
+    }
+
+    /// The first eight bytes, if the page was fetched from before and has its first place: what
+    /// nearly every exit finds. `None` means to ask [`CodeFetch::fetch`].
+    #[inline(always)]
+    pub fn first_bytes(&self, mode: &CodeMode, rip: u64, view: &View<'_>) -> Option<u64> {
+        let way = &self.ways[slot(mode, rip)];
+        if !way.is_for(mode, rip) {
+            return None;
+        }
+        way.trail.first_bytes(view, rip as usize)
+    }
+
+    fn way(&self, mode: &CodeMode, rip: u64) -> Option<&Way> {
+        let slot = slot(mode, rip);
+        [slot, second(slot)].map(|n| &self.ways[n]).into_iter().find(|way| way.is_for(mode, rip))
     }
 
     /// Where to remember a page: where it was, or in place of either neighbour by turns.
@@ -243,5 +219,43 @@ impl GuestMemory for Tracer<'_> {
 
     fn cmpxchg_u32(&self, _: Gpa, _: u32, _: u32) -> Result<Swap, ()> {
         Err(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MODE: CodeMode =
+        CodeMode { cr0: 0x8001_0033, cr3: 0x1000, cr4: 0xa0, efer: 0xd00, cpl: 0 };
+
+    fn remember(fetch: &mut CodeFetch, rip: u64) {
+        let place = fetch.place(&MODE, rip);
+        fetch.ways[place] = Way { page: rip >> 12, mode: MODE, trail: Trail::EMPTY };
+    }
+
+    #[test]
+    fn what_guests_toggle_moves_the_place_whatever_else_is_set() {
+        // The low bits of a page's number, and WP, PGE, OSXSAVE, SMEP, SMAP, NXE.
+        for bit in [0, 1, 2, 16, 7, 18, 20, 21, 11] {
+            let moved = SPREAD << bit;
+            assert!((1 << 61..=7 << 61).contains(&moved), "{bit}");
+        }
+        let toggled = CodeMode { cr0: MODE.cr0 ^ 1 << 16, ..MODE };
+        assert_ne!(slot(&MODE, 0x1000), slot(&toggled, 0x1000));
+    }
+
+    #[test]
+    fn pages_of_one_place_stand_side_by_side_and_a_third_drives_out_the_oldest() {
+        let place = |page: &u64| slot(&MODE, page << 12);
+        let mut alike = (1..).filter(|page| place(page) == place(&1)).map(|page| page << 12);
+        let [a, b, c] = core::array::from_fn(|_| alike.next().unwrap());
+        let mut fetch = CodeFetch::new();
+        remember(&mut fetch, a);
+        remember(&mut fetch, b);
+        assert!(fetch.way(&MODE, a).is_some() && fetch.way(&MODE, b).is_some());
+        remember(&mut fetch, c);
+        let found = [a, b, c].map(|rip| fetch.way(&MODE, rip).is_some());
+        assert_eq!(found, [false, true, true]);
     }
 }

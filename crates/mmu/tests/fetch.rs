@@ -112,46 +112,27 @@ fn bytes_come_from_any_offset_and_end_with_the_page() {
 fn a_hit_needs_no_walk_and_a_stranger_is_no_hit() {
     let mut guest = Guest::new();
     let c = guest.context;
-    let mode = CodeMode { cr0: c.cr0, cr3: c.cr3, cr4: c.cr4, efer: c.efer, user: false };
+    let mode = CodeMode { cr0: c.cr0, cr3: c.cr3, cr4: c.cr4, efer: c.efer, cpl: 0 };
     let hit = |guest: &Guest, mode: &CodeMode, rip| {
-        let found = section(|s| guest.fetch.hit(mode, rip, &guest.tdp.view(s)));
-        found.map(|f| f.bytes.to_vec())
+        let found = section(|s| guest.fetch.first_bytes(mode, rip, &guest.tdp.view(s)));
+        found.map(|bytes| bytes.to_le_bytes().to_vec())
     };
     assert_eq!(hit(&guest, &mode, 0x1010), None);
     guest.fetch(0x1000);
-    assert_eq!(hit(&guest, &mode, 0x1010), guest.expect(8, 16));
+    let first = guest.expect(8, 16).map(|bytes| bytes[..8].to_vec());
+    assert_eq!(hit(&guest, &mode, 0x1010), first);
+    assert_eq!(hit(&guest, &mode, 0x1ff8).map(|b| b.len()), Some(8));
+    assert_eq!(hit(&guest, &mode, 0x1ff9), None);
     for other in [
         CodeMode { cr0: c.cr0 ^ 2, ..mode },
         CodeMode { cr3: c.cr3 ^ 8, ..mode },
         CodeMode { cr4: c.cr4 ^ 1 << 20, ..mode },
         CodeMode { efer: c.efer ^ 1, ..mode },
-        CodeMode { user: true, ..mode },
+        CodeMode { cpl: 3, ..mode },
     ] {
         assert_eq!(hit(&guest, &other, 0x1010), None);
     }
     assert_eq!((hit(&guest, &mode, 0x2010), hit(&guest, &mode, 0x5010)), (None, None));
-}
-
-#[test]
-fn pages_of_one_place_stand_side_by_side_and_a_third_drives_out_the_oldest() {
-    let mut guest = Guest::new();
-    let c = guest.context;
-    let mode = CodeMode { cr0: c.cr0, cr3: c.cr3, cr4: c.cr4, efer: c.efer, user: false };
-    let hit = |guest: &Guest, rip| {
-        let found = section(|s| guest.fetch.hit(&mode, rip, &guest.tdp.view(s)));
-        found.map(|f| f.bytes.to_vec())
-    };
-    // Eight pages apart.
-    guest.set(4, 9, 0x9000 | P);
-    guest.set(4, 17, 0xa000 | P);
-    guest.fetch(0x1000);
-    guest.fetch(0x9000);
-    assert_eq!(hit(&guest, 0x1010), guest.expect(8, 16));
-    assert_eq!(hit(&guest, 0x9010), guest.expect(9, 16));
-    guest.fetch(0x1_1000);
-    assert_eq!(hit(&guest, 0x1010), None);
-    assert_eq!(hit(&guest, 0x9010), guest.expect(9, 16));
-    assert_eq!(hit(&guest, 0x1_1010), guest.expect(10, 16));
 }
 
 #[test]

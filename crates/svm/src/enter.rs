@@ -251,6 +251,7 @@ impl<C: Cpu> Svm<C> {
 
     /// Gives the guest DR0 to DR3 of the hardware.
     #[cold]
+    #[inline(never)]
     fn load_debug_regs(&mut self) {
         // The host's breakpoints must not hit at the guest's addresses until VMRUN loads DR7.
         self.cpu.set_debug_reg(7, 0);
@@ -262,6 +263,7 @@ impl<C: Cpu> Svm<C> {
     /// Takes them back. The guest keeps them, to be loaded with the next run, while a breakpoint
     /// of its is enabled.
     #[cold]
+    #[inline(never)]
     fn save_debug_regs(&mut self) {
         for n in 0..4u8 {
             let value = self.cpu.debug_reg(n);
@@ -302,7 +304,7 @@ impl<C: Cpu> Svm<C> {
         }
         self.live_xcr0 = self.host_xcr0;
         self.live_xss = self.host_xss;
-        self.sync_extended();
+        self.sync_loaded_extended();
         if self.features.pku {
             self.host_pkru = self.cpu.pkru();
             if self.pkru != self.host_pkru {
@@ -314,9 +316,13 @@ impl<C: Cpu> Svm<C> {
     /// Brings XCR0 and IA32_XSS to what the guest is to see, when the loop is entered and when one
     /// of them changes inside it.
     pub(crate) fn sync_extended(&mut self) {
-        if !self.loaded_extended() {
-            return;
+        if self.loaded_extended() {
+            self.sync_loaded_extended();
         }
+    }
+
+    #[inline(always)]
+    fn sync_loaded_extended(&mut self) {
         let seen = self.sees_xcr0();
         if !seen {
             // A guest that owns CR4 has cleared OSXSAVE without an exit. When it sets it again, that has

@@ -78,6 +78,7 @@ pub(crate) fn cr_access<C: Cpu>(svm: &Svm<C>) -> Exit {
 }
 
 #[cold]
+#[inline(never)]
 fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
     let raw = code.0;
     if raw < END_OF_CR {

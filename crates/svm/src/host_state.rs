@@ -60,6 +60,7 @@ pub(crate) struct HostRegisters {
 
 impl HostRegisters {
     #[cold]
+    #[inline(never)]
     fn save<C: Cpu>(&self, cpu: &mut C) {
         self.gs_base.store(cpu.rdmsr(GS_BASE), Relaxed);
         for (slot, msr) in self.of_user.iter().zip(OF_USER) {
@@ -78,6 +79,7 @@ impl HostRegisters {
     /// What the kernel needs, and what an NMI needs: its stack is found through TR, its per-CPU data
     /// through GS_BASE. Nothing of the kernel may run before.
     #[cold]
+    #[inline(never)]
     fn restore_kernel<C: Cpu>(&self, cpu: &mut C) {
         cpu.wrmsr(GS_BASE, self.gs_base.load(Relaxed));
         cpu.load_task_register();
@@ -88,6 +90,7 @@ impl HostRegisters {
     /// The kernel loads GS between two SWAPGS. An NMI there takes a negative base for the kernel's
     /// own, so what SWAPGS brings must not be the guest's any more.
     #[cold]
+    #[inline(never)]
     fn restore_user<C: Cpu>(&self, cpu: &mut C) {
         cpu.wrmsr(KERNEL_GS_BASE, self.user_gs_base.load(Relaxed));
         let [fs, gs, ldt] = [&self.fs, &self.gs, &self.ldt].map(|s| s.load(Relaxed));
@@ -101,6 +104,7 @@ impl HostRegisters {
 /// Leaves the loop on CPU `at` for good, from wherever in it: the host's state is loaded and GIF set, with
 /// interrupts off. For a panic, behind which the guest's state is nobody's.
 #[cold]
+#[inline(never)]
 pub fn rescue_host<C: Cpu>(cpu: &mut C, at: usize) {
     let Some(here) = percpu::of(at).filter(|here| here.saved_for.load(Relaxed) != 0) else {
         return;

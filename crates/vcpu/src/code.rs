@@ -55,29 +55,24 @@ impl<B: Backend> Vcpu<B> {
     #[inline(always)]
     fn code_mode(&self) -> CodeMode {
         let c = self.b.control();
-        CodeMode { cr0: c.cr0, cr3: c.cr3, cr4: c.cr4, efer: c.efer, user: self.b.cpl() == 3 }
+        CodeMode { cr0: c.cr0, cr3: c.cr3, cr4: c.cr4, efer: c.efer, cpl: self.b.cpl() }
     }
 
-    /// The 16 bytes at RIP, if the page they are in was fetched from before and they all lie in it.
+    /// The eight bytes at RIP, if the page they are in was fetched from before and they all lie in it.
     #[inline(always)]
-    pub(crate) fn known_code(&self, s: Section<'_>, size: CodeSize) -> Option<[u8; 16]> {
+    pub(crate) fn known_code(&self, s: Section<'_>, size: CodeSize) -> Option<u64> {
         let (rip, mode) = (self.linear_rip_in(size), self.code_mode());
         let view = self.memory.view(s);
-        self.fetch.hit(&mode, rip, &view).map(|code| code.bytes)
+        self.fetch.first_bytes(&mode, rip, &view)
     }
 
     /// Instruction bytes at RIP without sleeping: for the loop. `size`: the code segment's.
     #[inline]
     pub(crate) fn fetch_here(&mut self, s: Section<'_>, size: CodeSize) -> Option<([u8; 16], u8)> {
-        let (rip, mode) = (self.linear_rip_in(size), self.code_mode());
+        let rip = self.linear_rip_in(size);
         let view = self.memory.view(s);
-        let code = match self.fetch.hit(&mode, rip, &view) {
-            Some(code) => code,
-            None => {
-                let context = self.paging();
-                self.fetch.fetch(&context, rip, &view)?
-            }
-        };
+        let context = self.paging();
+        let code = self.fetch.fetch(&context, rip, &view)?;
         Some((code.bytes, code.len.min(15) as u8))
     }
 
@@ -95,8 +90,8 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     fn decode_next_rip(&mut self, s: Section<'_>) -> Option<u64> {
         let size = self.code_size();
-        if let Some(bytes) = self.known_code(s, size)
-            && let Some(length) = emulate::common_length(&bytes, size)
+        if let Some(code) = self.known_code(s, size)
+            && let Some(length) = emulate::common_length(code, size)
         {
             return Some(wrap(size, self.b.rip().wrapping_add(u64::from(length))));
         }

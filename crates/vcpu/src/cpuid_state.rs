@@ -32,6 +32,7 @@ pub(crate) fn dynamic_inputs(b: &impl Backend, shared: &SharedVcpu) -> cpuid::Dy
 impl<B: Backend> Vcpu<B> {
     /// A CPUID exit whose answer is not at hand.
     #[cold]
+    #[inline(never)]
     pub(crate) fn look_up_cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4] {
         let inputs = dynamic_inputs(&self.b, &self.shared);
         self.cpuid_inputs_changed();
@@ -49,6 +50,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     #[cold]
+    #[inline(never)]
     fn refresh_without_table(&mut self) {
         let inputs = dynamic_inputs(&self.b, &self.shared);
         let b = &mut self.b;
@@ -90,6 +92,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether MONITOR and MWAIT raise #UD.
     #[cold]
+    #[inline(never)]
     pub(crate) fn mwait_is_undefined(&self) -> bool {
         !self.vm.settings.mwait_never_faults() && !self.cpuid.has_monitor()
     }

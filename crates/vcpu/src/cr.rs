@@ -75,8 +75,10 @@ impl<B: Backend> Vcpu<B> {
     /// The MOV of a control register at RIP.
     #[inline]
     fn system_move_here(&mut self, s: Section<'_>, size: CodeSize) -> Option<emulate::SystemMove> {
-        if let Some(bytes) = self.known_code(s, size) {
-            return emulate::system_move(&bytes, size);
+        if let Some(code) = self.known_code(s, size)
+            && let Some(insn) = emulate::common_system_move(code, size)
+        {
+            return Some(insn);
         }
         let (bytes, len) = self.fetch_here(s, size)?;
         emulate::system_move(bytes.get(..usize::from(len))?, size)

@@ -239,10 +239,8 @@ impl<B: Backend> Vcpu<B> {
         let mut bytes = [0; 15];
         let len = self.read_code(&mut bytes).unwrap_or(0);
         let raw = self.b.exit_raw();
-        Some(UserExit::InternalError {
-            suberror: ERROR_EMULATION,
-            data: ErrorData::emulation(bytes.get(..len).unwrap_or(&[]), &raw),
-        })
+        let data = ErrorData::emulation(bytes.get(..len).unwrap_or(&[]), &raw);
+        Some(self.internal_error(ERROR_EMULATION, data))
     }
 
     /// Reads the bytes at RIP through the guest's page tables; may sleep. The number of bytes: fewer

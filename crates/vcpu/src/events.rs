@@ -231,6 +231,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// The VMM keeps interrupts from the guest: what was offered is withdrawn, and waits.
     #[cold]
+    #[inline(never)]
     fn hold_back(&mut self) {
         if B::SERVES_APIC {
             self.settle_apic();

@@ -39,7 +39,8 @@ pub struct RunOutput {
     pub smm: bool,
 }
 
-/// Words that accompany an internal error.
+/// Words that accompany an internal error. They are no part of [`UserExit`], which every return from KVM_RUN
+/// moves about.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ErrorData {
     words: [u64; Self::CAPACITY],
@@ -138,12 +139,10 @@ pub enum UserExit {
         /// The physical CPU.
         cpu: u32,
     },
-    /// We cannot go on.
+    /// We cannot go on; the vCPU has the details ([`crate::Vcpu::error_data`]).
     InternalError {
         /// `INTERNAL_ERROR_*`.
         suberror: u32,
-        /// Details.
-        data: ErrorData,
     },
     /// The interrupt window that was asked for is open.
     IrqWindowOpen,
@@ -173,13 +172,6 @@ pub enum UserExit {
         dr6: u64,
         /// DR7.
         dr7: u64,
-    },
-    /// The guest asks to be shut down or reset, or crashed.
-    SystemEvent {
-        /// `SYSTEM_EVENT_*`.
-        kind: u32,
-        /// Details.
-        data: ErrorData,
     },
     /// EOI of a level-triggered vector whose I/O APIC is the VMM's.
     IoapicEoi {

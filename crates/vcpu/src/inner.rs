@@ -333,6 +333,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     #[cold]
+    #[inline(never)]
     fn retire_flags(&mut self, rflags: u64) {
         const TF: u64 = 1 << 8;
         const RF: u64 = 1 << 16;

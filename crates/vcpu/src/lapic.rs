@@ -139,6 +139,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     #[cold]
+    #[inline(never)]
     fn set_deadline_with_kernel(&mut self, s: Section<'_>, value: u64, clock: &TimerClock) {
         let op = self.shared.lapic.set_tsc_deadline(value, clock);
         let _ = self.with_kernel(|v| v.do_timer(op));
@@ -236,6 +237,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Follows the routes of the VMM's I/O APIC.
     #[cold]
+    #[inline(never)]
     pub(crate) fn follow_routes(&mut self) {
         if self.vm.irq().kind() == Irqchip::Split {
             self.settle_apic();

@@ -191,6 +191,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     #[cold]
+    #[inline(never)]
     fn settle_deadline_now(&mut self) {
         if self.lazy.has_left() {
             return self.forget_lazy_deadline();

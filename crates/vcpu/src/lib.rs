@@ -131,6 +131,8 @@ pub(crate) struct Rare {
     pub ended: Vector,
     /// Turns of the loop that may not have reached the boundary of an instruction.
     pub stalls: events::Stalls,
+    /// What accompanies the last internal error.
+    pub error: exit::ErrorData,
 }
 
 /// What this host can offer its guests, found out at load.
@@ -227,6 +229,7 @@ impl<B: Backend> Vcpu<B> {
                 borrowed_debug: None,
                 ended: Vector(0),
                 stalls: events::Stalls::default(),
+                error: ErrorData::default(),
             })?,
             roots: roots::Roots::new(vm.paging)?,
             fetch: code_fetch()?,

@@ -21,6 +21,7 @@ mod reason {
 impl<B: Backend> Vcpu<B> {
     /// The VM's filter changed.
     #[cold]
+    #[inline(never)]
     pub(crate) fn follow_msr_filter(&mut self) {
         let filter = self.vm.msr_filter();
         self.msrs_filtered = filter.is_some();

@@ -27,7 +27,7 @@ const MISC_ENABLE: u32 = 0x1a0;
 const PLATFORM_INFO: u32 = 0xce;
 
 impl<B: Backend> Vcpu<B> {
-    fn facts(&self) -> GuestFacts {
+    fn facts(&self) -> &GuestFacts {
         self.cpuid.msr_facts()
     }
 
@@ -174,13 +174,14 @@ impl<B: Backend> Vcpu<B> {
                 Err(Refused)
             }
             Class::Store | Class::Outside => {
-                self.store.read(index, host, &self.facts()).map_err(|_| Refused)
+                self.store.read(index, host, self.facts()).map_err(|_| Refused)
             }
             Class::Unknown => Err(Refused),
         }
     }
 
     #[cold]
+    #[inline(never)]
     fn platform_info_is_hidden(&self) -> bool {
         self.vm.settings.platform_info_hidden.load(core::sync::atomic::Ordering::Relaxed)
     }
@@ -229,14 +230,23 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     fn write_stored_msr(&mut self, index: u32, value: u64, host: bool) -> Result<(), Refused> {
-        let mut facts = self.facts();
-        if index == MISC_ENABLE && !self.vm.settings.monitor_follows_misc_enable() {
-            // What needs SSE3 is that CPUID follows.
-            facts.sse3 = true;
+        if index == MISC_ENABLE {
+            return self.write_misc_enable(value, host);
         }
-        let effect = self.store.write(index, value, host, &facts).map_err(|_| Refused)?;
+        let effect = self.store.write(index, value, host, self.cpuid.msr_facts());
+        self.store_effect(effect.map_err(|_| Refused)?, host);
+        Ok(())
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn write_misc_enable(&mut self, value: u64, host: bool) -> Result<(), Refused> {
+        let mut facts = *self.facts();
+        // What needs SSE3 is that CPUID follows.
+        facts.sse3 |= !self.vm.settings.monitor_follows_misc_enable();
+        let effect = self.store.write(MISC_ENABLE, value, host, &facts).map_err(|_| Refused)?;
         self.store_effect(effect, host);
         Ok(())
     }
@@ -289,7 +299,7 @@ impl<B: Backend> Vcpu<B> {
             XSS if !host && !self.cpuid.has(x86::cpuid::feature::XSAVES) => Err(Refused),
             XSS if value & !self.cpuid.xss_allowed() != 0 => Err(Refused),
             SPEC_CTRL if !host && !self.cpuid.has_spec_ctrl() => Err(Refused),
-            SPEC_CTRL if !msr::spec_ctrl_is_valid(value, &self.facts(), host) => Err(Refused),
+            SPEC_CTRL if !msr::spec_ctrl_is_valid(value, self.facts(), host) => Err(Refused),
             DEBUGCTL if value & !3 != 0 => Err(Refused),
             PRED_CMD => Err(Refused),
             _ => {

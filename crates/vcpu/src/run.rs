@@ -15,7 +15,7 @@ use vm::{
 use crate::{
     Vcpu,
     events::Outer,
-    exit::{RunInput, RunOutput, UserExit},
+    exit::{ErrorData, RunInput, RunOutput, UserExit},
     inner::Left,
     pio,
 };
@@ -135,6 +135,18 @@ impl<B: Backend> Vcpu<B> {
             apic_base: self.shared.lapic.base(),
             smm: self.smm.active,
         }
+    }
+
+    /// What accompanies the last [`UserExit::InternalError`].
+    pub fn error_data(&self) -> &ErrorData {
+        &self.rare.error
+    }
+
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn internal_error(&mut self, suberror: u32, data: ErrorData) -> UserExit {
+        self.rare.error = data;
+        UserExit::InternalError { suberror }
     }
 
     /// Whether the 8259A is ours.
@@ -296,6 +308,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Does what [`Outer`] tells of.
     #[cold]
+    #[inline(never)]
     fn leave_with_event(&mut self) -> Option<UserExit> {
         if self.events.outer.take(Outer::TRIPLE_FAULT) {
             return Some(UserExit::Shutdown);

@@ -126,6 +126,7 @@ impl<B: Backend> Vcpu<B> {
     /// The registers are another's now: the PDPTEs are loaded as they say. Entries that cannot be
     /// loaded are not present.
     #[cold]
+    #[inline(never)]
     fn replace_pdptes(&mut self) {
         let c = self.b.control();
         if is_pae(c.cr0, c.cr4, c.efer) && self.load_pdptes(c.cr3).is_err() {
@@ -290,10 +291,8 @@ impl<B: Backend> Vcpu<B> {
                 self.stats.count(VcpuCount::PfEmulate);
                 if self.events.again.is_some() {
                     // The tables, descriptors or stack that the delivery needs lie in device memory.
-                    return Some(UserExit::InternalError {
-                        suberror: ERROR_DELIVERY,
-                        data: ErrorData::new(&self.b.exit_raw()),
-                    });
+                    let data = ErrorData::new(&self.b.exit_raw());
+                    return Some(self.internal_error(ERROR_DELIVERY, data));
                 }
                 self.device_access(as_nested(gpa, fault.code))
             }
@@ -457,6 +456,7 @@ impl<B: Backend> Vcpu<B> {
     /// User space gives the PDPTEs, after the registers. Those with reserved bits, with which no entry
     /// would succeed, are not present.
     #[cold]
+    #[inline(never)]
     pub(crate) fn give_pdptes(&mut self, entries: [u64; 4]) {
         if self.own_pdptes().is_some() {
             let reserved = self.reserved_in_pdptes();

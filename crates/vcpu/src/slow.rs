@@ -43,6 +43,8 @@ impl<B: Backend> Vcpu<B> {
 
     /// The other exits: those of a guest that does something unusual, or whose page of code is not
     /// there.
+    #[cold]
+    #[inline(never)]
     fn handle_rare(&mut self, exit: Exit) -> Option<UserExit> {
         match exit {
             Exit::NestedFault(_) | Exit::Io(_) | Exit::Hlt => None,
@@ -119,10 +121,10 @@ impl<B: Backend> Vcpu<B> {
                 Some(UserExit::FailEntry { reason: code, cpu: host::smp::cpu_id() as u32 })
             }
             Exit::TaskSwitch(switch) => self.task_switch(switch),
-            Exit::Unknown(_) => Some(UserExit::InternalError {
-                suberror: ERROR_UNEXPECTED_EXIT,
-                data: ErrorData::new(&self.b.exit_raw()),
-            }),
+            Exit::Unknown(_) => {
+                let data = ErrorData::new(&self.b.exit_raw());
+                Some(self.internal_error(ERROR_UNEXPECTED_EXIT, data))
+            }
         }
     }
 
@@ -214,6 +216,7 @@ impl<B: Backend> Vcpu<B> {
     /// the kernel warns and slows the task down, after which the access is done again, or it sends the
     /// task a signal.
     #[cold]
+    #[inline(never)]
     fn split_lock(&mut self, e: Exception) -> Option<UserExit> {
         if host::hostcpu::guest_split_lock(self.b.rip()) {
             return None;
@@ -249,10 +252,8 @@ impl<B: Backend> Vcpu<B> {
     /// A nested page fault: a page to be mapped, or a device.
     fn nested_fault(&mut self, fault: NestedFault) -> Option<UserExit> {
         if fault.reserved {
-            return Some(UserExit::InternalError {
-                suberror: ERROR_UNEXPECTED_EXIT,
-                data: ErrorData::new(&self.b.exit_raw()),
-            });
+            let data = ErrorData::new(&self.b.exit_raw());
+            return Some(self.internal_error(ERROR_UNEXPECTED_EXIT, data));
         }
         let access = FaultAccess {
             gpa: fault.gpa,
@@ -291,10 +292,8 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn device_access(&mut self, fault: NestedFault) -> Option<UserExit> {
         if self.events.again.is_some() && !fault.final_access {
             // The tables that translate the guest's descriptors or stack lie in device memory.
-            return Some(UserExit::InternalError {
-                suberror: ERROR_DELIVERY,
-                data: ErrorData::new(&self.b.exit_raw()),
-            });
+            let data = ErrorData::new(&self.b.exit_raw());
+            return Some(self.internal_error(ERROR_DELIVERY, data));
         }
         match self.finish_device_access(fault) {
             Ok(exit) => exit,

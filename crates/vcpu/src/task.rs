@@ -65,10 +65,8 @@ impl<B: Backend> Vcpu<B> {
             Err(Stop::Retry) => {}
             Err(_) => {
                 let raw = self.b.exit_raw();
-                return Some(UserExit::InternalError {
-                    suberror: ERROR_EMULATION,
-                    data: ErrorData::emulation(self.b.insn_bytes(), &raw),
-                });
+                let data = ErrorData::emulation(self.b.insn_bytes(), &raw);
+                return Some(self.internal_error(ERROR_EMULATION, data));
             }
         }
         None

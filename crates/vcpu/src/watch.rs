@@ -74,6 +74,7 @@ impl<B: Backend> Vcpu<B> {
     /// The guest's TSC runs otherwise than before. A watched deadline is one of that TSC, and needs
     /// nothing; how much of a countdown is left is looked at anew, before the next entry.
     #[cold]
+    #[inline(never)]
     pub(crate) fn tsc_moved(&mut self) {
         if self.watches_time() && matches!(self.shared.lapic.watched_time(), WatchedTime::Ns(_)) {
             self.b.watch_deadline(1);

@@ -198,6 +198,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// Outside 64-bit code RIP has 32 bits.
     #[cold]
+    #[inline(never)]
     fn wrapped(&self, next: u64) -> u64 {
         let long = self.efer & EFER_LMA != 0 && self.code_attributes() & attr::L != 0;
         if long { next } else { next & 0xffff_ffff }

@@ -60,6 +60,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// Has the CPU on which the VMCS is active clear it. Interrupts are on.
     #[cold]
+    #[inline(never)]
     pub(crate) fn clear_elsewhere(&self) {
         if let Some(at) = self.active_on.take() {
             // One that went offline has cleared it then.

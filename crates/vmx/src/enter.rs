@@ -374,6 +374,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// The valid bit of what was injected is clear after an exit (SDM vol. 3C §28.2).
     #[cold]
+    #[inline(never)]
     fn settle_injection(&mut self) {
         self.attention &= !attention::INJECT;
         let injected = self.get(fields::ENTRY_INTERRUPTION);
@@ -391,6 +392,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// The entry failed without an exit, or could not be tried: nothing of the guest has changed.
     #[cold]
+    #[inline(never)]
     fn refuse(&mut self) {
         self.refused = if self.loaded.get() {
             self.cpu.vmread(field::INSTRUCTION_ERROR.encoding()) as u32

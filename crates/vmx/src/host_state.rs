@@ -143,6 +143,7 @@ impl<C: Cpu> Vmx<C> {
     }
 
     #[cold]
+    #[inline(never)]
     fn load_counters(&mut self, wanted: Option<u64>) {
         self.cold.perf_stopped = wanted.is_some();
         let bit = EntryControls::LOAD_PERF_GLOBAL_CTRL;
@@ -227,6 +228,7 @@ impl<C: Cpu> Vmx<C> {
     /// KERNEL_GS_BASE is user space's already, so that an NMI between the two SWAPGS around the load
     /// of GS finds nothing of the guest's.
     #[cold]
+    #[inline(never)]
     fn load_host_selectors(&mut self, fs_base: u64, user_gs_base: u64, ds: u16, es: u16) {
         self.cpu.load_selectors(self.host.selectors);
         self.cpu.load_data_selectors(ds, es);

@@ -17,6 +17,7 @@ pub(crate) struct SyscallMsrs {
 impl<C: Cpu> Vmx<C> {
     /// Gives the guest DR0 to DR3 and DR6 of the hardware.
     #[cold]
+    #[inline(never)]
     pub(crate) fn load_debug_regs(&mut self) {
         // The host's breakpoints must not hit at the guest's addresses until the entry loads DR7.
         self.cpu.set_debug_reg(7, 0);
@@ -29,6 +30,7 @@ impl<C: Cpu> Vmx<C> {
     /// Takes them back. The guest keeps them, to be loaded with the next run, while a breakpoint
     /// of its is enabled.
     #[cold]
+    #[inline(never)]
     pub(crate) fn save_debug_regs(&mut self) {
         for n in 0..4u8 {
             let value = self.cpu.debug_reg(n);

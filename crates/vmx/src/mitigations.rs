@@ -79,6 +79,7 @@ pub(crate) fn flush_wanted() -> bool {
 
 /// Right before the world switch: flushes. True: the next entry of the same loop need not.
 #[cold]
+#[inline(never)]
 pub(crate) fn flush_before_entry() -> bool {
     mitigation::flush_l1d();
     mode() != L1dFlush::Always

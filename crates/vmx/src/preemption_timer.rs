@@ -65,6 +65,7 @@ impl Watched {
     }
 
     #[cold]
+    #[inline(never)]
     fn host_ticks(&self, guest: u64) -> u64 {
         let ticks = (u128::from(guest) * u128::from(self.scale)) >> 32;
         // One less than the most, for what is added.
@@ -129,6 +130,7 @@ impl<C: Cpu> Vmx<C> {
     /// Without an entry no interrupt of the host is seen. After some in a row it is as if one had
     /// come, so that the loop is left; the time is found to have come when it is entered again.
     #[cold]
+    #[inline(never)]
     pub(crate) fn exit_for_deadline(&mut self) {
         const MOST: u8 = 16;
         self.deadline.not_entered = self.deadline.not_entered.wrapping_add(1);

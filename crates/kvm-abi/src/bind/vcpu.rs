@@ -23,7 +23,7 @@ use super::{Host, convert, stats, vm};
 use crate::caps::Offer;
 use crate::dispatch::{self, Irqchip, MsrRefused, VcpuFile as VcpuFileOps, VcpuOps};
 use crate::errno::Errno;
-use crate::exit::{RunInput, RunOutput, UserExit};
+use crate::exit::{ErrorData, RunInput, RunOutput, UserExit};
 use crate::uapi::cpuid::KvmCpuidEntry2;
 use crate::uapi::debug::*;
 use crate::uapi::irqchip::KvmLapicState;
@@ -166,6 +166,10 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
     #[inline]
     fn run_output(&self) -> RunOutput {
         self.vcpu.run_output()
+    }
+
+    fn error_data(&self) -> &ErrorData {
+        self.vcpu.error_data()
     }
 
     fn set_signal_mask(&mut self, mask: Option<u64>) {

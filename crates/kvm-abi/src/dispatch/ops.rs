@@ -13,7 +13,7 @@ use x86::{Gfn, Hva};
 
 use crate::caps::Offer;
 use crate::errno::Errno;
-use crate::exit::{RunInput, RunOutput, UserExit};
+use crate::exit::{ErrorData, RunInput, RunOutput, UserExit};
 use crate::uapi::clock::KvmClockData;
 use crate::uapi::cpuid::KvmCpuidEntry2;
 use crate::uapi::debug::KvmGuestDebug;
@@ -257,6 +257,8 @@ pub trait VcpuOps {
     fn answer_msr(&mut self, answer: impl FnOnce() -> (bool, u64));
     /// What the last [`Self::run`] left to be shown.
     fn run_output(&self) -> RunOutput;
+    /// What accompanies an internal error that the last [`Self::run`] returned.
+    fn error_data(&self) -> &ErrorData;
     /// Signals to be blocked during KVM_RUN, as bits; `None`: the thread's own.
     fn set_signal_mask(&mut self, mask: Option<u64>);
 

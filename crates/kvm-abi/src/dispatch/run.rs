@@ -33,7 +33,7 @@ pub fn run<V: VcpuOps>(vcpu: &mut V, page: RunPage<'_>, io_page: RunPage<'_>, ar
     if wanted != 0 {
         show_registers(vcpu, page, wanted);
     }
-    page.show(&exit, &vcpu.run_output());
+    page.show(&exit, &vcpu.run_output(), vcpu.error_data());
     match exit {
         UserExit::Intr | UserExit::Immediate => Err(Errno::EINTR),
         UserExit::Again => Err(Errno::EAGAIN),

@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicU64;
 use gannet_kvm_abi::Errno;
 use gannet_kvm_abi::caps::Offer;
 use gannet_kvm_abi::dispatch::*;
-use gannet_kvm_abi::exit::{RunInput, RunOutput, UserExit};
+use gannet_kvm_abi::exit::{ErrorData, RunInput, RunOutput, UserExit};
 use gannet_kvm_abi::uapi::capability::*;
 use gannet_kvm_abi::uapi::clock::KvmClockData;
 use gannet_kvm_abi::uapi::cpuid::KvmCpuidEntry2;
@@ -252,6 +252,7 @@ pub struct Vcpu {
     pub xcr0: Option<u64>,
     pub cpuid: Vec<KvmCpuidEntry2>,
     pub exit: UserExit,
+    pub error: ErrorData,
     pub io: [u8; 8],
     pub answered: Option<[u8; 8]>,
     pub input: Option<RunInput>,
@@ -283,6 +284,7 @@ impl File {
                 xcr0: Some(1),
                 cpuid: vec![leaf(0), leaf(1)],
                 exit: UserExit::Hlt,
+                error: ErrorData::default(),
                 io: [0; 8],
                 answered: None,
                 input: None,
@@ -349,6 +351,10 @@ impl VcpuOps for Vcpu {
             self.calls.push(format!("msr {:?}", answer()));
         }
     }
+    fn error_data(&self) -> &ErrorData {
+        &self.error
+    }
+
     fn run_output(&self) -> RunOutput {
         RunOutput {
             ready_for_interrupt_injection: true,

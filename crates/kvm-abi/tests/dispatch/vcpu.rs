@@ -128,15 +128,10 @@ fn exits_stand_where_the_union_has_them() {
     assert_eq!(union[1].to_le_bytes(), *b"mmiodata");
     let (_, reason, union) = show(UserExit::FailEntry { reason: 0x8000_0021, cpu: 3 });
     assert_eq!((reason, union[0], union[1]), (EXIT_FAIL_ENTRY, 0x8000_0021, 3));
-    let (_, reason, union) = show(UserExit::InternalError {
-        suberror: 1,
-        data: ErrorData::emulation(b"\x0f\x0b", &[42]),
-    });
+    f.vcpu.borrow_mut().error = ErrorData::emulation(b"\x0f\x0b", &[42]);
+    let (_, reason, union) = show(UserExit::InternalError { suberror: 1 });
     assert_eq!((reason, union[0]), (EXIT_INTERNAL_ERROR, 1 | 4 << 32));
     assert_eq!((union[1], union[2] & 0xff_ffff, union[3], union[4]), (1, 0x0b_0f_02, 0, 42));
-    let (_, reason, union) =
-        show(UserExit::SystemEvent { kind: SYSTEM_EVENT_RESET, data: ErrorData::new(&[7]) });
-    assert_eq!((reason, union[0], union[1]), (EXIT_SYSTEM_EVENT, 2 | 1 << 32, 7));
     let (_, reason, union) = show(UserExit::Exception { vector: 17, error_code: 5 });
     assert_eq!((reason, union[0]), (EXIT_EXCEPTION, 5 << 32 | 17));
     let (_, reason, union) = show(UserExit::Debug { exception: 1, pc: 2, dr6: 3, dr7: 4 });

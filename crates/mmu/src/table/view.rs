@@ -201,8 +201,10 @@ static NO_STEP: AtomicU64 = AtomicU64::new(0);
 pub struct Trail {
     /// The generation of the view it was begun in.
     begun: u64,
-    /// The same, once the walk has arrived; before that 0, which no view has.
+    /// The generation of `begun`, once the walk has arrived; before that 0, which no view has.
     generation: u64,
+    /// That generation if the walk had the common shape: at most four entries, of 8 bytes. Else 0.
+    plain_generation: u64,
     entries: [Step; Trail::MOST],
     page: *const AtomicU64,
     count: u32,
@@ -232,6 +234,7 @@ impl Trail {
     pub const EMPTY: Self = Self {
         begun: 0,
         generation: 0,
+        plain_generation: 0,
         entries: [Step { at: &raw const NO_STEP, value: 0 }; Self::MOST],
         page: &raw const NO_STEP,
         count: 0,
@@ -270,37 +273,39 @@ impl Trail {
         match view.base(page) {
             Some(base) if self.begun == view.generation => {
                 self.generation = self.begun;
+                self.plain_generation = if self.plain { self.begun } else { 0 };
                 self.page = base.cast_const().cast();
             }
             _ => *self = Self::EMPTY,
         }
     }
 
-    /// If the walk would give the same again (no translation was withdrawn since, and every entry
-    /// has its value still): the 16 bytes from `offset` of the page. `None` also for the uncommon
-    /// cases that [`Trail::bytes`] serves: 32-bit paging, five levels, the end of the page.
-    #[inline]
-    pub fn bytes_plain(&self, view: &View<'_>, offset: usize) -> Option<[u8; 16]> {
+    /// The eight bytes from `offset` of the page, if the walk would give the same again (no translation was
+    /// withdrawn since, and the first four entries have their values still). `None` also for 32-bit
+    /// paging, five levels, and within the page's last bytes: [`Trail::bytes`] serves these.
+    #[inline(always)]
+    pub fn first_bytes(&self, view: &View<'_>, offset: usize) -> Option<u64> {
         let offset = offset & 0xfff;
-        if self.generation != view.generation || !self.plain || offset > 4096 - 16 {
+        if self.plain_generation != view.generation || offset > 4096 - 8 {
             return None;
         }
         let mut changed = 0;
         for step in self.entries.iter().take(4) {
-            // SAFETY: pushed from a GuestPage of this generation, aligned (see load_u64()); or
-            // NO_STEP.
+            // SAFETY: pushed by step_u64() from a GuestPage of this generation, aligned (see
+            // load_u64()), as the trail is plain; or NO_STEP.
             changed |= unsafe { &*step.at }.load(Ordering::Relaxed) ^ step.value;
         }
         if changed != 0 {
             return None;
         }
-        // SAFETY: 16 bytes from `offset` lie in the page that arrive() noted with this generation.
+        // SAFETY: 8 bytes from `offset` lie in the page that arrive() noted with this generation.
         // Volatile: the guest writes beside us, and may tear what is read; any bytes will do.
         let bytes = unsafe { self.page.byte_add(offset).cast::<Unaligned>().read_volatile() };
-        Some(bytes.0.to_ne_bytes())
+        Some(u64::from_le(bytes.0))
     }
 
-    /// Like [`Trail::bytes_plain`] in all cases: up to 16 bytes, and how many lie in the page.
+    /// Up to 16 bytes from `offset` of the page, and how many lie in it, if the walk would give the same again:
+    /// [`Trail::first_bytes`] for every shape of walk.
     pub fn bytes(&self, view: &View<'_>, offset: usize) -> Option<([u8; 16], usize)> {
         if self.generation != view.generation || self.changed() != 0 {
             return None;
@@ -310,7 +315,7 @@ impl Trail {
 
     fn changed(&self) -> u64 {
         self.entries.iter().take(self.count as usize).fold(0, |changed, step| {
-            // SAFETY: as in bytes_plain(); 4 bytes of the same page when narrow.
+            // SAFETY: as in first_bytes(); 4 bytes of the same page when narrow.
             let now = unsafe {
                 if self.narrow {
                     u64::from((*step.at.cast::<AtomicU32>()).load(Ordering::Relaxed))
@@ -327,7 +332,7 @@ impl Trail {
         let mut bytes = [0; 16];
         let len = 4096usize.saturating_sub(offset).min(16);
         for (n, byte) in bytes.iter_mut().enumerate().take(len) {
-            // SAFETY: offset + n is below 4096; as in bytes_plain().
+            // SAFETY: offset + n is below 4096; as in first_bytes().
             let at = unsafe { &*self.page.byte_add(offset + n).cast::<AtomicU8>() };
             *byte = at.load(Ordering::Relaxed);
         }
@@ -335,7 +340,7 @@ impl Trail {
     }
 }
 
-/// 16 bytes at any address.
+/// Eight bytes at any address.
 #[derive(Clone, Copy)]
 #[repr(C, packed)]
-struct Unaligned(u128);
+struct Unaligned(u64);

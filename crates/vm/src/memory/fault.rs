@@ -84,7 +84,7 @@ impl VmMemory {
         // Before the host's page table is read: what changes there later shows in the count.
         let sequence = self.sequence.load(Ordering::Acquire);
         match find_page(hva, access.write) {
-            Ok(page) => self.install(cache, access, slot, sequence, &page, flush),
+            Ok(page) => self.install(cache, access, (slot, hva), sequence, &page, flush),
             Err(GupError::Again) => FaultOutcome::Retry,
             Err(GupError::Fault) => FaultOutcome::Error(MemoryError::Fault),
             Err(GupError::HwPoison) => {
@@ -110,7 +110,7 @@ impl VmMemory {
         &self,
         cache: &mut TableCache,
         access: &FaultAccess,
-        slot: &MemSlot,
+        (slot, hva): (&MemSlot, Hva),
         sequence: u64,
         page: &HostPage,
         flush: &(impl FlushRemote + ?Sized),
@@ -139,7 +139,7 @@ impl VmMemory {
             fault: Some(access.write),
         };
         let span = pages_per(level) << 12;
-        let first = slot.hva_of(gfn).0 & !(span - 1);
+        let first = hva.0 & !(span - 1);
         loop {
             let mapper = self.tdp.mapper();
             let withdrawn = mapper.state().touch(Hva(first), Hva(first.wrapping_add(span)));
