@@ -219,6 +219,23 @@ fn what_is_there_is_taken() {
 }
 
 #[test]
+fn umip_is_made_by_exits_where_the_cpu_has_none() {
+    const DESCRIPTOR_TABLES: u32 = 1 << 2;
+    for (name, cpu) in USABLE {
+        let f = cpu.read().unwrap();
+        assert!(f.umip_by_exits, "{name}");
+        assert_eq!(f.secondary.base.bits() & DESCRIPTOR_TABLES, 0, "{name}: not from the start");
+    }
+    assert!(!COFFEE_LAKE.without(0x48b, DESCRIPTOR_TABLES).read().unwrap().umip_by_exits);
+    let with_umip = |leaf, subleaf| {
+        let [eax, ebx, ecx, edx] = cpuid(leaf, subleaf);
+        [eax, ebx, if leaf == 7 { ecx | 1 << 2 } else { ecx }, edx]
+    };
+    let f = Features::read(|index| COFFEE_LAKE.msr(index), with_umip, 0).unwrap();
+    assert!(!f.umip_by_exits, "the CPU's own");
+}
+
+#[test]
 fn a_preemption_timer_that_counts_at_another_rate_is_not_used() {
     let clarkdale = |leaf, subleaf| {
         if leaf == 1 { [0x0002_0652, 0, 1 << 5, 0] } else { cpuid(leaf, subleaf) }

@@ -3,7 +3,7 @@
 use backend::Gprs;
 use cpu::{Counting, Counts, Model, ModelVmcs, Op};
 use cpuid::Entry;
-use gannet_vcpu::{RunInput, UserExit, Vcpu};
+use gannet_vcpu::{Offered, RunInput, UserExit, Vcpu};
 use host::KBox;
 use vm::VmRef;
 use vm::vcpu_shared::VcpuShared;
@@ -102,7 +102,18 @@ pub fn split_vcpu_of(features: Features, tables: Format) -> (VmxVcpu, VmRef) {
     (vcpu_in(&vm, features), vm)
 }
 
+/// A vCPU on a CPU that has these, in a VM with nested tables whose VMM is offered this; and its VM.
+pub fn vcpu_offered(features: Features, offered: Offered) -> (VmxVcpu, VmRef) {
+    let vm = bare_vm_of(features, Format::npt(4, 0));
+    vm.irq().create(vm::irq::Irqchip::Full).unwrap();
+    (vcpu_offered_in(&vm, features, offered), vm)
+}
+
 fn vcpu_in(vm: &VmRef, features: Features) -> VmxVcpu {
+    vcpu_offered_in(vm, features, offered(true))
+}
+
+fn vcpu_offered_in(vm: &VmRef, features: Features, offered: Offered) -> VmxVcpu {
     let shared = VcpuShared::new(0, 0, true, true).unwrap();
     vm.add_vcpu(shared.clone()).unwrap();
     let mut model = Model::default();
@@ -110,7 +121,6 @@ fn vcpu_in(vm: &VmRef, features: Features) -> VmxVcpu {
     model.cpuid = Some(host_cpuid);
     model.vmx.cr4.set(CR4_VMXE);
     model.vmx.on.set(Some(x86::Hpa(0)));
-    let offered = offered(true);
     let b = Vmx::new(Counting::new(model), features).unwrap();
     let mut vcpu = Vcpu::new(b, shared, vm.clone(), offered).unwrap();
     let entries: Vec<Entry> = offered.cpuid.entries().to_vec();
