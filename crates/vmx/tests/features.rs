@@ -110,7 +110,7 @@ impl Recorded {
         *self.0.get(index.wrapping_sub(0x480) as usize).expect("a capability MSR")
     }
 
-    /// The same CPU without some bits of the high half, in `index` and its exact twin.
+    /// This CPU without some bits of the high half, in `index` and its exact twin.
     fn without(mut self, index: u32, bits: u32) -> Self {
         let twin = match index {
             0x481..=0x484 => Some(index + 0xc),

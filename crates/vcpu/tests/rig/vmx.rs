@@ -54,7 +54,7 @@ pub fn features() -> Features {
     }
 }
 
-/// The same with the VMX-preemption timer, which counts every 32nd tick.
+/// Such a CPU with the VMX-preemption timer, which counts every 32nd tick.
 pub fn features_with_timer() -> Features {
     let mut features = features();
     features.pin.base |= PinControls::PREEMPTION_TIMER;
@@ -80,14 +80,14 @@ pub fn vcpu() -> VmxVcpu {
     vcpu_of(features(), Format::npt(4, 0)).0
 }
 
-/// The same on a CPU that has these, with such nested tables; and its VM.
+/// A vCPU alone in its VM on a CPU that has these, with such nested tables; and its VM.
 pub fn vcpu_of(features: Features, tables: Format) -> (VmxVcpu, VmRef) {
     let vm = bare_vm_of(features, tables);
     vm.irq().create(vm::irq::Irqchip::Full).unwrap();
     (vcpu_in(&vm, features), vm)
 }
 
-/// The same in a VM with which something is done first.
+/// A vCPU alone in a VM with which something is done first.
 pub fn vcpu_with(features: Features, tables: Format, first: impl FnOnce(&VmRef)) -> VmxVcpu {
     let vm = bare_vm_of(features, tables);
     vm.irq().create(vm::irq::Irqchip::Full).unwrap();
@@ -95,7 +95,7 @@ pub fn vcpu_with(features: Features, tables: Format, first: impl FnOnce(&VmRef))
     vcpu_in(&vm, features)
 }
 
-/// The same where PIC and I/O APIC, with 24 pins, are the VMM's.
+/// A vCPU alone in its VM where PIC and I/O APIC, with 24 pins, are the VMM's.
 pub fn split_vcpu_of(features: Features, tables: Format) -> (VmxVcpu, VmRef) {
     let vm = bare_vm_of(features, tables);
     vm.irq().create_split(24).unwrap();
@@ -166,7 +166,7 @@ pub fn cost_of(f: impl Fn(&mut ModelVmcs, &mut Gprs) + Send + Sync + Clone + 'st
     cost_on(vcpu, f)
 }
 
-/// The same on such vCPUs.
+/// What ten exits made by `step` cost on such vCPUs.
 pub fn cost_on(
     vcpu: impl Fn() -> VmxVcpu,
     f: impl Fn(&mut ModelVmcs, &mut Gprs) + Send + Sync + Clone + 'static,
