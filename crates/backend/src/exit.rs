@@ -63,6 +63,10 @@ pub enum Exit {
     Invlpg(Option<Gva>),
     /// INVPCID.
     Invpcid,
+    /// LGDT, LIDT, SGDT or SIDT, of a guest whose CR4.UMIP is made by exits.
+    GdtrIdtr,
+    /// LLDT, LTR, SLDT or STR of such a guest.
+    LdtrTr,
     /// A task switch through a task gate or TSS.
     TaskSwitch(TaskSwitchExit),
     /// Triple fault.

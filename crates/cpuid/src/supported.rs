@@ -44,6 +44,8 @@ pub struct HostFacts<'a> {
     pub ls_cfg_ssbd: bool,
     /// Features that the backend cannot honour or that the host's kernel switched off.
     pub withheld: &'a [Feature],
+    /// Features that the backend gives to guests by exits, whether the host has them or not.
+    pub by_exits: &'a [Feature],
     /// Paravirtual features to offer, a subset of [`PV_FEATURES`].
     pub pv_features: u32,
     /// Guests' sizes in leaf 0xD come from the table that was read at load. `false`: from CPUID,
@@ -61,6 +63,7 @@ impl Default for HostFacts<'_> {
             null_selector_clears_base: false,
             ls_cfg_ssbd: false,
             withheld: &[],
+            by_exits: &[],
             pv_features: PV_FEATURES,
             xstate_cache: true,
         }
@@ -395,6 +398,7 @@ fn offered(host: &FeatureWords, xcr0: Xcr0, facts: &HostFacts<'_>) -> FeatureWor
     if !xcr0.contains(Xcr0::AVX512) {
         words = words.without(&NEEDS_AVX512);
     }
+    words = words.union(&FeatureWords::of(facts.by_exits));
     words = words.without(&FeatureWords::of(facts.withheld));
     for bit in 0..32 {
         let pv = Feature { leaf: leaf::KVM_FEATURES, subleaf: 0, reg: Reg::Eax, bit };

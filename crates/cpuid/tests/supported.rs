@@ -221,6 +221,21 @@ fn a_serializing_lfence_is_told_in_a_leaf_that_the_part_lacks() {
 }
 
 #[test]
+fn what_the_backend_gives_by_exits_is_offered() {
+    let host = |leaf, subleaf| {
+        let [eax, ebx, ecx, edx] = amd(leaf, subleaf);
+        [eax, ebx, if leaf == 7 { ecx & !(1 << 2) } else { ecx }, edx]
+    };
+    for (by_exits, offered) in [(&[][..], false), (&[feature::UMIP], true)] {
+        let facts = HostFacts { by_exits, ..HostFacts::default() };
+        let table = Supported::read(host, &facts).expect("a table");
+        assert_eq!(table.has(feature::UMIP), offered);
+        assert_eq!(entry(table.entries(), 7, 0).ecx >> 2 & 1 != 0, offered);
+        assert_eq!(table.cr4().contains(Cr4::UMIP), offered);
+    }
+}
+
+#[test]
 fn withheld_features_are_not_offered() {
     let withheld = [feature::PCID, feature::RDTSCP];
     let facts = HostFacts { withheld: &withheld, xcr0: 7, ..HostFacts::default() };
@@ -271,7 +286,7 @@ proptest! {
         };
         let facts = HostFacts {
             xcr0, xss, nested_levels, lfence_serializes, null_selector_clears_base, ls_cfg_ssbd,
-            pv_features, withheld: &[],
+            pv_features, withheld: &[], by_exits: &[],
             xstate_cache,
         };
         let table = Supported::read(host, &facts).expect("a table");

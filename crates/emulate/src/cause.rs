@@ -42,6 +42,10 @@ pub enum Cause {
     Invlpg,
     /// INVPCID.
     Invpcid,
+    /// LGDT, LIDT, SGDT or SIDT.
+    GdtrIdtr,
+    /// LLDT, LTR, SLDT or STR.
+    LdtrTr,
 }
 
 /// The data accesses of an instruction, those to the stack and to descriptors included.
@@ -86,6 +90,14 @@ impl Decoded {
             }
             Cause::Invlpg => insn.mnemonic() == Mnemonic::Invlpg,
             Cause::Invpcid => insn.mnemonic() == Mnemonic::Invpcid,
+            Cause::GdtrIdtr => matches!(
+                insn.mnemonic(),
+                Mnemonic::Lgdt | Mnemonic::Lidt | Mnemonic::Sgdt | Mnemonic::Sidt
+            ),
+            Cause::LdtrTr => matches!(
+                insn.mnemonic(),
+                Mnemonic::Lldt | Mnemonic::Ltr | Mnemonic::Sldt | Mnemonic::Str
+            ),
         }
     }
 }

@@ -102,7 +102,7 @@ impl Segment {
         (self.attributes >> 5 & 3) as u8
     }
 
-    /// The same with another privilege level.
+    /// The segment with another privilege level.
     pub(crate) const fn with_dpl(mut self, dpl: u8) -> Self {
         self.attributes = (self.attributes & !(3 << 5)) | ((dpl as u16 & 3) << 5);
         self
@@ -172,16 +172,16 @@ pub trait Machine {
     fn long_mode(&self) -> bool;
     /// GDTR or IDTR.
     fn table(&self, table: Table) -> DescriptorTable;
-    /// Sets it, privilege and address already checked.
+    /// Sets GDTR or IDTR, privilege and address already checked.
     fn set_table(&mut self, table: Table, value: DescriptorTable);
     /// Sets a segment register with its hidden part, all checks made; the DPL of SS is the CPL.
     fn set_segment(&mut self, segment: SegReg, value: Segment);
     /// Reads a descriptor table or a TSS in RAM, within one page, as the processor does for itself:
     /// a supervisor's access whatever the CPL. In device memory it is [`Stop::Unsupported`].
     fn read_system(&mut self, at: Gva, into: &mut [u8]) -> Result<(), Stop>;
-    /// Writes there.
+    /// Writes to a descriptor table or a TSS in RAM, within one page, with the same rights.
     fn write_system(&mut self, at: Gva, data: &[u8]) -> Result<(), Stop>;
-    /// Faults as a write of a byte there would, and does nothing else.
+    /// Faults as a write of a byte of such a table would, and does nothing else.
     fn probe_system(&mut self, at: Gva) -> Result<(), Stop>;
     /// Reads control register `n`, privilege already checked.
     fn read_cr(&mut self, _n: u8) -> Result<u64, Stop> {
@@ -212,7 +212,7 @@ pub trait Machine {
     fn mm(&mut self, _n: u8) -> Result<u64, Stop> {
         Err(Stop::Unsupported)
     }
-    /// Sets it.
+    /// Sets MMX register `n` (0 to 7).
     fn set_mm(&mut self, _n: u8, _value: u64) -> Result<(), Stop> {
         Err(Stop::Unsupported)
     }

@@ -6,13 +6,12 @@
 //! [`PortAccess`] alone, and only [`Run::check_port`] makes one.
 
 use x86::segment::kind;
-use x86::{Exception, Gva};
+use x86::{Cr4, Exception, Gva};
 
 use crate::machine::{Machine, SegReg, Segment, Stop};
 use crate::operand::{CR0_PE, Run};
 use crate::rflags;
 
-pub(crate) const CR4_UMIP: u64 = 1 << 11;
 /// Where a TSS of 32 or 64 bits says where its bitmap begins (SDM vol. 3A fig. 8-2 and 8-11).
 const BITMAP_OFFSET: u32 = 102;
 
@@ -58,7 +57,7 @@ impl<M: Machine> Run<'_, M> {
 
     /// SGDT, SIDT, SLDT, STR and SMSW: privileged under CR4.UMIP (SDM vol. 3A §2.5).
     pub(crate) fn umip(&self) -> Result<(), Stop> {
-        if self.m.cr4() & CR4_UMIP == 0 { Ok(()) } else { self.privileged() }
+        if self.m.cr4() & Cr4::UMIP.bits() == 0 { Ok(()) } else { self.privileged() }
     }
 
     /// SDM vol. 1 §19.5: by IOPL in protected mode, by the bitmap above it and in virtual-8086 mode.

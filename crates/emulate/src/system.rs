@@ -124,6 +124,8 @@ impl<M: Machine> Run<'_, M> {
                 let Some(from) = mm_of(self.insn.op1_register()) else { return Ok(None) };
                 self.mmx_usable()?;
                 let at = self.vector_place(size, false, Access::Store)?;
+                // A look at the register puts the x87 unit into MMX's state, which a fault does not.
+                self.probe(at, size.into())?;
                 let value = self.m.mm(from)?;
                 self.write(at, size, value, Access::Store)?;
             }

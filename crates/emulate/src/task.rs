@@ -5,7 +5,7 @@
 
 use iced_x86::Instruction;
 use x86::segment::kind;
-use x86::{Exception, Gva};
+use x86::{Cr0, Dr6, Exception, Gva};
 
 use crate::decode::CodeSize;
 use crate::descriptor::{BUSY, Found, Load, error_code, is_null, rpl, v86_segment};
@@ -14,12 +14,8 @@ use crate::operand::Run;
 use crate::rflags::{RF, VM};
 
 const NT: u64 = 1 << 14;
-const CR0_TS: u64 = 1 << 3;
-const CR0_PG: u64 = 1 << 31;
 /// What a TSS can set of RFLAGS; bit 1 is always set.
 const FLAGS: u64 = 0x3f_7fd5;
-/// The debug trap of a task that asks for one when it is switched to.
-const DR6_BT: u64 = 1 << 15;
 
 /// What asked for the switch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -221,7 +217,7 @@ impl<M: Machine> Run<'_, M> {
         let exception = match self.load_task(switch, &image, layout) {
             Ok(()) => {
                 let trap = layout.wide && image.get(TRAP).is_some_and(|byte| byte & 1 != 0);
-                trap.then_some(Exception::db(DR6_BT))
+                trap.then_some(Exception::db(Dr6::BT))
             }
             Err(Stop::Fault(mut fault)) => {
                 if matches!(fault.vector.0, 10..=13) {
@@ -299,8 +295,8 @@ impl<M: Machine> Run<'_, M> {
         let ldt = layout.get(image, layout.ldt) as u16;
         self.m.set_segment(SegReg::Ldtr, Segment { selector: ldt, ..Segment::default() });
         let cr0 = self.m.cr0();
-        self.m.write_cr(0, cr0 | CR0_TS)?;
-        if layout.wide && cr0 & CR0_PG != 0 {
+        self.m.write_cr(0, cr0 | Cr0::TS.bits())?;
+        if layout.wide && cr0 & Cr0::PG.bits() != 0 {
             let cr3 = layout.get(image, CR3);
             self.m.write_cr(3, cr3)?;
         }

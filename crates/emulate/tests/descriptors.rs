@@ -260,6 +260,17 @@ fn the_tables_go_to_and_from_memory() {
 }
 
 #[test]
+fn an_mmx_store_that_faults_leaves_the_x87_unit_alone() {
+    for code in [[0x0f, 0x7f, 0x0b], [0x0f, 0x7e, 0x0b], [0x0f, 0xe7, 0x0b]] {
+        let mut m = TestMachine::long();
+        m.gpr[RBX] = RAM;
+        m.absent = RAM..RAM + 8;
+        assert!(matches!(m.run(&code), Err(Stop::Fault(_))), "{code:02x?}");
+        assert!(!m.mmx_used, "{code:02x?}");
+    }
+}
+
+#[test]
 fn mmx_moves_go_to_devices() {
     let mut m = TestMachine::long();
     m.gpr[RBX] = DEVICE;

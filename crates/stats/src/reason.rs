@@ -114,6 +114,8 @@ reasons! {
     Refused = "refused",
     /// The time that the backend watches: the VMX-preemption timer.
     Deadline = "preemption_timer",
+    /// LGDT, SIDT and their like, of a guest whose CR4.UMIP is made by exits.
+    DescriptorTable = "descriptor_table",
     /// Anything else.
     Other = "other",
 }

@@ -188,7 +188,7 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// The reverse, after the local APIC's task priority changed.
+    /// Brings the local APIC's task priority, which has changed, to the hardware.
     #[inline]
     pub(crate) fn publish_priority(&mut self) {
         let cr8 = self.shared.lapic.cr8();

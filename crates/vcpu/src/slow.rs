@@ -99,6 +99,8 @@ impl<B: Backend> Vcpu<B> {
             Exit::Cr(access) => self.emulate_here(Cause::Control { write: access.write }),
             Exit::Invlpg(_) => self.emulate_here(Cause::Invlpg),
             Exit::Invpcid => self.emulate_here(Cause::Invpcid),
+            Exit::GdtrIdtr => self.emulate_here(Cause::GdtrIdtr),
+            Exit::LdtrTr => self.emulate_here(Cause::LdtrTr),
             Exit::Xsetbv => self.slow_instruction(Self::do_xsetbv),
             Exit::DebugReg if self.debug_regs_are_borrowed() => self.emulate_here(Cause::Debug),
             Exit::DebugReg => {

@@ -36,6 +36,7 @@ pub fn reason_of(exit: &Exit) -> Reason {
         Exit::Undefined => Reason::Undefined,
         Exit::Invlpg(_) | Exit::Invpcid => Reason::Invlpg,
         Exit::Rsm => Reason::Rsm,
+        Exit::GdtrIdtr | Exit::LdtrTr => Reason::DescriptorTable,
         Exit::TaskSwitch(_) => Reason::TaskSwitch,
         Exit::Shutdown => Reason::Shutdown,
         Exit::HostSignal => Reason::HostSignal,

@@ -12,6 +12,7 @@ use gannet_vcpu::{RunInput, UserExit};
 use host::page::Page;
 use mmu::Region;
 use rig::{Machine, TestVcpu, add_vcpu, vm};
+use svm::Features;
 use x86::vmcb::{ExitCode, Vmcb};
 
 const CODE: u64 = 0xf000;
@@ -27,12 +28,15 @@ struct Guest {
 }
 
 fn guest(code: &[u8]) -> Guest {
-    let machine = Machine::default();
-    let vm = vm(&machine);
+    guest_of(&Machine::default(), code)
+}
+
+fn guest_of(machine: &Machine, code: &[u8]) -> Guest {
+    let vm = vm(machine);
     let page = Box::leak(Box::new(Page::zeroed().unwrap()));
     let region = Region { slot: 0, flags: 0, gpa: CODE, size: 0x1000, hva: page.hpa().0 };
     vm.memory().set_region(&region, &**vm).unwrap();
-    let mut vcpu = add_vcpu(&machine, &vm, 0);
+    let mut vcpu = add_vcpu(machine, &vm, 0);
     // Protected mode without paging: level 3, IOPL 0, and a TSS without a bitmap.
     let mut sregs = vcpu.sregs();
     sregs.cr0 = 0x31;
@@ -64,6 +68,15 @@ impl Guest {
 
     fn run(&mut self) -> UserExit {
         self.vcpu.run(&RunInput { mmio_data: [5; 8], ..RunInput::default() })
+    }
+
+    /// The guest's code is read inside the loop from now on.
+    fn touch_code(&mut self) {
+        self.then(|vmcb, _| {
+            vmcb.control.exit_code = ExitCode::NestedPageFault.0;
+            vmcb.control.exit_info_1 = (1 << 32) | 2;
+            vmcb.control.exit_info_2 = CODE;
+        });
     }
 
     /// What the last entry injected.
@@ -132,6 +145,48 @@ fn a_load_does_not_become_a_store() {
         guest.place(code);
         guest.then(device(false));
         guest.ends(move |vmcb, _| assert_eq!(vmcb.save.rip, CODE, "{code:02x?}"));
+    }
+}
+
+/// SMSW of a program is no privileged instruction and leads to the exit of a CR0 read.
+#[test]
+fn bytes_that_came_after_smsw_read_no_control_register() {
+    const SECRET: u64 = 0x0dea_d000;
+    // MOV EAX from CR3, CR2, CR4, CR0; MOV EAX, DR7; MOV CR3, EAX.
+    let swapped: [&[u8]; 6] = [
+        &[0x0f, 0x20, 0xd8],
+        &[0x0f, 0x20, 0xd0],
+        &[0x0f, 0x20, 0xe0],
+        &[0x0f, 0x20, 0xc0],
+        &[0x0f, 0x21, 0xf8],
+        &[0x0f, 0x22, 0xd8],
+    ];
+    for code in swapped {
+        // Whether the CPU tells where the next instruction lies, and which register a MOV names.
+        for (told, assists) in [(true, true), (true, false), (false, false)] {
+            let features = Features { nrip_save: told, decode_assists: assists, ..rig::features() };
+            let mut guest = guest_of(&Machine { features, ..Machine::default() }, code);
+            let mut sregs = guest.vcpu.sregs();
+            (sregs.cr2, sregs.cr3) = (SECRET, SECRET);
+            guest.vcpu.set_sregs(&sregs, None).unwrap();
+            guest.touch_code();
+            guest.then(move |vmcb, gprs| {
+                gprs.0 = [7; 16];
+                (vmcb.save.rax, vmcb.save.rsp, vmcb.save.rip) = (7, 7, CODE);
+                vmcb.control.exit_code = ExitCode::ReadCr0.0;
+                // Bit 63 is clear: no MOV.
+                vmcb.control.exit_info_1 = 0;
+                vmcb.control.next_rip = if told { CODE + 3 } else { 0 };
+            });
+            guest.ends(move |vmcb, gprs| {
+                let [_, rest @ ..] = gprs.0;
+                assert_eq!((vmcb.save.rax, rest), (7, [7; 15]), "{code:02x?}");
+                assert_eq!((vmcb.save.cr3, vmcb.save.rip), (SECRET, CODE), "{code:02x?}");
+            });
+            // What was a read of a control register is refused; another instruction is executed by the CPU.
+            let read = matches!(code, [_, 0x20, _]);
+            assert_eq!(guest.injected(), if read { GP } else { 0 }, "{code:02x?}");
+        }
     }
 }
 

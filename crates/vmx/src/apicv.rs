@@ -93,7 +93,7 @@ impl ApicPage {
         self.at(reg::TPR).load(Relaxed) as u8
     }
 
-    /// Sets it.
+    /// Sets the task priority.
     #[inline]
     pub fn set_tpr(&self, value: u8) {
         self.at(reg::TPR).store(value.into(), Relaxed);

@@ -108,6 +108,8 @@ impl<C: Cpu> Vmx<C> {
             ExitReason::Rdpmc => Exit::Rdpmc,
             ExitReason::Rsm => Exit::Rsm,
             ExitReason::TaskSwitch => self.task_switch(),
+            ExitReason::GdtrIdtr => Exit::GdtrIdtr,
+            ExitReason::LdtrTr => Exit::LdtrTr,
             ExitReason::TripleFault => Exit::Shutdown,
             ExitReason::Init | ExitReason::Sipi | ExitReason::IoSmi | ExitReason::OtherSmi => {
                 Exit::HostSignal

@@ -99,6 +99,8 @@ pub struct Features {
     pub rdtscp: bool,
     /// INVPCID can be given to guests.
     pub invpcid: bool,
+    /// The CPU has no CR4.UMIP, but the instructions that it is about can exit.
+    pub umip_by_exits: bool,
     /// SPEC_CTRL exists.
     pub spec_ctrl: bool,
     /// XSAVE is enabled by the kernel.
@@ -356,6 +358,8 @@ impl Features {
             zero_length_injection: raw.misc.0 & ZERO_LENGTH != 0,
             rdtscp: extended & (1 << 27) != 0 && raw.secondary.offers(ProcControls2::RDTSCP),
             invpcid: seven[1] & (1 << 10) != 0 && raw.secondary.offers(ProcControls2::INVPCID),
+            umip_by_exits: seven[2] & (1 << 2) == 0
+                && raw.secondary.offers(ProcControls2::DESCRIPTOR_TABLES),
             // IBRS, STIBP or SSBD: each means that the MSR exists.
             spec_ctrl: seven[3] & (1 << 26 | 1 << 27 | 1 << 31) != 0,
             xsave: host_cr4 & (1 << 18) != 0,

@@ -158,7 +158,7 @@ impl<C: Cpu> Vmx<C> {
         self.set(fields::ENTRY_CONTROLS, controls | load);
     }
 
-    /// The reverse of [`Vmx::load_state`].
+    /// Loads the host's state again and keeps the guest's: undoes [`Vmx::load_state`].
     pub(crate) fn unload_state(&mut self, to_user: bool) {
         if self.attention & attention::OFF != 0 {
             self.attention &= !attention::OFF;

@@ -134,7 +134,7 @@ impl<C: Cpu> Vmx<C> {
         }
     }
 
-    /// The reverse.
+    /// Brings XCR0 and IA32_XSS back to what the host has.
     #[inline(never)]
     pub(crate) fn unload_extended(&mut self) {
         if self.cold.live_xcr0 != self.cold.host_xcr0 {

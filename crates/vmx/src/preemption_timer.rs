@@ -42,7 +42,7 @@ impl Watched {
         Self { last: NEVER, scale: TSC_RATIO_ONE, shift, not_entered: 0 }
     }
 
-    /// Sets it; 0 for none. Whether it is another one.
+    /// Sets the deadline; 0 for none. Whether it is another one.
     #[inline]
     pub(crate) fn set(&mut self, deadline: u64) -> bool {
         let last = deadline.wrapping_sub(1);

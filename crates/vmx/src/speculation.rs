@@ -24,7 +24,7 @@ impl<C: Cpu> Vmx<C> {
         self.switch.guest_spec_ctrl
     }
 
-    /// Sets it. Only a CPU that has it gets another value than zero to load.
+    /// Sets the guest's SPEC_CTRL. Only a CPU that has it gets another value than zero to load.
     pub(crate) fn set_spec_ctrl(&mut self, value: u64) {
         if !self.features.spec_ctrl {
             return;

@@ -30,6 +30,7 @@ const CR0_ET: u64 = 1 << 4;
 /// What VMX fixes to 1, but not for a guest that may run without paging and protection.
 const CR0_PG_PE: u64 = (1 << 31) | 1;
 const CR4_MCE: u64 = 1 << 6;
+const CR4_UMIP: u64 = x86::Cr4::UMIP.bits();
 const CR4_OSXSAVE: u64 = 1 << 18;
 const EFER_LMA: u64 = 1 << 10;
 /// Fractional bits that the TSC multiplier has more than our ratio.
@@ -307,11 +308,19 @@ impl<C: Cpu> Backend for Vmx<C> {
         self.set(fields::GUEST_CR3, value);
     }
 
-    /// Machine checks reach the host whatever the guest says.
+    /// Machine checks reach the host whatever the guest says. Where the CPU has no UMIP, the instructions
+    /// that it is about exit while the guest has it set: all but SMSW, which no control makes exit.
     fn set_cr4(&mut self, value: u64) {
         let changed = core::mem::replace(&mut self.cr4, value) ^ value;
+        let mut real = value | self.features.cr4_fixed | CR4_MCE;
+        if self.features.umip_by_exits {
+            real &= !CR4_UMIP;
+            if changed & CR4_UMIP != 0 {
+                self.change_proc2(ProcControls2::DESCRIPTOR_TABLES, value & CR4_UMIP != 0);
+            }
+        }
         self.set(fields::CR4_SHADOW, value);
-        self.set(fields::GUEST_CR4, value | self.features.cr4_fixed | CR4_MCE);
+        self.set(fields::GUEST_CR4, real);
         if changed & CR4_OSXSAVE != 0 {
             self.sync_extended();
         }

@@ -110,7 +110,7 @@ impl Recorded {
         *self.0.get(index.wrapping_sub(0x480) as usize).expect("a capability MSR")
     }
 
-    /// The same CPU without some bits of the high half, in `index` and its exact twin.
+    /// This CPU without some bits of the high half, in `index` and its exact twin.
     fn without(mut self, index: u32, bits: u32) -> Self {
         let twin = match index {
             0x481..=0x484 => Some(index + 0xc),
@@ -216,6 +216,23 @@ fn what_is_there_is_taken() {
     assert!(f.vpid && f.tsc_scaling && f.pml && f.ept_1g && f.xsaves);
     assert_eq!(f.ept_pointer(0x1234_5000), 0x1234_505e);
     assert_eq!(SILVERMONT.read().unwrap().ept_pointer(0x1000), 0x101e);
+}
+
+#[test]
+fn umip_is_made_by_exits_where_the_cpu_has_none() {
+    const DESCRIPTOR_TABLES: u32 = 1 << 2;
+    for (name, cpu) in USABLE {
+        let f = cpu.read().unwrap();
+        assert!(f.umip_by_exits, "{name}");
+        assert_eq!(f.secondary.base.bits() & DESCRIPTOR_TABLES, 0, "{name}: not from the start");
+    }
+    assert!(!COFFEE_LAKE.without(0x48b, DESCRIPTOR_TABLES).read().unwrap().umip_by_exits);
+    let with_umip = |leaf, subleaf| {
+        let [eax, ebx, ecx, edx] = cpuid(leaf, subleaf);
+        [eax, ebx, if leaf == 7 { ecx | 1 << 2 } else { ecx }, edx]
+    };
+    let f = Features::read(|index| COFFEE_LAKE.msr(index), with_umip, 0).unwrap();
+    assert!(!f.umip_by_exits, "the CPU's own");
 }
 
 #[test]

@@ -14,6 +14,8 @@ impl Dr6 {
     pub const BD: u64 = 1 << 13;
     /// Single step.
     pub const BS: u64 = 1 << 14;
+    /// A task asked for a trap when it is switched to.
+    pub const BT: u64 = 1 << 15;
     /// What is one when nothing happened: reserved bits, and those of bus locks and transactions, which are
     /// clear when one was met.
     pub const ACTIVE_LOW: u64 = 0xffff_0ff0;

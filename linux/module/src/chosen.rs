@@ -58,6 +58,8 @@ pub struct Common {
     pub arch_capabilities: u64,
     /// Features that cannot be given to guests.
     pub withheld: [Option<Feature>; 4],
+    /// A feature that guests have by exits, whether the CPU has it or not.
+    pub by_exits: Option<Feature>,
 }
 
 /// A refusal that was logged; what the module's load returns.
@@ -163,6 +165,7 @@ impl Found {
                     tsc_aux: features.rdtscp,
                     arch_capabilities: 0,
                     withheld: [keys, None, None, None],
+                    by_exits: None,
                 }
             }
             Self::Vmx(features) => {
@@ -185,6 +188,7 @@ impl Found {
                         unless(features.invpcid, feature::INVPCID),
                         unless(features.xsaves, feature::XSAVES),
                     ],
+                    by_exits: features.umip_by_exits.then_some(feature::UMIP),
                 }
             }
         }

@@ -99,6 +99,7 @@ pub fn find_out(common: &Common) -> Result<(), NoMemory> {
         xcr0: fpu::host_xcr0(),
         nested_levels: if params::npt() { common.tables.levels() } else { 0 },
         withheld: withheld.get(..count).unwrap_or(&[]),
+        by_exits: common.by_exits.as_slice(),
         lfence_serializes: lfence,
         null_selector_clears_base: amd && !kernel.any(Facts::NULL_SELECTOR_KEEPS_BASE),
         ls_cfg_ssbd: kernel.any(Facts::LS_CFG_SSBD),

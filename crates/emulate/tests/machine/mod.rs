@@ -59,6 +59,8 @@ pub struct TestMachine {
     /// The processor's own accesses here get #PF.
     pub system_absent: Range<u64>,
     pub mm: [u64; 8],
+    /// An MMX register was looked at: the x87 unit is in MMX's state.
+    pub mmx_used: bool,
     pub cr3: u64,
     /// Linear address of `ram[0]`.
     pub base: u64,
@@ -113,6 +115,7 @@ impl TestMachine {
             system,
             system_absent: 0..0,
             mm: [0; 8],
+            mmx_used: false,
             cr3: 0,
             base,
             ram: vec![0; ram],
@@ -457,6 +460,7 @@ impl Machine for TestMachine {
         Ok(())
     }
     fn mm(&mut self, n: u8) -> Result<u64, Stop> {
+        self.mmx_used = true;
         Ok(self.mm[usize::from(n)])
     }
     fn set_mm(&mut self, n: u8, value: u64) -> Result<(), Stop> {

@@ -17,6 +17,7 @@ use svm::{Features, Svm, percpu};
 use vm::VmRef;
 use vm::vcpu_shared::VcpuShared;
 use vm::vm::{Format, HostLimits, Paging, Vm};
+use x86::cpuid::feature;
 use x86::vmcb::{ExitCode, Vmcb};
 
 pub type Cpu = Counting<Model>;
@@ -74,6 +75,16 @@ pub fn host_cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {
         (0x8000_0008, _) => [0x3030, 0, 0, 0],
         _ => [0; 4],
     }
+}
+
+/// As [`offered`], and UMIP by the backend's exits.
+pub fn offered_with_umip() -> Offered {
+    static OFFERED: OnceLock<(Supported, HostMsrs)> = OnceLock::new();
+    let (cpuid, msrs) = OFFERED.get_or_init(|| {
+        let facts = HostFacts { xcr0: 7, by_exits: &[feature::UMIP], ..HostFacts::default() };
+        (Supported::read(host_cpuid, &facts).unwrap(), HostMsrs::default())
+    });
+    Offered { cpuid, msrs }
 }
 
 pub fn offered(xstate_cache: bool) -> Offered {

@@ -3,7 +3,7 @@
 use backend::Gprs;
 use cpu::{Counting, Counts, Model, ModelVmcs, Op};
 use cpuid::Entry;
-use gannet_vcpu::{RunInput, UserExit, Vcpu};
+use gannet_vcpu::{Offered, RunInput, UserExit, Vcpu};
 use host::KBox;
 use vm::VmRef;
 use vm::vcpu_shared::VcpuShared;
@@ -54,7 +54,7 @@ pub fn features() -> Features {
     }
 }
 
-/// The same with the VMX-preemption timer, which counts every 32nd tick.
+/// Such a CPU with the VMX-preemption timer, which counts every 32nd tick.
 pub fn features_with_timer() -> Features {
     let mut features = features();
     features.pin.base |= PinControls::PREEMPTION_TIMER;
@@ -80,14 +80,14 @@ pub fn vcpu() -> VmxVcpu {
     vcpu_of(features(), Format::npt(4, 0)).0
 }
 
-/// The same on a CPU that has these, with such nested tables; and its VM.
+/// A vCPU alone in its VM on a CPU that has these, with such nested tables; and its VM.
 pub fn vcpu_of(features: Features, tables: Format) -> (VmxVcpu, VmRef) {
     let vm = bare_vm_of(features, tables);
     vm.irq().create(vm::irq::Irqchip::Full).unwrap();
     (vcpu_in(&vm, features), vm)
 }
 
-/// The same in a VM with which something is done first.
+/// A vCPU alone in a VM with which something is done first.
 pub fn vcpu_with(features: Features, tables: Format, first: impl FnOnce(&VmRef)) -> VmxVcpu {
     let vm = bare_vm_of(features, tables);
     vm.irq().create(vm::irq::Irqchip::Full).unwrap();
@@ -95,14 +95,25 @@ pub fn vcpu_with(features: Features, tables: Format, first: impl FnOnce(&VmRef))
     vcpu_in(&vm, features)
 }
 
-/// The same where PIC and I/O APIC, with 24 pins, are the VMM's.
+/// A vCPU alone in its VM where PIC and I/O APIC, with 24 pins, are the VMM's.
 pub fn split_vcpu_of(features: Features, tables: Format) -> (VmxVcpu, VmRef) {
     let vm = bare_vm_of(features, tables);
     vm.irq().create_split(24).unwrap();
     (vcpu_in(&vm, features), vm)
 }
 
+/// A vCPU on a CPU that has these, in a VM with nested tables whose VMM is offered this; and its VM.
+pub fn vcpu_offered(features: Features, offered: Offered) -> (VmxVcpu, VmRef) {
+    let vm = bare_vm_of(features, Format::npt(4, 0));
+    vm.irq().create(vm::irq::Irqchip::Full).unwrap();
+    (vcpu_offered_in(&vm, features, offered), vm)
+}
+
 fn vcpu_in(vm: &VmRef, features: Features) -> VmxVcpu {
+    vcpu_offered_in(vm, features, offered(true))
+}
+
+fn vcpu_offered_in(vm: &VmRef, features: Features, offered: Offered) -> VmxVcpu {
     let shared = VcpuShared::new(0, 0, true, true).unwrap();
     vm.add_vcpu(shared.clone()).unwrap();
     let mut model = Model::default();
@@ -110,7 +121,6 @@ fn vcpu_in(vm: &VmRef, features: Features) -> VmxVcpu {
     model.cpuid = Some(host_cpuid);
     model.vmx.cr4.set(CR4_VMXE);
     model.vmx.on.set(Some(x86::Hpa(0)));
-    let offered = offered(true);
     let b = Vmx::new(Counting::new(model), features).unwrap();
     let mut vcpu = Vcpu::new(b, shared, vm.clone(), offered).unwrap();
     let entries: Vec<Entry> = offered.cpuid.entries().to_vec();
@@ -156,7 +166,7 @@ pub fn cost_of(f: impl Fn(&mut ModelVmcs, &mut Gprs) + Send + Sync + Clone + 'st
     cost_on(vcpu, f)
 }
 
-/// The same on such vCPUs.
+/// What ten exits made by `step` cost on such vCPUs.
 pub fn cost_on(
     vcpu: impl Fn() -> VmxVcpu,
     f: impl Fn(&mut ModelVmcs, &mut Gprs) + Send + Sync + Clone + 'static,

@@ -27,6 +27,8 @@ tests!("makers":
     addresses_in_msrs_are_canonical,
     instructions_without_their_feature_are_invalid_opcodes,
     instructions_that_tell_of_tables_are_refused_to_user_mode,
+    instructions_about_tables_do_their_work_in_the_kernel,
+    every_cpu_of_intels_has_umip,
     the_four_top_entries_of_pae_are_loaded_with_cr3,
     user_space_gives_the_four_top_entries_of_pae,
 );
@@ -299,11 +301,16 @@ guest_code!(
     done!()
 );
 
+const UMIP: u64 = 1 << 11;
+
+fn has_umip(guest: &Guest) -> Outcome<bool> {
+    Ok(guest.system.supported_cpuid()?.find(7, 0).is_some_and(|leaf| leaf.ecx >> 2 & 1 != 0))
+}
+
 fn instructions_that_tell_of_tables_are_refused_to_user_mode() -> Outcome {
-    const UMIP: u64 = 1 << 11;
     for (bits, faults) in [(0, 0), (UMIP, 4)] {
         let guest = Guest::new(Chip::Kernel, telling())?;
-        if guest.system.supported_cpuid()?.find(7, 0).is_none_or(|leaf| leaf.ecx >> 2 & 1 == 0) {
+        if bits != 0 && !has_umip(&guest)? {
             return skip("no UMIP");
         }
         crate::machine::tables::split_first_large_page(&guest.memory);
@@ -318,6 +325,74 @@ fn instructions_that_tell_of_tables_are_refused_to_user_mode() -> Outcome {
         equal("general protection faults", guest.count(13), faults)?;
     }
     Ok(())
+}
+
+guest_code!(
+    telling_the_kernel,
+    64,
+    "mov %cr4, %rax",
+    "or ARGUMENT, %rax",
+    "mov %rax, %cr4",
+    "sgdt RESULT",
+    "sidt RESULT + 0x10",
+    "mov $-1, %rax",
+    "str %eax",
+    "mov %rax, RESULT + 0x20",
+    "str RESULT + 0x28",
+    "sldt RESULT + 0x30",
+    "lgdt RESULT",
+    "lidt RESULT + 0x10",
+    "xor %eax, %eax",
+    "lldt %ax",
+    // The descriptor of the task register, 0x20, is busy.
+    "movb $0x89, 0x1025",
+    "mov $0x20, %eax",
+    "ltr %ax",
+    guarded!("ud2"),
+    guarded!("ltr ARGUMENT + 0x10"),
+    "mov %cr4, %rax",
+    "mov %rax, RESULT + 0x38",
+    "and $~0x800, %rax",
+    "mov %rax, %cr4",
+    "sgdt RESULT + 0x40",
+    done!()
+);
+
+fn instructions_about_tables_do_their_work_in_the_kernel() -> Outcome {
+    for bits in [0, UMIP] {
+        let guest = Guest::new(Chip::Kernel, telling_the_kernel())?;
+        if bits != 0 && !has_umip(&guest)? {
+            return skip("no UMIP");
+        }
+        guest.memory.write(ARGUMENT, bits);
+        // A selector beyond the table.
+        guest.memory.write(ARGUMENT + 0x10, 0x1000);
+        guest.memory.write(RESULT + 0x30, 0xffff_ffff);
+        guest.finish()?;
+        let sregs = guest.vcpu().sregs()?;
+        let told = |at| (guest.memory.read(at) as u16, guest.memory.read(at + 2));
+        equal("GDTR", told(RESULT), (sregs.gdt.limit, sregs.gdt.base))?;
+        equal("IDTR", told(RESULT + 0x10), (sregs.idt.limit, sregs.idt.base))?;
+        equal("TR in a register", guest.result(4), 0x20)?;
+        equal("TR in memory", guest.result(5), 0x20)?;
+        equal("LDTR, two bytes of it", guest.result(6), 0xffff_0000)?;
+        equal("UMIP as the guest reads it", guest.result(7) & UMIP, bits)?;
+        equal("GDTR again", told(RESULT + 0x40), (sregs.gdt.limit, sregs.gdt.base))?;
+        equal("exceptions, the last", guest.faults(), (2, 13, 0x1000))?;
+        equal("the task is busy", guest.memory.read(GDT + 0x20) >> 40 & 0xff, 0x8b)?;
+    }
+    Ok(())
+}
+
+/// Where the CPU has none it is made by exits, which CPUs with EPT and unrestricted guests have.
+fn every_cpu_of_intels_has_umip() -> Outcome {
+    of_intel("AMD's older CPUs go without")?;
+    let guest = Guest::new(Chip::Kernel, telling())?;
+    equal("offered", has_umip(&guest)?, true)?;
+    let mut sregs = guest.vcpu().sregs()?;
+    sregs.cr4 |= UMIP;
+    guest.vcpu().set_sregs(&sregs)?;
+    equal("CR4.UMIP from outside", guest.vcpu().sregs()?.cr4 & UMIP, UMIP)
 }
 
 /// A stage in PAE mode: an address that two roots map differently, and the entries at the top of both.

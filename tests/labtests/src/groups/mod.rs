@@ -12,6 +12,7 @@ mod deadline;
 mod debugger;
 mod delivery;
 mod emulated;
+mod endless;
 mod faults;
 mod guest_memory;
 mod host_facts;
@@ -97,6 +98,7 @@ pub fn all() -> impl Iterator<Item = Test> {
         paging_protection::TESTS,
         mmio::TESTS,
         emulated::TESTS,
+        endless::TESTS,
         ports::TESTS,
         coalesced::TESTS,
         instructions::TESTS,

@@ -75,6 +75,8 @@ macro_rules! protected {
     };
 }
 
+pub(super) use protected;
+
 guest_code!(
     large_segments,
     16,

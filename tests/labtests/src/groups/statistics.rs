@@ -55,7 +55,7 @@ pub const VM: [(&str, u32, i16, u16); 15] = [
     ("max_mmu_page_hash_collisions", PEAK, 0, 1),
 ];
 
-/// The same of a vCPU.
+/// The statistics of a vCPU.
 pub const VCPU: [(&str, u32, i16, u16); 45] = [
     ("halt_successful_poll", CUMULATIVE, 0, 1),
     ("halt_attempted_poll", CUMULATIVE, 0, 1),

@@ -101,7 +101,7 @@ macro_rules! hypercall {
     };
 }
 
-/// The hypercall of the other maker. As above.
+/// The hypercall of the other maker. Nothing but the flags is lost on the way.
 macro_rules! foreign_hypercall {
     () => {
         "cmpq $0, IS_INTEL; je 7f; vmmcall; jmp 8f; 7: vmcall; 8:"

@@ -56,7 +56,7 @@ impl Guest {
         Self::over(Memory::new(MEMORY_BYTES)?, chip, mode, vcpus, code)
     }
 
-    /// The same over a given memory.
+    /// So many vCPUs in a VM over a given memory.
     pub fn over(memory: Memory, chip: Chip, mode: Mode, vcpus: u32, code: &[u8]) -> Outcome<Self> {
         let system = System::open()?;
         let vm = system.create_vm()?;
@@ -158,7 +158,7 @@ impl Guest {
         self.finish_of(0)
     }
 
-    /// The same for any vCPU.
+    /// Runs a vCPU until it says that it is done, and takes no other exit.
     pub fn finish_of(&self, index: usize) -> Outcome {
         match self.exit_of(index)? {
             exit if exit.is_out(PORT_DONE) => Ok(()),

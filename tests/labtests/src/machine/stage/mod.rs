@@ -70,7 +70,7 @@ pub fn in_each_mode(test: impl Fn(Paging) -> Outcome) -> Outcome {
     in_modes(&Paging::offered(&mut cpuid), test)
 }
 
-/// The same in each 64-bit mode.
+/// Does this in each 64-bit mode.
 pub fn in_each_wide_mode(test: impl Fn(Paging) -> Outcome) -> Outcome {
     in_each_mode(|paging| if paging.is_wide() { test(paging) } else { Ok(()) })
 }
@@ -91,12 +91,12 @@ impl Stage {
         Self::with_vcpus(paging, 1)
     }
 
-    /// The same with up to two vCPUs, with local APICs if two.
+    /// A stage with up to two vCPUs, with local APICs if two.
     pub fn with_vcpus(paging: Paging, vcpus: u32) -> Outcome<Self> {
         Self::over(Memory::new(MEMORY_BYTES)?, paging, vcpus)
     }
 
-    /// The same over a given memory of [`MEMORY_BYTES`].
+    /// A stage over a given memory of [`MEMORY_BYTES`].
     pub fn over(memory: Memory, paging: Paging, vcpus: u32) -> Outcome<Self> {
         let chip = if vcpus > 1 { Chip::Kernel } else { Chip::None };
         let code = server::kernel(paging.is_wide());
