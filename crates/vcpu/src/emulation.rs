@@ -577,7 +577,8 @@ impl<B: Backend> Machine for Vcpu<B> {
                 continue;
             }
             let mut value = 0;
-            if self.vm.irq().has_port(port) && self.vm.irq().pio_read(port, size, &mut value) {
+            if let Some(owing) = self.vm.irq().pio_read(port, size, &mut value) {
+                self.note_owing(owing);
                 let bytes = value.to_le_bytes();
                 for (to, from) in part.iter_mut().zip(bytes) {
                     *to = from;
@@ -598,7 +599,8 @@ impl<B: Backend> Machine for Vcpu<B> {
                 continue;
             }
             let value = u64::from_le_bytes(padded(part)) as u32;
-            if self.vm.irq().has_port(port) && self.vm.irq().pio_write(port, size, value) {
+            if let Some(owing) = self.vm.irq().pio_write(port, size, value) {
+                self.note_owing(owing);
                 self.replay.record_done(key, [0; 8]);
                 continue;
             }

@@ -44,6 +44,8 @@ impl Outer {
     pub const EOI: Self = Self(1 << 4);
     /// The guest has lowered the task priority, and the local APIC is the VMM's.
     pub const SET_TPR: Self = Self(1 << 5);
+    /// Irqfds wait to be told of an end of interrupt.
+    pub const OWING: Self = Self(1 << 6);
 
     /// Whether there is anything.
     #[inline(always)]
@@ -67,6 +69,12 @@ impl Outer {
     #[inline]
     pub fn set(&mut self, what: Self, on: bool) {
         self.0 = (self.0 & !what.0) | if on { what.0 } else { 0 };
+    }
+
+    /// What an INIT does not end: what happened before it is told all the same.
+    #[must_use]
+    pub fn survivors(self) -> Self {
+        Self(self.0 & (Self::EOI.0 | Self::OWING.0))
     }
 
     /// Takes one: whether it was there.
@@ -357,7 +365,7 @@ impl<B: Backend> Vcpu<B> {
     /// it at this entry.
     pub(crate) fn inject_from_pic(&mut self) {
         if self.interrupts_open()
-            && let Some(vector) = self.events.external.take().or_else(|| self.vm.irq().extint_ack())
+            && let Some(vector) = self.events.external.take().or_else(|| self.acknowledge_pic())
         {
             self.b.inject(Event::Interrupt(vector));
             if host::trace::observed().inj_virq() {
@@ -370,6 +378,17 @@ impl<B: Backend> Vcpu<B> {
             || self.shared.lapic.highest_pending().is_some();
         self.b.set_interrupt_window(waiting);
         self.update_cr8_intercept(waiting);
+    }
+
+    /// The acknowledge cycle. An end that comes with it (automatic EOI) is told as soon as the interrupt is
+    /// delivered.
+    fn acknowledge_pic(&mut self) -> Option<Vector> {
+        let (vector, owing) = self.vm.irq().extint_ack()?;
+        self.note_owing(owing);
+        if owing.any() {
+            host::smp::kick(host::smp::cpu_id());
+        }
+        Some(vector)
     }
 
     /// After an exit with an interrupt offered, or with a step of ours: whether the guest has taken the

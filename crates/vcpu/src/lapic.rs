@@ -7,7 +7,11 @@ use irqchip::{
     lapic::{HostTimer, LapicEffect, TimerChange, TimerClock, TimerOp},
 };
 use mmu::Section;
-use vm::{irq::Irqchip, vcpu_shared::Request};
+use vm::{
+    irq::{Ended, Irqchip, Owing},
+    vcpu_shared::Request,
+};
+use x86::Vector;
 
 use crate::{Vcpu, events::Outer, inner::Next};
 
@@ -184,10 +188,10 @@ impl<B: Backend> Vcpu<B> {
             effect => {
                 let next = self.with_kernel(|v| v.effect(effect)).1;
                 // The lazy deadline's page is put right outside, and there an INIT or SMI to oneself
-                // is taken, and many resamplers are told.
+                // is taken, and many resamplers or the VMM hear of an end.
                 let outside = self.lazy.in_doubt()
                     || self.shared.has_requests()
-                    || self.vm.irq().owes_signals();
+                    || self.events.outer.any_but(Outer::OBSERVED);
                 if outside { Next::Done } else { next }
             }
         }
@@ -199,9 +203,8 @@ impl<B: Backend> Vcpu<B> {
         match effect {
             LapicEffect::None => {}
             LapicEffect::Eoi { vector, level } => {
-                if level && self.vm.irq().eoi(&self.shared, vector) {
-                    self.rare.ended = vector;
-                    self.events.outer.set(Outer::EOI, true);
+                if level {
+                    self.has_ended(vector);
                 }
             }
             LapicEffect::TprChanged => self.publish_priority(),
@@ -226,6 +229,40 @@ impl<B: Backend> Vcpu<B> {
             }
             LapicEffect::AddressChanged => self.address_changed(),
         }
+    }
+
+    fn has_ended(&mut self, vector: Vector) {
+        match self.vm.irq().eoi(&self.shared, vector) {
+            Ended::Here(owing) => self.note_owing(owing),
+            Ended::ForVmm => {
+                self.rare.ended = vector;
+                self.events.outer.set(Outer::EOI, true);
+            }
+        }
+    }
+
+    /// Irqfds may wait to hear of an end of interrupt that this vCPU's guest has made: it tells them before
+    /// it enters the guest again, sleeps or returns to user space.
+    #[inline]
+    pub(crate) fn note_owing(&mut self, owing: Owing) {
+        if owing.any() {
+            self.owe();
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn owe(&mut self) {
+        self.events.outer.set(Outer::OWING, true);
+        self.recheck = true;
+    }
+
+    /// Tells them.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn tell_resamplers(&mut self) {
+        self.events.outer.set(Outer::OWING, false);
+        self.vm.irq().signal_owed();
     }
 
     /// Other interrupts than before may be addressed to the local APIC.

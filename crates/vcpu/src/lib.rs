@@ -318,7 +318,8 @@ impl<B: Backend> Vcpu<B> {
         self.gprs.0[backend::RDX] = u64::from(if signature == 0 { 0x600 } else { signature });
         // What waits for the local APIC waits on.
         let external = self.events.external.filter(|_| self.shared.in_kernel_apic);
-        self.events = events::Events { external, ..events::Events::default() };
+        let outer = self.events.outer.survivors();
+        self.events = events::Events { external, outer, ..events::Events::default() };
         self.reset_smm();
         self.after_exit.set_offered(None);
         self.open = run::Open::Nothing;

@@ -47,20 +47,26 @@ impl<B: Backend> Vcpu<B> {
             return Next::Leave;
         }
         self.retire(next);
-        if self.vm.irq().owes_signals() { Next::Done } else { then }
+        then
     }
 
     /// A port access served in the kernel. False when no device there wants it.
+    #[inline(always)]
     fn kernel_io(&mut self, io: IoExit) -> bool {
         let rax = self.gprs.0[RAX];
         if io.input {
             let mut value = 0;
-            if !self.vm.irq().pio_read(io.port, io.size, &mut value) {
+            let Some(owing) = self.vm.irq().pio_read(io.port, io.size, &mut value) else {
                 return false;
-            }
+            };
+            self.note_owing(owing);
             self.gprs.0[RAX] = merge(rax, value.into(), io.size);
-        } else if !self.vm.irq().pio_write(io.port, io.size, mask(rax, io.size) as u32) {
-            return false;
+        } else {
+            let value = mask(rax, io.size) as u32;
+            let Some(owing) = self.vm.irq().pio_write(io.port, io.size, value) else {
+                return false;
+            };
+            self.note_owing(owing);
         }
         // The 8259A's output may have risen.
         self.recheck |= self.vm.irq().extint_pending();

@@ -115,7 +115,9 @@ impl<B: Backend> Vcpu<B> {
             None => self.run_loop(input),
         };
         self.has_run = true;
-        self.tell_resamplers();
+        if self.events.outer.has(Outer::OWING) {
+            self.tell_resamplers();
+        }
         self.fpu.put();
         self.sync_priority();
         self.withdraw_offer();
@@ -265,7 +267,6 @@ impl<B: Backend> Vcpu<B> {
 
     /// Everything to be looked at before the guest may be entered.
     fn before_entry(&mut self) -> Option<UserExit> {
-        self.tell_resamplers();
         if self.shared.has_requests()
             && let Some(exit) = self.take_requests()
         {
@@ -298,18 +299,13 @@ impl<B: Backend> Vcpu<B> {
         None
     }
 
-    /// Tells those irqfds of the end of an interrupt that were too many for the loop.
-    #[inline]
-    fn tell_resamplers(&self) {
-        if self.vm.irq().owes_signals() {
-            self.vm.irq().signal_owed();
-        }
-    }
-
     /// Does what [`Outer`] tells of.
     #[cold]
     #[inline(never)]
     fn leave_with_event(&mut self) -> Option<UserExit> {
+        if self.events.outer.has(Outer::OWING) {
+            self.tell_resamplers();
+        }
         if self.events.outer.take(Outer::TRIPLE_FAULT) {
             return Some(UserExit::Shutdown);
         }

@@ -45,7 +45,7 @@ pub struct VcpuTable {
     slots: Vec<Once<Slots>>,
     places: Vec<Once<Places>>,
     count: AtomicU32,
-    census: Arc<IdCensus>,
+    pub(crate) census: Arc<IdCensus>,
 }
 
 /// So many empty places.

@@ -463,7 +463,9 @@ impl Lapic {
     /// Whether a physical destination means this APIC and no other.
     #[inline]
     fn is_alone_at(&self, dest: u32) -> bool {
-        let alone = dest > 0xff || self.census.get().is_none_or(|census| !census.aliases());
+        // An xAPIC that shows the low byte of its id hears nothing of it if there is somebody of that id.
+        let alone = dest > 0xff
+            || self.census.get().is_none_or(|census| self.vcpu_id == dest && !census.aliases());
         dest == self.id() && dest != XAPIC_BROADCAST && alone
     }
 
@@ -485,6 +487,17 @@ impl Lapic {
             0xf => dest & logical != 0,
             0x0 => (dest >> 4 == 0xf || dest >> 4 == logical >> 4) && dest & logical & 0xf != 0,
             _ => false,
+        }
+    }
+}
+
+impl Drop for Lapic {
+    /// Is counted no more.
+    fn drop(&mut self) {
+        if let Some(census) = self.census.get()
+            && let Some(count) = census.of(*self.counted.get_mut())
+        {
+            count.fetch_sub(1, SeqCst);
         }
     }
 }

@@ -175,8 +175,9 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
             shared.lapic.reset(bsp, false);
         }
         let file = NewFile::new(self.vcpu_file(&shared)?, Some(id)).map_err(Errno::from_file)?;
+        // Last what cannot be undone: debugfs keeps it until the VM goes.
+        vm.add_vcpu(shared.clone())?;
         vm.debug.add_vcpu(&shared);
-        vm.add_vcpu(shared)?;
         vm.irq().apic_changed();
         Ok(file.install())
     }

@@ -20,7 +20,7 @@ use x86::{Vector, apic::VectorWords};
 
 use super::{
     deliver::deliver,
-    resample::{AtOnce, Resamplers},
+    resample::{AtOnce, Owed, Owing, Resamplers},
 };
 use crate::{vcpu_shared::VcpuShared, vcpus::VcpuTable};
 
@@ -65,9 +65,7 @@ pub(super) struct State {
     pub routing: Routing,
     /// Whom the ends of interrupts are told.
     pub resamplers: Arc<Resamplers>,
-    /// Pins whose resamplers are told outside of the run loop: those of the I/O APIC, then the lines of
-    /// the PIC.
-    owed: u64,
+    owed: Owed,
     /// I/O APIC pins put off, and until when.
     put_off: u32,
     retry_ns: u64,
@@ -81,8 +79,6 @@ pub struct IrqCore {
     intr: AtomicBool,
     /// Some vCPU takes LINT0 as NMI, so the PIT is an NMI watchdog.
     nmi_watchdog: AtomicBool,
-    /// Some pin has ended whose resamplers have not been told.
-    owes: AtomicBool,
     /// MSIs have 32-bit destination ids.
     wide_dest: AtomicBool,
     /// A byte of ones is an id to x2APICs.
@@ -101,12 +97,11 @@ impl IrqCore {
     #[inline(never)]
     pub(super) fn shared(vcpus: Arc<VcpuTable>) -> Result<SharedCore, NoMemory> {
         // First, so that nothing made on the stack waits for it.
-        let resamplers = Arc::new(Resamplers::default())?;
+        let (resamplers, owed) = (Arc::new(Resamplers::default())?, Owed::new()?);
         WithTimer::new(Self {
             kind: AtomicU8::new(Irqchip::None as u8),
             intr: AtomicBool::new(false),
             nmi_watchdog: AtomicBool::new(false),
-            owes: AtomicBool::new(false),
             wide_dest: AtomicBool::new(false),
             no_broadcast_quirk: AtomicBool::new(false),
             reserved: AtomicU32::new(0),
@@ -116,7 +111,7 @@ impl IrqCore {
                 pit: None,
                 routing: Routing::empty(),
                 resamplers,
-                owed: 0,
+                owed,
                 put_off: 0,
                 retry_ns: 0,
             }),
@@ -275,7 +270,7 @@ impl IrqCore {
         }
     }
 
-    /// Whom the end of these pins is told at once. The others are owed ([`Self::owes`]).
+    /// Whom the end of these pins is told at once. The others are owed.
     fn resamplers_of(&self, state: &mut State, pins: u64) -> AtOnce {
         let mut now = AtOnce::default();
         if state.resamplers.is_empty() {
@@ -283,36 +278,31 @@ impl IrqCore {
         }
         let State { resamplers, routing, owed, .. } = state;
         for pin in (0..PINS_OF_ALL).filter(|pin| pins & 1 << pin != 0) {
-            if let Some(members) = gsi_of(routing, pin).and_then(|gsi| resamplers.of(gsi))
-                && !now.take(members)
+            if let Some(gsi) = gsi_of(routing, pin)
+                && let Some(members) = resamplers.of(gsi)
             {
-                *owed |= 1 << pin;
-                self.owes.store(true, Release);
+                now.take(gsi, members, owed);
             }
         }
         now
     }
 
-    /// Whether somebody has to call [`signal_owed`](Self::signal_owed). One load.
-    #[inline]
-    pub fn owes(&self) -> bool {
-        self.owes.load(Relaxed)
-    }
-
     /// Tells those for whom there was no time when the interrupt ended. Process context, interrupts on,
-    /// no lock: it may take as long as there are resamplers.
+    /// no lock: it may take as long as there are resamplers. Each GSI once: what comes behind is for
+    /// whoever made it.
     #[cold]
     pub fn signal_owed(&self) {
-        let (pins, lists) = {
+        let mut next = 0;
+        let take = |from| {
             let mut state = self.state.lock();
-            self.owes.store(false, Relaxed);
-            (core::mem::take(&mut state.owed), state.resamplers.clone())
+            let gsi = state.owed.take_from(from)?;
+            Some((gsi, state.resamplers.of(gsi).cloned()))
         };
-        for pin in (0..PINS_OF_ALL).filter(|pin| pins & 1 << pin != 0) {
-            let gsi = gsi_of(&self.state.lock().routing, pin);
-            if let Some(members) = gsi.and_then(|gsi| lists.of(gsi)) {
+        while let Some((gsi, members)) = take(next) {
+            if let Some(members) = members {
                 members.signal();
             }
+            next = gsi + 1;
         }
     }
 
@@ -323,7 +313,7 @@ impl IrqCore {
     }
 
     /// The CPU's acknowledge cycle: the 8259A's vector, `None` when the request has gone.
-    pub fn acknowledge_intr(&self) -> Option<Vector> {
+    pub fn acknowledge_intr(&self) -> Option<(Vector, Owing)> {
         let mut state = self.state.lock();
         if !state.pic.output() {
             return None;
@@ -333,8 +323,7 @@ impl IrqCore {
         let told = self.ended_lines(&mut state);
         self.settle(&mut state);
         drop(state);
-        told.signal();
-        Some(vector)
+        Some((vector, told.signal()))
     }
 
     /// Whom the lines are told that the PIC has reported ended and [`settle`](Self::settle) has not seen
@@ -345,9 +334,9 @@ impl IrqCore {
     }
 
     /// A local APIC ended `vector` and its effect said that the I/O APIC is to hear of it.
-    pub fn eoi(&self, from: &VcpuShared, vector: Vector, start: impl FnOnce(u64)) {
+    pub fn eoi(&self, from: &VcpuShared, vector: Vector, start: impl FnOnce(u64)) -> Owing {
         if self.kind() != Irqchip::Full {
-            return;
+            return Owing::NOTHING;
         }
         let mut state = self.state.lock();
         let pins = state.ioapic.eoi(vector);
@@ -355,7 +344,7 @@ impl IrqCore {
             drop(state);
             // A vector that has found another use: no more reports of it.
             from.lapic.forget_notify(vector);
-            return;
+            return Owing::NOTHING;
         }
         for pin in (0..irqchip::ioapic::PINS as u32).filter(|pin| pins & 1 << pin != 0) {
             if let Some(gsi) = state.routing.gsi_of_pin(Chip::IoApic, pin) {
@@ -373,7 +362,7 @@ impl IrqCore {
         self.settle(&mut state);
         let told = self.resamplers_of(&mut state, pins.into());
         drop(state);
-        told.signal();
+        told.signal()
     }
 
     /// Vectors of whose ends at this local APIC the VMM's I/O APIC is to hear: those that its

@@ -151,8 +151,11 @@ fn lowest_priority<'a>(vcpus: &'a VcpuTable, msg: &IrqMessage) -> Option<&'a Sha
 
 #[cfg(test)]
 mod tests {
-    use alloc::vec::Vec;
-    use irqchip::lapic::{BaseRules, base};
+    use alloc::{vec, vec::Vec};
+    use irqchip::{
+        LapicEffect,
+        lapic::{BaseRules, base},
+    };
     use proptest::prelude::*;
     use x86::Vector;
 
@@ -215,6 +218,48 @@ mod tests {
                 prop_assert_eq!(status, expected);
             }
         }
+    }
+
+    #[test]
+    fn an_ipi_reaches_the_vcpu_of_its_destination_and_not_a_sender_that_shows_the_same_byte() {
+        const ICR: u32 = 0x300;
+        const ICR2: u32 = 0x310;
+        for wide in [false, true] {
+            for (n, sender) in [0x105, 5].into_iter().enumerate() {
+                let table = VcpuTable::new().unwrap();
+                for (index, id) in [5, 0x105].into_iter().enumerate() {
+                    let vcpu = VcpuShared::new(id, index as u32, index == 0, true).unwrap();
+                    let _ = vcpu.lapic.write(SVR, 0x1ff);
+                    table.add(vcpu).unwrap();
+                }
+                table.census().set_wide(wide);
+                let vector = Vector(0x40 + n as u8);
+                let from = table.by_id(sender).unwrap();
+                let _ = from.lapic.write(ICR2, 5 << 24);
+                match from.lapic.write(ICR, vector.0.into()) {
+                    LapicEffect::SelfIpi(vector) => {
+                        let _ = from.lapic.accept_fixed(vector, false);
+                    }
+                    LapicEffect::SendIpi(message) => {
+                        deliver(&table, Some(from), &message);
+                    }
+                    effect => panic!("{effect:?}"),
+                }
+                let got: Vec<u32> = table.iter().filter(|v| has(v, vector)).map(|v| v.id).collect();
+                let meant = if wide { vec![5] } else { vec![5, 0x105] };
+                assert_eq!(got, meant, "from {sender:#x}, wide: {wide}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_vcpu_that_is_dropped_is_counted_no_more() {
+        let table = VcpuTable::new().unwrap();
+        let vcpu = VcpuShared::new(0x105, 0, false, true).unwrap();
+        vcpu.lapic.join(&table.census).unwrap();
+        assert!(!table.census().is_plain());
+        drop(vcpu);
+        assert!(table.census().is_plain());
     }
 
     fn has(vcpu: &VcpuShared, vector: Vector) -> bool {

@@ -6,7 +6,7 @@ use core::sync::atomic::Ordering::Relaxed;
 use host::clock;
 use irqchip::{Pic, Pit, ioapic};
 
-use super::{Irqchip, Space, VmIrq, controllers::rewind};
+use super::{Irqchip, Owing, Space, VmIrq, controllers::rewind};
 
 const SPEAKER_PORT: u16 = 0x61;
 
@@ -39,76 +39,80 @@ impl VmIrq {
         self.ioeventfds.may_match(Space::Port, u64::from(port))
     }
 
-    /// A guest's IN of `size` bytes. False when it is not ours.
+    /// A guest's IN of `size` bytes. `None` when it is not ours.
     ///
     /// The chips are eight bits wide; what a wider access asks beyond reads as zero.
-    pub fn pio_read(&self, port: u16, size: u8, value: &mut u32) -> bool {
+    #[must_use]
+    pub fn pio_read(&self, port: u16, size: u8, value: &mut u32) -> Option<Owing> {
         if !self.has_port(port) {
-            return false;
+            return None;
         }
         if self.is_pic(port) {
             // The PIC does not answer wide accesses.
-            *value = if size == 1 { u32::from(self.read_pic(port)) } else { 0 };
-            return true;
+            let (byte, owing) = if size == 1 { self.read_pic(port) } else { (0, Owing::NOTHING) };
+            *value = u32::from(byte);
+            return Some(owing);
         }
         if !self.is_pit(port) {
             // Only writes signal eventfds or are coalesced.
-            return false;
+            return None;
         }
         let mut state = self.core.state.lock();
-        let Some(pit) = state.pit.as_mut() else {
-            return false;
-        };
+        let pit = state.pit.as_mut()?;
         let now = clock::monotonic_ns();
         *value = match port {
             SPEAKER_PORT => u32::from(pit.read_speaker(now)),
             port => u32::from(pit.read(port, now)),
         };
-        true
+        Some(Owing::NOTHING)
     }
 
-    fn read_pic(&self, port: u16) -> u8 {
+    fn read_pic(&self, port: u16) -> (u8, Owing) {
         let mut state = self.core.state.lock();
         if !state.pic.polls(port) {
-            return state.pic.read(port);
+            return (state.pic.read(port), Owing::NOTHING);
         }
         let value = state.pic.read(port);
         // A poll acknowledges, and may end.
         let told = self.core.ended_lines(&mut state);
         self.core.settle(&mut state);
         drop(state);
-        told.signal();
-        value
+        (value, told.signal())
     }
 
-    /// A guest's OUT. False when it is not ours.
-    pub fn pio_write(&self, port: u16, size: u8, value: u32) -> bool {
+    fn write_pic(&self, port: u16, value: u8) -> Owing {
+        let mut state = self.core.state.lock();
+        state.pic.write(port, value);
+        let told = self.core.ended_lines(&mut state);
+        self.core.settle(&mut state);
+        drop(state);
+        told.signal()
+    }
+
+    /// A guest's OUT. `None` when it is not ours.
+    #[must_use]
+    pub fn pio_write(&self, port: u16, size: u8, value: u32) -> Option<Owing> {
         if !self.has_port(port) {
-            return false;
+            return None;
         }
         if self.is_pic(port) {
-            if size == 1 {
-                let mut state = self.core.state.lock();
-                state.pic.write(port, value as u8);
-                let told = self.core.ended_lines(&mut state);
-                self.core.settle(&mut state);
-                drop(state);
-                told.signal();
-            }
-            return true;
+            return Some(if size == 1 {
+                self.write_pic(port, value as u8)
+            } else {
+                Owing::NOTHING
+            });
         }
         if !self.is_pit(port) {
             let data = value.to_le_bytes();
-            return self.ioeventfds.signal_pio(port, u32::from(size), value)
+            let awaited = self.ioeventfds.signal_pio(port, u32::from(size), value)
                 || data
                     .get(..usize::from(size))
                     .is_some_and(|data| self.coalesced.append(Space::Port, u64::from(port), data));
+            return awaited.then_some(Owing::NOTHING);
         }
         let changed = {
             let mut state = self.core.state.lock();
-            let Some(pit) = state.pit.as_mut() else {
-                return false;
-            };
+            let pit = state.pit.as_mut()?;
             let now = clock::monotonic_ns();
             if port == SPEAKER_PORT {
                 pit.write_speaker(value as u8, now);
@@ -120,7 +124,7 @@ impl VmIrq {
         if changed {
             rewind(&self.core);
         }
-        true
+        Some(Owing::NOTHING)
     }
 
     /// Whether a guest-physical address is the I/O APIC's.

@@ -18,7 +18,7 @@ pub use self::{
     controllers::{IrqCore, Irqchip, SharedCore, Source},
     ioeventfd::{IoEvent, IoEventError, IoEventFds, MAX_IOEVENTFDS, Space},
     irqfd::{IrqFdError, IrqFds},
-    resample::MAX_RESAMPLERS,
+    resample::{MAX_RESAMPLERS, Owing},
 };
 
 use core::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -56,6 +56,16 @@ impl From<RoutingError> for IrqError {
         // The standard table is valid.
         Self::NoMemory
     }
+}
+
+/// Who hears of an end of interrupt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub enum Ended {
+    /// The I/O APIC here, if anybody.
+    Here(Owing),
+    /// The VMM's.
+    ForVmm,
 }
 
 /// Interrupt controllers, routes and eventfds of one VM.
@@ -214,24 +224,15 @@ impl VmIrq {
         count
     }
 
-    /// A local APIC's EOI that the I/O APIC is to hear of. Not in hard interrupt context. True when that
-    /// is the VMM's.
-    pub fn eoi(&self, from: &VcpuShared, vector: Vector) -> bool {
-        if self.kind() == Irqchip::Split {
-            return from.lapic.awaits_end(vector);
+    /// A local APIC's EOI that the I/O APIC is to hear of. Not in hard interrupt context.
+    pub fn eoi(&self, from: &VcpuShared, vector: Vector) -> Ended {
+        if self.kind() != Irqchip::Split {
+            return Ended::Here(self.core.eoi(from, vector, |at| self.core.start(at)));
         }
-        self.core.eoi(from, vector, |at| self.core.start(at));
-        false
+        if from.lapic.awaits_end(vector) { Ended::ForVmm } else { Ended::Here(Owing::NOTHING) }
     }
 
-    /// Whether irqfds wait to be told of an interrupt's end ([`signal_owed`](Self::signal_owed)). One
-    /// load: the run loop is left for it.
-    #[inline]
-    pub fn owes_signals(&self) -> bool {
-        self.core.owes()
-    }
-
-    /// Tells them. Process context with interrupts on.
+    /// Tells those irqfds that wait ([`Owing`]). Process context with interrupts on.
     pub fn signal_owed(&self) {
         self.core.signal_owed();
     }
@@ -249,7 +250,8 @@ impl VmIrq {
     }
 
     /// The acknowledge cycle: the 8259A's vector, `None` when the request has gone.
-    pub fn extint_ack(&self) -> Option<Vector> {
+    #[must_use]
+    pub fn extint_ack(&self) -> Option<(Vector, Owing)> {
         self.core.acknowledge_intr()
     }
 

@@ -7,7 +7,8 @@
 use core::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use alloc::vec::Vec;
-use host::{Arc, NoMemory, event::EventFd, steps, task};
+use host::{Arc, GuestIndex, NoMemory, event::EventFd, steps, task};
+use irqchip::routing::MAX_ROUTES;
 
 /// Most irqfds with a resample eventfd in a VM.
 pub const MAX_RESAMPLERS: usize = 4096;
@@ -203,33 +204,120 @@ impl Resamplers {
     }
 }
 
+/// Whether irqfds wait to be told of an end of interrupt ([`VmIrq::signal_owed`](super::VmIrq::signal_owed)).
+/// Who gets this sees to it: the vCPU whose guest has ended the interrupt, before it goes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "somebody waits for a signal"]
+pub struct Owing(bool);
+
+impl Owing {
+    /// Nobody waits.
+    pub const NOTHING: Self = Self(false);
+
+    /// Whether somebody waits.
+    #[inline]
+    pub const fn any(self) -> bool {
+        self.0
+    }
+}
+
+/// GSIs whose resamplers are told outside of the run loop. Not pins, whose GSI may be another before
+/// that, or none; and a route has no GSI that does not fit in here.
+pub(super) struct Owed(Vec<u64>);
+
+impl Owed {
+    pub(super) fn new() -> Result<Self, NoMemory> {
+        let mut words = Vec::new();
+        words.try_reserve_exact(MAX_ROUTES / 64).map_err(|_| NoMemory)?;
+        words.resize(MAX_ROUTES / 64, 0);
+        Ok(Self(words))
+    }
+
+    pub(super) fn add(&mut self, gsi: u32) {
+        if let Some(word) = GuestIndex::from(gsi / 64).of_mut(&mut self.0) {
+            *word |= 1 << (gsi % 64);
+        }
+    }
+
+    /// Takes the first of those from `gsi` on.
+    pub(super) fn take_from(&mut self, gsi: u32) -> Option<u32> {
+        let (first, mut from) = (gsi / 64, u64::MAX << (gsi % 64));
+        for (word, number) in steps::each(self.0.iter_mut().zip(0u32..).skip(first as usize)) {
+            let bit = (*word & from).trailing_zeros();
+            from = u64::MAX;
+            if bit < 64 {
+                *word &= !(1 << bit);
+                return Some(number * 64 + bit);
+            }
+        }
+        None
+    }
+}
+
 /// Those who are told at once, after the interrupt lock has been released: a listener may come back.
 #[derive(Default)]
 #[must_use]
 pub(super) struct AtOnce {
     lists: [Option<Arc<Members>>; 2],
     count: usize,
+    owing: bool,
 }
 
 impl AtOnce {
-    /// Takes these, if they are few enough.
-    pub(super) fn take(&mut self, members: &Arc<Members>) -> bool {
+    /// Takes these, if they are few enough; else they are owed.
+    pub(super) fn take(&mut self, gsi: u32, members: &Arc<Members>, owed: &mut Owed) {
         let few = self.count + members.count <= AT_ONCE;
         match self.lists.iter_mut().find(|list| list.is_none()) {
             Some(list) if few => {
                 *list = Some(members.clone());
                 self.count += members.count;
-                true
             }
-            _ => false,
+            _ => {
+                owed.add(gsi);
+                self.owing = true;
+            }
         }
     }
 
-    /// Tells them.
+    /// Tells them. Whether there are others.
     #[inline]
-    pub(super) fn signal(self) {
+    pub(super) fn signal(self) -> Owing {
         if self.count != 0 {
             self.lists.iter().flatten().for_each(|members| members.signal());
+        }
+        Owing(self.owing)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use alloc::{collections::BTreeSet, vec::Vec};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn what_is_owed_is_a_set_of_gsis(
+            gsis in proptest::collection::vec(prop_oneof![0..MAX_ROUTES as u32, any::<u32>()], 0..40),
+            from in prop_oneof![0..MAX_ROUTES as u32 + 70, any::<u32>()],
+        ) {
+            let mut owed = Owed::new().unwrap();
+            let set: BTreeSet<u32> =
+                gsis.iter().copied().filter(|gsi| *gsi < MAX_ROUTES as u32).collect();
+            gsis.iter().for_each(|gsi| owed.add(*gsi));
+            let mut taken = |mut next| {
+                let mut taken = Vec::new();
+                while let Some(gsi) = owed.take_from(next) {
+                    taken.push(gsi);
+                    next = gsi + 1;
+                }
+                taken
+            };
+            let (above, below): (Vec<u32>, Vec<u32>) = set.iter().partition(|gsi| **gsi >= from);
+            prop_assert_eq!(taken(from), above);
+            prop_assert_eq!(taken(0), below);
+            prop_assert_eq!(owed.take_from(0), None);
         }
     }
 }

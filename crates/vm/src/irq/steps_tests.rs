@@ -102,7 +102,7 @@ impl Long {
                 vcpu.lapic.ack(vector);
                 let off = irq::disable();
                 if let LapicEffect::Eoi { vector, level: true } = vcpu.lapic.eoi() {
-                    self.irq.eoi(vcpu, vector);
+                    let _ = self.irq.eoi(vcpu, vector);
                 }
                 irq::enable(off);
                 self.irq.set_irq_line(5, Source::User, false);
@@ -130,7 +130,7 @@ const OPERATIONS: [Operation; 20] = [
         first.lapic.ack(vector);
         let off = irq::disable();
         let _ = first.lapic.eoi();
-        l.irq.eoi(first, vector);
+        let _ = l.irq.eoi(first, vector);
         irq::enable(off);
     }),
     ("a line", |l| {
@@ -164,31 +164,31 @@ const OPERATIONS: [Operation; 20] = [
     }),
     ("the PIC's end", |l| {
         for (port, value) in [(0x20, 0x11), (0x21, 0x20), (0x21, 4), (0x21, 1), (0x21, 0)] {
-            assert!(l.irq.pio_write(port, 1, value));
+            assert!(l.irq.pio_write(port, 1, value).is_some());
         }
         l.irq.set_irq_line(5, Source::User, true);
-        l.irq.extint_ack();
+        let _ = l.irq.extint_ack();
         let off = irq::disable();
-        l.irq.pio_write(0x20, 1, 0x20);
+        let _ = l.irq.pio_write(0x20, 1, 0x20);
         irq::enable(off);
         l.irq.set_irq_line(5, Source::User, false);
     }),
     ("the PIC's end by itself", |l| {
         for (port, value) in [(0x20, 0x11), (0x21, 0x20), (0x21, 4), (0x21, 3), (0x21, 0)] {
-            assert!(l.irq.pio_write(port, 1, value));
+            assert!(l.irq.pio_write(port, 1, value).is_some());
         }
         l.irq.set_irq_line(5, Source::User, true);
         let off = irq::disable();
-        l.irq.extint_ack();
+        let _ = l.irq.extint_ack();
         irq::enable(off);
         l.irq.set_irq_line(5, Source::User, false);
     }),
     ("the PIC polled", |l| {
         l.irq.set_irq_line(5, Source::User, true);
         let off = irq::disable();
-        l.irq.pio_write(0x20, 1, 0x0c);
+        let _ = l.irq.pio_write(0x20, 1, 0x0c);
         let mut value = 0;
-        l.irq.pio_read(0x20, 1, &mut value);
+        let _ = l.irq.pio_read(0x20, 1, &mut value);
         irq::enable(off);
     }),
     ("the controllers set", |l| {
@@ -201,7 +201,7 @@ const OPERATIONS: [Operation; 20] = [
     }),
     ("the PIT", |l| {
         for (port, value) in [(0x43, 0x34), (0x40, 0), (0x40, 1)] {
-            l.irq.pio_write(port, 1, value);
+            let _ = l.irq.pio_write(port, 1, value);
         }
         clock::monotonic_ns();
         test::clock().advance(1_000_000);
@@ -289,20 +289,41 @@ fn few_are_told_at_once_and_many_later_but_each_once() {
             let vcpu = long.vcpus.get(0).unwrap();
             let vector = vcpu.lapic.highest_pending().unwrap();
             vcpu.lapic.ack(vector);
-            if let LapicEffect::Eoi { vector, level: true } = vcpu.lapic.eoi() {
-                long.irq.eoi(vcpu, vector);
-            }
-            assert_eq!(long.irq.owes_signals(), count > AT_ONCE as u32);
-            assert_eq!(
-                eventfd_read(long.told),
-                if long.irq.owes_signals() { 0 } else { count.into() }
-            );
-            if long.irq.owes_signals() {
-                long.irq.signal_owed();
-                assert_eq!(eventfd_read(long.told), count.into());
-            }
-            assert!(!long.irq.owes_signals());
+            let LapicEffect::Eoi { vector, level: true } = vcpu.lapic.eoi() else { panic!() };
+            let Ended::Here(owing) = long.irq.eoi(vcpu, vector) else { panic!() };
+            assert_eq!(owing.any(), count > AT_ONCE as u32);
+            assert_eq!(eventfd_read(long.told), if owing.any() { 0 } else { count.into() });
+            long.irq.signal_owed();
+            assert_eq!(eventfd_read(long.told), if owing.any() { count.into() } else { 0 });
+            long.irq.signal_owed();
+            assert_eq!(eventfd_read(long.told), 0);
         }
+    }
+}
+
+#[test]
+fn who_is_owed_a_signal_gets_it_whatever_becomes_of_the_routes() {
+    // The pin of GSI 5 is another's, or nobody's, before anybody is told.
+    for gsi in [Some(6), None] {
+        let count = AT_ONCE as u32 + 1;
+        let long = Long::new(Irqchip::Full, count, count);
+        long.program(5, LEVEL | 0x50, 0);
+        let other = eventfd();
+        for _ in 0..count {
+            long.irq.assign_irqfd(eventfd(), 6, Some(other)).unwrap();
+        }
+        test::eventfd_signal(long.signalled, 1);
+        let vcpu = long.vcpus.get(0).unwrap();
+        let vector = vcpu.lapic.highest_pending().unwrap();
+        vcpu.lapic.ack(vector);
+        if let LapicEffect::Eoi { vector, level: true } = vcpu.lapic.eoi() {
+            assert!(matches!(long.irq.eoi(vcpu, vector), Ended::Here(owing) if owing.any()));
+        }
+        let target = Target::Pin { chip: irqchip::Chip::IoApic, pin: 5 };
+        let routes: Vec<Route> = gsi.map(|gsi| Route { gsi, target }).into_iter().collect();
+        long.irq.set_routes(&routes).unwrap();
+        long.irq.signal_owed();
+        assert_eq!((eventfd_read(long.told), eventfd_read(other)), (count.into(), 0), "{gsi:?}");
     }
 }
 

@@ -58,7 +58,7 @@ impl Bench {
     fn end(&self, index: usize) {
         let vcpu = self.vcpu(index);
         if let LapicEffect::Eoi { vector, level: true } = vcpu.lapic.eoi() {
-            self.irq.eoi(vcpu, vector);
+            assert_eq!(self.irq.eoi(vcpu, vector), Ended::Here(Owing::NOTHING));
         }
     }
 
@@ -70,12 +70,12 @@ impl Bench {
     }
 
     fn out(&self, port: u16, value: u8) {
-        assert!(self.irq.pio_write(port, 1, value.into()));
+        assert!(self.irq.pio_write(port, 1, value.into()).is_some());
     }
 
     fn inb(&self, port: u16) -> u8 {
         let mut value = 0;
-        assert!(self.irq.pio_read(port, 1, &mut value));
+        assert!(self.irq.pio_read(port, 1, &mut value).is_some());
         value as u8
     }
 
@@ -263,18 +263,18 @@ fn the_pic_reaches_the_cpu_that_lets_it_through() {
     b.user(4, true);
     assert!(b.irq.extint_pending());
     assert!(b.vcpu(0).has_requests() && b.vcpu(0).lapic.accepts_pic());
-    assert_eq!(b.irq.extint_ack(), Some(Vector(0x24)));
+    assert_eq!(b.irq.extint_ack(), Some((Vector(0x24), Owing::NOTHING)));
     assert!(!b.irq.extint_pending());
     assert_eq!(b.irq.extint_ack(), None);
     b.user(4, false);
     b.out(0x20, 0x20);
     // The slave by port, and a wide access that no 8259A hears.
     b.user(12, true);
-    assert_eq!(b.irq.extint_ack(), Some(Vector(0x2c)));
-    assert!(b.irq.pio_write(0xa1, 2, 0xffff));
+    assert_eq!(b.irq.extint_ack(), Some((Vector(0x2c), Owing::NOTHING)));
+    assert!(b.irq.pio_write(0xa1, 2, 0xffff).is_some());
     assert_eq!(b.inb(0xa1), 0);
     let mut wide = 7;
-    assert!(b.irq.pio_read(0xa1, 4, &mut wide));
+    assert!(b.irq.pio_read(0xa1, 4, &mut wide).is_some());
     assert_eq!(wide, 0);
 }
 
@@ -282,7 +282,7 @@ fn the_pic_reaches_the_cpu_that_lets_it_through() {
 fn ports_are_ours_only_when_the_device_is_there() {
     let b = bench(&[0]);
     assert!(b.irq.has_port(0x20) && !b.irq.has_port(0x40) && !b.irq.has_port(0x61));
-    assert!(!b.irq.pio_write(0x43, 1, 0));
+    assert!(b.irq.pio_write(0x43, 1, 0).is_none());
     b.irq.create_pit(false).unwrap();
     assert!(b.irq.has_port(0x40) && !b.irq.has_port(0x61));
     assert_eq!(b.irq.create_pit(true), Err(IrqError::Exists));
@@ -316,7 +316,7 @@ fn a_vmms_ioapic_waits_for_the_ends_of_what_its_level_pins_send() {
         assert!(vcpu.take_request(Request::Routes));
         irq.follow_routes(vcpu);
         vcpu.request(Request::Routes);
-        irq.eoi(vcpu, Vector(vector))
+        irq.eoi(vcpu, Vector(vector)) == Ended::ForVmm
     };
     irq.set_routes(&[route(7, 0, LEVEL | 0x51), route(8, 0, LEVEL | 0x61), route(3, 0, 0x41)])
         .unwrap();
@@ -376,7 +376,7 @@ fn the_pit_ticks_through_the_pic_and_stops_when_reprogrammed() {
     let world = test::clock();
     world.advance(30_000_000);
     for _ in 0..2 {
-        assert_eq!(b.irq.extint_ack(), Some(Vector(0x20)));
+        assert_eq!(b.irq.extint_ack(), Some((Vector(0x20), Owing::NOTHING)));
         b.out(0x20, 0x20);
     }
     assert_eq!(b.irq.extint_ack(), None);
@@ -526,7 +526,7 @@ fn a_resampled_line_works_through_the_pic() {
     b.irq.assign_irqfd(fd, 11, Some(resample)).unwrap();
     b.out(0x4d1, 1 << 3);
     test::eventfd_signal(fd, 1);
-    assert_eq!(b.irq.extint_ack(), Some(Vector(0x2b)));
+    assert_eq!(b.irq.extint_ack(), Some((Vector(0x2b), Owing::NOTHING)));
     b.out(0xa0, 0x20);
     b.out(0x20, 0x20);
     assert_eq!(eventfd_read(resample), 1);
@@ -558,7 +558,7 @@ fn controllers_can_be_saved_and_restored() {
     other.irq.set_pic(false, &master);
     other.irq.set_pic(true, &slave);
     assert!(other.irq.extint_pending());
-    assert_eq!(other.irq.extint_ack(), Some(Vector(0x2c)));
+    assert_eq!(other.irq.extint_ack(), Some((Vector(0x2c), Owing::NOTHING)));
     let asserted = irqchip::IoApicState { irr: 1 << 20, ..ioapic };
     other.irq.set_ioapic(&asserted);
     assert_eq!(other.take(0), Some(0x61));
@@ -580,17 +580,17 @@ fn an_ioeventfd_fires_for_its_address_length_and_value() {
     io.assign(port(0x600, 2, Some(8)), eight).unwrap();
     io.assign(port(0x600, 4, None), any).unwrap();
     assert!(b.irq.has_port(0x600));
-    assert!(b.irq.pio_write(0x600, 2, 7));
-    assert!(b.irq.pio_write(0x600, 4, 7));
-    assert!(b.irq.pio_write(0x600, 4, 9));
-    assert!(!b.irq.pio_write(0x600, 2, 9));
-    assert!(!b.irq.pio_write(0x600, 1, 7));
-    assert!(!b.irq.pio_write(0x601, 2, 7));
+    assert!(b.irq.pio_write(0x600, 2, 7).is_some());
+    assert!(b.irq.pio_write(0x600, 4, 7).is_some());
+    assert!(b.irq.pio_write(0x600, 4, 9).is_some());
+    assert!(b.irq.pio_write(0x600, 2, 9).is_none());
+    assert!(b.irq.pio_write(0x600, 1, 7).is_none());
+    assert!(b.irq.pio_write(0x601, 2, 7).is_none());
     let mut value = 0;
-    assert!(!b.irq.pio_read(0x600, 2, &mut value));
+    assert!(b.irq.pio_read(0x600, 2, &mut value).is_none());
     assert_eq!((eventfd_read(seven), eventfd_read(eight), eventfd_read(any)), (1, 0, 2));
     io.deassign(port(0x600, 2, Some(7)), seven).unwrap();
-    assert!(!b.irq.pio_write(0x600, 2, 7) && b.irq.pio_write(0x600, 2, 8));
+    assert!(b.irq.pio_write(0x600, 2, 7).is_none() && b.irq.pio_write(0x600, 2, 8).is_some());
 }
 
 #[test]

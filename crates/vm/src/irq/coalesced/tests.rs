@@ -65,10 +65,10 @@ fn a_write_into_a_zone_waits_in_the_ring() {
     assert!(irq.has_address(AT, true) && !irq.has_address(AT, false), "reads exit");
     assert!(irq.mmio_write(AT, &[1]));
     assert!(irq.mmio_write(AT + 8, &[1, 2, 3, 4, 5, 6, 7, 8]));
-    assert!(irq.pio_write(0x70, 1, 0x9a) && irq.pio_write(0x72, 2, 0x1234));
-    assert!(irq.pio_write(0x70, 4, 0x8765_4321));
+    assert!(irq.pio_write(0x70, 1, 0x9a).is_some() && irq.pio_write(0x72, 2, 0x1234).is_some());
+    assert!(irq.pio_write(0x70, 4, 0x8765_4321).is_some());
     let mut value = 0;
-    assert!(!irq.pio_read(0x70, 1, &mut value));
+    assert!(irq.pio_read(0x70, 1, &mut value).is_none());
     let expected = [
         (AT, 1, 0, 1),
         (AT + 8, 8, 0, 0x0807_0605_0403_0201),
@@ -89,8 +89,8 @@ fn a_write_has_to_lie_in_one_zone_whole() {
         assert!(!irq.mmio_write(at, &[0; 8][..len]), "{at:#x}");
     }
     assert!(!irq.mmio_write(AT, &[0; 9]), "more than an entry holds");
-    assert!(!irq.mmio_write(0x70, &[0]) && !irq.pio_write(0x71, 2, 0), "spaces are apart");
-    assert!(irq.pio_write(0x71, 1, 0) && irq.mmio_write(AT + 12, &[0; 4]));
+    assert!(!irq.mmio_write(0x70, &[0]) && irq.pio_write(0x71, 2, 0).is_none(), "spaces are apart");
+    assert!(irq.pio_write(0x71, 1, 0).is_some() && irq.mmio_write(AT + 12, &[0; 4]));
     assert_eq!(drain(&irq).len(), 2);
 }
 
@@ -141,9 +141,9 @@ fn a_full_ring_takes_nothing_until_user_space_reads() {
     irq.register_zone(port(0x70, 1)).unwrap();
     for round in 0..3 {
         for n in 0..RING_ENTRIES - 1 {
-            assert!(irq.pio_write(0x70, 1, n), "{round} {n}");
+            assert!(irq.pio_write(0x70, 1, n).is_some(), "{round} {n}");
         }
-        assert!(!irq.pio_write(0x70, 1, 0xff) && !irq.pio_write(0x70, 1, 0xff));
+        assert!(irq.pio_write(0x70, 1, 0xff).is_none() && irq.pio_write(0x70, 1, 0xff).is_none());
         let values: Vec<_> = drain(&irq).iter().map(|e| e.3 as u32).collect();
         assert_eq!(values, (0..RING_ENTRIES - 1).collect::<Vec<_>>());
     }
@@ -159,7 +159,7 @@ fn indexes_out_of_bounds_are_a_full_ring() {
             for good in [0, 5, RING_ENTRIES - 1] {
                 set_word(&irq, index, bad);
                 set_word(&irq, other, good);
-                assert!(!irq.pio_write(0x70, 1, 1), "{index} {bad:#x}");
+                assert!(irq.pio_write(0x70, 1, 1).is_none(), "{index} {bad:#x}");
                 assert_eq!((word(&irq, index), word(&irq, other)), (bad, good));
             }
         }
@@ -167,7 +167,7 @@ fn indexes_out_of_bounds_are_a_full_ring() {
     // The last entry ends where the page does, or before.
     set_word(&irq, FIRST, 5);
     set_word(&irq, LAST, RING_ENTRIES - 1);
-    assert!(irq.pio_write(0x70, 1, 7));
+    assert!(irq.pio_write(0x70, 1, 7).is_some());
     assert_eq!((word(&irq, FIRST), word(&irq, LAST)), (5, 0));
     assert_eq!(word(&irq, HEAD + (RING_ENTRIES as usize - 1) * ENTRY + 4), 7);
 }
@@ -187,12 +187,12 @@ fn eventfds_and_the_kernels_devices_come_first() {
     const IOAPIC: u64 = 0xfec0_0000;
     irq.register_zone(memory(IOAPIC, 0x1000)).unwrap();
     irq.register_zone(port(0x20, 0x30)).unwrap();
-    assert!(irq.mmio_write(IOAPIC, &[1, 0, 0, 0]) && irq.pio_write(0x21, 1, 0xff));
+    assert!(irq.mmio_write(IOAPIC, &[1, 0, 0, 0]) && irq.pio_write(0x21, 1, 0xff).is_some());
     assert!(drain(&irq).is_empty());
-    assert!(irq.pio_write(0x43, 1, 0x36), "there is no PIT");
+    assert!(irq.pio_write(0x43, 1, 0x36).is_some(), "there is no PIT");
     assert_eq!(drain(&irq), [(0x43, 1, 1, 0x36)]);
     irq.create_pit(false).unwrap();
-    assert!(irq.pio_write(0x43, 1, 0x36) && drain(&irq).is_empty());
+    assert!(irq.pio_write(0x43, 1, 0x36).is_some() && drain(&irq).is_empty());
 }
 
 #[test]
@@ -203,8 +203,8 @@ fn a_port_without_its_chip_is_like_others() {
     irq.ioeventfds().assign(what, fd).unwrap();
     irq.register_zone(port(0x61, 1)).unwrap();
     let mut value = 0;
-    assert!(irq.pio_write(0x20, 1, 1) && !irq.pio_read(0x20, 1, &mut value));
-    assert!(irq.pio_write(0x61, 1, 3) && !irq.pio_read(0x61, 1, &mut value));
+    assert!(irq.pio_write(0x20, 1, 1).is_some() && irq.pio_read(0x20, 1, &mut value).is_none());
+    assert!(irq.pio_write(0x61, 1, 3).is_some() && irq.pio_read(0x61, 1, &mut value).is_none());
     assert_eq!((drain(&irq).len(), eventfd_read(fd)), (1, 1));
 }
 
@@ -218,7 +218,7 @@ fn several_append_while_user_space_reads() {
         for thread in 0..2u32 {
             s.spawn(move || {
                 for n in 0..EACH {
-                    while !irq.pio_write(0x70, 4, thread << 31 | n) {
+                    while irq.pio_write(0x70, 4, thread << 31 | n).is_none() {
                         thread::yield_now();
                     }
                 }
