@@ -140,6 +140,17 @@ impl CodeFetch {
         }
     }
 
+    /// Sixteen bytes, on the conditions of [`CodeFetch::first_bytes`].
+    #[inline(always)]
+    pub fn hit(&self, mode: &CodeMode, rip: u64, view: &View<'_>) -> Option<CodeBytes> {
+        let way = &self.ways[slot(mode, rip)];
+        if !way.is_for(mode, rip) {
+            return None;
+        }
+        let bytes = way.trail.bytes_plain(view, rip as usize)?;
+        Some(CodeBytes { bytes, len: 16 })
+    }
+
     /// The first eight bytes, if the page was fetched from before and has its first place: what
     /// nearly every exit finds. `None` means to ask [`CodeFetch::fetch`].
     #[inline(always)]

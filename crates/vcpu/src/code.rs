@@ -69,10 +69,15 @@ impl<B: Backend> Vcpu<B> {
     /// Instruction bytes at RIP without sleeping: for the loop. `size`: the code segment's.
     #[inline]
     pub(crate) fn fetch_here(&mut self, s: Section<'_>, size: CodeSize) -> Option<([u8; 16], u8)> {
-        let rip = self.linear_rip_in(size);
+        let (rip, mode) = (self.linear_rip_in(size), self.code_mode());
         let view = self.memory.view(s);
-        let context = self.paging();
-        let code = self.fetch.fetch(&context, rip, &view)?;
+        let code = match self.fetch.hit(&mode, rip, &view) {
+            Some(code) => code,
+            None => {
+                let context = self.paging();
+                self.fetch.fetch(&context, rip, &view)?
+            }
+        };
         Some((code.bytes, code.len.min(15) as u8))
     }
 

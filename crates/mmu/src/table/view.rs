@@ -285,8 +285,31 @@ impl Trail {
     /// paging, five levels, and within the page's last bytes: [`Trail::bytes`] serves these.
     #[inline(always)]
     pub fn first_bytes(&self, view: &View<'_>, offset: usize) -> Option<u64> {
+        let at = self.plain_place::<8>(view, offset)?;
+        // SAFETY: 8 bytes of the page from there on; see plain_place().
+        // Volatile: the guest writes beside us, and may tear what is read; any bytes will do.
+        let bytes = unsafe { at.cast::<Unaligned<u64>>().read_volatile() };
+        Some(u64::from_le(bytes.0))
+    }
+
+    /// Sixteen bytes, on the conditions of [`Trail::first_bytes`].
+    #[inline(always)]
+    pub fn bytes_plain(&self, view: &View<'_>, offset: usize) -> Option<[u8; 16]> {
+        let at = self.plain_place::<16>(view, offset)?;
+        // SAFETY: 16 bytes of the page from there on; volatile as in first_bytes().
+        let bytes = unsafe { at.cast::<Unaligned<u128>>().read_volatile() };
+        Some(bytes.0.to_ne_bytes())
+    }
+
+    /// Where `SIZE` bytes from `offset` lie, all in the page that arrive() noted with this generation.
+    #[inline(always)]
+    fn plain_place<const SIZE: usize>(
+        &self,
+        view: &View<'_>,
+        offset: usize,
+    ) -> Option<*const AtomicU64> {
         let offset = offset & 0xfff;
-        if self.plain_generation != view.generation || offset > 4096 - 8 {
+        if self.plain_generation != view.generation || offset > 4096 - SIZE {
             return None;
         }
         let mut changed = 0;
@@ -295,13 +318,7 @@ impl Trail {
             // load_u64()), as the trail is plain; or NO_STEP.
             changed |= unsafe { &*step.at }.load(Ordering::Relaxed) ^ step.value;
         }
-        if changed != 0 {
-            return None;
-        }
-        // SAFETY: 8 bytes from `offset` lie in the page that arrive() noted with this generation.
-        // Volatile: the guest writes beside us, and may tear what is read; any bytes will do.
-        let bytes = unsafe { self.page.byte_add(offset).cast::<Unaligned>().read_volatile() };
-        Some(u64::from_le(bytes.0))
+        (changed == 0).then(|| self.page.wrapping_byte_add(offset))
     }
 
     /// Up to 16 bytes from `offset` of the page, and how many lie in it, if the walk would give the same again:
@@ -315,7 +332,7 @@ impl Trail {
 
     fn changed(&self) -> u64 {
         self.entries.iter().take(self.count as usize).fold(0, |changed, step| {
-            // SAFETY: as in first_bytes(); 4 bytes of the same page when narrow.
+            // SAFETY: as in plain_place(); 4 bytes of the same page when narrow.
             let now = unsafe {
                 if self.narrow {
                     u64::from((*step.at.cast::<AtomicU32>()).load(Ordering::Relaxed))
@@ -332,7 +349,7 @@ impl Trail {
         let mut bytes = [0; 16];
         let len = 4096usize.saturating_sub(offset).min(16);
         for (n, byte) in bytes.iter_mut().enumerate().take(len) {
-            // SAFETY: offset + n is below 4096; as in first_bytes().
+            // SAFETY: offset + n is below 4096; as in plain_place().
             let at = unsafe { &*self.page.byte_add(offset + n).cast::<AtomicU8>() };
             *byte = at.load(Ordering::Relaxed);
         }
@@ -340,7 +357,7 @@ impl Trail {
     }
 }
 
-/// Eight bytes at any address.
+/// A word at any address.
 #[derive(Clone, Copy)]
 #[repr(C, packed)]
-struct Unaligned(u64);
+struct Unaligned<T>(T);
