@@ -260,6 +260,7 @@ u64 gnt_host_selectors(void);
 void gnt_load_host_selectors(u16 fs, u16 gs, u16 ldt);
 void gnt_load_task_register(void);
 void gnt_hostcpu_init(void);
+void gnt_perf_init(void);
 int gnt_lost_cpu(void);
 u32 gnt_kernel_features(u32 leaf, u32 subleaf, u32 reg);
 

@@ -17,6 +17,7 @@ static int __init start(void)
 	gnt_direct_map_base = PAGE_OFFSET;
 	gnt_fpu_init();
 	gnt_hostcpu_init();
+	gnt_perf_init();
 	r = gnt_smp_init();
 	if (r)
 		return r;

@@ -61,7 +61,7 @@ off:
  * Returns whether they differ; then those of the guest's side are loaded, and *global_ctrl is what every entry has
  * to load once more, for an NMI that perf takes between two of them loads the host's.
  */
-bool gnt_perf_enter(u64 *global_ctrl)
+static noinline bool perf_enter(u64 *global_ctrl)
 {
 	struct perf_guest_switch_msr *msrs;
 	bool differ = false;
@@ -79,6 +79,24 @@ bool gnt_perf_enter(u64 *global_ctrl)
 		wrmsrl(msrs[i].msr, msrs[i].guest);
 	}
 	return differ;
+}
+
+/* Where perf has no such MSRs, as in most virtual machines, it need not be asked at every entry. */
+static bool perf_has_msrs __ro_after_init;
+
+void __init gnt_perf_init(void)
+{
+	int nr = 0;
+
+	preempt_disable();
+	perf_guest_get_msrs(&nr, NULL);
+	preempt_enable();
+	perf_has_msrs = nr > 0;
+}
+
+bool gnt_perf_enter(u64 *global_ctrl)
+{
+	return unlikely(perf_has_msrs) && perf_enter(global_ctrl);
 }
 
 /* What perf wants now: it may have changed its mind in an NMI meanwhile. */

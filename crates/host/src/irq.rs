@@ -5,14 +5,24 @@
 
 use core::marker::PhantomData;
 
-use crate::sys;
+use crate::{smp, sys};
 
 /// Interrupts are off on this CPU until this is dropped. It stays on its CPU, and there is one at a
 /// time: interrupts are on when it is made.
 #[must_use]
 #[derive(Debug)]
 pub struct Off {
+    /// Where; asked once, as asking the kernel is a call.
+    cpu: usize,
     _here: PhantomData<*const ()>,
+}
+
+impl Off {
+    /// The CPU on which interrupts are off.
+    #[inline(always)]
+    pub fn cpu(&self) -> usize {
+        self.cpu
+    }
 }
 
 impl Drop for Off {
@@ -26,7 +36,7 @@ impl Drop for Off {
 #[inline(always)]
 pub fn disable() -> Off {
     sys::irq_disable();
-    Off { _here: PhantomData }
+    Off { cpu: smp::cpu_id(), _here: PhantomData }
 }
 
 /// Turns interrupts on.
@@ -37,8 +47,9 @@ pub fn enable(off: Off) {
 
 /// Takes what interrupts are pending, with interrupts off before and after.
 #[inline]
-pub fn window(_off: &mut Off) {
+pub fn window(off: &mut Off) {
     sys::irq_window();
+    off.cpu = smp::cpu_id();
 }
 
 /// Whether interrupts are on.

@@ -256,6 +256,7 @@ impl<B: Backend> Vcpu<B> {
         Next::Again
     }
 
+    #[inline(always)]
     pub(crate) fn do_xsetbv(&mut self) -> Result<(), Exception> {
         let [rax, rcx, rdx] = [RAX, RCX, RDX].map(|i| self.gprs.0[i]);
         let value = (rdx << 32) | (rax & 0xffff_ffff);

@@ -10,7 +10,7 @@
 //! interrupt, so they look again before they go on.
 
 use backend::{Answer, Backend, Exit};
-use host::{irq, smp, task, trace};
+use host::{irq, task, trace};
 use mmu::Section;
 use stats::{Reason, VcpuCount};
 
@@ -145,7 +145,7 @@ impl<B: Backend> Vcpu<B> {
     fn settle_backend(&mut self) -> irq::Off {
         loop {
             let off = irq::disable();
-            if self.b.settled(smp::cpu_id()) {
+            if self.b.settled(off.cpu()) {
                 return off;
             }
             irq::enable(off);
@@ -378,6 +378,7 @@ impl<B: Backend> Vcpu<B> {
         self.gprs.0[backend::RDX] = d.into();
     }
 
+    #[inline(always)]
     fn answer_nothing(&mut self, s: Section<'_>) -> Next {
         let Some(next) = self.next_rip(s) else { return Next::Leave };
         self.retire(next);

@@ -7,7 +7,7 @@
 //! [`Section`], and [`Vm`] is a [`FlushRemote`]. `tests/section.rs` model-checks the two together.
 #![allow(unsafe_code)]
 
-use host::{irq, smp};
+use host::irq;
 use mmu::{FlushRemote, Section};
 use stats::VmCount;
 
@@ -50,7 +50,7 @@ impl VcpuShared {
     /// pending before is visible after this; everything later comes with an IPI.
     #[inline]
     pub fn enter_mode(&self, off: irq::Off) -> Entered {
-        let cpu = smp::cpu_id();
+        let cpu = off.cpu();
         // A section within another would end it too soon.
         assert!(self.state().enter(cpu as u32), "a section is entered twice");
         Entered {
