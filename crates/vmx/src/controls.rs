@@ -123,6 +123,13 @@ impl<C: Cpu> Vmx<C> {
         self.set(fields::PROC_CONTROLS2, new);
     }
 
+    /// SGDT, SIDT, SLDT and STR exit, as do the loads: UMIP on CPUs without it.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn watch_tables(&self, on: bool) {
+        self.change_proc2(ProcControls2::DESCRIPTOR_TABLES, on);
+    }
+
     pub(crate) fn intercept_debug_regs(&mut self, on: bool) {
         self.change_proc(ProcControls::MOV_DR, on || self.dr_watched);
     }

@@ -310,13 +310,14 @@ impl<C: Cpu> Backend for Vmx<C> {
 
     /// Machine checks reach the host whatever the guest says. Where the CPU has no UMIP, the instructions
     /// that it is about exit while the guest has it set: all but SMSW, which no control makes exit.
+    #[inline(always)]
     fn set_cr4(&mut self, value: u64) {
         let changed = core::mem::replace(&mut self.cr4, value) ^ value;
         let mut real = value | self.features.cr4_fixed | CR4_MCE;
         if self.features.umip_by_exits {
             real &= !CR4_UMIP;
             if changed & CR4_UMIP != 0 {
-                self.change_proc2(ProcControls2::DESCRIPTOR_TABLES, value & CR4_UMIP != 0);
+                self.watch_tables(value & CR4_UMIP != 0);
             }
         }
         self.set(fields::CR4_SHADOW, value);
