@@ -7,7 +7,7 @@ use msr::{Class, Effect, GuestFacts};
 use stats::VcpuCount;
 use x86::Exception;
 
-use crate::{Vcpu, inner::Next};
+use crate::{Vcpu, events::Outer, inner::Next};
 
 /// The MSR does not exist for this guest, or does not take the value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -211,6 +211,10 @@ impl<B: Backend> Vcpu<B> {
                 self.settle_apic();
                 let effect = self.shared.lapic.write_x2(index, value).map_err(|_| Refused)?;
                 self.effect(effect);
+                // A VMM that ends an interrupt need not run the vCPU again.
+                if host && self.events.outer.has(Outer::OWING) {
+                    self.tell_resamplers();
+                }
                 Ok(())
             }
             Class::Apic => match index {

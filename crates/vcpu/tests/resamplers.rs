@@ -127,6 +127,19 @@ fn after_an_end_at_the_local_apic() {
 }
 
 #[test]
+fn after_an_end_by_the_vmm_that_does_not_run_the_vcpu() {
+    let mut many = Many::by_apic();
+    many.v.backend().cpu().inner().then(|vmcb, gprs| {
+        vmcb.control.int_ctl &= !vintr::IRQ;
+        shutdown(vmcb, gprs);
+    });
+    assert_eq!(many.v.run(&RunInput::default()), UserExit::Shutdown);
+    assert_eq!(eventfd_read(many.told), 0);
+    many.v.write_msr(0x80b, 0, true).unwrap();
+    assert_eq!(eventfd_read(many.told), MANY);
+}
+
+#[test]
 fn after_an_end_that_comes_with_an_init() {
     let mut many = Many::by_apic();
     let shared = many.v.shared().clone();

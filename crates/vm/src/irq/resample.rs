@@ -205,7 +205,8 @@ impl Resamplers {
 }
 
 /// Whether irqfds wait to be told of an end of interrupt ([`VmIrq::signal_owed`](super::VmIrq::signal_owed)).
-/// Who gets this sees to it: the vCPU whose guest has ended the interrupt, before it goes on.
+/// Who gets this sees to it: the vCPU whose guest has ended the interrupt, before it goes on; unless another
+/// vCPU is telling the same GSI's at that moment, which then may do it a little later, once for both ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "somebody waits for a signal"]
 pub struct Owing(bool);
