@@ -123,6 +123,14 @@ impl CodeFetch {
         Self { ways: [Way::EMPTY; WAYS], turn: false }
     }
 
+    /// Forgets all: what a walk refuses depends on more than [`CodeMode`] (the guest's CPUID: its address
+    /// width, its large pages), and that has changed.
+    pub fn forget(&mut self) {
+        for way in &mut self.ways {
+            way.page = Way::EMPTY.page;
+        }
+    }
+
     /// The bytes at linear address `rip` (CS base included), as the guest would fetch them.
     ///
     /// `None`: not to be had without sleeping or without writing to guest memory. Then the ordinary

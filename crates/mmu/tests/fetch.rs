@@ -136,6 +136,22 @@ fn a_hit_needs_no_walk_and_a_stranger_is_no_hit() {
 }
 
 #[test]
+fn what_is_forgotten_is_walked_again() {
+    let mut guest = Guest::new();
+    let c = guest.context;
+    let mode = CodeMode { cr0: c.cr0, cr3: c.cr3, cr4: c.cr4, efer: c.efer, cpl: 0 };
+    guest.fetch(0x1000);
+    let is_known = |guest: &Guest| {
+        section(|s| guest.fetch.first_bytes(&mode, 0x1010, &guest.tdp.view(s))).is_some()
+    };
+    assert!(is_known(&guest));
+    guest.fetch.forget();
+    assert!(!is_known(&guest));
+    assert_eq!(guest.fetch(0x1010), guest.expect(8, 16));
+    assert!(is_known(&guest));
+}
+
+#[test]
 fn code_that_is_rewritten_is_seen() {
     let mut guest = Guest::new();
     guest.fetch(0x1000);

@@ -67,6 +67,7 @@ impl<B: Backend> Vcpu<B> {
         if self.cpuid.set(entries, self.rare.offered.cpuid, self.has_run)? {
             self.follow_misc_enable();
             self.apply_cpuid();
+            self.fetch.forget();
             self.cpuid_inputs_changed();
         }
         // Which bits of an entry are reserved depends on it.
