@@ -27,7 +27,7 @@ MODULE_PARM_DESC(xstate_cache,
 
 static bool npt = true;
 module_param(npt, bool, 0444);
-MODULE_PARM_DESC(npt, "Nested paging (default 1); 0: shadow paging");
+MODULE_PARM_DESC(npt, "TDP (default 1); 0: shadow paging");
 
 static bool keep_roots = true;
 module_param(keep_roots, bool, 0444);

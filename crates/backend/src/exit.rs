@@ -30,8 +30,8 @@ pub enum Exit {
     CacheFlush,
     /// A port access.
     Io(IoExit),
-    /// Nested page fault or EPT violation.
-    NestedFault(NestedFault),
+    /// TDP fault or EPT violation.
+    TdpFault(TdpFault),
     /// A page fault on shadow tables.
     PageFault(PageFault),
     /// A control-register access.
@@ -98,18 +98,18 @@ pub struct IoExit {
     pub next_rip: u64,
 }
 
-/// A nested page fault.
+/// A TDP fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NestedFault {
+pub struct TdpFault {
     /// The guest-physical address.
     pub gpa: Gpa,
     /// A write.
     pub write: bool,
     /// An instruction fetch.
     pub fetch: bool,
-    /// The nested entry was present: a permission was missing.
+    /// The TDP entry was present: a permission was missing.
     pub present: bool,
-    /// A reserved bit was set in a nested entry.
+    /// A reserved bit was set in a TDP entry.
     pub reserved: bool,
     /// The fault was on the access itself and not on the guest's page tables.
     pub final_access: bool,

@@ -7,7 +7,7 @@
 
 pub mod exit;
 
-pub use exit::{CrAccess, Event, Exit, IoExit, NestedFault, PageFault, TaskSource, TaskSwitchExit};
+pub use exit::{CrAccess, Event, Exit, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault};
 
 use x86::{
     Gpa, Hpa, Vector,
@@ -114,7 +114,7 @@ pub struct FewerExits {
 /// How a guest's addresses are translated, and what of it the run loop wants to see.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Paging {
-    /// The hardware walks shadow tables and not nested ones: page faults, INVLPG and the paging
+    /// The hardware walks shadow tables and not TDP ones: page faults, INVLPG and the paging
     /// registers exit.
     pub shadow: bool,
     /// Every write of CR0 and CR4 that changes how paging entries are read exits, whoever could own
@@ -364,23 +364,23 @@ pub trait Backend: Send + Sized {
     fn set_paging(&mut self, paging: Paging);
     /// Sets the root of the shadow tables.
     fn set_shadow_root(&mut self, root: Hpa);
-    /// Sets the nested paging root. If it is another one than before, what the CPU remembers of it
+    /// Sets the TDP root. If it is another one than before, what the CPU remembers of it
     /// is forgotten before the next entry: its tables may have changed while it was away, or belong
     /// to another VM than when the page was a root last.
-    fn set_nested_root(&mut self, root: Hpa);
+    fn set_tdp_root(&mut self, root: Hpa);
     /// Forgets all translations of this guest's linear addresses before the next entry.
     fn flush_tlb(&mut self);
-    /// Nested translations were withdrawn or narrowed: forgets, before the next entry, all that was
+    /// TDP translations were withdrawn or narrowed: forgets, before the next entry, all that was
     /// made from them, guest-physical addresses as well as linear ones. Not called for what is new or
     /// wider: a CPU that finds the old state faults, and finds the new one then.
     ///
     /// It reaches this CPU alone. A vCPU that goes to another CPU than it ran on last finds there
     /// what it left behind, from before any flush since: the backend forgets that by itself.
-    fn flush_nested(&mut self) {
+    fn flush_tdp(&mut self) {
         self.flush_tlb();
     }
 
-    /// Has the CPU log the guest-physical pages that it makes dirty in the nested tables, or not.
+    /// Has the CPU log the guest-physical pages that it makes dirty in the TDP tables, or not.
     /// Only asked for where such tables are made (`mmu::Format::logs`).
     fn set_page_log(&mut self, _on: bool) {}
     /// Takes what was logged since the last call. Between [`load`](Backend::load) and

@@ -184,8 +184,8 @@ pub fn vmrun(block: &Vmcb) -> Legal {
     unless(control.intercepts[4] & 1 == 0, "VMRUN is not intercepted")?;
     unless(control.iopm_base_pa & 0xfff != 0, "the port map is not aligned")?;
     unless(control.msrpm_base_pa & 0xfff != 0, "the MSR map is not aligned")?;
-    if control.nested_ctl & 1 != 0 {
-        unless(control.nested_cr3 & 0xfff != 0, "the nested root is not aligned")?;
+    if control.np_ctl & 1 != 0 {
+        unless(control.ncr3 & 0xfff != 0, "the TDP root is not aligned")?;
         pat(save.g_pat)?;
     }
     svm_event(control.event_inj)

@@ -154,7 +154,7 @@ fn the_control_block() {
     refuses("SVME", vmrun(|b, _| b.save.efer = 0));
     refuses("ASID", vmrun(|b, _| b.control.asid = 0));
     refuses("VMRUN is not", vmrun(|b, _| b.control.intercepts[4] = 0));
-    refuses("memory type", vmrun(|b, _| (b.control.nested_ctl, b.save.g_pat) = (1, 2)));
+    refuses("memory type", vmrun(|b, _| (b.control.np_ctl, b.save.g_pat) = (1, 2)));
     let nmi_as_exception = svm_event::VALID | svm_event::EXCEPTION | 2;
     refuses("vector", vmrun(|b, _| b.control.event_inj = nmi_as_exception));
     refuses("SPEC_CTRL", vmrun(|_, s| s.guest = 1 << 60));

@@ -33,9 +33,9 @@ pub struct HostFacts<'a> {
     pub xcr0: u64,
     /// Supervisor components that the backend can hold for a guest; 0 as in stock KVM on AMD.
     pub xss: u64,
-    /// Levels of the nested tables, 4 or 5: four reach 48 bits of guest-physical address. 0 without
-    /// nested paging: what is told of its reach is then 0.
-    pub nested_levels: u8,
+    /// Levels of the TDP tables, 4 or 5: four reach 48 bits of guest-physical address. 0 without
+    /// TDP: what is told of its reach is then 0.
+    pub tdp_levels: u8,
     /// LFENCE serializes on this host (DE_CFG bit 1, or the CPUID bit).
     pub lfence_serializes: bool,
     /// A load of a null selector clears the base, whether CPUID says so or not.
@@ -58,7 +58,7 @@ impl Default for HostFacts<'_> {
         Self {
             xcr0: 0,
             xss: 0,
-            nested_levels: 4,
+            tdp_levels: 4,
             lfence_serializes: false,
             null_selector_clears_base: false,
             ls_cfg_ssbd: false,
@@ -306,7 +306,7 @@ impl Supported {
             leaf::ADDRESS_SIZES => {
                 let physical = eax & 0xff;
                 let linear = ((eax >> 8) & 0xff).max(48);
-                let reach = match facts.nested_levels {
+                let reach = match facts.tdp_levels {
                     0 => 0,
                     1..5 => physical.min(48),
                     _ => physical,

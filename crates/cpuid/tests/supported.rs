@@ -180,7 +180,7 @@ fn protection_keys_need_the_host_to_use_them() {
 }
 
 #[test]
-fn address_sizes_tell_how_far_the_nested_tables_reach() {
+fn address_sizes_tell_how_far_the_tdp_tables_reach() {
     assert_eq!(entry(supported_amd().entries(), 0x8000_0008, 0).eax, 0x0030_3030);
     assert_eq!(entry(supported_intel().entries(), 0x8000_0008, 0).eax, 0x002e_302e);
     let wide = |leaf, subleaf| match leaf {
@@ -189,7 +189,7 @@ fn address_sizes_tell_how_far_the_nested_tables_reach() {
     };
     let four = Supported::read(wide, &HostFacts::default()).expect("a table");
     assert_eq!(entry(four.entries(), 0x8000_0008, 0).eax, 0x0030_3934);
-    let facts = HostFacts { nested_levels: 5, ..HostFacts::default() };
+    let facts = HostFacts { tdp_levels: 5, ..HostFacts::default() };
     let five = Supported::read(wide, &facts).expect("a table");
     assert_eq!(entry(five.entries(), 0x8000_0008, 0).eax, 0x0034_3934);
 }
@@ -273,7 +273,7 @@ proptest! {
         seed in any::<[u32; 4]>(),
         xcr0: u64,
         xss: u64,
-        nested_levels: u8,
+        tdp_levels: u8,
         lfence_serializes: bool,
         null_selector_clears_base: bool,
         ls_cfg_ssbd: bool,
@@ -285,7 +285,7 @@ proptest! {
             seed.map(|word| word.rotate_left(mix >> 27) ^ mix)
         };
         let facts = HostFacts {
-            xcr0, xss, nested_levels, lfence_serializes, null_selector_clears_base, ls_cfg_ssbd,
+            xcr0, xss, tdp_levels, lfence_serializes, null_selector_clears_base, ls_cfg_ssbd,
             pv_features, withheld: &[], by_exits: &[],
             xstate_cache,
         };

@@ -97,7 +97,7 @@ pub enum Extend {
     Sign,
 }
 
-/// A memory access of the simplest kind. When a nested fault names the guest-physical address, no
+/// A memory access of the simplest kind. When a TDP fault names the guest-physical address, no
 /// page walk is needed to complete it, and flags are not touched. The fault names the first byte
 /// that faulted, which is the access's first byte only if [`Decoded::page_offset`] says so: an
 /// access that crosses pages is for [`crate::emulate`].

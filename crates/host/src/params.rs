@@ -43,7 +43,7 @@ pub fn no_preemption_timer() {
     sys::gnt_no_preemption_timer();
 }
 
-/// Whether nested paging is used.
+/// Whether TDP is used.
 pub fn npt() -> bool {
     sys::gnt_npt() != 0
 }

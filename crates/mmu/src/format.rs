@@ -1,9 +1,9 @@
-//! How an entry of a nested page table spells what the tree means by it.
+//! How an entry of a TDP table spells what the tree means by it.
 //!
-//! Two formats: AMD's nested paging, which is the ordinary long-mode format (APM vol. 2 §15.25.5),
+//! Two formats: AMD's NPT, which is the ordinary long-mode format (APM vol. 2 §15.25.5),
 //! and Intel's EPT (SDM vol. 3 §29.3.2). Which one a tree has is data, chosen when it is made, so
 //! that nothing above it is generic. *Reading* an entry is the same in both, with constants: a
-//! nested walk on AMD is a user access, so every entry there has bit 2 set and may be executed
+//! TDP walk on AMD is a user access, so every entry there has bit 2 set and may be executed
 //! unless bit 63 says no; EPT's bit 2 is the right to execute, and bit 63 is never set by us; and no
 //! EPT entry is ever made that allows less than reading. Only *making* entries and the accessed and
 //! dirty bits differ. Bits 52 to 55 are software's in both.
@@ -99,7 +99,7 @@ pub struct Format {
 }
 
 impl Format {
-    /// AMD nested paging. NPT follows the host: `levels` is 5 when the host runs with CR4.LA57, else
+    /// AMD TDP. NPT follows the host: `levels` is 5 when the host runs with CR4.LA57, else
     /// 4 (APM vol. 2 §15.25.3). `encryption`: the host's SME bit, or 0.
     pub const fn npt(levels: u8, encryption: u64) -> Self {
         let encryption = encryption & ADDRESS;

@@ -1,4 +1,4 @@
-//! Guest memory: memslots, nested page tables, guest page walks, code fetch on the exit path.
+//! Guest memory: memslots, TDP tables, guest page walks, code fetch on the exit path.
 //!
 //! Pure logic over `host`'s pages and locks. What is `unsafe` about page tables lives in
 //! [`table`] alone; everything else is checked Rust.

@@ -2,7 +2,7 @@
 //! page-table base it stands for and by the role in which the guest used it.
 //!
 //! A guest that sets CR0.WP, EFER.NXE and so on back and forth, or that loads CR3 by turns, finds
-//! its root here. What a root is, the cache does not know: an address under nested paging, a counted
+//! its root here. What a root is, the cache does not know: an address under TDP, a counted
 //! reference under shadow paging. It gives back what it drops, for the owner to release.
 
 use crate::walk::PagingContext;
@@ -42,10 +42,10 @@ impl RootRole {
     const SMAP: u16 = 1 << 8;
     const SMM: u16 = 1 << 9;
 
-    /// The role under nested paging: the guest's registers mean nothing to nested tables, which
+    /// The role under TDP: the guest's registers mean nothing to TDP tables, which
     /// only the address space tells apart.
     #[inline]
-    pub const fn nested(smm: bool) -> Self {
+    pub const fn tdp(smm: bool) -> Self {
         Self(if smm { Self::SMM } else { 0 })
     }
 
@@ -60,14 +60,14 @@ impl RootRole {
     #[inline]
     pub fn of(cr0: u64, cr4: u64, efer: u64, smm: bool) -> Self {
         if cr0 & CR0_PG == 0 {
-            return Self::nested(smm);
+            return Self::tdp(smm);
         }
         // Without branches: this is computed whenever one of the registers is written.
         let bit = |word: u64, mask: u64| (word >> mask.trailing_zeros()) as u16 & 1;
         let (wp, pae, long) = (bit(cr0, CR0_WP), bit(cr4, CR4_PAE), bit(efer, EFER_LMA));
         let set = |on: u16, role: u16| on << role.trailing_zeros();
         Self(
-            Self::nested(smm).0
+            Self::tdp(smm).0
                 | Self::PAGING
                 | set(long, Self::LONG)
                 | set(pae, Self::PAE)
@@ -113,7 +113,7 @@ const _: () = {
 /// What a root is known by.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RootKey {
-    /// The page-table base: CR3 without its flags and PCID. 0 under nested paging and for a guest
+    /// The page-table base: CR3 without its flags and PCID. 0 under TDP and for a guest
     /// that does not page.
     pub base: u64,
     /// How the guest uses it.

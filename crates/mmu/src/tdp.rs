@@ -1,4 +1,4 @@
-//! The nested page tables of a VM: mapping, withdrawing, write protection, ageing, lookup.
+//! The TDP tables of a VM: mapping, withdrawing, write protection, ageing, lookup.
 //!
 //! Faults on different pages run in parallel: [`Mapper`] holds the MMU lock for reading and installs
 //! entries by compare-and-exchange. [`Zapper`] holds it for writing. [`lookup`] and [`page_of`] need
@@ -101,7 +101,7 @@ pub enum MapOutcome {
     Retry,
 }
 
-/// The nested page tables of a VM in format `F`, with `S` under the same lock.
+/// The TDP tables of a VM in format `F`, with `S` under the same lock.
 #[derive(Debug)]
 pub struct Tdp<S> {
     tree: Tree<S>,

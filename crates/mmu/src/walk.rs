@@ -301,7 +301,7 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
         if shape == Shape::Pae {
             if level == 3 {
                 // A PDPTE: only P, PWT, PCD and the address mean something (SDM vol. 3A §4.4.1).
-                // Bit 5 is let pass: QEMU's processor, under nested paging, sets it as the
+                // Bit 5 is let pass: QEMU's processor, under TDP, sets it as the
                 // accessed bit, and the guest's own accesses go on.
                 return bits | 0x7ff0_0000_0000_01c6 | NX;
             }

@@ -1,4 +1,4 @@
-//! Both formats of nested tables, read back by walks written from the manuals alone.
+//! Both formats of TDP tables, read back by walks written from the manuals alone.
 
 mod section;
 

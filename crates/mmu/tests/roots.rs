@@ -97,7 +97,7 @@ fn each_bit_that_changes_an_entrys_meaning_makes_another_root() {
     let smm = RootRole::shadow(&context(PG | WP, PAE, LMA | NXE), true);
     assert_ne!(base, smm, "SMM");
     assert!(smm.smm() && !base.smm());
-    assert_ne!(RootRole::nested(true), RootRole::nested(false));
+    assert_ne!(RootRole::tdp(true), RootRole::tdp(false));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The memory-type range registers, as values. Nothing here decides a memory type: nested paging
+//! The memory-type range registers, as values. Nothing here decides a memory type: TDP
 //! takes it from the guest's PAT and the host.
 //!
 //! SDM vol. 3A §11.11, APM vol. 2 §7.7.

@@ -74,8 +74,8 @@ reasons! {
     CacheFlush = "cache_flush",
     /// A port access.
     Io = "io",
-    /// A nested page fault or EPT violation: missing memory, or a device.
-    NestedFault = "nested_fault",
+    /// A TDP fault or EPT violation: missing memory, or a device.
+    TdpFault = "tdp_fault",
     /// A guest page fault that is the hypervisor's to look at (shadow paging).
     PageFault = "page_fault",
     /// A control register.

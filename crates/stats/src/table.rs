@@ -53,7 +53,7 @@ pub enum OfVcpu {
     By(Reason),
     /// Hypercalls, whatever exit they came as.
     Hypercalls,
-    /// Page faults on shadow tables, and nested ones that were looked at outside the loop.
+    /// Page faults on shadow tables, and TDP faults that were looked at outside the loop.
     PageFaults,
     /// Exits by a reason that were answered in the inner loop.
     Answered(Reason),

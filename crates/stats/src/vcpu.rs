@@ -34,7 +34,7 @@ counts! {
     HaltWaitNs,
     /// 1 while it sleeps.
     Blocking,
-    /// Nested page faults that were looked at outside the loop.
+    /// TDP faults that were looked at outside the loop.
     PfTaken,
     /// Those that installed a translation.
     PfFixed,

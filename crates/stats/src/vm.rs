@@ -46,7 +46,7 @@ counts! {
     MaxRmapSize,
     /// Most shadow pages found in one place of the hash table before the right one.
     MaxHashCollisions,
-    /// Pages that became page tables, nested or shadow, roots included.
+    /// Pages that became page tables, TDP or shadow, roots included.
     PageTablesAllocated,
     /// Pages of page tables that were given back.
     PageTablesFreed,

@@ -3,7 +3,7 @@
 //! APM vol. 2 appendix C. The comparison chain is ordered by how often an exit is seen, because
 //! kernel code is built without jump tables.
 
-use backend::{CrAccess, Exit, IoExit, NestedFault, PageFault, TaskSource, TaskSwitchExit};
+use backend::{CrAccess, Exit, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault};
 use cpu::Cpu;
 use x86::{
     Exception, Gpa, Gva, Vector,
@@ -25,7 +25,7 @@ pub fn decode(control: &Control, assists: bool) -> Exit {
         ExitCode::Cpuid => Exit::Cpuid,
         ExitCode::Msr if control.exit_info_1 & 1 == 0 => Exit::Rdmsr,
         ExitCode::Msr => Exit::Wrmsr,
-        ExitCode::NestedPageFault => nested(control),
+        ExitCode::Npf => npf(control),
         ExitCode::Ioio => io(control),
         ExitCode::Hlt => Exit::Hlt,
         ExitCode::Vmmcall => Exit::Hypercall,
@@ -35,9 +35,9 @@ pub fn decode(control: &Control, assists: bool) -> Exit {
 }
 
 #[inline(always)]
-pub(crate) fn nested(control: &Control) -> Exit {
+pub(crate) fn npf(control: &Control) -> Exit {
     let info = control.exit_info_1;
-    Exit::NestedFault(NestedFault {
+    Exit::TdpFault(TdpFault {
         gpa: Gpa(control.exit_info_2),
         present: info & 1 != 0,
         write: info & 2 != 0,

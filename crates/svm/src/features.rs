@@ -9,7 +9,7 @@ use crate::HostState;
 pub struct Features {
     /// Number of ASIDs, the host's 0 included.
     pub asids: u32,
-    /// Nested paging.
+    /// TDP.
     pub npt: bool,
     /// NRIP save.
     pub nrip_save: bool,
@@ -52,8 +52,8 @@ pub struct Features {
 pub enum Unusable {
     /// CPUID does not report SVM.
     Absent,
-    /// No nested paging.
-    NoNestedPaging,
+    /// No TDP.
+    NoNpt,
     /// VM_CR.SVMDIS is set: firmware switched it off.
     DisabledByFirmware,
     /// EFER.SVME is already set: another hypervisor owns this CPU.
@@ -65,7 +65,7 @@ impl Unusable {
     pub fn reason(self) -> &'static str {
         match self {
             Self::Absent => "the CPU does not offer SVM",
-            Self::NoNestedPaging => "the CPU does not offer nested paging",
+            Self::NoNpt => "the CPU does not offer TDP",
             Self::DisabledByFirmware => "SVM is disabled by the firmware (VM_CR.SVMDIS)",
             Self::InUse => "another hypervisor has enabled SVM (EFER.SVME is set)",
         }
@@ -86,7 +86,7 @@ impl Features {
         let svm = cpuid(0x8000_000a, 0);
         let bit = |n: u32| svm[3] & (1 << n) != 0;
         if !bit(0) {
-            return Err(Unusable::NoNestedPaging);
+            return Err(Unusable::NoNpt);
         }
         let basic = cpuid(1, 0);
         let seven = if cpuid(0, 0)[0] >= 7 { cpuid(7, 0) } else { [0; 4] };
@@ -172,10 +172,10 @@ mod tests {
     }
 
     #[test]
-    fn a_cpu_without_svm_or_nested_paging_is_refused() {
+    fn a_cpu_without_svm_or_npt_is_refused() {
         let none = |leaf, sub| if leaf == 0x8000_0001 { [0; 4] } else { cpuid(leaf, sub) };
         assert_eq!(Features::read(none, 0), Err(Unusable::Absent));
         let no_npt = |leaf, sub| if leaf == 0x8000_000a { [1, 16, 0, 8] } else { cpuid(leaf, sub) };
-        assert_eq!(Features::read(no_npt, 0), Err(Unusable::NoNestedPaging));
+        assert_eq!(Features::read(no_npt, 0), Err(Unusable::NoNpt));
     }
 }

@@ -104,7 +104,7 @@ impl<C: Cpu> Svm<C> {
         let selective = Intercept3::CR0_SEL_WRITE.bits();
         let invlpg = Intercept3::INVLPG.bits();
         let control = &mut self.vmcb_mut(Clean::INTERCEPTS | Clean::NPT).control;
-        control.nested_ctl = 0;
+        control.np_ctl = 0;
         control.intercepts[0] |= CR_ALWAYS;
         control.intercepts[2] |= PAGE_FAULT;
         control.intercepts[3] |= selective | invlpg;

@@ -1,6 +1,6 @@
 //! The control block's content as the run loop sees it: [`Backend`] for [`Svm`].
 //!
-//! What the guest owns under nested paging is not intercepted: CR0 (unless it has caching
+//! What the guest owns under TDP is not intercepted: CR0 (unless it has caching
 //! disabled, see [`Svm::set_cr0`]), CR3, CR8, INVLPG, INVPCID, RDTSC, and CR4 when the guest's
 //! CPUID offers every CR4 bit that this CPU knows; CR0 and CR4 not where the run loop has to see
 //! changes of the guest's paging ([`Paging::watch_roles`]).
@@ -72,7 +72,7 @@ impl<C: Cpu> Svm<C> {
         let control = &mut self.vmcb_mut(Clean::ALL).control;
         control.iopm_base_pa = iopm;
         control.msrpm_base_pa = msrpm;
-        control.nested_ctl = vmcb::NESTED_NP_ENABLE;
+        control.np_ctl = vmcb::NP_ENABLE;
         control.int_ctl = vintr::INTR_MASKING;
         if features.vnmi {
             control.int_ctl |= vintr::NMI_ENABLE;
@@ -204,8 +204,8 @@ impl<C: Cpu> Backend for Svm<C> {
                 answer.frequent(section, Exit::Rdmsr)
             }
             ExitCode::Msr => answer.frequent(section, Exit::Wrmsr),
-            ExitCode::NestedPageFault => {
-                let exit = exits::nested(&answer.backend().vmcb().control);
+            ExitCode::Npf => {
+                let exit = exits::npf(&answer.backend().vmcb().control);
                 answer.frequent(section, exit)
             }
             ExitCode::Ioio => {
@@ -601,9 +601,9 @@ impl<C: Cpu> Backend for Svm<C> {
         self.load_shadow_root(root);
     }
 
-    fn set_nested_root(&mut self, root: Hpa) {
-        if self.vmcb().control.nested_cr3 != root.0 {
-            self.vmcb_mut(Clean::NPT).control.nested_cr3 = root.0;
+    fn set_tdp_root(&mut self, root: Hpa) {
+        if self.vmcb().control.ncr3 != root.0 {
+            self.vmcb_mut(Clean::NPT).control.ncr3 = root.0;
             self.request_flush();
         }
     }

@@ -32,7 +32,7 @@ const fn port_key(port: u16, size: u8, write: bool) -> u64 {
     1 << 63 | (write as u64) << 24 | (size as u64) << 16 | port as u64
 }
 
-/// Guest memory is not mapped in the nested tables.
+/// Guest memory is not mapped in the TDP tables.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NotMapped;
 

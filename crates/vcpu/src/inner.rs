@@ -122,7 +122,7 @@ impl<B: Backend> Vcpu<B> {
     fn ends_run(&self, exit: &Exit) -> bool {
         match exit {
             Exit::Io(_) => true,
-            Exit::NestedFault(_) => self.device_seen.is_decoded(),
+            Exit::TdpFault(_) => self.device_seen.is_decoded(),
             Exit::Hlt => !self.shared.in_kernel_apic,
             _ => false,
         }
@@ -211,8 +211,8 @@ impl<B: Backend> Vcpu<B> {
                 self.stats.exit(Reason::Rdmsr);
                 self.answer_rdmsr(s)
             }
-            Exit::NestedFault(fault) => {
-                self.stats.exit(Reason::NestedFault);
+            Exit::TdpFault(fault) => {
+                self.stats.exit(Reason::TdpFault);
                 self.answer_mmio(s, fault)
             }
             Exit::PageFault(fault) => {

@@ -3,7 +3,7 @@
 //! The guest's deadlines reach the timer by WRMSR, in the inner loop, and by the shared page, which
 //! is looked at when the timer rings. The alarm in the hard interrupt only asks the vCPU to look
 //! ([`Request::Deadline`](vm::vcpu_shared::Request)); so every access to the page is made by the
-//! vCPU's own thread: in the inner loop through the nested tables, with interrupts off; outside
+//! vCPU's own thread: in the inner loop through the TDP tables, with interrupts off; outside
 //! through the VMM's mapping. What fails in the loop is made good before the guest runs on.
 
 use backend::Backend;

@@ -85,7 +85,7 @@ pub struct Vcpu<B: Backend> {
     pub(crate) lazy_generation: u64,
     pub(crate) fetch: KBox<CodeFetch>,
     pub(crate) roots: roots::Roots,
-    /// Shadow paging; `None` with nested paging.
+    /// Shadow paging; `None` with TDP.
     pub(crate) shadow: Option<KBox<shadow::Shadow>>,
     /// Guest memory as the vCPU sees it now; what the VM shows it in system-management mode is
     /// another.
@@ -94,7 +94,7 @@ pub struct Vcpu<B: Backend> {
     pub(crate) vm: VmRef,
     pub(crate) cpuid: KBox<GuestCpuid>,
     pub(crate) rare: KBox<Rare>,
-    /// Pages for nested tables, topped up outside locks.
+    /// Pages for TDP tables, topped up outside locks.
     pub(crate) tables: KBox<TableCache>,
     pub(crate) store: KBox<MsrStore>,
     pub(crate) decode: KBox<DecodeCache>,
@@ -240,7 +240,7 @@ impl<B: Backend> Vcpu<B> {
             fpu: KBox::new(GuestFpu::alloc()?)?,
             replay: boxed(emulation::Replay::default)?,
             pv: boxed(pv::PvState::default)?,
-            shadow: if vm.paging.nested { None } else { Some(shadow::Shadow::new()?) },
+            shadow: if vm.paging.tdp { None } else { Some(shadow::Shadow::new()?) },
         };
         KBox::make(|| Self::place(b, shared, vm, parts))
     }

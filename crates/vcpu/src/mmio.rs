@@ -1,7 +1,7 @@
-//! Nested page faults that are device accesses: the local APIC's page inside the loop, everything
+//! TDP faults that are device accesses: the local APIC's page inside the loop, everything
 //! else outside it.
 
-use backend::{Backend, NestedFault};
+use backend::{Backend, TdpFault};
 use emulate::{CodeSize, Decoded, Fetched, SimpleMmio};
 use host::trace::Mmio;
 use mmu::{PagingContext, Section};
@@ -87,10 +87,10 @@ impl<B: Backend> Vcpu<B> {
         self.decode.get(fetched).ok()
     }
 
-    /// A nested fault inside the loop: answered if it is a simple access to the APIC's page. An
+    /// A TDP fault inside the loop: answered if it is a simple access to the APIC's page. An
     /// access to another device is decoded here, where that is cheap, and finished outside.
     #[inline]
-    pub(crate) fn answer_mmio(&mut self, s: Section<'_>, fault: NestedFault) -> Next {
+    pub(crate) fn answer_mmio(&mut self, s: Section<'_>, fault: TdpFault) -> Next {
         self.device_seen.access = None;
         if fault.present || !fault.final_access || fault.fetch {
             return Next::Leave;
@@ -156,7 +156,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Keeps what a simple device access does, so that the outside need not decode it again.
     #[inline]
-    fn note_device_access(&mut self, fault: NestedFault, simple: SimpleMmio, decoded: &Decoded) {
+    fn note_device_access(&mut self, fault: TdpFault, simple: SimpleMmio, decoded: &Decoded) {
         let offset = (fault.gpa.0 & 0xfff) as u32;
         if offset > 0xff8
             || self.code_size() != CodeSize::Bits64
@@ -174,7 +174,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// A simple access to a device other than the local APIC, inside the loop: done if the kernel
     /// has one there.
-    fn answer_kernel_device(&mut self, fault: NestedFault) -> Next {
+    fn answer_kernel_device(&mut self, fault: TdpFault) -> Next {
         let Some(access) = self.device_seen.access else { return Next::Leave };
         if !self.vm.irq().has_address(fault.gpa.0, fault.write) {
             return Next::Leave;
@@ -246,10 +246,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Finishes a simple device access outside the loop: a device in the kernel, else user space.
     /// `Err`: there was none.
-    pub(crate) fn finish_device_access(
-        &mut self,
-        fault: NestedFault,
-    ) -> Result<Option<UserExit>, ()> {
+    pub(crate) fn finish_device_access(&mut self, fault: TdpFault) -> Result<Option<UserExit>, ()> {
         self.device_seen.page = Some(fault.gpa.gfn());
         let Some(access) = self.device_seen.access.take() else { return Err(()) };
         if access.gpa != fault.gpa {

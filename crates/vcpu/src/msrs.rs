@@ -267,7 +267,7 @@ impl<B: Backend> Vcpu<B> {
             }
             Effect::VirtSsbd { on } => self.b.set_virt_ssbd(on),
             Effect::CpuidFaulting { on } => self.cpuid_faults = on,
-            // Memory types come from the guest's PAT alone under nested paging; the rest keeps
+            // Memory types come from the guest's PAT alone under TDP; the rest keeps
             // its value in the store.
             _ => {}
         }

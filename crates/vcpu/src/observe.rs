@@ -58,7 +58,7 @@ struct Before {
     exit: Exit,
     gprs: Gprs,
     rip: u64,
-    /// A nested fault's instruction, if it is a plain device access.
+    /// A TDP fault's instruction, if it is a plain device access.
     simple: Option<SimpleMmio>,
 }
 
@@ -78,7 +78,7 @@ pub(crate) struct Observation {
 
 fn fault_address(exit: &Exit) -> Option<u64> {
     match exit {
-        Exit::NestedFault(fault) => Some(fault.gpa.0),
+        Exit::TdpFault(fault) => Some(fault.gpa.0),
         Exit::PageFault(fault) => Some(fault.address.0),
         _ => None,
     }
@@ -135,7 +135,7 @@ impl<B: Backend> Vcpu<B> {
         let taken = offered.filter(|_| watch.inj_virq() && still.is_none());
         if watch.details() {
             let simple = match exit {
-                Exit::NestedFault(_) if watch.mmio() => self.simple_access(s),
+                Exit::TdpFault(_) if watch.mmio() => self.simple_access(s),
                 _ => None,
             };
             let (gprs, rip) = (self.gprs, self.b.rip());
@@ -231,7 +231,7 @@ impl<B: Backend> Vcpu<B> {
             }
             // The local APIC's page. Other devices, and what is handled outside, are told of where
             // they answer.
-            Exit::NestedFault(fault)
+            Exit::TdpFault(fault)
                 if inside
                     && watch.mmio()
                     && !faulted

@@ -365,7 +365,7 @@ impl<B: Backend> Vcpu<B> {
     }
 }
 
-/// A structure in guest memory as it is mapped in the nested tables, with interrupts off.
+/// A structure in guest memory as it is mapped in the TDP tables, with interrupts off.
 pub(crate) struct MappedPage<'a> {
     pub(crate) memory: &'a VmMemory,
     pub(crate) view: &'a mmu::View<'a>,

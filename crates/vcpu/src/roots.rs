@@ -1,6 +1,6 @@
 //! Which page-table root the vCPU runs on, and when another one is due.
 //!
-//! Nested tables do not depend on what the guest writes to CR0, CR4 and EFER: with `keep_roots=1`
+//! TDP tables do not depend on what the guest writes to CR0, CR4 and EFER: with `keep_roots=1`
 //! such a write costs the flush that the architecture demands, or nothing. Shadow tables do depend on
 //! them: there another root is looked up ([`crate::shadow`]). `keep_roots=0` behaves as
 //! KVM did before: every change of a bit that has to do with paging unloads all roots of the vCPU,
@@ -36,7 +36,7 @@ impl Roots {
             due: true,
             unload: false,
             keep: paging.keep_roots,
-            shadow: !paging.nested,
+            shadow: !paging.tdp,
             seen: ResetBits::default(),
             role: RootRole::default(),
             cache: KBox::new(RootCache::new())?,
@@ -127,17 +127,17 @@ impl<B: Backend> Vcpu<B> {
             return Ok(());
         }
         self.roots.due = false;
-        let key = RootKey { base: 0, role: RootRole::nested(self.smm.active) };
+        let key = RootKey { base: 0, role: RootRole::tdp(self.smm.active) };
         let root = match self.roots.cache.switch(key) {
             Some(root) => *root,
             None => {
-                let root = self.memory.hold_nested_root();
+                let root = self.memory.hold_tdp_root();
                 // Two address spaces: nothing is ever driven out.
                 self.roots.cache.insert(key, root);
                 root
             }
         };
-        self.b.set_nested_root(root);
+        self.b.set_tdp_root(root);
         Ok(())
     }
 
@@ -151,7 +151,7 @@ impl<B: Backend> Vcpu<B> {
         self.drop_shadow_roots();
         for smm in [false, true] {
             while self.roots.cache.take_if(|key, _| key.role.smm() == smm).is_some() {
-                self.vm.memory_in(smm).unload_nested_root(&**self.vm);
+                self.vm.memory_in(smm).unload_tdp_root(&**self.vm);
             }
         }
     }
@@ -162,7 +162,7 @@ impl<B: Backend> Drop for Vcpu<B> {
         self.drop_shadow_roots();
         for smm in [false, true] {
             while self.roots.cache.take_if(|key, _| key.role.smm() == smm).is_some() {
-                self.vm.memory_in(smm).leave_nested_root();
+                self.vm.memory_in(smm).leave_tdp_root();
             }
         }
     }

@@ -335,7 +335,7 @@ impl<B: Backend> Vcpu<B> {
             if self.roots.is_shadow() {
                 self.b.flush_tlb();
             } else {
-                self.b.flush_nested();
+                self.b.flush_tdp();
             }
         }
         if has(Request::Clock) {

@@ -1,5 +1,5 @@
 //! Shadow paging in the run loop (`npt=0`): page faults, INVLPG and the paging registers, which the
-//! guest owns under nested paging, exit here.
+//! guest owns under TDP, exit here.
 //!
 //! What an instruction asks of the shadow tables (another root, a flush) is noted as work, by the
 //! inner loop and by the emulator alike. The inner loop does the work at once where that needs no
@@ -7,7 +7,7 @@
 //! entry. A page fault is resolved inside the loop from the guest's tables and from frames that the
 //! VM's tree knows; one that lacks a frame, or is a device's, goes outside.
 
-use backend::{Backend, Event, NestedFault, PageFault};
+use backend::{Backend, Event, PageFault, TdpFault};
 use emulate::Cause;
 use host::{KBox, NoMemory, page::Page};
 use mmu::{PagingContext, RootOutcome, Section, ShadowFault, ShadowRoots};
@@ -261,7 +261,7 @@ impl<B: Backend> Vcpu<B> {
                 next
             }
             ShadowFault::NeedFrame(wanted) if wanted.table.is_none() => {
-                self.answer_mmio(s, as_nested(wanted.gpa, fault.code))
+                self.answer_mmio(s, as_tdp(wanted.gpa, fault.code))
             }
             _ => Next::Leave,
         }
@@ -294,7 +294,7 @@ impl<B: Backend> Vcpu<B> {
                     let data = ErrorData::new(&self.b.exit_raw());
                     return Some(self.internal_error(ERROR_DELIVERY, data));
                 }
-                self.device_access(as_nested(gpa, fault.code))
+                self.device_access(as_tdp(gpa, fault.code))
             }
             ShadowOutcome::Emulate(_) => self.emulate_here(Cause::Any),
             ShadowOutcome::Error(MemoryError::Interrupted) => Some(UserExit::Intr),
@@ -382,9 +382,9 @@ impl<B: Backend> Vcpu<B> {
     }
 }
 
-/// A device access as a nested fault would tell it.
-fn as_nested(gpa: Gpa, code: u32) -> NestedFault {
-    NestedFault {
+/// A device access as a TDP fault would tell it.
+fn as_tdp(gpa: Gpa, code: u32) -> TdpFault {
+    TdpFault {
         gpa,
         write: code & pf::WRITE != 0,
         fetch: code & pf::FETCH != 0,

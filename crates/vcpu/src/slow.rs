@@ -1,7 +1,7 @@
 //! Exits that are handled outside the inner loop, with interrupts on: whatever allocates, sleeps,
 //! emulates or ends in user space.
 
-use backend::{Backend, Exit, NestedFault};
+use backend::{Backend, Exit, TdpFault};
 use emulate::Cause;
 use host::task;
 use stats::{Reason, VcpuCount};
@@ -22,9 +22,9 @@ impl<B: Backend> Vcpu<B> {
     /// Handles an exit. `None`: enter the guest again.
     pub(crate) fn handle(&mut self, exit: Exit) -> Option<UserExit> {
         match exit {
-            Exit::NestedFault(fault) => {
-                self.stats.outside(Reason::NestedFault);
-                self.nested_fault(fault)
+            Exit::TdpFault(fault) => {
+                self.stats.outside(Reason::TdpFault);
+                self.tdp_fault(fault)
             }
             Exit::Io(io) => {
                 self.stats.outside(Reason::Io);
@@ -47,7 +47,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     fn handle_rare(&mut self, exit: Exit) -> Option<UserExit> {
         match exit {
-            Exit::NestedFault(_) | Exit::Io(_) | Exit::Hlt => None,
+            Exit::TdpFault(_) | Exit::Io(_) | Exit::Hlt => None,
             // Done by the host when interrupts were enabled again.
             Exit::Interrupt | Exit::Nmi | Exit::HostSignal | Exit::MachineCheck => None,
             // Answered inside the loop.
@@ -251,8 +251,8 @@ impl<B: Backend> Vcpu<B> {
         None
     }
 
-    /// A nested page fault: a page to be mapped, or a device.
-    fn nested_fault(&mut self, fault: NestedFault) -> Option<UserExit> {
+    /// A TDP fault: a page to be mapped, or a device.
+    fn tdp_fault(&mut self, fault: TdpFault) -> Option<UserExit> {
         if fault.reserved {
             let data = ErrorData::new(&self.b.exit_raw());
             return Some(self.internal_error(ERROR_UNEXPECTED_EXIT, data));
@@ -283,7 +283,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// What a fault says of the instruction at RIP: nothing where it was not one of its data accesses.
-    fn cause_of(&self, fault: NestedFault) -> Cause {
+    fn cause_of(&self, fault: TdpFault) -> Cause {
         if self.events.again.is_some() || !fault.final_access || fault.fetch {
             Cause::Any
         } else {
@@ -291,7 +291,7 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    pub(crate) fn device_access(&mut self, fault: NestedFault) -> Option<UserExit> {
+    pub(crate) fn device_access(&mut self, fault: TdpFault) -> Option<UserExit> {
         if self.events.again.is_some() && !fault.final_access {
             // The tables that translate the guest's descriptors or stack lie in device memory.
             let data = ErrorData::new(&self.b.exit_raw());

@@ -21,7 +21,7 @@ pub fn reason_of(exit: &Exit) -> Reason {
         Exit::Pause => Reason::Pause,
         Exit::CacheFlush => Reason::CacheFlush,
         Exit::Io(_) => Reason::Io,
-        Exit::NestedFault(_) => Reason::NestedFault,
+        Exit::TdpFault(_) => Reason::TdpFault,
         Exit::Cr(_) => Reason::Cr,
         Exit::DebugReg => Reason::DebugReg,
         Exit::Xsetbv => Reason::Xsetbv,
@@ -52,7 +52,7 @@ fn counted_inside(reason: Reason, guest_debug: u32) -> bool {
         Reason::Cpuid
         | Reason::Rdmsr
         | Reason::Wrmsr
-        | Reason::NestedFault
+        | Reason::TdpFault
         | Reason::PageFault
         | Reason::Invlpg
         | Reason::Io

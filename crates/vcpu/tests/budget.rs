@@ -308,13 +308,13 @@ fn what_the_guest_does_not_have_is_a_fault_in_one_vmrun() {
     }
 }
 
-/// A page of guest memory at `gpa` that the nested tables have: the flag of PV EOI.
+/// A page of guest memory at `gpa` that the TDP tables have: the flag of PV EOI.
 fn flag_page(v: &mut rig::TestVcpu, vm: &vm::VmRef, gpa: u64) -> &'static Page {
     let page: &'static Page = Box::leak(Box::new(Page::zeroed().unwrap()));
     let region = Region { slot: 0, flags: 0, gpa, size: 4096, hva: page.hpa().0 };
     vm.memory().set_region(&region, &***vm).unwrap();
     let touch = move |vmcb: &mut Vmcb, _: &mut Gprs| {
-        vmcb.control.exit_code = ExitCode::NestedPageFault.0;
+        vmcb.control.exit_code = ExitCode::Npf.0;
         vmcb.control.exit_info_1 = (1 << 32) | 2;
         vmcb.control.exit_info_2 = gpa;
     };

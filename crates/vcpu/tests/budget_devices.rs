@@ -89,7 +89,7 @@ fn device(gpa: u64, write: bool, value: u64) -> impl Fn(&mut Vmcb, &mut Gprs) + 
         long_mode(vmcb);
         gprs.0[RBX] = gpa;
         vmcb.save.rax = value;
-        vmcb.control.exit_code = ExitCode::NestedPageFault.0;
+        vmcb.control.exit_code = ExitCode::Npf.0;
         vmcb.control.exit_info_1 = (1 << 32) | u64::from(write) << 1;
         vmcb.control.exit_info_2 = gpa;
         vmcb.save.rip = if write { CODE } else { CODE + 2 };
@@ -334,18 +334,18 @@ fn set_memory(vm: &VmRef, slot: u32, gpa: u64, page: Option<&Page>) {
 }
 
 #[test]
-fn a_nested_fault_is_one_way_out_and_in() {
+fn a_tdp_fault_is_one_way_out_and_in() {
     let (mut v, vm) = alone();
     let page = Page::zeroed().unwrap();
     set_memory(&vm, 1, 0x5000, Some(&page));
     let fault = |vmcb: &mut Vmcb, _: &mut Gprs| {
-        vmcb.control.exit_code = ExitCode::NestedPageFault.0;
+        vmcb.control.exit_code = ExitCode::Npf.0;
         vmcb.control.exit_info_1 = (1 << 32) | 2;
         vmcb.control.exit_info_2 = 0x5008;
     };
     let ten = ten_more(&mut v, fault);
     // VMSAVE of the guest, VMLOAD of the host, VMLOAD of the guest.
-    assert_budget("a nested fault", &ten, 10, 20, 10);
+    assert_budget("a TDP fault", &ten, 10, 20, 10);
     assert_eq!((ten.of(Op::Clgi), ten.of(Op::Stgi)), (10, 10));
     set_memory(&vm, 1, 0x5000, None);
 }

@@ -74,7 +74,7 @@ impl Bench {
     /// The guest writes to its page, so that it is mapped.
     fn touch(&mut self) {
         self.run([|vmcb: &mut Vmcb, _: &mut Gprs| {
-            vmcb.control.exit_code = ExitCode::NestedPageFault.0;
+            vmcb.control.exit_code = ExitCode::Npf.0;
             vmcb.control.exit_info_1 = (1 << 32) | 2;
             vmcb.control.exit_info_2 = PAGE;
         }]);

@@ -41,7 +41,7 @@ fn toggle(code: ExitCode, bit: u64, vmcb: &mut Vmcb, gprs: &mut Gprs) {
 fn a_change_of_the_paging_mode_is_one_vmrun_and_keeps_the_root() {
     for (code, bit) in TOGGLES {
         assert_only_vmrun(&cost_of(move |vmcb, gprs| {
-            assert_ne!(vmcb.control.nested_cr3, 0);
+            assert_ne!(vmcb.control.ncr3, 0);
             toggle(code, bit, vmcb, gprs);
         }));
     }
@@ -90,7 +90,7 @@ const PAGE: u64 = 0x1_0000;
 const PRESENT_AND_USED: u64 = 0x67;
 
 fn paged(paging: Paging) -> Paged {
-    let machine = Machine { paging: Paging { nested: false, ..paging }, ..Machine::default() };
+    let machine = Machine { paging: Paging { tdp: false, ..paging }, ..Machine::default() };
     let memory = Pages::zeroed(6).unwrap();
     let put = |at: u64, value: u64| {
         memory.words()[at as usize / 8].store(value, Ordering::Relaxed);
@@ -147,7 +147,7 @@ fn page_fault(at: u64, code: u64, vmcb: &mut Vmcb) {
 fn a_shadow_fault_whose_frame_is_known_is_one_vmrun() {
     assert_only_vmrun(&cost_on_shadow(Paging::default(), |vmcb, _| {
         // The hardware walks the shadow root, and never the guest's.
-        assert_eq!(vmcb.control.nested_ctl, 0);
+        assert_eq!(vmcb.control.np_ctl, 0);
         assert_ne!(vmcb.save.cr3, ROOT);
         page_fault(PAGE, 0, vmcb);
     }));

@@ -73,7 +73,7 @@ impl Guest {
     /// The guest's code is read inside the loop from now on.
     fn touch_code(&mut self) {
         self.then(|vmcb, _| {
-            vmcb.control.exit_code = ExitCode::NestedPageFault.0;
+            vmcb.control.exit_code = ExitCode::Npf.0;
             vmcb.control.exit_info_1 = (1 << 32) | 2;
             vmcb.control.exit_info_2 = CODE;
         });
@@ -101,7 +101,7 @@ fn device(write: bool) -> impl Fn(&mut Vmcb, &mut Gprs) + Send + Clone + 'static
         gprs.0[RBX] = DEVICE;
         gprs.0[RDX] = PORT.into();
         vmcb.save.rip = CODE;
-        vmcb.control.exit_code = ExitCode::NestedPageFault.0;
+        vmcb.control.exit_code = ExitCode::Npf.0;
         vmcb.control.exit_info_1 = (1 << 32) | u64::from(write) << 1;
         vmcb.control.exit_info_2 = DEVICE;
         vmcb.control.insn_len = 0;

@@ -37,7 +37,7 @@ fn a_cpu_is_made_to_forget_when_a_vcpu_comes_to_it_and_not_again() {
 }
 
 #[test]
-fn withdrawn_nested_translations_are_forgotten_by_one_invept() {
+fn withdrawn_tdp_translations_are_forgotten_by_one_invept() {
     let (mut v, vm) = vcpu_of(features(), Format::npt(4, 0));
     run(&mut v);
     let quiet = flushes(&run(&mut v));

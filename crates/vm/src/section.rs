@@ -1,7 +1,7 @@
 //! Sections that withdrawals of translations wait for, and the waiting.
 //!
 //! A vCPU's mode ([`crate::kick`]) says whether it is in the guest, or in a section in which it looks at
-//! nested tables and guest memory without a lock. A withdrawal interrupts every CPU on which such a vCPU is
+//! TDP tables and guest memory without a lock. A withdrawal interrupts every CPU on which such a vCPU is
 //! and waits until the interrupt was taken, which is after the section, because interrupts are off in it.
 //! Both halves of that stand here, with the two words `unsafe` that tell `mmu` of it: who enters gets a
 //! [`Section`], and [`Vm`] is a [`FlushRemote`]. `tests/section.rs` model-checks the two together.

@@ -26,7 +26,7 @@ pub type SharedVcpu = Arc<WithTimer<VcpuShared>>;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Request {
-    /// Nested translations were withdrawn, or shadow tables changed: flush what was made from them.
+    /// TDP translations were withdrawn, or shadow tables changed: flush what was made from them.
     FlushTlb = 1 << 0,
     /// An interrupt, NMI, INIT or SIPI may be pending.
     Event = 1 << 1,

@@ -37,7 +37,7 @@ pub type VmRef = Arc<WithNotifier<Vm>>;
 /// What the module knows of the host that a new VM needs.
 #[derive(Clone, Copy, Debug)]
 pub struct HostLimits {
-    /// What the nested tables are made for.
+    /// What the TDP tables are made for.
     pub tables: Format,
     /// Physical address bits.
     pub maxphyaddr: u8,
@@ -50,8 +50,8 @@ pub struct HostLimits {
 /// The module's parameters on paging.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Paging {
-    /// The hardware walks nested tables. Without, it walks shadow tables.
-    pub nested: bool,
+    /// The hardware walks TDP tables. Without, it walks shadow tables.
+    pub tdp: bool,
     /// A vCPU keeps its page-table roots when its paging mode changes. Without, it behaves as KVM
     /// once did: it unloads them all.
     pub keep_roots: bool,
@@ -59,7 +59,7 @@ pub struct Paging {
 
 impl Default for Paging {
     fn default() -> Self {
-        Self { nested: true, keep_roots: true }
+        Self { tdp: true, keep_roots: true }
     }
 }
 
@@ -97,7 +97,7 @@ impl Vm {
         settings.max_vcpu_id.store(MAX_VCPU_ID, Relaxed);
         settings.identity_map.store(0xfffb_c000, Relaxed);
         let vcpus = Arc::new(VcpuTable::new()?)?;
-        let shadow = !limits.paging.nested;
+        let shadow = !limits.paging.tdp;
         let make = |with| VmMemory::shared(limits.tables, region, shadow, with);
         let memory = make(None)?;
         let smm_memory = make(Some(&memory))?;

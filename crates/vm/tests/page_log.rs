@@ -132,7 +132,7 @@ impl Machine {
             calls: Calls::default(),
             cache: TableCache::new(),
         };
-        machine.calls.cpu.lock().unwrap().root = machine.memory.nested_root().0;
+        machine.calls.cpu.lock().unwrap().root = machine.memory.tdp_root().0;
         machine.set(machine.region(flags));
         machine
     }

@@ -46,8 +46,8 @@ use crate::{
 pub(crate) mod attention {
     /// Forget the translations of this guest's linear addresses.
     pub const FLUSH: u16 = 1 << 0;
-    /// Forget everything that was made from its nested tables.
-    pub const FLUSH_NESTED: u16 = 1 << 4;
+    /// Forget everything that was made from its TDP tables.
+    pub const FLUSH_TDP: u16 = 1 << 4;
     /// An interrupt is offered.
     pub const OFFER: u16 = 1 << 1;
     /// An event is injected: the exit takes it out of the VMCS.
@@ -64,7 +64,7 @@ pub(crate) mod attention {
     pub const TIMER_SET: u16 = 1 << 8;
 
     const ALL: [u16; 9] =
-        [FLUSH, FLUSH_NESTED, OFFER, INJECT, OFF, SHADOW, FLUSH_L1D, TIMER, TIMER_SET];
+        [FLUSH, FLUSH_TDP, OFFER, INJECT, OFF, SHADOW, FLUSH_L1D, TIMER, TIMER_SET];
     // No two are the same bit.
     const _: () = {
         let (mut seen, mut at) = (0, 0);
@@ -186,7 +186,7 @@ impl<C: Cpu> Vmx<C> {
             cpu,
             fields: empty_fields()?,
             loaded: Cell::new(false),
-            attention: attention::FLUSH | attention::FLUSH_NESTED,
+            attention: attention::FLUSH | attention::FLUSH_TDP,
             shadow_over: Cell::new(false),
             nmi_behind_sti: false,
             refused: 0,
@@ -283,9 +283,9 @@ impl<C: Cpu> Vmx<C> {
         }
     }
 
-    /// Makes what was made from its nested tables be forgotten, whatever the VPID.
+    /// Makes what was made from its TDP tables be forgotten, whatever the VPID.
     #[inline(never)]
-    fn forget_nested(&mut self) {
+    fn forget_tdp(&mut self) {
         if self.features.invept_single {
             self.cpu.invept(invept::SINGLE, self.get(fields::EPT_POINTER));
         } else {
@@ -317,9 +317,9 @@ impl<C: Cpu> Vmx<C> {
             self.attention &= !attention::FLUSH;
             self.forget_translations();
         }
-        if self.attention & attention::FLUSH_NESTED != 0 {
-            self.attention &= !attention::FLUSH_NESTED;
-            self.forget_nested();
+        if self.attention & attention::FLUSH_TDP != 0 {
+            self.attention &= !attention::FLUSH_TDP;
+            self.forget_tdp();
         }
         if self.attention & attention::OFFER != 0 {
             self.make_offer();

@@ -3,7 +3,7 @@
 //! SDM vol. 3C appendix C, §28.2. The comparison chains are ordered by how often an exit is seen,
 //! because kernel code is built without jump tables.
 
-use backend::{CrAccess, Exit, IoExit, NestedFault, TaskSource, TaskSwitchExit};
+use backend::{CrAccess, Exit, IoExit, TaskSource, TaskSwitchExit, TdpFault};
 use cpu::Cpu;
 use x86::{
     Exception, Gpa, Vector,
@@ -153,12 +153,12 @@ impl<C: Cpu> Vmx<C> {
         Exit::TaskSwitch(TaskSwitchExit { selector: info as u16, source })
     }
 
-    /// An access of memory that the nested tables do not allow.
+    /// An access of memory that the TDP tables do not allow.
     #[inline(always)]
     pub(crate) fn ept_violation(&self) -> Exit {
         use ept_violation::{EXECUTABLE, FETCH, FINAL, LINEAR_VALID, READABLE, WRITABLE, WRITE};
         let info = self.get(fields::EXIT_QUALIFICATION);
-        Exit::NestedFault(NestedFault {
+        Exit::TdpFault(TdpFault {
             gpa: Gpa(self.get(fields::GUEST_PHYSICAL_ADDRESS)),
             write: info & WRITE != 0,
             fetch: info & FETCH != 0,
@@ -168,9 +168,9 @@ impl<C: Cpu> Vmx<C> {
         })
     }
 
-    /// An entry of the nested tables that means nothing: a bug of ours, told as such.
+    /// An entry of the TDP tables that means nothing: a bug of ours, told as such.
     fn ept_misconfiguration(&self) -> Exit {
-        Exit::NestedFault(NestedFault {
+        Exit::TdpFault(TdpFault {
             gpa: Gpa(self.get(fields::GUEST_PHYSICAL_ADDRESS)),
             write: false,
             fetch: false,

@@ -51,7 +51,7 @@ impl<C: Cpu> Vmx<C> {
         self.here = Some(here);
         self.vpid_generation = 0;
         // What this vCPU left behind here may be older than a flush since.
-        self.attention |= attention::FLUSH | attention::FLUSH_NESTED;
+        self.attention |= attention::FLUSH | attention::FLUSH_TDP;
         let host = here.constants();
         self.set(fields::HOST_CR0, self.cpu.cr0());
         self.set(fields::HOST_CS_SELECTOR, host.tables.cs);

@@ -7,7 +7,7 @@
 //!
 //! L1TF: an entry of a page table that is not present still names a frame to a CPU that speculates,
 //! and gives what the L1 cache holds of it. For the host's own tables the kernel inverts such
-//! addresses; entries of nested tables that are not present are zero or have theirs inverted. But a
+//! addresses; entries of TDP tables that are not present are zero or have theirs inverted. But a
 //! guest writes what it likes into its own tables, so nothing secret may be in the cache while it
 //! runs.
 

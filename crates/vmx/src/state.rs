@@ -578,11 +578,11 @@ impl<C: Cpu> Backend for Vmx<C> {
     /// There are none: a CPU without EPT is refused.
     fn set_shadow_root(&mut self, _root: Hpa) {}
 
-    fn set_nested_root(&mut self, root: Hpa) {
+    fn set_tdp_root(&mut self, root: Hpa) {
         let pointer = self.features.ept_pointer(root.0);
         if self.fields.get(fields::EPT_POINTER) != Some(pointer) {
             self.set(fields::EPT_POINTER, pointer);
-            self.attention |= attention::FLUSH_NESTED;
+            self.attention |= attention::FLUSH_TDP;
         }
     }
 
@@ -590,8 +590,8 @@ impl<C: Cpu> Backend for Vmx<C> {
         self.attention |= attention::FLUSH;
     }
 
-    fn flush_nested(&mut self) {
-        self.attention |= attention::FLUSH_NESTED;
+    fn flush_tdp(&mut self) {
+        self.attention |= attention::FLUSH_TDP;
     }
 
     fn set_page_log(&mut self, on: bool) {

@@ -1,6 +1,6 @@
-//! Bits of page-table entries, ordinary and nested, and the arithmetic of levels.
+//! Bits of page-table entries, of ordinary and of TDP tables, and the arithmetic of levels.
 //!
-//! SDM vol. 3A §4.5, APM vol. 2 §5.3 and §15.25. AMD's nested tables use the ordinary format;
+//! SDM vol. 3A §4.5, APM vol. 2 §5.3 and §15.25. NPT's tables use the ordinary format;
 //! Intel's EPT has its own (SDM vol. 3C §28.3), in [`ept`].
 
 /// Bits of an ordinary page-table entry (PAE, 4-level and 5-level paging).

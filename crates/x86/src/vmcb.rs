@@ -58,16 +58,16 @@ pub struct Control {
     pub exit_info_2: u64,
     /// The event whose delivery was interrupted by the exit ([`event`] format).
     pub exit_int_info: u64,
-    /// Nested-paging, SEV and related enables.
-    pub nested_ctl: u64,
+    /// NPT, SEV and related enables.
+    pub np_ctl: u64,
     /// AVIC APIC_BAR.
     pub avic_vapic_bar: u64,
     /// GHCB physical address.
     pub ghcb_gpa: u64,
     /// The event to be injected at the next VMRUN ([`event`] format).
     pub event_inj: u64,
-    /// Root of the nested page table.
-    pub nested_cr3: u64,
+    /// Root of the TDP table.
+    pub ncr3: u64,
     /// LBR virtualisation and virtual VMSAVE/VMLOAD.
     pub virt_ext: u64,
     /// VMCB clean bits ([`Clean`]).
@@ -149,7 +149,7 @@ pub struct Save {
     /// CR2.
     pub cr2: u64,
     _reserved5: [u8; 32],
-    /// Guest PAT, used with nested paging.
+    /// Guest PAT, used with TDP.
     pub g_pat: u64,
     /// DEBUGCTL.
     pub dbgctl: u64,
@@ -188,7 +188,7 @@ const _: () = {
     assert!(offset_of!(Control, exit_code) == 0x70);
     assert!(offset_of!(Control, exit_int_info) == 0x88);
     assert!(offset_of!(Control, event_inj) == 0xa8);
-    assert!(offset_of!(Control, nested_cr3) == 0xb0);
+    assert!(offset_of!(Control, ncr3) == 0xb0);
     assert!(offset_of!(Control, clean) == 0xc0);
     assert!(offset_of!(Control, next_rip) == 0xc8);
     assert!(offset_of!(Control, insn_bytes) == 0xd1);
@@ -316,7 +316,7 @@ bitflags! {
         const ASID = 1 << 2;
         /// Virtual interrupt fields.
         const INTR = 1 << 3;
-        /// Nested paging: CR3, PAT, enable.
+        /// TDP: CR3, PAT, enable.
         const NPT = 1 << 4;
         /// CR0, CR3, CR4, EFER.
         const CR = 1 << 5;
@@ -387,8 +387,8 @@ pub mod event {
 
 /// Interrupt shadow, in [`Control::int_state`].
 pub const INT_SHADOW: u64 = 1;
-/// NP_ENABLE in [`Control::nested_ctl`].
-pub const NESTED_NP_ENABLE: u64 = 1;
+/// NP_ENABLE in [`Control::np_ctl`].
+pub const NP_ENABLE: u64 = 1;
 
 pub use exit_code::ExitCode;
 
@@ -455,7 +455,7 @@ mod exit_code {
         pub const Invpcid: Self = Self(0x0a2);
         pub const Mcommit: Self = Self(0x0a3);
         pub const Tlbsync: Self = Self(0x0a4);
-        pub const NestedPageFault: Self = Self(0x400);
+        pub const Npf: Self = Self(0x400);
         pub const Invalid: Self = Self(0xffff_ffff_ffff_ffff);
     }
 }
@@ -474,7 +474,7 @@ pub mod ioio {
     pub const PORT_SHIFT: u32 = 16;
 }
 
-/// Bits of EXITINFO1 after a nested page fault (APM vol. 2 §15.25.6), beyond those of a #PF.
+/// Bits of EXITINFO1 after a TDP fault (APM vol. 2 §15.25.6), beyond those of a #PF.
 pub mod npf {
     /// The fault was on the guest's final physical address.
     pub const FINAL: u64 = 1 << 32;

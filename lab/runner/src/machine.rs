@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 /// An emulated machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Machine {
-    /// QEMU's software emulator with SVM and nested paging.
+    /// QEMU's software emulator with SVM and TDP.
     Amd,
     /// Bochs with VMX, EPT and unrestricted guest.
     Intel,
@@ -35,7 +35,7 @@ impl Machine {
         }
     }
 
-    /// The processor that the emulator shows, in its words: with SVM or VMX, nested paging and x2APIC.
+    /// The processor that the emulator shows, in its words: with SVM or VMX, TDP and x2APIC.
     pub fn processor(self) -> &'static str {
         match self {
             Machine::Amd => "EPYC,+svm,+npt,+x2apic",

@@ -15,7 +15,7 @@ use x86::msr::ARCH_CAPABILITIES;
 
 const EBUSY: i32 = -16;
 const EOPNOTSUPP: i32 = -95;
-/// CR4 bit 12: the host's own tables have five levels, and so have SVM's nested ones (APM vol. 2
+/// CR4 bit 12: the host's own tables have five levels, and so have SVM's TDP ones (APM vol. 2
 /// §15.25.3).
 const CR4_LA57: u64 = 1 << 12;
 /// The TSC ratio is an 8.32 fixed-point number under SVM, a 16.48 one under VMX.
@@ -46,7 +46,7 @@ pub fn chosen() -> Chosen {
 /// What the floors above want to know of it, whichever it is.
 #[derive(Clone, Copy, Debug)]
 pub struct Common {
-    /// What nested tables are made for.
+    /// What TDP tables are made for.
     pub tables: Format,
     /// The largest integer part of a TSC ratio, where the CPU scales.
     pub tsc_ratio: Option<u64>,
@@ -200,13 +200,13 @@ impl Found {
         if !matches!(self, Self::Vmx(features) if features.preemption_timer.is_some()) {
             params::no_preemption_timer();
         }
-        let tables = if params::npt() { "nested" } else { "shadow" };
+        let tables = if params::npt() { "TDP" } else { "shadow paging" };
         match self {
             Self::Svm(features) => {
-                info!("SVM with {tables} paging, {} address-space ids", features.asids);
+                info!("SVM with {tables}, {} address-space ids", features.asids);
             }
             Self::Vmx(features) => {
-                info!("VMX with {tables} paging: {features}");
+                info!("VMX with {tables}: {features}");
                 let l1d = mitigations::mode_name(mitigations::mode());
                 info!("mitigations: L1D flush {l1d}; {}", mitigations::Report::now().short());
             }
@@ -218,7 +218,7 @@ fn splits_at_fetch() -> bool {
     mitigations::splits_at_fetch(Facts::read(), NxHugePages::asked())
 }
 
-/// Nested tables as `nx_huge_pages` wants them. Shadow tables do not know of fetches from pages of the
+/// TDP tables as `nx_huge_pages` wants them. Shadow tables do not know of fetches from pages of the
 /// host's: no page is large for them.
 fn with_large_pages(tables: Format) -> Format {
     match (splits_at_fetch(), params::npt()) {

@@ -97,7 +97,7 @@ pub fn find_out(common: &Common) -> Result<(), NoMemory> {
     }
     let facts = HostFacts {
         xcr0: fpu::host_xcr0(),
-        nested_levels: if params::npt() { common.tables.levels() } else { 0 },
+        tdp_levels: if params::npt() { common.tables.levels() } else { 0 },
         withheld: withheld.get(..count).unwrap_or(&[]),
         by_exits: common.by_exits.as_slice(),
         lfence_serializes: lfence,
@@ -133,7 +133,7 @@ pub fn find_out(common: &Common) -> Result<(), NoMemory> {
             tables: common.tables,
             maxphyaddr,
             halt_poll_ns: params::halt_poll_ns(),
-            paging: Paging { nested: params::npt(), keep_roots: params::keep_roots() },
+            paging: Paging { tdp: params::npt(), keep_roots: params::keep_roots() },
         },
         offered: Offered { cpuid: supported, msrs },
     })

@@ -27,8 +27,8 @@ pub fn vendor() -> Vendor {
     }
 }
 
-/// Whether guests have nested paging: the module parameters `npt` and `ept`.
-pub fn nested_paging() -> bool {
+/// Whether guests have TDP: the module parameters `npt` and `ept`.
+pub fn tdp() -> bool {
     let parameter = |file: &str| std::fs::read_to_string(format!("/sys/module/{file}")).ok();
     let npt = parameter("kvm_amd/parameters/npt")
         .or_else(|| parameter("kvm_intel/parameters/ept"))
@@ -46,7 +46,7 @@ pub fn apic_is_served() -> bool {
 
 /// Skips where the stock module's shadow paging is known not to do as the architecture says.
 pub fn not_of_stock_shadow_paging(reason: &str) -> Outcome {
-    if is_stock() && !nested_paging() {
+    if is_stock() && !tdp() {
         return skip(format!("the stock module's shadow paging: {reason}"));
     }
     Ok(())

@@ -187,7 +187,7 @@ impl Page<'_> {
     pub(super) fn roots(&self, page: &mut String) {
         let on = self.results.machine();
         let (switch, own) = match on {
-            Machine::Amd => (", with nested paging and without (`npt=0`)", ""),
+            Machine::Amd => (", with TDP and without (`npt=0`)", ""),
             // As `limits` judges.
             Machine::Intel => (
                 "",
@@ -203,10 +203,7 @@ impl Page<'_> {
             self.published.roots.source
         );
         self.published_roots(page);
-        let every = [
-            ("nested paging", "", "keep_roots=0"),
-            ("shadow paging", "npt=0", "npt=0 keep_roots=0"),
-        ];
+        let every = [("TDP", "", "keep_roots=0"), ("shadow paging", "npt=0", "npt=0 keep_roots=0")];
         let measured = if on == Machine::Amd { &every[..] } else { &every[..1] };
         for (paging, npt, off) in measured {
             let sides = [
@@ -244,7 +241,7 @@ impl Page<'_> {
         let rows = published.cases.iter().filter(|case| here(&case.stock)).map(|case| {
             let change = Change { before: case.before, after: case.after };
             let (off, on) = (&case.gannet_off, &case.gannet_on);
-            // Of Gannet there is one kind of nested tables.
+            // Of Gannet there is one kind of TDP tables.
             let (off, on) = (
                 off.as_ref().and_then(|p| price("gannet", p)),
                 on.as_ref().and_then(|p| price("gannet", p)),

@@ -224,7 +224,7 @@ fn by_exits(results: &Results, parameters: &str) -> (Vec<&'static str>, Vec<&'st
 }
 
 fn roots(results: &Results, parameters: &str, most: f64) -> Vec<Limit> {
-    let paging = if parameters.is_empty() { "nested paging" } else { "shadow paging" };
+    let paging = if parameters.is_empty() { "TDP" } else { "shadow paging" };
     let (toggles, free) = by_exits(results, parameters);
     let at =
         |module, toggle: &str, pages| results.figures(module, parameters, &paged(toggle, pages));

@@ -14,11 +14,11 @@ const SIZE: (u32, u32) = (900, 520);
 type Line = (&'static str, &'static str, &'static str, RGBColor, bool);
 
 const LINES: [Line; 6] = [
-    ("stock", "", "stock KVM, nested", RGBColor(200, 60, 40), false),
+    ("stock", "", "stock KVM, TDP", RGBColor(200, 60, 40), false),
     ("stock", "npt=0", "stock KVM, shadow", RGBColor(200, 60, 40), true),
-    ("gannet", "keep_roots=0", "Gannet, keep_roots=0, nested", RGBColor(230, 160, 30), false),
+    ("gannet", "keep_roots=0", "Gannet, keep_roots=0, TDP", RGBColor(230, 160, 30), false),
     ("gannet", "npt=0 keep_roots=0", "Gannet, keep_roots=0, shadow", RGBColor(230, 160, 30), true),
-    ("gannet", "", "Gannet, nested", RGBColor(30, 120, 180), false),
+    ("gannet", "", "Gannet, TDP", RGBColor(30, 120, 180), false),
     ("gannet", "npt=0", "Gannet, shadow", RGBColor(30, 120, 180), true),
 ];
 
@@ -251,7 +251,7 @@ mod tests {
     #[test]
     fn there_is_a_plot_for_what_was_measured_and_none_for_the_rest() {
         let plots = plots(&results()).unwrap();
-        assert!(plots["cr0_wp.svg"].contains("Gannet, nested"));
+        assert!(plots["cr0_wp.svg"].contains("Gannet, TDP"));
         assert!(plots["timer_exits.svg"].contains("wrmsr_tsc_deadline"));
         assert!(!plots.contains_key("cr0_wp_all.svg"));
         assert!(super::plots(&Results::default()).unwrap().is_empty());

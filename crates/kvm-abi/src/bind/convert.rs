@@ -104,7 +104,7 @@ fn from_table(t: &KvmDtable) -> DescriptorTable {
 }
 
 /// System registers. PDPTRs are told where the CPU has them as registers, as under VMX; under SVM's
-/// nested paging it reads them from memory.
+/// TDP it reads them from memory.
 pub fn sregs(s: &Sregs) -> KvmSregs2 {
     KvmSregs2 {
         cs: segment(&s.cs),

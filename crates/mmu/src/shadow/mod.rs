@@ -1,7 +1,7 @@
-//! Shadow paging: tables for hardware without nested paging, derived from the guest's entries and
+//! Shadow paging: tables for hardware without TDP, derived from the guest's entries and
 //! from the VM's own tree of frames ([`crate::Tdp`]).
 //!
-//! The tree stays what it is with nested paging: the VM's table of guest frames, kept honest by the
+//! The tree stays what it is with TDP: the VM's table of guest frames, kept honest by the
 //! MMU notifier. Shadow pages are a cache of guest entries on top of it, as a TLB is. What a guest may
 //! find stale in a TLB it may find stale here; what the architecture flushes is compared with the
 //! guest's tables again ([`ShadowGuard::switch`], [`ShadowGuard::flush`], [`ShadowGuard::invlpg`]).

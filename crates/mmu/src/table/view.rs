@@ -1,4 +1,4 @@
-//! Looking at nested tables and guest memory with interrupts off, without any lock.
+//! Looking at TDP tables and guest memory with interrupts off, without any lock.
 //!
 //! Withdrawing a translation changes the entry, bumps the tree's generation, and then waits until
 //! every CPU inside such a section has left it; only then does the host reuse the page. So within

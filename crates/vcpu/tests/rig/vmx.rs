@@ -80,7 +80,7 @@ pub fn vcpu() -> VmxVcpu {
     vcpu_of(features(), Format::npt(4, 0)).0
 }
 
-/// A vCPU alone in its VM on a CPU that has these, with such nested tables; and its VM.
+/// A vCPU alone in its VM on a CPU that has these, with such TDP tables; and its VM.
 pub fn vcpu_of(features: Features, tables: Format) -> (VmxVcpu, VmRef) {
     let vm = bare_vm_of(features, tables);
     vm.irq().create(vm::irq::Irqchip::Full).unwrap();
@@ -102,7 +102,7 @@ pub fn split_vcpu_of(features: Features, tables: Format) -> (VmxVcpu, VmRef) {
     (vcpu_in(&vm, features), vm)
 }
 
-/// A vCPU on a CPU that has these, in a VM with nested tables whose VMM is offered this; and its VM.
+/// A vCPU on a CPU that has these, in a VM with TDP tables whose VMM is offered this; and its VM.
 pub fn vcpu_offered(features: Features, offered: Offered) -> (VmxVcpu, VmRef) {
     let vm = bare_vm_of(features, Format::npt(4, 0));
     vm.irq().create(vm::irq::Irqchip::Full).unwrap();

@@ -1,7 +1,7 @@
 //! Reading and writing guest-physical memory on behalf of the guest or of a device.
 //!
 //! Two ways: through the VMM's mapping, which may sleep and runs in the VMM's address space; and
-//! through the nested tables with interrupts off, which reaches only what the guest itself could
+//! through the TDP tables with interrupts off, which reaches only what the guest itself could
 //! reach without a fault.
 
 use host::user;
@@ -77,13 +77,13 @@ impl VmMemory {
         Ok(swapped)
     }
 
-    /// The nested tables as seen in this section: for [`mmu::CodeFetch`] and the functions below.
+    /// The TDP tables as seen in this section: for [`mmu::CodeFetch`] and the functions below.
     #[inline]
     pub fn view<'a>(&'a self, section: Section<'a>) -> View<'a> {
         self.tdp.view(section)
     }
 
-    /// Reads guest memory with interrupts off, without locks. `false`: not mapped in the nested
+    /// Reads guest memory with interrupts off, without locks. `false`: not mapped in the TDP
     /// tables, or not ordinary memory; `into` then holds anything.
     pub fn read_irqs_off(&self, view: &View<'_>, gpa: Gpa, into: &mut [u8]) -> bool {
         let mut rest = into;

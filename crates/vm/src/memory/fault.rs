@@ -1,4 +1,4 @@
-//! Nested page faults: from a guest-physical address that is not mapped to one that is.
+//! TDP faults: from a guest-physical address that is not mapped to one that is.
 //!
 //! The first touch of a page is the commonest slow exit, so this path is short: one slot lookup,
 //! one look at the host's page table, one walk of ours under the lock held for reading; memory is
@@ -16,7 +16,7 @@ use x86::{Gfn, Gpa, Hva};
 use super::invalidate::Invalidations;
 use super::{MemoryError, VmMemory};
 
-/// A nested page fault, as the hardware tells it.
+/// A TDP fault, as the hardware tells it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FaultAccess {
     /// Guest-physical address.
@@ -25,11 +25,11 @@ pub struct FaultAccess {
     pub write: bool,
     /// An instruction fetch.
     pub exec: bool,
-    /// The nested entry was present and a permission was missing.
+    /// The TDP entry was present and a permission was missing.
     pub present: bool,
 }
 
-/// What became of a nested page fault.
+/// What became of a TDP fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultOutcome {
     /// Mapped: the guest goes on.
@@ -45,7 +45,7 @@ pub enum FaultOutcome {
 }
 
 impl VmMemory {
-    /// Resolves a nested page fault. `cache` is the vCPU's own. Sleeps when the host's page is not
+    /// Resolves a TDP fault. `cache` is the vCPU's own. Sleeps when the host's page is not
     /// there; runs in the VMM's address space.
     pub fn fault(
         &self,

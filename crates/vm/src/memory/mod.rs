@@ -1,4 +1,4 @@
-//! A VM's guest-physical memory: memslots, nested tables, and the protocol with the host's memory
+//! A VM's guest-physical memory: memslots, TDP tables, and the protocol with the host's memory
 //! management that keeps both honest.
 //!
 //! Locks, outermost first: `slots_lock` (who changes slots), the slots' read section, the MMU lock
@@ -75,9 +75,9 @@ pub struct VmMemory {
     /// Counts ended invalidations; a fault that spans one is taken again.
     sequence: AtomicU64,
     tdp: Tdp<Invalidations>,
-    /// Shadow pages, when the hardware is not given the nested tables.
+    /// Shadow pages, when the hardware is not given the TDP tables.
     shadow: Option<KBox<ShadowMmu>>,
-    /// vCPUs that hold the nested root.
+    /// vCPUs that hold the TDP root.
     root_users: AtomicU32,
     /// The VMM has said how many shadow pages there may be.
     shadow_limited: AtomicBool,
@@ -86,7 +86,7 @@ pub struct VmMemory {
 }
 
 impl VmMemory {
-    /// No slots, no translations. `format`: of the nested tables.
+    /// No slots, no translations. `format`: of the TDP tables.
     pub fn new(format: Format, limits: RegionLimits) -> Result<Self, NoMemory> {
         let tdp = Tdp::new(format, Invalidations::default())?;
         Ok(Self::over(tdp, Srcu::new(KBox::new(MemSlots::new())?)?, None, limits))
@@ -130,8 +130,8 @@ impl VmMemory {
         }
     }
 
-    /// Address of the nested root table.
-    pub fn nested_root(&self) -> Hpa {
+    /// Address of the TDP root table.
+    pub fn tdp_root(&self) -> Hpa {
         self.tdp.root()
     }
 

@@ -1,4 +1,4 @@
-//! The nested root as vCPUs hold it.
+//! The TDP root as vCPUs hold it.
 //!
 //! All vCPUs share one tree. When the last of them unloads it, its tables are freed, and faults build
 //! them again: what `keep_roots=0` costs.
@@ -11,21 +11,21 @@ use x86::Hpa;
 use super::VmMemory;
 
 impl VmMemory {
-    /// The nested root, held by one more vCPU.
-    pub fn hold_nested_root(&self) -> Hpa {
+    /// The TDP root, held by one more vCPU.
+    pub fn hold_tdp_root(&self) -> Hpa {
         self.root_users.fetch_add(1, Ordering::AcqRel);
-        self.nested_root()
+        self.tdp_root()
     }
 
-    /// A vCPU unloads the nested root. The last one takes the tables with it.
-    pub fn unload_nested_root(&self, flush: &(impl FlushRemote + ?Sized)) {
-        if self.leave_nested_root() {
+    /// A vCPU unloads the TDP root. The last one takes the tables with it.
+    pub fn unload_tdp_root(&self, flush: &(impl FlushRemote + ?Sized)) {
+        if self.leave_tdp_root() {
             self.release(flush);
         }
     }
 
-    /// A vCPU that holds the nested root is gone. Whether it was the last.
-    pub fn leave_nested_root(&self) -> bool {
+    /// A vCPU that holds the TDP root is gone. Whether it was the last.
+    pub fn leave_tdp_root(&self) -> bool {
         self.root_users.fetch_sub(1, Ordering::AcqRel) == 1
     }
 }

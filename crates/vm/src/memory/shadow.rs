@@ -65,7 +65,7 @@ impl VmMemory {
         Ok(Self { shadow, ..Self::new(format, limits)? })
     }
 
-    /// The shadow pages; `None` with nested paging.
+    /// The shadow pages; `None` with TDP.
     #[inline]
     pub fn shadow(&self) -> Option<&ShadowMmu> {
         self.shadow.as_deref()
@@ -228,7 +228,7 @@ impl VmMemory {
         }
     }
 
-    /// KVM_SET_NR_MMU_PAGES (KVM API §4.44). Without effect under nested paging.
+    /// KVM_SET_NR_MMU_PAGES (KVM API §4.44). Without effect under TDP.
     pub fn set_shadow_limit(&self, pages: u64, flush: &(impl FlushRemote + ?Sized)) {
         if let Some(shadow) = &self.shadow {
             self.shadow_limited.store(true, Ordering::Relaxed);

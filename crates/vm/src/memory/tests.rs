@@ -637,18 +637,18 @@ fn faults_and_invalidations_in_parallel_leave_no_translation_behind() {
 #[test]
 fn the_last_vcpu_that_unloads_the_root_takes_the_tables_with_it() {
     let mut b = Bench::new(0);
-    assert_eq!(b.memory.hold_nested_root(), b.memory.nested_root());
-    b.memory.hold_nested_root();
+    assert_eq!(b.memory.hold_tdp_root(), b.memory.tdp_root());
+    b.memory.hold_tdp_root();
     assert_eq!(b.fault(20, true), FaultOutcome::Mapped);
-    b.memory.unload_nested_root(&b.flushes);
+    b.memory.unload_tdp_root(&b.flushes);
     assert!(b.leaf(20).is_some());
     assert_eq!(b.flushes.take(), 0);
-    b.memory.unload_nested_root(&b.flushes);
+    b.memory.unload_tdp_root(&b.flushes);
     assert!(b.leaf(20).is_none());
     assert_ne!(b.flushes.take(), 0);
     // And again, on the same root.
-    b.memory.hold_nested_root();
+    b.memory.hold_tdp_root();
     assert_eq!(b.fault(20, true), FaultOutcome::Mapped);
-    assert!(b.memory.leave_nested_root());
+    assert!(b.memory.leave_tdp_root());
     assert!(b.leaf(20).is_some());
 }

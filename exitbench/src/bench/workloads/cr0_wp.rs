@@ -1,5 +1,5 @@
 //! `cr0_wp`: CR0.WP cleared and set again. A pair per operation. The bit belongs to the role of the
-//! guest's page tables; under nested paging a hypervisor may leave it to the guest.
+//! guest's page tables; under TDP a hypervisor may leave it to the guest.
 
 use super::paged::{populate, touch};
 use crate::bench::layout::FRESH_MEMORY;

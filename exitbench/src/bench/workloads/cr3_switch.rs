@@ -1,4 +1,4 @@
-//! `cr3_switch`: to another root of the same map and back. A pair per operation. Under nested paging it
+//! `cr3_switch`: to another root of the same map and back. A pair per operation. Under TDP it
 //! costs nothing but the TLB; under shadow paging two roots are looked up. CR3 is not read: the lab's
 //! emulator lets a guest read the root that is really loaded, which is the hypervisor's own.
 

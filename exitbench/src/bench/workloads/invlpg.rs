@@ -1,4 +1,4 @@
-//! `invlpg`: one page. Under nested paging it need not exit at all.
+//! `invlpg`: one page. Under TDP it need not exit at all.
 
 use crate::bench::layout::RESULTS;
 use crate::bench::program::guest_program;

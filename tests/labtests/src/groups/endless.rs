@@ -187,7 +187,7 @@ fn switches_until_signalled(code: &[u8]) -> Outcome {
         let ended = run_until_signalled(&guest)?;
         equal("KVM_RUN", ended, Err(Errno(libc::EINTR)))?;
     }
-    if oracle::vendor() == Vendor::Amd && (!oracle::nested_paging() || oracle::kernel() < (6, 12)) {
+    if oracle::vendor() == Vendor::Amd && (!oracle::tdp() || oracle::kernel() < (6, 12)) {
         // With shadow paging the lab's CPU never switches the task, with either module; under a 6.1 host it
         // is not asked, as in the group `modes`.
         return Ok(());

@@ -249,7 +249,7 @@ fn an_exception_of_user_space_arrives() -> Outcome {
 }
 
 fn an_interrupt_that_faults_on_its_way_is_not_lost() -> Outcome {
-    // The page of the stack is taken away: pushing the frame is a nested fault in delivery, after
+    // The page of the stack is taken away: pushing the frame is a TDP fault in delivery, after
     // which the interrupt has to be injected anew.
     let guest = Guest::new(Chip::None, mark_enabled())?;
     guest.reach_mark()?;

@@ -55,8 +55,8 @@ struct Bench {
 impl Bench {
     /// A guest whose memory the host has in large pages.
     fn new() -> Outcome<Self> {
-        if !oracle::nested_paging() {
-            return skip("nested paging alone maps large pages for sure");
+        if !oracle::tdp() {
+            return skip("TDP alone maps large pages for sure");
         }
         let memory = Memory::aligned(MEMORY)?;
         if memory.advise(0, MEMORY, libc::MADV_HUGEPAGE).is_err() {

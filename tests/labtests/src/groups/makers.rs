@@ -409,9 +409,9 @@ fn two_directories() -> Outcome<(Stage, u64, [u64; 2], [u64; 2])> {
 }
 
 fn the_four_top_entries_of_pae_are_loaded_with_cr3() -> Outcome {
-    of_intel("under AMD's nested paging they are read from memory")?;
-    if !oracle::nested_paging() {
-        return skip("under nested paging they are the CPU's registers");
+    of_intel("under NPT they are read from memory")?;
+    if !oracle::tdp() {
+        return skip("under TDP they are the CPU's registers");
     }
     let (stage, va, frames, entries) = two_directories()?;
     let (at, root) = (stage.root + (va >> 30) * 8, stage.root);
@@ -433,7 +433,7 @@ fn the_four_top_entries_of_pae_are_loaded_with_cr3() -> Outcome {
 }
 
 fn user_space_gives_the_four_top_entries_of_pae() -> Outcome {
-    of_intel("under AMD's nested paging they are read from memory")?;
+    of_intel("under NPT they are read from memory")?;
     let (stage, va, frames, entries) = two_directories()?;
     stage.guest.system.require(KVM_CAP_SREGS2, "KVM_CAP_SREGS2")?;
     let [first, second] = frames.map(|frame| value(tag(frame)));

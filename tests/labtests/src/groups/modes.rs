@@ -259,7 +259,7 @@ guest_code!(
 );
 
 fn a_task_gate_switches_tasks() -> Outcome {
-    if oracle::vendor() == oracle::Vendor::Amd && !oracle::nested_paging() {
+    if oracle::vendor() == oracle::Vendor::Amd && !oracle::tdp() {
         return skip("under shadow paging the lab's CPU comes to no end, with either module");
     }
     let guest = Guest::real(task_gate())?;
@@ -364,7 +364,7 @@ guest_code!(
 );
 
 fn calls_jumps_and_faults_switch_tasks() -> Outcome {
-    if oracle::vendor() == oracle::Vendor::Amd && !oracle::nested_paging() {
+    if oracle::vendor() == oracle::Vendor::Amd && !oracle::tdp() {
         return skip("under shadow paging the lab's CPU comes to no end, with either module");
     }
     if oracle::vendor() == oracle::Vendor::Amd && oracle::kernel() < (6, 12) {

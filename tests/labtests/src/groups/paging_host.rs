@@ -436,7 +436,7 @@ fn the_dirty_log_has_accessed_and_dirty_bits() -> Outcome {
         equal("both", dirty_pages(&stage)?, vec![0, 9])?;
         stage.expect("write it again", &[(write(other + 24, 1), DONE)])?;
         let log = dirty_pages(&stage)?;
-        // Nested paging takes every walk for a write of the table.
+        // TDP takes every walk for a write of the table.
         holds("the page, and perhaps its table", log == [9] || log == [0, 9], &log)
     })
 }
@@ -604,8 +604,8 @@ fn a_large_page_with_a_hole() -> Outcome {
 }
 
 fn tables_in_a_read_only_slot_are_walked() -> Outcome {
-    if oracle::nested_paging() {
-        return skip("under nested paging every walk is a write");
+    if oracle::tdp() {
+        return skip("under TDP every walk is a write");
     }
     in_each_mode(|paging| {
         for bits in [ACCESSED | DIRTY, 0] {

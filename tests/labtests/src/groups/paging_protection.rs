@@ -59,7 +59,7 @@ impl Pages {
                     // Without WP a shadow of a read-only user page that the kernel has written is the kernel's
                     // (Linux, virt/kvm/x86/mmu.rst, "Emulating cr0.wp"), and SMAP does not hold it back then.
                     let converted = entry & ALL == PRESENT | USER && !control.wp && control.smap;
-                    if converted && !user && !ac && !oracle::nested_paging() {
+                    if converted && !user && !ac && !oracle::tdp() {
                         continue;
                     }
                     expected.push(self.access(

@@ -75,7 +75,7 @@ fn kvm_set_sregs_changes_wp_smep_and_smap() -> Outcome {
         let number = value(tag(frame));
         for bits in [0, 1, 2, 4, 6, 3, 7, 5, 0, 7, 1, 6] {
             let (wp, smep, smap) = (bits & 1 != 0, bits & 2 != 0, bits & 4 != 0);
-            if smap && !wp && !oracle::nested_paging() {
+            if smap && !wp && !oracle::tdp() {
                 // See `paging_protection`: a shadow that the kernel has written is the kernel's.
                 continue;
             }
@@ -538,8 +538,8 @@ fn with_cpuid(paging: Paging, change: impl Fn(&mut kvm_cpuid_entry2)) -> Outcome
 }
 
 fn a_narrow_physical_address_makes_bits_reserved() -> Outcome {
-    if oracle::nested_paging() {
-        return skip("under nested paging the processor's own width counts");
+    if oracle::tdp() {
+        return skip("under TDP the processor's own width counts");
     }
     in_each_mode(|paging| {
         if !paging.has_nx() {
@@ -583,8 +583,8 @@ fn has_gigabyte_pages(stage: &Stage) -> Outcome<bool> {
 }
 
 fn without_gigabyte_pages_their_bit_is_reserved() -> Outcome {
-    if oracle::nested_paging() {
-        return skip("under nested paging the processor's own pages count");
+    if oracle::tdp() {
+        return skip("under TDP the processor's own pages count");
     }
     in_each_wide_mode(|paging| {
         let mut stage = with_cpuid(paging, |entry| {

@@ -205,7 +205,7 @@ guest_code!(
     64,
     set_up!(),
     "mov %ss, %ebx",
-    // Once without a step, so that no fault of nested paging comes between the steps (`Guest::steps`).
+    // Once without a step, so that no fault of TDP comes between the steps (`Guest::steps`).
     "mov %ebx, %ss",
     "xor %eax, %eax",
     "xor %ecx, %ecx",

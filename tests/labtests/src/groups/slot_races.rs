@@ -185,7 +185,7 @@ fn patience() -> Duration {
     Duration::from_secs(seconds.unwrap_or(3))
 }
 
-/// The lazy deadline's page is written by the hypervisor through the nested tables while another thread
+/// The lazy deadline's page is written by the hypervisor through the TDP tables while another thread
 /// takes slot and memory away. What is allocated then must stay as it was filled. Wants two CPUs.
 fn memory_that_goes_while_the_hypervisor_looks_at_it_is_not_written() -> Outcome {
     const FULL: u64 = u64::MAX;

@@ -356,7 +356,7 @@ impl Stage {
     }
 
     /// An operation that writes CR4. The lab's emulated CPU sets the accessed bit, which is reserved there, in the four
-    /// entries at the top of PAE under nested paging, and the stock module then refuses to load them with CR4.
+    /// entries at the top of PAE under TDP, and the stock module then refuses to load them with CR4.
     pub fn switch_cr4(&self, value: u64) -> Operation {
         match self.paging {
             Paging::Pae => operation::cr4_of_pae(value, self.root),

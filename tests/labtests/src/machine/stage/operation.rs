@@ -179,7 +179,7 @@ impl Seen {
     pub fn of(value: u64, vector: u64, error: u64, cr2: u64) -> Self {
         match vector {
             0 => Self::Value(value),
-            // Under nested paging the lab's emulated CPU leaves the present bit out where a
+            // Under TDP the lab's emulated CPU leaves the present bit out where a
             // reserved bit is set.
             0x10e if error & RSVD != 0 => Self::Fault { error: error | P, at: cr2 },
             0x10e => Self::Fault { error, at: cr2 },

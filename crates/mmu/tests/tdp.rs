@@ -1,4 +1,4 @@
-//! Nested tables against a map, in parallel, and when tables are freed.
+//! TDP tables against a map, in parallel, and when tables are freed.
 
 mod section;
 
