@@ -8,38 +8,17 @@
 
 extern crate alloc;
 
-mod after_exit;
-mod code;
-mod cpuid_state;
-pub mod cr;
-pub mod debug;
-pub mod emulation;
-pub mod events;
-pub mod exit;
-mod extended;
-pub mod inner;
-pub mod lapic;
-pub mod lazy_deadline;
-pub mod mmio;
-mod msr_exits;
-pub mod msrs;
-pub mod observe;
-pub mod pio;
+mod apic;
+mod exits;
+mod observe;
+mod paging;
 pub mod pv;
-pub mod registers;
-pub mod roots;
 pub mod run;
-mod served_apic;
-pub mod settings;
-mod shadow;
-pub mod slow;
-pub mod smm;
-pub mod statistics;
-mod task;
-mod watch;
+pub mod state;
+mod time;
 
-pub use exit::{ErrorData, RunInput, RunOutput, UserExit};
-pub use registers::{Regs, Sregs};
+pub use run::user_exit::{ErrorData, RunInput, RunOutput, UserExit};
+pub use state::registers::{Regs, Sregs};
 
 use backend::{Backend, Gprs};
 use cpuid::{GuestCpuid, Supported};
@@ -65,8 +44,8 @@ pub struct Vcpu<B: Backend> {
     /// A PV EOI is offered to the guest: the APIC is to be touched only after looking at it.
     pub(crate) pv_eoi_offered: bool,
     /// What has to be looked at after every exit.
-    pub(crate) after_exit: after_exit::AfterExit,
-    pub(crate) device_seen: mmio::DeviceSeen,
+    pub(crate) after_exit: run::after_exit::AfterExit,
+    pub(crate) device_seen: exits::mmio::DeviceSeen,
     pub(crate) window_wanted: bool,
     /// The CPU logs written pages.
     pub(crate) page_log: bool,
@@ -76,17 +55,17 @@ pub struct Vcpu<B: Backend> {
     pub(crate) cpuid_faults: bool,
     /// The HLT that the loop was left for has retired already.
     pub(crate) hlt_retired: bool,
-    pub(crate) events: events::Events,
-    pub(crate) loop_clock: lapic::LoopClock,
+    pub(crate) events: run::events::Events,
+    pub(crate) loop_clock: apic::lapic::LoopClock,
     /// What is counted: also in `shared`, here without the way through it.
     pub(crate) stats: Arc<VcpuStats>,
     pub(crate) lazy: ::pv::LazyDeadline,
     /// The memory's generation when the lazy deadline's page was last put right.
     pub(crate) lazy_generation: u64,
     pub(crate) fetch: KBox<CodeFetch>,
-    pub(crate) roots: roots::Roots,
+    pub(crate) roots: paging::roots::Roots,
     /// Shadow paging; `None` with TDP.
-    pub(crate) shadow: Option<KBox<shadow::Shadow>>,
+    pub(crate) shadow: Option<KBox<paging::shadow::Shadow>>,
     /// Guest memory as the vCPU sees it now; what the VM shows it in system-management mode is
     /// another.
     pub(crate) memory: Arc<VmMemory>,
@@ -106,9 +85,9 @@ pub struct Vcpu<B: Backend> {
     pub(crate) observation: KBox<observe::Observation>,
     pub(crate) fpu: KBox<GuestFpu>,
     pub(crate) open: run::Open,
-    pub(crate) replay: KBox<emulation::Replay>,
+    pub(crate) replay: KBox<exits::emulation::Replay>,
     pub(crate) pv: KBox<pv::PvState>,
-    pub(crate) smm: smm::Smm,
+    pub(crate) smm: state::smm::Smm,
     pub(crate) single_step: bool,
     pub(crate) guest_debug: u32,
     pub(crate) has_run: bool,
@@ -126,13 +105,13 @@ pub(crate) struct Rare {
     /// Which MSRs the guest may access.
     pub msr_filter: Option<Arc<MsrFilter>>,
     /// The VMM's breakpoints are in the hardware's debug registers.
-    pub borrowed_debug: Option<debug::Borrowed>,
+    pub borrowed_debug: Option<state::debug::Borrowed>,
     /// The vector of whose end the VMM's I/O APIC is to hear.
     pub ended: Vector,
     /// Turns of the loop that may not have reached the boundary of an instruction.
-    pub stalls: events::Stalls,
+    pub stalls: run::events::Stalls,
     /// What accompanies the last internal error.
-    pub error: exit::ErrorData,
+    pub error: run::user_exit::ErrorData,
 }
 
 /// What this host can offer its guests, found out at load.
@@ -148,16 +127,16 @@ pub struct Offered {
 struct Parts {
     observation: KBox<observe::Observation>,
     rare: KBox<Rare>,
-    roots: roots::Roots,
+    roots: paging::roots::Roots,
     fetch: KBox<CodeFetch>,
     cpuid: KBox<GuestCpuid>,
     tables: KBox<TableCache>,
     store: KBox<MsrStore>,
     decode: KBox<DecodeCache>,
     fpu: KBox<GuestFpu>,
-    replay: KBox<emulation::Replay>,
+    replay: KBox<exits::emulation::Replay>,
     pv: KBox<pv::PvState>,
-    shadow: Option<KBox<shadow::Shadow>>,
+    shadow: Option<KBox<paging::shadow::Shadow>>,
 }
 
 /// Moves what `make` makes to the heap, in a stack frame of its own.
@@ -228,19 +207,19 @@ impl<B: Backend> Vcpu<B> {
                 msr_filter: None,
                 borrowed_debug: None,
                 ended: Vector(0),
-                stalls: events::Stalls::default(),
+                stalls: run::events::Stalls::default(),
                 error: ErrorData::default(),
             })?,
-            roots: roots::Roots::new(vm.paging)?,
+            roots: paging::roots::Roots::new(vm.paging)?,
             fetch: code_fetch()?,
             cpuid: boxed(|| GuestCpuid::new(offered.cpuid))?,
             tables: boxed(TableCache::new)?,
             store: msr_store(&offered)?,
             decode: boxed(DecodeCache::new)?,
             fpu: KBox::new(GuestFpu::alloc()?)?,
-            replay: boxed(emulation::Replay::default)?,
+            replay: boxed(exits::emulation::Replay::default)?,
             pv: boxed(pv::PvState::default)?,
-            shadow: if vm.paging.tdp { None } else { Some(shadow::Shadow::new()?) },
+            shadow: if vm.paging.tdp { None } else { Some(paging::shadow::Shadow::new()?) },
         };
         KBox::make(|| Self::place(b, shared, vm, parts))
     }
@@ -255,15 +234,15 @@ impl<B: Backend> Vcpu<B> {
             recheck: true,
             cr8_seen: 0,
             pv_eoi_offered: false,
-            after_exit: after_exit::AfterExit::default(),
-            device_seen: mmio::DeviceSeen::default(),
+            after_exit: run::after_exit::AfterExit::default(),
+            device_seen: exits::mmio::DeviceSeen::default(),
             window_wanted: false,
             page_log: false,
             msrs_filtered: false,
             cpuid_faults: false,
             hlt_retired: false,
-            events: events::Events::default(),
-            loop_clock: lapic::LoopClock::default(),
+            events: run::events::Events::default(),
+            loop_clock: apic::lapic::LoopClock::default(),
             roots: parts.roots,
             shadow: parts.shadow,
             stats: shared.stats.clone(),
@@ -286,7 +265,7 @@ impl<B: Backend> Vcpu<B> {
             open: run::Open::Nothing,
             replay: parts.replay,
             pv: parts.pv,
-            smm: smm::Smm::default(),
+            smm: state::smm::Smm::default(),
             single_step: false,
             guest_debug: 0,
             has_run: false,
@@ -319,7 +298,7 @@ impl<B: Backend> Vcpu<B> {
         // What waits for the local APIC waits on.
         let external = self.events.external.filter(|_| self.shared.in_kernel_apic);
         let outer = self.events.outer.survivors();
-        self.events = events::Events { external, outer, ..events::Events::default() };
+        self.events = run::events::Events { external, outer, ..run::events::Events::default() };
         self.reset_smm();
         self.after_exit.set_offered(None);
         self.open = run::Open::Nothing;

@@ -23,7 +23,7 @@ use x86::{
 };
 use zerocopy::IntoBytes;
 
-use crate::{Vcpu, emulation, inner::Next, msrs::Refused};
+use crate::{Vcpu, exits::emulation, run::inner::Next, state::msrs::Refused};
 
 /// A structure in guest memory.
 pub(crate) struct GuestPage<'a> {

@@ -28,7 +28,7 @@ fn sources() -> String {
 
 /// The names of the exits: the lines of the enum that begin with a capital letter.
 fn names() -> Vec<String> {
-    let source = include_str!("../src/exit.rs");
+    let source = include_str!("../src/run/user_exit.rs");
     let body = source.split("pub enum UserExit {").nth(1).unwrap().split("\n}").next().unwrap();
     let lines = body.lines().filter(|line| line.starts_with("    ") && !line.starts_with("     "));
     let names = lines.map(|line| line.trim().split([' ', ',', '(']).next().unwrap_or(""));

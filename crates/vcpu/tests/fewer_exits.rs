@@ -6,7 +6,7 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use backend::Gprs;
 use cpu::ModelVmcs;
-use gannet_vcpu::registers::SavedEvents;
+use gannet_vcpu::state::registers::SavedEvents;
 use gannet_vcpu::{RunInput, UserExit};
 use host::std_port::test;
 use rig::vmx::step;

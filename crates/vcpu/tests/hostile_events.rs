@@ -3,7 +3,7 @@
 
 mod rig;
 
-use gannet_vcpu::{RunInput, UserExit, registers::SavedEvents};
+use gannet_vcpu::{RunInput, UserExit, state::registers::SavedEvents};
 use proptest::prelude::*;
 use rig::{Machine, vcpu_of, vmx};
 use x86::{Exception, Vector};

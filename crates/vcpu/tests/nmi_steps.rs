@@ -4,7 +4,7 @@
 mod rig;
 
 use backend::Gprs;
-use gannet_vcpu::{RunInput, UserExit, registers::SavedEvents};
+use gannet_vcpu::{RunInput, UserExit, state::registers::SavedEvents};
 use rig::{Machine, TestVcpu, exit, shutdown, vcpu_of};
 use x86::vmcb::{ExitCode, Vmcb, event};
 use x86::{Exception, Vector};

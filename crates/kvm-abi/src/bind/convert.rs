@@ -3,8 +3,8 @@
 
 use alloc::vec::Vec;
 
-use ::vcpu::registers::{Regs, SavedEvents, Sregs};
-use ::vcpu::smm::SavedSmi;
+use ::vcpu::state::registers::{Regs, SavedEvents, Sregs};
+use ::vcpu::state::smm::SavedSmi;
 use ::vm::irq::{IoEvent, IoEventError, IrqError, IrqFdError, Space, Zone, ZoneError};
 use ::vm::memory::DirtyLogError;
 use irqchip::{
@@ -570,8 +570,8 @@ impl From<::vm::vcpus::AddError> for Errno {
     }
 }
 
-impl From<::vcpu::registers::Invalid> for Errno {
-    fn from(_: ::vcpu::registers::Invalid) -> Self {
+impl From<::vcpu::state::registers::Invalid> for Errno {
+    fn from(_: ::vcpu::state::registers::Invalid) -> Self {
         Errno::EINVAL
     }
 }

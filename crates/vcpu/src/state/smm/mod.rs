@@ -15,7 +15,7 @@ use x86::{
     segment::{DescriptorTable, Segment, attr, kind},
 };
 
-use crate::{Vcpu, events::Outer, exit::UserExit};
+use crate::{Vcpu, run::events::Outer, run::user_exit::UserExit};
 use area::{Area, SavedCpu};
 
 const RFLAGS_FIXED: u64 = 2;

@@ -14,7 +14,7 @@ use host::{irq, task, trace};
 use mmu::Section;
 use stats::{Reason, VcpuCount};
 
-use crate::{Vcpu, cpuid_state::dynamic_inputs, events::Outer};
+use crate::{Vcpu, run::events::Outer, state::cpuid_state::dynamic_inputs};
 
 /// What became of an exit.
 #[must_use = "the loop is left when it says so"]

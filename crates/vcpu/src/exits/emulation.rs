@@ -22,9 +22,9 @@ use x86::{
 
 use crate::{
     Vcpu,
-    events::Outer,
-    exit::{ERROR_EMULATION, ErrorData, UserExit},
     run::Open,
+    run::events::Outer,
+    run::user_exit::{ERROR_EMULATION, ErrorData, UserExit},
 };
 
 /// A port access where the log has an address: no address has the top bit set.

@@ -6,7 +6,7 @@ use core::sync::atomic::Ordering::Relaxed;
 use msr::Class;
 use x86::Exception;
 
-use crate::{Vcpu, exit::UserExit, inner::Next, run::Open};
+use crate::{Vcpu, run::Open, run::inner::Next, run::user_exit::UserExit};
 
 /// KVM_MSR_EXIT_REASON_*.
 mod reason {

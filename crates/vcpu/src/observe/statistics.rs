@@ -4,7 +4,7 @@ use backend::{Backend, Exit};
 use host::task::{Blocked, WaitTimes};
 use stats::{Reason, VcpuCount, vcpu::HaltHistogram};
 
-use crate::{Vcpu, exit::UserExit};
+use crate::{Vcpu, run::user_exit::UserExit};
 
 /// The reason that an exit is counted by.
 pub fn reason_of(exit: &Exit) -> Reason {

@@ -7,7 +7,7 @@ use backend::{Backend, Event, NmiWindow};
 use stats::VcpuCount;
 use x86::{Exception, Vector};
 
-use crate::{Vcpu, inner::Next};
+use crate::{Vcpu, run::inner::Next};
 
 const RFLAGS_IF: u64 = 1 << 9;
 const RFLAGS_RF: u64 = 1 << 16;

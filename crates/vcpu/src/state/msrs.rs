@@ -7,7 +7,7 @@ use msr::{Class, Effect, GuestFacts};
 use stats::VcpuCount;
 use x86::Exception;
 
-use crate::{Vcpu, events::Outer, inner::Next};
+use crate::{Vcpu, run::events::Outer, run::inner::Next};
 
 /// The MSR does not exist for this guest, or does not take the value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

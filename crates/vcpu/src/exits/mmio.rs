@@ -10,7 +10,7 @@ use x86::cpuid::{Vendor, feature};
 
 use x86::{Gfn, Gpa};
 
-use crate::{Vcpu, exit::UserExit, inner::Next, run::Open};
+use crate::{Vcpu, run::Open, run::inner::Next, run::user_exit::UserExit};
 
 /// The timer's current count, the one register whose value needs the time.
 const TIMER_CURRENT: u32 = 0x390;

@@ -3,10 +3,12 @@
 //! Nothing of it is on the inner loop's way. Who observes is looked at when the loop is entered
 //! ([`host::trace::observed`]); a vCPU that is observed then has a bit set in each of the two words
 //! that the loop looks at anyway: what is to be done after an exit
-//! ([`AfterExit`](crate::after_exit::AfterExit)) and what is for the outer loop
-//! ([`Events::leaves`](crate::events::Events)). Behind those bits are the functions here, all of
+//! ([`AfterExit`](crate::run::after_exit::AfterExit)) and what is for the outer loop
+//! ([`Events::leaves`](crate::run::events::Events)). Behind those bits are the functions here, all of
 //! them cold. What a tracepoint calls is the kernel's, so inside the loop it runs between
 //! [`Vcpu::with_kernel`]'s two ends.
+
+pub(crate) mod statistics;
 
 use backend::{Backend, Exit, Gprs, RAX, RBX, RCX, RDX, RSI};
 use emulate::{Fetched, SimpleMmio};
@@ -15,8 +17,8 @@ use mmu::Section;
 use stats::Reason;
 
 use crate::{
-    RunInput, UserExit, Vcpu, emulation::padded, events::Outer, inner::Next, run::Open,
-    statistics::reason_of,
+    RunInput, UserExit, Vcpu, exits::emulation::padded, observe::statistics::reason_of, run::Open,
+    run::events::Outer, run::inner::Next,
 };
 
 /// An exit whose re-entry is still to come.
@@ -226,7 +228,7 @@ impl<B: Backend> Vcpu<B> {
                 trace::hypercall(&[rax, rbx, rcx, rdx, rsi]);
             }
             Exit::Io(io) if watch.pio() && !io.string && !faulted => {
-                let value = crate::pio::mask(if io.input { eax } else { rax }, io.size);
+                let value = crate::exits::pio::mask(if io.input { eax } else { rax }, io.size);
                 trace::pio(!io.input, io.port, io.size, 1, value as u32);
             }
             // The local APIC's page. Other devices, and what is handled outside, are told of where
@@ -264,7 +266,7 @@ impl<B: Backend> Vcpu<B> {
             Some(SimpleMmio::StoreImm { size, value }) => (Mmio::Write, size, value),
             None => return,
         };
-        trace::mmio(kind, size.into(), gpa, crate::pio::mask(value, size.min(4)));
+        trace::mmio(kind, size.into(), gpa, crate::exits::pio::mask(value, size.min(4)));
     }
 
     /// Room for the histograms, once they are wanted. Without memory there are none.
@@ -289,7 +291,7 @@ impl<B: Backend> Vcpu<B> {
     fn tell_user_answer(&self, watch: Observed, asked: Asked, mmio_data: [u8; 8]) {
         match asked {
             Asked::Port { port, size, count } if watch.pio() => {
-                let value = crate::pio::mask(u64::from_le_bytes(self.io_data), size);
+                let value = crate::exits::pio::mask(u64::from_le_bytes(self.io_data), size);
                 trace::pio(false, port, size, count, value as u32);
             }
             Asked::Memory { gpa, len } if watch.mmio() => {
@@ -311,7 +313,7 @@ impl<B: Backend> Vcpu<B> {
                 self.observation.asked = Asked::Port { port, size, count };
             }
             UserExit::Io { write: true, size, port, count } if watch.pio() => {
-                let value = crate::pio::mask(u64::from_le_bytes(self.io_data), size);
+                let value = crate::exits::pio::mask(u64::from_le_bytes(self.io_data), size);
                 trace::pio(true, port, size, count, value as u32);
             }
             UserExit::Mmio { write: false, gpa, len, .. } => {

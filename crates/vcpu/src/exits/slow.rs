@@ -14,8 +14,8 @@ use x86::{Exception, cpuid::feature};
 
 use crate::{
     Vcpu,
-    debug::guestdbg,
-    exit::{ERROR_DELIVERY, ERROR_UNEXPECTED_EXIT, ErrorData, UserExit},
+    run::user_exit::{ERROR_DELIVERY, ERROR_UNEXPECTED_EXIT, ErrorData, UserExit},
+    state::debug::guestdbg,
 };
 
 impl<B: Backend> Vcpu<B> {

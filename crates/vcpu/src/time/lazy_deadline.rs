@@ -14,9 +14,9 @@ use vm::vcpu_shared::Request;
 
 use crate::{
     Vcpu,
-    inner::Next,
-    msrs::Refused,
     pv::{GuestPage, MappedPage},
+    run::inner::Next,
+    state::msrs::Refused,
 };
 
 /// A page, and how it is reached.

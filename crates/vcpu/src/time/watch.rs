@@ -18,7 +18,7 @@ use irqchip::lapic::{TimerClock, WatchedTime};
 use mmu::Section;
 use vm::vcpu_shared::Request;
 
-use crate::{Vcpu, inner::Next};
+use crate::{Vcpu, run::inner::Next};
 
 /// What two conversions between TSC and nanoseconds may differ by.
 const ROUNDING_NS: u64 = 100;

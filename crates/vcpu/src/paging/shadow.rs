@@ -17,8 +17,8 @@ use x86::{Exception, Gpa, Gva, exception::pf};
 
 use crate::{
     Vcpu,
-    exit::{ERROR_DELIVERY, ErrorData, UserExit},
-    inner::Next,
+    run::inner::Next,
+    run::user_exit::{ERROR_DELIVERY, ErrorData, UserExit},
 };
 
 const CR0_PG: u64 = 1 << 31;

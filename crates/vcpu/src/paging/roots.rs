@@ -2,7 +2,7 @@
 //!
 //! TDP tables do not depend on what the guest writes to CR0, CR4 and EFER: with `keep_roots=1`
 //! such a write costs the flush that the architecture demands, or nothing. Shadow tables do depend on
-//! them: there another root is looked up ([`crate::shadow`]). `keep_roots=0` behaves as
+//! them: there another root is looked up ([`crate::paging::shadow`]). `keep_roots=0` behaves as
 //! KVM did before: every change of a bit that has to do with paging unloads all roots of the vCPU,
 //! and the last one that holds a root takes its tables with it.
 
@@ -12,7 +12,7 @@ use mmu::Section;
 use mmu::roots::{ResetBits, RootCache, RootKey, RootRole};
 use x86::Hpa;
 
-use crate::{Vcpu, inner::Next};
+use crate::{Vcpu, run::inner::Next};
 
 /// The roots of a vCPU.
 #[derive(Debug)]

@@ -8,8 +8,8 @@ use emulate::{Source, Stop, Switched, TaskSwitch};
 
 use crate::{
     Vcpu,
-    events::Outer,
-    exit::{ERROR_EMULATION, ErrorData, UserExit},
+    run::events::Outer,
+    run::user_exit::{ERROR_EMULATION, ErrorData, UserExit},
 };
 
 const RFLAGS_TF: u64 = 1 << 8;

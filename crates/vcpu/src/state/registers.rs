@@ -10,7 +10,7 @@ use x86::{
 
 use vm::vcpu_shared::{MpState, Request};
 
-use crate::{Vcpu, events::Outer, run::Open, smm::SavedSmi};
+use crate::{Vcpu, run::Open, run::events::Outer, state::smm::SavedSmi};
 
 /// A value that this vCPU cannot have; nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,7 +5,7 @@ use emulate::Cause;
 use mmu::Section;
 use vm::settings::quirk;
 
-use crate::{Vcpu, exit::UserExit, inner::Next, run::Open};
+use crate::{Vcpu, run::Open, run::inner::Next, run::user_exit::UserExit};
 
 /// Puts `size` bytes of `value` into RAX as IN does: AL and AX keep the rest, EAX clears it.
 pub(crate) fn merge(rax: u64, value: u64, size: u8) -> u64 {

@@ -7,7 +7,9 @@ use emulate::CodeSize;
 use mmu::Section;
 use x86::Exception;
 
-use crate::{Vcpu, code::wrap, events::Outer, inner::Next, shadow::is_pae};
+use crate::{
+    Vcpu, exits::code::wrap, paging::shadow::is_pae, run::events::Outer, run::inner::Next,
+};
 
 const CR0_PE: u64 = 1;
 const CR0_PG: u64 = 1 << 31;

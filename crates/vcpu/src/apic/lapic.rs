@@ -13,7 +13,7 @@ use vm::{
 };
 use x86::Vector;
 
-use crate::{Vcpu, events::Outer, inner::Next};
+use crate::{Vcpu, run::events::Outer, run::inner::Next};
 
 /// Host time inside the loop, derived from the TSC: one call of the kernel's clock serves all
 /// handlers until the loop is left.

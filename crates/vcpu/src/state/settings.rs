@@ -9,7 +9,7 @@ use msr::{McReport, McVerdict};
 use vm::vcpu_shared::Request;
 use x86::{Dr6, Exception, Vector};
 
-use crate::{Vcpu, events::Outer, registers::Invalid};
+use crate::{Vcpu, run::events::Outer, state::registers::Invalid};
 
 /// Frequencies that differ by less than this many parts per million count as the same: two hosts
 /// never calibrate alike.

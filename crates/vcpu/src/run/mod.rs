@@ -1,6 +1,11 @@
 //! KVM_RUN: the outer loop. Preemptible; here a vCPU finishes what user space answered, sleeps,
 //! takes requests and signals, and leaves.
 
+pub(crate) mod after_exit;
+pub(crate) mod events;
+pub(crate) mod inner;
+pub mod user_exit;
+
 use backend::{Backend, Exit, RAX};
 use emulate::SimpleMmio;
 use host::task::{self, Blocked, Sleeper};
@@ -14,10 +19,10 @@ use vm::{
 
 use crate::{
     Vcpu,
-    events::Outer,
-    exit::{ErrorData, RunInput, RunOutput, UserExit},
-    inner::Left,
-    pio,
+    exits::pio,
+    run::events::Outer,
+    run::inner::Left,
+    run::user_exit::{ErrorData, RunInput, RunOutput, UserExit},
 };
 
 /// What the last exit to user space left open.

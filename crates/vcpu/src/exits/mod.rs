@@ -1,0 +1,11 @@
+//! The handlers of exits, by what the guest did. Most have two halves: one that answers inside the inner
+//! loop, and one outside of it, where a page may be missing or user space be asked.
+
+pub(crate) mod code;
+pub(crate) mod cr;
+pub(crate) mod emulation;
+pub(crate) mod mmio;
+pub(crate) mod msr_exits;
+pub(crate) mod pio;
+pub(crate) mod slow;
+pub(crate) mod task;
