@@ -24,6 +24,7 @@ use crate::{
     Vcpu,
     run::Open,
     run::events::Outer,
+    run::outcome::{Break, Outcome},
     run::user_exit::{ERROR_EMULATION, ErrorData, UserExit},
 };
 
@@ -128,11 +129,8 @@ pub(crate) fn padded(data: &[u8]) -> [u8; 8] {
 impl<B: Backend> Vcpu<B> {
     /// Emulates the instruction at RIP, if it can be the one that made the exit. Else its bytes have
     /// changed since: the guest goes on, and the CPU executes what is there now.
-    pub(crate) fn emulate_here(&mut self, cause: Cause) -> Option<UserExit> {
-        let (fetched, decoded) = match self.slow_decode() {
-            Ok(found) => found,
-            Err(exit) => return exit,
-        };
+    pub(crate) fn emulate_here(&mut self, cause: Cause) -> Outcome {
+        let (fetched, decoded) = self.slow_decode()?;
         let begun = Some((self.b.rip(), fetched));
         if self.replay.begun != begun {
             self.replay.forget();
@@ -140,30 +138,30 @@ impl<B: Backend> Vcpu<B> {
         }
         if !decoded.can_cause(cause, self.gprs.0[RDX] as u16) {
             self.replay.forget();
-            return None;
+            return Ok(());
         }
         self.execute(&decoded)
     }
 
     /// Goes on with the instruction that user space has answered an access of. Its bytes are those that
     /// it began with. If the VMM has set RIP meanwhile, the guest goes on there.
-    pub(crate) fn emulate_again(&mut self) -> Option<UserExit> {
+    pub(crate) fn emulate_again(&mut self) -> Outcome {
         let decoded = match self.replay.begun {
             Some((rip, fetched)) if rip == self.b.rip() && fetched.size() == self.code_size() => {
                 self.decode.get(fetched)
             }
             _ => {
                 self.replay.forget();
-                return None;
+                return Ok(());
             }
         };
         match decoded {
             Ok(decoded) => self.execute(&decoded),
-            Err(_) => self.emulation_failed(),
+            Err(_) => Err(self.emulation_failed()),
         }
     }
 
-    fn execute(&mut self, decoded: &Decoded) -> Option<UserExit> {
+    fn execute(&mut self, decoded: &Decoded) -> Outcome {
         self.replay.cursor = 0;
         self.stats.count(VcpuCount::InsnEmulation);
         let result = emulate::emulate(self, decoded);
@@ -180,19 +178,19 @@ impl<B: Backend> Vcpu<B> {
                     self.trap_iteration(done.rflags);
                 }
                 self.recheck = true;
-                None
+                Ok(())
             }
             Err(Stop::Fault(exception)) => {
                 self.replay.forget();
                 self.raise(exception);
-                None
+                Ok(())
             }
             // The answers so far stay: the same instruction asks for them again.
-            Err(Stop::Retry) => None,
-            Err(Stop::NeedUser) => self.ask_user(),
+            Err(Stop::Retry) => Ok(()),
+            Err(Stop::NeedUser) => Err(self.ask_user()),
             Err(Stop::Unsupported) => {
                 self.replay.forget();
-                self.emulation_failed()
+                Err(self.emulation_failed())
             }
         }
     }
@@ -210,15 +208,15 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    fn ask_user(&mut self) -> Option<UserExit> {
+    fn ask_user(&mut self) -> Break {
         self.open = Open::Emulation;
         match self.replay.wanted {
             Some(Wanted::Mmio { gpa, len, write, data }) => {
-                Some(UserExit::Mmio { gpa: gpa.0, len, write, data })
+                UserExit::Mmio { gpa: gpa.0, len, write, data }.into()
             }
             Some(Wanted::Port { port, size, write, data }) => {
                 self.io_data = data;
-                Some(UserExit::Io { write, size, port, count: 1 })
+                UserExit::Io { write, size, port, count: 1 }.into()
             }
             None => self.emulation_failed(),
         }
@@ -227,20 +225,20 @@ impl<B: Backend> Vcpu<B> {
     /// KVM_EXIT_INTERNAL_ERROR with the bytes at RIP, after which the guest gets #UD. Outside CPL 0 it
     /// gets that alone, so that its user programs cannot stop it; but a VMM may ask for the exit in
     /// any case, and does with the guest what it likes then.
-    fn emulation_failed(&mut self) -> Option<UserExit> {
+    fn emulation_failed(&mut self) -> Break {
         self.stats.count(VcpuCount::InsnEmulationFail);
         if !self.vm.settings.exit_on_emulation_failure.load(Relaxed) {
             let program = self.b.cpl() != 0;
             self.raise(Exception::ud());
             if program {
-                return None;
+                return Break::ToGuest;
             }
         }
         let mut bytes = [0; 15];
         let len = self.read_code(&mut bytes).unwrap_or(0);
         let raw = self.b.exit_raw();
         let data = ErrorData::emulation(bytes.get(..len).unwrap_or(&[]), &raw);
-        Some(self.internal_error(ERROR_EMULATION, data))
+        self.internal_error(ERROR_EMULATION, data)
     }
 
     /// Reads the bytes at RIP through the guest's page tables; may sleep. The number of bytes: fewer
@@ -268,17 +266,17 @@ impl<B: Backend> Vcpu<B> {
         Ok(done)
     }
 
-    /// The decoded instruction at RIP. `Err` is what to do instead.
-    fn slow_decode(&mut self) -> Result<(Fetched, Decoded), Option<UserExit>> {
+    /// The decoded instruction at RIP.
+    fn slow_decode(&mut self) -> Outcome<(Fetched, Decoded)> {
         let size = self.code_size();
         let mut bytes = [0; 15];
         let len = match self.read_code(&mut bytes) {
             Ok(len) => len,
             Err(Stop::Fault(exception)) => {
                 self.raise(exception);
-                return Err(None);
+                return Err(Break::ToGuest);
             }
-            Err(Stop::Retry) => return Err(None),
+            Err(Stop::Retry) => return Err(Break::ToGuest),
             Err(_) => return Err(self.emulation_failed()),
         };
         let fetched = Fetched::new(bytes.get(..len).unwrap_or(&[]), size);
@@ -290,21 +288,21 @@ impl<B: Backend> Vcpu<B> {
                 match self.translate(Gva(next), walk::Access::FETCH) {
                     Err(Stop::Fault(exception)) => {
                         self.raise(exception);
-                        Err(None)
+                        Err(Break::ToGuest)
                     }
                     _ => Err(self.emulation_failed()),
                 }
             }
             Err(emulate::DecodeError::TooLong) => {
                 self.raise(Exception::gp(0));
-                Err(None)
+                Err(Break::ToGuest)
             }
             Err(_) => Err(self.emulation_failed()),
         }
     }
 
     /// RIP of the next instruction, by reading through user space where need be.
-    pub(crate) fn slow_next_rip(&mut self) -> Result<u64, Option<UserExit>> {
+    pub(crate) fn slow_next_rip(&mut self) -> Outcome<u64> {
         if let Some(rip) = self.b.next_rip() {
             return Ok(rip);
         }

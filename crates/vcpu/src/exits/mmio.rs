@@ -10,7 +10,7 @@ use x86::cpuid::{Vendor, feature};
 
 use x86::{Gfn, Gpa};
 
-use crate::{Vcpu, run::Open, run::inner::Next, run::user_exit::UserExit};
+use crate::{Vcpu, run::Open, run::inner::Next, run::outcome::Outcome, run::user_exit::UserExit};
 
 /// The timer's current count, the one register whose value needs the time.
 const TIMER_CURRENT: u32 = 0x390;
@@ -245,15 +245,15 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// Finishes a simple device access outside the loop: a device in the kernel, else user space.
-    /// `Err`: there was none.
-    pub(crate) fn finish_device_access(&mut self, fault: TdpFault) -> Result<Option<UserExit>, ()> {
+    /// False: there was none.
+    pub(crate) fn finish_device_access(&mut self, fault: TdpFault) -> Outcome<bool> {
         self.device_seen.page = Some(fault.gpa.gfn());
-        let Some(access) = self.device_seen.access.take() else { return Err(()) };
+        let Some(access) = self.device_seen.access.take() else { return Ok(false) };
         if access.gpa != fault.gpa {
-            return Err(());
+            return Ok(false);
         }
         if self.kernel_device(&access) {
-            return Ok(None);
+            return Ok(true);
         }
         let DeviceAccess { gpa, simple, next } = access;
         let stored = self.stored(simple);
@@ -263,7 +263,7 @@ impl<B: Backend> Vcpu<B> {
         };
         let (len, write) = access.shape();
         let data = stored.unwrap_or(0).to_le_bytes();
-        Ok(Some(UserExit::Mmio { gpa: gpa.0, len, write, data }))
+        Err(UserExit::Mmio { gpa: gpa.0, len, write, data }.into())
     }
 
     /// The answer to a simple load.

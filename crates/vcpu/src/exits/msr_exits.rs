@@ -6,7 +6,7 @@ use core::sync::atomic::Ordering::Relaxed;
 use msr::Class;
 use x86::Exception;
 
-use crate::{Vcpu, run::Open, run::inner::Next, run::user_exit::UserExit};
+use crate::{Vcpu, run::Open, run::inner::Next, run::outcome::Outcome, run::user_exit::UserExit};
 
 /// KVM_MSR_EXIT_REASON_*.
 mod reason {
@@ -60,11 +60,8 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// RDMSR or WRMSR outside the loop.
-    pub(crate) fn slow_msr(&mut self, write: bool) -> Option<UserExit> {
-        let next = match self.slow_next_rip() {
-            Ok(next) => next,
-            Err(exit) => return exit,
-        };
+    pub(crate) fn slow_msr(&mut self, write: bool) -> Outcome {
+        let next = self.slow_next_rip()?;
         let [rax, rcx, rdx] = [RAX, RCX, RDX].map(|i| self.gprs.0[i]);
         let index = rcx as u32;
         let refused = if self.msr_denied(index, write) {
@@ -76,15 +73,15 @@ impl<B: Backend> Vcpu<B> {
         };
         let Some(reason) = refused else {
             self.retire(next);
-            return None;
+            return Ok(());
         };
         if self.vm.settings.user_space_msr.load(Relaxed) & reason == 0 {
             self.raise(Exception::gp(0));
-            return None;
+            return Ok(());
         }
         self.open = Open::Msr { write, next, error: false, data: 0 };
         let data = if write { rdx << 32 | rax & 0xffff_ffff } else { 0 };
-        Some(UserExit::Msr { write, reason, index, data })
+        Err(UserExit::Msr { write, reason, index, data }.into())
     }
 
     /// User space's answer to an MSR exit, asked for only after one: whether the access is refused,

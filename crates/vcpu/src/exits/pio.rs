@@ -5,7 +5,7 @@ use emulate::Cause;
 use mmu::Section;
 use vm::settings::quirk;
 
-use crate::{Vcpu, run::Open, run::inner::Next, run::user_exit::UserExit};
+use crate::{Vcpu, run::Open, run::inner::Next, run::outcome::Outcome, run::user_exit::UserExit};
 
 /// Puts `size` bytes of `value` into RAX as IN does: AL and AX keep the rest, EAX clears it.
 pub(crate) fn merge(rax: u64, value: u64, size: u8) -> u64 {
@@ -74,7 +74,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// A port access outside the loop: the kernel's devices, else user space.
-    pub(crate) fn slow_io(&mut self, io: IoExit) -> Option<UserExit> {
+    pub(crate) fn slow_io(&mut self, io: IoExit) -> Outcome {
         let cause = Cause::Port { port: io.port, size: io.size, input: io.input };
         if io.string {
             return self.emulate_here(cause);
@@ -87,7 +87,7 @@ impl<B: Backend> Vcpu<B> {
         };
         if self.vm.irq().has_port(io.port) && self.kernel_io(io) {
             self.retire(next);
-            return None;
+            return Ok(());
         }
         if io.input {
             self.open = Open::In { size: io.size, next };
@@ -100,7 +100,7 @@ impl<B: Backend> Vcpu<B> {
             self.open = Open::Out { next };
             self.io_data = mask(self.gprs.0[RAX], io.size).to_le_bytes();
         }
-        Some(UserExit::Io { write: !io.input, size: io.size, port: io.port, count: 1 })
+        Err(UserExit::Io { write: !io.input, size: io.size, port: io.port, count: 1 }.into())
     }
 }
 

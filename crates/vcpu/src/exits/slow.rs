@@ -14,13 +14,14 @@ use x86::{Exception, cpuid::feature};
 
 use crate::{
     Vcpu,
+    run::outcome::Outcome,
     run::user_exit::{ERROR_DELIVERY, ERROR_UNEXPECTED_EXIT, ErrorData, UserExit},
     state::debug::guestdbg,
 };
 
 impl<B: Backend> Vcpu<B> {
-    /// Handles an exit. `None`: enter the guest again.
-    pub(crate) fn handle(&mut self, exit: Exit) -> Option<UserExit> {
+    /// Handles an exit.
+    pub(crate) fn handle(&mut self, exit: Exit) -> Outcome {
         match exit {
             Exit::TdpFault(fault) => {
                 self.stats.outside(Reason::TdpFault);
@@ -45,21 +46,21 @@ impl<B: Backend> Vcpu<B> {
     /// there.
     #[cold]
     #[inline(never)]
-    fn handle_rare(&mut self, exit: Exit) -> Option<UserExit> {
+    fn handle_rare(&mut self, exit: Exit) -> Outcome {
         match exit {
-            Exit::TdpFault(_) | Exit::Io(_) | Exit::Hlt => None,
+            Exit::TdpFault(_) | Exit::Io(_) | Exit::Hlt => Ok(()),
             // Done by the host when interrupts were enabled again.
-            Exit::Interrupt | Exit::Nmi | Exit::HostSignal | Exit::MachineCheck => None,
+            Exit::Interrupt | Exit::Nmi | Exit::HostSignal | Exit::MachineCheck => Ok(()),
             // Answered inside the loop.
-            Exit::Eoi(_) | Exit::IllegalSelfIpi => None,
+            Exit::Eoi(_) | Exit::IllegalSelfIpi => Ok(()),
             // Always answered inside.
-            Exit::Deadline => None,
+            Exit::Deadline => Ok(()),
             // Taken when the loop was left.
-            Exit::PageLogFull => None,
+            Exit::PageLogFull => Ok(()),
             Exit::InterruptWindow => {
                 self.b.set_interrupt_window(false);
                 self.recheck = true;
-                None
+                Ok(())
             }
             Exit::Pause => {
                 task::cond_resched();
@@ -80,21 +81,21 @@ impl<B: Backend> Vcpu<B> {
             Exit::Iret => {
                 self.b.iret_begun();
                 self.recheck = true;
-                None
+                Ok(())
             }
             Exit::Exception(e) => self.exception(e),
             Exit::Undefined => {
                 self.raise(Exception::ud());
-                None
+                Ok(())
             }
             Exit::Rdpmc => {
                 self.raise(Exception::gp(0));
-                None
+                Ok(())
             }
             Exit::PageFault(fault) => self.page_fault(fault),
             Exit::Invpcid if !self.cpuid.has(feature::INVPCID) => {
                 self.raise(Exception::ud());
-                None
+                Ok(())
             }
             Exit::Cr(access) => self.emulate_here(Cause::Control { write: access.write }),
             Exit::Invlpg(_) => self.emulate_here(Cause::Invlpg),
@@ -105,69 +106,60 @@ impl<B: Backend> Vcpu<B> {
             Exit::DebugReg if self.debug_regs_are_borrowed() => self.emulate_here(Cause::Debug),
             Exit::DebugReg => {
                 self.b.own_debug_regs();
-                None
+                Ok(())
             }
             Exit::Rsm => {
                 self.resume_from_smm();
-                None
+                Ok(())
             }
             Exit::Shutdown => {
                 // SVM's control block is undefined now (APM vol. 2 §15.14.3).
                 if !B::KEEPS_STATE_AT_SHUTDOWN {
                     self.reset_registers(true);
                 }
-                Some(UserExit::Shutdown)
+                Err(UserExit::Shutdown.into())
             }
             Exit::Refused => {
                 let [code, ..] = self.b.exit_raw();
-                Some(UserExit::FailEntry { reason: code, cpu: host::smp::cpu_id() as u32 })
+                Err(UserExit::FailEntry { reason: code, cpu: host::smp::cpu_id() as u32 }.into())
             }
             Exit::TaskSwitch(switch) => self.task_switch(switch),
             Exit::Unknown(_) => {
                 let data = ErrorData::new(&self.b.exit_raw());
-                Some(self.internal_error(ERROR_UNEXPECTED_EXIT, data))
+                Err(self.internal_error(ERROR_UNEXPECTED_EXIT, data))
             }
         }
     }
 
     /// Retires the current instruction without doing anything.
-    fn skip(&mut self) -> Option<UserExit> {
+    fn skip(&mut self) -> Outcome {
         self.slow_instruction(|_| Ok(()))
     }
 
     /// Does an instruction whose length could not be had inside the loop, because its page has to
     /// be read through user space.
-    fn slow_instruction(
-        &mut self,
-        f: impl FnOnce(&mut Self) -> Result<(), Exception>,
-    ) -> Option<UserExit> {
-        let next = match self.slow_next_rip() {
-            Ok(next) => next,
-            Err(Some(exit)) => return Some(exit),
-            Err(None) => return None,
-        };
+    fn slow_instruction(&mut self, f: impl FnOnce(&mut Self) -> Result<(), Exception>) -> Outcome {
+        let next = self.slow_next_rip()?;
         match f(self) {
             Ok(()) => self.retire(next),
             Err(exception) => self.raise(exception),
         }
-        None
+        Ok(())
     }
 
-    fn halt(&mut self) -> Option<UserExit> {
+    fn halt(&mut self) -> Outcome {
         if !core::mem::take(&mut self.hlt_retired) {
-            match self.slow_next_rip() {
-                Ok(next) => self.retire(next),
-                Err(exit) => return exit,
-            }
+            let next = self.slow_next_rip()?;
+            self.retire(next);
         }
         if !self.shared.in_kernel_apic {
-            return Some(UserExit::Hlt);
+            return Err(UserExit::Hlt.into());
         }
         self.shared.set_mp_state(MpState::Halted);
-        None
+        Ok(())
     }
 
-    fn exception(&mut self, e: Exception) -> Option<UserExit> {
+    fn exception(&mut self, e: Exception) -> Outcome {
         const DB: u8 = 1;
         const BP: u8 = 3;
         const UD: u8 = 6;
@@ -176,7 +168,7 @@ impl<B: Backend> Vcpu<B> {
             DB => {
                 if self.b.own_single_step() {
                     self.recheck = true;
-                    return None;
+                    return Ok(());
                 }
                 let regs = self.b.debug_regs();
                 let [.., dr6, dr7] = regs;
@@ -186,10 +178,10 @@ impl<B: Backend> Vcpu<B> {
                 if self.guest_debug & (guestdbg::SINGLESTEP | guestdbg::USE_HW_BP) != 0 {
                     let pc = self.linear_rip();
                     let dr6 = bits ^ ACTIVE_LOW;
-                    return Some(UserExit::Debug { exception: 1, pc, dr6, dr7 });
+                    return Err(UserExit::Debug { exception: 1, pc, dr6, dr7 }.into());
                 }
                 self.raise(Exception::db(bits));
-                None
+                Ok(())
             }
             UD => self.invalid_opcode(),
             AC if !self.checks_alignment() && host::hostcpu::detects_split_locks() => {
@@ -198,11 +190,11 @@ impl<B: Backend> Vcpu<B> {
             BP if self.guest_debug & guestdbg::USE_SW_BP != 0 => {
                 let [.., dr6, dr7] = self.b.debug_regs();
                 let pc = self.linear_rip();
-                Some(UserExit::Debug { exception: 3, pc, dr6, dr7 })
+                Err(UserExit::Debug { exception: 3, pc, dr6, dr7 }.into())
             }
             _ => {
                 self.raise(e);
-                None
+                Ok(())
             }
         }
     }
@@ -219,18 +211,18 @@ impl<B: Backend> Vcpu<B> {
     /// task a signal.
     #[cold]
     #[inline(never)]
-    fn split_lock(&mut self, e: Exception) -> Option<UserExit> {
+    fn split_lock(&mut self, e: Exception) -> Outcome {
         if host::hostcpu::guest_split_lock(self.b.rip()) {
-            return None;
+            return Ok(());
         }
         let (vector, error_code) = (e.vector.0.into(), e.error_code.unwrap_or(0));
-        Some(UserExit::Exception { vector, error_code })
+        Err(UserExit::Exception { vector, error_code }.into())
     }
 
     /// #UD. A guest that took this host for the other vendor's makes its hypercalls with that one's
     /// instruction; stock KVM rewrites it, here it is a hypercall as well. RSM in the mode that is
     /// made in software exits on SVM alone.
-    fn invalid_opcode(&mut self) -> Option<UserExit> {
+    fn invalid_opcode(&mut self) -> Outcome {
         const VMCALL: [u8; 3] = [0x0f, 0x01, 0xc1];
         const VMMCALL: [u8; 3] = [0x0f, 0x01, 0xd9];
         const RSM: [u8; 2] = [0x0f, 0xaa];
@@ -248,14 +240,14 @@ impl<B: Backend> Vcpu<B> {
         } else {
             self.raise(Exception::ud());
         }
-        None
+        Ok(())
     }
 
     /// A TDP fault: a page to be mapped, or a device.
-    fn tdp_fault(&mut self, fault: TdpFault) -> Option<UserExit> {
+    fn tdp_fault(&mut self, fault: TdpFault) -> Outcome {
         if fault.reserved {
             let data = ErrorData::new(&self.b.exit_raw());
-            return Some(self.internal_error(ERROR_UNEXPECTED_EXIT, data));
+            return Err(self.internal_error(ERROR_UNEXPECTED_EXIT, data));
         }
         let access = FaultAccess {
             gpa: fault.gpa,
@@ -268,16 +260,16 @@ impl<B: Backend> Vcpu<B> {
         match outcome {
             FaultOutcome::Mapped => {
                 self.stats.count(VcpuCount::PfFixed);
-                None
+                Ok(())
             }
-            FaultOutcome::Retry => None,
+            FaultOutcome::Retry => Ok(()),
             FaultOutcome::Mmio | FaultOutcome::ReadonlyWrite => {
                 self.stats.count(VcpuCount::PfEmulate);
                 self.device_access(fault)
             }
-            FaultOutcome::Error(MemoryError::Interrupted) => Some(UserExit::Intr),
+            FaultOutcome::Error(MemoryError::Interrupted) => Err(UserExit::Intr.into()),
             FaultOutcome::Error(_) => {
-                Some(UserExit::MemoryFault { flags: 0, gpa: fault.gpa.0, size: 4096 })
+                Err(UserExit::MemoryFault { flags: 0, gpa: fault.gpa.0, size: 4096 }.into())
             }
         }
     }
@@ -291,15 +283,15 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    pub(crate) fn device_access(&mut self, fault: TdpFault) -> Option<UserExit> {
+    pub(crate) fn device_access(&mut self, fault: TdpFault) -> Outcome {
         if self.events.again.is_some() && !fault.final_access {
             // The tables that translate the guest's descriptors or stack lie in device memory.
             let data = ErrorData::new(&self.b.exit_raw());
-            return Some(self.internal_error(ERROR_DELIVERY, data));
+            return Err(self.internal_error(ERROR_DELIVERY, data));
         }
-        match self.finish_device_access(fault) {
-            Ok(exit) => exit,
-            Err(()) => self.emulate_here(self.cause_of(fault)),
+        if self.finish_device_access(fault)? {
+            return Ok(());
         }
+        self.emulate_here(self.cause_of(fault))
     }
 }

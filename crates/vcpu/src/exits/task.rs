@@ -9,7 +9,8 @@ use emulate::{Source, Stop, Switched, TaskSwitch};
 use crate::{
     Vcpu,
     run::events::Outer,
-    run::user_exit::{ERROR_EMULATION, ErrorData, UserExit},
+    run::outcome::Outcome,
+    run::user_exit::{ERROR_EMULATION, ErrorData},
 };
 
 const RFLAGS_TF: u64 = 1 << 8;
@@ -18,20 +19,13 @@ const DR7_LOCAL: u64 = 0x155;
 
 impl<B: Backend> Vcpu<B> {
     /// Switches tasks. An event that asked for it is delivered with that.
-    pub(crate) fn task_switch(&mut self, exit: TaskSwitchExit) -> Option<UserExit> {
+    pub(crate) fn task_switch(&mut self, exit: TaskSwitchExit) -> Outcome {
         let event = match exit.source {
             TaskSource::Gate => self.events.again,
             _ => None,
         };
         // Without an event it was an instruction, INT n among them: the old task goes on behind it.
-        let return_to = if event.is_some() {
-            self.b.rip()
-        } else {
-            match self.slow_next_rip() {
-                Ok(next) => next,
-                Err(exit) => return exit,
-            }
-        };
+        let return_to = if event.is_some() { self.b.rip() } else { self.slow_next_rip()? };
         let error_code = match event {
             Some(Event::Exception(e)) => e.error_code,
             _ => None,
@@ -66,10 +60,10 @@ impl<B: Backend> Vcpu<B> {
             Err(_) => {
                 let raw = self.b.exit_raw();
                 let data = ErrorData::emulation(self.b.insn_bytes(), &raw);
-                return Some(self.internal_error(ERROR_EMULATION, data));
+                return Err(self.internal_error(ERROR_EMULATION, data));
             }
         }
-        None
+        Ok(())
     }
 
     fn begin_task(&mut self, switch: &TaskSwitch, event: Option<Event>, task: Switched) {

@@ -18,6 +18,7 @@ use x86::{Exception, Gpa, Gva, exception::pf};
 use crate::{
     Vcpu,
     run::inner::Next,
+    run::outcome::Outcome,
     run::user_exit::{ERROR_DELIVERY, ErrorData, UserExit},
 };
 
@@ -268,10 +269,10 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// A page fault outside the loop.
-    pub(crate) fn page_fault(&mut self, fault: PageFault) -> Option<UserExit> {
+    pub(crate) fn page_fault(&mut self, fault: PageFault) -> Outcome {
         let context = self.paging();
         let Self { shadow: Some(shadow), vm, memory, tables, shared, .. } = self else {
-            return None;
+            return Ok(());
         };
         let (roots, at) = (&mut shadow.roots, fault.address.0);
         let by = Caller { vcpu: shared, flush: &***vm };
@@ -279,26 +280,28 @@ impl<B: Backend> Vcpu<B> {
         match outcome {
             ShadowOutcome::Fixed => {
                 self.stats.count(VcpuCount::PfFixed);
-                None
+                Ok(())
             }
-            ShadowOutcome::Retry => None,
+            ShadowOutcome::Retry => Ok(()),
             ShadowOutcome::Guest(exception) => {
                 self.stats.count(VcpuCount::PfGuest);
                 self.raise_in_delivery(exception);
-                None
+                Ok(())
             }
             ShadowOutcome::Mmio(gpa) | ShadowOutcome::ReadonlyWrite(gpa) => {
                 self.stats.count(VcpuCount::PfEmulate);
                 if self.events.again.is_some() {
                     // The tables, descriptors or stack that the delivery needs lie in device memory.
                     let data = ErrorData::new(&self.b.exit_raw());
-                    return Some(self.internal_error(ERROR_DELIVERY, data));
+                    return Err(self.internal_error(ERROR_DELIVERY, data));
                 }
                 self.device_access(as_tdp(gpa, fault.code))
             }
             ShadowOutcome::Emulate(_) => self.emulate_here(Cause::Any),
-            ShadowOutcome::Error(MemoryError::Interrupted) => Some(UserExit::Intr),
-            ShadowOutcome::Error(_) => Some(UserExit::MemoryFault { flags: 0, gpa: 0, size: 4096 }),
+            ShadowOutcome::Error(MemoryError::Interrupted) => Err(UserExit::Intr.into()),
+            ShadowOutcome::Error(_) => {
+                Err(UserExit::MemoryFault { flags: 0, gpa: 0, size: 4096 }.into())
+            }
         }
     }
 

@@ -4,6 +4,7 @@
 pub(crate) mod after_exit;
 pub(crate) mod events;
 pub(crate) mod inner;
+pub(crate) mod outcome;
 pub mod user_exit;
 
 use backend::{Backend, Exit, RAX};
@@ -22,6 +23,7 @@ use crate::{
     exits::pio,
     run::events::Outer,
     run::inner::Left,
+    run::outcome::{Break, Outcome},
     run::user_exit::{ErrorData, RunInput, RunOutput, UserExit},
 };
 
@@ -105,7 +107,7 @@ impl<B: Backend> Vcpu<B> {
             self.observe_call(input, watch);
         }
         let _mask = task::with_sigmask(self.rare.signal_mask);
-        if let Some(exit) = self.wait_for_start(input) {
+        if let Err(Break::ToUser(exit)) = self.wait_for_start(input) {
             return exit;
         }
         if let Some(cr8) = input.cr8 {
@@ -115,9 +117,9 @@ impl<B: Backend> Vcpu<B> {
         self.fpu.load();
         self.b.begin_run();
         let exit = match self.finish_open(input) {
-            Some(exit) => exit,
-            None if input.immediate_exit => UserExit::Immediate,
-            None => self.run_loop(input),
+            Err(Break::ToUser(exit)) => exit,
+            _ if input.immediate_exit => UserExit::Immediate,
+            _ => self.run_loop(input),
         };
         self.has_run = true;
         if self.events.outer.has(Outer::OWING) {
@@ -151,9 +153,9 @@ impl<B: Backend> Vcpu<B> {
 
     #[cold]
     #[inline(never)]
-    pub(crate) fn internal_error(&mut self, suberror: u32, data: ErrorData) -> UserExit {
+    pub(crate) fn internal_error(&mut self, suberror: u32, data: ErrorData) -> Break {
         self.rare.error = data;
-        UserExit::InternalError { suberror }
+        UserExit::InternalError { suberror }.into()
     }
 
     /// Whether the 8259A is ours.
@@ -162,20 +164,20 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// An application processor sleeps until it is started.
-    fn wait_for_start(&mut self, input: &RunInput) -> Option<UserExit> {
+    fn wait_for_start(&mut self, input: &RunInput) -> Outcome {
         if self.shared.mp_state() != MpState::Uninitialized {
-            return None;
+            return Ok(());
         }
         if input.immediate_exit {
-            return Some(UserExit::Immediate);
+            return Err(UserExit::Immediate.into());
         }
         let shared = self.shared.clone();
         let blocked = shared.waiter.block(|| shared.has_init_sipi(), 0);
         if blocked == Blocked::Signal {
-            return Some(UserExit::Intr);
+            return Err(UserExit::Intr.into());
         }
         self.take_start_signals();
-        Some(UserExit::Again)
+        Err(UserExit::Again.into())
     }
 
     /// INIT and SIPI.
@@ -211,32 +213,23 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// Completes what user space answered.
-    fn finish_open(&mut self, input: &RunInput) -> Option<UserExit> {
+    fn finish_open(&mut self, input: &RunInput) -> Outcome {
         match core::mem::take(&mut self.open) {
-            Open::Nothing => None,
+            Open::Nothing => {}
             Open::In { size, next } => {
                 let value = u64::from_le_bytes(self.io_data);
                 self.gprs.0[RAX] = pio::merge(self.gprs.0[RAX], value, size);
                 self.retire(next);
-                None
             }
-            Open::Out { next } => {
-                self.retire(next);
-                None
-            }
-            Open::Load { simple, next } => {
-                self.finish_load(simple, input.mmio_data, next);
-                None
-            }
-            Open::Msr { write, next, error, data } => {
-                self.finish_msr(write, next, error, data);
-                None
-            }
+            Open::Out { next } => self.retire(next),
+            Open::Load { simple, next } => self.finish_load(simple, input.mmio_data, next),
+            Open::Msr { write, next, error, data } => self.finish_msr(write, next, error, data),
             Open::Emulation => {
                 self.replay.answer(input.mmio_data, self.io_data);
-                self.emulate_again()
+                return self.emulate_again();
             }
         }
+        Ok(())
     }
 
     fn run_loop(&mut self, input: &RunInput) -> UserExit {
@@ -245,95 +238,93 @@ impl<B: Backend> Vcpu<B> {
             self.recheck = true;
         }
         loop {
-            if let Some(exit) = self.before_entry() {
+            if let Err(Break::ToUser(exit)) = self.run_once() {
                 return exit;
             }
-            match self.enter_guest() {
-                Left::Pending => {
-                    if task::handle_work().is_err() {
-                        self.take_back_injection();
-                        return UserExit::Intr;
-                    }
+        }
+    }
+
+    /// Enters the guest, unless something else is to be done first, and handles what it is left for.
+    #[inline(always)]
+    fn run_once(&mut self) -> Outcome {
+        self.before_entry()?;
+        match self.enter_guest() {
+            Left::Pending => {
+                if task::handle_work().is_err() {
+                    self.take_back_injection();
+                    return Err(UserExit::Intr.into());
                 }
-                Left::Exit(Exit::Interrupt) => {
-                    let _ = self.keep_interrupted_delivery();
-                    self.take_pv_eoi();
-                }
-                Left::Exit(exit) => {
-                    let _ = self.keep_interrupted_delivery();
-                    self.take_pv_eoi();
-                    if let Some(exit) = self.handle(exit) {
-                        return exit;
-                    }
-                }
+                Ok(())
+            }
+            Left::Exit(Exit::Interrupt) => {
+                let _ = self.keep_interrupted_delivery();
+                self.take_pv_eoi();
+                Ok(())
+            }
+            Left::Exit(exit) => {
+                let _ = self.keep_interrupted_delivery();
+                self.take_pv_eoi();
+                self.handle(exit)
             }
         }
     }
 
     /// Everything to be looked at before the guest may be entered.
-    fn before_entry(&mut self) -> Option<UserExit> {
-        if self.shared.has_requests()
-            && let Some(exit) = self.take_requests()
-        {
-            return Some(exit);
+    fn before_entry(&mut self) -> Outcome {
+        if self.shared.has_requests() {
+            self.take_requests()?;
         }
-        if self.events.outer.any()
-            && let Some(exit) = self.leave_with_event()
-        {
-            return Some(exit);
+        if self.events.outer.any() {
+            self.leave_with_event()?;
         }
         if self.window_wanted && self.ready_for_injection() {
             self.window_wanted = false;
-            return Some(UserExit::IrqWindowOpen);
+            return Err(UserExit::IrqWindowOpen.into());
         }
         if self.shared.mp_state() != MpState::Runnable {
-            if let Some(exit) = self.sleep() {
-                return Some(exit);
-            }
-            if self.events.outer.any()
-                && let Some(exit) = self.leave_with_event()
-            {
-                return Some(exit);
+            self.sleep()?;
+            if self.events.outer.any() {
+                self.leave_with_event()?;
             }
         }
         self.settle_shadow();
         if self.roots.is_due() && self.settle_roots().is_err() {
-            return Some(UserExit::MemoryFault { flags: 0, gpa: 0, size: 0 });
+            return Err(UserExit::MemoryFault { flags: 0, gpa: 0, size: 0 }.into());
         }
         self.before_entry_pv();
-        None
+        Ok(())
     }
 
     /// Does what [`Outer`] tells of.
     #[cold]
     #[inline(never)]
-    fn leave_with_event(&mut self) -> Option<UserExit> {
+    fn leave_with_event(&mut self) -> Outcome {
         if self.events.outer.has(Outer::OWING) {
             self.tell_resamplers();
         }
         if self.events.outer.take(Outer::TRIPLE_FAULT) {
-            return Some(UserExit::Shutdown);
+            return Err(UserExit::Shutdown.into());
         }
         if self.events.outer.take(Outer::STEPPED) {
             let [.., dr7] = self.b.debug_regs();
             let pc = self.linear_rip();
             // DR6.BS with the bits that are always set.
-            return Some(UserExit::Debug { exception: 1, pc, dr6: 0xffff_4ff0, dr7 });
+            return Err(UserExit::Debug { exception: 1, pc, dr6: 0xffff_4ff0, dr7 }.into());
         }
         if self.events.outer.take(Outer::EOI) {
-            return Some(UserExit::IoapicEoi { vector: self.rare.ended.0 });
+            return Err(UserExit::IoapicEoi { vector: self.rare.ended.0 }.into());
         }
         if self.events.outer.take(Outer::SET_TPR) {
-            return Some(UserExit::SetTpr);
+            return Err(UserExit::SetTpr.into());
         }
         self.take_smi()
     }
 
-    fn take_requests(&mut self) -> Option<UserExit> {
+    fn take_requests(&mut self) -> Outcome {
         let requests = self.shared.take_requests();
         let has = |r: Request| requests & r as u32 != 0;
         if has(Request::Dead) {
-            return Some(UserExit::Dead);
+            return Err(UserExit::Dead.into());
         }
         if has(Request::FlushTlb) {
             self.stats.count(VcpuCount::TlbFlush);
@@ -369,7 +360,7 @@ impl<B: Backend> Vcpu<B> {
                 self.take_start_signals();
             }
         }
-        None
+        Ok(())
     }
 
     /// Whether a halted vCPU has a reason to go on.
@@ -383,15 +374,15 @@ impl<B: Backend> Vcpu<B> {
             || (self.b.rflags() & (1 << 9) != 0 && self.interrupt_waits())
     }
 
-    /// Sleeps until there is something to do. `None`: go on.
-    fn sleep(&mut self) -> Option<UserExit> {
+    /// Sleeps until there is something to do.
+    fn sleep(&mut self) -> Outcome {
         loop {
             match self.shared.mp_state() {
-                MpState::Runnable => return None,
+                MpState::Runnable => return Ok(()),
                 MpState::Halted if self.awake() => {
                     self.shared.set_mp_state(MpState::Runnable);
                     self.recheck = true;
-                    return None;
+                    return Ok(());
                 }
                 _ => {}
             }
@@ -407,12 +398,10 @@ impl<B: Backend> Vcpu<B> {
                 self.count_halt(blocked, times, poll != 0);
             }
             if blocked == Blocked::Signal {
-                return Some(UserExit::Intr);
+                return Err(UserExit::Intr.into());
             }
-            if self.shared.has_requests()
-                && let Some(exit) = self.take_requests()
-            {
-                return Some(exit);
+            if self.shared.has_requests() {
+                self.take_requests()?;
             }
             if self.shared.has_init_sipi() {
                 self.take_start_signals();

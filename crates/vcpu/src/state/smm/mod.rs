@@ -15,7 +15,7 @@ use x86::{
     segment::{DescriptorTable, Segment, attr, kind},
 };
 
-use crate::{Vcpu, run::events::Outer, run::user_exit::UserExit};
+use crate::{Vcpu, run::events::Outer, run::outcome::Outcome, run::user_exit::UserExit};
 use area::{Area, SavedCpu};
 
 const RFLAGS_FIXED: u64 = 2;
@@ -104,23 +104,23 @@ impl<B: Backend> Vcpu<B> {
 
     /// Takes the SMI that waits, if the vCPU is between two instructions. Else what is on its way
     /// into the guest goes first, see [`Vcpu::hurry_smi`].
-    pub(crate) fn take_smi(&mut self) -> Option<UserExit> {
+    pub(crate) fn take_smi(&mut self) -> Outcome {
         let busy = self.b.injecting()
             || self.events.again.is_some()
             || self.events.exception.is_some()
             || !matches!(self.shared.mp_state(), MpState::Runnable | MpState::Halted);
         if busy || !self.events.outer.has(Outer::SMI) {
-            return None;
+            return Ok(());
         }
         // RSM goes on behind a HLT, as in KVM.
         self.shared.set_mp_state(MpState::Runnable);
         self.set_smi_pending(false);
         self.store.count_smi();
         match self.enter_smm() {
-            Ok(()) => None,
+            Ok(()) => Ok(()),
             Err(NoSaveArea) => {
                 self.vm.kill();
-                Some(UserExit::Dead)
+                Err(UserExit::Dead.into())
             }
         }
     }
