@@ -1,0 +1,193 @@
+//! What block 02 has to hold so that L2 runs as L1 asked and L0 stays in control.
+//!
+//! Block 02 is memory, so a field costs a load and a store; what costs more is to tell the processor that a group
+//! of fields has changed. So every group is compared, and [`enter`] returns the groups that really changed; the
+//! save area's groups that L1 calls clean are not even looked at (see the crate's head for why that is safe).
+//!
+//! Three masks decide whose a control is. What only L1 means goes through (V_TPR, V_IRQ with vector and priority,
+//! the interrupt shadow, EVENTINJ). What L0 must have stays (V_INTR_MASKING, nested paging, its intercepts). What
+//! is neither's is zero: a bit that a later processor gives a meaning is not L1's to set.
+
+use x86::{
+    Cr0, Hpa, Rflags,
+    vmcb::{Clean, Control, Intercept3, Intercept4, NP_ENABLE, Save, Vmcb, vintr},
+};
+
+use crate::Offered;
+
+/// Bits of `int_ctl` that are L1's to set for L2.
+const INT_CTL_L1: u32 = vintr::TPR_MASK | vintr::IRQ | (0xf << vintr::PRIO_SHIFT) | vintr::IGN_TPR;
+
+/// The intercept of writes of CR8, in vector 0.
+const WRITE_CR8: u32 = 1 << (16 + 8);
+
+/// What L0 wants of the block that L2 runs on.
+#[derive(Clone, Copy, Debug)]
+pub struct L0 {
+    /// The intercepts that L0 needs whoever runs.
+    pub intercepts: [u32; 6],
+    /// What L0 adds to the host's TSC for L1.
+    pub tsc_offset: u64,
+    /// L0's I/O map: every port exits.
+    pub iopm: Hpa,
+    /// The merged MSR map.
+    pub msrpm: Hpa,
+    /// What walks L2's guest-physical addresses: the shadow of NPT12, or L1's own tables. `None`: L0 runs without
+    /// nested paging, and the paging registers of block 02 are not written here.
+    pub root: Option<Hpa>,
+    /// L1's PAT, which L2 has as well without nested paging of L1's.
+    pub pat: u64,
+    /// PAUSE filter of L0: threshold and count.
+    pub pause: (u16, u16),
+    /// RFLAGS.IF of L1 at VMRUN.
+    pub l1_interrupts: bool,
+}
+
+/// Intercepts of L2: L0's and L1's.
+///
+/// L0 asks to hear of a write of CR8 and of the interrupt window for L1's sake. With V_INTR_MASKING neither says
+/// anything of L1: CR8 of L2 is a priority of its own, and whether L1 can take an interrupt depends on its IF at
+/// VMRUN alone. VMMCALL is L1's: without its intercept it is #UD, which the processor raises. VMLOAD and VMSAVE of
+/// L2 mean addresses of L1's, so L0 always hears of them.
+pub fn intercepts(l0: &L0, control: &Control) -> [u32; 6] {
+    let [mut cr, dr, exceptions, mut third, mut fourth, fifth] = l0.intercepts;
+    if control.int_ctl & vintr::INTR_MASKING != 0 {
+        cr &= !WRITE_CR8;
+        if !l0.l1_interrupts {
+            third &= !Intercept3::VINTR.bits();
+        }
+    }
+    fourth &= !Intercept4::VMMCALL.bits();
+    fourth |= (Intercept4::VMRUN | Intercept4::VMLOAD | Intercept4::VMSAVE).bits();
+    let mine = [cr, dr, exceptions, third, fourth, fifth];
+    let mut both = control.intercepts;
+    for (word, mine) in both.iter_mut().zip(mine) {
+        *word |= mine;
+    }
+    both
+}
+
+/// Writes into block 02 what L2 is to run with. `v12`: the copy of VMCB12, checked. `dirty`: which groups of its
+/// save area may be other than in block 02. Returns the groups of block 02 that have changed.
+pub fn enter(to: &mut Vmcb, v12: &Vmcb, dirty: Clean, l0: &L0, offered: &Offered) -> Clean {
+    controls(&mut to.control, &v12.control, l0, offered)
+        | paging(to, v12, l0)
+        | registers(&mut to.save, &v12.save, dirty & own_paging(l0), offered)
+}
+
+/// Without nested paging of L0's, CR0, CR3, CR4 and EFER in block 02 are those of the shadow tables.
+fn own_paging(l0: &L0) -> Clean {
+    if l0.root.is_some() { Clean::ALL } else { Clean::ALL - Clean::CR }
+}
+
+/// Sets a place; true if that changed it.
+fn put<T: PartialEq>(place: &mut T, value: T) -> bool {
+    let changed = *place != value;
+    if changed {
+        *place = value;
+    }
+    changed
+}
+
+fn controls(to: &mut Control, from: &Control, l0: &L0, offered: &Offered) -> Clean {
+    let mut stale = Clean::empty();
+    let (threshold, count) = pause(from, l0, offered);
+    let intercepting = put(&mut to.intercepts, intercepts(l0, from))
+        | put(&mut to.tsc_offset, l0.tsc_offset.wrapping_add(from.tsc_offset))
+        | put(&mut to.pause_filter_thresh, threshold)
+        | put(&mut to.pause_filter_count, count);
+    stale.set(Clean::INTERCEPTS, intercepting);
+    let maps = put(&mut to.iopm_base_pa, l0.iopm.0) | put(&mut to.msrpm_base_pa, l0.msrpm.0);
+    stale.set(Clean::PERM_MAP, maps);
+    let int_ctl = vintr::INTR_MASKING | (from.int_ctl & INT_CTL_L1);
+    let virtual_interrupt =
+        put(&mut to.int_ctl, int_ctl) | put(&mut to.int_vector, from.int_vector);
+    stale.set(Clean::INTR, virtual_interrupt);
+    // No group: the processor reads these at every VMRUN.
+    to.int_state = from.int_state & x86::vmcb::INT_SHADOW;
+    to.event_inj = from.event_inj;
+    if offered.nrip_save {
+        // Where a software interrupt that is injected goes on.
+        to.next_rip = from.next_rip;
+    }
+    to.exit_int_info = 0;
+    to.tlb_ctl = 0;
+    let branches = if offered.lbr { from.virt_ext & 1 } else { 0 };
+    stale.set(Clean::LBR, put(&mut to.virt_ext, branches));
+    stale
+}
+
+/// PAUSE filter of L2: the one of L1 if it asked to hear of PAUSE, else L0's.
+fn pause(from: &Control, l0: &L0, offered: &Offered) -> (u16, u16) {
+    let [_, _, _, third, ..] = from.intercepts;
+    if third & Intercept3::PAUSE.bits() == 0 {
+        return l0.pause;
+    }
+    let threshold = if offered.pause_threshold { from.pause_filter_thresh } else { 0 };
+    let count = if offered.pause_filter { from.pause_filter_count } else { 0 };
+    (threshold, count)
+}
+
+fn paging(to: &mut Vmcb, v12: &Vmcb, l0: &L0) -> Clean {
+    let Some(root) = l0.root else { return Clean::empty() };
+    let own = v12.control.np_ctl & NP_ENABLE != 0;
+    let pat = if own { v12.save.g_pat } else { l0.pat };
+    let changed = put(&mut to.control.np_ctl, NP_ENABLE)
+        | put(&mut to.control.ncr3, root.0)
+        | put(&mut to.save.g_pat, pat);
+    if changed { Clean::NPT } else { Clean::empty() }
+}
+
+/// The save area: what VMRUN loads (APM vol. 2 §15.5.1). FS, GS, TR, LDTR, KernelGSBase and the SYSCALL and
+/// SYSENTER MSRs are L1's until it executes VMLOAD.
+fn registers(to: &mut Save, from: &Save, dirty: Clean, offered: &Offered) -> Clean {
+    to.rax = from.rax;
+    to.rsp = from.rsp;
+    to.rip = from.rip;
+    to.rflags = from.rflags | Rflags::FIXED.bits();
+    let mut stale = Clean::empty();
+    if dirty.contains(Clean::CR) {
+        let cr0 = from.cr0 | Cr0::ET.bits();
+        let changed = put(&mut to.cr0, cr0)
+            | put(&mut to.cr3, from.cr3)
+            | put(&mut to.cr4, from.cr4)
+            | put(&mut to.efer, from.efer);
+        stale.set(Clean::CR, changed);
+    }
+    if dirty.contains(Clean::SEG) {
+        use x86::vmcb::{SEG_CS, SEG_DS, SEG_ES, SEG_SS};
+        let mut changed = put(&mut to.cpl, from.cpl & 3);
+        for at in [SEG_ES, SEG_CS, SEG_SS, SEG_DS] {
+            changed |= segment(to, from, at);
+        }
+        stale.set(Clean::SEG, changed);
+    }
+    if dirty.contains(Clean::DT) {
+        use x86::vmcb::{SEG_GDTR, SEG_IDTR};
+        let changed = segment(to, from, SEG_GDTR) | segment(to, from, SEG_IDTR);
+        stale.set(Clean::DT, changed);
+    }
+    if dirty.contains(Clean::DR) {
+        let changed = put(&mut to.dr6, from.dr6 | 0xffff_0ff0) | put(&mut to.dr7, from.dr7 | 0x400);
+        stale.set(Clean::DR, changed);
+    }
+    if dirty.contains(Clean::CR2) {
+        stale.set(Clean::CR2, put(&mut to.cr2, from.cr2));
+    }
+    if offered.lbr && dirty.contains(Clean::LBR) {
+        let changed = put(&mut to.dbgctl, from.dbgctl)
+            | put(&mut to.br_from, from.br_from)
+            | put(&mut to.br_to, from.br_to)
+            | put(&mut to.last_excp_from, from.last_excp_from)
+            | put(&mut to.last_excp_to, from.last_excp_to);
+        stale.set(Clean::LBR, changed);
+    }
+    stale
+}
+
+fn segment(to: &mut Save, from: &Save, at: usize) -> bool {
+    match (to.segments.get_mut(at), from.segments.get(at)) {
+        (Some(to), Some(from)) => put(to, *from),
+        _ => false,
+    }
+}

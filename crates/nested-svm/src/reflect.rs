@@ -1,0 +1,206 @@
+//! Whose exit an exit of L2 is.
+//!
+//! Asked before the exit is decoded for L1, and answered from the exit code, the intercepts of the copy of VMCB12
+//! and L1's permission maps. An exit that both asked for is L1's, but for those that are the machine's: physical
+//! interrupts, NMIs, SMIs and INITs end L2's run for L0, and reach L1 as events of its own virtual machine
+//! ([`crate::gif`]). A fault of nested paging is L0's to look at first: whether NPT12 has the page only a walk
+//! tells.
+
+use x86::{
+    Cr0, Exception,
+    vmcb::{Control, ExitCode, Intercept3},
+};
+
+use crate::{L1Memory, permission};
+
+/// An exit as a control block tells it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Exit {
+    /// EXITCODE.
+    pub code: ExitCode,
+    /// EXITINFO1.
+    pub info_1: u64,
+    /// EXITINFO2.
+    pub info_2: u64,
+}
+
+impl Exit {
+    /// An exit that says nothing beside its code.
+    pub const fn plain(code: ExitCode) -> Self {
+        Self { code, info_1: 0, info_2: 0 }
+    }
+
+    /// The exit that an exception makes which L1 intercepts (APM vol. 2 §15.12).
+    pub fn of_exception(e: &Exception) -> Self {
+        const PF: u8 = 14;
+        Self {
+            code: ExitCode(ExitCode::Excp0.0 + u64::from(e.vector.0 & 31)),
+            info_1: e.error_code.unwrap_or(0).into(),
+            info_2: if e.vector.0 == PF { e.payload.unwrap_or(0) } else { 0 },
+        }
+    }
+
+    /// Whether NRIP is saved: intercepted instructions, but not those whose next address nobody knows (APM vol. 2
+    /// §15.7.1).
+    pub const fn tells_next_rip(&self) -> bool {
+        matches!(self.code.0, 0x000..=0x03f | 0x065..=0x07c | 0x080..=0x0a4)
+    }
+
+    /// Whether instruction bytes are saved: intercepted #PF and faults of nested paging (APM vol. 2 §15.8.4).
+    pub const fn tells_bytes(&self) -> bool {
+        matches!(self.code.0, 0x04e | 0x400)
+    }
+}
+
+/// Whose an exit is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Claim {
+    /// L0 answers it; L2 goes on.
+    L0,
+    /// L1 asked for it.
+    L1,
+}
+
+/// Whether L1 intercepts what `code` names. The intercept words are laid out as the codes below 0xc0 are.
+pub fn intercepts(control: &Control, code: ExitCode) -> bool {
+    let word = usize::try_from(code.0 / 32).ok().and_then(|at| control.intercepts.get(at));
+    word.is_some_and(|word| word >> (code.0 % 32) & 1 != 0)
+}
+
+/// Whose exit it is. `control`: of the copy of VMCB12.
+pub fn claims(control: &Control, exit: &Exit, memory: &impl L1Memory) -> Claim {
+    let theirs = match exit.code {
+        // The machine's.
+        ExitCode::Intr | ExitCode::Nmi | ExitCode::Smi | ExitCode::Init => false,
+        // Only L0 makes the host take them.
+        ExitCode::FerrFreeze => false,
+        // NPT12 is asked by a walk.
+        ExitCode::Npf => false,
+        ExitCode::Invalid => true,
+        ExitCode::Msr => intercepts(control, exit.code) && msr(control, exit, memory),
+        ExitCode::Ioio => {
+            intercepts(control, exit.code)
+                && permission::port_exits(memory, control.iopm_base_pa, exit.info_1)
+        }
+        // A machine check is the host's.
+        code if code.0 == ExitCode::Excp0.0 + 18 => false,
+        code => intercepts(control, code),
+    };
+    if theirs { Claim::L1 } else { Claim::L0 }
+}
+
+/// An MSR that L0 left to L1 is the one that RCX names at the exit; the caller put it into EXITINFO2 of the exit,
+/// which an MSR exit does not use (APM vol. 2 §15.11).
+fn msr(control: &Control, exit: &Exit, memory: &impl L1Memory) -> bool {
+    permission::msr_exits(memory, control.msrpm_base_pa, exit.info_2 as u32, exit.info_1 & 1 != 0)
+}
+
+/// Whether L1 wants to hear of a write of CR0 that L0 carries out for L2: it intercepts writes, or selectively those
+/// that change more than TS and MP (APM vol. 2 §15.8.1). LMSW and CLTS are selective exits as far as they change
+/// those.
+pub fn cr0_write(control: &Control, old: Cr0, new: Cr0) -> Option<Exit> {
+    if intercepts(control, ExitCode::WriteCr0) {
+        return Some(Exit::plain(ExitCode::WriteCr0));
+    }
+    let [_, _, _, third, ..] = control.intercepts;
+    let changed = (old ^ new) - (Cr0::TS | Cr0::MP);
+    let selective = third & Intercept3::CR0_SEL_WRITE.bits() != 0 && !changed.is_empty();
+    selective.then_some(Exit::plain(ExitCode::Cr0SelWrite))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Outside;
+    use x86::{
+        Gpa, Vector,
+        vmcb::{Intercept4, Vmcb},
+    };
+    use zerocopy::FromZeros;
+
+    struct Maps {
+        closed: Option<u64>,
+    }
+
+    impl L1Memory for Maps {
+        fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside> {
+            into.fill(0);
+            if self.closed == Some(at.0) {
+                into.fill(0xff);
+            }
+            Ok(())
+        }
+        fn write(&self, _: Gpa, _: &[u8]) -> Result<(), Outside> {
+            Err(Outside)
+        }
+    }
+
+    const OPEN: Maps = Maps { closed: None };
+
+    #[test]
+    fn an_exit_is_whose_intercept_it_is() {
+        let mut block = Vmcb::new_zeroed();
+        let exit = Exit::plain(ExitCode::Cpuid);
+        assert_eq!(claims(&block.control, &exit, &OPEN), Claim::L0);
+        block.control.intercepts[3] = Intercept3::CPUID.bits();
+        assert_eq!(claims(&block.control, &exit, &OPEN), Claim::L1);
+        block.control.intercepts[4] = Intercept4::VMMCALL.bits();
+        assert_eq!(claims(&block.control, &Exit::plain(ExitCode::Vmmcall), &OPEN), Claim::L1);
+    }
+
+    #[test]
+    fn the_machines_exits_stay_l0s() {
+        let mut block = Vmcb::new_zeroed();
+        block.control.intercepts = [u32::MAX; 6];
+        let mc = ExitCode(ExitCode::Excp0.0 + 18);
+        for code in
+            [ExitCode::Intr, ExitCode::Nmi, ExitCode::Smi, ExitCode::Init, ExitCode::Npf, mc]
+        {
+            assert_eq!(claims(&block.control, &Exit::plain(code), &OPEN), Claim::L0);
+        }
+        assert_eq!(claims(&block.control, &Exit::plain(ExitCode::Invalid), &OPEN), Claim::L1);
+    }
+
+    #[test]
+    fn maps_are_asked_for_msrs_and_ports() {
+        let mut block = Vmcb::new_zeroed();
+        block.control.intercepts = [u32::MAX; 6];
+        block.control.msrpm_base_pa = 0x1000;
+        let write = Exit { code: ExitCode::Msr, info_1: 1, info_2: 0xc000_0102 };
+        assert_eq!(claims(&block.control, &write, &OPEN), Claim::L0);
+        let closed = Maps { closed: Some(0x1840) };
+        assert_eq!(claims(&block.control, &write, &closed), Claim::L1);
+        block.control.intercepts[3] &= !Intercept3::MSR.bits();
+        assert_eq!(claims(&block.control, &write, &closed), Claim::L0);
+    }
+
+    #[test]
+    fn codes_that_are_no_intercepts_are_nobodys() {
+        let mut block = Vmcb::new_zeroed();
+        block.control.intercepts = [u32::MAX; 6];
+        for code in [0xc0, 0x400, 0x403, u64::MAX - 1] {
+            assert!(!intercepts(&block.control, ExitCode(code)));
+        }
+        assert!(intercepts(&block.control, ExitCode(0xbf)));
+    }
+
+    #[test]
+    fn selective_writes_of_cr0_are_those_that_change_more() {
+        let mut block = Vmcb::new_zeroed();
+        let (old, ts) = (Cr0::PE | Cr0::PG, Cr0::PE | Cr0::PG | Cr0::TS);
+        block.control.intercepts[3] = Intercept3::CR0_SEL_WRITE.bits();
+        assert_eq!(cr0_write(&block.control, old, ts), None);
+        let cd = old | Cr0::CD;
+        assert_eq!(cr0_write(&block.control, old, cd), Some(Exit::plain(ExitCode::Cr0SelWrite)));
+        block.control.intercepts[0] = 1 << 16;
+        assert_eq!(cr0_write(&block.control, old, ts), Some(Exit::plain(ExitCode::WriteCr0)));
+    }
+
+    #[test]
+    fn a_page_fault_tells_its_address() {
+        let fault = Exception { vector: Vector(14), error_code: Some(6), payload: Some(0x5000) };
+        let exit = Exit::of_exception(&fault);
+        assert_eq!((exit.code.0, exit.info_1, exit.info_2), (0x4e, 6, 0x5000));
+        assert!(exit.tells_bytes() && !exit.tells_next_rip());
+    }
+}

@@ -1,0 +1,243 @@
+//! KVM_GET_NESTED_STATE and KVM_SET_NESTED_STATE with the format of SVM (KVM API §4.114).
+//!
+//! The header tells where VMCB12 lies. The data, a page, is laid out as a VMCB: its control area is that of VMCB12,
+//! its save area is L1's as of VMRUN. L2's registers are the vCPU's own, and travel by KVM_GET_SREGS and the like.
+
+use x86::{
+    Gpa, Rflags,
+    addr::PAGE_SIZE,
+    vmcb::{Clean, Vmcb},
+};
+use zerocopy::IntoBytes;
+
+use crate::{Level, Offered, checks, gif::Gif, vmcb12::Vmcb12};
+
+/// `KVM_STATE_NESTED_GUEST_MODE`: L2 runs.
+pub const GUEST_MODE: u16 = 1 << 0;
+/// `KVM_STATE_NESTED_RUN_PENDING`: VMRUN was carried out, and L2 has not been entered yet.
+pub const RUN_PENDING: u16 = 1 << 1;
+/// `KVM_STATE_NESTED_GIF_SET`: GIF is set.
+pub const GIF_SET: u16 = 1 << 8;
+/// Flags that this format knows.
+pub const FLAGS: u16 = GUEST_MODE | RUN_PENDING | GIF_SET;
+
+/// What the header says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// The flags.
+    pub flags: u16,
+    /// Where VMCB12 lies; `u64::MAX` while L1 runs.
+    pub vmcb: u64,
+}
+
+/// What there is to save.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Running {
+    /// Which level runs.
+    pub level: Level,
+    /// GIF.
+    pub gif: Gif,
+    /// VMRUN was carried out, and L2 has not been entered yet.
+    pub entry_pending: bool,
+}
+
+/// The header of a vCPU that does this with `v12`.
+pub fn header(running: Running, v12: &Vmcb12) -> Header {
+    let mut flags = if running.gif.is_set() { GIF_SET } else { 0 };
+    if running.level == Level::L1 {
+        return Header { flags, vmcb: u64::MAX };
+    }
+    flags |= GUEST_MODE;
+    if running.entry_pending {
+        flags |= RUN_PENDING;
+    }
+    Header { flags, vmcb: v12.at().0 }
+}
+
+/// Makes the page of data: `to` has any contents. `b01`: block 01.
+pub fn data(to: &mut Vmcb, v12: &Vmcb12, b01: &Vmcb) {
+    to.control.as_mut_bytes().copy_from_slice(v12.control().as_bytes());
+    to.save.as_mut_bytes().copy_from_slice(b01.save.as_bytes());
+}
+
+/// Why saved state is refused: EINVAL.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refused {
+    /// A flag that does not exist.
+    Flags,
+    /// L2 runs, or GIF is clear, on a vCPU without SVM.
+    Disabled,
+    /// L2 runs in system-management mode, which suspends it.
+    Smm,
+    /// VMCB12 lies at no page.
+    Address,
+    /// There is no page of data.
+    Data,
+    /// VMCB12 could not have been run.
+    Controls,
+    /// L1's registers could not have executed VMRUN.
+    Host,
+}
+
+/// What the vCPU is that the state is set on.
+#[derive(Clone, Copy, Debug)]
+pub struct Onto {
+    /// EFER.SVME of the vCPU as set before.
+    pub enabled: bool,
+    /// It is in system-management mode.
+    pub smm: bool,
+}
+
+/// Checks saved state as a whole; nothing has been changed then.
+///
+/// # Errors
+/// Why it is refused.
+pub fn check(
+    header: Header,
+    data: Option<&Vmcb>,
+    onto: Onto,
+    offered: &Offered,
+) -> Result<Running, Refused> {
+    if header.flags & !FLAGS != 0 {
+        return Err(Refused::Flags);
+    }
+    let gif = Gif::new(header.flags & GIF_SET != 0);
+    let in_l2 = header.flags & GUEST_MODE != 0;
+    if !onto.enabled && (in_l2 || !gif.is_set()) {
+        return Err(Refused::Disabled);
+    }
+    if in_l2 && onto.smm {
+        return Err(Refused::Smm);
+    }
+    if !in_l2 {
+        return Ok(Running { level: Level::L1, gif, entry_pending: false });
+    }
+    if header.vmcb & (PAGE_SIZE - 1) != 0 || !offered.is_address(header.vmcb) {
+        return Err(Refused::Address);
+    }
+    let data = data.ok_or(Refused::Data)?;
+    checks::controls(&data.control, offered).map_err(|_| Refused::Controls)?;
+    if !checks::is_host(&data.save) {
+        return Err(Refused::Host);
+    }
+    checks::save(&data.save, offered, Clean::ALL).map_err(|_| Refused::Host)?;
+    let entry_pending = header.flags & RUN_PENDING != 0;
+    Ok(Running { level: Level::L2, gif, entry_pending })
+}
+
+/// Takes over state that [`check`] let pass while L1 runs: the copy of VMCB12, and L1's registers in block 01. The
+/// registers that were set before were L2's: they go to block 02.
+pub fn take_over(header: Header, data: &Vmcb, v12: &mut Vmcb12, b01: &mut Vmcb, b02: &mut Vmcb) {
+    v12.restore(Gpa(header.vmcb), data);
+    b02.save.as_mut_bytes().copy_from_slice(b01.save.as_bytes());
+    let (to, from) = (&mut b01.save, &data.save);
+    // What VMRUN saves of its host (APM vol. 2 §15.5.1); the rest of block 01 is L1's as it is.
+    use x86::vmcb::{SEG_CS, SEG_DS, SEG_ES, SEG_GDTR, SEG_IDTR, SEG_SS};
+    for at in [SEG_ES, SEG_CS, SEG_SS, SEG_DS, SEG_GDTR, SEG_IDTR] {
+        if let (Some(to), Some(from)) = (to.segments.get_mut(at), from.segments.get(at)) {
+            *to = *from;
+        }
+    }
+    to.rflags = from.rflags | Rflags::FIXED.bits();
+    (to.efer, to.cr0, to.cr3, to.cr4) = (from.efer, from.cr0, from.cr3, from.cr4);
+    (to.rax, to.rsp, to.rip) = (from.rax, from.rsp, from.rip);
+    to.cpl = 0;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use x86::{
+        Cr0, Cr4, Efer,
+        vmcb::{Intercept4, SEG_CS},
+    };
+    use zerocopy::FromZeros;
+
+    const OFFERED: Offered = Offered {
+        physical_bits: 48,
+        flush_by_asid: false,
+        npt: true,
+        nrip_save: true,
+        decode_assists: false,
+        pause_filter: false,
+        pause_threshold: false,
+        vgif: false,
+        virtual_vmload: false,
+        lbr: false,
+        cr4: 0xff,
+        efer: 0xd01 | (1 << 12),
+    };
+    const ENABLED: Onto = Onto { enabled: true, smm: false };
+    const IN_L2: Header = Header { flags: GUEST_MODE | GIF_SET, vmcb: 0x7000 };
+
+    fn data() -> Vmcb {
+        let mut block = Vmcb::new_zeroed();
+        block.control.intercepts[4] = Intercept4::VMRUN.bits();
+        block.control.asid = 1;
+        block.save.cr0 = (Cr0::PE | Cr0::PG).bits();
+        block.save.cr4 = Cr4::PAE.bits();
+        block.save.efer = (Efer::SVME | Efer::LME | Efer::LMA).bits();
+        block.save.rip = 0x1234;
+        block
+    }
+
+    #[test]
+    fn what_was_saved_is_what_is_taken_over() {
+        let mut page = data();
+        assert_eq!(
+            check(IN_L2, Some(&page), ENABLED, &OFFERED),
+            Ok(Running { level: Level::L2, gif: Gif::new(true), entry_pending: false })
+        );
+        let (mut v12, mut b01, mut b02) = (Vmcb12::new(), Vmcb::new_zeroed(), Vmcb::new_zeroed());
+        b01.save.rip = 0x9000;
+        page.save.segments[SEG_CS].selector = 0x10;
+        take_over(IN_L2, &page, &mut v12, &mut b01, &mut b02);
+        assert_eq!(b02.save.rip, 0x9000, "what was set before was L2's");
+        assert_eq!((v12.at(), b01.save.rip), (Gpa(0x7000), 0x1234));
+        let mut again = Vmcb::new_zeroed();
+        super::data(&mut again, &v12, &b01);
+        assert_eq!(again.control.as_bytes(), page.control.as_bytes());
+        assert_eq!(again.save.segments, page.save.segments);
+        let running = Running { level: Level::L2, gif: Gif::new(true), entry_pending: false };
+        assert_eq!(header(running, &v12), IN_L2);
+    }
+
+    #[test]
+    fn each_inconsistency_is_refused() {
+        let page = data();
+        let off = Onto { enabled: false, smm: false };
+        let smm = Onto { enabled: true, smm: true };
+        let with = |flags, vmcb| Header { flags, vmcb };
+        let host = {
+            let mut page = data();
+            page.save.cr0 = Cr0::PE.bits();
+            page
+        };
+        let controls = {
+            let mut page = data();
+            page.control.asid = 0;
+            page
+        };
+        let cases = [
+            (with(1 << 2, 0), Some(&page), ENABLED, Refused::Flags),
+            (IN_L2, Some(&page), off, Refused::Disabled),
+            (with(0, u64::MAX), None, off, Refused::Disabled),
+            (IN_L2, Some(&page), smm, Refused::Smm),
+            (with(GUEST_MODE, 0x7001), Some(&page), ENABLED, Refused::Address),
+            (with(GUEST_MODE, !0xfff), Some(&page), ENABLED, Refused::Address),
+            (IN_L2, None, ENABLED, Refused::Data),
+            (IN_L2, Some(&controls), ENABLED, Refused::Controls),
+            (IN_L2, Some(&host), ENABLED, Refused::Host),
+        ];
+        for (header, data, onto, wanted) in cases {
+            assert_eq!(check(header, data, onto, &OFFERED), Err(wanted));
+        }
+    }
+
+    #[test]
+    fn a_vcpu_without_svm_takes_the_state_of_one_that_runs_its_guest() {
+        let off = Onto { enabled: false, smm: false };
+        let plain = Header { flags: GIF_SET, vmcb: u64::MAX };
+        assert!(check(plain, None, off, &OFFERED).is_ok());
+    }
+}
