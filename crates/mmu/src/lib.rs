@@ -13,9 +13,11 @@ extern crate std;
 pub mod dirty;
 pub mod fetch;
 pub mod format;
+pub mod role;
 pub mod roots;
 pub mod shadow;
 pub mod slots;
+pub mod source;
 pub mod table;
 pub mod tdp;
 pub mod walk;
@@ -23,6 +25,7 @@ pub mod walk;
 pub use dirty::DirtyBitmap;
 pub use fetch::{CodeBytes, CodeFetch, CodeMode};
 pub use format::{EptSupport, Format};
+pub use role::Role;
 pub use shadow::{
     FrameWanted, Root, RootOutcome, ShadowFault, ShadowGuard, ShadowMmu, ShadowRoots,
 };

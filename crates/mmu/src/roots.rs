@@ -5,87 +5,9 @@
 //! its root here. What a root is, the cache does not know: an address under TDP, a counted
 //! reference under shadow paging. It gives back what it drops, for the owner to release.
 
-use crate::walk::PagingContext;
+use x86::{Cr0, Cr4, Efer};
 
-const CR0_WP: u64 = 1 << 16;
-const CR0_PG: u64 = 1 << 31;
-const CR4_PSE: u64 = 1 << 4;
-const CR4_PAE: u64 = 1 << 5;
-const CR4_PGE: u64 = 1 << 7;
-const CR4_LA57: u64 = 1 << 12;
-const CR4_SMEP: u64 = 1 << 20;
-const CR4_SMAP: u64 = 1 << 21;
-const CR4_PKE: u64 = 1 << 22;
-const EFER_LME: u64 = 1 << 8;
-const EFER_LMA: u64 = 1 << 10;
-const EFER_NXE: u64 = 1 << 11;
-
-/// What decides how a guest's paging entries are read: two roots of one base and of equal role are
-/// the same root.
-///
-/// Bits that mean nothing in the paging mode at hand are left out, so that they cannot keep equal
-/// roots apart: without paging nothing counts; SMEP and SMAP forbid the supervisor what an entry
-/// allows, and are part of the entry's meaning only while CR0.WP is clear, when user pages may have
-/// to be turned into supervisor ones.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct RootRole(u16);
-
-impl RootRole {
-    const PAGING: u16 = 1 << 0;
-    const LONG: u16 = 1 << 1;
-    const PAE: u16 = 1 << 2;
-    const LA57: u16 = 1 << 3;
-    const PSE: u16 = 1 << 4;
-    const WP: u16 = 1 << 5;
-    const NX: u16 = 1 << 6;
-    const SMEP: u16 = 1 << 7;
-    const SMAP: u16 = 1 << 8;
-    const SMM: u16 = 1 << 9;
-
-    /// The role under TDP: the guest's registers mean nothing to TDP tables, which
-    /// only the address space tells apart.
-    #[inline]
-    pub const fn tdp(smm: bool) -> Self {
-        Self(if smm { Self::SMM } else { 0 })
-    }
-
-    /// The role of the guest's own tables. `smm`: in system-management mode, which sees other
-    /// memory.
-    #[inline]
-    pub fn shadow(context: &PagingContext, smm: bool) -> Self {
-        Self::of(context.cr0, context.cr4, context.efer, smm)
-    }
-
-    /// The same from the registers alone.
-    #[inline]
-    pub fn of(cr0: u64, cr4: u64, efer: u64, smm: bool) -> Self {
-        if cr0 & CR0_PG == 0 {
-            return Self::tdp(smm);
-        }
-        // Without branches: this is computed whenever one of the registers is written.
-        let bit = |word: u64, mask: u64| (word >> mask.trailing_zeros()) as u16 & 1;
-        let (wp, pae, long) = (bit(cr0, CR0_WP), bit(cr4, CR4_PAE), bit(efer, EFER_LMA));
-        let set = |on: u16, role: u16| on << role.trailing_zeros();
-        Self(
-            Self::tdp(smm).0
-                | Self::PAGING
-                | set(long, Self::LONG)
-                | set(pae, Self::PAE)
-                | set(bit(cr4, CR4_LA57) & long, Self::LA57)
-                | set(bit(cr4, CR4_PSE) & !pae, Self::PSE)
-                | set(wp, Self::WP)
-                | set(bit(efer, EFER_NXE) & pae, Self::NX)
-                | set(bit(cr4, CR4_SMEP) & !wp, Self::SMEP)
-                | set(bit(cr4, CR4_SMAP) & !wp, Self::SMAP),
-        )
-    }
-
-    /// Whether it is that of system-management mode.
-    #[inline]
-    pub const fn smm(self) -> bool {
-        self.0 & Self::SMM != 0
-    }
-}
+use crate::role::Role;
 
 /// CR0, CR4 and EFER as far as a change of them once reset a vCPU's whole paging context in KVM
 /// (until 5.15 for CR4.PGE, until 6.4 for the others): `keep_roots=0` does the same.
@@ -93,9 +15,16 @@ impl RootRole {
 pub struct ResetBits(u64);
 
 impl ResetBits {
-    const CR0: u64 = CR0_PG | CR0_WP;
-    const CR4: u64 = CR4_PGE | CR4_PSE | CR4_PAE | CR4_LA57 | CR4_SMEP | CR4_SMAP | CR4_PKE;
-    const EFER: u64 = EFER_LME | EFER_LMA | EFER_NXE;
+    const CR0: u64 = Cr0::PG.union(Cr0::WP).bits();
+    const CR4: u64 = Cr4::PGE
+        .union(Cr4::PSE)
+        .union(Cr4::PAE)
+        .union(Cr4::LA57)
+        .union(Cr4::SMEP)
+        .union(Cr4::SMAP)
+        .union(Cr4::PKE)
+        .bits();
+    const EFER: u64 = Efer::LME.union(Efer::LMA).union(Efer::NXE).bits();
 
     /// Of these registers.
     #[inline]
@@ -110,14 +39,14 @@ const _: () = {
     assert!((ResetBits::CR0 | ResetBits::EFER) >> 32 == 0 && ResetBits::CR4 >> 32 == 0);
 };
 
-/// What a root is known by.
+/// What a root is known by: two roots of one base and of equal role are the same root.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RootKey {
     /// The page-table base: CR3 without its flags and PCID. 0 under TDP and for a guest
     /// that does not page.
     pub base: u64,
     /// How the guest uses it.
-    pub role: RootRole,
+    pub role: Role,
 }
 
 /// Roots kept beside the current one.

@@ -5,7 +5,11 @@
 //! are set in guest memory as hardware sets them (SDM vol. 3A §4.8).
 
 use x86::exception::pf;
-use x86::{Exception, Gpa};
+use x86::{Cr0, Cr4, Efer, Exception, Gpa};
+
+use crate::format::ADDRESS;
+use crate::role::Role;
+use crate::source::{A, D, NX, P, U, W};
 
 /// Guest-physical memory as a walk sees it.
 pub trait GuestMemory {
@@ -56,26 +60,6 @@ pub struct PagingContext {
     /// AMD's rule: bit 8 of the upper levels' table pointers is reserved (APM vol. 2 §5.3.3).
     pub amd: bool,
 }
-
-const CR0_WP: u64 = 1 << 16;
-const CR0_PG: u64 = 1 << 31;
-const CR4_PSE: u64 = 1 << 4;
-const CR4_PAE: u64 = 1 << 5;
-const CR4_LA57: u64 = 1 << 12;
-const CR4_SMEP: u64 = 1 << 20;
-const CR4_SMAP: u64 = 1 << 21;
-const CR4_PKE: u64 = 1 << 22;
-const EFER_LMA: u64 = 1 << 10;
-const EFER_NXE: u64 = 1 << 11;
-
-const P: u64 = 1 << 0;
-const W: u64 = 1 << 1;
-const U: u64 = 1 << 2;
-const A: u64 = 1 << 5;
-const D: u64 = 1 << 6;
-const PS: u64 = 1 << 7;
-const NX: u64 = 1 << 63;
-const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
 /// The kind of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -141,50 +125,23 @@ impl PagingContext {
     /// Whether paging is on.
     #[inline]
     pub fn is_paging(&self) -> bool {
-        self.cr0 & CR0_PG != 0
+        self.cr0 & Cr0::PG.bits() != 0
     }
 
     /// Whether long mode is active.
     #[inline]
     pub fn is_long_mode(&self) -> bool {
-        self.efer & EFER_LMA != 0
-    }
-
-    fn shape(&self) -> Shape {
-        if self.is_long_mode() {
-            if self.cr4 & CR4_LA57 != 0 { Shape::Level5 } else { Shape::Level4 }
-        } else if self.cr4 & CR4_PAE != 0 {
-            Shape::Pae
-        } else {
-            Shape::Legacy
-        }
+        self.efer & Efer::LMA.bits() != 0
     }
 
     /// Whether `va` is canonical for the paging mode (always so outside long mode).
     pub fn is_canonical(&self, va: u64) -> bool {
-        let unused = match self.shape() {
-            Shape::Level4 => 16,
-            Shape::Level5 => 7,
-            _ => return true,
-        };
+        if !self.is_long_mode() {
+            return true;
+        }
+        let unused = if self.cr4 & Cr4::LA57.bits() != 0 { 7 } else { 16 };
         ((va << unused) as i64 >> unused) as u64 == va
     }
-
-    /// Bits of an 8-byte entry above the physical address width.
-    fn beyond(&self) -> u64 {
-        match self.maxphyaddr {
-            width @ 32..=51 => ADDRESS & (u64::MAX << width),
-            _ => 0,
-        }
-    }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Shape {
-    Legacy,
-    Pae,
-    Level4,
-    Level5,
 }
 
 /// Most entries that one walk can lose races for before it starts to look like a livelock.
@@ -228,12 +185,10 @@ fn walk<M: GuestMemory + ?Sized>(
     if !context.is_canonical(va) {
         return Err(WalkError::NonCanonical);
     }
-    let walker = Walker { memory, context, va, access, update };
+    let role = Role::of(context, false);
+    let walker = Walker { memory, context, role, va, access, update };
     for _ in 0..RESTARTS {
-        let found = match context.shape() {
-            Shape::Legacy => walker.legacy(),
-            shape => walker.wide(shape),
-        };
+        let found = if role.is_narrow() { walker.legacy() } else { walker.wide() };
         match found {
             Err(Stop::Restart) => {}
             Err(Stop::Error(error)) => return Err(error),
@@ -253,6 +208,8 @@ enum Stop<E> {
 struct Walker<'a, M: ?Sized> {
     memory: &'a M,
     context: &'a PagingContext,
+    /// How entries are read.
+    role: Role,
     va: u64,
     access: Access,
     update: bool,
@@ -271,10 +228,6 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
         self.access.kind == AccessKind::Fetch
     }
 
-    fn has_nx(&self) -> bool {
-        self.context.efer & EFER_NXE != 0 && self.context.cr4 & CR4_PAE != 0
-    }
-
     fn fault<E>(&self, bits: u32) -> WalkError<E> {
         let mut code = bits;
         if self.is_write() {
@@ -284,7 +237,7 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
             code |= pf::USER;
         }
         // The fetch bit exists only where something can forbid fetching.
-        if self.is_fetch() && (self.has_nx() || self.context.cr4 & CR4_SMEP != 0) {
+        if self.is_fetch() && (self.role.nx() || self.context.cr4 & Cr4::SMEP.bits() != 0) {
             code |= pf::FETCH;
         }
         WalkError::Fault(Exception::pf(self.va, code))
@@ -294,64 +247,26 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
         Err(Stop::Error(self.fault(bits)))
     }
 
-    /// Reserved bits of an 8-byte entry at `level`, where `leaf` says whether it ends the walk.
-    fn reserved(&self, shape: Shape, level: u32, leaf: bool) -> u64 {
-        let context = self.context;
-        let mut bits = context.beyond();
-        if shape == Shape::Pae {
-            if level == 3 {
-                // A PDPTE: only P, PWT, PCD and the address mean something (SDM vol. 3A §4.4.1).
-                // Bit 5 is let pass: QEMU's processor, under TDP, sets it as the
-                // accessed bit, and the guest's own accesses go on.
-                return bits | 0x7ff0_0000_0000_01c6 | NX;
-            }
-            bits |= 0x7ff0_0000_0000_0000;
-        }
-        if context.efer & EFER_NXE == 0 {
-            bits |= NX;
-        }
-        match (level, leaf) {
-            (1, _) => {}
-            (2, true) => bits |= 0x001f_e000,
-            (3, true) => {
-                bits |= 0x3fff_e000;
-                if !context.gbpages {
-                    bits |= PS;
-                }
-            }
-            (4.., _) => bits |= PS | if context.amd { 1 << 8 } else { 0 },
-            (3, false) if context.amd => bits |= 1 << 8,
-            _ => {}
-        }
-        bits
-    }
-
     /// PAE, 4-level and 5-level paging: 8-byte entries, 9 bits of address each.
-    fn wide(&self, shape: Shape) -> Result<Translation, Stop<M::Error>> {
-        let top = match shape {
-            Shape::Level5 => 5,
-            Shape::Level4 => 4,
-            _ => 3,
-        };
-        let mut table = match shape {
-            Shape::Pae => self.context.cr3 & 0xffff_ffe0,
-            _ => self.context.cr3 & ADDRESS & !self.context.beyond(),
-        };
+    fn wide(&self) -> Result<Translation, Stop<M::Error>> {
+        let root = self.role;
+        // Under PAE paging the four entries that CR3 leads to are a level of their own.
+        let mut level = if root.is_long() { root.level() } else { 3 };
+        let mut table = root.base(self.context.cr3);
         let mut path = Path::new();
         let (mut granted, mut forbidden) = (W | U, 0);
-        let mut level = top;
         loop {
-            let shift = 12 + 9 * (level - 1);
-            let index =
-                (self.va >> shift) & if shape == Shape::Pae && level == 3 { 3 } else { 511 };
+            let role = root.at_level(level);
+            let shift = 12 + 9 * (u32::from(level) - 1);
+            let pdpte = !root.is_long() && level == 3;
+            let index = (self.va >> shift) & if pdpte { 3 } else { 511 };
             let gpa = Gpa(table.wrapping_add(index * 8));
             let entry = self.read(gpa, self.memory.read_u64(gpa))?;
             if entry & P == 0 {
                 return self.refuse(0);
             }
-            let pdpte = shape == Shape::Pae && level == 3;
-            let leaf = level == 1 || (entry & PS != 0 && level <= 3 && !pdpte);
-            if entry & self.reserved(shape, level, leaf) != 0 {
+            let leaf = role.is_leaf(entry);
+            if entry & role.reserved(leaf) != 0 {
                 return self.refuse(pf::PRESENT | pf::RSVD);
             }
             if !pdpte {
@@ -379,29 +294,21 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
 
     /// 32-bit paging: 4-byte entries, 10 bits of address each, 4 MiB pages with CR4.PSE.
     fn legacy(&self) -> Result<Translation, Stop<M::Error>> {
-        let mut path = Path::new();
-        let pde_at = Gpa((self.context.cr3 & 0xffff_f000) | ((self.va >> 22) << 2));
+        let (role, mut path) = (self.role, Path::new());
+        let pde_at = Gpa(role.base(self.context.cr3) | ((self.va >> 22) << 2));
         let pde = u64::from(self.read(pde_at, self.memory.read_u32(pde_at))?);
         if pde & P == 0 {
             return self.refuse(0);
         }
         path.push(pde_at, pde);
-        if pde & PS != 0 && self.context.cr4 & CR4_PSE != 0 {
-            // PSE-36: bits 20:13 are address bits 39:32, as far as the guest has them; bit 21 is
-            // reserved (SDM vol. 3A §4.3).
-            let width = match self.context.maxphyaddr {
-                width @ 32..=39 => u32::from(width),
-                _ => 40,
-            };
-            let high = ((1u64 << (width - 32)) - 1) << 13;
-            if pde & 0x003f_e000 & !high != 0 {
+        if role.is_leaf(pde) {
+            if pde & role.reserved(true) != 0 {
                 return self.refuse(pf::PRESENT | pf::RSVD);
             }
             self.permit(pde, 0, 0)?;
             self.settle_legacy(&path)?;
-            let page = (pde & 0xffc0_0000) | ((pde & high) >> 13 << 32);
             return Ok(Translation {
-                gpa: Gpa(page | (self.va & 0x003f_ffff)),
+                gpa: Gpa(role.leaf_frame(pde, 0).gpa().0 | (self.va & 0x003f_ffff)),
                 page_shift: 22,
                 writable: pde & W != 0,
                 user: pde & U != 0,
@@ -435,20 +342,20 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
         let context = self.context;
         let user_page = granted & U != 0;
         // Where a write needs R/W: user mode always, supervisor mode with CR0.WP.
-        let guarded = self.is_user() || context.cr0 & CR0_WP != 0;
+        let guarded = self.is_user() || context.cr0 & Cr0::WP.bits() != 0;
         let mut refused = self.is_user() && !user_page;
         refused |= self.is_write() && granted & W == 0 && guarded;
         refused |= self.is_fetch() && forbidden != 0;
         if !self.is_user() && user_page {
             if self.is_fetch() {
-                refused |= context.cr4 & CR4_SMEP != 0;
+                refused |= context.cr4 & Cr4::SMEP.bits() != 0;
             } else {
                 let excused = context.rflags_ac && !self.access.implicit;
-                refused |= context.cr4 & CR4_SMAP != 0 && !excused;
+                refused |= context.cr4 & Cr4::SMAP.bits() != 0 && !excused;
             }
         }
         let mut bits = pf::PRESENT;
-        let keys = context.cr4 & CR4_PKE != 0 && context.is_long_mode();
+        let keys = context.cr4 & Cr4::PKE.bits() != 0 && context.is_long_mode();
         if keys && user_page && !self.is_fetch() {
             let rights = context.pkru >> (2 * key);
             if rights & 1 != 0 || (rights & 2 != 0 && self.is_write() && guarded) {

@@ -1,7 +1,7 @@
 //! The cache of previous roots, and which register bits make another root.
 
-use gannet_mmu::PagingContext;
-use gannet_mmu::roots::{PREVIOUS, ResetBits, RootCache, RootKey, RootRole};
+use gannet_mmu::roots::{PREVIOUS, ResetBits, RootCache, RootKey};
+use gannet_mmu::{PagingContext, Role};
 use proptest::prelude::*;
 
 const PG: u64 = 1 << 31;
@@ -19,12 +19,12 @@ fn context(cr0: u64, cr4: u64, efer: u64) -> PagingContext {
     PagingContext { cr0, cr4, efer, ..PagingContext::default() }
 }
 
-fn role(cr0: u64, cr4: u64, efer: u64) -> RootRole {
-    RootRole::shadow(&context(cr0, cr4, efer), false)
+fn role(cr0: u64, cr4: u64, efer: u64) -> Role {
+    Role::of(&context(cr0, cr4, efer), false)
 }
 
 fn key(base: u64) -> RootKey {
-    RootKey { base, role: RootRole::default() }
+    RootKey { base, role: Role::default() }
 }
 
 #[test]
@@ -94,10 +94,10 @@ fn each_bit_that_changes_an_entrys_meaning_makes_another_root() {
     assert_ne!(role(PG, 0, 0), role(PG, PAE, 0), "PAE");
     assert_ne!(role(PG, PAE, LMA), role(PG, PAE | SMEP, LMA), "SMEP without WP");
     assert_ne!(role(PG, PAE, LMA), role(PG, PAE | SMAP, LMA), "SMAP without WP");
-    let smm = RootRole::shadow(&context(PG | WP, PAE, LMA | NXE), true);
+    let smm = Role::of(&context(PG | WP, PAE, LMA | NXE), true);
     assert_ne!(base, smm, "SMM");
     assert!(smm.smm() && !base.smm());
-    assert_ne!(RootRole::tdp(true), RootRole::tdp(false));
+    assert_ne!(Role::tdp(true), Role::tdp(false));
 }
 
 #[test]

@@ -7,8 +7,9 @@ use x86::Gfn;
 
 use super::State;
 use super::arena::{PageId, ShadowPage};
-use super::guest::{A, D, P, load};
-use super::role::Grant;
+use super::tables::load;
+use crate::role::Grant;
+use crate::source::{A, D, P};
 use crate::table::{GuestPage, View};
 
 /// Entries of an aligned group, of which one faulted.

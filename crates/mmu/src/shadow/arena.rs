@@ -12,7 +12,7 @@ use host::error::NoMemory;
 use host::page::Page;
 use x86::{Gfn, Hpa};
 
-use super::role::Role;
+use crate::role::Role;
 use crate::table::GuestPage;
 
 /// The number of a page; 0 for none.

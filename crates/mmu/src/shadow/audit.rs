@@ -5,8 +5,9 @@ use core::sync::atomic::Ordering;
 use x86::Gfn;
 
 use super::arena::{PageId, ShadowPage, Standing, index_of, node, page_of};
-use super::guest::{P, PS, W, frame_of};
+use super::tables::frame_of;
 use super::{ShadowMmu, State};
+use crate::source::{P, PS, W};
 
 macro_rules! ensure {
     ($condition:expr, $($what:tt)*) => {

@@ -11,8 +11,9 @@ use super::State;
 use super::arena::{Node, PageId, ShadowPage, Standing, index_of, node, page_of};
 use super::counters::{add, count};
 use super::frames::Chunk;
-use super::guest::{A, P, U, W, frame_of};
-use super::role::Role;
+use super::tables::frame_of;
+use crate::role::Role;
+use crate::source::{A, P, U, W};
 
 impl State {
     /// Links page `kid` below entry `index` of page `id`, which is empty. `copy`: the guest's entry.

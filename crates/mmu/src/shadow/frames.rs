@@ -13,7 +13,7 @@ use host::error::NoMemory;
 use host::page::Page;
 use x86::Gfn;
 
-use super::guest::PS;
+use crate::source::PS;
 
 /// Frames of a chunk: those of a large page.
 pub(super) const CHUNK: u64 = 512;

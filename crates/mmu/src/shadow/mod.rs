@@ -17,12 +17,11 @@ pub mod counters;
 mod entries;
 mod fault;
 mod frames;
-mod guest;
 mod recycle;
-pub mod role;
 pub mod roots;
 mod settle;
 mod sync;
+mod tables;
 mod withdraw;
 
 use alloc::vec::Vec;
@@ -42,7 +41,6 @@ use arena::{Arena, PageId};
 use frames::{Chunk, Frames, Lack, Span};
 
 pub use counters::Counters;
-pub use role::Role;
 pub use roots::{Root, ShadowRoots};
 
 /// What became of a wish for a root.

@@ -12,11 +12,11 @@ use x86::{Gfn, Hpa};
 
 use super::arena::PageId;
 use super::counters::count;
-use super::guest::P;
-use super::role::Role;
 use super::{RootOutcome, State};
 use crate::format::ADDRESS;
-use crate::roots::{RootCache, RootKey, RootRole};
+use crate::role::Role;
+use crate::roots::{RootCache, RootKey};
+use crate::source::P;
 use crate::table::View;
 use crate::walk::PagingContext;
 
@@ -118,12 +118,8 @@ impl ShadowRoots {
 }
 
 /// The tables that a root begins with, by frame and role; at most four.
-fn tables(
-    context: &PagingContext,
-    pdptes: &[u64; 4],
-    role: Role,
-) -> impl Iterator<Item = Option<(Gfn, Role)>> {
-    let (cr3, base) = (context.cr3, base_of(context));
+fn tables(key: RootKey, pdptes: &[u64; 4]) -> impl Iterator<Item = Option<(Gfn, Role)>> {
+    let RootKey { base, role } = key;
     let pdptes = *pdptes;
     let count = if role.is_long() { 1 } else { 4 };
     (0..4u64).map(move |n| {
@@ -134,28 +130,12 @@ fn tables(
         } else if role.is_long() {
             Some((Gfn(base >> 12), role))
         } else if role.is_narrow() {
-            Some((Gfn((cr3 & 0xffff_f000) >> 12), role.in_quadrant(n as usize)))
+            Some((Gfn(base >> 12), role.in_quadrant(n as usize)))
         } else {
             let pdpte = pdptes.get(n as usize).copied().unwrap_or(0);
             (pdpte & P != 0).then_some((Gfn((pdpte & ADDRESS) >> 12), role))
         }
     })
-}
-
-/// CR3 without what is no part of the address.
-#[inline]
-fn base_of(context: &PagingContext) -> u64 {
-    if !context.is_paging() {
-        0
-    } else if context.is_long_mode() {
-        let beyond = match context.maxphyaddr {
-            width @ 32..=51 => u64::MAX << width,
-            _ => 0,
-        };
-        context.cr3 & ADDRESS & !beyond
-    } else {
-        context.cr3 & 0xffff_ffe0
-    }
 }
 
 impl State {
@@ -169,8 +149,8 @@ impl State {
         smm: bool,
         flush: bool,
     ) -> RootOutcome {
-        let shadow = RootRole::shadow(context, smm);
-        let key = RootKey { base: base_of(context), role: shadow };
+        let role = Role::of(context, smm);
+        let key = RootKey { base: role.base(context.cr3), role };
         if flush {
             roots.flushes = roots.flushes.wrapping_add(1);
         }
@@ -182,7 +162,7 @@ impl State {
                 return roots.current().map_or(RootOutcome::NeedPages(1), RootOutcome::Ready);
             }
         }
-        self.make_root(view, roots, key, context, pdptes, smm)
+        self.make_root(view, roots, key, pdptes)
     }
 
     /// Brings the current root's pages in order, if the vCPU flushed since they were.
@@ -201,12 +181,10 @@ impl State {
         view: &View<'_>,
         roots: &mut ShadowRoots,
         key: RootKey,
-        context: &PagingContext,
         pdptes: &[u64; 4],
-        smm: bool,
     ) -> RootOutcome {
-        let role = Role::of(context, smm);
-        let wanted = || tables(context, pdptes, role);
+        let role = key.role;
+        let wanted = || tables(key, pdptes);
         let lacking = |table: &(Gfn, Role)| self.arena.find(table.0, table.1).is_none();
         let needed = wanted().flatten().filter(lacking).count();
         if self.arena.free_count() < needed {

@@ -8,8 +8,9 @@ use core::sync::atomic::Ordering;
 use super::State;
 use super::arena::{PageId, ShadowPage, Standing};
 use super::counters::{add, count};
-use super::guest::{A, D, NX, P, PS, U, W, index_at, load, same_link};
+use super::tables::load;
 use crate::format::ADDRESS;
+use crate::source::{A, D, NX, P, PS, U, W, index_at, same_link};
 use crate::table::View;
 
 /// Entries that one flush compares at most. What it does not get to it cuts off: links to pages that

@@ -10,7 +10,7 @@ use x86::Gfn;
 use super::State;
 use super::arena::{Node, index_of, page_of};
 use super::frames::Chunk;
-use super::guest::W;
+use crate::source::W;
 
 impl State {
     /// Drops all leaves of the frames `first..end`, and stops relying on what tables lie in them.

@@ -8,8 +8,8 @@
 
 use backend::Backend;
 use host::{KBox, NoMemory};
-use mmu::Section;
-use mmu::roots::{ResetBits, RootCache, RootKey, RootRole};
+use mmu::roots::{ResetBits, RootCache, RootKey};
+use mmu::{Role, Section};
 use x86::Hpa;
 
 use crate::{Vcpu, run::inner::Next};
@@ -23,8 +23,8 @@ pub(crate) struct Roots {
     unload: bool,
     keep: bool,
     shadow: bool,
-    /// The role at the last look, under shadow paging.
-    role: RootRole,
+    /// What the registers made of the role at the last look, under shadow paging.
+    role: Role,
     /// The registers at the last look, with `keep_roots=0`.
     seen: ResetBits,
     cache: KBox<RootCache<Hpa>>,
@@ -38,7 +38,7 @@ impl Roots {
             keep: paging.keep_roots,
             shadow: !paging.tdp,
             seen: ResetBits::default(),
-            role: RootRole::default(),
+            role: Role::default(),
             cache: KBox::new(RootCache::new())?,
         })
     }
@@ -82,7 +82,7 @@ impl<B: Backend> Vcpu<B> {
     fn look_at_role(&mut self) {
         let c = self.b.control();
         if self.roots.shadow {
-            let role = RootRole::of(c.cr0, c.cr4, c.efer, false);
+            let role = Role::of_registers(c.cr0, c.cr4, c.efer);
             if core::mem::replace(&mut self.roots.role, role) != role {
                 self.want_root();
             }
@@ -127,7 +127,7 @@ impl<B: Backend> Vcpu<B> {
             return Ok(());
         }
         self.roots.due = false;
-        let key = RootKey { base: 0, role: RootRole::tdp(self.smm.active) };
+        let key = RootKey { base: 0, role: Role::tdp(self.smm.active) };
         let root = match self.roots.cache.switch(key) {
             Some(root) => *root,
             None => {

@@ -10,6 +10,7 @@
 use backend::{Backend, Event, PageFault, TdpFault};
 use emulate::Cause;
 use host::{KBox, NoMemory, page::Page};
+use mmu::source::reserved_in_pdpte;
 use mmu::{PagingContext, RootOutcome, Section, ShadowFault, ShadowRoots};
 use stats::VcpuCount;
 use vm::memory::{MemoryError, ShadowOutcome, shadow::Caller};
@@ -27,9 +28,6 @@ const CR4_PAE: u64 = 1 << 5;
 const CR4_PCIDE: u64 = 1 << 17;
 const EFER_LMA: u64 = 1 << 10;
 
-/// Bits of a PDPTE that must be clear, without those above the physical address width
-/// (SDM vol. 3A §4.4.1); some CPUs set the accessed bit.
-const PDPTE_RESERVED: u64 = 0xfff0_0000_0000_01c6;
 const PRESENT: u64 = 1;
 
 /// The page-directory-pointer entries that PAE paging loads with CR3.
@@ -469,7 +467,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn reserved_in_pdptes(&self) -> u64 {
-        PDPTE_RESERVED | (u64::MAX << self.cpuid.maxphyaddr().clamp(32, 63))
+        reserved_in_pdpte(self.cpuid.maxphyaddr())
     }
 
     /// After user space set the registers. Entries that cannot be loaded are not present.

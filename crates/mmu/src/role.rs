@@ -1,19 +1,14 @@
-//! What, beside the guest frame, decides what a shadow page holds.
+//! What decides how a paging entry of the guest's is read: one word for the walk, the shadow pages and the
+//! roots that a vCPU keeps.
 //!
-//! Two roles that differ in any bit never share a page: each bit changes what a guest entry means, or
-//! which entries of the guest's table the page stands for.
+//! The bits of the registers that mean nothing in the paging mode at hand are left out, so that they cannot
+//! keep equal roots and equal pages apart. Two shadow pages whose roles differ in any bit are never the
+//! same: each bit changes what a guest entry means, or which entries of the guest's table the page stands
+//! for. What an entry means in a role is in [`crate::source`].
+
+use x86::{Cr0, Cr4, Efer};
 
 use crate::walk::PagingContext;
-
-const CR0_WP: u64 = 1 << 16;
-const CR0_PG: u64 = 1 << 31;
-const CR4_PSE: u64 = 1 << 4;
-const CR4_PAE: u64 = 1 << 5;
-const CR4_LA57: u64 = 1 << 12;
-const CR4_SMEP: u64 = 1 << 20;
-const CR4_SMAP: u64 = 1 << 21;
-const EFER_LMA: u64 = 1 << 10;
-const EFER_NXE: u64 = 1 << 11;
 
 /// What the entries on the way allow, as in an entry's own bits: W is bit 1, U is bit 2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,7 +62,7 @@ impl Grant {
 }
 
 /// A role, as bits of a word.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Role(u32);
 
 impl Role {
@@ -108,43 +103,73 @@ impl Role {
     /// What a page made from no guest table depends on.
     const OF_DIRECT: u32 = Self::WP | Self::SMEP | Self::SMAP | Self::SMM;
 
-    /// Of nothing.
-    pub(super) const NONE: Self = Self(0);
+    /// The role of no guest table at all.
+    pub(crate) const NONE: Self = Self(0);
+    /// The role of the root of a guest that does not page: nothing of the registers counts.
+    const UNPAGED: Self = Self(2 | Self::DIRECT | Self::WP | Self::GRANT);
 
-    /// The role of the root for `context`: level 4 or 5 in long mode, else 2, of which four hang
-    /// below PDPTEs.
+    /// The role under TDP: the guest's registers mean nothing to TDP tables, which only the address
+    /// space tells apart.
+    #[inline]
+    pub const fn tdp(smm: bool) -> Self {
+        Self(if smm { Self::SMM } else { 0 })
+    }
+
+    /// The role of the guest's root in `context`: of level 4 or 5 in long mode, else of level 2, of which
+    /// four hang below PDPTEs. `smm`: in system-management mode, which sees other memory.
     #[inline]
     pub fn of(context: &PagingContext, smm: bool) -> Self {
-        let smm = if smm { Self::SMM } else { 0 };
-        let all = (Grant::ALL.0 as u32) << Self::GRANT_SHIFT;
-        if context.cr0 & CR0_PG == 0 {
-            return Self(2 | Self::DIRECT | Self::WP | smm | all);
+        let role = Self::of_registers(context.cr0, context.cr4, context.efer);
+        let smm = Self::tdp(smm).0;
+        if role.is_direct() {
+            return Self(role.0 | smm);
         }
-        let mut bits = smm | all | u32::from(context.maxphyaddr & 63) << Self::WIDTH_SHIFT;
-        let mut set = |on: bool, bit| bits |= if on { bit } else { 0 };
-        let wp = context.cr0 & CR0_WP != 0;
-        let long = context.efer & EFER_LMA != 0;
-        let wide = long || context.cr4 & CR4_PAE != 0;
-        let five = long && context.cr4 & CR4_LA57 != 0;
-        set(wp, Self::WP);
-        set(!wp && context.cr4 & CR4_SMEP != 0, Self::SMEP);
-        set(!wp && context.cr4 & CR4_SMAP != 0, Self::SMAP);
-        set(wide && context.efer & EFER_NXE != 0, Self::NX);
-        set(long, Self::LONG);
-        set(five, Self::LA57);
-        set(!wide, Self::NARROW);
-        set(!wide && context.cr4 & CR4_PSE != 0, Self::PSE);
-        set(wide && context.gbpages, Self::GBPAGES);
-        set(context.amd, Self::AMD);
+        let wide = u32::from(!role.is_narrow());
         Self(
-            bits | if five {
-                5
-            } else if long {
-                4
-            } else {
-                2
-            },
+            role.0
+                | smm
+                | u32::from(context.maxphyaddr & 63) << Self::WIDTH_SHIFT
+                | (u32::from(context.gbpages) & wide) << Self::GBPAGES.trailing_zeros()
+                | u32::from(context.amd) << Self::AMD.trailing_zeros(),
         )
+    }
+
+    /// What the registers alone make of the role: the rest is the CPUID's and the address space's.
+    #[inline]
+    pub fn of_registers(cr0: u64, cr4: u64, efer: u64) -> Self {
+        if cr0 & Cr0::PG.bits() == 0 {
+            return Self::UNPAGED;
+        }
+        // Without branches: this is computed whenever one of the registers is written.
+        let bit = |word: u64, mask: u64| (word >> mask.trailing_zeros()) as u32 & 1;
+        let set = |on: u32, role: u32| on << role.trailing_zeros();
+        let (wp, long) = (bit(cr0, Cr0::WP.bits()), bit(efer, Efer::LMA.bits()));
+        let wide = bit(cr4, Cr4::PAE.bits()) | long;
+        let five = bit(cr4, Cr4::LA57.bits()) & long;
+        Self(
+            (2 + 2 * long + five)
+                | Self::GRANT
+                | set(wp, Self::WP)
+                | set(bit(cr4, Cr4::SMEP.bits()) & !wp, Self::SMEP)
+                | set(bit(cr4, Cr4::SMAP.bits()) & !wp, Self::SMAP)
+                | set(bit(efer, Efer::NXE.bits()) & wide, Self::NX)
+                | set(long, Self::LONG)
+                | set(five, Self::LA57)
+                | set(wide ^ 1, Self::NARROW)
+                | set(bit(cr4, Cr4::PSE.bits()) & !wide, Self::PSE),
+        )
+    }
+
+    /// The role of the table at `level` on the way of a walk.
+    #[inline]
+    pub(crate) const fn at_level(self, level: u8) -> Self {
+        Self((self.0 & !Self::LEVEL) | (level as u32 & Self::LEVEL))
+    }
+
+    /// Whether it is that of system-management mode.
+    #[inline]
+    pub const fn smm(self) -> bool {
+        self.0 & Self::SMM != 0
     }
 
     /// The bits, for hashing and tracing.
@@ -269,6 +294,16 @@ impl Role {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const CR0_PG: u64 = Cr0::PG.bits();
+    const CR0_WP: u64 = Cr0::WP.bits();
+    const CR4_PSE: u64 = Cr4::PSE.bits();
+    const CR4_PAE: u64 = Cr4::PAE.bits();
+    const CR4_LA57: u64 = Cr4::LA57.bits();
+    const CR4_SMEP: u64 = Cr4::SMEP.bits();
+    const CR4_SMAP: u64 = Cr4::SMAP.bits();
+    const EFER_LMA: u64 = Efer::LMA.bits();
+    const EFER_NXE: u64 = Efer::NXE.bits();
 
     fn long() -> PagingContext {
         PagingContext {

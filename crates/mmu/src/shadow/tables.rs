@@ -1,0 +1,114 @@
+//! The guest's tables behind shadow pages: where they lie, and what the VM's tree says of a frame.
+
+use x86::{Gfn, Gpa};
+
+use super::State;
+use super::arena::{PageId, ShadowPage};
+use super::frames::Chunk;
+use crate::role::{Grant, Role};
+use crate::source::{D, NX, P, PS, U, W};
+use crate::table::{GuestPage, View};
+use crate::tdp::{LEVEL_2M, lookup};
+
+/// The frame that the entry `index` of a page maps, if it is a leaf.
+#[inline]
+pub(super) fn frame_of(page: &ShadowPage, index: usize) -> Gfn {
+    let role = page.role.get();
+    if role.is_direct() {
+        let shift = 9 * (u32::from(role.level()).saturating_sub(1));
+        Gfn(page.gfn.get().0.wrapping_add((index as u64) << shift))
+    } else {
+        role.leaf_frame(page.copy(index), index)
+    }
+}
+
+/// The guest's entry at a byte offset of its table.
+#[inline]
+pub(super) fn load(view: &View<'_>, table: &GuestPage, role: Role, offset: usize) -> Option<u64> {
+    if role.is_narrow() {
+        view.load_u32(table, offset).map(u64::from)
+    } else {
+        view.load_u64(table, offset)
+    }
+}
+
+/// Replaces a guest entry, as the hardware does to set bits. `None`: the table cannot be written.
+pub(super) fn update(
+    view: &View<'_>,
+    table: &GuestPage,
+    role: Role,
+    offset: usize,
+    old: u64,
+    new: u64,
+) -> Option<bool> {
+    if role.is_narrow() {
+        view.swap_u32(table, offset, old as u32, new as u32)
+    } else {
+        view.swap_u64(table, offset, old, new)
+    }
+}
+
+impl State {
+    /// The guest table's page behind a shadow page. `None`: not in the tree now, or nothing could
+    /// be noted about it.
+    #[inline]
+    pub(super) fn table_of(&self, view: &View<'_>, id: PageId) -> Option<GuestPage> {
+        let page = self.arena.page(id);
+        let table = page.guest.get();
+        if view.is_current(&table) {
+            return Some(table);
+        }
+        let table = self.find_table(view, page.gfn.get())?;
+        page.guest.set(table);
+        Some(table)
+    }
+
+    /// The same for a frame without a shadow page.
+    #[inline(never)]
+    pub(super) fn find_table(&self, view: &View<'_>, gfn: Gfn) -> Option<GuestPage> {
+        let leaf = lookup(view, gfn).filter(|leaf| leaf.direct)?;
+        self.frames.chunk(gfn)?;
+        Some(view.page(leaf.pfn.hpa(), leaf.writable))
+    }
+}
+
+/// What of a frame's known entry is not the hardware's: see [`State::leaf`].
+const NOT_OF_LEAF: u64 = W | PS;
+
+impl State {
+    /// What the tree says of a frame that lies in `chunk`: see [`Chunk::known`]. 0: not there, or not
+    /// to be written though `write` wants to.
+    #[inline]
+    pub(super) fn frame(&self, view: &View<'_>, gfn: Gfn, chunk: &Chunk, write: bool) -> u64 {
+        let (known, wanted) = (chunk.known(gfn), if write { P | W } else { P });
+        if known & wanted == wanted { known } else { self.ask(view, gfn, chunk, wanted) }
+    }
+
+    #[inline(never)]
+    fn ask(&self, view: &View<'_>, gfn: Gfn, chunk: &Chunk, wanted: u64) -> u64 {
+        let Some(leaf) = lookup(view, gfn) else { return 0 };
+        let mut entry = leaf.pfn.hpa().0 | P;
+        entry |= if leaf.writable { W } else { 0 };
+        entry |= if leaf.level >= LEVEL_2M { PS } else { 0 };
+        entry |= if leaf.direct { self.encryption } else { 0 };
+        chunk.learn(gfn, entry);
+        if entry & wanted == wanted { entry } else { 0 }
+    }
+
+    /// The hardware's entry for a frame, small and not accessed. `known`: what the tree says of it.
+    #[inline]
+    pub(super) fn leaf(&self, known: u64, grant: Grant) -> u64 {
+        let bits = grant.bits() & (known & W | U | NX);
+        // Born dirty where it may be written: nobody looks, and the hardware need not set it.
+        known & !NOT_OF_LEAF | bits | (bits & W) << DIRTY_ABOVE_W
+    }
+}
+
+/// From W to D.
+const DIRTY_ABOVE_W: u32 = 5;
+const _: () = assert!(W << DIRTY_ABOVE_W == D);
+
+/// Where an entry of a table lies.
+pub(super) fn entry_gpa(gfn: Gfn, offset: usize) -> Gpa {
+    Gpa(gfn.gpa().0 | (offset as u64 & 0xfff))
+}
