@@ -168,12 +168,15 @@ fn print(text: &dyn std::fmt::Display) -> Result<()> {
     writeln!(std::io::stdout(), "{text}").context("cannot write to standard output")
 }
 
-/// One line on a terminal, replaced by the next; nothing where errors go to a file.
+/// One line on a terminal, replaced by the next; a line each elsewhere, so that whoever waits sees that something happens.
 fn show_progress(text: &str) {
-    let mut terminal = std::io::stderr();
-    if terminal.is_terminal() {
-        // Progress that cannot be shown is not worth failing for.
-        let _ = write!(terminal, "\r\x1b[K{text}");
-        let _ = terminal.flush();
-    }
+    let mut errors = std::io::stderr();
+    // Progress that cannot be shown is not worth failing for.
+    let _ = if errors.is_terminal() {
+        write!(errors, "\r\x1b[K{text}").and_then(|()| errors.flush())
+    } else if text.is_empty() {
+        Ok(())
+    } else {
+        writeln!(errors, "{text}")
+    };
 }

@@ -1,10 +1,9 @@
 //! `make try`: one command in one machine, with its console streamed, for work on the module.
 
 use crate::options::Options;
-use crate::{guest, labtest, module, test};
+use crate::{guest, labtest, module};
 use anyhow::{Result, bail};
-use gannet_lab::{Event, Layout, Module};
-use std::time::Duration;
+use gannet_lab::{Event, Job, Layout, Module};
 
 /// Builds what the machine needs, runs the command there, and says whether it ended with 0 and left the host's log clean.
 pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
@@ -24,7 +23,7 @@ pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
             guest::build(layout, kernel)?;
         }
     }
-    let mut job = test::plain_job(options, options.kernel, options.module, &options.command);
+    let mut job = Job::new(options.machine, options.kernel, options.module, &options.command);
     labtest::with_programs(layout, &mut job)?;
     for program in &options.programs {
         let Some(name) = program.file_name().filter(|_| program.is_file()) else {
@@ -37,7 +36,9 @@ pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
     if !options.processor.is_empty() {
         labtest::choose_processor(&mut job, &options.processor);
     }
-    job.timeout = Duration::from_secs(options.seconds);
+    if let Some(seconds) = options.seconds {
+        job.patience = job.patience.with_quiet(seconds);
+    }
     let outcome = gannet_lab::run(layout, &job, &mut |event| {
         if let Event::Line(line) = event {
             println!("{line}");

@@ -11,7 +11,6 @@ use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
-use std::time::Duration;
 
 /// What exitbench writes, as far as it is read here.
 #[derive(Deserialize)]
@@ -147,7 +146,6 @@ pub fn one_side(
     });
     job.counting = true;
     job.plugin = Some(tools.plugin.clone());
-    job.timeout = Duration::from_secs(420);
     let outcome = gannet_lab::run(layout, &job, on_event)?;
     let faults: Vec<String> = outcome.faults().into_iter().map(str::to_owned).collect();
     if let Some(reason) = outcome.refusal() {

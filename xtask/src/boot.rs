@@ -4,9 +4,8 @@ use crate::bench::Tools;
 use crate::options::Options;
 use crate::{bench, module};
 use anyhow::{Context, Result, bail};
-use gannet_lab::{Event, Job, Layout, Machine, Module, Outcome, guest};
+use gannet_lab::{Event, Job, Layout, Module, Outcome, guest};
 use serde::Deserialize;
-use std::time::Duration;
 
 /// How a measured boot went.
 #[derive(Clone, Debug, Deserialize)]
@@ -20,11 +19,6 @@ pub struct BootReport {
 /// A measured boot, and the lines of the host's log that tell of a fault.
 pub type Measured = Result<(BootReport, Vec<String>)>;
 
-/// How long a boot may take. Bochs is several times as slow as QEMU.
-pub fn patience(machine: Machine) -> Duration {
-    Duration::from_secs(if machine == Machine::Intel { 480 } else { 240 })
-}
-
 /// `make boot`: streams the guest's console; whether its user space answered.
 pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
     if options.module == Module::None {
@@ -34,8 +28,7 @@ pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
         module::build(layout, options.kernel)?;
     }
     let tools = bench::prepare(layout, options)?;
-    let mut job = job(layout, options, &tools, options.module, options.cpus, "")?;
-    job.timeout = patience(options.machine);
+    let job = job(layout, options, &tools, options.module, options.cpus, "")?;
     let mut print = |event: Event<'_>| {
         if let Event::Line(line) = event {
             println!("{line}");
@@ -98,7 +91,6 @@ pub fn measure(
     let more = "--unit instructions --report /out/boot.json";
     let mut job = job(layout, options, tools, module, 1, more)?;
     job.counting = true;
-    job.timeout = patience(options.machine);
     let outcome = gannet_lab::run(layout, &job, on_event)?;
     if let Some(reason) = outcome.refusal() {
         bail!("the module did not load: {reason}");

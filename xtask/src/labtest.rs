@@ -1,9 +1,10 @@
 //! Tests that run in a machine: those of the lab itself, and the programs that `lab/tests.list` names.
 //!
-//! A line of the list is `name | machines | kernels | modules | cpus | seconds | command`, with `all` or a list with commas for machines
+//! A line of the list is `name | machines | kernels | modules | cpus | silence | command`, with `all` or a list with commas for machines
 //! (`amd,intel`), kernels (`6.12,6.1`) and modules (`stock,gannet,none`). A module's parameters follow its name: `stock npt=0,gannet
 //! npt=0 keep_roots=0`; `all npt=0` is both. After the number of CPUs comes what they have besides (`+la57`, on `amd`) or another
-//! model (`core2_penryn_t9600`, on `intel`), or `vmx-locked`: firmware has locked VMX away. The programs of the packages under `tests/` are in `/bin` of the machine, and so is
+//! model (`core2_penryn_t9600`, on `intel`), or `vmx-locked`: firmware has locked VMX away. `silence` is `-`, or for how many seconds the
+//! command may print nothing (`gannet_lab::Patience`). The programs of the packages under `tests/` are in `/bin` of the machine, and so is
 //! exitbench; the guest's kernel and initramfs are `/guest/vmlinux` and `/guest/initramfs` where the command names them, those of a
 //! guest with the older kernel `/guest-6.1/vmlinux` and `/guest-6.1/initramfs`. A command reports `ok NAME`, `not ok NAME: reason` or
 //! `skip NAME: reason` on lines of their own and ends with 0; afterwards the host's log must be clean.
@@ -11,7 +12,7 @@
 use crate::bench::Tools;
 use crate::progress::Step;
 use crate::tally::{Tally, Verdict};
-use crate::test::{judge_boot, plain_job};
+use crate::test::judge_boot;
 use crate::{boot, options::Options};
 use anyhow::{Context, Result, bail};
 use gannet_lab::{
@@ -20,7 +21,7 @@ use gannet_lab::{
 use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::{Mutex, mpsc};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// What a machine's outcome means.
 type Judge = Box<dyn Fn(&Outcome) -> Vec<(String, Verdict)> + Send>;
@@ -66,7 +67,7 @@ fn under(options: &Options, kernel: Kernel) -> String {
 /// The machine itself: the stock module loads, a command's status and files come back.
 pub fn machine_runs(options: &Options, kernel: Kernel) -> LabTest {
     let command = "test -c /dev/kvm && uname -r >/out/release && exit 7";
-    let job = plain_job(options, kernel, Module::Stock, command);
+    let job = Job::new(options.machine, kernel, Module::Stock, command);
     let title = format!("lab: kernel {} runs the stock module", under(options, kernel));
     test(title, job, move |outcome| {
         let release = outcome.files.get("release").map(Vec::as_slice).unwrap_or_default();
@@ -86,7 +87,6 @@ pub fn boots(
 ) -> Result<LabTest> {
     let mut job = boot::job(layout, options, tools, module, cpus, "")?;
     job.kernel = kernel;
-    job.timeout = boot::patience(options.machine);
     let name = format!(
         "lab: a Linux guest with {cpus} CPU{} boots on {} under {}",
         if cpus == 1 { "" } else { "s" },
@@ -99,8 +99,8 @@ pub fn boots(
 /// gannet.ko comes and goes many times.
 pub fn loads_and_unloads(options: &Options, kernel: Kernel) -> LabTest {
     let command = "for i in 1 2 3 4 5 6 7 8 9 10; do insmod /modules/gannet.ko || exit 1; \
-                   test -c /dev/kvm || exit 2; rmmod gannet || exit 3; test -e /dev/kvm && exit 4; done; true";
-    let job = plain_job(options, kernel, Module::None, command);
+                   test -c /dev/kvm || exit 2; rmmod gannet || exit 3; test -e /dev/kvm && exit 4; echo $i; done; true";
+    let job = Job::new(options.machine, kernel, Module::None, command);
     let title =
         format!("lab: gannet.ko loads and unloads ten times under {}", under(options, kernel));
     test(title, job, |outcome| expect(outcome.succeeded(), outcome))
@@ -109,7 +109,7 @@ pub fn loads_and_unloads(options: &Options, kernel: Kernel) -> LabTest {
 /// gannet.ko leaves SVM and VMX to whom they belong.
 pub fn refuses_beside_stock(options: &Options, kernel: Kernel) -> LabTest {
     let command = "insmod /modules/gannet.ko && exit 9; dmesg | grep -i gannet >/out/reason";
-    let job = plain_job(options, kernel, Module::Stock, command);
+    let job = Job::new(options.machine, kernel, Module::Stock, command);
     let title =
         format!("lab: gannet.ko refuses beside the stock module under {}", under(options, kernel));
     test(title, job, |outcome| {
@@ -120,7 +120,7 @@ pub fn refuses_beside_stock(options: &Options, kernel: Kernel) -> LabTest {
 /// gannet.ko says why it does not load where there is no SVM.
 pub fn refuses_without_svm(options: &Options, kernel: Kernel) -> LabTest {
     let command = "insmod /modules/gannet.ko && exit 9; dmesg | grep -i 'gannet.*SVM' && exit 0";
-    let mut job = plain_job(options, kernel, Module::None, command);
+    let mut job = Job::new(options.machine, kernel, Module::None, command);
     job.processor = "EPYC,-svm,-npt,+x2apic".to_owned();
     test(format!("lab: gannet.ko refuses without SVM under {kernel}"), job, |outcome| {
         expect(outcome.succeeded(), outcome)
@@ -130,7 +130,7 @@ pub fn refuses_without_svm(options: &Options, kernel: Kernel) -> LabTest {
 /// The emulator's plugin counts what a known exit path does: one VMRUN or VMRESUME per CPUID exit on the stock module.
 pub fn counts_operations(options: &Options, tools: &Tools) -> LabTest {
     let command = "exitbench run cpuid --unit instructions --iterations 50";
-    let mut job = plain_job(options, Kernel::V6_12, Module::Stock, command)
+    let mut job = Job::new(options.machine, Kernel::V6_12, Module::Stock, command)
         .file(&tools.exitbench, "bin/exitbench");
     job.counting = true;
     job.plugin = Some(tools.plugin.clone());
@@ -222,7 +222,7 @@ pub fn from_list(
                 if *module != Module::Stock && !built.contains(&kernel) {
                     continue;
                 }
-                let mut job = plain_job(options, kernel, *module, &entry.command);
+                let mut job = Job::new(options.machine, kernel, *module, &entry.command);
                 job.parameters.clone_from(parameters);
                 job.files.extend(files.iter().cloned());
                 add_guests(layout, &mut job)?;
@@ -230,7 +230,9 @@ pub fn from_list(
                     choose_processor(&mut job, feature);
                 }
                 job.cpus = entry.cpus;
-                job.timeout = Duration::from_secs(entry.seconds);
+                if let Some(seconds) = entry.quiet {
+                    job.patience = job.patience.with_quiet(seconds);
+                }
                 let place = under(options, kernel);
                 let name = format!("{} on {} under {place}", entry.name, module.with(parameters));
                 let title = name.clone();
@@ -253,13 +255,14 @@ struct Entry {
     cpus: u32,
     /// What the host's CPUs have besides or, without a sign, are, in the emulator's words.
     features: Vec<String>,
-    seconds: u64,
+    /// How many seconds the command may be silent, where that is longer than the machine's own patience.
+    quiet: Option<u64>,
     command: String,
 }
 
 fn entry(line: &str) -> Result<Entry> {
     let fields: Vec<&str> = line.splitn(7, '|').map(str::trim).collect();
-    let [name, machines, kernels, modules, cpus, seconds, command] = fields[..] else {
+    let [name, machines, kernels, modules, cpus, quiet, command] = fields[..] else {
         bail!("seven fields separated by | are wanted: {line}");
     };
     let machines = match machines {
@@ -287,17 +290,12 @@ fn entry(line: &str) -> Result<Entry> {
     let mut words = cpus.split_whitespace();
     let cpus = words.next().unwrap_or_default().parse()?;
     let features = words.map(str::to_owned).collect();
+    let quiet = match quiet {
+        "-" => None,
+        seconds => Some(seconds.parse()?),
+    };
     let (name, command) = (name.into(), command.into());
-    Ok(Entry {
-        name,
-        machines,
-        kernels,
-        modules,
-        cpus,
-        features,
-        seconds: seconds.parse()?,
-        command,
-    })
+    Ok(Entry { name, machines, kernels, modules, cpus, features, quiet, command })
 }
 
 /// The programs of every package under `tests/`, and their places in the machine.
@@ -442,14 +440,17 @@ mod tests {
     #[test]
     fn a_line_of_the_list_is_read() {
         let entry =
-            entry("ioctls | amd | all | stock,gannet | 2 | 60 | errno-tests --all | cat").unwrap();
+            entry("ioctls | amd | all | stock,gannet | 2 | - | errno-tests --all | cat").unwrap();
         assert_eq!(entry.machines, [Machine::Amd]);
         assert_eq!(entry.kernels, KERNELS);
         let plain = String::new;
         assert_eq!(entry.modules, [(Module::Stock, plain()), (Module::Gannet, plain())]);
-        assert_eq!((entry.cpus, entry.seconds), (2, 60));
+        assert_eq!((entry.cpus, entry.quiet), (2, None));
         assert_eq!(entry.command, "errno-tests --all | cat");
         assert!(super::entry("too | few").is_err());
+        let quiet = |text: &str| super::entry(&format!("t | all | all | all | 1 | {text} | true"));
+        assert_eq!(quiet("600").unwrap().quiet, Some(600));
+        assert!(quiet("long").is_err());
     }
 
     #[test]

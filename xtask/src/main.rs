@@ -43,7 +43,8 @@ Variables, for every command where they mean something:
   HOST_CPUS=N              the host's (boot, try)
   MODULE=gannet | stock    whose /dev/kvm there is (boot, try; default gannet); none: the command loads one (try)
   PARAMETERS=npt=0         that module's parameters (boot, try), or Gannet's (bench; STOCK_PARAMETERS for stock)
-  PROCESSOR=+la57          what the processor has besides, or another model of it; SECONDS=600: no longer (try)
+  PROCESSOR=+la57          what the processor has besides, or another model of it; SECONDS=600: how long
+                           its console may be silent (try)
   FROM=file                page and plots from an earlier run's JSON (mechanisms)
   ONLY=name,name           these workloads alone (bench, run)
   GANNET_CACHE=folder      where downloads are kept (default ~/.cache/gannet)

@@ -25,10 +25,10 @@ pub struct Options {
     pub from: Option<PathBuf>,
     /// The workloads to run; all when empty.
     pub only: Vec<String>,
-    /// What runs in a machine by hand, on which processor, and for how long at most.
+    /// What runs in a machine by hand, on which processor, and how long its console may be silent.
     pub command: String,
     pub processor: String,
-    pub seconds: u64,
+    pub seconds: Option<u64>,
     /// Programs of the user's own that such a machine has besides.
     pub programs: Vec<PathBuf>,
     /// The tests to run: `source`, `unit`, `module`, `lab`, or `lab:` and part of a lab test's name; all when empty.
@@ -51,7 +51,7 @@ impl Options {
             only: Vec::new(),
             command: String::new(),
             processor: String::new(),
-            seconds: 600,
+            seconds: None,
             programs: Vec::new(),
             filter: String::new(),
         };
@@ -83,7 +83,7 @@ impl Options {
                 "--only" => options.only = value.split(',').map(|n| n.trim().to_owned()).collect(),
                 "--command" => options.command = value,
                 "--processor" => options.processor = value,
-                "--seconds" => options.seconds = value.parse().context("SECONDS")?,
+                "--seconds" => options.seconds = Some(value.parse().context("SECONDS")?),
                 "--programs" => {
                     options.programs = value.split_whitespace().map(PathBuf::from).collect()
                 }

@@ -5,9 +5,8 @@ use crate::progress::Step;
 use crate::tally::Tally;
 use crate::{bench, boot, check, guest, labtest, module};
 use anyhow::Result;
-use gannet_lab::{Job, KERNELS, Kernel, Layout, Machine, Module};
+use gannet_lab::{KERNELS, Kernel, Layout, Machine, Module};
 use std::process::{Command, Stdio};
-use std::time::Duration;
 
 /// Runs every test; whether all passed.
 pub fn run(layout: &Layout, options: &Options) -> Result<bool> {
@@ -183,13 +182,6 @@ fn lab(layout: &Layout, options: &Options, built: &[Kernel], tally: &mut Tally) 
     }
     labtest::run_all(layout, tests, tally);
     Ok(())
-}
-
-/// A job for lab tests.
-pub fn plain_job(options: &Options, kernel: Kernel, module: Module, command: &str) -> Job {
-    let mut job = Job::new(options.machine, kernel, module, command);
-    job.timeout = Duration::from_secs(if options.machine == Machine::Intel { 360 } else { 120 });
-    job
 }
 
 /// Whether a boot's outcome is what it should be.

@@ -1,9 +1,8 @@
 //! What to run: a job's machine, kernel, module, files and command, and the initramfs that carries them.
 
-use crate::{Archive, Kernel, Layout, Machine, Outcome};
+use crate::{Archive, Kernel, Layout, Machine, Patience};
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 /// Which hypervisor the machine's kernel loads before the command runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,12 +63,12 @@ pub struct Job {
     pub plugin: Option<PathBuf>,
     /// More for the host kernel's command line.
     pub append: String,
-    /// After this long the machine is ended and the run fails.
-    pub timeout: Duration,
+    /// When the machine is given up and the run fails.
+    pub patience: Patience,
 }
 
 impl Job {
-    /// A job on one CPU with 1 GiB of memory, two minutes, no counting.
+    /// A job on one CPU with 1 GiB of memory, no counting, the machine's own patience.
     pub fn new(machine: Machine, kernel: Kernel, module: Module, command: &str) -> Self {
         Self {
             machine,
@@ -86,7 +85,7 @@ impl Job {
             counting: false,
             plugin: None,
             append: String::new(),
-            timeout: Duration::from_secs(120),
+            patience: Patience::of(machine),
         }
     }
 
@@ -170,26 +169,6 @@ fn dependencies(image: &[u8]) -> Vec<String> {
     let value = value.split(|b| *b == 0).next().unwrap_or_default();
     let text = String::from_utf8_lossy(value);
     text.split(',').filter(|n| !n.is_empty()).map(str::to_owned).collect()
-}
-
-/// Runs a command on a machine under a module, with some files of this machine at `/bin`, and waits for its end: what tests need.
-pub fn lab_run(
-    machine: Machine,
-    kernel: Kernel,
-    module: Module,
-    files: &[&Path],
-    command: &str,
-    timeout: Duration,
-) -> Result<Outcome> {
-    let layout = Layout::find()?;
-    let mut job = Job::new(machine, kernel, module, command);
-    job.timeout = timeout;
-    for file in files {
-        let name = file.file_name().context("a file without a name")?.to_string_lossy();
-        let target = format!("bin/{name}");
-        job = job.file(file, &target);
-    }
-    crate::run(&layout, &job, &mut |_| {})
 }
 
 #[cfg(test)]

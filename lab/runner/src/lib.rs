@@ -13,9 +13,11 @@ pub mod image;
 pub mod job;
 pub mod layout;
 pub mod machine;
+pub mod patience;
 pub mod programs;
 
 pub use archive::Archive;
-pub use job::{Job, Module, lab_run};
+pub use job::{Job, Module};
 pub use layout::{KERNELS, Kernel, Layout};
 pub use machine::{Counts, Event, MACHINES, Machine, Outcome, run};
+pub use patience::Patience;

@@ -1,6 +1,7 @@
 //! Runs a machine: starts the emulator, follows its console, brings back what the job left. The recipes and the reasons for their
 //! settings stand in `docs/lab.md`; that of `intel` is in [`bochs`].
 
+use crate::patience::{Clock, GivenUp, Watch};
 use crate::{Job, Layout, bochs};
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeMap;
@@ -8,11 +9,11 @@ use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::str::FromStr;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// An emulated machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -169,7 +170,8 @@ impl Outcome {
 
 /// Runs a job to the end of its machine. What the console shows is given to `on_event` as it comes.
 ///
-/// Fails when the emulator cannot be started or ends badly, or when the time is up; a command that fails, or a host that panics, is an
+/// Fails when the emulator cannot be started or ends badly, or when the machine is given up
+/// ([`crate::Patience`]); a command that fails, or a host that panics, is an
 /// [`Outcome`].
 pub fn run(layout: &Layout, job: &Job, on_event: &mut dyn FnMut(Event<'_>)) -> Result<Outcome> {
     let folder = scratch_folder(layout)?;
@@ -214,9 +216,8 @@ fn run_in(
         Machine::Amd => emulator(layout, job, &initramfs, &back, &counts),
         Machine::Intel => bochs::command(layout, job, folder, &initramfs, &counts)?,
     };
-    let started = Instant::now();
     let errors = std::fs::File::create(folder.join("emulator.log"))?;
-    let (mut monitor, theirs) = UnixStream::pair()?;
+    let (monitor, theirs) = UnixStream::pair()?;
     monitor.set_nonblocking(true)?;
     let stdin = match job.machine {
         Machine::Amd => OwnedFd::from(theirs).into(),
@@ -226,56 +227,20 @@ fn run_in(
     let spawned = command.spawn();
     drop(command);
     let mut process = Ended(spawned.context("starting the emulator")?);
-    let mut stdout = process.0.stdout.take().context("the emulator's output")?;
-    let (send, receive) = mpsc::channel();
-    std::thread::spawn(move || {
-        let mut buffer = [0u8; 4096];
-        while let Ok(n) = stdout.read(&mut buffer) {
-            if n == 0 || send.send(buffer[..n].to_vec()).is_err() {
-                break;
-            }
-        }
-    });
-    let mut console = Console::default();
-    let mut port = bochs::DebugPort::default();
+    let clock = Clock::start(process.0.id());
+    let output = process.0.stdout.take().context("the emulator's output")?;
     // The kernel's own console, where it is not the one that is followed.
     let serial = || {
         let text = std::fs::read(folder.join("serial")).unwrap_or_default();
         String::from_utf8_lossy(&text).replace('\r', "")
     };
-    loop {
-        let left = job.timeout.saturating_sub(started.elapsed());
-        match receive.recv_timeout(left.min(SILENCE)) {
-            Ok(bytes) => {
-                let mut take = |text: &[u8]| {
-                    console.take(text, &mut |line| on_event(Event::Line(line)));
-                };
-                match job.machine {
-                    Machine::Amd => take(&bytes),
-                    Machine::Intel => port.take(&bytes, &mut take),
-                }
-                if let Some(text) = console.pending() {
-                    on_event(Event::Pending(&text));
-                }
-            }
-            Err(mpsc::RecvTimeoutError::Disconnected) => break,
-            Err(mpsc::RecvTimeoutError::Timeout) if started.elapsed() < job.timeout => {
-                // Counted instructions are the same every time only without it, and there nothing is lost.
-                if !job.counting && job.machine == Machine::Amd {
-                    tap(&mut monitor);
-                }
-            }
-            Err(mpsc::RecvTimeoutError::Timeout) => {
-                let text = console.text + &serial();
-                let tail = Outcome { console: text, ..Outcome::default() }.tail(15);
-                bail!(
-                    "the machine did not finish within {} s; its console ends with:\n{tail}",
-                    job.timeout.as_secs()
-                );
-            }
-        }
+    let mut console = Console::default();
+    let mut port = bochs::DebugPort::default();
+    if let Err(reason) = follow(job, &clock, output, monitor, &mut console, &mut port, on_event) {
+        let text = console.text + &serial();
+        let tail = Outcome { console: text, ..Outcome::default() }.tail(15);
+        bail!("{reason} (it ran for {} s); it ends with:\n{tail}", clock.elapsed().as_secs());
     }
-    console.finish(&mut |line| on_event(Event::Line(line)));
     let status = process.0.wait()?;
     let log = || std::fs::read_to_string(folder.join("emulator.log")).unwrap_or_default();
     let intel = job.machine == Machine::Intel;
@@ -286,7 +251,7 @@ fn run_in(
         bail!("the emulator ended with {status}: {}", log.join("\n"));
     }
     let mut outcome =
-        Outcome { console: console.text, took: started.elapsed(), ..Outcome::default() };
+        Outcome { console: console.text, took: clock.elapsed(), ..Outcome::default() };
     let back = match job.machine {
         Machine::Amd => std::fs::read(&back).unwrap_or_default(),
         Machine::Intel => port.finish(),
@@ -299,6 +264,61 @@ fn run_in(
         outcome.counts = read_counts(&std::fs::read_to_string(&counts).unwrap_or_default())?;
     }
     Ok(outcome)
+}
+
+/// Follows the console to the emulator's end, or to the end of our patience.
+fn follow(
+    job: &Job,
+    clock: &Clock,
+    mut output: ChildStdout,
+    mut monitor: UnixStream,
+    console: &mut Console,
+    port: &mut bochs::DebugPort,
+    on_event: &mut dyn FnMut(Event<'_>),
+) -> Result<(), GivenUp> {
+    let (send, receive) = mpsc::channel();
+    std::thread::spawn(move || {
+        let mut buffer = [0u8; 4096];
+        while let Ok(n) = output.read(&mut buffer) {
+            if n == 0 || send.send(buffer[..n].to_vec()).is_err() {
+                break;
+            }
+        }
+    });
+    let mut watch = Watch::new(job.patience);
+    loop {
+        let left = watch.left(clock.now());
+        // What has come is read before a machine is given up.
+        match receive.recv_timeout(left.unwrap_or_default().min(SILENCE)) {
+            Ok(bytes) => {
+                watch.heard(clock.now());
+                let mut take = |text: &[u8]| {
+                    console.take(text, &mut |line| on_event(Event::Line(line)));
+                };
+                match job.machine {
+                    Machine::Amd => take(&bytes),
+                    Machine::Intel => port.take(&bytes, &mut take),
+                }
+                if let Some(text) = console.pending() {
+                    on_event(Event::Pending(&text));
+                }
+                // Who prints without end is never silent.
+                if let Err(reason @ GivenUp::Longest(_)) = left {
+                    return Err(reason);
+                }
+            }
+            Err(mpsc::RecvTimeoutError::Disconnected) => break,
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                left?;
+                // Counted instructions are the same every time only without it, and there nothing is lost.
+                if !job.counting && job.machine == Machine::Amd {
+                    tap(&mut monitor);
+                }
+            }
+        }
+    }
+    console.finish(&mut |line| on_event(Event::Line(line)));
+    Ok(())
 }
 
 /// How long a machine may be silent before it is tapped.

@@ -10,7 +10,6 @@ use gannet_lab::{Counts, Event, Job, Layout, Machine as On, Outcome, guest};
 use serde::Deserialize;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Mutex;
-use std::time::Duration;
 
 /// Machines that run at once.
 const AT_ONCE: usize = 2;
@@ -199,8 +198,6 @@ fn job(layout: &Layout, options: &Options, tools: &Tools, machine: &Machine) -> 
     }
     job.counting = true;
     job.plugin = Some(tools.plugin.clone());
-    // Bochs takes longer; on a busy machine much longer.
-    job.timeout = Duration::from_secs(if options.machine == On::Amd { 600 } else { 1800 });
     Ok(job)
 }
 
