@@ -4,13 +4,14 @@ use crate::options::Options;
 use crate::{guest, labtest, module};
 use anyhow::{Result, bail};
 use gannet_lab::{Event, Job, Layout, Module};
+use std::path::PathBuf;
 
 /// Builds what the machine needs, runs the command there, and says whether it ended with 0 and left the host's log clean.
 pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
     if options.command.is_empty() {
         bail!("COMMAND='labtests --filter cpuid': what is to run in the machine?");
     }
-    layout.ensure(&["toolchain", options.machine.group(), "busybox"])?;
+    layout.ensure(&["toolchain", options.machine().group(), "busybox"])?;
     layout.ensure(&[options.kernel.group(), gannet_lab::guest::KERNEL.group()])?;
     if options.module != Module::Stock {
         module::build(layout, options.kernel)?;
@@ -23,13 +24,14 @@ pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
             guest::build(layout, kernel)?;
         }
     }
-    let mut job = Job::new(options.machine, options.kernel, options.module, &options.command);
+    let mut job = Job::new(options.machine(), options.kernel, options.module, &options.command);
     labtest::with_programs(layout, &mut job)?;
-    for program in &options.programs {
+    for program in options.programs.split_whitespace().map(PathBuf::from) {
         let Some(name) = program.file_name().filter(|_| program.is_file()) else {
             bail!("PROGRAMS: {} is no file", program.display());
         };
-        job.files.push((program.clone(), format!("bin/{}", name.to_string_lossy())));
+        let place = format!("bin/{}", name.to_string_lossy());
+        job.files.push((program, place));
     }
     job.parameters.clone_from(&options.parameters);
     job.cpus = options.host_cpus;

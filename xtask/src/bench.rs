@@ -47,10 +47,10 @@ pub struct Tools {
 
 /// Makes sure of the lab and builds exitbench and the emulator's plugin.
 pub fn prepare(layout: &Layout, options: &Options) -> Result<Tools> {
-    layout.ensure(&["toolchain", options.machine.group(), "busybox"])?;
+    layout.ensure(&["toolchain", options.machine().group(), "busybox"])?;
     layout.ensure(&[options.kernel.group(), gannet_lab::guest::KERNEL.group()])?;
     let exitbench = programs::build_static(layout, "exitbench")?.join("exitbench");
-    let plugin = programs::build_plugin(layout, options.machine)?;
+    let plugin = programs::build_plugin(layout, options.machine())?;
     Ok(Tools { exitbench, plugin })
 }
 
@@ -87,7 +87,7 @@ pub fn measure(
 ) -> Result<Comparison> {
     let step = Step::start(
         layout,
-        &format!("measuring VM exits on {}, {}", options.machine.name(), options.kernel),
+        &format!("measuring VM exits on {}, {}", options.machine().name(), options.kernel),
     );
     let shown = Mutex::new(vec![String::new(); modules.len()]);
     let say = |index: usize, module: Module, event: Event<'_>| {
@@ -112,7 +112,7 @@ pub fn measure(
         runs.into_iter().map(|run| run.join().unwrap_or_else(|_| Err(failed()))).collect()
     });
     step.done();
-    let mut comparison = Comparison::new(options.machine.name(), options.kernel.series());
+    let mut comparison = Comparison::new(options.machine().name(), options.kernel.series());
     for (module, side) in modules.iter().zip(sides) {
         match side {
             Ok((unit, side)) => {
@@ -135,10 +135,10 @@ pub fn one_side(
 ) -> Result<(String, Side)> {
     let command = format!(
         "exitbench run {} --unit instructions --module {} --json /out/report.json",
-        options.only.join(" "),
+        options.only.replace(',', " "),
         module.name()
     );
-    let mut job = Job::new(options.machine, options.kernel, module, &command)
+    let mut job = Job::new(options.machine(), options.kernel, module, &command)
         .file(&tools.exitbench, "bin/exitbench");
     job.parameters.clone_from(match module {
         Module::Stock => &options.stock_parameters,

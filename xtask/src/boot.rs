@@ -71,7 +71,7 @@ pub fn job(
         guest::APPEND,
         module.name()
     );
-    let mut job = Job::new(options.machine, options.kernel, module, &command)
+    let mut job = Job::new(options.machine(), options.kernel, module, &command)
         .file(&tools.exitbench, "bin/exitbench")
         .file(layout.vmlinux(guest::KERNEL), "guest/vmlinux");
     job.texts.push(("guest/initramfs".to_owned(), guest::initramfs(layout)?));

@@ -58,7 +58,7 @@ fn expect(holds: bool, outcome: &Outcome) -> Result<(), String> {
 
 /// The kernel, and the machine where it is not the first one.
 fn under(options: &Options, kernel: Kernel) -> String {
-    match options.machine {
+    match options.machine() {
         Machine::Amd => kernel.to_string(),
         other => format!("{kernel} on {}", other.name()),
     }
@@ -67,7 +67,7 @@ fn under(options: &Options, kernel: Kernel) -> String {
 /// The machine itself: the stock module loads, a command's status and files come back.
 pub fn machine_runs(options: &Options, kernel: Kernel) -> LabTest {
     let command = "test -c /dev/kvm && uname -r >/out/release && exit 7";
-    let job = Job::new(options.machine, kernel, Module::Stock, command);
+    let job = Job::new(options.machine(), kernel, Module::Stock, command);
     let title = format!("lab: kernel {} runs the stock module", under(options, kernel));
     test(title, job, move |outcome| {
         let release = outcome.files.get("release").map(Vec::as_slice).unwrap_or_default();
@@ -100,7 +100,7 @@ pub fn boots(
 pub fn loads_and_unloads(options: &Options, kernel: Kernel) -> LabTest {
     let command = "for i in 1 2 3 4 5 6 7 8 9 10; do insmod /modules/gannet.ko || exit 1; \
                    test -c /dev/kvm || exit 2; rmmod gannet || exit 3; test -e /dev/kvm && exit 4; echo $i; done; true";
-    let job = Job::new(options.machine, kernel, Module::None, command);
+    let job = Job::new(options.machine(), kernel, Module::None, command);
     let title =
         format!("lab: gannet.ko loads and unloads ten times under {}", under(options, kernel));
     test(title, job, |outcome| expect(outcome.succeeded(), outcome))
@@ -109,7 +109,7 @@ pub fn loads_and_unloads(options: &Options, kernel: Kernel) -> LabTest {
 /// gannet.ko leaves SVM and VMX to whom they belong.
 pub fn refuses_beside_stock(options: &Options, kernel: Kernel) -> LabTest {
     let command = "insmod /modules/gannet.ko && exit 9; dmesg | grep -i gannet >/out/reason";
-    let job = Job::new(options.machine, kernel, Module::Stock, command);
+    let job = Job::new(options.machine(), kernel, Module::Stock, command);
     let title =
         format!("lab: gannet.ko refuses beside the stock module under {}", under(options, kernel));
     test(title, job, |outcome| {
@@ -120,7 +120,7 @@ pub fn refuses_beside_stock(options: &Options, kernel: Kernel) -> LabTest {
 /// gannet.ko says why it does not load where there is no SVM.
 pub fn refuses_without_svm(options: &Options, kernel: Kernel) -> LabTest {
     let command = "insmod /modules/gannet.ko && exit 9; dmesg | grep -i 'gannet.*SVM' && exit 0";
-    let mut job = Job::new(options.machine, kernel, Module::None, command);
+    let mut job = Job::new(options.machine(), kernel, Module::None, command);
     job.processor = "EPYC,-svm,-npt,+x2apic".to_owned();
     test(format!("lab: gannet.ko refuses without SVM under {kernel}"), job, |outcome| {
         expect(outcome.succeeded(), outcome)
@@ -130,12 +130,12 @@ pub fn refuses_without_svm(options: &Options, kernel: Kernel) -> LabTest {
 /// The emulator's plugin counts what a known exit path does: one VMRUN or VMRESUME per CPUID exit on the stock module.
 pub fn counts_operations(options: &Options, tools: &Tools) -> LabTest {
     let command = "exitbench run cpuid --unit instructions --iterations 50";
-    let mut job = Job::new(options.machine, Kernel::V6_12, Module::Stock, command)
+    let mut job = Job::new(options.machine(), Kernel::V6_12, Module::Stock, command)
         .file(&tools.exitbench, "bin/exitbench");
     job.counting = true;
     job.plugin = Some(tools.plugin.clone());
     // What an exit of the stock module takes besides, and what it never executes on that vendor's CPUs.
-    let (entry, besides, never) = match options.machine {
+    let (entry, besides, never) = match options.machine() {
         Machine::Amd => ("vmrun", "vmload", "vmresume"),
         Machine::Intel => ("vmresume", "vmread", "vmrun"),
     };
@@ -214,7 +214,7 @@ pub fn from_list(
             continue;
         }
         let entry = entry(line).with_context(|| format!("lab/tests.list:{}", number + 1))?;
-        if !entry.machines.contains(&options.machine) {
+        if !entry.machines.contains(&options.machine()) {
             continue;
         }
         for kernel in entry.kernels {
@@ -222,7 +222,7 @@ pub fn from_list(
                 if *module != Module::Stock && !built.contains(&kernel) {
                     continue;
                 }
-                let mut job = Job::new(options.machine, kernel, *module, &entry.command);
+                let mut job = Job::new(options.machine(), kernel, *module, &entry.command);
                 job.parameters.clone_from(parameters);
                 job.files.extend(files.iter().cloned());
                 add_guests(layout, &mut job)?;
@@ -238,7 +238,7 @@ pub fn from_list(
                 let title = name.clone();
                 let judge = Box::new(move |outcome: &Outcome| judge_lines(&title, outcome));
                 // The stock module warns of exits that Bochs makes in its own way; the answers are what counts.
-                let clean_log = !(*module == Module::Stock && options.machine == Machine::Intel);
+                let clean_log = !(*module == Module::Stock && options.machine() == Machine::Intel);
                 tests.push(LabTest { name, job, judge, clean_log });
             }
         }

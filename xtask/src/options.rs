@@ -1,139 +1,190 @@
-//! The commands' options: `--name value`, as the Makefile passes its variables. An empty value counts as not given.
+//! The command line: commands, and options as the Makefile passes its variables. An empty value counts as not given.
 
-use anyhow::{Context, Result, bail};
+use clap::{Args, Parser, Subcommand};
 use gannet_lab::{Kernel, MACHINES, Machine, Module};
 use std::path::PathBuf;
 
-/// Every option of every command.
-#[derive(Clone, Debug)]
+/// The developer's commands of Gannet, as `make` calls them: `make bench JSON=f` is `xtask bench --json f`.
+#[derive(Debug, Parser)]
+#[command(name = "xtask", arg_required_else_help = true)]
+pub struct Cli {
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Set up, boot a Linux guest and measure every kind of VM exit, on each emulated machine, on stock KVM and on Gannet
+    Run(Options),
+    /// Format, lints, unit tests, module checks, lab tests; ends with `N passed, N failed`
+    Test(Options),
+    /// The measurements alone, written as JSON
+    Bench(Options),
+    /// Every mechanism with its switch off and on, and stock KVM beside: docs/results
+    Mechanisms(Options),
+    /// Boot a Linux guest and stream its console; 0 when its user space answered
+    Boot(Options),
+    /// A shell command in one machine, with all test programs there; 0 when it ended with 0
+    Try(Options),
+    /// Build gannet.ko
+    Module(Options),
+    /// Fetch and unpack everything; the other commands fetch what they need
+    Setup,
+}
+
+/// The options of all commands; each is for those where it means something.
+#[derive(Args, Clone, Debug)]
 pub struct Options {
+    /// The host's kernel: 6.12 or 6.1
+    #[arg(long, default_value_t = Kernel::V6_12)]
     pub kernel: Kernel,
-    pub machine: Machine,
-    /// Whether the user named the machine: what runs on each of them then runs on that one alone.
-    pub machine_named: bool,
+    /// The emulated machine, amd or intel: what runs on each of them then runs on that one alone
+    #[arg(long)]
+    machine: Option<Machine>,
+    /// Whose /dev/kvm there is (boot, try): gannet, stock, or none, where the command loads a module itself
+    #[arg(long, default_value = "gannet", value_parser = module)]
     pub module: Module,
-    /// Gannet's parameters, or the module's that was chosen.
+    /// That module's parameters (boot, try), or Gannet's (bench)
+    #[arg(long, default_value = "", allow_hyphen_values = true)]
     pub parameters: String,
-    /// The stock module's, where both run.
+    /// The stock module's parameters (bench)
+    #[arg(long, default_value = "", allow_hyphen_values = true)]
     pub stock_parameters: String,
-    /// The guest's CPUs.
+    /// The guest's CPUs (boot)
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub cpus: u32,
-    /// The host's CPUs.
+    /// The host's CPUs (boot, try)
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub host_cpus: u32,
+    /// The file that the figures are written to (run, bench, mechanisms)
+    #[arg(long)]
     pub json: Option<PathBuf>,
-    /// An earlier run's JSON, in place of a run.
+    /// An earlier run's JSON, in place of a run (mechanisms)
+    #[arg(long)]
     pub from: Option<PathBuf>,
-    /// The workloads to run; all when empty.
-    pub only: Vec<String>,
-    /// What runs in a machine by hand, on which processor, and how long its console may be silent.
+    /// The workloads to run, with commas between; all when empty (run, bench)
+    #[arg(long, default_value = "")]
+    pub only: String,
+    /// What runs in the machine (try)
+    #[arg(long, default_value = "", allow_hyphen_values = true)]
     pub command: String,
+    /// What the processor has besides, such as +la57, or another model of it (try)
+    #[arg(long, default_value = "", allow_hyphen_values = true)]
     pub processor: String,
+    /// How long the machine's console may be silent (try)
+    #[arg(long)]
     pub seconds: Option<u64>,
-    /// Programs of the user's own that such a machine has besides.
-    pub programs: Vec<PathBuf>,
-    /// The tests to run: `source`, `unit`, `module`, `lab`, or `lab:` and part of a lab test's name; all when empty.
+    /// Programs of the user's own that the machine has besides, with spaces between (try)
+    #[arg(long, default_value = "")]
+    pub programs: String,
+    /// The tests to run: source, unit, module, lab, or lab: and part of a lab test's name; all when empty (test)
+    #[arg(long, default_value = "")]
     pub filter: String,
 }
 
-impl Options {
-    pub fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self> {
-        let mut options = Options {
-            kernel: Kernel::V6_12,
-            machine: Machine::Amd,
-            machine_named: false,
-            module: Module::Gannet,
-            parameters: String::new(),
-            stock_parameters: String::new(),
-            cpus: 1,
-            host_cpus: 1,
-            json: None,
-            from: None,
-            only: Vec::new(),
-            command: String::new(),
-            processor: String::new(),
-            seconds: None,
-            programs: Vec::new(),
-            filter: String::new(),
-        };
-        while let Some(name) = arguments.next() {
-            let value = arguments.next().with_context(|| format!("{name} needs a value"))?;
-            if value.is_empty() {
-                continue;
-            }
-            match name.as_str() {
-                "--kernel" => options.kernel = value.parse()?,
-                "--machine" => {
-                    options.machine = value.parse()?;
-                    options.machine_named = true;
-                }
-                "--module" => {
-                    options.module = match value.as_str() {
-                        "gannet" => Module::Gannet,
-                        "stock" => Module::Stock,
-                        "none" => Module::None,
-                        _ => bail!("MODULE={value}: gannet, stock or none"),
-                    }
-                }
-                "--parameters" => options.parameters = value,
-                "--stock-parameters" => options.stock_parameters = value,
-                "--cpus" => options.cpus = count("CPUS", &value)?,
-                "--host-cpus" => options.host_cpus = count("HOST_CPUS", &value)?,
-                "--json" => options.json = Some(value.into()),
-                "--from" => options.from = Some(value.into()),
-                "--only" => options.only = value.split(',').map(|n| n.trim().to_owned()).collect(),
-                "--command" => options.command = value,
-                "--processor" => options.processor = value,
-                "--seconds" => options.seconds = Some(value.parse().context("SECONDS")?),
-                "--programs" => {
-                    options.programs = value.split_whitespace().map(PathBuf::from).collect()
-                }
-                "--filter" => options.filter = value,
-                _ => bail!("no such option: {name}"),
-            }
-        }
-        Ok(options)
-    }
+fn module(name: &str) -> Result<Module, String> {
+    let all = [Module::Gannet, Module::Stock, Module::None];
+    let found = all.into_iter().find(|module| module.name() == name);
+    found.ok_or_else(|| format!("MODULE={name}: gannet, stock or none"))
+}
 
-    /// The same for each machine that runs unasked, or for the one that the user named.
-    pub fn for_machines(&self) -> Vec<Options> {
-        if self.machine_named {
-            return vec![self.clone()];
+/// The arguments without the options whose value is empty: variables of make that nobody set.
+fn given(arguments: impl Iterator<Item = String>) -> Vec<String> {
+    let mut kept: Vec<String> = Vec::new();
+    for argument in arguments {
+        if argument.is_empty() && kept.last().is_some_and(|name| name.starts_with("--")) {
+            kept.pop();
+        } else {
+            kept.push(argument);
         }
-        let on = |machine| Options { machine, ..self.clone() };
-        UNASKED.into_iter().map(on).collect()
+    }
+    kept
+}
+
+impl Cli {
+    /// Reads arguments, the program's name first.
+    pub fn read(arguments: impl Iterator<Item = String>) -> Result<Self, clap::Error> {
+        Self::try_parse_from(given(arguments))
     }
 }
 
-/// The machines on which both modules run everything.
-const UNASKED: [Machine; 2] = MACHINES;
+impl Options {
+    /// The machine for what runs on one.
+    pub fn machine(&self) -> Machine {
+        self.machine.unwrap_or(MACHINES[0])
+    }
 
-fn count(name: &str, value: &str) -> Result<u32> {
-    let number = value.parse().ok().filter(|n| (1..=64).contains(n));
-    number.with_context(|| format!("{name}={value}: a number from 1 to 64 is wanted"))
+    /// Whether the user named the machine.
+    pub fn machine_named(&self) -> bool {
+        self.machine.is_some()
+    }
+
+    /// The same for each machine, or for the one that the user named.
+    pub fn for_machines(&self) -> Vec<Options> {
+        let on = |machine| Options { machine: Some(machine), ..self.clone() };
+        match self.machine {
+            Some(machine) => vec![on(machine)],
+            None => MACHINES.map(on).into(),
+        }
+    }
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
+    use clap::CommandFactory;
 
-    fn parse(words: &[&str]) -> Result<Options> {
-        Options::parse(words.iter().map(|w| (*w).to_owned()))
+    /// The options of a command line.
+    pub fn parse(words: &[&str]) -> Result<Options, clap::Error> {
+        let line = ["xtask", "test"].iter().chain(words);
+        match Cli::read(line.map(|word| (*word).to_owned()))?.command {
+            Command::Test(options) => Ok(options),
+            _ => unreachable!("the line says test"),
+        }
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_command_of_the_makefile_is_understood_with_its_options() {
+        let root = gannet_lab::Layout::find().unwrap().root;
+        let makefile = std::fs::read_to_string(root.join("Makefile")).unwrap().replace("\\\n", "");
+        let lines: Vec<&str> =
+            makefile.lines().filter_map(|line| line.trim().strip_prefix("$(XTASK) ")).collect();
+        assert_eq!(lines.len(), 8);
+        for line in lines {
+            // Every value is a variable; here none is set.
+            let options = line.split_whitespace().filter(|word| word.starts_with("--"));
+            let command = line.split_whitespace().take(1);
+            let words = ["xtask"].into_iter().chain(command).chain(options.flat_map(|o| [o, ""]));
+            let words = words.map(str::to_owned);
+            Cli::read(words).unwrap_or_else(|error| panic!("{line}: {error}"));
+        }
     }
 
     #[test]
     fn empty_variables_leave_the_defaults() {
         let options = parse(&["--kernel", "", "--cpus", "", "--json", ""]).unwrap();
         assert_eq!((options.kernel, options.cpus), (Kernel::V6_12, 1));
-        assert!(options.json.is_none());
+        assert!(options.json.is_none() && options.module == Module::Gannet);
+    }
+
+    #[test]
+    fn what_looks_like_an_option_may_be_a_value() {
+        let options = parse(&["--processor", "-la57", "--command", "--x"]).unwrap();
+        assert_eq!((options.processor.as_str(), options.command.as_str()), ("-la57", "--x"));
     }
 
     #[test]
     fn what_runs_on_each_machine_runs_on_the_named_one_alone() {
         let machines = |words: &[&str]| {
             let options = parse(words).unwrap().for_machines();
-            options.iter().map(|o| o.machine).collect::<Vec<_>>()
+            options.iter().map(Options::machine).collect::<Vec<_>>()
         };
-        assert_eq!(machines(&["--machine", ""]), UNASKED);
+        assert_eq!(machines(&["--machine", ""]), MACHINES);
         assert_eq!(machines(&["--machine", "intel"]), [Machine::Intel]);
         assert_eq!(machines(&["--machine", "amd"]), [Machine::Amd]);
     }
@@ -141,15 +192,15 @@ mod tests {
     #[test]
     fn nonsense_is_refused_with_the_users_own_name_for_it() {
         for (words, name) in [
-            (["--cpus", "0"], "CPUS=0"),
-            (["--cpus", "x"], "CPUS=x"),
+            (["--cpus", "0"], "<CPUS>"),
+            (["--cpus", "x"], "<CPUS>"),
             (["--kernel", "7"], "KERNEL=7"),
             (["--machine", "arm"], "MACHINE=arm"),
             (["--module", "xen"], "MODULE=xen"),
         ] {
-            let error = format!("{:#}", parse(&words).unwrap_err());
+            let error = parse(&words).unwrap_err().to_string();
             assert!(error.contains(name), "{error}");
         }
-        assert!(parse(&["--json"]).is_err());
+        assert!(parse(&["--json"]).is_err() && parse(&["--fliter", "x"]).is_err());
     }
 }

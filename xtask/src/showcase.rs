@@ -47,13 +47,13 @@ pub fn run(layout: &Layout, options: &Options) -> Result<bool> {
     for options in &machines {
         println!(
             "machine {}: {}; its time-stamp counter counts instructions; host kernel {}",
-            options.machine.name(),
-            options.machine.emulator(),
+            options.machine().name(),
+            options.machine().emulator(),
             layout.release(options.kernel)?
         );
-        let mut comparison = Comparison::new(options.machine.name(), options.kernel.series());
+        let mut comparison = Comparison::new(options.machine().name(), options.kernel.series());
         let mut boots = Vec::new();
-        let own = results.iter().filter(|(task, _)| task.options.machine == options.machine);
+        let own = results.iter().filter(|(task, _)| task.options.machine() == options.machine());
         for (task, found) in own {
             match found {
                 Found::Figures(Ok((unit, side))) => {
@@ -65,7 +65,7 @@ pub fn run(layout: &Layout, options: &Options) -> Result<bool> {
             }
         }
         if let Some(path) = &options.json {
-            comparison.write(&json_path(path, options.machine, machines.len()))?;
+            comparison.write(&json_path(path, options.machine(), machines.len()))?;
         }
         println!("{}", comparison.table());
         println!(
@@ -120,7 +120,7 @@ fn run_tasks<'a>(layout: &Layout, tasks: VecDeque<Task<'a>>) -> Vec<(Task<'a>, F
     let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
     let work = |worker: usize| {
         while let Some(task) = next() {
-            let machine = task.options.machine.name();
+            let machine = task.options.machine().name();
             let mut say = |event: Event<'_>| {
                 let (Event::Line(text) | Event::Pending(text)) = event;
                 let mut shown = shown.lock().unwrap_or_else(PoisonError::into_inner);
@@ -146,7 +146,7 @@ fn run_tasks<'a>(layout: &Layout, tasks: VecDeque<Task<'a>>) -> Vec<(Task<'a>, F
 }
 
 fn title(tasks: &VecDeque<Task<'_>>) -> String {
-    let of = |machine| tasks.iter().any(|task| task.options.machine == machine);
+    let of = |machine| tasks.iter().any(|task| task.options.machine() == machine);
     let names: Vec<&str> =
         gannet_lab::MACHINES.into_iter().filter(|m| of(*m)).map(Machine::name).collect();
     let kernel = tasks.front().map_or(String::new(), |task| task.options.kernel.to_string());
@@ -210,13 +210,11 @@ mod tests {
 
     #[test]
     fn every_machine_measures_and_boots_each_module() {
-        let on = |machine: Machine| ["--machine".to_owned(), machine.name().to_owned()].into_iter();
-        let options = gannet_lab::MACHINES.map(|machine| Options::parse(on(machine)).unwrap());
-        let tools = options
-            .each_ref()
-            .map(|_| bench::Tools { exitbench: PathBuf::new(), plugin: PathBuf::new() });
+        let options = crate::options::tests::parse(&[]).unwrap().for_machines();
+        let none = || bench::Tools { exitbench: PathBuf::new(), plugin: PathBuf::new() };
+        let tools = [none(), none()];
         let tasks = tasks(&options, &tools, &[Module::Stock, Module::Gannet]);
         assert_eq!(tasks.len(), 8);
-        assert!(tasks.front().is_some_and(|task| task.options.machine == Machine::Intel));
+        assert!(tasks.front().is_some_and(|task| task.options.machine() == Machine::Intel));
     }
 }

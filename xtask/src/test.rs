@@ -170,7 +170,7 @@ fn lab(layout: &Layout, options: &Options, built: &[Kernel], tally: &mut Tally) 
             }
             tests.push(labtest::loads_and_unloads(options, kernel));
             tests.push(labtest::refuses_beside_stock(options, kernel));
-            if options.machine == Machine::Amd {
+            if options.machine() == Machine::Amd {
                 tests.push(labtest::refuses_without_svm(options, kernel));
             }
         }

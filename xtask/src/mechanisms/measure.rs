@@ -53,7 +53,7 @@ pub fn measure(layout: &Layout, places: &[Place]) -> Result<All> {
         }
     }
     let total = queue.len();
-    let names: Vec<&str> = places.iter().map(|place| place.options.machine.name()).collect();
+    let names: Vec<&str> = places.iter().map(|place| place.options.machine().name()).collect();
     let kernel = places.first().map_or(String::new(), |place| place.options.kernel.to_string());
     let step =
         Step::start(layout, &format!("measuring mechanisms on {}, {kernel}", names.join(" and ")));
@@ -105,7 +105,7 @@ pub fn measure(layout: &Layout, places: &[Place]) -> Result<All> {
     for (place, Place { options, .. }) in places.iter().enumerate() {
         let own = runs.iter().filter(|(_, of, _)| *of == place);
         machines.push(Results {
-            machine: options.machine.name().to_owned(),
+            machine: options.machine().name().to_owned(),
             release: layout.release(options.kernel)?,
             runs: join(own.map(|(.., run)| run.clone())),
         });
@@ -188,7 +188,7 @@ fn job(layout: &Layout, options: &Options, tools: &Tools, machine: &Machine) -> 
         };
     }
     command += "true\n";
-    let mut job = Job::new(options.machine, options.kernel, machine.module, &command)
+    let mut job = Job::new(options.machine(), options.kernel, machine.module, &command)
         .file(&tools.exitbench, "bin/exitbench");
     job.parameters = machine.parameters.to_owned();
     if guests {

@@ -40,7 +40,7 @@ pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
             let mut places = Vec::new();
             for options in options.for_machines() {
                 let tools = bench::prepare(layout, &options)?;
-                let machines = machines::machines(options.machine);
+                let machines = machines::machines(options.machine());
                 places.push(Place { options, tools, machines });
             }
             module::build(layout, options.kernel)?;
@@ -74,8 +74,8 @@ fn destination(layout: &Layout, options: &Options) -> PathBuf {
     if options.kernel != KERNELS[0] {
         let _ = write!(name, "-{}", options.kernel);
     }
-    if options.machine_named {
-        let _ = write!(name, "-{}", options.machine.name());
+    if options.machine_named() {
+        let _ = write!(name, "-{}", options.machine().name());
     }
     if name == "mechanisms" { folder(&layout.root) } else { layout.out.join(name) }
 }
