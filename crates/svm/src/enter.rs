@@ -8,60 +8,29 @@
 //! [`host_segments`](backend::Backend::host_segments) first.
 //!
 //! APM vol. 2 §15.5 (VMRUN), §15.5.2 (VMSAVE, VMLOAD), §15.17 (GIF).
-#![allow(unsafe_code)]
 
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use backend::{Gprs, GuestLimits, Paging, TSC_RATIO_ONE};
 use cpu::{Cpu, SpecCtrl};
-use host::{NoMemory, hostcpu, page::Page};
+use host::{NoMemory, hostcpu};
 use x86::{
-    Dr7, Hpa, msr,
+    Dr7, msr,
     vmcb::{Clean, Vmcb},
 };
 
-use crate::{
-    features::Features,
-    paging::GuestRegs,
-    percpu::{self, PerCpu},
-    permission::MsrMap,
-};
-
-/// The page that holds a control block.
-#[derive(Debug)]
-struct ControlBlock(Page);
-
-impl ControlBlock {
-    fn get(&self) -> &Vmcb {
-        // SAFETY: the page is owned, 4096 bytes, aligned, and every bit pattern is a Vmcb. The CPU
-        // writes to it only inside vmrun(), which borrows it exclusively.
-        unsafe { &*self.0.bytes_ptr().cast::<Vmcb>() }
-    }
-
-    fn get_mut(&mut self) -> &mut Vmcb {
-        // SAFETY: as above, and `&mut self` makes it exclusive.
-        unsafe { &mut *self.0.bytes_ptr().cast::<Vmcb>() }
-    }
-}
+use crate::{block::ControlBlock, features::Features, paging::GuestRegs};
 
 /// One virtual CPU under SVM.
 #[derive(Debug)]
 pub struct Svm<C: Cpu> {
-    block: ControlBlock,
-    /// What the next entry must not take from the CPU's cache.
-    pub(crate) stale: Clean,
+    pub(crate) block: ControlBlock,
     pub(crate) cpu: C,
     pub(crate) features: Features,
-    asid_generation: u64,
-    last_cpu: usize,
-    /// What SVM keeps of the CPU on which the loop was entered last.
-    here: Option<&'static PerCpu>,
-    flush: bool,
     /// Number of the current run; the host's save area is tagged with it.
     run: u64,
     runs: u32,
     id: u64,
-    pub(crate) msr_map: MsrMap,
     pub(crate) limits: GuestLimits,
     pub(crate) xcr0: u64,
     pub(crate) xss: u64,
@@ -105,18 +74,12 @@ impl<C: Cpu> Svm<C> {
     #[inline(never)]
     pub fn new(cpu: C, features: Features) -> Result<Self, NoMemory> {
         let mut this = Self {
-            block: ControlBlock(Page::zeroed()?),
-            stale: Clean::ALL,
+            block: ControlBlock::new()?,
             cpu,
             features,
-            asid_generation: 0,
-            last_cpu: usize::MAX,
-            here: None,
-            flush: true,
             run: 0,
             runs: 0,
             id: IDS.fetch_add(1, Relaxed),
-            msr_map: MsrMap::all()?,
             limits: GuestLimits::default(),
             xcr0: 1,
             xss: 0,
@@ -155,17 +118,16 @@ impl<C: Cpu> Svm<C> {
         self.run = (self.id << 32) | u64::from(self.runs);
     }
 
-    /// The control block.
+    /// The VMCB.
     #[inline]
     pub fn vmcb(&self) -> &Vmcb {
-        self.block.get()
+        self.block.vmcb()
     }
 
-    /// The control block, to be changed; `stale` names what the CPU must read anew.
+    /// The VMCB, to be changed; `stale` names what the CPU must read anew.
     #[inline]
     pub(crate) fn vmcb_mut(&mut self, stale: Clean) -> &mut Vmcb {
-        self.stale |= stale;
-        self.block.get_mut()
+        self.block.vmcb_mut(stale)
     }
 
     /// The privileged operations, for the counts in tests.
@@ -173,28 +135,9 @@ impl<C: Cpu> Svm<C> {
         &mut self.cpu
     }
 
-    #[inline]
-    fn pa(&self) -> Hpa {
-        self.block.0.hpa()
-    }
-
-    pub(crate) fn request_flush(&mut self) {
-        self.flush = true;
-    }
-
     /// Takes what the loop needs of this physical CPU and loads the guest's state.
     pub(crate) fn load_state(&mut self, at: usize) {
-        let here = if self.last_cpu == at { self.here } else { percpu::of(at) };
-        let Some(here) = here else { return };
-        if self.last_cpu != at {
-            self.last_cpu = at;
-            self.here = Some(here);
-            self.stale = Clean::ALL;
-            self.asid_generation = 0;
-        }
-        if self.asid_generation != here.generation() {
-            self.flush = true;
-        }
+        let Some(here) = self.block.arrive(at) else { return };
         if here.last_vcpu.load(Relaxed) != self.id {
             here.last_vcpu.store(self.id, Relaxed);
             // The CPU's VMCB cache is tagged by physical address, and another vCPU ran here.
@@ -226,27 +169,9 @@ impl<C: Cpu> Svm<C> {
             here.saved_for.store(self.run, Relaxed);
             self.save_host(here);
         }
-        let pa = self.pa();
-        self.cpu.vmload(pa);
+        self.cpu.vmload(self.block.hpa());
         // With GIF clear no interrupt is taken here; IF lets one end the guest's run.
         self.cpu.sti();
-    }
-
-    /// Makes the entry that follows at once forget this guest's translations: by its ASID where
-    /// the CPU can flush one, else with another ASID.
-    #[inline(never)]
-    fn forget_translations(&mut self) {
-        let Some(here) = self.here else { return };
-        self.flush = false;
-        if self.features.flush_by_asid && self.asid_generation == here.generation() {
-            self.block.get_mut().control.tlb_ctl = 3;
-            return;
-        }
-        let (asid, generation, all) = here.new_asid(self.features.asids);
-        self.asid_generation = generation;
-        let control = &mut self.vmcb_mut(Clean::ASID).control;
-        control.asid = asid;
-        control.tlb_ctl = u8::from(all);
     }
 
     /// Gives the guest DR0 to DR3 of the hardware.
@@ -372,12 +297,11 @@ impl<C: Cpu> Svm<C> {
 
     /// The reverse of [`Svm::load_state`].
     pub(crate) fn unload_state(&mut self) {
-        let Some(here) = self.here else { return };
+        let Some(here) = self.block.here() else { return };
         // For an entry that did not take place.
         self.disarm_step();
         self.cpu.cli();
-        let pa = self.pa();
-        self.cpu.vmsave(pa);
+        self.cpu.vmsave(self.block.hpa());
         self.restore_kernel(here);
         self.cpu.stgi();
         self.restore_user(here);
@@ -404,36 +328,21 @@ impl<C: Cpu> Svm<C> {
 
     /// Loads the host's segment state inside the loop, for a handler that calls the kernel.
     pub(crate) fn host_segment_state(&mut self) {
-        let Some(here) = self.here else { return };
+        let Some(here) = self.block.here() else { return };
         self.cpu.cli();
-        let pa = self.pa();
-        self.cpu.vmsave(pa);
+        self.cpu.vmsave(self.block.hpa());
         self.restore_kernel(here);
     }
 
     /// Loads the guest's again.
     pub(crate) fn guest_segment_state(&mut self) {
-        let pa = self.pa();
-        self.cpu.vmload(pa);
+        self.cpu.vmload(self.block.hpa());
         self.cpu.sti();
     }
 
     /// The world switch.
     #[inline]
     pub(crate) fn switch(&mut self, gprs: &mut Gprs) {
-        if self.flush {
-            self.forget_translations();
-        }
-        let pa = self.pa();
-        let clean = Clean::ALL.difference(self.stale).bits();
-        self.stale = Clean::empty();
-        let vmcb = self.block.get_mut();
-        vmcb.control.clean = clean;
-        vmcb.save.rax = gprs.0[backend::RAX];
-        vmcb.save.rsp = gprs.0[backend::RSP];
-        self.cpu.vmrun(vmcb, pa, gprs, self.spec);
-        gprs.0[backend::RAX] = vmcb.save.rax;
-        gprs.0[backend::RSP] = vmcb.save.rsp;
-        vmcb.control.tlb_ctl = 0;
+        self.block.enter(&mut self.cpu, gprs, self.spec, &self.features);
     }
 }

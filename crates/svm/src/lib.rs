@@ -1,12 +1,13 @@
 //! The SVM backend: control block, permission maps, ASIDs, world switch, exit decoding.
 //!
-//! APM vol. 2 chapter 15. `unsafe` lives in [`enter`] alone, where the control block is a page
-//! that hardware shares, and in [`percpu::tear_down`].
+//! APM vol. 2 chapter 15. `unsafe` lives in [`block`] alone, where the VMCB is a page that
+//! hardware shares, and in [`percpu::tear_down`].
 #![no_std]
 #![deny(unsafe_code)]
 
 extern crate alloc;
 
+pub mod block;
 pub mod enter;
 pub mod exits;
 pub mod features;
@@ -17,6 +18,7 @@ pub mod percpu;
 pub mod permission;
 mod state;
 
+pub use block::ControlBlock;
 pub use enter::Svm;
 pub use features::{Features, Unusable};
 pub use host_state::{HostState, rescue_host};

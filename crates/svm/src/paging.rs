@@ -159,7 +159,7 @@ impl<C: Cpu> Svm<C> {
     pub(crate) fn load_shadow_root(&mut self, root: Hpa) {
         if self.vmcb().save.cr3 != root.0 {
             self.vmcb_mut(Clean::CR).save.cr3 = root.0;
-            self.request_flush();
+            self.block.request_flush();
         }
     }
 }

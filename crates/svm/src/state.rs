@@ -64,9 +64,9 @@ fn table(segment: &VmcbSegment) -> DescriptorTable {
 
 impl<C: Cpu> Svm<C> {
     pub(crate) fn init_control(&mut self) {
-        let (msrpm, iopm) = (self.msr_map.hpa().0, percpu::io_map().0);
+        let (msrpm, iopm) = (self.block.msr_map.hpa().0, percpu::io_map().0);
         for msr in LIVE {
-            self.msr_map.intercept(msr, false, false);
+            self.block.msr_map.intercept(msr, false, false);
         }
         let features = self.features;
         let control = &mut self.vmcb_mut(Clean::ALL).control;
@@ -153,9 +153,9 @@ impl<C: Cpu> Svm<C> {
 
     pub(crate) fn update_passthrough(&mut self) {
         let spec = self.features.v_spec_ctrl && self.limits.spec_ctrl;
-        self.msr_map.intercept(msr::SPEC_CTRL, !spec, !spec);
-        self.msr_map.intercept(msr::PRED_CMD, true, !self.limits.pred_cmd);
-        self.msr_map.intercept(msr::TSC_AUX, !self.limits.tsc_aux, true);
+        self.block.msr_map.intercept(msr::SPEC_CTRL, !spec, !spec);
+        self.block.msr_map.intercept(msr::PRED_CMD, true, !self.limits.pred_cmd);
+        self.block.msr_map.intercept(msr::TSC_AUX, !self.limits.tsc_aux, true);
         let (rdtscp, invpcid) = (self.limits.tsc_aux, self.limits.invpcid && !self.paging.shadow);
         let control = &mut self.vmcb_mut(Clean::INTERCEPTS | Clean::PERM_MAP).control;
         let bit = Intercept4::RDTSCP.bits();
@@ -557,12 +557,12 @@ impl<C: Cpu> Backend for Svm<C> {
 
     fn set_msr_filter(&mut self, denied: impl Fn(u32) -> (bool, bool)) {
         for msr in LIVE {
-            self.msr_map.intercept(msr, false, false);
+            self.block.msr_map.intercept(msr, false, false);
         }
         self.update_passthrough();
         for msr in LIVE.into_iter().chain([msr::SPEC_CTRL, msr::PRED_CMD, msr::TSC_AUX]) {
-            let ((read, write), filter) = (self.msr_map.intercepted(msr), denied(msr));
-            self.msr_map.intercept(msr, read | filter.0, write | filter.1);
+            let ((read, write), filter) = (self.block.msr_map.intercepted(msr), denied(msr));
+            self.block.msr_map.intercept(msr, read | filter.0, write | filter.1);
         }
     }
 
@@ -604,12 +604,12 @@ impl<C: Cpu> Backend for Svm<C> {
     fn set_tdp_root(&mut self, root: Hpa) {
         if self.vmcb().control.ncr3 != root.0 {
             self.vmcb_mut(Clean::NPT).control.ncr3 = root.0;
-            self.request_flush();
+            self.block.request_flush();
         }
     }
 
     fn flush_tlb(&mut self) {
-        self.request_flush();
+        self.block.request_flush();
     }
 
     fn inject(&mut self, event: Event) {
@@ -705,7 +705,7 @@ impl<C: Cpu> Backend for Svm<C> {
         let _ = self.set_msr(msr::SPEC_CTRL, 0);
         self.set_virq(Virq::Off);
         self.mask_nmi(false);
-        self.request_flush();
+        self.block.request_flush();
     }
 }
 

@@ -208,11 +208,11 @@ impl<C: Cpu> Vmx<C> {
 
     fn pass_apic_msrs(&self, on: bool) {
         for msr in READABLE.into_iter().flat_map(|(first, last)| first..=last) {
-            self.msr_map.intercept(msr, !on, true);
+            self.vmcs.msr_map.intercept(msr, !on, true);
         }
         for msr in WRITABLE {
-            let (read, _) = self.msr_map.intercepted(msr);
-            self.msr_map.intercept(msr, read, !on);
+            let (read, _) = self.vmcs.msr_map.intercepted(msr);
+            self.vmcs.msr_map.intercept(msr, read, !on);
         }
     }
 
@@ -250,7 +250,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// Whether RDMSR and WRMSR of `msr` exit.
     pub fn msr_exits(&self, msr: u32) -> (bool, bool) {
-        self.msr_map.intercepted(msr)
+        self.vmcs.msr_map.intercepted(msr)
     }
 
     /// Whether the APIC that is served has something to deliver.

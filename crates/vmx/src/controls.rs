@@ -66,12 +66,12 @@ impl<C: Cpu> Vmx<C> {
 
     pub(crate) fn pass_live_msrs(&self) {
         for msr in LIVE {
-            self.msr_map.intercept(msr, false, false);
+            self.vmcs.msr_map.intercept(msr, false, false);
         }
-        self.msr_map.intercept(TSC, false, true);
+        self.vmcs.msr_map.intercept(TSC, false, true);
         if self.cold.fewer.cstate {
             for msr in CORE_RESIDENCY {
-                self.msr_map.intercept(msr, false, true);
+                self.vmcs.msr_map.intercept(msr, false, true);
             }
         }
     }
@@ -168,7 +168,7 @@ impl<C: Cpu> Vmx<C> {
     pub(crate) fn update_passthrough(&mut self) {
         let GuestLimits { tsc_aux, invpcid, xsave, .. } = self.limits;
         let features = *self.features;
-        self.msr_map.intercept(msr::TSC_AUX, !(tsc_aux && features.rdtscp), true);
+        self.vmcs.msr_map.intercept(msr::TSC_AUX, !(tsc_aux && features.rdtscp), true);
         self.pass_speculation();
         if features.rdtscp {
             self.change_proc2(ProcControls2::RDTSCP, tsc_aux);
@@ -190,7 +190,7 @@ impl<C: Cpu> Vmx<C> {
 
     pub(crate) fn replace_cr2(&mut self, value: u64) {
         self.cr2 = value;
-        if self.loaded.get() {
+        if self.vmcs.is_loaded() {
             self.cpu.set_cr2(value);
         }
     }

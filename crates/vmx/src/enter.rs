@@ -1,4 +1,4 @@
-//! One virtual CPU under VMX: its VMCS, the loop's two ends, and the world switch between them.
+//! One virtual CPU under VMX, and the world switch.
 //!
 //! The whole loop runs with interrupts off: with external-interrupt exiting a pending one ends the
 //! guest's run, stays pending, and is taken by the host after the loop. A VM exit loads the host's
@@ -16,13 +16,13 @@ use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use backend::{FewerExits, Gprs, GuestLimits, Paging, RSP, TSC_RATIO_ONE};
 use cpu::{Cpu, VmxSwitch};
-use host::{KBox, NoMemory, hostcpu, page::Page, warn};
+use host::{KBox, NoMemory, hostcpu, warn};
 use x86::{
     Dr6,
     vmcs::{
         ENTRY_FAILURE, ReadWrite, event,
         field::{self, Width},
-        invept, invvpid,
+        invept,
     },
 };
 
@@ -30,16 +30,15 @@ use crate::{
     apicv::{ApicPage, Serving},
     exits,
     features::Features,
-    fields::{self, Fields, Set, Slot},
+    fields::{self, Slot},
     host_state::HostThread,
     inject::Offer,
     live::SyscallMsrs,
     mitigations,
     page_log::PageLog,
-    percpu::PerCpu,
-    permission::MsrMap,
     preemption_timer::Watched,
     speculation::SPECULATION,
+    vmcs::{self, Vmcs},
 };
 
 /// What the next entry has to do beside entering, as bits: usually nothing.
@@ -105,9 +104,7 @@ pub(crate) struct Cold {
 #[derive(Debug)]
 pub struct Vmx<C: Cpu> {
     pub(crate) cpu: C,
-    pub(crate) fields: KBox<Fields>,
-    /// Between load and unload: the VMCS is current, and what is written goes to the hardware.
-    pub(crate) loaded: Cell<bool>,
+    pub(crate) vmcs: Vmcs,
     /// [`attention`].
     pub(crate) attention: u16,
     /// An instruction was retired in software since the exit: what the VMCS says of the shadow of
@@ -118,28 +115,14 @@ pub struct Vmx<C: Cpu> {
     /// The VM-instruction error of an entry that failed without an exit.
     pub(crate) refused: u32,
     pub(crate) switch: VmxSwitch,
-    /// The VMCS was launched since it was cleared last.
-    pub(crate) launched: Cell<bool>,
     pub(crate) offer: Offer,
     pub(crate) deadline: Watched,
     pub(crate) features: KBox<Features>,
-    pub(crate) vmcs: Page,
     pub(crate) apic_page: ApicPage,
     /// Whether the CPU serves the local APIC.
     pub(crate) serving: Serving,
-    pub(crate) msr_map: MsrMap,
     /// Where the CPU has one.
     pub(crate) page_log: Option<PageLog>,
-    /// The fields that never change are in the VMCS.
-    pub(crate) initialised: Cell<bool>,
-    /// The CPU on which the VMCS is active, and the generation of that CPU's VMX operation.
-    pub(crate) active_on: Cell<Option<usize>>,
-    pub(crate) active_in: Cell<u64>,
-    /// There was no room to note it as active there.
-    pub(crate) unnoted: Cell<bool>,
-    pub(crate) here: Option<&'static PerCpu>,
-    pub(crate) last_cpu: usize,
-    pub(crate) vpid_generation: u64,
     pub(crate) cr2: u64,
     pub(crate) cr0: u64,
     pub(crate) cr4: u64,
@@ -165,48 +148,24 @@ pub struct Vmx<C: Cpu> {
 
 static IDS: AtomicU64 = AtomicU64::new(1);
 
-/// Out of line, and from a constant, so that it lies on no stack.
-#[inline(never)]
-fn empty_fields() -> Result<KBox<Fields>, NoMemory> {
-    #[allow(clippy::declare_interior_mutable_const)] // A copy of it is what is wanted.
-    const EMPTY: Fields = Fields::new();
-    KBox::new(EMPTY)
-}
-
 impl<C: Cpu> Vmx<C> {
     /// A vCPU in its power-up state.
     #[inline(never)]
     pub fn new(cpu: C, features: Features) -> Result<Self, NoMemory> {
-        let vmcs = Page::zeroed()?;
-        // The CPU recognises a VMCS by its first four bytes.
-        if let Some(first) = vmcs.table().first() {
-            first.store(features.revision.into(), Relaxed);
-        }
         let mut this = Self {
             cpu,
-            fields: empty_fields()?,
-            loaded: Cell::new(false),
+            vmcs: Vmcs::new(features.revision)?,
             attention: attention::FLUSH | attention::FLUSH_TDP,
             shadow_over: Cell::new(false),
             nmi_behind_sti: false,
             refused: 0,
             switch: VmxSwitch::default(),
-            launched: Cell::new(false),
             offer: Offer::default(),
             deadline: Watched::new(&features),
             features: KBox::new(features)?,
-            vmcs,
             apic_page: ApicPage::new()?,
             serving: Serving::No,
-            msr_map: MsrMap::all()?,
             page_log: if features.pml { Some(PageLog::new()?) } else { None },
-            initialised: Cell::new(false),
-            active_on: Cell::new(None),
-            active_in: Cell::new(0),
-            unnoted: Cell::new(false),
-            here: None,
-            last_cpu: usize::MAX,
-            vpid_generation: 0,
             cr2: 0,
             cr0: 0,
             cr4: 0,
@@ -241,46 +200,24 @@ impl<C: Cpu> Vmx<C> {
         &mut self.cpu
     }
 
-    /// A field.
+    /// Reads a field of the VMCS.
     #[inline(always)]
     pub(crate) fn get<W: Width, A>(&self, slot: Slot<W, A>) -> W::Value {
-        match self.fields.get(slot) {
-            Some(value) => value,
-            None => {
-                let raw = if self.loaded.get() {
-                    self.cpu.vmread(slot.encoding())
-                } else {
-                    self.read_outside(slot.encoding())
-                };
-                self.fields.learn(slot, raw);
-                W::from_raw(raw)
-            }
-        }
+        self.vmcs.get(&self.cpu, slot)
     }
 
-    /// Sets a field.
+    /// Sets a field of the VMCS.
     #[inline(always)]
     pub(crate) fn set<W: Width>(&self, slot: Slot<W, ReadWrite>, value: W::Value) {
-        if self.fields.set(slot, value) == Set::Changed {
-            if self.loaded.get() {
-                self.cpu.vmwrite(slot.encoding(), value.into());
-            } else {
-                self.fields.defer(slot);
-            }
-        }
+        self.vmcs.set(&self.cpu, slot, value);
     }
 
-    /// Makes this guest's translations be forgotten: by their VPID, or by another VPID.
-    #[inline(never)]
-    fn forget_translations(&mut self) {
-        let Some(here) = self.here else { return };
-        if self.vpid_generation != here.vpid_generation() {
-            self.take_vpid(here);
-        } else if self.features.invvpid_single {
-            self.cpu.invvpid(invvpid::SINGLE, self.get(fields::VPID), 0);
-        } else if self.features.vpid {
-            self.cpu.invvpid(invvpid::ALL, 0, 0);
-        }
+    /// What of the VMCS never changes: written when it is current for the first time.
+    #[cold]
+    pub(crate) fn write_constants(&self) {
+        self.vmcs.write_constants(&self.cpu);
+        vmcs::write(&self.cpu, field::VIRTUAL_APIC_ADDR, self.apic_page.hpa().0);
+        self.write_optional_constants();
     }
 
     /// Makes what was made from its TDP tables be forgotten, whatever the VPID.
@@ -293,19 +230,6 @@ impl<C: Cpu> Vmx<C> {
         }
     }
 
-    fn take_vpid(&mut self, here: &PerCpu) {
-        self.vpid_generation = here.vpid_generation();
-        if !self.features.vpid {
-            return;
-        }
-        let (vpid, generation, all) = here.new_vpid();
-        self.vpid_generation = generation;
-        self.set(fields::VPID, vpid);
-        if all {
-            self.cpu.invvpid(invvpid::ALL, 0, 0);
-        }
-    }
-
     /// What an entry does that is more than usual. False: it does not take place.
     #[cold]
     #[inline(never)]
@@ -315,7 +239,7 @@ impl<C: Cpu> Vmx<C> {
         }
         if self.attention & attention::FLUSH != 0 {
             self.attention &= !attention::FLUSH;
-            self.forget_translations();
+            self.vmcs.forget_translations(&self.cpu, &self.features);
         }
         if self.attention & attention::FLUSH_TDP != 0 {
             self.attention &= !attention::FLUSH_TDP;
@@ -338,7 +262,7 @@ impl<C: Cpu> Vmx<C> {
     #[inline]
     pub(crate) fn enter_and_exit(&mut self, gprs: &mut Gprs) {
         // Not known: nobody has looked at it since the exit, so it is the guest's own.
-        if let Some(rsp) = self.fields.get(fields::GUEST_RSP)
+        if let Some(rsp) = self.vmcs.fields.get(fields::GUEST_RSP)
             && rsp != gprs.0[RSP]
         {
             self.set(fields::GUEST_RSP, gprs.0[RSP]);
@@ -352,13 +276,13 @@ impl<C: Cpu> Vmx<C> {
             }
         }
         let entered = self.cpu.vmx_enter(gprs, &mut self.switch);
-        self.fields.forget();
+        self.vmcs.fields.forget();
         self.shadow_over.set(false);
         if !entered {
             return self.refuse();
         }
         let raw = self.cpu.vmread(fields::EXIT_REASON.encoding());
-        self.fields.learn(fields::EXIT_REASON, raw);
+        self.vmcs.fields.learn(fields::EXIT_REASON, raw);
         let reason = raw as u32;
         // An entry that failed late has launched nothing, and injected nothing (SDM vol. 3C §27.8).
         if reason & ENTRY_FAILURE == 0 {
@@ -378,7 +302,7 @@ impl<C: Cpu> Vmx<C> {
     fn settle_injection(&mut self) {
         self.attention &= !attention::INJECT;
         let injected = self.get(fields::ENTRY_INTERRUPTION);
-        self.fields.learn(fields::ENTRY_INTERRUPTION, u64::from(injected & !event::VALID));
+        self.vmcs.fields.learn(fields::ENTRY_INTERRUPTION, u64::from(injected & !event::VALID));
     }
 
     /// After the exits that are not plain instructions.
@@ -394,19 +318,19 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     fn refuse(&mut self) {
-        self.refused = if self.loaded.get() {
+        self.refused = if self.vmcs.is_loaded() {
             self.cpu.vmread(field::INSTRUCTION_ERROR.encoding()) as u32
         } else {
             0
         };
-        self.fields.learn(fields::EXIT_REASON, u64::from(exits::NOT_ENTERED));
+        self.vmcs.fields.learn(fields::EXIT_REASON, u64::from(exits::NOT_ENTERED));
     }
 }
 
 impl<C: Cpu> Drop for Vmx<C> {
     fn drop(&mut self) {
         // The page must not be written after it is freed.
-        self.clear_elsewhere();
+        self.vmcs.clear_elsewhere();
         report_failures();
     }
 }

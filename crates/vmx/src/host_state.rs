@@ -15,7 +15,7 @@ use x86::{
 use crate::{
     enter::{Vmx, attention},
     exits, fields, mitigations,
-    percpu::{self, PerCpu},
+    percpu::PerCpu,
 };
 
 const CR4_VMXE: u64 = 1 << 13;
@@ -47,9 +47,7 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     fn arrive(&mut self, at: usize, here: &'static PerCpu) {
-        self.last_cpu = at;
-        self.here = Some(here);
-        self.vpid_generation = 0;
+        self.vmcs.arrive(at, here);
         // What this vCPU left behind here may be older than a flush since.
         self.attention |= attention::FLUSH | attention::FLUSH_TDP;
         let host = here.constants();
@@ -71,27 +69,25 @@ impl<C: Cpu> Vmx<C> {
 
     /// Takes what the loop needs of this physical CPU and loads the guest's state.
     pub(crate) fn load_state(&mut self, at: usize) {
-        let here = if self.last_cpu == at { self.here } else { percpu::of(at) };
+        let here = self.vmcs.find(at);
         let cr4 = self.cpu.cr4_now();
         let Some(here) = here.filter(|_| cr4 & CR4_VMXE != 0) else {
             self.attention |= attention::OFF;
             return;
         };
-        if self.active_in.get() != here.generation() {
-            // The host's constants may be others since VMX was switched on again.
-            self.last_cpu = usize::MAX;
-        }
-        if self.last_cpu != at {
+        if !self.vmcs.has_host_of(at, here) {
             self.arrive(at, here);
         }
-        if self.vpid_generation != here.vpid_generation() {
+        if !self.vmcs.has_vpid_of(here) {
             self.attention |= attention::FLUSH;
         }
         // It was set for an entry that did not take place.
         self.attention &= !attention::TIMER_SET;
-        self.make_current(here);
+        if self.vmcs.make_current(&self.cpu, here) {
+            self.write_constants();
+        }
         self.switch.flags &= !VmxSwitch::LAUNCHED;
-        if self.launched.get() {
+        if self.vmcs.launched.get() {
             self.switch.flags |= VmxSwitch::LAUNCHED;
         }
         // A process that has an LDT may change it under this thread.
@@ -101,10 +97,7 @@ impl<C: Cpu> Vmx<C> {
         self.set(fields::HOST_CR4, cr4);
         self.set(fields::HOST_CR3, self.cpu.cr3());
         self.set(fields::HOST_FS_BASE, self.host.fs_base);
-        self.loaded.set(true);
-        if self.fields.has_unwritten() {
-            self.fields.write_all(|encoding, value| self.cpu.vmwrite(encoding, value));
-        }
+        self.vmcs.load(&self.cpu);
         if here.last_vcpu.load(Relaxed) != self.cold.id {
             here.last_vcpu.store(self.cold.id, Relaxed);
             if hostcpu::ibpb_on_switch() {
@@ -166,7 +159,7 @@ impl<C: Cpu> Vmx<C> {
         }
         self.know_for_outside();
         self.cr2 = self.cpu.cr2();
-        self.launched.set(self.switch.flags & VmxSwitch::LAUNCHED != 0);
+        self.vmcs.launched.set(self.switch.flags & VmxSwitch::LAUNCHED != 0);
         self.kernel_gs_base = self.cpu.rdmsr(msr::KERNEL_GS_BASE);
         if self.kernel_gs_base != self.host.user_gs_base {
             self.cpu.wrmsr(msr::KERNEL_GS_BASE, self.host.user_gs_base);
@@ -180,19 +173,16 @@ impl<C: Cpu> Vmx<C> {
         if self.cold.perf_stopped {
             hostcpu::perf_leave();
         }
-        self.loaded.set(false);
+        self.vmcs.unload();
         // An exit leaves DR7 and DEBUGCTL disabled; a host that uses them gets them back.
         if self.cold.host_debugctl != 0 {
             self.cpu.wrmsr(msr::DEBUGCTL, self.cold.host_debugctl);
         }
         hostcpu::left_vmx();
         self.restore_selectors();
-        if let Some(here) = self.here {
+        if let Some(here) = self.vmcs.here() {
             here.user_return.left(&mut self.cpu, to_user);
-            if self.unnoted.get() {
-                here.clear(&self.cpu, self.vmcs.hpa());
-                self.active_on.set(None);
-            }
+            self.vmcs.give_up_unnoted(&self.cpu, here);
         }
     }
 
@@ -202,7 +192,7 @@ impl<C: Cpu> Vmx<C> {
     fn know_for_outside(&self) {
         let reason = self.get(fields::EXIT_REASON);
         if reason == u32::from(ExitReason::EptViolation.0)
-            && self.fields.get(fields::GUEST_RIP).is_none()
+            && self.vmcs.fields.get(fields::GUEST_RIP).is_none()
         {
             // Memory, then, and not a device: the table is filled, and that is all.
             return;

@@ -11,7 +11,6 @@ extern crate std;
 
 pub mod apicv;
 mod controls;
-mod current;
 pub mod enter;
 mod errata;
 pub mod exits;
@@ -29,6 +28,7 @@ pub mod segments;
 mod speculation;
 mod state;
 mod user_return;
+mod vmcs;
 
 pub use enter::Vmx;
 pub use features::{Controls, Features, Unusable};

@@ -51,7 +51,7 @@ impl<C: Cpu> Vmx<C> {
         }
         self.dr_owned = true;
         self.intercept_debug_regs(false);
-        if self.loaded.get() {
+        if self.vmcs.is_loaded() {
             self.load_debug_regs();
         }
     }
@@ -59,7 +59,7 @@ impl<C: Cpu> Vmx<C> {
     /// Sets DR6, in the hardware too where the guest owns it.
     pub(crate) fn set_dr6(&mut self, value: Dr6) {
         self.dr6 = value;
-        if self.loaded.get() && self.dr_owned {
+        if self.vmcs.is_loaded() && self.dr_owned {
             self.cpu.set_debug_reg(6, value.bits());
         }
     }
@@ -115,7 +115,7 @@ impl<C: Cpu> Vmx<C> {
         }
         if self.cold.live_xcr0 != 0 {
             self.write_extended();
-        } else if self.cold.host_xcr0 != 0 && self.extended_differs() && self.loaded.get() {
+        } else if self.cold.host_xcr0 != 0 && self.extended_differs() && self.vmcs.is_loaded() {
             return self.load_extended();
         }
         self.extended = self.cold.host_xcr0 == 0 || self.extended_differs();
@@ -155,9 +155,9 @@ impl<C: Cpu> Vmx<C> {
     /// Brings TSC_AUX to the guest's value.
     #[inline]
     pub(crate) fn sync_tsc_aux(&mut self) {
-        if self.loaded.get()
+        if self.vmcs.is_loaded()
             && self.features.rdtscp
-            && let Some(here) = self.here
+            && let Some(here) = self.vmcs.here()
         {
             let lent = &here.user_return;
             lent.lend(&mut self.cpu, &lent.tsc_aux, self.tsc_aux);
@@ -169,9 +169,9 @@ impl<C: Cpu> Vmx<C> {
     #[inline]
     pub(crate) fn sync_syscall(&mut self) {
         const SCE_LMA: u64 = 1 | 1 << 10;
-        if self.loaded.get()
+        if self.vmcs.is_loaded()
             && self.efer & SCE_LMA == SCE_LMA
-            && let Some(here) = self.here
+            && let Some(here) = self.vmcs.here()
         {
             let (lent, want) = (&here.user_return, self.syscall);
             lent.lend(&mut self.cpu, &lent.star, want.star);
@@ -183,7 +183,7 @@ impl<C: Cpu> Vmx<C> {
     /// Brings KERNEL_GS_BASE to the guest's value.
     #[inline]
     pub(crate) fn sync_kernel_gs_base(&mut self) {
-        if self.loaded.get() && self.kernel_gs_base != self.cold.live_gs_base {
+        if self.vmcs.is_loaded() && self.kernel_gs_base != self.cold.live_gs_base {
             self.cold.live_gs_base = self.kernel_gs_base;
             self.cpu.wrmsr(msr::KERNEL_GS_BASE, self.kernel_gs_base);
         }
@@ -191,7 +191,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// KERNEL_GS_BASE, which SWAPGS changes while the guest runs.
     pub(crate) fn kernel_gs_base_now(&mut self) -> u64 {
-        if self.loaded.get() {
+        if self.vmcs.is_loaded() {
             self.kernel_gs_base = self.cpu.rdmsr(msr::KERNEL_GS_BASE);
             self.cold.live_gs_base = self.kernel_gs_base;
         }

@@ -139,7 +139,7 @@ impl<C: Cpu> Vmx<C> {
         } else {
             ExitReason::PreemptionTimer
         };
-        self.fields.learn(fields::EXIT_REASON, reason.0.into());
+        self.vmcs.fields.learn(fields::EXIT_REASON, reason.0.into());
     }
 }
 

@@ -46,11 +46,11 @@ impl<C: Cpu> Backend for Vmx<C> {
     const WATCHES_DEADLINES: bool = true;
 
     fn settled(&self, here: usize) -> bool {
-        self.is_settled(here)
+        self.vmcs.may_run_on(here)
     }
 
     fn settle(&mut self) {
-        self.clear_elsewhere();
+        self.vmcs.clear_elsewhere();
     }
 
     fn load(&mut self, here: usize) {
@@ -91,7 +91,7 @@ impl<C: Cpu> Backend for Vmx<C> {
     #[inline(always)]
     fn dispatch<S: Copy, A: Answer<Self, S>>(answer: &mut A, section: S) -> Option<Exit> {
         // Read by the exit itself.
-        let reason = answer.backend().fields.last(fields::EXIT_REASON);
+        let reason = answer.backend().vmcs.fields.last(fields::EXIT_REASON);
         // An entry that failed has bits that no reason has.
         let Ok(reason) = u16::try_from(reason) else {
             let exit = answer.backend().decode();
@@ -157,7 +157,7 @@ impl<C: Cpu> Backend for Vmx<C> {
     }
 
     fn forget_interrupted_delivery(&mut self) {
-        self.fields.learn(fields::IDT_VECTORING, 0);
+        self.vmcs.fields.learn(fields::IDT_VECTORING, 0);
     }
 
     #[inline]
@@ -263,7 +263,7 @@ impl<C: Cpu> Backend for Vmx<C> {
     fn control(&self) -> ControlRegs {
         ControlRegs {
             cr0: self.cr0_now(),
-            cr2: if self.loaded.get() { self.cpu.cr2() } else { self.cr2 },
+            cr2: if self.vmcs.is_loaded() { self.cpu.cr2() } else { self.cr2 },
             cr3: self.get(fields::GUEST_CR3),
             cr4: self.cr4_now(),
             efer: self.efer,
@@ -549,8 +549,8 @@ impl<C: Cpu> Backend for Vmx<C> {
         self.update_passthrough();
         let residency = self.cold.fewer.cstate.then_some(CORE_RESIDENCY).into_iter().flatten();
         for msr in LIVE.into_iter().chain([TSC, msr::TSC_AUX]).chain(residency) {
-            let ((read, write), filter) = (self.msr_map.intercepted(msr), denied(msr));
-            self.msr_map.intercept(msr, read | filter.0, write | filter.1);
+            let ((read, write), filter) = (self.vmcs.msr_map.intercepted(msr), denied(msr));
+            self.vmcs.msr_map.intercept(msr, read | filter.0, write | filter.1);
         }
     }
 
@@ -580,7 +580,7 @@ impl<C: Cpu> Backend for Vmx<C> {
 
     fn set_tdp_root(&mut self, root: Hpa) {
         let pointer = self.features.ept_pointer(root.0);
-        if self.fields.get(fields::EPT_POINTER) != Some(pointer) {
+        if self.vmcs.fields.get(fields::EPT_POINTER) != Some(pointer) {
             self.set(fields::EPT_POINTER, pointer);
             self.attention |= attention::FLUSH_TDP;
         }

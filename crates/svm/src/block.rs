@@ -1,0 +1,159 @@
+//! A control block as an object: the VMCB's page, and everything that belongs to one VMCB and not to the
+//! vCPU or the CPU that runs it.
+//!
+//! A vCPU has one. A vCPU whose guest is a hypervisor can have a second one for that guest's guest, so
+//! nothing here may be true of the vCPU as a whole: its registers in the CPU, its limits and what it is
+//! being told (interrupts, NMIs) stay outside.
+//!
+//! APM vol. 2 §15.5 (VMRUN), §15.15 (clean bits), §15.16 (ASIDs).
+#![allow(unsafe_code)]
+
+use backend::Gprs;
+use cpu::{Cpu, SpecCtrl};
+use host::{NoMemory, page::Page};
+use x86::{
+    Hpa,
+    vmcb::{Clean, Vmcb},
+};
+
+use crate::{
+    features::Features,
+    percpu::{self, PerCpu},
+    permission::MsrMap,
+};
+
+/// TLB_CONTROL: flush what is tagged with this ASID (APM vol. 2 table 15-9).
+const FLUSH_ASID: u8 = 3;
+
+/// One VMCB with what the hypervisor knows of it.
+#[derive(Debug)]
+pub struct ControlBlock {
+    page: Page,
+    /// What the next entry must not take from the CPU's cache of this block.
+    stale: Clean,
+    /// The CPU on which it ran last: only that one's cache and ASIDs are of use.
+    last_cpu: usize,
+    /// What SVM keeps of that CPU.
+    here: Option<&'static PerCpu>,
+    /// The generation of that CPU's ASIDs in which this block got its own.
+    asid_generation: u64,
+    /// The next entry forgets the translations of this block's ASID.
+    flush: bool,
+    /// Which MSRs exit.
+    pub(crate) msr_map: MsrMap,
+}
+
+impl ControlBlock {
+    /// A block of zeroes that has run nowhere, under which every MSR exits.
+    pub fn new() -> Result<Self, NoMemory> {
+        Ok(Self {
+            page: Page::zeroed()?,
+            stale: Clean::ALL,
+            last_cpu: usize::MAX,
+            here: None,
+            asid_generation: 0,
+            flush: true,
+            msr_map: MsrMap::all()?,
+        })
+    }
+
+    /// The VMCB.
+    #[inline]
+    pub fn vmcb(&self) -> &Vmcb {
+        // SAFETY: the page is owned, 4096 bytes, aligned, and every bit pattern is a Vmcb. The CPU
+        // writes to it only inside vmrun(), which borrows it exclusively.
+        unsafe { &*self.page.bytes_ptr().cast::<Vmcb>() }
+    }
+
+    /// The VMCB, to be changed; `stale` names what the CPU must read anew.
+    #[inline]
+    pub(crate) fn vmcb_mut(&mut self, stale: Clean) -> &mut Vmcb {
+        self.stale |= stale;
+        self.unmarked()
+    }
+
+    /// The VMCB, to change what the CPU never caches.
+    #[inline]
+    fn unmarked(&mut self) -> &mut Vmcb {
+        // SAFETY: the page is owned, 4096 bytes, aligned, and every bit pattern is a Vmcb; `&mut self`
+        // makes the reference exclusive.
+        unsafe { &mut *self.page.bytes_ptr().cast::<Vmcb>() }
+    }
+
+    /// Where the VMCB lies, for VMRUN, VMLOAD and VMSAVE.
+    #[inline]
+    pub(crate) fn hpa(&self) -> Hpa {
+        self.page.hpa()
+    }
+
+    /// What SVM keeps of the CPU on which this block is to run or ran last.
+    #[inline]
+    pub(crate) fn here(&self) -> Option<&'static PerCpu> {
+        self.here
+    }
+
+    /// Has the next entry forget the translations that were made under this block.
+    #[inline]
+    pub(crate) fn request_flush(&mut self) {
+        self.flush = true;
+    }
+
+    /// The block is to run on CPU `at`, on which this is called with interrupts off. `None`: SVM does not
+    /// know that CPU.
+    #[inline]
+    pub(crate) fn arrive(&mut self, at: usize) -> Option<&'static PerCpu> {
+        let here = if self.last_cpu == at { self.here } else { percpu::of(at) }?;
+        if self.last_cpu != at {
+            self.last_cpu = at;
+            self.here = Some(here);
+            self.stale = Clean::ALL;
+            self.asid_generation = 0;
+        }
+        if self.asid_generation != here.generation() {
+            self.flush = true;
+        }
+        Some(here)
+    }
+
+    /// The world switch: runs the guest until its next exit.
+    #[inline]
+    pub(crate) fn enter<C: Cpu>(
+        &mut self,
+        cpu: &mut C,
+        gprs: &mut Gprs,
+        spec: SpecCtrl,
+        features: &Features,
+    ) {
+        if self.flush {
+            self.forget_translations(features);
+        }
+        let pa = self.hpa();
+        let clean = Clean::ALL.difference(self.stale).bits();
+        self.stale = Clean::empty();
+        let vmcb = self.unmarked();
+        vmcb.control.clean = clean;
+        vmcb.save.rax = gprs.0[backend::RAX];
+        vmcb.save.rsp = gprs.0[backend::RSP];
+        cpu.vmrun(vmcb, pa, gprs, spec);
+        gprs.0[backend::RAX] = vmcb.save.rax;
+        gprs.0[backend::RSP] = vmcb.save.rsp;
+        vmcb.control.tlb_ctl = 0;
+    }
+
+    /// Makes the entry that follows at once forget this guest's translations: by its ASID where
+    /// the CPU can flush one, else with another ASID.
+    #[inline(never)]
+    fn forget_translations(&mut self, features: &Features) {
+        let Some(here) = self.here else { return };
+        self.flush = false;
+        if features.flush_by_asid && self.asid_generation == here.generation() {
+            self.unmarked().control.tlb_ctl = FLUSH_ASID;
+            return;
+        }
+        let (asid, generation, all) = here.new_asid(features.asids);
+        self.asid_generation = generation;
+        let control = &mut self.vmcb_mut(Clean::ASID).control;
+        control.asid = asid;
+        control.tlb_ctl = u8::from(all);
+    }
+}

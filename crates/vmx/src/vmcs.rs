@@ -1,0 +1,311 @@
+//! A VMCS as an object: the page that the CPU keeps it in, what is known of its fields, and where it is
+//! active.
+//!
+//! A vCPU has one. A vCPU whose guest is a hypervisor can have a second one for that guest's guest, so
+//! nothing here may be true of the vCPU as a whole: its registers in the CPU, its limits and what it is
+//! being told (interrupts, NMIs) stay outside. The words of [`cpu::VmxSwitch`] that belong to one VMCS,
+//! HOST_RSP and LAUNCHED, are lent to the vCPU's between load and unload.
+//!
+//! A CPU may keep parts of a VMCS that was loaded there until it is told to write them back: VMCLEAR
+//! on that CPU comes before VMPTRLD on another (SDM vol. 3C §25.11.1).
+
+use core::cell::Cell;
+use core::sync::atomic::Ordering::Relaxed;
+
+use cpu::Cpu;
+use host::{KBox, NoMemory, irq, page::Page, smp};
+use x86::{
+    Hpa,
+    vmcs::{
+        Field, ReadWrite,
+        field::{self, Width},
+        invvpid,
+    },
+};
+
+use crate::{
+    features::Features,
+    fields::{self, Fields, Set, Slot},
+    percpu::{self, PerCpu},
+    permission::MsrMap,
+};
+
+const CR4_VMXE: u64 = 1 << 13;
+
+/// One VMCS with what the hypervisor knows of it.
+#[derive(Debug)]
+pub(crate) struct Vmcs {
+    /// What is known of its fields, and what has to be written yet.
+    pub(crate) fields: KBox<Fields>,
+    /// It is the one that VMREAD and VMWRITE reach, from load to unload: what is set is written at once.
+    loaded: Cell<bool>,
+    /// It was launched since it was cleared last.
+    pub(crate) launched: Cell<bool>,
+    /// The fields that never change are in it.
+    initialised: Cell<bool>,
+    /// There was no room to note it as active on its CPU.
+    unnoted: Cell<bool>,
+    /// The CPU on which it is active, and the generation of that CPU's VMX operation.
+    active_on: Cell<Option<usize>>,
+    active_in: Cell<u64>,
+    /// The CPU on which it ran last: its host-state fields and its VPID are that one's.
+    last_cpu: usize,
+    /// What VMX keeps of that CPU.
+    here: Option<&'static PerCpu>,
+    /// The generation of that CPU's VPIDs in which it got its own.
+    vpid_generation: u64,
+    page: Page,
+    /// Which MSRs exit.
+    pub(crate) msr_map: MsrMap,
+}
+
+/// Clears the VMCS at `vmcs` on the CPU this runs on, asked by the one that wants to have it.
+extern "C" fn clear_here(vmcs: u64) {
+    if let Some(here) = percpu::of(smp::cpu_id()) {
+        here.clear(&cpu::Native, Hpa(vmcs));
+    }
+}
+
+/// Out of line, and from a constant, so that it lies on no stack.
+#[inline(never)]
+fn empty_fields() -> Result<KBox<Fields>, NoMemory> {
+    #[allow(clippy::declare_interior_mutable_const)] // A copy of it is what is wanted.
+    const EMPTY: Fields = Fields::new();
+    KBox::new(EMPTY)
+}
+
+impl Vmcs {
+    /// A VMCS that is active nowhere and of which nothing is known, under which every MSR exits.
+    pub(crate) fn new(revision: u32) -> Result<Self, NoMemory> {
+        let page = Page::zeroed()?;
+        // The CPU recognises a VMCS by its first four bytes.
+        if let Some(first) = page.table().first() {
+            first.store(revision.into(), Relaxed);
+        }
+        Ok(Self {
+            fields: empty_fields()?,
+            loaded: Cell::new(false),
+            launched: Cell::new(false),
+            initialised: Cell::new(false),
+            unnoted: Cell::new(false),
+            active_on: Cell::new(None),
+            active_in: Cell::new(0),
+            last_cpu: usize::MAX,
+            here: None,
+            vpid_generation: 0,
+            page,
+            msr_map: MsrMap::all()?,
+        })
+    }
+
+    /// Reads a field: from the cache where it is known, else from the hardware.
+    #[inline(always)]
+    pub(crate) fn get<C: Cpu, W: Width, A>(&self, cpu: &C, slot: Slot<W, A>) -> W::Value {
+        match self.fields.get(slot) {
+            Some(value) => value,
+            None => {
+                let raw = if self.loaded.get() {
+                    cpu.vmread(slot.encoding())
+                } else {
+                    self.read_outside(cpu, slot.encoding())
+                };
+                self.fields.learn(slot, raw);
+                W::from_raw(raw)
+            }
+        }
+    }
+
+    /// Sets a field: in the hardware now, or when the VMCS is loaded.
+    #[inline(always)]
+    pub(crate) fn set<C: Cpu, W: Width>(&self, cpu: &C, slot: Slot<W, ReadWrite>, value: W::Value) {
+        if self.fields.set(slot, value) == Set::Changed {
+            if self.loaded.get() {
+                cpu.vmwrite(slot.encoding(), value.into());
+            } else {
+                self.fields.defer(slot);
+            }
+        }
+    }
+
+    /// Whether VMREAD and VMWRITE reach this VMCS.
+    #[inline(always)]
+    pub(crate) fn is_loaded(&self) -> bool {
+        self.loaded.get()
+    }
+
+    /// The VMCS is current and stays so until [`Vmcs::unload`]: writes what was set meanwhile.
+    #[inline]
+    pub(crate) fn load<C: Cpu>(&self, cpu: &C) {
+        self.loaded.set(true);
+        if self.fields.has_unwritten() {
+            self.fields.write_all(|encoding, value| cpu.vmwrite(encoding, value));
+        }
+    }
+
+    /// From now on what is set is noted, and written when the VMCS is loaded again.
+    #[inline]
+    pub(crate) fn unload(&self) {
+        self.loaded.set(false);
+    }
+
+    /// Clears the VMCS, which was unloaded, if its CPU has not noted that it is active there.
+    #[inline]
+    pub(crate) fn give_up_unnoted<C: Cpu>(&self, cpu: &C, here: &PerCpu) {
+        if self.unnoted.get() {
+            here.clear(cpu, self.page.hpa());
+            self.active_on.set(None);
+        }
+    }
+
+    /// What VMX keeps of the CPU on which this VMCS is to run or ran last.
+    #[inline]
+    pub(crate) fn here(&self) -> Option<&'static PerCpu> {
+        self.here
+    }
+
+    /// What VMX keeps of CPU `at`, on which the VMCS is to run.
+    #[inline]
+    pub(crate) fn find(&self, at: usize) -> Option<&'static PerCpu> {
+        if self.last_cpu == at { self.here } else { percpu::of(at) }
+    }
+
+    /// Whether the host-state fields are those of CPU `at`, which is `here`. They may be others since VMX
+    /// was switched on again.
+    #[inline]
+    pub(crate) fn has_host_of(&self, at: usize, here: &PerCpu) -> bool {
+        self.active_in.get() == here.generation() && self.last_cpu == at
+    }
+
+    /// The VMCS comes to CPU `at`, which is `here`: without a VPID.
+    pub(crate) fn arrive(&mut self, at: usize, here: &'static PerCpu) {
+        self.last_cpu = at;
+        self.here = Some(here);
+        self.vpid_generation = 0;
+    }
+
+    /// Whether the VMCS has a VPID of CPU `here` that is valid.
+    #[inline]
+    pub(crate) fn has_vpid_of(&self, here: &PerCpu) -> bool {
+        self.vpid_generation == here.vpid_generation()
+    }
+
+    /// Makes this guest's translations be forgotten: by their VPID, or by another VPID.
+    #[inline(never)]
+    pub(crate) fn forget_translations<C: Cpu>(&mut self, cpu: &C, features: &Features) {
+        let Some(here) = self.here else { return };
+        if !self.has_vpid_of(here) {
+            self.take_vpid(cpu, here, features);
+        } else if features.invvpid_single {
+            cpu.invvpid(invvpid::SINGLE, self.get(cpu, fields::VPID), 0);
+        } else if features.vpid {
+            cpu.invvpid(invvpid::ALL, 0, 0);
+        }
+    }
+
+    fn take_vpid<C: Cpu>(&mut self, cpu: &C, here: &PerCpu, features: &Features) {
+        self.vpid_generation = here.vpid_generation();
+        if !features.vpid {
+            return;
+        }
+        let (vpid, generation, all) = here.new_vpid();
+        self.vpid_generation = generation;
+        self.set(cpu, fields::VPID, vpid);
+        if all {
+            cpu.invvpid(invvpid::ALL, 0, 0);
+        }
+    }
+
+    /// Reads a field outside the loop, where the task may be anywhere by now.
+    #[cold]
+    #[inline(never)]
+    fn read_outside<C: Cpu>(&self, cpu: &C, encoding: u32) -> u64 {
+        if !self.initialised.get() {
+            return 0;
+        }
+        loop {
+            let off = irq::enabled().then(irq::disable);
+            let here = percpu::of(smp::cpu_id()).filter(|_| self.may_run_on(smp::cpu_id()));
+            if let Some(here) = here {
+                // With VMX off, on the way to a reboot, nothing can be read.
+                let on = cpu.cr4_now() & CR4_VMXE != 0;
+                if on {
+                    let _ = self.make_current(cpu, here);
+                }
+                return if on { cpu.vmread(encoding) } else { 0 };
+            }
+            let Some(off) = off else { return 0 };
+            irq::enable(off);
+            self.clear_elsewhere();
+        }
+    }
+
+    /// Whether the VMCS is active on CPU `here` or on none. Interrupts are off.
+    #[inline]
+    pub(crate) fn may_run_on(&self, here: usize) -> bool {
+        self.active_on.get().is_none_or(|at| at == here)
+    }
+
+    /// Has the CPU on which the VMCS is active clear it. Interrupts are on.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn clear_elsewhere(&self) {
+        if let Some(at) = self.active_on.take() {
+            // One that went offline has cleared it then.
+            smp::run_on(at, clear_here, self.page.hpa().0);
+        }
+    }
+
+    /// Makes the VMCS current on this CPU, on which it is active or may be. True: it is so for the first
+    /// time, and the fields that never change have to be written.
+    #[inline]
+    #[must_use]
+    pub(crate) fn make_current<C: Cpu>(&self, cpu: &C, here: &PerCpu) -> bool {
+        if !here.is_current(self.page.hpa()) || self.active_in.get() != here.generation() {
+            return self.switch_to(cpu, here);
+        }
+        false
+    }
+
+    #[inline(never)]
+    fn switch_to<C: Cpu>(&self, cpu: &C, here: &PerCpu) -> bool {
+        let at = smp::cpu_id();
+        let vmcs = self.page.hpa();
+        if self.active_on.get() != Some(at) || self.active_in.get() != here.generation() {
+            if !self.initialised.get() {
+                // What the page holds besides the revision is for the CPU to make.
+                cpu.vmclear(vmcs);
+            }
+            self.launched.set(false);
+            self.unnoted.set(!here.note_active(vmcs));
+            self.active_on.set(Some(at));
+            self.active_in.set(here.generation());
+        }
+        cpu.vmptrld(vmcs);
+        here.set_current(vmcs);
+        !self.initialised.replace(true)
+    }
+
+    /// Writes the fields that have one value as long as the VMCS lives, whosever guest it runs.
+    pub(crate) fn write_constants<C: Cpu>(&self, cpu: &C) {
+        write(cpu, field::VMCS_LINK, u64::MAX);
+        write(cpu, field::MSR_BITMAP, self.msr_map.hpa().0);
+        write(cpu, field::PAGE_FAULT_MASK, 0);
+        write(cpu, field::PAGE_FAULT_MATCH, 0);
+        write(cpu, field::CR3_TARGET_COUNT, 0);
+        write(cpu, field::EXIT_MSR_STORE_COUNT, 0);
+        write(cpu, field::EXIT_MSR_LOAD_COUNT, 0);
+        write(cpu, field::ENTRY_MSR_LOAD_COUNT, 0);
+        write(cpu, field::GUEST_ACTIVITY, 0);
+        write(cpu, field::HOST_RIP, cpu.vmx_exit_address());
+        // The kernel runs with null selectors; what user space has is loaded when the loop is left.
+        write(cpu, field::HOST_DS_SELECTOR, 0);
+        write(cpu, field::HOST_ES_SELECTOR, 0);
+        write(cpu, field::HOST_FS_SELECTOR, 0);
+        write(cpu, field::HOST_GS_SELECTOR, 0);
+    }
+}
+
+/// Writes a field that is not in the cache.
+pub(crate) fn write<C: Cpu, W: Width>(cpu: &C, field: Field<W, ReadWrite>, value: W::Value) {
+    cpu.vmwrite(field.encoding(), value.into());
+}
