@@ -86,6 +86,8 @@ pub struct Model {
     pub tsc_step: u64,
     /// XCR0.
     pub xcr0: u64,
+    /// PKRU.
+    pub pkru: u32,
     /// DR0 to DR7.
     pub debug_regs: [u64; 8],
     /// Global interrupt flag.
@@ -119,6 +121,7 @@ impl Default for Model {
             tsc: 0,
             tsc_step: 1,
             xcr0: 0,
+            pkru: 0,
             debug_regs: [0, 0, 0, 0, 0, 0, 0xffff_0ff0, 0x400],
             gif: true,
             loaded: None,
@@ -210,9 +213,11 @@ impl Cpu for Model {
         self.xcr0 = value;
     }
     fn pkru(&mut self) -> u32 {
-        0
+        self.pkru
     }
-    fn set_pkru(&mut self, _value: u32) {}
+    fn set_pkru(&mut self, value: u32) {
+        self.pkru = value;
+    }
     fn debug_reg(&mut self, n: u8) -> u64 {
         demand(format_args!("MOV from DR{n}"), legal::debug_register(n, 0));
         self.debug_regs.get(usize::from(n)).copied().unwrap_or(0)

@@ -13,9 +13,10 @@ use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use backend::{Gprs, GuestLimits, Paging, TSC_RATIO_ONE};
 use cpu::{Cpu, SpecCtrl};
+use guest_live::{DebugRegs, Exchanged, Extended, Has};
 use host::{NoMemory, hostcpu};
 use x86::{
-    Dr7, msr,
+    msr,
     vmcb::{Clean, Vmcb},
 };
 
@@ -32,26 +33,15 @@ pub struct Svm<C: Cpu> {
     runs: u32,
     id: u64,
     pub(crate) limits: GuestLimits,
-    pub(crate) xcr0: u64,
-    pub(crate) xss: u64,
-    pub(crate) pkru: u32,
-    pub(crate) tsc_aux: u64,
+    pub(crate) extended: Extended,
+    pub(crate) debug: DebugRegs,
+    pub(crate) tsc_aux: Exchanged<{ msr::TSC_AUX }>,
     pub(crate) spec_ctrl: u64,
     /// The guest asked for SSBD by VIRT_SPEC_CTRL; the kernel knows how this CPU does it.
     pub(crate) virt_ssbd: bool,
     pub(crate) tsc_ratio: u64,
-    pub(crate) dr: [u64; 4],
-    pub(crate) dr_owned: bool,
-    pub(crate) dr_watched: bool,
-    host_xcr0: u64,
-    host_xss: u64,
-    host_pkru: u32,
     /// Between load and unload: what is written here goes to the hardware at once.
-    loaded: bool,
-    /// What the hardware holds while loaded.
-    live_xcr0: u64,
-    live_xss: u64,
-    live_tsc_aux: u64,
+    pub(crate) loaded: bool,
     pub(crate) spec: SpecCtrl,
     pub(crate) nmi: crate::inject::NmiState,
     pub(crate) virq: crate::inject::Virq,
@@ -81,23 +71,16 @@ impl<C: Cpu> Svm<C> {
             runs: 0,
             id: IDS.fetch_add(1, Relaxed),
             limits: GuestLimits::default(),
-            xcr0: 1,
-            xss: 0,
-            pkru: 0,
-            tsc_aux: 0,
+            extended: Extended::new(
+                Has { xsaves: features.xsaves, pku: features.pku },
+                hostcpu::host_xss(),
+            ),
+            debug: DebugRegs::default(),
+            tsc_aux: Exchanged::default(),
             spec_ctrl: 0,
             virt_ssbd: false,
             tsc_ratio: TSC_RATIO_ONE,
-            dr: [0; 4],
-            dr_owned: false,
-            dr_watched: false,
-            host_xcr0: 0,
-            host_xss: hostcpu::host_xss(),
-            host_pkru: 0,
             loaded: false,
-            live_xcr0: 0,
-            live_xss: 0,
-            live_tsc_aux: 0,
             spec: SpecCtrl::default(),
             nmi: crate::inject::NmiState::default(),
             virq: crate::inject::Virq::Off,
@@ -152,10 +135,10 @@ impl<C: Cpu> Svm<C> {
             self.load_extended();
         }
         self.loaded = true;
-        if self.dr_owned {
+        if self.debug.owned() {
             self.load_debug_regs();
         }
-        self.live_tsc_aux = here.tsc_aux.load(Relaxed);
+        self.tsc_aux.enter(here.tsc_aux.load(Relaxed));
         self.sync_tsc_aux();
         if self.tsc_ratio != TSC_RATIO_ONE {
             self.cpu.wrmsr(msr::TSC_RATIO, self.tsc_ratio);
@@ -174,125 +157,9 @@ impl<C: Cpu> Svm<C> {
         self.cpu.sti();
     }
 
-    /// Gives the guest DR0 to DR3 of the hardware.
-    #[cold]
-    #[inline(never)]
-    fn load_debug_regs(&mut self) {
-        // The host's breakpoints must not hit at the guest's addresses until VMRUN loads DR7.
-        self.cpu.set_debug_reg(7, 0);
-        for (n, value) in self.dr.into_iter().enumerate() {
-            self.cpu.set_debug_reg(n as u8, value);
-        }
-    }
-
-    /// Takes them back. The guest keeps them, to be loaded with the next run, while a breakpoint
-    /// of its is enabled.
-    #[cold]
-    #[inline(never)]
-    fn save_debug_regs(&mut self) {
-        for n in 0..4u8 {
-            let value = self.cpu.debug_reg(n);
-            if let Some(slot) = self.dr.get_mut(usize::from(n)) {
-                *slot = value;
-            }
-        }
-        self.dr_owned = Dr7::new(self.vmcb().save.dr7).has_breakpoints();
-        self.intercept_debug_regs(!self.dr_owned);
-    }
-
-    /// The guest uses its debug registers: they are its own from now on.
-    pub(crate) fn give_debug_regs(&mut self) {
-        if self.dr_owned {
-            return;
-        }
-        self.dr_owned = true;
-        self.intercept_debug_regs(false);
-        if self.loaded {
-            self.load_debug_regs();
-        }
-    }
-
     /// IBPB for the guest.
     pub(crate) fn barrier(&mut self) {
         self.cpu.wrmsr(msr::PRED_CMD, 1);
-    }
-
-    /// Whether the guest can see XCR0: only with CR4.OSXSAVE, whose writes exit while it is clear.
-    fn sees_xcr0(&self) -> bool {
-        self.limits.xsave && self.vmcb().save.cr4 & (1 << 18) != 0
-    }
-
-    #[inline]
-    fn load_extended(&mut self) {
-        if self.host_xcr0 == 0 {
-            self.host_xcr0 = self.cpu.xcr0();
-        }
-        self.live_xcr0 = self.host_xcr0;
-        self.live_xss = self.host_xss;
-        self.sync_loaded_extended();
-        if self.features.pku {
-            self.host_pkru = self.cpu.pkru();
-            if self.pkru != self.host_pkru {
-                self.cpu.set_pkru(self.pkru);
-            }
-        }
-    }
-
-    /// Brings XCR0 and IA32_XSS to what the guest is to see, when the loop is entered and when one
-    /// of them changes inside it.
-    pub(crate) fn sync_extended(&mut self) {
-        if self.loaded_extended() {
-            self.sync_loaded_extended();
-        }
-    }
-
-    #[inline(always)]
-    fn sync_loaded_extended(&mut self) {
-        let seen = self.sees_xcr0();
-        if !seen {
-            // A guest that owns CR4 has cleared OSXSAVE without an exit. When it sets it again, that has
-            // to be seen.
-            self.update_cr4_intercept();
-        }
-        let xcr0 = if seen { self.xcr0 } else { self.host_xcr0 };
-        if xcr0 != self.live_xcr0 {
-            self.live_xcr0 = xcr0;
-            self.cpu.set_xcr0(xcr0);
-        }
-        if self.features.xsaves && self.xss != self.live_xss {
-            self.live_xss = self.xss;
-            self.cpu.wrmsr(msr::XSS, self.xss);
-        }
-    }
-
-    fn loaded_extended(&self) -> bool {
-        self.live_xcr0 != 0
-    }
-
-    /// Brings TSC_AUX to the guest's value.
-    #[inline]
-    pub(crate) fn sync_tsc_aux(&mut self) {
-        if self.loaded && self.features.rdtscp && self.tsc_aux != self.live_tsc_aux {
-            self.live_tsc_aux = self.tsc_aux;
-            self.cpu.wrmsr(msr::TSC_AUX, self.tsc_aux);
-        }
-    }
-
-    #[inline]
-    fn unload_extended(&mut self) {
-        if self.live_xcr0 != self.host_xcr0 {
-            self.cpu.set_xcr0(self.host_xcr0);
-        }
-        self.live_xcr0 = 0;
-        if self.live_xss != self.host_xss {
-            self.cpu.wrmsr(msr::XSS, self.host_xss);
-        }
-        if self.features.pku {
-            self.pkru = self.cpu.pkru();
-            if self.pkru != self.host_pkru {
-                self.cpu.set_pkru(self.host_pkru);
-            }
-        }
     }
 
     /// The reverse of [`Svm::load_state`].
@@ -309,14 +176,11 @@ impl<C: Cpu> Svm<C> {
             self.cpu.wrmsr(msr::TSC_RATIO, TSC_RATIO_ONE);
         }
         self.loaded = false;
-        let host_tsc_aux = here.tsc_aux.load(Relaxed);
-        if self.live_tsc_aux != host_tsc_aux {
-            self.cpu.wrmsr(msr::TSC_AUX, host_tsc_aux);
-        }
+        self.tsc_aux.leave(&mut self.cpu, here.tsc_aux.load(Relaxed));
         if self.features.xsave {
-            self.unload_extended();
+            self.extended.unload(&mut self.cpu);
         }
-        if self.dr_owned {
+        if self.debug.owned() {
             self.save_debug_regs();
         }
         // VMEXIT leaves DR7 disabled; a host with breakpoints gets them back.

@@ -13,6 +13,7 @@ pub mod exits;
 pub mod features;
 pub mod host_state;
 pub mod inject;
+mod live;
 mod paging;
 pub mod percpu;
 pub mod permission;

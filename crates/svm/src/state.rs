@@ -120,12 +120,13 @@ impl<C: Cpu> Svm<C> {
         // its CPUID lacks it.
         control.intercepts[5] = (1 << 0) | (1 << 1) | (1 << 3) | (1 << 4);
         self.vmcb_mut(Clean::ALL).save.g_pat = msr::PAT_RESET;
-        self.intercept_debug_regs(true);
+        self.intercept_debug_regs();
         self.reset(false);
     }
 
-    pub(crate) fn intercept_debug_regs(&mut self, on: bool) {
-        let on = on || self.dr_watched;
+    /// Lets the guest's accesses of debug registers exit, or not, as it owns them or not.
+    pub(crate) fn intercept_debug_regs(&mut self) {
+        let on = self.debug.exits();
         self.vmcb_mut(Clean::INTERCEPTS).control.intercepts[1] = if on { 0x00ff_00ff } else { 0 };
     }
 
@@ -424,13 +425,13 @@ impl<C: Cpu> Backend for Svm<C> {
 
     fn debug_regs(&self) -> [u64; 6] {
         let save = &self.vmcb().save;
-        let [a, b, c, d] = self.dr;
+        let [a, b, c, d] = self.debug.addresses();
         [a, b, c, d, save.dr6, save.dr7]
     }
 
     fn set_debug_regs(&mut self, regs: [u64; 6]) {
         let [a, b, c, d, dr6, dr7] = regs;
-        self.dr = [a, b, c, d];
+        self.debug.set_addresses([a, b, c, d]);
         let dr7 = Dr7::new(dr7);
         let save = &mut self.vmcb_mut(Clean::DR).save;
         (save.dr6, save.dr7) = (Dr6::new(dr6).bits(), dr7.bits());
@@ -444,34 +445,34 @@ impl<C: Cpu> Backend for Svm<C> {
     }
 
     fn watch_debug_regs(&mut self, on: bool) {
-        self.dr_watched = on;
-        self.intercept_debug_regs(!self.dr_owned);
+        self.debug.watch(on);
+        self.intercept_debug_regs();
     }
 
     fn xcr0(&self) -> u64 {
-        self.xcr0
+        self.extended.xcr0()
     }
 
     fn set_xcr0(&mut self, value: u64) {
-        self.xcr0 = value;
+        self.extended.set_xcr0(value);
         self.sync_extended();
     }
 
     fn xss(&self) -> u64 {
-        self.xss
+        self.extended.xss()
     }
 
     fn set_xss(&mut self, value: u64) {
-        self.xss = value;
+        self.extended.set_xss(value);
         self.sync_extended();
     }
 
     fn pkru(&self) -> u32 {
-        self.pkru
+        self.extended.pkru()
     }
 
     fn set_pkru(&mut self, value: u32) {
-        self.pkru = value;
+        self.extended.set_pkru(value);
     }
 
     fn msr(&self, index: u32) -> Result<u64, NotMine> {
@@ -489,8 +490,8 @@ impl<C: Cpu> Backend for Svm<C> {
             msr::SYSENTER_EIP => save.sysenter_eip,
             msr::PAT => save.g_pat,
             msr::DEBUGCTL => save.dbgctl,
-            msr::TSC_AUX => self.tsc_aux,
-            msr::XSS => self.xss,
+            msr::TSC_AUX => self.tsc_aux.get(),
+            msr::XSS => self.extended.xss(),
             msr::SPEC_CTRL if self.features.v_spec_ctrl => save.spec_ctrl,
             msr::SPEC_CTRL => self.spec_ctrl,
             msr::VIRT_SPEC_CTRL => 0,
@@ -501,7 +502,7 @@ impl<C: Cpu> Backend for Svm<C> {
     fn set_msr(&mut self, index: u32, value: u64) -> Result<(), NotMine> {
         match index {
             msr::TSC_AUX => {
-                self.tsc_aux = value;
+                self.tsc_aux.set(value);
                 self.sync_tsc_aux();
             }
             msr::XSS => self.set_xss(value),
@@ -698,8 +699,8 @@ impl<C: Cpu> Backend for Svm<C> {
             block.save.sysenter_cs = 0;
             block.save.sysenter_esp = 0;
             block.save.sysenter_eip = 0;
-            self.xcr0 = 1;
-            self.xss = 0;
+            self.extended.set_xcr0(1);
+            self.extended.set_xss(0);
         }
         // As in stock KVM by INIT, too.
         let _ = self.set_msr(msr::SPEC_CTRL, 0);

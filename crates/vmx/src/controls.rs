@@ -130,8 +130,9 @@ impl<C: Cpu> Vmx<C> {
         self.change_proc2(ProcControls2::DESCRIPTOR_TABLES, on);
     }
 
-    pub(crate) fn intercept_debug_regs(&mut self, on: bool) {
-        self.change_proc(ProcControls::MOV_DR, on || self.dr_watched);
+    /// Lets the guest's accesses of debug registers exit, or not, as it owns them or not.
+    pub(crate) fn intercept_debug_regs(&mut self) {
+        self.change_proc(ProcControls::MOV_DR, self.cold.debug.exits());
     }
 
     /// CR0 bits that the guest owns.

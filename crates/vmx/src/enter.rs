@@ -16,9 +16,10 @@ use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use backend::{FewerExits, Gprs, GuestLimits, Paging, RSP, TSC_RATIO_ONE};
 use cpu::{Cpu, VmxSwitch};
+use guest_live::{DebugRegs, Exchanged, Extended, Has, LiveDr6, SyscallMsrs};
 use host::{KBox, NoMemory, hostcpu, warn};
 use x86::{
-    Dr6,
+    msr,
     vmcs::{
         ENTRY_FAILURE, ReadWrite, event,
         field::{self, Width},
@@ -33,7 +34,6 @@ use crate::{
     fields::{self, Slot},
     host_state::HostThread,
     inject::Offer,
-    live::SyscallMsrs,
     mitigations,
     page_log::PageLog,
     preemption_timer::Watched,
@@ -77,27 +77,42 @@ pub(crate) mod attention {
 
 /// What no exit that stays in the loop looks at. On the heap, so that a vCPU that is being made fits
 /// on a stack.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Cold {
-    /// What the hardware holds while loaded.
-    pub(crate) live_gs_base: u64,
-    pub(crate) live_xcr0: u64,
-    pub(crate) live_xss: u64,
     pub(crate) id: u64,
-    pub(crate) host_xcr0: u64,
-    pub(crate) host_pkru: u32,
     pub(crate) host_debugctl: u64,
     /// Counters of the host are stopped.
     pub(crate) perf_stopped: bool,
-    pub(crate) host_xss: u64,
     pub(crate) cstar: u64,
-    pub(crate) dr: [u64; 4],
+    pub(crate) debug: DebugRegs,
+    pub(crate) dr6: LiveDr6,
+    pub(crate) extended: Extended,
     /// Exits that the VMM gave up.
     pub(crate) fewer: FewerExits,
     /// The guest has written SPEC_CTRL something other than zero since its reset.
     pub(crate) spec_ctrl_used: bool,
     /// Reads and writes of [`SPECULATION`] that the VMM's filter denies.
     pub(crate) speculation_denied: [(bool, bool); SPECULATION.len()],
+}
+
+impl Cold {
+    /// Out of line, for the stack.
+    #[inline(never)]
+    fn new(features: &Features) -> Result<KBox<Self>, NoMemory> {
+        let has = Has { xsaves: features.xsaves, pku: features.pku };
+        KBox::new(Self {
+            id: IDS.fetch_add(1, Relaxed),
+            host_debugctl: 0,
+            perf_stopped: false,
+            cstar: 0,
+            debug: DebugRegs::default(),
+            dr6: LiveDr6::default(),
+            extended: Extended::new(has, hostcpu::host_xss()),
+            fewer: FewerExits::default(),
+            spec_ctrl_used: false,
+            speculation_denied: [(false, false); SPECULATION.len()],
+        })
+    }
 }
 
 /// One virtual CPU under VMX.
@@ -128,20 +143,14 @@ pub struct Vmx<C: Cpu> {
     pub(crate) cr4: u64,
     pub(crate) efer: u64,
     pub(crate) syscall: SyscallMsrs,
-    pub(crate) kernel_gs_base: u64,
+    pub(crate) kernel_gs_base: Exchanged<{ msr::KERNEL_GS_BASE }>,
     pub(crate) limits: GuestLimits,
     pub(crate) paging: Paging,
     /// The host's extended state may have to be exchanged for the guest's.
     pub(crate) extended: bool,
-    pub(crate) xcr0: u64,
-    pub(crate) xss: u64,
-    pub(crate) pkru: u32,
     pub(crate) tsc_aux: u64,
     pub(crate) tsc_offset: u64,
     pub(crate) tsc_ratio: u64,
-    pub(crate) dr6: Dr6,
-    pub(crate) dr_owned: bool,
-    pub(crate) dr_watched: bool,
     pub(crate) host: KBox<HostThread>,
     pub(crate) cold: KBox<Cold>,
 }
@@ -171,25 +180,15 @@ impl<C: Cpu> Vmx<C> {
             cr4: 0,
             efer: 0,
             syscall: SyscallMsrs::default(),
-            kernel_gs_base: 0,
+            kernel_gs_base: Exchanged::default(),
             limits: GuestLimits::default(),
             paging: Paging::default(),
             extended: features.xsave,
-            xcr0: 1,
-            xss: 0,
-            pkru: 0,
             tsc_aux: 0,
             tsc_offset: 0,
             tsc_ratio: TSC_RATIO_ONE,
-            dr6: Dr6::RESET,
-            dr_owned: false,
-            dr_watched: false,
             host: KBox::new(HostThread::default())?,
-            cold: KBox::new(Cold {
-                id: IDS.fetch_add(1, Relaxed),
-                host_xss: hostcpu::host_xss(),
-                ..Cold::default()
-            })?,
+            cold: Cold::new(&features)?,
         };
         this.init_control();
         Ok(this)

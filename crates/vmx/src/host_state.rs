@@ -107,13 +107,13 @@ impl<C: Cpu> Vmx<C> {
         if self.extended {
             self.load_extended();
         }
-        if self.dr_owned {
+        if self.cold.debug.owned() {
             self.load_debug_regs();
         }
         self.sync_tsc_aux();
         self.sync_syscall();
-        self.cold.live_gs_base = self.host.user_gs_base;
-        self.sync_kernel_gs_base();
+        self.kernel_gs_base.enter(self.host.user_gs_base);
+        self.kernel_gs_base.sync(&mut self.cpu);
         self.cold.host_debugctl = self.cpu.rdmsr(msr::DEBUGCTL);
         if self.features.spec_ctrl {
             self.switch.host_spec_ctrl = hostcpu::host_spec_ctrl();
@@ -160,14 +160,12 @@ impl<C: Cpu> Vmx<C> {
         self.know_for_outside();
         self.cr2 = self.cpu.cr2();
         self.vmcs.launched.set(self.switch.flags & VmxSwitch::LAUNCHED != 0);
-        self.kernel_gs_base = self.cpu.rdmsr(msr::KERNEL_GS_BASE);
-        if self.kernel_gs_base != self.host.user_gs_base {
-            self.cpu.wrmsr(msr::KERNEL_GS_BASE, self.host.user_gs_base);
-        }
-        if self.cold.live_xcr0 != 0 {
+        self.kernel_gs_base.read_back(&mut self.cpu);
+        self.kernel_gs_base.leave(&mut self.cpu, self.host.user_gs_base);
+        if self.cold.extended.is_loaded() {
             self.unload_extended();
         }
-        if self.dr_owned {
+        if self.cold.debug.owned() {
             self.save_debug_regs();
         }
         if self.cold.perf_stopped {

@@ -113,7 +113,7 @@ impl<C: Cpu> Vmx<C> {
         if vector == PF {
             self.replace_cr2(bits);
         } else if vector == DB {
-            self.set_dr6(self.dr6.after_db(bits));
+            self.set_dr6(self.cold.dr6.get().after_db(bits));
             self.set_dr7(self.dr7().without_general_detect());
         }
     }

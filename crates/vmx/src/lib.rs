@@ -27,7 +27,6 @@ mod preemption_timer;
 pub mod segments;
 mod speculation;
 mod state;
-mod user_return;
 mod vmcs;
 
 pub use enter::Vmx;

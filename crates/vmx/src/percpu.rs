@@ -7,15 +7,13 @@
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use cpu::Cpu;
+use guest_live::UserReturn;
 use host::{NoMemory, hostcpu, once::Once, page::Page};
 use x86::Hpa;
 use x86::msr::{EFER, PAT, SYSENTER_CS, SYSENTER_EIP, SYSENTER_ESP};
 use x86::vmcs::capability::{FEATURE_CONTROL, feature_control as control};
 
-use crate::{
-    features::{Features, Unusable},
-    user_return::UserReturn,
-};
+use crate::features::{Features, Unusable};
 
 const CR4_VMXE: u64 = 1 << 13;
 /// CPUID leaf 1, ECX: SMX, in which VMX has an enable bit of its own.

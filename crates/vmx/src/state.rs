@@ -371,13 +371,13 @@ impl<C: Cpu> Backend for Vmx<C> {
     }
 
     fn debug_regs(&self) -> [u64; 6] {
-        let [a, b, c, d] = self.cold.dr;
-        [a, b, c, d, self.dr6.bits(), self.dr7().bits()]
+        let [a, b, c, d] = self.cold.debug.addresses();
+        [a, b, c, d, self.cold.dr6.get().bits(), self.dr7().bits()]
     }
 
     fn set_debug_regs(&mut self, regs: [u64; 6]) {
         let [a, b, c, d, dr6, dr7] = regs;
-        self.cold.dr = [a, b, c, d];
+        self.cold.debug.set_addresses([a, b, c, d]);
         let dr7 = Dr7::new(dr7);
         self.set_dr6(Dr6::new(dr6));
         self.set_dr7(dr7);
@@ -391,34 +391,34 @@ impl<C: Cpu> Backend for Vmx<C> {
     }
 
     fn watch_debug_regs(&mut self, on: bool) {
-        self.dr_watched = on;
-        self.intercept_debug_regs(!self.dr_owned);
+        self.cold.debug.watch(on);
+        self.intercept_debug_regs();
     }
 
     fn xcr0(&self) -> u64 {
-        self.xcr0
+        self.cold.extended.xcr0()
     }
 
     fn set_xcr0(&mut self, value: u64) {
-        self.xcr0 = value;
+        self.cold.extended.set_xcr0(value);
         self.sync_extended();
     }
 
     fn xss(&self) -> u64 {
-        self.xss
+        self.cold.extended.xss()
     }
 
     fn set_xss(&mut self, value: u64) {
-        self.xss = value;
+        self.cold.extended.set_xss(value);
         self.sync_extended();
     }
 
     fn pkru(&self) -> u32 {
-        self.pkru
+        self.cold.extended.pkru()
     }
 
     fn set_pkru(&mut self, value: u32) {
-        self.pkru = value;
+        self.cold.extended.set_pkru(value);
     }
 
     fn msr(&self, index: u32) -> Result<u64, NotMine> {
@@ -427,7 +427,7 @@ impl<C: Cpu> Backend for Vmx<C> {
             msr::LSTAR => self.syscall.lstar,
             msr::SYSCALL_MASK => self.syscall.mask,
             msr::CSTAR => self.cold.cstar,
-            msr::KERNEL_GS_BASE => self.kernel_gs_base,
+            msr::KERNEL_GS_BASE => self.kernel_gs_base.get(),
             msr::FS_BASE => self.get(fields::GUEST_FS_BASE),
             msr::GS_BASE => self.get(fields::GUEST_GS_BASE),
             msr::SYSENTER_CS => self.get(fields::GUEST_SYSENTER_CS).into(),
@@ -436,7 +436,7 @@ impl<C: Cpu> Backend for Vmx<C> {
             msr::PAT => self.get(fields::GUEST_PAT),
             msr::DEBUGCTL => self.get(fields::GUEST_DEBUGCTL),
             msr::TSC_AUX => self.tsc_aux,
-            msr::XSS => self.xss,
+            msr::XSS => self.cold.extended.xss(),
             msr::SPEC_CTRL => self.spec_ctrl(),
             _ => return Err(NotMine),
         })
@@ -476,11 +476,7 @@ impl<C: Cpu> Backend for Vmx<C> {
                 self.sync_syscall();
             }
             msr::CSTAR => self.cold.cstar = value,
-            msr::KERNEL_GS_BASE => {
-                self.kernel_gs_base_now();
-                self.kernel_gs_base = value;
-                self.sync_kernel_gs_base();
-            }
+            msr::KERNEL_GS_BASE => self.set_kernel_gs_base(value),
             msr::FS_BASE => self.set(fields::GUEST_FS_BASE, value),
             msr::GS_BASE => self.set(fields::GUEST_GS_BASE, value),
             msr::SYSENTER_CS => self.set(fields::GUEST_SYSENTER_CS, value as u32),
@@ -740,8 +736,8 @@ impl<C: Cpu> Backend for Vmx<C> {
             self.set(fields::GUEST_SYSENTER_CS, 0);
             self.set(fields::GUEST_SYSENTER_ESP, 0);
             self.set(fields::GUEST_SYSENTER_EIP, 0);
-            self.xcr0 = 1;
-            self.xss = 0;
+            self.cold.extended.set_xcr0(1);
+            self.cold.extended.set_xss(0);
         }
         self.reset_spec_ctrl();
         let _ = self.take_injection();

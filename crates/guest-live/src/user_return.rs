@@ -1,5 +1,5 @@
 //! MSRs whose value matters to the host in user space alone: those of SYSCALL, and TSC_AUX. A guest's
-//! stay in the CPU when the loop is left, until the CPU goes back to user space, whichever thread
+//! values stay in the CPU when the loop is left, until the CPU goes back to user space, whichever thread
 //! does: the next run mostly finds them there.
 
 use core::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
@@ -8,9 +8,18 @@ use cpu::Cpu;
 use host::hostcpu;
 use x86::msr::{LSTAR, STAR, SYSCALL_MASK, TSC_AUX};
 
-/// One of them on one CPU.
+/// The SYSCALL MSRs of a guest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct SyscallMsrs {
+    pub star: u64,
+    pub lstar: u64,
+    pub mask: u64,
+}
+
+/// One of the lent MSRs on one CPU.
 #[derive(Debug)]
-pub(crate) struct Lent {
+struct Lent {
     index: u32,
     /// The host's, constant while the CPU is online.
     host: AtomicU64,
@@ -24,13 +33,13 @@ impl Lent {
     }
 }
 
-/// Those of one CPU. Touched there alone, with interrupts off.
+/// The lent MSRs of one CPU. Touched there alone, with interrupts off.
 #[derive(Debug)]
-pub(crate) struct UserReturn {
-    pub(crate) star: Lent,
-    pub(crate) lstar: Lent,
-    pub(crate) mask: Lent,
-    pub(crate) tsc_aux: Lent,
+pub struct UserReturn {
+    star: Lent,
+    lstar: Lent,
+    mask: Lent,
+    tsc_aux: Lent,
     state: AtomicU8,
 }
 
@@ -42,7 +51,9 @@ const WATCHED: u8 = 1;
 const UNWATCHED: u8 = 2;
 
 impl UserReturn {
-    pub(crate) const fn new() -> Self {
+    /// A CPU of which the host's values are not known yet.
+    #[allow(clippy::new_without_default)] // It is for statics and tables alone.
+    pub const fn new() -> Self {
         Self {
             star: Lent::new(STAR),
             lstar: Lent::new(LSTAR),
@@ -57,7 +68,7 @@ impl UserReturn {
     }
 
     /// Notes the host's values. Without RDTSCP there is no TSC_AUX.
-    pub(crate) fn read_host<C: Cpu>(&self, c: &mut C, rdtscp: bool) {
+    pub fn read_host<C: Cpu>(&self, c: &mut C, rdtscp: bool) {
         for lent in self.all() {
             let value = if lent.index != TSC_AUX || rdtscp { c.rdmsr(lent.index) } else { 0 };
             lent.host.store(value, Relaxed);
@@ -66,9 +77,23 @@ impl UserReturn {
         self.state.store(HOST, Relaxed);
     }
 
+    /// Gives the SYSCALL MSRs a guest's values.
+    #[inline]
+    pub fn lend_syscall<C: Cpu>(&self, c: &mut C, msrs: SyscallMsrs) {
+        self.lend(c, &self.star, msrs.star);
+        self.lend(c, &self.lstar, msrs.lstar);
+        self.lend(c, &self.mask, msrs.mask);
+    }
+
+    /// Gives TSC_AUX a guest's value.
+    #[inline]
+    pub fn lend_tsc_aux<C: Cpu>(&self, c: &mut C, value: u64) {
+        self.lend(c, &self.tsc_aux, value);
+    }
+
     /// Gives `lent`, which is one of these, a guest's value.
     #[inline]
-    pub(crate) fn lend<C: Cpu>(&self, c: &mut C, lent: &Lent, value: u64) {
+    fn lend<C: Cpu>(&self, c: &mut C, lent: &Lent, value: u64) {
         if lent.live.load(Relaxed) != value {
             self.change(c, lent, value);
         }
@@ -87,7 +112,7 @@ impl UserReturn {
     /// The loop was left. `to_user`: for user space, most likely, where nothing is gained by having
     /// the kernel call.
     #[inline]
-    pub(crate) fn left<C: Cpu>(&self, c: &mut C, to_user: bool) {
+    pub fn left<C: Cpu>(&self, c: &mut C, to_user: bool) {
         if self.state.load(Relaxed) != UNWATCHED {
             return;
         }
@@ -99,7 +124,7 @@ impl UserReturn {
     }
 
     /// The CPU is about to run user space, or to be without VMX: the host's values come back.
-    pub(crate) fn restore<C: Cpu>(&self, c: &mut C) {
+    pub fn restore<C: Cpu>(&self, c: &mut C) {
         for lent in self.all() {
             let host = lent.host.load(Relaxed);
             if lent.live.load(Relaxed) != host {
