@@ -45,7 +45,7 @@ pub struct Vcpu<B: Backend> {
     pub(crate) pv_eoi_offered: bool,
     /// What has to be looked at after every exit.
     pub(crate) after_exit: run::after_exit::AfterExit,
-    pub(crate) device_seen: exits::mmio::DeviceSeen,
+    pub(crate) device_seen: exits::device::mmio::DeviceSeen,
     pub(crate) window_wanted: bool,
     /// The CPU logs written pages.
     pub(crate) page_log: bool,
@@ -84,8 +84,7 @@ pub struct Vcpu<B: Backend> {
     /// What an observed vCPU has yet to tell.
     pub(crate) observation: KBox<observe::Observation>,
     pub(crate) fpu: KBox<GuestFpu>,
-    pub(crate) open: run::Open,
-    pub(crate) replay: KBox<exits::emulation::Replay>,
+    pub(crate) user_io: exits::device::user_io::UserIo,
     pub(crate) pv: KBox<pv::PvState>,
     pub(crate) smm: state::smm::Smm,
     pub(crate) single_step: bool,
@@ -134,7 +133,7 @@ struct Parts {
     store: KBox<MsrStore>,
     decode: KBox<DecodeCache>,
     fpu: KBox<GuestFpu>,
-    replay: KBox<exits::emulation::Replay>,
+    user_io: exits::device::user_io::UserIo,
     pv: KBox<pv::PvState>,
     shadow: Option<KBox<paging::shadow::Shadow>>,
 }
@@ -217,7 +216,7 @@ impl<B: Backend> Vcpu<B> {
             store: msr_store(&offered)?,
             decode: boxed(DecodeCache::new)?,
             fpu: KBox::new(GuestFpu::alloc()?)?,
-            replay: boxed(exits::emulation::Replay::default)?,
+            user_io: exits::device::user_io::UserIo::new()?,
             pv: boxed(pv::PvState::default)?,
             shadow: if vm.paging.tdp { None } else { Some(paging::shadow::Shadow::new()?) },
         };
@@ -235,7 +234,7 @@ impl<B: Backend> Vcpu<B> {
             cr8_seen: 0,
             pv_eoi_offered: false,
             after_exit: run::after_exit::AfterExit::default(),
-            device_seen: exits::mmio::DeviceSeen::default(),
+            device_seen: exits::device::mmio::DeviceSeen::default(),
             window_wanted: false,
             page_log: false,
             msrs_filtered: false,
@@ -262,8 +261,7 @@ impl<B: Backend> Vcpu<B> {
             tsc_offset: 0,
             observation: parts.observation,
             fpu: parts.fpu,
-            open: run::Open::Nothing,
-            replay: parts.replay,
+            user_io: parts.user_io,
             pv: parts.pv,
             smm: state::smm::Smm::default(),
             single_step: false,
@@ -301,8 +299,7 @@ impl<B: Backend> Vcpu<B> {
         self.events = run::events::Events { external, outer, ..run::events::Events::default() };
         self.reset_smm();
         self.after_exit.set_offered(None);
-        self.open = run::Open::Nothing;
-        self.replay.forget();
+        self.user_io.forget();
         self.publish_priority();
         self.cpuid_inputs_changed();
         self.note_role();

@@ -3,9 +3,9 @@
 
 pub(crate) mod code;
 pub(crate) mod cr;
+pub(crate) mod device;
 pub(crate) mod emulation;
-pub(crate) mod mmio;
+mod machine;
 pub(crate) mod msr_exits;
-pub(crate) mod pio;
 pub(crate) mod slow;
 pub(crate) mod task;

@@ -6,7 +6,8 @@ use core::sync::atomic::Ordering::Relaxed;
 use msr::Class;
 use x86::Exception;
 
-use crate::{Vcpu, run::Open, run::inner::Next, run::outcome::Outcome, run::user_exit::UserExit};
+use super::device::user_io::Completion;
+use crate::{Vcpu, run::inner::Next, run::outcome::Outcome, run::user_exit::UserExit};
 
 /// KVM_MSR_EXIT_REASON_*.
 mod reason {
@@ -79,7 +80,7 @@ impl<B: Backend> Vcpu<B> {
             self.raise(Exception::gp(0));
             return Ok(());
         }
-        self.open = Open::Msr { write, next, error: false, data: 0 };
+        self.user_io.completion = Completion::Msr { write, next, error: false, data: 0 };
         let data = if write { rdx << 32 | rax & 0xffff_ffff } else { 0 };
         Err(UserExit::Msr { write, reason, index, data }.into())
     }
@@ -88,7 +89,7 @@ impl<B: Backend> Vcpu<B> {
     /// and the value read.
     #[inline]
     pub fn answer_msr(&mut self, answer: impl FnOnce() -> (bool, u64)) {
-        if let Open::Msr { error, data, .. } = &mut self.open {
+        if let Completion::Msr { error, data, .. } = &mut self.user_io.completion {
             (*error, *data) = answer();
         }
     }

@@ -15,7 +15,7 @@ use x86::{Exception, cpuid::feature};
 use crate::{
     Vcpu,
     run::outcome::Outcome,
-    run::user_exit::{ERROR_DELIVERY, ERROR_UNEXPECTED_EXIT, ErrorData, UserExit},
+    run::user_exit::{ERROR_UNEXPECTED_EXIT, ErrorData, UserExit},
     state::debug::guestdbg,
 };
 
@@ -272,26 +272,5 @@ impl<B: Backend> Vcpu<B> {
                 Err(UserExit::MemoryFault { flags: 0, gpa: fault.gpa.0, size: 4096 }.into())
             }
         }
-    }
-
-    /// What a fault says of the instruction at RIP: nothing where it was not one of its data accesses.
-    fn cause_of(&self, fault: TdpFault) -> Cause {
-        if self.events.again.is_some() || !fault.final_access || fault.fetch {
-            Cause::Any
-        } else {
-            Cause::Memory { write: fault.write }
-        }
-    }
-
-    pub(crate) fn device_access(&mut self, fault: TdpFault) -> Outcome {
-        if self.events.again.is_some() && !fault.final_access {
-            // The tables that translate the guest's descriptors or stack lie in device memory.
-            let data = ErrorData::new(&self.b.exit_raw());
-            return Err(self.internal_error(ERROR_DELIVERY, data));
-        }
-        if self.finish_device_access(fault)? {
-            return Ok(());
-        }
-        self.emulate_here(self.cause_of(fault))
     }
 }

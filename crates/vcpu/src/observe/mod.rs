@@ -17,8 +17,11 @@ use mmu::Section;
 use stats::Reason;
 
 use crate::{
-    RunInput, UserExit, Vcpu, exits::emulation::padded, observe::statistics::reason_of, run::Open,
-    run::events::Outer, run::inner::Next,
+    RunInput, UserExit, Vcpu,
+    exits::device::{padded, pio::mask, user_io::Completion},
+    observe::statistics::reason_of,
+    run::events::Outer,
+    run::inner::Next,
 };
 
 /// An exit whose re-entry is still to come.
@@ -228,7 +231,7 @@ impl<B: Backend> Vcpu<B> {
                 trace::hypercall(&[rax, rbx, rcx, rdx, rsi]);
             }
             Exit::Io(io) if watch.pio() && !io.string && !faulted => {
-                let value = crate::exits::pio::mask(if io.input { eax } else { rax }, io.size);
+                let value = mask(if io.input { eax } else { rax }, io.size);
                 trace::pio(!io.input, io.port, io.size, 1, value as u32);
             }
             // The local APIC's page. Other devices, and what is handled outside, are told of where
@@ -266,7 +269,7 @@ impl<B: Backend> Vcpu<B> {
             Some(SimpleMmio::StoreImm { size, value }) => (Mmio::Write, size, value),
             None => return,
         };
-        trace::mmio(kind, size.into(), gpa, crate::exits::pio::mask(value, size.min(4)));
+        trace::mmio(kind, size.into(), gpa, mask(value, size.min(4)));
     }
 
     /// Room for the histograms, once they are wanted. Without memory there are none.
@@ -282,7 +285,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn observe_call(&mut self, input: &RunInput, watch: Observed) {
         self.make_room(watch);
         let asked = core::mem::take(&mut self.observation.asked);
-        if self.open != Open::Nothing {
+        if self.user_io.completion != Completion::Nothing {
             self.tell_user_answer(watch, asked, input.mmio_data);
         }
     }
@@ -291,7 +294,7 @@ impl<B: Backend> Vcpu<B> {
     fn tell_user_answer(&self, watch: Observed, asked: Asked, mmio_data: [u8; 8]) {
         match asked {
             Asked::Port { port, size, count } if watch.pio() => {
-                let value = crate::exits::pio::mask(u64::from_le_bytes(self.io_data), size);
+                let value = mask(u64::from_le_bytes(self.io_data), size);
                 trace::pio(false, port, size, count, value as u32);
             }
             Asked::Memory { gpa, len } if watch.mmio() => {
@@ -313,7 +316,7 @@ impl<B: Backend> Vcpu<B> {
                 self.observation.asked = Asked::Port { port, size, count };
             }
             UserExit::Io { write: true, size, port, count } if watch.pio() => {
-                let value = crate::exits::pio::mask(u64::from_le_bytes(self.io_data), size);
+                let value = mask(u64::from_le_bytes(self.io_data), size);
                 trace::pio(true, port, size, count, value as u32);
             }
             UserExit::Mmio { write: false, gpa, len, .. } => {

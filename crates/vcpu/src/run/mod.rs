@@ -7,8 +7,7 @@ pub(crate) mod inner;
 pub(crate) mod outcome;
 pub mod user_exit;
 
-use backend::{Backend, Exit, RAX};
-use emulate::SimpleMmio;
+use backend::{Backend, Exit};
 use host::task::{self, Blocked, Sleeper};
 use host::trace;
 use stats::VcpuCount;
@@ -20,52 +19,11 @@ use vm::{
 
 use crate::{
     Vcpu,
-    exits::pio,
     run::events::Outer,
     run::inner::Left,
     run::outcome::{Break, Outcome},
     run::user_exit::{ErrorData, RunInput, RunOutput, UserExit},
 };
-
-/// What the last exit to user space left open.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub enum Open {
-    /// Nothing.
-    #[default]
-    Nothing,
-    /// IN: the answer goes to RAX.
-    In {
-        /// Bytes.
-        size: u8,
-        /// RIP after the instruction.
-        next: u64,
-    },
-    /// OUT or a store to a device: done by user space; the instruction retires.
-    Out {
-        /// RIP after the instruction.
-        next: u64,
-    },
-    /// A simple load from a device.
-    Load {
-        /// What is done with the answer.
-        simple: SimpleMmio,
-        /// RIP after the instruction.
-        next: u64,
-    },
-    /// RDMSR or WRMSR that user space answers.
-    Msr {
-        /// WRMSR.
-        write: bool,
-        /// RIP after the instruction.
-        next: u64,
-        /// It is refused.
-        error: bool,
-        /// What is read.
-        data: u64,
-    },
-    /// An emulated instruction goes on from the beginning with one more answer.
-    Emulation,
-}
 
 /// A vCPU that has nothing to do.
 struct Waiting<'a, B: Backend> {
@@ -116,7 +74,7 @@ impl<B: Backend> Vcpu<B> {
         }
         self.fpu.load();
         self.b.begin_run();
-        let exit = match self.finish_open(input) {
+        let exit = match self.complete_user_io(input) {
             Err(Break::ToUser(exit)) => exit,
             _ if input.immediate_exit => UserExit::Immediate,
             _ => self.run_loop(input),
@@ -210,26 +168,6 @@ impl<B: Backend> Vcpu<B> {
             self.b.set_rip(0);
             self.shared.set_mp_state(MpState::Runnable);
         }
-    }
-
-    /// Completes what user space answered.
-    fn finish_open(&mut self, input: &RunInput) -> Outcome {
-        match core::mem::take(&mut self.open) {
-            Open::Nothing => {}
-            Open::In { size, next } => {
-                let value = u64::from_le_bytes(self.io_data);
-                self.gprs.0[RAX] = pio::merge(self.gprs.0[RAX], value, size);
-                self.retire(next);
-            }
-            Open::Out { next } => self.retire(next),
-            Open::Load { simple, next } => self.finish_load(simple, input.mmio_data, next),
-            Open::Msr { write, next, error, data } => self.finish_msr(write, next, error, data),
-            Open::Emulation => {
-                self.replay.answer(input.mmio_data, self.io_data);
-                return self.emulate_again();
-            }
-        }
-        Ok(())
     }
 
     fn run_loop(&mut self, input: &RunInput) -> UserExit {

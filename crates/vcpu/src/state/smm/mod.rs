@@ -144,7 +144,7 @@ impl<B: Backend> Vcpu<B> {
         self.memory_changed();
         self.b.flush_tlb();
         self.device_seen = Default::default();
-        self.replay.forget();
+        self.user_io.log.forget();
         self.recheck = true;
         if !active && core::mem::take(&mut self.smm.latched_init) {
             self.shared.set_init(true);

@@ -5,7 +5,8 @@ use emulate::Cause;
 use mmu::Section;
 use vm::settings::quirk;
 
-use crate::{Vcpu, run::Open, run::inner::Next, run::outcome::Outcome, run::user_exit::UserExit};
+use super::{DeviceAccess, user_io::Completion};
+use crate::{Vcpu, run::inner::Next, run::outcome::Outcome};
 
 /// Puts `size` bytes of `value` into RAX as IN does: AL and AX keep the rest, EAX clears it.
 pub(crate) fn merge(rax: u64, value: u64, size: u8) -> u64 {
@@ -41,35 +42,37 @@ impl<B: Backend> Vcpu<B> {
             return Next::Leave;
         }
         let Some(next) = self.io_next(s, io) else { return Next::Leave };
-        let (served, then) = self.with_kernel(|v| v.kernel_io(io));
-        if !served {
-            // Nothing was done: the slow path asks user space.
+        let (done, then) = self.with_kernel(|v| v.kernel_io(io));
+        if !done {
+            // The slow path asks user space.
             return Next::Leave;
         }
         self.retire(next);
         then
     }
 
-    /// A port access served in the kernel. False when no device there wants it.
+    /// What IN or OUT asks for.
+    #[inline(always)]
+    fn port_access(&self, io: IoExit) -> DeviceAccess {
+        if io.input {
+            DeviceAccess::port_in(io.port, io.size)
+        } else {
+            let data = mask(self.gprs.0[RAX], io.size).to_le_bytes();
+            DeviceAccess::port_out(io.port, io.size, data)
+        }
+    }
+
+    /// IN or OUT by a device in the kernel. False when there is none.
     #[inline(always)]
     fn kernel_io(&mut self, io: IoExit) -> bool {
-        let rax = self.gprs.0[RAX];
-        if io.input {
-            let mut value = 0;
-            let Some(owing) = self.vm.irq().pio_read(io.port, io.size, &mut value) else {
-                return false;
-            };
-            self.note_owing(owing);
-            self.gprs.0[RAX] = merge(rax, value.into(), io.size);
-        } else {
-            let value = mask(rax, io.size) as u32;
-            let Some(owing) = self.vm.irq().pio_write(io.port, io.size, value) else {
-                return false;
-            };
-            self.note_owing(owing);
+        let mut access = self.port_access(io);
+        if !self.kernel_device(&mut access) {
+            return false;
         }
-        // The 8259A's output may have risen.
-        self.recheck |= self.vm.irq().extint_pending();
+        if io.input {
+            let value = u64::from_le_bytes(access.data);
+            self.gprs.0[RAX] = merge(self.gprs.0[RAX], value, io.size);
+        }
         true
     }
 
@@ -89,18 +92,17 @@ impl<B: Backend> Vcpu<B> {
             self.retire(next);
             return Ok(());
         }
-        if io.input {
-            self.open = Open::In { size: io.size, next };
-            self.io_data = [0; 8];
+        let then = if io.input {
+            Completion::In { size: io.size, next }
         } else if io.port == PORT_OF_OPTION_ROM && self.vm.settings.has_quirk(quirk::OUT_7E_INC_RIP)
         {
             self.retire(next);
-            self.io_data = mask(self.gprs.0[RAX], io.size).to_le_bytes();
+            Completion::Nothing
         } else {
-            self.open = Open::Out { next };
-            self.io_data = mask(self.gprs.0[RAX], io.size).to_le_bytes();
-        }
-        Err(UserExit::Io { write: !io.input, size: io.size, port: io.port, count: 1 }.into())
+            Completion::Retire { next }
+        };
+        let access = self.port_access(io);
+        Err(self.ask_user(&access, then))
     }
 }
 

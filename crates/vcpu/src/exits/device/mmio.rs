@@ -1,43 +1,52 @@
-//! TDP faults that are device accesses: the local APIC's page inside the loop, everything
-//! else outside it.
+//! Plain loads and stores where no memory is: the local APIC's page and the kernel's devices inside the
+//! loop, everything else outside it.
+//!
+//! The fault has told the guest-physical address, and the CPU has walked the guest's page tables and
+//! checked its permissions. So a MOV needs no emulation: of the instruction only the register, the size
+//! and the length matter. It has to go the way that the fault says, at the offset in the page that the
+//! fault says; else it is another instruction, which came there after the exit, or one that crosses
+//! pages, and is for the emulator (docs/adr/0041).
+//!
+//! Decoding is worth its time inside the loop only if the fault is not a missing page of memory. A page
+//! where a device was accessed before most likely is still a device's ([`DeviceSeen`]).
 
 use backend::{Backend, TdpFault};
-use emulate::{CodeSize, Decoded, Fetched, SimpleMmio};
-use host::trace::Mmio;
+use emulate::{Cause, CodeSize, Decoded, Fetched, SimpleMmio};
 use mmu::{PagingContext, Section};
-use vm::settings::quirk;
-use x86::cpuid::{Vendor, feature};
+use x86::{
+    Gfn, Gpa,
+    cpuid::{Vendor, feature},
+};
 
-use x86::{Gfn, Gpa};
-
-use crate::{Vcpu, run::Open, run::inner::Next, run::outcome::Outcome, run::user_exit::UserExit};
+use super::{DeviceAccess, Direction, user_io::Completion};
+use crate::{
+    Vcpu,
+    run::inner::Next,
+    run::outcome::Outcome,
+    run::user_exit::{ERROR_DELIVERY, ErrorData},
+};
 
 /// The timer's current count, the one register whose value needs the time.
 const TIMER_CURRENT: u32 = 0x390;
 
-/// A simple device access that was decoded inside the loop.
+/// A plain load or store that was decoded.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct DeviceAccess {
+struct PlainAccess {
     gpa: Gpa,
     simple: SimpleMmio,
+    /// RIP after the instruction.
     next: u64,
 }
 
-impl DeviceAccess {
-    /// Bytes, and whether they are written.
-    const fn shape(&self) -> (u8, bool) {
-        match self.simple {
-            SimpleMmio::Load { size, .. } => (size, false),
-            SimpleMmio::StoreReg { size, .. } | SimpleMmio::StoreImm { size, .. } => (size, true),
-        }
-    }
+const fn is_store(simple: SimpleMmio) -> bool {
+    !matches!(simple, SimpleMmio::Load { .. })
 }
 
 /// Where the last device access outside the loop went, and the one that is on its way there.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct DeviceSeen {
     page: Option<Gfn>,
-    access: Option<DeviceAccess>,
+    access: Option<PlainAccess>,
 }
 
 impl DeviceSeen {
@@ -108,7 +117,7 @@ impl<B: Backend> Vcpu<B> {
         let Some(decoded) = self.decode_here(s) else { return Next::Leave };
         let Some(simple) = decoded.simple_mmio() else { return Next::Leave };
         if !apic {
-            self.note_device_access(fault, simple, &decoded);
+            self.device_seen.access = self.plain_of(fault, &decoded);
             return self.answer_kernel_device(fault);
         }
         let offset = (fault.gpa.0 & 0xfff) as u32;
@@ -154,36 +163,35 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// Keeps what a simple device access does, so that the outside need not decode it again.
+    /// The access that made a fault, if it is a plain one. Bytes that access it the other way came after
+    /// the fault, and its page tables may forbid that.
     #[inline]
-    fn note_device_access(&mut self, fault: TdpFault, simple: SimpleMmio, decoded: &Decoded) {
+    fn plain_of(&self, fault: TdpFault, decoded: &Decoded) -> Option<PlainAccess> {
+        let simple = decoded.simple_mmio()?;
         let offset = (fault.gpa.0 & 0xfff) as u32;
         if offset > 0xff8
             || self.code_size() != CodeSize::Bits64
             || u32::from(self.page_offset(decoded)) != offset
+            || is_store(simple) != fault.write
         {
-            return;
+            return None;
         }
         let next = self.b.rip().wrapping_add(u64::from(decoded.len()));
-        let access = DeviceAccess { gpa: fault.gpa, simple, next };
-        // Bytes that access it the other way came after the fault, and its page tables may forbid that.
-        if access.shape().1 == fault.write {
-            self.device_seen.access = Some(access);
-        }
+        Some(PlainAccess { gpa: fault.gpa, simple, next })
     }
 
-    /// A simple access to a device other than the local APIC, inside the loop: done if the kernel
-    /// has one there.
+    /// A plain access to a device other than the local APIC, inside the loop: done if the kernel has one
+    /// there.
     fn answer_kernel_device(&mut self, fault: TdpFault) -> Next {
-        let Some(access) = self.device_seen.access else { return Next::Leave };
+        let Some(plain) = self.device_seen.access else { return Next::Leave };
         if !self.vm.irq().has_address(fault.gpa.0, fault.write) {
             return Next::Leave;
         }
-        let (served, then) = self.with_kernel(|v| {
+        let (done, then) = self.with_kernel(|v| {
             // A slot may have come since the page was last found to be a device's.
-            v.memory.slots().find(fault.gpa.gfn()).is_none() && v.kernel_device(&access)
+            v.memory.slots().find(fault.gpa.gfn()).is_none() && v.by_kernel_device(&plain)
         });
-        if served {
+        if done {
             self.device_seen.access = None;
             then
         } else {
@@ -191,79 +199,69 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// Whether an address is in the page of an APIC that does not answer there: it is disabled or in
-    /// x2APIC mode. Loads are all ones then and stores go nowhere, unless the VMM wants to hear of them
-    /// (KVM_X86_QUIRK_LAPIC_MMIO_HOLE).
-    pub(crate) fn is_apic_hole(&self, gpa: Gpa) -> bool {
-        let lapic = &self.shared.lapic;
-        self.shared.in_kernel_apic
-            && gpa.0 & !0xfff == lapic.base() & !0xfff
-            && lapic.mmio_base().is_none()
-            && self.vm.settings.has_quirk(quirk::LAPIC_MMIO_HOLE)
+    /// What a plain load or store asks for.
+    #[inline]
+    fn access_of(&self, plain: &PlainAccess) -> DeviceAccess {
+        let (size, value) = match plain.simple {
+            SimpleMmio::Load { size, .. } => return DeviceAccess::load(plain.gpa, size),
+            SimpleMmio::StoreReg { size, src } => {
+                let whole = self.gprs.0.get(usize::from(src.index & 15)).copied().unwrap_or(0);
+                (size, src.extract(whole))
+            }
+            SimpleMmio::StoreImm { size, value } => (size, value),
+        };
+        DeviceAccess::store(plain.gpa, size, value.to_le_bytes())
     }
 
-    /// A device in the kernel. False when there is none, or not for this access.
-    fn kernel_device(&mut self, access: &DeviceAccess) -> bool {
-        let mut data = self.stored(access.simple).unwrap_or(0).to_le_bytes();
-        let (size, write) = access.shape();
-        let hole = self.is_apic_hole(access.gpa);
-        let Some(part) = data.get_mut(..usize::from(size)) else { return false };
-        if hole {
-            if write {
-                self.retire(access.next);
-            } else {
-                part.fill(0xff);
-                self.finish_load(access.simple, data, access.next);
-            }
-        } else if write {
-            if !self.vm.irq().mmio_write(access.gpa.0, part) {
-                return false;
-            }
-            self.tell_mmio(Mmio::Write, access.gpa.0, part);
-            self.retire(access.next);
-            self.recheck = true;
-        } else {
-            if !self.vm.irq().mmio_read(access.gpa.0, part) {
-                return false;
-            }
-            self.tell_mmio(Mmio::Read, access.gpa.0, part);
-            self.finish_load(access.simple, data, access.next);
+    /// Does a plain access that a device in the kernel takes. False when there is none.
+    #[inline]
+    fn by_kernel_device(&mut self, plain: &PlainAccess) -> bool {
+        let mut access = self.access_of(plain);
+        if !self.kernel_device(&mut access) {
+            return false;
+        }
+        match access.direction {
+            Direction::Read => self.finish_load(plain.simple, access.data, plain.next),
+            Direction::Write => self.retire(plain.next),
         }
         true
     }
 
-    /// What a store writes; `None` for a load.
-    fn stored(&self, simple: SimpleMmio) -> Option<u64> {
-        match simple {
-            SimpleMmio::Load { .. } => None,
-            SimpleMmio::StoreReg { src, .. } => {
-                let whole = self.gprs.0.get(usize::from(src.index & 15)).copied().unwrap_or(0);
-                Some(src.extract(whole))
-            }
-            SimpleMmio::StoreImm { value, .. } => Some(value),
+    /// A fault where no memory is, outside the loop: a device in the kernel, else user space.
+    pub(crate) fn device_access(&mut self, fault: TdpFault) -> Outcome {
+        let delivering = self.events.again.is_some();
+        if delivering && !fault.final_access {
+            // The tables that translate the guest's descriptors or stack lie in device memory.
+            let data = ErrorData::new(&self.b.exit_raw());
+            return Err(self.internal_error(ERROR_DELIVERY, data));
+        }
+        self.device_seen.page = Some(fault.gpa.gfn());
+        let decoded = self.device_seen.access.take().filter(|known| known.gpa == fault.gpa);
+        if let Some(plain) = decoded {
+            return self.do_plain(&plain);
+        }
+        if delivering || !fault.final_access || fault.fetch {
+            // The fault tells nothing of the instruction.
+            return self.emulate_here(Cause::Any);
+        }
+        let (fetched, decoded) = self.slow_decode()?;
+        match self.plain_of(fault, &decoded) {
+            Some(plain) if !fault.present => self.do_plain(&plain),
+            _ => self.emulate_decoded(Cause::Memory { write: fault.write }, fetched, &decoded),
         }
     }
 
-    /// Finishes a simple device access outside the loop: a device in the kernel, else user space.
-    /// False: there was none.
-    pub(crate) fn finish_device_access(&mut self, fault: TdpFault) -> Outcome<bool> {
-        self.device_seen.page = Some(fault.gpa.gfn());
-        let Some(access) = self.device_seen.access.take() else { return Ok(false) };
-        if access.gpa != fault.gpa {
-            return Ok(false);
+    fn do_plain(&mut self, plain: &PlainAccess) -> Outcome {
+        if self.by_kernel_device(plain) {
+            return Ok(());
         }
-        if self.kernel_device(&access) {
-            return Ok(true);
-        }
-        let DeviceAccess { gpa, simple, next } = access;
-        let stored = self.stored(simple);
-        self.open = match stored {
-            Some(_) => Open::Out { next },
-            None => Open::Load { simple, next },
+        let PlainAccess { simple, next, .. } = *plain;
+        let then = match simple {
+            SimpleMmio::Load { .. } => Completion::Load { simple, next },
+            _ => Completion::Retire { next },
         };
-        let (len, write) = access.shape();
-        let data = stored.unwrap_or(0).to_le_bytes();
-        Err(UserExit::Mmio { gpa: gpa.0, len, write, data }.into())
+        let access = self.access_of(plain);
+        Err(self.ask_user(&access, then))
     }
 
     /// The answer to a simple load.

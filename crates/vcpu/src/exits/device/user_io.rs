@@ -1,0 +1,240 @@
+//! What an exit to user space leaves open, and how the next KVM_RUN completes it with the answer.
+//!
+//! An instruction that is not emulated makes one access: its [`Completion`] says where the answer goes
+//! and where RIP goes on. One that is emulated may make several, and the emulator keeps nothing in its
+//! middle. So it is emulated again from its beginning after every answer, and the [`AccessLog`] has what
+//! was answered before, in order.
+
+use backend::{Backend, RAX};
+use emulate::{Fetched, SimpleMmio, Stop};
+use host::{KBox, NoMemory};
+
+use super::{DeviceAccess, pio};
+use crate::{
+    Vcpu,
+    run::{outcome::Outcome, user_exit::RunInput},
+};
+
+/// What is done with what user space answers.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum Completion {
+    /// Nothing was asked.
+    #[default]
+    Nothing,
+    /// OUT or a store: user space has done it, and the instruction retires.
+    Retire {
+        /// RIP after the instruction.
+        next: u64,
+    },
+    /// IN: the answer goes to RAX.
+    In {
+        /// Bytes.
+        size: u8,
+        /// RIP after the instruction.
+        next: u64,
+    },
+    /// A plain load.
+    Load {
+        /// What is done with the answer.
+        simple: SimpleMmio,
+        /// RIP after the instruction.
+        next: u64,
+    },
+    /// RDMSR or WRMSR.
+    Msr {
+        /// WRMSR.
+        write: bool,
+        /// RIP after the instruction.
+        next: u64,
+        /// It is refused.
+        error: bool,
+        /// What is read.
+        data: u64,
+    },
+    /// An emulated instruction goes on from its beginning with one more answer in the [`AccessLog`].
+    Emulation,
+}
+
+/// Device accesses of one instruction (or one REP iteration) that can be remembered.
+const LOG: usize = 16;
+
+/// The device accesses of an emulated instruction that were answered, in order, with the answers.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct AccessLog {
+    answered: [Option<DeviceAccess>; LOG],
+    count: usize,
+    /// How many of them the instruction has come to since it was begun anew.
+    cursor: usize,
+    /// What user space was asked for last.
+    asked: Option<DeviceAccess>,
+    /// The instruction that these are the accesses of, and its address. It is completed as it began,
+    /// whatever lies there by then.
+    begun: Option<(u64, Fetched)>,
+}
+
+impl AccessLog {
+    /// Begins the instruction `fetched` at `rip`, or begins it anew.
+    pub(crate) fn begin(&mut self, rip: u64, fetched: Fetched) {
+        let begun = Some((rip, fetched));
+        if self.begun != begun {
+            self.forget();
+            self.begun = begun;
+        }
+    }
+
+    /// The instruction that was begun and its address.
+    pub(crate) fn begun(&self) -> Option<(u64, Fetched)> {
+        self.begun
+    }
+
+    /// Begins at the first access again.
+    pub(crate) fn rewind(&mut self) {
+        self.cursor = 0;
+    }
+
+    /// The accesses so far are complete, and the instruction goes on: a string's next iteration.
+    pub(crate) fn commit(&mut self) {
+        (self.count, self.cursor, self.asked) = (0, 0, None);
+    }
+
+    /// The instruction is complete or given up.
+    pub(crate) fn forget(&mut self) {
+        self.commit();
+        self.begun = None;
+    }
+
+    /// The answer to `access`, if it is the next that was answered before. Looked for before anything
+    /// else: what was a device then may be memory now.
+    pub(crate) fn next(&mut self, access: &DeviceAccess) -> Option<[u8; 8]> {
+        if self.cursor >= self.count {
+            return None;
+        }
+        let answered = self.answered.get(self.cursor).copied().flatten()?;
+        if !answered.is_at(access) {
+            return None;
+        }
+        self.cursor += 1;
+        Some(answered.data)
+    }
+
+    fn record(&mut self, access: DeviceAccess) {
+        if let Some(slot) = self.answered.get_mut(self.count) {
+            *slot = Some(access);
+            self.count += 1;
+        }
+    }
+
+    /// Records an access that the kernel answered, and moves past it: some have side effects.
+    pub(crate) fn record_done(&mut self, access: DeviceAccess) {
+        self.record(access);
+        self.cursor = self.count;
+    }
+
+    /// Has user space asked for an access. More than the log holds is none that an instruction makes
+    /// which is emulated in earnest.
+    pub(crate) fn ask(&mut self, access: DeviceAccess) -> Stop {
+        if self.count >= LOG {
+            return Stop::Unsupported;
+        }
+        self.asked = Some(access);
+        Stop::NeedUser
+    }
+
+    /// What user space is to be asked for.
+    pub(crate) fn asked(&self) -> Option<DeviceAccess> {
+        self.asked
+    }
+
+    /// User space has answered: `mmio` if it was asked for memory, `port` if for a port.
+    fn answer(&mut self, mmio: [u8; 8], port: [u8; 8]) {
+        if let Some(asked) = self.asked.take() {
+            let data = match asked.space {
+                vm::irq::Space::Memory => mmio,
+                vm::irq::Space::Port => port,
+            };
+            self.record(DeviceAccess { data, ..asked });
+        }
+    }
+}
+
+/// What is open between two calls of KVM_RUN.
+pub(crate) struct UserIo {
+    /// What is done with user space's answer.
+    pub completion: Completion,
+    /// The accesses of the instruction that is emulated.
+    pub log: KBox<AccessLog>,
+}
+
+impl UserIo {
+    /// Nothing is open.
+    #[inline(never)]
+    pub(crate) fn new() -> Result<Self, NoMemory> {
+        let log = KBox::new(AccessLog::default())?;
+        Ok(Self { completion: Completion::Nothing, log })
+    }
+
+    /// Whatever was asked is asked no more.
+    pub(crate) fn forget(&mut self) {
+        self.completion = Completion::Nothing;
+        self.log.forget();
+    }
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// Completes the instruction that left for user space.
+    pub(crate) fn complete_user_io(&mut self, input: &RunInput) -> Outcome {
+        match core::mem::take(&mut self.user_io.completion) {
+            Completion::Nothing => {}
+            Completion::In { size, next } => {
+                let value = u64::from_le_bytes(self.io_data);
+                self.gprs.0[RAX] = pio::merge(self.gprs.0[RAX], value, size);
+                self.retire(next);
+            }
+            Completion::Retire { next } => self.retire(next),
+            Completion::Load { simple, next } => self.finish_load(simple, input.mmio_data, next),
+            Completion::Msr { write, next, error, data } => {
+                self.finish_msr(write, next, error, data);
+            }
+            Completion::Emulation => {
+                self.user_io.log.answer(input.mmio_data, self.io_data);
+                return self.emulate_again();
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use x86::Gpa;
+
+    #[test]
+    fn answers_come_back_in_order_and_run_out() {
+        let mut log = AccessLog::default();
+        let (port, load) = (DeviceAccess::port_in(1, 1), DeviceAccess::load(Gpa(0), 4));
+        assert_eq!(log.ask(port), Stop::NeedUser);
+        log.answer([9; 8], [1; 8]);
+        assert_eq!(log.ask(load), Stop::NeedUser);
+        log.answer([2; 8], [9; 8]);
+        assert_eq!(log.next(&port), Some([1; 8]));
+        assert_eq!(log.next(&port), None);
+        assert_eq!(log.next(&DeviceAccess::port_in(2, 1)), None);
+        assert_eq!(log.next(&DeviceAccess::load(Gpa(0), 2)), None);
+        assert_eq!(log.next(&load), Some([2; 8]));
+        assert_eq!(log.next(&load), None);
+        log.rewind();
+        assert_eq!(log.next(&port), Some([1; 8]));
+    }
+
+    #[test]
+    fn more_accesses_than_the_log_holds_are_refused() {
+        let mut log = AccessLog::default();
+        for n in 0..LOG as u16 {
+            log.record_done(DeviceAccess::port_in(n, 1));
+        }
+        assert_eq!(log.ask(DeviceAccess::port_in(0, 1)), Stop::Unsupported);
+        log.commit();
+        assert_eq!(log.ask(DeviceAccess::port_in(0, 1)), Stop::NeedUser);
+    }
+}

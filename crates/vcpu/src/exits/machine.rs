@@ -1,0 +1,292 @@
+//! The vCPU as the instruction emulator sees it: registers, guest memory, devices.
+//!
+//! Memory and devices are told apart here, at each access: an address where a slot is is memory, and
+//! every other is a device's.
+
+use backend::{Backend, SegmentName};
+use emulate::{Access, CodeSize, Machine, PortAccess, SegReg, Stop, Table};
+use mmu::walk;
+use vm::memory::MemoryError;
+use x86::{
+    Gpa, Gva,
+    segment::{DescriptorTable, Segment},
+};
+
+use super::device::{DeviceAccess, padded};
+use crate::Vcpu;
+
+const EFER_LMA: u64 = 1 << 10;
+
+/// Accesses that the processor makes for itself, with supervisor's rights.
+const SYSTEM_READ: walk::Access = walk::Access { implicit: true, ..walk::Access::READ };
+const SYSTEM_WRITE: walk::Access = walk::Access { implicit: true, ..walk::Access::WRITE };
+
+const fn name_of(segment: SegReg) -> SegmentName {
+    match segment {
+        SegReg::Es => SegmentName::Es,
+        SegReg::Cs => SegmentName::Cs,
+        SegReg::Ss => SegmentName::Ss,
+        SegReg::Ds => SegmentName::Ds,
+        SegReg::Fs => SegmentName::Fs,
+        SegReg::Gs => SegmentName::Gs,
+        SegReg::Ldtr => SegmentName::Ldtr,
+        SegReg::Tr => SegmentName::Tr,
+    }
+}
+
+fn memory_stop(error: MemoryError) -> Stop {
+    match error {
+        MemoryError::Interrupted => Stop::Retry,
+        _ => Stop::Unsupported,
+    }
+}
+
+const fn walk_access(how: Access) -> walk::Access {
+    match how {
+        Access::Load => walk::Access::READ,
+        Access::Store | Access::Modify => walk::Access::WRITE,
+    }
+}
+
+fn fill(into: &mut [u8], data: [u8; 8]) {
+    for (to, from) in into.iter_mut().zip(data) {
+        *to = from;
+    }
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// Whether a frame is RAM that the guest may read, or write.
+    fn is_memory(&self, gpa: Gpa, write: bool) -> bool {
+        let slots = self.memory.slots();
+        slots.find(gpa.gfn()).is_some_and(|s| !write || !s.is_readonly())
+    }
+
+    /// An access to a device that was not answered before: by the kernel's devices, else user space is to
+    /// be asked. What was read.
+    fn device(&mut self, mut access: DeviceAccess) -> Result<[u8; 8], Stop> {
+        if !self.kernel_device(&mut access) {
+            return Err(self.user_io.log.ask(access));
+        }
+        self.user_io.log.record_done(access);
+        Ok(access.data)
+    }
+}
+
+impl<B: Backend> Machine for Vcpu<B> {
+    fn gpr(&self, index: usize) -> u64 {
+        self.gprs.0.get(index & 15).copied().unwrap_or(0)
+    }
+
+    fn set_gpr(&mut self, index: usize, value: u64) {
+        if let Some(slot) = self.gprs.0.get_mut(index & 15) {
+            *slot = value;
+        }
+    }
+
+    fn rip(&self) -> u64 {
+        self.b.rip()
+    }
+
+    fn rflags(&self) -> u64 {
+        self.b.rflags()
+    }
+
+    fn segment(&self, segment: SegReg) -> emulate::Segment {
+        let s = self.b.segment(name_of(segment));
+        emulate::Segment { selector: s.selector, attributes: s.attr, limit: s.limit, base: s.base }
+    }
+
+    fn code_size(&self) -> CodeSize {
+        Vcpu::code_size(self)
+    }
+
+    fn cpl(&self) -> u8 {
+        self.b.cpl()
+    }
+
+    fn cr0(&self) -> u64 {
+        self.b.control().cr0
+    }
+
+    fn cr4(&self) -> u64 {
+        self.b.control().cr4
+    }
+
+    fn read(&mut self, at: Gva, into: &mut [u8], how: Access) -> Result<(), Stop> {
+        let gpa = self.translate(at, walk_access(how))?;
+        let access = DeviceAccess::load(gpa, into.len() as u8);
+        let data = match self.user_io.log.next(&access) {
+            Some(answer) => answer,
+            None if self.is_memory(gpa, false) => {
+                return self.memory.read(gpa, into).map_err(memory_stop);
+            }
+            None => self.device(access)?,
+        };
+        fill(into, data);
+        Ok(())
+    }
+
+    fn write(&mut self, at: Gva, data: &[u8], how: Access) -> Result<(), Stop> {
+        let gpa = self.translate(at, walk_access(how))?;
+        let access = DeviceAccess::store(gpa, data.len() as u8, padded(data));
+        if self.user_io.log.next(&access).is_some() {
+            return Ok(());
+        }
+        if self.is_memory(gpa, true) {
+            return self.memory.write(gpa, data).map_err(memory_stop);
+        }
+        self.device(access).map(|_| ())
+    }
+
+    fn probe_write(&mut self, at: Gva, _len: usize) -> Result<(), Stop> {
+        self.translate(at, walk::Access::WRITE).map(|_| ())
+    }
+
+    fn cmpxchg(&mut self, at: Gva, old: &[u8], new: &[u8]) -> Result<bool, Stop> {
+        let gpa = self.translate(at, walk::Access::WRITE)?;
+        let access = DeviceAccess::store(gpa, new.len() as u8, padded(new));
+        if self.user_io.log.next(&access).is_some() {
+            return Ok(true);
+        }
+        if !self.is_memory(gpa, true) {
+            // A device access has at most eight bytes.
+            if new.len() > 8 {
+                return Err(Stop::Unsupported);
+            }
+            return self.device(access).map(|_| true);
+        }
+        let len = old.len();
+        if !len.is_power_of_two() || len > 8 || gpa.0 % len as u64 != 0 {
+            // Wider than the host exchanges on user memory, or split over two cache lines.
+            return self.memory.write(gpa, new).map(|()| true).map_err(memory_stop);
+        }
+        let (old, new) = (u64::from_le_bytes(padded(old)), u64::from_le_bytes(padded(new)));
+        self.memory.cmpxchg(gpa, len, old, new).map_err(memory_stop)
+    }
+
+    fn is_ram(&mut self, at: Gva, len: usize, write: bool) -> Result<bool, Stop> {
+        // The log of answers holds single elements: a string goes one by one.
+        if len > 8 {
+            return Ok(false);
+        }
+        let access = if write { walk::Access::WRITE } else { walk::Access::READ };
+        let gpa = self.translate(at, access)?;
+        Ok(self.is_memory(gpa, write))
+    }
+
+    fn commit(&mut self) {
+        self.user_io.log.commit();
+    }
+
+    fn long_mode(&self) -> bool {
+        self.b.efer() & EFER_LMA != 0
+    }
+
+    fn table(&self, table: Table) -> DescriptorTable {
+        match table {
+            Table::Global => self.b.gdtr(),
+            Table::Interrupt => self.b.idtr(),
+        }
+    }
+
+    fn set_table(&mut self, table: Table, value: DescriptorTable) {
+        match table {
+            Table::Global => self.b.set_gdtr(value),
+            Table::Interrupt => self.b.set_idtr(value),
+        }
+    }
+
+    fn set_segment(&mut self, segment: SegReg, value: emulate::Segment) {
+        let emulate::Segment { selector, attributes: attr, limit, base } = value;
+        self.b.set_segment(name_of(segment), Segment { base, limit, selector, attr });
+    }
+
+    fn read_system(&mut self, at: Gva, into: &mut [u8]) -> Result<(), Stop> {
+        let gpa = self.translate(at, SYSTEM_READ)?;
+        if !self.is_memory(gpa, false) {
+            return Err(Stop::Unsupported);
+        }
+        self.memory.read(gpa, into).map_err(memory_stop)
+    }
+
+    fn write_system(&mut self, at: Gva, data: &[u8]) -> Result<(), Stop> {
+        let gpa = self.translate(at, SYSTEM_WRITE)?;
+        if !self.is_memory(gpa, true) {
+            return Err(Stop::Unsupported);
+        }
+        self.memory.write(gpa, data).map_err(memory_stop)
+    }
+
+    fn probe_system(&mut self, at: Gva) -> Result<(), Stop> {
+        let gpa = self.translate(at, SYSTEM_WRITE)?;
+        if self.is_memory(gpa, true) { Ok(()) } else { Err(Stop::Unsupported) }
+    }
+
+    fn port_in(&mut self, access: &PortAccess, into: &mut [u8]) -> Result<(), Stop> {
+        let access = DeviceAccess::port_in(access.port(), access.size());
+        for part in into.chunks_mut(usize::from(access.size.max(1))) {
+            let data = match self.user_io.log.next(&access) {
+                Some(answer) => answer,
+                None => self.device(access)?,
+            };
+            fill(part, data);
+        }
+        Ok(())
+    }
+
+    fn port_out(&mut self, access: &PortAccess, data: &[u8]) -> Result<(), Stop> {
+        let (port, size) = (access.port(), access.size());
+        for part in data.chunks(usize::from(size.max(1))) {
+            let access = DeviceAccess::port_out(port, size, padded(part));
+            if self.user_io.log.next(&access).is_none() {
+                self.device(access)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn mm(&mut self, n: u8) -> Result<u64, Stop> {
+        self.with_mmx(|registers| registers.get(usize::from(n & 7)).copied().unwrap_or(0))
+    }
+
+    fn set_mm(&mut self, n: u8, value: u64) -> Result<(), Stop> {
+        self.with_mmx(|registers| {
+            if let Some(register) = registers.get_mut(usize::from(n & 7)) {
+                *register = value;
+            }
+        })
+    }
+
+    fn xmm(&mut self, n: u8) -> Result<u128, Stop> {
+        self.read_xmm(n)
+    }
+
+    fn set_xmm(&mut self, n: u8, value: u128) -> Result<(), Stop> {
+        self.write_xmm(n, value)
+    }
+
+    fn read_cr(&mut self, n: u8) -> Result<u64, Stop> {
+        self.read_cr_value(n).map_err(Stop::Fault)
+    }
+
+    fn write_cr(&mut self, n: u8, value: u64) -> Result<(), Stop> {
+        Vcpu::write_cr(self, n, value).map_err(Stop::Fault)
+    }
+
+    fn read_dr(&mut self, n: u8) -> Result<u64, Stop> {
+        self.read_debug_reg(n)
+    }
+
+    fn write_dr(&mut self, n: u8, value: u64) -> Result<(), Stop> {
+        self.write_debug_reg(n, value)
+    }
+
+    fn invlpg(&mut self, at: Gva) -> Result<(), Stop> {
+        self.flush_page(at);
+        Ok(())
+    }
+
+    fn invpcid(&mut self, kind: u8, pcid: u16, at: Gva) -> Result<(), Stop> {
+        self.flush_pcid(kind, pcid, at).map_err(Stop::Fault)
+    }
+}
