@@ -1,7 +1,7 @@
 //! The 8254 timer of a PC: counter 0 drives interrupt line 0, counter 2 the speaker (port 0x61).
 //!
-//! It has no thread and no timer: the caller winds a host timer by [`Pit::next_expiry`] and calls
-//! [`Pit::expired`] when it rings. Behind the VM's interrupt lock.
+//! It has no thread and no timer: the caller arms a host timer by [`Pit::next_expiry`] and calls
+//! [`Pit::expired`] when it fires. Behind the VM's interrupt lock.
 
 mod channel;
 

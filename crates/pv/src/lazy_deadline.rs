@@ -58,8 +58,8 @@ pub fn guest_sets<S: Shared>(shared: &S, deadline: u64) -> Result<bool, S::Error
 pub struct LazyDeadline {
     /// The MSR as written; 0 when off.
     msr: u64,
-    /// What the host has promised: 0, or a time at which its timer rings and at which
-    /// [`examine`](Self::examine) is called.
+    /// What the host has promised: 0, or a time at which its timer expires and at which
+    /// [`expire`](Self::expire) is called.
     armed: u64,
     /// A promise that was taken back while the page was out of reach: the page may show it still.
     stale: u64,
@@ -71,8 +71,8 @@ pub struct LazyDeadline {
 
 impl LazyDeadline {
     /// A valid write of the MSR. Whatever was promised is to be
-    /// [`withdrawn`](Self::withdraw) before. The page is in doubt until the first
-    /// [`settle`](Self::settle).
+    /// [`cancelled`](Self::cancel) before. The page is in doubt until the first
+    /// [`sync`](Self::sync).
     pub fn configure(&mut self, msr: u64) {
         let on = msr & 1 != 0;
         *self = Self { msr, armed: 0, stale: 0, in_doubt: on, left: false };
@@ -101,7 +101,7 @@ impl LazyDeadline {
         self.armed
     }
 
-    /// Whether [`settle`](Self::settle) is to be called before the guest runs on.
+    /// Whether [`sync`](Self::sync) is to be called before the guest runs on.
     #[inline]
     pub fn in_doubt(&self) -> bool {
         self.in_doubt
@@ -132,12 +132,12 @@ impl LazyDeadline {
     }
 
     /// After IA32_TSC_DEADLINE was written: the timer runs for `deadline`, or for nothing that
-    /// interrupts when that is 0. To be called when the timer is wound, not before: it is a promise.
+    /// interrupts when that is 0. To be called when the timer is armed, not before: it is a promise.
     ///
     /// # Errors
     /// Those of the memory; the page is in doubt then.
     #[inline]
-    pub fn publish<S: Shared>(&mut self, shared: &S, deadline: u64) -> Result<(), S::Error> {
+    pub fn arm<S: Shared>(&mut self, shared: &S, deadline: u64) -> Result<(), S::Error> {
         if self.armed == deadline && !self.in_doubt {
             return Ok(());
         }
@@ -161,12 +161,12 @@ impl LazyDeadline {
 
     /// The time that was promised has come, or the promise ends sooner while the timer goes on:
     /// takes it back and looks at `pending`. The deadline that the guest has set meanwhile, when
-    /// it is later than the promised one: the timer is to be wound for it and published, and no
+    /// it is later than the promised one: the timer is to be armed for it and the promise made, and no
     /// interrupt is due. `None`: the promised deadline was the newest.
     ///
     /// # Errors
     /// Those of the memory: then the promised deadline is the only one that is known.
-    pub fn examine<S: Shared>(&mut self, shared: &S) -> Result<Option<u64>, S::Error> {
+    pub fn expire<S: Shared>(&mut self, shared: &S) -> Result<Option<u64>, S::Error> {
         let promised = core::mem::take(&mut self.armed);
         let looked = Self::take_back(shared);
         match looked {
@@ -191,18 +191,18 @@ impl LazyDeadline {
     ///
     /// # Errors
     /// Those of the memory; the page is in doubt then.
-    pub fn withdraw<S: Shared>(&mut self, shared: &S) -> Result<(), S::Error> {
-        self.publish(shared, 0)
+    pub fn cancel<S: Shared>(&mut self, shared: &S) -> Result<(), S::Error> {
+        self.arm(shared, 0)
     }
 
     /// Makes the page show the truth again: `running` is the deadline for which the timer runs,
-    /// 0 for none that interrupts. A deadline to be set and published in its place, if the guest
+    /// 0 for none that interrupts. A deadline to be set and promised in its place, if the guest
     /// has stored a later one, or one that it may have kept to itself because of a promise that
     /// stood in the page too long.
     ///
     /// # Errors
     /// Those of the memory; the page stays in doubt.
-    pub fn settle<S: Shared>(&mut self, shared: &S, running: u64) -> Result<Option<u64>, S::Error> {
+    pub fn sync<S: Shared>(&mut self, shared: &S, running: u64) -> Result<Option<u64>, S::Error> {
         self.in_doubt = true;
         self.armed = running;
         let pending = Self::take_back(shared)?;
@@ -246,7 +246,7 @@ mod tests {
     fn on() -> (Memory, LazyDeadline) {
         let (memory, mut lazy) = (Memory::new(64), LazyDeadline::default());
         lazy.configure(MSR);
-        assert_eq!(lazy.settle(&memory, 0), Ok(None));
+        assert_eq!(lazy.sync(&memory, 0), Ok(None));
         (memory, lazy)
     }
 
@@ -254,7 +254,7 @@ mod tests {
     fn a_later_deadline_is_only_stored_and_an_earlier_one_is_written() {
         let (memory, mut lazy) = on();
         assert_eq!(guest_sets(&memory, 100), Ok(true), "nothing is armed");
-        lazy.publish(&memory, 100).unwrap();
+        lazy.arm(&memory, 100).unwrap();
         assert_eq!(guest_sets(&memory, 150), Ok(false));
         assert_eq!(guest_sets(&memory, 100), Ok(false));
         assert_eq!(guest_sets(&memory, 99), Ok(true));
@@ -264,9 +264,9 @@ mod tests {
     fn a_fire_adopts_a_later_deadline_and_only_a_later_one() {
         for (pending, adopted) in [(150, Some(150)), (100, None), (99, None), (0, None)] {
             let (memory, mut lazy) = on();
-            lazy.publish(&memory, 100).unwrap();
+            lazy.arm(&memory, 100).unwrap();
             guest_sets(&memory, pending).unwrap();
-            assert_eq!(lazy.examine(&memory), Ok(adopted));
+            assert_eq!(lazy.expire(&memory), Ok(adopted));
             assert_eq!((lazy.armed(), page(&memory).armed), (0, 0));
         }
     }
@@ -274,10 +274,10 @@ mod tests {
     #[test]
     fn a_decision_stores_armed_before_it_loads_pending_once() {
         let (memory, mut lazy) = on();
-        lazy.publish(&memory, 100).unwrap();
+        lazy.arm(&memory, 100).unwrap();
         memory.stores.borrow_mut().clear();
         memory.loads.borrow_mut().clear();
-        lazy.examine(&memory).unwrap();
+        lazy.expire(&memory).unwrap();
         assert_eq!(*memory.stores.borrow(), [(ARMED, [0; 8].to_vec())]);
         assert_eq!(*memory.loads.borrow(), [(PENDING, 8)]);
     }
@@ -285,9 +285,9 @@ mod tests {
     #[test]
     fn an_unchanged_promise_is_not_stored_again() {
         let (memory, mut lazy) = on();
-        lazy.publish(&memory, 100).unwrap();
+        lazy.arm(&memory, 100).unwrap();
         memory.stores.borrow_mut().clear();
-        lazy.publish(&memory, 100).unwrap();
+        lazy.arm(&memory, 100).unwrap();
         assert!(memory.stores.borrow().is_empty());
     }
 
@@ -295,38 +295,38 @@ mod tests {
     fn a_promise_that_could_not_be_taken_back_is_made_good_when_the_page_returns() {
         let (memory, mut lazy) = on();
         guest_sets(&memory, 100).unwrap();
-        lazy.publish(&memory, 100).unwrap();
-        // The slot goes; the timer rings and nobody can be asked.
+        lazy.arm(&memory, 100).unwrap();
+        // The slot goes; the timer expires and nobody can be asked.
         let gone = Memory::new(0);
-        assert_eq!(lazy.examine(&gone), Err(()));
+        assert_eq!(lazy.expire(&gone), Err(()));
         assert!(lazy.in_doubt());
-        assert_eq!(lazy.settle(&gone, 0), Err(()));
+        assert_eq!(lazy.sync(&gone, 0), Err(()));
         // What it shows at first is no news: the guest had that interrupt.
         let mut undisturbed = lazy;
-        assert_eq!(undisturbed.settle(&memory, 0), Ok(None));
+        assert_eq!(undisturbed.sync(&memory, 0), Ok(None));
         lazy.lose(100);
         memory.write(ARMED, &100u64.to_le_bytes()).unwrap();
         // But before the host has been there the guest may have trusted what it saw.
         assert_eq!(guest_sets(&memory, 170), Ok(false));
-        assert_eq!(lazy.settle(&memory, 0), Ok(Some(170)));
+        assert_eq!(lazy.sync(&memory, 0), Ok(Some(170)));
         assert_eq!((lazy.in_doubt(), page(&memory).armed), (false, 0));
-        assert_eq!(lazy.settle(&memory, 0), Ok(None), "and only once");
+        assert_eq!(lazy.sync(&memory, 0), Ok(None), "and only once");
     }
 
     #[test]
-    fn settling_shows_the_running_timer_or_adopts_what_is_later() {
+    fn a_sync_shows_the_running_timer_or_adopts_what_is_later() {
         let (memory, mut lazy) = on();
         guest_sets(&memory, 100).unwrap();
         lazy.doubt();
-        assert_eq!(lazy.settle(&memory, 100), Ok(None));
+        assert_eq!(lazy.sync(&memory, 100), Ok(None));
         assert_eq!((lazy.armed(), page(&memory).armed), (100, 100));
         guest_sets(&memory, 130).unwrap();
         lazy.doubt();
-        assert_eq!(lazy.settle(&memory, 100), Ok(Some(130)));
-        lazy.publish(&memory, 130).unwrap();
+        assert_eq!(lazy.sync(&memory, 100), Ok(Some(130)));
+        lazy.arm(&memory, 130).unwrap();
         assert_eq!(page(&memory).armed, 130);
         lazy.doubt();
-        assert_eq!(lazy.settle(&memory, 0), Ok(None), "the timer was stopped");
+        assert_eq!(lazy.sync(&memory, 0), Ok(None), "the timer was stopped");
         assert_eq!((lazy.armed(), page(&memory).armed), (0, 0));
     }
 
@@ -336,7 +336,7 @@ mod tests {
         guest_sets(&memory, 500).unwrap();
         assert_eq!(lazy.newest(&memory, 0), 0, "nothing runs");
         assert_eq!(lazy.newest(&memory, 400), 400, "nothing was promised");
-        lazy.publish(&memory, 500).unwrap();
+        lazy.arm(&memory, 500).unwrap();
         assert_eq!(lazy.newest(&memory, 500), 500);
         guest_sets(&memory, 700).unwrap();
         assert_eq!(lazy.newest(&memory, 500), 700);
@@ -384,12 +384,12 @@ mod tests {
             if deadline != 0 && deadline <= self.now {
                 self.delivered.push(self.now);
             }
-            let _ = self.lazy.publish(page, self.timer.unwrap_or(0));
+            let _ = self.lazy.arm(page, self.timer.unwrap_or(0));
         }
 
         fn before_entry(&mut self, page: &Memory) {
             if self.lazy.in_doubt()
-                && let Ok(Some(deadline)) = self.lazy.settle(page, self.timer.unwrap_or(0))
+                && let Ok(Some(deadline)) = self.lazy.sync(page, self.timer.unwrap_or(0))
             {
                 self.wrmsr(page, deadline);
             }
@@ -399,7 +399,7 @@ mod tests {
             while let Some(at) = self.timer.filter(|at| *at <= to) {
                 self.now = at;
                 self.timer = None;
-                match self.lazy.examine(page) {
+                match self.lazy.expire(page) {
                     Ok(Some(later)) => self.wrmsr(page, later),
                     _ => self.delivered.push(at),
                 }
@@ -467,7 +467,7 @@ mod tests {
                     Step::Wait(time) => {
                         let (to, before) = (host.now + time, host.delivered.len());
                         host.advance(&memory, to);
-                        // A timer rings once for each time it is wound.
+                        // A timer fires once for each time it is armed.
                         prop_assert!(host.delivered.len() - before <= 2);
                     }
                     Step::Scribble(armed, pending) => {

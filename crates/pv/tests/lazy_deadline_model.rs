@@ -103,10 +103,10 @@ impl Host {
             self.deliver(log);
         }
         let side = Side { page, fenced: self.fenced };
-        self.lazy.publish(&side, self.timer.unwrap_or(0)).unwrap();
+        self.lazy.arm(&side, self.timer.unwrap_or(0)).unwrap();
     }
 
-    /// The timer rings, if it is wound.
+    /// The timer expires, if it is armed.
     fn ring(&mut self, page: &Page, log: &RefCell<Log>) -> bool {
         let Some(at) = self.timer.take() else { return false };
         self.now = at;
@@ -116,7 +116,7 @@ impl Host {
             if log.complete == log.begun.len() { log.begun.last().copied() } else { None }
         };
         let side = Side { page, fenced: self.fenced };
-        match self.lazy.examine(&side).unwrap() {
+        match self.lazy.expire(&side).unwrap() {
             Some(later) => self.set(page, log, later),
             None => {
                 let early = wanted.is_some_and(|deadline| deadline > at);
@@ -155,7 +155,7 @@ fn run(first: u64, later: &'static [u64], rings: usize, fences: Fences) {
         let log = Rc::new(RefCell::new(Log::default()));
         let mut lazy = LazyDeadline::default();
         lazy.configure(1);
-        lazy.settle(&Side { page: &page, fenced: true }, 0).unwrap();
+        lazy.sync(&Side { page: &page, fenced: true }, 0).unwrap();
         let host = Host { lazy, now: 1, timer: None, fenced: fences.host };
         let host = Arc::new(Mutex::new(host));
         set(&page, &host, &log, first, true);

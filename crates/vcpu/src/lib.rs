@@ -56,12 +56,9 @@ pub struct Vcpu<B: Backend> {
     /// The HLT that the loop was left for has retired already.
     pub(crate) hlt_retired: bool,
     pub(crate) events: run::events::Events,
-    pub(crate) loop_clock: apic::lapic::LoopClock,
+    pub(crate) time: time::Time,
     /// What is counted: also in `shared`, here without the way through it.
     pub(crate) stats: Arc<VcpuStats>,
-    pub(crate) lazy: ::pv::LazyDeadline,
-    /// The memory's generation when the lazy deadline's page was last put right.
-    pub(crate) lazy_generation: u64,
     pub(crate) fetch: KBox<CodeFetch>,
     pub(crate) roots: paging::roots::Roots,
     /// Shadow paging; `None` with TDP.
@@ -185,7 +182,7 @@ impl<B: Backend> Vcpu<B> {
         this.b.set_tsc(offset, ratio);
         this.follow_fewer_exits();
         this.apply_cpuid();
-        this.begin_to_watch();
+        this.init_timer();
         Ok(this)
     }
 
@@ -241,12 +238,10 @@ impl<B: Backend> Vcpu<B> {
             cpuid_faults: false,
             hlt_retired: false,
             events: run::events::Events::default(),
-            loop_clock: apic::lapic::LoopClock::default(),
+            time: time::Time::default(),
             roots: parts.roots,
             shadow: parts.shadow,
             stats: shared.stats.clone(),
-            lazy: ::pv::LazyDeadline::default(),
-            lazy_generation: 0,
             fetch: parts.fetch,
             memory,
             shared,

@@ -91,7 +91,7 @@ impl<B: Backend> Vcpu<B> {
     /// Before every entry from the outer loop: the lazy deadline's page, and steal time.
     #[inline]
     pub(crate) fn before_entry_pv(&mut self) {
-        self.settle_deadline();
+        self.sync_lazy_deadline();
         if self.pv.steal.page().is_none() {
             return;
         }

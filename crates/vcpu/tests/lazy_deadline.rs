@@ -126,7 +126,7 @@ fn a_later_deadline_by_the_msr_is_one_vmrun_with_the_page_told() {
     let mut bench = Bench::new();
     let first = bench.ahead(1_000_000);
     let step = |n: u64| wrmsr(DEADLINE, first + n * 1000);
-    // The first winds the host's timer; the others are later and leave it alone.
+    // The first arms the host timer; the others are later and leave it alone.
     let one = bench.run((0..2).map(step));
     let eleven = bench.run((2..14).map(step));
     let ten = eleven.since(&one);
@@ -159,7 +159,7 @@ fn a_deadline_that_comes_costs_no_msr_and_leaves_nothing_armed() {
     assert_eq!(bench.armed(), deadline);
     bench.store_pending(deadline);
     bench.pass(100_000);
-    assert_eq!(bench.pending_interrupt(), None, "the vCPU decides, not the alarm");
+    assert_eq!(bench.pending_interrupt(), None, "the vCPU decides, not the host timer");
     let counts = bench.run([|vmcb: &mut Vmcb, gprs: &mut Gprs| {
         assert_ne!(vmcb.control.int_ctl & (1 << 8), 0, "the offer");
         assert_eq!(vmcb.control.int_vector, u32::from(VECTOR));
@@ -172,7 +172,7 @@ fn a_deadline_that_comes_costs_no_msr_and_leaves_nothing_armed() {
 }
 
 #[test]
-fn an_alarm_for_a_deadline_that_was_moved_is_no_interrupt() {
+fn a_host_timer_for_a_deadline_that_was_moved_is_no_interrupt() {
     let mut bench = Bench::new();
     let deadline = bench.ahead(100_000);
     bench.run([wrmsr(DEADLINE, deadline)]);
@@ -191,7 +191,7 @@ fn an_alarm_for_a_deadline_that_was_moved_is_no_interrupt() {
 }
 
 #[test]
-fn the_interrupt_is_not_before_its_time_though_the_alarm_is() {
+fn the_interrupt_is_not_before_its_time_though_the_host_timer_is() {
     let mut bench = Bench::new();
     let deadline = bench.ahead(100_000);
     bench.run([wrmsr(DEADLINE, deadline)]);

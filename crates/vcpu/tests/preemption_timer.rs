@@ -311,7 +311,7 @@ fn a_halted_vcpu_is_woken_by_the_hosts_timer() {
 }
 
 #[test]
-fn an_alarm_that_rings_when_the_vcpu_is_awake_does_nothing() {
+fn a_host_timer_that_fires_when_the_vcpu_is_awake_does_nothing() {
     let mut v = timed();
     let deadline = ahead(&mut v, 100_000);
     v.backend().cpu().inner().vmx.then(wrmsr(DEADLINE, deadline));
@@ -373,7 +373,7 @@ fn a_countdown_is_watched_as_well_and_a_periodic_one_goes_on() {
 }
 
 #[test]
-fn without_the_timer_the_hosts_is_wound() {
+fn without_the_timer_the_hosts_is_armed() {
     let (mut v, _) = vcpu_of(features(), Format::npt(4, 0));
     apic(&mut v, 1 << 18);
     let deadline = ahead(&mut v, 100_000);

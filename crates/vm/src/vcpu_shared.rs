@@ -13,7 +13,7 @@ use host::{
     task::Waiter,
     timer::{TimerHandler, WithTimer},
 };
-use irqchip::lapic::{Accepted, Lapic, TimerFired};
+use irqchip::lapic::{Accepted, Lapic, SwTimerExpired};
 use stats::VcpuStats;
 use x86::Vector;
 
@@ -300,7 +300,7 @@ impl TimerHandler for VcpuShared {
     /// The local APIC timer's host timer has expired: a hard interrupt on some CPU.
     fn expired(&self) -> Option<u64> {
         let now = host::clock::monotonic_ns();
-        let TimerFired { accepted, rearm, ask_owner } = self.lapic.timer_fired(now);
+        let SwTimerExpired { accepted, rearm, ask_owner } = self.lapic.sw_timer_expired(now);
         if ask_owner {
             self.request_and_kick(Request::Deadline);
         }

@@ -20,9 +20,7 @@ use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering::*
 pub use deliver::{Accepted, LocalVector};
 pub use regs::{ICR_MSR, LapicEffect, SELF_IPI_MSR, TSC_DEADLINE_MSR, X2APIC_MSR_BASE};
 pub use state::{REGISTER_PAGE, RestoreError};
-pub use timer::{
-    GUARD_ADVANCE_NS, HostTimer, TimerChange, TimerClock, TimerFired, TimerOp, WatchedTime,
-};
+pub use timer::{Expiry, GUARD_ADVANCE_NS, SwTimerExpired, TimerChange, TimerClock, TimerOp};
 
 use host::{Arc, NoMemory, once::Once};
 

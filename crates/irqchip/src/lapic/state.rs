@@ -87,7 +87,7 @@ impl Lapic {
             put(page, reg::IRR + index * 16, self.irr.register(index));
         }
         if self.timer_due(now_ns) && !self.tsc_deadline_mode() {
-            // Expired, but the alarm has not rung: one count is left, so that it is not lost.
+            // Expired, but the host timer has not fired: one count is left, so that it is not lost.
             put(page, reg::TIMER_CURRENT, 1);
         }
     }

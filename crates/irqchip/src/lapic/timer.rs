@@ -1,34 +1,35 @@
 //! The APIC timer: one-shot, periodic and TSC-deadline. SDM vol. 3A §10.5.4.
 //!
-//! Time is host nanoseconds. The timer's truth is `expiry_ns`; the host timer is only an alarm that
-//! may ring early, never late: when the guest moves its deadline further away, or gives it up, the
-//! host timer is left alone, and when it rings before the expiry it is wound again. So most writes
-//! of a deadline cost no timer work.
+//! Time is host nanoseconds. The timer's truth is `expiry_ns`. What interrupts at that time is one of two,
+//! and the owner, the thread of the vCPU, says which:
 //!
-//! `armed_ns` says when the host timer will ring and is the token that decides who winds it: zero
-//! means nobody has. The owner stores the expiry and then looks at the token; the alarm takes the
+//! - The **sw timer**, a timer of the kernel's, which only has to fire early enough. When the guest moves
+//!   its deadline further away, or gives it up, the host timer is left alone, and when it fires before the
+//!   expiry it is armed again. So most writes of a deadline cost no timer work.
+//! - The **hv timer**, where the CPU ends a guest's run at a time of the hypervisor's choosing
+//!   ([`Lapic::switch_to_hv_timer`]). The owner looks at the time itself while it does not sleep: no host
+//!   timer is armed, and one that still fires from before does nothing. A TSC deadline then needs no host
+//!   time at all, and `expiry_ns` is [`BY_TSC`]. Before it sleeps the owner switches back
+//!   ([`Lapic::switch_to_sw_timer`]).
+//!
+//! `armed_ns` says when the host timer will fire and is the token that decides who arms it: zero means
+//! nobody has. The owner stores the expiry and then looks at the token; the host timer's handler takes the
 //! token first and then looks at the expiry; so one of the two sees the other's store, and the
-//! compare-and-swap from zero lets only one of them wind.
-//!
-//! Where the CPU interrupts a guest's run at a time of the hypervisor's choosing, the owner **watches**
-//! the time itself while it does not sleep ([`Lapic::watch_timer`]): no host timer is wound, and one
-//! that still rings from before does nothing. A TSC deadline then needs no host time at all, and
-//! `expiry_ns` is [`BY_TSC`]. Before it sleeps the owner hands the time over to the alarm
-//! ([`Lapic::wind_alarm`]).
+//! compare-and-swap from zero lets only one of them arm.
 
 use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
 
 use super::regs::{LVT_MASKED, LVT_TIMER_DEADLINE, LVT_TIMER_MODE, LVT_TIMER_PERIODIC};
 use super::{Accepted, FEATURE_TSC_DEADLINE, Lapic, LocalVector};
 
-/// How long before a guarded deadline its alarm rings: what the owner needs to look whether there is a
+/// How long before a guarded deadline the host timer fires: what the owner needs to look whether there is a
 /// later one. It waits for the rest of that time.
 pub const GUARD_ADVANCE_NS: u64 = 1_000;
 
 /// The shortest period that a guest gets, so that it cannot drown the host in timer interrupts.
 pub(super) const MIN_PERIOD_NS: u64 = 200_000;
 
-/// In the place of an expiry: the timer runs for its TSC deadline, which the owner watches.
+/// In the place of an expiry: the timer runs for its TSC deadline, by the hv timer.
 const BY_TSC: u64 = u64::MAX;
 
 #[repr(C, align(64))]
@@ -36,7 +37,7 @@ pub(super) struct Timer {
     /// When the timer expires next; zero when it does not run, [`BY_TSC`] when that is not known in
     /// nanoseconds.
     expiry_ns: AtomicU64,
-    /// When the host timer rings; zero when it does not.
+    /// When the host timer fires; zero when it does not.
     armed_ns: AtomicU64,
     /// Length of one countdown.
     period_ns: AtomicU64,
@@ -45,10 +46,10 @@ pub(super) struct Timer {
     initial: AtomicU32,
     divide: AtomicU32,
     bus_cycle_ns: AtomicU32,
-    /// The alarm leaves an expired deadline to the owner, see [`Lapic::guard_deadline`].
+    /// The host timer leaves an expired deadline to the owner, see [`Lapic::guard_deadline`].
     guarded: AtomicU8,
-    /// The owner watches the time: the alarm is not wound and does nothing.
-    watched: AtomicU8,
+    /// The hv timer is in use: the host timer is not armed and does nothing.
+    hv: AtomicU8,
 }
 
 /// The present, in the clocks that the timer needs.
@@ -85,27 +86,27 @@ pub enum TimerChange {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum TimerOp {
-    /// Nothing: it rings in time, or is not needed.
+    /// Nothing: it fires in time, or is not needed.
     Leave,
     /// It does not run: start it at this host time.
     Arm {
         /// Absolute host time.
         ns: u64,
     },
-    /// It runs but would ring too late: stop it, wait for its handler, then start it at this time.
+    /// It runs but would fire too late: stop it, wait for its handler, then start it at this time.
     Rearm {
         /// Absolute host time.
         ns: u64,
     },
     /// The time had come already: the interrupt is pending (unless its entry is masked).
     Expired(Accepted),
-    /// The owner watches the time, which is another now: [`Lapic::watched_time`].
-    Watch,
+    /// The hv timer is in use, and is to be armed for [`Lapic::next_expiry`].
+    ArmHv,
 }
 
-/// The time that the owner has to watch.
+/// When the timer expires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WatchedTime {
+pub enum Expiry {
     /// The timer does not run.
     Never,
     /// A time of the guest's TSC.
@@ -117,7 +118,7 @@ pub enum WatchedTime {
 /// What the host timer's handler has to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
-pub struct TimerFired {
+pub struct SwTimerExpired {
     /// What became of the interrupt, if the timer expired.
     pub accepted: Accepted,
     /// Restart the host timer at this time.
@@ -126,25 +127,18 @@ pub struct TimerFired {
     pub ask_owner: bool,
 }
 
-/// The host's timer, for [`TimerOp::apply`].
-pub trait HostTimer {
-    /// Starts the stopped timer at an absolute host time in nanoseconds.
-    fn start(&self, ns: u64);
-    /// Stops it and waits until its handler is through.
-    fn cancel(&self);
-}
-
 impl TimerOp {
-    /// Carries it out on `host`. Owner only.
+    /// Does with the host timer what is asked for: `start` starts the stopped timer at an absolute host
+    /// time, `cancel` stops it and waits until its handler is through. Owner only.
     #[inline]
-    pub fn apply(self, lapic: &Lapic, host: &impl HostTimer) {
+    pub fn apply(self, lapic: &Lapic, start: impl FnOnce(u64), cancel: impl FnOnce()) {
         match self {
-            Self::Leave | Self::Expired(_) | Self::Watch => {}
-            Self::Arm { ns } => host.start(ns),
+            Self::Leave | Self::Expired(_) | Self::ArmHv => {}
+            Self::Arm { ns } => start(ns),
             Self::Rearm { ns } => {
-                host.cancel();
+                cancel();
                 lapic.timer.armed_ns.store(ns, SeqCst);
-                host.start(ns);
+                start(ns);
             }
         }
     }
@@ -161,7 +155,7 @@ impl Timer {
             divide: AtomicU32::new(0),
             bus_cycle_ns: AtomicU32::new(1),
             guarded: AtomicU8::new(0),
-            watched: AtomicU8::new(0),
+            hv: AtomicU8::new(0),
         }
     }
 
@@ -204,9 +198,9 @@ impl Timer {
         u64::from(count).saturating_mul(self.count_ns(divide))
     }
 
-    /// When the alarm for a deadline `ticks` of the guest's TSC ahead rings.
+    /// When the host timer fires for a deadline `ticks` of the guest's TSC ahead.
     #[inline]
-    fn alarm_for(&self, ticks: u64, clock: &TimerClock) -> u64 {
+    fn sw_time_of(&self, ticks: u64, clock: &TimerClock) -> u64 {
         let ns = clock.now_ns.saturating_add(ticks_to_ns(ticks, clock.tsc_khz));
         match self.guarded.load(Relaxed) {
             0 => ns,
@@ -216,23 +210,23 @@ impl Timer {
 
     /// Only the owner changes it, so for the owner a plain load will do.
     #[inline]
-    fn is_watched(&self) -> bool {
-        self.watched.load(Relaxed) != 0
+    fn hv_in_use(&self) -> bool {
+        self.hv.load(Relaxed) != 0
     }
 
     /// Sets the expiry of a countdown.
-    fn expire_at(&self, ns: u64) -> TimerOp {
+    fn arm(&self, ns: u64) -> TimerOp {
         let ns = ns.min(BY_TSC - 1);
-        if self.is_watched() {
+        if self.hv_in_use() {
             self.expiry_ns.store(ns.max(1), SeqCst);
-            return TimerOp::Watch;
+            return TimerOp::ArmHv;
         }
-        self.wind_for(ns)
+        self.arm_sw_timer(ns)
     }
 
     /// Sets the expiry and says what that asks of the host timer.
     #[inline]
-    fn wind_for(&self, ns: u64) -> TimerOp {
+    fn arm_sw_timer(&self, ns: u64) -> TimerOp {
         let ns = ns.max(1);
         self.expiry_ns.store(ns, SeqCst);
         let armed = match self.armed_ns.load(SeqCst) {
@@ -294,8 +288,8 @@ impl Lapic {
     /// zero, expires at once when the time is past.
     #[inline]
     pub fn set_tsc_deadline(&self, deadline: u64, clock: &TimerClock) -> TimerOp {
-        if self.timer.is_watched() {
-            return self.set_watched_deadline(deadline, clock.guest_tsc);
+        if self.timer.hv_in_use() {
+            return self.set_hv_deadline(deadline, clock.guest_tsc);
         }
         if !self.tsc_deadline_mode() || !self.enabled() {
             return TimerOp::Leave;
@@ -310,13 +304,13 @@ impl Lapic {
                 self.timer.expiry_ns.store(0, Release);
                 TimerOp::Expired(self.deliver_local(LocalVector::Timer))
             }
-            Some(ticks) => self.timer.wind_for(self.timer.alarm_for(ticks, clock)),
+            Some(ticks) => self.timer.arm_sw_timer(self.timer.sw_time_of(ticks, clock)),
         }
     }
 
-    /// The same while the owner watches: no host time is needed.
+    /// The same by the hv timer: no host time is needed.
     #[inline(always)]
-    pub fn set_watched_deadline(&self, deadline: u64, guest_tsc: u64) -> TimerOp {
+    pub fn set_hv_deadline(&self, deadline: u64, guest_tsc: u64) -> TimerOp {
         if !self.tsc_deadline_mode() || !self.enabled() {
             return TimerOp::Leave;
         }
@@ -324,67 +318,67 @@ impl Lapic {
         self.timer.deadline_tsc.store(deadline, Relaxed);
         if deadline > guest_tsc {
             self.timer.expiry_ns.store(BY_TSC, Release);
-            return TimerOp::Watch;
+            return TimerOp::ArmHv;
         }
         self.timer.expiry_ns.store(0, Release);
         if deadline == 0 {
-            return TimerOp::Watch;
+            return TimerOp::ArmHv;
         }
         TimerOp::Expired(self.deliver_local(LocalVector::Timer))
     }
 
-    /// Whether the owner watches the time, see the module. Owner only.
+    /// Whether the hv timer is in use, see the module. Owner only.
     #[inline]
-    pub fn timer_watched(&self) -> bool {
-        self.timer.is_watched()
+    pub fn hv_timer_in_use(&self) -> bool {
+        self.timer.hv_in_use()
     }
 
-    /// The owner watches the time from now on, until [`wind_alarm`](Self::wind_alarm). Follow it by
-    /// looking at [`watched_time`](Self::watched_time): an alarm that rings at the same time may have
-    /// moved it. Owner only.
-    pub fn watch_timer(&self) {
+    /// The hv timer is used from now on, until [`switch_to_sw_timer`](Self::switch_to_sw_timer). What it is
+    /// to be armed for: a host timer that fires at the same time may have moved it. Owner only.
+    pub fn switch_to_hv_timer(&self) -> Expiry {
         let timer = &self.timer;
-        timer.watched.store(1, SeqCst);
+        timer.hv.store(1, SeqCst);
         if self.tsc_deadline_mode() {
             // Unless it has expired, or does so now.
             let _ = timer.expiry_ns.fetch_update(SeqCst, SeqCst, |ns| (ns != 0).then_some(BY_TSC));
         }
+        self.next_expiry()
     }
 
-    /// The owner is about to sleep: the alarm rings from now on. Owner only.
-    pub fn wind_alarm(&self, clock: &TimerClock) -> TimerOp {
+    /// The owner is about to sleep: the host timer is used from now on. Owner only.
+    pub fn switch_to_sw_timer(&self, clock: &TimerClock) -> TimerOp {
         let timer = &self.timer;
-        timer.watched.store(0, SeqCst);
+        timer.hv.store(0, SeqCst);
         match timer.expiry_ns.load(SeqCst) {
             0 => TimerOp::Leave,
             BY_TSC => {
                 let ticks = timer.deadline_tsc.load(Relaxed).saturating_sub(clock.guest_tsc);
-                timer.wind_for(timer.alarm_for(ticks, clock))
+                timer.arm_sw_timer(timer.sw_time_of(ticks, clock))
             }
-            ns => timer.wind_for(ns),
+            ns => timer.arm_sw_timer(ns),
         }
     }
 
-    /// The watched TSC deadline has come, the owner says: interrupts. Owner only.
-    pub fn watched_deadline_came(&self) -> Accepted {
-        if self.timer.expiry_ns.swap(0, SeqCst) == 0 {
+    /// The TSC deadline has come, the owner says: interrupts. Owner only.
+    pub fn expire_deadline(&self) -> Accepted {
+        if !self.tsc_deadline_mode() || self.timer.expiry_ns.swap(0, SeqCst) == 0 {
             return Accepted::Ignored;
         }
         self.deliver_local(LocalVector::Timer)
     }
 
-    /// What the owner has to watch.
+    /// When the timer expires next.
     #[inline]
-    pub fn watched_time(&self) -> WatchedTime {
+    pub fn next_expiry(&self) -> Expiry {
         match self.timer.expiry_ns.load(SeqCst) {
-            0 => WatchedTime::Never,
-            BY_TSC => WatchedTime::Tsc(self.timer.deadline_tsc.load(Relaxed)),
-            ns => WatchedTime::Ns(ns),
+            0 => Expiry::Never,
+            BY_TSC => Expiry::Tsc(self.timer.deadline_tsc.load(Relaxed)),
+            ns => Expiry::Ns(ns),
         }
     }
 
     /// Whether an expired TSC deadline is left to the owner, who may know of a later one
-    /// (the lazy TSC deadline), instead of interrupting at once. Its alarm rings
+    /// (the lazy TSC deadline), instead of interrupting at once. The host timer fires
     /// [`GUARD_ADVANCE_NS`] before it. A deadline that runs is to be set anew after this. Owner only.
     pub fn guard_deadline(&self, guarded: bool) {
         self.timer.guarded.store(u8::from(guarded), SeqCst);
@@ -398,14 +392,6 @@ impl Lapic {
             return 0;
         }
         self.tsc_deadline()
-    }
-
-    /// The running deadline has come, the owner says: interrupts. Owner only.
-    pub fn deadline_expired(&self) -> Accepted {
-        if !self.tsc_deadline_mode() || self.timer.expiry_ns.swap(0, SeqCst) == 0 {
-            return Accepted::Ignored;
-        }
-        self.deliver_local(LocalVector::Timer)
     }
 
     /// After the guest's TSC or its frequency was changed by the VMM: computes the expiry of an
@@ -447,7 +433,7 @@ impl Lapic {
             period = period.max(MIN_PERIOD_NS);
         }
         timer.period_ns.store(period, Relaxed);
-        timer.expire_at(now_ns.saturating_add(period))
+        timer.arm(now_ns.saturating_add(period))
     }
 
     fn change_pace(&self, old_divide: u32, now_ns: u64) -> TimerOp {
@@ -464,7 +450,7 @@ impl Lapic {
         timer.period_ns.store(period, Relaxed);
         let left_counts = expiry.saturating_sub(now_ns) / timer.count_ns(old_divide);
         let left = left_counts.saturating_mul(timer.count_ns(divide));
-        timer.expire_at(now_ns.saturating_add(left.max(1)))
+        timer.arm(now_ns.saturating_add(left.max(1)))
     }
 
     /// The current-count register, from the time.
@@ -478,7 +464,7 @@ impl Lapic {
         let now = now_ns();
         let mut left = expiry.saturating_sub(now);
         if left == 0 && self.periodic() {
-            // The alarm is late; the count has wrapped already.
+            // The host timer is late; the count has wrapped already.
             left = period - now.saturating_sub(expiry) % period;
         }
         let counts = left.div_ceil(timer.count_ns(timer.divide_register()));
@@ -494,22 +480,22 @@ impl Lapic {
         }
     }
 
-    /// Whether the timer's time has come though its alarm has not rung: for halt polling.
+    /// Whether the timer's time has come though the host timer has not fired: for halt polling.
     #[inline]
     pub fn timer_due(&self, now_ns: u64) -> bool {
         self.timer_expiry().is_some_and(|expiry| expiry <= now_ns)
     }
 
-    /// The host timer rang. Callable on any CPU, in interrupt context. Makes the interrupt pending
+    /// The host timer fired. Callable on any CPU, in interrupt context. Makes the interrupt pending
     /// if the time has come; the vCPU is then to be kicked.
     #[inline]
-    pub fn timer_fired(&self, now_ns: u64) -> TimerFired {
+    pub fn sw_timer_expired(&self, now_ns: u64) -> SwTimerExpired {
         let timer = &self.timer;
         timer.armed_ns.swap(0, SeqCst);
-        // Rung from before: the owner looks at the time itself, and when it is about to sleep it finds
-        // the token gone and winds anew.
-        if timer.watched.load(SeqCst) != 0 {
-            return TimerFired { accepted: Accepted::Ignored, rearm: None, ask_owner: false };
+        // Armed before: the owner looks at the time itself, and when it is about to sleep it finds
+        // the token gone and arms anew.
+        if timer.hv.load(SeqCst) != 0 {
+            return SwTimerExpired { accepted: Accepted::Ignored, rearm: None, ask_owner: false };
         }
         let ask_owner = timer.guarded.load(SeqCst) != 0
             && self.tsc_deadline_mode()
@@ -517,15 +503,15 @@ impl Lapic {
         let (accepted, next) =
             if ask_owner { (Accepted::Ignored, None) } else { self.expire(now_ns) };
         let rearm = next.filter(|ns| {
-            // The owner may have taken the watch over meanwhile.
+            // The owner may have switched to the hv timer meanwhile.
             *ns != BY_TSC && timer.armed_ns.compare_exchange(0, *ns, SeqCst, SeqCst).is_ok()
         });
-        TimerFired { accepted, rearm, ask_owner }
+        SwTimerExpired { accepted, rearm, ask_owner }
     }
 
     /// Delivers if the time has come, without touching the host timer: lets the owner, who knows
-    /// the time, not wait for the alarm.
-    pub fn timer_poll(&self, now_ns: u64) -> Accepted {
+    /// the time, not wait for the host timer.
+    pub fn expire_due(&self, now_ns: u64) -> Accepted {
         if self.timer_due(now_ns) { self.expire(now_ns).0 } else { Accepted::Ignored }
     }
 
@@ -590,6 +576,6 @@ impl Lapic {
             0 => return TimerOp::Leave,
             left => left,
         };
-        timer.expire_at(now_ns.saturating_add(left))
+        timer.arm(now_ns.saturating_add(left))
     }
 }

@@ -85,7 +85,7 @@ impl<B: Backend> Vcpu<B> {
         host::fpu::ensure_in_registers();
         let in_guest = irq::guest_enter();
         self.b.load(entered.cpu());
-        self.loop_clock.forget();
+        self.time.forget_clock();
         self.rare.stalls.forget();
         // A change of this interrupts every CPU, so it need not be read again inside.
         let watch = trace::observed();
@@ -241,7 +241,7 @@ impl<B: Backend> Vcpu<B> {
             }
             Exit::Deadline if B::WATCHES_DEADLINES => {
                 self.stats.exit(Reason::Deadline);
-                self.answer_deadline(s)
+                self.expire_hv_timer(s)
             }
             exit => self.answer_rare(s, exit),
         }

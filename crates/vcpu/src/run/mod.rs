@@ -30,14 +30,14 @@ struct Waiting<'a, B: Backend> {
     vcpu: &'a mut Vcpu<B>,
     /// By HLT, so that interrupts wake it.
     halted: bool,
-    /// It watched the time before it fell asleep.
-    watched: bool,
+    /// The CPU watched its deadline before it fell asleep.
+    hv_timer: bool,
 }
 
 impl<B: Backend> Sleeper for Waiting<'_, B> {
     fn is_ready(&mut self) -> bool {
         if self.halted {
-            self.vcpu.poll_time();
+            self.vcpu.expire_while_polling();
         }
         self.vcpu.shared.has_requests()
             || (self.halted && self.vcpu.awake())
@@ -45,14 +45,14 @@ impl<B: Backend> Sleeper for Waiting<'_, B> {
     }
 
     fn falls_asleep(&mut self) {
-        self.watched = self.halted && self.vcpu.hand_over_time();
+        self.hv_timer = self.halted && self.vcpu.switch_to_sw_timer();
         self.vcpu.shared.stats.set(VcpuCount::Blocking, 1);
     }
 
     fn wakes_up(&mut self) {
         self.vcpu.shared.stats.set(VcpuCount::Blocking, 0);
-        if self.watched {
-            self.vcpu.take_time_back();
+        if self.hv_timer {
+            self.vcpu.switch_to_hv_timer();
         }
     }
 }
@@ -276,7 +276,7 @@ impl<B: Backend> Vcpu<B> {
             self.publish_clock();
         }
         if has(Request::Deadline) {
-            self.deadline_came();
+            self.expire_lazy_deadline();
         }
         if has(Request::PageLog) {
             self.page_log = self.vm.wants_page_log();
@@ -330,7 +330,7 @@ impl<B: Backend> Vcpu<B> {
             let poll = if polls { self.vm.halt_poll_ns() } else { 0 };
             self.sync_priority();
             let shared = self.shared.clone();
-            let mut waiting = Waiting { vcpu: self, halted, watched: false };
+            let mut waiting = Waiting { vcpu: self, halted, hv_timer: false };
             let (blocked, times) = shared.waiter.wait(&mut waiting, poll);
             if halted {
                 self.count_halt(blocked, times, poll != 0);

@@ -117,7 +117,7 @@ impl<B: Backend> Vcpu<B> {
             self.apply_msr_filter();
         }
         // The timer may have lost its deadline mode.
-        self.lazy.doubt();
+        self.time.lazy.doubt();
     }
 
     /// What CPUID and MCG_CAP say of the local APIC.

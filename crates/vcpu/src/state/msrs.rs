@@ -88,7 +88,7 @@ impl<B: Backend> Vcpu<B> {
                 let value = self.msr_operand();
                 self.stats.count(VcpuCount::TscDeadlineWrites);
                 self.retire(next);
-                self.deadline_in_loop(s, value)
+                self.write_deadline_in_loop(s, value)
             }
             // These write guest memory, or what depends on them is not the loop's.
             Class::X2Apic | Class::Apic | Class::Pv | Class::Outside => Next::Leave,
@@ -223,7 +223,7 @@ impl<B: Backend> Vcpu<B> {
                     if !host {
                         self.stats.count(VcpuCount::TscDeadlineWrites);
                     }
-                    self.set_deadline(value, host);
+                    self.write_deadline(value, host);
                     Ok(())
                 }
                 _ => Err(Refused),
@@ -276,7 +276,7 @@ impl<B: Backend> Vcpu<B> {
     fn move_tsc(&mut self, delta: i64) {
         self.tsc_offset = self.tsc_offset.wrapping_add(delta as u64);
         self.b.set_tsc(self.tsc_offset, self.tsc_ratio);
-        self.tsc_moved();
+        self.tsc_changed();
     }
 
     fn write_backend_msr(&mut self, index: u32, value: u64, host: bool) -> Result<(), Refused> {
@@ -325,7 +325,7 @@ impl<B: Backend> Vcpu<B> {
         let scaled = self.b.guest_tsc(now).wrapping_sub(self.tsc_offset);
         self.tsc_offset = self.vm.match_tsc(value, scaled, self.tsc_khz);
         self.b.set_tsc(self.tsc_offset, self.tsc_ratio);
-        self.tsc_moved();
+        self.tsc_changed();
         self.shared.request(vm::vcpu_shared::Request::Clock);
     }
 
@@ -343,7 +343,7 @@ impl<B: Backend> Vcpu<B> {
         let change = self.shared.lapic.set_base(value, rules).map_err(|_| Refused)?;
         self.cpuid_inputs_changed();
         if change.mode {
-            self.lazy.doubt();
+            self.time.lazy.doubt();
             self.vm.irq().apic_changed();
             self.address_changed();
             self.recheck = true;

@@ -390,11 +390,7 @@ impl<B: Backend> Vcpu<B> {
             .lapic
             .restore(from, wide, host::clock::monotonic_ns())
             .map_err(|_| Invalid)?;
-        self.do_timer(op);
-        self.lazy.forget_promise();
-        if ran_for_deadlines && !self.shared.lapic.tsc_deadline_mode() {
-            self.reset_lazy_deadline();
-        }
+        self.timer_restored(op, ran_for_deadlines);
         self.publish_priority();
         self.vm.irq().apic_changed();
         self.address_changed();

@@ -65,7 +65,7 @@ impl<B: Backend> Vcpu<B> {
         self.b.set_tsc(0, self.tsc_ratio);
         self.tsc_offset = guest.wrapping_sub(self.b.guest_tsc(host));
         self.b.set_tsc(self.tsc_offset, self.tsc_ratio);
-        self.tsc_moved();
+        self.tsc_changed();
         self.shared.request(Request::Clock);
         Ok(())
     }
@@ -79,7 +79,7 @@ impl<B: Backend> Vcpu<B> {
     pub fn set_tsc_offset(&mut self, offset: u64) {
         self.tsc_offset = offset;
         self.b.set_tsc(offset, self.tsc_ratio);
-        self.tsc_moved();
+        self.tsc_changed();
         self.shared.request(Request::Clock);
     }
 

@@ -1,7 +1,7 @@
 //! The lazy TSC deadline of a vCPU: what `pv::LazyDeadline` asks of the timer and of guest memory.
 //!
 //! The guest's deadlines reach the timer by WRMSR, in the inner loop, and by the shared page, which
-//! is looked at when the timer rings. The alarm in the hard interrupt only asks the vCPU to look
+//! is looked at when the timer expires. The host timer's interrupt only asks the vCPU to look
 //! ([`Request::Deadline`](vm::vcpu_shared::Request)); so every access to the page is made by the
 //! vCPU's own thread: in the inner loop through the TDP tables, with interrupts off; outside
 //! through the VMM's mapping. What fails in the loop is made good before the guest runs on.
@@ -47,13 +47,13 @@ impl Shared for Reach<'_> {
 impl<B: Backend> Vcpu<B> {
     /// After a deadline was set inside the loop: the page is told what the timer runs for now.
     #[inline]
-    pub(crate) fn publish_deadline_in_loop(&mut self, s: Section<'_>, next: Next) -> Next {
+    pub(super) fn arm_lazy_deadline_in_loop(&mut self, s: Section<'_>, next: Next) -> Next {
         let live = self.shared.lapic.deadline_live();
-        let Some(at) = self.lazy.page() else { return next };
+        let Some(at) = self.time.lazy.page() else { return next };
         let memory = self.vm.memory();
         let view = memory.view(s);
         let page = MappedPage { memory, view: &view, at };
-        match self.lazy.publish(&page, live) {
+        match self.time.lazy.arm(&page, live) {
             Ok(()) => next,
             // The page is to be put right before the guest reads it again.
             Err(_) if next == Next::Again => Next::Done,
@@ -62,9 +62,9 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// The same outside the loop. A page out of reach stays in doubt.
-    pub(crate) fn publish_deadline(&mut self) {
+    pub(super) fn arm_lazy_deadline(&mut self) {
         let live = self.shared.lapic.deadline_live();
-        let _ = self.on_page(|lazy, page| lazy.publish(page, live));
+        let _ = self.on_page(|lazy, page| lazy.arm(page, live));
     }
 
     /// Outside the loop: does something with the page as it is mapped, which is quick, or else
@@ -73,10 +73,10 @@ impl<B: Backend> Vcpu<B> {
         &mut self,
         f: impl Fn(&mut LazyDeadline, &Reach<'_>) -> Result<T, OutOfReach>,
     ) -> Option<T> {
-        let at = self.lazy.page()?;
+        let at = self.time.lazy.page()?;
         let memory = self.vm.memory();
-        let before = self.lazy;
-        let lazy = &mut self.lazy;
+        let before = self.time.lazy;
+        let lazy = &mut self.time.lazy;
         let done = self.shared.in_section(|s| {
             let view = memory.view(s);
             f(lazy, &Reach::Mapped(MappedPage { memory, view: &view, at }))
@@ -84,25 +84,25 @@ impl<B: Backend> Vcpu<B> {
         if let Ok(done) = done {
             return Some(done);
         }
-        self.lazy = before;
-        f(&mut self.lazy, &Reach::Slow(GuestPage { memory, at })).ok()
+        self.time.lazy = before;
+        f(&mut self.time.lazy, &Reach::Slow(GuestPage { memory, at })).ok()
     }
 
-    /// The watched deadline has come: interrupts, unless the guest has stored a later one. No advance
-    /// is needed for the look, which takes less than the way from an alarm.
-    pub(crate) fn lazy_deadline_in_loop(&mut self, s: Section<'_>) -> Next {
-        let promised = self.lazy.armed() != 0;
-        let Some(at) = self.lazy.page().filter(|_| promised) else {
-            return self.interrupt_for_deadline();
+    /// The deadline that the CPU watches has come: interrupts, unless the guest has stored a later one. No advance
+    /// is needed for the look, which takes less than the way from a host timer.
+    pub(super) fn expire_lazy_deadline_in_loop(&mut self, s: Section<'_>) -> Next {
+        let promised = self.time.lazy.armed() != 0;
+        let Some(at) = self.time.lazy.page().filter(|_| promised) else {
+            return self.expire_deadline();
         };
-        let before = self.lazy;
+        let before = self.time.lazy;
         let memory = self.vm.memory();
         let view = memory.view(s);
-        match self.lazy.examine(&MappedPage { memory, view: &view, at }) {
-            Ok(Some(later)) => self.deadline_in_loop(s, later),
-            Ok(None) => self.interrupt_for_deadline(),
+        match self.time.lazy.expire(&MappedPage { memory, view: &view, at }) {
+            Ok(Some(later)) => self.write_deadline_in_loop(s, later),
+            Ok(None) => self.expire_deadline(),
             Err(_) => {
-                self.lazy = before;
+                self.time.lazy = before;
                 self.shared.request(Request::Deadline);
                 Next::Done
             }
@@ -110,7 +110,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// A TSC deadline has come, or may have: interrupts, unless the guest has stored a later one.
-    pub(crate) fn deadline_came(&mut self) {
+    pub(crate) fn expire_lazy_deadline(&mut self) {
         let deadline = self.shared.lapic.tsc_deadline();
         if deadline == 0 {
             return;
@@ -118,36 +118,29 @@ impl<B: Backend> Vcpu<B> {
         let tsc = self.b.host_tsc();
         if deadline > self.b.guest_tsc(tsc).saturating_add(self.guard_advance()) {
             // Moved meanwhile; or host time, which is disciplined, ran ahead of the guest's TSC.
-            return self.wind_for(deadline);
+            return self.arm_deadline(deadline);
         }
-        let promised = self.lazy.armed() != 0;
+        let promised = self.time.lazy.armed() != 0;
         // Where the page cannot be read, the deadline that is known stands.
-        let looked = if promised { self.on_page(|lazy, page| lazy.examine(page)) } else { None };
+        let looked = if promised { self.on_page(|lazy, page| lazy.expire(page)) } else { None };
         match looked.flatten() {
             Some(later) => {
-                self.wind_for(later);
-                self.publish_deadline();
+                self.arm_deadline(later);
+                self.arm_lazy_deadline();
             }
             None => {
                 self.await_deadline(deadline);
-                self.recheck |= self.shared.lapic.deadline_expired().kick();
-                if self.watches_time() {
-                    self.watch_time();
+                self.recheck |= self.shared.lapic.expire_deadline().kick();
+                if self.hv_timer_in_use() {
+                    self.arm_hv_timer(self.shared.lapic.next_expiry(), None);
                 }
             }
         }
     }
 
-    /// Sets the timer's deadline and nothing else.
-    fn wind_for(&mut self, deadline: u64) {
-        let clock = self.clock_now();
-        let op = self.shared.lapic.set_tsc_deadline(deadline, &clock);
-        self.do_timer(op);
-    }
-
-    /// How long before a deadline the alarm rings, in ticks of the guest's TSC.
+    /// How long before a deadline the host timer fires, in ticks of the guest's TSC.
     fn guard_advance(&self) -> u64 {
-        if !self.lazy.enabled() {
+        if !self.time.lazy.enabled() {
             return 0;
         }
         (u64::from(self.tsc_khz).saturating_mul(GUARD_ADVANCE_NS)) / 1_000_000
@@ -167,44 +160,44 @@ impl<B: Backend> Vcpu<B> {
     /// Takes the promise back. A timer that runs on does so for the guest's newest deadline.
     fn end_promise(&mut self) {
         if self.shared.lapic.tsc_deadline() == 0 {
-            let _ = self.on_page(|lazy, page| lazy.withdraw(page));
-        } else if self.lazy.armed() != 0
-            && let Some(later) = self.on_page(|lazy, page| lazy.examine(page)).flatten()
+            let _ = self.on_page(|lazy, page| lazy.cancel(page));
+        } else if self.time.lazy.armed() != 0
+            && let Some(later) = self.on_page(|lazy, page| lazy.expire(page)).flatten()
         {
-            self.wind_for(later);
+            self.arm_deadline(later);
         }
     }
 
     /// Before an entry from the outer loop: puts the page right where it may be wrong. It may be
     /// after every withdrawal of translations, behind which there may be other memory.
     #[inline]
-    pub(crate) fn settle_deadline(&mut self) {
-        if !self.lazy.enabled() {
+    pub(crate) fn sync_lazy_deadline(&mut self) {
+        if !self.time.lazy.enabled() {
             return;
         }
         let generation = self.vm.memory().generation();
-        if !self.lazy.in_doubt() && generation == self.lazy_generation {
+        if !self.time.lazy.in_doubt() && generation == self.time.lazy_generation {
             return;
         }
-        self.lazy_generation = generation;
-        self.settle_deadline_now();
+        self.time.lazy_generation = generation;
+        self.sync_lazy_deadline_now();
     }
 
     #[cold]
     #[inline(never)]
-    fn settle_deadline_now(&mut self) {
-        if self.lazy.has_left() {
+    fn sync_lazy_deadline_now(&mut self) {
+        if self.time.lazy.has_left() {
             return self.forget_lazy_deadline();
         }
-        if self.lazy.armed() != self.shared.lapic.deadline_live() {
+        if self.time.lazy.armed() != self.shared.lapic.deadline_live() {
             // Stopped, or masked while it goes on.
             self.end_promise();
         }
         let running = self.shared.lapic.deadline_live();
-        let settled = self.on_page(|lazy, page| lazy.settle(page, running));
-        if let Some(later) = settled.flatten() {
-            self.wind_for(later);
-            self.publish_deadline();
+        let synced = self.on_page(|lazy, page| lazy.sync(page, running));
+        if let Some(later) = synced.flatten() {
+            self.arm_deadline(later);
+            self.arm_lazy_deadline();
         }
     }
 
@@ -223,26 +216,28 @@ impl<B: Backend> Vcpu<B> {
             return Err(Refused);
         }
         self.end_promise();
-        let before = self.lazy.msr();
-        self.lazy.configure(value);
+        let before = self.time.lazy.msr();
+        self.time.lazy.configure(value);
         // Nothing is promised before the next deadline: what stands in `pending` is no deadline that
         // anyone has set.
-        if !host && self.lazy.enabled() && self.on_page(|lazy, page| lazy.settle(page, 0)).is_none()
+        if !host
+            && self.time.lazy.enabled()
+            && self.on_page(|lazy, page| lazy.sync(page, 0)).is_none()
         {
-            self.lazy.configure(before);
+            self.time.lazy.configure(before);
             return Err(Refused);
         }
-        self.shared.lapic.guard_deadline(self.lazy.enabled());
+        self.shared.lapic.guard_deadline(self.time.lazy.enabled());
         let clock = self.clock_now();
         let op = self.shared.lapic.tsc_changed(&clock);
-        self.do_timer(op);
+        self.arm_timer(op);
         Ok(())
     }
 
     /// The MSR; a guest to which it is not offered has none.
     pub(crate) fn read_lazy_deadline_msr(&self, host: bool) -> Result<u64, Refused> {
         if host || self.cpuid.has(x86::cpuid::feature::KVM_LAZY_TSC_DEADLINE) {
-            Ok(self.lazy.msr())
+            Ok(self.time.lazy.msr())
         } else {
             Err(Refused)
         }
@@ -252,22 +247,22 @@ impl<B: Backend> Vcpu<B> {
     /// does not depend on the page.
     pub(crate) fn newest_deadline(&self) -> u64 {
         let running = self.shared.lapic.tsc_deadline();
-        match self.lazy.page() {
-            Some(at) => self.lazy.newest(&GuestPage { memory: self.vm.memory(), at }, running),
+        match self.time.lazy.page() {
+            Some(at) => self.time.lazy.newest(&GuestPage { memory: self.vm.memory(), at }, running),
             None => running,
         }
     }
 
     /// KVM_SET_LAPIC has taken the timer out of TSC-deadline mode: a VMM resets the vCPU. The page is given
     /// up without a store, for its memory may be the next kernel's already.
-    pub(crate) fn reset_lazy_deadline(&mut self) {
-        self.lazy.configure(0);
+    pub(super) fn reset_lazy_deadline(&mut self) {
+        self.time.lazy.configure(0);
         self.shared.lapic.guard_deadline(false);
     }
 
     /// INIT: the next kernel on this vCPU knows of no page.
     pub(crate) fn forget_lazy_deadline(&mut self) {
-        if self.lazy.enabled() {
+        if self.time.lazy.enabled() {
             let _ = self.write_lazy_deadline_msr(0, true);
         }
     }

@@ -1,4 +1,371 @@
-//! Time: the lazy TSC deadline, and deadlines that the hardware watches.
+//! The timer of the local APIC: when its next deadline is, and who watches it.
+//!
+//! A guest writes its timer far more often than the timer expires. Linux sets a deadline for every clock
+//! event and replaces most of them by later ones. So what a write costs matters more than what an expiry
+//! costs, and three ways of watching a deadline exist, of which a write may find any:
+//!
+//! - **The CPU** (hv timer). An Intel CPU ends the guest's run by itself when the VMX-preemption timer is
+//!   at 0. A write then compares with the TSC and stores; no kernel call is made. This works while the
+//!   vCPU runs, polls, waits for a CPU or is in user space, for a time that passes while the guest does
+//!   not run is found at the next entry (docs/adr/0033).
+//! - **The kernel** (sw timer). A one-shot host timer interrupts, on AMD always, on Intel while the thread
+//!   sleeps in HLT: a sleeping thread has to be woken. It may fire early and never late. A deadline that
+//!   moves away leaves it as it is, and when it fires early it is armed again; so most writes make no
+//!   kernel call here either.
+//! - **The guest** (lazy TSC deadline). The guest stores a later deadline in a page that it shares with
+//!   the host, and makes no exit. The host has promised to look there when the deadline comes that it
+//!   knows of ([`lazy_deadline`], docs/adr/0020).
+//!
+//! When the next deadline is, and whether the CPU or the kernel watches it, is known in one place:
+//! [`irqchip::lapic`]'s timer ([`Expiry`], [`hv_timer_in_use`](irqchip::lapic::Lapic::hv_timer_in_use)). It
+//! lies in the shared half of the vCPU, because the host timer's interrupt reads it on any CPU. Here is
+//! what the vCPU's own thread does with it, in three verbs: a timer is *armed*, *expires* or is
+//! *cancelled*. At the two ends of a sleep the deadline *switches* from one timer to the other.
+//!
+//! Two clocks are compared, and they are not the same. A TSC deadline is a time of the guest's TSC; the
+//! CPU watches it as it is, and it is converted to host time for the host timer alone. A countdown is host
+//! time. The CPU watches it by the TSC as well, but host time says whether it is over: a guest that sets
+//! its TSC, or a host that disciplines its clock, makes it neither longer nor shorter.
 
 pub(crate) mod lazy_deadline;
-pub(crate) mod watch;
+
+use backend::Backend;
+use irqchip::lapic::{Expiry, TimerChange, TimerClock, TimerOp};
+use mmu::Section;
+use pv::LazyDeadline;
+use vm::vcpu_shared::Request;
+
+use crate::{Vcpu, run::inner::Next};
+
+/// What two conversions between TSC and nanoseconds may differ by.
+const ROUNDING_NS: u64 = 100;
+
+/// What a vCPU's thread knows of time beside the timer itself.
+#[derive(Debug, Default)]
+pub(crate) struct Time {
+    clock: LoopClock,
+    /// The page in which the guest may store later deadlines.
+    pub lazy: LazyDeadline,
+    /// The memory's generation when that page was last put right.
+    lazy_generation: u64,
+}
+
+impl Time {
+    /// The loop was left: the kernel may have adjusted its clock.
+    #[inline]
+    pub(crate) fn forget_clock(&mut self) {
+        self.clock.base = None;
+    }
+}
+
+/// Host time inside the loop, derived from the TSC: one call of the kernel's clock serves all handlers
+/// until the loop is left.
+#[derive(Clone, Copy, Debug, Default)]
+struct LoopClock {
+    base: Option<Base>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Base {
+    tsc: u64,
+    ns: u64,
+    /// Nanoseconds in a tick, 32.32 fixed point.
+    mult: u64,
+}
+
+/// Ticks of a TSC of `khz` in `ns` nanoseconds, rounded up. Saturates.
+fn ns_to_ticks(ns: u64, khz: u32) -> u64 {
+    const NS_PER_MS: u64 = 1_000_000;
+    let khz = u64::from(khz);
+    let (whole, rest) = (ns / NS_PER_MS, ns % NS_PER_MS);
+    // The rest is below 2^52.
+    whole.saturating_mul(khz).saturating_add((rest * khz).div_ceil(NS_PER_MS))
+}
+
+/// Whether the timer's LVT entry says TSC-deadline mode.
+const fn is_deadline_mode(entry: u32) -> bool {
+    entry >> 17 & 3 == 2
+}
+
+/// The clocks.
+impl<B: Backend> Vcpu<B> {
+    /// The present, outside the loop or with the host's segments loaded.
+    pub(crate) fn clock_now(&mut self) -> TimerClock {
+        let now_ns = host::clock::monotonic_ns();
+        let tsc = self.b.host_tsc();
+        let mult = (1_000_000u64 << 32) / u64::from(host::clock::tsc_khz().max(1));
+        self.time.clock.base = Some(Base { tsc, ns: now_ns, mult });
+        TimerClock { now_ns, guest_tsc: self.b.guest_tsc(tsc), tsc_khz: self.tsc_khz }
+    }
+
+    /// The present inside the loop, if the base is known: no kernel call.
+    #[inline]
+    fn clock_in_loop(&mut self) -> Option<TimerClock> {
+        let base = self.time.clock.base?;
+        let tsc = self.b.host_tsc();
+        let ticks = u128::from(tsc.wrapping_sub(base.tsc));
+        let now_ns = base.ns.wrapping_add(((ticks * u128::from(base.mult)) >> 32) as u64);
+        Some(TimerClock { now_ns, guest_tsc: self.b.guest_tsc(tsc), tsc_khz: self.tsc_khz })
+    }
+}
+
+/// Writes of the timer.
+impl<B: Backend> Vcpu<B> {
+    /// WRMSR IA32_TSC_DEADLINE inside the loop.
+    #[inline]
+    pub(crate) fn write_deadline_in_loop(&mut self, s: Section<'_>, value: u64) -> Next {
+        // A deadline that has passed, or that the CPU watches, needs no host time at all.
+        let tsc = self.b.host_tsc();
+        let guest_tsc = self.b.guest_tsc(tsc);
+        if self.hv_timer_in_use() {
+            self.write_hv_deadline(value, guest_tsc);
+            return self.promise_in_loop(s, Next::Again);
+        }
+        let past = value <= guest_tsc;
+        let clock = if past {
+            TimerClock { now_ns: 0, guest_tsc, tsc_khz: self.tsc_khz }
+        } else {
+            match self.clock_in_loop() {
+                Some(clock) => clock,
+                None => {
+                    let (clock, next) = self.with_kernel(Self::clock_now);
+                    if next != Next::Again {
+                        self.write_deadline_and_leave(s, value, &clock);
+                        return next;
+                    }
+                    clock
+                }
+            }
+        };
+        let next = match self.shared.lapic.set_tsc_deadline(value, &clock) {
+            TimerOp::Leave => Next::Again,
+            TimerOp::Expired(accepted) => {
+                self.recheck |= accepted.kick();
+                Next::Again
+            }
+            op => self.with_kernel(|v| v.arm_timer(op)).1,
+        };
+        self.promise_in_loop(s, next)
+    }
+
+    #[inline]
+    fn write_hv_deadline(&mut self, value: u64, guest_tsc: u64) {
+        match self.shared.lapic.set_hv_deadline(value, guest_tsc) {
+            TimerOp::ArmHv if value != 0 => self.b.watch_deadline_from(value, guest_tsc),
+            TimerOp::ArmHv => self.b.watch_deadline(0),
+            TimerOp::Expired(accepted) => {
+                self.b.watch_deadline(0);
+                self.recheck |= accepted.kick();
+            }
+            _ => {}
+        }
+    }
+
+    /// A guest with the lazy TSC deadline is promised that its page will be looked at.
+    #[inline]
+    fn promise_in_loop(&mut self, s: Section<'_>, next: Next) -> Next {
+        if self.time.lazy.enabled() { self.arm_lazy_deadline_in_loop(s, next) } else { next }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn write_deadline_and_leave(&mut self, s: Section<'_>, value: u64, clock: &TimerClock) {
+        let op = self.shared.lapic.set_tsc_deadline(value, clock);
+        let _ = self.with_kernel(|v| v.arm_timer(op));
+        // The loop is left whatever comes of it.
+        let _ = self.promise_in_loop(s, Next::Done);
+    }
+
+    /// The same outside the loop; `host`: for KVM_SET_MSRS, when the guest's memory may not be restored
+    /// yet.
+    pub(crate) fn write_deadline(&mut self, value: u64, host: bool) {
+        self.arm_deadline(value);
+        if host {
+            self.time.lazy.forget_promise();
+        } else {
+            self.arm_lazy_deadline();
+        }
+    }
+
+    /// Arms the timer for a deadline, and does nothing else.
+    fn arm_deadline(&mut self, deadline: u64) {
+        let clock = self.clock_now();
+        let op = self.shared.lapic.set_tsc_deadline(deadline, &clock);
+        self.arm_timer(op);
+    }
+
+    /// A register of the timer was written.
+    pub(crate) fn timer_changed(&mut self, change: TimerChange) {
+        let clock = self.clock_now();
+        let op = self.shared.lapic.timer_update(change, clock.now_ns);
+        self.arm_timer(op);
+        if matches!(change, TimerChange::Mode { old } if is_deadline_mode(old)) {
+            self.time.lazy.leave();
+        } else {
+            self.time.lazy.doubt();
+        }
+    }
+
+    /// KVM_SET_LAPIC has set the timer. `ran_for_deadlines`: it was in TSC-deadline mode before.
+    pub(crate) fn timer_restored(&mut self, op: TimerOp, ran_for_deadlines: bool) {
+        self.arm_timer(op);
+        self.time.lazy.forget_promise();
+        if ran_for_deadlines && !self.shared.lapic.tsc_deadline_mode() {
+            self.reset_lazy_deadline();
+        }
+    }
+
+    /// The guest's TSC runs otherwise than before. A deadline that the CPU watches is one of that TSC, and
+    /// needs nothing; how much of a countdown is left is looked at anew, before the next entry.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn tsc_changed(&mut self) {
+        if self.hv_timer_in_use() && matches!(self.shared.lapic.next_expiry(), Expiry::Ns(_)) {
+            self.b.watch_deadline(1);
+        }
+    }
+}
+
+/// The timers.
+impl<B: Backend> Vcpu<B> {
+    /// Whether the CPU watches the deadline now.
+    #[inline(always)]
+    pub(crate) fn hv_timer_in_use(&self) -> bool {
+        B::WATCHES_DEADLINES && self.shared.lapic.hv_timer_in_use()
+    }
+
+    /// A new vCPU: the CPU watches, if it can.
+    pub(crate) fn init_timer(&mut self) {
+        if B::WATCHES_DEADLINES && self.b.watches_deadlines() {
+            let _ = self.shared.lapic.switch_to_hv_timer();
+        }
+    }
+
+    /// Does what a change of the timer asks for; the kernel may be called.
+    fn arm_timer(&mut self, op: TimerOp) {
+        if let TimerOp::Expired(accepted) = op
+            && accepted.kick()
+        {
+            self.recheck = true;
+        }
+        if matches!(op, TimerOp::ArmHv | TimerOp::Expired(_)) && self.hv_timer_in_use() {
+            self.arm_hv_timer(self.shared.lapic.next_expiry(), None);
+        }
+        let timer = &self.shared;
+        op.apply(
+            &timer.lapic,
+            |ns| timer.start(ns),
+            || {
+                timer.cancel();
+            },
+        );
+    }
+
+    /// The CPU watches `next` from now on. The kernel is asked for the time where `clock` does not say.
+    fn arm_hv_timer(&mut self, next: Expiry, clock: Option<&TimerClock>) {
+        let deadline = match next {
+            Expiry::Never => 0,
+            Expiry::Tsc(deadline) => deadline,
+            Expiry::Ns(ns) => {
+                let TimerClock { now_ns, guest_tsc, tsc_khz } =
+                    clock.copied().unwrap_or_else(|| self.clock_now());
+                guest_tsc.saturating_add(ns_to_ticks(ns.saturating_sub(now_ns), tsc_khz)).max(1)
+            }
+        };
+        self.b.watch_deadline(deadline);
+    }
+
+    /// The CPU has ended the guest's run at the deadline that it watches, or for nothing.
+    pub(crate) fn expire_hv_timer(&mut self, s: Section<'_>) -> Next {
+        if !self.b.deadline_due() {
+            // Sooner, for the time is further away than the CPU counts.
+            return Next::Again;
+        }
+        match self.shared.lapic.next_expiry() {
+            Expiry::Tsc(_) if self.time.lazy.enabled() => self.expire_lazy_deadline_in_loop(s),
+            Expiry::Tsc(_) => self.expire_deadline(),
+            Expiry::Never => {
+                self.b.watch_deadline(0);
+                Next::Again
+            }
+            Expiry::Ns(_) => match self.clock_in_loop() {
+                Some(clock) => {
+                    self.expire_countdown(&clock);
+                    Next::Again
+                }
+                None => {
+                    let ((), next) = self.with_kernel(|v| {
+                        let clock = v.clock_now();
+                        v.expire_countdown(&clock);
+                    });
+                    next
+                }
+            },
+        }
+    }
+
+    /// The TSC deadline that the CPU watches has come, and is the guest's newest.
+    fn expire_deadline(&mut self) -> Next {
+        self.b.watch_deadline(0);
+        self.recheck |= self.shared.lapic.expire_deadline().kick();
+        Next::Again
+    }
+
+    /// The countdown that the CPU watches is over, or what was watched for it; a periodic one begins anew.
+    fn expire_countdown(&mut self, clock: &TimerClock) {
+        let now_ns = clock.now_ns.saturating_add(ROUNDING_NS);
+        self.recheck |= self.shared.lapic.expire_due(now_ns).kick();
+        self.arm_hv_timer(self.shared.lapic.next_expiry(), Some(clock));
+    }
+
+    /// Looks at the deadline that the CPU watches while the vCPU is halted and polls. If it has come its
+    /// interrupt is pending now, or the vCPU has a request to look at the lazy deadline's page.
+    pub(crate) fn expire_while_polling(&mut self) {
+        if !self.hv_timer_in_use() || !self.b.deadline_due() {
+            return;
+        }
+        match self.shared.lapic.next_expiry() {
+            Expiry::Never => self.b.watch_deadline(0),
+            Expiry::Tsc(_) if self.time.lazy.enabled() => self.shared.request(Request::Deadline),
+            Expiry::Tsc(_) => {
+                let _ = self.expire_deadline();
+            }
+            Expiry::Ns(_) => {
+                let clock = self.clock_now();
+                self.expire_countdown(&clock);
+            }
+        }
+    }
+
+    /// The thread is about to sleep: the host timer wakes it from now on. True: the CPU watched before.
+    pub(crate) fn switch_to_sw_timer(&mut self) -> bool {
+        if !self.hv_timer_in_use() {
+            return false;
+        }
+        let clock = self.clock_now();
+        let op = self.shared.lapic.switch_to_sw_timer(&clock);
+        self.arm_timer(op);
+        true
+    }
+
+    /// The thread sleeps no more: the CPU watches again. A host timer that still fires does nothing.
+    pub(crate) fn switch_to_hv_timer(&mut self) {
+        let next = self.shared.lapic.switch_to_hv_timer();
+        self.arm_hv_timer(next, None);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nanoseconds_are_ticks_rounded_up() {
+        assert_eq!(ns_to_ticks(1_000_000, 3_000_000), 3_000_000);
+        assert_eq!(ns_to_ticks(1, 3_000_000), 3);
+        assert_eq!(ns_to_ticks(1, 1), 1);
+        assert_eq!(ns_to_ticks(0, 3_000_000), 0);
+        assert_eq!(ns_to_ticks(u64::MAX, u32::MAX), u64::MAX);
+        assert_eq!(ns_to_ticks(5, 0), 0);
+    }
+}

@@ -459,9 +459,9 @@ impl TimerHandler for IrqCore {
     }
 }
 
-/// Winds the timer as the state now wants it. Sleepless, but not under the lock: waits for a
+/// Arms the host timer for what the state expects next. Sleepless, but not under the lock: waits for a
 /// handler that is running.
-pub(super) fn rewind(core: &SharedCore) {
+pub(super) fn arm_timer(core: &SharedCore) {
     core.cancel();
     let state = core.state.lock();
     if let Some(next) = state.next_expiry() {

@@ -6,7 +6,7 @@ use core::sync::atomic::Ordering::Relaxed;
 use host::clock;
 use irqchip::{Pic, Pit, ioapic};
 
-use super::{Irqchip, Owing, Space, VmIrq, controllers::rewind};
+use super::{Irqchip, Owing, Space, VmIrq, controllers::arm_timer};
 
 const SPEAKER_PORT: u16 = 0x61;
 
@@ -122,7 +122,7 @@ impl VmIrq {
             }
         };
         if changed {
-            rewind(&self.core);
+            arm_timer(&self.core);
         }
         Some(Owing::NOTHING)
     }

@@ -362,7 +362,7 @@ impl VmIrq {
             let pit = state.pit.as_mut().ok_or(IrqError::Missing)?;
             pit.restore(new, clock::monotonic_ns());
         }
-        controllers::rewind(&self.core);
+        controllers::arm_timer(&self.core);
         Ok(())
     }
 

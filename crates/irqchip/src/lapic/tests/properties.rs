@@ -126,7 +126,7 @@ proptest! {
                     now = now.wrapping_add(add);
                     let _ = lapic.timer_update(last, now);
                 }
-                Step::Fired(add) => { let _ = lapic.timer_fired(now.wrapping_add(add)); }
+                Step::Fired(add) => { let _ = lapic.sw_timer_expired(now.wrapping_add(add)); }
                 Step::Restore(bytes) => {
                     let page: [u8; 1024] = bytes.try_into().unwrap();
                     let _ = lapic.restore(&page, false, now);

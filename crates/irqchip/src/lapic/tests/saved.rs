@@ -37,7 +37,7 @@ fn a_restored_apic_goes_on_where_the_saved_one_stood() {
     let _ = b.eoi();
     assert_eq!(b.eoi(), LapicEffect::Eoi { vector: x86::Vector(0x60), level: true });
     assert_eq!(take(&b), Some(0x41));
-    assert_eq!(b.timer_fired(77 + 700_000).rearm, Some(77 + 1_700_000));
+    assert_eq!(b.sw_timer_expired(77 + 700_000).rearm, Some(77 + 1_700_000));
 }
 
 #[test]
@@ -74,7 +74,7 @@ fn an_x2apics_logical_id_and_wide_icr_survive() {
 }
 
 #[test]
-fn an_expiry_whose_alarm_has_not_rung_is_not_lost() {
+fn an_expiry_whose_host_timer_has_not_fired_is_not_lost() {
     let a = xapic(0);
     let _ = a.write(LVT_TIMER, 0xec);
     let _ = a.write(TDCR, 0b1011);
@@ -84,7 +84,7 @@ fn an_expiry_whose_alarm_has_not_rung_is_not_lost() {
     let op = b.restore(&save(&a, false, NOW + 5_000), false, 100).unwrap();
     assert_eq!(op, TimerOp::Arm { ns: 101 });
     // One that has fired stays quiet.
-    assert_eq!(a.timer_fired(NOW + 5_000).accepted, Accepted::Pending);
+    assert_eq!(a.sw_timer_expired(NOW + 5_000).accepted, Accepted::Pending);
     let c = xapic(0);
     assert_eq!(c.restore(&save(&a, false, NOW + 5_000), false, 100), Ok(TimerOp::Leave));
 }

@@ -1,4 +1,4 @@
-//! The timer and its alarm. SDM vol. 3A §10.5.4.
+//! The timer and the host timer behind it. SDM vol. 3A §10.5.4.
 
 use core::cell::Cell;
 use std::thread;
@@ -30,8 +30,8 @@ fn clock(now_ns: u64) -> TimerClock {
     TimerClock { now_ns, guest_tsc: now_ns * 2, tsc_khz: 2_000_000 }
 }
 
-fn fired_with(accepted: Accepted, rearm: Option<u64>) -> TimerFired {
-    TimerFired { accepted, rearm, ask_owner: false }
+fn fired_with(accepted: Accepted, rearm: Option<u64>) -> SwTimerExpired {
+    SwTimerExpired { accepted, rearm, ask_owner: false }
 }
 
 fn deadline_apic() -> Lapic {
@@ -48,11 +48,11 @@ fn one_shot_counts_down_and_fires_once() {
     assert_eq!(count(&lapic, 1_000_000, NOW), TimerOp::Arm { ns: NOW + 1_000_000 });
     assert_eq!(current(&lapic, NOW), 1_000_000);
     assert_eq!(current(&lapic, NOW + 400_000), 600_000);
-    let fired = lapic.timer_fired(NOW + 1_000_000);
+    let fired = lapic.sw_timer_expired(NOW + 1_000_000);
     assert_eq!(fired, fired_with(Accepted::Pending, None));
     assert_eq!(current(&lapic, NOW + 1_000_000), 0);
     assert_eq!(take(&lapic), Some(VECTOR as u8));
-    assert_eq!(lapic.timer_fired(NOW + 9_000_000).accepted, Accepted::Ignored);
+    assert_eq!(lapic.sw_timer_expired(NOW + 9_000_000).accepted, Accepted::Ignored);
 }
 
 #[test]
@@ -74,24 +74,24 @@ fn a_new_divisor_keeps_the_count_and_changes_its_pace() {
     let later = NOW + 250_000;
     let op = lapic.timer_update(change(lapic.write(TDCR, 0)), later);
     assert_eq!(current(&lapic, later), 750_000);
-    // The alarm rings too early and is wound anew then.
+    // The host timer fires too early and is armed anew then.
     assert_eq!(op, TimerOp::Leave);
-    let fired = lapic.timer_fired(NOW + 1_000_000);
+    let fired = lapic.sw_timer_expired(NOW + 1_000_000);
     assert_eq!(fired.rearm, Some(later + 1_500_000));
 }
 
 #[test]
-fn periodic_keeps_its_phase_when_the_alarm_is_late() {
+fn periodic_keeps_its_phase_when_the_host_timer_is_late() {
     let lapic = xapic(0);
     let _ = lapic.write(TDCR, 0b1011);
     let _ = lapic.write(LVT_TIMER, PERIODIC | VECTOR);
     let _ = count(&lapic, 1_000_000, NOW);
-    let fired = lapic.timer_fired(NOW + 1_000_300);
+    let fired = lapic.sw_timer_expired(NOW + 1_000_300);
     assert_eq!(fired, fired_with(Accepted::Pending, Some(NOW + 2_000_000)));
-    let fired = lapic.timer_fired(NOW + 5_600_000);
+    let fired = lapic.sw_timer_expired(NOW + 5_600_000);
     assert_eq!(fired, fired_with(Accepted::Coalesced, Some(NOW + 6_000_000)));
     assert_eq!(current(&lapic, NOW + 5_700_000), 300_000);
-    // The alarm is late: the count has begun anew.
+    // The host timer is late: the count has begun anew.
     assert_eq!(current(&lapic, NOW + 6_100_000), 900_000);
 }
 
@@ -108,7 +108,7 @@ fn writing_zero_stops_the_count() {
     let _ = lapic.write(LVT_TIMER, VECTOR);
     let _ = count(&lapic, 1_000, NOW);
     assert_eq!(count(&lapic, 0, NOW), TimerOp::Leave);
-    let fired = lapic.timer_fired(NOW + 1_000_000);
+    let fired = lapic.sw_timer_expired(NOW + 1_000_000);
     assert_eq!(fired, fired_with(Accepted::Ignored, None));
 }
 
@@ -118,7 +118,7 @@ fn a_masked_timer_runs_but_does_not_interrupt() {
     let _ = lapic.write(LVT_TIMER, MASKED | PERIODIC | VECTOR);
     let _ = lapic.write(TDCR, 0b1011);
     let _ = count(&lapic, 1_000_000, NOW);
-    let fired = lapic.timer_fired(NOW + 1_000_000);
+    let fired = lapic.sw_timer_expired(NOW + 1_000_000);
     assert_eq!(fired, fired_with(Accepted::Ignored, Some(NOW + 2_000_000)));
 }
 
@@ -128,7 +128,7 @@ fn a_deadline_fires_at_its_tsc_and_reads_zero_after() {
     let at = (NOW + 500) * 2;
     assert_eq!(lapic.set_tsc_deadline(at, &clock(NOW)), TimerOp::Arm { ns: NOW + 500 });
     assert_eq!(lapic.tsc_deadline(), at);
-    assert_eq!(lapic.timer_fired(NOW + 500).accepted, Accepted::Pending);
+    assert_eq!(lapic.sw_timer_expired(NOW + 500).accepted, Accepted::Pending);
     assert_eq!(lapic.tsc_deadline(), 0);
 }
 
@@ -142,11 +142,11 @@ fn a_past_deadline_interrupts_at_once() {
 }
 
 #[test]
-fn a_later_deadline_leaves_the_alarm_alone_and_an_earlier_one_does_not() {
+fn a_later_deadline_leaves_the_host_timer_alone_and_an_earlier_one_does_not() {
     let lapic = deadline_apic();
     let _ = lapic.set_tsc_deadline((NOW + 500) * 2, &clock(NOW));
     assert_eq!(lapic.set_tsc_deadline((NOW + 900) * 2, &clock(NOW)), TimerOp::Leave);
-    let fired = lapic.timer_fired(NOW + 500);
+    let fired = lapic.sw_timer_expired(NOW + 500);
     assert_eq!(fired, fired_with(Accepted::Ignored, Some(NOW + 900)));
     let op = lapic.set_tsc_deadline((NOW + 700) * 2, &clock(NOW + 600));
     assert_eq!(op, TimerOp::Rearm { ns: NOW + 700 });
@@ -178,7 +178,7 @@ fn going_from_one_shot_to_periodic_lets_the_count_go_on() {
     let _ = count(&lapic, 1_000_000, NOW);
     let op = lapic.timer_update(change(lapic.write(LVT_TIMER, PERIODIC | VECTOR)), NOW + 1);
     assert_eq!(op, TimerOp::Leave);
-    assert_eq!(lapic.timer_fired(NOW + 1_000_000).rearm, Some(NOW + 2_000_000));
+    assert_eq!(lapic.sw_timer_expired(NOW + 1_000_000).rearm, Some(NOW + 2_000_000));
 }
 
 #[test]
@@ -206,14 +206,14 @@ fn far_deadlines_and_slow_clocks_do_not_overflow() {
 }
 
 #[test]
-fn polling_delivers_without_the_alarm() {
+fn polling_delivers_without_the_host_timer() {
     let lapic = deadline_apic();
     let _ = lapic.set_tsc_deadline((NOW + 500) * 2, &clock(NOW));
-    assert_eq!(lapic.timer_poll(NOW + 499), Accepted::Ignored);
+    assert_eq!(lapic.expire_due(NOW + 499), Accepted::Ignored);
     assert!(lapic.timer_due(NOW + 500));
-    assert_eq!(lapic.timer_poll(NOW + 500), Accepted::Pending);
-    // The alarm rings for nothing.
-    assert_eq!(lapic.timer_fired(NOW + 500).accepted, Accepted::Ignored);
+    assert_eq!(lapic.expire_due(NOW + 500), Accepted::Pending);
+    // The host timer fires for nothing.
+    assert_eq!(lapic.sw_timer_expired(NOW + 500).accepted, Accepted::Ignored);
 }
 
 #[test]
@@ -222,15 +222,15 @@ fn a_guarded_deadline_is_left_to_the_owner_when_it_expires() {
     lapic.guard_deadline(true);
     let at = (NOW + 5_000) * 2;
     let _ = lapic.set_tsc_deadline(at, &clock(NOW));
-    let rings = NOW + 5_000 - GUARD_ADVANCE_NS;
-    let early = lapic.timer_fired(rings - 1);
-    assert_eq!(early, fired_with(Accepted::Ignored, Some(rings)));
-    let fired = lapic.timer_fired(rings);
-    assert_eq!(fired, TimerFired { ask_owner: true, ..fired_with(Accepted::Ignored, None) });
+    let fires = NOW + 5_000 - GUARD_ADVANCE_NS;
+    let early = lapic.sw_timer_expired(fires - 1);
+    assert_eq!(early, fired_with(Accepted::Ignored, Some(fires)));
+    let fired = lapic.sw_timer_expired(fires);
+    assert_eq!(fired, SwTimerExpired { ask_owner: true, ..fired_with(Accepted::Ignored, None) });
     assert_eq!((lapic.tsc_deadline(), take(&lapic)), (at, None), "nothing was decided");
-    assert_eq!(lapic.deadline_expired(), Accepted::Pending);
+    assert_eq!(lapic.expire_deadline(), Accepted::Pending);
     assert_eq!((lapic.tsc_deadline(), take(&lapic)), (0, Some(VECTOR as u8)));
-    assert_eq!(lapic.deadline_expired(), Accepted::Ignored, "once");
+    assert_eq!(lapic.expire_deadline(), Accepted::Ignored, "once");
 }
 
 #[test]
@@ -239,7 +239,7 @@ fn a_guard_means_nothing_in_the_other_modes() {
     lapic.guard_deadline(true);
     let _ = lapic.write(LVT_TIMER, VECTOR);
     let _ = count(&lapic, 1_000, NOW);
-    let fired = lapic.timer_fired(NOW + 1_000_000);
+    let fired = lapic.sw_timer_expired(NOW + 1_000_000);
     assert_eq!(fired, fired_with(Accepted::Pending, None));
 }
 
@@ -259,63 +259,54 @@ fn a_masked_or_stopped_deadline_is_not_live() {
     assert_eq!(lapic.deadline_live(), 0);
 }
 
-/// A host timer that only remembers.
-#[derive(Default)]
-struct Alarm(Cell<Option<u64>>);
-
-impl HostTimer for Alarm {
-    fn start(&self, ns: u64) {
-        self.0.set(Some(ns));
-    }
-    fn cancel(&self) {
-        self.0.set(None);
-    }
-}
-
 #[test]
-fn the_alarm_never_rings_after_the_expiry() {
+fn the_host_timer_never_fires_after_the_expiry() {
     let lapic = deadline_apic();
-    let alarm = Alarm::default();
+    let armed = Cell::new(None::<u64>);
     let mut now = NOW;
     let mut random = 12345u64;
     for _ in 0..10_000 {
         random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         now += random >> 54;
-        if let Some(at) = alarm.0.get().filter(|at| *at <= now) {
-            alarm.0.set(None);
-            if let Some(again) = lapic.timer_fired(at.max(now)).rearm {
-                alarm.0.set(Some(again));
+        if let Some(at) = armed.get().filter(|at| *at <= now) {
+            armed.set(None);
+            if let Some(again) = lapic.sw_timer_expired(at.max(now)).rearm {
+                armed.set(Some(again));
             }
         }
         if random >> 20 & 3 == 0 {
             let deadline =
                 if random >> 22 & 7 == 0 { 0 } else { (now + (random >> 30 & 0xfff)) * 2 };
-            lapic.set_tsc_deadline(deadline, &clock(now)).apply(&lapic, &alarm);
+            lapic.set_tsc_deadline(deadline, &clock(now)).apply(
+                &lapic,
+                |ns| armed.set(Some(ns)),
+                || armed.set(None),
+            );
         }
         if let Some(expiry) = lapic.timer_expiry() {
-            assert!(alarm.0.get().is_some_and(|at| at <= expiry), "would be missed");
+            assert!(armed.get().is_some_and(|at| at <= expiry), "would be missed");
         }
     }
 }
 
 #[test]
-fn owner_and_alarm_never_both_forget_to_wind() {
-    // The owner moves the deadline while the alarm rings on another CPU; whoever is last, the
-    // host timer ends up wound for an expiry that is set.
+fn owner_and_host_timer_never_both_forget_to_arm() {
+    // The owner moves the deadline while the host timer fires on another CPU; whoever is last, the
+    // host timer ends up armed for an expiry that is set.
     for round in 0..2_000u64 {
         let lapic = deadline_apic();
         let _ = lapic.set_tsc_deadline((NOW + 100) * 2, &clock(NOW));
         let (rearm, op) = thread::scope(|scope| {
-            let alarm = scope.spawn(|| lapic.timer_fired(NOW + 100).rearm);
+            let timer = scope.spawn(|| lapic.sw_timer_expired(NOW + 100).rearm);
             let at = NOW + 200 + round % 50;
             let op = lapic.set_tsc_deadline(at * 2, &clock(NOW + 99));
-            (alarm.join().unwrap(), op)
+            (timer.join().unwrap(), op)
         });
         let expiry = lapic.timer_expiry();
-        let wound = usize::from(rearm.is_some()) + usize::from(matches!(op, TimerOp::Arm { .. }));
-        // Either one of the two winds it, or the new deadline was itself what expired... which
-        // cannot be: it lies beyond the time at which the alarm rang.
+        let armed = usize::from(rearm.is_some()) + usize::from(matches!(op, TimerOp::Arm { .. }));
+        // Either one of the two arms it, or the new deadline was itself what expired... which
+        // cannot be: it lies beyond the time at which the host timer fired.
         assert!(expiry.is_some());
-        assert_eq!(wound, 1, "{rearm:?} {op:?}");
+        assert_eq!(armed, 1, "{rearm:?} {op:?}");
     }
 }
