@@ -10,6 +10,8 @@ mod labtest;
 mod mechanisms;
 mod module;
 mod options;
+#[cfg(test)]
+mod papers;
 mod progress;
 mod report;
 mod showcase;
