@@ -20,7 +20,7 @@ use clap::Parser;
 use bench::machine::Passes;
 use bench::runner::{self, Settings};
 use bench::workload::{Mapped, Workload};
-use bench::workloads;
+use bench::{nested, workloads};
 use boot::session::{Boot, BootReport};
 use cli::{BootArguments, Cli, Command, DeviceArguments, RunArguments, Touch};
 use report::Report;
@@ -45,7 +45,7 @@ fn main() -> ExitCode {
 
 fn list() -> Result<bool> {
     let mut table = table::new(&["workload", "one operation"]);
-    for workload in workloads::ALL {
+    for workload in workloads::ALL.iter().chain(nested::ALL) {
         table.add_row([workload.name, workload.about]);
     }
     print(&table)?;

@@ -3,6 +3,7 @@
 pub mod interrupts;
 pub mod layout;
 pub mod machine;
+pub mod nested;
 pub mod program;
 pub mod runner;
 pub mod workload;

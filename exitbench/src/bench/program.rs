@@ -50,7 +50,7 @@ impl Program {
 }
 
 /// Defines `fn $function() -> Program` with this setup, run once, this operation, run in both
-/// passes, and what vCPU 1 does, if there is one. Assembly in AT&T syntax, with local labels 0 to 5
+/// passes, and what vCPU 1 does, if there is one. Assembly in AT&T syntax, with local labels 0 to 7
 /// and `exitbench_vector` for the workload's interrupt.
 macro_rules! guest_program {
     ($function:ident, $name:literal, setup: [$($setup:expr),*], operation: [$($operation:expr),*]) => {
@@ -63,6 +63,7 @@ macro_rules! guest_program {
             ".pushsection .rodata.guest_programs, \"a\"",
             ".set exitbench_vector, {vector}",
             ".set exitbench_root, {root}",
+            ".set exitbench_nested, {nested}",
             ".set exitbench_second_root, {second_root}",
             concat!("exitbench_", $name, "_start:"),
             $($setup,)*
@@ -107,6 +108,7 @@ macro_rules! guest_program {
             ".popsection",
             vector = const crate::bench::layout::VECTOR,
             root = const crate::bench::layout::ROOT,
+            nested = const crate::bench::layout::NESTED,
             second_root = const crate::bench::layout::SECOND_ROOT,
             done = const crate::bench::layout::PORT_DONE,
             count = const crate::bench::layout::PORT_COUNT,

@@ -15,6 +15,7 @@ const LEAF7_EBX_TSC_ADJUST: u32 = 1 << 1;
 const LEAF7_EBX_SMEP: u32 = 1 << 7;
 const LEAF40000001_EAX_LAZY_DEADLINE: u32 = 1 << 18;
 const LEAF80000001_EDX_NX: u32 = 1 << 20;
+const LEAF80000001_ECX_SVM: u32 = 1 << 2;
 
 /// A vCPU's place: all vCPUs are cores, without threads, of one package.
 #[derive(Clone, Copy, Debug)]
@@ -33,6 +34,8 @@ pub struct Features {
     pub smep: bool,
     pub no_execute: bool,
     pub lazy_deadline: bool,
+    /// The guest may be a hypervisor by SVM.
+    pub svm: bool,
 }
 
 impl Features {
@@ -46,6 +49,7 @@ impl Features {
         let ebx7 = leaf(7).map_or(0, |leaf| leaf.ebx);
         let eax_kvm = leaf(0x4000_0001).map_or(0, |leaf| leaf.eax);
         let edx_extended = leaf(0x8000_0001).map_or(0, |leaf| leaf.edx);
+        let ecx_extended = leaf(0x8000_0001).map_or(0, |leaf| leaf.ecx);
         Self {
             x2apic: ecx1 & LEAF1_ECX_X2APIC != 0,
             tsc_deadline: ecx1 & LEAF1_ECX_TSC_DEADLINE != 0,
@@ -54,6 +58,7 @@ impl Features {
             smep: ebx7 & LEAF7_EBX_SMEP != 0,
             no_execute: edx_extended & LEAF80000001_EDX_NX != 0,
             lazy_deadline: eax_kvm & LEAF40000001_EAX_LAZY_DEADLINE != 0,
+            svm: ecx_extended & LEAF80000001_ECX_SVM != 0,
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, bail};
 
-use super::workload::Workload;
+use super::{nested, workload::Workload};
 
 mod paged;
 
@@ -67,10 +67,11 @@ pub const ALL: &[Workload] = &[
 pub const PAGED: &[Workload] =
     &[cr0_wp::PAGED, cr4_pge::PAGED, cr4_smep::PAGED, efer_nx::PAGED, cr3_switch::PAGED];
 
-/// The workloads called `names` among `all`, in the order of the latter; all of them if there are no names.
+/// The workloads called `names` among `all`, in the order of the latter; all of them if there are no names. Those of
+/// nested virtualization run where they are named, behind the others.
 pub fn choose(names: &[String], all: &'static [Workload]) -> Result<Vec<&'static Workload>> {
     for name in names {
-        if all.iter().any(|workload| workload.name == name) {
+        if all.iter().chain(nested_beside(all)).any(|workload| workload.name == name) {
             continue;
         }
         if ALL.iter().any(|workload| workload.name == name) {
@@ -80,12 +81,18 @@ pub fn choose(names: &[String], all: &'static [Workload]) -> Result<Vec<&'static
     }
     let chosen =
         |workload: &&Workload| names.is_empty() || names.iter().any(|name| name == workload.name);
-    Ok(all.iter().filter(chosen).collect())
+    let beside = nested_beside(all).iter().filter(|workload| !names.is_empty() && chosen(workload));
+    Ok(all.iter().filter(chosen).chain(beside).collect())
+}
+
+/// What of nested virtualization can be named beside `all`: nothing beside the paged ones.
+fn nested_beside(all: &'static [Workload]) -> &'static [Workload] {
+    if std::ptr::eq(all, ALL) { nested::ALL } else { &[] }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::layout::{MAILBOXES, PROGRAM};
+    use super::super::layout::{NESTED, PROGRAM};
     use super::super::program::{START_MARKER, STOP_MARKER};
     use super::super::workload::Guest;
     use super::*;
@@ -101,6 +108,7 @@ mod tests {
             smep: true,
             no_execute: true,
             lazy_deadline: true,
+            svm: true,
         };
         let vendors = [Vendor::Intel, Vendor::Amd];
         vendors.into_iter().flat_map(move |vendor| {
@@ -118,23 +126,28 @@ mod tests {
 
     #[test]
     fn every_program_has_one_pair_of_markers_and_fits_its_place() {
-        for (workload, guest) in ALL.iter().chain(PAGED).flat_map(|w| guests().map(move |g| (w, g)))
-        {
-            let plan = (workload.plan)(&guest).unwrap();
+        let all = ALL.iter().chain(PAGED).chain(nested::ALL);
+        for (workload, guest) in all.flat_map(|w| guests().map(move |g| (w, g))) {
+            let Ok(plan) = (workload.plan)(&guest) else {
+                // Of the other vendor.
+                assert!(workload.name.starts_with("nested_"), "{}", workload.name);
+                continue;
+            };
             let code = plan.program.code;
             assert_eq!(count(code, &START_MARKER), 1, "{}", workload.name);
             assert_eq!(count(code, &STOP_MARKER), 1, "{}", workload.name);
-            assert!(PROGRAM + (code.len() as u64) < MAILBOXES, "{}", workload.name);
+            assert!(PROGRAM + (code.len() as u64) < NESTED, "{}", workload.name);
             assert!(plan.program.secondary < code.len() as u64, "{}", workload.name);
         }
     }
 
     #[test]
     fn names_are_unique() {
-        let mut names: Vec<_> = ALL.iter().map(|workload| workload.name).collect();
+        let mut names: Vec<_> =
+            ALL.iter().chain(nested::ALL).map(|workload| workload.name).collect();
         names.sort_unstable();
         names.dedup();
-        assert_eq!(names.len(), ALL.len());
+        assert_eq!(names.len(), ALL.len() + nested::ALL.len());
     }
 
     #[test]

@@ -1,0 +1,154 @@
+//! L1 for SVM: one control block, without nested paging, whose guest runs in L1's own address space.
+//!
+//! APM vol. 2 §15.5 (VMRUN), appendix B (the block). After an exit L1 goes on with GIF clear, which no workload
+//! here minds: no interrupt is wanted.
+
+use crate::bench::program::guest_program;
+use crate::bench::workload::{Guest, Plan, Unsupported, Workload, require};
+use crate::vmm::hypervisor::Vendor;
+use crate::vmm::vm::Irqchip;
+
+/// Defines a program whose L2 executes `instruction`, of `length` bytes, for ever, under these words of intercepts.
+macro_rules! svm_program {
+    ($function:ident, $name:literal, third: $third:literal, fourth: $fourth:literal,
+     before: [$($before:expr),*], instruction: $instruction:literal, length: $length:literal) => {
+        guest_program!(
+            $function,
+            $name,
+            setup: [
+                // SVM on, and a page for the host's state.
+                "mov $0xc0000080, %ecx",
+                "rdmsr",
+                "or $1 << 12, %eax",
+                "wrmsr",
+                "mov %eax, %esi",
+                "mov $0xc0010117, %ecx",
+                "mov $exitbench_nested + 0x1000, %eax",
+                "xor %edx, %edx",
+                "wrmsr",
+                // Both permission maps are the same three pages of ones.
+                "mov $exitbench_nested + 0x2000, %edi",
+                "mov $0x3000 / 8, %ecx",
+                "mov $-1, %rax",
+                "rep stosq",
+                // The control block: zeroes, then the control area.
+                "mov $exitbench_nested, %edi",
+                "mov $4096 / 8, %ecx",
+                "xor %eax, %eax",
+                "rep stosq",
+                "mov $exitbench_nested, %edi",
+                concat!("movl $", $third, ", 0x0c(%rdi)"),
+                concat!("movl $", $fourth, " | 1, 0x10(%rdi)"),
+                "movq $exitbench_nested + 0x2000, 0x40(%rdi)",
+                "movq $exitbench_nested + 0x2000, 0x48(%rdi)",
+                "movl $1, 0x58(%rdi)",
+                // V_INTR_MASKING.
+                "movl $1 << 24, 0x60(%rdi)",
+                // The save area: flat segments of 64 bits, level 0, L1's registers.
+                "mov %es, 0x400(%rdi)",
+                "mov %cs, 0x410(%rdi)",
+                "mov %ss, 0x420(%rdi)",
+                "mov %ds, 0x430(%rdi)",
+                "movw $0xc93, 0x402(%rdi)",
+                "movw $0xa9b, 0x412(%rdi)",
+                "movw $0xc93, 0x422(%rdi)",
+                "movw $0xc93, 0x432(%rdi)",
+                "movl $-1, 0x404(%rdi)",
+                "movl $-1, 0x414(%rdi)",
+                "movl $-1, 0x424(%rdi)",
+                "movl $-1, 0x434(%rdi)",
+                "sub $16, %rsp",
+                "sgdt (%rsp)",
+                "movzwl (%rsp), %eax",
+                "mov %eax, 0x464(%rdi)",
+                "mov 2(%rsp), %rax",
+                "mov %rax, 0x468(%rdi)",
+                "sidt (%rsp)",
+                "movzwl (%rsp), %eax",
+                "mov %eax, 0x484(%rdi)",
+                "mov 2(%rsp), %rax",
+                "mov %rax, 0x488(%rdi)",
+                "add $16, %rsp",
+                "mov %rsi, 0x4d0(%rdi)",
+                "mov %cr4, %rax",
+                "mov %rax, 0x548(%rdi)",
+                "mov %cr3, %rax",
+                "mov %rax, 0x550(%rdi)",
+                "mov %cr0, %rax",
+                "mov %rax, 0x558(%rdi)",
+                "movq $0x400, 0x560(%rdi)",
+                "mov $0xffff0ff0, %eax",
+                "mov %rax, 0x568(%rdi)",
+                "movq $2, 0x570(%rdi)",
+                "lea 7f(%rip), %rax",
+                "mov %rax, 0x578(%rdi)",
+                "lea -512(%rsp), %rax",
+                "mov %rax, 0x5d8(%rdi)",
+                "movabs $0x0007040600070406, %rax",
+                "mov %rax, 0x668(%rdi)",
+                "jmp 6f",
+                // L2. What it needs in registers it sets each time: L1 shares all but RAX and RSP with it.
+                "7:",
+                $($before,)*
+                $instruction,
+                "jmp 7b",
+                "6:"
+            ],
+            operation: [
+                "mov $exitbench_nested, %eax",
+                "vmrun",
+                concat!("addq $", $length, ", exitbench_nested + 0x578")
+            ]
+        );
+    };
+}
+
+svm_program!(cpuid, "nested_cpuid", third: "1 << 18", fourth: "0",
+    before: [], instruction: "cpuid", length: "2");
+svm_program!(vmmcall, "nested_vmcall", third: "0", fourth: "2",
+    before: [], instruction: "vmmcall", length: "3");
+svm_program!(hlt, "nested_hlt", third: "1 << 24", fourth: "0",
+    before: [], instruction: "hlt", length: "1");
+// KERNEL_GS_BASE, which no hypervisor keeps from its guest of its own accord.
+svm_program!(wrmsr, "nested_wrmsr", third: "1 << 28", fourth: "0",
+    before: ["mov $0xc0000102, %ecx"], instruction: "wrmsr", length: "2");
+svm_program!(pio, "nested_pio", third: "1 << 27", fourth: "0",
+    before: [], instruction: "out %al, $0x80", length: "2");
+
+const fn workload(
+    name: &'static str,
+    about: &'static str,
+    plan: fn(&Guest) -> Result<Plan, Unsupported>,
+) -> Workload {
+    Workload { name, about, irqchip: Irqchip::Kernel, vcpus: 1, plan }
+}
+
+/// `Ok` when the guest can be a hypervisor by SVM.
+fn require_svm(guest: &Guest) -> Result<(), Unsupported> {
+    require(guest.vendor == Vendor::Amd && guest.features.svm, "the guest's CPUID lacks SVM")
+}
+
+pub const CPUID: Workload = workload("nested_cpuid", "CPUID of a guest's guest", |guest| {
+    require_svm(guest)?;
+    Ok(Plan::of(cpuid()))
+});
+
+pub const VMMCALL: Workload = workload("nested_vmcall", "hypercall of a guest's guest", |guest| {
+    require_svm(guest)?;
+    Ok(Plan::of(vmmcall()))
+});
+
+pub const HLT: Workload = workload("nested_hlt", "HLT of a guest's guest", |guest| {
+    require_svm(guest)?;
+    Ok(Plan::of(hlt()))
+});
+
+pub const WRMSR: Workload = workload("nested_wrmsr", "WRMSR of a guest's guest", |guest| {
+    require_svm(guest)?;
+    Ok(Plan::of(wrmsr()))
+});
+
+pub const PIO: Workload = workload("nested_pio", "OUT of a guest's guest", |guest| {
+    require_svm(guest)?;
+    Ok(Plan::of(pio()))
+});
