@@ -304,6 +304,7 @@ int gnt_enable_apicv(int possible);
 int gnt_preemption_timer(void);
 void gnt_no_preemption_timer(void);
 int gnt_npt(void);
+int gnt_ept(void);
 int gnt_params_check(void);
 
 /* fops.c */

@@ -27,7 +27,11 @@ MODULE_PARM_DESC(xstate_cache,
 
 static bool npt = true;
 module_param(npt, bool, 0444);
-MODULE_PARM_DESC(npt, "TDP (default 1); 0: shadow paging");
+MODULE_PARM_DESC(npt, "AMD: nested page tables (default 1); 0: shadow paging");
+
+static bool ept = true;
+module_param(ept, bool, 0444);
+MODULE_PARM_DESC(ept, "Intel: extended page tables (default 1); 0: shadow paging");
 
 static bool keep_roots = true;
 module_param(keep_roots, bool, 0444);
@@ -37,6 +41,11 @@ MODULE_PARM_DESC(keep_roots,
 int gnt_npt(void)
 {
 	return npt;
+}
+
+int gnt_ept(void)
+{
+	return ept;
 }
 
 int gnt_keep_roots(void)

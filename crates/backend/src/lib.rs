@@ -380,6 +380,12 @@ pub trait Backend: Send + Sized {
         self.flush_tlb();
     }
 
+    /// After [`Exit::Refused`]: whether the guest is in a state that the CPU cannot run, and is to be executed in
+    /// software until an entry is possible.
+    fn is_interpreted(&self) -> bool {
+        false
+    }
+
     /// Has the CPU log the guest-physical pages that it makes dirty in the TDP tables, or not.
     /// Only asked for where such tables are made (`mmu::Format::logs`).
     fn set_page_log(&mut self, _on: bool) {}

@@ -136,7 +136,7 @@ impl<M: Machine> Run<'_, M> {
     }
 
     /// A segment of real mode, where limit and rights stay as they are, or of virtual-8086 mode.
-    fn paragraphs(&self, segment: SegReg, selector: u16) -> Segment {
+    pub(crate) fn paragraphs(&self, segment: SegReg, selector: u16) -> Segment {
         let base = u64::from(selector) << 4;
         if self.v86() {
             return v86_segment(selector);
@@ -269,7 +269,7 @@ impl<M: Machine> Run<'_, M> {
     }
 
     /// The far pointer in memory: selector and offset of `size` bytes.
-    fn far_pointer(&mut self, size: u8) -> Result<(u16, u64), Stop> {
+    pub(crate) fn far_pointer(&mut self, size: u8) -> Result<(u16, u64), Stop> {
         let Place::Mem { at, .. } = self.memory(size.wrapping_add(2), 0, 0, Access::Load)? else {
             return Err(Stop::Unsupported);
         };
@@ -292,6 +292,17 @@ impl<M: Machine> Run<'_, M> {
             _ => return Err(Stop::Unsupported),
         };
         let (selector, offset) = self.far_pointer(size)?;
+        self.far_transfer(selector, offset, size, call)
+    }
+
+    /// JMP or CALL to `selector:offset`; a CALL pushes words of `size` bytes.
+    pub(crate) fn far_transfer(
+        &mut self,
+        selector: u16,
+        offset: u64,
+        size: u8,
+        call: bool,
+    ) -> Result<(), Stop> {
         let cs = self.code_target(selector, offset, None)?;
         if call {
             let old = self.m.segment(SegReg::Cs).selector;

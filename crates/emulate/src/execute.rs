@@ -3,7 +3,7 @@
 //!
 //! SDM vol. 2, APM vol. 3 for each instruction.
 
-use iced_x86::{ConditionCode, Mnemonic, OpKind};
+use iced_x86::{ConditionCode, Instruction, Mnemonic, OpKind};
 use x86::Exception;
 
 use crate::alu::{self, BitChange, Shift};
@@ -42,12 +42,44 @@ pub struct Completion {
 /// [`Stop`] says why the instruction did not complete. Iterations of a REP string instruction that
 /// completed before have set their registers and called [`Machine::commit`]; nothing else changed.
 pub fn emulate<M: Machine>(m: &mut M, insn: &Decoded) -> Result<Completion, Stop> {
+    run(m, insn, false)
+}
+
+/// Executes `insn` on `m` like [`emulate`], and the instructions too that no exit is made for: those of a
+/// guest in a state that the CPU cannot run.
+///
+/// # Errors
+/// As [`emulate`].
+pub fn interpret<M: Machine>(m: &mut M, insn: &Decoded) -> Result<Completion, Stop> {
+    run(m, insn, true)
+}
+
+/// Has a guest in real mode take an event of `vector` at its RIP.
+///
+/// # Errors
+/// [`Stop`]; nothing has changed then but memory below the stack pointer.
+pub fn deliver<M: Machine>(m: &mut M, vector: u8) -> Result<Completion, Stop> {
+    let (size, flags, rip) = (m.code_size(), m.rflags(), m.rip());
+    let insn = Instruction::default();
+    let interrupt_shadow = false;
+    let mut run = Run { m, insn: &insn, size, flags, next_rip: rip, interrupt_shadow, whole: true };
+    run.interrupt(vector, rip)?;
+    Ok(Completion {
+        rip: run.next_rip,
+        rflags: run.flags,
+        interrupt_shadow: false,
+        outcome: Outcome::Done,
+    })
+}
+
+fn run<M: Machine>(m: &mut M, insn: &Decoded, whole: bool) -> Result<Completion, Stop> {
     let size = m.code_size();
     let flags = m.rflags();
     let rip = m.rip();
     let next = rip.wrapping_add(u64::from(insn.len()));
     let next_rip = if size == CodeSize::Bits64 { next } else { next & 0xffff_ffff };
-    let mut run = Run { m, insn: &insn.insn, size, flags, next_rip, interrupt_shadow: false };
+    let interrupt_shadow = false;
+    let mut run = Run { m, insn: &insn.insn, size, flags, next_rip, interrupt_shadow, whole };
     let outcome = if insn.insn.is_string_instruction() {
         run.string()?
     } else {
@@ -70,6 +102,9 @@ pub fn emulate<M: Machine>(m: &mut M, insn: &Decoded) -> Result<Completion, Stop
 impl<M: Machine> Run<'_, M> {
     fn execute(&mut self) -> Result<(), Stop> {
         use Mnemonic as I;
+        if self.whole && self.flow()? {
+            return Ok(());
+        }
         match self.insn.mnemonic() {
             I::Mov => self.mov(),
             I::Movnti | I::Movzx => self.copy(|value, _| value),

@@ -31,6 +31,8 @@ pub(crate) struct Run<'a, M: Machine> {
     pub(crate) next_rip: u64,
     /// The instruction blocks interrupts after itself (MOV SS, POP SS).
     pub(crate) interrupt_shadow: bool,
+    /// Instructions are executed too that no exit is made for.
+    pub(crate) whole: bool,
 }
 
 /// Where an operand lives: checked, and addressed linearly if in memory.

@@ -138,7 +138,9 @@ pub fn switch_task<M: Machine>(m: &mut M, switch: &TaskSwitch) -> Result<Switche
         return Err(Stop::Unsupported);
     }
     let insn = Instruction::default();
-    let mut run = Run { m, insn: &insn, size, flags, next_rip: rip, interrupt_shadow: false };
+    let interrupt_shadow = false;
+    let mut run =
+        Run { m, insn: &insn, size, flags, next_rip: rip, interrupt_shadow, whole: false };
     match run.task(switch) {
         Err(Stop::NeedUser) => Err(Stop::Unsupported),
         other => other,

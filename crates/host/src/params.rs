@@ -43,7 +43,20 @@ pub fn no_preemption_timer() {
     sys::gnt_no_preemption_timer();
 }
 
-/// Whether TDP is used.
+/// Whether guests have TDP, of whichever vendor; else shadow paging.
+#[inline]
+pub fn tdp() -> bool {
+    npt() && ept()
+}
+
+/// The parameter `npt`: AMD's nested page tables are used.
+#[inline]
 pub fn npt() -> bool {
     sys::gnt_npt() != 0
+}
+
+/// The parameter `ept`: Intel's extended page tables are used.
+#[inline]
+pub fn ept() -> bool {
+    sys::gnt_ept() != 0
 }

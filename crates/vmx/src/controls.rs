@@ -57,7 +57,9 @@ impl<C: Cpu> Vmx<C> {
         self.set(fields::TSC_OFFSET, 0);
         self.set(fields::GUEST_DEBUGCTL, 0);
         self.set(fields::GUEST_PAT, msr::PAT_RESET);
-        self.set_pdpte_fields([0; 4]);
+        if self.features.ept {
+            self.set_pdpte_fields([0; 4]);
+        }
         if self.page_log.is_some() {
             self.set(fields::PML_INDEX, PageLog::EMPTY);
         }
@@ -137,13 +139,13 @@ impl<C: Cpu> Vmx<C> {
 
     /// CR0 bits that the guest owns.
     pub(crate) fn owned_cr0(&self) -> u64 {
-        if self.paging.watch_roles { CR0_TS } else { CR0_TS | CR0_WP }
+        if self.paging.watch_roles || self.paging.shadow { CR0_TS } else { CR0_TS | CR0_WP }
     }
 
     /// CR4 bits that the guest owns.
     pub(crate) fn owned_cr4(&self) -> u64 {
         let all = CR4_OWNABLE & self.limits.cr4_allowed;
-        if self.paging.watch_roles { all & !CR4_PGE } else { all }
+        if self.paging.watch_roles || self.paging.shadow { all & !CR4_PGE } else { all }
     }
 
     pub(crate) fn cr0_now(&self) -> u64 {

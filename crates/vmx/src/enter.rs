@@ -36,6 +36,7 @@ use crate::{
     inject::Offer,
     mitigations,
     page_log::PageLog,
+    paging::INVALID_STATE,
     preemption_timer::Watched,
     speculation::SPECULATION,
     vmcs::{self, Vmcs},
@@ -61,9 +62,11 @@ pub(crate) mod attention {
     pub const TIMER: u16 = 1 << 6;
     /// The CPU's timer was set for the next entry already.
     pub const TIMER_SET: u16 = 1 << 8;
+    /// The guest is in a mode that the CPU does not run: do not enter.
+    pub const INTERPRET: u16 = 1 << 9;
 
-    const ALL: [u16; 9] =
-        [FLUSH, FLUSH_TDP, OFFER, INJECT, OFF, SHADOW, FLUSH_L1D, TIMER, TIMER_SET];
+    const ALL: [u16; 10] =
+        [FLUSH, FLUSH_TDP, OFFER, INJECT, OFF, SHADOW, FLUSH_L1D, TIMER, TIMER_SET, INTERPRET];
     // No two are the same bit.
     const _: () = {
         let (mut seen, mut at) = (0, 0);
@@ -139,6 +142,9 @@ pub struct Vmx<C: Cpu> {
     /// Where the CPU has one.
     pub(crate) page_log: Option<PageLog>,
     pub(crate) cr2: u64,
+    /// The guest's CR3, and what the CPU has in its place, under shadow paging.
+    pub(crate) shadowed_cr3: u64,
+    pub(crate) shadow_root: u64,
     pub(crate) cr0: u64,
     pub(crate) cr4: u64,
     pub(crate) efer: u64,
@@ -176,6 +182,8 @@ impl<C: Cpu> Vmx<C> {
             serving: Serving::No,
             page_log: if features.pml { Some(PageLog::new()?) } else { None },
             cr2: 0,
+            shadowed_cr3: 0,
+            shadow_root: 0,
             cr0: 0,
             cr4: 0,
             efer: 0,
@@ -233,7 +241,7 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     fn attend(&mut self) -> bool {
-        if self.attention & attention::OFF != 0 {
+        if self.attention & (attention::OFF | attention::INTERPRET) != 0 {
             return false;
         }
         if self.attention & attention::FLUSH != 0 {
@@ -242,7 +250,9 @@ impl<C: Cpu> Vmx<C> {
         }
         if self.attention & attention::FLUSH_TDP != 0 {
             self.attention &= !attention::FLUSH_TDP;
-            self.forget_tdp();
+            if self.features.ept {
+                self.forget_tdp();
+            }
         }
         if self.attention & attention::OFFER != 0 {
             self.make_offer();
@@ -317,6 +327,9 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     fn refuse(&mut self) {
+        if self.attention & (attention::OFF | attention::INTERPRET) == attention::INTERPRET {
+            return self.vmcs.fields.learn(fields::EXIT_REASON, INVALID_STATE.into());
+        }
         self.refused = if self.vmcs.is_loaded() {
             self.cpu.vmread(field::INSTRUCTION_ERROR.encoding()) as u32
         } else {

@@ -3,10 +3,10 @@
 //! SDM vol. 3C appendix C, §28.2. The comparison chains are ordered by how often an exit is seen,
 //! because kernel code is built without jump tables.
 
-use backend::{CrAccess, Exit, IoExit, TaskSource, TaskSwitchExit, TdpFault};
+use backend::{CrAccess, Exit, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault};
 use cpu::Cpu;
 use x86::{
-    Exception, Gpa, Vector,
+    Exception, Gpa, Gva, Vector,
     vmcs::{ENTRY_FAILURE, ExitReason, cr, ept_violation, event, interruptibility, io},
 };
 
@@ -110,6 +110,8 @@ impl<C: Cpu> Vmx<C> {
             ExitReason::TaskSwitch => self.task_switch(),
             ExitReason::GdtrIdtr => Exit::GdtrIdtr,
             ExitReason::LdtrTr => Exit::LdtrTr,
+            ExitReason::Invlpg => Exit::Invlpg(Some(Gva(self.get(fields::EXIT_QUALIFICATION)))),
+            ExitReason::Invpcid if self.paging.shadow => Exit::Invpcid,
             ExitReason::TripleFault => Exit::Shutdown,
             ExitReason::Init | ExitReason::Sipi | ExitReason::IoSmi | ExitReason::OtherSmi => {
                 Exit::HostSignal
@@ -211,12 +213,18 @@ impl<C: Cpu> Vmx<C> {
     fn exception(&self) -> Exit {
         const DB: u8 = 1;
         const MC: u8 = 18;
+        const PF: u8 = 14;
         let info = self.get(fields::EXIT_INTERRUPTION);
         if info & event::TYPE == event::NMI {
             return Exit::Nmi;
         }
         let vector = Vector((info & event::VECTOR) as u8);
         match vector.0 {
+            // The others are the guest's own.
+            PF if self.paging.shadow => Exit::PageFault(PageFault {
+                address: Gva(self.get(fields::EXIT_QUALIFICATION)),
+                code: self.get(fields::EXIT_ERROR_CODE),
+            }),
             MC => Exit::MachineCheck,
             // What DR6 would have taken (SDM vol. 3C table 28-1).
             DB => Exit::Exception(Exception::db(self.get(fields::EXIT_QUALIFICATION))),

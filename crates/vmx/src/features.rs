@@ -75,6 +75,8 @@ pub struct Features {
     pub invvpid_address: bool,
     /// INVEPT of a single context.
     pub invept_single: bool,
+    /// Guests have extended page tables, and run in real mode and without paging as they are.
+    pub ept: bool,
     /// EPT entries have accessed and dirty bits.
     pub ept_dirty: bool,
     /// EPT maps 2 MiB pages.
@@ -144,25 +146,15 @@ impl Unusable {
 /// Whether it is there, and what to say where it is not.
 type Need = (fn(&Raw) -> bool, &'static str);
 
-/// What the module cannot do without, in the order in which it is looked for: the first thing that
-/// is missing is what the log names.
-#[allow(clippy::type_complexity)] // A list, read once.
-const NEEDED: [Need; 17] = [
-    (
-        |r| r.basic.memory_type() == 6 && !r.basic.is_32_bit(),
-        "the CPU wants its VMX structures in memory that is not write-back",
-    ),
-    (
-        |r| r.primary.offers(ProcControls::SECONDARY),
-        "the CPU does not offer extended page tables (EPT): this module needs them until shadow paging serves VMX too",
-    ),
+/// What EPT takes, where it is not turned off.
+const NEEDED_OF_EPT: [Need; 6] = [
     (
         |r| r.secondary.offers(ProcControls2::EPT),
-        "the CPU does not offer extended page tables (EPT): this module needs them until shadow paging serves VMX too",
+        "the CPU does not offer extended page tables (EPT): with ept=0 this module uses shadow paging",
     ),
     (
         |r| r.secondary.offers(ProcControls2::UNRESTRICTED_GUEST),
-        "the CPU does not offer unrestricted guests: this module needs them until it can run real mode without",
+        "the CPU does not offer unrestricted guests: with ept=0 this module runs real mode without",
     ),
     (|r| r.ept.write_back(), "the CPU's extended page tables cannot lie in write-back memory"),
     (|r| r.ept.levels_4(), "the CPU's extended page tables do not have four levels"),
@@ -172,6 +164,20 @@ const NEEDED: [Need; 17] = [
             r.primary.frees(ProcControls::CR3_LOAD | ProcControls::CR3_STORE | ProcControls::INVLPG)
         },
         "the CPU does not let guests own CR3",
+    ),
+];
+
+/// What the module cannot do without, in the order in which it is looked for: the first thing that
+/// is missing is what the log names.
+#[allow(clippy::type_complexity)] // A list, read once.
+const NEEDED: [Need; 11] = [
+    (
+        |r| r.basic.memory_type() == 6 && !r.basic.is_32_bit(),
+        "the CPU wants its VMX structures in memory that is not write-back",
+    ),
+    (
+        |r| r.primary.offers(ProcControls::SECONDARY),
+        "the CPU does not offer extended page tables (EPT), nor the other secondary controls",
     ),
     (|r| r.primary.offers(ProcControls::MSR_BITMAPS), "the CPU does not offer MSR bitmaps"),
     (|r| r.primary.offers(ProcControls::TPR_SHADOW), "the CPU does not offer a TPR shadow"),
@@ -284,18 +290,21 @@ impl Raw {
 }
 
 impl Features {
-    /// Reads them; `host_cr4` is the host's, for what its kernel has enabled.
+    /// Reads them; `host_cr4` is the host's, for what its kernel has enabled. `ept`: guests have extended
+    /// page tables, else shadow tables.
     pub fn read(
         rdmsr: impl FnMut(u32) -> u64,
         mut cpuid: impl FnMut(u32, u32) -> [u32; 4],
         host_cr4: u64,
+        ept: bool,
     ) -> Result<Self, Unusable> {
         let last = cpuid(0, 0)[0];
         if cpuid(1, 0)[2] & (1 << 5) == 0 {
             return Err(Unusable::Absent);
         }
         let raw = Raw::read(rdmsr);
-        if let Some((_, what)) = NEEDED.iter().find(|(there, _)| !there(&raw)) {
+        let mut needed = NEEDED_OF_EPT.iter().filter(|_| ept).chain(&NEEDED);
+        if let Some((_, what)) = needed.find(|(there, _)| !there(&raw)) {
             return Err(Unusable::Missing(what));
         }
         let seven = if last >= 7 { cpuid(7, 0) } else { [0; 4] };
@@ -307,7 +316,10 @@ impl Features {
         let ple = raw.secondary.offers(ProcControls2::PAUSE_LOOP);
         let timer = raw.pin.offers(PinControls::PREEMPTION_TIMER)
             && !errata::preemption_timer_is_slow(cpuid(1, 0)[0]);
-        let mut at_once = ProcControls2::EPT | ProcControls2::UNRESTRICTED_GUEST | WHERE_THERE;
+        let mut at_once = WHERE_THERE;
+        if ept {
+            at_once |= ProcControls2::EPT | ProcControls2::UNRESTRICTED_GUEST;
+        }
         if vpid {
             at_once |= ProcControls2::VPID;
         }
@@ -346,11 +358,12 @@ impl Features {
             invvpid_single: vpid && raw.ept.invvpid_single(),
             invvpid_address: vpid && raw.ept.0 & INVVPID_ADDRESS != 0,
             invept_single: raw.ept.invept_single(),
-            ept_dirty: raw.ept.accessed_dirty(),
-            ept_2m: raw.ept.large_2m(),
-            ept_1g: raw.ept.large_1g(),
+            ept,
+            ept_dirty: ept && raw.ept.accessed_dirty(),
+            ept_2m: ept && raw.ept.large_2m(),
+            ept_1g: ept && raw.ept.large_1g(),
             // The log is of dirty bits being set.
-            pml: raw.secondary.offers(ProcControls2::PML) && raw.ept.accessed_dirty(),
+            pml: ept && raw.secondary.offers(ProcControls2::PML) && raw.ept.accessed_dirty(),
             tsc_scaling: raw.secondary.offers(ProcControls2::TSC_SCALING),
             preemption_timer: timer.then_some(raw.misc.timer_shift()),
             apicv: raw.secondary.offers(apicv::CONTROLS),
@@ -405,7 +418,7 @@ impl fmt::Display for Features {
             (self.ple, "PLE"),
             (self.preemption_timer.is_some(), "preemption timer"),
         ];
-        f.write_str("EPT")?;
+        f.write_str(if self.ept { "EPT" } else { "no EPT" })?;
         optional.iter().filter(|(there, _)| *there).try_for_each(|(_, name)| write!(f, ", {name}"))
     }
 }

@@ -21,6 +21,7 @@ pub mod inject;
 mod live;
 pub mod mitigations;
 pub mod page_log;
+mod paging;
 pub mod percpu;
 pub mod permission;
 mod preemption_timer;

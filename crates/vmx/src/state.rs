@@ -4,8 +4,8 @@
 //! the bits of CR0 and CR4 that [`crate::controls`] tells of.
 
 use backend::{
-    Answer, Backend, CR0_CD_NW, ControlRegs, Event, Exit, FewerExits, Gprs, GuestLimits, NmiWindow,
-    NotMine, Paging, RSP, SegmentName, TSC_RATIO_ONE, scale_tsc,
+    Answer, Backend, ControlRegs, Event, Exit, FewerExits, Gprs, GuestLimits, NmiWindow, NotMine,
+    Paging, RSP, SegmentName, TSC_RATIO_ONE, scale_tsc,
 };
 use cpu::Cpu;
 use x86::{
@@ -29,7 +29,6 @@ use crate::{
 const CR0_ET: u64 = 1 << 4;
 /// What VMX fixes to 1, but not for a guest that may run without paging and protection.
 const CR0_PG_PE: u64 = (1 << 31) | 1;
-const CR4_MCE: u64 = 1 << 6;
 const CR4_UMIP: u64 = x86::Cr4::UMIP.bits();
 const CR4_OSXSAVE: u64 = 1 << 18;
 const EFER_LMA: u64 = 1 << 10;
@@ -264,7 +263,7 @@ impl<C: Cpu> Backend for Vmx<C> {
         ControlRegs {
             cr0: self.cr0_now(),
             cr2: if self.vmcs.is_loaded() { self.cpu.cr2() } else { self.cr2 },
-            cr3: self.get(fields::GUEST_CR3),
+            cr3: if self.paging.shadow { self.shadowed_cr3 } else { self.get(fields::GUEST_CR3) },
             cr4: self.cr4_now(),
             efer: self.efer,
         }
@@ -297,7 +296,10 @@ impl<C: Cpu> Backend for Vmx<C> {
         self.cr0 = value;
         let fixed = self.features.cr0_fixed & !CR0_PG_PE;
         self.set(fields::CR0_SHADOW, value);
-        self.set(fields::GUEST_CR0, (value & !CR0_CD_NW) | fixed | CR0_ET);
+        self.set(fields::GUEST_CR0, self.real_cr0(value) | fixed | CR0_ET);
+        if self.paging.shadow {
+            self.paging_mode_changed();
+        }
     }
 
     fn set_cr2(&mut self, value: u64) {
@@ -305,20 +307,21 @@ impl<C: Cpu> Backend for Vmx<C> {
     }
 
     fn set_cr3(&mut self, value: u64) {
+        if self.paging.shadow {
+            self.shadowed_cr3 = value;
+            return;
+        }
         self.set(fields::GUEST_CR3, value);
     }
 
-    /// Machine checks reach the host whatever the guest says. Where the CPU has no UMIP, the instructions
+    /// Where the CPU has no UMIP, the instructions
     /// that it is about exit while the guest has it set: all but SMSW, which no control makes exit.
     #[inline(always)]
     fn set_cr4(&mut self, value: u64) {
         let changed = core::mem::replace(&mut self.cr4, value) ^ value;
-        let mut real = value | self.features.cr4_fixed | CR4_MCE;
-        if self.features.umip_by_exits {
-            real &= !CR4_UMIP;
-            if changed & CR4_UMIP != 0 {
-                self.watch_tables(value & CR4_UMIP != 0);
-            }
+        let real = self.real_cr4(value);
+        if self.features.umip_by_exits && changed & CR4_UMIP != 0 {
+            self.watch_tables(value & CR4_UMIP != 0);
         }
         self.set(fields::CR4_SHADOW, value);
         self.set(fields::GUEST_CR4, real);
@@ -329,7 +332,10 @@ impl<C: Cpu> Backend for Vmx<C> {
 
     fn set_efer(&mut self, value: u64) {
         self.efer = value;
-        self.set(fields::GUEST_EFER, value);
+        self.set(fields::GUEST_EFER, self.real_efer(value));
+        if self.paging.shadow {
+            self.paging_mode_changed();
+        }
         let long = value & EFER_LMA != 0;
         let bit = EntryControls::IA32E_GUEST.bits();
         let controls = self.get(fields::ENTRY_CONTROLS);
@@ -569,10 +575,14 @@ impl<C: Cpu> Backend for Vmx<C> {
 
     fn set_paging(&mut self, paging: Paging) {
         self.change_ownership(|this| this.paging = paging);
+        if paging.shadow {
+            self.watch_paging();
+        }
     }
 
-    /// There are none: a CPU without EPT is refused.
-    fn set_shadow_root(&mut self, _root: Hpa) {}
+    fn set_shadow_root(&mut self, root: Hpa) {
+        self.load_shadow_root(root);
+    }
 
     fn set_tdp_root(&mut self, root: Hpa) {
         let pointer = self.features.ept_pointer(root.0);
@@ -587,7 +597,11 @@ impl<C: Cpu> Backend for Vmx<C> {
     }
 
     fn flush_tdp(&mut self) {
-        self.attention |= attention::FLUSH_TDP;
+        self.attention |= if self.paging.shadow { attention::FLUSH } else { attention::FLUSH_TDP };
+    }
+
+    fn is_interpreted(&self) -> bool {
+        Self::is_interpreted(self)
     }
 
     fn set_page_log(&mut self, on: bool) {

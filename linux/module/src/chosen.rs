@@ -57,7 +57,7 @@ pub struct Common {
     /// ARCH_CAPABILITIES of the CPU, or 0.
     pub arch_capabilities: u64,
     /// Features that cannot be given to guests.
-    pub withheld: [Option<Feature>; 4],
+    pub withheld: [Option<Feature>; 5],
     /// A feature that guests have by exits, whether the CPU has it or not.
     pub by_exits: Option<Feature>,
 }
@@ -96,6 +96,9 @@ fn find_svm() -> Result<svm::Features, Refused> {
     let mut here = Native;
     let host_cr4 = here.cr4();
     let cpuid = |leaf, subleaf| Native.cpuid(leaf, subleaf);
+    if !params::ept() {
+        return Err(refuse("ept=0 is for Intel CPUs: on this one shadow paging is npt=0", false));
+    }
     let mut features = svm::Features::read(cpuid, host_cr4).map_err(svm_refused)?;
     params::enable_apicv(false);
     if params::host_state_by_msr() {
@@ -118,14 +121,14 @@ fn find_vmx() -> Result<vmx::Features, Refused> {
     vmx::percpu::check(&mut here, hostcpu::vmx_allowed()).map_err(vmx_refused)?;
     let used =
         |leaf, subleaf| hostcpu::without_unused_features(leaf, subleaf, cpuid(leaf, subleaf));
-    let features = vmx::Features::read(|index| Native.rdmsr(index), used, host_cr4);
+    let features = vmx::Features::read(|index| Native.rdmsr(index), used, host_cr4, params::ept());
+    if !params::npt() {
+        return Err(refuse("npt=0 is for AMD CPUs: on this one shadow paging is ept=0", false));
+    }
     let mut features = features.map_err(vmx_refused)?;
     features.apicv = params::enable_apicv(features.apicv);
     if !params::preemption_timer() {
         features = features.without_preemption_timer();
-    }
-    if !params::npt() {
-        return Err(refuse("npt=0: shadow paging does not serve VMX yet", false));
     }
     Ok(features)
 }
@@ -153,18 +156,18 @@ impl Found {
     /// What the floors above want to know.
     #[inline(never)]
     pub fn common(&self) -> Common {
+        // Shadow tables hold no keys.
+        let keys = if params::tdp() { None } else { Some(feature::PKU) };
         match self {
             Self::Svm(features) => {
                 let levels = if Native.cr4() & CR4_LA57 != 0 { 5 } else { 4 };
-                // Shadow tables hold no keys.
-                let keys = if params::npt() { None } else { Some(feature::PKU) };
                 Common {
                     tables: with_large_pages(Format::npt(levels, 0)),
                     tsc_ratio: features.tsc_ratio.then_some(SVM_TSC_RATIO),
                     spec_ctrl: features.spec_ctrl,
                     tsc_aux: features.rdtscp,
                     arch_capabilities: 0,
-                    withheld: [keys, None, None, None],
+                    withheld: [keys, None, None, None, None],
                     by_exits: None,
                 }
             }
@@ -172,17 +175,13 @@ impl Found {
                 let facts = Facts::read();
                 let unless = |there: bool, what| if there { None } else { Some(what) };
                 Common {
-                    tables: with_large_pages(Format::ept(EptSupport {
-                        pages_2m: features.ept_2m,
-                        pages_1g: features.ept_1g,
-                        accessed_dirty: features.ept_dirty,
-                        page_log: features.pml,
-                    })),
+                    tables: with_large_pages(vmx_tables(features)),
                     tsc_ratio: features.tsc_scaling.then_some(VMX_TSC_RATIO),
                     spec_ctrl: features.spec_ctrl,
                     tsc_aux: features.rdtscp,
                     arch_capabilities: arch_capabilities(facts),
                     withheld: [
+                        keys,
                         unless(features.rdtscp, feature::RDTSCP),
                         unless(features.rdtscp, feature::RDPID),
                         unless(features.invpcid, feature::INVPCID),
@@ -200,7 +199,7 @@ impl Found {
         if !matches!(self, Self::Vmx(features) if features.preemption_timer.is_some()) {
             params::no_preemption_timer();
         }
-        let tables = if params::npt() { "TDP" } else { "shadow paging" };
+        let tables = if params::tdp() { "TDP" } else { "shadow paging" };
         match self {
             Self::Svm(features) => {
                 info!("SVM with {tables}, {} address-space ids", features.asids);
@@ -214,6 +213,19 @@ impl Found {
     }
 }
 
+/// With shadow paging no CPU walks the VM's own tables, and they are of the ordinary format.
+fn vmx_tables(features: &vmx::Features) -> Format {
+    if !features.ept {
+        return Format::npt(4, 0);
+    }
+    Format::ept(EptSupport {
+        pages_2m: features.ept_2m,
+        pages_1g: features.ept_1g,
+        accessed_dirty: features.ept_dirty,
+        page_log: features.pml,
+    })
+}
+
 fn splits_at_fetch() -> bool {
     mitigations::splits_at_fetch(Facts::read(), NxHugePages::asked())
 }
@@ -221,7 +233,7 @@ fn splits_at_fetch() -> bool {
 /// TDP tables as `nx_huge_pages` wants them. Shadow tables do not know of fetches from pages of the
 /// host's: no page is large for them.
 fn with_large_pages(tables: Format) -> Format {
-    match (splits_at_fetch(), params::npt()) {
+    match (splits_at_fetch(), params::tdp()) {
         (false, _) => tables,
         (true, true) => tables.splitting_at_fetch(),
         (true, false) => tables.small(),

@@ -89,7 +89,7 @@ pub fn find_out(common: &Common) -> Result<(), NoMemory> {
     let bare = ask(leaf::FEATURES, 0)[2] & feature::HYPERVISOR.mask() == 0;
     let kernel = Facts::read();
     let lfence = amd && kernel.any(Facts::LFENCE_SERIALIZES);
-    let mut withheld = [feature::SVM; 4];
+    let mut withheld = [feature::SVM; 5];
     let mut count = 0;
     for (slot, feature) in withheld.iter_mut().zip(common.withheld.iter().flatten()) {
         *slot = *feature;
@@ -97,7 +97,7 @@ pub fn find_out(common: &Common) -> Result<(), NoMemory> {
     }
     let facts = HostFacts {
         xcr0: fpu::host_xcr0(),
-        tdp_levels: if params::npt() { common.tables.levels() } else { 0 },
+        tdp_levels: if params::tdp() { common.tables.levels() } else { 0 },
         withheld: withheld.get(..count).unwrap_or(&[]),
         by_exits: common.by_exits.as_slice(),
         lfence_serializes: lfence,
@@ -133,7 +133,7 @@ pub fn find_out(common: &Common) -> Result<(), NoMemory> {
             tables: common.tables,
             maxphyaddr,
             halt_poll_ns: params::halt_poll_ns(),
-            paging: Paging { tdp: params::npt(), keep_roots: params::keep_roots() },
+            paging: Paging { tdp: params::tdp(), keep_roots: params::keep_roots() },
         },
         offered: Offered { cpuid: supported, msrs },
     })
@@ -192,7 +192,7 @@ fn offer(common: &Common, supported: &Supported, maxphyaddr: u8, amd: bool) -> O
         emulated_cpuid: true,
         nested_format: if amd { NESTED_FORMAT_SVM } else { NESTED_FORMAT_VMX },
         gpa_bits: u32::from(maxphyaddr).min(reach),
-        smaller_maxphyaddr: !params::npt(),
+        smaller_maxphyaddr: !params::tdp(),
     }
 }
 

@@ -29,11 +29,18 @@ pub fn vendor() -> Vendor {
 
 /// Whether guests have TDP: the module parameters `npt` and `ept`.
 pub fn tdp() -> bool {
-    let parameter = |file: &str| std::fs::read_to_string(format!("/sys/module/{file}")).ok();
-    let npt = parameter("kvm_amd/parameters/npt")
-        .or_else(|| parameter("kvm_intel/parameters/ept"))
-        .or_else(|| parameter("gannet/parameters/npt"));
-    npt.is_none_or(|npt| !matches!(npt.trim(), "N" | "0"))
+    let off = |file: &str| {
+        std::fs::read_to_string(format!("/sys/module/{file}"))
+            .is_ok_and(|value| matches!(value.trim(), "N" | "0"))
+    };
+    // Gannet has both, of which the other vendor's is always on.
+    let files = [
+        "kvm_amd/parameters/npt",
+        "kvm_intel/parameters/ept",
+        "gannet/parameters/npt",
+        "gannet/parameters/ept",
+    ];
+    !files.into_iter().any(off)
 }
 
 /// Whether the CPU serves local APICs in x2APIC mode: the module parameter `enable_apicv`.

@@ -208,6 +208,7 @@ unsafe extern "C" {
     pub(crate) safe fn gnt_preemption_timer() -> i32;
     pub(crate) safe fn gnt_no_preemption_timer();
     pub(crate) safe fn gnt_npt() -> i32;
+    pub(crate) safe fn gnt_ept() -> i32;
     // log.c
     pub(crate) safe fn gnt_log_ratelimit() -> i32;
     pub(crate) fn gnt_log(level: u32, text: *const u8, len: usize);

@@ -88,6 +88,18 @@ impl<B: Backend> Vcpu<B> {
         self.user_io.log.rewind();
         self.stats.count(VcpuCount::InsnEmulation);
         let result = emulate::emulate(self, decoded);
+        self.complete_emulation(result)
+    }
+
+    /// Like [`Vcpu::execute`], of a guest that the CPU cannot run: any instruction, and not counted.
+    pub(crate) fn interpret_decoded(&mut self, fetched: Fetched, decoded: &Decoded) -> Outcome {
+        self.user_io.log.begin(self.b.rip(), fetched);
+        self.user_io.log.rewind();
+        let result = emulate::interpret(self, decoded);
+        self.complete_emulation(result)
+    }
+
+    fn complete_emulation(&mut self, result: Result<emulate::Completion, Stop>) -> Outcome {
         match result {
             Ok(done) => {
                 self.user_io.log.forget();

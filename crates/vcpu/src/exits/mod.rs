@@ -5,6 +5,7 @@ pub(crate) mod code;
 pub(crate) mod cr;
 pub(crate) mod device;
 pub(crate) mod emulation;
+mod interpret;
 mod machine;
 pub(crate) mod msr_exits;
 pub(crate) mod slow;

@@ -63,6 +63,11 @@ impl<B: Backend> Vcpu<B> {
     /// RDMSR or WRMSR outside the loop.
     pub(crate) fn slow_msr(&mut self, write: bool) -> Outcome {
         let next = self.slow_next_rip()?;
+        self.msr_to(write, next)
+    }
+
+    /// RDMSR or WRMSR outside the loop, behind which the guest goes on at `next`.
+    pub(crate) fn msr_to(&mut self, write: bool, next: u64) -> Outcome {
         let [rax, rcx, rdx] = [RAX, RCX, RDX].map(|i| self.gprs.0[i]);
         let index = rcx as u32;
         let refused = if self.msr_denied(index, write) {

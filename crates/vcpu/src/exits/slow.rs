@@ -119,6 +119,7 @@ impl<B: Backend> Vcpu<B> {
                 }
                 Err(UserExit::Shutdown.into())
             }
+            Exit::Refused if self.b.is_interpreted() => self.interpret(),
             Exit::Refused => {
                 let [code, ..] = self.b.exit_raw();
                 Err(UserExit::FailEntry { reason: code, cpu: host::smp::cpu_id() as u32 }.into())
@@ -147,7 +148,7 @@ impl<B: Backend> Vcpu<B> {
         Ok(())
     }
 
-    fn halt(&mut self) -> Outcome {
+    pub(crate) fn halt(&mut self) -> Outcome {
         if !core::mem::take(&mut self.hlt_retired) {
             let next = self.slow_next_rip()?;
             self.retire(next);

@@ -27,6 +27,7 @@ fn all<B: bitflags::Flags + Copy>(base: B) -> Controls<B> {
 /// A CPU with VPID, INVEPT of one context, RDTSCP and XSAVE: as real ones are.
 pub fn features() -> Features {
     Features {
+        ept: true,
         revision: 4,
         pin: all(PinControls::EXTERNAL_INTERRUPT | PinControls::NMI | PinControls::VIRTUAL_NMIS),
         primary: all(ProcControls::HLT
@@ -107,6 +108,19 @@ pub fn vcpu_offered(features: Features, offered: Offered) -> (VmxVcpu, VmRef) {
     let vm = bare_vm_of(features, Format::npt(4, 0));
     vm.irq().create(vm::irq::Irqchip::Full).unwrap();
     (vcpu_offered_in(&vm, features, offered), vm)
+}
+
+/// A vCPU alone in its VM on a CPU whose EPT is not used, and its VM.
+pub fn shadow_vcpu() -> (VmxVcpu, VmRef) {
+    let mut features = Features { ept: false, ept_dirty: false, ..features() };
+    features.secondary.base.remove(ProcControls2::EPT | ProcControls2::UNRESTRICTED_GUEST);
+    claim_cpu();
+    percpu::set_up(features, CPUS).unwrap();
+    let paging = vm::vm::Paging { tdp: false, keep_roots: true };
+    let tables = Format::npt(4, 0);
+    let vm = Vm::new(&HostLimits { tables, maxphyaddr: 48, halt_poll_ns: 0, paging }).unwrap();
+    vm.irq().create(vm::irq::Irqchip::Full).unwrap();
+    (vcpu_in(&vm, features), vm)
 }
 
 fn vcpu_in(vm: &VmRef, features: Features) -> VmxVcpu {

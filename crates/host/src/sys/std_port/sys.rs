@@ -687,6 +687,10 @@ pub(crate) fn gnt_keep_roots() -> i32 {
     1
 }
 
+pub(crate) fn gnt_ept() -> i32 {
+    1
+}
+
 pub(crate) fn gnt_npt() -> i32 {
     1
 }

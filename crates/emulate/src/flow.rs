@@ -1,0 +1,377 @@
+//! What no exit is made for: branches, flags, interrupts. A guest needs them of the emulator only in a
+//! state that the CPU cannot run, which is real mode and the way out of it under VMX without
+//! unrestricted guests: see [`interpret`](crate::interpret).
+//!
+//! SDM vol. 2 for each instruction; vol. 3B §22.1.4 (interrupts in real mode).
+
+use iced_x86::{Code, ConditionCode, Mnemonic, OpKind};
+use x86::Exception;
+
+use crate::alu;
+use crate::decode::{Decoded, RegRef, sign_extend, size_mask};
+use crate::machine::{Machine, SegReg, Stop, Table};
+use crate::operand::Run;
+use crate::rflags::{AC, CF, DF, OF, RF, STATUS, TF, VM, ZF};
+
+const RSP: usize = 4;
+const IF: u64 = 1 << 9;
+const IOPL_SHIFT: u32 = 12;
+const IOPL: u64 = 3 << IOPL_SHIFT;
+const NT: u64 = 1 << 14;
+const ID: u64 = 1 << 21;
+/// Bit 1 of RFLAGS, which is always set.
+const ALWAYS: u64 = 1 << 1;
+/// What LAHF and SAHF move.
+const IN_AH: u64 = STATUS & !OF;
+
+/// An instruction that only the vCPU can execute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Outside {
+    Cpuid,
+    Rdmsr,
+    Wrmsr,
+    Rdtsc,
+    Hlt,
+    Hypercall,
+    /// WBINVD, WBNOINVD, INVD, PAUSE and others that do nothing.
+    Nothing,
+    Xsetbv,
+    Rsm,
+}
+
+impl Decoded {
+    /// What it is, if the emulator has no part in it.
+    pub fn outside(&self) -> Option<Outside> {
+        use Mnemonic as I;
+        Some(match self.insn.mnemonic() {
+            I::Cpuid => Outside::Cpuid,
+            I::Rdmsr => Outside::Rdmsr,
+            I::Wrmsr => Outside::Wrmsr,
+            I::Rdtsc => Outside::Rdtsc,
+            I::Hlt => Outside::Hlt,
+            I::Vmcall | I::Vmmcall => Outside::Hypercall,
+            I::Wbinvd | I::Wbnoinvd | I::Invd | I::Pause => Outside::Nothing,
+            I::Xsetbv => Outside::Xsetbv,
+            I::Rsm => Outside::Rsm,
+            _ => return None,
+        })
+    }
+
+    /// Whether it ends the handling of an NMI.
+    pub fn is_iret(&self) -> bool {
+        matches!(self.insn.mnemonic(), Mnemonic::Iret | Mnemonic::Iretd | Mnemonic::Iretq)
+    }
+}
+
+impl<M: Machine> Run<'_, M> {
+    /// Executes the instruction, if it is one of these.
+    pub(crate) fn flow(&mut self) -> Result<bool, Stop> {
+        use Mnemonic as I;
+        match self.insn.mnemonic() {
+            I::Jmp => return self.direct(false),
+            I::Call => return self.direct(true),
+            I::Loop | I::Loope | I::Loopne => self.count_down()?,
+            I::Jcxz => self.jump_if_zero(2)?,
+            I::Jecxz => self.jump_if_zero(4)?,
+            I::Jrcxz => self.jump_if_zero(8)?,
+            I::Clc => self.flags &= !CF,
+            I::Stc => self.flags |= CF,
+            I::Cmc => self.flags ^= CF,
+            I::Cld => self.flags &= !DF,
+            I::Std => self.flags |= DF,
+            I::Cli => {
+                self.check_iopl()?;
+                self.flags &= !IF;
+            }
+            I::Sti => {
+                self.check_iopl()?;
+                self.interrupt_shadow = self.flags & IF == 0;
+                self.flags |= IF;
+            }
+            I::Lahf => self.set_reg(AH, (self.flags & IN_AH) | ALWAYS),
+            I::Sahf => self.set_flags(IN_AH, self.reg(AH)),
+            I::Pushf | I::Pushfd | I::Pushfq => self.push_flags()?,
+            I::Popf | I::Popfd | I::Popfq => self.pop_flags()?,
+            I::Pusha => self.push_all(2)?,
+            I::Pushad => self.push_all(4)?,
+            I::Popa => self.pop_all(2)?,
+            I::Popad => self.pop_all(4)?,
+            I::Lds => self.load_pointer(SegReg::Ds)?,
+            I::Les => self.load_pointer(SegReg::Es)?,
+            I::Lfs => self.load_pointer(SegReg::Fs)?,
+            I::Lgs => self.load_pointer(SegReg::Gs)?,
+            I::Lss => self.load_pointer(SegReg::Ss)?,
+            I::Cbw => self.widen(1),
+            I::Cwde => self.widen(2),
+            I::Cdqe => self.widen(4),
+            I::Cwd => self.spread(2),
+            I::Cdq => self.spread(4),
+            I::Cqo => self.spread(8),
+            I::Bswap => self.swap_bytes()?,
+            I::Int => self.software_interrupt(self.insn.immediate8())?,
+            I::Int3 => self.software_interrupt(3)?,
+            I::Into if self.flags & OF != 0 => self.software_interrupt(4)?,
+            I::Into => {}
+            I::Iret => self.interrupt_return(2)?,
+            I::Iretd => self.interrupt_return(4)?,
+            _ => return self.conditional_jump(),
+        }
+        Ok(true)
+    }
+
+    /// The target of a branch that the instruction itself names, and its size.
+    fn direct_target(&self) -> Option<(u64, u8)> {
+        // Decoded with the instruction at 0: what is there is relative to RIP.
+        let (offset, size) = match self.insn.op0_kind() {
+            OpKind::NearBranch16 => (u64::from(self.insn.near_branch16()), 2),
+            OpKind::NearBranch32 => (u64::from(self.insn.near_branch32()), 4),
+            OpKind::NearBranch64 => (self.insn.near_branch64(), 8),
+            _ => return None,
+        };
+        Some((self.m.rip().wrapping_add(offset), size))
+    }
+
+    fn direct(&mut self, call: bool) -> Result<bool, Stop> {
+        if let Some((target, size)) = self.direct_target() {
+            let back = self.next_rip;
+            self.branch(target, size)?;
+            if call {
+                self.push(back, size)?;
+            }
+            return Ok(true);
+        }
+        let (offset, size) = match self.insn.op0_kind() {
+            OpKind::FarBranch16 => (u64::from(self.insn.far_branch16()), 2),
+            OpKind::FarBranch32 => (u64::from(self.insn.far_branch32()), 4),
+            _ => return Ok(false),
+        };
+        self.far_transfer(self.insn.far_branch_selector(), offset, size, call)?;
+        Ok(true)
+    }
+
+    fn conditional_jump(&mut self) -> Result<bool, Stop> {
+        let code = self.insn.condition_code();
+        let Some((target, size)) = self.direct_target() else { return Ok(false) };
+        if code == ConditionCode::None {
+            return Ok(false);
+        }
+        let code = (code as u8).wrapping_sub(ConditionCode::o as u8);
+        if alu::condition(code, self.flags) {
+            self.branch(target, size)?;
+        }
+        Ok(true)
+    }
+
+    fn counter(size: u8) -> RegRef {
+        RegRef { index: 1, size, high8: false }
+    }
+
+    fn jump_if_zero(&mut self, size: u8) -> Result<(), Stop> {
+        let Some((target, width)) = self.direct_target() else { return Err(Stop::Unsupported) };
+        if self.reg(Self::counter(size)) == 0 { self.branch(target, width) } else { Ok(()) }
+    }
+
+    /// LOOP, LOOPE and LOOPNE.
+    fn count_down(&mut self) -> Result<(), Stop> {
+        let size = match self.insn.code() {
+            Code::Loop_rel8_16_CX
+            | Code::Loop_rel8_32_CX
+            | Code::Loope_rel8_16_CX
+            | Code::Loope_rel8_32_CX
+            | Code::Loopne_rel8_16_CX
+            | Code::Loopne_rel8_32_CX => 2,
+            Code::Loop_rel8_16_RCX
+            | Code::Loop_rel8_64_RCX
+            | Code::Loope_rel8_16_RCX
+            | Code::Loope_rel8_64_RCX
+            | Code::Loopne_rel8_16_RCX
+            | Code::Loopne_rel8_64_RCX => 8,
+            _ => 4,
+        };
+        let Some((target, width)) = self.direct_target() else { return Err(Stop::Unsupported) };
+        let counter = Self::counter(size);
+        let left = self.reg(counter).wrapping_sub(1) & size_mask(size);
+        let zero = self.flags & ZF != 0;
+        let goes_on = match self.insn.mnemonic() {
+            Mnemonic::Loope => zero,
+            Mnemonic::Loopne => !zero,
+            _ => true,
+        };
+        if left != 0 && goes_on {
+            self.branch(target, width)?;
+        }
+        self.set_reg(counter, left);
+        Ok(())
+    }
+
+    /// CLI, STI: #GP(0) for a program without the right to do that.
+    fn check_iopl(&self) -> Result<(), Stop> {
+        if self.v86() {
+            return Err(Stop::Unsupported);
+        }
+        let allowed = (self.flags >> IOPL_SHIFT & 3) as u8;
+        if self.real() || self.m.cpl() <= allowed {
+            Ok(())
+        } else {
+            Err(Stop::Fault(Exception::gp(0)))
+        }
+    }
+
+    fn push_flags(&mut self) -> Result<(), Stop> {
+        if self.v86() {
+            return Err(Stop::Unsupported);
+        }
+        let size = self.insn.stack_pointer_increment().unsigned_abs() as u8;
+        self.push(self.flags & !(VM | RF), size)
+    }
+
+    fn pop_flags(&mut self) -> Result<(), Stop> {
+        if self.v86() {
+            return Err(Stop::Unsupported);
+        }
+        let size = self.insn.stack_pointer_increment().unsigned_abs() as u8;
+        let new = self.peek_at(0, size)?;
+        self.replace_flags(new, size);
+        self.pop_bytes(size.into());
+        Ok(())
+    }
+
+    /// The flags that a program may change with POPF or IRET, as far as `size` bytes reach.
+    fn replace_flags(&mut self, new: u64, size: u8) {
+        let mut mask = STATUS | TF | DF | NT | AC | ID;
+        let (cpl, allowed) = (self.m.cpl(), (self.flags >> IOPL_SHIFT & 3) as u8);
+        if self.real() || cpl == 0 {
+            mask |= IOPL;
+        }
+        if self.real() || cpl <= allowed {
+            mask |= IF;
+        }
+        self.set_flags(mask & size_mask(size), new);
+    }
+
+    /// Does what pushes several words: the stack pointer is as before where it fails.
+    fn all_or_nothing(
+        &mut self,
+        work: impl FnOnce(&mut Self) -> Result<(), Stop>,
+    ) -> Result<(), Stop> {
+        let top = self.m.gpr(RSP);
+        work(self).inspect_err(|_| self.m.set_gpr(RSP, top))
+    }
+
+    fn push_all(&mut self, size: u8) -> Result<(), Stop> {
+        let values: [u64; 8] = core::array::from_fn(|n| self.m.gpr(n));
+        self.all_or_nothing(|run| {
+            values.iter().try_for_each(|value| run.push(value & size_mask(size), size))
+        })
+    }
+
+    fn pop_all(&mut self, size: u8) -> Result<(), Stop> {
+        let mut values = [0; 8];
+        for (n, value) in (0u64..).zip(values.iter_mut()) {
+            *value = self.peek_at(n.wrapping_mul(size.into()), size)?;
+        }
+        self.pop_bytes(u64::from(size).wrapping_mul(8));
+        // From EDI up to EAX; what was pushed of the stack pointer is left alone.
+        for (n, value) in (0u8..).zip(values).filter(|(n, _)| *n != 3) {
+            self.set_reg(RegRef { index: 7 - n, size, high8: false }, value);
+        }
+        Ok(())
+    }
+
+    /// LDS and its like: a segment register and a general one from memory.
+    fn load_pointer(&mut self, segment: SegReg) -> Result<(), Stop> {
+        let to = RegRef::of(self.insn.op0_register()).ok_or(Stop::Unsupported)?;
+        let (selector, offset) = self.far_pointer(to.size)?;
+        self.load_segment(segment, selector)?;
+        self.interrupt_shadow = false;
+        self.set_reg(to, offset);
+        Ok(())
+    }
+
+    /// CBW and its like: the accumulator of `size` bytes, extended to twice as many.
+    fn widen(&mut self, size: u8) {
+        let from = RegRef { index: 0, size, high8: false };
+        let value = sign_extend(self.reg(from), size);
+        self.set_reg(RegRef { size: size.wrapping_mul(2), ..from }, value);
+    }
+
+    /// CWD and its like: the accumulator's sign in every bit of rDX.
+    fn spread(&mut self, size: u8) {
+        let from = RegRef { index: 0, size, high8: false };
+        let sign = (sign_extend(self.reg(from), size) as i64 >> 63) as u64;
+        self.set_reg(RegRef { index: 2, ..from }, sign);
+    }
+
+    fn swap_bytes(&mut self) -> Result<(), Stop> {
+        let to = RegRef::of(self.insn.op0_register()).ok_or(Stop::Unsupported)?;
+        let value = self.reg(to);
+        match to.size {
+            4 => self.set_reg(to, u64::from((value as u32).swap_bytes())),
+            8 => self.set_reg(to, value.swap_bytes()),
+            // Undefined, and left to whoever wants it.
+            _ => return Err(Stop::Unsupported),
+        }
+        Ok(())
+    }
+
+    fn software_interrupt(&mut self, vector: u8) -> Result<(), Stop> {
+        self.interrupt(vector, self.next_rip)
+    }
+
+    /// Goes to the handler of `vector` in real mode, which returns to `back`.
+    pub(crate) fn interrupt(&mut self, vector: u8, back: u64) -> Result<(), Stop> {
+        if !self.real() {
+            return Err(Stop::Unsupported);
+        }
+        let table = self.m.table(Table::Interrupt);
+        let at = u16::from(vector).wrapping_mul(4);
+        if at.wrapping_add(3) > table.limit {
+            return Err(Stop::Fault(Exception::gp(0)));
+        }
+        let mut entry = [0; 4];
+        self.read_system(table.base, at.into(), &mut entry)?;
+        let [a, b, c, d] = entry;
+        let (offset, selector) = (u16::from_le_bytes([a, b]), u16::from_le_bytes([c, d]));
+        let cs = u64::from(self.m.segment(SegReg::Cs).selector);
+        let flags = self.flags & 0xffff;
+        self.all_or_nothing(|run| {
+            run.push(flags, 2)?;
+            run.push(cs, 2)?;
+            run.push(back & 0xffff, 2)
+        })?;
+        let target = self.paragraphs(SegReg::Cs, selector);
+        self.m.set_segment(SegReg::Cs, target);
+        self.flags &= !(IF | TF | AC | RF);
+        self.next_rip = offset.into();
+        Ok(())
+    }
+
+    /// IRET in real mode.
+    fn interrupt_return(&mut self, size: u8) -> Result<(), Stop> {
+        if !self.real() {
+            return Err(Stop::Unsupported);
+        }
+        let step = u64::from(size);
+        let offset = self.peek_at(0, size)?;
+        let selector = self.peek_at(step, size)? as u16;
+        let flags = self.peek_at(step.wrapping_mul(2), size)?;
+        self.branch_to(selector, offset)?;
+        self.pop_bytes(step.wrapping_mul(3));
+        self.replace_flags(flags, size);
+        Ok(())
+    }
+
+    /// CS and RIP of real mode.
+    fn branch_to(&mut self, selector: u16, offset: u64) -> Result<(), Stop> {
+        let target = self.paragraphs(SegReg::Cs, selector);
+        if offset > u64::from(target.limit) {
+            return Err(Stop::Fault(Exception::gp(0)));
+        }
+        self.m.set_segment(SegReg::Cs, target);
+        self.next_rip = offset;
+        Ok(())
+    }
+}
+
+const AH: RegRef = RegRef { index: 0, size: 1, high8: true };

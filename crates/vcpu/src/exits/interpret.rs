@@ -1,0 +1,190 @@
+//! Guests in a state that the CPU cannot run: under VMX without EPT real mode, and protected mode as long as
+//! segment registers are still those of real mode.
+//!
+//! Instruction by instruction through the emulator, events through the interrupt table of real mode. There
+//! is no VM86 mode and no task state in the guest's memory for it, as other hypervisors have: this needs
+//! nothing of the VMM, and code in real mode is short-lived. Protected mode with such segments ends after
+//! a few instructions; an exception there is reported to user space, an interrupt waits.
+
+use backend::{Backend, Event, RAX, RDX};
+use emulate::{Decoded, Outside, Stop};
+use host::task;
+use x86::{Cr0, Exception};
+
+use crate::{
+    Vcpu,
+    run::outcome::Outcome,
+    run::user_exit::{ERROR_DELIVERY, ErrorData},
+};
+
+/// Instructions executed before somebody else has a look.
+const MOST: u32 = 64;
+const NMI: u8 = 2;
+
+impl<B: Backend> Vcpu<B> {
+    /// Executes the guest in software until the CPU may be able to, or something else waits.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn interpret(&mut self) -> Outcome {
+        self.recheck = true;
+        if self.interpret_event()? {
+            return Ok(());
+        }
+        for _ in 0..MOST {
+            self.interpret_here()?;
+            let waits = self.events.exception.is_some()
+                || self.events.outer.any()
+                || self.roots.is_due()
+                || self.shared.has_requests()
+                || task::work_pending()
+                || (self.interrupts_open() && self.interrupt_may_wait());
+            if waits || self.is_protected() {
+                break;
+            }
+        }
+        self.recheck = true;
+        Ok(())
+    }
+
+    fn is_protected(&self) -> bool {
+        self.b.cr0() & Cr0::PE.bits() != 0
+    }
+
+    fn interrupt_may_wait(&self) -> bool {
+        self.after_exit.offered().is_some()
+            || self.events.external.is_some()
+            || self.shared.lapic.maybe_pending()
+            || self.vm.irq().extint_pending()
+    }
+
+    /// Delivers what was prepared for the entry that did not take place. Whether there was something.
+    fn interpret_event(&mut self) -> Outcome<bool> {
+        if let Some(event) = self.b.cancel_injection() {
+            self.deliver_in_software(event)?;
+            return Ok(true);
+        }
+        if self.is_protected() || !self.interrupts_open() {
+            return Ok(false);
+        }
+        let Some(vector) = self.after_exit.take_offered() else { return Ok(false) };
+        self.b.offer_interrupt(None);
+        self.stats.count(stats::VcpuCount::IrqInjections);
+        if self.shared.in_kernel_apic {
+            self.shared.lapic.serve(vector);
+        } else {
+            self.events.external = None;
+        }
+        self.deliver_in_software(Event::Interrupt(vector))?;
+        Ok(true)
+    }
+
+    fn deliver_in_software(&mut self, event: Event) -> Outcome {
+        let vector = match event {
+            Event::Interrupt(vector) | Event::Software(vector) => vector.0,
+            Event::Exception(exception) => exception.vector.0,
+            Event::Nmi => NMI,
+        };
+        if self.is_protected() {
+            return self.wait_for_valid_state(event);
+        }
+        match emulate::deliver(self, vector) {
+            Ok(done) => {
+                self.b.set_rip(done.rip);
+                self.b.set_rflags(done.rflags);
+                self.b.set_interrupt_shadow(false);
+                if event == Event::Nmi {
+                    self.b.set_nmi_masked(true);
+                }
+                Ok(())
+            }
+            Err(Stop::Fault(exception)) => {
+                self.events.again = Some(event);
+                self.raise_in_delivery(exception);
+                Ok(())
+            }
+            Err(Stop::Retry) => {
+                self.events.again = Some(event);
+                Ok(())
+            }
+            Err(_) => Err(self.delivery_failed()),
+        }
+    }
+
+    /// An event in protected mode with segments of real mode: what is not due to the instruction waits until
+    /// they are loaded.
+    fn wait_for_valid_state(&mut self, event: Event) -> Outcome {
+        match event {
+            Event::Interrupt(_) | Event::Nmi => {
+                if event == Event::Nmi {
+                    self.b.set_nmi_masked(false);
+                }
+                self.events.again = Some(event);
+                self.interpret_here()
+            }
+            _ => Err(self.delivery_failed()),
+        }
+    }
+
+    fn delivery_failed(&mut self) -> crate::run::outcome::Break {
+        let data = ErrorData::new(&self.b.exit_raw());
+        self.internal_error(ERROR_DELIVERY, data)
+    }
+
+    /// Executes the instruction at RIP.
+    fn interpret_here(&mut self) -> Outcome {
+        let (fetched, decoded) = self.slow_decode()?;
+        match decoded.outside() {
+            Some(what) => self.execute_outside(what, &decoded),
+            None => {
+                self.interpret_decoded(fetched, &decoded)?;
+                if decoded.is_iret() {
+                    self.b.set_nmi_masked(false);
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Instructions that exit elsewhere.
+    fn execute_outside(&mut self, what: Outside, decoded: &Decoded) -> Outcome {
+        let next = self.wrap_rip(self.b.rip().wrapping_add(u64::from(decoded.len())));
+        let privileged = !matches!(what, Outside::Cpuid | Outside::Rdtsc | Outside::Hypercall);
+        if privileged && self.b.cpl() != 0 {
+            self.raise(Exception::gp(0));
+            return Ok(());
+        }
+        match what {
+            Outside::Cpuid => self.do_cpuid(),
+            Outside::Hypercall => self.do_hypercall(),
+            Outside::Nothing => {}
+            Outside::Rdtsc => {
+                let host = self.b.host_tsc();
+                let tsc = self.b.guest_tsc(host);
+                self.gprs.0[RAX] = tsc & 0xffff_ffff;
+                self.gprs.0[RDX] = tsc >> 32;
+            }
+            Outside::Hlt => {
+                self.retire(next);
+                self.hlt_retired = true;
+                return self.halt();
+            }
+            Outside::Rdmsr | Outside::Wrmsr => return self.msr_to(what == Outside::Wrmsr, next),
+            Outside::Xsetbv => {
+                if let Err(exception) = self.do_xsetbv() {
+                    self.raise(exception);
+                    return Ok(());
+                }
+            }
+            Outside::Rsm => {
+                if self.smm.active {
+                    self.resume_from_smm();
+                } else {
+                    self.raise(Exception::ud());
+                }
+                return Ok(());
+            }
+        }
+        self.retire(next);
+        Ok(())
+    }
+}

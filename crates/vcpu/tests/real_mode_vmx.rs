@@ -1,0 +1,75 @@
+//! A guest in real mode under VMX without EPT: it is never entered, and runs all the same.
+
+mod rig;
+
+use gannet_vcpu::{RunInput, UserExit};
+use host::page::Pages;
+use mmu::Region;
+use rig::vmx::{VmxVcpu, shadow_vcpu};
+use std::sync::atomic::Ordering::Relaxed;
+use vm::VmRef;
+
+/// A guest whose memory begins with these bytes at 0x1000, where it starts; the handler of vector 0x20 is an
+/// INC BX and an IRET.
+struct Guest {
+    v: VmxVcpu,
+    _vm: VmRef,
+    _memory: Pages,
+}
+
+impl Guest {
+    fn new(code: &[u8]) -> Self {
+        let (mut v, vm) = shadow_vcpu();
+        let memory = Pages::zeroed(4).unwrap();
+        let mut bytes = vec![0u8; 4 << 12];
+        bytes[0x20 * 4..0x20 * 4 + 2].copy_from_slice(&0x2000u16.to_le_bytes());
+        bytes[0x2000..0x2002].copy_from_slice(&[0x43, 0xcf]);
+        bytes[0x1000..0x1000 + code.len()].copy_from_slice(code);
+        for (word, part) in memory.words().iter().zip(bytes.chunks_exact(8)) {
+            word.store(u64::from_le_bytes(part.try_into().unwrap()), Relaxed);
+        }
+        let hva = memory.hpa().0;
+        let region = Region { slot: 0, flags: 0, gpa: 0, size: 4 << 12, hva };
+        vm.memory().set_region(&region, &**vm).unwrap();
+        let mut s = v.sregs();
+        (s.cs.base, s.cs.selector) = (0, 0);
+        v.set_sregs(&s, None).unwrap();
+        let mut regs = v.regs();
+        regs.rip = 0x1000;
+        regs.gpr[4] = 0x1ff0;
+        v.set_regs(&regs);
+        Self { v, _vm: vm, _memory: memory }
+    }
+
+    fn run(&mut self) -> UserExit {
+        self.v.run(&RunInput::default())
+    }
+}
+
+fn port(exit: UserExit) -> u16 {
+    match exit {
+        UserExit::Io { write: true, port, .. } => port,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_program_of_real_mode_runs_to_its_end() {
+    // mov cx, 100; l: inc ax; loop l; int 0x20; push ax; push bx; pop bx; pop ax; out 0x42, al
+    let code = [0xb9, 100, 0, 0x40, 0xe2, 0xfd, 0xcd, 0x20, 0x50, 0x53, 0x5b, 0x58, 0xe6, 0x42];
+    let mut guest = Guest::new(&code);
+    assert_eq!(port(guest.run()), 0x42);
+    let regs = guest.v.regs();
+    assert_eq!((regs.gpr[0], regs.gpr[1], regs.gpr[3]), (100, 0, 1));
+    assert_eq!((regs.rip, regs.gpr[4]), (0x100c, 0x1ff0));
+}
+
+#[test]
+fn an_exception_goes_to_its_handler() {
+    // mov word [0], 0x100d; xor dx, dx; div dx; nop; (0x100d) out 0x43, al
+    let code = [0xc7, 0x06, 0, 0, 0x0d, 0x10, 0x31, 0xd2, 0xf7, 0xf2, 0x90, 0xf4, 0x90, 0xe6, 0x43];
+    let mut guest = Guest::new(&code);
+    assert_eq!(port(guest.run()), 0x43);
+    // Flags, CS and the faulting RIP are on the stack.
+    assert_eq!(guest.v.regs().gpr[4], 0x1ff0 - 6);
+}

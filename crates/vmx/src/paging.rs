@@ -1,0 +1,150 @@
+//! The paging registers of a guest whose page tables the CPU never sees (`ept=0`).
+//!
+//! The guest's CR3 is kept here, its CR0, CR4 and EFER where they are kept with EPT too. The VMCS holds what
+//! makes the CPU walk the shadow tables: protection and paging with PAE, no-execute and write protection on
+//! always, CR3 at the shadow root. The guest reads CR0 and CR4 from their read shadows.
+//!
+//! Without EPT there are no unrestricted guests (SDM vol. 3C §27.2.1.1): an entry refuses a guest in real
+//! mode, and a guest in protected mode whose segment registers are still those of real mode. Both are
+//! told as [`Exit::Refused`](backend::Exit::Refused) and executed in software until an entry is possible
+//! again. Real mode is known, and not tried; of the rest the CPU is the judge.
+
+use backend::{Backend, CR0_CD_NW};
+use cpu::Cpu;
+use x86::{
+    Cr0, Cr4, Efer, Hpa,
+    vmcs::{ENTRY_FAILURE, ExitReason, ProcControls},
+};
+
+use crate::{
+    enter::{Vmx, attention},
+    fields,
+};
+
+/// #PF in the exception bitmap.
+const PAGE_FAULT: u32 = 1 << 14;
+/// What the guest owns under EPT.
+const REGISTERS: ProcControls =
+    ProcControls::CR3_LOAD.union(ProcControls::CR3_STORE).union(ProcControls::INVLPG);
+/// The exit reason of a state that an entry refuses.
+pub(crate) const INVALID_STATE: u32 = ENTRY_FAILURE | ExitReason::InvalidGuestState.0 as u32;
+
+/// CR0 for the CPU.
+fn hardware_cr0(guest: u64) -> u64 {
+    (guest & !CR0_CD_NW) | (Cr0::PE | Cr0::PG | Cr0::WP).bits()
+}
+
+/// CR4 for the CPU. PCIDs and protection keys stay out of the shadow tables; without paging every page is a
+/// user page, which SMEP and SMAP would forbid the supervisor.
+fn hardware_cr4(guest: u64, pages: bool, long: bool) -> u64 {
+    let mut off = Cr4::PCIDE | Cr4::PKE;
+    if !pages {
+        off |= Cr4::SMEP | Cr4::SMAP;
+    }
+    if !long {
+        off |= Cr4::LA57;
+    }
+    (guest & !off.bits()) | Cr4::PAE.bits()
+}
+
+/// EFER for the CPU: long mode only once it is active.
+fn hardware_efer(guest: u64) -> u64 {
+    let off = if guest & Efer::LMA.bits() != 0 { 0 } else { Efer::LME.bits() };
+    (guest & !off) | Efer::NXE.bits()
+}
+
+impl<C: Cpu> Vmx<C> {
+    /// Sets what exits under shadow paging.
+    pub(crate) fn watch_paging(&mut self) {
+        self.change_proc(REGISTERS, true);
+        let exceptions = self.get(fields::EXCEPTION_BITMAP);
+        self.set(fields::EXCEPTION_BITMAP, exceptions | PAGE_FAULT);
+        self.set_cr0(self.cr0);
+        self.set_efer(self.efer);
+    }
+
+    /// CR0 for the VMCS, without what VMX fixes.
+    #[inline]
+    pub(crate) fn real_cr0(&self, guest: u64) -> u64 {
+        if self.paging.shadow { hardware_cr0(guest) } else { guest & !CR0_CD_NW }
+    }
+
+    /// CR4 for the VMCS. Machine checks reach the host whatever the guest says.
+    #[inline]
+    pub(crate) fn real_cr4(&self, guest: u64) -> u64 {
+        let mut real = guest;
+        if self.paging.shadow {
+            let long = self.efer & Efer::LMA.bits() != 0;
+            real = hardware_cr4(guest, self.cr0 & Cr0::PG.bits() != 0, long);
+        }
+        if self.features.umip_by_exits {
+            real &= !Cr4::UMIP.bits();
+        }
+        real | self.features.cr4_fixed | Cr4::MCE.bits()
+    }
+
+    /// EFER for the VMCS.
+    #[inline]
+    pub(crate) fn real_efer(&self, guest: u64) -> u64 {
+        if self.paging.shadow { hardware_efer(guest) } else { guest }
+    }
+
+    /// After CR0 or EFER changed, which decide about the bits of CR4: the VMCS follows. In real mode an
+    /// entry is not tried.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn paging_mode_changed(&mut self) {
+        self.set(fields::GUEST_CR4, self.real_cr4(self.cr4_now()));
+        if self.cr0 & Cr0::PE.bits() == 0 {
+            self.attention |= attention::INTERPRET;
+        } else {
+            self.attention &= !attention::INTERPRET;
+        }
+    }
+
+    /// The shadow root.
+    pub(crate) fn load_shadow_root(&mut self, root: Hpa) {
+        if self.shadow_root != root.0 {
+            self.shadow_root = root.0;
+            self.set(fields::GUEST_CR3, root.0);
+            self.attention |= attention::FLUSH;
+        }
+    }
+
+    /// Whether the guest's state is one that an entry refuses.
+    #[inline]
+    pub(crate) fn is_interpreted(&self) -> bool {
+        self.paging.shadow
+            && (self.attention & attention::INTERPRET != 0
+                || self.get(fields::EXIT_REASON) == INVALID_STATE)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cpu_always_pages_and_write_protects() {
+        let on = (Cr0::PE | Cr0::PG | Cr0::WP).bits();
+        assert_eq!(hardware_cr0(Cr0::ET.bits() | CR0_CD_NW), Cr0::ET.bits() | on);
+        assert_eq!(hardware_cr4(0, false, false), Cr4::PAE.bits());
+        assert_eq!(hardware_efer(0), Efer::NXE.bits());
+    }
+
+    #[test]
+    fn supervisor_protections_are_off_without_paging() {
+        let guest = (Cr4::SMEP | Cr4::SMAP | Cr4::PKE | Cr4::PCIDE | Cr4::OSFXSR).bits();
+        let rest = (Cr4::PAE | Cr4::OSFXSR).bits();
+        assert_eq!(hardware_cr4(guest, false, false), rest);
+        assert_eq!(hardware_cr4(guest, true, false), rest | (Cr4::SMEP | Cr4::SMAP).bits());
+    }
+
+    #[test]
+    fn long_mode_is_the_cpus_only_once_it_is_active() {
+        let (lme, both) = (Efer::LME.bits(), (Efer::LME | Efer::LMA).bits());
+        assert_eq!(hardware_efer(lme), Efer::NXE.bits());
+        assert_eq!(hardware_efer(both), both | Efer::NXE.bits());
+        assert_eq!(hardware_cr4(Cr4::LA57.bits(), true, false), Cr4::PAE.bits());
+    }
+}
