@@ -6,6 +6,7 @@ use kvm_ioctls::Cap;
 
 use super::hypervisor::Hypervisor;
 
+const LEAF1_ECX_VMX: u32 = 1 << 5;
 const LEAF1_ECX_X2APIC: u32 = 1 << 21;
 const LEAF1_ECX_TSC_DEADLINE: u32 = 1 << 24;
 const LEAF1_ECX_XSAVE: u32 = 1 << 26;
@@ -36,6 +37,8 @@ pub struct Features {
     pub lazy_deadline: bool,
     /// The guest may be a hypervisor by SVM.
     pub svm: bool,
+    /// The guest may be a hypervisor by VMX.
+    pub vmx: bool,
 }
 
 impl Features {
@@ -58,6 +61,7 @@ impl Features {
             smep: ebx7 & LEAF7_EBX_SMEP != 0,
             no_execute: edx_extended & LEAF80000001_EDX_NX != 0,
             lazy_deadline: eax_kvm & LEAF40000001_EAX_LAZY_DEADLINE != 0,
+            vmx: ecx1 & LEAF1_ECX_VMX != 0,
             svm: ecx_extended & LEAF80000001_ECX_SVM != 0,
         }
     }

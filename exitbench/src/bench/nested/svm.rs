@@ -4,9 +4,6 @@
 //! here minds: no interrupt is wanted.
 
 use crate::bench::program::guest_program;
-use crate::bench::workload::{Guest, Plan, Unsupported, Workload, require};
-use crate::vmm::hypervisor::Vendor;
-use crate::vmm::vm::Irqchip;
 
 /// Defines a program whose L2 executes `instruction`, of `length` bytes, for ever, under these words of intercepts.
 macro_rules! svm_program {
@@ -103,52 +100,18 @@ macro_rules! svm_program {
     };
 }
 
-svm_program!(cpuid, "nested_cpuid", third: "1 << 18", fourth: "0",
+svm_program!(cpuid, "nested_svm_cpuid", third: "1 << 18", fourth: "0",
     before: [], instruction: "cpuid", length: "2");
-svm_program!(vmmcall, "nested_vmcall", third: "0", fourth: "2",
+svm_program!(vmmcall, "nested_svm_vmmcall", third: "0", fourth: "2",
     before: [], instruction: "vmmcall", length: "3");
-svm_program!(hlt, "nested_hlt", third: "1 << 24", fourth: "0",
+svm_program!(hlt, "nested_svm_hlt", third: "1 << 24", fourth: "0",
     before: [], instruction: "hlt", length: "1");
 // KERNEL_GS_BASE, which no hypervisor keeps from its guest of its own accord.
-svm_program!(wrmsr, "nested_wrmsr", third: "1 << 28", fourth: "0",
+svm_program!(wrmsr, "nested_svm_wrmsr", third: "1 << 28", fourth: "0",
     before: ["mov $0xc0000102, %ecx"], instruction: "wrmsr", length: "2");
-svm_program!(pio, "nested_pio", third: "1 << 27", fourth: "0",
+svm_program!(pio, "nested_svm_pio", third: "1 << 27", fourth: "0",
     before: [], instruction: "out %al, $0x80", length: "2");
 
-const fn workload(
-    name: &'static str,
-    about: &'static str,
-    plan: fn(&Guest) -> Result<Plan, Unsupported>,
-) -> Workload {
-    Workload { name, about, irqchip: Irqchip::Kernel, vcpus: 1, plan }
-}
-
-/// `Ok` when the guest can be a hypervisor by SVM.
-fn require_svm(guest: &Guest) -> Result<(), Unsupported> {
-    require(guest.vendor == Vendor::Amd && guest.features.svm, "the guest's CPUID lacks SVM")
-}
-
-pub const CPUID: Workload = workload("nested_cpuid", "CPUID of a guest's guest", |guest| {
-    require_svm(guest)?;
-    Ok(Plan::of(cpuid()))
-});
-
-pub const VMMCALL: Workload = workload("nested_vmcall", "hypercall of a guest's guest", |guest| {
-    require_svm(guest)?;
-    Ok(Plan::of(vmmcall()))
-});
-
-pub const HLT: Workload = workload("nested_hlt", "HLT of a guest's guest", |guest| {
-    require_svm(guest)?;
-    Ok(Plan::of(hlt()))
-});
-
-pub const WRMSR: Workload = workload("nested_wrmsr", "WRMSR of a guest's guest", |guest| {
-    require_svm(guest)?;
-    Ok(Plan::of(wrmsr()))
-});
-
-pub const PIO: Workload = workload("nested_pio", "OUT of a guest's guest", |guest| {
-    require_svm(guest)?;
-    Ok(Plan::of(pio()))
-});
+/// The programs, for L1s of this kind.
+pub const PROGRAMS: super::Programs =
+    super::Programs { cpuid, hypercall: vmmcall, hlt, wrmsr, pio };

@@ -1,0 +1,184 @@
+//! L1 for VMX: one VMCS, without EPT, whose guest runs in L1's own address space.
+//!
+//! SDM vol. 3C chapters 24 to 31. The host's RIP is a trampoline that jumps to where the operation goes on, since an
+//! operation stands in a program twice. Fields that are not in the table below are zero, as VMCLEAR of a page of
+//! zeroes leaves them under every hypervisor that keeps the VMCS in memory.
+
+use crate::bench::program::guest_program;
+
+/// Defines a program whose L2 executes `instruction`, of `length` bytes, for ever, under these primary controls.
+macro_rules! vmx_program {
+    ($function:ident, $name:literal, primary: $primary:literal, before: [$($before:expr),*],
+     instruction: $instruction:literal, length: $length:literal) => {
+        guest_program!(
+            $function,
+            $name,
+            setup: [
+                // CR0.NE and CR4.VMXE; the feature control is for the firmware to lock.
+                "mov %cr0, %rax",
+                "or $0x20, %rax",
+                "mov %rax, %cr0",
+                "mov %cr4, %rax",
+                "or $1 << 13, %rax",
+                "mov %rax, %cr4",
+                "mov $0x3a, %ecx",
+                "rdmsr",
+                "test $1, %al",
+                "jnz 2f",
+                "mov $5, %eax",
+                "xor %edx, %edx",
+                "wrmsr",
+                "2:",
+                // Two pages of zeroes: the VMXON region and the VMCS, each with its revision.
+                "mov $exitbench_nested, %edi",
+                "mov $0x2000 / 8, %ecx",
+                "xor %eax, %eax",
+                "rep stosq",
+                "mov $0x480, %ecx",
+                "rdmsr",
+                "and $0x7fffffff, %eax",
+                "mov %eax, exitbench_nested",
+                "mov %eax, exitbench_nested + 0x1000",
+                "sub $32, %rsp",
+                "movq $exitbench_nested, (%rsp)",
+                "vmxon (%rsp)",
+                "movq $exitbench_nested + 0x1000, (%rsp)",
+                "vmclear (%rsp)",
+                "vmptrld (%rsp)",
+                // Controls: what is wanted, and what the capability MSR demands and allows.
+                "lea 3f(%rip), %rsi",
+                "2:",
+                "mov (%rsi), %ecx",
+                "jecxz 2f",
+                "rdmsr",
+                "or 4(%rsi), %eax",
+                "and %edx, %eax",
+                "mov 8(%rsi), %edx",
+                "vmwrite %rax, %rdx",
+                "add $12, %rsi",
+                "jmp 2b",
+                "2:",
+                // Fields with a value of their own, which is extended by its sign.
+                "lea 4f(%rip), %rsi",
+                "2:",
+                "mov (%rsi), %edx",
+                "test %edx, %edx",
+                "jz 2f",
+                "movslq 4(%rsi), %rax",
+                "vmwrite %rax, %rdx",
+                "add $8, %rsi",
+                "jmp 2b",
+                "2:",
+                // L1's registers, for both.
+                "mov %cr0, %rax",
+                "mov $0x6800, %edx",
+                "vmwrite %rax, %rdx",
+                "mov $0x6c00, %edx",
+                "vmwrite %rax, %rdx",
+                "mov %cr3, %rax",
+                "mov $0x6802, %edx",
+                "vmwrite %rax, %rdx",
+                "mov $0x6c02, %edx",
+                "vmwrite %rax, %rdx",
+                "mov %cr4, %rax",
+                "mov $0x6804, %edx",
+                "vmwrite %rax, %rdx",
+                "mov $0x6c04, %edx",
+                "vmwrite %rax, %rdx",
+                "sgdt (%rsp)",
+                "movzwl (%rsp), %eax",
+                "mov $0x4810, %edx",
+                "vmwrite %rax, %rdx",
+                "mov 2(%rsp), %rax",
+                "mov $0x6816, %edx",
+                "vmwrite %rax, %rdx",
+                "mov $0x6c0c, %edx",
+                "vmwrite %rax, %rdx",
+                "sidt (%rsp)",
+                "movzwl (%rsp), %eax",
+                "mov $0x4812, %edx",
+                "vmwrite %rax, %rdx",
+                "mov 2(%rsp), %rax",
+                "mov $0x6818, %edx",
+                "vmwrite %rax, %rdx",
+                "mov $0x6c0e, %edx",
+                "vmwrite %rax, %rdx",
+                "add $32, %rsp",
+                "mov $0x6c14, %edx",
+                "vmwrite %rsp, %rdx",
+                "lea -512(%rsp), %rax",
+                "mov $0x681c, %edx",
+                "vmwrite %rax, %rdx",
+                "lea 7f(%rip), %rax",
+                "mov $0x681e, %edx",
+                "vmwrite %rax, %rdx",
+                "lea 5f(%rip), %rax",
+                "mov $0x6c16, %edx",
+                "vmwrite %rax, %rdx",
+                // The first entry: a VMCS is launched once.
+                "lea 6f(%rip), %rax",
+                "mov %rax, exitbench_nested + 0x2000",
+                "vmlaunch",
+                // It failed: an interrupt that nobody asked for tells the VMM.
+                "ud2",
+                // Controls: MSR, wanted, field.
+                ".balign 4",
+                "3:",
+                ".long 0x481, 0, 0x4000",
+                concat!(".long 0x482, ", $primary, ", 0x4002"),
+                // The host has 64 bits; the guest is in IA-32e mode.
+                ".long 0x483, 1 << 9, 0x400c",
+                ".long 0x484, 1 << 9, 0x4012",
+                ".long 0",
+                // Fields: encoding, value.
+                "4:",
+                ".long 0x2800, -1",
+                ".long 0x800, 0x18, 0x802, 0x10, 0x804, 0x18, 0x806, 0x18, 0x808, 0x18, 0x80a, 0x18, 0x80e, 0x20",
+                ".long 0xc00, 0x18, 0xc02, 0x10, 0xc04, 0x18, 0xc06, 0x18, 0xc08, 0x18, 0xc0a, 0x18, 0xc0c, 0x20",
+                ".long 0x4800, -1, 0x4802, -1, 0x4804, -1, 0x4806, -1, 0x4808, -1, 0x480a, -1, 0x480e, 0x67",
+                ".long 0x4814, 0xc093, 0x4816, 0xa09b, 0x4818, 0xc093, 0x481a, 0xc093, 0x481c, 0xc093",
+                ".long 0x481e, 0xc093, 0x4820, 0x10000, 0x4822, 0x8b",
+                ".long 0x681a, 0x400, 0x6820, 2",
+                ".long 0",
+                // L2. What it needs in registers it sets each time: L1 shares all but RSP with it.
+                "7:",
+                $($before,)*
+                $instruction,
+                "jmp 7b",
+                "5:",
+                "jmp *exitbench_nested + 0x2000",
+                "6:",
+                "mov $0x681e, %edx",
+                "vmread %rdx, %rax",
+                concat!("add $", $length, ", %rax"),
+                "vmwrite %rax, %rdx"
+            ],
+            operation: [
+                "lea 1f(%rip), %rax",
+                "mov %rax, exitbench_nested + 0x2000",
+                "vmresume",
+                "ud2",
+                "1:",
+                "mov $0x681e, %edx",
+                "vmread %rdx, %rax",
+                concat!("add $", $length, ", %rax"),
+                "vmwrite %rax, %rdx"
+            ]
+        );
+    };
+}
+
+vmx_program!(cpuid, "nested_vmx_cpuid", primary: "0",
+    before: [], instruction: "cpuid", length: "2");
+vmx_program!(vmcall, "nested_vmx_vmcall", primary: "0",
+    before: [], instruction: "vmcall", length: "3");
+vmx_program!(hlt, "nested_vmx_hlt", primary: "1 << 7",
+    before: [], instruction: "hlt", length: "1");
+// Without MSR bitmaps every access exits.
+vmx_program!(wrmsr, "nested_vmx_wrmsr", primary: "0",
+    before: ["mov $0xc0000102, %ecx"], instruction: "wrmsr", length: "2");
+vmx_program!(pio, "nested_vmx_pio", primary: "1 << 24",
+    before: [], instruction: "out %al, $0x80", length: "2");
+
+/// The programs, for L1s of this kind.
+pub const PROGRAMS: super::Programs = super::Programs { cpuid, hypercall: vmcall, hlt, wrmsr, pio };
