@@ -23,7 +23,6 @@ const SVR: u32 = 0x80f;
 const ICR: u32 = 0x830;
 const SELF_IPI: u32 = 0x83f;
 const X2APIC: u64 = 0xfee0_0d00;
-const RFLAGS_IF: u64 = 1 << 9;
 const SERVED: ProcControls2 = ProcControls2::VIRTUALIZE_X2APIC
     .union(ProcControls2::APIC_REGISTERS)
     .union(ProcControls2::VIRTUAL_INTERRUPTS);
@@ -219,7 +218,7 @@ fn vcpu() -> VmxVcpu {
 fn wrmsr(msr: u32, value: u64) -> impl Fn(&mut ModelVmcs, &mut Gprs) + Send + Sync + Clone {
     move |vmcs, gprs| {
         (gprs.0[RAX], gprs.0[RCX], gprs.0[RDX]) = (value, msr.into(), 0);
-        vmcs.set(field::GUEST_RFLAGS, RFLAGS_IF | 2);
+        vmcs.set(field::GUEST_RFLAGS, x86::Rflags::IF.bits() | 2);
         exit(ExitReason::Wrmsr)(vmcs, gprs);
     }
 }
@@ -342,7 +341,7 @@ fn stis_shadow_does_not_outlive_an_instruction_that_was_emulated() {
             v.backend().cpu().inner().vmx.then(wrmsr(ICR, 0x4_0051));
         }
         v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
-            vmcs.set(field::GUEST_RFLAGS, RFLAGS_IF | 2);
+            vmcs.set(field::GUEST_RFLAGS, x86::Rflags::IF.bits() | 2);
             vmcs.set(field::GUEST_INTERRUPTIBILITY, BY_STI);
             exit(ExitReason::Cpuid)(vmcs, gprs);
         });

@@ -13,7 +13,6 @@ use vmx::percpu;
 use x86::vmcs::{ExitReason, ProcControls, event, field};
 
 const LONG_MODE: (u64, u64) = (0x500, 0xa09b);
-const RFLAGS_IF: u64 = 1 << 9;
 
 fn wrmsr(msr: u64, value: u64) -> impl Fn(&mut ModelVmcs, &mut Gprs) + Send + Sync + Clone {
     move |vmcs, gprs| {
@@ -73,7 +72,7 @@ fn an_interrupt_to_oneself_is_injected_and_ended_in_two_entries() {
     v.write_msr(0x1b, 0xfee0_0d00, true).unwrap();
     v.write_msr(0x80f, 0x1ff, true).unwrap();
     v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
-        vmcs.set(field::GUEST_RFLAGS, RFLAGS_IF | 2);
+        vmcs.set(field::GUEST_RFLAGS, x86::Rflags::IF.bits() | 2);
         wrmsr(X2APIC_SELF_IPI, 0x40)(vmcs, gprs);
     });
     v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
@@ -105,7 +104,7 @@ fn an_interrupt_that_cannot_be_taken_waits_for_the_window() {
         // IF is clear.
         assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION) & event::VALID, 0);
         assert_ne!(vmcs.get(field::PROC_CONTROLS) & window, 0);
-        vmcs.set(field::GUEST_RFLAGS, RFLAGS_IF | 2);
+        vmcs.set(field::GUEST_RFLAGS, x86::Rflags::IF.bits() | 2);
         exit(ExitReason::InterruptWindow)(vmcs, gprs);
     });
     v.backend().cpu().inner().vmx.then(move |vmcs, gprs| {

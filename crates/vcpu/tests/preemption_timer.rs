@@ -27,7 +27,6 @@ const DIVIDE: u32 = 0x83e;
 const LAZY: u32 = 0x4b56_4d09;
 const VECTOR: u64 = 0x40;
 const PAGE: u64 = 0x6000;
-const RFLAGS_IF: u64 = 1 << 9;
 
 /// One that the guest takes interrupts at, in x2APIC mode with the timer's LVT entry.
 fn apic(v: &mut VmxVcpu, lvt: u64) {
@@ -61,7 +60,7 @@ fn cpuid(vmcs: &mut ModelVmcs, gprs: &mut Gprs) {
 }
 
 fn timer_exit(vmcs: &mut ModelVmcs, gprs: &mut Gprs) {
-    vmcs.set(field::GUEST_RFLAGS, RFLAGS_IF | 2);
+    vmcs.set(field::GUEST_RFLAGS, x86::Rflags::IF.bits() | 2);
     exit(ExitReason::PreemptionTimer)(vmcs, gprs);
 }
 
@@ -222,7 +221,7 @@ fn a_time_that_has_passed_before_the_entry_needs_no_entry() {
     assert_eq!(v.read_msr(DEADLINE, true), Ok(deadline));
     assert_eq!(v.shared().lapic.highest_pending(), None);
     let mut regs = v.regs();
-    regs.rflags |= RFLAGS_IF;
+    regs.rflags |= x86::Rflags::IF.bits();
     v.set_regs(&regs);
     let counts = play(&mut v, [step(takes_interrupt)]);
     assert_eq!(counts.of(Op::VmxEnter), 2);
@@ -282,7 +281,7 @@ fn a_timer_that_rings_for_nothing_is_no_interrupt() {
 }
 
 fn halt(vmcs: &mut ModelVmcs, gprs: &mut Gprs) {
-    vmcs.set(field::GUEST_RFLAGS, RFLAGS_IF | 2);
+    vmcs.set(field::GUEST_RFLAGS, x86::Rflags::IF.bits() | 2);
     exit(ExitReason::Hlt)(vmcs, gprs);
 }
 

@@ -17,7 +17,6 @@ use x86::vmcb::{ExitCode, Vmcb, vintr};
 
 const X2APIC_ON: u64 = 0xfee0_0d00;
 const IOAPIC: u64 = 0xfec0_0000;
-const RFLAGS_IF: u64 = 1 << 9;
 const LEVEL: u32 = 1 << 15;
 const GSI: u32 = 5;
 /// One more than are told at once.
@@ -164,7 +163,7 @@ fn after_an_end_at_the_8259a() {
 fn after_an_end_that_the_8259a_makes_by_itself() {
     let mut many = Many::by_pic(true);
     many.v.backend().cpu().inner().then(|vmcb, gprs| {
-        vmcb.save.rflags |= RFLAGS_IF;
+        vmcb.save.rflags |= x86::Rflags::IF.bits();
         exit(ExitCode::Intr)(vmcb, gprs);
     });
     let cpu = host::smp::cpu_id();
@@ -180,7 +179,7 @@ fn after_an_end_that_the_8259a_makes_by_itself() {
 fn before_the_return_to_user_space() {
     let mut many = Many::by_pic(true);
     many.v.backend().cpu().inner().then(|vmcb, gprs| {
-        vmcb.save.rflags |= RFLAGS_IF;
+        vmcb.save.rflags |= x86::Rflags::IF.bits();
         exit(ExitCode::Intr)(vmcb, gprs);
     });
     many.v.backend().cpu().inner().then(out(PORT, 7, false));

@@ -17,7 +17,6 @@ use x86::vmcs::{ExitReason, ProcControls, event, field};
 
 const X2APIC: u64 = 0xfee0_0d00;
 const LINT0: u32 = 0x835;
-const RFLAGS_IF: u64 = 1 << 9;
 const LEVEL: u32 = 1 << 15;
 
 fn msi(gsi: u32, data: u32) -> Route {
@@ -81,7 +80,7 @@ fn the_cpu_that_serves_the_apic_is_told_which_ends_to_report() {
     let expect = |v: &mut VmxVcpu, bitmap: u64| {
         v.backend().cpu().inner().vmx.then(move |vmcs, gprs| {
             assert_eq!(vmcs.get(field::EOI_EXIT_1), bitmap);
-            vmcs.set(field::GUEST_RFLAGS, RFLAGS_IF | 2);
+            vmcs.set(field::GUEST_RFLAGS, x86::Rflags::IF.bits() | 2);
             rig::vmx::exit(ExitReason::VirtualizedEoi)(vmcs, gprs);
             vmcs.set(field::EXIT_QUALIFICATION, 0x50);
         });
@@ -110,7 +109,7 @@ fn an_interrupt_of_the_vmms_pic_is_injected_when_lint0_takes_it() {
                 let injected = info & event::VALID != 0;
                 assert_eq!(if injected { info } else { 0 }, expected);
                 vmcs.set(field::ENTRY_INTERRUPTION, info & !event::VALID);
-                vmcs.set(field::GUEST_RFLAGS, RFLAGS_IF | 2);
+                vmcs.set(field::GUEST_RFLAGS, x86::Rflags::IF.bits() | 2);
                 vmcs.set(field::IDT_VECTORING, 0);
                 rig::vmx::shutdown(vmcs, gprs);
             });
@@ -132,7 +131,7 @@ fn the_window_that_the_vmm_asks_for_opens_on_either_cpu() {
     let (mut v, _vm) = svm();
     v.backend().cpu().inner().then(|vmcb, _| {
         assert!(vmcb.control.int_ctl & vintr::IRQ != 0);
-        vmcb.save.rflags = RFLAGS_IF | 2;
+        vmcb.save.rflags = x86::Rflags::IF.bits() | 2;
         vmcb.control.exit_code = ExitCode::Vintr.0;
     });
     assert_eq!(v.run(&input), UserExit::IrqWindowOpen);
@@ -141,7 +140,7 @@ fn the_window_that_the_vmm_asks_for_opens_on_either_cpu() {
         v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
             let controls = ProcControls::from_bits_retain(vmcs.get(field::PROC_CONTROLS));
             assert!(controls.contains(ProcControls::INTERRUPT_WINDOW));
-            vmcs.set(field::GUEST_RFLAGS, RFLAGS_IF | 2);
+            vmcs.set(field::GUEST_RFLAGS, x86::Rflags::IF.bits() | 2);
             gprs.0[RAX] = 0;
             rig::vmx::exit(ExitReason::InterruptWindow)(vmcs, gprs);
         });
@@ -155,7 +154,7 @@ fn without_a_taker_no_window_opens() {
     v.write_msr(LINT0, 0x1_0700, true).unwrap();
     v.backend().cpu().inner().then(|vmcb, gprs| {
         assert_eq!(vmcb.control.int_ctl & vintr::IRQ, 0);
-        vmcb.save.rflags = RFLAGS_IF | 2;
+        vmcb.save.rflags = x86::Rflags::IF.bits() | 2;
         shutdown(vmcb, gprs);
     });
     let input = RunInput { request_interrupt_window: true, ..RunInput::default() };

@@ -12,7 +12,7 @@ use rig::{Machine, TestVcpu, exit, features, shutdown, vcpu_of};
 use svm::Features;
 use x86::vmcb::{ExitCode, Vmcb};
 
-const CR4_OSXSAVE: u64 = 1 << 18;
+const OSXSAVE: u64 = x86::Cr4::OSXSAVE.bits();
 const EBX: usize = 1;
 
 fn machine(xstate_cache: bool) -> Machine {
@@ -62,21 +62,21 @@ fn entry(entries: &[Entry], leaf: u32, index: u32) -> Entry {
 #[test]
 fn a_guest_without_osxsave_does_not_own_cr4() {
     const WRITES_CR4: u32 = 1 << (16 + 4);
-    let features = Features { nrip_save: true, cr4_known: CR4_OSXSAVE, ..features() };
+    let features = Features { nrip_save: true, cr4_known: OSXSAVE, ..features() };
     let mut v = vcpu_of(&Machine { features, ..Machine::default() });
     let mut sregs = v.sregs();
-    sregs.cr4 |= CR4_OSXSAVE;
+    sregs.cr4 |= OSXSAVE;
     v.set_sregs(&sregs, None).unwrap();
     v.set_xcr0(3).unwrap();
     let script = v.backend().cpu().inner();
     script.then(|vmcb, gprs| {
         assert_eq!(vmcb.control.intercepts[0] & WRITES_CR4, 0, "the guest owns it");
-        vmcb.save.cr4 &= !CR4_OSXSAVE;
+        vmcb.save.cr4 &= !OSXSAVE;
         exit(ExitCode::Intr)(vmcb, gprs);
     });
     script.then(|vmcb, gprs| {
         assert_ne!(vmcb.control.intercepts[0] & WRITES_CR4, 0, "its write would not be seen");
-        gprs.0[RDX] = vmcb.save.cr4 | CR4_OSXSAVE;
+        gprs.0[RDX] = vmcb.save.cr4 | OSXSAVE;
         exit(ExitCode::WriteCr4)(vmcb, gprs);
         vmcb.control.exit_info_1 = (1 << 63) | RDX as u64;
     });
@@ -95,11 +95,11 @@ fn a_guest_without_osxsave_does_not_own_cr4() {
 fn with_the_table_no_exit_makes_the_host_execute_cpuid() {
     let mut v = vcpu_of(&machine(true));
     let count = cpuids(&mut v, |script| {
-        script.then(toggle_cr4(CR4_OSXSAVE));
+        script.then(toggle_cr4(OSXSAVE));
         for _ in 0..4 {
             script.then(xsetbv(7)).then(cpuid(0xd, 0)).then(cpuid(0xd, 1)).then(xsetbv(3));
-            script.then(toggle_cr4(CR4_OSXSAVE)).then(cpuid(1, 0)).then(cpuid(7, 0));
-            script.then(toggle_cr4(CR4_OSXSAVE)).then(cpuid(0xd, 0));
+            script.then(toggle_cr4(OSXSAVE)).then(cpuid(1, 0)).then(cpuid(7, 0));
+            script.then(toggle_cr4(OSXSAVE)).then(cpuid(0xd, 0));
         }
         script
     });
@@ -114,10 +114,10 @@ fn with_the_table_no_exit_makes_the_host_execute_cpuid() {
 fn without_it_each_change_costs_one_cpuid_per_component_and_format() {
     let mut v = vcpu_of(&machine(false));
     // With x87 and SSE alone there is no component behind the header.
-    assert_eq!(cpuids(&mut v, |s| s.then(xsetbv(3)).then(toggle_cr4(CR4_OSXSAVE))), 0);
+    assert_eq!(cpuids(&mut v, |s| s.then(xsetbv(3)).then(toggle_cr4(OSXSAVE))), 0);
     // After a shutdown the vCPU is as after INIT, which leaves XCR0 alone.
     assert_eq!(cpuids(&mut v, |s| s.then(xsetbv(7))), 2);
-    assert_eq!(cpuids(&mut v, |s| s.then(toggle_cr4(CR4_OSXSAVE))), 2 + 2);
+    assert_eq!(cpuids(&mut v, |s| s.then(toggle_cr4(OSXSAVE))), 2 + 2);
     assert_eq!(cpuids(&mut v, |s| s.then(toggle_cr4(1 << 4))), 0);
     // What is up to date is not computed again, and neither is it when nothing changes.
     assert_eq!(cpuids(&mut v, |s| s.then(cpuid(0xd, 0)).then(cpuid(1, 0))), 0);
@@ -144,12 +144,12 @@ fn a_cpuid_exit_sees_what_the_guest_has_just_changed() {
                 });
                 s.then(move |vmcb, gprs| {
                     let shown = gprs.0[RCX] & (1 << 27) != 0;
-                    assert_eq!(shown, vmcb.save.cr4 & CR4_OSXSAVE != 0);
-                    toggle_cr4(CR4_OSXSAVE)(vmcb, gprs);
+                    assert_eq!(shown, vmcb.save.cr4 & OSXSAVE != 0);
+                    toggle_cr4(OSXSAVE)(vmcb, gprs);
                 });
                 s.then(cpuid(1, 0)).then(move |vmcb, gprs| {
                     let shown = gprs.0[RCX] & (1 << 27) != 0;
-                    assert_eq!(shown, vmcb.save.cr4 & CR4_OSXSAVE != 0);
+                    assert_eq!(shown, vmcb.save.cr4 & OSXSAVE != 0);
                     cpuid(0, 0)(vmcb, gprs);
                 });
             }
@@ -163,7 +163,7 @@ fn every_ioctl_that_reads_or_compares_the_table_has_it_up_to_date() {
     for cache in [true, false] {
         let mut v = vcpu_of(&machine(cache));
         let set = rig::offered(cache).cpuid.entries().to_vec();
-        cpuids(&mut v, |s| s.then(toggle_cr4(CR4_OSXSAVE)).then(xsetbv(7)));
+        cpuids(&mut v, |s| s.then(toggle_cr4(OSXSAVE)).then(xsetbv(7)));
         // The shutdown has put CR4 back; XCR0 is still what the guest set.
         let read = v.cpuid_entries().to_vec();
         assert_eq!(entry(&read, 0xd, 0).ebx, 832);
@@ -210,7 +210,7 @@ enum Act {
 fn act() -> impl Strategy<Value = Act> {
     prop_oneof![
         (0..9u64).prop_map(Act::Xsetbv),
-        prop_oneof![Just(CR4_OSXSAVE), Just(1 << 4), Just(1 << 22)].prop_map(Act::Cr4),
+        prop_oneof![Just(OSXSAVE), Just(1 << 4), Just(1 << 22)].prop_map(Act::Cr4),
         (0..9u64).prop_map(Act::SetXcr0),
         any::<bool>().prop_map(Act::ApicBase),
         Just(Act::Read),

@@ -20,7 +20,8 @@ impl Dr6 {
     /// clear when one was met.
     pub const ACTIVE_LOW: u64 = 0xffff_0ff0;
     const RESERVED_ONE: u64 = 0xfffe_07f0;
-    const RESERVED_ZERO: u64 = 1 << 12;
+    /// What a MOV clears.
+    pub const RESERVED_ZERO: u64 = 1 << 12;
     /// After reset.
     pub const RESET: Self = Self(Self::ACTIVE_LOW);
 
@@ -59,8 +60,12 @@ pub struct Dr7(u64);
 impl Dr7 {
     /// The eight enables of breakpoints.
     pub const ENABLES: u64 = 0xff;
+    /// The local enables of breakpoints, which are a task's own, and LE.
+    pub const LOCAL: u64 = 0x155;
     /// General detect: MOV DR raises #DB.
     pub const GD: u64 = 1 << 13;
+    /// What a MOV clears: bits 11, 12, 14 and 15.
+    pub const RESERVED_ZERO: u64 = 0xd800;
     const RESERVED_ONE: u64 = 1 << 10;
     /// After reset.
     pub const RESET: Self = Self(Self::RESERVED_ONE);

@@ -10,14 +10,12 @@ use host::{NoMemory, err, hostcpu, info, params, smp, warn};
 use mmu::{EptSupport, Format};
 use svm::HostState;
 use vmx::mitigations;
+use x86::Cr4;
 use x86::cpuid::{Feature, Vendor, feature, leaf};
 use x86::msr::ARCH_CAPABILITIES;
 
 const EBUSY: i32 = -16;
 const EOPNOTSUPP: i32 = -95;
-/// CR4 bit 12: the host's own tables have five levels, and so have SVM's TDP ones (APM vol. 2
-/// §15.25.3).
-const CR4_LA57: u64 = 1 << 12;
 /// The TSC ratio is an 8.32 fixed-point number under SVM, a 16.48 one under VMX.
 const SVM_TSC_RATIO: u64 = 0xff;
 const VMX_TSC_RATIO: u64 = 0xffff;
@@ -160,7 +158,8 @@ impl Found {
         let keys = if params::tdp() { None } else { Some(feature::PKU) };
         match self {
             Self::Svm(features) => {
-                let levels = if Native.cr4() & CR4_LA57 != 0 { 5 } else { 4 };
+                // The host's own tables have five levels, and so have SVM's TDP ones (APM vol. 2 §15.25.3).
+                let levels = if Native.cr4() & Cr4::LA57.bits() != 0 { 5 } else { 4 };
                 Common {
                     tables: with_large_pages(Format::npt(levels, 0)),
                     tsc_ratio: features.tsc_ratio.then_some(SVM_TSC_RATIO),

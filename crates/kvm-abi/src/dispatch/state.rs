@@ -2,6 +2,7 @@
 
 use alloc::boxed::Box;
 
+use x86::{Cr0, Cr4, Efer};
 use zerocopy::FromZeros;
 
 use super::ops::VcpuOps;
@@ -118,11 +119,10 @@ pub fn get_sregs2<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
 /// KVM_SET_SREGS2. PDPTRs may come only with the paging mode that has them.
 #[inline(never)]
 pub fn set_sregs2<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
-    const CR0_PG: u64 = 1 << 31;
-    const CR4_PAE: u64 = 1 << 5;
-    const EFER_LMA: u64 = 1 << 10;
     let sregs: Box<KvmSregs2> = user::read_boxed(arg)?;
-    let pae = sregs.cr0 & CR0_PG != 0 && sregs.cr4 & CR4_PAE != 0 && sregs.efer & EFER_LMA == 0;
+    let pae = sregs.cr0 & Cr0::PG.bits() != 0
+        && sregs.cr4 & Cr4::PAE.bits() != 0
+        && sregs.efer & Efer::LMA.bits() == 0;
     if sregs.flags & !SREGS2_FLAGS_PDPTRS_VALID != 0 || (sregs.flags != 0 && !pae) {
         return Err(Errno::EINVAL);
     }

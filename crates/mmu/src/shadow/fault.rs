@@ -5,7 +5,7 @@
 //! dirty bits in the guest's tables and makes the entries.
 
 use x86::exception::pf;
-use x86::{Exception, Gfn, Gpa};
+use x86::{Cr4, Exception, Gfn, Gpa};
 
 use super::State;
 use super::arena::PageId;
@@ -20,9 +20,6 @@ use crate::source::{A, D, P, PS, index_at, same_link};
 use crate::table::{GuestPage, View};
 use crate::tdp::LEVEL_2M;
 use crate::walk::PagingContext;
-
-const CR4_SMEP: u64 = 1 << 20;
-const CR4_SMAP: u64 = 1 << 21;
 
 /// The access that faulted.
 #[derive(Clone, Copy)]
@@ -52,7 +49,7 @@ impl<'a> Access<'a> {
         code |= if self.write { pf::WRITE } else { 0 };
         code |= if self.user { pf::USER } else { 0 };
         // The fetch bit exists only where something can forbid fetching.
-        let forbids = role.nx() || self.context.cr4 & CR4_SMEP != 0;
+        let forbids = role.nx() || self.context.cr4 & Cr4::SMEP.bits() != 0;
         code |= if self.fetch && forbids { pf::FETCH } else { 0 };
         Exception::pf(self.va, code)
     }
@@ -74,11 +71,11 @@ impl<'a> Access<'a> {
         }
         if !self.user && user_page {
             if self.fetch {
-                return context.cr4 & CR4_SMEP == 0;
+                return context.cr4 & Cr4::SMEP.bits() == 0;
             }
             // An access of the CPU's own at CPL 3, to a descriptor table, is not excused by AC.
             let excused = context.rflags_ac && context.cpl != 3;
-            return context.cr4 & CR4_SMAP == 0 || excused;
+            return context.cr4 & Cr4::SMAP.bits() == 0 || excused;
         }
         true
     }

@@ -5,23 +5,19 @@ use backend::{Backend, SegmentName};
 use emulate::CodeSize;
 use mmu::Section;
 use mmu::fetch::CodeMode;
-use x86::segment::attr;
+use x86::{Cr0, Efer, Rflags, segment::attr};
 
 use crate::Vcpu;
-
-const CR0_PE: u64 = 1;
-const EFER_LMA: u64 = 1 << 10;
-const RFLAGS_VM: u64 = 1 << 17;
 
 impl<B: Backend> Vcpu<B> {
     /// Operand and address size of the code segment.
     #[inline]
     pub(crate) fn code_size(&self) -> CodeSize {
         let cs = self.b.code_attributes();
-        if self.b.efer() & EFER_LMA != 0 && cs & attr::L != 0 {
+        if self.b.efer() & Efer::LMA.bits() != 0 && cs & attr::L != 0 {
             CodeSize::Bits64
-        } else if self.b.cr0() & CR0_PE != 0
-            && self.b.rflags() & RFLAGS_VM == 0
+        } else if self.b.cr0() & Cr0::PE.bits() != 0
+            && self.b.rflags() & Rflags::VM.bits() == 0
             && cs & attr::DB != 0
         {
             CodeSize::Bits32

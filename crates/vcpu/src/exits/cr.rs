@@ -5,34 +5,18 @@
 use backend::{Backend, CrAccess, RAX, RCX, RDX};
 use emulate::CodeSize;
 use mmu::Section;
-use x86::Exception;
+use x86::{Cr0, Cr4, Efer, Exception};
 
 use crate::{
     Vcpu, exits::code::wrap, paging::shadow::is_pae, run::events::Outer, run::inner::Next,
 };
 
-const CR0_PE: u64 = 1;
-const CR0_PG: u64 = 1 << 31;
-const CR0_NW: u64 = 1 << 29;
-const CR0_CD: u64 = 1 << 30;
-const CR0_ET: u64 = 1 << 4;
-const CR0_KNOWN: u64 = 0xe005_003f;
-const CR4_PAE: u64 = 1 << 5;
-const CR4_PSE: u64 = 1 << 4;
-const CR4_PGE: u64 = 1 << 7;
-const CR4_SMEP: u64 = 1 << 20;
-const CR4_PCIDE: u64 = 1 << 17;
-const CR4_OSXSAVE: u64 = 1 << 18;
-const CR4_PKE: u64 = 1 << 22;
-const CR4_LA57: u64 = 1 << 12;
-const EFER_LME: u64 = 1 << 8;
-const EFER_LMA: u64 = 1 << 10;
-
 /// Whether a write of CR4 empties the TLB, global translations too: a change of PSE, PAE, PGE or
 /// PCIDE, and SMEP going on (APM vol. 2 §5.5.2, SDM vol. 3A §4.10.4.1).
-fn flushes(old: u64, new: u64) -> bool {
+fn flushes(old: Cr4, new: Cr4) -> bool {
     let changed = old ^ new;
-    changed & (CR4_PSE | CR4_PAE | CR4_PGE | CR4_PCIDE) != 0 || changed & new & CR4_SMEP != 0
+    changed.intersects(Cr4::PSE | Cr4::PAE | Cr4::PGE | Cr4::PCIDE)
+        || (changed & new).contains(Cr4::SMEP)
 }
 
 impl<B: Backend> Vcpu<B> {
@@ -140,35 +124,36 @@ impl<B: Backend> Vcpu<B> {
         if value >> 32 != 0 {
             return Err(Exception::gp(0));
         }
-        let value = (value & CR0_KNOWN) | CR0_ET;
-        let pg = value & CR0_PG != 0;
-        if (pg && value & CR0_PE == 0) || (value & CR0_NW != 0 && value & CR0_CD == 0) {
+        // Reserved bits of the lower half are dropped, and ET is always one.
+        let new = Cr0::from_bits_truncate(value) | Cr0::ET;
+        if !new.is_consistent() {
             return Err(Exception::gp(0));
         }
-        let was_pg = c.cr0 & CR0_PG != 0;
-        let to_long = pg && !was_pg && c.efer & EFER_LME != 0;
-        if (value ^ c.cr0) & (CR0_PG | CR0_CD | CR0_NW) != 0
+        let old = Cr0::from_bits_retain(c.cr0);
+        let cr4 = Cr4::from_bits_retain(c.cr4);
+        let efer = Efer::from_bits_retain(c.efer);
+        let (was_pg, pg) = (old.contains(Cr0::PG), new.contains(Cr0::PG));
+        let to_long = pg && !was_pg && efer.contains(Efer::LME);
+        if (new ^ old).intersects(Cr0::PG | Cr0::CD | Cr0::NW)
             && !to_long
-            && is_pae(value, c.cr4, c.efer)
+            && is_pae(new.bits(), c.cr4, c.efer)
         {
             self.load_pdptes(c.cr3)?;
         }
-        if pg && !was_pg && c.efer & EFER_LME != 0 {
+        if to_long {
             let cs = self.b.segment(backend::SegmentName::Cs);
-            if c.cr4 & CR4_PAE == 0 || cs.is_long() {
+            if !cr4.contains(Cr4::PAE) || cs.is_long() {
                 return Err(Exception::gp(0));
             }
-            self.b.set_efer(c.efer | EFER_LMA);
+            self.b.set_efer((efer | Efer::LMA).bits());
         }
         if !pg && was_pg {
-            if c.efer & EFER_LMA != 0 && self.code_size() == CodeSize::Bits64
-                || c.cr4 & CR4_PCIDE != 0
-            {
+            if efer.is_long() && self.code_size() == CodeSize::Bits64 || cr4.contains(Cr4::PCIDE) {
                 return Err(Exception::gp(0));
             }
-            self.b.set_efer(c.efer & !EFER_LMA);
+            self.b.set_efer((efer - Efer::LMA).bits());
         }
-        self.b.set_cr0(value);
+        self.b.set_cr0(new.bits());
         if pg != was_pg {
             self.flush_guest_tlb();
         }
@@ -179,9 +164,9 @@ impl<B: Backend> Vcpu<B> {
     fn write_cr3(&mut self, value: u64) -> Result<(), Exception> {
         let c = self.b.control();
         let mut keep = false;
-        if c.efer & EFER_LMA != 0 {
+        if Efer::from_bits_retain(c.efer).is_long() {
             // Bit 63 with PCIDs says "keep the TLB" and is not stored.
-            let tagged = c.cr4 & CR4_PCIDE != 0;
+            let tagged = Cr4::from_bits_retain(c.cr4).contains(Cr4::PCIDE);
             keep = tagged && value >> 63 != 0;
             let value = if tagged { value & !(1 << 63) } else { value };
             if value >> self.cpuid.maxphyaddr().min(52) != 0 {
@@ -200,29 +185,30 @@ impl<B: Backend> Vcpu<B> {
 
     fn write_cr4(&mut self, value: u64) -> Result<(), Exception> {
         let c = self.b.control();
-        let long = c.efer & EFER_LMA != 0;
-        let changed = value ^ c.cr4;
-        if value & !self.cpuid.cr4_allowed().bits() != 0
-            || (long && (value & CR4_PAE == 0 || changed & CR4_LA57 != 0))
-            || (changed & value & CR4_PCIDE != 0 && (!long || c.cr3 & 0xfff != 0))
+        let long = Efer::from_bits_retain(c.efer).is_long();
+        let (old, new) = (Cr4::from_bits_retain(c.cr4), Cr4::from_bits_retain(value));
+        let changed = new ^ old;
+        if !self.cpuid.cr4_allowed().contains(new)
+            || (long && (!new.contains(Cr4::PAE) || changed.contains(Cr4::LA57)))
+            || ((changed & new).contains(Cr4::PCIDE) && (!long || c.cr3 & 0xfff != 0))
         {
             return Err(Exception::gp(0));
         }
         if !long
-            && changed & (CR4_PSE | CR4_PAE | CR4_PGE | CR4_SMEP) != 0
+            && changed.intersects(Cr4::PSE | Cr4::PAE | Cr4::PGE | Cr4::SMEP)
             && is_pae(c.cr0, value, c.efer)
         {
             self.load_pdptes(c.cr3)?;
         }
         self.b.set_cr4(value);
-        if changed & (CR4_OSXSAVE | CR4_PKE) != 0 {
+        if changed.intersects(Cr4::OSXSAVE | Cr4::PKE) {
             self.cpuid_inputs_changed();
         }
-        if flushes(c.cr4, value) {
+        if flushes(old, new) {
             self.flush_guest_tlb();
         }
         // PGE alone is in no role.
-        if changed != CR4_PGE || !self.roots.keeps() {
+        if changed != Cr4::PGE || !self.roots.keeps() {
             self.note_role();
         }
         Ok(())
@@ -231,19 +217,19 @@ impl<B: Backend> Vcpu<B> {
     /// WRMSR EFER.
     pub(crate) fn write_efer(&mut self, value: u64, from_host: bool) -> Result<(), Exception> {
         let c = self.b.control();
-        let allowed = self.cpuid.efer_allowed().bits() | EFER_LMA;
-        if value & !allowed != 0 {
+        let (old, new) = (Efer::from_bits_retain(c.efer), Efer::from_bits_retain(value));
+        if !(self.cpuid.efer_allowed() | Efer::LMA).contains(new) {
             return Err(Exception::gp(0));
         }
-        let paging = c.cr0 & CR0_PG != 0;
-        if !from_host && paging && (value ^ c.efer) & EFER_LME != 0 {
+        let paging = Cr0::from_bits_retain(c.cr0).contains(Cr0::PG);
+        if !from_host && paging && (new ^ old).contains(Efer::LME) {
             return Err(Exception::gp(0));
         }
         // LMA is read-only for the guest.
-        let value = (value & !EFER_LMA) | (c.efer & EFER_LMA);
+        let new = (new - Efer::LMA) | (old & Efer::LMA);
         // No flush: translations that were made without NXE have no NX, and those with it forbid
         // no less than the reserved bit would.
-        self.b.set_efer(value);
+        self.b.set_efer(new.bits());
         self.note_role();
         Ok(())
     }
@@ -280,13 +266,13 @@ mod tests {
 
     #[test]
     fn cr4_empties_the_tlb_where_the_architecture_says_so_and_only_there() {
-        for bit in [CR4_PSE, CR4_PAE, CR4_PGE, CR4_PCIDE] {
-            assert!(flushes(0, bit) && flushes(bit, 0), "{bit:#x}");
+        let none = Cr4::empty();
+        for bit in [Cr4::PSE, Cr4::PAE, Cr4::PGE, Cr4::PCIDE] {
+            assert!(flushes(none, bit) && flushes(bit, none), "{bit:?}");
         }
-        assert!(flushes(0, CR4_SMEP) && !flushes(CR4_SMEP, 0));
-        // SMAP, PKE, OSXSAVE, TSD.
-        for bit in [1 << 21, 1 << 22, 1 << 18, 1 << 2] {
-            assert!(!flushes(0, bit) && !flushes(bit, 0), "{bit:#x}");
+        assert!(flushes(none, Cr4::SMEP) && !flushes(Cr4::SMEP, none));
+        for bit in [Cr4::SMAP, Cr4::PKE, Cr4::OSXSAVE, Cr4::TSD] {
+            assert!(!flushes(none, bit) && !flushes(bit, none), "{bit:?}");
         }
     }
 }

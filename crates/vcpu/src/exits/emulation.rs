@@ -26,7 +26,7 @@ use backend::{Backend, RDX};
 use emulate::{Cause, Decoded, Fetched, Stop};
 use mmu::{WalkError, translate, walk};
 use stats::VcpuCount;
-use x86::{Exception, Gpa, Gva};
+use x86::{Dr6, Exception, Gpa, Gva, Rflags};
 
 use super::device::user_io::Completion;
 use crate::{
@@ -35,9 +35,6 @@ use crate::{
     run::outcome::{Break, Outcome},
     run::user_exit::{ERROR_EMULATION, ErrorData},
 };
-
-/// DR6: a single step.
-const DR6_BS: u64 = 1 << 14;
 
 /// Guest memory is not mapped in the TDP tables.
 #[derive(Clone, Copy, Debug)]
@@ -136,13 +133,13 @@ impl<B: Backend> Vcpu<B> {
     /// A REP string instruction that is not at its end traps after each iteration under TF, as it
     /// would in hardware (SDM vol. 3B §18.3.1.4).
     fn trap_iteration(&mut self, rflags: u64) {
-        if rflags & emulate::rflags::TF == 0 {
+        if rflags & Rflags::TF.bits() == 0 {
             return;
         }
         if self.single_step {
             self.events.outer.set(Outer::STEPPED, true);
         } else {
-            self.raise(Exception::db(DR6_BS));
+            self.raise(Exception::db(Dr6::BS));
         }
     }
 

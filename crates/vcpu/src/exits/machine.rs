@@ -8,14 +8,12 @@ use emulate::{Access, CodeSize, Machine, PortAccess, SegReg, Stop, Table};
 use mmu::walk;
 use vm::memory::MemoryError;
 use x86::{
-    Gpa, Gva,
+    Efer, Gpa, Gva,
     segment::{DescriptorTable, Segment},
 };
 
 use super::device::{DeviceAccess, padded};
 use crate::Vcpu;
-
-const EFER_LMA: u64 = 1 << 10;
 
 /// Accesses that the processor makes for itself, with supervisor's rights.
 const SYSTEM_READ: walk::Access = walk::Access { implicit: true, ..walk::Access::READ };
@@ -179,7 +177,7 @@ impl<B: Backend> Machine for Vcpu<B> {
     }
 
     fn long_mode(&self) -> bool {
-        self.b.efer() & EFER_LMA != 0
+        Efer::from_bits_retain(self.b.efer()).is_long()
     }
 
     fn table(&self, table: Table) -> DescriptorTable {

@@ -10,7 +10,7 @@ use vm::{
     settings::quirk,
     vcpu_shared::MpState,
 };
-use x86::{Exception, cpuid::feature};
+use x86::{Cr0, Dr6, Exception, Rflags, cpuid::feature};
 
 use crate::{
     Vcpu,
@@ -173,12 +173,11 @@ impl<B: Backend> Vcpu<B> {
                 }
                 let regs = self.b.debug_regs();
                 let [.., dr6, dr7] = regs;
-                const ACTIVE_LOW: u64 = 0xffff_0ff0;
                 // VMX tells apart from DR6 what happened, SVM by it.
-                let bits = e.payload.filter(|bits| *bits != 0).unwrap_or(dr6 ^ ACTIVE_LOW);
+                let bits = e.payload.filter(|bits| *bits != 0).unwrap_or(dr6 ^ Dr6::ACTIVE_LOW);
                 if self.guest_debug & (guestdbg::SINGLESTEP | guestdbg::USE_HW_BP) != 0 {
                     let pc = self.linear_rip();
-                    let dr6 = bits ^ ACTIVE_LOW;
+                    let dr6 = bits ^ Dr6::ACTIVE_LOW;
                     return Err(UserExit::Debug { exception: 1, pc, dr6, dr7 }.into());
                 }
                 self.raise(Exception::db(bits));
@@ -202,9 +201,9 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether the guest asked for #AC: the access need not have been a split lock then.
     fn checks_alignment(&self) -> bool {
-        const CR0_AM: u64 = 1 << 18;
-        const RFLAGS_AC: u64 = 1 << 18;
-        self.b.cpl() == 3 && self.b.cr0() & CR0_AM != 0 && self.b.rflags() & RFLAGS_AC != 0
+        self.b.cpl() == 3
+            && self.b.cr0() & Cr0::AM.bits() != 0
+            && self.b.rflags() & Rflags::AC.bits() != 0
     }
 
     /// A locked access of two cache lines, of which this host makes a fault. It is none of the guest's:

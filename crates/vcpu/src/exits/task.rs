@@ -6,16 +6,14 @@
 use backend::{Backend, Event, TaskSource, TaskSwitchExit};
 use emulate::{Source, Stop, Switched, TaskSwitch};
 
+use x86::{Dr7, Rflags};
+
 use crate::{
     Vcpu,
     run::events::Outer,
     run::outcome::Outcome,
     run::user_exit::{ERROR_EMULATION, ErrorData},
 };
-
-const RFLAGS_TF: u64 = 1 << 8;
-/// DR7: the local enables, which are a task's own, and LE.
-const DR7_LOCAL: u64 = 0x155;
 
 impl<B: Backend> Vcpu<B> {
     /// Switches tasks. An event that asked for it is delivered with that.
@@ -74,13 +72,13 @@ impl<B: Backend> Vcpu<B> {
             _ if switch.source == Source::Iret => self.b.set_nmi_masked(false),
             _ => {}
         }
-        let step = if self.single_step { RFLAGS_TF } else { 0 };
+        let step = if self.single_step { Rflags::TF.bits() } else { 0 };
         self.b.set_rflags(task.rflags | step);
         self.b.set_rip(task.rip);
         self.b.set_interrupt_shadow(false);
         let [a, b, c, d, dr6, dr7] = self.debug_regs();
-        if dr7 & DR7_LOCAL != 0 {
-            self.put_debug_regs([a, b, c, d, dr6, dr7 & !DR7_LOCAL]);
+        if dr7 & Dr7::LOCAL != 0 {
+            self.put_debug_regs([a, b, c, d, dr6, dr7 & !Dr7::LOCAL]);
         }
         if let Some(exception) = task.exception {
             self.raise(exception);

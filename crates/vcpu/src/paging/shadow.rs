@@ -14,7 +14,7 @@ use mmu::source::reserved_in_pdpte;
 use mmu::{PagingContext, RootOutcome, Section, ShadowFault, ShadowRoots};
 use stats::VcpuCount;
 use vm::memory::{MemoryError, ShadowOutcome, shadow::Caller};
-use x86::{Exception, Gpa, Gva, exception::pf};
+use x86::{Cr0, Cr4, Efer, Exception, Gpa, Gva, exception::pf};
 
 use crate::{
     Vcpu,
@@ -22,11 +22,6 @@ use crate::{
     run::outcome::Outcome,
     run::user_exit::{ERROR_DELIVERY, ErrorData, UserExit},
 };
-
-const CR0_PG: u64 = 1 << 31;
-const CR4_PAE: u64 = 1 << 5;
-const CR4_PCIDE: u64 = 1 << 17;
-const EFER_LMA: u64 = 1 << 10;
 
 const PRESENT: u64 = 1;
 
@@ -85,7 +80,9 @@ fn decode_pdptes(bytes: &[u8; 32]) -> Pdptes {
 
 /// Whether registers mean PAE paging, which loads PDPTEs.
 pub(crate) fn is_pae(cr0: u64, cr4: u64, efer: u64) -> bool {
-    cr0 & CR0_PG != 0 && cr4 & CR4_PAE != 0 && efer & EFER_LMA == 0
+    Cr0::from_bits_retain(cr0).contains(Cr0::PG)
+        && Cr4::from_bits_retain(cr4).contains(Cr4::PAE)
+        && !Efer::from_bits_retain(efer).contains(Efer::LMA)
 }
 
 impl<B: Backend> Vcpu<B> {
@@ -369,7 +366,7 @@ impl<B: Backend> Vcpu<B> {
     /// INVPCID (APM vol. 3): `kind` 0 is one address of one PCID, 1 a PCID, 2 and 3 all.
     pub(crate) fn flush_pcid(&mut self, kind: u8, pcid: u16, at: Gva) -> Result<(), Exception> {
         let c = self.b.control();
-        let tagged = c.cr4 & CR4_PCIDE != 0;
+        let tagged = c.cr4 & Cr4::PCIDE.bits() != 0;
         if (kind < 2 && pcid != 0 && !tagged) || (kind == 0 && !self.paging().is_canonical(at.0)) {
             return Err(Exception::gp(0));
         }
@@ -404,11 +401,14 @@ impl<B: Backend> Vcpu<B> {
         let cr4 = if cr == 4 { value } else { c.cr4 };
         if B::LOADS_PDPTES && self.shadow.is_none() {
             // Where they are to be loaded, guest memory is read outside.
-            return cr4 & CR4_PAE == 0 || c.efer & EFER_LMA != 0 || !matches!(cr, 0 | 3 | 4);
+            return cr4 & Cr4::PAE.bits() == 0
+                || c.efer & Efer::LMA.bits() != 0
+                || !matches!(cr, 0 | 3 | 4);
         }
         let Self { shadow: Some(shadow), memory, .. } = self else { return true };
         shadow.fetched = None;
-        if cr4 & CR4_PAE == 0 || c.efer & EFER_LMA != 0 || !matches!(cr, 0 | 3 | 4) {
+        if cr4 & Cr4::PAE.bits() == 0 || c.efer & Efer::LMA.bits() != 0 || !matches!(cr, 0 | 3 | 4)
+        {
             return true;
         }
         let base = pdptes_at(if cr == 3 { value } else { c.cr3 });

@@ -5,12 +5,9 @@
 
 use backend::{Backend, Event, NmiWindow};
 use stats::VcpuCount;
-use x86::{Exception, Vector};
+use x86::{Exception, Rflags, Vector};
 
 use crate::{Vcpu, run::inner::Next};
-
-const RFLAGS_IF: u64 = 1 << 9;
-const RFLAGS_RF: u64 = 1 << 16;
 
 /// What waits for the next entry.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -173,7 +170,9 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether the guest takes external interrupts now.
     pub(crate) fn interrupts_open(&self) -> bool {
-        self.b.rflags() & RFLAGS_IF != 0 && !self.b.interrupt_shadow() && !self.b.injecting()
+        self.b.rflags() & Rflags::IF.bits() != 0
+            && !self.b.interrupt_shadow()
+            && !self.b.injecting()
     }
 
     /// Whether an interrupt could be injected now by a VMM with its own PIC.
@@ -260,7 +259,7 @@ impl<B: Backend> Vcpu<B> {
         // #DB, which may be either, do not (SDM vol. 3B §18.3.1.1).
         const DB_BP_OF_DF_MC: u32 = 1 << 1 | 1 << 3 | 1 << 4 | 1 << 8 | 1 << 18;
         if DB_BP_OF_DF_MC & 1u32.checked_shl(exception.vector.0.into()).unwrap_or(0) == 0 {
-            self.b.set_rflags(self.b.rflags() | RFLAGS_RF);
+            self.b.set_rflags(self.b.rflags() | Rflags::RF.bits());
         }
         self.b.inject(Event::Exception(exception));
     }

@@ -13,6 +13,7 @@ use backend::{Answer, Backend, Exit};
 use host::{irq, task, trace};
 use mmu::Section;
 use stats::{Reason, VcpuCount};
+use x86::{Dr6, Exception, Rflags};
 
 use crate::{Vcpu, run::events::Outer, state::cpuid_state::dynamic_inputs};
 
@@ -327,7 +328,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn retire(&mut self, next_rip: u64) {
         self.b.retire(next_rip);
         let rflags = self.b.rflags();
-        if rflags & ((1 << 8) | (1 << 16)) != 0 {
+        if rflags & (Rflags::TF | Rflags::RF).bits() != 0 {
             self.retire_flags(rflags);
         }
     }
@@ -335,17 +336,14 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     fn retire_flags(&mut self, rflags: u64) {
-        const TF: u64 = 1 << 8;
-        const RF: u64 = 1 << 16;
-        self.b.set_rflags(rflags & !RF);
-        if rflags & TF != 0 {
-            const DR6_BS: u64 = 1 << 14;
+        self.b.set_rflags(rflags & !Rflags::RF.bits());
+        if rflags & Rflags::TF.bits() != 0 {
             if self.single_step {
                 // The VMM's step, not the guest's.
                 self.events.outer.set(Outer::STEPPED, true);
                 self.recheck = true;
             } else {
-                self.raise(x86::Exception::db(DR6_BS));
+                self.raise(Exception::db(Dr6::BS));
             }
         }
     }
@@ -403,8 +401,7 @@ impl<B: Backend> Vcpu<B> {
         let Some(next) = self.next_rip(s) else { return Next::Leave };
         self.retire(next);
         self.hlt_retired = true;
-        const RFLAGS_IF: u64 = 1 << 9;
-        if !self.shared.in_kernel_apic || self.b.rflags() & RFLAGS_IF == 0 {
+        if !self.shared.in_kernel_apic || self.b.rflags() & Rflags::IF.bits() == 0 {
             return Next::Leave;
         }
         self.sync_priority();

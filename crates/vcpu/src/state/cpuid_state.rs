@@ -9,20 +9,17 @@
 use backend::{Backend, GuestLimits};
 use stats::VcpuCount;
 use vm::{irq::Irqchip, vcpu_shared::SharedVcpu};
-use x86::cpuid::feature;
+use x86::{Cr4, cpuid::feature};
 
 use crate::Vcpu;
-
-const CR4_OSXSAVE: u64 = 1 << 18;
-const CR4_PKE: u64 = 1 << 22;
 
 /// The machine state that CPUID shows.
 #[inline]
 pub(crate) fn dynamic_inputs(b: &impl Backend, shared: &SharedVcpu) -> cpuid::DynamicInputs {
-    let cr4 = b.cr4_shown();
+    let cr4 = Cr4::from_bits_retain(b.cr4_shown());
     cpuid::DynamicInputs {
-        cr4_osxsave: cr4 & CR4_OSXSAVE != 0,
-        cr4_pke: cr4 & CR4_PKE != 0,
+        cr4_osxsave: cr4.contains(Cr4::OSXSAVE),
+        cr4_pke: cr4.contains(Cr4::PKE),
         apic_enabled: shared.lapic.enabled(),
         xcr0: b.xcr0(),
         xss: b.xss(),

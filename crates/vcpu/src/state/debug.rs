@@ -3,7 +3,7 @@
 
 use backend::Backend;
 use emulate::Stop;
-use x86::{Dr6, Dr7, Exception};
+use x86::{Cr4, Dr6, Dr7, Exception, Rflags};
 
 use crate::Vcpu;
 
@@ -15,17 +15,6 @@ pub(crate) mod guestdbg {
     pub const USE_HW_BP: u32 = 0x2_0000;
     pub const BLOCKIRQ: u32 = 0x10_0000;
 }
-
-const RFLAGS_TF: u64 = 1 << 8;
-const CR4_DE: u64 = 1 << 3;
-/// Access to a debug register was detected; and the bit of DR7 that asks for that.
-const DR6_BD: u64 = 1 << 13;
-const DR7_GD: u64 = 1 << 13;
-/// What is always set, and what always clear (SDM vol. 3B §18.2).
-const DR6_SET: u64 = Dr6::ACTIVE_LOW;
-const DR6_CLEAR: u64 = 1 << 12;
-const DR7_SET: u64 = Dr7::RESET.bits();
-const DR7_CLEAR: u64 = 0xd800;
 
 /// Debug registers: DR0 to DR3, DR6, DR7.
 pub type DebugRegs = [u64; 6];
@@ -45,10 +34,10 @@ impl<B: Backend> Vcpu<B> {
         self.rare.borrowed_debug.map_or_else(|| self.b.debug_regs(), |borrowed| borrowed.own)
     }
 
-    /// Sets them.
+    /// Sets DR0 to DR3, DR6 and DR7, in whose reserved bits a VMM may have put anything.
     pub fn set_debug_regs(&mut self, regs: DebugRegs) {
         let [a, b, c, d, dr6, dr7] = regs;
-        self.put_debug_regs([a, b, c, d, dr6 | DR6_SET, dr7 | DR7_SET]);
+        self.put_debug_regs([a, b, c, d, dr6 | Dr6::RESET.bits(), dr7 | Dr7::RESET.bits()]);
     }
 
     pub(crate) fn put_debug_regs(&mut self, regs: DebugRegs) {
@@ -76,7 +65,7 @@ impl<B: Backend> Vcpu<B> {
         let (step, breakpoints) = (has(guestdbg::SINGLESTEP), has(guestdbg::USE_HW_BP));
         let rflags = self.guest_rflags();
         self.single_step = step;
-        self.b.set_rflags(if step { rflags | RFLAGS_TF } else { rflags });
+        self.b.set_rflags(if step { rflags | Rflags::TF.bits() } else { rflags });
         self.b.set_guest_debug(self.guest_debug & guestdbg::USE_SW_BP != 0, step);
         let [a, b, c, d, _, _, _, dr7] = dr;
         self.borrow_debug_regs(breakpoints.then_some([
@@ -84,8 +73,8 @@ impl<B: Backend> Vcpu<B> {
             b,
             c,
             d,
-            DR6_SET,
-            u64::from(dr7 as u32) | DR7_SET,
+            Dr6::RESET.bits(),
+            Dr7::new(dr7).bits(),
         ]));
         self.smi_blocked(self.events_blocked());
         self.recheck = true;
@@ -114,7 +103,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Where in [`DebugRegs`] a register is, by its number in an instruction.
     fn debug_index(&mut self, n: u8) -> Result<usize, Stop> {
-        let old_names = self.b.control().cr4 & CR4_DE == 0;
+        let old_names = !Cr4::from_bits_retain(self.b.control().cr4).contains(Cr4::DE);
         let n = if matches!(n, 4 | 5) && old_names { n + 2 } else { n };
         let index = match n {
             0..=3 => usize::from(n),
@@ -123,10 +112,10 @@ impl<B: Backend> Vcpu<B> {
             _ => return Err(Stop::Fault(Exception::ud())),
         };
         let [a, b, c, d, dr6, dr7] = self.debug_regs();
-        if dr7 & DR7_GD != 0 {
+        if dr7 & Dr7::GD != 0 {
             // The handler may use them.
-            self.put_debug_regs([a, b, c, d, dr6, dr7 & !DR7_GD]);
-            return Err(Stop::Fault(Exception::db(DR6_BD)));
+            self.put_debug_regs([a, b, c, d, dr6, dr7 & !Dr7::GD]);
+            return Err(Stop::Fault(Exception::db(Dr6::BD)));
         }
         Ok(index)
     }
@@ -137,13 +126,13 @@ impl<B: Backend> Vcpu<B> {
         Ok(host::GuestIndex::from(index).of(&self.debug_regs()).copied().unwrap_or(0))
     }
 
-    /// MOV to one.
+    /// MOV to a debug register, with the privilege checked.
     pub(crate) fn write_debug_reg(&mut self, n: u8, value: u64) -> Result<(), Stop> {
         let index = self.debug_index(n)?;
         let value = match index {
             4 | 5 if value >> 32 != 0 => return Err(Stop::Fault(Exception::gp(0))),
-            4 => (value | DR6_SET) & !DR6_CLEAR,
-            5 => (value | DR7_SET) & !DR7_CLEAR,
+            4 => (value | Dr6::RESET.bits()) & !Dr6::RESERVED_ZERO,
+            5 => (value | Dr7::RESET.bits()) & !Dr7::RESERVED_ZERO,
             _ => value,
         };
         let mut regs = self.debug_regs();

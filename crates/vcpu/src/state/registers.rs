@@ -4,7 +4,7 @@
 
 use backend::{Backend, Event, SegmentName};
 use x86::{
-    Exception, Vector,
+    Cr0, Cr4, Efer, Exception, Rflags, Vector,
     segment::{DescriptorTable, Segment},
 };
 
@@ -70,16 +70,6 @@ pub struct SavedEvents {
     pub smi: SavedSmi,
 }
 
-const APIC_BASE_BSP: u64 = 1 << 8;
-const RFLAGS_FIXED: u64 = 2;
-const RFLAGS_TF: u64 = 1 << 8;
-const CR0_PE: u64 = 1;
-const CR0_PG: u64 = 1 << 31;
-const CR0_NW_CD: (u64, u64) = (1 << 29, 1 << 30);
-const CR4_PAE: u64 = 1 << 5;
-const EFER_LME: u64 = 1 << 8;
-const EFER_LMA: u64 = 1 << 10;
-
 const SEGMENTS: [SegmentName; 8] = [
     SegmentName::Cs,
     SegmentName::Ds,
@@ -97,24 +87,20 @@ impl Sregs {
     }
 
     /// Whether the control registers fit each other (KVM API §4.12 says EINVAL where not).
-    fn is_valid(&self, cr4_allowed: u64, maxphyaddr: u8) -> bool {
-        let long = self.efer & EFER_LME != 0 && self.cr0 & CR0_PG != 0;
-        if long {
+    fn is_valid(&self, cr4_allowed: Cr4, maxphyaddr: u8) -> bool {
+        let (cr0, cr4) = (Cr0::from_bits_retain(self.cr0), Cr4::from_bits_retain(self.cr4));
+        let efer = Efer::from_bits_retain(self.efer);
+        if efer.contains(Efer::LME) && cr0.contains(Cr0::PG) {
             let reserved = u64::MAX.checked_shl(maxphyaddr.min(52).into()).unwrap_or(0);
-            if self.cr4 & CR4_PAE == 0
-                || self.efer & EFER_LMA == 0
-                || self.cr3 & reserved & !(1 << 63) != 0
-            {
+            if !cr4.contains(Cr4::PAE) || !efer.is_long() || self.cr3 & reserved & !(1 << 63) != 0 {
                 return false;
             }
-        } else if self.efer & EFER_LMA != 0 || self.cs.is_long() {
+        } else if efer.is_long() || self.cs.is_long() {
             return false;
         }
-        let (nw, cd) = CR0_NW_CD;
-        self.cr4 & !cr4_allowed == 0
-            && self.cr0 >> 32 == 0
-            && !(self.cr0 & nw != 0 && self.cr0 & cd == 0)
-            && !(self.cr0 & CR0_PG != 0 && self.cr0 & CR0_PE == 0)
+        cr4_allowed.contains(cr4)
+            && self.cr0 & Cr0::HIGH == 0
+            && cr0.is_consistent()
             && self.cr8 <= 15
     }
 }
@@ -128,7 +114,7 @@ impl<B: Backend> Vcpu<B> {
     /// RFLAGS without what a debugger's single step put there.
     pub(crate) fn guest_rflags(&self) -> u64 {
         let rflags = self.b.rflags();
-        if self.single_step { rflags & !RFLAGS_TF } else { rflags }
+        if self.single_step { rflags & !Rflags::TF.bits() } else { rflags }
     }
 
     /// KVM_SET_REGS. Drops a pending exception, as an instruction that jumps away would.
@@ -140,8 +126,8 @@ impl<B: Backend> Vcpu<B> {
         }
         self.gprs.0 = regs.gpr;
         self.b.set_rip(regs.rip);
-        let step = if self.single_step { RFLAGS_TF } else { 0 };
-        self.b.set_rflags(regs.rflags | RFLAGS_FIXED | step);
+        let step = if self.single_step { Rflags::TF } else { Rflags::empty() };
+        self.b.set_rflags(regs.rflags | (Rflags::FIXED | step).bits());
         self.events.exception = None;
         self.recheck = true;
     }
@@ -174,9 +160,9 @@ impl<B: Backend> Vcpu<B> {
 
     /// KVM_SET_SREGS. `interrupt`: a vector that a VMM with its own PIC has pending.
     pub fn set_sregs(&mut self, s: &Sregs, interrupt: Option<Vector>) -> Result<(), Invalid> {
-        let efer_allowed = self.cpuid.efer_allowed().bits() | EFER_LMA;
-        if !s.is_valid(self.cpuid.cr4_allowed().bits(), self.cpuid.maxphyaddr())
-            || s.efer & !efer_allowed != 0
+        let efer_allowed = self.cpuid.efer_allowed() | Efer::LMA;
+        if !s.is_valid(self.cpuid.cr4_allowed(), self.cpuid.maxphyaddr())
+            || !efer_allowed.contains(Efer::from_bits_retain(s.efer))
         {
             return Err(Invalid);
         }
@@ -208,10 +194,10 @@ impl<B: Backend> Vcpu<B> {
         }
         // A bootstrap processor in real mode at the reset vector has just been reset
         // (older VMMs tell no MP state).
-        if self.shared.lapic.base() & APIC_BASE_BSP != 0
+        if self.shared.lapic.base() & irqchip::lapic::base::BSP != 0
             && self.b.rip() == 0xfff0
             && (s.cs.selector, s.cs.base) == (0xf000, 0xffff_0000)
-            && s.cr0 & CR0_PE == 0
+            && !Cr0::from_bits_retain(s.cr0).contains(Cr0::PE)
         {
             self.set_mp_state(MpState::Runnable);
         }
@@ -430,18 +416,23 @@ mod tests {
     use super::*;
 
     fn long_mode() -> Sregs {
-        Sregs { cr0: CR0_PG | CR0_PE, cr4: CR4_PAE, efer: EFER_LME | EFER_LMA, ..Sregs::default() }
+        Sregs {
+            cr0: (Cr0::PG | Cr0::PE).bits(),
+            cr4: Cr4::PAE.bits(),
+            efer: (Efer::LME | Efer::LMA).bits(),
+            ..Sregs::default()
+        }
     }
 
     #[test]
     fn long_mode_needs_pae_and_lma() {
         let ok = long_mode();
-        assert!(ok.is_valid(CR4_PAE, 48));
-        assert!(!Sregs { cr4: 0, ..ok }.is_valid(CR4_PAE, 48));
-        assert!(!Sregs { efer: EFER_LME, ..ok }.is_valid(CR4_PAE, 48));
-        assert!(!Sregs { cr3: 1 << 50, ..ok }.is_valid(CR4_PAE, 48));
-        assert!(!Sregs { cr4: CR4_PAE | 1, ..ok }.is_valid(CR4_PAE, 48));
-        assert!(!Sregs { cr0: CR0_PG, ..ok }.is_valid(CR4_PAE, 48));
-        assert!(!Sregs { cr8: 16, ..ok }.is_valid(CR4_PAE, 48));
+        assert!(ok.is_valid(Cr4::PAE, 48));
+        assert!(!Sregs { cr4: 0, ..ok }.is_valid(Cr4::PAE, 48));
+        assert!(!Sregs { efer: Efer::LME.bits(), ..ok }.is_valid(Cr4::PAE, 48));
+        assert!(!Sregs { cr3: 1 << 50, ..ok }.is_valid(Cr4::PAE, 48));
+        assert!(!Sregs { cr4: (Cr4::PAE | Cr4::VME).bits(), ..ok }.is_valid(Cr4::PAE, 48));
+        assert!(!Sregs { cr0: Cr0::PG.bits(), ..ok }.is_valid(Cr4::PAE, 48));
+        assert!(!Sregs { cr8: 16, ..ok }.is_valid(Cr4::PAE, 48));
     }
 }

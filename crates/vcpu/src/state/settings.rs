@@ -7,14 +7,13 @@ use backend::{Backend, FewerExits};
 use irqchip::lapic::LocalVector;
 use msr::{McReport, McVerdict};
 use vm::vcpu_shared::Request;
-use x86::{Dr6, Exception, Vector};
+use x86::{Cr4, Dr6, Exception, Vector};
 
 use crate::{Vcpu, run::events::Outer, state::registers::Invalid};
 
 /// Frequencies that differ by less than this many parts per million count as the same: two hosts
 /// never calibrate alike.
 const TOLERANCE_PPM: u64 = 250;
-const CR4_MCE: u64 = 1 << 6;
 
 /// Guest TSC ticks per host tick, 32.32 fixed point.
 fn ratio(guest_khz: u32, host_khz: u32) -> u64 {
@@ -75,7 +74,7 @@ impl<B: Backend> Vcpu<B> {
         self.tsc_offset
     }
 
-    /// Sets it.
+    /// Sets the guest TSC minus the scaled host TSC.
     pub fn set_tsc_offset(&mut self, offset: u64) {
         self.tsc_offset = offset;
         self.b.set_tsc(offset, self.tsc_ratio);
@@ -94,7 +93,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// KVM_X86_SET_MCE.
     pub fn inject_mce(&mut self, report: &McReport) -> Result<(), Invalid> {
-        let enabled = self.b.control().cr4 & CR4_MCE != 0;
+        let enabled = Cr4::from_bits_retain(self.b.control().cr4).contains(Cr4::MCE);
         match self.store.inject_mce(report, enabled).map_err(|_| Invalid)? {
             McVerdict::Logged => {}
             McVerdict::Interrupt if self.shared.in_kernel_apic => {

@@ -18,7 +18,6 @@ use super::{Cpu, claim_cpu, host_cpuid, offered};
 pub type VmxVcpu = KBox<Vcpu<Vmx<Cpu>>>;
 
 const CPUS: usize = 4;
-const CR4_VMXE: u64 = 1 << 13;
 
 fn all<B: bitflags::Flags + Copy>(base: B) -> Controls<B> {
     Controls { base, may: B::all() }
@@ -42,7 +41,7 @@ pub fn features() -> Features {
         exit: all(ExitControls::HOST_64 | ExitControls::LOAD_EFER | ExitControls::LOAD_PAT),
         entry: all(EntryControls::LOAD_EFER | EntryControls::LOAD_PAT),
         cr0_fixed: 0x8000_0021,
-        cr4_fixed: CR4_VMXE,
+        cr4_fixed: x86::Cr4::VMXE.bits(),
         cr4_allowed: u64::MAX,
         vpid: true,
         invvpid_single: true,
@@ -133,7 +132,7 @@ fn vcpu_offered_in(vm: &VmRef, features: Features, offered: Offered) -> VmxVcpu 
     let mut model = Model::default();
     model.xcr0 = 7;
     model.cpuid = Some(host_cpuid);
-    model.vmx.cr4.set(CR4_VMXE);
+    model.vmx.cr4.set(x86::Cr4::VMXE.bits());
     model.vmx.on.set(Some(x86::Hpa(0)));
     let b = Vmx::new(Counting::new(model), features).unwrap();
     let mut vcpu = Vcpu::new(b, shared, vm.clone(), offered).unwrap();

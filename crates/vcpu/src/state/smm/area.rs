@@ -4,7 +4,10 @@
 //! mode, as KVM lays it out. Like KVM both have the interrupt shadow in a reserved byte, and no
 //! instruction is ever restarted: the fields for that are zero and are not read.
 
-use x86::segment::{DescriptorTable, Segment, attr};
+use x86::{
+    Cr0, Cr4, Efer, Rflags,
+    segment::{DescriptorTable, Segment, attr},
+};
 
 /// Bytes of the save area.
 pub const SIZE: usize = 512;
@@ -23,17 +26,17 @@ const REVISION_32: u32 = 0x0002_0000;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs)] // Named as in the manual.
 pub struct SavedCpu {
-    /// In encoding order.
+    /// The general registers in encoding order.
     pub gpr: [u64; 16],
     pub rip: u64,
-    pub rflags: u64,
+    pub rflags: Rflags,
     pub dr6: u64,
     pub dr7: u64,
-    pub cr0: u64,
+    pub cr0: Cr0,
     pub cr3: u64,
-    pub cr4: u64,
+    pub cr4: Cr4,
     /// `None` in the legacy map.
-    pub efer: Option<u64>,
+    pub efer: Option<Efer>,
     pub smbase: u64,
     pub interrupt_shadow: bool,
     /// ES, CS, SS, DS, FS, GS, LDTR, TR.
@@ -68,7 +71,7 @@ mod at64 {
 mod at32 {
     /// Hidden state of ES, CS, SS, DS, FS, GS, LDTR, TR.
     pub const SEGMENTS: [usize; 8] = [0x184, 0x190, 0x19c, 0x12c, 0x138, 0x144, 0x178, 0x15c];
-    /// Their selectors.
+    /// Selectors of the same eight.
     pub const SELECTORS: [usize; 8] = [0x1a8, 0x1ac, 0x1b0, 0x1b4, 0x1b8, 0x1bc, 0x1c0, 0x1c4];
     pub const SMBASE: usize = 0xf8;
     pub const REVISION: usize = 0xfc;
@@ -122,7 +125,7 @@ fn spread(packed: u16) -> u16 {
     (packed & 0xff) | (packed & 0xf00) << 4
 }
 
-/// The reverse.
+/// The twelve bits of attributes together, as [`Segment`] has them.
 fn pack(spread: u16) -> u16 {
     ((spread & 0xff) | (spread >> 4 & 0xf00)) & attr::ALL
 }
@@ -148,13 +151,13 @@ pub fn store64(cpu: &SavedCpu, area: &mut Area) {
     put32(area, at64::REVISION, REVISION_64.into());
     put32(area, at64::SMBASE, cpu.smbase);
     for (value, at) in [
-        (cpu.efer.unwrap_or(0), at64::EFER),
-        (cpu.cr4, at64::CR4),
+        (cpu.efer.map_or(0, |efer| efer.bits()), at64::EFER),
+        (cpu.cr4.bits(), at64::CR4),
         (cpu.cr3, at64::CR3),
-        (cpu.cr0, at64::CR0),
+        (cpu.cr0.bits(), at64::CR0),
         (cpu.dr7, at64::DR7),
         (cpu.dr6, at64::DR6),
-        (cpu.rflags, at64::RFLAGS),
+        (cpu.rflags.bits(), at64::RFLAGS),
         (cpu.rip, at64::RIP),
     ] {
         put64(area, at, value);
@@ -164,7 +167,7 @@ pub fn store64(cpu: &SavedCpu, area: &mut Area) {
     }
 }
 
-/// Reads it.
+/// Reads the AMD64 map.
 pub fn load64(area: &Area, cpu: &mut SavedCpu) {
     for (segment, at) in cpu.segments.iter_mut().zip(at64::SEGMENTS) {
         segment.selector = get16(area, at);
@@ -179,13 +182,13 @@ pub fn load64(area: &Area, cpu: &mut SavedCpu) {
     let [shadow] = get(area, at64::INTERRUPT_SHADOW);
     cpu.interrupt_shadow = shadow != 0;
     cpu.smbase = get32(area, at64::SMBASE).into();
-    cpu.efer = Some(get64(area, at64::EFER));
-    cpu.cr4 = get64(area, at64::CR4);
+    cpu.efer = Some(Efer::from_bits_retain(get64(area, at64::EFER)));
+    cpu.cr4 = Cr4::from_bits_retain(get64(area, at64::CR4));
     cpu.cr3 = get64(area, at64::CR3);
-    cpu.cr0 = get64(area, at64::CR0);
+    cpu.cr0 = Cr0::from_bits_retain(get64(area, at64::CR0));
     cpu.dr7 = get64(area, at64::DR7);
     cpu.dr6 = get64(area, at64::DR6);
-    cpu.rflags = get64(area, at64::RFLAGS);
+    cpu.rflags = Rflags::from_bits_retain(get64(area, at64::RFLAGS));
     cpu.rip = get64(area, at64::RIP);
     for (n, value) in cpu.gpr.iter_mut().enumerate() {
         *value = get64(area, gpr64(n));
@@ -209,13 +212,13 @@ pub fn store32(cpu: &SavedCpu, area: &mut Area) {
     for (value, at) in [
         (cpu.smbase, at32::SMBASE),
         (REVISION_32.into(), at32::REVISION),
-        (cpu.cr4, at32::CR4),
+        (cpu.cr4.bits(), at32::CR4),
         (cpu.dr7, at32::DR7),
         (cpu.dr6, at32::DR6),
         (cpu.rip, at32::EIP),
-        (cpu.rflags, at32::EFLAGS),
+        (cpu.rflags.bits(), at32::EFLAGS),
         (cpu.cr3, at32::CR3),
-        (cpu.cr0, at32::CR0),
+        (cpu.cr0.bits(), at32::CR0),
     ] {
         put32(area, at, value);
     }
@@ -224,7 +227,7 @@ pub fn store32(cpu: &SavedCpu, area: &mut Area) {
     }
 }
 
-/// Reads it.
+/// Reads the legacy map.
 pub fn load32(area: &Area, cpu: &mut SavedCpu) {
     let places = at32::SEGMENTS.into_iter().zip(at32::SELECTORS);
     for (segment, (at, selector)) in cpu.segments.iter_mut().zip(places) {
@@ -242,13 +245,13 @@ pub fn load32(area: &Area, cpu: &mut SavedCpu) {
     let word = |at| u64::from(get32(area, at));
     cpu.smbase = word(at32::SMBASE);
     cpu.efer = None;
-    cpu.cr4 = word(at32::CR4);
+    cpu.cr4 = Cr4::from_bits_retain(word(at32::CR4));
     cpu.dr7 = word(at32::DR7);
     cpu.dr6 = word(at32::DR6);
     cpu.rip = word(at32::EIP);
-    cpu.rflags = word(at32::EFLAGS);
+    cpu.rflags = Rflags::from_bits_retain(word(at32::EFLAGS));
     cpu.cr3 = word(at32::CR3);
-    cpu.cr0 = word(at32::CR0);
+    cpu.cr0 = Cr0::from_bits_retain(word(at32::CR0));
     cpu.gpr = [0; 16];
     for (n, value) in cpu.gpr.iter_mut().take(8).enumerate() {
         *value = word(at32::EAX + 4 * n);
@@ -282,13 +285,13 @@ mod tests {
         SavedCpu {
             gpr,
             rip: number(),
-            rflags: number(),
+            rflags: Rflags::from_bits_retain(number()),
             dr6: number(),
             dr7: number(),
-            cr0: number(),
+            cr0: Cr0::from_bits_retain(number()),
             cr3: number(),
-            cr4: number(),
-            efer: wide.then(&mut number),
+            cr4: Cr4::from_bits_retain(number()),
+            efer: wide.then(|| Efer::from_bits_retain(number())),
             smbase: number() & 0xffff_ffff,
             interrupt_shadow: true,
             segments,
@@ -319,7 +322,7 @@ mod tests {
         assert_eq!(word(0xff80), cpu.gpr[15]);
         assert_eq!(word(0xff78), cpu.rip);
         assert_eq!(word(0xff50), cpu.cr3);
-        assert_eq!(word(0xfed0), cpu.efer.unwrap());
+        assert_eq!(word(0xfed0), cpu.efer.unwrap().bits());
         assert_eq!(word(0xfe98), cpu.segments[7].base);
         assert_eq!(word(0xfe68), cpu.gdtr.base);
         assert_eq!(word(0xfe88), cpu.idtr.base);

@@ -10,7 +10,7 @@ use backend::{Backend, SegmentName};
 use host::smp;
 use vm::vcpu_shared::{MpState, Request};
 use x86::{
-    Exception, Gpa,
+    Cr0, Cr4, Dr7, Efer, Exception, Gpa, Rflags,
     cpuid::feature,
     segment::{DescriptorTable, Segment, attr, kind},
 };
@@ -18,22 +18,6 @@ use x86::{
 use crate::{Vcpu, run::events::Outer, run::outcome::Outcome, run::user_exit::UserExit};
 use area::{Area, SavedCpu};
 
-const RFLAGS_FIXED: u64 = 2;
-const RFLAGS_TF: u64 = 1 << 8;
-const RFLAGS_KNOWN: u64 = 0x3f_7fd5;
-const CR0_PE: u64 = 1;
-const CR0_EM: u64 = 1 << 2;
-const CR0_TS: u64 = 1 << 3;
-const CR0_ET: u64 = 1 << 4;
-const CR0_NW: u64 = 1 << 29;
-const CR0_CD: u64 = 1 << 30;
-const CR0_PG: u64 = 1 << 31;
-const CR0_KNOWN: u64 = 0xe005_003f;
-const CR4_PAE: u64 = 1 << 5;
-const CR4_PCIDE: u64 = 1 << 17;
-const EFER_LME: u64 = 1 << 8;
-const EFER_LMA: u64 = 1 << 10;
-const DR7_FIXED: u64 = 0x400;
 /// Where the handler begins, from SMBASE.
 const HANDLER: u64 = 0x8000;
 
@@ -192,13 +176,13 @@ impl<B: Backend> Vcpu<B> {
         let cpu = SavedCpu {
             gpr: self.gprs.0,
             rip: self.b.rip(),
-            rflags: self.guest_rflags(),
+            rflags: Rflags::from_bits_retain(self.guest_rflags()),
             dr6,
             dr7,
-            cr0: c.cr0,
+            cr0: Cr0::from_bits_retain(c.cr0),
             cr3: c.cr3,
-            cr4: c.cr4,
-            efer: Some(c.efer),
+            cr4: Cr4::from_bits_retain(c.cr4),
+            efer: Some(Efer::from_bits_retain(c.efer)),
             smbase: self.store.smbase(),
             interrupt_shadow: self.b.interrupt_shadow(),
             segments: SEGMENTS.map(|name| self.b.segment(name)),
@@ -213,25 +197,25 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// RFLAGS, with the step that a debugger may have asked for.
-    fn set_handler_rflags(&mut self, rflags: u64) {
-        let step = if self.single_step { RFLAGS_TF } else { 0 };
-        self.b.set_rflags(rflags & RFLAGS_KNOWN | RFLAGS_FIXED | step);
+    fn set_handler_rflags(&mut self, rflags: Rflags) {
+        let step = if self.single_step { Rflags::TF } else { Rflags::empty() };
+        self.b.set_rflags((rflags | Rflags::FIXED | step).bits());
     }
 
     /// The state in which a handler begins (APM vol. 2 §10.3.3).
     fn begin_handler(&mut self) {
-        self.set_handler_rflags(0);
+        self.set_handler_rflags(Rflags::empty());
         self.b.set_rip(HANDLER);
         self.b.set_interrupt_shadow(false);
-        let cr0 = self.b.control().cr0;
-        self.b.set_cr0(cr0 & !(CR0_PE | CR0_EM | CR0_TS | CR0_PG));
+        let cr0 = Cr0::from_bits_retain(self.b.control().cr0);
+        self.b.set_cr0((cr0 - (Cr0::PE | Cr0::EM | Cr0::TS | Cr0::PG)).bits());
         self.b.set_cr4(0);
         if self.has_long_mode() {
             self.b.set_efer(0);
         }
         self.b.set_idtr(DescriptorTable { base: 0, limit: 0 });
         let [a, b, c, d, dr6, _] = self.debug_regs();
-        self.put_debug_regs([a, b, c, d, dr6, DR7_FIXED]);
+        self.put_debug_regs([a, b, c, d, dr6, Dr7::RESET.bits()]);
         let smbase = self.store.smbase();
         let cs = Segment { base: smbase, selector: (smbase >> 4) as u16, ..FLAT };
         for name in SEGMENTS.into_iter().take(6) {
@@ -291,18 +275,17 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether the control and debug registers are such as MOV would take.
     fn is_a_state(&self, cpu: &SavedCpu) -> bool {
-        let efer = cpu.efer.unwrap_or_else(|| self.b.control().efer) & !EFER_LMA;
-        let paging = cpu.cr0 & CR0_PG != 0;
-        let long = paging && efer & EFER_LME != 0;
+        let efer =
+            cpu.efer.unwrap_or_else(|| Efer::from_bits_retain(self.b.control().efer)) - Efer::LMA;
+        let long = cpu.cr0.contains(Cr0::PG) && efer.contains(Efer::LME);
         let address = 1u64.checked_shl(self.cpuid.maxphyaddr().min(52).into()).unwrap_or(0);
-        (cpu.dr6 | cpu.dr7 | cpu.cr0) >> 32 == 0
-            && (!paging || cpu.cr0 & CR0_PE != 0)
-            && (cpu.cr0 & CR0_NW == 0 || cpu.cr0 & CR0_CD != 0)
+        (cpu.dr6 | cpu.dr7 | cpu.cr0.bits()) >> 32 == 0
+            && cpu.cr0.is_consistent()
             && cpu.cr3 < address
-            && cpu.cr4 & !self.cpuid.cr4_allowed().bits() == 0
-            && (!long || cpu.cr4 & CR4_PAE != 0)
-            && (long || cpu.cr4 & CR4_PCIDE == 0)
-            && efer & !self.cpuid.efer_allowed().bits() == 0
+            && self.cpuid.cr4_allowed().contains(cpu.cr4)
+            && (!long || cpu.cr4.contains(Cr4::PAE))
+            && (long || !cpu.cr4.contains(Cr4::PCIDE))
+            && self.cpuid.efer_allowed().contains(efer)
     }
 
     fn restore_cpu(&mut self, cpu: &SavedCpu) {
@@ -313,18 +296,19 @@ impl<B: Backend> Vcpu<B> {
                 *to = from;
             }
         }
-        self.set_handler_rflags(cpu.rflags);
+        self.set_handler_rflags(Rflags::from_bits_truncate(cpu.rflags.bits()));
         self.b.set_rip(cpu.rip);
         let [a, b, c, d, ..] = self.debug_regs();
         self.set_debug_regs([a, b, c, d, cpu.dr6, cpu.dr7]);
         self.store.set_smbase(cpu.smbase);
         if let Some(efer) = cpu.efer {
-            let long = cpu.cr0 & CR0_PG != 0 && efer & EFER_LME != 0;
-            self.b.set_efer(efer & !EFER_LMA | if long { EFER_LMA } else { 0 });
+            let long = cpu.cr0.contains(Cr0::PG) && efer.contains(Efer::LME);
+            let lma = if long { Efer::LMA } else { Efer::empty() };
+            self.b.set_efer(((efer - Efer::LMA) | lma).bits());
         }
-        self.b.set_cr0(cpu.cr0 & CR0_KNOWN | CR0_ET);
+        self.b.set_cr0((Cr0::from_bits_truncate(cpu.cr0.bits()) | Cr0::ET).bits());
         self.b.set_cr3(cpu.cr3);
-        self.b.set_cr4(cpu.cr4);
+        self.b.set_cr4(cpu.cr4.bits());
         for (name, segment) in SEGMENTS.into_iter().zip(cpu.segments) {
             self.b.set_segment(name, segment);
         }
