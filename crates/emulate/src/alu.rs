@@ -4,11 +4,14 @@
 //!
 //! SDM vol. 1 §3.4.3.1, vol. 2 per instruction.
 
+use x86::Rflags;
+
 use crate::decode::{sign_extend, size_mask};
-use crate::rflags::{AF, CF, OF, PF, SF, STATUS, ZF};
+
+const NO_FLAGS: Rflags = Rflags::empty();
 
 /// A result with the status flags; the flags replace the bits of the mask that the caller knows.
-pub(crate) type Flagged = (u64, u64);
+pub(crate) type Flagged = (u64, Rflags);
 
 #[inline]
 const fn bits(size: u8) -> u32 {
@@ -21,16 +24,16 @@ const fn top(value: u64, size: u8) -> bool {
 }
 
 #[inline]
-const fn flag(set: bool, bit: u64) -> u64 {
-    if set { bit } else { 0 }
+const fn flag(set: bool, bit: Rflags) -> Rflags {
+    if set { bit } else { NO_FLAGS }
 }
 
 /// SF, ZF and PF of a result.
 #[inline]
-pub(crate) const fn sign_zero_parity(result: u64, size: u8) -> u64 {
-    flag(top(result, size), SF)
-        | flag(result & size_mask(size) == 0, ZF)
-        | flag((result as u8).count_ones() & 1 == 0, PF)
+pub(crate) const fn sign_zero_parity(result: u64, size: u8) -> Rflags {
+    flag(top(result, size), Rflags::SF)
+        .union(flag(result & size_mask(size) == 0, Rflags::ZF))
+        .union(flag((result as u8).count_ones() & 1 == 0, Rflags::PF))
 }
 
 /// `a + b + carry`.
@@ -38,10 +41,10 @@ pub(crate) const fn sign_zero_parity(result: u64, size: u8) -> u64 {
 pub(crate) const fn add(size: u8, a: u64, b: u64, carry: bool) -> Flagged {
     let result = a.wrapping_add(b).wrapping_add(carry as u64) & size_mask(size);
     let carries = (a & b) | ((a | b) & !result);
-    let flags = flag(top(carries, size), CF)
-        | flag(carries & 8 != 0, AF)
-        | flag(top((a ^ result) & (b ^ result), size), OF)
-        | sign_zero_parity(result, size);
+    let flags = flag(top(carries, size), Rflags::CF)
+        .union(flag(carries & 8 != 0, Rflags::AF))
+        .union(flag(top((a ^ result) & (b ^ result), size), Rflags::OF))
+        .union(sign_zero_parity(result, size));
     (result, flags)
 }
 
@@ -50,10 +53,10 @@ pub(crate) const fn add(size: u8, a: u64, b: u64, carry: bool) -> Flagged {
 pub(crate) const fn sub(size: u8, a: u64, b: u64, borrow: bool) -> Flagged {
     let result = a.wrapping_sub(b).wrapping_sub(borrow as u64) & size_mask(size);
     let borrows = (!a & b) | ((!a | b) & result);
-    let flags = flag(top(borrows, size), CF)
-        | flag(borrows & 8 != 0, AF)
-        | flag(top((a ^ b) & (a ^ result), size), OF)
-        | sign_zero_parity(result, size);
+    let flags = flag(top(borrows, size), Rflags::CF)
+        .union(flag(borrows & 8 != 0, Rflags::AF))
+        .union(flag(top((a ^ b) & (a ^ result), size), Rflags::OF))
+        .union(sign_zero_parity(result, size));
     (result, flags)
 }
 
@@ -77,7 +80,7 @@ pub(crate) enum Shift {
 }
 
 /// Shifts or rotates `a` by `count`; `flags` are the flags before, the returned ones are complete.
-pub(crate) fn shift(kind: Shift, size: u8, a: u64, count: u8, flags: u64) -> Flagged {
+pub(crate) fn shift(kind: Shift, size: u8, a: u64, count: u8, flags: Rflags) -> Flagged {
     let width = bits(size);
     let count = u32::from(count & if size == 8 { 0x3f } else { 0x1f });
     let a = a & size_mask(size);
@@ -128,7 +131,7 @@ pub(crate) fn shift(kind: Shift, size: u8, a: u64, count: u8, flags: u64) -> Fla
             let by = count.checked_rem(ring).unwrap_or(0);
             let left =
                 if matches!(kind, Shift::Rcl) || by == 0 { by } else { ring.wrapping_sub(by) };
-            let with_carry = wide | u128::from(flags & CF).wrapping_shl(width);
+            let with_carry = wide | u128::from(flags.contains(Rflags::CF)).wrapping_shl(width);
             let rotated =
                 with_carry.wrapping_shl(left) | with_carry.wrapping_shr(ring.wrapping_sub(left));
             let rotated = if left == 0 { with_carry } else { rotated };
@@ -144,13 +147,14 @@ pub(crate) fn shift(kind: Shift, size: u8, a: u64, count: u8, flags: u64) -> Fla
     }
 }
 
-fn shifted_flags(size: u8, result: u64, carry: bool, overflow: bool, old: u64) -> Flagged {
-    let new = flag(carry, CF) | flag(overflow, OF) | sign_zero_parity(result, size);
-    (result, (old & !STATUS) | new)
+fn shifted_flags(size: u8, result: u64, carry: bool, overflow: bool, old: Rflags) -> Flagged {
+    let new = flag(carry, Rflags::CF) | flag(overflow, Rflags::OF) | sign_zero_parity(result, size);
+    (result, (old - Rflags::STATUS) | new)
 }
 
-fn rotated_flags(result: u64, carry: bool, overflow: bool, old: u64) -> Flagged {
-    (result, (old & !(CF | OF)) | flag(carry, CF) | flag(overflow, OF))
+fn rotated_flags(result: u64, carry: bool, overflow: bool, old: Rflags) -> Flagged {
+    let kept = old - (Rflags::CF | Rflags::OF);
+    (result, kept | flag(carry, Rflags::CF) | flag(overflow, Rflags::OF))
 }
 
 /// SHLD (`left`) and SHRD of `a`, filled from `fill`. Counts above the operand's width (16-bit
@@ -161,7 +165,7 @@ pub(crate) fn double_shift(
     a: u64,
     fill: u64,
     count: u8,
-    flags: u64,
+    flags: Rflags,
 ) -> Flagged {
     let width = bits(size);
     let count = u32::from(count & if size == 8 { 0x3f } else { 0x1f });
@@ -195,21 +199,21 @@ pub(crate) fn double_shift(
 }
 
 /// Unsigned `a * b`: low half, high half, CF and OF when the high half matters.
-pub(crate) fn mul(size: u8, a: u64, b: u64) -> (u64, u64, u64) {
+pub(crate) fn mul(size: u8, a: u64, b: u64) -> (u64, u64, Rflags) {
     let product = u128::from(a & size_mask(size)).wrapping_mul(u128::from(b & size_mask(size)));
     let high = product.wrapping_shr(bits(size)) as u64 & size_mask(size);
-    (product as u64 & size_mask(size), high, flag(high != 0, CF | OF))
+    (product as u64 & size_mask(size), high, flag(high != 0, Rflags::CF | Rflags::OF))
 }
 
 /// Signed `a * b`: low half, high half, CF and OF when the product does not fit the low half.
-pub(crate) fn imul(size: u8, a: u64, b: u64) -> (u64, u64, u64) {
+pub(crate) fn imul(size: u8, a: u64, b: u64) -> (u64, u64, Rflags) {
     let a = i128::from(sign_extend(a, size) as i64);
     let b = i128::from(sign_extend(b, size) as i64);
     let product = a.wrapping_mul(b);
     let low = product as u64 & size_mask(size);
     let high = product.wrapping_shr(bits(size)) as u64 & size_mask(size);
     let fits = i128::from(sign_extend(low, size) as i64) == product;
-    (low, high, flag(!fits, CF | OF))
+    (low, high, flag(!fits, Rflags::CF | Rflags::OF))
 }
 
 /// Unsigned `high:low / divisor`: quotient and remainder, `None` for #DE.
@@ -244,9 +248,9 @@ pub(crate) enum BitChange {
 }
 
 /// The bit `offset` (modulo the width) of `a` as CF; the other flags stay as `flags` has them.
-pub(crate) const fn bit_test(size: u8, a: u64, offset: u64, flags: u64) -> u64 {
+pub(crate) const fn bit_test(size: u8, a: u64, offset: u64, flags: Rflags) -> Rflags {
     let bit = 1u64 << (offset & (bits(size) as u64).wrapping_sub(1));
-    (flags & !CF) | flag(a & bit != 0, CF)
+    flags.difference(Rflags::CF).union(flag(a & bit != 0, Rflags::CF))
 }
 
 /// `a` with its bit `offset` (modulo the width) changed.
@@ -274,22 +278,25 @@ pub(crate) const fn count_zeros(size: u8, a: u64, leading: bool) -> u64 {
 }
 
 /// LZCNT and TZCNT: CF for a zero source, ZF for a zero result; the rest undefined and kept.
-pub(crate) const fn zero_count_flags(size: u8, source: u64, result: u64, flags: u64) -> u64 {
-    (flags & !(CF | ZF)) | flag(source & size_mask(size) == 0, CF) | flag(result == 0, ZF)
+pub(crate) const fn zero_count_flags(size: u8, source: u64, result: u64, flags: Rflags) -> Rflags {
+    flags
+        .difference(Rflags::CF.union(Rflags::ZF))
+        .union(flag(source & size_mask(size) == 0, Rflags::CF))
+        .union(flag(result == 0, Rflags::ZF))
 }
 
 /// Evaluates condition `code` (0 = O … 15 = NLE, as in Jcc opcodes) against `flags`.
-pub(crate) const fn condition(code: u8, flags: u64) -> bool {
-    let sign_differs = (flags & SF != 0) != (flags & OF != 0);
+pub(crate) const fn condition(code: u8, flags: Rflags) -> bool {
+    let sign_differs = flags.contains(Rflags::SF) != flags.contains(Rflags::OF);
     let holds = match code >> 1 {
-        0 => flags & OF != 0,
-        1 => flags & CF != 0,
-        2 => flags & ZF != 0,
-        3 => flags & (CF | ZF) != 0,
-        4 => flags & SF != 0,
-        5 => flags & PF != 0,
+        0 => flags.contains(Rflags::OF),
+        1 => flags.contains(Rflags::CF),
+        2 => flags.contains(Rflags::ZF),
+        3 => flags.intersects(Rflags::CF.union(Rflags::ZF)),
+        4 => flags.contains(Rflags::SF),
+        5 => flags.contains(Rflags::PF),
         6 => sign_differs,
-        _ => flags & ZF != 0 || sign_differs,
+        _ => flags.contains(Rflags::ZF) || sign_differs,
     };
     holds != (code & 1 != 0)
 }

@@ -7,8 +7,7 @@
 
 use iced_x86::{Code, Instruction, Mnemonic, OpKind, Register};
 
-use crate::decode::{Decoded, RegRef};
-use crate::operand::segment_of;
+use crate::decode::{Decoded, RegRef, segment_of};
 use crate::string::{Kind, kind_and_size};
 
 /// What an exit says of the instruction that led to it.
@@ -19,7 +18,7 @@ pub enum Cause {
     Any,
     /// A data access to guest-physical memory.
     Memory {
-        /// It was a write.
+        /// The access was a write.
         write: bool,
     },
     /// A port access.
@@ -33,7 +32,7 @@ pub enum Cause {
     },
     /// A read or write of a control register.
     Control {
-        /// It was a write.
+        /// The access was a write.
         write: bool,
     },
     /// An access to a debug register.

@@ -2,25 +2,11 @@
 //! simplest MMIO accesses. Pure: the result depends on the bytes and the code size alone, so RIP
 //! is added only at execution.
 
-use crate::machine::SegReg;
-use crate::operand::segment_of;
+use crate::machine::{CodeSize, SegReg};
 use iced_x86::{Decoder, DecoderError, DecoderOptions, Instruction, Mnemonic, OpKind, Register};
 
 /// The longest instruction, in bytes (SDM vol. 2A §2.3.11).
 pub(crate) const MAX_LENGTH: usize = 15;
-
-/// The mode that instructions are decoded in: CS.L and CS.D under EFER.LMA; real and
-/// virtual-8086 mode are 16-bit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub enum CodeSize {
-    /// Real mode, virtual-8086 mode, CS.D = 0.
-    Bits16 = 0,
-    /// CS.D = 1 outside 64-bit mode.
-    Bits32 = 1,
-    /// 64-bit mode.
-    Bits64 = 2,
-}
 
 /// Why bytes did not decode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -166,6 +152,19 @@ pub(crate) const fn sign_extend(value: u64, size: u8) -> u64 {
         4 => value as i32 as i64 as u64,
         _ => value,
     }
+}
+
+/// The segment register that the decoder names so.
+pub(crate) const fn segment_of(register: Register) -> Option<SegReg> {
+    Some(match register {
+        Register::ES => SegReg::Es,
+        Register::CS => SegReg::Cs,
+        Register::SS => SegReg::Ss,
+        Register::DS => SegReg::Ds,
+        Register::FS => SegReg::Fs,
+        Register::GS => SegReg::Gs,
+        _ => return None,
+    })
 }
 
 /// The parts of a memory operand's address that its low 12 bits depend on.

@@ -2,7 +2,8 @@
 //! invalidate. Decoding is a pure function of the bytes and the code size, so an entry is valid
 //! for ever; only the bytes must be those at RIP now.
 
-use crate::decode::{CodeSize, DecodeError, Decoded, MAX_LENGTH, decode};
+use crate::decode::{DecodeError, Decoded, MAX_LENGTH, decode};
+use crate::machine::CodeSize;
 
 /// Up to 15 instruction bytes with their number and the code size, packed so that two words
 /// compare them all.

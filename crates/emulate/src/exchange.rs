@@ -4,13 +4,12 @@
 //! but a device could tell, and the destination is still checked as written.
 
 use iced_x86::OpKind;
-use x86::{Exception, Gva};
+use x86::{Exception, Gva, Rflags};
 
 use crate::alu;
 use crate::decode::{RegRef, size_mask};
 use crate::machine::{Access, Machine, Stop};
 use crate::operand::{Place, Run, crosses_page};
-use crate::rflags::{STATUS, ZF};
 
 const RAX: usize = 0;
 const RCX: usize = 1;
@@ -48,7 +47,7 @@ impl<M: Machine> Run<'_, M> {
                 a
             }
         };
-        self.set_flags(STATUS, sum(a).1);
+        self.set_flags(Rflags::STATUS, sum(a).1);
         Ok(())
     }
 
@@ -59,10 +58,10 @@ impl<M: Machine> Run<'_, M> {
         let (expected, new) = (self.reg(accumulator), self.reg(with));
         let old = self.modify_if_equal(to, expected, new)?;
         let flags = alu::sub(to.size(), expected, old, false).1;
-        if flags & ZF == 0 {
+        if !flags.contains(Rflags::ZF) {
             self.set_reg(accumulator, old);
         }
-        self.set_flags(STATUS, flags);
+        self.set_flags(Rflags::STATUS, flags);
         Ok(())
     }
 
@@ -139,9 +138,9 @@ impl<M: Machine> Run<'_, M> {
                 }
             }
             if old == expected {
-                self.set_flags(ZF, ZF);
+                self.set_flags(Rflags::ZF, Rflags::ZF);
             } else {
-                self.set_flags(ZF, 0);
+                self.set_flags(Rflags::ZF, Rflags::empty());
                 self.set_reg(RegRef { index: RAX as u8, size: half, high8: false }, low);
                 self.set_reg(RegRef { index: RDX as u8, size: half, high8: false }, high);
             }

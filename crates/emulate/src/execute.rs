@@ -4,13 +4,12 @@
 //! SDM vol. 2, APM vol. 3 for each instruction.
 
 use iced_x86::{ConditionCode, Instruction, Mnemonic, OpKind};
-use x86::Exception;
+use x86::{Exception, Rflags};
 
 use crate::alu::{self, BitChange, Shift};
-use crate::decode::{CodeSize, Decoded, RegRef, size_mask};
-use crate::machine::{Access, Machine, SegReg, Stop, Table};
-use crate::operand::{Run, segment_of};
-use crate::rflags::{CF, OF, RF, STATUS, ZF};
+use crate::decode::{Decoded, RegRef, segment_of, size_mask};
+use crate::machine::{Access, CodeSize, Machine, SegReg, Stop, Table};
+use crate::operand::Run;
 
 /// How far emulation came.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,7 +28,7 @@ pub struct Completion {
     pub rip: u64,
     /// New RFLAGS; RF is clear once the instruction is complete. A set TF is the caller's to
     /// turn into #DB, after an iteration too.
-    pub rflags: u64,
+    pub rflags: Rflags,
     /// Interrupts are held off until after the next instruction (MOV SS, POP SS).
     pub interrupt_shadow: bool,
     /// Complete, or between two iterations.
@@ -89,7 +88,7 @@ fn run<M: Machine>(m: &mut M, insn: &Decoded, whole: bool) -> Result<Completion,
     Ok(match outcome {
         Outcome::Done => Completion {
             rip: run.next_rip,
-            rflags: run.flags & !RF,
+            rflags: run.flags - Rflags::RF,
             interrupt_shadow: run.interrupt_shadow,
             outcome,
         },
@@ -117,19 +116,23 @@ impl<M: Machine> Run<'_, M> {
             I::Lea => self.lea(),
             I::Xlatb => self.xlat(),
 
-            I::Add => self.binary(STATUS, |s, a, b, _| alu::add(s, a, b, false)),
-            I::Adc => self.binary(STATUS, |s, a, b, f| alu::add(s, a, b, f & CF != 0)),
-            I::Sub => self.binary(STATUS, |s, a, b, _| alu::sub(s, a, b, false)),
-            I::Sbb => self.binary(STATUS, |s, a, b, f| alu::sub(s, a, b, f & CF != 0)),
-            I::And => self.binary(STATUS, |s, a, b, _| alu::logic(s, a & b)),
-            I::Or => self.binary(STATUS, |s, a, b, _| alu::logic(s, a | b)),
-            I::Xor => self.binary(STATUS, |s, a, b, _| alu::logic(s, a ^ b)),
+            I::Add => self.binary(Rflags::STATUS, |s, a, b, _| alu::add(s, a, b, false)),
+            I::Adc => {
+                self.binary(Rflags::STATUS, |s, a, b, f| alu::add(s, a, b, f.contains(Rflags::CF)))
+            }
+            I::Sub => self.binary(Rflags::STATUS, |s, a, b, _| alu::sub(s, a, b, false)),
+            I::Sbb => {
+                self.binary(Rflags::STATUS, |s, a, b, f| alu::sub(s, a, b, f.contains(Rflags::CF)))
+            }
+            I::And => self.binary(Rflags::STATUS, |s, a, b, _| alu::logic(s, a & b)),
+            I::Or => self.binary(Rflags::STATUS, |s, a, b, _| alu::logic(s, a | b)),
+            I::Xor => self.binary(Rflags::STATUS, |s, a, b, _| alu::logic(s, a ^ b)),
             I::Cmp => self.compare(|s, a, b| alu::sub(s, a, b, false)),
             I::Test => self.compare(|s, a, b| alu::logic(s, a & b)),
-            I::Inc => self.unary(STATUS & !CF, |s, a| alu::add(s, a, 1, false)),
-            I::Dec => self.unary(STATUS & !CF, |s, a| alu::sub(s, a, 1, false)),
-            I::Neg => self.unary(STATUS, |s, a| alu::sub(s, 0, a, false)),
-            I::Not => self.unary(0, |_, a| (!a, 0)),
+            I::Inc => self.unary(Rflags::STATUS - Rflags::CF, |s, a| alu::add(s, a, 1, false)),
+            I::Dec => self.unary(Rflags::STATUS - Rflags::CF, |s, a| alu::sub(s, a, 1, false)),
+            I::Neg => self.unary(Rflags::STATUS, |s, a| alu::sub(s, 0, a, false)),
+            I::Not => self.unary(Rflags::empty(), |_, a| (!a, Rflags::empty())),
 
             I::Rol => self.shift(Shift::Rol),
             I::Ror => self.shift(Shift::Ror),
@@ -157,8 +160,8 @@ impl<M: Machine> Run<'_, M> {
             }),
             I::Popcnt => self.count(|s, a, f| {
                 let a = a & size_mask(s);
-                let zero = if a == 0 { ZF } else { 0 };
-                (u64::from(a.count_ones()), (f & !STATUS) | zero)
+                let zero = if a == 0 { Rflags::ZF } else { Rflags::empty() };
+                (u64::from(a.count_ones()), (f - Rflags::STATUS) | zero)
             }),
 
             I::Mul => self.widening_multiply(alu::mul),
@@ -276,8 +279,8 @@ impl<M: Machine> Run<'_, M> {
 
     fn binary(
         &mut self,
-        mask: u64,
-        operation: impl Fn(u8, u64, u64, u64) -> alu::Flagged,
+        mask: Rflags,
+        operation: impl Fn(u8, u64, u64, Rflags) -> alu::Flagged,
     ) -> Result<(), Stop> {
         let b = match self.insn.op1_kind() {
             OpKind::Memory => {
@@ -297,13 +300,13 @@ impl<M: Machine> Run<'_, M> {
         let first = self.place(0, Access::Load)?;
         let a = self.load(first)?;
         let b = self.value(1)?;
-        self.set_flags(STATUS, operation(first.size(), a, b).1);
+        self.set_flags(Rflags::STATUS, operation(first.size(), a, b).1);
         Ok(())
     }
 
     fn unary(
         &mut self,
-        mask: u64,
+        mask: Rflags,
         operation: impl Fn(u8, u64) -> alu::Flagged,
     ) -> Result<(), Stop> {
         let to = self.place(0, Access::Modify)?;
@@ -362,16 +365,16 @@ impl<M: Machine> Run<'_, M> {
         let source = self.value(1)? & size_mask(to.size);
         if source == 0 {
             // The destination keeps its value (APM vol. 3, BSF).
-            self.set_flags(ZF, ZF);
+            self.set_flags(Rflags::ZF, Rflags::ZF);
             return Ok(());
         }
         let found = if reverse { 63 ^ source.leading_zeros() } else { source.trailing_zeros() };
-        self.set_flags(ZF, 0);
+        self.set_flags(Rflags::ZF, Rflags::empty());
         self.set_reg(to, u64::from(found));
         Ok(())
     }
 
-    fn count(&mut self, operation: impl Fn(u8, u64, u64) -> alu::Flagged) -> Result<(), Stop> {
+    fn count(&mut self, operation: impl Fn(u8, u64, Rflags) -> alu::Flagged) -> Result<(), Stop> {
         let to = RegRef::of(self.insn.op0_register()).ok_or(Stop::Unsupported)?;
         let source = self.value(1)?;
         let (result, flags) = operation(to.size, source, self.flags);
@@ -391,7 +394,7 @@ impl<M: Machine> Run<'_, M> {
 
     fn widening_multiply(
         &mut self,
-        operation: impl Fn(u8, u64, u64) -> (u64, u64, u64),
+        operation: impl Fn(u8, u64, u64) -> (u64, u64, Rflags),
     ) -> Result<(), Stop> {
         let from = self.place(0, Access::Load)?;
         let b = self.load(from)?;
@@ -399,7 +402,7 @@ impl<M: Machine> Run<'_, M> {
         let (low_value, high_value, flags) = operation(from.size(), self.reg(low), b);
         self.set_reg(low, low_value);
         self.set_reg(high, high_value);
-        self.set_flags(CF | OF, flags);
+        self.set_flags(Rflags::CF | Rflags::OF, flags);
         Ok(())
     }
 
@@ -413,7 +416,7 @@ impl<M: Machine> Run<'_, M> {
         let a = if operands == 2 { self.reg(to) } else { self.value(2)? };
         let (low, _, flags) = alu::imul(to.size, a, b);
         self.set_reg(to, low);
-        self.set_flags(CF | OF, flags);
+        self.set_flags(Rflags::CF | Rflags::OF, flags);
         Ok(())
     }
 

@@ -5,24 +5,16 @@
 //! SDM vol. 2 for each instruction; vol. 3B §22.1.4 (interrupts in real mode).
 
 use iced_x86::{Code, ConditionCode, Mnemonic, OpKind};
-use x86::Exception;
+use x86::{Exception, Rflags};
 
 use crate::alu;
 use crate::decode::{Decoded, RegRef, sign_extend, size_mask};
 use crate::machine::{Machine, SegReg, Stop, Table};
 use crate::operand::Run;
-use crate::rflags::{AC, CF, DF, OF, RF, STATUS, TF, VM, ZF};
 
 const RSP: usize = 4;
-const IF: u64 = 1 << 9;
-const IOPL_SHIFT: u32 = 12;
-const IOPL: u64 = 3 << IOPL_SHIFT;
-const NT: u64 = 1 << 14;
-const ID: u64 = 1 << 21;
-/// Bit 1 of RFLAGS, which is always set.
-const ALWAYS: u64 = 1 << 1;
 /// What LAHF and SAHF move.
-const IN_AH: u64 = STATUS & !OF;
+const IN_AH: Rflags = Rflags::STATUS.difference(Rflags::OF);
 
 /// An instruction that only the vCPU can execute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,22 +67,22 @@ impl<M: Machine> Run<'_, M> {
             I::Jcxz => self.jump_if_zero(2)?,
             I::Jecxz => self.jump_if_zero(4)?,
             I::Jrcxz => self.jump_if_zero(8)?,
-            I::Clc => self.flags &= !CF,
-            I::Stc => self.flags |= CF,
-            I::Cmc => self.flags ^= CF,
-            I::Cld => self.flags &= !DF,
-            I::Std => self.flags |= DF,
+            I::Clc => self.flags -= Rflags::CF,
+            I::Stc => self.flags |= Rflags::CF,
+            I::Cmc => self.flags ^= Rflags::CF,
+            I::Cld => self.flags -= Rflags::DF,
+            I::Std => self.flags |= Rflags::DF,
             I::Cli => {
                 self.check_iopl()?;
-                self.flags &= !IF;
+                self.flags -= Rflags::IF;
             }
             I::Sti => {
                 self.check_iopl()?;
-                self.interrupt_shadow = self.flags & IF == 0;
-                self.flags |= IF;
+                self.interrupt_shadow = !self.flags.contains(Rflags::IF);
+                self.flags |= Rflags::IF;
             }
-            I::Lahf => self.set_reg(AH, (self.flags & IN_AH) | ALWAYS),
-            I::Sahf => self.set_flags(IN_AH, self.reg(AH)),
+            I::Lahf => self.set_reg(AH, ((self.flags & IN_AH) | Rflags::FIXED).bits()),
+            I::Sahf => self.set_flags(IN_AH, Rflags::from_bits_retain(self.reg(AH))),
             I::Pushf | I::Pushfd | I::Pushfq => self.push_flags()?,
             I::Popf | I::Popfd | I::Popfq => self.pop_flags()?,
             I::Pusha => self.push_all(2)?,
@@ -111,7 +103,7 @@ impl<M: Machine> Run<'_, M> {
             I::Bswap => self.swap_bytes()?,
             I::Int => self.software_interrupt(self.insn.immediate8())?,
             I::Int3 => self.software_interrupt(3)?,
-            I::Into if self.flags & OF != 0 => self.software_interrupt(4)?,
+            I::Into if self.flags.contains(Rflags::OF) => self.software_interrupt(4)?,
             I::Into => {}
             I::Iret => self.interrupt_return(2)?,
             I::Iretd => self.interrupt_return(4)?,
@@ -192,7 +184,7 @@ impl<M: Machine> Run<'_, M> {
         let Some((target, width)) = self.direct_target() else { return Err(Stop::Unsupported) };
         let counter = Self::counter(size);
         let left = self.reg(counter).wrapping_sub(1) & size_mask(size);
-        let zero = self.flags & ZF != 0;
+        let zero = self.flags.contains(Rflags::ZF);
         let goes_on = match self.insn.mnemonic() {
             Mnemonic::Loope => zero,
             Mnemonic::Loopne => !zero,
@@ -210,7 +202,7 @@ impl<M: Machine> Run<'_, M> {
         if self.v86() {
             return Err(Stop::Unsupported);
         }
-        let allowed = (self.flags >> IOPL_SHIFT & 3) as u8;
+        let allowed = self.flags.iopl();
         if self.real() || self.m.cpl() <= allowed {
             Ok(())
         } else {
@@ -223,7 +215,7 @@ impl<M: Machine> Run<'_, M> {
             return Err(Stop::Unsupported);
         }
         let size = self.insn.stack_pointer_increment().unsigned_abs() as u8;
-        self.push(self.flags & !(VM | RF), size)
+        self.push((self.flags - (Rflags::VM | Rflags::RF)).bits(), size)
     }
 
     fn pop_flags(&mut self) -> Result<(), Stop> {
@@ -232,22 +224,23 @@ impl<M: Machine> Run<'_, M> {
         }
         let size = self.insn.stack_pointer_increment().unsigned_abs() as u8;
         let new = self.peek_at(0, size)?;
-        self.replace_flags(new, size);
+        self.replace_flags(Rflags::from_bits_retain(new), size);
         self.pop_bytes(size.into());
         Ok(())
     }
 
     /// The flags that a program may change with POPF or IRET, as far as `size` bytes reach.
-    fn replace_flags(&mut self, new: u64, size: u8) {
-        let mut mask = STATUS | TF | DF | NT | AC | ID;
-        let (cpl, allowed) = (self.m.cpl(), (self.flags >> IOPL_SHIFT & 3) as u8);
+    fn replace_flags(&mut self, new: Rflags, size: u8) {
+        let mut mask =
+            Rflags::STATUS | Rflags::TF | Rflags::DF | Rflags::NT | Rflags::AC | Rflags::ID;
+        let (cpl, allowed) = (self.m.cpl(), self.flags.iopl());
         if self.real() || cpl == 0 {
-            mask |= IOPL;
+            mask |= Rflags::IOPL;
         }
         if self.real() || cpl <= allowed {
-            mask |= IF;
+            mask |= Rflags::IF;
         }
-        self.set_flags(mask & size_mask(size), new);
+        self.set_flags(mask & Rflags::from_bits_retain(size_mask(size)), new);
     }
 
     /// Does what pushes several words: the stack pointer is as before where it fails.
@@ -334,7 +327,7 @@ impl<M: Machine> Run<'_, M> {
         let [a, b, c, d] = entry;
         let (offset, selector) = (u16::from_le_bytes([a, b]), u16::from_le_bytes([c, d]));
         let cs = u64::from(self.m.segment(SegReg::Cs).selector);
-        let flags = self.flags & 0xffff;
+        let flags = self.flags.bits() & 0xffff;
         self.all_or_nothing(|run| {
             run.push(flags, 2)?;
             run.push(cs, 2)?;
@@ -342,7 +335,7 @@ impl<M: Machine> Run<'_, M> {
         })?;
         let target = self.paragraphs(SegReg::Cs, selector);
         self.m.set_segment(SegReg::Cs, target);
-        self.flags &= !(IF | TF | AC | RF);
+        self.flags -= Rflags::IF | Rflags::TF | Rflags::AC | Rflags::RF;
         self.next_rip = offset.into();
         Ok(())
     }
@@ -358,7 +351,7 @@ impl<M: Machine> Run<'_, M> {
         let flags = self.peek_at(step.wrapping_mul(2), size)?;
         self.branch_to(selector, offset)?;
         self.pop_bytes(step.wrapping_mul(3));
-        self.replace_flags(flags, size);
+        self.replace_flags(Rflags::from_bits_retain(flags), size);
         Ok(())
     }
 

@@ -1,7 +1,8 @@
 //! What CPUs without NRIP save and decode assists do not report: instruction lengths (the commonest
 //! exits by a few compares, all others by the decoder) and the registers of MOV CR and MOV DR.
 
-use crate::decode::{CodeSize, decode};
+use crate::decode::decode;
+use crate::machine::CodeSize;
 
 /// Length in bytes of the first instruction of `bytes`, 1 to 15; `None` when it does not decode.
 pub fn length(bytes: &[u8], size: CodeSize) -> Option<u8> {

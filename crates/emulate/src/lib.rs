@@ -26,6 +26,7 @@ mod flow;
 mod length;
 mod machine;
 mod operand;
+mod port;
 mod privilege;
 mod stack;
 mod string;
@@ -34,41 +35,13 @@ mod task;
 mod translation;
 
 pub use cause::Cause;
-pub use decode::{CodeSize, DecodeError, Decoded, Extend, RegRef, SimpleMmio, decode, warm_up};
+pub use decode::{DecodeError, Decoded, Extend, RegRef, SimpleMmio, decode, warm_up};
 pub use decode_cache::{DecodeCache, Fetched};
 pub use execute::{Completion, Outcome, deliver, emulate, interpret};
 pub use flow::Outside;
 pub use length::{SystemMove, common_length, common_system_move, length, system_move};
-pub use machine::{Access, Machine, SegReg, Segment, Stop, Table};
-pub use privilege::PortAccess;
+pub use machine::{Access, CodeSize, Machine, SegReg, Segment, Stop, Table};
+pub use port::PortAccess;
 pub use string::{ITERATIONS_PER_CALL, STRING_RUN_BYTES};
 pub use task::{Source, Switched, TaskSwitch, switch_task};
 pub use translation::{Invlpg, invlpg};
-
-/// The RFLAGS bits that the emulator reads or writes (SDM vol. 1 §3.4.3).
-pub mod rflags {
-    /// Carry.
-    pub const CF: u64 = 1 << 0;
-    /// Parity of the low byte.
-    pub const PF: u64 = 1 << 2;
-    /// Carry out of bit 3.
-    pub const AF: u64 = 1 << 4;
-    /// Zero.
-    pub const ZF: u64 = 1 << 6;
-    /// Sign.
-    pub const SF: u64 = 1 << 7;
-    /// Trap after each instruction.
-    pub const TF: u64 = 1 << 8;
-    /// Direction of string instructions.
-    pub const DF: u64 = 1 << 10;
-    /// Signed overflow.
-    pub const OF: u64 = 1 << 11;
-    /// Resume flag: cleared when an instruction completes.
-    pub const RF: u64 = 1 << 16;
-    /// Virtual-8086 mode.
-    pub const VM: u64 = 1 << 17;
-    /// Alignment check.
-    pub const AC: u64 = 1 << 18;
-    /// The six status flags.
-    pub const STATUS: u64 = CF | PF | AF | ZF | SF | OF;
-}

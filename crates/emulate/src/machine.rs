@@ -3,9 +3,22 @@
 //! The implementor walks the guest's page tables and tells RAM from MMIO; the emulator does
 //! segmentation, effective addresses and the splitting of accesses at page borders.
 
-use crate::{CodeSize, PortAccess};
+use crate::port::PortAccess;
 use x86::segment::DescriptorTable;
-use x86::{Exception, Gva};
+use x86::{Cr0, Cr4, Exception, Gva, Rflags};
+
+/// The mode that instructions are decoded in: CS.L and CS.D under EFER.LMA; real and
+/// virtual-8086 mode are 16-bit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum CodeSize {
+    /// Real mode, virtual-8086 mode, CS.D = 0.
+    Bits16 = 0,
+    /// CS.D = 1 outside 64-bit mode.
+    Bits32 = 1,
+    /// 64-bit mode.
+    Bits64 = 2,
+}
 
 /// Why emulation ended before the instruction did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,7 +121,7 @@ impl Segment {
         self
     }
 
-    /// Of a descriptor's 8 bytes.
+    /// The segment that a descriptor's 8 bytes say.
     pub(crate) const fn of(selector: u16, descriptor: u64) -> Self {
         let x86::segment::Segment { base, limit, selector, attr } =
             x86::segment::Segment::from_descriptor(selector, descriptor);
@@ -129,7 +142,7 @@ pub trait Machine {
     /// RIP of the instruction being emulated.
     fn rip(&self) -> u64;
     /// RFLAGS before the instruction.
-    fn rflags(&self) -> u64;
+    fn rflags(&self) -> Rflags;
     /// A segment register with its hidden part; asked only when needed.
     fn segment(&self, segment: SegReg) -> Segment;
     /// CS.L, CS.D and EFER.LMA as one value.
@@ -137,9 +150,9 @@ pub trait Machine {
     /// Current privilege level, 0 to 3.
     fn cpl(&self) -> u8;
     /// CR0.
-    fn cr0(&self) -> u64;
+    fn cr0(&self) -> Cr0;
     /// CR4.
-    fn cr4(&self) -> u64;
+    fn cr4(&self) -> Cr4;
 
     /// Reads guest memory or a device. `how` is `Load` or `Modify`.
     fn read(&mut self, at: Gva, into: &mut [u8], how: Access) -> Result<(), Stop>;

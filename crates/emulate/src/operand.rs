@@ -5,18 +5,11 @@
 
 use iced_x86::{Instruction, OpKind, Register};
 use x86::addr::PAGE_SIZE;
-use x86::{Exception, Gva};
+use x86::{Cr0, Cr4, Exception, Gva, Rflags};
 
-use crate::decode::{CodeSize, RegRef, immediate, sign_extend, size_mask};
-use crate::machine::{Access, Machine, SegReg, Segment, Stop};
-use crate::rflags;
+use crate::decode::{RegRef, immediate, segment_of, sign_extend, size_mask};
+use crate::machine::{Access, CodeSize, Machine, SegReg, Segment, Stop};
 
-/// CR0.PE.
-pub(crate) const CR0_PE: u64 = 1 << 0;
-/// CR0.AM.
-const CR0_AM: u64 = 1 << 18;
-/// CR4.LA57.
-const CR4_LA57: u64 = 1 << 12;
 /// How often a locked update that lost a race is tried again before the vCPU gets a say.
 pub(crate) const LOCK_TRIES: u32 = 16;
 
@@ -26,7 +19,7 @@ pub(crate) struct Run<'a, M: Machine> {
     pub(crate) insn: &'a Instruction,
     pub(crate) size: CodeSize,
     /// RFLAGS: as before the instruction, then with its results.
-    pub(crate) flags: u64,
+    pub(crate) flags: Rflags,
     /// RIP of the next instruction; branches change it.
     pub(crate) next_rip: u64,
     /// The instruction blocks interrupts after itself (MOV SS, POP SS).
@@ -51,18 +44,6 @@ impl Place {
     }
 }
 
-pub(crate) const fn segment_of(register: Register) -> Option<SegReg> {
-    Some(match register {
-        Register::ES => SegReg::Es,
-        Register::CS => SegReg::Cs,
-        Register::SS => SegReg::Ss,
-        Register::DS => SegReg::Ds,
-        Register::FS => SegReg::Fs,
-        Register::GS => SegReg::Gs,
-        _ => return None,
-    })
-}
-
 impl<M: Machine> Run<'_, M> {
     pub(crate) fn long(&self) -> bool {
         self.size == CodeSize::Bits64
@@ -79,8 +60,8 @@ impl<M: Machine> Run<'_, M> {
     }
 
     /// Replaces the status flags in `mask` by those of `new`.
-    pub(crate) fn set_flags(&mut self, mask: u64, new: u64) {
-        self.flags = (self.flags & !mask) | (new & mask);
+    pub(crate) fn set_flags(&mut self, mask: Rflags, new: Rflags) {
+        self.flags = (self.flags - mask) | (new & mask);
     }
 
     /// #SS(0) for the stack segment, #GP(0) for the others.
@@ -92,7 +73,7 @@ impl<M: Machine> Run<'_, M> {
     }
 
     pub(crate) fn canonical(&self, at: u64) -> bool {
-        let width = if self.m.cr4() & CR4_LA57 != 0 { 57 } else { 48 };
+        let width = if self.m.cr4().contains(Cr4::LA57) { 57 } else { 48 };
         let unused = 64 - width;
         ((at << unused) as i64 >> unused) as u64 == at
     }
@@ -127,11 +108,11 @@ impl<M: Machine> Run<'_, M> {
             hidden.base.wrapping_add(offset) & 0xffff_ffff
         };
         // AC is rarely set, so it is looked at first.
-        if self.flags & rflags::AC != 0
+        if self.flags.contains(Rflags::AC)
             && at & last != 0
             && size.is_power_of_two()
             && self.m.cpl() == 3
-            && self.m.cr0() & CR0_AM != 0
+            && self.m.cr0().contains(Cr0::AM)
         {
             return Err(Stop::Fault(Exception::ac()));
         }
@@ -248,7 +229,7 @@ impl<M: Machine> Run<'_, M> {
         }
     }
 
-    /// Sets a place.
+    /// Sets the value at a place.
     pub(crate) fn store(&mut self, place: Place, value: u64) -> Result<(), Stop> {
         match place {
             Place::Reg(reg) => {

@@ -3,46 +3,27 @@
 //! The hardware made these checks of the instruction that led to an exit. They are made again here,
 //! whatever the exit was, because the bytes are read anew: a program that has swapped them meanwhile
 //! gets what the architecture gives it for the new ones, and no more. A port is reached with a
-//! [`PortAccess`] alone, and only [`Run::check_port`] makes one.
+//! [`PortAccess`] alone, which IOPL and the bitmap make.
 
 use x86::segment::kind;
-use x86::{Cr4, Exception, Gva};
+use x86::{Cr0, Cr4, Exception, Gva, Rflags};
 
 use crate::machine::{Machine, SegReg, Segment, Stop};
-use crate::operand::{CR0_PE, Run};
-use crate::rflags;
+use crate::operand::Run;
+use crate::port::PortAccess;
 
 /// Where a TSS of 32 or 64 bits says where its bitmap begins (SDM vol. 3A fig. 8-2 and 8-11).
 const BITMAP_OFFSET: u32 = 102;
 
-/// The proof that the program may access a port: IOPL and the bitmap were looked at.
-#[derive(Debug, PartialEq, Eq)]
-pub struct PortAccess {
-    port: u16,
-    size: u8,
-}
-
-impl PortAccess {
-    /// The first port.
-    pub const fn port(&self) -> u16 {
-        self.port
-    }
-
-    /// Bytes of an element: 1, 2 or 4, that many ports.
-    pub const fn size(&self) -> u8 {
-        self.size
-    }
-}
-
 impl<M: Machine> Run<'_, M> {
     /// Real mode: everything is allowed, and descriptors are not looked at.
     pub(crate) fn real(&self) -> bool {
-        self.m.cr0() & CR0_PE == 0
+        !self.m.cr0().contains(Cr0::PE)
     }
 
     /// Virtual-8086 mode.
     pub(crate) fn v86(&self) -> bool {
-        !self.real() && !self.m.long_mode() && self.m.rflags() & rflags::VM != 0
+        !self.real() && !self.m.long_mode() && self.m.rflags().contains(Rflags::VM)
     }
 
     /// Real or virtual-8086 mode, where selectors are paragraphs.
@@ -57,18 +38,15 @@ impl<M: Machine> Run<'_, M> {
 
     /// SGDT, SIDT, SLDT, STR and SMSW: privileged under CR4.UMIP (SDM vol. 3A §2.5).
     pub(crate) fn umip(&self) -> Result<(), Stop> {
-        if self.m.cr4() & Cr4::UMIP.bits() == 0 { Ok(()) } else { self.privileged() }
+        if !self.m.cr4().contains(Cr4::UMIP) { Ok(()) } else { self.privileged() }
     }
 
     /// SDM vol. 1 §19.5: by IOPL in protected mode, by the bitmap above it and in virtual-8086 mode.
     pub(crate) fn check_port(&mut self, port: u16, size: u8) -> Result<PortAccess, Stop> {
-        let iopl = (self.m.rflags() >> 12 & 3) as u8;
+        let iopl = self.m.rflags().iopl();
         let by_level = self.real() || !self.v86() && self.m.cpl() <= iopl;
-        if by_level || self.bitmap_allows(port, size)? {
-            Ok(PortAccess { port, size })
-        } else {
-            Err(Stop::Fault(Exception::gp(0)))
-        }
+        PortAccess::check(port, size, by_level, || self.bitmap_allows(port, size))?
+            .ok_or(Stop::Fault(Exception::gp(0)))
     }
 
     fn bitmap_allows(&mut self, port: u16, size: u8) -> Result<bool, Stop> {

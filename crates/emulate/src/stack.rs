@@ -4,9 +4,9 @@
 
 use iced_x86::{Code, OpKind};
 
-use crate::decode::{RegRef, size_mask};
+use crate::decode::{RegRef, segment_of, size_mask};
 use crate::machine::{Access, Machine, SegReg, Segment, Stop};
-use crate::operand::{Run, segment_of};
+use crate::operand::Run;
 
 const RSP: usize = 4;
 const RBP: usize = 5;

@@ -5,14 +5,13 @@
 //! port access.
 
 use iced_x86::{Code, OpKind};
-use x86::Gva;
+use x86::{Gva, Rflags};
 
 use crate::alu;
 use crate::decode::{RegRef, size_mask};
 use crate::execute::Outcome;
 use crate::machine::{Access, Machine, SegReg, Stop};
 use crate::operand::{Run, to_page_end};
-use crate::rflags::{DF, STATUS, TF, ZF};
 
 /// Iterations of a REP string instruction in one call, after which the vCPU looks for interrupts.
 pub const ITERATIONS_PER_CALL: u32 = 64;
@@ -89,7 +88,7 @@ impl<M: Machine> Run<'_, M> {
             size,
             address_size: self.string_address_size()?,
             source: self.effective_segment(SegReg::Ds),
-            backward: self.flags & DF != 0,
+            backward: self.flags.contains(Rflags::DF),
         };
         let until_unequal = self.insn.has_rep_prefix();
         let until_equal = self.insn.has_repne_prefix();
@@ -104,16 +103,16 @@ impl<M: Machine> Run<'_, M> {
             if count == 0 {
                 return Ok(Outcome::Done);
             }
-            let at_most = if self.flags & TF != 0 { 1 } else { count };
+            let at_most = if self.flags.contains(Rflags::TF) { 1 } else { count };
             let done = self.string_elements(element, at_most)?;
             let left = count.wrapping_sub(done);
             self.set_reg(counter, left);
-            let equal = self.flags & ZF != 0;
+            let equal = self.flags.contains(Rflags::ZF);
             if left == 0 || compares && if until_equal { equal } else { !equal } {
                 return Ok(Outcome::Done);
             }
             self.m.commit();
-            if done > 1 || self.flags & TF != 0 {
+            if done > 1 || self.flags.contains(Rflags::TF) {
                 // A whole run was handed over: time to look for interrupts. And single-stepping
                 // stops after each iteration (SDM vol. 3B §17.3.1.4).
                 break;
@@ -179,14 +178,14 @@ impl<M: Machine> Run<'_, M> {
                 let second = self.string_place(e, RDI, Access::Load)?;
                 let a = self.read(first, e.size, Access::Load)?;
                 let b = self.read(second, e.size, Access::Load)?;
-                self.set_flags(STATUS, alu::sub(e.size, a, b, false).1);
+                self.set_flags(Rflags::STATUS, alu::sub(e.size, a, b, false).1);
                 self.string_advance(e, RSI, 1);
                 self.string_advance(e, RDI, 1);
             }
             Kind::Scas => {
                 let at = self.string_place(e, RDI, Access::Load)?;
                 let b = self.read(at, e.size, Access::Load)?;
-                self.set_flags(STATUS, alu::sub(e.size, self.reg(accumulator), b, false).1);
+                self.set_flags(Rflags::STATUS, alu::sub(e.size, self.reg(accumulator), b, false).1);
                 self.string_advance(e, RDI, 1);
             }
             Kind::Ins => return self.ins(e, count),

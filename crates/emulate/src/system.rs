@@ -4,17 +4,14 @@
 //! SDM vol. 2, MOV—Move to/from Control Registers; APM vol. 2 §3.1.
 
 use iced_x86::{OpKind, Register};
-use x86::Exception;
+use x86::{Cr0, Cr4, Exception};
 
 use crate::decode::RegRef;
 use crate::machine::{Access, Machine, Stop};
-use crate::operand::{CR0_PE, Place, Run, to_page_end};
+use crate::operand::{Place, Run, to_page_end};
 
-const CR0_EM: u64 = 1 << 2;
-const CR0_TS: u64 = 1 << 3;
-/// What LMSW may change: PE (set only), MP, EM, TS.
-const CR0_LMSW: u64 = 0xf;
-const CR4_OSFXSR: u64 = 1 << 9;
+/// What LMSW may change; PE it can only set.
+const LMSW: Cr0 = Cr0::PE.union(Cr0::MP).union(Cr0::EM).union(Cr0::TS);
 
 enum System {
     Control(u8),
@@ -65,23 +62,23 @@ impl<M: Machine> Run<'_, M> {
     pub(crate) fn smsw(&mut self) -> Result<(), Stop> {
         self.umip()?;
         let to = self.place(0, Access::Store)?;
-        let value = self.m.cr0();
+        let value = self.m.cr0().bits();
         self.store(to, value)
     }
 
     pub(crate) fn lmsw(&mut self) -> Result<(), Stop> {
         self.privileged()?;
-        let value = self.value(0)? & CR0_LMSW;
+        let value = Cr0::from_bits_retain(self.value(0)?) & LMSW;
         let cr0 = self.m.cr0();
         // LMSW cannot leave protected mode.
-        let new = (cr0 & !CR0_LMSW) | value | (cr0 & CR0_PE);
-        self.m.write_cr(0, new)
+        let new = (cr0 - LMSW) | value | (cr0 & Cr0::PE);
+        self.m.write_cr(0, new.bits())
     }
 
     pub(crate) fn clts(&mut self) -> Result<(), Stop> {
         self.privileged()?;
         let cr0 = self.m.cr0();
-        self.m.write_cr(0, cr0 & !CR0_TS)
+        self.m.write_cr(0, (cr0 - Cr0::TS).bits())
     }
 
     /// SSE moves of `size` bytes between XMM and memory or another register.
@@ -136,20 +133,20 @@ impl<M: Machine> Run<'_, M> {
 
     fn mmx_usable(&self) -> Result<(), Stop> {
         let cr0 = self.m.cr0();
-        if cr0 & CR0_EM != 0 {
+        if cr0.contains(Cr0::EM) {
             return Err(Stop::Fault(Exception::ud()));
         }
-        if cr0 & CR0_TS != 0 {
+        if cr0.contains(Cr0::TS) {
             return Err(Stop::Fault(Exception::nm()));
         }
         Ok(())
     }
 
-    fn vector_usable(&self, cr0: u64) -> Result<(), Stop> {
-        if cr0 & CR0_EM != 0 || self.m.cr4() & CR4_OSFXSR == 0 {
+    fn vector_usable(&self, cr0: Cr0) -> Result<(), Stop> {
+        if cr0.contains(Cr0::EM) || !self.m.cr4().contains(Cr4::OSFXSR) {
             return Err(Stop::Fault(Exception::ud()));
         }
-        if cr0 & CR0_TS != 0 {
+        if cr0.contains(Cr0::TS) {
             return Err(Stop::Fault(Exception::nm()));
         }
         Ok(())

@@ -5,17 +5,11 @@
 
 use iced_x86::Instruction;
 use x86::segment::kind;
-use x86::{Cr0, Dr6, Exception, Gva};
+use x86::{Cr0, Dr6, Exception, Gva, Rflags};
 
-use crate::decode::CodeSize;
 use crate::descriptor::{BUSY, Found, Load, error_code, is_null, rpl, v86_segment};
-use crate::machine::{Machine, SegReg, Segment, Stop};
+use crate::machine::{CodeSize, Machine, SegReg, Segment, Stop};
 use crate::operand::Run;
-use crate::rflags::{RF, VM};
-
-const NT: u64 = 1 << 14;
-/// What a TSS can set of RFLAGS; bit 1 is always set.
-const FLAGS: u64 = 0x3f_7fd5;
 
 /// What asked for the switch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,7 +53,7 @@ pub struct Switched {
     /// RIP.
     pub rip: u64,
     /// RFLAGS.
-    pub rflags: u64,
+    pub rflags: Rflags,
     /// What the new task takes before its first instruction.
     pub exception: Option<Exception>,
 }
@@ -210,9 +204,10 @@ impl<M: Machine> Run<'_, M> {
         self.m.set_segment(SegReg::Tr, new.segment);
 
         // From here on it is the new task that faults.
-        let mut flags = layout.get(&image, layout.word(1)) & FLAGS | 2;
+        let mut flags =
+            Rflags::from_bits_truncate(layout.get(&image, layout.word(1))) | Rflags::FIXED;
         if switch.source.nests() {
-            flags |= NT;
+            flags |= Rflags::NT;
         }
         self.flags = flags;
         let rip = layout.get(&image, layout.word(0));
@@ -247,13 +242,13 @@ impl<M: Machine> Run<'_, M> {
         let mut image: Image = [0; 104];
         let mut flags = self.flags;
         if switch.source == Source::Iret {
-            flags &= !NT;
+            flags -= Rflags::NT;
         }
         if switch.restarts {
-            flags |= RF;
+            flags |= Rflags::RF;
         }
         layout.put(&mut image, layout.word(0), switch.return_to);
-        layout.put(&mut image, layout.word(1), flags);
+        layout.put(&mut image, layout.word(1), flags.bits());
         for n in 0..8usize {
             let value = self.m.gpr(n);
             layout.put(&mut image, layout.word(n.wrapping_add(2)), value);
@@ -277,7 +272,7 @@ impl<M: Machine> Run<'_, M> {
             if n < layout.segment_count() { layout.get(image, layout.segment(n)) as u16 } else { 0 }
         });
         let [es, cs, ss, ds, fs, gs] = selectors;
-        let v86 = self.flags & VM != 0;
+        let v86 = self.flags.contains(Rflags::VM);
         let cpl = if v86 { 3 } else { rpl(cs) };
         for n in 0..8usize {
             let value = layout.get(image, layout.word(n.wrapping_add(2)));
@@ -297,8 +292,8 @@ impl<M: Machine> Run<'_, M> {
         let ldt = layout.get(image, layout.ldt) as u16;
         self.m.set_segment(SegReg::Ldtr, Segment { selector: ldt, ..Segment::default() });
         let cr0 = self.m.cr0();
-        self.m.write_cr(0, cr0 | Cr0::TS.bits())?;
-        if layout.wide && cr0 & Cr0::PG.bits() != 0 {
+        self.m.write_cr(0, (cr0 | Cr0::TS).bits())?;
+        if layout.wide && cr0.contains(Cr0::PG) {
             let cr3 = layout.get(image, CR3);
             self.m.write_cr(3, cr3)?;
         }

@@ -5,8 +5,8 @@
 
 use x86::{Exception, Gva};
 
-use crate::decode::{CodeSize, RegRef};
-use crate::machine::{Access, Machine, SegReg, Stop};
+use crate::decode::RegRef;
+use crate::machine::{Access, CodeSize, Machine, SegReg, Stop};
 use crate::operand::Run;
 
 impl<M: Machine> Run<'_, M> {

@@ -2,10 +2,10 @@
 
 mod machine;
 
-use gannet_emulate::{CodeSize, Machine, SegReg, Stop, decode, rflags};
+use gannet_emulate::{CodeSize, Machine, SegReg, Stop, decode};
 use machine::{BIG, Event, RAX, RBP, RBX, RCX, RDI, RSI, RSP, TestMachine};
 use proptest::prelude::*;
-use x86::Exception;
+use x86::{Exception, Rflags};
 
 const GP: Stop = Stop::Fault(Exception::gp(0));
 const SS: Stop = Stop::Fault(Exception::ss(0));
@@ -98,7 +98,7 @@ fn segment_types_are_checked_in_protected_mode_only() {
     assert!(m.run(&[0x2e, 0x89, 0x07]).is_ok()); // mov cs:[bx], ax
     let mut m = real();
     m.cr0 = 1;
-    m.rflags |= rflags::VM;
+    m.rflags |= Rflags::VM.bits();
     assert!(m.run(&[0x2e, 0x89, 0x07]).is_ok());
 }
 
@@ -178,7 +178,7 @@ fn rip_relative_addresses_count_from_the_next_instruction() {
 fn user_code_with_ac_set_faults_on_misaligned_data() {
     let mut m = TestMachine::long();
     m.gpr[RBX] = RAM + 1;
-    m.rflags |= rflags::AC;
+    m.rflags |= Rflags::AC.bits();
     m.cr0 |= 1 << 18;
     assert!(m.run(&[0x8b, 0x03]).is_ok(), "supervisor code does not");
     m.cpl = 3;

@@ -110,7 +110,7 @@ fn an_interrupt_goes_through_the_table_and_iret_comes_back() {
             Some(code) => run(&mut m, code).map(|_| ()).unwrap(),
             None => {
                 let done = deliver(&mut m, 5).unwrap();
-                (m.rip, m.rflags) = (done.rip, done.rflags);
+                (m.rip, m.rflags) = (done.rip, done.rflags.bits());
             }
         }
         let cs = m.segments[SegReg::Cs as usize];

@@ -11,9 +11,10 @@ use gannet_emulate::{CodeSize, Outcome, Stop, decode, emulate};
 use iced_x86::{Decoder, DecoderOptions, Instruction};
 use machine::{RCX, RDI, RSI, RSP, TestMachine};
 use native_cpu::{NativeCpu, State};
+use x86::Rflags;
 
-const STATUS: u64 = gannet_emulate::rflags::STATUS;
-const DF: u64 = gannet_emulate::rflags::DF;
+const STATUS: u64 = Rflags::STATUS.bits();
+const DF: u64 = Rflags::DF.bits();
 
 /// xorshift64*: the same sequence on every run, so that a failure repeats.
 struct Random(u64);
@@ -251,7 +252,7 @@ fn compare_on(cpu: &mut NativeCpu, bytes: &[u8], state: &State, ram: Vec<u8>) ->
     let done = loop {
         match emulate(&mut m, &decoded) {
             Ok(done) => {
-                m.rflags = done.rflags;
+                m.rflags = done.rflags.bits();
                 if done.outcome == Outcome::Done {
                     break done;
                 }
@@ -261,7 +262,7 @@ fn compare_on(cpu: &mut NativeCpu, bytes: &[u8], state: &State, ram: Vec<u8>) ->
         }
     };
     let (native, native_ram) = cpu.run(bytes, state, &ram);
-    let zero = native.rflags & gannet_emulate::rflags::ZF != 0;
+    let zero = native.rflags & Rflags::ZF.bits() != 0;
     let undefined = undefined::after(&insn, state.gpr[RCX] as u8, zero);
     let context = || format!("{bytes:02x?} {:?} from {state:x?}", insn.code());
     assert_eq!(done.rip, cpu.end_of_instruction(), "RIP after {}", context());
@@ -280,12 +281,12 @@ fn compare_on(cpu: &mut NativeCpu, bytes: &[u8], state: &State, ram: Vec<u8>) ->
     for (n, (a, b)) in m.ram.iter().zip(&native_ram).enumerate() {
         assert_eq!(a, b, "memory byte {n} (emulated, native) after {}", context());
     }
-    let mask = (STATUS | DF) & !undefined.flags;
+    let mask = (STATUS | DF) & !undefined.flags.bits();
     assert_eq!(
-        done.rflags & mask,
+        done.rflags.bits() & mask,
         native.rflags & mask,
         "flags (emulated, native) differ in {:#x} after {}",
-        (done.rflags ^ native.rflags) & mask,
+        (done.rflags.bits() ^ native.rflags) & mask,
         context()
     );
     true
@@ -653,7 +654,6 @@ fn xlat_and_moffs_are_what_the_cpu_does() {
 /// once and changes nothing, but its masked count is not 1, and OF is undefined.
 #[test]
 fn a_rotation_by_any_count_but_one_leaves_overflow_undefined() {
-    use gannet_emulate::rflags::OF;
     for (opcode, size) in [(0xc0u8, 8u8), (0xc1, 16), (0xc1, 32), (0xc1, 64)] {
         for ext in 0..4u8 {
             for count in 0..=255u8 {
@@ -664,7 +664,7 @@ fn a_rotation_by_any_count_but_one_leaves_overflow_undefined() {
                 };
                 bytes.extend_from_slice(&[opcode, 0xc0 | ext << 3 | 2, count]);
                 let masked = count & if size == 64 { 0x3f } else { 0x1f };
-                let expected = if masked > 1 { OF } else { 0 };
+                let expected = if masked > 1 { Rflags::OF } else { Rflags::empty() };
                 let insn = decoded_alone(&bytes);
                 let undefined = undefined::after(&insn, 0, false);
                 assert_eq!(undefined.flags, expected, "{bytes:02x?} {:?}", insn.code());

@@ -4,11 +4,11 @@
 
 mod machine;
 
-use gannet_emulate::{CodeSize, Outcome, SegReg, Segment, Stop, decode, emulate, rflags};
+use gannet_emulate::{CodeSize, Outcome, SegReg, Segment, Stop, decode, emulate};
 use iced_x86::{Decoder, DecoderOptions, Instruction, Mnemonic, Register};
 use machine::{Event, RAX, RDX, SYSTEM_BYTES, TSS, TestMachine};
 use proptest::prelude::*;
-use x86::Exception;
+use x86::{Exception, Rflags};
 
 const GP: Stop = Stop::Fault(Exception::gp(0));
 const PE: u64 = 1;
@@ -51,7 +51,7 @@ impl Program {
         m.cr0 = if self.protected { PE } else { 0 };
         m.cr4 |= if self.umip { UMIP } else { 0 };
         m.cpl = self.cpl;
-        m.rflags = 2 | u64::from(self.iopl) << 12 | if self.v86 { rflags::VM } else { 0 };
+        m.rflags = 2 | u64::from(self.iopl) << 12 | if self.v86 { Rflags::VM.bits() } else { 0 };
         m.segments[SegReg::Tr as usize] = Segment {
             selector: 0x40,
             attributes: 0x80 | self.tss_kind,

@@ -3,10 +3,10 @@
 
 mod machine;
 
-use gannet_emulate::{ITERATIONS_PER_CALL, Outcome, Stop, rflags};
+use gannet_emulate::{ITERATIONS_PER_CALL, Outcome, Stop};
 use machine::{Event, RAX, RBX, RCX, RDI, RDX, RSI, RSP, TestMachine};
 use proptest::prelude::*;
-use x86::{Exception, exception::pf};
+use x86::{Exception, Rflags, exception::pf};
 
 const DEVICE: u64 = 0x8000;
 const RAM: u64 = 0x1000;
@@ -128,22 +128,22 @@ fn a_long_repetition_returns_between_iterations() {
     let mut m = TestMachine::long();
     m.gpr[RDI] = RAM;
     m.gpr[RCX] = 1000;
-    m.rflags |= rflags::RF;
+    m.rflags |= Rflags::RF.bits();
     let code = [0xf3, 0xaa]; // rep stosb
     let done = m.run(&code).unwrap();
     assert_eq!(done.outcome, Outcome::Continue);
     assert_eq!(done.rip, 0x40_0000);
-    assert_ne!(done.rflags & rflags::RF, 0, "RF stays while the instruction goes on");
+    assert!(done.rflags.contains(Rflags::RF), "RF stays while the instruction goes on");
     assert_eq!(m.gpr[RCX], 1000 - u64::from(ITERATIONS_PER_CALL));
     while m.run(&code).unwrap().outcome == Outcome::Continue {}
     assert_eq!((m.gpr[RCX], m.gpr[RDI]), (0, RAM + 1000));
-    assert_eq!(m.rflags & rflags::RF, 0);
+    assert_eq!(m.rflags & Rflags::RF.bits(), 0);
 }
 
 #[test]
 fn single_stepping_stops_after_each_iteration() {
     let mut m = TestMachine::long();
-    m.rflags |= rflags::TF;
+    m.rflags |= Rflags::TF.bits();
     m.gpr[RDI] = RAM;
     m.gpr[RCX] = 3;
     for left in [2, 1] {
@@ -183,7 +183,7 @@ fn string_output_hands_over_what_memory_holds() {
 #[test]
 fn string_output_goes_backward_one_element_at_a_time() {
     let mut m = TestMachine::long();
-    m.rflags |= rflags::DF;
+    m.rflags |= Rflags::DF.bits();
     m.gpr[RSI] = RAM + 2;
     m.gpr[RCX] = 3;
     m.set_bytes(RAM, b"abc");

@@ -3,9 +3,9 @@
 
 mod machine;
 
-use gannet_emulate::{CodeSize, SegReg, Source, Stop, Switched, TaskSwitch, rflags, switch_task};
+use gannet_emulate::{CodeSize, SegReg, Source, Stop, Switched, TaskSwitch, switch_task};
 use machine::{RAX, RSP, SYSTEM, TSS, TestMachine};
-use x86::Exception;
+use x86::{Exception, Rflags};
 
 const OLD: u16 = 0x40;
 const NEW: u16 = 0x48;
@@ -68,7 +68,7 @@ fn kinds(m: &TestMachine) -> [u64; 2] {
 fn a_call_nests_the_new_task_and_iret_goes_back() {
     let mut m = two_tasks();
     let done = switch_task(&mut m, &switch(Source::Call)).unwrap();
-    assert_eq!(done, Switched { rip: 0x1234, rflags: 2 | NT, exception: None });
+    assert_eq!(done, Switched { rip: 0x1234, rflags: Rflags::FIXED | Rflags::NT, exception: None });
     assert_eq!((m.gpr[RAX], m.gpr[RSP], m.cr3), (0xaaaa, 0x1800, 0x5000));
     assert_eq!((word(&m, TSS + 32), word(&m, TSS + 40)), (0x40_0007, 0x7777_7777));
     assert_eq!(word(&m, NEW_TSS) & 0xffff, OLD.into());
@@ -76,13 +76,16 @@ fn a_call_nests_the_new_task_and_iret_goes_back() {
     assert_eq!(m.segments[SegReg::Tr as usize].selector, NEW);
     assert_ne!(m.cr0 & 8, 0);
 
-    (m.rip, m.rflags) = (done.rip, done.rflags);
+    (m.rip, m.rflags) = (done.rip, done.rflags.bits());
     let back = TaskSwitch { selector: OLD, return_to: 0x1236, ..switch(Source::Iret) };
     for at in [72, 80, 84, 88, 92] {
         put(&mut m, TSS + at, &0x10u32.to_le_bytes());
     }
     let done = switch_task(&mut m, &back).unwrap();
-    assert_eq!((done.rip, done.rflags & NT, done.exception), (0x40_0007, 0, None));
+    assert_eq!(
+        (done.rip, done.rflags.contains(Rflags::NT), done.exception),
+        (0x40_0007, false, None)
+    );
     assert_eq!(m.gpr[RAX], 0x7777_7777);
     // NT is clear in the image of the task that has ended.
     assert_eq!(word(&m, NEW_TSS + 36) as u64 & NT, 0);
@@ -93,7 +96,7 @@ fn a_call_nests_the_new_task_and_iret_goes_back() {
 fn a_jump_leaves_nothing_nested() {
     let mut m = two_tasks();
     let done = switch_task(&mut m, &switch(Source::Jmp)).unwrap();
-    assert_eq!(done.rflags & NT, 0);
+    assert!(!done.rflags.contains(Rflags::NT));
     assert_eq!(kinds(&m), [0x9, 0xb]);
 }
 
@@ -109,7 +112,7 @@ fn an_events_error_code_goes_onto_the_new_stack() {
     switch_task(&mut m, &event).unwrap();
     assert_eq!(m.gpr[RSP], 0x17fc);
     assert_eq!(m.bytes(0x17fc, 4), [0x55, 0, 0, 0]);
-    assert_ne!(u64::from(word(&m, TSS + 36)) & rflags::RF, 0);
+    assert_ne!(u64::from(word(&m, TSS + 36)) & Rflags::RF.bits(), 0);
 }
 
 #[test]
@@ -175,7 +178,7 @@ fn the_new_task_takes_what_is_wrong_with_its_segments() {
 #[test]
 fn a_task_of_virtual_8086_mode_has_its_segments() {
     let mut m = two_tasks();
-    put(&mut m, NEW_TSS + 36, &(rflags::VM as u32 | 2).to_le_bytes());
+    put(&mut m, NEW_TSS + 36, &(Rflags::VM.bits() as u32 | 2).to_le_bytes());
     put(&mut m, NEW_TSS + 76, &0x1234u32.to_le_bytes());
     let done = switch_task(&mut m, &switch(Source::Jmp)).unwrap();
     assert_eq!((done.exception, m.cpl), (None, 3));

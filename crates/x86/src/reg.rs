@@ -254,6 +254,9 @@ impl Rflags {
     pub const IOPL: Self = Self::IOPL0.union(Self::IOPL1);
     /// Value after reset.
     pub const RESET: Self = Self::FIXED;
+    /// The six status flags: what arithmetic sets.
+    pub const STATUS: Self =
+        Self::CF.union(Self::PF).union(Self::AF).union(Self::ZF).union(Self::SF).union(Self::OF);
 
     /// I/O privilege level, 0 to 3.
     #[inline]

@@ -8,7 +8,7 @@ use gannet_emulate::{
     Access, CodeSize, Completion, Decoded, Machine, Outcome, PortAccess, STRING_RUN_BYTES, SegReg,
     Segment, Stop, Table, decode, emulate,
 };
-use x86::{Exception, Gva, exception::pf, segment::DescriptorTable};
+use x86::{Cr0, Cr4, Exception, Gva, Rflags, exception::pf, segment::DescriptorTable};
 
 pub const RAX: usize = 0;
 pub const RCX: usize = 1;
@@ -172,7 +172,7 @@ impl TestMachine {
         assert_eq!(self.cursor, self.log.len(), "the replay log was not used up");
         self.log.clear();
         self.rip = done.rip;
-        self.rflags = done.rflags;
+        self.rflags = done.rflags.bits();
     }
 
     /// Emulates with user space answering until something else than `NeedUser` comes out; commits
@@ -303,8 +303,8 @@ impl Machine for TestMachine {
     fn rip(&self) -> u64 {
         self.rip
     }
-    fn rflags(&self) -> u64 {
-        self.rflags
+    fn rflags(&self) -> Rflags {
+        Rflags::from_bits_retain(self.rflags)
     }
     fn segment(&self, segment: SegReg) -> Segment {
         self.segments[segment as usize]
@@ -315,11 +315,11 @@ impl Machine for TestMachine {
     fn cpl(&self) -> u8 {
         self.cpl
     }
-    fn cr0(&self) -> u64 {
-        self.cr0
+    fn cr0(&self) -> Cr0 {
+        Cr0::from_bits_retain(self.cr0)
     }
-    fn cr4(&self) -> u64 {
-        self.cr4
+    fn cr4(&self) -> Cr4 {
+        Cr4::from_bits_retain(self.cr4)
     }
     fn read(&mut self, at: Gva, into: &mut [u8], how: Access) -> Result<(), Stop> {
         assert_ne!(how, Access::Store);

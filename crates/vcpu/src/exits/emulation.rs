@@ -101,7 +101,7 @@ impl<B: Backend> Vcpu<B> {
             Ok(done) => {
                 self.user_io.log.forget();
                 let complete = done.outcome == emulate::Outcome::Done;
-                self.b.set_rflags(done.rflags);
+                self.b.set_rflags(done.rflags.bits());
                 if complete {
                     self.retire(done.rip);
                     self.b.set_interrupt_shadow(done.interrupt_shadow);
@@ -132,8 +132,8 @@ impl<B: Backend> Vcpu<B> {
 
     /// A REP string instruction that is not at its end traps after each iteration under TF, as it
     /// would in hardware (SDM vol. 3B §18.3.1.4).
-    fn trap_iteration(&mut self, rflags: u64) {
-        if rflags & Rflags::TF.bits() == 0 {
+    fn trap_iteration(&mut self, rflags: Rflags) {
+        if !rflags.contains(Rflags::TF) {
             return;
         }
         if self.single_step {

@@ -47,7 +47,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn is_protected(&self) -> bool {
-        self.b.cr0() & Cr0::PE.bits() != 0
+        Cr0::from_bits_retain(self.b.cr0()).contains(Cr0::PE)
     }
 
     fn interrupt_may_wait(&self) -> bool {
@@ -90,7 +90,7 @@ impl<B: Backend> Vcpu<B> {
         match emulate::deliver(self, vector) {
             Ok(done) => {
                 self.b.set_rip(done.rip);
-                self.b.set_rflags(done.rflags);
+                self.b.set_rflags(done.rflags.bits());
                 self.b.set_interrupt_shadow(false);
                 if event == Event::Nmi {
                     self.b.set_nmi_masked(true);

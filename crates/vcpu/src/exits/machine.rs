@@ -8,7 +8,7 @@ use emulate::{Access, CodeSize, Machine, PortAccess, SegReg, Stop, Table};
 use mmu::walk;
 use vm::memory::MemoryError;
 use x86::{
-    Efer, Gpa, Gva,
+    Cr0, Cr4, Efer, Gpa, Gva, Rflags,
     segment::{DescriptorTable, Segment},
 };
 
@@ -85,8 +85,8 @@ impl<B: Backend> Machine for Vcpu<B> {
         self.b.rip()
     }
 
-    fn rflags(&self) -> u64 {
-        self.b.rflags()
+    fn rflags(&self) -> Rflags {
+        Rflags::from_bits_retain(self.b.rflags())
     }
 
     fn segment(&self, segment: SegReg) -> emulate::Segment {
@@ -102,12 +102,12 @@ impl<B: Backend> Machine for Vcpu<B> {
         self.b.cpl()
     }
 
-    fn cr0(&self) -> u64 {
-        self.b.control().cr0
+    fn cr0(&self) -> Cr0 {
+        Cr0::from_bits_retain(self.b.control().cr0)
     }
 
-    fn cr4(&self) -> u64 {
-        self.b.control().cr4
+    fn cr4(&self) -> Cr4 {
+        Cr4::from_bits_retain(self.b.control().cr4)
     }
 
     fn read(&mut self, at: Gva, into: &mut [u8], how: Access) -> Result<(), Stop> {

@@ -72,8 +72,8 @@ impl<B: Backend> Vcpu<B> {
             _ if switch.source == Source::Iret => self.b.set_nmi_masked(false),
             _ => {}
         }
-        let step = if self.single_step { Rflags::TF.bits() } else { 0 };
-        self.b.set_rflags(task.rflags | step);
+        let step = if self.single_step { Rflags::TF } else { Rflags::empty() };
+        self.b.set_rflags((task.rflags | step).bits());
         self.b.set_rip(task.rip);
         self.b.set_interrupt_shadow(false);
         let [a, b, c, d, dr6, dr7] = self.debug_regs();

@@ -1,0 +1,210 @@
+//! VMX on the scripted CPU: VMCSs are maps of fields, and every entry plays the next step of a
+//! script of its own.
+//!
+//! It asserts what the hardware would refuse or what would be a bug: a field touched with no VMCS
+//! current, VMRESUME of a VMCS that was cleared, a VMCS that is current on no CPU used.
+
+use core::cell::{Cell, RefCell};
+use std::collections::{HashMap, HashSet, VecDeque};
+
+use backend::Gprs;
+use x86::{
+    Cr4, Hpa,
+    vmcs::{Field, Width, event, field},
+};
+
+use crate::{
+    VmxCpu, VmxSwitch,
+    legal::{self, demand},
+};
+
+use super::Model;
+
+/// The fields of one VMCS.
+#[derive(Clone, Debug, Default)]
+pub struct ModelVmcs(HashMap<u32, u64>);
+
+impl ModelVmcs {
+    /// A field.
+    pub fn get<W: Width, A>(&self, field: Field<W, A>) -> W::Value {
+        W::from_raw(self.0.get(&field.encoding()).copied().unwrap_or(0))
+    }
+
+    /// Sets a field, as the hardware may.
+    pub fn set<W: Width, A>(&mut self, field: Field<W, A>, value: W::Value) {
+        self.0.insert(field.encoding(), value.into());
+    }
+}
+
+/// One step of a script: what the guest does until its next exit.
+pub type VmxStep = Box<dyn FnMut(&mut ModelVmcs, &mut Gprs) + Send>;
+
+/// The state of VMX.
+#[derive(Default)]
+pub struct VmxModel {
+    script: VecDeque<VmxStep>,
+    /// In VMX operation: the region.
+    pub on: Cell<Option<Hpa>>,
+    /// VMXON is refused.
+    pub refuse_vmxon: bool,
+    /// VMCSs that were cleared, in order.
+    pub cleared: RefCell<Vec<Hpa>>,
+    stored: RefCell<HashMap<Hpa, ModelVmcs>>,
+    launched: RefCell<HashSet<Hpa>>,
+    current: Cell<Option<Hpa>>,
+    /// Fields that were written with the value that they had.
+    pub unchanged_writes: RefCell<Vec<u32>>,
+    /// CR2 of the CPU.
+    pub cr2: Cell<u64>,
+    /// CR3 of the host.
+    pub cr3: u64,
+    /// CR4 of the host.
+    pub cr4: Cell<u64>,
+    /// The next entry fails.
+    pub refuse: bool,
+    /// What the guest writes to SPEC_CTRL during its next run, without an exit.
+    pub guest_writes_spec_ctrl: Option<u64>,
+    /// SPEC_CTRL as the guest found it at its last entry.
+    pub spec_ctrl_at_entry: u64,
+    /// Every guest's run takes so many ticks of the TSC.
+    pub run_ticks: u64,
+}
+
+impl VmxModel {
+    /// Adds a step to the end of the script.
+    pub fn then(
+        &mut self,
+        step: impl FnMut(&mut ModelVmcs, &mut Gprs) + Send + 'static,
+    ) -> &mut Self {
+        self.script.push_back(Box::new(step));
+        self
+    }
+
+    /// Steps that were not played yet.
+    pub fn steps_left(&self) -> usize {
+        self.script.len()
+    }
+
+    /// The VMCS that is current.
+    pub fn current(&self) -> Option<ModelVmcs> {
+        self.stored.borrow().get(&self.current.get()?).cloned()
+    }
+
+    fn current_address(&self, what: &str) -> Hpa {
+        self.current.get().unwrap_or_else(|| panic!("{what} without a current VMCS"))
+    }
+}
+
+impl VmxCpu for Model {
+    fn vmxon(&self, region: Hpa) -> bool {
+        if self.vmx.refuse_vmxon {
+            return false;
+        }
+        demand(format_args!("VMXON {:#x}", region.0), legal::page(region, &self.limits));
+        assert!(self.vmx.on.replace(Some(region)).is_none(), "VMXON in VMX operation");
+        self.vmx.cr4.set(self.vmx.cr4.get() | Cr4::VMXE.bits());
+        true
+    }
+    fn vmxoff(&self) {
+        assert!(self.vmx.on.take().is_some(), "VMXOFF outside VMX operation");
+        self.vmx.cr4.set(self.vmx.cr4.get() & !Cr4::VMXE.bits());
+        self.vmx.current.set(None);
+    }
+    fn vmptrld(&self, vmcs: Hpa) {
+        demand(format_args!("VMPTRLD {:#x}", vmcs.0), legal::page(vmcs, &self.limits));
+        self.vmx.stored.borrow_mut().entry(vmcs).or_default();
+        self.vmx.current.set(Some(vmcs));
+    }
+    fn vmclear(&self, vmcs: Hpa) {
+        demand(format_args!("VMCLEAR {:#x}", vmcs.0), legal::page(vmcs, &self.limits));
+        self.vmx.launched.borrow_mut().remove(&vmcs);
+        self.vmx.cleared.borrow_mut().push(vmcs);
+        if self.vmx.current.get() == Some(vmcs) {
+            self.vmx.current.set(None);
+        }
+    }
+    fn vmread(&self, field: u32) -> u64 {
+        let at = self.vmx.current_address("VMREAD");
+        self.vmx.stored.borrow().get(&at).and_then(|v| v.0.get(&field).copied()).unwrap_or(0)
+    }
+    fn vmwrite(&self, field: u32, value: u64) {
+        let legal = legal::vmwrite(field, value);
+        demand(format_args!("VMWRITE of {value:#x} to {field:#x}"), legal);
+        let at = self.vmx.current_address("VMWRITE");
+        let mut stored = self.vmx.stored.borrow_mut();
+        if stored.entry(at).or_default().0.insert(field, value) == Some(value) {
+            self.vmx.unchanged_writes.borrow_mut().push(field);
+        }
+    }
+    fn invept(&self, kind: u64, _ept_pointer: u64) {
+        demand(format_args!("INVEPT {kind}"), legal::invept(kind));
+    }
+    fn invvpid(&self, kind: u64, vpid: u16, address: u64) {
+        let legal = legal::invvpid(kind, vpid, address, &self.limits);
+        demand(format_args!("INVVPID {kind} of {vpid}, {address:#x}"), legal);
+    }
+    fn vmx_enter(&mut self, gprs: &mut Gprs, switch: &mut VmxSwitch) -> bool {
+        let at = self.vmx.current_address("entry");
+        let launched = switch.flags & VmxSwitch::LAUNCHED != 0;
+        assert_eq!(
+            self.vmx.launched.borrow().contains(&at),
+            launched,
+            "VMLAUNCH of a launched VMCS, or VMRESUME of one that is not"
+        );
+        if core::mem::take(&mut self.vmx.refuse) {
+            return false;
+        }
+        let fields = self.vmx.stored.borrow().get(&at).cloned().unwrap_or_default();
+        for (field, value) in fields.0 {
+            let legal = legal::vmcs_field(field, value, &self.limits);
+            demand(format_args!("entry with {value:#x} in field {field:#x}"), legal);
+        }
+        for value in [switch.guest_spec_ctrl, switch.host_spec_ctrl] {
+            let legal = legal::wrmsr(x86::msr::SPEC_CTRL, value, &self.limits);
+            demand(format_args!("SPEC_CTRL of {value:#x}"), legal);
+        }
+        let mut step = self.vmx.script.pop_front().expect("the script has ended");
+        let mut vmcs = self.vmx.stored.borrow().get(&at).cloned().unwrap_or_default();
+        self.vmx.spec_ctrl_at_entry = switch.guest_spec_ctrl;
+        step(&mut vmcs, gprs);
+        if let Some(value) = self.vmx.guest_writes_spec_ctrl.take() {
+            let read = switch.flags & VmxSwitch::READ_SPEC_CTRL != 0;
+            assert!(read, "the guest has SPEC_CTRL and nobody reads it after the exit");
+            switch.guest_spec_ctrl = value;
+        }
+        self.tsc += self.vmx.run_ticks;
+        if vmcs.get(field::EXIT_REASON) & (1 << 31) == 0 {
+            // An entry that fails late launches nothing, and what was to be injected stands (SDM vol. 3C §27.8).
+            self.vmx.launched.borrow_mut().insert(at);
+            let injected = vmcs.get(field::ENTRY_INTERRUPTION);
+            vmcs.set(field::ENTRY_INTERRUPTION, injected & !event::VALID);
+        }
+        let in_delivery = vmcs.get(field::IDT_VECTORING) & event::VALID != 0;
+        self.vmx.stored.borrow_mut().insert(at, vmcs);
+        self.entry_ended(in_delivery);
+        true
+    }
+    fn vmx_exit_address(&self) -> u64 {
+        0x1000
+    }
+    fn host_nmi(&mut self) {}
+    fn cr0(&self) -> u64 {
+        0x8005_0033
+    }
+    fn cr2(&self) -> u64 {
+        self.vmx.cr2.get()
+    }
+    fn set_cr2(&self, value: u64) {
+        self.vmx.cr2.set(value);
+    }
+    fn cr3(&self) -> u64 {
+        self.vmx.cr3
+    }
+    fn cr4_now(&self) -> u64 {
+        self.vmx.cr4.get()
+    }
+    fn data_selectors(&self) -> (u16, u16) {
+        (0, 0)
+    }
+    fn load_data_selectors(&mut self, _ds: u16, _es: u16) {}
+}
