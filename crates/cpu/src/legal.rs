@@ -8,7 +8,7 @@
 //! APM vol. 2 §15.5.1 (VMRUN), appendix A.
 
 use x86::{
-    Efer, Hpa, Xcr0, msr,
+    Cr0, Cr4, Efer, Hpa, Rflags, Xcr0, msr,
     reg::is_canonical,
     vmcb::{self, Vmcb},
     vmcs::{event, field, invept, invvpid},
@@ -157,14 +157,13 @@ pub fn wrmsr(index: u32, value: u64, limits: &Limits) -> Legal {
 
 /// CR0 as an entry loads it.
 fn cr0(value: u64) -> Legal {
-    const CD: u64 = 1 << 30;
-    const NW: u64 = 1 << 29;
     unless(value >> 32 != 0, "CR0 has 32 bits")?;
-    unless(value & NW != 0 && value & CD == 0, "CR0.NW is set and CR0.CD clear")
+    let cr0 = Cr0::from_bits_retain(value);
+    unless(cr0.contains(Cr0::NW) && !cr0.contains(Cr0::CD), "CR0.NW is set and CR0.CD clear")
 }
 
 fn cr4(value: u64) -> Legal {
-    unless(value & !x86::Cr4::all().bits() != 0, "CR4 has no such bit")
+    unless(value & !Cr4::all().bits() != 0, "CR4 has no such bit")
 }
 
 fn dr(dr6: u64, dr7: u64) -> Legal {
@@ -231,7 +230,6 @@ pub fn invvpid(kind: u64, vpid: u16, address: u64, limits: &Limits) -> Legal {
 /// VM entry: one field of the VMCS. What is wrong with the host's state can be the host's end; what is
 /// wrong with the guest's, a guest that does not run.
 pub fn vmcs_field(encoding: u32, value: u64, limits: &Limits) -> Legal {
-    const RFLAGS_FIXED: u64 = 1 << 1;
     let is = |of: u32| encoding == of;
     if is(field::GUEST_DR7.encoding()) {
         return unless(value >> 32 != 0, "DR7 has 32 bits");
@@ -252,7 +250,7 @@ pub fn vmcs_field(encoding: u32, value: u64, limits: &Limits) -> Legal {
         return only(value, DEBUGCTL);
     }
     if is(field::GUEST_RFLAGS.encoding()) {
-        unless(value & RFLAGS_FIXED == 0, "bit 1 of RFLAGS is clear")?;
+        unless(value & Rflags::FIXED.bits() == 0, "bit 1 of RFLAGS is clear")?;
         return only(value, 0x3f_7fd7);
     }
     if is(field::ENTRY_INTERRUPTION.encoding()) {

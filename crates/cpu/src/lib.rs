@@ -10,16 +10,12 @@ pub mod counting;
 pub mod legal;
 #[cfg(not(target_os = "none"))]
 pub mod model;
-#[cfg(not(target_os = "none"))]
-pub mod model_vmx;
 pub mod native;
 pub mod vmx;
 
 pub use counting::{Counting, Counts, Op};
 #[cfg(not(target_os = "none"))]
-pub use model::Model;
-#[cfg(not(target_os = "none"))]
-pub use model_vmx::ModelVmcs;
+pub use model::{Model, vmx::ModelVmcs};
 pub use native::Native;
 pub use vmx::{VmxCpu, VmxSwitch};
 

@@ -7,6 +7,8 @@
 //! It refuses every operand that a real CPU would fault on ([`crate::legal`]): a test that merely comes
 //! past such a write ends there.
 
+pub mod vmx;
+
 use crate::{
     Cpu, Selectors, SpecCtrl,
     legal::{self, Limits, demand},
@@ -15,28 +17,28 @@ use backend::Gprs;
 use std::collections::{HashMap, VecDeque};
 use x86::{
     Hpa,
+    msr::{
+        CSTAR, FS_BASE, GS_BASE, KERNEL_GS_BASE, LSTAR, STAR, SYSCALL_MASK, SYSENTER_CS,
+        SYSENTER_EIP, SYSENTER_ESP,
+    },
     vmcb::{Vmcb, event},
 };
 
 /// One step of a script: what the guest does until its next exit.
 pub type Step = Box<dyn FnMut(&mut Vmcb, &mut Gprs) + Send>;
 
-const SYSCALL_MASK: u32 = 0xc000_0084;
-const FS_BASE: u32 = 0xc000_0100;
-const GS_BASE: u32 = 0xc000_0101;
-const KERNEL_GS_BASE: u32 = 0xc000_0102;
 /// The MSRs that VMSAVE and VMLOAD move.
 const MOVED: [u32; 10] = [
-    0xc000_0081,
-    0xc000_0082,
-    0xc000_0083,
+    STAR,
+    LSTAR,
+    CSTAR,
     SYSCALL_MASK,
     KERNEL_GS_BASE,
     FS_BASE,
     GS_BASE,
-    0x174,
-    0x175,
-    0x176,
+    SYSENTER_CS,
+    SYSENTER_ESP,
+    SYSENTER_EIP,
 ];
 const TASK_STATE: u16 = 0x40;
 
@@ -106,7 +108,7 @@ pub struct Model {
     /// What of operands this CPU takes.
     pub limits: Limits,
     /// VMX.
-    pub vmx: crate::model_vmx::VmxModel,
+    pub vmx: vmx::VmxModel,
 }
 
 impl Default for Model {

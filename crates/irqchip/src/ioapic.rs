@@ -13,9 +13,9 @@ use crate::message::{
 
 /// Number of input pins.
 pub const PINS: usize = 24;
-/// Where its two registers lie on a PC.
-pub const DEFAULT_BASE: u64 = 0xfec0_0000;
-/// Bytes that it decodes from its base.
+/// Where the I/O APIC's two registers lie on a PC.
+pub const DEFAULT_BASE: u64 = x86::apic::IOAPIC_DEFAULT_BASE;
+/// Bytes that the I/O APIC decodes from its base.
 pub const WINDOW: u64 = 0x100;
 
 const REG_SELECT: u64 = 0x00;

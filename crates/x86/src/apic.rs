@@ -87,7 +87,7 @@ pub mod base {
     /// The bootstrap processor.
     pub const BSP: u64 = 1 << 8;
     /// x2APIC mode.
-    pub const X2APIC: u64 = 1 << 10;
+    pub const EXTD: u64 = 1 << 10;
     /// APIC globally enabled.
     pub const ENABLE: u64 = 1 << 11;
     /// Page address, up to the physical-address width.
@@ -136,6 +136,10 @@ pub mod lvt {
     pub const TIMER_MODE_SHIFT: u32 = 17;
     /// Timer mode, 2 bits.
     pub const TIMER_MODE: u32 = 3 << 17;
+    /// Timer mode: count down and reload.
+    pub const TIMER_PERIODIC: u32 = 1 << 17;
+    /// Timer mode: fire when the TSC reaches IA32_TSC_DEADLINE.
+    pub const TIMER_DEADLINE: u32 = 2 << 17;
 }
 
 /// Timer modes (field [`lvt::TIMER_MODE`]).

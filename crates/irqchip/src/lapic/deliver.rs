@@ -3,10 +3,10 @@
 
 use core::sync::atomic::Ordering::*;
 
-use x86::Vector;
+use x86::{Vector, apic::lvt};
 
 use super::Lapic;
-use super::regs::{LVT_MASKED, error};
+use super::regs::error;
 use crate::message::{DeliveryMode, IrqMessage, Trigger};
 
 /// What became of a message at one APIC.
@@ -122,7 +122,7 @@ impl Lapic {
     pub(super) fn raise_error(&self, bit: u32) -> Accepted {
         self.esr_pending.fetch_or(bit, Relaxed);
         let lvt = self.lvt(LocalVector::Error);
-        if lvt & LVT_MASKED != 0 || lvt & 0xff < 16 || !self.software_enabled() {
+        if lvt & lvt::MASKED != 0 || lvt & 0xff < 16 || !self.software_enabled() {
             return Accepted::Ignored;
         }
         self.request(lvt as u8, false)
@@ -132,7 +132,7 @@ impl Lapic {
     #[inline]
     pub fn deliver_local(&self, source: LocalVector) -> Accepted {
         let lvt = self.lvt(source);
-        if lvt & LVT_MASKED != 0 || !self.enabled() {
+        if lvt & lvt::MASKED != 0 || !self.enabled() {
             return Accepted::Ignored;
         }
         // Timer and error have no delivery mode field: their bits read as zero, which is fixed.
@@ -156,12 +156,12 @@ impl Lapic {
             return true;
         }
         let lint0 = self.lvt(LocalVector::Lint0);
-        lint0 & (LVT_MASKED | 0x700) == 0x700
+        lint0 & (lvt::MASKED | 0x700) == 0x700
     }
 
     /// Whether LINT0 is unmasked in NMI mode: the PIT then works as an NMI watchdog.
     #[inline]
     pub fn lint0_is_nmi(&self) -> bool {
-        self.enabled() && self.lvt(LocalVector::Lint0) & (LVT_MASKED | 0x700) == 0x400
+        self.enabled() && self.lvt(LocalVector::Lint0) & (lvt::MASKED | 0x700) == 0x400
     }
 }

@@ -18,33 +18,22 @@ mod vectors;
 use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering::*};
 
 pub use deliver::{Accepted, LocalVector};
-pub use regs::{ICR_MSR, LapicEffect, SELF_IPI_MSR, TSC_DEADLINE_MSR, X2APIC_MSR_BASE};
+pub use regs::{ICR_MSR, LapicEffect, SELF_IPI_MSR};
 pub use state::{REGISTER_PAGE, RestoreError};
 pub use timer::{Expiry, GUARD_ADVANCE_NS, SwTimerExpired, TimerChange, TimerClock, TimerOp};
+pub use x86::apic::{DEFAULT_BASE, base};
 
 use host::{Arc, NoMemory, once::Once};
+use x86::apic::lvt;
 
 use crate::message::{BROADCAST, DestMode, IrqMessage, XAPIC_BROADCAST};
-use regs::{LVT_COUNT, LVT_MASKED};
+use regs::LVT_COUNT;
 use timer::Timer;
 use vectors::VectorSet;
 
 /// The access is a general-protection fault with error code 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gp;
-
-/// Where an APIC's registers lie after reset.
-pub const DEFAULT_BASE: u64 = 0xfee0_0000;
-
-/// Bits of the APIC base MSR (SDM vol. 3A §10.4.4, §10.12.1).
-pub mod base {
-    /// This is the bootstrap processor.
-    pub const BSP: u64 = 1 << 8;
-    /// x2APIC mode.
-    pub const EXTD: u64 = 1 << 10;
-    /// Global enable.
-    pub const ENABLE: u64 = 1 << 11;
-}
 
 /// The mode that the APIC base MSR selects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -212,7 +201,7 @@ impl Lapic {
             timer: Timer::new(),
             eoi_notify: VectorSet::default(),
             base: AtomicU64::new(0),
-            lvt: [const { AtomicU32::new(LVT_MASKED) }; LVT_COUNT],
+            lvt: [const { AtomicU32::new(lvt::MASKED) }; LVT_COUNT],
             svr: AtomicU32::new(0xff),
             icr_lo: AtomicU32::new(0),
             icr_hi: AtomicU32::new(0),
@@ -258,7 +247,7 @@ impl Lapic {
         self.svr.store(0xff, Relaxed);
         self.software_enabled.store(0, Relaxed);
         for lvt in &self.lvt {
-            lvt.store(LVT_MASKED, Relaxed);
+            lvt.store(lvt::MASKED, Relaxed);
         }
         self.icr_lo.store(0, Relaxed);
         self.icr_hi.store(0, Relaxed);
@@ -289,7 +278,7 @@ impl Lapic {
         }
         if features.cmci != self.has(FEATURE_CMCI) {
             // An entry that comes is masked, and one that goes interrupts nobody.
-            self.set_lvt(LocalVector::Cmci, LVT_MASKED);
+            self.set_lvt(LocalVector::Cmci, lvt::MASKED);
         }
         self.features.store(bits, Relaxed);
     }

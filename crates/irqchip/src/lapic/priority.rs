@@ -3,9 +3,11 @@
 
 use core::sync::atomic::Ordering::*;
 
-use x86::{Vector, apic::VectorWords};
+use x86::{
+    Vector,
+    apic::{VectorWords, svr},
+};
 
-use super::regs::SVR_SUPPRESS_EOI;
 use super::{FEATURE_DIRECTED_EOI, Lapic, LapicEffect};
 
 impl Lapic {
@@ -168,7 +170,7 @@ impl Lapic {
     }
 
     pub(super) fn eoi_broadcast_suppressed(&self) -> bool {
-        self.svr.load(Relaxed) & SVR_SUPPRESS_EOI != 0 && self.has(FEATURE_DIRECTED_EOI)
+        self.svr.load(Relaxed) & svr::DIRECTED_EOI != 0 && self.has(FEATURE_DIRECTED_EOI)
     }
 
     /// Whether the EOI of `vector`, which was taken and is about to be delivered, may be left to a flag in guest

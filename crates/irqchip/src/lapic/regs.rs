@@ -6,7 +6,11 @@
 use core::sync::atomic::{AtomicU32, Ordering::*};
 
 use host::GuestIndex;
-use x86::{Vector, apic::reg};
+use x86::{
+    Vector,
+    apic::{self, lvt, reg, svr, version},
+    msr,
+};
 
 use super::{
     FEATURE_CMCI, FEATURE_DIRECTED_EOI, FEATURE_TSC_DEADLINE, Gp, Lapic, LapicMode, LocalVector,
@@ -14,14 +18,10 @@ use super::{
 };
 use crate::message::{DeliveryMode, DestMode, IrqMessage, Shorthand, Trigger};
 
-/// First MSR of the x2APIC range; register offset `o` is MSR `X2APIC_MSR_BASE + (o >> 4)`.
-pub const X2APIC_MSR_BASE: u32 = 0x800;
 /// x2APIC interrupt command register, 64 bits.
-pub const ICR_MSR: u32 = 0x830;
+pub const ICR_MSR: u32 = msr::x2apic(reg::ICR);
 /// x2APIC self-IPI register.
-pub const SELF_IPI_MSR: u32 = 0x83f;
-/// IA32_TSC_DEADLINE.
-pub const TSC_DEADLINE_MSR: u32 = 0x6e0;
+pub const SELF_IPI_MSR: u32 = msr::x2apic(reg::SELF_IPI);
 
 /// Last registers of the three vector sets.
 const ISR_END: u32 = reg::ISR + 0x70;
@@ -36,17 +36,11 @@ pub(super) mod error {
 }
 
 pub(super) const LVT_COUNT: usize = 7;
-pub(super) const LVT_MASKED: u32 = 1 << 16;
 /// What can be written of each LVT entry, in the order of [`LocalVector`].
 pub(super) const LVT_WRITABLE: [u32; LVT_COUNT] =
     [0x7_00ff, 0x1_07ff, 0x1_07ff, 0x1_a7ff, 0x1_a7ff, 0x1_00ff, 0x1_07ff];
-const SVR_ENABLE: u32 = 1 << 8;
-pub(super) const SVR_SUPPRESS_EOI: u32 = 1 << 12;
-/// An integrated APIC with six LVT entries.
-const VERSION: u32 = 0x14 | 5 << 16;
-/// One more.
+/// An LVT entry more, for corrected machine checks.
 const VERSION_CMCI: u32 = 1 << 16;
-const VERSION_DIRECTED_EOI: u32 = 1 << 24;
 /// Delivery status.
 const ICR_BUSY: u32 = 1 << 12;
 /// ICR bits that can be written in x2APIC mode: all but delivery status and the reserved ones.
@@ -221,7 +215,7 @@ impl Lapic {
         if self.mode() != LapicMode::X2Apic {
             return Err(Gp);
         }
-        let offset = msr.wrapping_sub(X2APIC_MSR_BASE).wrapping_shl(4);
+        let offset = msr.wrapping_sub(msr::X2APIC_BASE).wrapping_shl(4);
         match offset {
             reg::ICR => {
                 Ok(u64::from(self.icr_hi.load(Relaxed)) << 32
@@ -264,7 +258,7 @@ impl Lapic {
 
     fn write_x2_other(&self, msr: u32, value: u64) -> Result<LapicEffect, Gp> {
         let value = u32::try_from(value).map_err(|_| Gp)?;
-        let offset = msr.wrapping_sub(X2APIC_MSR_BASE).wrapping_shl(4);
+        let offset = msr.wrapping_sub(msr::X2APIC_BASE).wrapping_shl(4);
         match offset {
             reg::TPR if value > 0xff => Err(Gp),
             reg::ESR if value != 0 => Err(Gp),
@@ -280,9 +274,9 @@ impl Lapic {
     }
 
     fn write_svr(&self, value: u32) -> LapicEffect {
-        let suppress = if self.has(FEATURE_DIRECTED_EOI) { SVR_SUPPRESS_EOI } else { 0 };
+        let suppress = if self.has(FEATURE_DIRECTED_EOI) { svr::DIRECTED_EOI } else { 0 };
         self.svr.store(value & (0x3ff | suppress), Relaxed);
-        let enable = value & SVR_ENABLE != 0;
+        let enable = value & svr::ENABLE != 0;
         let was = self.software_enabled.swap(u8::from(enable), Relaxed) != 0;
         if was == enable {
             return LapicEffect::None;
@@ -290,7 +284,7 @@ impl Lapic {
         if !enable {
             // SDM vol. 3A §10.4.7.2: the mask bits are set, and stay set, while disabled.
             for lvt in &self.lvt {
-                lvt.fetch_or(LVT_MASKED, Relaxed);
+                lvt.fetch_or(lvt::MASKED, Relaxed);
             }
         }
         LapicEffect::EnableChanged
@@ -323,27 +317,27 @@ impl Lapic {
     }
 
     fn version(&self) -> u32 {
-        let eoi = if self.has(FEATURE_DIRECTED_EOI) { VERSION_DIRECTED_EOI } else { 0 };
+        let eoi = if self.has(FEATURE_DIRECTED_EOI) { version::DIRECTED_EOI } else { 0 };
         let cmci = if self.has(FEATURE_CMCI) { VERSION_CMCI } else { 0 };
-        (VERSION | eoi) + cmci
+        (apic::VERSION | eoi) + cmci
     }
 
     fn write_lvt_entry(&self, entry: LocalVector, value: u32) -> LapicEffect {
         let writable = GuestIndex::from(entry as usize).of(&LVT_WRITABLE).copied().unwrap_or(0);
         let mut value = value & writable;
         if entry == LocalVector::Timer && !self.has(FEATURE_TSC_DEADLINE) {
-            value &= !LVT_TIMER_DEADLINE;
+            value &= !lvt::TIMER_DEADLINE;
         }
         if self.software_enabled.load(Relaxed) == 0 {
-            value |= LVT_MASKED;
+            value |= lvt::MASKED;
         }
         let old = self.lvt(entry);
         self.set_lvt(entry, value);
         match entry {
-            LocalVector::Timer if (old ^ value) & LVT_TIMER_MODE != 0 => {
+            LocalVector::Timer if (old ^ value) & lvt::TIMER_MODE != 0 => {
                 LapicEffect::TimerChanged(TimerChange::Mode { old })
             }
-            LocalVector::Timer if (old ^ value) & LVT_MASKED != 0 => {
+            LocalVector::Timer if (old ^ value) & lvt::MASKED != 0 => {
                 LapicEffect::TimerChanged(TimerChange::Mask)
             }
             LocalVector::Lint0 if old != value => LapicEffect::Lint0Changed,
@@ -433,8 +427,3 @@ impl Lapic {
 const fn dest_mode(icr: u32) -> DestMode {
     if icr & 1 << 11 != 0 { DestMode::Logical } else { DestMode::Physical }
 }
-
-/// LVT timer mode field.
-pub(super) const LVT_TIMER_MODE: u32 = 3 << 17;
-pub(super) const LVT_TIMER_PERIODIC: u32 = 1 << 17;
-pub(super) const LVT_TIMER_DEADLINE: u32 = 1 << 18;

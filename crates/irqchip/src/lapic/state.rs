@@ -5,9 +5,9 @@
 
 use core::sync::atomic::Ordering::*;
 
-use x86::apic::reg;
+use x86::apic::{lvt, reg, svr};
 
-use super::regs::{LVT_COUNT, LVT_MASKED, LVT_WRITABLE, SVR_SUPPRESS_EOI};
+use super::regs::{LVT_COUNT, LVT_WRITABLE};
 use super::{FEATURE_CMCI, Lapic, LapicMode, LocalVector, TimerOp};
 
 /// Bytes in a saved register page.
@@ -117,7 +117,7 @@ impl Lapic {
         }
         // Before the LVT: a disabled APIC would mask what is written.
         let svr = get(page, reg::SVR);
-        self.svr.store(svr & 0x3ff | svr & SVR_SUPPRESS_EOI, Relaxed);
+        self.svr.store(svr & 0x3ff | svr & svr::DIRECTED_EOI, Relaxed);
         self.software_enabled.store(u8::from(svr & 0x100 != 0), Relaxed);
         for ((offset, writable), lvt) in LVT_OFFSETS.into_iter().zip(LVT_WRITABLE).zip(&self.lvt) {
             if offset == reg::LVT_CMCI && !self.has(FEATURE_CMCI) {
@@ -125,7 +125,7 @@ impl Lapic {
             }
             let mut value = get(page, offset) & writable;
             if svr & 0x100 == 0 {
-                value |= LVT_MASKED;
+                value |= lvt::MASKED;
             }
             lvt.store(value, Relaxed);
         }

@@ -19,7 +19,8 @@
 
 use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
 
-use super::regs::{LVT_MASKED, LVT_TIMER_DEADLINE, LVT_TIMER_MODE, LVT_TIMER_PERIODIC};
+use x86::apic::lvt;
+
 use super::{Accepted, FEATURE_TSC_DEADLINE, Lapic, LocalVector};
 
 /// How long before a guarded deadline the host timer fires: what the owner needs to look whether there is a
@@ -266,12 +267,12 @@ impl Lapic {
     /// The timer is in TSC-deadline mode.
     #[inline]
     pub fn tsc_deadline_mode(&self) -> bool {
-        self.lvt(LocalVector::Timer) & LVT_TIMER_MODE == LVT_TIMER_DEADLINE
+        self.lvt(LocalVector::Timer) & lvt::TIMER_MODE == lvt::TIMER_DEADLINE
             && self.has(FEATURE_TSC_DEADLINE)
     }
 
     fn periodic(&self) -> bool {
-        self.lvt(LocalVector::Timer) & LVT_TIMER_MODE == LVT_TIMER_PERIODIC
+        self.lvt(LocalVector::Timer) & lvt::TIMER_MODE == lvt::TIMER_PERIODIC
     }
 
     /// IA32_TSC_DEADLINE: zero when the timer is not armed or not in that mode.
@@ -388,7 +389,7 @@ impl Lapic {
     /// is masked.
     #[inline]
     pub fn deadline_live(&self) -> u64 {
-        if self.lvt(LocalVector::Timer) & LVT_MASKED != 0 || !self.enabled() {
+        if self.lvt(LocalVector::Timer) & lvt::MASKED != 0 || !self.enabled() {
             return 0;
         }
         self.tsc_deadline()
@@ -411,7 +412,7 @@ impl Lapic {
             TimerChange::Mode { old } => {
                 // Between one-shot and periodic the count goes on; to and from TSC-deadline mode
                 // it is disarmed.
-                if (old ^ self.lvt(LocalVector::Timer)) & LVT_TIMER_DEADLINE != 0 {
+                if (old ^ self.lvt(LocalVector::Timer)) & lvt::TIMER_DEADLINE != 0 {
                     self.timer.stop();
                 }
                 TimerOp::Leave

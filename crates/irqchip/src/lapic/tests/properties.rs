@@ -82,7 +82,7 @@ fn check(lapic: &Lapic) {
     }
     if !lapic.software_enabled.load(core::sync::atomic::Ordering::Relaxed).eq(&1) {
         for lvt in &lapic.lvt {
-            assert_ne!(lvt.load(core::sync::atomic::Ordering::Relaxed) & LVT_MASKED, 0);
+            assert_ne!(lvt.load(core::sync::atomic::Ordering::Relaxed) & x86::apic::lvt::MASKED, 0);
         }
     }
 }
