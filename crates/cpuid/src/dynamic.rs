@@ -3,9 +3,23 @@
 //! SDM vol. 2A "CPUID": OSXSAVE and the APIC flag in leaf 1, OSPKE in leaf 7, the current sizes in
 //! leaf 0xD. KVM adds two of its own: MONITOR after MISC_ENABLE, and PV_UNHALT.
 
-use crate::guest::NONE;
-use crate::{DynamicInputs, Entry};
+use crate::entry::{Entry, NONE};
 use x86::cpuid::feature;
+
+/// Machine state that CPUID answers depend on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DynamicInputs {
+    /// CR4.OSXSAVE, shown in leaf 1.
+    pub cr4_osxsave: bool,
+    /// CR4.PKE, shown in leaf 7.
+    pub cr4_pke: bool,
+    /// The local APIC is globally enabled, shown in leaf 1.
+    pub apic_enabled: bool,
+    /// XCR0, on which the sizes of leaf 0xD depend.
+    pub xcr0: u64,
+    /// IA32_XSS, on which the compacted size of leaf 0xD depends.
+    pub xss: u64,
+}
 
 /// Where the entries with such bits stand in the table, and which of the bits apply.
 #[derive(Clone, Copy, Debug)]

@@ -75,3 +75,16 @@ pub enum Error {
     /// Out of memory (-ENOMEM).
     NoMemory,
 }
+
+/// In the place of an entry's position: the table does not have it.
+pub(crate) const NONE: u16 = u16::MAX;
+
+/// The first entry for (leaf, index).
+pub(crate) fn find(entries: &[Entry], leaf: u32, index: u32) -> Option<&Entry> {
+    entries.iter().find(|entry| entry.is_for(leaf, index))
+}
+
+/// Where the first entry for (leaf, index) stands.
+pub(crate) fn position(entries: &[Entry], leaf: u32, index: u32) -> Option<u16> {
+    entries.iter().position(|entry| entry.is_for(leaf, index)).map(|at| at as u16)
+}

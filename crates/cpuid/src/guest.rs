@@ -4,9 +4,11 @@
 //! EFER, XCR0 and MSR writes ask for them far more often than a VMM sets CPUID.
 
 use crate::derived::{cr4_bits, efer_bits};
-use crate::dynamic::Dynamic;
-use crate::lookup::{DynamicInputs, INVALID, LINES, Line};
-use crate::{Entry, Error, FeatureWords, MAX_ENTRIES, Supported};
+use crate::dynamic::{Dynamic, DynamicInputs};
+use crate::entry::{Entry, Error, MAX_ENTRIES, NONE, find, position};
+use crate::lines::{INVALID, LINES, Line};
+use crate::supported::Supported;
+use crate::words::FeatureWords;
 use alloc::vec::Vec;
 use msr::GuestFacts;
 use x86::cpuid::{Feature, KVM_SIGNATURE, Reg, Vendor, feature, leaf};
@@ -15,8 +17,6 @@ use xstate::Layout;
 
 /// Physical-address width where CPUID does not tell (SDM vol. 3A §4.1.4).
 const DEFAULT_MAXPHYADDR: u8 = 36;
-/// Marks an entry that the table does not have.
-pub(crate) const NONE: u16 = u16::MAX;
 
 static NO_LAYOUT: Layout = Layout::EMPTY;
 
@@ -329,16 +329,6 @@ impl GuestCpuid {
             self.facts.maxphyaddr,
         )
     }
-}
-
-/// The first entry for (leaf, index).
-pub(crate) fn find(entries: &[Entry], leaf: u32, index: u32) -> Option<&Entry> {
-    entries.iter().find(|entry| entry.is_for(leaf, index))
-}
-
-/// Where the first entry for (leaf, index) stands.
-pub(crate) fn position(entries: &[Entry], leaf: u32, index: u32) -> Option<u16> {
-    entries.iter().position(|entry| entry.is_for(leaf, index)).map(|at| at as u16)
 }
 
 /// Where KVM's leaves begin: a VMM that shows another hypervisor first moves them up by 0x100s.

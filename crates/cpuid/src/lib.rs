@@ -13,14 +13,15 @@ mod derived;
 mod dynamic;
 mod entry;
 mod guest;
+mod lines;
 mod lookup;
 mod masks;
 mod supported;
 mod words;
 
+pub use dynamic::DynamicInputs;
 pub use entry::{Entry, Error, MAX_ENTRIES};
 pub use guest::GuestCpuid;
-pub use lookup::DynamicInputs;
 pub use masks::PV_FEATURES;
 pub use supported::{EMULATED, HostFacts, Supported};
 pub use words::FeatureWords;

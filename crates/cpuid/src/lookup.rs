@@ -4,63 +4,12 @@
 //! compare and one copy. A few answers follow the machine state (CR4, APIC base, XCR0, XSS); they
 //! are computed anew only when one of these inputs differs from last time, and never with CPUID.
 
-use crate::Entry;
-use crate::guest::{GuestCpuid, NONE, find, position};
+use crate::dynamic::DynamicInputs;
+use crate::entry::{Entry, NONE, find, position};
+use crate::guest::GuestCpuid;
+use crate::lines::{INVALID, Line};
 use x86::cpuid::leaf;
 use xstate::Layout;
-
-/// Lines of the answer table: few guests ask for more than a handful of leaves in a row, and a
-/// vCPU is made on the kernel's small stack.
-pub(crate) const LINES: usize = 8;
-
-/// Machine state that CPUID answers depend on.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DynamicInputs {
-    /// CR4.OSXSAVE, shown in leaf 1.
-    pub cr4_osxsave: bool,
-    /// CR4.PKE, shown in leaf 7.
-    pub cr4_pke: bool,
-    /// The local APIC is globally enabled, shown in leaf 1.
-    pub apic_enabled: bool,
-    /// XCR0, on which the sizes of leaf 0xD depend.
-    pub xcr0: u64,
-    /// IA32_XSS, likewise.
-    pub xss: u64,
-}
-
-/// A cached answer.
-#[derive(Clone, Copy, Debug)]
-#[repr(C, align(32))]
-pub(crate) struct Line {
-    /// Leaf in the low half, subleaf in the high half.
-    key: u64,
-    answer: [u32; 4],
-    /// The answer depends on [`DynamicInputs`].
-    dynamic: bool,
-}
-
-/// Every line holds a key that belongs to another line, and so never hits.
-pub(crate) const INVALID: [Line; LINES] = {
-    let mut lines = [Line { key: 0, answer: [0; 4], dynamic: false }; LINES];
-    let mut i = 0;
-    while i < LINES {
-        lines[i].key = ((i + 1) % LINES) as u64;
-        i += 1;
-    }
-    lines
-};
-
-#[inline]
-const fn key(leaf: u32, subleaf: u32) -> u64 {
-    leaf as u64 | (subleaf as u64) << 32
-}
-
-/// Spreads the leaves that guests ask for: basic, hypervisor and extended ones start at different
-/// lines, subleaves follow each other.
-#[inline]
-const fn line_of(leaf: u32, subleaf: u32) -> usize {
-    (leaf.wrapping_add(leaf >> 28).wrapping_add(subleaf) as usize) % LINES
-}
 
 impl GuestCpuid {
     /// EAX, EBX, ECX, EDX for a guest that executed CPUID with these inputs.
@@ -81,8 +30,8 @@ impl GuestCpuid {
         subleaf: u32,
         inputs: impl FnOnce() -> DynamicInputs,
     ) -> Option<[u32; 4]> {
-        let line = self.lines.get(line_of(leaf, subleaf))?;
-        let hit = line.key == key(leaf, subleaf) && (!line.dynamic || self.inputs == inputs());
+        let line = self.lines.get(Line::place(leaf, subleaf))?;
+        let hit = line.is_for(leaf, subleaf) && (!line.dynamic || self.inputs == inputs());
         hit.then_some(line.answer)
     }
 
@@ -90,8 +39,8 @@ impl GuestCpuid {
     fn lookup_in_table(&mut self, leaf: u32, subleaf: u32, inputs: &DynamicInputs) -> [u32; 4] {
         self.refresh(inputs);
         let (answer, at) = self.search(leaf, subleaf);
-        if let Some(line) = self.lines.get_mut(line_of(leaf, subleaf)) {
-            *line = Line { key: key(leaf, subleaf), answer, dynamic: self.dynamic.includes(at) };
+        if let Some(line) = self.lines.get_mut(Line::place(leaf, subleaf)) {
+            *line = Line::new(leaf, subleaf, answer, self.dynamic.includes(at));
         }
         answer
     }
@@ -149,7 +98,7 @@ impl GuestCpuid {
         });
     }
 
-    /// The same with sizes that are computed by executing CPUID for each component of each format:
+    /// Brings the dynamic bits up to date with sizes that are computed by executing CPUID for each component of each format:
     /// what `xstate_cache=0` measures against.
     #[cold]
     pub fn refresh_with(

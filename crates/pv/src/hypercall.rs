@@ -3,9 +3,10 @@
 use x86::Gpa;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use crate::error::HypercallError;
 use crate::ipi::SendIpi;
 
-/// Numbers.
+/// Numbers of hypercalls, which a guest puts into RAX.
 pub mod number {
     /// Does nothing: an old way to make the host look for interrupts.
     pub const VAPIC_POLL_IRQ: u64 = 1;
@@ -19,21 +20,6 @@ pub mod number {
     pub const SCHED_YIELD: u64 = 11;
     /// Says whether guest memory is shared or encrypted.
     pub const MAP_GPA_RANGE: u64 = 12;
-}
-
-/// Why a hypercall fails; the guest sees the negative of the number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum HypercallError {
-    /// KVM_EPERM: not from CPL 0.
-    NotPrivileged = 1,
-    /// KVM_EFAULT: memory cannot be reached.
-    Fault = 14,
-    /// KVM_EINVAL.
-    Invalid = 22,
-    /// KVM_EOPNOTSUPP: known, but not possible on this host.
-    NotSupported = 95,
-    /// KVM_ENOSYS: unknown or not offered.
-    NoSuchCall = 1000,
 }
 
 /// What is in RAX after the call.

@@ -1,11 +1,11 @@
 //! KVM_HC_SEND_IPI: one interrupt to up to 128 APIC ids in one exit. `hypercalls.rst`, number 10.
 
-use crate::hypercall::HypercallError;
+use crate::error::HypercallError;
 
 /// ICR bits that the hypercall takes: vector, delivery mode, assert, trigger mode.
 const RESERVED: u64 = !0xc7ff;
 
-/// A decoded call.
+/// A decoded KVM_HC_SEND_IPI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SendIpi {
     bitmap: u128,
@@ -15,7 +15,7 @@ pub struct SendIpi {
 }
 
 impl SendIpi {
-    /// From the arguments: two words of bitmap (64 bits each, 32 outside long mode), the APIC id
+    /// The call that the arguments make: two words of bitmap (64 bits each, 32 outside long mode), the APIC id
     /// of bit 0, and the ICR.
     ///
     /// # Errors
@@ -57,7 +57,7 @@ impl SendIpi {
         })
     }
 
-    /// Vector.
+    /// The vector of the interrupt.
     pub const fn vector(&self) -> u8 {
         self.icr as u8
     }

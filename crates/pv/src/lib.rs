@@ -12,6 +12,7 @@ extern crate std;
 
 pub mod clock;
 pub mod eoi;
+pub mod error;
 pub mod hypercall;
 pub mod ipi;
 pub mod lazy_deadline;
@@ -21,7 +22,8 @@ pub mod vm_clock;
 
 pub use clock::{ClockPage, ClockSample, Scale, WallClock};
 pub use eoi::PvEoi;
-pub use hypercall::{Hypercall, HypercallError, Registers};
+pub use error::HypercallError;
+pub use hypercall::{Hypercall, Registers};
 pub use ipi::SendIpi;
 pub use lazy_deadline::LazyDeadline;
 pub use msr::{Gp, PvMsr};
@@ -34,9 +36,9 @@ pub use vm_clock::{ClockData, HostTime, VmClock};
 pub trait Shared {
     /// Why memory cannot be reached.
     type Error;
-    /// Reads at an offset from the structure's start.
+    /// Reads bytes of the structure, from this offset on.
     fn read(&self, offset: usize, data: &mut [u8]) -> Result<(), Self::Error>;
-    /// Writes there.
+    /// Writes bytes of the structure, from this offset on.
     fn write(&self, offset: usize, data: &[u8]) -> Result<(), Self::Error>;
 
     /// Orders every store before it against every load behind it, as stores and loads alone are
@@ -46,14 +48,14 @@ pub trait Shared {
         core::sync::atomic::fence(core::sync::atomic::Ordering::SeqCst);
     }
 
-    /// Reads a `u32`.
+    /// Reads the `u32` at an offset.
     fn read_u32(&self, offset: usize) -> Result<u32, Self::Error> {
         let mut bytes = [0; 4];
         self.read(offset, &mut bytes)?;
         Ok(u32::from_le_bytes(bytes))
     }
 
-    /// Reads a `u64`.
+    /// Reads the `u64` at an offset.
     fn read_u64(&self, offset: usize) -> Result<u64, Self::Error> {
         let mut bytes = [0; 8];
         self.read(offset, &mut bytes)?;

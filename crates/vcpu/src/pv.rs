@@ -9,7 +9,8 @@ use mmu::Section;
 use pv::{
     PvEoi, Shared, StealTime,
     clock::{ClockPage, Scale, WallClock},
-    hypercall::{self, ClockPairing, Hypercall, HypercallError, Registers},
+    error::HypercallError,
+    hypercall::{self, ClockPairing, Hypercall, Registers},
     msr::PvMsr,
 };
 use vm::{
