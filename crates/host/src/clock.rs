@@ -69,8 +69,7 @@ impl Snapshot {
 /// Reads the clocks together.
 pub fn snapshot() -> Snapshot {
     let mut out = Snapshot::default();
-    // SAFETY: out is writable.
-    unsafe { sys::gnt_clock_snapshot(&mut out) };
+    sys::gnt_clock_snapshot(&mut out);
     out
 }
 

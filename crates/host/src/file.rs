@@ -104,8 +104,7 @@ impl Drop for NewFile {
 pub fn get<T: FileObject>(fd: i32) -> Option<Arc<T>> {
     let mut object = core::ptr::null_mut();
     let mut calls = core::ptr::null();
-    // SAFETY: both are writable.
-    let file = unsafe { sys::gnt_file_get(fd, &mut calls, &mut object) };
+    let file = sys::gnt_file_get(fd, &mut calls, &mut object);
     if file.is_null() {
         return None;
     }

@@ -3,73 +3,74 @@
 
 #[cfg(target_os = "none")]
 mod port {
+    // Each reads what the kernel has on this CPU, or calls the kernel's own routine, in the context that its
+    // wrapper names; what has an argument takes any.
     unsafe extern "C" {
-        pub fn gnt_ibpb_on_switch() -> bool;
-        pub fn gnt_host_spec_ctrl() -> u64;
-        pub fn gnt_host_xss() -> u64;
-        pub fn gnt_restore_debug_regs();
-        pub fn gnt_machine_check();
-        pub fn gnt_uses_ldt() -> bool;
-        pub fn gnt_detects_split_locks() -> bool;
-        pub fn gnt_guest_split_lock(rip: u64) -> bool;
-        pub fn gnt_vmx_allowed() -> bool;
-        pub fn gnt_kernel_features(leaf: u32, subleaf: u32, reg: u32) -> u32;
-        pub fn gnt_vmx_left();
-        pub fn gnt_perf_enter(global_ctrl: *mut u64) -> bool;
-        pub fn gnt_perf_leave();
-        pub fn gnt_svm_on();
-        pub fn gnt_svm_off();
-        pub fn gnt_watch_user_return() -> bool;
-        pub fn gnt_host_tables(out: *mut super::HostTables);
-        pub fn gnt_guest_ssbd(on: bool);
+        pub safe fn gnt_ibpb_on_switch() -> bool;
+        pub safe fn gnt_host_spec_ctrl() -> u64;
+        pub safe fn gnt_host_xss() -> u64;
+        pub safe fn gnt_restore_debug_regs();
+        pub safe fn gnt_machine_check();
+        pub safe fn gnt_uses_ldt() -> bool;
+        pub safe fn gnt_detects_split_locks() -> bool;
+        pub safe fn gnt_guest_split_lock(rip: u64) -> bool;
+        pub safe fn gnt_vmx_allowed() -> bool;
+        pub safe fn gnt_kernel_features(leaf: u32, subleaf: u32, reg: u32) -> u32;
+        pub safe fn gnt_vmx_left();
+        pub safe fn gnt_perf_enter(global_ctrl: &mut u64) -> bool;
+        pub safe fn gnt_perf_leave();
+        pub safe fn gnt_svm_on();
+        pub safe fn gnt_svm_off();
+        pub safe fn gnt_watch_user_return() -> bool;
+        pub safe fn gnt_host_tables(out: &mut super::HostTables);
+        pub safe fn gnt_guest_ssbd(on: bool);
     }
 }
 
 #[cfg(not(target_os = "none"))]
 mod port {
-    pub unsafe fn gnt_ibpb_on_switch() -> bool {
+    pub fn gnt_ibpb_on_switch() -> bool {
         false
     }
-    pub unsafe fn gnt_host_spec_ctrl() -> u64 {
+    pub fn gnt_host_spec_ctrl() -> u64 {
         0
     }
-    pub unsafe fn gnt_host_xss() -> u64 {
+    pub fn gnt_host_xss() -> u64 {
         0
     }
-    pub unsafe fn gnt_restore_debug_regs() {}
-    pub unsafe fn gnt_machine_check() {}
-    pub unsafe fn gnt_uses_ldt() -> bool {
+    pub fn gnt_restore_debug_regs() {}
+    pub fn gnt_machine_check() {}
+    pub fn gnt_uses_ldt() -> bool {
         crate::std_port::test::uses_ldt()
     }
-    pub unsafe fn gnt_detects_split_locks() -> bool {
+    pub fn gnt_detects_split_locks() -> bool {
         crate::std_port::test::split_locks().is_some()
     }
-    pub unsafe fn gnt_guest_split_lock(_: u64) -> bool {
+    pub fn gnt_guest_split_lock(_: u64) -> bool {
         crate::std_port::test::split_locks() == Some(true)
     }
-    pub unsafe fn gnt_vmx_allowed() -> bool {
+    pub fn gnt_vmx_allowed() -> bool {
         true
     }
-    pub unsafe fn gnt_kernel_features(_: u32, _: u32, _: u32) -> u32 {
+    pub fn gnt_kernel_features(_: u32, _: u32, _: u32) -> u32 {
         u32::MAX
     }
-    pub unsafe fn gnt_vmx_left() {}
-    pub unsafe fn gnt_perf_enter(global_ctrl: *mut u64) -> bool {
+    pub fn gnt_vmx_left() {}
+    pub fn gnt_perf_enter(global_ctrl: &mut u64) -> bool {
         let Some(value) = crate::std_port::test::perf_enter() else { return false };
-        // SAFETY: the caller's variable.
-        unsafe { global_ctrl.write(value) };
+        *global_ctrl = value;
         true
     }
-    pub unsafe fn gnt_perf_leave() {
+    pub fn gnt_perf_leave() {
         crate::std_port::test::perf_leave();
     }
-    pub unsafe fn gnt_svm_on() {}
-    pub unsafe fn gnt_svm_off() {}
-    pub unsafe fn gnt_watch_user_return() -> bool {
+    pub fn gnt_svm_on() {}
+    pub fn gnt_svm_off() {}
+    pub fn gnt_watch_user_return() -> bool {
         crate::std_port::test::watch_user_return()
     }
-    pub unsafe fn gnt_host_tables(_: *mut super::HostTables) {}
-    pub unsafe fn gnt_guest_ssbd(on: bool) {
+    pub fn gnt_host_tables(_: &mut super::HostTables) {}
+    pub fn gnt_guest_ssbd(on: bool) {
         crate::std_port::test::guest_ssbd(on);
     }
 }
@@ -77,29 +78,25 @@ mod port {
 /// Whether this kernel wants an IBPB when another vCPU ran last on a CPU.
 #[inline]
 pub fn ibpb_on_switch() -> bool {
-    // SAFETY: reads a feature bit.
-    unsafe { port::gnt_ibpb_on_switch() }
+    port::gnt_ibpb_on_switch()
 }
 
 /// SPEC_CTRL as the kernel keeps it on this CPU. Interrupts are off.
 #[inline]
 pub fn host_spec_ctrl() -> u64 {
-    // SAFETY: reads a per-CPU variable.
-    unsafe { port::gnt_host_spec_ctrl() }
+    port::gnt_host_spec_ctrl()
 }
 
 /// IA32_XSS as the kernel set it.
 #[inline]
 pub fn host_xss() -> u64 {
-    // SAFETY: reads a value that was recorded at load.
-    unsafe { port::gnt_host_xss() }
+    port::gnt_host_xss()
 }
 
 /// Gives the host its debug registers back, where it has breakpoints. Interrupts are off.
 #[inline]
 pub fn restore_debug_regs() {
-    // SAFETY: the kernel's own routine, called where it calls it after a VM exit itself.
-    unsafe { port::gnt_restore_debug_regs() }
+    port::gnt_restore_debug_regs()
 }
 
 /// Before guests of VMX run on this CPU, with interrupts off: stops the host's performance counters that are not
@@ -108,61 +105,52 @@ pub fn restore_debug_regs() {
 #[inline]
 pub fn perf_enter() -> Option<u64> {
     let mut global_ctrl = 0;
-    // SAFETY: writes MSRs that perf owns, as it says, and the variable.
-    unsafe { port::gnt_perf_enter(&mut global_ctrl) }.then_some(global_ctrl)
+    port::gnt_perf_enter(&mut global_ctrl).then_some(global_ctrl)
 }
 
-/// After [`perf_enter`], on the same CPU.
+/// Starts again what [`perf_enter`] stopped. On the same CPU.
 pub fn perf_leave() {
-    // SAFETY: writes MSRs that perf owns, as it says.
-    unsafe { port::gnt_perf_leave() }
+    port::gnt_perf_leave()
 }
 
 /// SVM was switched on on this CPU: perf uses what that makes possible.
 pub fn svm_on() {
-    // SAFETY: perf's own routine, on the CPU itself.
-    unsafe { port::gnt_svm_on() }
+    port::gnt_svm_on()
 }
 
-/// It is about to be switched off.
+/// SVM is about to be switched off on this CPU.
 pub fn svm_off() {
-    // SAFETY: perf's own routine, on the CPU itself.
-    unsafe { port::gnt_svm_off() }
+    port::gnt_svm_off()
 }
 
 /// Whether the kernel makes the CPU raise #AC for a locked access of two cache lines, its guests' as well.
 pub fn detects_split_locks() -> bool {
-    // SAFETY: reads a feature bit.
-    unsafe { port::gnt_detects_split_locks() }
+    port::gnt_detects_split_locks()
 }
 
-/// The guest of this thread made such an access at `rip`. True: the kernel has warned, and lets this task
-/// go on without the detection; else the task gets a signal. May sleep.
+/// The guest of this thread made a locked access of two cache lines at `rip`. True: the kernel has warned, and
+/// lets this task go on without the detection; else the task gets a signal. May sleep.
 pub fn guest_split_lock(rip: u64) -> bool {
-    // SAFETY: the kernel's own routine for this; preemption and interrupts are on.
-    unsafe { port::gnt_guest_split_lock(rip) }
+    port::gnt_guest_split_lock(rip)
 }
 
 /// Lets the kernel handle a machine check that an exit reported. Interrupts are off.
 pub fn machine_check() {
-    // SAFETY: the kernel's own handler, on the CPU where the machine check was raised.
-    unsafe { port::gnt_machine_check() }
+    port::gnt_machine_check()
 }
 
 /// A guest that wants no speculative store bypass is about to run on this CPU, or has run: does what
 /// this CPU has for it, if that is not SPEC_CTRL, and gives the thread back what it had. Interrupts
 /// are off.
 pub fn guest_ssbd(on: bool) {
-    // SAFETY: the kernel's own routine, called around a run of the guest as stock KVM does.
-    unsafe { port::gnt_guest_ssbd(on) }
+    port::gnt_guest_ssbd(on)
 }
 
 /// Whether the current process has a local descriptor table, which another of its threads may
 /// replace at any time (modify_ldt). Interrupts are off: from here on a change comes with an IPI.
 #[inline]
 pub fn uses_ldt() -> bool {
-    // SAFETY: reads a pointer of the current address space.
-    unsafe { port::gnt_uses_ldt() }
+    port::gnt_uses_ldt()
 }
 
 /// Where this CPU's descriptor tables and task-state segment lie: what a VM exit loads. Constant
@@ -188,19 +176,17 @@ pub struct HostTables {
 
 const _: () = assert!(size_of::<HostTables>() == 32);
 
-/// Those of the CPU this runs on, which the caller keeps the task on.
+/// The tables of the CPU this runs on, which the caller keeps the task on.
 pub fn host_tables() -> HostTables {
     let mut tables = HostTables::default();
-    // SAFETY: fills in the struct, whose layout both sides assert.
-    unsafe { port::gnt_host_tables(&mut tables) };
+    port::gnt_host_tables(&mut tables);
     tables
 }
 
 /// Whether the kernel found VMX allowed by the firmware, which it looks at when a CPU comes up:
 /// outside SMX, or inside where it was launched by Intel TXT.
 pub fn vmx_allowed() -> bool {
-    // SAFETY: reads feature bits.
-    unsafe { port::gnt_vmx_allowed() }
+    port::gnt_vmx_allowed()
 }
 
 /// Brings back what every VM exit changes: the limits of GDT and TSS, which become the widest ones
@@ -208,22 +194,19 @@ pub fn vmx_allowed() -> bool {
 /// space or another task runs.
 #[inline]
 pub fn left_vmx() {
-    // SAFETY: loads what the kernel has on this CPU always.
-    unsafe { port::gnt_vmx_left() }
+    port::gnt_vmx_left()
 }
 
 /// Has the kernel call `gannet_user_return` before this CPU runs user space again. `false`: it cannot.
 /// Interrupts are off.
 #[inline]
 pub fn watch_user_return() -> bool {
-    // SAFETY: notes a per-CPU object of the glue's with the kernel, which calls it once.
-    unsafe { port::gnt_watch_user_return() }
+    port::gnt_watch_user_return()
 }
 
 /// CPUID's answer `answer` without the features that the kernel has found, or was told, not to use.
 pub fn without_unused_features(leaf: u32, subleaf: u32, answer: [u32; 4]) -> [u32; 4] {
-    // SAFETY: reads the kernel's table.
-    let kept = |reg| unsafe { port::gnt_kernel_features(leaf, subleaf, reg) };
+    let kept = |reg| port::gnt_kernel_features(leaf, subleaf, reg);
     let [eax, ebx, ecx, edx] = answer;
     [eax & kept(0), ebx & kept(1), ecx & kept(2), edx & kept(3)]
 }

@@ -31,8 +31,7 @@ pub enum NxHugePages {
 impl NxHugePages {
     /// As the module was loaded with.
     pub fn asked() -> Self {
-        // SAFETY: reads a module parameter.
-        match unsafe { port::gnt_nx_huge_pages_asked() } {
+        match port::gnt_nx_huge_pages_asked() {
             1 => Self::Off,
             2 => Self::Force,
             _ => Self::Auto,
@@ -116,18 +115,16 @@ impl Facts {
         }
     }
 
-    /// These, as they stand now.
+    /// The facts of this CPU, as they stand now.
     pub fn read() -> Self {
-        // SAFETY: reads feature bits and the kernel's settings.
-        Self(unsafe { port::gnt_mitigation_facts() })
+        Self(port::gnt_mitigation_facts())
     }
 }
 
 impl L1dFlush {
     /// What `vmentry_l1d_flush` asks for.
     pub fn asked() -> Self {
-        // SAFETY: reads a module parameter.
-        match unsafe { port::gnt_l1d_flush_asked() } {
+        match port::gnt_l1d_flush_asked() {
             1 => Self::Never,
             2 => Self::Cond,
             3 => Self::Always,
@@ -135,10 +132,10 @@ impl L1dFlush {
         }
     }
 
-    /// Tells the kernel, which shows it under `/sys/devices/system/cpu/vulnerabilities`.
+    /// Tells the kernel the mode that was chosen. It shows that under
+    /// `/sys/devices/system/cpu/vulnerabilities`.
     pub fn announce(self) {
-        // SAFETY: writes a variable that the kernel has for this.
-        unsafe { port::gnt_l1d_flush_chosen(self as u32) }
+        port::gnt_l1d_flush_chosen(self)
     }
 }
 
@@ -151,14 +148,12 @@ pub fn prepare_l1d_flush() -> Result<(), crate::NoMemory> {
 /// Flushes the L1 data cache. Right before an entry, with interrupts off.
 #[inline]
 pub fn flush_l1d() {
-    // SAFETY: a write of FLUSH_CMD, or reads of pages made for this.
-    unsafe { port::gnt_l1d_flush() }
+    port::gnt_l1d_flush()
 }
 
 /// Tells the kernel, and whoever reads the parameter, whether large pages are split at fetches.
 pub fn announce_nx_huge_pages(splits: bool) {
-    // SAFETY: writes variables that are there for this.
-    unsafe { port::gnt_nx_huge_pages_chosen(splits) }
+    port::gnt_nx_huge_pages_chosen(splits)
 }
 
 /// At unload: nothing is done by this module any more.
@@ -170,13 +165,14 @@ pub fn forget() {
 #[cfg(target_os = "none")]
 mod port {
     unsafe extern "C" {
-        pub fn gnt_mitigation_facts() -> u64;
-        pub fn gnt_l1d_flush_asked() -> u32;
-        pub fn gnt_l1d_flush_chosen(state: u32);
+        pub safe fn gnt_mitigation_facts() -> u64;
+        pub safe fn gnt_l1d_flush_asked() -> u32;
+        /// The kernel shows it by its number, which is the enum's: no other number may come.
+        pub safe fn gnt_l1d_flush_chosen(state: super::L1dFlush);
         pub fn gnt_l1d_flush_prepare() -> i32;
-        pub fn gnt_l1d_flush();
-        pub fn gnt_nx_huge_pages_asked() -> u32;
-        pub fn gnt_nx_huge_pages_chosen(splits: bool);
+        pub safe fn gnt_l1d_flush();
+        pub safe fn gnt_nx_huge_pages_asked() -> u32;
+        pub safe fn gnt_nx_huge_pages_chosen(splits: bool);
         pub fn gnt_mitigations_exit();
     }
 }
@@ -192,22 +188,22 @@ pub mod port {
         pub static FLUSHES: Cell<u32> = const { Cell::new(0) };
     }
 
-    pub(super) unsafe fn gnt_mitigation_facts() -> u64 {
+    pub(super) fn gnt_mitigation_facts() -> u64 {
         0
     }
-    pub(super) unsafe fn gnt_l1d_flush_asked() -> u32 {
+    pub(super) fn gnt_l1d_flush_asked() -> u32 {
         0
     }
-    pub(super) unsafe fn gnt_l1d_flush_chosen(_: u32) {}
+    pub(super) fn gnt_l1d_flush_chosen(_: super::L1dFlush) {}
     pub(super) unsafe fn gnt_l1d_flush_prepare() -> i32 {
         0
     }
-    pub(super) unsafe fn gnt_l1d_flush() {
+    pub(super) fn gnt_l1d_flush() {
         FLUSHES.set(FLUSHES.get() + 1);
     }
-    pub(super) unsafe fn gnt_nx_huge_pages_asked() -> u32 {
+    pub(super) fn gnt_nx_huge_pages_asked() -> u32 {
         0
     }
-    pub(super) unsafe fn gnt_nx_huge_pages_chosen(_: bool) {}
+    pub(super) fn gnt_nx_huge_pages_chosen(_: bool) {}
     pub(super) unsafe fn gnt_mitigations_exit() {}
 }

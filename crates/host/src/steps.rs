@@ -6,7 +6,7 @@
 #[inline(always)]
 pub fn step() {
     #[cfg(not(target_os = "none"))]
-    crate::sys::std_port::test::step();
+    crate::sys::step();
 }
 
 /// The elements of a table, each a step.

@@ -45,8 +45,7 @@ impl<T> Mutex<T> {
     pub fn lock(&self) -> MutexGuard<'_, T> {
         sys::might_sleep();
         if !self.take() {
-            // SAFETY: the word lives as long as the mutex, which is borrowed.
-            unsafe { sys::gnt_mutex_lock_slow(&self.word) };
+            sys::gnt_mutex_lock_slow(&self.word);
         }
         MutexGuard { mutex: self, _here: PhantomData }
     }
@@ -54,8 +53,7 @@ impl<T> Mutex<T> {
     /// Takes the lock, or gives up when a fatal signal arrives.
     pub fn lock_killable(&self) -> Result<MutexGuard<'_, T>, Interrupted> {
         sys::might_sleep();
-        // SAFETY: as in lock().
-        if !self.take() && unsafe { sys::gnt_mutex_lock_killable_slow(&self.word) } != 0 {
+        if !self.take() && sys::gnt_mutex_lock_killable_slow(&self.word) != 0 {
             return Err(Interrupted);
         }
         Ok(MutexGuard { mutex: self, _here: PhantomData })
@@ -103,8 +101,7 @@ impl<T> Drop for MutexGuard<'_, T> {
     fn drop(&mut self) {
         // A full barrier either way: the waker must see a sleeper that saw the lock held.
         if self.mutex.word.swap(FREE, Ordering::SeqCst) != HELD {
-            // SAFETY: only the address is used to find sleepers.
-            unsafe { sys::gnt_mutex_wake(&self.mutex.word) };
+            sys::gnt_mutex_wake(&self.mutex.word);
         }
     }
 }

@@ -110,8 +110,7 @@ pub fn entry(vcpu_id: u32, rip: u64) {
 
 /// The guest has left.
 pub fn exit(record: &ExitRecord) {
-    // SAFETY: readable.
-    unsafe { sys::gnt_trace_exit(record) }
+    sys::gnt_trace_exit(record)
 }
 
 /// A port access of `count` items of `size` bytes; `value` is the first.
@@ -131,14 +130,12 @@ pub fn msr(write: bool, index: u32, value: u64, faulted: bool) {
 
 /// CPUID: EAX to EDX of the answer, and whether the guest's table has the leaf.
 pub fn cpuid(leaf: u32, subleaf: u32, answer: &[u32; 4], found: bool) {
-    // SAFETY: readable.
-    unsafe { sys::gnt_trace_cpuid(leaf, subleaf, answer, found.into()) }
+    sys::gnt_trace_cpuid(leaf, subleaf, answer, found.into())
 }
 
 /// A hypercall: its number and four arguments.
 pub fn hypercall(call: &[u64; 5]) {
-    // SAFETY: readable.
-    unsafe { sys::gnt_trace_hypercall(call) }
+    sys::gnt_trace_hypercall(call)
 }
 
 /// The guest takes an interrupt.

@@ -46,8 +46,7 @@ pub fn cmpxchg(hva: Hva, size: usize, old: u64, new: u64) -> Result<bool, Fault>
     if !matches!(size, 1 | 2 | 4 | 8) || !hva.0.is_multiple_of(size as u64) {
         return Err(Fault);
     }
-    // SAFETY: the kernel checks the user range; size and alignment are as it wants.
-    match unsafe { sys::gnt_user_cmpxchg(hva.0, size as u32, old, new) } {
+    match sys::gnt_user_cmpxchg(hva.0, size as u32, old, new) {
         0 => Ok(true),
         1 => Ok(false),
         _ => Err(Fault),
@@ -57,8 +56,7 @@ pub fn cmpxchg(hva: Hva, size: usize, old: u64, new: u64) -> Result<bool, Fault>
 /// Zeroes `len` bytes of user memory. May sleep.
 pub fn clear(hva: Hva, len: usize) -> Result<(), Fault> {
     sys::might_sleep();
-    // SAFETY: the kernel checks the user range.
-    done(unsafe { sys::gnt_user_clear(hva.0, len) })
+    done(sys::gnt_user_clear(hva.0, len))
 }
 
 /// Whether `hva..hva + len` lies in the half of the address space that can be user memory.

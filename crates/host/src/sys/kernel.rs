@@ -1,7 +1,8 @@
 //! The C functions of `linux/glue/`, as declared in `linux/glue/gannet.h`.
 //!
-//! A `safe fn` accepts every argument in every context that its wrapper allows; for the others the
-//! wrapper keeps the pointers valid. All may be called with the host's GS base loaded only.
+//! A `safe fn` accepts every argument in every context that its wrapper allows: C keeps no reference
+//! that it is given. For the others the wrapper keeps the pointers valid, or a lock's word what the
+//! kernel made of it. All may be called with the host's GS base loaded only.
 
 use core::arch::asm;
 use core::ffi::{c_char, c_void};
@@ -80,13 +81,13 @@ unsafe extern "C" {
     pub(crate) fn gnt_user_write(hva: u64, from: *const u8, len: usize) -> i32;
     pub(crate) fn gnt_user_read_nofault(to: *mut u8, hva: u64, len: usize) -> i32;
     pub(crate) fn gnt_user_write_nofault(hva: u64, from: *const u8, len: usize) -> i32;
-    pub(crate) fn gnt_user_cmpxchg(hva: u64, size: u32, old: u64, new: u64) -> i32;
-    pub(crate) fn gnt_user_clear(hva: u64, len: usize) -> i32;
+    pub(crate) safe fn gnt_user_cmpxchg(hva: u64, size: u32, old: u64, new: u64) -> i32;
+    pub(crate) safe fn gnt_user_clear(hva: u64, len: usize) -> i32;
     pub(crate) safe fn gnt_user_range_ok(hva: u64, len: u64) -> i32;
     // lock.c
-    pub(crate) fn gnt_mutex_lock_slow(word: *const AtomicU32);
-    pub(crate) fn gnt_mutex_lock_killable_slow(word: *const AtomicU32) -> i32;
-    pub(crate) fn gnt_mutex_wake(word: *const AtomicU32);
+    pub(crate) safe fn gnt_mutex_lock_slow(word: &AtomicU32);
+    pub(crate) safe fn gnt_mutex_lock_killable_slow(word: &AtomicU32) -> i32;
+    pub(crate) safe fn gnt_mutex_wake(word: &AtomicU32);
     pub(crate) fn gnt_spin_lock_irqsave(word: *const AtomicU32) -> usize;
     pub(crate) fn gnt_spin_unlock_irqrestore(word: *const AtomicU32, flags: usize);
     pub(crate) fn gnt_read_lock(words: *const RwWords);
@@ -176,7 +177,7 @@ unsafe extern "C" {
     pub(crate) safe fn gnt_realtime_ns() -> u64;
     pub(crate) safe fn gnt_tsc_khz() -> u32;
     pub(crate) safe fn gnt_tsc_is_stable() -> i32;
-    pub(crate) fn gnt_clock_snapshot(out: *mut Snapshot);
+    pub(crate) safe fn gnt_clock_snapshot(out: &mut Snapshot);
     pub(crate) safe fn gnt_clock_generation() -> u32;
     // debugfs.c
     pub(crate) fn gnt_seq_write(to: *mut SeqRaw, text: *const u8, len: usize);
@@ -190,12 +191,12 @@ unsafe extern "C" {
     // trace.c
     static gnt_observed: AtomicU32;
     pub(crate) safe fn gnt_trace_entry(vcpu_id: u32, rip: u64);
-    pub(crate) fn gnt_trace_exit(record: *const ExitRecord);
+    pub(crate) safe fn gnt_trace_exit(record: &ExitRecord);
     pub(crate) safe fn gnt_trace_pio(write: u32, port: u32, size: u32, count: u32, value: u32);
     pub(crate) safe fn gnt_trace_mmio(kind: u32, len: u32, gpa: u64, value: u64);
     pub(crate) safe fn gnt_trace_msr(write: u32, index: u32, value: u64, faulted: u32);
-    pub(crate) fn gnt_trace_cpuid(leaf: u32, subleaf: u32, answer: *const [u32; 4], found: u32);
-    pub(crate) fn gnt_trace_hypercall(call: *const [u64; 5]);
+    pub(crate) safe fn gnt_trace_cpuid(leaf: u32, subleaf: u32, answer: &[u32; 4], found: u32);
+    pub(crate) safe fn gnt_trace_hypercall(call: &[u64; 5]);
     pub(crate) safe fn gnt_trace_inj_virq(vector: u32);
     pub(crate) safe fn gnt_trace_page_fault(vcpu_id: u32, rip: u64, address: u64, error: u64);
     // params.c
@@ -222,10 +223,10 @@ unsafe extern "C" {
     ) -> *mut FileRaw;
     pub(crate) fn gnt_file_install(file: *mut FileRaw, fd: i32);
     pub(crate) fn gnt_file_cancel(file: *mut FileRaw, fd: i32);
-    pub(crate) fn gnt_file_get(
+    pub(crate) safe fn gnt_file_get(
         fd: i32,
-        calls: *mut *const FileCalls,
-        object: *mut *mut c_void,
+        calls: &mut *const FileCalls,
+        object: &mut *mut c_void,
     ) -> *mut FileRaw;
     pub(crate) fn gnt_file_put(file: *mut FileRaw);
 }
@@ -251,7 +252,7 @@ pub(crate) fn might_sleep() {}
 /// The kernel's waiter needs nothing but [`gnt_waiter_prepare`].
 ///
 /// # Safety
-/// None needed; the std port's has the waiter alive.
+/// Nothing is asked for here; the port on the standard library wants the waiter alive.
 #[inline]
 pub(crate) unsafe fn gnt_waiter_enter(_: *mut WaiterRaw) {}
 

@@ -20,28 +20,11 @@ pub fn adopt(world: &World) {
     World::enter(world);
 }
 
-std::thread_local! {
-    /// Steps since this thread's interrupts went off, and the most that there ever were.
-    static STEPS: core::cell::Cell<(u64, u64)> = const { core::cell::Cell::new((0, 0)) };
-}
-
-/// One step of [`crate::steps`], a lock or a signal; it counts while interrupts are off.
-pub(crate) fn step() {
-    if !crate::irq::enabled() {
-        let (now, most) = STEPS.get();
-        STEPS.set((now + 1, most.max(now + 1)));
-    }
-}
-
-pub(crate) fn irqs_came_on() {
-    STEPS.set((0, STEPS.get().1));
-}
-
 /// What `act` does, and the most steps that it took in one go with interrupts off.
 pub fn longest_irqs_off<R>(act: impl FnOnce() -> R) -> (R, u64) {
-    STEPS.set((0, 0));
+    sys::STEPS.set((0, 0));
     let result = act();
-    (result, STEPS.get().1)
+    (result, sys::STEPS.get().1)
 }
 
 /// User memory that faults until this is dropped.
@@ -84,14 +67,14 @@ pub fn invalidate(start: Hva, end: Hva, meanwhile: impl FnOnce()) {
     }
     meanwhile();
     for (calls, context) in notifiers() {
-        // SAFETY: as above.
+        // SAFETY: registered, and the test does not drop the owner meanwhile.
         unsafe { (calls.invalidate_end)(context.0, start.0, end.0) }
     }
 }
 
 /// Asks all notifiers whether a range was accessed, clearing that.
 pub fn clear_young(start: Hva, end: Hva) -> bool {
-    // SAFETY: as in invalidate(). No short circuit: every notifier clears.
+    // SAFETY: registered, and the test does not drop the owner meanwhile. No short circuit: every notifier clears.
     notifiers().iter().fold(false, |any, (calls, context)| {
         any | (unsafe { (calls.clear_young)(context.0, start.0, end.0) } != 0)
     })
@@ -99,7 +82,7 @@ pub fn clear_young(start: Hva, end: Hva) -> bool {
 
 /// Asks all notifiers whether a range was accessed.
 pub fn test_young(start: Hva, end: Hva) -> bool {
-    // SAFETY: as in invalidate().
+    // SAFETY: registered, and the test does not drop the owner meanwhile.
     notifiers().iter().any(|(c, x)| unsafe { (c.test_young)(x.0, start.0, end.0) } != 0)
 }
 
@@ -126,7 +109,7 @@ pub fn srcu_waiters() -> usize {
 /// The address space dies.
 pub fn release_mm() {
     for (calls, context) in notifiers() {
-        // SAFETY: as in invalidate().
+        // SAFETY: registered, and the test does not drop the owner meanwhile.
         unsafe { (calls.release)(context.0) }
     }
 }
@@ -312,7 +295,7 @@ pub fn read_at(fd: i32, offset: u64, buffer: &mut [u8]) -> i64 {
     let file = descriptors().files.get(&fd).copied();
     let (at, len) = (buffer.as_mut_ptr() as u64, buffer.len() as u64);
     match file {
-        // SAFETY: as in ioctl().
+        // SAFETY: the file is open, and the test does not close it meanwhile.
         Some((calls, context)) => unsafe { (calls.read)(context.0, offset, at, len) },
         None => -9,
     }
@@ -321,7 +304,7 @@ pub fn read_at(fd: i32, offset: u64, buffer: &mut [u8]) -> i64 {
 /// The page that a mapping of the file shows at page offset `offset`; 0 for none.
 pub fn mmap_page(fd: i32, offset: u64) -> u64 {
     let file = descriptors().files.get(&fd).copied();
-    // SAFETY: as in ioctl().
+    // SAFETY: the file is open, and the test does not close it meanwhile.
     file.map_or(0, |(calls, context)| unsafe { (calls.page)(context.0, offset) })
 }
 

@@ -78,46 +78,6 @@ impl World {
         self.lock().now
     }
 
-    /// Lets `ns` pass: timers that come due fire in order, each at its own time, on this thread
-    /// and with interrupts off.
-    pub fn advance(&self, ns: u64) {
-        let until = self.now().saturating_add(ns);
-        loop {
-            let mut state = self.lock();
-            let due = state.armed.iter().map(|(id, a)| (a.at, *id)).min();
-            let Some((at, id)) = due.filter(|(at, _)| *at <= until) else {
-                state.now = state.now.max(until);
-                return;
-            };
-            let Some(armed) = state.armed.remove(&id) else { continue };
-            state.now = state.now.max(at);
-            state.firing.push(id);
-            drop(state);
-            let irqs_were_on = super::sys::set_irqs(false);
-            // SAFETY: cancel waits for `firing`, and the owner cancels before it goes.
-            let again = unsafe { (armed.expired)(armed.context.0) };
-            super::sys::set_irqs(irqs_were_on);
-            let mut state = self.lock();
-            state.firing.retain(|f| *f != id);
-            if again != 0 {
-                state.armed.insert(id, Armed { at: again, ..armed });
-            }
-            drop(state);
-            self.changed.notify_all();
-        }
-    }
-
-    /// Lets time pass up to the next armed timer and fires it. Returns whether there was one.
-    pub fn advance_to_next_timer(&self) -> bool {
-        let (now, next) = {
-            let state = self.lock();
-            (state.now, state.armed.values().map(|a| a.at).min())
-        };
-        let Some(at) = next else { return false };
-        self.advance(at.saturating_sub(now));
-        true
-    }
-
     /// How many timers are armed.
     pub fn armed_timers(&self) -> usize {
         self.lock().armed.len()

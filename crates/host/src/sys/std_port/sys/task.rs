@@ -1,0 +1,79 @@
+//! The task that a thread is: its sleep, its signals, and whether its CPU is wanted.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::lock::{WOKEN, nap};
+use super::thread::{IRQS_ON, NEXT_ID, RESCHED, RUN_DELAY, SIGNAL};
+
+#[derive(Debug)]
+pub(crate) struct WaiterRaw(AtomicBool);
+impl WaiterRaw {
+    pub(crate) const fn new() -> Self {
+        Self(AtomicBool::new(false))
+    }
+}
+pub(crate) unsafe fn gnt_waiter_enter(_: *mut WaiterRaw) {}
+pub(crate) unsafe fn gnt_waiter_prepare(w: *mut WaiterRaw) {
+    // SAFETY: w lives by the contract.
+    unsafe { &*w }.0.store(true, Ordering::SeqCst);
+}
+pub(crate) unsafe fn gnt_waiter_finish(w: *mut WaiterRaw) {
+    // SAFETY: w lives by the contract.
+    unsafe { &*w }.0.store(false, Ordering::SeqCst);
+}
+pub(crate) unsafe fn gnt_waiter_sleep(_: *mut WaiterRaw) {
+    nap();
+}
+pub(crate) unsafe fn gnt_waiter_wake(w: *mut WaiterRaw) -> i32 {
+    // SAFETY: w lives by the contract.
+    let slept = unsafe { &*w }.0.load(Ordering::SeqCst);
+    WOKEN.1.notify_all();
+    slept.into()
+}
+pub(crate) fn gnt_may_poll() -> i32 {
+    // The test clock does not move by itself: polling would never end.
+    0
+}
+pub(crate) fn gnt_work_pending() -> i32 {
+    (SIGNAL.get() || RESCHED.get()).into()
+}
+pub(crate) fn gnt_handle_work() -> i32 {
+    RESCHED.set(false);
+    if SIGNAL.get() { -4 } else { 0 }
+}
+pub(crate) fn gnt_signal_pending() -> i32 {
+    SIGNAL.get().into()
+}
+pub(crate) fn gnt_need_resched() -> i32 {
+    RESCHED.get().into()
+}
+pub(crate) fn gnt_cond_resched() {
+    RESCHED.set(false);
+}
+pub(crate) fn gnt_run_delay_ns() -> u64 {
+    RUN_DELAY.get()
+}
+pub(crate) fn gnt_current_tid() -> u32 {
+    thread_local!(static TID: u32 = NEXT_ID.fetch_add(1, Ordering::Relaxed) as u32);
+    TID.with(|t| *t)
+}
+pub(crate) fn gnt_sigmask_set(mask: u64) {
+    let never = crate::task::SignalSet::UNBLOCKABLE;
+    assert!(mask & never == 0, "a mask that no task may have: {mask:#x}");
+}
+pub(crate) fn gnt_sigmask_restore() {}
+pub(crate) fn gnt_guest_enter() {
+    assert!(!IRQS_ON.get(), "the guest is entered with interrupts off");
+}
+pub(crate) fn gnt_guest_exit(_interrupted: bool) {
+    assert!(!IRQS_ON.get(), "the guest is left with interrupts off");
+}
+pub(crate) fn gnt_guest_time_end() {
+    assert!(!IRQS_ON.get(), "guest time ends with interrupts off");
+}
+pub(crate) fn gnt_guest_pause() {
+    gnt_guest_exit(false);
+}
+pub(crate) fn gnt_guest_resume() {
+    gnt_guest_enter();
+}
