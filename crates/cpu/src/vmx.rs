@@ -176,8 +176,8 @@ impl VmxCpu for Native {
 
     #[inline(always)]
     fn vmwrite(&self, field: u32, value: u64) {
-        // SAFETY: as for vmread(); what the fields may hold is the backend's business, and the CPU
-        // checks it at entry.
+        // SAFETY: VMX is on and interrupts are off, so that it stays on; without a current VMCS the
+        // instruction fails and is counted. What a field may hold the CPU checks at entry.
         unsafe {
             asm!("vmwrite {field}, {value}",
                  "ja 2f",
@@ -196,7 +196,7 @@ impl VmxCpu for Native {
 
     fn invvpid(&self, kind: u64, vpid: u16, address: u64) {
         let descriptor = [u64::from(vpid), address];
-        // SAFETY: as for invept().
+        // SAFETY: VMX is on; dropping translations has no effect on what they mean.
         unsafe { on_memory!("invvpid {kind},", &raw const descriptor, kind) };
     }
 

@@ -178,7 +178,8 @@ impl GuestCpuid {
         self.msr.spec_ctrl != 0
     }
 
-    /// Whether PRED_CMD exists for the guest, likewise.
+    /// Whether PRED_CMD exists for the guest: offered by either vendor's enumeration, and given by the
+    /// host.
     #[inline]
     pub fn has_pred_cmd(&self) -> bool {
         self.msr.pred_cmd != 0

@@ -98,8 +98,8 @@ impl GuestCpuid {
         });
     }
 
-    /// Brings the dynamic bits up to date with sizes that are computed by executing CPUID for each component of each format:
-    /// what `xstate_cache=0` measures against.
+    /// Brings the dynamic bits up to date with sizes that are computed by executing CPUID for each
+    /// component of each format: what `xstate_cache=0` measures against.
     #[cold]
     pub fn refresh_with(
         &mut self,

@@ -27,7 +27,7 @@ pub struct Arc<T> {
 
 // SAFETY: Arc hands out &T on any thread and drops T on any thread.
 unsafe impl<T: Send + Sync> Send for Arc<T> {}
-// SAFETY: as above.
+// SAFETY: a reference to an Arc gives &T to any thread, and a clone that may drop the T there.
 unsafe impl<T: Send + Sync> Sync for Arc<T> {}
 
 impl<T> Arc<T> {
@@ -49,7 +49,7 @@ impl<T> Arc<T> {
     pub fn make(make: impl FnOnce() -> T) -> Result<Self, NoMemory> {
         let shared = allocate::<Shared<T>>(false)?;
         let at = shared.as_ptr();
-        // SAFETY: as in new().
+        // SAFETY: freshly allocated for a Shared<T>, of which these are all fields; `make` may not touch them.
         unsafe {
             (&raw mut (*at).owners).write(AtomicUsize::new(1));
             (&raw mut (*at).value).write(make());

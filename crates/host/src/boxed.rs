@@ -19,7 +19,7 @@ pub struct KBox<T> {
 
 // SAFETY: KBox owns its T like Box does.
 unsafe impl<T: Send> Send for KBox<T> {}
-// SAFETY: as above.
+// SAFETY: a reference to a KBox gives &T and nothing else.
 unsafe impl<T: Sync> Sync for KBox<T> {}
 
 pub(crate) fn allocate<T>(zeroed: bool) -> Result<NonNull<T>, NoMemory> {

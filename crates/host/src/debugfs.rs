@@ -15,7 +15,7 @@ use crate::sys::{self, DebugCalls};
 pub trait DebugObject: Send + Sync + Sized + 'static {
     /// How many files there are.
     const FILES: u32;
-    /// So many of the first show one number each.
+    /// How many files, the first of them, show one number each.
     const NUMBERS: u32;
     /// The name of a file.
     fn name(file: u32) -> &'static CStr;
@@ -72,7 +72,7 @@ pub struct DebugDir {
 
 // SAFETY: the kernel's functions on it lock for themselves.
 unsafe impl Send for DebugDir {}
-// SAFETY: as above; by reference it is only named as a parent.
+// SAFETY: a reference to a DebugDir only names it as a parent, and the kernel's functions lock for themselves.
 unsafe impl Sync for DebugDir {}
 
 impl DebugDir {
@@ -126,7 +126,7 @@ unsafe extern "C" fn show<T: DebugObject>(object: *mut c_void, file: u32, to: *m
     }
 }
 unsafe extern "C" fn value<T: DebugObject>(object: *mut c_void, file: u32) -> u64 {
-    // SAFETY: as in show().
+    // SAFETY: the directory holds a share while its files are read.
     unsafe { &*object.cast::<T>() }.value(file)
 }
 unsafe extern "C" fn release<T: DebugObject>(object: *mut c_void) {

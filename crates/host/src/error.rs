@@ -17,9 +17,9 @@ pub struct Fault;
 /// A file descriptor that cannot be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BadFd {
-    /// It is not open (`-EBADF`).
+    /// The descriptor is not open (`-EBADF`).
     Closed,
-    /// It is open, but of another kind (`-EINVAL`).
+    /// The descriptor is open, but its file is of another kind (`-EINVAL`).
     WrongKind,
 }
 

@@ -16,7 +16,7 @@ pub struct EventFd {
 
 // SAFETY: the kernel's eventfd_ctx is reference-counted and locks itself.
 unsafe impl Send for EventFd {}
-// SAFETY: as above.
+// SAFETY: the kernel's functions on an eventfd_ctx may be called by many CPUs at once.
 unsafe impl Sync for EventFd {}
 
 impl EventFd {
@@ -85,7 +85,7 @@ pub struct Watch<T: EventHandler> {
 
 // SAFETY: the raw watch is only touched when attaching and detaching.
 unsafe impl<T: EventHandler> Send for Watch<T> {}
-// SAFETY: as above.
+// SAFETY: a reference to a Watch gives &T, which may be shared (EventHandler is Sync), and the eventfd's address.
 unsafe impl<T: EventHandler> Sync for Watch<T> {}
 
 struct Calls<T>(core::marker::PhantomData<T>);
@@ -139,7 +139,7 @@ unsafe extern "C" fn fired<T: EventHandler>(context: *mut c_void) {
     unsafe { &*context.cast::<T>() }.fired();
 }
 unsafe extern "C" fn hung_up<T: EventHandler>(context: *mut c_void) {
-    // SAFETY: as above.
+    // SAFETY: Watch::drop detaches before the value goes.
     unsafe { &*context.cast::<T>() }.hung_up();
 }
 

@@ -46,7 +46,7 @@ impl GuestFpu {
 
     /// Gives the task its own state back. Nothing happens if this is not loaded, or by another task.
     pub fn put(&mut self) {
-        // SAFETY: as in load().
+        // SAFETY: allocated; the owner is looked at and cleared there.
         unsafe { sys::gnt_fpu_swap(self.raw.get(), 0, &mut self.owner) }
     }
 

@@ -27,8 +27,8 @@ pub enum Patience {
     Never,
     /// Fault the page in, waiting for the disk if need be; a signal ends the wait.
     Interruptible,
-    /// The same where probably nothing is mapped yet: for writing the fault comes first, the look
-    /// after.
+    /// Like `Interruptible`, where probably nothing is mapped yet: for writing the fault comes first,
+    /// the look after.
     InterruptibleFresh,
     /// Fault the page in, whatever it takes short of a fatal signal.
     Killable,
@@ -47,7 +47,7 @@ impl HostFrame {
         Self { pfn, memory }
     }
 
-    /// Its number.
+    /// The frame's number.
     #[inline]
     pub const fn pfn(self) -> Pfn {
         self.pfn
@@ -167,7 +167,8 @@ impl HostPage {
     /// The guest may have read the page. As [`HostPage::set_dirty`].
     pub fn set_accessed(&self) {
         if self.frame.memory {
-            // SAFETY: as in set_dirty().
+            // SAFETY: a reference is held, or the host's mapping holds the frame; a stale frame would
+            // be marked wrongly, but its struct page is there either way.
             unsafe { sys::gnt_page_set_accessed(self.frame.pfn.0) }
         }
     }

@@ -170,7 +170,7 @@ pub struct HostTables {
     pub ss: u16,
     /// The selector in TR.
     pub tr: u16,
-    /// Nothing.
+    /// Fills the struct up to eight bytes.
     pub reserved: u16,
 }
 

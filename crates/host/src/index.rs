@@ -49,7 +49,7 @@ impl GuestIndex {
         table.get(self.below(table.len())?)
     }
 
-    /// The same, to be changed.
+    /// The element at the index, to be changed; `None` where [`Self::of`] gives none.
     #[inline(always)]
     pub fn of_mut<T>(self, table: &mut [T]) -> Option<&mut T> {
         let index = self.below(table.len())?;

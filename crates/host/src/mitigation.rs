@@ -24,7 +24,7 @@ pub enum NxHugePages {
     Auto,
     /// Large pages may be executed.
     Off,
-    /// They may not, on any CPU.
+    /// Large pages may not be executed, on any CPU.
     Force,
 }
 

@@ -40,7 +40,7 @@ pub struct WithNotifier<T: InvalidateHandler> {
 
 // SAFETY: the raw notifier is only touched when registering and unregistering.
 unsafe impl<T: InvalidateHandler> Send for WithNotifier<T> {}
-// SAFETY: as above.
+// SAFETY: a reference gives &T, which may be shared (InvalidateHandler is Sync), and reads the raw notifier.
 unsafe impl<T: InvalidateHandler> Sync for WithNotifier<T> {}
 
 struct Calls<T>(core::marker::PhantomData<T>);
@@ -100,7 +100,7 @@ unsafe extern "C" fn start<T: InvalidateHandler>(c: *mut c_void, start: u64, end
     unsafe { &*c.cast::<T>() }.invalidate_start(Hva(start), Hva(end), block != 0);
 }
 unsafe extern "C" fn end<T: InvalidateHandler>(c: *mut c_void, start: u64, end: u64) {
-    // SAFETY: as above.
+    // SAFETY: WithNotifier::drop unregisters before the value goes.
     unsafe { &*c.cast::<T>() }.invalidate_end(Hva(start), Hva(end));
 }
 unsafe extern "C" fn clear_young<T: InvalidateHandler>(
@@ -108,15 +108,15 @@ unsafe extern "C" fn clear_young<T: InvalidateHandler>(
     start: u64,
     end: u64,
 ) -> i32 {
-    // SAFETY: as above.
+    // SAFETY: WithNotifier::drop unregisters before the value goes.
     unsafe { &*c.cast::<T>() }.clear_young(Hva(start), Hva(end)).into()
 }
 unsafe extern "C" fn test_young<T: InvalidateHandler>(c: *mut c_void, start: u64, end: u64) -> i32 {
-    // SAFETY: as above.
+    // SAFETY: WithNotifier::drop unregisters before the value goes.
     unsafe { &*c.cast::<T>() }.test_young(Hva(start), Hva(end)).into()
 }
 unsafe extern "C" fn release<T: InvalidateHandler>(c: *mut c_void) {
-    // SAFETY: as above.
+    // SAFETY: WithNotifier::drop unregisters before the value goes.
     unsafe { &*c.cast::<T>() }.release();
 }
 

@@ -20,7 +20,7 @@ pub struct Once<T> {
 
 // SAFETY: a Once hands out `&T` to any thread and drops the T on one: T must be both.
 unsafe impl<T: Send + Sync> Sync for Once<T> {}
-// SAFETY: as above.
+// SAFETY: the T goes where the Once goes, and may be dropped and shared there: T is both.
 unsafe impl<T: Send> Send for Once<T> {}
 
 impl<T> Once<T> {

@@ -52,30 +52,30 @@ impl Page {
         }
     }
 
-    /// Its physical address.
+    /// The page's physical address.
     #[inline]
     pub fn hpa(&self) -> Hpa {
         self.hpa
     }
 
-    /// Its content as 512 words; atomics because hardware, user space or another CPU may share it.
+    /// The page's content as 512 words; atomics because hardware, user space or another CPU may share it.
     #[inline]
     pub fn table(&self) -> &[AtomicU64; 512] {
         // SAFETY: the page is owned and stays mapped in the direct map while it is.
         unsafe { &*direct_map(self.hpa).cast() }
     }
 
-    /// Its content as 1024 words of 32 bits, shareable like [`Page::table`].
+    /// The page's content as 1024 words of 32 bits, shareable like [`Page::table`].
     #[inline]
     pub fn half_words(&self) -> &[AtomicU32; 1024] {
-        // SAFETY: as for table().
+        // SAFETY: the page is owned and stays mapped in the direct map while it is; it has 1024 such words.
         unsafe { &*direct_map(self.hpa).cast() }
     }
 
-    /// Its content as bytes, shareable like [`Page::table`].
+    /// The page's content as bytes, shareable like [`Page::table`].
     #[inline]
     pub fn bytes(&self) -> &[AtomicU8; 4096] {
-        // SAFETY: as for table().
+        // SAFETY: the page is owned and stays mapped in the direct map while it is; it has 4096 bytes.
         unsafe { &*direct_map(self.hpa).cast() }
     }
 
@@ -150,7 +150,7 @@ impl Pages {
     /// The content as bytes.
     #[inline]
     pub fn bytes(&self) -> &[AtomicU8] {
-        // SAFETY: as for words().
+        // SAFETY: owned, contiguous, mapped in the direct map; atomics allow sharing.
         unsafe { core::slice::from_raw_parts(direct_map(self.hpa).cast(), self.len()) }
     }
 }

@@ -38,7 +38,7 @@ pub fn preemption_timer() -> bool {
     sys::gnt_preemption_timer() != 0
 }
 
-/// It is not used: the parameter shows that from now on.
+/// The VMX-preemption timer is not used: the parameter shows that from now on.
 pub fn no_preemption_timer() {
     sys::gnt_no_preemption_timer();
 }

@@ -18,7 +18,7 @@ pub struct Srcu<T> {
 
 // SAFETY: readers share &T; replacing moves whole boxes between threads.
 unsafe impl<T: Send + Sync> Send for Srcu<T> {}
-// SAFETY: as above.
+// SAFETY: readers on any thread share &T, and what is replaced comes out where it was replaced: T is both.
 unsafe impl<T: Send + Sync> Sync for Srcu<T> {}
 
 impl<T> Srcu<T> {

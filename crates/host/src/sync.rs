@@ -28,7 +28,7 @@ pub struct Mutex<T> {
 
 // SAFETY: the lock gives one thread at a time access.
 unsafe impl<T: Send> Send for Mutex<T> {}
-// SAFETY: as above.
+// SAFETY: the lock gives one thread at a time access: a shared mutex sends its T from thread to thread.
 unsafe impl<T: Send> Sync for Mutex<T> {}
 
 impl<T> Mutex<T> {
@@ -115,7 +115,7 @@ pub struct SpinLock<T> {
 
 // SAFETY: the lock gives one CPU at a time access.
 unsafe impl<T: Send> Send for SpinLock<T> {}
-// SAFETY: as above.
+// SAFETY: the lock gives one CPU at a time access: a shared lock sends its T from CPU to CPU.
 unsafe impl<T: Send> Sync for SpinLock<T> {}
 
 impl<T> SpinLock<T> {
@@ -171,7 +171,7 @@ pub struct RwSpinLock<T> {
 
 // SAFETY: the lock gives either one writer or many readers access.
 unsafe impl<T: Send> Send for RwSpinLock<T> {}
-// SAFETY: as above; readers share &T.
+// SAFETY: one writer at a time, so T is sent from CPU to CPU; readers share &T.
 unsafe impl<T: Send + Sync> Sync for RwSpinLock<T> {}
 
 impl<T> RwSpinLock<T> {
@@ -192,14 +192,14 @@ impl<T> RwSpinLock<T> {
 
     /// Unique access.
     pub fn write(&self) -> WriteGuard<'_, T> {
-        // SAFETY: as in read().
+        // SAFETY: a zero-initialised arch_rwlock_t, borrowed for the guard's life.
         unsafe { sys::gnt_write_lock(&self.words) };
         WriteGuard { lock: self, _here: PhantomData }
     }
 
     /// Whether somebody waits for the lock: a long walk may let them in and start again.
     pub fn is_contended(&self) -> bool {
-        // SAFETY: as in read().
+        // SAFETY: an arch_rwlock_t, only looked at.
         unsafe { sys::gnt_rwlock_is_contended(&self.words) != 0 }
     }
 

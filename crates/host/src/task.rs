@@ -33,7 +33,7 @@ pub trait Sleeper {
     fn is_ready(&mut self) -> bool;
     /// The polling is over, and the task is about to sleep.
     fn falls_asleep(&mut self) {}
-    /// It sleeps no more.
+    /// The task sleeps no more.
     fn wakes_up(&mut self) {}
 }
 
@@ -55,7 +55,7 @@ pub struct Waiter {
 
 // SAFETY: the kernel's rcuwait is made for wakers on any CPU.
 unsafe impl Send for Waiter {}
-// SAFETY: as above.
+// SAFETY: one task sleeps on it at a time (`block` is called by its owner), wakers may be many.
 unsafe impl Sync for Waiter {}
 
 impl Waiter {
@@ -186,7 +186,7 @@ impl SignalSet {
         Self(bits & !Self::UNBLOCKABLE)
     }
 
-    /// Its bits.
+    /// The set's bits: bit n is signal n + 1.
     pub const fn bits(self) -> u64 {
         self.0
     }

@@ -29,7 +29,7 @@ pub struct WithTimer<T: TimerHandler> {
 
 // SAFETY: the raw timer is only touched by functions that lock it; T: TimerHandler is Sync.
 unsafe impl<T: TimerHandler> Send for WithTimer<T> {}
-// SAFETY: as above.
+// SAFETY: a reference gives &T, which is Sync, and calls functions that lock the raw timer.
 unsafe impl<T: TimerHandler> Sync for WithTimer<T> {}
 
 impl<T: TimerHandler> WithTimer<T> {
@@ -53,13 +53,13 @@ impl<T: TimerHandler> WithTimer<T> {
     /// Disarms and waits for a handler that is running. Not from the handler.
     /// Returns whether the timer was armed.
     pub fn cancel(&self) -> bool {
-        // SAFETY: as in start().
+        // SAFETY: initialised by new(); the kernel locks its timer base.
         unsafe { sys::gnt_timer_cancel(self.timer.get()) != 0 }
     }
 
     /// Disarms unless the handler is running: `None` then, else whether the timer was armed.
     pub fn try_cancel(&self) -> Option<bool> {
-        // SAFETY: as in start().
+        // SAFETY: initialised by new(); the kernel locks its timer base.
         match unsafe { sys::gnt_timer_try_cancel(self.timer.get()) } {
             0 => Some(false),
             1 => Some(true),

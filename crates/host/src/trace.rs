@@ -81,7 +81,7 @@ pub struct ExitRecord {
     pub code: u32,
     /// The event whose delivery the exit interrupted: EXITINTINFO.
     pub event: u32,
-    /// Its error code.
+    /// The error code of the event that was being delivered.
     pub event_error: u32,
     /// The vCPU.
     pub vcpu_id: u32,

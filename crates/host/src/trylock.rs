@@ -23,7 +23,7 @@ pub struct TryLock<T> {
 
 // SAFETY: the lock gives one CPU at a time access.
 unsafe impl<T: Send> Send for TryLock<T> {}
-// SAFETY: as above.
+// SAFETY: the lock gives one CPU at a time access: a shared lock sends its T from CPU to CPU.
 unsafe impl<T: Send> Sync for TryLock<T> {}
 
 impl<T> TryLock<T> {

@@ -28,14 +28,14 @@ pub fn write(hva: Hva, from: &[u8]) -> Result<(), Fault> {
 /// Like [`read`], but never sleeps: a page that is not there is a [`Fault`]. Interrupts may be off.
 #[inline]
 pub fn read_nofault(hva: Hva, into: &mut [u8]) -> Result<(), Fault> {
-    // SAFETY: as in read().
+    // SAFETY: the kernel checks the user range; the slice is writable for its length.
     done(unsafe { sys::gnt_user_read_nofault(into.as_mut_ptr(), hva.0, into.len()) })
 }
 
 /// Like [`write`], but never sleeps. Interrupts may be off.
 #[inline]
 pub fn write_nofault(hva: Hva, from: &[u8]) -> Result<(), Fault> {
-    // SAFETY: as in write().
+    // SAFETY: the kernel checks the user range; the slice is readable for its length.
     done(unsafe { sys::gnt_user_write_nofault(hva.0, from.as_ptr(), from.len()) })
 }
 

@@ -48,9 +48,9 @@ impl Chip {
 pub enum Target {
     /// An input pin of a controller.
     Pin {
-        /// Which one.
+        /// The controller.
         chip: Chip,
-        /// Its pin: 0 to 7 of a PIC, 0 to 23 of the I/O APIC.
+        /// The controller's pin: 0 to 7 of a PIC, 0 to 23 of the I/O APIC.
         pin: u32,
     },
     /// A message.

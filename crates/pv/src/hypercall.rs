@@ -47,7 +47,7 @@ pub struct Registers {
     pub rsi: u64,
 }
 
-/// A call that can be carried out.
+/// A hypercall that can be carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hypercall {
     /// Nothing to do; answers 0.
@@ -59,7 +59,7 @@ pub enum Hypercall {
     },
     /// Write a [`ClockPairing`] there.
     ClockPairing {
-        /// Where.
+        /// Where the guest wants it.
         address: Gpa,
     },
     /// Send an interrupt; answers how many took it.
@@ -89,7 +89,7 @@ impl Hypercall {
         (number::VAPIC_POLL_IRQ..=number::MAP_GPA_RANGE).contains(&number)
     }
 
-    /// Decodes a call. `long`: the guest runs 64-bit code; else registers count 32 bits.
+    /// Decodes a hypercall. `long`: the guest runs 64-bit code; else registers count 32 bits.
     /// `features` is CPUID 0x40000001:EAX as far as it is to be enforced (all ones for not).
     ///
     /// # Errors

@@ -28,7 +28,7 @@ macro_rules! reasons {
         pub const REASONS: usize = ALL.len();
 
         impl Reason {
-            /// Its name in statistics.
+            /// The reason's name in statistics.
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$variant => $name,)* }
             }

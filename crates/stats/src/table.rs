@@ -75,13 +75,13 @@ pub enum OfVm {
 /// A statistic: `S` says where its words come from.
 #[derive(Clone, Copy, Debug)]
 pub struct Desc<S: 'static> {
-    /// Its name, below 48 bytes.
+    /// The statistic's name, below 48 bytes.
     pub name: &'static CStr,
     /// What the value means.
     pub kind: Kind,
     /// What it is measured in.
     pub unit: Unit,
-    /// Its source.
+    /// Where the statistic's numbers come from.
     pub source: S,
     /// The first of its words among all.
     pub first: u32,

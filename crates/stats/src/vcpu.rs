@@ -36,17 +36,17 @@ counts! {
     Blocking,
     /// TDP faults that were looked at outside the loop.
     PfTaken,
-    /// Those that installed a translation.
+    /// TDP faults that installed a translation.
     PfFixed,
-    /// Those that were device accesses.
+    /// TDP faults that were device accesses.
     PfEmulate,
-    /// Those that found the translation installed already.
+    /// TDP faults that found the translation installed already.
     PfSpurious,
-    /// Those that only gave back write access.
+    /// TDP faults that only gave back write access.
     PfFast,
     /// Device pages that were marked as such in page tables.
     PfMmioSpteCreated,
-    /// Those that were handed to the guest (shadow paging).
+    /// Page faults that were handed to the guest (shadow paging).
     PfGuest,
     /// Flushes of this vCPU's translations.
     TlbFlush,
@@ -188,7 +188,7 @@ impl VcpuStats {
         self.exits.get(reason as usize).map_or(0, Counter::get)
     }
 
-    /// Those of them that the inner loop answered. An interrupt is never answered there.
+    /// Exits with this reason that the inner loop answered. An interrupt is never answered there.
     pub fn answered_by(&self, reason: Reason) -> u64 {
         if reason == Reason::Interrupt {
             return 0;

@@ -57,7 +57,7 @@ impl DebugDirs {
         }
     }
 
-    /// That of one more vCPU.
+    /// The directory of one more vCPU.
     pub fn add_vcpu(&self, vcpu: &SharedVcpu) {
         let Some(parent) = self.vm.get() else { return };
         let mut dirs = self.vcpus.lock();

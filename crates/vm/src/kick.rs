@@ -17,11 +17,11 @@ use core::sync::atomic::{
 pub trait Word {
     /// A word that holds `value`.
     fn new(value: u32) -> Self;
-    /// Loads it.
+    /// Loads the word.
     fn load(&self, order: Ordering) -> u32;
-    /// Stores to it.
+    /// Stores to the word.
     fn store(&self, value: u32, order: Ordering);
-    /// Exchanges it.
+    /// Exchanges the word.
     fn swap(&self, value: u32, order: Ordering) -> u32;
     /// Adds bits and returns what was there.
     fn fetch_or(&self, bits: u32, order: Ordering) -> u32;

@@ -8,9 +8,9 @@ use host::GuestIndex;
 /// Consecutive MSRs of a filter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MsrRange {
-    /// The first.
+    /// The first MSR.
     pub base: u32,
-    /// How many.
+    /// How many MSRs.
     pub count: u32,
     /// The range decides over reads.
     pub read: bool,

@@ -83,7 +83,7 @@ const SIPI: u32 = 1 << 9;
 pub struct VcpuShared {
     /// KVM's vCPU id, also the initial APIC id.
     pub id: u32,
-    /// Its place in the VM's table.
+    /// The vCPU's place in the VM's table.
     pub index: u32,
     /// Whether the VM has an in-kernel irqchip.
     pub in_kernel_apic: bool,
@@ -166,7 +166,7 @@ impl VcpuShared {
         self.state.has_requests()
     }
 
-    /// Its mode, where it runs, its requests.
+    /// The vCPU's mode, where it runs, its requests.
     #[inline]
     pub(crate) fn state(&self) -> &KickState {
         &self.state
@@ -290,7 +290,7 @@ impl VcpuShared {
         MpState::from_raw(self.mp_state.load(Acquire)).unwrap_or(MpState::Runnable)
     }
 
-    /// Sets it.
+    /// Sets the multiprocessor state.
     pub fn set_mp_state(&self, state: MpState) {
         self.mp_state.store(state as u32, core::sync::atomic::Ordering::Release);
     }

@@ -48,7 +48,7 @@ pub struct VcpuTable {
     pub(crate) census: Arc<IdCensus>,
 }
 
-/// So many empty places.
+/// `count` empty places.
 fn empty<T>(count: usize) -> Result<Vec<Once<T>>, NoMemory> {
     let mut list = Vec::new();
     list.try_reserve_exact(count).map_err(|_| NoMemory)?;

@@ -214,7 +214,7 @@ impl DeliveryMode {
 pub enum Shorthand {
     /// The destination field counts.
     None = 0,
-    /// This CPU.
+    /// The sending CPU alone.
     SelfOnly = 1,
     /// Every CPU.
     All = 2,

@@ -15,7 +15,7 @@ pub enum Reg {
 }
 
 impl Reg {
-    /// This register's part of an answer.
+    /// The part of an answer that is in this register.
     #[inline]
     pub const fn of(self, answer: &[u32; 4]) -> u32 {
         let [eax, ebx, ecx, edx] = *answer;

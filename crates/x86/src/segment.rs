@@ -178,7 +178,7 @@ impl Segment {
         Attributes::unpack(self.attr)
     }
 
-    /// The same segment with another privilege level.
+    /// The segment with another privilege level.
     pub const fn with_dpl(mut self, dpl: u8) -> Self {
         self.attr = (self.attr & !attr::DPL_MASK) | ((dpl as u16 & 3) << attr::DPL_SHIFT);
         self

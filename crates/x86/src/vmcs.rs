@@ -75,7 +75,7 @@ pub mod cr {
     pub const ACCESS: u64 = 3 << ACCESS_SHIFT;
     /// MOV to the register.
     pub const MOV_TO: u64 = 0 << ACCESS_SHIFT;
-    /// MOV from it.
+    /// MOV from the register.
     pub const MOV_FROM: u64 = 1 << ACCESS_SHIFT;
     /// CLTS.
     pub const CLTS: u64 = 2 << ACCESS_SHIFT;

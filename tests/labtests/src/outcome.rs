@@ -97,9 +97,9 @@ pub fn holds(expected: &str, holds: bool, got: impl Debug) -> Outcome {
 
 /// Expectations on the answer of a system call.
 pub trait Answer<T> {
-    /// It succeeded; its value.
+    /// The call succeeded; its value.
     fn granted(self, what: &str) -> Outcome<T>;
-    /// It failed with `errno`.
+    /// The call failed with `errno`.
     fn refused(self, what: &str, errno: i32) -> Outcome;
 }
 

@@ -50,7 +50,7 @@ const ICR_LO_WRITABLE: u32 = 0x000c_cfff;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum LapicEffect {
-    /// Nothing.
+    /// The owner has nothing to do.
     None,
     /// An interrupt ended. A held-back interrupt may be deliverable now.
     Eoi {

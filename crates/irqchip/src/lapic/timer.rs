@@ -87,14 +87,14 @@ pub enum TimerChange {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum TimerOp {
-    /// Nothing: it fires in time, or is not needed.
+    /// Nothing: the host timer fires in time, or is not needed.
     Leave,
-    /// It does not run: start it at this host time.
+    /// The host timer does not run: start it at this host time.
     Arm {
         /// Absolute host time.
         ns: u64,
     },
-    /// It runs but would fire too late: stop it, wait for its handler, then start it at this time.
+    /// The host timer runs but would fire too late: stop it, wait for its handler, then start it at this time.
     Rearm {
         /// Absolute host time.
         ns: u64,
@@ -309,7 +309,7 @@ impl Lapic {
         }
     }
 
-    /// The same by the hv timer: no host time is needed.
+    /// Sets the deadline while the hv timer watches it: no host time is needed.
     #[inline(always)]
     pub fn set_hv_deadline(&self, deadline: u64, guest_tsc: u64) -> TimerOp {
         if !self.tsc_deadline_mode() || !self.enabled() {

@@ -23,11 +23,11 @@ pub enum Space {
 /// What is written for an eventfd to be signalled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IoEvent {
-    /// Where.
+    /// Whether memory or ports are written.
     pub space: Space,
     /// First byte of the write.
     pub address: u64,
-    /// Its length: 1, 2, 4 or 8; 0 for any.
+    /// The write's length: 1, 2, 4 or 8; 0 for any.
     pub len: u32,
     /// The value, `None` for any.
     pub datamatch: Option<u64>,
@@ -40,7 +40,7 @@ pub enum IoEventError {
     Invalid,
     /// A write could match this and one that is there.
     Exists,
-    /// It is not there.
+    /// There is no such ioeventfd.
     NotFound,
     /// There are [`MAX_IOEVENTFDS`].
     Full,
@@ -208,7 +208,7 @@ impl IoEventFds {
         self.set_filter(space, &self.table.read(), bits);
     }
 
-    /// Adds one. Process context.
+    /// Adds an ioeventfd. Process context.
     ///
     /// # Errors
     /// All of [`IoEventError`] but `NotFound`.

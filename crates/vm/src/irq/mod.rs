@@ -37,9 +37,9 @@ use crate::{
 /// Why controllers cannot be made or reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IrqError {
-    /// They are there already (EEXIST).
+    /// The controllers are there already (EEXIST).
     Exists,
-    /// There are none (ENXIO, or ENOENT for a PIT without a PIC).
+    /// There are no controllers (ENXIO, or ENOENT for a PIT without a PIC).
     Missing,
     /// No memory (ENOMEM).
     NoMemory,
@@ -328,7 +328,7 @@ impl VmIrq {
         self.core.state.lock().pic.save(slave)
     }
 
-    /// Sets it.
+    /// Sets the state of one 8259A.
     pub fn set_pic(&self, slave: bool, new: &PicState) {
         let mut state = self.core.state.lock();
         state.pic.restore(slave, new);
@@ -340,7 +340,7 @@ impl VmIrq {
         self.core.state.lock().ioapic.save()
     }
 
-    /// Sets it; what it asserts is delivered.
+    /// Sets the state of the I/O APIC; what it asserts is delivered.
     pub fn set_ioapic(&self, new: &IoApicState) {
         let mut state = self.core.state.lock();
         state.ioapic.restore(new, &mut self.core.output());
@@ -352,7 +352,7 @@ impl VmIrq {
         state.pit.as_ref().map(|pit| pit.save(clock::monotonic_ns()))
     }
 
-    /// Sets it. Process context.
+    /// Sets the state of the PIT. Process context.
     ///
     /// # Errors
     /// `Missing`.

@@ -12,7 +12,7 @@ use irqchip::routing::MAX_ROUTES;
 
 /// Most irqfds with a resample eventfd in a VM.
 pub const MAX_RESAMPLERS: usize = 4096;
-/// So many are told at once, where an interrupt ends. More than that are told outside of the run loop,
+/// How many listeners are told at once, where an interrupt ends. More than that are told outside of the run loop,
 /// with interrupts on.
 pub(super) const AT_ONCE: usize = 8;
 /// Members in one piece of a list.
@@ -153,7 +153,7 @@ impl Resamplers {
         steps::search(&self.groups, &gsi, |group| group.gsi)
     }
 
-    /// Those of a GSI.
+    /// The listeners of a GSI.
     #[inline]
     pub(super) fn of(&self, gsi: u32) -> Option<&Arc<Members>> {
         if self.is_empty() {
@@ -169,7 +169,7 @@ impl Resamplers {
         Ok(groups)
     }
 
-    /// The same and one more. Process context, without the interrupt lock.
+    /// The list with one listener more. Process context, without the interrupt lock.
     pub(super) fn with(&self, gsi: u32, event: &Arc<Resampler>) -> Result<Self, NoMemory> {
         let mut groups = self.copy(1)?;
         match self.find(gsi) {
@@ -186,7 +186,7 @@ impl Resamplers {
         Ok(Self { groups, count: self.count + 1 })
     }
 
-    /// The same and one less. As above.
+    /// The list with one listener less. Process context, without the interrupt lock.
     pub(super) fn without(&self, gsi: u32, event: &Arc<Resampler>) -> Result<Self, NoMemory> {
         let mut groups = self.copy(0)?;
         if let Ok(at) = self.find(gsi)
@@ -255,7 +255,7 @@ impl Owed {
     }
 }
 
-/// Those who are told at once, after the interrupt lock has been released: a listener may come back.
+/// The listeners that are told at once, after the interrupt lock has been released: a listener may come back.
 #[derive(Default)]
 #[must_use]
 pub(super) struct AtOnce {
@@ -265,7 +265,7 @@ pub(super) struct AtOnce {
 }
 
 impl AtOnce {
-    /// Takes these, if they are few enough; else they are owed.
+    /// Takes the listeners of a GSI, if they are few enough; else they are owed.
     pub(super) fn take(&mut self, gsi: u32, members: &Arc<Members>, owed: &mut Owed) {
         let few = self.count + members.count <= AT_ONCE;
         match self.lists.iter_mut().find(|list| list.is_none()) {
@@ -280,7 +280,7 @@ impl AtOnce {
         }
     }
 
-    /// Tells them. Whether there are others.
+    /// Tells the listeners. Whether there are others.
     #[inline]
     pub(super) fn signal(self) -> Owing {
         if self.count != 0 {

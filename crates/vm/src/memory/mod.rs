@@ -92,7 +92,7 @@ impl VmMemory {
         Ok(Self::over(tdp, Srcu::new(KBox::new(MemSlots::new())?)?, None, limits))
     }
 
-    /// The same on the heap. `shadow`: for hardware that is given shadow tables. `with`: another
+    /// A memory without slots on the heap. `shadow`: for hardware that is given shadow tables. `with`: another
     /// memory of the VM, which counts for both.
     #[inline(never)]
     pub fn shared(

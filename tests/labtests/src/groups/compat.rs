@@ -57,7 +57,7 @@ impl Low {
 
     fn read(&self, offset: usize) -> u64 {
         assert!(offset + 8 <= LOW_BYTES);
-        // SAFETY: as above.
+        // SAFETY: within the mapping, which nobody has a reference into; any bytes are a u64.
         unsafe { self.0.add(offset).cast::<u64>().read_unaligned() }
     }
 }

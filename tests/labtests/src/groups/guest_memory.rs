@@ -75,7 +75,7 @@ fn load(guest: &Guest, gpa: u64) -> Outcome<Exit> {
     guest.exit()
 }
 
-/// The same for a store.
+/// Runs the guest's store of 8 bytes up to its end, or up to whatever ends it.
 fn store(guest: &Guest, gpa: u64, value: u64) -> Outcome<Exit> {
     guest.memory.write(ARGUMENT, gpa);
     guest.memory.write(ARGUMENT + 8, value);

@@ -252,7 +252,7 @@ impl Script {
         Ok(self.guest.result(3))
     }
 
-    /// So much time, in which no more interrupt comes.
+    /// Waits `ticks`, in which no more interrupt comes.
     fn quiet(&self, ticks: u64) -> Outcome {
         let before = self.interrupts();
         self.order(WAIT, ticks, u64::MAX)?;

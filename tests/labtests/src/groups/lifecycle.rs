@@ -101,7 +101,7 @@ fn free_kilobytes_now() -> i64 {
     kept * 4 + ["MemFree:", "Cached:", "Buffers:", "SReclaimable:"].map(field).iter().sum::<i64>()
 }
 
-/// The same when it has come to rest: the kernel frees much of what it does not need later.
+/// Kilobytes that are free when their number has come to rest: the kernel frees much of what it does not need later.
 fn free_kilobytes() -> i64 {
     let mut last = 0;
     for _ in 0..20 {

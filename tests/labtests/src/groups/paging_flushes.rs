@@ -300,7 +300,7 @@ fn an_address_space_shows_its_own_pages() -> Outcome {
     })
 }
 
-/// So many address spaces with a page of their own each, visited over and over.
+/// `count` address spaces with a page of their own each, visited over and over.
 fn spaces(count: u64, prepare: impl Fn(&Stage) -> Outcome) -> Outcome {
     in_each_mode(|paging| {
         let (mut stage, va) = (Stage::new(paging)?, paging.at());

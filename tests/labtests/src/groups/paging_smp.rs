@@ -58,7 +58,7 @@ fn both(stage: &Stage, lists: [&[Operation]; 2]) -> Outcome<[Vec<Seen>; 2]> {
     Ok([0, 1].map(|index| stage.seen(index, lists[index].len())))
 }
 
-/// The same, and all came out like this.
+/// Runs both lists at once, on a vCPU each; every operation came out as expected.
 fn both_expect(stage: &Stage, expected: [&[(Operation, Seen)]; 2]) -> Outcome {
     let lists = expected.map(|list| list.iter().map(|(step, _)| *step).collect::<Vec<_>>());
     let seen = both(stage, [&lists[0], &lists[1]])?;

@@ -381,7 +381,7 @@ fn killed(chip: Chip, code: &[u8], wait: Duration, end: fn(libc::pid_t)) -> Outc
     killed_with(chip, code, wait, end, |_| ())
 }
 
-/// The same for a guest that `prepare` had first.
+/// Starts a VMM in a child that runs `code` in a guest that `prepare` had first, waits, ends it by `end`.
 fn killed_with(
     chip: Chip,
     code: &[u8],
@@ -448,7 +448,7 @@ fn a_vmm_that_exits_while_a_thread_runs_a_guest_ends() -> Outcome {
             }),
             Err(_) => 44,
         };
-        // SAFETY: as above.
+        // SAFETY: ends the child, which has no other thread any more.
         unsafe { libc::_exit(code) };
     }
     match await_end(child, Duration::from_secs(10)) {

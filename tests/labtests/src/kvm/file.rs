@@ -10,7 +10,7 @@ use crate::outcome::{Answer, Errno, Outcome, Reply, fail, skip};
 
 /// A file that takes ioctls.
 pub trait Commands {
-    /// Its descriptor.
+    /// The file's descriptor.
     fn descriptor(&self) -> RawFd;
 
     /// A command with a number, or an address, as it is.
@@ -78,7 +78,7 @@ impl Commands for System {
 }
 
 impl System {
-    /// Opens it.
+    /// Opens /dev/kvm.
     pub fn open() -> Outcome<Self> {
         // SAFETY: a string that ends in a zero.
         let fd = unsafe { libc::open(c"/dev/kvm".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) };
@@ -189,7 +189,7 @@ impl CpuidTable {
         Box::new(Self { nent: CPUID_ENTRIES as u32, padding: 0, entries })
     }
 
-    /// Those that are there.
+    /// The entries that the table has.
     pub fn used(&mut self) -> &mut [kvm_cpuid_entry2] {
         let used = (self.nent as usize).min(CPUID_ENTRIES);
         &mut self.entries[..used]

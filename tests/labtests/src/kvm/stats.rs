@@ -49,7 +49,7 @@ fn text(bytes: &[u8]) -> String {
 }
 
 impl Stats {
-    /// That of a VM or a vCPU.
+    /// The statistics file of a VM or a vCPU.
     pub fn of(file: &impl Commands) -> Outcome<Self> {
         Ok(Self(own(file.call(ioctl::GET_STATS_FD, 0).granted("KVM_GET_STATS_FD")?)))
     }
@@ -71,7 +71,7 @@ impl Stats {
         Ok(bytes)
     }
 
-    /// Its header.
+    /// The file's header.
     pub fn header(&self) -> Outcome<Header> {
         let bytes = self.whole()?;
         let [flags, name_size, count, id, descriptors, data] =
@@ -82,13 +82,13 @@ impl Stats {
         Ok(Header { flags, name_size, count, id, descriptors, data })
     }
 
-    /// Its id string.
+    /// The string that names the VM or vCPU.
     pub fn id(&self) -> Outcome<String> {
         let (bytes, header) = (self.whole()?, self.header()?);
         Ok(text(bytes.get(header.id as usize..).unwrap_or(&[])))
     }
 
-    /// Its descriptors.
+    /// The file's descriptors, one for each statistic.
     pub fn described(&self) -> Outcome<Vec<Described>> {
         let (bytes, header) = (self.whole()?, self.header()?);
         let size = DESCRIPTOR + header.name_size as usize;
@@ -118,7 +118,7 @@ impl Stats {
         }
     }
 
-    /// The same, where it may not be there.
+    /// The first word of a statistic that may not be there.
     pub fn value_if_any(&self, name: &str) -> Outcome<Option<u64>> {
         let header = self.header()?;
         let Some(found) = self.described()?.into_iter().find(|d| d.name == name) else {

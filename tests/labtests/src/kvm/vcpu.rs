@@ -19,7 +19,7 @@ pub struct Vcpu {
 
 // SAFETY: the shared pages are accessed as memory that others change: by raw pointers, volatile.
 unsafe impl Send for Vcpu {}
-// SAFETY: as above.
+// SAFETY: no reference into the shared pages is ever made: a `&Vcpu` reads and writes them volatile.
 unsafe impl Sync for Vcpu {}
 
 impl Commands for Vcpu {

@@ -51,12 +51,12 @@ impl Guest {
         Self::with_vcpus(Chip::None, Mode::Real, 1, code)
     }
 
-    /// So many vCPUs; they all are at the first byte of `code`, if they are not to wait for SIPI.
+    /// A guest of `vcpus` vCPUs; they all are at the first byte of `code`, if they are not to wait for SIPI.
     pub fn with_vcpus(chip: Chip, mode: Mode, vcpus: u32, code: &[u8]) -> Outcome<Self> {
         Self::over(Memory::new(MEMORY_BYTES)?, chip, mode, vcpus, code)
     }
 
-    /// So many vCPUs in a VM over a given memory.
+    /// A guest of `vcpus` vCPUs in a VM over a given memory.
     pub fn over(memory: Memory, chip: Chip, mode: Mode, vcpus: u32, code: &[u8]) -> Outcome<Self> {
         let system = System::open()?;
         let vm = system.create_vm()?;

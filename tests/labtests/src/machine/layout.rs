@@ -40,9 +40,9 @@ pub const RESUME: u64 = MAILBOX;
 pub const FAULTS: u64 = MAILBOX + 0x08;
 /// The last exception's vector.
 pub const VECTOR: u64 = MAILBOX + 0x10;
-/// Its error code, or 0.
+/// The last exception's error code, or 0.
 pub const ERROR: u64 = MAILBOX + 0x18;
-/// RIP in its frame.
+/// RIP in the last exception's frame.
 pub const FRAME_RIP: u64 = MAILBOX + 0x20;
 /// CR2 at that time.
 pub const FRAME_CR2: u64 = MAILBOX + 0x28;

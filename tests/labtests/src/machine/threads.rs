@@ -15,13 +15,13 @@ impl Target {
         Self(AtomicI32::new(0))
     }
 
-    /// The calling thread is it.
+    /// The calling thread is the one.
     pub fn is_me(&self) {
         // SAFETY: no arguments.
         self.0.store(unsafe { libc::gettid() }, Ordering::SeqCst);
     }
 
-    /// Its thread id; waits until it has one.
+    /// The thread's id; waits until it has one.
     pub fn id(&self) -> i32 {
         loop {
             match self.0.load(Ordering::SeqCst) {

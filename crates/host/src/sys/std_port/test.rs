@@ -191,7 +191,7 @@ pub fn user_return_watches() -> u32 {
     sys::USER_RETURN.get().unwrap_or_default()
 }
 
-/// This thread's kernel cannot call then.
+/// From now on this thread's kernel cannot call before user space runs.
 pub fn refuse_user_return_watches() {
     sys::USER_RETURN.set(None);
 }

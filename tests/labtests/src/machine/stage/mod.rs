@@ -321,7 +321,7 @@ impl Stage {
         self.tree_at(self.root)
     }
 
-    /// Other tables.
+    /// The tables under another root.
     pub fn tree_at(&self, root: u64) -> Tree<'_> {
         Tree { paging: self.paging, root, memory: &self.guest.memory }
     }
@@ -331,7 +331,7 @@ impl Stage {
         self.map_in(self.root, va, level, entry)
     }
 
-    /// The same in the tables of another root.
+    /// Maps a page as [`Self::map`] does, in the tables of another root.
     pub fn map_in(&mut self, root: u64, va: u64, level: u32, entry: u64) -> u64 {
         let at = self.place_in(root, va, level);
         let large = if level > 1 { LARGE } else { 0 };
@@ -344,7 +344,7 @@ impl Stage {
         self.place_in(self.root, va, level)
     }
 
-    /// The same in the tables of another root.
+    /// Where the entry for `va` lies in the tables of another root, with tables made where there are none.
     pub fn place_in(&mut self, root: u64, va: u64, level: u32) -> u64 {
         let tree = Tree { paging: self.paging, root, memory: &self.guest.memory };
         tree.make(&mut self.tables, va, level)
@@ -390,7 +390,7 @@ impl Stage {
         }
     }
 
-    /// The same; at each MARK the VMM acts, told how many there were before.
+    /// Does a list of operations; at each MARK the VMM acts, told how many there were before.
     pub fn run_with(
         &self,
         operations: &[Operation],
@@ -403,7 +403,7 @@ impl Stage {
         })
     }
 
-    /// The same; the VMM sees every exit but the last.
+    /// Does a list of operations; the VMM sees every exit but the last.
     pub fn run_exits(
         &self,
         operations: &[Operation],

@@ -140,7 +140,7 @@ pub fn write_byte(address: u64, value: u64) -> Operation {
 }
 
 impl Operation {
-    /// The same in user mode.
+    /// The operation in user mode.
     pub fn user(self) -> Self {
         let code = match self.code {
             Code::Read => Code::UserRead,
@@ -152,12 +152,12 @@ impl Operation {
         Self { code, ..self }
     }
 
-    /// The same with RFLAGS.AC set.
+    /// The operation with RFLAGS.AC set.
     pub fn with_ac(self) -> Self {
         Self { flags: self.flags | AC, ..self }
     }
 
-    /// As the guest reads it.
+    /// The words that the guest reads of the operation.
     pub fn words(&self) -> [u64; 8] {
         [self.code as u64, self.address, self.value, 0, 0, 0, 0, self.flags]
     }
@@ -166,7 +166,7 @@ impl Operation {
 /// What came of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Seen {
-    /// It was done. What was read, returned or replaced, or 0.
+    /// The operation was done. What was read, returned or replaced, or 0.
     Value(u64),
     /// A page fault with this error code and this CR2.
     Fault { error: u64, at: u64 },

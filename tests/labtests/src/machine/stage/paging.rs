@@ -37,7 +37,7 @@ pub enum Paging {
 }
 
 impl Paging {
-    /// Those that a guest of this host can use.
+    /// The paging modes that a guest of this host can use.
     pub fn offered(cpuid: &mut CpuidTable) -> Vec<Self> {
         let la57 = cpuid.find(7, 0).is_some_and(|leaf| leaf.ecx >> 16 & 1 != 0);
         let mut all = vec![Self::Legacy, Self::Pae, Self::Four];
@@ -172,7 +172,8 @@ impl Tree<'_> {
         Ok(table + self.paging.offset(va, level))
     }
 
-    /// The same, with tables made where there are none. Their entries permit all.
+    /// Where the entry of this level for `va` lies, with tables made where there are none. Their entries
+    /// permit all.
     pub fn make(&self, pool: &mut Pool, va: u64, level: u32) -> u64 {
         let mut table = self.root;
         for upper in (level + 1..=self.paging.levels()).rev() {
