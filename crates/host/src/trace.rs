@@ -100,6 +100,16 @@ pub enum Mmio {
     Write = 2,
 }
 
+/// What a guest does with a port or an MSR.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Access {
+    /// IN, RDMSR.
+    Read = 0,
+    /// OUT, WRMSR.
+    Write = 1,
+}
+
 // Each function below says something if somebody listens, and may be called in any context in
 // which the host's segment state is loaded.
 
@@ -114,8 +124,8 @@ pub fn exit(record: &ExitRecord) {
 }
 
 /// A port access of `count` items of `size` bytes; `value` is the first.
-pub fn pio(write: bool, port: u16, size: u8, count: u32, value: u32) {
-    sys::gnt_trace_pio(write.into(), port.into(), size.into(), count, value);
+pub fn pio(access: Access, port: u16, size: u8, count: u32, value: u32) {
+    sys::gnt_trace_pio(access as u32, port.into(), size.into(), count, value);
 }
 
 /// A device access in memory.
@@ -124,8 +134,8 @@ pub fn mmio(kind: Mmio, len: usize, gpa: u64, value: u64) {
 }
 
 /// RDMSR or WRMSR; `faulted`: with #GP.
-pub fn msr(write: bool, index: u32, value: u64, faulted: bool) {
-    sys::gnt_trace_msr(write.into(), index, value, faulted.into());
+pub fn msr(access: Access, index: u32, value: u64, faulted: bool) {
+    sys::gnt_trace_msr(access as u32, index, value, faulted.into());
 }
 
 /// CPUID: EAX to EDX of the answer, and whether the guest's table has the leaf.

@@ -6,7 +6,7 @@ mod rig;
 use backend::{Gprs, RAX, RCX, RDX};
 use cpu::{ModelVmcs, Op};
 use gannet_vcpu::{RunInput, UserExit};
-use irqchip::lapic::{BaseRules, Lapic, LapicEffect, REGISTER_PAGE, base};
+use irqchip::lapic::{BaseRules, CpuRole, Lapic, LapicEffect, REGISTER_PAGE, base};
 use mmu::Format;
 use proptest::prelude::*;
 use rig::vmx::{VmxVcpu, cost_on, exit, features, reads_and_writes, shutdown, vcpu_of};
@@ -38,7 +38,7 @@ fn without(mut words: VectorWords, vector: u8) -> VectorWords {
 
 /// An APIC in x2APIC mode, switched on.
 fn lapic() -> Lapic {
-    let lapic = Lapic::new(0, true);
+    let lapic = Lapic::new(0, CpuRole::Bootstrap);
     let rules = BaseRules { maxphyaddr: 48, x2apic: true, host: true };
     lapic.set_base(lapic.base() | base::EXTD, rules).unwrap();
     assert_eq!(lapic.write_x2(SVR, 0x1ff), Ok(LapicEffect::EnableChanged));

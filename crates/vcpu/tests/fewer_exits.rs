@@ -6,7 +6,7 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use backend::Gprs;
 use cpu::ModelVmcs;
-use gannet_vcpu::state::registers::SavedEvents;
+use gannet_vcpu::state::registers::{GivenEvents, SavedEvents};
 use gannet_vcpu::{RunInput, UserExit};
 use host::std_port::test;
 use rig::vmx::step;
@@ -140,12 +140,12 @@ fn what_is_no_interrupt_ends_a_halt_before_the_entry() {
             exception_injected: true,
             ..SavedEvents::default()
         };
-        v.restore_events(&events, false, false, false);
+        v.restore_events(&events, GivenEvents::default());
     });
     assert_eq!(raised, 0, "an exception");
     let shadowed = activity_after(|v| {
         let events = SavedEvents { interrupt_shadow: true, ..SavedEvents::default() };
-        v.restore_events(&events, true, false, false);
+        v.restore_events(&events, GivenEvents { interrupt_shadow: true, ..GivenEvents::default() });
     });
     assert_eq!(shadowed, 0, "a shadow");
     let moved = activity_after(|v| {

@@ -3,7 +3,10 @@
 
 mod rig;
 
-use gannet_vcpu::{RunInput, UserExit, state::registers::SavedEvents};
+use gannet_vcpu::{
+    RunInput, UserExit,
+    state::registers::{GivenEvents, SavedEvents},
+};
 use proptest::prelude::*;
 use rig::{Machine, vcpu_of, vmx};
 use x86::{Exception, Vector};
@@ -18,7 +21,7 @@ fn with_payload(vector: u8, payload: u64) -> SavedEvents {
 fn on_intel(events: &SavedEvents, dr6: u64, dr7: u64) -> [u64; 2] {
     let mut v = vmx::vcpu();
     v.set_debug_regs([1, 2, 3, 4, dr6, dr7]);
-    v.restore_events(events, false, false, false);
+    v.restore_events(events, GivenEvents::default());
     for _ in 0..2 {
         v.backend().cpu().inner().vmx.then(vmx::shutdown);
         assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
@@ -30,7 +33,7 @@ fn on_intel(events: &SavedEvents, dr6: u64, dr7: u64) -> [u64; 2] {
 fn on_amd(events: &SavedEvents, dr6: u64, dr7: u64) {
     let mut v = vcpu_of(&Machine::default());
     v.set_debug_regs([1, 2, 3, 4, dr6, dr7]);
-    v.restore_events(events, false, false, false);
+    v.restore_events(events, GivenEvents::default());
     v.backend().cpu().inner().then(rig::shutdown);
     assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
 }
@@ -70,7 +73,7 @@ proptest! {
     fn a_payload_that_is_settled_early_does_as_little(payload in any::<u64>(), dr7 in any::<u32>()) {
         let mut v = vmx::vcpu();
         v.set_debug_regs([1, 2, 3, 4, 0, dr7.into()]);
-        v.restore_events(&with_payload(1, payload), false, false, false);
+        v.restore_events(&with_payload(1, payload), GivenEvents::default());
         v.settle_exception_payload();
         v.backend().cpu().inner().vmx.then(vmx::shutdown);
         prop_assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
@@ -87,7 +90,10 @@ fn an_nmi_behind_the_shadow_of_sti_waits_for_the_interrupt_window() {
     regs.rflags = 1 << 9 | 2;
     v.set_regs(&regs);
     let waits = SavedEvents { interrupt_shadow: true, nmi_pending: 1, ..SavedEvents::default() };
-    v.restore_events(&waits, true, true, false);
+    v.restore_events(
+        &waits,
+        GivenEvents { interrupt_shadow: true, nmi_pending: true, triple_fault: false },
+    );
     let script = &mut v.backend().cpu().inner().vmx;
     script.then(|vmcs, gprs| {
         let controls = ProcControls::from_bits_retain(vmcs.get(field::PROC_CONTROLS));

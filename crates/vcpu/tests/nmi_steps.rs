@@ -4,7 +4,10 @@
 mod rig;
 
 use backend::Gprs;
-use gannet_vcpu::{RunInput, UserExit, state::registers::SavedEvents};
+use gannet_vcpu::{
+    RunInput, UserExit,
+    state::registers::{GivenEvents, SavedEvents},
+};
 use rig::{Machine, TestVcpu, exit, shutdown, vcpu_of};
 use x86::vmcb::{ExitCode, Vmcb, event};
 use x86::{Exception, Vector};
@@ -24,7 +27,10 @@ fn entered(vmcb: &Vmcb) -> u64 {
 fn waiting() -> TestVcpu {
     let mut v = vcpu_of(&Machine::default());
     let events = SavedEvents { interrupt_shadow: true, nmi_pending: 1, ..Default::default() };
-    v.restore_events(&events, true, true, false);
+    v.restore_events(
+        &events,
+        GivenEvents { interrupt_shadow: true, nmi_pending: true, triple_fault: false },
+    );
     v
 }
 
@@ -108,7 +114,7 @@ fn faults_push_rf_and_traps_and_aborts_do_not() {
         let mut v = vcpu_of(&Machine::default());
         let exception = Exception { vector: Vector(vector), error_code: None, payload: None };
         let events = SavedEvents { exception: Some(exception), ..Default::default() };
-        v.restore_events(&events, false, false, false);
+        v.restore_events(&events, GivenEvents::default());
         let pushes = !matches!(vector, 1 | 3 | 4 | 8 | 18);
         v.backend().cpu().inner().then(move |vmcb, gprs| {
             assert_eq!(vmcb.save.rflags & RF != 0, pushes, "vector {vector}");

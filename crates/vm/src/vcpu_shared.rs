@@ -13,7 +13,7 @@ use host::{
     task::Waiter,
     timer::{TimerHandler, WithTimer},
 };
-use irqchip::lapic::{Accepted, Lapic, SwTimerExpired};
+use irqchip::lapic::{Accepted, CpuRole, Lapic, Lint0, SwTimerExpired, base};
 use stats::VcpuStats;
 use x86::Vector;
 
@@ -100,20 +100,24 @@ pub struct VcpuShared {
 }
 
 impl VcpuShared {
-    /// A vCPU at its place. The first is the bootstrap processor.
+    /// A vCPU at its place in the VM's table.
     #[inline(never)]
     pub fn new(
         id: u32,
         index: u32,
-        bsp: bool,
+        role: CpuRole,
         in_kernel_apic: bool,
     ) -> Result<SharedVcpu, NoMemory> {
-        let state = if bsp || !in_kernel_apic { MpState::Runnable } else { MpState::Uninitialized };
+        let state = if role.is_bootstrap() || !in_kernel_apic {
+            MpState::Runnable
+        } else {
+            MpState::Uninitialized
+        };
         Self {
             id,
             index,
             in_kernel_apic,
-            lapic: Lapic::new(id, bsp),
+            lapic: Lapic::new(id, role),
             waiter: Waiter::new()?,
             stats: VcpuStats::shared()?,
             state: KickState::new(
@@ -132,10 +136,11 @@ impl VcpuShared {
     /// Out of line: with its timer it is a second thing of that size on the stack.
     #[inline(never)]
     fn with_timer(self) -> Result<SharedVcpu, NoMemory> {
-        let bsp = self.lapic.base() & (1 << 8) != 0;
+        let role = CpuRole::bootstrap_if(self.lapic.base() & base::BSP != 0);
         let shared = WithTimer::new(self)?;
         // As firmware leaves it: the bootstrap processor takes the 8259A's interrupts.
-        shared.lapic.reset(bsp, bsp);
+        let lint0 = if role.is_bootstrap() { Lint0::ExtInt } else { Lint0::Masked };
+        shared.lapic.reset(role, lint0);
         Ok(shared)
     }
 
@@ -314,7 +319,7 @@ mod tests {
     use super::*;
 
     fn vcpu() -> SharedVcpu {
-        VcpuShared::new(0, 0, true, true).unwrap()
+        VcpuShared::new(0, 0, CpuRole::Bootstrap, true).unwrap()
     }
 
     #[test]

@@ -150,20 +150,23 @@ impl VcpuTable {
 mod tests {
     use super::*;
     use crate::vcpu_shared::VcpuShared;
+    use irqchip::lapic::CpuRole;
 
     #[test]
     fn all_vcpus_with_gaps_between_their_ids_are_found() {
         let table = VcpuTable::new().unwrap();
         for index in 0..MAX_VCPUS as u32 {
-            table.add(VcpuShared::new(4 * index + 3, index, false, true).unwrap()).unwrap();
+            table
+                .add(VcpuShared::new(4 * index + 3, index, CpuRole::Application, true).unwrap())
+                .unwrap();
         }
         assert!((0..MAX_VCPUS as u32).all(|i| table.by_id(4 * i + 3).unwrap().index == i));
         assert!(table.iter().enumerate().all(|(i, v)| v.index as usize == i));
         assert_eq!(table.iter().count(), MAX_VCPUS);
-        let more = VcpuShared::new(0, 0, false, true).unwrap();
+        let more = VcpuShared::new(0, 0, CpuRole::Application, true).unwrap();
         assert_eq!(table.add(more), Err(AddError::TooMany));
         let table = VcpuTable::new().unwrap();
-        let beyond = VcpuShared::new(MAX_VCPU_ID, 0, false, true).unwrap();
+        let beyond = VcpuShared::new(MAX_VCPU_ID, 0, CpuRole::Application, true).unwrap();
         assert_eq!(table.add(beyond), Err(AddError::TooMany));
     }
 
@@ -171,13 +174,20 @@ mod tests {
     fn vcpus_are_found_by_id_whatever_their_order() {
         let table = VcpuTable::new().unwrap();
         for (index, id) in [3, 0, 7].into_iter().enumerate() {
-            table.add(VcpuShared::new(id, index as u32, index == 0, true).unwrap()).unwrap();
+            table
+                .add(
+                    VcpuShared::new(id, index as u32, CpuRole::bootstrap_if(index == 0), true)
+                        .unwrap(),
+                )
+                .unwrap();
         }
         assert_eq!(table.count(), 3);
         assert_eq!(table.by_id(7).unwrap().index, 2);
         assert_eq!(table.by_id(3).unwrap().index, 0);
         assert!(table.by_id(1).is_none());
-        table.add(VcpuShared::new(MAX_VCPU_ID - 1, 3, false, true).unwrap()).unwrap();
+        table
+            .add(VcpuShared::new(MAX_VCPU_ID - 1, 3, CpuRole::Application, true).unwrap())
+            .unwrap();
         assert_eq!(table.by_id(MAX_VCPU_ID - 1).unwrap().index, 3);
         for nobody in [MAX_VCPU_ID - 2, MAX_VCPU_ID, MAX_VCPU_ID + 3, u32::MAX] {
             assert!(table.by_id(nobody).is_none());

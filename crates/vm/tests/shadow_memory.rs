@@ -9,6 +9,7 @@ use gannet_vm::vcpu_shared::{Request, VcpuShared};
 use gannet_vm::vcpus::VcpuTable;
 use host::page::Pages;
 use host::std_port::test;
+use irqchip::lapic::CpuRole;
 use mmu::tdp::FlushRemote;
 use mmu::{
     Format, PagingContext, Region, RegionLimits, Root, ShadowFault, ShadowRoots, TableCache,
@@ -31,7 +32,9 @@ impl Default for Cpus {
     fn default() -> Self {
         let vcpus = VcpuTable::new().unwrap();
         for id in 0..3 {
-            vcpus.add(VcpuShared::new(id, id, id == 0, true).unwrap()).unwrap();
+            vcpus
+                .add(VcpuShared::new(id, id, CpuRole::bootstrap_if(id == 0), true).unwrap())
+                .unwrap();
         }
         Self { vcpus, flushes: AtomicU64::new(0) }
     }

@@ -24,7 +24,7 @@ pub use timer::{Expiry, GUARD_ADVANCE_NS, SwTimerExpired, TimerChange, TimerCloc
 pub use x86::apic::{DEFAULT_BASE, base};
 
 use host::{Arc, NoMemory, once::Once};
-use x86::apic::lvt;
+use x86::apic::{DeliveryMode, lvt};
 
 use crate::message::{BROADCAST, DestMode, IrqMessage, XAPIC_BROADCAST};
 use regs::LVT_COUNT;
@@ -34,6 +34,47 @@ use vectors::VectorSet;
 /// The access is a general-protection fault with error code 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gp;
+
+/// What a CPU is to its machine, as the base MSR's BSP bit says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CpuRole {
+    /// The one that firmware starts.
+    Bootstrap,
+    /// One of the others, which wait to be started.
+    Application,
+}
+
+impl CpuRole {
+    /// The bootstrap processor where the condition holds.
+    pub const fn bootstrap_if(condition: bool) -> Self {
+        if condition { Self::Bootstrap } else { Self::Application }
+    }
+
+    /// Whether it is the bootstrap processor.
+    pub const fn is_bootstrap(self) -> bool {
+        matches!(self, Self::Bootstrap)
+    }
+}
+
+/// How LINT0, to which a PC connects its 8259As, comes up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lint0 {
+    /// Masked, as the manuals say.
+    Masked,
+    /// Unmasked in ExtINT mode, as firmware leaves it on the bootstrap processor
+    /// (KVM_X86_QUIRK_LINT0_REENABLED).
+    ExtInt,
+}
+
+impl Lint0 {
+    /// The entry of the local vector table.
+    const fn entry(self) -> u32 {
+        match self {
+            Self::Masked => lvt::MASKED,
+            Self::ExtInt => (DeliveryMode::ExtInt as u32) << lvt::MODE_SHIFT,
+        }
+    }
+}
 
 /// The mode that the APIC base MSR selects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -180,8 +221,8 @@ const _: () = assert!(core::mem::offset_of!(Lapic, isr) == 64);
 const _: () = assert!(core::mem::offset_of!(Lapic, timer) == 128);
 
 impl Lapic {
-    /// The APIC of vCPU `vcpu_id` in its power-up state. `bsp` sets the bootstrap bit.
-    pub fn new(vcpu_id: u32, bsp: bool) -> Self {
+    /// The APIC of vCPU `vcpu_id` in its power-up state.
+    pub fn new(vcpu_id: u32, role: CpuRole) -> Self {
         let lapic = Self {
             irr: VectorSet::default(),
             irr_pending: AtomicU8::new(0),
@@ -210,35 +251,27 @@ impl Lapic {
             census: Once::new(),
             counted: AtomicU8::new(ID_OWN),
         };
-        lapic.reset(bsp, false);
+        lapic.reset(role, Lint0::Masked);
         lapic
     }
 
     /// Power-up reset (SDM vol. 3A §10.4.7.1): xAPIC mode at the default address.
-    ///
-    /// With `lint0_extint` LINT0 comes up unmasked in ExtINT mode, as firmware leaves it on the
-    /// bootstrap processor (KVM_X86_QUIRK_LINT0_REENABLED).
-    pub fn reset(&self, bsp: bool, lint0_extint: bool) {
-        let bsp_bit = if bsp { base::BSP } else { 0 };
+    pub fn reset(&self, role: CpuRole, lint0: Lint0) {
+        let bsp_bit = if role.is_bootstrap() { base::BSP } else { 0 };
         self.base.store(DEFAULT_BASE | base::ENABLE | bsp_bit, Relaxed);
         self.set_address(LapicMode::XApic, self.vcpu_id & 0xff);
         self.ldr.store(0, Relaxed);
         self.reset_registers();
-        if lint0_extint {
-            self.set_lvt(LocalVector::Lint0, 0x700);
-        }
+        self.set_lvt(LocalVector::Lint0, lint0.entry());
     }
 
-    /// INIT (SDM vol. 3A §10.4.7.3): all registers but the id; base and mode stay. LINT0 as after
-    /// [`reset`](Self::reset).
-    pub fn init(&self, lint0_extint: bool) {
+    /// INIT (SDM vol. 3A §10.4.7.3): all registers but the id; base and mode stay.
+    pub fn init(&self, lint0: Lint0) {
         if self.mode() != LapicMode::X2Apic {
             self.ldr.store(0, Relaxed);
         }
         self.reset_registers();
-        if lint0_extint {
-            self.set_lvt(LocalVector::Lint0, 0x700);
-        }
+        self.set_lvt(LocalVector::Lint0, lint0.entry());
     }
 
     fn reset_registers(&self) {

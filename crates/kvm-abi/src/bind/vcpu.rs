@@ -7,7 +7,7 @@ use core::ffi::CStr;
 use core::ops::DerefMut;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use ::vcpu::Vcpu;
+use ::vcpu::{Vcpu, state::registers::GivenEvents};
 use ::vm::{
     VmRef,
     vcpu_shared::{MpState, SharedVcpu},
@@ -267,12 +267,12 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
         {
             return Err(Errno::EINVAL);
         }
-        self.vcpu.restore_events(
-            &saved,
-            has(VCPUEVENT_VALID_SHADOW),
-            has(VCPUEVENT_VALID_NMI_PENDING),
-            has(VCPUEVENT_VALID_TRIPLE_FAULT),
-        );
+        let given = GivenEvents {
+            interrupt_shadow: has(VCPUEVENT_VALID_SHADOW),
+            nmi_pending: has(VCPUEVENT_VALID_NMI_PENDING),
+            triple_fault: has(VCPUEVENT_VALID_TRIPLE_FAULT),
+        };
+        self.vcpu.restore_events(&saved, given);
         if has(VCPUEVENT_VALID_SIPI_VECTOR) {
             self.sipi_vector = events.sipi_vector as u8;
         }

@@ -16,7 +16,10 @@ use host::{
     file::{FileObject, NewFile},
 };
 
-use irqchip::DestRules;
+use irqchip::{
+    DestRules,
+    lapic::{CpuRole, Lint0},
+};
 
 use super::{Host, MakeBackend, VcpuFile, convert, stats};
 use crate::caps::Offer;
@@ -167,12 +170,12 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
         if vm.vcpus().by_id(id).is_some() {
             return Err(Errno::EEXIST);
         }
-        let bsp = id == vm.settings.boot_cpu_id.load(Relaxed);
+        let role = CpuRole::bootstrap_if(id == vm.settings.boot_cpu_id.load(Relaxed));
         let lapic = vm.irq().kind() != irq::Irqchip::None;
-        let shared = VcpuShared::new(id, index, bsp, lapic)?;
+        let shared = VcpuShared::new(id, index, role, lapic)?;
         shared.lapic.set_bus_cycle_ns(vm.settings.apic_bus_cycle_ns.load(Relaxed));
         if !vm.settings.has_quirk(quirk::LINT0_REENABLED) {
-            shared.lapic.reset(bsp, false);
+            shared.lapic.reset(role, Lint0::Masked);
         }
         let file = NewFile::new(self.vcpu_file(&shared)?, Some(id)).map_err(Errno::from_file)?;
         // Last what cannot be undone: debugfs keeps it until the VM goes.

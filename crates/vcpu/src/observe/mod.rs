@@ -12,7 +12,7 @@ pub(crate) mod statistics;
 
 use backend::{Backend, Exit, Gprs, RAX, RBX, RCX, RDX, RSI};
 use emulate::{Fetched, SimpleMmio};
-use host::trace::{self, ExitRecord, Mmio, Observed};
+use host::trace::{self, Access, ExitRecord, Mmio, Observed};
 use mmu::Section;
 use stats::Reason;
 
@@ -222,17 +222,19 @@ impl<B: Backend> Vcpu<B> {
             }
             Exit::Rdmsr if watch.msr() => {
                 let value = if faulted { 0 } else { joined(eax, edx) };
-                trace::msr(false, rcx as u32, value, faulted);
+                trace::msr(Access::Read, rcx as u32, value, faulted);
             }
             Exit::Wrmsr if watch.msr() => {
-                trace::msr(true, rcx as u32, joined(rax, rdx), faulted);
+                trace::msr(Access::Write, rcx as u32, joined(rax, rdx), faulted);
             }
             Exit::Hypercall if watch.hypercall() => {
                 trace::hypercall(&[rax, rbx, rcx, rdx, rsi]);
             }
             Exit::Io(io) if watch.pio() && !io.string && !faulted => {
-                let value = mask(if io.input { eax } else { rax }, io.size);
-                trace::pio(!io.input, io.port, io.size, 1, value as u32);
+                let (access, value) =
+                    if io.input { (Access::Read, eax) } else { (Access::Write, rax) };
+                let value = mask(value, io.size);
+                trace::pio(access, io.port, io.size, 1, value as u32);
             }
             // The local APIC's page. Other devices, and what is handled outside, are told of where
             // they answer.
@@ -295,7 +297,7 @@ impl<B: Backend> Vcpu<B> {
         match asked {
             Asked::Port { port, size, count } if watch.pio() => {
                 let value = mask(u64::from_le_bytes(self.io_data), size);
-                trace::pio(false, port, size, count, value as u32);
+                trace::pio(Access::Read, port, size, count, value as u32);
             }
             Asked::Memory { gpa, len } if watch.mmio() => {
                 let data = mmio_data.get(..usize::from(len)).unwrap_or(&[]);
@@ -317,7 +319,7 @@ impl<B: Backend> Vcpu<B> {
             }
             UserExit::Io { write: true, size, port, count } if watch.pio() => {
                 let value = mask(u64::from_le_bytes(self.io_data), size);
-                trace::pio(true, port, size, count, value as u32);
+                trace::pio(Access::Write, port, size, count, value as u32);
             }
             UserExit::Mmio { write: false, gpa, len, .. } => {
                 self.observation.asked = Asked::Memory { gpa, len };

@@ -10,6 +10,7 @@ pub mod user_exit;
 use backend::{Backend, Exit};
 use host::task::{self, Blocked, Sleeper};
 use host::trace;
+use irqchip::lapic::{Lint0, base};
 use stats::VcpuCount;
 use vm::{
     irq::Irqchip,
@@ -150,8 +151,9 @@ impl<B: Backend> Vcpu<B> {
             self.settle_apic();
             self.reset_registers(true);
             self.forget_lazy_deadline();
-            let bsp = self.shared.lapic.base() & (1 << 8) != 0;
-            let lint0 = bsp && self.vm.settings.has_quirk(quirk::LINT0_REENABLED);
+            let bsp = self.shared.lapic.base() & base::BSP != 0;
+            let enabled = bsp && self.vm.settings.has_quirk(quirk::LINT0_REENABLED);
+            let lint0 = if enabled { Lint0::ExtInt } else { Lint0::Masked };
             self.shared.lapic.init(lint0);
             self.vm.irq().apic_changed();
             self.address_changed();

@@ -70,6 +70,15 @@ pub struct SavedEvents {
     pub smi: SavedSmi,
 }
 
+/// Which of those fields of [`SavedEvents`] KVM_SET_VCPU_EVENTS gives that it may leave out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)] // Named as the fields.
+pub struct GivenEvents {
+    pub interrupt_shadow: bool,
+    pub nmi_pending: bool,
+    pub triple_fault: bool,
+}
+
 const SEGMENTS: [SegmentName; 8] = [
     SegmentName::Cs,
     SegmentName::Ds,
@@ -244,8 +253,8 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// KVM_SET_VCPU_EVENTS. `shadow` and `pending` say whether those fields were given.
-    pub fn restore_events(&mut self, e: &SavedEvents, shadow: bool, pending: bool, triple: bool) {
+    /// KVM_SET_VCPU_EVENTS. What is not `given` stays as it is.
+    pub fn restore_events(&mut self, e: &SavedEvents, given: GivenEvents) {
         self.events.again = None;
         self.events.exception = None;
         if !self.shared.in_kernel_apic {
@@ -266,13 +275,13 @@ impl<B: Backend> Vcpu<B> {
             self.events.again = Some(Event::Nmi);
         }
         self.b.set_nmi_masked(e.nmi_masked);
-        if pending {
+        if given.nmi_pending {
             self.shared.set_nmis(e.nmi_pending);
         }
-        if shadow {
+        if given.interrupt_shadow {
             self.b.set_interrupt_shadow(e.interrupt_shadow);
         }
-        if triple {
+        if given.triple_fault {
             self.events.outer.set(Outer::TRIPLE_FAULT, e.triple_fault);
         }
         self.recheck = true;

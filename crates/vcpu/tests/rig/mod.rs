@@ -12,6 +12,7 @@ use cpu::{Counting, Counts, Model, Op};
 use cpuid::{Entry, HostFacts, Supported};
 use gannet_vcpu::{Offered, RunInput, UserExit, Vcpu};
 use host::KBox;
+use irqchip::lapic::CpuRole;
 use msr::HostMsrs;
 use svm::{Features, Svm, percpu};
 use vm::VmRef;
@@ -155,7 +156,7 @@ pub fn vm(machine: &Machine) -> VmRef {
 
 /// The vCPU `id` of it; the first is the one that boots.
 pub fn add_vcpu(machine: &Machine, vm: &VmRef, id: u32) -> TestVcpu {
-    let shared = VcpuShared::new(id, id, id == 0, machine.irqchip).unwrap();
+    let shared = VcpuShared::new(id, id, CpuRole::bootstrap_if(id == 0), machine.irqchip).unwrap();
     vm.add_vcpu(shared.clone()).unwrap();
     let mut model = Model::default();
     model.xcr0 = 7;

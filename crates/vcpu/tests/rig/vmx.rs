@@ -5,6 +5,7 @@ use cpu::{Counting, Counts, Model, ModelVmcs, Op};
 use cpuid::Entry;
 use gannet_vcpu::{Offered, RunInput, UserExit, Vcpu};
 use host::KBox;
+use irqchip::lapic::CpuRole;
 use vm::VmRef;
 use vm::vcpu_shared::VcpuShared;
 use vm::vm::{Format, HostLimits, Vm};
@@ -127,7 +128,7 @@ fn vcpu_in(vm: &VmRef, features: Features) -> VmxVcpu {
 }
 
 fn vcpu_offered_in(vm: &VmRef, features: Features, offered: Offered) -> VmxVcpu {
-    let shared = VcpuShared::new(0, 0, true, true).unwrap();
+    let shared = VcpuShared::new(0, 0, CpuRole::Bootstrap, true).unwrap();
     vm.add_vcpu(shared.clone()).unwrap();
     let mut model = Model::default();
     model.xcr0 = 7;

@@ -160,6 +160,7 @@ mod tests {
     use x86::Vector;
 
     use super::*;
+    use irqchip::lapic::{CpuRole, Lint0};
 
     const SVR: u32 = 0xf0;
     const ID: u32 = 0x20;
@@ -173,7 +174,7 @@ mod tests {
             1 => vcpu.lapic.set_base(at(base::ENABLE), RULES),
             2 => vcpu.lapic.set_base(at(0), RULES),
             3 => {
-                vcpu.lapic.reset(false, false);
+                vcpu.lapic.reset(CpuRole::Application, Lint0::Masked);
                 Ok(Default::default())
             }
             _ => {
@@ -195,7 +196,7 @@ mod tests {
         ) {
             let table = VcpuTable::new().unwrap();
             for (index, id) in ids.iter().enumerate() {
-                let vcpu = VcpuShared::new(*id, index as u32, index == 0, true).unwrap();
+                let vcpu = VcpuShared::new(*id, index as u32, CpuRole::bootstrap_if(index == 0), true).unwrap();
                 let _ = vcpu.lapic.write(SVR, 0x1ff);
                 table.add(vcpu).unwrap();
             }
@@ -228,7 +229,9 @@ mod tests {
             for (n, sender) in [0x105, 5].into_iter().enumerate() {
                 let table = VcpuTable::new().unwrap();
                 for (index, id) in [5, 0x105].into_iter().enumerate() {
-                    let vcpu = VcpuShared::new(id, index as u32, index == 0, true).unwrap();
+                    let vcpu =
+                        VcpuShared::new(id, index as u32, CpuRole::bootstrap_if(index == 0), true)
+                            .unwrap();
                     let _ = vcpu.lapic.write(SVR, 0x1ff);
                     table.add(vcpu).unwrap();
                 }
@@ -255,7 +258,7 @@ mod tests {
     #[test]
     fn a_vcpu_that_is_dropped_is_counted_no_more() {
         let table = VcpuTable::new().unwrap();
-        let vcpu = VcpuShared::new(0x105, 0, false, true).unwrap();
+        let vcpu = VcpuShared::new(0x105, 0, CpuRole::Application, true).unwrap();
         vcpu.lapic.join(&table.census).unwrap();
         assert!(!table.census().is_plain());
         drop(vcpu);

@@ -8,7 +8,7 @@ use host::{
     Arc, clock, irq,
     std_port::test::{self, eventfd, eventfd_read, longest_irqs_off},
 };
-use irqchip::{IrqMessage, LapicEffect, Msi, Route, Target, message::BROADCAST};
+use irqchip::{IrqMessage, LapicEffect, Msi, Route, Target, lapic::CpuRole, message::BROADCAST};
 use x86::Vector;
 
 use super::{resample::AT_ONCE, *};
@@ -40,7 +40,7 @@ impl Long {
     fn new(kind: Irqchip, resamplers: u32, on_pin: u32) -> Self {
         let vcpus = Arc::new(VcpuTable::new().unwrap()).unwrap();
         for id in 0..VCPUS {
-            let vcpu = VcpuShared::new(id, id, id == 0, true).unwrap();
+            let vcpu = VcpuShared::new(id, id, CpuRole::bootstrap_if(id == 0), true).unwrap();
             let _ = vcpu.lapic.write(0xf0, 0x1ff);
             vcpus.add(vcpu).unwrap();
         }

@@ -9,7 +9,7 @@ use host::{
 use irqchip::{
     Chip, DeliveryMode, DestMode, IrqMessage, LapicEffect, LineStatus, Msi, Route, Shorthand,
     Target, Trigger,
-    lapic::{BaseRules, base},
+    lapic::{BaseRules, CpuRole, base},
     message::BROADCAST,
 };
 use x86::Vector;
@@ -32,7 +32,8 @@ struct Bench {
 fn bench(vcpus: &[u32]) -> Bench {
     let table = Arc::new(VcpuTable::new().unwrap()).unwrap();
     for (index, id) in vcpus.iter().enumerate() {
-        let vcpu = VcpuShared::new(*id, index as u32, index == 0, true).unwrap();
+        let vcpu =
+            VcpuShared::new(*id, index as u32, CpuRole::bootstrap_if(index == 0), true).unwrap();
         let _ = vcpu.lapic.write(SVR, 0x1ff);
         table.add(vcpu).unwrap();
     }
@@ -299,7 +300,7 @@ fn ports_are_ours_only_when_the_device_is_there() {
 fn a_vmms_ioapic_waits_for_the_ends_of_what_its_level_pins_send() {
     let table = Arc::new(VcpuTable::new().unwrap()).unwrap();
     for id in 0..2 {
-        let vcpu = VcpuShared::new(id, id, id == 0, true).unwrap();
+        let vcpu = VcpuShared::new(id, id, CpuRole::bootstrap_if(id == 0), true).unwrap();
         let _ = vcpu.lapic.write(SVR, 0x1ff);
         table.add(vcpu).unwrap();
     }

@@ -13,6 +13,7 @@ use core::sync::atomic::{AtomicBool, Ordering};
 use host::gup::{GupError, HostPage};
 use host::page::Pages;
 use host::std_port::test;
+use irqchip::lapic::CpuRole;
 use mmu::tdp::Leaf;
 use mmu::{EptSupport, Format, PagingContext, Region, RegionLimits, SlotError, TableCache};
 use stats::VmCount;
@@ -540,7 +541,7 @@ fn with_interrupts_off_memory_is_what_the_guest_could_reach() {
     bench.fault(20, true);
     bench.read_fault_of_read_only(21);
     bench.memory.write(Gpa(20 << 12 | 4092), &[1, 2, 3, 4, 5, 6, 7, 8]).unwrap();
-    let vcpu = VcpuShared::new(0, 0, true, true).unwrap();
+    let vcpu = VcpuShared::new(0, 0, CpuRole::Bootstrap, true).unwrap();
     let entered = vcpu.enter_mode(host::irq::disable());
     let (memory, view) = (&bench.memory, bench.memory.view(entered.section()));
     let mut back = [0; 8];

@@ -142,7 +142,7 @@ fn a_self_ipi_goes_straight_into_service_when_nothing_is_in_its_way() {
 
 #[test]
 fn a_disabled_apic_takes_no_fixed_interrupt_but_nmi_and_init() {
-    let lapic = Lapic::new(0, true);
+    let lapic = Lapic::new(0, CpuRole::Bootstrap);
     assert_eq!(pend(&lapic, 0x50), Accepted::Ignored);
     let mut msg = IrqMessage::fixed(Vector(0), 0);
     for (delivery, wanted) in [
@@ -308,8 +308,8 @@ fn lint0_lets_the_pic_through_as_its_entry_says() {
     assert_eq!(lapic.deliver_local(LocalVector::Lint0), Accepted::Nmi);
     lapic.set_base(DEFAULT_BASE, RULES).unwrap();
     assert!(lapic.accepts_pic(), "without an APIC the PIC is wired to the CPU");
-    let reset = Lapic::new(0, true);
-    reset.reset(true, true);
+    let reset = Lapic::new(0, CpuRole::Bootstrap);
+    reset.reset(CpuRole::Bootstrap, Lint0::ExtInt);
     assert!(reset.accepts_pic());
 }
 

@@ -27,7 +27,7 @@ const TDCR: u32 = 0x3e0;
 
 /// An xAPIC, enabled by software.
 fn xapic(id: u32) -> Lapic {
-    let lapic = Lapic::new(id, id == 0);
+    let lapic = Lapic::new(id, CpuRole::bootstrap_if(id == 0));
     let _ = lapic.write(SVR, 0x1ff);
     lapic
 }

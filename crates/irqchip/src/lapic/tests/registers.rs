@@ -4,7 +4,7 @@ use super::*;
 
 #[test]
 fn reset_values_are_the_manuals() {
-    let lapic = Lapic::new(2, false);
+    let lapic = Lapic::new(2, CpuRole::Application);
     assert_eq!(read(&lapic, 0x20), 2 << 24);
     assert_eq!(read(&lapic, 0x30), 0x5_0014);
     assert_eq!(read(&lapic, 0xe0), u32::MAX);
@@ -16,7 +16,7 @@ fn reset_values_are_the_manuals() {
         assert_eq!(read(&lapic, offset), 0, "{offset:#x}");
     }
     assert_eq!(lapic.base(), DEFAULT_BASE | base::ENABLE);
-    assert_eq!(Lapic::new(0, true).base(), DEFAULT_BASE | base::ENABLE | base::BSP);
+    assert_eq!(Lapic::new(0, CpuRole::Bootstrap).base(), DEFAULT_BASE | base::ENABLE | base::BSP);
 }
 
 #[test]
@@ -79,7 +79,7 @@ fn page_access_takes_parts_of_a_register_but_stores_only_whole_ones() {
 
 #[test]
 fn mode_transitions_are_the_legal_ones() {
-    let lapic = Lapic::new(0, true);
+    let lapic = Lapic::new(0, CpuRole::Bootstrap);
     let addr = DEFAULT_BASE | base::BSP;
     let set = |bits: u64, host| lapic.set_base(addr | bits, BaseRules { host, ..RULES });
     assert_eq!(set(base::EXTD, false), Err(Gp), "invalid state");
@@ -97,7 +97,7 @@ fn mode_transitions_are_the_legal_ones() {
 
 #[test]
 fn base_has_reserved_bits_and_a_page_that_can_move() {
-    let lapic = Lapic::new(0, false);
+    let lapic = Lapic::new(0, CpuRole::Application);
     let rules = BaseRules { maxphyaddr: 40, x2apic: false, host: false };
     for bad in [1, 1 << 9, 1 << 40, base::EXTD] {
         assert_eq!(lapic.set_base(DEFAULT_BASE | base::ENABLE | bad, rules), Err(Gp));
@@ -138,7 +138,7 @@ fn x2apic_registers_fault_where_there_is_none() {
 fn init_keeps_the_id_and_the_mode() {
     let lapic = x2apic(0x21);
     let _ = pend(&lapic, 0x50);
-    lapic.init(false);
+    lapic.init(Lint0::Masked);
     assert_eq!(lapic.mode(), LapicMode::X2Apic);
     assert_eq!(lapic.read_x2(0x802, || 0), Ok(0x21));
     assert_eq!(lapic.read_x2(0x80d, || 0), Ok(0x2_0002));

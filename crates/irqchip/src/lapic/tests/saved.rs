@@ -29,7 +29,7 @@ fn a_restored_apic_goes_on_where_the_saved_one_stood() {
     a.set_tpr(0x20);
     let page = save(&a, false, NOW + 300_000);
 
-    let b = Lapic::new(3, false);
+    let b = Lapic::new(3, CpuRole::Application);
     let op = b.restore(&page, false, 77).unwrap();
     assert_eq!(op, TimerOp::Arm { ns: 77 + 700_000 });
     assert_eq!(save(&b, false, 77), page);

@@ -131,7 +131,7 @@ fn a_reset_or_another_mode_leaves_nothing_to_watch() {
     let _ = lapic.timer_update(change, NOW);
     assert_eq!(lapic.next_expiry(), Expiry::Never);
     let _ = count(&lapic, 1_000);
-    lapic.reset(true, false);
+    lapic.reset(CpuRole::Bootstrap, Lint0::Masked);
     assert_eq!((lapic.next_expiry(), lapic.hv_timer_in_use()), (Expiry::Never, true));
 }
 
