@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use gannet_lab::{Counts, Event, Job, Layout, Module, programs};
 use serde::Deserialize;
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Mutex;
 
 /// What exitbench writes, as far as it is read here.
@@ -194,16 +194,6 @@ fn join(entries: Vec<Entry>, counts: &[Counts]) -> Side {
         side.workloads.push((entry.name, result));
     }
     side
-}
-
-/// Writes a file by way of a temporary one, so that a reader never sees half of it.
-pub fn write_whole(path: &Path, text: &str) -> Result<()> {
-    if let Some(folder) = path.parent().filter(|f| !f.as_os_str().is_empty()) {
-        std::fs::create_dir_all(folder)?;
-    }
-    let temporary = path.with_extension("new");
-    std::fs::write(&temporary, text).with_context(|| format!("writing {}", path.display()))?;
-    std::fs::rename(&temporary, path).with_context(|| format!("writing {}", path.display()))
 }
 
 #[cfg(test)]

@@ -110,3 +110,15 @@ pub fn measure(
 pub fn answered(outcome: &Outcome) -> bool {
     outcome.succeeded() && outcome.console.contains(guest::MARKER)
 }
+
+/// Whether a boot's outcome is what it should be.
+pub fn judge(outcome: &Outcome) -> Result<(), String> {
+    if answered(outcome) {
+        Ok(())
+    } else {
+        Err(format!(
+            "the guest's user space did not answer; the console ends with:\n{}",
+            outcome.tail(25)
+        ))
+    }
+}

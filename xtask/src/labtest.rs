@@ -12,7 +12,6 @@
 use crate::bench::Tools;
 use crate::progress::Step;
 use crate::tally::{Tally, Verdict};
-use crate::test::judge_boot;
 use crate::{boot, options::Options};
 use anyhow::{Context, Result, bail};
 use gannet_lab::{
@@ -93,7 +92,7 @@ pub fn boots(
         module.name(),
         under(options, kernel)
     );
-    Ok(test(name, job, judge_boot))
+    Ok(test(name, job, boot::judge))
 }
 
 /// gannet.ko comes and goes many times.

@@ -15,6 +15,7 @@ mod papers;
 mod progress;
 mod report;
 mod showcase;
+mod sources;
 mod tally;
 mod test;
 

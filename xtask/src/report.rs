@@ -1,7 +1,6 @@
 //! Figures of both modules side by side: the JSON of `make bench` and the table of `make run`.
 
-use crate::bench::write_whole;
-use anyhow::Result;
+use anyhow::{Context, Result};
 use comfy_table::{Attribute, Cell, CellAlignment, Color, ContentArrangement, Table};
 use gannet_lab::Module;
 use serde::Serialize;
@@ -243,6 +242,16 @@ fn shown_ops(ops: &BTreeMap<String, f64>) -> String {
         })
     };
     SHOWN.iter().filter_map(part).collect::<Vec<_>>().join(", ")
+}
+
+/// Writes a file by way of a temporary one, so that a reader never sees half of it.
+pub fn write_whole(path: &Path, text: &str) -> Result<()> {
+    if let Some(folder) = path.parent().filter(|f| !f.as_os_str().is_empty()) {
+        std::fs::create_dir_all(folder)?;
+    }
+    let temporary = path.with_extension("new");
+    std::fs::write(&temporary, text).with_context(|| format!("writing {}", path.display()))?;
+    std::fs::rename(&temporary, path).with_context(|| format!("writing {}", path.display()))
 }
 
 #[cfg(test)]

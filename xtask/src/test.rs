@@ -3,7 +3,7 @@
 use crate::options::Options;
 use crate::progress::Step;
 use crate::tally::Tally;
-use crate::{bench, boot, check, guest, labtest, module};
+use crate::{bench, check, guest, labtest, module, sources};
 use anyhow::Result;
 use gannet_lab::{KERNELS, Kernel, Layout, Machine, Module};
 use std::process::{Command, Stdio};
@@ -50,6 +50,7 @@ pub fn run(layout: &Layout, options: &Options) -> Result<bool> {
 
 /// Format, lints, licences.
 fn source(layout: &Layout, tally: &mut Tally) {
+    sources::run(&layout.root, tally);
     let cargo = || layout.cargo("cargo");
     let mut fmt = cargo();
     fmt.args(["fmt", "--all", "--", "--check", "--color", "never"]);
@@ -182,18 +183,6 @@ fn lab(layout: &Layout, options: &Options, built: &[Kernel], tally: &mut Tally) 
     }
     labtest::run_all(layout, tests, tally);
     Ok(())
-}
-
-/// Whether a boot's outcome is what it should be.
-pub fn judge_boot(outcome: &gannet_lab::Outcome) -> Result<(), String> {
-    if boot::answered(outcome) {
-        Ok(())
-    } else {
-        Err(format!(
-            "the guest's user space did not answer; the console ends with:\n{}",
-            outcome.tail(25)
-        ))
-    }
 }
 
 #[cfg(test)]

@@ -11,8 +11,9 @@ mod plots;
 mod published;
 mod results;
 
-use crate::bench::{self, write_whole};
+use crate::bench;
 use crate::options::Options;
+use crate::report::write_whole;
 use crate::{guest, module};
 use anyhow::Result;
 use cost::Model;

@@ -5,7 +5,6 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use kvm_bindings::*;
 
 use super::ioctl;
-use super::vcpu::Vcpu;
 use crate::outcome::{Answer, Errno, Outcome, Reply, fail, skip};
 
 /// A file that takes ioctls.
@@ -130,12 +129,6 @@ impl Commands for Vm {
 }
 
 impl Vm {
-    /// Creates vCPU `id` and maps its shared pages.
-    pub fn create_vcpu(&self, id: u64) -> Outcome<Vcpu> {
-        let fd = self.call(ioctl::CREATE_VCPU, id).granted("KVM_CREATE_VCPU")?;
-        Vcpu::map(own(fd), self.run_bytes)
-    }
-
     /// KVM_SET_USER_MEMORY_REGION.
     pub fn set_slot(&self, slot: u32, flags: u32, gpa: u64, bytes: u64, hva: u64) -> Reply {
         let region = kvm_userspace_memory_region {

@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use kvm_bindings::*;
 
 use super::exit::Exit;
-use super::file::{Commands, CpuidTable, MsrTable};
+use super::file::{Commands, CpuidTable, MsrTable, Vm, own};
 use super::ioctl;
 use crate::outcome::{Answer, Errno, Outcome, fail};
 
@@ -21,6 +21,14 @@ pub struct Vcpu {
 unsafe impl Send for Vcpu {}
 // SAFETY: no reference into the shared pages is ever made: a `&Vcpu` reads and writes them volatile.
 unsafe impl Sync for Vcpu {}
+
+impl Vm {
+    /// Creates vCPU `id` and maps its shared pages.
+    pub fn create_vcpu(&self, id: u64) -> Outcome<Vcpu> {
+        let fd = self.call(ioctl::CREATE_VCPU, id).granted("KVM_CREATE_VCPU")?;
+        Vcpu::map(own(fd), self.run_bytes)
+    }
+}
 
 impl Commands for Vcpu {
     fn descriptor(&self) -> RawFd {
