@@ -151,14 +151,14 @@ impl Format {
         }
     }
 
-    /// The same, but instructions are fetched from small leaves alone: for CPUs that a change of page
+    /// The format, but instructions are fetched from small leaves alone: for CPUs that a change of page
     /// size under an instruction fetch can stop (iTLB multihit). A large leaf is made without the right
     /// to execute, and the first fetch from it splits it.
     pub const fn splitting_at_fetch(self) -> Self {
         Self { splits_at_fetch: true, ..self }
     }
 
-    /// The same, without large leaves.
+    /// The format without large leaves.
     pub const fn small(self) -> Self {
         Self { largest: 1, ..self }
     }
@@ -262,7 +262,7 @@ pub(crate) const fn is_exec(entry: u64) -> bool {
     entry & (EXEC | NO_EXEC) == EXEC
 }
 
-/// The same leaf, of page size `level`, from one of page size `level + 1`: only bits that mark the
+/// A leaf as it is at page size `level`, from one of page size `level + 1`: only bits that mark the
 /// size change.
 #[inline]
 pub(crate) const fn shrink(entry: u64, level: u8) -> u64 {

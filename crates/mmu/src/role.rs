@@ -267,7 +267,7 @@ impl Role {
         Self((self.0 & !Self::GRANT) | u32::from(grant.0) << Self::GRANT_SHIFT)
     }
 
-    /// The same for another part of the table.
+    /// The role of another part of the table.
     #[inline]
     pub fn in_quadrant(self, quadrant: usize) -> Self {
         Self((self.0 & !Self::QUADRANT) | (quadrant as u32 & 3) << Self::QUADRANT_SHIFT)

@@ -67,7 +67,7 @@ pub struct MemSlot {
     pub npages: u64,
     /// First host-virtual address.
     pub hva: Hva,
-    /// It is on its way out: what is mapped of it is being withdrawn, and nothing more may be mapped.
+    /// The slot is on its way out: what is mapped of it is being withdrawn, and nothing more may be mapped.
     pub leaving: bool,
     /// The dirty log, when `LOG_DIRTY` is set.
     pub dirty: Option<Arc<DirtyBitmap>>,
@@ -228,7 +228,7 @@ pub enum Published {
     Nothing,
     /// A slot is new.
     Created,
-    /// This slot is gone, or stands elsewhere; nothing of it is mapped where it was.
+    /// The slot is gone, or stands elsewhere; nothing of it is mapped where it was.
     Left(Arc<MemSlot>),
     /// The dirty log was switched on or off: the old and the new slot.
     Flags(Arc<MemSlot>, Arc<MemSlot>),
@@ -438,7 +438,7 @@ impl MemSlots {
         any
     }
 
-    /// This table with one slot more.
+    /// The table with one slot more.
     fn with(&self, slot: &Arc<MemSlot>) -> Result<Self, NoMemory> {
         let hva_end = slot.hva.0.wrapping_add(slot.npages << 12);
         Ok(Self {
@@ -451,7 +451,7 @@ impl MemSlots {
         })
     }
 
-    /// This table without one of its slots.
+    /// The table without one of its slots.
     fn without(&self, slot: &MemSlot) -> Result<Self, NoMemory> {
         Ok(Self {
             by_gfn: self.by_gfn.without((slot.base.0, 0))?,

@@ -87,7 +87,7 @@ impl Role {
         bits
     }
 
-    /// Those of every entry of 8 bytes.
+    /// The bits reserved in every entry of 8 bytes.
     #[inline]
     fn always_reserved(self) -> u64 {
         let mut bits = self.beyond();

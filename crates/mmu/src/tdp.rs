@@ -93,7 +93,7 @@ pub struct Mapping {
 pub enum MapOutcome {
     /// The leaf is there, at this level, with at least the permissions asked for.
     Mapped(u8),
-    /// So many more table pages are needed; nothing was lost.
+    /// How many more table pages are needed; nothing was lost.
     NeedTables(usize),
     /// Another frame is mapped there: withdraw it first.
     Conflict,

@@ -21,7 +21,7 @@ pub trait GuestMemory {
     fn read_u32(&self, gpa: Gpa) -> Result<u32, Self::Error>;
     /// Atomically replaces `old` by `new` in the aligned 8 bytes at `gpa`.
     fn cmpxchg_u64(&self, gpa: Gpa, old: u64, new: u64) -> Result<Swap, Self::Error>;
-    /// The same for 4 bytes.
+    /// Atomically replaces `old` by `new` in the aligned 4 bytes at `gpa`.
     fn cmpxchg_u32(&self, gpa: Gpa, old: u32, new: u32) -> Result<Swap, Self::Error>;
 }
 
@@ -116,7 +116,7 @@ pub enum WalkError<E> {
     Memory {
         /// Where the entry is.
         gpa: Gpa,
-        /// Why.
+        /// Why it cannot.
         error: E,
     },
 }

@@ -62,7 +62,7 @@ impl State {
         self.count_ahead(made);
     }
 
-    /// The same for a page of consecutive frames.
+    /// Maps ahead around `index` in a page of consecutive frames.
     pub(super) fn map_frames_ahead(&self, view: &View<'_>, id: PageId, index: usize, grant: Grant) {
         let page = self.arena.page(id);
         let (mut missing, first) = (missing_around(page, index), index & !(GROUP - 1));

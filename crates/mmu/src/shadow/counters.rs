@@ -44,7 +44,7 @@ counters! {
     roots_made,
 }
 
-/// Adds one: written under the shadow lock, read any time, so no locked instruction.
+/// Adds one to a counter, which is written under the shadow lock, read any time, so no locked instruction.
 #[inline]
 pub(super) fn count(counter: &AtomicU64) {
     add(counter, 1);

@@ -54,7 +54,7 @@ impl State {
         }
     }
 
-    /// The same where nothing is yet.
+    /// Puts an entry where nothing is yet.
     #[inline]
     pub(super) fn put_new(
         &self,
@@ -72,7 +72,7 @@ impl State {
         page.spte(index).store(spte, Ordering::Release);
     }
 
-    /// The same at the second level, for the large page that begins with frame `gfn`.
+    /// Puts an entry at the second level, for the large page that begins with frame `gfn`.
     pub(super) fn put_large_leaf(
         &self,
         id: PageId,

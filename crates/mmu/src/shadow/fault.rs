@@ -86,7 +86,7 @@ impl<'a> Access<'a> {
 struct Step {
     /// The guest's entry.
     entry: u64,
-    /// Its table, where the shadow page does not know it.
+    /// The entry's table, where the shadow page does not know it.
     table: Option<GuestPage>,
     /// The table's frame.
     gfn: Gfn,

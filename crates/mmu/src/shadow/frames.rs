@@ -161,7 +161,7 @@ impl Span {
 /// What [`Frames::lacks`] finds missing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Lack {
-    /// Nothing.
+    /// Nothing is missing.
     Nothing,
     /// The slot's span, and room for so many.
     Span(usize),

@@ -46,9 +46,9 @@ pub use roots::{Root, ShadowRoots};
 /// What became of a wish for a root.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RootOutcome {
-    /// It is current.
+    /// The root is current.
     Ready(Root),
-    /// So many more pages are needed ([`ShadowMmu::reserve`]); nothing has changed.
+    /// How many more pages are needed ([`ShadowMmu::reserve`]); nothing has changed.
     NeedPages(usize),
 }
 
@@ -57,9 +57,9 @@ pub enum RootOutcome {
 pub struct FrameWanted {
     /// Guest-physical address of the access, or of a paging entry.
     pub gpa: Gpa,
-    /// It must be writable.
+    /// The frame must be writable.
     pub write: bool,
-    /// It is fetched from.
+    /// The frame is fetched from.
     pub exec: bool,
     /// A paging entry is wanted, not what the guest accesses: where nothing backs it, the guest
     /// gets this.
@@ -75,7 +75,7 @@ pub enum ShadowFault {
     Guest(Exception),
     /// A frame must be found outside (`VmMemory::shadow_fault`).
     NeedFrame(FrameWanted),
-    /// So many more pages are needed ([`ShadowMmu::reserve`]).
+    /// How many more pages are needed ([`ShadowMmu::reserve`]).
     NeedPages(usize),
     /// The access is allowed, but no table can allow it without allowing more: emulate the
     /// instruction.
@@ -161,7 +161,7 @@ impl ShadowMmu {
         &self.counters
     }
 
-    /// The same, to be kept.
+    /// What happened so far, to be kept.
     pub fn shared_counters(&self) -> &Arc<Counters> {
         &self.counters
     }

@@ -28,7 +28,7 @@ pub struct Root {
     /// Hardware tables of 4 or 5 levels like the guest's, or 3: PAE, also for a guest with 32-bit
     /// paging or without paging. The PDPTEs lie behind `cr3` and are complete.
     pub levels: u8,
-    /// Its role.
+    /// The root's role.
     pub role: Role,
 }
 

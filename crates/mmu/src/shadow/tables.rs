@@ -63,7 +63,7 @@ impl State {
         Some(table)
     }
 
-    /// The same for a frame without a shadow page.
+    /// The guest table's page in a frame without a shadow page.
     #[inline(never)]
     pub(super) fn find_table(&self, view: &View<'_>, gfn: Gfn) -> Option<GuestPage> {
         let leaf = lookup(view, gfn).filter(|leaf| leaf.direct)?;

@@ -143,7 +143,8 @@ impl<'t> Table<'t> {
             if word & (TABLE | REMOVED) != TABLE {
                 break;
             }
-            // SAFETY: as in entry().
+            // SAFETY: TABLE entries are written by link() alone, from an owned page, which outlasts this
+            // walk.
             table.words = unsafe { table_at(Hpa(word & table.address)) };
             table.level -= 1;
             rest = gfn.0 >> shift(table.level);
@@ -468,7 +469,7 @@ unsafe fn sweep(table: Table<'_>, first: u64, end: u64) -> Freed {
             // SAFETY: owned by the entry, which is gone; nobody else refers to it.
             freed += unsafe { drop_table(entry, table.level - 1, table.address) };
         } else if let Entry::Table(child) = table.entry(index) {
-            // SAFETY: passed on.
+            // SAFETY: the child is a table of this tree, which nobody else refers to, by the contract.
             freed += unsafe { sweep(child, gfn, end.min(next)) };
         }
         gfn = next;
@@ -493,7 +494,7 @@ unsafe fn drop_table(entry: u64, level: u8, address: u64) -> Freed {
         for word in page.table() {
             let entry = word.load(Ordering::Relaxed);
             if entry & (TABLE | REMOVED) != 0 {
-                // SAFETY: as for the table itself.
+                // SAFETY: the table was linked by an entry of one that is gone, so nobody refers to it.
                 freed += unsafe { drop_table(entry, level - 1, address) };
             }
         }

@@ -92,7 +92,8 @@ impl<'a> View<'a> {
     #[inline]
     pub fn load_u32(&self, page: &GuestPage, offset: usize) -> Option<u32> {
         let base = self.base(page)?;
-        // SAFETY: as in load_u64().
+        // SAFETY: the page is mapped by the direct map and belongs to the guest while this view
+        // lives (see above); the offset stays within it and aligned. Atomic: the guest writes too.
         Some(unsafe { &*base.add(offset & 0xffc).cast::<AtomicU32>() }.load(Ordering::Relaxed))
     }
 
@@ -106,7 +107,8 @@ impl<'a> View<'a> {
     #[inline]
     pub fn words(&self, page: &GuestPage) -> Option<&[AtomicU64; 512]> {
         let base = self.base(page)?;
-        // SAFETY: as in load_u64(), for as long as the view is borrowed; pages are aligned.
+        // SAFETY: the page is mapped and the guest's while this view lives, which is borrowed for as
+        // long; pages are aligned. Atomic: the guest writes too.
         Some(unsafe { &*base.cast::<[AtomicU64; 512]>() })
     }
 
@@ -115,16 +117,18 @@ impl<'a> View<'a> {
     #[inline]
     pub fn swap_u64(&self, page: &GuestPage, offset: usize, old: u64, new: u64) -> Option<bool> {
         let base = self.base(page).filter(|_| page.writable)?;
-        // SAFETY: as in load_u64(); the leaf is writable, so the page may be written.
+        // SAFETY: the page is mapped and the guest's while this view lives; the offset stays within it
+        // and aligned; the leaf is writable, so the page may be written.
         let word = unsafe { &*base.add(offset & 0xff8).cast::<AtomicU64>() };
         Some(word.compare_exchange(old, new, Ordering::AcqRel, Ordering::Relaxed).is_ok())
     }
 
-    /// The same for 4 bytes.
+    /// Replaces the aligned 4-byte word at `offset` as [`Self::swap_u64`] does that of 8.
     #[inline]
     pub fn swap_u32(&self, page: &GuestPage, offset: usize, old: u32, new: u32) -> Option<bool> {
         let base = self.base(page).filter(|_| page.writable)?;
-        // SAFETY: as in swap_u64().
+        // SAFETY: the page is mapped and the guest's while this view lives; the offset stays within it
+        // and aligned; the leaf is writable, so the page may be written.
         let word = unsafe { &*base.add(offset & 0xffc).cast::<AtomicU32>() };
         Some(word.compare_exchange(old, new, Ordering::AcqRel, Ordering::Relaxed).is_ok())
     }
@@ -139,18 +143,21 @@ impl<'a> View<'a> {
         // Aligned words are read whole: what the guest publishes by one store is seen so.
         match to.len() {
             8 if offset & 7 == 0 => {
-                // SAFETY: as in load_u64(); aligned and within the page.
+                // SAFETY: the page is mapped and the guest's while this view lives; the word is
+                // aligned and within it. Atomic: the guest writes too.
                 let word = unsafe { &*at.cast::<AtomicU64>() }.load(Ordering::Relaxed);
                 to.copy_from_slice(&word.to_le_bytes());
             }
             4 if offset & 3 == 0 => {
-                // SAFETY: as above.
+                // SAFETY: the page is mapped and the guest's while this view lives; the word is
+                // aligned and within it. Atomic: the guest writes too.
                 let word = unsafe { &*at.cast::<AtomicU32>() }.load(Ordering::Relaxed);
                 to.copy_from_slice(&word.to_le_bytes());
             }
             _ => {
                 for (n, byte) in to.iter_mut().enumerate() {
-                    // SAFETY: as above.
+                    // SAFETY: the page is mapped and the guest's while this view lives; the byte
+                    // is within it. Atomic: the guest writes too.
                     *byte = unsafe { &*at.add(n).cast::<AtomicU8>() }.load(Ordering::Relaxed);
                 }
             }
@@ -169,17 +176,20 @@ impl<'a> View<'a> {
         match *from {
             [a, b, c, d, e, f, g, h] if offset & 7 == 0 => {
                 let word = u64::from_le_bytes([a, b, c, d, e, f, g, h]);
-                // SAFETY: as in copy_from(); the leaf is writable, so the page may be written.
+                // SAFETY: the page is mapped and the guest's while this view lives; the word is
+                // aligned and within it; the leaf is writable, so the page may be written.
                 unsafe { &*at.cast::<AtomicU64>() }.store(word, Ordering::Relaxed);
             }
             [a, b, c, d] if offset & 3 == 0 => {
                 let word = u32::from_le_bytes([a, b, c, d]);
-                // SAFETY: as above.
+                // SAFETY: the page is mapped and the guest's while this view lives; the word is
+                // aligned and within it; the leaf is writable, so the page may be written.
                 unsafe { &*at.cast::<AtomicU32>() }.store(word, Ordering::Relaxed);
             }
             _ => {
                 for (n, byte) in from.iter().enumerate() {
-                    // SAFETY: as above.
+                    // SAFETY: the page is mapped and the guest's while this view lives; the byte
+                    // is within it; the leaf is writable, so the page may be written.
                     unsafe { &*at.add(n).cast::<AtomicU8>() }.store(*byte, Ordering::Relaxed);
                 }
             }
@@ -203,7 +213,7 @@ pub struct Trail {
     begun: u64,
     /// The generation of `begun`, once the walk has arrived; before that 0, which no view has.
     generation: u64,
-    /// That generation if the walk had the common shape: at most four entries, of 8 bytes. Else 0.
+    /// The same number as `generation` if the walk had the common shape: at most four entries, of 8 bytes. Else 0.
     plain_generation: u64,
     entries: [Step; Trail::MOST],
     page: *const AtomicU64,
@@ -217,7 +227,8 @@ pub struct Trail {
 // SAFETY: the pointers are addresses of the direct map, the same on every CPU; they are followed
 // only in a View's section and under the generation they were noted in.
 unsafe impl Send for Trail {}
-// SAFETY: as above.
+// SAFETY: by reference too the pointers are followed only in a View's section and under the
+// generation they were noted in, and what they point to is accessed atomically.
 unsafe impl Sync for Trail {}
 
 #[derive(Clone, Copy, Debug)]
@@ -332,7 +343,8 @@ impl Trail {
 
     fn changed(&self) -> u64 {
         self.entries.iter().take(self.count as usize).fold(0, |changed, step| {
-            // SAFETY: as in plain_place(); 4 bytes of the same page when narrow.
+            // SAFETY: the generation is the view's, so the entries are in pages that belong to the guest
+            // while it lives; 4 bytes of the same page when narrow.
             let now = unsafe {
                 if self.narrow {
                     u64::from((*step.at.cast::<AtomicU32>()).load(Ordering::Relaxed))

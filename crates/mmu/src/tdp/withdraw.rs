@@ -82,7 +82,8 @@ impl<S> Zapper<'_, S> {
         any
     }
 
-    /// The same for the pages `base + n` for every bit `n` of `mask`.
+    /// Makes the next write through the leaves of the pages `base + n` be noticed, as
+    /// [`Self::watch_writes`] does, for every bit `n` of `mask`.
     pub fn watch_writes_masked(&mut self, base: Gfn, mask: u64) -> bool {
         let (mut any, mut rest) = (false, mask);
         while rest != 0 {
