@@ -7,10 +7,15 @@ pub mod capability;
 pub mod controls;
 mod exit_reason;
 pub mod field;
+mod group;
+mod instruction_error;
+pub mod place;
 
 pub use controls::{EntryControls, ExitControls, PinControls, ProcControls, ProcControls2};
 pub use exit_reason::{ENTRY_FAILURE, ExitReason};
 pub use field::{Field, Natural, ReadOnly, ReadWrite, Width};
+pub use group::{Group, Groups, Place, Shadow};
+pub use instruction_error::InstructionError;
 
 /// Format of the entry-interruption, exit-interruption and IDT-vectoring information
 /// (SDM vol. 3C §25.8.3, §25.9.2, §25.9.3).

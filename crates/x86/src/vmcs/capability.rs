@@ -22,6 +22,8 @@ pub const VMX_CR0_FIXED1: u32 = 0x487;
 pub const VMX_CR4_FIXED0: u32 = 0x488;
 /// IA32_VMX_CR4_FIXED1.
 pub const VMX_CR4_FIXED1: u32 = 0x489;
+/// IA32_VMX_VMCS_ENUM.
+pub const VMX_VMCS_ENUM: u32 = 0x48a;
 /// IA32_VMX_PROCBASED_CTLS2.
 pub const VMX_PROCBASED_CTLS2: u32 = 0x48b;
 /// IA32_VMX_EPT_VPID_CAP.
@@ -34,6 +36,9 @@ pub const VMX_TRUE_PROCBASED_CTLS: u32 = 0x48e;
 pub const VMX_TRUE_EXIT_CTLS: u32 = 0x48f;
 /// IA32_VMX_TRUE_ENTRY_CTLS.
 pub const VMX_TRUE_ENTRY_CTLS: u32 = 0x490;
+
+/// IA32_VMX_VMFUNC.
+pub const VMX_VMFUNC: u32 = 0x491;
 
 /// Bits of IA32_FEATURE_CONTROL.
 pub mod feature_control {

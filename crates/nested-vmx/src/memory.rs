@@ -1,0 +1,36 @@
+//! Guest-physical memory.
+
+use x86::Gpa;
+
+/// No memory of the guest lies there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Outside;
+
+/// L1's physical memory. Nothing here relies on two reads giving the same bytes.
+pub trait GuestMemory {
+    /// Reads the bytes at an address.
+    fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside>;
+    /// Writes bytes to an address.
+    fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside>;
+
+    /// Reads one byte.
+    fn read_u8(&self, at: Gpa) -> Result<u8, Outside> {
+        let mut byte = [0; 1];
+        self.read(at, &mut byte)?;
+        Ok(byte[0])
+    }
+
+    /// Reads four bytes.
+    fn read_u32(&self, at: Gpa) -> Result<u32, Outside> {
+        let mut bytes = [0; 4];
+        self.read(at, &mut bytes)?;
+        Ok(u32::from_le_bytes(bytes))
+    }
+
+    /// Reads eight bytes.
+    fn read_u64(&self, at: Gpa) -> Result<u64, Outside> {
+        let mut bytes = [0; 8];
+        self.read(at, &mut bytes)?;
+        Ok(u64::from_le_bytes(bytes))
+    }
+}

@@ -1,0 +1,213 @@
+//! The private copy of a VMCS that L1 has made.
+
+use x86::Gpa;
+use x86::vmcs::controls::{EntryControls, ExitControls, PinControls, ProcControls, ProcControls2};
+use x86::vmcs::field::{self, Field, Width};
+use x86::vmcs::place::{self, Named, VMCS12_BYTES, VMCS12_REVISION};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// Words of eight bytes in the image.
+const WORDS: usize = VMCS12_BYTES / 8;
+
+/// Access rights that VMWRITE keeps; it drops the reserved ones, as some CPUs and stock KVM do.
+const RIGHTS: u64 = 0x1_f0ff;
+
+/// A VMCS12: the image of KVM's `struct vmcs12`, byte for byte.
+#[derive(Clone, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Vmcs12 {
+    words: [u64; WORDS],
+}
+
+impl Default for Vmcs12 {
+    fn default() -> Self {
+        Self { words: [0; WORDS] }
+    }
+}
+
+/// The word at whose place a field begins, and how many bits above the word's bit 0.
+const fn position(offset: u16) -> (usize, u32) {
+    ((offset >> 3) as usize & (WORDS - 1), (offset & 7) as u32 * 8)
+}
+
+impl Vmcs12 {
+    /// The link pointer, and any other pointer, that points nowhere.
+    pub const NOWHERE: u64 = u64::MAX;
+
+    /// An image with the right revision and all fields zero.
+    pub fn new() -> Self {
+        let mut new = Self::default();
+        new.words[0] = u64::from(VMCS12_REVISION);
+        new
+    }
+
+    /// Bits 31:0 of the region: revision, and bit 31, which makes it a shadow VMCS.
+    #[inline]
+    pub fn header(&self) -> u32 {
+        self.words[0] as u32
+    }
+
+    /// Whether the region is a shadow VMCS.
+    #[inline]
+    pub fn is_shadow(&self) -> bool {
+        self.header() & 1 << 31 != 0
+    }
+
+    /// Sets the VMX-abort indicator (SDM vol. 3C §28.7).
+    pub fn set_abort(&mut self, indicator: u32) {
+        self.words[0] = self.words[0] as u32 as u64 | u64::from(indicator) << 32;
+    }
+
+    /// Whether VMLAUNCH has entered a guest with it since VMCLEAR.
+    #[inline]
+    pub fn is_launched(&self) -> bool {
+        self.words[1] as u32 != 0
+    }
+
+    /// Sets the launch state.
+    pub fn set_launched(&mut self, launched: bool) {
+        self.words[1] = self.words[1] & !0xffff_ffff | u64::from(launched);
+    }
+
+    /// The value of a field; 0 if the VMCS12 does not have it.
+    #[inline]
+    pub fn get<W: Width, A>(&self, field: Field<W, A>) -> W::Value {
+        match place::place(field.encoding()) {
+            Some(place) => {
+                let (word, bit) = position(place.offset);
+                W::from_raw(self.words[word & (WORDS - 1)] >> bit)
+            }
+            None => W::from_raw(0),
+        }
+    }
+
+    /// Sets a field. Nothing happens if the VMCS12 does not have it.
+    #[inline]
+    pub fn set<W: Width, A>(&mut self, field: Field<W, A>, value: W::Value) {
+        if let Some(named) = place::find(u64::from(field.encoding())) {
+            self.store(named, value.into());
+        }
+    }
+
+    /// What VMREAD of a field gives.
+    #[inline]
+    pub fn read(&self, named: Named) -> u64 {
+        let (word, bit) = position(named.place.offset);
+        (self.words[word & (WORDS - 1)] >> bit & named.mask) >> (named.shift & 63)
+    }
+
+    /// What VMWRITE of a field does. True: the field has another value now.
+    #[inline]
+    pub fn write(&mut self, encoding: u64, named: Named, value: u64) -> bool {
+        let first = u64::from(field::GUEST_ES_RIGHTS.encoding());
+        let last = u64::from(field::GUEST_TR_RIGHTS.encoding());
+        let kept = if (first..=last).contains(&encoding) { value & RIGHTS } else { value };
+        self.store(named, kept)
+    }
+
+    fn store(&mut self, named: Named, value: u64) -> bool {
+        let (word, bit) = position(named.place.offset);
+        let word = &mut self.words[word & (WORDS - 1)];
+        let mask = named.mask << bit;
+        let new = *word & !mask | (value << (named.shift & 63) & named.mask) << bit;
+        let differs = *word != new;
+        *word = new;
+        differs
+    }
+
+    /// Pin-based controls.
+    #[inline]
+    pub fn pin(&self) -> PinControls {
+        PinControls::from_bits_retain(self.get(field::PIN_CONTROLS))
+    }
+
+    /// Primary processor-based controls.
+    #[inline]
+    pub fn primary(&self) -> ProcControls {
+        ProcControls::from_bits_retain(self.get(field::PROC_CONTROLS))
+    }
+
+    /// Secondary processor-based controls; none if the primary ones do not activate them.
+    #[inline]
+    pub fn secondary(&self) -> ProcControls2 {
+        if !self.primary().contains(ProcControls::SECONDARY) {
+            return ProcControls2::empty();
+        }
+        ProcControls2::from_bits_retain(self.get(field::PROC_CONTROLS2))
+    }
+
+    /// VM-exit controls.
+    #[inline]
+    pub fn exit(&self) -> ExitControls {
+        ExitControls::from_bits_retain(self.get(field::EXIT_CONTROLS))
+    }
+
+    /// VM-entry controls.
+    #[inline]
+    pub fn entry(&self) -> EntryControls {
+        EntryControls::from_bits_retain(self.get(field::ENTRY_CONTROLS))
+    }
+
+    /// Where the shadow VMCS lies that serves L2's VMREAD and VMWRITE, if L1 has given one.
+    pub fn shadow_pointer(&self) -> Option<Gpa> {
+        let link = self.get(field::VMCS_LINK);
+        let used = self.secondary().contains(ProcControls2::SHADOW_VMCS) && link != Self::NOWHERE;
+        used.then_some(Gpa(link))
+    }
+
+    /// Whether L2 runs with EPT of L1's.
+    #[inline]
+    pub fn has_ept(&self) -> bool {
+        self.secondary().contains(ProcControls2::EPT)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_field_lies_where_kvm_has_it_and_nowhere_else() {
+        let mut image = Vmcs12::new();
+        image.set(field::GUEST_RIP, 0x1122_3344_5566_7788);
+        image.set(field::PROC_CONTROLS, 0xaabb_ccdd);
+        image.set(field::HOST_TR_SELECTOR, 0x40);
+        image.set(field::EXIT_REASON, 10);
+        image.set_launched(true);
+        let bytes = image.as_bytes();
+        assert_eq!(bytes[..4], 0x11e5_7ed0u32.to_le_bytes());
+        assert_eq!(bytes[8..12], 1u32.to_le_bytes());
+        assert_eq!(bytes[544..552], 0x1122_3344_5566_7788u64.to_le_bytes());
+        assert_eq!(bytes[748..752], 0xaabb_ccddu32.to_le_bytes());
+        assert_eq!(bytes[994..996], 0x40u16.to_le_bytes());
+        assert_eq!(bytes[812..816], 10u32.to_le_bytes());
+        assert_eq!(bytes.iter().filter(|b| **b != 0).count(), 4 + 1 + 8 + 4 + 1 + 1);
+    }
+
+    #[test]
+    fn halves_of_a_64_bit_field_are_apart() {
+        let mut image = Vmcs12::new();
+        let at = |e| place::find(e).unwrap();
+        image.write(0x2010, at(0x2010), 0x1111_2222_3333_4444);
+        image.write(0x2011, at(0x2011), 0xdead_5555_6666);
+        assert_eq!(image.get(field::TSC_OFFSET), 0x5555_6666_3333_4444);
+        assert_eq!(image.read(at(0x2011)), 0x5555_6666);
+    }
+
+    #[test]
+    fn reserved_access_rights_are_dropped() {
+        let mut image = Vmcs12::new();
+        let encoding = u64::from(field::GUEST_CS_RIGHTS.encoding());
+        image.write(encoding, place::find(encoding).unwrap(), u64::MAX);
+        assert_eq!(image.get(field::GUEST_CS_RIGHTS), 0x1_f0ff);
+    }
+
+    #[test]
+    fn secondary_controls_need_their_activation() {
+        let mut image = Vmcs12::new();
+        image.set(field::PROC_CONTROLS2, 2);
+        assert!(!image.has_ept());
+        image.set(field::PROC_CONTROLS, 1 << 31);
+        assert!(image.has_ept());
+    }
+}

@@ -1,0 +1,217 @@
+//! Where a field lies in the VMCS12, and what follows from the table of fields: an index by
+//! encoding, the bitmaps of a shadow VMCS, the lists of what it holds.
+//!
+//! The VMCS12 is the memory image of a VMCS that a guest's hypervisor has made. Its layout is that
+//! of KVM's `struct vmcs12`, because KVM_GET_NESTED_STATE and KVM_SET_NESTED_STATE carry it.
+
+use super::field::TABLE;
+use super::group::{Place, Shadow};
+
+/// The revision of the VMCS12's layout, which a VMCS region begins with.
+pub const VMCS12_REVISION: u32 = 0x11e5_7ed0;
+
+/// Bytes of the image that hold fields, rounded up to whole words of eight.
+pub const VMCS12_BYTES: usize = 1024;
+
+/// Bytes of a bitmap of VMREAD or VMWRITE exits (SDM vol. 3C §25.6.15).
+pub const BITMAP_BYTES: usize = 4096;
+
+/// Bits of an encoding that a field of ours can have set; bit 0 asks for the upper half of a 64-bit
+/// field (SDM vol. 3C §25.11.2).
+const ENCODING: u64 = 0x6c3f;
+/// Bits of the index of a field in the table by encoding.
+const SLOTS: usize = 512;
+
+/// Where an encoding stands in the table: width, area and the lowest five bits of the index.
+const fn slot(encoding: u64) -> usize {
+    ((encoding >> 13 & 3) << 7 | (encoding >> 10 & 3) << 5 | encoding >> 1 & 31) as usize
+}
+
+/// Every place by its encoding's slot.
+static PLACES: [Option<Place>; SLOTS] = {
+    let mut places = [None; SLOTS];
+    let mut i = 0;
+    while i < TABLE.len() {
+        let (encoding, place) = TABLE[i];
+        assert!(encoding as u64 & !ENCODING == 0);
+        if let Some(place) = place {
+            let width = encoding >> 13 & 3;
+            let size = if width == 0 { 2 } else { 4 << (width & 1) };
+            assert!(place.offset % size == 0 && place.offset >= 40);
+            assert!((place.offset + size) as usize <= VMCS12_BYTES);
+            places[slot(encoding as u64)] = Some(place);
+        }
+        i += 1;
+    }
+    places
+};
+
+/// A field of the VMCS12 as VMREAD and VMWRITE name it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Named {
+    /// The field's place.
+    pub place: Place,
+    /// The bits that the access reaches, as they lie in the field.
+    pub mask: u64,
+    /// How far those bits lie above bit 0: 32 for the upper half of a 64-bit field.
+    pub shift: u32,
+    /// The field lies in the read-only data area.
+    pub read_only: bool,
+}
+
+/// The field of the VMCS12 with an encoding, if there is one. The table has as many places as its
+/// index has values, so that a guess of the CPU stays within it too.
+#[inline]
+pub fn find(encoding: u64) -> Option<Named> {
+    let place = PLACES[slot(encoding) & (SLOTS - 1)]?;
+    if encoding & !ENCODING != 0 {
+        return None;
+    }
+    let high = encoding & 1 != 0;
+    let mask = match encoding >> 13 & 3 {
+        0 => 0xffff,
+        2 => 0xffff_ffff,
+        _ => u64::MAX,
+    };
+    match high {
+        false => Some(Named { place, mask, shift: 0, read_only: is_read_only(encoding) }),
+        // Only 64-bit fields have an upper half of their own.
+        true if encoding >> 13 & 3 == 1 => Some(Named {
+            place,
+            mask: u64::MAX << 32,
+            shift: 32,
+            read_only: is_read_only(encoding),
+        }),
+        true => None,
+    }
+}
+
+/// The place of a field that has one.
+#[inline]
+pub fn place(encoding: u32) -> Option<Place> {
+    PLACES[slot(encoding as u64) & (SLOTS - 1)]
+}
+
+/// Whether an encoding names a field of the read-only data area.
+const fn is_read_only(encoding: u64) -> bool {
+    encoding >> 10 & 3 == 1
+}
+
+/// The greatest index of a field of the VMCS12, as bits 9:1 of IA32_VMX_VMCS_ENUM report it
+/// (SDM vol. 3C §A.9).
+pub const MAX_INDEX: u64 = {
+    let mut greatest = 0;
+    let mut i = 0;
+    while i < TABLE.len() {
+        let (encoding, place) = TABLE[i];
+        let index = (encoding >> 1 & 0x1ff) as u64;
+        if place.is_some() && index > greatest {
+            greatest = index;
+        }
+        i += 1;
+    }
+    greatest
+};
+
+const fn is_shadowed(place: Option<Place>, writable: bool) -> bool {
+    match place {
+        Some(Place { shadow: Shadow::Read, .. }) => !writable,
+        Some(Place { shadow: Shadow::ReadWrite, .. }) => true,
+        Some(Place { shadow: Shadow::No, .. }) | None => false,
+    }
+}
+
+const fn count(writable: bool) -> usize {
+    let (mut n, mut i) = (0, 0);
+    while i < TABLE.len() {
+        n += is_shadowed(TABLE[i].1, writable) as usize;
+        i += 1;
+    }
+    n
+}
+
+const fn list<const N: usize>(writable: bool) -> [u16; N] {
+    let (mut list, mut n, mut i) = ([0; N], 0, 0);
+    while i < TABLE.len() {
+        if is_shadowed(TABLE[i].1, writable) {
+            list[n] = TABLE[i].0;
+            n += 1;
+        }
+        i += 1;
+    }
+    list
+}
+
+/// Fields that a shadow VMCS holds: what is copied into it after L2 has run.
+pub static SHADOWED: [u16; count(false)] = list(false);
+/// Those of them that L1 writes there: what is copied out of it before L2 runs.
+pub static SHADOW_WRITTEN: [u16; count(true)] = list(true);
+
+/// A bitmap that lets VMREAD or VMWRITE of some fields exit (SDM vol. 3C §25.6.15): bit clear, the
+/// shadow VMCS serves it. `has` tells which fields the CPU's own VMCS has.
+pub fn fill_bitmap(bitmap: &mut [u8; BITMAP_BYTES], writes: bool, has: impl Fn(u16) -> bool) {
+    bitmap.fill(0xff);
+    let list: &[u16] = if writes { &SHADOW_WRITTEN } else { &SHADOWED };
+    for &encoding in list {
+        if !has(encoding) {
+            continue;
+        }
+        let halves = if encoding >> 13 & 3 == 1 { 2 } else { 1 };
+        for access in encoding..encoding + halves {
+            let byte = usize::from(access >> 3);
+            bitmap[byte & (BITMAP_BYTES - 1)] &= !(1 << (access & 7));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    extern crate std;
+    use super::super::field;
+    use super::*;
+
+    #[test]
+    fn every_field_is_found_by_its_encoding_and_nothing_else_is() {
+        for encoding in 0..=u64::from(u16::MAX) {
+            let line = TABLE.iter().find(|(e, _)| u64::from(*e) == encoding & !1);
+            let halves = encoding & 1 == 0 || encoding >> 13 & 3 == 1;
+            let expected = line.and_then(|(_, p)| *p).filter(|_| halves);
+            assert_eq!(find(encoding).map(|f| f.place), expected, "{encoding:#x}");
+            assert_eq!(find(encoding | 1 << 32), None);
+        }
+    }
+
+    #[test]
+    fn no_two_fields_share_a_byte() {
+        let mut bytes = [0u16; VMCS12_BYTES];
+        for (encoding, place) in TABLE {
+            let Some(place) = place else { continue };
+            let size = [2, 8, 4, 8][usize::from(encoding >> 13 & 3)];
+            for byte in &mut bytes[usize::from(place.offset)..][..size] {
+                assert_eq!(*byte, 0, "{encoding:#x}");
+                *byte = *encoding;
+            }
+        }
+    }
+
+    #[test]
+    fn a_bitmap_is_clear_where_the_shadow_serves() {
+        let mut reads = [0; BITMAP_BYTES];
+        fill_bitmap(&mut reads, false, |_| true);
+        let mut writes = [0; BITMAP_BYTES];
+        fill_bitmap(&mut writes, true, |e| e != 0x681e);
+        let clear = |b: &[u8], e: u32| b[e as usize / 8] & 1 << (e % 8) == 0;
+        assert!(clear(&reads, field::EXIT_REASON.encoding()));
+        assert!(!clear(&writes, field::EXIT_REASON.encoding()));
+        assert!(clear(&reads, field::GUEST_PHYSICAL_ADDRESS.encoding() | 1));
+        assert!(clear(&reads, 0x681e) && !clear(&writes, 0x681e));
+        let zeros = |b: &[u8]| b.iter().map(|x| x.count_zeros()).sum::<u32>() as usize;
+        assert_eq!(zeros(&reads), SHADOWED.len() + 1);
+        assert_eq!(zeros(&writes), SHADOW_WRITTEN.len() - 1);
+    }
+
+    #[test]
+    fn the_greatest_index_is_that_of_the_tsc_multiplier() {
+        assert_eq!(MAX_INDEX, 25);
+    }
+}
