@@ -11,6 +11,8 @@
 use x86::Hpa;
 use x86::paging::{ept, pte};
 
+use crate::role::Grant;
+
 /// Bits 51:12 of an entry: a physical address.
 pub const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 /// The entry points to a table that the tree owns. Set and read by `table` alone.
@@ -96,6 +98,9 @@ pub struct Format {
     splits_at_fetch: bool,
     /// Part of every address of ordinary memory: the host's SME bit, or 0.
     encryption: u64,
+    /// The permissions of a leaf that stands for an entry of the guest's, by [`Grant`]: shadow pages make
+    /// leaves of all eight kinds, a tree of TDP tables of few.
+    grants: [u64; 8],
 }
 
 impl Format {
@@ -119,6 +124,7 @@ impl Format {
             largest: 3,
             splits_at_fetch: false,
             encryption,
+            grants: X86_GRANTS,
         }
     }
 
@@ -148,6 +154,7 @@ impl Format {
             },
             splits_at_fetch: false,
             encryption: 0,
+            grants: ept_grants(tracks),
         }
     }
 
@@ -239,11 +246,48 @@ impl Format {
         }
     }
 
+    /// The permissions of a leaf for what a guest entry grants, without the address. Where it may be
+    /// written it is born dirty: nobody looks, and the CPU need not set the bit.
+    #[inline(always)]
+    pub(crate) const fn granted(&self, grant: Grant) -> u64 {
+        self.grants[grant.index() & 7]
+    }
+
     /// The permission bits of an entry that points to a table, without the address.
     #[inline]
     pub(crate) const fn table_bits(&self) -> u64 {
         self.table
     }
+}
+
+/// How the ordinary format spells what a guest entry grants.
+const X86_GRANTS: [u64; 8] = {
+    let mut all = [0; 8];
+    let mut n = 0;
+    while n < all.len() {
+        let grant = Grant::from_index(n);
+        let writable = if grant.has(Grant::W) { pte::WRITABLE | pte::DIRTY } else { 0 };
+        let user = if grant.has(Grant::U) { pte::USER } else { 0 };
+        let exec = if grant.has(Grant::X) { 0 } else { pte::NX };
+        all[n] = pte::PRESENT | writable | user | exec;
+        n += 1;
+    }
+    all
+};
+
+/// How EPT does, which knows no users: whoever composes two stages has taken account of them.
+const fn ept_grants(tracks: bool) -> [u64; 8] {
+    let mut all = [0; 8];
+    let mut n = 0;
+    while n < all.len() {
+        let grant = Grant::from_index(n);
+        let dirty = if tracks { ept::DIRTY } else { 0 };
+        let writable = if grant.has(Grant::W) { ept::WRITE | dirty } else { 0 };
+        let exec = if grant.has(Grant::X) { ept::EXECUTE } else { 0 };
+        all[n] = ept::READ | writable | exec;
+        n += 1;
+    }
+    all
 }
 
 const fn when(condition: bool, bits: u64) -> u64 {
@@ -267,4 +311,27 @@ pub(crate) const fn is_exec(entry: u64) -> bool {
 #[inline]
 pub(crate) const fn shrink(entry: u64, level: u8) -> u64 {
     if level == 1 { entry & !LARGE } else { entry }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_formats_spell_what_a_guest_entry_grants() {
+        let cpu = EptSupport { accessed_dirty: true, ..EptSupport::default() };
+        let (x86, ept) = (Format::npt(4, 0), Format::ept(cpu));
+        for grant in (0..8).map(Grant::from_index) {
+            let (a, b) = (x86.granted(grant), ept.granted(grant));
+            assert!(is_present(a) && is_present(b), "{grant:?}");
+            assert_eq!(a & WRITABLE != 0, grant.has(Grant::W));
+            assert_eq!(a & WRITABLE, b & WRITABLE);
+            assert_eq!(a & x86.dirty() != 0, b & ept.dirty() != 0);
+            assert_eq!(a & pte::USER != 0, grant.has(Grant::U));
+            assert_eq!(
+                (a & pte::NX == 0, b & EXEC != 0),
+                (grant.has(Grant::X), grant.has(Grant::X))
+            );
+        }
+    }
 }

@@ -25,7 +25,7 @@ pub mod walk;
 pub use dirty::DirtyBitmap;
 pub use fetch::{CodeBytes, CodeFetch, CodeMode};
 pub use format::{EptSupport, Format};
-pub use role::Role;
+pub use role::{Role, Source};
 pub use shadow::{
     FrameWanted, Root, RootOutcome, ShadowFault, ShadowGuard, ShadowMmu, ShadowRoots,
 };

@@ -54,11 +54,34 @@ impl Grant {
         self.0 & other.0 == other.0
     }
 
-    /// W, U and NX of a shadow entry.
+    /// The place of its spelling in a table of all eight.
     #[inline]
-    pub const fn bits(self) -> u64 {
-        (self.0 & 6) as u64 | (((self.0 & 1) ^ 1) as u64) << 63
+    pub const fn index(self) -> usize {
+        (self.0 & 7) as usize
     }
+
+    /// The one of that place.
+    pub const fn from_index(index: usize) -> Self {
+        Self(index as u8 & 7)
+    }
+
+    /// As far as an entry is writable.
+    #[inline]
+    pub(crate) const fn within_writable(self, entry: u64) -> Self {
+        Self(self.0 & (entry as u8 | !Self::W.0))
+    }
+}
+
+/// What a shadow page is made from: how the entries behind its own are found and read. EPT and NPT tables of
+/// a guest that is a hypervisor will be others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// A table of 8-byte entries: PAE paging or long mode.
+    Wide,
+    /// No table: consecutive frames from the page's own on.
+    Frames,
+    /// A table of 4-byte entries: 32-bit paging.
+    Narrow,
 }
 
 /// A role, as bits of a word.
@@ -182,6 +205,18 @@ impl Role {
     #[inline]
     pub fn level(self) -> u8 {
         (self.0 & Self::LEVEL) as u8
+    }
+
+    /// What the page is made from.
+    #[inline(always)]
+    pub const fn source(self) -> Source {
+        if self.0 & Self::DIRECT != 0 {
+            Source::Frames
+        } else if self.0 & Self::NARROW != 0 {
+            Source::Narrow
+        } else {
+            Source::Wide
+        }
     }
 
     /// Whether the page is made from no guest table.
@@ -361,8 +396,6 @@ mod tests {
         let child = root.below(7, Grant::of(0b101));
         assert_eq!((child.level(), child.grant()), (3, Grant::U.with(Grant::X)));
         assert_eq!(child.below(0, Grant::of(1 << 63 | 7)).grant(), Grant::U);
-        assert_eq!(child.grant().bits(), 1 << 2);
-        assert_eq!(child.below(0, Grant::of(1 << 63 | 7)).grant().bits(), 1 << 63 | 1 << 2);
         let narrow = Role::of(&PagingContext { efer: 0, cr4: 0, ..long() }, false);
         assert_ne!(narrow.below(4, Grant::ALL), narrow.below(5, Grant::ALL));
         assert_eq!(narrow.below(4, Grant::ALL), narrow.below(6, Grant::ALL));

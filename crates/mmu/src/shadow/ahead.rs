@@ -104,10 +104,10 @@ impl State {
         while node != 0 {
             let page = self.arena.page(super::arena::page_of(node));
             let spte = page.spte(super::arena::index_of(node));
-            if spte.load(Ordering::Relaxed) & A != 0 {
+            if spte.load(Ordering::Relaxed) & self.format.accessed() != 0 {
                 young = true;
                 if clear {
-                    spte.fetch_and(!A, Ordering::Relaxed);
+                    spte.fetch_and(!self.format.accessed(), Ordering::Relaxed);
                 }
             }
             node = self.arena.next(node);

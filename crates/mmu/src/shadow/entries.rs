@@ -13,7 +13,6 @@ use super::counters::{add, count};
 use super::frames::Chunk;
 use super::tables::frame_of;
 use crate::role::Role;
-use crate::source::{A, P, U, W};
 
 impl State {
     /// Links page `kid` below entry `index` of page `id`, which is empty. `copy`: the guest's entry.
@@ -29,7 +28,7 @@ impl State {
         if below.is_doubtful() {
             self.doubt_link(page, id, index);
         }
-        let spte = below.hpa().0 | P | W | U | A | self.encryption;
+        let spte = below.hpa().0 | self.format.table_bits();
         page.spte(index).store(spte, Ordering::Release);
     }
 

@@ -127,6 +127,10 @@ struct Target<'a> {
     known: u64,
     chunk: &'a Chunk,
     grant: Grant,
+    /// What a page of small leaves grants in place of a large one.
+    below: Grant,
+    /// The guest's entry.
+    copy: u64,
 }
 
 impl State {
@@ -209,10 +213,10 @@ impl State {
         }
         let gpa = Gpa(entry & ADDRESS | access.va & 0xfff);
         let target = match self.target(view, access, gpa, grant) {
-            Ok(target) => target,
+            Ok(target) => Target { copy: entry, ..target },
             Err(fault) => return Some(fault),
         };
-        self.put_page(id, index, &target, access, entry);
+        self.put_page(id, index, &target, access);
         self.map_ahead(view, id, index, &table);
         count(&self.counters.fixed);
         Some(ShadowFault::Fixed)
@@ -340,20 +344,18 @@ impl State {
         let last = *walk.step(walk.leaf);
         // Clean: read-only until the write that sets the bit, unless the bit cannot be set.
         let dirty = last.entry & D != 0 || access.write;
-        let mut target = target;
+        let mut target = Target { copy: last.entry, below: walk.grant, ..target };
         if !dirty {
             target.grant = target.grant.without(Grant::W);
+            target.below = target.below.without(Grant::W);
         }
         if walk.leaf == 1 {
-            self.put_page(page, index, &target, access, last.entry);
+            self.put_page(page, index, &target, access);
             if let Some(table) = &last.table {
                 self.map_ahead(view, page, index, table);
             }
-        } else {
-            let below = if dirty { walk.grant } else { walk.grant.without(Grant::W) };
-            if !self.put_large(view, page, index, &target, access, last.entry, below) {
-                return ShadowFault::NeedPages(needed);
-            }
+        } else if !self.put_large(view, page, index, &target, access) {
+            return ShadowFault::NeedPages(needed);
         }
         count(&self.counters.fixed);
         ShadowFault::Fixed
@@ -372,7 +374,7 @@ impl State {
         if let Some(chunk) = self.frames.chunk(gfn) {
             let known = self.frame(view, gfn, chunk, access.write);
             if known != 0 {
-                return Ok(Target { gfn, known, chunk, grant });
+                return Ok(Target { gfn, known, chunk, grant, below: grant, copy: 0 });
             }
         }
         let (write, exec) = (access.write, access.fetch);
@@ -473,14 +475,7 @@ impl State {
 
     /// A page of 4 KiB at `index` of a page of the lowest level.
     #[inline]
-    fn put_page(
-        &self,
-        id: PageId,
-        index: usize,
-        target: &Target<'_>,
-        access: &Access<'_>,
-        copy: u64,
-    ) {
+    fn put_page(&self, id: PageId, index: usize, target: &Target<'_>, access: &Access<'_>) {
         let mut grant = target.grant;
         if grant.has(Grant::W) && target.chunk.is_protected(target.gfn) {
             if access.write {
@@ -489,14 +484,13 @@ impl State {
                 grant = grant.without(Grant::W);
             }
         }
-        let spte = self.leaf(target.known, grant) | A;
-        self.put_leaf(id, index, target.gfn, target.chunk, spte, copy);
+        let spte = self.leaf(target.known, grant) | self.format.accessed();
+        self.put_leaf(id, index, target.gfn, target.chunk, spte, target.copy);
     }
 
     /// A large guest page at entry `index` of page `id`, of level 2 or 3: large here too where the
-    /// frames allow, else a page of small ones. `below`: what those grant. `false`: pages ran out.
+    /// frames allow, else a page of small ones. `false`: pages ran out.
     #[inline(never)]
-    #[expect(clippy::too_many_arguments, reason = "all of them are of this one leaf")]
     fn put_large(
         &self,
         view: &View<'_>,
@@ -504,8 +498,6 @@ impl State {
         mut index: usize,
         target: &Target<'_>,
         access: &Access<'_>,
-        copy: u64,
-        below: Grant,
     ) -> bool {
         loop {
             let page = self.arena.page(id);
@@ -514,31 +506,32 @@ impl State {
             let whole = target.known & PS != 0 && target.chunk.protected.get() == 0;
             if level == LEVEL_2M && whole {
                 let within = (target.gfn.0 & 511) << 12;
-                let spte = (self.leaf(target.known, target.grant) & !within) | A | PS;
+                let spte =
+                    (self.leaf(target.known, target.grant) & !within) | self.format.accessed() | PS;
                 let first = Gfn(target.gfn.0 & !511);
-                self.put_large_leaf(id, index, first, target.chunk, spte, copy);
+                self.put_large_leaf(id, index, first, target.chunk, spte, target.copy);
                 return true;
             }
             if level <= 1 {
-                self.put_page(id, index, target, access, copy);
+                self.put_page(id, index, target, access);
                 self.map_frames_ahead(view, id, index, target.grant);
                 return true;
             }
             let shift = 9 * (u32::from(level) - 1);
             let base = Gfn(target.gfn.0 >> shift << shift);
-            let wanted = role.direct_below(below);
+            let wanted = role.direct_below(target.below);
             let kid = page.kid(index);
             let fits = page.is_link(index) && {
                 let kid = self.arena.page(kid);
                 (kid.gfn.get(), kid.role.get()) == (base, wanted)
             };
             if fits {
-                page.set_copy(index, copy);
+                page.set_copy(index, target.copy);
                 id = kid;
             } else {
                 self.drop_entry(id, index);
                 let Some(kid) = self.obtain(base, wanted) else { return false };
-                self.link(id, index, kid, copy);
+                self.link(id, index, kid, target.copy);
                 id = kid;
             }
             index = index_at(target.gfn.0 << 12, level - 1);
@@ -555,7 +548,7 @@ impl State {
             return ShadowFault::NeedPages(1);
         }
         let index = index_at(access.va, 2);
-        if !self.put_large(view, top, index, &target, access, 0, Grant::ALL) {
+        if !self.put_large(view, top, index, &target, access) {
             return ShadowFault::NeedPages(1);
         }
         count(&self.counters.fixed);

@@ -33,6 +33,7 @@ use host::error::NoMemory;
 use host::trylock::{TryGuard, TryLock};
 use x86::{Exception, Gfn, Gpa};
 
+use crate::format::Format;
 use crate::table::View;
 use crate::tdp::FlushRemote;
 use crate::walk::PagingContext;
@@ -98,8 +99,8 @@ struct State {
     arena: Arena,
     frames: Frames,
     counters: Arc<Counters>,
-    /// The host's memory encryption bit.
-    encryption: u64,
+    /// How the entries are spelled that the hardware walks.
+    format: Format,
     /// Pages that the VM may have.
     limit: u64,
     /// Entries found unchanged that make a table worth protecting.
@@ -122,14 +123,14 @@ struct State {
 pub const LEAST_PAGES: u64 = 64;
 
 impl ShadowMmu {
-    /// No pages. `encryption`: the host's SME bit, or 0.
-    pub fn new(encryption: u64) -> Result<Self, NoMemory> {
+    /// No pages. `format`: that of the entries that the hardware walks.
+    pub fn new(format: Format) -> Result<Self, NoMemory> {
         let counters = Arc::new(Counters::default())?;
         let state = State {
             arena: Arena::new()?,
             frames: Frames::default(),
             counters: counters.clone(),
-            encryption: encryption & crate::format::ADDRESS,
+            format,
             limit: LEAST_PAGES,
             calm: sync::CALM,
             walk: Cell::new(0),

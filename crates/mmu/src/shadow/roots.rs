@@ -207,7 +207,7 @@ impl State {
         }
         let [first, ..] = pages;
         let (cr3, place) = if role.is_long() {
-            (Hpa(self.arena.page(first).hpa().0 | self.encryption), None)
+            (Hpa(self.arena.page(first).hpa().0 | self.format.encryption()), None)
         } else {
             let place = (!roots.places).trailing_zeros() as u8 % PLACES;
             roots.places |= 1 << place;

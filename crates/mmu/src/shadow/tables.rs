@@ -5,8 +5,8 @@ use x86::{Gfn, Gpa};
 use super::State;
 use super::arena::{PageId, ShadowPage};
 use super::frames::Chunk;
-use crate::role::{Grant, Role};
-use crate::source::{D, NX, P, PS, U, W};
+use crate::role::{Grant, Role, Source};
+use crate::source::{P, PS, W};
 use crate::table::{GuestPage, View};
 use crate::tdp::{LEVEL_2M, lookup};
 
@@ -14,21 +14,21 @@ use crate::tdp::{LEVEL_2M, lookup};
 #[inline]
 pub(super) fn frame_of(page: &ShadowPage, index: usize) -> Gfn {
     let role = page.role.get();
-    if role.is_direct() {
-        let shift = 9 * (u32::from(role.level()).saturating_sub(1));
-        Gfn(page.gfn.get().0.wrapping_add((index as u64) << shift))
-    } else {
-        role.leaf_frame(page.copy(index), index)
+    match role.source() {
+        Source::Frames => {
+            let shift = 9 * (u32::from(role.level()).saturating_sub(1));
+            Gfn(page.gfn.get().0.wrapping_add((index as u64) << shift))
+        }
+        Source::Wide | Source::Narrow => role.leaf_frame(page.copy(index), index),
     }
 }
 
 /// The guest's entry at a byte offset of its table.
 #[inline]
 pub(super) fn load(view: &View<'_>, table: &GuestPage, role: Role, offset: usize) -> Option<u64> {
-    if role.is_narrow() {
-        view.load_u32(table, offset).map(u64::from)
-    } else {
-        view.load_u64(table, offset)
+    match role.source() {
+        Source::Narrow => view.load_u32(table, offset).map(u64::from),
+        Source::Wide | Source::Frames => view.load_u64(table, offset),
     }
 }
 
@@ -41,10 +41,9 @@ pub(super) fn update(
     old: u64,
     new: u64,
 ) -> Option<bool> {
-    if role.is_narrow() {
-        view.swap_u32(table, offset, old as u32, new as u32)
-    } else {
-        view.swap_u64(table, offset, old, new)
+    match role.source() {
+        Source::Narrow => view.swap_u32(table, offset, old as u32, new as u32),
+        Source::Wide | Source::Frames => view.swap_u64(table, offset, old, new),
     }
 }
 
@@ -90,7 +89,7 @@ impl State {
         let mut entry = leaf.pfn.hpa().0 | P;
         entry |= if leaf.writable { W } else { 0 };
         entry |= if leaf.level >= LEVEL_2M { PS } else { 0 };
-        entry |= if leaf.direct { self.encryption } else { 0 };
+        entry |= if leaf.direct { self.format.encryption() } else { 0 };
         chunk.learn(gfn, entry);
         if entry & wanted == wanted { entry } else { 0 }
     }
@@ -98,15 +97,9 @@ impl State {
     /// The hardware's entry for a frame, small and not accessed. `known`: what the tree says of it.
     #[inline]
     pub(super) fn leaf(&self, known: u64, grant: Grant) -> u64 {
-        let bits = grant.bits() & (known & W | U | NX);
-        // Born dirty where it may be written: nobody looks, and the hardware need not set it.
-        known & !NOT_OF_LEAF | bits | (bits & W) << DIRTY_ABOVE_W
+        known & !NOT_OF_LEAF | self.format.granted(grant.within_writable(known))
     }
 }
-
-/// From W to D.
-const DIRTY_ABOVE_W: u32 = 5;
-const _: () = assert!(W << DIRTY_ABOVE_W == D);
 
 /// Where an entry of a table lies.
 pub(super) fn entry_gpa(gfn: Gfn, offset: usize) -> Gpa {

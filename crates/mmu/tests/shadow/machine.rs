@@ -93,7 +93,7 @@ impl Machine {
         };
         let machine = Self {
             tdp: Tdp::new(Format::npt(4, 0), ()).unwrap(),
-            shadow: ShadowMmu::new(0).unwrap(),
+            shadow: ShadowMmu::new(Format::npt(4, 0)).unwrap(),
             pages: (0..SMALL + 8).map(|_| Page::zeroed().unwrap()).collect(),
             backing: RefCell::new((0..SMALL as usize).collect()),
             absent: Cell::new(0),

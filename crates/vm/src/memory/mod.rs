@@ -106,7 +106,8 @@ impl VmMemory {
             tdp.count_in(other.stats().clone());
         }
         let slots = Srcu::new(KBox::new(MemSlots::new())?)?;
-        let shadow = if shadow { Some(shadow::pages(format.encryption())?) } else { None };
+        let shadow =
+            if shadow { Some(shadow::pages(Format::npt(4, format.encryption()))?) } else { None };
         Arc::new(Self::over(tdp, slots, shadow, limits))
     }
 

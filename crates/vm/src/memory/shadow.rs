@@ -51,8 +51,8 @@ pub struct Caller<'a, F: ?Sized> {
 
 /// No shadow pages. Out of line: they are large, and move to the heap from here.
 #[inline(never)]
-pub(super) fn pages(encryption: u64) -> Result<KBox<ShadowMmu>, NoMemory> {
-    KBox::new(ShadowMmu::new(encryption)?)
+pub(super) fn pages(format: Format) -> Result<KBox<ShadowMmu>, NoMemory> {
+    KBox::new(ShadowMmu::new(format)?)
 }
 
 /// Faults on the way of one access: every level's table, the page, and as many again.
@@ -61,7 +61,7 @@ const ROUNDS: u32 = 16;
 impl VmMemory {
     /// Like [`VmMemory::new`], for hardware that is given shadow tables (`npt=0`).
     pub fn with_shadow(format: Format, limits: RegionLimits) -> Result<Self, NoMemory> {
-        let shadow = Some(pages(format.encryption())?);
+        let shadow = Some(pages(Format::npt(4, format.encryption()))?);
         Ok(Self { shadow, ..Self::new(format, limits)? })
     }
 
