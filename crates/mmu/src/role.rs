@@ -101,28 +101,29 @@ impl Role {
     /// What the entries above allow ([`Grant`]).
     const GRANT_SHIFT: u32 = 7;
     const GRANT: u32 = 7 << Self::GRANT_SHIFT;
-    /// CR0.WP.
-    const WP: u32 = 1 << 10;
-    /// EFER.NXE: bit 63 forbids fetching, else it is reserved.
-    const NX: u32 = 1 << 11;
-    /// CR4.SMEP without CR0.WP: what supervisor writes turn into a supervisor page loses execution.
-    const SMEP: u32 = 1 << 12;
-    /// CR4.SMAP without CR0.WP: such pages are not made at all.
-    const SMAP: u32 = 1 << 13;
-    /// CR4.PSE in 32-bit paging.
-    const PSE: u32 = 1 << 14;
-    /// Five levels.
-    const LA57: u32 = 1 << 15;
-    /// Long mode: other bits are reserved than in PAE paging.
-    const LONG: u32 = 1 << 16;
+    /// EFER.LMA, at its place in EFER: long mode, where other bits are reserved than in PAE paging.
+    const LONG: u32 = Efer::LMA.bits() as u32;
+    /// EFER.NXE, at its place: bit 63 forbids fetching, else it is reserved.
+    const NX: u32 = Efer::NXE.bits() as u32;
+    /// CR4.LA57, at its place: five levels.
+    const LA57: u32 = Cr4::LA57.bits() as u32;
     /// In system-management mode.
-    const SMM: u32 = 1 << 17;
+    const SMM: u32 = 1 << 13;
     /// The guest has 1 GiB pages.
-    const GBPAGES: u32 = 1 << 18;
+    const GBPAGES: u32 = 1 << 14;
     /// AMD's reserved bits.
-    const AMD: u32 = 1 << 19;
+    const AMD: u32 = 1 << 15;
+    /// CR0.WP, at its place.
+    const WP: u32 = Cr0::WP.bits() as u32;
+    /// CR4.PSE in 32-bit paging.
+    const PSE: u32 = 1 << 17;
+    /// CR4.SMEP without CR0.WP, at its place: what supervisor writes turn into a supervisor page loses
+    /// execution.
+    const SMEP: u32 = Cr4::SMEP.bits() as u32;
+    /// CR4.SMAP without CR0.WP, at its place: such pages are not made at all.
+    const SMAP: u32 = Cr4::SMAP.bits() as u32;
     /// The guest's physical address width.
-    const WIDTH_SHIFT: u32 = 20;
+    const WIDTH_SHIFT: u32 = 22;
     /// What a page made from no guest table depends on.
     const OF_DIRECT: u32 = Self::WP | Self::SMEP | Self::SMAP | Self::SMM;
 
@@ -147,12 +148,12 @@ impl Role {
         if role.is_direct() {
             return Self(role.0 | smm);
         }
-        let wide = u32::from(!role.is_narrow());
+        // What is the same for all guests of a CPUID keeps no roots apart, with meaning or without.
         Self(
             role.0
                 | smm
                 | u32::from(context.maxphyaddr & 63) << Self::WIDTH_SHIFT
-                | (u32::from(context.gbpages) & wide) << Self::GBPAGES.trailing_zeros()
+                | u32::from(context.gbpages) << Self::GBPAGES.trailing_zeros()
                 | u32::from(context.amd) << Self::AMD.trailing_zeros(),
         )
     }
@@ -163,23 +164,25 @@ impl Role {
         if cr0 & Cr0::PG.bits() == 0 {
             return Self::UNPAGED;
         }
-        // Without branches: this is computed whenever one of the registers is written.
-        let bit = |word: u64, mask: u64| (word >> mask.trailing_zeros()) as u32 & 1;
-        let set = |on: u32, role: u32| on << role.trailing_zeros();
-        let (wp, long) = (bit(cr0, Cr0::WP.bits()), bit(efer, Efer::LMA.bits()));
-        let wide = bit(cr4, Cr4::PAE.bits()) | long;
-        let five = bit(cr4, Cr4::LA57.bits()) & long;
+        // Without branches, and most bits where they are: this is computed whenever one of the registers
+        // is written.
+        let (cr0, cr4, efer) = (cr0 as u32, cr4 as u32, efer as u32);
+        let bit = |word: u32, mask: u32| word >> mask.trailing_zeros() & 1;
+        let mask = |on: u32| 0u32.wrapping_sub(on);
+        let long = bit(efer, Self::LONG);
+        let wide = bit(cr4, Cr4::PAE.bits() as u32) | long;
+        let five = bit(cr4, Self::LA57) & long;
+        let clear_wp = mask(bit(cr0, Self::WP) ^ 1);
         Self(
             (2 + 2 * long + five)
                 | Self::GRANT
-                | set(wp, Self::WP)
-                | set(bit(cr4, Cr4::SMEP.bits()) & !wp, Self::SMEP)
-                | set(bit(cr4, Cr4::SMAP.bits()) & !wp, Self::SMAP)
-                | set(bit(efer, Efer::NXE.bits()) & wide, Self::NX)
-                | set(long, Self::LONG)
-                | set(five, Self::LA57)
-                | set(wide ^ 1, Self::NARROW)
-                | set(bit(cr4, Cr4::PSE.bits()) & !wide, Self::PSE),
+                | (efer & Self::LONG)
+                | (efer & Self::NX & mask(wide))
+                | (cr0 & Self::WP)
+                | (cr4 & Self::LA57 & mask(long))
+                | (cr4 & (Self::SMEP | Self::SMAP) & clear_wp)
+                | (cr4 & Cr4::PSE.bits() as u32 & !mask(wide)) << PSE_UP
+                | (wide ^ 1) << Self::NARROW.trailing_zeros(),
         )
     }
 
@@ -325,6 +328,37 @@ impl Role {
         Self((self.0 & Self::OF_DIRECT) | Self::DIRECT | level).granting(self.grant().and(grant))
     }
 }
+
+/// From CR4.PSE to the role's.
+const PSE_UP: u32 = Role::PSE.trailing_zeros() - Cr4::PSE.bits().trailing_zeros();
+
+/// No two fields of a role share a bit.
+const _: () = {
+    let fields = [
+        Role::LEVEL,
+        Role::DIRECT,
+        Role::NARROW,
+        Role::QUADRANT,
+        Role::GRANT,
+        Role::LONG,
+        Role::NX,
+        Role::LA57,
+        Role::SMM,
+        Role::GBPAGES,
+        Role::AMD,
+        Role::WP,
+        Role::PSE,
+        Role::SMEP,
+        Role::SMAP,
+        63 << Role::WIDTH_SHIFT,
+    ];
+    let (mut seen, mut n) = (0, 0);
+    while n < fields.len() {
+        assert!(seen & fields[n] == 0);
+        seen |= fields[n];
+        n += 1;
+    }
+};
 
 #[cfg(test)]
 mod tests {
