@@ -7,7 +7,7 @@ use x86::{Exception, Gpa, Gva, Vector};
 pub enum Exit {
     /// A physical interrupt is pending on this CPU.
     Interrupt,
-    /// The time of [`Backend::watch_deadline`](crate::Backend::watch_deadline) has come, or the CPU
+    /// The time of [`DeadlineWatch::watch`](crate::DeadlineWatch::watch) has come, or the CPU
     /// could not count further.
     Deadline,
     /// A physical NMI was pending.
@@ -45,7 +45,7 @@ pub enum Exit {
     /// The guest can now take an interrupt.
     InterruptWindow,
     /// The guest has ended this interrupt, which is reported
-    /// ([`Backend::serve_apic`](crate::Backend::serve_apic)).
+    /// ([`ServedApic::serve`](crate::ServedApic::serve)).
     Eoi(Vector),
     /// The guest has sent itself an interrupt with a vector that is none.
     IllegalSelfIpi,
@@ -73,7 +73,7 @@ pub enum Exit {
     Shutdown,
     /// An INIT or SMI signal hit this CPU; the host handles it.
     HostSignal,
-    /// The log of written pages is full ([`Backend::set_page_log`](crate::Backend::set_page_log)).
+    /// The log of written pages is full ([`PageLog::set_logging`](crate::PageLog::set_logging)).
     PageLogFull,
     /// The hardware refused the control block.
     Refused,

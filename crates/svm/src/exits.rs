@@ -3,19 +3,21 @@
 //! APM vol. 2 appendix C. The comparison chain is ordered by how often an exit is seen, because
 //! kernel code is built without jump tables.
 
-use backend::{CrAccess, Exit, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault};
+use backend::{
+    Answer, CrAccess, Event, Exit, Exits, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault,
+};
 use cpu::Cpu;
 use x86::{
     Exception, Gpa, Gva, Vector,
-    vmcb::{Control, ExitCode, ioio, npf},
+    vmcb::{self, Clean, Control, ExitCode, ioio, npf},
 };
 
-use crate::enter::Svm;
+use crate::{inject, state::Svm};
 
 /// EXITCODE of an intercepted #PF.
-pub(crate) const PAGE_FAULT: ExitCode = ExitCode(0x4e);
+const PAGE_FAULT: ExitCode = ExitCode(0x4e);
 /// EXITCODEs below are accesses of control registers.
-pub(crate) const END_OF_CR: u64 = 0x20;
+const END_OF_CR: u64 = 0x20;
 
 /// Decodes the exit in `control`. `assists`: the CPU has decode assists.
 pub fn decode(control: &Control, assists: bool) -> Exit {
@@ -35,7 +37,7 @@ pub fn decode(control: &Control, assists: bool) -> Exit {
 }
 
 #[inline(always)]
-pub(crate) fn npf(control: &Control) -> Exit {
+fn npf(control: &Control) -> Exit {
     let info = control.exit_info_1;
     Exit::TdpFault(TdpFault {
         gpa: Gpa(control.exit_info_2),
@@ -48,7 +50,7 @@ pub(crate) fn npf(control: &Control) -> Exit {
 }
 
 #[inline(always)]
-pub(crate) fn io(control: &Control) -> Exit {
+fn io(control: &Control) -> Exit {
     let info = control.exit_info_1;
     Exit::Io(IoExit {
         port: (info >> ioio::PORT_SHIFT) as u16,
@@ -61,14 +63,14 @@ pub(crate) fn io(control: &Control) -> Exit {
 }
 
 #[inline(always)]
-pub(crate) fn page_fault(control: &Control) -> Exit {
+fn page_fault(control: &Control) -> Exit {
     let (address, code) = (Gva(control.exit_info_2), control.exit_info_1 as u32);
     Exit::PageFault(PageFault { address, code })
 }
 
 /// An access of a control register, by MOV or otherwise.
 #[inline(always)]
-pub(crate) fn cr_access<C: Cpu>(svm: &Svm<C>) -> Exit {
+fn cr_access<C: Cpu>(svm: &Svm<C>) -> Exit {
     let control = &svm.vmcb().control;
     let raw = match ExitCode(control.exit_code) {
         ExitCode::Cr0SelWrite => ExitCode::WriteCr0.0,
@@ -149,4 +151,86 @@ fn cr(control: &Control, cr: u8, write: bool, assists: bool) -> Exit {
     let gpr =
         (assists && control.exit_info_1 >> 63 != 0).then_some((control.exit_info_1 & 0xf) as u8);
     Exit::Cr(CrAccess { cr, write, gpr })
+}
+
+impl<C: Cpu> Exits for Svm<C> {
+    type Raw = ExitCode;
+
+    /// The VMCB's registers are undefined after a shutdown (APM vol. 2 §15.14.3).
+    const KEEPS_STATE_AT_SHUTDOWN: bool = false;
+
+    #[inline(always)]
+    fn raw(&self) -> ExitCode {
+        ExitCode(self.vmcb().control.exit_code)
+    }
+
+    fn exit(&self) -> Exit {
+        decode(&self.vmcb().control, self.features.decode_assists)
+    }
+
+    #[inline(always)]
+    fn dispatch<S: Copy, A: Answer<Self, S>>(answer: &mut A, section: S) -> Option<Exit> {
+        let code = answer.backend().raw();
+        match code {
+            ExitCode::Intr => answer.frequent(section, Exit::Interrupt),
+            ExitCode::Cpuid => answer.frequent(section, Exit::Cpuid),
+            ExitCode::Msr if answer.backend().vmcb().control.exit_info_1 & 1 == 0 => {
+                answer.frequent(section, Exit::Rdmsr)
+            }
+            ExitCode::Msr => answer.frequent(section, Exit::Wrmsr),
+            ExitCode::Npf => {
+                let exit = npf(&answer.backend().vmcb().control);
+                answer.frequent(section, exit)
+            }
+            ExitCode::Ioio => {
+                let exit = io(&answer.backend().vmcb().control);
+                answer.frequent(section, exit)
+            }
+            ExitCode::Hlt => answer.frequent(section, Exit::Hlt),
+            ExitCode::Vmmcall => answer.frequent(section, Exit::Hypercall),
+            // With shadow paging these are most exits.
+            PAGE_FAULT => {
+                let exit = page_fault(&answer.backend().vmcb().control);
+                answer.frequent(section, exit)
+            }
+            _ if code.0 < END_OF_CR || code == ExitCode::Cr0SelWrite => {
+                let exit = cr_access(answer.backend());
+                answer.frequent(section, exit)
+            }
+            _ => {
+                let exit = answer.backend().exit();
+                answer.rare(section, exit)
+            }
+        }
+    }
+
+    fn exit_raw(&self) -> [u64; 3] {
+        let c = &self.vmcb().control;
+        [c.exit_code, c.exit_info_1, c.exit_info_2]
+    }
+
+    fn exit_record(&self) -> (u64, [u64; 2], u32, u32) {
+        let c = &self.vmcb().control;
+        let (event, error) = (c.exit_int_info as u32, (c.exit_int_info >> 32) as u32);
+        (c.exit_code, [c.exit_info_1, c.exit_info_2], event, error)
+    }
+
+    #[inline]
+    fn was_delivering(&self) -> bool {
+        self.vmcb().control.exit_int_info & vmcb::event::VALID != 0
+    }
+
+    fn interrupted_delivery(&self) -> Option<Event> {
+        inject::decode(self.vmcb().control.exit_int_info)
+    }
+
+    fn forget_interrupted_delivery(&mut self) {
+        self.vmcb_mut(Clean::empty()).control.exit_int_info = 0;
+    }
+
+    /// A CPU with SVM runs guests in every mode.
+    #[inline(always)]
+    fn is_interpreted(&self) -> bool {
+        false
+    }
 }

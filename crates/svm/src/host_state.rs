@@ -12,8 +12,8 @@ use core::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering::Relaxed};
 use cpu::{Cpu, Selectors};
 
 use crate::{
-    enter::Svm,
     percpu::{self, PerCpu},
+    state::Svm,
 };
 
 /// How the host's state is kept.

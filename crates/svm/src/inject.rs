@@ -2,14 +2,14 @@
 //!
 //! APM vol. 2 §15.20 (EVENTINJ), §15.21 (virtual interrupts), §15.7.2 (EXITINTINFO).
 
-use backend::{Event, NmiWindow};
+use backend::{Absent, Event, Injection, NmiWindow, Registers};
 use cpu::Cpu;
 use x86::{
     Dr6, Dr7, Exception, Vector,
     vmcb::{Clean, Intercept3, event, vintr},
 };
 
-use crate::enter::Svm;
+use crate::state::Svm;
 
 /// What is known of the guest's NMI handling on CPUs without virtual NMIs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -94,34 +94,6 @@ pub fn decode(bits: u64) -> Option<Event> {
 }
 
 impl<C: Cpu> Svm<C> {
-    pub(crate) fn inject_event(&mut self, event: Event) {
-        if event == Event::Nmi {
-            self.mask_nmi(true);
-        }
-        if let Event::Exception(e) = event
-            && e.vector.0 == 14
-            && let Some(address) = e.payload
-        {
-            self.vmcb_mut(Clean::CR2).save.cr2 = address;
-        }
-        if let Event::Exception(e) = event
-            && e.vector.0 == 1
-            && let Some(bits) = e.payload
-        {
-            let save = &mut self.vmcb_mut(Clean::DR).save;
-            save.dr6 = Dr6::new(save.dr6).after_db(bits).bits();
-            save.dr7 = Dr7::new(save.dr7).without_general_detect().bits();
-        }
-        self.vmcb_mut(Clean::empty()).control.event_inj = encode(event);
-    }
-
-    pub(crate) fn take_injection(&mut self) -> Option<Event> {
-        let control = &mut self.vmcb_mut(Clean::empty()).control;
-        let event = decode(control.event_inj);
-        control.event_inj = 0;
-        event
-    }
-
     /// Sets what V_IRQ stands for. It ignores V_TPR: the task priority was looked at, and a write
     /// of CR8 is intercepted while V_IRQ is set.
     pub(crate) fn set_virq(&mut self, want: Virq) {
@@ -148,82 +120,12 @@ impl<C: Cpu> Svm<C> {
         }
     }
 
-    /// Whether the guest took the offered interrupt: the hardware then cleared V_IRQ.
-    #[inline]
-    pub(crate) fn virq_taken(&mut self) -> bool {
-        if self.vmcb().control.int_ctl & vintr::IRQ != 0 || !matches!(self.virq, Virq::Offer(_)) {
-            return false;
-        }
-        self.virq = Virq::Off;
-        true
-    }
-
-    pub(crate) fn mask_nmi(&mut self, on: bool) {
-        if self.features.vnmi {
-            let control = &mut self.vmcb_mut(Clean::INTR).control;
-            control.int_ctl =
-                (control.int_ctl & !vintr::NMI_MASK) | if on { vintr::NMI_MASK } else { 0 };
-            return;
-        }
-        self.nmi.masked = on;
-        self.nmi.iret_at = None;
-        self.intercept_iret(on);
-    }
-
     fn intercept_iret(&mut self, on: bool) {
         let control = &mut self.vmcb_mut(Clean::INTERCEPTS).control;
         if on {
             control.intercepts[3] |= Intercept3::IRET.bits();
         } else {
             control.intercepts[3] &= !Intercept3::IRET.bits();
-        }
-    }
-
-    pub(crate) fn is_nmi_masked(&self) -> bool {
-        if self.features.vnmi {
-            return self.vmcb().control.int_ctl & vintr::NMI_MASK != 0;
-        }
-        match self.nmi.iret_at {
-            // The IRET has retired once RIP has moved.
-            Some(at) => self.nmi.masked && self.vmcb().save.rip == at,
-            None => self.nmi.masked,
-        }
-    }
-
-    /// The guest begins an IRET while an NMI is handled: the mask falls after it.
-    pub(crate) fn begin_iret(&mut self) {
-        self.nmi.iret_at = Some(self.vmcb().save.rip);
-        self.intercept_iret(false);
-    }
-
-    /// Asks for an exit when an NMI can be taken. While one is handled the IRET intercept serves;
-    /// after the IRET has begun, or in an interrupt shadow, a single step does.
-    pub(crate) fn open_nmi_window(&mut self) -> NmiWindow {
-        if self.features.vnmi && self.is_nmi_masked() {
-            return NmiWindow::Exit;
-        }
-        if self.nmi.masked && self.nmi.iret_at.is_none() {
-            return NmiWindow::Exit;
-        }
-        if self.vmcb().control.event_inj & event::VALID != 0 {
-            return NmiWindow::Kick;
-        }
-        if !matches!(self.nmi.step, Step::Armed { .. }) {
-            let rflags = self.vmcb().save.rflags;
-            let (tf, rf) = (rflags & RFLAGS_TF != 0, rflags & RFLAGS_RF != 0);
-            self.nmi.step = Step::Armed { tf, rf };
-            self.vmcb_mut(Clean::empty()).save.rflags = rflags | RFLAGS_TF | RFLAGS_RF;
-        }
-        NmiWindow::Step
-    }
-
-    /// The exit behind an entry with a single step of ours: the flags are the guest's again.
-    pub(crate) fn end_single_step(&mut self) {
-        if self.disarm_step()
-            && self.vmcb().control.exit_code == DEBUG_EXCEPTION
-            && self.vmcb().save.dr6 & Dr6::TRAPS == 0
-        {
-            self.nmi.step = Step::Trapped;
         }
     }
 
@@ -242,6 +144,152 @@ impl<C: Cpu> Svm<C> {
             save.dr6 &= !Dr6::BS;
         }
         !tf
+    }
+
+    fn intercept_cr8_writes(&mut self, on: bool) {
+        self.intercept_cr(1 << (16 + 8), on || self.cr8_exits);
+    }
+}
+
+impl<C: Cpu> Injection for Svm<C> {
+    type ServedApic = Absent;
+
+    fn inject(&mut self, event: Event) {
+        if event == Event::Nmi {
+            self.set_nmi_masked(true);
+        }
+        if let Event::Exception(e) = event
+            && e.vector.0 == 14
+            && let Some(address) = e.payload
+        {
+            self.vmcb_mut(Clean::CR2).save.cr2 = address;
+        }
+        if let Event::Exception(e) = event
+            && e.vector.0 == 1
+            && let Some(bits) = e.payload
+        {
+            let save = &mut self.vmcb_mut(Clean::DR).save;
+            save.dr6 = Dr6::new(save.dr6).after_db(bits).bits();
+            save.dr7 = Dr7::new(save.dr7).without_general_detect().bits();
+        }
+        self.vmcb_mut(Clean::empty()).control.event_inj = encode(event);
+    }
+
+    #[inline]
+    fn injecting(&self) -> bool {
+        self.vmcb().control.event_inj & event::VALID != 0
+    }
+
+    fn cancel_injection(&mut self) -> Option<Event> {
+        let control = &mut self.vmcb_mut(Clean::empty()).control;
+        let event = decode(control.event_inj);
+        control.event_inj = 0;
+        event
+    }
+
+    fn offer_interrupt(&mut self, vector: Option<Vector>) {
+        self.set_virq(vector.map_or(Virq::Off, Virq::Offer));
+    }
+
+    /// Whether the guest took the offered interrupt: the hardware then cleared V_IRQ.
+    #[inline]
+    fn offer_taken(&mut self) -> bool {
+        if self.vmcb().control.int_ctl & vintr::IRQ != 0 || !matches!(self.virq, Virq::Offer(_)) {
+            return false;
+        }
+        self.virq = Virq::Off;
+        true
+    }
+
+    fn set_interrupt_window(&mut self, on: bool) {
+        self.set_virq(if on { Virq::Window } else { Virq::Off });
+    }
+
+    fn watch_priority(&mut self, offered: bool, waiting: Option<Vector>) {
+        self.intercept_cr8_writes(offered || waiting.is_some());
+    }
+
+    fn exit_on_cr8_writes(&mut self) {
+        self.cr8_exits = true;
+        self.intercept_cr8_writes(true);
+    }
+
+    fn nmi_allowed(&self) -> bool {
+        !self.nmi_masked() && !self.interrupt_shadow()
+    }
+
+    /// Asks for an exit when an NMI can be taken. While one is handled the IRET intercept serves;
+    /// after the IRET has begun, or in an interrupt shadow, a single step does.
+    fn set_nmi_window(&mut self) -> NmiWindow {
+        if self.features.vnmi && self.nmi_masked() {
+            return NmiWindow::Exit;
+        }
+        if self.nmi.masked && self.nmi.iret_at.is_none() {
+            return NmiWindow::Exit;
+        }
+        if self.vmcb().control.event_inj & event::VALID != 0 {
+            return NmiWindow::Kick;
+        }
+        if !matches!(self.nmi.step, Step::Armed { .. }) {
+            let rflags = self.vmcb().save.rflags;
+            let (tf, rf) = (rflags & RFLAGS_TF != 0, rflags & RFLAGS_RF != 0);
+            self.nmi.step = Step::Armed { tf, rf };
+            self.vmcb_mut(Clean::empty()).save.rflags = rflags | RFLAGS_TF | RFLAGS_RF;
+        }
+        NmiWindow::Step
+    }
+
+    fn nmi_masked(&self) -> bool {
+        if self.features.vnmi {
+            return self.vmcb().control.int_ctl & vintr::NMI_MASK != 0;
+        }
+        match self.nmi.iret_at {
+            // The IRET has retired once RIP has moved.
+            Some(at) => self.nmi.masked && self.vmcb().save.rip == at,
+            None => self.nmi.masked,
+        }
+    }
+
+    fn set_nmi_masked(&mut self, on: bool) {
+        if self.features.vnmi {
+            let control = &mut self.vmcb_mut(Clean::INTR).control;
+            control.int_ctl =
+                (control.int_ctl & !vintr::NMI_MASK) | if on { vintr::NMI_MASK } else { 0 };
+            return;
+        }
+        self.nmi.masked = on;
+        self.nmi.iret_at = None;
+        self.intercept_iret(on);
+    }
+
+    /// The guest begins an IRET while an NMI is handled: the mask falls after it.
+    fn iret_begun(&mut self) {
+        self.nmi.iret_at = Some(self.vmcb().save.rip);
+        self.intercept_iret(false);
+    }
+
+    /// The exit behind an entry with a single step of ours: the flags are the guest's again.
+    fn settle_step(&mut self) {
+        if self.disarm_step()
+            && self.vmcb().control.exit_code == DEBUG_EXCEPTION
+            && self.vmcb().save.dr6 & Dr6::TRAPS == 0
+        {
+            self.nmi.step = Step::Trapped;
+        }
+    }
+
+    fn own_single_step(&mut self) -> bool {
+        core::mem::take(&mut self.nmi.step) == Step::Trapped
+    }
+
+    #[inline(always)]
+    fn served_apic(&self) -> Option<&Absent> {
+        None
+    }
+
+    #[inline(always)]
+    fn served_apic_mut(&mut self) -> Option<&mut Absent> {
+        None
     }
 }
 

@@ -8,18 +8,22 @@
 extern crate alloc;
 
 pub mod block;
-pub mod enter;
+mod clock;
+mod controls;
+mod enter;
 pub mod exits;
 pub mod features;
 pub mod host_state;
 pub mod inject;
 mod live;
+mod msrs;
 mod paging;
 pub mod percpu;
 pub mod permission;
-mod state;
+mod registers;
+pub mod state;
 
 pub use block::ControlBlock;
-pub use enter::Svm;
 pub use features::{Features, Unusable};
 pub use host_state::{HostState, rescue_host};
+pub use state::Svm;

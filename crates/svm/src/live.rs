@@ -2,10 +2,11 @@
 //! exchange: debug registers, extended state, TSC_AUX. What they are is [`guest_live`]'s; when they are
 //! exchanged, and what the guest may see of them, is said here.
 
+use backend::LiveRegisters;
 use cpu::Cpu;
-use x86::{Cr4, Dr7};
+use x86::{Cr4, Dr6, Dr7, vmcb::Clean};
 
-use crate::enter::Svm;
+use crate::state::Svm;
 
 impl<C: Cpu> Svm<C> {
     #[cold]
@@ -20,16 +21,6 @@ impl<C: Cpu> Svm<C> {
         let dr7 = Dr7::new(self.vmcb().save.dr7);
         self.debug.save(&mut self.cpu, dr7);
         self.intercept_debug_regs();
-    }
-
-    /// The guest uses its debug registers: they are its own from now on.
-    pub(crate) fn give_debug_regs(&mut self) {
-        if self.debug.give() {
-            self.intercept_debug_regs();
-            if self.loaded {
-                self.load_debug_regs();
-            }
-        }
     }
 
     /// Whether the guest can see XCR0: only with CR4.OSXSAVE, whose writes exit while it is clear.
@@ -65,5 +56,64 @@ impl<C: Cpu> Svm<C> {
         if self.loaded && self.features.rdtscp {
             self.tsc_aux.sync(&mut self.cpu);
         }
+    }
+}
+
+impl<C: Cpu> LiveRegisters for Svm<C> {
+    fn debug_regs(&self) -> [u64; 6] {
+        let save = &self.vmcb().save;
+        let [a, b, c, d] = self.debug.addresses();
+        [a, b, c, d, save.dr6, save.dr7]
+    }
+
+    fn set_debug_regs(&mut self, regs: [u64; 6]) {
+        let [a, b, c, d, dr6, dr7] = regs;
+        self.debug.set_addresses([a, b, c, d]);
+        let dr7 = Dr7::new(dr7);
+        let save = &mut self.vmcb_mut(Clean::DR).save;
+        (save.dr6, save.dr7) = (Dr6::new(dr6).bits(), dr7.bits());
+        if dr7.has_breakpoints() {
+            self.own_debug_regs();
+        }
+    }
+
+    fn own_debug_regs(&mut self) {
+        if self.debug.give() {
+            self.intercept_debug_regs();
+            if self.loaded {
+                self.load_debug_regs();
+            }
+        }
+    }
+
+    fn watch_debug_regs(&mut self, on: bool) {
+        self.debug.watch(on);
+        self.intercept_debug_regs();
+    }
+
+    fn xcr0(&self) -> u64 {
+        self.extended.xcr0()
+    }
+
+    fn set_xcr0(&mut self, value: u64) {
+        self.extended.set_xcr0(value);
+        self.sync_extended();
+    }
+
+    fn xss(&self) -> u64 {
+        self.extended.xss()
+    }
+
+    fn set_xss(&mut self, value: u64) {
+        self.extended.set_xss(value);
+        self.sync_extended();
+    }
+
+    fn pkru(&self) -> u32 {
+        self.extended.pkru()
+    }
+
+    fn set_pkru(&mut self, value: u32) {
+        self.extended.set_pkru(value);
     }
 }

@@ -9,14 +9,14 @@
 //! CR0 always without NRIP save: see [`Svm::renew_hardware`]). CR0.TS and
 //! CR0.MP are the guest's own where the CPU can tell writes of them from others.
 
-use backend::{CR0_CD_NW, ControlRegs};
+use backend::{Absent, CR0_CD_NW, ControlRegs, Paging, Translation};
 use cpu::Cpu;
 use x86::{
     Hpa,
     vmcb::{Clean, Intercept3, Save},
 };
 
-use crate::enter::Svm;
+use crate::state::Svm;
 
 const CR0_MP: u64 = 1 << 1;
 const CR0_TS: u64 = 1 << 3;
@@ -154,13 +154,49 @@ impl<C: Cpu> Svm<C> {
             self.sync_extended();
         }
     }
+}
 
-    /// The shadow root.
-    pub(crate) fn load_shadow_root(&mut self, root: Hpa) {
+impl<C: Cpu> Translation for Svm<C> {
+    type PageLog = Absent;
+
+    fn set_paging(&mut self, paging: Paging) {
+        self.paging = paging;
+        if paging.shadow {
+            return self.watch_paging();
+        }
+        let word = &mut self.vmcb_mut(Clean::INTERCEPTS).control.intercepts[3];
+        // With this the guest keeps CR0.TS and CR0.MP to itself.
+        let selective = Intercept3::CR0_SEL_WRITE.bits();
+        *word = (*word & !selective) | if paging.watch_roles { selective } else { 0 };
+        self.update_cr4_intercept();
+    }
+
+    fn set_shadow_root(&mut self, root: Hpa) {
         if self.vmcb().save.cr3 != root.0 {
             self.vmcb_mut(Clean::CR).save.cr3 = root.0;
             self.block.request_flush();
         }
+    }
+
+    fn set_tdp_root(&mut self, root: Hpa) {
+        if self.vmcb().control.ncr3 != root.0 {
+            self.vmcb_mut(Clean::NPT).control.ncr3 = root.0;
+            self.block.request_flush();
+        }
+    }
+
+    fn flush_tlb(&mut self) {
+        self.block.request_flush();
+    }
+
+    fn flush_tdp(&mut self) {
+        self.block.request_flush();
+    }
+
+    /// Written pages are found by write protection.
+    #[inline(always)]
+    fn page_log(&mut self) -> Option<&mut Absent> {
+        None
     }
 }
 

@@ -3,7 +3,7 @@
 
 mod rig;
 
-use backend::{Backend, Gprs, RAX, RCX, RDX};
+use backend::{Gprs, LiveRegisters, RAX, RCX, RDX};
 use cpu::ModelVmcs;
 use gannet_vcpu::{RunInput, UserExit};
 use mmu::Format;

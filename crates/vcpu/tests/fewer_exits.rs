@@ -102,9 +102,9 @@ fn each_exit_under_vmx_is_given_up_by_itself() {
 
 #[test]
 fn a_guest_that_waits_by_mwait_is_not_watched_by_a_timer_that_may_stand() {
-    use backend::Backend;
+    use backend::DeadlineWatch;
     for (exits, watches) in [(0, true), (HLT | PAUSE | CSTATE, true), (MWAIT, false)] {
-        assert_eq!(vmx_vcpu(exits).backend().watches_deadlines(), watches, "{exits:#x}");
+        assert_eq!(vmx_vcpu(exits).backend().can_watch(), watches, "{exits:#x}");
     }
 }
 

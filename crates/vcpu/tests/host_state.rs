@@ -5,7 +5,7 @@
 
 mod rig;
 
-use backend::{Backend, Gprs, RCX, RDX};
+use backend::{Gprs, RCX, RDX, WorldSwitch};
 use cpu::{Counts, Cpu as _, Op, Selectors};
 use gannet_vcpu::{RunInput, UserExit};
 use proptest::prelude::*;

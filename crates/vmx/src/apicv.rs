@@ -10,6 +10,7 @@
 
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use backend::ServedApic;
 use cpu::Cpu;
 use host::{NoMemory, page::Page};
 use x86::{
@@ -19,8 +20,8 @@ use x86::{
 };
 
 use crate::{
-    enter::{Vmx, attention},
     fields::{self, Slot},
+    state::{Vmx, attention},
 };
 
 /// What it takes.
@@ -183,29 +184,6 @@ impl ApicPage {
 }
 
 impl<C: Cpu> Vmx<C> {
-    /// Hands an APIC over to the CPU.
-    pub(crate) fn begin_serving(&mut self, state: &Interrupts, reported: &VectorWords) {
-        self.apic_page.fill(state);
-        self.report_eois(reported);
-        self.set(fields::GUEST_INTERRUPT_STATUS, self.apic_page.status());
-        self.attend_to_requests();
-        if core::mem::replace(&mut self.serving, Serving::Yes) == Serving::No {
-            // It is the CPU that compares priorities.
-            self.set(fields::TPR_THRESHOLD, 0);
-            self.change_proc2(CONTROLS, true);
-            self.pass_apic_msrs(true);
-        }
-    }
-
-    /// Nothing of it is left in the page.
-    pub(crate) fn end_serving(&mut self) {
-        if core::mem::replace(&mut self.serving, Serving::No) == Serving::No {
-            return;
-        }
-        self.change_proc2(CONTROLS, false);
-        self.pass_apic_msrs(false);
-    }
-
     fn pass_apic_msrs(&self, on: bool) {
         for msr in READABLE.into_iter().flat_map(|(first, last)| first..=last) {
             self.vmcs.msr_map.intercept(msr, !on, true);
@@ -220,15 +198,6 @@ impl<C: Cpu> Vmx<C> {
         for (slot, word) in EOI_EXITS.into_iter().zip(reported) {
             self.set(slot, *word);
         }
-    }
-
-    /// Passes requests on to the CPU: one VMWRITE, or none for what has to wait for a higher one.
-    pub(crate) fn request_served(&mut self, vectors: &VectorWords, reported: &VectorWords) {
-        self.report_eois(reported);
-        if self.apic_page.request(vectors) {
-            self.set(fields::GUEST_INTERRUPT_STATUS, self.apic_page.status());
-        }
-        self.attend_to_requests();
     }
 
     /// An instruction has retired in software: the CPU must not hold back for its sake an interrupt
@@ -252,10 +221,60 @@ impl<C: Cpu> Vmx<C> {
     pub fn msr_exits(&self, msr: u32) -> (bool, bool) {
         self.vmcs.msr_map.intercepted(msr)
     }
+}
 
-    /// Whether the APIC that is served has something to deliver.
+impl<C: Cpu> ServedApic for Vmx<C> {
     #[inline]
-    pub(crate) fn served_waits(&self, more: Option<Vector>) -> bool {
+    fn can_serve(&self) -> bool {
+        self.features.apicv
+    }
+
+    #[inline]
+    fn is_serving(&self) -> bool {
+        self.serving == Serving::Yes
+    }
+
+    fn serve(&mut self, state: &Interrupts, reported: &VectorWords) {
+        self.apic_page.fill(state);
+        self.report_eois(reported);
+        self.set(fields::GUEST_INTERRUPT_STATUS, self.apic_page.status());
+        self.attend_to_requests();
+        if core::mem::replace(&mut self.serving, Serving::Yes) == Serving::No {
+            // It is the CPU that compares priorities.
+            self.set(fields::TPR_THRESHOLD, 0);
+            self.change_proc2(CONTROLS, true);
+            self.pass_apic_msrs(true);
+        }
+    }
+
+    /// One VMWRITE, or none for what has to wait for a higher one.
+    fn request(&mut self, vectors: &VectorWords, reported: &VectorWords) {
+        self.report_eois(reported);
+        if self.apic_page.request(vectors) {
+            self.set(fields::GUEST_INTERRUPT_STATUS, self.apic_page.status());
+        }
+        self.attend_to_requests();
+    }
+
+    fn show(&mut self, offset: u32, value: u32) {
+        self.apic_page.set(offset, value);
+    }
+
+    #[inline]
+    fn interrupt_waits(&self, more: Option<Vector>) -> bool {
         self.apic_page.delivers(more.map_or(0, |v| v.0))
+    }
+
+    fn take_back(&mut self) -> Interrupts {
+        self.serving = Serving::TakenBack;
+        self.apic_page.take()
+    }
+
+    fn stop(&mut self) {
+        if core::mem::replace(&mut self.serving, Serving::No) == Serving::No {
+            return;
+        }
+        self.change_proc2(CONTROLS, false);
+        self.pass_apic_msrs(false);
     }
 }

@@ -5,40 +5,33 @@
 //! changes one exits. WP and PGE are not the guest's where the run loop has to see changes of how
 //! paging entries are read ([`Paging::watch_roles`](backend::Paging::watch_roles)).
 
-use backend::{Backend, GuestLimits};
+use backend::{Backend, ControlRegisters, FewerExits, GuestLimits, PdpteRegisters, Permissions};
 use cpu::Cpu;
 use x86::{
-    msr,
-    segment::attr,
+    Cr0, Cr4, msr,
     vmcs::{PinControls, ProcControls, ProcControls2, field},
 };
 
-use crate::{enter::Vmx, fields, page_log::PageLog};
+use crate::{
+    fields,
+    msrs::{CORE_RESIDENCY, LIVE, TSC},
+    page_log::PageLog,
+    speculation::SPECULATION,
+    state::Vmx,
+};
 
-const CR0_TS: u64 = 1 << 3;
-const CR0_WP: u64 = 1 << 16;
-const CR4_PGE: u64 = 1 << 7;
-/// CR4 bits that a guest may own: PVI, TSD, DE, PGE, PCE, OSFXSR, OSXMMEXCPT, FSGSBASE.
-const CR4_OWNABLE: u64 =
-    (1 << 1) | (1 << 2) | (1 << 3) | CR4_PGE | (1 << 8) | (1 << 9) | (1 << 10) | (1 << 16);
-const EFER_LMA: u64 = 1 << 10;
-pub(crate) const TSC: u32 = 0x10;
+/// CR4 bits that a guest may own.
+const CR4_OWNABLE: Cr4 = Cr4::PVI
+    .union(Cr4::TSD)
+    .union(Cr4::DE)
+    .union(Cr4::PGE)
+    .union(Cr4::PCE)
+    .union(Cr4::OSFXSR)
+    .union(Cr4::OSXMMEXCPT)
+    .union(Cr4::FSGSBASE);
 /// PAUSE-loop exiting: cycles between two PAUSEs of one loop, and of a loop that is too long; what
 /// the manual suggests and others use.
 const PLE: (u32, u32) = (128, 4096);
-
-/// MSRs whose guest value is live in hardware while the guest runs.
-pub(crate) const LIVE: [u32; 6] = [
-    msr::FS_BASE,
-    msr::GS_BASE,
-    msr::KERNEL_GS_BASE,
-    msr::SYSENTER_CS,
-    msr::SYSENTER_ESP,
-    msr::SYSENTER_EIP,
-];
-
-/// How long the core was in C1, C3, C6 and C7: what a guest reads that may use them.
-pub(crate) const CORE_RESIDENCY: [u32; 4] = [0x660, 0x3fc, 0x3fd, 0x3fe];
 
 impl<C: Cpu> Vmx<C> {
     pub(crate) fn init_control(&mut self) {
@@ -58,33 +51,12 @@ impl<C: Cpu> Vmx<C> {
         self.set(fields::GUEST_DEBUGCTL, 0);
         self.set(fields::GUEST_PAT, msr::PAT_RESET);
         if self.features.ept {
-            self.set_pdpte_fields([0; 4]);
+            self.set_entries([0; 4]);
         }
         if self.page_log.is_some() {
             self.set(fields::PML_INDEX, PageLog::EMPTY);
         }
         self.reset(false);
-    }
-
-    pub(crate) fn pass_live_msrs(&self) {
-        for msr in LIVE {
-            self.vmcs.msr_map.intercept(msr, false, false);
-        }
-        self.vmcs.msr_map.intercept(TSC, false, true);
-        if self.cold.fewer.cstate {
-            for msr in CORE_RESIDENCY {
-                self.vmcs.msr_map.intercept(msr, false, true);
-            }
-        }
-    }
-
-    /// Something else than an interrupt ends the guest's HLT. Where HLT does not exit, the CPU halts the
-    /// guest again at an entry, and refuses one with an exception (SDM vol. 3C §27.3.1.5).
-    #[inline]
-    pub(crate) fn end_halt(&self) {
-        if self.cold.fewer.hlt {
-            self.set(fields::GUEST_ACTIVITY, 0);
-        }
     }
 
     /// Those fields of [`Vmx::write_constants`] that not every CPU has.
@@ -139,28 +111,20 @@ impl<C: Cpu> Vmx<C> {
 
     /// CR0 bits that the guest owns.
     pub(crate) fn owned_cr0(&self) -> u64 {
-        if self.paging.watch_roles || self.paging.shadow { CR0_TS } else { CR0_TS | CR0_WP }
+        let small = self.paging.watch_roles || self.paging.shadow;
+        let owned = if small { Cr0::TS } else { Cr0::TS | Cr0::WP };
+        owned.bits()
     }
 
     /// CR4 bits that the guest owns.
     pub(crate) fn owned_cr4(&self) -> u64 {
-        let all = CR4_OWNABLE & self.limits.cr4_allowed;
-        if self.paging.watch_roles || self.paging.shadow { all & !CR4_PGE } else { all }
-    }
-
-    pub(crate) fn cr0_now(&self) -> u64 {
-        let owned = self.owned_cr0();
-        (self.cr0 & !owned) | (self.get(fields::GUEST_CR0) & owned)
-    }
-
-    pub(crate) fn cr4_now(&self) -> u64 {
-        let owned = self.owned_cr4();
-        (self.cr4 & !owned) | (self.get(fields::GUEST_CR4) & owned)
+        let all = CR4_OWNABLE.bits() & self.limits.cr4_allowed;
+        if self.paging.watch_roles || self.paging.shadow { all & !Cr4::PGE.bits() } else { all }
     }
 
     /// Who owns which bits of CR0 and CR4 has changed, by `change`.
     pub(crate) fn change_ownership(&mut self, change: impl FnOnce(&mut Self)) {
-        let (cr0, cr4) = (self.cr0_now(), self.cr4_now());
+        let (cr0, cr4) = (self.cr0(), self.cr4());
         change(self);
         self.set(fields::CR0_MASK, !self.owned_cr0());
         self.set(fields::CR4_MASK, !self.owned_cr4());
@@ -183,34 +147,39 @@ impl<C: Cpu> Vmx<C> {
             self.change_proc2(ProcControls2::XSAVES, xsave);
         }
     }
+}
 
-    pub(crate) fn set_pdpte_fields(&mut self, [a, b, c, d]: [u64; 4]) {
-        self.set(fields::GUEST_PDPTE0, a);
-        self.set(fields::GUEST_PDPTE1, b);
-        self.set(fields::GUEST_PDPTE2, c);
-        self.set(fields::GUEST_PDPTE3, d);
+impl<C: Cpu> Permissions for Vmx<C> {
+    fn set_limits(&mut self, limits: GuestLimits) {
+        self.change_ownership(|this| this.limits = limits);
+        self.update_passthrough();
+        self.sync_extended();
     }
 
-    pub(crate) fn replace_cr2(&mut self, value: u64) {
-        self.cr2 = value;
-        if self.vmcs.is_loaded() {
-            self.cpu.set_cr2(value);
+    fn set_msr_filter(&mut self, denied: impl Fn(u32) -> (bool, bool)) {
+        self.pass_live_msrs();
+        self.cold.speculation_denied = SPECULATION.map(&denied);
+        self.update_passthrough();
+        let residency = self.cold.fewer.cstate.then_some(CORE_RESIDENCY).into_iter().flatten();
+        for msr in LIVE.into_iter().chain([TSC, msr::TSC_AUX]).chain(residency) {
+            let ((read, write), filter) = (self.vmcs.msr_map.intercepted(msr), denied(msr));
+            self.vmcs.msr_map.intercept(msr, read | filter.0, write | filter.1);
         }
     }
 
-    /// RIP behind the exiting instruction.
-    #[inline(always)]
-    pub(crate) fn rip_after(&self) -> u64 {
-        let rip = self.get(fields::GUEST_RIP);
-        let next = rip.wrapping_add(u64::from(self.get(fields::INSTRUCTION_LENGTH)));
-        if (rip ^ next) >> 32 != 0 { self.wrapped(next) } else { next }
+    fn give_up_exits(&mut self, exits: FewerExits) {
+        self.cold.fewer = exits;
+        let when = |given_up, bits| if given_up { bits } else { ProcControls::empty() };
+        let waits = when(exits.mwait, ProcControls::MWAIT | ProcControls::MONITOR);
+        self.change_proc(when(exits.hlt, ProcControls::HLT) | waits, false);
+        if exits.pause {
+            self.change_proc2(ProcControls2::PAUSE_LOOP, false);
+        }
+        self.pass_live_msrs();
     }
 
-    /// Outside 64-bit code RIP has 32 bits.
-    #[cold]
-    #[inline(never)]
-    fn wrapped(&self, next: u64) -> u64 {
-        let long = self.efer & EFER_LMA != 0 && self.code_attributes() & attr::L != 0;
-        if long { next } else { next & 0xffff_ffff }
+    fn set_guest_debug(&mut self, breakpoints: bool, _debug: bool) {
+        let old = self.get(fields::EXCEPTION_BITMAP) & !(1 << 3);
+        self.set(fields::EXCEPTION_BITMAP, old | (u32::from(breakpoints) << 3));
     }
 }

@@ -1,4 +1,4 @@
-//! One virtual CPU under VMX, and the world switch.
+//! The inner loop's two ends and the world switch between them.
 //!
 //! The whole loop runs with interrupts off: with external-interrupt exiting a pending one ends the
 //! guest's run, stays pending, and is taken by the host after the loop. A VM exit loads the host's
@@ -11,222 +11,179 @@
 //!
 //! SDM vol. 3C chapters 25 to 28.
 
-use core::cell::Cell;
-use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use core::sync::atomic::Ordering::Relaxed;
 
-use backend::{FewerExits, Gprs, GuestLimits, Paging, RSP, TSC_RATIO_ONE};
+use backend::{Gprs, RSP, WorldSwitch};
 use cpu::{Cpu, VmxSwitch};
-use guest_live::{DebugRegs, Exchanged, Extended, Has, LiveDr6, SyscallMsrs};
-use host::{KBox, NoMemory, hostcpu, warn};
+use host::hostcpu;
 use x86::{
-    msr,
-    vmcs::{
-        ENTRY_FAILURE, ReadWrite, event,
-        field::{self, Width},
-        invept,
-    },
+    Cr4, msr,
+    vmcs::{ENTRY_FAILURE, ExitReason, event, field, invept},
 };
 
 use crate::{
-    apicv::{ApicPage, Serving},
-    exits,
-    features::Features,
-    fields::{self, Slot},
+    exits, fields,
     host_state::HostThread,
-    inject::Offer,
     mitigations,
-    page_log::PageLog,
     paging::INVALID_STATE,
-    preemption_timer::Watched,
-    speculation::SPECULATION,
-    vmcs::{self, Vmcs},
+    state::{Vmx, attention},
 };
 
-/// What the next entry has to do beside entering, as bits: usually nothing.
-pub(crate) mod attention {
-    /// Forget the translations of this guest's linear addresses.
-    pub const FLUSH: u16 = 1 << 0;
-    /// Forget everything that was made from its TDP tables.
-    pub const FLUSH_TDP: u16 = 1 << 4;
-    /// An interrupt is offered.
-    pub const OFFER: u16 = 1 << 1;
-    /// An event is injected: the exit takes it out of the VMCS.
-    pub const INJECT: u16 = 1 << 2;
-    /// VMX is off on this CPU: do not enter.
-    pub const OFF: u16 = 1 << 3;
-    /// An interrupt waits that the CPU delivers by itself, and the shadow of STI may be over.
-    pub const SHADOW: u16 = 1 << 7;
-    /// Flush the L1 data cache.
-    pub const FLUSH_L1D: u16 = 1 << 5;
-    /// A deadline is watched, or is so no more and the CPU's timer has yet to be told.
-    pub const TIMER: u16 = 1 << 6;
-    /// The CPU's timer was set for the next entry already.
-    pub const TIMER_SET: u16 = 1 << 8;
-    /// The guest is in a mode that the CPU does not run: do not enter.
-    pub const INTERPRET: u16 = 1 << 9;
+impl<C: Cpu> WorldSwitch for Vmx<C> {
+    fn may_run_on(&self, here: usize) -> bool {
+        self.vmcs.may_run_on(here)
+    }
 
-    const ALL: [u16; 10] =
-        [FLUSH, FLUSH_TDP, OFFER, INJECT, OFF, SHADOW, FLUSH_L1D, TIMER, TIMER_SET, INTERPRET];
-    // No two are the same bit.
-    const _: () = {
-        let (mut seen, mut at) = (0, 0);
-        while at < ALL.len() {
-            assert!(seen & ALL[at] == 0);
-            seen |= ALL[at];
-            at += 1;
+    fn release_elsewhere(&mut self) {
+        self.vmcs.clear_elsewhere();
+    }
+
+    fn begin_run(&mut self) {
+        *self.host = HostThread::read(&mut self.cpu);
+    }
+
+    fn load(&mut self, at: usize) {
+        let here = self.vmcs.find(at);
+        let cr4 = self.cpu.cr4_now();
+        let Some(here) = here.filter(|_| cr4 & Cr4::VMXE.bits() != 0) else {
+            self.attention |= attention::OFF;
+            return;
+        };
+        if !self.vmcs.has_host_of(at, here) {
+            self.arrive(at, here);
         }
-    };
-}
+        if !self.vmcs.has_vpid_of(here) {
+            self.attention |= attention::FLUSH;
+        }
+        // It was set for an entry that did not take place.
+        self.attention &= !attention::TIMER_SET;
+        if self.vmcs.make_current(&self.cpu, here) {
+            self.write_constants();
+        }
+        self.switch.flags &= !VmxSwitch::LAUNCHED;
+        if self.vmcs.launched.get() {
+            self.switch.flags |= VmxSwitch::LAUNCHED;
+        }
+        // A process that has an LDT may change it under this thread.
+        if hostcpu::uses_ldt() {
+            self.host.read_selectors(&mut self.cpu);
+        }
+        self.set(fields::HOST_CR4, cr4);
+        self.set(fields::HOST_CR3, self.cpu.cr3());
+        self.set(fields::HOST_FS_BASE, self.host.fs_base);
+        self.vmcs.load(&self.cpu);
+        if here.last_vcpu.load(Relaxed) != self.cold.id {
+            here.last_vcpu.store(self.cold.id, Relaxed);
+            if hostcpu::ibpb_on_switch() {
+                self.cpu.wrmsr(msr::PRED_CMD, 1);
+            }
+        }
+        if self.extended {
+            self.load_extended();
+        }
+        if self.cold.debug.owned() {
+            self.load_debug_regs();
+        }
+        self.sync_tsc_aux();
+        self.sync_syscall();
+        self.kernel_gs_base.enter(self.host.user_gs_base);
+        self.kernel_gs_base.sync(&mut self.cpu);
+        self.cold.host_debugctl = self.cpu.rdmsr(msr::DEBUGCTL);
+        if self.features.spec_ctrl {
+            self.switch.host_spec_ctrl = hostcpu::host_spec_ctrl();
+        }
+        self.stop_counters();
+        self.cpu.set_cr2(self.cr2);
+        if mitigations::flush_wanted() {
+            self.attention |= attention::FLUSH_L1D;
+        }
+    }
 
-/// What no exit that stays in the loop looks at. On the heap, so that a vCPU that is being made fits
-/// on a stack.
-#[derive(Debug)]
-pub(crate) struct Cold {
-    pub(crate) id: u64,
-    pub(crate) host_debugctl: u64,
-    /// Counters of the host are stopped.
-    pub(crate) perf_stopped: bool,
-    pub(crate) cstar: u64,
-    pub(crate) debug: DebugRegs,
-    pub(crate) dr6: LiveDr6,
-    pub(crate) extended: Extended,
-    /// Exits that the VMM gave up.
-    pub(crate) fewer: FewerExits,
-    /// The guest has written SPEC_CTRL something other than zero since its reset.
-    pub(crate) spec_ctrl_used: bool,
-    /// Reads and writes of [`SPECULATION`] that the VMM's filter denies.
-    pub(crate) speculation_denied: [(bool, bool); SPECULATION.len()],
-}
+    #[inline]
+    fn enter(&mut self, gprs: &mut Gprs) {
+        // Not known: nobody has looked at it since the exit, so it is the guest's own.
+        if let Some(rsp) = self.vmcs.fields.get(fields::GUEST_RSP)
+            && rsp != gprs.0[RSP]
+        {
+            self.set(fields::GUEST_RSP, gprs.0[RSP]);
+        }
+        if self.attention != 0 {
+            if self.attention & attention::TIMER != 0 && !self.settle_timer() {
+                return self.exit_for_deadline();
+            }
+            if self.attention & !attention::TIMER != 0 && !self.attend() {
+                return self.refuse();
+            }
+        }
+        let entered = self.cpu.vmx_enter(gprs, &mut self.switch);
+        self.vmcs.fields.forget();
+        self.shadow_over.set(false);
+        if !entered {
+            return self.refuse();
+        }
+        let raw = self.cpu.vmread(fields::EXIT_REASON.encoding());
+        self.vmcs.fields.learn(fields::EXIT_REASON, raw);
+        let reason = raw as u32;
+        // An entry that failed late has launched nothing, and injected nothing (SDM vol. 3C §27.8).
+        if reason & ENTRY_FAILURE == 0 {
+            self.switch.flags |= VmxSwitch::LAUNCHED;
+            if self.attention & attention::INJECT != 0 {
+                self.settle_injection();
+            }
+        }
+        if exits::needs_rsp(reason) {
+            self.look_after_exit(reason, gprs);
+        }
+    }
 
-impl Cold {
-    /// Out of line, for the stack.
-    #[inline(never)]
-    fn new(features: &Features) -> Result<KBox<Self>, NoMemory> {
-        let has = Has { xsaves: features.xsaves, pku: features.pku };
-        KBox::new(Self {
-            id: IDS.fetch_add(1, Relaxed),
-            host_debugctl: 0,
-            perf_stopped: false,
-            cstar: 0,
-            debug: DebugRegs::default(),
-            dr6: LiveDr6::default(),
-            extended: Extended::new(has, hostcpu::host_xss()),
-            fewer: FewerExits::default(),
-            spec_ctrl_used: false,
-            speculation_denied: [(false, false); SPECULATION.len()],
-        })
+    #[inline]
+    fn complete(&mut self, gprs: &mut Gprs) {
+        gprs.0[RSP] = self.get(fields::GUEST_RSP);
+    }
+
+    fn unload(&mut self, to_user: bool) {
+        if self.attention & attention::OFF != 0 {
+            self.attention &= !attention::OFF;
+            return;
+        }
+        self.know_for_outside();
+        self.cr2 = self.cpu.cr2();
+        self.vmcs.launched.set(self.switch.flags & VmxSwitch::LAUNCHED != 0);
+        self.kernel_gs_base.read_back(&mut self.cpu);
+        self.kernel_gs_base.leave(&mut self.cpu, self.host.user_gs_base);
+        if self.cold.extended.is_loaded() {
+            self.unload_extended();
+        }
+        if self.cold.debug.owned() {
+            self.save_debug_regs();
+        }
+        if self.cold.perf_stopped {
+            hostcpu::perf_leave();
+        }
+        self.vmcs.unload();
+        // An exit leaves DR7 and DEBUGCTL disabled; a host that uses them gets them back.
+        if self.cold.host_debugctl != 0 {
+            self.cpu.wrmsr(msr::DEBUGCTL, self.cold.host_debugctl);
+        }
+        hostcpu::left_vmx();
+        self.restore_selectors();
+        if let Some(here) = self.vmcs.here() {
+            here.user_return.left(&mut self.cpu, to_user);
+            self.vmcs.give_up_unnoted(&self.cpu, here);
+        }
+    }
+
+    /// The kernel may fault on an address of its own; CR2 is the guest's.
+    fn host_segments(&mut self) {
+        self.cr2 = self.cpu.cr2();
+    }
+
+    fn guest_segments(&mut self) {
+        self.cpu.set_cr2(self.cr2);
     }
 }
-
-/// One virtual CPU under VMX.
-#[derive(Debug)]
-pub struct Vmx<C: Cpu> {
-    pub(crate) cpu: C,
-    pub(crate) vmcs: Vmcs,
-    /// [`attention`].
-    pub(crate) attention: u16,
-    /// An instruction was retired in software since the exit: what the VMCS says of the shadow of
-    /// STI and MOV SS is over.
-    pub(crate) shadow_over: Cell<bool>,
-    /// An NMI waits for what comes behind the shadow of STI, by the interrupt window.
-    pub(crate) nmi_behind_sti: bool,
-    /// The VM-instruction error of an entry that failed without an exit.
-    pub(crate) refused: u32,
-    pub(crate) switch: VmxSwitch,
-    pub(crate) offer: Offer,
-    pub(crate) deadline: Watched,
-    pub(crate) features: KBox<Features>,
-    pub(crate) apic_page: ApicPage,
-    /// Whether the CPU serves the local APIC.
-    pub(crate) serving: Serving,
-    /// Where the CPU has one.
-    pub(crate) page_log: Option<PageLog>,
-    pub(crate) cr2: u64,
-    /// The guest's CR3, and what the CPU has in its place, under shadow paging.
-    pub(crate) shadowed_cr3: u64,
-    pub(crate) shadow_root: u64,
-    pub(crate) cr0: u64,
-    pub(crate) cr4: u64,
-    pub(crate) efer: u64,
-    pub(crate) syscall: SyscallMsrs,
-    pub(crate) kernel_gs_base: Exchanged<{ msr::KERNEL_GS_BASE }>,
-    pub(crate) limits: GuestLimits,
-    pub(crate) paging: Paging,
-    /// The host's extended state may have to be exchanged for the guest's.
-    pub(crate) extended: bool,
-    pub(crate) tsc_aux: u64,
-    pub(crate) tsc_offset: u64,
-    pub(crate) tsc_ratio: u64,
-    pub(crate) host: KBox<HostThread>,
-    pub(crate) cold: KBox<Cold>,
-}
-
-static IDS: AtomicU64 = AtomicU64::new(1);
 
 impl<C: Cpu> Vmx<C> {
-    /// A vCPU in its power-up state.
-    #[inline(never)]
-    pub fn new(cpu: C, features: Features) -> Result<Self, NoMemory> {
-        let mut this = Self {
-            cpu,
-            vmcs: Vmcs::new(features.revision)?,
-            attention: attention::FLUSH | attention::FLUSH_TDP,
-            shadow_over: Cell::new(false),
-            nmi_behind_sti: false,
-            refused: 0,
-            switch: VmxSwitch::default(),
-            offer: Offer::default(),
-            deadline: Watched::new(&features),
-            features: KBox::new(features)?,
-            apic_page: ApicPage::new()?,
-            serving: Serving::No,
-            page_log: if features.pml { Some(PageLog::new()?) } else { None },
-            cr2: 0,
-            shadowed_cr3: 0,
-            shadow_root: 0,
-            cr0: 0,
-            cr4: 0,
-            efer: 0,
-            syscall: SyscallMsrs::default(),
-            kernel_gs_base: Exchanged::default(),
-            limits: GuestLimits::default(),
-            paging: Paging::default(),
-            extended: features.xsave,
-            tsc_aux: 0,
-            tsc_offset: 0,
-            tsc_ratio: TSC_RATIO_ONE,
-            host: KBox::new(HostThread::default())?,
-            cold: Cold::new(&features)?,
-        };
-        this.init_control();
-        Ok(this)
-    }
-
-    /// The privileged operations, for the counts in tests.
-    pub fn cpu(&mut self) -> &mut C {
-        &mut self.cpu
-    }
-
-    /// Reads a field of the VMCS.
-    #[inline(always)]
-    pub(crate) fn get<W: Width, A>(&self, slot: Slot<W, A>) -> W::Value {
-        self.vmcs.get(&self.cpu, slot)
-    }
-
-    /// Sets a field of the VMCS.
-    #[inline(always)]
-    pub(crate) fn set<W: Width>(&self, slot: Slot<W, ReadWrite>, value: W::Value) {
-        self.vmcs.set(&self.cpu, slot, value);
-    }
-
-    /// What of the VMCS never changes: written when it is current for the first time.
-    #[cold]
-    pub(crate) fn write_constants(&self) {
-        self.vmcs.write_constants(&self.cpu);
-        vmcs::write(&self.cpu, field::VIRTUAL_APIC_ADDR, self.apic_page.hpa().0);
-        self.write_optional_constants();
-    }
-
     /// Makes what was made from its TDP tables be forgotten, whatever the VPID.
     #[inline(never)]
     fn forget_tdp(&mut self) {
@@ -267,44 +224,6 @@ impl<C: Cpu> Vmx<C> {
         true
     }
 
-    /// The world switch.
-    #[inline]
-    pub(crate) fn enter_and_exit(&mut self, gprs: &mut Gprs) {
-        // Not known: nobody has looked at it since the exit, so it is the guest's own.
-        if let Some(rsp) = self.vmcs.fields.get(fields::GUEST_RSP)
-            && rsp != gprs.0[RSP]
-        {
-            self.set(fields::GUEST_RSP, gprs.0[RSP]);
-        }
-        if self.attention != 0 {
-            if self.attention & attention::TIMER != 0 && !self.settle_timer() {
-                return self.exit_for_deadline();
-            }
-            if self.attention & !attention::TIMER != 0 && !self.attend() {
-                return self.refuse();
-            }
-        }
-        let entered = self.cpu.vmx_enter(gprs, &mut self.switch);
-        self.vmcs.fields.forget();
-        self.shadow_over.set(false);
-        if !entered {
-            return self.refuse();
-        }
-        let raw = self.cpu.vmread(fields::EXIT_REASON.encoding());
-        self.vmcs.fields.learn(fields::EXIT_REASON, raw);
-        let reason = raw as u32;
-        // An entry that failed late has launched nothing, and injected nothing (SDM vol. 3C §27.8).
-        if reason & ENTRY_FAILURE == 0 {
-            self.switch.flags |= VmxSwitch::LAUNCHED;
-            if self.attention & attention::INJECT != 0 {
-                self.settle_injection();
-            }
-        }
-        if exits::needs_rsp(reason) {
-            self.look_after_exit(reason, gprs);
-        }
-    }
-
     /// The valid bit of what was injected is clear after an exit (SDM vol. 3C §28.2).
     #[cold]
     #[inline(never)]
@@ -337,21 +256,24 @@ impl<C: Cpu> Vmx<C> {
         };
         self.vmcs.fields.learn(fields::EXIT_REASON, u64::from(exits::NOT_ENTERED));
     }
-}
 
-impl<C: Cpu> Drop for Vmx<C> {
-    fn drop(&mut self) {
-        // The page must not be written after it is freed.
-        self.vmcs.clear_elsewhere();
-        report_failures();
-    }
-}
-
-/// Says when VMX instructions have failed since the last time: each is a bug of this module's.
-fn report_failures() {
-    static REPORTED: AtomicU64 = AtomicU64::new(0);
-    let failures = cpu::vmx::failures();
-    if REPORTED.swap(failures, Relaxed) != failures {
-        warn!("BUG: {failures} VMX instructions have failed");
+    /// Reads what the outer loop asks for after nearly every exit: outside, a read costs ten times as
+    /// much.
+    #[inline]
+    fn know_for_outside(&self) {
+        let reason = self.get(fields::EXIT_REASON);
+        if reason == u32::from(ExitReason::EptViolation.0)
+            && self.vmcs.fields.get(fields::GUEST_RIP).is_none()
+        {
+            // Memory, then, and not a device: the table is filled, and that is all.
+            return;
+        }
+        let _ = self.get(fields::GUEST_RFLAGS);
+        if reason == u32::from(ExitReason::Io.0) {
+            let _ = self.get(fields::GUEST_RIP);
+            let _ = self.get(fields::INSTRUCTION_LENGTH);
+        } else if exits::may_be_inside_delivery(reason) {
+            let _ = self.get(fields::IDT_VECTORING);
+        }
     }
 }

@@ -3,14 +3,19 @@
 //! SDM vol. 3C appendix C, §28.2. The comparison chains are ordered by how often an exit is seen,
 //! because kernel code is built without jump tables.
 
-use backend::{CrAccess, Exit, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault};
+use backend::{
+    Answer, CrAccess, Event, Exit, Exits, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault,
+};
 use cpu::Cpu;
 use x86::{
     Exception, Gpa, Gva, Vector,
     vmcs::{ENTRY_FAILURE, ExitReason, cr, ept_violation, event, interruptibility, io},
 };
 
-use crate::{enter::Vmx, fields};
+use crate::{
+    fields, inject, paging,
+    state::{Vmx, attention},
+};
 
 /// In the place of an exit reason: the entry failed without an exit.
 pub(crate) const NOT_ENTERED: u32 = u32::MAX;
@@ -63,31 +68,6 @@ pub(crate) fn may_be_inside_delivery(reason: u32) -> bool {
 }
 
 impl<C: Cpu> Vmx<C> {
-    /// The last exit.
-    pub(crate) fn decode(&self) -> Exit {
-        let field = self.get(fields::EXIT_REASON);
-        if field & ENTRY_FAILURE != 0 {
-            return if ExitReason::of(field) == ExitReason::MachineCheck {
-                Exit::MachineCheck
-            } else {
-                Exit::Refused
-            };
-        }
-        match ExitReason::of(field) {
-            ExitReason::ExternalInterrupt => Exit::Interrupt,
-            ExitReason::Cpuid => Exit::Cpuid,
-            ExitReason::Rdmsr => Exit::Rdmsr,
-            ExitReason::Wrmsr => Exit::Wrmsr,
-            ExitReason::EptViolation => self.ept_violation(),
-            ExitReason::Io => self.io(),
-            ExitReason::Hlt => Exit::Hlt,
-            ExitReason::Vmcall => Exit::Hypercall,
-            ExitReason::PreemptionTimer => Exit::Deadline,
-            ExitReason::CrAccess => self.cr_access(),
-            reason => self.decode_rare(reason),
-        }
-    }
-
     #[cold]
     #[inline(never)]
     fn decode_rare(&self, reason: ExitReason) -> Exit {
@@ -157,7 +137,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// An access of memory that the TDP tables do not allow.
     #[inline(always)]
-    pub(crate) fn ept_violation(&self) -> Exit {
+    fn ept_violation(&self) -> Exit {
         use ept_violation::{EXECUTABLE, FETCH, FINAL, LINEAR_VALID, READABLE, WRITABLE, WRITE};
         let info = self.get(fields::EXIT_QUALIFICATION);
         Exit::TdpFault(TdpFault {
@@ -184,7 +164,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// A port access.
     #[inline(always)]
-    pub(crate) fn io(&self) -> Exit {
+    fn io(&self) -> Exit {
         let info = self.get(fields::EXIT_QUALIFICATION);
         let string = info & io::STRING != 0;
         Exit::Io(IoExit {
@@ -199,7 +179,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// An access of a control register. CLTS and LMSW name no general register.
     #[inline(always)]
-    pub(crate) fn cr_access(&self) -> Exit {
+    fn cr_access(&self) -> Exit {
         let info = self.get(fields::EXIT_QUALIFICATION);
         let access = info & cr::ACCESS;
         let moves = access == cr::MOV_TO || access == cr::MOV_FROM;
@@ -262,6 +242,122 @@ impl<C: Cpu> Vmx<C> {
             let state = self.get(fields::GUEST_INTERRUPTIBILITY);
             self.set(fields::GUEST_INTERRUPTIBILITY, state | interruptibility::NMI);
         }
+    }
+}
+
+impl<C: Cpu> Exits for Vmx<C> {
+    /// The exit reason with the bit that says that an entry failed.
+    type Raw = u32;
+
+    const KEEPS_STATE_AT_SHUTDOWN: bool = true;
+
+    /// Read by the exit itself.
+    #[inline(always)]
+    fn raw(&self) -> u32 {
+        self.vmcs.fields.last(fields::EXIT_REASON)
+    }
+
+    fn exit(&self) -> Exit {
+        let field = self.get(fields::EXIT_REASON);
+        if field & ENTRY_FAILURE != 0 {
+            return if ExitReason::of(field) == ExitReason::MachineCheck {
+                Exit::MachineCheck
+            } else {
+                Exit::Refused
+            };
+        }
+        match ExitReason::of(field) {
+            ExitReason::ExternalInterrupt => Exit::Interrupt,
+            ExitReason::Cpuid => Exit::Cpuid,
+            ExitReason::Rdmsr => Exit::Rdmsr,
+            ExitReason::Wrmsr => Exit::Wrmsr,
+            ExitReason::EptViolation => self.ept_violation(),
+            ExitReason::Io => self.io(),
+            ExitReason::Hlt => Exit::Hlt,
+            ExitReason::Vmcall => Exit::Hypercall,
+            ExitReason::PreemptionTimer => Exit::Deadline,
+            ExitReason::CrAccess => self.cr_access(),
+            reason => self.decode_rare(reason),
+        }
+    }
+
+    #[inline(always)]
+    fn dispatch<S: Copy, A: Answer<Self, S>>(answer: &mut A, section: S) -> Option<Exit> {
+        let reason = answer.backend().raw();
+        // An entry that failed has bits that no reason has.
+        let Ok(reason) = u16::try_from(reason) else {
+            let exit = answer.backend().exit();
+            return answer.rare(section, exit);
+        };
+        match ExitReason(reason) {
+            ExitReason::ExternalInterrupt => answer.frequent(section, Exit::Interrupt),
+            ExitReason::Cpuid => answer.frequent(section, Exit::Cpuid),
+            ExitReason::Wrmsr => answer.frequent(section, Exit::Wrmsr),
+            ExitReason::Rdmsr => answer.frequent(section, Exit::Rdmsr),
+            ExitReason::EptViolation => {
+                let exit = answer.backend().ept_violation();
+                answer.frequent(section, exit)
+            }
+            ExitReason::Io => {
+                let exit = answer.backend().io();
+                answer.frequent(section, exit)
+            }
+            ExitReason::Hlt => answer.frequent(section, Exit::Hlt),
+            ExitReason::Vmcall => answer.frequent(section, Exit::Hypercall),
+            ExitReason::PreemptionTimer => answer.frequent(section, Exit::Deadline),
+            ExitReason::CrAccess => {
+                let exit = answer.backend().cr_access();
+                answer.frequent(section, exit)
+            }
+            _ => {
+                let exit = answer.backend().exit();
+                answer.rare(section, exit)
+            }
+        }
+    }
+
+    fn exit_raw(&self) -> [u64; 3] {
+        let reason = match self.get(fields::EXIT_REASON) {
+            NOT_ENTERED => self.refused,
+            reason => reason,
+        };
+        let qualification = self.get(fields::EXIT_QUALIFICATION);
+        [reason.into(), qualification, self.get(fields::GUEST_PHYSICAL_ADDRESS)]
+    }
+
+    fn exit_record(&self) -> (u64, [u64; 2], u32, u32) {
+        let reason = self.get(fields::EXIT_REASON);
+        let vectoring =
+            if self.was_delivering() { u64::from(self.get(fields::IDT_VECTORING)) } else { 0 };
+        let info = [self.get(fields::EXIT_QUALIFICATION), vectoring];
+        let event = self.get(fields::EXIT_INTERRUPTION);
+        (reason.into(), info, event, self.get(fields::EXIT_ERROR_CODE))
+    }
+
+    #[inline]
+    fn was_delivering(&self) -> bool {
+        may_be_inside_delivery(self.get(fields::EXIT_REASON))
+            && self.get(fields::IDT_VECTORING) & x86::vmcs::event::VALID != 0
+    }
+
+    fn interrupted_delivery(&self) -> Option<Event> {
+        if !self.was_delivering() {
+            return None;
+        }
+        let info = self.get(fields::IDT_VECTORING);
+        inject::decode(info, self.get(fields::IDT_VECTORING_ERROR))
+    }
+
+    fn forget_interrupted_delivery(&mut self) {
+        self.vmcs.fields.learn(fields::IDT_VECTORING, 0);
+    }
+
+    /// Whether the guest's state is one that an entry refuses.
+    #[inline]
+    fn is_interpreted(&self) -> bool {
+        self.paging.shadow
+            && (self.attention & attention::INTERPRET != 0
+                || self.get(fields::EXIT_REASON) == paging::INVALID_STATE)
     }
 }
 

@@ -6,7 +6,7 @@
 //!
 //! SDM vol. 3C §25.8.3 (injection), §27.6.1 (interruptibility), §27.2.1.3 and §27.3.1.5 (checks).
 
-use backend::Event;
+use backend::{ControlRegisters, Event, Injection, NmiWindow};
 use cpu::Cpu;
 use x86::{
     Exception, Vector,
@@ -14,8 +14,8 @@ use x86::{
 };
 
 use crate::{
-    enter::{Vmx, attention},
     fields,
+    state::{Vmx, attention},
 };
 
 const RFLAGS_TF: u64 = 1 << 8;
@@ -84,28 +84,6 @@ fn has_length(info: u32) -> bool {
 }
 
 impl<C: Cpu> Vmx<C> {
-    pub(crate) fn inject_event(&mut self, event: Event) {
-        self.settle_shadow();
-        let mut info = encode(event, self.cr0 & CR0_PE != 0);
-        if let Event::Exception(e) = event {
-            self.end_halt();
-            if let Some(bits) = e.payload {
-                self.deliver_payload(e.vector.0, bits);
-            }
-            if info & event::ERROR_VALID != 0 {
-                self.set(fields::ENTRY_ERROR_CODE, e.error_code.unwrap_or(0));
-            }
-            if e.vector.0 == 1 && self.exited_at_int1() {
-                info = (info & !event::TYPE) | event::PRIVILEGED_SOFT_EXCEPTION;
-            }
-        }
-        if has_length(info) {
-            self.set(fields::ENTRY_INSTRUCTION_LENGTH, self.event_length());
-        }
-        self.set(fields::ENTRY_INTERRUPTION, info);
-        self.attention |= attention::INJECT;
-    }
-
     /// What an exception leaves in CR2 or in the debug registers.
     fn deliver_payload(&mut self, vector: u8, bits: u64) {
         const PF: u8 = 14;
@@ -132,20 +110,6 @@ impl<C: Cpu> Vmx<C> {
             length @ 1..=15 => length,
             _ => 1,
         }
-    }
-
-    pub(crate) fn is_injecting(&self) -> bool {
-        self.attention & attention::INJECT != 0
-    }
-
-    pub(crate) fn take_injection(&mut self) -> Option<Event> {
-        if !self.is_injecting() {
-            return None;
-        }
-        self.attention &= !attention::INJECT;
-        let info = self.get(fields::ENTRY_INTERRUPTION);
-        self.set(fields::ENTRY_INTERRUPTION, info & !event::VALID);
-        decode(info, self.get(fields::ENTRY_ERROR_CODE))
     }
 
     /// Whether STI holds interrupts off, which are enabled behind it.
@@ -221,7 +185,7 @@ impl<C: Cpu> Vmx<C> {
     /// moment at which it can.
     pub(crate) fn make_offer(&mut self) {
         let Some(vector) = self.offer.vector else { return };
-        let open = !self.is_injecting()
+        let open = !self.injecting()
             && self.get(fields::GUEST_RFLAGS) & RFLAGS_IF != 0
             && !self.is_shadowed();
         if open {
@@ -234,12 +198,6 @@ impl<C: Cpu> Vmx<C> {
         self.open_window(!open);
     }
 
-    /// Whether the guest took the offered interrupt.
-    #[inline]
-    pub(crate) fn take_taken(&mut self) -> bool {
-        core::mem::take(&mut self.offer.taken)
-    }
-
     /// Asks for an exit when an interrupt can be taken.
     pub(crate) fn open_window(&mut self, on: bool) {
         self.change_proc(ProcControls::INTERRUPT_WINDOW, on || self.nmi_behind_sti);
@@ -249,15 +207,124 @@ impl<C: Cpu> Vmx<C> {
     pub(crate) fn open_nmi_window(&mut self, on: bool) {
         self.change_proc(ProcControls::NMI_WINDOW, on);
     }
+}
 
-    pub(crate) fn is_nmi_masked(&self) -> bool {
+impl<C: Cpu> Injection for Vmx<C> {
+    type ServedApic = Self;
+
+    fn inject(&mut self, event: Event) {
+        self.settle_shadow();
+        let mut info = encode(event, self.cr0 & CR0_PE != 0);
+        if let Event::Exception(e) = event {
+            self.end_halt();
+            if let Some(bits) = e.payload {
+                self.deliver_payload(e.vector.0, bits);
+            }
+            if info & event::ERROR_VALID != 0 {
+                self.set(fields::ENTRY_ERROR_CODE, e.error_code.unwrap_or(0));
+            }
+            if e.vector.0 == 1 && self.exited_at_int1() {
+                info = (info & !event::TYPE) | event::PRIVILEGED_SOFT_EXCEPTION;
+            }
+        }
+        if has_length(info) {
+            self.set(fields::ENTRY_INSTRUCTION_LENGTH, self.event_length());
+        }
+        self.set(fields::ENTRY_INTERRUPTION, info);
+        self.attention |= attention::INJECT;
+    }
+
+    #[inline]
+    fn injecting(&self) -> bool {
+        self.attention & attention::INJECT != 0
+    }
+
+    fn cancel_injection(&mut self) -> Option<Event> {
+        if !self.injecting() {
+            return None;
+        }
+        self.attention &= !attention::INJECT;
+        let info = self.get(fields::ENTRY_INTERRUPTION);
+        self.set(fields::ENTRY_INTERRUPTION, info & !event::VALID);
+        decode(info, self.get(fields::ENTRY_ERROR_CODE))
+    }
+
+    fn offer_interrupt(&mut self, vector: Option<Vector>) {
+        self.set_offer(vector);
+    }
+
+    /// Whether the guest took the offered interrupt.
+    #[inline]
+    fn offer_taken(&mut self) -> bool {
+        core::mem::take(&mut self.offer.taken)
+    }
+
+    fn set_interrupt_window(&mut self, on: bool) {
+        if self.get(fields::EXIT_REASON) == u32::from(ExitReason::InterruptWindow.0) {
+            // This was it.
+            self.nmi_behind_sti = false;
+        }
+        self.set_offer(None);
+        self.open_window(on);
+    }
+
+    /// The priority is looked at when an interrupt is offered, and an offer does not outlive a look:
+    /// only its fall below what waits has to be seen.
+    fn watch_priority(&mut self, _offered: bool, waiting: Option<Vector>) {
+        let threshold = waiting.map_or(0, |v| v.0 >> 4).min(self.cr8());
+        self.set(fields::TPR_THRESHOLD, threshold.into());
+    }
+
+    fn exit_on_cr8_writes(&mut self) {
+        self.change_proc(ProcControls::CR8_LOAD, true);
+    }
+
+    fn nmi_allowed(&self) -> bool {
+        !self.nmi_masked() && !self.is_shadowed()
+    }
+
+    fn set_nmi_window(&mut self) -> NmiWindow {
+        // While STI blocks, a CPU may take the exit at once, before any instruction and any interrupt of
+        // the host's, and at the next entry again (SDM vol. 3C §26.2). Interrupts are enabled behind it.
+        self.nmi_behind_sti = !self.nmi_masked() && self.is_behind_sti();
+        if self.nmi_behind_sti {
+            self.open_window(true);
+        } else {
+            self.open_nmi_window(true);
+        }
+        NmiWindow::Exit
+    }
+
+    fn nmi_masked(&self) -> bool {
         self.get(fields::GUEST_INTERRUPTIBILITY) & interruptibility::NMI != 0
     }
 
-    pub(crate) fn mask_nmi(&mut self, on: bool) {
+    fn set_nmi_masked(&mut self, on: bool) {
         let state = self.get(fields::GUEST_INTERRUPTIBILITY) & !interruptibility::NMI;
         let bit = if on { interruptibility::NMI } else { 0 };
         self.set(fields::GUEST_INTERRUPTIBILITY, state | bit);
+    }
+
+    /// The window is open.
+    fn iret_begun(&mut self) {
+        self.open_nmi_window(false);
+    }
+
+    /// No window is opened by a step.
+    fn settle_step(&mut self) {}
+
+    fn own_single_step(&mut self) -> bool {
+        false
+    }
+
+    #[inline(always)]
+    fn served_apic(&self) -> Option<&Self> {
+        Some(self)
+    }
+
+    #[inline(always)]
+    fn served_apic_mut(&mut self) -> Option<&mut Self> {
+        Some(self)
     }
 }
 

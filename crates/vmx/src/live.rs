@@ -2,10 +2,11 @@
 //! exit exchange: debug registers, extended state, TSC_AUX, the SYSCALL MSRs, KERNEL_GS_BASE. What they
 //! are is [`guest_live`]'s; when they are exchanged, and what the guest may see of them, is said here.
 
+use backend::LiveRegisters;
 use cpu::Cpu;
 use x86::{Cr4, Dr6, Dr7, Efer};
 
-use crate::{enter::Vmx, fields};
+use crate::{fields, state::Vmx};
 
 impl<C: Cpu> Vmx<C> {
     #[cold]
@@ -22,16 +23,6 @@ impl<C: Cpu> Vmx<C> {
         self.cold.debug.save(&mut self.cpu, dr7);
         self.cold.dr6.save(&mut self.cpu);
         self.intercept_debug_regs();
-    }
-
-    /// The guest uses its debug registers: they are its own from now on.
-    pub(crate) fn give_debug_regs(&mut self) {
-        if self.cold.debug.give() {
-            self.intercept_debug_regs();
-            if self.vmcs.is_loaded() {
-                self.load_debug_regs();
-            }
-        }
     }
 
     /// Sets DR6, in the hardware too where the guest owns it.
@@ -125,5 +116,63 @@ impl<C: Cpu> Vmx<C> {
             self.kernel_gs_base.read_back(&mut self.cpu);
         }
         self.kernel_gs_base.get()
+    }
+}
+
+impl<C: Cpu> LiveRegisters for Vmx<C> {
+    fn debug_regs(&self) -> [u64; 6] {
+        let [a, b, c, d] = self.cold.debug.addresses();
+        [a, b, c, d, self.cold.dr6.get().bits(), self.dr7().bits()]
+    }
+
+    fn set_debug_regs(&mut self, regs: [u64; 6]) {
+        let [a, b, c, d, dr6, dr7] = regs;
+        self.cold.debug.set_addresses([a, b, c, d]);
+        let dr7 = Dr7::new(dr7);
+        self.set_dr6(Dr6::new(dr6));
+        self.set_dr7(dr7);
+        if dr7.has_breakpoints() {
+            self.own_debug_regs();
+        }
+    }
+
+    fn own_debug_regs(&mut self) {
+        if self.cold.debug.give() {
+            self.intercept_debug_regs();
+            if self.vmcs.is_loaded() {
+                self.load_debug_regs();
+            }
+        }
+    }
+
+    fn watch_debug_regs(&mut self, on: bool) {
+        self.cold.debug.watch(on);
+        self.intercept_debug_regs();
+    }
+
+    fn xcr0(&self) -> u64 {
+        self.cold.extended.xcr0()
+    }
+
+    fn set_xcr0(&mut self, value: u64) {
+        self.cold.extended.set_xcr0(value);
+        self.sync_extended();
+    }
+
+    fn xss(&self) -> u64 {
+        self.cold.extended.xss()
+    }
+
+    fn set_xss(&mut self, value: u64) {
+        self.cold.extended.set_xss(value);
+        self.sync_extended();
+    }
+
+    fn pkru(&self) -> u32 {
+        self.cold.extended.pkru()
+    }
+
+    fn set_pkru(&mut self, value: u32) {
+        self.cold.extended.set_pkru(value);
     }
 }

@@ -9,7 +9,7 @@
 //! told as [`Exit::Refused`](backend::Exit::Refused) and executed in software until an entry is possible
 //! again. Real mode is known, and not tried; of the rest the CPU is the judge.
 
-use backend::{Backend, CR0_CD_NW};
+use backend::{CR0_CD_NW, ControlRegisters, Paging, Translation};
 use cpu::Cpu;
 use x86::{
     Cr0, Cr4, Efer, Hpa,
@@ -17,8 +17,8 @@ use x86::{
 };
 
 use crate::{
-    enter::{Vmx, attention},
     fields,
+    state::{Vmx, attention},
 };
 
 /// #PF in the exception bitmap.
@@ -94,16 +94,26 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     pub(crate) fn paging_mode_changed(&mut self) {
-        self.set(fields::GUEST_CR4, self.real_cr4(self.cr4_now()));
+        self.set(fields::GUEST_CR4, self.real_cr4(self.cr4()));
         if self.cr0 & Cr0::PE.bits() == 0 {
             self.attention |= attention::INTERPRET;
         } else {
             self.attention &= !attention::INTERPRET;
         }
     }
+}
 
-    /// The shadow root.
-    pub(crate) fn load_shadow_root(&mut self, root: Hpa) {
+impl<C: Cpu> Translation for Vmx<C> {
+    type PageLog = Self;
+
+    fn set_paging(&mut self, paging: Paging) {
+        self.change_ownership(|this| this.paging = paging);
+        if paging.shadow {
+            self.watch_paging();
+        }
+    }
+
+    fn set_shadow_root(&mut self, root: Hpa) {
         if self.shadow_root != root.0 {
             self.shadow_root = root.0;
             self.set(fields::GUEST_CR3, root.0);
@@ -111,12 +121,25 @@ impl<C: Cpu> Vmx<C> {
         }
     }
 
-    /// Whether the guest's state is one that an entry refuses.
+    fn set_tdp_root(&mut self, root: Hpa) {
+        let pointer = self.features.ept_pointer(root.0);
+        if self.vmcs.fields.get(fields::EPT_POINTER) != Some(pointer) {
+            self.set(fields::EPT_POINTER, pointer);
+            self.attention |= attention::FLUSH_TDP;
+        }
+    }
+
+    fn flush_tlb(&mut self) {
+        self.attention |= attention::FLUSH;
+    }
+
+    fn flush_tdp(&mut self) {
+        self.attention |= if self.paging.shadow { attention::FLUSH } else { attention::FLUSH_TDP };
+    }
+
     #[inline]
-    pub(crate) fn is_interpreted(&self) -> bool {
-        self.paging.shadow
-            && (self.attention & attention::INTERPRET != 0
-                || self.get(fields::EXIT_REASON) == INVALID_STATE)
+    fn page_log(&mut self) -> Option<&mut Self> {
+        if self.page_log.is_some() { Some(self) } else { None }
     }
 }
 

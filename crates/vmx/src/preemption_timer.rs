@@ -9,14 +9,13 @@
 //!
 //! A deadline further away than 32 bits of the timer is met in several such steps.
 
-use backend::TSC_RATIO_ONE;
+use backend::{Clock, DeadlineWatch, TSC_RATIO_ONE};
 use cpu::Cpu;
 use x86::vmcs::{ExitReason, field};
 
 use crate::{
-    Features,
-    enter::{Vmx, attention},
-    fields,
+    Features, fields,
+    state::{Vmx, attention},
 };
 
 /// The longest time.
@@ -76,24 +75,7 @@ impl Watched {
 impl<C: Cpu> Vmx<C> {
     fn guest_tsc_now(&mut self) -> u64 {
         let host = self.cpu.rdtsc();
-        backend::Backend::guest_tsc(self, host)
-    }
-
-    /// Whether the watched deadline has come.
-    #[inline]
-    pub(crate) fn is_deadline_due(&mut self) -> bool {
-        self.deadline.last != NEVER && self.guest_tsc_now() > self.deadline.last
-    }
-
-    /// Watches a deadline that lies ahead of `now`; the VMCS is current, and the entry is near.
-    #[inline]
-    pub(crate) fn watch_from(&mut self, deadline: u64, now: u64) {
-        self.deadline.set(deadline);
-        self.attention |= attention::TIMER;
-        if let Some(ticks) = self.deadline.ticks(now, self.tsc_ratio != TSC_RATIO_ONE) {
-            self.cpu.vmwrite(field::PREEMPTION_TIMER.encoding(), ticks);
-            self.attention |= attention::TIMER_SET;
-        }
+        self.guest_tsc(host)
     }
 
     /// Right before an entry: sees that the CPU's timer is set. False: the time has come.
@@ -140,6 +122,38 @@ impl<C: Cpu> Vmx<C> {
             ExitReason::PreemptionTimer
         };
         self.vmcs.fields.learn(fields::EXIT_REASON, reason.0.into());
+    }
+}
+
+impl<C: Cpu> DeadlineWatch for Vmx<C> {
+    #[inline]
+    fn can_watch(&self) -> bool {
+        // A guest that waits by MWAIT may be in a C-state in which the timer stands (SDM vol. 3C
+        // §26.5.1).
+        self.features.preemption_timer.is_some() && !self.cold.fewer.mwait
+    }
+
+    #[inline]
+    fn watch(&mut self, deadline: u64) {
+        if self.deadline.set(deadline) {
+            self.attention |= attention::TIMER;
+        }
+    }
+
+    /// The VMCS is loaded, and the entry is near.
+    #[inline]
+    fn watch_from(&mut self, deadline: u64, now: u64) {
+        self.deadline.set(deadline);
+        self.attention |= attention::TIMER;
+        if let Some(ticks) = self.deadline.ticks(now, self.tsc_ratio != TSC_RATIO_ONE) {
+            self.cpu.vmwrite(field::PREEMPTION_TIMER.encoding(), ticks);
+            self.attention |= attention::TIMER_SET;
+        }
+    }
+
+    #[inline]
+    fn is_due(&mut self) -> bool {
+        self.deadline.last != NEVER && self.guest_tsc_now() > self.deadline.last
     }
 }
 

@@ -13,7 +13,7 @@
 use cpu::{Cpu, VmxSwitch};
 use x86::msr;
 
-use crate::enter::Vmx;
+use crate::state::Vmx;
 
 /// MSRs whose accesses this module decides about.
 pub(crate) const SPECULATION: [u32; 3] = [msr::SPEC_CTRL, msr::PRED_CMD, msr::FLUSH_CMD];
@@ -67,7 +67,7 @@ impl<C: Cpu> Vmx<C> {
 mod tests {
     use super::*;
     use crate::features::Features;
-    use backend::{Backend, GuestLimits};
+    use backend::{Backend, GuestLimits, Msrs, Permissions};
     use cpu::Model;
 
     const IBRS: u64 = 1;

@@ -4,7 +4,7 @@
 //! or change what the hardware has takes it back ([`Vcpu::settle_apic`]), and the next entry hands
 //! it over again, if it still can be.
 
-use backend::Backend;
+use backend::{Backend, ServedApic};
 use irqchip::lapic::{ICR_MSR, LapicMode};
 use x86::{Vector, apic::reg};
 
@@ -34,7 +34,7 @@ impl<B: Backend> Vcpu<B> {
     /// Whether the hardware has the APIC's interrupts.
     #[inline(always)]
     pub(crate) fn apic_is_served(&self) -> bool {
-        B::SERVES_APIC && self.b.serves_apic()
+        self.b.served_apic().is_some_and(ServedApic::is_serving)
     }
 
     /// Before the local APIC's interrupts are looked at or changed: it has them all, and the
@@ -51,7 +51,8 @@ impl<B: Backend> Vcpu<B> {
 
     #[inline(never)]
     fn take_apic_back(&mut self) {
-        let state = self.b.take_apic();
+        let Some(apic) = self.b.served_apic_mut() else { return };
+        let state = apic.take_back();
         self.shared.lapic.take_back(&state);
         self.cr8_seen = self.b.cr8();
         self.recheck = true;
@@ -92,7 +93,9 @@ impl<B: Backend> Vcpu<B> {
     fn show_register(&mut self, offset: u32) {
         if SHOWN.contains(&offset) {
             let value = self.shared.lapic.read(offset, || 0);
-            self.b.show_apic_register(offset, value);
+            if let Some(apic) = self.b.served_apic_mut() {
+                apic.show(offset, value);
+            }
         }
     }
 
@@ -100,7 +103,7 @@ impl<B: Backend> Vcpu<B> {
     /// and enabled by software, for the hardware does not ask.
     #[inline]
     pub(crate) fn serve_apic_if_possible(&mut self) -> bool {
-        if !self.b.can_serve_apic() {
+        if !self.b.served_apic().is_some_and(ServedApic::can_serve) {
             return false;
         }
         let lapic = &self.shared.lapic;
@@ -108,20 +111,29 @@ impl<B: Backend> Vcpu<B> {
         if possible {
             self.serve_apic();
         } else {
-            self.b.stop_serving_apic();
+            self.stop_serving_apic();
         }
         possible
+    }
+
+    /// The hardware serves the APIC no longer; it does not have the state.
+    #[inline]
+    pub(crate) fn stop_serving_apic(&mut self) {
+        if let Some(apic) = self.b.served_apic_mut() {
+            apic.stop();
+        }
     }
 
     #[inline(never)]
     fn serve_apic(&mut self) {
         self.put_back_offer();
         self.b.offer_interrupt(None);
+        let Some(apic) = self.b.served_apic_mut() else { return };
         let lapic = &self.shared.lapic;
         let state = lapic.hand_over();
-        self.b.serve_apic(&state, &lapic.reported());
+        apic.serve(&state, &lapic.reported());
         for offset in SHOWN {
-            self.b.show_apic_register(offset, lapic.read(offset, || 0));
+            apic.show(offset, lapic.read(offset, || 0));
         }
         self.cr8_seen = self.b.cr8();
     }
@@ -132,7 +144,9 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn inject_served(&mut self, kernel: bool) -> bool {
         if self.shared.lapic.maybe_pending() {
             let vectors = self.shared.lapic.drain();
-            self.b.request_interrupts(&vectors, &self.shared.lapic.reported());
+            if let Some(apic) = self.b.served_apic_mut() {
+                apic.request(&vectors, &self.shared.lapic.reported());
+            }
         }
         if self.pic_pending() {
             if kernel {
@@ -150,7 +164,8 @@ impl<B: Backend> Vcpu<B> {
     /// Whether the APIC that is served has an interrupt that its priority lets through.
     #[inline]
     pub(crate) fn served_interrupt_waits(&self) -> bool {
-        self.b.served_interrupt_waits(self.shared.lapic.highest_requested())
+        let more = self.shared.lapic.highest_requested();
+        self.b.served_apic().is_some_and(|apic| apic.interrupt_waits(more))
     }
 
     /// The hardware has ended an interrupt whose end is reported.

@@ -42,7 +42,7 @@ impl<B: Backend> Vcpu<B> {
             let long = size == CodeSize::Bits64;
             let value = if long { value } else { value & 0xffff_ffff };
             if !long
-                && (B::LOADS_PDPTES || self.roots.is_shadow())
+                && (self.b.pdptes().is_some() || self.roots.is_shadow())
                 && !self.fetch_pdptes(s, cr, value)
             {
                 return Next::Leave;

@@ -7,7 +7,7 @@
 //! entry. A page fault is resolved inside the loop from the guest's tables and from frames that the
 //! VM's tree knows; one that lacks a frame, or is a device's, goes outside.
 
-use backend::{Backend, Event, PageFault, TdpFault};
+use backend::{Backend, Event, PageFault, PdpteRegisters, TdpFault};
 use emulate::Cause;
 use host::{KBox, NoMemory, page::Page};
 use mmu::source::reserved_in_pdpte;
@@ -114,7 +114,7 @@ impl<B: Backend> Vcpu<B> {
     /// User space set the paging registers, or they were reset.
     pub(crate) fn registers_replaced(&mut self) {
         self.want(work::SWITCH | work::FLUSH | work::PDPTES);
-        if B::LOADS_PDPTES && self.shadow.is_none() {
+        if self.b.pdptes().is_some() && self.shadow.is_none() {
             self.replace_pdptes();
         }
     }
@@ -126,7 +126,7 @@ impl<B: Backend> Vcpu<B> {
     fn replace_pdptes(&mut self) {
         let c = self.b.control();
         if is_pae(c.cr0, c.cr4, c.efer) && self.load_pdptes(c.cr3).is_err() {
-            self.b.set_pdptes([0; 4]);
+            self.set_own_pdptes([0; 4]);
         }
     }
 
@@ -399,7 +399,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn fetch_pdptes(&mut self, s: Section<'_>, cr: u8, value: u64) -> bool {
         let c = self.b.control();
         let cr4 = if cr == 4 { value } else { c.cr4 };
-        if B::LOADS_PDPTES && self.shadow.is_none() {
+        if self.b.pdptes().is_some() && self.shadow.is_none() {
             // Where they are to be loaded, guest memory is read outside.
             return cr4 & Cr4::PAE.bits() == 0
                 || c.efer & Efer::LMA.bits() != 0
@@ -425,7 +425,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn load_pdptes(&mut self, cr3: u64) -> Result<(), Exception> {
         let base = pdptes_at(cr3);
         let reserved = self.reserved_in_pdptes();
-        if self.shadow.is_none() && !B::LOADS_PDPTES {
+        if self.shadow.is_none() && self.b.pdptes().is_none() {
             return Ok(());
         }
         let Self { b, shadow, memory, .. } = self;
@@ -442,16 +442,27 @@ impl<B: Backend> Vcpu<B> {
         }
         match shadow {
             Some(shadow) => shadow.pdptes = entries,
-            None => b.set_pdptes(entries),
+            None => {
+                if let Some(pdptes) = b.pdptes_mut() {
+                    pdptes.set_entries(entries);
+                }
+            }
         }
         Ok(())
     }
 
     /// The PDPTEs where they are registers of the backend and in use.
     pub(crate) fn own_pdptes(&self) -> Option<[u64; 4]> {
+        let pdptes = self.b.pdptes()?;
         let c = self.b.control();
-        let own = B::LOADS_PDPTES && self.shadow.is_none() && is_pae(c.cr0, c.cr4, c.efer);
-        own.then(|| self.b.pdptes())
+        let own = self.shadow.is_none() && is_pae(c.cr0, c.cr4, c.efer);
+        own.then(|| pdptes.entries())
+    }
+
+    fn set_own_pdptes(&mut self, entries: [u64; 4]) {
+        if let Some(pdptes) = self.b.pdptes_mut() {
+            pdptes.set_entries(entries);
+        }
     }
 
     /// User space gives the PDPTEs, after the registers. Those with reserved bits, with which no entry
@@ -462,7 +473,7 @@ impl<B: Backend> Vcpu<B> {
         if self.own_pdptes().is_some() {
             let reserved = self.reserved_in_pdptes();
             let bad = |e: u64| e & PRESENT != 0 && e & reserved != 0;
-            self.b.set_pdptes(entries.map(|e| if bad(e) { 0 } else { e }));
+            self.set_own_pdptes(entries.map(|e| if bad(e) { 0 } else { e }));
         }
     }
 

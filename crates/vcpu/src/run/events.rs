@@ -240,9 +240,9 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     fn hold_back(&mut self) {
-        if B::SERVES_APIC {
+        if self.b.served_apic().is_some() {
             self.settle_apic();
-            self.b.stop_serving_apic();
+            self.stop_serving_apic();
         }
         if self.shared.in_kernel_apic {
             self.put_back_offer();
@@ -303,7 +303,7 @@ impl<B: Backend> Vcpu<B> {
             }
             return true;
         }
-        if B::SERVES_APIC && (self.b.serves_apic() || self.serve_apic_if_possible()) {
+        if self.apic_is_served() || self.serve_apic_if_possible() {
             return self.inject_served(kernel);
         }
         self.put_back_offer();

@@ -9,7 +9,7 @@
 //! Handlers that call the kernel are the exception: a call may set need_resched without an
 //! interrupt, so they look again before they go on.
 
-use backend::{Answer, Backend, Exit};
+use backend::{Answer, Backend, Exit, PageLog};
 use host::{irq, task, trace};
 use mmu::Section;
 use stats::{Reason, VcpuCount};
@@ -70,7 +70,7 @@ impl<'s, B: Backend> Answer<B, Section<'s>> for Vcpu<B> {
 impl<B: Backend> Vcpu<B> {
     /// Runs the guest until an exit has to be handled outside.
     pub(crate) fn enter_guest(&mut self) -> Left {
-        let off = if B::SETTLES { self.settle_backend() } else { irq::disable() };
+        let off = self.disable_interrupts();
         let entered = self.shared.enter_mode(off);
         if self.shared.has_requests() || task::work_pending() {
             irq::enable(self.shared.leave_mode(entered));
@@ -136,21 +136,23 @@ impl<B: Backend> Vcpu<B> {
     fn take_page_log(&mut self) {
         self.b.host_segments();
         let memory = &self.memory;
-        self.b.take_page_log(|gpa| memory.note_logged(gpa));
+        if let Some(log) = self.b.page_log() {
+            log.take_logged(|gpa| memory.note_logged(gpa));
+        }
         self.b.guest_segments();
     }
 
     /// Turns interrupts off on a CPU that holds the control block, or can: has the one that does give
     /// it up.
     #[inline]
-    fn settle_backend(&mut self) -> irq::Off {
+    fn disable_interrupts(&mut self) -> irq::Off {
         loop {
             let off = irq::disable();
-            if self.b.settled(off.cpu()) {
+            if self.b.may_run_on(off.cpu()) {
                 return off;
             }
             irq::enable(off);
-            self.b.settle();
+            self.b.release_elsewhere();
         }
     }
 
@@ -158,6 +160,8 @@ impl<B: Backend> Vcpu<B> {
     fn loop_until_left(&mut self, s: Section<'_>) -> Exit {
         loop {
             self.b.enter(&mut self.gprs);
+            // Whatever has a say before an exit gets its neutral form is one bit of this word. That the guest
+            // is a guest's guest would be one more, with `Exits::raw` to be asked whose the exit is.
             if self.after_exit.any() {
                 if self.after_exit.is_observed() {
                     self.observe_exit(s);
@@ -240,7 +244,7 @@ impl<B: Backend> Vcpu<B> {
                 self.stats.exit(Reason::Interrupt);
                 Next::Leave
             }
-            Exit::Deadline if B::WATCHES_DEADLINES => {
+            Exit::Deadline if self.b.deadline().is_some() => {
                 self.stats.exit(Reason::Deadline);
                 self.expire_hv_timer(s)
             }

@@ -7,7 +7,7 @@ pub(crate) mod inner;
 pub(crate) mod outcome;
 pub mod user_exit;
 
-use backend::{Backend, Exit};
+use backend::{Backend, Exit, PageLog};
 use host::task::{self, Blocked, Sleeper};
 use host::trace;
 use irqchip::lapic::{Lint0, base};
@@ -282,7 +282,9 @@ impl<B: Backend> Vcpu<B> {
         }
         if has(Request::PageLog) {
             self.page_log = self.vm.wants_page_log();
-            self.b.set_page_log(self.page_log);
+            if let Some(log) = self.b.page_log() {
+                log.set_logging(self.page_log);
+            }
         }
         if has(Request::MsrFilter) {
             self.follow_msr_filter();

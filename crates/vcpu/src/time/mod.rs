@@ -29,7 +29,7 @@
 
 pub(crate) mod lazy_deadline;
 
-use backend::Backend;
+use backend::{Backend, DeadlineWatch};
 use irqchip::lapic::{Expiry, TimerChange, TimerClock, TimerOp};
 use mmu::Section;
 use pv::LazyDeadline;
@@ -151,10 +151,10 @@ impl<B: Backend> Vcpu<B> {
     #[inline]
     fn write_hv_deadline(&mut self, value: u64, guest_tsc: u64) {
         match self.shared.lapic.set_hv_deadline(value, guest_tsc) {
-            TimerOp::ArmHv if value != 0 => self.b.watch_deadline_from(value, guest_tsc),
-            TimerOp::ArmHv => self.b.watch_deadline(0),
+            TimerOp::ArmHv if value != 0 => self.set_hv_timer_from(value, guest_tsc),
+            TimerOp::ArmHv => self.set_hv_timer(0),
             TimerOp::Expired(accepted) => {
-                self.b.watch_deadline(0);
+                self.set_hv_timer(0);
                 self.recheck |= accepted.kick();
             }
             _ => {}
@@ -221,7 +221,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     pub(crate) fn tsc_changed(&mut self) {
         if self.hv_timer_in_use() && matches!(self.shared.lapic.next_expiry(), Expiry::Ns(_)) {
-            self.b.watch_deadline(1);
+            self.set_hv_timer(1);
         }
     }
 }
@@ -231,12 +231,34 @@ impl<B: Backend> Vcpu<B> {
     /// Whether the CPU watches the deadline now.
     #[inline(always)]
     pub(crate) fn hv_timer_in_use(&self) -> bool {
-        B::WATCHES_DEADLINES && self.shared.lapic.hv_timer_in_use()
+        self.b.deadline().is_some() && self.shared.lapic.hv_timer_in_use()
+    }
+
+    /// Has the guest's run end when its TSC has reached `deadline`; 0: at no time.
+    #[inline(always)]
+    fn set_hv_timer(&mut self, deadline: u64) {
+        if let Some(timer) = self.b.deadline_mut() {
+            timer.watch(deadline);
+        }
+    }
+
+    /// The same inside the loop, of a deadline ahead of `now`, the guest's TSC.
+    #[inline(always)]
+    fn set_hv_timer_from(&mut self, deadline: u64, now: u64) {
+        if let Some(timer) = self.b.deadline_mut() {
+            timer.watch_from(deadline, now);
+        }
+    }
+
+    /// Whether the deadline that the CPU watches has come.
+    #[inline(always)]
+    fn hv_timer_is_due(&mut self) -> bool {
+        self.b.deadline_mut().is_some_and(DeadlineWatch::is_due)
     }
 
     /// A new vCPU: the CPU watches, if it can.
     pub(crate) fn init_timer(&mut self) {
-        if B::WATCHES_DEADLINES && self.b.watches_deadlines() {
+        if self.b.deadline().is_some_and(DeadlineWatch::can_watch) {
             let _ = self.shared.lapic.switch_to_hv_timer();
         }
     }
@@ -272,12 +294,12 @@ impl<B: Backend> Vcpu<B> {
                 guest_tsc.saturating_add(ns_to_ticks(ns.saturating_sub(now_ns), tsc_khz)).max(1)
             }
         };
-        self.b.watch_deadline(deadline);
+        self.set_hv_timer(deadline);
     }
 
     /// The CPU has ended the guest's run at the deadline that it watches, or for nothing.
     pub(crate) fn expire_hv_timer(&mut self, s: Section<'_>) -> Next {
-        if !self.b.deadline_due() {
+        if !self.hv_timer_is_due() {
             // Sooner, for the time is further away than the CPU counts.
             return Next::Again;
         }
@@ -285,7 +307,7 @@ impl<B: Backend> Vcpu<B> {
             Expiry::Tsc(_) if self.time.lazy.enabled() => self.expire_lazy_deadline_in_loop(s),
             Expiry::Tsc(_) => self.expire_deadline(),
             Expiry::Never => {
-                self.b.watch_deadline(0);
+                self.set_hv_timer(0);
                 Next::Again
             }
             Expiry::Ns(_) => match self.clock_in_loop() {
@@ -306,7 +328,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// The TSC deadline that the CPU watches has come, and is the guest's newest.
     fn expire_deadline(&mut self) -> Next {
-        self.b.watch_deadline(0);
+        self.set_hv_timer(0);
         self.recheck |= self.shared.lapic.expire_deadline().kick();
         Next::Again
     }
@@ -321,11 +343,11 @@ impl<B: Backend> Vcpu<B> {
     /// Looks at the deadline that the CPU watches while the vCPU is halted and polls. If it has come its
     /// interrupt is pending now, or the vCPU has a request to look at the lazy deadline's page.
     pub(crate) fn expire_while_polling(&mut self) {
-        if !self.hv_timer_in_use() || !self.b.deadline_due() {
+        if !self.hv_timer_in_use() || !self.hv_timer_is_due() {
             return;
         }
         match self.shared.lapic.next_expiry() {
-            Expiry::Never => self.b.watch_deadline(0),
+            Expiry::Never => self.set_hv_timer(0),
             Expiry::Tsc(_) if self.time.lazy.enabled() => self.shared.request(Request::Deadline),
             Expiry::Tsc(_) => {
                 let _ = self.expire_deadline();

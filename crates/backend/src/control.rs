@@ -1,0 +1,57 @@
+//! Control registers and EFER, as the guest sees them.
+
+use crate::ability::PdpteRegisters;
+
+/// CR0.CD and CR0.NW: caching disabled.
+pub const CR0_CD_NW: u64 = x86::Cr0::CD.union(x86::Cr0::NW).bits();
+
+/// The control registers and EFER as the guest sees them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct ControlRegs {
+    pub cr0: u64,
+    pub cr2: u64,
+    pub cr3: u64,
+    pub cr4: u64,
+    pub efer: u64,
+}
+
+/// Control registers and EFER. What is returned is what the guest sees, never what the hardware holds in
+/// its place.
+pub trait ControlRegisters {
+    /// The PDPTEs, where they are part of a guest's state.
+    type Pdptes: PdpteRegisters;
+
+    /// All of them.
+    fn control(&self) -> ControlRegs;
+    /// CR0 alone.
+    fn cr0(&self) -> u64;
+    /// CR4 alone.
+    fn cr4(&self) -> u64;
+    /// CR4 as far as CPUID shows it: OSXSAVE and PKE.
+    fn cr4_shown(&self) -> u64;
+    /// EFER alone.
+    fn efer(&self) -> u64;
+    /// Sets CR0.
+    fn set_cr0(&mut self, value: u64);
+    /// Sets CR2.
+    fn set_cr2(&mut self, value: u64);
+    /// Sets CR3.
+    fn set_cr3(&mut self, value: u64);
+    /// Sets CR4.
+    fn set_cr4(&mut self, value: u64);
+    /// Sets EFER.
+    fn set_efer(&mut self, value: u64);
+    /// Task priority as the hardware holds it, 0 to 15.
+    fn cr8(&self) -> u8;
+    /// Sets the task priority.
+    fn set_cr8(&mut self, value: u8);
+    /// Whether CR0.CD and CR0.NW are kept from the hardware, as they are unless this says otherwise. Nothing
+    /// where the memory types of guests do not follow them.
+    fn hide_cache_disable(&mut self, hide: bool);
+
+    /// The PDPTEs where they are registers that the hardware does not load by itself.
+    fn pdptes(&self) -> Option<&Self::Pdptes>;
+    /// The same, to be set.
+    fn pdptes_mut(&mut self) -> Option<&mut Self::Pdptes>;
+}

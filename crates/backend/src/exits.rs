@@ -1,0 +1,48 @@
+//! What ended the guest's run.
+
+use crate::{Event, Exit};
+
+/// Who answers exits. Its methods are inlined into [`Exits::dispatch`]. `S`: what proves to it that it is
+/// inside the loop.
+pub trait Answer<B, S: Copy> {
+    /// The backend whose exits it answers.
+    fn backend(&self) -> &B;
+    /// Answers an exit of a frequent kind. `Some`: the loop is to be left for this.
+    fn frequent(&mut self, section: S, exit: Exit) -> Option<Exit>;
+    /// Answers any exit.
+    fn rare(&mut self, section: S, exit: Exit) -> Option<Exit>;
+}
+
+/// The exit that ended the last [`enter`](crate::WorldSwitch::enter).
+pub trait Exits: Sized {
+    /// The exit as the hardware names it.
+    type Raw: Copy;
+
+    /// Whether the registers after a triple fault are what they were before it.
+    const KEEPS_STATE_AT_SHUTDOWN: bool;
+
+    /// The exit before it has a neutral form. Whether an exit of a guest's guest is the guest hypervisor's is
+    /// to be asked of this, and of the control block: the neutral form is our own hypervisor's.
+    fn raw(&self) -> Self::Raw;
+    /// The exit in its neutral form.
+    fn exit(&self) -> Exit;
+    /// Has `answer` answer the exit: a frequent kind from a place of its own, so that the exit itself is
+    /// never put together there.
+    fn dispatch<S: Copy, A: Answer<Self, S>>(answer: &mut A, section: S) -> Option<Exit>;
+    /// Raw exit code and information, for reports.
+    fn exit_raw(&self) -> [u64; 3];
+    /// What the hardware says of the exit, for tracing: code, two words of information, the
+    /// event whose delivery it interrupted and that event's error code.
+    fn exit_record(&self) -> (u64, [u64; 2], u32, u32);
+
+    /// Whether the exit interrupted the delivery of an event.
+    fn was_delivering(&self) -> bool;
+    /// The event whose delivery the exit interrupted; it must be injected again.
+    fn interrupted_delivery(&self) -> Option<Event>;
+    /// The interrupted delivery was dealt with: there is none any more.
+    fn forget_interrupted_delivery(&mut self);
+
+    /// After [`Exit::Refused`]: whether the guest is in a state that the CPU cannot run, and is to be executed in
+    /// software until an entry is possible.
+    fn is_interpreted(&self) -> bool;
+}

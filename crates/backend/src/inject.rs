@@ -1,0 +1,66 @@
+//! Events for the guest: injection, offered interrupts, windows, NMIs, and the APIC that hardware serves.
+
+use x86::Vector;
+
+use crate::{Event, ability::ServedApic};
+
+/// How the moment is found at which a guest can take an NMI.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub enum NmiWindow {
+    /// The CPU exits then.
+    Exit,
+    /// The guest's next instruction is stepped over: [`Injection::settle_step`] has to be called after the
+    /// exit, whichever it is.
+    Step,
+    /// An event is injected first, which would push the flags of a step. An interrupt to this CPU
+    /// ends the guest's run as soon as the event is delivered; then it is asked again.
+    Kick,
+}
+
+/// Events for the guest.
+pub trait Injection {
+    /// What serves a local APIC in the run loop's place.
+    type ServedApic: ServedApic;
+
+    /// Injects an event at the next entry.
+    fn inject(&mut self, event: Event);
+    /// Whether an event waits for the next entry.
+    fn injecting(&self) -> bool;
+    /// Takes back an event that was to be injected at an entry that did not happen.
+    fn cancel_injection(&mut self) -> Option<Event>;
+
+    /// Makes `vector` a virtual interrupt that the guest takes as soon as it can, without an exit;
+    /// `None` withdraws it. Replaces a window and an earlier offer.
+    fn offer_interrupt(&mut self, vector: Option<Vector>);
+    /// After an exit: whether the guest has taken the offered interrupt. True once per offer.
+    fn offer_taken(&mut self) -> bool;
+    /// Asks for an exit as soon as the guest can take an interrupt. Replaces an offer.
+    fn set_interrupt_window(&mut self, on: bool);
+    /// Asks for an exit when the guest changes its priority in a way that matters: `offered`, an
+    /// interrupt was chosen for the priority of now; `waiting`, one has to wait for a lower one.
+    fn watch_priority(&mut self, offered: bool, waiting: Option<Vector>);
+    /// Has every write of CR8 exit from now on: the local APIC is the VMM's.
+    fn exit_on_cr8_writes(&mut self);
+
+    /// Whether an NMI can be taken now.
+    fn nmi_allowed(&self) -> bool;
+    /// Asks for an exit as soon as the guest can take an NMI.
+    fn set_nmi_window(&mut self) -> NmiWindow;
+    /// Whether NMIs are masked: one is being handled.
+    fn nmi_masked(&self) -> bool;
+    /// Masks NMIs, or not.
+    fn set_nmi_masked(&mut self, on: bool);
+    /// The guest executed IRET while an NMI was being handled.
+    fn iret_begun(&mut self);
+    /// After the exit behind an entry that [`NmiWindow::Step`] was said for: the guest's flags are its own
+    /// again.
+    fn settle_step(&mut self);
+    /// Whether a #DB exit was our own single step.
+    fn own_single_step(&mut self) -> bool;
+
+    /// What serves a local APIC, where CPUs of this kind may.
+    fn served_apic(&self) -> Option<&Self::ServedApic>;
+    /// The same, to be given to.
+    fn served_apic_mut(&mut self) -> Option<&mut Self::ServedApic>;
+}

@@ -1,0 +1,47 @@
+//! What a guest may do without an exit.
+
+/// What a guest may do without an exit, derived from its CPUID by the run loop.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct GuestLimits {
+    /// CR4 bits that its CPUID offers.
+    pub cr4_allowed: u64,
+    /// SPEC_CTRL exists for it, on this CPU too.
+    pub spec_ctrl: bool,
+    /// PRED_CMD exists for it, on this CPU too.
+    pub pred_cmd: bool,
+    /// FLUSH_CMD exists for it, on this CPU too.
+    pub flush_cmd: bool,
+    /// RDTSCP or RDPID exists for it: TSC_AUX is live.
+    pub tsc_aux: bool,
+    /// XSAVE exists for it.
+    pub xsave: bool,
+    /// INVPCID exists for it.
+    pub invpcid: bool,
+}
+
+/// Exits that a VMM gives up for guests that have their CPUs to themselves
+/// (KVM_CAP_X86_DISABLE_EXITS).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FewerExits {
+    /// MONITOR and MWAIT are the guest's.
+    pub mwait: bool,
+    /// HLT is: the guest's run goes on, without instructions, until an interrupt comes.
+    pub hlt: bool,
+    /// Loops of PAUSE are not left.
+    pub pause: bool,
+    /// The guest reads how long its core was in which C-state.
+    pub cstate: bool,
+}
+
+/// What exits, as far as the guest's CPUID and the VMM decide.
+pub trait Permissions {
+    /// Sets what the guest may do without an exit.
+    fn set_limits(&mut self, limits: GuestLimits);
+    /// Makes reads or writes of MSRs exit that the hardware would serve; `denied` says which of the
+    /// two. After [`set_limits`](Permissions::set_limits) anew.
+    fn set_msr_filter(&mut self, denied: impl Fn(u32) -> (bool, bool));
+    /// Gives up exits. Once, before the first entry.
+    fn give_up_exits(&mut self, exits: FewerExits);
+    /// Sets which guest-debug exits the VMM asked for: exceptions to intercept.
+    fn set_guest_debug(&mut self, breakpoints: bool, debug: bool);
+}

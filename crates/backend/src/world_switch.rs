@@ -1,0 +1,30 @@
+//! The inner loop's two ends and the world switch between them.
+
+use crate::Gprs;
+
+/// Loading and unloading a guest, and running it.
+pub trait WorldSwitch {
+    /// With interrupts off: whether CPU number `here`, on which this runs, may take the control block. It may
+    /// not while another CPU holds it.
+    fn may_run_on(&self, here: usize) -> bool;
+    /// With interrupts on: has the CPU that holds the control block give it up.
+    fn release_elsewhere(&mut self);
+
+    /// A new KVM_RUN begins on this thread.
+    fn begin_run(&mut self);
+    /// Enters the inner loop on this CPU, number `here`: host state saved, guest state loaded, no interrupts.
+    fn load(&mut self, here: usize);
+    /// Runs the guest until its next exit: the world switch.
+    fn enter(&mut self, gprs: &mut Gprs);
+    /// The loop is about to be left: completes what of the general registers was not read yet.
+    fn complete(&mut self, gprs: &mut Gprs);
+    /// Leaves the inner loop: undoes [`load`](WorldSwitch::load). Interrupts are still disabled. `to_user`:
+    /// most likely the thread returns to user space for this exit, so that nothing is gained by putting
+    /// off what the host needs only there.
+    fn unload(&mut self, to_user: bool);
+
+    /// Makes kernel calls possible without leaving the loop: loads the host's segment state.
+    fn host_segments(&mut self);
+    /// Undoes [`host_segments`](WorldSwitch::host_segments).
+    fn guest_segments(&mut self);
+}

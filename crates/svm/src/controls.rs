@@ -1,0 +1,156 @@
+//! The VMCB's intercepts: what exits and what the guest owns.
+//!
+//! What the guest owns under TDP is not intercepted: CR0 (unless it has caching disabled, see
+//! [`set_cr0`](backend::ControlRegisters::set_cr0)), CR3, CR8, INVLPG, INVPCID, RDTSC, and CR4 when the
+//! guest's CPUID offers every CR4 bit that this CPU knows; CR0 and CR4 not where the run loop has to see
+//! changes of the guest's paging ([`Paging::watch_roles`](backend::Paging::watch_roles)).
+//!
+//! CR0 and CR4 are the guest's only on CPUs with NRIP save. Those without are the first with SVM,
+//! and QEMU's emulation, which takes reserved bits that a CPU refuses: there writes exit, to be
+//! checked here.
+
+use backend::{Backend, FewerExits, GuestLimits, Permissions};
+use cpu::Cpu;
+use x86::{
+    Cr4, msr,
+    vmcb::{self, Clean, Intercept3, Intercept4, vintr},
+};
+
+use crate::{msrs::LIVE, percpu, state::Svm};
+
+impl<C: Cpu> Svm<C> {
+    pub(crate) fn init_control(&mut self) {
+        let (msrpm, iopm) = (self.block.msr_map.hpa().0, percpu::io_map().0);
+        for msr in LIVE {
+            self.block.msr_map.intercept(msr, false, false);
+        }
+        let features = self.features;
+        let control = &mut self.vmcb_mut(Clean::ALL).control;
+        control.iopm_base_pa = iopm;
+        control.msrpm_base_pa = msrpm;
+        control.np_ctl = vmcb::NP_ENABLE;
+        control.int_ctl = vintr::INTR_MASKING;
+        if features.vnmi {
+            control.int_ctl |= vintr::NMI_ENABLE;
+        }
+        // #AC and #DB loops would hold the CPU for ever without an exit; a machine check is the
+        // host's.
+        // #UD: a guest may make its hypercalls with VMCALL.
+        control.intercepts[2] = (1 << 1) | (1 << 6) | (1 << 17) | (1 << 18);
+        control.intercepts[3] = (Intercept3::INTR
+            | Intercept3::NMI
+            | Intercept3::SMI
+            | Intercept3::INIT
+            | Intercept3::RDPMC
+            | Intercept3::CPUID
+            | Intercept3::RSM
+            | Intercept3::INVD
+            | Intercept3::HLT
+            | Intercept3::INVLPGA
+            | Intercept3::IOIO
+            | Intercept3::MSR
+            | Intercept3::TASK_SWITCH
+            | Intercept3::FERR_FREEZE
+            | Intercept3::SHUTDOWN)
+            .bits();
+        if features.pause_filter {
+            control.intercepts[3] |= Intercept3::PAUSE.bits();
+            control.pause_filter_count = 3000;
+            control.pause_filter_thresh = 128;
+        }
+        control.intercepts[4] = (Intercept4::VMRUN
+            | Intercept4::VMMCALL
+            | Intercept4::VMLOAD
+            | Intercept4::VMSAVE
+            | Intercept4::STGI
+            | Intercept4::CLGI
+            | Intercept4::SKINIT
+            | Intercept4::RDTSCP
+            | Intercept4::WBINVD
+            | Intercept4::MONITOR
+            | Intercept4::MWAIT
+            | Intercept4::XSETBV
+            | Intercept4::RDPRU)
+            .bits();
+        // INVLPGB, MCOMMIT and TLBSYNC reach beyond this guest's ASID; INVPCID stays with the guest unless
+        // its CPUID lacks it.
+        control.intercepts[5] = (1 << 0) | (1 << 1) | (1 << 3) | (1 << 4);
+        self.vmcb_mut(Clean::ALL).save.g_pat = msr::PAT_RESET;
+        self.intercept_debug_regs();
+        self.reset(false);
+    }
+
+    /// Lets the guest's accesses of debug registers exit, or not, as it owns them or not.
+    pub(crate) fn intercept_debug_regs(&mut self) {
+        let on = self.debug.exits();
+        self.vmcb_mut(Clean::INTERCEPTS).control.intercepts[1] = if on { 0x00ff_00ff } else { 0 };
+    }
+
+    pub(crate) fn intercept_cr(&mut self, mask: u32, on: bool) {
+        if (self.vmcb().control.intercepts[0] & mask == mask) == on {
+            return;
+        }
+        let word = &mut self.vmcb_mut(Clean::INTERCEPTS).control.intercepts[0];
+        *word = if on { *word | mask } else { *word & !mask };
+    }
+
+    /// CR4 belongs to the guest when it may set every bit that the CPU would let it set, and XCR0
+    /// is live: while CR4.OSXSAVE is clear the guest cannot see XCR0, so it is not loaded, and the
+    /// write that sets the bit must be seen.
+    pub(crate) fn update_cr4_intercept(&mut self) {
+        let all = self.features.cr4_known & !self.limits.cr4_allowed == 0;
+        let xcr0_live = !self.limits.xsave || self.vmcb().save.cr4 & Cr4::OSXSAVE.bits() != 0;
+        let owned = !self.paging.shadow
+            && all
+            && xcr0_live
+            && self.features.nrip_save
+            && !self.paging.watch_roles;
+        self.intercept_cr(1 << (16 + 4), !owned);
+    }
+
+    pub(crate) fn update_passthrough(&mut self) {
+        let spec = self.features.v_spec_ctrl && self.limits.spec_ctrl;
+        self.block.msr_map.intercept(msr::SPEC_CTRL, !spec, !spec);
+        self.block.msr_map.intercept(msr::PRED_CMD, true, !self.limits.pred_cmd);
+        self.block.msr_map.intercept(msr::TSC_AUX, !self.limits.tsc_aux, true);
+        let (rdtscp, invpcid) = (self.limits.tsc_aux, self.limits.invpcid && !self.paging.shadow);
+        let control = &mut self.vmcb_mut(Clean::INTERCEPTS | Clean::PERM_MAP).control;
+        let bit = Intercept4::RDTSCP.bits();
+        control.intercepts[4] = (control.intercepts[4] & !bit) | if rdtscp { 0 } else { bit };
+        control.intercepts[5] = (control.intercepts[5] & !4) | if invpcid { 0 } else { 4 };
+    }
+}
+
+impl<C: Cpu> Permissions for Svm<C> {
+    fn set_limits(&mut self, limits: GuestLimits) {
+        self.limits = limits;
+        self.update_passthrough();
+        self.update_cr4_intercept();
+    }
+
+    fn set_msr_filter(&mut self, denied: impl Fn(u32) -> (bool, bool)) {
+        for msr in LIVE {
+            self.block.msr_map.intercept(msr, false, false);
+        }
+        self.update_passthrough();
+        for msr in LIVE.into_iter().chain([msr::SPEC_CTRL, msr::PRED_CMD, msr::TSC_AUX]) {
+            let ((read, write), filter) = (self.block.msr_map.intercepted(msr), denied(msr));
+            self.block.msr_map.intercept(msr, read | filter.0, write | filter.1);
+        }
+    }
+
+    fn give_up_exits(&mut self, exits: FewerExits) {
+        let when = |given_up, bits: u32| if given_up { bits } else { 0 };
+        let control = &mut self.vmcb_mut(Clean::INTERCEPTS).control;
+        control.intercepts[3] &= !(when(exits.hlt, Intercept3::HLT.bits())
+            | when(exits.pause, Intercept3::PAUSE.bits()));
+        let mwait = Intercept4::MONITOR | Intercept4::MWAIT;
+        control.intercepts[4] &= !when(exits.mwait, mwait.bits());
+    }
+
+    fn set_guest_debug(&mut self, breakpoints: bool, debug: bool) {
+        self.guest_debug = (breakpoints, debug);
+        let word = &mut self.vmcb_mut(Clean::INTERCEPTS).control.intercepts[2];
+        *word = (*word & !(1 << 3)) | (u32::from(breakpoints) << 3);
+    }
+}

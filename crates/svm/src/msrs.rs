@@ -1,0 +1,97 @@
+//! The MSRs that lie in the VMCB or in hardware.
+
+use backend::{LiveRegisters, Msrs, NotMine};
+use cpu::Cpu;
+use x86::{
+    msr,
+    vmcb::{self, Clean},
+};
+
+use crate::state::Svm;
+
+/// MSRs whose guest value is live in hardware while the guest runs: VMLOAD and VMSAVE move them.
+pub(crate) const LIVE: [u32; 10] = [
+    msr::STAR,
+    msr::LSTAR,
+    msr::CSTAR,
+    msr::SYSCALL_MASK,
+    msr::FS_BASE,
+    msr::GS_BASE,
+    msr::KERNEL_GS_BASE,
+    msr::SYSENTER_CS,
+    msr::SYSENTER_ESP,
+    msr::SYSENTER_EIP,
+];
+
+impl<C: Cpu> Msrs for Svm<C> {
+    fn msr(&self, index: u32) -> Result<u64, NotMine> {
+        let save = &self.vmcb().save;
+        Ok(match index {
+            msr::STAR => save.star,
+            msr::LSTAR => save.lstar,
+            msr::CSTAR => save.cstar,
+            msr::SYSCALL_MASK => save.sfmask,
+            msr::KERNEL_GS_BASE => save.kernel_gs_base,
+            msr::FS_BASE => save.segments[vmcb::SEG_FS].base,
+            msr::GS_BASE => save.segments[vmcb::SEG_GS].base,
+            msr::SYSENTER_CS => save.sysenter_cs,
+            msr::SYSENTER_ESP => save.sysenter_esp,
+            msr::SYSENTER_EIP => save.sysenter_eip,
+            msr::PAT => save.g_pat,
+            msr::DEBUGCTL => save.dbgctl,
+            msr::TSC_AUX => self.tsc_aux.get(),
+            msr::XSS => self.extended.xss(),
+            msr::SPEC_CTRL if self.features.v_spec_ctrl => save.spec_ctrl,
+            msr::SPEC_CTRL => self.spec_ctrl,
+            msr::VIRT_SPEC_CTRL => 0,
+            _ => return Err(NotMine),
+        })
+    }
+
+    fn set_msr(&mut self, index: u32, value: u64) -> Result<(), NotMine> {
+        match index {
+            msr::TSC_AUX => {
+                self.tsc_aux.set(value);
+                self.sync_tsc_aux();
+            }
+            msr::XSS => self.set_xss(value),
+            msr::SPEC_CTRL if !self.features.v_spec_ctrl => {
+                self.spec_ctrl = value;
+                self.spec.guest = value;
+            }
+            msr::PAT => self.vmcb_mut(Clean::NPT).save.g_pat = value,
+            msr::DEBUGCTL => self.vmcb_mut(Clean::LBR).save.dbgctl = value,
+            _ => {
+                let save = &mut self.vmcb_mut(Clean::empty()).save;
+                let slot = match index {
+                    msr::STAR => &mut save.star,
+                    msr::LSTAR => &mut save.lstar,
+                    msr::CSTAR => &mut save.cstar,
+                    msr::SYSCALL_MASK => &mut save.sfmask,
+                    msr::KERNEL_GS_BASE => &mut save.kernel_gs_base,
+                    msr::FS_BASE => &mut save.segments[vmcb::SEG_FS].base,
+                    msr::GS_BASE => &mut save.segments[vmcb::SEG_GS].base,
+                    msr::SYSENTER_CS => &mut save.sysenter_cs,
+                    msr::SYSENTER_ESP => &mut save.sysenter_esp,
+                    msr::SYSENTER_EIP => &mut save.sysenter_eip,
+                    msr::SPEC_CTRL => &mut save.spec_ctrl,
+                    _ => return Err(NotMine),
+                };
+                *slot = value;
+            }
+        }
+        Ok(())
+    }
+
+    fn prediction_barrier(&mut self) {
+        self.cpu.wrmsr(msr::PRED_CMD, 1);
+    }
+
+    fn set_virt_ssbd(&mut self, on: bool) {
+        self.virt_ssbd = on;
+    }
+
+    fn host_cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4] {
+        self.cpu.cpuid(leaf, subleaf)
+    }
+}

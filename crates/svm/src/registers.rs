@@ -1,0 +1,242 @@
+//! The guest's registers in the VMCB.
+
+use backend::{Absent, CR0_CD_NW, ControlRegisters, ControlRegs, Registers, SegmentName};
+use cpu::Cpu;
+use x86::{
+    Cr4, Efer,
+    segment::{DescriptorTable, Segment},
+    vmcb::{self, Clean, VmcbSegment, vintr},
+};
+
+use crate::state::Svm;
+
+fn index(name: SegmentName) -> usize {
+    match name {
+        SegmentName::Es => vmcb::SEG_ES,
+        SegmentName::Cs => vmcb::SEG_CS,
+        SegmentName::Ss => vmcb::SEG_SS,
+        SegmentName::Ds => vmcb::SEG_DS,
+        SegmentName::Fs => vmcb::SEG_FS,
+        SegmentName::Gs => vmcb::SEG_GS,
+        SegmentName::Ldtr => vmcb::SEG_LDTR,
+        SegmentName::Tr => vmcb::SEG_TR,
+    }
+}
+
+fn table(segment: &VmcbSegment) -> DescriptorTable {
+    DescriptorTable { base: segment.base, limit: segment.limit as u16 }
+}
+
+impl<C: Cpu> Registers for Svm<C> {
+    #[inline]
+    fn rip(&self) -> u64 {
+        self.vmcb().save.rip
+    }
+
+    #[inline]
+    fn set_rip(&mut self, rip: u64) {
+        self.vmcb_mut(Clean::empty()).save.rip = rip;
+    }
+
+    #[inline]
+    fn retire(&mut self, next_rip: u64) {
+        let block = self.vmcb_mut(Clean::empty());
+        block.save.rip = next_rip;
+        block.control.int_state = 0;
+    }
+
+    #[inline]
+    fn next_rip(&self) -> Option<u64> {
+        self.features.nrip_save.then_some(self.vmcb().control.next_rip)
+    }
+
+    fn insn_bytes(&self) -> &[u8] {
+        if !self.features.decode_assists {
+            return &[];
+        }
+        let control = &self.vmcb().control;
+        control.insn_bytes.get(..usize::from(control.insn_len & 15)).unwrap_or(&[])
+    }
+
+    #[inline]
+    fn rflags(&self) -> u64 {
+        self.vmcb().save.rflags
+    }
+
+    fn set_rflags(&mut self, rflags: u64) {
+        self.vmcb_mut(Clean::empty()).save.rflags = rflags;
+    }
+
+    #[inline]
+    fn interrupt_shadow(&self) -> bool {
+        self.vmcb().control.int_state & vmcb::INT_SHADOW != 0
+    }
+
+    fn set_interrupt_shadow(&mut self, on: bool) {
+        let state = &mut self.vmcb_mut(Clean::empty()).control.int_state;
+        *state = (*state & !vmcb::INT_SHADOW) | u64::from(on);
+    }
+
+    #[inline]
+    fn cpl(&self) -> u8 {
+        self.vmcb().save.cpl
+    }
+
+    #[inline]
+    fn segment(&self, name: SegmentName) -> Segment {
+        let s = self.vmcb().save.segments.get(index(name)).copied().unwrap_or_default();
+        Segment { base: s.base, limit: s.limit, selector: s.selector, attr: s.attrib }
+    }
+
+    fn set_segment(&mut self, name: SegmentName, value: Segment) {
+        let save = &mut self.vmcb_mut(Clean::SEG).save;
+        if let Some(slot) = save.segments.get_mut(index(name)) {
+            *slot = VmcbSegment {
+                selector: value.selector,
+                attrib: value.attr,
+                limit: value.limit,
+                base: value.base,
+            };
+        }
+        if name == SegmentName::Ss {
+            save.cpl = value.dpl();
+        }
+    }
+
+    #[inline(always)]
+    fn code_attributes(&self) -> u16 {
+        self.segment(SegmentName::Cs).attr
+    }
+
+    fn gdtr(&self) -> DescriptorTable {
+        table(&self.vmcb().save.segments[vmcb::SEG_GDTR])
+    }
+
+    fn set_gdtr(&mut self, value: DescriptorTable) {
+        let slot = &mut self.vmcb_mut(Clean::DT).save.segments[vmcb::SEG_GDTR];
+        (slot.base, slot.limit) = (value.base, value.limit.into());
+    }
+
+    fn idtr(&self) -> DescriptorTable {
+        table(&self.vmcb().save.segments[vmcb::SEG_IDTR])
+    }
+
+    fn set_idtr(&mut self, value: DescriptorTable) {
+        let slot = &mut self.vmcb_mut(Clean::DT).save.segments[vmcb::SEG_IDTR];
+        (slot.base, slot.limit) = (value.base, value.limit.into());
+    }
+}
+
+impl<C: Cpu> ControlRegisters for Svm<C> {
+    type Pdptes = Absent;
+
+    fn control(&self) -> ControlRegs {
+        let save = &self.vmcb().save;
+        if self.paging.shadow {
+            return self.guest.control(save);
+        }
+        ControlRegs {
+            cr0: save.cr0 | u64::from(self.cr0_hidden),
+            cr2: save.cr2,
+            cr3: save.cr3,
+            cr4: save.cr4,
+            efer: save.efer & !Efer::SVME.bits(),
+        }
+    }
+
+    #[inline(always)]
+    fn cr0(&self) -> u64 {
+        self.control().cr0
+    }
+
+    #[inline(always)]
+    fn cr4(&self) -> u64 {
+        self.control().cr4
+    }
+
+    #[inline(always)]
+    fn cr4_shown(&self) -> u64 {
+        self.control().cr4
+    }
+
+    #[inline(always)]
+    fn efer(&self) -> u64 {
+        self.control().efer
+    }
+
+    /// CR0.CD and CR0.NW are kept from the hardware: firmware leaves them set for long, and with
+    /// CD the whole guest would run uncached. CR0 is intercepted only while the guest has one set.
+    fn set_cr0(&mut self, value: u64) {
+        if self.paging.shadow {
+            self.guest.cr0 = value;
+            return self.renew_cr0();
+        }
+        let hidden = if self.shows_cache_disable { 0 } else { value & CR0_CD_NW };
+        self.cr0_hidden = hidden as u32;
+        self.vmcb_mut(Clean::CR).save.cr0 = value & !hidden;
+        self.intercept_cr(1, hidden != 0);
+        self.intercept_cr(1 << 16, hidden != 0 || !self.features.nrip_save);
+    }
+
+    fn set_cr2(&mut self, value: u64) {
+        self.vmcb_mut(Clean::CR2).save.cr2 = value;
+    }
+
+    fn set_cr3(&mut self, value: u64) {
+        if self.paging.shadow {
+            self.guest.cr3 = value;
+            return;
+        }
+        self.vmcb_mut(Clean::CR).save.cr3 = value;
+    }
+
+    fn set_cr4(&mut self, value: u64) {
+        if self.paging.shadow {
+            self.guest.cr4 = value;
+            return self.renew_cr4();
+        }
+        let save = &mut self.vmcb_mut(Clean::CR).save;
+        let changed = core::mem::replace(&mut save.cr4, value) ^ value;
+        if changed & Cr4::OSXSAVE.bits() != 0 {
+            self.update_cr4_intercept();
+            self.sync_extended();
+        }
+    }
+
+    fn set_efer(&mut self, value: u64) {
+        if self.paging.shadow {
+            self.guest.efer = value;
+            return self.renew_efer();
+        }
+        self.vmcb_mut(Clean::CR).save.efer = value | Efer::SVME.bits();
+    }
+
+    #[inline]
+    fn cr8(&self) -> u8 {
+        (self.vmcb().control.int_ctl & vintr::TPR_MASK) as u8
+    }
+
+    #[inline]
+    fn set_cr8(&mut self, value: u8) {
+        let old = self.vmcb().control.int_ctl;
+        let new = (old & !vintr::TPR_MASK) | (u32::from(value) & vintr::TPR_MASK);
+        if new != old {
+            self.vmcb_mut(Clean::INTR).control.int_ctl = new;
+        }
+    }
+
+    fn hide_cache_disable(&mut self, hide: bool) {
+        self.shows_cache_disable = !hide;
+    }
+
+    /// The hardware loads them from memory itself.
+    #[inline(always)]
+    fn pdptes(&self) -> Option<&Absent> {
+        None
+    }
+
+    #[inline(always)]
+    fn pdptes_mut(&mut self) -> Option<&mut Absent> {
+        None
+    }
+}

@@ -1,0 +1,119 @@
+//! The MSRs that lie in the VMCS or in hardware.
+
+use backend::{LiveRegisters, Msrs, NotMine};
+use cpu::Cpu;
+use x86::msr;
+
+use crate::{fields, state::Vmx};
+
+/// IA32_TIME_STAMP_COUNTER.
+pub(crate) const TSC: u32 = 0x10;
+/// DEBUGCTL: record branches; single-step on branches.
+const DEBUGCTL_LBR: u64 = 1 << 0;
+const DEBUGCTL_BTF: u64 = 1 << 1;
+
+/// MSRs whose guest value is live in hardware while the guest runs.
+pub(crate) const LIVE: [u32; 6] = [
+    msr::FS_BASE,
+    msr::GS_BASE,
+    msr::KERNEL_GS_BASE,
+    msr::SYSENTER_CS,
+    msr::SYSENTER_ESP,
+    msr::SYSENTER_EIP,
+];
+
+/// How long the core was in C1, C3, C6 and C7: what a guest reads that may use them.
+pub(crate) const CORE_RESIDENCY: [u32; 4] = [0x660, 0x3fc, 0x3fd, 0x3fe];
+
+impl<C: Cpu> Vmx<C> {
+    pub(crate) fn pass_live_msrs(&self) {
+        for msr in LIVE {
+            self.vmcs.msr_map.intercept(msr, false, false);
+        }
+        self.vmcs.msr_map.intercept(TSC, false, true);
+        if self.cold.fewer.cstate {
+            for msr in CORE_RESIDENCY {
+                self.vmcs.msr_map.intercept(msr, false, true);
+            }
+        }
+    }
+}
+
+impl<C: Cpu> Msrs for Vmx<C> {
+    fn msr(&self, index: u32) -> Result<u64, NotMine> {
+        Ok(match index {
+            msr::STAR => self.syscall.star,
+            msr::LSTAR => self.syscall.lstar,
+            msr::SYSCALL_MASK => self.syscall.mask,
+            msr::CSTAR => self.cold.cstar,
+            msr::KERNEL_GS_BASE => self.kernel_gs_base.get(),
+            msr::FS_BASE => self.get(fields::GUEST_FS_BASE),
+            msr::GS_BASE => self.get(fields::GUEST_GS_BASE),
+            msr::SYSENTER_CS => self.get(fields::GUEST_SYSENTER_CS).into(),
+            msr::SYSENTER_ESP => self.get(fields::GUEST_SYSENTER_ESP),
+            msr::SYSENTER_EIP => self.get(fields::GUEST_SYSENTER_EIP),
+            msr::PAT => self.get(fields::GUEST_PAT),
+            msr::DEBUGCTL => self.get(fields::GUEST_DEBUGCTL),
+            msr::TSC_AUX => self.tsc_aux,
+            msr::XSS => self.cold.extended.xss(),
+            msr::SPEC_CTRL => self.spec_ctrl(),
+            _ => return Err(NotMine),
+        })
+    }
+
+    fn set_msr(&mut self, index: u32, value: u64) -> Result<(), NotMine> {
+        // Where the CPU or an entry would refuse it. A VMM may have told the guest of wider addresses
+        // than this CPU has.
+        let value = match index {
+            msr::LSTAR
+            | msr::KERNEL_GS_BASE
+            | msr::FS_BASE
+            | msr::GS_BASE
+            | msr::SYSENTER_ESP
+            | msr::SYSENTER_EIP => self.features.canonical(value),
+            // RFLAGS has nothing up there.
+            msr::SYSCALL_MASK => value & 0xffff_ffff,
+            // Last branches are not virtualized; as in stock KVM both bits vanish.
+            msr::DEBUGCTL => value & !(DEBUGCTL_LBR | DEBUGCTL_BTF),
+            _ => value,
+        };
+        match index {
+            msr::TSC_AUX => {
+                self.tsc_aux = value;
+                self.sync_tsc_aux();
+            }
+            msr::XSS => self.set_xss(value),
+            msr::SPEC_CTRL => self.set_spec_ctrl(value),
+            msr::PAT => self.set(fields::GUEST_PAT, value),
+            msr::DEBUGCTL => self.set(fields::GUEST_DEBUGCTL, value),
+            msr::STAR | msr::LSTAR | msr::SYSCALL_MASK => {
+                match index {
+                    msr::STAR => self.syscall.star = value,
+                    msr::LSTAR => self.syscall.lstar = value,
+                    _ => self.syscall.mask = value,
+                }
+                self.sync_syscall();
+            }
+            msr::CSTAR => self.cold.cstar = value,
+            msr::KERNEL_GS_BASE => self.set_kernel_gs_base(value),
+            msr::FS_BASE => self.set(fields::GUEST_FS_BASE, value),
+            msr::GS_BASE => self.set(fields::GUEST_GS_BASE, value),
+            msr::SYSENTER_CS => self.set(fields::GUEST_SYSENTER_CS, value as u32),
+            msr::SYSENTER_ESP => self.set(fields::GUEST_SYSENTER_ESP, value),
+            msr::SYSENTER_EIP => self.set(fields::GUEST_SYSENTER_EIP, value),
+            _ => return Err(NotMine),
+        }
+        Ok(())
+    }
+
+    fn prediction_barrier(&mut self) {
+        self.cpu.wrmsr(msr::PRED_CMD, 1);
+    }
+
+    fn host_cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4] {
+        self.cpu.cpuid(leaf, subleaf)
+    }
+
+    /// VIRT_SPEC_CTRL is an MSR of AMD's.
+    fn set_virt_ssbd(&mut self, _on: bool) {}
+}

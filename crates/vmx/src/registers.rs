@@ -1,0 +1,291 @@
+//! The guest's registers in the VMCS.
+
+use backend::{ControlRegisters, ControlRegs, PdpteRegisters, Registers, SegmentName};
+use cpu::Cpu;
+use x86::{
+    Cr0, Cr4, Efer,
+    segment::{DescriptorTable, Segment, attr},
+    vmcs::EntryControls,
+};
+
+use crate::{apicv::Serving, fields, segments, state::Vmx};
+
+/// What VMX fixes to 1, but not for a guest that may run without paging and protection.
+const CR0_PG_PE: u64 = Cr0::PG.union(Cr0::PE).bits();
+
+impl<C: Cpu> Vmx<C> {
+    /// RIP behind the exiting instruction.
+    #[inline(always)]
+    pub(crate) fn rip_after(&self) -> u64 {
+        let rip = self.get(fields::GUEST_RIP);
+        let next = rip.wrapping_add(u64::from(self.get(fields::INSTRUCTION_LENGTH)));
+        if (rip ^ next) >> 32 != 0 { self.wrapped(next) } else { next }
+    }
+
+    /// Outside 64-bit code RIP has 32 bits.
+    #[cold]
+    #[inline(never)]
+    fn wrapped(&self, next: u64) -> u64 {
+        let long = self.efer & Efer::LMA.bits() != 0 && self.code_attributes() & attr::L != 0;
+        if long { next } else { next & 0xffff_ffff }
+    }
+
+    /// Something else than an interrupt ends the guest's HLT. Where HLT does not exit, the CPU halts the
+    /// guest again at an entry, and refuses one with an exception (SDM vol. 3C §27.3.1.5).
+    #[inline]
+    pub(crate) fn end_halt(&self) {
+        if self.cold.fewer.hlt {
+            self.set(fields::GUEST_ACTIVITY, 0);
+        }
+    }
+
+    pub(crate) fn replace_cr2(&mut self, value: u64) {
+        self.cr2 = value;
+        if self.vmcs.is_loaded() {
+            self.cpu.set_cr2(value);
+        }
+    }
+}
+
+impl<C: Cpu> Registers for Vmx<C> {
+    #[inline]
+    fn rip(&self) -> u64 {
+        self.get(fields::GUEST_RIP)
+    }
+
+    #[inline]
+    fn set_rip(&mut self, rip: u64) {
+        self.end_halt();
+        self.set(fields::GUEST_RIP, rip);
+    }
+
+    #[inline]
+    fn retire(&mut self, next_rip: u64) {
+        self.set(fields::GUEST_RIP, next_rip);
+        self.shadow_over.set(true);
+        if self.serving != Serving::No {
+            self.attend_to_requests();
+        }
+    }
+
+    #[inline]
+    fn next_rip(&self) -> Option<u64> {
+        Some(self.rip_after())
+    }
+
+    fn insn_bytes(&self) -> &[u8] {
+        &[]
+    }
+
+    #[inline]
+    fn rflags(&self) -> u64 {
+        self.get(fields::GUEST_RFLAGS)
+    }
+
+    fn set_rflags(&mut self, rflags: u64) {
+        self.set(fields::GUEST_RFLAGS, rflags);
+        self.flags_changed(rflags);
+    }
+
+    #[inline]
+    fn interrupt_shadow(&self) -> bool {
+        self.is_shadowed()
+    }
+
+    fn set_interrupt_shadow(&mut self, on: bool) {
+        if on {
+            self.end_halt();
+        }
+        self.set_shadow(on);
+    }
+
+    #[inline]
+    fn cpl(&self) -> u8 {
+        (self.get(fields::GUEST_SS_RIGHTS) >> 5) as u8 & 3
+    }
+
+    fn segment(&self, name: SegmentName) -> Segment {
+        let places = segments::places(name);
+        Segment {
+            base: self.get(places.base),
+            limit: self.get(places.limit),
+            selector: self.get(places.selector),
+            attr: segments::attributes(self.get(places.rights)),
+        }
+    }
+
+    fn set_segment(&mut self, name: SegmentName, value: Segment) {
+        let places = segments::places(name);
+        let long = self.efer & Efer::LMA.bits() != 0;
+        self.set(places.selector, value.selector);
+        self.set(places.base, value.base);
+        self.set(places.limit, value.limit);
+        self.set(places.rights, segments::rights_for(name, &value, long));
+    }
+
+    #[inline]
+    fn code_attributes(&self) -> u16 {
+        segments::attributes(self.get(fields::GUEST_CS_RIGHTS))
+    }
+
+    fn gdtr(&self) -> DescriptorTable {
+        let (base, limit) = (self.get(fields::GUEST_GDTR_BASE), self.get(fields::GUEST_GDTR_LIMIT));
+        DescriptorTable { base, limit: limit as u16 }
+    }
+
+    fn set_gdtr(&mut self, value: DescriptorTable) {
+        self.set(fields::GUEST_GDTR_BASE, value.base);
+        self.set(fields::GUEST_GDTR_LIMIT, value.limit.into());
+    }
+
+    fn idtr(&self) -> DescriptorTable {
+        let (base, limit) = (self.get(fields::GUEST_IDTR_BASE), self.get(fields::GUEST_IDTR_LIMIT));
+        DescriptorTable { base, limit: limit as u16 }
+    }
+
+    fn set_idtr(&mut self, value: DescriptorTable) {
+        self.set(fields::GUEST_IDTR_BASE, value.base);
+        self.set(fields::GUEST_IDTR_LIMIT, value.limit.into());
+    }
+}
+
+impl<C: Cpu> ControlRegisters for Vmx<C> {
+    type Pdptes = Self;
+
+    fn control(&self) -> ControlRegs {
+        ControlRegs {
+            cr0: self.cr0(),
+            cr2: if self.vmcs.is_loaded() { self.cpu.cr2() } else { self.cr2 },
+            cr3: if self.paging.shadow { self.shadowed_cr3 } else { self.get(fields::GUEST_CR3) },
+            cr4: self.cr4(),
+            efer: self.efer,
+        }
+    }
+
+    #[inline]
+    fn cr0(&self) -> u64 {
+        let owned = self.owned_cr0();
+        (self.cr0 & !owned) | (self.get(fields::GUEST_CR0) & owned)
+    }
+
+    #[inline]
+    fn cr4(&self) -> u64 {
+        let owned = self.owned_cr4();
+        (self.cr4 & !owned) | (self.get(fields::GUEST_CR4) & owned)
+    }
+
+    /// OSXSAVE and PKE are never the guest's own.
+    #[inline]
+    fn cr4_shown(&self) -> u64 {
+        self.cr4
+    }
+
+    #[inline]
+    fn efer(&self) -> u64 {
+        self.efer
+    }
+
+    /// Whether the guest has caching disabled is for it alone to see: an entry does not load CD and
+    /// NW.
+    fn set_cr0(&mut self, value: u64) {
+        self.cr0 = value;
+        let fixed = self.features.cr0_fixed & !CR0_PG_PE;
+        self.set(fields::CR0_SHADOW, value);
+        self.set(fields::GUEST_CR0, self.real_cr0(value) | fixed | Cr0::ET.bits());
+        if self.paging.shadow {
+            self.paging_mode_changed();
+        }
+    }
+
+    fn set_cr2(&mut self, value: u64) {
+        self.replace_cr2(value);
+    }
+
+    fn set_cr3(&mut self, value: u64) {
+        if self.paging.shadow {
+            self.shadowed_cr3 = value;
+            return;
+        }
+        self.set(fields::GUEST_CR3, value);
+    }
+
+    /// Where the CPU has no UMIP, the instructions
+    /// that it is about exit while the guest has it set: all but SMSW, which no control makes exit.
+    #[inline(always)]
+    fn set_cr4(&mut self, value: u64) {
+        let changed = core::mem::replace(&mut self.cr4, value) ^ value;
+        let real = self.real_cr4(value);
+        if self.features.umip_by_exits && changed & Cr4::UMIP.bits() != 0 {
+            self.watch_tables(value & Cr4::UMIP.bits() != 0);
+        }
+        self.set(fields::CR4_SHADOW, value);
+        self.set(fields::GUEST_CR4, real);
+        if changed & Cr4::OSXSAVE.bits() != 0 {
+            self.sync_extended();
+        }
+    }
+
+    fn set_efer(&mut self, value: u64) {
+        self.efer = value;
+        self.set(fields::GUEST_EFER, self.real_efer(value));
+        if self.paging.shadow {
+            self.paging_mode_changed();
+        }
+        let long = value & Efer::LMA.bits() != 0;
+        let bit = EntryControls::IA32E_GUEST.bits();
+        let controls = self.get(fields::ENTRY_CONTROLS);
+        self.set(fields::ENTRY_CONTROLS, if long { controls | bit } else { controls & !bit });
+        if long {
+            // A 16-bit task state is none there.
+            let tr = self.segment(SegmentName::Tr);
+            self.set(fields::GUEST_TR_RIGHTS, segments::rights_for(SegmentName::Tr, &tr, true));
+        }
+        self.sync_syscall();
+    }
+
+    #[inline]
+    fn cr8(&self) -> u8 {
+        self.apic_page.tpr() >> 4
+    }
+
+    #[inline]
+    fn set_cr8(&mut self, value: u8) {
+        let value = value & 0xf;
+        self.apic_page.set_tpr(value << 4);
+        // An entry refuses a threshold above the priority.
+        if self.get(fields::TPR_THRESHOLD) > value.into() {
+            self.set(fields::TPR_THRESHOLD, value.into());
+        }
+    }
+
+    /// An entry does not load CD and NW, and a guest's memory types do not follow them.
+    fn hide_cache_disable(&mut self, _hide: bool) {}
+
+    #[inline(always)]
+    fn pdptes(&self) -> Option<&Self> {
+        Some(self)
+    }
+
+    #[inline(always)]
+    fn pdptes_mut(&mut self) -> Option<&mut Self> {
+        Some(self)
+    }
+}
+
+impl<C: Cpu> PdpteRegisters for Vmx<C> {
+    fn entries(&self) -> [u64; 4] {
+        [
+            self.get(fields::GUEST_PDPTE0),
+            self.get(fields::GUEST_PDPTE1),
+            self.get(fields::GUEST_PDPTE2),
+            self.get(fields::GUEST_PDPTE3),
+        ]
+    }
+
+    fn set_entries(&mut self, [a, b, c, d]: [u64; 4]) {
+        self.set(fields::GUEST_PDPTE0, a);
+        self.set(fields::GUEST_PDPTE1, b);
+        self.set(fields::GUEST_PDPTE2, c);
+        self.set(fields::GUEST_PDPTE3, d);
+    }
+}
