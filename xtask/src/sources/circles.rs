@@ -33,6 +33,7 @@ const KNOWN: &[(&str, &[&str])] = &[
             "features.rs",
             "host_state.rs",
             "inject.rs",
+            "paging.rs",
             "percpu.rs",
             "preemption_timer.rs",
             "speculation.rs",
