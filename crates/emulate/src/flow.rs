@@ -30,6 +30,8 @@ pub enum Outside {
     Nothing,
     Xsetbv,
     Rsm,
+    /// UD2 and its like.
+    Undefined,
 }
 
 impl Decoded {
@@ -46,6 +48,7 @@ impl Decoded {
             I::Wbinvd | I::Wbnoinvd | I::Invd | I::Pause => Outside::Nothing,
             I::Xsetbv => Outside::Xsetbv,
             I::Rsm => Outside::Rsm,
+            I::Ud0 | I::Ud1 | I::Ud2 => Outside::Undefined,
             _ => return None,
         })
     }

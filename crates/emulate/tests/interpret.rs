@@ -155,6 +155,7 @@ fn what_only_a_vcpu_can_do_is_told_apart() {
         (&[0xf4], Some(Outside::Hlt)),
         (&[0x0f, 0x30], Some(Outside::Wrmsr)),
         (&[0x0f, 0x09], Some(Outside::Nothing)),
+        (&[0x0f, 0x0b], Some(Outside::Undefined)),
         (&[0x90], None),
     ] {
         assert_eq!(m.decoded(code).outside(), what, "{code:x?}");

@@ -148,7 +148,10 @@ impl<B: Backend> Vcpu<B> {
     /// Instructions that exit elsewhere.
     fn execute_outside(&mut self, what: Outside, decoded: &Decoded) -> Outcome {
         let next = self.wrap_rip(self.b.rip().wrapping_add(u64::from(decoded.len())));
-        let privileged = !matches!(what, Outside::Cpuid | Outside::Rdtsc | Outside::Hypercall);
+        let privileged = !matches!(
+            what,
+            Outside::Cpuid | Outside::Rdtsc | Outside::Hypercall | Outside::Undefined
+        );
         if privileged && self.b.cpl() != 0 {
             self.raise(Exception::gp(0));
             return Ok(());
@@ -157,6 +160,10 @@ impl<B: Backend> Vcpu<B> {
             Outside::Cpuid => self.do_cpuid(),
             Outside::Hypercall => self.do_hypercall(),
             Outside::Nothing => {}
+            Outside::Undefined => {
+                self.raise(Exception::ud());
+                return Ok(());
+            }
             Outside::Rdtsc => {
                 let host = self.b.host_tsc();
                 let tsc = self.b.guest_tsc(host);
