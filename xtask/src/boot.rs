@@ -12,6 +12,8 @@ use serde::Deserialize;
 pub struct BootReport {
     /// From the start of the VM to its user space; `None` when that never answered.
     pub ticks_to_marker: Option<u64>,
+    /// From one line on its console to another.
+    pub ticks_between: Option<u64>,
     /// How the VM ended, in words.
     pub end: String,
 }

@@ -6,8 +6,8 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::collections::BTreeMap;
 use std::io::IsTerminal;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// One step under way; ends when dropped.
@@ -79,6 +79,28 @@ impl Drop for Step {
         self.running.store(false, Ordering::Relaxed);
         self.bar.finish_and_clear();
     }
+}
+
+/// Performs tasks two at a time, each by worker 0 or 1; what came of them, in their order.
+pub fn two_at_a_time<T: Send, R: Send>(
+    tasks: Vec<T>,
+    perform: impl Fn(usize, T) -> R + Sync,
+) -> Vec<R> {
+    let queue = Mutex::new(tasks.into_iter().enumerate());
+    let results = Mutex::new(BTreeMap::new());
+    // What a worker that panicked left is still whole: each change is one step or one insertion.
+    let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let work = |worker| {
+        while let Some((number, task)) = next() {
+            let result = perform(worker, task);
+            results.lock().unwrap_or_else(PoisonError::into_inner).insert(number, result);
+        }
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| work(1));
+        work(0);
+    });
+    results.into_inner().unwrap_or_else(PoisonError::into_inner).into_values().collect()
 }
 
 fn style(template: &str) -> ProgressStyle {

@@ -3,15 +3,14 @@
 //! another's figures.
 
 use crate::options::Options;
-use crate::progress::Step;
+use crate::progress::{Step, two_at_a_time};
 use crate::report::{Comparison, Side, new_table, number, ratio};
 use crate::{bench, boot};
 use anyhow::Result;
 use comfy_table::{Cell, CellAlignment};
 use gannet_lab::{Event, Layout, Machine, Module};
-use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::Instant;
 
 /// One run of a machine.
@@ -97,8 +96,8 @@ fn tasks<'a>(
     machines: &'a [Options],
     tools: &'a [bench::Tools],
     modules: &[Module],
-) -> VecDeque<Task<'a>> {
-    let mut tasks = VecDeque::new();
+) -> Vec<Task<'a>> {
+    let mut tasks = Vec::new();
     for (options, tools) in machines.iter().zip(tools).rev() {
         for kind in [Kind::Boot, Kind::Measure] {
             let task = |module: &Module| Task { options, tools, module: *module, kind };
@@ -109,47 +108,37 @@ fn tasks<'a>(
 }
 
 /// Runs two at a time.
-fn run_tasks<'a>(layout: &Layout, tasks: VecDeque<Task<'a>>) -> Vec<(Task<'a>, Found)> {
-    const WORKERS: usize = 2;
+fn run_tasks<'a>(layout: &Layout, tasks: Vec<Task<'a>>) -> Vec<(Task<'a>, Found)> {
     let step = Step::start(layout, &title(&tasks));
     let total = tasks.len();
-    let shown = Mutex::new([const { String::new() }; WORKERS]);
-    let queue = Mutex::new(tasks);
-    let results = Mutex::new(Vec::new());
-    // What a worker that panicked left is still whole: each change is one assignment, pop or push.
-    let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
-    let work = |worker: usize| {
-        while let Some(task) = next() {
-            let machine = task.options.machine().name();
-            let mut say = |event: Event<'_>| {
-                let (Event::Line(text) | Event::Pending(text)) = event;
-                let mut shown = shown.lock().unwrap_or_else(PoisonError::into_inner);
-                let text: String = text.chars().take(40).collect();
-                shown[worker] = format!("{machine} {}: {text}", task.module.name());
-                let done = results.lock().map_or(0, |r: std::sync::MutexGuard<'_, Vec<_>>| r.len());
-                step.say(&format!("{done}/{total}  {}", shown.join("  ")));
-            };
-            let found = run_one(layout, task, &mut say);
-            results.lock().unwrap_or_else(PoisonError::into_inner).push((task, found));
+    let shown = Mutex::new((0, [const { String::new() }; 2]));
+    let say = |worker: usize, text: String, more: usize| {
+        if let Ok(mut shown) = shown.lock() {
+            shown.0 += more;
+            shown.1[worker] = text;
+            step.say(&format!("{}/{total}  {}", shown.0, shown.1.join("  ")));
         }
     };
-    std::thread::scope(|scope| {
-        for worker in 0..WORKERS {
-            let work = &work;
-            scope.spawn(move || work(worker));
-        }
+    let mut results = two_at_a_time(tasks, |worker, task: Task<'a>| {
+        let name = format!("{} {}", task.options.machine().name(), task.module.name());
+        let found = run_one(layout, task, &mut |event| {
+            let (Event::Line(text) | Event::Pending(text)) = event;
+            let text: String = text.chars().take(40).collect();
+            say(worker, format!("{name}: {text}"), 0);
+        });
+        say(worker, String::new(), 1);
+        (task, found)
     });
     step.done();
-    let mut results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
-    results.sort_by_key(|(task, _): &(Task<'_>, Found)| task.module != Module::Stock);
+    results.sort_by_key(|(task, _)| task.module != Module::Stock);
     results
 }
 
-fn title(tasks: &VecDeque<Task<'_>>) -> String {
+fn title(tasks: &[Task<'_>]) -> String {
     let of = |machine| tasks.iter().any(|task| task.options.machine() == machine);
     let names: Vec<&str> =
         gannet_lab::MACHINES.into_iter().filter(|m| of(*m)).map(Machine::name).collect();
-    let kernel = tasks.front().map_or(String::new(), |task| task.options.kernel.to_string());
+    let kernel = tasks.first().map_or(String::new(), |task| task.options.kernel.to_string());
     format!("measuring VM exits and booting Linux guests on {}, {kernel}", names.join(" and "))
 }
 
@@ -215,6 +204,6 @@ mod tests {
         let tools = [none(), none()];
         let tasks = tasks(&options, &tools, &[Module::Stock, Module::Gannet]);
         assert_eq!(tasks.len(), 8);
-        assert!(tasks.front().is_some_and(|task| task.options.machine() == Machine::Intel));
+        assert!(tasks.first().is_some_and(|task| task.options.machine() == Machine::Intel));
     }
 }

@@ -2,20 +2,41 @@
 //! never measured, and always a range with something taken in it.
 
 use super::results::Figures;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, ensure};
 use gannet_lab::Machine;
 use gannet_lab::classify::KINDS;
 use serde::Deserialize;
 use std::collections::BTreeMap;
-use std::ops::{Add, Mul, Sub};
+use std::ops::{Add, Mul};
 use std::path::Path;
 
 /// Cycles: the least, what is taken, the most.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize)]
+#[serde(from = "Given")]
 pub struct Cycles {
     pub low: f64,
     pub taken: f64,
     pub high: f64,
+}
+
+/// Cycles as a file has them; of a range the middle is taken.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Given {
+    One(f64),
+    Range([f64; 2]),
+    All { low: f64, taken: f64, high: f64 },
+}
+
+impl From<Given> for Cycles {
+    fn from(given: Given) -> Self {
+        let (low, taken, high) = match given {
+            Given::One(cycles) => (cycles, cycles, cycles),
+            Given::Range([low, high]) => (low, f64::midpoint(low, high), high),
+            Given::All { low, taken, high } => (low, taken, high),
+        };
+        Self { low, taken, high }
+    }
 }
 
 /// A processor of the model.
@@ -24,36 +45,18 @@ pub struct Cycles {
 pub struct Cpu {
     pub key: String,
     pub name: String,
-    vendor: Vendor,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-enum Vendor {
-    Amd,
-    Intel,
+    vendor: String,
 }
 
 impl Cpu {
     /// Whether what is counted on this machine of the lab happens on such a processor.
     pub fn is_of(&self, machine: Machine) -> bool {
-        match machine {
-            Machine::Amd => self.vendor == Vendor::Amd,
-            Machine::Intel => self.vendor == Vendor::Intel,
-        }
+        self.vendor == machine.name()
     }
 }
 
-#[derive(Clone, Copy, Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Ipc {
-    low: f64,
-    taken: f64,
-    high: f64,
-}
-
 /// How well founded a cost is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Kind {
     Measured,
@@ -61,27 +64,20 @@ enum Kind {
     Range,
 }
 
-#[derive(Clone, Copy, Debug, Deserialize)]
-#[serde(untagged)]
-enum Given {
-    One(f64),
-    Range([f64; 2]),
-}
-
-#[derive(Debug, Deserialize)]
+#[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Entry {
     operation: String,
     cpus: Vec<String>,
-    cycles: Given,
+    cycles: Cycles,
     kind: Kind,
     source: String,
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
-    ipc: Ipc,
+    ipc: Cycles,
     cpu: Vec<Cpu>,
     cost: Vec<Entry>,
 }
@@ -89,7 +85,7 @@ struct File {
 /// The whole model, complete: every kind of operation has a cost on every processor, but for those of VMX, which only Intel's execute.
 #[derive(Debug)]
 pub struct Model {
-    ipc: Ipc,
+    ipc: Cycles,
     pub cpus: Vec<Cpu>,
     costs: BTreeMap<(String, String), Cycles>,
     /// Entries by how well founded they are: measured, derived, ranges.
@@ -105,33 +101,24 @@ impl Model {
     }
 
     fn parse(text: &str) -> Result<Self> {
-        let file: File = toml::from_str(text)?;
-        let mut model =
-            Self { ipc: file.ipc, cpus: file.cpu, costs: BTreeMap::new(), founded: [0; 3] };
-        for entry in file.cost {
-            let Entry { operation, cpus, cycles, kind, source } = entry;
-            if !KINDS.iter().any(|known| known.name() == operation) {
-                bail!("{operation}: the plugin does not count that");
-            }
-            if source.is_empty() {
-                bail!("{operation}: no source");
-            }
+        let File { ipc, cpu: cpus, cost } = toml::from_str(text)?;
+        let mut model = Self { ipc, cpus, costs: BTreeMap::new(), founded: [0; 3] };
+        for Entry { operation, cpus, cycles, kind, source } in cost {
+            let counted = KINDS.iter().any(|known| known.name() == operation);
+            ensure!(counted, "{operation}: the plugin does not count that");
+            ensure!(!source.is_empty(), "{operation}: no source");
             for cpu in cpus {
-                if !model.cpus.iter().any(|known| known.key == cpu) {
-                    bail!("{operation}: no such processor: {cpu}");
-                }
+                let known = model.cpus.iter().any(|known| known.key == cpu);
+                ensure!(known, "{operation}: no such processor: {cpu}");
                 model.founded[kind as usize] += 1;
-                let key = (operation.clone(), cpu.clone());
-                if model.costs.insert(key, cycles.into()).is_some() {
-                    bail!("{operation} on {cpu} stands there twice");
-                }
+                let before = model.costs.insert((operation.clone(), cpu.clone()), cycles);
+                ensure!(before.is_none(), "{operation} on {cpu} stands there twice");
             }
         }
         for kind in KINDS {
             for cpu in model.cpus.iter().filter(|cpu| !kind.is_vmx() || cpu.is_of(Machine::Intel)) {
-                if !model.costs.contains_key(&(kind.name().to_owned(), cpu.key.clone())) {
-                    bail!("{} on {}: no cost", kind.name(), cpu.key);
-                }
+                let key = (kind.name().to_owned(), cpu.key.clone());
+                ensure!(model.costs.contains_key(&key), "{key:?}: no cost");
             }
         }
         Ok(model)
@@ -147,54 +134,25 @@ impl Model {
         self.costs.get(&(operation.to_owned(), cpu.to_owned())).copied().unwrap_or_default()
     }
 
-    /// What so many instructions cost that are no operations of the model.
-    pub fn plain(&self, instructions: f64) -> Cycles {
-        let Ipc { low, taken, high } = self.ipc;
-        Cycles { low: instructions / high, taken: instructions / taken, high: instructions / low }
-    }
-
     /// What one operation of a workload costs: `None` when its operations were not counted.
     pub fn price(&self, figures: &Figures, cpu: &str) -> Option<Cycles> {
-        if figures.host.is_empty() {
-            return None;
-        }
-        let counted =
-            KINDS.iter().filter_map(|kind| Some((kind.name(), figures.host(kind.name())?)));
         let (mut sum, mut operations) = (Cycles::default(), 0.0);
-        for (name, count) in counted {
+        for name in KINDS.iter().map(|kind| kind.name()) {
+            let count = figures.host(name)?;
             sum = sum + self.cost(name, cpu) * count;
             operations += count;
         }
-        Some(sum + self.plain((figures.median as f64 - operations).max(0.0)))
-    }
-}
-
-impl From<Given> for Cycles {
-    fn from(given: Given) -> Self {
-        let (low, high) = match given {
-            Given::One(cycles) => (cycles, cycles),
-            Given::Range([low, high]) => (low, high),
-        };
-        Self { low, taken: f64::midpoint(low, high), high }
+        let plain = (figures.median as f64 - operations).max(0.0);
+        let Cycles { low, taken, high } = self.ipc;
+        Some(sum + Cycles { low: plain / high, taken: plain / taken, high: plain / low })
     }
 }
 
 impl Add for Cycles {
     type Output = Self;
 
-    fn add(self, other: Self) -> Self {
-        let Self { low, taken, high } = other;
+    fn add(self, Self { low, taken, high }: Self) -> Self {
         Self { low: self.low + low, taken: self.taken + taken, high: self.high + high }
-    }
-}
-
-impl Sub for Cycles {
-    type Output = Self;
-
-    /// The ends of a difference: the same operation costs the same on both sides, so they are those of either side.
-    fn sub(self, other: Self) -> Self {
-        let Self { low, taken, high } = other;
-        Self { low: self.low - low, taken: self.taken - taken, high: self.high - high }
     }
 }
 

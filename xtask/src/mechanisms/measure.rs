@@ -1,18 +1,16 @@
-//! Performs the runs of `machines.rs`, two at a time, and gathers what they found. Each counts instructions, so neither disturbs the other.
+//! Performs the runs of `lab/mechanisms.toml`, two at a time, and gathers what they found. Each counts instructions, so neither disturbs
+//! the other.
 
-use super::machines::{Machine, Part};
-use super::results::{All, Figures, Guest, Results, Run, Task, Workload};
+use super::plan::Queued;
+use super::results::{All, Figures, Found, Results, Run, Task};
 use crate::bench::{self, Tools};
+use crate::boot::BootReport;
 use crate::options::Options;
-use crate::progress::Step;
+use crate::progress::{Step, two_at_a_time};
 use anyhow::Result;
-use gannet_lab::{Counts, Event, Job, Layout, Machine as On, Outcome, guest};
-use serde::Deserialize;
-use std::collections::{BTreeMap, VecDeque};
+use gannet_lab::{Counts, Event, Job, Layout, Machine, Outcome, guest};
+use std::collections::BTreeMap;
 use std::sync::Mutex;
-
-/// Machines that run at once.
-const AT_ONCE: usize = 2;
 
 /// A line with which the machine's command announces part number N.
 const PART: &str = "MECHANISMS-PART ";
@@ -20,125 +18,80 @@ const PART: &str = "MECHANISMS-PART ";
 /// A line by which a guest's task tells a figure of its own: its name and the number.
 const FIGURE: &str = "GANNET-FIGURE ";
 
-/// What `exitbench boot --report` writes, as far as it is read here.
-#[derive(Deserialize)]
-struct BootReport {
-    ticks_between: Option<u64>,
-    end: String,
-}
+/// How often a machine is tried at most: QEMU aborts now and then, or loses an event of a guest's (docs/lab.md).
+const ATTEMPTS: u32 = 3;
 
 /// One of the lab's machines, with what its runs need.
 pub struct Place {
     pub options: Options,
     pub tools: Tools,
-    pub machines: Vec<Machine>,
-}
-
-/// One run in the queue: its number, the number of its place, what it does.
-struct Queued<'a> {
-    number: usize,
-    place: usize,
-    machine: &'a Machine,
-    job: Job,
+    pub runs: Vec<Queued>,
 }
 
 /// Runs them all, those of the last place first: Bochs takes longest. A machine that fails is a run with a remark; only a lab that does
 /// not work at all is an error.
 pub fn measure(layout: &Layout, places: &[Place]) -> Result<All> {
-    let mut queue = VecDeque::new();
-    for (place, Place { options, tools, machines }) in places.iter().enumerate().rev() {
-        for machine in machines {
-            let job = job(layout, options, tools, machine)?;
-            queue.push_back(Queued { number: queue.len(), place, machine, job });
+    let mut queue = Vec::new();
+    for Place { options, tools, runs } in places.iter().rev() {
+        for run in runs {
+            queue.push((run, job(layout, options, tools, run)?));
         }
     }
     let total = queue.len();
-    let names: Vec<&str> = places.iter().map(|place| place.options.machine().name()).collect();
-    let kernel = places.first().map_or(String::new(), |place| place.options.kernel.to_string());
-    let step =
-        Step::start(layout, &format!("measuring mechanisms on {}, {kernel}", names.join(" and ")));
-    let queue = Mutex::new(queue);
-    let shown = Mutex::new(Shown { lines: [const { String::new() }; AT_ONCE], done: 0 });
-    let runs = Mutex::new(Vec::new());
-    let say = |worker: usize, text: String, done: usize| {
+    let step = Step::start(layout, "measuring mechanisms");
+    let shown = Mutex::new((0, [const { String::new() }; 2]));
+    let say = |worker: usize, text: String, more: usize| {
         if let Ok(mut shown) = shown.lock() {
-            shown.lines[worker] = text;
-            shown.done += done;
-            step.say(&format!("{}/{total} {}", shown.done, shown.lines.join("  ")));
+            shown.0 += more;
+            shown.1[worker] = text;
+            step.say(&format!("{}/{total} {}", shown.0, shown.1.join("  ")));
         }
     };
-    std::thread::scope(|scope| {
-        for worker in 0..AT_ONCE {
-            let (queue, runs, say) = (&queue, &runs, &say);
-            scope.spawn(move || {
-                let next = || queue.lock().ok()?.pop_front();
-                while let Some(Queued { number, place, machine, job }) = next() {
-                    let title = format!("{} {}", job.machine.name(), machine.title());
-                    say(worker, title.clone(), 0);
-                    let mut event = |event: Event<'_>| {
-                        let (Event::Line(text) | Event::Pending(text)) = event;
-                        if text.starts_with('[') && text.contains("] ") && !text.contains('.') {
-                            say(worker, format!("{title}: {text}"), 0);
-                        }
-                    };
-                    // QEMU aborts now and then, or loses an event of a guest's (docs/lab.md). Bochs does the same every time.
-                    let attempts = if job.machine == On::Amd { ATTEMPTS } else { 1 };
-                    let mut run = attempt(layout, machine, &job, 1, &mut event);
-                    for attempted in 2..=attempts {
-                        if !is_incomplete(&run) {
-                            break;
-                        }
-                        run = attempt(layout, machine, &job, attempted, &mut event);
-                    }
-                    if let Ok(mut runs) = runs.lock() {
-                        runs.push((number, place, run));
-                    }
-                    say(worker, String::new(), 1);
-                }
-            });
-        }
+    let found = two_at_a_time(queue, |worker, (run, job)| {
+        let title = format!("{} {}", job.machine.name(), job.module.with(&job.parameters));
+        say(worker, title.clone(), 0);
+        let found = run_one(layout, run, &job, &mut |event| {
+            let (Event::Line(text) | Event::Pending(text)) = event;
+            if text.starts_with('[') && text.contains("] ") && !text.contains('.') {
+                say(worker, format!("{title}: {text}"), 0);
+            }
+        });
+        say(worker, String::new(), 1);
+        (job.machine, found)
     });
     step.done();
-    let mut runs = runs.into_inner().unwrap_or_default();
-    runs.sort_by_key(|(number, ..)| *number);
     let mut machines = Vec::new();
-    for (place, Place { options, .. }) in places.iter().enumerate() {
-        let own = runs.iter().filter(|(_, of, _)| *of == place);
+    for Place { options, .. } in places {
+        let own = found.iter().filter(|(machine, _)| *machine == options.machine());
         machines.push(Results {
             machine: options.machine().name().to_owned(),
             release: layout.release(options.kernel)?,
-            runs: join(own.map(|(.., run)| run.clone())),
+            runs: join(own.map(|(_, run)| run.clone())),
         });
     }
     Ok(All { machines })
 }
 
-/// How often a machine is tried at most.
-const ATTEMPTS: u32 = 3;
-
-/// Runs one machine. A machine that counts does the same every time, and fails the same way: a later attempt gets a word more on its
-/// kernel's command line, which moves everything by some instructions.
-fn attempt(
-    layout: &Layout,
-    machine: &Machine,
-    job: &Job,
-    number: u32,
-    event: &mut dyn FnMut(Event<'_>),
-) -> Run {
-    let mut job = job.clone();
-    if number > 1 {
-        job.append = format!("{} attempt={number}", job.append).trim().to_owned();
+/// Runs one machine. One that counts does the same every time, and fails the same way: a later attempt gets a word more on its kernel's
+/// command line, which moves everything by some instructions. On Bochs there is nothing to move.
+fn run_one(layout: &Layout, of: &Queued, job: &Job, event: &mut dyn FnMut(Event<'_>)) -> Run {
+    let attempts = if job.machine == Machine::Amd { ATTEMPTS } else { 1 };
+    let mut run = Run::default();
+    for number in 1..=attempts {
+        let mut job = job.clone();
+        if number > 1 {
+            job.append = format!("{} attempt={number}", job.append).trim().to_owned();
+        }
+        run = match gannet_lab::run(layout, &job, event) {
+            Ok(outcome) => gather(of, &outcome),
+            Err(error) => Run { remarks: vec![format!("{error:#}")], ..empty(of) },
+        };
+        let missing = run.guests.values().any(|guest| guest.get().is_none());
+        if run.refused.is_some() || (run.remarks.is_empty() && !missing) {
+            break;
+        }
     }
-    match gannet_lab::run(layout, &job, event) {
-        Ok(outcome) => gather(machine, &outcome),
-        Err(error) => failed(machine, format!("{error:#}")),
-    }
-}
-
-/// Whether a run lacks what another attempt may bring.
-fn is_incomplete(run: &Run) -> bool {
-    let missing = |guest: &Guest| matches!(guest, Guest::Missing { .. });
-    run.refused.is_none() && (!run.remarks.is_empty() || run.guests.values().any(missing))
+    run
 }
 
 /// One run for each module with its parameters, however many machines shared it.
@@ -160,38 +113,39 @@ fn join(machines: impl Iterator<Item = Run>) -> Vec<Run> {
     runs
 }
 
-/// What the progress display shows.
-struct Shown {
-    lines: [String; AT_ONCE],
-    done: usize,
+/// A part: `bench ARGUMENTS`, or `guest TASK WORDS`.
+enum Part<'a> {
+    Bench(&'a str),
+    Guest(&'a str, &'a str),
 }
 
-fn job(layout: &Layout, options: &Options, tools: &Tools, machine: &Machine) -> Result<Job> {
-    let name = machine.module.name();
+fn part(text: &str) -> Part<'_> {
+    let (kind, rest) = text.split_once(' ').unwrap_or((text, ""));
+    let (task, words) = rest.split_once(' ').unwrap_or((rest, ""));
+    if kind == "guest" { Part::Guest(task, words) } else { Part::Bench(rest) }
+}
+
+fn job(layout: &Layout, options: &Options, tools: &Tools, run: &Queued) -> Result<Job> {
     let mut command = String::new();
-    let mut guests = false;
-    for (number, part) in machine.parts.iter().enumerate() {
-        command += &format!("echo {PART}{number}\n");
-        command += &match part {
-            Part::Bench(arguments) => format!(
-                "exitbench run {arguments} --unit instructions --module {name} --json /out/{number}\n"
+    for (number, text) in run.parts.iter().enumerate() {
+        let how = format!("--unit instructions --module {}", run.module);
+        let what = match part(text) {
+            Part::Bench(arguments) => format!("run {arguments} {how} --json /out/{number}"),
+            Part::Guest(task, words) => format!(
+                "boot --timeout 120 --kernel /guest/vmlinux --initrd /guest/initramfs --append \
+                 '{} gannet.task={task} {words}' --from GANNET-{1}-BEGIN --expect GANNET-{1}-END {how} \
+                 --report /out/{number}",
+                guest::APPEND,
+                task.to_uppercase()
             ),
-            Part::Guest { task, more, from, to } => {
-                guests = true;
-                format!(
-                    "exitbench boot --timeout 120 --kernel /guest/vmlinux --initrd /guest/initramfs --append \
-                     '{} gannet.task={task} {more}' --from {from} --expect {to} --unit instructions \
-                     --module {name} --report /out/{number}\n",
-                    guest::APPEND
-                )
-            }
         };
+        command += &format!("echo {PART}{number}\nexitbench {what}\n");
     }
     command += "true\n";
-    let mut job = Job::new(options.machine(), options.kernel, machine.module, &command)
+    let mut job = Job::new(options.machine(), options.kernel, run.module(), &command)
         .file(&tools.exitbench, "bin/exitbench");
-    job.parameters = machine.parameters.to_owned();
-    if guests {
+    job.parameters.clone_from(&run.parameters);
+    if run.parts.iter().any(|text| matches!(part(text), Part::Guest(..))) {
         job.files.push((layout.vmlinux(guest::KERNEL), "guest/vmlinux".to_owned()));
         let initramfs = guest::initramfs_with_programs(layout, guest::KERNEL)?;
         job.texts.push(("guest/initramfs".to_owned(), initramfs));
@@ -201,163 +155,121 @@ fn job(layout: &Layout, options: &Options, tools: &Tools, machine: &Machine) -> 
     Ok(job)
 }
 
-fn empty(machine: &Machine) -> Run {
-    Run {
-        module: machine.module.name().to_owned(),
-        parameters: machine.parameters.to_owned(),
-        ..Run::default()
-    }
+fn empty(of: &Queued) -> Run {
+    Run { module: of.module.clone(), parameters: of.parameters.clone(), ..Run::default() }
 }
 
-fn failed(machine: &Machine, reason: String) -> Run {
-    let mut run = empty(machine);
-    run.remarks.push(reason);
-    run
-}
-
-/// Reads what a machine left.
-fn gather(machine: &Machine, outcome: &Outcome) -> Run {
-    let mut run = empty(machine);
+/// Reads what a machine left. The records of the plugin come in the order of what they count.
+fn gather(of: &Queued, outcome: &Outcome) -> Run {
+    let mut run = empty(of);
     run.refused = outcome.refusal();
     if run.refused.is_some() {
         return run;
     }
-    run.remarks.extend(outcome.faults().into_iter().map(without_time));
+    // Without its time stamp, so that the same complaint reads the same.
+    let complaint = |line: &str| line.split_once("] ").map_or(line, |(_, text)| text).to_owned();
+    run.remarks.extend(outcome.faults().into_iter().map(complaint));
     if outcome.status.is_none() {
         run.remarks.push(format!("the machine ended early:\n{}", outcome.tail(15)));
     }
-    let parts: Vec<Found> = (0..machine.parts.len())
-        .map(|number| find(&machine.parts[number], number, outcome))
-        .collect();
-    let marked: usize = parts.iter().map(Found::records).sum();
-    if marked != outcome.counts.len() {
-        let seen = outcome.counts.len();
-        run.remarks.push(format!("operations are left out: {marked} counts expected, {seen} seen"));
-    }
-    let mut records = outcome.counts.iter().filter(|_| marked == outcome.counts.len());
-    for found in parts {
-        match found {
-            Found::Bench(entries) => {
-                for entry in entries {
-                    let record = if entry.markers { records.next() } else { None };
-                    run.workloads.insert(entry.name.clone(), workload(entry, record));
+    let mut records = outcome.counts.iter();
+    let mut expected = 0;
+    let mut record = || {
+        expected += 1;
+        records.next()
+    };
+    for (number, text) in of.parts.iter().enumerate() {
+        let file = outcome.files.get(&number.to_string()).map_or(&[][..], Vec::as_slice);
+        let none = || Found::Missing { missing: console(number, outcome).complaint() };
+        match part(text) {
+            Part::Bench(arguments) => match serde_json::from_slice::<bench::Report>(file) {
+                Ok(report) => run.workloads.extend(report.workloads.into_iter().map(|entry| {
+                    let record = if entry.markers { record() } else { None };
+                    (entry.name.clone(), workload(entry, record))
+                })),
+                Err(_) => {
+                    let names = arguments.split(' ').take_while(|word| !word.starts_with('-'));
+                    run.workloads.extend(names.map(|name| (name.to_owned(), none())));
                 }
-            }
-            Found::Guest(name, Ok((instructions, figures))) => {
-                let record = records.next();
-                let task = Task {
-                    instructions,
-                    host: record.map(|r| part_of(r, "host.")).unwrap_or_default(),
-                    exits: record.map(|r| part_of(r, "exit.")).unwrap_or_default(),
-                    figures,
+            },
+            Part::Guest(task, _) => {
+                let found = match serde_json::from_slice::<BootReport>(file) {
+                    Ok(BootReport { ticks_between: Some(instructions), .. }) => {
+                        let record = record();
+                        let part = |prefix| record.map(|r| part_of(r, prefix)).unwrap_or_default();
+                        let (host, exits) = (part("host."), part("exit."));
+                        let figures = console(number, outcome).figures();
+                        Found::Measured(Box::new(Task { instructions, host, exits, figures }))
+                    }
+                    Ok(BootReport { end, .. }) => {
+                        Found::Missing { missing: format!("the task did not end: {end}") }
+                    }
+                    Err(_) => Found::Missing { missing: console(number, outcome).complaint() },
                 };
-                run.guests.insert(name, Guest::Ran(Box::new(task)));
+                run.guests.insert(task.to_owned(), found);
             }
-            Found::Guest(name, Err(missing)) => {
-                run.guests.insert(name, Guest::Missing { missing });
+        }
+    }
+    let seen = outcome.counts.len();
+    if expected != seen {
+        run.remarks
+            .push(format!("operations are left out: {expected} counts expected, {seen} seen"));
+        // Nobody knows which belongs to which.
+        for figures in run.workloads.values_mut() {
+            if let Found::Measured(figures) = figures {
+                (figures.host, figures.exits) = Default::default();
             }
-            Found::Nothing(names, missing) => {
-                for name in names {
-                    run.workloads.insert(name, Workload::Missing { missing: missing.clone() });
-                }
+        }
+        for task in run.guests.values_mut() {
+            if let Found::Measured(task) = task {
+                (task.host, task.exits) = Default::default();
             }
         }
     }
     run
 }
 
-/// What one part left.
-enum Found {
-    Bench(Vec<bench::Entry>),
-    Guest(String, Result<(u64, BTreeMap<String, f64>), String>),
-    /// Names of workloads, and why there is no report.
-    Nothing(Vec<String>, String),
-}
-
-impl Found {
-    /// How many records of the plugin belong to it.
-    fn records(&self) -> usize {
-        match self {
-            Found::Bench(entries) => entries.iter().filter(|entry| entry.markers).count(),
-            Found::Guest(_, Ok(_)) => 1,
-            _ => 0,
-        }
-    }
-}
-
-fn find(part: &Part, number: usize, outcome: &Outcome) -> Found {
-    let file = outcome.files.get(&number.to_string());
-    match part {
-        Part::Bench(arguments) => {
-            match file.and_then(|json| serde_json::from_slice::<bench::Report>(json).ok()) {
-                Some(report) => Found::Bench(report.workloads),
-                None => {
-                    let names = arguments.split(' ').take_while(|word| !word.starts_with('-'));
-                    let names = names.filter(|name| !name.is_empty()).map(str::to_owned).collect();
-                    Found::Nothing(names, complaint(number, outcome))
-                }
-            }
-        }
-        Part::Guest { task, .. } => {
-            let report = file.and_then(|json| serde_json::from_slice::<BootReport>(json).ok());
-            let found = match report {
-                Some(BootReport { ticks_between: Some(ticks), .. }) => {
-                    Ok((ticks, told(console(number, outcome))))
-                }
-                Some(BootReport { end, .. }) => Err(format!("the task did not end: {end}")),
-                None => Err(complaint(number, outcome)),
-            };
-            Found::Guest((*task).to_owned(), found)
-        }
-    }
-}
-
 /// What the console shows of one part.
-fn console(number: usize, outcome: &Outcome) -> impl Iterator<Item = &str> {
+struct Shown<'a>(Vec<&'a str>);
+
+fn console(number: usize, outcome: &Outcome) -> Shown<'_> {
     let head = format!("{PART}{number}");
-    let lines = outcome.console.lines().skip_while(move |line| *line != head).skip(1);
-    lines.take_while(|line| !line.starts_with(PART))
+    let lines = outcome.console.lines().skip_while(|line| *line != head).skip(1);
+    Shown(lines.take_while(|line| !line.starts_with(PART)).collect())
 }
 
-/// Why a part left nothing: what it said last.
-fn complaint(number: usize, outcome: &Outcome) -> String {
-    let said = |line: &&str| line.starts_with("exitbench: ") || line.starts_with("error: ");
-    let line = console(number, outcome).filter(said).last();
-    line.unwrap_or("it left no report").to_owned()
-}
+impl Shown<'_> {
+    /// Why a part left nothing: what it said last.
+    fn complaint(&self) -> String {
+        let said = |line: &&&str| line.starts_with("exitbench: ") || line.starts_with("error: ");
+        self.0.iter().rfind(said).unwrap_or(&"it left no report").to_string()
+    }
 
-fn told<'a>(lines: impl Iterator<Item = &'a str>) -> BTreeMap<String, f64> {
-    let figure = |line: &str| {
-        let (name, value) = line.split_once(FIGURE)?.1.trim().split_once(' ')?;
-        Some((name.to_owned(), value.trim().parse().ok()?))
-    };
-    lines.filter_map(figure).collect()
-}
-
-fn workload(entry: bench::Entry, record: Option<&Counts>) -> Workload {
-    let (Some(min), Some(median), Some(max)) = (entry.min, entry.median, entry.max) else {
-        let missing = match (entry.failed, entry.skipped) {
-            (Some(reason), _) => format!("failed: {reason}"),
-            (None, Some(reason)) => format!("skipped: {reason}"),
-            (None, None) => "no figures".to_owned(),
+    fn figures(&self) -> BTreeMap<String, f64> {
+        let figure = |line: &&str| {
+            let (name, value) = line.split_once(FIGURE)?.1.trim().split_once(' ')?;
+            Some((name.to_owned(), value.trim().parse().ok()?))
         };
-        return Workload::Missing { missing };
+        self.0.iter().filter_map(figure).collect()
+    }
+}
+
+fn workload(entry: bench::Entry, record: Option<&Counts>) -> Found<Figures> {
+    let (Some(min), Some(median), Some(max)) = (entry.min, entry.median, entry.max) else {
+        let failed = entry.failed.map(|reason| format!("failed: {reason}"));
+        let skipped = entry.skipped.map(|reason| format!("skipped: {reason}"));
+        let missing = failed.or(skipped).unwrap_or_else(|| "no figures".to_owned());
+        return Found::Missing { missing };
     };
     let per = entry.marker_iterations.max(1) as f64;
     let each = |counts: BTreeMap<String, u64>| -> BTreeMap<String, f64> {
-        let one =
-            |(name, count): (String, u64)| (name, (count as f64 / per * 1000.0).round() / 1000.0);
+        let one = |(name, n): (String, u64)| (name, (n as f64 / per * 1000.0).round() / 1000.0);
         counts.into_iter().map(one).collect()
     };
-    Workload::Measured(Box::new(Figures {
-        min,
-        median,
-        max,
-        iterations: entry.iterations,
-        host: record.map(|r| each(part_of(r, "host."))).unwrap_or_default(),
-        exits: record.map(|r| each(part_of(r, "exit."))).unwrap_or_default(),
-        statistics: each(entry.statistics),
-    }))
+    let part = |prefix| record.map(|r| each(part_of(r, prefix))).unwrap_or_default();
+    let (host, exits, statistics) = (part("host."), part("exit."), each(entry.statistics));
+    let iterations = entry.iterations;
+    Found::Measured(Box::new(Figures { min, median, max, iterations, host, exits, statistics }))
 }
 
 /// Those of a record's counts whose names begin so, without that, and without what did not happen; `instructions` stays also where
@@ -370,24 +282,14 @@ fn part_of(record: &Counts, prefix: &str) -> BTreeMap<String, u64> {
     record.iter().filter_map(part).collect()
 }
 
-/// A line of the kernel's log without its time stamp, so that the same complaint reads the same.
-fn without_time(line: &str) -> String {
-    line.split_once("] ").map_or(line, |(_, text)| text).to_owned()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use gannet_lab::Module;
 
-    fn machine() -> Machine {
-        let guest = Part::Guest { task: "forks", more: "", from: "A", to: "B" };
-        let parts = vec![
-            Part::Bench("cpuid --iterations 9".into()),
-            Part::Bench("timer --iterations 9".into()),
-            guest,
-        ];
-        Machine { module: Module::Gannet, parameters: "npt=0", parts }
+    fn queued() -> Queued {
+        let parts = ["bench cpuid --iterations 9", "bench timer --iterations 9", "guest forks"];
+        let (module, parameters) = ("gannet".to_owned(), "npt=0".to_owned());
+        Queued { module, parameters, parts: parts.map(str::to_owned).into() }
     }
 
     fn outcome() -> Outcome {
@@ -402,9 +304,10 @@ mod tests {
         Outcome {
             loaded: Some(true),
             status: Some(0),
-            console: "MECHANISMS-PART 0\nMECHANISMS-PART 1\nexitbench: no such workload\n\
+            console:
+                "MECHANISMS-PART 0\n[1/1] cpuid\nMECHANISMS-PART 1\nexitbench: no such workload\n\
                       MECHANISMS-PART 2\nGANNET-FIGURE rate 2.5\n"
-                .into(),
+                    .into(),
             files: files.into_iter().collect(),
             counts: vec![first, count(&[("host.cpuid", 5)])],
             ..Outcome::default()
@@ -413,13 +316,12 @@ mod tests {
 
     #[test]
     fn what_a_machine_left_goes_to_its_workloads() {
-        let run = gather(&machine(), &outcome());
-        let Workload::Measured(cpuid) = &run.workloads["cpuid"] else { panic!("no figures") };
+        let run = gather(&queued(), &outcome());
+        let cpuid = run.workloads["cpuid"].get().unwrap();
         assert_eq!(cpuid.host, BTreeMap::from([("rdmsr".to_owned(), 1.0)]));
         assert_eq!((cpuid.exits["cpuid"], cpuid.statistics["vm.x"]), (1.0, 1.0));
-        let Workload::Missing { missing } = &run.workloads["timer"] else { panic!("figures") };
-        assert_eq!(missing, "exitbench: no such workload");
-        let Guest::Ran(task) = &run.guests["forks"] else { panic!("no task") };
+        assert_eq!(run.workloads["timer"].missing(), Some("exitbench: no such workload"));
+        let task = run.guests["forks"].get().unwrap();
         assert_eq!((task.instructions, task.host["cpuid"]), (77, 5));
         assert_eq!(task.figures["rate"], 2.5);
         assert!(run.remarks.is_empty() && run.refused.is_none());
@@ -427,10 +329,10 @@ mod tests {
 
     #[test]
     fn machines_that_share_a_module_and_its_parameters_are_one_run() {
-        let one = gather(&machine(), &outcome());
+        let one = gather(&queued(), &outcome());
         let mut other = one.clone();
         other.workloads.clear();
-        other.guests.insert("pingpong".into(), Guest::Missing { missing: "no".into() });
+        other.guests.insert("pingpong".into(), Found::Missing { missing: "no".into() });
         let runs = join([one, other].into_iter());
         assert_eq!((runs.len(), runs[0].workloads.len(), runs[0].guests.len()), (1, 2, 2));
     }
@@ -439,16 +341,15 @@ mod tests {
     fn counts_that_do_not_match_are_not_attributed() {
         let mut outcome = outcome();
         outcome.counts.pop();
-        let run = gather(&machine(), &outcome);
-        let Workload::Measured(cpuid) = &run.workloads["cpuid"] else { panic!("no figures") };
-        assert!(cpuid.host.is_empty() && run.remarks.len() == 1);
+        let run = gather(&queued(), &outcome);
+        assert!(run.workloads["cpuid"].get().unwrap().host.is_empty() && run.remarks.len() == 1);
     }
 
     #[test]
     fn a_module_that_refuses_leaves_its_reason_and_nothing_else() {
         let dmesg = "[ 1.0] gannet: npt=0 is not implemented".to_owned();
         let outcome = Outcome { loaded: Some(false), dmesg, ..outcome() };
-        let run = gather(&machine(), &outcome);
+        let run = gather(&queued(), &outcome);
         assert_eq!(run.refused.as_deref(), Some("gannet: npt=0 is not implemented"));
         assert!(run.workloads.is_empty() && run.guests.is_empty());
     }

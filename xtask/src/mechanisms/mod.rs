@@ -1,30 +1,27 @@
 //! `make mechanisms`: every mechanism with its switch off and on, and stock KVM beside, on each emulated machine or the one that is named;
 //! the results as JSON, and from that alone a page and its plots. `FROM=file` writes page and plots anew from an earlier run's JSON.
 
-mod chapters;
 mod cost;
 mod limits;
-mod machines;
 mod measure;
 mod page;
+mod plan;
 mod plots;
-mod published;
 mod results;
 
 use crate::bench;
 use crate::options::Options;
 use crate::report::write_whole;
 use crate::{guest, module};
-use anyhow::Result;
+use anyhow::{Context, Result};
 use cost::Model;
 use gannet_lab::{KERNELS, Layout};
 use limits::Verdict;
 use measure::Place;
 use page::Page;
-use published::Published;
-use results::{All, Results};
+use plan::Plan;
+use results::All;
 use std::collections::BTreeMap;
-use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -38,11 +35,12 @@ pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
     let all = match &options.from {
         Some(path) => All::read(path)?,
         None => {
+            let plan = Plan::read(&layout.root)?;
             let mut places = Vec::new();
             for options in options.for_machines() {
                 let tools = bench::prepare(layout, &options)?;
-                let machines = machines::machines(options.machine());
-                places.push(Place { options, tools, machines });
+                let runs = plan.runs(options.machine())?;
+                places.push(Place { options, tools, runs });
             }
             module::build(layout, options.kernel)?;
             guest::build(layout, gannet_lab::guest::KERNEL)?;
@@ -52,76 +50,70 @@ pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
             all
         }
     };
-    let written = documents(&layout.root, &all)?;
-    for (name, text) in &written {
+    let (documents, well) = evaluate(&layout.root, &all)?;
+    for (name, text) in &documents {
         write_whole(&folder.join(name), text)?;
         println!("{}", folder.join(name).display());
     }
-    let mut well = !all.machines.is_empty();
-    for results in &all.machines {
-        well &= print_limits(layout, results)?;
-    }
-    println!(
-        "{} in {:.0} s",
-        if well { "done" } else { "done, with limits that are not met or not measured" },
-        started.elapsed().as_secs_f64()
-    );
+    let end = if well { "done" } else { "done, with limits that are not met or not measured" };
+    println!("{end} in {:.0} s", started.elapsed().as_secs_f64());
     Ok(well)
 }
 
 /// What stands in the tree is of the default kernel and of every machine; anything else goes elsewhere.
 fn destination(layout: &Layout, options: &Options) -> PathBuf {
-    let mut name = "mechanisms".to_owned();
-    if options.kernel != KERNELS[0] {
-        let _ = write!(name, "-{}", options.kernel);
+    let kernel = (options.kernel != KERNELS[0]).then(|| format!("-{}", options.kernel));
+    let machine = options.machine_named().then(|| format!("-{}", options.machine().name()));
+    match kernel.into_iter().chain(machine).collect::<String>().as_str() {
+        "" => folder(&layout.root),
+        other => layout.out.join(format!("mechanisms{other}")),
     }
-    if options.machine_named() {
-        let _ = write!(name, "-{}", options.machine().name());
-    }
-    if name == "mechanisms" { folder(&layout.root) } else { layout.out.join(name) }
 }
 
 fn folder(root: &Path) -> PathBuf {
     root.join("docs/results")
 }
 
-/// The page and its plots, by the names of their files.
-fn documents(root: &Path, all: &All) -> Result<BTreeMap<String, String>> {
-    let (model, published) = (Model::read(root)?, Published::read(root)?);
-    let mut written = BTreeMap::new();
-    for results in &all.machines {
-        written.extend(plots::plots(results)?);
-    }
-    let plots: Vec<String> = written.keys().cloned().collect();
-    let mut page = page::head(&model);
-    for results in &all.machines {
-        page += &Page { results, model: &model, published: &published, plots: &plots }.text();
-    }
-    page.truncate(page.trim_end().len());
-    written.insert(PAGE.to_owned(), page + "\n");
-    Ok(written)
+/// The page before words and figures are put in.
+fn template(root: &Path) -> Result<String> {
+    std::fs::read_to_string(root.join("lab/mechanisms.md.in")).context("lab/mechanisms.md.in")
 }
 
-fn print_limits(layout: &Layout, results: &Results) -> Result<bool> {
-    let (model, published) = (Model::read(&layout.root)?, Published::read(&layout.root)?);
-    let mut well = true;
-    println!("machine {}:", results.machine);
-    for limit in limits::limits(results, &model, &published) {
-        let verdict = match limit.verdict {
-            Verdict::Met => "met         ",
-            Verdict::NotMet => "NOT MET     ",
-            Verdict::Open => "not measured",
-        };
-        well &= limit.verdict == Verdict::Met;
-        println!("{verdict}  {}: {}", limit.what, limit.found);
+/// The page and its plots, by the names of their files. Prints the limits of each machine; whether all of them are met.
+fn evaluate(root: &Path, all: &All) -> Result<(BTreeMap<String, String>, bool)> {
+    let (plan, model, published) = (Plan::read(root)?, Model::read(root)?, plan::published(root)?);
+    let template = template(root)?;
+    let mut written = BTreeMap::new();
+    for results in &all.machines {
+        let toggle = plan.word(results.machine(), "toggle").unwrap_or_default();
+        written.extend(plots::plots(results, toggle)?);
     }
-    for run in &results.runs {
-        for remark in &run.remarks {
-            println!("{} {}: {remark}", run.module, run.parameters);
-            well = false;
+    let plots: Vec<String> = written.keys().cloned().collect();
+    let mut text = page::head(&template, &model)?;
+    let mut well = !all.machines.is_empty();
+    for results in &all.machines {
+        let (plan, model, published, plots) = (&plan, &model, &published, &plots[..]);
+        let page = Page { plan, results, model, published, plots };
+        text += &page.text(&template)?;
+        println!("machine {}:", results.machine);
+        for (what, found, verdict) in limits::limits(&page) {
+            let word = match verdict {
+                Verdict::Met => "met         ",
+                Verdict::NotMet => "NOT MET     ",
+                Verdict::Open => "not measured",
+            };
+            println!("{word}  {what}: {found}");
+            well &= verdict == Verdict::Met;
+        }
+        for run in &results.runs {
+            for remark in &run.remarks {
+                println!("{} {}: {remark}", run.module, run.parameters);
+                well = false;
+            }
         }
     }
-    Ok(well)
+    written.insert(PAGE.to_owned(), text.trim_end().to_owned() + "\n");
+    Ok((written, well))
 }
 
 #[cfg(test)]
@@ -137,7 +129,7 @@ mod tests {
             assert!(!folder.join(PAGE).exists(), "a page without the results it was made from");
             return;
         }
-        for (name, text) in documents(&root, &All::read(&json).unwrap()).unwrap() {
+        for (name, text) in evaluate(&root, &All::read(&json).unwrap()).unwrap().0 {
             let found = std::fs::read_to_string(folder.join(&name)).unwrap_or_default();
             assert!(found == text, "docs/results/{name}: make mechanisms FROM=docs/results/{JSON}");
         }

@@ -1,8 +1,8 @@
 //! The plots, as SVG: what a toggle costs as the guest's page tables grow, and exits by reason of the timer workloads.
 
-use super::machines::{PAGES, PINGPONG, TIMER, dear_toggle};
+use super::plan::PAGES;
 use super::results::Results;
-use anyhow::{Result, anyhow};
+use anyhow::Result;
 use gannet_lab::Machine;
 use plotters::coord::ranged1d::IntoSegmentedCoord;
 use plotters::prelude::*;
@@ -22,29 +22,23 @@ const LINES: [Line; 6] = [
     ("gannet", "npt=0", "Gannet, shadow", RGBColor(30, 120, 180), true),
 ];
 
-/// Every plot that there are figures for, by its file's name.
-pub fn plots(results: &Results) -> Result<BTreeMap<String, String>> {
-    let mut all = BTreeMap::new();
+/// Every plot that there are figures for, by its file's name: of a toggle, and of the timer workloads.
+pub fn plots(results: &Results, toggle: &str) -> Result<BTreeMap<String, String>> {
     let on = results.machine();
-    let toggle = dear_toggle(on);
-    let few = |pages: u64| format!("{toggle}[{pages},{}]", pages.min(8));
-    let every = |pages: u64| format!("{toggle}[{pages},{pages}]");
+    let bit = toggle.to_uppercase().replace('_', ".");
     let title = |touched: &str| {
-        let bit = bit(toggle);
         format!(
             "{bit} changed and changed back: the host's instructions, {touched} pages written to after each"
         )
     };
-    if let Some(svg) = toggles(results, &title("8"), &few)? {
-        all.insert(file(on, toggle), svg);
-    }
-    if let Some(svg) = toggles(results, &title("all"), &every)? {
-        all.insert(file(on, &format!("{toggle}_all")), svg);
-    }
-    if let Some(svg) = exits(results)? {
-        all.insert(file(on, "timer_exits"), svg);
-    }
-    Ok(all)
+    let few = |pages: u64| format!("{toggle}[{pages},{}]", pages.min(8));
+    let every = |pages: u64| format!("{toggle}[{pages},{pages}]");
+    let all = [
+        (file(on, toggle), toggles(results, &title("8"), &few)?),
+        (file(on, &format!("{toggle}_all")), toggles(results, &title("all"), &every)?),
+        (file(on, "timer_exits"), exits(results)?),
+    ];
+    Ok(all.into_iter().filter_map(|(file, svg)| Some((file, svg?))).collect())
 }
 
 /// The file of a plot.
@@ -53,15 +47,6 @@ pub fn file(on: Machine, name: &str) -> String {
         Machine::Amd => format!("{name}.svg"),
         Machine::Intel => format!("intel-{name}.svg"),
     }
-}
-
-/// The bit that a toggle changes, as the manuals write it.
-pub fn bit(toggle: &str) -> String {
-    toggle.to_uppercase().replace('_', ".")
-}
-
-fn wrong(error: impl std::fmt::Display) -> anyhow::Error {
-    anyhow!("a plot: {error}")
 }
 
 /// The cost over the number of pages, on logarithmic axes. `None` where nothing was measured.
@@ -83,7 +68,7 @@ fn toggles(results: &Results, title: &str, name: &dyn Fn(u64) -> String) -> Resu
     let mut svg = String::new();
     {
         let area = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
-        area.fill(&WHITE).map_err(wrong)?;
+        area.fill(&WHITE)?;
         let mut chart = ChartBuilder::on(&area)
             .caption(title, ("sans-serif", 19))
             .margin(12)
@@ -92,8 +77,7 @@ fn toggles(results: &Results, title: &str, name: &dyn Fn(u64) -> String) -> Resu
             .build_cartesian_2d(
                 (0.9f64..12_000.0).log_scale(),
                 (least * 0.6..most * 2.5).log_scale(),
-            )
-            .map_err(wrong)?;
+            )?;
         chart
             .configure_mesh()
             .x_desc("pages mapped")
@@ -101,17 +85,15 @@ fn toggles(results: &Results, title: &str, name: &dyn Fn(u64) -> String) -> Resu
             .x_label_formatter(&|n| format!("{n:.0}"))
             .y_label_formatter(&|n| format!("{n:.0}"))
             .label_style(("sans-serif", 14))
-            .draw()
-            .map_err(wrong)?;
+            .draw()?;
         for ((_, _, label, colour, thin), points) in &lines {
             let style = colour.stroke_width(if *thin { 1 } else { 3 });
             let drawn = chart.draw_series(LineSeries::new(points.iter().copied(), style));
-            drawn
-                .map_err(wrong)?
+            drawn?
                 .label(*label)
                 .legend(move |(x, y)| PathElement::new([(x, y), (x + 22, y)], style));
             let dots = points.iter().map(|point| Circle::new(*point, 3, colour.filled()));
-            chart.draw_series(dots).map_err(wrong)?;
+            chart.draw_series(dots)?;
         }
         chart
             .configure_series_labels()
@@ -119,9 +101,8 @@ fn toggles(results: &Results, title: &str, name: &dyn Fn(u64) -> String) -> Resu
             .background_style(WHITE.mix(0.85))
             .border_style(BLACK.mix(0.4))
             .label_font(("sans-serif", 13))
-            .draw()
-            .map_err(wrong)?;
-        area.present().map_err(wrong)?;
+            .draw()?;
+        area.present()?;
     }
     Ok(Some(svg))
 }
@@ -131,18 +112,13 @@ fn exits(results: &Results) -> Result<Option<String>> {
     let sides =
         [("stock", "", "stock"), ("gannet", "lazy_tscdeadline=0", "off"), ("gannet", "", "on")];
     let mut panels = Vec::new();
-    for (name, unit) in [(TIMER, "exits per operation"), (PINGPONG, "exits of the task")] {
-        let mut bars: Vec<(&str, BTreeMap<String, f64>)> = Vec::new();
-        for (module, parameters, label) in sides {
-            let workload = results.figures(module, parameters, name).filter(|f| !f.host.is_empty());
-            let workload = workload.map(|f| f.exits.clone());
-            let task = results.task(module, parameters, name);
-            let task = task.map(|t| t.exits.iter().map(|(r, n)| (r.clone(), *n as f64)).collect());
-            // A workload that was counted and had no exit has an empty bar.
-            if let Some(exits) = workload.or(task) {
-                bars.push((label, exits));
-            }
-        }
+    for (name, unit) in [("timer_rearm", "exits per operation"), ("pingpong", "exits of the task")]
+    {
+        // A workload that was counted and had no exit has an empty bar.
+        let bar = |side: &(&'static str, &str, &'static str)| {
+            Some((side.2, results.exits(side.0, side.1, name)?))
+        };
+        let bars: Vec<(&str, BTreeMap<String, f64>)> = sides.iter().filter_map(bar).collect();
         if !bars.is_empty() {
             panels.push((name, unit, bars));
         }
@@ -153,11 +129,11 @@ fn exits(results: &Results) -> Result<Option<String>> {
     let mut svg = String::new();
     {
         let area = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
-        area.fill(&WHITE).map_err(wrong)?;
+        area.fill(&WHITE)?;
         for (part, (name, unit, bars)) in area.split_evenly((1, panels.len())).iter().zip(&panels) {
             panel(part, name, unit, bars)?;
         }
-        area.present().map_err(wrong)?;
+        area.present()?;
     }
     Ok(Some(svg))
 }
@@ -186,8 +162,7 @@ fn panel(
         .margin(12)
         .x_label_area_size(34)
         .y_label_area_size(86)
-        .build_cartesian_2d((0..bars.len() as i32 - 1).into_segmented(), 0.0..most * 1.45)
-        .map_err(wrong)?;
+        .build_cartesian_2d((0..bars.len() as i32 - 1).into_segmented(), 0.0..most * 1.45)?;
     chart
         .configure_mesh()
         .disable_x_mesh()
@@ -198,8 +173,7 @@ fn panel(
         })
         .y_label_formatter(&|n| if most < 100.0 { format!("{n:.1}") } else { format!("{n:.0}") })
         .label_style(("sans-serif", 14))
-        .draw()
-        .map_err(wrong)?;
+        .draw()?;
     let mut below = vec![0.0; bars.len()];
     for (index, (reason, _)) in reasons.iter().enumerate() {
         let colour = HSLColor(index as f64 * 0.618 % 1.0, 0.55, 0.5).to_rgba();
@@ -214,7 +188,7 @@ fn panel(
             rectangle.set_margin(0, 0, 14, 14);
             boxes.push(rectangle);
         }
-        let drawn = chart.draw_series(boxes).map_err(wrong)?;
+        let drawn = chart.draw_series(boxes)?;
         drawn
             .label(*reason)
             .legend(move |(x, y)| Rectangle::new([(x, y - 5), (x + 12, y + 5)], colour.filled()));
@@ -225,43 +199,38 @@ fn panel(
         .background_style(WHITE.mix(0.85))
         .border_style(BLACK.mix(0.4))
         .label_font(("sans-serif", 12))
-        .draw()
-        .map_err(wrong)?;
+        .draw()?;
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mechanisms::results::{Figures, Run, Workload};
+    use crate::mechanisms::results::{Figures, Found, Run};
 
     fn results() -> Results {
         let figures = |pages: u64| {
             let host = BTreeMap::from([("instructions".to_owned(), 1000.0 + pages as f64)]);
             let exits = BTreeMap::from([("wrmsr_tsc_deadline".to_owned(), 1.0)]);
-            Workload::Measured(Box::new(Figures { host, exits, ..Figures::default() }))
+            Found::Measured(Box::new(Figures { host, exits, ..Figures::default() }))
         };
         let mut workloads: BTreeMap<_, _> =
             PAGES.iter().map(|n| (format!("cr0_wp[{n},{}]", n.min(&8)), figures(*n))).collect();
-        workloads.insert(TIMER.to_owned(), figures(0));
+        workloads.insert("timer_rearm".to_owned(), figures(0));
         let run = Run { module: "gannet".into(), workloads, ..Run::default() };
         Results { runs: vec![run], ..Results::default() }
     }
 
     #[test]
     fn there_is_a_plot_for_what_was_measured_and_none_for_the_rest() {
-        let plots = plots(&results()).unwrap();
-        assert!(plots["cr0_wp.svg"].contains("Gannet, TDP"));
-        assert!(plots["timer_exits.svg"].contains("wrmsr_tsc_deadline"));
-        assert!(!plots.contains_key("cr0_wp_all.svg"));
-        assert!(super::plots(&Results::default()).unwrap().is_empty());
+        let all = plots(&results(), "cr0_wp").unwrap();
+        assert!(all["cr0_wp.svg"].contains("Gannet, TDP"));
+        assert!(all["timer_exits.svg"].contains("wrmsr_tsc_deadline"));
+        assert!(!all.contains_key("cr0_wp_all.svg"));
+        assert!(plots(&Results::default(), "cr0_wp").unwrap().is_empty());
         let intel = Results { machine: "intel".into(), ..results() };
-        let plots = super::plots(&intel).unwrap();
-        assert_eq!(plots.keys().collect::<Vec<_>>(), ["intel-timer_exits.svg"]);
-    }
-
-    #[test]
-    fn the_same_figures_give_the_same_plot() {
-        assert_eq!(plots(&results()).unwrap(), plots(&results()).unwrap());
+        let all = plots(&intel, "efer_nx").unwrap();
+        assert_eq!(all.keys().collect::<Vec<_>>(), ["intel-timer_exits.svg"]);
+        assert_eq!(plots(&intel, "efer_nx").unwrap(), all, "the same figures give the same plot");
     }
 }

@@ -36,23 +36,38 @@ pub struct Run {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub remarks: Vec<String>,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub workloads: BTreeMap<String, Workload>,
+    pub workloads: BTreeMap<String, Found<Figures>>,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub guests: BTreeMap<String, Guest>,
+    pub guests: BTreeMap<String, Found<Task>>,
 }
 
-/// One of exitbench's workloads.
+/// What was measured, or why it was not.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(untagged)]
-pub enum Workload {
-    Measured(Box<Figures>),
-    /// Why it was not.
-    Missing {
-        missing: String,
-    },
+pub enum Found<T> {
+    Measured(Box<T>),
+    Missing { missing: String },
 }
 
-/// Figures of one operation.
+impl<T> Found<T> {
+    /// The figures.
+    pub fn get(&self) -> Option<&T> {
+        match self {
+            Found::Measured(found) => Some(found),
+            Found::Missing { .. } => None,
+        }
+    }
+
+    /// Why there are none, in one line.
+    pub fn missing(&self) -> Option<&str> {
+        match self {
+            Found::Measured(_) => None,
+            Found::Missing { missing } => Some(missing.lines().next().unwrap_or_default()),
+        }
+    }
+}
+
+/// Figures of one operation of a workload of exitbench.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Figures {
     /// Instructions of host and guest by the time-stamp counter, with the measuring frame.
@@ -71,15 +86,7 @@ pub struct Figures {
     pub statistics: BTreeMap<String, f64>,
 }
 
-/// One task of the Linux guest.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(untagged)]
-pub enum Guest {
-    Ran(Box<Task>),
-    Missing { missing: String },
-}
-
-/// What the task took, from its first line to its last.
+/// What a task of the Linux guest took, from its first line to its last.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Task {
     /// Instructions of host and guest, by the time-stamp counter.
@@ -116,39 +123,40 @@ impl Results {
         self.machine.parse().unwrap_or(MACHINES[0])
     }
 
-    /// The run of a module with these parameters.
-    pub fn run(&self, module: &str, parameters: &str) -> Option<&Run> {
+    fn run(&self, module: &str, parameters: &str) -> Option<&Run> {
         self.runs.iter().find(|run| run.module == module && run.parameters == parameters)
     }
 
     /// The figures of a workload.
     pub fn figures(&self, module: &str, parameters: &str, workload: &str) -> Option<&Figures> {
-        match self.run(module, parameters)?.workloads.get(workload)? {
-            Workload::Measured(figures) => Some(figures),
-            Workload::Missing { .. } => None,
-        }
+        self.run(module, parameters)?.workloads.get(workload)?.get()
     }
 
     /// A guest's task.
     pub fn task(&self, module: &str, parameters: &str, task: &str) -> Option<&Task> {
-        match self.run(module, parameters)?.guests.get(task)? {
-            Guest::Ran(task) => Some(task),
-            Guest::Missing { .. } => None,
-        }
+        self.run(module, parameters)?.guests.get(task)?.get()
+    }
+
+    /// Exits by reason of a workload, per operation, or of a whole task; `None` when they were not counted.
+    pub fn exits(
+        &self,
+        module: &str,
+        parameters: &str,
+        name: &str,
+    ) -> Option<BTreeMap<String, f64>> {
+        let workload = self.figures(module, parameters, name).filter(|f| !f.host.is_empty());
+        let task = || self.task(module, parameters, name).filter(|t| !t.exits.is_empty());
+        let of_task = |t: &Task| t.exits.iter().map(|(r, n)| (r.clone(), *n as f64)).collect();
+        workload.map(|figures| figures.exits.clone()).or_else(|| task().map(of_task))
     }
 
     /// Why a workload or a guest's task has no figures.
     pub fn reason(&self, module: &str, parameters: &str, name: &str) -> String {
-        let Some(run) = self.run(module, parameters) else { return "not run".to_owned() };
-        if let Some(reason) = &run.refused {
-            return reason.clone();
-        }
-        match (run.workloads.get(name), run.guests.get(name)) {
-            (Some(Workload::Missing { missing }), _) | (_, Some(Guest::Missing { missing })) => {
-                missing.lines().next().unwrap_or_default().to_owned()
-            }
-            _ => "not run".to_owned(),
-        }
+        let not_run = || "not run".to_owned();
+        let Some(run) = self.run(module, parameters) else { return not_run() };
+        let workload = run.workloads.get(name).and_then(Found::missing);
+        let missing = || workload.or_else(|| run.guests.get(name)?.missing()).map(str::to_owned);
+        run.refused.clone().or_else(missing).unwrap_or_else(not_run)
     }
 }
 
@@ -161,10 +169,8 @@ impl Figures {
 
     /// How often the host executed operations of this kind; stray ones count as none. `None` when nothing was counted.
     pub fn host(&self, kind: &str) -> Option<f64> {
-        if self.host.is_empty() {
-            return None;
-        }
-        Some(self.host.get(kind).copied().filter(|count| *count >= STRAY).unwrap_or(0.0))
+        let count = self.host.get(kind).copied().filter(|count| *count >= STRAY);
+        (!self.host.is_empty()).then(|| count.unwrap_or(0.0))
     }
 }
 
