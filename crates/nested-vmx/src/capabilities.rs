@@ -252,25 +252,8 @@ impl Capabilities {
         let cr3 = ProcControls::CR3_LOAD.union(ProcControls::CR3_STORE).bits();
         let primary =
             word(host.primary, offer.primary.bits(), emulated::PRIMARY, default1::PRIMARY, cr3);
-        let has_secondary = primary.may() & ProcControls::SECONDARY.bits() != 0;
-        let mut secondary =
-            word(host.secondary, offer.secondary.bits(), emulated::SECONDARY, 0, 0).may();
-        if !has_secondary {
-            secondary = 0;
-        }
-        let mut ept = (host.ept_vpid | emulated::EPT_VPID) & offer.ept_vpid;
-        if secondary & ProcControls2::EPT.bits() == 0 {
-            ept &= !0xffff_ffff;
-            secondary &= !(ProcControls2::UNRESTRICTED_GUEST | ProcControls2::PML).bits();
-        }
-        if secondary & ProcControls2::VPID.bits() == 0 {
-            ept &= 0xffff_ffff;
-        }
-        if ept & ept_vpid::ACCESSED_DIRTY == 0 {
-            secondary &= !ProcControls2::PML.bits();
-        }
-        let vmfunc = secondary & ProcControls2::VMFUNC.bits() != 0
-            && secondary & ProcControls2::EPT.bits() != 0;
+        let (secondary, ept) = Self::translation(host, offer, primary);
+        let vmfunc = ProcControls2::VMFUNC.union(ProcControls2::EPT).bits();
         Self {
             basic: VmxBasic(
                 u64::from(VMCS12_REVISION)
@@ -307,8 +290,30 @@ impl Capabilities {
             cr4_fixed1: host.cr4_fixed1,
             vmcs_enum: MAX_INDEX << 1,
             ept_vpid: EptVpidCap(ept),
-            vmfunc: if vmfunc { EPTP_SWITCHING } else { 0 },
+            vmfunc: if secondary & vmfunc == vmfunc { EPTP_SWITCHING } else { 0 },
         }
+    }
+
+    /// Secondary controls, and what EPT and VPID can do: each needs the other's support.
+    fn translation(host: &Host, offer: &Offer, primary: Allowed) -> (u32, u64) {
+        let has_secondary = primary.may() & ProcControls::SECONDARY.bits() != 0;
+        let mut secondary =
+            word(host.secondary, offer.secondary.bits(), emulated::SECONDARY, 0, 0).may();
+        if !has_secondary {
+            secondary = 0;
+        }
+        let mut ept = (host.ept_vpid | emulated::EPT_VPID) & offer.ept_vpid;
+        if secondary & ProcControls2::EPT.bits() == 0 {
+            ept &= !0xffff_ffff;
+            secondary &= !(ProcControls2::UNRESTRICTED_GUEST | ProcControls2::PML).bits();
+        }
+        if secondary & ProcControls2::VPID.bits() == 0 {
+            ept &= 0xffff_ffff;
+        }
+        if ept & ept_vpid::ACCESSED_DIRTY == 0 {
+            secondary &= !ProcControls2::PML.bits();
+        }
+        (secondary, ept)
     }
 
     /// RDMSR, by L1 or by the VMM.

@@ -34,3 +34,13 @@ pub trait GuestMemory {
         Ok(u64::from_le_bytes(bytes))
     }
 }
+
+/// Whether a page-aligned address lies below the guest's physical-address width.
+pub(crate) fn is_page(at: u64, physical_bits: u8) -> bool {
+    at & 0xfff == 0 && is_physical(at, physical_bits)
+}
+
+/// Whether an address lies below the guest's physical-address width.
+pub(crate) fn is_physical(at: u64, physical_bits: u8) -> bool {
+    at.checked_shr(u32::from(physical_bits)).unwrap_or(0) == 0
+}

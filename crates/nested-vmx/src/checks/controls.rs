@@ -1,0 +1,260 @@
+//! VM-execution, VM-exit and VM-entry control fields (SDM vol. 3C §27.2.1). What is broken here is
+//! VM-instruction error 7.
+
+use x86::vmcs::capability::Allowed;
+use x86::vmcs::controls::{EntryControls, ExitControls, PinControls, ProcControls, ProcControls2};
+use x86::vmcs::{Field, ReadWrite, event, field};
+use x86::{Cr0, Gpa};
+
+use super::{Limits, rule};
+use crate::capabilities::{EPTP_SWITCHING, ept_vpid, misc};
+use crate::memory::{is_page, is_physical};
+use crate::{Capabilities, GuestMemory, Vmcs12};
+
+/// The broken rule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)] // Named by what the rule is about.
+pub enum Broken {
+    Pin,
+    Primary,
+    Secondary,
+    Cr3Targets,
+    IoBitmaps,
+    MsrBitmaps,
+    VirtualApic,
+    TprThreshold,
+    TprShadow,
+    Nmi,
+    ApicAccess,
+    X2Apic,
+    VirtualInterrupts,
+    PostedInterrupts,
+    Vpid,
+    EptPointer,
+    PageLog,
+    NeedsEpt,
+    Functions,
+    ShadowBitmaps,
+    TscMultiplier,
+    Exit,
+    PreemptionTimer,
+    ExitLists,
+    Entry,
+    Injection,
+    EntryList,
+    Smm,
+}
+
+type Checked = Result<(), Broken>;
+
+/// Checks all control fields.
+pub fn check(v: &Vmcs12, c: &Capabilities, limits: &Limits, memory: &impl GuestMemory) -> Checked {
+    words(v, c)?;
+    bitmaps(v, limits)?;
+    apic(v, limits, memory)?;
+    nmi(v)?;
+    translation(v, c, limits)?;
+    exit(v, c, limits)?;
+    entry(v, c, limits)
+}
+
+fn fits(value: u32, allowed: Allowed) -> bool {
+    value & allowed.must() == allowed.must() && value & !allowed.may() == 0
+}
+
+fn words(v: &Vmcs12, c: &Capabilities) -> Checked {
+    rule(fits(v.pin().bits(), c.pin), Broken::Pin)?;
+    rule(fits(v.primary().bits(), c.primary), Broken::Primary)?;
+    // Without their activation they are taken for zero.
+    rule(
+        !v.primary().contains(ProcControls::SECONDARY) || fits(v.secondary().bits(), c.secondary),
+        Broken::Secondary,
+    )?;
+    rule(u64::from(v.get(field::CR3_TARGET_COUNT)) <= c.cr3_targets(), Broken::Cr3Targets)
+}
+
+fn page(v: &Vmcs12, at: Field<u64, ReadWrite>, limits: &Limits) -> bool {
+    is_page(v.get(at), limits.physical_bits)
+}
+
+fn bitmaps(v: &Vmcs12, limits: &Limits) -> Checked {
+    if v.primary().contains(ProcControls::IO_BITMAPS) {
+        let both = page(v, field::IO_BITMAP_A, limits) && page(v, field::IO_BITMAP_B, limits);
+        rule(both, Broken::IoBitmaps)?;
+    }
+    if v.primary().contains(ProcControls::MSR_BITMAPS) {
+        rule(page(v, field::MSR_BITMAP, limits), Broken::MsrBitmaps)?;
+    }
+    if v.secondary().contains(ProcControls2::SHADOW_VMCS) {
+        let both = page(v, field::VMREAD_BITMAP, limits) && page(v, field::VMWRITE_BITMAP, limits);
+        rule(both, Broken::ShadowBitmaps)?;
+    }
+    Ok(())
+}
+
+fn apic(v: &Vmcs12, limits: &Limits, memory: &impl GuestMemory) -> Checked {
+    let second = v.secondary();
+    let uses_page = ProcControls2::VIRTUALIZE_X2APIC
+        | ProcControls2::APIC_REGISTERS
+        | ProcControls2::VIRTUAL_INTERRUPTS;
+    if v.primary().contains(ProcControls::TPR_SHADOW) {
+        rule(page(v, field::VIRTUAL_APIC_ADDR, limits), Broken::VirtualApic)?;
+        if !second.contains(ProcControls2::VIRTUAL_INTERRUPTS) {
+            threshold(v, memory)?;
+        }
+    } else {
+        rule(!second.intersects(uses_page), Broken::TprShadow)?;
+    }
+    if second.contains(ProcControls2::VIRTUALIZE_APIC_ACCESSES) {
+        rule(page(v, field::APIC_ACCESS_ADDR, limits), Broken::ApicAccess)?;
+        rule(!second.contains(ProcControls2::VIRTUALIZE_X2APIC), Broken::X2Apic)?;
+    }
+    if second.contains(ProcControls2::VIRTUAL_INTERRUPTS) {
+        rule(v.pin().contains(PinControls::EXTERNAL_INTERRUPT), Broken::VirtualInterrupts)?;
+    }
+    if v.pin().contains(PinControls::POSTED_INTERRUPTS) {
+        let descriptor = v.get(field::POSTED_INTR_DESC);
+        let good = second.contains(ProcControls2::VIRTUAL_INTERRUPTS)
+            && v.exit().contains(ExitControls::ACKNOWLEDGE_INTERRUPT)
+            && v.get(field::POSTED_INTR_VECTOR) & 0xff00 == 0
+            && descriptor & 0x3f == 0
+            && is_physical(descriptor, limits.physical_bits);
+        rule(good, Broken::PostedInterrupts)?;
+    }
+    Ok(())
+}
+
+/// Offset of the task priority in the virtual-APIC page.
+const TASK_PRIORITY: u64 = 0x80;
+
+fn threshold(v: &Vmcs12, memory: &impl GuestMemory) -> Checked {
+    let threshold = v.get(field::TPR_THRESHOLD);
+    rule(threshold & !0xf == 0, Broken::TprThreshold)?;
+    if v.secondary().contains(ProcControls2::VIRTUALIZE_APIC_ACCESSES) {
+        return Ok(());
+    }
+    // A page that is no memory has no priority that could be too low; the entry fails on it later.
+    let at = Gpa(v.get(field::VIRTUAL_APIC_ADDR) | TASK_PRIORITY);
+    let Ok(priority) = memory.read_u8(at) else { return Ok(()) };
+    rule(threshold <= u32::from(priority >> 4), Broken::TprThreshold)
+}
+
+fn nmi(v: &Vmcs12) -> Checked {
+    let virtual_nmis = v.pin().contains(PinControls::VIRTUAL_NMIS);
+    rule(!virtual_nmis || v.pin().contains(PinControls::NMI), Broken::Nmi)?;
+    rule(virtual_nmis || !v.primary().contains(ProcControls::NMI_WINDOW), Broken::Nmi)
+}
+
+fn translation(v: &Vmcs12, c: &Capabilities, limits: &Limits) -> Checked {
+    let second = v.secondary();
+    if second.contains(ProcControls2::VPID) {
+        rule(v.get(field::VPID) != 0, Broken::Vpid)?;
+    }
+    if v.has_ept() {
+        rule(is_ept_pointer(v.get(field::EPT_POINTER), c, limits), Broken::EptPointer)?;
+    }
+    if second.contains(ProcControls2::PML) {
+        rule(v.has_ept() && page(v, field::PML_ADDRESS, limits), Broken::PageLog)?;
+    }
+    let on_ept = ProcControls2::UNRESTRICTED_GUEST | ProcControls2::MODE_BASED_EXECUTE;
+    rule(v.has_ept() || !second.intersects(on_ept), Broken::NeedsEpt)?;
+    if second.contains(ProcControls2::VMFUNC) {
+        let functions = v.get(field::VM_FUNCTION_CONTROLS);
+        rule(functions & !c.vmfunc == 0, Broken::Functions)?;
+        if functions & EPTP_SWITCHING != 0 {
+            rule(v.has_ept() && page(v, field::EPTP_LIST, limits), Broken::Functions)?;
+        }
+    }
+    if second.contains(ProcControls2::TSC_SCALING) {
+        rule(v.get(field::TSC_MULTIPLIER) != 0, Broken::TscMultiplier)?;
+    }
+    Ok(())
+}
+
+/// Whether an EPT pointer is one that an entry takes (SDM vol. 3C §25.6.11, §27.2.1.1).
+pub fn is_ept_pointer(pointer: u64, c: &Capabilities, limits: &Limits) -> bool {
+    let offered = |bit: u64| c.ept_vpid.0 & bit != 0;
+    let memory_type = match pointer & 7 {
+        0 => offered(ept_vpid::UNCACHEABLE),
+        6 => offered(ept_vpid::WRITE_BACK),
+        _ => false,
+    };
+    let levels = match pointer >> 3 & 7 {
+        3 => offered(ept_vpid::LEVELS_4),
+        4 => offered(ept_vpid::LEVELS_5),
+        _ => false,
+    };
+    let dirty = pointer & x86::vmcs::eptp::ACCESSED_DIRTY == 0 || c.ept_vpid.accessed_dirty();
+    let reserved = pointer & 0xf80 == 0 && is_physical(pointer, limits.physical_bits);
+    memory_type && levels && dirty && reserved
+}
+
+/// Whether a list of MSRs lies where it may.
+fn is_list(count: u32, at: u64, limits: &Limits) -> bool {
+    let last = at.checked_add(u64::from(count) * 16).and_then(|end| end.checked_sub(1));
+    count == 0
+        || at & 0xf == 0
+            && is_physical(at, limits.physical_bits)
+            && last.is_some_and(|last| is_physical(last, limits.physical_bits))
+}
+
+fn exit(v: &Vmcs12, c: &Capabilities, limits: &Limits) -> Checked {
+    rule(fits(v.exit().bits(), c.exit), Broken::Exit)?;
+    let saves = v.exit().contains(ExitControls::SAVE_PREEMPTION_TIMER);
+    rule(!saves || v.pin().contains(PinControls::PREEMPTION_TIMER), Broken::PreemptionTimer)?;
+    let store =
+        is_list(v.get(field::EXIT_MSR_STORE_COUNT), v.get(field::EXIT_MSR_STORE_ADDR), limits);
+    let load = is_list(v.get(field::EXIT_MSR_LOAD_COUNT), v.get(field::EXIT_MSR_LOAD_ADDR), limits);
+    rule(store && load, Broken::ExitLists)
+}
+
+fn entry(v: &Vmcs12, c: &Capabilities, limits: &Limits) -> Checked {
+    rule(fits(v.entry().bits(), c.entry), Broken::Entry)?;
+    rule(!v.entry().contains(EntryControls::SMM) || limits.smm, Broken::Smm)?;
+    check_injection(v, c)?;
+    rule(
+        is_list(v.get(field::ENTRY_MSR_LOAD_COUNT), v.get(field::ENTRY_MSR_LOAD_ADDR), limits),
+        Broken::EntryList,
+    )
+}
+
+/// Checks the event that an entry injects.
+pub fn check_injection(v: &Vmcs12, c: &Capabilities) -> Checked {
+    let information = v.get(field::ENTRY_INTERRUPTION);
+    rule(information & event::VALID == 0 || is_injection(v, c, information), Broken::Injection)
+}
+
+/// Event type 1, reserved.
+const RESERVED: u32 = 1 << 8;
+/// Event type 7: a pending monitor-trap exit.
+pub(crate) const OTHER: u32 = 7 << 8;
+/// Vectors of exceptions that push an error code.
+const WITH_ERROR_CODE: u32 = 1 << 8 | 0x1f << 10 | 1 << 17;
+
+fn is_injection(v: &Vmcs12, c: &Capabilities, information: u32) -> bool {
+    let vector = information & event::VECTOR;
+    let kind = information & event::TYPE;
+    let has_trap = c.primary.may() & ProcControls::MONITOR_TRAP.bits() != 0;
+    let vector_fits = match kind {
+        RESERVED => false,
+        event::NMI => vector == 2,
+        event::EXCEPTION => vector <= 31,
+        OTHER => vector == 0 && has_trap,
+        _ => true,
+    };
+    let unrestricted = v.secondary().contains(ProcControls2::UNRESTRICTED_GUEST);
+    let protected = !unrestricted || v.get(field::GUEST_CR0) & Cr0::PE.bits() != 0;
+    let pushes =
+        kind == event::EXCEPTION && protected && vector < 32 && WITH_ERROR_CODE & 1 << vector != 0;
+    let has_code = information & event::ERROR_VALID != 0;
+    let code_fits = !has_code || v.get(field::ENTRY_ERROR_CODE) & 0xffff_0000 == 0;
+    let reserved = information & 0x7fff_f000 == 0;
+    let length = v.get(field::ENTRY_INSTRUCTION_LENGTH);
+    let length_fits = match kind {
+        event::SOFT | event::PRIVILEGED_SOFT_EXCEPTION | event::SOFT_EXCEPTION => {
+            length <= 15 && (length != 0 || c.misc & misc::ZERO_LENGTH != 0)
+        }
+        _ => true,
+    };
+    vector_fits && has_code == pushes && code_fits && reserved && length_fits
+}

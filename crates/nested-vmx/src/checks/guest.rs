@@ -1,0 +1,326 @@
+//! Guest-state fields (SDM vol. 3C §27.3.1). What is broken here is an exit with reason 33.
+
+use x86::segment::attr;
+use x86::vmcs::controls::{EntryControls, PinControls, ProcControls2};
+use x86::vmcs::place::VMCS12_REVISION;
+use x86::vmcs::{Field, Natural, ReadWrite, event, field, interruptibility as int};
+use x86::{Cr0, Cr4, Efer, Gpa, Rflags};
+
+use super::controls::OTHER;
+use super::segments::{self, Mode};
+use super::{Limits, is_efer, is_fixed, is_pat, rule};
+use crate::capabilities::misc;
+use crate::memory::{is_page, is_physical};
+use crate::outcome::EntryFailure;
+use crate::{Capabilities, GuestMemory, Vmcs12};
+
+/// The broken rule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)] // Named by what the rule is about.
+pub enum Broken {
+    Cr0,
+    Cr4,
+    Cr3,
+    Debug,
+    LongMode,
+    Sysenter,
+    PerfGlobalCtrl,
+    Pat,
+    Efer,
+    Bndcfgs,
+    Selectors,
+    Bases,
+    Limits,
+    Rights,
+    Tables,
+    Rip,
+    Rflags,
+    Activity,
+    Interruptibility,
+    PendingDebug,
+    Link,
+    Pdptes,
+}
+
+impl Broken {
+    /// The exit that L1 sees.
+    pub const fn exit(self) -> EntryFailure {
+        match self {
+            Self::Link => EntryFailure::LINK,
+            Self::Pdptes => EntryFailure::PDPTE,
+            Self::Cr0
+            | Self::Cr4
+            | Self::Cr3
+            | Self::Debug
+            | Self::LongMode
+            | Self::Sysenter
+            | Self::PerfGlobalCtrl
+            | Self::Pat
+            | Self::Efer
+            | Self::Bndcfgs
+            | Self::Selectors
+            | Self::Bases
+            | Self::Limits
+            | Self::Rights
+            | Self::Tables
+            | Self::Rip
+            | Self::Rflags
+            | Self::Activity
+            | Self::Interruptibility
+            | Self::PendingDebug => EntryFailure::GUEST,
+        }
+    }
+}
+
+type Checked = Result<(), Broken>;
+
+/// The four entries of a PAE guest's top table.
+pub type Pdptes = [u64; 4];
+
+/// Checks all guest-state fields. `current` is the VMCS that is entered. Gives the PDPTEs that L2 starts with,
+/// if they come from memory.
+pub fn check(
+    v: &Vmcs12,
+    c: &Capabilities,
+    limits: &Limits,
+    current: Option<Gpa>,
+    memory: &impl GuestMemory,
+) -> Result<Option<Pdptes>, Broken> {
+    registers(v, c, limits)?;
+    msrs(v, limits)?;
+    segments::check(v, limits, mode(v))?;
+    check_flow(v, c, limits)?;
+    link(v, limits, current, memory)?;
+    pdptes(v, limits, memory)
+}
+
+/// Checks what changes from entry to entry: RIP, RFLAGS, activity, interruptibility, pending exceptions.
+pub fn check_flow(v: &Vmcs12, c: &Capabilities, limits: &Limits) -> Checked {
+    flow(v, limits, mode(v))?;
+    activity(v, c, limits)?;
+    interruptibility(v, limits)?;
+    pending_debug(v)
+}
+
+fn has(value: u64, bit: Cr0) -> bool {
+    value & bit.bits() != 0
+}
+
+pub(super) fn mode(v: &Vmcs12) -> Mode {
+    Mode {
+        vm86: v.get(field::GUEST_RFLAGS) & Rflags::VM.bits() != 0,
+        long: v.entry().contains(EntryControls::IA32E_GUEST),
+        unrestricted: v.secondary().contains(ProcControls2::UNRESTRICTED_GUEST),
+        protected: has(v.get(field::GUEST_CR0), Cr0::PE),
+    }
+}
+
+fn canonical(v: &Vmcs12, at: Field<Natural, ReadWrite>, limits: &Limits) -> bool {
+    limits.is_canonical(v.get(at))
+}
+
+fn registers(v: &Vmcs12, c: &Capabilities, limits: &Limits) -> Checked {
+    let cr0 = v.get(field::GUEST_CR0);
+    let cr4 = v.get(field::GUEST_CR4);
+    let entry = v.entry();
+    let long = entry.contains(EntryControls::IA32E_GUEST);
+    let mut ones = c.cr0_fixed0;
+    if v.secondary().contains(ProcControls2::UNRESTRICTED_GUEST) {
+        ones &= !(Cr0::PE | Cr0::PG).bits();
+    }
+    // An entry does not change NW and CD, so it does not look at them.
+    let ignored = (Cr0::NW | Cr0::CD).bits();
+    rule(is_fixed(cr0 & !ignored, ones & !ignored, c.cr0_fixed1), Broken::Cr0)?;
+    rule(has(cr0, Cr0::PE) || !has(cr0, Cr0::PG), Broken::Cr0)?;
+    rule(is_fixed(cr4, c.cr4_fixed0, c.cr4_fixed1), Broken::Cr4)?;
+    if entry.contains(EntryControls::LOAD_DEBUG) {
+        rule(v.get(field::GUEST_DEBUGCTL) & !limits.debugctl == 0, Broken::Debug)?;
+        rule(v.get(field::GUEST_DR7) >> 32 == 0, Broken::Debug)?;
+    }
+    let paged = if long {
+        has(cr0, Cr0::PG) && cr4 & Cr4::PAE.bits() != 0
+    } else {
+        cr4 & Cr4::PCIDE.bits() == 0
+    };
+    rule(paged, Broken::LongMode)?;
+    rule(is_physical(v.get(field::GUEST_CR3), limits.physical_bits), Broken::Cr3)?;
+    let both = canonical(v, field::GUEST_SYSENTER_ESP, limits)
+        && canonical(v, field::GUEST_SYSENTER_EIP, limits);
+    rule(both, Broken::Sysenter)
+}
+
+fn msrs(v: &Vmcs12, limits: &Limits) -> Checked {
+    let entry = v.entry();
+    if entry.contains(EntryControls::LOAD_PERF_GLOBAL_CTRL) {
+        let value = v.get(field::GUEST_PERF_GLOBAL_CTRL);
+        rule(value & !limits.perf_global_ctrl == 0, Broken::PerfGlobalCtrl)?;
+    }
+    if entry.contains(EntryControls::LOAD_PAT) {
+        rule(is_pat(v.get(field::GUEST_PAT)), Broken::Pat)?;
+    }
+    if entry.contains(EntryControls::LOAD_EFER) {
+        let long = entry.contains(EntryControls::IA32E_GUEST);
+        let paging = has(v.get(field::GUEST_CR0), Cr0::PG);
+        let good = is_efer(v.get(field::GUEST_EFER), limits, long, paging.then_some(long));
+        rule(good, Broken::Efer)?;
+    }
+    if entry.contains(EntryControls::LOAD_BNDCFGS) {
+        let value = v.get(field::GUEST_BNDCFGS);
+        rule(value & 0xffc == 0 && limits.is_canonical(value & !0xfff), Broken::Bndcfgs)?;
+    }
+    Ok(())
+}
+
+/// Bits of RFLAGS that are always zero.
+const RFLAGS_ZERO: u64 = !0x3f_ffff | 1 << 15 | 1 << 5 | 1 << 3;
+
+fn flow(v: &Vmcs12, limits: &Limits, mode: Mode) -> Checked {
+    let rip = v.get(field::GUEST_RIP);
+    let is_64_bit = mode.long && v.get(field::GUEST_CS_RIGHTS) & segments::LONG != 0;
+    let rip_fits = if is_64_bit { limits.is_canonical(rip) } else { rip >> 32 == 0 };
+    rule(rip_fits, Broken::Rip)?;
+    let flags = Rflags::from_bits_retain(v.get(field::GUEST_RFLAGS));
+    let reserved = flags.bits() & RFLAGS_ZERO == 0 && flags.contains(Rflags::FIXED);
+    let vm = !flags.contains(Rflags::VM) || !mode.long && mode.protected;
+    let interrupts = !injects(v, event::INTR) || flags.contains(Rflags::IF);
+    rule(reserved && vm && interrupts, Broken::Rflags)
+}
+
+/// Whether the entry injects an event of a kind.
+fn injects(v: &Vmcs12, kind: u32) -> bool {
+    let information = v.get(field::ENTRY_INTERRUPTION);
+    information & event::VALID != 0 && information & event::TYPE == kind
+}
+
+/// Activity states (SDM vol. 3C §25.4.2).
+pub mod activity_state {
+    /// Running.
+    pub const ACTIVE: u32 = 0;
+    /// HLT was executed.
+    pub const HLT: u32 = 1;
+    /// After a triple fault.
+    pub const SHUTDOWN: u32 = 2;
+    /// After INIT.
+    pub const WAIT_FOR_SIPI: u32 = 3;
+}
+use activity_state as activity_is;
+
+fn activity(v: &Vmcs12, c: &Capabilities, limits: &Limits) -> Checked {
+    let state = v.get(field::GUEST_ACTIVITY);
+    let information = v.get(field::ENTRY_INTERRUPTION);
+    let injection = information & event::VALID != 0;
+    let vector = information & event::VECTOR;
+    let kind = information & event::TYPE;
+    let exception = |n: u32| kind == event::EXCEPTION && vector == n;
+    let nmi = kind == event::NMI;
+    let wakes = match state {
+        activity_is::ACTIVE => true,
+        activity_is::HLT => {
+            let dpl = v.get(field::GUEST_SS_RIGHTS) as u16 & attr::DPL_MASK;
+            let event = kind == event::INTR || nmi || exception(1) || exception(18);
+            c.misc & misc::HLT != 0 && dpl == 0 && (!injection || event || kind == OTHER)
+        }
+        activity_is::SHUTDOWN => {
+            c.misc & misc::SHUTDOWN != 0 && (!injection || nmi || exception(18))
+        }
+        activity_is::WAIT_FOR_SIPI => {
+            c.misc & misc::WAIT_FOR_SIPI != 0
+                && !injection
+                && !limits.smm
+                && !v.entry().contains(EntryControls::SMM)
+        }
+        _ => false,
+    };
+    let blocked = v.get(field::GUEST_INTERRUPTIBILITY) & (int::STI | int::MOV_SS) != 0;
+    rule(wakes && (state == activity_is::ACTIVE || !blocked), Broken::Activity)
+}
+
+fn interruptibility(v: &Vmcs12, limits: &Limits) -> Checked {
+    let state = v.get(field::GUEST_INTERRUPTIBILITY);
+    let sti = state & int::STI != 0;
+    let mov_ss = state & int::MOV_SS != 0;
+    let smi = state & int::SMI != 0;
+    let nmi = state & int::NMI != 0;
+    let enabled = v.get(field::GUEST_RFLAGS) & Rflags::IF.bits() != 0;
+    let good = state & !0xf == 0
+        && !(sti && mov_ss)
+        && (!sti || enabled)
+        && !(injects(v, event::INTR) && (sti || mov_ss))
+        && !(injects(v, event::NMI) && mov_ss)
+        && (!smi || limits.smm)
+        && !(v.pin().contains(PinControls::VIRTUAL_NMIS) && injects(v, event::NMI) && nmi);
+    rule(good, Broken::Interruptibility)
+}
+
+/// Bits of the pending debug exceptions that are always zero; bit 16 is of a feature that is not offered.
+const PENDING_ZERO: u64 = !0x1_7fff | 0xff0 | 1 << 13 | 1 << 16;
+/// A single step is pending.
+const SINGLE_STEP: u64 = 1 << 14;
+/// DEBUGCTL.BTF.
+const BTF: u64 = 1 << 1;
+
+fn pending_debug(v: &Vmcs12) -> Checked {
+    let pending = v.get(field::GUEST_PENDING_DEBUG);
+    rule(pending & PENDING_ZERO == 0, Broken::PendingDebug)?;
+    let blocked = v.get(field::GUEST_INTERRUPTIBILITY) & (int::STI | int::MOV_SS) != 0;
+    if blocked || v.get(field::GUEST_ACTIVITY) == activity_is::HLT {
+        let steps = v.get(field::GUEST_RFLAGS) & Rflags::TF.bits() != 0
+            && v.get(field::GUEST_DEBUGCTL) & BTF == 0;
+        rule((pending & SINGLE_STEP != 0) == steps, Broken::PendingDebug)?;
+    }
+    Ok(())
+}
+
+fn link(v: &Vmcs12, limits: &Limits, current: Option<Gpa>, memory: &impl GuestMemory) -> Checked {
+    let at = v.get(field::VMCS_LINK);
+    if at == Vmcs12::NOWHERE {
+        return Ok(());
+    }
+    rule(is_page(at, limits.physical_bits) && current != Some(Gpa(at)), Broken::Link)?;
+    let header = memory.read_u32(Gpa(at)).map_err(|_| Broken::Link)?;
+    let shadows = v.secondary().contains(ProcControls2::SHADOW_VMCS);
+    let wanted = VMCS12_REVISION | u32::from(shadows) << 31;
+    rule(header == wanted, Broken::Link)
+}
+
+/// Bits of a PDPTE that are reserved below the width of physical addresses (SDM vol. 3A table 4-8).
+const PDPTE_ZERO: u64 = 0x1e6;
+
+/// Whether PAE paging may load a PDPTE.
+pub fn is_pdpte(entry: u64, physical_bits: u8) -> bool {
+    entry & 1 == 0 || entry & PDPTE_ZERO == 0 && is_physical(entry, physical_bits)
+}
+
+/// Whether the VMCS12's guest runs with PAE paging.
+pub fn is_pae(v: &Vmcs12) -> bool {
+    let long = v.entry().contains(EntryControls::IA32E_GUEST)
+        || v.entry().contains(EntryControls::LOAD_EFER)
+            && v.get(field::GUEST_EFER) & Efer::LMA.bits() != 0;
+    has(v.get(field::GUEST_CR0), Cr0::PG) && v.get(field::GUEST_CR4) & Cr4::PAE.bits() != 0 && !long
+}
+
+fn pdptes(
+    v: &Vmcs12,
+    limits: &Limits,
+    memory: &impl GuestMemory,
+) -> Result<Option<Pdptes>, Broken> {
+    if !is_pae(v) {
+        return Ok(None);
+    }
+    let in_memory = !v.has_ept();
+    let mut entries = [
+        v.get(field::GUEST_PDPTE0),
+        v.get(field::GUEST_PDPTE1),
+        v.get(field::GUEST_PDPTE2),
+        v.get(field::GUEST_PDPTE3),
+    ];
+    if in_memory {
+        let table = v.get(field::GUEST_CR3) & 0xffff_ffe0;
+        for (entry, at) in entries.iter_mut().zip((table..).step_by(8)) {
+            *entry = memory.read_u64(Gpa(at)).map_err(|_| Broken::Pdptes)?;
+        }
+    }
+    let good = entries.iter().all(|entry| is_pdpte(*entry, limits.physical_bits));
+    rule(good, Broken::Pdptes)?;
+    Ok(in_memory.then_some(entries))
+}

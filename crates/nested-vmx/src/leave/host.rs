@@ -1,0 +1,167 @@
+//! The state in which L1 goes on after an exit of L2: the VMCS12's host-state area
+//! (SDM vol. 3C §28.5, §28.6).
+
+use x86::segment::{attr, kind};
+use x86::vmcs::field;
+use x86::vmcs::{ExitControls, ExitReason};
+use x86::{Cr0, Cr4, DescriptorTable, Efer, Segment};
+
+use crate::checks::lists::List;
+use crate::{Capabilities, Vmcs12};
+
+/// L1's registers that an exit loads. General registers stay as L2 left them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)] // Named as the registers.
+pub struct Registers {
+    pub cr0: u64,
+    pub cr3: u64,
+    pub cr4: u64,
+    pub efer: u64,
+    pub rip: u64,
+    pub rsp: u64,
+    pub rflags: u64,
+    pub dr7: u64,
+    pub debugctl: u64,
+    pub sysenter_cs: u32,
+    pub sysenter_esp: u64,
+    pub sysenter_eip: u64,
+    /// `None`: the MSR stays.
+    pub pat: Option<u64>,
+    /// `None`: the MSR stays.
+    pub perf_global_ctrl: Option<u64>,
+    pub es: Segment,
+    pub cs: Segment,
+    pub ss: Segment,
+    pub ds: Segment,
+    pub fs: Segment,
+    pub gs: Segment,
+    pub tr: Segment,
+    pub ldtr: Segment,
+    pub gdtr: DescriptorTable,
+    pub idtr: DescriptorTable,
+    /// The PDPTEs have to be loaded from CR3's table; if they are bad, the exit is a VMX abort.
+    pub loads_pdptes: bool,
+    /// NMIs are blocked: the exit was for one.
+    pub blocks_nmis: bool,
+}
+
+/// Why L1 cannot go on (SDM vol. 3C §28.7). The indicator is written into the VMCS12's region; the vCPU shuts
+/// down.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)] // The manual's list, shortened.
+pub enum Abort {
+    SavingMsrs = 1,
+    HostPdptes = 2,
+    CorruptedVmcs = 3,
+    LoadingMsrs = 4,
+    MachineCheck = 5,
+    HostNot64 = 6,
+}
+
+/// L1's state before the exit, where the exit keeps a part of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kept {
+    /// CR0 of L2, of which some bits stay.
+    pub cr0: u64,
+    /// EFER of L2, of which some bits stay if the exit does not load it.
+    pub efer: u64,
+}
+
+/// CR0 bits that an exit leaves as they are.
+const CR0_KEPT: u64 = Cr0::ET.bits() | Cr0::NW.bits() | Cr0::CD.bits();
+const FLAT: u32 = u32::MAX;
+
+/// DS and its like after an exit.
+fn data(selector: u16, base: u64) -> Segment {
+    let usable = attr::P | attr::S | kind::DATA_RW_ACCESSED as u16 | attr::DB | attr::G;
+    Segment { base, limit: FLAT, selector, attr: if selector == 0 { 0 } else { usable } }
+}
+
+/// L1's registers after an exit.
+pub fn registers(v: &Vmcs12, kept: Kept, reason: ExitReason, is_nmi: bool) -> Registers {
+    let exit = v.exit();
+    let long = exit.contains(ExitControls::HOST_64);
+    let mode = (Efer::LMA | Efer::LME).bits();
+    let efer = if exit.contains(ExitControls::LOAD_EFER) {
+        v.get(field::HOST_EFER)
+    } else if long {
+        kept.efer | mode
+    } else {
+        kept.efer & !mode
+    };
+    let mut cr4 = v.get(field::HOST_CR4);
+    if long {
+        cr4 |= Cr4::PAE.bits();
+    } else {
+        cr4 &= !Cr4::PCIDE.bits();
+    }
+    let loads = |control, value| exit.contains(control).then_some(value);
+    Registers {
+        cr0: v.get(field::HOST_CR0) & !CR0_KEPT | kept.cr0 & CR0_KEPT,
+        cr3: v.get(field::HOST_CR3),
+        cr4,
+        efer,
+        rip: v.get(field::HOST_RIP),
+        rsp: v.get(field::HOST_RSP),
+        rflags: x86::Rflags::FIXED.bits(),
+        dr7: x86::Dr7::RESET.bits(),
+        debugctl: 0,
+        sysenter_cs: v.get(field::HOST_SYSENTER_CS),
+        sysenter_esp: v.get(field::HOST_SYSENTER_ESP),
+        sysenter_eip: v.get(field::HOST_SYSENTER_EIP),
+        pat: loads(ExitControls::LOAD_PAT, v.get(field::HOST_PAT)),
+        perf_global_ctrl: loads(
+            ExitControls::LOAD_PERF_GLOBAL_CTRL,
+            v.get(field::HOST_PERF_GLOBAL_CTRL),
+        ),
+        es: data(v.get(field::HOST_ES_SELECTOR), 0),
+        cs: code(v.get(field::HOST_CS_SELECTOR), long),
+        ss: data(v.get(field::HOST_SS_SELECTOR), 0),
+        ds: data(v.get(field::HOST_DS_SELECTOR), 0),
+        fs: data(v.get(field::HOST_FS_SELECTOR), v.get(field::HOST_FS_BASE)),
+        gs: data(v.get(field::HOST_GS_SELECTOR), v.get(field::HOST_GS_BASE)),
+        tr: task(v.get(field::HOST_TR_SELECTOR), v.get(field::HOST_TR_BASE)),
+        ldtr: Segment::default(),
+        gdtr: DescriptorTable { base: v.get(field::HOST_GDTR_BASE), limit: 0xffff },
+        idtr: DescriptorTable { base: v.get(field::HOST_IDTR_BASE), limit: 0xffff },
+        loads_pdptes: !long && cr4 & Cr4::PAE.bits() != 0,
+        blocks_nmis: reason == ExitReason::ExceptionOrNmi && is_nmi,
+    }
+}
+
+fn code(selector: u16, long: bool) -> Segment {
+    let size = if long { attr::L } else { attr::DB };
+    let attr = attr::P | attr::S | kind::CODE_RX_ACCESSED as u16 | size | attr::G;
+    Segment { base: 0, limit: FLAT, selector, attr }
+}
+
+fn task(selector: u16, base: u64) -> Segment {
+    Segment { base, limit: 0x67, selector, attr: attr::P | kind::TSS_BUSY as u16 }
+}
+
+/// MSRs of L2 that an exit stores.
+pub fn stores(v: &Vmcs12, c: &Capabilities) -> List {
+    List {
+        at: v.get(field::EXIT_MSR_STORE_ADDR),
+        count: v.get(field::EXIT_MSR_STORE_COUNT),
+        limit: c.msr_list_limit(),
+    }
+}
+
+/// MSRs of L1 that an exit loads.
+pub fn loads(v: &Vmcs12, c: &Capabilities) -> List {
+    List {
+        at: v.get(field::EXIT_MSR_LOAD_ADDR),
+        count: v.get(field::EXIT_MSR_LOAD_COUNT),
+        limit: c.msr_list_limit(),
+    }
+}
+
+/// MSRs of L2 that an entry loads.
+pub fn entry_loads(v: &Vmcs12, c: &Capabilities) -> List {
+    List {
+        at: v.get(field::ENTRY_MSR_LOAD_ADDR),
+        count: v.get(field::ENTRY_MSR_LOAD_COUNT),
+        limit: c.msr_list_limit(),
+    }
+}

@@ -1,0 +1,358 @@
+//! L1's VMX state and the instructions that change it, in the order of the manual's pseudo-code
+//! (SDM vol. 3C §31.3).
+
+mod access;
+mod entry;
+mod function;
+mod invalidate;
+mod region;
+mod transition;
+
+use x86::vmcs::{Groups, InstructionError};
+use x86::{Exception, Gpa, Rflags};
+
+pub use entry::{Entered, PendingEntry};
+pub use function::Switch;
+pub use invalidate::Invalidation;
+
+use crate::checks::Limits;
+use crate::{Capabilities, Fail, GuestMemory, Vmcs12};
+
+/// Why an operand in L1's linear memory cannot be reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stop {
+    /// The access faults.
+    Fault(Exception),
+    /// Only user space has memory there.
+    Outside,
+}
+
+impl From<Stop> for Fail {
+    fn from(stop: Stop) -> Self {
+        match stop {
+            Stop::Fault(exception) => Self::Fault(exception),
+            Stop::Outside => Self::Outside,
+        }
+    }
+}
+
+/// The vCPU on which L1 runs: its memory, by physical and by linear address.
+pub trait L1: GuestMemory {
+    /// Reads at a linear address as the program that runs does.
+    fn read_linear(&mut self, at: u64, into: &mut [u8]) -> Result<(), Stop>;
+    /// Writes at a linear address as the program that runs does.
+    fn write_linear(&mut self, at: u64, from: &[u8]) -> Result<(), Stop>;
+}
+
+/// Registers that decide whether an instruction may be executed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Cpu {
+    /// CR0.
+    pub cr0: u64,
+    /// CR4.
+    pub cr4: u64,
+    /// EFER.LMA.
+    pub long_mode: bool,
+    /// CS.L, for a vCPU in long mode.
+    pub is_64_bit: bool,
+    /// RFLAGS.VM.
+    pub vm86: bool,
+    /// Current privilege level.
+    pub cpl: u8,
+    /// Events are blocked by MOV SS.
+    pub blocked_by_mov_ss: bool,
+    /// IA32_FEATURE_CONTROL.
+    pub feature_control: u64,
+}
+
+impl Cpu {
+    /// Whether a VMX instruction is no invalid opcode by what the processor's mode says.
+    fn is_mode_right(&self) -> bool {
+        self.cr0 & x86::Cr0::PE.bits() != 0 && !self.vm86 && (!self.long_mode || self.is_64_bit)
+    }
+}
+
+/// An operand's linear address, or the fault that its segment makes of it. The fault is taken only when the
+/// instruction comes to read the operand.
+pub type Address = Result<u64, Exception>;
+
+/// First operand of VMREAD and VMWRITE.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// A general register.
+    Register(u8),
+    /// Memory.
+    Memory(Address),
+}
+
+/// An instruction of VMX, with its operands decoded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)] // Named as the instructions and their operands.
+pub enum Instruction {
+    Vmxon { pointer: Address },
+    Vmxoff,
+    Vmclear { pointer: Address },
+    Vmptrld { pointer: Address },
+    Vmptrst { to: Address },
+    Vmread { field: u64, to: Place },
+    Vmwrite { field: u64, from: Place, value: u64 },
+    Vmlaunch,
+    Vmresume,
+    Invept { kind: u64, descriptor: Address },
+    Invvpid { kind: u64, descriptor: Address },
+}
+
+/// What follows an instruction that succeeded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Then {
+    /// The next instruction.
+    Next,
+    /// A register gets a value: VMREAD. It is the whole register.
+    Register(u8, u64),
+    /// Translations are dropped.
+    Invalidate(Invalidation),
+    /// L2 is to be entered: the host state is good, the guest's is not checked yet.
+    Enter(PendingEntry),
+}
+
+/// Who runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Level {
+    /// The guest, or its hypervisor.
+    #[default]
+    L1,
+    /// The guest of the guest's hypervisor.
+    L2,
+}
+
+/// L1's VMX state. It holds 2 KiB of images and lives in a box.
+#[derive(Clone, Debug)]
+pub struct Machine {
+    /// The capability MSRs.
+    pub capabilities: Capabilities,
+    /// The VMXON region, in VMX operation.
+    vmxon: Option<Gpa>,
+    /// The current VMCS.
+    current: Option<Gpa>,
+    /// Who runs.
+    level: Level,
+    /// The private copy of the current VMCS.
+    vmcs12: Vmcs12,
+    /// The private copy of the shadow VMCS that serves L2, while L2 runs.
+    shadow12: Vmcs12,
+    /// What the hardware's VMCS may hold otherwise than the VMCS12 says.
+    dirty: Groups,
+    /// What L1 has changed since it was last checked.
+    unchecked: Groups,
+    /// What an exit has left in the hardware's VMCS and the VMCS12 does not have yet.
+    behind: Groups,
+    /// RFLAGS.VM when L2 was last left.
+    vm86: bool,
+    /// An entry was executed and the hardware has not run L2 since.
+    pub run_pending: bool,
+    /// A monitor-trap exit is owed to L1.
+    pub trap_pending: bool,
+    /// What SMM has put aside.
+    pub smm: Smm,
+}
+
+/// VMX state that an SMI puts aside until RSM (SDM vol. 3C §32.14).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Smm {
+    /// The vCPU was in VMX operation.
+    pub vmxon: bool,
+    /// L2 ran.
+    pub guest_mode: bool,
+}
+
+impl Machine {
+    /// Outside VMX operation.
+    pub fn new(capabilities: Capabilities) -> Self {
+        Self {
+            capabilities,
+            vmxon: None,
+            current: None,
+            level: Level::L1,
+            vmcs12: Vmcs12::default(),
+            shadow12: Vmcs12::default(),
+            dirty: Groups::ALL,
+            unchecked: Groups::ALL,
+            behind: Groups::NONE,
+            vm86: false,
+            run_pending: false,
+            trap_pending: false,
+            smm: Smm::default(),
+        }
+    }
+
+    /// Whether the vCPU is in VMX operation.
+    pub fn is_in_operation(&self) -> bool {
+        self.vmxon.is_some() && !self.smm.vmxon
+    }
+
+    /// The VMXON region, in VMX operation or while SMM has put it aside.
+    pub fn vmxon(&self) -> Option<Gpa> {
+        self.vmxon
+    }
+
+    /// The current VMCS.
+    pub fn current(&self) -> Option<Gpa> {
+        self.current
+    }
+
+    /// Who runs.
+    #[inline]
+    pub fn level(&self) -> Level {
+        self.level
+    }
+
+    /// The private copy of the current VMCS.
+    #[inline]
+    pub fn vmcs12(&self) -> &Vmcs12 {
+        &self.vmcs12
+    }
+
+    /// The same, to be filled after an exit. What is changed there is not made dirty: it is what the
+    /// hardware's VMCS holds already.
+    #[inline]
+    pub fn vmcs12_mut(&mut self) -> &mut Vmcs12 {
+        &mut self.vmcs12
+    }
+
+    /// What the hardware's VMCS may hold otherwise than the VMCS12 says.
+    #[inline]
+    pub fn dirty(&self) -> Groups {
+        self.dirty
+    }
+
+    /// L0 has changed something of its own that these groups are composed from.
+    #[inline]
+    pub fn touch(&mut self, groups: Groups) {
+        self.dirty = self.dirty.union(groups);
+    }
+
+    /// Nothing is taken for composed or checked: the hardware's VMCS is another one, CPUID or the capabilities
+    /// have changed, or dirty tracking is off.
+    pub fn touch_all(&mut self) {
+        self.dirty = Groups::ALL;
+        self.unchecked = Groups::ALL;
+    }
+
+    /// Executes an instruction of L1. When L2 runs, only VMREAD and VMWRITE come here, and only those that L1
+    /// lets a shadow VMCS serve; everything else of L2 is an exit to L1.
+    pub fn execute(
+        &mut self,
+        instruction: Instruction,
+        cpu: &Cpu,
+        limits: &Limits,
+        l1: &mut impl L1,
+    ) -> Result<Then, Fail> {
+        let result = self.perform(instruction, cpu, limits, l1);
+        if let Err(Fail::Valid(error)) = result {
+            return Err(self.fail(error));
+        }
+        result
+    }
+
+    fn perform(
+        &mut self,
+        instruction: Instruction,
+        cpu: &Cpu,
+        limits: &Limits,
+        l1: &mut impl L1,
+    ) -> Result<Then, Fail> {
+        if let Instruction::Vmxon { pointer } = instruction {
+            return self.vmxon_instruction(pointer, cpu, limits, l1);
+        }
+        if !self.is_in_operation() || !cpu.is_mode_right() {
+            return Err(Fail::Fault(Exception::ud()));
+        }
+        self.is_offered(instruction)?;
+        if cpu.cpl > 0 {
+            return Err(Fail::Fault(Exception::gp(0)));
+        }
+        match instruction {
+            Instruction::Vmread { field, to } => self.vmread(field, to, cpu, l1),
+            Instruction::Vmwrite { field, from, value } => {
+                self.vmwrite(field, from, value, cpu, l1)
+            }
+            Instruction::Vmresume => self.enter(false, cpu, limits, l1),
+            Instruction::Vmlaunch => self.enter(true, cpu, limits, l1),
+            Instruction::Vmptrld { pointer } => self.vmptrld(pointer, limits, l1),
+            Instruction::Vmclear { pointer } => self.vmclear(pointer, limits, l1),
+            Instruction::Vmptrst { to } => self.vmptrst(to, l1),
+            Instruction::Invept { kind, descriptor } => self.invept(kind, descriptor, limits, l1),
+            Instruction::Invvpid { kind, descriptor } => self.invvpid(kind, descriptor, limits, l1),
+            Instruction::Vmxoff => self.vmxoff(l1),
+            // Was executed above.
+            Instruction::Vmxon { .. } => Err(Fail::Fault(Exception::ud())),
+        }
+    }
+
+    /// Whether a CPU with L1's capabilities has the instruction.
+    fn is_offered(&self, instruction: Instruction) -> Result<(), Fail> {
+        let offered = match instruction {
+            Instruction::Invept { .. } => self.capabilities.ept_vpid.invept(),
+            Instruction::Invvpid { .. } => self.capabilities.ept_vpid.invvpid(),
+            Instruction::Vmxon { .. }
+            | Instruction::Vmxoff
+            | Instruction::Vmclear { .. }
+            | Instruction::Vmptrld { .. }
+            | Instruction::Vmptrst { .. }
+            | Instruction::Vmread { .. }
+            | Instruction::Vmwrite { .. }
+            | Instruction::Vmlaunch
+            | Instruction::Vmresume => true,
+        };
+        if offered { Ok(()) } else { Err(Fail::Fault(Exception::ud())) }
+    }
+
+    /// VMfail: with a current VMCS its error field says why.
+    fn fail(&mut self, error: InstructionError) -> Fail {
+        if self.current.is_none() {
+            return Fail::Invalid;
+        }
+        self.vmcs12.set(x86::vmcs::field::INSTRUCTION_ERROR, error.number());
+        Fail::Valid(error)
+    }
+
+    /// RFLAGS that L1 sees after an instruction, if it completed.
+    pub fn rflags(result: &Result<Then, Fail>, before: Rflags) -> Option<Rflags> {
+        match result {
+            // An entry changes them only if it fails.
+            Ok(Then::Enter(_)) => None,
+            Ok(Then::Next | Then::Register(..) | Then::Invalidate(_)) => {
+                Some(crate::outcome::success(before))
+            }
+            Err(fail) => fail.rflags(before),
+        }
+    }
+
+    /// INIT or reset: VMX operation ends, nothing is written back (SDM vol. 3C §24.8).
+    pub fn reset(&mut self) {
+        self.set_regions(None, None);
+        self.level = Level::L1;
+        self.run_pending = false;
+        self.trap_pending = false;
+        self.smm = Smm::default();
+    }
+
+    pub(crate) fn set_regions(&mut self, vmxon: Option<Gpa>, current: Option<Gpa>) {
+        self.vmxon = vmxon;
+        self.current = current;
+        self.behind = Groups::NONE;
+        self.touch_all();
+    }
+
+    pub(crate) fn images(&mut self) -> (&mut Vmcs12, &mut Vmcs12) {
+        (&mut self.vmcs12, &mut self.shadow12)
+    }
+
+    /// The private copy of the shadow VMCS that serves L2.
+    pub fn shadow12(&self) -> &Vmcs12 {
+        &self.shadow12
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,126 @@
+//! VMREAD and VMWRITE.
+
+use x86::Gpa;
+use x86::vmcs::place::{self, Named};
+use x86::vmcs::{Group, InstructionError, field};
+
+use super::{Cpu, L1, Level, Machine, Place, Then};
+use crate::{Fail, Vmcs12};
+
+impl Machine {
+    pub(super) fn vmread(
+        &mut self,
+        encoding: u64,
+        to: Place,
+        cpu: &Cpu,
+        l1: &mut impl L1,
+    ) -> Result<Then, Fail> {
+        let named = self.named(encoding, cpu)?;
+        let value = match self.level {
+            Level::L1 => self.vmcs12.read(named),
+            Level::L2 => self.shadow12.read(named),
+        };
+        match to {
+            Place::Register(n) if cpu.is_64_bit => Ok(Then::Register(n, value)),
+            Place::Register(n) => Ok(Then::Register(n, u64::from(value as u32))),
+            Place::Memory(at) => {
+                let bytes = value.to_le_bytes();
+                let (low, _) = bytes.split_at(4);
+                l1.write_linear(at?, if cpu.is_64_bit { &bytes } else { low })?;
+                Ok(Then::Next)
+            }
+        }
+    }
+
+    pub(super) fn vmwrite(
+        &mut self,
+        encoding: u64,
+        from: Place,
+        register: u64,
+        cpu: &Cpu,
+        l1: &mut impl L1,
+    ) -> Result<Then, Fail> {
+        self.has_target()?;
+        let value = match from {
+            Place::Register(_) if cpu.is_64_bit => register,
+            Place::Register(_) => u64::from(register as u32),
+            Place::Memory(at) => {
+                let mut bytes = [0; 8];
+                let (low, _) = bytes.split_at_mut(if cpu.is_64_bit { 8 } else { 4 });
+                l1.read_linear(at?, low)?;
+                u64::from_le_bytes(bytes)
+            }
+        };
+        let named = self.named(encoding, cpu)?;
+        if named.read_only && !self.capabilities.writes_all() {
+            return Err(Fail::Valid(InstructionError::ReadOnlyField));
+        }
+        self.set_field(self.encoding(encoding, cpu), named, value);
+        Ok(Then::Next)
+    }
+
+    /// Sets a field as VMWRITE does, and makes its group dirty if it has another value now.
+    pub(crate) fn set_field(&mut self, encoding: u64, named: Named, value: u64) {
+        match self.level {
+            Level::L1 => {
+                if self.vmcs12.write(encoding, named, value) {
+                    self.change(named.place.group);
+                }
+            }
+            Level::L2 => {
+                self.shadow12.write(encoding, named, value);
+            }
+        }
+    }
+
+    /// L1 has changed a field of a group.
+    fn change(&mut self, group: Group) {
+        self.dirty.add(group);
+        self.unchecked.add(group);
+    }
+
+    /// Takes over what L1 has written into the shadow VMCS that serves it.
+    #[inline]
+    pub fn take_from_shadow(&mut self, encoding: u16, value: u64) {
+        if let Some(named) = place::find(u64::from(encoding))
+            && self.vmcs12.write(u64::from(encoding), named, value)
+        {
+            self.change(named.place.group);
+        }
+    }
+
+    /// Whether there is a VMCS to be accessed: the current one, for L2 the one that the link points at.
+    fn has_target(&self) -> Result<(), Fail> {
+        let there = match self.level {
+            Level::L1 => self.current.is_some(),
+            Level::L2 => self.vmcs12.get(field::VMCS_LINK) != Vmcs12::NOWHERE,
+        };
+        if there { Ok(()) } else { Err(Fail::Invalid) }
+    }
+
+    fn named(&self, encoding: u64, cpu: &Cpu) -> Result<Named, Fail> {
+        self.has_target()?;
+        place::find(self.encoding(encoding, cpu))
+            .ok_or(Fail::Valid(InstructionError::UnsupportedField))
+    }
+
+    fn encoding(&self, register: u64, cpu: &Cpu) -> u64 {
+        if cpu.is_64_bit { register } else { u64::from(register as u32) }
+    }
+
+    /// Reads the shadow VMCS that serves L2, before L2 runs. What cannot be read stays as it was.
+    pub fn load_shadow(&mut self, l1: &impl crate::GuestMemory) {
+        use zerocopy::IntoBytes;
+        if let Some(Gpa(at)) = self.vmcs12.shadow_pointer() {
+            let _ = l1.read(Gpa(at), self.shadow12.as_mut_bytes());
+        }
+    }
+
+    /// Writes that shadow VMCS back after L2 has run.
+    pub fn store_shadow(&self, l1: &impl crate::GuestMemory) {
+        use zerocopy::IntoBytes;
+        if let Some(at) = self.vmcs12.shadow_pointer() {
+            let _ = l1.write(at, self.shadow12.as_bytes());
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! VMLAUNCH and VMRESUME, up to the point where L2 runs or the entry has failed.
+
+use x86::vmcs::{Group, Groups, InstructionError, field};
+
+use super::{Cpu, L1, Level, Machine, Then};
+use crate::checks::{self, Limits};
+use crate::outcome::EntryFailure;
+use crate::{Fail, GuestMemory};
+
+/// An entry whose controls and host state are good.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PendingEntry {
+    /// VMLAUNCH: the VMCS becomes a launched one when the entry succeeds.
+    pub launch: bool,
+}
+
+/// What became of an entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Entered {
+    /// L2 can run once the hardware's VMCS is composed from these groups.
+    L2(Groups),
+    /// L1 sees an exit: [`crate::leave::entry_failed`].
+    Failed(EntryFailure),
+}
+
+impl Machine {
+    pub(super) fn enter(
+        &mut self,
+        launch: bool,
+        cpu: &Cpu,
+        limits: &Limits,
+        l1: &mut impl L1,
+    ) -> Result<Then, Fail> {
+        // A shadow VMCS cannot be entered (SDM vol. 3C §25.10).
+        if self.current.is_none() || self.vmcs12.is_shadow() {
+            return Err(Fail::Invalid);
+        }
+        if cpu.blocked_by_mov_ss {
+            return Err(Fail::Valid(InstructionError::EntryBlockedByMovSs));
+        }
+        match (launch, self.vmcs12.is_launched()) {
+            (true, true) => return Err(Fail::Valid(InstructionError::VmlaunchNotClear)),
+            (false, false) => return Err(Fail::Valid(InstructionError::VmresumeNotLaunched)),
+            (true, false) | (false, true) => {}
+        }
+        self.check_controls(limits, l1)
+            .map_err(|_| Fail::Valid(InstructionError::InvalidControls))?;
+        self.check_host(limits).map_err(|_| Fail::Valid(InstructionError::InvalidHostState))?;
+        Ok(Then::Enter(PendingEntry { launch }))
+    }
+
+    /// Checks the control fields that L1 has changed since they were checked last.
+    fn check_controls(
+        &self,
+        limits: &Limits,
+        memory: &impl GuestMemory,
+    ) -> Result<(), checks::controls::Broken> {
+        if self.unchecked.meets(CONTROLS) {
+            checks::controls::check(&self.vmcs12, &self.capabilities, limits, memory)
+        } else if self.unchecked.has(Group::Injection) {
+            checks::controls::check_injection(&self.vmcs12, &self.capabilities)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Checks the host-state fields if L1 has changed one since, and that they fit the mode of L1.
+    fn check_host(&self, limits: &Limits) -> Result<(), checks::host::Broken> {
+        let host = Groups::of(Group::Host).union(Groups::of(Group::Controls));
+        if self.unchecked.meets(host) {
+            checks::host::check(&self.vmcs12, &self.capabilities, limits)
+        } else {
+            checks::host::address_space(&self.vmcs12, limits)
+        }
+    }
+
+    /// Whether all of the guest's state has to be checked again. L2 itself cannot bring it out of order.
+    pub(super) fn checks_whole_guest(&self) -> bool {
+        let vm86 = self.vmcs12.get(field::GUEST_RFLAGS) & x86::Rflags::VM.bits() != 0;
+        self.unchecked.meets(GUEST) || vm86 != self.vm86
+    }
+
+    /// The second half of an entry: the guest's state is checked, and L2 is what runs from here on. MSRs are
+    /// loaded by the caller, step by step ([`crate::leave::host::entry_loads`]).
+    pub fn finish_entry(&mut self, limits: &Limits, memory: &impl GuestMemory) -> Entered {
+        let (v, c) = (&self.vmcs12, &self.capabilities);
+        let checked = if self.checks_whole_guest() {
+            checks::guest::check(v, c, limits, self.current, memory)
+        } else {
+            checks::guest::check_flow(v, c, limits).map(|()| None)
+        };
+        match checked {
+            Err(broken) => return Entered::Failed(broken.exit()),
+            // What was checked is what L2 runs with, whatever the table holds now.
+            Ok(Some([first, second, third, fourth])) => {
+                self.vmcs12.set(field::GUEST_PDPTE0, first);
+                self.vmcs12.set(field::GUEST_PDPTE1, second);
+                self.vmcs12.set(field::GUEST_PDPTE2, third);
+                self.vmcs12.set(field::GUEST_PDPTE3, fourth);
+                self.dirty.add(Group::ControlRegisters);
+            }
+            Ok(None) => {}
+        }
+        self.load_shadow(memory);
+        self.level = Level::L2;
+        self.run_pending = true;
+        Entered::L2(self.dirty)
+    }
+
+    /// L2's MSRs are loaded and the hardware's VMCS holds what the VMCS12 says: the entry has succeeded.
+    pub fn entered(&mut self, entry: PendingEntry) {
+        if entry.launch {
+            self.vmcs12.set_launched(true);
+        }
+        self.dirty = Groups::NONE;
+        self.unchecked = Groups::NONE;
+        self.behind = Groups::NONE;
+    }
+}
+
+const fn groups<const N: usize>(list: [Group; N]) -> Groups {
+    let (mut set, mut i) = (Groups::NONE, 0);
+    while i < N {
+        set.add(list[i]);
+        i += 1;
+    }
+    set
+}
+
+/// Groups that the checks of control fields look at, but for the injection.
+const CONTROLS: Groups = groups([
+    Group::Controls,
+    Group::Bitmaps,
+    Group::Translation,
+    Group::Time,
+    Group::Apic,
+    Group::MsrLists,
+]);
+
+/// Groups that the checks of the guest's state look at, but for its flow and the injection.
+const GUEST: Groups = groups([
+    Group::Controls,
+    Group::Bitmaps,
+    Group::Translation,
+    Group::Segments,
+    Group::ControlRegisters,
+    Group::Sysenter,
+    Group::Msrs,
+]);

@@ -1,0 +1,132 @@
+//! Between L2 and L1: what an exit leaves in the hardware's VMCS, and when it has to be fetched.
+
+use x86::vmcs::place;
+use x86::vmcs::{Groups, ProcControls2, Shadow, event, field};
+
+use super::{Instruction, Level, Machine};
+use crate::leave::{self, Exit, Known, Report};
+use crate::{EntryFailure, GuestMemory};
+
+impl Machine {
+    /// L2 runs: a state was restored.
+    pub(crate) fn enter_l2(&mut self) {
+        self.level = Level::L2;
+    }
+
+    /// L2 exits to L1: saves the hot part of its state and the report.
+    pub fn leave(
+        &mut self,
+        exit: &impl Exit,
+        report: &Report,
+        known: &Known,
+        memory: &impl GuestMemory,
+    ) {
+        let differ = leave::save(&mut self.vmcs12, exit, report, known);
+        self.store_shadow(memory);
+        self.touch(differ);
+        self.behind = leave::REST;
+        self.vm86 = self.vmcs12.get(field::GUEST_RFLAGS) & x86::Rflags::VM.bits() != 0;
+        self.level = Level::L1;
+        self.run_pending = false;
+        self.trap_pending = false;
+    }
+
+    /// Saves all of L2's state while L2 runs, for KVM_GET_NESTED_STATE. The hardware's VMCS stays what counts.
+    pub fn save_running(&mut self, exit: &impl Exit, known: &Known) {
+        leave::save_state(&mut self.vmcs12, exit, known);
+        leave::save_rest(&mut self.vmcs12, exit, known, leave::REST);
+    }
+
+    /// An SMI: VMX operation is put aside until RSM (SDM vol. 3C §32.14.1). L2's state has been saved before;
+    /// L1 sees no exit.
+    pub fn put_aside(&mut self) {
+        self.smm.guest_mode = self.level == Level::L2;
+        self.smm.vmxon = self.vmxon.is_some();
+        self.level = Level::L1;
+        self.touch_all();
+    }
+
+    /// RSM: VMX operation goes on. Tells whether L2 does, with the state that was saved.
+    pub fn take_back(&mut self) -> bool {
+        let resumes = self.smm.guest_mode;
+        self.smm = super::Smm::default();
+        if resumes {
+            self.level = Level::L2;
+        }
+        resumes
+    }
+
+    /// An entry has failed behind the point of no return: L1 sees an exit, L2 has not run.
+    pub fn fail_entry(&mut self, failure: EntryFailure) {
+        leave::entry_failed(&mut self.vmcs12, failure);
+        self.level = Level::L1;
+        self.run_pending = false;
+        // The hardware's VMCS may be half composed.
+        self.touch_all();
+    }
+
+    /// The hardware refuses to enter L2 with controls or a host state that were found good here, or L0 finds
+    /// it has no page to do it with: the instruction fails although L2's state was taken already.
+    pub fn fail_late(&mut self, error: x86::vmcs::InstructionError) -> crate::Fail {
+        self.level = Level::L1;
+        self.run_pending = false;
+        self.touch_all();
+        self.fail(error)
+    }
+
+    /// Groups that the VMCS12 does not have yet since an exit. All of them are fetched before the state is
+    /// saved or the hardware's VMCS is given up.
+    #[inline]
+    pub fn behind(&self) -> Groups {
+        self.behind
+    }
+
+    /// Groups that have to be fetched ([`Self::fetch`]) before an instruction is executed.
+    #[inline]
+    pub fn needs(&self, instruction: &Instruction) -> Groups {
+        if self.behind.is_empty() {
+            return Groups::NONE;
+        }
+        match *instruction {
+            Instruction::Vmread { field, .. } => self.behind_field(field, Shadow::Read),
+            Instruction::Vmwrite { field, .. } => self.behind_field(field, Shadow::ReadWrite),
+            Instruction::Vmlaunch | Instruction::Vmresume => self.behind_entry(),
+            Instruction::Vmclear { .. } | Instruction::Vmptrld { .. } | Instruction::Vmxoff => {
+                self.behind
+            }
+            Instruction::Vmxon { .. }
+            | Instruction::Vmptrst { .. }
+            | Instruction::Invept { .. }
+            | Instruction::Invvpid { .. } => Groups::NONE,
+        }
+    }
+
+    /// What a shadow VMCS serves an exit has saved already, or only L1 changes.
+    fn behind_field(&self, encoding: u64, served: Shadow) -> Groups {
+        let Some(named) = place::find(encoding) else { return Groups::NONE };
+        let group = Groups::of(named.place.group);
+        let hot = match (named.place.shadow, served) {
+            (Shadow::ReadWrite, _) | (Shadow::Read, Shadow::Read) => true,
+            (Shadow::No, _) | (Shadow::Read, Shadow::No | Shadow::ReadWrite) => false,
+        };
+        if hot || !self.behind.meets(group) { Groups::NONE } else { group }
+    }
+
+    fn behind_entry(&self) -> Groups {
+        let information = self.vmcs12.get(field::ENTRY_INTERRUPTION);
+        // Whether an exception pushes an error code is a matter of CR0.PE.
+        let by_mode = information & event::VALID != 0
+            && information & event::TYPE == event::EXCEPTION
+            && self.vmcs12.secondary().contains(ProcControls2::UNRESTRICTED_GUEST);
+        if self.checks_whole_guest() || by_mode || self.dirty.meets(self.behind) {
+            return self.behind;
+        }
+        Groups::NONE
+    }
+
+    /// Fetches groups from the hardware's VMCS in which an exit has left them.
+    pub fn fetch(&mut self, exit: &impl Exit, known: &Known, groups: Groups) {
+        leave::save_rest(&mut self.vmcs12, exit, known, groups);
+        self.behind = self.behind.without(groups);
+    }
+}

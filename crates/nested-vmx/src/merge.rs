@@ -1,0 +1,328 @@
+//! What the hardware's VMCS (vmcs02) holds while L2 runs: what L1 asked for, and what L0 needs.
+//!
+//! Fields are composed by groups ([`Group`]). A group is composed when L1 or L0 has changed something in it,
+//! or when the exit before left vmcs02 with another value than the VMCS12 has ([`crate::leave`]). With
+//! `nested_dirty_tracking=0` the caller passes [`Groups::ALL`].
+
+pub mod bitmaps;
+pub mod time;
+pub mod words;
+
+use x86::vmcs::field::{self, Field, Natural, Width};
+use x86::vmcs::{
+    EntryControls, ExitControls, Group, Groups, PinControls, ProcControls, ProcControls2,
+    ReadWrite, event,
+};
+use x86::{Cr0, Efer, Hpa};
+
+use crate::Vmcs12;
+
+/// The hardware's VMCS, to be written. Whoever knows that a field has the value already leaves it.
+pub trait Fields {
+    /// Sets a field.
+    fn set<W: Width>(&mut self, field: Field<W, ReadWrite>, value: W::Value);
+}
+
+/// Pages of L1's that vmcs02 points at, as L0 has found them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Pages {
+    /// The virtual-APIC page.
+    pub virtual_apic: Option<Hpa>,
+    /// The APIC-access page.
+    pub apic_access: Option<Hpa>,
+    /// The posted-interrupt descriptor.
+    pub posted_interrupts: Option<Hpa>,
+    /// L0's page of both MSR bitmaps, if it could be composed.
+    pub msr_bitmap: Option<Hpa>,
+}
+
+/// L0's part: the words of vmcs01, and L1's registers that an entry keeps when the VMCS12 does not load them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct L0 {
+    /// Pin-based controls.
+    pub pin: PinControls,
+    /// Primary processor-based controls, with the windows that L0 waits for.
+    pub primary: ProcControls,
+    /// Secondary processor-based controls.
+    pub secondary: ProcControls2,
+    /// VM-exit controls.
+    pub exit: ExitControls,
+    /// VM-entry controls.
+    pub entry: EntryControls,
+    /// Exceptions that exit to L0.
+    pub exceptions: u32,
+    /// L0 has to see every page fault: it runs L2 on shadow tables.
+    pub page_faults: bool,
+    /// CR0 bits that the hardware forces to 1.
+    pub cr0_ones: u64,
+    /// CR0 bits that L0 owns.
+    pub cr0_mask: u64,
+    /// CR4 bits that the hardware forces to 1.
+    pub cr4_ones: u64,
+    /// CR4 bits that L0 owns.
+    pub cr4_mask: u64,
+    /// L1's TSC, from the host's.
+    pub tsc: time::Tsc,
+    /// Value for the preemption timer, if it is to run.
+    pub preemption_timer: Option<u32>,
+    /// The tables that L2 runs on.
+    pub ept_pointer: u64,
+    /// The tag of L2's translations.
+    pub vpid: u16,
+    /// Pages that vmcs02 points at.
+    pub pages: Pages,
+    /// L2 goes on after a restore or RSM, without an entry: the four registers below are L2's already.
+    pub resumes: bool,
+    /// L1's EFER.
+    pub efer: u64,
+    /// L1's DR7.
+    pub dr7: u64,
+    /// L1's DEBUGCTL.
+    pub debugctl: u64,
+    /// L1's PAT.
+    pub pat: u64,
+}
+
+/// EFER that L2 starts with (SDM vol. 3C §27.3.2.1).
+pub fn efer(l0: &L0, v: &Vmcs12) -> u64 {
+    let both = (Efer::LMA | Efer::LME).bits();
+    let l1 = l0.efer;
+    if v.entry().contains(EntryControls::LOAD_EFER) && !l0.resumes {
+        v.get(field::GUEST_EFER)
+    } else if v.entry().contains(EntryControls::IA32E_GUEST) {
+        l1 | both
+    } else if v.get(field::GUEST_CR0) & Cr0::PG.bits() != 0 {
+        l1 & !both
+    } else {
+        l1 & !Efer::LMA.bits()
+    }
+}
+
+/// Composes the groups.
+pub fn compose(l0: &L0, v: &Vmcs12, dirty: Groups, to: &mut impl Fields) {
+    inject(v, to);
+    if dirty.has(Group::Flow) {
+        flow(v, to);
+    }
+    if dirty.has(Group::Segments) {
+        segments(v, to);
+    }
+    if dirty.has(Group::ControlRegisters) {
+        control_registers(l0, v, to);
+    }
+    if dirty.has(Group::Sysenter) {
+        to.set(field::GUEST_SYSENTER_CS, v.get(field::GUEST_SYSENTER_CS));
+        to.set(field::GUEST_SYSENTER_ESP, v.get(field::GUEST_SYSENTER_ESP));
+        to.set(field::GUEST_SYSENTER_EIP, v.get(field::GUEST_SYSENTER_EIP));
+    }
+    if dirty.has(Group::Msrs) {
+        msrs(l0, v, to);
+    }
+    // Words follow from controls, and some of their bits from pages, bitmaps, times and CR4.
+    let words = [Group::Controls, Group::Bitmaps, Group::Apic, Group::Time, Group::Translation];
+    if words.iter().any(|group| dirty.has(*group)) {
+        controls(l0, v, to);
+    }
+    if dirty.has(Group::Bitmaps) {
+        to.set(field::VMCS_LINK, Vmcs12::NOWHERE);
+        if let Some(page) = l0.pages.msr_bitmap {
+            to.set(field::MSR_BITMAP, page.0);
+        }
+        if v.secondary().contains(ProcControls2::XSAVES) {
+            to.set(field::XSS_EXIT_BITMAP, v.get(field::XSS_EXIT_BITMAP));
+        }
+    }
+    if dirty.has(Group::Translation) {
+        to.set(field::EPT_POINTER, l0.ept_pointer);
+        to.set(field::VPID, l0.vpid);
+        if v.secondary().contains(ProcControls2::VMFUNC) {
+            // Every VM function exits: L0 has to know which tables L2 runs on.
+            to.set(field::VM_FUNCTION_CONTROLS, 0);
+        }
+    }
+    if dirty.has(Group::Time) {
+        time(l0, v, to);
+    }
+    if dirty.has(Group::Apic) {
+        apic(l0, v, to);
+    }
+    if dirty.has(Group::MsrLists) {
+        // L1's lists are L0's work; the hardware has none.
+        to.set(field::EXIT_MSR_STORE_COUNT, 0);
+        to.set(field::EXIT_MSR_LOAD_COUNT, 0);
+        to.set(field::ENTRY_MSR_LOAD_COUNT, 0);
+    }
+}
+
+/// The event that the entry injects. The hardware makes the field invalid at each exit, so that there is
+/// nothing to be done without one.
+fn inject(v: &Vmcs12, to: &mut impl Fields) {
+    let information = v.get(field::ENTRY_INTERRUPTION);
+    if information & event::VALID == 0 {
+        return;
+    }
+    if information & event::ERROR_VALID != 0 {
+        to.set(field::ENTRY_ERROR_CODE, v.get(field::ENTRY_ERROR_CODE));
+    }
+    let kind = information & event::TYPE;
+    let from_instruction = [event::SOFT, event::PRIVILEGED_SOFT_EXCEPTION, event::SOFT_EXCEPTION];
+    if from_instruction.contains(&kind) {
+        to.set(field::ENTRY_INSTRUCTION_LENGTH, v.get(field::ENTRY_INSTRUCTION_LENGTH));
+    }
+    to.set(field::ENTRY_INTERRUPTION, information);
+}
+
+fn flow(v: &Vmcs12, to: &mut impl Fields) {
+    to.set(field::GUEST_RIP, v.get(field::GUEST_RIP));
+    to.set(field::GUEST_RSP, v.get(field::GUEST_RSP));
+    to.set(field::GUEST_RFLAGS, v.get(field::GUEST_RFLAGS));
+    to.set(field::GUEST_INTERRUPTIBILITY, v.get(field::GUEST_INTERRUPTIBILITY));
+    to.set(field::GUEST_PENDING_DEBUG, v.get(field::GUEST_PENDING_DEBUG));
+    // HLT and wait-for-SIPI are L0's to wait in: the hardware's guest is active.
+    to.set(field::GUEST_ACTIVITY, crate::checks::guest::activity_state::ACTIVE);
+}
+
+macro_rules! copy {
+    ($v:expr, $to:expr, $($name:ident),* $(,)?) => {
+        $($to.set(field::$name, $v.get(field::$name));)*
+    };
+}
+
+#[rustfmt::skip] // A table.
+fn segments(v: &Vmcs12, to: &mut impl Fields) {
+    copy!(v, to,
+        GUEST_ES_SELECTOR, GUEST_ES_BASE, GUEST_ES_LIMIT, GUEST_ES_RIGHTS,
+        GUEST_CS_SELECTOR, GUEST_CS_BASE, GUEST_CS_LIMIT, GUEST_CS_RIGHTS,
+        GUEST_SS_SELECTOR, GUEST_SS_BASE, GUEST_SS_LIMIT, GUEST_SS_RIGHTS,
+        GUEST_DS_SELECTOR, GUEST_DS_BASE, GUEST_DS_LIMIT, GUEST_DS_RIGHTS,
+        GUEST_FS_SELECTOR, GUEST_FS_BASE, GUEST_FS_LIMIT, GUEST_FS_RIGHTS,
+        GUEST_GS_SELECTOR, GUEST_GS_BASE, GUEST_GS_LIMIT, GUEST_GS_RIGHTS,
+    );
+    copy!(v, to,
+        GUEST_LDTR_SELECTOR, GUEST_LDTR_BASE, GUEST_LDTR_LIMIT, GUEST_LDTR_RIGHTS,
+        GUEST_TR_SELECTOR, GUEST_TR_BASE, GUEST_TR_LIMIT, GUEST_TR_RIGHTS,
+        GUEST_GDTR_BASE, GUEST_GDTR_LIMIT, GUEST_IDTR_BASE, GUEST_IDTR_LIMIT,
+    );
+}
+
+/// A control register as L2 reads it: what L1 owns from L1's shadow.
+fn seen(
+    v: &Vmcs12,
+    register: Field<Natural, ReadWrite>,
+    mask: Field<Natural, ReadWrite>,
+    shadow: Field<Natural, ReadWrite>,
+) -> u64 {
+    let mask = v.get(mask);
+    v.get(register) & !mask | v.get(shadow) & mask
+}
+
+fn control_registers(l0: &L0, v: &Vmcs12, to: &mut impl Fields) {
+    to.set(field::CR0_MASK, l0.cr0_mask | v.get(field::CR0_MASK));
+    to.set(field::CR0_SHADOW, seen(v, field::GUEST_CR0, field::CR0_MASK, field::CR0_SHADOW));
+    to.set(field::GUEST_CR0, v.get(field::GUEST_CR0) | l0.cr0_ones);
+    to.set(field::CR4_MASK, l0.cr4_mask | v.get(field::CR4_MASK));
+    to.set(field::CR4_SHADOW, seen(v, field::GUEST_CR4, field::CR4_MASK, field::CR4_SHADOW));
+    to.set(field::GUEST_CR4, v.get(field::GUEST_CR4) | l0.cr4_ones);
+    to.set(field::GUEST_CR3, v.get(field::GUEST_CR3));
+    if crate::checks::guest::is_pae(v) {
+        copy!(v, to, GUEST_PDPTE0, GUEST_PDPTE1, GUEST_PDPTE2, GUEST_PDPTE3);
+    }
+}
+
+fn msrs(l0: &L0, v: &Vmcs12, to: &mut impl Fields) {
+    to.set(field::GUEST_EFER, efer(l0, v));
+    to.set(field::ENTRY_CONTROLS, words::entry(l0, v).bits());
+    let entry = if l0.resumes { EntryControls::empty() } else { v.entry() };
+    let debug = entry.contains(EntryControls::LOAD_DEBUG);
+    to.set(field::GUEST_DR7, if debug { v.get(field::GUEST_DR7) } else { l0.dr7 });
+    to.set(field::GUEST_DEBUGCTL, if debug { v.get(field::GUEST_DEBUGCTL) } else { l0.debugctl });
+    let pat = entry.contains(EntryControls::LOAD_PAT);
+    to.set(field::GUEST_PAT, if pat { v.get(field::GUEST_PAT) } else { l0.pat });
+}
+
+fn controls(l0: &L0, v: &Vmcs12, to: &mut impl Fields) {
+    to.set(field::PIN_CONTROLS, words::pin(l0, v).bits());
+    to.set(field::PROC_CONTROLS, words::primary(l0, v).bits());
+    to.set(field::PROC_CONTROLS2, words::secondary(l0, v).bits());
+    to.set(field::EXIT_CONTROLS, l0.exit.bits());
+    to.set(field::ENTRY_CONTROLS, words::entry(l0, v).bits());
+    to.set(field::EXCEPTION_BITMAP, words::exceptions(l0, v));
+    let (mask, matching) = if l0.page_faults {
+        (0, 0)
+    } else {
+        (v.get(field::PAGE_FAULT_MASK), v.get(field::PAGE_FAULT_MATCH))
+    };
+    to.set(field::PAGE_FAULT_MASK, mask);
+    to.set(field::PAGE_FAULT_MATCH, matching);
+}
+
+fn time(l0: &L0, v: &Vmcs12, to: &mut impl Fields) {
+    let l2 = l0.tsc.of_l2(v);
+    to.set(field::TSC_OFFSET, l2.offset);
+    if words::secondary(l0, v).contains(ProcControls2::TSC_SCALING) {
+        to.set(field::TSC_MULTIPLIER, l2.multiplier);
+    }
+    if let Some(value) = l0.preemption_timer {
+        to.set(field::PREEMPTION_TIMER, value);
+    }
+}
+
+fn apic(l0: &L0, v: &Vmcs12, to: &mut impl Fields) {
+    let second = words::secondary(l0, v);
+    if words::primary(l0, v).contains(ProcControls::TPR_SHADOW)
+        && let Some(page) = l0.pages.virtual_apic
+    {
+        to.set(field::VIRTUAL_APIC_ADDR, page.0);
+        to.set(field::TPR_THRESHOLD, v.get(field::TPR_THRESHOLD));
+    }
+    if second.contains(ProcControls2::VIRTUALIZE_APIC_ACCESSES)
+        && let Some(page) = l0.pages.apic_access
+    {
+        to.set(field::APIC_ACCESS_ADDR, page.0);
+    }
+    if second.contains(ProcControls2::VIRTUAL_INTERRUPTS) {
+        copy!(v, to, EOI_EXIT_0, EOI_EXIT_1, EOI_EXIT_2, EOI_EXIT_3, GUEST_INTERRUPT_STATUS);
+    }
+    if words::pin(l0, v).contains(PinControls::POSTED_INTERRUPTS)
+        && let Some(at) = l0.pages.posted_interrupts
+    {
+        to.set(field::POSTED_INTR_DESC, at.0);
+    }
+}
+
+/// Which tables L2's addresses go through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tables {
+    /// L1's own: L1 runs L2 without EPT.
+    OfL1,
+    /// A shadow of the EPT tables that this pointer names.
+    Shadow(u64),
+}
+
+/// The tables that L2 runs on.
+pub fn tables(v: &Vmcs12) -> Tables {
+    if v.has_ept() { Tables::Shadow(v.get(field::EPT_POINTER)) } else { Tables::OfL1 }
+}
+
+/// What an entry or an exit does to translations that the hardware keeps (SDM vol. 3C §29.4.3.1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Flush {
+    /// Nothing: L1's tag and L2's differ.
+    None,
+    /// L2's tag stands for another VPID of L1's than before.
+    L2,
+    /// Linear and combined translations of both: L1 uses no VPID, and expects that a transition drops them.
+    Both,
+}
+
+/// What a transition drops. `last` is the VPID of L1's that L2's tag stood for.
+pub fn flush(v: &Vmcs12, last: u16, entry: bool) -> Flush {
+    if !v.secondary().contains(ProcControls2::VPID) {
+        return Flush::Both;
+    }
+    if entry && v.get(field::VPID) != last { Flush::L2 } else { Flush::None }
+}
+
+#[cfg(test)]
+#[path = "merge_tests.rs"]
+mod tests;

@@ -1,0 +1,302 @@
+//! KVM_GET_NESTED_STATE and KVM_SET_NESTED_STATE in the VMX format: bytes, as stock KVM has them
+//! (Documentation/virt/kvm/api.rst §4.114, §4.115), with stock KVM's checks in its order.
+
+use x86::Gpa;
+use x86::vmcs::place::{VMCS12_BYTES, VMCS12_REVISION};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+use crate::checks::{self, Limits};
+use crate::machine::{Level, Smm};
+use crate::memory::is_page;
+use crate::{GuestMemory, Machine, Vmcs12};
+
+/// Format number of VMX.
+pub const FORMAT: u16 = 0;
+/// Bytes of the header.
+pub const HEADER: usize = 128;
+/// Bytes of each image behind it.
+pub const IMAGE: usize = 4096;
+/// Bytes of the largest state.
+pub const LARGEST: usize = HEADER + 2 * IMAGE;
+
+/// Flags of the state.
+pub mod flag {
+    /// L2 runs.
+    pub const GUEST_MODE: u16 = 1;
+    /// An entry was executed and L2 has not run since.
+    pub const RUN_PENDING: u16 = 2;
+    /// The VMCS is an enlightened one.
+    pub const EVMCS: u16 = 4;
+    /// A monitor-trap exit is owed to L1.
+    pub const MTF_PENDING: u16 = 8;
+    /// SVM's; part of what the ioctl knows.
+    pub const GIF_SET: u16 = 0x100;
+    /// SMM has put aside that L2 ran.
+    pub const SMM_GUEST_MODE: u16 = 1;
+    /// SMM has put aside that the vCPU was in VMX operation.
+    pub const SMM_VMXON: u16 = 2;
+    /// The deadline of L1's preemption timer is valid.
+    pub const DEADLINE: u32 = 1;
+}
+
+/// The header: `struct kvm_nested_state` without its data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+#[allow(missing_docs)] // Named as KVM's fields.
+pub struct Header {
+    pub flags: u16,
+    pub format: u16,
+    pub size: u32,
+    pub vmxon_pa: u64,
+    pub vmcs12_pa: u64,
+    pub smm_flags: u16,
+    pub pad: u16,
+    pub vmx_flags: u32,
+    pub preemption_timer_deadline: u64,
+    pub reserved: [u64; 11],
+}
+
+const _: () = assert!(size_of::<Header>() == HEADER && size_of::<Vmcs12>() == VMCS12_BYTES);
+
+const NOWHERE: u64 = Vmcs12::NOWHERE;
+
+/// Why a state is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refused {
+    /// It is shorter than its header, or than it says (EINVAL).
+    Short,
+    /// Flags that are not known, or not together (EINVAL).
+    Flags,
+    /// Not the VMX format (EINVAL).
+    Format,
+    /// An address that is none, or the same twice (EINVAL).
+    Address,
+    /// VMX is not offered to this vCPU (EINVAL).
+    NotOffered,
+    /// An image of another revision or kind (EINVAL).
+    Image,
+    /// L2 could not be entered with it (EINVAL).
+    Checks,
+}
+
+/// What a restored state asks of the caller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Restored {
+    /// Not in VMX operation.
+    Off,
+    /// L1 runs.
+    L1,
+    /// L2 runs: vmcs02 has to be composed from scratch.
+    L2,
+}
+
+/// What the vCPU says about a restore.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Context {
+    /// The vCPU's CPUID offers VMX.
+    pub offered: bool,
+    /// The vCPU is in SMM.
+    pub smm: bool,
+}
+
+/// How many bytes the state has.
+pub fn size(machine: &Machine) -> usize {
+    if machine.current().is_none() {
+        return HEADER;
+    }
+    let shadow = machine.level() == Level::L2 && machine.vmcs12().shadow_pointer().is_some();
+    if shadow { HEADER + 2 * IMAGE } else { HEADER + IMAGE }
+}
+
+/// The header of the state. `deadline` is that of L1's preemption timer, if it runs.
+pub fn header(machine: &Machine, deadline: Option<u64>) -> Header {
+    let mut header = Header {
+        flags: 0,
+        format: FORMAT,
+        size: size(machine) as u32,
+        vmxon_pa: NOWHERE,
+        vmcs12_pa: NOWHERE,
+        smm_flags: 0,
+        pad: 0,
+        vmx_flags: 0,
+        preemption_timer_deadline: 0,
+        reserved: [0; 11],
+    };
+    let Some(vmxon) = machine.vmxon() else { return header };
+    header.vmxon_pa = vmxon.0;
+    header.vmcs12_pa = machine.current().map_or(NOWHERE, |at| at.0);
+    let Smm { vmxon, guest_mode } = machine.smm;
+    header.smm_flags |= if vmxon { flag::SMM_VMXON } else { 0 };
+    header.smm_flags |= if guest_mode { flag::SMM_GUEST_MODE } else { 0 };
+    if machine.level() == Level::L2 {
+        header.flags |= flag::GUEST_MODE;
+        header.flags |= if machine.run_pending { flag::RUN_PENDING } else { 0 };
+        header.flags |= if machine.trap_pending { flag::MTF_PENDING } else { 0 };
+        if let Some(deadline) = deadline {
+            header.vmx_flags |= flag::DEADLINE;
+            header.preemption_timer_deadline = deadline;
+        }
+    }
+    header
+}
+
+/// Writes the state into a buffer of zeros and gives its length; `None` if the buffer is too short. L2's state
+/// must have been saved into the VMCS12 before.
+pub fn save(machine: &Machine, deadline: Option<u64>, into: &mut [u8]) -> Option<usize> {
+    let size = size(machine);
+    let into = into.get_mut(..size)?;
+    let (head, data) = into.split_at_mut_checked(HEADER)?;
+    head.copy_from_slice(header(machine, deadline).as_bytes());
+    let images = [machine.vmcs12(), machine.shadow12()];
+    for (place, image) in data.chunks_exact_mut(IMAGE).zip(images) {
+        place.get_mut(..VMCS12_BYTES)?.copy_from_slice(image.as_bytes());
+    }
+    Some(size)
+}
+
+/// What every format asks of the flags (the ioctl itself).
+fn check_flags(header: &Header) -> Result<(), Refused> {
+    let known =
+        flag::GUEST_MODE | flag::RUN_PENDING | flag::EVMCS | flag::MTF_PENDING | flag::GIF_SET;
+    let pending_alone = header.flags & (flag::RUN_PENDING | flag::GUEST_MODE) == flag::RUN_PENDING;
+    if header.flags & !known != 0 || pending_alone { Err(Refused::Flags) } else { Ok(()) }
+}
+
+fn check_header(h: &Header, context: Context, limits: &Limits) -> Result<(), Refused> {
+    check_flags(h)?;
+    if h.format != FORMAT {
+        return Err(Refused::Format);
+    }
+    if h.vmxon_pa == NOWHERE {
+        if h.smm_flags != 0 || h.flags & !flag::EVMCS != 0 {
+            return Err(Refused::Flags);
+        }
+        if h.vmcs12_pa != NOWHERE {
+            return Err(Refused::Address);
+        }
+    } else {
+        if !context.offered {
+            return Err(Refused::NotOffered);
+        }
+        if !is_page(h.vmxon_pa, limits.physical_bits) {
+            return Err(Refused::Address);
+        }
+    }
+    let smm_guest = h.smm_flags & flag::SMM_GUEST_MODE != 0;
+    let both = smm_guest && h.flags & flag::GUEST_MODE != 0;
+    let unknown = h.smm_flags & !(flag::SMM_GUEST_MODE | flag::SMM_VMXON) != 0
+        || h.vmx_flags & !flag::DEADLINE != 0;
+    // SMM puts VMX operation aside, so that L2 cannot run in it; outside it nothing is put aside.
+    let place = if context.smm {
+        h.flags & (flag::GUEST_MODE | flag::RUN_PENDING) != 0
+    } else {
+        h.smm_flags != 0
+    };
+    let smm_off = smm_guest && h.smm_flags & flag::SMM_VMXON == 0;
+    // Enlightened VMCSs are not offered; the flag alone, without VMX operation, is let pass.
+    let enlightened = h.flags & flag::EVMCS != 0 && h.vmxon_pa != NOWHERE;
+    if both || unknown || place || smm_off || enlightened {
+        return Err(Refused::Flags);
+    }
+    Ok(())
+}
+
+/// Restores a state. When it is refused behind its header, the machine is in VMX operation without a current
+/// VMCS or not in it at all, never half in L2.
+pub fn restore(
+    machine: &mut Machine,
+    bytes: &[u8],
+    context: Context,
+    limits: &Limits,
+    memory: &impl GuestMemory,
+) -> Result<(Restored, Option<u64>), Refused> {
+    let (header, _) = Header::read_from_prefix(bytes).map_err(|_| Refused::Short)?;
+    let data = header.size as usize;
+    if data < HEADER {
+        return Err(Refused::Short);
+    }
+    check_header(&header, context, limits)?;
+    machine.reset();
+    if header.vmxon_pa == NOWHERE {
+        return Ok((Restored::Off, None));
+    }
+    machine.set_regions(Some(Gpa(header.vmxon_pa)), None);
+    if data < HEADER + IMAGE {
+        // Nothing but the region of VMXON, if nothing was current.
+        if header.flags & flag::GUEST_MODE != 0 {
+            return Err(Refused::Flags);
+        }
+        return match header.vmcs12_pa {
+            NOWHERE => Ok((Restored::L1, None)),
+            _ => Err(Refused::Address),
+        };
+    }
+    let at = header.vmcs12_pa;
+    if at == NOWHERE || at == header.vmxon_pa || !is_page(at, limits.physical_bits) {
+        return Err(Refused::Address);
+    }
+    load(machine, bytes)?;
+    machine.smm = Smm {
+        vmxon: header.smm_flags & flag::SMM_VMXON != 0,
+        guest_mode: header.smm_flags & flag::SMM_GUEST_MODE != 0,
+    };
+    machine.set_regions(Some(Gpa(header.vmxon_pa)), Some(Gpa(at)));
+    if header.flags & flag::GUEST_MODE == 0 {
+        return Ok((Restored::L1, None));
+    }
+    if let Err(refused) = resume(machine, &header, bytes, limits, memory) {
+        machine.set_regions(Some(Gpa(header.vmxon_pa)), None);
+        return Err(refused);
+    }
+    machine.enter_l2();
+    machine.run_pending = header.flags & flag::RUN_PENDING != 0;
+    machine.trap_pending = header.flags & flag::MTF_PENDING != 0;
+    let deadline = header.vmx_flags & flag::DEADLINE != 0;
+    Ok((Restored::L2, deadline.then_some(header.preemption_timer_deadline)))
+}
+
+/// The first bytes of an image, as many as have fields.
+fn image(bytes: &[u8], number: usize) -> Option<Vmcs12> {
+    let at = HEADER.checked_add(number.checked_mul(IMAGE)?)?;
+    Vmcs12::read_from_bytes(bytes.get(at..at.checked_add(VMCS12_BYTES)?)?).ok()
+}
+
+fn load(machine: &mut Machine, bytes: &[u8]) -> Result<(), Refused> {
+    let loaded = image(bytes, 0).ok_or(Refused::Short)?;
+    if loaded.header() & 0x7fff_ffff != VMCS12_REVISION {
+        return Err(Refused::Image);
+    }
+    *machine.images().0 = loaded;
+    Ok(())
+}
+
+/// Loads what L2 needs and checks all of it, as an entry does.
+fn resume(
+    machine: &mut Machine,
+    header: &Header,
+    bytes: &[u8],
+    limits: &Limits,
+    memory: &impl GuestMemory,
+) -> Result<(), Refused> {
+    if machine.vmcs12().shadow_pointer().is_some() {
+        if (header.size as usize) < LARGEST {
+            return Err(Refused::Short);
+        }
+        let shadow = image(bytes, 1).ok_or(Refused::Short)?;
+        if shadow.header() != VMCS12_REVISION | 1 << 31 {
+            return Err(Refused::Image);
+        }
+        *machine.images().1 = shadow;
+    }
+    let v = machine.vmcs12();
+    let c = &machine.capabilities;
+    checks::controls::check(v, c, limits, memory).map_err(|_| Refused::Checks)?;
+    checks::host::check(v, c, limits).map_err(|_| Refused::Checks)?;
+    checks::guest::check(v, c, limits, machine.current(), memory)
+        .map(|_| ())
+        .map_err(|_| Refused::Checks)
+}
+
+#[cfg(test)]
+#[path = "saved_tests.rs"]
+mod tests;

@@ -1,0 +1,208 @@
+//! A guest to test with: memory, registers, and a VMCS12 that every check lets pass.
+
+use core::cell::RefCell;
+use std::vec::Vec;
+
+use x86::vmcs::field::{Field, Width};
+use x86::vmcs::{ReadWrite, field};
+use x86::{Exception, Gpa};
+
+use crate::capabilities::{Host, Offer};
+use crate::checks::Limits;
+use crate::leave::Exit;
+use crate::machine::{Cpu, L1, Stop};
+use crate::merge::Fields;
+use crate::{Capabilities, GuestMemory, Outside, Vmcs12};
+
+/// Bytes of memory, from address 0.
+pub const SIZE: usize = 0x10_0000;
+
+/// Memory that counts how often each byte is read.
+pub struct Memory {
+    pub bytes: RefCell<Vec<u8>>,
+    pub reads: RefCell<Vec<u8>>,
+}
+
+impl Memory {
+    pub fn new() -> Self {
+        let bytes = RefCell::new(std::vec![0; SIZE]);
+        Self { bytes, reads: RefCell::new(std::vec![0; SIZE]) }
+    }
+
+    pub fn put(&self, at: u64, bytes: &[u8]) {
+        self.write(Gpa(at), bytes).unwrap();
+    }
+
+    pub fn most_reads(&self) -> u8 {
+        self.reads.borrow().iter().copied().max().unwrap_or(0)
+    }
+
+    pub fn forget_reads(&self) {
+        self.reads.borrow_mut().fill(0);
+    }
+}
+
+impl GuestMemory for Memory {
+    fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside> {
+        let at = usize::try_from(at.0).map_err(|_| Outside)?;
+        let end = at.checked_add(into.len()).ok_or(Outside)?;
+        into.copy_from_slice(self.bytes.borrow().get(at..end).ok_or(Outside)?);
+        for count in &mut self.reads.borrow_mut()[at..end] {
+            *count = count.saturating_add(1);
+        }
+        Ok(())
+    }
+
+    fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside> {
+        let at = usize::try_from(at.0).map_err(|_| Outside)?;
+        let end = at.checked_add(from.len()).ok_or(Outside)?;
+        self.bytes.borrow_mut().get_mut(at..end).ok_or(Outside)?.copy_from_slice(from);
+        Ok(())
+    }
+}
+
+impl L1 for Memory {
+    fn read_linear(&mut self, at: u64, into: &mut [u8]) -> Result<(), Stop> {
+        self.read(Gpa(at), into).map_err(|_| Stop::Fault(Exception::pf(at, 0)))
+    }
+
+    fn write_linear(&mut self, at: u64, from: &[u8]) -> Result<(), Stop> {
+        self.write(Gpa(at), from).map_err(|_| Stop::Fault(Exception::pf(at, 2)))
+    }
+}
+
+pub fn capabilities() -> Capabilities {
+    let host = Host {
+        basic: 1 << 54,
+        pin: u64::MAX << 32,
+        primary: u64::MAX << 32,
+        secondary: u64::MAX << 32,
+        exit: u64::MAX << 32,
+        entry: u64::MAX << 32,
+        misc: u64::MAX,
+        cr0_fixed1: 0xffff_ffff,
+        cr4_fixed1: 0x77_27ff,
+        ept_vpid: u64::MAX,
+    };
+    Capabilities::compute(&host, &Offer::WHOLE)
+}
+
+pub const LIMITS: Limits = Limits {
+    physical_bits: 40,
+    linear_bits: 48,
+    efer: 0xd01,
+    perf_global_ctrl: 0x7_0000_000f,
+    debugctl: 3,
+    long_mode: true,
+    smm: false,
+    x2apic: false,
+};
+
+/// A vCPU that may execute VMX instructions.
+pub const CPU: Cpu = Cpu {
+    cr0: 0x8005_0033,
+    cr4: 0x2020,
+    long_mode: true,
+    is_64_bit: true,
+    vm86: false,
+    cpl: 0,
+    blocked_by_mov_ss: false,
+    feature_control: 5,
+};
+
+macro_rules! set {
+    ($v:expr, $($name:ident = $value:expr),* $(,)?) => {
+        $($v.set(field::$name, $value);)*
+    };
+}
+pub(crate) use set;
+
+/// A guest in 64-bit mode under a host in 64-bit mode.
+pub fn good() -> Vmcs12 {
+    let mut v = Vmcs12::new();
+    set!(
+        v,
+        PIN_CONTROLS = 0x16 | 1 | 8,
+        PROC_CONTROLS = 0x0400_6172 | 1 << 7 | 1 << 31,
+        PROC_CONTROLS2 = 0,
+        EXIT_CONTROLS = 0x3_6dfb | 1 << 9 | 1 << 21,
+        ENTRY_CONTROLS = 0x11fb | 1 << 9 | 1 << 15,
+        VMCS_LINK = u64::MAX,
+        HOST_CR0 = 0x8005_0033,
+        HOST_CR3 = 0x1000,
+        HOST_CR4 = 0x2020,
+        HOST_CS_SELECTOR = 8,
+        HOST_TR_SELECTOR = 0x40,
+        HOST_SS_SELECTOR = 16,
+        HOST_EFER = 0xd01,
+        HOST_RIP = 0x8000,
+        HOST_RSP = 0x9000,
+        HOST_PAT = 0x0007_0406_0007_0406,
+        GUEST_CR0 = 0x8005_0033,
+        GUEST_CR3 = 0x2000,
+        GUEST_CR4 = 0x2020,
+        GUEST_EFER = 0xd01,
+        GUEST_PAT = 0x0007_0406_0007_0406,
+        GUEST_DR7 = 0x400,
+        GUEST_RIP = 0x4000,
+        GUEST_RSP = 0x5000,
+        GUEST_RFLAGS = 0x202,
+        GUEST_CS_SELECTOR = 8,
+        GUEST_CS_LIMIT = u32::MAX,
+        GUEST_CS_RIGHTS = 0xa09b,
+        GUEST_SS_SELECTOR = 16,
+        GUEST_SS_LIMIT = u32::MAX,
+        GUEST_SS_RIGHTS = 0xc093,
+        GUEST_DS_RIGHTS = 0x1_0000,
+        GUEST_ES_RIGHTS = 0x1_0000,
+        GUEST_FS_RIGHTS = 0x1_0000,
+        GUEST_GS_RIGHTS = 0x1_0000,
+        GUEST_LDTR_RIGHTS = 0x1_0000,
+        GUEST_TR_SELECTOR = 0x40,
+        GUEST_TR_LIMIT = 0x67,
+        GUEST_TR_RIGHTS = 0x8b,
+        GUEST_GDTR_LIMIT = 0x7f,
+        GUEST_IDTR_LIMIT = 0xfff,
+    );
+    v
+}
+
+/// A VMCS of the hardware's: what was written, and in which order.
+pub struct Vmcs02 {
+    pub values: Vec<u64>,
+    pub written: Vec<u32>,
+    pub read: RefCell<Vec<u32>>,
+}
+
+impl Vmcs02 {
+    pub fn new() -> Self {
+        let read = RefCell::new(Vec::new());
+        Self { values: std::vec![0; 0x8000], written: Vec::new(), read }
+    }
+
+    pub fn put<W: Width, A>(&mut self, field: Field<W, A>, value: W::Value) {
+        self.values[field.encoding() as usize] = value.into();
+    }
+
+    pub fn has<W: Width, A>(&self, field: Field<W, A>) -> u64 {
+        self.values[field.encoding() as usize]
+    }
+
+    pub fn wrote<W: Width, A>(&self, field: Field<W, A>) -> bool {
+        self.written.contains(&field.encoding())
+    }
+}
+
+impl Fields for Vmcs02 {
+    fn set<W: Width>(&mut self, field: Field<W, ReadWrite>, value: W::Value) {
+        self.written.push(field.encoding());
+        self.values[field.encoding() as usize] = value.into();
+    }
+}
+
+impl Exit for Vmcs02 {
+    fn get<W: Width, A>(&self, field: Field<W, A>) -> W::Value {
+        self.read.borrow_mut().push(field.encoding());
+        W::from_raw(self.values[field.encoding() as usize])
+    }
+}
