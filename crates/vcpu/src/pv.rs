@@ -24,7 +24,7 @@ use x86::{
 };
 use zerocopy::IntoBytes;
 
-use crate::{Vcpu, exits::emulation, run::inner::Next, state::msrs::Refused};
+use crate::{Vcpu, run::inner::Next, state::msrs::Refused};
 
 /// A structure in guest memory.
 pub(crate) struct GuestPage<'a> {
@@ -366,6 +366,10 @@ impl<B: Backend> Vcpu<B> {
     }
 }
 
+/// Guest memory is not mapped in the TDP tables.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct NotMapped;
+
 /// A structure in guest memory as it is mapped in the TDP tables, with interrupts off.
 pub(crate) struct MappedPage<'a> {
     pub(crate) memory: &'a VmMemory,
@@ -374,21 +378,13 @@ pub(crate) struct MappedPage<'a> {
 }
 
 impl Shared for MappedPage<'_> {
-    type Error = emulation::NotMapped;
+    type Error = NotMapped;
     fn read(&self, offset: usize, data: &mut [u8]) -> Result<(), Self::Error> {
         let at = Gpa(self.at.0.wrapping_add(offset as u64));
-        if self.memory.read_irqs_off(self.view, at, data) {
-            Ok(())
-        } else {
-            Err(emulation::NotMapped)
-        }
+        if self.memory.read_irqs_off(self.view, at, data) { Ok(()) } else { Err(NotMapped) }
     }
     fn write(&self, offset: usize, data: &[u8]) -> Result<(), Self::Error> {
         let at = Gpa(self.at.0.wrapping_add(offset as u64));
-        if self.memory.write_irqs_off(self.view, at, data) {
-            Ok(())
-        } else {
-            Err(emulation::NotMapped)
-        }
+        if self.memory.write_irqs_off(self.view, at, data) { Ok(()) } else { Err(NotMapped) }
     }
 }

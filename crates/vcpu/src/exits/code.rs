@@ -1,13 +1,21 @@
-//! The guest's code as the loop looks at it: its size, its bytes at RIP, and where the next instruction
-//! begins on CPUs that do not tell.
+//! The guest's code: its size, its bytes at RIP, what they decode to, and where the next instruction begins
+//! on CPUs that do not tell. Inside the loop what is mapped is looked at, and nothing sleeps; outside it
+//! the VMM's mapping is.
 
 use backend::{Backend, SegmentName};
-use emulate::CodeSize;
-use mmu::Section;
+use emulate::{CodeSize, Decoded, Fetched, Stop};
 use mmu::fetch::CodeMode;
-use x86::{Cr0, Efer, Rflags, segment::attr};
+use mmu::{PagingContext, Section, WalkError, translate, walk};
+use x86::{
+    Cr0, Efer, Exception, Gpa, Gva, Rflags,
+    cpuid::{Vendor, feature},
+    segment::attr,
+};
 
-use crate::Vcpu;
+use crate::{
+    Vcpu,
+    run::outcome::{Break, Outcome},
+};
 
 impl<B: Backend> Vcpu<B> {
     /// Operand and address size of the code segment.
@@ -106,6 +114,120 @@ impl<B: Backend> Vcpu<B> {
         let (bytes, len) = self.fetch_here(s, size)?;
         let length = emulate::length(bytes.get(..usize::from(len))?, size)?;
         Some(wrap(size, self.b.rip().wrapping_add(u64::from(length))))
+    }
+
+    /// How the guest addresses memory now.
+    #[inline]
+    pub(crate) fn paging(&self) -> PagingContext {
+        let c = self.b.control();
+        PagingContext {
+            cr0: c.cr0,
+            cr3: c.cr3,
+            cr4: c.cr4,
+            efer: c.efer,
+            rflags_ac: self.b.rflags() & (1 << 18) != 0,
+            cpl: self.b.cpl(),
+            pkru: self.b.pkru(),
+            maxphyaddr: self.cpuid.maxphyaddr(),
+            gbpages: self.cpuid.has(feature::GBPAGES),
+            amd: self.cpuid.vendor() == Vendor::Amd,
+        }
+    }
+
+    /// The decoded instruction at RIP without sleeping.
+    #[inline]
+    pub(crate) fn decode_here(&mut self, s: Section<'_>) -> Option<Decoded> {
+        let size = self.code_size();
+        let assisted = self.b.insn_bytes();
+        let fetched = if assisted.is_empty() {
+            let (bytes, len) = self.fetch_here(s, size)?;
+            Fetched::new(bytes.get(..usize::from(len))?, size)
+        } else {
+            Fetched::new(assisted, size)
+        };
+        self.decode.get(fetched).ok()
+    }
+}
+
+/// Outside the loop, where a page may have to be read through user space.
+impl<B: Backend> Vcpu<B> {
+    /// Reads the bytes at RIP through the guest's page tables; may sleep. The number of bytes: fewer
+    /// than 15 when the next page cannot be fetched.
+    pub(crate) fn read_code(&mut self, bytes: &mut [u8; 15]) -> Result<usize, Stop> {
+        let mut done = 0;
+        let rip = self.linear_rip();
+        while done < bytes.len() {
+            let at = rip.wrapping_add(done as u64);
+            let in_page = (4096 - (at & 0xfff) as usize).min(bytes.len() - done);
+            let gpa = match self.translate(Gva(at), walk::Access::FETCH) {
+                Ok(gpa) => gpa,
+                Err(_) if done != 0 => break,
+                Err(stop) => return Err(stop),
+            };
+            let Some(part) = bytes.get_mut(done..done + in_page) else { break };
+            if self.memory.read(gpa, part).is_err() {
+                if done != 0 {
+                    break;
+                }
+                return Err(Stop::Unsupported);
+            }
+            done += in_page;
+        }
+        Ok(done)
+    }
+
+    /// The decoded instruction at RIP.
+    pub(crate) fn slow_decode(&mut self) -> Outcome<(Fetched, Decoded)> {
+        let size = self.code_size();
+        let mut bytes = [0; 15];
+        let len = match self.read_code(&mut bytes) {
+            Ok(len) => len,
+            Err(Stop::Fault(exception)) => {
+                self.raise(exception);
+                return Err(Break::ToGuest);
+            }
+            Err(Stop::Retry) => return Err(Break::ToGuest),
+            Err(_) => return Err(self.emulation_failed()),
+        };
+        let fetched = Fetched::new(bytes.get(..len).unwrap_or(&[]), size);
+        match self.decode.get(fetched) {
+            Ok(decoded) => Ok((fetched, decoded)),
+            Err(emulate::DecodeError::Truncated) if len < 15 => {
+                // The instruction goes on in a page that cannot be fetched: that page's fault.
+                let next = self.linear_rip().wrapping_add(len as u64);
+                match self.translate(Gva(next), walk::Access::FETCH) {
+                    Err(Stop::Fault(exception)) => {
+                        self.raise(exception);
+                        Err(Break::ToGuest)
+                    }
+                    _ => Err(self.emulation_failed()),
+                }
+            }
+            Err(emulate::DecodeError::TooLong) => {
+                self.raise(Exception::gp(0));
+                Err(Break::ToGuest)
+            }
+            Err(_) => Err(self.emulation_failed()),
+        }
+    }
+
+    /// RIP of the next instruction, by reading through user space where need be.
+    pub(crate) fn slow_next_rip(&mut self) -> Outcome<u64> {
+        if let Some(rip) = self.b.next_rip() {
+            return Ok(rip);
+        }
+        let (_, decoded) = self.slow_decode()?;
+        Ok(self.wrap_rip(self.b.rip().wrapping_add(u64::from(decoded.len()))))
+    }
+
+    pub(crate) fn translate(&mut self, at: Gva, access: walk::Access) -> Result<Gpa, Stop> {
+        let context = self.paging();
+        match translate(&*self.memory, &context, at.0, access) {
+            Ok(t) => Ok(t.gpa),
+            Err(WalkError::Fault(e)) => Err(Stop::Fault(e)),
+            Err(WalkError::NonCanonical) => Err(Stop::Fault(Exception::gp(0))),
+            Err(WalkError::Memory { .. }) => Err(Stop::Unsupported),
+        }
     }
 }
 

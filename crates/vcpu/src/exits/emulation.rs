@@ -24,9 +24,8 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use backend::{Backend, RDX};
 use emulate::{Cause, Decoded, Fetched, Stop};
-use mmu::{WalkError, translate, walk};
 use stats::VcpuCount;
-use x86::{Dr6, Exception, Gpa, Gva, Rflags};
+use x86::{Dr6, Exception, Rflags};
 
 use super::device::user_io::Completion;
 use crate::{
@@ -35,10 +34,6 @@ use crate::{
     run::outcome::{Break, Outcome},
     run::user_exit::{ERROR_EMULATION, ErrorData},
 };
-
-/// Guest memory is not mapped in the TDP tables.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct NotMapped;
 
 impl<B: Backend> Vcpu<B> {
     /// Emulates the instruction at RIP, if it can be the one that made the exit. Else its bytes have
@@ -146,7 +141,7 @@ impl<B: Backend> Vcpu<B> {
     /// KVM_EXIT_INTERNAL_ERROR with the bytes at RIP, after which the guest gets #UD. Outside CPL 0 it
     /// gets that alone, so that its user programs cannot stop it; but a VMM may ask for the exit in
     /// any case, and does with the guest what it likes then.
-    fn emulation_failed(&mut self) -> Break {
+    pub(super) fn emulation_failed(&mut self) -> Break {
         self.stats.count(VcpuCount::InsnEmulationFail);
         if !self.vm.settings.exit_on_emulation_failure.load(Relaxed) {
             let program = self.b.cpl() != 0;
@@ -160,84 +155,5 @@ impl<B: Backend> Vcpu<B> {
         let raw = self.b.exit_raw();
         let data = ErrorData::emulation(bytes.get(..len).unwrap_or(&[]), &raw);
         self.internal_error(ERROR_EMULATION, data)
-    }
-
-    /// Reads the bytes at RIP through the guest's page tables; may sleep. The number of bytes: fewer
-    /// than 15 when the next page cannot be fetched.
-    pub(crate) fn read_code(&mut self, bytes: &mut [u8; 15]) -> Result<usize, Stop> {
-        let mut done = 0;
-        let rip = self.linear_rip();
-        while done < bytes.len() {
-            let at = rip.wrapping_add(done as u64);
-            let in_page = (4096 - (at & 0xfff) as usize).min(bytes.len() - done);
-            let gpa = match self.translate(Gva(at), walk::Access::FETCH) {
-                Ok(gpa) => gpa,
-                Err(_) if done != 0 => break,
-                Err(stop) => return Err(stop),
-            };
-            let Some(part) = bytes.get_mut(done..done + in_page) else { break };
-            if self.memory.read(gpa, part).is_err() {
-                if done != 0 {
-                    break;
-                }
-                return Err(Stop::Unsupported);
-            }
-            done += in_page;
-        }
-        Ok(done)
-    }
-
-    /// The decoded instruction at RIP.
-    pub(crate) fn slow_decode(&mut self) -> Outcome<(Fetched, Decoded)> {
-        let size = self.code_size();
-        let mut bytes = [0; 15];
-        let len = match self.read_code(&mut bytes) {
-            Ok(len) => len,
-            Err(Stop::Fault(exception)) => {
-                self.raise(exception);
-                return Err(Break::ToGuest);
-            }
-            Err(Stop::Retry) => return Err(Break::ToGuest),
-            Err(_) => return Err(self.emulation_failed()),
-        };
-        let fetched = Fetched::new(bytes.get(..len).unwrap_or(&[]), size);
-        match self.decode.get(fetched) {
-            Ok(decoded) => Ok((fetched, decoded)),
-            Err(emulate::DecodeError::Truncated) if len < 15 => {
-                // The instruction goes on in a page that cannot be fetched: that page's fault.
-                let next = self.linear_rip().wrapping_add(len as u64);
-                match self.translate(Gva(next), walk::Access::FETCH) {
-                    Err(Stop::Fault(exception)) => {
-                        self.raise(exception);
-                        Err(Break::ToGuest)
-                    }
-                    _ => Err(self.emulation_failed()),
-                }
-            }
-            Err(emulate::DecodeError::TooLong) => {
-                self.raise(Exception::gp(0));
-                Err(Break::ToGuest)
-            }
-            Err(_) => Err(self.emulation_failed()),
-        }
-    }
-
-    /// RIP of the next instruction, by reading through user space where need be.
-    pub(crate) fn slow_next_rip(&mut self) -> Outcome<u64> {
-        if let Some(rip) = self.b.next_rip() {
-            return Ok(rip);
-        }
-        let (_, decoded) = self.slow_decode()?;
-        Ok(self.wrap_rip(self.b.rip().wrapping_add(u64::from(decoded.len()))))
-    }
-
-    pub(super) fn translate(&mut self, at: Gva, access: walk::Access) -> Result<Gpa, Stop> {
-        let context = self.paging();
-        match translate(&*self.memory, &context, at.0, access) {
-            Ok(t) => Ok(t.gpa),
-            Err(WalkError::Fault(e)) => Err(Stop::Fault(e)),
-            Err(WalkError::NonCanonical) => Err(Stop::Fault(Exception::gp(0))),
-            Err(WalkError::Memory { .. }) => Err(Stop::Unsupported),
-        }
     }
 }

@@ -11,12 +11,9 @@
 //! where a device was accessed before most likely is still a device's ([`DeviceSeen`]).
 
 use backend::{Backend, TdpFault};
-use emulate::{Cause, CodeSize, Decoded, Fetched, SimpleMmio};
-use mmu::{PagingContext, Section};
-use x86::{
-    Gfn, Gpa,
-    cpuid::{Vendor, feature},
-};
+use emulate::{Cause, CodeSize, Decoded, SimpleMmio};
+use mmu::Section;
+use x86::{Gfn, Gpa};
 
 use super::{DeviceAccess, Direction, user_io::Completion};
 use crate::{
@@ -64,38 +61,6 @@ impl DeviceSeen {
 }
 
 impl<B: Backend> Vcpu<B> {
-    /// How the guest addresses memory now.
-    #[inline]
-    pub(crate) fn paging(&self) -> PagingContext {
-        let c = self.b.control();
-        PagingContext {
-            cr0: c.cr0,
-            cr3: c.cr3,
-            cr4: c.cr4,
-            efer: c.efer,
-            rflags_ac: self.b.rflags() & (1 << 18) != 0,
-            cpl: self.b.cpl(),
-            pkru: self.b.pkru(),
-            maxphyaddr: self.cpuid.maxphyaddr(),
-            gbpages: self.cpuid.has(feature::GBPAGES),
-            amd: self.cpuid.vendor() == Vendor::Amd,
-        }
-    }
-
-    /// The decoded instruction at RIP without sleeping.
-    #[inline]
-    pub(crate) fn decode_here(&mut self, s: Section<'_>) -> Option<Decoded> {
-        let size = self.code_size();
-        let assisted = self.b.insn_bytes();
-        let fetched = if assisted.is_empty() {
-            let (bytes, len) = self.fetch_here(s, size)?;
-            Fetched::new(bytes.get(..usize::from(len))?, size)
-        } else {
-            Fetched::new(assisted, size)
-        };
-        self.decode.get(fetched).ok()
-    }
-
     /// A TDP fault inside the loop: answered if it is a simple access to the APIC's page. An
     /// access to another device is decoded here, where that is cheap, and finished outside.
     #[inline]
@@ -188,8 +153,14 @@ impl<B: Backend> Vcpu<B> {
             return Next::Leave;
         }
         let (done, then) = self.with_kernel(|v| {
+            let mut access = v.access_of(&plain);
             // A slot may have come since the page was last found to be a device's.
-            v.memory.slots().find(fault.gpa.gfn()).is_none() && v.by_kernel_device(&plain)
+            let done =
+                v.memory.slots().find(fault.gpa.gfn()).is_none() && v.kernel_device(&mut access);
+            if done {
+                v.finish(&plain, &access);
+            }
+            done
         });
         if done {
             self.device_seen.access = None;
@@ -211,20 +182,6 @@ impl<B: Backend> Vcpu<B> {
             SimpleMmio::StoreImm { size, value } => (size, value),
         };
         DeviceAccess::store(plain.gpa, size, value.to_le_bytes())
-    }
-
-    /// Does a plain access that a device in the kernel takes. False when there is none.
-    #[inline]
-    fn by_kernel_device(&mut self, plain: &PlainAccess) -> bool {
-        let mut access = self.access_of(plain);
-        if !self.kernel_device(&mut access) {
-            return false;
-        }
-        match access.direction {
-            Direction::Read => self.finish_load(plain.simple, access.data, plain.next),
-            Direction::Write => self.retire(plain.next),
-        }
-        true
     }
 
     /// A fault where no memory is, outside the loop: a device in the kernel, else user space.
@@ -251,17 +208,28 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
+    /// Does a plain access: a device in the kernel, else user space.
     fn do_plain(&mut self, plain: &PlainAccess) -> Outcome {
-        if self.by_kernel_device(plain) {
+        let mut access = self.access_of(plain);
+        if self.kernel_device(&mut access) {
+            self.finish(plain, &access);
             return Ok(());
         }
         let PlainAccess { simple, next, .. } = *plain;
-        let then = match simple {
-            SimpleMmio::Load { .. } => Completion::Load { simple, next },
-            _ => Completion::Retire { next },
+        let then = match access.direction {
+            Direction::Read => Completion::Load { simple, next },
+            Direction::Write => Completion::Retire { next },
         };
-        let access = self.access_of(plain);
         Err(self.ask_user(&access, then))
+    }
+
+    /// A device in the kernel has done the access of a plain load or store.
+    #[inline(always)]
+    fn finish(&mut self, plain: &PlainAccess, access: &DeviceAccess) {
+        match access.direction {
+            Direction::Read => self.finish_load(plain.simple, access.data, plain.next),
+            Direction::Write => self.retire(plain.next),
+        }
     }
 
     /// The answer to a simple load.
