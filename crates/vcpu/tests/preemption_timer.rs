@@ -358,7 +358,7 @@ fn a_countdown_is_watched_as_well_and_a_periodic_one_goes_on() {
         let lapic = &v.shared().lapic;
         assert_eq!(lapic.highest_pending().map(|v| u64::from(v.0)), Some(VECTOR));
         let vector = lapic.highest_pending().unwrap();
-        lapic.take(vector);
+        lapic.clear_irr(vector);
     }
     // A guest that sets its TSC makes it neither longer nor shorter.
     let far = ahead(&mut v, 1 << 40);

@@ -45,10 +45,10 @@ impl Lapic {
     }
 
     /// Takes `vector`, which [`highest_pending`](Self::highest_pending) named, out of the IRR, to be
-    /// delivered: by then another one may be requested. [`serve`](Self::serve) or
-    /// [`put_back`](Self::put_back) follows.
+    /// delivered: by then another one may be requested. [`set_isr`](Self::set_isr) or
+    /// [`set_irr`](Self::set_irr) follows.
     #[inline]
-    pub fn take(&self, vector: Vector) {
+    pub fn clear_irr(&self, vector: Vector) {
         // A sender sets its bit first and the hint after; so drop the hint first, take the bit out
         // with a locked instruction, and look again. (x86 keeps a store before a locked
         // instruction, which is what makes this order hold.)
@@ -61,31 +61,26 @@ impl Lapic {
 
     /// A vector that was taken has been delivered: it is in service.
     #[inline]
-    pub fn serve(&self, vector: Vector) {
-        self.enter_service(vector.0);
+    pub fn set_isr(&self, vector: Vector) {
+        self.isr.set_owned(vector.0);
+        if vector.0 > self.isr_highest.load(Relaxed) {
+            self.isr_highest.store(vector.0, Relaxed);
+        }
+        self.update_ppr();
     }
 
     /// A vector that was taken is not to be delivered now after all.
     #[inline]
-    pub fn put_back(&self, vector: Vector) {
+    pub fn set_irr(&self, vector: Vector) {
         self.irr.set_shared(vector.0);
         self.irr_pending.store(1, Release);
     }
 
-    /// Moves `vector` into service: [`take`](Self::take) and [`serve`](Self::serve).
+    /// Moves `vector` into service: [`clear_irr`](Self::clear_irr) and [`set_isr`](Self::set_isr).
     #[inline]
     pub fn ack(&self, vector: Vector) {
-        self.take(vector);
-        self.serve(vector);
-    }
-
-    #[inline]
-    fn enter_service(&self, vector: u8) {
-        self.isr.set_owned(vector);
-        if vector > self.isr_highest.load(Relaxed) {
-            self.isr_highest.store(vector, Relaxed);
-        }
-        self.update_ppr();
+        self.clear_irr(vector);
+        self.set_isr(vector);
     }
 
     /// Puts a vector that was acknowledged but could not be injected back into the IRR, as when an
@@ -116,7 +111,7 @@ impl Lapic {
         if self.tmr.test(v) {
             self.tmr.clear_shared(v);
         }
-        self.enter_service(v);
+        self.set_isr(Vector(v));
         true
     }
 

@@ -70,7 +70,7 @@ impl<B: Backend> Vcpu<B> {
         self.b.offer_interrupt(None);
         self.stats.count(stats::VcpuCount::IrqInjections);
         if self.shared.in_kernel_apic {
-            self.shared.lapic.serve(vector);
+            self.shared.lapic.set_isr(vector);
         } else {
             self.events.external = None;
         }

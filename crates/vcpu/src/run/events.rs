@@ -323,7 +323,7 @@ impl<B: Backend> Vcpu<B> {
         }
         let pending = self.shared.lapic.highest_pending();
         if let Some(vector) = pending {
-            self.shared.lapic.take(vector);
+            self.shared.lapic.clear_irr(vector);
         }
         self.after_exit.set_offered(pending);
         self.b.offer_interrupt(pending);
@@ -335,7 +335,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline]
     pub(crate) fn put_back_offer(&mut self) {
         if let Some(vector) = self.after_exit.take_offered() {
-            self.shared.lapic.put_back(vector);
+            self.shared.lapic.set_irr(vector);
         }
     }
 
@@ -404,7 +404,7 @@ impl<B: Backend> Vcpu<B> {
         let Some(vector) = self.after_exit.take_offered() else { return };
         self.stats.count(VcpuCount::IrqInjections);
         if self.shared.in_kernel_apic {
-            self.shared.lapic.serve(vector);
+            self.shared.lapic.set_isr(vector);
             self.recheck |= self.shared.lapic.maybe_pending();
         } else {
             self.events.external = None;
@@ -458,7 +458,7 @@ impl<B: Backend> Vcpu<B> {
                 self.after_exit.set_offered(None);
                 self.b.offer_interrupt(None);
                 if self.shared.in_kernel_apic {
-                    self.shared.lapic.serve(vector);
+                    self.shared.lapic.set_isr(vector);
                 } else {
                     self.events.external = None;
                 }
