@@ -171,7 +171,7 @@ impl IrqCore {
     pub fn set_line(&self, gsi: u32, source: Source, level: bool) -> LineStatus {
         let mut state = self.state.lock();
         let status = self.drive(&mut state, gsi, source, level);
-        self.settle(&mut state);
+        self.update_pic(&mut state);
         status
     }
 
@@ -184,7 +184,7 @@ impl IrqCore {
         }
         let status = self.drive(&mut state, gsi, Source::User, true);
         self.drive(&mut state, gsi, Source::User, false);
-        self.settle(&mut state);
+        self.update_pic(&mut state);
         status
     }
 
@@ -223,7 +223,7 @@ impl IrqCore {
 
     /// After the PIC may have changed: tells its sources what has ended, and the CPUs when INTR
     /// went high.
-    pub(super) fn settle(&self, state: &mut State) {
+    pub(super) fn update_pic(&self, state: &mut State) {
         // An acknowledgement may make the PIT pulse its line, which the guest cannot end while we
         // hold the lock: this ends.
         let ended = state.pic.take_ended();
@@ -321,12 +321,12 @@ impl IrqCore {
         let vector = state.pic.acknowledge();
         // With automatic EOI the interrupt has ended already.
         let told = self.ended_lines(&mut state);
-        self.settle(&mut state);
+        self.update_pic(&mut state);
         drop(state);
         Some((vector, told.signal()))
     }
 
-    /// Whom the lines are told that the PIC has reported ended and [`settle`](Self::settle) has not seen
+    /// Whom the lines are told that the PIC has reported ended and [`update_pic`](Self::update_pic) has not seen
     /// yet; the report is left for it.
     pub(super) fn ended_lines(&self, state: &mut State) -> AtOnce {
         let ended = u64::from(state.pic.ended());
@@ -359,7 +359,7 @@ impl IrqCore {
                 start(next);
             }
         }
-        self.settle(&mut state);
+        self.update_pic(&mut state);
         let told = self.resamplers_of(&mut state, pins.into());
         drop(state);
         told.signal()
@@ -454,7 +454,7 @@ impl TimerHandler for IrqCore {
             let pins = core::mem::take(&mut state.put_off);
             state.ioapic.retry(pins, &mut self.output());
         }
-        self.settle(&mut state);
+        self.update_pic(&mut state);
         state.next_expiry()
     }
 }

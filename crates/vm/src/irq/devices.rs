@@ -75,7 +75,7 @@ impl VmIrq {
         let value = state.pic.read(port);
         // A poll acknowledges, and may end.
         let told = self.core.ended_lines(&mut state);
-        self.core.settle(&mut state);
+        self.core.update_pic(&mut state);
         drop(state);
         (value, told.signal())
     }
@@ -84,7 +84,7 @@ impl VmIrq {
         let mut state = self.core.state.lock();
         state.pic.write(port, value);
         let told = self.core.ended_lines(&mut state);
-        self.core.settle(&mut state);
+        self.core.update_pic(&mut state);
         drop(state);
         told.signal()
     }

@@ -202,7 +202,7 @@ fn remove_resampler(core: &SharedCore, gsi: u32, gone: &Arc<Resampler>) {
     state.set_resamplers(table);
     if last {
         core.drive(&mut state, gsi, Source::Resample, false);
-        core.settle(&mut state);
+        core.update_pic(&mut state);
     }
     drop(state);
     // The old table is freed here, without the lock.

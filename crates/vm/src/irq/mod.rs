@@ -332,7 +332,7 @@ impl VmIrq {
     pub fn set_pic(&self, slave: bool, new: &PicState) {
         let mut state = self.core.state.lock();
         state.pic.restore(slave, new);
-        self.core.settle(&mut state);
+        self.core.update_pic(&mut state);
     }
 
     /// State of the I/O APIC.
