@@ -137,24 +137,23 @@ impl<B: Backend> Vcpu<B> {
     #[inline(always)]
     fn kernel_port(&mut self, access: &mut DeviceAccess) -> bool {
         let (port, size) = (access.address as u16, access.size);
-        let owing = match access.direction {
+        match access.direction {
             Direction::Read => {
                 let mut value = 0;
                 let Some(owing) = self.vm.irq().pio_read(port, size, &mut value) else {
                     return false;
                 };
+                self.note_owing(owing);
                 access.data = u64::from(value).to_le_bytes();
-                owing
             }
             Direction::Write => {
                 let value = u64::from_le_bytes(access.data) as u32;
                 let Some(owing) = self.vm.irq().pio_write(port, size, value) else {
                     return false;
                 };
-                owing
+                self.note_owing(owing);
             }
-        };
-        self.note_owing(owing);
+        }
         // The 8259A's output may have risen.
         self.recheck |= self.vm.irq().extint_pending();
         true
