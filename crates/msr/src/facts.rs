@@ -206,17 +206,4 @@ impl HostMsrs {
         }
         value
     }
-
-    /// A feature MSR, for KVM_GET_MSRS on /dev/kvm; `None` for one not in
-    /// [`crate::lists::FEATURES`] or not of this vendor.
-    pub fn feature(&self, index: u32) -> Option<u64> {
-        use x86::msr::*;
-        match index {
-            UCODE_REV => Some(self.ucode_rev),
-            ARCH_CAPABILITIES => Some(self.arch_capabilities),
-            PERF_CAPABILITIES => Some(0),
-            DE_CFG if self.amd => Some(self.de_cfg & de_cfg::LFENCE_SERIALIZE),
-            _ => None,
-        }
-    }
 }

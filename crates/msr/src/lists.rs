@@ -1,115 +1,106 @@
-//! The MSRs that KVM_GET_MSR_INDEX_LIST and KVM_GET_MSR_FEATURE_INDEX_LIST name (KVM API §4.3).
+//! The MSRs that KVM_GET_MSR_INDEX_LIST and KVM_GET_MSR_FEATURE_INDEX_LIST name (KVM API §4.3), by the
+//! table's column "saved".
 //!
-//! | MSRs | saved because |
-//! |---|---|
-//! | SYSENTER_*, STAR, LSTAR, CSTAR, SYSCALL_MASK, KERNEL_GS_BASE | no other ioctl carries them |
-//! | TSC, TSC_ADJUST, TSC_DEADLINE, TSC_AUX, TSC_RATIO | the guest's time |
-//! | PAT, MTRR_* | memory types |
-//! | SPEC_CTRL, VIRT_SPEC_CTRL, ARCH_CAPABILITIES, UCODE_REV | what the guest knows of speculation flaws |
-//! | XSS, DEBUGCTL, MISC_ENABLE, MISC_FEATURES_ENABLES, PLATFORM_INFO, POWER_CTL, PERF_CAPABILITIES | settings |
-//! | MCG_STATUS, MCG_CTL | machine checks; the banks come with KVM_X86_SETUP_MCE and are read by number |
-//! | SMBASE, SMI_COUNT | system-management mode |
-//! | HWCR, VM_HSAVE_PA | AMD |
-//! | FEATURE_CONTROL | Intel: local machine checks |
-//! | KVM_* | the paravirtual clock, steal time, end of interrupt, halt polling and lazy TSC deadline |
-//!
-//! EFER, FS_BASE, GS_BASE and APIC_BASE travel with KVM_GET_SREGS, the x2APIC registers with
-//! KVM_GET_LAPIC.
+//! EFER, FS_BASE, GS_BASE and APIC_BASE are not listed: they travel with KVM_GET_SREGS, the x2APIC
+//! registers with KVM_GET_LAPIC. The banks of machine checks come with KVM_X86_SETUP_MCE and are read
+//! by number.
 
 use crate::HostMsrs;
+use crate::rows::List;
 use x86::msr::*;
 
 /// Every MSR that a VMM should save, on any host. A VMM may write 0 to any of them even where the
 /// host lacks it.
-pub const SAVED: &[u32] = &[
-    SYSENTER_CS,
-    SYSENTER_ESP,
-    SYSENTER_EIP,
-    STAR,
-    CSTAR,
-    KERNEL_GS_BASE,
-    SYSCALL_MASK,
-    LSTAR,
-    TSC,
-    PAT,
-    VM_HSAVE_PA,
-    TSC_AUX,
-    SPEC_CTRL,
-    VIRT_SPEC_CTRL,
-    XSS,
-    DEBUGCTL,
-    KVM_WALL_CLOCK,
-    KVM_SYSTEM_TIME,
-    KVM_WALL_CLOCK_NEW,
-    KVM_SYSTEM_TIME_NEW,
-    KVM_STEAL_TIME,
-    KVM_PV_EOI_EN,
-    KVM_POLL_CONTROL,
-    KVM_LAZY_TSC_DEADLINE,
-    TSC_ADJUST,
-    TSC_DEADLINE,
-    ARCH_CAPABILITIES,
-    PERF_CAPABILITIES,
-    MISC_ENABLE,
-    MCG_STATUS,
-    MCG_CTL,
-    FEATURE_CONTROL,
-    SMBASE,
-    SMI_COUNT,
-    PLATFORM_INFO,
-    MISC_FEATURES_ENABLES,
-    POWER_CTL,
-    UCODE_REV,
-    TSC_RATIO,
-    HWCR,
-    MTRR_DEF_TYPE,
-    MTRR_FIX64K_00000,
-    MTRR_FIX16K_80000,
-    MTRR_FIX16K_A0000,
-    MTRR_FIX4K_C0000,
-    MTRR_FIX4K_C8000,
-    MTRR_FIX4K_D0000,
-    MTRR_FIX4K_D8000,
-    MTRR_FIX4K_E0000,
-    MTRR_FIX4K_E8000,
-    MTRR_FIX4K_F0000,
-    MTRR_FIX4K_F8000,
-    0x200,
-    0x201,
-    0x202,
-    0x203,
-    0x204,
-    0x205,
-    0x206,
-    0x207,
-    0x208,
-    0x209,
-    0x20a,
-    0x20b,
-    0x20c,
-    0x20d,
-    0x20e,
-    0x20f,
-];
+pub static SAVED: [u32; List::Saved.count()] = List::Saved.numbers();
 
 /// MSRs by which a VMM learns what the host can offer.
-pub const FEATURES: &[u32] = &[DE_CFG, UCODE_REV, ARCH_CAPABILITIES, PERF_CAPABILITIES];
+pub static FEATURES: [u32; List::Features.count()] = List::Features.numbers();
+
+/// The column "saved": whether this host's list has the MSR.
+macro_rules! is_on {
+    ($host:ident [saved if $fact:ident]) => {
+        $host.$fact
+    };
+    ($host:ident [saved unless $fact:ident]) => {
+        !$host.$fact
+    };
+    ($host:ident [saved $(, $($feature:tt)*)?]) => {
+        true
+    };
+    ($host:ident $other:tt) => {
+        false
+    };
+}
+
+/// The column "saved": what /dev/kvm answers for the MSR.
+macro_rules! feature_value {
+    ($host:ident [$(saved,)? feature: $value:expr]) => {
+        Some($value)
+    };
+    ($host:ident [feature if $fact:ident: $value:expr]) => {
+        $host.$fact.then_some($value)
+    };
+    ($host:ident $other:tt) => {
+        None
+    };
+}
+
+macro_rules! lists {
+    (
+        ($host:ident)
+        Backend $_b:literal { $($b:ident $b_saved:tt $b_check:tt $b_note:literal;)* }
+        Pv $_p:literal { $($p:ident $p_saved:tt $p_note:literal;)* }
+        Kept $_k:literal { $(
+            $k:ident $k_saved:tt $k_up:tt $k_read:tt $k_write:tt $k_note:literal;
+        )* }
+        Outside $_o:literal { $(
+            $o:ident $o_saved:tt $o_up:tt $o_read:tt $o_write:tt $o_note:literal;
+        )* }
+        Fixed $_f:literal { $(
+            $f:tt $(..= $f_last:tt)? [$($f_saved:tt)*] $f_read:tt $f_write:tt $f_note:literal;
+        )* }
+        Apic $_a:literal { $($a:ident $a_saved:tt $a_note:literal;)* }
+    ) => {
+        fn is_on(index: u32, $host: &HostMsrs) -> bool {
+            match index {
+                $($b => is_on!($host $b_saved),)*
+                $($p => is_on!($host $p_saved),)*
+                $($k => is_on!($host $k_saved),)*
+                $($o => is_on!($host $o_saved),)*
+                $($f $(..= $f_last)? => is_on!($host [$($f_saved)*]),)*
+                $($a => is_on!($host $a_saved),)*
+                _ => false,
+            }
+        }
+
+        fn value(index: u32, $host: &HostMsrs) -> Option<u64> {
+            match index {
+                $($k => feature_value!($host $k_saved),)*
+                $($f $(..= $f_last)? => feature_value!($host [$($f_saved)*]),)*
+                _ => None,
+            }
+        }
+    };
+}
+
+msrs!(lists);
 
 /// KVM_GET_MSR_INDEX_LIST on this host.
 pub fn saved(host: &HostMsrs) -> impl Iterator<Item = u32> + use<> {
     let host = *host;
-    SAVED.iter().copied().filter(move |index| match *index {
-        SPEC_CTRL => host.spec_ctrl,
-        TSC_AUX => host.tsc_aux,
-        KVM_LAZY_TSC_DEADLINE => host.lazy_deadline,
-        VM_HSAVE_PA | TSC_RATIO | VIRT_SPEC_CTRL => host.amd,
-        FEATURE_CONTROL => !host.amd,
-        _ => true,
-    })
+    SAVED.iter().copied().filter(move |index| is_on(*index, &host))
 }
 
 /// KVM_GET_MSR_FEATURE_INDEX_LIST on this host.
 pub fn features(host: &HostMsrs) -> impl Iterator<Item = u32> + use<> {
     let host = *host;
-    FEATURES.iter().copied().filter(move |index| host.feature(*index).is_some())
+    FEATURES.iter().copied().filter(move |index| value(*index, &host).is_some())
+}
+
+impl HostMsrs {
+    /// A feature MSR, for KVM_GET_MSRS on /dev/kvm; `None` for one not in [`FEATURES`] or not of this
+    /// vendor.
+    pub fn feature(&self, index: u32) -> Option<u64> {
+        value(index, self)
+    }
 }

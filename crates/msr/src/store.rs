@@ -3,75 +3,167 @@
 //! Rules follow SDM vol. 4 and APM vol. 2 as far as guests depend on them, and KVM where a manual
 //! would have the guest see a machine that this one is not.
 
+use crate::effect::Effect;
 use crate::mce::MachineChecks;
 use crate::mtrr::Mtrrs;
 use crate::{GuestFacts, HostMsrs, McReport, McVerdict, NoMemory, Refused, lists};
 use x86::msr::*;
 
-/// What a write asks of others.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Effect {
-    /// Nothing.
-    None,
-    /// TSC_ADJUST moved by `delta`: so must the TSC offset. Only of a guest's write.
-    TscAdjusted {
-        /// Ticks.
-        delta: i64,
-    },
-    /// The guest asked for an indirect-branch prediction barrier.
-    PredictionBarrier,
-    /// The guest asked for an L1 data-cache flush.
-    FlushL1d,
-    /// A memory-type range changed.
-    MtrrChanged,
-    /// MISC_ENABLE's MONITOR bit changed: see `GuestCpuid::set_mwait`.
-    MonitorChanged {
-        /// MONITOR is to be offered.
-        on: bool,
-    },
-    /// VIRT_SPEC_CTRL was written: whether the guest runs without speculative store bypass.
-    VirtSsbd {
-        /// It does.
-        on: bool,
-    },
-    /// CPUID faulting was switched: with it on, CPUID outside CPL 0 raises #GP.
-    CpuidFaulting {
-        /// The new state.
-        on: bool,
-    },
-}
-
 /// MISC_ENABLE after reset: neither branch-trace storage nor precise sampling exists.
 const MISC_ENABLE_RESET: u64 = misc_enable::BTS_UNAVAILABLE | misc_enable::PEBS_UNAVAILABLE;
 /// TSC_RATIO of 1.0, in 8.32 fixed point (APM vol. 2 §15.30.5).
 const TSC_RATIO_ONE: u64 = 1 << 32;
-/// Microcode revisions that a guest sees until its VMM says otherwise: those of KVM, new enough that
-/// no guest knows an erratum for them.
-const UCODE_REV_AMD: u64 = 0x0100_0065;
-const UCODE_REV_INTEL: u64 = 0x1_0000_0000;
 
-/// State of the MSRs of [`crate::Class::Store`], one per vCPU.
+/// Who accesses which MSR.
+#[derive(Clone, Copy)]
+struct Access<'a> {
+    index: u32,
+    /// KVM_GET_MSRS or KVM_SET_MSRS, which ask no questions of the guest's CPUID.
+    vmm: bool,
+    facts: &'a GuestFacts,
+}
+
+type Written = Result<Effect, Refused>;
+
+fn require(allowed: bool) -> Result<(), Refused> {
+    if allowed { Ok(()) } else { Err(Refused) }
+}
+
+/// The column "power-up": the value.
+macro_rules! power_up {
+    ([$value:expr $(, reset)?]) => {
+        $value
+    };
+}
+
+/// The column "power-up": what a reset does.
+macro_rules! reset {
+    ($slot:expr, [$value:expr, reset]) => {
+        $slot = $value
+    };
+    ($slot:expr, [$value:expr]) => {};
+}
+
+/// The column "read". `$store` is the store, `$access` who reads, `$slot` the MSR's slot.
+macro_rules! on_read {
+    ($store:ident $access:ident $slot:tt [refused]) => {
+        Err(Refused)
+    };
+    ($store:ident $access:ident $slot:tt [by $rule:ident]) => {
+        $store.$rule($access)
+    };
+    ($store:ident $access:ident $slot:tt [by $rule:ident if $exists:ident]) => {
+        if $store.$exists($access) { $store.$rule($access) } else { Err(Refused) }
+    };
+    ($store:ident $access:ident $slot:tt [value]) => {
+        Ok($store.slots.$slot)
+    };
+    ($store:ident $access:ident $slot:tt [value if $exists:ident]) => {
+        if $store.$exists($access) { Ok($store.slots.$slot) } else { Err(Refused) }
+    };
+    ($store:ident $access:ident $slot:tt [$value:tt if $exists:ident]) => {
+        if $store.$exists($access) { Ok($value) } else { Err(Refused) }
+    };
+    ($store:ident $access:ident $slot:tt [$value:expr]) => {
+        Ok($value)
+    };
+}
+
+/// The column "write". `$store` is the store, `$access` who writes, `$value` what, `$slot` the MSR's slot.
+macro_rules! on_write {
+    ($store:ident $access:ident $value:ident $slot:tt [refused]) => {
+        Err(Refused)
+    };
+    ($store:ident $access:ident $value:ident $slot:tt [ignored]) => {
+        Ok(Effect::None)
+    };
+    ($store:ident $access:ident $value:ident $slot:tt [zero]) => {
+        if $value == 0 { Ok(Effect::None) } else { Err(Refused) }
+    };
+    ($store:ident $access:ident $value:ident $slot:tt [any]) => {{
+        $store.slots.$slot = $value;
+        Ok(Effect::None)
+    }};
+    ($store:ident $access:ident $value:ident $slot:tt [by $rule:ident]) => {
+        $store.$rule($value, $access)
+    };
+    ($store:ident $access:ident $value:ident $slot:tt [by $rule:ident if $exists:ident]) => {
+        if $store.$exists($access) { $store.$rule($value, $access) } else { Err(Refused) }
+    };
+    ($store:ident $access:ident $value:ident $slot:tt [$what:ident if $exists:ident]) => {
+        if $store.$exists($access) {
+            on_write!($store $access $value $slot [$what])
+        } else {
+            Err(Refused)
+        }
+    };
+}
+
+macro_rules! store {
+    (
+        ($host:ident)
+        Backend $_b:literal { $($b:ident $b_saved:tt $b_check:tt $b_note:literal;)* }
+        Pv $_p:literal { $($p:ident $p_saved:tt $p_note:literal;)* }
+        Kept $_k:literal { $(
+            $k:ident $k_saved:tt $k_up:tt $k_read:tt $k_write:tt $k_note:literal;
+        )* }
+        Outside $_o:literal { $(
+            $o:ident $o_saved:tt $o_up:tt $o_read:tt $o_write:tt $o_note:literal;
+        )* }
+        Fixed $_f:literal { $(
+            $f:tt $(..= $f_last:tt)? [$($f_saved:tt)*] $f_read:tt $f_write:tt $f_note:literal;
+        )* }
+        Apic $_a:literal { $($a:ident $a_saved:tt $a_note:literal;)* }
+    ) => {
+        /// The values that are kept, each under the name of its MSR.
+        #[derive(Clone, Debug)]
+        #[allow(non_snake_case, reason = "a slot bears the name of its MSR")]
+        struct Slots {
+            $($k: u64,)*
+            $($o: u64,)*
+        }
+
+        impl Slots {
+            /// The values at power-up.
+            fn new($host: &HostMsrs) -> Self {
+                Self { $($k: power_up!($k_up),)* $($o: power_up!($o_up),)* }
+            }
+
+            /// Puts back what a reset does not keep.
+            fn reset(&mut self) {
+                $(reset!(self.$k, $k_up);)*
+                $(reset!(self.$o, $o_up);)*
+            }
+        }
+
+        fn read_known(store: &MsrStore, access: Access<'_>) -> Result<u64, Refused> {
+            match access.index {
+                $($k => on_read!(store access $k $k_read),)*
+                $($o => on_read!(store access $o $o_read),)*
+                $($f $(..= $f_last)? => on_read!(store access $f $f_read),)*
+                _ => Err(Refused),
+            }
+        }
+
+        fn write_known(store: &mut MsrStore, value: u64, access: Access<'_>) -> Written {
+            match access.index {
+                $($k => on_write!(store access value $k $k_write),)*
+                $($o => on_write!(store access value $o $o_write),)*
+                $($f $(..= $f_last)? => on_write!(store access value $f $f_write),)*
+                _ => Err(Refused),
+            }
+        }
+    };
+}
+
+msrs!(store);
+
+/// State of the MSRs of [`crate::Class::Store`] and [`crate::Class::Outside`], one per vCPU.
 #[derive(Clone, Debug)]
 pub struct MsrStore {
-    tsc_adjust: u64,
-    misc_enable: u64,
-    hwcr: u64,
-    arch_capabilities: u64,
-    ucode_rev: u64,
-    platform_info: u64,
-    misc_features: u64,
-    feature_control: u64,
-    power_ctl: u64,
-    smbase: u64,
-    smi_count: u64,
-    de_cfg: u64,
+    slots: Slots,
     host_de_cfg: u64,
     host_amd: bool,
-    vm_cr: u64,
-    vm_hsave_pa: u64,
-    osvw_length: u64,
-    osvw_status: u64,
-    virt_spec_ctrl: u64,
     mtrrs: Mtrrs,
     machine_checks: MachineChecks,
 }
@@ -80,27 +172,9 @@ impl MsrStore {
     /// The state after power-up on this host.
     pub fn new(host: &HostMsrs) -> Result<Self, NoMemory> {
         Ok(Self {
-            tsc_adjust: 0,
-            misc_enable: MISC_ENABLE_RESET,
-            hwcr: 0,
-            arch_capabilities: host.arch_capabilities,
-            ucode_rev: if host.amd { UCODE_REV_AMD } else { UCODE_REV_INTEL },
-            // It is emulated in software, so every guest has it.
-            platform_info: cpuid_faulting::PLATFORM_INFO,
-            misc_features: 0,
-            feature_control: 0,
-            power_ctl: 0,
-            smbase: 0x3_0000,
-            smi_count: 0,
-            de_cfg: 0,
+            slots: Slots::new(host),
             host_de_cfg: host.de_cfg & de_cfg::LFENCE_SERIALIZE,
             host_amd: host.amd,
-            vm_cr: 0,
-            vm_hsave_pa: 0,
-            // Three known workarounds, none of which a guest has to apply.
-            osvw_length: 3,
-            osvw_status: 0,
-            virt_spec_ctrl: 0,
             mtrrs: Mtrrs::default(),
             machine_checks: MachineChecks::new(!host.amd)?,
         })
@@ -109,97 +183,20 @@ impl MsrStore {
     /// What INIT and reset change: little, since INIT keeps MSRs (SDM vol. 3A table 9-1).
     pub fn reset(&mut self, init: bool) {
         if !init {
-            self.misc_enable = MISC_ENABLE_RESET;
-            self.smbase = 0x3_0000;
-            self.misc_features = 0;
-            self.hwcr = 0;
+            self.slots.reset();
         }
     }
 
-    /// Reads an MSR of [`crate::Class::Store`]. `from_host` is for KVM_GET_MSRS.
+    /// Reads an MSR of the store. `from_host` is for KVM_GET_MSRS.
     pub fn read(&self, index: u32, from_host: bool, facts: &GuestFacts) -> Result<u64, Refused> {
-        match self.read_known(index, from_host, facts) {
+        match read_known(self, Access { index, vmm: from_host, facts }) {
             // A VMM that saves what the list names must be able to.
             Err(Refused) if from_host && lists::SAVED.contains(&index) => Ok(0),
             answer => answer,
         }
     }
 
-    fn read_known(&self, index: u32, from_host: bool, facts: &GuestFacts) -> Result<u64, Refused> {
-        let when = |exists: bool, value: u64| if exists { Ok(value) } else { Err(Refused) };
-        match index {
-            TSC_ADJUST => Ok(self.tsc_adjust),
-            MISC_ENABLE => Ok(self.misc_enable),
-            HWCR => Ok(self.hwcr),
-            UCODE_REV => Ok(self.ucode_rev),
-            ARCH_CAPABILITIES => when(from_host || facts.arch_capabilities, self.arch_capabilities),
-            PERF_CAPABILITIES => when(from_host || facts.pdcm, 0),
-            PLATFORM_INFO => Ok(self.platform_info),
-            VIRT_SPEC_CTRL => {
-                when(self.host_amd && (from_host || facts.virt_ssbd), self.virt_spec_ctrl)
-            }
-            MCG_EXT_CTL => {
-                let exists = from_host || self.feature_control & feature_control::LMCE != 0;
-                when(!self.host_amd && exists, self.machine_checks.ext_ctl())
-            }
-            MISC_FEATURES_ENABLES => Ok(self.misc_features),
-            FEATURE_CONTROL => when(!facts.amd, self.feature_control),
-            POWER_CTL => Ok(self.power_ctl),
-            SMBASE => when(from_host, self.smbase),
-            SMI_COUNT => Ok(self.smi_count),
-            // AMD's own, and served there alone.
-            DE_CFG => when(self.host_amd, self.de_cfg),
-            VM_CR => when(self.host_amd, self.vm_cr),
-            VM_HSAVE_PA => Ok(self.vm_hsave_pa),
-            TSC_RATIO => when(from_host, TSC_RATIO_ONE),
-            OSVW_ID_LENGTH => when(facts.osvw, self.osvw_length),
-            OSVW_STATUS => when(facts.osvw, self.osvw_status),
-            // Constants that old systems compute clocks from.
-            FSB_FREQ => Ok(3),
-            EBC_FREQUENCY_ID => Ok(1 << 24),
-            PERF_STATUS => Ok(1000 | 4 << 40),
-            BBL_CR_CTL3 => Ok(0xbe70_2111),
-            K7_CLK_CTL => Ok(0x2000_0000),
-            MTRR_CAP | 0x200..=0x26f | MTRR_DEF_TYPE => self.mtrrs.read(index),
-            P5_MC_ADDR
-            | P5_MC_TYPE
-            | MCG_CAP
-            | MCG_STATUS
-            | MCG_CTL
-            | 0x280..=0x29f
-            | 0x400..=0x47f => self.machine_checks.read(index, from_host),
-            // They exist and say nothing.
-            PLATFORM_ID
-            | EBL_CR_POWERON
-            | PERF_CTL
-            | LAST_BRANCH_FROM..=LAST_INT_TO
-            | RAPL_POWER_UNIT
-            | PKG_ENERGY_STATUS
-            | DRAM_ENERGY_STATUS
-            | PP0_ENERGY_STATUS
-            | PP1_ENERGY_STATUS
-            | PERFCTR0
-            | 0xc2
-            | PERFEVTSEL0
-            | 0x187
-            | K7_EVNTSEL0..=K7_PERFCTR3
-            | SYSCFG
-            | NB_CFG
-            | HSMP_STATUS
-            | FAM10H_MMIO_CONF_BASE
-            | SMM_TSEG_ADDR
-            | SMM_TSEG_MASK
-            | IC_CFG
-            | DC_CFG
-            | TW_CFG
-            | BU_CFG2
-            | F15H_EX_CFG => Ok(0),
-            // Write-only: PRED_CMD, FLUSH_CMD, UCODE_WRITE, PATCH_LOADER, VM_IGNNE.
-            _ => Err(Refused),
-        }
-    }
-
-    /// Writes an MSR of [`crate::Class::Store`]. `from_host` is for KVM_SET_MSRS.
+    /// Writes an MSR of the store. `from_host` is for KVM_SET_MSRS.
     pub fn write(
         &mut self,
         index: u32,
@@ -207,7 +204,7 @@ impl MsrStore {
         from_host: bool,
         facts: &GuestFacts,
     ) -> Result<Effect, Refused> {
-        match self.write_known(index, value, from_host, facts) {
+        match write_known(self, value, Access { index, vmm: from_host, facts }) {
             // It exists in any case; what refuses zero then is CPUID faulting that is on.
             Err(Refused) if index == PLATFORM_INFO => Err(Refused),
             // KVM lets a VMM restore zero to whatever the list names.
@@ -217,230 +214,239 @@ impl MsrStore {
             answer => answer,
         }
     }
+}
 
-    fn write_known(
-        &mut self,
-        index: u32,
-        value: u64,
-        from_host: bool,
-        facts: &GuestFacts,
-    ) -> Result<Effect, Refused> {
-        let require = |allowed: bool| if allowed { Ok(()) } else { Err(Refused) };
-        match index {
-            TSC_ADJUST => return Ok(self.write_tsc_adjust(value, from_host, facts)),
-            MISC_ENABLE => return self.write_misc_enable(value, from_host, facts),
-            PRED_CMD => {
-                let allowed = if from_host { facts.host_pred_cmd } else { facts.pred_cmd };
-                // Without any bit the MSR does not exist for a guest, not even for a write of zero.
-                let exists = allowed != 0 || from_host;
-                require(exists && value & !u64::from(allowed) == 0)?;
-                // A barrier on behalf of a VMM would be for its own thread; nothing to do.
-                let asked = value != 0 && !from_host;
-                return Ok(if asked { Effect::PredictionBarrier } else { Effect::None });
+/// Conditions of the table: where an MSR exists.
+impl MsrStore {
+    fn vmm(&self, access: Access<'_>) -> bool {
+        access.vmm
+    }
+
+    fn intel(&self, access: Access<'_>) -> bool {
+        !access.facts.amd
+    }
+
+    fn amd_host(&self, _: Access<'_>) -> bool {
+        self.host_amd
+    }
+
+    fn arch_capabilities(&self, access: Access<'_>) -> bool {
+        access.vmm || access.facts.arch_capabilities
+    }
+
+    fn pdcm(&self, access: Access<'_>) -> bool {
+        access.vmm || access.facts.pdcm
+    }
+
+    fn osvw(&self, access: Access<'_>) -> bool {
+        access.facts.osvw
+    }
+
+    fn virt_ssbd(&self, access: Access<'_>) -> bool {
+        self.host_amd && (access.vmm || access.facts.virt_ssbd)
+    }
+
+    fn local_machine_checks(&self, access: Access<'_>) -> bool {
+        let on = self.slots.FEATURE_CONTROL & feature_control::LMCE != 0;
+        !self.host_amd && (access.vmm || on)
+    }
+}
+
+/// Rules of the table. Those of many rows are out of line, so that there is one copy of each.
+impl MsrStore {
+    #[inline(never)]
+    fn read_mtrr(&self, access: Access<'_>) -> Result<u64, Refused> {
+        self.mtrrs.read(access.index)
+    }
+
+    #[inline(never)]
+    fn write_mtrr(&mut self, value: u64, access: Access<'_>) -> Written {
+        self.mtrrs.write(access.index, value, access.facts.maxphyaddr)?;
+        Ok(Effect::MtrrChanged)
+    }
+
+    #[inline(never)]
+    fn read_machine_checks(&self, access: Access<'_>) -> Result<u64, Refused> {
+        self.machine_checks.read(access.index, access.vmm)
+    }
+
+    #[inline(never)]
+    fn write_machine_checks(&mut self, value: u64, access: Access<'_>) -> Written {
+        let status_writable = access.facts.amd && self.slots.HWCR & hwcr::MC_STATUS_WR_EN != 0;
+        self.machine_checks.write(access.index, value, access.vmm, status_writable)?;
+        Ok(Effect::None)
+    }
+
+    fn read_mcg_ext_ctl(&self, _: Access<'_>) -> Result<u64, Refused> {
+        Ok(self.machine_checks.ext_ctl())
+    }
+
+    fn write_mcg_ext_ctl(&mut self, value: u64, _: Access<'_>) -> Written {
+        self.machine_checks.set_ext_ctl(value)?;
+        Ok(Effect::None)
+    }
+
+    fn write_pred_cmd(&mut self, value: u64, access: Access<'_>) -> Written {
+        let Access { vmm, facts, .. } = access;
+        let allowed = if vmm { facts.host_pred_cmd } else { facts.pred_cmd };
+        // Without any bit the MSR does not exist for a guest, not even for a write of zero.
+        let exists = allowed != 0 || vmm;
+        require(exists && value & !u64::from(allowed) == 0)?;
+        // A barrier on behalf of a VMM would be for its own thread; nothing to do.
+        Ok(if value != 0 && !vmm { Effect::PredictionBarrier } else { Effect::None })
+    }
+
+    fn write_flush_cmd(&mut self, value: u64, access: Access<'_>) -> Written {
+        let Access { vmm, facts, .. } = access;
+        let exists = if vmm { facts.host_flush_l1d } else { facts.flush_l1d };
+        require(exists && value & !flush_cmd::L1D == 0)?;
+        Ok(if value != 0 && !vmm { Effect::FlushL1d } else { Effect::None })
+    }
+
+    fn write_tsc_adjust(&mut self, value: u64, access: Access<'_>) -> Written {
+        if !access.facts.tsc_adjust {
+            // As in KVM: without the feature the write vanishes.
+            return Ok(Effect::None);
+        }
+        let delta = value.wrapping_sub(self.slots.TSC_ADJUST) as i64;
+        self.slots.TSC_ADJUST = value;
+        // A VMM restores TSC and TSC_ADJUST one by one; only a guest's write moves the TSC.
+        Ok(if access.vmm { Effect::None } else { Effect::TscAdjusted { delta } })
+    }
+
+    fn write_misc_enable(&mut self, value: u64, access: Access<'_>) -> Written {
+        let mut value = value;
+        let old = self.slots.MISC_ENABLE;
+        if !access.vmm {
+            require((old ^ value) & MISC_ENABLE_RESET == 0)?;
+            value = value & !misc_enable::PERFMON | old & misc_enable::PERFMON;
+        }
+        let monitor_changes = (old ^ value) & misc_enable::MWAIT != 0;
+        require(!monitor_changes || access.facts.sse3)?;
+        self.slots.MISC_ENABLE = value;
+        let on = value & misc_enable::MWAIT != 0;
+        Ok(if monitor_changes { Effect::MonitorChanged { on } } else { Effect::None })
+    }
+
+    fn write_misc_features(&mut self, value: u64, _: Access<'_>) -> Written {
+        let on = value & cpuid_faulting::ENABLE != 0;
+        let exists = self.slots.PLATFORM_INFO & cpuid_faulting::PLATFORM_INFO != 0;
+        require(value & !cpuid_faulting::ENABLE == 0 && (exists || !on))?;
+        self.slots.MISC_FEATURES_ENABLES = value;
+        Ok(Effect::CpuidFaulting { on })
+    }
+
+    fn write_platform_info(&mut self, value: u64, _: Access<'_>) -> Written {
+        require(value & cpuid_faulting::PLATFORM_INFO != 0 || !self.cpuid_faulting())?;
+        self.slots.PLATFORM_INFO = value;
+        Ok(Effect::None)
+    }
+
+    fn write_feature_control(&mut self, value: u64, access: Access<'_>) -> Written {
+        let locked = self.slots.FEATURE_CONTROL & feature_control::LOCK != 0;
+        let known = match access.vmm {
+            true => feature_control::KNOWN,
+            false if self.machine_checks.has_local() => {
+                feature_control::LOCK | feature_control::LMCE
             }
-            FLUSH_CMD => {
-                let exists = if from_host { facts.host_flush_l1d } else { facts.flush_l1d };
-                require(exists && value & !flush_cmd::L1D == 0)?;
-                let asked = value != 0 && !from_host;
-                return Ok(if asked { Effect::FlushL1d } else { Effect::None });
-            }
-            MISC_FEATURES_ENABLES => {
-                let faulting = value & cpuid_faulting::ENABLE != 0;
-                let exists = self.platform_info & cpuid_faulting::PLATFORM_INFO != 0;
-                require(value & !cpuid_faulting::ENABLE == 0 && (exists || !faulting))?;
-                self.misc_features = value;
-                return Ok(Effect::CpuidFaulting { on: faulting });
-            }
-            0x200..=0x26f | MTRR_DEF_TYPE => {
-                self.mtrrs.write(index, value, facts.maxphyaddr)?;
-                return Ok(Effect::MtrrChanged);
-            }
-            MCG_STATUS | MCG_CTL | 0x280..=0x29f | 0x400..=0x47f => {
-                let status_writable = facts.amd && self.hwcr & hwcr::MC_STATUS_WR_EN != 0;
-                self.machine_checks.write(index, value, from_host, status_writable)?;
-            }
-            HWCR => {
-                // Switches for hardware that does not exist here are taken and forgotten.
-                let ignored = hwcr::FFDIS | hwcr::IGNNE_EM | hwcr::TLB_CACHE_DIS;
-                let kept = hwcr::MC_STATUS_WR_EN | hwcr::TSC_FREQ_SEL;
-                require(value & !(ignored | kept) == 0)?;
-                self.hwcr = value & kept;
-            }
-            // A guest's update is ignored, so that it does not try again for ever.
-            UCODE_REV if !from_host => {}
-            UCODE_REV => self.ucode_rev = value,
-            ARCH_CAPABILITIES => {
-                require(from_host)?;
-                self.arch_capabilities = value;
-            }
-            PERF_CAPABILITIES => require(from_host && value == 0)?,
-            VIRT_SPEC_CTRL => {
-                require(self.host_amd && (from_host || facts.virt_ssbd))?;
-                require(value & !spec_ctrl::SSBD == 0)?;
-                self.virt_spec_ctrl = value;
-                return Ok(Effect::VirtSsbd { on: value != 0 });
-            }
-            MCG_EXT_CTL => {
-                let exists = from_host || self.feature_control & feature_control::LMCE != 0;
-                require(!self.host_amd && exists)?;
-                self.machine_checks.set_ext_ctl(value)?;
-            }
-            PLATFORM_INFO => {
-                let drops_faulting = value & cpuid_faulting::PLATFORM_INFO == 0
-                    && self.misc_features & cpuid_faulting::ENABLE != 0;
-                require(from_host && !drops_faulting)?;
-                self.platform_info = value;
-            }
-            FEATURE_CONTROL => {
-                let locked = self.feature_control & feature_control::LOCK != 0;
-                let known = match from_host {
-                    true => feature_control::KNOWN,
-                    false if self.machine_checks.has_local() => {
-                        feature_control::LOCK | feature_control::LMCE
-                    }
-                    false => feature_control::LOCK,
-                };
-                require(!facts.amd && (from_host || !locked) && value & !known == 0)?;
-                self.feature_control = value;
-            }
-            POWER_CTL => self.power_ctl = value,
-            SMBASE => {
-                require(from_host)?;
-                self.smbase = value;
-            }
-            SMI_COUNT => {
-                require(from_host)?;
-                self.smi_count = value;
-            }
-            DE_CFG => {
-                require(self.host_amd)?;
-                // What LFENCE does is the host's choice; a guest may only state it.
-                let stated = value == self.host_de_cfg;
-                require(value & !self.host_de_cfg == 0 && (from_host || stated))?;
-                self.de_cfg = value;
-            }
-            VM_CR => {
-                require(self.host_amd)?;
-                self.write_vm_cr(value)?;
-            }
-            VM_HSAVE_PA => {
-                let above = if facts.maxphyaddr >= 64 { 0 } else { u64::MAX << facts.maxphyaddr };
-                require(from_host || value & (0xfff | above) == 0)?;
-                self.vm_hsave_pa = value & !0xfff;
-            }
-            // Not virtualized: only its constant value; a VMM may also write zero.
-            TSC_RATIO => require(from_host && matches!(value, 0 | TSC_RATIO_ONE))?,
-            OSVW_ID_LENGTH => {
-                require(facts.osvw)?;
-                self.osvw_length = value;
-            }
-            OSVW_STATUS => {
-                require(facts.osvw)?;
-                self.osvw_status = value;
-            }
-            FAM10H_MMIO_CONF_BASE => require(value == 0)?,
-            // Taken and forgotten: counters that count nothing, and hardware switches.
-            PERFCTR0
-            | 0xc2
-            | PERFEVTSEL0
-            | 0x187
-            | K7_EVNTSEL0..=K7_PERFCTR3
-            | UCODE_WRITE
-            | PATCH_LOADER
-            | NB_CFG
-            | K7_CLK_CTL
-            | BBL_CR_CTL3
-            | VM_IGNNE
-            | DC_CFG
-            | TW_CFG
-            | BU_CFG2
-            | F15H_EX_CFG => {}
-            _ => return Err(Refused),
+            false => feature_control::LOCK,
+        };
+        require((access.vmm || !locked) && value & !known == 0)?;
+        self.slots.FEATURE_CONTROL = value;
+        Ok(Effect::None)
+    }
+
+    fn write_ucode_rev(&mut self, value: u64, access: Access<'_>) -> Written {
+        if access.vmm {
+            self.slots.UCODE_REV = value;
         }
         Ok(Effect::None)
     }
 
-    fn write_tsc_adjust(&mut self, value: u64, from_host: bool, facts: &GuestFacts) -> Effect {
-        if !facts.tsc_adjust {
-            // As in KVM: without the feature the write vanishes.
-            return Effect::None;
-        }
-        let delta = value.wrapping_sub(self.tsc_adjust) as i64;
-        self.tsc_adjust = value;
-        // A VMM restores TSC and TSC_ADJUST one by one; only a guest's write moves the TSC.
-        if from_host { Effect::None } else { Effect::TscAdjusted { delta } }
+    fn write_hwcr(&mut self, value: u64, _: Access<'_>) -> Written {
+        // Switches for hardware that does not exist here are taken and forgotten.
+        let ignored = hwcr::FFDIS | hwcr::IGNNE_EM | hwcr::TLB_CACHE_DIS;
+        let kept = hwcr::MC_STATUS_WR_EN | hwcr::TSC_FREQ_SEL;
+        require(value & !(ignored | kept) == 0)?;
+        self.slots.HWCR = value & kept;
+        Ok(Effect::None)
     }
 
-    fn write_misc_enable(
-        &mut self,
-        value: u64,
-        from_host: bool,
-        facts: &GuestFacts,
-    ) -> Result<Effect, Refused> {
-        let mut value = value;
-        let old = self.misc_enable;
-        if !from_host {
-            if (old ^ value) & MISC_ENABLE_RESET != 0 {
-                return Err(Refused);
-            }
-            value = value & !misc_enable::PERFMON | old & misc_enable::PERFMON;
-        }
-        if (old ^ value) & misc_enable::MWAIT == 0 {
-            self.misc_enable = value;
-            return Ok(Effect::None);
-        }
-        if !facts.sse3 {
-            return Err(Refused);
-        }
-        self.misc_enable = value;
-        Ok(Effect::MonitorChanged { on: value & misc_enable::MWAIT != 0 })
+    fn write_de_cfg(&mut self, value: u64, access: Access<'_>) -> Written {
+        // What LFENCE does is the host's choice; a guest may only state it.
+        let stated = value == self.host_de_cfg;
+        require(value & !self.host_de_cfg == 0 && (access.vmm || stated))?;
+        self.slots.DE_CFG = value;
+        Ok(Effect::None)
     }
 
     /// Once SVM_DISABLE is set, it and the lock stay (APM vol. 2 §15.30.1).
-    fn write_vm_cr(&mut self, value: u64) -> Result<(), Refused> {
-        const KNOWN: u64 = 0x1f;
-        if value & !KNOWN != 0 {
-            return Err(Refused);
-        }
-        let fixed = if self.vm_cr & vm_cr::SVMDIS != 0 { vm_cr::LOCK | vm_cr::SVMDIS } else { 0 };
-        self.vm_cr = self.vm_cr & fixed | value & !fixed;
-        Ok(())
+    fn write_vm_cr(&mut self, value: u64, _: Access<'_>) -> Written {
+        use vm_cr::{DIS_A20M, DPD, LOCK, R_INIT, SVMDIS};
+        const KNOWN: u64 = DPD | R_INIT | DIS_A20M | LOCK | SVMDIS;
+        require(value & !KNOWN == 0)?;
+        let old = self.slots.VM_CR;
+        let fixed = if old & SVMDIS != 0 { LOCK | SVMDIS } else { 0 };
+        self.slots.VM_CR = old & fixed | value & !fixed;
+        Ok(Effect::None)
     }
 
+    fn write_vm_hsave_pa(&mut self, value: u64, access: Access<'_>) -> Written {
+        let width = access.facts.maxphyaddr;
+        let above = if width >= 64 { 0 } else { u64::MAX << width };
+        require(access.vmm || value & (0xfff | above) == 0)?;
+        self.slots.VM_HSAVE_PA = value & !0xfff;
+        Ok(Effect::None)
+    }
+
+    fn write_tsc_ratio(&mut self, value: u64, _: Access<'_>) -> Written {
+        require(matches!(value, 0 | TSC_RATIO_ONE))?;
+        Ok(Effect::None)
+    }
+
+    fn write_virt_spec_ctrl(&mut self, value: u64, _: Access<'_>) -> Written {
+        require(value & !spec_ctrl::SSBD == 0)?;
+        self.slots.VIRT_SPEC_CTRL = value;
+        Ok(Effect::VirtSsbd { on: value != 0 })
+    }
+}
+
+/// What others ask of the store.
+impl MsrStore {
     /// The guest wrote its TSC: TSC_ADJUST moves by as much (SDM vol. 3B §17.17.3).
     pub fn adjust_tsc(&mut self, delta: i64) {
-        self.tsc_adjust = self.tsc_adjust.wrapping_add(delta as u64);
+        self.slots.TSC_ADJUST = self.slots.TSC_ADJUST.wrapping_add(delta as u64);
     }
 
     /// TSC_ADJUST.
     pub fn tsc_adjust(&self) -> u64 {
-        self.tsc_adjust
+        self.slots.TSC_ADJUST
     }
 
     /// Whether CPUID outside CPL 0 must raise #GP.
     #[inline]
     pub fn cpuid_faulting(&self) -> bool {
-        self.misc_features & cpuid_faulting::ENABLE != 0
+        self.slots.MISC_FEATURES_ENABLES & cpuid_faulting::ENABLE != 0
     }
 
     /// Where the system-management handler and its save area lie.
     pub fn smbase(&self) -> u64 {
-        self.smbase
+        self.slots.SMBASE
     }
 
     /// RSM takes the base from the save area.
     pub fn set_smbase(&mut self, value: u64) {
-        self.smbase = value;
+        self.slots.SMBASE = value;
     }
 
     /// One more system-management interrupt was taken.
     pub fn count_smi(&mut self) {
-        self.smi_count = self.smi_count.wrapping_add(1);
+        self.slots.SMI_COUNT = self.slots.SMI_COUNT.wrapping_add(1);
     }
 
     /// Whether MISC_ENABLE shows MONITOR and MWAIT.
     pub fn offers_mwait(&self) -> bool {
-        self.misc_enable & misc_enable::MWAIT != 0
+        self.slots.MISC_ENABLE & misc_enable::MWAIT != 0
     }
 
     /// KVM_X86_GET_MCE_CAP_SUPPORTED: MCG_CAP with every bit that may be set, on Intel CPUs or

@@ -1,7 +1,6 @@
 //! Which values the MSRs of the backend take; the backend itself takes any.
 
 use crate::GuestFacts;
-use x86::msr::*;
 
 /// Whether PAT may hold `value`: each of the eight fields is UC, WC, WT, WP, WB or UC- (SDM vol. 3A
 /// §11.12.2).
@@ -17,11 +16,4 @@ pub const fn pat_is_valid(value: u64) -> bool {
 pub const fn spec_ctrl_is_valid(value: u64, facts: &GuestFacts, from_host: bool) -> bool {
     let allowed = if from_host { facts.host_spec_ctrl } else { facts.spec_ctrl };
     value & !(allowed as u64) == 0
-}
-
-/// Whether the MSR holds a linear address, which must be canonical. SYSENTER_ESP and SYSENTER_EIP
-/// are not among them: AMD takes any value (APM vol. 2 §6.1.2).
-#[inline]
-pub const fn holds_address(index: u32) -> bool {
-    matches!(index, FS_BASE | GS_BASE | KERNEL_GS_BASE | LSTAR | CSTAR)
 }

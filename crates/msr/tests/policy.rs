@@ -79,11 +79,27 @@ fn what_is_classed_as_a_value_is_served_and_nothing_else() {
 
 #[test]
 fn the_lists_name_each_msr_once_and_only_msrs_that_exist() {
-    for list in [lists::SAVED, lists::FEATURES] {
+    for list in [&lists::SAVED[..], &lists::FEATURES[..]] {
         for (i, index) in list.iter().enumerate() {
             assert!(!list[i + 1..].contains(index), "{index:#x} twice");
             assert_ne!(classify(*index), Class::Unknown, "{index:#x}");
         }
+    }
+}
+
+/// VMMs write MSRs back in the order of the list.
+#[test]
+fn what_a_write_depends_on_comes_first() {
+    let place = |wanted| lists::SAVED.iter().position(|index| *index == wanted).expect("listed");
+    for (first, then) in [
+        (TSC, TSC_ADJUST),
+        (TSC, TSC_DEADLINE),
+        (TSC, KVM_SYSTEM_TIME_NEW),
+        (TSC_ADJUST, TSC_DEADLINE),
+        (KVM_LAZY_TSC_DEADLINE, TSC_DEADLINE),
+        (PLATFORM_INFO, MISC_FEATURES_ENABLES),
+    ] {
+        assert!(place(first) < place(then), "{first:#x} before {then:#x}");
     }
 }
 

@@ -6,25 +6,16 @@ use mmu::Section;
 use msr::{Class, Effect, GuestFacts};
 use stats::VcpuCount;
 use x86::Exception;
+use x86::msr::{
+    APIC_BASE, DEBUGCTL, EFER, MISC_ENABLE, PAT, PLATFORM_INFO, SPEC_CTRL, TSC, TSC_AUX,
+    TSC_DEADLINE, XSS, debugctl,
+};
 
 use crate::{Vcpu, run::events::Outer, run::inner::Next};
 
 /// The MSR does not exist for this guest, or does not take the value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refused;
-
-const TSC: u32 = 0x10;
-const APIC_BASE: u32 = 0x1b;
-const SPEC_CTRL: u32 = 0x48;
-const PRED_CMD: u32 = 0x49;
-const TSC_DEADLINE: u32 = 0x6e0;
-const XSS: u32 = 0xda0;
-const EFER: u32 = 0xc000_0080;
-const TSC_AUX: u32 = 0xc000_0103;
-const PAT: u32 = 0x277;
-const DEBUGCTL: u32 = 0x1d9;
-const MISC_ENABLE: u32 = 0x1a0;
-const PLATFORM_INFO: u32 = 0xce;
 
 impl<B: Backend> Vcpu<B> {
     fn facts(&self) -> &GuestFacts {
@@ -43,7 +34,7 @@ impl<B: Backend> Vcpu<B> {
     /// RDMSR inside the loop.
     pub(crate) fn answer_rdmsr(&mut self, s: Section<'_>) -> Next {
         /// The one register whose value needs the kernel's clock.
-        const TIMER_CURRENT: u32 = 0x839;
+        const TIMER_CURRENT: u32 = x86::msr::x2apic(x86::apic::reg::TIMER_CURRENT);
         let index = self.gprs.0[RCX] as u32;
         if !self.settle_pv_eoi(s) {
             return Next::Leave;
@@ -98,7 +89,9 @@ impl<B: Backend> Vcpu<B> {
                 let written = match class {
                     Class::Store => self.write_stored_msr(index, value, false),
                     Class::Backend => self.write_backend_msr(index, value, false),
-                    _ => Err(Refused),
+                    Class::Apic | Class::X2Apic | Class::Pv | Class::Outside | Class::Unknown => {
+                        Err(Refused)
+                    }
                 };
                 match written {
                     Ok(()) => self.retire(next),
@@ -240,7 +233,7 @@ impl<B: Backend> Vcpu<B> {
             return self.write_misc_enable(value, host);
         }
         let effect = self.store.write(index, value, host, self.cpuid.msr_facts());
-        self.store_effect(effect.map_err(|_| Refused)?, host);
+        self.store_effect(effect.map_err(|_| Refused)?);
         Ok(())
     }
 
@@ -251,15 +244,14 @@ impl<B: Backend> Vcpu<B> {
         // What needs SSE3 is that CPUID follows.
         facts.sse3 |= !self.vm.settings.monitor_follows_misc_enable();
         let effect = self.store.write(MISC_ENABLE, value, host, &facts).map_err(|_| Refused)?;
-        self.store_effect(effect, host);
+        self.store_effect(effect);
         Ok(())
     }
 
-    fn store_effect(&mut self, effect: Effect, host: bool) {
+    fn store_effect(&mut self, effect: Effect) {
         match effect {
-            Effect::TscAdjusted { delta } if !host => {
-                self.move_tsc(delta);
-            }
+            // The store tells of a guest's write alone.
+            Effect::TscAdjusted { delta } => self.move_tsc(delta),
             Effect::PredictionBarrier => self.b.prediction_barrier(),
             Effect::MonitorChanged { .. } => {
                 self.follow_misc_enable();
@@ -267,9 +259,11 @@ impl<B: Backend> Vcpu<B> {
             }
             Effect::VirtSsbd { on } => self.b.set_virt_ssbd(on),
             Effect::CpuidFaulting { on } => self.cpuid_faults = on,
-            // Memory types come from the guest's PAT alone under TDP; the rest keeps
-            // its value in the store.
-            _ => {}
+            // Memory types come from the guest's PAT alone under TDP.
+            Effect::MtrrChanged => {}
+            // Stock KVM lets a guest flush its L1 data cache; here the command is taken and forgotten.
+            Effect::FlushL1d => {}
+            Effect::None => {}
         }
     }
 
@@ -304,8 +298,7 @@ impl<B: Backend> Vcpu<B> {
             XSS if value & !self.cpuid.xss_allowed() != 0 => Err(Refused),
             SPEC_CTRL if !host && !self.cpuid.has_spec_ctrl() => Err(Refused),
             SPEC_CTRL if !msr::spec_ctrl_is_valid(value, self.facts(), host) => Err(Refused),
-            DEBUGCTL if value & !3 != 0 => Err(Refused),
-            PRED_CMD => Err(Refused),
+            DEBUGCTL if value & !(debugctl::LBR | debugctl::BTF) != 0 => Err(Refused),
             _ => {
                 if msr::holds_address(index) && !self.cpuid.is_canonical(value) {
                     return Err(Refused);
