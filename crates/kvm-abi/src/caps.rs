@@ -1,51 +1,7 @@
 //! What KVM_CHECK_EXTENSION answers (KVM API §4.4), on /dev/kvm and on a VM file alike.
 //!
-//! An [`Offer`] says what this host and the floors below can do; everything else is fixed. A
-//! capability stands at 0 unless all of its commands work: a VMM then takes its other path.
-//!
-//! | capability | stock 6.12 | here |
-//! |---|---|---|
-//! | USER_MEMORY, USER_MEMORY2, DESTROY_MEMORY_REGION_WORKS, JOIN_MEMORY_REGIONS_WORKS | 1 | 1 |
-//! | SYNC_MMU, READONLY_MEM | 1 | 1 |
-//! | NR_MEMSLOTS | 32764 | 32764 |
-//! | MULTI_ADDRESS_SPACE, X86_SMM | 2, 1 | 2, 1 |
-//! | NR_VCPUS, MAX_VCPUS, MAX_VCPU_ID | online CPUs, 4096, 16384 | as the offer says |
-//! | HLT, MP_STATE, VCPU_EVENTS, DEBUGREGS, EXT_CPUID, GET_MSR_FEATURES, SREGS2 | 1 | 1 |
-//! | IMMEDIATE_EXIT, INTERNAL_ERROR_DATA, ENABLE_CAP, ENABLE_CAP_VM, CHECK_EXTENSION_VM | 1 | 1 |
-//! | BINARY_STATS_FD | 1 | 1 |
-//! | SYSTEM_EVENT_DATA, X86_ROBUST_SINGLESTEP, USER_NMI, NOP_IO_DELAY, SET_TSS_ADDR | 1 | 1 |
-//! | SET_IDENTITY_MAP_ADDR, SET_BOOT_CPU_ID | 1 | 1 |
-//! | SYNC_REGS | 7 | 7 |
-//! | XSAVE, XCRS | 1 | 1 with XSAVE, XCRS 0 without |
-//! | XSAVE2 | bytes of the area, at least 4096 | the same |
-//! | IRQCHIP, PIT, PIT2, PIT_STATE2, REINJECT_CONTROL, IRQ_INJECT_STATUS, IRQFD | 1 | 1 |
-//! | IRQFD_RESAMPLE, IOEVENTFD, IOEVENTFD_NO_LENGTH, IOEVENTFD_ANY_LENGTH, SIGNAL_MSI | 1 | 1 |
-//! | IOAPIC_POLARITY_IGNORED | 1 | 1 |
-//! | IRQ_ROUTING | 4096 | 4096 |
-//! | SPLIT_IRQCHIP | 1 | as the offer says: 1 |
-//! | X2APIC_API | 3 | as the offer says |
-//! | CLOCKSOURCE, KVMCLOCK_CTRL, GET_TSC_KHZ, TSC_DEADLINE_TIMER | 1 | 1 |
-//! | ADJUST_CLOCK | 0xe | 0xe |
-//! | TSC_CONTROL, VM_TSC_CONTROL | with TSC scaling | with TSC scaling |
-//! | STEAL_TIME, HALT_POLL | 1 | as the offer says |
-//! | MCE | 32 | as the offer says; QEMU from 8.2 on refuses to start at 0 |
-//! | DISABLE_QUIRKS, DISABLE_QUIRKS2 | 1, mask | 1, mask of the offer |
-//! | X86_DISABLE_EXITS | mask | mask of the offer |
-//! | SET_GUEST_DEBUG, SET_GUEST_DEBUG2 | 1, 0x1f0003 | by the mask of the offer |
-//! | EXCEPTION_PAYLOAD, X86_TRIPLE_FAULT_EVENT | 1 | as the offer says |
-//! | MSR_PLATFORM_INFO, ENFORCE_PV_FEATURE_CPUID, EXIT_ON_EMULATION_FAILURE | 1 | 1 |
-//! | MANUAL_DIRTY_LOG_PROTECT2 | 3 | mask of the offer |
-//! | SYS_ATTRIBUTES | 1 | 1 |
-//! | VCPU_ATTRIBUTES | 1 | as the offer says |
-//! | X86_APIC_BUS_CYCLES_NS | 1 | 1 |
-//! | VM_GPA_BITS | – (s390 only) | 0 |
-//! | VM_TYPES | 1, more with TDX and SEV | 1 |
-//! | COALESCED_MMIO, COALESCED_PIO | 2, 1 | 2, 1 |
-//! | X86_USER_SPACE_MSR, X86_MSR_FILTER | 1 | 1 |
-//! | DIRTY_LOG_RING | 1 or more | 0: later |
-//! | EXIT_HYPERCALL, MEMORY_FAULT_INFO, PRE_FAULT_MEMORY | 1 or more | 0: later |
-//! | NESTED_STATE, HYPERV*, XEN_HVM, ASYNC_PF*, PMU_*, VAPIC, DEVICE_CTRL | mostly 1 | 0 |
-//! | X86_BUS_LOCK_EXIT, X86_NOTIFY_VMEXIT | mostly 1 | 0 |
+//! An [`Offer`] says what this host and the floors below can do; everything else is fixed. The answers
+//! stand in `table.rs`.
 
 use crate::uapi::capability::*;
 use crate::uapi::clock::CLOCK_VALID_FLAGS;
@@ -113,103 +69,23 @@ pub struct Offer {
     pub smaller_maxphyaddr: bool,
 }
 
-/// What KVM_CHECK_EXTENSION answers for `capability`.
-pub fn check_extension(offer: &Offer, capability: u64) -> i32 {
-    let Ok(capability) = u32::try_from(capability) else {
-        return 0;
+macro_rules! answers {
+    (($offer:ident) $($cap:ident $number:literal => $answer:expr, $note:literal;)*) => {
+        /// What KVM_CHECK_EXTENSION answers for `capability`.
+        pub fn check_extension($offer: &Offer, capability: u64) -> i32 {
+            let Ok(capability) = u32::try_from(capability) else {
+                return 0;
+            };
+            let value: u32 = match capability {
+                $($cap => $answer,)*
+                _ => 0,
+            };
+            value.min(i32::MAX as u32) as i32
+        }
     };
-    let value = match capability {
-        CAP_USER_MEMORY
-        | CAP_USER_MEMORY2
-        | CAP_DESTROY_MEMORY_REGION_WORKS
-        | CAP_JOIN_MEMORY_REGIONS_WORKS
-        | CAP_SYNC_MMU
-        | CAP_READONLY_MEM
-        | CAP_MMU_SHADOW_CACHE_CONTROL => 1,
-        CAP_MULTI_ADDRESS_SPACE => ADDRESS_SPACES,
-        CAP_NR_MEMSLOTS => USER_MEM_SLOTS,
-
-        CAP_NR_VCPUS => offer.online_cpus.min(offer.max_vcpus),
-        CAP_MAX_VCPUS => offer.max_vcpus,
-        CAP_MAX_VCPU_ID => offer.max_vcpu_id,
-
-        CAP_HLT
-        | CAP_MP_STATE
-        | CAP_VCPU_EVENTS
-        | CAP_INTR_SHADOW
-        | CAP_DEBUGREGS
-        | CAP_EXT_CPUID
-        | CAP_GET_MSR_FEATURES
-        | CAP_SREGS2
-        | CAP_XSAVE
-        | CAP_IMMEDIATE_EXIT
-        | CAP_INTERNAL_ERROR_DATA
-        | CAP_ENABLE_CAP
-        | CAP_ENABLE_CAP_VM
-        | CAP_CHECK_EXTENSION_VM
-        | CAP_SYSTEM_EVENT_DATA
-        | CAP_X86_ROBUST_SINGLESTEP
-        | CAP_USER_NMI
-        | CAP_NOP_IO_DELAY
-        | CAP_SET_TSS_ADDR
-        | CAP_SET_IDENTITY_MAP_ADDR
-        | CAP_SET_BOOT_CPU_ID
-        | CAP_SYS_ATTRIBUTES
-        | CAP_BINARY_STATS_FD
-        | CAP_X86_SMM
-        | CAP_X86_USER_SPACE_MSR
-        | CAP_X86_MSR_FILTER
-        | CAP_MSR_PLATFORM_INFO
-        | CAP_ENFORCE_PV_FEATURE_CPUID
-        | CAP_EXIT_ON_EMULATION_FAILURE
-        // Nanoseconds in a cycle unless it is set.
-        | CAP_X86_APIC_BUS_CYCLES_NS
-        | CAP_VM_TYPES => 1,
-        CAP_XCRS => offer.xsave.into(),
-        CAP_XSAVE2 => offer.xsave_bytes.max(4096),
-        CAP_SYNC_REGS => SYNC_X86_VALID_FIELDS as u32,
-
-        CAP_IRQCHIP
-        | CAP_PIT
-        | CAP_PIT2
-        | CAP_PIT_STATE2
-        | CAP_REINJECT_CONTROL
-        | CAP_IRQ_INJECT_STATUS
-        | CAP_IRQFD
-        | CAP_IRQFD_RESAMPLE
-        | CAP_IOEVENTFD
-        | CAP_IOEVENTFD_NO_LENGTH
-        | CAP_IOEVENTFD_ANY_LENGTH
-        | CAP_SIGNAL_MSI
-        | CAP_IOAPIC_POLARITY_IGNORED
-        | CAP_COALESCED_PIO => 1,
-        CAP_COALESCED_MMIO => COALESCED_MMIO_PAGE_OFFSET as u32,
-        CAP_IRQ_ROUTING => MAX_IRQ_ROUTES,
-        CAP_SPLIT_IRQCHIP => offer.split_irqchip.into(),
-        CAP_X2APIC_API => offer.x2apic_api as u32,
-
-        CAP_CLOCKSOURCE | CAP_KVMCLOCK_CTRL | CAP_GET_TSC_KHZ | CAP_TSC_DEADLINE_TIMER => 1,
-        CAP_ADJUST_CLOCK => CLOCK_VALID_FLAGS,
-        CAP_TSC_CONTROL | CAP_VM_TSC_CONTROL => offer.tsc_scaling.into(),
-        CAP_STEAL_TIME => offer.steal_time.into(),
-        CAP_HALT_POLL => offer.halt_poll.into(),
-
-        CAP_MCE => offer.mce_banks,
-        CAP_DISABLE_QUIRKS => (offer.quirks != 0).into(),
-        CAP_DISABLE_QUIRKS2 => offer.quirks as u32,
-        CAP_X86_DISABLE_EXITS => offer.disable_exits as u32,
-        CAP_SET_GUEST_DEBUG => (offer.guest_debug != 0).into(),
-        CAP_SET_GUEST_DEBUG2 => offer.guest_debug,
-        CAP_EXCEPTION_PAYLOAD => offer.exception_payload.into(),
-        CAP_X86_TRIPLE_FAULT_EVENT => offer.triple_fault_event.into(),
-        CAP_MANUAL_DIRTY_LOG_PROTECT2 => offer.manual_dirty_log as u32,
-        CAP_VCPU_ATTRIBUTES => offer.tsc_offset.into(),
-        CAP_SMALLER_MAXPHYADDR => offer.smaller_maxphyaddr.into(),
-        CAP_EXT_EMUL_CPUID => offer.emulated_cpuid.into(),
-        _ => 0,
-    };
-    value.min(i32::MAX as u32) as i32
 }
+
+capabilities!(answers);
 
 #[cfg(test)]
 mod tests {

@@ -3,7 +3,13 @@
 //!
 //! The kernel's entry point returns [`Errno::code`]. Sources: KVM API §4, errno(3).
 
+use ::vcpu::state::registers::Invalid;
+use ::vm::irq::{IoEventError, IrqError, IrqFdError, ZoneError};
+use ::vm::memory::DirtyLogError;
+use ::vm::vcpus::AddError;
 use host::{BadFd, Fault, Interrupted, NoMemory};
+use irqchip::RoutingError;
+use mmu::SlotError;
 
 /// Why a command failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,6 +113,112 @@ impl From<zerocopy::AllocError> for Errno {
     }
 }
 
+impl From<SlotError> for Errno {
+    fn from(error: SlotError) -> Self {
+        match error {
+            SlotError::Overlaps => Errno::EEXIST,
+            SlotError::NoMemory => Errno::ENOMEM,
+            SlotError::UnknownFlag
+            | SlotError::Unaligned
+            | SlotError::NotUserRange
+            | SlotError::SlotId
+            | SlotError::AddressSpace
+            | SlotError::Wraps
+            | SlotError::TooLarge
+            | SlotError::BeyondGuestPhysical
+            | SlotError::Absent
+            | SlotError::Immutable => Errno::EINVAL,
+        }
+    }
+}
+
+impl From<DirtyLogError> for Errno {
+    fn from(error: DirtyLogError) -> Self {
+        match error {
+            DirtyLogError::Invalid => Errno::EINVAL,
+            DirtyLogError::NoLog => Errno::ENOENT,
+            DirtyLogError::NoMemory => Errno::ENOMEM,
+        }
+    }
+}
+
+impl From<IrqError> for Errno {
+    fn from(error: IrqError) -> Self {
+        match error {
+            IrqError::Exists => Errno::EEXIST,
+            IrqError::Missing => Errno::ENXIO,
+            IrqError::NoMemory => Errno::ENOMEM,
+        }
+    }
+}
+
+impl From<RoutingError> for Errno {
+    fn from(error: RoutingError) -> Self {
+        match error {
+            RoutingError::Invalid => Errno::EINVAL,
+            RoutingError::NoMemory => Errno::ENOMEM,
+        }
+    }
+}
+
+impl From<IrqFdError> for Errno {
+    fn from(error: IrqFdError) -> Self {
+        match error {
+            IrqFdError::Busy => Errno::EBUSY,
+            IrqFdError::Full => Errno::ENOSPC,
+            IrqFdError::BadFd(fd) => fd.into(),
+            IrqFdError::NoMemory => Errno::ENOMEM,
+        }
+    }
+}
+
+impl From<ZoneError> for Errno {
+    fn from(error: ZoneError) -> Self {
+        match error {
+            ZoneError::Full => Errno::ENOSPC,
+            ZoneError::NoMemory => Errno::ENOMEM,
+        }
+    }
+}
+
+impl From<IoEventError> for Errno {
+    fn from(error: IoEventError) -> Self {
+        match error {
+            IoEventError::Invalid => Errno::EINVAL,
+            IoEventError::Exists => Errno::EEXIST,
+            IoEventError::NotFound => Errno::ENOENT,
+            IoEventError::Full => Errno::ENOSPC,
+            IoEventError::BadFd(fd) => fd.into(),
+            IoEventError::NoMemory => Errno::ENOMEM,
+        }
+    }
+}
+
+impl From<cpuid::Error> for Errno {
+    fn from(error: cpuid::Error) -> Self {
+        match error {
+            cpuid::Error::TooMany => Errno::E2BIG,
+            cpuid::Error::Invalid => Errno::EINVAL,
+            cpuid::Error::NoMemory => Errno::ENOMEM,
+        }
+    }
+}
+
+impl From<AddError> for Errno {
+    fn from(error: AddError) -> Self {
+        match error {
+            AddError::TooMany => Errno::EINVAL,
+            AddError::NoMemory => Errno::ENOMEM,
+        }
+    }
+}
+
+impl From<Invalid> for Errno {
+    fn from(_: Invalid) -> Self {
+        Errno::EINVAL
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -118,5 +230,12 @@ mod tests {
         assert_eq!(Errno::from(NoMemory).code(), -12);
         assert_eq!(Errno::from(Interrupted).code(), -4);
         assert_eq!(Errno::from_file(24).code(), -24);
+    }
+
+    #[test]
+    fn only_an_overlap_is_eexist() {
+        assert_eq!(Errno::from(SlotError::Overlaps), Errno::EEXIST);
+        assert_eq!(Errno::from(SlotError::Immutable), Errno::EINVAL);
+        assert_eq!(Errno::from(SlotError::NoMemory), Errno::ENOMEM);
     }
 }

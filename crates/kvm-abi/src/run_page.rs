@@ -152,7 +152,18 @@ impl<'a> RunPage<'a> {
             UserExit::Hlt => EXIT_HLT,
             UserExit::IrqWindowOpen => EXIT_IRQ_WINDOW_OPEN,
             UserExit::Intr => EXIT_INTR,
-            _ => self.show_rare(exit, error),
+            UserExit::Msr { .. }
+            | UserExit::Shutdown
+            | UserExit::FailEntry { .. }
+            | UserExit::InternalError { .. }
+            | UserExit::SetTpr
+            | UserExit::Exception { .. }
+            | UserExit::Debug { .. }
+            | UserExit::IoapicEoi { .. }
+            | UserExit::MemoryFault { .. }
+            | UserExit::Immediate
+            | UserExit::Dead
+            | UserExit::Again => self.show_rare(exit, error),
         };
         self.store(CR8, output.cr8);
         self.store(APIC_BASE, output.apic_base);
@@ -169,10 +180,6 @@ impl<'a> RunPage<'a> {
     #[cold]
     fn show_rare(&self, exit: &UserExit, error: &ErrorData) -> u32 {
         match *exit {
-            UserExit::Unknown(code) => {
-                self.store(EXIT, code);
-                EXIT_UNKNOWN
-            }
             UserExit::FailEntry { reason, cpu } => {
                 self.store(EXIT, reason);
                 self.store(EXIT + 1, u64::from(cpu));
@@ -181,11 +188,6 @@ impl<'a> RunPage<'a> {
             UserExit::InternalError { suberror } => {
                 self.show_words(suberror, error.words());
                 EXIT_INTERNAL_ERROR
-            }
-            UserExit::TprAccess { rip, write } => {
-                self.store(EXIT, rip);
-                self.store(EXIT + 1, u64::from(write));
-                EXIT_TPR_ACCESS
             }
             UserExit::Exception { vector, error_code } => {
                 self.store(EXIT, u64::from(error_code) << 32 | u64::from(vector));

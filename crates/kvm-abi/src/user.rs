@@ -49,6 +49,28 @@ pub fn write<T: IntoBytes + Immutable + ?Sized>(addr: u64, value: &T) -> Result<
     Ok(())
 }
 
+/// The largest structure that lies on the stack while a command is served.
+const ON_STACK: usize = 256;
+
+/// Copies in a structure and hands it on. Out of line, so that no stack frame holds the structures of
+/// all commands.
+#[inline(never)]
+pub fn takes<T: FromBytes + IntoBytes>(
+    addr: u64,
+    then: impl FnOnce(&T) -> Result<(), Errno>,
+) -> Result<(), Errno> {
+    if size_of::<T>() > ON_STACK {
+        return then(&*read_boxed::<T>(addr)?);
+    }
+    then(&read(addr)?)
+}
+
+/// Copies out the structure that `make` makes. Out of line for the same reason.
+#[inline(never)]
+pub fn gives<T: IntoBytes + Immutable>(addr: u64, make: impl FnOnce() -> T) -> Result<(), Errno> {
+    write(addr, &make())
+}
+
 /// The address of the array behind a head of type `T` at `addr`.
 pub fn after<T>(addr: u64) -> Result<u64, Errno> {
     addr.checked_add(size_of::<T>() as u64).ok_or(Errno::EFAULT)

@@ -106,6 +106,13 @@ fn every_command_has_the_number_of_the_kernel_headers() {
     }
 }
 
+#[test]
+fn every_command_of_the_table_is_compared() {
+    for row in gannet_kvm_abi::rows::COMMANDS {
+        assert!(NUMBERS.iter().any(|(_, ours, _)| *ours == row.number), "{}", row.name);
+    }
+}
+
 /// Direction and size differ where the number does not: 0x9f is both a PIT and an event.
 #[test]
 fn no_two_commands_share_a_value() {

@@ -1,16 +1,12 @@
-//! Between the structures of user space and the types of the floors below. Pure functions; errors
-//! of those floors become errnos here.
+//! Between the structures of user space and the types of the floors below. Pure functions.
 
 use alloc::vec::Vec;
 
 use ::vcpu::state::registers::{Regs, SavedEvents, Sregs};
 use ::vcpu::state::smm::SavedSmi;
-use ::vm::irq::{IoEvent, IoEventError, IrqError, IrqFdError, Space, Zone, ZoneError};
-use ::vm::memory::DirtyLogError;
-use irqchip::{
-    Chip, IoApicState, Msi, PicState, PitChannelState, PitState, Route, RoutingError, Target,
-};
-use mmu::{Region, SlotError};
+use ::vm::irq::{IoEvent, Space, Zone};
+use irqchip::{Chip, IoApicState, Msi, PicState, PitChannelState, PitState, Route, Target};
+use mmu::Region;
 use x86::segment::{Attributes, DescriptorTable, Segment};
 use x86::{Exception, Vector};
 
@@ -477,103 +473,6 @@ pub fn from_ioeventfd(what: &KvmIoeventfd) -> Result<IoEvent, Errno> {
 pub fn from_zone(zone: &KvmCoalescedMmioZone) -> Zone {
     let space = if zone.pio != 0 { Space::Port } else { Space::Memory };
     Zone { space, address: zone.addr, len: zone.size }
-}
-
-impl From<SlotError> for Errno {
-    fn from(error: SlotError) -> Self {
-        match error {
-            SlotError::Overlaps => Errno::EEXIST,
-            SlotError::NoMemory => Errno::ENOMEM,
-            _ => Errno::EINVAL,
-        }
-    }
-}
-
-impl From<DirtyLogError> for Errno {
-    fn from(error: DirtyLogError) -> Self {
-        match error {
-            DirtyLogError::Invalid => Errno::EINVAL,
-            DirtyLogError::NoLog => Errno::ENOENT,
-            DirtyLogError::NoMemory => Errno::ENOMEM,
-        }
-    }
-}
-
-impl From<IrqError> for Errno {
-    fn from(error: IrqError) -> Self {
-        match error {
-            IrqError::Exists => Errno::EEXIST,
-            IrqError::Missing => Errno::ENXIO,
-            IrqError::NoMemory => Errno::ENOMEM,
-        }
-    }
-}
-
-impl From<RoutingError> for Errno {
-    fn from(error: RoutingError) -> Self {
-        match error {
-            RoutingError::Invalid => Errno::EINVAL,
-            RoutingError::NoMemory => Errno::ENOMEM,
-        }
-    }
-}
-
-impl From<IrqFdError> for Errno {
-    fn from(error: IrqFdError) -> Self {
-        match error {
-            IrqFdError::Busy => Errno::EBUSY,
-            IrqFdError::Full => Errno::ENOSPC,
-            IrqFdError::BadFd(fd) => fd.into(),
-            IrqFdError::NoMemory => Errno::ENOMEM,
-        }
-    }
-}
-
-impl From<ZoneError> for Errno {
-    fn from(error: ZoneError) -> Self {
-        match error {
-            ZoneError::Full => Errno::ENOSPC,
-            ZoneError::NoMemory => Errno::ENOMEM,
-        }
-    }
-}
-
-impl From<IoEventError> for Errno {
-    fn from(error: IoEventError) -> Self {
-        match error {
-            IoEventError::Invalid => Errno::EINVAL,
-            IoEventError::Exists => Errno::EEXIST,
-            IoEventError::NotFound => Errno::ENOENT,
-            IoEventError::Full => Errno::ENOSPC,
-            IoEventError::BadFd(fd) => fd.into(),
-            IoEventError::NoMemory => Errno::ENOMEM,
-        }
-    }
-}
-
-impl From<cpuid::Error> for Errno {
-    fn from(error: cpuid::Error) -> Self {
-        match error {
-            cpuid::Error::TooMany => Errno::E2BIG,
-            cpuid::Error::Invalid => Errno::EINVAL,
-            cpuid::Error::NoMemory => Errno::ENOMEM,
-        }
-    }
-}
-
-impl From<::vm::vcpus::AddError> for Errno {
-    fn from(error: ::vm::vcpus::AddError) -> Self {
-        match error {
-            ::vm::vcpus::AddError::TooMany => Errno::EINVAL,
-            ::vm::vcpus::AddError::NoMemory => Errno::ENOMEM,
-        }
-    }
-}
-
-impl From<::vcpu::state::registers::Invalid> for Errno {
-    fn from(_: ::vcpu::state::registers::Invalid) -> Self {
-        Errno::EINVAL
-    }
 }
 
 #[cfg(test)]

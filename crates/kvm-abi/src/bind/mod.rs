@@ -16,7 +16,7 @@ pub use self::vcpu::{BoundVcpu, VcpuFile};
 pub use self::vm::VmFile;
 
 use ::vcpu::Offered;
-use ::vm::vm::HostLimits;
+use ::vm::{VmRef, vm::HostLimits};
 use backend::Backend;
 use host::NoMemory;
 
@@ -39,4 +39,9 @@ pub struct Host {
     pub limits: HostLimits,
     /// CPUID and MSRs.
     pub offered: Offered,
+}
+
+/// Whether the caller's address space is the VM's and still has its memory.
+fn belongs_to_caller(vm: &VmRef) -> bool {
+    vm.is_current_mm() && !vm.is_dead()
 }

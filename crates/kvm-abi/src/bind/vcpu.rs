@@ -19,7 +19,7 @@ use msr::McReport;
 use x86::Vector;
 use zerocopy::FromZeros;
 
-use super::{Host, convert, stats, vm};
+use super::{Host, belongs_to_caller, convert, stats};
 use crate::caps::Offer;
 use crate::dispatch::{self, Irqchip, MsrRefused, VcpuFile as VcpuFileOps, VcpuOps};
 use crate::errno::Errno;
@@ -100,7 +100,7 @@ impl<B: Backend + 'static> VcpuFileOps for VcpuFile<B> {
 
     #[inline]
     fn belongs_to_caller(&self) -> bool {
-        vm::belongs_to_caller(&self.vm)
+        belongs_to_caller(&self.vm)
     }
 
     #[inline]
@@ -145,7 +145,7 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
 
     #[inline]
     fn irqchip(&self) -> Irqchip {
-        vm::irqchip(&self.vm)
+        self.vm.irq().kind()
     }
 
     #[inline]

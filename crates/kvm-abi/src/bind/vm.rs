@@ -21,7 +21,7 @@ use irqchip::{
     lapic::{CpuRole, Lint0},
 };
 
-use super::{Host, MakeBackend, VcpuFile, convert, stats};
+use super::{Host, MakeBackend, VcpuFile, belongs_to_caller, convert, stats};
 use crate::caps::Offer;
 use crate::dispatch::{self, Irqchip, MemoryRegion, Setting, SlotId, VmOps};
 use crate::errno::Errno;
@@ -41,20 +41,6 @@ pub struct VmFile<M> {
     /// The thread that made it.
     tid: u32,
     make: PhantomData<M>,
-}
-
-/// Whether the caller's address space is the VM's and still has its memory.
-pub(super) fn belongs_to_caller(vm: &VmRef) -> bool {
-    vm.is_current_mm() && !vm.is_dead()
-}
-
-/// Which interrupt controllers of the VM are ours.
-pub(super) fn irqchip(vm: &Vm) -> Irqchip {
-    match vm.irq().kind() {
-        irq::Irqchip::None => Irqchip::None,
-        irq::Irqchip::Split => Irqchip::Split,
-        irq::Irqchip::Full => Irqchip::Full,
-    }
 }
 
 impl<M: MakeBackend> VmFile<M> {
@@ -93,7 +79,7 @@ impl<M: MakeBackend> VmFile<M> {
     fn split_irqchip(&self, reserved: u32) -> Result<(), Errno> {
         let _making = self.vm.making.lock();
         // Stock KVM does not tell the two apart here.
-        if self.vm.irq().kind() != irq::Irqchip::None || self.vm.vcpus().count() != 0 {
+        if self.vm.irq().kind() != Irqchip::None || self.vm.vcpus().count() != 0 {
             return Err(Errno::EEXIST);
         }
         Ok(self.vm.irq().create_split(reserved)?)
@@ -118,7 +104,7 @@ impl<M: MakeBackend> VmFile<M> {
 
     fn set_bus_cycle(&self, ns: u32) -> Result<(), Errno> {
         let _making = self.vm.making.lock();
-        if self.vm.irq().kind() == irq::Irqchip::None {
+        if self.vm.irq().kind() == Irqchip::None {
             return Err(Errno::ENXIO);
         }
         if self.vm.vcpus().count() != 0 {
@@ -171,7 +157,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
             return Err(Errno::EEXIST);
         }
         let role = CpuRole::bootstrap_if(id == vm.settings.boot_cpu_id.load(Relaxed));
-        let lapic = vm.irq().kind() != irq::Irqchip::None;
+        let lapic = vm.irq().kind() != Irqchip::None;
         let shared = VcpuShared::new(id, index, role, lapic)?;
         shared.lapic.set_bus_cycle_ns(vm.settings.apic_bus_cycle_ns.load(Relaxed));
         if !vm.settings.has_quirk(quirk::LINT0_REENABLED) {
@@ -221,18 +207,18 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
     }
 
     fn irqchip(&self) -> Irqchip {
-        irqchip(&self.vm)
+        self.vm.irq().kind()
     }
 
     fn create_irqchip(&self) -> Result<(), Errno> {
         let _making = self.vm.making.lock();
-        if self.vm.irq().kind() != irq::Irqchip::None {
+        if self.vm.irq().kind() != Irqchip::None {
             return Err(Errno::EEXIST);
         }
         if self.vm.vcpus().count() != 0 {
             return Err(Errno::EINVAL);
         }
-        Ok(self.vm.irq().create(irq::Irqchip::Full)?)
+        Ok(self.vm.irq().create(Irqchip::Full)?)
     }
 
     fn pic(&self, which: u32) -> Result<KvmPicState, Errno> {

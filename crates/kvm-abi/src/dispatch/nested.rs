@@ -36,8 +36,7 @@ pub fn get(format: u16, arg: u64) -> Result<(), Errno> {
 }
 
 /// KVM_SET_NESTED_STATE. EINVAL for what only a vCPU with nested virtualization can be in.
-pub fn set(format: u16, arg: u64) -> Result<(), Errno> {
-    let given: KvmNestedState = user::read(arg)?;
+pub fn set(format: u16, given: &KvmNestedState) -> Result<(), Errno> {
     let none = none(format);
     let counts = if format == NESTED_FORMAT_SVM { 0 } else { VMX_HEADER };
     let same = given.format == none.format

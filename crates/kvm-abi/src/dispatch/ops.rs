@@ -9,6 +9,7 @@ use alloc::vec::Vec;
 use core::ops::DerefMut;
 use core::sync::atomic::AtomicU64;
 
+pub use ::vm::irq::Irqchip;
 use x86::{Gfn, Hva};
 
 use crate::caps::Offer;
@@ -48,15 +49,19 @@ pub trait SystemOps {
     fn feature_msr(&self, index: u32) -> Result<u64, MsrRefused>;
 }
 
-/// Which interrupt controllers of a VM are ours.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Irqchip {
-    /// None.
-    None,
-    /// The local APICs.
-    Split,
-    /// Local APICs, I/O APIC and PIC.
-    Full,
+/// Whether a VM has local APICs of ours.
+#[inline]
+pub fn has_lapic(irqchip: Irqchip) -> bool {
+    irqchip != Irqchip::None
+}
+
+/// The frequency that KVM_SET_TSC_KHZ asks for; 0 is the host's.
+pub fn requested_tsc_khz(offer: &Offer, arg: u64) -> Result<u32, Errno> {
+    let khz = arg as u32;
+    if offer.tsc_scaling && khz >= offer.max_tsc_khz {
+        return Err(Errno::EINVAL);
+    }
+    Ok(if khz == 0 { offer.tsc_khz } else { khz })
 }
 
 /// A slot's number and the address space it belongs to.

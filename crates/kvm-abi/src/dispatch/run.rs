@@ -1,9 +1,8 @@
 //! KVM_RUN (KVM API §4.10, §5, §6 on KVM_CAP_SYNC_REGS).
 
 use super::Reply;
-use super::ops::VcpuOps;
+use super::ops::{VcpuOps, has_lapic};
 use super::state;
-use super::vm::has_lapic;
 use crate::errno::Errno;
 use crate::exit::UserExit;
 use crate::run_page::{RunPage, SYNC_EVENTS, SYNC_REGS, SYNC_SREGS};
@@ -39,7 +38,18 @@ pub fn run<V: VcpuOps>(vcpu: &mut V, page: RunPage<'_>, io_page: RunPage<'_>, ar
         UserExit::Again => Err(Errno::EAGAIN),
         UserExit::MemoryFault { .. } => Err(Errno::EFAULT),
         UserExit::Dead => Err(Errno::EIO),
-        _ => Ok(0),
+        UserExit::Io { .. }
+        | UserExit::Mmio { .. }
+        | UserExit::Hlt
+        | UserExit::Msr { .. }
+        | UserExit::Shutdown
+        | UserExit::FailEntry { .. }
+        | UserExit::InternalError { .. }
+        | UserExit::IrqWindowOpen
+        | UserExit::SetTpr
+        | UserExit::Exception { .. }
+        | UserExit::Debug { .. }
+        | UserExit::IoapicEoi { .. } => Ok(0),
     }
 }
 

@@ -2,36 +2,21 @@
 
 use alloc::boxed::Box;
 
+use x86::msr::mce::BANK_VALID;
 use x86::{Cr0, Cr4, Efer};
 use zerocopy::FromZeros;
 
-use super::ops::VcpuOps;
-use super::vm::has_lapic;
-use super::{Irqchip, lists};
-use crate::caps::Offer;
+use super::ops::{Irqchip, VcpuOps, has_lapic, requested_tsc_khz};
+use super::{Done, lists};
 use crate::errno::Errno;
 use crate::uapi::capability::CAP_ENFORCE_PV_FEATURE_CPUID;
 use crate::uapi::cpuid::KvmCpuidEntry2;
 use crate::uapi::debug::KvmGuestDebug;
 use crate::uapi::device::{KvmDeviceAttr, KvmEnableCap, VCPU_TSC_CTRL, VCPU_TSC_OFFSET};
-use crate::uapi::ioctl;
 use crate::uapi::irqchip::{KvmLapicState, KvmTprAccessCtl, KvmVapicAddr};
 use crate::uapi::registers::*;
 use crate::uapi::vcpu_state::*;
 use crate::user;
-
-type Done = Result<(), Errno>;
-
-/// KVM_GET_REGS.
-pub fn get_regs<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
-    user::write(arg, &vcpu.regs())
-}
-
-/// KVM_SET_REGS.
-pub fn set_regs<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
-    let regs: KvmRegs = user::read(arg)?;
-    vcpu.set_regs(&regs)
-}
 
 /// The system registers in the older form: the interrupt being injected in place of the PDPTRs.
 pub fn sregs<V: VcpuOps>(vcpu: &mut V) -> KvmSregs {
@@ -97,36 +82,15 @@ pub fn set_sregs<V: VcpuOps>(vcpu: &mut V, s: &KvmSregs) -> Done {
     vcpu.set_sregs(&sregs, interrupt)
 }
 
-/// KVM_GET_SREGS.
-#[inline(never)]
-pub fn get_sregs<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
-    user::write(arg, &sregs(vcpu))
-}
-
-/// KVM_SET_SREGS.
-#[inline(never)]
-pub fn put_sregs<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
-    let sregs: Box<KvmSregs> = user::read_boxed(arg)?;
-    set_sregs(vcpu, &sregs)
-}
-
-/// KVM_GET_SREGS2.
-#[inline(never)]
-pub fn get_sregs2<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
-    user::write(arg, &vcpu.sregs())
-}
-
 /// KVM_SET_SREGS2. PDPTRs may come only with the paging mode that has them.
-#[inline(never)]
-pub fn set_sregs2<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
-    let sregs: Box<KvmSregs2> = user::read_boxed(arg)?;
-    let pae = sregs.cr0 & Cr0::PG.bits() != 0
-        && sregs.cr4 & Cr4::PAE.bits() != 0
-        && sregs.efer & Efer::LMA.bits() == 0;
+pub fn set_sregs2<V: VcpuOps>(vcpu: &mut V, sregs: &KvmSregs2) -> Done {
+    let (cr0, cr4) = (Cr0::from_bits_retain(sregs.cr0), Cr4::from_bits_retain(sregs.cr4));
+    let long = Efer::from_bits_retain(sregs.efer).is_long();
+    let pae = cr0.contains(Cr0::PG) && cr4.contains(Cr4::PAE) && !long;
     if sregs.flags & !SREGS2_FLAGS_PDPTRS_VALID != 0 || (sregs.flags != 0 && !pae) {
         return Err(Errno::EINVAL);
     }
-    vcpu.set_sregs(&sregs, None)
+    vcpu.set_sregs(sregs, None)
 }
 
 /// KVM_GET_FPU.
@@ -135,13 +99,6 @@ pub fn get_fpu<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     let mut fpu = KvmFpu::new_zeroed();
     vcpu.fpu(&mut fpu)?;
     user::write(arg, &fpu)
-}
-
-/// KVM_SET_FPU.
-#[inline(never)]
-pub fn set_fpu<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
-    let fpu: Box<KvmFpu> = user::read_boxed(arg)?;
-    vcpu.set_fpu(&fpu)
 }
 
 /// KVM_GET_XSAVE, whose 4096 bytes must suffice.
@@ -168,21 +125,18 @@ pub fn set_xsave<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
 }
 
 /// KVM_GET_XCRS.
-#[inline(never)]
-pub fn get_xcrs<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+pub fn xcrs<V: VcpuOps>(vcpu: &mut V) -> KvmXcrs {
     let mut xcrs = KvmXcrs::new_zeroed();
     if let Some(value) = vcpu.xcr0() {
         xcrs.nr_xcrs = 1;
         let [first, ..] = &mut xcrs.xcrs;
         *first = KvmXcr { xcr: 0, reserved: 0, value };
     }
-    user::write(arg, &xcrs)
+    xcrs
 }
 
 /// KVM_SET_XCRS. XCR0 is the only one; others are passed over.
-#[inline(never)]
-pub fn set_xcrs<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
-    let xcrs: Box<KvmXcrs> = user::read_boxed(arg)?;
+pub fn set_xcrs<V: VcpuOps>(vcpu: &mut V, xcrs: &KvmXcrs) -> Done {
     if vcpu.xcr0().is_none() || xcrs.nr_xcrs as usize > MAX_XCRS || xcrs.flags != 0 {
         return Err(Errno::EINVAL);
     }
@@ -193,31 +147,15 @@ pub fn set_xcrs<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     }
 }
 
-/// KVM_GET_DEBUGREGS.
-pub fn get_debugregs<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
-    user::write(arg, &vcpu.debugregs())
-}
-
 /// KVM_SET_DEBUGREGS.
-pub fn set_debugregs<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
-    let regs: KvmDebugregs = user::read(arg)?;
+pub fn set_debugregs<V: VcpuOps>(vcpu: &mut V, regs: &KvmDebugregs) -> Done {
     if regs.flags != 0 || (regs.dr6 | regs.dr7) >> 32 != 0 {
         return Err(Errno::EINVAL);
     }
-    vcpu.set_debugregs(&regs)
+    vcpu.set_debugregs(regs)
 }
 
-/// KVM_GET_VCPU_EVENTS.
-pub fn get_events<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
-    user::write(arg, &vcpu.events())
-}
-
-/// KVM_SET_VCPU_EVENTS.
-pub fn put_events<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
-    set_events(vcpu, user::read(arg)?)
-}
-
-/// Sets events after checks. Without a payload an exception is injected or it is not; "pending" has
+/// KVM_SET_VCPU_EVENTS, and the events of the shared page. Without a payload an exception is injected or it is not; "pending" has
 /// a meaning only with one.
 pub fn set_events<V: VcpuOps>(vcpu: &mut V, mut events: KvmVcpuEvents) -> Done {
     const VALID: u32 = VCPUEVENT_VALID_NMI_PENDING
@@ -248,14 +186,9 @@ pub fn set_events<V: VcpuOps>(vcpu: &mut V, mut events: KvmVcpuEvents) -> Done {
     vcpu.set_events(&events)
 }
 
-/// KVM_GET_MP_STATE.
-pub fn get_mp_state<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
-    user::write(arg, &KvmMpState { mp_state: vcpu.mp_state() })
-}
-
 /// KVM_SET_MP_STATE. Without a local APIC of ours there is nothing to wait for.
-pub fn set_mp_state<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
-    let KvmMpState { mp_state } = user::read(arg)?;
+pub fn set_mp_state<V: VcpuOps>(vcpu: &mut V, state: &KvmMpState) -> Done {
+    let mp_state = state.mp_state;
     let allowed = match mp_state {
         MP_STATE_RUNNABLE => true,
         MP_STATE_UNINITIALIZED
@@ -298,15 +231,6 @@ pub fn set_cpuid<V: VcpuOps>(vcpu: &mut V, entries: Box<[KvmCpuidEntry2]>) -> Do
     vcpu.set_cpuid(entries)
 }
 
-/// The frequency that KVM_SET_TSC_KHZ asks for; 0 is the host's.
-pub fn requested_tsc_khz(offer: &Offer, arg: u64) -> Result<u32, Errno> {
-    let khz = arg as u32;
-    if offer.tsc_scaling && khz >= offer.max_tsc_khz {
-        return Err(Errno::EINVAL);
-    }
-    Ok(if khz == 0 { offer.tsc_khz } else { khz })
-}
-
 /// KVM_SET_TSC_KHZ.
 pub fn set_tsc_khz<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     let khz = requested_tsc_khz(vcpu.offer(), arg)?;
@@ -314,9 +238,8 @@ pub fn set_tsc_khz<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
 }
 
 /// KVM_INTERRUPT, for VMMs with their own PIC.
-pub fn interrupt<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
-    let KvmInterrupt { irq } = user::read(arg)?;
-    let vector = u8::try_from(irq).map_err(|_| Errno::EINVAL)?;
+pub fn interrupt<V: VcpuOps>(vcpu: &mut V, interrupt: &KvmInterrupt) -> Done {
+    let vector = u8::try_from(interrupt.irq).map_err(|_| Errno::EINVAL)?;
     if vcpu.irqchip() == Irqchip::Full {
         return Err(Errno::ENXIO);
     }
@@ -347,8 +270,7 @@ pub fn translate<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
 }
 
 /// KVM_SET_GUEST_DEBUG. To end what was never begun is fine.
-pub fn set_guest_debug<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
-    let debug: KvmGuestDebug = user::read(arg)?;
+pub fn set_guest_debug<V: VcpuOps>(vcpu: &mut V, debug: &KvmGuestDebug) -> Done {
     let offered = vcpu.offer().guest_debug;
     if debug.control & !offered != 0 {
         return Err(Errno::EINVAL);
@@ -361,7 +283,7 @@ pub fn set_guest_debug<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     if injects && vcpu.exception_pending() {
         return Err(Errno::EBUSY);
     }
-    vcpu.set_guest_debug(&debug)
+    vcpu.set_guest_debug(debug)
 }
 
 /// KVM_TPR_ACCESS_REPORTING.
@@ -384,9 +306,8 @@ pub fn set_vapic_addr<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
 }
 
 /// KVM_X86_SETUP_MCE: bits 0–7 of MCG_CAP count banks, bits 16–23 extended registers.
-pub fn setup_mce<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+pub fn setup_mce<V: VcpuOps>(vcpu: &mut V, mcg_cap: u64) -> Done {
     const COUNTS: u64 = 0x00ff_00ff;
-    let mcg_cap: u64 = user::read(arg)?;
     let offer = vcpu.offer();
     let banks = (mcg_cap & 0xff) as u32;
     if banks == 0 || banks > offer.mce_banks || mcg_cap & !(offer.mce_cap | COUNTS) != 0 {
@@ -396,34 +317,45 @@ pub fn setup_mce<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
 }
 
 /// KVM_X86_SET_MCE.
-pub fn set_mce<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
-    const STATUS_VALID: u64 = 1 << 63;
-    let mce: KvmX86Mce = user::read(arg)?;
-    if u32::from(mce.bank) >= vcpu.offer().mce_banks || mce.status & STATUS_VALID == 0 {
+pub fn set_mce<V: VcpuOps>(vcpu: &mut V, mce: &KvmX86Mce) -> Done {
+    if u32::from(mce.bank) >= vcpu.offer().mce_banks || mce.status & BANK_VALID == 0 {
         return Err(Errno::EINVAL);
     }
-    vcpu.set_mce(&mce)
+    vcpu.set_mce(mce)
 }
 
-/// KVM_HAS/GET/SET_DEVICE_ATTR: the TSC offset.
-pub fn attribute<V: VcpuOps>(vcpu: &mut V, cmd: u32, arg: u64) -> Done {
+/// What a command does to an attribute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Attribute {
+    /// KVM_HAS_DEVICE_ATTR.
+    Has,
+    /// KVM_GET_DEVICE_ATTR.
+    Get,
+    /// KVM_SET_DEVICE_ATTR.
+    Set,
+}
+
+/// KVM_HAS/GET/SET_DEVICE_ATTR: the TSC offset. Unknown commands where it is not offered.
+pub fn attribute<V: VcpuOps>(vcpu: &mut V, arg: u64, what: Attribute) -> Done {
+    if !vcpu.offer().tsc_offset {
+        return Err(Errno::ENOTTY);
+    }
     let attr: KvmDeviceAttr = user::read(arg)?;
     if attr.group != VCPU_TSC_CTRL || attr.attr != VCPU_TSC_OFFSET {
         return Err(Errno::ENXIO);
     }
-    match cmd {
-        ioctl::GET_DEVICE_ATTR => user::write(attr.addr, &vcpu.tsc_offset()),
-        ioctl::SET_DEVICE_ATTR => {
+    match what {
+        Attribute::Has => Ok(()),
+        Attribute::Get => user::write(attr.addr, &vcpu.tsc_offset()),
+        Attribute::Set => {
             let offset: u64 = user::read(attr.addr)?;
             vcpu.set_tsc_offset(offset)
         }
-        _ => Ok(()),
     }
 }
 
 /// KVM_ENABLE_CAP.
-pub fn enable_cap<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
-    let cap: KvmEnableCap = user::read(arg)?;
+pub fn enable_cap<V: VcpuOps>(vcpu: &mut V, cap: &KvmEnableCap) -> Done {
     let [value, ..] = cap.args;
     match cap.cap {
         _ if cap.flags != 0 => Err(Errno::EINVAL),

@@ -2,6 +2,7 @@
 
 use gannet_kvm_abi::Errno;
 use gannet_kvm_abi::dispatch::{system, vcpu, vm};
+use gannet_kvm_abi::rows;
 use gannet_kvm_abi::uapi::ioctl::*;
 use host::std_port::test::{protect, unmap};
 use x86::Hva;
@@ -86,6 +87,7 @@ const COMMANDS: &[(u32, &[On], bool, bool)] = &[
     (X86_SET_MCE, &[C], true, false),
     (GET_NESTED_STATE, &[C], false, true),
     (SET_NESTED_STATE, &[C], true, false),
+    (X86_SET_MSR_FILTER, &[V], true, false),
 ];
 
 /// Commands whose argument is a number or nothing.
@@ -105,7 +107,12 @@ const WITHOUT_POINTER: &[(u32, &[On])] = &[
     (KVMCLOCK_CTRL, &[C]),
     (SET_TSC_KHZ, &[V, C]),
     (GET_TSC_KHZ, &[V, C]),
+    (GET_STATS_FD, &[V, C]),
+    (SMI, &[C]),
 ];
+
+/// Commands with tests of their own below.
+const APART: &[u32] = &[SET_SIGNAL_MASK, REINJECT_CONTROL];
 
 /// Asks one file; also how many changes it was asked for.
 fn ask(on: On, cmd: u32, arg: u64) -> (Result<i32, Errno>, usize) {
@@ -222,14 +229,35 @@ fn a_reinject_control_has_32_bytes_that_its_number_does_not_tell() {
     assert_eq!(ask(V, REINJECT_CONTROL, addr), (Err(Errno::EFAULT), 0));
 }
 
+fn files(number: u32) -> Vec<On> {
+    let of = |file| rows::COMMANDS.iter().any(|row| row.number == number && row.file == file);
+    let files = [(rows::File::System, S), (rows::File::Vm, V), (rows::File::Vcpu, C)];
+    files.into_iter().filter(|(file, _)| of(*file)).map(|(_, on)| on).collect()
+}
+
 #[test]
-fn a_command_for_another_kind_of_file_is_enotty() {
-    let all =
-        COMMANDS.iter().map(|&(cmd, on, ..)| (cmd, on)).chain(WITHOUT_POINTER.iter().copied());
-    for (cmd, files) in all {
+fn the_lists_above_name_every_command_of_the_table() {
+    for row in rows::COMMANDS {
+        let with = COMMANDS.iter().map(|&(cmd, on, ..)| (cmd, on));
+        let listed =
+            with.chain(WITHOUT_POINTER.iter().copied()).find(|(cmd, _)| *cmd == row.number);
+        let files = files(row.number);
+        match listed {
+            Some((_, on)) => assert_eq!(on, files, "{}", row.name),
+            None => assert!(files.is_empty() || APART.contains(&row.number), "{}", row.name),
+        }
+    }
+}
+
+#[test]
+fn each_file_serves_its_commands_and_says_enotty_to_all_others() {
+    for row in rows::COMMANDS {
         for on in [S, V, C] {
-            if !files.contains(&on) {
-                assert_eq!(ask(on, cmd, 0), (Err(Errno::ENOTTY), 0), "{on:?} {cmd:#x}");
+            let answer = ask(on, row.number, 0);
+            if files(row.number).contains(&on) {
+                assert_ne!(answer.0, Err(Errno::ENOTTY), "{on:?} {}", row.name);
+            } else {
+                assert_eq!(answer, (Err(Errno::ENOTTY), 0), "{on:?} {}", row.name);
             }
         }
     }
@@ -242,7 +270,7 @@ fn a_command_of_another_size_or_direction_is_enotty() {
     let known = |cmd| {
         COMMANDS.iter().any(|c| c.0 == cmd)
             || WITHOUT_POINTER.iter().any(|c| c.0 == cmd)
-            || [SET_SIGNAL_MASK, REINJECT_CONTROL].contains(&cmd)
+            || APART.contains(&cmd)
     };
     for &(cmd, files, ..) in COMMANDS {
         for other in [cmd ^ 8 << 16, cmd ^ 1 << 30, cmd ^ 2 << 30, cmd ^ 1 << 8] {

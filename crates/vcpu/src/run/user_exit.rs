@@ -130,8 +130,6 @@ pub enum UserExit {
     },
     /// Triple fault.
     Shutdown,
-    /// A hardware exit nobody knows, with its code.
-    Unknown(u64),
     /// The hardware refused to run the state.
     FailEntry {
         /// The hardware's reason.
@@ -148,13 +146,6 @@ pub enum UserExit {
     IrqWindowOpen,
     /// The guest lowered CR8 in a VM without in-kernel irqchip.
     SetTpr,
-    /// The guest accessed the TPR and reporting is on.
-    TprAccess {
-        /// Address of the instruction.
-        rip: u64,
-        /// A write.
-        write: bool,
-    },
     /// An exception that the host made of what the guest did, and that is not the guest's.
     Exception {
         /// Its vector.

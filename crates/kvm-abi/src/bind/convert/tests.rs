@@ -154,10 +154,3 @@ fn an_ioeventfd_matches_a_value_only_where_it_says_so() {
     let flags = IOEVENTFD_FLAG_VIRTIO_CCW_NOTIFY;
     assert_eq!(from_ioeventfd(&KvmIoeventfd { flags, ..what }), Err(Errno::EINVAL));
 }
-
-#[test]
-fn only_an_overlap_is_eexist() {
-    assert_eq!(Errno::from(SlotError::Overlaps), Errno::EEXIST);
-    assert_eq!(Errno::from(SlotError::Immutable), Errno::EINVAL);
-    assert_eq!(Errno::from(SlotError::NoMemory), Errno::ENOMEM);
-}
