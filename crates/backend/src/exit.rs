@@ -44,6 +44,9 @@ pub enum Exit {
     Rdpmc,
     /// The guest can now take an interrupt.
     InterruptWindow,
+    /// The guest has lowered its task priority below what an interrupt waits for
+    /// ([`Injection::watch_priority`](crate::Injection::watch_priority)).
+    PriorityLowered,
     /// The guest has ended this interrupt, which is reported
     /// ([`ServedApic::serve`](crate::ServedApic::serve)).
     Eoi(Vector),
@@ -51,6 +54,8 @@ pub enum Exit {
     IllegalSelfIpi,
     /// The guest begins an IRET while an NMI was being handled.
     Iret,
+    /// The guest can now take an NMI.
+    NmiWindow,
     /// RSM.
     Rsm,
     /// An intercepted exception.

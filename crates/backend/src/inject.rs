@@ -51,7 +51,8 @@ pub trait Injection {
     fn nmi_masked(&self) -> bool;
     /// Masks NMIs, or not.
     fn set_nmi_masked(&mut self, on: bool);
-    /// The guest executed IRET while an NMI was being handled.
+    /// What [`set_nmi_window`](Self::set_nmi_window) asked for has come: [`Exit::Iret`](crate::Exit::Iret) or
+    /// [`Exit::NmiWindow`](crate::Exit::NmiWindow).
     fn iret_begun(&mut self);
     /// After the exit behind an entry that [`NmiWindow::Step`] was said for: the guest's flags are its own
     /// again.

@@ -169,7 +169,7 @@ impl<C: Cpu> Exits for Svm<C> {
     }
 
     #[inline(always)]
-    fn dispatch<S: Copy, A: Answer<Self, S>>(answer: &mut A, section: S) -> Option<Exit> {
+    fn dispatch<S: Copy, A: Answer<Self, S>>(answer: &mut A, section: S) -> Option<A::Left> {
         let code = answer.backend().raw();
         match code {
             ExitCode::Intr => answer.frequent(section, Exit::Interrupt),

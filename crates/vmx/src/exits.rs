@@ -73,14 +73,14 @@ impl<C: Cpu> Vmx<C> {
     fn decode_rare(&self, reason: ExitReason) -> Exit {
         match reason {
             ExitReason::ExceptionOrNmi => self.exception(),
-            // The guest has lowered its priority, or can take an interrupt: either is looked at.
-            ExitReason::InterruptWindow | ExitReason::TprBelowThreshold => Exit::InterruptWindow,
+            ExitReason::InterruptWindow => Exit::InterruptWindow,
+            ExitReason::TprBelowThreshold => Exit::PriorityLowered,
             ExitReason::VirtualizedEoi => {
                 Exit::Eoi(Vector(self.get(fields::EXIT_QUALIFICATION) as u8))
             }
             // The only write that the CPU leaves to us is that of SELF_IPI with a vector below 16.
             ExitReason::ApicWrite => Exit::IllegalSelfIpi,
-            ExitReason::NmiWindow => Exit::Iret,
+            ExitReason::NmiWindow => Exit::NmiWindow,
             ExitReason::Pause => Exit::Pause,
             ExitReason::Wbinvd | ExitReason::Invd => Exit::CacheFlush,
             ExitReason::Xsetbv => Exit::Xsetbv,
@@ -282,7 +282,7 @@ impl<C: Cpu> Exits for Vmx<C> {
     }
 
     #[inline(always)]
-    fn dispatch<S: Copy, A: Answer<Self, S>>(answer: &mut A, section: S) -> Option<Exit> {
+    fn dispatch<S: Copy, A: Answer<Self, S>>(answer: &mut A, section: S) -> Option<A::Left> {
         let reason = answer.backend().raw();
         // An entry that failed has bits that no reason has.
         let Ok(reason) = u16::try_from(reason) else {

@@ -9,4 +9,5 @@ mod interpret;
 mod machine;
 pub(crate) mod msr_exits;
 pub(crate) mod slow;
+pub(crate) mod table;
 pub(crate) mod task;

@@ -1,10 +1,10 @@
-//! Exits that are handled outside the inner loop, with interrupts on: whatever allocates, sleeps,
-//! emulates or ends in user space.
+//! The handlers of exits outside the inner loop, with interrupts on: whatever allocates, sleeps,
+//! emulates or ends in user space. Which exit is whose is in [`table`](crate::exits::table).
 
-use backend::{Backend, Exit, TdpFault};
+use backend::{Backend, CrAccess, TdpFault};
 use emulate::Cause;
 use host::task;
-use stats::{Reason, VcpuCount};
+use stats::VcpuCount;
 use vm::{
     memory::{FaultAccess, FaultOutcome, MemoryError},
     settings::quirk,
@@ -20,126 +20,92 @@ use crate::{
 };
 
 impl<B: Backend> Vcpu<B> {
-    /// Handles an exit.
-    pub(crate) fn handle(&mut self, exit: Exit) -> Outcome {
-        match exit {
-            Exit::TdpFault(fault) => {
-                self.stats.outside(Reason::TdpFault);
-                self.tdp_fault(fault)
-            }
-            Exit::Io(io) => {
-                self.stats.outside(Reason::Io);
-                self.slow_io(io)
-            }
-            Exit::Hlt => {
-                self.stats.outside(Reason::Hlt);
-                self.halt()
-            }
-            exit => {
-                self.count_outside(&exit);
-                self.handle_rare(exit)
-            }
-        }
+    /// CPUID, whose length could not be had inside the loop.
+    pub(crate) fn slow_cpuid(&mut self) -> Outcome {
+        self.slow_instruction(|v| {
+            v.do_cpuid();
+            Ok(())
+        })
     }
 
-    /// The other exits: those of a guest that does something unusual, or whose page of code is not
-    /// there.
-    #[cold]
-    #[inline(never)]
-    fn handle_rare(&mut self, exit: Exit) -> Outcome {
-        match exit {
-            Exit::TdpFault(_) | Exit::Io(_) | Exit::Hlt => Ok(()),
-            // Done by the host when interrupts were enabled again.
-            Exit::Interrupt | Exit::Nmi | Exit::HostSignal | Exit::MachineCheck => Ok(()),
-            // Answered inside the loop.
-            Exit::Eoi(_) | Exit::IllegalSelfIpi => Ok(()),
-            // Always answered inside.
-            Exit::Deadline => Ok(()),
-            // Taken when the loop was left.
-            Exit::PageLogFull => Ok(()),
-            Exit::InterruptWindow => {
-                self.b.set_interrupt_window(false);
-                self.recheck = true;
-                Ok(())
-            }
-            Exit::Pause => {
-                task::cond_resched();
-                self.skip()
-            }
-            Exit::Cpuid => self.slow_instruction(|v| {
-                v.do_cpuid();
-                Ok(())
-            }),
-            Exit::Rdmsr => self.slow_msr(false),
-            Exit::Wrmsr => self.slow_msr(true),
-            Exit::Hypercall => self.slow_instruction(|v| {
-                v.do_hypercall();
-                Ok(())
-            }),
-            // Defined, or it was answered inside.
-            Exit::CacheFlush | Exit::Mwait => self.skip(),
-            Exit::Iret => {
-                self.b.iret_begun();
-                self.recheck = true;
-                Ok(())
-            }
-            Exit::Exception(e) => self.exception(e),
-            Exit::Undefined => {
-                self.raise(Exception::ud());
-                Ok(())
-            }
-            Exit::Rdpmc => {
-                self.raise(Exception::gp(0));
-                Ok(())
-            }
-            Exit::PageFault(fault) => self.page_fault(fault),
-            Exit::Invpcid if !self.cpuid.has(feature::INVPCID) => {
-                self.raise(Exception::ud());
-                Ok(())
-            }
-            Exit::Cr(access) => self.emulate_here(Cause::Control { write: access.write }),
-            Exit::Invlpg(_) => self.emulate_here(Cause::Invlpg),
-            Exit::Invpcid => self.emulate_here(Cause::Invpcid),
-            Exit::GdtrIdtr => self.emulate_here(Cause::GdtrIdtr),
-            Exit::LdtrTr => self.emulate_here(Cause::LdtrTr),
-            Exit::Xsetbv => self.slow_instruction(Self::do_xsetbv),
-            Exit::DebugReg if self.debug_regs_are_borrowed() => self.emulate_here(Cause::Debug),
-            Exit::DebugReg => {
-                self.b.own_debug_regs();
-                Ok(())
-            }
-            Exit::Rsm => {
-                self.resume_from_smm();
-                Ok(())
-            }
-            Exit::Shutdown => {
-                // SVM's control block is undefined now (APM vol. 2 §15.14.3).
-                if !B::KEEPS_STATE_AT_SHUTDOWN {
-                    self.reset_registers(true);
-                }
-                Err(UserExit::Shutdown.into())
-            }
-            Exit::Refused if self.b.is_interpreted() => self.interpret(),
-            Exit::Refused => {
-                let [code, ..] = self.b.exit_raw();
-                Err(UserExit::FailEntry { reason: code, cpu: host::smp::cpu_id() as u32 }.into())
-            }
-            Exit::TaskSwitch(switch) => self.task_switch(switch),
-            Exit::Unknown(_) => {
-                let data = ErrorData::new(&self.b.exit_raw());
-                Err(self.internal_error(ERROR_UNEXPECTED_EXIT, data))
-            }
+    /// A hypercall, because of its length or because it needs the kernel.
+    pub(crate) fn slow_hypercall(&mut self) -> Outcome {
+        self.slow_instruction(|v| {
+            v.do_hypercall();
+            Ok(())
+        })
+    }
+
+    /// A loop of PAUSE.
+    pub(crate) fn pause(&mut self) -> Outcome {
+        task::cond_resched();
+        self.skip()
+    }
+
+    /// An access of a control register that is no plain MOV.
+    pub(crate) fn emulate_cr(&mut self, access: CrAccess) -> Outcome {
+        self.emulate_here(Cause::Control { write: access.write })
+    }
+
+    /// INVPCID.
+    pub(crate) fn slow_invpcid(&mut self) -> Outcome {
+        if self.cpuid.has(feature::INVPCID) {
+            return self.emulate_here(Cause::Invpcid);
         }
+        self.raise(Exception::ud());
+        Ok(())
+    }
+
+    /// An access of a debug register while the VMM debugs the guest.
+    pub(crate) fn slow_debug_reg(&mut self) -> Outcome {
+        if self.debug_regs_are_borrowed() {
+            return self.emulate_here(Cause::Debug);
+        }
+        self.b.own_debug_regs();
+        Ok(())
+    }
+
+    /// RSM.
+    pub(crate) fn slow_rsm(&mut self) -> Outcome {
+        self.resume_from_smm();
+        Ok(())
+    }
+
+    /// A triple fault.
+    pub(crate) fn shut_down(&mut self) -> Outcome {
+        // SVM's control block is undefined now (APM vol. 2 §15.14.3).
+        if !B::KEEPS_STATE_AT_SHUTDOWN {
+            self.reset_registers(true);
+        }
+        Err(UserExit::Shutdown.into())
+    }
+
+    /// The hardware refused the control block: what it cannot run is executed in software.
+    pub(crate) fn entry_refused(&mut self) -> Outcome {
+        if self.b.is_interpreted() {
+            return self.interpret();
+        }
+        let [code, ..] = self.b.exit_raw();
+        Err(UserExit::FailEntry { reason: code, cpu: host::smp::cpu_id() as u32 }.into())
+    }
+
+    /// An exit that nobody knows, or that means a bug of ours.
+    pub(crate) fn unexpected_exit(&mut self) -> Outcome {
+        let data = ErrorData::new(&self.b.exit_raw());
+        Err(self.internal_error(ERROR_UNEXPECTED_EXIT, data))
     }
 
     /// Retires the current instruction without doing anything.
-    fn skip(&mut self) -> Outcome {
+    pub(crate) fn skip(&mut self) -> Outcome {
         self.slow_instruction(|_| Ok(()))
     }
 
     /// Does an instruction whose length could not be had inside the loop, because its page has to
     /// be read through user space.
-    fn slow_instruction(&mut self, f: impl FnOnce(&mut Self) -> Result<(), Exception>) -> Outcome {
+    pub(crate) fn slow_instruction(
+        &mut self,
+        f: impl FnOnce(&mut Self) -> Result<(), Exception>,
+    ) -> Outcome {
         let next = self.slow_next_rip()?;
         match f(self) {
             Ok(()) => self.retire(next),
@@ -160,7 +126,7 @@ impl<B: Backend> Vcpu<B> {
         Ok(())
     }
 
-    fn exception(&mut self, e: Exception) -> Outcome {
+    pub(crate) fn exception(&mut self, e: Exception) -> Outcome {
         const DB: u8 = 1;
         const BP: u8 = 3;
         const UD: u8 = 6;
@@ -244,10 +210,9 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// A TDP fault: a page to be mapped, or a device.
-    fn tdp_fault(&mut self, fault: TdpFault) -> Outcome {
+    pub(crate) fn tdp_fault(&mut self, fault: TdpFault) -> Outcome {
         if fault.reserved {
-            let data = ErrorData::new(&self.b.exit_raw());
-            return Err(self.internal_error(ERROR_UNEXPECTED_EXIT, data));
+            return self.unexpected_exit();
         }
         let access = FaultAccess {
             gpa: fault.gpa,

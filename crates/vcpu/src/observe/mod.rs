@@ -19,9 +19,9 @@ use stats::Reason;
 use crate::{
     RunInput, UserExit, Vcpu,
     exits::device::{padded, pio::mask, user_io::Completion},
-    observe::statistics::reason_of,
+    exits::table::reason_of,
     run::events::Outer,
-    run::inner::Next,
+    run::inner::{Left, Next},
 };
 
 /// An exit whose re-entry is still to come.
@@ -104,17 +104,18 @@ impl<B: Backend> Vcpu<B> {
         self.tell_and_enter()
     }
 
-    /// The loop was left for `exit`, which is handled next. Interrupts are on.
+    /// The loop was left, and what for is handled next. Interrupts are on.
     #[cold]
     #[inline(never)]
-    pub(crate) fn end_observation(&mut self, exit: &Exit) {
+    pub(crate) fn end_observation(&mut self, left: &Left) {
         let watch = self.observation.watch;
         self.after_exit.set_observed(false);
         self.events.outer.set(Outer::OBSERVED, false);
         // Told of right before the next entry.
-        self.observation.outside = !matches!(exit, Exit::Interrupt);
+        self.observation.outside = !left.is_handled();
         self.make_room(watch);
         if watch.page_fault()
+            && let Left::Exit(exit) = left
             && let Some(address) = fault_address(exit)
         {
             let (_, [error, _], ..) = self.b.exit_record();

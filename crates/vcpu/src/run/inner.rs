@@ -12,7 +12,7 @@
 use backend::{Answer, Backend, Exit, PageLog};
 use host::{irq, task, trace};
 use mmu::Section;
-use stats::{Reason, VcpuCount};
+use stats::VcpuCount;
 use x86::{Dr6, Exception, Rflags};
 
 use crate::{Vcpu, run::events::Outer, state::cpuid_state::dynamic_inputs};
@@ -32,37 +32,49 @@ pub(crate) enum Next {
 impl Next {
     /// What the loop is left for.
     #[inline(always)]
-    fn left(self, exit: Exit) -> Option<Exit> {
+    fn left(self, exit: Exit) -> Option<Left> {
         match self {
             Self::Again => None,
-            Self::Done => Some(Exit::Interrupt),
-            Self::Leave => Some(exit),
+            Self::Done => Some(Left::Quietly),
+            Self::Leave => Some(Left::Exit(exit)),
         }
     }
 }
 
 /// Why the inner loop was left.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Left {
+pub enum Left {
     /// An exit that has to be handled outside.
     Exit(Exit),
-    /// Something was pending; nothing was run, or everything is done.
-    Pending,
+    /// The last exit was answered, and something else waits outside.
+    Quietly,
+    /// Something was pending before the first entry.
+    NotEntered,
+}
+
+impl Left {
+    /// Whether there is nothing to handle but what comes with interrupts turned on again.
+    #[inline(always)]
+    pub(crate) fn is_handled(&self) -> bool {
+        matches!(self, Self::Exit(Exit::Interrupt) | Self::Quietly)
+    }
 }
 
 impl<'s, B: Backend> Answer<B, Section<'s>> for Vcpu<B> {
+    type Left = Left;
+
     #[inline(always)]
     fn backend(&self) -> &B {
         &self.b
     }
 
     #[inline(always)]
-    fn frequent(&mut self, s: Section<'s>, exit: Exit) -> Option<Exit> {
+    fn frequent(&mut self, s: Section<'s>, exit: Exit) -> Option<Left> {
         self.answer(s, exit).left(exit)
     }
 
     #[inline(never)]
-    fn rare(&mut self, s: Section<'s>, exit: Exit) -> Option<Exit> {
+    fn rare(&mut self, s: Section<'s>, exit: Exit) -> Option<Left> {
         self.answer_rare(s, exit).left(exit)
     }
 }
@@ -74,7 +86,7 @@ impl<B: Backend> Vcpu<B> {
         let entered = self.shared.enter_mode(off);
         if self.shared.has_requests() || task::work_pending() {
             irq::enable(self.shared.leave_mode(entered));
-            return Left::Pending;
+            return Left::NotEntered;
         }
         let s = entered.section();
         // Interrupts that arrived until now are in the IRR; later ones come with an IPI.
@@ -90,8 +102,8 @@ impl<B: Backend> Vcpu<B> {
         self.rare.stalls.forget();
         // A change of this interrupts every CPU, so it need not be read again inside.
         let watch = trace::observed();
-        let exit = if watch.any() && !self.begin_observation(watch) {
-            Exit::Interrupt
+        let left = if watch.any() && !self.begin_observation(watch) {
+            Left::Quietly
         } else {
             self.loop_until_left(s)
         };
@@ -99,32 +111,32 @@ impl<B: Backend> Vcpu<B> {
             self.take_page_log();
         }
         self.b.complete(&mut self.gprs);
-        self.b.unload(self.ends_run(&exit));
+        self.b.unload(self.ends_run(&left));
         self.stats.count(VcpuCount::HostStateReload);
         let mut off = self.shared.leave_mode(entered);
-        irq::guest_exit(in_guest, matches!(exit, Exit::Interrupt));
-        if matches!(exit, Exit::MachineCheck) {
+        irq::guest_exit(in_guest, left.is_handled());
+        if matches!(left, Left::Exit(Exit::MachineCheck)) {
             host::hostcpu::machine_check();
         }
-        if matches!(exit, Exit::Interrupt) {
-            // The interrupt is taken here; a tick among them counts as the guest's time.
+        if left.is_handled() {
+            // An interrupt is taken here; a tick among them counts as the guest's time.
             irq::window(&mut off);
             irq::guest_time_end();
         }
         irq::enable(off);
         if watch.any() {
-            self.end_observation(&exit);
+            self.end_observation(&left);
         }
-        Left::Exit(exit)
+        left
     }
 
     /// Whether the loop is left for an exit that most likely ends KVM_RUN.
     #[inline]
-    fn ends_run(&self, exit: &Exit) -> bool {
-        match exit {
-            Exit::Io(_) => true,
-            Exit::TdpFault(_) => self.device_seen.is_decoded(),
-            Exit::Hlt => !self.shared.in_kernel_apic,
+    fn ends_run(&self, left: &Left) -> bool {
+        match left {
+            Left::Exit(Exit::Io(_)) => true,
+            Left::Exit(Exit::TdpFault(_)) => self.device_seen.is_decoded(),
+            Left::Exit(Exit::Hlt) => !self.shared.in_kernel_apic,
             _ => false,
         }
     }
@@ -157,7 +169,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     #[inline]
-    fn loop_until_left(&mut self, s: Section<'_>) -> Exit {
+    fn loop_until_left(&mut self, s: Section<'_>) -> Left {
         loop {
             self.b.enter(&mut self.gprs);
             // Whatever has a say before an exit gets its neutral form is one bit of this word. That the guest
@@ -169,13 +181,13 @@ impl<B: Backend> Vcpu<B> {
                     self.note_taken();
                 }
             }
-            if let Some(exit) = B::dispatch(self, s) {
-                return exit;
+            if let Some(left) = B::dispatch(self, s) {
+                return left;
             }
-            // An answer that cannot be injected here was given all the same: leave quietly.
+            // An answer that cannot be injected here was given all the same.
             if self.recheck && !self.inject_in_loop(s) {
                 self.recheck = true;
-                return Exit::Interrupt;
+                return Left::Quietly;
             }
         }
     }
@@ -197,121 +209,6 @@ impl<B: Backend> Vcpu<B> {
         }
         self.offer_pv_eoi(s, self.after_exit.offered());
         true
-    }
-
-    /// Answers an exit if that is possible without leaving the loop. Each reason is counted in its
-    /// own arm, where the counter's place is a constant.
-    #[inline(always)]
-    fn answer(&mut self, s: Section<'_>, exit: Exit) -> Next {
-        match exit {
-            Exit::Cpuid => {
-                self.stats.exit(Reason::Cpuid);
-                self.answer_cpuid(s)
-            }
-            Exit::Wrmsr => {
-                self.stats.exit(Reason::Wrmsr);
-                self.answer_wrmsr(s)
-            }
-            Exit::Rdmsr => {
-                self.stats.exit(Reason::Rdmsr);
-                self.answer_rdmsr(s)
-            }
-            Exit::TdpFault(fault) => {
-                self.stats.exit(Reason::TdpFault);
-                self.answer_mmio(s, fault)
-            }
-            Exit::PageFault(fault) => {
-                self.stats.exit(Reason::PageFault);
-                self.answer_page_fault(s, fault)
-            }
-            Exit::Io(io) => {
-                self.stats.exit(Reason::Io);
-                self.answer_io(s, io)
-            }
-            Exit::Hypercall => {
-                self.stats.exit(Reason::Hypercall);
-                self.answer_hypercall(s)
-            }
-            Exit::Cr(access) => {
-                self.stats.exit(Reason::Cr);
-                self.answer_cr(s, access)
-            }
-            Exit::Hlt => {
-                self.stats.exit(Reason::Hlt);
-                self.answer_hlt(s)
-            }
-            Exit::Interrupt => {
-                self.stats.exit(Reason::Interrupt);
-                Next::Leave
-            }
-            Exit::Deadline if self.b.deadline().is_some() => {
-                self.stats.exit(Reason::Deadline);
-                self.expire_hv_timer(s)
-            }
-            exit => self.answer_rare(s, exit),
-        }
-    }
-
-    /// The exits that a guest makes seldom.
-    #[inline(never)]
-    fn answer_rare(&mut self, s: Section<'_>, exit: Exit) -> Next {
-        match exit {
-            Exit::CacheFlush => {
-                self.stats.exit(Reason::CacheFlush);
-                self.answer_nothing(s)
-            }
-            Exit::Invlpg(at) => {
-                self.stats.exit(Reason::Invlpg);
-                self.answer_invlpg(s, at)
-            }
-            Exit::Xsetbv => {
-                self.stats.exit(Reason::Xsetbv);
-                self.answer_xsetbv(s)
-            }
-            Exit::InterruptWindow => {
-                self.stats.exit(Reason::InterruptWindow);
-                self.b.set_interrupt_window(false);
-                self.recheck = true;
-                // A VMM with its own PIC may be waiting for just this.
-                if self.window_wanted { Next::Done } else { Next::Again }
-            }
-            Exit::DebugReg if self.guest_debug == 0 => {
-                self.stats.exit(Reason::DebugReg);
-                // The access is executed again.
-                self.b.own_debug_regs();
-                Next::Again
-            }
-            Exit::Mwait => {
-                self.stats.exit(Reason::Mwait);
-                self.answer_mwait(s)
-            }
-            Exit::Undefined => {
-                self.stats.exit(Reason::Undefined);
-                self.raise(x86::Exception::ud());
-                Next::Again
-            }
-            Exit::Rdpmc => {
-                self.stats.exit(Reason::Rdpmc);
-                self.raise(x86::Exception::gp(0));
-                Next::Again
-            }
-            Exit::Eoi(vector) => {
-                self.stats.exit(Reason::Eoi);
-                self.answer_eoi(vector)
-            }
-            Exit::IllegalSelfIpi => {
-                self.stats.exit(Reason::ApicWrite);
-                self.answer_illegal_self_ipi()
-            }
-            Exit::Iret => {
-                self.stats.exit(Reason::Iret);
-                self.b.iret_begun();
-                self.recheck = true;
-                Next::Again
-            }
-            // Counted outside.
-            _ => Next::Leave,
-        }
     }
 
     /// Runs `f` with the host's segment state, so that it may call the kernel, and looks at what
@@ -352,7 +249,7 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    fn answer_cpuid(&mut self, s: Section<'_>) -> Next {
+    pub(crate) fn answer_cpuid(&mut self, s: Section<'_>) -> Next {
         if self.cpuid_faults && self.b.cpl() != 0 {
             self.raise(x86::Exception::gp(0));
             return Next::Again;
@@ -381,14 +278,46 @@ impl<B: Backend> Vcpu<B> {
     }
 
     #[inline(always)]
-    fn answer_nothing(&mut self, s: Section<'_>) -> Next {
+    pub(crate) fn answer_nothing(&mut self, s: Section<'_>) -> Next {
         let Some(next) = self.next_rip(s) else { return Next::Leave };
         self.retire(next);
         Next::Again
     }
 
+    /// An instruction that ends in a fault.
+    #[inline(always)]
+    pub(crate) fn answer_by(&mut self, exception: Exception) -> Next {
+        self.raise(exception);
+        Next::Again
+    }
+
+    /// What an interrupt waited for has come: it is looked for again, and the window closed.
+    pub(crate) fn answer_interrupt_window(&mut self) -> Next {
+        self.b.set_interrupt_window(false);
+        self.recheck = true;
+        // A VMM with its own PIC may be waiting for just this.
+        if self.window_wanted { Next::Done } else { Next::Again }
+    }
+
+    /// What an NMI waited for has come, or begins.
+    pub(crate) fn answer_nmi_window(&mut self) -> Next {
+        self.b.iret_begun();
+        self.recheck = true;
+        Next::Again
+    }
+
+    /// An access of a debug register is executed again, with the guest's registers in place; unless
+    /// the VMM uses them.
+    pub(crate) fn answer_debug_reg(&mut self) -> Next {
+        if self.guest_debug != 0 {
+            return Next::Leave;
+        }
+        self.b.own_debug_regs();
+        Next::Again
+    }
+
     /// MONITOR and MWAIT do nothing: a wait may end at any time (SDM vol. 2B "MWAIT").
-    fn answer_mwait(&mut self, s: Section<'_>) -> Next {
+    pub(crate) fn answer_mwait(&mut self, s: Section<'_>) -> Next {
         if self.mwait_is_undefined() {
             self.raise(x86::Exception::ud());
             return Next::Again;
@@ -398,7 +327,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// HLT with an interrupt pending goes on at once; else the vCPU sleeps outside, its instruction
     /// retired here, where that is cheap.
-    fn answer_hlt(&mut self, s: Section<'_>) -> Next {
+    pub(crate) fn answer_hlt(&mut self, s: Section<'_>) -> Next {
         if !self.settle_pv_eoi(s) {
             return Next::Leave;
         }

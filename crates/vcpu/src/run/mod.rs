@@ -189,14 +189,14 @@ impl<B: Backend> Vcpu<B> {
     fn run_once(&mut self) -> Outcome {
         self.before_entry()?;
         match self.enter_guest() {
-            Left::Pending => {
+            Left::NotEntered => {
                 if task::handle_work().is_err() {
                     self.take_back_injection();
                     return Err(UserExit::Intr.into());
                 }
                 Ok(())
             }
-            Left::Exit(Exit::Interrupt) => {
+            Left::Quietly | Left::Exit(Exit::Interrupt) => {
                 let _ = self.keep_interrupted_delivery();
                 self.take_pv_eoi();
                 Ok(())

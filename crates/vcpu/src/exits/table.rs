@@ -1,0 +1,198 @@
+//! The one table of exits: what each is counted as, who answers it inside the inner loop, and who
+//! handles it outside when the loop was left for it.
+//!
+//! A row is `Exit = Reason: inside, outside;`. From the rows follow the two functions that answer
+//! inside ([`Vcpu::answer`], [`Vcpu::answer_rare`]), the two that handle outside ([`Vcpu::handle`],
+//! [`Vcpu::handle_rare`]), and [`reason_of`], for who observes. None of them is written by hand, so an
+//! exit cannot be counted in one place and forgotten in another: each is counted when it happens,
+//! inside, by its row's reason, whoever answers it then; and once more outside, if it gets there.
+//!
+//! Adding an exit: a variant of [`Exit`], a line in the backend that decodes it, a row here and its
+//! handler. Without the row [`reason_of`] does not compile.
+//!
+//! The groups say where the code of a row lies, which is what they are for: kernel code is built
+//! without jump tables, and the loop is to be small.
+//!
+//! - `first`: inlined into the loop at the backend's own comparison ([`Exits::dispatch`](backend::Exits::dispatch)), and
+//!   first to be looked at outside: what a running guest leaves the loop for.
+//! - `frequent`: inlined into the loop as well; outside they are rare.
+//! - `rare`: answered in the loop, by way of one call.
+//! - `outside`: never answered in the loop.
+//!
+//! The order of comparisons inside is the backend's: it hands each frequent kind over as a constant.
+//! Not counted are leaving quietly and not entering, which are no exits ([`Left`]).
+//!
+//! [`Left`]: crate::run::inner::Left
+
+use backend::{Backend, Exit};
+use emulate::Cause;
+use mmu::Section;
+use stats::Reason;
+use x86::Exception;
+
+use crate::{
+    Vcpu,
+    run::{inner::Next, outcome::Outcome},
+};
+
+macro_rules! exits {
+    (
+        ($v:ident, $s:ident)
+        first { $($f:ident $(($fp:ident))? = $fr:ident: $fin:expr, $fout:expr;)* }
+        frequent { $($c:ident $(($cp:ident))? = $cr:ident: $cin:expr, $cout:expr;)* }
+        rare { $($r:ident $(($rp:ident))? = $rr:ident: $rin:expr, $rout:expr;)* }
+        outside { $($o:ident $(($op:ident))? = $or:ident: $oout:expr;)* }
+    ) => {
+        /// The reason that an exit is counted by.
+        pub(crate) fn reason_of(exit: &Exit) -> Reason {
+            match exit {
+                $(Exit::$f { .. } => Reason::$fr,)*
+                $(Exit::$c { .. } => Reason::$cr,)*
+                $(Exit::$r { .. } => Reason::$rr,)*
+                $(Exit::$o { .. } => Reason::$or,)*
+            }
+        }
+
+        #[allow(unused_variables, reason = "not each side of a row needs what the exit comes with")]
+        impl<B: Backend> Vcpu<B> {
+            /// Answers an exit if that is possible without leaving the loop. Each reason is counted
+            /// in its own arm, where the counter's place is a constant.
+            #[inline(always)]
+            pub(crate) fn answer(&mut self, $s: Section<'_>, exit: Exit) -> Next {
+                let $v = self;
+                match exit {
+                    $(Exit::$f $(($fp))? => {
+                        $v.stats.exit(Reason::$fr);
+                        $fin
+                    })*
+                    $(Exit::$c $(($cp))? => {
+                        $v.stats.exit(Reason::$cr);
+                        $cin
+                    })*
+                    exit => $v.answer_rare($s, exit),
+                }
+            }
+
+            /// Answers an exit that a guest makes seldom.
+            #[inline(never)]
+            pub(crate) fn answer_rare(&mut self, $s: Section<'_>, exit: Exit) -> Next {
+                let $v = self;
+                match exit {
+                    $(Exit::$r $(($rp))? => {
+                        $v.stats.exit(Reason::$rr);
+                        $rin
+                    })*
+                    exit => {
+                        $v.stats.exit(reason_of(&exit));
+                        Next::Leave
+                    }
+                }
+            }
+
+            /// Handles an exit that the loop was left for.
+            pub(crate) fn handle(&mut self, exit: Exit) -> Outcome {
+                let $v = self;
+                match exit {
+                    $(Exit::$f $(($fp))? => {
+                        $v.stats.outside(Reason::$fr);
+                        $fout
+                    })*
+                    exit => $v.handle_rare(exit),
+                }
+            }
+
+            /// Handles the other exits: those of a guest that does something unusual, or whose page
+            /// of code is not there.
+            #[cold]
+            #[inline(never)]
+            fn handle_rare(&mut self, exit: Exit) -> Outcome {
+                self.stats.outside(reason_of(&exit));
+                let $v = self;
+                match exit {
+                    // Handled by the caller.
+                    $(Exit::$f { .. } => Ok(()),)*
+                    $(Exit::$c $(($cp))? => $cout,)*
+                    $(Exit::$r $(($rp))? => $rout,)*
+                    $(Exit::$o $(($op))? => $oout,)*
+                }
+            }
+        }
+
+        /// The reasons of the rows, a variant each.
+        #[cfg(test)]
+        const ROWS: &[(&str, Reason)] = &[
+            $((stringify!($f), Reason::$fr),)*
+            $((stringify!($c), Reason::$cr),)*
+            $((stringify!($r), Reason::$rr),)*
+            $((stringify!($o), Reason::$or),)*
+        ];
+    };
+}
+
+// `Ok(())` outside: it never gets there, or what it asks for was done when the loop was left.
+exits! { (v, s)
+    first {
+        TdpFault(fault) = TdpFault:        v.answer_mmio(s, fault),       v.tdp_fault(fault);
+        Io(io)          = Io:              v.answer_io(s, io),            v.slow_io(io);
+        Hlt             = Hlt:             v.answer_hlt(s),               v.halt();
+    }
+    frequent {
+        Cpuid           = Cpuid:           v.answer_cpuid(s),             v.slow_cpuid();
+        Wrmsr           = Wrmsr:           v.answer_wrmsr(s),             v.slow_msr(true);
+        Rdmsr           = Rdmsr:           v.answer_rdmsr(s),             v.slow_msr(false);
+        PageFault(f)    = PageFault:       v.answer_page_fault(s, f),     v.page_fault(f);
+        Hypercall       = Hypercall:       v.answer_hypercall(s),         v.slow_hypercall();
+        Cr(access)      = Cr:              v.answer_cr(s, access),        v.emulate_cr(access);
+        Interrupt       = Interrupt:       Next::Leave,                   Ok(());
+        Deadline        = Deadline:        v.expire_hv_timer(s),          Ok(());
+    }
+    rare {
+        CacheFlush      = CacheFlush:      v.answer_nothing(s),           v.skip();
+        Invlpg(at)      = Invlpg:          v.answer_invlpg(s, at),        v.emulate_here(Cause::Invlpg);
+        Xsetbv          = Xsetbv:          v.answer_xsetbv(s),            v.slow_instruction(Self::do_xsetbv);
+        InterruptWindow = InterruptWindow: v.answer_interrupt_window(),   Ok(());
+        PriorityLowered = InterruptWindow: v.answer_interrupt_window(),   Ok(());
+        DebugReg        = DebugReg:        v.answer_debug_reg(),          v.slow_debug_reg();
+        Mwait           = Mwait:           v.answer_mwait(s),             v.skip();
+        Undefined       = Undefined:       v.answer_by(Exception::ud()),  Ok(());
+        Rdpmc           = Rdpmc:           v.answer_by(Exception::gp(0)), Ok(());
+        Eoi(vector)     = Eoi:             v.answer_eoi(vector),          Ok(());
+        IllegalSelfIpi  = ApicWrite:       v.answer_illegal_self_ipi(),   Ok(());
+        Iret            = Iret:            v.answer_nmi_window(),         Ok(());
+        NmiWindow       = Iret:            v.answer_nmi_window(),         Ok(());
+    }
+    outside {
+        Exception(e)    = Exception:       v.exception(e);
+        Pause           = Pause:           v.pause();
+        Invpcid         = Invlpg:          v.slow_invpcid();
+        GdtrIdtr        = DescriptorTable: v.emulate_here(Cause::GdtrIdtr);
+        LdtrTr          = DescriptorTable: v.emulate_here(Cause::LdtrTr);
+        TaskSwitch(to)  = TaskSwitch:      v.task_switch(to);
+        Rsm             = Rsm:             v.slow_rsm();
+        Shutdown        = Shutdown:        v.shut_down();
+        Refused         = Refused:         v.entry_refused();
+        Unknown(code)   = Other:           v.unexpected_exit();
+        Nmi             = Nmi:             Ok(());
+        HostSignal      = HostSignal:      Ok(());
+        MachineCheck    = MachineCheck:    Ok(());
+        PageLogFull     = Other:           Ok(());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use alloc::vec::Vec;
+
+    use super::*;
+
+    #[test]
+    fn each_exit_has_one_row_and_each_reason_an_exit() {
+        let mut names: Vec<_> = ROWS.iter().map(|(name, _)| name).collect();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), ROWS.len());
+        for reason in stats::reason::ALL {
+            assert!(ROWS.iter().any(|(_, of)| of == reason), "{reason:?} counts nothing");
+        }
+    }
+}
