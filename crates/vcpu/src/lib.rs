@@ -20,7 +20,7 @@ mod time;
 pub use run::user_exit::{ErrorData, RunInput, RunOutput, UserExit};
 pub use state::registers::{Regs, Sregs};
 
-use backend::{Backend, Gprs};
+use backend::{Backend, Gprs, TSC_RATIO_ONE};
 use cpuid::{GuestCpuid, Supported};
 use emulate::DecodeCache;
 use host::{Arc, KBox, NoMemory, fpu::GuestFpu};
@@ -37,24 +37,15 @@ pub struct Vcpu<B: Backend> {
     // What the inner loop touches comes first.
     pub(crate) b: B,
     pub(crate) gprs: Gprs,
-    /// Something may have become deliverable: look before the next entry.
-    pub(crate) recheck: bool,
+    pub(crate) pending: run::pending::Pending,
     /// The task priority that was last taken from the hardware.
     pub(crate) cr8_seen: u8,
-    /// A PV EOI is offered to the guest: the APIC is to be touched only after looking at it.
-    pub(crate) pv_eoi_offered: bool,
-    /// What has to be looked at after every exit.
-    pub(crate) after_exit: run::after_exit::AfterExit,
     pub(crate) device_seen: exits::device::mmio::DeviceSeen,
-    pub(crate) window_wanted: bool,
     /// The CPU logs written pages.
     pub(crate) page_log: bool,
-    /// The VM has a filter of MSRs.
-    pub(crate) msrs_filtered: bool,
+    pub(crate) msrs: state::msrs::Msrs,
     /// CPUID outside CPL 0 faults (MISC_FEATURES_ENABLES).
     pub(crate) cpuid_faults: bool,
-    /// The HLT that the loop was left for has retired already.
-    pub(crate) hlt_retired: bool,
     pub(crate) events: run::events::Events,
     pub(crate) time: time::Time,
     /// What is counted: also in `shared`, here without the way through it.
@@ -72,20 +63,15 @@ pub struct Vcpu<B: Backend> {
     pub(crate) rare: KBox<Rare>,
     /// Pages for TDP tables, topped up outside locks.
     pub(crate) tables: KBox<TableCache>,
-    pub(crate) store: KBox<MsrStore>,
     pub(crate) decode: KBox<DecodeCache>,
-    pub(crate) tsc_khz: u32,
-    /// TSC frequency ratio of guest to host, 32.32 fixed point.
-    pub(crate) tsc_ratio: u64,
-    pub(crate) tsc_offset: u64,
+    pub(crate) tsc: time::tsc::Tsc,
     /// What an observed vCPU has yet to tell.
     pub(crate) observation: KBox<observe::Observation>,
     pub(crate) fpu: KBox<GuestFpu>,
     pub(crate) user_io: exits::device::user_io::UserIo,
     pub(crate) pv: KBox<pv::PvState>,
     pub(crate) smm: state::smm::Smm,
-    pub(crate) single_step: bool,
-    pub(crate) guest_debug: u32,
+    pub(crate) debug: state::debug::Debug,
     pub(crate) has_run: bool,
     /// Bytes for the port I/O page: what the guest writes, or what user space answers.
     pub io_data: [u8; 8],
@@ -177,8 +163,8 @@ impl<B: Backend> Vcpu<B> {
         this.reset_registers(false);
         // KVM starts a guest's TSC at zero when its vCPU is made.
         let host = this.b.host_tsc();
-        this.tsc_offset = this.vm.new_vcpu_tsc_offset(host);
-        let (offset, ratio) = (this.tsc_offset, this.tsc_ratio);
+        this.tsc.offset = this.vm.new_vcpu_tsc_offset(host);
+        let (offset, ratio) = (this.tsc.offset, this.tsc.ratio);
         this.b.set_tsc(offset, ratio);
         this.follow_fewer_exits();
         this.apply_cpuid();
@@ -227,16 +213,12 @@ impl<B: Backend> Vcpu<B> {
         Self {
             b: b.into_inner(),
             gprs: Gprs::default(),
-            recheck: true,
+            pending: run::pending::Pending::default(),
             cr8_seen: 0,
-            pv_eoi_offered: false,
-            after_exit: run::after_exit::AfterExit::default(),
             device_seen: exits::device::mmio::DeviceSeen::default(),
-            window_wanted: false,
             page_log: false,
-            msrs_filtered: false,
+            msrs: state::msrs::Msrs { store: parts.store, filtered: false },
             cpuid_faults: false,
-            hlt_retired: false,
             events: run::events::Events::default(),
             time: time::Time::default(),
             roots: parts.roots,
@@ -249,18 +231,14 @@ impl<B: Backend> Vcpu<B> {
             cpuid: parts.cpuid,
             rare: parts.rare,
             tables: parts.tables,
-            store: parts.store,
             decode: parts.decode,
-            tsc_khz,
-            tsc_ratio: 1 << 32,
-            tsc_offset: 0,
+            tsc: time::tsc::Tsc { khz: tsc_khz, ratio: TSC_RATIO_ONE, offset: 0 },
             observation: parts.observation,
             fpu: parts.fpu,
             user_io: parts.user_io,
             pv: parts.pv,
             smm: state::smm::Smm::default(),
-            single_step: false,
-            guest_debug: 0,
+            debug: state::debug::Debug::default(),
             has_run: false,
             io_data: [0; 8],
         }
@@ -293,12 +271,12 @@ impl<B: Backend> Vcpu<B> {
         let outer = self.events.outer.survivors();
         self.events = run::events::Events { external, outer, ..run::events::Events::default() };
         self.reset_smm();
-        self.after_exit.set_offered(None);
+        self.pending.after_exit.set_offered(None);
         self.user_io.forget();
         self.publish_priority();
         self.cpuid_inputs_changed();
         self.note_role();
         self.registers_replaced();
-        self.recheck = true;
+        self.pending.raise();
     }
 }

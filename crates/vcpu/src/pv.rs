@@ -84,7 +84,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn publish_clock(&mut self) {
         let Some(at) = self.pv.clock_page else { return };
         let sample =
-            self.vm.clock_sample(Scale::from_khz(self.tsc_khz), |host| self.b.guest_tsc(host));
+            self.vm.clock_sample(Scale::from_khz(self.tsc.khz), |host| self.b.guest_tsc(host));
         let stopped = core::mem::take(&mut self.pv.stopped);
         let _ = ClockPage::publish(&self.guest_page(at), &sample, stopped);
     }
@@ -117,7 +117,7 @@ impl<B: Backend> Vcpu<B> {
 
     #[inline(never)]
     fn offer_pv_eoi_at(&mut self, s: Section<'_>, at: Gpa, vector: Option<Vector>) {
-        if !self.shared.in_kernel_apic || self.pv_eoi_offered {
+        if !self.shared.in_kernel_apic || self.pending.pv_eoi_offered {
             return;
         }
         let lapic = &self.shared.lapic;
@@ -133,14 +133,14 @@ impl<B: Backend> Vcpu<B> {
         let mut eoi = self.pv.eoi;
         let offered = eoi.offer(&page).is_ok();
         self.pv.eoi = eoi;
-        self.pv_eoi_offered = offered;
+        self.pending.pv_eoi_offered = offered;
     }
 
     /// The same inside the loop, before the APIC is looked at. False when the flag's page cannot be
     /// reached here: the loop is to be left.
     #[inline]
     pub(crate) fn settle_pv_eoi(&mut self, s: Section<'_>) -> bool {
-        !self.pv_eoi_offered || self.collect_pv_eoi(s)
+        !self.pending.pv_eoi_offered || self.collect_pv_eoi(s)
     }
 
     #[inline(never)]
@@ -153,7 +153,7 @@ impl<B: Backend> Vcpu<B> {
             return false;
         };
         self.pv.eoi = eoi;
-        self.pv_eoi_offered = false;
+        self.pending.pv_eoi_offered = false;
         if ended {
             // It was offered for an interrupt whose end only the local APIC has to hear of.
             let effect = self.shared.lapic.eoi();
@@ -165,14 +165,14 @@ impl<B: Backend> Vcpu<B> {
     /// After the loop was left: whether the guest has ended the interrupt by the flag.
     #[inline]
     pub(crate) fn take_pv_eoi(&mut self) {
-        if self.pv_eoi_offered {
+        if self.pending.pv_eoi_offered {
             self.take_offered_pv_eoi();
         }
     }
 
     #[inline(never)]
     fn take_offered_pv_eoi(&mut self) {
-        self.pv_eoi_offered = false;
+        self.pending.pv_eoi_offered = false;
         let Some(at) = self.pv.eoi.flag() else { return };
         let mut eoi = self.pv.eoi;
         let ended = eoi.collect(&self.guest_page(at)).unwrap_or(false);

@@ -18,17 +18,17 @@ impl<B: Backend> Vcpu<B> {
         match effect {
             // Nothing but, perhaps, an error, which may have an interrupt of its own.
             LapicEffect::None | LapicEffect::Eoi { level: false, .. } => {
-                self.recheck |= self.shared.lapic.maybe_pending();
+                self.pending.raise_if(self.shared.lapic.maybe_pending());
                 Next::Again
             }
             LapicEffect::TprChanged => {
                 self.publish_priority();
-                self.recheck = true;
+                self.pending.raise();
                 Next::Again
             }
             LapicEffect::SelfIpi(vector) => {
                 let accepted = self.shared.lapic.accept_fixed(vector, false);
-                self.recheck |= accepted.kick();
+                self.pending.raise_if(accepted.kick());
                 Next::Again
             }
             effect => {
@@ -45,7 +45,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Follows a register write; the kernel may be called.
     pub(crate) fn effect(&mut self, effect: LapicEffect) {
-        self.recheck = true;
+        self.pending.raise();
         match effect {
             LapicEffect::None => {}
             LapicEffect::Eoi { vector, level } => {
@@ -91,7 +91,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     fn owe(&mut self) {
         self.events.outer.set(Outer::OWING, true);
-        self.recheck = true;
+        self.pending.raise();
     }
 
     /// Tells them.

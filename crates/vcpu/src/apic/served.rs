@@ -55,7 +55,7 @@ impl<B: Backend> Vcpu<B> {
         let state = apic.take_back();
         self.shared.lapic.take_back(&state);
         self.cr8_seen = self.b.cr8();
-        self.recheck = true;
+        self.pending.raise();
     }
 
     /// Before the register of an MSR is read that exits.
@@ -154,7 +154,7 @@ impl<B: Backend> Vcpu<B> {
             }
             return kernel;
         }
-        if self.window_wanted && self.shared.lapic.accepts_pic() {
+        if self.pending.window_wanted && self.shared.lapic.accepts_pic() {
             // While it is open the CPU delivers nothing itself (SDM vol. 3C §30.2.2).
             self.b.set_interrupt_window(true);
         }
@@ -178,7 +178,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn answer_illegal_self_ipi(&mut self) -> Next {
         match self.shared.lapic.write_x2(X2APIC_SELF_IPI, 0) {
             Ok(effect) => {
-                self.recheck |= self.shared.lapic.maybe_pending();
+                self.pending.raise_if(self.shared.lapic.maybe_pending());
                 self.effect_in_loop(effect)
             }
             Err(_) => Next::Again,

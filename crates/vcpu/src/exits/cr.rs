@@ -111,7 +111,7 @@ impl<B: Backend> Vcpu<B> {
                     self.events.outer.set(Outer::SET_TPR, true);
                 }
                 self.b.set_cr8(value as u8);
-                self.recheck = true;
+                self.pending.raise();
                 Ok(())
             }
             8 => Err(Exception::gp(0)),

@@ -104,7 +104,7 @@ impl<B: Backend> Vcpu<B> {
                     self.b.set_rip(done.rip);
                     self.trap_iteration(done.rflags);
                 }
-                self.recheck = true;
+                self.pending.raise();
                 Ok(())
             }
             Err(Stop::Fault(exception)) => {
@@ -131,7 +131,7 @@ impl<B: Backend> Vcpu<B> {
         if !rflags.contains(Rflags::TF) {
             return;
         }
-        if self.single_step {
+        if self.debug.single_step {
             self.events.outer.set(Outer::STEPPED, true);
         } else {
             self.raise(Exception::db(Dr6::BS));

@@ -26,7 +26,7 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     pub(crate) fn interpret(&mut self) -> Outcome {
-        self.recheck = true;
+        self.pending.raise();
         if self.interpret_event()? {
             return Ok(());
         }
@@ -42,7 +42,7 @@ impl<B: Backend> Vcpu<B> {
                 break;
             }
         }
-        self.recheck = true;
+        self.pending.raise();
         Ok(())
     }
 
@@ -51,7 +51,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn interrupt_may_wait(&self) -> bool {
-        self.after_exit.offered().is_some()
+        self.pending.after_exit.offered().is_some()
             || self.events.external.is_some()
             || self.shared.lapic.maybe_pending()
             || self.vm.irq().extint_pending()
@@ -66,7 +66,7 @@ impl<B: Backend> Vcpu<B> {
         if self.is_protected() || !self.interrupts_open() {
             return Ok(false);
         }
-        let Some(vector) = self.after_exit.take_offered() else { return Ok(false) };
+        let Some(vector) = self.pending.after_exit.take_offered() else { return Ok(false) };
         self.b.offer_interrupt(None);
         self.stats.count(stats::VcpuCount::IrqInjections);
         if self.shared.in_kernel_apic {
@@ -172,7 +172,7 @@ impl<B: Backend> Vcpu<B> {
             }
             Outside::Hlt => {
                 self.retire(next);
-                self.hlt_retired = true;
+                self.pending.hlt_retired = true;
                 return self.halt();
             }
             Outside::Rdmsr | Outside::Wrmsr => return self.msr_to(what == Outside::Wrmsr, next),

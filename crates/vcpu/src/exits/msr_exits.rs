@@ -25,7 +25,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     pub(crate) fn follow_msr_filter(&mut self) {
         let filter = self.vm.msr_filter();
-        self.msrs_filtered = filter.is_some();
+        self.msrs.filtered = filter.is_some();
         self.rare.msr_filter = filter;
         self.apply_msr_filter();
     }
@@ -40,7 +40,7 @@ impl<B: Backend> Vcpu<B> {
     /// Whether the filter denies an access.
     #[inline]
     pub(crate) fn msr_denied(&self, index: u32, write: bool) -> bool {
-        self.msrs_filtered && self.filter_denies(index, write)
+        self.msrs.filtered && self.filter_denies(index, write)
     }
 
     #[cold]

@@ -115,7 +115,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     pub(crate) fn halt(&mut self) -> Outcome {
-        if !core::mem::take(&mut self.hlt_retired) {
+        if !core::mem::take(&mut self.pending.hlt_retired) {
             let next = self.slow_next_rip()?;
             self.retire(next);
         }
@@ -134,14 +134,14 @@ impl<B: Backend> Vcpu<B> {
         match e.vector.0 {
             DB => {
                 if self.b.own_single_step() {
-                    self.recheck = true;
+                    self.pending.raise();
                     return Ok(());
                 }
                 let regs = self.b.debug_regs();
                 let [.., dr6, dr7] = regs;
                 // VMX tells apart from DR6 what happened, SVM by it.
                 let bits = e.payload.filter(|bits| *bits != 0).unwrap_or(dr6 ^ Dr6::ACTIVE_LOW);
-                if self.guest_debug & (guestdbg::SINGLESTEP | guestdbg::USE_HW_BP) != 0 {
+                if self.debug.control & (guestdbg::SINGLESTEP | guestdbg::USE_HW_BP) != 0 {
                     let pc = self.linear_rip();
                     let dr6 = bits ^ Dr6::ACTIVE_LOW;
                     return Err(UserExit::Debug { exception: 1, pc, dr6, dr7 }.into());
@@ -153,7 +153,7 @@ impl<B: Backend> Vcpu<B> {
             AC if !self.checks_alignment() && host::hostcpu::detects_split_locks() => {
                 self.split_lock(e)
             }
-            BP if self.guest_debug & guestdbg::USE_SW_BP != 0 => {
+            BP if self.debug.control & guestdbg::USE_SW_BP != 0 => {
                 let [.., dr6, dr7] = self.b.debug_regs();
                 let pc = self.linear_rip();
                 Err(UserExit::Debug { exception: 3, pc, dr6, dr7 }.into())

@@ -99,7 +99,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     pub(crate) fn begin_observation(&mut self, watch: Observed) -> bool {
         self.observation.watch = watch;
-        self.after_exit.set_observed(true);
+        self.pending.after_exit.set_observed(true);
         self.events.outer.set(Outer::OBSERVED, true);
         self.tell_and_enter()
     }
@@ -109,7 +109,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     pub(crate) fn end_observation(&mut self, left: &Left) {
         let watch = self.observation.watch;
-        self.after_exit.set_observed(false);
+        self.pending.after_exit.set_observed(false);
         self.events.outer.set(Outer::OBSERVED, false);
         // Told of right before the next entry.
         self.observation.outside = !left.is_handled();
@@ -129,15 +129,15 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn observe_exit(&mut self, s: Section<'_>) {
         let watch = self.observation.watch;
         // So that the loop comes by again before the next entry.
-        self.recheck = true;
+        self.pending.raise();
         let exit = self.b.exit();
         if watch.cycles() {
             let (at, reason) = (self.b.host_tsc(), reason_of(&exit));
             self.observation.exited = Some(Exited { at, reason, during: watch });
         }
-        let offered = self.after_exit.offered();
+        let offered = self.pending.after_exit.offered();
         self.note_taken();
-        let still = self.after_exit.offered();
+        let still = self.pending.after_exit.offered();
         let taken = offered.filter(|_| watch.inj_virq() && still.is_none());
         if watch.details() {
             let simple = match exit {
@@ -167,7 +167,7 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     pub(crate) fn observe_answer(&mut self, s: Section<'_>) -> bool {
-        if !self.after_exit.is_observed() || self.events.outer.any_but(Outer::OBSERVED) {
+        if !self.pending.after_exit.is_observed() || self.events.outer.any_but(Outer::OBSERVED) {
             return false;
         }
         self.inject_answer(s) && self.tell_and_enter()

@@ -168,7 +168,7 @@ impl<B: Backend> Vcpu<B> {
         shadow.work = 0;
         if guard.wants_settling() {
             shadow.unsettled = true;
-            self.recheck = true;
+            self.pending.raise();
         }
         true
     }
@@ -349,7 +349,7 @@ impl<B: Backend> Vcpu<B> {
         b.flush_tlb();
         if guard.wants_settling() {
             shadow.unsettled = true;
-            self.recheck = true;
+            self.pending.raise();
         }
         true
     }

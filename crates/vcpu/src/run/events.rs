@@ -1,7 +1,30 @@
 //! Events on their way into the guest: what waits, in which order it goes, what it becomes when
 //! two meet.
 //!
-//! APM vol. 2 §8.2.9 (double faults), §8.5 (priorities), §15.20 (injection).
+//! An entry can inject one event. More than one may wait, so there is an order (APM vol. 2 §8.5):
+//!
+//! 1. `again`: an event whose delivery an exit interrupted, by a page fault on the guest's stack, say.
+//!    The guest has begun to take it, so it goes before anything else. INT n is no such event: RIP still
+//!    points at it, and it is executed again.
+//! 2. `exception`: a fault that a handler raised. It belongs to the instruction at RIP, which would
+//!    otherwise be executed without it.
+//! 3. An NMI, then an interrupt: these come between instructions and can wait.
+//!
+//! Why two exceptions have to be combined here: the CPU makes #DF of a fault in the delivery of another
+//! one by itself, but if the first was injected by us and the second is raised by us, no CPU has seen
+//! both. The table is the manual's (APM vol. 2 table 8-4).
+//!
+//! Why an interrupt is offered and not injected: it may have to wait for RFLAGS.IF or the task priority,
+//! and waiting for an exit that says "now" costs that exit. The hardware holds the offer and delivers it
+//! at the first moment (docs/adr/0016). The price is a second look after each exit with an offer out
+//! ([`Vcpu::note_taken`]), and that the local APIC does not show its whole state meanwhile: who looks at
+//! it withdraws the offer first. The 8259A cannot be offered from, because it gives its vector only when
+//! it is acknowledged, which cannot be undone.
+//!
+//! Why NMIs need a window: the CPU blocks them until IRET, and a second one may wait. Backends find the
+//! end of that in different ways ([`NmiWindow`]).
+//!
+//! What the outer loop has to do with the guest stopped is in [`Outer`], a bit each.
 
 use backend::{Backend, Event, NmiWindow};
 use stats::VcpuCount;
@@ -143,7 +166,7 @@ pub fn combine(first: u8, second: u8) -> Combined {
 impl<B: Backend> Vcpu<B> {
     /// Raises an exception at the current instruction.
     pub(crate) fn raise(&mut self, exception: Exception) {
-        self.recheck = true;
+        self.pending.raise();
         let first = match (self.events.again, self.events.exception) {
             (Some(Event::Exception(e)), _) | (_, Some(e)) => Some(e.vector.0),
             _ => None,
@@ -214,7 +237,7 @@ impl<B: Backend> Vcpu<B> {
     /// has to wait. `kernel`: kernel calls are possible, else `false` is returned when one is
     /// needed.
     pub(crate) fn inject_pending(&mut self, kernel: bool) -> bool {
-        self.recheck = false;
+        self.pending.take();
         self.sync_priority();
         if self.b.injecting() {
             // Prepared already, for an entry that did not happen.
@@ -247,11 +270,11 @@ impl<B: Backend> Vcpu<B> {
         if self.shared.in_kernel_apic {
             self.put_back_offer();
         }
-        self.after_exit.set_offered(None);
+        self.pending.after_exit.set_offered(None);
         self.b.offer_interrupt(None);
         // Nothing waits for the guest's priority to fall.
         self.b.watch_priority(false, None);
-        self.recheck = false;
+        self.pending.take();
     }
 
     fn inject_exception(&mut self, exception: Exception) {
@@ -277,10 +300,10 @@ impl<B: Backend> Vcpu<B> {
         }
         match self.b.set_nmi_window() {
             NmiWindow::Exit => {}
-            NmiWindow::Step => self.after_exit.set_stepping(),
+            NmiWindow::Step => self.pending.after_exit.set_stepping(),
             NmiWindow::Kick => {
                 // Held until the guest runs, whose run it ends.
-                self.recheck = true;
+                self.pending.raise();
                 if kernel {
                     host::smp::kick(host::smp::cpu_id());
                 }
@@ -296,9 +319,9 @@ impl<B: Backend> Vcpu<B> {
     fn inject_interrupt(&mut self, kernel: bool) -> bool {
         if !self.shared.in_kernel_apic {
             let external = self.events.external;
-            self.after_exit.set_offered(external);
+            self.pending.after_exit.set_offered(external);
             self.b.offer_interrupt(external);
-            if external.is_none() && self.window_wanted {
+            if external.is_none() && self.pending.window_wanted {
                 self.b.set_interrupt_window(true);
             }
             return true;
@@ -314,7 +337,7 @@ impl<B: Backend> Vcpu<B> {
             }
             return kernel;
         }
-        if self.window_wanted && self.shared.lapic.accepts_pic() {
+        if self.pending.window_wanted && self.shared.lapic.accepts_pic() {
             // The VMM's PIC goes before the local APIC.
             self.b.offer_interrupt(None);
             self.b.set_interrupt_window(true);
@@ -325,7 +348,7 @@ impl<B: Backend> Vcpu<B> {
         if let Some(vector) = pending {
             self.shared.lapic.clear_irr(vector);
         }
-        self.after_exit.set_offered(pending);
+        self.pending.after_exit.set_offered(pending);
         self.b.offer_interrupt(pending);
         self.update_cr8_intercept(pending.is_some());
         true
@@ -334,7 +357,7 @@ impl<B: Backend> Vcpu<B> {
     /// Puts an offered interrupt back into the IRR; the hardware's offer stands until the next.
     #[inline]
     pub(crate) fn put_back_offer(&mut self) {
-        if let Some(vector) = self.after_exit.take_offered() {
+        if let Some(vector) = self.pending.after_exit.take_offered() {
             self.shared.lapic.set_irr(vector);
         }
     }
@@ -343,10 +366,10 @@ impl<B: Backend> Vcpu<B> {
     /// registers are looked at, and before user space may.
     #[inline]
     pub(crate) fn withdraw_offer(&mut self) {
-        if self.after_exit.offered().is_some() && self.shared.in_kernel_apic {
+        if self.pending.after_exit.offered().is_some() && self.shared.in_kernel_apic {
             self.put_back_offer();
             self.b.offer_interrupt(None);
-            self.recheck = true;
+            self.pending.raise();
         }
     }
 
@@ -355,7 +378,7 @@ impl<B: Backend> Vcpu<B> {
         if self.apic_is_served() {
             return self.served_interrupt_waits() || self.pic_pending();
         }
-        self.after_exit.offered().is_some()
+        self.pending.after_exit.offered().is_some()
             || self.shared.lapic.highest_pending().is_some()
             || self.pic_pending()
     }
@@ -373,7 +396,7 @@ impl<B: Backend> Vcpu<B> {
             self.stats.count(VcpuCount::IrqInjections);
         }
         let waiting = self.pic_pending()
-            || self.window_wanted
+            || self.pending.window_wanted
             || self.shared.lapic.highest_pending().is_some();
         self.b.set_interrupt_window(waiting);
         self.update_cr8_intercept(waiting);
@@ -394,18 +417,18 @@ impl<B: Backend> Vcpu<B> {
     /// one, and the end of the other.
     #[inline]
     pub(crate) fn note_taken(&mut self) {
-        if self.after_exit.take_stepping() {
+        if self.pending.after_exit.take_stepping() {
             self.b.settle_step();
-            self.recheck = true;
+            self.pending.raise();
         }
         if !self.b.offer_taken() {
             return;
         }
-        let Some(vector) = self.after_exit.take_offered() else { return };
+        let Some(vector) = self.pending.after_exit.take_offered() else { return };
         self.stats.count(VcpuCount::IrqInjections);
         if self.shared.in_kernel_apic {
             self.shared.lapic.set_isr(vector);
-            self.recheck |= self.shared.lapic.maybe_pending();
+            self.pending.raise_if(self.shared.lapic.maybe_pending());
         } else {
             self.events.external = None;
         }
@@ -449,13 +472,13 @@ impl<B: Backend> Vcpu<B> {
                 return;
             }
             self.events.again = Some(event);
-            self.recheck = true;
+            self.pending.raise();
             if let Event::Interrupt(vector) = event
-                && self.after_exit.offered() == Some(vector)
+                && self.pending.after_exit.offered() == Some(vector)
             {
                 // The delivery of the offered one was interrupted, and V_IRQ may still be set: it
                 // has left the offer for the event.
-                self.after_exit.set_offered(None);
+                self.pending.after_exit.set_offered(None);
                 self.b.offer_interrupt(None);
                 if self.shared.in_kernel_apic {
                     self.shared.lapic.set_isr(vector);

@@ -1,13 +1,30 @@
 //! The inner loop: inject, enter, look at the exit, answer it and enter again, with interrupts off
 //! from beginning to end.
 //!
-//! Rules (each has its budget in `tests/budget.rs`): no allocation, no CPUID, no MSR write of an
-//! unchanged value, no indirect call, no look at requests, signals or need_resched between two
-//! entries. The last holds because whatever becomes pending comes with an IPI or a timer interrupt
-//! while the mode is `InGuest` (see `vm::vcpu_shared`), and either ends the next entry at once. It does so
-//! at the boundary of an instruction; turns that may not reach one are bounded (`events::Stalls`).
-//! Handlers that call the kernel are the exception: a call may set need_resched without an
-//! interrupt, so they look again before they go on.
+//! Why there is a second loop inside KVM_RUN's. Most exits are answered in a few hundred instructions:
+//! CPUID, an MSR, a control register, a write to the local APIC. Around such an answer the way out to the
+//! preemptible kernel and back is dearer than the answer: the host's segments, FPU and XCR0 go in, the
+//! guest's come back, and everything is asked that might have changed meanwhile. So the guest's state
+//! stays loaded here, and an answer costs the world switch and itself.
+//!
+//! Why nothing is looked at between two entries: no request, no signal, no `need_resched`. Whatever
+//! becomes pending comes with an IPI or a timer interrupt while the mode is `InGuest`
+//! ([`vm::vcpu_shared`]), interrupts are off, and so it ends the next entry at once (docs/adr/0005). It
+//! does that at the boundary of an instruction; turns that may not reach one are bounded
+//! ([`Stalls`](crate::run::events::Stalls)). Two things are pending without an interrupt: what the answer
+//! itself made so, which it says by [`Pending::raise`](crate::run::pending::Pending::raise), and what
+//! a call into the kernel left, for which [`Vcpu::with_kernel`] looks.
+//!
+//! What may not be done here, for that reason: allocate, sleep, fault, execute CPUID, write an MSR with
+//! the value that it has, call through a pointer. Each has its budget in `tests/budget.rs`. Guest memory
+//! is read by way of the tables that are there ([`mmu::View`]); a page that is missing, an instruction
+//! that has to be emulated, a device of the VMM's are left to [`handle`](Vcpu::handle), outside. An
+//! answer that finds in the middle that it cannot go on has changed nothing yet, and says
+//! [`Next::Leave`].
+//!
+//! Which exit is whose is in [`table`](crate::exits::table). The backend compares the exit's code and
+//! calls [`Answer::frequent`] with a constant, so that the answer is compiled into the place of that
+//! comparison; that is why the handlers of frequent exits are inlined and the others are not.
 
 use backend::{Answer, Backend, Exit, PageLog};
 use host::{irq, task, trace};
@@ -90,10 +107,13 @@ impl<B: Backend> Vcpu<B> {
         }
         let s = entered.section();
         // Interrupts that arrived until now are in the IRR; later ones come with an IPI.
-        if self.recheck || self.shared.lapic.maybe_pending() || self.vm.irq().extint_pending() {
+        if self.pending.is_raised()
+            || self.shared.lapic.maybe_pending()
+            || self.vm.irq().extint_pending()
+        {
             self.inject_pending(true);
         }
-        self.offer_pv_eoi(s, self.after_exit.offered());
+        self.offer_pv_eoi(s, self.pending.after_exit.offered());
         // A softirq may have borrowed the registers since the run began.
         host::fpu::ensure_in_registers();
         let in_guest = irq::guest_enter();
@@ -174,8 +194,8 @@ impl<B: Backend> Vcpu<B> {
             self.b.enter(&mut self.gprs);
             // Whatever has a say before an exit gets its neutral form is one bit of this word. That the guest
             // is a guest's guest would be one more, with `Exits::raw` to be asked whose the exit is.
-            if self.after_exit.any() {
-                if self.after_exit.is_observed() {
+            if self.pending.after_exit.any() {
+                if self.pending.after_exit.is_observed() {
                     self.observe_exit(s);
                 } else {
                     self.note_taken();
@@ -185,8 +205,8 @@ impl<B: Backend> Vcpu<B> {
                 return left;
             }
             // An answer that cannot be injected here was given all the same.
-            if self.recheck && !self.inject_in_loop(s) {
-                self.recheck = true;
+            if self.pending.is_raised() && !self.inject_in_loop(s) {
+                self.pending.raise();
                 return Left::Quietly;
             }
         }
@@ -207,7 +227,7 @@ impl<B: Backend> Vcpu<B> {
         if !self.settle_pv_eoi(s) || !self.inject_pending(false) {
             return false;
         }
-        self.offer_pv_eoi(s, self.after_exit.offered());
+        self.offer_pv_eoi(s, self.pending.after_exit.offered());
         true
     }
 
@@ -239,10 +259,10 @@ impl<B: Backend> Vcpu<B> {
     fn retire_flags(&mut self, rflags: u64) {
         self.b.set_rflags(rflags & !Rflags::RF.bits());
         if rflags & Rflags::TF.bits() != 0 {
-            if self.single_step {
+            if self.debug.single_step {
                 // The VMM's step, not the guest's.
                 self.events.outer.set(Outer::STEPPED, true);
-                self.recheck = true;
+                self.pending.raise();
             } else {
                 self.raise(Exception::db(Dr6::BS));
             }
@@ -294,22 +314,22 @@ impl<B: Backend> Vcpu<B> {
     /// What an interrupt waited for has come: it is looked for again, and the window closed.
     pub(crate) fn answer_interrupt_window(&mut self) -> Next {
         self.b.set_interrupt_window(false);
-        self.recheck = true;
+        self.pending.raise();
         // A VMM with its own PIC may be waiting for just this.
-        if self.window_wanted { Next::Done } else { Next::Again }
+        if self.pending.window_wanted { Next::Done } else { Next::Again }
     }
 
     /// What an NMI waited for has come, or begins.
     pub(crate) fn answer_nmi_window(&mut self) -> Next {
         self.b.iret_begun();
-        self.recheck = true;
+        self.pending.raise();
         Next::Again
     }
 
     /// An access of a debug register is executed again, with the guest's registers in place; unless
     /// the VMM uses them.
     pub(crate) fn answer_debug_reg(&mut self) -> Next {
-        if self.guest_debug != 0 {
+        if self.debug.control != 0 {
             return Next::Leave;
         }
         self.b.own_debug_regs();
@@ -333,7 +353,7 @@ impl<B: Backend> Vcpu<B> {
         }
         let Some(next) = self.next_rip(s) else { return Next::Leave };
         self.retire(next);
-        self.hlt_retired = true;
+        self.pending.hlt_retired = true;
         if !self.shared.in_kernel_apic || self.b.rflags() & Rflags::IF.bits() == 0 {
             return Next::Leave;
         }
@@ -341,8 +361,8 @@ impl<B: Backend> Vcpu<B> {
         if !self.interrupt_waits() {
             return Next::Leave;
         }
-        self.hlt_retired = false;
-        self.recheck = true;
+        self.pending.hlt_retired = false;
+        self.pending.raise();
         Next::Again
     }
 }

@@ -5,6 +5,7 @@ pub(crate) mod after_exit;
 pub(crate) mod events;
 pub(crate) mod inner;
 pub(crate) mod outcome;
+pub(crate) mod pending;
 pub mod user_exit;
 
 use backend::{Backend, Exit, PageLog};
@@ -173,9 +174,9 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn run_loop(&mut self, input: &RunInput) -> UserExit {
-        self.window_wanted = input.request_interrupt_window && !self.has_pic();
-        if self.window_wanted {
-            self.recheck = true;
+        self.pending.window_wanted = input.request_interrupt_window && !self.has_pic();
+        if self.pending.window_wanted {
+            self.pending.raise();
         }
         loop {
             if let Err(Break::ToUser(exit)) = self.run_once() {
@@ -217,8 +218,8 @@ impl<B: Backend> Vcpu<B> {
         if self.events.outer.any() {
             self.leave_with_event()?;
         }
-        if self.window_wanted && self.ready_for_injection() {
-            self.window_wanted = false;
+        if self.pending.window_wanted && self.ready_for_injection() {
+            self.pending.window_wanted = false;
             return Err(UserExit::IrqWindowOpen.into());
         }
         if self.shared.mp_state() != MpState::Runnable {
@@ -297,7 +298,7 @@ impl<B: Backend> Vcpu<B> {
         }
         if has(Request::Event) {
             self.stats.count(VcpuCount::ReqEvent);
-            self.recheck = true;
+            self.pending.raise();
             if self.shared.has_init_sipi() {
                 self.take_start_signals();
             }
@@ -323,7 +324,7 @@ impl<B: Backend> Vcpu<B> {
                 MpState::Runnable => return Ok(()),
                 MpState::Halted if self.awake() => {
                     self.shared.set_mp_state(MpState::Runnable);
-                    self.recheck = true;
+                    self.pending.raise();
                     return Ok(());
                 }
                 _ => {}

@@ -84,7 +84,7 @@ impl<B: Backend> Vcpu<B> {
     /// MISC_ENABLE's MONITOR bit is in CPUID's place where the VMM asked for that.
     pub(crate) fn follow_misc_enable(&mut self) {
         if self.vm.settings.monitor_follows_misc_enable() {
-            self.cpuid.set_mwait(Some(self.store.offers_mwait()));
+            self.cpuid.set_mwait(Some(self.msrs.store.offers_mwait()));
         }
     }
 
@@ -110,7 +110,7 @@ impl<B: Backend> Vcpu<B> {
         };
         self.b.set_limits(limits);
         self.set_apic_features();
-        if self.msrs_filtered {
+        if self.msrs.filtered {
             self.apply_msr_filter();
         }
         // The timer may have lost its deadline mode.
@@ -124,7 +124,7 @@ impl<B: Backend> Vcpu<B> {
             tsc_deadline: has(feature::TSC_DEADLINE),
             // The I/O APIC in the kernel has no register for it.
             directed_eoi: has(feature::X2APIC) && self.vm.irq().kind() == Irqchip::Split,
-            cmci: self.store.has_cmci(),
+            cmci: self.msrs.store.has_cmci(),
         });
     }
 }

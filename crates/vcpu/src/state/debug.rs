@@ -19,6 +19,15 @@ pub(crate) mod guestdbg {
 /// Debug registers: DR0 to DR3, DR6, DR7.
 pub type DebugRegs = [u64; 6];
 
+/// What KVM_SET_GUEST_DEBUG asked for.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Debug {
+    /// `kvm_guest_debug.control`; 0: nothing.
+    pub control: u32,
+    /// RFLAGS.TF is the VMM's.
+    pub single_step: bool,
+}
+
 /// A VMM's breakpoints are in force.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Borrowed {
@@ -60,13 +69,13 @@ impl<B: Backend> Vcpu<B> {
     /// KVM_SET_GUEST_DEBUG.
     pub fn set_guest_debug(&mut self, control: u32, dr: [u64; 8]) {
         let on = control & guestdbg::ENABLE != 0;
-        self.guest_debug = if on { control } else { 0 };
-        let has = |bit| self.guest_debug & bit != 0;
+        self.debug.control = if on { control } else { 0 };
+        let has = |bit| self.debug.control & bit != 0;
         let (step, breakpoints) = (has(guestdbg::SINGLESTEP), has(guestdbg::USE_HW_BP));
         let rflags = self.guest_rflags();
-        self.single_step = step;
+        self.debug.single_step = step;
         self.b.set_rflags(if step { rflags | Rflags::TF.bits() } else { rflags });
-        self.b.set_guest_debug(self.guest_debug & guestdbg::USE_SW_BP != 0, step);
+        self.b.set_guest_debug(self.debug.control & guestdbg::USE_SW_BP != 0, step);
         let [a, b, c, d, _, _, _, dr7] = dr;
         self.borrow_debug_regs(breakpoints.then_some([
             a,
@@ -77,7 +86,7 @@ impl<B: Backend> Vcpu<B> {
             Dr7::new(dr7).bits(),
         ]));
         self.smi_blocked(self.events_blocked());
-        self.recheck = true;
+        self.pending.raise();
     }
 
     fn borrow_debug_regs(&mut self, theirs: Option<DebugRegs>) {
@@ -98,7 +107,7 @@ impl<B: Backend> Vcpu<B> {
     /// Whether the VMM keeps interrupts, NMIs and SMIs from the guest.
     #[inline]
     pub(crate) fn events_blocked(&self) -> bool {
-        self.guest_debug & guestdbg::BLOCKIRQ != 0
+        self.debug.control & guestdbg::BLOCKIRQ != 0
     }
 
     /// Where in [`DebugRegs`] a register is, by its number in an instruction.

@@ -1,9 +1,10 @@
 //! RDMSR and WRMSR: which floor an MSR belongs to, and what a write asks for beside its value.
 
 use backend::{Backend, RAX, RCX, RDX};
+use host::KBox;
 use irqchip::lapic::BaseRules;
 use mmu::Section;
-use msr::{Class, Effect, GuestFacts};
+use msr::{Class, Effect, GuestFacts, MsrStore};
 use stats::VcpuCount;
 use x86::Exception;
 use x86::msr::{
@@ -16,6 +17,15 @@ use crate::{Vcpu, run::events::Outer, run::inner::Next};
 /// The MSR does not exist for this guest, or does not take the value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refused;
+
+/// A vCPU's MSRs as far as they are values in memory, and who may reach them.
+#[derive(Debug)]
+pub(crate) struct Msrs {
+    /// The values.
+    pub store: KBox<MsrStore>,
+    /// The VM has a filter, which lies in [`Rare`](crate::Rare).
+    pub filtered: bool,
+}
 
 impl<B: Backend> Vcpu<B> {
     fn facts(&self) -> &GuestFacts {
@@ -167,7 +177,7 @@ impl<B: Backend> Vcpu<B> {
                 Err(Refused)
             }
             Class::Store | Class::Outside => {
-                self.store.read(index, host, self.facts()).map_err(|_| Refused)
+                self.msrs.store.read(index, host, self.facts()).map_err(|_| Refused)
             }
             Class::Unknown => Err(Refused),
         }
@@ -232,7 +242,7 @@ impl<B: Backend> Vcpu<B> {
         if index == MISC_ENABLE {
             return self.write_misc_enable(value, host);
         }
-        let effect = self.store.write(index, value, host, self.cpuid.msr_facts());
+        let effect = self.msrs.store.write(index, value, host, self.cpuid.msr_facts());
         self.store_effect(effect.map_err(|_| Refused)?);
         Ok(())
     }
@@ -243,7 +253,8 @@ impl<B: Backend> Vcpu<B> {
         let mut facts = *self.facts();
         // What needs SSE3 is that CPUID follows.
         facts.sse3 |= !self.vm.settings.monitor_follows_misc_enable();
-        let effect = self.store.write(MISC_ENABLE, value, host, &facts).map_err(|_| Refused)?;
+        let effect =
+            self.msrs.store.write(MISC_ENABLE, value, host, &facts).map_err(|_| Refused)?;
         self.store_effect(effect);
         Ok(())
     }
@@ -268,8 +279,8 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn move_tsc(&mut self, delta: i64) {
-        self.tsc_offset = self.tsc_offset.wrapping_add(delta as u64);
-        self.b.set_tsc(self.tsc_offset, self.tsc_ratio);
+        self.tsc.offset = self.tsc.offset.wrapping_add(delta as u64);
+        self.b.set_tsc(self.tsc.offset, self.tsc.ratio);
         self.tsc_changed();
     }
 
@@ -283,7 +294,7 @@ impl<B: Backend> Vcpu<B> {
                 } else {
                     // A guest's write moves TSC_ADJUST along (SDM vol. 3B §17.17.3).
                     let delta = value.wrapping_sub(self.b.guest_tsc(now));
-                    self.store.adjust_tsc(delta as i64);
+                    self.msrs.store.adjust_tsc(delta as i64);
                     self.move_tsc(delta as i64);
                 }
                 Ok(())
@@ -315,9 +326,9 @@ impl<B: Backend> Vcpu<B> {
     /// KVM_SET_MSRS of the TSC. Writes that a VMM makes to all vCPUs one after another are meant
     /// to give them the same TSC.
     fn set_guest_tsc(&mut self, value: u64, now: u64) {
-        let scaled = self.b.guest_tsc(now).wrapping_sub(self.tsc_offset);
-        self.tsc_offset = self.vm.match_tsc(value, scaled, self.tsc_khz);
-        self.b.set_tsc(self.tsc_offset, self.tsc_ratio);
+        let scaled = self.b.guest_tsc(now).wrapping_sub(self.tsc.offset);
+        self.tsc.offset = self.vm.match_tsc(value, scaled, self.tsc.khz);
+        self.b.set_tsc(self.tsc.offset, self.tsc.ratio);
         self.tsc_changed();
         self.shared.request(vm::vcpu_shared::Request::Clock);
     }
@@ -339,7 +350,7 @@ impl<B: Backend> Vcpu<B> {
             self.time.lazy.doubt();
             self.vm.irq().apic_changed();
             self.address_changed();
-            self.recheck = true;
+            self.pending.raise();
         }
         Ok(())
     }

@@ -123,7 +123,7 @@ impl<B: Backend> Vcpu<B> {
     /// RFLAGS without what a debugger's single step put there.
     pub(crate) fn guest_rflags(&self) -> u64 {
         let rflags = self.b.rflags();
-        if self.single_step { rflags & !Rflags::TF.bits() } else { rflags }
+        if self.debug.single_step { rflags & !Rflags::TF.bits() } else { rflags }
     }
 
     /// KVM_SET_REGS. Drops a pending exception, as an instruction that jumps away would.
@@ -135,10 +135,10 @@ impl<B: Backend> Vcpu<B> {
         }
         self.gprs.0 = regs.gpr;
         self.b.set_rip(regs.rip);
-        let step = if self.single_step { Rflags::TF } else { Rflags::empty() };
+        let step = if self.debug.single_step { Rflags::TF } else { Rflags::empty() };
         self.b.set_rflags(regs.rflags | (Rflags::FIXED | step).bits());
         self.events.exception = None;
-        self.recheck = true;
+        self.pending.raise();
     }
 
     /// KVM_GET_SREGS.
@@ -210,7 +210,7 @@ impl<B: Backend> Vcpu<B> {
         {
             self.set_mp_state(MpState::Runnable);
         }
-        self.recheck = true;
+        self.pending.raise();
         Ok(())
     }
 
@@ -284,7 +284,7 @@ impl<B: Backend> Vcpu<B> {
         if given.triple_fault {
             self.events.outer.set(Outer::TRIPLE_FAULT, e.triple_fault);
         }
-        self.recheck = true;
+        self.pending.raise();
     }
 
     /// Whether an exception waits to be injected.
@@ -312,7 +312,7 @@ impl<B: Backend> Vcpu<B> {
             return Err(Invalid);
         }
         self.events.external = Some(vector);
-        self.recheck = true;
+        self.pending.raise();
         Ok(())
     }
 
@@ -389,13 +389,13 @@ impl<B: Backend> Vcpu<B> {
         self.publish_priority();
         self.vm.irq().apic_changed();
         self.address_changed();
-        self.recheck = true;
+        self.pending.raise();
         Ok(())
     }
 
     /// TSC frequency of this vCPU.
     pub fn tsc_khz(&self) -> u32 {
-        self.tsc_khz
+        self.tsc.khz
     }
 
     /// Tells the guest that it was stopped (KVM_KVMCLOCK_CTRL).

@@ -58,12 +58,12 @@ impl<B: Backend> Vcpu<B> {
         }
         let host = self.b.host_tsc();
         let guest = self.b.guest_tsc(host);
-        self.tsc_khz = khz;
-        self.tsc_ratio = if close { 1 << 32 } else { ratio(khz, host_khz) };
+        self.tsc.khz = khz;
+        self.tsc.ratio = if close { 1 << 32 } else { ratio(khz, host_khz) };
         // The guest's TSC goes on from where it is.
-        self.b.set_tsc(0, self.tsc_ratio);
-        self.tsc_offset = guest.wrapping_sub(self.b.guest_tsc(host));
-        self.b.set_tsc(self.tsc_offset, self.tsc_ratio);
+        self.b.set_tsc(0, self.tsc.ratio);
+        self.tsc.offset = guest.wrapping_sub(self.b.guest_tsc(host));
+        self.b.set_tsc(self.tsc.offset, self.tsc.ratio);
         self.tsc_changed();
         self.shared.request(Request::Clock);
         Ok(())
@@ -71,20 +71,20 @@ impl<B: Backend> Vcpu<B> {
 
     /// Guest TSC minus scaled host TSC.
     pub fn tsc_offset(&self) -> u64 {
-        self.tsc_offset
+        self.tsc.offset
     }
 
     /// Sets the guest TSC minus the scaled host TSC.
     pub fn set_tsc_offset(&mut self, offset: u64) {
-        self.tsc_offset = offset;
-        self.b.set_tsc(offset, self.tsc_ratio);
+        self.tsc.offset = offset;
+        self.b.set_tsc(offset, self.tsc.ratio);
         self.tsc_changed();
         self.shared.request(Request::Clock);
     }
 
     /// KVM_X86_SETUP_MCE.
     pub fn set_up_mce(&mut self, mcg_cap: u64) -> Result<(), Invalid> {
-        self.store.set_up_mce(mcg_cap).map_err(|_| Invalid)?;
+        self.msrs.store.set_up_mce(mcg_cap).map_err(|_| Invalid)?;
         // The version register may change.
         self.settle_apic();
         self.set_apic_features();
@@ -94,7 +94,7 @@ impl<B: Backend> Vcpu<B> {
     /// KVM_X86_SET_MCE.
     pub fn inject_mce(&mut self, report: &McReport) -> Result<(), Invalid> {
         let enabled = Cr4::from_bits_retain(self.b.control().cr4).contains(Cr4::MCE);
-        match self.store.inject_mce(report, enabled).map_err(|_| Invalid)? {
+        match self.msrs.store.inject_mce(report, enabled).map_err(|_| Invalid)? {
             McVerdict::Logged => {}
             McVerdict::Interrupt if self.shared.in_kernel_apic => {
                 self.shared.deliver(self.shared.lapic.deliver_local(LocalVector::Cmci));

@@ -130,7 +130,7 @@ impl<B: Backend> Vcpu<B> {
             }
             None => {
                 self.await_deadline(deadline);
-                self.recheck |= self.shared.lapic.expire_deadline().kick();
+                self.pending.raise_if(self.shared.lapic.expire_deadline().kick());
                 if self.hv_timer_in_use() {
                     self.arm_hv_timer(self.shared.lapic.next_expiry(), None);
                 }
@@ -143,7 +143,7 @@ impl<B: Backend> Vcpu<B> {
         if !self.time.lazy.enabled() {
             return 0;
         }
-        (u64::from(self.tsc_khz).saturating_mul(GUARD_ADVANCE_NS)) / 1_000_000
+        (u64::from(self.tsc.khz).saturating_mul(GUARD_ADVANCE_NS)) / 1_000_000
     }
 
     /// Waits out what is left of the advance. Bounded, whatever the TSC does.

@@ -28,6 +28,7 @@
 //! its TSC, or a host that disciplines its clock, makes it neither longer nor shorter.
 
 pub(crate) mod lazy_deadline;
+pub(crate) mod tsc;
 
 use backend::{Backend, DeadlineWatch};
 use irqchip::lapic::{Expiry, TimerChange, TimerClock, TimerOp};
@@ -95,7 +96,7 @@ impl<B: Backend> Vcpu<B> {
         let tsc = self.b.host_tsc();
         let mult = (1_000_000u64 << 32) / u64::from(host::clock::tsc_khz().max(1));
         self.time.clock.base = Some(Base { tsc, ns: now_ns, mult });
-        TimerClock { now_ns, guest_tsc: self.b.guest_tsc(tsc), tsc_khz: self.tsc_khz }
+        TimerClock { now_ns, guest_tsc: self.b.guest_tsc(tsc), tsc_khz: self.tsc.khz }
     }
 
     /// The present inside the loop, if the base is known: no kernel call.
@@ -105,7 +106,7 @@ impl<B: Backend> Vcpu<B> {
         let tsc = self.b.host_tsc();
         let ticks = u128::from(tsc.wrapping_sub(base.tsc));
         let now_ns = base.ns.wrapping_add(((ticks * u128::from(base.mult)) >> 32) as u64);
-        Some(TimerClock { now_ns, guest_tsc: self.b.guest_tsc(tsc), tsc_khz: self.tsc_khz })
+        Some(TimerClock { now_ns, guest_tsc: self.b.guest_tsc(tsc), tsc_khz: self.tsc.khz })
     }
 }
 
@@ -123,7 +124,7 @@ impl<B: Backend> Vcpu<B> {
         }
         let past = value <= guest_tsc;
         let clock = if past {
-            TimerClock { now_ns: 0, guest_tsc, tsc_khz: self.tsc_khz }
+            TimerClock { now_ns: 0, guest_tsc, tsc_khz: self.tsc.khz }
         } else {
             match self.clock_in_loop() {
                 Some(clock) => clock,
@@ -140,7 +141,7 @@ impl<B: Backend> Vcpu<B> {
         let next = match self.shared.lapic.set_tsc_deadline(value, &clock) {
             TimerOp::Leave => Next::Again,
             TimerOp::Expired(accepted) => {
-                self.recheck |= accepted.kick();
+                self.pending.raise_if(accepted.kick());
                 Next::Again
             }
             op => self.with_kernel(|v| v.arm_timer(op)).1,
@@ -155,7 +156,7 @@ impl<B: Backend> Vcpu<B> {
             TimerOp::ArmHv => self.set_hv_timer(0),
             TimerOp::Expired(accepted) => {
                 self.set_hv_timer(0);
-                self.recheck |= accepted.kick();
+                self.pending.raise_if(accepted.kick());
             }
             _ => {}
         }
@@ -268,7 +269,7 @@ impl<B: Backend> Vcpu<B> {
         if let TimerOp::Expired(accepted) = op
             && accepted.kick()
         {
-            self.recheck = true;
+            self.pending.raise();
         }
         if matches!(op, TimerOp::ArmHv | TimerOp::Expired(_)) && self.hv_timer_in_use() {
             self.arm_hv_timer(self.shared.lapic.next_expiry(), None);
@@ -329,14 +330,14 @@ impl<B: Backend> Vcpu<B> {
     /// The TSC deadline that the CPU watches has come, and is the guest's newest.
     fn expire_deadline(&mut self) -> Next {
         self.set_hv_timer(0);
-        self.recheck |= self.shared.lapic.expire_deadline().kick();
+        self.pending.raise_if(self.shared.lapic.expire_deadline().kick());
         Next::Again
     }
 
     /// The countdown that the CPU watches is over, or what was watched for it; a periodic one begins anew.
     fn expire_countdown(&mut self, clock: &TimerClock) {
         let now_ns = clock.now_ns.saturating_add(ROUNDING_NS);
-        self.recheck |= self.shared.lapic.expire_due(now_ns).kick();
+        self.pending.raise_if(self.shared.lapic.expire_due(now_ns).kick());
         self.arm_hv_timer(self.shared.lapic.next_expiry(), Some(clock));
     }
 

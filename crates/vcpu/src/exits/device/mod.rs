@@ -128,7 +128,7 @@ impl<B: Backend> Vcpu<B> {
             Direction::Read => self.tell_mmio(Mmio::Read, address, data),
             Direction::Write => {
                 self.tell_mmio(Mmio::Write, address, data);
-                self.recheck = true;
+                self.pending.raise();
             }
         }
         true
@@ -155,7 +155,7 @@ impl<B: Backend> Vcpu<B> {
             }
         }
         // The 8259A's output may have risen.
-        self.recheck |= self.vm.irq().extint_pending();
+        self.pending.raise_if(self.vm.irq().extint_pending());
         true
     }
 

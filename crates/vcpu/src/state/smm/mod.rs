@@ -99,7 +99,7 @@ impl<B: Backend> Vcpu<B> {
         // RSM goes on behind a HLT, as in KVM.
         self.shared.set_mp_state(MpState::Runnable);
         self.set_smi_pending(false);
-        self.store.count_smi();
+        self.msrs.store.count_smi();
         match self.enter_smm() {
             Ok(()) => Ok(()),
             Err(NoSaveArea) => {
@@ -129,7 +129,7 @@ impl<B: Backend> Vcpu<B> {
         self.b.flush_tlb();
         self.device_seen = Default::default();
         self.user_io.log.forget();
-        self.recheck = true;
+        self.pending.raise();
         if !active && core::mem::take(&mut self.smm.latched_init) {
             self.shared.set_init(true);
         }
@@ -166,7 +166,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn save_area(&self) -> Gpa {
-        Gpa(self.store.smbase().wrapping_add(area::OFFSET))
+        Gpa(self.msrs.store.smbase().wrapping_add(area::OFFSET))
     }
 
     #[inline(never)]
@@ -183,7 +183,7 @@ impl<B: Backend> Vcpu<B> {
             cr3: c.cr3,
             cr4: Cr4::from_bits_retain(c.cr4),
             efer: Some(Efer::from_bits_retain(c.efer)),
-            smbase: self.store.smbase(),
+            smbase: self.msrs.store.smbase(),
             interrupt_shadow: self.b.interrupt_shadow(),
             segments: SEGMENTS.map(|name| self.b.segment(name)),
             gdtr: self.b.gdtr(),
@@ -198,7 +198,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// RFLAGS, with the step that a debugger may have asked for.
     fn set_handler_rflags(&mut self, rflags: Rflags) {
-        let step = if self.single_step { Rflags::TF } else { Rflags::empty() };
+        let step = if self.debug.single_step { Rflags::TF } else { Rflags::empty() };
         self.b.set_rflags((rflags | Rflags::FIXED | step).bits());
     }
 
@@ -216,7 +216,7 @@ impl<B: Backend> Vcpu<B> {
         self.b.set_idtr(DescriptorTable { base: 0, limit: 0 });
         let [a, b, c, d, dr6, _] = self.debug_regs();
         self.put_debug_regs([a, b, c, d, dr6, Dr7::RESET.bits()]);
-        let smbase = self.store.smbase();
+        let smbase = self.msrs.store.smbase();
         let cs = Segment { base: smbase, selector: (smbase >> 4) as u16, ..FLAT };
         for name in SEGMENTS.into_iter().take(6) {
             self.b.set_segment(name, if name == SegmentName::Cs { cs } else { FLAT });
@@ -229,7 +229,7 @@ impl<B: Backend> Vcpu<B> {
         self.b.flush_tlb();
         self.cpuid_inputs_changed();
         self.note_role();
-        self.recheck = true;
+        self.pending.raise();
     }
 
     /// RSM: #UD outside the mode; else back to what the save area says, or into shutdown where that
@@ -242,7 +242,7 @@ impl<B: Backend> Vcpu<B> {
         if !self.resume_from_save_area() {
             self.events.outer.set(Outer::TRIPLE_FAULT, true);
         }
-        self.recheck = true;
+        self.pending.raise();
     }
 
     #[inline(never)]
@@ -300,7 +300,7 @@ impl<B: Backend> Vcpu<B> {
         self.b.set_rip(cpu.rip);
         let [a, b, c, d, ..] = self.debug_regs();
         self.set_debug_regs([a, b, c, d, cpu.dr6, cpu.dr7]);
-        self.store.set_smbase(cpu.smbase);
+        self.msrs.store.set_smbase(cpu.smbase);
         if let Some(efer) = cpu.efer {
             let long = cpu.cr0.contains(Cr0::PG) && efer.contains(Efer::LME);
             let lma = if long { Efer::LMA } else { Efer::empty() };
@@ -316,7 +316,7 @@ impl<B: Backend> Vcpu<B> {
         self.b.set_idtr(cpu.idtr);
         self.b.set_interrupt_shadow(cpu.interrupt_shadow);
         self.control_changed();
-        if self.single_step {
+        if self.debug.single_step {
             self.events.outer.set(Outer::STEPPED, true);
         }
     }
@@ -347,7 +347,7 @@ impl<B: Backend> Vcpu<B> {
         }
         self.smm.inside_nmi = smi.smm && smi.inside_nmi;
         self.set_smi_pending(smi.pending);
-        self.recheck = true;
+        self.pending.raise();
     }
 
     /// Whether a VMM may not ask for the wait for a SIPI: an INIT would be held back, or an SMI goes
