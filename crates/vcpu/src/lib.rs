@@ -64,7 +64,6 @@ pub struct Vcpu<B: Backend> {
     /// Pages for TDP tables, topped up outside locks.
     pub(crate) tables: KBox<TableCache>,
     pub(crate) decode: KBox<DecodeCache>,
-    pub(crate) tsc: time::tsc::Tsc,
     /// What an observed vCPU has yet to tell.
     pub(crate) observation: KBox<observe::Observation>,
     pub(crate) fpu: KBox<GuestFpu>,
@@ -94,6 +93,8 @@ pub(crate) struct Rare {
     pub stalls: run::events::Stalls,
     /// What accompanies the last internal error.
     pub error: run::user_exit::ErrorData,
+    /// The TSC that the guest has.
+    pub tsc: time::tsc::Tsc,
 }
 
 /// What this host can offer its guests, found out at load.
@@ -163,8 +164,8 @@ impl<B: Backend> Vcpu<B> {
         this.reset_registers(false);
         // KVM starts a guest's TSC at zero when its vCPU is made.
         let host = this.b.host_tsc();
-        this.tsc.offset = this.vm.new_vcpu_tsc_offset(host);
-        let (offset, ratio) = (this.tsc.offset, this.tsc.ratio);
+        this.rare.tsc.offset = this.vm.new_vcpu_tsc_offset(host);
+        let (offset, ratio) = (this.rare.tsc.offset, this.rare.tsc.ratio);
         this.b.set_tsc(offset, ratio);
         this.follow_fewer_exits();
         this.apply_cpuid();
@@ -191,6 +192,7 @@ impl<B: Backend> Vcpu<B> {
                 ended: Vector(0),
                 stalls: run::events::Stalls::default(),
                 error: ErrorData::default(),
+                tsc: time::tsc::Tsc { khz: vm.tsc_khz(), ratio: TSC_RATIO_ONE, offset: 0 },
             })?,
             roots: paging::roots::Roots::new(vm.paging)?,
             fetch: code_fetch()?,
@@ -208,7 +210,6 @@ impl<B: Backend> Vcpu<B> {
 
     #[inline(never)]
     fn place(b: KBox<B>, shared: SharedVcpu, vm: VmRef, parts: Parts) -> Self {
-        let tsc_khz = vm.tsc_khz();
         let memory = vm.memory_in(false).clone();
         Self {
             b: b.into_inner(),
@@ -232,7 +233,6 @@ impl<B: Backend> Vcpu<B> {
             rare: parts.rare,
             tables: parts.tables,
             decode: parts.decode,
-            tsc: time::tsc::Tsc { khz: tsc_khz, ratio: TSC_RATIO_ONE, offset: 0 },
             observation: parts.observation,
             fpu: parts.fpu,
             user_io: parts.user_io,

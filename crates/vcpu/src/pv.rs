@@ -84,7 +84,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn publish_clock(&mut self) {
         let Some(at) = self.pv.clock_page else { return };
         let sample =
-            self.vm.clock_sample(Scale::from_khz(self.tsc.khz), |host| self.b.guest_tsc(host));
+            self.vm.clock_sample(Scale::from_khz(self.rare.tsc.khz), |host| self.b.guest_tsc(host));
         let stopped = core::mem::take(&mut self.pv.stopped);
         let _ = ClockPage::publish(&self.guest_page(at), &sample, stopped);
     }

@@ -100,7 +100,8 @@ struct State {
     frames: Frames,
     counters: Arc<Counters>,
     /// How the entries are spelled that the hardware walks.
-    format: Format,
+    /// On the heap: the state is made on a stack once.
+    format: KBox<Format>,
     /// Pages that the VM may have.
     limit: u64,
     /// Entries found unchanged that make a table worth protecting.
@@ -126,6 +127,7 @@ impl ShadowMmu {
     /// No pages. `format`: that of the entries that the hardware walks.
     pub fn new(format: Format) -> Result<Self, NoMemory> {
         let counters = Arc::new(Counters::default())?;
+        let format = KBox::new(format)?;
         let state = State {
             arena: Arena::new()?,
             frames: Frames::default(),

@@ -279,8 +279,8 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn move_tsc(&mut self, delta: i64) {
-        self.tsc.offset = self.tsc.offset.wrapping_add(delta as u64);
-        self.b.set_tsc(self.tsc.offset, self.tsc.ratio);
+        self.rare.tsc.offset = self.rare.tsc.offset.wrapping_add(delta as u64);
+        self.b.set_tsc(self.rare.tsc.offset, self.rare.tsc.ratio);
         self.tsc_changed();
     }
 
@@ -326,9 +326,9 @@ impl<B: Backend> Vcpu<B> {
     /// KVM_SET_MSRS of the TSC. Writes that a VMM makes to all vCPUs one after another are meant
     /// to give them the same TSC.
     fn set_guest_tsc(&mut self, value: u64, now: u64) {
-        let scaled = self.b.guest_tsc(now).wrapping_sub(self.tsc.offset);
-        self.tsc.offset = self.vm.match_tsc(value, scaled, self.tsc.khz);
-        self.b.set_tsc(self.tsc.offset, self.tsc.ratio);
+        let scaled = self.b.guest_tsc(now).wrapping_sub(self.rare.tsc.offset);
+        self.rare.tsc.offset = self.vm.match_tsc(value, scaled, self.rare.tsc.khz);
+        self.b.set_tsc(self.rare.tsc.offset, self.rare.tsc.ratio);
         self.tsc_changed();
         self.shared.request(vm::vcpu_shared::Request::Clock);
     }

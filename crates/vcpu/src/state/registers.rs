@@ -395,7 +395,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// TSC frequency of this vCPU.
     pub fn tsc_khz(&self) -> u32 {
-        self.tsc.khz
+        self.rare.tsc.khz
     }
 
     /// Tells the guest that it was stopped (KVM_KVMCLOCK_CTRL).

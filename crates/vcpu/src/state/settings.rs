@@ -58,12 +58,12 @@ impl<B: Backend> Vcpu<B> {
         }
         let host = self.b.host_tsc();
         let guest = self.b.guest_tsc(host);
-        self.tsc.khz = khz;
-        self.tsc.ratio = if close { 1 << 32 } else { ratio(khz, host_khz) };
+        self.rare.tsc.khz = khz;
+        self.rare.tsc.ratio = if close { 1 << 32 } else { ratio(khz, host_khz) };
         // The guest's TSC goes on from where it is.
-        self.b.set_tsc(0, self.tsc.ratio);
-        self.tsc.offset = guest.wrapping_sub(self.b.guest_tsc(host));
-        self.b.set_tsc(self.tsc.offset, self.tsc.ratio);
+        self.b.set_tsc(0, self.rare.tsc.ratio);
+        self.rare.tsc.offset = guest.wrapping_sub(self.b.guest_tsc(host));
+        self.b.set_tsc(self.rare.tsc.offset, self.rare.tsc.ratio);
         self.tsc_changed();
         self.shared.request(Request::Clock);
         Ok(())
@@ -71,13 +71,13 @@ impl<B: Backend> Vcpu<B> {
 
     /// Guest TSC minus scaled host TSC.
     pub fn tsc_offset(&self) -> u64 {
-        self.tsc.offset
+        self.rare.tsc.offset
     }
 
     /// Sets the guest TSC minus the scaled host TSC.
     pub fn set_tsc_offset(&mut self, offset: u64) {
-        self.tsc.offset = offset;
-        self.b.set_tsc(offset, self.tsc.ratio);
+        self.rare.tsc.offset = offset;
+        self.b.set_tsc(offset, self.rare.tsc.ratio);
         self.tsc_changed();
         self.shared.request(Request::Clock);
     }

@@ -143,7 +143,7 @@ impl<B: Backend> Vcpu<B> {
         if !self.time.lazy.enabled() {
             return 0;
         }
-        (u64::from(self.tsc.khz).saturating_mul(GUARD_ADVANCE_NS)) / 1_000_000
+        (u64::from(self.rare.tsc.khz).saturating_mul(GUARD_ADVANCE_NS)) / 1_000_000
     }
 
     /// Waits out what is left of the advance. Bounded, whatever the TSC does.

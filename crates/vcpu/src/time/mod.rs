@@ -96,7 +96,7 @@ impl<B: Backend> Vcpu<B> {
         let tsc = self.b.host_tsc();
         let mult = (1_000_000u64 << 32) / u64::from(host::clock::tsc_khz().max(1));
         self.time.clock.base = Some(Base { tsc, ns: now_ns, mult });
-        TimerClock { now_ns, guest_tsc: self.b.guest_tsc(tsc), tsc_khz: self.tsc.khz }
+        TimerClock { now_ns, guest_tsc: self.b.guest_tsc(tsc), tsc_khz: self.rare.tsc.khz }
     }
 
     /// The present inside the loop, if the base is known: no kernel call.
@@ -106,7 +106,7 @@ impl<B: Backend> Vcpu<B> {
         let tsc = self.b.host_tsc();
         let ticks = u128::from(tsc.wrapping_sub(base.tsc));
         let now_ns = base.ns.wrapping_add(((ticks * u128::from(base.mult)) >> 32) as u64);
-        Some(TimerClock { now_ns, guest_tsc: self.b.guest_tsc(tsc), tsc_khz: self.tsc.khz })
+        Some(TimerClock { now_ns, guest_tsc: self.b.guest_tsc(tsc), tsc_khz: self.rare.tsc.khz })
     }
 }
 
@@ -124,7 +124,7 @@ impl<B: Backend> Vcpu<B> {
         }
         let past = value <= guest_tsc;
         let clock = if past {
-            TimerClock { now_ns: 0, guest_tsc, tsc_khz: self.tsc.khz }
+            TimerClock { now_ns: 0, guest_tsc, tsc_khz: self.rare.tsc.khz }
         } else {
             match self.clock_in_loop() {
                 Some(clock) => clock,
