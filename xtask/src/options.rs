@@ -119,7 +119,7 @@ impl Options {
         self.machine.is_some()
     }
 
-    /// The same for each machine, or for the one that the user named.
+    /// The options for each machine, or for the one that the user named.
     pub fn for_machines(&self) -> Vec<Options> {
         let on = |machine| Options { machine: Some(machine), ..self.clone() };
         match self.machine {

@@ -44,7 +44,7 @@ pub trait DeadlineWatch {
     /// The guest's run ends when its TSC has reached `deadline`, or sooner; 0: at no time. Instead of an
     /// entry at a time that has passed there is the exit alone.
     fn watch(&mut self, deadline: u64);
-    /// The same between [`load`](crate::WorldSwitch::load) and [`unload`](crate::WorldSwitch::unload), of a
+    /// Arms the watch between [`load`](crate::WorldSwitch::load) and [`unload`](crate::WorldSwitch::unload), for a
     /// deadline that is not 0 and lies ahead of `now`, the guest's TSC. The next entry need not look at
     /// the TSC.
     fn watch_from(&mut self, deadline: u64, now: u64);

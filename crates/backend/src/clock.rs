@@ -27,6 +27,6 @@ pub trait Clock {
     fn guest_tsc(&self, host: u64) -> u64;
     /// The watch over a deadline, where CPUs of this kind may have one.
     fn deadline(&self) -> Option<&Self::Deadline>;
-    /// The same, to be set.
+    /// The watch over a deadline, to be set.
     fn deadline_mut(&mut self) -> Option<&mut Self::Deadline>;
 }

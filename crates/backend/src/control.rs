@@ -52,6 +52,6 @@ pub trait ControlRegisters {
 
     /// The PDPTEs where they are registers that the hardware does not load by itself.
     fn pdptes(&self) -> Option<&Self::Pdptes>;
-    /// The same, to be set.
+    /// The PDPTEs, to be set, where they are such registers.
     fn pdptes_mut(&mut self) -> Option<&mut Self::Pdptes>;
 }

@@ -62,6 +62,6 @@ pub trait Injection {
 
     /// What serves a local APIC, where CPUs of this kind may.
     fn served_apic(&self) -> Option<&Self::ServedApic>;
-    /// The same, to be given to.
+    /// What serves a local APIC, to be given its state.
     fn served_apic_mut(&mut self) -> Option<&mut Self::ServedApic>;
 }

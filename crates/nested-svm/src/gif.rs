@@ -36,13 +36,13 @@ impl Gif {
         self.0
     }
 
-    /// Sets it: STGI, VMRUN.
+    /// Sets the flag: STGI, VMRUN.
     #[inline]
     pub const fn set(&mut self) {
         self.0 = true;
     }
 
-    /// Clears it: CLGI, VMEXIT.
+    /// Clears the flag: CLGI, VMEXIT.
     #[inline]
     pub const fn clear(&mut self) {
         self.0 = false;

@@ -181,9 +181,9 @@ fn has_information(reason: ExitReason) -> bool {
 pub struct Known {
     /// L2 sleeps in HLT, or waits for a SIPI: L0 does it for L2.
     pub activity: u32,
-    /// CR0 and CR4 bits that vmcs02 lets L0 or L1 own.
+    /// CR0 bits that vmcs02 lets L0 or L1 own.
     pub cr0_mask: u64,
-    /// The same of CR4.
+    /// CR4 bits that vmcs02 lets L0 or L1 own.
     pub cr4_mask: u64,
     /// What is left of L1's preemption timer.
     pub preemption_timer: u32,

@@ -212,7 +212,7 @@ impl Machine {
         &self.vmcs12
     }
 
-    /// The same, to be filled after an exit. What is changed there is not made dirty: it is what the
+    /// The current VMCS12, to be filled after an exit. What is changed there is not made dirty: it is what the
     /// hardware's VMCS holds already.
     #[inline]
     pub fn vmcs12_mut(&mut self) -> &mut Vmcs12 {

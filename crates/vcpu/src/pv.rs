@@ -136,7 +136,7 @@ impl<B: Backend> Vcpu<B> {
         self.pending.pv_eoi_offered = offered;
     }
 
-    /// The same inside the loop, before the APIC is looked at. False when the flag's page cannot be
+    /// Settles an offered PV EOI inside the loop, before the APIC is looked at. False when the flag's page cannot be
     /// reached here: the loop is to be left.
     #[inline]
     pub(crate) fn settle_pv_eoi(&mut self, s: Section<'_>) -> bool {

@@ -31,7 +31,7 @@ const COMMAND: &str = "console=ttyS0 quiet mitigations=off no_timer_check tsc=re
 /// Instructions in a microsecond of the machine's own time, by which all of its clocks go: about what Bochs does, so that a test that
 /// waits waits no longer than it means to.
 const MHZ: u32 = 200;
-/// The same where they are counted, as on the machine `amd`: the host's own ticks come seldom.
+/// The settings where instructions are counted, as on the machine `amd`: the host's own ticks come seldom.
 const COUNTING_MHZ: u32 = 1000;
 
 /// Bochs's words for an end that is one: power off, and a reset, by which a kernel ends that panicked.

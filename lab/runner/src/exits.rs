@@ -49,7 +49,7 @@ pub fn reason(code: u64, info: u64, ecx: u32) -> &'static str {
     }
 }
 
-/// The same on a VMX machine, from the exit reason, the exit qualification and the guest's ECX.
+/// The name of an exit on a VMX machine, from the exit reason, the exit qualification and the guest's ECX.
 pub fn vmx_reason(reason: u32, qualification: u64, ecx: u32) -> &'static str {
     if reason & 1 << 31 != 0 {
         return "entry_failed";

@@ -25,7 +25,7 @@ impl Patience {
         Self { quiet: Duration::from_secs(quiet), longest: Duration::from_secs(longest) }
     }
 
-    /// The same for a command that may be silent for so many seconds.
+    /// Patience for a command that may be silent for so many seconds.
     pub fn with_quiet(self, seconds: u64) -> Self {
         let quiet = Duration::from_secs(seconds);
         Self { quiet, longest: self.longest.max(quiet) }

@@ -79,9 +79,9 @@ pub enum Kind {
     Figure,
     /// Of toggles that exit on stock KVM: the greatest cost of any number of pages over the least.
     Flat,
-    /// The same toggles: the cost over stock KVM's.
+    /// Toggles of a role: the cost over stock KVM's.
     Toggles,
-    /// The same toggles: page tables allocated and freed.
+    /// Toggles of a role: page tables allocated and freed.
     Tables,
     /// Exits of the other toggles.
     Free,

@@ -31,7 +31,7 @@ impl Lapic {
         Interrupts { requested: self.drain(), in_service, tpr: self.tpr() }
     }
 
-    /// Takes it back, beside what has been requested here meanwhile.
+    /// Takes the hardware's state back, beside what has been requested here meanwhile.
     pub fn take_back(&self, state: &Interrupts) {
         if state.requested != [0; 4] {
             self.irr.add_shared(&state.requested);

@@ -44,7 +44,7 @@ pub fn regs(r: &Regs) -> KvmRegs {
     }
 }
 
-/// The reverse.
+/// The vCPU's registers from user space's.
 pub fn from_regs(r: &KvmRegs) -> Regs {
     Regs {
         gpr: [
@@ -76,7 +76,7 @@ pub fn segment(s: &Segment) -> KvmSegment {
     }
 }
 
-/// The reverse. Fields are cut to their widths.
+/// The vCPU's segment from user space's. Fields are cut to their widths.
 pub fn from_segment(s: &KvmSegment) -> Segment {
     let attributes = Attributes {
         kind: s.type_,
@@ -125,7 +125,7 @@ pub fn sregs(s: &Sregs) -> KvmSregs2 {
     }
 }
 
-/// The reverse.
+/// The vCPU's special registers from user space's.
 pub fn from_sregs(s: &KvmSregs2) -> Sregs {
     Sregs {
         cs: from_segment(&s.cs),
@@ -208,7 +208,7 @@ pub fn debugregs(regs: [u64; 6]) -> KvmDebugregs {
     KvmDebugregs { db: [a, b, c, d], dr6, dr7, flags: 0, reserved: [0; 9] }
 }
 
-/// The reverse.
+/// The vCPU's debug registers from user space's.
 pub fn from_debugregs(regs: &KvmDebugregs) -> [u64; 6] {
     let [a, b, c, d] = regs.db;
     [a, b, c, d, regs.dr6, regs.dr7]
@@ -272,7 +272,7 @@ pub fn events(e: &SavedEvents, rules: EventRules) -> KvmVcpuEvents {
     out
 }
 
-/// The reverse; fields have been checked. `EINVAL`: a flag that the VM has not enabled.
+/// The vCPU's events from user space's; fields have been checked. `EINVAL`: a flag that the VM has not enabled.
 pub fn from_events(e: &KvmVcpuEvents, rules: EventRules) -> Result<SavedEvents, Errno> {
     let has = |flag: u32| e.flags & flag != 0;
     if (has(VCPUEVENT_VALID_PAYLOAD) && !rules.payload)
@@ -323,7 +323,7 @@ pub fn cpuid_table(entries: &[cpuid::Entry]) -> Result<Vec<KvmCpuidEntry2>, Errn
     Ok(table)
 }
 
-/// The reverse.
+/// The vCPU's CPUID table from user space's.
 pub fn from_cpuid_table(entries: &[KvmCpuidEntry2]) -> Result<Vec<cpuid::Entry>, Errno> {
     let mut table = Vec::new();
     table.try_reserve_exact(entries.len())?;
@@ -363,7 +363,7 @@ macro_rules! same_fields {
         pub fn $to(s: &$from_ty) -> $to_ty {
             $to_ty { $($field: s.$field),* }
         }
-        /// The reverse.
+        /// From user space's structure, field by field.
         pub fn $back(s: &$to_ty) -> $from_ty {
             $from_ty { $($field: s.$field),* }
         }
@@ -392,7 +392,7 @@ pub fn ioapic(s: &IoApicState) -> KvmIoapicState {
     KvmIoapicState { base_address, ioregsel, id, irr, pad: 0, redirtbl }
 }
 
-/// The reverse.
+/// The I/O APIC's state from user space's.
 pub fn from_ioapic(s: &KvmIoapicState) -> IoApicState {
     let KvmIoapicState { base_address, ioregsel, id, irr, redirtbl, .. } = *s;
     IoApicState { base_address, ioregsel, id, irr, redirtbl }
@@ -417,7 +417,7 @@ pub fn pit(s: &PitState) -> KvmPitState2 {
     KvmPitState2 { channels, flags, reserved: [0; 9] }
 }
 
-/// The reverse.
+/// The PIT's state from user space's.
 pub fn from_pit(channels: &[KvmPitChannelState; 3], flags: u32) -> PitState {
     let [a, b, c] = channels;
     PitState {

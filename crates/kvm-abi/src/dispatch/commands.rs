@@ -118,7 +118,7 @@ pub fn vm<V: VmOps>(file: &V, cmd: u32, arg: u64) -> Reply {
     of_vm(file, cmd, arg)
 }
 
-/// The same of a 32-bit process, whose pointers make other structures: a command with a number of
+/// A command on a VM of a 32-bit process, whose pointers make other structures: a command with a number of
 /// its own, or one of which only half of a pointer is user space's.
 pub fn vm_compat<V: VmOps>(file: &V, cmd: u32, arg: u64) -> Reply {
     if !file.belongs_to_caller() {

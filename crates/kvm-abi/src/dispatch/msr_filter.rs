@@ -18,7 +18,7 @@ pub fn set<V: VmOps>(vm: &V, arg: u64) -> Reply {
     set_checked(vm, &filter)
 }
 
-/// The same from a 32-bit process, whose structure is a shorter one.
+/// KVM_X86_SET_MSR_FILTER of a 32-bit process, whose structure is a shorter one.
 pub fn set_compat<V: VmOps>(vm: &V, arg: u64) -> Reply {
     let compat: Box<KvmMsrFilterCompat> = user::read_boxed(arg)?;
     let mut filter = KvmMsrFilter::new_box_zeroed()?;

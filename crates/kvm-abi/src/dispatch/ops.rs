@@ -162,11 +162,11 @@ pub trait VmOps {
     fn create_irqchip(&self) -> Result<(), Errno>;
     /// State of the master (0) or slave (1) PIC.
     fn pic(&self, which: u32) -> Result<KvmPicState, Errno>;
-    /// Sets it.
+    /// Sets the state of the master (0) or slave (1) PIC.
     fn set_pic(&self, which: u32, state: &KvmPicState) -> Result<(), Errno>;
     /// State of the I/O APIC.
     fn ioapic(&self) -> Result<KvmIoapicState, Errno>;
-    /// Sets it.
+    /// Sets the state of the I/O APIC.
     fn set_ioapic(&self, state: &KvmIoapicState) -> Result<(), Errno>;
 
     /// Makes the PIT. `EEXIST`: there already. `ENOENT`: no PIC.
@@ -175,7 +175,7 @@ pub trait VmOps {
     fn has_pit(&self) -> bool;
     /// Its state. `ENXIO`: there is none.
     fn pit(&self) -> Result<KvmPitState2, Errno>;
-    /// Sets its channels; also its flags where they are given. `ENXIO`: there is none.
+    /// Sets the PIT's channels; also its flags where they are given. `ENXIO`: there is none.
     fn set_pit(&self, channels: &[KvmPitChannelState; 3], flags: Option<u32>) -> Result<(), Errno>;
     /// Whether missed ticks are injected again. `ENXIO`: there is no PIT.
     fn set_pit_reinject(&self, on: bool) -> Result<(), Errno>;
@@ -214,11 +214,11 @@ pub trait VmOps {
     }
     /// The VM's clock.
     fn clock(&self) -> KvmClockData;
-    /// Sets it: `clock`, and `realtime` if the flag says so.
+    /// Sets the VM's clock: `clock`, and `realtime` if the flag says so.
     fn set_clock(&self, data: &KvmClockData) -> Result<(), Errno>;
     /// TSC frequency that new vCPUs get, in kHz.
     fn tsc_khz(&self) -> u32;
-    /// Sets it. `EINVAL`: there are vCPUs.
+    /// Sets the TSC frequency that new vCPUs get. `EINVAL`: there are vCPUs.
     fn set_tsc_khz(&self, khz: u32) -> Result<(), Errno>;
     /// Which MSRs the guest may access.
     fn set_msr_filter(&self, filter: vm::msr_filter::MsrFilter) -> Result<(), Errno>;
@@ -280,17 +280,17 @@ pub trait VcpuOps {
     fn set_sregs(&mut self, sregs: &KvmSregs2, interrupt: Option<u8>) -> Result<(), Errno>;
     /// Legacy FPU state.
     fn fpu(&mut self, into: &mut KvmFpu) -> Result<(), Errno>;
-    /// Sets it.
+    /// Sets the legacy FPU state.
     fn set_fpu(&mut self, fpu: &KvmFpu) -> Result<(), Errno>;
     /// Bytes of this vCPU's XSAVE area, standard format: at least 4096.
     fn xsave_bytes(&self) -> usize;
     /// The XSAVE area; `into` has [`Self::xsave_bytes`].
     fn xsave(&mut self, into: &mut [u8]) -> Result<(), Errno>;
-    /// Sets it. `EINVAL`: components or MXCSR bits the guest cannot have.
+    /// Sets the XSAVE area. `EINVAL`: components or MXCSR bits the guest cannot have.
     fn set_xsave(&mut self, area: &[u8]) -> Result<(), Errno>;
     /// XCR0; `None` without XSAVE.
     fn xcr0(&mut self) -> Option<u64>;
-    /// Sets it. `EINVAL`: a value XSETBV would refuse.
+    /// Sets XCR0. `EINVAL`: a value XSETBV would refuse.
     fn set_xcr0(&mut self, value: u64) -> Result<(), Errno>;
     /// DR0 to DR3, DR6, DR7.
     fn debugregs(&mut self) -> KvmDebugregs;
@@ -299,7 +299,7 @@ pub trait VcpuOps {
 
     /// An MSR, with host rights.
     fn msr(&mut self, index: u32) -> Result<u64, MsrRefused>;
-    /// Sets it, with host rights.
+    /// Sets an MSR, with host rights.
     fn set_msr(&mut self, index: u32, value: u64) -> Result<(), MsrRefused>;
 
     /// Events on their way.
@@ -310,7 +310,7 @@ pub trait VcpuOps {
     fn exception_pending(&self) -> bool;
     /// One of `MP_STATE_*`. May take a pending INIT or SIPI first.
     fn mp_state(&mut self) -> u32;
-    /// Sets it: one of the five there are, and RUNNABLE without in-kernel irqchip.
+    /// Sets the state: one of the five there are, and RUNNABLE without in-kernel irqchip.
     fn set_mp_state(&mut self, state: u32) -> Result<(), Errno>;
     /// Takes an interrupt from a VMM with its own PIC. `EEXIST`: the last one still waits.
     fn interrupt(&mut self, vector: u8) -> Result<(), Errno>;
@@ -335,17 +335,17 @@ pub trait VcpuOps {
     fn cpuid(&mut self) -> Result<Vec<KvmCpuidEntry2>, Errno>;
     /// Whether it ran already, so that its CPUID is fixed.
     fn has_run(&self) -> bool;
-    /// Sets it. `EINVAL`: cannot be, or it ran already with another.
+    /// Sets the guest's CPUID. `EINVAL`: cannot be, or it ran already with another.
     fn set_cpuid(&mut self, entries: Box<[KvmCpuidEntry2]>) -> Result<(), Errno>;
     /// TSC frequency in kHz.
     fn tsc_khz(&self) -> u32;
-    /// Sets it. `EINVAL`: cannot be scaled so.
+    /// Sets the TSC frequency, kHz. `EINVAL`: cannot be scaled so.
     fn set_tsc_khz(&mut self, khz: u32) -> Result<(), Errno>;
     /// Guest TSC minus host TSC.
     fn tsc_offset(&self) -> u64 {
         0
     }
-    /// Sets it.
+    /// Sets guest TSC minus host TSC.
     fn set_tsc_offset(&mut self, offset: u64) -> Result<(), Errno> {
         Err(Errno::ENXIO)
     }

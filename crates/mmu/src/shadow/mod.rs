@@ -223,7 +223,7 @@ impl ShadowMmu {
         self.lock.lock().limit
     }
 
-    /// Sets that, and gives back what is too much. May sleep.
+    /// Sets how many pages there may be, and gives back what is too much. May sleep.
     pub fn set_limit(&self, pages: u64, flush: &(impl FlushRemote + ?Sized)) {
         self.shrink_to(pages, flush);
     }

@@ -213,7 +213,7 @@ pub struct Trail {
     begun: u64,
     /// The generation of `begun`, once the walk has arrived; before that 0, which no view has.
     generation: u64,
-    /// The same number as `generation` if the walk had the common shape: at most four entries, of 8 bytes. Else 0.
+    /// Equal to `generation` if the walk had the common shape: at most four entries, of 8 bytes. Else 0.
     plain_generation: u64,
     entries: [Step; Trail::MOST],
     page: *const AtomicU64,

@@ -52,7 +52,7 @@ impl X2Apic {
         if self.priority { bit(word, x2apic::TASK_PRIORITY) } else { 0 }
     }
 
-    /// The same of its writes.
+    /// Bits of a word of the x2APIC's writes that need not exit for L0's sake.
     fn free_writes(self, word: usize) -> u64 {
         let mut free = if self.priority { bit(word, x2apic::TASK_PRIORITY) } else { 0 };
         if self.interrupts {

@@ -29,7 +29,7 @@ fn scale_signed(value: u64, multiplier: u64) -> u64 {
 }
 
 impl Tsc {
-    /// The same.
+    /// The TSC that it is made from, unchanged.
     pub const SAME: Self = Self { multiplier: ONE, offset: 0 };
 
     /// The time of this TSC at a time of the one that it is made from.

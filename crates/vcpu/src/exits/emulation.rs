@@ -43,7 +43,7 @@ impl<B: Backend> Vcpu<B> {
         self.emulate_decoded(cause, fetched, &decoded)
     }
 
-    /// The same, when it is decoded.
+    /// Emulates an instruction that is decoded already.
     pub(crate) fn emulate_decoded(
         &mut self,
         cause: Cause,

@@ -26,14 +26,14 @@ impl AfterExit {
         (self.0 & Self::OFFERED != 0).then_some(Vector(self.0 as u8))
     }
 
-    /// Sets it.
+    /// Sets the interrupt that is offered, or that none is.
     #[inline]
     pub(crate) fn set_offered(&mut self, vector: Option<Vector>) {
         let offer = vector.map_or(0, |v| Self::OFFERED | u16::from(v.0));
         self.0 = (self.0 & Self::OTHERS) | offer;
     }
 
-    /// Takes it away.
+    /// Takes the offered interrupt away.
     #[inline]
     pub(crate) fn take_offered(&mut self) -> Option<Vector> {
         let offered = self.offered();
@@ -47,7 +47,7 @@ impl AfterExit {
         self.0 |= Self::STEPPING;
     }
 
-    /// Takes that away: whether it was so.
+    /// Takes the stepping away: whether it was so.
     #[inline]
     pub(crate) fn take_stepping(&mut self) -> bool {
         let was = self.0 & Self::STEPPING != 0;
@@ -61,7 +61,7 @@ impl AfterExit {
         self.0 & Self::OBSERVED != 0
     }
 
-    /// Sets that.
+    /// Sets whether the vCPU is observed.
     pub(crate) fn set_observed(&mut self, on: bool) {
         if on {
             self.0 |= Self::OBSERVED;

@@ -221,7 +221,7 @@ impl<B: Backend> Vcpu<B> {
         !self.is_unsettled() && self.inject_answer(s)
     }
 
-    /// The same, with nothing else that waits.
+    /// Injects what an answer made deliverable, with nothing else that waits.
     #[inline(always)]
     pub(crate) fn inject_answer(&mut self, s: Section<'_>) -> bool {
         if !self.settle_pv_eoi(s) || !self.inject_pending(false) {

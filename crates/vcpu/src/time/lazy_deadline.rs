@@ -61,7 +61,7 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// The same outside the loop. A page out of reach stays in doubt.
+    /// Arms the lazy deadline outside the loop. A page out of reach stays in doubt.
     pub(super) fn arm_lazy_deadline(&mut self) {
         let live = self.shared.lapic.deadline_live();
         let _ = self.on_page(|lazy, page| lazy.arm(page, live));

@@ -177,8 +177,8 @@ impl<B: Backend> Vcpu<B> {
         let _ = self.promise_in_loop(s, Next::Done);
     }
 
-    /// The same outside the loop; `host`: for KVM_SET_MSRS, when the guest's memory may not be restored
-    /// yet.
+    /// Writes the TSC deadline outside the loop; `host`: for KVM_SET_MSRS, when the guest's memory may not be
+    /// restored yet.
     pub(crate) fn write_deadline(&mut self, value: u64, host: bool) {
         self.arm_deadline(value);
         if host {
@@ -243,7 +243,7 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// The same inside the loop, of a deadline ahead of `now`, the guest's TSC.
+    /// Sets the hv timer inside the loop, to a deadline ahead of `now`, the guest's TSC.
     #[inline(always)]
     fn set_hv_timer_from(&mut self, deadline: u64, now: u64) {
         if let Some(timer) = self.b.deadline_mut() {
