@@ -16,7 +16,7 @@ use cpu::{Cpu, SpecCtrl};
 use host::hostcpu;
 use x86::msr;
 
-use crate::state::Svm;
+use crate::{host_state::HostState, percpu::PerCpu, state::Svm};
 
 impl<C: Cpu> WorldSwitch for Svm<C> {
     /// A VMCB is memory: what a CPU may hold of it, another does not need.
@@ -119,5 +119,35 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
     fn guest_segments(&mut self) {
         self.cpu.vmload(self.block.hpa());
         self.cpu.sti();
+    }
+}
+
+impl<C: Cpu> Svm<C> {
+    /// Saves the host's registers, before the guest's are loaded.
+    #[inline]
+    pub(crate) fn save_host(&mut self, here: &PerCpu) {
+        let by_msr = self.features.host_state == HostState::Msr;
+        here.registers.hold_it.store(by_msr, Relaxed);
+        match self.features.host_state {
+            HostState::Vmsave => self.cpu.vmsave(here.host_save()),
+            HostState::Msr => here.registers.save(&mut self.cpu),
+        }
+    }
+
+    /// Loads as much of them as the kernel needs to run, GIF still clear.
+    #[inline]
+    pub(crate) fn restore_kernel(&mut self, here: &PerCpu) {
+        match self.features.host_state {
+            HostState::Vmsave => self.cpu.vmload(here.host_save()),
+            HostState::Msr => here.registers.restore_kernel(&mut self.cpu),
+        }
+    }
+
+    /// Loads the rest, before another thread of the host or user space may run.
+    #[inline]
+    pub(crate) fn restore_user(&mut self, here: &PerCpu) {
+        if self.features.host_state == HostState::Msr {
+            here.registers.restore_user(&mut self.cpu);
+        }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! APM vol. 3 appendix E.4.9.
 
-use crate::HostState;
+use crate::host_state::HostState;
 
 /// SVM features of the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

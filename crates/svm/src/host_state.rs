@@ -11,11 +11,6 @@ use core::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering::Relaxed};
 
 use cpu::{Cpu, Selectors};
 
-use crate::{
-    percpu::{self, PerCpu},
-    state::Svm,
-};
-
 /// How the host's state is kept.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HostState {
@@ -44,7 +39,7 @@ const OF_USER: [u32; 9] = [
     0x176,       // SYSENTER_EIP
 ];
 
-/// One CPU's registers, of the run that [`PerCpu`] is tagged with. Touched on that CPU only, with
+/// One CPU's registers, of the run that its per-CPU state is tagged with. Touched on that CPU only, with
 /// interrupts off.
 #[derive(Debug, Default)]
 pub(crate) struct HostRegisters {
@@ -55,13 +50,13 @@ pub(crate) struct HostRegisters {
     gs: AtomicU16,
     ldt: AtomicU16,
     /// The host's state lies here, and not in the save area.
-    hold_it: AtomicBool,
+    pub(crate) hold_it: AtomicBool,
 }
 
 impl HostRegisters {
     #[cold]
     #[inline(never)]
-    fn save<C: Cpu>(&self, cpu: &mut C) {
+    pub(crate) fn save<C: Cpu>(&self, cpu: &mut C) {
         self.gs_base.store(cpu.rdmsr(GS_BASE), Relaxed);
         for (slot, msr) in self.of_user.iter().zip(OF_USER) {
             let value = cpu.rdmsr(msr);
@@ -80,7 +75,7 @@ impl HostRegisters {
     /// through GS_BASE. Nothing of the kernel may run before.
     #[cold]
     #[inline(never)]
-    fn restore_kernel<C: Cpu>(&self, cpu: &mut C) {
+    pub(crate) fn restore_kernel<C: Cpu>(&self, cpu: &mut C) {
         cpu.wrmsr(GS_BASE, self.gs_base.load(Relaxed));
         cpu.load_task_register();
     }
@@ -91,61 +86,12 @@ impl HostRegisters {
     /// own, so what SWAPGS brings must not be the guest's any more.
     #[cold]
     #[inline(never)]
-    fn restore_user<C: Cpu>(&self, cpu: &mut C) {
+    pub(crate) fn restore_user<C: Cpu>(&self, cpu: &mut C) {
         cpu.wrmsr(KERNEL_GS_BASE, self.user_gs_base.load(Relaxed));
         let [fs, gs, ldt] = [&self.fs, &self.gs, &self.ldt].map(|s| s.load(Relaxed));
         cpu.load_selectors(Selectors { fs, gs, ldt });
         for (slot, msr) in self.of_user.iter().zip(OF_USER) {
             cpu.wrmsr(msr, slot.load(Relaxed));
-        }
-    }
-}
-
-/// Leaves the loop on CPU `at` for good, from wherever in it: the host's state is loaded and GIF set, with
-/// interrupts off. For a panic, behind which the guest's state is nobody's.
-#[cold]
-#[inline(never)]
-pub fn rescue_host<C: Cpu>(cpu: &mut C, at: usize) {
-    let Some(here) = percpu::of(at).filter(|here| here.saved_for.load(Relaxed) != 0) else {
-        return;
-    };
-    cpu.cli();
-    if here.registers.hold_it.load(Relaxed) {
-        here.registers.restore_kernel(cpu);
-        cpu.stgi();
-        here.registers.restore_user(cpu);
-    } else {
-        cpu.vmload(here.host_save());
-        cpu.stgi();
-    }
-}
-
-impl<C: Cpu> Svm<C> {
-    /// Saves the host's registers, before the guest's are loaded.
-    #[inline]
-    pub(crate) fn save_host(&mut self, here: &PerCpu) {
-        let by_msr = self.features.host_state == HostState::Msr;
-        here.registers.hold_it.store(by_msr, Relaxed);
-        match self.features.host_state {
-            HostState::Vmsave => self.cpu.vmsave(here.host_save()),
-            HostState::Msr => here.registers.save(&mut self.cpu),
-        }
-    }
-
-    /// Loads as much of them as the kernel needs to run, GIF still clear.
-    #[inline]
-    pub(crate) fn restore_kernel(&mut self, here: &PerCpu) {
-        match self.features.host_state {
-            HostState::Vmsave => self.cpu.vmload(here.host_save()),
-            HostState::Msr => here.registers.restore_kernel(&mut self.cpu),
-        }
-    }
-
-    /// Loads the rest, before another thread of the host or user space may run.
-    #[inline]
-    pub(crate) fn restore_user(&mut self, here: &PerCpu) {
-        if self.features.host_state == HostState::Msr {
-            here.registers.restore_user(&mut self.cpu);
         }
     }
 }

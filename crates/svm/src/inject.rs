@@ -9,48 +9,7 @@ use x86::{
     vmcb::{Clean, Intercept3, event, vintr},
 };
 
-use crate::state::Svm;
-
-/// What is known of the guest's NMI handling on CPUs without virtual NMIs.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct NmiState {
-    /// An NMI is being handled; IRET is intercepted.
-    pub masked: bool,
-    /// The handler's IRET has begun at this RIP; the mask falls when it has retired.
-    pub iret_at: Option<u64>,
-    /// The single step of ours.
-    pub step: Step,
-}
-
-/// A single step of ours over the guest's next instruction, behind which an NMI may be taken. It is armed
-/// for one entry and over with the exit, whichever that is: nobody else sees its flags.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Step {
-    /// There is none.
-    #[default]
-    Off,
-    /// TF and RF are set. What the guest itself had set of them.
-    Armed {
-        /// The guest's TF.
-        tf: bool,
-        /// The guest's RF.
-        rf: bool,
-    },
-    /// The exit was the #DB of the step, and of nothing else.
-    Trapped,
-}
-
-/// What V_IRQ stands for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Virq {
-    /// Nothing: it is clear.
-    #[default]
-    Off,
-    /// An exit as soon as an interrupt can be taken.
-    Window,
-    /// This interrupt, to be taken without an exit.
-    Offer(Vector),
-}
+use crate::state::{Step, Svm, Virq};
 
 /// EXITCODE of an intercepted #DB.
 const DEBUG_EXCEPTION: u64 = 0x41;

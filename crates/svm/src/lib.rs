@@ -13,6 +13,7 @@ mod controls;
 mod enter;
 pub mod exits;
 pub mod features;
+mod guest_regs;
 pub mod host_state;
 pub mod inject;
 mod live;
@@ -25,5 +26,6 @@ pub mod state;
 
 pub use block::ControlBlock;
 pub use features::{Features, Unusable};
-pub use host_state::{HostState, rescue_host};
+pub use host_state::HostState;
+pub use percpu::rescue_host;
 pub use state::Svm;

@@ -152,6 +152,25 @@ pub fn disable<C: Cpu>(c: &mut C) {
     }
 }
 
+/// Leaves the loop on CPU `at` for good, from wherever in it: the host's state is loaded and GIF set, with
+/// interrupts off. For a panic, behind which the guest's state is nobody's.
+#[cold]
+#[inline(never)]
+pub fn rescue_host<C: Cpu>(cpu: &mut C, at: usize) {
+    let Some(here) = of(at).filter(|here| here.saved_for.load(Relaxed) != 0) else {
+        return;
+    };
+    cpu.cli();
+    if here.registers.hold_it.load(Relaxed) {
+        here.registers.restore_kernel(cpu);
+        cpu.stgi();
+        here.registers.restore_user(cpu);
+    } else {
+        cpu.vmload(here.host_save());
+        cpu.stgi();
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

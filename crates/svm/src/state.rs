@@ -7,16 +7,52 @@ use cpu::{Cpu, SpecCtrl};
 use guest_live::{DebugRegs, Exchanged, Extended, Has};
 use host::{NoMemory, hostcpu};
 use x86::{
-    msr,
+    Vector, msr,
     vmcb::{Clean, Vmcb},
 };
 
-use crate::{
-    block::ControlBlock,
-    features::Features,
-    inject::{NmiState, Virq},
-    paging::GuestRegs,
-};
+use crate::{block::ControlBlock, features::Features, guest_regs::GuestRegs};
+
+/// What is known of the guest's NMI handling on CPUs without virtual NMIs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NmiState {
+    /// An NMI is being handled; IRET is intercepted.
+    pub masked: bool,
+    /// The handler's IRET has begun at this RIP; the mask falls when it has retired.
+    pub iret_at: Option<u64>,
+    /// The single step of ours.
+    pub step: Step,
+}
+
+/// A single step of ours over the guest's next instruction, behind which an NMI may be taken. It is armed
+/// for one entry and over with the exit, whichever that is: nobody else sees its flags.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Step {
+    /// There is none.
+    #[default]
+    Off,
+    /// TF and RF are set. What the guest itself had set of them.
+    Armed {
+        /// The guest's TF.
+        tf: bool,
+        /// The guest's RF.
+        rf: bool,
+    },
+    /// The exit was the #DB of the step, and of nothing else.
+    Trapped,
+}
+
+/// What V_IRQ stands for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Virq {
+    /// Nothing: it is clear.
+    #[default]
+    Off,
+    /// An exit as soon as an interrupt can be taken.
+    Window,
+    /// This interrupt, to be taken without an exit.
+    Offer(Vector),
+}
 
 /// One virtual CPU under SVM.
 #[derive(Debug)]

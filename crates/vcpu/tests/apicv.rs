@@ -10,7 +10,7 @@ use irqchip::lapic::{BaseRules, CpuRole, Lapic, LapicEffect, REGISTER_PAGE, base
 use mmu::Format;
 use proptest::prelude::*;
 use rig::vmx::{VmxVcpu, cost_on, exit, features, reads_and_writes, shutdown, vcpu_of};
-use vmx::{Features, apicv::ApicPage};
+use vmx::{Features, apic_page::ApicPage};
 use x86::{
     Vector,
     apic::{Interrupts, VectorWords, highest, reg},

@@ -1,10 +1,14 @@
-//! The guest's TSC.
+//! The guest's TSC, and the deadline on it that the CPU's timer watches.
 
-use backend::{Clock, TSC_RATIO_ONE, scale_tsc};
+use backend::{Clock, DeadlineWatch, TSC_RATIO_ONE, scale_tsc};
 use cpu::Cpu;
-use x86::vmcs::ProcControls2;
+use x86::vmcs::{ExitReason, ProcControls2, field};
 
-use crate::{fields, state::Vmx};
+use crate::{
+    fields,
+    preemption_timer::LONGEST,
+    state::{Vmx, attention},
+};
 
 /// Fractional bits that the TSC multiplier has more than our ratio.
 const MULTIPLIER_SHIFT: u32 = 48 - 32;
@@ -40,5 +44,94 @@ impl<C: Cpu> Clock for Vmx<C> {
     #[inline(always)]
     fn deadline_mut(&mut self) -> Option<&mut Self> {
         Some(self)
+    }
+}
+
+impl<C: Cpu> Vmx<C> {
+    fn guest_tsc_now(&mut self) -> u64 {
+        let host = self.cpu.rdtsc();
+        self.guest_tsc(host)
+    }
+
+    /// Right before an entry: sees that the CPU's timer is set. False: the time has come.
+    #[inline(always)]
+    pub(crate) fn settle_timer(&mut self) -> bool {
+        // With VMX off nothing is written.
+        if self.attention & (attention::TIMER_SET | attention::OFF) == 0 {
+            return self.set_preemption_timer();
+        }
+        self.attention &= !attention::TIMER_SET;
+        true
+    }
+
+    #[inline(never)]
+    fn set_preemption_timer(&mut self) -> bool {
+        let ticks = if !self.deadline.is_set() {
+            self.attention &= !attention::TIMER;
+            LONGEST
+        } else {
+            let now = self.guest_tsc_now();
+            match self.deadline.ticks(now, self.tsc_ratio != TSC_RATIO_ONE) {
+                Some(ticks) => ticks,
+                None => return false,
+            }
+        };
+        self.deadline.not_entered = 0;
+        self.cpu.vmwrite(field::PREEMPTION_TIMER.encoding(), ticks);
+        true
+    }
+
+    /// Instead of an entry that would end at once. Nothing of the guest has changed since the last
+    /// exit, and what that left in the VMCS concerns nobody any more.
+    ///
+    /// Without an entry no interrupt of the host is seen. After some in a row it is as if one had
+    /// come, so that the loop is left; the time is found to have come when it is entered again.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn exit_for_deadline(&mut self) {
+        const MOST: u8 = 16;
+        self.deadline.not_entered = self.deadline.not_entered.wrapping_add(1);
+        let reason = if self.deadline.not_entered.is_multiple_of(MOST) {
+            ExitReason::ExternalInterrupt
+        } else {
+            ExitReason::PreemptionTimer
+        };
+        self.vmcs.fields.learn(fields::EXIT_REASON, reason.0.into());
+    }
+}
+
+impl<C: Cpu> DeadlineWatch for Vmx<C> {
+    #[inline]
+    fn can_watch(&self) -> bool {
+        // A guest that waits by MWAIT may be in a C-state in which the timer stands (SDM vol. 3C
+        // §26.5.1).
+        self.features.preemption_timer.is_some() && !self.cold.fewer.mwait
+    }
+
+    #[inline]
+    fn watch(&mut self, deadline: u64) {
+        if self.deadline.set(deadline) {
+            self.attention |= attention::TIMER;
+        }
+    }
+
+    /// The VMCS is loaded, and the entry is near.
+    #[inline]
+    fn watch_from(&mut self, deadline: u64, now: u64) {
+        self.deadline.set(deadline);
+        self.attention |= attention::TIMER;
+        if let Some(ticks) = self.deadline.ticks(now, self.tsc_ratio != TSC_RATIO_ONE) {
+            self.cpu.vmwrite(field::PREEMPTION_TIMER.encoding(), ticks);
+            self.attention |= attention::TIMER_SET;
+        }
+    }
+
+    #[inline]
+    fn is_due(&mut self) -> bool {
+        if !self.deadline.is_set() {
+            return false;
+        }
+        let now = self.guest_tsc_now();
+        self.deadline.is_due(now)
     }
 }

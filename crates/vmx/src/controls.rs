@@ -16,7 +16,7 @@ use crate::{
     fields,
     msrs::{CORE_RESIDENCY, LIVE, TSC},
     page_log::PageLog,
-    speculation::SPECULATION,
+    permission::SPECULATION,
     state::Vmx,
 };
 

@@ -23,7 +23,7 @@ use x86::{
 
 use crate::{
     exits, fields,
-    host_state::HostThread,
+    host_registers::HostThread,
     mitigations,
     paging::INVALID_STATE,
     state::{Vmx, attention},

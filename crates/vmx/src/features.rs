@@ -11,7 +11,7 @@ use bitflags::Flags;
 use x86::vmcs::capability::{self as cap, Allowed, EptVpidCap, VmxBasic, VmxMisc};
 use x86::vmcs::{EntryControls, ExitControls, PinControls, ProcControls, ProcControls2, eptp};
 
-use crate::{apicv, errata};
+use crate::errata;
 
 /// One control word: what is set from the start, and what may be.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -232,6 +232,11 @@ const WHERE_THERE: ProcControls2 = ProcControls2::RDTSCP
     .union(ProcControls2::ENCLS)
     .union(ProcControls2::XSAVES);
 
+/// What it takes that the CPU serves a local APIC.
+pub(crate) const APICV: ProcControls2 = ProcControls2::VIRTUALIZE_X2APIC
+    .union(ProcControls2::APIC_REGISTERS)
+    .union(ProcControls2::VIRTUAL_INTERRUPTS);
+
 /// CR4.LA57.
 const CR4_LA57: u64 = 1 << 12;
 /// VMX_MISC: an event can be injected with an instruction length of 0.
@@ -366,7 +371,7 @@ impl Features {
             pml: ept && raw.secondary.offers(ProcControls2::PML) && raw.ept.accessed_dirty(),
             tsc_scaling: raw.secondary.offers(ProcControls2::TSC_SCALING),
             preemption_timer: timer.then_some(raw.misc.timer_shift()),
-            apicv: raw.secondary.offers(apicv::CONTROLS),
+            apicv: raw.secondary.offers(APICV),
             ple,
             zero_length_injection: raw.misc.0 & ZERO_LENGTH != 0,
             rdtscp: extended & (1 << 27) != 0 && raw.secondary.offers(ProcControls2::RDTSCP),

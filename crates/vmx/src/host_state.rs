@@ -3,46 +3,16 @@
 //! Each register is written only where the two differ. What belongs to the thread is read once a
 //! run, what belongs to the CPU once, when the vCPU arrives there.
 
-use cpu::{Cpu, Selectors};
+use cpu::Cpu;
 use host::hostcpu;
 use x86::{msr, vmcs::EntryControls};
 
 use crate::{
     fields,
+    host_registers::HostThread,
     percpu::PerCpu,
     state::{Vmx, attention},
 };
-
-/// What of the host's state belongs to the thread that runs the vCPU, as it was when the run began.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct HostThread {
-    pub(crate) fs_base: u64,
-    pub(crate) user_gs_base: u64,
-    selectors: Selectors,
-    ds: u16,
-    es: u16,
-}
-
-impl HostThread {
-    /// As it is now.
-    #[inline]
-    pub(crate) fn read<C: Cpu>(cpu: &mut C) -> Self {
-        let (ds, es) = cpu.data_selectors();
-        Self {
-            fs_base: cpu.rdmsr(msr::FS_BASE),
-            user_gs_base: cpu.rdmsr(msr::KERNEL_GS_BASE),
-            selectors: cpu.selectors(),
-            ds,
-            es,
-        }
-    }
-
-    /// Reads the selectors again, which may be others since.
-    #[inline]
-    pub(crate) fn read_selectors<C: Cpu>(&mut self, cpu: &mut C) {
-        self.selectors = cpu.selectors();
-    }
-}
 
 impl<C: Cpu> Vmx<C> {
     /// The vCPU runs on a CPU where it did not run last.

@@ -15,7 +15,7 @@ use x86::{
 
 use crate::{
     fields,
-    state::{Vmx, attention},
+    state::{Offer, Vmx, attention},
 };
 
 const RFLAGS_TF: u64 = 1 << 8;
@@ -25,14 +25,6 @@ const DEBUGCTL_BTF: u64 = 1 << 1;
 /// BS in the pending debug exceptions.
 const PENDING_STEP: u64 = 1 << 14;
 const SHADOW: u32 = interruptibility::STI | interruptibility::MOV_SS;
-
-/// An interrupt that the guest is to take as soon as it can.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Offer {
-    vector: Option<Vector>,
-    /// It was injected at the last entry.
-    taken: bool,
-}
 
 /// Whether a vector pushes an error code in protected mode: the entry refuses an injection that says
 /// otherwise.

@@ -9,7 +9,8 @@ extern crate alloc;
 #[cfg(test)]
 extern crate std;
 
-pub mod apicv;
+pub mod apic_page;
+mod apicv;
 mod clock;
 mod controls;
 mod enter;
@@ -17,6 +18,7 @@ mod errata;
 pub mod exits;
 pub mod features;
 mod fields;
+mod host_registers;
 mod host_state;
 pub mod inject;
 mod live;

@@ -6,12 +6,9 @@
 
 use core::sync::atomic::Ordering;
 
-use cpu::Cpu;
 use host::error::NoMemory;
 use host::page::Page;
-use x86::{Gpa, Hpa, vmcs::ProcControls2};
-
-use crate::{fields, state::Vmx};
+use x86::{Gpa, Hpa};
 
 /// A vCPU's log.
 #[derive(Debug)]
@@ -40,20 +37,6 @@ impl PageLog {
         for entry in self.page.table().iter().skip(left).rev() {
             each(Gpa(entry.load(Ordering::Relaxed) & !0xfff));
         }
-    }
-}
-
-impl<C: Cpu> backend::PageLog for Vmx<C> {
-    fn set_logging(&mut self, on: bool) {
-        if self.page_log.is_some() {
-            self.change_proc2(ProcControls2::PML, on);
-        }
-    }
-
-    fn take_logged(&mut self, each: impl FnMut(Gpa)) {
-        let Some(log) = &self.page_log else { return };
-        log.take(self.get(fields::PML_INDEX), each);
-        self.set(fields::PML_INDEX, PageLog::EMPTY);
     }
 }
 

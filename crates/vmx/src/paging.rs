@@ -12,12 +12,13 @@
 use backend::{CR0_CD_NW, ControlRegisters, Paging, Translation};
 use cpu::Cpu;
 use x86::{
-    Cr0, Cr4, Efer, Hpa,
-    vmcs::{ENTRY_FAILURE, ExitReason, ProcControls},
+    Cr0, Cr4, Efer, Gpa, Hpa,
+    vmcs::{ENTRY_FAILURE, ExitReason, ProcControls, ProcControls2},
 };
 
 use crate::{
     fields,
+    page_log::PageLog,
     state::{Vmx, attention},
 };
 
@@ -140,6 +141,20 @@ impl<C: Cpu> Translation for Vmx<C> {
     #[inline]
     fn page_log(&mut self) -> Option<&mut Self> {
         if self.page_log.is_some() { Some(self) } else { None }
+    }
+}
+
+impl<C: Cpu> backend::PageLog for Vmx<C> {
+    fn set_logging(&mut self, on: bool) {
+        if self.page_log.is_some() {
+            self.change_proc2(ProcControls2::PML, on);
+        }
+    }
+
+    fn take_logged(&mut self, each: impl FnMut(Gpa)) {
+        let Some(log) = &self.page_log else { return };
+        log.take(self.get(fields::PML_INDEX), each);
+        self.set(fields::PML_INDEX, PageLog::EMPTY);
     }
 }
 

@@ -10,10 +10,12 @@ use cpu::Cpu;
 use guest_live::UserReturn;
 use host::{NoMemory, hostcpu, once::Once, page::Page};
 use x86::Hpa;
-use x86::msr::{EFER, PAT, SYSENTER_CS, SYSENTER_EIP, SYSENTER_ESP};
 use x86::vmcs::capability::{FEATURE_CONTROL, feature_control as control};
 
-use crate::features::{Features, Unusable};
+use crate::{
+    features::{Features, Unusable},
+    host_registers::{HostConstants, Words},
+};
 
 const CR4_VMXE: u64 = 1 << 13;
 /// CPUID leaf 1, ECX: SMX, in which VMX has an enable bit of its own.
@@ -22,64 +24,6 @@ const SMX: u32 = 1 << 6;
 pub const ACTIVE: usize = 64;
 /// VPIDs have sixteen bits; 0 is the host's.
 const VPIDS: u32 = 1 << 16;
-
-/// What of the host's state is the same on a CPU as long as it is online: read when VMX is switched
-/// on there.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[allow(missing_docs)]
-pub struct HostConstants {
-    pub tables: hostcpu::HostTables,
-    pub sysenter_cs: u64,
-    pub sysenter_esp: u64,
-    pub sysenter_eip: u64,
-    pub pat: u64,
-    pub efer: u64,
-}
-
-/// [`HostConstants`] in a form that can be filled in where nothing may be allocated.
-type Words = [AtomicU64; 9];
-
-impl HostConstants {
-    fn store(&self, to: &Words) {
-        let Self { tables, .. } = self;
-        let selectors = [tables.cs, tables.ss, tables.tr, 0];
-        let selectors = selectors.iter().rev().fold(0, |all, s| all << 16 | u64::from(*s));
-        let words = [
-            tables.gdt,
-            tables.idt,
-            tables.task,
-            selectors,
-            self.sysenter_cs,
-            self.sysenter_esp,
-            self.sysenter_eip,
-            self.pat,
-            self.efer,
-        ];
-        for (slot, word) in to.iter().zip(words) {
-            slot.store(word, Relaxed);
-        }
-    }
-
-    fn load(from: &Words) -> Self {
-        let words = from.each_ref().map(|word| word.load(Relaxed));
-        let [gdt, idt, task, selectors, rest @ ..] = words;
-        let [sysenter_cs, sysenter_esp, sysenter_eip, pat, efer] = rest;
-        let [cs, ss, tr] = [0, 16, 32].map(|shift| (selectors >> shift) as u16);
-        let tables = hostcpu::HostTables { gdt, idt, task, cs, ss, tr, reserved: 0 };
-        Self { tables, sysenter_cs, sysenter_esp, sysenter_eip, pat, efer }
-    }
-
-    fn read<C: Cpu>(c: &mut C) -> Self {
-        Self {
-            tables: hostcpu::host_tables(),
-            sysenter_cs: c.rdmsr(SYSENTER_CS),
-            sysenter_esp: c.rdmsr(SYSENTER_ESP),
-            sysenter_eip: c.rdmsr(SYSENTER_EIP),
-            pat: c.rdmsr(PAT),
-            efer: c.rdmsr(EFER),
-        }
-    }
-}
 
 /// One physical CPU.
 #[derive(Debug)]
@@ -309,6 +253,7 @@ pub fn disable<C: Cpu>(c: &mut C, cpu: usize) {
 mod tests {
     use super::*;
     use cpu::{Model, VmxCpu};
+    use x86::msr::PAT;
 
     const OPEN: u64 = control::LOCKED | control::VMX_OUTSIDE_SMX;
 

@@ -3,11 +3,14 @@
 
 use core::sync::atomic::Ordering;
 use host::{NoMemory, page::Page};
-use x86::Hpa;
+use x86::{Hpa, msr};
 
 /// One vCPU's bitmap: which MSRs may be live depends on the guest's CPUID.
 #[derive(Debug)]
 pub struct MsrMap(Page);
+
+/// MSRs against speculation: whether their accesses exit depends on more than the guest's CPUID.
+pub(crate) const SPECULATION: [u32; 3] = [msr::SPEC_CTRL, msr::PRED_CMD, msr::FLUSH_CMD];
 
 /// Words in a quarter.
 const QUARTER: usize = 128;

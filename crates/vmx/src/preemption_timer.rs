@@ -9,17 +9,12 @@
 //!
 //! A deadline further away than 32 bits of the timer is met in several such steps.
 
-use backend::{Clock, DeadlineWatch, TSC_RATIO_ONE};
-use cpu::Cpu;
-use x86::vmcs::{ExitReason, field};
+use backend::TSC_RATIO_ONE;
 
-use crate::{
-    Features, fields,
-    state::{Vmx, attention},
-};
+use crate::features::Features;
 
 /// The longest time.
-const LONGEST: u64 = u32::MAX as u64;
+pub(crate) const LONGEST: u64 = u32::MAX as u64;
 /// In the place of a deadline: none.
 const NEVER: u64 = u64::MAX;
 
@@ -32,7 +27,7 @@ pub(crate) struct Watched {
     scale: u64,
     shift: u8,
     /// Entries in a row that did not take place because it had come.
-    not_entered: u8,
+    pub(crate) not_entered: u8,
 }
 
 impl Watched {
@@ -53,11 +48,23 @@ impl Watched {
         self.scale = u64::MAX / ratio.max(1);
     }
 
+    /// Whether there is a deadline.
+    #[inline(always)]
+    pub(crate) fn is_set(&self) -> bool {
+        self.last != NEVER
+    }
+
+    /// Whether the deadline has come at `now` of the guest's TSC.
+    #[inline]
+    pub(crate) fn is_due(&self, now: u64) -> bool {
+        now > self.last
+    }
+
     /// What the timer is to be set to for an entry at `now` of the guest's TSC. `None`: the time has
     /// come. Rounding down is met by another exit, which finds that the time has not come; what the
     /// entry itself takes makes that rare.
     #[inline]
-    fn ticks(&self, now: u64, scaled: bool) -> Option<u64> {
+    pub(crate) fn ticks(&self, now: u64, scaled: bool) -> Option<u64> {
         let left = self.last.checked_sub(now)?;
         let left = if scaled { self.host_ticks(left) } else { left };
         Some(((left >> self.shift) + 1).min(LONGEST))
@@ -69,91 +76,6 @@ impl Watched {
         let ticks = (u128::from(guest) * u128::from(self.scale)) >> 32;
         // One less than the most, for what is added.
         ticks.min(u128::from(NEVER - 1)) as u64
-    }
-}
-
-impl<C: Cpu> Vmx<C> {
-    fn guest_tsc_now(&mut self) -> u64 {
-        let host = self.cpu.rdtsc();
-        self.guest_tsc(host)
-    }
-
-    /// Right before an entry: sees that the CPU's timer is set. False: the time has come.
-    #[inline(always)]
-    pub(crate) fn settle_timer(&mut self) -> bool {
-        // With VMX off nothing is written.
-        if self.attention & (attention::TIMER_SET | attention::OFF) == 0 {
-            return self.set_preemption_timer();
-        }
-        self.attention &= !attention::TIMER_SET;
-        true
-    }
-
-    #[inline(never)]
-    fn set_preemption_timer(&mut self) -> bool {
-        let ticks = if self.deadline.last == NEVER {
-            self.attention &= !attention::TIMER;
-            LONGEST
-        } else {
-            let now = self.guest_tsc_now();
-            match self.deadline.ticks(now, self.tsc_ratio != TSC_RATIO_ONE) {
-                Some(ticks) => ticks,
-                None => return false,
-            }
-        };
-        self.deadline.not_entered = 0;
-        self.cpu.vmwrite(field::PREEMPTION_TIMER.encoding(), ticks);
-        true
-    }
-
-    /// Instead of an entry that would end at once. Nothing of the guest has changed since the last
-    /// exit, and what that left in the VMCS concerns nobody any more.
-    ///
-    /// Without an entry no interrupt of the host is seen. After some in a row it is as if one had
-    /// come, so that the loop is left; the time is found to have come when it is entered again.
-    #[cold]
-    #[inline(never)]
-    pub(crate) fn exit_for_deadline(&mut self) {
-        const MOST: u8 = 16;
-        self.deadline.not_entered = self.deadline.not_entered.wrapping_add(1);
-        let reason = if self.deadline.not_entered.is_multiple_of(MOST) {
-            ExitReason::ExternalInterrupt
-        } else {
-            ExitReason::PreemptionTimer
-        };
-        self.vmcs.fields.learn(fields::EXIT_REASON, reason.0.into());
-    }
-}
-
-impl<C: Cpu> DeadlineWatch for Vmx<C> {
-    #[inline]
-    fn can_watch(&self) -> bool {
-        // A guest that waits by MWAIT may be in a C-state in which the timer stands (SDM vol. 3C
-        // §26.5.1).
-        self.features.preemption_timer.is_some() && !self.cold.fewer.mwait
-    }
-
-    #[inline]
-    fn watch(&mut self, deadline: u64) {
-        if self.deadline.set(deadline) {
-            self.attention |= attention::TIMER;
-        }
-    }
-
-    /// The VMCS is loaded, and the entry is near.
-    #[inline]
-    fn watch_from(&mut self, deadline: u64, now: u64) {
-        self.deadline.set(deadline);
-        self.attention |= attention::TIMER;
-        if let Some(ticks) = self.deadline.ticks(now, self.tsc_ratio != TSC_RATIO_ONE) {
-            self.cpu.vmwrite(field::PREEMPTION_TIMER.encoding(), ticks);
-            self.attention |= attention::TIMER_SET;
-        }
-    }
-
-    #[inline]
-    fn is_due(&mut self) -> bool {
-        self.deadline.last != NEVER && self.guest_tsc_now() > self.deadline.last
     }
 }
 

@@ -8,7 +8,7 @@ use x86::{
     vmcs::EntryControls,
 };
 
-use crate::{apicv::Serving, fields, segments, state::Vmx};
+use crate::{apic_page::Serving, fields, segments, state::Vmx};
 
 /// What VMX fixes to 1, but not for a guest that may run without paging and protection.
 const CR0_PG_PE: u64 = Cr0::PG.union(Cr0::PE).bits();

@@ -13,10 +13,7 @@
 use cpu::{Cpu, VmxSwitch};
 use x86::msr;
 
-use crate::state::Vmx;
-
-/// MSRs whose accesses this module decides about.
-pub(crate) const SPECULATION: [u32; 3] = [msr::SPEC_CTRL, msr::PRED_CMD, msr::FLUSH_CMD];
+use crate::{permission::SPECULATION, state::Vmx};
 
 impl<C: Cpu> Vmx<C> {
     /// The guest's SPEC_CTRL.

@@ -10,7 +10,7 @@ use cpu::{Cpu, VmxSwitch};
 use guest_live::{DebugRegs, Exchanged, Extended, Has, LiveDr6, SyscallMsrs};
 use host::{KBox, NoMemory, hostcpu, warn};
 use x86::{
-    msr,
+    Vector, msr,
     vmcs::{
         ReadWrite,
         field::{self, Width},
@@ -18,14 +18,13 @@ use x86::{
 };
 
 use crate::{
-    apicv::{ApicPage, Serving},
+    apic_page::{ApicPage, Serving},
     features::Features,
     fields::{self, Slot},
-    host_state::HostThread,
-    inject::Offer,
+    host_registers::HostThread,
     page_log::PageLog,
+    permission::SPECULATION,
     preemption_timer::Watched,
-    speculation::SPECULATION,
     vmcs::{self, Vmcs},
 };
 
@@ -63,6 +62,14 @@ pub(crate) mod attention {
             at += 1;
         }
     };
+}
+
+/// An interrupt that the guest is to take as soon as it can.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Offer {
+    pub(crate) vector: Option<Vector>,
+    /// It was injected at the last entry.
+    pub(crate) taken: bool,
 }
 
 /// What no exit that stays in the loop looks at. On the heap, so that a vCPU that is being made fits

@@ -1,0 +1,141 @@
+//! The virtual-APIC page: what the CPU keeps of a local APIC while it serves it (SDM vol. 3C §30.1).
+
+use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use host::{NoMemory, page::Page};
+use x86::{
+    Hpa,
+    apic::{Interrupts, VectorWords, highest, reg},
+};
+
+/// Whether the CPU serves an APIC.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Serving {
+    /// It does not.
+    No,
+    /// It is set up to, but its state was taken back.
+    TakenBack,
+    /// It has the state.
+    Yes,
+}
+
+/// The virtual-APIC page. The CPU has it while the guest runs; else it is plain memory.
+#[derive(Debug)]
+pub struct ApicPage(Page);
+
+impl ApicPage {
+    /// A page of zeroes.
+    pub fn new() -> Result<Self, NoMemory> {
+        Page::zeroed().map(Self)
+    }
+
+    /// Physical address, for the VMCS.
+    pub fn hpa(&self) -> Hpa {
+        self.0.hpa()
+    }
+
+    /// The eight bytes at a register: its value, and four that an RDMSR reads along.
+    #[inline(always)]
+    fn at(&self, register: u32) -> &AtomicU64 {
+        &self.0.table()[(register >> 3) as usize % 512]
+    }
+
+    /// Sets a register.
+    pub fn set(&self, register: u32, value: u32) {
+        self.at(register).store(value.into(), Relaxed);
+    }
+
+    /// Task priority.
+    #[inline]
+    pub fn tpr(&self) -> u8 {
+        self.at(reg::TPR).load(Relaxed) as u8
+    }
+
+    /// Sets the task priority.
+    #[inline]
+    pub fn set_tpr(&self, value: u8) {
+        self.at(reg::TPR).store(value.into(), Relaxed);
+    }
+
+    /// The set that begins at a register: eight of 32 bits, sixteen bytes apart.
+    #[inline]
+    fn vectors(&self, first: u32) -> VectorWords {
+        let word = |n: u32| {
+            let low = self.at(first + n * 0x20).load(Relaxed) & 0xffff_ffff;
+            low | self.at(first + n * 0x20 + 0x10).load(Relaxed) << 32
+        };
+        [word(0), word(1), word(2), word(3)]
+    }
+
+    fn set_vectors(&self, first: u32, words: &VectorWords) {
+        for (word, at) in words.iter().zip((first..).step_by(0x20)) {
+            self.set(at, *word as u32);
+            self.set(at + 0x10, (*word >> 32) as u32);
+        }
+    }
+
+    /// What is requested.
+    #[inline]
+    pub fn requested(&self) -> VectorWords {
+        self.vectors(reg::IRR)
+    }
+
+    /// What is in service.
+    #[inline]
+    pub fn in_service(&self) -> VectorWords {
+        self.vectors(reg::ISR)
+    }
+
+    /// Whether anything is requested.
+    #[inline]
+    pub(crate) fn any_requested(&self) -> bool {
+        (0..8).fold(0, |all, n| all | self.at(reg::IRR + n * 0x10).load(Relaxed)) != 0
+    }
+
+    /// Replaces all of it.
+    pub fn fill(&self, state: &Interrupts) {
+        self.set_vectors(reg::IRR, &state.requested);
+        self.set_vectors(reg::ISR, &state.in_service);
+        self.set_tpr(state.tpr);
+    }
+
+    /// Takes all of it out but the priority, which CR8 shows in any case.
+    pub fn take(&self) -> Interrupts {
+        let state = Interrupts {
+            requested: self.requested(),
+            in_service: self.in_service(),
+            tpr: self.tpr(),
+        };
+        self.fill(&Interrupts { tpr: state.tpr, ..Interrupts::default() });
+        state
+    }
+
+    /// Adds requests. True when the highest of all is a new one, so that RVI has to be set.
+    #[inline]
+    pub fn request(&self, vectors: &VectorWords) -> bool {
+        for (new, at) in vectors.iter().zip((reg::IRR..).step_by(0x20)) {
+            if *new != 0 {
+                for (half, at) in [(*new & 0xffff_ffff, at), (*new >> 32, at + 0x10)] {
+                    let word = self.at(at);
+                    word.store(word.load(Relaxed) | half, Relaxed);
+                }
+            }
+        }
+        let top = highest(&self.requested());
+        vectors[usize::from(top >> 6)] & (1 << (top & 63)) != 0
+    }
+
+    /// The guest interrupt status: RVI, and SVI above it.
+    #[inline]
+    pub fn status(&self) -> u16 {
+        u16::from(highest(&self.in_service())) << 8 | u16::from(highest(&self.requested()))
+    }
+
+    /// Whether the highest request, or `more`, is above the processor priority.
+    #[inline]
+    pub fn delivers(&self, more: u8) -> bool {
+        let request = highest(&self.requested()).max(more);
+        let priority = highest(&self.in_service()).max(self.tpr());
+        request >> 4 > priority >> 4
+    }
+}
