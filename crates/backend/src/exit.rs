@@ -64,6 +64,8 @@ pub enum Exit {
     Mwait,
     /// An instruction that this guest does not have: #UD.
     Undefined,
+    /// An instruction for hypervisors, of a guest that may be one.
+    Virtualization,
     /// INVLPG, with its linear address where the CPU tells it; `None`: decode.
     Invlpg(Option<Gva>),
     /// INVPCID.

@@ -1,7 +1,7 @@
 //! The border between the run loop and a hardware backend: what floor 5 asks of SVM or VMX.
 //!
 //! The border has parts: [`Registers`], [`ControlRegisters`], [`LiveRegisters`], [`Msrs`], [`WorldSwitch`],
-//! [`Exits`], [`Injection`], [`Translation`], [`Clock`] and [`Permissions`]. [`Backend`] is all of them, is
+//! [`Exits`], [`Injection`], [`Translation`], [`Clock`], [`Permissions`] and [`Nesting`]. [`Backend`] is all of them, is
 //! implemented once per instruction set, and the run loop is monomorphised over it, so nothing on the
 //! exit path is an indirect call. [`Exit`] is the neutral form of an exit.
 //!
@@ -18,6 +18,7 @@ mod exits;
 mod inject;
 mod live;
 mod msrs;
+mod nested;
 mod paging;
 mod permission;
 mod registers;
@@ -31,6 +32,7 @@ pub use exits::{Answer, Exits};
 pub use inject::{Injection, NmiWindow};
 pub use live::LiveRegisters;
 pub use msrs::{Msrs, NotMine};
+pub use nested::{Claim, Executed, Gate, L1Memory, Level, Nested, Nesting, Outside, Waiting};
 pub use paging::{Paging, Translation};
 pub use permission::{FewerExits, GuestLimits, Permissions};
 pub use registers::{
@@ -54,6 +56,7 @@ pub trait Backend:
     + Translation
     + Clock
     + Permissions
+    + Nesting
     + Send
     + Sized
 {

@@ -100,6 +100,8 @@ reasons! {
     Mwait = "mwait",
     /// An instruction that the guest does not have.
     Undefined = "undefined",
+    /// An instruction for hypervisors: VMRUN, VMRESUME and their like.
+    Virtualization = "virtualization",
     /// INVLPG, INVPCID.
     Invlpg = "invlpg",
     /// The end of system-management mode.

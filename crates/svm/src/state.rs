@@ -2,7 +2,9 @@
 
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use backend::{Backend, GuestLimits, Injection, Msrs, Paging, TSC_RATIO_ONE, reset_registers};
+use backend::{
+    Absent, Backend, GuestLimits, Injection, Msrs, Nesting, Paging, TSC_RATIO_ONE, reset_registers,
+};
 use cpu::{Cpu, SpecCtrl};
 use guest_live::{DebugRegs, Exchanged, Extended, Has};
 use host::{NoMemory, hostcpu};
@@ -142,6 +144,21 @@ impl<C: Cpu> Svm<C> {
     /// The privileged operations, for the counts in tests.
     pub fn cpu(&mut self) -> &mut C {
         &mut self.cpu
+    }
+}
+
+/// Its instructions are undefined.
+impl<C: Cpu> Nesting for Svm<C> {
+    type Nested = Absent;
+
+    #[inline(always)]
+    fn nested(&self) -> Option<&Absent> {
+        None
+    }
+
+    #[inline(always)]
+    fn nested_mut(&mut self) -> Option<&mut Absent> {
+        None
     }
 }
 

@@ -10,6 +10,7 @@ extern crate alloc;
 
 mod apic;
 mod exits;
+mod nested;
 mod observe;
 mod paging;
 pub mod pv;
@@ -256,6 +257,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Registers after INIT or power-up.
     pub(crate) fn reset_registers(&mut self, init: bool) {
+        self.abandon_l2();
         self.b.hide_cache_disable(self.vm.settings.has_quirk(quirk::CD_NW_CLEARED));
         self.b.reset(init);
         if !self.shared.in_kernel_apic {

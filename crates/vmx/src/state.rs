@@ -4,7 +4,8 @@ use core::cell::Cell;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use backend::{
-    Backend, FewerExits, GuestLimits, Injection, Paging, TSC_RATIO_ONE, reset_registers,
+    Absent, Backend, FewerExits, GuestLimits, Injection, Nesting, Paging, TSC_RATIO_ONE,
+    reset_registers,
 };
 use cpu::{Cpu, VmxSwitch};
 use guest_live::{DebugRegs, Exchanged, Extended, Has, LiveDr6, SyscallMsrs};
@@ -219,6 +220,21 @@ impl<C: Cpu> Vmx<C> {
         self.vmcs.write_constants(&self.cpu);
         vmcs::write(&self.cpu, field::VIRTUAL_APIC_ADDR, self.apic_page.hpa().0);
         self.write_optional_constants();
+    }
+}
+
+/// Its instructions are undefined.
+impl<C: Cpu> Nesting for Vmx<C> {
+    type Nested = Absent;
+
+    #[inline(always)]
+    fn nested(&self) -> Option<&Absent> {
+        None
+    }
+
+    #[inline(always)]
+    fn nested_mut(&mut self) -> Option<&mut Absent> {
+        None
     }
 }
 

@@ -155,6 +155,7 @@ exits! { (v, s)
         DebugReg        = DebugReg:        v.answer_debug_reg(),          v.slow_debug_reg();
         Mwait           = Mwait:           v.answer_mwait(s),             v.skip();
         Undefined       = Undefined:       v.answer_by(Exception::ud()),  Ok(());
+        Virtualization  = Virtualization:  v.answer_virtualization(s),    v.slow_virtualization();
         Rdpmc           = Rdpmc:           v.answer_by(Exception::gp(0)), Ok(());
         Eoi(vector)     = Eoi:             v.answer_eoi(vector),          Ok(());
         IllegalSelfIpi  = ApicWrite:       v.answer_illegal_self_ipi(),   Ok(());

@@ -1,6 +1,6 @@
 //! What has to be looked at after every exit of the inner loop, in one word, so that the usual
-//! case, nothing, is one comparison: the interrupt that the hardware was offered, and whether the
-//! vCPU is observed.
+//! case, nothing, is one comparison: the interrupt that the hardware was offered, whether the
+//! vCPU is observed, and whether a guest's guest runs.
 
 use x86::Vector;
 
@@ -12,7 +12,8 @@ impl AfterExit {
     const OFFERED: u16 = 1 << 8;
     const OBSERVED: u16 = 1 << 9;
     const STEPPING: u16 = 1 << 10;
-    const OTHERS: u16 = Self::OBSERVED | Self::STEPPING;
+    const NESTED: u16 = 1 << 11;
+    const OTHERS: u16 = Self::OBSERVED | Self::STEPPING | Self::NESTED;
 
     /// Whether there is anything.
     #[inline(always)]
@@ -53,6 +54,23 @@ impl AfterExit {
         let was = self.0 & Self::STEPPING != 0;
         self.0 &= !Self::STEPPING;
         was
+    }
+
+    /// Whether somebody looks at the exit before it is answered: an observer, or the guest's hypervisor.
+    #[inline(always)]
+    pub(crate) fn is_looked_at(self) -> bool {
+        self.0 & (Self::OBSERVED | Self::NESTED) != 0
+    }
+
+    /// Whether a guest's guest runs.
+    #[inline(always)]
+    pub(crate) fn is_nested(self) -> bool {
+        self.0 & Self::NESTED != 0
+    }
+
+    /// Sets whether a guest's guest runs.
+    pub(crate) fn set_nested(&mut self, on: bool) {
+        self.0 = (self.0 & !Self::NESTED) | if on { Self::NESTED } else { 0 };
     }
 
     /// Whether the vCPU is observed.

@@ -26,7 +26,8 @@
 //!
 //! What the outer loop has to do with the guest stopped is in [`Outer`], a bit each.
 
-use backend::{Backend, Event, NmiWindow};
+use backend::{Backend, Event, Nested, NmiWindow};
+use mmu::Section;
 use stats::VcpuCount;
 use x86::{Exception, Rflags, Vector};
 
@@ -66,6 +67,8 @@ impl Outer {
     pub const SET_TPR: Self = Self(1 << 5);
     /// Irqfds wait to be told of an end of interrupt.
     pub const OWING: Self = Self(1 << 6);
+    /// The run of a guest's guest is to end for an event, and its hypervisor's memory has to be had first.
+    pub const NESTED: Self = Self(1 << 7);
 
     /// Whether there is anything.
     #[inline(always)]
@@ -212,7 +215,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline]
     pub(crate) fn sync_priority(&mut self) {
         let cr8 = self.b.cr8();
-        if cr8 != self.cr8_seen {
+        if cr8 != self.cr8_seen && !self.has_own_priority() {
             self.cr8_seen = cr8;
             self.shared.lapic.set_cr8(cr8);
         }
@@ -223,7 +226,19 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn publish_priority(&mut self) {
         let cr8 = self.shared.lapic.cr8();
         self.cr8_seen = cr8;
+        if self.has_own_priority()
+            && let Some(nested) = self.b.nested_mut()
+        {
+            return nested.set_l1_priority(cr8);
+        }
         self.b.set_cr8(cr8);
+    }
+
+    /// Whether the task priority in the hardware is a guest's guest's, of which the local APIC knows nothing.
+    #[inline]
+    fn has_own_priority(&self) -> bool {
+        self.pending.after_exit.is_nested()
+            && self.b.nested().is_some_and(|nested| nested.has_own_priority())
     }
 
     /// Whether the 8259A, ours or the VMM's, has an interrupt for this vCPU.
@@ -236,19 +251,13 @@ impl<B: Backend> Vcpu<B> {
     /// Puts what is deliverable into the entry, highest priority first, and opens windows for what
     /// has to wait. `kernel`: kernel calls are possible, else `false` is returned when one is
     /// needed.
-    pub(crate) fn inject_pending(&mut self, kernel: bool) -> bool {
+    pub(crate) fn inject_pending(&mut self, s: Section<'_>, kernel: bool) -> bool {
         self.pending.take();
         self.sync_priority();
-        if self.b.injecting() {
-            // Prepared already, for an entry that did not happen.
-            self.hurry_smi();
-        } else if let Some(event) = self.events.again.take() {
-            self.b.inject(event);
-            self.hurry_smi();
-        } else if let Some(exception) = self.events.exception.take() {
-            self.inject_exception(exception);
-            self.hurry_smi();
+        if self.pending.gated {
+            return self.inject_gated(s, kernel);
         }
+        self.inject_own();
         if self.events_blocked() {
             self.hold_back();
             return true;
@@ -259,10 +268,25 @@ impl<B: Backend> Vcpu<B> {
         self.inject_interrupt(kernel)
     }
 
+    /// Injects what belongs to the current instruction, before anything else that waits.
+    #[inline(always)]
+    pub(crate) fn inject_own(&mut self) {
+        if self.b.injecting() {
+            // Prepared already, for an entry that did not happen.
+            self.hurry_smi();
+        } else if let Some(event) = self.events.again.take() {
+            self.b.inject(event);
+            self.hurry_smi();
+        } else if let Some(exception) = self.events.exception.take() {
+            self.inject_exception(exception);
+            self.hurry_smi();
+        }
+    }
+
     /// The VMM keeps interrupts from the guest: what was offered is withdrawn, and waits.
     #[cold]
     #[inline(never)]
-    fn hold_back(&mut self) {
+    pub(crate) fn hold_back(&mut self) {
         if self.b.served_apic().is_some() {
             self.settle_apic();
             self.stop_serving_apic();
@@ -287,7 +311,7 @@ impl<B: Backend> Vcpu<B> {
         self.b.inject(Event::Exception(exception));
     }
 
-    fn inject_nmi(&mut self, kernel: bool) -> bool {
+    pub(crate) fn inject_nmi(&mut self, kernel: bool) -> bool {
         if self.b.nmi_masked() {
             self.shared.limit_nmis();
         }
@@ -316,7 +340,7 @@ impl<B: Backend> Vcpu<B> {
     /// Offers the highest interrupt to the hardware, which delivers it as soon as the guest can take
     /// it: no exit to wait for that moment. It is out of the IRR while it is offered, so that the
     /// next one of the same vector is not lost, and in service once it was taken.
-    fn inject_interrupt(&mut self, kernel: bool) -> bool {
+    pub(crate) fn inject_interrupt(&mut self, kernel: bool) -> bool {
         if !self.shared.in_kernel_apic {
             let external = self.events.external;
             self.pending.after_exit.set_offered(external);

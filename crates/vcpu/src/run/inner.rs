@@ -56,6 +56,16 @@ impl Next {
             Self::Leave => Some(Left::Exit(exit)),
         }
     }
+
+    /// What the loop is left for after an exit of a guest's guest that is not ours.
+    #[inline(always)]
+    fn left_reflecting(self) -> Option<Left> {
+        match self {
+            Self::Again => None,
+            Self::Done => Some(Left::Quietly),
+            Self::Leave => Some(Left::Reflect),
+        }
+    }
 }
 
 /// Why the inner loop was left.
@@ -63,6 +73,8 @@ impl Next {
 pub enum Left {
     /// An exit that has to be handled outside.
     Exit(Exit),
+    /// The exit of a guest's guest, which is to be offered to the guest's hypervisor outside.
+    Reflect,
     /// The last exit was answered, and something else waits outside.
     Quietly,
     /// Something was pending before the first entry.
@@ -107,11 +119,13 @@ impl<B: Backend> Vcpu<B> {
         }
         let s = entered.section();
         // Interrupts that arrived until now are in the IRR; later ones come with an IPI.
-        if self.pending.is_raised()
+        if (self.pending.is_raised()
             || self.shared.lapic.maybe_pending()
-            || self.vm.irq().extint_pending()
+            || self.vm.irq().extint_pending())
+            && !self.inject_pending(s, true)
         {
-            self.inject_pending(true);
+            irq::enable(self.shared.leave_mode(entered));
+            return Left::NotEntered;
         }
         self.offer_pv_eoi(s, self.pending.after_exit.offered());
         // A softirq may have borrowed the registers since the run began.
@@ -192,16 +206,18 @@ impl<B: Backend> Vcpu<B> {
     fn loop_until_left(&mut self, s: Section<'_>) -> Left {
         loop {
             self.b.enter(&mut self.gprs);
-            // Whatever has a say before an exit gets its neutral form is one bit of this word. That the guest
-            // is a guest's guest would be one more, with `Exits::raw` to be asked whose the exit is.
-            if self.pending.after_exit.any() {
-                if self.pending.after_exit.is_observed() {
-                    self.observe_exit(s);
-                } else {
-                    self.note_taken();
+            let left = 'answered: {
+                // Whatever has a say before an exit gets its neutral form is one bit of this word.
+                if self.pending.after_exit.any() {
+                    if !self.pending.after_exit.is_looked_at() {
+                        self.note_taken();
+                    } else if let Some(next) = self.look_at_exit(s) {
+                        break 'answered next.left_reflecting();
+                    }
                 }
-            }
-            if let Some(left) = B::dispatch(self, s) {
+                B::dispatch(self, s)
+            };
+            if let Some(left) = left {
                 return left;
             }
             // An answer that cannot be injected here was given all the same.
@@ -210,6 +226,18 @@ impl<B: Backend> Vcpu<B> {
                 return Left::Quietly;
             }
         }
+    }
+
+    /// Right after an exit that is looked at. What became of it, unless it is to be answered as any other.
+    #[cold]
+    #[inline(never)]
+    fn look_at_exit(&mut self, s: Section<'_>) -> Option<Next> {
+        if self.pending.after_exit.is_observed() {
+            self.observe_exit(s);
+        } else {
+            self.note_taken();
+        }
+        if self.pending.after_exit.is_nested() { self.reflect_in_loop(s) } else { None }
     }
 
     /// Prepares what an answer made deliverable. False: it is for the outer loop.
@@ -224,7 +252,7 @@ impl<B: Backend> Vcpu<B> {
     /// Injects what an answer made deliverable, with nothing else that waits.
     #[inline(always)]
     pub(crate) fn inject_answer(&mut self, s: Section<'_>) -> bool {
-        if !self.settle_pv_eoi(s) || !self.inject_pending(false) {
+        if !self.settle_pv_eoi(s) || !self.inject_pending(s, false) {
             return false;
         }
         self.offer_pv_eoi(s, self.pending.after_exit.offered());

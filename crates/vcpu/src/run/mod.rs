@@ -202,6 +202,10 @@ impl<B: Backend> Vcpu<B> {
                 self.take_pv_eoi();
                 Ok(())
             }
+            Left::Reflect => {
+                self.take_pv_eoi();
+                self.reflect_outside()
+            }
             Left::Exit(exit) => {
                 let _ = self.keep_interrupted_delivery();
                 self.take_pv_eoi();
@@ -251,6 +255,9 @@ impl<B: Backend> Vcpu<B> {
             let pc = self.linear_rip();
             // DR6.BS with the bits that are always set.
             return Err(UserExit::Debug { exception: 1, pc, dr6: 0xffff_4ff0, dr7 }.into());
+        }
+        if self.events.outer.take(Outer::NESTED) {
+            self.end_l2_outside();
         }
         if self.events.outer.take(Outer::EOI) {
             return Err(UserExit::IoapicEoi { vector: self.rare.ended.0 }.into());

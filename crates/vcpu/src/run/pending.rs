@@ -26,6 +26,8 @@ use crate::run::after_exit::AfterExit;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pending {
     raised: bool,
+    /// Events are asked where they go: a guest's guest runs, or the guest's hypervisor holds events back.
+    pub gated: bool,
     /// A PV EOI is offered to the guest: the APIC is to be touched only after looking at it.
     pub pv_eoi_offered: bool,
     /// What has to be looked at after every exit.
@@ -41,6 +43,7 @@ impl Default for Pending {
     fn default() -> Self {
         Self {
             raised: true,
+            gated: false,
             pv_eoi_offered: false,
             after_exit: AfterExit::default(),
             window_wanted: false,

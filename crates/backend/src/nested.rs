@@ -1,0 +1,191 @@
+//! A guest that is a hypervisor itself: L0 is this hypervisor, L1 its guest, L2 the guest of that one.
+//!
+//! The backend has a control block for each of the two and knows which is current. Every other part of the
+//! border acts on the current one, so that the run loop serves L2 as it serves L1. What the loop asks beside is
+//! here: what an instruction of L1's does, whose an exit of L2's is, and where an event goes.
+//!
+//! Nothing here sleeps. L1's memory is behind [`L1Memory`]: inside the loop what can be had there, outside all of
+//! it. Who finds a page missing inside has changed nothing, and says [`Executed::Outside`].
+
+use x86::{Exception, Gpa, Vector};
+
+use crate::{Event, Gprs, ability::Absent};
+
+/// Which of the two runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Level {
+    /// The guest.
+    #[default]
+    L1,
+    /// The guest's guest.
+    L2,
+}
+
+/// An address is not memory of L1's, or its memory cannot be had now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Outside;
+
+/// L1's memory, by its guest-physical addresses.
+pub trait L1Memory {
+    /// Reads `into.len()` bytes at `at`, each byte once.
+    ///
+    /// # Errors
+    /// Not all of it can be had; `into` then holds anything.
+    fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside>;
+    /// Writes `from` at `at`.
+    ///
+    /// # Errors
+    /// Not all of it can be written; any part of it may have been.
+    fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside>;
+    /// Whether what cannot be had here can nowhere be had: outside the loop.
+    fn is_final(&self) -> bool;
+}
+
+/// Whose an exit of L2 is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Claim {
+    /// Ours: it is answered as L1's exits are, and L2 goes on.
+    L0,
+    /// L1 asked for it.
+    L1,
+}
+
+/// What came of an instruction of L1's, or of the end of L2's run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub enum Executed {
+    /// The instruction is done; the guest goes on behind it.
+    Retired,
+    /// The instruction is done, and opens L1 for what may have waited.
+    Opened,
+    /// The instruction is done, and closes L1 for what may have been offered.
+    Closed,
+    /// The instruction faults.
+    Fault(Exception),
+    /// L2 runs from now on.
+    Entered,
+    /// L1 runs from now on, behind the exit that it sees.
+    Left,
+    /// L1's memory cannot be had here; nothing has happened.
+    Outside,
+    /// L1 cannot go on: where it wants to hear of L2's exit is no memory.
+    Shutdown,
+}
+
+/// An event that waits for the guest.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Waiting {
+    /// An interrupt of L1's local APIC or PIC; its vector, where it was acknowledged for L1
+    /// ([`Nested::acknowledges`]).
+    Interrupt(Option<Vector>),
+    /// An NMI.
+    Nmi,
+    /// A system-management interrupt.
+    Smi,
+    /// An INIT.
+    Init,
+    /// An exception that the current instruction makes.
+    Exception(Exception),
+}
+
+/// Where an event goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gate {
+    /// To the level that runs, by that level's own rules.
+    Deliver,
+    /// L2's run ends ([`Nested::exit_to_l1`]).
+    ExitToL1,
+    /// Nowhere yet.
+    Hold,
+    /// Nowhere yet: L2 is to be entered first, and left again at once.
+    AfterEntry,
+}
+
+/// What a backend does for guests that are hypervisors.
+pub trait Nested {
+    /// Which level runs.
+    fn level(&self) -> Level;
+    /// Executes the instruction that made [`Exit::Virtualization`](crate::Exit::Virtualization), behind which L1
+    /// goes on at `next_rip`.
+    fn execute(&mut self, gprs: &mut Gprs, next_rip: u64, l1: &impl L1Memory) -> Executed;
+    /// Whose the last exit of L2 is.
+    ///
+    /// # Errors
+    /// L1's memory cannot be had here.
+    fn claims(&mut self, gprs: &Gprs, l1: &impl L1Memory) -> Result<Claim, Outside>;
+    /// Ends L2's run with its last exit, which is L1's.
+    fn reflect(&mut self, gprs: &mut Gprs, l1: &impl L1Memory) -> Executed;
+    /// Whether events have to be asked where they go: L2 runs, or L1 holds its own back.
+    fn is_gated(&self) -> bool;
+    /// Where an event goes.
+    fn gate(&self, waiting: &Waiting) -> Gate;
+    /// Whether an event that ends L2's run is taken from where it waits, so that L1 hears of it by the exit alone.
+    fn acknowledges(&self, waiting: &Waiting) -> bool;
+    /// Ends L2's run with an exit for an event. `undelivered`: the event that L2 was to take first.
+    fn exit_to_l1(
+        &mut self,
+        gprs: &mut Gprs,
+        waiting: &Waiting,
+        undelivered: Option<Event>,
+        l1: &impl L1Memory,
+    ) -> Executed;
+    /// Whether the task priority that the current block holds is a priority of L2's alone.
+    fn has_own_priority(&self) -> bool;
+    /// Sets the task priority of L1, while L2 has one of its own.
+    fn set_l1_priority(&mut self, cr8: u8);
+    /// L1 runs from now on, and nothing is written: INIT, reset, state that user space sets.
+    fn abandon(&mut self, gprs: &mut Gprs);
+}
+
+/// Guests that are hypervisors, where CPUs of this kind may have them.
+pub trait Nesting {
+    /// What is done for them.
+    type Nested: Nested;
+
+    /// What is done for them.
+    fn nested(&self) -> Option<&Self::Nested>;
+    /// What is done for them, to do it.
+    fn nested_mut(&mut self) -> Option<&mut Self::Nested>;
+}
+
+impl Nested for Absent {
+    fn level(&self) -> Level {
+        match *self {}
+    }
+    fn execute(&mut self, _: &mut Gprs, _: u64, _: &impl L1Memory) -> Executed {
+        match *self {}
+    }
+    fn claims(&mut self, _: &Gprs, _: &impl L1Memory) -> Result<Claim, Outside> {
+        match *self {}
+    }
+    fn reflect(&mut self, _: &mut Gprs, _: &impl L1Memory) -> Executed {
+        match *self {}
+    }
+    fn is_gated(&self) -> bool {
+        match *self {}
+    }
+    fn gate(&self, _: &Waiting) -> Gate {
+        match *self {}
+    }
+    fn acknowledges(&self, _: &Waiting) -> bool {
+        match *self {}
+    }
+    fn exit_to_l1(
+        &mut self,
+        _: &mut Gprs,
+        _: &Waiting,
+        _: Option<Event>,
+        _: &impl L1Memory,
+    ) -> Executed {
+        match *self {}
+    }
+    fn has_own_priority(&self) -> bool {
+        match *self {}
+    }
+    fn set_l1_priority(&mut self, _: u8) {
+        match *self {}
+    }
+    fn abandon(&mut self, _: &mut Gprs) {
+        match *self {}
+    }
+}

@@ -1,0 +1,129 @@
+//! Where an event goes while L2 runs, or while L1 holds events back.
+//!
+//! An event that L1 intercepts is no event of L2's: it ends L2's run, and L1 takes it by its own rules later. What
+//! L2 is to take anyway, because its delivery was interrupted or because L1 injected it, goes first.
+
+use backend::{Backend, Event, Executed, Gate, Nested, Waiting};
+use mmu::Section;
+
+use super::memory::{Mapped, Whole};
+use crate::{Vcpu, run::events::Outer};
+
+/// What [`Vcpu::end_l2_for_event`] comes to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ended {
+    /// L2's run goes on, or L1 runs anyway.
+    No,
+    /// L1 runs now.
+    Yes,
+    /// It is to end, once it was entered.
+    AfterEntry,
+    /// It is to end, once L1's memory can be had.
+    Outside,
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// [`inject_pending`](Self::inject_pending) for a guest whose events are asked where they go.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn inject_gated(&mut self, s: Section<'_>, kernel: bool) -> bool {
+        match self.end_l2_for_event(Some(s)) {
+            Ended::No | Ended::Yes => {}
+            Ended::AfterEntry => {
+                self.inject_own();
+                // The kick ends L2's run at its first instruction.
+                self.pending.raise();
+                if kernel {
+                    host::smp::kick(host::smp::cpu_id());
+                }
+                return kernel;
+            }
+            Ended::Outside => {
+                self.events.outer.set(Outer::NESTED, true);
+                self.pending.raise();
+                return false;
+            }
+        }
+        self.inject_own();
+        if self.events_blocked() || !self.passes(Waiting::Nmi) {
+            self.hold_back();
+            return true;
+        }
+        if self.shared.nmis() != 0 && !self.inject_nmi(kernel) {
+            return false;
+        }
+        if !self.passes(Waiting::Interrupt(None)) {
+            self.hold_back();
+            return true;
+        }
+        self.inject_interrupt(kernel)
+    }
+
+    /// Outside the loop: ends L2's run for the event that could not do so inside.
+    pub(crate) fn end_l2_outside(&mut self) {
+        let _ = self.end_l2_for_event(None);
+        self.pending.raise();
+    }
+
+    /// Whether such an event goes to the level that runs.
+    fn passes(&self, waiting: Waiting) -> bool {
+        self.b.nested().is_none_or(|nested| nested.gate(&waiting) == Gate::Deliver)
+    }
+
+    /// Ends L2's run, if something waits that L1 intercepts. `s`: inside a section, where nothing sleeps.
+    fn end_l2_for_event(&mut self, s: Option<Section<'_>>) -> Ended {
+        if !self.pending.after_exit.is_nested() {
+            return Ended::No;
+        }
+        let first = !self.b.injecting() && self.events.again.is_none();
+        let exception = self.events.exception.filter(|_| first).map(Waiting::Exception);
+        let nmi = (self.shared.nmis() != 0).then_some(Waiting::Nmi);
+        let interrupt = self.interrupt_waits_for_l1().then_some(Waiting::Interrupt(None));
+        for waiting in [exception, nmi, interrupt].into_iter().flatten() {
+            let Some(nested) = self.b.nested() else { return Ended::No };
+            match nested.gate(&waiting) {
+                Gate::Deliver | Gate::Hold => {}
+                Gate::AfterEntry => return Ended::AfterEntry,
+                Gate::ExitToL1 => return self.end_l2(waiting, s),
+            }
+        }
+        Ended::No
+    }
+
+    fn interrupt_waits_for_l1(&self) -> bool {
+        if !self.shared.in_kernel_apic {
+            return self.events.external.is_some();
+        }
+        self.interrupt_waits()
+    }
+
+    fn end_l2(&mut self, waiting: Waiting, s: Option<Section<'_>>) -> Ended {
+        let prepared = self.b.cancel_injection();
+        let undelivered = prepared.or(self.events.again);
+        let Some(nested) = self.b.nested_mut() else { return Ended::No };
+        let (gprs, memory) = (&mut self.gprs, &*self.memory);
+        let done = match s {
+            Some(s) => {
+                let l1 = Mapped::new(memory, memory.view(s));
+                nested.exit_to_l1(gprs, &waiting, undelivered, &l1)
+            }
+            None => nested.exit_to_l1(gprs, &waiting, undelivered, &Whole(memory)),
+        };
+        if done == Executed::Outside {
+            if let Some(event) = prepared {
+                self.b.inject(event);
+            }
+            return Ended::Outside;
+        }
+        self.events.again = None;
+        if matches!(waiting, Waiting::Exception(_)) {
+            self.events.exception = None;
+        }
+        if undelivered == Some(Event::Nmi) {
+            // L1 injects it again.
+            self.b.set_nmi_masked(false);
+        }
+        let _ = self.executed(done, 0);
+        Ended::Yes
+    }
+}

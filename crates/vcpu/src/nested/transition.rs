@@ -1,0 +1,112 @@
+//! From L1 to L2 and back.
+
+use backend::{Backend, Claim, Executed, Level, Nested};
+use mmu::Section;
+use x86::Exception;
+
+use super::memory::{Mapped, Whole};
+use crate::{
+    Vcpu,
+    run::{events::Outer, inner::Next, outcome::Outcome},
+};
+
+impl<B: Backend> Vcpu<B> {
+    /// An instruction for hypervisors, inside the loop.
+    pub(crate) fn answer_virtualization(&mut self, s: Section<'_>) -> Next {
+        if self.b.nested().is_none() {
+            return self.answer_by(Exception::ud());
+        }
+        let Some(next) = self.next_rip(s) else { return Next::Leave };
+        let Some(nested) = self.b.nested_mut() else { return Next::Leave };
+        let l1 = Mapped::new(&self.memory, self.memory.view(s));
+        let done = nested.execute(&mut self.gprs, next, &l1);
+        self.executed(done, next)
+    }
+
+    /// The same outside, where all of L1's memory can be had.
+    pub(crate) fn slow_virtualization(&mut self) -> Outcome {
+        let next = self.slow_next_rip()?;
+        let Some(nested) = self.b.nested_mut() else { return Ok(()) };
+        let done = nested.execute(&mut self.gprs, next, &Whole(&self.memory));
+        let _ = self.executed(done, next);
+        Ok(())
+    }
+
+    /// Right after an exit of L2, inside the loop: gives it to L1, if it is L1's. `None`: it is ours.
+    #[inline]
+    pub(crate) fn reflect_in_loop(&mut self, s: Section<'_>) -> Option<Next> {
+        let nested = self.b.nested_mut()?;
+        let l1 = Mapped::new(&self.memory, self.memory.view(s));
+        match nested.claims(&self.gprs, &l1) {
+            Ok(Claim::L0) => None,
+            Ok(Claim::L1) => {
+                let done = nested.reflect(&mut self.gprs, &l1);
+                Some(self.executed(done, 0))
+            }
+            Err(_) => Some(Next::Leave),
+        }
+    }
+
+    /// The same outside: gives the last exit of L2 to L1, or handles it.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn reflect_outside(&mut self) -> Outcome {
+        let Some(nested) = self.b.nested_mut() else { return Ok(()) };
+        let l1 = Whole(&self.memory);
+        if nested.claims(&self.gprs, &l1) == Ok(Claim::L1) {
+            let done = nested.reflect(&mut self.gprs, &l1);
+            let _ = self.executed(done, 0);
+            return Ok(());
+        }
+        let _ = self.keep_interrupted_delivery();
+        self.handle(self.b.exit())
+    }
+
+    /// Goes on after what was done for L1. `next`: where an instruction that has retired goes on.
+    pub(super) fn executed(&mut self, done: Executed, next: u64) -> Next {
+        match done {
+            Executed::Entered | Executed::Left => self.level_changed(),
+            Executed::Retired => self.retire(next),
+            Executed::Opened | Executed::Closed => {
+                self.retire(next);
+                self.follow_gate();
+                self.pending.raise();
+            }
+            Executed::Fault(exception) => self.raise(exception),
+            Executed::Outside => return Next::Leave,
+            Executed::Shutdown => {
+                self.level_changed();
+                self.events.outer.set(Outer::TRIPLE_FAULT, true);
+                self.pending.raise();
+            }
+        }
+        Next::Again
+    }
+
+    /// The other level runs from now on: what follows from the control block alone follows by itself.
+    pub(crate) fn level_changed(&mut self) {
+        self.follow_gate();
+        self.pending.raise();
+        self.cpuid_inputs_changed();
+    }
+
+    /// L1 runs, whatever ran: the guest is reset, or gets other registers from user space.
+    pub(crate) fn abandon_l2(&mut self) {
+        if !self.pending.after_exit.is_nested() {
+            return;
+        }
+        if let Some(nested) = self.b.nested_mut() {
+            nested.abandon(&mut self.gprs);
+        }
+        self.level_changed();
+    }
+
+    /// Notes which level runs, and whether events are asked where they go.
+    pub(super) fn follow_gate(&mut self) {
+        let Some(nested) = self.b.nested() else { return };
+        let l2 = nested.level() == Level::L2;
+        let gated = nested.is_gated();
+        self.pending.after_exit.set_nested(l2);
+        self.pending.gated = gated;
+    }
+}
