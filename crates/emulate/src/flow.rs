@@ -26,8 +26,10 @@ pub enum Outside {
     Rdtsc,
     Hlt,
     Hypercall,
-    /// WBINVD, WBNOINVD, INVD, PAUSE and others that do nothing.
+    /// WBINVD, WBNOINVD and INVD, which do nothing here and are privileged.
     Nothing,
+    /// PAUSE, which anybody may execute.
+    Pause,
     Xsetbv,
     Rsm,
     /// UD2 and its like.
@@ -45,7 +47,8 @@ impl Decoded {
             I::Rdtsc => Outside::Rdtsc,
             I::Hlt => Outside::Hlt,
             I::Vmcall | I::Vmmcall => Outside::Hypercall,
-            I::Wbinvd | I::Wbnoinvd | I::Invd | I::Pause => Outside::Nothing,
+            I::Wbinvd | I::Wbnoinvd | I::Invd => Outside::Nothing,
+            I::Pause => Outside::Pause,
             I::Xsetbv => Outside::Xsetbv,
             I::Rsm => Outside::Rsm,
             I::Ud0 | I::Ud1 | I::Ud2 => Outside::Undefined,

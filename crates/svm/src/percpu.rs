@@ -66,6 +66,11 @@ impl PerCpu {
         self.generation.load(Relaxed)
     }
 
+    /// Has the next ASID begin the numbers anew, with a flush of the whole TLB.
+    fn exhaust_asids(&self) {
+        self.next_asid.store(u32::MAX, Relaxed);
+    }
+
     /// A fresh ASID and its generation; the third value asks for a flush of the whole TLB because
     /// the numbers began anew.
     pub fn new_asid(&self, limit: u32) -> (u32, u64, bool) {
@@ -132,7 +137,8 @@ pub fn enable<C: Cpu>(c: &mut C, cpu: usize) -> Result<(), Unusable> {
     c.wrmsr(msr::EFER, efer | EFER_SVME);
     c.wrmsr(msr::VM_HSAVE_PA, this.host_save().0);
     this.generation.store(this.generation().wrapping_add(1), Relaxed);
-    this.next_asid.store(1, Relaxed);
+    // Whoever had SVM before, or this CPU before it went offline, left translations under any ASID.
+    this.exhaust_asids();
     this.saved_for.store(0, Relaxed);
     this.last_vcpu.store(0, Relaxed);
     if features().rdtscp {
@@ -183,6 +189,15 @@ mod tests {
         assert_eq!(cpu.new_asid(3), (2, 1, false));
         assert_eq!(cpu.new_asid(3), (1, 2, true));
         assert_eq!(cpu.new_asid(3), (2, 2, false));
+    }
+
+    #[test]
+    fn the_first_asid_after_enabling_flushes_what_others_left() {
+        let cpu = PerCpu::new().unwrap();
+        assert_eq!(cpu.new_asid(9), (1, 1, false));
+        cpu.exhaust_asids();
+        assert_eq!(cpu.new_asid(9), (1, 2, true));
+        assert_eq!(cpu.new_asid(9), (2, 2, false));
     }
 
     #[test]

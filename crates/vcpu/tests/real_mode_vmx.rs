@@ -4,10 +4,15 @@ mod rig;
 
 use gannet_vcpu::{RunInput, UserExit};
 use host::page::Pages;
+use host::std_port::test::{adopt, clock};
 use mmu::Region;
 use rig::vmx::{VmxVcpu, shadow_vcpu};
 use std::sync::atomic::Ordering::Relaxed;
-use vm::VmRef;
+use std::time::{Duration, Instant};
+use vm::{
+    VmRef,
+    vcpu_shared::{MpState, Request},
+};
 
 /// A guest whose memory begins with these bytes at 0x1000, where it starts; the handler of vector 0x20 is an
 /// INC BX and an IRET.
@@ -72,4 +77,41 @@ fn an_exception_goes_to_its_handler() {
     assert_eq!(port(guest.run()), 0x43);
     // Flags, CS and the faulting RIP are on the stack.
     assert_eq!(guest.v.regs().gpr[4], 0x1ff0 - 6);
+}
+
+#[test]
+fn what_lies_behind_a_hlt_is_not_executed() {
+    // cli; hlt; out 0x44, al
+    let mut guest = Guest::new(&[0xfa, 0xf4, 0xe6, 0x44]);
+    let waker = std::thread::spawn({
+        let (world, shared) = (clock(), guest.v.shared().clone());
+        move || {
+            adopt(&world);
+            let began = Instant::now();
+            while shared.mp_state() != MpState::Halted && began.elapsed() < Duration::from_secs(5) {
+                std::thread::yield_now();
+            }
+            shared.request_and_kick(Request::Dead);
+        }
+    });
+    assert_eq!(guest.run(), UserExit::Dead);
+    assert_eq!(guest.v.regs().rip, 0x1002);
+    waker.join().unwrap();
+}
+
+#[test]
+fn an_instruction_of_real_mode_goes_on_as_it_began() {
+    // mov sp, 0x5000 (no memory is there); call +1; nop; out 0x45, al
+    let mut guest = Guest::new(&[0xbc, 0, 0x50, 0xe8, 1, 0, 0x90, 0xe6, 0x45]);
+    let UserExit::Mmio { write: true, gpa, .. } = guest.run() else { panic!("no store") };
+    assert_eq!(gpa, 0x4ffe);
+    assert_eq!(port(guest.run()), 0x45);
+    assert_eq!(guest.v.regs().gpr[4], 0x4ffe);
+}
+
+#[test]
+fn pause_is_for_everybody_and_rdtsc_as_cr4_says() {
+    // pause; rdtsc; out 0x46, al
+    let mut guest = Guest::new(&[0xf3, 0x90, 0x0f, 0x31, 0xe6, 0x46]);
+    assert_eq!(port(guest.run()), 0x46);
 }

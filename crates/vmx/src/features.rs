@@ -371,7 +371,8 @@ impl Features {
             pml: ept && raw.secondary.offers(ProcControls2::PML) && raw.ept.accessed_dirty(),
             tsc_scaling: raw.secondary.offers(ProcControls2::TSC_SCALING),
             preemption_timer: timer.then_some(raw.misc.timer_shift()),
-            apicv: raw.secondary.offers(APICV),
+            // A guest in real mode is executed in software then, which does not see what the CPU holds.
+            apicv: ept && raw.secondary.offers(APICV),
             ple,
             zero_length_injection: raw.misc.0 & ZERO_LENGTH != 0,
             rdtscp: extended & (1 << 27) != 0 && raw.secondary.offers(ProcControls2::RDTSCP),

@@ -214,7 +214,8 @@ pub fn enable<C: Cpu>(c: &mut C, cpu: usize) -> Result<(), Unusable> {
     this.user_return.read_host(c, features().rdtscp);
     this.current.store(0, Relaxed);
     this.generation.store(this.generation().wrapping_add(1), Relaxed);
-    this.renew_vpids(1);
+    // Whoever had VMX before, or this CPU before it went offline, left translations under any VPID.
+    this.renew_vpids(VPIDS);
     this.last_vcpu.store(0, Relaxed);
     if c.vmxon(this.region.hpa()) { Ok(()) } else { Err(Unusable::Refused) }
 }
@@ -276,6 +277,16 @@ mod tests {
         assert_eq!(cpu.new_vpid(), (1, 2, true));
         assert_eq!(cpu.new_vpid(), (2, 2, false));
         assert_eq!(cpu.generation(), on, "a VMCS that is active stays so");
+    }
+
+    #[test]
+    fn the_first_vpid_after_enabling_flushes_what_others_left() {
+        let cpu = PerCpu::new(4).unwrap();
+        assert_eq!(cpu.new_vpid(), (1, 1, false));
+        cpu.renew_vpids(VPIDS);
+        let (vpid, generation, all) = cpu.new_vpid();
+        assert_eq!((vpid, all), (1, true));
+        assert_eq!(cpu.new_vpid(), (2, generation, false));
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! merely slow beside other work.
 
 use crate::Machine;
+use std::cell::Cell;
 use std::fmt;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -76,7 +77,7 @@ impl Watch {
     pub fn left(&self, now: Duration) -> Result<Duration, GivenUp> {
         let Patience { quiet, longest } = self.patience;
         let of_all = longest.saturating_sub(now);
-        let of_quiet = (self.heard + quiet).saturating_sub(now);
+        let of_quiet = self.heard.saturating_add(quiet).saturating_sub(now);
         if of_all.is_zero() {
             Err(GivenUp::Longest(longest))
         } else if of_quiet.is_zero() {
@@ -91,18 +92,21 @@ impl Watch {
 pub struct Clock {
     started: Instant,
     emulator: u32,
+    /// The longest wait that was seen: its thread may have ended since.
+    waited: Cell<Duration>,
 }
 
 impl Clock {
     /// Starts with an emulator, given by its process.
     pub fn start(emulator: u32) -> Self {
-        Self { started: Instant::now(), emulator }
+        Self { started: Instant::now(), emulator, waited: Cell::default() }
     }
 
     /// The machine's time.
     pub fn now(&self) -> Duration {
         let waited = waited(Path::new(&format!("/proc/{}/task", self.emulator)));
-        self.started.elapsed().saturating_sub(waited)
+        self.waited.set(self.waited.get().max(waited));
+        self.started.elapsed().saturating_sub(self.waited.get())
     }
 
     /// Wall time.

@@ -27,6 +27,10 @@ fn main() -> ExitCode {
         chosen.for_each(|test| println!("{}", test.full_name()));
         return ExitCode::SUCCESS;
     }
+    if let Some(filter) = options.idle_filter(groups::all().map(|test| test.full_name())) {
+        println!("not ok labtests: no test is named like {filter}");
+        return ExitCode::from(2);
+    }
     let tally = runner::run(chosen, &options);
     println!("{tally}");
     if tally.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }

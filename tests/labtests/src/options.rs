@@ -25,6 +25,12 @@ impl Options {
         let within = |parts: &[String]| parts.iter().any(|part| name.contains(part.as_str()));
         (self.filters.is_empty() || within(&self.filters)) && !within(&self.skips)
     }
+
+    /// The first filter that chooses none of the tests: most likely they have another name by now.
+    pub fn idle_filter(&self, names: impl Iterator<Item = String> + Clone) -> Option<&str> {
+        let idle = |part: &&String| !names.clone().any(|name| name.contains(part.as_str()));
+        self.filters.iter().find(idle).map(String::as_str)
+    }
 }
 
 /// Reads the arguments after the program's name.
@@ -68,6 +74,14 @@ mod tests {
         assert!(chosen("slots::a") && chosen("smm::b"));
         assert!(!chosen("mmio::c") && !chosen("paging_smm::d"));
         assert!(Options::default().choose("anything"));
+    }
+
+    #[test]
+    fn a_filter_that_chooses_nothing_is_found() {
+        let options = parsed(&["--filter", "slots", "--filter", "slotz"]).unwrap();
+        let names = ["slots::a".to_owned(), "smm::b".to_owned()];
+        assert_eq!(options.idle_filter(names.iter().cloned()), Some("slotz"));
+        assert_eq!(Options::default().idle_filter(names.into_iter()), None);
     }
 
     #[test]

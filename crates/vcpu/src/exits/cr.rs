@@ -47,7 +47,11 @@ impl<B: Backend> Vcpu<B> {
             {
                 return Next::Leave;
             }
-            self.write_cr(cr, value)
+            let done = self.write_cr(cr, value);
+            if !long {
+                self.forget_fetched_pdptes();
+            }
+            done
         } else {
             self.read_cr_into(cr, gpr)
         };

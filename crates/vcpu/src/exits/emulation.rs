@@ -50,7 +50,7 @@ impl<B: Backend> Vcpu<B> {
         fetched: Fetched,
         decoded: &Decoded,
     ) -> Outcome {
-        self.user_io.log.begin(self.b.rip(), fetched);
+        self.user_io.log.begin(self.b.rip(), fetched, false);
         if !decoded.can_cause(cause, self.gprs.0[RDX] as u16) {
             self.user_io.log.forget();
             return Ok(());
@@ -71,6 +71,7 @@ impl<B: Backend> Vcpu<B> {
             }
         };
         match decoded {
+            Ok(decoded) if self.user_io.log.is_interpreted() => self.interpret_again(&decoded),
             Ok(decoded) => self.execute(&decoded),
             Err(_) => Err(self.emulation_failed()),
         }
@@ -85,10 +86,19 @@ impl<B: Backend> Vcpu<B> {
 
     /// Like [`Vcpu::execute`], of a guest that the CPU cannot run: any instruction, and not counted.
     pub(crate) fn interpret_decoded(&mut self, fetched: Fetched, decoded: &Decoded) -> Outcome {
-        self.user_io.log.begin(self.b.rip(), fetched);
+        self.user_io.log.begin(self.b.rip(), fetched, true);
+        self.interpret_again(decoded)
+    }
+
+    fn interpret_again(&mut self, decoded: &Decoded) -> Outcome {
         self.user_io.log.rewind();
         let result = emulate::interpret(self, decoded);
-        self.complete_emulation(result)
+        let done = matches!(&result, Ok(done) if done.outcome == emulate::Outcome::Done);
+        self.complete_emulation(result)?;
+        if done && decoded.is_iret() {
+            self.b.set_nmi_masked(false);
+        }
+        Ok(())
     }
 
     fn complete_emulation(&mut self, result: Result<emulate::Completion, Stop>) -> Outcome {

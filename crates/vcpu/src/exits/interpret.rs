@@ -9,7 +9,8 @@
 use backend::{Backend, Event, RAX, RDX};
 use emulate::{Decoded, Outside, Stop};
 use host::task;
-use x86::{Cr0, Exception};
+use vm::vcpu_shared::MpState;
+use x86::{Cr0, Cr4, Exception};
 
 use crate::{
     Vcpu,
@@ -36,6 +37,7 @@ impl<B: Backend> Vcpu<B> {
                 || self.events.outer.any()
                 || self.roots.is_due()
                 || self.shared.has_requests()
+                || self.shared.mp_state() != MpState::Runnable
                 || task::work_pending()
                 || (self.interrupts_open() && self.interrupt_may_wait());
             if waits || self.is_protected() {
@@ -114,7 +116,8 @@ impl<B: Backend> Vcpu<B> {
     /// they are loaded.
     fn wait_for_valid_state(&mut self, event: Event) -> Outcome {
         match event {
-            Event::Interrupt(_) | Event::Nmi => {
+            // A fault of the instruction that waits already is not to meet a second one of it.
+            Event::Interrupt(_) | Event::Nmi if self.events.exception.is_none() => {
                 if event == Event::Nmi {
                     self.b.set_nmi_masked(false);
                 }
@@ -135,31 +138,40 @@ impl<B: Backend> Vcpu<B> {
         let (fetched, decoded) = self.slow_decode()?;
         match decoded.outside() {
             Some(what) => self.execute_outside(what, &decoded),
-            None => {
-                self.interpret_decoded(fetched, &decoded)?;
-                if decoded.is_iret() {
-                    self.b.set_nmi_masked(false);
-                }
-                Ok(())
-            }
+            None => self.interpret_decoded(fetched, &decoded),
+        }
+    }
+
+    fn cr4_has(&self, bits: Cr4) -> bool {
+        Cr4::from_bits_retain(self.b.cr4()).contains(bits)
+    }
+
+    /// Whether an instruction is #GP outside of CPL 0.
+    fn is_privileged(&self, what: Outside) -> bool {
+        match what {
+            Outside::Cpuid => self.cpuid_faults,
+            Outside::Rdtsc => self.cr4_has(Cr4::TSD),
+            Outside::Hypercall | Outside::Undefined | Outside::Pause => false,
+            Outside::Rdmsr
+            | Outside::Wrmsr
+            | Outside::Hlt
+            | Outside::Nothing
+            | Outside::Xsetbv
+            | Outside::Rsm => true,
         }
     }
 
     /// Instructions that exit elsewhere.
     fn execute_outside(&mut self, what: Outside, decoded: &Decoded) -> Outcome {
         let next = self.wrap_rip(self.b.rip().wrapping_add(u64::from(decoded.len())));
-        let privileged = !matches!(
-            what,
-            Outside::Cpuid | Outside::Rdtsc | Outside::Hypercall | Outside::Undefined
-        );
-        if privileged && self.b.cpl() != 0 {
+        if self.b.cpl() != 0 && self.is_privileged(what) {
             self.raise(Exception::gp(0));
             return Ok(());
         }
         match what {
             Outside::Cpuid => self.do_cpuid(),
             Outside::Hypercall => self.do_hypercall(),
-            Outside::Nothing => {}
+            Outside::Nothing | Outside::Pause => {}
             Outside::Undefined => {
                 self.raise(Exception::ud());
                 return Ok(());
@@ -177,6 +189,10 @@ impl<B: Backend> Vcpu<B> {
             }
             Outside::Rdmsr | Outside::Wrmsr => return self.msr_to(what == Outside::Wrmsr, next),
             Outside::Xsetbv => {
+                if !self.cr4_has(Cr4::OSXSAVE) {
+                    self.raise(Exception::ud());
+                    return Ok(());
+                }
                 if let Err(exception) = self.do_xsetbv() {
                     self.raise(exception);
                     return Ok(());

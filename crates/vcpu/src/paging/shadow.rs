@@ -236,6 +236,7 @@ impl<B: Backend> Vcpu<B> {
     /// A page fault inside the loop.
     #[inline]
     pub(crate) fn answer_page_fault(&mut self, s: Section<'_>, fault: PageFault) -> Next {
+        self.device_seen.forget_decoded();
         let context = self.paging();
         let Self { shadow: Some(shadow), memory, .. } = self else { return Next::Leave };
         let Some(mut guard) = memory.shadow().and_then(|mmu| mmu.try_lock()) else {
@@ -332,7 +333,8 @@ impl<B: Backend> Vcpu<B> {
                 let Some(insn) = emulate::invlpg(bytes, size) else { return Next::Leave };
                 let rip = self.b.rip();
                 let gpr = |n: usize| self.gprs.0.get(n & 15).copied().unwrap_or(0);
-                (insn.address(gpr, rip), rip.wrapping_add(u64::from(insn.length)))
+                let next = self.wrap_rip(rip.wrapping_add(u64::from(insn.length)));
+                (insn.address(gpr, rip), next)
             }
         };
         if self.paging().is_canonical(at) && !self.invlpg_in_loop(s, at) {
@@ -420,6 +422,13 @@ impl<B: Backend> Vcpu<B> {
         true
     }
 
+    /// The write that PDPTEs were read for is over: a later load reads its own.
+    pub(crate) fn forget_fetched_pdptes(&mut self) {
+        if let Some(shadow) = &mut self.shadow {
+            shadow.fetched = None;
+        }
+    }
+
     /// Loads the PDPTEs behind `cr3` as a write of a control register does: #GP for one with
     /// reserved bits.
     pub(crate) fn load_pdptes(&mut self, cr3: u64) -> Result<(), Exception> {
@@ -484,9 +493,7 @@ impl<B: Backend> Vcpu<B> {
     /// After user space set the registers. Entries that cannot be loaded are not present.
     fn reload_pdptes(&mut self, context: &PagingContext) {
         let pae = is_pae(context.cr0, context.cr4, context.efer);
-        if let Some(shadow) = &mut self.shadow {
-            shadow.fetched = None;
-        }
+        self.forget_fetched_pdptes();
         if (!pae || self.load_pdptes(context.cr3).is_err())
             && let Some(shadow) = &mut self.shadow
         {

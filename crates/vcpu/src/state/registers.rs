@@ -10,7 +10,7 @@ use x86::{
 
 use vm::vcpu_shared::{MpState, Request};
 
-use crate::{Vcpu, exits::device::user_io::Completion, run::events::Outer, state::smm::SavedSmi};
+use crate::{Vcpu, run::events::Outer, state::smm::SavedSmi};
 
 /// A value that this vCPU cannot have; nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -131,7 +131,7 @@ impl<B: Backend> Vcpu<B> {
         // A VMM may write back what it has read while it serves an access: the access goes on. One
         // that jumps away abandons it.
         if regs.rip != self.b.rip() {
-            self.user_io.completion = Completion::Nothing;
+            self.user_io.forget();
         }
         self.gprs.0 = regs.gpr;
         self.b.set_rip(regs.rip);

@@ -65,7 +65,7 @@ mod vcpus;
 mod x2apic;
 
 /// Every test, in the order in which they run.
-pub fn all() -> impl Iterator<Item = Test> {
+pub fn all() -> impl Iterator<Item = Test> + Clone {
     [
         system::TESTS,
         slots::TESTS,

@@ -30,9 +30,20 @@ const TIMER_CURRENT: u32 = 0x390;
 #[derive(Clone, Copy, Debug)]
 struct PlainAccess {
     gpa: Gpa,
+    /// Where the instruction lies.
+    rip: u64,
     simple: SimpleMmio,
     /// RIP after the instruction.
     next: u64,
+}
+
+impl PlainAccess {
+    /// Whether it is the access that made `fault` at `rip`. One that was decoded for an earlier fault may
+    /// still be there: that fault found its page after all, or became the guest's own.
+    #[inline]
+    fn is_of(&self, fault: TdpFault, rip: u64) -> bool {
+        self.gpa == fault.gpa && self.rip == rip && is_store(self.simple) == fault.write
+    }
 }
 
 const fn is_store(simple: SimpleMmio) -> bool {
@@ -58,6 +69,12 @@ impl DeviceSeen {
     fn is_near(&self, gpa: Gpa) -> bool {
         self.page == Some(gpa.gfn())
     }
+
+    /// An exit that may be a device access begins: none was decoded for it.
+    #[inline]
+    pub(crate) fn forget_decoded(&mut self) {
+        self.access = None;
+    }
 }
 
 impl<B: Backend> Vcpu<B> {
@@ -65,7 +82,7 @@ impl<B: Backend> Vcpu<B> {
     /// access to another device is decoded here, where that is cheap, and finished outside.
     #[inline]
     pub(crate) fn answer_mmio(&mut self, s: Section<'_>, fault: TdpFault) -> Next {
-        self.device_seen.access = None;
+        self.device_seen.forget_decoded();
         if fault.present || !fault.final_access || fault.fetch {
             return Next::Leave;
         }
@@ -141,8 +158,9 @@ impl<B: Backend> Vcpu<B> {
         {
             return None;
         }
-        let next = self.b.rip().wrapping_add(u64::from(decoded.len()));
-        Some(PlainAccess { gpa: fault.gpa, simple, next })
+        let rip = self.b.rip();
+        let next = rip.wrapping_add(u64::from(decoded.len()));
+        Some(PlainAccess { gpa: fault.gpa, rip, simple, next })
     }
 
     /// A plain access to a device other than the local APIC, inside the loop: done if the kernel has one
@@ -193,7 +211,8 @@ impl<B: Backend> Vcpu<B> {
             return Err(self.internal_error(ERROR_DELIVERY, data));
         }
         self.device_seen.page = Some(fault.gpa.gfn());
-        let decoded = self.device_seen.access.take().filter(|known| known.gpa == fault.gpa);
+        let rip = self.b.rip();
+        let decoded = self.device_seen.access.take().filter(|known| known.is_of(fault, rip));
         if let Some(plain) = decoded {
             return self.do_plain(&plain);
         }

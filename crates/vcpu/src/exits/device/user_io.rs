@@ -70,11 +70,15 @@ pub(crate) struct AccessLog {
     /// The instruction that these are the accesses of, and its address. It is completed as it began,
     /// whatever lies there by then.
     begun: Option<(u64, Fetched)>,
+    /// The instruction is executed for a guest that the CPU cannot run, and completed so.
+    interpreted: bool,
 }
 
 impl AccessLog {
-    /// Begins the instruction `fetched` at `rip`, or begins it anew.
-    pub(crate) fn begin(&mut self, rip: u64, fetched: Fetched) {
+    /// Begins the instruction `fetched` at `rip`, or begins it anew. `interpreted`: for a guest that the CPU
+    /// cannot run.
+    pub(crate) fn begin(&mut self, rip: u64, fetched: Fetched, interpreted: bool) {
+        self.interpreted = interpreted;
         let begun = Some((rip, fetched));
         if self.begun != begun {
             self.forget();
@@ -85,6 +89,11 @@ impl AccessLog {
     /// The instruction that was begun and its address.
     pub(crate) fn begun(&self) -> Option<(u64, Fetched)> {
         self.begun
+    }
+
+    /// Whether the instruction was begun for a guest that the CPU cannot run.
+    pub(crate) fn is_interpreted(&self) -> bool {
+        self.interpreted
     }
 
     /// Begins at the first access again.
