@@ -96,7 +96,8 @@ impl Extended {
     /// XCR0 as the guest runs with it.
     #[inline(always)]
     fn shown_xcr0(&self, sees_xcr0: bool) -> u64 {
-        if sees_xcr0 { self.xcr0 } else { self.host_xcr0 }
+        let Self { xcr0, host_xcr0, .. } = *self;
+        if sees_xcr0 { xcr0 } else { host_xcr0 }
     }
 
     /// Whether [`load`](Self::load) may have anything to do: the guest's values may be others than the
@@ -112,12 +113,19 @@ impl Extended {
     /// CR4.OSXSAVE.
     #[inline]
     pub fn load<C: Cpu>(&mut self, cpu: &mut C, sees_xcr0: bool) {
+        self.begin_load(cpu);
+        self.sync(cpu, sees_xcr0);
+    }
+
+    /// The first half of [`load`](Self::load), which does not depend on what the guest sees. Whoever asks
+    /// for that only now and calls [`sync`](Self::sync) spares a guest that does not see XCR0 the look at it.
+    #[inline(always)]
+    pub fn begin_load<C: Cpu>(&mut self, cpu: &mut C) {
         if self.host_xcr0 == 0 {
             self.host_xcr0 = cpu.xcr0();
         }
         self.live_xcr0 = self.host_xcr0;
         self.live_xss = self.host_xss;
-        self.sync(cpu, sees_xcr0);
         if self.has.pku {
             self.host_pkru = cpu.pkru();
             if self.pkru != self.host_pkru {

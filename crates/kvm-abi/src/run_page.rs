@@ -128,7 +128,7 @@ impl<'a> RunPage<'a> {
     }
 
     /// Shows why KVM_RUN returns.
-    #[inline]
+    #[inline(always)]
     pub fn show(&self, exit: &UserExit, output: &RunOutput, error: &ErrorData) {
         let reason = match *exit {
             UserExit::Io { write, size, port, count } => {

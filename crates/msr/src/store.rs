@@ -136,6 +136,7 @@ macro_rules! store {
             }
         }
 
+        #[inline(never)]
         fn read_known(store: &MsrStore, access: Access<'_>) -> Result<u64, Refused> {
             match access.index {
                 $($k => on_read!(store access $k $k_read),)*
@@ -145,6 +146,7 @@ macro_rules! store {
             }
         }
 
+        #[inline(never)]
         fn write_known(store: &mut MsrStore, value: u64, access: Access<'_>) -> Written {
             match access.index {
                 $($k => on_write!(store access value $k $k_write),)*
@@ -188,15 +190,25 @@ impl MsrStore {
     }
 
     /// Reads an MSR of the store. `from_host` is for KVM_GET_MSRS.
+    #[inline]
     pub fn read(&self, index: u32, from_host: bool, facts: &GuestFacts) -> Result<u64, Refused> {
-        match read_known(self, Access { index, vmm: from_host, facts }) {
+        if from_host {
+            return self.read_for_vmm(index, facts);
+        }
+        read_known(self, Access { index, vmm: false, facts })
+    }
+
+    #[inline(never)]
+    fn read_for_vmm(&self, index: u32, facts: &GuestFacts) -> Result<u64, Refused> {
+        match read_known(self, Access { index, vmm: true, facts }) {
             // A VMM that saves what the list names must be able to.
-            Err(Refused) if from_host && lists::SAVED.contains(&index) => Ok(0),
+            Err(Refused) if lists::SAVED.contains(&index) => Ok(0),
             answer => answer,
         }
     }
 
     /// Writes an MSR of the store. `from_host` is for KVM_SET_MSRS.
+    #[inline]
     pub fn write(
         &mut self,
         index: u32,
@@ -204,13 +216,19 @@ impl MsrStore {
         from_host: bool,
         facts: &GuestFacts,
     ) -> Result<Effect, Refused> {
-        match write_known(self, value, Access { index, vmm: from_host, facts }) {
+        if from_host {
+            return self.write_for_vmm(index, value, facts);
+        }
+        write_known(self, value, Access { index, vmm: false, facts })
+    }
+
+    #[inline(never)]
+    fn write_for_vmm(&mut self, index: u32, value: u64, facts: &GuestFacts) -> Written {
+        match write_known(self, value, Access { index, vmm: true, facts }) {
             // It exists in any case; what refuses zero then is CPUID faulting that is on.
             Err(Refused) if index == PLATFORM_INFO => Err(Refused),
             // KVM lets a VMM restore zero to whatever the list names.
-            Err(Refused) if from_host && value == 0 && lists::SAVED.contains(&index) => {
-                Ok(Effect::None)
-            }
+            Err(Refused) if value == 0 && lists::SAVED.contains(&index) => Ok(Effect::None),
             answer => answer,
         }
     }

@@ -98,6 +98,12 @@ impl ControlBlock {
         self.flush = true;
     }
 
+    /// Whether [`forget_translations`](Self::forget_translations) has to be called before the next entry.
+    #[inline(always)]
+    pub(crate) fn wants_flush(&self) -> bool {
+        self.flush
+    }
+
     /// The block is to run on CPU `at`, on which this is called with interrupts off. `None`: SVM does not
     /// know that CPU.
     #[inline]
@@ -117,16 +123,7 @@ impl ControlBlock {
 
     /// The world switch: runs the guest until its next exit.
     #[inline]
-    pub(crate) fn enter<C: Cpu>(
-        &mut self,
-        cpu: &mut C,
-        gprs: &mut Gprs,
-        spec: SpecCtrl,
-        features: &Features,
-    ) {
-        if self.flush {
-            self.forget_translations(features);
-        }
+    pub(crate) fn enter<C: Cpu>(&mut self, cpu: &mut C, gprs: &mut Gprs, spec: SpecCtrl) {
         let pa = self.hpa();
         let clean = Clean::ALL.difference(self.stale).bits();
         self.stale = Clean::empty();
@@ -142,8 +139,7 @@ impl ControlBlock {
 
     /// Makes the entry that follows at once forget this guest's translations: by its ASID where
     /// the CPU can flush one, else with another ASID.
-    #[inline(never)]
-    fn forget_translations(&mut self, features: &Features) {
+    pub(crate) fn forget_translations(&mut self, features: &Features) {
         let Some(here) = self.here else { return };
         self.flush = false;
         if features.flush_by_asid && self.asid_generation == here.generation() {

@@ -75,7 +75,10 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
 
     #[inline]
     fn enter(&mut self, gprs: &mut Gprs) {
-        self.block.enter(&mut self.cpu, gprs, self.spec, &self.features);
+        if self.block.wants_flush() {
+            self.forget_translations();
+        }
+        self.block.enter(&mut self.cpu, gprs, self.spec);
     }
 
     /// All of them come with the exit.

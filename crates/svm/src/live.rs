@@ -37,8 +37,9 @@ impl<C: Cpu> Svm<C> {
 
     #[inline]
     pub(crate) fn load_extended(&mut self) {
+        self.extended.begin_load(&mut self.cpu);
         let sees_xcr0 = self.sees_xcr0();
-        self.extended.load(&mut self.cpu, sees_xcr0);
+        self.extended.sync(&mut self.cpu, sees_xcr0);
     }
 
     /// Brings XCR0 and IA32_XSS to what the guest is to see, when one of them or CR4.OSXSAVE changes

@@ -79,6 +79,16 @@ impl<C: Cpu> Svm<C> {
     }
 }
 
+impl<C: Cpu> Svm<C> {
+    /// Out of line with all of `self`: a pointer to the control block alone would be kept in a register
+    /// for the whole loop, and the block be reached through that.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn forget_translations(&mut self) {
+        self.block.forget_translations(&self.features);
+    }
+}
+
 impl<C: Cpu> Translation for Svm<C> {
     type PageLog = Absent;
 

@@ -203,6 +203,7 @@ impl<C: Cpu> ControlRegisters for Svm<C> {
         }
     }
 
+    #[inline(always)]
     fn set_efer(&mut self, value: u64) {
         if self.paging.shadow {
             self.guest.efer = value;

@@ -52,7 +52,7 @@ impl Next {
     fn left(self, exit: Exit) -> Option<Left> {
         match self {
             Self::Again => None,
-            Self::Done => Some(Left::Quietly),
+            Self::Done => Some(Left::Other(Other::Quietly)),
             Self::Leave => Some(Left::Exit(exit)),
         }
     }
@@ -62,8 +62,8 @@ impl Next {
     fn left_reflecting(self) -> Option<Left> {
         match self {
             Self::Again => None,
-            Self::Done => Some(Left::Quietly),
-            Self::Leave => Some(Left::Reflect),
+            Self::Done => Some(Left::Other(Other::Quietly)),
+            Self::Leave => Some(Left::Other(Other::Reflect)),
         }
     }
 }
@@ -73,19 +73,25 @@ impl Next {
 pub enum Left {
     /// An exit that has to be handled outside.
     Exit(Exit),
-    /// The exit of a guest's guest, which is to be offered to the guest's hypervisor outside.
-    Reflect,
+    /// Something else. It is one case, and which one is looked at when there is no exit, because on the way
+    /// out the exit is looked for again and again.
+    Other(Other),
+}
+
+/// Why the inner loop was left, if not for an exit of the guest's own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Other {
     /// The last exit was answered, and something else waits outside.
     Quietly,
-    /// Something was pending before the first entry.
-    NotEntered,
+    /// The exit of a guest's guest is to be offered to the guest's hypervisor outside.
+    Reflect,
 }
 
 impl Left {
     /// Whether there is nothing to handle but what comes with interrupts turned on again.
     #[inline(always)]
     pub(crate) fn is_handled(&self) -> bool {
-        matches!(self, Self::Exit(Exit::Interrupt) | Self::Quietly)
+        matches!(self, Self::Exit(Exit::Interrupt) | Self::Other(Other::Quietly))
     }
 }
 
@@ -109,13 +115,14 @@ impl<'s, B: Backend> Answer<B, Section<'s>> for Vcpu<B> {
 }
 
 impl<B: Backend> Vcpu<B> {
-    /// Runs the guest until an exit has to be handled outside.
-    pub(crate) fn enter_guest(&mut self) -> Left {
+    /// Runs the guest until an exit has to be handled outside. `None`: something was pending before the
+    /// first entry.
+    pub(crate) fn enter_guest(&mut self) -> Option<Left> {
         let off = self.disable_interrupts();
         let entered = self.shared.enter_mode(off);
         if self.shared.has_requests() || task::work_pending() {
             irq::enable(self.shared.leave_mode(entered));
-            return Left::NotEntered;
+            return None;
         }
         let s = entered.section();
         // Interrupts that arrived until now are in the IRR; later ones come with an IPI.
@@ -125,7 +132,7 @@ impl<B: Backend> Vcpu<B> {
             && !self.inject_pending(s, true)
         {
             irq::enable(self.shared.leave_mode(entered));
-            return Left::NotEntered;
+            return None;
         }
         self.offer_pv_eoi(s, self.pending.after_exit.offered());
         // A softirq may have borrowed the registers since the run began.
@@ -137,7 +144,7 @@ impl<B: Backend> Vcpu<B> {
         // A change of this interrupts every CPU, so it need not be read again inside.
         let watch = trace::observed();
         let left = if watch.any() && !self.begin_observation(watch) {
-            Left::Quietly
+            Left::Other(Other::Quietly)
         } else {
             self.loop_until_left(s)
         };
@@ -161,7 +168,7 @@ impl<B: Backend> Vcpu<B> {
         if watch.any() {
             self.end_observation(&left);
         }
-        left
+        Some(left)
     }
 
     /// Whether the loop is left for an exit that most likely ends KVM_RUN.
@@ -223,7 +230,7 @@ impl<B: Backend> Vcpu<B> {
             // An answer that cannot be injected here was given all the same.
             if self.pending.is_raised() && !self.inject_in_loop(s) {
                 self.pending.raise();
-                return Left::Quietly;
+                return Left::Other(Other::Quietly);
             }
         }
     }
@@ -333,7 +340,8 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// An instruction that ends in a fault.
-    #[inline(always)]
+    #[cold]
+    #[inline(never)]
     pub(crate) fn answer_by(&mut self, exception: Exception) -> Next {
         self.raise(exception);
         Next::Again
@@ -356,6 +364,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// An access of a debug register is executed again, with the guest's registers in place; unless
     /// the VMM uses them.
+    #[cold]
     pub(crate) fn answer_debug_reg(&mut self) -> Next {
         if self.debug.control != 0 {
             return Next::Leave;
@@ -365,6 +374,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// MONITOR and MWAIT do nothing: a wait may end at any time (SDM vol. 2B "MWAIT").
+    #[cold]
     pub(crate) fn answer_mwait(&mut self, s: Section<'_>) -> Next {
         if self.mwait_is_undefined() {
             self.raise(x86::Exception::ud());

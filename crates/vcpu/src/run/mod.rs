@@ -22,7 +22,7 @@ use vm::{
 use crate::{
     Vcpu,
     run::events::Outer,
-    run::inner::Left,
+    run::inner::{Left, Other},
     run::outcome::{Break, Outcome},
     run::user_exit::{ErrorData, RunInput, RunOutput, UserExit},
 };
@@ -190,23 +190,23 @@ impl<B: Backend> Vcpu<B> {
     fn run_once(&mut self) -> Outcome {
         self.before_entry()?;
         match self.enter_guest() {
-            Left::NotEntered => {
+            None => {
                 if task::handle_work().is_err() {
                     self.take_back_injection();
                     return Err(UserExit::Intr.into());
                 }
                 Ok(())
             }
-            Left::Quietly | Left::Exit(Exit::Interrupt) => {
+            Some(Left::Other(Other::Quietly) | Left::Exit(Exit::Interrupt)) => {
                 let _ = self.keep_interrupted_delivery();
                 self.take_pv_eoi();
                 Ok(())
             }
-            Left::Reflect => {
+            Some(Left::Other(Other::Reflect)) => {
                 self.take_pv_eoi();
                 self.reflect_outside()
             }
-            Left::Exit(exit) => {
+            Some(Left::Exit(exit)) => {
                 let _ = self.keep_interrupted_delivery();
                 self.take_pv_eoi();
                 self.handle(exit)
@@ -324,7 +324,9 @@ impl<B: Backend> Vcpu<B> {
             || (self.b.rflags() & (1 << 9) != 0 && self.interrupt_waits())
     }
 
-    /// Sleeps until there is something to do.
+    /// Sleeps until there is something to do. Out of line: what it keeps in registers would be taken
+    /// from the loop.
+    #[inline(never)]
     fn sleep(&mut self) -> Outcome {
         loop {
             match self.shared.mp_state() {
