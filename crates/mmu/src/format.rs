@@ -11,7 +11,7 @@
 use x86::Hpa;
 use x86::paging::{ept, pte};
 
-use crate::role::Grant;
+use crate::grant::Grant;
 
 /// Bits 51:12 of an entry: a physical address.
 pub const ADDRESS: u64 = 0x000f_ffff_ffff_f000;

@@ -13,6 +13,7 @@ extern crate std;
 pub mod dirty;
 pub mod fetch;
 pub mod format;
+pub mod grant;
 pub mod role;
 pub mod roots;
 pub mod shadow;

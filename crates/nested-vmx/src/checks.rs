@@ -3,6 +3,7 @@
 
 pub mod controls;
 pub mod guest;
+pub mod guest_rules;
 pub mod host;
 pub mod lists;
 mod segments;

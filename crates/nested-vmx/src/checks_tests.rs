@@ -13,7 +13,7 @@ fn host_of(v: &Vmcs12) -> Result<(), host::Broken> {
     host::check(v, &capabilities(), &LIMITS)
 }
 
-fn guest_of(v: &Vmcs12) -> Result<(), guest::Broken> {
+fn guest_of(v: &Vmcs12) -> Result<(), guest_rules::Broken> {
     guest::check(v, &capabilities(), &LIMITS, Some(Gpa(0x3000)), &Memory::new()).map(|_| ())
 }
 
@@ -208,7 +208,7 @@ fn host_state() {
 #[test]
 fn guest_registers_and_msrs() {
     const N: u32 = 0x11fb | 1 << 9;
-    table! { guest_of guest::Broken:
+    table! { guest_of guest_rules::Broken:
         [GUEST_CR0 = 0x8005_0013] => Cr0;
         [GUEST_CR0 = 0xe005_0033] => ok;
         [GUEST_CR0 = 0x0005_0033] => Cr0;
@@ -232,7 +232,7 @@ fn guest_registers_and_msrs() {
 
 #[test]
 fn guest_segments() {
-    table! { guest_of guest::Broken:
+    table! { guest_of guest_rules::Broken:
         [GUEST_TR_SELECTOR = 0x44] => Selectors;
         [GUEST_LDTR_RIGHTS = 0x82, GUEST_LDTR_SELECTOR = 4] => Selectors;
         [GUEST_SS_SELECTOR = 17] => Selectors;
@@ -268,7 +268,7 @@ fn guest_segments() {
 
 #[test]
 fn guest_flow() {
-    table! { guest_of guest::Broken:
+    table! { guest_of guest_rules::Broken:
         [GUEST_RIP = 1 << 47] => Rip;
         [GUEST_CS_RIGHTS = 0xc09b, GUEST_RIP = 1 << 32] => Rip;
         [GUEST_RFLAGS = 0] => Rflags;
@@ -323,9 +323,11 @@ fn virtual_8086_mode_has_its_own_segments() {
         GUEST_GS_SELECTOR GUEST_GS_BASE GUEST_GS_LIMIT GUEST_GS_RIGHTS;
     }
     assert_eq!(guest_of(&v), Ok(()));
-    for (change, rule) in
-        [(0, guest::Broken::Bases), (1, guest::Broken::Limits), (2, guest::Broken::Rights)]
-    {
+    for (change, rule) in [
+        (0, guest_rules::Broken::Bases),
+        (1, guest_rules::Broken::Limits),
+        (2, guest_rules::Broken::Rights),
+    ] {
         let mut v = v.clone();
         match change {
             0 => v.set(field::GUEST_FS_BASE, 0x1001),
@@ -344,10 +346,10 @@ fn pae_guests_have_good_pdptes() {
     let memory = Memory::new();
     memory.put(0x2008, &0x1003u64.to_le_bytes());
     let checked = guest::check(&v, &capabilities(), &LIMITS, None, &memory);
-    assert_eq!(checked, Err(guest::Broken::Pdptes));
-    assert_eq!(guest::Broken::Pdptes.exit().qualification, 2);
+    assert_eq!(checked, Err(guest_rules::Broken::Pdptes));
+    assert_eq!(guest_rules::Broken::Pdptes.exit().qualification, 2);
     set!(v, PROC_CONTROLS2 = 2, GUEST_PDPTE3 = 1 << 41 | 1);
-    assert_eq!(guest_of(&v), Err(guest::Broken::Pdptes));
+    assert_eq!(guest_of(&v), Err(guest_rules::Broken::Pdptes));
     set!(v, GUEST_PDPTE3 = 1 << 39 | 1);
     assert_eq!(guest::check(&v, &capabilities(), &LIMITS, None, &memory), Ok(None));
 }
@@ -363,10 +365,10 @@ fn the_link_points_at_a_region_of_the_right_kind() {
     set!(v, VMCS_LINK = 0x6000);
     assert_eq!(check(&v), Ok(()));
     set!(v, PROC_CONTROLS2 = 1 << 14);
-    assert_eq!(check(&v), Err(guest::Broken::Link));
+    assert_eq!(check(&v), Err(guest_rules::Broken::Link));
     set!(v, VMCS_LINK = 0x7000);
     assert_eq!(check(&v), Ok(()));
-    assert_eq!(guest::Broken::Link.exit(), EntryFailure::LINK);
+    assert_eq!(guest_rules::Broken::Link.exit(), EntryFailure::LINK);
     assert_eq!(EntryFailure::LINK.reason, ExitReason::InvalidGuestState);
 }
 

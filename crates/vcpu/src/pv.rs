@@ -24,7 +24,7 @@ use x86::{
 };
 use zerocopy::IntoBytes;
 
-use crate::{Vcpu, run::inner::Next, state::msrs::Refused};
+use crate::{Vcpu, run::outcome::Next, state::msrs::Refused};
 
 /// A structure in guest memory.
 pub(crate) struct GuestPage<'a> {

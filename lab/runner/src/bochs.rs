@@ -99,7 +99,7 @@ pub fn command(
         start = kernel.start,
     );
     std::fs::write(folder.join("settings"), settings)?;
-    // As in `machine::emulator`: a machine ends with whoever started it.
+    // As in `run::emulator`: a machine ends with whoever started it.
     let mut command = layout.tool("setpriv");
     command.args(["--pdeathsig", "KILL", "env"]).args(environment(&bochs, job, counts));
     command.arg(bochs.join("usr/bin/bochs-bin"));

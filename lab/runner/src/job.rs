@@ -41,7 +41,7 @@ pub struct Job {
     /// The module loaded before the command.
     pub module: Module,
     /// Parameters of that module, such as `npt=0 keep_roots=0`; `kvm.tdp_mmu=0` goes to a module that it needs. A
-    /// parameter that the module does not have counts as refused: [`Outcome::loaded`] is `Some(false)`.
+    /// parameter that the module does not have counts as refused: [`Outcome::loaded`](crate::Outcome::loaded) is `Some(false)`.
     pub parameters: String,
     /// Files of this machine and where they go. All are executable there.
     pub files: Vec<(PathBuf, String)>,

@@ -15,9 +15,11 @@ pub mod layout;
 pub mod machine;
 pub mod patience;
 pub mod programs;
+pub mod run;
 
 pub use archive::Archive;
 pub use job::{Job, Module};
 pub use layout::{KERNELS, Kernel, Layout};
-pub use machine::{Counts, Event, MACHINES, Machine, Outcome, run};
+pub use machine::{MACHINES, Machine};
 pub use patience::Patience;
+pub use run::{Counts, Event, Outcome, run};

@@ -1,6 +1,6 @@
 //! What the mechanisms must reach (`lab/mechanisms.toml`), held against what was measured: met, not met, or not measured and why.
 
-use super::page::{Change, Page};
+use super::basis::{Change, Page};
 use super::plan::{Kind, PAGES, Rule, TOGGLES, paged};
 use super::results::Figures;
 

@@ -1,6 +1,7 @@
 //! `make mechanisms`: every mechanism with its switch off and on, and stock KVM beside, on each emulated machine or the one that is named;
 //! the results as JSON, and from that alone a page and its plots. `FROM=file` writes page and plots anew from an earlier run's JSON.
 
+mod basis;
 mod cost;
 mod limits;
 mod measure;
@@ -14,11 +15,11 @@ use crate::options::Options;
 use crate::report::write_whole;
 use crate::{guest, module};
 use anyhow::{Context, Result};
+use basis::Page;
 use cost::Model;
 use gannet_lab::{KERNELS, Layout};
 use limits::Verdict;
 use measure::Place;
-use page::Page;
 use plan::Plan;
 use results::All;
 use std::collections::BTreeMap;

@@ -1,50 +1,15 @@
 //! The page `docs/results/mechanisms.md`: `lab/mechanisms.md.in` with its words and tables put in, made from the results, the cost model and
 //! the published figures alone. The same give the same page.
 
+use super::basis::{Change, Page};
 use super::cost::{Cycles, Model};
 use super::limits::{self, Verdict};
-use super::plan::{PAGES, Plan, TOGGLES, fill, paged};
+use super::plan::{PAGES, TOGGLES, fill, paged};
 use super::plots;
-use super::results::{Figures, Found, Results};
+use super::results::{Figures, Found};
 use anyhow::{Context, Result, bail};
-use gannet_lab::Machine;
 use gannet_lab::classify::KINDS;
 use std::cmp::Reverse;
-
-/// What a machine's part of the page is made from.
-pub struct Page<'a> {
-    pub plan: &'a Plan,
-    pub results: &'a Results,
-    pub model: &'a Model,
-    pub published: &'a toml::Table,
-    /// Files of plots that there are.
-    pub plots: &'a [String],
-}
-
-/// A figure before a change and after it.
-#[derive(Clone, Copy, Debug)]
-pub struct Change {
-    pub before: f64,
-    pub after: f64,
-}
-
-impl Change {
-    /// Both in words: small counts with two digits.
-    pub fn text(self) -> String {
-        let digits = if self.before < 100.0 { 2 } else { 0 };
-        format!("{:.digits$} → {:.digits$}", self.before, self.after)
-    }
-
-    /// By how much of it the change lowered it: 0.39 for 39 %.
-    pub fn saving(self) -> f64 {
-        if self.before > 0.0 { 1.0 - self.after / self.before } else { 0.0 }
-    }
-
-    fn percent(self) -> String {
-        let saving = self.saving() * 100.0;
-        if saving >= 0.0 { format!("−{saving:.1} %") } else { format!("+{:.1} %", -saving) }
-    }
-}
 
 /// A row of a table: what it is, whose it is, with what parameters.
 struct Side<'a> {
@@ -74,15 +39,6 @@ pub fn head(template: &str, model: &Model) -> Result<String> {
 }
 
 impl<'a> Page<'a> {
-    pub fn on(&self) -> Machine {
-        self.results.machine()
-    }
-
-    /// The processor whose prices stand alone in a table.
-    pub fn cpu(&self) -> &'a str {
-        self.plan.word(self.on(), "cpu").unwrap_or_default()
-    }
-
     /// All of the machine's part: what stands in the template behind `@@`, lines between `@amd` or `@intel` and the next of the like for
     /// that machine alone.
     pub fn text(&self, template: &str) -> Result<String> {
@@ -186,20 +142,6 @@ impl<'a> Page<'a> {
             "remarks" => self.remarks(),
             _ => bail!("no such table"),
         })
-    }
-
-    fn price(&self, workload: &str, module: &str, parameters: &str, cpu: &str) -> Option<Cycles> {
-        self.model.price(self.results.figures(module, parameters, workload)?, cpu)
-    }
-
-    /// Gannet's exits without a mechanism and with it, for the reasons whose names begin so.
-    pub fn exits(&self, name: &str, off: &str, reasons: &str) -> Option<Change> {
-        let of = |parameters| {
-            let exits = self.results.exits("gannet", parameters, name)?;
-            let counted = exits.iter().filter(|(reason, _)| reason.starts_with(reasons));
-            Some(counted.fold(0.0, |sum, (_, count)| sum + count))
-        };
-        Some(Change { before: of(off)?, after: of("")? })
     }
 
     fn limits(&self) -> String {
@@ -399,7 +341,10 @@ fn priced(cycles: Option<Cycles>) -> String {
 #[cfg(test)]
 pub mod tests {
     use super::*;
+    use crate::mechanisms::plan::Plan;
+    use crate::mechanisms::results::Results;
     use crate::mechanisms::{plan, results::Run, template};
+    use gannet_lab::Machine;
 
     /// What stands in the tree.
     pub struct Papers {

@@ -3,10 +3,12 @@
 
 use core::sync::atomic::Ordering::*;
 
-use x86::{Vector, apic::lvt};
+use x86::{
+    Vector,
+    apic::{esr, lvt},
+};
 
 use super::Lapic;
-use super::regs::error;
 use crate::message::{DeliveryMode, IrqMessage, Trigger};
 
 /// What became of a message at one APIC.
@@ -97,7 +99,7 @@ impl Lapic {
         }
         let v = vector.0;
         if v < 16 {
-            return self.raise_error(error::RECEIVE_ILLEGAL_VECTOR);
+            return self.raise_error(esr::RECEIVED_ILLEGAL_VECTOR);
         }
         self.request(v, level)
     }

@@ -8,7 +8,7 @@ use core::sync::atomic::{AtomicU32, Ordering::*};
 use host::GuestIndex;
 use x86::{
     Vector,
-    apic::{self, lvt, reg, svr, version},
+    apic::{self, esr, lvt, reg, svr, version},
     msr,
 };
 
@@ -27,13 +27,6 @@ pub const SELF_IPI_MSR: u32 = msr::x2apic(reg::SELF_IPI);
 const ISR_END: u32 = reg::ISR + 0x70;
 const TMR_END: u32 = reg::TMR + 0x70;
 const IRR_END: u32 = reg::IRR + 0x70;
-
-/// ESR bits (SDM vol. 3A §10.5.3).
-pub(super) mod error {
-    pub const SEND_ILLEGAL_VECTOR: u32 = 1 << 5;
-    pub const RECEIVE_ILLEGAL_VECTOR: u32 = 1 << 6;
-    pub const ILLEGAL_REGISTER: u32 = 1 << 7;
-}
 
 pub(super) const LVT_COUNT: usize = 7;
 /// What can be written of each LVT entry, in the order of [`LocalVector`].
@@ -109,7 +102,7 @@ impl Lapic {
             reg::TIMER_CURRENT => self.timer_current(now_ns),
             reg::TIMER_DIVIDE => self.timer.divide_register(),
             _ => {
-                let _ = self.raise_error(error::ILLEGAL_REGISTER);
+                let _ = self.raise_error(esr::ILLEGAL_REGISTER);
                 0
             }
         }
@@ -201,7 +194,7 @@ impl Lapic {
             reg::VERSION | reg::APR | reg::PPR | reg::RRD | reg::TIMER_CURRENT => LapicEffect::None,
             reg::ISR..=IRR_END if offset & 0xf == 0 => LapicEffect::None,
             _ => {
-                let _ = self.raise_error(error::ILLEGAL_REGISTER);
+                let _ = self.raise_error(esr::ILLEGAL_REGISTER);
                 LapicEffect::None
             }
         }
@@ -348,7 +341,7 @@ impl Lapic {
     #[inline]
     fn self_ipi(&self, vector: u8) -> LapicEffect {
         if vector < 16 {
-            let _ = self.raise_error(error::SEND_ILLEGAL_VECTOR);
+            let _ = self.raise_error(esr::SEND_ILLEGAL_VECTOR);
             return LapicEffect::None;
         }
         LapicEffect::SelfIpi(Vector(vector))
@@ -401,7 +394,7 @@ impl Lapic {
                     return self.self_ipi(icr as u8);
                 }
                 if icr & 0xf0 == 0 {
-                    let _ = self.raise_error(error::SEND_ILLEGAL_VECTOR);
+                    let _ = self.raise_error(esr::SEND_ILLEGAL_VECTOR);
                     return LapicEffect::None;
                 }
             }

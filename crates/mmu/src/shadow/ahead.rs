@@ -8,7 +8,7 @@ use x86::Gfn;
 use super::State;
 use super::arena::{PageId, ShadowPage};
 use super::tables::load;
-use crate::role::Grant;
+use crate::grant::Grant;
 use crate::source::{A, D, P};
 use crate::table::{GuestPage, View};
 

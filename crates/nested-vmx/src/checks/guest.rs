@@ -7,70 +7,12 @@ use x86::vmcs::{Field, Natural, ReadWrite, event, field, interruptibility as int
 use x86::{Cr0, Cr4, Efer, Gpa, Rflags};
 
 use super::controls::OTHER;
+use super::guest_rules::Broken;
 use super::segments::{self, Mode};
 use super::{Limits, is_efer, is_fixed, is_pat, rule};
 use crate::capabilities::misc;
 use crate::memory::{is_page, is_physical};
-use crate::outcome::EntryFailure;
 use crate::{Capabilities, GuestMemory, Vmcs12};
-
-/// The broken rule.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(missing_docs)] // Named by what the rule is about.
-pub enum Broken {
-    Cr0,
-    Cr4,
-    Cr3,
-    Debug,
-    LongMode,
-    Sysenter,
-    PerfGlobalCtrl,
-    Pat,
-    Efer,
-    Bndcfgs,
-    Selectors,
-    Bases,
-    Limits,
-    Rights,
-    Tables,
-    Rip,
-    Rflags,
-    Activity,
-    Interruptibility,
-    PendingDebug,
-    Link,
-    Pdptes,
-}
-
-impl Broken {
-    /// The exit that L1 sees.
-    pub const fn exit(self) -> EntryFailure {
-        match self {
-            Self::Link => EntryFailure::LINK,
-            Self::Pdptes => EntryFailure::PDPTE,
-            Self::Cr0
-            | Self::Cr4
-            | Self::Cr3
-            | Self::Debug
-            | Self::LongMode
-            | Self::Sysenter
-            | Self::PerfGlobalCtrl
-            | Self::Pat
-            | Self::Efer
-            | Self::Bndcfgs
-            | Self::Selectors
-            | Self::Bases
-            | Self::Limits
-            | Self::Rights
-            | Self::Tables
-            | Self::Rip
-            | Self::Rflags
-            | Self::Activity
-            | Self::Interruptibility
-            | Self::PendingDebug => EntryFailure::GUEST,
-        }
-    }
-}
 
 type Checked = Result<(), Broken>;
 

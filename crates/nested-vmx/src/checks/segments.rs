@@ -2,7 +2,7 @@
 
 use x86::vmcs::{Field, Natural, ReadWrite, access_rights, field};
 
-use super::guest::Broken;
+use super::guest_rules::Broken;
 use super::{Limits, rule};
 use crate::Vmcs12;
 

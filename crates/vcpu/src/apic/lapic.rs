@@ -9,7 +9,7 @@ use vm::{
 };
 use x86::Vector;
 
-use crate::{Vcpu, run::events::Outer, run::inner::Next};
+use crate::{Vcpu, run::events::Outer, run::outcome::Next};
 
 impl<B: Backend> Vcpu<B> {
     /// Follows a register write inside the loop.

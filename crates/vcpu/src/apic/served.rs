@@ -8,7 +8,7 @@ use backend::{Backend, ServedApic};
 use irqchip::lapic::{ICR_MSR, LapicMode};
 use x86::{Vector, apic::reg};
 
-use crate::{Vcpu, run::inner::Next};
+use crate::{Vcpu, run::outcome::Next};
 
 /// Registers that the guest reads without an exit and that only its writes change, or nothing.
 const SHOWN: [u32; 10] = [

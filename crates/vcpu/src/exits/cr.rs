@@ -8,7 +8,7 @@ use mmu::Section;
 use x86::{Cr0, Cr4, Efer, Exception};
 
 use crate::{
-    Vcpu, exits::code::wrap, paging::shadow::is_pae, run::events::Outer, run::inner::Next,
+    Vcpu, exits::code::wrap, paging::shadow::is_pae, run::events::Outer, run::outcome::Next,
 };
 
 /// Whether a write of CR4 empties the TLB, global translations too: a change of PSE, PAE, PGE or

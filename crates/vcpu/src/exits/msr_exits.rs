@@ -7,7 +7,11 @@ use msr::Class;
 use x86::Exception;
 
 use super::device::user_io::Completion;
-use crate::{Vcpu, run::inner::Next, run::outcome::Outcome, run::user_exit::UserExit};
+use crate::{
+    Vcpu,
+    run::outcome::{Next, Outcome},
+    run::user_exit::UserExit,
+};
 
 /// KVM_MSR_EXIT_REASON_*.
 mod reason {

@@ -22,7 +22,7 @@
 //! The order of comparisons inside is the backend's: it hands each frequent kind over as a constant.
 //! Not counted are leaving quietly and not entering, which are no exits ([`Left`]).
 //!
-//! [`Left`]: crate::run::inner::Left
+//! [`Left`]: crate::run::outcome::Left
 
 use backend::{Backend, Exit};
 use emulate::Cause;
@@ -32,7 +32,7 @@ use x86::Exception;
 
 use crate::{
     Vcpu,
-    run::{inner::Next, outcome::Outcome},
+    run::outcome::{Next, Outcome},
 };
 
 macro_rules! exits {

@@ -7,7 +7,10 @@ use x86::Exception;
 use super::memory::{Mapped, Whole};
 use crate::{
     Vcpu,
-    run::{events::Outer, inner::Next, outcome::Outcome},
+    run::{
+        events::Outer,
+        outcome::{Next, Outcome},
+    },
 };
 
 impl<B: Backend> Vcpu<B> {

@@ -21,7 +21,7 @@ use crate::{
     exits::device::{padded, pio::mask, user_io::Completion},
     exits::table::reason_of,
     run::events::Outer,
-    run::inner::{Left, Next},
+    run::outcome::{Left, Next},
 };
 
 /// An exit whose re-entry is still to come.

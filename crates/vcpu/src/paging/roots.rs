@@ -12,7 +12,7 @@ use mmu::roots::{ResetBits, RootCache, RootKey};
 use mmu::{Role, Section};
 use x86::Hpa;
 
-use crate::{Vcpu, run::inner::Next};
+use crate::{Vcpu, run::outcome::Next};
 
 /// The roots of a vCPU.
 #[derive(Debug)]

@@ -18,7 +18,7 @@ use x86::{Cr0, Cr4, Efer, Exception, Gpa, Gva, exception::pf};
 
 use crate::{
     Vcpu,
-    run::inner::Next,
+    run::outcome::Next,
     run::outcome::Outcome,
     run::user_exit::{ERROR_DELIVERY, ErrorData, UserExit},
 };

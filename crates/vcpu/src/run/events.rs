@@ -31,7 +31,7 @@ use mmu::Section;
 use stats::VcpuCount;
 use x86::{Exception, Rflags, Vector};
 
-use crate::{Vcpu, run::inner::Next};
+use crate::{Vcpu, run::outcome::Next};
 
 /// What waits for the next entry.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -32,68 +32,14 @@ use mmu::Section;
 use stats::VcpuCount;
 use x86::{Dr6, Exception, Rflags};
 
-use crate::{Vcpu, run::events::Outer, state::cpuid_state::dynamic_inputs};
-
-/// What became of an exit.
-#[must_use = "the loop is left when it says so"]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Next {
-    /// Answered: enter again.
-    Again,
-    /// Answered, but something outside waits: leave the loop.
-    Done,
-    /// Not here: leave the loop, to be handled outside.
-    Leave,
-}
-
-impl Next {
-    /// What the loop is left for.
-    #[inline(always)]
-    fn left(self, exit: Exit) -> Option<Left> {
-        match self {
-            Self::Again => None,
-            Self::Done => Some(Left::Other(Other::Quietly)),
-            Self::Leave => Some(Left::Exit(exit)),
-        }
-    }
-
-    /// What the loop is left for after an exit of a guest's guest that is not ours.
-    #[inline(always)]
-    fn left_reflecting(self) -> Option<Left> {
-        match self {
-            Self::Again => None,
-            Self::Done => Some(Left::Other(Other::Quietly)),
-            Self::Leave => Some(Left::Other(Other::Reflect)),
-        }
-    }
-}
-
-/// Why the inner loop was left.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Left {
-    /// An exit that has to be handled outside.
-    Exit(Exit),
-    /// Something else. It is one case, and which one is looked at when there is no exit, because on the way
-    /// out the exit is looked for again and again.
-    Other(Other),
-}
-
-/// Why the inner loop was left, if not for an exit of the guest's own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Other {
-    /// The last exit was answered, and something else waits outside.
-    Quietly,
-    /// The exit of a guest's guest is to be offered to the guest's hypervisor outside.
-    Reflect,
-}
-
-impl Left {
-    /// Whether there is nothing to handle but what comes with interrupts turned on again.
-    #[inline(always)]
-    pub(crate) fn is_handled(&self) -> bool {
-        matches!(self, Self::Exit(Exit::Interrupt) | Self::Other(Other::Quietly))
-    }
-}
+use crate::{
+    Vcpu,
+    run::{
+        events::Outer,
+        outcome::{Left, Next, Other},
+    },
+    state::cpuid_state::dynamic_inputs,
+};
 
 impl<'s, B: Backend> Answer<B, Section<'s>> for Vcpu<B> {
     type Left = Left;

@@ -22,8 +22,7 @@ use vm::{
 use crate::{
     Vcpu,
     run::events::Outer,
-    run::inner::{Left, Other},
-    run::outcome::{Break, Outcome},
+    run::outcome::{Break, Left, Other, Outcome},
     run::user_exit::{ErrorData, RunInput, RunOutput, UserExit},
 };
 

@@ -12,7 +12,7 @@ use x86::msr::{
     TSC_DEADLINE, XSS, debugctl,
 };
 
-use crate::{Vcpu, run::events::Outer, run::inner::Next};
+use crate::{Vcpu, run::events::Outer, run::outcome::Next};
 
 /// The MSR does not exist for this guest, or does not take the value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -15,7 +15,7 @@ use vm::vcpu_shared::Request;
 use crate::{
     Vcpu,
     pv::{GuestPage, MappedPage},
-    run::inner::Next,
+    run::outcome::Next,
     state::msrs::Refused,
 };
 

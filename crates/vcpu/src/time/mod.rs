@@ -36,7 +36,7 @@ use mmu::Section;
 use pv::LazyDeadline;
 use vm::vcpu_shared::Request;
 
-use crate::{Vcpu, run::inner::Next};
+use crate::{Vcpu, run::outcome::Next};
 
 /// What two conversions between TSC and nanoseconds may differ by.
 const ROUNDING_NS: u64 = 100;

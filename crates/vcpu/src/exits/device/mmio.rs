@@ -18,8 +18,7 @@ use x86::{Gfn, Gpa};
 use super::{DeviceAccess, Direction, user_io::Completion};
 use crate::{
     Vcpu,
-    run::inner::Next,
-    run::outcome::Outcome,
+    run::outcome::{Next, Outcome},
     run::user_exit::{ERROR_DELIVERY, ErrorData},
 };
 

@@ -6,7 +6,10 @@ use mmu::Section;
 use vm::settings::quirk;
 
 use super::{DeviceAccess, user_io::Completion};
-use crate::{Vcpu, run::inner::Next, run::outcome::Outcome};
+use crate::{
+    Vcpu,
+    run::outcome::{Next, Outcome},
+};
 
 /// Puts `size` bytes of `value` into RAX as IN does: AL and AX keep the rest, EAX clears it.
 pub(crate) fn merge(rax: u64, value: u64, size: u8) -> u64 {
@@ -70,10 +73,21 @@ impl<B: Backend> Vcpu<B> {
             return false;
         }
         if io.input {
-            let value = u64::from_le_bytes(access.data);
-            self.gprs.0[RAX] = merge(self.gprs.0[RAX], value, io.size);
+            self.put_in(io.size, access.data);
         }
         true
+    }
+
+    /// What IN has read goes to RAX.
+    #[inline(always)]
+    fn put_in(&mut self, size: u8, data: [u8; 8]) {
+        self.gprs.0[RAX] = merge(self.gprs.0[RAX], u64::from_le_bytes(data), size);
+    }
+
+    /// The answer to an IN.
+    pub(crate) fn finish_in(&mut self, size: u8, data: [u8; 8], next: u64) {
+        self.put_in(size, data);
+        self.retire(next);
     }
 
     /// A port access outside the loop: the kernel's devices, else user space.

@@ -5,11 +5,11 @@
 //! middle. So it is emulated again from its beginning after every answer, and the [`AccessLog`] has what
 //! was answered before, in order.
 
-use backend::{Backend, RAX};
+use backend::Backend;
 use emulate::{Fetched, SimpleMmio, Stop};
 use host::{KBox, NoMemory};
 
-use super::{DeviceAccess, pio};
+use super::DeviceAccess;
 use crate::{
     Vcpu,
     run::{outcome::Outcome, user_exit::RunInput},
@@ -194,11 +194,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn complete_user_io(&mut self, input: &RunInput) -> Outcome {
         match core::mem::take(&mut self.user_io.completion) {
             Completion::Nothing => {}
-            Completion::In { size, next } => {
-                let value = u64::from_le_bytes(self.io_data);
-                self.gprs.0[RAX] = pio::merge(self.gprs.0[RAX], value, size);
-                self.retire(next);
-            }
+            Completion::In { size, next } => self.finish_in(size, self.io_data, next),
             Completion::Retire { next } => self.retire(next),
             Completion::Load { simple, next } => self.finish_load(simple, input.mmio_data, next),
             Completion::Msr { write, next, error, data } => {
