@@ -1,19 +1,18 @@
 //! Control registers and EFER, as the guest sees them.
 
-use crate::ability::PdpteRegisters;
+use x86::{Cr0, Cr4, Efer};
 
-/// CR0.CD and CR0.NW: caching disabled.
-pub const CR0_CD_NW: u64 = x86::Cr0::CD.union(x86::Cr0::NW).bits();
+use crate::ability::PdpteRegisters;
 
 /// The control registers and EFER as the guest sees them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub struct ControlRegs {
-    pub cr0: u64,
+    pub cr0: Cr0,
     pub cr2: u64,
     pub cr3: u64,
-    pub cr4: u64,
-    pub efer: u64,
+    pub cr4: Cr4,
+    pub efer: Efer,
 }
 
 /// Control registers and EFER. What is returned is what the guest sees, never what the hardware holds in
@@ -25,23 +24,23 @@ pub trait ControlRegisters {
     /// All of them.
     fn control(&self) -> ControlRegs;
     /// CR0 alone.
-    fn cr0(&self) -> u64;
+    fn cr0(&self) -> Cr0;
     /// CR4 alone.
-    fn cr4(&self) -> u64;
+    fn cr4(&self) -> Cr4;
     /// CR4 as far as CPUID shows it: OSXSAVE and PKE.
-    fn cr4_shown(&self) -> u64;
+    fn cr4_shown(&self) -> Cr4;
     /// EFER alone.
-    fn efer(&self) -> u64;
+    fn efer(&self) -> Efer;
     /// Sets CR0.
-    fn set_cr0(&mut self, value: u64);
+    fn set_cr0(&mut self, value: Cr0);
     /// Sets CR2.
     fn set_cr2(&mut self, value: u64);
     /// Sets CR3.
     fn set_cr3(&mut self, value: u64);
     /// Sets CR4.
-    fn set_cr4(&mut self, value: u64);
+    fn set_cr4(&mut self, value: Cr4);
     /// Sets EFER.
-    fn set_efer(&mut self, value: u64);
+    fn set_efer(&mut self, value: Efer);
     /// Task priority as the hardware holds it, 0 to 15.
     fn cr8(&self) -> u8;
     /// Sets the task priority.

@@ -26,7 +26,7 @@ mod world_switch;
 
 pub use ability::{Absent, DeadlineWatch, PageLog, PdpteRegisters, ServedApic};
 pub use clock::{Clock, TSC_RATIO_ONE, scale_tsc};
-pub use control::{CR0_CD_NW, ControlRegisters, ControlRegs};
+pub use control::{ControlRegisters, ControlRegs};
 pub use exit::{CrAccess, Event, Exit, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault};
 pub use exits::{Answer, Exits};
 pub use inject::{Injection, NmiWindow};

@@ -1,10 +1,12 @@
 //! What a guest may do without an exit.
 
+use x86::Cr4;
+
 /// What a guest may do without an exit, derived from its CPUID by the run loop.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct GuestLimits {
     /// CR4 bits that its CPUID offers.
-    pub cr4_allowed: u64,
+    pub cr4_allowed: Cr4,
     /// SPEC_CTRL exists for it, on this CPU too.
     pub spec_ctrl: bool,
     /// PRED_CMD exists for it, on this CPU too.

@@ -1,8 +1,11 @@
 //! The guest's registers that every instruction may use: RIP, RFLAGS, segments and tables.
 
-use x86::segment::{DescriptorTable, Segment};
+use x86::{
+    Cr0, Cr4, Efer, Rflags,
+    segment::{DescriptorTable, Segment},
+};
 
-use crate::{CR0_CD_NW, ControlRegisters, LiveRegisters};
+use crate::{ControlRegisters, LiveRegisters};
 
 /// The general registers in encoding order: RAX, RCX, RDX, RBX, RSP, RBP, RSI, RDI, R8 to R15.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -52,9 +55,9 @@ pub trait Registers {
     /// Instruction bytes where the CPU gives them (decode assists), else empty.
     fn insn_bytes(&self) -> &[u8];
     /// The guest's RFLAGS.
-    fn rflags(&self) -> u64;
+    fn rflags(&self) -> Rflags;
     /// Sets the guest's RFLAGS.
-    fn set_rflags(&mut self, rflags: u64);
+    fn set_rflags(&mut self, rflags: Rflags);
     /// Whether STI or MOV SS holds interrupts off for one instruction.
     fn interrupt_shadow(&self) -> bool;
     /// Sets or clears the interrupt shadow.
@@ -78,13 +81,10 @@ pub trait Registers {
     fn set_idtr(&mut self, value: DescriptorTable);
 }
 
-/// CR0.ET, which is always set.
-const CR0_ET: u64 = x86::Cr0::ET.bits();
-
 /// Sets what INIT and power-up set everywhere: segments, tables, control and debug registers.
 pub fn reset_registers<B: Registers + ControlRegisters + LiveRegisters>(b: &mut B, init: bool) {
     // INIT keeps them (APM vol. 2 table 14-1, SDM vol. 3A table 10-1).
-    let caching = if init { b.cr0() & CR0_CD_NW } else { CR0_CD_NW };
+    let caching = if init { b.cr0() & Cr0::CD_NW } else { Cr0::CD_NW };
     for name in
         [SegmentName::Es, SegmentName::Ss, SegmentName::Ds, SegmentName::Fs, SegmentName::Gs]
     {
@@ -95,10 +95,10 @@ pub fn reset_registers<B: Registers + ControlRegisters + LiveRegisters>(b: &mut 
     b.set_segment(SegmentName::Tr, Segment::RESET_TR);
     b.set_gdtr(DescriptorTable::RESET);
     b.set_idtr(DescriptorTable::RESET);
-    b.set_cr0(CR0_ET | caching);
+    b.set_cr0(Cr0::ET | caching);
     b.set_cr2(0);
     b.set_cr3(0);
-    b.set_cr4(0);
-    b.set_efer(0);
+    b.set_cr4(Cr4::empty());
+    b.set_efer(Efer::empty());
     b.set_debug_regs([0, 0, 0, 0, 0xffff_0ff0, 0x400]);
 }

@@ -4,7 +4,7 @@ use core::cell::Cell;
 
 use crate::{Cpu, Selectors, SpecCtrl, VmxCpu, VmxSwitch};
 use backend::Gprs;
-use x86::{Hpa, vmcb::Vmcb};
+use x86::{Cr0, Cr4, Hpa, vmcb::Vmcb};
 
 /// A kind of operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -119,7 +119,7 @@ impl<C: Cpu> Cpu for Counting<C> {
         Pkru: fn set_pkru(&mut self, value: u32);
         DebugReg: fn debug_reg(&mut self, n: u8) -> u64;
         DebugReg: fn set_debug_reg(&mut self, n: u8, value: u64);
-        MovCr: fn cr4(&mut self) -> u64;
+        MovCr: fn cr4(&mut self) -> Cr4;
         Clgi: fn clgi(&mut self);
         Stgi: fn stgi(&mut self);
         StiCli: fn sti(&mut self);
@@ -143,11 +143,11 @@ impl<C: Cpu> VmxCpu for Counting<C> {
         Vmwrite: fn vmwrite(&self, field: u32, value: u64);
         Invept: fn invept(&self, kind: u64, ept_pointer: u64);
         Invvpid: fn invvpid(&self, kind: u64, vpid: u16, address: u64);
-        MovCr: fn cr0(&self) -> u64;
+        MovCr: fn cr0(&self) -> Cr0;
         MovCr: fn cr2(&self) -> u64;
         MovCr: fn set_cr2(&self, value: u64);
         MovCr: fn cr3(&self) -> u64;
-        MovCr: fn cr4_now(&self) -> u64;
+        MovCr: fn cr4_now(&self) -> Cr4;
         Selectors: fn data_selectors(&self) -> (u16, u16);
     }
     counted! {

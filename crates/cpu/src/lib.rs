@@ -20,7 +20,7 @@ pub use native::Native;
 pub use vmx::{VmxCpu, VmxSwitch};
 
 use backend::Gprs;
-use x86::{Hpa, vmcb::Vmcb};
+use x86::{Cr4, Hpa, vmcb::Vmcb};
 
 /// SPEC_CTRL around a world switch, on CPUs that do not virtualise it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -65,7 +65,7 @@ pub trait Cpu: VmxCpu + Send {
     /// MOV to DR0-DR3, DR6 or DR7.
     fn set_debug_reg(&mut self, n: u8, value: u64);
     /// MOV from CR4.
-    fn cr4(&mut self) -> u64;
+    fn cr4(&mut self) -> Cr4;
     /// CLGI.
     fn clgi(&mut self);
     /// STGI.

@@ -16,7 +16,7 @@ use crate::{
 use backend::Gprs;
 use std::collections::{HashMap, VecDeque};
 use x86::{
-    Hpa,
+    Cr4, Hpa,
     msr::{
         CSTAR, FS_BASE, GS_BASE, KERNEL_GS_BASE, LSTAR, STAR, SYSCALL_MASK, SYSENTER_CS,
         SYSENTER_EIP, SYSENTER_ESP,
@@ -230,8 +230,8 @@ impl Cpu for Model {
             *reg = value;
         }
     }
-    fn cr4(&mut self) -> u64 {
-        0
+    fn cr4(&mut self) -> Cr4 {
+        Cr4::empty()
     }
     fn clgi(&mut self) {
         self.gif = false;

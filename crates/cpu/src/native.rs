@@ -7,7 +7,7 @@
 use crate::{Cpu, Selectors, SpecCtrl};
 use backend::Gprs;
 use core::arch::asm;
-use x86::{Hpa, vmcb::Vmcb};
+use x86::{Cr4, Hpa, vmcb::Vmcb};
 
 /// The CPU this code runs on.
 #[derive(Clone, Copy, Debug, Default)]
@@ -145,11 +145,11 @@ impl Cpu for Native {
     }
 
     #[inline]
-    fn cr4(&mut self) -> u64 {
+    fn cr4(&mut self) -> Cr4 {
         let value: u64;
         // SAFETY: ring 0; reading CR4 has no effect.
         unsafe { asm!("mov {}, cr4", out(reg) value, options(nomem, nostack, preserves_flags)) };
-        value
+        Cr4::from_bits_retain(value)
     }
 
     #[inline]

@@ -4,7 +4,7 @@
 
 use backend::Gprs;
 use core::arch::{asm, global_asm};
-use x86::Hpa;
+use x86::{Cr0, Cr4, Hpa};
 
 use crate::Native;
 
@@ -59,7 +59,7 @@ pub trait VmxCpu {
     /// Runs the host's NMI handler, as the NMI that ended the guest's run would have.
     fn host_nmi(&mut self);
     /// MOV from CR0.
-    fn cr0(&self) -> u64;
+    fn cr0(&self) -> Cr0;
     /// MOV from CR2.
     fn cr2(&self) -> u64;
     /// MOV to CR2.
@@ -67,7 +67,7 @@ pub trait VmxCpu {
     /// MOV from CR3.
     fn cr3(&self) -> u64;
     /// MOV from CR4; for readers that have no exclusive access.
-    fn cr4_now(&self) -> u64;
+    fn cr4_now(&self) -> Cr4;
     /// DS and ES.
     fn data_selectors(&self) -> (u16, u16);
     /// Loads DS and ES.
@@ -231,11 +231,11 @@ impl VmxCpu for Native {
     }
 
     #[inline]
-    fn cr0(&self) -> u64 {
+    fn cr0(&self) -> Cr0 {
         let value: u64;
         // SAFETY: ring 0; reading has no effect.
         unsafe { asm!("mov {}, cr0", out(reg) value, options(nomem, nostack, preserves_flags)) };
-        value
+        Cr0::from_bits_retain(value)
     }
 
     #[inline]
@@ -261,11 +261,11 @@ impl VmxCpu for Native {
     }
 
     #[inline]
-    fn cr4_now(&self) -> u64 {
+    fn cr4_now(&self) -> Cr4 {
         let value: u64;
         // SAFETY: ring 0; reading has no effect.
         unsafe { asm!("mov {}, cr4", out(reg) value, options(nomem, nostack, preserves_flags)) };
-        value
+        Cr4::from_bits_retain(value)
     }
 
     #[inline]

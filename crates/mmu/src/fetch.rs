@@ -7,7 +7,7 @@
 
 use core::cell::RefCell;
 
-use x86::Gpa;
+use x86::{Cr0, Cr4, Efer, Gpa};
 
 use crate::table::{Trail, View};
 use crate::tdp::page_of;
@@ -29,13 +29,13 @@ const WAYS: usize = 8;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CodeMode {
     /// CR0.
-    pub cr0: u64,
+    pub cr0: Cr0,
     /// CR3.
     pub cr3: u64,
     /// CR4.
-    pub cr4: u64,
+    pub cr4: Cr4,
     /// EFER.
-    pub efer: u64,
+    pub efer: Efer,
     /// CPL. Only whether it is 3 matters, but compared as it is it costs less.
     pub cpl: u8,
 }
@@ -64,7 +64,13 @@ struct Way {
 impl Way {
     const EMPTY: Self = Self {
         page: u64::MAX,
-        mode: CodeMode { cr0: 0, cr3: 0, cr4: 0, efer: 0, cpl: 0 },
+        mode: CodeMode {
+            cr0: Cr0::empty(),
+            cr3: 0,
+            cr4: Cr4::empty(),
+            efer: Efer::empty(),
+            cpl: 0,
+        },
         trail: Trail::EMPTY,
     };
 
@@ -72,10 +78,10 @@ impl Way {
     #[inline(always)]
     fn is_for(&self, mode: &CodeMode, rip: u64) -> bool {
         let changed = (self.page ^ (rip >> 12))
-            | (self.mode.cr0 ^ mode.cr0)
+            | (self.mode.cr0 ^ mode.cr0).bits()
             | (self.mode.cr3 ^ mode.cr3)
-            | (self.mode.cr4 ^ mode.cr4)
-            | (self.mode.efer ^ mode.efer)
+            | (self.mode.cr4 ^ mode.cr4).bits()
+            | (self.mode.efer ^ mode.efer).bits()
             | u64::from(self.mode.cpl ^ mode.cpl);
         changed == 0
     }
@@ -91,9 +97,9 @@ const SPREAD: u64 = 0x612e_7696_a6ce_cc1b;
 #[inline(always)]
 fn slot(mode: &CodeMode, rip: u64) -> usize {
     let mixed = ((rip ^ mode.cr3) >> 12)
-        .wrapping_add(mode.cr0)
-        .wrapping_add(mode.cr4)
-        .wrapping_add(mode.efer);
+        .wrapping_add(mode.cr0.bits())
+        .wrapping_add(mode.cr4.bits())
+        .wrapping_add(mode.efer.bits());
     (mixed.wrapping_mul(SPREAD) >> 61) as usize
 }
 
@@ -245,8 +251,13 @@ impl GuestMemory for Tracer<'_> {
 mod tests {
     use super::*;
 
-    const MODE: CodeMode =
-        CodeMode { cr0: 0x8001_0033, cr3: 0x1000, cr4: 0xa0, efer: 0xd00, cpl: 0 };
+    const MODE: CodeMode = CodeMode {
+        cr0: Cr0::from_bits_retain(0x8001_0033),
+        cr3: 0x1000,
+        cr4: Cr4::from_bits_retain(0xa0),
+        efer: Efer::from_bits_retain(0xd00),
+        cpl: 0,
+    };
 
     fn remember(fetch: &mut CodeFetch, rip: u64) {
         let place = fetch.place(&MODE, rip);
@@ -260,7 +271,7 @@ mod tests {
             let moved = SPREAD << bit;
             assert!((1 << 61..=7 << 61).contains(&moved), "{bit}");
         }
-        let toggled = CodeMode { cr0: MODE.cr0 ^ 1 << 16, ..MODE };
+        let toggled = CodeMode { cr0: MODE.cr0 ^ Cr0::WP, ..MODE };
         assert_ne!(slot(&MODE, 0x1000), slot(&toggled, 0x1000));
     }
 

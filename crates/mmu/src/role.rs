@@ -99,13 +99,13 @@ impl Role {
 
     /// What the registers alone make of the role: the rest is the CPUID's and the address space's.
     #[inline]
-    pub fn of_registers(cr0: u64, cr4: u64, efer: u64) -> Self {
-        if cr0 & Cr0::PG.bits() == 0 {
+    pub fn of_registers(cr0: Cr0, cr4: Cr4, efer: Efer) -> Self {
+        if !cr0.contains(Cr0::PG) {
             return Self::UNPAGED;
         }
         // Without branches, and most bits where they are: this is computed whenever one of the registers
         // is written.
-        let (cr0, cr4, efer) = (cr0 as u32, cr4 as u32, efer as u32);
+        let (cr0, cr4, efer) = (cr0.bits() as u32, cr4.bits() as u32, efer.bits() as u32);
         let bit = |word: u32, mask: u32| word >> mask.trailing_zeros() & 1;
         let mask = |on: u32| 0u32.wrapping_sub(on);
         let long = bit(efer, Self::LONG);
@@ -303,21 +303,11 @@ const _: () = {
 mod tests {
     use super::*;
 
-    const CR0_PG: u64 = Cr0::PG.bits();
-    const CR0_WP: u64 = Cr0::WP.bits();
-    const CR4_PSE: u64 = Cr4::PSE.bits();
-    const CR4_PAE: u64 = Cr4::PAE.bits();
-    const CR4_LA57: u64 = Cr4::LA57.bits();
-    const CR4_SMEP: u64 = Cr4::SMEP.bits();
-    const CR4_SMAP: u64 = Cr4::SMAP.bits();
-    const EFER_LMA: u64 = Efer::LMA.bits();
-    const EFER_NXE: u64 = Efer::NXE.bits();
-
     fn long() -> PagingContext {
         PagingContext {
-            cr0: CR0_PG | CR0_WP | 1,
-            cr4: CR4_PAE,
-            efer: EFER_LMA | EFER_NXE | 1 << 8,
+            cr0: Cr0::PG | Cr0::WP | Cr0::PE,
+            cr4: Cr4::PAE,
+            efer: Efer::LMA | Efer::NXE | Efer::LME,
             maxphyaddr: 40,
             ..PagingContext::default()
         }
@@ -334,15 +324,15 @@ mod tests {
         let roles = [
             Role::of(&plain, false),
             Role::of(&plain, true),
-            with(|c| c.cr0 &= !CR0_WP),
-            with(|c| (c.cr0, c.cr4) = (c.cr0 & !CR0_WP, c.cr4 | CR4_SMEP)),
-            with(|c| (c.cr0, c.cr4) = (c.cr0 & !CR0_WP, c.cr4 | CR4_SMAP)),
-            with(|c| c.efer &= !EFER_NXE),
-            with(|c| c.efer &= !EFER_LMA),
-            with(|c| (c.efer, c.cr4) = (0, 0)),
-            with(|c| (c.efer, c.cr4) = (0, CR4_PSE)),
-            with(|c| c.cr0 &= !CR0_PG),
-            with(|c| c.cr4 |= CR4_LA57),
+            with(|c| c.cr0 -= Cr0::WP),
+            with(|c| (c.cr0, c.cr4) = (c.cr0 - Cr0::WP, c.cr4 | Cr4::SMEP)),
+            with(|c| (c.cr0, c.cr4) = (c.cr0 - Cr0::WP, c.cr4 | Cr4::SMAP)),
+            with(|c| c.efer -= Efer::NXE),
+            with(|c| c.efer -= Efer::LMA),
+            with(|c| (c.efer, c.cr4) = (Efer::empty(), Cr4::empty())),
+            with(|c| (c.efer, c.cr4) = (Efer::empty(), Cr4::PSE)),
+            with(|c| c.cr0 -= Cr0::PG),
+            with(|c| c.cr4 |= Cr4::LA57),
             with(|c| c.maxphyaddr = 39),
             with(|c| c.gbpages = true),
             with(|c| c.amd = true),
@@ -356,8 +346,8 @@ mod tests {
     fn what_changes_no_meaning_makes_no_other_role() {
         let plain = Role::of(&long(), false);
         // SMEP and SMAP are the hardware's own work while CR0.WP is set; the rest is no entry's.
-        for cr4 in [CR4_SMEP, CR4_SMAP, CR4_PSE, 1 << 7, 1 << 17] {
-            assert_eq!(Role::of(&PagingContext { cr4: CR4_PAE | cr4, ..long() }, false), plain);
+        for cr4 in [Cr4::SMEP, Cr4::SMAP, Cr4::PSE, Cr4::PGE, Cr4::PCIDE] {
+            assert_eq!(Role::of(&PagingContext { cr4: Cr4::PAE | cr4, ..long() }, false), plain);
         }
         let other = PagingContext { cr3: 0x5000, cpl: 3, rflags_ac: true, pkru: 1, ..long() };
         assert_eq!(Role::of(&other, false), plain);
@@ -369,7 +359,8 @@ mod tests {
         let child = root.below(7, Grant::of(0b101));
         assert_eq!((child.level(), child.grant()), (3, Grant::U.with(Grant::X)));
         assert_eq!(child.below(0, Grant::of(1 << 63 | 7)).grant(), Grant::U);
-        let narrow = Role::of(&PagingContext { efer: 0, cr4: 0, ..long() }, false);
+        let narrow =
+            Role::of(&PagingContext { efer: Efer::empty(), cr4: Cr4::empty(), ..long() }, false);
         assert_ne!(narrow.below(4, Grant::ALL), narrow.below(5, Grant::ALL));
         assert_eq!(narrow.below(4, Grant::ALL), narrow.below(6, Grant::ALL));
         let direct = narrow.direct_below(Grant::ALL);

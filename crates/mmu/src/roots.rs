@@ -28,8 +28,9 @@ impl ResetBits {
 
     /// Of these registers.
     #[inline]
-    pub const fn of(cr0: u64, cr4: u64, efer: u64) -> Self {
+    pub const fn of(cr0: Cr0, cr4: Cr4, efer: Efer) -> Self {
         // No two of these bits lie at the same place in the word.
+        let (cr0, cr4, efer) = (cr0.bits(), cr4.bits(), efer.bits());
         Self((cr0 & Self::CR0) | (cr4 & Self::CR4) << 32 | (efer & Self::EFER))
     }
 }

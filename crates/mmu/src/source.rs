@@ -198,9 +198,9 @@ mod tests {
         let efer = if long { Efer::LMA } else { Efer::empty() };
         let efer = if nx { efer | Efer::NXE } else { efer };
         let context = PagingContext {
-            cr0: (Cr0::PG | Cr0::PE).bits(),
-            cr4: cr4.bits(),
-            efer: efer.bits(),
+            cr0: Cr0::PG | Cr0::PE,
+            cr4,
+            efer,
             maxphyaddr: width,
             gbpages: true,
             amd,
@@ -234,9 +234,9 @@ mod tests {
         let long = role(Cr4::PAE, true, true, false, 52).at_level(3);
         assert_eq!(long.reserved(true) & PS, 0);
         let without = PagingContext {
-            cr0: Cr0::PG.bits(),
-            cr4: Cr4::PAE.bits(),
-            efer: Efer::LMA.bits(),
+            cr0: Cr0::PG,
+            cr4: Cr4::PAE,
+            efer: Efer::LMA,
             ..PagingContext::default()
         };
         assert_ne!(Role::of(&without, false).at_level(3).reserved(true) & PS, 0);

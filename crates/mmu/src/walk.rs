@@ -40,13 +40,13 @@ pub enum Swap {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PagingContext {
     /// CR0.
-    pub cr0: u64,
+    pub cr0: Cr0,
     /// CR3.
     pub cr3: u64,
     /// CR4.
-    pub cr4: u64,
+    pub cr4: Cr4,
     /// EFER.
-    pub efer: u64,
+    pub efer: Efer,
     /// RFLAGS.AC.
     pub rflags_ac: bool,
     /// Current privilege level.
@@ -125,13 +125,13 @@ impl PagingContext {
     /// Whether paging is on.
     #[inline]
     pub fn is_paging(&self) -> bool {
-        self.cr0 & Cr0::PG.bits() != 0
+        self.cr0.contains(Cr0::PG)
     }
 
     /// Whether long mode is active.
     #[inline]
     pub fn is_long_mode(&self) -> bool {
-        self.efer & Efer::LMA.bits() != 0
+        self.efer.is_long()
     }
 
     /// Whether `va` is canonical for the paging mode (always so outside long mode).
@@ -139,7 +139,7 @@ impl PagingContext {
         if !self.is_long_mode() {
             return true;
         }
-        let unused = if self.cr4 & Cr4::LA57.bits() != 0 { 7 } else { 16 };
+        let unused = if self.cr4.contains(Cr4::LA57) { 7 } else { 16 };
         ((va << unused) as i64 >> unused) as u64 == va
     }
 }
@@ -237,7 +237,7 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
             code |= pf::USER;
         }
         // The fetch bit exists only where something can forbid fetching.
-        if self.is_fetch() && (self.role.nx() || self.context.cr4 & Cr4::SMEP.bits() != 0) {
+        if self.is_fetch() && (self.role.nx() || self.context.cr4.contains(Cr4::SMEP)) {
             code |= pf::FETCH;
         }
         WalkError::Fault(Exception::pf(self.va, code))
@@ -342,20 +342,20 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
         let context = self.context;
         let user_page = granted & U != 0;
         // Where a write needs R/W: user mode always, supervisor mode with CR0.WP.
-        let guarded = self.is_user() || context.cr0 & Cr0::WP.bits() != 0;
+        let guarded = self.is_user() || context.cr0.contains(Cr0::WP);
         let mut refused = self.is_user() && !user_page;
         refused |= self.is_write() && granted & W == 0 && guarded;
         refused |= self.is_fetch() && forbidden != 0;
         if !self.is_user() && user_page {
             if self.is_fetch() {
-                refused |= context.cr4 & Cr4::SMEP.bits() != 0;
+                refused |= context.cr4.contains(Cr4::SMEP);
             } else {
                 let excused = context.rflags_ac && !self.access.implicit;
-                refused |= context.cr4 & Cr4::SMAP.bits() != 0 && !excused;
+                refused |= context.cr4.contains(Cr4::SMAP) && !excused;
             }
         }
         let mut bits = pf::PRESENT;
-        let keys = context.cr4 & Cr4::PKE.bits() != 0 && context.is_long_mode();
+        let keys = context.cr4.contains(Cr4::PKE) && context.is_long_mode();
         if keys && user_page && !self.is_fetch() {
             let rights = context.pkru >> (2 * key);
             if rights & 1 != 0 || (rights & 2 != 0 && self.is_write() && guarded) {

@@ -11,7 +11,7 @@ use gannet_mmu::{
 use host::page::Page;
 use host::std_port::test::host_frame;
 use section::section;
-use x86::Gfn;
+use x86::{Cr0, Cr4, Efer, Gfn};
 
 struct Nobody;
 // SAFETY: nothing looks at the tables without a lock beside this thread.
@@ -37,10 +37,10 @@ impl Guest {
             tdp: Tdp::new(Format::npt(4, 0), ()).unwrap(),
             fetch: CodeFetch::new(),
             context: PagingContext {
-                cr0: 1 << 31 | 1,
+                cr0: Cr0::PG | Cr0::PE,
                 cr3: 0x1000,
-                cr4: 1 << 5,
-                efer: 1 << 8 | 1 << 10 | 1 << 11,
+                cr4: Cr4::PAE,
+                efer: Efer::LME | Efer::LMA | Efer::NXE,
                 maxphyaddr: 40,
                 ..PagingContext::default()
             },
@@ -124,10 +124,10 @@ fn a_hit_needs_no_walk_and_a_stranger_is_no_hit() {
     assert_eq!(hit(&guest, &mode, 0x1ff8).map(|b| b.len()), Some(8));
     assert_eq!(hit(&guest, &mode, 0x1ff9), None);
     for other in [
-        CodeMode { cr0: c.cr0 ^ 2, ..mode },
+        CodeMode { cr0: c.cr0 ^ Cr0::MP, ..mode },
         CodeMode { cr3: c.cr3 ^ 8, ..mode },
-        CodeMode { cr4: c.cr4 ^ 1 << 20, ..mode },
-        CodeMode { efer: c.efer ^ 1, ..mode },
+        CodeMode { cr4: c.cr4 ^ Cr4::SMEP, ..mode },
+        CodeMode { efer: c.efer ^ Efer::SCE, ..mode },
         CodeMode { cpl: 3, ..mode },
     ] {
         assert_eq!(hit(&guest, &other, 0x1010), None);
@@ -185,7 +185,7 @@ fn what_the_guest_may_not_execute_is_not_fetched() {
     guest.context.cpl = 0;
     guest.set(4, 1, 0x8000 | P | 1 << 63);
     assert_eq!(guest.fetch(0x1010), None);
-    guest.context.efer &= !(1 << 11);
+    guest.context.efer -= Efer::NXE;
     assert_eq!(guest.fetch(0x1010), None);
 }
 
@@ -245,7 +245,8 @@ fn every_paging_mode_is_served() {
     assert_eq!(guest.fetch(0x8010), None);
     // 32-bit: directory in frame 5, table in frame 6; VA 0x40_1000 to frame 9.
     let mut guest = Guest::new();
-    guest.context = PagingContext { cr0: 1 << 31 | 1, cr3: 0x5000, ..PagingContext::default() };
+    guest.context =
+        PagingContext { cr0: Cr0::PG | Cr0::PE, cr3: 0x5000, ..PagingContext::default() };
     guest.set(5, 0, (0x6000 | P) << 32);
     guest.set(6, 0, (0x9000 | P) << 32);
     for _ in 0..2 {
@@ -256,9 +257,9 @@ fn every_paging_mode_is_served() {
     // PAE: PDPTEs in frame 5, which have no accessed bit.
     let mut guest = Guest::new();
     guest.context = PagingContext {
-        cr0: 1 << 31 | 1,
+        cr0: Cr0::PG | Cr0::PE,
         cr3: 0x5000,
-        cr4: 1 << 5,
+        cr4: Cr4::PAE,
         maxphyaddr: 40,
         ..PagingContext::default()
     };
@@ -268,7 +269,7 @@ fn every_paging_mode_is_served() {
     }
     // Five levels: frame 5 above the four.
     let mut guest = Guest::new();
-    guest.context.cr4 |= 1 << 12;
+    guest.context.cr4 |= Cr4::LA57;
     guest.context.cr3 = 0x5000;
     guest.set(5, 0, 0x1000 | P);
     for _ in 0..2 {

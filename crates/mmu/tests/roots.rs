@@ -3,23 +3,26 @@
 use gannet_mmu::roots::{PREVIOUS, ResetBits, RootCache, RootKey};
 use gannet_mmu::{PagingContext, Role};
 use proptest::prelude::*;
+use x86::{Cr0, Cr4, Efer};
 
-const PG: u64 = 1 << 31;
-const WP: u64 = 1 << 16;
-const PSE: u64 = 1 << 4;
-const PAE: u64 = 1 << 5;
-const PGE: u64 = 1 << 7;
-const LA57: u64 = 1 << 12;
-const SMEP: u64 = 1 << 20;
-const SMAP: u64 = 1 << 21;
-const LMA: u64 = 1 << 10;
-const NXE: u64 = 1 << 11;
+const PG: Cr0 = Cr0::PG;
+const WP: Cr0 = Cr0::WP;
+const PSE: Cr4 = Cr4::PSE;
+const PAE: Cr4 = Cr4::PAE;
+const PGE: Cr4 = Cr4::PGE;
+const LA57: Cr4 = Cr4::LA57;
+const SMEP: Cr4 = Cr4::SMEP;
+const SMAP: Cr4 = Cr4::SMAP;
+const LMA: Efer = Efer::LMA;
+const NXE: Efer = Efer::NXE;
+/// Nothing set in CR4, nothing in EFER.
+const NO: (Cr4, Efer) = (Cr4::empty(), Efer::empty());
 
-fn context(cr0: u64, cr4: u64, efer: u64) -> PagingContext {
+fn context(cr0: Cr0, cr4: Cr4, efer: Efer) -> PagingContext {
     PagingContext { cr0, cr4, efer, ..PagingContext::default() }
 }
 
-fn role(cr0: u64, cr4: u64, efer: u64) -> Role {
+fn role(cr0: Cr0, cr4: Cr4, efer: Efer) -> Role {
     Role::of(&context(cr0, cr4, efer), false)
 }
 
@@ -90,8 +93,8 @@ fn each_bit_that_changes_an_entrys_meaning_makes_another_root() {
     assert_ne!(base, role(PG | WP, PAE | LA57, LMA | NXE), "LA57");
     assert_ne!(base, role(PG | WP, PAE, NXE), "LMA");
     assert_ne!(base, role(WP, PAE, NXE), "PG");
-    assert_ne!(role(PG, 0, 0), role(PG, PSE, 0), "PSE");
-    assert_ne!(role(PG, 0, 0), role(PG, PAE, 0), "PAE");
+    assert_ne!(role(PG, NO.0, NO.1), role(PG, PSE, NO.1), "PSE");
+    assert_ne!(role(PG, NO.0, NO.1), role(PG, PAE, NO.1), "PAE");
     assert_ne!(role(PG, PAE, LMA), role(PG, PAE | SMEP, LMA), "SMEP without WP");
     assert_ne!(role(PG, PAE, LMA), role(PG, PAE | SMAP, LMA), "SMAP without WP");
     let smm = Role::of(&context(PG | WP, PAE, LMA | NXE), true);
@@ -104,19 +107,20 @@ fn each_bit_that_changes_an_entrys_meaning_makes_another_root() {
 fn bits_without_meaning_keep_the_root() {
     let base = role(PG | WP, PAE, LMA | NXE);
     for cr4 in [PGE, PSE, SMEP, SMAP, SMEP | SMAP] {
-        assert_eq!(base, role(PG | WP, PAE | cr4, LMA | NXE), "{cr4:#x}");
+        assert_eq!(base, role(PG | WP, PAE | cr4, LMA | NXE), "{cr4:?}");
     }
-    for (cr4, efer) in [(PAE, NXE), (PSE, 0), (SMEP, 0), (LA57, 0)] {
-        assert_eq!(role(0, 0, 0), role(WP, cr4, efer), "without paging");
+    for (cr4, efer) in [(PAE, NXE), (PSE, NO.1), (SMEP, NO.1), (LA57, NO.1)] {
+        assert_eq!(role(Cr0::empty(), NO.0, NO.1), role(WP, cr4, efer), "without paging");
     }
     // Four-byte entries have no NX.
-    assert_eq!(role(PG, 0, NXE), role(PG, 0, 0));
+    assert_eq!(role(PG, NO.0, NXE), role(PG, NO.0, NO.1));
 }
 
 #[test]
 fn the_old_way_resets_on_every_paging_bit() {
     let base = ResetBits::of(PG | WP, PAE, LMA);
-    assert_eq!(base, ResetBits::of(PG | WP | 0x2b, PAE | (1 << 18), LMA | 1));
+    let other = Cr0::PE | Cr0::MP | Cr0::TS | Cr0::NE;
+    assert_eq!(base, ResetBits::of(PG | WP | other, PAE | Cr4::OSXSAVE, LMA | Efer::SCE));
     for (cr0, cr4, efer) in
         [(PG, PAE, LMA), (PG | WP, PAE | PGE, LMA), (PG | WP, PAE | SMEP, LMA), (PG | WP, PAE, NXE)]
     {

@@ -8,7 +8,7 @@ use gannet_mmu::walk::{AccessKind, probe};
 use gannet_mmu::{Access, GuestMemory, PagingContext, Swap, Translation, WalkError, translate};
 use proptest::prelude::*;
 use x86::exception::pf;
-use x86::{Exception, Gpa};
+use x86::{Cr0, Cr4, Efer, Exception, Gpa};
 
 /// Sparse memory in 4-byte cells; a page in `rom` refuses writes, one in `holes` does not exist.
 #[derive(Clone, Default, Debug)]
@@ -75,16 +75,16 @@ const A: u64 = 1 << 5;
 const D: u64 = 1 << 6;
 const PS: u64 = 1 << 7;
 const NX: u64 = 1 << 63;
-const SMEP: u64 = 1 << 20;
-const SMAP: u64 = 1 << 21;
-const PKE: u64 = 1 << 22;
+const SMEP: Cr4 = Cr4::SMEP;
+const SMAP: Cr4 = Cr4::SMAP;
+const PKE: Cr4 = Cr4::PKE;
 
 fn long_mode() -> PagingContext {
     PagingContext {
-        cr0: 1 << 31 | 1 << 16 | 1,
+        cr0: Cr0::PG | Cr0::WP | Cr0::PE,
         cr3: 0x1000,
-        cr4: 1 << 5,
-        efer: 1 << 8 | 1 << 10 | 1 << 11,
+        cr4: Cr4::PAE,
+        efer: Efer::LME | Efer::LMA | Efer::NXE,
         maxphyaddr: 40,
         gbpages: true,
         ..PagingContext::default()
@@ -158,7 +158,7 @@ fn an_entry_changed_by_another_cpu_is_walked_again() {
 fn write_protect_binds_the_supervisor_only_with_cr0_wp() {
     let memory = four_levels(0x9000 | P | U);
     let wp = long_mode();
-    let no_wp = PagingContext { cr0: 1 << 31 | 1, ..wp };
+    let no_wp = PagingContext { cr0: Cr0::PG | Cr0::PE, ..wp };
     assert_eq!(gpa(translate(&memory, &no_wp, VA, Access::WRITE)), 0x9abc);
     let user = PagingContext { cpl: 3, ..no_wp };
     let code = pf::PRESENT | pf::WRITE | pf::USER;
@@ -177,7 +177,7 @@ fn user_mode_is_kept_out_of_supervisor_pages_but_implicit_accesses_are_not() {
 #[test]
 fn smep_and_smap_keep_the_supervisor_out_of_user_pages() {
     let memory = four_levels(0x9000 | P | W | U);
-    let context = PagingContext { cr4: 1 << 5 | SMEP | SMAP, ..long_mode() };
+    let context = PagingContext { cr4: Cr4::PAE | SMEP | SMAP, ..long_mode() };
     assert_eq!(translate(&memory, &context, VA, Access::FETCH), fault(pf::PRESENT | pf::FETCH));
     assert_eq!(translate(&memory, &context, VA, Access::READ), fault(pf::PRESENT));
     let ac = PagingContext { rflags_ac: true, ..context };
@@ -192,9 +192,9 @@ fn smep_and_smap_keep_the_supervisor_out_of_user_pages() {
 fn the_fetch_bit_is_told_only_where_something_forbids_fetching() {
     let memory = four_levels(0);
     assert_eq!(translate(&memory, &long_mode(), VA, Access::FETCH), fault(pf::FETCH));
-    let plain = PagingContext { efer: 1 << 8 | 1 << 10, ..long_mode() };
+    let plain = PagingContext { efer: Efer::LME | Efer::LMA, ..long_mode() };
     assert_eq!(translate(&memory, &plain, VA, Access::FETCH), fault(0));
-    let smep = PagingContext { cr4: 1 << 5 | SMEP, ..plain };
+    let smep = PagingContext { cr4: Cr4::PAE | SMEP, ..plain };
     assert_eq!(translate(&memory, &smep, VA, Access::FETCH), fault(pf::FETCH));
 }
 
@@ -205,14 +205,14 @@ fn nx_at_any_level_forbids_fetching_and_is_reserved_without_nxe() {
     let context = long_mode();
     assert_eq!(translate(&memory, &context, VA, Access::FETCH), fault(pf::PRESENT | pf::FETCH));
     assert_eq!(gpa(translate(&memory, &context, VA, Access::READ)), 0x9abc);
-    let plain = PagingContext { efer: 1 << 8 | 1 << 10, ..context };
+    let plain = PagingContext { efer: Efer::LME | Efer::LMA, ..context };
     assert_eq!(translate(&memory, &plain, VA, Access::READ), fault(pf::PRESENT | pf::RSVD));
 }
 
 #[test]
 fn protection_keys_bind_data_accesses_to_user_pages() {
     let memory = four_levels(0x9000 | P | W | U | 5 << 59);
-    let keys = |pkru| PagingContext { cr4: 1 << 5 | PKE, pkru, ..long_mode() };
+    let keys = |pkru| PagingContext { cr4: Cr4::PAE | PKE, pkru, ..long_mode() };
     let denied = pf::PRESENT | pf::PK;
     assert_eq!(translate(&memory, &keys(1 << 10), VA, Access::READ), fault(denied));
     assert_eq!(translate(&memory, &keys(2 << 10), VA, Access::WRITE), fault(denied | pf::WRITE));
@@ -220,7 +220,7 @@ fn protection_keys_bind_data_accesses_to_user_pages() {
     assert_eq!(gpa(translate(&memory, &keys(1 << 10), VA, Access::FETCH)), 0x9abc);
     assert_eq!(gpa(translate(&memory, &keys(!(3 << 10)), VA, Access::WRITE)), 0x9abc);
     // A write-disabled key does not bind the supervisor without CR0.WP.
-    let no_wp = PagingContext { cr0: 1 << 31 | 1, ..keys(2 << 10) };
+    let no_wp = PagingContext { cr0: Cr0::PG | Cr0::PE, ..keys(2 << 10) };
     assert_eq!(gpa(translate(&memory, &no_wp, VA, Access::WRITE)), 0x9abc);
     let supervisor = four_levels(0x9000 | P | W | 5 << 59);
     assert_eq!(gpa(translate(&supervisor, &keys(3 << 10), VA, Access::WRITE)), 0x9abc);
@@ -257,7 +257,7 @@ fn canonical_depends_on_the_number_of_levels() {
     let high = 1 << 47;
     let found = translate(&memory, &long_mode(), high, Access::READ);
     assert_eq!(found, Err(WalkError::NonCanonical));
-    let five = PagingContext { cr4: 1 << 5 | 1 << 12, cr3: 0x8000, ..long_mode() };
+    let five = PagingContext { cr4: Cr4::PAE | Cr4::LA57, cr3: 0x8000, ..long_mode() };
     memory.set(0x8000, 0x1000 | P | W | U);
     memory.set(0x1000 + 8 * 256, 0x2000 | P | W | U);
     memory.set(0x2000, 0x40000000 | PS | P | W | U);
@@ -269,7 +269,7 @@ fn canonical_depends_on_the_number_of_levels() {
 #[test]
 fn pae_walks_four_pdptes_that_grant_nothing_and_reserve_much() {
     let memory = Memory::default();
-    let context = PagingContext { efer: 1 << 11, cr3: 0x1020, ..long_mode() };
+    let context = PagingContext { efer: Efer::NXE, cr3: 0x1020, ..long_mode() };
     memory.set(0x1020 + 8, 0x2000 | P);
     memory.set(0x2000, 0x3000 | P | W | U);
     memory.set(0x3000, 0x9000 | P | W | U);
@@ -287,8 +287,13 @@ fn pae_walks_four_pdptes_that_grant_nothing_and_reserve_much() {
 #[test]
 fn two_levels_of_32_bit_paging_and_pse36() {
     let memory = Memory::default();
-    let context =
-        PagingContext { efer: 0, cr4: 1 << 4, cr3: 0x1000, maxphyaddr: 38, ..long_mode() };
+    let context = PagingContext {
+        efer: Efer::empty(),
+        cr4: Cr4::PSE,
+        cr3: 0x1000,
+        maxphyaddr: 38,
+        ..long_mode()
+    };
     memory.set32(0x1004, 0x2000 | 7);
     memory.set32(0x2004, 0x9000 | 7);
     assert_eq!(gpa(translate(&memory, &context, 0x40_1abc, Access::WRITE)), 0x9abc);
@@ -305,7 +310,7 @@ fn two_levels_of_32_bit_paging_and_pse36() {
     }
     // Without CR4.PSE bit 7 means nothing.
     memory.set32(0x1004, 0x2000 | 0x80 | 7);
-    let without = PagingContext { cr4: 0, ..context };
+    let without = PagingContext { cr4: Cr4::empty(), ..context };
     assert_eq!(gpa(translate(&memory, &without, 0x40_1abc, Access::WRITE)), 0x9abc);
 }
 
@@ -340,13 +345,14 @@ fn reference(
     path: &mut Vec<u64>,
 ) -> Option<Result<u64, u32>> {
     let on = |register: u64, bit: u32| register >> bit & 1 == 1;
-    let (long, pae, nxe) = (on(c.efer, 10), on(c.cr4, 5), on(c.efer, 11));
-    let five = on(c.cr4, 12) && long;
+    let (cr0, cr4, efer) = (c.cr0.bits(), c.cr4.bits(), c.efer.bits());
+    let (long, pae, nxe) = (on(efer, 10), on(cr4, 5), on(efer, 11));
+    let five = on(cr4, 12) && long;
     let user = c.cpl == 3 && !access.implicit;
     let (write, fetch) = (access.kind == AccessKind::Write, access.kind == AccessKind::Fetch);
     let base = (if write { 2 } else { 0 })
         | (if user { 4 } else { 0 })
-        | (if fetch && ((nxe && pae) || on(c.cr4, 20)) { 16 } else { 0 });
+        | (if fetch && ((nxe && pae) || on(cr4, 20)) { 16 } else { 0 });
     let width = u32::from(c.maxphyaddr);
     let wide = span(51, width) | if nxe { 0 } else { NX };
     let amd8 = if c.amd { 1 << 8 } else { 0 };
@@ -385,7 +391,7 @@ fn reference(
             Level { shift: 12, bits: 9, pointer: 0, leaf: Some(wide) },
         ]
     } else {
-        let pse = on(c.cr4, 4);
+        let pse = on(cr4, 4);
         let top = width.min(40);
         let high = 1 << 21 | if top < 40 { span(20, top - 32 + 13) } else { 0 };
         vec![
@@ -428,20 +434,20 @@ fn reference(
             continue;
         }
         let (user_page, writable) = (all & U != 0, all & W != 0);
-        let wp = on(c.cr0, 16);
+        let wp = on(cr0, 16);
         let mut allowed = match (user, write, fetch) {
             (true, false, false) => user_page,
             (true, true, _) => user_page && writable,
             (true, _, true) => user_page && !(any & NX != 0 && nxe && !narrow),
             (false, false, false) => true,
             (false, true, _) => writable || !wp,
-            (false, _, true) => !(any & NX != 0 && nxe && !narrow || user_page && on(c.cr4, 20)),
+            (false, _, true) => !(any & NX != 0 && nxe && !narrow || user_page && on(cr4, 20)),
         };
-        if !user && user_page && !fetch && on(c.cr4, 21) && (!c.rflags_ac || access.implicit) {
+        if !user && user_page && !fetch && on(cr4, 21) && (!c.rflags_ac || access.implicit) {
             allowed = false;
         }
         let mut key_bit = 0;
-        if on(c.cr4, 22) && long && user_page && !fetch {
+        if on(cr4, 22) && long && user_page && !fetch {
             let key = (entry >> 59 & 15) as u32;
             let (ad, wd) = (c.pkru >> (2 * key) & 1 == 1, c.pkru >> (2 * key + 1) & 1 == 1);
             if ad || (wd && write && (user || wp)) {
@@ -489,12 +495,14 @@ fn context() -> impl Strategy<Value = PagingContext> {
     (mode, bits, any::<u32>(), prop_oneof![Just(36u8), Just(40), Just(48), Just(52)], 0u64..8)
         .prop_map(|(mode, bits, pkru, maxphyaddr, root)| {
             let on = |n: u32, value: u64| if bits >> n & 1 == 1 { value } else { 0 };
-            let cr4 = on(0, SMEP) | on(1, SMAP) | on(2, PKE) | on(3, 1 << 4);
+            let cr4 = on(0, SMEP.bits()) | on(1, SMAP.bits()) | on(2, PKE.bits()) | on(3, 1 << 4);
+            let wide = [Cr4::empty(), Cr4::PAE, Cr4::PAE, Cr4::PAE | Cr4::LA57][usize::from(mode)];
+            let long = if mode > 1 { Efer::LMA | Efer::LME } else { Efer::empty() };
             PagingContext {
-                cr0: 1 << 31 | 1 | on(4, 1 << 16),
+                cr0: Cr0::PG | Cr0::PE | Cr0::from_bits_retain(on(4, 1 << 16)),
                 cr3: root << 12,
-                cr4: cr4 | if mode > 0 { 1 << 5 } else { 0 } | if mode == 3 { 1 << 12 } else { 0 },
-                efer: on(5, 1 << 11) | if mode > 1 { 1 << 10 | 1 << 8 } else { 0 },
+                cr4: Cr4::from_bits_retain(cr4) | wide,
+                efer: Efer::from_bits_retain(on(5, 1 << 11)) | long,
                 rflags_ac: on(6, 1) == 1,
                 cpl: on(7, 3) as u8,
                 pkru: if on(8, 1) == 1 { pkru } else { 0 },
@@ -520,7 +528,7 @@ proptest! {
         implicit in prop::bool::weighted(0.2),
     ) {
         let memory = Memory::default();
-        let narrow = context.cr4 & 1 << 5 == 0;
+        let narrow = !context.cr4.contains(Cr4::PAE);
         let place = |n: u64| match n { 0 => 0, 1 => 1, 2 => 510, _ => 511 };
         for (n, entry) in (0u64..).zip(&entries) {
             let (page, at) = ((n / 4) << 12, n % 4);
@@ -534,11 +542,11 @@ proptest! {
         let va = if narrow {
             let ten = |n: u64| if n < 2 { n } else { 1020 + n };
             ten(index[0]) << 22 | ten(index[1]) << 12 | offset
-        } else if context.efer & 1 << 10 == 0 {
+        } else if !context.efer.is_long() {
             index[0] << 30 | place(index[1]) << 21 | place(index[2]) << 12 | offset
         } else {
             let low = index.iter().fold(0, |va, i| va << 9 | place(*i)) << 12 | offset;
-            let unused = if context.cr4 & 1 << 12 != 0 { 7 } else { 16 };
+            let unused = if context.cr4.contains(Cr4::LA57) { 7 } else { 16 };
             ((low << unused) as i64 >> unused) as u64
         };
         let access = Access { kind, implicit };

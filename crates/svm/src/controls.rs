@@ -98,8 +98,9 @@ impl<C: Cpu> Svm<C> {
     /// is live: while CR4.OSXSAVE is clear the guest cannot see XCR0, so it is not loaded, and the
     /// write that sets the bit must be seen.
     pub(crate) fn update_cr4_intercept(&mut self) {
-        let all = self.features.cr4_known & !self.limits.cr4_allowed == 0;
-        let xcr0_live = !self.limits.xsave || self.vmcb().save.cr4 & Cr4::OSXSAVE.bits() != 0;
+        let all = self.limits.cr4_allowed.contains(self.features.cr4_known);
+        let xcr0_live = !self.limits.xsave
+            || Cr4::from_bits_retain(self.vmcb().save.cr4).contains(Cr4::OSXSAVE);
         let owned = !self.paging.shadow
             && all
             && xcr0_live

@@ -2,6 +2,8 @@
 //!
 //! APM vol. 3 appendix E.4.9.
 
+use x86::Cr4;
+
 use crate::host_state::HostState;
 
 /// SVM features of the host.
@@ -42,7 +44,7 @@ pub struct Features {
     /// Protection keys are enabled by the kernel.
     pub pku: bool,
     /// Bits of CR4 that the CPU knows.
-    pub cr4_known: u64,
+    pub cr4_known: Cr4,
     /// How the host's state is kept: chosen at load, not by the CPU.
     pub host_state: HostState,
 }
@@ -76,7 +78,7 @@ impl Features {
     /// Reads them with `cpuid`; `cr4` is the host's, for what its kernel has enabled.
     pub fn read(
         mut cpuid: impl FnMut(u32, u32) -> [u32; 4],
-        host_cr4: u64,
+        host_cr4: Cr4,
     ) -> Result<Self, Unusable> {
         let max = cpuid(0x8000_0000, 0)[0];
         let amd = cpuid(0x8000_0001, 0);
@@ -109,9 +111,9 @@ impl Features {
             // IBRS, STIBP or SSBD on AMD; the Intel-style bit as some hypervisors report it.
             spec_ctrl: ext8[1] & ((1 << 14) | (1 << 15) | (1 << 24)) != 0
                 || seven[3] & (1 << 26) != 0,
-            xsave: host_cr4 & (1 << 18) != 0,
+            xsave: host_cr4.contains(Cr4::OSXSAVE),
             xsaves,
-            pku: host_cr4 & (1 << 22) != 0,
+            pku: host_cr4.contains(Cr4::PKE),
             cr4_known: cr4_known(&basic, &seven),
             host_state: HostState::default(),
         })
@@ -119,32 +121,34 @@ impl Features {
 }
 
 /// CR4 bits that CPUID leaves 1 and 7 imply (APM vol. 2 §3.1.3).
-fn cr4_known(basic: &[u32; 4], seven: &[u32; 4]) -> u64 {
+fn cr4_known(basic: &[u32; 4], seven: &[u32; 4]) -> Cr4 {
     let [_, _, ecx, edx] = *basic;
     let [_, ebx7, ecx7, edx7] = *seven;
     let bits = [
-        (edx, 1, 0x3),      // VME: VME, PVI
-        (edx, 4, 1 << 2),   // TSC: TSD
-        (edx, 2, 1 << 3),   // DE
-        (edx, 3, 1 << 4),   // PSE
-        (edx, 6, 1 << 5),   // PAE
-        (edx, 7, 1 << 6),   // MCE
-        (edx, 13, 1 << 7),  // PGE
-        (edx, 24, 1 << 9),  // FXSR: OSFXSR
-        (edx, 25, 1 << 10), // SSE: OSXMMEXCPT
-        (ecx7, 2, 1 << 11), // UMIP
-        (ecx7, 16, 1 << 12),
-        (ebx7, 0, 1 << 16),  // FSGSBASE
-        (ecx, 17, 1 << 17),  // PCID
-        (ecx, 26, 1 << 18),  // XSAVE
-        (ebx7, 7, 1 << 20),  // SMEP
-        (ebx7, 20, 1 << 21), // SMAP
-        (ecx7, 3, 1 << 22),  // PKU
-        (ecx7, 7, 1 << 23),  // CET shadow stacks
-        (edx7, 20, 1 << 23), // CET branch tracking
+        (edx, 1, Cr4::VME | Cr4::PVI),
+        (edx, 4, Cr4::TSD),
+        (edx, 2, Cr4::DE),
+        (edx, 3, Cr4::PSE),
+        (edx, 6, Cr4::PAE),
+        (edx, 7, Cr4::MCE),
+        (edx, 13, Cr4::PGE),
+        (edx, 24, Cr4::OSFXSR),
+        (edx, 25, Cr4::OSXMMEXCPT),
+        (ecx7, 2, Cr4::UMIP),
+        (ecx7, 16, Cr4::LA57),
+        (ebx7, 0, Cr4::FSGSBASE),
+        (ecx, 17, Cr4::PCIDE),
+        (ecx, 26, Cr4::OSXSAVE),
+        (ebx7, 7, Cr4::SMEP),
+        (ebx7, 20, Cr4::SMAP),
+        (ecx7, 3, Cr4::PKE),
+        (ecx7, 7, Cr4::CET),  // shadow stacks
+        (edx7, 20, Cr4::CET), // branch tracking
     ];
     // PCE exists on every CPU with performance counters, which is every CPU with SVM.
-    bits.iter().filter(|(r, n, _)| r & (1 << n) != 0).fold(1 << 8, |acc, (_, _, b)| acc | b)
+    bits.iter()
+        .filter(|(r, n, _)| r & (1 << n) != 0)
+        .fold(Cr4::PCE, |known, (_, _, bits)| known | *bits)
 }
 
 #[cfg(test)]
@@ -165,17 +169,18 @@ mod tests {
 
     #[test]
     fn features_come_from_their_bits() {
-        let f = Features::read(cpuid, 1 << 18).unwrap();
+        let f = Features::read(cpuid, Cr4::OSXSAVE).unwrap();
         assert!(f.nrip_save && f.rdtscp && f.xsave && !f.vnmi && !f.pku);
         assert_eq!(f.asids, 16);
-        assert_eq!(f.cr4_known, (1 << 8) | (1 << 7) | (1 << 5) | (1 << 18) | (1 << 20));
+        let known = Cr4::PCE | Cr4::PGE | Cr4::PAE | Cr4::OSXSAVE | Cr4::SMEP;
+        assert_eq!(f.cr4_known, known);
     }
 
     #[test]
     fn a_cpu_without_svm_or_npt_is_refused() {
         let none = |leaf, sub| if leaf == 0x8000_0001 { [0; 4] } else { cpuid(leaf, sub) };
-        assert_eq!(Features::read(none, 0), Err(Unusable::Absent));
+        assert_eq!(Features::read(none, Cr4::empty()), Err(Unusable::Absent));
         let no_npt = |leaf, sub| if leaf == 0x8000_000a { [1, 16, 0, 8] } else { cpuid(leaf, sub) };
-        assert_eq!(Features::read(no_npt, 0), Err(Unusable::NoNpt));
+        assert_eq!(Features::read(no_npt, Cr4::empty()), Err(Unusable::NoNpt));
     }
 }

@@ -6,26 +6,26 @@
 //! shadow root. Without long mode a guest runs on PAE tables, in real mode too ("paged real mode",
 //! APM vol. 2 §15.19).
 
-use backend::{CR0_CD_NW, ControlRegs};
+use backend::ControlRegs;
 use x86::{Cr0, Cr4, Efer, vmcb::Save};
 
 /// Bits of CR0 that the guest may write without an exit.
-const CR0_OWNED: u64 = Cr0::TS.union(Cr0::MP).bits();
+const CR0_OWNED: Cr0 = Cr0::TS.union(Cr0::MP);
 
 /// The registers as the guest sees them.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct GuestRegs {
-    pub(crate) cr0: u64,
+    pub(crate) cr0: Cr0,
     pub(crate) cr3: u64,
-    pub(crate) cr4: u64,
-    pub(crate) efer: u64,
+    pub(crate) cr4: Cr4,
+    pub(crate) efer: Efer,
 }
 
 impl GuestRegs {
     #[inline]
     pub(crate) fn control(&self, save: &Save) -> ControlRegs {
         ControlRegs {
-            cr0: (self.cr0 & !CR0_OWNED) | (save.cr0 & CR0_OWNED),
+            cr0: (self.cr0 - CR0_OWNED) | (Cr0::from_bits_retain(save.cr0) & CR0_OWNED),
             cr2: save.cr2,
             cr3: self.cr3,
             cr4: self.cr4,
@@ -34,35 +34,35 @@ impl GuestRegs {
     }
 
     fn pages(&self) -> bool {
-        self.cr0 & Cr0::PG.bits() != 0
+        self.cr0.contains(Cr0::PG)
     }
 
     fn is_long(&self) -> bool {
-        self.efer & Efer::LMA.bits() != 0
+        self.efer.is_long()
     }
 
     /// CR0 for the hardware.
-    pub(crate) fn cr0_hardware(&self) -> u64 {
-        (self.cr0 & !CR0_CD_NW) | Cr0::PG.bits() | Cr0::WP.bits()
+    pub(crate) fn cr0_hardware(&self) -> Cr0 {
+        (self.cr0 - Cr0::CD_NW) | Cr0::PG | Cr0::WP
     }
 
     /// CR4 for the hardware. PCIDs and protection keys stay out of the shadow tables; without paging
     /// every page is a user page, which SMEP and SMAP would forbid the supervisor.
-    pub(crate) fn cr4_hardware(&self) -> u64 {
-        let mut off = Cr4::PCIDE.bits() | Cr4::PKE.bits();
+    pub(crate) fn cr4_hardware(&self) -> Cr4 {
+        let mut off = Cr4::PCIDE | Cr4::PKE;
         if !self.pages() {
-            off |= Cr4::SMEP.bits() | Cr4::SMAP.bits();
+            off |= Cr4::SMEP | Cr4::SMAP;
         }
         if !self.is_long() {
-            off |= Cr4::LA57.bits();
+            off |= Cr4::LA57;
         }
-        (self.cr4 & !off) | Cr4::PAE.bits()
+        (self.cr4 - off) | Cr4::PAE
     }
 
     /// EFER for the hardware: long mode only once it is active.
-    pub(crate) fn efer_hardware(&self) -> u64 {
-        let off = if self.is_long() { 0 } else { Efer::LME.bits() };
-        (self.efer & !off) | Efer::NXE.bits() | Efer::SVME.bits()
+    pub(crate) fn efer_hardware(&self) -> Efer {
+        let off = if self.is_long() { Efer::empty() } else { Efer::LME };
+        (self.efer - off) | Efer::NXE | Efer::SVME
     }
 }
 
@@ -70,48 +70,36 @@ impl GuestRegs {
 mod tests {
     use super::*;
 
-    const PE: u64 = Cr0::PE.bits();
-    const ET: u64 = Cr0::ET.bits();
+    const PE: Cr0 = Cr0::PE;
+    const ET: Cr0 = Cr0::ET;
 
     #[test]
     fn the_hardware_always_pages_and_write_protects() {
-        let real = GuestRegs { cr0: ET | CR0_CD_NW, ..GuestRegs::default() };
-        assert_eq!(real.cr0_hardware(), ET | Cr0::PG.bits() | Cr0::WP.bits());
-        assert_eq!(real.cr4_hardware(), Cr4::PAE.bits());
-        assert_eq!(real.efer_hardware(), Efer::NXE.bits() | Efer::SVME.bits());
-        let without_wp = GuestRegs { cr0: PE | Cr0::PG.bits(), cr4: Cr4::SMEP.bits(), ..real };
-        assert_eq!(without_wp.cr0_hardware(), PE | Cr0::PG.bits() | Cr0::WP.bits());
-        assert_eq!(without_wp.cr4_hardware(), Cr4::PAE.bits() | Cr4::SMEP.bits());
+        let real = GuestRegs { cr0: ET | Cr0::CD_NW, ..GuestRegs::default() };
+        assert_eq!(real.cr0_hardware(), ET | Cr0::PG | Cr0::WP);
+        assert_eq!(real.cr4_hardware(), Cr4::PAE);
+        assert_eq!(real.efer_hardware(), Efer::NXE | Efer::SVME);
+        let without_wp = GuestRegs { cr0: PE | Cr0::PG, cr4: Cr4::SMEP, ..real };
+        assert_eq!(without_wp.cr0_hardware(), PE | Cr0::PG | Cr0::WP);
+        assert_eq!(without_wp.cr4_hardware(), Cr4::PAE | Cr4::SMEP);
     }
 
     #[test]
     fn supervisor_protections_are_off_without_paging() {
-        let cr4 =
-            Cr4::SMEP.bits() | Cr4::SMAP.bits() | Cr4::PKE.bits() | Cr4::PCIDE.bits() | (1 << 9);
+        let cr4 = Cr4::SMEP | Cr4::SMAP | Cr4::PKE | Cr4::PCIDE | Cr4::OSFXSR;
         let regs = GuestRegs { cr0: PE, cr4, ..GuestRegs::default() };
-        assert_eq!(regs.cr4_hardware(), Cr4::PAE.bits() | (1 << 9));
-        let paging = GuestRegs { cr0: PE | Cr0::PG.bits(), ..regs };
-        assert_eq!(
-            paging.cr4_hardware(),
-            Cr4::PAE.bits() | Cr4::SMEP.bits() | Cr4::SMAP.bits() | (1 << 9)
-        );
+        assert_eq!(regs.cr4_hardware(), Cr4::PAE | Cr4::OSFXSR);
+        let paging = GuestRegs { cr0: PE | Cr0::PG, ..regs };
+        assert_eq!(paging.cr4_hardware(), Cr4::PAE | Cr4::SMEP | Cr4::SMAP | Cr4::OSFXSR);
     }
 
     #[test]
     fn long_mode_is_the_hardwares_only_once_it_is_active() {
-        let enabled =
-            GuestRegs { efer: Efer::LME.bits(), cr4: Cr4::LA57.bits(), ..GuestRegs::default() };
-        assert_eq!(enabled.efer_hardware(), Efer::NXE.bits() | Efer::SVME.bits());
-        assert_eq!(enabled.cr4_hardware(), Cr4::PAE.bits());
-        let active = GuestRegs {
-            cr0: PE | Cr0::PG.bits(),
-            efer: Efer::LME.bits() | Efer::LMA.bits(),
-            ..enabled
-        };
-        assert_eq!(
-            active.efer_hardware(),
-            Efer::LME.bits() | Efer::LMA.bits() | Efer::NXE.bits() | Efer::SVME.bits()
-        );
-        assert_eq!(active.cr4_hardware(), Cr4::PAE.bits() | Cr4::LA57.bits());
+        let enabled = GuestRegs { efer: Efer::LME, cr4: Cr4::LA57, ..GuestRegs::default() };
+        assert_eq!(enabled.efer_hardware(), Efer::NXE | Efer::SVME);
+        assert_eq!(enabled.cr4_hardware(), Cr4::PAE);
+        let active = GuestRegs { cr0: PE | Cr0::PG, efer: Efer::LME | Efer::LMA, ..enabled };
+        assert_eq!(active.efer_hardware(), Efer::LME | Efer::LMA | Efer::NXE | Efer::SVME);
+        assert_eq!(active.cr4_hardware(), Cr4::PAE | Cr4::LA57);
     }
 }

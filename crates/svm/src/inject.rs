@@ -5,7 +5,7 @@
 use backend::{Absent, Event, Injection, NmiWindow, Registers};
 use cpu::Cpu;
 use x86::{
-    Dr6, Dr7, Exception, Vector,
+    Dr6, Dr7, Exception, Rflags, Vector,
     vmcb::{Clean, Intercept3, event, vintr},
 };
 
@@ -13,8 +13,6 @@ use crate::state::{Step, Svm, Virq};
 
 /// EXITCODE of an intercepted #DB.
 const DEBUG_EXCEPTION: u64 = 0x41;
-const RFLAGS_TF: u64 = 1 << 8;
-const RFLAGS_RF: u64 = 1 << 16;
 
 /// EVENTINJ for an event.
 pub fn encode(event: Event) -> u64 {
@@ -96,8 +94,8 @@ impl<C: Cpu> Svm<C> {
         let popped = self.nmi.iret_at.is_some_and(|at| at != self.vmcb().save.rip);
         let save = &mut self.vmcb_mut(Clean::DR).save;
         if !popped {
-            let own = |flag: u64, had: bool| if had { 0 } else { flag };
-            save.rflags &= !(own(RFLAGS_TF, tf) | own(RFLAGS_RF, rf));
+            let own = |flag: Rflags, had: bool| if had { 0 } else { flag.bits() };
+            save.rflags &= !(own(Rflags::TF, tf) | own(Rflags::RF, rf));
         }
         if !tf {
             save.dr6 &= !Dr6::BS;
@@ -190,10 +188,10 @@ impl<C: Cpu> Injection for Svm<C> {
             return NmiWindow::Kick;
         }
         if !matches!(self.nmi.step, Step::Armed { .. }) {
-            let rflags = self.vmcb().save.rflags;
-            let (tf, rf) = (rflags & RFLAGS_TF != 0, rflags & RFLAGS_RF != 0);
+            let rflags = self.rflags();
+            let (tf, rf) = (rflags.contains(Rflags::TF), rflags.contains(Rflags::RF));
             self.nmi.step = Step::Armed { tf, rf };
-            self.vmcb_mut(Clean::empty()).save.rflags = rflags | RFLAGS_TF | RFLAGS_RF;
+            self.set_rflags(rflags | Rflags::TF | Rflags::RF);
         }
         NmiWindow::Step
     }

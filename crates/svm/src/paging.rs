@@ -4,10 +4,10 @@
 //! CR0 always without NRIP save: see [`Svm::renew_cr0`]). CR0.TS and
 //! CR0.MP are the guest's own where the CPU can tell writes of them from others.
 
-use backend::{Absent, CR0_CD_NW, Paging, Translation};
+use backend::{Absent, Paging, Translation};
 use cpu::Cpu;
 use x86::{
-    Cr4, Hpa,
+    Cr0, Cr4, Hpa,
     vmcb::{Clean, Intercept3},
 };
 
@@ -41,27 +41,27 @@ impl<C: Cpu> Svm<C> {
     pub(crate) fn renew_cr0(&mut self) {
         let (guest, nrip) = (self.guest, self.features.nrip_save);
         let cr0 = match self.shows_cache_disable {
-            true => guest.cr0_hardware() | guest.cr0 & CR0_CD_NW,
+            true => guest.cr0_hardware() | guest.cr0 & Cr0::CD_NW,
             false => guest.cr0_hardware(),
         };
-        self.vmcb_mut(Clean::CR).save.cr0 = cr0;
+        self.vmcb_mut(Clean::CR).save.cr0 = cr0.bits();
         // QEMU's emulation takes the intercept of CR0 for that of CR3, CR4 and CR8 as well; the
         // instruction is decoded there, so what is read is known all the same.
         self.intercept_cr(CR0_READ, cr0 != guest.cr0 || !nrip);
-        self.intercept_cr(CR0_WRITE, !nrip || guest.cr0 & CR0_CD_NW != 0);
+        self.intercept_cr(CR0_WRITE, !nrip || guest.cr0.intersects(Cr0::CD_NW));
         self.follow();
     }
 
     /// After the guest's EFER changed.
     pub(crate) fn renew_efer(&mut self) {
-        self.vmcb_mut(Clean::CR).save.efer = self.guest.efer_hardware();
+        self.vmcb_mut(Clean::CR).save.efer = self.guest.efer_hardware().bits();
         self.follow();
     }
 
     /// Paging and long mode decide which bits of the guest's CR4 the hardware may have.
     #[inline]
     fn follow(&mut self) {
-        if self.vmcb().save.cr4 != self.guest.cr4_hardware() {
+        if self.vmcb().save.cr4 != self.guest.cr4_hardware().bits() {
             self.renew_cr4();
         }
     }
@@ -71,9 +71,9 @@ impl<C: Cpu> Svm<C> {
         let guest = self.guest;
         let cr4 = guest.cr4_hardware();
         let save = &mut self.vmcb_mut(Clean::CR).save;
-        let changed = core::mem::replace(&mut save.cr4, cr4) ^ cr4;
+        let changed = Cr4::from_bits_retain(core::mem::replace(&mut save.cr4, cr4.bits())) ^ cr4;
         self.intercept_cr(CR4_READ, cr4 != guest.cr4);
-        if changed & Cr4::OSXSAVE.bits() != 0 {
+        if changed.contains(Cr4::OSXSAVE) {
             self.sync_extended();
         }
     }

@@ -6,11 +6,11 @@
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use cpu::Cpu;
 use host::{NoMemory, once::Once, page::Page};
-use x86::{Hpa, msr};
+use x86::{Efer, Hpa, msr};
 
 use crate::{Unusable, features::Features, host_state::HostRegisters, permission::IoMap};
 
-const EFER_SVME: u64 = 1 << 12;
+const EFER_SVME: u64 = Efer::SVME.bits();
 const VM_CR_SVMDIS: u64 = 1 << 4;
 
 /// One physical CPU.

@@ -1,9 +1,9 @@
 //! The guest's registers in the VMCB.
 
-use backend::{Absent, CR0_CD_NW, ControlRegisters, ControlRegs, Registers, SegmentName};
+use backend::{Absent, ControlRegisters, ControlRegs, Registers, SegmentName};
 use cpu::Cpu;
 use x86::{
-    Cr4, Efer,
+    Cr0, Cr4, Efer, Rflags,
     segment::{DescriptorTable, Segment},
     vmcb::{self, Clean, VmcbSegment, vintr},
 };
@@ -59,12 +59,12 @@ impl<C: Cpu> Registers for Svm<C> {
     }
 
     #[inline]
-    fn rflags(&self) -> u64 {
-        self.vmcb().save.rflags
+    fn rflags(&self) -> Rflags {
+        Rflags::from_bits_retain(self.vmcb().save.rflags)
     }
 
-    fn set_rflags(&mut self, rflags: u64) {
-        self.vmcb_mut(Clean::empty()).save.rflags = rflags;
+    fn set_rflags(&mut self, rflags: Rflags) {
+        self.vmcb_mut(Clean::empty()).save.rflags = rflags.bits();
     }
 
     #[inline]
@@ -136,46 +136,46 @@ impl<C: Cpu> ControlRegisters for Svm<C> {
             return self.guest.control(save);
         }
         ControlRegs {
-            cr0: save.cr0 | u64::from(self.cr0_hidden),
+            cr0: Cr0::from_bits_retain(save.cr0 | u64::from(self.cr0_hidden)),
             cr2: save.cr2,
             cr3: save.cr3,
-            cr4: save.cr4,
-            efer: save.efer & !Efer::SVME.bits(),
+            cr4: Cr4::from_bits_retain(save.cr4),
+            efer: Efer::from_bits_retain(save.efer) - Efer::SVME,
         }
     }
 
     #[inline(always)]
-    fn cr0(&self) -> u64 {
+    fn cr0(&self) -> Cr0 {
         self.control().cr0
     }
 
     #[inline(always)]
-    fn cr4(&self) -> u64 {
+    fn cr4(&self) -> Cr4 {
         self.control().cr4
     }
 
     #[inline(always)]
-    fn cr4_shown(&self) -> u64 {
+    fn cr4_shown(&self) -> Cr4 {
         self.control().cr4
     }
 
     #[inline(always)]
-    fn efer(&self) -> u64 {
+    fn efer(&self) -> Efer {
         self.control().efer
     }
 
     /// CR0.CD and CR0.NW are kept from the hardware: firmware leaves them set for long, and with
     /// CD the whole guest would run uncached. CR0 is intercepted only while the guest has one set.
-    fn set_cr0(&mut self, value: u64) {
+    fn set_cr0(&mut self, value: Cr0) {
         if self.paging.shadow {
             self.guest.cr0 = value;
             return self.renew_cr0();
         }
-        let hidden = if self.shows_cache_disable { 0 } else { value & CR0_CD_NW };
-        self.cr0_hidden = hidden as u32;
-        self.vmcb_mut(Clean::CR).save.cr0 = value & !hidden;
-        self.intercept_cr(1, hidden != 0);
-        self.intercept_cr(1 << 16, hidden != 0 || !self.features.nrip_save);
+        let hidden = if self.shows_cache_disable { Cr0::empty() } else { value & Cr0::CD_NW };
+        self.cr0_hidden = hidden.bits() as u32;
+        self.vmcb_mut(Clean::CR).save.cr0 = (value - hidden).bits();
+        self.intercept_cr(1, !hidden.is_empty());
+        self.intercept_cr(1 << 16, !hidden.is_empty() || !self.features.nrip_save);
     }
 
     fn set_cr2(&mut self, value: u64) {
@@ -190,26 +190,27 @@ impl<C: Cpu> ControlRegisters for Svm<C> {
         self.vmcb_mut(Clean::CR).save.cr3 = value;
     }
 
-    fn set_cr4(&mut self, value: u64) {
+    fn set_cr4(&mut self, value: Cr4) {
         if self.paging.shadow {
             self.guest.cr4 = value;
             return self.renew_cr4();
         }
         let save = &mut self.vmcb_mut(Clean::CR).save;
-        let changed = core::mem::replace(&mut save.cr4, value) ^ value;
-        if changed & Cr4::OSXSAVE.bits() != 0 {
+        let changed =
+            Cr4::from_bits_retain(core::mem::replace(&mut save.cr4, value.bits())) ^ value;
+        if changed.contains(Cr4::OSXSAVE) {
             self.update_cr4_intercept();
             self.sync_extended();
         }
     }
 
     #[inline(always)]
-    fn set_efer(&mut self, value: u64) {
+    fn set_efer(&mut self, value: Efer) {
         if self.paging.shadow {
             self.guest.efer = value;
             return self.renew_efer();
         }
-        self.vmcb_mut(Clean::CR).save.efer = value | Efer::SVME.bits();
+        self.vmcb_mut(Clean::CR).save.efer = (value | Efer::SVME).bits();
     }
 
     #[inline]

@@ -9,7 +9,7 @@ use cpu::{Cpu, SpecCtrl};
 use guest_live::{DebugRegs, Exchanged, Extended, Has};
 use host::{NoMemory, hostcpu};
 use x86::{
-    Vector, msr,
+    Rflags, Vector, msr,
     vmcb::{Clean, Vmcb},
 };
 
@@ -167,7 +167,7 @@ impl<C: Cpu> Backend for Svm<C> {
         reset_registers(self, init);
         let block = self.vmcb_mut(Clean::ALL);
         block.save.rip = 0xfff0;
-        block.save.rflags = 2;
+        block.save.rflags = Rflags::RESET.bits();
         block.save.rsp = 0;
         block.save.cpl = 0;
         block.control.int_state = 0;

@@ -260,7 +260,7 @@ fn xsetbv_is_one_xsetbv_of_the_host_and_only_for_another_value_that_is_seen() {
     for (values, expected) in [([7, 7], 0), ([3, 7], 10)] {
         let mut v = vcpu();
         let mut sregs = v.sregs();
-        sregs.cr4 |= 1 << 18;
+        sregs.cr4 |= x86::Cr4::OSXSAVE;
         v.set_sregs(&sregs, None).unwrap();
         v.set_xcr0(7).unwrap();
         for value in values.into_iter().cycle().take(10) {

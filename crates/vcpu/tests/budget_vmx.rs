@@ -10,9 +10,14 @@ use gannet_vcpu::{RunInput, UserExit};
 use host::std_port::test;
 use rig::vmx::{VmxVcpu, cost_of, exit, reads_and_writes, shutdown, vcpu};
 use vmx::percpu;
-use x86::vmcs::{ExitReason, ProcControls, event, field};
+use x86::{
+    Cr0, Cr4, Efer,
+    vmcs::{ExitReason, ProcControls, event, field},
+};
 
-const LONG_MODE: (u64, u64) = (0x500, 0xa09b);
+const PAGING: Cr0 = Cr0::PG.union(Cr0::ET).union(Cr0::PE);
+/// EFER, and the attributes of CS.
+const LONG_MODE: (Efer, u64) = (Efer::LME.union(Efer::LMA), 0xa09b);
 
 fn wrmsr(msr: u64, value: u64) -> impl Fn(&mut ModelVmcs, &mut Gprs) + Send + Sync + Clone {
     move |vmcs, gprs| {
@@ -145,7 +150,7 @@ fn the_guests_syscall_msrs_stay_while_the_thread_is_in_the_kernel() {
     let guest = |lstar| {
         let mut v = vcpu();
         let mut s = v.sregs();
-        (s.cr0, s.cr4, s.efer) = (0x8000_0011, 1 << 5, LONG_MODE.0 | 1);
+        (s.cr0, s.cr4, s.efer) = (PAGING, Cr4::PAE, LONG_MODE.0 | Efer::SCE);
         s.cs.attr = LONG_MODE.1 as u16;
         v.set_sregs(&s, None).unwrap();
         v.write_msr(LSTAR, lstar, true).unwrap();
@@ -235,7 +240,7 @@ fn cr0_is_read_through_the_shadow_and_the_hardware_keeps_its_fixed_bits() {
     let (efer, cs) = LONG_MODE;
     let mut v = vcpu();
     let mut s = v.sregs();
-    (s.cr0, s.cr4, s.efer) = (0x8000_0011, 1 << 5, efer);
+    (s.cr0, s.cr4, s.efer) = (PAGING, Cr4::PAE, efer);
     s.cs.attr = 0xa9b;
     v.set_sregs(&s, None).unwrap();
     v.backend().cpu().inner().vmx.then(move |vmcs, gprs| {
@@ -249,7 +254,7 @@ fn cr0_is_read_through_the_shadow_and_the_hardware_keeps_its_fixed_bits() {
         shutdown(vmcs, gprs);
     });
     assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
-    assert_eq!(v.sregs().cr0, 0x8001_0019);
+    assert_eq!(v.sregs().cr0, PAGING | Cr0::WP | Cr0::TS);
 }
 
 #[test]

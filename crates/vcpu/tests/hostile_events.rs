@@ -87,7 +87,7 @@ fn an_nmi_behind_the_shadow_of_sti_waits_for_the_interrupt_window() {
     use x86::vmcs::{ExitReason, ProcControls, event, field, interruptibility};
     let mut v = vmx::vcpu();
     let mut regs = v.regs();
-    regs.rflags = 1 << 9 | 2;
+    regs.rflags = x86::Rflags::IF | x86::Rflags::FIXED;
     v.set_regs(&regs);
     let waits = SavedEvents { interrupt_shadow: true, nmi_pending: 1, ..SavedEvents::default() };
     v.restore_events(

@@ -12,8 +12,8 @@ use rig::{Machine, TestVcpu, exit, shutdown, vcpu_of};
 use x86::vmcb::{ExitCode, Vmcb, event};
 use x86::{Exception, Vector};
 
-const TF: u64 = 1 << 8;
-const RF: u64 = 1 << 16;
+const TF: u64 = x86::Rflags::TF.bits();
+const RF: u64 = x86::Rflags::RF.bits();
 const BS: u64 = 1 << 14;
 const NMI: u64 = event::VALID | event::NMI | 2;
 const DB_EXIT: ExitCode = ExitCode(0x41);
@@ -105,7 +105,7 @@ fn user_space_does_not_see_the_step() {
         vmcb.control.exit_info_2 = vmcb.save.rip + 2;
     });
     assert!(matches!(v.run(&RunInput::default()), UserExit::Io { port: 0x80, .. }));
-    assert_eq!(v.regs().rflags & (TF | RF), 0);
+    assert!(!v.regs().rflags.intersects(x86::Rflags::TF | x86::Rflags::RF));
 }
 
 #[test]

@@ -13,6 +13,7 @@ use mmu::Region;
 use rig::{Machine, TestVcpu, assert_only_vmrun, cost_of, cost_with, exit, shutdown, vcpu};
 use vm::vm::Paging;
 use x86::vmcb::{ExitCode, Vmcb, event};
+use x86::{Cr0, Cr4, Efer};
 
 /// The guest flips a bit of CR0, of CR4 or of EFER.
 const TOGGLES: [(ExitCode, u64); 4] = [
@@ -107,7 +108,8 @@ fn paged(paging: Paging) -> Paged {
     vm.memory().set_region(&region, &**vm).unwrap();
     let mut vcpu = rig::add_vcpu(&machine, &vm, 0);
     let mut sregs = vcpu.sregs();
-    (sregs.cr0, sregs.cr3, sregs.cr4, sregs.efer) = (0x8001_0033, ROOT, 1 << 5, 0x500);
+    (sregs.cr0, sregs.cr3) = (Cr0::from_bits_retain(0x8001_0033), ROOT);
+    (sregs.cr4, sregs.efer) = (Cr4::PAE, Efer::LME | Efer::LMA);
     sregs.cs.attr = 0x29b;
     vcpu.set_sregs(&sregs, None).unwrap();
     Paged { vcpu, _memory: memory }

@@ -221,7 +221,7 @@ fn a_time_that_has_passed_before_the_entry_needs_no_entry() {
     assert_eq!(v.read_msr(DEADLINE, true), Ok(deadline));
     assert_eq!(v.shared().lapic.highest_pending(), None);
     let mut regs = v.regs();
-    regs.rflags |= x86::Rflags::IF.bits();
+    regs.rflags |= x86::Rflags::IF;
     v.set_regs(&regs);
     let counts = play(&mut v, [step(takes_interrupt)]);
     assert_eq!(counts.of(Op::VmxEnter), 2);

@@ -59,12 +59,12 @@ fn a_split_lock_that_the_kernel_does_not_allow_is_the_vmms() {
 fn a_guest_program_that_asked_for_it_gets_its_alignment_check() {
     let asks = |v: &mut VmxVcpu| {
         let mut sregs = v.sregs();
-        sregs.cr0 |= 1 << 18 | 1;
+        sregs.cr0 |= x86::Cr0::AM | x86::Cr0::PE;
         sregs.ss.attr |= 3 << 5;
         sregs.cs.attr |= 3 << 5;
         v.set_sregs(&sregs, None).unwrap();
         let mut regs = v.regs();
-        regs.rflags |= 1 << 18;
+        regs.rflags |= x86::Rflags::AC;
         v.set_regs(&regs);
     };
     assert_eq!(outcome(Some(false), true, asks), UserExit::Shutdown);

@@ -39,7 +39,7 @@ fn guest_of(machine: &Machine, code: &[u8]) -> Guest {
     let mut vcpu = add_vcpu(machine, &vm, 0);
     // Protected mode without paging: level 3, IOPL 0, and a TSS without a bitmap.
     let mut sregs = vcpu.sregs();
-    sregs.cr0 = 0x31;
+    sregs.cr0 = x86::Cr0::from_bits_retain(0x31);
     sregs.cs.attr = 0xcfb;
     sregs.cs.base = 0;
     sregs.cs.limit = u32::MAX;

@@ -18,7 +18,7 @@ use x86::vmcs::{ExitReason, ProcControls2, event, field};
 const MEMORY: u64 = 0xf000;
 const CODE: u64 = MEMORY;
 const DATA: u64 = MEMORY + 0x100;
-const UMIP: u64 = 1 << 11;
+const UMIP: u64 = x86::Cr4::UMIP.bits();
 const GP: u32 = event::VALID | event::EXCEPTION | event::ERROR_VALID | 13;
 
 struct Guest {
@@ -37,8 +37,8 @@ fn guest(features: Features, cpl: u16, code: &[u8]) -> Guest {
         to.store(*from, Relaxed);
     }
     let mut sregs = v.sregs();
-    sregs.cr0 = 0x31;
-    sregs.cr4 = UMIP;
+    sregs.cr0 = x86::Cr0::from_bits_retain(0x31);
+    sregs.cr4 = x86::Cr4::UMIP;
     sregs.cs.attr = 0xc9b | cpl << 5;
     sregs.cs.base = 0;
     sregs.cs.limit = u32::MAX;
@@ -167,9 +167,9 @@ fn the_exits_go_with_the_bit() {
         shutdown(vmcs, gprs);
     });
     assert_eq!(guest.v.run(&RunInput::default()), UserExit::Shutdown);
-    assert_eq!(guest.v.sregs().cr4, UMIP);
+    assert_eq!(guest.v.sregs().cr4, x86::Cr4::UMIP);
     let mut sregs = guest.v.sregs();
-    sregs.cr4 = 0;
+    sregs.cr4 = x86::Cr4::empty();
     guest.v.set_sregs(&sregs, None).unwrap();
     guest.v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
         assert_eq!(umip(vmcs), (false, false, false));

@@ -17,7 +17,8 @@ const EBX: usize = 1;
 
 fn machine(xstate_cache: bool) -> Machine {
     // As on the first CPUs with SVM, CR4 is never the guest's own: every write exits.
-    let features = Features { nrip_save: true, cr4_known: u64::MAX, ..features() };
+    let features =
+        Features { nrip_save: true, cr4_known: x86::Cr4::from_bits_retain(u64::MAX), ..features() };
     Machine { features, xstate_cache, ..Machine::default() }
 }
 
@@ -62,10 +63,10 @@ fn entry(entries: &[Entry], leaf: u32, index: u32) -> Entry {
 #[test]
 fn a_guest_without_osxsave_does_not_own_cr4() {
     const WRITES_CR4: u32 = 1 << (16 + 4);
-    let features = Features { nrip_save: true, cr4_known: OSXSAVE, ..features() };
+    let features = Features { nrip_save: true, cr4_known: x86::Cr4::OSXSAVE, ..features() };
     let mut v = vcpu_of(&Machine { features, ..Machine::default() });
     let mut sregs = v.sregs();
-    sregs.cr4 |= OSXSAVE;
+    sregs.cr4 |= x86::Cr4::OSXSAVE;
     v.set_sregs(&sregs, None).unwrap();
     v.set_xcr0(3).unwrap();
     let script = v.backend().cpu().inner();
@@ -230,7 +231,7 @@ fn play(cache: bool, acts: &[Act]) -> Vec<Vec<Entry>> {
             Act::Xsetbv(value) => drop(cpuids(&mut v, |s| s.then(xsetbv(value)))),
             Act::Cr4(bit) => {
                 let mut sregs = v.sregs();
-                sregs.cr4 ^= bit;
+                sregs.cr4 ^= x86::Cr4::from_bits_retain(bit);
                 let _ = v.set_sregs(&sregs, None);
             }
             Act::SetXcr0(value) => drop(v.set_xcr0(value)),

@@ -14,7 +14,7 @@ use mmu::tdp::FlushRemote;
 use mmu::{
     Format, PagingContext, Region, RegionLimits, Root, ShadowFault, ShadowRoots, TableCache,
 };
-use x86::{Exception, Gfn, Gpa, Hva};
+use x86::{Cr0, Cr4, Efer, Exception, Gfn, Gpa, Hva};
 
 const LOG: u32 = 1;
 const READONLY: u32 = 2;
@@ -74,10 +74,10 @@ struct Runner {
 
 fn context() -> PagingContext {
     PagingContext {
-        cr0: 1 << 31 | 1 << 16 | 1,
+        cr0: Cr0::PG | Cr0::WP | Cr0::PE,
         cr3: FIRST << 12,
-        cr4: 1 << 5,
-        efer: 1 << 8 | 1 << 10 | 1 << 11,
+        cr4: Cr4::PAE,
+        efer: Efer::LME | Efer::LMA | Efer::NXE,
         maxphyaddr: 40,
         ..PagingContext::default()
     }

@@ -8,10 +8,10 @@
 //!
 //! SDM vol. 3C chapter 30, §25.4.2, §25.6.8.
 
-use backend::ServedApic;
+use backend::{Registers, ServedApic};
 use cpu::Cpu;
 use x86::{
-    Vector,
+    Rflags, Vector,
     apic::{Interrupts, VectorWords},
     vmcs::ReadWrite,
 };
@@ -22,8 +22,6 @@ use crate::{
     fields::{self, Slot},
     state::{Vmx, attention},
 };
-
-const RFLAGS_IF: u64 = 1 << 9;
 
 /// MSRs that the guest reads without an exit: ID and version; TPR; PPR; LDR; SVR; ISR; IRR; the LVT.
 /// The registers that are not among them do not exist, cannot be read, or have values that the page
@@ -74,7 +72,7 @@ impl<C: Cpu> Vmx<C> {
     /// Before the entry: ends the shadow of STI or MOV SS if it holds an interrupt back.
     pub(crate) fn end_shadow_for_request(&mut self) {
         self.attention &= !attention::SHADOW;
-        if self.get(fields::GUEST_RFLAGS) & RFLAGS_IF != 0 {
+        if self.rflags().contains(Rflags::IF) {
             self.settle_shadow();
         }
     }

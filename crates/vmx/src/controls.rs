@@ -110,24 +110,23 @@ impl<C: Cpu> Vmx<C> {
     }
 
     /// CR0 bits that the guest owns.
-    pub(crate) fn owned_cr0(&self) -> u64 {
+    pub(crate) fn owned_cr0(&self) -> Cr0 {
         let small = self.paging.watch_roles || self.paging.shadow;
-        let owned = if small { Cr0::TS } else { Cr0::TS | Cr0::WP };
-        owned.bits()
+        if small { Cr0::TS } else { Cr0::TS | Cr0::WP }
     }
 
     /// CR4 bits that the guest owns.
-    pub(crate) fn owned_cr4(&self) -> u64 {
-        let all = CR4_OWNABLE.bits() & self.limits.cr4_allowed;
-        if self.paging.watch_roles || self.paging.shadow { all & !Cr4::PGE.bits() } else { all }
+    pub(crate) fn owned_cr4(&self) -> Cr4 {
+        let all = CR4_OWNABLE & self.limits.cr4_allowed;
+        if self.paging.watch_roles || self.paging.shadow { all - Cr4::PGE } else { all }
     }
 
     /// Who owns which bits of CR0 and CR4 has changed, by `change`.
     pub(crate) fn change_ownership(&mut self, change: impl FnOnce(&mut Self)) {
         let (cr0, cr4) = (self.cr0(), self.cr4());
         change(self);
-        self.set(fields::CR0_MASK, !self.owned_cr0());
-        self.set(fields::CR4_MASK, !self.owned_cr4());
+        self.set(fields::CR0_MASK, !self.owned_cr0().bits());
+        self.set(fields::CR4_MASK, !self.owned_cr4().bits());
         self.set_cr0(cr0);
         self.set_cr4(cr4);
     }

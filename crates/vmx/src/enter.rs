@@ -45,7 +45,7 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
     fn load(&mut self, at: usize) {
         let here = self.vmcs.find(at);
         let cr4 = self.cpu.cr4_now();
-        let Some(here) = here.filter(|_| cr4 & Cr4::VMXE.bits() != 0) else {
+        let Some(here) = here.filter(|_| cr4.contains(Cr4::VMXE)) else {
             self.attention |= attention::OFF;
             return;
         };
@@ -68,7 +68,7 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
         if hostcpu::uses_ldt() {
             self.host.read_selectors(&mut self.cpu);
         }
-        self.set(fields::HOST_CR4, cr4);
+        self.set(fields::HOST_CR4, cr4.bits());
         self.set(fields::HOST_CR3, self.cpu.cr3());
         self.set(fields::HOST_FS_BASE, self.host.fs_base);
         self.vmcs.load(&self.cpu);

@@ -10,6 +10,7 @@ use core::fmt;
 use bitflags::Flags;
 use x86::vmcs::capability::{self as cap, Allowed, EptVpidCap, VmxBasic, VmxMisc};
 use x86::vmcs::{EntryControls, ExitControls, PinControls, ProcControls, ProcControls2, eptp};
+use x86::{Cr0, Cr4};
 
 use crate::errata;
 
@@ -62,11 +63,11 @@ pub struct Features {
     /// VM-entry controls.
     pub entry: Controls<EntryControls>,
     /// CR0 bits that VMX operation fixes to 1. PE and PG are not among them for a guest.
-    pub cr0_fixed: u64,
+    pub cr0_fixed: Cr0,
     /// CR4 bits that VMX operation fixes to 1.
-    pub cr4_fixed: u64,
+    pub cr4_fixed: Cr4,
     /// CR4 bits that VMX operation allows.
-    pub cr4_allowed: u64,
+    pub cr4_allowed: Cr4,
     /// Address-space ids, and an INVVPID that can drop all of them.
     pub vpid: bool,
     /// INVVPID of a single context.
@@ -237,8 +238,6 @@ pub(crate) const APICV: ProcControls2 = ProcControls2::VIRTUALIZE_X2APIC
     .union(ProcControls2::APIC_REGISTERS)
     .union(ProcControls2::VIRTUAL_INTERRUPTS);
 
-/// CR4.LA57.
-const CR4_LA57: u64 = 1 << 12;
 /// VMX_MISC: an event can be injected with an instruction length of 0.
 const ZERO_LENGTH: u64 = 1 << 30;
 /// VMX_EPT_VPID_CAP: INVVPID of one address.
@@ -300,7 +299,7 @@ impl Features {
     pub fn read(
         rdmsr: impl FnMut(u32) -> u64,
         mut cpuid: impl FnMut(u32, u32) -> [u32; 4],
-        host_cr4: u64,
+        host_cr4: Cr4,
         ept: bool,
     ) -> Result<Self, Unusable> {
         let last = cpuid(0, 0)[0];
@@ -356,9 +355,9 @@ impl Features {
             entry: raw.entry.with(
                 EntryControls::LOAD_DEBUG | EntryControls::LOAD_PAT | EntryControls::LOAD_EFER,
             ),
-            cr0_fixed: raw.cr0_fixed,
-            cr4_fixed: raw.cr4_fixed,
-            cr4_allowed: raw.cr4_allowed,
+            cr0_fixed: Cr0::from_bits_retain(raw.cr0_fixed),
+            cr4_fixed: Cr4::from_bits_retain(raw.cr4_fixed),
+            cr4_allowed: Cr4::from_bits_retain(raw.cr4_allowed),
             vpid,
             invvpid_single: vpid && raw.ept.invvpid_single(),
             invvpid_address: vpid && raw.ept.0 & INVVPID_ADDRESS != 0,
@@ -381,9 +380,9 @@ impl Features {
                 && raw.secondary.offers(ProcControls2::DESCRIPTOR_TABLES),
             // IBRS, STIBP or SSBD: each means that the MSR exists.
             spec_ctrl: seven[3] & (1 << 26 | 1 << 27 | 1 << 31) != 0,
-            xsave: host_cr4 & (1 << 18) != 0,
+            xsave: host_cr4.contains(Cr4::OSXSAVE),
             xsaves: xsaves && raw.secondary.offers(ProcControls2::XSAVES),
-            pku: host_cr4 & (1 << 22) != 0,
+            pku: host_cr4.contains(Cr4::PKE),
         })
     }
 
@@ -398,7 +397,7 @@ impl Features {
     /// has, whatever a guest was told.
     #[inline]
     pub const fn canonical(&self, address: u64) -> u64 {
-        let unused = if self.cr4_allowed & CR4_LA57 != 0 { 64 - 57 } else { 64 - 48 };
+        let unused = if self.cr4_allowed.contains(Cr4::LA57) { 64 - 57 } else { 64 - 48 };
         ((address << unused) as i64 >> unused) as u64
     }
 

@@ -23,7 +23,7 @@ impl<C: Cpu> Vmx<C> {
         // What this vCPU left behind here may be older than a flush since.
         self.attention |= attention::FLUSH | attention::FLUSH_TDP;
         let host = here.constants();
-        self.set(fields::HOST_CR0, self.cpu.cr0());
+        self.set(fields::HOST_CR0, self.cpu.cr0().bits());
         self.set(fields::HOST_CS_SELECTOR, host.tables.cs);
         self.set(fields::HOST_SS_SELECTOR, host.tables.ss);
         self.set(fields::HOST_TR_SELECTOR, host.tables.tr);

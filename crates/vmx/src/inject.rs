@@ -6,10 +6,10 @@
 //!
 //! SDM vol. 3C §25.8.3 (injection), §27.6.1 (interruptibility), §27.2.1.3 and §27.3.1.5 (checks).
 
-use backend::{ControlRegisters, Event, Injection, NmiWindow};
+use backend::{ControlRegisters, Event, Injection, NmiWindow, Registers};
 use cpu::Cpu;
 use x86::{
-    Exception, Vector,
+    Cr0, Exception, Rflags, Vector,
     vmcs::{ExitReason, ProcControls, event, interruptibility},
 };
 
@@ -18,9 +18,6 @@ use crate::{
     state::{Offer, Vmx, attention},
 };
 
-const RFLAGS_TF: u64 = 1 << 8;
-const RFLAGS_IF: u64 = 1 << 9;
-const CR0_PE: u64 = 1;
 const DEBUGCTL_BTF: u64 = 1 << 1;
 /// BS in the pending debug exceptions.
 const PENDING_STEP: u64 = 1 << 14;
@@ -128,7 +125,7 @@ impl<C: Cpu> Vmx<C> {
         let state = self.get(fields::GUEST_INTERRUPTIBILITY) & !SHADOW;
         let sti = if on { interruptibility::STI } else { 0 };
         // Blocking by STI with interrupts off is refused; that of MOV SS is not.
-        let bit = if self.get(fields::GUEST_RFLAGS) & RFLAGS_IF != 0 {
+        let bit = if self.rflags().contains(Rflags::IF) {
             sti
         } else if on {
             interruptibility::MOV_SS
@@ -144,20 +141,20 @@ impl<C: Cpu> Vmx<C> {
         if self.get(fields::GUEST_INTERRUPTIBILITY) & SHADOW == 0 {
             return;
         }
-        let steps = self.get(fields::GUEST_RFLAGS) & RFLAGS_TF != 0
+        let steps = self.rflags().contains(Rflags::TF)
             && self.get(fields::GUEST_DEBUGCTL) & DEBUGCTL_BTF == 0;
         let pending = self.get(fields::GUEST_PENDING_DEBUG) & !PENDING_STEP;
         self.set(fields::GUEST_PENDING_DEBUG, pending | if steps { PENDING_STEP } else { 0 });
     }
 
     /// RFLAGS was set: blocking by STI goes with IF, and a pending step with TF.
-    pub(crate) fn flags_changed(&mut self, rflags: u64) {
+    pub(crate) fn flags_changed(&mut self, rflags: Rflags) {
         self.settle_shadow();
         let state = self.get(fields::GUEST_INTERRUPTIBILITY);
         if state & SHADOW == 0 {
             return;
         }
-        if rflags & RFLAGS_IF == 0 {
+        if !rflags.contains(Rflags::IF) {
             self.set(fields::GUEST_INTERRUPTIBILITY, state & !interruptibility::STI);
         }
         self.settle_pending_step();
@@ -177,9 +174,7 @@ impl<C: Cpu> Vmx<C> {
     /// moment at which it can.
     pub(crate) fn make_offer(&mut self) {
         let Some(vector) = self.offer.vector else { return };
-        let open = !self.injecting()
-            && self.get(fields::GUEST_RFLAGS) & RFLAGS_IF != 0
-            && !self.is_shadowed();
+        let open = !self.injecting() && self.rflags().contains(Rflags::IF) && !self.is_shadowed();
         if open {
             self.settle_shadow();
             self.offer = Offer { vector: None, taken: true };
@@ -206,7 +201,7 @@ impl<C: Cpu> Injection for Vmx<C> {
 
     fn inject(&mut self, event: Event) {
         self.settle_shadow();
-        let mut info = encode(event, self.cr0 & CR0_PE != 0);
+        let mut info = encode(event, self.cr0.contains(Cr0::PE));
         if let Event::Exception(e) = event {
             self.end_halt();
             if let Some(bits) = e.payload {

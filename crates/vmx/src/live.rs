@@ -45,7 +45,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// Whether the guest can see XCR0: only with CR4.OSXSAVE, whose writes exit.
     fn sees_xcr0(&self) -> bool {
-        self.limits.xsave && self.cr4 & Cr4::OSXSAVE.bits() != 0
+        self.limits.xsave && self.cr4.contains(Cr4::OSXSAVE)
     }
 
     /// Exchanges the host's extended state for the guest's, where the two may differ.
@@ -92,9 +92,9 @@ impl<C: Cpu> Vmx<C> {
     /// guest does not see them, for reads exit.
     #[inline]
     pub(crate) fn sync_syscall(&mut self) {
-        const SCE_LMA: u64 = Efer::SCE.union(Efer::LMA).bits();
+        const SCE_LMA: Efer = Efer::SCE.union(Efer::LMA);
         if self.vmcs.is_loaded()
-            && self.efer & SCE_LMA == SCE_LMA
+            && self.efer.contains(SCE_LMA)
             && let Some(here) = self.vmcs.here()
         {
             here.user_return.lend_syscall(&mut self.cpu, self.syscall);

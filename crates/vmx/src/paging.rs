@@ -9,7 +9,7 @@
 //! told as [`Exit::Refused`](backend::Exit::Refused) and executed in software until an entry is possible
 //! again. Real mode is known, and not tried; of the rest the CPU is the judge.
 
-use backend::{CR0_CD_NW, ControlRegisters, Paging, Translation};
+use backend::{ControlRegisters, Paging, Translation};
 use cpu::Cpu;
 use x86::{
     Cr0, Cr4, Efer, Gpa, Hpa,
@@ -31,13 +31,13 @@ const REGISTERS: ProcControls =
 pub(crate) const INVALID_STATE: u32 = ENTRY_FAILURE | ExitReason::InvalidGuestState.0 as u32;
 
 /// CR0 for the CPU.
-fn hardware_cr0(guest: u64) -> u64 {
-    (guest & !CR0_CD_NW) | (Cr0::PE | Cr0::PG | Cr0::WP).bits()
+fn hardware_cr0(guest: Cr0) -> Cr0 {
+    (guest - Cr0::CD_NW) | Cr0::PE | Cr0::PG | Cr0::WP
 }
 
 /// CR4 for the CPU. PCIDs and protection keys stay out of the shadow tables; without paging every page is a
 /// user page, which SMEP and SMAP would forbid the supervisor.
-fn hardware_cr4(guest: u64, pages: bool, long: bool) -> u64 {
+fn hardware_cr4(guest: Cr4, pages: bool, long: bool) -> Cr4 {
     let mut off = Cr4::PCIDE | Cr4::PKE;
     if !pages {
         off |= Cr4::SMEP | Cr4::SMAP;
@@ -45,13 +45,13 @@ fn hardware_cr4(guest: u64, pages: bool, long: bool) -> u64 {
     if !long {
         off |= Cr4::LA57;
     }
-    (guest & !off.bits()) | Cr4::PAE.bits()
+    (guest - off) | Cr4::PAE
 }
 
 /// EFER for the CPU: long mode only once it is active.
-fn hardware_efer(guest: u64) -> u64 {
-    let off = if guest & Efer::LMA.bits() != 0 { 0 } else { Efer::LME.bits() };
-    (guest & !off) | Efer::NXE.bits()
+fn hardware_efer(guest: Efer) -> Efer {
+    let off = if guest.is_long() { Efer::empty() } else { Efer::LME };
+    (guest - off) | Efer::NXE
 }
 
 impl<C: Cpu> Vmx<C> {
@@ -66,27 +66,27 @@ impl<C: Cpu> Vmx<C> {
 
     /// CR0 for the VMCS, without what VMX fixes.
     #[inline]
-    pub(crate) fn real_cr0(&self, guest: u64) -> u64 {
-        if self.paging.shadow { hardware_cr0(guest) } else { guest & !CR0_CD_NW }
+    pub(crate) fn real_cr0(&self, guest: Cr0) -> Cr0 {
+        if self.paging.shadow { hardware_cr0(guest) } else { guest - Cr0::CD_NW }
     }
 
     /// CR4 for the VMCS. Machine checks reach the host whatever the guest says.
     #[inline]
-    pub(crate) fn real_cr4(&self, guest: u64) -> u64 {
+    pub(crate) fn real_cr4(&self, guest: Cr4) -> Cr4 {
         let mut real = guest;
         if self.paging.shadow {
-            let long = self.efer & Efer::LMA.bits() != 0;
-            real = hardware_cr4(guest, self.cr0 & Cr0::PG.bits() != 0, long);
+            let long = self.efer.is_long();
+            real = hardware_cr4(guest, self.cr0.contains(Cr0::PG), long);
         }
         if self.features.umip_by_exits {
-            real &= !Cr4::UMIP.bits();
+            real -= Cr4::UMIP;
         }
-        real | self.features.cr4_fixed | Cr4::MCE.bits()
+        real | self.features.cr4_fixed | Cr4::MCE
     }
 
     /// EFER for the VMCS.
     #[inline]
-    pub(crate) fn real_efer(&self, guest: u64) -> u64 {
+    pub(crate) fn real_efer(&self, guest: Efer) -> Efer {
         if self.paging.shadow { hardware_efer(guest) } else { guest }
     }
 
@@ -95,8 +95,8 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     pub(crate) fn paging_mode_changed(&mut self) {
-        self.set(fields::GUEST_CR4, self.real_cr4(self.cr4()));
-        if self.cr0 & Cr0::PE.bits() == 0 {
+        self.set(fields::GUEST_CR4, self.real_cr4(self.cr4()).bits());
+        if !self.cr0.contains(Cr0::PE) {
             self.attention |= attention::INTERPRET;
         } else {
             self.attention &= !attention::INTERPRET;
@@ -164,25 +164,25 @@ mod tests {
 
     #[test]
     fn the_cpu_always_pages_and_write_protects() {
-        let on = (Cr0::PE | Cr0::PG | Cr0::WP).bits();
-        assert_eq!(hardware_cr0(Cr0::ET.bits() | CR0_CD_NW), Cr0::ET.bits() | on);
-        assert_eq!(hardware_cr4(0, false, false), Cr4::PAE.bits());
-        assert_eq!(hardware_efer(0), Efer::NXE.bits());
+        let on = Cr0::PE | Cr0::PG | Cr0::WP;
+        assert_eq!(hardware_cr0(Cr0::ET | Cr0::CD_NW), Cr0::ET | on);
+        assert_eq!(hardware_cr4(Cr4::empty(), false, false), Cr4::PAE);
+        assert_eq!(hardware_efer(Efer::empty()), Efer::NXE);
     }
 
     #[test]
     fn supervisor_protections_are_off_without_paging() {
-        let guest = (Cr4::SMEP | Cr4::SMAP | Cr4::PKE | Cr4::PCIDE | Cr4::OSFXSR).bits();
-        let rest = (Cr4::PAE | Cr4::OSFXSR).bits();
+        let guest = Cr4::SMEP | Cr4::SMAP | Cr4::PKE | Cr4::PCIDE | Cr4::OSFXSR;
+        let rest = Cr4::PAE | Cr4::OSFXSR;
         assert_eq!(hardware_cr4(guest, false, false), rest);
-        assert_eq!(hardware_cr4(guest, true, false), rest | (Cr4::SMEP | Cr4::SMAP).bits());
+        assert_eq!(hardware_cr4(guest, true, false), rest | (Cr4::SMEP | Cr4::SMAP));
     }
 
     #[test]
     fn long_mode_is_the_cpus_only_once_it_is_active() {
-        let (lme, both) = (Efer::LME.bits(), (Efer::LME | Efer::LMA).bits());
-        assert_eq!(hardware_efer(lme), Efer::NXE.bits());
-        assert_eq!(hardware_efer(both), both | Efer::NXE.bits());
-        assert_eq!(hardware_cr4(Cr4::LA57.bits(), true, false), Cr4::PAE.bits());
+        let (lme, both) = (Efer::LME, (Efer::LME | Efer::LMA));
+        assert_eq!(hardware_efer(lme), Efer::NXE);
+        assert_eq!(hardware_efer(both), both | Efer::NXE);
+        assert_eq!(hardware_cr4(Cr4::LA57, true, false), Cr4::PAE);
     }
 }

@@ -9,15 +9,14 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use cpu::Cpu;
 use guest_live::UserReturn;
 use host::{NoMemory, hostcpu, once::Once, page::Page};
-use x86::Hpa;
 use x86::vmcs::capability::{FEATURE_CONTROL, feature_control as control};
+use x86::{Cr4, Hpa};
 
 use crate::{
     features::{Features, Unusable},
     host_registers::{HostConstants, Words},
 };
 
-const CR4_VMXE: u64 = 1 << 13;
 /// CPUID leaf 1, ECX: SMX, in which VMX has an enable bit of its own.
 const SMX: u32 = 1 << 6;
 /// VMCSs that can be active on a CPU at once. One more is cleared whenever the loop is left.
@@ -127,7 +126,7 @@ impl PerCpu {
     /// Clears the VMCS at `vmcs`, which is active here. Harmless where it is not any more: VMX may
     /// have been switched off meanwhile.
     pub fn clear<C: Cpu>(&self, c: &C, vmcs: Hpa) {
-        if c.cr4_now() & CR4_VMXE != 0 {
+        if c.cr4_now().contains(Cr4::VMXE) {
             c.vmclear(vmcs);
         }
         self.forget(vmcs);
@@ -199,7 +198,7 @@ pub fn check<C: Cpu>(c: &mut C, allowed: bool) -> Result<(), Unusable> {
     if firmware & control::LOCKED != 0 && !(enabled && allowed) {
         return Err(Unusable::DisabledByFirmware);
     }
-    if c.cr4_now() & CR4_VMXE != 0 {
+    if c.cr4_now().contains(Cr4::VMXE) {
         return Err(Unusable::InUse);
     }
     Ok(())
@@ -241,7 +240,7 @@ pub fn user_return<C: Cpu>(c: &mut C, cpu: usize) {
 /// Switches VMX off on the CPU this runs on; harmless where it is off. NMI context, perhaps.
 pub fn disable<C: Cpu>(c: &mut C, cpu: usize) {
     // Set by nobody else as long as the module is loaded.
-    if c.cr4_now() & CR4_VMXE == 0 {
+    if !c.cr4_now().contains(Cr4::VMXE) {
         return;
     }
     if let Some(this) = of(cpu) {
@@ -329,7 +328,7 @@ mod tests {
         // Launched by TXT without the bit for it: the kernel says no.
         assert_eq!(check(&mut model(OPEN), false), off);
         let mut used = model(OPEN);
-        used.vmx.cr4.set(CR4_VMXE);
+        used.vmx.cr4.set(Cr4::VMXE);
         assert_eq!(check(&mut used, true), Err(Unusable::InUse));
     }
 
@@ -380,7 +379,7 @@ mod tests {
         assert_eq!(enable(&mut c, 1), Err(Unusable::InUse));
         assert!(of(1).unwrap().note_active(Hpa(0x5000)));
         disable(&mut c, 1);
-        assert_eq!((c.vmx.on.get(), c.vmx.cr4.get()), (None, 0));
+        assert_eq!((c.vmx.on.get(), c.vmx.cr4.get()), (None, Cr4::empty()));
         assert_eq!(c.vmx.cleared.take(), [Hpa(0x5000)]);
         disable(&mut c, 1);
         assert_eq!(enable(&mut c, 9), Err(Unusable::Absent));

@@ -3,7 +3,7 @@
 use backend::{ControlRegisters, ControlRegs, PdpteRegisters, Registers, SegmentName};
 use cpu::Cpu;
 use x86::{
-    Cr0, Cr4, Efer,
+    Cr0, Cr4, Efer, Rflags,
     segment::{DescriptorTable, Segment, attr},
     vmcs::EntryControls,
 };
@@ -11,7 +11,7 @@ use x86::{
 use crate::{apic_page::Serving, fields, segments, state::Vmx};
 
 /// What VMX fixes to 1, but not for a guest that may run without paging and protection.
-const CR0_PG_PE: u64 = Cr0::PG.union(Cr0::PE).bits();
+const CR0_PG_PE: Cr0 = Cr0::PG.union(Cr0::PE);
 
 impl<C: Cpu> Vmx<C> {
     /// RIP behind the exiting instruction.
@@ -26,7 +26,7 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     fn wrapped(&self, next: u64) -> u64 {
-        let long = self.efer & Efer::LMA.bits() != 0 && self.code_attributes() & attr::L != 0;
+        let long = self.efer.is_long() && self.code_attributes() & attr::L != 0;
         if long { next } else { next & 0xffff_ffff }
     }
 
@@ -78,12 +78,12 @@ impl<C: Cpu> Registers for Vmx<C> {
     }
 
     #[inline]
-    fn rflags(&self) -> u64 {
-        self.get(fields::GUEST_RFLAGS)
+    fn rflags(&self) -> Rflags {
+        Rflags::from_bits_retain(self.get(fields::GUEST_RFLAGS))
     }
 
-    fn set_rflags(&mut self, rflags: u64) {
-        self.set(fields::GUEST_RFLAGS, rflags);
+    fn set_rflags(&mut self, rflags: Rflags) {
+        self.set(fields::GUEST_RFLAGS, rflags.bits());
         self.flags_changed(rflags);
     }
 
@@ -116,7 +116,7 @@ impl<C: Cpu> Registers for Vmx<C> {
 
     fn set_segment(&mut self, name: SegmentName, value: Segment) {
         let places = segments::places(name);
-        let long = self.efer & Efer::LMA.bits() != 0;
+        let long = self.efer.is_long();
         self.set(places.selector, value.selector);
         self.set(places.base, value.base);
         self.set(places.limit, value.limit);
@@ -163,35 +163,35 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
     }
 
     #[inline]
-    fn cr0(&self) -> u64 {
+    fn cr0(&self) -> Cr0 {
         let owned = self.owned_cr0();
-        (self.cr0 & !owned) | (self.get(fields::GUEST_CR0) & owned)
+        (self.cr0 - owned) | (Cr0::from_bits_retain(self.get(fields::GUEST_CR0)) & owned)
     }
 
     #[inline]
-    fn cr4(&self) -> u64 {
+    fn cr4(&self) -> Cr4 {
         let owned = self.owned_cr4();
-        (self.cr4 & !owned) | (self.get(fields::GUEST_CR4) & owned)
+        (self.cr4 - owned) | (Cr4::from_bits_retain(self.get(fields::GUEST_CR4)) & owned)
     }
 
     /// OSXSAVE and PKE are never the guest's own.
     #[inline]
-    fn cr4_shown(&self) -> u64 {
+    fn cr4_shown(&self) -> Cr4 {
         self.cr4
     }
 
     #[inline]
-    fn efer(&self) -> u64 {
+    fn efer(&self) -> Efer {
         self.efer
     }
 
     /// Whether the guest has caching disabled is for it alone to see: an entry does not load CD and
     /// NW.
-    fn set_cr0(&mut self, value: u64) {
+    fn set_cr0(&mut self, value: Cr0) {
         self.cr0 = value;
-        let fixed = self.features.cr0_fixed & !CR0_PG_PE;
-        self.set(fields::CR0_SHADOW, value);
-        self.set(fields::GUEST_CR0, self.real_cr0(value) | fixed | Cr0::ET.bits());
+        let fixed = self.features.cr0_fixed - CR0_PG_PE;
+        self.set(fields::CR0_SHADOW, value.bits());
+        self.set(fields::GUEST_CR0, (self.real_cr0(value) | fixed | Cr0::ET).bits());
         if self.paging.shadow {
             self.paging_mode_changed();
         }
@@ -212,26 +212,26 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
     /// Where the CPU has no UMIP, the instructions
     /// that it is about exit while the guest has it set: all but SMSW, which no control makes exit.
     #[inline(always)]
-    fn set_cr4(&mut self, value: u64) {
+    fn set_cr4(&mut self, value: Cr4) {
         let changed = core::mem::replace(&mut self.cr4, value) ^ value;
         let real = self.real_cr4(value);
-        if self.features.umip_by_exits && changed & Cr4::UMIP.bits() != 0 {
-            self.watch_tables(value & Cr4::UMIP.bits() != 0);
+        if self.features.umip_by_exits && changed.contains(Cr4::UMIP) {
+            self.watch_tables(value.contains(Cr4::UMIP));
         }
-        self.set(fields::CR4_SHADOW, value);
-        self.set(fields::GUEST_CR4, real);
-        if changed & Cr4::OSXSAVE.bits() != 0 {
+        self.set(fields::CR4_SHADOW, value.bits());
+        self.set(fields::GUEST_CR4, real.bits());
+        if changed.contains(Cr4::OSXSAVE) {
             self.sync_extended();
         }
     }
 
-    fn set_efer(&mut self, value: u64) {
+    fn set_efer(&mut self, value: Efer) {
         self.efer = value;
-        self.set(fields::GUEST_EFER, self.real_efer(value));
+        self.set(fields::GUEST_EFER, self.real_efer(value).bits());
         if self.paging.shadow {
             self.paging_mode_changed();
         }
-        let long = value & Efer::LMA.bits() != 0;
+        let long = value.is_long();
         let bit = EntryControls::IA32E_GUEST.bits();
         let controls = self.get(fields::ENTRY_CONTROLS);
         self.set(fields::ENTRY_CONTROLS, if long { controls | bit } else { controls & !bit });

@@ -69,7 +69,7 @@ mod tests {
 
     const IBRS: u64 = 1;
     const OFFERED: GuestLimits = GuestLimits {
-        cr4_allowed: 0,
+        cr4_allowed: x86::Cr4::empty(),
         spec_ctrl: true,
         pred_cmd: true,
         flush_cmd: true,

@@ -11,7 +11,7 @@ use cpu::{Cpu, VmxSwitch};
 use guest_live::{DebugRegs, Exchanged, Extended, Has, LiveDr6, SyscallMsrs};
 use host::{KBox, NoMemory, hostcpu, warn};
 use x86::{
-    Vector, msr,
+    Cr0, Cr4, Efer, Rflags, Vector, msr,
     vmcs::{
         ReadWrite,
         field::{self, Width},
@@ -140,9 +140,9 @@ pub struct Vmx<C: Cpu> {
     /// The guest's CR3, and what the CPU has in its place, under shadow paging.
     pub(crate) shadowed_cr3: u64,
     pub(crate) shadow_root: u64,
-    pub(crate) cr0: u64,
-    pub(crate) cr4: u64,
-    pub(crate) efer: u64,
+    pub(crate) cr0: Cr0,
+    pub(crate) cr4: Cr4,
+    pub(crate) efer: Efer,
     pub(crate) syscall: SyscallMsrs,
     pub(crate) kernel_gs_base: Exchanged<{ msr::KERNEL_GS_BASE }>,
     pub(crate) limits: GuestLimits,
@@ -179,9 +179,9 @@ impl<C: Cpu> Vmx<C> {
             cr2: 0,
             shadowed_cr3: 0,
             shadow_root: 0,
-            cr0: 0,
-            cr4: 0,
-            efer: 0,
+            cr0: Cr0::empty(),
+            cr4: Cr4::empty(),
+            efer: Efer::empty(),
             syscall: SyscallMsrs::default(),
             kernel_gs_base: Exchanged::default(),
             limits: GuestLimits::default(),
@@ -240,13 +240,13 @@ impl<C: Cpu> Nesting for Vmx<C> {
 
 impl<C: Cpu> Backend for Vmx<C> {
     fn reset(&mut self, init: bool) {
-        self.set(fields::CR0_MASK, !self.owned_cr0());
-        self.set(fields::CR4_MASK, !self.owned_cr4());
+        self.set(fields::CR0_MASK, !self.owned_cr0().bits());
+        self.set(fields::CR4_MASK, !self.owned_cr4().bits());
         reset_registers(self, init);
         self.end_halt();
         self.set(fields::GUEST_RIP, 0xfff0);
         self.set(fields::GUEST_RSP, 0);
-        self.set(fields::GUEST_RFLAGS, 2);
+        self.set(fields::GUEST_RFLAGS, Rflags::RESET.bits());
         self.shadow_over.set(false);
         self.set(fields::GUEST_INTERRUPTIBILITY, 0);
         self.set(fields::GUEST_PENDING_DEBUG, 0);

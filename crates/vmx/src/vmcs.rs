@@ -15,7 +15,7 @@ use core::sync::atomic::Ordering::Relaxed;
 use cpu::Cpu;
 use host::{KBox, NoMemory, irq, page::Page, smp};
 use x86::{
-    Hpa,
+    Cr4, Hpa,
     vmcs::{
         Field, ReadWrite,
         field::{self, Width},
@@ -29,8 +29,6 @@ use crate::{
     percpu::{self, PerCpu},
     permission::MsrMap,
 };
-
-const CR4_VMXE: u64 = 1 << 13;
 
 /// One VMCS with what the hypervisor knows of it.
 #[derive(Debug)]
@@ -227,7 +225,7 @@ impl Vmcs {
             let here = percpu::of(smp::cpu_id()).filter(|_| self.may_run_on(smp::cpu_id()));
             if let Some(here) = here {
                 // With VMX off, on the way to a reboot, nothing can be read.
-                let on = cpu.cr4_now() & CR4_VMXE != 0;
+                let on = cpu.cr4_now().contains(Cr4::VMXE);
                 if on {
                     let _ = self.make_current(cpu, here);
                 }

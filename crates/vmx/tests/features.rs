@@ -2,6 +2,7 @@
 //! something is missing.
 
 use gannet_vmx::{Features, Unusable};
+use x86::Cr4;
 
 /// The MSRs 0x480 to 0x490, in their order, as read on one CPU.
 #[derive(Clone, Copy)]
@@ -123,7 +124,7 @@ impl Recorded {
     }
 
     fn read(&self) -> Result<Features, Unusable> {
-        Features::read(|index| self.msr(index), cpuid, 1 << 18, true)
+        Features::read(|index| self.msr(index), cpuid, Cr4::OSXSAVE, true)
     }
 
     fn missing(&self) -> &'static str {
@@ -231,7 +232,7 @@ fn umip_is_made_by_exits_where_the_cpu_has_none() {
         let [eax, ebx, ecx, edx] = cpuid(leaf, subleaf);
         [eax, ebx, if leaf == 7 { ecx | 1 << 2 } else { ecx }, edx]
     };
-    let f = Features::read(|index| COFFEE_LAKE.msr(index), with_umip, 0, true).unwrap();
+    let f = Features::read(|index| COFFEE_LAKE.msr(index), with_umip, Cr4::empty(), true).unwrap();
     assert!(!f.umip_by_exits, "the CPU's own");
 }
 
@@ -240,7 +241,7 @@ fn a_preemption_timer_that_counts_at_another_rate_is_not_used() {
     let clarkdale = |leaf, subleaf| {
         if leaf == 1 { [0x0002_0652, 0, 1 << 5, 0] } else { cpuid(leaf, subleaf) }
     };
-    let f = Features::read(|index| COFFEE_LAKE.msr(index), clarkdale, 0, true).unwrap();
+    let f = Features::read(|index| COFFEE_LAKE.msr(index), clarkdale, Cr4::empty(), true).unwrap();
     assert_eq!((f.preemption_timer, f.pin.base.bits() & TIMER), (None, 0));
 }
 
@@ -262,7 +263,7 @@ fn what_is_masked_is_not_taken() {
 fn without_ept_nothing_of_it_is_asked_for() {
     const EPT_AND_UNRESTRICTED: u32 = 1 << 1 | 1 << 7;
     for cpu in [COFFEE_LAKE, COFFEE_LAKE.without(0x48b, EPT_AND_UNRESTRICTED)] {
-        let f = Features::read(|index| cpu.msr(index), cpuid, 1 << 18, false).unwrap();
+        let f = Features::read(|index| cpu.msr(index), cpuid, Cr4::OSXSAVE, false).unwrap();
         assert_eq!(f.secondary.base.bits() & EPT_AND_UNRESTRICTED, 0);
         assert!(!f.ept && !f.pml && !f.ept_dirty && !f.ept_1g);
         assert!(f.to_string().starts_with("no EPT, "), "{f}");
@@ -272,7 +273,7 @@ fn without_ept_nothing_of_it_is_asked_for() {
 #[test]
 fn a_cpu_without_vmx_is_refused() {
     let none = |leaf, subleaf| if leaf == 1 { [0; 4] } else { cpuid(leaf, subleaf) };
-    let refused = Features::read(|_| panic!("no capability MSR exists"), none, 0, true);
+    let refused = Features::read(|_| panic!("no capability MSR exists"), none, Cr4::empty(), true);
     assert_eq!(refused, Err(Unusable::Absent));
 }
 

@@ -216,7 +216,10 @@ bitflags! {
 
 impl Cr0 {
     /// Value after power-up and INIT, except that INIT keeps CD and NW (SDM vol. 3A table 9-1).
-    pub const RESET: Self = Self::ET.union(Self::NW).union(Self::CD);
+    pub const RESET: Self = Self::ET.union(Self::CD_NW);
+
+    /// The two bits that disable caching.
+    pub const CD_NW: Self = Self::CD.union(Self::NW);
 
     /// Bits 63:32 must be zero: a MOV with one of them set raises #GP.
     pub const HIGH: u64 = 0xffff_ffff_0000_0000;

@@ -159,7 +159,7 @@ impl Found {
         match self {
             Self::Svm(features) => {
                 // The host's own tables have five levels, and so have SVM's TDP ones (APM vol. 2 §15.25.3).
-                let levels = if Native.cr4() & Cr4::LA57.bits() != 0 { 5 } else { 4 };
+                let levels = if Native.cr4().contains(Cr4::LA57) { 5 } else { 4 };
                 Common {
                     tables: with_large_pages(Format::npt(levels, 0)),
                     tsc_ratio: features.tsc_ratio.then_some(SVM_TSC_RATIO),

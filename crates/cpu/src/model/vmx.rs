@@ -9,7 +9,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 
 use backend::Gprs;
 use x86::{
-    Cr4, Hpa,
+    Cr0, Cr4, Hpa,
     vmcs::{Field, Width, event, field},
 };
 
@@ -59,7 +59,7 @@ pub struct VmxModel {
     /// CR3 of the host.
     pub cr3: u64,
     /// CR4 of the host.
-    pub cr4: Cell<u64>,
+    pub cr4: Cell<Cr4>,
     /// The next entry fails.
     pub refuse: bool,
     /// What the guest writes to SPEC_CTRL during its next run, without an exit.
@@ -102,12 +102,12 @@ impl VmxCpu for Model {
         }
         demand(format_args!("VMXON {:#x}", region.0), legal::page(region, &self.limits));
         assert!(self.vmx.on.replace(Some(region)).is_none(), "VMXON in VMX operation");
-        self.vmx.cr4.set(self.vmx.cr4.get() | Cr4::VMXE.bits());
+        self.vmx.cr4.set(self.vmx.cr4.get() | Cr4::VMXE);
         true
     }
     fn vmxoff(&self) {
         assert!(self.vmx.on.take().is_some(), "VMXOFF outside VMX operation");
-        self.vmx.cr4.set(self.vmx.cr4.get() & !Cr4::VMXE.bits());
+        self.vmx.cr4.set(self.vmx.cr4.get() - Cr4::VMXE);
         self.vmx.current.set(None);
     }
     fn vmptrld(&self, vmcs: Hpa) {
@@ -188,8 +188,8 @@ impl VmxCpu for Model {
         0x1000
     }
     fn host_nmi(&mut self) {}
-    fn cr0(&self) -> u64 {
-        0x8005_0033
+    fn cr0(&self) -> Cr0 {
+        Cr0::from_bits_retain(0x8005_0033)
     }
     fn cr2(&self) -> u64 {
         self.vmx.cr2.get()
@@ -200,7 +200,7 @@ impl VmxCpu for Model {
     fn cr3(&self) -> u64 {
         self.vmx.cr3
     }
-    fn cr4_now(&self) -> u64 {
+    fn cr4_now(&self) -> Cr4 {
         self.vmx.cr4.get()
     }
     fn data_selectors(&self) -> (u16, u16) {

@@ -8,7 +8,7 @@ use ::vm::irq::{IoEvent, Space, Zone};
 use irqchip::{Chip, IoApicState, Msi, PicState, PitChannelState, PitState, Route, Target};
 use mmu::Region;
 use x86::segment::{Attributes, DescriptorTable, Segment};
-use x86::{Exception, Vector};
+use x86::{Cr0, Cr4, Efer, Exception, Rflags, Vector};
 
 use crate::dispatch::MemoryRegion;
 use crate::errno::Errno;
@@ -40,7 +40,7 @@ pub fn regs(r: &Regs) -> KvmRegs {
         r14,
         r15,
         rip: r.rip,
-        rflags: r.rflags,
+        rflags: r.rflags.bits(),
     }
 }
 
@@ -52,7 +52,7 @@ pub fn from_regs(r: &KvmRegs) -> Regs {
             r.r12, r.r13, r.r14, r.r15,
         ],
         rip: r.rip,
-        rflags: r.rflags,
+        rflags: Rflags::from_bits_retain(r.rflags),
     }
 }
 
@@ -113,12 +113,12 @@ pub fn sregs(s: &Sregs) -> KvmSregs2 {
         ldt: segment(&s.ldt),
         gdt: table(&s.gdt),
         idt: table(&s.idt),
-        cr0: s.cr0,
+        cr0: s.cr0.bits(),
         cr2: s.cr2,
         cr3: s.cr3,
-        cr4: s.cr4,
+        cr4: s.cr4.bits(),
         cr8: s.cr8,
-        efer: s.efer,
+        efer: s.efer.bits(),
         apic_base: s.apic_base,
         flags: if s.pdptes.is_some() { SREGS2_FLAGS_PDPTRS_VALID } else { 0 },
         pdptrs: s.pdptes.unwrap_or([0; 4]),
@@ -138,12 +138,12 @@ pub fn from_sregs(s: &KvmSregs2) -> Sregs {
         ldt: from_segment(&s.ldt),
         gdt: from_table(&s.gdt),
         idt: from_table(&s.idt),
-        cr0: s.cr0,
+        cr0: Cr0::from_bits_retain(s.cr0),
         cr2: s.cr2,
         cr3: s.cr3,
-        cr4: s.cr4,
+        cr4: Cr4::from_bits_retain(s.cr4),
         cr8: s.cr8,
-        efer: s.efer,
+        efer: Efer::from_bits_retain(s.efer),
         apic_base: s.apic_base,
         pdptes: (s.flags & SREGS2_FLAGS_PDPTRS_VALID != 0).then_some(s.pdptrs),
     }

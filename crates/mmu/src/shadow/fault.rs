@@ -50,7 +50,7 @@ impl<'a> Access<'a> {
         code |= if self.write { pf::WRITE } else { 0 };
         code |= if self.user { pf::USER } else { 0 };
         // The fetch bit exists only where something can forbid fetching.
-        let forbids = role.nx() || self.context.cr4 & Cr4::SMEP.bits() != 0;
+        let forbids = role.nx() || self.context.cr4.contains(Cr4::SMEP);
         code |= if self.fetch && forbids { pf::FETCH } else { 0 };
         Exception::pf(self.va, code)
     }
@@ -72,11 +72,11 @@ impl<'a> Access<'a> {
         }
         if !self.user && user_page {
             if self.fetch {
-                return context.cr4 & Cr4::SMEP.bits() == 0;
+                return !context.cr4.contains(Cr4::SMEP);
             }
             // An access of the CPU's own at CPL 3, to a descriptor table, is not excused by AC.
             let excused = context.rflags_ac && context.cpl != 3;
-            return context.cr4 & Cr4::SMAP.bits() == 0 || excused;
+            return !context.cr4.contains(Cr4::SMAP) || excused;
         }
         true
     }

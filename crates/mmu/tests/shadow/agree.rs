@@ -2,18 +2,12 @@
 
 use gannet_mmu::PagingContext;
 use proptest::prelude::*;
+use x86::{Cr0, Cr4, Efer};
 
 use crate::hardware::Access;
 use crate::machine::{Machine, Refused, long_mode};
 
-const PG: u64 = 1 << 31;
-const WP: u64 = 1 << 16;
-const PSE: u64 = 1 << 4;
-const PAE: u64 = 1 << 5;
-const LA57: u64 = 1 << 12;
-const SMEP: u64 = 1 << 20;
-const NXE: u64 = 1 << 11;
-const LONG: u64 = 1 << 8 | 1 << 10;
+const LONG: Efer = Efer::LME.union(Efer::LMA);
 const FULL: u64 = 0x67;
 /// The page that is accessed, through entry 0 of each upper table.
 const PAGE: u64 = 16;
@@ -22,11 +16,20 @@ fn context() -> impl Strategy<Value = PagingContext> {
     let registers = (0usize..5, any::<bool>(), any::<bool>(), any::<bool>());
     let cpu = (any::<bool>(), any::<bool>(), prop::sample::select(vec![0u8, 36, 39, 40, 48, 52]));
     (registers, cpu).prop_map(|((mode, nx, wp, smep), (gbpages, amd, maxphyaddr))| {
-        let (cr4, efer) = [(0, 0), (PSE, 0), (PAE, 0), (PAE, LONG), (PAE | LA57, LONG)][mode];
+        let (mut cr4, mut efer) = [
+            (Cr4::empty(), Efer::empty()),
+            (Cr4::PSE, Efer::empty()),
+            (Cr4::PAE, Efer::empty()),
+            (Cr4::PAE, LONG),
+            (Cr4::PAE | Cr4::LA57, LONG),
+        ][mode];
+        cr4.set(Cr4::SMEP, smep);
+        efer.set(Efer::NXE, nx);
+        let wp = if wp { Cr0::WP } else { Cr0::empty() };
         PagingContext {
-            cr0: PG | 1 | if wp { WP } else { 0 },
-            cr4: cr4 | if smep { SMEP } else { 0 },
-            efer: efer | if nx { NXE } else { 0 },
+            cr0: Cr0::PG | Cr0::PE | wp,
+            cr4,
+            efer,
             gbpages,
             amd,
             maxphyaddr,
@@ -38,11 +41,15 @@ fn context() -> impl Strategy<Value = PagingContext> {
 /// Frames 1 to 5 hold a table each, as many as the mode has; the last one maps [`PAGE`] at itself. The
 /// number of tables.
 fn tables(machine: &Machine, context: &PagingContext) -> u64 {
-    let count = match (context.is_long_mode(), context.cr4 & LA57 != 0, context.cr4 & PAE != 0) {
+    let count = match (
+        context.is_long_mode(),
+        context.cr4.contains(Cr4::LA57),
+        context.cr4.contains(Cr4::PAE),
+    ) {
         (true, five, _) => 4 + u64::from(five),
         (false, _, wide) => 2 + u64::from(wide),
     };
-    let narrow = !context.is_long_mode() && context.cr4 & PAE == 0;
+    let narrow = !context.is_long_mode() && !context.cr4.contains(Cr4::PAE);
     for gfn in 1..count {
         // A PDPTE has no rights.
         let flags = if !context.is_long_mode() && count == 3 && gfn == 1 { 1 } else { FULL };
@@ -70,7 +77,7 @@ proptest! {
         let machine = Machine::new(1);
         machine.vcpus[0].borrow_mut().context = context;
         let count = tables(&machine, &context);
-        let narrow = !context.is_long_mode() && context.cr4 & PAE == 0;
+        let narrow = !context.is_long_mode() && !context.cr4.contains(Cr4::PAE);
         // The PDPTEs are read when CR3 is loaded, and not by a fault.
         let first = if count == 3 { 2 } else { 1 };
         let gfn = first + depth % (count + 1 - first);

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use gannet_mmu::PagingContext;
 use host::page::Pages;
 use x86::exception::pf;
-use x86::{Exception, Gfn, Gpa};
+use x86::{Cr0, Cr4, Efer, Exception, Gfn, Gpa};
 
 use crate::hardware::{self, Access};
 use crate::machine::{LARGE, Machine, Refused, long_mode};
@@ -241,7 +241,8 @@ fn a_large_page_gives_way_where_a_table_in_it_is_protected() {
 #[test]
 fn with_write_protection_off_the_supervisor_writes_readonly_user_pages_alone() {
     let machine = machine();
-    let context = PagingContext { cr0: 1 << 31 | 1, cr4: long_mode().cr4 | 1 << 20, ..long_mode() };
+    let context =
+        PagingContext { cr0: Cr0::PG | Cr0::PE, cr4: long_mode().cr4 | Cr4::SMEP, ..long_mode() };
     machine.vcpus[0].borrow_mut().context = context;
     let root = machine.switch(0, true);
     machine.poke(4, 16, 16 << 12 | 0x65);
@@ -255,7 +256,7 @@ fn with_write_protection_off_the_supervisor_writes_readonly_user_pages_alone() {
     assert!(machine.access(0, page(16), USER_WRITE).is_err());
     machine.access(0, page(16), WRITE).unwrap();
     // With SMAP no entry can say it.
-    machine.vcpus[0].borrow_mut().context.cr4 |= 1 << 21;
+    machine.vcpus[0].borrow_mut().context.cr4 |= Cr4::SMAP;
     machine.switch(0, true);
     let write = machine.access(0, page(16), Access { ac: true, ..WRITE });
     assert_eq!(write, Err(Refused::Emulate(Gpa(page(16)))));
@@ -269,7 +270,7 @@ fn a_role_that_comes_back_finds_its_pages() {
     for n in 16..32 {
         machine.access(0, page(n), WRITE).unwrap();
     }
-    let off = PagingContext { cr0: 1 << 31 | 1, ..long_mode() };
+    let off = PagingContext { cr0: Cr0::PG | Cr0::PE, ..long_mode() };
     let toggle = |context| {
         machine.vcpus[0].borrow_mut().context = context;
         machine.switch(0, false);
@@ -311,7 +312,7 @@ fn a_root_that_was_away_during_a_flush_is_looked_at_before_it_is_used() {
 #[test]
 fn pae_uses_the_pdptes_that_were_loaded() {
     let machine = machine();
-    let context = PagingContext { efer: 1 << 11, ..long_mode() };
+    let context = PagingContext { efer: Efer::NXE, ..long_mode() };
     machine.poke(1, 0, 3 << 12 | 1);
     machine.poke(1, 3, 3 << 12 | 1);
     machine.vcpus[0].borrow_mut().context = context;
@@ -333,7 +334,7 @@ fn pae_uses_the_pdptes_that_were_loaded() {
 #[test]
 fn a_table_of_1024_entries_has_two_halves_and_a_directory_four_quarters() {
     let machine = machine();
-    let context = PagingContext { cr4: 1 << 4, efer: 0, ..long_mode() };
+    let context = PagingContext { cr4: Cr4::PSE, efer: Efer::empty(), ..long_mode() };
     machine.vcpus[0].borrow_mut().context = context;
     for (index, value) in [(0, 2), (300, 2), (600, 5), (1023, 2)] {
         machine.poke32(1, index, value << 12 | 0x67);
@@ -361,7 +362,8 @@ fn a_table_of_1024_entries_has_two_halves_and_a_directory_four_quarters() {
 #[test]
 fn a_guest_that_does_not_page_reaches_what_the_host_has() {
     let machine = machine();
-    machine.vcpus[0].borrow_mut().context = PagingContext { cr0: 1, efer: 0, ..long_mode() };
+    machine.vcpus[0].borrow_mut().context =
+        PagingContext { cr0: Cr0::PE, efer: Efer::empty(), ..long_mode() };
     let root = machine.switch(0, true);
     assert_eq!(root.levels, 3);
     assert_eq!(machine.access(0, page(9), WRITE).unwrap().pfn, pfn(&machine, 9));

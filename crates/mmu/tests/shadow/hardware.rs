@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use gannet_mmu::Root;
-use x86::exception::pf;
+use x86::{Cr4, exception::pf};
 
 const P: u64 = 1;
 const W: u64 = 1 << 1;
@@ -111,17 +111,17 @@ pub fn look(root: &Root, va: u64) -> Option<Reached> {
 }
 
 /// Whether the hardware allows an access to a page it reached. `cr4`: SMEP and SMAP as it has them.
-pub fn allows(page: &Reached, access: &Access, cr4: u64) -> bool {
+pub fn allows(page: &Reached, access: &Access, cr4: Cr4) -> bool {
     let refused = access.user && !page.user
         || access.write && !page.writable
         || access.fetch && !page.exec
-        || !access.user && page.user && access.fetch && cr4 & 1 << 20 != 0
-        || !access.user && page.user && !access.fetch && cr4 & 1 << 21 != 0 && !access.ac;
+        || !access.user && page.user && access.fetch && cr4.contains(Cr4::SMEP)
+        || !access.user && page.user && !access.fetch && cr4.contains(Cr4::SMAP) && !access.ac;
     !refused
 }
 
 /// An access: the host frame, or the error code of the fault.
-pub fn access(root: &Root, va: u64, access: &Access, cr4: u64) -> Result<Reached, u32> {
+pub fn access(root: &Root, va: u64, access: &Access, cr4: Cr4) -> Result<Reached, u32> {
     let Some(page) = look(root, va) else { return Err(access.code(0)) };
     if !allows(&page, access, cr4) {
         return Err(access.code(pf::PRESENT));

@@ -12,7 +12,7 @@ use gannet_mmu::{
 };
 use host::page::Page;
 use host::std_port::test::host_frame;
-use x86::{Exception, Gfn, Gpa};
+use x86::{Cr0, Cr4, Efer, Exception, Gfn, Gpa};
 
 use crate::hardware::{self, Access, Reached};
 use crate::section::section;
@@ -70,10 +70,10 @@ unsafe impl FlushRemote for Withdraw<'_> {
 
 pub fn long_mode() -> PagingContext {
     PagingContext {
-        cr0: 1 << 31 | 1 << 16 | 1,
+        cr0: Cr0::PG | Cr0::WP | Cr0::PE,
         cr3: 0x1000,
-        cr4: 1 << 5 | 1 << 7,
-        efer: 1 << 8 | 1 << 10 | 1 << 11,
+        cr4: Cr4::PAE | Cr4::PGE,
+        efer: Efer::LME | Efer::LMA | Efer::NXE,
         maxphyaddr: 40,
         gbpages: true,
         amd: true,
@@ -299,7 +299,7 @@ impl Machine {
         let vcpu = &mut *self.vcpus[n].borrow_mut();
         if vcpu.context.is_paging()
             && !vcpu.context.is_long_mode()
-            && vcpu.context.cr4 & 1 << 5 != 0
+            && vcpu.context.cr4.contains(Cr4::PAE)
             && (flush || vcpu.roots.current().is_none())
         {
             vcpu.pdptes = self.load_pdptes(vcpu.context.cr3);
@@ -343,8 +343,8 @@ impl Machine {
     }
 
     /// SMEP and SMAP as the hardware has them: a guest that does not page has neither.
-    pub fn hardware_cr4(context: &PagingContext) -> u64 {
-        if context.is_paging() { context.cr4 } else { 0 }
+    pub fn hardware_cr4(context: &PagingContext) -> Cr4 {
+        if context.is_paging() { context.cr4 } else { Cr4::empty() }
     }
 
     /// Accesses `va` until the hardware allows it, or the guest's tables do not.
@@ -448,7 +448,7 @@ impl Machine {
             (_, true) => AccessKind::Fetch,
             _ => AccessKind::Read,
         };
-        let pae = context.is_paging() && !context.is_long_mode() && context.cr4 & 1 << 5 != 0;
+        let pae = context.is_paging() && !context.is_long_mode() && context.cr4.contains(Cr4::PAE);
         let pdptes = Cell::new(pae.then_some((context.cr3 & 0xffff_ffe0, vcpu.pdptes)));
         let memory = Seen { machine: self, pdptes, choice };
         let wanted = Wanted { kind, implicit: false };

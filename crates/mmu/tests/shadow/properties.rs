@@ -3,7 +3,7 @@
 
 use gannet_mmu::PagingContext;
 use proptest::prelude::*;
-use x86::Gpa;
+use x86::{Cr0, Cr4, Efer, Gpa};
 
 use crate::hardware::Access;
 use crate::machine::{LARGE, LARGE_END, Machine, Refused, SMALL, long_mode};
@@ -18,7 +18,6 @@ enum Mode {
     Off,
 }
 
-const WP: u64 = 1 << 16;
 const NX: u64 = 1 << 63;
 
 fn context(mode: Mode, bits: u8, cr3: u64) -> PagingContext {
@@ -26,20 +25,20 @@ fn context(mode: Mode, bits: u8, cr3: u64) -> PagingContext {
     context.cr3 = cr3;
     match mode {
         Mode::Level4 => {}
-        Mode::Level5 => context.cr4 |= 1 << 12,
-        Mode::Pae => context.efer = 1 << 11,
-        Mode::Legacy => (context.cr4, context.efer) = (0, 1 << 11),
-        Mode::Off => (context.cr0, context.efer) = (1, 0),
+        Mode::Level5 => context.cr4 |= Cr4::LA57,
+        Mode::Pae => context.efer = Efer::NXE,
+        Mode::Legacy => (context.cr4, context.efer) = (Cr4::empty(), Efer::NXE),
+        Mode::Off => (context.cr0, context.efer) = (Cr0::PE, Efer::empty()),
     }
     if bits & 1 != 0 {
-        context.cr0 &= !WP;
+        context.cr0 -= Cr0::WP;
     }
     if bits & 2 != 0 {
-        context.efer &= !(1 << 11);
+        context.efer -= Efer::NXE;
     }
-    let cr4 = [1 << 20, 1 << 21, 1 << 4];
+    let cr4 = [Cr4::SMEP, Cr4::SMAP, Cr4::PSE];
     for (n, bit) in cr4.into_iter().enumerate() {
-        context.cr4 |= if bits & (4 << n) != 0 { bit } else { 0 };
+        context.cr4.set(bit, context.cr4.contains(bit) || bits & (4 << n) != 0);
     }
     context.gbpages = bits & 32 != 0;
     context.amd = bits & 64 == 0;
@@ -264,7 +263,7 @@ impl Run {
                 assert_eq!(guest, Ok(gpa), "{access:?} to {va:#x}");
                 let context = machine.vcpus[vcpu].borrow().context;
                 if matches!(outcome, Err(Refused::Emulate(_))) {
-                    assert!(context.cr0 & WP == 0 && context.cr4 & 1 << 21 != 0);
+                    assert!(!context.cr0.contains(Cr0::WP) && context.cr4.contains(Cr4::SMAP));
                 }
                 false
             }

@@ -7,7 +7,7 @@ use emulate::{CodeSize, Decoded, Fetched, Stop};
 use mmu::fetch::CodeMode;
 use mmu::{PagingContext, Section, WalkError, translate, walk};
 use x86::{
-    Cr0, Efer, Exception, Gpa, Gva, Rflags,
+    Cr0, Exception, Gpa, Gva, Rflags,
     cpuid::{Vendor, feature},
     segment::attr,
 };
@@ -22,10 +22,10 @@ impl<B: Backend> Vcpu<B> {
     #[inline]
     pub(crate) fn code_size(&self) -> CodeSize {
         let cs = self.b.code_attributes();
-        if self.b.efer() & Efer::LMA.bits() != 0 && cs & attr::L != 0 {
+        if self.b.efer().is_long() && cs & attr::L != 0 {
             CodeSize::Bits64
-        } else if self.b.cr0() & Cr0::PE.bits() != 0
-            && self.b.rflags() & Rflags::VM.bits() == 0
+        } else if self.b.cr0().contains(Cr0::PE)
+            && !self.b.rflags().contains(Rflags::VM)
             && cs & attr::DB != 0
         {
             CodeSize::Bits32
@@ -125,7 +125,7 @@ impl<B: Backend> Vcpu<B> {
             cr3: c.cr3,
             cr4: c.cr4,
             efer: c.efer,
-            rflags_ac: self.b.rflags() & (1 << 18) != 0,
+            rflags_ac: self.b.rflags().contains(Rflags::AC),
             cpl: self.b.cpl(),
             pkru: self.b.pkru(),
             maxphyaddr: self.cpuid.maxphyaddr(),

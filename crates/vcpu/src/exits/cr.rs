@@ -2,7 +2,7 @@
 //!
 //! APM vol. 2 §3.1 (registers), §14.1.3 and §15.8.1 (intercepts).
 
-use backend::{Backend, CrAccess, RAX, RCX, RDX};
+use backend::{Backend, ControlRegs, CrAccess, RAX, RCX, RDX};
 use emulate::CodeSize;
 use mmu::Section;
 use x86::{Cr0, Cr4, Efer, Exception};
@@ -86,10 +86,10 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn read_cr_value(&mut self, cr: u8) -> Result<u64, Exception> {
         let c = self.b.control();
         Ok(match cr {
-            0 => c.cr0,
+            0 => c.cr0.bits(),
             2 => c.cr2,
             3 => c.cr3,
-            4 => c.cr4,
+            4 => c.cr4.bits(),
             8 => self.b.cr8().into(),
             _ => return Err(Exception::ud()),
         })
@@ -133,15 +133,10 @@ impl<B: Backend> Vcpu<B> {
         if !new.is_consistent() {
             return Err(Exception::gp(0));
         }
-        let old = Cr0::from_bits_retain(c.cr0);
-        let cr4 = Cr4::from_bits_retain(c.cr4);
-        let efer = Efer::from_bits_retain(c.efer);
+        let ControlRegs { cr0: old, cr4, efer, .. } = c;
         let (was_pg, pg) = (old.contains(Cr0::PG), new.contains(Cr0::PG));
         let to_long = pg && !was_pg && efer.contains(Efer::LME);
-        if (new ^ old).intersects(Cr0::PG | Cr0::CD | Cr0::NW)
-            && !to_long
-            && is_pae(new.bits(), c.cr4, c.efer)
-        {
+        if (new ^ old).intersects(Cr0::PG | Cr0::CD_NW) && !to_long && is_pae(new, cr4, efer) {
             self.load_pdptes(c.cr3)?;
         }
         if to_long {
@@ -149,15 +144,15 @@ impl<B: Backend> Vcpu<B> {
             if !cr4.contains(Cr4::PAE) || cs.is_long() {
                 return Err(Exception::gp(0));
             }
-            self.b.set_efer((efer | Efer::LMA).bits());
+            self.b.set_efer(efer | Efer::LMA);
         }
         if !pg && was_pg {
             if efer.is_long() && self.code_size() == CodeSize::Bits64 || cr4.contains(Cr4::PCIDE) {
                 return Err(Exception::gp(0));
             }
-            self.b.set_efer((efer - Efer::LMA).bits());
+            self.b.set_efer(efer - Efer::LMA);
         }
-        self.b.set_cr0(new.bits());
+        self.b.set_cr0(new);
         if pg != was_pg {
             self.flush_guest_tlb();
         }
@@ -168,9 +163,9 @@ impl<B: Backend> Vcpu<B> {
     fn write_cr3(&mut self, value: u64) -> Result<(), Exception> {
         let c = self.b.control();
         let mut keep = false;
-        if Efer::from_bits_retain(c.efer).is_long() {
+        if c.efer.is_long() {
             // Bit 63 with PCIDs says "keep the TLB" and is not stored.
-            let tagged = Cr4::from_bits_retain(c.cr4).contains(Cr4::PCIDE);
+            let tagged = c.cr4.contains(Cr4::PCIDE);
             keep = tagged && value >> 63 != 0;
             let value = if tagged { value & !(1 << 63) } else { value };
             if value >> self.cpuid.maxphyaddr().min(52) != 0 {
@@ -189,8 +184,8 @@ impl<B: Backend> Vcpu<B> {
 
     fn write_cr4(&mut self, value: u64) -> Result<(), Exception> {
         let c = self.b.control();
-        let long = Efer::from_bits_retain(c.efer).is_long();
-        let (old, new) = (Cr4::from_bits_retain(c.cr4), Cr4::from_bits_retain(value));
+        let long = c.efer.is_long();
+        let (old, new) = (c.cr4, Cr4::from_bits_retain(value));
         let changed = new ^ old;
         if !self.cpuid.cr4_allowed().contains(new)
             || (long && (!new.contains(Cr4::PAE) || changed.contains(Cr4::LA57)))
@@ -200,11 +195,11 @@ impl<B: Backend> Vcpu<B> {
         }
         if !long
             && changed.intersects(Cr4::PSE | Cr4::PAE | Cr4::PGE | Cr4::SMEP)
-            && is_pae(c.cr0, value, c.efer)
+            && is_pae(c.cr0, new, c.efer)
         {
             self.load_pdptes(c.cr3)?;
         }
-        self.b.set_cr4(value);
+        self.b.set_cr4(new);
         if changed.intersects(Cr4::OSXSAVE | Cr4::PKE) {
             self.cpuid_inputs_changed();
         }
@@ -221,11 +216,11 @@ impl<B: Backend> Vcpu<B> {
     /// WRMSR EFER.
     pub(crate) fn write_efer(&mut self, value: u64, from_host: bool) -> Result<(), Exception> {
         let c = self.b.control();
-        let (old, new) = (Efer::from_bits_retain(c.efer), Efer::from_bits_retain(value));
+        let (old, new) = (c.efer, Efer::from_bits_retain(value));
         if !(self.cpuid.efer_allowed() | Efer::LMA).contains(new) {
             return Err(Exception::gp(0));
         }
-        let paging = Cr0::from_bits_retain(c.cr0).contains(Cr0::PG);
+        let paging = c.cr0.contains(Cr0::PG);
         if !from_host && paging && (new ^ old).contains(Efer::LME) {
             return Err(Exception::gp(0));
         }
@@ -233,7 +228,7 @@ impl<B: Backend> Vcpu<B> {
         let new = (new - Efer::LMA) | (old & Efer::LMA);
         // No flush: translations that were made without NXE have no NX, and those with it forbid
         // no less than the reserved bit would.
-        self.b.set_efer(new.bits());
+        self.b.set_efer(new);
         self.note_role();
         Ok(())
     }

@@ -106,7 +106,7 @@ impl<B: Backend> Vcpu<B> {
             Ok(done) => {
                 self.user_io.log.forget();
                 let complete = done.outcome == emulate::Outcome::Done;
-                self.b.set_rflags(done.rflags.bits());
+                self.b.set_rflags(done.rflags);
                 if complete {
                     self.retire(done.rip);
                     self.b.set_interrupt_shadow(done.interrupt_shadow);

@@ -49,7 +49,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn is_protected(&self) -> bool {
-        Cr0::from_bits_retain(self.b.cr0()).contains(Cr0::PE)
+        self.b.cr0().contains(Cr0::PE)
     }
 
     fn interrupt_may_wait(&self) -> bool {
@@ -92,7 +92,7 @@ impl<B: Backend> Vcpu<B> {
         match emulate::deliver(self, vector) {
             Ok(done) => {
                 self.b.set_rip(done.rip);
-                self.b.set_rflags(done.rflags.bits());
+                self.b.set_rflags(done.rflags);
                 self.b.set_interrupt_shadow(false);
                 if event == Event::Nmi {
                     self.b.set_nmi_masked(true);
@@ -143,7 +143,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn cr4_has(&self, bits: Cr4) -> bool {
-        Cr4::from_bits_retain(self.b.cr4()).contains(bits)
+        self.b.cr4().contains(bits)
     }
 
     /// Whether an instruction is #GP outside of CPL 0.

@@ -8,7 +8,7 @@ use emulate::{Access, CodeSize, Machine, PortAccess, SegReg, Stop, Table};
 use mmu::walk;
 use vm::memory::MemoryError;
 use x86::{
-    Cr0, Cr4, Efer, Gpa, Gva, Rflags,
+    Cr0, Cr4, Gpa, Gva, Rflags,
     segment::{DescriptorTable, Segment},
 };
 
@@ -86,7 +86,7 @@ impl<B: Backend> Machine for Vcpu<B> {
     }
 
     fn rflags(&self) -> Rflags {
-        Rflags::from_bits_retain(self.b.rflags())
+        self.b.rflags()
     }
 
     fn segment(&self, segment: SegReg) -> emulate::Segment {
@@ -103,11 +103,11 @@ impl<B: Backend> Machine for Vcpu<B> {
     }
 
     fn cr0(&self) -> Cr0 {
-        Cr0::from_bits_retain(self.b.control().cr0)
+        self.b.cr0()
     }
 
     fn cr4(&self) -> Cr4 {
-        Cr4::from_bits_retain(self.b.control().cr4)
+        self.b.cr4()
     }
 
     fn read(&mut self, at: Gva, into: &mut [u8], how: Access) -> Result<(), Stop> {
@@ -177,7 +177,7 @@ impl<B: Backend> Machine for Vcpu<B> {
     }
 
     fn long_mode(&self) -> bool {
-        Efer::from_bits_retain(self.b.efer()).is_long()
+        self.b.efer().is_long()
     }
 
     fn table(&self, table: Table) -> DescriptorTable {

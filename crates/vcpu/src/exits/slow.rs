@@ -167,9 +167,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether the guest asked for #AC: the access need not have been a split lock then.
     fn checks_alignment(&self) -> bool {
-        self.b.cpl() == 3
-            && self.b.cr0() & Cr0::AM.bits() != 0
-            && self.b.rflags() & Rflags::AC.bits() != 0
+        self.b.cpl() == 3 && self.b.cr0().contains(Cr0::AM) && self.b.rflags().contains(Rflags::AC)
     }
 
     /// A locked access of two cache lines, of which this host makes a fault. It is none of the guest's:

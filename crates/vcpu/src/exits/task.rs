@@ -73,7 +73,7 @@ impl<B: Backend> Vcpu<B> {
             _ => {}
         }
         let step = if self.debug.single_step { Rflags::TF } else { Rflags::empty() };
-        self.b.set_rflags((task.rflags | step).bits());
+        self.b.set_rflags(task.rflags | step);
         self.b.set_rip(task.rip);
         self.b.set_interrupt_shadow(false);
         let [a, b, c, d, dr6, dr7] = self.debug_regs();

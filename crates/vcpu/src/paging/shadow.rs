@@ -79,10 +79,8 @@ fn decode_pdptes(bytes: &[u8; 32]) -> Pdptes {
 }
 
 /// Whether registers mean PAE paging, which loads PDPTEs.
-pub(crate) fn is_pae(cr0: u64, cr4: u64, efer: u64) -> bool {
-    Cr0::from_bits_retain(cr0).contains(Cr0::PG)
-        && Cr4::from_bits_retain(cr4).contains(Cr4::PAE)
-        && !Efer::from_bits_retain(efer).contains(Efer::LMA)
+pub(crate) fn is_pae(cr0: Cr0, cr4: Cr4, efer: Efer) -> bool {
+    cr0.contains(Cr0::PG) && cr4.contains(Cr4::PAE) && !efer.is_long()
 }
 
 impl<B: Backend> Vcpu<B> {
@@ -368,7 +366,7 @@ impl<B: Backend> Vcpu<B> {
     /// INVPCID (APM vol. 3): `kind` 0 is one address of one PCID, 1 a PCID, 2 and 3 all.
     pub(crate) fn flush_pcid(&mut self, kind: u8, pcid: u16, at: Gva) -> Result<(), Exception> {
         let c = self.b.control();
-        let tagged = c.cr4 & Cr4::PCIDE.bits() != 0;
+        let tagged = c.cr4.contains(Cr4::PCIDE);
         if (kind < 2 && pcid != 0 && !tagged) || (kind == 0 && !self.paging().is_canonical(at.0)) {
             return Err(Exception::gp(0));
         }
@@ -400,17 +398,14 @@ impl<B: Backend> Vcpu<B> {
     /// `false`: not to be had here.
     pub(crate) fn fetch_pdptes(&mut self, s: Section<'_>, cr: u8, value: u64) -> bool {
         let c = self.b.control();
-        let cr4 = if cr == 4 { value } else { c.cr4 };
+        let cr4 = if cr == 4 { Cr4::from_bits_retain(value) } else { c.cr4 };
         if self.b.pdptes().is_some() && self.shadow.is_none() {
             // Where they are to be loaded, guest memory is read outside.
-            return cr4 & Cr4::PAE.bits() == 0
-                || c.efer & Efer::LMA.bits() != 0
-                || !matches!(cr, 0 | 3 | 4);
+            return !cr4.contains(Cr4::PAE) || c.efer.is_long() || !matches!(cr, 0 | 3 | 4);
         }
         let Self { shadow: Some(shadow), memory, .. } = self else { return true };
         shadow.fetched = None;
-        if cr4 & Cr4::PAE.bits() == 0 || c.efer & Efer::LMA.bits() != 0 || !matches!(cr, 0 | 3 | 4)
-        {
+        if !cr4.contains(Cr4::PAE) || c.efer.is_long() || !matches!(cr, 0 | 3 | 4) {
             return true;
         }
         let base = pdptes_at(if cr == 3 { value } else { c.cr3 });

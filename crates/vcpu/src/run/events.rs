@@ -196,9 +196,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether the guest takes external interrupts now.
     pub(crate) fn interrupts_open(&self) -> bool {
-        self.b.rflags() & Rflags::IF.bits() != 0
-            && !self.b.interrupt_shadow()
-            && !self.b.injecting()
+        self.b.rflags().contains(Rflags::IF) && !self.b.interrupt_shadow() && !self.b.injecting()
     }
 
     /// Whether an interrupt could be injected now by a VMM with its own PIC.
@@ -306,7 +304,7 @@ impl<B: Backend> Vcpu<B> {
         // #DB, which may be either, do not (SDM vol. 3B §18.3.1.1).
         const DB_BP_OF_DF_MC: u32 = 1 << 1 | 1 << 3 | 1 << 4 | 1 << 8 | 1 << 18;
         if DB_BP_OF_DF_MC & 1u32.checked_shl(exception.vector.0.into()).unwrap_or(0) == 0 {
-            self.b.set_rflags(self.b.rflags() | Rflags::RF.bits());
+            self.b.set_rflags(self.b.rflags() | Rflags::RF);
         }
         self.b.inject(Event::Exception(exception));
     }

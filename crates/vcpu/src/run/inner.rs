@@ -230,16 +230,16 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn retire(&mut self, next_rip: u64) {
         self.b.retire(next_rip);
         let rflags = self.b.rflags();
-        if rflags & (Rflags::TF | Rflags::RF).bits() != 0 {
+        if rflags.intersects(Rflags::TF | Rflags::RF) {
             self.retire_flags(rflags);
         }
     }
 
     #[cold]
     #[inline(never)]
-    fn retire_flags(&mut self, rflags: u64) {
-        self.b.set_rflags(rflags & !Rflags::RF.bits());
-        if rflags & Rflags::TF.bits() != 0 {
+    fn retire_flags(&mut self, rflags: Rflags) {
+        self.b.set_rflags(rflags - Rflags::RF);
+        if rflags.contains(Rflags::TF) {
             if self.debug.single_step {
                 // The VMM's step, not the guest's.
                 self.events.outer.set(Outer::STEPPED, true);
@@ -338,7 +338,7 @@ impl<B: Backend> Vcpu<B> {
         let Some(next) = self.next_rip(s) else { return Next::Leave };
         self.retire(next);
         self.pending.hlt_retired = true;
-        if !self.shared.in_kernel_apic || self.b.rflags() & Rflags::IF.bits() == 0 {
+        if !self.shared.in_kernel_apic || !self.b.rflags().contains(Rflags::IF) {
             return Next::Leave;
         }
         self.sync_priority();

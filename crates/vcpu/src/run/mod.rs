@@ -18,6 +18,7 @@ use vm::{
     settings::quirk,
     vcpu_shared::{MpState, Request},
 };
+use x86::Rflags;
 
 use crate::{
     Vcpu,
@@ -98,7 +99,7 @@ impl<B: Backend> Vcpu<B> {
     pub fn run_output(&self) -> RunOutput {
         RunOutput {
             ready_for_interrupt_injection: self.has_pic() || self.ready_for_injection(),
-            if_flag: self.b.rflags() & (1 << 9) != 0,
+            if_flag: self.b.rflags().contains(Rflags::IF),
             cr8: u64::from(self.b.cr8()),
             apic_base: self.shared.lapic.base(),
             smm: self.smm.active,
@@ -320,7 +321,7 @@ impl<B: Backend> Vcpu<B> {
             || (self.events.external.is_some() && !self.shared.in_kernel_apic)
             || self.events.again.is_some()
             || self.events.exception.is_some()
-            || (self.b.rflags() & (1 << 9) != 0 && self.interrupt_waits())
+            || (self.b.rflags().contains(Rflags::IF) && self.interrupt_waits())
     }
 
     /// Sleeps until there is something to do. Out of line: what it keeps in registers would be taken

@@ -16,7 +16,7 @@ use crate::Vcpu;
 /// The machine state that CPUID shows.
 #[inline]
 pub(crate) fn dynamic_inputs(b: &impl Backend, shared: &SharedVcpu) -> cpuid::DynamicInputs {
-    let cr4 = Cr4::from_bits_retain(b.cr4_shown());
+    let cr4 = b.cr4_shown();
     cpuid::DynamicInputs {
         cr4_osxsave: cr4.contains(Cr4::OSXSAVE),
         cr4_pke: cr4.contains(Cr4::PKE),
@@ -100,7 +100,7 @@ impl<B: Backend> Vcpu<B> {
         let c = &self.cpuid;
         let f = |feature| c.has(feature);
         let limits = GuestLimits {
-            cr4_allowed: c.cr4_allowed().bits(),
+            cr4_allowed: c.cr4_allowed(),
             spec_ctrl: c.has_spec_ctrl(),
             pred_cmd: c.has_pred_cmd(),
             flush_cmd: c.msr_facts().flush_l1d,

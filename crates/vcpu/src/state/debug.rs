@@ -74,7 +74,7 @@ impl<B: Backend> Vcpu<B> {
         let (step, breakpoints) = (has(guestdbg::SINGLESTEP), has(guestdbg::USE_HW_BP));
         let rflags = self.guest_rflags();
         self.debug.single_step = step;
-        self.b.set_rflags(if step { rflags | Rflags::TF.bits() } else { rflags });
+        self.b.set_rflags(if step { rflags | Rflags::TF } else { rflags });
         self.b.set_guest_debug(self.debug.control & guestdbg::USE_SW_BP != 0, step);
         let [a, b, c, d, _, _, _, dr7] = dr;
         self.borrow_debug_regs(breakpoints.then_some([
@@ -112,7 +112,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Where in [`DebugRegs`] a register is, by its number in an instruction.
     fn debug_index(&mut self, n: u8) -> Result<usize, Stop> {
-        let old_names = !Cr4::from_bits_retain(self.b.control().cr4).contains(Cr4::DE);
+        let old_names = !self.b.cr4().contains(Cr4::DE);
         let n = if matches!(n, 4 | 5) && old_names { n + 2 } else { n };
         let index = match n {
             0..=3 => usize::from(n),

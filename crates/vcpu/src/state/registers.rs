@@ -24,7 +24,7 @@ pub struct Regs {
     /// RIP.
     pub rip: u64,
     /// RFLAGS.
-    pub rflags: u64,
+    pub rflags: Rflags,
 }
 
 /// KVM_GET_SREGS.
@@ -41,12 +41,12 @@ pub struct Sregs {
     pub ldt: Segment,
     pub gdt: DescriptorTable,
     pub idt: DescriptorTable,
-    pub cr0: u64,
+    pub cr0: Cr0,
     pub cr2: u64,
     pub cr3: u64,
-    pub cr4: u64,
+    pub cr4: Cr4,
     pub cr8: u64,
-    pub efer: u64,
+    pub efer: Efer,
     pub apic_base: u64,
     /// The four entries at the top of PAE paging, where the backend has them as registers; `None` to
     /// have them loaded from memory.
@@ -97,8 +97,7 @@ impl Sregs {
 
     /// Whether the control registers fit each other (KVM API §4.12 says EINVAL where not).
     fn is_valid(&self, cr4_allowed: Cr4, maxphyaddr: u8) -> bool {
-        let (cr0, cr4) = (Cr0::from_bits_retain(self.cr0), Cr4::from_bits_retain(self.cr4));
-        let efer = Efer::from_bits_retain(self.efer);
+        let Self { cr0, cr4, efer, .. } = *self;
         if efer.contains(Efer::LME) && cr0.contains(Cr0::PG) {
             let reserved = u64::MAX.checked_shl(maxphyaddr.min(52).into()).unwrap_or(0);
             if !cr4.contains(Cr4::PAE) || !efer.is_long() || self.cr3 & reserved & !(1 << 63) != 0 {
@@ -108,7 +107,7 @@ impl Sregs {
             return false;
         }
         cr4_allowed.contains(cr4)
-            && self.cr0 & Cr0::HIGH == 0
+            && cr0.bits() & Cr0::HIGH == 0
             && cr0.is_consistent()
             && self.cr8 <= 15
     }
@@ -121,9 +120,9 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// RFLAGS without what a debugger's single step put there.
-    pub(crate) fn guest_rflags(&self) -> u64 {
+    pub(crate) fn guest_rflags(&self) -> Rflags {
         let rflags = self.b.rflags();
-        if self.debug.single_step { rflags & !Rflags::TF.bits() } else { rflags }
+        if self.debug.single_step { rflags - Rflags::TF } else { rflags }
     }
 
     /// KVM_SET_REGS. Drops a pending exception, as an instruction that jumps away would.
@@ -136,7 +135,7 @@ impl<B: Backend> Vcpu<B> {
         self.gprs.0 = regs.gpr;
         self.b.set_rip(regs.rip);
         let step = if self.debug.single_step { Rflags::TF } else { Rflags::empty() };
-        self.b.set_rflags(regs.rflags | (Rflags::FIXED | step).bits());
+        self.b.set_rflags(regs.rflags | Rflags::FIXED | step);
         self.events.exception = None;
         self.pending.raise();
     }
@@ -171,7 +170,7 @@ impl<B: Backend> Vcpu<B> {
     pub fn set_sregs(&mut self, s: &Sregs, interrupt: Option<Vector>) -> Result<(), Invalid> {
         let efer_allowed = self.cpuid.efer_allowed() | Efer::LMA;
         if !s.is_valid(self.cpuid.cr4_allowed(), self.cpuid.maxphyaddr())
-            || !efer_allowed.contains(Efer::from_bits_retain(s.efer))
+            || !efer_allowed.contains(s.efer)
         {
             return Err(Invalid);
         }
@@ -206,7 +205,7 @@ impl<B: Backend> Vcpu<B> {
         if self.shared.lapic.base() & irqchip::lapic::base::BSP != 0
             && self.b.rip() == 0xfff0
             && (s.cs.selector, s.cs.base) == (0xf000, 0xffff_0000)
-            && !Cr0::from_bits_retain(s.cr0).contains(Cr0::PE)
+            && !s.cr0.contains(Cr0::PE)
         {
             self.set_mp_state(MpState::Runnable);
         }
@@ -426,9 +425,9 @@ mod tests {
 
     fn long_mode() -> Sregs {
         Sregs {
-            cr0: (Cr0::PG | Cr0::PE).bits(),
-            cr4: Cr4::PAE.bits(),
-            efer: (Efer::LME | Efer::LMA).bits(),
+            cr0: Cr0::PG | Cr0::PE,
+            cr4: Cr4::PAE,
+            efer: Efer::LME | Efer::LMA,
             ..Sregs::default()
         }
     }
@@ -437,11 +436,11 @@ mod tests {
     fn long_mode_needs_pae_and_lma() {
         let ok = long_mode();
         assert!(ok.is_valid(Cr4::PAE, 48));
-        assert!(!Sregs { cr4: 0, ..ok }.is_valid(Cr4::PAE, 48));
-        assert!(!Sregs { efer: Efer::LME.bits(), ..ok }.is_valid(Cr4::PAE, 48));
+        assert!(!Sregs { cr4: Cr4::empty(), ..ok }.is_valid(Cr4::PAE, 48));
+        assert!(!Sregs { efer: Efer::LME, ..ok }.is_valid(Cr4::PAE, 48));
         assert!(!Sregs { cr3: 1 << 50, ..ok }.is_valid(Cr4::PAE, 48));
-        assert!(!Sregs { cr4: (Cr4::PAE | Cr4::VME).bits(), ..ok }.is_valid(Cr4::PAE, 48));
-        assert!(!Sregs { cr0: Cr0::PG.bits(), ..ok }.is_valid(Cr4::PAE, 48));
+        assert!(!Sregs { cr4: Cr4::PAE | Cr4::VME, ..ok }.is_valid(Cr4::PAE, 48));
+        assert!(!Sregs { cr0: Cr0::PG, ..ok }.is_valid(Cr4::PAE, 48));
         assert!(!Sregs { cr8: 16, ..ok }.is_valid(Cr4::PAE, 48));
     }
 }

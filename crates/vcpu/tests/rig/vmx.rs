@@ -41,9 +41,9 @@ pub fn features() -> Features {
             | ProcControls2::UNRESTRICTED_GUEST),
         exit: all(ExitControls::HOST_64 | ExitControls::LOAD_EFER | ExitControls::LOAD_PAT),
         entry: all(EntryControls::LOAD_EFER | EntryControls::LOAD_PAT),
-        cr0_fixed: 0x8000_0021,
-        cr4_fixed: x86::Cr4::VMXE.bits(),
-        cr4_allowed: u64::MAX,
+        cr0_fixed: x86::Cr0::PG | x86::Cr0::NE | x86::Cr0::PE,
+        cr4_fixed: x86::Cr4::VMXE,
+        cr4_allowed: x86::Cr4::from_bits_retain(u64::MAX),
         vpid: true,
         invvpid_single: true,
         invept_single: true,
@@ -133,7 +133,7 @@ fn vcpu_offered_in(vm: &VmRef, features: Features, offered: Offered) -> VmxVcpu 
     let mut model = Model::default();
     model.xcr0 = 7;
     model.cpuid = Some(host_cpuid);
-    model.vmx.cr4.set(x86::Cr4::VMXE.bits());
+    model.vmx.cr4.set(x86::Cr4::VMXE);
     model.vmx.on.set(Some(x86::Hpa(0)));
     let b = Vmx::new(Counting::new(model), features).unwrap();
     let mut vcpu = Vcpu::new(b, shared, vm.clone(), offered).unwrap();

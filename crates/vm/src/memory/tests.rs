@@ -17,7 +17,7 @@ use irqchip::lapic::CpuRole;
 use mmu::tdp::Leaf;
 use mmu::{EptSupport, Format, PagingContext, Region, RegionLimits, SlotError, TableCache};
 use stats::VmCount;
-use x86::{Gfn, Gpa, Hva, Pfn};
+use x86::{Cr0, Cr4, Efer, Gfn, Gpa, Hva, Pfn};
 
 use crate::section::tests::Flushes;
 use crate::vcpu_shared::VcpuShared;
@@ -566,10 +566,10 @@ fn a_walk_reads_tables_through_the_slots() {
     (16..19).for_each(|gfn| entry(gfn, 0, (gfn + 1) << 12 | 7));
     entry(19, 5, 40 << 12 | 7);
     let context = PagingContext {
-        cr0: 1 << 31,
+        cr0: Cr0::PG,
         cr3: 16 << 12,
-        cr4: 1 << 5,
-        efer: 1 << 10,
+        cr4: Cr4::PAE,
+        efer: Efer::LMA,
         maxphyaddr: 46,
         ..PagingContext::default()
     };

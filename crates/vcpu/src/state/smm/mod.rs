@@ -176,13 +176,13 @@ impl<B: Backend> Vcpu<B> {
         let cpu = SavedCpu {
             gpr: self.gprs.0,
             rip: self.b.rip(),
-            rflags: Rflags::from_bits_retain(self.guest_rflags()),
+            rflags: self.guest_rflags(),
             dr6,
             dr7,
-            cr0: Cr0::from_bits_retain(c.cr0),
+            cr0: c.cr0,
             cr3: c.cr3,
-            cr4: Cr4::from_bits_retain(c.cr4),
-            efer: Some(Efer::from_bits_retain(c.efer)),
+            cr4: c.cr4,
+            efer: Some(c.efer),
             smbase: self.msrs.store.smbase(),
             interrupt_shadow: self.b.interrupt_shadow(),
             segments: SEGMENTS.map(|name| self.b.segment(name)),
@@ -199,7 +199,7 @@ impl<B: Backend> Vcpu<B> {
     /// RFLAGS, with the step that a debugger may have asked for.
     fn set_handler_rflags(&mut self, rflags: Rflags) {
         let step = if self.debug.single_step { Rflags::TF } else { Rflags::empty() };
-        self.b.set_rflags((rflags | Rflags::FIXED | step).bits());
+        self.b.set_rflags(rflags | Rflags::FIXED | step);
     }
 
     /// The state in which a handler begins (APM vol. 2 §10.3.3).
@@ -207,11 +207,11 @@ impl<B: Backend> Vcpu<B> {
         self.set_handler_rflags(Rflags::empty());
         self.b.set_rip(HANDLER);
         self.b.set_interrupt_shadow(false);
-        let cr0 = Cr0::from_bits_retain(self.b.control().cr0);
-        self.b.set_cr0((cr0 - (Cr0::PE | Cr0::EM | Cr0::TS | Cr0::PG)).bits());
-        self.b.set_cr4(0);
+        let cr0 = self.b.cr0();
+        self.b.set_cr0(cr0 - (Cr0::PE | Cr0::EM | Cr0::TS | Cr0::PG));
+        self.b.set_cr4(Cr4::empty());
         if self.has_long_mode() {
-            self.b.set_efer(0);
+            self.b.set_efer(Efer::empty());
         }
         self.b.set_idtr(DescriptorTable { base: 0, limit: 0 });
         let [a, b, c, d, dr6, _] = self.debug_regs();
@@ -275,8 +275,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether the control and debug registers are such as MOV would take.
     fn is_a_state(&self, cpu: &SavedCpu) -> bool {
-        let efer =
-            cpu.efer.unwrap_or_else(|| Efer::from_bits_retain(self.b.control().efer)) - Efer::LMA;
+        let efer = cpu.efer.unwrap_or_else(|| self.b.efer()) - Efer::LMA;
         let long = cpu.cr0.contains(Cr0::PG) && efer.contains(Efer::LME);
         let address = 1u64.checked_shl(self.cpuid.maxphyaddr().min(52).into()).unwrap_or(0);
         (cpu.dr6 | cpu.dr7 | cpu.cr0.bits()) >> 32 == 0
@@ -304,11 +303,11 @@ impl<B: Backend> Vcpu<B> {
         if let Some(efer) = cpu.efer {
             let long = cpu.cr0.contains(Cr0::PG) && efer.contains(Efer::LME);
             let lma = if long { Efer::LMA } else { Efer::empty() };
-            self.b.set_efer(((efer - Efer::LMA) | lma).bits());
+            self.b.set_efer((efer - Efer::LMA) | lma);
         }
-        self.b.set_cr0((Cr0::from_bits_truncate(cpu.cr0.bits()) | Cr0::ET).bits());
+        self.b.set_cr0(Cr0::from_bits_truncate(cpu.cr0.bits()) | Cr0::ET);
         self.b.set_cr3(cpu.cr3);
-        self.b.set_cr4(cpu.cr4.bits());
+        self.b.set_cr4(cpu.cr4);
         for (name, segment) in SEGMENTS.into_iter().zip(cpu.segments) {
             self.b.set_segment(name, segment);
         }
