@@ -31,14 +31,18 @@ impl<T> Once<T> {
 
     /// Fills the slot. A slot that is full stays as it is, and `value` is dropped.
     pub fn set(&self, value: T) -> Result<(), NoMemory> {
-        let new = ManuallyDrop::new(KBox::new(value)?);
+        drop(self.set_box(KBox::new(value)?));
+        Ok(())
+    }
+
+    /// Fills the slot without allocating or freeing, for a caller that holds a spin lock. A slot that is full
+    /// stays as it is, and the box comes back.
+    pub fn set_box(&self, value: KBox<T>) -> Option<KBox<T>> {
+        let new = ManuallyDrop::new(value);
         let raw = ptr::from_ref::<T>(&new).cast_mut();
         let done =
             self.value.compare_exchange(ptr::null_mut(), raw, Ordering::AcqRel, Ordering::Acquire);
-        if done.is_err() {
-            drop(ManuallyDrop::into_inner(new));
-        }
-        Ok(())
+        done.is_err().then(|| ManuallyDrop::into_inner(new))
     }
 
     /// What it holds.

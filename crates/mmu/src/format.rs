@@ -194,6 +194,12 @@ impl Format {
         self.encryption
     }
 
+    /// What an entry for a page says of its memory. `direct`: ordinary memory.
+    #[inline]
+    pub(crate) const fn memory(&self, direct: bool) -> u64 {
+        if direct { self.direct } else { self.device }
+    }
+
     /// Whether the CPU sets accessed and dirty bits.
     #[inline]
     pub const fn tracks(&self) -> bool {
@@ -275,7 +281,7 @@ const X86_GRANTS: [u64; 8] = {
     all
 };
 
-/// How EPT does, which knows no users: whoever composes two stages has taken account of them.
+/// How EPT does, which knows no users: there [`Grant::U`] is the right to read.
 const fn ept_grants(tracks: bool) -> [u64; 8] {
     let mut all = [0; 8];
     let mut n = 0;
@@ -284,7 +290,9 @@ const fn ept_grants(tracks: bool) -> [u64; 8] {
         let dirty = if tracks { ept::DIRTY } else { 0 };
         let writable = if grant.has(Grant::W) { ept::WRITE | dirty } else { 0 };
         let exec = if grant.has(Grant::X) { ept::EXECUTE } else { 0 };
-        all[n] = ept::READ | writable | exec;
+        // What can be written and not read is a misconfiguration.
+        let readable = grant.has(Grant::U) || grant.has(Grant::W);
+        all[n] = if readable { ept::READ } else { 0 } | writable | exec;
         n += 1;
     }
     all
@@ -323,7 +331,8 @@ mod tests {
         let (x86, ept) = (Format::npt(4, 0), Format::ept(cpu));
         for grant in (0..8).map(Grant::from_index) {
             let (a, b) = (x86.granted(grant), ept.granted(grant));
-            assert!(is_present(a) && is_present(b), "{grant:?}");
+            assert!(is_present(a), "{grant:?}");
+            assert_eq!(is_present(b), grant.has(Grant::U) || grant.has(Grant::W), "{grant:?}");
             assert_eq!(a & WRITABLE != 0, grant.has(Grant::W));
             assert_eq!(a & WRITABLE, b & WRITABLE);
             assert_eq!(a & x86.dirty() != 0, b & ept.dirty() != 0);

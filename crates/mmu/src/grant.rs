@@ -20,6 +20,20 @@ impl Grant {
         Self((entry & 6) as u8 | ((entry >> 63) ^ 1) as u8)
     }
 
+    /// What an EPT entry allows. [`Grant::U`] is the right to read.
+    #[inline]
+    pub const fn of_ept(entry: u64) -> Self {
+        let [read, write, fetch] = [entry as u8 & 1, entry as u8 >> 1 & 1, entry as u8 >> 2 & 1];
+        Self(read << 2 | write << 1 | fetch)
+    }
+
+    /// What it allows, as an EPT entry's bits 2:0.
+    #[inline]
+    pub const fn as_ept(self) -> u64 {
+        let word = self.0 as u64;
+        (word & 1) << 2 | word & 2 | word >> 2 & 1
+    }
+
     /// What both allow.
     #[inline]
     pub const fn and(self, other: Self) -> Self {
@@ -59,5 +73,18 @@ impl Grant {
     #[inline]
     pub(crate) const fn within_writable(self, entry: u64) -> Self {
         Self(self.0 & (entry as u8 | !Self::W.0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ept_rights_go_there_and_back() {
+        for bits in 0..8 {
+            assert_eq!(Grant::of_ept(bits).as_ept(), bits);
+        }
+        assert!(Grant::of_ept(1).has(Grant::U) && Grant::of_ept(4).has(Grant::X));
     }
 }

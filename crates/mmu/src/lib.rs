@@ -14,6 +14,7 @@ pub mod dirty;
 pub mod fetch;
 pub mod format;
 pub mod grant;
+pub mod nested;
 pub mod role;
 pub mod roots;
 pub mod shadow;
@@ -26,9 +27,11 @@ pub mod walk;
 pub use dirty::DirtyBitmap;
 pub use fetch::{CodeBytes, CodeFetch, CodeMode};
 pub use format::{EptSupport, Format};
+pub use nested::{EptOffer, L1Fault, NestedAccess, Tables};
 pub use role::{Role, Source};
 pub use shadow::{
-    FrameWanted, Root, RootOutcome, ShadowFault, ShadowGuard, ShadowMmu, ShadowRoots,
+    FrameWanted, NestedFault, NestedRoot, NestedRoots, NestedSwitch, Root, RootOutcome,
+    ShadowFault, ShadowGuard, ShadowMmu, ShadowRoots,
 };
 pub use slots::{Change, MemSlot, MemSlots, Region, RegionLimits, SlotError, SlotFlags};
 pub use table::{Section, TableCache, View};

@@ -11,8 +11,11 @@ use x86::{Cr0, Cr4, Efer};
 use crate::grant::Grant;
 use crate::walk::PagingContext;
 
-/// What a shadow page is made from: how the entries behind its own are found and read. EPT and NPT tables of
-/// a guest that is a hypervisor will be others.
+mod nested;
+
+pub use nested::EptOffer;
+
+/// What a shadow page is made from: how the entries behind its own are found and read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
     /// A table of 8-byte entries: PAE paging or long mode.
@@ -21,6 +24,10 @@ pub enum Source {
     Frames,
     /// A table of 4-byte entries: 32-bit paging.
     Narrow,
+    /// An NPT table of a guest that is a hypervisor: 8-byte entries of the ordinary format.
+    Npt,
+    /// An EPT table of such a guest.
+    Ept,
 }
 
 /// A role, as bits of a word.
@@ -63,8 +70,21 @@ impl Role {
     const SMAP: u32 = Cr4::SMAP.bits() as u32;
     /// The guest's physical address width.
     const WIDTH_SHIFT: u32 = 22;
+    /// Part of the NPT tables by which a hypervisor in the guest translates for its own guest.
+    const NPT: u32 = 1 << 18;
+    /// Part of such a hypervisor's EPT tables.
+    const EPT: u32 = 1 << 19;
+    /// Its EPT pointer turns on accessed and dirty flags.
+    const EPT_TRACKS: u32 = 1 << 28;
+    /// It was offered execute-only translations.
+    const EPT_EXECUTE_ONLY: u32 = 1 << 29;
+    /// It was offered EPT pages of 2 MiB.
+    const EPT_2M: u32 = 1 << 30;
+    /// Made from no table: the level that the hardware's tables have above the guest's.
+    const ABOVE: u32 = 1 << 31;
     /// What a page made from no guest table depends on.
-    const OF_DIRECT: u32 = Self::WP | Self::SMEP | Self::SMAP | Self::SMM;
+    const OF_DIRECT: u32 =
+        Self::WP | Self::SMEP | Self::SMAP | Self::SMM | Self::NPT | Self::EPT | Self::EPT_TRACKS;
 
     /// The role of no guest table at all.
     pub(crate) const NONE: Self = Self(0);
@@ -156,6 +176,10 @@ impl Role {
             Source::Frames
         } else if self.0 & Self::NARROW != 0 {
             Source::Narrow
+        } else if self.0 & Self::NPT != 0 {
+            Source::Npt
+        } else if self.0 & Self::EPT != 0 {
+            Source::Ept
         } else {
             Source::Wide
         }
@@ -289,6 +313,12 @@ const _: () = {
         Role::PSE,
         Role::SMEP,
         Role::SMAP,
+        Role::NPT,
+        Role::EPT,
+        Role::EPT_TRACKS,
+        Role::EPT_EXECUTE_ONLY,
+        Role::EPT_2M,
+        Role::ABOVE,
         63 << Role::WIDTH_SHIFT,
     ];
     let (mut seen, mut n) = (0, 0);

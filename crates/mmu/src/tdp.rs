@@ -452,7 +452,7 @@ impl<S> Mapper<'_, S> {
         if !self.in_range(gfn) {
             return false;
         }
-        let mut table = self.tree.root();
+        let (mut table, format) = (self.tree.root(), self.tree.format());
         for _ in 0..ATTEMPTS {
             let index = table.index(gfn);
             match table.entry(index) {
@@ -461,8 +461,16 @@ impl<S> Mapper<'_, S> {
                     if !is_present(old) || (fetch && !is_exec(old)) {
                         return false;
                     }
-                    if !write || old & WRITABLE != 0 {
+                    if !write {
                         return true;
+                    }
+                    if old & WRITABLE != 0 {
+                        // A write through a leaf of shadow pages, which sets no dirty bit here.
+                        let noted = old | self.written();
+                        if !format.logs() || old == noted || table.replace(index, old, noted) {
+                            return true;
+                        }
+                        continue;
                     }
                     if old & HOST_WRITABLE == 0 || table.level() > LEVEL_4K {
                         return false;

@@ -6,18 +6,18 @@ use core::sync::atomic::Ordering;
 use x86::Gfn;
 
 use super::State;
-use super::arena::{PageId, ShadowPage};
+use super::arena::{PageId, ShadowPage, index_of, page_of};
 use super::tables::load;
 use crate::grant::Grant;
 use crate::source::{A, D, P};
 use crate::table::{GuestPage, View};
 
 /// Entries of an aligned group, of which one faulted.
-const GROUP: usize = 8;
+pub(super) const GROUP: usize = 8;
 
 /// Entries of the group around `index` that are not there, as bits from the group's first on.
 #[inline]
-fn missing_around(page: &ShadowPage, index: usize) -> u64 {
+pub(super) fn missing_around(page: &ShadowPage, index: usize) -> u64 {
     let first = index & !(GROUP - 1);
     !page.present.word(first >> 6) >> (first & 63) & ((1 << GROUP) - 1)
 }
@@ -79,7 +79,7 @@ impl State {
 
     /// One of them, where nothing is yet. Whether it was made.
     #[inline]
-    fn put_ahead(
+    pub(super) fn put_ahead(
         &self,
         view: &View<'_>,
         id: PageId,
@@ -102,15 +102,21 @@ impl State {
     pub(super) fn is_young(&self, head: u32, clear: bool) -> bool {
         let (mut node, mut young) = (head, false);
         while node != 0 {
-            let page = self.arena.page(super::arena::page_of(node));
-            let spte = page.spte(super::arena::index_of(node));
-            if spte.load(Ordering::Relaxed) & self.format.accessed() != 0 {
+            let (page, next) = (self.arena.page(page_of(node)), self.arena.next(node));
+            let spte = page.spte(index_of(node));
+            if page.role.get().is_blind() {
+                // The hardware notes nothing there. What is dropped is made again when it is used.
+                young = true;
+                if clear {
+                    self.drop_node(node);
+                }
+            } else if spte.load(Ordering::Relaxed) & self.format.accessed() != 0 {
                 young = true;
                 if clear {
                     spte.fetch_and(!self.format.accessed(), Ordering::Relaxed);
                 }
             }
-            node = self.arena.next(node);
+            node = next;
         }
         young
     }

@@ -7,7 +7,7 @@ use x86::Gfn;
 use super::arena::{PageId, ShadowPage, Standing, index_of, node, page_of};
 use super::tables::frame_of;
 use super::{ShadowMmu, State};
-use crate::source::{P, PS, W};
+use crate::source::{P, PS, U, W};
 
 macro_rules! ensure {
     ($condition:expr, $($what:tt)*) => {
@@ -71,7 +71,8 @@ fn audit_page(
     for index in 0..512 {
         let spte = page.spte(index).load(Ordering::Relaxed);
         ensure!(
-            (spte & P != 0) == page.present.has(index),
+            // An EPT leaf may allow fetching alone.
+            (spte & (P | W | U) != 0) == page.present.has(index),
             "{name}[{index}] is {spte:#x}, but present says {}",
             page.present.has(index)
         );

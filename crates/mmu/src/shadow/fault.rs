@@ -84,37 +84,38 @@ impl<'a> Access<'a> {
 
 /// What the walk read at one level.
 #[derive(Clone, Copy)]
-struct Step {
+pub(super) struct Step {
     /// The guest's entry.
-    entry: u64,
+    pub(super) entry: u64,
     /// The entry's table, where the shadow page does not know it.
-    table: Option<GuestPage>,
+    pub(super) table: Option<GuestPage>,
     /// The table's frame.
-    gfn: Gfn,
+    pub(super) gfn: Gfn,
     /// The shadow page of this level, or 0.
-    id: PageId,
+    pub(super) id: PageId,
     /// The role of that page, or of the one to be made.
-    role: Role,
+    pub(super) role: Role,
 }
 
 impl Step {
-    const NONE: Self = Self { entry: 0, table: None, gfn: Gfn(0), id: 0, role: Role::NONE };
+    pub(super) const NONE: Self =
+        Self { entry: 0, table: None, gfn: Gfn(0), id: 0, role: Role::NONE };
 }
 
 /// The guest's walk.
-struct Walk {
+pub(super) struct Walk {
     /// By level less one.
-    steps: [Step; 5],
-    top: u8,
+    pub(super) steps: [Step; 5],
+    pub(super) top: u8,
     /// Where it ended.
-    leaf: u8,
+    pub(super) leaf: u8,
     /// What all entries together allow.
-    grant: Grant,
+    pub(super) grant: Grant,
 }
 
 impl Walk {
     #[inline]
-    fn step(&self, level: u8) -> &Step {
+    pub(super) fn step(&self, level: u8) -> &Step {
         const NONE: &Step = &Step::NONE;
         self.steps.get(usize::from(level.wrapping_sub(1))).unwrap_or(NONE)
     }
@@ -404,7 +405,7 @@ impl State {
                 Some(true) => step.entry = wanted,
                 Some(false) => return Some(ShadowFault::Fixed),
                 // In ROM the bits stay as they are.
-                None if roots.is_rom(view.generation(), step.gfn) => {}
+                None if roots.roms.has(view.generation(), step.gfn) => {}
                 None => {
                     return Some(ShadowFault::NeedFrame(FrameWanted {
                         gpa: entry_gpa(step.gfn, offset),
@@ -420,7 +421,13 @@ impl State {
 
     /// Replaces the entry of a step. Whether it was as read; `None`: its table cannot be written.
     #[inline(never)]
-    fn set_bits(&self, view: &View<'_>, step: &Step, offset: usize, wanted: u64) -> Option<bool> {
+    pub(super) fn set_bits(
+        &self,
+        view: &View<'_>,
+        step: &Step,
+        offset: usize,
+        wanted: u64,
+    ) -> Option<bool> {
         let done = update(view, step.table.as_ref()?, step.role, offset, step.entry, wanted);
         if done.is_some() {
             return done;
@@ -458,7 +465,7 @@ impl State {
     }
 
     #[inline(never)]
-    fn relink(
+    pub(super) fn relink(
         &self,
         view: &View<'_>,
         id: PageId,

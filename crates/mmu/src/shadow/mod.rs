@@ -5,6 +5,7 @@
 //! MMU notifier. Shadow pages are a cache of guest entries on top of it, as a TLB is. What a guest may
 //! find stale in a TLB it may find stale here; what the architecture flushes is compared with the
 //! guest's tables again ([`ShadowGuard::switch`], [`ShadowGuard::flush`], [`ShadowGuard::invlpg`]).
+//! [`nested`] does the same for a guest that is a hypervisor, from its NPT or EPT tables.
 //!
 //! One lock per VM ([`ShadowMmu::try_lock`] with interrupts off and without waiting, or
 //! [`ShadowMmu::lock`]). Its holder waits for no other CPU. Lock order: the tree's lock, then this one.
@@ -17,7 +18,9 @@ pub mod counters;
 mod entries;
 mod fault;
 mod frames;
+pub mod nested;
 mod recycle;
+mod roms;
 pub mod roots;
 mod settle;
 mod sync;
@@ -26,6 +29,7 @@ mod withdraw;
 
 use alloc::vec::Vec;
 use core::cell::Cell;
+use core::sync::atomic::{AtomicU64, Ordering};
 
 use host::arc::Arc;
 use host::boxed::KBox;
@@ -42,6 +46,7 @@ use arena::{Arena, PageId};
 use frames::{Chunk, Frames, Lack, Span};
 
 pub use counters::Counters;
+pub use nested::{NestedFault, NestedFrame, NestedRoot, NestedRoots, NestedSwitch};
 pub use roots::{Root, ShadowRoots};
 
 /// What became of a wish for a root.
@@ -96,6 +101,8 @@ pub struct ShadowMmu {
 /// What the lock protects.
 #[derive(Debug)]
 struct State {
+    /// Tells these pages from another VM's, or another memory's: never 0.
+    number: u64,
     arena: Arena,
     frames: Frames,
     counters: Arc<Counters>,
@@ -120,6 +127,8 @@ struct State {
     settling: Cell<usize>,
 }
 
+static NUMBERS: AtomicU64 = AtomicU64::new(1);
+
 /// Pages that a VM may have at least, and before its memory is known (KVM API §4.44).
 pub const LEAST_PAGES: u64 = 64;
 
@@ -129,6 +138,7 @@ impl ShadowMmu {
         let counters = Arc::new(Counters::default())?;
         let format = KBox::new(format)?;
         let state = State {
+            number: NUMBERS.fetch_add(1, Ordering::Relaxed),
             arena: Arena::new()?,
             frames: Frames::default(),
             counters: counters.clone(),

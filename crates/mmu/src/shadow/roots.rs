@@ -12,6 +12,7 @@ use x86::{Gfn, Hpa};
 
 use super::arena::PageId;
 use super::counters::count;
+use super::roms::Roms;
 use super::{RootOutcome, State};
 use crate::format::ADDRESS;
 use crate::role::Role;
@@ -46,8 +47,6 @@ struct Held {
     fresh: Cell<u64>,
 }
 
-/// Tables in ROM that are remembered: those of one walk.
-const ROMS: usize = 5;
 /// Places for PDPTEs: more than there are roots.
 const PLACES: u8 = 8;
 
@@ -61,9 +60,7 @@ pub struct ShadowRoots {
     places: u8,
     /// Counts the vCPU's flushes.
     flushes: u64,
-    /// Tables whose accessed and dirty bits cannot be set, under which generation of the tree.
-    roms: [Gfn; ROMS],
-    roms_generation: u64,
+    pub(super) roms: Roms,
 }
 
 impl ShadowRoots {
@@ -75,14 +72,7 @@ impl ShadowRoots {
     /// Holds nothing, with a page below 4 GiB for PDPTEs.
     #[inline]
     pub fn on(low: Page) -> Self {
-        Self {
-            cache: RootCache::new(),
-            low,
-            places: 0,
-            flushes: 0,
-            roms: [Gfn(u64::MAX); ROMS],
-            roms_generation: 0,
-        }
+        Self { cache: RootCache::new(), low, places: 0, flushes: 0, roms: Roms::NONE }
     }
 
     /// The current root.
@@ -94,18 +84,7 @@ impl ShadowRoots {
     /// Notes that a guest table lies in memory that the guest cannot write: its accessed and dirty
     /// bits stay as they are. `generation`: the tree's, before that was found out.
     pub fn note_rom(&mut self, gfn: Gfn, generation: u64) {
-        if self.roms_generation != generation {
-            self.roms = [Gfn(u64::MAX); ROMS];
-            self.roms_generation = generation;
-        }
-        self.roms.rotate_right(1);
-        let [first, ..] = &mut self.roms;
-        *first = gfn;
-    }
-
-    #[inline]
-    pub(super) fn is_rom(&self, generation: u64, gfn: Gfn) -> bool {
-        self.roms_generation == generation && self.roms.contains(&gfn)
+        self.roms.note(gfn, generation);
     }
 
     /// The page that the walk of `va` begins with, and its role. Page 0: a PDPTE is not present.

@@ -163,6 +163,10 @@ impl State {
 
     /// The guest entry behind an entry is no longer what it was: takes away what it took away.
     fn reconcile(&self, page: &ShadowPage, index: usize, copy: u64, now: u64) {
+        if page.role.get().is_ept() {
+            self.reconcile_ept(page, index, copy, now);
+            return;
+        }
         if now & P == 0 {
             count(&self.counters.dropped);
             self.drop_present(page, index);

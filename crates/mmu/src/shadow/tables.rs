@@ -9,7 +9,7 @@ use crate::grant::Grant;
 use crate::role::{Role, Source};
 use crate::source::{P, PS, W};
 use crate::table::{GuestPage, View};
-use crate::tdp::{LEVEL_2M, lookup};
+use crate::tdp::{LEVEL_2M, Leaf, lookup};
 
 /// The frame that the entry `index` of a page maps, if it is a leaf.
 #[inline]
@@ -20,7 +20,7 @@ pub(super) fn frame_of(page: &ShadowPage, index: usize) -> Gfn {
             let shift = 9 * (u32::from(role.level()).saturating_sub(1));
             Gfn(page.gfn.get().0.wrapping_add((index as u64) << shift))
         }
-        Source::Wide | Source::Narrow => role.leaf_frame(page.copy(index), index),
+        _ => role.leaf_frame(page.copy(index), index),
     }
 }
 
@@ -29,7 +29,7 @@ pub(super) fn frame_of(page: &ShadowPage, index: usize) -> Gfn {
 pub(super) fn load(view: &View<'_>, table: &GuestPage, role: Role, offset: usize) -> Option<u64> {
     match role.source() {
         Source::Narrow => view.load_u32(table, offset).map(u64::from),
-        Source::Wide | Source::Frames => view.load_u64(table, offset),
+        _ => view.load_u64(table, offset),
     }
 }
 
@@ -44,7 +44,7 @@ pub(super) fn update(
 ) -> Option<bool> {
     match role.source() {
         Source::Narrow => view.swap_u32(table, offset, old as u32, new as u32),
-        Source::Wide | Source::Frames => view.swap_u64(table, offset, old, new),
+        _ => view.swap_u64(table, offset, old, new),
     }
 }
 
@@ -68,12 +68,12 @@ impl State {
     pub(super) fn find_table(&self, view: &View<'_>, gfn: Gfn) -> Option<GuestPage> {
         let leaf = lookup(view, gfn).filter(|leaf| leaf.direct)?;
         self.frames.chunk(gfn)?;
-        Some(view.page(leaf.pfn.hpa(), leaf.writable))
+        Some(view.page(leaf.pfn.hpa(), self.may_write(&leaf)))
     }
 }
 
 /// What of a frame's known entry is not the hardware's: see [`State::leaf`].
-const NOT_OF_LEAF: u64 = W | PS;
+const NOT_OF_LEAF: u64 = P | W | PS;
 
 impl State {
     /// What the tree says of a frame that lies in `chunk`: see [`Chunk::known`]. 0: not there, or not
@@ -88,11 +88,18 @@ impl State {
     fn ask(&self, view: &View<'_>, gfn: Gfn, chunk: &Chunk, wanted: u64) -> u64 {
         let Some(leaf) = lookup(view, gfn) else { return 0 };
         let mut entry = leaf.pfn.hpa().0 | P;
-        entry |= if leaf.writable { W } else { 0 };
+        entry |= if self.may_write(&leaf) { W } else { 0 };
         entry |= if leaf.level >= LEVEL_2M { PS } else { 0 };
-        entry |= if leaf.direct { self.format.encryption() } else { 0 };
+        entry |= self.format.memory(leaf.direct);
         chunk.learn(gfn, entry);
         if entry & wanted == wanted { entry } else { 0 }
+    }
+
+    /// Whether a frame may be written without the tree's knowledge. A log that lives by dirty bits hears
+    /// nothing of writes through leaves that are not the tree's own.
+    #[inline]
+    fn may_write(&self, leaf: &Leaf) -> bool {
+        leaf.writable && (leaf.dirty || !self.format.logs())
     }
 
     /// The hardware's entry for a frame, small and not accessed. `known`: what the tree says of it.

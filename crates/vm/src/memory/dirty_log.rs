@@ -111,7 +111,7 @@ impl VmMemory {
     /// Whether there was anything to do.
     fn protect(&self, zapper: &mut Zapper<'_, Invalidations>, base: Gfn, bits: u64) -> bool {
         let any = zapper.watch_writes_masked(base, bits);
-        if self.shadow.is_some() {
+        if self.derived().is_some() {
             let mut rest = bits;
             while rest != 0 {
                 let gfn = base.0.wrapping_add(rest.trailing_zeros().into());

@@ -11,6 +11,7 @@ pub mod access;
 pub mod dirty_log;
 pub mod fault;
 pub mod invalidate;
+mod nested;
 mod roots;
 pub mod shadow;
 #[cfg(test)]
@@ -21,6 +22,7 @@ use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 use host::arc::Arc;
 use host::boxed::KBox;
 use host::error::NoMemory;
+use host::once::Once;
 use host::srcu::{Srcu, SrcuGuard};
 use host::sync::Mutex;
 use host::task;
@@ -35,6 +37,7 @@ use x86::{Gfn, Gpa, Hpa, Hva};
 pub use dirty_log::DirtyLogError;
 pub use fault::{FaultAccess, FaultOutcome};
 use invalidate::Invalidations;
+pub use nested::NestedOutcome;
 pub use shadow::ShadowOutcome;
 
 /// Why guest memory cannot be reached. `kvm-abi` maps it to errno.
@@ -77,6 +80,9 @@ pub struct VmMemory {
     tdp: Tdp<Invalidations>,
     /// Shadow pages, when the hardware is not given the TDP tables.
     shadow: Option<KBox<ShadowMmu>>,
+    /// Shadow pages for guests of the guest, when it is given the TDP tables and has asked for nested paging.
+    /// Filled under the MMU lock.
+    nested: Once<ShadowMmu>,
     /// vCPUs that hold the TDP root.
     root_users: AtomicU32,
     /// The VMM has said how many shadow pages there may be.
@@ -125,6 +131,7 @@ impl VmMemory {
             sequence: AtomicU64::new(0),
             tdp,
             shadow,
+            nested: Once::new(),
             root_users: AtomicU32::new(0),
             shadow_limited: AtomicBool::new(false),
             logs_pages: AtomicBool::new(false),

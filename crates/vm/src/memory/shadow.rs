@@ -56,7 +56,7 @@ pub(super) fn pages(format: Format) -> Result<KBox<ShadowMmu>, NoMemory> {
 }
 
 /// Faults on the way of one access: every level's table, the page, and as many again.
-const ROUNDS: u32 = 16;
+pub(super) const ROUNDS: u32 = 16;
 
 impl VmMemory {
     /// Like [`VmMemory::new`], for hardware that is given shadow tables (`npt=0`).
@@ -69,6 +69,13 @@ impl VmMemory {
     #[inline]
     pub fn shadow(&self) -> Option<&ShadowMmu> {
         self.shadow.as_deref()
+    }
+
+    /// The pages that are derived from the tree's leaves, and lose what they lose: shadow pages, or those for
+    /// guests of the guest. For withdrawals, under the MMU lock.
+    #[inline]
+    pub(super) fn derived(&self) -> Option<&ShadowMmu> {
+        self.shadow.as_deref().or_else(|| self.nested.get())
     }
 
     /// [`mmu::ShadowGuard::switch`], to the end.
@@ -151,7 +158,7 @@ impl VmMemory {
 
     /// Does `work` on the shadow pages in a section of the vCPU's. The lock is waited for outside of it, with
     /// interrupts on: who holds it may have much to do.
-    fn on_shadow<T>(
+    pub(super) fn on_shadow<T>(
         &self,
         vcpu: &VcpuShared,
         shadow: &ShadowMmu,
@@ -183,7 +190,15 @@ impl VmMemory {
         // As long as these slots are held, what is prepared for one of them is not forgotten.
         let slots = self.slots();
         match (self.fault(cache, &access, flush), table) {
-            (FaultOutcome::Mapped, table) => self.prepare_frame(&slots, gpa, table.is_some()),
+            (FaultOutcome::Mapped, table) => {
+                let shadow = self.shadow.as_ref()?;
+                self.prepare_frame(shadow, &slots, gpa, table.is_some()).err().map(
+                    |why| match why {
+                        None => ShadowOutcome::Retry,
+                        Some(error) => ShadowOutcome::Error(error),
+                    },
+                )
+            }
             (FaultOutcome::Mmio, Some(exception)) => Some(ShadowOutcome::Guest(exception)),
             (FaultOutcome::Mmio, None) => Some(ShadowOutcome::Mmio(gpa)),
             (FaultOutcome::ReadonlyWrite, Some(_)) => {
@@ -196,18 +211,22 @@ impl VmMemory {
         }
     }
 
-    fn prepare_frame(&self, slots: &MemSlots, gpa: Gpa, is_table: bool) -> Option<ShadowOutcome> {
-        let (shadow, gfn) = (self.shadow.as_ref()?, gpa.gfn());
+    /// Makes it possible to note leaves of a frame that is in the tree now, or that it holds a table. An error
+    /// says why not; without one, the fault is to be taken again.
+    pub(super) fn prepare_frame(
+        &self,
+        shadow: &ShadowMmu,
+        slots: &MemSlots,
+        gpa: Gpa,
+        is_table: bool,
+    ) -> Result<(), Option<MemoryError>> {
+        let gfn = gpa.gfn();
         // One that leaves was met in the table after: nothing is prepared for it any more.
-        let Some(slot) = slots.find(gfn).filter(|slot| !slot.leaving) else {
-            return Some(ShadowOutcome::Retry);
-        };
-        if shadow.prepare(gfn, slot.base, slot.end()).is_err() {
-            return Some(ShadowOutcome::Error(MemoryError::NoMemory));
-        }
+        let slot = slots.find(gfn).filter(|slot| !slot.leaving).ok_or(None)?;
+        shadow.prepare(gfn, slot.base, slot.end()).map_err(|error| Some(error.into()))?;
         // Guest tables in device memory are not followed.
         let direct = self.tdp.mapper().lookup(gfn).is_none_or(|leaf| leaf.direct);
-        (is_table && !direct).then_some(ShadowOutcome::Error(MemoryError::Fault))
+        if is_table && !direct { Err(Some(MemoryError::Fault)) } else { Ok(()) }
     }
 
     /// Protects guest tables that have not changed for a while: outside the loop, when
@@ -228,9 +247,9 @@ impl VmMemory {
         }
     }
 
-    /// KVM_SET_NR_MMU_PAGES (KVM API §4.44). Without effect under TDP.
+    /// KVM_SET_NR_MMU_PAGES (KVM API §4.44). Without effect under TDP until nested paging is asked for.
     pub fn set_shadow_limit(&self, pages: u64, flush: &(impl FlushRemote + ?Sized)) {
-        if let Some(shadow) = &self.shadow {
+        if let Some(shadow) = self.derived() {
             self.shadow_limited.store(true, Ordering::Relaxed);
             shadow.set_limit(pages, flush);
         }
@@ -239,7 +258,7 @@ impl VmMemory {
     /// Without a limit of the VMM's: pages for one in fifty of the guest's frames, as KVM has it.
     /// The slots' lock is held.
     pub(super) fn adapt_shadow_limit(&self, flush: &(impl FlushRemote + ?Sized)) {
-        let Some(shadow) = &self.shadow else { return };
+        let Some(shadow) = self.derived() else { return };
         if self.shadow_limited.load(Ordering::Relaxed) {
             return;
         }
@@ -251,20 +270,20 @@ impl VmMemory {
 
     /// A slot is gone and its frames are withdrawn.
     pub(super) fn forget_shadow_of(&self, slot: &MemSlot) {
-        if let Some(shadow) = &self.shadow {
+        if let Some(shadow) = self.derived() {
             shadow.forget_slot(slot.base, slot.end());
         }
     }
 
     /// The tree has taken write access from `first..end`, and its lock is still held.
     pub(super) fn protect_shadow(&self, first: Gfn, end: Gfn) {
-        if let Some(shadow) = &self.shadow {
+        if let Some(shadow) = self.derived() {
             shadow.write_protect(first, end);
         }
     }
 
     pub(super) fn age_shadow(&self, first: Gfn, end: Gfn, clear: bool) -> bool {
-        self.shadow.as_ref().is_some_and(|shadow| shadow.age(first, end, clear))
+        self.derived().is_some_and(|shadow| shadow.age(first, end, clear))
     }
 
     /// Guest memory was written by somebody else than the guest.
@@ -285,7 +304,7 @@ impl VmMemory {
         end: Gfn,
         flush: &'a R,
     ) -> WithdrawFirst<'a, impl Fn() + use<'a, R>, R> {
-        let shadow = self.shadow.as_deref();
+        let shadow = self.derived();
         let (mut first, mut end) = (first, end);
         if shadow.is_some() {
             // Large leaves go whole, and later withdrawals find nothing of them: so must what was

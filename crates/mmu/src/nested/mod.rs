@@ -1,0 +1,212 @@
+//! The second translation of a guest's guest: L1's NPT or EPT tables, which lead from L2's physical addresses
+//! to L1's.
+//!
+//! What L2's hardware walks is made of them in [`crate::shadow`]; [`walk`] is the same walk in software, for
+//! the emulator. Here is what both share: which tables ([`Tables`]), which access, and what L1 hears of one
+//! that its tables refuse ([`L1Fault`]).
+#![forbid(unsafe_code)]
+
+pub(crate) mod rules;
+pub mod walk;
+
+use x86::vmcb::npf;
+use x86::{Gpa, exception::pf};
+
+use crate::grant::Grant;
+use crate::role::Role;
+use crate::walk::{AccessKind, PagingContext};
+
+pub use crate::role::EptOffer;
+
+/// L1's tables for L2: where they begin, and how they are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tables {
+    pub(crate) base: u64,
+    pub(crate) role: Role,
+}
+
+impl Tables {
+    /// NPT tables from VMCB12's nCR3, when VMRUN was executed in `l1`: CR0, CR4, EFER and what L1's CPUID says.
+    /// `None`: L1 is not in long mode; such tables are not served.
+    pub fn npt(ncr3: u64, l1: &PagingContext) -> Option<Self> {
+        let role = Role::npt(l1, false)?;
+        Some(Self { base: role.base(ncr3), role })
+    }
+
+    /// EPT tables from VMCS12's EPT pointer, which was checked.
+    pub fn ept(pointer: u64, offer: &EptOffer) -> Self {
+        let role = Role::ept(pointer, offer, false);
+        Self { base: role.base(pointer), role }
+    }
+
+    /// Whether L1 wants accessed and dirty flags in EPT tables. The hardware's EPT pointer for L2 must say the
+    /// same: it decides whether a walk of L2's own tables is a write (SDM vol. 3C §29.3.3.2).
+    pub fn tracks_ept(&self) -> bool {
+        self.role.is_ept() && self.role.tracks()
+    }
+
+    /// Whether these are EPT tables.
+    pub fn is_ept(&self) -> bool {
+        self.role.is_ept()
+    }
+
+    /// Whether an EPT pointer names these tables' root, whatever else it says: INVEPT goes by the address.
+    pub fn has_root(&self, pointer: u64) -> bool {
+        self.base == self.role.base(pointer)
+    }
+
+    /// An access in software. NPT takes every access to L2's own tables for a write; EPT does with
+    /// accessed and dirty flags.
+    pub fn access(&self, gpa: Gpa, kind: AccessKind, part: Part) -> NestedAccess {
+        let walks = part == Part::Table && self.role.tracks();
+        let told = match (self.is_ept(), part) {
+            (true, Part::Table) => violation::LINEAR,
+            (true, Part::Page) => violation::LINEAR | violation::FINAL,
+            (true, Part::Physical) => 0,
+            (false, Part::Table) => npf::TABLE,
+            (false, _) => npf::FINAL,
+        };
+        NestedAccess {
+            gpa: gpa.0,
+            // With the flags EPT calls a walk both a read and a write; NPT only a write.
+            read: kind == AccessKind::Read,
+            write: kind == AccessKind::Write || walks,
+            fetch: kind == AccessKind::Fetch,
+            told,
+        }
+    }
+}
+
+/// Bits of an EPT violation's exit qualification (SDM vol. 3C table 28-7).
+mod violation {
+    pub(super) const READ: u64 = 1 << 0;
+    pub(super) const WRITE: u64 = 1 << 1;
+    pub(super) const FETCH: u64 = 1 << 2;
+    /// Where what the entries allow together stands.
+    pub(super) const RIGHTS_SHIFT: u32 = 3;
+    /// The linear address is valid.
+    pub(super) const LINEAR: u64 = 1 << 7;
+    /// The access was to the linear address's page, not to a paging entry.
+    pub(super) const FINAL: u64 = 1 << 8;
+    /// NMIs were unblocked by IRET.
+    pub(super) const NMI_UNBLOCKED: u64 = 1 << 12;
+}
+
+/// What of L2's translation an access in software belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// A paging entry of L2's, on the way of a linear address.
+    Table,
+    /// The page that the linear address leads to.
+    Page,
+    /// There is no linear address: PDPTEs that MOV to CR3 loads.
+    Physical,
+}
+
+/// An access to an L2-physical address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NestedAccess {
+    /// L2-physical.
+    pub gpa: u64,
+    /// Data are read.
+    pub read: bool,
+    /// Data are written.
+    pub write: bool,
+    /// Instructions are fetched.
+    pub fetch: bool,
+    /// What the hardware told of the access that is passed on to L1 as it is.
+    told: u64,
+}
+
+impl NestedAccess {
+    /// The access of a #VMEXIT(NPF): EXITINFO1 and EXITINFO2.
+    #[inline]
+    pub const fn npf(info: u64, gpa: u64) -> Self {
+        let (write, fetch) = (info & pf::WRITE as u64 != 0, info & pf::FETCH as u64 != 0);
+        let told = info & (npf::FINAL | npf::TABLE);
+        Self { gpa, read: !write && !fetch, write, fetch, told }
+    }
+
+    /// The access of an EPT violation: its exit qualification and the guest-physical address.
+    #[inline]
+    pub const fn violation(qualification: u64, gpa: u64) -> Self {
+        use violation::*;
+        Self {
+            gpa,
+            read: qualification & READ != 0,
+            write: qualification & WRITE != 0,
+            fetch: qualification & FETCH != 0,
+            told: qualification & (LINEAR | FINAL | NMI_UNBLOCKED),
+        }
+    }
+
+    /// Whether rights allow the access. Reading needs what NPT calls the user's right.
+    #[inline]
+    pub(crate) const fn is_allowed(&self, grant: Grant) -> bool {
+        // Every access of NPT is a user's; EPT's U is the right to read, which a fetch does not need.
+        (!self.read || grant.has(Grant::U))
+            && (!self.write || grant.has(Grant::W))
+            && (!self.fetch || grant.has(Grant::X))
+    }
+}
+
+/// What L1 hears of an access that its tables refuse. The address is that of the access.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum L1Fault {
+    /// #VMEXIT(NPF).
+    Npf {
+        /// EXITINFO1.
+        info: u64,
+    },
+    /// An EPT violation.
+    Violation {
+        /// The exit qualification.
+        qualification: u64,
+    },
+    /// An EPT misconfiguration.
+    Misconfiguration,
+}
+
+/// Why L1's tables refuse an access.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    /// An entry is not present, or cannot be read.
+    Absent,
+    /// An entry is broken.
+    Broken,
+    /// The entries together allow no more than this.
+    Rights(Grant),
+}
+
+impl NestedAccess {
+    /// Whether rights that were collected in `role` allow the access.
+    #[inline]
+    pub(crate) const fn passes(&self, role: Role, grant: Grant) -> bool {
+        // An NPT page that is not the user's is nobody's.
+        (role.is_ept() || grant.has(Grant::U)) && self.is_allowed(grant)
+    }
+
+    /// What L1 hears when tables of `role` refuse the access.
+    #[cold]
+    pub(crate) fn refused(&self, role: Role, why: Refusal) -> L1Fault {
+        if role.is_ept() {
+            let rights = match why {
+                Refusal::Broken => return L1Fault::Misconfiguration,
+                Refusal::Absent => 0,
+                Refusal::Rights(grant) => grant.as_ept() << violation::RIGHTS_SHIFT,
+            };
+            let read = if self.read { violation::READ } else { 0 };
+            let write = if self.write { violation::WRITE } else { 0 };
+            let fetch = if self.fetch { violation::FETCH } else { 0 };
+            return L1Fault::Violation { qualification: self.told | rights | read | write | fetch };
+        }
+        let mut code = match why {
+            Refusal::Absent => pf::USER,
+            Refusal::Broken => pf::USER | pf::PRESENT | pf::RSVD,
+            Refusal::Rights(_) => pf::USER | pf::PRESENT,
+        };
+        code |= if self.write { pf::WRITE } else { 0 };
+        code |= if self.fetch && role.nx() { pf::FETCH } else { 0 };
+        L1Fault::Npf { info: self.told | u64::from(code) }
+    }
+}

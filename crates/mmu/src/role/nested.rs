@@ -1,0 +1,179 @@
+//! The roles of tables by which a hypervisor in the guest (L1) translates for its own guest (L2): NPT tables,
+//! which are of the ordinary format, and EPT tables.
+
+use x86::vmcs::eptp;
+use x86::{Cr0, Cr4, Efer};
+
+use super::{Role, Source};
+use crate::walk::PagingContext;
+
+/// What L1's CPU has of EPT (IA32_VMX_EPT_VPID_CAP as L1 reads it, SDM vol. 3 appendix A.10).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EptOffer {
+    /// L1's physical address width; 0 is taken for 52.
+    pub maxphyaddr: u8,
+    /// Execute-only translations.
+    pub execute_only: bool,
+    /// Pages of 2 MiB.
+    pub pages_2m: bool,
+    /// Pages of 1 GiB.
+    pub pages_1g: bool,
+}
+
+const fn when(condition: bool, bits: u32) -> u32 {
+    if condition { bits } else { 0 }
+}
+
+impl Role {
+    /// The role of L1's root of NPT tables, which are tables of the paging mode that L1 itself is in (APM vol.
+    /// 2 §15.25.3). `None`: that is not long mode.
+    pub(crate) fn npt(l1: &PagingContext, smm: bool) -> Option<Self> {
+        if !l1.is_paging() || !l1.is_long_mode() {
+            return None;
+        }
+        // Every access is a user's: what forbids or allows the supervisor something has no meaning.
+        let context = PagingContext {
+            cr0: Cr0::PG | Cr0::WP,
+            cr4: Cr4::PAE | l1.cr4 & Cr4::LA57,
+            efer: Efer::LMA | l1.efer & Efer::NXE,
+            ..*l1
+        };
+        Some(Self(Self::of(&context, smm).0 | Self::NPT))
+    }
+
+    /// The role of L1's root of EPT tables: four levels.
+    pub(crate) fn ept(pointer: u64, offer: &EptOffer, smm: bool) -> Self {
+        Self(
+            4 | Self::EPT
+                | Self::GRANT
+                | Self::LONG
+                | Self::tdp(smm).0
+                | u32::from(offer.maxphyaddr & 63) << Self::WIDTH_SHIFT
+                | when(pointer & eptp::ACCESSED_DIRTY != 0, Self::EPT_TRACKS)
+                | when(offer.execute_only, Self::EPT_EXECUTE_ONLY)
+                | when(offer.pages_2m, Self::EPT_2M)
+                | when(offer.pages_1g, Self::GBPAGES),
+        )
+    }
+
+    /// The role of the page above a root, made from no table: the hardware's tables have a level more than
+    /// L1's, and its first entry leads to the root.
+    pub(crate) fn above(self) -> Self {
+        let level = self.level().saturating_add(1);
+        Self(self.at_level(level).0 | Self::DIRECT | Self::ABOVE)
+    }
+
+    /// Whether it is made from EPT tables, or from frames that they lead to.
+    #[inline]
+    pub(crate) const fn is_ept(self) -> bool {
+        self.0 & Self::EPT != 0
+    }
+
+    /// Whether L1's tables have accessed and dirty bits. NPT's always do.
+    #[inline]
+    pub(crate) const fn tracks(self) -> bool {
+        self.0 & Self::EPT == 0 || self.0 & Self::EPT_TRACKS != 0
+    }
+
+    /// Whether the hardware sets no accessed bits in the page: L1's EPT pointer turns them off, and so does that
+    /// of the hardware's tables made for it.
+    #[inline]
+    pub(crate) const fn is_blind(self) -> bool {
+        self.0 & (Self::EPT | Self::EPT_TRACKS) == Self::EPT
+    }
+
+    /// Whether an EPT entry may allow fetching alone.
+    #[inline]
+    pub(crate) const fn has_execute_only(self) -> bool {
+        self.0 & Self::EPT_EXECUTE_ONLY != 0
+    }
+
+    /// Whether an EPT entry of this role's level may map a large page.
+    #[inline]
+    pub(crate) const fn has_large_ept(self) -> bool {
+        match self.0 & Self::LEVEL {
+            2 => self.0 & Self::EPT_2M != 0,
+            3 => self.0 & Self::GBPAGES != 0,
+            _ => false,
+        }
+    }
+}
+
+impl Source {
+    /// Whether it is one of L1's tables for L2.
+    pub const fn is_nested(self) -> bool {
+        matches!(self, Self::Npt | Self::Ept)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::grant::Grant;
+
+    fn l1() -> PagingContext {
+        PagingContext {
+            cr0: Cr0::PG | Cr0::PE | Cr0::WP,
+            cr4: Cr4::PAE,
+            efer: Efer::LMA | Efer::LME | Efer::NXE,
+            maxphyaddr: 40,
+            gbpages: true,
+            amd: true,
+            ..PagingContext::default()
+        }
+    }
+
+    #[test]
+    fn l1s_tables_share_no_role_with_a_guests_and_each_rule_makes_another() {
+        let with = |change: fn(&mut PagingContext)| {
+            let mut context = l1();
+            change(&mut context);
+            Role::npt(&context, false).unwrap()
+        };
+        let plain = EptOffer { maxphyaddr: 40, ..EptOffer::default() };
+        let tracks = eptp::ACCESSED_DIRTY;
+        let roles = [
+            Role::of(&l1(), false),
+            with(|_| ()),
+            with(|c| c.efer -= Efer::NXE),
+            with(|c| c.cr4 |= Cr4::LA57),
+            with(|c| c.maxphyaddr = 39),
+            with(|c| c.gbpages = false),
+            with(|c| c.amd = false),
+            Role::npt(&l1(), true).unwrap(),
+            Role::ept(0, &plain, false),
+            Role::ept(0, &plain, true),
+            Role::ept(tracks, &plain, false),
+            Role::ept(0, &EptOffer { maxphyaddr: 39, ..plain }, false),
+            Role::ept(0, &EptOffer { execute_only: true, ..plain }, false),
+            Role::ept(0, &EptOffer { pages_2m: true, ..plain }, false),
+            Role::ept(0, &EptOffer { pages_1g: true, ..plain }, false),
+        ];
+        for (n, a) in roles.iter().enumerate() {
+            assert!(roles[n + 1..].iter().all(|b| a != b), "{n}: {a:?}");
+            for b in &roles[..n] {
+                let direct = |role: &Role| role.direct_below(Grant::ALL);
+                if a.source() != b.source() {
+                    assert!(direct(a).source() == Source::Frames && direct(a) != direct(b));
+                }
+            }
+            assert_eq!(a.source().is_nested(), n > 0);
+            assert_ne!(a.above(), *a);
+        }
+    }
+
+    #[test]
+    fn what_is_the_supervisors_alone_makes_no_other_role() {
+        let plain = Role::npt(&l1(), false).unwrap();
+        let other = PagingContext {
+            cr0: Cr0::PG,
+            cr4: Cr4::PAE | Cr4::SMEP | Cr4::SMAP | Cr4::PSE,
+            cr3: 0x5000,
+            cpl: 3,
+            ..l1()
+        };
+        assert_eq!(Role::npt(&other, false), Some(plain));
+        assert_eq!(Role::npt(&PagingContext { efer: Efer::empty(), ..l1() }, false), None);
+        assert_eq!(Role::npt(&PagingContext { cr0: Cr0::PE, ..l1() }, false), None);
+    }
+}

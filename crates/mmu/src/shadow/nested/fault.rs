@@ -1,0 +1,263 @@
+//! A fault of L2's: the walk of L1's tables, and then the entries that were missing.
+//!
+//! As for a guest's own tables ([`super::super::fault`]): the first half changes nothing; when it knows that the
+//! access is allowed and has all that it needs, the second sets accessed and dirty bits in L1's tables and
+//! makes the entries.
+
+use x86::{Gfn, Gpa};
+
+use super::super::State;
+use super::super::ahead::{GROUP, missing_around};
+use super::super::arena::PageId;
+use super::super::counters::count;
+use super::super::fault::{Step, Walk};
+use super::super::frames::Chunk;
+use super::super::tables::{entry_gpa, frame_of};
+use super::roots::NestedRoots;
+use super::{NestedFault, NestedFrame};
+use crate::grant::Grant;
+use crate::nested::rules::Reading;
+use crate::nested::{NestedAccess, Refusal};
+use crate::role::Role;
+use crate::source::index_at;
+use crate::table::{GuestPage, View};
+
+/// A leaf to be made.
+#[derive(Clone, Copy)]
+pub(super) struct Target<'a> {
+    pub(super) gfn: Gfn,
+    /// What the tree says of the frame.
+    pub(super) known: u64,
+    pub(super) chunk: &'a Chunk,
+    pub(super) grant: Grant,
+    /// L1's entry.
+    pub(super) copy: u64,
+}
+
+impl State {
+    /// See [`super::super::ShadowGuard::nested_fault`].
+    pub(super) fn nested_fault(
+        &self,
+        view: &View<'_>,
+        roots: &NestedRoots,
+        access: &NestedAccess,
+    ) -> NestedFault {
+        let Some(top) = roots.start(self.number) else {
+            debug_assert!(false, "a fault without a root");
+            return NestedFault::Fixed { replaced: true };
+        };
+        match self.nested_walk(view, top, access) {
+            Ok(mut walk) => self.nested_fix(view, roots, &mut walk, access),
+            Err(fault) => fault,
+        }
+    }
+
+    #[cold]
+    fn refuse(&self, access: &NestedAccess, role: Role, why: Refusal) -> NestedFault {
+        count(&self.counters.reflected);
+        NestedFault::L1(access.refused(role, why))
+    }
+
+    /// The walk of L1's tables. `top`: the page to begin with.
+    fn nested_walk(
+        &self,
+        view: &View<'_>,
+        top: PageId,
+        access: &NestedAccess,
+    ) -> Result<Walk, NestedFault> {
+        let first = self.arena.page(top);
+        let (mut role, mut gfn, mut id) = (first.role.get(), first.gfn.get(), top);
+        let level = role.level();
+        if access.gpa >> (12 + 9 * u32::from(level)) != 0 {
+            return Err(self.refuse(access, role, Refusal::Absent));
+        }
+        let mut walk = Walk { steps: [Step::NONE; 5], top: level, leaf: 0, grant: Grant::ALL };
+        for step in walk.steps.iter_mut().take(level.into()).rev() {
+            let index = index_at(access.gpa, role.level());
+            let table = match id {
+                0 => self.find_table(view, gfn),
+                id => self.table_of(view, id),
+            };
+            let entry = table.and_then(|table| view.load_u64(&table, index << 3));
+            let (Some(entry), Some(_)) = (entry, table) else {
+                return Err(NestedFault::NeedFrame(NestedFrame {
+                    gpa: entry_gpa(gfn, index << 3),
+                    write: false,
+                    exec: false,
+                    table: Some(access.refused(role, Refusal::Absent)),
+                }));
+            };
+            *step = Step { entry, table, gfn, id, role };
+            let grant = match role.read(entry) {
+                Reading::Absent => return Err(self.refuse(access, role, Refusal::Absent)),
+                Reading::Broken => return Err(self.refuse(access, role, Refusal::Broken)),
+                Reading::Leaf(grant) => {
+                    walk.grant = walk.grant.and(grant);
+                    walk.leaf = role.level();
+                    break;
+                }
+                Reading::Table(grant) => grant,
+            };
+            walk.grant = walk.grant.and(grant);
+            gfn = role.table_frame(entry);
+            role = role.below(index, grant);
+            id = self.page_below(id, index, entry, gfn, role);
+        }
+        Ok(walk)
+    }
+
+    /// The page made from table `gfn` in `role`, which L1's entry `index` behind page `id` leads to; or 0.
+    fn page_below(&self, id: PageId, index: usize, entry: u64, gfn: Gfn, role: Role) -> PageId {
+        if id != 0 {
+            let page = self.arena.page(id);
+            let kid = page.kid(index);
+            if kid != 0 && page.copy(index) == entry {
+                return kid;
+            }
+        }
+        self.arena.find(gfn, role).unwrap_or(0)
+    }
+
+    /// The second half.
+    fn nested_fix(
+        &self,
+        view: &View<'_>,
+        roots: &NestedRoots,
+        walk: &mut Walk,
+        access: &NestedAccess,
+    ) -> NestedFault {
+        let last = *walk.step(walk.leaf);
+        if !access.passes(last.role, walk.grant) {
+            return self.refuse(access, last.role, Refusal::Rights(walk.grant));
+        }
+        let gfn = last.role.frame_for(last.entry, access.gpa);
+        let chunk = self.frames.chunk(gfn);
+        let known = chunk.map_or(0, |chunk| self.frame(view, gfn, chunk, access.write));
+        let Some(chunk) = chunk.filter(|_| known != 0) else {
+            let gpa = Gpa(gfn.gpa().0 | access.gpa & 0xfff);
+            let (write, exec) = (access.write, access.fetch);
+            return NestedFault::NeedFrame(NestedFrame { gpa, write, exec, table: None });
+        };
+        let missing = (1..walk.top).filter(|&n| n >= walk.leaf && walk.step(n).id == 0).count();
+        let needed = missing + usize::from(walk.leaf.saturating_sub(1));
+        if self.arena.free_count() < needed {
+            return NestedFault::NeedPages(needed);
+        }
+        if let Some(fault) = self.nested_settle(view, roots, walk, access) {
+            return fault;
+        }
+        let Some((page, mut replaced)) = self.nested_build(view, walk, access.gpa) else {
+            return NestedFault::NeedPages(needed);
+        };
+        let last = *walk.step(walk.leaf);
+        let dirty = last.role.dirty();
+        // Clean: read-only until the write that sets the bit, unless the bit cannot be set.
+        let clean = last.entry & dirty != dirty && !access.write;
+        let grant = if clean { walk.grant.without(Grant::W) } else { walk.grant };
+        let target = Target { gfn, known, chunk, grant, copy: last.entry };
+        let index = index_at(access.gpa, walk.leaf);
+        if walk.leaf == 1 {
+            replaced |= self.nested_put(page, index, &target);
+            if let Some(table) = &last.table {
+                self.nested_ahead(view, page, index, table);
+            }
+        } else {
+            match self.nested_put_large(view, page, index, &target) {
+                Some(other) => replaced |= other,
+                None => return NestedFault::NeedPages(needed),
+            }
+        }
+        count(&self.counters.fixed);
+        NestedFault::Fixed { replaced }
+    }
+
+    /// Sets accessed and dirty bits. `Some`: the fault is taken again, or a table must be writable
+    /// first.
+    fn nested_settle(
+        &self,
+        view: &View<'_>,
+        roots: &NestedRoots,
+        walk: &mut Walk,
+        access: &NestedAccess,
+    ) -> Option<NestedFault> {
+        let (top, leaf) = (walk.top, walk.leaf);
+        for level in (leaf..=top).rev() {
+            let step = walk.steps.get_mut(usize::from(level.wrapping_sub(1)))?;
+            let role = step.role;
+            let dirty = if level == leaf && access.write { role.dirty() } else { 0 };
+            let wanted = step.entry | role.accessed() | dirty;
+            if wanted == step.entry {
+                continue;
+            }
+            let offset = index_at(access.gpa, level) << 3;
+            match self.set_bits(view, step, offset, wanted) {
+                Some(true) => step.entry = wanted,
+                Some(false) => return Some(NestedFault::Fixed { replaced: false }),
+                // In ROM the bits stay as they are.
+                None if roots.roms.has(view.generation(), step.gfn) => {}
+                None => {
+                    return Some(NestedFault::NeedFrame(NestedFrame {
+                        gpa: entry_gpa(step.gfn, offset),
+                        write: true,
+                        exec: false,
+                        table: Some(access.refused(role, Refusal::Absent)),
+                    }));
+                }
+            }
+        }
+        None
+    }
+
+    /// Makes the pages and links down to the level of the leaf. The page of that level, and whether a link
+    /// led elsewhere before; `None`: pages ran out.
+    fn nested_build(&self, view: &View<'_>, walk: &Walk, gpa: u64) -> Option<(PageId, bool)> {
+        let (mut id, mut replaced) = (walk.step(walk.top).id, false);
+        for level in (walk.leaf.saturating_add(1)..=walk.top).rev() {
+            let (step, below) = (walk.step(level), walk.step(level - 1));
+            let index = index_at(gpa, level);
+            let page = self.arena.page(id);
+            let kid = page.kid(index);
+            if kid != 0 && kid == below.id {
+                page.set_copy(index, step.entry);
+                id = kid;
+            } else {
+                replaced |= page.present.has(index);
+                id = self.relink(view, id, index, step, below)?;
+            }
+        }
+        Some((id, replaced))
+    }
+
+    /// A page of 4 KiB at `index` of a page of the lowest level. Whether another stood there.
+    pub(super) fn nested_put(&self, id: PageId, index: usize, target: &Target<'_>) -> bool {
+        let page = self.arena.page(id);
+        let replaced = page.present.has(index) && frame_of(page, index) != target.gfn;
+        let spte = self.leaf(target.known, target.grant) | self.format.accessed();
+        self.put_leaf(id, index, target.gfn, target.chunk, spte, target.copy);
+        replaced
+    }
+
+    /// The neighbours of entry `index` of a page of the lowest level, as far as L2 has used them before.
+    fn nested_ahead(&self, view: &View<'_>, id: PageId, index: usize, table: &GuestPage) {
+        let page = self.arena.page(id);
+        let (role, first) = (page.role.get(), index & !(GROUP - 1));
+        let (mut missing, mut made) = (missing_around(page, index), 0);
+        while missing != 0 {
+            let index = first + missing.trailing_zeros() as usize;
+            missing &= missing - 1;
+            let Some(entry) = view.load_u64(table, index << 3) else { return };
+            let Reading::Leaf(grant) = role.read(entry) else { continue };
+            let mut grant = role.grant().and(grant);
+            if entry & role.dirty() != role.dirty() {
+                grant = grant.without(Grant::W);
+            }
+            // An entry that allows nothing is not there, in EPT.
+            let used = entry & role.accessed() == role.accessed();
+            if used && (grant.has(Grant::U) || grant.has(Grant::X)) {
+                let gfn = role.leaf_frame(entry, index);
+                made += u32::from(self.put_ahead(view, id, index, gfn, grant, entry));
+            }
+        }
+        self.count_ahead(made);
+    }
+}

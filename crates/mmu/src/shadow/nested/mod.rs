@@ -1,0 +1,99 @@
+//! Shadow pages for a guest of the guest's (L2): the hardware's NPT or EPT tables, derived from those of the
+//! hypervisor in the guest (L1) and from the VM's tree.
+//!
+//! L1's tables may be written at will, and are never write-protected: what L2 may find stale in a TLB it may
+//! find stale here. What flushes L2's translations ([`NestedRoots::flush`]: INVEPT, TLB_CONTROL of VMCB12) makes
+//! the next [`ShadowGuard::nested_switch`] compare the root's pages with L1's tables. Pages are found by
+//! frame and role, both; no role of L1's tables is one of a guest's own.
+
+mod fault;
+mod large;
+mod roots;
+mod sync;
+
+use x86::{Gpa, Hpa};
+
+use super::ShadowGuard;
+use crate::nested::{L1Fault, NestedAccess, Tables};
+use crate::role::Role;
+use crate::table::View;
+
+pub use roots::NestedRoots;
+
+/// A root of L2's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NestedRoot {
+    /// nCR3 (encryption bit included), or the address bits of the EPT pointer.
+    pub hpa: Hpa,
+    /// How L1's tables are read.
+    pub role: Role,
+}
+
+/// What became of a wish for a root of L2's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NestedSwitch {
+    /// The root is current, and no staler than L2's translations may be.
+    Ready(NestedRoot),
+    /// How many more pages are needed ([`super::ShadowMmu::reserve`]); nothing has changed.
+    NeedPages(usize),
+    /// L1's tables have more levels than the hardware's; or the roots are of another memory.
+    Refused,
+}
+
+/// A frame of L1's that must be in the tree before L2 can go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NestedFrame {
+    /// L1-physical address of the access, or of an entry of L1's tables.
+    pub gpa: Gpa,
+    /// The frame must be writable.
+    pub write: bool,
+    /// The frame is fetched from.
+    pub exec: bool,
+    /// An entry of L1's tables is wanted, not what L2 accesses: where nothing backs it, L1 hears
+    /// this.
+    pub table: Option<L1Fault>,
+}
+
+/// What became of a fault of L2's on its root.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NestedFault {
+    /// The pages allow the access now: enter again.
+    Fixed {
+        /// Something else stood there: this vCPU's translations of L2 are to be flushed first.
+        replaced: bool,
+    },
+    /// L1's tables refuse.
+    L1(L1Fault),
+    /// A frame must be found outside.
+    NeedFrame(NestedFrame),
+    /// How many more pages are needed ([`super::ShadowMmu::reserve`]).
+    NeedPages(usize),
+}
+
+impl ShadowGuard<'_> {
+    /// Makes the root for `tables` current: before each entry to L2. The hardware's own TLB is the caller's.
+    pub fn nested_switch(
+        &mut self,
+        view: &View<'_>,
+        roots: &mut NestedRoots,
+        tables: &Tables,
+    ) -> NestedSwitch {
+        self.state.nested_switch(view, roots, tables)
+    }
+
+    /// A fault of the hardware's on the current root.
+    pub fn nested_fault(
+        &mut self,
+        view: &View<'_>,
+        roots: &NestedRoots,
+        access: &NestedAccess,
+    ) -> NestedFault {
+        self.state.nested_fault(view, roots, access)
+    }
+
+    /// Lets go of all roots: before `roots` is dropped, and when what CPUID or the VMX capabilities say
+    /// changes. `false`: they are of another memory, which must be asked.
+    pub fn nested_release(&mut self, roots: &mut NestedRoots) -> bool {
+        self.state.nested_release(roots)
+    }
+}

@@ -1,0 +1,184 @@
+//! The roots of L2's that a vCPU holds, by L1's tables.
+
+use core::cell::Cell;
+
+use x86::{Gfn, Hpa};
+
+use super::super::State;
+use super::super::arena::PageId;
+use super::super::counters::count;
+use super::super::roms::Roms;
+use super::{NestedRoot, NestedSwitch};
+use crate::nested::Tables;
+use crate::roots::{RootCache, RootKey};
+use crate::table::View;
+
+/// A root as it is kept.
+#[derive(Debug)]
+struct Held {
+    root: NestedRoot,
+    tables: Tables,
+    /// The page of L1's root.
+    page: PageId,
+    /// The page above it, where the hardware's tables have a level more; else 0.
+    above: PageId,
+    /// [`NestedRoots::flushes`] when its pages were in order last.
+    fresh: Cell<u64>,
+}
+
+/// The roots of L2's that a vCPU holds, of one memory. Released with
+/// [`super::super::ShadowGuard::nested_release`] before it is dropped.
+#[derive(Debug)]
+pub struct NestedRoots {
+    cache: RootCache<Held>,
+    /// Whose pages these are; 0: nobody's.
+    owner: u64,
+    /// Counts flushes, from 1 on.
+    flushes: u64,
+    pub(super) roms: Roms,
+}
+
+impl Default for NestedRoots {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl NestedRoots {
+    /// Holds nothing.
+    pub const fn new() -> Self {
+        Self { cache: RootCache::new(), owner: 0, flushes: 1, roms: Roms::NONE }
+    }
+
+    /// The current root.
+    #[inline]
+    pub fn current(&self) -> Option<NestedRoot> {
+        self.cache.current().map(|held| held.root)
+    }
+
+    /// All of L2's translations are flushed: INVEPT of all, TLB_CONTROL. Takes effect with the next
+    /// [`super::super::ShadowGuard::nested_switch`] of each root.
+    #[inline]
+    pub fn flush(&mut self) {
+        self.flushes = self.flushes.wrapping_add(1).max(1);
+    }
+
+    /// The translations through one EPT pointer are flushed: INVEPT of a single context.
+    pub fn flush_of(&mut self, pointer: u64) {
+        for held in self.cache.current().into_iter().chain(self.cache.previous()) {
+            if held.tables.has_root(pointer) {
+                held.fresh.set(0);
+            }
+        }
+    }
+
+    /// Notes that a table of L1's lies in memory that L1 cannot write: its accessed and dirty bits stay as
+    /// they are. `generation`: the tree's, before that was found out.
+    pub fn note_rom(&mut self, gfn: Gfn, generation: u64) {
+        self.roms.note(gfn, generation);
+    }
+
+    /// The page that the walk begins with, if the roots are of the pages of that number.
+    #[inline]
+    pub(super) fn start(&self, owner: u64) -> Option<PageId> {
+        self.cache.current().filter(|_| self.owner == owner).map(|held| held.page)
+    }
+}
+
+/// The frame by which the page above a root is found: of no slot, so that it goes with none.
+fn frame_above(gfn: Gfn) -> Gfn {
+    Gfn(gfn.0 | 1 << 60)
+}
+
+impl State {
+    /// See [`super::super::ShadowGuard::nested_switch`].
+    pub(super) fn nested_switch(
+        &self,
+        view: &View<'_>,
+        roots: &mut NestedRoots,
+        tables: &Tables,
+    ) -> NestedSwitch {
+        let key = RootKey { base: tables.base, role: tables.role };
+        let above = match self.format.levels().checked_sub(tables.role.level()) {
+            Some(more @ 0..=1) if roots.owner == self.number || roots.owner == 0 => more != 0,
+            _ => return NestedSwitch::Refused,
+        };
+        if roots.cache.switch(key).is_some() {
+            count(&self.counters.roots_kept);
+        } else if let Err(needed) = self.make_nested_root(roots, tables, above) {
+            return NestedSwitch::NeedPages(needed);
+        }
+        self.freshen_nested(view, roots);
+        roots.current().map_or(NestedSwitch::Refused, NestedSwitch::Ready)
+    }
+
+    /// Brings the current root's pages in order, if L2's translations were flushed since they were.
+    fn freshen_nested(&self, view: &View<'_>, roots: &NestedRoots) {
+        let Some(held) = roots.cache.current() else { return };
+        if held.fresh.replace(roots.flushes) != roots.flushes {
+            self.sync(view, held.page);
+        }
+    }
+
+    #[inline(never)]
+    fn make_nested_root(
+        &self,
+        roots: &mut NestedRoots,
+        tables: &Tables,
+        above: bool,
+    ) -> Result<(), usize> {
+        let (role, gfn) = (tables.role, Gfn(tables.base >> 12));
+        let upper = (frame_above(gfn), role.above());
+        let needed = usize::from(self.arena.find(gfn, role).is_none())
+            + usize::from(above && self.arena.find(upper.0, upper.1).is_none());
+        if self.arena.free_count() < needed {
+            return Err(needed);
+        }
+        let page = self.hold(gfn, role).ok_or(needed)?;
+        let upper = if above { self.hold(upper.0, upper.1).unwrap_or(0) } else { 0 };
+        if upper != 0 && self.arena.page(upper).kid(0) != page {
+            self.drop_entry(upper, 0);
+            self.link(upper, 0, page, 0);
+        }
+        let top = self.arena.page(if upper == 0 { page } else { upper });
+        let root = NestedRoot { hpa: Hpa(top.hpa().0 | self.format.encryption()), role };
+        // Never fresh: it may be another vCPU's page.
+        let held = Held { root, tables: *tables, page, above: upper, fresh: Cell::new(0) };
+        count(&self.counters.roots_made);
+        roots.owner = self.number;
+        let key = RootKey { base: tables.base, role };
+        if let Some(old) = roots.cache.insert(key, held) {
+            self.let_go_nested(&old);
+        }
+        Ok(())
+    }
+
+    /// A page that a root refers to from now on.
+    fn hold(&self, gfn: Gfn, role: crate::role::Role) -> Option<PageId> {
+        let id = self.obtain(gfn, role)?;
+        let page = self.arena.page(id);
+        page.roots.set(page.roots.get().saturating_add(1));
+        self.arena.renew(id);
+        Some(id)
+    }
+
+    fn let_go_nested(&self, held: &Held) {
+        for id in [held.page, held.above].into_iter().filter(|id| *id != 0) {
+            let page = self.arena.page(id);
+            page.roots.set(page.roots.get().saturating_sub(1));
+        }
+    }
+
+    /// See [`super::super::ShadowGuard::nested_release`].
+    pub(super) fn nested_release(&self, roots: &mut NestedRoots) -> bool {
+        if roots.owner != self.number {
+            // Numbers of pages mean something else here.
+            return roots.owner == 0;
+        }
+        while let Some(old) = roots.cache.take() {
+            self.let_go_nested(&old);
+        }
+        roots.owner = 0;
+        true
+    }
+}

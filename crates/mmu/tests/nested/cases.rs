@@ -1,0 +1,290 @@
+//! Cases by hand.
+
+use gannet_mmu::nested::walk::{LinearError, SecondStage, StageError, translate_linear};
+use gannet_mmu::walk::{Access as Linear, GuestMemory};
+use gannet_mmu::{
+    L1Fault, NestedAccess, NestedFault, NestedRoots, NestedSwitch, PagingContext, Tables,
+};
+use x86::{Cr0, Cr4, Efer, Gfn, Gpa};
+
+use crate::agree::{full, page};
+use crate::machine::{LARGE, Machine, Refused, SMALL, ept, npt};
+use crate::reference::{Access, Kind};
+
+/// Tables in frames 1 to 4, in which the address 0x1000 × n leads to frame n, for n from 8 to 63.
+fn plain(kind: Kind, logs: bool) -> Machine {
+    let machine = Machine::new(2, kind, 4, logs);
+    for gfn in 1..4 {
+        machine.poke(gfn, 0, (gfn + 1) << 12 | full(&kind));
+    }
+    for gfn in 8..SMALL {
+        machine.poke(4, gfn, gfn << 12 | page(&kind));
+    }
+    machine.enter(0);
+    machine.enter(1);
+    machine
+}
+
+fn both() -> [Kind; 2] {
+    [npt(), ept()]
+}
+
+#[test]
+fn a_frame_met_as_table_and_as_page_of_a_large_page_goes_with_its_slot() {
+    // CVE-2026-53359: one frame is shadowed directly, as the first of a large page's small parts, and
+    // indirectly, as a table; then its slot goes.
+    for kind in both() {
+        let machine = plain(kind, false);
+        let large = 1 << 7;
+        // Frame 0 and what follows, as a large page over small frames: shadowed directly, from frame 0 on.
+        machine.poke(3, 1, large | page(&kind));
+        // Frame 0 is a table, too, of the same level; it maps frame 40.
+        machine.poke(3, 2, full(&kind));
+        machine.poke(0, 40, 40 << 12 | page(&kind));
+        // And frame 33 is a table in the slot that goes, and a page in the large one.
+        machine.poke(3, 3, 33 << 12 | full(&kind));
+        machine.poke(33, 5, 45 << 12 | page(&kind));
+        let at = |pde: u64, pte: u64| pde << 21 | pte << 12;
+        let gpas = [at(1, 33), at(1, 40), at(1, 9), at(2, 40), at(3, 5)];
+        let leads = [33, 40, 9, 40, 45];
+        for n in 0..2 {
+            machine.flush(n);
+            for (gpa, gfn) in gpas.into_iter().zip(leads) {
+                let page = machine.access(n, gpa, &Access::WRITE).unwrap();
+                assert_eq!(page.pfn, machine.pages[gfn].hpa().0 >> 12, "{gpa:#x}");
+            }
+        }
+        machine.audit();
+        machine.toggle_slot(false);
+        machine.check_host(&gpas);
+        machine.audit();
+        let gone = machine.access(0, gpas[1], &Access::READ);
+        assert_eq!(gone, Err(Refused::Mmio(Gpa(40 << 12))));
+        assert!(matches!(machine.access(0, gpas[4], &Access::READ), Err(Refused::NoTable(_))));
+        assert!(machine.access(1, gpas[2], &Access::READ).is_ok());
+        machine.check_host(&gpas);
+        // It comes back, with other content: nothing of what was there is met again.
+        machine.toggle_slot(false);
+        machine.poke(33, 5, 46 << 12 | page(&kind));
+        machine.flush(0);
+        let page = machine.access(0, gpas[4], &Access::READ).unwrap();
+        assert_eq!(page.pfn, machine.pages[46].hpa().0 >> 12);
+        machine.check_host(&gpas);
+    }
+}
+
+#[test]
+fn what_l1_takes_away_stays_until_its_flush_and_no_longer() {
+    for kind in both() {
+        let machine = plain(kind, false);
+        let gpa = 20 << 12;
+        let reach = |n| machine.access(n, gpa, &Access::WRITE).map(|page| page.pfn);
+        let pfn = |gfn: usize| machine.pages[gfn].hpa().0 >> 12;
+        assert_eq!((reach(0), reach(1)), (Ok(pfn(20)), Ok(pfn(20))));
+        machine.poke(4, 20, 21 << 12 | page(&kind));
+        assert_eq!(reach(0), Ok(pfn(20)), "stale, as a TLB may be");
+        machine.flush(0);
+        assert_eq!(reach(0), Ok(pfn(21)));
+        // The other's flush of another root does not count; of this root it does.
+        machine.poke(4, 20, 22 << 12 | page(&kind));
+        machine.vcpus[1].borrow_mut().roots.flush_of(9 << 12);
+        machine.enter(1);
+        assert_eq!(reach(1), Ok(pfn(21)));
+        machine.vcpus[1].borrow_mut().roots.flush_of(1 << 12 | 0x5e);
+        machine.enter(1);
+        assert_eq!(reach(1), Ok(pfn(22)));
+    }
+}
+
+#[test]
+fn a_root_that_was_away_during_a_flush_is_looked_at_before_its_use() {
+    for kind in both() {
+        let machine = plain(kind, false);
+        let gpa = 20 << 12;
+        machine.access(0, gpa, &Access::READ).unwrap();
+        machine.poke(5, 0, 2 << 12 | full(&kind));
+        machine.vcpus[0].borrow_mut().root = 5;
+        machine.enter(0);
+        machine.poke(4, 20, 0);
+        machine.flush(0);
+        machine.vcpus[0].borrow_mut().root = 1;
+        machine.enter(0);
+        machine.check(0, gpa);
+        assert!(matches!(machine.access(0, gpa, &Access::READ), Err(Refused::L1(_))));
+    }
+}
+
+#[test]
+fn without_flags_ept_writes_need_no_bits_and_walks_are_reads() {
+    let Kind::Ept { execute_only, pages_2m, pages_1g, width, .. } = ept() else { unreachable!() };
+    let kind = Kind::Ept { flags: false, execute_only, pages_2m, pages_1g, width };
+    let machine = plain(kind, false);
+    machine.poke(4, 20, 20 << 12 | 6 << 3 | 3);
+    machine.poke(4, 21, 21 << 12 | 6 << 3 | 1);
+    assert!(machine.access(0, 20 << 12, &Access::WRITE).unwrap().write);
+    assert!(machine.access(0, 21 << 12, &Access::TABLE).is_ok());
+    assert_eq!(machine.peek(4, 20), 20 << 12 | 6 << 3 | 3, "no bit is set");
+    assert!(!kind.tables(1).tracks_ept() && ept().tables(1).tracks_ept());
+    // With flags the walk is a write, and the entry does not allow it.
+    let machine = plain(ept(), false);
+    machine.poke(4, 21, 21 << 12 | 6 << 3 | 1);
+    let refused = machine.access(0, 21 << 12, &Access::TABLE);
+    let qualification = 1 << 7 | 1 << 3 | 3;
+    assert_eq!(refused, Err(Refused::L1(L1Fault::Violation { qualification })));
+}
+
+#[test]
+fn what_can_only_be_fetched_is_not_read() {
+    let machine = plain(ept(), false);
+    machine.poke(4, 20, 20 << 12 | 3 << 8 | 6 << 3 | 4);
+    let page = machine.access(0, 20 << 12, &Access::FETCH).unwrap();
+    assert!(page.fetch && !page.read && !page.write);
+    let refused = machine.access(0, 20 << 12, &Access::READ);
+    let qualification = 3 << 7 | 4 << 3 | 1;
+    assert_eq!(refused, Err(Refused::L1(L1Fault::Violation { qualification })));
+}
+
+#[test]
+fn a_large_page_of_both_is_one_entry_and_goes_whole() {
+    for kind in both() {
+        let machine = plain(kind, false);
+        machine.poke(3, 1, LARGE << 12 | 1 << 7 | page(&kind));
+        let gpa = 1 << 21 | 7 << 12;
+        assert_eq!(machine.access(0, gpa, &Access::WRITE).unwrap().level, 2);
+        machine.withdraw(LARGE + 99, LARGE + 100);
+        machine.check_host(&[gpa, 1 << 21, 1 << 21 | 99 << 12]);
+        machine.audit();
+    }
+}
+
+#[test]
+fn a_log_by_dirty_bits_hears_of_each_write() {
+    let machine = plain(ept(), true);
+    let gpa = 20 << 12;
+    assert!(!machine.access(0, gpa, &Access::READ).unwrap().write, "not before it is dirty");
+    assert!(machine.access(0, gpa, &Access::WRITE).unwrap().write);
+    assert!(machine.tdp.mapper().lookup(Gfn(20)).unwrap().dirty);
+    machine.write_protect(20);
+    machine.check_host(&[gpa]);
+    let leaf = machine.tdp.mapper().lookup(Gfn(20)).unwrap();
+    assert!(leaf.writable && !leaf.dirty);
+    machine.access(0, gpa, &Access::WRITE).unwrap();
+    assert!(machine.tdp.mapper().lookup(Gfn(20)).unwrap().dirty);
+    // L1's own tables are written, too, when bits are set in them.
+    machine.write_protect(4);
+    machine.poke(4, 21, 21 << 12 | 6 << 3 | 7);
+    machine.access(0, 21 << 12, &Access::READ).unwrap();
+    assert!(machine.tdp.mapper().lookup(Gfn(4)).unwrap().dirty);
+}
+
+#[test]
+fn a_hardware_level_more_is_bridged_and_one_less_refused() {
+    let machine = Machine::new(1, npt(), 5, false);
+    for gfn in 1..4 {
+        machine.poke(gfn, 0, (gfn + 1) << 12 | full(&npt()));
+    }
+    machine.poke(4, 20, 20 << 12 | page(&npt()));
+    let root = machine.enter(0);
+    assert!(machine.access(0, 20 << 12, &Access::READ).is_ok());
+    assert!(matches!(machine.access(0, 1 << 48, &Access::READ), Err(Refused::L1(_))));
+    // The slots go, and with them the page of the root: the bridge stays.
+    machine.withdraw(0, 32);
+    machine.shadow.forget_slot(Gfn(0), Gfn(32));
+    assert_eq!(machine.enter(0), root);
+    assert!(machine.access(0, 20 << 12, &Access::READ).is_ok());
+    let five = Kind::Npt { five: true, nx: true, gbpages: true, amd: true, width: 40 };
+    let machine = plain(npt(), false);
+    let refused = machine.with_view(|view| {
+        machine.shadow.lock().nested_switch(view, &mut NestedRoots::new(), &five.tables(1))
+    });
+    assert_eq!(refused, NestedSwitch::Refused);
+}
+
+#[test]
+fn an_l1_outside_long_mode_is_not_served() {
+    let l1 = PagingContext { cr0: Cr0::PG | Cr0::PE, cr4: Cr4::PAE, ..PagingContext::default() };
+    assert_eq!(Tables::npt(0x1000, &l1), None);
+}
+
+#[test]
+fn roots_of_another_memory_are_neither_used_nor_let_go() {
+    let (one, other) = (plain(npt(), false), plain(npt(), false));
+    let roots = &mut one.vcpus[0].borrow_mut().roots;
+    let held = one.audit();
+    let tables = npt().tables(1);
+    let refused = other.with_view(|view| other.shadow.lock().nested_switch(view, roots, &tables));
+    assert_eq!(refused, NestedSwitch::Refused);
+    assert!(!other.shadow.lock().nested_release(roots));
+    assert_eq!((one.audit(), other.audit()), (held, held));
+    assert!(roots.current().is_some());
+}
+
+/// L2's own tables: in L2's frames 8 to 11, which are L1's frames 8 to 11; its page 0x5000 is frame 30.
+fn with_l2(kind: Kind) -> (Machine, PagingContext) {
+    let machine = plain(kind, false);
+    for gfn in 8..11 {
+        machine.poke(gfn, 0, (gfn + 1) << 12 | 0x67);
+    }
+    machine.poke(11, 5, 30 << 12 | 0x67);
+    let context = PagingContext {
+        cr0: Cr0::PG | Cr0::WP | Cr0::PE,
+        cr3: 8 << 12,
+        cr4: Cr4::PAE,
+        efer: Efer::LMA | Efer::LME,
+        maxphyaddr: 40,
+        ..PagingContext::default()
+    };
+    (machine, context)
+}
+
+#[test]
+fn a_linear_address_goes_through_both() {
+    for kind in both() {
+        let (machine, l2) = with_l2(kind);
+        let tables = kind.tables(1);
+        let go = |access| translate_linear(&machine, &tables, &l2, 0x5123, access);
+        machine.poke(4, 30, 31 << 12 | page(&kind));
+        assert_eq!(go(Linear::WRITE).unwrap().gpa, Gpa(31 << 12 | 0x123));
+        // L2's own refusal.
+        let refused = translate_linear(&machine, &tables, &l2, 0x6000, Linear::READ);
+        assert!(matches!(refused, Err(LinearError::L2(_))), "{refused:?}");
+        // L1's, of the page and of a table.
+        machine.poke(4, 30, 0);
+        let (told_page, told_table) = match kind {
+            Kind::Npt { .. } => (1 << 32 | 4, 1 << 33 | 6),
+            Kind::Ept { .. } => (3 << 7 | 1, 1 << 7 | 3),
+        };
+        let fault = |told| match kind {
+            Kind::Npt { .. } => L1Fault::Npf { info: told },
+            Kind::Ept { .. } => L1Fault::Violation { qualification: told },
+        };
+        let wanted =
+            |gpa, told| LinearError::Stage(StageError::L1 { gpa: Gpa(gpa), fault: fault(told) });
+        assert_eq!(go(Linear::READ), Err(wanted(30 << 12 | 0x123, told_page)));
+        machine.poke(4, 10, 0);
+        assert_eq!(go(Linear::READ), Err(wanted(10 << 12, told_table)));
+        assert_eq!(
+            SecondStage::physical(&machine, tables).read_u64(Gpa(11 << 12 | 5 << 3)),
+            Ok(30 << 12 | 0x67)
+        );
+    }
+}
+
+#[test]
+fn what_the_hardware_told_goes_on_to_l1() {
+    let machine = plain(ept(), false);
+    machine.poke(4, 20, 0);
+    // Both read and write, NMIs unblocked by IRET; the rights are those of L1's entries.
+    let access = NestedAccess::violation(0x1000 | 1 << 7 | 7 << 3 | 3, 20 << 12);
+    let vcpu = machine.vcpus[0].borrow();
+    let fault = |access: &NestedAccess| {
+        machine.with_view(|view| machine.shadow.lock().nested_fault(view, &vcpu.roots, access))
+    };
+    // The tables are not in the VM's tree yet.
+    let NestedFault::NeedFrame(wanted) = fault(&access) else { panic!() };
+    assert!(wanted.table.is_some());
+    (1..5).for_each(|gfn| assert!(machine.find_frame(gfn, true)));
+    let qualification = 0x1000 | 1 << 7 | 3;
+    assert_eq!(fault(&access), NestedFault::L1(L1Fault::Violation { qualification }));
+    assert_eq!(access, NestedAccess::violation(qualification, 20 << 12));
+}
