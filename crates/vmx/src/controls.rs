@@ -1,9 +1,4 @@
-//! The VMCS's controls: what exits and what the guest owns.
-//!
-//! Of CR0 the guest owns TS and WP, of CR4 the bits that only it is concerned with, as far as its
-//! CPUID offers them; the other bits it reads from a shadow without an exit, and a write that
-//! changes one exits. WP and PGE are not the guest's where the run loop has to see changes of how
-//! paging entries are read ([`Paging::watch_roles`](backend::Paging::watch_roles)).
+//! The VMCS's controls: what exits, and what of CR0 and CR4 the guest owns ([`Owned`]).
 
 use backend::{Backend, ControlRegisters, FewerExits, GuestLimits, PdpteRegisters, Permissions};
 use cpu::Cpu;
@@ -15,20 +10,12 @@ use x86::{
 use crate::{
     fields,
     msrs::{CORE_RESIDENCY, LIVE, TSC},
+    owned::Owned,
     page_log::PageLog,
     permission::SPECULATION,
     state::Vmx,
 };
 
-/// CR4 bits that a guest may own.
-const CR4_OWNABLE: Cr4 = Cr4::PVI
-    .union(Cr4::TSD)
-    .union(Cr4::DE)
-    .union(Cr4::PGE)
-    .union(Cr4::PCE)
-    .union(Cr4::OSFXSR)
-    .union(Cr4::OSXMMEXCPT)
-    .union(Cr4::FSGSBASE);
 /// PAUSE-loop exiting: cycles between two PAUSEs of one loop, and of a loop that is too long; what
 /// the manual suggests and others use.
 const PLE: (u32, u32) = (128, 4096);
@@ -110,21 +97,22 @@ impl<C: Cpu> Vmx<C> {
     }
 
     /// CR0 bits that the guest owns.
+    #[inline(always)]
     pub(crate) fn owned_cr0(&self) -> Cr0 {
-        let small = self.paging.watch_roles || self.paging.shadow;
-        if small { Cr0::TS } else { Cr0::TS | Cr0::WP }
+        self.owned.cr0
     }
 
     /// CR4 bits that the guest owns.
+    #[inline(always)]
     pub(crate) fn owned_cr4(&self) -> Cr4 {
-        let all = CR4_OWNABLE & self.limits.cr4_allowed;
-        if self.paging.watch_roles || self.paging.shadow { all - Cr4::PGE } else { all }
+        self.owned.cr4
     }
 
     /// Who owns which bits of CR0 and CR4 has changed, by `change`.
     pub(crate) fn change_ownership(&mut self, change: impl FnOnce(&mut Self)) {
         let (cr0, cr4) = (self.cr0(), self.cr4());
         change(self);
+        self.owned = Owned::of(self.paging, &self.limits);
         self.set(fields::CR0_MASK, !self.owned_cr0().bits());
         self.set(fields::CR4_MASK, !self.owned_cr4().bits());
         self.set_cr0(cr0);

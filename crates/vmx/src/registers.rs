@@ -228,9 +228,6 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
     fn set_efer(&mut self, value: Efer) {
         self.efer = value;
         self.set(fields::GUEST_EFER, self.real_efer(value).bits());
-        if self.paging.shadow {
-            self.paging_mode_changed();
-        }
         let long = value.is_long();
         let bit = EntryControls::IA32E_GUEST.bits();
         let controls = self.get(fields::ENTRY_CONTROLS);
@@ -241,6 +238,9 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
             self.set(fields::GUEST_TR_RIGHTS, segments::rights_for(SegmentName::Tr, &tr, true));
         }
         self.sync_syscall();
+        if self.paging.shadow {
+            self.paging_mode_changed();
+        }
     }
 
     #[inline]

@@ -23,6 +23,7 @@ use crate::{
     features::Features,
     fields::{self, Slot},
     host_registers::HostThread,
+    owned::Owned,
     page_log::PageLog,
     permission::SPECULATION,
     preemption_timer::Watched,
@@ -147,6 +148,8 @@ pub struct Vmx<C: Cpu> {
     pub(crate) kernel_gs_base: Exchanged<{ msr::KERNEL_GS_BASE }>,
     pub(crate) limits: GuestLimits,
     pub(crate) paging: Paging,
+    /// What follows from `limits` and `paging`.
+    pub(crate) owned: Owned,
     /// The host's extended state may have to be exchanged for the guest's.
     pub(crate) extended: bool,
     pub(crate) tsc_aux: u64,
@@ -186,6 +189,7 @@ impl<C: Cpu> Vmx<C> {
             kernel_gs_base: Exchanged::default(),
             limits: GuestLimits::default(),
             paging: Paging::default(),
+            owned: Owned::of(Paging::default(), &GuestLimits::default()),
             extended: features.xsave,
             tsc_aux: 0,
             tsc_offset: 0,

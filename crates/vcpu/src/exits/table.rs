@@ -82,11 +82,17 @@ macro_rules! exits {
                         $v.stats.exit(Reason::$rr);
                         $rin
                     })*
-                    exit => {
-                        $v.stats.exit(reason_of(&exit));
-                        Next::Leave
-                    }
+                    exit => $v.answer_outside(&exit),
                 }
+            }
+
+            /// An exit that is never answered in the loop. Of those, all are one case to the comparisons
+            /// before it, and none has a counter of its own there.
+            #[cold]
+            #[inline(never)]
+            fn answer_outside(&mut self, exit: &Exit) -> Next {
+                self.stats.exit(reason_of(exit));
+                Next::Leave
             }
 
             /// Handles an exit that the loop was left for.

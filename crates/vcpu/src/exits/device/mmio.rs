@@ -146,7 +146,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// The access that made a fault, if it is a plain one. Bytes that access it the other way came after
     /// the fault, and its page tables may forbid that.
-    #[inline]
+    #[inline(always)]
     fn plain_of(&self, fault: TdpFault, decoded: &Decoded) -> Option<PlainAccess> {
         let simple = decoded.simple_mmio()?;
         let offset = (fault.gpa.0 & 0xfff) as u32;
@@ -203,8 +203,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// A fault where no memory is, outside the loop: a device in the kernel, else user space.
     pub(crate) fn device_access(&mut self, fault: TdpFault) -> Outcome {
-        let delivering = self.events.again.is_some();
-        if delivering && !fault.final_access {
+        if self.events.again.is_some() && !fault.final_access {
             // The tables that translate the guest's descriptors or stack lie in device memory.
             let data = ErrorData::new(&self.b.exit_raw());
             return Err(self.internal_error(ERROR_DELIVERY, data));
@@ -212,21 +211,35 @@ impl<B: Backend> Vcpu<B> {
         self.device_seen.page = Some(fault.gpa.gfn());
         let rip = self.b.rip();
         let decoded = self.device_seen.access.take().filter(|known| known.is_of(fault, rip));
-        if let Some(plain) = decoded {
-            return self.do_plain(&plain);
-        }
-        if delivering || !fault.final_access || fault.fetch {
-            // The fault tells nothing of the instruction.
-            return self.emulate_here(Cause::Any);
-        }
-        let (fetched, decoded) = self.slow_decode()?;
-        match self.plain_of(fault, &decoded) {
-            Some(plain) if !fault.present => self.do_plain(&plain),
-            _ => self.emulate_decoded(Cause::Memory { write: fault.write }, fetched, &decoded),
+        let plain = match decoded {
+            Some(plain) => Some(plain),
+            None => self.plain_outside(fault)?,
+        };
+        match plain {
+            Some(plain) => self.do_plain(&plain),
+            None => Ok(()),
         }
     }
 
+    /// The access that made a fault, decoded outside the loop. `None`: it is not a plain one, and was emulated.
+    #[inline(never)]
+    fn plain_outside(&mut self, fault: TdpFault) -> Outcome<Option<PlainAccess>> {
+        if self.events.again.is_some() || !fault.final_access || fault.fetch {
+            // The fault tells nothing of the instruction.
+            self.emulate_here(Cause::Any)?;
+            return Ok(None);
+        }
+        let (fetched, decoded) = self.slow_decode()?;
+        let plain = self.plain_of(fault, &decoded).filter(|_| !fault.present);
+        if plain.is_none() {
+            let cause = Cause::Memory { write: fault.write };
+            self.emulate_decoded(cause, fetched, &decoded)?;
+        }
+        Ok(plain)
+    }
+
     /// Does a plain access: a device in the kernel, else user space.
+    #[inline(always)]
     fn do_plain(&mut self, plain: &PlainAccess) -> Outcome {
         let mut access = self.access_of(plain);
         if self.kernel_device(&mut access) {
