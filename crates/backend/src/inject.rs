@@ -10,7 +10,7 @@ use crate::{Event, ability::ServedApic};
 pub enum NmiWindow {
     /// The CPU exits then.
     Exit,
-    /// The guest's next instruction is stepped over: [`Injection::settle_step`] has to be called after the
+    /// The guest's next instruction is stepped over: [`Injection::end_step`] has to be called after the
     /// exit, whichever it is.
     Step,
     /// An event is injected first, which would push the flags of a step. An interrupt to this CPU
@@ -56,7 +56,7 @@ pub trait Injection {
     fn iret_begun(&mut self);
     /// After the exit behind an entry that [`NmiWindow::Step`] was said for: the guest's flags are its own
     /// again.
-    fn settle_step(&mut self);
+    fn end_step(&mut self);
     /// Whether a #DB exit was our own single step.
     fn own_single_step(&mut self) -> bool;
 

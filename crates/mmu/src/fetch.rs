@@ -9,9 +9,10 @@ use core::cell::RefCell;
 
 use x86::{Cr0, Cr4, Efer, Gpa};
 
+use crate::role::PagingContext;
 use crate::table::{Trail, View};
 use crate::tdp::page_of;
-use crate::walk::{Access, GuestMemory, PagingContext, Swap, translate};
+use crate::walk::{Access, GuestMemory, Swap, translate};
 
 /// Bytes from RIP on. `len` of them count: fewer than 15 when the page ends before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -28,7 +28,7 @@ pub use dirty::DirtyBitmap;
 pub use fetch::{CodeBytes, CodeFetch, CodeMode};
 pub use format::{EptSupport, Format};
 pub use nested::{EptOffer, L1Fault, NestedAccess, Tables};
-pub use role::{Role, Source};
+pub use role::{PagingContext, Role, Source};
 pub use shadow::{
     FrameWanted, NestedFault, NestedRoot, NestedRoots, NestedSwitch, Root, RootOutcome,
     ShadowFault, ShadowGuard, ShadowMmu, ShadowRoots,
@@ -36,6 +36,4 @@ pub use shadow::{
 pub use slots::{Change, MemSlot, MemSlots, Region, RegionLimits, SlotError, SlotFlags};
 pub use table::{Section, TableCache, View};
 pub use tdp::{FlushRemote, Leaf, MapOutcome, Mapping, Tdp};
-pub use walk::{
-    Access, AccessKind, GuestMemory, PagingContext, Swap, Translation, WalkError, translate,
-};
+pub use walk::{Access, AccessKind, GuestMemory, Swap, Translation, WalkError, translate};

@@ -9,7 +9,54 @@
 use x86::{Cr0, Cr4, Efer};
 
 use crate::grant::Grant;
-use crate::walk::PagingContext;
+
+/// The registers that govern a walk, and what the guest's CPUID says about entries.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PagingContext {
+    /// CR0.
+    pub cr0: Cr0,
+    /// CR3.
+    pub cr3: u64,
+    /// CR4.
+    pub cr4: Cr4,
+    /// EFER.
+    pub efer: Efer,
+    /// RFLAGS.AC.
+    pub rflags_ac: bool,
+    /// Current privilege level.
+    pub cpl: u8,
+    /// PKRU.
+    pub pkru: u32,
+    /// The guest's physical address width (CPUID 8000_0008h EAX[7:0]); 0 is taken for 52.
+    pub maxphyaddr: u8,
+    /// The guest has 1 GiB pages (CPUID 8000_0001h EDX[26]).
+    pub gbpages: bool,
+    /// AMD's rule: bit 8 of the upper levels' table pointers is reserved (APM vol. 2 §5.3.3).
+    pub amd: bool,
+}
+
+impl PagingContext {
+    /// Whether paging is on.
+    #[inline]
+    pub fn is_paging(&self) -> bool {
+        self.cr0.contains(Cr0::PG)
+    }
+
+    /// Whether long mode is active.
+    #[inline]
+    pub fn is_long_mode(&self) -> bool {
+        self.efer.is_long()
+    }
+
+    /// Whether `va` is canonical for the paging mode (always so outside long mode).
+    pub fn is_canonical(&self, va: u64) -> bool {
+        if !self.is_long_mode() {
+            return true;
+        }
+        let unused = if self.cr4.contains(Cr4::LA57) { 7 } else { 16 };
+        ((va << unused) as i64 >> unused) as u64 == va
+    }
+}
 
 mod nested;
 

@@ -169,7 +169,7 @@ pub(crate) fn same_link(old: u64, new: u64) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::walk::PagingContext;
+    use crate::role::PagingContext;
     use x86::{Cr0, Cr4, Efer};
 
     const LARGE_2M: u64 = 0x1f_e000;

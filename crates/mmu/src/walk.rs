@@ -5,10 +5,10 @@
 //! are set in guest memory as hardware sets them (SDM vol. 3A §4.8).
 
 use x86::exception::pf;
-use x86::{Cr0, Cr4, Efer, Exception, Gpa};
+use x86::{Cr0, Cr4, Exception, Gpa};
 
 use crate::format::ADDRESS;
-use crate::role::Role;
+use crate::role::{PagingContext, Role};
 use crate::source::{A, D, NX, P, U, W};
 
 /// Guest-physical memory as a walk sees it.
@@ -34,31 +34,6 @@ pub enum Swap {
     Changed,
     /// The memory is read-only: a ROM. Its accessed and dirty bits are left as they are.
     ReadOnly,
-}
-
-/// The registers that govern a walk, and what the guest's CPUID says about entries.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PagingContext {
-    /// CR0.
-    pub cr0: Cr0,
-    /// CR3.
-    pub cr3: u64,
-    /// CR4.
-    pub cr4: Cr4,
-    /// EFER.
-    pub efer: Efer,
-    /// RFLAGS.AC.
-    pub rflags_ac: bool,
-    /// Current privilege level.
-    pub cpl: u8,
-    /// PKRU.
-    pub pkru: u32,
-    /// The guest's physical address width (CPUID 8000_0008h EAX[7:0]); 0 is taken for 52.
-    pub maxphyaddr: u8,
-    /// The guest has 1 GiB pages (CPUID 8000_0001h EDX[26]).
-    pub gbpages: bool,
-    /// AMD's rule: bit 8 of the upper levels' table pointers is reserved (APM vol. 2 §5.3.3).
-    pub amd: bool,
 }
 
 /// The kind of an access.
@@ -119,29 +94,6 @@ pub enum WalkError<E> {
         /// Why it cannot.
         error: E,
     },
-}
-
-impl PagingContext {
-    /// Whether paging is on.
-    #[inline]
-    pub fn is_paging(&self) -> bool {
-        self.cr0.contains(Cr0::PG)
-    }
-
-    /// Whether long mode is active.
-    #[inline]
-    pub fn is_long_mode(&self) -> bool {
-        self.efer.is_long()
-    }
-
-    /// Whether `va` is canonical for the paging mode (always so outside long mode).
-    pub fn is_canonical(&self, va: u64) -> bool {
-        if !self.is_long_mode() {
-            return true;
-        }
-        let unused = if self.cr4.contains(Cr4::LA57) { 7 } else { 16 };
-        ((va << unused) as i64 >> unused) as u64 == va
-    }
 }
 
 /// Most entries that one walk can lose races for before it starts to look like a livelock.
@@ -277,7 +229,7 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
             if leaf {
                 let key = (entry >> 59) as u32 & 15;
                 self.permit(granted, forbidden, key)?;
-                self.settle(&path)?;
+                self.mark_used(&path)?;
                 let within = (1u64 << shift) - 1;
                 return Ok(Translation {
                     gpa: Gpa((entry & ADDRESS & !within) | (self.va & within)),
@@ -306,7 +258,7 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
                 return self.refuse(pf::PRESENT | pf::RSVD);
             }
             self.permit(pde, 0, 0)?;
-            self.settle_legacy(&path)?;
+            self.mark_used_legacy(&path)?;
             return Ok(Translation {
                 gpa: Gpa(role.leaf_frame(pde, 0).gpa().0 | (self.va & 0x003f_ffff)),
                 page_shift: 22,
@@ -323,7 +275,7 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
         path.push(pte_at, pte);
         let granted = pde & pte;
         self.permit(granted, 0, 0)?;
-        self.settle_legacy(&path)?;
+        self.mark_used_legacy(&path)?;
         Ok(Translation {
             gpa: Gpa((pte & 0xffff_f000) | (self.va & 0xfff)),
             page_shift: 12,
@@ -367,11 +319,11 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
     }
 
     /// Sets what accessed and dirty bits are missing along the path.
-    fn settle(&self, path: &Path) -> Result<(), Stop<M::Error>> {
+    fn mark_used(&self, path: &Path) -> Result<(), Stop<M::Error>> {
         self.update(path, |gpa, old, new| self.memory.cmpxchg_u64(gpa, old, new))
     }
 
-    fn settle_legacy(&self, path: &Path) -> Result<(), Stop<M::Error>> {
+    fn mark_used_legacy(&self, path: &Path) -> Result<(), Stop<M::Error>> {
         self.update(path, |gpa, old, new| self.memory.cmpxchg_u32(gpa, old as u32, new as u32))
     }
 

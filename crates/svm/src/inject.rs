@@ -226,7 +226,7 @@ impl<C: Cpu> Injection for Svm<C> {
     }
 
     /// The exit behind an entry with a single step of ours: the flags are the guest's again.
-    fn settle_step(&mut self) {
+    fn end_step(&mut self) {
         if self.disarm_step()
             && self.vmcb().control.exit_code == DEBUG_EXCEPTION
             && self.vmcb().save.dr6 & Dr6::TRAPS == 0

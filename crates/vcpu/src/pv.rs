@@ -136,15 +136,15 @@ impl<B: Backend> Vcpu<B> {
         self.pending.pv_eoi_offered = offered;
     }
 
-    /// Settles an offered PV EOI inside the loop, before the APIC is looked at. False when the flag's page cannot be
+    /// Collects an offered PV EOI inside the loop, before the APIC is looked at. False when the flag's page cannot be
     /// reached here: the loop is to be left.
     #[inline]
-    pub(crate) fn settle_pv_eoi(&mut self, s: Section<'_>) -> bool {
-        !self.pending.pv_eoi_offered || self.collect_pv_eoi(s)
+    pub(crate) fn collect_pv_eoi(&mut self, s: Section<'_>) -> bool {
+        !self.pending.pv_eoi_offered || self.collect_offered_pv_eoi(s)
     }
 
     #[inline(never)]
-    fn collect_pv_eoi(&mut self, s: Section<'_>) -> bool {
+    fn collect_offered_pv_eoi(&mut self, s: Section<'_>) -> bool {
         let Some(at) = self.pv.eoi.flag() else { return false };
         let view = self.vm.memory().view(s);
         let mut eoi = self.pv.eoi;

@@ -70,11 +70,11 @@ proptest! {
 
     /// Saved without payloads, the exception leaves its bits in the registers before it is taken.
     #[test]
-    fn a_payload_that_is_settled_early_does_as_little(payload in any::<u64>(), dr7 in any::<u32>()) {
+    fn a_payload_that_is_delivered_early_does_as_little(payload in any::<u64>(), dr7 in any::<u32>()) {
         let mut v = vmx::vcpu();
         v.set_debug_regs([1, 2, 3, 4, 0, dr7.into()]);
         v.restore_events(&with_payload(1, payload), GivenEvents::default());
-        v.settle_exception_payload();
+        v.deliver_exception_payload();
         v.backend().cpu().inner().vmx.then(vmx::shutdown);
         prop_assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
         prop_assert_eq!(v.debug_regs()[4] >> 32, 0);

@@ -73,7 +73,7 @@ impl<C: Cpu> Vmx<C> {
     pub(crate) fn end_shadow_for_request(&mut self) {
         self.attention &= !attention::SHADOW;
         if self.rflags().contains(Rflags::IF) {
-            self.settle_shadow();
+            self.clear_ended_shadow();
         }
     }
 

@@ -55,7 +55,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// Right before an entry: sees that the CPU's timer is set. False: the time has come.
     #[inline(always)]
-    pub(crate) fn settle_timer(&mut self) -> bool {
+    pub(crate) fn ensure_timer(&mut self) -> bool {
         // With VMX off nothing is written.
         if self.attention & (attention::TIMER_SET | attention::OFF) == 0 {
             return self.set_preemption_timer();

@@ -108,7 +108,7 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
             self.set(fields::GUEST_RSP, gprs.0[RSP]);
         }
         if self.attention != 0 {
-            if self.attention & attention::TIMER != 0 && !self.settle_timer() {
+            if self.attention & attention::TIMER != 0 && !self.ensure_timer() {
                 return self.exit_for_deadline();
             }
             if self.attention & !attention::TIMER != 0 && !self.attend() {
@@ -128,7 +128,7 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
         if reason & ENTRY_FAILURE == 0 {
             self.switch.flags |= VmxSwitch::LAUNCHED;
             if self.attention & attention::INJECT != 0 {
-                self.settle_injection();
+                self.end_injection();
             }
         }
         if exits::needs_rsp(reason) {
@@ -227,7 +227,7 @@ impl<C: Cpu> Vmx<C> {
     /// The valid bit of what was injected is clear after an exit (SDM vol. 3C §28.2).
     #[cold]
     #[inline(never)]
-    fn settle_injection(&mut self) {
+    fn end_injection(&mut self) {
         self.attention &= !attention::INJECT;
         let injected = self.get(fields::ENTRY_INTERRUPTION);
         self.vmcs.fields.learn(fields::ENTRY_INTERRUPTION, u64::from(injected & !event::VALID));

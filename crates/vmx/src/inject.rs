@@ -113,7 +113,7 @@ impl<C: Cpu> Vmx<C> {
     }
 
     /// Brings the VMCS up to what is known: that an instruction has retired since STI or MOV SS.
-    pub(crate) fn settle_shadow(&self) {
+    pub(crate) fn clear_ended_shadow(&self) {
         if self.shadow_over.replace(false) {
             let state = self.get(fields::GUEST_INTERRUPTIBILITY);
             self.set(fields::GUEST_INTERRUPTIBILITY, state & !SHADOW);
@@ -133,11 +133,11 @@ impl<C: Cpu> Vmx<C> {
             0
         };
         self.set(fields::GUEST_INTERRUPTIBILITY, state | bit);
-        self.settle_pending_step();
+        self.match_pending_step();
     }
 
-    /// With a shadow, a single step must be pending exactly if the guest steps.
-    pub(crate) fn settle_pending_step(&mut self) {
+    /// Makes a single step pending exactly if the guest steps, as an entry with a shadow demands.
+    pub(crate) fn match_pending_step(&mut self) {
         if self.get(fields::GUEST_INTERRUPTIBILITY) & SHADOW == 0 {
             return;
         }
@@ -149,7 +149,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// RFLAGS was set: blocking by STI goes with IF, and a pending step with TF.
     pub(crate) fn flags_changed(&mut self, rflags: Rflags) {
-        self.settle_shadow();
+        self.clear_ended_shadow();
         let state = self.get(fields::GUEST_INTERRUPTIBILITY);
         if state & SHADOW == 0 {
             return;
@@ -157,17 +157,7 @@ impl<C: Cpu> Vmx<C> {
         if !rflags.contains(Rflags::IF) {
             self.set(fields::GUEST_INTERRUPTIBILITY, state & !interruptibility::STI);
         }
-        self.settle_pending_step();
-    }
-
-    pub(crate) fn set_offer(&mut self, vector: Option<Vector>) {
-        self.offer = Offer { vector, taken: false };
-        if vector.is_some() {
-            self.attention |= attention::OFFER;
-        } else {
-            self.attention &= !attention::OFFER;
-            self.open_window(false);
-        }
+        self.match_pending_step();
     }
 
     /// Injects the offered interrupt if the guest can take it at this entry, else waits for the
@@ -176,7 +166,7 @@ impl<C: Cpu> Vmx<C> {
         let Some(vector) = self.offer.vector else { return };
         let open = !self.injecting() && self.rflags().contains(Rflags::IF) && !self.is_shadowed();
         if open {
-            self.settle_shadow();
+            self.clear_ended_shadow();
             self.offer = Offer { vector: None, taken: true };
             self.attention = (self.attention & !attention::OFFER) | attention::INJECT;
             let info = event::VALID | event::INTR | u32::from(vector.0);
@@ -200,7 +190,7 @@ impl<C: Cpu> Injection for Vmx<C> {
     type ServedApic = Self;
 
     fn inject(&mut self, event: Event) {
-        self.settle_shadow();
+        self.clear_ended_shadow();
         let mut info = encode(event, self.cr0.contains(Cr0::PE));
         if let Event::Exception(e) = event {
             self.end_halt();
@@ -237,7 +227,13 @@ impl<C: Cpu> Injection for Vmx<C> {
     }
 
     fn offer_interrupt(&mut self, vector: Option<Vector>) {
-        self.set_offer(vector);
+        self.offer = Offer { vector, taken: false };
+        if vector.is_some() {
+            self.attention |= attention::OFFER;
+        } else {
+            self.attention &= !attention::OFFER;
+            self.open_window(false);
+        }
     }
 
     /// Whether the guest took the offered interrupt.
@@ -251,7 +247,7 @@ impl<C: Cpu> Injection for Vmx<C> {
             // This was it.
             self.nmi_behind_sti = false;
         }
-        self.set_offer(None);
+        self.offer_interrupt(None);
         self.open_window(on);
     }
 
@@ -298,7 +294,7 @@ impl<C: Cpu> Injection for Vmx<C> {
     }
 
     /// No window is opened by a step.
-    fn settle_step(&mut self) {}
+    fn end_step(&mut self) {}
 
     fn own_single_step(&mut self) -> bool {
         false

@@ -14,14 +14,6 @@ use crate::{apic_page::Serving, fields, segments, state::Vmx};
 const CR0_PG_PE: Cr0 = Cr0::PG.union(Cr0::PE);
 
 impl<C: Cpu> Vmx<C> {
-    /// RIP behind the exiting instruction.
-    #[inline(always)]
-    pub(crate) fn rip_after(&self) -> u64 {
-        let rip = self.get(fields::GUEST_RIP);
-        let next = rip.wrapping_add(u64::from(self.get(fields::INSTRUCTION_LENGTH)));
-        if (rip ^ next) >> 32 != 0 { self.wrapped(next) } else { next }
-    }
-
     /// Outside 64-bit code RIP has 32 bits.
     #[cold]
     #[inline(never)]
@@ -70,7 +62,9 @@ impl<C: Cpu> Registers for Vmx<C> {
 
     #[inline]
     fn next_rip(&self) -> Option<u64> {
-        Some(self.rip_after())
+        let rip = self.get(fields::GUEST_RIP);
+        let next = rip.wrapping_add(u64::from(self.get(fields::INSTRUCTION_LENGTH)));
+        Some(if (rip ^ next) >> 32 != 0 { self.wrapped(next) } else { next })
     }
 
     fn insn_bytes(&self) -> &[u8] {

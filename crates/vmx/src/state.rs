@@ -263,7 +263,7 @@ impl<C: Cpu> Backend for Vmx<C> {
         }
         self.reset_spec_ctrl();
         let _ = self.cancel_injection();
-        self.set_offer(None);
+        self.offer_interrupt(None);
         self.open_nmi_window(false);
         self.attention |= attention::FLUSH;
     }

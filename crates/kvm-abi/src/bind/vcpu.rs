@@ -252,7 +252,7 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
     fn events(&mut self) -> KvmVcpuEvents {
         let rules = self.rules();
         if !rules.payload {
-            self.vcpu.settle_exception_payload();
+            self.vcpu.deliver_exception_payload();
         }
         convert::events(&self.vcpu.saved_events(), rules)
     }

@@ -13,8 +13,9 @@ use x86::vmcb::npf;
 use x86::{Gpa, exception::pf};
 
 use crate::grant::Grant;
+use crate::role::PagingContext;
 use crate::role::Role;
-use crate::walk::{AccessKind, PagingContext};
+use crate::walk::AccessKind;
 
 pub use crate::role::EptOffer;
 

@@ -8,11 +8,9 @@ use x86::{Exception, Gpa};
 use super::rules::Reading;
 use super::{L1Fault, NestedAccess, Part, Refusal, Tables};
 use crate::grant::Grant;
-use crate::role::Role;
+use crate::role::{PagingContext, Role};
 use crate::source::index_at;
-use crate::walk::{
-    Access, AccessKind, GuestMemory, PagingContext, Swap, WalkError, translate as walk,
-};
+use crate::walk::{Access, AccessKind, GuestMemory, Swap, WalkError, translate as walk};
 
 /// Why an L2-physical address cannot be reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,8 +4,7 @@
 use x86::vmcs::eptp;
 use x86::{Cr0, Cr4, Efer};
 
-use super::{Role, Source};
-use crate::walk::PagingContext;
+use super::{PagingContext, Role, Source};
 
 /// What L1's CPU has of EPT (IA32_VMX_EPT_VPID_CAP as L1 reads it, SDM vol. 3 appendix A.10).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

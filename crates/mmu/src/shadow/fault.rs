@@ -16,11 +16,11 @@ use super::tables::{entry_gpa, load, update};
 use super::{FrameWanted, ShadowFault};
 use crate::format::ADDRESS;
 use crate::grant::Grant;
+use crate::role::PagingContext;
 use crate::role::Role;
 use crate::source::{A, D, P, PS, index_at, same_link};
 use crate::table::{GuestPage, View};
 use crate::tdp::LEVEL_2M;
-use crate::walk::PagingContext;
 
 /// The access that faulted.
 #[derive(Clone, Copy)]
@@ -337,7 +337,7 @@ impl State {
         if self.arena.free_count() < needed {
             return ShadowFault::NeedPages(needed);
         }
-        if let Some(fault) = self.settle_bits(view, roots, walk, access) {
+        if let Some(fault) = self.mark_used(view, roots, walk, access) {
             return fault;
         }
         let Some(page) = self.build(view, walk, access.va) else {
@@ -385,7 +385,7 @@ impl State {
 
     /// Sets accessed and dirty bits. `Some`: the fault is taken again, or a table must be writable
     /// first.
-    fn settle_bits(
+    fn mark_used(
         &self,
         view: &View<'_>,
         roots: &ShadowRoots,

@@ -7,6 +7,19 @@
 //! guest's tables again ([`ShadowGuard::switch`], [`ShadowGuard::flush`], [`ShadowGuard::invlpg`]).
 //! [`nested`] does the same for a guest that is a hypervisor, from its NPT or EPT tables.
 //!
+//! Why guest tables are not all write-protected: each write to one would exit, and a guest that makes a
+//! process writes thousands. A table may change unseen instead (it is *in doubt*), and is compared when the
+//! guest flushes. Only a table that was found unchanged several times is protected, so that flushes pass it
+//! by: it is *settled*. `settle` names that one act, in its two halves with a flush of all CPUs between.
+//!
+//! Why a page is known by frame and role: the same guest table means different things under CR0.WP, with
+//! NX, or below a read-only entry ([`crate::role`]). A page with another role is another page; so a guest
+//! that toggles CR0.WP finds the pages of both sides.
+//!
+//! Why the tree is asked and not the host: a frame in the tree is one that the notifier will withdraw, and
+//! with it every shadow entry that was made from it ([`withdraw`]). So shadow pages hold no reference, and a
+//! fault needs no call into the kernel where the tree has the frame.
+//!
 //! One lock per VM ([`ShadowMmu::try_lock`] with interrupts off and without waiting, or
 //! [`ShadowMmu::lock`]). Its holder waits for no other CPU. Lock order: the tree's lock, then this one.
 #![forbid(unsafe_code)]
@@ -38,9 +51,9 @@ use host::trylock::{TryGuard, TryLock};
 use x86::{Exception, Gfn, Gpa};
 
 use crate::format::Format;
+use crate::role::PagingContext;
 use crate::table::View;
 use crate::tdp::FlushRemote;
-use crate::walk::PagingContext;
 
 use arena::{Arena, PageId};
 use frames::{Chunk, Frames, Lack, Span};

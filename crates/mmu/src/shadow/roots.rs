@@ -15,11 +15,11 @@ use super::counters::count;
 use super::roms::Roms;
 use super::{RootOutcome, State};
 use crate::format::ADDRESS;
+use crate::role::PagingContext;
 use crate::role::Role;
 use crate::roots::{RootCache, RootKey};
 use crate::source::P;
 use crate::table::View;
-use crate::walk::PagingContext;
 
 /// A root that is current.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

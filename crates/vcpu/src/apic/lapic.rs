@@ -114,7 +114,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     pub(crate) fn follow_routes(&mut self) {
         if self.vm.irq().kind() == Irqchip::Split {
-            self.settle_apic();
+            self.gather_interrupts();
             self.vm.irq().follow_routes(&self.shared);
         }
     }

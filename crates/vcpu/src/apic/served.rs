@@ -1,7 +1,7 @@
 //! A local APIC whose interrupts the hardware serves. Requests, what is in service and the task
 //! priority lie with it then, across exits and while the loop is left; senders put requests into
 //! [`Lapic`](irqchip::lapic::Lapic) as ever, and before an entry they are passed on. Who has to see
-//! or change what the hardware has takes it back ([`Vcpu::settle_apic`]), and the next entry hands
+//! or change what the hardware has takes it back ([`Vcpu::gather_interrupts`]), and the next entry hands
 //! it over again, if it still can be.
 
 use backend::{Backend, ServedApic};
@@ -40,7 +40,7 @@ impl<B: Backend> Vcpu<B> {
     /// Before the local APIC's interrupts are looked at or changed: it has them all, and the
     /// priority of now.
     #[inline]
-    pub(crate) fn settle_apic(&mut self) {
+    pub(crate) fn gather_interrupts(&mut self) {
         if self.apic_is_served() {
             self.take_apic_back();
         } else {
@@ -67,7 +67,7 @@ impl<B: Backend> Vcpu<B> {
         const IRR_END: u32 = 0x827;
         let concerned = matches!(index, X2APIC_TPR | X2APIC_PPR | ISR..=ISR_END | IRR..=IRR_END);
         if !self.apic_is_served() || concerned {
-            self.settle_apic();
+            self.gather_interrupts();
         }
     }
 

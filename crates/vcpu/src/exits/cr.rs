@@ -8,7 +8,7 @@ use mmu::Section;
 use x86::{Cr0, Cr4, Efer, Exception};
 
 use crate::{
-    Vcpu, exits::code::wrap, paging::shadow::is_pae, run::events::Outer, run::outcome::Next,
+    Vcpu, exits::code::wrap, paging::pdptes::is_pae, run::events::Outer, run::outcome::Next,
 };
 
 /// Whether a write of CR4 empties the TLB, global translations too: a change of PSE, PAE, PGE or
@@ -59,7 +59,7 @@ impl<B: Backend> Vcpu<B> {
             Ok(()) => self.retire(next),
             Err(exception) => self.raise(exception),
         }
-        if self.events.outer.has(Outer::SET_TPR) { Next::Done } else { self.settle_in_loop(s) }
+        if self.events.outer.has(Outer::SET_TPR) { Next::Done } else { self.switch_root_in_loop(s) }
     }
 
     /// The MOV of a control register at RIP.

@@ -1,15 +1,11 @@
 //! The handlers of exits outside the inner loop, with interrupts on: whatever allocates, sleeps,
 //! emulates or ends in user space. Which exit is whose is in [`table`](crate::exits::table).
 
-use backend::{Backend, CrAccess, TdpFault};
+use backend::{Backend, CrAccess};
 use emulate::Cause;
 use host::task;
 use stats::VcpuCount;
-use vm::{
-    memory::{FaultAccess, FaultOutcome, MemoryError},
-    settings::quirk,
-    vcpu_shared::MpState,
-};
+use vm::{settings::quirk, vcpu_shared::MpState};
 use x86::{Cr0, Dr6, Exception, Rflags, cpuid::feature};
 
 use crate::{
@@ -205,35 +201,5 @@ impl<B: Backend> Vcpu<B> {
             self.raise(Exception::ud());
         }
         Ok(())
-    }
-
-    /// A TDP fault: a page to be mapped, or a device.
-    pub(crate) fn tdp_fault(&mut self, fault: TdpFault) -> Outcome {
-        if fault.reserved {
-            return self.unexpected_exit();
-        }
-        let access = FaultAccess {
-            gpa: fault.gpa,
-            write: fault.write,
-            exec: fault.fetch,
-            present: fault.present,
-        };
-        self.stats.count(VcpuCount::PfTaken);
-        let outcome = self.memory.fault(&mut self.tables, &access, &**self.vm);
-        match outcome {
-            FaultOutcome::Mapped => {
-                self.stats.count(VcpuCount::PfFixed);
-                Ok(())
-            }
-            FaultOutcome::Retry => Ok(()),
-            FaultOutcome::Mmio | FaultOutcome::ReadonlyWrite => {
-                self.stats.count(VcpuCount::PfEmulate);
-                self.device_access(fault)
-            }
-            FaultOutcome::Error(MemoryError::Interrupted) => Err(UserExit::Intr.into()),
-            FaultOutcome::Error(_) => {
-                Err(UserExit::MemoryFault { flags: 0, gpa: fault.gpa.0, size: 4096 }.into())
-            }
-        }
     }
 }

@@ -2,7 +2,7 @@
 //! handles it outside when the loop was left for it.
 //!
 //! A row is `Exit = Reason: inside, outside;`. From the rows follow the two functions that answer
-//! inside ([`Vcpu::answer`], [`Vcpu::answer_rare`]), the two that handle outside ([`Vcpu::handle`],
+//! inside ([`Answer::frequent`], [`Answer::rare`]), the two that handle outside ([`Vcpu::handle`],
 //! [`Vcpu::handle_rare`]), and [`reason_of`], for who observes. None of them is written by hand, so an
 //! exit cannot be counted in one place and forgotten in another: each is counted when it happens,
 //! inside, by its row's reason, whoever answers it then; and once more outside, if it gets there.
@@ -21,10 +21,8 @@
 //!
 //! The order of comparisons inside is the backend's: it hands each frequent kind over as a constant.
 //! Not counted are leaving quietly and not entering, which are no exits ([`Left`]).
-//!
-//! [`Left`]: crate::run::outcome::Left
 
-use backend::{Backend, Exit};
+use backend::{Answer, Backend, Exit};
 use emulate::Cause;
 use mmu::Section;
 use stats::Reason;
@@ -32,7 +30,7 @@ use x86::Exception;
 
 use crate::{
     Vcpu,
-    run::outcome::{Next, Outcome},
+    run::outcome::{Left, Next, Outcome},
 };
 
 macro_rules! exits {
@@ -53,14 +51,21 @@ macro_rules! exits {
             }
         }
 
+        /// Answers an exit if that is possible without leaving the loop. Each reason is counted in its
+        /// own arm, where the counter's place is a constant.
         #[allow(unused_variables, reason = "not each side of a row needs what the exit comes with")]
-        impl<B: Backend> Vcpu<B> {
-            /// Answers an exit if that is possible without leaving the loop. Each reason is counted
-            /// in its own arm, where the counter's place is a constant.
+        impl<'s, B: Backend> Answer<B, Section<'s>> for Vcpu<B> {
+            type Left = Left;
+
             #[inline(always)]
-            pub(crate) fn answer(&mut self, $s: Section<'_>, exit: Exit) -> Next {
+            fn backend(&self) -> &B {
+                &self.b
+            }
+
+            #[inline(always)]
+            fn frequent(&mut self, $s: Section<'s>, exit: Exit) -> Option<Left> {
                 let $v = self;
-                match exit {
+                let next = match exit {
                     $(Exit::$f $(($fp))? => {
                         $v.stats.exit(Reason::$fr);
                         $fin
@@ -69,23 +74,27 @@ macro_rules! exits {
                         $v.stats.exit(Reason::$cr);
                         $cin
                     })*
-                    exit => $v.answer_rare($s, exit),
-                }
+                    exit => return $v.rare($s, exit),
+                };
+                next.left(exit)
             }
 
-            /// Answers an exit that a guest makes seldom.
             #[inline(never)]
-            pub(crate) fn answer_rare(&mut self, $s: Section<'_>, exit: Exit) -> Next {
+            fn rare(&mut self, $s: Section<'s>, exit: Exit) -> Option<Left> {
                 let $v = self;
-                match exit {
+                let next = match exit {
                     $(Exit::$r $(($rp))? => {
                         $v.stats.exit(Reason::$rr);
                         $rin
                     })*
                     exit => $v.answer_outside(&exit),
-                }
+                };
+                next.left(exit)
             }
+        }
 
+        #[allow(unused_variables, reason = "not each side of a row needs what the exit comes with")]
+        impl<B: Backend> Vcpu<B> {
             /// An exit that is never answered in the loop. Of those, all are one case to the comparisons
             /// before it, and none has a counter of its own there.
             #[cold]

@@ -8,8 +8,6 @@
 //! them cold. What a tracepoint calls is the kernel's, so inside the loop it runs between
 //! [`Vcpu::with_kernel`]'s two ends.
 
-pub(crate) mod statistics;
-
 use backend::{Backend, Exit, Gprs, RAX, RBX, RCX, RDX, RSI};
 use emulate::{Fetched, SimpleMmio};
 use host::trace::{self, Access, ExitRecord, Mmio, Observed};

@@ -103,11 +103,11 @@ impl<B: Backend> Vcpu<B> {
 
     /// Inside the loop, after an instruction that may have changed which root is due.
     #[inline]
-    pub(crate) fn settle_in_loop(&mut self, s: Section<'_>) -> Next {
-        if self.roots.due { self.settle_due(s) } else { Next::Again }
+    pub(crate) fn switch_root_in_loop(&mut self, s: Section<'_>) -> Next {
+        if self.roots.due { self.switch_due_root(s) } else { Next::Again }
     }
 
-    fn settle_due(&mut self, s: Section<'_>) -> Next {
+    fn switch_due_root(&mut self, s: Section<'_>) -> Next {
         if !self.roots.shadow || self.roots.unload || !self.shadow_work_in_loop(s) {
             return Next::Done;
         }
@@ -117,7 +117,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Gives the backend the root that is due.
     #[inline(never)]
-    pub(crate) fn settle_roots(&mut self) -> Result<(), NoMemory> {
+    pub(crate) fn switch_root(&mut self) -> Result<(), NoMemory> {
         if core::mem::take(&mut self.roots.unload) {
             self.drop_roots();
         }

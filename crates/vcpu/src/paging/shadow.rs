@@ -1,32 +1,43 @@
-//! Shadow paging in the run loop (`npt=0`): page faults, INVLPG and the paging registers, which the
+//! Shadow paging in the run loop (`npt=0`, `ept=0`): page faults, INVLPG and the paging registers, which the
 //! guest owns under TDP, exit here.
 //!
-//! What an instruction asks of the shadow tables (another root, a flush) is noted as work, by the
-//! inner loop and by the emulator alike. The inner loop does the work at once where that needs no
-//! page and nobody else holds the tables' lock; else it leaves, and the work is done before the next
-//! entry. A page fault is resolved inside the loop from the guest's tables and from frames that the
-//! VM's tree knows; one that lacks a frame, or is a device's, goes outside.
+//! The hardware walks tables of ours ([`mmu::shadow`]), each derived from a table of the guest's. The guest
+//! is told nothing of them, so everything that would make a CPU look at its tables again has to come here:
+//! a load of CR3, INVLPG, a page fault, a bit of CR0, CR4 or EFER that changes what an entry means.
+//!
+//! Why work is noted and not done where it arises. One instruction may ask for several things, and some of
+//! them twice: a write of CR4 flushes and changes the role, KVM_SET_SREGS writes all registers one by one.
+//! And who asks may not be able to do it. The emulator runs outside the inner loop and may sleep; the inner
+//! loop may neither sleep nor wait for a lock. So both note the same bits ([`work`]), and they are worked
+//! off once, before the guest is entered. The inner loop does that at once where it needs no page and
+//! nobody else holds the tables' lock; else it leaves, and the work is done before the next entry.
+//!
+//! Why page faults are answered inside the loop. With shadow paging they are most exits. Nearly all need
+//! only what is there already: the guest's tables, read by way of the VM's tree, and a frame that the tree
+//! knows. One that lacks a frame, or is a device's, goes outside and comes back as a TDP fault would.
+//!
+//! Why tables are settled outside. A guest table that has not changed for a while is write-protected, so
+//! that a flush need not compare it. Until all CPUs have flushed, a TLB may still allow a write. That wait
+//! is not for the inner loop, which is left for it ([`Vcpu::settle_shadow`]).
+//!
+//! The four entries that PAE paging loads with CR3 are in [`pdptes`](super::pdptes): there are such
+//! registers without shadow paging too.
 
-use backend::{Backend, Event, PageFault, PdpteRegisters, TdpFault};
+use backend::{Backend, Event, PageFault, TdpFault};
 use emulate::Cause;
 use host::{KBox, NoMemory, page::Page};
-use mmu::source::reserved_in_pdpte;
 use mmu::{PagingContext, RootOutcome, Section, ShadowFault, ShadowRoots};
 use stats::VcpuCount;
 use vm::memory::{MemoryError, ShadowOutcome, shadow::Caller};
-use x86::{Cr0, Cr4, Efer, Exception, Gpa, Gva, exception::pf};
+use x86::{Cr4, Exception, Gpa, Gva, exception::pf};
 
+use super::pdptes::Pdptes;
 use crate::{
     Vcpu,
     run::outcome::Next,
     run::outcome::Outcome,
     run::user_exit::{ERROR_DELIVERY, ErrorData, UserExit},
 };
-
-const PRESENT: u64 = 1;
-
-/// The page-directory-pointer entries that PAE paging loads with CR3.
-type Pdptes = [u64; 4];
 
 /// What the shadow tables are asked for before the next entry.
 mod work {
@@ -49,9 +60,9 @@ pub(crate) struct Shadow {
     work: u8,
     /// Guest tables that stay as they are want write protection, outside the loop.
     unsettled: bool,
-    pdptes: Pdptes,
+    pub(super) pdptes: Pdptes,
     /// PDPTEs that were read inside the loop for the write that is being handled, with their base.
-    fetched: Option<(u64, Pdptes)>,
+    pub(super) fetched: Option<(u64, Pdptes)>,
 }
 
 impl Shadow {
@@ -67,20 +78,6 @@ impl Shadow {
             fetched: None,
         })
     }
-}
-
-fn decode_pdptes(bytes: &[u8; 32]) -> Pdptes {
-    let (words, _) = bytes.as_chunks::<8>();
-    let mut entries = [0; 4];
-    for (entry, word) in entries.iter_mut().zip(words) {
-        *entry = u64::from_le_bytes(*word);
-    }
-    entries
-}
-
-/// Whether registers mean PAE paging, which loads PDPTEs.
-pub(crate) fn is_pae(cr0: Cr0, cr4: Cr4, efer: Efer) -> bool {
-    cr0.contains(Cr0::PG) && cr4.contains(Cr4::PAE) && !efer.is_long()
 }
 
 impl<B: Backend> Vcpu<B> {
@@ -114,17 +111,6 @@ impl<B: Backend> Vcpu<B> {
         self.want(work::SWITCH | work::FLUSH | work::PDPTES);
         if self.b.pdptes().is_some() && self.shadow.is_none() {
             self.replace_pdptes();
-        }
-    }
-
-    /// The registers are another's now: the PDPTEs are loaded as they say. Entries that cannot be
-    /// loaded are not present.
-    #[cold]
-    #[inline(never)]
-    fn replace_pdptes(&mut self) {
-        let c = self.b.control();
-        if is_pae(c.cr0, c.cr4, c.efer) && self.load_pdptes(c.cr3).is_err() {
-            self.set_own_pdptes([0; 4]);
         }
     }
 
@@ -339,7 +325,7 @@ impl<B: Backend> Vcpu<B> {
             self.want(work::FLUSH);
         }
         self.retire(next);
-        self.settle_in_loop(s)
+        self.switch_root_in_loop(s)
     }
 
     fn invlpg_in_loop(&mut self, s: Section<'_>, at: u64) -> bool {
@@ -390,113 +376,4 @@ fn as_tdp(gpa: Gpa, code: u32) -> TdpFault {
         reserved: false,
         final_access: true,
     }
-}
-
-/// PDPTEs.
-impl<B: Backend> Vcpu<B> {
-    /// Inside the loop, before a write to control register `cr`: reads the PDPTEs that it will load.
-    /// `false`: not to be had here.
-    pub(crate) fn fetch_pdptes(&mut self, s: Section<'_>, cr: u8, value: u64) -> bool {
-        let c = self.b.control();
-        let cr4 = if cr == 4 { Cr4::from_bits_retain(value) } else { c.cr4 };
-        if self.b.pdptes().is_some() && self.shadow.is_none() {
-            // Where they are to be loaded, guest memory is read outside.
-            return !cr4.contains(Cr4::PAE) || c.efer.is_long() || !matches!(cr, 0 | 3 | 4);
-        }
-        let Self { shadow: Some(shadow), memory, .. } = self else { return true };
-        shadow.fetched = None;
-        if !cr4.contains(Cr4::PAE) || c.efer.is_long() || !matches!(cr, 0 | 3 | 4) {
-            return true;
-        }
-        let base = pdptes_at(if cr == 3 { value } else { c.cr3 });
-        let mut bytes = [0; 32];
-        if !memory.read_irqs_off(&memory.view(s), Gpa(base), &mut bytes) {
-            return false;
-        }
-        shadow.fetched = Some((base, decode_pdptes(&bytes)));
-        true
-    }
-
-    /// The write that PDPTEs were read for is over: a later load reads its own.
-    pub(crate) fn forget_fetched_pdptes(&mut self) {
-        if let Some(shadow) = &mut self.shadow {
-            shadow.fetched = None;
-        }
-    }
-
-    /// Loads the PDPTEs behind `cr3` as a write of a control register does: #GP for one with
-    /// reserved bits.
-    pub(crate) fn load_pdptes(&mut self, cr3: u64) -> Result<(), Exception> {
-        let base = pdptes_at(cr3);
-        let reserved = self.reserved_in_pdptes();
-        if self.shadow.is_none() && self.b.pdptes().is_none() {
-            return Ok(());
-        }
-        let Self { b, shadow, memory, .. } = self;
-        let entries = match shadow.as_mut().and_then(|shadow| shadow.fetched.take()) {
-            Some((at, entries)) if at == base => entries,
-            _ => {
-                let mut bytes = [0; 32];
-                memory.read(Gpa(base), &mut bytes).map_err(|_| Exception::gp(0))?;
-                decode_pdptes(&bytes)
-            }
-        };
-        if entries.iter().any(|e| e & PRESENT != 0 && e & reserved != 0) {
-            return Err(Exception::gp(0));
-        }
-        match shadow {
-            Some(shadow) => shadow.pdptes = entries,
-            None => {
-                if let Some(pdptes) = b.pdptes_mut() {
-                    pdptes.set_entries(entries);
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// The PDPTEs where they are registers of the backend and in use.
-    pub(crate) fn own_pdptes(&self) -> Option<[u64; 4]> {
-        let pdptes = self.b.pdptes()?;
-        let c = self.b.control();
-        let own = self.shadow.is_none() && is_pae(c.cr0, c.cr4, c.efer);
-        own.then(|| pdptes.entries())
-    }
-
-    fn set_own_pdptes(&mut self, entries: [u64; 4]) {
-        if let Some(pdptes) = self.b.pdptes_mut() {
-            pdptes.set_entries(entries);
-        }
-    }
-
-    /// User space gives the PDPTEs, after the registers. Those with reserved bits, with which no entry
-    /// would succeed, are not present.
-    #[cold]
-    #[inline(never)]
-    pub(crate) fn give_pdptes(&mut self, entries: [u64; 4]) {
-        if self.own_pdptes().is_some() {
-            let reserved = self.reserved_in_pdptes();
-            let bad = |e: u64| e & PRESENT != 0 && e & reserved != 0;
-            self.set_own_pdptes(entries.map(|e| if bad(e) { 0 } else { e }));
-        }
-    }
-
-    fn reserved_in_pdptes(&self) -> u64 {
-        reserved_in_pdpte(self.cpuid.maxphyaddr())
-    }
-
-    /// After user space set the registers. Entries that cannot be loaded are not present.
-    fn reload_pdptes(&mut self, context: &PagingContext) {
-        let pae = is_pae(context.cr0, context.cr4, context.efer);
-        self.forget_fetched_pdptes();
-        if (!pae || self.load_pdptes(context.cr3).is_err())
-            && let Some(shadow) = &mut self.shadow
-        {
-            shadow.pdptes = [0; 4];
-        }
-    }
-}
-
-fn pdptes_at(cr3: u64) -> u64 {
-    cr3 & 0xffff_ffe0
 }

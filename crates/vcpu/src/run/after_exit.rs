@@ -42,7 +42,7 @@ impl AfterExit {
         offered
     }
 
-    /// The guest was entered with a step of the backend's, which is to be settled.
+    /// The guest was entered with a step of the backend's, which is to be ended.
     #[inline]
     pub(crate) fn set_stepping(&mut self) {
         self.0 |= Self::STEPPING;

@@ -286,7 +286,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     pub(crate) fn hold_back(&mut self) {
         if self.b.served_apic().is_some() {
-            self.settle_apic();
+            self.gather_interrupts();
             self.stop_serving_apic();
         }
         if self.shared.in_kernel_apic {
@@ -440,7 +440,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline]
     pub(crate) fn note_taken(&mut self) {
         if self.pending.after_exit.take_stepping() {
-            self.b.settle_step();
+            self.b.end_step();
             self.pending.raise();
         }
         if !self.b.offer_taken() {

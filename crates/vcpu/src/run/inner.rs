@@ -26,7 +26,7 @@
 //! calls [`Answer::frequent`] with a constant, so that the answer is compiled into the place of that
 //! comparison; that is why the handlers of frequent exits are inlined and the others are not.
 
-use backend::{Answer, Backend, Exit, PageLog};
+use backend::{Backend, Exit, PageLog};
 use host::{irq, task, trace};
 use mmu::Section;
 use stats::VcpuCount;
@@ -40,25 +40,6 @@ use crate::{
     },
     state::cpuid_state::dynamic_inputs,
 };
-
-impl<'s, B: Backend> Answer<B, Section<'s>> for Vcpu<B> {
-    type Left = Left;
-
-    #[inline(always)]
-    fn backend(&self) -> &B {
-        &self.b
-    }
-
-    #[inline(always)]
-    fn frequent(&mut self, s: Section<'s>, exit: Exit) -> Option<Left> {
-        self.answer(s, exit).left(exit)
-    }
-
-    #[inline(never)]
-    fn rare(&mut self, s: Section<'s>, exit: Exit) -> Option<Left> {
-        self.answer_rare(s, exit).left(exit)
-    }
-}
 
 impl<B: Backend> Vcpu<B> {
     /// Runs the guest until an exit has to be handled outside. `None`: something was pending before the
@@ -205,7 +186,7 @@ impl<B: Backend> Vcpu<B> {
     /// Injects what an answer made deliverable, with nothing else that waits.
     #[inline(always)]
     pub(crate) fn inject_answer(&mut self, s: Section<'_>) -> bool {
-        if !self.settle_pv_eoi(s) || !self.inject_pending(s, false) {
+        if !self.collect_pv_eoi(s) || !self.inject_pending(s, false) {
             return false;
         }
         self.offer_pv_eoi(s, self.pending.after_exit.offered());
@@ -332,7 +313,7 @@ impl<B: Backend> Vcpu<B> {
     /// HLT with an interrupt pending goes on at once; else the vCPU sleeps outside, its instruction
     /// retired here, where that is cheap.
     pub(crate) fn answer_hlt(&mut self, s: Section<'_>) -> Next {
-        if !self.settle_pv_eoi(s) {
+        if !self.collect_pv_eoi(s) {
             return Next::Leave;
         }
         let Some(next) = self.next_rip(s) else { return Next::Leave };

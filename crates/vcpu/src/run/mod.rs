@@ -9,10 +9,10 @@ pub(crate) mod pending;
 pub mod user_exit;
 
 use backend::{Backend, Exit, PageLog};
-use host::task::{self, Blocked, Sleeper};
+use host::task::{self, Blocked, Sleeper, WaitTimes};
 use host::trace;
 use irqchip::lapic::{Lint0, base};
-use stats::VcpuCount;
+use stats::{VcpuCount, vcpu::HaltHistogram};
 use vm::{
     irq::Irqchip,
     settings::quirk,
@@ -149,7 +149,7 @@ impl<B: Backend> Vcpu<B> {
             return;
         }
         if init {
-            self.settle_apic();
+            self.gather_interrupts();
             self.reset_registers(true);
             self.forget_lazy_deadline();
             let bsp = self.shared.lapic.base() & base::BSP != 0;
@@ -233,7 +233,7 @@ impl<B: Backend> Vcpu<B> {
             }
         }
         self.settle_shadow();
-        if self.roots.is_due() && self.settle_roots().is_err() {
+        if self.roots.is_due() && self.switch_root().is_err() {
             return Err(UserExit::MemoryFault { flags: 0, gpa: 0, size: 0 }.into());
         }
         self.before_entry_pv();
@@ -358,6 +358,46 @@ impl<B: Backend> Vcpu<B> {
             if self.shared.has_init_sipi() {
                 self.take_start_signals();
             }
+        }
+    }
+}
+
+/// What a vCPU counts beside its exits, which [`exits::table`](crate::exits::table) counts.
+impl<B: Backend> Vcpu<B> {
+    /// KVM_RUN returns.
+    #[inline]
+    fn count_return(&mut self, exit: &UserExit) {
+        self.stats.count(VcpuCount::UserExits);
+        let what = match exit {
+            UserExit::Mmio { .. } => VcpuCount::MmioExits,
+            UserExit::Intr => VcpuCount::SignalExits,
+            UserExit::IrqWindowOpen => VcpuCount::RequestIrqExits,
+            _ => return,
+        };
+        self.stats.count(what);
+    }
+
+    /// A halted vCPU has polled, slept or both.
+    fn count_halt(&mut self, ended: Blocked, times: WaitTimes, polled: bool) {
+        let stats = &self.stats;
+        let add = |what, which, ns| {
+            stats.add(what, ns);
+            stats.halt(which).count(ns);
+        };
+        if polled {
+            stats.count(VcpuCount::HaltAttemptedPoll);
+            if matches!(ended, Blocked::AtOnce | Blocked::Polled) {
+                stats.count(VcpuCount::HaltSuccessfulPoll);
+                add(VcpuCount::HaltPollSuccessNs, HaltHistogram::PollSuccess, times.polled_ns);
+            } else {
+                add(VcpuCount::HaltPollFailNs, HaltHistogram::PollFail, times.polled_ns);
+            }
+        }
+        if matches!(ended, Blocked::Slept | Blocked::Signal) {
+            add(VcpuCount::HaltWaitNs, HaltHistogram::Wait, times.slept_ns);
+        }
+        if ended == Blocked::Slept {
+            stats.count(VcpuCount::HaltWakeup);
         }
     }
 }

@@ -46,7 +46,7 @@ impl<B: Backend> Vcpu<B> {
         /// The one register whose value needs the kernel's clock.
         const TIMER_CURRENT: u32 = x86::msr::x2apic(x86::apic::reg::TIMER_CURRENT);
         let index = self.gprs.0[RCX] as u32;
-        if !self.settle_pv_eoi(s) {
+        if !self.collect_pv_eoi(s) {
             return Next::Leave;
         }
         if self.msr_denied(index, false) {
@@ -70,7 +70,7 @@ impl<B: Backend> Vcpu<B> {
     /// WRMSR inside the loop.
     pub(crate) fn answer_wrmsr(&mut self, s: Section<'_>) -> Next {
         let index = self.gprs.0[RCX] as u32;
-        if !self.settle_pv_eoi(s) {
+        if !self.collect_pv_eoi(s) {
             return Next::Leave;
         }
         let class = msr::classify(index);
@@ -107,7 +107,7 @@ impl<B: Backend> Vcpu<B> {
                     Ok(()) => self.retire(next),
                     Err(Refused) => return self.msr_refused(),
                 }
-                self.settle_in_loop(s)
+                self.switch_root_in_loop(s)
             }
         }
     }
@@ -211,7 +211,7 @@ impl<B: Backend> Vcpu<B> {
                 if !self.shared.in_kernel_apic {
                     return Err(Refused);
                 }
-                self.settle_apic();
+                self.gather_interrupts();
                 let effect = self.shared.lapic.write_x2(index, value).map_err(|_| Refused)?;
                 self.effect(effect);
                 // A VMM that ends an interrupt need not run the vCPU again.
@@ -343,7 +343,7 @@ impl<B: Backend> Vcpu<B> {
             x2apic: self.cpuid.has(x86::cpuid::feature::X2APIC),
             host,
         };
-        self.settle_apic();
+        self.gather_interrupts();
         let change = self.shared.lapic.set_base(value, rules).map_err(|_| Refused)?;
         self.cpuid_inputs_changed();
         if change.mode {

@@ -366,7 +366,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// KVM_GET_LAPIC.
     pub fn lapic_page(&mut self, into: &mut [u8; irqchip::lapic::REGISTER_PAGE]) {
-        self.settle_apic();
+        self.gather_interrupts();
         let wide = self.wide_ids();
         self.shared.lapic.save(into, wide, host::clock::monotonic_ns());
     }
@@ -376,7 +376,7 @@ impl<B: Backend> Vcpu<B> {
         &mut self,
         from: &[u8; irqchip::lapic::REGISTER_PAGE],
     ) -> Result<(), Invalid> {
-        self.settle_apic();
+        self.gather_interrupts();
         let wide = self.wide_ids();
         let ran_for_deadlines = self.shared.lapic.tsc_deadline_mode();
         let op = self

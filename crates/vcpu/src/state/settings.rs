@@ -86,7 +86,7 @@ impl<B: Backend> Vcpu<B> {
     pub fn set_up_mce(&mut self, mcg_cap: u64) -> Result<(), Invalid> {
         self.msrs.store.set_up_mce(mcg_cap).map_err(|_| Invalid)?;
         // The version register may change.
-        self.settle_apic();
+        self.gather_interrupts();
         self.set_apic_features();
         Ok(())
     }
@@ -116,7 +116,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// Moves what a waiting exception carries into CR2 or DR6, so that it can be saved without.
-    pub fn settle_exception_payload(&mut self) {
+    pub fn deliver_exception_payload(&mut self) {
         let Some(exception) = &mut self.events.exception else { return };
         let (vector, payload) = (exception.vector.0, exception.payload.take());
         match (vector, payload) {

@@ -13,13 +13,15 @@
 use backend::{Backend, TdpFault};
 use emulate::{Cause, CodeSize, Decoded, SimpleMmio};
 use mmu::Section;
+use stats::VcpuCount;
+use vm::memory::{FaultAccess, FaultOutcome, MemoryError};
 use x86::{Gfn, Gpa};
 
 use super::{DeviceAccess, Direction, user_io::Completion};
 use crate::{
     Vcpu,
     run::outcome::{Next, Outcome},
-    run::user_exit::{ERROR_DELIVERY, ErrorData},
+    run::user_exit::{ERROR_DELIVERY, ErrorData, UserExit},
 };
 
 /// The timer's current count, the one register whose value needs the time.
@@ -113,7 +115,7 @@ impl<B: Backend> Vcpu<B> {
         let next = self.wrap_rip(self.b.rip().wrapping_add(u64::from(decoded.len())));
         match simple {
             SimpleMmio::Load { size: 4, dest, .. } if !fault.write => {
-                if offset & 0xf != 0 || !self.settle_pv_eoi(s) {
+                if offset & 0xf != 0 || !self.collect_pv_eoi(s) {
                     return Next::Leave;
                 }
                 self.sync_priority();
@@ -201,6 +203,36 @@ impl<B: Backend> Vcpu<B> {
         DeviceAccess::store(plain.gpa, size, value.to_le_bytes())
     }
 
+    /// A TDP fault: a page to be mapped, or a device.
+    pub(crate) fn tdp_fault(&mut self, fault: TdpFault) -> Outcome {
+        if fault.reserved {
+            return self.unexpected_exit();
+        }
+        let access = FaultAccess {
+            gpa: fault.gpa,
+            write: fault.write,
+            exec: fault.fetch,
+            present: fault.present,
+        };
+        self.stats.count(VcpuCount::PfTaken);
+        let outcome = self.memory.fault(&mut self.tables, &access, &**self.vm);
+        match outcome {
+            FaultOutcome::Mapped => {
+                self.stats.count(VcpuCount::PfFixed);
+                Ok(())
+            }
+            FaultOutcome::Retry => Ok(()),
+            FaultOutcome::Mmio | FaultOutcome::ReadonlyWrite => {
+                self.stats.count(VcpuCount::PfEmulate);
+                self.device_access(fault)
+            }
+            FaultOutcome::Error(MemoryError::Interrupted) => Err(UserExit::Intr.into()),
+            FaultOutcome::Error(_) => {
+                Err(UserExit::MemoryFault { flags: 0, gpa: fault.gpa.0, size: 4096 }.into())
+            }
+        }
+    }
+
     /// A fault where no memory is, outside the loop: a device in the kernel, else user space.
     pub(crate) fn device_access(&mut self, fault: TdpFault) -> Outcome {
         if self.events.again.is_some() && !fault.final_access {
@@ -283,7 +315,7 @@ impl<B: Backend> Vcpu<B> {
 
     #[inline]
     fn apic_store(&mut self, s: Section<'_>, offset: u32, value: u32, next: u64) -> Next {
-        if offset & 0xf != 0 || !self.settle_pv_eoi(s) {
+        if offset & 0xf != 0 || !self.collect_pv_eoi(s) {
             return Next::Leave;
         }
         self.sync_priority();

@@ -1,0 +1,148 @@
+//! The page-directory-pointer entries (PDPTEs) that PAE paging loads with CR3 and keeps, whatever memory says
+//! afterwards (SDM vol. 3A §4.4.1). Under shadow paging they are kept here; under EPT they are registers of
+//! the backend's. SVM with NPT reads them from memory at every walk.
+
+use backend::{Backend, PdpteRegisters};
+use mmu::source::reserved_in_pdpte;
+use mmu::{PagingContext, Section};
+use x86::{Cr0, Cr4, Efer, Exception, Gpa};
+
+use crate::Vcpu;
+
+const PRESENT: u64 = 1;
+
+/// The four entries.
+pub(super) type Pdptes = [u64; 4];
+
+fn decode_pdptes(bytes: &[u8; 32]) -> Pdptes {
+    let (words, _) = bytes.as_chunks::<8>();
+    let mut entries = [0; 4];
+    for (entry, word) in entries.iter_mut().zip(words) {
+        *entry = u64::from_le_bytes(*word);
+    }
+    entries
+}
+
+/// Whether registers mean PAE paging, which loads PDPTEs.
+pub(crate) fn is_pae(cr0: Cr0, cr4: Cr4, efer: Efer) -> bool {
+    cr0.contains(Cr0::PG) && cr4.contains(Cr4::PAE) && !efer.is_long()
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// Inside the loop, before a write to control register `cr`: reads the PDPTEs that it will load.
+    /// `false`: not to be had here.
+    pub(crate) fn fetch_pdptes(&mut self, s: Section<'_>, cr: u8, value: u64) -> bool {
+        let c = self.b.control();
+        let cr4 = if cr == 4 { Cr4::from_bits_retain(value) } else { c.cr4 };
+        if self.b.pdptes().is_some() && self.shadow.is_none() {
+            // Where they are to be loaded, guest memory is read outside.
+            return !cr4.contains(Cr4::PAE) || c.efer.is_long() || !matches!(cr, 0 | 3 | 4);
+        }
+        let Self { shadow: Some(shadow), memory, .. } = self else { return true };
+        shadow.fetched = None;
+        if !cr4.contains(Cr4::PAE) || c.efer.is_long() || !matches!(cr, 0 | 3 | 4) {
+            return true;
+        }
+        let base = pdptes_at(if cr == 3 { value } else { c.cr3 });
+        let mut bytes = [0; 32];
+        if !memory.read_irqs_off(&memory.view(s), Gpa(base), &mut bytes) {
+            return false;
+        }
+        shadow.fetched = Some((base, decode_pdptes(&bytes)));
+        true
+    }
+
+    /// The write that PDPTEs were read for is over: a later load reads its own.
+    pub(crate) fn forget_fetched_pdptes(&mut self) {
+        if let Some(shadow) = &mut self.shadow {
+            shadow.fetched = None;
+        }
+    }
+
+    /// Loads the PDPTEs behind `cr3` as a write of a control register does: #GP for one with
+    /// reserved bits.
+    pub(crate) fn load_pdptes(&mut self, cr3: u64) -> Result<(), Exception> {
+        let base = pdptes_at(cr3);
+        let reserved = self.reserved_in_pdptes();
+        if self.shadow.is_none() && self.b.pdptes().is_none() {
+            return Ok(());
+        }
+        let Self { b, shadow, memory, .. } = self;
+        let entries = match shadow.as_mut().and_then(|shadow| shadow.fetched.take()) {
+            Some((at, entries)) if at == base => entries,
+            _ => {
+                let mut bytes = [0; 32];
+                memory.read(Gpa(base), &mut bytes).map_err(|_| Exception::gp(0))?;
+                decode_pdptes(&bytes)
+            }
+        };
+        if entries.iter().any(|e| e & PRESENT != 0 && e & reserved != 0) {
+            return Err(Exception::gp(0));
+        }
+        match shadow {
+            Some(shadow) => shadow.pdptes = entries,
+            None => {
+                if let Some(pdptes) = b.pdptes_mut() {
+                    pdptes.set_entries(entries);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The PDPTEs where they are registers of the backend and in use.
+    pub(crate) fn own_pdptes(&self) -> Option<[u64; 4]> {
+        let pdptes = self.b.pdptes()?;
+        let c = self.b.control();
+        let own = self.shadow.is_none() && is_pae(c.cr0, c.cr4, c.efer);
+        own.then(|| pdptes.entries())
+    }
+
+    fn set_own_pdptes(&mut self, entries: [u64; 4]) {
+        if let Some(pdptes) = self.b.pdptes_mut() {
+            pdptes.set_entries(entries);
+        }
+    }
+
+    /// The registers are another's now: the PDPTEs are loaded as they say. Entries that cannot be
+    /// loaded are not present.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn replace_pdptes(&mut self) {
+        let c = self.b.control();
+        if is_pae(c.cr0, c.cr4, c.efer) && self.load_pdptes(c.cr3).is_err() {
+            self.set_own_pdptes([0; 4]);
+        }
+    }
+
+    /// User space gives the PDPTEs, after the registers. Those with reserved bits, with which no entry
+    /// would succeed, are not present.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn give_pdptes(&mut self, entries: [u64; 4]) {
+        if self.own_pdptes().is_some() {
+            let reserved = self.reserved_in_pdptes();
+            let bad = |e: u64| e & PRESENT != 0 && e & reserved != 0;
+            self.set_own_pdptes(entries.map(|e| if bad(e) { 0 } else { e }));
+        }
+    }
+
+    fn reserved_in_pdptes(&self) -> u64 {
+        reserved_in_pdpte(self.cpuid.maxphyaddr())
+    }
+
+    /// After user space set the registers. Entries that cannot be loaded are not present.
+    pub(super) fn reload_pdptes(&mut self, context: &PagingContext) {
+        let pae = is_pae(context.cr0, context.cr4, context.efer);
+        self.forget_fetched_pdptes();
+        if (!pae || self.load_pdptes(context.cr3).is_err())
+            && let Some(shadow) = &mut self.shadow
+        {
+            shadow.pdptes = [0; 4];
+        }
+    }
+}
+
+fn pdptes_at(cr3: u64) -> u64 {
+    cr3 & 0xffff_ffe0
+}
