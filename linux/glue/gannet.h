@@ -301,6 +301,7 @@ int gnt_xstate_cache(void);
 int gnt_keep_roots(void);
 int gnt_lazy_tscdeadline(void);
 int gnt_enable_apicv(int possible);
+int gnt_nested(int possible);
 int gnt_preemption_timer(void);
 void gnt_no_preemption_timer(void);
 int gnt_npt(void);

@@ -19,6 +19,12 @@ pub struct GuestLimits {
     pub xsave: bool,
     /// INVPCID exists for it.
     pub invpcid: bool,
+    /// EFER bits that its CPUID offers.
+    pub efer_allowed: u64,
+    /// Bits of its physical addresses.
+    pub maxphyaddr: u8,
+    /// SVM's features that its CPUID offers (Fn8000_000A EDX); 0 where it has no SVM.
+    pub svm_features: u32,
 }
 
 /// Exits that a VMM gives up for guests that have their CPUs to themselves

@@ -231,6 +231,11 @@ impl GuestCpuid {
         self.facts.efer
     }
 
+    /// SVM's features that the guest is offered (Fn8000_000A EDX); 0 where it has no SVM.
+    pub fn svm_features(&self) -> u32 {
+        if self.has(feature::SVM) { self.words.word(leaf::SVM, 0, Reg::Edx) } else { 0 }
+    }
+
     /// XCR0 bits that the guest may set, subject to [`xstate::xcr0_check`].
     #[inline]
     pub fn xcr0_allowed(&self) -> Xcr0 {

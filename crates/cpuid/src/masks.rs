@@ -1,7 +1,6 @@
 //! Which features a guest may be offered, before looking at the host.
 //!
-//! The set is that of stock KVM 6.12, minus what this hypervisor does not virtualize: nested
-//! virtualization, the PMU, SGX, AMX, processor trace, and the paravirtual services that are not
+//! The set is that of stock KVM 6.12, minus what this hypervisor does not virtualize: the PMU, SGX, AMX, processor trace, and the paravirtual services that are not
 //! built. A bit belongs here only when every register and MSR that the feature brings is handled.
 
 use crate::FeatureWords;
@@ -46,6 +45,19 @@ pub(crate) const PASSED: FeatureWords = FeatureWords::of(&[
     INVARIANT_TSC, CLZERO, XSAVEERPTR, WBNOINVD, AMD_IBPB, AMD_IBRS, AMD_STIBP,
     AMD_STIBP_ALWAYS_ON, AMD_SSBD, AMD_SSB_NO, AMD_PSFD, AMD_IBPB_RET, NO_NESTED_DATA_BP,
     WRMSR_XX_BASE_NS, LFENCE_RDTSC, NULL_SEL_CLR_BASE, AUTOIBRS, SBPB, IBPB_BRTYPE, SRSO_NO,
+    // For guests that are hypervisors.
+    SVM, NRIPS, VMCB_CLEAN, FLUSH_BY_ASID, DECODE_ASSISTS, PAUSE_FILTER, PAUSE_THRESHOLD,
+]);
+
+/// Of the instruction set that guests run their own guests by, offered only where they may.
+pub(crate) const NESTED_SVM: FeatureWords = FeatureWords::of(&[
+    SVM,
+    NRIPS,
+    VMCB_CLEAN,
+    FLUSH_BY_ASID,
+    DECODE_ASSISTS,
+    PAUSE_FILTER,
+    PAUSE_THRESHOLD,
 ]);
 
 /// Offered whatever the host has: emulated in software.

@@ -6,7 +6,7 @@
 
 use crate::derived::{cr4_bits, efer_bits};
 use crate::masks::{
-    FORCED, NEEDS_AVX, NEEDS_AVX512, NEEDS_XSAVE, PASSED, PV_FEATURES, REPEATED_1_EDX,
+    FORCED, NEEDS_AVX, NEEDS_AVX512, NEEDS_XSAVE, NESTED_SVM, PASSED, PV_FEATURES, REPEATED_1_EDX,
 };
 use crate::{Entry, Error, FeatureWords, MAX_ENTRIES};
 use alloc::vec::Vec;
@@ -51,6 +51,8 @@ pub struct HostFacts<'a> {
     /// Guests' sizes in leaf 0xD come from the table that was read at load. `false`: from CPUID,
     /// executed anew for each component whenever an input changes (to measure against).
     pub xstate_cache: bool,
+    /// Guests may be hypervisors.
+    pub nested: bool,
 }
 
 impl Default for HostFacts<'_> {
@@ -66,6 +68,7 @@ impl Default for HostFacts<'_> {
             by_exits: &[],
             pv_features: PV_FEATURES,
             xstate_cache: true,
+            nested: false,
         }
     }
 }
@@ -324,7 +327,9 @@ impl Supported {
             // Whoever finds the leaf among ours reads its subleaves, TOPOEXT or not.
             leaf::AMD_CACHE => return self.caches(leaf, cpuid),
             leaf::EXTENDED_21 => [self.word(leaf, 0, Reg::Eax), 0, 0, 0],
-            // The name (the VMM chooses it), SVM (not nested), topology, encryption, the PMU.
+            // Revision 1, and as many address-space ids as stock KVM offers.
+            leaf::SVM if self.has(feature::SVM) => [1, 8, 0, self.word(leaf, 0, Reg::Edx)],
+            // The name (the VMM chooses it), SVM that is not offered, topology, encryption, the PMU.
             _ => [0; 4],
         };
         self.push(leaf, 0, answer)
@@ -397,6 +402,12 @@ fn offered(host: &FeatureWords, xcr0: Xcr0, facts: &HostFacts<'_>) -> FeatureWor
     }
     if !xcr0.contains(Xcr0::AVX512) {
         words = words.without(&NEEDS_AVX512);
+    }
+    if facts.nested && words.has(feature::SVM) {
+        // Checked in software, whatever the host does.
+        words.add(feature::SVME_ADDR_CHECK);
+    } else {
+        words = words.without(&NESTED_SVM);
     }
     words = words.union(&FeatureWords::of(facts.by_exits));
     words = words.without(&FeatureWords::of(facts.withheld));

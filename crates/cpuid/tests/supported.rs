@@ -288,6 +288,7 @@ proptest! {
             xcr0, xss, tdp_levels, lfence_serializes, null_selector_clears_base, ls_cfg_ssbd,
             pv_features, withheld: &[], by_exits: &[],
             xstate_cache,
+            nested: false,
         };
         let table = Supported::read(host, &facts).expect("a table");
         prop_assert!(table.entries().len() <= gannet_cpuid::MAX_ENTRIES);

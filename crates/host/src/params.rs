@@ -33,6 +33,12 @@ pub fn enable_apicv(possible: bool) -> bool {
     sys::gnt_enable_apicv(possible.into()) != 0
 }
 
+/// Whether guests may be hypervisors, which the backend can or cannot do; the parameter shows what is said here
+/// from then on. Fixed at load.
+pub fn nested(possible: bool) -> bool {
+    sys::gnt_nested(possible.into()) != 0
+}
+
 /// Whether the VMX-preemption timer is to be used.
 pub fn preemption_timer() -> bool {
     sys::gnt_preemption_timer() != 0

@@ -1,20 +1,25 @@
 //! From L2 to L1: what a VMEXIT writes into VMCB12, and what L1 goes on with (APM vol. 2 §15.6).
+//!
+//! What changes is written into L1's memory straight from block 02, piece by piece: a block is a page, of which an
+//! exit changes a twelfth.
+
+use core::mem::offset_of;
 
 use x86::{
     Cr0, Gpa,
-    vmcb::{Control, ExitCode, NP_ENABLE, Vmcb, event, vintr},
+    vmcb::{
+        Control, ExitCode, NP_ENABLE, SEG_ES, SEG_GDTR, SEG_IDTR, Save, Vmcb, VmcbSegment, event,
+        vintr,
+    },
 };
-
 use zerocopy::IntoBytes;
 
-use crate::{
-    L1Memory, Offered, Outside,
-    reflect::Exit,
-    vmcb12::{Beside, Vmcb12},
-};
+use crate::{L1Memory, Offered, Outside, reflect::Exit, vmcb12::Vmcb12};
 
 /// What of `int_ctl` the processor changes while L2 runs: V_TPR and V_IRQ.
 const INT_CTL_LIVE: u32 = vintr::TPR_MASK | vintr::IRQ;
+/// Where the save area begins.
+const SAVE_AT: usize = offset_of!(Vmcb, save);
 
 /// How an event that L0 was to inject into L2, and that the processor did not deliver any more, is told to L1.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -23,74 +28,124 @@ pub struct Undelivered {
     pub info: u64,
 }
 
-/// Makes the image of what L1 finds in VMCB12 after `exit`. `image`: where it is made, any contents. `v12`: the copy
-/// from which L2 was entered. `from`: block 02, with L2's registers as they are now.
-pub fn image(
-    image: &mut Vmcb,
-    v12: &Vmcb,
-    from: &Vmcb,
-    exit: &Exit,
-    undelivered: Undelivered,
-    offered: &Offered,
-) {
-    copy(image, from);
-    let to = &mut image.control;
-    controls(to, &v12.control, &from.control);
-    to.exit_code = exit.code.0;
-    to.exit_info_1 = exit.info_1;
-    to.exit_info_2 = exit.info_2;
-    to.exit_int_info = undelivered.info;
-    to.event_inj = if exit.code == ExitCode::Invalid {
-        v12.control.event_inj
-    } else {
-        // Its valid bit goes when the event was taken over (APM vol. 2 §15.20).
-        v12.control.event_inj & !event::VALID
-    };
-    if !offered.nrip_save || !exit.tells_next_rip() {
-        to.next_rip = 0;
-    }
-    if !offered.decode_assists || !exit.tells_bytes() {
-        to.insn_len = 0;
-        to.insn_bytes = [0; 15];
+/// The end of L2's run.
+#[derive(Clone, Copy, Debug)]
+pub struct Left<'a> {
+    /// Block 02, with L2's registers as they are now.
+    pub from: &'a Vmcb,
+    /// Bits of L2's CR0 that block 02 does not show.
+    pub cr0_hidden: u64,
+    /// The exit that L1 is told of.
+    pub exit: &'a Exit,
+    /// The event that L2 was to take first.
+    pub undelivered: Undelivered,
+}
+
+/// L1's block in its memory.
+struct Place<'a, M> {
+    memory: &'a M,
+    at: Gpa,
+}
+
+impl<M: L1Memory> Place<'_, M> {
+    #[inline]
+    fn put(&self, offset: usize, bytes: &[u8]) -> Result<(), Outside> {
+        self.memory.write(Gpa(self.at.0 + offset as u64), bytes)
     }
 }
 
-/// A block is a page: it is copied in its place, never by way of the stack.
-fn copy(to: &mut Vmcb, from: &Vmcb) {
-    to.as_mut_bytes().copy_from_slice(from.as_bytes());
-}
-
-/// The virtual interrupt: what L2 has changed of it, the rest as L1 set it.
-fn controls(to: &mut Control, v12: &Control, from: &Control) {
-    to.int_ctl = (v12.int_ctl & !INT_CTL_LIVE) | (from.int_ctl & INT_CTL_LIVE);
-    to.int_vector = v12.int_vector;
-}
-
-/// Makes the image of a VMCB12 that was not run: its fields as L1 wrote them, and VMEXIT_INVALID.
-pub fn refused(image: &mut Vmcb, v12: &Vmcb) {
-    copy(image, v12);
-    let to = &mut image.control;
-    to.exit_code = ExitCode::Invalid.0;
-    to.exit_info_1 = 0;
-    to.exit_info_2 = 0;
-    to.exit_int_info = 0;
-}
-
-/// Writes an image into L1's block at `at`.
+/// Writes into L1's block what a VMEXIT changes. `v12`: the copy from which L2 was entered.
 ///
 /// # Errors
-/// L1's block is not memory any more: its slot went while L2 ran. L1 cannot go on.
+/// L1's block is not memory any more: its slot went while L2 ran. L1 cannot go on. Any part may have been written.
 pub fn write(
     memory: &impl L1Memory,
-    at: Gpa,
-    image: &Vmcb,
-    v12: &Control,
+    v12: &Vmcb12,
+    left: &Left<'_>,
     offered: &Offered,
 ) -> Result<(), Outside> {
-    let mut beside = Beside::empty();
-    beside.set(Beside::PAT, v12.np_ctl & NP_ENABLE != 0);
-    beside.set(Beside::LBR, offered.lbr && v12.virt_ext & 1 != 0);
-    Vmcb12::write_back(memory, at, image, beside)
+    let place = Place { memory, at: v12.at() };
+    controls(&place, v12.control(), left, offered)?;
+    registers(&place, left)?;
+    let save = &left.from.save;
+    if v12.control().np_ctl & NP_ENABLE != 0 {
+        place.put(SAVE_AT + offset_of!(Save, g_pat), save.g_pat.as_bytes())?;
+    }
+    if offered.lbr && v12.control().virt_ext & 1 != 0 {
+        let records =
+            [save.dbgctl, save.br_from, save.br_to, save.last_excp_from, save.last_excp_to];
+        place.put(SAVE_AT + offset_of!(Save, dbgctl), records.as_bytes())?;
+    }
+    Ok(())
+}
+
+/// The control area. The virtual interrupt: what L2 has changed of it, the rest as L1 set it.
+fn controls(
+    place: &Place<'_, impl L1Memory>,
+    v12: &Control,
+    left: &Left<'_>,
+    offered: &Offered,
+) -> Result<(), Outside> {
+    let (from, exit) = (&left.from.control, left.exit);
+    let int_ctl = (v12.int_ctl & !INT_CTL_LIVE) | (from.int_ctl & INT_CTL_LIVE);
+    let told = [
+        u64::from(int_ctl) | u64::from(v12.int_vector) << 32,
+        from.int_state,
+        exit.code.0,
+        exit.info_1,
+        exit.info_2,
+        left.undelivered.info,
+    ];
+    place.put(offset_of!(Control, int_ctl), told.as_bytes())?;
+    // Its valid bit goes when the event was taken over (APM vol. 2 §15.20).
+    let taken = exit.code != ExitCode::Invalid && v12.event_inj & event::VALID != 0;
+    if taken {
+        let event_inj = v12.event_inj & !event::VALID;
+        place.put(offset_of!(Control, event_inj), event_inj.as_bytes())?;
+    }
+    if offered.nrip_save {
+        let next_rip = if exit.tells_next_rip() { from.next_rip } else { 0 };
+        place.put(offset_of!(Control, next_rip), next_rip.as_bytes())?;
+    }
+    if offered.decode_assists {
+        let tells = exit.tells_bytes();
+        let (len, bytes) = if tells { (from.insn_len, from.insn_bytes) } else { (0, [0; 15]) };
+        place.put(offset_of!(Control, insn_len), &[len])?;
+        place.put(offset_of!(Control, insn_bytes), &bytes)?;
+    }
+    Ok(())
+}
+
+/// The save area: what a VMEXIT saves (APM vol. 2 §15.6).
+fn registers(place: &Place<'_, impl L1Memory>, left: &Left<'_>) -> Result<(), Outside> {
+    let save = &left.from.save;
+    let put = |offset: usize, bytes: &[u8]| place.put(SAVE_AT + offset, bytes);
+    let segment = |index: usize| offset_of!(Save, segments) + index * size_of::<VmcbSegment>();
+    if let Some(first) = save.segments.get(SEG_ES..SEG_ES + 4) {
+        put(segment(SEG_ES), first.as_bytes())?;
+    }
+    for index in [SEG_GDTR, SEG_IDTR] {
+        if let Some(table) = save.segments.get(index) {
+            put(segment(index), table.as_bytes())?;
+        }
+    }
+    put(offset_of!(Save, cpl), &[save.cpl])?;
+    put(offset_of!(Save, efer), save.efer.as_bytes())?;
+    let cr0 = save.cr0 | left.cr0_hidden;
+    let block = [save.cr4, save.cr3, cr0, save.dr7, save.dr6, save.rflags, save.rip];
+    put(offset_of!(Save, cr4), block.as_bytes())?;
+    put(offset_of!(Save, rsp), save.rsp.as_bytes())?;
+    put(offset_of!(Save, rax), save.rax.as_bytes())?;
+    put(offset_of!(Save, cr2), save.cr2.as_bytes())
+}
+
+/// Writes into L1's block at `at` that it was not run: VMEXIT_INVALID, and nothing else.
+///
+/// # Errors
+/// It is not memory that may be written.
+pub fn write_refused(memory: &impl L1Memory, at: Gpa) -> Result<(), Outside> {
+    let told = [ExitCode::Invalid.0, 0, 0, 0];
+    Place { memory, at }.put(offset_of!(Control, exit_code), told.as_bytes())
 }
 
 /// What L1 goes on with after a VMEXIT, in block 01, where its registers stood since VMRUN. GIF is clear then
@@ -107,10 +162,20 @@ pub fn to_l1(block: &mut Vmcb) {
     block.save.cpl = 0;
 }
 
+const _: () = {
+    assert!(offset_of!(Control, int_vector) == offset_of!(Control, int_ctl) + 4);
+    assert!(offset_of!(Control, exit_int_info) == offset_of!(Control, int_ctl) + 40);
+    assert!(offset_of!(Control, exit_int_info) == offset_of!(Control, exit_code) + 24);
+    assert!(offset_of!(Save, rip) == offset_of!(Save, cr4) + 6 * 8);
+    assert!(offset_of!(Save, last_excp_to) == offset_of!(Save, dbgctl) + 4 * 8);
+};
+
 #[cfg(test)]
 mod tests {
+    extern crate std;
     use super::*;
-    use x86::vmcb::INT_SHADOW;
+    use core::cell::RefCell;
+    use x86::vmcb::{Clean, INT_SHADOW};
     use zerocopy::FromZeros;
 
     const OFFERED: Offered = Offered {
@@ -127,28 +192,58 @@ mod tests {
         cr4: u64::MAX,
         efer: u64::MAX,
     };
+    const AT: Gpa = Gpa(0x7000);
 
-    fn blocks() -> (Vmcb, Vmcb, Vmcb) {
-        (Vmcb::new_zeroed(), Vmcb::new_zeroed(), Vmcb::new_zeroed())
+    /// L1's memory: one block.
+    struct Block(RefCell<Vmcb>);
+
+    impl L1Memory for Block {
+        fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside> {
+            let from = at.0.checked_sub(AT.0).ok_or(Outside)? as usize;
+            let block = self.0.borrow();
+            into.copy_from_slice(block.as_bytes().get(from..from + into.len()).ok_or(Outside)?);
+            Ok(())
+        }
+        fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside> {
+            let to = at.0.checked_sub(AT.0).ok_or(Outside)? as usize;
+            let mut block = self.0.borrow_mut();
+            let to = block.as_mut_bytes().get_mut(to..to + from.len()).ok_or(Outside)?;
+            to.copy_from_slice(from);
+            Ok(())
+        }
+    }
+
+    fn left(v12: Vmcb, from: &Vmcb, exit: &Exit) -> Vmcb {
+        let memory = Block(RefCell::new(v12));
+        let mut copy = Vmcb12::new();
+        assert_eq!(copy.load(&memory, AT), Ok(Clean::ALL));
+        let undelivered = Undelivered::default();
+        let left = Left { from, cr0_hidden: 0, exit, undelivered };
+        assert_eq!(write(&memory, &copy, &left, &OFFERED), Ok(()));
+        memory.0.into_inner()
     }
 
     #[test]
     fn l1_finds_its_own_controls_and_l2s_registers() {
-        let (mut to, mut v12, mut b02) = blocks();
+        let (mut v12, mut b02) = (Vmcb::new_zeroed(), Vmcb::new_zeroed());
         v12.control.int_ctl = vintr::INTR_MASKING | (3 << vintr::PRIO_SHIFT) | vintr::IRQ | 5;
         v12.control.int_vector = 0x40;
         v12.control.event_inj = event::VALID | event::EXCEPTION | 13;
+        v12.save.star = 7;
         b02.control.int_ctl = vintr::INTR_MASKING | 7;
         b02.control.int_state = INT_SHADOW;
         b02.save.rip = 0x1234;
+        b02.save.cpl = 3;
+        b02.save.segments[SEG_IDTR].base = 0x55;
         b02.control.next_rip = 0x1236;
         b02.control.insn_len = 2;
         let exit = Exit { code: ExitCode::Cpuid, info_1: 1, info_2: 2 };
-        image(&mut to, &v12, &b02, &exit, Undelivered::default(), &OFFERED);
+        let to = left(v12, &b02, &exit);
         assert_eq!(to.control.int_ctl, vintr::INTR_MASKING | (3 << vintr::PRIO_SHIFT) | 7);
         assert_eq!((to.control.int_vector, to.control.int_state), (0x40, INT_SHADOW));
         assert_eq!(to.control.event_inj, event::EXCEPTION | 13);
         assert_eq!((to.save.rip, to.control.next_rip), (0x1234, 0x1236));
+        assert_eq!((to.save.cpl, to.save.segments[SEG_IDTR].base, to.save.star), (3, 0x55, 7));
         assert_eq!(to.control.insn_len, 0, "CPUID tells no bytes");
         let told = (to.control.exit_code, to.control.exit_info_1, to.control.exit_info_2);
         assert_eq!(told, (ExitCode::Cpuid.0, 1, 2));
@@ -156,10 +251,12 @@ mod tests {
 
     #[test]
     fn a_refused_block_keeps_what_was_to_be_injected() {
-        let (mut to, mut v12, _) = blocks();
+        let mut v12 = Vmcb::new_zeroed();
         v12.control.event_inj = event::VALID | event::NMI;
         v12.save.rip = 5;
-        refused(&mut to, &v12);
+        let memory = Block(RefCell::new(v12));
+        assert_eq!(write_refused(&memory, AT), Ok(()));
+        let to = memory.0.into_inner();
         assert_eq!(to.control.exit_code, ExitCode::Invalid.0);
         assert_eq!((to.control.event_inj, to.save.rip), (event::VALID | event::NMI, 5));
     }

@@ -72,6 +72,18 @@ impl ControlBlock {
         self.unmarked()
     }
 
+    /// Names what of the VMCB the CPU must read anew.
+    #[inline]
+    pub(crate) fn mark(&mut self, stale: Clean) {
+        self.stale |= stale;
+    }
+
+    /// Goes on where `other` ran last: between its entries, on the same CPU.
+    #[inline]
+    pub(crate) fn take_over_from(&mut self, other: &Self) {
+        self.arrive(other.last_cpu);
+    }
+
     /// The VMCB, to change what the CPU never caches.
     #[inline]
     fn unmarked(&mut self) -> &mut Vmcb {

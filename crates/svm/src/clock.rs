@@ -2,7 +2,6 @@
 
 use backend::{Absent, Clock, TSC_RATIO_ONE, scale_tsc};
 use cpu::Cpu;
-use x86::vmcb::Clean;
 
 use crate::state::Svm;
 
@@ -15,12 +14,13 @@ impl<C: Cpu> Clock for Svm<C> {
 
     fn set_tsc(&mut self, offset: u64, ratio: u64) {
         self.tsc_ratio = if self.features.tsc_ratio { ratio } else { TSC_RATIO_ONE };
-        self.vmcb_mut(Clean::INTERCEPTS).control.tsc_offset = offset;
+        self.tsc_offset = offset;
+        self.follow_tsc_offset();
     }
 
     #[inline]
     fn guest_tsc(&self, host: u64) -> u64 {
-        scale_tsc(host, self.tsc_ratio).wrapping_add(self.vmcb().control.tsc_offset)
+        scale_tsc(host, self.tsc_ratio).wrapping_add(self.tsc_offset)
     }
 
     #[inline(always)]

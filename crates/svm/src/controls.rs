@@ -9,7 +9,7 @@
 //! and QEMU's emulation, which takes reserved bits that a CPU refuses: there writes exit, to be
 //! checked here.
 
-use backend::{Backend, FewerExits, GuestLimits, Permissions};
+use backend::{Backend, FewerExits, GuestLimits, Level, Permissions};
 use cpu::Cpu;
 use x86::{
     Cr4, msr,
@@ -83,15 +83,23 @@ impl<C: Cpu> Svm<C> {
     /// Lets the guest's accesses of debug registers exit, or not, as it owns them or not.
     pub(crate) fn intercept_debug_regs(&mut self) {
         let on = self.debug.exits();
-        self.vmcb_mut(Clean::INTERCEPTS).control.intercepts[1] = if on { 0x00ff_00ff } else { 0 };
+        self.change_intercepts(|words| words[1] = if on { 0x00ff_00ff } else { 0 });
+    }
+
+    /// Changes what exits for our own sake, whichever level runs.
+    #[inline]
+    pub(crate) fn change_intercepts(&mut self, change: impl FnOnce(&mut [u32; 6])) {
+        change(&mut self.block_of_l1().vmcb_mut(Clean::INTERCEPTS).control.intercepts);
+        if self.level == Level::L2 {
+            self.merge_intercepts();
+        }
     }
 
     pub(crate) fn intercept_cr(&mut self, mask: u32, on: bool) {
-        if (self.vmcb().control.intercepts[0] & mask == mask) == on {
+        if (self.control_of_l1().intercepts[0] & mask == mask) == on {
             return;
         }
-        let word = &mut self.vmcb_mut(Clean::INTERCEPTS).control.intercepts[0];
-        *word = if on { *word | mask } else { *word & !mask };
+        self.change_intercepts(|[word, ..]| *word = if on { *word | mask } else { *word & !mask });
     }
 
     /// CR4 belongs to the guest when it may set every bit that the CPU would let it set, and XCR0
@@ -111,47 +119,56 @@ impl<C: Cpu> Svm<C> {
 
     pub(crate) fn update_passthrough(&mut self) {
         let spec = self.features.v_spec_ctrl && self.limits.spec_ctrl;
-        self.block.msr_map.intercept(msr::SPEC_CTRL, !spec, !spec);
-        self.block.msr_map.intercept(msr::PRED_CMD, true, !self.limits.pred_cmd);
-        self.block.msr_map.intercept(msr::TSC_AUX, !self.limits.tsc_aux, true);
-        let (rdtscp, invpcid) = (self.limits.tsc_aux, self.limits.invpcid && !self.paging.shadow);
-        let control = &mut self.vmcb_mut(Clean::INTERCEPTS | Clean::PERM_MAP).control;
+        let limits = self.limits;
+        let block = self.block_of_l1();
+        block.msr_map.intercept(msr::SPEC_CTRL, !spec, !spec);
+        block.msr_map.intercept(msr::PRED_CMD, true, !limits.pred_cmd);
+        block.msr_map.intercept(msr::TSC_AUX, !limits.tsc_aux, true);
+        block.mark(Clean::PERM_MAP);
+        let (rdtscp, invpcid) = (limits.tsc_aux, limits.invpcid && !self.paging.shadow);
         let bit = Intercept4::RDTSCP.bits();
-        control.intercepts[4] = (control.intercepts[4] & !bit) | if rdtscp { 0 } else { bit };
-        control.intercepts[5] = (control.intercepts[5] & !4) | if invpcid { 0 } else { 4 };
+        self.change_intercepts(|[.., fourth, fifth]| {
+            *fourth = (*fourth & !bit) | if rdtscp { 0 } else { bit };
+            *fifth = (*fifth & !4) | if invpcid { 0 } else { 4 };
+        });
+        self.forget_open_msrs();
     }
 }
 
 impl<C: Cpu> Permissions for Svm<C> {
     fn set_limits(&mut self, limits: GuestLimits) {
         self.limits = limits;
+        self.follow_offered();
         self.update_passthrough();
         self.update_cr4_intercept();
     }
 
     fn set_msr_filter(&mut self, denied: impl Fn(u32) -> (bool, bool)) {
         for msr in LIVE {
-            self.block.msr_map.intercept(msr, false, false);
+            self.block_of_l1().msr_map.intercept(msr, false, false);
         }
         self.update_passthrough();
+        let map = &self.block_of_l1().msr_map;
         for msr in LIVE.into_iter().chain([msr::SPEC_CTRL, msr::PRED_CMD, msr::TSC_AUX]) {
-            let ((read, write), filter) = (self.block.msr_map.intercepted(msr), denied(msr));
-            self.block.msr_map.intercept(msr, read | filter.0, write | filter.1);
+            let ((read, write), filter) = (map.intercepted(msr), denied(msr));
+            map.intercept(msr, read | filter.0, write | filter.1);
         }
     }
 
     fn give_up_exits(&mut self, exits: FewerExits) {
         let when = |given_up, bits: u32| if given_up { bits } else { 0 };
-        let control = &mut self.vmcb_mut(Clean::INTERCEPTS).control;
-        control.intercepts[3] &= !(when(exits.hlt, Intercept3::HLT.bits())
-            | when(exits.pause, Intercept3::PAUSE.bits()));
         let mwait = Intercept4::MONITOR | Intercept4::MWAIT;
-        control.intercepts[4] &= !when(exits.mwait, mwait.bits());
+        self.change_intercepts(|[.., third, fourth, _]| {
+            *third &= !(when(exits.hlt, Intercept3::HLT.bits())
+                | when(exits.pause, Intercept3::PAUSE.bits()));
+            *fourth &= !when(exits.mwait, mwait.bits());
+        });
     }
 
     fn set_guest_debug(&mut self, breakpoints: bool, debug: bool) {
         self.guest_debug = (breakpoints, debug);
-        let word = &mut self.vmcb_mut(Clean::INTERCEPTS).control.intercepts[2];
-        *word = (*word & !(1 << 3)) | (u32::from(breakpoints) << 3);
+        self.change_intercepts(|[_, _, word, ..]| {
+            *word = (*word & !(1 << 3)) | (u32::from(breakpoints) << 3);
+        });
     }
 }

@@ -109,8 +109,8 @@ fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
         | ExitCode::Stgi
         | ExitCode::Clgi
         | ExitCode::Skinit
-        | ExitCode::Invlpga
-        | ExitCode::Rdtscp
+        | ExitCode::Invlpga => Exit::Virtualization,
+        ExitCode::Rdtscp
         | ExitCode::Rdpru
         | ExitCode::Invlpgb
         | ExitCode::Mcommit

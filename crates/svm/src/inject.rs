@@ -2,7 +2,7 @@
 //!
 //! APM vol. 2 §15.20 (EVENTINJ), §15.21 (virtual interrupts), §15.7.2 (EXITINTINFO).
 
-use backend::{Absent, Event, Injection, NmiWindow, Registers};
+use backend::{Absent, Event, Injection, Level, NmiWindow, Registers};
 use cpu::Cpu;
 use x86::{
     Dr6, Dr7, Exception, Rflags, Vector,
@@ -55,6 +55,10 @@ impl<C: Cpu> Svm<C> {
     /// of CR8 is intercepted while V_IRQ is set.
     pub(crate) fn set_virq(&mut self, want: Virq) {
         const BITS: u32 = vintr::IRQ | vintr::IGN_TPR | (0xf << vintr::PRIO_SHIFT);
+        // The virtual interrupt of L2's block is L1's to use.
+        if self.level == Level::L2 {
+            return;
+        }
         let set = self.vmcb().control.int_ctl & vintr::IRQ != 0;
         if self.virq == want && set == (want != Virq::Off) {
             return;
@@ -62,8 +66,9 @@ impl<C: Cpu> Svm<C> {
         let window = Intercept3::VINTR.bits();
         let was_window = self.virq == Virq::Window;
         if was_window != (want == Virq::Window) {
-            let word = &mut self.vmcb_mut(Clean::INTERCEPTS).control.intercepts[3];
-            *word = if was_window { *word & !window } else { *word | window };
+            self.change_intercepts(|[_, _, _, word, ..]| {
+                *word = if was_window { *word & !window } else { *word | window };
+            });
         }
         self.virq = want;
         let control = &mut self.vmcb_mut(Clean::INTR).control;
@@ -78,12 +83,10 @@ impl<C: Cpu> Svm<C> {
     }
 
     fn intercept_iret(&mut self, on: bool) {
-        let control = &mut self.vmcb_mut(Clean::INTERCEPTS).control;
-        if on {
-            control.intercepts[3] |= Intercept3::IRET.bits();
-        } else {
-            control.intercepts[3] &= !Intercept3::IRET.bits();
-        }
+        let iret = Intercept3::IRET.bits();
+        self.change_intercepts(|[_, _, _, word, ..]| {
+            *word = if on { *word | iret } else { *word & !iret };
+        });
     }
 
     /// Takes the flags of a step back. True: there was one, and the guest made none of its own.

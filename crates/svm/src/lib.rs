@@ -18,6 +18,7 @@ pub mod host_state;
 pub mod inject;
 mod live;
 mod msrs;
+mod nested;
 mod paging;
 pub mod percpu;
 pub mod permission;

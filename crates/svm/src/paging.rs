@@ -26,11 +26,12 @@ impl<C: Cpu> Svm<C> {
     pub(crate) fn watch_paging(&mut self) {
         let selective = Intercept3::CR0_SEL_WRITE.bits();
         let invlpg = Intercept3::INVLPG.bits();
-        let control = &mut self.vmcb_mut(Clean::INTERCEPTS | Clean::NPT).control;
-        control.np_ctl = 0;
-        control.intercepts[0] |= CR_ALWAYS;
-        control.intercepts[2] |= PAGE_FAULT;
-        control.intercepts[3] |= selective | invlpg;
+        self.vmcb_mut(Clean::NPT).control.np_ctl = 0;
+        self.change_intercepts(|words| {
+            words[0] |= CR_ALWAYS;
+            words[2] |= PAGE_FAULT;
+            words[3] |= selective | invlpg;
+        });
         self.update_passthrough();
         self.renew_cr0();
         self.renew_efer();
@@ -97,10 +98,10 @@ impl<C: Cpu> Translation for Svm<C> {
         if paging.shadow {
             return self.watch_paging();
         }
-        let word = &mut self.vmcb_mut(Clean::INTERCEPTS).control.intercepts[3];
         // With this the guest keeps CR0.TS and CR0.MP to itself.
         let selective = Intercept3::CR0_SEL_WRITE.bits();
-        *word = (*word & !selective) | if paging.watch_roles { selective } else { 0 };
+        let bits = if paging.watch_roles { selective } else { 0 };
+        self.change_intercepts(|words| words[3] = (words[3] & !selective) | bits);
         self.update_cr4_intercept();
     }
 
@@ -112,9 +113,11 @@ impl<C: Cpu> Translation for Svm<C> {
     }
 
     fn set_tdp_root(&mut self, root: Hpa) {
-        if self.vmcb().control.ncr3 != root.0 {
-            self.vmcb_mut(Clean::NPT).control.ncr3 = root.0;
-            self.block.request_flush();
+        if self.control_of_l1().ncr3 != root.0 {
+            let block = self.block_of_l1();
+            block.vmcb_mut(Clean::NPT).control.ncr3 = root.0;
+            block.request_flush();
+            self.follow_tdp_root(root);
         }
     }
 
@@ -124,6 +127,7 @@ impl<C: Cpu> Translation for Svm<C> {
 
     fn flush_tdp(&mut self) {
         self.block.request_flush();
+        self.flush_other_block();
     }
 
     /// Written pages are found by write protection.

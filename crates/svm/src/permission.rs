@@ -42,6 +42,23 @@ impl MsrMap {
         self.0.hpa()
     }
 
+    /// Has every MSR exit.
+    pub fn close(&self) {
+        self.0.words().iter().for_each(|w| w.store(u64::MAX, Ordering::Relaxed));
+    }
+
+    /// The word of this number.
+    pub fn word(&self, at: usize) -> u64 {
+        self.0.words().get(at).map_or(u64::MAX, |word| word.load(Ordering::Relaxed))
+    }
+
+    /// Sets the word of this number.
+    pub fn set_word(&self, at: usize, value: u64) {
+        if let Some(word) = self.0.words().get(at) {
+            word.store(value, Ordering::Relaxed);
+        }
+    }
+
     /// Bit number of the read bit of `msr`, or `None` for an MSR outside the three mapped ranges
     /// (those always exit).
     fn bit(msr: u32) -> Option<usize> {

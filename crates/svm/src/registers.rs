@@ -1,6 +1,6 @@
 //! The guest's registers in the VMCB.
 
-use backend::{Absent, ControlRegisters, ControlRegs, Registers, SegmentName};
+use backend::{Absent, ControlRegisters, ControlRegs, Level, Registers, SegmentName};
 use cpu::Cpu;
 use x86::{
     Cr0, Cr4, Efer, Rflags,
@@ -140,7 +140,7 @@ impl<C: Cpu> ControlRegisters for Svm<C> {
             cr2: save.cr2,
             cr3: save.cr3,
             cr4: Cr4::from_bits_retain(save.cr4),
-            efer: Efer::from_bits_retain(save.efer) - Efer::SVME,
+            efer: Efer::from_bits_retain(save.efer & !self.efer_hidden),
         }
     }
 
@@ -210,7 +210,11 @@ impl<C: Cpu> ControlRegisters for Svm<C> {
             self.guest.efer = value;
             return self.renew_efer();
         }
+        self.efer_hidden = (Efer::SVME - value).bits();
         self.vmcb_mut(Clean::CR).save.efer = (value | Efer::SVME).bits();
+        if self.level == Level::L1 && self.efer_hidden != 0 {
+            self.gif.set();
+        }
     }
 
     #[inline]

@@ -3,17 +3,18 @@
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use backend::{
-    Absent, Backend, GuestLimits, Injection, Msrs, Nesting, Paging, TSC_RATIO_ONE, reset_registers,
+    Backend, GuestLimits, Injection, Level, Msrs, Nesting, Paging, TSC_RATIO_ONE, reset_registers,
 };
 use cpu::{Cpu, SpecCtrl};
 use guest_live::{DebugRegs, Exchanged, Extended, Has};
-use host::{NoMemory, hostcpu};
+use host::{KBox, NoMemory, hostcpu};
+use nested_svm::{Offered, gif::Gif};
 use x86::{
-    Rflags, Vector, msr,
+    Efer, Rflags, Vector, msr,
     vmcb::{Clean, Vmcb},
 };
 
-use crate::{block::ControlBlock, features::Features, guest_regs::GuestRegs};
+use crate::{block::ControlBlock, features::Features, guest_regs::GuestRegs, nested::State};
 
 /// What is known of the guest's NMI handling on CPUs without virtual NMIs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -89,6 +90,18 @@ pub struct Svm<C: Cpu> {
     pub(crate) paging: Paging,
     /// The paging registers under shadow paging.
     pub(crate) guest: GuestRegs,
+    /// What of EFER the guest does not see: SVME, unless it has set it.
+    pub(crate) efer_hidden: u64,
+    /// Added to the host's TSC for L1.
+    pub(crate) tsc_offset: u64,
+    /// Whose the block is.
+    pub(crate) level: Level,
+    /// L1's global interrupt flag.
+    pub(crate) gif: Gif,
+    /// What is known of L1's guest, from its first VMRUN on.
+    pub(crate) nested: Option<KBox<State>>,
+    /// What L1's processor offers it.
+    pub(crate) offered: Offered,
 }
 
 static IDS: AtomicU64 = AtomicU64::new(1);
@@ -124,6 +137,12 @@ impl<C: Cpu> Svm<C> {
             guest_debug: (false, false),
             paging: Paging::default(),
             guest: GuestRegs::default(),
+            efer_hidden: Efer::SVME.bits(),
+            tsc_offset: 0,
+            level: Level::L1,
+            gif: Gif::default(),
+            nested: None,
+            offered: Offered::default(),
         };
         this.init_control();
         Ok(this)
@@ -147,23 +166,23 @@ impl<C: Cpu> Svm<C> {
     }
 }
 
-/// Its instructions are undefined.
 impl<C: Cpu> Nesting for Svm<C> {
-    type Nested = Absent;
+    type Nested = Self;
 
     #[inline(always)]
-    fn nested(&self) -> Option<&Absent> {
-        None
+    fn nested(&self) -> Option<&Self> {
+        Some(self)
     }
 
     #[inline(always)]
-    fn nested_mut(&mut self) -> Option<&mut Absent> {
-        None
+    fn nested_mut(&mut self) -> Option<&mut Self> {
+        Some(self)
     }
 }
 
 impl<C: Cpu> Backend for Svm<C> {
     fn reset(&mut self, init: bool) {
+        self.gif.set();
         reset_registers(self, init);
         let block = self.vmcb_mut(Clean::ALL);
         block.save.rip = 0xfff0;

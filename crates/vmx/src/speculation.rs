@@ -76,6 +76,9 @@ mod tests {
         tsc_aux: false,
         xsave: false,
         invpcid: false,
+        efer_allowed: 0,
+        maxphyaddr: 0,
+        svm_features: 0,
     };
     const EXIT: (bool, bool) = (true, true);
     const PASS: (bool, bool) = (false, false);

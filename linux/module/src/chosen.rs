@@ -58,6 +58,8 @@ pub struct Common {
     pub withheld: [Option<Feature>; 5],
     /// A feature that guests have by exits, whether the CPU has it or not.
     pub by_exits: Option<Feature>,
+    /// Guests may be hypervisors.
+    pub nested: bool,
 }
 
 /// A refusal that was logged; what the module's load returns.
@@ -168,6 +170,8 @@ impl Found {
                     arch_capabilities: 0,
                     withheld: [keys, None, None, None, None],
                     by_exits: None,
+                    // What L2's tables are shadowed by is not there without TDP.
+                    nested: params::nested(params::tdp()),
                 }
             }
             Self::Vmx(features) => {
@@ -187,6 +191,7 @@ impl Found {
                         unless(features.xsaves, feature::XSAVES),
                     ],
                     by_exits: features.umip_by_exits.then_some(feature::UMIP),
+                    nested: params::nested(false),
                 }
             }
         }

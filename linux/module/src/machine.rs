@@ -104,6 +104,7 @@ pub fn find_out(common: &Common) -> Result<(), NoMemory> {
         null_selector_clears_base: amd && !kernel.any(Facts::NULL_SELECTOR_KEEPS_BASE),
         ls_cfg_ssbd: kernel.any(Facts::LS_CFG_SSBD),
         xstate_cache: params::xstate_cache(),
+        nested: common.nested,
         pv_features: pv_features(),
         ..HostFacts::default()
     };

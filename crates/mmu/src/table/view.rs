@@ -154,6 +154,14 @@ impl<'a> View<'a> {
                 let word = unsafe { &*at.cast::<AtomicU32>() }.load(Ordering::Relaxed);
                 to.copy_from_slice(&word.to_le_bytes());
             }
+            len if (offset | len) & 7 == 0 => {
+                for (n, bytes) in to.chunks_exact_mut(8).enumerate() {
+                    // SAFETY: the page is mapped and the guest's while this view lives; the word is
+                    // aligned and within it. Atomic: the guest writes too.
+                    let word = unsafe { &*at.cast::<AtomicU64>().add(n) }.load(Ordering::Relaxed);
+                    bytes.copy_from_slice(&word.to_le_bytes());
+                }
+            }
             _ => {
                 for (n, byte) in to.iter_mut().enumerate() {
                     // SAFETY: the page is mapped and the guest's while this view lives; the byte
@@ -185,6 +193,14 @@ impl<'a> View<'a> {
                 // SAFETY: the page is mapped and the guest's while this view lives; the word is
                 // aligned and within it; the leaf is writable, so the page may be written.
                 unsafe { &*at.cast::<AtomicU32>() }.store(word, Ordering::Relaxed);
+            }
+            _ if (offset | from.len()) & 7 == 0 => {
+                for (n, bytes) in from.as_chunks::<8>().0.iter().enumerate() {
+                    let word = u64::from_le_bytes(*bytes);
+                    // SAFETY: the page is mapped and the guest's while this view lives; the word is
+                    // aligned and within it; the leaf is writable, so the page may be written.
+                    unsafe { &*at.cast::<AtomicU64>().add(n) }.store(word, Ordering::Relaxed);
+                }
             }
             _ => {
                 for (n, byte) in from.iter().enumerate() {

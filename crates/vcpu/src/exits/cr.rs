@@ -226,6 +226,16 @@ impl<B: Backend> Vcpu<B> {
         }
         // LMA is read-only for the guest.
         let new = (new - Efer::LMA) | (old & Efer::LMA);
+        if self.pending.after_exit.is_nested() && !new.contains(Efer::SVME) {
+            if from_host {
+                self.abandon_l2();
+            } else {
+                // L2 pulls its hypervisor's processor from under it.
+                self.events.outer.set(Outer::TRIPLE_FAULT, true);
+                self.pending.raise();
+                return Ok(());
+            }
+        }
         // No flush: translations that were made without NXE have no NX, and those with it forbid
         // no less than the reserved bit would.
         self.b.set_efer(new);

@@ -5,6 +5,7 @@
 
 use backend::{Backend, Event, Executed, Gate, Nested, Waiting};
 use mmu::Section;
+use stats::VcpuCount;
 
 use super::memory::{Mapped, Whole};
 use crate::{Vcpu, run::events::Outer};
@@ -56,13 +57,52 @@ impl<B: Backend> Vcpu<B> {
             self.hold_back();
             return true;
         }
+        if self.pending.after_exit.is_nested() {
+            return self.inject_into_l2(kernel);
+        }
         self.inject_interrupt(kernel)
+    }
+
+    /// Injects the highest interrupt of L1's into L2, as L1 has it: the virtual interrupt that would be offered is
+    /// L1's to use.
+    fn inject_into_l2(&mut self, kernel: bool) -> bool {
+        if !self.interrupt_waits_for_l1() {
+            return true;
+        }
+        if self.b.injecting() || self.b.interrupt_shadow() || (self.pic_pending() && !kernel) {
+            self.pending.raise();
+            if kernel {
+                host::smp::kick(host::smp::cpu_id());
+            }
+            return kernel;
+        }
+        let vector = if !self.shared.in_kernel_apic || self.pic_pending() {
+            self.events.external.take().or_else(|| self.acknowledge_pic())
+        } else {
+            let vector = self.shared.lapic.highest_pending();
+            if let Some(vector) = vector {
+                self.shared.lapic.clear_irr(vector);
+                self.shared.lapic.set_isr(vector);
+            }
+            vector
+        };
+        if let Some(vector) = vector {
+            self.b.inject(Event::Interrupt(vector));
+            self.stats.count(VcpuCount::IrqInjections);
+        }
+        true
     }
 
     /// Outside the loop: ends L2's run for the event that could not do so inside.
     pub(crate) fn end_l2_outside(&mut self) {
         let _ = self.end_l2_for_event(None);
         self.pending.raise();
+    }
+
+    /// Whether an interrupt would be taken by L2, or end its run.
+    pub(crate) fn interrupt_goes_somewhere(&self) -> bool {
+        let waiting = Waiting::Interrupt(None);
+        self.b.nested().is_some_and(|nested| nested.gate(&waiting) != Gate::Hold)
     }
 
     /// Whether such an event goes to the level that runs.
@@ -77,9 +117,10 @@ impl<B: Backend> Vcpu<B> {
         }
         let first = !self.b.injecting() && self.events.again.is_none();
         let exception = self.events.exception.filter(|_| first).map(Waiting::Exception);
+        let smi = self.events.outer.has(Outer::SMI).then_some(Waiting::Smi);
         let nmi = (self.shared.nmis() != 0).then_some(Waiting::Nmi);
         let interrupt = self.interrupt_waits_for_l1().then_some(Waiting::Interrupt(None));
-        for waiting in [exception, nmi, interrupt].into_iter().flatten() {
+        for waiting in [exception, smi, nmi, interrupt].into_iter().flatten() {
             let Some(nested) = self.b.nested() else { return Ended::No };
             match nested.gate(&waiting) {
                 Gate::Deliver | Gate::Hold => {}

@@ -1,31 +1,55 @@
 //! L1's memory, as what is done for a guest's hypervisor sees it.
 
+use core::cell::Cell;
+
 use backend::{L1Memory, Outside};
-use mmu::View;
+use mmu::{View, table::GuestPage, tdp::page_of};
 use vm::memory::VmMemory;
-use x86::Gpa;
+use x86::{Gfn, Gpa};
 
 /// What of L1's memory the TDP tables map now: inside the loop.
 pub(super) struct Mapped<'a> {
     memory: &'a VmMemory,
     view: View<'a>,
+    /// The page of the last access: nearly all are of one.
+    last: Cell<Option<(Gfn, GuestPage)>>,
 }
 
 impl<'a> Mapped<'a> {
     /// The memory behind `view`.
     #[inline]
     pub(super) fn new(memory: &'a VmMemory, view: View<'a>) -> Self {
-        Self { memory, view }
+        Self { memory, view, last: Cell::new(None) }
+    }
+
+    /// The page at `at`.
+    #[inline]
+    fn page(&self, at: Gpa) -> Option<GuestPage> {
+        match self.last.get() {
+            Some((gfn, page)) if gfn == at.gfn() => Some(page),
+            _ => {
+                let page = page_of(&self.view, at)?;
+                self.last.set(Some((at.gfn(), page)));
+                Some(page)
+            }
+        }
     }
 }
 
 impl L1Memory for Mapped<'_> {
     fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside> {
-        if self.memory.read_irqs_off(&self.view, at, into) { Ok(()) } else { Err(Outside) }
+        let page = self.page(at).ok_or(Outside)?;
+        // What crosses a page goes another way.
+        let read = self.view.copy_from(&page, at.page_offset(), into)
+            || self.memory.read_irqs_off(&self.view, at, into);
+        if read { Ok(()) } else { Err(Outside) }
     }
 
     fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside> {
-        if self.memory.write_irqs_off(&self.view, at, from) { Ok(()) } else { Err(Outside) }
+        let page = self.page(at).filter(|_| !self.memory.has_shadow()).ok_or(Outside)?;
+        let written = self.view.copy_to(&page, at.page_offset(), from)
+            || self.memory.write_irqs_off(&self.view, at, from);
+        if written { Ok(()) } else { Err(Outside) }
     }
 
     fn is_final(&self) -> bool {

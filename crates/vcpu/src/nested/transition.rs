@@ -88,6 +88,8 @@ impl<B: Backend> Vcpu<B> {
 
     /// The other level runs from now on: what follows from the control block alone follows by itself.
     pub(crate) fn level_changed(&mut self) {
+        // What L1's block had of it is gone.
+        self.put_back_offer();
         self.follow_gate();
         self.pending.raise();
         self.cpuid_inputs_changed();
@@ -105,7 +107,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// Notes which level runs, and whether events are asked where they go.
-    pub(super) fn follow_gate(&mut self) {
+    pub(crate) fn follow_gate(&mut self) {
         let Some(nested) = self.b.nested() else { return };
         let l2 = nested.level() == Level::L2;
         let gated = nested.is_gated();

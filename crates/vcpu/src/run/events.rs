@@ -199,6 +199,14 @@ impl<B: Backend> Vcpu<B> {
         self.b.rflags().contains(Rflags::IF) && !self.b.interrupt_shadow() && !self.b.injecting()
     }
 
+    /// Whether an interrupt ends the sleep of HLT.
+    pub(crate) fn interrupts_wake(&self) -> bool {
+        if self.pending.gated {
+            return self.interrupt_goes_somewhere();
+        }
+        self.b.rflags().contains(Rflags::IF)
+    }
+
     /// Whether an interrupt could be injected now by a VMM with its own PIC.
     pub fn ready_for_injection(&self) -> bool {
         self.interrupts_open()
@@ -426,7 +434,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// The acknowledge cycle. An end that comes with it (automatic EOI) is told as soon as the interrupt is
     /// delivered.
-    fn acknowledge_pic(&mut self) -> Option<Vector> {
+    pub(crate) fn acknowledge_pic(&mut self) -> Option<Vector> {
         let (vector, owing) = self.vm.irq().extint_ack()?;
         self.note_owing(owing);
         if owing.any() {

@@ -321,7 +321,7 @@ impl<B: Backend> Vcpu<B> {
             || (self.events.external.is_some() && !self.shared.in_kernel_apic)
             || self.events.again.is_some()
             || self.events.exception.is_some()
-            || (self.b.rflags().contains(Rflags::IF) && self.interrupt_waits())
+            || (self.interrupts_wake() && self.interrupt_waits())
     }
 
     /// Sleeps until there is something to do. Out of line: what it keeps in registers would be taken

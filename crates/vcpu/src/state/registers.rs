@@ -183,7 +183,11 @@ impl<B: Backend> Vcpu<B> {
         // An SS that is not usable still carries the CPL.
         self.b.set_gdtr(s.gdt);
         self.b.set_idtr(s.idt);
+        if !s.efer.contains(Efer::SVME) {
+            self.abandon_l2();
+        }
         self.b.set_efer(s.efer);
+        self.follow_gate();
         self.b.set_cr0(s.cr0);
         self.b.set_cr2(s.cr2);
         self.b.set_cr3(s.cr3);

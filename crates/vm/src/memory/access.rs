@@ -83,6 +83,12 @@ impl VmMemory {
         self.tdp.view(section)
     }
 
+    /// Whether there are shadow pages, which have to hear of what is written.
+    #[inline]
+    pub fn has_shadow(&self) -> bool {
+        self.shadow.is_some()
+    }
+
     /// Reads guest memory with interrupts off, without locks. `false`: not mapped in the TDP
     /// tables, or not ordinary memory; `into` then holds anything.
     pub fn read_irqs_off(&self, view: &View<'_>, gpa: Gpa, into: &mut [u8]) -> bool {

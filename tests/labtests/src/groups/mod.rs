@@ -34,6 +34,7 @@ mod mmio;
 mod modes;
 mod msr_exits;
 mod msrs;
+mod nested_svm;
 mod paging_bits;
 mod paging_faults;
 mod paging_flushes;
@@ -104,6 +105,7 @@ pub fn all() -> impl Iterator<Item = Test> + Clone {
         instructions::TESTS,
         injection::TESTS,
         hostile::TESTS,
+        nested_svm::TESTS,
         delivery::TESTS,
         shadows::TESTS,
         debugger::TESTS,

@@ -92,6 +92,7 @@ impl<B: Backend> Vcpu<B> {
         let busy = self.b.injecting()
             || self.events.again.is_some()
             || self.events.exception.is_some()
+            || self.pending.gated
             || !matches!(self.shared.mp_state(), MpState::Runnable | MpState::Halted);
         if busy || !self.events.outer.has(Outer::SMI) {
             return Ok(());

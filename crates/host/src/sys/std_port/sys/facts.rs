@@ -54,6 +54,9 @@ pub(crate) fn gnt_lazy_tscdeadline() -> i32 {
 pub(crate) fn gnt_enable_apicv(possible: i32) -> i32 {
     possible
 }
+pub(crate) fn gnt_nested(possible: i32) -> i32 {
+    possible
+}
 pub(crate) fn gnt_preemption_timer() -> i32 {
     1
 }

@@ -1,0 +1,158 @@
+//! SVM's instructions, carried out for L1. VMRUN is in [`run`](super::run).
+
+use core::mem::offset_of;
+
+use backend::{Executed, Gprs, L1Memory, Level, RAX, RCX};
+use cpu::Cpu;
+use nested_svm::instructions::{self, Caller, Instruction, Then};
+use x86::{
+    Cr0, Efer, Exception, Gpa, Rflags,
+    segment::attr,
+    vmcb::{Clean, ExitCode, SEG_CS, SEG_FS, SEG_GS, SEG_LDTR, SEG_TR, Save, Vmcb, VmcbSegment},
+};
+use zerocopy::IntoBytes;
+
+use crate::state::Svm;
+
+/// Where the save area begins.
+const SAVE: u64 = offset_of!(Vmcb, save) as u64;
+/// Bytes of a segment.
+const SEGMENT: u64 = size_of::<VmcbSegment>() as u64;
+/// The segments that VMLOAD and VMSAVE move: the first, and how many lie side by side.
+const SEGMENTS: [(usize, usize); 3] = [(SEG_FS, 2), (SEG_LDTR, 1), (SEG_TR, 1)];
+/// Where the MSRs that they move begin: STAR to SYSENTER_EIP, side by side.
+const MSRS: u64 = SAVE + offset_of!(Save, star) as u64;
+
+const _: () = {
+    assert!(SEG_GS == SEG_FS + 1);
+    assert!(offset_of!(Save, sysenter_eip) == offset_of!(Save, star) + 7 * 8);
+};
+
+impl<C: Cpu> Svm<C> {
+    /// Executes the instruction that the last exit was for.
+    #[inline(always)]
+    pub(super) fn execute_instruction(
+        &mut self,
+        gprs: &mut Gprs,
+        next_rip: u64,
+        l1: &impl L1Memory,
+    ) -> Executed {
+        let instruction = match ExitCode(self.vmcb().control.exit_code) {
+            ExitCode::Vmrun => Instruction::Vmrun,
+            ExitCode::Vmload => Instruction::Vmload,
+            ExitCode::Vmsave => Instruction::Vmsave,
+            ExitCode::Stgi => Instruction::Stgi,
+            ExitCode::Clgi => Instruction::Clgi,
+            ExitCode::Invlpga => Instruction::Invlpga,
+            _ => Instruction::Skinit,
+        };
+        match instructions::execute(instruction, &self.caller(gprs), &self.offered) {
+            Err(exception) => Executed::Fault(exception),
+            // L1 always intercepts VMRUN of L2: its block was refused else.
+            Ok(Then::Enter(_)) if self.level == Level::L2 => Executed::Fault(Exception::ud()),
+            Ok(Then::Enter(at)) => self.vmrun(gprs, at, next_rip, l1),
+            Ok(Then::Load(at)) => self.vmload(at, l1),
+            Ok(Then::Save(at)) => self.vmsave(at, l1),
+            Ok(Then::SetGif) => {
+                self.gif.set();
+                Executed::Opened
+            }
+            Ok(Then::ClearGif) => {
+                self.gif.clear();
+                Executed::Closed
+            }
+            Ok(Then::Invalidate { .. }) => {
+                self.block.request_flush();
+                self.flush_other_block();
+                Executed::Retired
+            }
+        }
+    }
+
+    fn caller(&self, gprs: &Gprs) -> Caller {
+        let save = &self.vmcb().save;
+        let efer = Efer::from_bits_retain(save.efer & !self.efer_hidden);
+        let is_64_bit = efer.contains(Efer::LMA)
+            && save.segments.get(SEG_CS).is_some_and(|cs| cs.attrib & attr::L != 0);
+        let rax = gprs.0[RAX];
+        Caller {
+            cr0: Cr0::from_bits_retain(save.cr0),
+            efer,
+            rflags: Rflags::from_bits_retain(save.rflags),
+            cpl: save.cpl,
+            rax: if is_64_bit { rax } else { rax & 0xffff_ffff },
+            ecx: gprs.0[RCX] as u32,
+        }
+    }
+
+    /// VMLOAD: by way of our own block, which the CPU loads from. The CPU sees to what is no address.
+    #[inline(never)]
+    fn vmload(&mut self, at: Gpa, l1: &impl L1Memory) -> Executed {
+        let mut segments = [VmcbSegment::default(); 4];
+        let mut msrs = [0_u64; 8];
+        let mut rest = &mut segments[..];
+        for (first, count) in SEGMENTS {
+            let Some((these, others)) = rest.split_at_mut_checked(count) else { break };
+            rest = others;
+            if l1.read(segment_at(at, first), these.as_mut_bytes()).is_err() {
+                return missing(l1);
+            }
+        }
+        if l1.read(Gpa(at.0 + MSRS), msrs.as_mut_bytes()).is_err() {
+            return missing(l1);
+        }
+        let save = &mut self.vmcb_mut(Clean::empty()).save;
+        for (to, from) in [SEG_FS, SEG_GS, SEG_LDTR, SEG_TR].into_iter().zip(segments) {
+            if let Some(to) = save.segments.get_mut(to) {
+                *to = from;
+            }
+        }
+        let [star, lstar, cstar, sfmask, kernel_gs_base, cs, esp, eip] = msrs;
+        (save.star, save.lstar, save.cstar, save.sfmask) = (star, lstar, cstar, sfmask);
+        save.kernel_gs_base = kernel_gs_base;
+        (save.sysenter_cs, save.sysenter_esp, save.sysenter_eip) = (cs, esp, eip);
+        if self.loaded {
+            self.cpu.vmload(self.block.hpa());
+        }
+        Executed::Retired
+    }
+
+    /// VMSAVE: by way of our own block, which the CPU saves to.
+    #[inline(never)]
+    fn vmsave(&mut self, at: Gpa, l1: &impl L1Memory) -> Executed {
+        if self.loaded {
+            self.cpu.vmsave(self.block.hpa());
+        }
+        let save = &self.vmcb().save;
+        for (first, count) in SEGMENTS {
+            let Some(these) = save.segments.get(first..first + count) else { continue };
+            if l1.write(segment_at(at, first), these.as_bytes()).is_err() {
+                return missing(l1);
+            }
+        }
+        let msrs = [
+            save.star,
+            save.lstar,
+            save.cstar,
+            save.sfmask,
+            save.kernel_gs_base,
+            save.sysenter_cs,
+            save.sysenter_esp,
+            save.sysenter_eip,
+        ];
+        if l1.write(Gpa(at.0 + MSRS), msrs.as_bytes()).is_err() {
+            return missing(l1);
+        }
+        Executed::Retired
+    }
+}
+
+/// Where a segment of the block at `at` lies.
+const fn segment_at(at: Gpa, index: usize) -> Gpa {
+    Gpa(at.0 + SAVE + index as u64 * SEGMENT)
+}
+
+/// What an instruction comes to whose block is no memory: #GP, as on stock KVM, where that is sure.
+pub(super) fn missing(l1: &impl L1Memory) -> Executed {
+    if l1.is_final() { Executed::Fault(Exception::gp(0)) } else { Executed::Outside }
+}

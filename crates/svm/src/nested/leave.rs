@@ -1,0 +1,99 @@
+//! From L2's block back to L1's.
+
+use backend::{Executed, Gprs, L1Memory, Level, RAX, RSP};
+use cpu::Cpu;
+use nested_svm::{
+    leave::{self, Undelivered},
+    reflect::Exit,
+};
+use x86::{
+    Cr4,
+    vmcb::{Clean, NP_ENABLE, SEG_FS, SEG_GS, SEG_LDTR, SEG_TR, Save, vintr},
+};
+
+use super::Seen;
+use crate::state::{Svm, Virq};
+
+/// Copies what VMRUN and a VMEXIT leave alone.
+pub(super) fn copy_unswitched(to: &mut Save, from: &Save) {
+    for index in [SEG_FS, SEG_GS, SEG_LDTR, SEG_TR] {
+        if let (Some(to), Some(from)) = (to.segments.get_mut(index), from.segments.get(index)) {
+            *to = *from;
+        }
+    }
+    (to.star, to.lstar, to.cstar, to.sfmask) = (from.star, from.lstar, from.cstar, from.sfmask);
+    to.kernel_gs_base = from.kernel_gs_base;
+    to.sysenter_cs = from.sysenter_cs;
+    to.sysenter_esp = from.sysenter_esp;
+    to.sysenter_eip = from.sysenter_eip;
+}
+
+impl<C: Cpu> Svm<C> {
+    /// Ends L2's run with `exit`: L1's block in its memory is written first, so that nothing has happened if that
+    /// cannot be.
+    #[inline(never)]
+    pub(super) fn leave(
+        &mut self,
+        gprs: &mut Gprs,
+        exit: &Exit,
+        undelivered: Undelivered,
+        l1: &impl L1Memory,
+    ) -> Executed {
+        let hidden = u64::from(self.cr0_hidden);
+        let save = &mut self.vmcb_mut(Clean::empty()).save;
+        save.rax = gprs.0[RAX];
+        save.rsp = gprs.0[RSP];
+        let Some(state) = &self.nested else { return Executed::Shutdown };
+        let from = self.block.vmcb();
+        let left = leave::Left { from, cr0_hidden: hidden, exit, undelivered };
+        if leave::write(&Seen::new(l1), &state.v12, &left, &self.offered).is_err() {
+            if !l1.is_final() {
+                return Executed::Outside;
+            }
+            self.return_to_l1(gprs);
+            return Executed::Shutdown;
+        }
+        self.return_to_l1(gprs);
+        Executed::Left
+    }
+
+    /// L1 runs from now on, with GIF clear.
+    pub(super) fn return_to_l1(&mut self, gprs: &mut Gprs) {
+        let Some(state) = &self.nested else { return };
+        if self.level == Level::L1 {
+            return;
+        }
+        let control = state.v12.control();
+        let own_pat = control.np_ctl & NP_ENABLE != 0;
+        let own_priority = control.int_ctl & vintr::INTR_MASKING != 0;
+        let l2 = self.block.vmcb();
+        let (pat, int_ctl, cr4) = (l2.save.g_pat, l2.control.int_ctl, l2.save.cr4);
+        self.change_block();
+        self.level = Level::L1;
+        self.gif.clear();
+        let mut stale = Clean::empty();
+        let block = self.vmcb_mut(Clean::empty());
+        if !own_pat && block.save.g_pat != pat {
+            block.save.g_pat = pat;
+            stale |= Clean::NPT;
+        }
+        let shared = vintr::NMI_MASK | if own_priority { 0 } else { vintr::TPR_MASK };
+        if (block.control.int_ctl ^ int_ctl) & shared != 0 {
+            block.control.int_ctl = (block.control.int_ctl & !shared) | (int_ctl & shared);
+            stale |= Clean::INTR;
+        }
+        leave::to_l1(block);
+        gprs.0[RAX] = block.save.rax;
+        gprs.0[RSP] = block.save.rsp;
+        let changed = block.save.cr4 ^ cr4;
+        self.block.mark(stale | Clean::DR | Clean::CR | Clean::INTR);
+        self.set_virq(Virq::Off);
+        if changed & Cr4::OSXSAVE.bits() != 0 {
+            self.sync_extended();
+        }
+        if self.cr0_hidden != 0 {
+            let cr0 = backend::ControlRegisters::cr0(self);
+            backend::ControlRegisters::set_cr0(self, cr0);
+        }
+    }
+}

@@ -1,0 +1,302 @@
+//! Guests that run guests of their own by SVM: the second control block, and the rules of [`nested_svm`] applied.
+//!
+//! L1's block is that of an ordinary guest. L2's is made at L1's first VMRUN and kept from then on, so that a VMRUN
+//! of the same guest changes in it what L1 has changed and no more. While L2 runs the two change places: the block
+//! that runs is always [`Svm::block`], and what acts on it acts on L2.
+//!
+//! What VMRUN leaves alone (FS, GS, TR, LDTR, the SYSCALL and SYSENTER MSRs, KernelGSBase) is in the CPU inside the
+//! loop, where changing the block does not touch it; outside it lies in the block that runs, and goes over with
+//! the change.
+//!
+//! Our own intercepts are those of L1's block, whoever runs; L2's block has them and those that L1 wants.
+
+mod instructions;
+mod leave;
+mod run;
+
+use core::cell::Cell;
+
+use backend::{Claim, Event, Executed, Gate, Gprs, L1Memory, Level, Nested, RCX, Waiting};
+use cpu::Cpu;
+use host::KBox;
+use nested_svm::{
+    Offered,
+    gif::{self, Pending, Situation},
+    leave::Undelivered,
+    merge,
+    permission::OpenWords,
+    reflect::{self, Exit},
+    vmcb12::Vmcb12,
+};
+use x86::{
+    Gpa, Hpa, Rflags,
+    vmcb::{Clean, Control, ExitCode, vintr},
+};
+
+use crate::{block::ControlBlock, inject, state::Svm};
+
+/// What is known of L1's guest.
+#[derive(Debug)]
+pub struct State {
+    /// The block that does not run.
+    other: ControlBlock,
+    /// The copy of L1's block.
+    v12: KBox<Vmcb12>,
+    /// VMRUN was carried out, and L2 has not been entered yet.
+    entry_pending: bool,
+    /// The address-space id that L1 gave what L2's block remembers.
+    asid: u32,
+    /// CR0.CD and CR0.NW of the level that does not run, as far as they are hidden from the hardware.
+    cr0_hidden: u32,
+    /// RFLAGS.IF of L1 at VMRUN.
+    l1_interrupts: bool,
+    /// Where our own MSR map is open.
+    open: Option<OpenWords<16>>,
+}
+
+/// L1's memory, which remembers whether some of it could not be had.
+struct Seen<'a, M> {
+    memory: &'a M,
+    missing: Cell<bool>,
+}
+
+impl<'a, M: L1Memory> Seen<'a, M> {
+    fn new(memory: &'a M) -> Self {
+        Self { memory, missing: Cell::new(false) }
+    }
+}
+
+impl<M: L1Memory> nested_svm::L1Memory for Seen<'_, M> {
+    #[inline]
+    fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), nested_svm::Outside> {
+        self.memory.read(at, into).map_err(|_| {
+            self.missing.set(true);
+            nested_svm::Outside
+        })
+    }
+
+    #[inline]
+    fn write(&self, at: Gpa, from: &[u8]) -> Result<(), nested_svm::Outside> {
+        self.memory.write(at, from).map_err(|_| nested_svm::Outside)
+    }
+}
+
+impl<C: Cpu> Svm<C> {
+    /// L1's block.
+    #[inline]
+    pub(crate) fn block_of_l1(&mut self) -> &mut ControlBlock {
+        match &mut self.nested {
+            Some(state) if self.level == Level::L2 => &mut state.other,
+            _ => &mut self.block,
+        }
+    }
+
+    /// The control area of L1's block.
+    #[inline]
+    pub(crate) fn control_of_l1(&self) -> &Control {
+        match &self.nested {
+            Some(state) if self.level == Level::L2 => &state.other.vmcb().control,
+            _ => &self.block.vmcb().control,
+        }
+    }
+
+    /// What our own intercepts changed to has L2's block follow, which runs.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn merge_intercepts(&mut self) {
+        let Some(state) = &self.nested else { return };
+        let l0 = self.l0(state, Hpa(self.vmcb().control.msrpm_base_pa));
+        let words = merge::intercepts(&l0, state.v12.control());
+        self.vmcb_mut(Clean::INTERCEPTS).control.intercepts = words;
+    }
+
+    /// What we want of L2's block. L1's block is `state.other`, or runs.
+    fn l0(&self, state: &State, msrpm: Hpa) -> merge::L0 {
+        let l1 = if self.level == Level::L2 { &state.other } else { &self.block }.vmcb();
+        let control = &l1.control;
+        merge::L0 {
+            intercepts: control.intercepts,
+            tsc_offset: self.tsc_offset,
+            iopm: Hpa(control.iopm_base_pa),
+            msrpm,
+            root: Some(Hpa(control.ncr3)),
+            pat: l1.save.g_pat,
+            pause: (control.pause_filter_thresh, control.pause_filter_count),
+            l1_interrupts: state.l1_interrupts,
+        }
+    }
+
+    /// Our own MSR map has changed.
+    pub(crate) fn forget_open_msrs(&mut self) {
+        if let Some(state) = &mut self.nested {
+            state.open = None;
+        }
+    }
+
+    /// The guest's CPUID has changed.
+    pub(crate) fn follow_offered(&mut self) {
+        use x86::cpuid::feature as f;
+        let has = |feature: x86::cpuid::Feature| self.limits.svm_features & feature.mask() != 0;
+        self.offered = Offered {
+            physical_bits: self.limits.maxphyaddr,
+            flush_by_asid: has(f::FLUSH_BY_ASID),
+            npt: has(f::NPT),
+            nrip_save: has(f::NRIPS),
+            decode_assists: has(f::DECODE_ASSISTS),
+            pause_filter: has(f::PAUSE_FILTER),
+            pause_threshold: has(f::PAUSE_THRESHOLD),
+            vgif: false,
+            virtual_vmload: false,
+            lbr: false,
+            cr4: self.limits.cr4_allowed.bits(),
+            efer: self.limits.efer_allowed,
+        };
+    }
+
+    /// The root of the TDP tables has changed: L2 runs on it as well.
+    pub(crate) fn follow_tdp_root(&mut self, root: Hpa) {
+        if self.level == Level::L2 {
+            self.vmcb_mut(Clean::NPT).control.ncr3 = root.0;
+            self.block.request_flush();
+        }
+    }
+
+    /// What the TDP tables hold has become less.
+    pub(crate) fn flush_other_block(&mut self) {
+        if let Some(state) = &mut self.nested {
+            state.other.request_flush();
+        }
+    }
+
+    /// L1's TSC has changed, and L2's with it.
+    pub(crate) fn follow_tsc_offset(&mut self) {
+        let offset = self.tsc_offset;
+        self.block_of_l1().vmcb_mut(Clean::INTERCEPTS).control.tsc_offset = offset;
+        if let Some(state) = self.nested.as_ref().filter(|_| self.level == Level::L2) {
+            let offset = offset.wrapping_add(state.v12.control().tsc_offset);
+            self.vmcb_mut(Clean::INTERCEPTS).control.tsc_offset = offset;
+        }
+    }
+
+    /// The last exit of L2. An exit for an MSR tells which by RCX.
+    fn last_exit(&self, gprs: &Gprs) -> Exit {
+        let control = &self.vmcb().control;
+        let code = match ExitCode(control.exit_code) {
+            // The emulator writes VMEXIT_INVALID with 32 bits.
+            ExitCode(0xffff_ffff) => ExitCode::Invalid,
+            code => code,
+        };
+        let info_2 = if code == ExitCode::Msr { gprs.0[RCX] } else { control.exit_info_2 };
+        Exit { code, info_1: control.exit_info_1, info_2 }
+    }
+}
+
+impl<C: Cpu> Nested for Svm<C> {
+    #[inline(always)]
+    fn level(&self) -> Level {
+        self.level
+    }
+
+    fn execute(&mut self, gprs: &mut Gprs, next_rip: u64, l1: &impl L1Memory) -> Executed {
+        self.execute_instruction(gprs, next_rip, l1)
+    }
+
+    fn claims(&mut self, gprs: &Gprs, l1: &impl L1Memory) -> Result<Claim, backend::Outside> {
+        let exit = self.last_exit(gprs);
+        let Some(state) = &mut self.nested else { return Ok(Claim::L0) };
+        state.entry_pending = false;
+        let seen = Seen::new(l1);
+        let claim = reflect::claims(state.v12.control(), &exit, &seen);
+        if seen.missing.get() && !l1.is_final() {
+            return Err(backend::Outside);
+        }
+        Ok(match claim {
+            reflect::Claim::L0 => Claim::L0,
+            reflect::Claim::L1 => Claim::L1,
+        })
+    }
+
+    fn reflect(&mut self, gprs: &mut Gprs, l1: &impl L1Memory) -> Executed {
+        let mut exit = self.last_exit(gprs);
+        if exit.code == ExitCode::Msr {
+            exit.info_2 = 0;
+        }
+        let info = inject::decode(self.vmcb().control.exit_int_info).map_or(0, inject::encode);
+        self.leave(gprs, &exit, Undelivered { info }, l1)
+    }
+
+    #[inline]
+    fn is_gated(&self) -> bool {
+        self.level == Level::L2 || !self.gif.is_set()
+    }
+
+    fn gate(&self, waiting: &Waiting) -> Gate {
+        let pending = match waiting {
+            Waiting::Interrupt(_) => Pending::Interrupt,
+            Waiting::Nmi => Pending::Nmi,
+            Waiting::Smi => Pending::Smi,
+            Waiting::Init => Pending::Init,
+            Waiting::Exception(e) => Pending::Exception(*e),
+        };
+        let Some(state) = self.nested.as_ref().filter(|_| self.level == Level::L2) else {
+            let held = !self.gif.is_set() && !matches!(waiting, Waiting::Exception(_));
+            return if held { Gate::Hold } else { Gate::Deliver };
+        };
+        let rflags = Rflags::from_bits_retain(self.vmcb().save.rflags);
+        let situation = Situation {
+            level: nested_svm::Level::L2,
+            gif: self.gif,
+            entry_pending: state.entry_pending,
+            control: state.v12.control(),
+            rflags,
+            l1_rflags: Rflags::from_bits_retain(state.other.vmcb().save.rflags),
+        };
+        match situation.gate(&pending) {
+            gif::Gate::Deliver => Gate::Deliver,
+            gif::Gate::ExitToL1(_) => Gate::ExitToL1,
+            gif::Gate::Hold => Gate::Hold,
+            gif::Gate::AfterEntry => Gate::AfterEntry,
+        }
+    }
+
+    /// An event that SVM intercepts stays where it waits, until L1 sets GIF.
+    fn acknowledges(&self, _: &Waiting) -> bool {
+        false
+    }
+
+    fn exit_to_l1(
+        &mut self,
+        gprs: &mut Gprs,
+        waiting: &Waiting,
+        undelivered: Option<Event>,
+        l1: &impl L1Memory,
+    ) -> Executed {
+        let exit = match waiting {
+            Waiting::Interrupt(_) => Exit::plain(ExitCode::Intr),
+            Waiting::Nmi => Exit::plain(ExitCode::Nmi),
+            Waiting::Smi => Exit::plain(ExitCode::Smi),
+            Waiting::Init => Exit::plain(ExitCode::Init),
+            Waiting::Exception(e) => Exit::of_exception(e),
+        };
+        let info = undelivered.map_or(0, inject::encode);
+        self.leave(gprs, &exit, Undelivered { info }, l1)
+    }
+
+    fn has_own_priority(&self) -> bool {
+        let masking = |state: &KBox<State>| state.v12.control().int_ctl & vintr::INTR_MASKING != 0;
+        self.level == Level::L2 && self.nested.as_ref().is_some_and(masking)
+    }
+
+    fn set_l1_priority(&mut self, cr8: u8) {
+        let control = &mut self.block_of_l1().vmcb_mut(Clean::INTR).control;
+        control.int_ctl = (control.int_ctl & !vintr::TPR_MASK) | (u32::from(cr8) & vintr::TPR_MASK);
+    }
+
+    fn abandon(&mut self, gprs: &mut Gprs) {
+        self.return_to_l1(gprs);
+        self.gif.set();
+        if let Some(state) = &mut self.nested {
+            state.v12.forget();
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! VMRUN: from L1's block to L2's.
+
+use core::mem::swap;
+
+use backend::{Executed, Gprs, L1Memory, Level, LiveRegisters, RAX, RSP};
+use cpu::Cpu;
+use host::{KBox, NoMemory};
+use nested_svm::{checks, merge, permission::OpenWords, vmcb12::Vmcb12};
+use x86::{
+    Cr0, Cr4, Dr7, Gpa, Hpa, Rflags,
+    vmcb::{Clean, Intercept3, vintr},
+};
+
+use super::{Seen, State, instructions::missing};
+use crate::{
+    block::ControlBlock,
+    state::{Svm, Virq},
+};
+
+impl State {
+    #[inline(never)]
+    fn new() -> Result<KBox<Self>, NoMemory> {
+        let mut v12 = KBox::<Vmcb12>::zeroed()?;
+        v12.forget();
+        KBox::new(Self {
+            other: ControlBlock::new()?,
+            v12,
+            entry_pending: false,
+            asid: 0,
+            cr0_hidden: 0,
+            l1_interrupts: false,
+            open: None,
+        })
+    }
+}
+
+impl<C: Cpu> Svm<C> {
+    /// VMRUN of the block at `at`.
+    #[inline(never)]
+    pub(super) fn vmrun(
+        &mut self,
+        gprs: &mut Gprs,
+        at: Gpa,
+        next_rip: u64,
+        l1: &impl L1Memory,
+    ) -> Executed {
+        if self.nested.is_none() {
+            // Inside the loop nothing is allocated.
+            if !l1.is_final() {
+                return Executed::Outside;
+            }
+            let Ok(state) = State::new() else { return Executed::Shutdown };
+            self.nested = Some(state);
+        }
+        // L1's block keeps no window and no offer: what waits is asked for again when L1 goes on.
+        self.set_virq(Virq::Off);
+        let Some(state) = &mut self.nested else { return Executed::Shutdown };
+        let seen = Seen::new(l1);
+        let Ok(dirty) = state.v12.load(&seen, at) else { return missing(l1) };
+        let v12 = state.v12.get();
+        let offered = &self.offered;
+        if checks::controls(&v12.control, offered).is_err()
+            || checks::save(&v12.save, offered, dirty).is_err()
+        {
+            return self.refuse(at, next_rip, l1);
+        }
+        state.l1_interrupts = self.block.vmcb().save.rflags & Rflags::IF.bits() != 0;
+        self.keep_l1(gprs, next_rip);
+        let msrpm = self.merge_msr_map(&seen);
+        self.change_block();
+        self.fill_l2(dirty, msrpm);
+        let Some(state) = &mut self.nested else { return Executed::Shutdown };
+        let control = state.v12.control();
+        if control.tlb_ctl != 0 || control.asid != state.asid {
+            state.asid = control.asid;
+            self.block.request_flush();
+        }
+        state.entry_pending = true;
+        let save = &self.block.vmcb().save;
+        gprs.0[RAX] = save.rax;
+        gprs.0[RSP] = save.rsp;
+        self.gif.set();
+        self.level = Level::L2;
+        if Dr7::new(self.vmcb().save.dr7).has_breakpoints() {
+            self.own_debug_regs();
+        }
+        Executed::Entered
+    }
+
+    /// A block that cannot be run: L1 sees VMEXIT_INVALID, and nothing else of its block changes.
+    #[cold]
+    #[inline(never)]
+    fn refuse(&mut self, at: Gpa, next_rip: u64, l1: &impl L1Memory) -> Executed {
+        if let Some(state) = &mut self.nested {
+            state.v12.forget();
+        }
+        if nested_svm::leave::write_refused(&Seen::new(l1), at).is_err() {
+            return missing(l1);
+        }
+        let block = self.vmcb_mut(Clean::empty());
+        block.save.rip = next_rip;
+        block.control.int_state = 0;
+        self.gif.clear();
+        Executed::Left
+    }
+
+    /// Keeps what of L1 is not in its block anyway.
+    fn keep_l1(&mut self, gprs: &Gprs, next_rip: u64) {
+        let block = self.vmcb_mut(Clean::empty());
+        block.save.rip = next_rip;
+        block.save.rax = gprs.0[RAX];
+        block.save.rsp = gprs.0[RSP];
+        block.control.int_state = 0;
+    }
+
+    /// Has the blocks change places, with what VMRUN leaves alone.
+    pub(super) fn change_block(&mut self) {
+        let Some(state) = &mut self.nested else { return };
+        if self.loaded {
+            state.other.take_over_from(&self.block);
+        } else {
+            let (from, to) = (&self.block.vmcb().save, state.other.vmcb_mut(Clean::empty()));
+            super::leave::copy_unswitched(&mut to.save, from);
+        }
+        if self.features.v_spec_ctrl {
+            let spec = self.block.vmcb().save.spec_ctrl;
+            state.other.vmcb_mut(Clean::empty()).save.spec_ctrl = spec;
+        }
+        swap(&mut self.block, &mut state.other);
+        swap(&mut self.cr0_hidden, &mut state.cr0_hidden);
+    }
+
+    /// Makes L2's block, which runs now, what L1's copy of its own says.
+    fn fill_l2(&mut self, dirty: Clean, msrpm: Hpa) {
+        let Some(state) = &self.nested else { return };
+        let l1 = state.other.vmcb();
+        let (l1_cr4, l1_int_ctl) = (l1.save.cr4, l1.control.int_ctl);
+        // The level is L1's still: so is the block that `l0` would look at.
+        self.level = Level::L2;
+        let l0 = self.l0(state, msrpm);
+        let v12 = state.v12.get();
+        let block = self.block.vmcb_mut(Clean::empty());
+        let stale = merge::enter(block, v12, dirty, &l0, &self.offered);
+        // Virtual NMIs are the processor's, whichever level runs.
+        let nmi = vintr::NMI_ENABLE | vintr::NMI_MASK;
+        block.control.int_ctl |= l1_int_ctl & nmi;
+        if v12.control.int_ctl & vintr::INTR_MASKING == 0 {
+            block.control.int_ctl =
+                (block.control.int_ctl & !vintr::TPR_MASK) | (l1_int_ctl & vintr::TPR_MASK);
+        }
+        let hidden = block.save.cr0 & (Cr0::CD | Cr0::NW).bits();
+        let cr4 = block.save.cr4;
+        self.block.mark(stale);
+        if dirty.contains(Clean::CR) && !self.shows_cache_disable {
+            self.hide_from_l2(hidden);
+        }
+        if (cr4 ^ l1_cr4) & Cr4::OSXSAVE.bits() != 0 {
+            self.sync_extended();
+        }
+    }
+
+    /// CR0.CD and CR0.NW of L2's are kept from the hardware as L1's are.
+    fn hide_from_l2(&mut self, hidden: u64) {
+        let hidden = hidden as u32;
+        let was = core::mem::replace(&mut self.cr0_hidden, hidden);
+        if hidden != 0 {
+            self.vmcb_mut(Clean::CR).save.cr0 &= !u64::from(hidden);
+        }
+        if (was | hidden) != 0 {
+            self.intercept_cr(1, hidden != 0);
+            self.intercept_cr(1 << 16, hidden != 0 || !self.features.nrip_save);
+        }
+    }
+
+    /// The MSR map that L2 runs on. What neither we nor L1 close stays open.
+    fn merge_msr_map(&mut self, seen: &Seen<'_, impl L1Memory>) -> Hpa {
+        let own = &self.block.msr_map;
+        let Some(state) = &mut self.nested else { return own.hpa() };
+        let State { other, v12, open, .. } = &mut **state;
+        let control = v12.control();
+        let [_, _, _, third, ..] = control.intercepts;
+        if third & Intercept3::MSR.bits() == 0 {
+            return own.hpa();
+        }
+        let merged = &other.msr_map;
+        let open = match open {
+            Some(open) => open,
+            None => {
+                merged.close();
+                // With more open than there is room for, all exit.
+                let Some(found) = OpenWords::of(|at| own.word(at)) else { return merged.hpa() };
+                open.insert(found)
+            }
+        };
+        open.merge(seen, control.msrpm_base_pa, |at, word| merged.set_word(at, word));
+        merged.hpa()
+    }
+}
