@@ -123,8 +123,10 @@ impl NestedAccess {
     /// The access of a #VMEXIT(NPF): EXITINFO1 and EXITINFO2.
     #[inline]
     pub const fn npf(info: u64, gpa: u64) -> Self {
-        let (write, fetch) = (info & pf::WRITE as u64 != 0, info & pf::FETCH as u64 != 0);
         let told = info & (npf::FINAL | npf::TABLE);
+        let write = info & pf::WRITE as u64 != 0;
+        // A paging entry is not fetched, whatever it is read for.
+        let fetch = info & pf::FETCH as u64 != 0 && info & npf::TABLE == 0;
         Self { gpa, read: !write && !fetch, write, fetch, told }
     }
 

@@ -97,6 +97,43 @@ fn what_l1_takes_away_stays_until_its_flush_and_no_longer() {
 }
 
 #[test]
+fn what_l1_marks_clean_or_unused_is_marked_again_when_it_is_used() {
+    for kind in both() {
+        let machine = plain(kind, false);
+        let (accessed, dirty) = match kind {
+            Kind::Npt { .. } => (1 << 5, 1 << 6),
+            Kind::Ept { .. } => (1 << 8, 1 << 9),
+        };
+        // A small page; a large one over small frames, for which a page of small leaves stands; a large one.
+        let large = 1 << 7 | page(&kind);
+        machine.poke(3, 1, large);
+        machine.poke(3, 2, LARGE << 12 | large);
+        for (gpa, table, index) in
+            [(20 << 12, 4, 20), (1 << 21 | 9 << 12, 3, 1), (2 << 21 | 7 << 12, 3, 2)]
+        {
+            let look = || {
+                let root = machine.vcpus[0].borrow().roots.current().unwrap();
+                machine.hardware.look(&root, gpa, None)
+            };
+            let entry = machine.peek(table, index);
+            assert!(machine.access(0, gpa, &Access::WRITE).unwrap().write);
+            machine.poke(table, index, entry & !dirty);
+            machine.flush(0);
+            assert!(!look().is_some_and(|page| page.write), "{gpa:#x} is written unseen");
+            machine.access(0, gpa, &Access::READ).unwrap();
+            assert_eq!(machine.peek(table, index), entry & !dirty);
+            machine.access(0, gpa, &Access::WRITE).unwrap();
+            assert_eq!(machine.peek(table, index), entry);
+            machine.poke(table, index, entry & !accessed);
+            machine.flush(0);
+            assert_eq!(look(), None, "{gpa:#x} is used unseen");
+            machine.access(0, gpa, &Access::READ).unwrap();
+            assert_eq!(machine.peek(table, index), entry);
+        }
+    }
+}
+
+#[test]
 fn a_root_that_was_away_during_a_flush_is_looked_at_before_its_use() {
     for kind in both() {
         let machine = plain(kind, false);
@@ -268,6 +305,20 @@ fn a_linear_address_goes_through_both() {
             Ok(30 << 12 | 0x67)
         );
     }
+}
+
+#[test]
+fn a_paging_entry_of_l2s_is_not_fetched() {
+    // Whatever the walk is for, and whether L1's entry for it may be fetched or not.
+    let machine = plain(npt(), false);
+    machine.poke(4, 20, 1 << 63 | 20 << 12 | 0x67);
+    let told = NestedAccess::npf(1 << 33 | 1 << 4 | 6, 20 << 12);
+    let vcpu = machine.vcpus[0].borrow();
+    (1..5).chain([20]).for_each(|gfn| assert!(machine.find_frame(gfn, true)));
+    machine.shadow.reserve(8, &machine).unwrap();
+    let fault =
+        machine.with_view(|view| machine.shadow.lock().nested_fault(view, &vcpu.roots, &told));
+    assert_eq!(fault, NestedFault::Fixed { replaced: false });
 }
 
 #[test]
