@@ -16,6 +16,7 @@ pub mod features;
 mod guest_regs;
 pub mod host_state;
 pub mod inject;
+mod l2;
 mod live;
 mod msrs;
 mod nested;

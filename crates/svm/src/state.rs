@@ -14,7 +14,7 @@ use x86::{
     vmcb::{Clean, Vmcb},
 };
 
-use crate::{block::ControlBlock, features::Features, guest_regs::GuestRegs, nested::State};
+use crate::{block::ControlBlock, features::Features, guest_regs::GuestRegs, l2::State};
 
 /// What is known of the guest's NMI handling on CPUs without virtual NMIs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

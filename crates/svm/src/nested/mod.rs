@@ -24,35 +24,14 @@ use nested_svm::{
     gif::{self, Pending, Situation},
     leave::Undelivered,
     merge,
-    permission::OpenWords,
     reflect::{self, Exit},
-    vmcb12::Vmcb12,
 };
 use x86::{
     Gpa, Hpa, Rflags,
     vmcb::{Clean, Control, ExitCode, vintr},
 };
 
-use crate::{block::ControlBlock, inject, state::Svm};
-
-/// What is known of L1's guest.
-#[derive(Debug)]
-pub struct State {
-    /// The block that does not run.
-    other: ControlBlock,
-    /// The copy of L1's block.
-    v12: KBox<Vmcb12>,
-    /// VMRUN was carried out, and L2 has not been entered yet.
-    entry_pending: bool,
-    /// The address-space id that L1 gave what L2's block remembers.
-    asid: u32,
-    /// CR0.CD and CR0.NW of the level that does not run, as far as they are hidden from the hardware.
-    cr0_hidden: u32,
-    /// RFLAGS.IF of L1 at VMRUN.
-    l1_interrupts: bool,
-    /// Where our own MSR map is open.
-    open: Option<OpenWords<16>>,
-}
+use crate::{block::ControlBlock, inject, l2::State, state::Svm};
 
 /// L1's memory, which remembers whether some of it could not be had.
 struct Seen<'a, M> {

@@ -4,35 +4,17 @@ use core::mem::swap;
 
 use backend::{Executed, Gprs, L1Memory, Level, LiveRegisters, RAX, RSP};
 use cpu::Cpu;
-use host::{KBox, NoMemory};
-use nested_svm::{checks, merge, permission::OpenWords, vmcb12::Vmcb12};
+use nested_svm::{checks, merge, permission::OpenWords};
 use x86::{
     Cr0, Cr4, Dr7, Gpa, Hpa, Rflags,
     vmcb::{Clean, Intercept3, vintr},
 };
 
-use super::{Seen, State, instructions::missing};
+use super::{Seen, instructions::missing};
 use crate::{
-    block::ControlBlock,
+    l2::State,
     state::{Svm, Virq},
 };
-
-impl State {
-    #[inline(never)]
-    fn new() -> Result<KBox<Self>, NoMemory> {
-        let mut v12 = KBox::<Vmcb12>::zeroed()?;
-        v12.forget();
-        KBox::new(Self {
-            other: ControlBlock::new()?,
-            v12,
-            entry_pending: false,
-            asid: 0,
-            cr0_hidden: 0,
-            l1_interrupts: false,
-            open: None,
-        })
-    }
-}
 
 impl<C: Cpu> Svm<C> {
     /// VMRUN of the block at `at`.

@@ -1,0 +1,43 @@
+//! What is kept of a guest's guest between two of its runs.
+
+use host::{KBox, NoMemory};
+use nested_svm::{permission::OpenWords, vmcb12::Vmcb12};
+
+use crate::block::ControlBlock;
+
+/// What is known of L1's guest.
+#[derive(Debug)]
+pub struct State {
+    /// The block that does not run.
+    pub(crate) other: ControlBlock,
+    /// The copy of L1's block.
+    pub(crate) v12: KBox<Vmcb12>,
+    /// VMRUN was carried out, and L2 has not been entered yet.
+    pub(crate) entry_pending: bool,
+    /// The address-space id that L1 gave what L2's block remembers.
+    pub(crate) asid: u32,
+    /// CR0.CD and CR0.NW of the level that does not run, as far as they are hidden from the hardware.
+    pub(crate) cr0_hidden: u32,
+    /// RFLAGS.IF of L1 at VMRUN.
+    pub(crate) l1_interrupts: bool,
+    /// Where our own MSR map is open.
+    pub(crate) open: Option<OpenWords<16>>,
+}
+
+impl State {
+    /// Nothing is known yet.
+    #[inline(never)]
+    pub(crate) fn new() -> Result<KBox<Self>, NoMemory> {
+        let mut v12 = KBox::<Vmcb12>::zeroed()?;
+        v12.forget();
+        KBox::new(Self {
+            other: ControlBlock::new()?,
+            v12,
+            entry_pending: false,
+            asid: 0,
+            cr0_hidden: 0,
+            l1_interrupts: false,
+            open: None,
+        })
+    }
+}
