@@ -56,7 +56,7 @@ int gnt_keep_roots(void)
 static bool lazy_tscdeadline = true;
 module_param(lazy_tscdeadline, bool, 0444);
 MODULE_PARM_DESC(lazy_tscdeadline,
-	"Lazy TSC deadline: guests may put a timer off without an exit (default 0: not offered)");
+	"Lazy TSC deadline: guests may put a timer off without an exit (default 1; 0: not offered)");
 
 int gnt_lazy_tscdeadline(void)
 {
@@ -77,7 +77,7 @@ int gnt_enable_apicv(int possible)
 static bool nested;
 module_param(nested, bool, 0444);
 MODULE_PARM_DESC(nested,
-	"Guests may be hypervisors, where this module can run their guests (default 1; 0: not offered). Shows what is offered");
+	"Guests may be hypervisors, where this module can run their guests (default 0: not offered). Shows what is offered");
 
 int gnt_nested(int possible)
 {
