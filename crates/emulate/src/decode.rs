@@ -234,7 +234,7 @@ impl Decoded {
     /// faulting guest-physical address and `size` bytes fit the page, the access lies there as a
     /// whole. `gpr` gives a register by index, `base` a segment's base (asked only where it can
     /// be other than 0), `rip` is the instruction's.
-    #[inline]
+    #[inline(always)]
     pub fn page_offset(
         &self,
         gpr: impl Fn(usize) -> u64,

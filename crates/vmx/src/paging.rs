@@ -75,13 +75,19 @@ impl<C: Cpu> Vmx<C> {
     pub(crate) fn real_cr4(&self, guest: Cr4) -> Cr4 {
         let mut real = guest;
         if self.paging.shadow {
-            let long = self.efer.is_long();
-            real = hardware_cr4(guest, self.cr0.contains(Cr0::PG), long);
+            real = self.shadowed_cr4(guest);
         }
+        real |= self.features.cr4_fixed | Cr4::MCE;
         if self.features.umip_by_exits {
             real -= Cr4::UMIP;
         }
-        real | self.features.cr4_fixed | Cr4::MCE
+        real
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn shadowed_cr4(&self, guest: Cr4) -> Cr4 {
+        hardware_cr4(guest, self.cr0.contains(Cr0::PG), self.efer.is_long())
     }
 
     /// EFER for the VMCS.

@@ -62,8 +62,9 @@ impl<C: Cpu> Registers for Vmx<C> {
 
     #[inline]
     fn next_rip(&self) -> Option<u64> {
-        let rip = self.get(fields::GUEST_RIP);
-        let next = rip.wrapping_add(u64::from(self.get(fields::INSTRUCTION_LENGTH)));
+        let (rip, length) =
+            self.vmcs.get_both(&self.cpu, fields::GUEST_RIP, fields::INSTRUCTION_LENGTH);
+        let next = rip.wrapping_add(u64::from(length));
         Some(if (rip ^ next) >> 32 != 0 { self.wrapped(next) } else { next })
     }
 

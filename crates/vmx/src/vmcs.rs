@@ -99,7 +99,25 @@ impl Vmcs {
     /// Reads a field: from the cache where it is known, else from the hardware.
     #[inline(always)]
     pub(crate) fn get<C: Cpu, W: Width, A>(&self, cpu: &C, slot: Slot<W, A>) -> W::Value {
-        match self.fields.get(slot) {
+        self.get_in(&self.fields, cpu, slot)
+    }
+
+    /// Reads two fields. What the first left in the cache need not be loaded again for the second, as it must
+    /// be between two calls of [`get`](Self::get): there the cache may be another one.
+    #[inline(always)]
+    pub(crate) fn get_both<C: Cpu, V: Width, W: Width, A, B>(
+        &self,
+        cpu: &C,
+        first: Slot<V, A>,
+        second: Slot<W, B>,
+    ) -> (V::Value, W::Value) {
+        let fields = &*self.fields;
+        (self.get_in(fields, cpu, first), self.get_in(fields, cpu, second))
+    }
+
+    #[inline(always)]
+    fn get_in<C: Cpu, W: Width, A>(&self, fields: &Fields, cpu: &C, slot: Slot<W, A>) -> W::Value {
+        match fields.get(slot) {
             Some(value) => value,
             None => {
                 let raw = if self.loaded.get() {
@@ -107,7 +125,7 @@ impl Vmcs {
                 } else {
                     self.read_outside(cpu, slot.encoding())
                 };
-                self.fields.learn(slot, raw);
+                fields.learn(slot, raw);
                 W::from_raw(raw)
             }
         }
