@@ -106,8 +106,8 @@ impl<C: Cpu> Svm<C> {
     /// is live: while CR4.OSXSAVE is clear the guest cannot see XCR0, so it is not loaded, and the
     /// write that sets the bit must be seen.
     pub(crate) fn update_cr4_intercept(&mut self) {
-        let all = self.limits.cr4_allowed.contains(self.features.cr4_known);
-        let xcr0_live = !self.limits.xsave
+        let all = self.cold.limits.cr4_allowed.contains(self.features.cr4_known);
+        let xcr0_live = !self.cold.limits.xsave
             || Cr4::from_bits_retain(self.vmcb().save.cr4).contains(Cr4::OSXSAVE);
         let owned = !self.paging.shadow
             && all
@@ -118,8 +118,8 @@ impl<C: Cpu> Svm<C> {
     }
 
     pub(crate) fn update_passthrough(&mut self) {
-        let spec = self.features.v_spec_ctrl && self.limits.spec_ctrl;
-        let limits = self.limits;
+        let spec = self.features.v_spec_ctrl && self.cold.limits.spec_ctrl;
+        let limits = self.cold.limits;
         let block = self.block_of_l1();
         block.msr_map.intercept(msr::SPEC_CTRL, !spec, !spec);
         block.msr_map.intercept(msr::PRED_CMD, true, !limits.pred_cmd);
@@ -137,7 +137,7 @@ impl<C: Cpu> Svm<C> {
 
 impl<C: Cpu> Permissions for Svm<C> {
     fn set_limits(&mut self, limits: GuestLimits) {
-        self.limits = limits;
+        self.cold.limits = limits;
         self.follow_offered();
         self.update_passthrough();
         self.update_cr4_intercept();

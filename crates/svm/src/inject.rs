@@ -91,10 +91,10 @@ impl<C: Cpu> Svm<C> {
 
     /// Takes the flags of a step back. True: there was one, and the guest made none of its own.
     pub(crate) fn disarm_step(&mut self) -> bool {
-        let Step::Armed { tf, rf } = self.nmi.step else { return false };
-        self.nmi.step = Step::Off;
+        let Step::Armed { tf, rf } = self.cold.nmi.step else { return false };
+        self.cold.nmi.step = Step::Off;
         // An IRET that has retired has popped the guest's own flags.
-        let popped = self.nmi.iret_at.is_some_and(|at| at != self.vmcb().save.rip);
+        let popped = self.cold.nmi.iret_at.is_some_and(|at| at != self.vmcb().save.rip);
         let save = &mut self.vmcb_mut(Clean::DR).save;
         if !popped {
             let own = |flag: Rflags, had: bool| if had { 0 } else { flag.bits() };
@@ -184,16 +184,16 @@ impl<C: Cpu> Injection for Svm<C> {
         if self.features.vnmi && self.nmi_masked() {
             return NmiWindow::Exit;
         }
-        if self.nmi.masked && self.nmi.iret_at.is_none() {
+        if self.cold.nmi.masked && self.cold.nmi.iret_at.is_none() {
             return NmiWindow::Exit;
         }
         if self.vmcb().control.event_inj & event::VALID != 0 {
             return NmiWindow::Kick;
         }
-        if !matches!(self.nmi.step, Step::Armed { .. }) {
+        if !matches!(self.cold.nmi.step, Step::Armed { .. }) {
             let rflags = self.rflags();
             let (tf, rf) = (rflags.contains(Rflags::TF), rflags.contains(Rflags::RF));
-            self.nmi.step = Step::Armed { tf, rf };
+            self.cold.nmi.step = Step::Armed { tf, rf };
             self.set_rflags(rflags | Rflags::TF | Rflags::RF);
         }
         NmiWindow::Step
@@ -203,10 +203,10 @@ impl<C: Cpu> Injection for Svm<C> {
         if self.features.vnmi {
             return self.vmcb().control.int_ctl & vintr::NMI_MASK != 0;
         }
-        match self.nmi.iret_at {
+        match self.cold.nmi.iret_at {
             // The IRET has retired once RIP has moved.
-            Some(at) => self.nmi.masked && self.vmcb().save.rip == at,
-            None => self.nmi.masked,
+            Some(at) => self.cold.nmi.masked && self.vmcb().save.rip == at,
+            None => self.cold.nmi.masked,
         }
     }
 
@@ -217,14 +217,14 @@ impl<C: Cpu> Injection for Svm<C> {
                 (control.int_ctl & !vintr::NMI_MASK) | if on { vintr::NMI_MASK } else { 0 };
             return;
         }
-        self.nmi.masked = on;
-        self.nmi.iret_at = None;
+        self.cold.nmi.masked = on;
+        self.cold.nmi.iret_at = None;
         self.intercept_iret(on);
     }
 
     /// The guest begins an IRET while an NMI is handled: the mask falls after it.
     fn iret_begun(&mut self) {
-        self.nmi.iret_at = Some(self.vmcb().save.rip);
+        self.cold.nmi.iret_at = Some(self.vmcb().save.rip);
         self.intercept_iret(false);
     }
 
@@ -234,12 +234,12 @@ impl<C: Cpu> Injection for Svm<C> {
             && self.vmcb().control.exit_code == DEBUG_EXCEPTION
             && self.vmcb().save.dr6 & Dr6::TRAPS == 0
         {
-            self.nmi.step = Step::Trapped;
+            self.cold.nmi.step = Step::Trapped;
         }
     }
 
     fn own_single_step(&mut self) -> bool {
-        core::mem::take(&mut self.nmi.step) == Step::Trapped
+        core::mem::take(&mut self.cold.nmi.step) == Step::Trapped
     }
 
     #[inline(always)]

@@ -57,6 +57,15 @@ pub enum Virq {
     Offer(Vector),
 }
 
+/// What is looked at once in a run of the loop, or less. Apart, since a vCPU is moved by way of the stack once.
+#[derive(Debug, Default)]
+pub(crate) struct Cold {
+    pub(crate) limits: GuestLimits,
+    pub(crate) nmi: NmiState,
+    /// What L1's processor offers it.
+    pub(crate) offered: Offered,
+}
+
 /// One virtual CPU under SVM.
 #[derive(Debug)]
 pub struct Svm<C: Cpu> {
@@ -67,7 +76,6 @@ pub struct Svm<C: Cpu> {
     pub(crate) run: u64,
     pub(crate) runs: u32,
     pub(crate) id: u64,
-    pub(crate) limits: GuestLimits,
     pub(crate) extended: Extended,
     pub(crate) debug: DebugRegs,
     pub(crate) tsc_aux: Exchanged<{ msr::TSC_AUX }>,
@@ -78,7 +86,6 @@ pub struct Svm<C: Cpu> {
     /// Between load and unload: what is written here goes to the hardware at once.
     pub(crate) loaded: bool,
     pub(crate) spec: SpecCtrl,
-    pub(crate) nmi: NmiState,
     pub(crate) virq: Virq,
     /// CR8 is intercepted always.
     pub(crate) cr8_exits: bool,
@@ -96,12 +103,11 @@ pub struct Svm<C: Cpu> {
     pub(crate) tsc_offset: u64,
     /// Whose the block is.
     pub(crate) level: Level,
+    pub(crate) cold: KBox<Cold>,
     /// L1's global interrupt flag.
     pub(crate) gif: Gif,
     /// What is known of L1's guest, from its first VMRUN on.
     pub(crate) nested: Option<KBox<State>>,
-    /// What L1's processor offers it.
-    pub(crate) offered: Offered,
 }
 
 static IDS: AtomicU64 = AtomicU64::new(1);
@@ -117,7 +123,6 @@ impl<C: Cpu> Svm<C> {
             run: 0,
             runs: 0,
             id: IDS.fetch_add(1, Relaxed),
-            limits: GuestLimits::default(),
             extended: Extended::new(
                 Has { xsaves: features.xsaves, pku: features.pku },
                 hostcpu::host_xss(),
@@ -129,7 +134,6 @@ impl<C: Cpu> Svm<C> {
             tsc_ratio: TSC_RATIO_ONE,
             loaded: false,
             spec: SpecCtrl::default(),
-            nmi: NmiState::default(),
             virq: Virq::Off,
             cr8_exits: false,
             shows_cache_disable: false,
@@ -140,9 +144,9 @@ impl<C: Cpu> Svm<C> {
             efer_hidden: Efer::SVME.bits(),
             tsc_offset: 0,
             level: Level::L1,
+            cold: KBox::new(Cold::default())?,
             gif: Gif::default(),
             nested: None,
-            offered: Offered::default(),
         };
         this.init_control();
         Ok(this)

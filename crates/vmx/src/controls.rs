@@ -112,7 +112,7 @@ impl<C: Cpu> Vmx<C> {
     pub(crate) fn change_ownership(&mut self, change: impl FnOnce(&mut Self)) {
         let (cr0, cr4) = (self.cr0(), self.cr4());
         change(self);
-        self.owned = Owned::of(self.paging, &self.limits);
+        self.owned = Owned::of(self.paging, &self.cold.limits);
         self.set(fields::CR0_MASK, !self.owned_cr0().bits());
         self.set(fields::CR4_MASK, !self.owned_cr4().bits());
         self.set_cr0(cr0);
@@ -120,7 +120,7 @@ impl<C: Cpu> Vmx<C> {
     }
 
     pub(crate) fn update_passthrough(&mut self) {
-        let GuestLimits { tsc_aux, invpcid, xsave, .. } = self.limits;
+        let GuestLimits { tsc_aux, invpcid, xsave, .. } = self.cold.limits;
         let features = *self.features;
         self.vmcs.msr_map.intercept(msr::TSC_AUX, !(tsc_aux && features.rdtscp), true);
         self.pass_speculation();
@@ -138,7 +138,7 @@ impl<C: Cpu> Vmx<C> {
 
 impl<C: Cpu> Permissions for Vmx<C> {
     fn set_limits(&mut self, limits: GuestLimits) {
-        self.change_ownership(|this| this.limits = limits);
+        self.change_ownership(|this| this.cold.limits = limits);
         self.update_passthrough();
         self.sync_extended();
     }

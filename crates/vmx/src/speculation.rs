@@ -43,7 +43,7 @@ impl<C: Cpu> Vmx<C> {
     /// Lets the guest have what it may have: its CPUID, the VMM's filter or what it has written has
     /// changed.
     pub(crate) fn pass_speculation(&mut self) {
-        let limits = self.limits;
+        let limits = self.cold.limits;
         self.vmcs.msr_map.intercept(msr::PRED_CMD, true, !limits.pred_cmd);
         self.vmcs.msr_map.intercept(msr::FLUSH_CMD, true, !limits.flush_cmd);
         let own = limits.spec_ctrl && self.features.spec_ctrl && self.cold.spec_ctrl_used;

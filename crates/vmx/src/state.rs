@@ -86,6 +86,7 @@ pub(crate) struct Cold {
     pub(crate) debug: DebugRegs,
     pub(crate) dr6: LiveDr6,
     pub(crate) extended: Extended,
+    pub(crate) limits: GuestLimits,
     /// Exits that the VMM gave up.
     pub(crate) fewer: FewerExits,
     /// The guest has written SPEC_CTRL something other than zero since its reset.
@@ -107,6 +108,7 @@ impl Cold {
             debug: DebugRegs::default(),
             dr6: LiveDr6::default(),
             extended: Extended::new(has, hostcpu::host_xss()),
+            limits: GuestLimits::default(),
             fewer: FewerExits::default(),
             spec_ctrl_used: false,
             speculation_denied: [(false, false); SPECULATION.len()],
@@ -146,7 +148,6 @@ pub struct Vmx<C: Cpu> {
     pub(crate) efer: Efer,
     pub(crate) syscall: SyscallMsrs,
     pub(crate) kernel_gs_base: Exchanged<{ msr::KERNEL_GS_BASE }>,
-    pub(crate) limits: GuestLimits,
     pub(crate) paging: Paging,
     /// What follows from `limits` and `paging`.
     pub(crate) owned: Owned,
@@ -187,7 +188,6 @@ impl<C: Cpu> Vmx<C> {
             efer: Efer::empty(),
             syscall: SyscallMsrs::default(),
             kernel_gs_base: Exchanged::default(),
-            limits: GuestLimits::default(),
             paging: Paging::default(),
             owned: Owned::of(Paging::default(), &GuestLimits::default()),
             extended: features.xsave,

@@ -46,7 +46,7 @@ impl<C: Cpu> Svm<C> {
             ExitCode::Invlpga => Instruction::Invlpga,
             _ => Instruction::Skinit,
         };
-        match instructions::execute(instruction, &self.caller(gprs), &self.offered) {
+        match instructions::execute(instruction, &self.caller(gprs), &self.cold.offered) {
             Err(exception) => Executed::Fault(exception),
             // L1 always intercepts VMRUN of L2: its block was refused else.
             Ok(Then::Enter(_)) if self.level == Level::L2 => Executed::Fault(Exception::ud()),

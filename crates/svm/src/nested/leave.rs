@@ -46,7 +46,7 @@ impl<C: Cpu> Svm<C> {
         let Some(state) = &self.nested else { return Executed::Shutdown };
         let from = self.block.vmcb();
         let left = leave::Left { from, cr0_hidden: hidden, exit, undelivered };
-        if leave::write(&Seen::new(l1), &state.v12, &left, &self.offered).is_err() {
+        if leave::write(&Seen::new(l1), &state.v12, &left, &self.cold.offered).is_err() {
             if !l1.is_final() {
                 return Executed::Outside;
             }

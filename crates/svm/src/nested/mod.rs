@@ -115,9 +115,10 @@ impl<C: Cpu> Svm<C> {
     /// The guest's CPUID has changed.
     pub(crate) fn follow_offered(&mut self) {
         use x86::cpuid::feature as f;
-        let has = |feature: x86::cpuid::Feature| self.limits.svm_features & feature.mask() != 0;
-        self.offered = Offered {
-            physical_bits: self.limits.maxphyaddr,
+        let has =
+            |feature: x86::cpuid::Feature| self.cold.limits.svm_features & feature.mask() != 0;
+        self.cold.offered = Offered {
+            physical_bits: self.cold.limits.maxphyaddr,
             flush_by_asid: has(f::FLUSH_BY_ASID),
             npt: has(f::NPT),
             nrip_save: has(f::NRIPS),
@@ -127,8 +128,8 @@ impl<C: Cpu> Svm<C> {
             vgif: false,
             virtual_vmload: false,
             lbr: false,
-            cr4: self.limits.cr4_allowed.bits(),
-            efer: self.limits.efer_allowed,
+            cr4: self.cold.limits.cr4_allowed.bits(),
+            efer: self.cold.limits.efer_allowed,
         };
     }
 

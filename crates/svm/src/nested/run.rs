@@ -40,7 +40,7 @@ impl<C: Cpu> Svm<C> {
         let seen = Seen::new(l1);
         let Ok(dirty) = state.v12.load(&seen, at) else { return missing(l1) };
         let v12 = state.v12.get();
-        let offered = &self.offered;
+        let offered = &self.cold.offered;
         if checks::controls(&v12.control, offered).is_err()
             || checks::save(&v12.save, offered, dirty).is_err()
         {
@@ -122,7 +122,7 @@ impl<C: Cpu> Svm<C> {
         let l0 = self.l0(state, msrpm);
         let v12 = state.v12.get();
         let block = self.block.vmcb_mut(Clean::empty());
-        let stale = merge::enter(block, v12, dirty, &l0, &self.offered);
+        let stale = merge::enter(block, v12, dirty, &l0, &self.cold.offered);
         // Virtual NMIs are the processor's, whichever level runs.
         let nmi = vintr::NMI_ENABLE | vintr::NMI_MASK;
         block.control.int_ctl |= l1_int_ctl & nmi;
