@@ -103,11 +103,11 @@ impl<B: Backend> Machine for Vcpu<B> {
     }
 
     fn cr0(&self) -> Cr0 {
-        self.b.cr0()
+        self.b.control().cr0
     }
 
     fn cr4(&self) -> Cr4 {
-        self.b.cr4()
+        self.b.control().cr4
     }
 
     fn read(&mut self, at: Gva, into: &mut [u8], how: Access) -> Result<(), Stop> {

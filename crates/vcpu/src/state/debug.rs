@@ -112,7 +112,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Where in [`DebugRegs`] a register is, by its number in an instruction.
     fn debug_index(&mut self, n: u8) -> Result<usize, Stop> {
-        let old_names = !self.b.cr4().contains(Cr4::DE);
+        let old_names = !self.b.control().cr4.contains(Cr4::DE);
         let n = if matches!(n, 4 | 5) && old_names { n + 2 } else { n };
         let index = match n {
             0..=3 => usize::from(n),

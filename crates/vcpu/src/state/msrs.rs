@@ -195,7 +195,7 @@ impl<B: Backend> Vcpu<B> {
                 let tsc = self.b.host_tsc();
                 Ok(self.b.guest_tsc(tsc))
             }
-            EFER => Ok(self.b.efer().bits()),
+            EFER => Ok(self.b.control().efer.bits()),
             TSC_AUX if !host && !self.cpuid.has_tsc_aux() => Err(Refused),
             XSS if !host && !self.cpuid.has(x86::cpuid::feature::XSAVES) => Err(Refused),
             SPEC_CTRL if !host && !self.cpuid.has_spec_ctrl() => Err(Refused),

@@ -93,7 +93,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// KVM_X86_SET_MCE.
     pub fn inject_mce(&mut self, report: &McReport) -> Result<(), Invalid> {
-        let enabled = self.b.cr4().contains(Cr4::MCE);
+        let enabled = self.b.control().cr4.contains(Cr4::MCE);
         match self.msrs.store.inject_mce(report, enabled).map_err(|_| Invalid)? {
             McVerdict::Logged => {}
             McVerdict::Interrupt if self.shared.in_kernel_apic => {

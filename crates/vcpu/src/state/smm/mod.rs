@@ -208,7 +208,7 @@ impl<B: Backend> Vcpu<B> {
         self.set_handler_rflags(Rflags::empty());
         self.b.set_rip(HANDLER);
         self.b.set_interrupt_shadow(false);
-        let cr0 = self.b.cr0();
+        let cr0 = self.b.control().cr0;
         self.b.set_cr0(cr0 - (Cr0::PE | Cr0::EM | Cr0::TS | Cr0::PG));
         self.b.set_cr4(Cr4::empty());
         if self.has_long_mode() {
@@ -276,7 +276,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether the control and debug registers are such as MOV would take.
     fn is_a_state(&self, cpu: &SavedCpu) -> bool {
-        let efer = cpu.efer.unwrap_or_else(|| self.b.efer()) - Efer::LMA;
+        let efer = cpu.efer.unwrap_or_else(|| self.b.control().efer) - Efer::LMA;
         let long = cpu.cr0.contains(Cr0::PG) && efer.contains(Efer::LME);
         let address = 1u64.checked_shl(self.cpuid.maxphyaddr().min(52).into()).unwrap_or(0);
         (cpu.dr6 | cpu.dr7 | cpu.cr0.bits()) >> 32 == 0
