@@ -36,7 +36,7 @@ pub use nested::{Claim, Executed, Gate, L1Memory, Level, Nested, Nesting, Outsid
 pub use paging::{Paging, Translation};
 pub use permission::{FewerExits, GuestLimits, Permissions};
 pub use registers::{
-    Gprs, RAX, RBX, RCX, RDI, RDX, RSI, RSP, Registers, SegmentName, reset_registers,
+    Gprs, RAX, RBX, RCX, RDI, RDX, RSI, RSP, Registers, Reset, SegmentName, reset_registers,
 };
 pub use world_switch::WorldSwitch;
 
@@ -61,5 +61,5 @@ pub trait Backend:
     + Sized
 {
     /// Sets the state after INIT or power-up.
-    fn reset(&mut self, init: bool);
+    fn reset(&mut self, reset: Reset);
 }

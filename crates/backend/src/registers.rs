@@ -81,10 +81,22 @@ pub trait Registers {
     fn set_idtr(&mut self, value: DescriptorTable);
 }
 
+/// How a CPU is reset.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reset {
+    /// At power-up: everything is.
+    PowerUp,
+    /// By an INIT, which most MSRs and the FPU outlast (APM vol. 2 table 14-1, SDM vol. 3A table 10-1).
+    Init,
+}
+
 /// Sets what INIT and power-up set everywhere: segments, tables, control and debug registers.
-pub fn reset_registers<B: Registers + ControlRegisters + LiveRegisters>(b: &mut B, init: bool) {
+pub fn reset_registers<B: Registers + ControlRegisters + LiveRegisters>(b: &mut B, reset: Reset) {
     // INIT keeps them (APM vol. 2 table 14-1, SDM vol. 3A table 10-1).
-    let caching = if init { b.cr0() & Cr0::CD_NW } else { Cr0::CD_NW };
+    let caching = match reset {
+        Reset::Init => b.cr0() & Cr0::CD_NW,
+        Reset::PowerUp => Cr0::CD_NW,
+    };
     for name in
         [SegmentName::Es, SegmentName::Ss, SegmentName::Ds, SegmentName::Fs, SegmentName::Gs]
     {

@@ -9,11 +9,13 @@
 //! and QEMU's emulation, which takes reserved bits that a CPU refuses: there writes exit, to be
 //! checked here.
 
-use backend::{Backend, FewerExits, GuestLimits, Level, Permissions};
+use backend::{Backend, FewerExits, GuestLimits, Level, Permissions, Reset};
 use cpu::Cpu;
 use x86::{
-    Cr4, msr,
-    vmcb::{self, Clean, Intercept3, Intercept4, vintr},
+    Cr4,
+    exception::Exceptions,
+    msr,
+    vmcb::{self, Clean, Intercept3, Intercept4, Intercept5, InterceptCr, InterceptDr, vintr},
 };
 
 use crate::{msrs::LIVE, percpu, state::Svm};
@@ -33,10 +35,7 @@ impl<C: Cpu> Svm<C> {
         if features.vnmi {
             control.int_ctl |= vintr::NMI_ENABLE;
         }
-        // #AC and #DB loops would hold the CPU for ever without an exit; a machine check is the
-        // host's.
-        // #UD: a guest may make its hypercalls with VMCALL.
-        control.intercepts[2] = (1 << 1) | (1 << 6) | (1 << 17) | (1 << 18);
+        control.intercepts[2] = Exceptions::ALWAYS.bits();
         control.intercepts[3] = (Intercept3::INTR
             | Intercept3::NMI
             | Intercept3::SMI
@@ -74,16 +73,21 @@ impl<C: Cpu> Svm<C> {
             .bits();
         // INVLPGB, MCOMMIT and TLBSYNC reach beyond this guest's ASID; INVPCID stays with the guest unless
         // its CPUID lacks it.
-        control.intercepts[5] = (1 << 0) | (1 << 1) | (1 << 3) | (1 << 4);
+        control.intercepts[5] = (Intercept5::INVLPGB
+            | Intercept5::INVLPGB_ILLEGAL
+            | Intercept5::MCOMMIT
+            | Intercept5::TLBSYNC)
+            .bits();
         self.vmcb_mut(Clean::ALL).save.g_pat = msr::PAT_RESET;
         self.intercept_debug_regs();
-        self.reset(false);
+        self.reset(Reset::PowerUp);
     }
 
     /// Lets the guest's accesses of debug registers exit, or not, as it owns them or not.
     pub(crate) fn intercept_debug_regs(&mut self) {
         let on = self.debug.exits();
-        self.change_intercepts(|words| words[1] = if on { 0x00ff_00ff } else { 0 });
+        let word = if on { InterceptDr::all() } else { InterceptDr::empty() };
+        self.change_intercepts(|words| words[1] = word.bits());
     }
 
     /// Changes what exits for our own sake, whichever level runs.
@@ -95,7 +99,8 @@ impl<C: Cpu> Svm<C> {
         }
     }
 
-    pub(crate) fn intercept_cr(&mut self, mask: u32, on: bool) {
+    pub(crate) fn intercept_cr(&mut self, accesses: InterceptCr, on: bool) {
+        let mask = accesses.bits();
         if (self.control_of_l1().intercepts[0] & mask == mask) == on {
             return;
         }
@@ -114,7 +119,7 @@ impl<C: Cpu> Svm<C> {
             && xcr0_live
             && self.features.nrip_save
             && !self.paging.watch_roles;
-        self.intercept_cr(1 << (16 + 4), !owned);
+        self.intercept_cr(InterceptCr::WRITE_CR4, !owned);
     }
 
     pub(crate) fn update_passthrough(&mut self) {
@@ -126,10 +131,10 @@ impl<C: Cpu> Svm<C> {
         block.msr_map.intercept(msr::TSC_AUX, !limits.tsc_aux, true);
         block.mark(Clean::PERM_MAP);
         let (rdtscp, invpcid) = (limits.tsc_aux, limits.invpcid && !self.paging.shadow);
-        let bit = Intercept4::RDTSCP.bits();
+        let (bit, other) = (Intercept4::RDTSCP.bits(), Intercept5::INVPCID.bits());
         self.change_intercepts(|[.., fourth, fifth]| {
             *fourth = (*fourth & !bit) | if rdtscp { 0 } else { bit };
-            *fifth = (*fifth & !4) | if invpcid { 0 } else { 4 };
+            *fifth = (*fifth & !other) | if invpcid { 0 } else { other };
         });
         self.forget_open_msrs();
     }
@@ -168,7 +173,8 @@ impl<C: Cpu> Permissions for Svm<C> {
     fn set_guest_debug(&mut self, breakpoints: bool, debug: bool) {
         self.guest_debug = (breakpoints, debug);
         self.change_intercepts(|[_, _, word, ..]| {
-            *word = (*word & !(1 << 3)) | (u32::from(breakpoints) << 3);
+            let bit = Exceptions::BP.bits();
+            *word = (*word & !bit) | if breakpoints { bit } else { 0 };
         });
     }
 }

@@ -9,15 +9,13 @@ use backend::{
 use cpu::Cpu;
 use x86::{
     Exception, Gpa, Gva, Vector,
-    vmcb::{self, Clean, Control, ExitCode, ioio, npf},
+    vmcb::{self, Clean, Control, ExitCode, event, ioio, npf},
 };
 
 use crate::{inject, state::Svm};
 
-/// EXITCODE of an intercepted #PF.
-const PAGE_FAULT: ExitCode = ExitCode(0x4e);
-/// EXITCODEs below are accesses of control registers.
-const END_OF_CR: u64 = 0x20;
+/// The last of the EXITCODEs that are accesses of control registers, the first being 0.
+const LAST_OF_CR: u64 = ExitCode::WriteCr15.0;
 
 /// Decodes the exit in `control`. `assists`: the CPU has decode assists.
 pub fn decode(control: &Control, assists: bool) -> Exit {
@@ -31,7 +29,7 @@ pub fn decode(control: &Control, assists: bool) -> Exit {
         ExitCode::Ioio => io(control),
         ExitCode::Hlt => Exit::Hlt,
         ExitCode::Vmmcall => Exit::Hypercall,
-        PAGE_FAULT => page_fault(control),
+        ExitCode::ExcpPf => page_fault(control),
         _ => rare(control, code, assists),
     }
 }
@@ -83,7 +81,7 @@ fn cr_access<C: Cpu>(svm: &Svm<C>) -> Exit {
 #[inline(never)]
 fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
     let raw = code.0;
-    if raw < END_OF_CR {
+    if raw <= LAST_OF_CR {
         return cr(control, (raw & 0xf) as u8, raw >= 0x10, assists);
     }
     match code {
@@ -135,11 +133,10 @@ fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
 
 /// APM vol. 2 §15.14.1: IRET and JMP have bits of their own, and an event says that it is one.
 fn task_switch(control: &Control) -> Exit {
-    const EVENT_VALID: u64 = 1 << 31;
     let source = match control.exit_info_2 {
         info if info >> 36 & 1 != 0 => TaskSource::Iret,
         info if info >> 38 & 1 != 0 => TaskSource::Jmp,
-        _ if control.exit_int_info & EVENT_VALID != 0 => TaskSource::Gate,
+        _ if control.exit_int_info & event::VALID != 0 => TaskSource::Gate,
         _ => TaskSource::Call,
     };
     Exit::TaskSwitch(TaskSwitchExit { selector: control.exit_info_1 as u16, source })
@@ -189,11 +186,11 @@ impl<C: Cpu> Exits for Svm<C> {
             ExitCode::Hlt => answer.frequent(section, Exit::Hlt),
             ExitCode::Vmmcall => answer.frequent(section, Exit::Hypercall),
             // With shadow paging these are most exits.
-            PAGE_FAULT => {
+            ExitCode::ExcpPf => {
                 let exit = page_fault(&answer.backend().vmcb().control);
                 answer.frequent(section, exit)
             }
-            _ if code.0 < END_OF_CR || code == ExitCode::Cr0SelWrite => {
+            _ if code.0 <= LAST_OF_CR || code == ExitCode::Cr0SelWrite => {
                 let exit = cr_access(answer.backend());
                 answer.frequent(section, exit)
             }

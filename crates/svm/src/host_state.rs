@@ -10,6 +10,7 @@
 use core::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering::Relaxed};
 
 use cpu::{Cpu, Selectors};
+use x86::msr::{GS_BASE, KERNEL_GS_BASE};
 
 /// How the host's state is kept.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -20,9 +21,6 @@ pub enum HostState {
     /// Register by register.
     Msr,
 }
-
-const GS_BASE: u32 = 0xc000_0101;
-const KERNEL_GS_BASE: u32 = 0xc000_0102;
 
 /// What user space needs. The kernel itself needs GS_BASE alone.
 ///

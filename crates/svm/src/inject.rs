@@ -6,13 +6,11 @@ use backend::{Absent, Event, Injection, Level, NmiWindow, Registers};
 use cpu::Cpu;
 use x86::{
     Dr6, Dr7, Exception, Rflags, Vector,
-    vmcb::{Clean, Intercept3, event, vintr},
+    exception::vector,
+    vmcb::{Clean, ExitCode, Intercept3, InterceptCr, event, vintr},
 };
 
 use crate::state::{Step, Svm, Virq};
-
-/// EXITCODE of an intercepted #DB.
-const DEBUG_EXCEPTION: u64 = 0x41;
 
 /// EVENTINJ for an event.
 pub fn encode(event: Event) -> u64 {
@@ -107,7 +105,7 @@ impl<C: Cpu> Svm<C> {
     }
 
     fn intercept_cr8_writes(&mut self, on: bool) {
-        self.intercept_cr(1 << (16 + 8), on || self.cr8_exits);
+        self.intercept_cr(InterceptCr::WRITE_CR8, on || self.cr8_exits);
     }
 }
 
@@ -119,13 +117,13 @@ impl<C: Cpu> Injection for Svm<C> {
             self.set_nmi_masked(true);
         }
         if let Event::Exception(e) = event
-            && e.vector.0 == 14
+            && e.vector.0 == vector::PF
             && let Some(address) = e.payload
         {
             self.vmcb_mut(Clean::CR2).save.cr2 = address;
         }
         if let Event::Exception(e) = event
-            && e.vector.0 == 1
+            && e.vector.0 == vector::DB
             && let Some(bits) = e.payload
         {
             let save = &mut self.vmcb_mut(Clean::DR).save;
@@ -231,7 +229,7 @@ impl<C: Cpu> Injection for Svm<C> {
     /// The exit behind an entry with a single step of ours: the flags are the guest's again.
     fn end_step(&mut self) {
         if self.disarm_step()
-            && self.vmcb().control.exit_code == DEBUG_EXCEPTION
+            && self.vmcb().control.exit_code == ExitCode::ExcpDb.0
             && self.vmcb().save.dr6 & Dr6::TRAPS == 0
         {
             self.cold.nmi.step = Step::Trapped;

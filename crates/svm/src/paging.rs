@@ -8,18 +8,15 @@ use backend::{Absent, Paging, Translation};
 use cpu::Cpu;
 use x86::{
     Cr0, Cr4, Hpa,
-    vmcb::{Clean, Intercept3},
+    exception::Exceptions,
+    vmcb::{Clean, Intercept3, InterceptCr},
 };
 
 use crate::state::Svm;
 
-/// #PF in the exception intercepts.
-const PAGE_FAULT: u32 = 1 << 14;
 /// Reads and writes of CR3, writes of CR4.
-const CR_ALWAYS: u32 = (1 << 3) | (1 << (16 + 3)) | (1 << (16 + 4));
-const CR0_READ: u32 = 1 << 0;
-const CR4_READ: u32 = 1 << 4;
-const CR0_WRITE: u32 = 1 << 16;
+const CR_ALWAYS: InterceptCr =
+    InterceptCr::READ_CR3.union(InterceptCr::WRITE_CR3).union(InterceptCr::WRITE_CR4);
 
 impl<C: Cpu> Svm<C> {
     /// Sets what exits under shadow paging, and what does not.
@@ -28,8 +25,8 @@ impl<C: Cpu> Svm<C> {
         let invlpg = Intercept3::INVLPG.bits();
         self.vmcb_mut(Clean::NPT).control.np_ctl = 0;
         self.change_intercepts(|words| {
-            words[0] |= CR_ALWAYS;
-            words[2] |= PAGE_FAULT;
+            words[0] |= CR_ALWAYS.bits();
+            words[2] |= Exceptions::PF.bits();
             words[3] |= selective | invlpg;
         });
         self.update_passthrough();
@@ -48,8 +45,8 @@ impl<C: Cpu> Svm<C> {
         self.vmcb_mut(Clean::CR).save.cr0 = cr0.bits();
         // QEMU's emulation takes the intercept of CR0 for that of CR3, CR4 and CR8 as well; the
         // instruction is decoded there, so what is read is known all the same.
-        self.intercept_cr(CR0_READ, cr0 != guest.cr0 || !nrip);
-        self.intercept_cr(CR0_WRITE, !nrip || guest.cr0.intersects(Cr0::CD_NW));
+        self.intercept_cr(InterceptCr::READ_CR0, cr0 != guest.cr0 || !nrip);
+        self.intercept_cr(InterceptCr::WRITE_CR0, !nrip || guest.cr0.intersects(Cr0::CD_NW));
         self.follow();
     }
 
@@ -73,7 +70,7 @@ impl<C: Cpu> Svm<C> {
         let cr4 = guest.cr4_hardware();
         let save = &mut self.vmcb_mut(Clean::CR).save;
         let changed = Cr4::from_bits_retain(core::mem::replace(&mut save.cr4, cr4.bits())) ^ cr4;
-        self.intercept_cr(CR4_READ, cr4 != guest.cr4);
+        self.intercept_cr(InterceptCr::READ_CR4, cr4 != guest.cr4);
         if changed.contains(Cr4::OSXSAVE) {
             self.sync_extended();
         }

@@ -11,7 +11,6 @@ use x86::{Efer, Hpa, msr};
 use crate::{Unusable, features::Features, host_state::HostRegisters, permission::IoMap};
 
 const EFER_SVME: u64 = Efer::SVME.bits();
-const VM_CR_SVMDIS: u64 = 1 << 4;
 
 /// One physical CPU.
 #[derive(Debug)]
@@ -120,7 +119,7 @@ pub(crate) fn of(cpu: usize) -> Option<&'static PerCpu> {
 
 /// Whether SVM can be used on the CPU this runs on, apart from what CPUID says.
 pub fn check<C: Cpu>(c: &mut C) -> Result<(), Unusable> {
-    if c.rdmsr(msr::VM_CR) & VM_CR_SVMDIS != 0 {
+    if c.rdmsr(msr::VM_CR) & msr::vm_cr::SVMDIS != 0 {
         return Err(Unusable::DisabledByFirmware);
     }
     if c.rdmsr(msr::EFER) & EFER_SVME != 0 {
@@ -208,7 +207,7 @@ mod tests {
         assert_eq!(check(&mut c), Err(Unusable::InUse));
         disable(&mut c);
         assert_eq!(c.msrs[&msr::EFER] & EFER_SVME, 0);
-        c.msrs.insert(msr::VM_CR, VM_CR_SVMDIS);
+        c.msrs.insert(msr::VM_CR, msr::vm_cr::SVMDIS);
         assert_eq!(check(&mut c), Err(Unusable::DisabledByFirmware));
     }
 }

@@ -5,7 +5,7 @@ use cpu::Cpu;
 use x86::{
     Cr0, Cr4, Efer, Rflags,
     segment::{DescriptorTable, Segment},
-    vmcb::{self, Clean, VmcbSegment, vintr},
+    vmcb::{self, Clean, InterceptCr, VmcbSegment, vintr},
 };
 
 use crate::state::Svm;
@@ -174,8 +174,8 @@ impl<C: Cpu> ControlRegisters for Svm<C> {
         let hidden = if self.shows_cache_disable { Cr0::empty() } else { value & Cr0::CD_NW };
         self.cr0_hidden = hidden.bits() as u32;
         self.vmcb_mut(Clean::CR).save.cr0 = (value - hidden).bits();
-        self.intercept_cr(1, !hidden.is_empty());
-        self.intercept_cr(1 << 16, !hidden.is_empty() || !self.features.nrip_save);
+        self.intercept_cr(InterceptCr::READ_CR0, !hidden.is_empty());
+        self.intercept_cr(InterceptCr::WRITE_CR0, !hidden.is_empty() || !self.features.nrip_save);
     }
 
     fn set_cr2(&mut self, value: u64) {

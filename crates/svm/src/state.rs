@@ -3,7 +3,8 @@
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use backend::{
-    Backend, GuestLimits, Injection, Level, Msrs, Nesting, Paging, TSC_RATIO_ONE, reset_registers,
+    Backend, GuestLimits, Injection, Level, Msrs, Nesting, Paging, Reset, TSC_RATIO_ONE,
+    reset_registers,
 };
 use cpu::{Cpu, SpecCtrl};
 use guest_live::{DebugRegs, Exchanged, Extended, Has};
@@ -185,9 +186,9 @@ impl<C: Cpu> Nesting for Svm<C> {
 }
 
 impl<C: Cpu> Backend for Svm<C> {
-    fn reset(&mut self, init: bool) {
+    fn reset(&mut self, reset: Reset) {
         self.gif.set();
-        reset_registers(self, init);
+        reset_registers(self, reset);
         let block = self.vmcb_mut(Clean::ALL);
         block.save.rip = 0xfff0;
         block.save.rflags = Rflags::RESET.bits();
@@ -195,7 +196,7 @@ impl<C: Cpu> Backend for Svm<C> {
         block.save.cpl = 0;
         block.control.int_state = 0;
         block.control.event_inj = 0;
-        if !init {
+        if reset == Reset::PowerUp {
             block.save.sysenter_cs = 0;
             block.save.sysenter_esp = 0;
             block.save.sysenter_eip = 0;

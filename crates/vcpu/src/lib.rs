@@ -21,7 +21,7 @@ mod time;
 pub use run::user_exit::{ErrorData, RunInput, RunOutput, UserExit};
 pub use state::registers::{Regs, Sregs};
 
-use backend::{Backend, Gprs, TSC_RATIO_ONE};
+use backend::{Backend, Gprs, Reset, TSC_RATIO_ONE};
 use cpuid::{GuestCpuid, Supported};
 use emulate::DecodeCache;
 use host::{Arc, KBox, NoMemory, fpu::GuestFpu};
@@ -162,7 +162,7 @@ impl<B: Backend> Vcpu<B> {
         let mut this = Self::assemble(b, shared, vm, offered)?;
         let paging = this.roots.paging();
         this.b.set_paging(paging);
-        this.reset_registers(false);
+        this.reset_registers(Reset::PowerUp);
         // KVM starts a guest's TSC at zero when its vCPU is made.
         let host = this.b.host_tsc();
         this.rare.tsc.offset = this.vm.new_vcpu_tsc_offset(host);
@@ -256,10 +256,10 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// Registers after INIT or power-up.
-    pub(crate) fn reset_registers(&mut self, init: bool) {
+    pub(crate) fn reset_registers(&mut self, reset: Reset) {
         self.abandon_l2();
         self.b.hide_cache_disable(self.vm.settings.has_quirk(quirk::CD_NW_CLEARED));
-        self.b.reset(init);
+        self.b.reset(reset);
         if !self.shared.in_kernel_apic {
             self.b.exit_on_cr8_writes();
         }

@@ -1,9 +1,13 @@
 //! The VMCS's controls: what exits, and what of CR0 and CR4 the guest owns ([`Owned`]).
 
-use backend::{Backend, ControlRegisters, FewerExits, GuestLimits, PdpteRegisters, Permissions};
+use backend::{
+    Backend, ControlRegisters, FewerExits, GuestLimits, PdpteRegisters, Permissions, Reset,
+};
 use cpu::Cpu;
 use x86::{
-    Cr0, Cr4, msr,
+    Cr0, Cr4,
+    exception::Exceptions,
+    msr,
     vmcs::{PinControls, ProcControls, ProcControls2, field},
 };
 
@@ -29,9 +33,7 @@ impl<C: Cpu> Vmx<C> {
         self.set(fields::PROC_CONTROLS2, features.secondary.base.bits());
         self.set(fields::EXIT_CONTROLS, features.exit.base.bits());
         self.set(fields::ENTRY_CONTROLS, features.entry.base.bits());
-        // #AC and #DB loops would hold the CPU for ever without an exit; a machine check is the
-        // host's. #UD: a guest may make its hypercalls with VMMCALL.
-        self.set(fields::EXCEPTION_BITMAP, (1 << 1) | (1 << 6) | (1 << 17) | (1 << 18));
+        self.set(fields::EXCEPTION_BITMAP, Exceptions::ALWAYS.bits());
         self.set(fields::TPR_THRESHOLD, 0);
         self.set(fields::ENTRY_INTERRUPTION, 0);
         self.set(fields::TSC_OFFSET, 0);
@@ -43,7 +45,7 @@ impl<C: Cpu> Vmx<C> {
         if self.page_log.is_some() {
             self.set(fields::PML_INDEX, PageLog::EMPTY);
         }
-        self.reset(false);
+        self.reset(Reset::PowerUp);
     }
 
     /// Those fields of [`Vmx::write_constants`] that not every CPU has.
@@ -166,7 +168,8 @@ impl<C: Cpu> Permissions for Vmx<C> {
     }
 
     fn set_guest_debug(&mut self, breakpoints: bool, _debug: bool) {
-        let old = self.get(fields::EXCEPTION_BITMAP) & !(1 << 3);
-        self.set(fields::EXCEPTION_BITMAP, old | (u32::from(breakpoints) << 3));
+        let bit = Exceptions::BP.bits();
+        let old = self.get(fields::EXCEPTION_BITMAP) & !bit;
+        self.set(fields::EXCEPTION_BITMAP, old | if breakpoints { bit } else { 0 });
     }
 }

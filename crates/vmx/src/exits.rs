@@ -9,6 +9,7 @@ use backend::{
 use cpu::Cpu;
 use x86::{
     Exception, Gpa, Gva, Vector,
+    exception::vector,
     vmcs::{ENTRY_FAILURE, ExitReason, cr, ept_violation, event, interruptibility, io},
 };
 
@@ -191,25 +192,22 @@ impl<C: Cpu> Vmx<C> {
     }
 
     fn exception(&self) -> Exit {
-        const DB: u8 = 1;
-        const MC: u8 = 18;
-        const PF: u8 = 14;
         let info = self.get(fields::EXIT_INTERRUPTION);
         if info & event::TYPE == event::NMI {
             return Exit::Nmi;
         }
-        let vector = Vector((info & event::VECTOR) as u8);
-        match vector.0 {
+        let raised = Vector((info & event::VECTOR) as u8);
+        match raised.0 {
             // The others are the guest's own.
-            PF if self.paging.shadow => Exit::PageFault(PageFault {
+            vector::PF if self.paging.shadow => Exit::PageFault(PageFault {
                 address: Gva(self.get(fields::EXIT_QUALIFICATION)),
                 code: self.get(fields::EXIT_ERROR_CODE),
             }),
-            MC => Exit::MachineCheck,
+            vector::MC => Exit::MachineCheck,
             // What DR6 would have taken (SDM vol. 3C table 28-1).
-            DB => Exit::Exception(Exception::db(self.get(fields::EXIT_QUALIFICATION))),
+            vector::DB => Exit::Exception(Exception::db(self.get(fields::EXIT_QUALIFICATION))),
             _ => Exit::Exception(Exception {
-                vector,
+                vector: raised,
                 error_code: (info & event::ERROR_VALID != 0)
                     .then(|| self.get(fields::EXIT_ERROR_CODE)),
                 payload: None,
@@ -220,14 +218,13 @@ impl<C: Cpu> Vmx<C> {
     /// Right after an exit that is no plain instruction: an NMI is the host's, at once, for it
     /// blocks further ones; and a fault of the guest's IRET has not ended its own handling.
     pub(crate) fn take_exit_events(&mut self, reason: u32) {
-        const DF: u32 = 8;
         let reblock = match ExitReason::of(reason) {
             ExitReason::ExceptionOrNmi => {
                 let info = self.get(fields::EXIT_INTERRUPTION);
                 if info & event::TYPE == event::NMI {
                     return self.cpu.host_nmi();
                 }
-                info & event::NMI_UNBLOCKED != 0 && info & event::VECTOR != DF
+                info & event::NMI_UNBLOCKED != 0 && info & event::VECTOR != u32::from(vector::DF)
             }
             ExitReason::EptViolation | ExitReason::PmlFull => {
                 self.get(fields::EXIT_QUALIFICATION) & ept_violation::NMI_UNBLOCKED != 0

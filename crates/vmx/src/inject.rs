@@ -9,7 +9,9 @@
 use backend::{ControlRegisters, Event, Injection, NmiWindow, Registers};
 use cpu::Cpu;
 use x86::{
-    Cr0, Exception, Rflags, Vector,
+    Cr0, Dr6, Exception, Rflags, Vector,
+    exception::vector,
+    msr::debugctl,
     vmcs::{ExitReason, ProcControls, event, interruptibility},
 };
 
@@ -18,9 +20,8 @@ use crate::{
     state::{Offer, Vmx, attention},
 };
 
-const DEBUGCTL_BTF: u64 = 1 << 1;
-/// BS in the pending debug exceptions.
-const PENDING_STEP: u64 = 1 << 14;
+/// BS in the pending debug exceptions, at its place in DR6.
+const PENDING_STEP: u64 = Dr6::BS;
 const SHADOW: u32 = interruptibility::STI | interruptibility::MOV_SS;
 
 /// Whether a vector pushes an error code in protected mode: the entry refuses an injection that says
@@ -74,12 +75,10 @@ fn has_length(info: u32) -> bool {
 
 impl<C: Cpu> Vmx<C> {
     /// What an exception leaves in CR2 or in the debug registers.
-    fn deliver_payload(&mut self, vector: u8, bits: u64) {
-        const PF: u8 = 14;
-        const DB: u8 = 1;
-        if vector == PF {
+    fn deliver_payload(&mut self, raised: u8, bits: u64) {
+        if raised == vector::PF {
             self.replace_cr2(bits);
-        } else if vector == DB {
+        } else if raised == vector::DB {
             self.set_dr6(self.cold.dr6.get().after_db(bits));
             self.set_dr7(self.dr7().without_general_detect());
         }
@@ -142,7 +141,7 @@ impl<C: Cpu> Vmx<C> {
             return;
         }
         let steps = self.rflags().contains(Rflags::TF)
-            && self.get(fields::GUEST_DEBUGCTL) & DEBUGCTL_BTF == 0;
+            && self.get(fields::GUEST_DEBUGCTL) & debugctl::BTF == 0;
         let pending = self.get(fields::GUEST_PENDING_DEBUG) & !PENDING_STEP;
         self.set(fields::GUEST_PENDING_DEBUG, pending | if steps { PENDING_STEP } else { 0 });
     }
@@ -200,7 +199,7 @@ impl<C: Cpu> Injection for Vmx<C> {
             if info & event::ERROR_VALID != 0 {
                 self.set(fields::ENTRY_ERROR_CODE, e.error_code.unwrap_or(0));
             }
-            if e.vector.0 == 1 && self.exited_at_int1() {
+            if e.vector.0 == vector::DB && self.exited_at_int1() {
                 info = (info & !event::TYPE) | event::PRIVILEGED_SOFT_EXCEPTION;
             }
         }

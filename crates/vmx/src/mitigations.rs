@@ -16,9 +16,10 @@ use core::sync::atomic::{AtomicU8, Ordering::Relaxed};
 
 use host::NoMemory;
 use host::mitigation::{self, Facts, L1dFlush, L1tf, NxHugePages};
+use x86::msr::arch_capabilities;
 
-/// ARCH_CAPABILITIES bit 3: the hypervisor below flushes, or there is no need.
-const SKIP_L1D_FLUSH: u64 = 1 << 3;
+/// The hypervisor below flushes, or there is no need.
+const SKIP_L1D_FLUSH: u64 = arch_capabilities::SKIP_L1DFL_VMENTRY;
 
 /// The mode in use, as an [`L1dFlush`]. It may be changed while guests run.
 static MODE: AtomicU8 = AtomicU8::new(L1dFlush::NotRequired as u8);

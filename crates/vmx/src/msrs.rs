@@ -7,10 +7,7 @@ use x86::msr;
 use crate::{fields, state::Vmx};
 
 /// IA32_TIME_STAMP_COUNTER.
-pub(crate) const TSC: u32 = 0x10;
-/// DEBUGCTL: record branches; single-step on branches.
-const DEBUGCTL_LBR: u64 = 1 << 0;
-const DEBUGCTL_BTF: u64 = 1 << 1;
+pub(crate) const TSC: u32 = msr::TSC;
 
 /// MSRs whose guest value is live in hardware while the guest runs.
 pub(crate) const LIVE: [u32; 6] = [
@@ -74,7 +71,7 @@ impl<C: Cpu> Msrs for Vmx<C> {
             // RFLAGS has nothing up there.
             msr::SYSCALL_MASK => value & 0xffff_ffff,
             // Last branches are not virtualized; as in stock KVM both bits vanish.
-            msr::DEBUGCTL => value & !(DEBUGCTL_LBR | DEBUGCTL_BTF),
+            msr::DEBUGCTL => value & !(msr::debugctl::LBR | msr::debugctl::BTF),
             _ => value,
         };
         match index {

@@ -13,6 +13,7 @@ use backend::{ControlRegisters, Paging, Translation};
 use cpu::Cpu;
 use x86::{
     Cr0, Cr4, Efer, Gpa, Hpa,
+    exception::Exceptions,
     vmcs::{ENTRY_FAILURE, ExitReason, ProcControls, ProcControls2},
 };
 
@@ -22,8 +23,6 @@ use crate::{
     state::{Vmx, attention},
 };
 
-/// #PF in the exception bitmap.
-const PAGE_FAULT: u32 = 1 << 14;
 /// What the guest owns under EPT.
 const REGISTERS: ProcControls =
     ProcControls::CR3_LOAD.union(ProcControls::CR3_STORE).union(ProcControls::INVLPG);
@@ -59,7 +58,7 @@ impl<C: Cpu> Vmx<C> {
     pub(crate) fn watch_paging(&mut self) {
         self.change_proc(REGISTERS, true);
         let exceptions = self.get(fields::EXCEPTION_BITMAP);
-        self.set(fields::EXCEPTION_BITMAP, exceptions | PAGE_FAULT);
+        self.set(fields::EXCEPTION_BITMAP, exceptions | Exceptions::PF.bits());
         self.set_cr0(self.cr0);
         self.set_efer(self.efer);
     }

@@ -17,8 +17,8 @@ use crate::{
     host_registers::{HostConstants, Words},
 };
 
-/// CPUID leaf 1, ECX: SMX, in which VMX has an enable bit of its own.
-const SMX: u32 = 1 << 6;
+/// In SMX, VMX has an enable bit of its own.
+const SMX: u32 = x86::cpuid::feature::SMX.mask();
 /// VMCSs that can be active on a CPU at once. One more is cleared whenever the loop is left.
 pub const ACTIVE: usize = 64;
 /// VPIDs have sixteen bits; 0 is the host's.

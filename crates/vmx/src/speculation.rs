@@ -64,7 +64,7 @@ impl<C: Cpu> Vmx<C> {
 mod tests {
     use super::*;
     use crate::features::Features;
-    use backend::{Backend, GuestLimits, Msrs, Permissions};
+    use backend::{Backend, GuestLimits, Msrs, Permissions, Reset};
     use cpu::Model;
 
     const IBRS: u64 = 1;
@@ -142,7 +142,7 @@ mod tests {
         vmx.set_msr(msr::SPEC_CTRL, IBRS).unwrap();
         vmx.set_msr_filter(writes_of_spec_ctrl);
         assert_eq!((exits(&vmx)[0], is_read(&vmx)), ((false, true), false));
-        vmx.reset(false);
+        vmx.reset(Reset::PowerUp);
         assert_eq!((exits(&vmx)[0], is_read(&vmx)), (EXIT, false));
         vmx.set_msr(msr::SPEC_CTRL, IBRS).unwrap();
         assert_eq!((exits(&vmx)[0], is_read(&vmx)), ((false, true), false));
@@ -158,12 +158,12 @@ mod tests {
 
     #[test]
     fn reset_and_init_clear_it_and_watch_again() {
-        for init in [false, true] {
+        for reset in [Reset::PowerUp, Reset::Init] {
             let mut vmx = vmx();
             vmx.set_msr(msr::SPEC_CTRL, IBRS).unwrap();
-            vmx.reset(init);
-            assert_eq!(vmx.msr(msr::SPEC_CTRL), Ok(0), "{init}");
-            assert_eq!((exits(&vmx)[0], is_read(&vmx)), (EXIT, false), "{init}");
+            vmx.reset(reset);
+            assert_eq!(vmx.msr(msr::SPEC_CTRL), Ok(0), "{reset:?}");
+            assert_eq!((exits(&vmx)[0], is_read(&vmx)), (EXIT, false), "{reset:?}");
         }
     }
 

@@ -4,7 +4,7 @@ use core::cell::Cell;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use backend::{
-    Absent, Backend, FewerExits, GuestLimits, Injection, Nesting, Paging, TSC_RATIO_ONE,
+    Absent, Backend, FewerExits, GuestLimits, Injection, Nesting, Paging, Reset, TSC_RATIO_ONE,
     reset_registers,
 };
 use cpu::{Cpu, VmxSwitch};
@@ -243,10 +243,10 @@ impl<C: Cpu> Nesting for Vmx<C> {
 }
 
 impl<C: Cpu> Backend for Vmx<C> {
-    fn reset(&mut self, init: bool) {
+    fn reset(&mut self, reset: Reset) {
         self.set(fields::CR0_MASK, !self.owned_cr0().bits());
         self.set(fields::CR4_MASK, !self.owned_cr4().bits());
-        reset_registers(self, init);
+        reset_registers(self, reset);
         self.end_halt();
         self.set(fields::GUEST_RIP, 0xfff0);
         self.set(fields::GUEST_RSP, 0);
@@ -254,7 +254,7 @@ impl<C: Cpu> Backend for Vmx<C> {
         self.shadow_over.set(false);
         self.set(fields::GUEST_INTERRUPTIBILITY, 0);
         self.set(fields::GUEST_PENDING_DEBUG, 0);
-        if !init {
+        if reset == Reset::PowerUp {
             self.set(fields::GUEST_SYSENTER_CS, 0);
             self.set(fields::GUEST_SYSENTER_ESP, 0);
             self.set(fields::GUEST_SYSENTER_EIP, 0);

@@ -2,7 +2,54 @@
 //!
 //! SDM vol. 3A §6.15, APM vol. 2 §8.2.
 
+use bitflags::bitflags;
+
 use crate::Vector;
+
+bitflags! {
+    /// Exceptions that exit, a bit each at the place of its vector: SVM's intercept vector 2 (APM vol. 2 §15.12)
+    /// and VMX's exception bitmap (SDM vol. 3C §25.6.3).
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Exceptions: u32 {
+        /// #DB.
+        const DB = 1 << vector::DB;
+        /// #BP.
+        const BP = 1 << vector::BP;
+        /// #UD.
+        const UD = 1 << vector::UD;
+        /// #PF.
+        const PF = 1 << vector::PF;
+        /// #AC.
+        const AC = 1 << vector::AC;
+        /// #MC.
+        const MC = 1 << vector::MC;
+    }
+}
+
+impl Exceptions {
+    /// What exits for every guest: #AC and #DB, whose loops would hold the CPU for ever without an exit; a
+    /// machine check, which is the host's; #UD, for a guest may make its hypercalls with the other vendor's
+    /// instruction.
+    pub const ALWAYS: Self = Self::DB.union(Self::UD).union(Self::AC).union(Self::MC);
+}
+
+/// Vectors of exceptions.
+pub mod vector {
+    /// #DB, debug.
+    pub const DB: u8 = 1;
+    /// #BP, INT3.
+    pub const BP: u8 = 3;
+    /// #UD, invalid opcode.
+    pub const UD: u8 = 6;
+    /// #DF, double fault.
+    pub const DF: u8 = 8;
+    /// #PF, page fault.
+    pub const PF: u8 = 14;
+    /// #AC, alignment check.
+    pub const AC: u8 = 17;
+    /// #MC, machine check.
+    pub const MC: u8 = 18;
+}
 
 /// An exception to be delivered to the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

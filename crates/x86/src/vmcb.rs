@@ -3,6 +3,8 @@
 //! Layouts are those of APM vol. 2 appendix B (tables B-1 and B-2); offsets are asserted below.
 //! The state-save area of a guest without SEV-ES.
 
+mod intercept;
+
 use bitflags::bitflags;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -26,7 +28,8 @@ pub struct VmcbSegment {
 #[derive(Clone, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Control {
-    /// Intercept vectors 0 to 5: CR, DR, exceptions, then [`Intercept3`], [`Intercept4`], vector 5.
+    /// Intercept vectors 0 to 5: [`InterceptCr`], [`InterceptDr`], [`Exceptions`](crate::exception::Exceptions),
+    /// [`Intercept3`], [`Intercept4`], [`Intercept5`].
     pub intercepts: [u32; 6],
     _reserved1: [u32; 9],
     /// PAUSE filter threshold.
@@ -227,84 +230,6 @@ pub const SEG_IDTR: usize = 8;
 pub const SEG_TR: usize = 9;
 
 bitflags! {
-    /// Intercept vector 3 (offset 0x0c).
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub struct Intercept3: u32 {
-        /// Physical interrupt.
-        const INTR = 1 << 0;
-        /// NMI.
-        const NMI = 1 << 1;
-        /// SMI.
-        const SMI = 1 << 2;
-        /// INIT.
-        const INIT = 1 << 3;
-        /// Virtual interrupt (the window).
-        const VINTR = 1 << 4;
-        /// CR0 writes that change more than TS and MP.
-        const CR0_SEL_WRITE = 1 << 5;
-        /// RDPMC.
-        const RDPMC = 1 << 15;
-        /// CPUID.
-        const CPUID = 1 << 18;
-        /// RSM.
-        const RSM = 1 << 19;
-        /// IRET.
-        const IRET = 1 << 20;
-        /// INVD.
-        const INVD = 1 << 22;
-        /// PAUSE.
-        const PAUSE = 1 << 23;
-        /// HLT.
-        const HLT = 1 << 24;
-        /// INVLPG.
-        const INVLPG = 1 << 25;
-        /// INVLPGA.
-        const INVLPGA = 1 << 26;
-        /// I/O ports by permission map.
-        const IOIO = 1 << 27;
-        /// MSRs by permission map.
-        const MSR = 1 << 28;
-        /// Task switches.
-        const TASK_SWITCH = 1 << 29;
-        /// Processor freezing on FERR.
-        const FERR_FREEZE = 1 << 30;
-        /// Shutdown.
-        const SHUTDOWN = 1 << 31;
-    }
-
-    /// Intercept vector 4 (offset 0x10).
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub struct Intercept4: u32 {
-        /// VMRUN; must be set.
-        const VMRUN = 1 << 0;
-        /// VMMCALL.
-        const VMMCALL = 1 << 1;
-        /// VMLOAD.
-        const VMLOAD = 1 << 2;
-        /// VMSAVE.
-        const VMSAVE = 1 << 3;
-        /// STGI.
-        const STGI = 1 << 4;
-        /// CLGI.
-        const CLGI = 1 << 5;
-        /// SKINIT.
-        const SKINIT = 1 << 6;
-        /// RDTSCP.
-        const RDTSCP = 1 << 7;
-        /// ICEBP.
-        const ICEBP = 1 << 8;
-        /// WBINVD and WBNOINVD.
-        const WBINVD = 1 << 9;
-        /// MONITOR and MONITORX.
-        const MONITOR = 1 << 10;
-        /// MWAIT and MWAITX.
-        const MWAIT = 1 << 11;
-        /// XSETBV.
-        const XSETBV = 1 << 13;
-        /// RDPRU.
-        const RDPRU = 1 << 14;
-    }
-
     /// VMCB clean bits: what the CPU may take from its cache (APM vol. 2 §15.15.3).
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Clean: u32 {
@@ -391,6 +316,7 @@ pub const INT_SHADOW: u64 = 1;
 pub const NP_ENABLE: u64 = 1;
 
 pub use exit_code::ExitCode;
+pub use intercept::{Intercept3, Intercept4, Intercept5, InterceptCr, InterceptDr};
 
 /// Exit codes; named as in the manual, where each is explained.
 #[allow(missing_docs)]
@@ -414,6 +340,8 @@ mod exit_code {
         pub const WriteDr0: Self = Self(0x030);
         pub const WriteDr15: Self = Self(0x03f);
         pub const Excp0: Self = Self(0x040);
+        pub const ExcpDb: Self = Self(0x041);
+        pub const ExcpPf: Self = Self(0x04e);
         pub const Excp31: Self = Self(0x05f);
         pub const Intr: Self = Self(0x060);
         pub const Nmi: Self = Self(0x061);

@@ -7,7 +7,7 @@ use cpu::Cpu;
 use nested_svm::{checks, merge, permission::OpenWords};
 use x86::{
     Cr0, Cr4, Dr7, Gpa, Hpa, Rflags,
-    vmcb::{Clean, Intercept3, vintr},
+    vmcb::{Clean, Intercept3, InterceptCr, vintr},
 };
 
 use super::{Seen, instructions::missing};
@@ -149,8 +149,8 @@ impl<C: Cpu> Svm<C> {
             self.vmcb_mut(Clean::CR).save.cr0 &= !u64::from(hidden);
         }
         if (was | hidden) != 0 {
-            self.intercept_cr(1, hidden != 0);
-            self.intercept_cr(1 << 16, hidden != 0 || !self.features.nrip_save);
+            self.intercept_cr(InterceptCr::READ_CR0, hidden != 0);
+            self.intercept_cr(InterceptCr::WRITE_CR0, hidden != 0 || !self.features.nrip_save);
         }
     }
 

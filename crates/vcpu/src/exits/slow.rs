@@ -1,7 +1,7 @@
 //! The handlers of exits outside the inner loop, with interrupts on: whatever allocates, sleeps,
 //! emulates or ends in user space. Which exit is whose is in [`table`](crate::exits::table).
 
-use backend::{Backend, CrAccess};
+use backend::{Backend, CrAccess, Reset};
 use emulate::Cause;
 use host::task;
 use stats::VcpuCount;
@@ -71,7 +71,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn shut_down(&mut self) -> Outcome {
         // SVM's control block is undefined now (APM vol. 2 §15.14.3).
         if !B::KEEPS_STATE_AT_SHUTDOWN {
-            self.reset_registers(true);
+            self.reset_registers(Reset::Init);
         }
         Err(UserExit::Shutdown.into())
     }

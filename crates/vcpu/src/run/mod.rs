@@ -8,7 +8,7 @@ pub(crate) mod outcome;
 pub(crate) mod pending;
 pub mod user_exit;
 
-use backend::{Backend, Exit, PageLog};
+use backend::{Backend, Exit, PageLog, Reset};
 use host::task::{self, Blocked, Sleeper, WaitTimes};
 use host::trace;
 use irqchip::lapic::{Lint0, base};
@@ -150,7 +150,7 @@ impl<B: Backend> Vcpu<B> {
         }
         if init {
             self.gather_interrupts();
-            self.reset_registers(true);
+            self.reset_registers(Reset::Init);
             self.forget_lazy_deadline();
             let bsp = self.shared.lapic.base() & base::BSP != 0;
             let enabled = bsp && self.vm.settings.has_quirk(quirk::LINT0_REENABLED);

@@ -1,0 +1,129 @@
+//! The intercept words of the control area (APM vol. 2 table B-1), but for that of exceptions, which is
+//! [`Exceptions`](crate::exception::Exceptions).
+
+use bitflags::bitflags;
+
+bitflags! {
+    /// Intercept vector 0 (offset 0x00): control registers.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct InterceptCr: u32 {
+        /// Reads of CR0.
+        const READ_CR0 = 1 << 0;
+        /// Reads of CR3.
+        const READ_CR3 = 1 << 3;
+        /// Reads of CR4.
+        const READ_CR4 = 1 << 4;
+        /// Reads of CR8.
+        const READ_CR8 = 1 << 8;
+        /// Writes of CR0.
+        const WRITE_CR0 = 1 << 16;
+        /// Writes of CR3.
+        const WRITE_CR3 = 1 << 19;
+        /// Writes of CR4.
+        const WRITE_CR4 = 1 << 20;
+        /// Writes of CR8.
+        const WRITE_CR8 = 1 << 24;
+    }
+
+    /// Intercept vector 1 (offset 0x04): debug registers.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct InterceptDr: u32 {
+        /// Reads of DR0 to DR7.
+        const READS = 0xff;
+        /// Writes of DR0 to DR7.
+        const WRITES = 0xff << 16;
+    }
+
+    /// Intercept vector 3 (offset 0x0c).
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Intercept3: u32 {
+        /// Physical interrupt.
+        const INTR = 1 << 0;
+        /// NMI.
+        const NMI = 1 << 1;
+        /// SMI.
+        const SMI = 1 << 2;
+        /// INIT.
+        const INIT = 1 << 3;
+        /// Virtual interrupt (the window).
+        const VINTR = 1 << 4;
+        /// CR0 writes that change more than TS and MP.
+        const CR0_SEL_WRITE = 1 << 5;
+        /// RDPMC.
+        const RDPMC = 1 << 15;
+        /// CPUID.
+        const CPUID = 1 << 18;
+        /// RSM.
+        const RSM = 1 << 19;
+        /// IRET.
+        const IRET = 1 << 20;
+        /// INVD.
+        const INVD = 1 << 22;
+        /// PAUSE.
+        const PAUSE = 1 << 23;
+        /// HLT.
+        const HLT = 1 << 24;
+        /// INVLPG.
+        const INVLPG = 1 << 25;
+        /// INVLPGA.
+        const INVLPGA = 1 << 26;
+        /// I/O ports by permission map.
+        const IOIO = 1 << 27;
+        /// MSRs by permission map.
+        const MSR = 1 << 28;
+        /// Task switches.
+        const TASK_SWITCH = 1 << 29;
+        /// Processor freezing on FERR.
+        const FERR_FREEZE = 1 << 30;
+        /// Shutdown.
+        const SHUTDOWN = 1 << 31;
+    }
+
+    /// Intercept vector 4 (offset 0x10).
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Intercept4: u32 {
+        /// VMRUN; must be set.
+        const VMRUN = 1 << 0;
+        /// VMMCALL.
+        const VMMCALL = 1 << 1;
+        /// VMLOAD.
+        const VMLOAD = 1 << 2;
+        /// VMSAVE.
+        const VMSAVE = 1 << 3;
+        /// STGI.
+        const STGI = 1 << 4;
+        /// CLGI.
+        const CLGI = 1 << 5;
+        /// SKINIT.
+        const SKINIT = 1 << 6;
+        /// RDTSCP.
+        const RDTSCP = 1 << 7;
+        /// ICEBP.
+        const ICEBP = 1 << 8;
+        /// WBINVD and WBNOINVD.
+        const WBINVD = 1 << 9;
+        /// MONITOR and MONITORX.
+        const MONITOR = 1 << 10;
+        /// MWAIT and MWAITX.
+        const MWAIT = 1 << 11;
+        /// XSETBV.
+        const XSETBV = 1 << 13;
+        /// RDPRU.
+        const RDPRU = 1 << 14;
+    }
+
+    /// Intercept vector 5 (offset 0x14).
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Intercept5: u32 {
+        /// INVLPGB.
+        const INVLPGB = 1 << 0;
+        /// An INVLPGB that is refused.
+        const INVLPGB_ILLEGAL = 1 << 1;
+        /// INVPCID.
+        const INVPCID = 1 << 2;
+        /// MCOMMIT.
+        const MCOMMIT = 1 << 3;
+        /// TLBSYNC.
+        const TLBSYNC = 1 << 4;
+    }
+}
