@@ -299,6 +299,7 @@ u64 gnt_halt_poll_ns(void);
 int gnt_host_state_by_msr(void);
 int gnt_xstate_cache(void);
 int gnt_keep_roots(void);
+int gnt_nested_dirty_tracking(void);
 int gnt_lazy_tscdeadline(void);
 int gnt_enable_apicv(int possible);
 int gnt_nested(int possible);

@@ -53,6 +53,16 @@ int gnt_keep_roots(void)
 	return keep_roots;
 }
 
+static bool nested_dirty_tracking = true;
+module_param(nested_dirty_tracking, bool, 0444);
+MODULE_PARM_DESC(nested_dirty_tracking,
+	"Intel, guests that are hypervisors: write into the VMCS of a guest's guest what changed (default 1); 0: all of it at each entry, to measure against");
+
+int gnt_nested_dirty_tracking(void)
+{
+	return nested_dirty_tracking;
+}
+
 static bool lazy_tscdeadline = true;
 module_param(lazy_tscdeadline, bool, 0444);
 MODULE_PARM_DESC(lazy_tscdeadline,
@@ -77,7 +87,7 @@ int gnt_enable_apicv(int possible)
 static bool nested;
 module_param(nested, bool, 0444);
 MODULE_PARM_DESC(nested,
-	"Guests may be hypervisors, where this module can run their guests (default 0: not offered). Shows what is offered");
+	"Guests may be hypervisors, where this module can run their guests (default 0; 1: offered). Shows what is offered");
 
 int gnt_nested(int possible)
 {

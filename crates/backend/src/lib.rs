@@ -32,7 +32,9 @@ pub use exits::{Answer, Exits};
 pub use inject::{Injection, NmiWindow};
 pub use live::LiveRegisters;
 pub use msrs::{Msrs, NotMine};
-pub use nested::{Claim, Executed, Gate, L1Memory, Level, Nested, Nesting, Outside, Waiting};
+pub use nested::{
+    Claim, Executed, Gate, L1Memory, Level, Nested, Nesting, Outside, Reach, Waiting,
+};
 pub use paging::{Paging, Translation};
 pub use permission::{FewerExits, GuestLimits, Permissions};
 pub use registers::{

@@ -37,8 +37,22 @@ pub trait L1Memory {
     /// # Errors
     /// Not all of it can be written; any part of it may have been.
     fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside>;
+    /// Where L1's own tables put a linear address of L1's, for an access with the rights of a program at CPL 0.
+    ///
+    /// # Errors
+    /// The access faults, or a table cannot be had here.
+    fn translate(&self, linear: u64, write: bool) -> Result<Gpa, Reach>;
     /// Whether what cannot be had here can nowhere be had: outside the loop.
     fn is_final(&self) -> bool;
+}
+
+/// Why a linear address has no place in L1's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reach {
+    /// The access faults.
+    Fault(Exception),
+    /// A table or the page cannot be had here.
+    Outside,
 }
 
 /// Whose an exit of L2 is.
@@ -105,6 +119,10 @@ pub enum Gate {
 pub trait Nested {
     /// Which level runs.
     fn level(&self) -> Level;
+    /// Whether that instruction has an operand in L1's linear memory.
+    fn has_memory_operand(&self) -> bool;
+    /// Sets IA32_FEATURE_CONTROL, for an instruction that looks at it.
+    fn set_feature_control(&mut self, value: u64);
     /// Executes the instruction that made [`Exit::Virtualization`](crate::Exit::Virtualization), behind which L1
     /// goes on at `next_rip`.
     fn execute(&mut self, gprs: &mut Gprs, next_rip: u64, l1: &impl L1Memory) -> Executed;
@@ -150,6 +168,12 @@ pub trait Nesting {
 
 impl Nested for Absent {
     fn level(&self) -> Level {
+        match *self {}
+    }
+    fn has_memory_operand(&self) -> bool {
+        match *self {}
+    }
+    fn set_feature_control(&mut self, _: u64) {
         match *self {}
     }
     fn execute(&mut self, _: &mut Gprs, _: u64, _: &impl L1Memory) -> Executed {

@@ -19,6 +19,8 @@ pub struct GuestLimits {
     pub xsave: bool,
     /// INVPCID exists for it.
     pub invpcid: bool,
+    /// VMX exists for it.
+    pub vmx: bool,
     /// EFER bits that its CPUID offers.
     pub efer_allowed: u64,
     /// Bits of its physical addresses.

@@ -20,7 +20,8 @@ const CR4_ALWAYS: Cr4 = Cr4::VME
     .union(Cr4::OSFXSR)
     .union(Cr4::OSXMMEXCPT);
 
-const CR4_BY_FEATURE: [(Cr4, Feature); 8] = [
+const CR4_BY_FEATURE: [(Cr4, Feature); 9] = [
+    (Cr4::VMXE, feature::VMX),
     (Cr4::UMIP, feature::UMIP),
     (Cr4::LA57, feature::LA57),
     (Cr4::FSGSBASE, feature::FSGSBASE),

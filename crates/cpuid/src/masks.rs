@@ -24,7 +24,7 @@ pub(crate) const PASSED: FeatureWords = FeatureWords::of(&[
     // Leaf 1. No MONITOR (it would keep the CPU from the host), no OSXSAVE (it follows CR4), no
     // TSC_DEADLINE (it depends on the in-kernel APIC and is told by KVM_CAP_TSC_DEADLINE_TIMER,
     // KVM API §4.46), no PDCM (no PMU).
-    SSE3, PCLMULQDQ, SSSE3, FMA, CX16, PCID, SSE4_1, SSE4_2, MOVBE, POPCNT, AES, XSAVE, AVX, F16C,
+    SSE3, PCLMULQDQ, VMX, SSSE3, FMA, CX16, PCID, SSE4_1, SSE4_2, MOVBE, POPCNT, AES, XSAVE, AVX, F16C,
     RDRAND, FPU, VME, DE, PSE, TSC, MSR, PAE, MCE, CX8, APIC, SEP, MTRR, PGE, MCA, CMOV, PAT, PSE36,
     CLFSH, MMX, FXSR, SSE, SSE2, SS,
     // Leaf 7. No LAM (CR3's bits and tagged addresses are not followed everywhere).

@@ -403,6 +403,9 @@ fn offered(host: &FeatureWords, xcr0: Xcr0, facts: &HostFacts<'_>) -> FeatureWor
     if !xcr0.contains(Xcr0::AVX512) {
         words = words.without(&NEEDS_AVX512);
     }
+    if !facts.nested {
+        words = words.without(&FeatureWords::of(&[feature::VMX]));
+    }
     if facts.nested && words.has(feature::SVM) {
         // Checked in software, whatever the host does.
         words.add(feature::SVME_ADDR_CHECK);

@@ -22,6 +22,11 @@ pub fn keep_roots() -> bool {
     sys::gnt_keep_roots() != 0
 }
 
+/// Whether vmcs02 is composed from what changed alone (`nested_dirty_tracking=1`).
+pub fn nested_dirty_tracking() -> bool {
+    sys::gnt_nested_dirty_tracking() != 0
+}
+
 /// Whether the lazy TSC deadline is offered to guests. Fixed at load.
 pub fn lazy_tscdeadline() -> bool {
     sys::gnt_lazy_tscdeadline() != 0

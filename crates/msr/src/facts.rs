@@ -35,6 +35,8 @@ pub struct GuestFacts {
     pub virt_ssbd: bool,
     /// SSE3, without which MISC_ENABLE's MONITOR bit must not change.
     pub sse3: bool,
+    /// VMX exists.
+    pub vmx: bool,
 }
 
 impl GuestFacts {
@@ -64,6 +66,7 @@ impl GuestFacts {
             osvw: guest(feature::OSVW),
             virt_ssbd: guest(feature::VIRT_SSBD),
             sse3: guest(feature::SSE3),
+            vmx: guest(feature::VMX),
         }
     }
 }

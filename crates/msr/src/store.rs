@@ -364,10 +364,13 @@ impl MsrStore {
         let locked = self.slots.FEATURE_CONTROL & feature_control::LOCK != 0;
         let known = match access.vmm {
             true => feature_control::KNOWN,
-            false if self.machine_checks.has_local() => {
-                feature_control::LOCK | feature_control::LMCE
+            false => {
+                let lmce = self.machine_checks.has_local();
+                let vmx = access.facts.vmx;
+                feature_control::LOCK
+                    | if lmce { feature_control::LMCE } else { 0 }
+                    | if vmx { feature_control::VMX_OUTSIDE_SMX } else { 0 }
             }
-            false => feature_control::LOCK,
         };
         require((access.vmm || !locked) && value & !known == 0)?;
         self.slots.FEATURE_CONTROL = value;
@@ -471,6 +474,11 @@ impl MsrStore {
     /// others.
     pub const fn supported_mcg_cap(intel: bool) -> u64 {
         MachineChecks::supported(intel)
+    }
+
+    /// FEATURE_CONTROL.
+    pub fn feature_control(&self) -> u64 {
+        self.slots.FEATURE_CONTROL
     }
 
     /// Whether MCG_CAP tells of interrupts for corrected machine checks.

@@ -30,6 +30,7 @@ const FACTS: GuestFacts = GuestFacts {
     osvw: true,
     virt_ssbd: true,
     sse3: true,
+    vmx: false,
 };
 
 const GUEST: bool = false;

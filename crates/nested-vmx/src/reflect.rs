@@ -132,6 +132,9 @@ fn is_l0s(reason: ExitReason) -> bool {
     }
 }
 
+/// #MC.
+const MACHINE_CHECK: u32 = 18;
+
 fn exception(v: &Vmcs12, exit: &impl Exit, wants: &Wants) -> Claim {
     let information = exit.get(field::EXIT_INTERRUPTION);
     // The host's NMI. One for L1 comes by the gate of events.
@@ -145,7 +148,8 @@ fn exception(v: &Vmcs12, exit: &impl Exit, wants: &Wants) -> Claim {
         }
         return Claim::by_l1(page_fault_exits(v, exit.get(field::EXIT_ERROR_CODE)));
     }
-    if wants.debug & 1 << vector != 0 {
+    // A machine check is the host's.
+    if vector == MACHINE_CHECK || wants.debug & 1 << vector != 0 {
         return Claim::L0;
     }
     Claim::by_l1(v.get(field::EXCEPTION_BITMAP) & 1 << vector != 0)

@@ -46,11 +46,11 @@ const EOI_EXITS: [Slot<u64, ReadWrite>; 4] =
 impl<C: Cpu> Vmx<C> {
     fn pass_apic_msrs(&self, on: bool) {
         for msr in READABLE.into_iter().flat_map(|(first, last)| first..=last) {
-            self.vmcs.msr_map.intercept(msr, !on, true);
+            self.msr_map().intercept(msr, !on, true);
         }
         for msr in WRITABLE {
-            let (read, _) = self.vmcs.msr_map.intercepted(msr);
-            self.vmcs.msr_map.intercept(msr, read, !on);
+            let (read, _) = self.msr_map().intercepted(msr);
+            self.msr_map().intercept(msr, read, !on);
         }
     }
 
@@ -79,14 +79,15 @@ impl<C: Cpu> Vmx<C> {
 
     /// Whether RDMSR and WRMSR of `msr` exit.
     pub fn msr_exits(&self, msr: u32) -> (bool, bool) {
-        self.vmcs.msr_map.intercepted(msr)
+        self.msr_map().intercepted(msr)
     }
 }
 
 impl<C: Cpu> ServedApic for Vmx<C> {
     #[inline]
     fn can_serve(&self) -> bool {
-        self.features.apicv
+        // L2's VMCS knows nothing of L1's interrupts.
+        self.features.apicv && !self.is_hypervisor()
     }
 
     #[inline]

@@ -34,6 +34,8 @@ impl<C: Cpu> Vmx<C> {
         self.set(fields::EXIT_CONTROLS, features.exit.base.bits());
         self.set(fields::ENTRY_CONTROLS, features.entry.base.bits());
         self.set(fields::EXCEPTION_BITMAP, Exceptions::ALWAYS.bits());
+        self.set(fields::PAGE_FAULT_MASK, 0);
+        self.set(fields::PAGE_FAULT_MATCH, 0);
         self.set(fields::TPR_THRESHOLD, 0);
         self.set(fields::ENTRY_INTERRUPTION, 0);
         self.set(fields::TSC_OFFSET, 0);
@@ -75,14 +77,16 @@ impl<C: Cpu> Vmx<C> {
     /// Sets or clears primary processor-based controls.
     pub(crate) fn change_proc(&self, bits: ProcControls, on: bool) {
         let old = self.get(fields::PROC_CONTROLS);
-        let new = if on { old | bits.bits() } else { old & !bits.bits() };
+        let kept = self.of_l1.primary & bits.bits();
+        let new = if on { old | bits.bits() } else { old & !bits.bits() | kept };
         self.set(fields::PROC_CONTROLS, new);
     }
 
     /// Sets or clears secondary processor-based controls.
     pub(crate) fn change_proc2(&self, bits: ProcControls2, on: bool) {
         let old = self.get(fields::PROC_CONTROLS2);
-        let new = if on { old | bits.bits() } else { old & !bits.bits() };
+        let kept = self.of_l1.secondary & bits.bits();
+        let new = if on { old | bits.bits() } else { old & !bits.bits() | kept };
         self.set(fields::PROC_CONTROLS2, new);
     }
 
@@ -110,11 +114,17 @@ impl<C: Cpu> Vmx<C> {
         self.owned.cr4
     }
 
+    /// Makes anew what the level that runs owns: what L0 leaves it, and in L2 L1 too.
+    pub(crate) fn own(&mut self) {
+        let Owned { cr0, cr4 } = Owned::of(self.paging, &self.cold.limits);
+        self.owned = Owned { cr0: cr0 - self.of_l1.cr0, cr4: cr4 - self.of_l1.cr4 };
+    }
+
     /// Who owns which bits of CR0 and CR4 has changed, by `change`.
     pub(crate) fn change_ownership(&mut self, change: impl FnOnce(&mut Self)) {
         let (cr0, cr4) = (self.cr0(), self.cr4());
         change(self);
-        self.owned = Owned::of(self.paging, &self.cold.limits);
+        self.own();
         self.set(fields::CR0_MASK, !self.owned_cr0().bits());
         self.set(fields::CR4_MASK, !self.owned_cr4().bits());
         self.set_cr0(cr0);
@@ -124,7 +134,7 @@ impl<C: Cpu> Vmx<C> {
     pub(crate) fn update_passthrough(&mut self) {
         let GuestLimits { tsc_aux, invpcid, xsave, .. } = self.cold.limits;
         let features = *self.features;
-        self.vmcs.msr_map.intercept(msr::TSC_AUX, !(tsc_aux && features.rdtscp), true);
+        self.msr_map().intercept(msr::TSC_AUX, !(tsc_aux && features.rdtscp), true);
         self.pass_speculation();
         if features.rdtscp {
             self.change_proc2(ProcControls2::RDTSCP, tsc_aux);
@@ -143,6 +153,7 @@ impl<C: Cpu> Permissions for Vmx<C> {
         self.change_ownership(|this| this.cold.limits = limits);
         self.update_passthrough();
         self.sync_extended();
+        self.follow_nesting();
     }
 
     fn set_msr_filter(&mut self, denied: impl Fn(u32) -> (bool, bool)) {
@@ -151,9 +162,10 @@ impl<C: Cpu> Permissions for Vmx<C> {
         self.update_passthrough();
         let residency = self.cold.fewer.cstate.then_some(CORE_RESIDENCY).into_iter().flatten();
         for msr in LIVE.into_iter().chain([TSC, msr::TSC_AUX]).chain(residency) {
-            let ((read, write), filter) = (self.vmcs.msr_map.intercepted(msr), denied(msr));
-            self.vmcs.msr_map.intercept(msr, read | filter.0, write | filter.1);
+            let ((read, write), filter) = (self.msr_map().intercepted(msr), denied(msr));
+            self.msr_map().intercept(msr, read | filter.0, write | filter.1);
         }
+        self.close_msrs_of_l2();
     }
 
     fn give_up_exits(&mut self, exits: FewerExits) {
@@ -170,6 +182,7 @@ impl<C: Cpu> Permissions for Vmx<C> {
     fn set_guest_debug(&mut self, breakpoints: bool, _debug: bool) {
         let bit = Exceptions::BP.bits();
         let old = self.get(fields::EXCEPTION_BITMAP) & !bit;
-        self.set(fields::EXCEPTION_BITMAP, old | if breakpoints { bit } else { 0 });
+        let kept = self.of_l1.exceptions & bit;
+        self.set(fields::EXCEPTION_BITMAP, old | kept | if breakpoints { bit } else { 0 });
     }
 }

@@ -31,11 +31,14 @@ use crate::{
 
 impl<C: Cpu> WorldSwitch for Vmx<C> {
     fn may_run_on(&self, here: usize) -> bool {
-        self.vmcs.may_run_on(here)
+        self.vmcs.may_run_on(here) && self.nested.as_ref().is_none_or(|n| n.other.may_run_on(here))
     }
 
     fn release_elsewhere(&mut self) {
         self.vmcs.clear_elsewhere();
+        if let Some(n) = &self.nested {
+            n.other.clear_elsewhere();
+        }
     }
 
     fn begin_run(&mut self) {

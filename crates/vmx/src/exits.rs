@@ -35,6 +35,10 @@ const WITHOUT_RSP: u64 = bit(ExitReason::ExternalInterrupt)
     | bit(ExitReason::Invd)
     | bit(ExitReason::Rdpmc)
     | bit(ExitReason::Vmcall)
+    | bit(ExitReason::Vmread)
+    | bit(ExitReason::Vmwrite)
+    | bit(ExitReason::Vmresume)
+    | bit(ExitReason::Vmlaunch)
     | bit(ExitReason::Io)
     | bit(ExitReason::Rdmsr)
     | bit(ExitReason::Wrmsr)
@@ -100,8 +104,7 @@ impl<C: Cpu> Vmx<C> {
             ExitReason::PmlFull => Exit::PageLogFull,
             ExitReason::EptMisconfiguration => self.ept_misconfiguration(),
             ExitReason::Mwait | ExitReason::Monitor => Exit::Mwait,
-            ExitReason::Getsec
-            | ExitReason::Vmclear
+            ExitReason::Vmclear
             | ExitReason::Vmlaunch
             | ExitReason::Vmptrld
             | ExitReason::Vmptrst
@@ -111,7 +114,8 @@ impl<C: Cpu> Vmx<C> {
             | ExitReason::Vmxoff
             | ExitReason::Vmxon
             | ExitReason::Invept
-            | ExitReason::Invvpid
+            | ExitReason::Invvpid => Exit::Virtualization,
+            ExitReason::Getsec
             | ExitReason::Invpcid
             | ExitReason::Rdtscp
             | ExitReason::Vmfunc

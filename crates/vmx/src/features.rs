@@ -8,6 +8,7 @@
 use core::fmt;
 
 use bitflags::Flags;
+use nested_vmx::capabilities::Host;
 use x86::vmcs::capability::{self as cap, Allowed, EptVpidCap, VmxBasic, VmxMisc};
 use x86::vmcs::{EntryControls, ExitControls, PinControls, ProcControls, ProcControls2, eptp};
 use x86::{Cr0, Cr4};
@@ -112,6 +113,10 @@ pub struct Features {
     pub xsaves: bool,
     /// Protection keys are enabled by the kernel.
     pub pku: bool,
+    /// Guests may be hypervisors.
+    pub nested: bool,
+    /// What this CPU's capability MSRs say, for guests that are.
+    pub nested_host: Host,
 }
 
 /// Why VMX cannot be used on this CPU.
@@ -259,7 +264,7 @@ struct Raw {
 }
 
 impl Raw {
-    fn read(mut rdmsr: impl FnMut(u32) -> u64) -> Self {
+    fn read(rdmsr: &mut impl FnMut(u32) -> u64) -> Self {
         let basic = VmxBasic(rdmsr(cap::VMX_BASIC));
         // The true MSRs tell which of the bits that older CPUs fix to 1 need not be.
         let exact = basic.has_true_controls();
@@ -293,11 +298,30 @@ impl Raw {
     }
 }
 
+impl Raw {
+    /// The capability MSRs as a guest's are made from them.
+    fn nested_host(&self, rdmsr: &mut impl FnMut(u32) -> u64) -> Host {
+        let word = |must: u32, may: u32| u64::from(may) << 32 | u64::from(must);
+        Host {
+            basic: self.basic.0,
+            pin: word(self.pin.base.bits(), self.pin.may.bits()),
+            primary: word(self.primary.base.bits(), self.primary.may.bits()),
+            secondary: word(self.secondary.base.bits(), self.secondary.may.bits()),
+            exit: word(self.exit.base.bits(), self.exit.may.bits()),
+            entry: word(self.entry.base.bits(), self.entry.may.bits()),
+            misc: self.misc.0,
+            cr0_fixed1: rdmsr(cap::VMX_CR0_FIXED1),
+            cr4_fixed1: self.cr4_allowed,
+            ept_vpid: self.ept.0,
+        }
+    }
+}
+
 impl Features {
     /// Reads them; `host_cr4` is the host's, for what its kernel has enabled. `ept`: guests have extended
     /// page tables, else shadow tables.
     pub fn read(
-        rdmsr: impl FnMut(u32) -> u64,
+        mut rdmsr: impl FnMut(u32) -> u64,
         mut cpuid: impl FnMut(u32, u32) -> [u32; 4],
         host_cr4: Cr4,
         ept: bool,
@@ -306,7 +330,7 @@ impl Features {
         if cpuid(1, 0)[2] & (1 << 5) == 0 {
             return Err(Unusable::Absent);
         }
-        let raw = Raw::read(rdmsr);
+        let raw = Raw::read(&mut rdmsr);
         let mut needed = NEEDED_OF_EPT.iter().filter(|_| ept).chain(&NEEDED);
         if let Some((_, what)) = needed.find(|(there, _)| !there(&raw)) {
             return Err(Unusable::Missing(what));
@@ -383,6 +407,8 @@ impl Features {
             xsave: host_cr4.contains(Cr4::OSXSAVE),
             xsaves: xsaves && raw.secondary.offers(ProcControls2::XSAVES),
             pku: host_cr4.contains(Cr4::PKE),
+            nested: false,
+            nested_host: raw.nested_host(&mut rdmsr),
         })
     }
 

@@ -68,7 +68,7 @@ slots! { Changing from 0 {
         GUEST_PDPTE0, GUEST_PDPTE1, GUEST_PDPTE2, GUEST_PDPTE3;
     ReadOnly u32:
         EXIT_REASON, EXIT_INTERRUPTION, EXIT_ERROR_CODE, IDT_VECTORING, IDT_VECTORING_ERROR,
-        INSTRUCTION_LENGTH;
+        INSTRUCTION_LENGTH, INSTRUCTION_INFO;
     ReadOnly Natural:
         EXIT_QUALIFICATION;
     ReadOnly u64:
@@ -79,7 +79,7 @@ slots! { Constant from 64 {
     ReadWrite u32:
         PIN_CONTROLS, PROC_CONTROLS, PROC_CONTROLS2, EXIT_CONTROLS, ENTRY_CONTROLS,
         EXCEPTION_BITMAP, TPR_THRESHOLD, ENTRY_INTERRUPTION, ENTRY_ERROR_CODE,
-        ENTRY_INSTRUCTION_LENGTH, HOST_SYSENTER_CS;
+        ENTRY_INSTRUCTION_LENGTH, HOST_SYSENTER_CS, PAGE_FAULT_MASK, PAGE_FAULT_MATCH;
     ReadWrite u64:
         TSC_OFFSET, TSC_MULTIPLIER, EPT_POINTER, GUEST_DEBUGCTL, GUEST_PAT, GUEST_EFER, HOST_PAT,
         HOST_EFER, GUEST_PERF_GLOBAL_CTRL, EOI_EXIT_0, EOI_EXIT_1, EOI_EXIT_2, EOI_EXIT_3;
@@ -92,6 +92,40 @@ slots! { Constant from 64 {
 } }
 
 const _: () = assert!(Changing::ENCODINGS.len() <= GROUP && Constant::ENCODINGS.len() <= GROUP);
+
+/// Values of [`key`].
+const KEYS: usize = 512;
+/// The field has no place.
+const NOWHERE: u8 = u8::MAX;
+
+/// Width, area and the lowest five bits of the index of a field: no two of ours have the same.
+const fn key(encoding: u32) -> usize {
+    ((encoding >> 13 & 3) << 7 | (encoding >> 10 & 3) << 5 | encoding >> 1 & 31) as usize
+}
+
+/// The place of every field, by its encoding.
+static BY_FIELD: [u8; KEYS] = {
+    let mut places = [NOWHERE; KEYS];
+    let mut at = 0;
+    while at < Changing::ENCODINGS.len() {
+        places[key(Changing::ENCODINGS[at])] = at as u8;
+        at += 1;
+    }
+    at = 0;
+    while at < Constant::ENCODINGS.len() {
+        assert!(places[key(Constant::ENCODINGS[at])] == NOWHERE);
+        places[key(Constant::ENCODINGS[at])] = (at + GROUP) as u8;
+        at += 1;
+    }
+    places
+};
+
+/// The slot of a field, if it is one of the cache's.
+#[inline(always)]
+pub(crate) fn slot<W, A>(field: Field<W, A>) -> Option<Slot<W, A>> {
+    let at = BY_FIELD[key(field.encoding()) & (KEYS - 1)];
+    (at != NOWHERE).then_some(Slot { at, field })
+}
 
 /// The encoding of the field at a place.
 fn encoding(at: usize) -> u32 {

@@ -20,6 +20,9 @@ impl<C: Cpu> Vmx<C> {
     #[inline(never)]
     pub(crate) fn arrive(&mut self, at: usize, here: &'static PerCpu) {
         self.vmcs.arrive(at, here);
+        if let Some(n) = &mut self.nested {
+            n.other.drop_vpid();
+        }
         // What this vCPU left behind here may be older than a flush since.
         self.attention |= attention::FLUSH | attention::FLUSH_TDP;
         let host = here.constants();

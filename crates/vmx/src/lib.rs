@@ -24,6 +24,7 @@ pub mod inject;
 mod live;
 pub mod mitigations;
 mod msrs;
+mod nested;
 mod owned;
 pub mod page_log;
 mod paging;

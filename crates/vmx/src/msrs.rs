@@ -25,12 +25,12 @@ pub(crate) const CORE_RESIDENCY: [u32; 4] = [0x660, 0x3fc, 0x3fd, 0x3fe];
 impl<C: Cpu> Vmx<C> {
     pub(crate) fn pass_live_msrs(&self) {
         for msr in LIVE {
-            self.vmcs.msr_map.intercept(msr, false, false);
+            self.msr_map().intercept(msr, false, false);
         }
-        self.vmcs.msr_map.intercept(TSC, false, true);
+        self.msr_map().intercept(TSC, false, true);
         if self.cold.fewer.cstate {
             for msr in CORE_RESIDENCY {
-                self.vmcs.msr_map.intercept(msr, false, true);
+                self.msr_map().intercept(msr, false, true);
             }
         }
     }
@@ -54,7 +54,7 @@ impl<C: Cpu> Msrs for Vmx<C> {
             msr::TSC_AUX => self.tsc_aux,
             msr::XSS => self.cold.extended.xss(),
             msr::SPEC_CTRL => self.spec_ctrl(),
-            _ => return Err(NotMine),
+            _ => return self.nested_msr_value(index).ok_or(NotMine),
         })
     }
 
@@ -98,7 +98,7 @@ impl<C: Cpu> Msrs for Vmx<C> {
             msr::SYSENTER_CS => self.set(fields::GUEST_SYSENTER_CS, value as u32),
             msr::SYSENTER_ESP => self.set(fields::GUEST_SYSENTER_ESP, value),
             msr::SYSENTER_EIP => self.set(fields::GUEST_SYSENTER_EIP, value),
-            _ => return Err(NotMine),
+            _ => return self.set_nested_msr_value(index, value).map_err(|_| NotMine),
         }
         Ok(())
     }

@@ -44,6 +44,12 @@ impl Watched {
     }
 
     /// The guest's TSC ticks at this multiple of the host's rate (32.32 fixed point).
+    /// Whether there is a deadline.
+    #[inline]
+    pub(crate) fn is_watched(&self) -> bool {
+        self.last != NEVER
+    }
+
     pub(crate) fn set_ratio(&mut self, ratio: u64) {
         self.scale = u64::MAX / ratio.max(1);
     }

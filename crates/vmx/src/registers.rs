@@ -183,10 +183,11 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
     /// Whether the guest has caching disabled is for it alone to see: an entry does not load CD and
     /// NW.
     fn set_cr0(&mut self, value: Cr0) {
-        self.cr0 = value;
+        // What is L1's own in L2 stays what L1 made it, whatever L2 sees.
+        self.cr0 = (value - self.of_l1.cr0) | self.cr0 & self.of_l1.cr0;
         let fixed = self.features.cr0_fixed - CR0_PG_PE;
         self.set(fields::CR0_SHADOW, value.bits());
-        self.set(fields::GUEST_CR0, (self.real_cr0(value) | fixed | Cr0::ET).bits());
+        self.set(fields::GUEST_CR0, (self.real_cr0(self.cr0) | fixed | Cr0::ET).bits());
         if self.paging.shadow {
             self.paging_mode_changed();
         }
@@ -208,8 +209,9 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
     /// that it is about exit while the guest has it set: all but SMSW, which no control makes exit.
     #[inline(always)]
     fn set_cr4(&mut self, value: Cr4) {
-        let changed = core::mem::replace(&mut self.cr4, value) ^ value;
-        let real = self.real_cr4(value);
+        let whole = (value - self.of_l1.cr4) | self.cr4 & self.of_l1.cr4;
+        let changed = core::mem::replace(&mut self.cr4, whole) ^ whole;
+        let real = self.real_cr4(whole);
         if self.features.umip_by_exits && changed.contains(Cr4::UMIP) {
             self.watch_tables(value.contains(Cr4::UMIP));
         }

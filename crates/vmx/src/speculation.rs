@@ -44,15 +44,15 @@ impl<C: Cpu> Vmx<C> {
     /// changed.
     pub(crate) fn pass_speculation(&mut self) {
         let limits = self.cold.limits;
-        self.vmcs.msr_map.intercept(msr::PRED_CMD, true, !limits.pred_cmd);
-        self.vmcs.msr_map.intercept(msr::FLUSH_CMD, true, !limits.flush_cmd);
+        self.msr_map().intercept(msr::PRED_CMD, true, !limits.pred_cmd);
+        self.msr_map().intercept(msr::FLUSH_CMD, true, !limits.flush_cmd);
         let own = limits.spec_ctrl && self.features.spec_ctrl && self.cold.spec_ctrl_used;
-        self.vmcs.msr_map.intercept(msr::SPEC_CTRL, !own, !own);
+        self.msr_map().intercept(msr::SPEC_CTRL, !own, !own);
         for (msr, (read, write)) in SPECULATION.into_iter().zip(self.cold.speculation_denied) {
-            let exits = self.vmcs.msr_map.intercepted(msr);
-            self.vmcs.msr_map.intercept(msr, exits.0 | read, exits.1 | write);
+            let exits = self.msr_map().intercepted(msr);
+            self.msr_map().intercept(msr, exits.0 | read, exits.1 | write);
         }
-        let (_, write_exits) = self.vmcs.msr_map.intercepted(msr::SPEC_CTRL);
+        let (_, write_exits) = self.msr_map().intercepted(msr::SPEC_CTRL);
         self.switch.flags &= !VmxSwitch::READ_SPEC_CTRL;
         if !write_exits {
             self.switch.flags |= VmxSwitch::READ_SPEC_CTRL;
@@ -76,6 +76,7 @@ mod tests {
         tsc_aux: false,
         xsave: false,
         invpcid: false,
+        vmx: false,
         efer_allowed: 0,
         maxphyaddr: 0,
         svm_features: 0,
@@ -92,7 +93,7 @@ mod tests {
     }
 
     fn exits(vmx: &Vmx<Model>) -> [(bool, bool); 3] {
-        SPECULATION.map(|msr| vmx.vmcs.msr_map.intercepted(msr))
+        SPECULATION.map(|msr| vmx.msr_map().intercepted(msr))
     }
 
     fn is_read(vmx: &Vmx<Model>) -> bool {

@@ -4,8 +4,7 @@ use core::cell::Cell;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use backend::{
-    Absent, Backend, FewerExits, GuestLimits, Injection, Nesting, Paging, Reset, TSC_RATIO_ONE,
-    reset_registers,
+    Backend, FewerExits, GuestLimits, Injection, Paging, Reset, TSC_RATIO_ONE, reset_registers,
 };
 use cpu::{Cpu, VmxSwitch};
 use guest_live::{DebugRegs, Exchanged, Extended, Has, LiveDr6, SyscallMsrs};
@@ -23,6 +22,7 @@ use crate::{
     features::Features,
     fields::{self, Slot},
     host_registers::HostThread,
+    nested::kept::{Nested, OfL1},
     owned::Owned,
     page_log::PageLog,
     permission::SPECULATION,
@@ -158,6 +158,10 @@ pub struct Vmx<C: Cpu> {
     pub(crate) tsc_ratio: u64,
     pub(crate) host: KBox<HostThread>,
     pub(crate) cold: KBox<Cold>,
+    /// What L1 asks of L2 while that runs.
+    pub(crate) of_l1: OfL1,
+    /// The guest may be a hypervisor.
+    pub(crate) nested: Option<KBox<Nested>>,
 }
 
 static IDS: AtomicU64 = AtomicU64::new(1);
@@ -196,6 +200,8 @@ impl<C: Cpu> Vmx<C> {
             tsc_ratio: TSC_RATIO_ONE,
             host: KBox::new(HostThread::default())?,
             cold: Cold::new(&features)?,
+            of_l1: OfL1::default(),
+            nested: None,
         };
         this.init_control();
         Ok(this)
@@ -224,21 +230,6 @@ impl<C: Cpu> Vmx<C> {
         self.vmcs.write_constants(&self.cpu);
         vmcs::write(&self.cpu, field::VIRTUAL_APIC_ADDR, self.apic_page.hpa().0);
         self.write_optional_constants();
-    }
-}
-
-/// Its instructions are undefined.
-impl<C: Cpu> Nesting for Vmx<C> {
-    type Nested = Absent;
-
-    #[inline(always)]
-    fn nested(&self) -> Option<&Absent> {
-        None
-    }
-
-    #[inline(always)]
-    fn nested_mut(&mut self) -> Option<&mut Absent> {
-        None
     }
 }
 
@@ -273,6 +264,9 @@ impl<C: Cpu> Drop for Vmx<C> {
     fn drop(&mut self) {
         // The page must not be written after it is freed.
         self.vmcs.clear_elsewhere();
+        if let Some(n) = &self.nested {
+            n.other.clear_elsewhere();
+        }
         report_failures();
     }
 }

@@ -39,6 +39,8 @@ pub(crate) struct Vmcs {
     loaded: Cell<bool>,
     /// It was launched since it was cleared last.
     pub(crate) launched: Cell<bool>,
+    /// HOST_RSP as this VMCS has it, while another is the vCPU's.
+    pub(crate) host_rsp: Cell<u64>,
     /// The fields that never change are in it.
     initialised: Cell<bool>,
     /// There was no room to note it as active on its CPU.
@@ -84,6 +86,7 @@ impl Vmcs {
             fields: empty_fields()?,
             loaded: Cell::new(false),
             launched: Cell::new(false),
+            host_rsp: Cell::new(0),
             initialised: Cell::new(false),
             unnoted: Cell::new(false),
             active_on: Cell::new(None),
@@ -199,6 +202,18 @@ impl Vmcs {
         self.vpid_generation = 0;
     }
 
+    /// The CPU on which it ran last.
+    #[inline]
+    pub(crate) fn last_cpu(&self) -> usize {
+        self.last_cpu
+    }
+
+    /// What lies under its VPID is given up: it gets another before it runs again.
+    #[inline]
+    pub(crate) fn drop_vpid(&mut self) {
+        self.vpid_generation = 0;
+    }
+
     /// Whether the VMCS has a VPID of CPU `here` that is valid.
     #[inline]
     pub(crate) fn has_vpid_of(&self, here: &PerCpu) -> bool {
@@ -234,7 +249,7 @@ impl Vmcs {
     /// Reads a field outside the loop, where the task may be anywhere by now.
     #[cold]
     #[inline(never)]
-    fn read_outside<C: Cpu>(&self, cpu: &C, encoding: u32) -> u64 {
+    pub(crate) fn read_outside<C: Cpu>(&self, cpu: &C, encoding: u32) -> u64 {
         if !self.initialised.get() {
             return 0;
         }
@@ -305,8 +320,6 @@ impl Vmcs {
     pub(crate) fn write_constants<C: Cpu>(&self, cpu: &C) {
         write(cpu, field::VMCS_LINK, u64::MAX);
         write(cpu, field::MSR_BITMAP, self.msr_map.hpa().0);
-        write(cpu, field::PAGE_FAULT_MASK, 0);
-        write(cpu, field::PAGE_FAULT_MATCH, 0);
         write(cpu, field::CR3_TARGET_COUNT, 0);
         write(cpu, field::EXIT_MSR_STORE_COUNT, 0);
         write(cpu, field::EXIT_MSR_LOAD_COUNT, 0);

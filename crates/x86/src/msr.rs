@@ -314,6 +314,8 @@ pub mod cpuid_faulting {
 pub mod feature_control {
     /// No further write is accepted.
     pub const LOCK: u64 = 1 << 0;
+    /// VMX outside SMX.
+    pub const VMX_OUTSIDE_SMX: u64 = 1 << 2;
     /// Local machine checks on.
     pub const LMCE: u64 = 1 << 20;
     /// What a VMM may restore: the above, VMX inside and outside SMX, SGX and its launch control.

@@ -126,6 +126,8 @@ fn find_vmx() -> Result<vmx::Features, Refused> {
         return Err(refuse("npt=0 is for AMD CPUs: on this one shadow paging is ept=0", false));
     }
     let mut features = features.map_err(vmx_refused)?;
+    // What L2's tables would be shadowed by is not there without TDP.
+    features.nested = params::nested(features.ept);
     features.apicv = params::enable_apicv(features.apicv);
     if !params::preemption_timer() {
         features = features.without_preemption_timer();
@@ -191,7 +193,7 @@ impl Found {
                         unless(features.xsaves, feature::XSAVES),
                     ],
                     by_exits: features.umip_by_exits.then_some(feature::UMIP),
-                    nested: params::nested(false),
+                    nested: features.nested,
                 }
             }
         }

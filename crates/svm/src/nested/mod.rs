@@ -177,6 +177,14 @@ impl<C: Cpu> Nested for Svm<C> {
         self.level
     }
 
+    /// Operands are physical addresses.
+    fn has_memory_operand(&self) -> bool {
+        false
+    }
+
+    /// SVM has VM_CR instead, which L1 cannot write.
+    fn set_feature_control(&mut self, _value: u64) {}
+
     fn execute(&mut self, gprs: &mut Gprs, next_rip: u64, l1: &impl L1Memory) -> Executed {
         self.execute_instruction(gprs, next_rip, l1)
     }

@@ -6,6 +6,7 @@
 use backend::{Backend, Event, Executed, Gate, Nested, Waiting};
 use mmu::Section;
 use stats::VcpuCount;
+use x86::Vector;
 
 use super::memory::{Mapped, Whole};
 use crate::{Vcpu, run::events::Outer};
@@ -21,6 +22,14 @@ enum Ended {
     AfterEntry,
     /// It is to end, once L1's memory can be had.
     Outside,
+}
+
+/// An interrupt that ends L2's run, taken from where it waits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Acknowledged {
+    vector: Option<Vector>,
+    /// It was the local APIC's, where it is in service from then on.
+    of_apic: bool,
 }
 
 impl<B: Backend> Vcpu<B> {
@@ -138,7 +147,48 @@ impl<B: Backend> Vcpu<B> {
         self.interrupt_waits()
     }
 
-    fn end_l2(&mut self, waiting: Waiting, s: Option<Section<'_>>) -> Ended {
+    /// The vector with which an interrupt ends L2's run, where L1 wants it acknowledged. An error: outside alone.
+    fn vector_for_l1(&mut self, s: Option<Section<'_>>) -> Result<Acknowledged, ()> {
+        let asks = |n: &B::Nested| n.acknowledges(&Waiting::Interrupt(None));
+        if !self.b.nested().is_some_and(asks) {
+            return Ok(Acknowledged::default());
+        }
+        if !self.shared.in_kernel_apic {
+            return Ok(Acknowledged { vector: self.events.external, of_apic: false });
+        }
+        self.gather_interrupts();
+        if self.pic_pending() {
+            // The PIC gives its vector once, and the kernel has to be called for it.
+            if s.is_some() {
+                return Err(());
+            }
+            return Ok(Acknowledged { vector: self.take_from_pic(), of_apic: false });
+        }
+        let vector = self.shared.lapic.highest_pending();
+        if let Some(vector) = vector {
+            self.shared.lapic.clear_irr(vector);
+        }
+        Ok(Acknowledged { vector, of_apic: true })
+    }
+
+    /// L2's run has ended for an interrupt, or it has not.
+    fn acknowledge(&mut self, taken: Acknowledged, ended: bool) {
+        let Some(vector) = taken.vector else { return };
+        match (taken.of_apic, ended) {
+            (true, true) => self.shared.lapic.set_isr(vector),
+            (true, false) => self.shared.lapic.set_irr(vector),
+            (false, true) => self.events.external = None,
+            (false, false) => {}
+        }
+    }
+
+    fn end_l2(&mut self, mut waiting: Waiting, s: Option<Section<'_>>) -> Ended {
+        let mut taken = Acknowledged::default();
+        if waiting == Waiting::Interrupt(None) {
+            let Ok(found) = self.vector_for_l1(s) else { return Ended::Outside };
+            taken = found;
+            waiting = Waiting::Interrupt(taken.vector);
+        }
         let prepared = self.b.cancel_injection();
         let undelivered = prepared.or(self.events.again);
         let Some(nested) = self.b.nested_mut() else { return Ended::No };
@@ -148,15 +198,20 @@ impl<B: Backend> Vcpu<B> {
                 let l1 = Mapped::new(memory, memory.view(s));
                 nested.exit_to_l1(gprs, &waiting, undelivered, &l1)
             }
-            None => nested.exit_to_l1(gprs, &waiting, undelivered, &Whole(memory)),
+            None => nested.exit_to_l1(gprs, &waiting, undelivered, &Whole::new(memory, None)),
         };
         if done == Executed::Outside {
+            self.acknowledge(taken, false);
             if let Some(event) = prepared {
                 self.b.inject(event);
             }
             return Ended::Outside;
         }
         self.events.again = None;
+        self.acknowledge(taken, true);
+        if waiting == Waiting::Nmi && self.b.nested().is_some_and(|n| n.acknowledges(&waiting)) {
+            let _ = self.shared.take_nmi();
+        }
         if matches!(waiting, Waiting::Exception(_)) {
             self.events.exception = None;
         }

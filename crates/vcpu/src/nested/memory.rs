@@ -2,10 +2,10 @@
 
 use core::cell::Cell;
 
-use backend::{L1Memory, Outside};
-use mmu::{View, table::GuestPage, tdp::page_of};
+use backend::{L1Memory, Outside, Reach};
+use mmu::{PagingContext, View, WalkError, table::GuestPage, tdp::page_of, translate, walk};
 use vm::memory::VmMemory;
-use x86::{Gfn, Gpa};
+use x86::{Exception, Gfn, Gpa};
 
 /// What of L1's memory the TDP tables map now: inside the loop.
 pub(super) struct Mapped<'a> {
@@ -52,21 +52,48 @@ impl L1Memory for Mapped<'_> {
         if written { Ok(()) } else { Err(Outside) }
     }
 
+    /// No table of the guest's is walked here.
+    fn translate(&self, _: u64, _: bool) -> Result<Gpa, Reach> {
+        Err(Reach::Outside)
+    }
+
     fn is_final(&self) -> bool {
         false
     }
 }
 
 /// All of L1's memory, by way of the VMM's mapping: outside the loop. May sleep.
-pub(super) struct Whole<'a>(pub &'a VmMemory);
+pub(super) struct Whole<'a> {
+    memory: &'a VmMemory,
+    /// How L1 addresses memory, for an operand there.
+    paging: Option<PagingContext>,
+}
+
+impl<'a> Whole<'a> {
+    /// The memory, with the linear addresses of `paging`.
+    pub(super) fn new(memory: &'a VmMemory, paging: Option<PagingContext>) -> Self {
+        Self { memory, paging }
+    }
+}
 
 impl L1Memory for Whole<'_> {
     fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside> {
-        self.0.read(at, into).map_err(|_| Outside)
+        self.memory.read(at, into).map_err(|_| Outside)
     }
 
     fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside> {
-        self.0.write(at, from).map_err(|_| Outside)
+        self.memory.write(at, from).map_err(|_| Outside)
+    }
+
+    fn translate(&self, linear: u64, write: bool) -> Result<Gpa, Reach> {
+        let Some(paging) = &self.paging else { return Err(Reach::Outside) };
+        let access = if write { walk::Access::WRITE } else { walk::Access::READ };
+        match translate(self.memory, paging, linear, access) {
+            Ok(found) => Ok(found.gpa),
+            Err(WalkError::Fault(exception)) => Err(Reach::Fault(exception)),
+            Err(WalkError::NonCanonical) => Err(Reach::Fault(Exception::gp(0))),
+            Err(WalkError::Memory { .. }) => Err(Reach::Outside),
+        }
     }
 
     fn is_final(&self) -> bool {

@@ -29,8 +29,17 @@ impl<B: Backend> Vcpu<B> {
     /// The same outside, where all of L1's memory can be had.
     pub(crate) fn slow_virtualization(&mut self) -> Outcome {
         let next = self.slow_next_rip()?;
+        let Some(nested) = self.b.nested() else { return Ok(()) };
+        let paging = nested.has_memory_operand().then(|| self.paging());
+        let feature_control = self.msrs.store.feature_control();
+        // From VMXON on the hardware serves L1's local APIC no longer.
+        self.gather_interrupts();
+        if self.b.served_apic().is_some() {
+            self.stop_serving_apic();
+        }
         let Some(nested) = self.b.nested_mut() else { return Ok(()) };
-        let done = nested.execute(&mut self.gprs, next, &Whole(&self.memory));
+        nested.set_feature_control(feature_control);
+        let done = nested.execute(&mut self.gprs, next, &Whole::new(&self.memory, paging));
         let _ = self.executed(done, next);
         Ok(())
     }
@@ -55,7 +64,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     pub(crate) fn reflect_outside(&mut self) -> Outcome {
         let Some(nested) = self.b.nested_mut() else { return Ok(()) };
-        let l1 = Whole(&self.memory);
+        let l1 = Whole::new(&self.memory, None);
         if nested.claims(&self.gprs, &l1) == Ok(Claim::L1) {
             let done = nested.reflect(&mut self.gprs, &l1);
             let _ = self.executed(done, 0);

@@ -417,7 +417,7 @@ impl<B: Backend> Vcpu<B> {
     /// it at this entry.
     pub(crate) fn inject_from_pic(&mut self) {
         if self.interrupts_open()
-            && let Some(vector) = self.events.external.take().or_else(|| self.acknowledge_pic())
+            && let Some(vector) = self.take_from_pic()
         {
             self.b.inject(Event::Interrupt(vector));
             if host::trace::observed().inj_virq() {
@@ -430,6 +430,11 @@ impl<B: Backend> Vcpu<B> {
             || self.shared.lapic.highest_pending().is_some();
         self.b.set_interrupt_window(waiting);
         self.update_cr8_intercept(waiting);
+    }
+
+    /// The vector of the PIC, ours or the VMM's, which has one.
+    pub(crate) fn take_from_pic(&mut self) -> Option<Vector> {
+        self.events.external.take().or_else(|| self.acknowledge_pic())
     }
 
     /// The acknowledge cycle. An end that comes with it (automatic EOI) is told as soon as the interrupt is

@@ -107,6 +107,7 @@ impl<B: Backend> Vcpu<B> {
             tsc_aux: f(feature::RDTSCP) || f(feature::RDPID),
             xsave: f(feature::XSAVE),
             invpcid: f(feature::INVPCID),
+            vmx: f(feature::VMX),
             efer_allowed: c.efer_allowed().bits(),
             maxphyaddr: c.maxphyaddr(),
             svm_features: c.svm_features(),

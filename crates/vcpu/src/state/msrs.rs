@@ -179,7 +179,7 @@ impl<B: Backend> Vcpu<B> {
             Class::Store | Class::Outside => {
                 self.msrs.store.read(index, host, self.facts()).map_err(|_| Refused)
             }
-            Class::Unknown => Err(Refused),
+            Class::Unknown => self.b.msr(index).map_err(|_| Refused),
         }
     }
 
@@ -233,6 +233,7 @@ impl<B: Backend> Vcpu<B> {
             },
             Class::Pv => self.write_pv_msr(index, value, host),
             Class::Store | Class::Outside => self.write_stored_msr(index, value, host),
+            Class::Unknown if host => self.b.set_msr(index, value).map_err(|_| Refused),
             Class::Unknown => Err(Refused),
         }
     }

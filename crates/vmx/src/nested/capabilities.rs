@@ -1,0 +1,86 @@
+//! The capability MSRs that L1 sees, and what of VMX is done for it.
+
+use backend::GuestLimits;
+use cpu::Cpu;
+use nested_vmx::Capabilities;
+use nested_vmx::capabilities::{Host, Offer, Refused};
+use x86::vmcs::capability::FEATURE_CONTROL;
+use x86::vmcs::{EntryControls, ExitControls, PinControls, ProcControls, ProcControls2};
+
+use super::kept::Nested;
+use crate::state::Vmx;
+
+/// What is offered: nothing that needs tables of L1's own for L2 (EPT), pages of L1's that the hardware would use
+/// by itself, or a timer or a counter beside those of L0.
+const OFFER: Offer = Offer {
+    pin: Offer::WHOLE
+        .pin
+        .difference(PinControls::PREEMPTION_TIMER.union(PinControls::POSTED_INTERRUPTS)),
+    primary: Offer::WHOLE.primary.difference(ProcControls::TPR_SHADOW),
+    secondary: ProcControls2::DESCRIPTOR_TABLES
+        .union(ProcControls2::RDTSCP)
+        .union(ProcControls2::VPID)
+        .union(ProcControls2::WBINVD)
+        .union(ProcControls2::RDRAND)
+        .union(ProcControls2::INVPCID)
+        .union(ProcControls2::RDSEED),
+    exit: Offer::WHOLE
+        .exit
+        .difference(ExitControls::LOAD_PERF_GLOBAL_CTRL.union(ExitControls::SAVE_PREEMPTION_TIMER)),
+    entry: Offer::WHOLE.entry.difference(EntryControls::LOAD_PERF_GLOBAL_CTRL),
+    ept_vpid: Offer::WHOLE.ept_vpid,
+};
+
+/// What a vCPU with these limits is shown on this CPU.
+pub(crate) fn whole(host: &Host, limits: &GuestLimits) -> Capabilities {
+    let host = Host { cr4_fixed1: limits.cr4_allowed.bits(), ..*host };
+    Capabilities::compute(&host, &OFFER)
+}
+
+impl<C: Cpu> Vmx<C> {
+    /// The guest's CPUID has changed: whether it may be a hypervisor. Without memory for that it is none.
+    pub(crate) fn follow_nesting(&mut self) {
+        if !self.cold.limits.vmx || !self.features.nested {
+            if !self.of_l1.runs
+                && let Some(n) = self.nested.take()
+            {
+                // Its page must not be written after it is freed.
+                n.other.clear_elsewhere();
+            }
+            return;
+        }
+        let whole = whole(&self.features.nested_host, &self.cold.limits);
+        match &mut self.nested {
+            Some(n) if !n.machine.is_in_operation() => {
+                n.whole = whole;
+                n.machine.capabilities = whole;
+                n.machine.touch_all();
+            }
+            Some(_) => {}
+            none @ None => *none = Nested::new(&self.features, &whole).ok(),
+        }
+    }
+
+    /// A capability MSR, or IA32_FEATURE_CONTROL. `None`: it is none, or the guest may be no hypervisor.
+    pub(crate) fn nested_msr_value(&self, index: u32) -> Option<u64> {
+        let n = self.nested.as_ref()?;
+        match index {
+            FEATURE_CONTROL => Some(n.feature_control),
+            _ => n.machine.capabilities.read(index),
+        }
+    }
+
+    /// Sets a capability MSR, as a VMM does, or IA32_FEATURE_CONTROL.
+    pub(crate) fn set_nested_msr_value(&mut self, index: u32, value: u64) -> Result<(), Refused> {
+        let Some(n) = &mut self.nested else { return Err(Refused::Unknown) };
+        if index == FEATURE_CONTROL {
+            n.feature_control = value;
+            return Ok(());
+        }
+        let running = n.machine.is_in_operation();
+        let whole = n.whole;
+        n.machine.capabilities.restrict(&whole, index, value, running)?;
+        n.machine.touch_all();
+        Ok(())
+    }
+}

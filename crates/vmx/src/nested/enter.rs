@@ -1,0 +1,298 @@
+//! VMLAUNCH and VMRESUME of L1: vmcs02 is composed from what changed, and L2 is what runs.
+
+use backend::{Executed, Gprs, L1Memory, Msrs, RSP, TSC_RATIO_ONE};
+use cpu::Cpu;
+use nested_vmx::leave::host::entry_loads;
+use nested_vmx::machine::{Entered, PendingEntry};
+use nested_vmx::merge::{self, Flush, L0, Pages, time};
+use nested_vmx::{EntryFailure, GuestMemory, Vmcs12};
+use x86::vmcs::{
+    EntryControls, ExitControls, Group, Groups, PinControls, ProcControls, ProcControls2, event,
+    field,
+};
+use x86::{Cr0, Cr4, Efer, Gpa, msr};
+
+use super::{
+    access::{Block, Memory},
+    kept::{Nested, OfL1},
+};
+use crate::{
+    fields,
+    msrs::{LIVE, TSC},
+    permission::SPECULATION,
+    state::{Vmx, attention},
+};
+
+/// What VMX fixes to 1, but not for a guest that may run without paging and protection.
+const CR0_PG_PE: Cr0 = Cr0::PG.union(Cr0::PE);
+/// What an entry does not load.
+const CR0_CD_NW: u64 = Cr0::CD.union(Cr0::NW).bits();
+/// Windows that L0 opens for L1.
+const WINDOWS: ProcControls = ProcControls::INTERRUPT_WINDOW.union(ProcControls::NMI_WINDOW);
+
+/// The composed groups that follow from L0's words.
+fn of_l0() -> Groups {
+    [Group::ControlRegisters, Group::Msrs, Group::Controls, Group::Translation, Group::Time]
+        .iter()
+        .fold(Groups::of(Group::Bitmaps), |all, group| all.union(Groups::of(*group)))
+}
+
+impl<C: Cpu> Vmx<C> {
+    /// L0's part of vmcs02, but for registers that an entry keeps. vmcs01 is the vCPU's.
+    fn l0_part(&self, n: &Nested) -> L0 {
+        L0 {
+            pin: PinControls::from_bits_retain(self.features.pin.base.bits()),
+            primary: ProcControls::from_bits_retain(self.get(fields::PROC_CONTROLS))
+                .difference(WINDOWS),
+            secondary: ProcControls2::from_bits_retain(self.get(fields::PROC_CONTROLS2)),
+            exit: ExitControls::from_bits_retain(self.get(fields::EXIT_CONTROLS)),
+            entry: EntryControls::from_bits_retain(self.get(fields::ENTRY_CONTROLS)),
+            exceptions: self.get(fields::EXCEPTION_BITMAP),
+            page_faults: false,
+            cr0_ones: ((self.features.cr0_fixed - CR0_PG_PE) | Cr0::ET).bits(),
+            cr0_mask: self.get(fields::CR0_MASK),
+            cr4_ones: (self.features.cr4_fixed | Cr4::MCE).bits(),
+            cr4_mask: self.get(fields::CR4_MASK),
+            tsc: self.tsc_of_l1(),
+            preemption_timer: self.features.preemption_timer.map(|_| u32::MAX),
+            ept_pointer: self.get(fields::EPT_POINTER),
+            vpid: n.other.fields.get(fields::VPID).unwrap_or(0),
+            pages: Pages { msr_bitmap: Some(n.other.msr_map.hpa()), ..Pages::default() },
+            resumes: false,
+            efer: 0,
+            dr7: 0,
+            debugctl: 0,
+            pat: 0,
+        }
+    }
+
+    /// L1's TSC, from the host's.
+    pub(super) fn tsc_of_l1(&self) -> time::Tsc {
+        let multiplier = match self.tsc_ratio {
+            TSC_RATIO_ONE => time::ONE,
+            ratio => ratio << (48 - 32),
+        };
+        time::Tsc { multiplier, offset: self.tsc_offset }
+    }
+
+    /// Makes the groups dirty that follow from a word of L0's that is another than at the entry before.
+    fn note_l0(n: &mut Nested, now: &L0) {
+        match &mut n.l0 {
+            Some(before) if **before == *now => {}
+            Some(before) => {
+                **before = *now;
+                n.machine.touch(of_l0());
+            }
+            none @ None => {
+                // Without memory for it nothing is known to be as it was.
+                *none = host::KBox::new(*now).ok();
+                n.machine.touch(of_l0());
+            }
+        }
+        if n.without_tracking {
+            n.machine.touch_all();
+        }
+    }
+
+    /// The second half of VMLAUNCH and VMRESUME.
+    pub(super) fn enter_l2<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        entry: PendingEntry,
+        gprs: &mut Gprs,
+        memory: &Memory<'_, M>,
+    ) -> Executed {
+        let lists = n.machine.vmcs12().get(field::ENTRY_MSR_LOAD_COUNT) != 0;
+        if (lists || n.needs_memory_to_leave()) && !memory.is_whole() {
+            return Executed::Outside;
+        }
+        let mut l0 = self.l0_part(n);
+        let bits = Self::msrs_of_l1(n, memory);
+        if memory.has_missed() {
+            return Executed::Outside;
+        }
+        // Where L1's page is no memory, everything exits.
+        self.map_msrs(n, bits.unwrap_or(0));
+        Self::note_l0(n, &l0);
+        let limits = self.nested_limits();
+        let entered = n.machine.finish_entry(&limits, memory);
+        if memory.has_missed() {
+            return Executed::Outside;
+        }
+        let dirty = match entered {
+            Entered::L2(dirty) => dirty,
+            Entered::Failed(failure) => return self.fail_entry(n, gprs, failure, memory),
+        };
+        if lists && let Err(failure) = self.load_msr_list(n, memory) {
+            return self.fail_entry(n, gprs, failure, memory);
+        }
+        l0.efer = self.efer.bits();
+        if dirty.has(Group::Msrs) {
+            l0.dr7 = self.get(fields::GUEST_DR7);
+            l0.debugctl = self.get(fields::GUEST_DEBUGCTL);
+            l0.pat = self.get(fields::GUEST_PAT);
+        }
+        self.exchange(n);
+        self.compose(n, &l0, dirty);
+        self.load_l2(n, &l0, gprs);
+        n.machine.entered(entry);
+        Executed::Entered
+    }
+
+    fn compose(&mut self, n: &Nested, l0: &L0, dirty: Groups) {
+        let v = n.machine.vmcs12();
+        let mut block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
+        merge::compose(l0, v, dirty, &mut block);
+        if self.features.umip_by_exits {
+            let cr4 = self.get(fields::GUEST_CR4);
+            self.set(fields::GUEST_CR4, cr4 & !Cr4::UMIP.bits());
+        }
+        // Last branches are not virtualized, nor is the step from branch to branch.
+        if self.get(fields::GUEST_DEBUGCTL) != 0 {
+            self.set(fields::GUEST_DEBUGCTL, 0);
+        }
+        let cr0 = self.get(fields::GUEST_CR0);
+        if cr0 & CR0_CD_NW != 0 {
+            self.set(fields::GUEST_CR0, cr0 & !CR0_CD_NW);
+        }
+        if l0.secondary.contains(ProcControls2::PML) && !v.has_ept() {
+            // L2's addresses are L1's own.
+            let word = self.get(fields::PROC_CONTROLS2);
+            self.set(fields::PROC_CONTROLS2, word | ProcControls2::PML.bits());
+        }
+    }
+
+    /// What of L2's state the vCPU keeps, and what an entry does beside loading it.
+    fn load_l2(&mut self, n: &mut Nested, l0: &L0, gprs: &mut Gprs) {
+        let v = n.machine.vmcs12();
+        self.of_l1 = OfL1 {
+            runs: true,
+            primary: v.primary().bits(),
+            secondary: v.secondary().bits(),
+            exceptions: v.get(field::EXCEPTION_BITMAP),
+            cr0: Cr0::from_bits_retain(v.get(field::CR0_MASK)),
+            cr4: Cr4::from_bits_retain(v.get(field::CR4_MASK)),
+        };
+        self.own();
+        self.cr0 = Cr0::from_bits_retain(v.get(field::GUEST_CR0));
+        let cr4 = core::mem::replace(&mut self.cr4, Cr4::from_bits_retain(v.get(field::GUEST_CR4)));
+        let efer = core::mem::replace(&mut self.efer, Efer::from_bits_retain(merge::efer(l0, v)));
+        gprs.0[RSP] = v.get(field::GUEST_RSP);
+        if v.get(field::ENTRY_INTERRUPTION) & event::VALID != 0 {
+            self.attention |= attention::INJECT;
+        }
+        if merge::flush(v, n.last_vpid, true) != Flush::None {
+            self.attention |= attention::FLUSH;
+        }
+        n.last_vpid = v.get(field::VPID);
+        self.after_level_change(cr4, efer);
+    }
+
+    /// CR4 and EFER are those of the other level.
+    pub(super) fn after_level_change(&mut self, cr4: Cr4, efer: Efer) {
+        if (cr4 ^ self.cr4).contains(Cr4::OSXSAVE) {
+            self.sync_extended();
+        }
+        if efer != self.efer {
+            self.sync_syscall();
+        }
+        self.intercept_debug_regs();
+    }
+
+    /// The MSRs that an entry loads from a list. Only those that this backend keeps.
+    #[cold]
+    #[inline(never)]
+    fn load_msr_list<M: L1Memory>(
+        &mut self,
+        n: &Nested,
+        memory: &Memory<'_, M>,
+    ) -> Result<(), EntryFailure> {
+        let list = entry_loads(n.machine.vmcs12(), &n.machine.capabilities);
+        let limits = self.nested_limits();
+        let mut done = 0;
+        while let Some(step) = list.load(done, &limits, memory) {
+            let step = step.map_err(|bad| EntryFailure::msr(bad.0))?;
+            self.load_list_msr(step.msr, step.value)
+                .map_err(|()| EntryFailure::msr(step.number))?;
+            done = done.wrapping_add(1);
+        }
+        Ok(())
+    }
+
+    /// Loads an MSR as an entry of a list says.
+    pub(super) fn load_list_msr(&mut self, index: u32, value: u64) -> Result<(), ()> {
+        const SYSCALL: [u32; 5] =
+            [msr::STAR, msr::LSTAR, msr::CSTAR, msr::SYSCALL_MASK, msr::KERNEL_GS_BASE];
+        let canonical = !matches!(index, msr::LSTAR | msr::CSTAR | msr::KERNEL_GS_BASE)
+            || self.features.canonical(value) == value;
+        let known = SYSCALL.contains(&index)
+            || index == msr::TSC_AUX && self.cold.limits.tsc_aux && value >> 32 == 0;
+        if !known || !canonical {
+            return Err(());
+        }
+        self.set_msr(index, value).map_err(|_| ())
+    }
+
+    /// What L1's bitmap lets L2 have of [`PASSED`], two bits each. It is read at each entry, the few bytes that
+    /// can matter.
+    fn msrs_of_l1<M: L1Memory>(
+        n: &Nested,
+        memory: &Memory<'_, M>,
+    ) -> Result<u64, nested_vmx::Outside> {
+        let v: &Vmcs12 = n.machine.vmcs12();
+        if !v.primary().contains(ProcControls::MSR_BITMAPS) {
+            return Ok(0);
+        }
+        let page = v.get(field::MSR_BITMAP);
+        let mut bits = 0u64;
+        for (at, index) in PASSED.iter().enumerate() {
+            let high = if *index >= 0xc000_0000 { 1024 } else { 0 };
+            let byte = page.wrapping_add(u64::from(index & 0x1fff) / 8 + high);
+            let read = memory.read_u8(Gpa(byte))?;
+            let write = memory.read_u8(Gpa(byte.wrapping_add(2048)))?;
+            let is_free = |word: u8| u64::from(word & 1 << (index & 7) == 0);
+            bits |= (is_free(read) | is_free(write) << 1) << (2 * at);
+        }
+        Ok(bits)
+    }
+
+    /// Makes vmcs02's map of MSRs: what L0 lets L1 have without an exit, if L1 lets L2 have it.
+    fn map_msrs(&self, n: &mut Nested, of_l1: u64) {
+        let mut both = of_l1;
+        if of_l1 != 0 {
+            let mut free = 0u64;
+            for (at, index) in PASSED.iter().enumerate() {
+                let (read, write) = self.vmcs.msr_map.intercepted(*index);
+                free |= (u64::from(!read) | u64::from(!write) << 1) << (2 * at);
+            }
+            both &= free;
+        }
+        if n.msr_bits != Some(both) {
+            n.msr_bits = Some(both);
+            for (at, index) in PASSED.iter().enumerate() {
+                let pair = both >> (2 * at);
+                n.other.msr_map.intercept(*index, pair & 1 == 0, pair & 2 == 0);
+            }
+        }
+    }
+
+    /// L0's map of MSRs has changed: until its next entry L2 has none without an exit.
+    pub(crate) fn close_msrs_of_l2(&mut self) {
+        if !self.of_l1.runs {
+            return;
+        }
+        for index in PASSED {
+            self.vmcs.msr_map.intercept(index, true, true);
+        }
+        if let Some(n) = &mut self.nested {
+            n.msr_bits = None;
+        }
+    }
+}
+
+/// MSRs that L0 may let a guest have without an exit.
+const PASSED: [u32; 11] = {
+    let [a, b, c, d, e, f] = LIVE;
+    let [spec, pred, flush] = SPECULATION;
+    [a, b, c, d, e, f, TSC, msr::TSC_AUX, spec, pred, flush]
+};

@@ -1,0 +1,83 @@
+//! Events that wait while L2 runs.
+
+use backend::{Event, Executed, Gate, Gprs, Injection, L1Memory, Waiting};
+use cpu::Cpu;
+use nested_vmx::events::{self, Injection as Undelivered, State};
+use nested_vmx::leave::Report;
+use nested_vmx::reflect;
+use x86::Rflags;
+use x86::vmcs::event;
+
+use super::{
+    access::{Memory, qualification},
+    kept::Nested,
+};
+use crate::{fields, inject, state::Vmx};
+
+impl<C: Cpu> Vmx<C> {
+    pub(super) fn gate_of(&self, n: &Nested, waiting: &Waiting) -> Gate {
+        let v = n.machine.vmcs12();
+        let which = match waiting {
+            Waiting::Exception(e) => {
+                let exits = reflect::exception_exits(v, e.vector.0, e.error_code.unwrap_or(0));
+                return if exits { Gate::ExitToL1 } else { Gate::Deliver };
+            }
+            Waiting::Interrupt(_) => events::Event::Interrupt,
+            Waiting::Nmi => events::Event::Nmi,
+            Waiting::Smi => events::Event::Smi,
+            Waiting::Init => events::Event::Init,
+        };
+        let state = State {
+            entry_pending: n.machine.run_pending,
+            injecting: self.injecting(),
+            interrupts_blocked: self.get(fields::GUEST_RFLAGS) & Rflags::IF.bits() == 0
+                || self.is_shadowed(),
+            nmis_blocked: false,
+            smm: false,
+        };
+        match events::gate(v, which, &state) {
+            events::Gate::Deliver => Gate::Deliver,
+            // An NMI finds its window as it does with L1; an interrupt waits for the next exit.
+            events::Gate::Window if which == events::Event::Nmi => Gate::Deliver,
+            events::Gate::Window => Gate::Hold,
+            events::Gate::ExitToL1 => Gate::ExitToL1,
+            events::Gate::Hold => Gate::AfterEntry,
+            events::Gate::Drop => Gate::Hold,
+        }
+    }
+
+    /// Ends L2's run with an exit for an event.
+    pub(super) fn exit_for_event<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &mut Gprs,
+        waiting: &Waiting,
+        undelivered: Option<Event>,
+        l1: &M,
+    ) -> Executed {
+        let mut report = match waiting {
+            Waiting::Interrupt(vector) => {
+                events::report(events::Event::Interrupt, vector.map(|v| v.0))
+            }
+            Waiting::Nmi => events::report(events::Event::Nmi, None),
+            Waiting::Smi => events::report(events::Event::Smi, None),
+            Waiting::Init => events::report(events::Event::Init, None),
+            Waiting::Exception(e) => {
+                let information = inject::encode(Event::Exception(*e), true);
+                Report::event(information, e.error_code.unwrap_or(0), qualification(e))
+            }
+        };
+        if let Some(event) = undelivered {
+            let information = inject::encode(event, true);
+            let error_code = match event {
+                Event::Exception(e) if information & event::ERROR_VALID != 0 => {
+                    e.error_code.unwrap_or(0)
+                }
+                _ => 0,
+            };
+            let length = self.get(fields::INSTRUCTION_LENGTH);
+            events::tell_interrupted(&mut report, Undelivered { information, error_code, length });
+        }
+        self.leave_l2(n, gprs, &report, &Memory::new(l1))
+    }
+}

@@ -1,0 +1,215 @@
+//! The instructions of VMX that L1 executes: their operands, and what they do to L1.
+
+use backend::{
+    ControlRegisters, Executed, Gprs, L1Memory, RSP, Registers, SegmentName, WorldSwitch,
+};
+use cpu::Cpu;
+use nested_vmx::machine::{self, Address, Instruction, Place, Then};
+use nested_vmx::operand::{self, Context, Information, Use};
+use nested_vmx::{Fail, Machine, checks::Limits};
+use x86::segment::attr;
+use x86::vmcs::{ExitReason, interruptibility};
+use x86::{Cr4, Efer, Rflags, Segment};
+
+use super::{access::Memory, kept::Nested};
+use crate::{fields, state::Vmx};
+
+/// Bit of the instruction information: the first operand of VMREAD and VMWRITE is a register.
+const IS_REGISTER: u32 = 1 << 10;
+/// Linear addresses with four levels of tables and with five.
+const LINEAR_BITS: (u32, u32) = (48, 57);
+
+const fn name_of(segment: u8) -> SegmentName {
+    match segment {
+        0 => SegmentName::Es,
+        1 => SegmentName::Cs,
+        2 => SegmentName::Ss,
+        4 => SegmentName::Fs,
+        5 => SegmentName::Gs,
+        _ => SegmentName::Ds,
+    }
+}
+
+impl<C: Cpu> Vmx<C> {
+    fn is_long(&self) -> bool {
+        self.efer.contains(Efer::LMA)
+    }
+
+    pub(crate) fn exit_reason(&self) -> ExitReason {
+        ExitReason::of(self.get(fields::EXIT_REASON))
+    }
+
+    /// Whether the instruction that exited has an operand in memory.
+    pub(crate) fn has_operand_in_memory(&self) -> bool {
+        match self.exit_reason() {
+            ExitReason::Vmread | ExitReason::Vmwrite => {
+                self.get(fields::INSTRUCTION_INFO) & IS_REGISTER == 0
+            }
+            ExitReason::Vmlaunch | ExitReason::Vmresume | ExitReason::Vmxoff => false,
+            _ => true,
+        }
+    }
+
+    /// What the vCPU's CPUID and state say about values.
+    pub(crate) fn nested_limits(&self) -> Limits {
+        let wide = self.cr4.contains(Cr4::LA57);
+        Limits {
+            physical_bits: self.cold.limits.maxphyaddr,
+            linear_bits: if wide { LINEAR_BITS.1 } else { LINEAR_BITS.0 },
+            efer: self.cold.limits.efer_allowed,
+            perf_global_ctrl: 0,
+            debugctl: 3,
+            long_mode: self.is_long(),
+            smm: false,
+            x2apic: false,
+        }
+    }
+
+    /// Registers that decide whether an instruction may be executed. In virtual-8086 mode, and in code of 32 bits
+    /// in long mode, none of them exits.
+    fn nested_cpu(&self, n: &Nested, reason: ExitReason) -> machine::Cpu {
+        let enters = matches!(reason, ExitReason::Vmlaunch | ExitReason::Vmresume);
+        let shadow = interruptibility::MOV_SS;
+        // What L1 owns decides for VMXON alone.
+        let whole = reason == ExitReason::Vmxon;
+        machine::Cpu {
+            cr0: if whole { ControlRegisters::cr0(self) } else { self.cr0 }.bits(),
+            cr4: if whole { ControlRegisters::cr4(self) } else { self.cr4 }.bits(),
+            long_mode: self.is_long(),
+            is_64_bit: self.is_long(),
+            vm86: false,
+            cpl: self.cpl(),
+            blocked_by_mov_ss: enters
+                && !self.shadow_over.get()
+                && self.get(fields::GUEST_INTERRUPTIBILITY) & shadow != 0,
+            feature_control: n.feature_control,
+        }
+    }
+
+    fn operand(&self, gprs: &Gprs, length: u32, using: Use) -> Address {
+        let information = Information(self.get(fields::INSTRUCTION_INFO));
+        let number = information.segment();
+        // In 64-bit code only FS and GS have a base.
+        let segment = if self.is_long() && !matches!(number, 4 | 5) {
+            Segment { base: 0, limit: u32::MAX, selector: 0, attr: attr::P }
+        } else {
+            self.segment(name_of(number))
+        };
+        let wide = self.cr4.contains(Cr4::LA57);
+        let context = Context {
+            gprs: &gprs.0,
+            segment,
+            is_64_bit: self.is_long(),
+            linear_bits: if wide { LINEAR_BITS.1 } else { LINEAR_BITS.0 },
+        };
+        operand::linear(information, self.get(fields::EXIT_QUALIFICATION), &context, length, using)
+    }
+
+    /// Decodes the instruction that exited. `None`: it is none of VMX.
+    fn decode_instruction(&self, gprs: &Gprs, reason: ExitReason) -> Option<Instruction> {
+        let register = |number: u8| {
+            let at = usize::from(number);
+            gprs.0[at & 15]
+        };
+        Some(match reason {
+            ExitReason::Vmread | ExitReason::Vmwrite => {
+                let information = Information(self.get(fields::INSTRUCTION_INFO));
+                let writes = reason == ExitReason::Vmwrite;
+                let using = if writes { Use::Read } else { Use::Write };
+                let length = if self.is_long() { 8 } else { 4 };
+                let place = if information.is_register() {
+                    Place::Register(information.register1())
+                } else {
+                    Place::Memory(self.operand(gprs, length, using))
+                };
+                let field = register(information.register2());
+                if writes {
+                    let value = register(information.register1());
+                    Instruction::Vmwrite { field, from: place, value }
+                } else {
+                    Instruction::Vmread { field, to: place }
+                }
+            }
+            ExitReason::Vmresume => Instruction::Vmresume,
+            ExitReason::Vmlaunch => Instruction::Vmlaunch,
+            ExitReason::Vmptrld => {
+                Instruction::Vmptrld { pointer: self.operand(gprs, 8, Use::Read) }
+            }
+            ExitReason::Vmclear => {
+                Instruction::Vmclear { pointer: self.operand(gprs, 8, Use::Read) }
+            }
+            ExitReason::Vmxon => Instruction::Vmxon { pointer: self.operand(gprs, 8, Use::Read) },
+            ExitReason::Vmptrst => Instruction::Vmptrst { to: self.operand(gprs, 8, Use::Write) },
+            ExitReason::Vmxoff => Instruction::Vmxoff,
+            ExitReason::Invept | ExitReason::Invvpid => {
+                let information = Information(self.get(fields::INSTRUCTION_INFO));
+                let kind = register(information.register2());
+                let descriptor = self.operand(gprs, 16, Use::Read);
+                if reason == ExitReason::Invept {
+                    Instruction::Invept { kind, descriptor }
+                } else {
+                    Instruction::Invvpid { kind, descriptor }
+                }
+            }
+            _ => return None,
+        })
+    }
+
+    pub(super) fn execute_instruction<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &mut Gprs,
+        l1: &M,
+    ) -> Executed {
+        let reason = self.exit_reason();
+        let mut memory = Memory::new(l1);
+        let leaves_current = matches!(
+            reason,
+            ExitReason::Vmptrld | ExitReason::Vmclear | ExitReason::Vmxoff | ExitReason::Vmxon
+        );
+        if leaves_current && !memory.is_whole() {
+            return Executed::Outside;
+        }
+        if !matches!(reason, ExitReason::Vmresume | ExitReason::Vmlaunch) {
+            // An operand may be RSP, or lie where it points.
+            self.complete(gprs);
+        }
+        let Some(instruction) = self.decode_instruction(gprs, reason) else {
+            return Executed::Fault(x86::Exception::ud());
+        };
+        let needs = n.machine.needs(&instruction);
+        if !needs.is_empty() {
+            self.fetch(n, needs);
+        }
+        let cpu = self.nested_cpu(n, reason);
+        let limits = self.nested_limits();
+        let result = n.machine.execute(instruction, &cpu, &limits, &mut memory);
+        if memory.has_missed() {
+            return Executed::Outside;
+        }
+        let before = Rflags::from_bits_retain(self.get(fields::GUEST_RFLAGS));
+        if let Some(flags) = Machine::rflags(&result, before) {
+            self.set(fields::GUEST_RFLAGS, flags.bits());
+        }
+        match result {
+            Ok(Then::Enter(entry)) => self.enter_l2(n, entry, gprs, &memory),
+            Ok(Then::Register(number, value)) => {
+                let at = usize::from(number);
+                gprs.0[at & 15] = value;
+                if at == RSP {
+                    self.set(fields::GUEST_RSP, value);
+                }
+                Executed::Retired
+            }
+            Ok(Then::Invalidate(_)) => {
+                // Whatever it names, it lies under the one tag of L2's.
+                n.other.drop_vpid();
+                Executed::Retired
+            }
+            Ok(Then::Next) | Err(Fail::Invalid | Fail::Valid(_)) => Executed::Retired,
+            Err(Fail::Fault(exception)) => Executed::Fault(exception),
+            Err(Fail::Outside) if memory.is_whole() => Executed::Fault(x86::Exception::gp(0)),
+            Err(Fail::Outside) => Executed::Outside,
+        }
+    }
+}

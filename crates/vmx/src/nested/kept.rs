@@ -1,0 +1,83 @@
+//! What is kept of a guest that is a hypervisor.
+
+use host::{KBox, NoMemory};
+use nested_vmx::{Capabilities, Machine, merge};
+use x86::vmcs::{ExitControls, field};
+use x86::{Cr0, Cr4};
+
+use crate::{features::Features, vmcs::Vmcs};
+
+/// What L1 asks of L2 in words that L0 changes while L2 runs: it stays as L1 wants it. All zero with L1.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct OfL1 {
+    /// L2 runs.
+    pub(crate) runs: bool,
+    /// Primary processor-based controls.
+    pub(crate) primary: u32,
+    /// Secondary processor-based controls.
+    pub(crate) secondary: u32,
+    /// The exception bitmap.
+    pub(crate) exceptions: u32,
+    /// CR0 bits that are L1's own in L2.
+    pub(crate) cr0: Cr0,
+    /// CR4 bits that are L1's own in L2.
+    pub(crate) cr4: Cr4,
+}
+
+/// A vCPU whose guest may be a hypervisor.
+#[derive(Debug)]
+pub(crate) struct Nested {
+    pub(crate) machine: KBox<Machine>,
+    /// The VMCS that is not current: vmcs02 while L1 runs, vmcs01 while L2 does.
+    pub(crate) other: Vmcs,
+    /// The capabilities before the VMM took some away.
+    pub(crate) whole: Capabilities,
+    /// IA32_FEATURE_CONTROL.
+    pub(crate) feature_control: u64,
+    /// L0's part of vmcs02 as it was composed last.
+    pub(crate) l0: Option<KBox<merge::L0>>,
+    /// The VPID of L1's that vmcs02's own stood for last.
+    pub(crate) last_vpid: u16,
+    /// What vmcs02's map of MSRs was made from: L1's bits, and whether it is to be made again.
+    pub(crate) msr_bits: Option<u64>,
+    /// Everything is composed at each entry: nothing is known to be unchanged.
+    pub(crate) without_tracking: bool,
+}
+
+#[inline(never)]
+fn machine_of(capabilities: &Capabilities) -> Result<KBox<Machine>, NoMemory> {
+    #[inline(never)]
+    fn make(capabilities: &Capabilities) -> Machine {
+        Machine::new(*capabilities)
+    }
+    KBox::make(|| make(capabilities))
+}
+
+impl Nested {
+    /// Outside VMX operation, with a vmcs02 that nothing is known of.
+    #[inline(never)]
+    pub(crate) fn new(features: &Features, whole: &Capabilities) -> Result<KBox<Self>, NoMemory> {
+        let parts = (machine_of(whole)?, Vmcs::new(features.revision)?);
+        KBox::make(|| Self::place(parts, whole))
+    }
+
+    #[inline(never)]
+    fn place((machine, other): (KBox<Machine>, Vmcs), whole: &Capabilities) -> Self {
+        Self {
+            machine,
+            other,
+            whole: *whole,
+            feature_control: 0,
+            l0: None,
+            last_vpid: 0,
+            msr_bits: None,
+            without_tracking: !host::params::nested_dirty_tracking(),
+        }
+    }
+
+    /// Whether leaving L2 needs L1's memory: a list of MSRs, or the PDPTEs of a host of 32 bits.
+    pub(crate) fn needs_memory_to_leave(&self) -> bool {
+        let v = self.machine.vmcs12();
+        v.get(field::EXIT_MSR_LOAD_COUNT) != 0 || !v.exit().contains(ExitControls::HOST_64)
+    }
+}

@@ -1,0 +1,283 @@
+//! L2's run ends: what it left goes into the VMCS12, and L1 goes on behind its entry.
+
+use backend::{
+    Claim, ControlRegisters, Executed, Gprs, Injection, L1Memory, Msrs, Outside, PdpteRegisters,
+    RSP, Registers, SegmentName,
+};
+use cpu::Cpu;
+use nested_vmx::leave::Report;
+use nested_vmx::leave::host::{self, Kept, Registers as HostState};
+use nested_vmx::merge::{self, Flush};
+use nested_vmx::reflect::{self, Wants};
+use nested_vmx::{EntryFailure, GuestMemory};
+use x86::vmcs::{ENTRY_FAILURE, ExitReason, field, interruptibility};
+use x86::{Cr0, Cr4, Efer, Gpa, msr};
+
+use super::{
+    access::{Block, Memory},
+    kept::{Nested, OfL1},
+};
+use crate::{
+    fields,
+    state::{Vmx, attention},
+};
+
+impl<C: Cpu> Vmx<C> {
+    /// Whose the last exit of L2 is.
+    pub(super) fn claims_of<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &Gprs,
+        l1: &M,
+    ) -> Result<Claim, Outside> {
+        let reason = self.get(fields::EXIT_REASON);
+        if reason & ENTRY_FAILURE != 0 {
+            // The hardware has found what was checked here not to be good: L1's doing, as far as it goes.
+            let invalid = reason == ENTRY_FAILURE | u32::from(ExitReason::InvalidGuestState.0);
+            return Ok(if invalid { Claim::L1 } else { Claim::L0 });
+        }
+        n.machine.run_pending = false;
+        let memory = Memory::new(l1);
+        let wants = Wants { page_faults: false, debug: 0 };
+        let block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
+        let claim = reflect::claim(n.machine.vmcs12(), &block, &gprs.0, &wants, &memory);
+        if memory.has_missed() {
+            return Err(Outside);
+        }
+        Ok(match claim {
+            reflect::Claim::L0 => Claim::L0,
+            reflect::Claim::L1 => Claim::L1,
+        })
+    }
+
+    /// Ends L2's run with its last exit.
+    pub(super) fn reflect_exit<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &mut Gprs,
+        l1: &M,
+    ) -> Executed {
+        let memory = Memory::new(l1);
+        if self.get(fields::EXIT_REASON) & ENTRY_FAILURE != 0 {
+            let qualification = self.get(fields::EXIT_QUALIFICATION);
+            return self.fail_hardware_entry(n, gprs, qualification, &memory);
+        }
+        let report = Report::of(&Block { cpu: &self.cpu, vmcs: &self.vmcs });
+        self.leave_l2(n, gprs, &report, &memory)
+    }
+
+    /// L2's run ends with what L1 is told.
+    pub(super) fn leave_l2<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &mut Gprs,
+        report: &Report,
+        memory: &Memory<'_, M>,
+    ) -> Executed {
+        let v = n.machine.vmcs12();
+        let stores = v.get(field::EXIT_MSR_STORE_COUNT) != 0;
+        if (stores || n.needs_memory_to_leave()) && !memory.is_whole() {
+            return Executed::Outside;
+        }
+        if stores && self.store_msr_list(n, memory).is_err() {
+            return Executed::Shutdown;
+        }
+        let block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
+        let known = Self::known(&block, self.efer.bits());
+        n.machine.leave(&block, report, &known, memory);
+        self.set_offer_none();
+        let kept = Kept { cr0: self.cr0.bits(), efer: self.efer.bits() };
+        self.of_l1 = OfL1::default();
+        self.own();
+        self.exchange(n);
+        let is_nmi = report.interruption & x86::vmcs::event::TYPE == x86::vmcs::event::NMI;
+        self.load_host(n, gprs, kept, report.reason, is_nmi, memory)
+    }
+
+    /// An entry that was refused before L2 ran: vmcs01 is still the vCPU's.
+    pub(super) fn fail_entry<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &mut Gprs,
+        failure: EntryFailure,
+        memory: &Memory<'_, M>,
+    ) -> Executed {
+        n.machine.fail_entry(failure);
+        let kept = Kept { cr0: self.cr0.bits(), efer: self.efer.bits() };
+        self.load_host(n, gprs, kept, failure.reason, false, memory)
+    }
+
+    /// An entry that the hardware refused.
+    fn fail_hardware_entry<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &mut Gprs,
+        qualification: u64,
+        memory: &Memory<'_, M>,
+    ) -> Executed {
+        if n.needs_memory_to_leave() && !memory.is_whole() {
+            return Executed::Outside;
+        }
+        // What was to be injected was not.
+        self.attention &= !attention::INJECT;
+        let kept = Kept { cr0: self.cr0.bits(), efer: self.efer.bits() };
+        let failure = EntryFailure { qualification, ..EntryFailure::GUEST };
+        n.machine.fail_entry(failure);
+        self.of_l1 = OfL1::default();
+        self.own();
+        self.exchange(n);
+        self.load_host(n, gprs, kept, failure.reason, false, memory)
+    }
+
+    /// L1 goes on with the state that its VMCS names. vmcs01 is the vCPU's.
+    fn load_host<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &mut Gprs,
+        kept: Kept,
+        reason: ExitReason,
+        is_nmi: bool,
+        memory: &Memory<'_, M>,
+    ) -> Executed {
+        let v = n.machine.vmcs12();
+        let state = host::registers(v, kept, reason, is_nmi);
+        let flush = merge::flush(v, n.last_vpid, false);
+        if flush != Flush::None {
+            self.attention |= attention::FLUSH;
+        }
+        let (cr4, efer) = (self.cr4, self.efer);
+        self.load_host_controls(&state);
+        self.load_host_segments(&state);
+        gprs.0[RSP] = state.rsp;
+        self.set(fields::GUEST_RSP, state.rsp);
+        self.set(fields::GUEST_RIP, state.rip);
+        self.set(fields::GUEST_RFLAGS, state.rflags);
+        let nmi = self.get(fields::GUEST_INTERRUPTIBILITY) & interruptibility::NMI;
+        let blocks = if state.blocks_nmis { interruptibility::NMI } else { 0 };
+        self.set(fields::GUEST_INTERRUPTIBILITY, nmi | blocks);
+        self.set(fields::GUEST_DR7, state.dr7);
+        self.set(fields::GUEST_DEBUGCTL, state.debugctl);
+        self.set(fields::GUEST_SYSENTER_CS, state.sysenter_cs);
+        self.set(fields::GUEST_SYSENTER_ESP, state.sysenter_esp);
+        self.set(fields::GUEST_SYSENTER_EIP, state.sysenter_eip);
+        if let Some(pat) = state.pat {
+            self.set(fields::GUEST_PAT, pat);
+        }
+        self.after_level_change(cr4, efer);
+        if state.loads_pdptes && !self.load_host_pdptes(state.cr3, memory) {
+            return Executed::Shutdown;
+        }
+        if n.machine.vmcs12().get(field::EXIT_MSR_LOAD_COUNT) != 0
+            && self.load_host_msr_list(n, memory).is_err()
+        {
+            return Executed::Shutdown;
+        }
+        Executed::Left
+    }
+
+    fn load_host_controls(&mut self, state: &HostState) {
+        self.cr4 = Cr4::from_bits_retain(state.cr4);
+        self.efer = Efer::from_bits_retain(state.efer);
+        self.set_cr0(Cr0::from_bits_retain(state.cr0));
+        if self.features.umip_by_exits {
+            self.watch_tables(self.cr4.contains(Cr4::UMIP));
+        }
+        self.set(fields::CR4_SHADOW, state.cr4);
+        self.set(fields::GUEST_CR4, self.real_cr4(self.cr4).bits());
+        self.set(fields::GUEST_CR3, state.cr3);
+        if self.get(fields::GUEST_EFER) != self.real_efer(self.efer).bits() {
+            self.set_efer(self.efer);
+        }
+    }
+
+    fn load_host_segments(&mut self, state: &HostState) {
+        for (name, segment) in [
+            (SegmentName::Es, &state.es),
+            (SegmentName::Cs, &state.cs),
+            (SegmentName::Ss, &state.ss),
+            (SegmentName::Ds, &state.ds),
+            (SegmentName::Fs, &state.fs),
+            (SegmentName::Gs, &state.gs),
+            (SegmentName::Ldtr, &state.ldtr),
+            (SegmentName::Tr, &state.tr),
+        ] {
+            self.set_segment(name, *segment);
+        }
+        self.set_gdtr(state.gdtr);
+        self.set_idtr(state.idtr);
+    }
+
+    /// The four PDPTEs of an L1 with PAE paging. False: one is bad, or there is no memory.
+    #[cold]
+    #[inline(never)]
+    fn load_host_pdptes<M: L1Memory>(&mut self, cr3: u64, memory: &Memory<'_, M>) -> bool {
+        const RESERVED: u64 = 0x1e6;
+        let limit = u64::MAX.checked_shl(u32::from(self.cold.limits.maxphyaddr)).unwrap_or(0);
+        let mut entries = [0; 4];
+        for (at, entry) in entries.iter_mut().enumerate() {
+            let Ok(value) = memory.read_u64(Gpa((cr3 & 0xffff_ffe0) + 8 * at as u64)) else {
+                return false;
+            };
+            if value & 1 != 0 && value & (RESERVED | limit) != 0 {
+                return false;
+            }
+            *entry = value;
+        }
+        self.set_entries(entries);
+        true
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn load_host_msr_list<M: L1Memory>(
+        &mut self,
+        n: &Nested,
+        memory: &Memory<'_, M>,
+    ) -> Result<(), ()> {
+        let list = host::loads(n.machine.vmcs12(), &n.machine.capabilities);
+        let limits = self.nested_limits();
+        let mut done = 0;
+        while let Some(step) = list.load(done, &limits, memory) {
+            let step = step.map_err(|_| ())?;
+            self.load_list_msr(step.msr, step.value)?;
+            done = done.wrapping_add(1);
+        }
+        Ok(())
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn store_msr_list<M: L1Memory>(
+        &mut self,
+        n: &Nested,
+        memory: &Memory<'_, M>,
+    ) -> Result<(), ()> {
+        let list = host::stores(n.machine.vmcs12(), &n.machine.capabilities);
+        let limits = self.nested_limits();
+        let mut done = 0;
+        while let Some(step) = list.store(done, &limits, memory) {
+            let step = step.map_err(|_| ())?;
+            let value = match step.msr {
+                msr::KERNEL_GS_BASE => self.kernel_gs_base_now(),
+                msr::EFER => self.efer.bits(),
+                crate::msrs::TSC => {
+                    let host = self.cpu.rdtsc();
+                    self.tsc_of_l1().of_l2(n.machine.vmcs12()).at(host)
+                }
+                index => self.msr(index).map_err(|_| ())?,
+            };
+            memory.write(step.slot, &value.to_le_bytes()).map_err(|_| ())?;
+            done = done.wrapping_add(1);
+        }
+        Ok(())
+    }
+
+    /// Nothing of what was offered to L2 is left in its VMCS.
+    fn set_offer_none(&mut self) {
+        self.offer_interrupt(None);
+        if self.nmi_behind_sti {
+            self.nmi_behind_sti = false;
+            self.open_window(false);
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! VMX for guests that are hypervisors: the hooks of [`nested_vmx`], whose rules are pure, to this CPU.
+//!
+//! vmcs01 is the VMCS with which L1 runs, vmcs02 the one with which L2 does. The one that runs is the vCPU's;
+//! the other lies here, and the two change places. So every other part of this backend acts on the level that
+//! runs and knows nothing of it, but for what L1 asks of L2 in words that L0 changes too ([`kept::OfL1`]).
+//!
+//! SDM vol. 3C chapters 24 to 31.
+
+mod access;
+mod capabilities;
+mod enter;
+mod gate;
+mod instruction;
+pub(crate) mod kept;
+mod leave;
+mod switch;
+
+use backend::{Claim, Event, Executed, Gate, Gprs, L1Memory, Level, Nesting, Outside, Waiting};
+use cpu::Cpu;
+use host::KBox;
+use nested_vmx::machine;
+
+use crate::{permission::MsrMap, state::Vmx};
+use kept::Nested;
+
+impl<C: Cpu> Nesting for Vmx<C> {
+    type Nested = Self;
+
+    #[inline(always)]
+    fn nested(&self) -> Option<&Self> {
+        self.nested.is_some().then_some(self)
+    }
+
+    #[inline(always)]
+    fn nested_mut(&mut self) -> Option<&mut Self> {
+        if self.nested.is_some() { Some(self) } else { None }
+    }
+}
+
+impl<C: Cpu> Vmx<C> {
+    /// Which MSRs exit of L1, whichever level runs.
+    #[inline]
+    pub(crate) fn msr_map(&self) -> &MsrMap {
+        match &self.nested {
+            Some(n) if self.of_l1.runs => &n.other.msr_map,
+            _ => &self.vmcs.msr_map,
+        }
+    }
+
+    /// Whether the guest is in VMX operation.
+    #[inline]
+    pub(crate) fn is_hypervisor(&self) -> bool {
+        self.nested.as_ref().is_some_and(|n| n.machine.vmxon().is_some())
+    }
+
+    /// Does something with what belongs to nesting and with the vCPU.
+    #[inline(always)]
+    fn with_nested<R>(&mut self, f: impl FnOnce(&mut Self, &mut Nested) -> R) -> Option<R> {
+        let mut n = self.nested.take()?;
+        let result = f(self, &mut n);
+        self.nested = Some(n);
+        Some(result)
+    }
+}
+
+impl<C: Cpu> backend::Nested for Vmx<C> {
+    #[inline]
+    fn level(&self) -> Level {
+        if self.of_l1.runs { Level::L2 } else { Level::L1 }
+    }
+
+    fn has_memory_operand(&self) -> bool {
+        self.has_operand_in_memory()
+    }
+
+    fn set_feature_control(&mut self, value: u64) {
+        if let Some(n) = &mut self.nested {
+            n.feature_control = value;
+        }
+    }
+
+    fn execute(&mut self, gprs: &mut Gprs, _next_rip: u64, l1: &impl L1Memory) -> Executed {
+        self.with_nested(|this, n| this.execute_instruction(n, gprs, l1))
+            .unwrap_or(Executed::Fault(x86::Exception::ud()))
+    }
+
+    fn claims(&mut self, gprs: &Gprs, l1: &impl L1Memory) -> Result<Claim, Outside> {
+        self.with_nested(|this, n| this.claims_of(n, gprs, l1)).unwrap_or(Ok(Claim::L0))
+    }
+
+    fn reflect(&mut self, gprs: &mut Gprs, l1: &impl L1Memory) -> Executed {
+        self.with_nested(|this, n| this.reflect_exit(n, gprs, l1)).unwrap_or(Executed::Shutdown)
+    }
+
+    fn gate(&self, waiting: &Waiting) -> Gate {
+        match &self.nested {
+            Some(n) if n.machine.level() == machine::Level::L2 => self.gate_of(n, waiting),
+            _ => Gate::Deliver,
+        }
+    }
+
+    fn is_gated(&self) -> bool {
+        self.of_l1.runs
+    }
+
+    fn acknowledges(&self, waiting: &Waiting) -> bool {
+        let asks = |n: &KBox<Nested>| nested_vmx::events::acknowledges(n.machine.vmcs12());
+        match waiting {
+            Waiting::Interrupt(_) => self.nested.as_ref().is_some_and(asks),
+            Waiting::Nmi => true,
+            Waiting::Smi | Waiting::Init | Waiting::Exception(_) => false,
+        }
+    }
+
+    fn exit_to_l1(
+        &mut self,
+        gprs: &mut Gprs,
+        waiting: &Waiting,
+        undelivered: Option<Event>,
+        l1: &impl L1Memory,
+    ) -> Executed {
+        self.with_nested(|this, n| this.exit_for_event(n, gprs, waiting, undelivered, l1))
+            .unwrap_or(Executed::Shutdown)
+    }
+
+    /// L2's CR8 is L1's local APIC's: a TPR shadow is not offered.
+    fn has_own_priority(&self) -> bool {
+        false
+    }
+
+    fn set_l1_priority(&mut self, _cr8: u8) {}
+
+    fn abandon(&mut self, _gprs: &mut Gprs) {
+        self.with_nested(Self::abandon_l2);
+    }
+}

@@ -1,0 +1,129 @@
+//! The two VMCSs change places.
+
+use cpu::{Cpu, VmxSwitch};
+use nested_vmx::leave::Known;
+use x86::vmcs::Groups;
+
+use super::{
+    access::Block,
+    kept::{Nested, OfL1},
+};
+use crate::{
+    fields,
+    state::{Vmx, attention},
+};
+
+impl<C: Cpu> Vmx<C> {
+    /// Makes the other VMCS the vCPU's: in the loop the hardware's too.
+    pub(super) fn exchange(&mut self, n: &mut Nested) {
+        let loaded = self.vmcs.is_loaded();
+        let host = loaded.then(|| {
+            (self.get(fields::HOST_CR3), self.get(fields::HOST_CR4), self.get(fields::HOST_FS_BASE))
+        });
+        let logged = self.page_log.as_ref().map(|_| self.get(fields::PML_INDEX));
+        if loaded {
+            self.vmcs.launched.set(self.switch.flags & VmxSwitch::LAUNCHED != 0);
+            self.vmcs.unload();
+            if let Some(here) = self.vmcs.here() {
+                self.vmcs.give_up_unnoted(&self.cpu, here);
+            }
+        }
+        let root = self.vmcs.fields.get(fields::EPT_POINTER);
+        self.vmcs.host_rsp.set(self.switch.host_rsp);
+        if self.attention & attention::FLUSH != 0 {
+            // It waits for the level that was to run, too.
+            self.vmcs.drop_vpid();
+        }
+        self.shadow_over.set(false);
+        self.nmi_behind_sti = false;
+        core::mem::swap(&mut self.vmcs, &mut n.other);
+        self.switch.host_rsp = self.vmcs.host_rsp.get();
+        self.follow_root(root);
+        self.attention &= !attention::TIMER_SET;
+        if self.deadline.is_watched() {
+            self.attention |= attention::TIMER;
+        }
+        if let Some(host) = host {
+            self.load_other(n, host);
+        }
+        if let Some(index) = logged {
+            // Both log into the one page.
+            self.set(fields::PML_INDEX, index);
+        }
+    }
+
+    /// Both levels run on the same tables: a root that was set while the other ran is this one's too.
+    fn follow_root(&mut self, root: Option<u64>) {
+        if let Some(root) = root
+            && self.vmcs.fields.get(fields::EPT_POINTER) != Some(root)
+        {
+            self.set(fields::EPT_POINTER, root);
+            self.attention |= attention::FLUSH_TDP;
+        }
+    }
+
+    /// The VMCS that came takes the place of the other in the loop.
+    fn load_other(&mut self, n: &Nested, (cr3, cr4, fs_base): (u64, u64, u64)) {
+        let (Some(here), at) = (n.other.here(), n.other.last_cpu()) else { return };
+        if !self.vmcs.has_host_of(at, here) {
+            self.arrive(at, here);
+        }
+        if !self.vmcs.has_vpid_of(here) {
+            self.attention |= attention::FLUSH;
+        }
+        if self.vmcs.make_current(&self.cpu, here) {
+            self.write_constants();
+        }
+        self.switch.flags &= !VmxSwitch::LAUNCHED;
+        if self.vmcs.launched.get() {
+            self.switch.flags |= VmxSwitch::LAUNCHED;
+        }
+        self.set(fields::HOST_CR3, cr3);
+        self.set(fields::HOST_CR4, cr4);
+        self.set(fields::HOST_FS_BASE, fs_base);
+        self.vmcs.load(&self.cpu);
+    }
+
+    /// What L0 knows of L2 that vmcs02 does not have. vmcs02 is `block`'s.
+    pub(super) fn known(block: &Block<'_, C>, efer: u64) -> Known {
+        let get = |slot| block.vmcs.get(block.cpu, slot);
+        Known {
+            activity: 0,
+            cr0_mask: get(fields::CR0_MASK),
+            cr4_mask: get(fields::CR4_MASK),
+            preemption_timer: 0,
+            pat: block.vmcs.get(block.cpu, fields::GUEST_PAT),
+            efer,
+            debugctl: block.vmcs.get(block.cpu, fields::GUEST_DEBUGCTL),
+        }
+    }
+
+    /// L1 runs, and asks for what the last exit of L2 left in vmcs02.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn fetch(&mut self, n: &mut Nested, groups: Groups) {
+        let looks_in = self.vmcs.is_loaded();
+        if looks_in {
+            self.exchange(n);
+        }
+        let vmcs = if looks_in { &self.vmcs } else { &n.other };
+        let block = Block { cpu: &self.cpu, vmcs };
+        let efer = block.vmcs.get(block.cpu, fields::GUEST_EFER);
+        let known = Self::known(&block, efer);
+        n.machine.fetch(&block, &known, groups);
+        if looks_in {
+            self.exchange(n);
+        }
+    }
+
+    /// L1 runs from now on with registers that somebody sets; L2's are lost.
+    pub(super) fn abandon_l2(&mut self, n: &mut Nested) {
+        if self.of_l1.runs {
+            self.of_l1 = OfL1::default();
+            self.own();
+            self.exchange(n);
+            self.intercept_debug_regs();
+        }
+        n.machine.reset();
+    }
+}
