@@ -247,6 +247,24 @@ const fn is_subset(of: u64, bits: u64, mask: u64) -> bool {
 }
 
 impl Capabilities {
+    /// Nothing is offered.
+    pub(crate) const NONE: Self = Self {
+        basic: VmxBasic(0),
+        pin: Allowed(0),
+        primary: Allowed(0),
+        secondary: Allowed(0),
+        exit: Allowed(0),
+        entry: Allowed(0),
+        misc: 0,
+        cr0_fixed0: 0,
+        cr0_fixed1: 0,
+        cr4_fixed0: 0,
+        cr4_fixed1: 0,
+        vmcs_enum: 0,
+        ept_vpid: EptVpidCap(0),
+        vmfunc: 0,
+    };
+
     /// What a vCPU is shown on a host with these MSRs.
     pub fn compute(host: &Host, offer: &Offer) -> Self {
         let cr3 = ProcControls::CR3_LOAD.union(ProcControls::CR3_STORE).bits();

@@ -166,23 +166,34 @@ pub struct Smm {
 }
 
 impl Machine {
+    /// Outside VMX operation, and nothing is offered. A constant, so that one that lies on the heap is copied
+    /// from here and not by way of a stack.
+    pub const OUTSIDE: Self = Self {
+        capabilities: Capabilities::NONE,
+        vmxon: None,
+        current: None,
+        level: Level::L1,
+        vmcs12: Vmcs12::ZERO,
+        shadow12: Vmcs12::ZERO,
+        dirty: Groups::ALL,
+        unchecked: Groups::ALL,
+        behind: Groups::NONE,
+        vm86: false,
+        run_pending: false,
+        trap_pending: false,
+        smm: Smm { vmxon: false, guest_mode: false },
+    };
+
     /// Outside VMX operation.
     pub fn new(capabilities: Capabilities) -> Self {
-        Self {
-            capabilities,
-            vmxon: None,
-            current: None,
-            level: Level::L1,
-            vmcs12: Vmcs12::default(),
-            shadow12: Vmcs12::default(),
-            dirty: Groups::ALL,
-            unchecked: Groups::ALL,
-            behind: Groups::NONE,
-            vm86: false,
-            run_pending: false,
-            trap_pending: false,
-            smm: Smm::default(),
-        }
+        let mut new = Self::OUTSIDE;
+        new.capabilities = capabilities;
+        new
+    }
+
+    /// Sets what is offered, before the first instruction.
+    pub fn offer(&mut self, capabilities: Capabilities) {
+        self.capabilities = capabilities;
     }
 
     /// Whether the vCPU is in VMX operation.

@@ -21,7 +21,7 @@ pub struct Vmcs12 {
 
 impl Default for Vmcs12 {
     fn default() -> Self {
-        Self { words: [0; WORDS] }
+        Self::ZERO
     }
 }
 
@@ -31,6 +31,8 @@ const fn position(offset: u16) -> (usize, u32) {
 }
 
 impl Vmcs12 {
+    /// All bytes zero.
+    pub(crate) const ZERO: Self = Self { words: [0; WORDS] };
     /// The link pointer, and any other pointer, that points nowhere.
     pub const NOWHERE: u64 = u64::MAX;
 

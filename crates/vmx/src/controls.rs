@@ -77,7 +77,7 @@ impl<C: Cpu> Vmx<C> {
     /// Sets or clears primary processor-based controls.
     pub(crate) fn change_proc(&self, bits: ProcControls, on: bool) {
         let old = self.get(fields::PROC_CONTROLS);
-        let kept = self.of_l1.primary & bits.bits();
+        let kept = self.cold.of_l1.primary & bits.bits();
         let new = if on { old | bits.bits() } else { old & !bits.bits() | kept };
         self.set(fields::PROC_CONTROLS, new);
     }
@@ -85,7 +85,7 @@ impl<C: Cpu> Vmx<C> {
     /// Sets or clears secondary processor-based controls.
     pub(crate) fn change_proc2(&self, bits: ProcControls2, on: bool) {
         let old = self.get(fields::PROC_CONTROLS2);
-        let kept = self.of_l1.secondary & bits.bits();
+        let kept = self.cold.of_l1.secondary & bits.bits();
         let new = if on { old | bits.bits() } else { old & !bits.bits() | kept };
         self.set(fields::PROC_CONTROLS2, new);
     }
@@ -117,7 +117,7 @@ impl<C: Cpu> Vmx<C> {
     /// Makes anew what the level that runs owns: what L0 leaves it, and in L2 L1 too.
     pub(crate) fn own(&mut self) {
         let Owned { cr0, cr4 } = Owned::of(self.paging, &self.cold.limits);
-        self.owned = Owned { cr0: cr0 - self.of_l1.cr0, cr4: cr4 - self.of_l1.cr4 };
+        self.owned = Owned { cr0: cr0 - self.cold.of_l1.cr0, cr4: cr4 - self.cold.of_l1.cr4 };
     }
 
     /// Who owns which bits of CR0 and CR4 has changed, by `change`.
@@ -182,7 +182,7 @@ impl<C: Cpu> Permissions for Vmx<C> {
     fn set_guest_debug(&mut self, breakpoints: bool, _debug: bool) {
         let bit = Exceptions::BP.bits();
         let old = self.get(fields::EXCEPTION_BITMAP) & !bit;
-        let kept = self.of_l1.exceptions & bit;
+        let kept = self.cold.of_l1.exceptions & bit;
         self.set(fields::EXCEPTION_BITMAP, old | kept | if breakpoints { bit } else { 0 });
     }
 }

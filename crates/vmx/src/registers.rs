@@ -184,7 +184,7 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
     /// NW.
     fn set_cr0(&mut self, value: Cr0) {
         // What is L1's own in L2 stays what L1 made it, whatever L2 sees.
-        self.cr0 = (value - self.of_l1.cr0) | self.cr0 & self.of_l1.cr0;
+        self.cr0 = (value - self.cold.of_l1.cr0) | self.cr0 & self.cold.of_l1.cr0;
         let fixed = self.features.cr0_fixed - CR0_PG_PE;
         self.set(fields::CR0_SHADOW, value.bits());
         self.set(fields::GUEST_CR0, (self.real_cr0(self.cr0) | fixed | Cr0::ET).bits());
@@ -209,7 +209,7 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
     /// that it is about exit while the guest has it set: all but SMSW, which no control makes exit.
     #[inline(always)]
     fn set_cr4(&mut self, value: Cr4) {
-        let whole = (value - self.of_l1.cr4) | self.cr4 & self.of_l1.cr4;
+        let whole = (value - self.cold.of_l1.cr4) | self.cr4 & self.cold.of_l1.cr4;
         let changed = core::mem::replace(&mut self.cr4, whole) ^ whole;
         let real = self.real_cr4(whole);
         if self.features.umip_by_exits && changed.contains(Cr4::UMIP) {

@@ -93,6 +93,8 @@ pub(crate) struct Cold {
     pub(crate) spec_ctrl_used: bool,
     /// Reads and writes of [`SPECULATION`] that the VMM's filter denies.
     pub(crate) speculation_denied: [(bool, bool); SPECULATION.len()],
+    /// What L1 asks of L2 while that runs.
+    pub(crate) of_l1: OfL1,
 }
 
 impl Cold {
@@ -112,6 +114,7 @@ impl Cold {
             fewer: FewerExits::default(),
             spec_ctrl_used: false,
             speculation_denied: [(false, false); SPECULATION.len()],
+            of_l1: OfL1::default(),
         })
     }
 }
@@ -158,8 +161,6 @@ pub struct Vmx<C: Cpu> {
     pub(crate) tsc_ratio: u64,
     pub(crate) host: KBox<HostThread>,
     pub(crate) cold: KBox<Cold>,
-    /// What L1 asks of L2 while that runs.
-    pub(crate) of_l1: OfL1,
     /// The guest may be a hypervisor.
     pub(crate) nested: Option<KBox<Nested>>,
 }
@@ -200,7 +201,6 @@ impl<C: Cpu> Vmx<C> {
             tsc_ratio: TSC_RATIO_ONE,
             host: KBox::new(HostThread::default())?,
             cold: Cold::new(&features)?,
-            of_l1: OfL1::default(),
             nested: None,
         };
         this.init_control();

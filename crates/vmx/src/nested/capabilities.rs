@@ -41,7 +41,7 @@ impl<C: Cpu> Vmx<C> {
     /// The guest's CPUID has changed: whether it may be a hypervisor. Without memory for that it is none.
     pub(crate) fn follow_nesting(&mut self) {
         if !self.cold.limits.vmx || !self.features.nested {
-            if !self.of_l1.runs
+            if !self.cold.of_l1.runs
                 && let Some(n) = self.nested.take()
             {
                 // Its page must not be written after it is freed.

@@ -165,7 +165,7 @@ impl<C: Cpu> Vmx<C> {
     /// What of L2's state the vCPU keeps, and what an entry does beside loading it.
     fn load_l2(&mut self, n: &mut Nested, l0: &L0, gprs: &mut Gprs) {
         let v = n.machine.vmcs12();
-        self.of_l1 = OfL1 {
+        self.cold.of_l1 = OfL1 {
             runs: true,
             primary: v.primary().bits(),
             secondary: v.secondary().bits(),
@@ -278,7 +278,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// L0's map of MSRs has changed: until its next entry L2 has none without an exit.
     pub(crate) fn close_msrs_of_l2(&mut self) {
-        if !self.of_l1.runs {
+        if !self.cold.of_l1.runs {
             return;
         }
         for index in PASSED {

@@ -46,11 +46,9 @@ pub(crate) struct Nested {
 
 #[inline(never)]
 fn machine_of(capabilities: &Capabilities) -> Result<KBox<Machine>, NoMemory> {
-    #[inline(never)]
-    fn make(capabilities: &Capabilities) -> Machine {
-        Machine::new(*capabilities)
-    }
-    KBox::make(|| make(capabilities))
+    let mut machine = KBox::new(Machine::OUTSIDE)?;
+    machine.offer(*capabilities);
+    Ok(machine)
 }
 
 impl Nested {

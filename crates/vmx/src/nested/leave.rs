@@ -87,7 +87,7 @@ impl<C: Cpu> Vmx<C> {
         n.machine.leave(&block, report, &known, memory);
         self.set_offer_none();
         let kept = Kept { cr0: self.cr0.bits(), efer: self.efer.bits() };
-        self.of_l1 = OfL1::default();
+        self.cold.of_l1 = OfL1::default();
         self.own();
         self.exchange(n);
         let is_nmi = report.interruption & x86::vmcs::event::TYPE == x86::vmcs::event::NMI;
@@ -123,7 +123,7 @@ impl<C: Cpu> Vmx<C> {
         let kept = Kept { cr0: self.cr0.bits(), efer: self.efer.bits() };
         let failure = EntryFailure { qualification, ..EntryFailure::GUEST };
         n.machine.fail_entry(failure);
-        self.of_l1 = OfL1::default();
+        self.cold.of_l1 = OfL1::default();
         self.own();
         self.exchange(n);
         self.load_host(n, gprs, kept, failure.reason, false, memory)

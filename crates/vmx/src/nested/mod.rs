@@ -42,7 +42,7 @@ impl<C: Cpu> Vmx<C> {
     #[inline]
     pub(crate) fn msr_map(&self) -> &MsrMap {
         match &self.nested {
-            Some(n) if self.of_l1.runs => &n.other.msr_map,
+            Some(n) if self.cold.of_l1.runs => &n.other.msr_map,
             _ => &self.vmcs.msr_map,
         }
     }
@@ -66,7 +66,7 @@ impl<C: Cpu> Vmx<C> {
 impl<C: Cpu> backend::Nested for Vmx<C> {
     #[inline]
     fn level(&self) -> Level {
-        if self.of_l1.runs { Level::L2 } else { Level::L1 }
+        if self.cold.of_l1.runs { Level::L2 } else { Level::L1 }
     }
 
     fn has_memory_operand(&self) -> bool {
@@ -100,7 +100,7 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
     }
 
     fn is_gated(&self) -> bool {
-        self.of_l1.runs
+        self.cold.of_l1.runs
     }
 
     fn acknowledges(&self, waiting: &Waiting) -> bool {

@@ -118,8 +118,8 @@ impl<C: Cpu> Vmx<C> {
 
     /// L1 runs from now on with registers that somebody sets; L2's are lost.
     pub(super) fn abandon_l2(&mut self, n: &mut Nested) {
-        if self.of_l1.runs {
-            self.of_l1 = OfL1::default();
+        if self.cold.of_l1.runs {
+            self.cold.of_l1 = OfL1::default();
             self.own();
             self.exchange(n);
             self.intercept_debug_regs();
