@@ -55,6 +55,8 @@ pub enum Command {
     },
     /// Boot a Linux guest and stream its console; exit 0 if its user space answered
     Boot(BootArguments),
+    /// Boot a Linux guest that is a hypervisor by its own KVM, and run workloads in its guests
+    NestedLinux(NestedLinuxArguments),
 }
 
 /// Which of the mapped pages a guest writes to after each switch.
@@ -166,6 +168,45 @@ pub struct BootArguments {
     pub report: Option<PathBuf>,
     /// Seconds after which the VM is ended
     #[arg(long, value_name = "SECONDS", default_value_t = 300)]
+    pub timeout: u64,
+    #[command(flatten)]
+    pub device: DeviceArguments,
+}
+
+#[derive(Debug, Args)]
+#[command(
+    after_help = "The initramfs loads KVM and runs what the kernel command line says, as the lab's \
+                  does (lab/hypervisor-init.sh). Its console is streamed; the report comes over it."
+)]
+pub struct NestedLinuxArguments {
+    /// Names of workloads, see `list`, and `boot`: a Linux guest, to its user space
+    #[arg(value_name = "WORKLOAD", default_value = "cpuid")]
+    pub workloads: Vec<String>,
+    /// The hypervisor's kernel: an ELF vmlinux or a bzImage
+    #[arg(long, value_name = "FILE")]
+    pub kernel: PathBuf,
+    /// Its initramfs
+    #[arg(long, value_name = "FILE")]
+    pub initrd: PathBuf,
+    /// Parameters of its kvm-amd or kvm-intel, such as npt=0
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    pub kvm: String,
+    /// Its memory
+    #[arg(long, value_name = "MIB", default_value_t = 384)]
+    pub memory: u64,
+    /// Write the figures as JSON
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+    /// Samples per workload
+    #[arg(long, value_name = "N", default_value_t = 200,
+          value_parser = clap::value_parser!(u64).range(1..=200_000))]
+    pub iterations: u64,
+    /// Operations between the markers; 0 leaves the markers out
+    #[arg(long, value_name = "N", default_value_t = 100,
+          value_parser = clap::value_parser!(u64).range(0..=200_000))]
+    pub marker_iterations: u64,
+    /// Seconds after which the hypervisor is ended
+    #[arg(long, value_name = "SECONDS", default_value_t = 1800)]
     pub timeout: u64,
     #[command(flatten)]
     pub device: DeviceArguments,

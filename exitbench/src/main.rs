@@ -4,6 +4,7 @@ mod bench;
 mod boot;
 mod cli;
 mod compare;
+mod nested_linux;
 mod report;
 mod statistics;
 mod table;
@@ -22,7 +23,9 @@ use bench::runner::{self, Settings};
 use bench::workload::{Mapped, Workload};
 use bench::{nested, workloads};
 use boot::session::{Boot, BootReport};
-use cli::{BootArguments, Cli, Command, DeviceArguments, RunArguments, Touch};
+use cli::{
+    BootArguments, Cli, Command, DeviceArguments, NestedLinuxArguments, RunArguments, Touch,
+};
 use report::Report;
 use vmm::hypervisor::{self, Hypervisor};
 
@@ -32,6 +35,7 @@ fn main() -> ExitCode {
         Command::Run(arguments) => run(arguments),
         Command::Compare { first, second } => compare(&first, &second),
         Command::Boot(arguments) => boot(arguments),
+        Command::NestedLinux(arguments) => nested_linux(arguments),
     };
     match result {
         Ok(true) => ExitCode::SUCCESS,
@@ -78,17 +82,28 @@ fn run(arguments: RunArguments) -> Result<bool> {
         show_progress("");
         report.workloads.push(entry);
     }
-    if let Some(path) = &arguments.json {
+    show(&report, arguments.json.as_deref())
+}
+
+/// Writes the report where it was asked for, and shows it as a table; whether nothing failed.
+fn show(report: &Report, json: Option<&Path>) -> Result<bool> {
+    if let Some(path) = json {
         report.write(path)?;
     }
-    if arguments.json.as_deref() != Some(Path::new("-")) {
-        print(&table::of_run(&report))?;
+    if json != Some(Path::new("-")) {
+        print(&table::of_run(report))?;
         print(&format!("in {}, on {}", report.unit.describe(), report.module))?;
     }
-    for reason in table::reasons(&report) {
+    for reason in table::reasons(report) {
         eprintln!("{reason}");
     }
     Ok(report.failures() == 0)
+}
+
+fn nested_linux(arguments: NestedLinuxArguments) -> Result<bool> {
+    let hypervisor = Hypervisor::open(&arguments.device.device)?;
+    let report = nested_linux::run(&arguments, &hypervisor, module(&arguments.device))?;
+    show(&report, arguments.json.as_deref())
 }
 
 /// Every workload that was asked for, once or once for each number of pages.

@@ -6,7 +6,7 @@ use crate::options::Options;
 use crate::progress::Step;
 use crate::report::{Comparison, Figures, Side};
 use anyhow::{Context, Result, bail};
-use gannet_lab::{Counts, Event, Job, Layout, Module, programs};
+use gannet_lab::{Counts, Event, Job, Layout, Machine, Module, guest, programs};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -133,13 +133,27 @@ pub fn one_side(
     module: Module,
     on_event: &mut dyn FnMut(Event<'_>),
 ) -> Result<(String, Side)> {
-    let command = format!(
-        "exitbench run {} --unit instructions --module {} --json /out/report.json",
-        options.only.replace(',', " "),
-        module.name()
-    );
-    let mut job = Job::new(options.machine(), options.kernel, module, &command)
+    let (nested, plain): (Vec<&str>, Vec<&str>) =
+        options.only.split(',').partition(|name| name.starts_with(NESTED_LINUX));
+    let mut commands = Vec::new();
+    if !plain.is_empty() {
+        commands.push(format!(
+            "exitbench run {} --unit instructions --module {} --json /out/report.json",
+            plain.join(" "),
+            module.name()
+        ));
+    }
+    if !nested.is_empty() {
+        commands.push(nested_linux(options, &nested, module));
+    }
+    let mut job = Job::new(options.machine(), options.kernel, module, &commands.join("; "))
         .file(&tools.exitbench, "bin/exitbench");
+    if !nested.is_empty() {
+        let linux = nested.contains(&NESTED_LINUX_BOOT);
+        let initramfs = guest::initramfs_of_hypervisor(layout, &tools.exitbench, linux)?;
+        job = job.file(layout.vmlinux(guest::KERNEL), "guest/vmlinux");
+        job.texts.push(("guest/initramfs".to_owned(), initramfs));
+    }
     job.parameters.clone_from(match module {
         Module::Stock => &options.stock_parameters,
         _ => &options.parameters,
@@ -151,13 +165,40 @@ pub fn one_side(
     if let Some(reason) = outcome.refusal() {
         bail!("the module did not load: {reason}");
     }
-    let Some(json) = outcome.files.get("report.json") else {
-        bail!("exitbench left no report; the console ends with:\n{}", outcome.tail(20));
-    };
-    let report: Report = serde_json::from_slice(json).context("exitbench's report")?;
-    let mut side = join(report.workloads, &outcome.counts);
+    let mut entries = Vec::new();
+    let mut unit = None;
+    let wanted = [(!plain.is_empty(), "report.json"), (!nested.is_empty(), "nested.json")];
+    for (_, name) in wanted.into_iter().filter(|(wanted, _)| *wanted) {
+        let Some(json) = outcome.files.get(name) else {
+            bail!("exitbench left no report; the console ends with:\n{}", outcome.tail(20));
+        };
+        let report: Report = serde_json::from_slice(json).context("exitbench's report")?;
+        entries.extend(report.workloads);
+        unit = Some(report.unit);
+    }
+    let mut side = join(entries, &outcome.counts);
     side.faults = faults;
-    Ok((report.unit, side))
+    Ok((unit.unwrap_or_default(), side))
+}
+
+/// What the workloads' names begin with that run in the guest of a Linux guest with its own KVM.
+const NESTED_LINUX: &str = "nested_linux_";
+/// The one of them that is a Linux guest.
+const NESTED_LINUX_BOOT: &str = "nested_linux_boot";
+
+/// The command for those. Nested paging is not used by that KVM: Gannet does not offer it.
+fn nested_linux(options: &Options, names: &[&str], module: Module) -> String {
+    let names: Vec<&str> = names.iter().filter_map(|n| n.strip_prefix(NESTED_LINUX)).collect();
+    let kvm = match options.machine() {
+        Machine::Amd => "npt=0",
+        Machine::Intel => "ept=0",
+    };
+    format!(
+        "exitbench nested-linux {} --kernel /guest/vmlinux --initrd /guest/initramfs --kvm {kvm} \
+         --unit instructions --module {} --json /out/nested.json",
+        names.join(" "),
+        module.name()
+    )
 }
 
 /// Joins figures and operation counts. The records come in the order of the workloads that had markers.

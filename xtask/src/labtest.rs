@@ -164,8 +164,13 @@ fn all_programs(layout: &Layout) -> Result<Vec<(PathBuf, String)>> {
 }
 
 /// The folders in a machine that hold a Linux guest, and its kernel.
-pub const GUESTS: [(&str, Kernel); 3] =
-    [("guest", guest::KERNEL), ("guest-6.1", Kernel::V6_1), ("guest-c", guest::KERNEL)];
+pub const GUESTS: [(&str, Kernel); 5] = [
+    ("guest", guest::KERNEL),
+    ("guest-6.1", Kernel::V6_1),
+    ("guest-c", guest::KERNEL),
+    ("guest-kvm", guest::KERNEL),
+    ("guest-kvm-linux", guest::KERNEL),
+];
 
 /// Adds the guests that the job's command names.
 fn add_guests(layout: &Layout, job: &mut Job) -> Result<()> {
@@ -175,6 +180,10 @@ fn add_guests(layout: &Layout, job: &mut Job) -> Result<()> {
         }
         let initramfs = match folder {
             "guest-c" => guest::initramfs_with_compiler(layout)?,
+            "guest-kvm" | "guest-kvm-linux" => {
+                let exitbench = programs::build_static(layout, "exitbench")?.join("exitbench");
+                guest::initramfs_of_hypervisor(layout, &exitbench, folder == "guest-kvm-linux")?
+            }
             _ => guest::initramfs_with_programs(layout, kernel)?,
         };
         job.files.push((layout.vmlinux(kernel), format!("{folder}/vmlinux")));

@@ -37,6 +37,8 @@ pub struct Output {
     marker: Marker,
     /// The time stamp counter when the marker came.
     marker_at: Option<u64>,
+    /// All of it.
+    text: Vec<u8>,
 }
 
 impl Write for Output {
@@ -51,6 +53,7 @@ impl Write for Output {
                 emulator::end();
             }
         }
+        self.text.extend_from_slice(piece);
         // A closed standard output must not look like a broken UART to the guest.
         let _ = io::stdout().write_all(piece);
         Ok(piece.len())
@@ -69,7 +72,8 @@ pub type SerialPort = Serial<Interrupt, NoEvents, Output>;
 pub fn serial_port(vm: &VmFd, from: Marker, marker: Marker) -> Result<SerialPort> {
     let interrupt = EventFd::new(EFD_NONBLOCK).context("cannot create an eventfd")?;
     vm.register_irqfd(&interrupt, IRQ).context("KVM_IRQFD failed for the serial port")?;
-    Ok(Serial::new(Interrupt(interrupt), Output { from, from_at: None, marker, marker_at: None }))
+    let output = Output { from, from_at: None, marker, marker_at: None, text: Vec::new() };
+    Ok(Serial::new(Interrupt(interrupt), output))
 }
 
 impl Output {
@@ -81,6 +85,11 @@ impl Output {
     /// Ticks from the text where counting begins to the marker.
     pub fn ticks_between(&self) -> Option<u64> {
         Some(self.marker_at?.wrapping_sub(self.from_at?))
+    }
+
+    /// All that came.
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&self.text).into_owned()
     }
 
     /// Whether the marker came by.

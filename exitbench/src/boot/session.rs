@@ -74,6 +74,8 @@ pub struct Ended {
     pub marker_seen: bool,
     pub ticks_to_marker: Option<u64>,
     pub ticks_between: Option<u64>,
+    /// What the guest wrote to its console.
+    pub console: String,
     pub end: Result<&'static str, String>,
 }
 
@@ -105,6 +107,7 @@ impl Boot {
             marker_seen: output.marker_seen(),
             ticks_to_marker: output.marker_at().map(|at| at.wrapping_sub(started)),
             ticks_between: output.ticks_between(),
+            console: output.text(),
             end,
         })
     }

@@ -2,7 +2,7 @@
 
 use crate::{Archive, Kernel, Layout};
 use anyhow::Result;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// What the guest's init prints first; the rest of the line is `cpus=N kernel=RELEASE`.
 pub const MARKER: &str = "GANNET-GUEST-USERSPACE";
@@ -43,6 +43,22 @@ pub fn initramfs_with_compiler(layout: &Layout) -> Result<Vec<u8>> {
     let mut archive = busybox(layout)?;
     archive.tree("", &layout.out.join("tcc"))?;
     archive.text("src/program.c", include_str!("../../guest-program.c"));
+    Ok(archive.bytes())
+}
+
+/// The initramfs of a guest that is a hypervisor (L1): its kernel's own KVM, exitbench as its VMM and, if asked for, a kernel and an
+/// initramfs for its guest (L2).
+pub fn initramfs_of_hypervisor(layout: &Layout, exitbench: &Path, linux: bool) -> Result<Vec<u8>> {
+    let mut archive = busybox(layout)?;
+    archive.text("init", include_str!("../../hypervisor-init.sh"));
+    archive.file("bin/exitbench", exitbench)?;
+    for name in ["irqbypass", "kvm", "ccp", "kvm-amd", "kvm-intel"] {
+        archive.file(&format!("modules/{name}.ko"), &layout.stock_module(KERNEL, name))?;
+    }
+    if linux {
+        archive.file("guest/vmlinux", &layout.vmlinux(KERNEL))?;
+        archive.text("guest/initramfs", initramfs(layout)?);
+    }
     Ok(archive.bytes())
 }
 
