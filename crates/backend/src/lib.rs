@@ -19,6 +19,7 @@ mod inject;
 mod live;
 mod msrs;
 mod nested;
+mod nested_paging;
 mod paging;
 mod permission;
 mod registers;
@@ -35,6 +36,7 @@ pub use msrs::{Msrs, NotMine};
 pub use nested::{
     Claim, Executed, Gate, L1Memory, Level, Nested, Nesting, Outside, Reach, Waiting,
 };
+pub use nested_paging::{L1Flush, L1Tables, NestedPageFault, NestedPaging, TablesRefuse};
 pub use paging::{Paging, Translation};
 pub use permission::{FewerExits, GuestLimits, Permissions};
 pub use registers::{

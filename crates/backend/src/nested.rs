@@ -7,9 +7,9 @@
 //! Nothing here sleeps. L1's memory is behind [`L1Memory`]: inside the loop what can be had there, outside all of
 //! it. Who finds a page missing inside has changed nothing, and says [`Executed::Outside`].
 
-use x86::{Exception, Gpa, Vector};
+use x86::{Cr4, Efer, Exception, Gpa, Vector};
 
-use crate::{Event, Gprs, ability::Absent};
+use crate::{Event, Gprs, NestedPaging, ability::Absent};
 
 /// Which of the two runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -116,9 +116,11 @@ pub enum Gate {
 }
 
 /// What a backend does for guests that are hypervisors.
-pub trait Nested {
+pub trait Nested: NestedPaging {
     /// Which level runs.
     fn level(&self) -> Level;
+    /// Whether these registers leave the instruction set on by which L1 runs guests: EFER.SVME, CR4.VMXE.
+    fn is_on(&self, efer: Efer, cr4: Cr4) -> bool;
     /// Whether that instruction has an operand in L1's linear memory.
     fn has_memory_operand(&self) -> bool;
     /// Sets IA32_FEATURE_CONTROL, for an instruction that looks at it.
@@ -168,6 +170,9 @@ pub trait Nesting {
 
 impl Nested for Absent {
     fn level(&self) -> Level {
+        match *self {}
+    }
+    fn is_on(&self, _: Efer, _: Cr4) -> bool {
         match *self {}
     }
     fn has_memory_operand(&self) -> bool {

@@ -1,7 +1,9 @@
 //! What is kept of a guest's guest between two of its runs.
 
-use host::{KBox, NoMemory};
+use host::{KBox, NoMemory, page::Page};
 use nested_svm::{permission::OpenWords, vmcb12::Vmcb12};
+
+use x86::Hpa;
 
 use crate::block::ControlBlock;
 
@@ -22,12 +24,19 @@ pub struct State {
     pub(crate) l1_interrupts: bool,
     /// Where our own MSR map is open.
     pub(crate) open: Option<OpenWords<16>>,
+    /// What the hardware walks for L2 with tables of L1's.
+    pub(crate) root: Hpa,
+    /// L1 has flushed L2's translations, and its tables have not been looked at since.
+    pub(crate) flushed: bool,
+    /// A root that leads nowhere: until there is another.
+    _empty: Page,
 }
 
 impl State {
     /// Nothing is known yet.
     #[inline(never)]
     pub(crate) fn new() -> Result<KBox<Self>, NoMemory> {
+        let empty = Page::zeroed()?;
         let mut v12 = KBox::<Vmcb12>::zeroed()?;
         v12.forget();
         KBox::new(Self {
@@ -38,6 +47,9 @@ impl State {
             cr0_hidden: 0,
             l1_interrupts: false,
             open: None,
+            root: empty.hpa(),
+            flushed: false,
+            _empty: empty,
         })
     }
 }

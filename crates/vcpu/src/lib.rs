@@ -71,6 +71,8 @@ pub struct Vcpu<B: Backend> {
     pub(crate) user_io: exits::device::user_io::UserIo,
     pub(crate) pv: KBox<pv::PvState>,
     pub(crate) smm: state::smm::Smm,
+    /// Tables of L1's for its guest, once there were some.
+    pub(crate) stage: Option<KBox<nested::paging::Stage>>,
     pub(crate) debug: state::debug::Debug,
     pub(crate) has_run: bool,
     /// Bytes for the port I/O page: what the guest writes, or what user space answers.
@@ -131,7 +133,7 @@ fn boxed<T>(make: impl FnOnce() -> T) -> Result<KBox<T>, NoMemory> {
 
 /// From a constant, so that it is copied from there and not by way of the stack.
 #[inline(never)]
-fn code_fetch() -> Result<KBox<CodeFetch>, NoMemory> {
+pub(crate) fn code_fetch() -> Result<KBox<CodeFetch>, NoMemory> {
     const EMPTY: CodeFetch = CodeFetch::new();
     KBox::new(EMPTY)
 }
@@ -239,6 +241,7 @@ impl<B: Backend> Vcpu<B> {
             user_io: parts.user_io,
             pv: parts.pv,
             smm: state::smm::Smm::default(),
+            stage: None,
             debug: state::debug::Debug::default(),
             has_run: false,
             io_data: [0; 8],
@@ -279,6 +282,8 @@ impl<B: Backend> Vcpu<B> {
         self.cpuid_inputs_changed();
         self.note_role();
         self.registers_replaced();
+        // The reset has set GIF.
+        self.follow_gate();
         self.pending.raise();
     }
 }

@@ -64,6 +64,7 @@ impl<C: Cpu> Svm<C> {
             Ok(Then::Invalidate { .. }) => {
                 self.block.request_flush();
                 self.flush_other_block();
+                self.flush_l2();
                 Executed::Retired
             }
         }

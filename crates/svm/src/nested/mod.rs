@@ -12,6 +12,7 @@
 
 mod instructions;
 mod leave;
+mod paging;
 mod run;
 
 use core::cell::Cell;
@@ -27,7 +28,7 @@ use nested_svm::{
     reflect::{self, Exit},
 };
 use x86::{
-    Gpa, Hpa, Rflags,
+    Cr4, Efer, Gpa, Hpa, Rflags,
     vmcb::{Clean, Control, ExitCode, vintr},
 };
 
@@ -98,7 +99,11 @@ impl<C: Cpu> Svm<C> {
             tsc_offset: self.tsc_offset,
             iopm: Hpa(control.iopm_base_pa),
             msrpm,
-            root: Some(Hpa(control.ncr3)),
+            root: Some(if paging::has_tables(state.v12.control()) {
+                state.root
+            } else {
+                Hpa(control.ncr3)
+            }),
             pat: l1.save.g_pat,
             pause: (control.pause_filter_thresh, control.pause_filter_count),
             l1_interrupts: state.l1_interrupts,
@@ -133,9 +138,10 @@ impl<C: Cpu> Svm<C> {
         };
     }
 
-    /// The root of the TDP tables has changed: L2 runs on it as well.
+    /// The root of the TDP tables has changed: L2 runs on it as well, unless L1 has tables of its own for it.
     pub(crate) fn follow_tdp_root(&mut self, root: Hpa) {
-        if self.level == Level::L2 {
+        let on_root = |state: &KBox<State>| !paging::has_tables(state.v12.control());
+        if self.level == Level::L2 && self.nested.as_ref().is_some_and(on_root) {
             self.vmcb_mut(Clean::NPT).control.ncr3 = root.0;
             self.block.request_flush();
         }
@@ -175,6 +181,10 @@ impl<C: Cpu> Nested for Svm<C> {
     #[inline(always)]
     fn level(&self) -> Level {
         self.level
+    }
+
+    fn is_on(&self, efer: Efer, _cr4: Cr4) -> bool {
+        efer.contains(Efer::SVME)
     }
 
     /// Operands are physical addresses.

@@ -6,11 +6,11 @@ use backend::{Executed, Gprs, L1Memory, Level, LiveRegisters, RAX, RSP};
 use cpu::Cpu;
 use nested_svm::{checks, merge, permission::OpenWords};
 use x86::{
-    Cr0, Cr4, Dr7, Gpa, Hpa, Rflags,
-    vmcb::{Clean, Intercept3, InterceptCr, vintr},
+    Cr0, Cr4, Dr7, Efer, Gpa, Hpa, Rflags,
+    vmcb::{Clean, Intercept3, InterceptCr, Save, Vmcb, vintr},
 };
 
-use super::{Seen, instructions::missing};
+use super::{Seen, instructions::missing, paging::has_tables};
 use crate::{
     l2::State,
     state::{Svm, Virq},
@@ -43,6 +43,7 @@ impl<C: Cpu> Svm<C> {
         let offered = &self.cold.offered;
         if checks::controls(&v12.control, offered).is_err()
             || checks::save(&v12.save, offered, dirty).is_err()
+            || (has_tables(&v12.control) && !may_have_tables(self.block.vmcb(), &v12.save))
         {
             return self.refuse(at, next_rip, l1);
         }
@@ -54,7 +55,9 @@ impl<C: Cpu> Svm<C> {
         let Some(state) = &mut self.nested else { return Executed::Shutdown };
         let control = state.v12.control();
         if control.tlb_ctl != 0 || control.asid != state.asid {
+            // Another id is how a processor without a flush by id flushes.
             state.asid = control.asid;
+            state.flushed = true;
             self.block.request_flush();
         }
         state.entry_pending = true;
@@ -122,6 +125,7 @@ impl<C: Cpu> Svm<C> {
         let l0 = self.l0(state, msrpm);
         let v12 = state.v12.get();
         let block = self.block.vmcb_mut(Clean::empty());
+        let root = block.control.ncr3;
         let stale = merge::enter(block, v12, dirty, &l0, &self.cold.offered);
         // Virtual NMIs are the processor's, whichever level runs.
         let nmi = vintr::NMI_ENABLE | vintr::NMI_MASK;
@@ -132,7 +136,11 @@ impl<C: Cpu> Svm<C> {
         }
         let hidden = block.save.cr0 & (Cr0::CD | Cr0::NW).bits();
         let cr4 = block.save.cr4;
+        let same_root = block.control.ncr3 == root;
         self.block.mark(stale);
+        if !same_root {
+            self.block.request_flush();
+        }
         if dirty.contains(Clean::CR) && !self.shows_cache_disable {
             self.hide_from_l2(hidden);
         }
@@ -177,4 +185,11 @@ impl<C: Cpu> Svm<C> {
         open.merge(seen, control.msrpm_base_pa, |at, word| merged.set_word(at, word));
         merged.hpa()
     }
+}
+
+/// Whether a block may be run with tables of L1's: L1 has to be in long mode, and the types of the block's PAT have
+/// to exist.
+fn may_have_tables(l1: &Vmcb, save: &Save) -> bool {
+    let efer = Efer::from_bits_retain(l1.save.efer);
+    efer.contains(Efer::LMA) && checks::pat(save.g_pat).is_ok()
 }

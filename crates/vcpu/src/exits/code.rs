@@ -85,6 +85,10 @@ impl<B: Backend> Vcpu<B> {
         let code = match self.fetch.hit(&mode, rip, &view) {
             Some(code) => code,
             None => {
+                // Through tables of L1's outside alone.
+                if self.l1_tables().is_some() {
+                    return None;
+                }
                 let context = self.paging();
                 self.fetch.fetch(&context, rip, &view)?
             }
@@ -228,6 +232,9 @@ impl<B: Backend> Vcpu<B> {
     }
 
     pub(crate) fn translate(&mut self, at: Gva, access: walk::Access) -> Result<Gpa, Stop> {
+        if let Some(tables) = self.l1_tables() {
+            return self.translate_of_l2(&tables, at, access);
+        }
         let context = self.paging();
         match translate(&*self.memory, &context, at.0, access) {
             Ok(t) => Ok(t.gpa),

@@ -215,30 +215,37 @@ impl<B: Backend> Vcpu<B> {
 
     /// WRMSR EFER.
     pub(crate) fn write_efer(&mut self, value: u64, from_host: bool) -> Result<(), Exception> {
-        let c = self.b.control();
-        let (old, new) = (c.efer, Efer::from_bits_retain(value));
+        let new = Efer::from_bits_retain(value);
         if !(self.cpuid.efer_allowed() | Efer::LMA).contains(new) {
             return Err(Exception::gp(0));
         }
+        let ends_l2 = self.pending.after_exit.is_nested()
+            && !self.is_virtualization_on(new, self.b.control().cr4);
+        if ends_l2 && from_host {
+            // What follows is about L1's registers.
+            self.abandon_l2_for_user();
+        }
+        let c = self.b.control();
+        let old = c.efer;
         let paging = c.cr0.contains(Cr0::PG);
         if !from_host && paging && (new ^ old).contains(Efer::LME) {
             return Err(Exception::gp(0));
         }
+        if ends_l2 && !from_host {
+            // L2 pulls its hypervisor's processor from under it.
+            self.events.outer.set(Outer::TRIPLE_FAULT, true);
+            self.pending.raise();
+            return Ok(());
+        }
         // LMA is read-only for the guest.
         let new = (new - Efer::LMA) | (old & Efer::LMA);
-        if self.pending.after_exit.is_nested() && !new.contains(Efer::SVME) {
-            if from_host {
-                self.abandon_l2();
-            } else {
-                // L2 pulls its hypervisor's processor from under it.
-                self.events.outer.set(Outer::TRIPLE_FAULT, true);
-                self.pending.raise();
-                return Ok(());
-            }
-        }
         // No flush: translations that were made without NXE have no NX, and those with it forbid
         // no less than the reserved bit would.
         self.b.set_efer(new);
+        if (new ^ old).contains(Efer::SVME) {
+            // Without SVM there is no GIF to hold events back.
+            self.follow_gate();
+        }
         self.note_role();
         Ok(())
     }

@@ -102,9 +102,11 @@ impl<B: Backend> Vcpu<B> {
         true
     }
 
-    /// Outside the loop: ends L2's run for the event that could not do so inside.
+    /// Outside the loop: ends L2's run for what could not do so where it arose.
     pub(crate) fn end_l2_outside(&mut self) {
-        let _ = self.end_l2_for_event(None);
+        if !self.refuse_noted() {
+            let _ = self.end_l2_for_event(None);
+        }
         self.pending.raise();
     }
 

@@ -11,8 +11,9 @@
 //! - before an event is injected it is asked where it goes ([`events`]).
 //!
 //! All three are done inside the loop as far as the pages of L1's that they need can be had through the TDP
-//! tables ([`memory`]). Else the loop is left and the same is done again outside, where a page may be waited for.
+//! tables ([`memory`]). Where L1 has tables of its own for L2 is in [`paging`]. Else the loop is left and the same is done again outside, where a page may be waited for.
 
 mod events;
 mod memory;
+pub(crate) mod paging;
 mod transition;

@@ -2,7 +2,7 @@
 
 use backend::{Backend, Claim, Executed, Level, Nested};
 use mmu::Section;
-use x86::Exception;
+use x86::{Cr4, Efer, Exception};
 
 use super::memory::{Mapped, Whole};
 use crate::{
@@ -23,7 +23,9 @@ impl<B: Backend> Vcpu<B> {
         let Some(nested) = self.b.nested_mut() else { return Next::Leave };
         let l1 = Mapped::new(&self.memory, self.memory.view(s));
         let done = nested.execute(&mut self.gprs, next, &l1);
-        self.executed(done, next)
+        let entered = done == Executed::Entered;
+        let next = self.executed(done, next);
+        if entered { self.nested_root_in_loop(s) } else { next }
     }
 
     /// The same outside, where all of L1's memory can be had.
@@ -50,7 +52,7 @@ impl<B: Backend> Vcpu<B> {
         let nested = self.b.nested_mut()?;
         let l1 = Mapped::new(&self.memory, self.memory.view(s));
         match nested.claims(&self.gprs, &l1) {
-            Ok(Claim::L0) => None,
+            Ok(Claim::L0) => self.answer_nested_fault(s),
             Ok(Claim::L1) => {
                 let done = nested.reflect(&mut self.gprs, &l1);
                 Some(self.executed(done, 0))
@@ -69,6 +71,9 @@ impl<B: Backend> Vcpu<B> {
             let done = nested.reflect(&mut self.gprs, &l1);
             let _ = self.executed(done, 0);
             return Ok(());
+        }
+        if let Some(outcome) = self.nested_fault_outside() {
+            return outcome;
         }
         let _ = self.keep_interrupted_delivery();
         self.handle(self.b.exit())
@@ -100,6 +105,7 @@ impl<B: Backend> Vcpu<B> {
         // What L1's block had of it is gone.
         self.put_back_offer();
         self.follow_gate();
+        self.follow_l1_tables();
         self.pending.raise();
         self.cpuid_inputs_changed();
     }
@@ -113,6 +119,24 @@ impl<B: Backend> Vcpu<B> {
             nested.abandon(&mut self.gprs);
         }
         self.level_changed();
+    }
+
+    /// L1 runs, whatever ran, since user space takes SVM or VMX from it. Registers that user space has set before
+    /// stay: those that a VMEXIT would load are no more L1's than L2's.
+    pub(crate) fn abandon_l2_for_user(&mut self) {
+        if !self.pending.after_exit.is_nested() {
+            return;
+        }
+        let (gprs, rip, rflags) = (self.gprs.0, self.b.rip(), self.b.rflags());
+        self.abandon_l2();
+        self.gprs.0 = gprs;
+        self.b.set_rip(rip);
+        self.b.set_rflags(rflags);
+    }
+
+    /// Whether guests of the guest's may run with these registers.
+    pub(crate) fn is_virtualization_on(&self, efer: Efer, cr4: Cr4) -> bool {
+        self.b.nested().is_some_and(|nested| nested.is_on(efer, cr4))
     }
 
     /// Notes which level runs, and whether events are asked where they go.

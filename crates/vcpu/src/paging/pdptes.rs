@@ -63,11 +63,15 @@ impl<B: Backend> Vcpu<B> {
     /// reserved bits.
     pub(crate) fn load_pdptes(&mut self, cr3: u64) -> Result<(), Exception> {
         let base = pdptes_at(cr3);
-        let reserved = self.reserved_in_pdptes();
         if self.shadow.is_none() && self.b.pdptes().is_none() {
             return Ok(());
         }
-        let Self { b, shadow, memory, .. } = self;
+        if let Some(tables) = self.l1_tables() {
+            let mut entries = [0; 4];
+            self.read_of_l2(&tables, base, &mut entries).ok_or(Exception::gp(0))?;
+            return self.set_loaded_pdptes(entries);
+        }
+        let Self { shadow, memory, .. } = self;
         let entries = match shadow.as_mut().and_then(|shadow| shadow.fetched.take()) {
             Some((at, entries)) if at == base => entries,
             _ => {
@@ -76,9 +80,16 @@ impl<B: Backend> Vcpu<B> {
                 decode_pdptes(&bytes)
             }
         };
+        self.set_loaded_pdptes(entries)
+    }
+
+    /// Sets the PDPTEs that were read from memory.
+    fn set_loaded_pdptes(&mut self, entries: Pdptes) -> Result<(), Exception> {
+        let reserved = self.reserved_in_pdptes();
         if entries.iter().any(|e| e & PRESENT != 0 && e & reserved != 0) {
             return Err(Exception::gp(0));
         }
+        let Self { b, shadow, .. } = self;
         match shadow {
             Some(shadow) => shadow.pdptes = entries,
             None => {

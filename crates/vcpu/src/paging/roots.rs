@@ -58,6 +58,11 @@ impl Roots {
         self.due = true;
     }
 
+    /// The root of L2's, which was due, is there; what else is due stays so.
+    pub(crate) fn nested_found(&mut self) {
+        self.due = self.unload;
+    }
+
     #[inline]
     pub(crate) fn is_shadow(&self) -> bool {
         self.shadow
@@ -138,7 +143,7 @@ impl<B: Backend> Vcpu<B> {
             }
         };
         self.b.set_tdp_root(root);
-        Ok(())
+        self.switch_nested_root()
     }
 
     /// The vCPU sees the memory of the other mode from now on, `smm` or not.
@@ -160,6 +165,7 @@ impl<B: Backend> Vcpu<B> {
 impl<B: Backend> Drop for Vcpu<B> {
     fn drop(&mut self) {
         self.drop_shadow_roots();
+        self.drop_nested_roots();
         for smm in [false, true] {
             while self.roots.cache.take_if(|key, _| key.role.smm() == smm).is_some() {
                 self.vm.memory_in(smm).leave_tdp_root();

@@ -174,6 +174,10 @@ impl<B: Backend> Vcpu<B> {
         {
             return Err(Invalid);
         }
+        // Before any register is set: those of the level that runs are.
+        if !self.is_virtualization_on(s.efer, s.cr4) {
+            self.abandon_l2_for_user();
+        }
         if s.apic_base != self.shared.lapic.base() {
             self.set_apic_base(s.apic_base, true).map_err(|_| Invalid)?;
         }
@@ -183,9 +187,6 @@ impl<B: Backend> Vcpu<B> {
         // An SS that is not usable still carries the CPL.
         self.b.set_gdtr(s.gdt);
         self.b.set_idtr(s.idt);
-        if !s.efer.contains(Efer::SVME) {
-            self.abandon_l2();
-        }
         self.b.set_efer(s.efer);
         self.follow_gate();
         self.b.set_cr0(s.cr0);
@@ -414,6 +415,9 @@ impl<B: Backend> Vcpu<B> {
     /// KVM_TRANSLATE: physical address, writable, user-accessible.
     pub fn translate_address(&mut self, linear: u64) -> Option<(u64, bool, bool)> {
         let context = self.paging();
+        if let Some(tables) = self.l1_tables() {
+            return self.probe_of_l2(&tables, &context, linear);
+        }
         if !context.is_paging() {
             // As it is asked for; but the last one is stock KVM's mark of no address.
             return (linear != u64::MAX).then_some((linear, true, true));

@@ -2,6 +2,7 @@
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
+pub mod nested;
 pub mod vmx;
 
 use std::cell::RefCell;
@@ -34,11 +35,19 @@ pub struct Machine {
     /// PIC, I/O APIC and local APIC in the kernel.
     pub irqchip: bool,
     pub paging: Paging,
+    /// The guest may be a hypervisor.
+    pub nested: bool,
 }
 
 impl Default for Machine {
     fn default() -> Self {
-        Self { features: features(), xstate_cache: true, irqchip: true, paging: Paging::default() }
+        Self {
+            features: features(),
+            xstate_cache: true,
+            irqchip: true,
+            paging: Paging::default(),
+            nested: false,
+        }
     }
 }
 
@@ -160,8 +169,8 @@ pub fn add_vcpu(machine: &Machine, vm: &VmRef, id: u32) -> TestVcpu {
     vm.add_vcpu(shared.clone()).unwrap();
     let mut model = Model::default();
     model.xcr0 = 7;
-    model.cpuid = Some(host_cpuid);
-    let offered = offered(machine.xstate_cache);
+    model.cpuid = Some(if machine.nested { nested::host_cpuid } else { host_cpuid });
+    let offered = if machine.nested { nested::offered() } else { offered(machine.xstate_cache) };
     let b = Svm::new(Counting::new(model), machine.features).unwrap();
     let mut vcpu = Vcpu::new(b, shared, vm.clone(), offered).unwrap();
     let entries: Vec<Entry> = offered.cpuid.entries().to_vec();

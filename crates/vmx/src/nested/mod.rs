@@ -63,10 +63,17 @@ impl<C: Cpu> Vmx<C> {
     }
 }
 
+/// No tables of L1's own.
+impl<C: Cpu> backend::NestedPaging for Vmx<C> {}
+
 impl<C: Cpu> backend::Nested for Vmx<C> {
     #[inline]
     fn level(&self) -> Level {
         if self.cold.of_l1.runs { Level::L2 } else { Level::L1 }
+    }
+
+    fn is_on(&self, _efer: x86::Efer, cr4: x86::Cr4) -> bool {
+        cr4.contains(x86::Cr4::VMXE)
     }
 
     fn has_memory_operand(&self) -> bool {

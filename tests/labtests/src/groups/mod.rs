@@ -34,6 +34,7 @@ mod mmio;
 mod modes;
 mod msr_exits;
 mod msrs;
+mod nested_npt;
 mod nested_svm;
 mod paging_bits;
 mod paging_faults;
@@ -105,6 +106,7 @@ pub fn all() -> impl Iterator<Item = Test> + Clone {
         instructions::TESTS,
         injection::TESTS,
         hostile::TESTS,
+        nested_npt::TESTS,
         nested_svm::TESTS,
         delivery::TESTS,
         shadows::TESTS,

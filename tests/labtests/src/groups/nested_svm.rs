@@ -19,13 +19,13 @@ tests!("nested_svm":
 );
 
 /// The block; the host save area, the maps and L2's code follow by pages.
-const BLOCK: u64 = FREE;
+pub const BLOCK: u64 = FREE;
 const EXIT_CODE: u64 = 0x70;
-const EXIT_CPUID: u64 = 0x72;
+pub const EXIT_CPUID: u64 = 0x72;
 const EXIT_INTR: u64 = 0x60;
-const EXIT_INVALID: u64 = u64::MAX;
-const RIP: u64 = 0x578;
-const L2_CODE: u64 = FREE + 0x8000;
+pub const EXIT_INVALID: u64 = u64::MAX;
+pub const RIP: u64 = 0x578;
+pub const L2_CODE: u64 = FREE + 0x8000;
 
 /// Switches SVM on and makes a block whose guest runs at `L2_CODE` with L1's registers. Intercepts: VMRUN and CPUID.
 macro_rules! prepared {
@@ -77,10 +77,15 @@ guest_code!(
     "jmp 0b",
 );
 
-/// CPUID, and HLT if it goes on.
-const L2_CPUID: [u8; 3] = [0x0f, 0xa2, 0xf4];
+/// A hypervisor that runs the block at [`BLOCK`] for ever, with a mark before each run.
+pub fn hypervisor() -> &'static [u8] {
+    runs_blocks()
+}
 
-fn with(code: &[u8], l2: &[u8]) -> Outcome<Guest> {
+/// CPUID, and HLT if it goes on.
+pub const L2_CPUID: [u8; 3] = [0x0f, 0xa2, 0xf4];
+
+pub fn with(code: &[u8], l2: &[u8]) -> Outcome<Guest> {
     let guest = Guest::new(Chip::Kernel, code)?;
     let mut cpuid = guest.system.supported_cpuid()?;
     if cpuid.find(0x8000_0001, 0).is_none_or(|entry| entry.ecx & 1 << 2 == 0) {

@@ -1,0 +1,413 @@
+//! L2 with tables of L1's: its physical addresses go through those before they are L1's.
+//!
+//! The hardware walks shadow pages that are composed of L1's tables and the VM's tree ([`mmu::nested`]). Before an
+//! entry of L2 their root is looked up, inside the loop if nothing is missing, else before the next entry. A fault
+//! on them is L1's if its tables refuse the access; else the frame is brought, or there is a device of L1's.
+//!
+//! Software that follows an address of L2's (the emulator, instruction fetch) goes through both translations. What
+//! L1's tables refuse there is noted, and ends L2's run before anything else happens.
+
+use core::mem::{replace, swap, take};
+
+use backend::{
+    Backend, Event, Exit, L1Flush, L1Tables, NestedPageFault, NestedPaging, TablesRefuse, TdpFault,
+};
+use emulate::Stop;
+use host::{KBox, NoMemory};
+use mmu::nested::{
+    Part,
+    walk::{LinearError, SecondStage, StageError, probe, translate_linear},
+};
+use mmu::{
+    CodeFetch, EptOffer, GuestMemory, L1Fault, NestedAccess, NestedFault, NestedRoots,
+    NestedSwitch, PagingContext, Section, Tables, walk,
+};
+use stats::VcpuCount;
+use vm::memory::{MemoryError, NestedOutcome, shadow::Caller};
+use x86::{
+    Exception, Gpa, Gva,
+    cpuid::{Vendor, feature},
+};
+
+use super::memory::{Mapped, Whole};
+use crate::{
+    Vcpu,
+    run::{
+        events::Outer,
+        outcome::{Next, Outcome},
+        user_exit::UserExit,
+    },
+};
+
+/// A vCPU's side of L1's tables for L2.
+#[derive(Debug)]
+pub(crate) struct Stage {
+    /// The tables that L2 runs with. `None`: L1 runs, or L2 without any.
+    tables: Option<Tables>,
+    roots: NestedRoots,
+    /// The bytes that were fetched for the others: with tables of L1's nothing is remembered.
+    fetch: KBox<CodeFetch>,
+    /// An access in software that L1's tables refuse, L2-physical.
+    refused: Option<(Gpa, TablesRefuse)>,
+}
+
+impl Stage {
+    #[inline(never)]
+    fn new() -> Result<KBox<Self>, NoMemory> {
+        const ROOTS: NestedRoots = NestedRoots::new();
+        let fetch = crate::code_fetch()?;
+        KBox::make(|| Self { tables: None, roots: ROOTS, fetch, refused: None })
+    }
+}
+
+const fn told(fault: L1Fault) -> TablesRefuse {
+    match fault {
+        L1Fault::Npf { info } => TablesRefuse::Npf(info),
+        L1Fault::Violation { qualification } => TablesRefuse::Violation(qualification),
+        L1Fault::Misconfiguration => TablesRefuse::Misconfiguration,
+    }
+}
+
+const fn access_of(fault: NestedPageFault) -> NestedAccess {
+    match fault {
+        NestedPageFault::Npf { info, gpa } => NestedAccess::npf(info, gpa),
+        NestedPageFault::Violation { qualification, gpa } => {
+            NestedAccess::violation(qualification, gpa)
+        }
+    }
+}
+
+fn flush(roots: &mut NestedRoots, what: L1Flush) {
+    match what {
+        L1Flush::None => {}
+        L1Flush::All => roots.flush(),
+        L1Flush::Of(pointer) => roots.flush_of(pointer),
+    }
+}
+
+/// Which tables L2 runs with, and on which root.
+impl<B: Backend> Vcpu<B> {
+    /// L1's tables that L2 runs with.
+    #[inline]
+    pub(crate) fn l1_tables(&self) -> Option<Tables> {
+        self.stage.as_ref().and_then(|stage| stage.tables)
+    }
+
+    fn wanted_tables(&self) -> Option<L1Tables> {
+        self.b.nested().and_then(NestedPaging::l1_tables)
+    }
+
+    /// Another level runs from now on.
+    #[inline]
+    pub(super) fn follow_l1_tables(&mut self) {
+        let wanted = self.wanted_tables();
+        if wanted.is_some() || self.l1_tables().is_some() {
+            self.change_l1_tables(wanted);
+        }
+    }
+
+    #[inline(never)]
+    fn change_l1_tables(&mut self, wanted: Option<L1Tables>) {
+        let tables = wanted.and_then(|wanted| self.read_tables(wanted));
+        if wanted.is_some() {
+            // Not before its root is there.
+            self.roots.set_due();
+        }
+        let Some(stage) = &mut self.stage else { return };
+        let had = replace(&mut stage.tables, tables).is_some();
+        if had != tables.is_some() {
+            swap(&mut self.fetch, &mut stage.fetch);
+            self.device_seen.forget_decoded();
+        }
+        stage.refused = None;
+    }
+
+    /// How such tables are read, by what L1's CPUID says.
+    fn read_tables(&self, tables: L1Tables) -> Option<Tables> {
+        let maxphyaddr = self.cpuid.maxphyaddr();
+        match tables {
+            L1Tables::Npt { ncr3, cr0, cr4, efer } => {
+                let gbpages = self.cpuid.has(feature::GBPAGES);
+                let amd = self.cpuid.vendor() == Vendor::Amd;
+                let context = PagingContext {
+                    cr0,
+                    cr4,
+                    efer,
+                    maxphyaddr,
+                    gbpages,
+                    amd,
+                    ..PagingContext::default()
+                };
+                Tables::npt(ncr3, &context)
+            }
+            L1Tables::Ept { pointer, pages_2m, pages_1g, execute_only } => {
+                let offer = EptOffer { maxphyaddr, execute_only, pages_2m, pages_1g };
+                Some(Tables::ept(pointer, &offer))
+            }
+        }
+    }
+
+    /// Right after L2 was entered inside the loop: gives it its root.
+    #[inline]
+    pub(super) fn nested_root_in_loop(&mut self, s: Section<'_>) -> Next {
+        if self.roots.is_due() { self.find_nested_root(s) } else { Next::Again }
+    }
+
+    #[inline(never)]
+    fn find_nested_root(&mut self, s: Section<'_>) -> Next {
+        let Self { b, stage: Some(stage), memory, roots, .. } = self else { return Next::Done };
+        let (Some(tables), Some(nested)) = (stage.tables, b.nested_mut()) else {
+            return Next::Done;
+        };
+        let Some(mut guard) = memory.nested().and_then(|pages| pages.try_lock()) else {
+            return Next::Done;
+        };
+        flush(&mut stage.roots, nested.take_l1_flush());
+        match guard.nested_switch(&memory.view(s), &mut stage.roots, &tables) {
+            NestedSwitch::Ready(root) => {
+                nested.set_nested_root(root.hpa, tables.tracks_ept());
+                roots.nested_found();
+                Next::Again
+            }
+            NestedSwitch::NeedPages(_) | NestedSwitch::Refused => Next::Done,
+        }
+    }
+
+    /// Outside the loop: gives L2 its root, if it runs with tables of L1's.
+    #[inline]
+    pub(crate) fn switch_nested_root(&mut self) -> Result<(), NoMemory> {
+        match self.wanted_tables() {
+            None => Ok(()),
+            wanted => self.find_nested_root_outside(wanted).inspect_err(|_| self.roots.set_due()),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn find_nested_root_outside(&mut self, wanted: Option<L1Tables>) -> Result<(), NoMemory> {
+        if self.stage.is_none() {
+            self.stage = Some(Stage::new()?);
+            self.change_l1_tables(wanted);
+        }
+        let smm = self.smm.active;
+        let Self { b, stage: Some(stage), memory, vm, shared, roots, .. } = self else {
+            return Ok(());
+        };
+        let (Some(tables), Some(nested)) = (stage.tables, b.nested_mut()) else {
+            return Err(NoMemory);
+        };
+        memory.prepare_nested(&***vm)?;
+        flush(&mut stage.roots, nested.take_l1_flush());
+        let by = || Caller { vcpu: shared, flush: &***vm };
+        let root = match memory.nested_switch(by(), &mut stage.roots, &tables) {
+            Ok(root) => root,
+            Err(_) => {
+                // They may be of the memory of the other mode.
+                vm.memory_in(!smm).nested_release(&mut stage.roots);
+                memory.nested_switch(by(), &mut stage.roots, &tables).map_err(|_| NoMemory)?
+            }
+        };
+        nested.set_nested_root(root.hpa, tables.tracks_ept());
+        roots.nested_found();
+        Ok(())
+    }
+
+    /// Lets go of all roots: the vCPU goes.
+    pub(crate) fn drop_nested_roots(&mut self) {
+        let Self { stage: Some(stage), vm, .. } = self else { return };
+        for smm in [false, true] {
+            vm.memory_in(smm).nested_release(&mut stage.roots);
+        }
+    }
+}
+
+/// Faults of L2's on its root.
+impl<B: Backend> Vcpu<B> {
+    /// The access of the last exit of L2, if that was a fault on tables of L1's.
+    #[inline]
+    fn fault_on_tables(&self) -> Option<NestedAccess> {
+        self.l1_tables()?;
+        self.b.nested()?.nested_page_fault().map(access_of)
+    }
+
+    /// Such a fault inside the loop. `None`: the exit is another.
+    #[inline]
+    pub(super) fn answer_nested_fault(&mut self, s: Section<'_>) -> Option<Next> {
+        let access = self.fault_on_tables()?;
+        Some(self.nested_fault_in_loop(s, &access))
+    }
+
+    #[inline(never)]
+    fn nested_fault_in_loop(&mut self, s: Section<'_>, access: &NestedAccess) -> Next {
+        let Self { b, stage: Some(stage), memory, gprs, .. } = self else { return Next::Leave };
+        let view = memory.view(s);
+        let Some(mut guard) = memory.nested().and_then(|pages| pages.try_lock()) else {
+            return Next::Leave;
+        };
+        let outcome = guard.nested_fault(&view, &stage.roots, access);
+        drop(guard);
+        match outcome {
+            NestedFault::Fixed { replaced } => self.nested_fault_fixed(replaced),
+            NestedFault::L1(fault) => {
+                let undelivered = b.interrupted_delivery();
+                let Some(nested) = b.nested_mut() else { return Next::Leave };
+                let l1 = Mapped::new(memory, view);
+                let at = Gpa(access.gpa);
+                let done = nested.refuse(gprs, at, told(fault), undelivered, &l1);
+                self.refused(done, undelivered)
+            }
+            NestedFault::NeedFrame(_) | NestedFault::NeedPages(_) => Next::Leave,
+        }
+    }
+
+    fn nested_fault_fixed(&mut self, replaced: bool) -> Next {
+        if replaced && let Some(nested) = self.b.nested_mut() {
+            nested.flush_nested();
+        }
+        self.stats.count(VcpuCount::PfFixed);
+        self.keep_interrupted_delivery()
+    }
+
+    /// Goes on after an attempt to end L2's run for what L1's tables refuse.
+    fn refused(&mut self, done: backend::Executed, undelivered: Option<Event>) -> Next {
+        if done != backend::Executed::Outside {
+            self.events.again = None;
+            self.events.exception = None;
+            self.stats.count(VcpuCount::PfGuest);
+        }
+        let next = self.executed(done, 0);
+        if next == Next::Again && undelivered == Some(Event::Nmi) {
+            // L1 injects it again.
+            self.b.set_nmi_masked(false);
+        }
+        next
+    }
+
+    /// Such a fault outside. `None`: the exit is another.
+    pub(super) fn nested_fault_outside(&mut self) -> Option<Outcome> {
+        let access = self.fault_on_tables()?;
+        Some(self.handle_nested_fault(&access))
+    }
+
+    #[inline(never)]
+    fn handle_nested_fault(&mut self, access: &NestedAccess) -> Outcome {
+        let Self { stage: Some(stage), vm, memory, tables, shared, .. } = self else {
+            return Ok(());
+        };
+        let by = Caller { vcpu: shared, flush: &***vm };
+        let outcome = memory.nested_fault(by, tables, &mut stage.roots, access);
+        if let NestedOutcome::L1(fault) = outcome {
+            let undelivered = self.b.interrupted_delivery();
+            self.refuse_outside(Gpa(access.gpa), told(fault), undelivered);
+            return Ok(());
+        }
+        let _ = self.keep_interrupted_delivery();
+        match outcome {
+            NestedOutcome::Fixed { replaced } => {
+                let _ = self.nested_fault_fixed(replaced);
+                Ok(())
+            }
+            NestedOutcome::Retry | NestedOutcome::L1(_) => Ok(()),
+            NestedOutcome::Mmio(gpa) => self.nested_device_access(gpa, false),
+            NestedOutcome::ReadonlyWrite(gpa) => self.nested_device_access(gpa, true),
+            NestedOutcome::Error(MemoryError::Interrupted) => Err(UserExit::Intr.into()),
+            NestedOutcome::Error(_) => {
+                Err(UserExit::MemoryFault { flags: 0, gpa: 0, size: 4096 }.into())
+            }
+        }
+    }
+
+    /// L1's tables lead to a device of L1's, or to ROM.
+    fn nested_device_access(&mut self, gpa: Gpa, present: bool) -> Outcome {
+        let Exit::TdpFault(fault) = self.b.exit() else { return Ok(()) };
+        self.stats.count(VcpuCount::PfEmulate);
+        self.device_access(TdpFault { gpa, present, ..fault })
+    }
+
+    fn refuse_outside(&mut self, at: Gpa, why: TablesRefuse, undelivered: Option<Event>) {
+        self.user_io.forget();
+        let Self { b, gprs, memory, .. } = self;
+        let Some(nested) = b.nested_mut() else { return };
+        let done = nested.refuse(gprs, at, why, undelivered, &Whole::new(memory, None));
+        let _ = self.refused(done, undelivered);
+    }
+}
+
+/// Addresses of L2's in software.
+impl<B: Backend> Vcpu<B> {
+    /// Translates a linear address of L2's, which runs with `tables`. What those refuse ends L2's run before the
+    /// next entry.
+    #[inline(never)]
+    pub(crate) fn translate_of_l2(
+        &mut self,
+        tables: &Tables,
+        at: Gva,
+        access: walk::Access,
+    ) -> Result<Gpa, Stop> {
+        let context = self.paging();
+        match translate_linear(&*self.memory, tables, &context, at.0, access) {
+            Ok(found) => Ok(found.gpa),
+            Err(LinearError::L2(exception)) => Err(Stop::Fault(exception)),
+            Err(LinearError::NonCanonical) => Err(Stop::Fault(Exception::gp(0))),
+            Err(LinearError::Stage(StageError::L1 { gpa, fault })) => {
+                self.note_refused(gpa, fault);
+                Err(Stop::Retry)
+            }
+            Err(LinearError::Stage(StageError::Memory { .. })) => Err(Stop::Unsupported),
+        }
+    }
+
+    /// Reads words at an address that is physical to L2. `None`: L1's tables refuse, which ends L2's run, or there
+    /// is no memory.
+    pub(crate) fn read_of_l2(&mut self, tables: &Tables, at: u64, words: &mut [u64]) -> Option<()> {
+        for (n, word) in (0..).zip(words) {
+            let gpa = Gpa(at.wrapping_add(8 * n));
+            match SecondStage::physical(&*self.memory, *tables).read_u64(gpa) {
+                Ok(value) => *word = value,
+                Err(StageError::L1 { gpa, fault }) => {
+                    self.note_refused(gpa, fault);
+                    return None;
+                }
+                Err(StageError::Memory { .. }) => return None,
+            }
+        }
+        Some(())
+    }
+
+    #[cold]
+    fn note_refused(&mut self, gpa: Gpa, fault: L1Fault) {
+        if let Some(stage) = &mut self.stage {
+            stage.refused = Some((gpa, told(fault)));
+            self.events.outer.set(Outer::NESTED, true);
+            self.pending.raise();
+        }
+    }
+
+    /// Before an entry: ends L2's run for what was noted. Whether something was.
+    pub(super) fn refuse_noted(&mut self) -> bool {
+        let noted = self.stage.as_mut().and_then(|stage| take(&mut stage.refused));
+        let Some((at, why)) = noted else { return false };
+        let undelivered = self.b.cancel_injection().or(self.events.again);
+        self.refuse_outside(at, why, undelivered);
+        true
+    }
+}
+
+/// For KVM_TRANSLATE.
+impl<B: Backend> Vcpu<B> {
+    /// Where a linear address of L2's leads: L1-physical, whether both translations let it be written, and whether L2's
+    /// lets a program access it.
+    #[cold]
+    pub(crate) fn probe_of_l2(
+        &self,
+        tables: &Tables,
+        context: &PagingContext,
+        linear: u64,
+    ) -> Option<(u64, bool, bool)> {
+        let stage = SecondStage::tables(&*self.memory, *tables);
+        let found = walk::probe(&stage, context, linear, walk::Access::READ).ok()?;
+        let access = tables.access(found.gpa, walk::AccessKind::Read, Part::Page);
+        let stage = probe(&*self.memory, tables, &access).ok()?;
+        Some((stage.gpa.0, found.writable && stage.writable, found.user))
+    }
+}

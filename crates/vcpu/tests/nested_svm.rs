@@ -1,0 +1,209 @@
+//! A guest that runs a guest of its own by SVM, and what user space does to the two.
+
+mod rig;
+
+use gannet_vcpu::UserExit;
+use rig::nested::{Hypervisor, L2_RIP};
+use rig::{exit, shutdown};
+use x86::vmcb::ExitCode;
+use x86::{Cr0, Cr4, Efer, msr};
+
+#[test]
+fn a_reset_by_user_space_while_l2_runs_sets_every_register() {
+    let mut machine = Hypervisor::new(false);
+    machine.stop_in_l2();
+    let mut sregs = machine.vcpu.sregs();
+    (sregs.cr0, sregs.cr4, sregs.efer) = (Cr0::CD_NW | Cr0::ET, Cr4::empty(), Efer::empty());
+    (sregs.cs.selector, sregs.cs.base, sregs.cs.attr) = (0xf000, 0xffff_0000, 0x9b);
+    (sregs.ss.base, sregs.gs.base) = (0x1230, 0x4560);
+    (sregs.idt.base, sregs.idt.limit) = (0, 0x3ff);
+    (sregs.gdt.base, sregs.gdt.limit) = (0x10, 0xffff);
+    machine.vcpu.set_sregs(&sregs, None).unwrap();
+    assert_eq!(machine.vcpu.sregs(), sregs);
+    // L1 runs with them.
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.segments[x86::vmcb::SEG_CS].base, 0xffff_0000);
+        shutdown(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Shutdown);
+}
+
+#[test]
+fn registers_that_user_space_sets_before_it_ends_l2_stay() {
+    let mut machine = Hypervisor::new(false);
+    machine.stop_in_l2();
+    let mut regs = machine.vcpu.regs();
+    regs.gpr = core::array::from_fn(|n| 0x100 + n as u64);
+    regs.rip = 0xfff0;
+    regs.rflags |= x86::Rflags::from_bits_retain(0x41);
+    machine.vcpu.set_regs(&regs);
+    let mut sregs = machine.vcpu.sregs();
+    (sregs.cr0, sregs.efer) = (Cr0::CD_NW | Cr0::ET, Efer::empty());
+    sregs.cs.attr = 0x9b;
+    machine.vcpu.set_sregs(&sregs, None).unwrap();
+    assert_eq!(machine.vcpu.regs(), regs);
+}
+
+#[test]
+fn efer_that_user_space_sets_has_the_lma_of_l1() {
+    let mut machine = Hypervisor::new(false);
+    const BLOCK: u64 = rig::nested::BLOCK;
+    // L2 is in real mode.
+    for (at, value) in [(0x4d0, Efer::SVME.bits()), (0x558, 0x10), (0x548, 0)] {
+        machine.put(BLOCK + at, value);
+    }
+    machine.put(BLOCK + 0x410, 0x0000_ffff_009b_0000);
+    machine.stop_in_l2();
+    assert!(!machine.vcpu.sregs().efer.contains(Efer::LMA));
+    machine.vcpu.write_msr(msr::EFER, Efer::LME.bits(), true).unwrap();
+    assert_eq!(machine.vcpu.sregs().efer, Efer::LME | Efer::LMA);
+    assert!(machine.vcpu.sregs().cr0.contains(Cr0::PG));
+}
+
+/// What becomes of an SMI that is taken: the VM has no system-management memory.
+const TAKEN: UserExit = UserExit::Dead;
+
+#[test]
+fn an_smi_is_taken_once_svm_is_off_whatever_gif_was() {
+    let mut machine = Hypervisor::new(true);
+    machine.then(exit(ExitCode::Clgi));
+    machine.then(shutdown);
+    assert_eq!(machine.run(), UserExit::Shutdown);
+    // A shutdown resets the vCPU, and sets GIF by that.
+    machine.vcpu.queue_smi();
+    machine.then(shutdown);
+    assert_eq!(machine.run(), TAKEN);
+}
+
+#[test]
+fn an_smi_is_taken_once_efer_has_lost_svme() {
+    let mut machine = Hypervisor::new(false);
+    machine.then(exit(ExitCode::Clgi));
+    machine.then(exit(ExitCode::Hlt));
+    assert_eq!(machine.run(), UserExit::Hlt);
+    let efer = machine.vcpu.sregs().efer - Efer::SVME;
+    machine.vcpu.write_msr(msr::EFER, efer.bits(), true).unwrap();
+    machine.vcpu.queue_smi();
+    machine.then(shutdown);
+    assert_eq!(machine.run(), TAKEN);
+}
+
+#[test]
+fn what_l2_was_doing_goes_on_when_user_space_writes_its_registers_back() {
+    let mut machine = Hypervisor::new(false);
+    machine.stop_in_l2();
+    let (regs, sregs) = (machine.vcpu.regs(), machine.vcpu.sregs());
+    machine.vcpu.set_sregs(&sregs, None).unwrap();
+    machine.vcpu.set_regs(&regs);
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, L2_RIP + 2);
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+}
+
+/// Tables of L1's: a root, two levels, and the leaves of the first 2 MiB.
+const TABLES: u64 = 0x1_0000;
+const LEAVES: u64 = TABLES + 0x3000;
+/// A page that L1's tables do not map, and one that they lead elsewhere.
+const ABSENT: u64 = 0x2_0000;
+const MOVED: u64 = 0x2_1000;
+const NPF_FINAL: u64 = 1 << 32;
+
+/// L1 has tables of its own for L2, in which all but two pages lead to themselves.
+fn with_tables(irqchip: bool) -> Hypervisor {
+    let machine = Hypervisor::new(irqchip);
+    for level in 0..3 {
+        machine.put(TABLES + level * 0x1000, (TABLES + (level + 1) * 0x1000) | 7);
+    }
+    for page in 0..64 {
+        machine.put(LEAVES + page * 8, page << 12 | 7);
+    }
+    machine.put(LEAVES + (ABSENT >> 12) * 8, 0);
+    machine.put(LEAVES + (MOVED >> 12) * 8, 0x3_0000 | 7);
+    machine.put(rig::nested::BLOCK + 0x90, 1);
+    machine.put(rig::nested::BLOCK + 0xb0, TABLES);
+    machine
+}
+
+/// A fault of L2's at `at`; a user's, as every one is.
+fn npf(at: u64, code: u64) -> impl FnMut(&mut x86::vmcb::Vmcb, &mut backend::Gprs) + Send {
+    move |vmcb, gprs| {
+        exit(ExitCode::Npf)(vmcb, gprs);
+        (vmcb.control.exit_info_1, vmcb.control.exit_info_2) = (NPF_FINAL | 4 | code, at);
+    }
+}
+
+#[test]
+fn l2_with_tables_of_l1_has_a_root_of_its_own() {
+    let mut machine = with_tables(false);
+    let root = std::sync::Arc::new(std::sync::atomic::AtomicU64::new(0));
+    let of_l1 = root.clone();
+    machine.then(move |vmcb, gprs| {
+        of_l1.store(vmcb.control.ncr3, std::sync::atomic::Ordering::Relaxed);
+        rig::nested::vmrun(vmcb, gprs);
+    });
+    machine.then(npf(MOVED, 2));
+    machine.then(move |vmcb, gprs| {
+        let l1 = root.load(std::sync::atomic::Ordering::Relaxed);
+        assert!(vmcb.control.ncr3 != l1 && vmcb.control.ncr3 != 0 && l1 != 0);
+        assert_eq!(vmcb.save.rip, L2_RIP);
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+    let bits = machine.get(LEAVES + (MOVED >> 12) * 8) & 0x60;
+    assert_eq!(bits, 0x60, "accessed and dirty");
+}
+
+#[test]
+fn what_the_tables_of_l1_refuse_is_told_to_l1() {
+    let mut machine = with_tables(false);
+    machine.vmrun();
+    machine.then(npf(ABSENT + 8, 2));
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, rig::nested::L1_RIP + 3);
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+    let told = |at| machine.get(rig::nested::BLOCK + at);
+    assert_eq!((told(0x70), told(0x78), told(0x80)), (0x400, NPF_FINAL | 6, ABSENT + 8));
+}
+
+#[test]
+fn a_withdrawal_flushes_l2s_translations_and_l1s() {
+    let mut machine = with_tables(false);
+    machine.stop_in_l2();
+    machine.vcpu.shared().request(vm::vcpu_shared::Request::FlushTlb);
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.control.tlb_ctl, 3);
+        npf(ABSENT, 0)(vmcb, gprs);
+    });
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.control.tlb_ctl, 3);
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+}
+
+#[test]
+fn user_space_is_told_where_l1s_tables_lead() {
+    let mut machine = with_tables(false);
+    // L2 without paging of its own.
+    for (at, value) in [(0x4d0, Efer::SVME.bits()), (0x558, 0x10), (0x548, 0)] {
+        machine.put(rig::nested::BLOCK + at, value);
+    }
+    machine.put(rig::nested::BLOCK + 0x410, 0x0000_ffff_009b_0000);
+    machine.stop_in_l2();
+    assert_eq!(machine.vcpu.translate_address(MOVED + 4), Some((0x3_0004, true, true)));
+    assert_eq!(machine.vcpu.translate_address(ABSENT), None);
+}
+
+#[test]
+fn tables_need_an_l1_in_long_mode_and_a_pat_that_exists() {
+    let mut machine = with_tables(false);
+    machine.put(rig::nested::BLOCK + 0x668, 2);
+    machine.vmrun();
+    machine.then(exit(ExitCode::Hlt));
+    assert_eq!(machine.run(), UserExit::Hlt);
+    assert_eq!(machine.get(rig::nested::BLOCK + 0x70), u64::MAX);
+}
