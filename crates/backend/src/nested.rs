@@ -7,7 +7,7 @@
 //! Nothing here sleeps. L1's memory is behind [`L1Memory`]: inside the loop what can be had there, outside all of
 //! it. Who finds a page missing inside has changed nothing, and says [`Executed::Outside`].
 
-use x86::{Cr4, Efer, Exception, Gpa, Vector};
+use x86::{Cr0, Cr4, Efer, Exception, Gpa, Vector};
 
 use crate::{Event, Gprs, NestedPaging, ability::Absent};
 
@@ -125,6 +125,11 @@ pub trait Nested: NestedPaging {
     fn has_memory_operand(&self) -> bool;
     /// Sets IA32_FEATURE_CONTROL, for an instruction that looks at it.
     fn set_feature_control(&mut self, value: u64);
+    /// What a write of CR0 by the level that runs makes of it: in L2 the bits that are L1's own stay. `None`: the
+    /// operation that the processor is in refuses the value (#GP).
+    fn cr0_of_write(&self, value: Cr0) -> Option<Cr0>;
+    /// What a write of CR4 by the level that runs makes of it; see [`cr0_of_write`](Self::cr0_of_write).
+    fn cr4_of_write(&self, value: Cr4) -> Option<Cr4>;
     /// Executes the instruction that made [`Exit::Virtualization`](crate::Exit::Virtualization), behind which L1
     /// goes on at `next_rip`.
     fn execute(&mut self, gprs: &mut Gprs, next_rip: u64, l1: &impl L1Memory) -> Executed;
@@ -179,6 +184,12 @@ impl Nested for Absent {
         match *self {}
     }
     fn set_feature_control(&mut self, _: u64) {
+        match *self {}
+    }
+    fn cr0_of_write(&self, _: Cr0) -> Option<Cr0> {
+        match *self {}
+    }
+    fn cr4_of_write(&self, _: Cr4) -> Option<Cr4> {
         match *self {}
     }
     fn execute(&mut self, _: &mut Gprs, _: u64, _: &impl L1Memory) -> Executed {

@@ -2,7 +2,7 @@
 //! that no MSR exit searches a CPUID table.
 
 use x86::cpuid::{Feature, Vendor, feature};
-use x86::msr::{arch_capabilities, pred_cmd, spec_ctrl};
+use x86::msr::{VMX_BASIC, VMX_VMFUNC, arch_capabilities, pred_cmd, spec_ctrl};
 
 /// The guest's CPUID, as far as MSRs ask. Sixteen bytes; passed by reference or by value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -129,7 +129,12 @@ pub struct HostMsrs {
     pub tsc_aux: bool,
     /// The lazy TSC deadline is offered to guests.
     pub lazy_deadline: bool,
+    /// VMX_BASIC to VMX_VMFUNC as guests are offered them, where they may be hypervisors on an Intel CPU.
+    pub vmx: Option<[u64; VMX_COUNT]>,
 }
+
+/// How many VMX capability MSRs there are, from VMX_BASIC on.
+pub const VMX_COUNT: usize = (VMX_VMFUNC - VMX_BASIC + 1) as usize;
 
 /// What the host's CPU is vulnerable to, by the kernel's judgement, as far as ARCH_CAPABILITIES
 /// tells guests of it.

@@ -24,7 +24,7 @@ mod validity;
 
 pub use class::{Class, classify, holds_address};
 pub use effect::Effect;
-pub use facts::{Flaws, GuestFacts, HostMsrs};
+pub use facts::{Flaws, GuestFacts, HostMsrs, VMX_COUNT};
 pub use mce::{MAX_BANKS, McReport, McVerdict};
 pub use store::MsrStore;
 pub use validity::{pat_is_valid, spec_ctrl_is_valid};

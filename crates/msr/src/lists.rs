@@ -6,6 +6,7 @@
 //! by number.
 
 use crate::HostMsrs;
+use crate::facts::VMX_COUNT;
 use crate::rows::List;
 use x86::msr::*;
 
@@ -85,22 +86,32 @@ macro_rules! lists {
 
 msrs!(lists);
 
+/// The VMX capability MSRs that a VMM should save. The others follow from these and from CPUID: the control words
+/// of CPUs without "true" ones (0x481 to 0x484), and the bits of CR0 and CR4 that may be one (0x487, 0x489).
+const VMX_SAVED: [u32; 12] =
+    [0x480, 0x48d, 0x48e, 0x48f, 0x490, 0x485, 0x486, 0x488, 0x48a, 0x48b, 0x48c, VMX_VMFUNC];
+
 /// KVM_GET_MSR_INDEX_LIST on this host.
 pub fn saved(host: &HostMsrs) -> impl Iterator<Item = u32> + use<> {
     let host = *host;
-    SAVED.iter().copied().filter(move |index| is_on(*index, &host))
+    let vmx = VMX_SAVED.into_iter().filter(move |_| host.vmx.is_some());
+    SAVED.iter().copied().filter(move |index| is_on(*index, &host)).chain(vmx)
 }
 
 /// KVM_GET_MSR_FEATURE_INDEX_LIST on this host.
 pub fn features(host: &HostMsrs) -> impl Iterator<Item = u32> + use<> {
     let host = *host;
-    FEATURES.iter().copied().filter(move |index| value(*index, &host).is_some())
+    let vmx = (VMX_BASIC..=VMX_VMFUNC).filter(move |_| host.vmx.is_some());
+    vmx.chain(FEATURES.iter().copied().filter(move |index| value(*index, &host).is_some()))
 }
 
 impl HostMsrs {
     /// A feature MSR, for KVM_GET_MSRS on /dev/kvm; `None` for one not in [`FEATURES`] or not of this
     /// vendor.
     pub fn feature(&self, index: u32) -> Option<u64> {
-        value(index, self)
+        let vmx = |values: [u64; VMX_COUNT]| {
+            (VMX_BASIC..).zip(values).find(|(of, _)| *of == index).map(|(_, value)| value)
+        };
+        self.vmx.and_then(vmx).or_else(|| value(index, self))
     }
 }

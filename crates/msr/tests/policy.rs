@@ -1,8 +1,8 @@
 //! Who owns which MSR, the lists, and properties over all indices and values.
 
 use gannet_msr::{
-    Class, Flaws, GuestFacts, HostMsrs, MsrStore, classify, holds_address, lists, pat_is_valid,
-    spec_ctrl_is_valid,
+    Class, Flaws, GuestFacts, HostMsrs, MsrStore, VMX_COUNT, classify, holds_address, lists,
+    pat_is_valid, spec_ctrl_is_valid,
 };
 use proptest::prelude::*;
 use x86::cpuid::{Feature, Vendor, feature};
@@ -16,6 +16,7 @@ const AMD: HostMsrs = HostMsrs {
     spec_ctrl: true,
     tsc_aux: true,
     lazy_deadline: true,
+    vmx: None,
 };
 
 #[test]
@@ -116,6 +117,21 @@ fn the_list_follows_the_host() {
     assert_eq!(AMD.feature(UCODE_REV), Some(5));
     assert_eq!(AMD.feature(VMX_BASIC), None);
     assert_eq!(plain.feature(DE_CFG), None);
+}
+
+#[test]
+fn capabilities_of_vmx_are_listed_where_guests_may_have_it() {
+    let without = HostMsrs { amd: false, ..AMD };
+    assert!(!lists::saved(&without).chain(lists::features(&without)).any(|i| i >> 4 == 0x48));
+    let mut values = [0; VMX_COUNT];
+    (values[0], values[17]) = (5, 7);
+    let with = HostMsrs { vmx: Some(values), ..without };
+    assert_eq!(lists::features(&with).count(), lists::features(&without).count() + VMX_COUNT);
+    assert_eq!(lists::saved(&with).count(), lists::saved(&without).count() + 12);
+    assert_eq!(
+        [0x47f, 0x480, 0x491, 0x492].map(|i| with.feature(i)),
+        [None, Some(5), Some(7), None]
+    );
 }
 
 #[test]

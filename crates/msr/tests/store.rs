@@ -13,6 +13,7 @@ const AMD: HostMsrs = HostMsrs {
     spec_ctrl: true,
     tsc_aux: true,
     lazy_deadline: true,
+    vmx: None,
 };
 
 const FACTS: GuestFacts = GuestFacts {

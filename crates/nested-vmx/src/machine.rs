@@ -8,14 +8,14 @@ mod invalidate;
 mod region;
 mod transition;
 
-use x86::vmcs::{Groups, InstructionError};
-use x86::{Exception, Gpa, Rflags};
+use x86::vmcs::{Groups, InstructionError, ProcControls2};
+use x86::{Cr0, Exception, Gpa, Rflags};
 
 pub use entry::{Entered, PendingEntry};
 pub use function::Switch;
 pub use invalidate::Invalidation;
 
-use crate::checks::Limits;
+use crate::checks::{Limits, is_fixed};
 use crate::{Capabilities, Fail, GuestMemory, Vmcs12};
 
 /// Why an operand in L1's linear memory cannot be reached.
@@ -247,6 +247,24 @@ impl Machine {
     pub fn touch_all(&mut self) {
         self.dirty = Groups::ALL;
         self.unchecked = Groups::ALL;
+    }
+
+    /// Whether VMX operation lets the level that runs load this CR0 (SDM vol. 3C §24.8, §26.3). An L2 with EPT may
+    /// be let go without protection and paging.
+    pub fn takes_cr0(&self, value: u64) -> bool {
+        let mut ones = self.capabilities.cr0_fixed0;
+        if self.level == Level::L2
+            && self.vmcs12.secondary().contains(ProcControls2::UNRESTRICTED_GUEST)
+        {
+            ones &= !(Cr0::PE | Cr0::PG).bits();
+        }
+        !self.is_in_operation() || is_fixed(value, ones, self.capabilities.cr0_fixed1)
+    }
+
+    /// Whether VMX operation lets the level that runs load this CR4.
+    pub fn takes_cr4(&self, value: u64) -> bool {
+        let c = &self.capabilities;
+        !self.is_in_operation() || is_fixed(value, c.cr4_fixed0, c.cr4_fixed1)
     }
 
     /// Executes an instruction of L1. When L2 runs, only VMREAD and VMWRITE come here, and only those that L1

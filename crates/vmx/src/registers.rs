@@ -31,6 +31,26 @@ impl<C: Cpu> Vmx<C> {
         }
     }
 
+    /// CR0 as the level that runs reads it: in L2 what is L1's own is as L1 shows it.
+    #[inline]
+    fn seen_cr0(&self, value: Cr0) -> Cr0 {
+        let of_l1 = self.cold.of_l1.cr0;
+        if of_l1.is_empty() {
+            return value;
+        }
+        (value - of_l1) | Cr0::from_bits_retain(self.get(fields::CR0_SHADOW)) & of_l1
+    }
+
+    /// CR4 as the level that runs reads it.
+    #[inline]
+    fn seen_cr4(&self, value: Cr4) -> Cr4 {
+        let of_l1 = self.cold.of_l1.cr4;
+        if of_l1.is_empty() {
+            return value;
+        }
+        (value - of_l1) | Cr4::from_bits_retain(self.get(fields::CR4_SHADOW)) & of_l1
+    }
+
     pub(crate) fn replace_cr2(&mut self, value: u64) {
         self.cr2 = value;
         if self.vmcs.is_loaded() {
@@ -186,7 +206,7 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
         // What is L1's own in L2 stays what L1 made it, whatever L2 sees.
         self.cr0 = (value - self.cold.of_l1.cr0) | self.cr0 & self.cold.of_l1.cr0;
         let fixed = self.features.cr0_fixed - CR0_PG_PE;
-        self.set(fields::CR0_SHADOW, value.bits());
+        self.set(fields::CR0_SHADOW, self.seen_cr0(value).bits());
         self.set(fields::GUEST_CR0, (self.real_cr0(self.cr0) | fixed | Cr0::ET).bits());
         if self.paging.shadow {
             self.paging_mode_changed();
@@ -215,7 +235,7 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
         if self.features.umip_by_exits && changed.contains(Cr4::UMIP) {
             self.watch_tables(value.contains(Cr4::UMIP));
         }
-        self.set(fields::CR4_SHADOW, value.bits());
+        self.set(fields::CR4_SHADOW, self.seen_cr4(value).bits());
         self.set(fields::GUEST_CR4, real.bits());
         if changed.contains(Cr4::OSXSAVE) {
             self.sync_extended();

@@ -237,6 +237,7 @@ impl<C: Cpu> Backend for Vmx<C> {
     fn reset(&mut self, reset: Reset) {
         self.set(fields::CR0_MASK, !self.owned_cr0().bits());
         self.set(fields::CR4_MASK, !self.owned_cr4().bits());
+        self.leave_operation();
         reset_registers(self, reset);
         self.end_halt();
         self.set(fields::GUEST_RIP, 0xfff0);

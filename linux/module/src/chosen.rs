@@ -60,6 +60,8 @@ pub struct Common {
     pub by_exits: Option<Feature>,
     /// Guests may be hypervisors.
     pub nested: bool,
+    /// The VMX capability MSRs that these see.
+    pub vmx: Option<[u64; msr::VMX_COUNT]>,
 }
 
 /// A refusal that was logged; what the module's load returns.
@@ -174,6 +176,7 @@ impl Found {
                     by_exits: None,
                     // What L2's tables are shadowed by is not there without TDP.
                     nested: params::nested(params::tdp()),
+                    vmx: None,
                 }
             }
             Self::Vmx(features) => {
@@ -194,6 +197,7 @@ impl Found {
                     ],
                     by_exits: features.umip_by_exits.then_some(feature::UMIP),
                     nested: features.nested,
+                    vmx: features.nested.then(|| features.nested_capabilities()),
                 }
             }
         }

@@ -124,6 +124,7 @@ pub fn find_out(common: &Common) -> Result<(), NoMemory> {
         spec_ctrl: common.spec_ctrl,
         tsc_aux: common.tsc_aux,
         lazy_deadline: params::lazy_tscdeadline(),
+        vmx: common.vmx,
     })?;
     let msrs = MSRS.get().ok_or(NoMemory)?;
 

@@ -1,4 +1,4 @@
-use x86::vmcs::{Group, Groups, InstructionError, field, place};
+use x86::vmcs::{EntryControls, Group, Groups, InstructionError, field, place};
 use x86::{Exception, Gpa, Rflags};
 use zerocopy::IntoBytes;
 
@@ -310,6 +310,43 @@ fn what_l2_has_left_in_the_hardware_is_fetched_when_it_is_asked_for() {
     assert_eq!(guest.machine.needs(&Instruction::Vmresume), guest.machine.behind());
     round_trip(&mut guest, &mut hardware, Instruction::Vmresume);
     assert_eq!(hardware.has(field::GUEST_FS_BASE), 1);
+}
+
+/// L2 that has set CR0.PE itself and gone on to virtual-8086 mode: CR0 is asked for before the entry looks at it.
+#[test]
+fn an_entry_asks_for_cr0_where_rflags_or_efer_depend_on_it() {
+    let mut guest = Guest::with_vmcs();
+    let mut hardware = Vmcs02::new();
+    round_trip(&mut guest, &mut hardware, Instruction::Vmlaunch);
+    assert_eq!(guest.machine.needs(&Instruction::Vmresume), Groups::NONE);
+    let vmcs12 = guest.machine.vmcs12_mut();
+    let flags = vmcs12.get(field::GUEST_RFLAGS);
+    vmcs12.set(field::GUEST_RFLAGS, flags | Rflags::VM.bits());
+    guest.machine.vm86 = true;
+    assert_eq!(guest.machine.needs(&Instruction::Vmresume), REST);
+    guest.machine.vmcs12_mut().set(field::GUEST_RFLAGS, flags);
+    guest.machine.vm86 = false;
+    let entry = guest.machine.vmcs12().entry();
+    let untold = entry.difference(EntryControls::LOAD_EFER | EntryControls::IA32E_GUEST);
+    guest.machine.vmcs12_mut().set(field::ENTRY_CONTROLS, untold.bits());
+    guest.machine.dirty = Groups::of(Group::Msrs);
+    assert_eq!(guest.machine.needs(&Instruction::Vmresume), REST);
+}
+
+#[test]
+fn vmx_operation_holds_bits_of_cr0_and_cr4() {
+    let (cr0, cr4) = (0x8000_0031, 0x2020);
+    let outside = Guest::new();
+    assert!(outside.machine.takes_cr0(0x10) && outside.machine.takes_cr4(0));
+    let mut guest = Guest::with_vmcs();
+    assert!(guest.machine.takes_cr0(cr0) && guest.machine.takes_cr4(cr4));
+    assert!(!guest.machine.takes_cr4(cr4 & !0x2000), "VMXE");
+    for bit in [1, 0x20, 0x8000_0000] {
+        assert!(!guest.machine.takes_cr0(cr0 & !bit), "{bit:#x}");
+    }
+    set!(guest.machine.vmcs12_mut(), PROC_CONTROLS = 1 << 31, PROC_CONTROLS2 = 1 << 7 | 1 << 1);
+    guest.machine.enter_l2();
+    assert!(guest.machine.takes_cr0(0x30) && !guest.machine.takes_cr0(0x10));
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Between L2 and L1: what an exit leaves in the hardware's VMCS, and when it has to be fetched.
 
 use x86::vmcs::place;
-use x86::vmcs::{Groups, ProcControls2, Shadow, event, field};
+use x86::vmcs::{EntryControls, Group, Groups, ProcControls2, Shadow, event, field};
 
 use super::{Instruction, Level, Machine};
 use crate::leave::{self, Exit, Known, Report};
@@ -118,10 +118,23 @@ impl Machine {
         let by_mode = information & event::VALID != 0
             && information & event::TYPE == event::EXCEPTION
             && self.vmcs12.secondary().contains(ProcControls2::UNRESTRICTED_GUEST);
-        if self.checks_whole_guest() || by_mode || self.dirty.meets(self.behind) {
+        if self.checks_whole_guest()
+            || by_mode
+            || self.asks_control_registers()
+            || self.dirty.meets(self.behind)
+        {
             return self.behind;
         }
         Groups::NONE
+    }
+
+    /// Whether what an entry always looks at depends on CR0, which L2 may have changed itself: virtual-8086 mode
+    /// needs CR0.PE, and an EFER that the entry does not load follows CR0.PG.
+    fn asks_control_registers(&self) -> bool {
+        let entry = self.vmcs12.entry();
+        let vm86 = self.vmcs12.get(field::GUEST_RFLAGS) & x86::Rflags::VM.bits() != 0;
+        let efer_is_told = entry.intersects(EntryControls::LOAD_EFER | EntryControls::IA32E_GUEST);
+        vm86 || !efer_is_told && self.dirty.has(Group::Msrs)
     }
 
     /// Fetches groups from the hardware's VMCS in which an exit has left them.

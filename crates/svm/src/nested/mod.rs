@@ -28,7 +28,7 @@ use nested_svm::{
     reflect::{self, Exit},
 };
 use x86::{
-    Cr4, Efer, Gpa, Hpa, Rflags,
+    Cr0, Cr4, Efer, Gpa, Hpa, Rflags,
     vmcb::{Clean, Control, ExitCode, vintr},
 };
 
@@ -188,6 +188,14 @@ impl<C: Cpu> Nested for Svm<C> {
     }
 
     /// Operands are physical addresses.
+    fn cr0_of_write(&self, value: Cr0) -> Option<Cr0> {
+        Some(value)
+    }
+
+    fn cr4_of_write(&self, value: Cr4) -> Option<Cr4> {
+        Some(value)
+    }
+
     fn has_memory_operand(&self) -> bool {
         false
     }

@@ -2,7 +2,7 @@
 //!
 //! APM vol. 2 §3.1 (registers), §14.1.3 and §15.8.1 (intercepts).
 
-use backend::{Backend, ControlRegs, CrAccess, RAX, RCX, RDX};
+use backend::{Backend, ControlRegs, CrAccess, Nested, RAX, RCX, RDX};
 use emulate::CodeSize;
 use mmu::Section;
 use x86::{Cr0, Cr4, Efer, Exception};
@@ -129,7 +129,10 @@ impl<B: Backend> Vcpu<B> {
             return Err(Exception::gp(0));
         }
         // Reserved bits of the lower half are dropped, and ET is always one.
-        let new = Cr0::from_bits_truncate(value) | Cr0::ET;
+        let mut new = Cr0::from_bits_truncate(value) | Cr0::ET;
+        if let Some(nested) = self.b.nested() {
+            new = nested.cr0_of_write(new).ok_or(Exception::gp(0))?;
+        }
         if !new.is_consistent() {
             return Err(Exception::gp(0));
         }
@@ -185,7 +188,10 @@ impl<B: Backend> Vcpu<B> {
     fn write_cr4(&mut self, value: u64) -> Result<(), Exception> {
         let c = self.b.control();
         let long = c.efer.is_long();
-        let (old, new) = (c.cr4, Cr4::from_bits_retain(value));
+        let (old, mut new) = (c.cr4, Cr4::from_bits_retain(value));
+        if let Some(nested) = self.b.nested() {
+            new = nested.cr4_of_write(new).ok_or(Exception::gp(0))?;
+        }
         let changed = new ^ old;
         if !self.cpuid.cr4_allowed().contains(new)
             || (long && (!new.contains(Cr4::PAE) || changed.contains(Cr4::LA57)))

@@ -4,11 +4,14 @@ use backend::GuestLimits;
 use cpu::Cpu;
 use nested_vmx::Capabilities;
 use nested_vmx::capabilities::{Host, Offer, Refused};
-use x86::vmcs::capability::FEATURE_CONTROL;
+use x86::vmcs::capability::{FEATURE_CONTROL, VMX_BASIC};
 use x86::vmcs::{EntryControls, ExitControls, PinControls, ProcControls, ProcControls2};
 
 use super::kept::Nested;
-use crate::state::Vmx;
+use crate::{features::Features, state::Vmx};
+
+/// How many capability MSRs there are, from VMX_BASIC to VMX_VMFUNC.
+const VMX_MSRS: usize = 18;
 
 /// What is offered: nothing that needs tables of L1's own for L2 (EPT), pages of L1's that the hardware would use
 /// by itself, or a timer or a counter beside those of L0.
@@ -35,6 +38,18 @@ const OFFER: Offer = Offer {
 pub(crate) fn whole(host: &Host, limits: &GuestLimits) -> Capabilities {
     let host = Host { cr4_fixed1: limits.cr4_allowed.bits(), ..*host };
     Capabilities::compute(&host, &OFFER)
+}
+
+impl Features {
+    /// The capability MSRs that a guest with all that this CPU offers would see, in their order.
+    pub fn nested_capabilities(&self) -> [u64; VMX_MSRS] {
+        let all = Capabilities::compute(&self.nested_host, &OFFER);
+        let mut values = [0; VMX_MSRS];
+        for (value, index) in values.iter_mut().zip(VMX_BASIC..) {
+            *value = all.read(index).unwrap_or(0);
+        }
+        values
+    }
 }
 
 impl<C: Cpu> Vmx<C> {

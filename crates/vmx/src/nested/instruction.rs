@@ -162,6 +162,10 @@ impl<C: Cpu> Vmx<C> {
         l1: &M,
     ) -> Executed {
         let reason = self.exit_reason();
+        if !self.cr4.contains(Cr4::VMXE) {
+            // The VMM has ended VMX operation with the registers that it set.
+            n.machine.reset();
+        }
         let mut memory = Memory::new(l1);
         let leaves_current = matches!(
             reason,

@@ -19,6 +19,7 @@ use backend::{Claim, Event, Executed, Gate, Gprs, L1Memory, Level, Nesting, Outs
 use cpu::Cpu;
 use host::KBox;
 use nested_vmx::machine;
+use x86::{Cr0, Cr4};
 
 use crate::{permission::MsrMap, state::Vmx};
 use kept::Nested;
@@ -53,6 +54,20 @@ impl<C: Cpu> Vmx<C> {
         self.nested.as_ref().is_some_and(|n| n.machine.vmxon().is_some())
     }
 
+    /// What belongs to nesting, of a guest in VMX operation. Without CR4.VMXE it is in none any more: the VMM has set
+    /// other registers.
+    fn in_operation(&self) -> Option<&Nested> {
+        let on = |n: &&KBox<Nested>| n.machine.is_in_operation() && self.cr4.contains(Cr4::VMXE);
+        self.nested.as_ref().filter(on).map(|n| &**n)
+    }
+
+    /// L1 is reset: it is in VMX operation no more.
+    pub(crate) fn leave_operation(&mut self) {
+        if let Some(n) = self.nested.as_mut().filter(|n| n.machine.is_in_operation()) {
+            n.machine.reset();
+        }
+    }
+
     /// Does something with what belongs to nesting and with the vCPU.
     #[inline(always)]
     fn with_nested<R>(&mut self, f: impl FnOnce(&mut Self, &mut Nested) -> R) -> Option<R> {
@@ -84,6 +99,20 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         if let Some(n) = &mut self.nested {
             n.feature_control = value;
         }
+    }
+
+    fn cr0_of_write(&self, value: Cr0) -> Option<Cr0> {
+        let Some(n) = self.in_operation() else { return Some(value) };
+        let of_l1 = self.cold.of_l1.cr0;
+        let new = (value - of_l1) | self.cr0 & of_l1;
+        n.machine.takes_cr0(new.bits()).then_some(new)
+    }
+
+    fn cr4_of_write(&self, value: Cr4) -> Option<Cr4> {
+        let Some(n) = self.in_operation() else { return Some(value) };
+        let of_l1 = self.cold.of_l1.cr4;
+        let new = (value - of_l1) | self.cr4 & of_l1;
+        n.machine.takes_cr4(new.bits()).then_some(new)
     }
 
     fn execute(&mut self, gprs: &mut Gprs, _next_rip: u64, l1: &impl L1Memory) -> Executed {
