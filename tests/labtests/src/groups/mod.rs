@@ -36,6 +36,7 @@ mod msr_exits;
 mod msrs;
 mod nested_npt;
 mod nested_svm;
+mod nested_vmx;
 mod paging_bits;
 mod paging_faults;
 mod paging_flushes;
@@ -108,6 +109,7 @@ pub fn all() -> impl Iterator<Item = Test> + Clone {
         hostile::TESTS,
         nested_npt::TESTS,
         nested_svm::TESTS,
+        nested_vmx::TESTS,
         delivery::TESTS,
         shadows::TESTS,
         debugger::TESTS,
