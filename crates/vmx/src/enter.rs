@@ -192,6 +192,9 @@ impl<C: Cpu> Vmx<C> {
     fn forget_tdp(&mut self) {
         if self.features.invept_single {
             self.cpu.invept(invept::SINGLE, self.get(fields::EPT_POINTER));
+            if let Some(other) = self.other_root() {
+                self.cpu.invept(invept::SINGLE, other);
+            }
         } else {
             self.cpu.invept(invept::ALL, 0);
         }

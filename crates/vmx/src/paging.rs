@@ -129,6 +129,9 @@ impl<C: Cpu> Translation for Vmx<C> {
 
     fn set_tdp_root(&mut self, root: Hpa) {
         let pointer = self.features.ept_pointer(root.0);
+        if self.cold.of_l1.runs && self.set_l1_root(pointer) {
+            return;
+        }
         if self.vmcs.fields.get(fields::EPT_POINTER) != Some(pointer) {
             self.set(fields::EPT_POINTER, pointer);
             self.attention |= attention::FLUSH_TDP;

@@ -13,14 +13,16 @@ use crate::{features::Features, state::Vmx};
 /// How many capability MSRs there are, from VMX_BASIC to VMX_VMFUNC.
 const VMX_MSRS: usize = 18;
 
-/// What is offered: nothing that needs tables of L1's own for L2 (EPT), pages of L1's that the hardware would use
-/// by itself, or a timer or a counter beside those of L0.
+/// What is offered: nothing that needs pages of L1's that the hardware would use by itself, or a timer or a counter
+/// beside those of L0.
 const OFFER: Offer = Offer {
     pin: Offer::WHOLE
         .pin
         .difference(PinControls::PREEMPTION_TIMER.union(PinControls::POSTED_INTERRUPTS)),
     primary: Offer::WHOLE.primary.difference(ProcControls::TPR_SHADOW),
-    secondary: ProcControls2::DESCRIPTOR_TABLES
+    secondary: ProcControls2::EPT
+        .union(ProcControls2::UNRESTRICTED_GUEST)
+        .union(ProcControls2::DESCRIPTOR_TABLES)
         .union(ProcControls2::RDTSCP)
         .union(ProcControls2::VPID)
         .union(ProcControls2::WBINVD)

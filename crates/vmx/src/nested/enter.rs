@@ -55,7 +55,12 @@ impl<C: Cpu> Vmx<C> {
             cr4_mask: self.get(fields::CR4_MASK),
             tsc: self.tsc_of_l1(),
             preemption_timer: self.features.preemption_timer.map(|_| u32::MAX),
-            ept_pointer: self.get(fields::EPT_POINTER),
+            ept_pointer: if n.machine.vmcs12().has_ept() {
+                // Whoever runs the loop sets the root before L2 is entered.
+                n.root
+            } else {
+                self.get(fields::EPT_POINTER)
+            },
             vpid: n.other.fields.get(fields::VPID).unwrap_or(0),
             pages: Pages { msr_bitmap: Some(n.other.msr_map.hpa()), ..Pages::default() },
             resumes: false,
@@ -155,6 +160,7 @@ impl<C: Cpu> Vmx<C> {
         if cr0 & CR0_CD_NW != 0 {
             self.set(fields::GUEST_CR0, cr0 & !CR0_CD_NW);
         }
+        // A log of L2's own physical addresses would be of no use.
         if l0.secondary.contains(ProcControls2::PML) && !v.has_ept() {
             // L2's addresses are L1's own.
             let word = self.get(fields::PROC_CONTROLS2);

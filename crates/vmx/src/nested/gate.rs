@@ -67,6 +67,12 @@ impl<C: Cpu> Vmx<C> {
                 Report::event(information, e.error_code.unwrap_or(0), qualification(e))
             }
         };
+        self.tell_undelivered(&mut report, undelivered);
+        self.leave_l2(n, gprs, &report, &Memory::new(l1))
+    }
+
+    /// Tells L1 of an event that L2 was to take first.
+    pub(super) fn tell_undelivered(&self, report: &mut Report, undelivered: Option<Event>) {
         if let Some(event) = undelivered {
             let information = inject::encode(event, true);
             let error_code = match event {
@@ -76,8 +82,7 @@ impl<C: Cpu> Vmx<C> {
                 _ => 0,
             };
             let length = self.get(fields::INSTRUCTION_LENGTH);
-            events::tell_interrupted(&mut report, Undelivered { information, error_code, length });
+            events::tell_interrupted(report, Undelivered { information, error_code, length });
         }
-        self.leave_l2(n, gprs, &report, &Memory::new(l1))
     }
 }

@@ -205,9 +205,10 @@ impl<C: Cpu> Vmx<C> {
                 }
                 Executed::Retired
             }
-            Ok(Then::Invalidate(_)) => {
+            Ok(Then::Invalidate(what)) => {
                 // Whatever it names, it lies under the one tag of L2's.
                 n.other.drop_vpid();
+                n.note_flush(what);
                 Executed::Retired
             }
             Ok(Then::Next) | Err(Fail::Invalid | Fail::Valid(_)) => Executed::Retired,

@@ -1,5 +1,6 @@
 //! What is kept of a guest that is a hypervisor.
 
+use backend::L1Flush;
 use host::{KBox, NoMemory};
 use nested_vmx::{Capabilities, Machine, merge};
 use x86::vmcs::{ExitControls, field};
@@ -40,6 +41,10 @@ pub(crate) struct Nested {
     pub(crate) last_vpid: u16,
     /// What vmcs02's map of MSRs was made from: L1's bits, and whether it is to be made again.
     pub(crate) msr_bits: Option<u64>,
+    /// The EPT pointer of vmcs02 for an L2 with tables of L1's own; 0, which no entry takes, before there is one.
+    pub(crate) root: u64,
+    /// What L1 has flushed of those tables since an entry looked.
+    pub(crate) flushed: L1Flush,
     /// Everything is composed at each entry: nothing is known to be unchanged.
     pub(crate) without_tracking: bool,
 }
@@ -69,6 +74,8 @@ impl Nested {
             l0: None,
             last_vpid: 0,
             msr_bits: None,
+            root: 0,
+            flushed: L1Flush::None,
             without_tracking: !host::params::nested_dirty_tracking(),
         }
     }

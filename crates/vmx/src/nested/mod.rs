@@ -14,12 +14,13 @@ mod instruction;
 pub(crate) mod kept;
 mod leave;
 mod switch;
+mod tables;
 
 use backend::{Claim, Event, Executed, Gate, Gprs, L1Memory, Level, Nesting, Outside, Waiting};
 use cpu::Cpu;
 use host::KBox;
 use nested_vmx::machine;
-use x86::{Cr0, Cr4};
+use x86::{Cr0, Cr4, Efer};
 
 use crate::{permission::MsrMap, state::Vmx};
 use kept::Nested;
@@ -78,17 +79,14 @@ impl<C: Cpu> Vmx<C> {
     }
 }
 
-/// No tables of L1's own.
-impl<C: Cpu> backend::NestedPaging for Vmx<C> {}
-
 impl<C: Cpu> backend::Nested for Vmx<C> {
     #[inline]
     fn level(&self) -> Level {
         if self.cold.of_l1.runs { Level::L2 } else { Level::L1 }
     }
 
-    fn is_on(&self, _efer: x86::Efer, cr4: x86::Cr4) -> bool {
-        cr4.contains(x86::Cr4::VMXE)
+    fn is_on(&self, _efer: Efer, cr4: Cr4) -> bool {
+        cr4.contains(Cr4::VMXE)
     }
 
     fn has_memory_operand(&self) -> bool {

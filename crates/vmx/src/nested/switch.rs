@@ -28,7 +28,6 @@ impl<C: Cpu> Vmx<C> {
                 self.vmcs.give_up_unnoted(&self.cpu, here);
             }
         }
-        let root = self.vmcs.fields.get(fields::EPT_POINTER);
         self.vmcs.host_rsp.set(self.switch.host_rsp);
         if self.attention & attention::FLUSH != 0 {
             // It waits for the level that was to run, too.
@@ -38,7 +37,6 @@ impl<C: Cpu> Vmx<C> {
         self.nmi_behind_sti = false;
         core::mem::swap(&mut self.vmcs, &mut n.other);
         self.switch.host_rsp = self.vmcs.host_rsp.get();
-        self.follow_root(root);
         self.attention &= !attention::TIMER_SET;
         if self.deadline.is_watched() {
             self.attention |= attention::TIMER;
@@ -49,16 +47,6 @@ impl<C: Cpu> Vmx<C> {
         if let Some(index) = logged {
             // Both log into the one page.
             self.set(fields::PML_INDEX, index);
-        }
-    }
-
-    /// Both levels run on the same tables: a root that was set while the other ran is this one's too.
-    fn follow_root(&mut self, root: Option<u64>) {
-        if let Some(root) = root
-            && self.vmcs.fields.get(fields::EPT_POINTER) != Some(root)
-        {
-            self.set(fields::EPT_POINTER, root);
-            self.attention |= attention::FLUSH_TDP;
         }
     }
 

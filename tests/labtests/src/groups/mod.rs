@@ -37,6 +37,7 @@ mod msrs;
 mod nested_npt;
 mod nested_svm;
 mod nested_vmx;
+mod nested_vmx_ept;
 mod paging_bits;
 mod paging_faults;
 mod paging_flushes;
@@ -110,6 +111,7 @@ pub fn all() -> impl Iterator<Item = Test> + Clone {
         nested_npt::TESTS,
         nested_svm::TESTS,
         nested_vmx::TESTS,
+        nested_vmx_ept::TESTS,
         delivery::TESTS,
         shadows::TESTS,
         debugger::TESTS,

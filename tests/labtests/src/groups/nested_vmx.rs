@@ -25,15 +25,15 @@ tests!("nested_vmx":
 const REGION: u64 = FREE;
 const VMCS: u64 = FREE + 0x1000;
 const PLAIN: u64 = FREE + 0x2000;
-const FIELDS: u64 = FREE + 0x3000;
-const L2_CODE: u64 = FREE + 0x8000;
+pub(super) const FIELDS: u64 = FREE + 0x3000;
+pub(super) const L2_CODE: u64 = FREE + 0x8000;
 
 /// RESULT of an instruction that failed: CF or ZF. Of one that did not: an exit.
 const CARRY: u64 = 1;
-const ZERO: u64 = 1 << 6;
-const EXITED: u64 = 0x200;
+pub(super) const ZERO: u64 = 1 << 6;
+pub(super) const EXITED: u64 = 0x200;
 
-const EXIT_CPUID: u64 = 10;
+pub(super) const EXIT_CPUID: u64 = 10;
 const FAILED_ENTRY: u64 = 1 << 31;
 const GUEST_RIP: u64 = 3;
 
@@ -88,6 +88,8 @@ macro_rules! failure {
     };
 }
 
+pub(super) use {failure, filled, operation};
+
 guest_code!(
     // For ever: marks, fills a clear VMCS, launches it, tells what became of it.
     launches,
@@ -122,11 +124,11 @@ guest_code!(
 );
 
 /// CPUID, and HLT if it goes on.
-const L2_CPUID: [u8; 3] = [0x0f, 0xa2, 0xf4];
+pub(super) const L2_CPUID: [u8; 3] = [0x0f, 0xa2, 0xf4];
 /// Writes to the port of marks, then CPUID.
 const L2_MARKS: [u8; 5] = [0xe6, 0xf6, 0x0f, 0xa2, 0xf4];
 
-fn with(code: &[u8], l2: &[u8]) -> Outcome<Guest> {
+pub(super) fn with(code: &[u8], l2: &[u8]) -> Outcome<Guest> {
     let guest = Guest::new(Chip::Kernel, code)?;
     let mut cpuid = guest.system.supported_cpuid()?;
     if cpuid.find(1, 0).is_none_or(|entry| entry.ecx & 1 << 5 == 0) {
@@ -137,10 +139,10 @@ fn with(code: &[u8], l2: &[u8]) -> Outcome<Guest> {
 }
 
 /// Fields by their encodings, with values.
-type Fields<'a> = &'a [(u64, u64)];
+pub(super) type Fields<'a> = &'a [(u64, u64)];
 
 /// Launches with these fields.
-fn launch(guest: &Guest, fields: Fields<'_>) -> Outcome {
+pub(super) fn launch(guest: &Guest, fields: Fields<'_>) -> Outcome {
     for (slot, (encoding, value)) in (FIELDS..).step_by(16).zip(fields) {
         guest.memory.write(slot, *encoding);
         guest.memory.write(slot + 8, *value);
@@ -150,20 +152,20 @@ fn launch(guest: &Guest, fields: Fields<'_>) -> Outcome {
 }
 
 /// Launches a good VMCS: what was bad before has left nothing.
-fn launch_good(guest: &Guest) -> Outcome {
+pub(super) fn launch_good(guest: &Guest) -> Outcome {
     launch(guest, &[])?;
     equal("a good VMCS exits", guest.result(0), EXITED)?;
     equal("exit reason", guest.result(1), EXIT_CPUID)
 }
 
-fn fails(guest: &Guest, what: &str, fields: Fields<'_>, error: u64) -> Outcome {
+pub(super) fn fails(guest: &Guest, what: &str, fields: Fields<'_>, error: u64) -> Outcome {
     launch(guest, fields)?;
     equal(what, (guest.result(0), guest.result(1)), (ZERO, error))?;
     launch_good(guest)
 }
 
 /// Low half of a capability MSR: what has to be set.
-fn must(guest: &Guest, msr: u32) -> Outcome<u64> {
+pub(super) fn must(guest: &Guest, msr: u32) -> Outcome<u64> {
     Ok(guest.vcpu().msr(msr)?.unwrap_or(0) & 0xffff_ffff)
 }
 

@@ -1,0 +1,144 @@
+//! L1's EPT tables: what L1 set up for L2, what the hardware walks in their place, and what L1 hears of them.
+//!
+//! SDM vol. 3C §29.3 (EPT), §29.4.3 (INVEPT), table 28-7 (the qualification of an EPT violation).
+
+use backend::{
+    Event, Executed, Gprs, L1Flush, L1Memory, L1Tables, NestedPageFault, NestedPaging, TablesRefuse,
+};
+use cpu::Cpu;
+use nested_vmx::leave::{Exit, Report};
+use nested_vmx::machine::Invalidation;
+use x86::vmcs::{ExitReason, ept_violation, eptp, field};
+use x86::{Gpa, Hpa};
+
+use super::{
+    access::{Block, Memory},
+    kept::Nested,
+};
+use crate::{
+    fields,
+    state::{Vmx, attention},
+};
+
+impl<C: Cpu> NestedPaging for Vmx<C> {
+    fn l1_tables(&self) -> Option<L1Tables> {
+        let n = self.nested.as_ref().filter(|_| self.cold.of_l1.runs)?;
+        let v = n.machine.vmcs12();
+        let offered = n.machine.capabilities.ept_vpid;
+        v.has_ept().then(|| L1Tables::Ept {
+            pointer: v.get(field::EPT_POINTER),
+            pages_2m: offered.large_2m(),
+            pages_1g: offered.large_1g(),
+            execute_only: offered.execute_only(),
+        })
+    }
+
+    fn set_nested_root(&mut self, root: Hpa, tracks: bool) {
+        let flags = if tracks { eptp::ACCESSED_DIRTY } else { 0 };
+        let pointer = root.0 | eptp::WRITE_BACK | eptp::LEVELS_4 | flags;
+        if self.vmcs.fields.get(fields::EPT_POINTER) != Some(pointer) {
+            self.set(fields::EPT_POINTER, pointer);
+            // The page may have been another's root.
+            self.attention |= attention::FLUSH_TDP;
+        }
+        if let Some(n) = &mut self.nested {
+            n.root = pointer;
+        }
+    }
+
+    fn flush_nested(&mut self) {
+        self.attention |= attention::FLUSH_TDP;
+    }
+
+    fn nested_page_fault(&self) -> Option<NestedPageFault> {
+        let by_tables = self.get(fields::EXIT_REASON) == u32::from(ExitReason::EptViolation.0);
+        self.l1_tables().filter(|_| by_tables)?;
+        Some(NestedPageFault::Violation {
+            qualification: self.get(fields::EXIT_QUALIFICATION),
+            gpa: self.get(fields::GUEST_PHYSICAL_ADDRESS),
+        })
+    }
+
+    fn refuse(
+        &mut self,
+        gprs: &mut Gprs,
+        at: Gpa,
+        why: TablesRefuse,
+        undelivered: Option<Event>,
+        l1: &impl L1Memory,
+    ) -> Executed {
+        self.with_nested(|this, n| this.refuse_by_tables(n, gprs, at, why, undelivered, l1))
+            .unwrap_or(Executed::Shutdown)
+    }
+
+    fn take_l1_flush(&mut self) -> L1Flush {
+        self.nested.as_mut().map_or(L1Flush::None, |n| core::mem::take(&mut n.flushed))
+    }
+}
+
+impl Nested {
+    /// Notes what L1's INVEPT flushes.
+    pub(super) fn note_flush(&mut self, what: Invalidation) {
+        self.flushed = match (what, self.flushed) {
+            (Invalidation::Ept(pointer), L1Flush::None) => L1Flush::Of(pointer),
+            (Invalidation::Ept(pointer), L1Flush::Of(noted)) if noted == pointer => {
+                L1Flush::Of(pointer)
+            }
+            (Invalidation::Ept(_) | Invalidation::AllEpt, _) => L1Flush::All,
+            // They leave translations of L2's physical addresses (SDM vol. 3C §29.4.3.1).
+            (_, noted) => noted,
+        };
+    }
+}
+
+impl<C: Cpu> Vmx<C> {
+    /// Sets the EPT pointer of L1 while L2 runs. True: L2 runs on another one.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn set_l1_root(&mut self, pointer: u64) -> bool {
+        let Some(n) = &self.nested else { return false };
+        if n.other.fields.get(fields::EPT_POINTER) != Some(pointer) {
+            // vmcs01 is not loaded: it is written when it is.
+            n.other.set(&self.cpu, fields::EPT_POINTER, pointer);
+            self.attention |= attention::FLUSH_TDP;
+        }
+        n.machine.vmcs12().has_ept()
+    }
+
+    /// The EPT pointer of the VMCS that is not current, if the hardware may hold translations made from it.
+    pub(crate) fn other_root(&self) -> Option<u64> {
+        let other = self.nested.as_ref()?.other.fields.get(fields::EPT_POINTER)?;
+        (other != 0 && Some(other) != self.vmcs.fields.get(fields::EPT_POINTER)).then_some(other)
+    }
+
+    fn refuse_by_tables<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &mut Gprs,
+        at: Gpa,
+        why: TablesRefuse,
+        undelivered: Option<Event>,
+        l1: &M,
+    ) -> Executed {
+        let (reason, mut qualification) = match why {
+            TablesRefuse::Violation(q) => (ExitReason::EptViolation, q),
+            TablesRefuse::Npf(_) | TablesRefuse::Misconfiguration => {
+                (ExitReason::EptMisconfiguration, 0)
+            }
+        };
+        let mut linear = None;
+        if qualification & ept_violation::LINEAR_VALID != 0 {
+            if self.get(fields::EXIT_REASON) == u32::from(ExitReason::EptViolation.0) {
+                let block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
+                linear = Some(block.get(field::GUEST_LINEAR_ADDRESS));
+            } else {
+                // An access by the emulator: nobody has kept where it was.
+                qualification &= !(ept_violation::LINEAR_VALID | ept_violation::FINAL);
+            }
+        }
+        let mut report = Report::plain(reason, qualification);
+        (report.linear, report.physical) = (linear, Some(at.0));
+        self.tell_undelivered(&mut report, undelivered);
+        self.leave_l2(n, gprs, &report, &Memory::new(l1))
+    }
+}
