@@ -16,6 +16,7 @@ mod control;
 pub mod exit;
 mod exits;
 mod inject;
+mod l1;
 mod live;
 mod msrs;
 mod nested;
@@ -31,11 +32,10 @@ pub use control::{ControlRegisters, ControlRegs};
 pub use exit::{CrAccess, Event, Exit, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault};
 pub use exits::{Answer, Exits};
 pub use inject::{Injection, NmiWindow};
+pub use l1::{Executed, L1Memory, Outside, Reach};
 pub use live::LiveRegisters;
 pub use msrs::{Msrs, NotMine};
-pub use nested::{
-    Claim, Executed, Gate, L1Memory, Level, Nested, Nesting, Outside, Reach, Waiting,
-};
+pub use nested::{Claim, Gate, Level, Nested, Nesting, Waiting};
 pub use nested_paging::{L1Flush, L1Tables, NestedPageFault, NestedPaging, TablesRefuse};
 pub use paging::{Paging, Translation};
 pub use permission::{FewerExits, GuestLimits, Permissions};

@@ -7,9 +7,13 @@
 //! Nothing here sleeps. L1's memory is behind [`L1Memory`]: inside the loop what can be had there, outside all of
 //! it. Who finds a page missing inside has changed nothing, and says [`Executed::Outside`].
 
-use x86::{Cr0, Cr4, Efer, Exception, Gpa, Vector};
+use x86::{Cr0, Cr4, Efer, Exception, Vector};
 
-use crate::{Event, Gprs, NestedPaging, ability::Absent};
+use crate::{
+    Event, Gprs, NestedPaging,
+    ability::Absent,
+    l1::{Executed, L1Memory, Outside},
+};
 
 /// Which of the two runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -21,40 +25,6 @@ pub enum Level {
     L2,
 }
 
-/// An address is not memory of L1's, or its memory cannot be had now.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Outside;
-
-/// L1's memory, by its guest-physical addresses.
-pub trait L1Memory {
-    /// Reads `into.len()` bytes at `at`, each byte once.
-    ///
-    /// # Errors
-    /// Not all of it can be had; `into` then holds anything.
-    fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside>;
-    /// Writes `from` at `at`.
-    ///
-    /// # Errors
-    /// Not all of it can be written; any part of it may have been.
-    fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside>;
-    /// Where L1's own tables put a linear address of L1's, for an access with the rights of a program at CPL 0.
-    ///
-    /// # Errors
-    /// The access faults, or a table cannot be had here.
-    fn translate(&self, linear: u64, write: bool) -> Result<Gpa, Reach>;
-    /// Whether what cannot be had here can nowhere be had: outside the loop.
-    fn is_final(&self) -> bool;
-}
-
-/// Why a linear address has no place in L1's memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reach {
-    /// The access faults.
-    Fault(Exception),
-    /// A table or the page cannot be had here.
-    Outside,
-}
-
 /// Whose an exit of L2 is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Claim {
@@ -62,28 +32,6 @@ pub enum Claim {
     L0,
     /// L1 asked for it.
     L1,
-}
-
-/// What came of an instruction of L1's, or of the end of L2's run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[must_use]
-pub enum Executed {
-    /// The instruction is done; the guest goes on behind it.
-    Retired,
-    /// The instruction is done, and opens L1 for what may have waited.
-    Opened,
-    /// The instruction is done, and closes L1 for what may have been offered.
-    Closed,
-    /// The instruction faults.
-    Fault(Exception),
-    /// L2 runs from now on.
-    Entered,
-    /// L1 runs from now on, behind the exit that it sees.
-    Left,
-    /// L1's memory cannot be had here; nothing has happened.
-    Outside,
-    /// L1 cannot go on: where it wants to hear of L2's exit is no memory.
-    Shutdown,
 }
 
 /// An event that waits for the guest.

@@ -1,0 +1,59 @@
+//! L1, the guest that is a hypervisor, as what is done for it sees it: its memory, and what a step of it comes to.
+
+use x86::{Exception, Gpa};
+
+/// An address is not memory of L1's, or its memory cannot be had now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Outside;
+
+/// L1's memory, by its guest-physical addresses.
+pub trait L1Memory {
+    /// Reads `into.len()` bytes at `at`, each byte once.
+    ///
+    /// # Errors
+    /// Not all of it can be had; `into` then holds anything.
+    fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside>;
+    /// Writes `from` at `at`.
+    ///
+    /// # Errors
+    /// Not all of it can be written; any part of it may have been.
+    fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside>;
+    /// Where L1's own tables put a linear address of L1's, for an access with the rights of a program at CPL 0.
+    ///
+    /// # Errors
+    /// The access faults, or a table cannot be had here.
+    fn translate(&self, linear: u64, write: bool) -> Result<Gpa, Reach>;
+    /// Whether what cannot be had here can nowhere be had: outside the loop.
+    fn is_final(&self) -> bool;
+}
+
+/// Why a linear address has no place in L1's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reach {
+    /// The access faults.
+    Fault(Exception),
+    /// A table or the page cannot be had here.
+    Outside,
+}
+
+/// What came of an instruction of L1's, or of the end of L2's run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub enum Executed {
+    /// The instruction is done; the guest goes on behind it.
+    Retired,
+    /// The instruction is done, and opens L1 for what may have waited.
+    Opened,
+    /// The instruction is done, and closes L1 for what may have been offered.
+    Closed,
+    /// The instruction faults.
+    Fault(Exception),
+    /// L2 runs from now on.
+    Entered,
+    /// L1 runs from now on, behind the exit that it sees.
+    Left,
+    /// L1's memory cannot be had here; nothing has happened.
+    Outside,
+    /// L1 cannot go on: where it wants to hear of L2's exit is no memory.
+    Shutdown,
+}
