@@ -24,14 +24,7 @@ impl<B: Backend> Vcpu<B> {
         let cs = self.b.code_attributes();
         if self.b.efer().is_long() && cs & attr::L != 0 {
             CodeSize::Bits64
-        } else {
-            self.legacy_code_size(cs)
-        }
-    }
-
-    #[inline(never)]
-    fn legacy_code_size(&self, cs: u16) -> CodeSize {
-        if self.b.cr0().contains(Cr0::PE)
+        } else if self.b.cr0().contains(Cr0::PE)
             && !self.b.rflags().contains(Rflags::VM)
             && cs & attr::DB != 0
         {
