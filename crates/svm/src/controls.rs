@@ -99,12 +99,26 @@ impl<C: Cpu> Svm<C> {
         }
     }
 
-    pub(crate) fn intercept_cr(&mut self, accesses: InterceptCr, on: bool) {
-        let mask = accesses.bits();
-        if (self.control_of_l1().intercepts[0] & mask == mask) == on {
-            return;
+    #[inline(always)]
+    pub(crate) fn intercept_cr(&mut self, access: InterceptCr, on: bool) {
+        self.set_cr_intercepts(access, if on { access } else { InterceptCr::empty() });
+    }
+
+    /// Of `these` accesses lets those of `wanted` exit and no other. While L1 runs, which is nearly always, its
+    /// block is the current one, and it mostly says so already.
+    #[inline(always)]
+    pub(crate) fn set_cr_intercepts(&mut self, these: InterceptCr, wanted: InterceptCr) {
+        let is_so = self.vmcb().control.intercepts[0] & these.bits() == wanted.bits();
+        if self.level == Level::L2 || !is_so {
+            self.change_cr_intercepts(these.bits(), wanted.bits());
         }
-        self.change_intercepts(|[word, ..]| *word = if on { *word | mask } else { *word & !mask });
+    }
+
+    #[inline(never)]
+    fn change_cr_intercepts(&mut self, these: u32, wanted: u32) {
+        if self.control_of_l1().intercepts[0] & these != wanted {
+            self.change_intercepts(|[word, ..]| *word = (*word & !these) | wanted);
+        }
     }
 
     /// CR4 belongs to the guest when it may set every bit that the CPU would let it set, and XCR0

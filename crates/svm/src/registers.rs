@@ -1,6 +1,6 @@
 //! The guest's registers in the VMCB.
 
-use backend::{Absent, ControlRegisters, ControlRegs, Level, Registers, SegmentName};
+use backend::{Absent, ControlRegisters, ControlRegs, Registers, SegmentName};
 use cpu::Cpu;
 use x86::{
     Cr0, Cr4, Efer, Rflags,
@@ -140,7 +140,7 @@ impl<C: Cpu> ControlRegisters for Svm<C> {
             cr2: save.cr2,
             cr3: save.cr3,
             cr4: Cr4::from_bits_retain(save.cr4),
-            efer: Efer::from_bits_retain(save.efer & !self.efer_hidden),
+            efer: Efer::from_bits_retain(save.efer & self.efer_shown),
         }
     }
 
@@ -174,8 +174,13 @@ impl<C: Cpu> ControlRegisters for Svm<C> {
         let hidden = if self.shows_cache_disable { Cr0::empty() } else { value & Cr0::CD_NW };
         self.cr0_hidden = hidden.bits() as u32;
         self.vmcb_mut(Clean::CR).save.cr0 = (value - hidden).bits();
-        self.intercept_cr(InterceptCr::READ_CR0, !hidden.is_empty());
-        self.intercept_cr(InterceptCr::WRITE_CR0, !hidden.is_empty() || !self.features.nrip_save);
+        let both = InterceptCr::READ_CR0 | InterceptCr::WRITE_CR0;
+        let wanted = match hidden.is_empty() {
+            false => both,
+            true if self.features.nrip_save => InterceptCr::empty(),
+            true => InterceptCr::WRITE_CR0,
+        };
+        self.set_cr_intercepts(both, wanted);
     }
 
     fn set_cr2(&mut self, value: u64) {
@@ -210,11 +215,11 @@ impl<C: Cpu> ControlRegisters for Svm<C> {
             self.guest.efer = value;
             return self.renew_efer();
         }
-        self.efer_hidden = (Efer::SVME - value).bits();
-        self.vmcb_mut(Clean::CR).save.efer = (value | Efer::SVME).bits();
-        if self.level == Level::L1 && self.efer_hidden != 0 {
-            self.gif.set();
+        let shown = !Efer::SVME.bits() | (value & Efer::SVME).bits();
+        if shown != self.efer_shown {
+            self.svme_changed(shown);
         }
+        self.vmcb_mut(Clean::CR).save.efer = (value | Efer::SVME).bits();
     }
 
     #[inline]

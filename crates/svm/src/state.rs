@@ -98,8 +98,8 @@ pub struct Svm<C: Cpu> {
     pub(crate) paging: Paging,
     /// The paging registers under shadow paging.
     pub(crate) guest: GuestRegs,
-    /// What of EFER the guest does not see: SVME, unless it has set it.
-    pub(crate) efer_hidden: u64,
+    /// The bits of EFER that the guest sees as they are: all but SVME, unless it has set that.
+    pub(crate) efer_shown: u64,
     /// Added to the host's TSC for L1.
     pub(crate) tsc_offset: u64,
     /// Whose the block is.
@@ -142,7 +142,7 @@ impl<C: Cpu> Svm<C> {
             guest_debug: (false, false),
             paging: Paging::default(),
             guest: GuestRegs::default(),
-            efer_hidden: Efer::SVME.bits(),
+            efer_shown: !Efer::SVME.bits(),
             tsc_offset: 0,
             level: Level::L1,
             cold: KBox::new(Cold::default())?,

@@ -72,7 +72,7 @@ impl<C: Cpu> Svm<C> {
 
     fn caller(&self, gprs: &Gprs) -> Caller {
         let save = &self.vmcb().save;
-        let efer = Efer::from_bits_retain(save.efer & !self.efer_hidden);
+        let efer = Efer::from_bits_retain(save.efer & self.efer_shown);
         let is_64_bit = efer.contains(Efer::LMA)
             && save.segments.get(SEG_CS).is_some_and(|cs| cs.attrib & attr::L != 0);
         let rax = gprs.0[RAX];

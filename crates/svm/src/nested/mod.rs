@@ -63,11 +63,17 @@ impl<M: L1Memory> nested_svm::L1Memory for Seen<'_, M> {
 
 impl<C: Cpu> Svm<C> {
     /// L1's block.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn block_of_l1(&mut self) -> &mut ControlBlock {
+        if self.level == Level::L1 { &mut self.block } else { self.block_below_l2() }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn block_below_l2(&mut self) -> &mut ControlBlock {
         match &mut self.nested {
-            Some(state) if self.level == Level::L2 => &mut state.other,
-            _ => &mut self.block,
+            Some(state) => &mut state.other,
+            None => &mut self.block,
         }
     }
 
@@ -155,12 +161,34 @@ impl<C: Cpu> Svm<C> {
     }
 
     /// L1's TSC has changed, and L2's with it.
+    #[inline(always)]
     pub(crate) fn follow_tsc_offset(&mut self) {
+        if self.level == Level::L1 {
+            self.vmcb_mut(Clean::INTERCEPTS).control.tsc_offset = self.tsc_offset;
+        } else {
+            self.follow_tsc_offset_in_l2();
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn follow_tsc_offset_in_l2(&mut self) {
         let offset = self.tsc_offset;
         self.block_of_l1().vmcb_mut(Clean::INTERCEPTS).control.tsc_offset = offset;
-        if let Some(state) = self.nested.as_ref().filter(|_| self.level == Level::L2) {
+        if let Some(state) = &self.nested {
             let offset = offset.wrapping_add(state.v12.control().tsc_offset);
             self.vmcb_mut(Clean::INTERCEPTS).control.tsc_offset = offset;
+        }
+    }
+
+    /// EFER.SVME as the guest sees it has changed, to what `shown` tells. Without it L1 has no GIF that it
+    /// could have cleared.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn svme_changed(&mut self, shown: u64) {
+        self.efer_shown = shown;
+        if self.level == Level::L1 && shown & Efer::SVME.bits() == 0 {
+            self.gif.set();
         }
     }
 

@@ -219,14 +219,20 @@ impl<B: Backend> Vcpu<B> {
         Ok(())
     }
 
+    /// Whether this value of EFER, written while L2 runs, pulls L1's processor from under it.
+    #[cold]
+    #[inline(never)]
+    fn ends_l2(&mut self, new: Efer) -> bool {
+        !self.is_virtualization_on(new, self.b.control().cr4)
+    }
+
     /// WRMSR EFER.
     pub(crate) fn write_efer(&mut self, value: u64, from_host: bool) -> Result<(), Exception> {
         let new = Efer::from_bits_retain(value);
         if !(self.cpuid.efer_allowed() | Efer::LMA).contains(new) {
             return Err(Exception::gp(0));
         }
-        let ends_l2 = self.pending.after_exit.is_nested()
-            && !self.is_virtualization_on(new, self.b.control().cr4);
+        let ends_l2 = self.pending.after_exit.is_nested() && self.ends_l2(new);
         if ends_l2 && from_host {
             // What follows is about L1's registers.
             self.abandon_l2_for_user();

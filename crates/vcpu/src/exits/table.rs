@@ -105,6 +105,7 @@ macro_rules! exits {
             }
 
             /// Handles an exit that the loop was left for.
+            #[inline(always)]
             pub(crate) fn handle(&mut self, exit: Exit) -> Outcome {
                 let $v = self;
                 match exit {
