@@ -384,7 +384,8 @@ fn reference(
             Level {
                 shift: 30,
                 bits: 2,
-                pointer: span(63, width) | span(8, 5) | span(2, 1),
+                // Not bit 5: some CPUs set it, see `mmu::source`.
+                pointer: span(63, width) | span(8, 6) | span(2, 1),
                 leaf: None,
             },
             Level { shift: 21, bits: 9, pointer: wide, leaf: Some(wide | span(20, 13)) },
