@@ -130,15 +130,20 @@ impl Judge<'_> {
     }
 
     /// The host's own over all numbers of pages, and the median over those of which as many are touched: whichever varies more.
+    /// The host's own is a mean, which one interrupt of the host's in a few hundred rounds moves by a tenth: where one fell
+    /// in, the median alone is asked.
     fn spread(&self, toggle: &str) -> Option<f64> {
         let of = |pages: &[u64], cost: &dyn Fn(&Figures) -> Option<f64>| {
-            let costs = pages.iter().map(|n| cost(self.at("gannet", toggle, *n)?));
-            let costs: Vec<f64> = costs.collect::<Option<_>>()?;
+            let figures = pages.iter().map(|n| self.at("gannet", toggle, *n));
+            let figures: Vec<_> = figures.collect::<Option<_>>()?;
+            let costs: Vec<f64> = figures.into_iter().filter_map(cost).collect();
             let least = costs.iter().copied().fold(f64::MAX, f64::min);
-            (least > 0.0).then(|| costs.iter().copied().fold(0.0, f64::max) / least)
+            let enough = costs.len() >= 2 && least > 0.0;
+            enough.then(|| costs.iter().copied().fold(0.0, f64::max) / least)
         };
-        let host = of(&PAGES, &|figures| figures.host("instructions"))?;
-        Some(host.max(of(&PAGES[1..], &|figures| Some(figures.median as f64))?))
+        let undisturbed = |figures: &&Figures| !figures.exits.contains_key("interrupt");
+        let own = |f: &Figures| Some(f).filter(undisturbed)?.host("instructions");
+        Some(of(&PAGES, &own)?.max(of(&PAGES[1..], &|figures| Some(figures.median as f64))?))
     }
 
     fn tables_moved(&self, toggle: &str, pages: u64) -> Option<f64> {
@@ -226,6 +231,32 @@ mod tests {
         assert_eq!(verdict(0.0, 0.0), Verdict::Met);
         assert_eq!(verdict(0.0, 2.0), Verdict::NotMet);
         assert_eq!(verdict(2.0, 2.0), Verdict::Open, "stock KVM leaves none to the guest");
+    }
+
+    #[test]
+    fn an_interrupt_of_the_hosts_is_no_cost_of_a_page() {
+        let judged = |disturbed: bool, grown: f64| {
+            let one = |module: &str| {
+                let row = |n: u64| {
+                    let extra = if n == PAGES[2] { grown } else { 0.0 };
+                    let host = BTreeMap::from([("instructions".to_owned(), 900.0 + extra)]);
+                    let mut exits = BTreeMap::from([("write_cr".to_owned(), 2.0)]);
+                    if disturbed && n == PAGES[2] {
+                        exits.insert("interrupt".to_owned(), 0.01);
+                    }
+                    let figures = Figures { median: 900, host, exits, ..Figures::default() };
+                    Found::Measured(Box::new(figures))
+                };
+                let of = |toggle| PAGES.iter().map(move |n| (paged(toggle, *n), row(*n)));
+                let all = TOGGLES[..4].iter().flat_map(|toggle| of(toggle)).collect();
+                Run { module: module.into(), ..run("", all) }
+            };
+            let all = judge(Machine::Amd, vec![one("stock"), one("gannet")]);
+            verdict(&all, "TDP: toggles flat")
+        };
+        assert_eq!(judged(false, 0.0), Verdict::Met);
+        assert_eq!(judged(false, 200.0), Verdict::NotMet);
+        assert_eq!(judged(true, 200.0), Verdict::Met);
     }
 
     #[test]
