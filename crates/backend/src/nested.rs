@@ -32,6 +32,9 @@ pub enum Claim {
     L0,
     /// L1 asked for it.
     L1,
+    /// A write of CR0, which is L1's if it changes more than L1 leaves to L2: asked with the value
+    /// ([`Nested::claims_cr0`]).
+    ByValue,
 }
 
 /// An event that waits for the guest.
@@ -59,6 +62,8 @@ pub enum Gate {
     ExitToL1,
     /// Nowhere yet.
     Hold,
+    /// Nowhere yet: L2 itself keeps interrupts off. An interrupt window says when that is over.
+    Window,
     /// Nowhere yet: L2 is to be entered first, and left again at once.
     AfterEntry,
 }
@@ -69,6 +74,8 @@ pub trait Nested: NestedPaging {
     fn level(&self) -> Level;
     /// Whether these registers leave the instruction set on by which L1 runs guests: EFER.SVME, CR4.VMXE.
     fn is_on(&self, efer: Efer, cr4: Cr4) -> bool;
+    /// Whether L1 has turned the instructions on. Else each raises #UD, whatever it is.
+    fn is_enabled(&self) -> bool;
     /// Whether that instruction has an operand in L1's linear memory.
     fn has_memory_operand(&self) -> bool;
     /// Sets IA32_FEATURE_CONTROL, for an instruction that looks at it.
@@ -86,6 +93,11 @@ pub trait Nested: NestedPaging {
     /// # Errors
     /// L1's memory cannot be had here.
     fn claims(&mut self, gprs: &Gprs, l1: &impl L1Memory) -> Result<Claim, Outside>;
+    /// Whether L1 is to hear of the write of CR0 that the last exit of L2 is for, after all. The exit is L1's then.
+    fn claims_cr0(&mut self, new: Cr0) -> bool;
+    /// Whether the last exit interrupted the delivery of an event that L1 injected and that else an instruction
+    /// makes. No instruction stands for it at RIP: it is injected again.
+    fn repeats_injection(&mut self) -> bool;
     /// Ends L2's run with its last exit, which is L1's.
     fn reflect(&mut self, gprs: &mut Gprs, l1: &impl L1Memory) -> Executed;
     /// Whether events have to be asked where they go: L2 runs, or L1 holds its own back.
@@ -126,6 +138,15 @@ impl Nested for Absent {
         match *self {}
     }
     fn is_on(&self, _: Efer, _: Cr4) -> bool {
+        match *self {}
+    }
+    fn is_enabled(&self) -> bool {
+        match *self {}
+    }
+    fn claims_cr0(&mut self, _: Cr0) -> bool {
+        match *self {}
+    }
+    fn repeats_injection(&mut self) -> bool {
         match *self {}
     }
     fn has_memory_operand(&self) -> bool {

@@ -185,6 +185,14 @@ impl GuestCpuid {
         self.msr.pred_cmd != 0
     }
 
+    /// Whether a guest that is a hypervisor may expect that its own guests do not steer its indirect branches:
+    /// IBRS on Intel's processors, automatic IBRS on AMD's.
+    pub fn keeps_guests_apart(&self) -> bool {
+        let promise =
+            if self.vendor().is_amd_like() { feature::AUTOIBRS } else { feature::SPEC_CTRL };
+        self.has(promise) && self.has_pred_cmd()
+    }
+
     /// What the rules of MSRs ask about this guest.
     #[inline]
     pub fn msr_facts(&self) -> &GuestFacts {
@@ -229,6 +237,11 @@ impl GuestCpuid {
     #[inline]
     pub fn efer_allowed(&self) -> Efer {
         self.facts.efer
+    }
+
+    /// VM_CR.SVMDIS keeps the guest from setting EFER.SVME, until the table is set anew.
+    pub fn disable_svm(&mut self) {
+        self.facts.efer -= Efer::SVME;
     }
 
     /// SVM's features that the guest is offered (Fn8000_000A EDX); 0 where it has no SVM.

@@ -412,6 +412,11 @@ impl MsrStore {
         Ok(Effect::None)
     }
 
+    /// Whether VM_CR keeps EFER.SVME from being set.
+    pub fn is_svm_disabled(&self) -> bool {
+        self.slots.VM_CR & vm_cr::SVMDIS != 0
+    }
+
     fn write_vm_hsave_pa(&mut self, value: u64, access: Access<'_>) -> Written {
         let width = access.facts.maxphyaddr;
         let above = if width >= 64 { 0 } else { u64::MAX << width };

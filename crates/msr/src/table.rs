@@ -111,8 +111,6 @@ macro_rules! msrs {
                 [0] [value if amd_host] [by write_de_cfg if amd_host]
                 "bit 1, where LFENCE serializes on the host; a guest may only state it, a host also \
                  clear it";
-            VM_CR                 [] [0] [value if amd_host] [by write_vm_cr if amd_host]
-                "five bits; SVMDIS and lock stay once set";
             OSVW_ID_LENGTH        [] [3] [value if osvw] [any if osvw]
                 "three known workarounds, none of which a guest has to apply";
             OSVW_STATUS           [] [0] [value if osvw] [any if osvw] "";
@@ -125,6 +123,9 @@ macro_rules! msrs {
             VIRT_SPEC_CTRL        [saved if amd] [0] [value if virt_ssbd]
                 [by write_virt_spec_ctrl if virt_ssbd]
                 "SSBD";
+            VM_CR                 [] [0] [value if amd_host] [by write_vm_cr if amd_host]
+                "five bits; SVMDIS and lock stay once set; SVMDIS keeps EFER.SVME from being \
+                 set, and cannot be set while it is";
         }
 
         Fixed "Without a slot: constants, commands, memory types and machine checks." {

@@ -71,8 +71,10 @@ pub enum Gate {
     Deliver,
     /// L2's run ends with this exit; the event stays L1's to take.
     ExitToL1(Exit),
-    /// Nowhere yet: GIF or an interrupt flag is clear.
+    /// Nowhere yet: GIF is clear, or the flag of L1 that masks interrupts.
     Hold,
+    /// Nowhere yet: L2 keeps interrupts off, and may let them in without an exit.
+    Window,
     /// Nowhere yet: L2 is to be entered first, and left again at once.
     AfterEntry,
 }
@@ -123,11 +125,9 @@ impl Situation<'_> {
             return Gate::Deliver;
         }
         let masked = self.control.int_ctl & vintr::INTR_MASKING != 0;
-        let flags = if masked { self.l1_rflags } else { self.rflags };
-        if !flags.contains(Rflags::IF) {
-            return Gate::Hold;
-        }
-        self.intercepted(ExitCode::Intr)
+        let (flags, closed) =
+            if masked { (self.l1_rflags, Gate::Hold) } else { (self.rflags, Gate::Window) };
+        if flags.contains(Rflags::IF) { self.intercepted(ExitCode::Intr) } else { closed }
     }
 
     fn intercepted(&self, code: ExitCode) -> Gate {
@@ -190,7 +190,7 @@ mod tests {
     #[test]
     fn without_masking_l2s_flag_counts() {
         let c = control(Intercept3::INTR, false);
-        assert_eq!(in_l2(&c).gate(&Pending::Interrupt), Gate::Hold);
+        assert_eq!(in_l2(&c).gate(&Pending::Interrupt), Gate::Window);
         let open = Situation { rflags: Rflags::IF, ..in_l2(&c) };
         assert_eq!(open.gate(&Pending::Interrupt), Gate::ExitToL1(Exit::plain(ExitCode::Intr)));
     }

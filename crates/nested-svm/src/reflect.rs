@@ -8,7 +8,7 @@
 
 use x86::{
     Cr0, Exception,
-    vmcb::{Control, ExitCode, Intercept3},
+    vmcb::{Control, ExitCode, Intercept3, InterceptCr},
 };
 
 use crate::{L1Memory, permission};
@@ -57,6 +57,8 @@ impl Exit {
 pub enum Claim {
     /// L0 answers it; L2 goes on.
     L0,
+    /// A write of CR0: what it changes decides ([`cr0_write`]).
+    ByValue,
     /// L1 asked for it.
     L1,
 }
@@ -70,6 +72,7 @@ pub fn intercepts(control: &Control, code: ExitCode) -> bool {
 /// Whose exit it is. `control`: of the copy of VMCB12.
 pub fn claims(control: &Control, exit: &Exit, memory: &impl L1Memory) -> Claim {
     let theirs = match exit.code {
+        ExitCode::WriteCr0 if is_selective(control) => return Claim::ByValue,
         // The machine's.
         ExitCode::Intr | ExitCode::Nmi | ExitCode::Smi | ExitCode::Init => false,
         // Only L0 makes the host take them.
@@ -93,6 +96,12 @@ pub fn claims(control: &Control, exit: &Exit, memory: &impl L1Memory) -> Claim {
 /// which an MSR exit does not use (APM vol. 2 §15.11).
 fn msr(control: &Control, exit: &Exit, memory: &impl L1Memory) -> bool {
     permission::msr_exits(memory, control.msrpm_base_pa, exit.info_2 as u32, exit.info_1 & 1 != 0)
+}
+
+/// Whether L1 wants to hear of some writes of CR0, and not of all.
+fn is_selective(control: &Control) -> bool {
+    let [cr, _, _, third, ..] = control.intercepts;
+    third & Intercept3::CR0_SEL_WRITE.bits() != 0 && cr & InterceptCr::WRITE_CR0.bits() == 0
 }
 
 /// Whether L1 wants to hear of a write of CR0 that L0 carries out for L2: it intercepts writes, or selectively those
@@ -146,6 +155,19 @@ mod tests {
         assert_eq!(claims(&block.control, &exit, &OPEN), Claim::L1);
         block.control.intercepts[4] = Intercept4::VMMCALL.bits();
         assert_eq!(claims(&block.control, &Exit::plain(ExitCode::Vmmcall), &OPEN), Claim::L1);
+    }
+
+    #[test]
+    fn a_write_of_cr0_that_some_are_asked_for_is_whose_it_shows_later() {
+        let mut block = Vmcb::new_zeroed();
+        let exit = Exit::plain(ExitCode::WriteCr0);
+        block.control.intercepts[3] = Intercept3::CR0_SEL_WRITE.bits();
+        assert_eq!(claims(&block.control, &exit, &OPEN), Claim::ByValue);
+        block.control.intercepts[0] = InterceptCr::WRITE_CR0.bits();
+        assert_eq!(claims(&block.control, &exit, &OPEN), Claim::L1);
+        block.control.intercepts[3] = 0;
+        block.control.intercepts[0] = 0;
+        assert_eq!(claims(&block.control, &exit, &OPEN), Claim::L0);
     }
 
     #[test]

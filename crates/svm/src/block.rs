@@ -110,6 +110,12 @@ impl ControlBlock {
         self.flush = true;
     }
 
+    /// Whether a flush is requested; it is not any more.
+    #[cfg(test)]
+    pub(crate) fn take_flush(&mut self) -> bool {
+        core::mem::take(&mut self.flush)
+    }
+
     /// Whether [`forget_translations`](Self::forget_translations) has to be called before the next entry.
     #[inline(always)]
     pub(crate) fn wants_flush(&self) -> bool {

@@ -55,7 +55,7 @@ impl<C: Cpu> Svm<C> {
         const BITS: u32 = vintr::IRQ | vintr::IGN_TPR | (0xf << vintr::PRIO_SHIFT);
         // The virtual interrupt of L2's block is L1's to use.
         if self.level == Level::L2 {
-            return;
+            return self.set_window_of_l2(want == Virq::Window);
         }
         let set = self.vmcb().control.int_ctl & vintr::IRQ != 0;
         if self.virq == want && set == (want != Virq::Off) {

@@ -7,6 +7,17 @@ use x86::Hpa;
 
 use crate::block::ControlBlock;
 
+/// An event that L1 injected: INT n, INT3 or INTO.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Injected {
+    /// EVENTINJ.
+    pub(crate) event: u64,
+    /// RIP, which is not at the instruction.
+    pub(crate) rip: u64,
+    /// Where the CPU says that the instruction ends.
+    pub(crate) next_rip: u64,
+}
+
 /// What is known of L1's guest.
 #[derive(Debug)]
 pub struct State {
@@ -14,6 +25,10 @@ pub struct State {
     pub(crate) other: ControlBlock,
     /// The copy of L1's block.
     pub(crate) v12: KBox<Vmcb12>,
+    /// What L1 injected of which an instruction is the usual cause, until it is delivered.
+    pub(crate) by_instruction: Option<Injected>,
+    /// V_IRQ of L2's block stands for a window of ours; whether it was set for L1 before.
+    pub(crate) window: Option<bool>,
     /// VMRUN was carried out, and L2 has not been entered yet.
     pub(crate) entry_pending: bool,
     /// The address-space id that L1 gave what L2's block remembers.
@@ -42,6 +57,8 @@ impl State {
         KBox::new(Self {
             other: ControlBlock::new()?,
             v12,
+            by_instruction: None,
+            window: None,
             entry_pending: false,
             asid: 0,
             cr0_hidden: 0,

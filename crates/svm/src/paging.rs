@@ -114,6 +114,8 @@ impl<C: Cpu> Translation for Svm<C> {
             let block = self.block_of_l1();
             block.vmcb_mut(Clean::NPT).control.ncr3 = root.0;
             block.request_flush();
+            // L2's block takes the root over when it runs, and has translations of the one before.
+            self.flush_other_block();
             self.follow_tdp_root(root);
         }
     }

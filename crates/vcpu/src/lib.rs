@@ -88,6 +88,8 @@ pub(crate) struct Rare {
     pub signal_mask: Option<host::task::SignalSet>,
     /// Which MSRs the guest may access.
     pub msr_filter: Option<Arc<MsrFilter>>,
+    /// The guest was told that its processor keeps a hypervisor's branch predictions from its guests.
+    pub keeps_l2_apart: bool,
     /// The VMM's breakpoints are in the hardware's debug registers.
     pub borrowed_debug: Option<state::debug::Borrowed>,
     /// The vector of whose end the VMM's I/O APIC is to hear.
@@ -191,6 +193,7 @@ impl<B: Backend> Vcpu<B> {
                 offered,
                 signal_mask: None,
                 msr_filter: None,
+                keeps_l2_apart: false,
                 borrowed_debug: None,
                 ended: Vector(0),
                 stalls: run::events::Stalls::default(),

@@ -39,6 +39,7 @@ impl<C: Cpu> Svm<C> {
         undelivered: Undelivered,
         l1: &impl L1Memory,
     ) -> Executed {
+        self.set_window_of_l2(false);
         let hidden = u64::from(self.cr0_hidden);
         let save = &mut self.vmcb_mut(Clean::empty()).save;
         save.rax = gprs.0[RAX];
@@ -51,6 +52,10 @@ impl<C: Cpu> Svm<C> {
                 return Executed::Outside;
             }
             self.return_to_l1(gprs);
+            // Nothing is clean in a block that did not hear of the exit.
+            if let Some(state) = &mut self.nested {
+                state.v12.forget();
+            }
             return Executed::Shutdown;
         }
         self.return_to_l1(gprs);
@@ -59,10 +64,11 @@ impl<C: Cpu> Svm<C> {
 
     /// L1 runs from now on, with GIF clear.
     pub(super) fn return_to_l1(&mut self, gprs: &mut Gprs) {
-        let Some(state) = &self.nested else { return };
         if self.level == Level::L1 {
             return;
         }
+        self.set_window_of_l2(false);
+        let Some(state) = &self.nested else { return };
         let control = state.v12.control();
         let own_pat = control.np_ctl & NP_ENABLE != 0;
         let own_priority = control.int_ctl & vintr::INTR_MASKING != 0;

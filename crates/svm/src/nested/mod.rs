@@ -14,6 +14,9 @@ mod instructions;
 mod leave;
 mod paging;
 mod run;
+#[cfg(test)]
+mod tests;
+mod window;
 
 use core::cell::Cell;
 
@@ -29,7 +32,7 @@ use nested_svm::{
 };
 use x86::{
     Cr0, Cr4, Efer, Gpa, Hpa, Rflags,
-    vmcb::{Clean, Control, ExitCode, vintr},
+    vmcb::{Clean, Control, ExitCode, Intercept3, event, vintr},
 };
 
 use crate::{block::ControlBlock, inject, l2::State, state::Svm};
@@ -92,7 +95,11 @@ impl<C: Cpu> Svm<C> {
     pub(crate) fn merge_intercepts(&mut self) {
         let Some(state) = &self.nested else { return };
         let l0 = self.l0(state, Hpa(self.vmcb().control.msrpm_base_pa));
-        let words = merge::intercepts(&l0, state.v12.control());
+        let mut words = merge::intercepts(&l0, state.v12.control());
+        if state.window.is_some() {
+            let [_, _, _, third, ..] = &mut words;
+            *third |= Intercept3::VINTR.bits();
+        }
         self.vmcb_mut(Clean::INTERCEPTS).control.intercepts = words;
     }
 
@@ -116,10 +123,14 @@ impl<C: Cpu> Svm<C> {
         }
     }
 
-    /// Our own MSR map has changed.
+    /// Our own MSR map has changed. What is open now for L2 is found at the next VMRUN; until then all exit.
     pub(crate) fn forget_open_msrs(&mut self) {
         if let Some(state) = &mut self.nested {
             state.open = None;
+            if self.level == Level::L2 {
+                self.block.msr_map.close();
+                self.block.mark(Clean::PERM_MAP);
+            }
         }
     }
 
@@ -215,6 +226,11 @@ impl<C: Cpu> Nested for Svm<C> {
         efer.contains(Efer::SVME)
     }
 
+    #[inline]
+    fn is_enabled(&self) -> bool {
+        Efer::from_bits_retain(self.vmcb().save.efer & self.efer_shown).contains(Efer::SVME)
+    }
+
     /// Operands are physical addresses.
     fn cr0_of_write(&self, value: Cr0) -> Option<Cr0> {
         Some(value)
@@ -224,6 +240,7 @@ impl<C: Cpu> Nested for Svm<C> {
         Some(value)
     }
 
+    /// Operands are physical addresses.
     fn has_memory_operand(&self) -> bool {
         false
     }
@@ -239,6 +256,14 @@ impl<C: Cpu> Nested for Svm<C> {
         let exit = self.last_exit(gprs);
         let Some(state) = &mut self.nested else { return Ok(Claim::L0) };
         state.entry_pending = false;
+        if state.by_instruction.is_some()
+            && self.block.vmcb().control.exit_int_info & event::VALID == 0
+        {
+            state.by_instruction = None;
+        }
+        if exit.code == ExitCode::Vintr && state.window.is_some() {
+            return Ok(Claim::L0);
+        }
         let seen = Seen::new(l1);
         let claim = reflect::claims(state.v12.control(), &exit, &seen);
         if seen.missing.get() && !l1.is_final() {
@@ -247,7 +272,35 @@ impl<C: Cpu> Nested for Svm<C> {
         Ok(match claim {
             reflect::Claim::L0 => Claim::L0,
             reflect::Claim::L1 => Claim::L1,
+            reflect::Claim::ByValue => Claim::ByValue,
         })
+    }
+
+    /// The exit becomes the one that L1 asked for.
+    fn claims_cr0(&mut self, new: Cr0) -> bool {
+        let control = &self.vmcb().control;
+        let Some(state) = self.nested.as_ref().filter(|_| self.level == Level::L2) else {
+            return false;
+        };
+        if control.exit_code != ExitCode::WriteCr0.0 {
+            return false;
+        }
+        let old = backend::ControlRegisters::cr0(self);
+        let Some(exit) = reflect::cr0_write(state.v12.control(), old, new) else { return false };
+        self.vmcb_mut(Clean::empty()).control.exit_code = exit.code.0;
+        true
+    }
+
+    fn repeats_injection(&mut self) -> bool {
+        const SAME: u64 = event::VALID | event::TYPE | event::VECTOR;
+        let block = self.block.vmcb();
+        let (info, rip) = (block.control.exit_int_info, block.save.rip);
+        let of_l1 = self.nested.as_ref().and_then(|state| state.by_instruction);
+        let Some(of_l1) = of_l1.filter(|l1| (l1.event ^ info) & SAME == 0 && l1.rip == rip) else {
+            return false;
+        };
+        self.vmcb_mut(Clean::empty()).control.next_rip = of_l1.next_rip;
+        true
     }
 
     fn reflect(&mut self, gprs: &mut Gprs, l1: &impl L1Memory) -> Executed {
@@ -289,6 +342,7 @@ impl<C: Cpu> Nested for Svm<C> {
             gif::Gate::Deliver => Gate::Deliver,
             gif::Gate::ExitToL1(_) => Gate::ExitToL1,
             gif::Gate::Hold => Gate::Hold,
+            gif::Gate::Window => Gate::Window,
             gif::Gate::AfterEntry => Gate::AfterEntry,
         }
     }

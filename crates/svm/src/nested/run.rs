@@ -7,14 +7,21 @@ use cpu::Cpu;
 use nested_svm::{checks, merge, permission::OpenWords};
 use x86::{
     Cr0, Cr4, Dr7, Efer, Gpa, Hpa, Rflags,
-    vmcb::{Clean, Intercept3, InterceptCr, Save, Vmcb, vintr},
+    vmcb::{Clean, Intercept3, InterceptCr, Save, Vmcb, event, vintr},
 };
 
 use super::{Seen, instructions::missing, paging::has_tables};
 use crate::{
-    l2::State,
+    l2::{Injected, State},
     state::{Svm, Virq},
 };
+
+/// Whether EVENTINJ holds an event that an instruction makes: INT n, INT3, INTO.
+fn is_by_instruction(event_inj: u64) -> bool {
+    let kind = event_inj & (event::VALID | event::TYPE);
+    kind == event::VALID | event::SOFT
+        || (kind == event::VALID | event::EXCEPTION && matches!(event_inj & event::VECTOR, 3 | 4))
+}
 
 impl<C: Cpu> Svm<C> {
     /// VMRUN of the block at `at`.
@@ -61,6 +68,12 @@ impl<C: Cpu> Svm<C> {
             self.block.request_flush();
         }
         state.entry_pending = true;
+        let v12 = state.v12.get();
+        state.by_instruction = is_by_instruction(v12.control.event_inj).then_some(Injected {
+            event: v12.control.event_inj,
+            rip: v12.save.rip,
+            next_rip: v12.control.next_rip,
+        });
         let save = &self.block.vmcb().save;
         gprs.0[RAX] = save.rax;
         gprs.0[RSP] = save.rsp;

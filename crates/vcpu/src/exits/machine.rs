@@ -268,6 +268,9 @@ impl<B: Backend> Machine for Vcpu<B> {
     }
 
     fn write_cr(&mut self, n: u8, value: u64) -> Result<(), Stop> {
+        if n == 0 && self.gives_cr0_to_l1(value) {
+            return Err(Stop::Retry);
+        }
         Vcpu::write_cr(self, n, value).map_err(Stop::Fault)
     }
 

@@ -62,8 +62,12 @@ impl<B: Backend> Vcpu<B> {
         if self.shared.nmis() != 0 && !self.inject_nmi(kernel) {
             return false;
         }
-        if !self.passes(Waiting::Interrupt(None)) {
+        let gate = self.gate_of(Waiting::Interrupt(None));
+        if gate != Gate::Deliver {
             self.hold_back();
+            if gate == Gate::Window && self.interrupt_waits_for_l1() {
+                self.b.set_interrupt_window(true);
+            }
             return true;
         }
         if self.pending.after_exit.is_nested() {
@@ -112,13 +116,46 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether an interrupt would be taken by L2, or end its run.
     pub(crate) fn interrupt_goes_somewhere(&self) -> bool {
-        let waiting = Waiting::Interrupt(None);
-        self.b.nested().is_some_and(|nested| nested.gate(&waiting) != Gate::Hold)
+        !matches!(self.gate_of(Waiting::Interrupt(None)), Gate::Hold | Gate::Window)
+    }
+
+    /// Whether the event whose delivery the last exit interrupted is one that L1 injected into L2, which is
+    /// injected again, though an instruction makes such events.
+    pub(crate) fn repeats_injection(&mut self) -> bool {
+        self.pending.after_exit.is_nested()
+            && self.b.nested_mut().is_some_and(Nested::repeats_injection)
+    }
+
+    /// Whether an INIT waits: L1 holds it back, or it is to end L2's run.
+    pub(crate) fn holds_init(&mut self) -> bool {
+        let holds = !self.passes(Waiting::Init);
+        self.pending.raise_if(holds);
+        holds
+    }
+
+    /// Whether an INIT that was held back ends L2's run.
+    pub(crate) fn init_ends_l2(&self) -> bool {
+        self.smm.latched_init && self.gate_of(Waiting::Init) == Gate::ExitToL1
+    }
+
+    /// An INIT that was held back is taken, if nothing holds it any more. True: outside the loop.
+    pub(crate) fn release_init(&mut self) -> bool {
+        let released = self.smm.latched_init && !self.smm.active && self.passes(Waiting::Init);
+        if released {
+            self.smm.latched_init = false;
+            self.shared.set_init(true);
+        }
+        released
     }
 
     /// Whether such an event goes to the level that runs.
     fn passes(&self, waiting: Waiting) -> bool {
-        self.b.nested().is_none_or(|nested| nested.gate(&waiting) == Gate::Deliver)
+        self.gate_of(waiting) == Gate::Deliver
+    }
+
+    /// Where such an event goes.
+    fn gate_of(&self, waiting: Waiting) -> Gate {
+        self.b.nested().map_or(Gate::Deliver, |nested| nested.gate(&waiting))
     }
 
     /// Ends L2's run, if something waits that L1 intercepts. `s`: inside a section, where nothing sleeps.
@@ -128,13 +165,15 @@ impl<B: Backend> Vcpu<B> {
         }
         let first = !self.b.injecting() && self.events.again.is_none();
         let exception = self.events.exception.filter(|_| first).map(Waiting::Exception);
+        let held = self.smm.latched_init && !self.smm.active;
+        let init = held.then_some(Waiting::Init);
         let smi = self.events.outer.has(Outer::SMI).then_some(Waiting::Smi);
         let nmi = (self.shared.nmis() != 0).then_some(Waiting::Nmi);
         let interrupt = self.interrupt_waits_for_l1().then_some(Waiting::Interrupt(None));
-        for waiting in [exception, smi, nmi, interrupt].into_iter().flatten() {
+        for waiting in [init, exception, smi, nmi, interrupt].into_iter().flatten() {
             let Some(nested) = self.b.nested() else { return Ended::No };
             match nested.gate(&waiting) {
-                Gate::Deliver | Gate::Hold => {}
+                Gate::Deliver | Gate::Hold | Gate::Window => {}
                 Gate::AfterEntry => return Ended::AfterEntry,
                 Gate::ExitToL1 => return self.end_l2(waiting, s),
             }
@@ -211,8 +250,14 @@ impl<B: Backend> Vcpu<B> {
         }
         self.events.again = None;
         self.acknowledge(taken, true);
-        if waiting == Waiting::Nmi && self.b.nested().is_some_and(|n| n.acknowledges(&waiting)) {
-            let _ = self.shared.take_nmi();
+        if self.b.nested().is_some_and(|n| n.acknowledges(&waiting)) {
+            match waiting {
+                Waiting::Nmi => {
+                    let _ = self.shared.take_nmi();
+                }
+                Waiting::Init => self.smm.latched_init = false,
+                _ => {}
+            }
         }
         if matches!(waiting, Waiting::Exception(_)) {
             self.events.exception = None;

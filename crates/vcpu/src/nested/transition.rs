@@ -2,7 +2,7 @@
 
 use backend::{Backend, Claim, Executed, Level, Nested};
 use mmu::Section;
-use x86::{Cr4, Efer, Exception};
+use x86::{Cr0, Cr4, Efer, Exception};
 
 use super::memory::{Mapped, Whole};
 use crate::{
@@ -16,7 +16,7 @@ use crate::{
 impl<B: Backend> Vcpu<B> {
     /// An instruction for hypervisors, inside the loop.
     pub(crate) fn answer_virtualization(&mut self, s: Section<'_>) -> Next {
-        if self.b.nested().is_none() {
+        if self.b.nested().is_none_or(|nested| !nested.is_enabled()) {
             return self.answer_by(Exception::ud());
         }
         let Some(next) = self.next_rip(s) else { return Next::Leave };
@@ -53,6 +53,8 @@ impl<B: Backend> Vcpu<B> {
         let l1 = Mapped::new(&self.memory, self.memory.view(s));
         match nested.claims(&self.gprs, &l1) {
             Ok(Claim::L0) => self.answer_nested_fault(s),
+            // Its value is found out by the emulator.
+            Ok(Claim::ByValue) => Some(Next::Leave),
             Ok(Claim::L1) => {
                 let done = nested.reflect(&mut self.gprs, &l1);
                 Some(self.executed(done, 0))
@@ -67,7 +69,8 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn reflect_outside(&mut self) -> Outcome {
         let Some(nested) = self.b.nested_mut() else { return Ok(()) };
         let l1 = Whole::new(&self.memory, None);
-        if nested.claims(&self.gprs, &l1) == Ok(Claim::L1) {
+        let claim = nested.claims(&self.gprs, &l1);
+        if claim == Ok(Claim::L1) {
             let done = nested.reflect(&mut self.gprs, &l1);
             let _ = self.executed(done, 0);
             return Ok(());
@@ -76,13 +79,44 @@ impl<B: Backend> Vcpu<B> {
             return outcome;
         }
         let _ = self.keep_interrupted_delivery();
-        self.handle(self.b.exit())
+        let handled = self.handle(self.b.exit());
+        if claim == Ok(Claim::ByValue) {
+            self.reflect_by_value();
+        }
+        handled
+    }
+
+    /// The emulator has found the value that L2 writes to CR0: L1 hears of it, or L2 goes on.
+    fn reflect_by_value(&mut self) {
+        let Some(nested) = self.b.nested_mut() else { return };
+        let l1 = Whole::new(&self.memory, None);
+        if nested.claims(&self.gprs, &l1) == Ok(Claim::L1) {
+            let done = nested.reflect(&mut self.gprs, &l1);
+            let _ = self.executed(done, 0);
+        }
+    }
+
+    /// Whether L1 is to hear of a write of CR0 that the emulator is about to carry out for L2.
+    pub(crate) fn gives_cr0_to_l1(&mut self, value: u64) -> bool {
+        let new = Cr0::from_bits_truncate(value) | Cr0::ET;
+        // What #GP answers is no exit.
+        self.pending.after_exit.is_nested()
+            && value >> 32 == 0
+            && new.is_consistent()
+            && self.b.nested_mut().is_some_and(|nested| nested.claims_cr0(new))
     }
 
     /// Goes on after what was done for L1. `next`: where an instruction that has retired goes on.
     pub(super) fn executed(&mut self, done: Executed, next: u64) -> Next {
+        let held = self.smm.latched_init;
         match done {
-            Executed::Entered | Executed::Left => self.level_changed(),
+            Executed::Entered => self.level_changed(),
+            Executed::Left => {
+                if self.rare.keeps_l2_apart {
+                    self.b.prediction_barrier();
+                }
+                self.level_changed();
+            }
             Executed::Retired => self.retire(next),
             Executed::Opened | Executed::Closed => {
                 self.retire(next);
@@ -97,7 +131,8 @@ impl<B: Backend> Vcpu<B> {
                 self.pending.raise();
             }
         }
-        Next::Again
+        // An INIT that may be taken now is taken outside.
+        if held && !self.smm.latched_init { Next::Done } else { Next::Again }
     }
 
     /// The other level runs from now on: what follows from the control block alone follows by itself.
@@ -146,5 +181,8 @@ impl<B: Backend> Vcpu<B> {
         let gated = nested.is_gated();
         self.pending.after_exit.set_nested(l2);
         self.pending.gated = gated;
+        if self.smm.latched_init {
+            self.release_init();
+        }
     }
 }

@@ -496,14 +496,15 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     fn keep_delivery(&mut self) {
         if let Some(event) = self.b.interrupted_delivery() {
-            self.b.forget_interrupted_delivery();
             // INT n, INT3 and INTO: RIP is still at the instruction, which is executed again.
             let by_instruction = match event {
                 Event::Software(_) => true,
                 Event::Exception(e) => matches!(e.vector.0, 3 | 4),
                 _ => false,
             };
-            if by_instruction {
+            let is_executed_again = by_instruction && !self.repeats_injection();
+            self.b.forget_interrupted_delivery();
+            if is_executed_again {
                 return;
             }
             self.events.again = Some(event);

@@ -143,8 +143,8 @@ impl<B: Backend> Vcpu<B> {
     /// INIT and SIPI.
     pub(crate) fn take_start_signals(&mut self) {
         let (init, sipi) = self.shared.take_init_sipi();
-        if self.smm.active {
-            // INIT waits for the end of the mode, a SIPI is lost.
+        if self.smm.active || (init && self.holds_init()) {
+            // INIT waits for the end of the mode, or for its hypervisor; a SIPI is lost.
             self.smm.latched_init |= init;
             return;
         }
@@ -318,6 +318,7 @@ impl<B: Backend> Vcpu<B> {
         (self.shared.nmis() != 0 && !self.b.nmi_masked())
             || self.events.outer.has(Outer::SMI)
             || self.shared.has_init_sipi()
+            || self.init_ends_l2()
             || (self.events.external.is_some() && !self.shared.in_kernel_apic)
             || self.events.again.is_some()
             || self.events.exception.is_some()

@@ -97,6 +97,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Derives what a new table lets the guest do.
     pub(crate) fn apply_cpuid(&mut self) {
+        self.follow_vm_cr();
         let c = &self.cpuid;
         let f = |feature| c.has(feature);
         let limits = GuestLimits {
@@ -112,6 +113,7 @@ impl<B: Backend> Vcpu<B> {
             maxphyaddr: c.maxphyaddr(),
             svm_features: c.svm_features(),
         };
+        self.rare.keeps_l2_apart = c.keeps_guests_apart();
         self.b.set_limits(limits);
         self.set_apic_features();
         if self.msrs.filtered {

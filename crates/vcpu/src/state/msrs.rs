@@ -6,11 +6,11 @@ use irqchip::lapic::BaseRules;
 use mmu::Section;
 use msr::{Class, Effect, GuestFacts, MsrStore};
 use stats::VcpuCount;
-use x86::Exception;
 use x86::msr::{
     APIC_BASE, DEBUGCTL, EFER, MISC_ENABLE, PAT, PLATFORM_INFO, SPEC_CTRL, TSC, TSC_AUX,
-    TSC_DEADLINE, XSS, debugctl,
+    TSC_DEADLINE, VM_CR, XSS, debugctl, vm_cr,
 };
+use x86::{Efer, Exception};
 
 use crate::{Vcpu, run::events::Outer, run::outcome::Next};
 
@@ -232,6 +232,7 @@ impl<B: Backend> Vcpu<B> {
                 _ => Err(Refused),
             },
             Class::Pv => self.write_pv_msr(index, value, host),
+            Class::Outside if index == VM_CR => self.write_vm_cr(value, host),
             Class::Store | Class::Outside => self.write_stored_msr(index, value, host),
             Class::Unknown if host => self.b.set_msr(index, value).map_err(|_| Refused),
             Class::Unknown => Err(Refused),
@@ -246,6 +247,23 @@ impl<B: Backend> Vcpu<B> {
         let effect = self.msrs.store.write(index, value, host, self.cpuid.msr_facts());
         self.store_effect(effect.map_err(|_| Refused)?);
         Ok(())
+    }
+
+    /// SVMDIS and EFER.SVME exclude each other (APM vol. 2 §15.30.1).
+    fn write_vm_cr(&mut self, value: u64, host: bool) -> Result<(), Refused> {
+        if value & vm_cr::SVMDIS != 0 && self.b.efer().contains(Efer::SVME) {
+            return Err(Refused);
+        }
+        self.write_stored_msr(VM_CR, value, host)?;
+        self.follow_vm_cr();
+        Ok(())
+    }
+
+    /// EFER.SVME cannot be set while VM_CR says so.
+    pub(crate) fn follow_vm_cr(&mut self) {
+        if self.msrs.store.is_svm_disabled() {
+            self.cpuid.disable_svm();
+        }
     }
 
     #[cold]

@@ -30,8 +30,11 @@ const VMRUN: u32 = 1;
 pub fn host_cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {
     let [a, b, c, d] = super::host_cpuid(leaf, subleaf);
     match leaf {
-        0x8000_0000 => [0x8000_000a, b, c, d],
+        0x8000_0000 => [0x8000_0021, b, c, d],
         0x8000_0001 => [a, b, c | 1 << 2, d],
+        // IBPB, and automatic IBRS.
+        0x8000_0008 => [a, b | 1 << 12, c, d],
+        0x8000_0021 => [1 << 8, 0, 0, 0],
         0x8000_000a => [1, 8, 0, 1 | 1 << 3],
         _ => [a, b, c, d],
     }

@@ -1,6 +1,5 @@
 //! L2's run ends: what it left goes into the VMCS12, and L1 goes on behind its entry.
 
-use ::host::hostcpu;
 use backend::{
     Claim, ControlRegisters, Executed, Gprs, Injection, L1Memory, Msrs, Outside, PdpteRegisters,
     RSP, Registers, SegmentName,
@@ -91,17 +90,8 @@ impl<C: Cpu> Vmx<C> {
         self.cold.of_l1 = OfL1::default();
         self.own();
         self.exchange(n);
-        self.part_predictions();
         let is_nmi = report.interruption & x86::vmcs::event::TYPE == x86::vmcs::event::NMI;
         self.load_host(n, gprs, kept, report.reason, is_nmi, memory)
-    }
-
-    /// An L1 that protects itself by IBRS takes a VM exit for a barrier between its guest's predictions and its own;
-    /// to the hardware both are one guest.
-    fn part_predictions(&mut self) {
-        if self.cold.limits.spec_ctrl && hostcpu::ibpb_on_switch() {
-            self.cpu.wrmsr(msr::PRED_CMD, 1);
-        }
     }
 
     /// An entry that was refused before L2 ran: vmcs01 is still the vCPU's.

@@ -89,6 +89,20 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         cr4.contains(Cr4::VMXE)
     }
 
+    /// Asked with the instruction, which needs no decoding here.
+    fn is_enabled(&self) -> bool {
+        true
+    }
+
+    /// Masks and shadows of CR0 tell before the value is known.
+    fn claims_cr0(&mut self, _: x86::Cr0) -> bool {
+        false
+    }
+
+    fn repeats_injection(&mut self) -> bool {
+        false
+    }
+
     fn has_memory_operand(&self) -> bool {
         self.has_operand_in_memory()
     }
@@ -141,8 +155,8 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         let asks = |n: &KBox<Nested>| nested_vmx::events::acknowledges(n.machine.vmcs12());
         match waiting {
             Waiting::Interrupt(_) => self.nested.as_ref().is_some_and(asks),
-            Waiting::Nmi => true,
-            Waiting::Smi | Waiting::Init | Waiting::Exception(_) => false,
+            Waiting::Nmi | Waiting::Init => true,
+            Waiting::Smi | Waiting::Exception(_) => false,
         }
     }
 

@@ -51,7 +51,7 @@ pub(crate) struct Smm {
     pub inside_nmi: bool,
     /// An SMI waits, or in the mode one for its end.
     pub pending: bool,
-    /// An INIT waits for the end of the mode.
+    /// An INIT waits: for the end of the mode, or until a guest that is a hypervisor lets it in.
     pub latched_init: bool,
 }
 
@@ -74,6 +74,8 @@ impl<B: Backend> Vcpu<B> {
     /// An SMI arrived. Those that arrive while one waits are one with it.
     pub(crate) fn smi_arrived(&mut self) {
         self.set_smi_pending(true);
+        // It may end the run of a guest's guest.
+        self.pending.raise_if(self.pending.gated);
     }
 
     fn set_smi_pending(&mut self, pending: bool) {

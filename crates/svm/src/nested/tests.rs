@@ -1,0 +1,91 @@
+//! What our own words change to while a guest's guest is there, in blocks that nobody shows.
+
+use backend::{
+    Executed, GuestLimits, L1Memory, Nested, Outside, Permissions, RAX, Reach, Translation,
+};
+use cpu::{Counting, Model};
+use x86::{Efer, msr, vmcb::Intercept3};
+use zerocopy::{FromZeros, IntoBytes};
+
+use super::*;
+use crate::features::Features;
+
+/// L1's memory: a block that may be run at 0, and zeroes: a map under which nothing exits.
+struct Block(x86::vmcb::Vmcb);
+
+impl L1Memory for Block {
+    fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside> {
+        into.fill(0);
+        if let Some(from) = self.0.as_bytes().get(at.0 as usize..) {
+            for (to, from) in into.iter_mut().zip(from) {
+                *to = *from;
+            }
+        }
+        Ok(())
+    }
+    fn write(&self, _: Gpa, _: &[u8]) -> Result<(), Outside> {
+        Ok(())
+    }
+    fn translate(&self, _: u64, _: bool) -> Result<Gpa, Reach> {
+        Err(Reach::Outside)
+    }
+    fn is_final(&self) -> bool {
+        true
+    }
+}
+
+fn in_l2() -> (Svm<Counting<Model>>, Gprs, Block) {
+    let features = Features { asids: 8, npt: true, nrip_save: true, ..Features::default() };
+    let _ = crate::percpu::set_up(features, 1);
+    let mut svm = Svm::new(Counting::new(Model::default()), features).unwrap();
+    let efer = (Efer::SVME | Efer::LME | Efer::SCE).bits();
+    svm.set_limits(GuestLimits {
+        efer_allowed: efer,
+        maxphyaddr: 40,
+        svm_features: 1 << 3,
+        ..GuestLimits::default()
+    });
+    let mut block = Block(x86::vmcb::Vmcb::new_zeroed());
+    block.0.control.intercepts[3] = Intercept3::MSR.bits();
+    block.0.control.intercepts[4] = 1;
+    block.0.control.msrpm_base_pa = 0x2000;
+    block.0.control.asid = 1;
+    block.0.save.efer = Efer::SVME.bits();
+    backend::ControlRegisters::set_efer(&mut svm, Efer::SVME);
+    backend::ControlRegisters::set_cr0(&mut svm, x86::Cr0::PE);
+    let mut gprs = Gprs::default();
+    gprs.0[RAX] = 0;
+    svm.vmcb_mut(Clean::empty()).control.exit_code = ExitCode::Vmrun.0;
+    assert_eq!(svm.execute(&mut gprs, 3, &block), Executed::Entered);
+    (svm, gprs, block)
+}
+
+#[test]
+fn a_filter_that_is_set_while_l2_runs_is_in_force_for_it() {
+    let (mut svm, mut gprs, block) = in_l2();
+    assert_eq!(svm.block.msr_map.intercepted(msr::KERNEL_GS_BASE), (false, false));
+    svm.set_msr_filter(|index| (index == msr::KERNEL_GS_BASE, false));
+    assert!(svm.block.msr_map.intercepted(msr::KERNEL_GS_BASE).0);
+    // And at its next entry, with what stays open.
+    svm.vmcb_mut(Clean::empty()).control.exit_code = ExitCode::Invalid.0;
+    assert_eq!(svm.reflect(&mut gprs, &block), Executed::Left);
+    svm.vmcb_mut(Clean::empty()).control.exit_code = ExitCode::Vmrun.0;
+    assert_eq!(svm.execute(&mut gprs, 3, &block), Executed::Entered);
+    assert_eq!(svm.block.msr_map.intercepted(msr::KERNEL_GS_BASE), (true, false));
+    assert_eq!(svm.block.msr_map.intercepted(msr::STAR), (false, false));
+}
+
+#[test]
+fn another_root_while_l1_runs_flushes_l2s_block() {
+    let (mut svm, mut gprs, block) = in_l2();
+    svm.vmcb_mut(Clean::empty()).control.exit_code = ExitCode::Invalid.0;
+    assert_eq!(svm.reflect(&mut gprs, &block), Executed::Left);
+    let flushes = |svm: &mut Svm<Counting<Model>>| {
+        let state = svm.nested.as_mut().unwrap();
+        state.other.take_flush()
+    };
+    assert!(flushes(&mut svm), "it never ran");
+    assert!(!flushes(&mut svm));
+    svm.set_tdp_root(Hpa(0x7000));
+    assert!(flushes(&mut svm));
+}

@@ -1,0 +1,290 @@
+//! A guest that runs a guest of its own by SVM: where events go, and what L1 asked to hear of.
+
+mod rig;
+
+use backend::RDX;
+use gannet_vcpu::UserExit;
+use rig::nested::{BLOCK, Hypervisor, L1_RIP, L2_RIP, vmrun};
+use rig::{Machine, exit, shutdown, vcpu_of};
+use svm::Features;
+use x86::vmcb::{ExitCode, event, vintr};
+use x86::{Cr0, Efer, Rflags, Vector, msr};
+
+/// The third intercept word, and where the others lie.
+const THIRD: u64 = BLOCK + 0x08;
+const SMI: u64 = 1 << 2;
+const INIT: u64 = 1 << 3;
+const VINTR: u32 = 1 << 4;
+const CR0_SEL_WRITE: u64 = 1 << 5;
+const CPUID: u64 = 1 << 18;
+
+const EXIT_CODE: u64 = BLOCK + 0x70;
+const EVENTINJ: u64 = BLOCK + 0xa8;
+const CR0: u64 = BLOCK + 0x558;
+
+/// Behind L1's VMRUN.
+const BEHIND: u64 = L1_RIP + 3;
+
+/// The block intercepts these, of the third word.
+fn intercepting(bits: u64) -> Hypervisor {
+    let machine = Hypervisor::new(false);
+    // The word is the upper half of what lies there.
+    machine.put(THIRD, bits << 32);
+    machine
+}
+
+/// A fault of ours at `gpa`, in the delivery of `event`.
+fn fault_in_delivery(machine: &mut Hypervisor, gpa: u64, event: u64) {
+    machine.then(move |vmcb, gprs| {
+        exit(ExitCode::Npf)(vmcb, gprs);
+        vmcb.control.exit_info_1 = 1 << 32 | 2;
+        vmcb.control.exit_info_2 = gpa;
+        vmcb.control.next_rip = 0;
+        vmcb.control.exit_int_info = event;
+    });
+}
+
+#[test]
+fn a_breakpoint_that_l1_injects_survives_a_fault_of_ours_in_its_delivery() {
+    for injected in [event::EXCEPTION | 3, event::EXCEPTION | 4, event::SOFT | 0x80] {
+        let injected = event::VALID | injected;
+        let mut machine = intercepting(0);
+        machine.put(EVENTINJ, injected);
+        machine.put(BLOCK + 0xc8, L2_RIP + 1);
+        machine.vmrun();
+        fault_in_delivery(&mut machine, 0x5000, injected);
+        machine.vcpu.backend().cpu().inner().injects(injected);
+        // Twice, on a stack of two pages.
+        fault_in_delivery(&mut machine, 0xa000, injected);
+        machine.vcpu.backend().cpu().inner().injects(injected);
+        machine.then(|vmcb, gprs| {
+            assert_eq!((vmcb.save.rip, vmcb.control.next_rip), (L2_RIP, L2_RIP + 1));
+            exit(ExitCode::Hlt)(vmcb, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Hlt);
+    }
+}
+
+#[test]
+fn a_breakpoint_of_l2s_own_is_executed_again() {
+    let mut machine = intercepting(0);
+    machine.put(EVENTINJ, event::VALID | event::EXCEPTION | 3);
+    machine.vmrun();
+    // Delivered; the handler has one itself.
+    machine.then(|vmcb, gprs| {
+        vmcb.save.rip = 0xb000;
+        exit(ExitCode::Cpuid)(vmcb, gprs);
+    });
+    let own = event::VALID | event::EXCEPTION | 3;
+    fault_in_delivery(&mut machine, 0x5000, own);
+    machine.vcpu.backend().cpu().inner().injects(0);
+    machine.then(exit(ExitCode::Hlt));
+    assert_eq!(machine.run(), UserExit::Hlt);
+}
+
+/// L2 has caching off, which we hide: its writes of CR0 are ours to see. It writes `value` by MOV.
+fn writes_cr0(machine: &mut Hypervisor, value: u64) {
+    machine.put(CR0, 0xc001_0033);
+    // Its tables: the first 2 MiB at their own addresses. Its code: MOV to CR0 from RDX.
+    for (at, entry) in [(0x2000, 0x3027), (0x3000, 0x4027), (0x4000, 0xe7)] {
+        machine.put(at, entry);
+    }
+    machine.put(L2_RIP, 0xc2_220f);
+    machine.vmrun();
+    machine.then(move |vmcb, gprs| {
+        assert_ne!(vmcb.control.intercepts[0] & 1 << 16, 0);
+        exit(ExitCode::WriteCr0)(vmcb, gprs);
+        vmcb.control.next_rip = L2_RIP + 3;
+        vmcb.control.exit_info_1 = 1 << 63 | RDX as u64;
+        gprs.0[RDX] = value;
+    });
+}
+
+#[test]
+fn l1_hears_of_a_change_of_cr0_that_it_asked_for_by_the_selective_intercept() {
+    let mut machine = intercepting(CR0_SEL_WRITE);
+    writes_cr0(&mut machine, 0x8001_0033);
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, BEHIND);
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+    assert_eq!(machine.get(EXIT_CODE), ExitCode::Cr0SelWrite.0);
+    assert_eq!((machine.get(CR0), machine.get(BLOCK + 0x578)), (0xc001_0033, L2_RIP));
+}
+
+#[test]
+fn a_change_of_ts_alone_is_none_of_those() {
+    let mut machine = intercepting(CR0_SEL_WRITE);
+    writes_cr0(&mut machine, 0xc001_003b);
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, L2_RIP + 3);
+        assert_ne!(vmcb.save.cr0 & Cr0::TS.bits(), 0);
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+}
+
+#[test]
+fn without_svm_its_instructions_are_undefined_whatever_lies_there() {
+    let features = Features { nrip_save: false, ..rig::features() };
+    let mut v = vcpu_of(&Machine { features, nested: true, ..Machine::default() });
+    for code in [ExitCode::Vmrun, ExitCode::Vmsave, ExitCode::Stgi, ExitCode::Skinit] {
+        // No memory lies at RIP.
+        v.backend().cpu().inner().then(exit(code));
+        v.backend().cpu().inner().injects(event::VALID | event::EXCEPTION | 6);
+    }
+    v.backend().cpu().inner().then(shutdown);
+    assert_eq!(v.run(&Default::default()), UserExit::Shutdown);
+}
+
+#[test]
+fn an_init_that_l1_intercepts_ends_l2s_run_and_waits_for_gif() {
+    let mut machine = intercepting(INIT);
+    machine.stop_in_l2();
+    machine.vcpu.shared().set_init(true);
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, BEHIND);
+        exit(ExitCode::Stgi)(vmcb, gprs);
+    });
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, 0xfff0);
+        shutdown(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Shutdown);
+    assert_eq!(machine.get(EXIT_CODE), ExitCode::Init.0);
+}
+
+#[test]
+fn an_init_that_nobody_intercepts_resets() {
+    let mut machine = intercepting(0);
+    machine.stop_in_l2();
+    machine.vcpu.shared().set_init(true);
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, 0xfff0);
+        shutdown(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Shutdown);
+}
+
+#[test]
+fn an_init_waits_for_gif_and_for_the_entry_that_is_due() {
+    let mut machine = intercepting(INIT);
+    machine.then(exit(ExitCode::Clgi));
+    machine.then(exit(ExitCode::Hlt));
+    assert_eq!(machine.run(), UserExit::Hlt);
+    machine.vcpu.shared().set_init(true);
+    machine.then(vmrun);
+    // VMRUN sets GIF; L2 is entered before it is left again.
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, L2_RIP);
+        exit(ExitCode::Intr)(vmcb, gprs);
+    });
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, L1_RIP + 7);
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+    assert_eq!(machine.get(EXIT_CODE), ExitCode::Init.0);
+}
+
+#[test]
+fn an_smi_that_l1_intercepts_ends_l2s_run_and_waits_for_gif() {
+    let mut machine = intercepting(SMI);
+    machine.stop_in_l2();
+    machine.vcpu.queue_smi();
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, BEHIND);
+        exit(ExitCode::Stgi)(vmcb, gprs);
+    });
+    // Then it is taken, and the other address space has no memory for the save area.
+    assert_eq!(machine.run(), UserExit::Dead);
+    assert_eq!(machine.get(EXIT_CODE), ExitCode::Smi.0);
+}
+
+#[test]
+fn an_interrupt_that_l1_does_not_intercept_reaches_l2_when_it_lets_interrupts_in() {
+    for waited in [0, vintr::IRQ | 3 << vintr::PRIO_SHIFT] {
+        let mut machine = intercepting(0);
+        machine.put(BLOCK + 0x60, u64::from(waited) | 0x55 << 32);
+        machine.stop_in_l2();
+        machine.vcpu.queue_interrupt(Vector(0x40)).unwrap();
+        machine.then(|vmcb, gprs| {
+            let open = vintr::IRQ | vintr::IGN_TPR;
+            assert_eq!(vmcb.control.int_ctl & open, open);
+            assert_ne!(vmcb.control.intercepts[3] & VINTR, 0);
+            vmcb.save.rflags |= Rflags::IF.bits();
+            exit(ExitCode::Vintr)(vmcb, gprs);
+        });
+        machine.vcpu.backend().cpu().inner().injects(event::VALID | event::INTR | 0x40);
+        machine.then(move |vmcb, gprs| {
+            const BITS: u32 = vintr::IRQ | vintr::IGN_TPR | 0xf << vintr::PRIO_SHIFT;
+            assert_eq!((vmcb.control.int_ctl & BITS, vmcb.control.int_vector), (waited, 0x55));
+            assert_eq!(vmcb.control.intercepts[3] & VINTR, 0);
+            exit(ExitCode::Hlt)(vmcb, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Hlt);
+    }
+}
+
+#[test]
+fn what_stands_for_the_window_is_not_told_to_l1() {
+    let mut machine = intercepting(CPUID);
+    machine.stop_in_l2();
+    machine.vcpu.queue_interrupt(Vector(0x40)).unwrap();
+    machine.then(|vmcb, gprs| {
+        assert_ne!(vmcb.control.int_ctl & vintr::IRQ, 0);
+        exit(ExitCode::Cpuid)(vmcb, gprs);
+    });
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, BEHIND);
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+    assert_eq!(machine.get(EXIT_CODE), ExitCode::Cpuid.0);
+    assert_eq!(machine.get(BLOCK + 0x60) as u32, 0);
+}
+
+#[test]
+fn with_interrupts_masked_for_l1_no_window_is_opened() {
+    let mut machine = intercepting(0);
+    machine.put(BLOCK + 0x60, u64::from(vintr::INTR_MASKING));
+    machine.stop_in_l2();
+    machine.vcpu.queue_interrupt(Vector(0x40)).unwrap();
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.control.int_ctl & vintr::IRQ, 0);
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+}
+
+#[test]
+fn the_predictions_of_l2_are_forgotten_before_l1_goes_on() {
+    let mut machine = intercepting(CPUID);
+    machine.vmrun();
+    machine.then(exit(ExitCode::Hlt));
+    assert_eq!(machine.run(), UserExit::Hlt);
+    machine.vcpu.backend().cpu().inner().msrs.remove(&msr::PRED_CMD);
+    // An exit that is ours leaves L2 running.
+    machine.then(exit(ExitCode::Wbinvd));
+    machine.then(exit(ExitCode::Hlt));
+    assert_eq!(machine.run(), UserExit::Hlt);
+    assert_eq!(machine.vcpu.backend().cpu().inner().msrs.get(&msr::PRED_CMD), None);
+    machine.then(exit(ExitCode::Cpuid));
+    machine.then(exit(ExitCode::Hlt));
+    assert_eq!(machine.run(), UserExit::Hlt);
+    assert_eq!(machine.vcpu.backend().cpu().inner().msrs.get(&msr::PRED_CMD), Some(&1));
+}
+
+#[test]
+fn svm_that_is_disabled_cannot_be_enabled() {
+    const SVMDIS: u64 = msr::vm_cr::SVMDIS;
+    let mut v = Hypervisor::new(false).vcpu;
+    let efer = v.sregs().efer;
+    assert!(v.write_msr(msr::VM_CR, SVMDIS, false).is_err(), "while it is enabled");
+    v.write_msr(msr::EFER, (efer - Efer::SVME).bits(), false).unwrap();
+    v.write_msr(msr::EFER, efer.bits(), false).unwrap();
+    v.write_msr(msr::EFER, (efer - Efer::SVME).bits(), false).unwrap();
+    v.write_msr(msr::VM_CR, SVMDIS, false).unwrap();
+    assert!(v.write_msr(msr::EFER, efer.bits(), false).is_err());
+}
