@@ -38,6 +38,7 @@ mod nested_npt;
 mod nested_svm;
 mod nested_vmx;
 mod nested_vmx_ept;
+mod nested_svm_hostile;
 mod paging_bits;
 mod paging_faults;
 mod paging_flushes;
@@ -112,6 +113,7 @@ pub fn all() -> impl Iterator<Item = Test> + Clone {
         nested_svm::TESTS,
         nested_vmx::TESTS,
         nested_vmx_ept::TESTS,
+        nested_svm_hostile::TESTS,
         delivery::TESTS,
         shadows::TESTS,
         debugger::TESTS,

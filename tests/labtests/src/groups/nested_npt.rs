@@ -7,7 +7,7 @@ use crate::outcome::{Outcome, equal, fail, skip};
 use crate::runner::tests;
 
 use super::nested_svm::{
-    BLOCK, EXIT_CPUID, EXIT_INVALID, L2_CODE, L2_CPUID, RIP, hypervisor, with,
+    BLOCK, EXIT_CPUID, EXIT_INVALID, L2_CODE, L2_CPUID, RIP, program, with,
 };
 
 tests!("nested_npt":
@@ -41,7 +41,7 @@ const ALL_RIGHTS: u64 = 7;
 
 /// A guest whose hypervisor has run once, on tables that lead each address to itself.
 fn prepared(l2: &[u8]) -> Outcome<Guest> {
-    let guest = with(hypervisor(), l2)?;
+    let guest = with(program(), l2)?;
     let mut cpuid = guest.system.supported_cpuid()?;
     if cpuid.find(0x8000_000a, 0).is_none_or(|entry| entry.edx & 1 == 0) {
         return skip("no nested paging in KVM_GET_SUPPORTED_CPUID");

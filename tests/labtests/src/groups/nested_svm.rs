@@ -1,7 +1,7 @@
 //! A guest that runs a guest of its own by SVM: what it sees of good blocks and of bad ones.
 
 use crate::machine::code::{done, guarded, guest_code, x2apic};
-use crate::machine::guest::{Chip, Guest};
+use crate::machine::guest::{Chip, Guest, Mode};
 use crate::machine::layout::{ARGUMENT, FREE};
 use crate::outcome::{Outcome, equal, skip};
 use crate::runner::tests;
@@ -19,13 +19,13 @@ tests!("nested_svm":
 );
 
 /// The block; the host save area, the maps and L2's code follow by pages.
-pub const BLOCK: u64 = FREE;
+pub(super) const BLOCK: u64 = FREE;
 const EXIT_CODE: u64 = 0x70;
-pub const EXIT_CPUID: u64 = 0x72;
+pub(super) const EXIT_CPUID: u64 = 0x72;
 const EXIT_INTR: u64 = 0x60;
-pub const EXIT_INVALID: u64 = u64::MAX;
-pub const RIP: u64 = 0x578;
-pub const L2_CODE: u64 = FREE + 0x8000;
+pub(super) const EXIT_INVALID: u64 = u64::MAX;
+pub(super) const RIP: u64 = 0x578;
+pub(super) const L2_CODE: u64 = FREE + 0x8000;
 
 /// Switches SVM on and makes a block whose guest runs at `L2_CODE` with L1's registers. Intercepts: VMRUN and CPUID.
 macro_rules! prepared {
@@ -52,6 +52,8 @@ macro_rules! prepared {
     };
 }
 
+pub(super) use prepared;
+
 guest_code!(
     // For ever: marks, runs the block, keeps the exit code.
     runs_blocks,
@@ -77,16 +79,25 @@ guest_code!(
     "jmp 0b",
 );
 
-/// A hypervisor that runs the block at [`BLOCK`] for ever, with a mark before each run.
-pub fn hypervisor() -> &'static [u8] {
+/// The program that runs the block for ever.
+pub(super) fn program() -> &'static [u8] {
     runs_blocks()
 }
 
-/// CPUID, and HLT if it goes on.
-pub const L2_CPUID: [u8; 3] = [0x0f, 0xa2, 0xf4];
+/// The program that runs blocks at addresses that the test gives.
+pub(super) fn program_of_addresses() -> &'static [u8] {
+    runs_addresses()
+}
 
-pub fn with(code: &[u8], l2: &[u8]) -> Outcome<Guest> {
-    let guest = Guest::new(Chip::Kernel, code)?;
+/// CPUID, and HLT if it goes on.
+pub(super) const L2_CPUID: [u8; 3] = [0x0f, 0xa2, 0xf4];
+
+pub(super) fn with(code: &[u8], l2: &[u8]) -> Outcome<Guest> {
+    with_vcpus(Chip::Kernel, 1, code, l2)
+}
+
+pub(super) fn with_vcpus(chip: Chip, vcpus: u32, code: &[u8], l2: &[u8]) -> Outcome<Guest> {
+    let guest = Guest::with_vcpus(chip, Mode::Long, vcpus, code)?;
     let mut cpuid = guest.system.supported_cpuid()?;
     if cpuid.find(0x8000_0001, 0).is_none_or(|entry| entry.ecx & 1 << 2 == 0) {
         return skip("no SVM in KVM_GET_SUPPORTED_CPUID");
@@ -228,7 +239,7 @@ fn an_interrupt_ends_the_run_and_waits_for_gif() -> Outcome {
 }
 
 /// Writes to the port of marks, then CPUID. RAX is L2's.
-const L2_MARKS: [u8; 5] = [0xe6, 0xf6, 0x0f, 0xa2, 0xf4];
+pub(super) const L2_MARKS: [u8; 5] = [0xe6, 0xf6, 0x0f, 0xa2, 0xf4];
 
 fn what_l1_does_not_intercept_is_answered_below() -> Outcome {
     // RDMSR of APIC_BASE, XGETBV's kin CPUID last.

@@ -1,0 +1,230 @@
+//! What the architecture says of SVM, apart from the code: L1's memory, the state that VMRUN and VMEXIT exchange, which
+//! blocks may be run, and which exits L1 asked for.
+
+use std::cell::RefCell;
+
+use backend::{
+    ControlRegisters, Gprs, L1Memory, LiveRegisters, Outside, RAX, RSP, Reach, Registers,
+    SegmentName,
+};
+use cpu::{Counting, Model};
+use gannet_svm::Svm;
+use x86::{Gpa, segment::Segment};
+
+pub const PAGES: usize = 16;
+pub const EFER_OF_L1: u64 = 0x1d01;
+pub const CR4_ALLOWED: u64 = 0x0030_07ff;
+pub const WIDTH: u32 = 40;
+/// L1's permission maps: all ones, and all zeroes.
+pub const CLOSED: u64 = 8 << 12;
+pub const OPEN: u64 = 12 << 12;
+
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+    pub fn of<T: Copy>(&mut self, from: &[T]) -> T {
+        from[self.below(from.len() as u64) as usize]
+    }
+}
+
+/// L1's memory. A page may not be there now, or not be memory at all.
+pub struct Memory {
+    pub bytes: RefCell<Vec<u8>>,
+    pub missing: RefCell<u16>,
+    pub is_final: bool,
+}
+
+impl Memory {
+    pub fn place(&self, at: Gpa, len: usize) -> Result<usize, Outside> {
+        let end = at.0.checked_add(len as u64).ok_or(Outside)?;
+        if end > (PAGES as u64) << 12 {
+            return Err(Outside);
+        }
+        let missing = *self.missing.borrow();
+        let there = (at.0 >> 12..=(end - 1) >> 12).all(|page| missing >> page & 1 == 0);
+        if there { Ok(at.0 as usize) } else { Err(Outside) }
+    }
+    pub fn word(&self, at: u64) -> u64 {
+        let at = at as usize;
+        u64::from_le_bytes(self.bytes.borrow()[at..at + 8].try_into().unwrap())
+    }
+    pub fn put(&self, at: u64, value: u64, len: usize) {
+        let at = at as usize;
+        self.bytes.borrow_mut()[at..at + len].copy_from_slice(&value.to_le_bytes()[..len]);
+    }
+    pub fn bits(&self, at: u64, len: usize) -> u64 {
+        let mut word = [0; 8];
+        word[..len].copy_from_slice(&self.bytes.borrow()[at as usize..at as usize + len]);
+        u64::from_le_bytes(word)
+    }
+}
+
+impl L1Memory for Memory {
+    fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside> {
+        let from = self.place(at, into.len())?;
+        into.copy_from_slice(&self.bytes.borrow()[from..from + into.len()]);
+        Ok(())
+    }
+    fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside> {
+        let to = self.place(at, from.len())?;
+        self.bytes.borrow_mut()[to..to + from.len()].copy_from_slice(from);
+        Ok(())
+    }
+    fn translate(&self, _: u64, _: bool) -> Result<Gpa, Reach> {
+        Err(Reach::Outside)
+    }
+    fn is_final(&self) -> bool {
+        self.is_final
+    }
+}
+
+/// What VMRUN and VMEXIT exchange.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct State {
+    pub rip: u64,
+    pub rflags: u64,
+    pub rax: u64,
+    pub rsp: u64,
+    pub cr0: u64,
+    pub cr2: u64,
+    pub cr3: u64,
+    pub cr4: u64,
+    pub efer: u64,
+    pub dr6: u64,
+    pub dr7: u64,
+    pub cpl: u8,
+    pub segments: [Segment; 4],
+    pub tables: [(u64, u16); 2],
+}
+
+const NAMES: [SegmentName; 4] =
+    [SegmentName::Es, SegmentName::Cs, SegmentName::Ss, SegmentName::Ds];
+
+/// The state of whoever runs.
+pub fn shown(svm: &Svm<Counting<Model>>, gprs: &Gprs) -> State {
+    let c = svm.control();
+    let [.., dr6, dr7] = svm.debug_regs();
+    let (gdt, idt) = (svm.gdtr(), svm.idtr());
+    State {
+        rip: svm.rip(),
+        rflags: svm.rflags().bits(),
+        rax: gprs.0[RAX],
+        rsp: gprs.0[RSP],
+        cr0: c.cr0.bits(),
+        cr2: c.cr2,
+        cr3: c.cr3,
+        cr4: c.cr4.bits(),
+        efer: c.efer.bits(),
+        dr6,
+        dr7,
+        cpl: svm.cpl(),
+        segments: NAMES.map(|name| svm.segment(name)),
+        tables: [(gdt.base, gdt.limit), (idt.base, idt.limit)],
+    }
+}
+
+/// What a block says.
+pub fn described(m: &Memory, at: u64) -> State {
+    let word = |offset: u64| m.word(at + offset);
+    let segment = |n: u64| {
+        let low = word(0x400 + n * 16);
+        Segment {
+            selector: low as u16,
+            attr: (low >> 16) as u16,
+            limit: (low >> 32) as u32,
+            base: word(0x408 + n * 16),
+        }
+    };
+    let table = |n: u64| (word(0x408 + n * 16), (word(0x400 + n * 16) >> 32) as u16);
+    State {
+        rip: word(0x578),
+        rflags: word(0x570) | 2,
+        rax: word(0x5f8),
+        rsp: word(0x5d8),
+        cr0: word(0x558) | 0x10,
+        cr2: word(0x640),
+        cr3: word(0x550),
+        cr4: word(0x548),
+        efer: word(0x4d0),
+        dr6: word(0x568) | 0xffff_0ff0,
+        dr7: word(0x560) | 0x400,
+        cpl: m.bits(at + 0x4cb, 1) as u8 & 3,
+        segments: [segment(0), segment(1), segment(2), segment(3)],
+        tables: [table(6), table(8)],
+    }
+}
+
+/// Whether a block may be run.
+pub fn is_good(m: &Memory, at: u64) -> bool {
+    let word = |offset: u64| m.word(at + offset);
+    let long = |offset: u64| m.bits(at + offset, 4);
+    let fits = |map: u64, bytes: u64| {
+        let base = u128::from(map & !0xfff);
+        base + u128::from(bytes) <= 1 << WIDTH
+    };
+    let (efer, cr0, cr3, cr4) = (word(0x4d0), word(0x558), word(0x550), word(0x548));
+    let event = word(0xa8);
+    let event_is_good = event >> 31 & 1 == 0
+        || match event >> 8 & 7 {
+            0 | 2 | 4 => true,
+            3 => event & 0xff < 32 && event & 0xff != 2,
+            _ => false,
+        };
+    let paging = efer >> 8 & 1 == 1 && cr0 >> 31 & 1 == 1;
+    let code = word(0x410) >> 16;
+    long(0x10) & 1 == 1
+        && long(0x58) != 0
+        && fits(word(0x40), 0x3000)
+        && fits(word(0x48), 0x2000)
+        && word(0x90) & 1 == 0
+        && matches!(m.bits(at + 0x5c, 1), 0 | 1 | 3 | 7)
+        && long(0x60) >> 26 & 1 == 0
+        && event_is_good
+        && efer >> 12 & 1 == 1
+        && efer & !EFER_OF_L1 == 0
+        && cr0 >> 32 == 0
+        && (cr0 >> 29 & 1 == 0 || cr0 >> 30 & 1 == 1)
+        && cr4 & !CR4_ALLOWED == 0
+        && word(0x560) >> 32 == 0
+        && word(0x568) >> 32 == 0
+        && (!paging
+            || (cr4 >> 5 & 1 == 1 && cr0 & 1 == 1 && cr3 >> WIDTH == 0 && code & 0x600 != 0x600))
+}
+
+/// Whether L1 asked for an exit.
+pub fn asked(m: &Memory, block: &[u64; 64], code: u64, info: u64, rcx: u64) -> bool {
+    let intercepted = |code: u64| code < 0xc0 && block[code as usize / 64] >> (code % 64) & 1 == 1;
+    let map_bit = |map: u64, bit: u64| {
+        let byte = (map & !0xfff) + bit / 8;
+        byte >= (PAGES as u64) << 12 || m.bits(byte, 1) >> (bit % 8) & 1 == 1
+    };
+    match code {
+        0x52 | 0x60..=0x63 | 0x7e | 0x400 => false,
+        u64::MAX => true,
+        0x7b => {
+            intercepted(code)
+                && (0..info >> 4 & 7).any(|n| map_bit(block[8], (info >> 16 & 0xffff) + n))
+        }
+        0x7c => {
+            let index = match rcx as u32 {
+                n @ 0..=0x1fff => Some(n),
+                n @ 0xc000_0000..=0xc000_1fff => Some(n - 0xc000_0000 + 0x2000),
+                n @ 0xc001_0000..=0xc001_1fff => Some(n - 0xc001_0000 + 0x4000),
+                _ => None,
+            };
+            let closed = |n: u32| map_bit(block[9], u64::from(n) * 2 + (info & 1));
+            intercepted(code) && index.is_none_or(closed)
+        }
+        _ => intercepted(code),
+    }
+}
