@@ -76,7 +76,7 @@ fn command_line(arguments: &NestedLinuxArguments) -> Result<String> {
     if wants_boot(arguments) {
         steps.push(
             "exitbench boot --kernel /guest/vmlinux --initrd /guest/initramfs --memory 160 \
-             --append mitigations=off --stop-at-marker --report /tmp/boot"
+             --append 'quiet mitigations=off' --stop-at-marker --report /tmp/boot"
                 .into(),
         );
         steps.push(format!("echo {BEGIN}; cat /tmp/boot; echo {END}"));
