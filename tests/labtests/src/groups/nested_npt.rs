@@ -6,9 +6,7 @@ use crate::machine::layout::{FREE, NOWHERE, PORT_MARK, ROOT};
 use crate::outcome::{Outcome, equal, fail, skip};
 use crate::runner::tests;
 
-use super::nested_svm::{
-    BLOCK, EXIT_CPUID, EXIT_INVALID, L2_CODE, L2_CPUID, RIP, program, with,
-};
+use super::nested_svm::{BLOCK, EXIT_CPUID, EXIT_INVALID, L2_CODE, L2_CPUID, RIP, program, with};
 
 tests!("nested_npt":
     l2_runs_on_tables_of_l1,
