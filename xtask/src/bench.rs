@@ -186,7 +186,7 @@ const NESTED_LINUX: &str = "nested_linux_";
 /// The one of them that is a Linux guest.
 const NESTED_LINUX_BOOT: &str = "nested_linux_boot";
 
-/// The command for those. Nested paging is not used by that KVM: Gannet does not offer it.
+/// The command for those. That KVM has no nested paging, so that each of its guest's page faults is its own to answer.
 fn nested_linux(options: &Options, names: &[&str], module: Module) -> String {
     let names: Vec<&str> = names.iter().filter_map(|n| n.strip_prefix(NESTED_LINUX)).collect();
     let kvm = match options.machine() {

@@ -1,22 +1,19 @@
 //! What a machine's part of the page `docs/results/mechanisms.md` is made from, and what both the page and the limits ask of it.
 
-use super::cost::{Cycles, Model};
-use super::plan::Plan;
+use super::cost::Cycles;
+use super::plan::Papers;
 use super::results::Results;
-use gannet_lab::Machine;
 
 /// What a machine's part of the page is made from.
 pub struct Page<'a> {
-    pub plan: &'a Plan,
+    pub papers: &'a Papers,
     pub results: &'a Results,
-    pub model: &'a Model,
-    pub published: &'a toml::Table,
     /// Files of plots that there are.
     pub plots: &'a [String],
 }
 
 /// A figure before a change and after it.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub struct Change {
     pub before: f64,
     pub after: f64,
@@ -36,38 +33,28 @@ impl Change {
 
     pub fn percent(self) -> String {
         let saving = self.saving() * 100.0;
-        if saving >= 0.0 { format!("−{saving:.1} %") } else { format!("+{:.1} %", -saving) }
+        format!("{}{:.1} %", if saving >= 0.0 { '−' } else { '+' }, saving.abs())
     }
 }
 
 impl<'a> Page<'a> {
-    pub fn on(&self) -> Machine {
-        self.results.machine()
+    /// A figure of a workload or a task by its name ([`Figures::get`]), or what it costs on a processor: `cycles.zen2`.
+    pub fn value(&self, module: &str, at: &str, name: &str, figure: &str) -> Option<Cycles> {
+        let figures = self.results.figures(module, at, name)?;
+        match figure.strip_prefix("cycles.") {
+            Some(cpu) => self.papers.model.price(figures, cpu),
+            None => Some([figures.get(figure)?; 3]),
+        }
     }
 
-    /// The processor whose prices stand alone in a table.
-    pub fn cpu(&self) -> &'a str {
-        self.plan.word(self.on(), "cpu").unwrap_or_default()
+    /// Gannet's figure with one set of parameters, and with another.
+    pub fn change(&self, name: &str, figure: &str, off: &str, on: &str) -> Option<Change> {
+        let of = |parameters| Some(self.value("gannet", parameters, name, figure)?[1]);
+        Some(Change { before: of(off)?, after: of(on)? })
     }
 
-    /// Cycles of a workload on a processor.
-    pub fn price(
-        &self,
-        workload: &str,
-        module: &str,
-        parameters: &str,
-        cpu: &str,
-    ) -> Option<Cycles> {
-        self.model.price(self.results.figures(module, parameters, workload)?, cpu)
-    }
-
-    /// Gannet's exits without a mechanism and with it, for the reasons whose names begin so.
-    pub fn exits(&self, name: &str, off: &str, reasons: &str) -> Option<Change> {
-        let of = |parameters| {
-            let exits = self.results.exits("gannet", parameters, name)?;
-            let counted = exits.iter().filter(|(reason, _)| reason.starts_with(reasons));
-            Some(counted.fold(0.0, |sum, (_, count)| sum + count))
-        };
-        Some(Change { before: of(off)?, after: of("")? })
+    /// The processor of modelled cycles, in words.
+    pub fn model_of(&self, figure: &'a str) -> &'a str {
+        self.papers.model.name(figure.trim_start_matches("cycles."))
     }
 }

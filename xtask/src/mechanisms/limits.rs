@@ -13,21 +13,34 @@ pub enum Verdict {
     Open,
 }
 
+impl Verdict {
+    /// In words, for page and console.
+    pub fn name(self) -> &'static str {
+        match self {
+            Verdict::Met => "met",
+            Verdict::NotMet => "**not met**",
+            Verdict::Open => "not measured",
+        }
+    }
+}
+
 /// One limit, what was found, how it stands.
-pub type Limit = (String, String, Verdict);
+pub type Limit<'a> = (&'a str, String, Verdict);
 
 /// Those of the machine, in the order of the mechanisms.
-pub fn limits(page: &Page<'_>) -> Vec<Limit> {
-    let here = |rule: &&Rule| rule.machine.as_ref().is_none_or(|m| *m == page.on().name());
-    let judge = |rule: &Rule| {
-        let (found, verdict) = match (Judge { page, rule }).judge() {
-            Some((found, true)) => (found, Verdict::Met),
-            Some((found, false)) => (found, Verdict::NotMet),
-            None => (Judge { page, rule }.reason(), Verdict::Open),
-        };
-        (rule.what.clone(), found, verdict)
+pub fn limits<'a>(page: &Page<'a>) -> Vec<Limit<'a>> {
+    let on = page.results.machine().name();
+    let rules = page.papers.plan.limits.iter();
+    let here = rules.filter(|rule| rule.machine.as_ref().is_none_or(|machine| machine == on));
+    let judge = |rule: &'a Rule| {
+        let judge = Judge { page, rule };
+        match judge.judge() {
+            Some((found, true)) => (&*rule.what, found, Verdict::Met),
+            Some((found, false)) => (&*rule.what, found, Verdict::NotMet),
+            None => (&*rule.what, judge.reason(), Verdict::Open),
+        }
     };
-    page.plan.limits.iter().filter(here).map(judge).collect()
+    here.map(judge).collect()
 }
 
 struct Judge<'a> {
@@ -41,47 +54,54 @@ impl Judge<'_> {
         least.is_none_or(|least| value >= least) && most.is_none_or(|most| value <= most)
     }
 
+    /// The limit's figure of a workload.
+    fn value(&self, module: &str, parameters: &str, name: &str) -> Option<f64> {
+        Some(self.page.value(module, parameters, name, &self.rule.figure)?[1])
+    }
+
     /// What was found, and whether it holds; `None` where something is missing.
     fn judge(&self) -> Option<(String, bool)> {
-        let Rule { kind, name, off, on, reasons, .. } = self.rule;
-        let results = self.page.results;
-        let figures = |parameters| results.figures("gannet", parameters, name);
-        match kind {
-            Kind::Msrs => {
-                let count = figures(on)?.host("rdmsr")? + figures(on)?.host("wrmsr")?;
-                Some((format!("{count:.0}"), self.holds(count)))
+        let Rule { kind, name, figure, off, on, .. } = self.rule;
+        let change = || self.page.change(name, figure, off, on);
+        let (found, value) = match kind {
+            Kind::Value => {
+                let value = self.value("gannet", on, name)?;
+                (format!("{value:.0}"), value)
             }
-            Kind::Price => {
-                let price = |at| Some(self.page.model.price(figures(at)?, self.page.cpu())?.taken);
-                let saving = Change { before: price(off)?, after: price(on)? }.saving();
-                let cpu = self.page.model.name(self.page.cpu());
-                Some((format!("{:.1} % on {cpu}", saving * 100.0), self.holds(saving)))
+            Kind::Saving => {
+                let (saving, cpu) = (change()?.saving(), self.page.model_of(figure));
+                (format!("{:.1} % on {cpu}", saving * 100.0), saving)
             }
-            Kind::Cpuid => self.cpuid(),
-            Kind::Exits => {
-                let change = self.page.exits(name, off, reasons)?;
-                let found = format!("{} (−{:.2} %)", change.text(), change.saving() * 100.0);
-                Some((found, self.holds(change.saving())))
+            Kind::Fewer => {
+                let change = change()?;
+                let saving = change.saving();
+                (format!("{} (−{:.2} %)", change.text(), saving * 100.0), saving)
             }
-            Kind::Figure => {
-                let told = |at| results.task("gannet", at, name)?.figures.get(&self.rule.figure);
-                let (before, after) = (told(off)?, told(on)?);
-                Some((format!("{before} → {after}"), self.holds(after / before)))
+            Kind::Ratio => {
+                let Change { before, after } = change()?;
+                (format!("{before} → {after}"), after / before)
             }
-            Kind::Flat => self.toggles(true, 3, &|toggle| self.spread(toggle)),
-            Kind::Toggles => self.toggles(true, 3, &|toggle| {
-                let median = |module, n| Some(self.at(module, toggle, n)?.median as f64);
-                most(|n| Some(median("gannet", n)? / median("stock", n)?))
-            }),
-            Kind::Tables => self.toggles(true, 1, &|toggle| most(|n| self.tables_moved(toggle, n))),
-            Kind::Free => self.toggles(false, 1, &|toggle| self.exits_of("gannet", toggle)),
-            Kind::Task => {
-                let of = |module| Some(results.task(module, on, name)?.instructions as f64);
-                let (stock, gannet) = (of("stock")?, of("gannet")?);
-                let ratio = gannet / stock.max(1.0);
-                Some((format!("{ratio:.3} ({gannet:.0} of {stock:.0})"), self.holds(ratio)))
+            Kind::Stock => {
+                let (stock, ours) =
+                    (self.value("stock", on, name)?, self.value("gannet", on, name)?);
+                let ratio = ours / stock.max(1.0);
+                (format!("{ratio:.3} ({ours:.0} of {stock:.0})"), ratio)
             }
-        }
+            Kind::Cpuid => return self.cpuid(),
+            Kind::Flat => return self.toggles(true, 3, &|toggle| self.spread(toggle)),
+            Kind::Toggles => {
+                let ratio = |name: &str| {
+                    Some(self.value("gannet", on, name)? / self.value("stock", on, name)?)
+                };
+                return self.toggles(true, 3, &|toggle| most(toggle, &ratio));
+            }
+            Kind::Each | Kind::Free => {
+                let value = |name: &str| self.value("gannet", on, name);
+                let exit = matches!(kind, Kind::Each);
+                return self.toggles(exit, 1, &|toggle| most(toggle, &value));
+            }
+        };
+        Some((found, self.holds(value)))
     }
 
     /// Why something is missing.
@@ -96,37 +116,23 @@ impl Judge<'_> {
 
     /// Every workload and every task of a Linux guest on Gannet whose run did not switch the cache off.
     fn cpuid(&self) -> Option<(String, bool)> {
-        let (mut counted, mut guests, mut offenders) = (0, 0, Vec::new());
+        let (mut counted, mut offenders) = ([0, 0], Vec::new());
         let runs = self.page.results.runs.iter().filter(|run| run.module == "gannet");
         for run in runs.filter(|run| !run.parameters.contains("xstate_cache=0")) {
-            let counts =
-                run.workloads.iter().filter_map(|(name, f)| Some((name, f.get()?.host("cpuid")?)));
-            for (name, cpuids) in counts {
-                counted += 1;
-                if cpuids > 0.0 {
-                    offenders.push(format!("{name} ({}): {cpuids:.2}", run.parameters));
-                }
-            }
-            for (name, task) in run.guests.iter().filter_map(|(name, t)| Some((name, t.get()?))) {
-                guests += u32::from(!task.host.is_empty());
-                let cpuids = task.host.get("cpuid").copied().unwrap_or(0);
-                if cpuids > 0 {
-                    offenders.push(format!("{name} ({}): {cpuids} in all", run.parameters));
+            for (found, counted) in [&run.workloads, &run.guests].into_iter().zip(&mut counted) {
+                for (name, figures) in found {
+                    let Some(cpuids) = figures.get("host.cpuid") else { continue };
+                    *counted += 1;
+                    if cpuids > 0.0 {
+                        offenders.push(format!("{name} ({}): {cpuids:.2}", run.parameters));
+                    }
                 }
             }
         }
-        let clean = format!("0 in {counted} workloads and {guests} tasks of Linux guests");
+        let [workloads, guests] = counted;
+        let clean = format!("0 in {workloads} workloads and {guests} tasks of Linux guests");
         let found = if offenders.is_empty() { clean } else { offenders.join(", ") };
-        (counted > 0).then_some((found, offenders.is_empty()))
-    }
-
-    fn at(&self, module: &str, toggle: &str, pages: u64) -> Option<&Figures> {
-        self.page.results.figures(module, &self.rule.on, &paged(toggle, pages))
-    }
-
-    /// The most exits of a toggle at any number of pages.
-    fn exits_of(&self, module: &str, toggle: &str) -> Option<f64> {
-        most(|n| self.at(module, toggle, n)?.all_exits())
+        (workloads > 0).then_some((found, offenders.is_empty()))
     }
 
     /// The host's own over all numbers of pages, and the median over those of which as many are touched: whichever varies more.
@@ -134,24 +140,16 @@ impl Judge<'_> {
     /// in, the median alone is asked.
     fn spread(&self, toggle: &str) -> Option<f64> {
         let of = |pages: &[u64], cost: &dyn Fn(&Figures) -> Option<f64>| {
-            let figures = pages.iter().map(|n| self.at("gannet", toggle, *n));
-            let figures: Vec<_> = figures.collect::<Option<_>>()?;
+            let at = |n| self.page.results.figures("gannet", &self.rule.on, &paged(toggle, n));
+            let figures: Vec<_> = pages.iter().map(|n| at(*n)).collect::<Option<_>>()?;
             let costs: Vec<f64> = figures.into_iter().filter_map(cost).collect();
             let least = costs.iter().copied().fold(f64::MAX, f64::min);
             let enough = costs.len() >= 2 && least > 0.0;
             enough.then(|| costs.iter().copied().fold(0.0, f64::max) / least)
         };
         let undisturbed = |figures: &&Figures| !figures.exits.contains_key("interrupt");
-        let own = |f: &Figures| Some(f).filter(undisturbed)?.host("instructions");
-        Some(of(&PAGES, &own)?.max(of(&PAGES[1..], &|figures| Some(figures.median as f64))?))
-    }
-
-    fn tables_moved(&self, toggle: &str, pages: u64) -> Option<f64> {
-        let statistics = &self.at("gannet", toggle, pages)?.statistics;
-        // A module without any statistics tells nothing; one with them that has not moved any table tells none.
-        let sum = |name: &str| statistics.get(name).copied().unwrap_or(0.0);
-        (!statistics.is_empty())
-            .then(|| sum("vm.page_tables_allocated") + sum("vm.page_tables_freed"))
+        let own = |f: &Figures| Some(f).filter(undisturbed)?.get("host.instructions");
+        Some(of(&PAGES, &own)?.max(of(&PAGES[1..], &|figures| figures.get("median"))?))
     }
 
     /// A value for each of the toggles that stock KVM is left for, or for each of those that it is not, as the guest owns their bits.
@@ -161,9 +159,10 @@ impl Judge<'_> {
         digits: usize,
         value: &dyn Fn(&str) -> Option<f64>,
     ) -> Option<(String, bool)> {
+        let exits = |name: &str| Some(self.page.value("stock", &self.rule.on, name, "exits")?[1]);
         // What was not counted is not taken for a bit of the guest's own.
-        let exits = |toggle: &&&str| (self.exits_of("stock", toggle) != Some(0.0)) == exit;
-        let found = TOGGLES[..4].iter().filter(exits).map(|toggle| Some((toggle, value(toggle)?)));
+        let wanted = |toggle: &&&str| (most(toggle, &exits) != Some(0.0)) == exit;
+        let found = TOGGLES[..4].iter().filter(wanted).map(|toggle| Some((toggle, value(toggle)?)));
         let found: Vec<_> = found.collect::<Option<_>>()?;
         let text: Vec<_> = found.iter().map(|(t, n)| format!("{t} {n:.digits$}")).collect();
         let holds = found.iter().all(|(_, n)| self.holds(*n));
@@ -172,61 +171,44 @@ impl Judge<'_> {
 }
 
 /// The greatest at any number of pages; `None` where one is missing.
-fn most(value: impl FnMut(u64) -> Option<f64>) -> Option<f64> {
-    let all: Option<Vec<f64>> = PAGES.into_iter().map(value).collect();
-    Some(all?.into_iter().fold(0.0, f64::max))
+fn most(toggle: &str, value: &dyn Fn(&str) -> Option<f64>) -> Option<f64> {
+    let all = PAGES.iter().map(|n| value(&paged(toggle, *n)));
+    Some(all.collect::<Option<Vec<_>>>()?.into_iter().fold(0.0, f64::max))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mechanisms::page::tests::{Papers, results};
-    use crate::mechanisms::results::{Found, Run};
-    use gannet_lab::Machine;
-    use std::collections::BTreeMap;
+    use crate::mechanisms::page::tests::papers;
+    use serde_json::{Value, json};
 
-    fn figures(median: u64, host: &[(&str, f64)]) -> Found<Figures> {
-        let host = host.iter().map(|(name, n)| ((*name).to_owned(), *n)).collect();
-        Found::Measured(Box::new(Figures { median, host, ..Figures::default() }))
-    }
-
-    fn run(parameters: &str, workloads: BTreeMap<String, Found<Figures>>) -> Run {
-        let (module, parameters) = ("gannet".to_owned(), parameters.to_owned());
-        Run { module, parameters, workloads, ..Run::default() }
-    }
-
-    fn judge(machine: Machine, runs: Vec<Run>) -> Vec<Limit> {
-        limits(&Papers::read().page(&results(machine, runs)))
-    }
-
-    fn verdict(all: &[Limit], part: &str) -> Verdict {
+    /// How the limit stands whose words have this part, on a machine with these runs.
+    fn verdict(machine: &str, runs: &[Value], part: &str) -> Verdict {
+        let results = json!({"machine": machine, "release": "", "runs": runs});
+        let (papers, results) = (papers(), serde_json::from_value(results).unwrap());
+        let all = limits(&Page { papers: &papers, results: &results, plots: &[] });
         all.iter().find(|(what, ..)| what.contains(part)).unwrap().2
     }
 
-    #[test]
-    fn nothing_measured_is_open_everywhere() {
-        for machine in gannet_lab::MACHINES {
-            let all = judge(machine, Vec::new());
-            assert!(all.len() >= 10);
-            assert!(all.iter().all(|(.., verdict)| *verdict == Verdict::Open), "{all:#?}");
-        }
+    fn run(module: &str, parameters: &str, workloads: Value) -> Value {
+        json!({"module": module, "parameters": parameters, "workloads": workloads})
+    }
+
+    /// Toggles at every number of pages.
+    fn toggled(module: &str, toggles: &[&str], figures: impl Fn(u64) -> Value) -> Value {
+        let all = toggles.iter().flat_map(|t| PAGES.map(|n| (paged(t, n), figures(n))));
+        run(module, "", all.collect())
     }
 
     #[test]
     fn bits_that_stock_kvm_leaves_to_the_guest_must_not_exit() {
-        let toggled = |module: &str, exits: f64| {
-            let one = |toggle: &str, n: u64| {
-                let host = BTreeMap::from([("instructions".to_owned(), 0.0)]);
-                let exits = BTreeMap::from([("write_cr".to_owned(), exits)]);
-                let figures = Figures { host, exits, ..Figures::default() };
-                (paged(toggle, n), Found::Measured(Box::new(figures)))
+        let verdict = |stock: f64, gannet: f64| {
+            let toggled = |module, exits: f64| {
+                let figures = json!({"host": {"instructions": 0.0}, "exits": {"write_cr": exits}});
+                toggled(module, &["cr0_wp"], |_| figures.clone())
             };
-            let all = PAGES.iter().map(|n| one("cr0_wp", *n)).collect();
-            Run { module: module.into(), ..run("", all) }
-        };
-        let verdict = |stock, gannet| {
-            let runs = vec![toggled("stock", stock), toggled("gannet", gannet)];
-            verdict(&judge(Machine::Intel, runs), "leaves to the guest")
+            let runs = [toggled("stock", stock), toggled("gannet", gannet)];
+            verdict("intel", &runs, "leaves to the guest")
         };
         assert_eq!(verdict(0.0, 0.0), Verdict::Met);
         assert_eq!(verdict(0.0, 2.0), Verdict::NotMet);
@@ -235,46 +217,41 @@ mod tests {
 
     #[test]
     fn an_interrupt_of_the_hosts_is_no_cost_of_a_page() {
-        let judged = |disturbed: bool, grown: f64| {
-            let one = |module: &str| {
-                let row = |n: u64| {
-                    let extra = if n == PAGES[2] { grown } else { 0.0 };
-                    let host = BTreeMap::from([("instructions".to_owned(), 900.0 + extra)]);
-                    let mut exits = BTreeMap::from([("write_cr".to_owned(), 2.0)]);
-                    if disturbed && n == PAGES[2] {
-                        exits.insert("interrupt".to_owned(), 0.01);
-                    }
-                    let figures = Figures { median: 900, host, exits, ..Figures::default() };
-                    Found::Measured(Box::new(figures))
-                };
-                let of = |toggle| PAGES.iter().map(move |n| (paged(toggle, *n), row(*n)));
-                let all = TOGGLES[..4].iter().flat_map(|toggle| of(toggle)).collect();
-                Run { module: module.into(), ..run("", all) }
+        let judged = |interrupt: &str, grown: f64| {
+            let figures = |n| {
+                let (own, reason) =
+                    if n == PAGES[2] { (900.0 + grown, interrupt) } else { (900.0, "other") };
+                let exits = json!({"write_cr": 2.0, reason: 0.01});
+                json!({"median": 900, "host": {"instructions": own}, "exits": exits})
             };
-            let all = judge(Machine::Amd, vec![one("stock"), one("gannet")]);
-            verdict(&all, "TDP: toggles flat")
+            let runs = ["stock", "gannet"].map(|module| toggled(module, &TOGGLES, figures));
+            verdict("amd", &runs, "TDP: toggles flat")
         };
-        assert_eq!(judged(false, 0.0), Verdict::Met);
-        assert_eq!(judged(false, 200.0), Verdict::NotMet);
-        assert_eq!(judged(true, 200.0), Verdict::Met);
+        assert_eq!(judged("other", 0.0), Verdict::Met);
+        assert_eq!(judged("other", 200.0), Verdict::NotMet);
+        assert_eq!(judged("interrupt", 200.0), Verdict::Met);
     }
 
     #[test]
     fn host_state_is_judged_by_its_msrs() {
-        let one = |host| BTreeMap::from([("hlt_loop".to_owned(), figures(2000, host))]);
-        let off = [("rdmsr", 7.0), ("wrmsr", 7.0), ("vmrun", 1.0)];
-        let runs = vec![run("", one(&[("vmrun", 1.0)])), run("host_state=msr", one(&off))];
-        let all = judge(Machine::Amd, runs);
-        assert_eq!((all[0].2, all[1].2), (Verdict::Met, Verdict::Met));
-        assert_eq!(all[2].2, Verdict::NotMet, "14 MSRs are not 39 %: {}", all[2].1);
+        let one = |host: Value| json!({"hlt_loop": {"median": 2000, "host": host}});
+        let off = one(json!({"rdmsr": 7.0, "wrmsr": 7.0, "vmrun": 1.0}));
+        let on = run("gannet", "", one(json!({"vmrun": 1.0})));
+        let runs = [on, run("gannet", "host_state=msr", off)];
+        assert_eq!(verdict("amd", &runs, "at least 10 RDMSR"), Verdict::Met);
+        assert_eq!(verdict("amd", &runs, "no RDMSR"), Verdict::Met);
+        let saving = verdict("amd", &runs, "modelled saving");
+        assert_eq!(saving, Verdict::NotMet, "14 MSRs are not 39 %");
     }
 
     #[test]
     fn one_host_cpuid_anywhere_is_too_many() {
-        let workload = |n| BTreeMap::from([("xsetbv".to_owned(), figures(9, &[("cpuid", n)]))]);
-        let verdict = |run| verdict(&judge(Machine::Amd, vec![run]), "no host CPUID");
-        assert_eq!(verdict(run("", workload(0.0))), Verdict::Met);
-        assert_eq!(verdict(run("npt=0", workload(2.0))), Verdict::NotMet);
-        assert_eq!(verdict(run("xstate_cache=0", workload(2.0))), Verdict::Open);
+        let verdict = |parameters, count: f64| {
+            let run = run("gannet", parameters, json!({"xsetbv": {"host": {"cpuid": count}}}));
+            verdict("amd", &[run], "no host CPUID")
+        };
+        assert_eq!(verdict("", 0.0), Verdict::Met);
+        assert_eq!(verdict("npt=0", 2.0), Verdict::NotMet);
+        assert_eq!(verdict("xstate_cache=0", 2.0), Verdict::Open);
     }
 }

@@ -2,14 +2,13 @@
 //! the other.
 
 use super::plan::Queued;
-use super::results::{All, Figures, Found, Results, Run, Task};
-use crate::bench::{self, Tools};
+use super::results::{All, Figures, Numbers, Results, Run};
+use crate::bench::{Entry, Report, Tools};
 use crate::boot::BootReport;
 use crate::options::Options;
 use crate::progress::{Step, two_at_a_time};
 use anyhow::Result;
 use gannet_lab::{Counts, Event, Job, Layout, Machine, Outcome, guest};
-use std::collections::BTreeMap;
 use std::sync::Mutex;
 
 /// A line with which the machine's command announces part number N.
@@ -32,13 +31,12 @@ pub struct Place {
 /// not work at all is an error.
 pub fn measure(layout: &Layout, places: &[Place]) -> Result<All> {
     let mut queue = Vec::new();
-    for Place { options, tools, runs } in places.iter().rev() {
-        for run in runs {
-            queue.push((run, job(layout, options, tools, run)?));
+    for place in places.iter().rev() {
+        for run in &place.runs {
+            queue.push((run, job(layout, place, run)?));
         }
     }
-    let total = queue.len();
-    let step = Step::start(layout, "measuring mechanisms");
+    let (total, step) = (queue.len(), Step::start(layout, "measuring mechanisms"));
     let shown = Mutex::new((0, [const { String::new() }; 2]));
     let say = |worker: usize, text: String, more: usize| {
         if let Ok(mut shown) = shown.lock() {
@@ -60,23 +58,21 @@ pub fn measure(layout: &Layout, places: &[Place]) -> Result<All> {
         (job.machine, found)
     });
     step.done();
-    let mut machines = Vec::new();
-    for Place { options, .. } in places {
-        let own = found.iter().filter(|(machine, _)| *machine == options.machine());
-        machines.push(Results {
-            machine: options.machine().name().to_owned(),
-            release: layout.release(options.kernel)?,
-            runs: join(own.map(|(_, run)| run.clone())),
-        });
-    }
-    Ok(All { machines })
+    let results = |Place { options, .. }: &Place| {
+        let machine = options.machine();
+        let own = found.iter().filter(|(on, _)| *on == machine);
+        let runs = own.map(|(_, run)| run.clone()).collect();
+        let release = layout.release(options.kernel)?;
+        Ok(Results { machine: machine.name().to_owned(), release, runs })
+    };
+    Ok(All { machines: places.iter().map(results).collect::<Result<_>>()? })
 }
 
 /// Runs one machine. One that counts does the same every time, and fails the same way: a later attempt gets a word more on its kernel's
 /// command line, which moves everything by some instructions. On Bochs there is nothing to move.
 fn run_one(layout: &Layout, of: &Queued, job: &Job, event: &mut dyn FnMut(Event<'_>)) -> Run {
     let attempts = if job.machine == Machine::Amd { ATTEMPTS } else { 1 };
-    let mut run = Run::default();
+    let mut run = of.empty();
     for number in 1..=attempts {
         let mut job = job.clone();
         if number > 1 {
@@ -84,9 +80,9 @@ fn run_one(layout: &Layout, of: &Queued, job: &Job, event: &mut dyn FnMut(Event<
         }
         run = match gannet_lab::run(layout, &job, event) {
             Ok(outcome) => gather(of, &outcome),
-            Err(error) => Run { remarks: vec![format!("{error:#}")], ..empty(of) },
+            Err(error) => Run { remarks: vec![format!("{error:#}")], ..of.empty() },
         };
-        let missing = run.guests.values().any(|guest| guest.get().is_none());
+        let missing = run.guests.values().any(|guest| guest.missing.is_some());
         if run.refused.is_some() || (run.remarks.is_empty() && !missing) {
             break;
         }
@@ -94,44 +90,19 @@ fn run_one(layout: &Layout, of: &Queued, job: &Job, event: &mut dyn FnMut(Event<
     run
 }
 
-/// One run for each module with its parameters, however many machines shared it.
-fn join(machines: impl Iterator<Item = Run>) -> Vec<Run> {
-    let mut runs: Vec<Run> = Vec::new();
-    for machine in machines {
-        let same =
-            |run: &&mut Run| run.module == machine.module && run.parameters == machine.parameters;
-        match runs.iter_mut().find(same) {
-            Some(run) => {
-                run.refused = run.refused.take().or(machine.refused);
-                run.remarks.extend(machine.remarks);
-                run.workloads.extend(machine.workloads);
-                run.guests.extend(machine.guests);
-            }
-            None => runs.push(machine),
-        }
-    }
-    runs
+/// The task and the words of a part that is `guest TASK WORDS`.
+fn task(part: &str) -> Option<(&str, &str)> {
+    let rest = part.strip_prefix("guest ")?;
+    Some(rest.split_once(' ').unwrap_or((rest, "")))
 }
 
-/// A part: `bench ARGUMENTS`, or `guest TASK WORDS`.
-enum Part<'a> {
-    Bench(&'a str),
-    Guest(&'a str, &'a str),
-}
-
-fn part(text: &str) -> Part<'_> {
-    let (kind, rest) = text.split_once(' ').unwrap_or((text, ""));
-    let (task, words) = rest.split_once(' ').unwrap_or((rest, ""));
-    if kind == "guest" { Part::Guest(task, words) } else { Part::Bench(rest) }
-}
-
-fn job(layout: &Layout, options: &Options, tools: &Tools, run: &Queued) -> Result<Job> {
+fn job(layout: &Layout, Place { options, tools, .. }: &Place, run: &Queued) -> Result<Job> {
     let mut command = String::new();
-    for (number, text) in run.parts.iter().enumerate() {
+    for (number, part) in run.parts.iter().enumerate() {
         let how = format!("--unit instructions --module {}", run.module);
-        let what = match part(text) {
-            Part::Bench(arguments) => format!("run {arguments} {how} --json /out/{number}"),
-            Part::Guest(task, words) => format!(
+        let what = match task(part) {
+            None => format!("{} {how} --json /out/{number}", part.replacen("bench", "run", 1)),
+            Some((task, words)) => format!(
                 "boot --timeout 120 --kernel /guest/vmlinux --initrd /guest/initramfs --append \
                  '{} gannet.task={task} {words}' --from GANNET-{1}-BEGIN --expect GANNET-{1}-END {how} \
                  --report /out/{number}",
@@ -145,7 +116,7 @@ fn job(layout: &Layout, options: &Options, tools: &Tools, run: &Queued) -> Resul
     let mut job = Job::new(options.machine(), options.kernel, run.module(), &command)
         .file(&tools.exitbench, "bin/exitbench");
     job.parameters.clone_from(&run.parameters);
-    if run.parts.iter().any(|text| matches!(part(text), Part::Guest(..))) {
+    if run.parts.iter().any(|part| task(part).is_some()) {
         job.files.push((layout.vmlinux(guest::KERNEL), "guest/vmlinux".to_owned()));
         let initramfs = guest::initramfs_with_programs(layout, guest::KERNEL)?;
         job.texts.push(("guest/initramfs".to_owned(), initramfs));
@@ -155,14 +126,9 @@ fn job(layout: &Layout, options: &Options, tools: &Tools, run: &Queued) -> Resul
     Ok(job)
 }
 
-fn empty(of: &Queued) -> Run {
-    Run { module: of.module.clone(), parameters: of.parameters.clone(), ..Run::default() }
-}
-
 /// Reads what a machine left. The records of the plugin come in the order of what they count.
 fn gather(of: &Queued, outcome: &Outcome) -> Run {
-    let mut run = empty(of);
-    run.refused = outcome.refusal();
+    let mut run = Run { refused: outcome.refusal(), ..of.empty() };
     if run.refused.is_some() {
         return run;
     }
@@ -172,112 +138,95 @@ fn gather(of: &Queued, outcome: &Outcome) -> Run {
     if outcome.status.is_none() {
         run.remarks.push(format!("the machine ended early:\n{}", outcome.tail(15)));
     }
-    let mut records = outcome.counts.iter();
-    let mut expected = 0;
-    let mut record = || {
-        expected += 1;
-        records.next()
-    };
-    for (number, text) in of.parts.iter().enumerate() {
+    // What was counted, and how many times.
+    let mut counted = Vec::new();
+    for (number, part) in of.parts.iter().enumerate() {
         let file = outcome.files.get(&number.to_string()).map_or(&[][..], Vec::as_slice);
-        let none = || Found::Missing { missing: console(number, outcome).complaint() };
-        match part(text) {
-            Part::Bench(arguments) => match serde_json::from_slice::<bench::Report>(file) {
-                Ok(report) => run.workloads.extend(report.workloads.into_iter().map(|entry| {
-                    let record = if entry.markers { record() } else { None };
-                    (entry.name.clone(), workload(entry, record))
-                })),
-                Err(_) => {
-                    let names = arguments.split(' ').take_while(|word| !word.starts_with('-'));
-                    run.workloads.extend(names.map(|name| (name.to_owned(), none())));
+        let console = console(number, outcome);
+        if let Some((task, _)) = task(part) {
+            let figures = match serde_json::from_slice(file) {
+                Ok(BootReport { ticks_between: Some(instructions), .. }) => {
+                    counted.push((task.to_owned(), 1));
+                    let ticks = [("instructions".to_owned(), instructions)].into();
+                    Figures { ticks, figures: told(&console), ..Figures::default() }
                 }
-            },
-            Part::Guest(task, _) => {
-                let found = match serde_json::from_slice::<BootReport>(file) {
-                    Ok(BootReport { ticks_between: Some(instructions), .. }) => {
-                        let record = record();
-                        let part = |prefix| record.map(|r| part_of(r, prefix)).unwrap_or_default();
-                        let (host, exits) = (part("host."), part("exit."));
-                        let figures = console(number, outcome).figures();
-                        Found::Measured(Box::new(Task { instructions, host, exits, figures }))
-                    }
-                    Ok(BootReport { end, .. }) => {
-                        Found::Missing { missing: format!("the task did not end: {end}") }
-                    }
-                    Err(_) => Found::Missing { missing: console(number, outcome).complaint() },
-                };
-                run.guests.insert(task.to_owned(), found);
+                Ok(BootReport { end, .. }) => {
+                    Figures::without(format!("the task did not end: {end}"))
+                }
+                Err(_) => Figures::without(said_last(&console)),
+            };
+            run.guests.insert(task.to_owned(), figures);
+        } else if let Ok(Report { workloads, .. }) = serde_json::from_slice(file) {
+            for entry in workloads {
+                if entry.markers {
+                    counted.push((entry.name.clone(), entry.marker_iterations.max(1)));
+                }
+                run.workloads.insert(entry.name.clone(), workload(entry));
             }
+        } else {
+            let names = part.split(' ').skip(1).take_while(|word| !word.starts_with('-'));
+            let none = |name: &str| (name.to_owned(), Figures::without(said_last(&console)));
+            run.workloads.extend(names.map(none));
         }
     }
-    let seen = outcome.counts.len();
+    let (expected, seen) = (counted.len(), outcome.counts.len());
     if expected != seen {
-        run.remarks
-            .push(format!("operations are left out: {expected} counts expected, {seen} seen"));
         // Nobody knows which belongs to which.
-        for figures in run.workloads.values_mut() {
-            if let Found::Measured(figures) = figures {
-                (figures.host, figures.exits) = Default::default();
-            }
-        }
-        for task in run.guests.values_mut() {
-            if let Found::Measured(task) = task {
-                (task.host, task.exits) = Default::default();
-            }
+        let remark = format!("operations are left out: {expected} counts expected, {seen} seen");
+        run.remarks.push(remark);
+        return run;
+    }
+    for ((name, per), record) in counted.into_iter().zip(&outcome.counts) {
+        let figures = run.workloads.get_mut(&name).or_else(|| run.guests.get_mut(&name));
+        if let Some(figures) = figures.filter(|figures| figures.missing.is_none()) {
+            (figures.host, figures.exits) =
+                (numbers(record, "host.", per), numbers(record, "exit.", per));
         }
     }
     run
 }
 
 /// What the console shows of one part.
-struct Shown<'a>(Vec<&'a str>);
-
-fn console(number: usize, outcome: &Outcome) -> Shown<'_> {
+fn console(number: usize, outcome: &Outcome) -> Vec<&str> {
     let head = format!("{PART}{number}");
     let lines = outcome.console.lines().skip_while(|line| *line != head).skip(1);
-    Shown(lines.take_while(|line| !line.starts_with(PART)).collect())
+    lines.take_while(|line| !line.starts_with(PART)).collect()
 }
 
-impl Shown<'_> {
-    /// Why a part left nothing: what it said last.
-    fn complaint(&self) -> String {
-        let said = |line: &&&str| line.starts_with("exitbench: ") || line.starts_with("error: ");
-        self.0.iter().rfind(said).unwrap_or(&"it left no report").to_string()
-    }
-
-    fn figures(&self) -> BTreeMap<String, f64> {
-        let figure = |line: &&str| {
-            let (name, value) = line.split_once(FIGURE)?.1.trim().split_once(' ')?;
-            Some((name.to_owned(), value.trim().parse().ok()?))
-        };
-        self.0.iter().filter_map(figure).collect()
-    }
+/// Why a part left nothing: what it said last.
+fn said_last(console: &[&str]) -> String {
+    let said = |line: &&&str| line.starts_with("exitbench: ") || line.starts_with("error: ");
+    console.iter().rfind(said).unwrap_or(&"it left no report").to_string()
 }
 
-fn workload(entry: bench::Entry, record: Option<&Counts>) -> Found<Figures> {
+/// A task's own figures.
+fn told(console: &[&str]) -> Numbers {
+    let figure = |line: &&str| {
+        let (name, value) = line.split_once(FIGURE)?.1.trim().split_once(' ')?;
+        Some((name.to_owned(), value.trim().parse().ok()?))
+    };
+    console.iter().filter_map(figure).collect()
+}
+
+fn workload(entry: Entry) -> Figures {
     let (Some(min), Some(median), Some(max)) = (entry.min, entry.median, entry.max) else {
         let failed = entry.failed.map(|reason| format!("failed: {reason}"));
         let skipped = entry.skipped.map(|reason| format!("skipped: {reason}"));
-        let missing = failed.or(skipped).unwrap_or_else(|| "no figures".to_owned());
-        return Found::Missing { missing };
+        return Figures::without(failed.or(skipped).unwrap_or_else(|| "no figures".to_owned()));
     };
-    let per = entry.marker_iterations.max(1) as f64;
-    let each = |counts: BTreeMap<String, u64>| -> BTreeMap<String, f64> {
-        let one = |(name, n): (String, u64)| (name, (n as f64 / per * 1000.0).round() / 1000.0);
-        counts.into_iter().map(one).collect()
-    };
-    let part = |prefix| record.map(|r| each(part_of(r, prefix))).unwrap_or_default();
-    let (host, exits, statistics) = (part("host."), part("exit."), each(entry.statistics));
-    let iterations = entry.iterations;
-    Found::Measured(Box::new(Figures { min, median, max, iterations, host, exits, statistics }))
+    let ticks = [("min", min), ("median", median), ("max", max), ("iterations", entry.iterations)];
+    let ticks = ticks.map(|(name, n)| (name.to_owned(), n)).into();
+    let statistics = numbers(&entry.statistics, "", entry.marker_iterations.max(1));
+    Figures { ticks, statistics, ..Figures::default() }
 }
 
-/// Those of a record's counts whose names begin so, without that, and without what did not happen; `instructions` stays also where
-/// there were none, which tells a count of nothing from no count.
-fn part_of(record: &Counts, prefix: &str) -> BTreeMap<String, u64> {
+/// Those of a record's counts whose names begin so, without that, and without what did not happen, each of so many operations;
+/// `instructions` stays also where there were none, which tells a count of nothing from no count.
+fn numbers(record: &Counts, prefix: &str, per: u64) -> Numbers {
     let part = |(name, count): (&String, &u64)| {
         let name = name.strip_prefix(prefix)?.to_owned();
-        (*count > 0 || name == "instructions").then_some((name, *count))
+        let each = (*count as f64 / per as f64 * 1000.0).round() / 1000.0;
+        (*count > 0 || name == "instructions").then_some((name, each))
     };
     record.iter().filter_map(part).collect()
 }
@@ -286,70 +235,52 @@ fn part_of(record: &Counts, prefix: &str) -> BTreeMap<String, u64> {
 mod tests {
     use super::*;
 
-    fn queued() -> Queued {
+    fn gathered(change: impl Fn(&mut Outcome)) -> Run {
         let parts = ["bench cpuid --iterations 9", "bench timer --iterations 9", "guest forks"];
         let (module, parameters) = ("gannet".to_owned(), "npt=0".to_owned());
-        Queued { module, parameters, parts: parts.map(str::to_owned).into() }
-    }
-
-    fn outcome() -> Outcome {
+        let queued = Queued { module, parameters, parts: parts.map(str::to_owned).into() };
         let json = r#"{"unit":"instructions","workloads":[{"name":"cpuid","min":1,"median":2,
             "max":3,"iterations":9,"markers":true,"marker_iterations":2,"statistics":{"vm.x":2}}]}"#;
         let boot = r#"{"ticks_between":77,"end":"reset"}"#;
-        let files = [("0".to_owned(), json.into()), ("2".to_owned(), boot.into())];
         let count = |pairs: &[(&str, u64)]| {
             pairs.iter().map(|(name, n)| ((*name).to_owned(), *n)).collect::<Counts>()
         };
         let first = count(&[("rdmsr", 4), ("host.rdmsr", 2), ("host.cpuid", 0), ("exit.cpuid", 2)]);
-        Outcome {
+        let console = "MECHANISMS-PART 0\n[1/1] cpuid\nMECHANISMS-PART 1\nexitbench: no such workload\n\
+                       MECHANISMS-PART 2\nGANNET-FIGURE rate 2.5\n";
+        let mut outcome = Outcome {
             loaded: Some(true),
             status: Some(0),
-            console:
-                "MECHANISMS-PART 0\n[1/1] cpuid\nMECHANISMS-PART 1\nexitbench: no such workload\n\
-                      MECHANISMS-PART 2\nGANNET-FIGURE rate 2.5\n"
-                    .into(),
-            files: files.into_iter().collect(),
+            console: console.into(),
+            files: [("0".to_owned(), json.into()), ("2".to_owned(), boot.into())].into(),
             counts: vec![first, count(&[("host.cpuid", 5)])],
             ..Outcome::default()
-        }
+        };
+        change(&mut outcome);
+        gather(&queued, &outcome)
     }
 
     #[test]
     fn what_a_machine_left_goes_to_its_workloads() {
-        let run = gather(&queued(), &outcome());
-        let cpuid = run.workloads["cpuid"].get().unwrap();
-        assert_eq!(cpuid.host, BTreeMap::from([("rdmsr".to_owned(), 1.0)]));
+        let run = gathered(|_| {});
+        let (cpuid, task) = (&run.workloads["cpuid"], &run.guests["forks"]);
+        assert_eq!(cpuid.host, Numbers::from([("rdmsr".to_owned(), 1.0)]));
         assert_eq!((cpuid.exits["cpuid"], cpuid.statistics["vm.x"]), (1.0, 1.0));
-        assert_eq!(run.workloads["timer"].missing(), Some("exitbench: no such workload"));
-        let task = run.guests["forks"].get().unwrap();
-        assert_eq!((task.instructions, task.host["cpuid"]), (77, 5));
+        let missing = run.workloads["timer"].missing.as_deref();
+        assert_eq!(missing, Some("exitbench: no such workload"));
+        assert_eq!((task.get("instructions"), task.host["cpuid"]), (Some(77.0), 5.0));
         assert_eq!(task.figures["rate"], 2.5);
         assert!(run.remarks.is_empty() && run.refused.is_none());
     }
 
     #[test]
-    fn machines_that_share_a_module_and_its_parameters_are_one_run() {
-        let one = gather(&queued(), &outcome());
-        let mut other = one.clone();
-        other.workloads.clear();
-        other.guests.insert("pingpong".into(), Found::Missing { missing: "no".into() });
-        let runs = join([one, other].into_iter());
-        assert_eq!((runs.len(), runs[0].workloads.len(), runs[0].guests.len()), (1, 2, 2));
-    }
-
-    #[test]
-    fn counts_that_do_not_match_are_not_attributed() {
-        let mut outcome = outcome();
-        outcome.counts.pop();
-        let run = gather(&queued(), &outcome);
-        assert!(run.workloads["cpuid"].get().unwrap().host.is_empty() && run.remarks.len() == 1);
-    }
-
-    #[test]
-    fn a_module_that_refuses_leaves_its_reason_and_nothing_else() {
-        let dmesg = "[ 1.0] gannet: npt=0 is not implemented".to_owned();
-        let outcome = Outcome { loaded: Some(false), dmesg, ..outcome() };
-        let run = gather(&queued(), &outcome);
+    fn counts_that_do_not_match_are_not_attributed_and_a_refusal_leaves_its_reason_alone() {
+        let run = gathered(|outcome| drop(outcome.counts.pop()));
+        assert!(run.workloads["cpuid"].host.is_empty() && run.remarks.len() == 1);
+        let run = gathered(|outcome| {
+            outcome.loaded = Some(false);
+            outcome.dmesg = "[ 1.0] gannet: npt=0 is not implemented".to_owned();
+        });
         assert_eq!(run.refused.as_deref(), Some("gannet: npt=0 is not implemented"));
         assert!(run.workloads.is_empty() && run.guests.is_empty());
     }

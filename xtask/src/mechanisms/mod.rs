@@ -14,13 +14,12 @@ use crate::bench;
 use crate::options::Options;
 use crate::report::write_whole;
 use crate::{guest, module};
-use anyhow::{Context, Result};
+use anyhow::Result;
 use basis::Page;
-use cost::Model;
 use gannet_lab::{KERNELS, Layout};
 use limits::Verdict;
 use measure::Place;
-use plan::Plan;
+use plan::Papers;
 use results::All;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -33,14 +32,14 @@ const PAGE: &str = "mechanisms.md";
 pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
     let started = Instant::now();
     let folder = destination(layout, options);
+    let papers = Papers::read(&layout.root)?;
     let all = match &options.from {
         Some(path) => All::read(path)?,
         None => {
-            let plan = Plan::read(&layout.root)?;
             let mut places = Vec::new();
             for options in options.for_machines() {
                 let tools = bench::prepare(layout, &options)?;
-                let runs = plan.runs(options.machine())?;
+                let runs = papers.plan.runs(options.machine())?;
                 places.push(Place { options, tools, runs });
             }
             module::build(layout, options.kernel)?;
@@ -51,7 +50,7 @@ pub fn command(layout: &Layout, options: &Options) -> Result<bool> {
             all
         }
     };
-    let (documents, well) = evaluate(&layout.root, &all)?;
+    let (documents, well) = evaluate(&papers, &all)?;
     for (name, text) in &documents {
         write_whole(&folder.join(name), text)?;
         println!("{}", folder.join(name).display());
@@ -75,35 +74,22 @@ fn folder(root: &Path) -> PathBuf {
     root.join("docs/results")
 }
 
-/// The page before words and figures are put in.
-fn template(root: &Path) -> Result<String> {
-    std::fs::read_to_string(root.join("lab/mechanisms.md.in")).context("lab/mechanisms.md.in")
-}
-
 /// The page and its plots, by the names of their files. Prints the limits of each machine; whether all of them are met.
-fn evaluate(root: &Path, all: &All) -> Result<(BTreeMap<String, String>, bool)> {
-    let (plan, model, published) = (Plan::read(root)?, Model::read(root)?, plan::published(root)?);
-    let template = template(root)?;
+fn evaluate(papers: &Papers, all: &All) -> Result<(BTreeMap<String, String>, bool)> {
     let mut written = BTreeMap::new();
     for results in &all.machines {
-        let toggle = plan.word(results.machine(), "toggle").unwrap_or_default();
+        let toggle = papers.plan.word(results.machine(), "toggle").unwrap_or_default();
         written.extend(plots::plots(results, toggle)?);
     }
     let plots: Vec<String> = written.keys().cloned().collect();
-    let mut text = page::head(&template, &model)?;
+    let mut text = page::head(papers)?;
     let mut well = !all.machines.is_empty();
     for results in &all.machines {
-        let (plan, model, published, plots) = (&plan, &model, &published, &plots[..]);
-        let page = Page { plan, results, model, published, plots };
-        text += &page.text(&template)?;
+        let page = Page { papers, results, plots: &plots };
+        text += &page.text()?;
         println!("machine {}:", results.machine);
         for (what, found, verdict) in limits::limits(&page) {
-            let word = match verdict {
-                Verdict::Met => "met         ",
-                Verdict::NotMet => "NOT MET     ",
-                Verdict::Open => "not measured",
-            };
-            println!("{word}  {what}: {found}");
+            println!("{:12}  {what}: {found}", verdict.name());
             well &= verdict == Verdict::Met;
         }
         for run in &results.runs {
@@ -124,14 +110,9 @@ mod tests {
     #[test]
     fn the_page_in_the_tree_is_what_its_json_gives() {
         let root = Layout::find().unwrap().root;
-        let folder = folder(&root);
-        let json = folder.join(JSON);
-        if !json.is_file() {
-            assert!(!folder.join(PAGE).exists(), "a page without the results it was made from");
-            return;
-        }
-        for (name, text) in evaluate(&root, &All::read(&json).unwrap()).unwrap().0 {
-            let found = std::fs::read_to_string(folder.join(&name)).unwrap_or_default();
+        let all = All::read(&folder(&root).join(JSON)).unwrap();
+        for (name, text) in evaluate(&Papers::read(&root).unwrap(), &all).unwrap().0 {
+            let found = std::fs::read_to_string(folder(&root).join(&name)).unwrap_or_default();
             assert!(found == text, "docs/results/{name}: make mechanisms FROM=docs/results/{JSON}");
         }
     }

@@ -1,5 +1,7 @@
 //! What runs, what must come of it, and what was published of the like: `lab/mechanisms.toml` and `lab/published.toml`.
 
+use super::cost::Model;
+use super::results::Run;
 use anyhow::{Context, Result};
 use gannet_lab::{Machine, Module};
 use serde::Deserialize;
@@ -18,8 +20,32 @@ pub fn paged(toggle: &str, pages: u64) -> String {
     format!("{toggle}[{pages},{}]", pages.min(8))
 }
 
+/// What page and limits are made from beside the results, as a checkout has it.
+pub struct Papers {
+    pub plan: Plan,
+    pub model: Model,
+    /// Published figures before and after a change.
+    pub published: toml::Table,
+    /// The page before words and figures are put in.
+    pub template: String,
+}
+
+impl Papers {
+    /// Reads the files of a checkout.
+    pub fn read(root: &Path) -> Result<Self> {
+        let model: Model = parse(root, "lab/cost-model.toml")?;
+        model.check()?;
+        Ok(Self {
+            plan: parse(root, "lab/mechanisms.toml")?,
+            model,
+            published: parse(root, "lab/published.toml")?,
+            template: text(root, "lab/mechanisms.md.in")?,
+        })
+    }
+}
+
 /// The whole of `lab/mechanisms.toml`.
-#[derive(Debug, Deserialize)]
+#[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Plan {
     words: BTreeMap<String, BTreeMap<String, String>>,
@@ -27,10 +53,12 @@ pub struct Plan {
     runs: BTreeMap<String, Vec<Queued>>,
     #[serde(rename = "limit")]
     pub limits: Vec<Rule>,
+    /// Rows of the page's tables.
+    pub rows: BTreeMap<String, String>,
 }
 
 /// One run of a machine.
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Queued {
     pub module: String,
@@ -41,61 +69,47 @@ pub struct Queued {
 }
 
 /// A limit.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct Rule {
     pub what: String,
     /// The machine that it is for; both without.
     pub machine: Option<String>,
     pub kind: Kind,
     /// A workload or a task.
-    #[serde(default)]
     pub name: String,
-    #[serde(default)]
+    /// A figure of it, by its name ([`Page::value`](super::basis::Page::value)).
     pub figure: String,
-    #[serde(default)]
-    pub reasons: String,
-    #[serde(default)]
     pub off: String,
-    #[serde(default)]
     pub on: String,
     pub least: Option<f64>,
     pub most: Option<f64>,
 }
 
-/// What a limit is on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+/// How a limit is judged; `lab/mechanisms.toml` says what each means.
+#[derive(Clone, Copy, Default, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
-    /// RDMSRs and WRMSRs of the host.
-    Msrs,
-    /// The part of the modelled cycles that is saved.
-    Price,
-    /// CPUIDs of the host, anywhere.
+    #[default]
+    Value,
+    Saving,
+    Fewer,
+    Ratio,
+    Stock,
     Cpuid,
-    /// The part of the exits that is saved, of those whose reasons begin so.
-    Exits,
-    /// A figure of the guest's own, over the same with the mechanism off.
-    Figure,
-    /// Of toggles that exit on stock KVM: the greatest cost of any number of pages over the least.
     Flat,
-    /// Toggles of a role: the cost over stock KVM's.
     Toggles,
-    /// Toggles of a role: page tables allocated and freed.
-    Tables,
-    /// Exits of the other toggles.
+    Each,
     Free,
-    /// Instructions of a task, over stock KVM's.
-    Task,
 }
 
 impl Plan {
-    /// Reads the file of a checkout.
-    pub fn read(root: &Path) -> Result<Self> {
-        read(root, "lab/mechanisms.toml")
+    /// A machine's words.
+    pub fn words(&self, on: Machine) -> impl Iterator<Item = (&String, &String)> {
+        self.words.get(on.name()).into_iter().flatten()
     }
 
-    /// A machine's word.
+    /// A word of a machine's.
     pub fn word(&self, on: Machine, name: &str) -> Option<&str> {
         self.words.get(on.name())?.get(name).map(String::as_str)
     }
@@ -117,20 +131,24 @@ impl Plan {
 }
 
 impl Queued {
+    /// Nothing found of it yet.
+    pub fn empty(&self) -> Run {
+        let Self { module, parameters, .. } = self.clone();
+        Run { module, parameters, ..Run::default() }
+    }
+
     /// The module as the lab knows it.
     pub fn module(&self) -> Module {
         if self.module == Module::Stock.name() { Module::Stock } else { Module::Gannet }
     }
 }
 
-/// Reads the published before/after figures of a checkout.
-pub fn published(root: &Path) -> Result<toml::Table> {
-    read(root, "lab/published.toml")
+fn text(root: &Path, name: &'static str) -> Result<String> {
+    std::fs::read_to_string(root.join(name)).context(name)
 }
 
-fn read<T: DeserializeOwned>(root: &Path, name: &str) -> Result<T> {
-    let text = std::fs::read_to_string(root.join(name)).with_context(|| name.to_owned())?;
-    toml::from_str(&text).with_context(|| name.to_owned())
+fn parse<T: DeserializeOwned>(root: &Path, name: &'static str) -> Result<T> {
+    toml::from_str(&text(root, name)?).context(name)
 }
 
 /// Puts what `word` gives in place of each `{name}`.
@@ -151,18 +169,16 @@ mod tests {
 
     #[test]
     fn nothing_is_measured_twice_under_the_same_parameters() {
-        let plan = Plan::read(&gannet_lab::Layout::find().unwrap().root).unwrap();
+        let plan = Papers::read(&gannet_lab::Layout::find().unwrap().root).unwrap().plan;
         for on in gannet_lab::MACHINES {
-            let runs = plan.runs(on).unwrap();
-            let parts = runs.iter().flat_map(|run| {
-                run.parts.iter().map(move |part| (&run.module, &run.parameters, part))
-            });
-            let mut all: Vec<_> = parts.collect();
+            let mut all = Vec::new();
+            for Queued { module, parameters, parts } in plan.runs(on).unwrap() {
+                all.extend(parts.into_iter().map(|p| (module.clone(), parameters.clone(), p)));
+            }
             let count = all.len();
             all.sort();
             all.dedup();
             assert!(count > 10 && all.len() == count);
-            assert!(plan.runs.contains_key(on.name()) && plan.words.contains_key(on.name()));
         }
     }
 

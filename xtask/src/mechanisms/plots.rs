@@ -1,7 +1,7 @@
 //! The plots, as SVG: what a toggle costs as the guest's page tables grow, and exits by reason of the timer workloads.
 
 use super::plan::PAGES;
-use super::results::Results;
+use super::results::{Numbers, Results};
 use anyhow::Result;
 use gannet_lab::Machine;
 use plotters::coord::ranged1d::IntoSegmentedCoord;
@@ -54,7 +54,7 @@ fn toggles(results: &Results, title: &str, name: &dyn Fn(u64) -> String) -> Resu
     let line = |module: &str, parameters: &str| -> Vec<(f64, f64)> {
         let point = |pages: &u64| {
             let figures = results.figures(module, parameters, &name(*pages))?;
-            Some((*pages as f64, figures.host("instructions").filter(|n| *n > 0.0)?))
+            Some((*pages as f64, figures.get("host.instructions").filter(|n| *n > 0.0)?))
         };
         PAGES.iter().filter_map(point).collect()
     };
@@ -110,15 +110,16 @@ fn toggles(results: &Results, title: &str, name: &dyn Fn(u64) -> String) -> Resu
 /// Exits by reason, with the mechanism off and on: per operation of the workload, and of the Linux guest's whole task.
 fn exits(results: &Results) -> Result<Option<String>> {
     let sides =
-        [("stock", "", "stock"), ("gannet", "lazy_tscdeadline=0", "off"), ("gannet", "", "on")];
+        [("stock", "stock", ""), ("off", "gannet", "lazy_tscdeadline=0"), ("on", "gannet", "")];
     let mut panels = Vec::new();
     for (name, unit) in [("timer_rearm", "exits per operation"), ("pingpong", "exits of the task")]
     {
         // A workload that was counted and had no exit has an empty bar.
-        let bar = |side: &(&'static str, &str, &'static str)| {
-            Some((side.2, results.exits(side.0, side.1, name)?))
+        let bar = |side: &(&'static str, &str, &str)| {
+            let figures = results.figures(side.1, side.2, name).filter(|f| !f.host.is_empty());
+            Some((side.0, &figures?.exits))
         };
-        let bars: Vec<(&str, BTreeMap<String, f64>)> = sides.iter().filter_map(bar).collect();
+        let bars: Vec<(&str, &Numbers)> = sides.iter().filter_map(bar).collect();
         if !bars.is_empty() {
             panels.push((name, unit, bars));
         }
@@ -141,17 +142,11 @@ fn exits(results: &Results) -> Result<Option<String>> {
 type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
 
 /// One workload: a stacked bar for each side.
-fn panel(
-    area: &Area<'_>,
-    name: &str,
-    unit: &str,
-    bars: &[(&str, BTreeMap<String, f64>)],
-) -> Result<()> {
-    let sum = |exits: &BTreeMap<String, f64>| exits.values().sum::<f64>();
-    let most = bars.iter().map(|(_, exits)| sum(exits)).fold(0.0, f64::max).max(0.001);
+fn panel(area: &Area<'_>, name: &str, unit: &str, bars: &[(&str, &Numbers)]) -> Result<()> {
+    let most = bars.iter().map(|(_, exits)| exits.values().sum()).fold(0.0, f64::max).max(0.001);
     // Reasons by their weight, the greatest below.
     let mut weights = BTreeMap::<&str, f64>::new();
-    for (reason, count) in bars.iter().flat_map(|(_, exits)| exits) {
+    for (reason, count) in bars.iter().flat_map(|(_, exits)| *exits) {
         *weights.entry(reason).or_default() += count;
     }
     let mut reasons: Vec<_> = weights.into_iter().filter(|(_, n)| *n >= most * 0.002).collect();
@@ -206,29 +201,26 @@ fn panel(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mechanisms::results::{Figures, Found, Run};
+    use serde_json::json;
 
-    fn results() -> Results {
-        let figures = |pages: u64| {
-            let host = BTreeMap::from([("instructions".to_owned(), 1000.0 + pages as f64)]);
-            let exits = BTreeMap::from([("wrmsr_tsc_deadline".to_owned(), 1.0)]);
-            Found::Measured(Box::new(Figures { host, exits, ..Figures::default() }))
-        };
-        let mut workloads: BTreeMap<_, _> =
-            PAGES.iter().map(|n| (format!("cr0_wp[{n},{}]", n.min(&8)), figures(*n))).collect();
-        workloads.insert("timer_rearm".to_owned(), figures(0));
-        let run = Run { module: "gannet".into(), workloads, ..Run::default() };
-        Results { runs: vec![run], ..Results::default() }
+    fn results(machine: &str) -> Results {
+        let figures = |n: u64| json!({"host": {"instructions": n + 1000}, "exits": {"wrmsr": 1.0}});
+        let toggles = PAGES.map(|n| (format!("cr0_wp[{n},{}]", n.min(8)), figures(n)));
+        let workloads = toggles.into_iter().chain([("timer_rearm".to_owned(), figures(0))]);
+        let workloads: serde_json::Value = workloads.collect();
+        let run = json!({"module": "gannet", "parameters": "", "workloads": workloads});
+        let results = json!({"machine": machine, "release": "", "runs": [run]});
+        serde_json::from_value(results).unwrap()
     }
 
     #[test]
     fn there_is_a_plot_for_what_was_measured_and_none_for_the_rest() {
-        let all = plots(&results(), "cr0_wp").unwrap();
+        let all = plots(&results("amd"), "cr0_wp").unwrap();
         assert!(all["cr0_wp.svg"].contains("Gannet, TDP"));
-        assert!(all["timer_exits.svg"].contains("wrmsr_tsc_deadline"));
+        assert!(all["timer_exits.svg"].contains("wrmsr"));
         assert!(!all.contains_key("cr0_wp_all.svg"));
         assert!(plots(&Results::default(), "cr0_wp").unwrap().is_empty());
-        let intel = Results { machine: "intel".into(), ..results() };
+        let intel = results("intel");
         let all = plots(&intel, "efer_nx").unwrap();
         assert_eq!(all.keys().collect::<Vec<_>>(), ["intel-timer_exits.svg"]);
         assert_eq!(plots(&intel, "efer_nx").unwrap(), all, "the same figures give the same plot");

@@ -1,20 +1,23 @@
 //! What `make mechanisms` finds, as `docs/results/mechanisms.json` holds it: for each machine one run per module and parameters, each with
-//! its workloads and Linux guests. Figures are per operation of the workload; nothing here is modelled.
+//! its workloads and its tasks of Linux guests. Figures of workloads are per operation; nothing here is modelled.
 
-use anyhow::{Context, Result};
+use anyhow::Context;
 use gannet_lab::{MACHINES, Machine};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
 
+/// Numbers by name.
+pub type Numbers = BTreeMap<String, f64>;
+
 /// Everything that was measured.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[derive(Serialize, Deserialize)]
 pub struct All {
     pub machines: Vec<Results>,
 }
 
 /// What was measured on one machine.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[derive(Default, Serialize, Deserialize)]
 pub struct Results {
     pub machine: String,
     /// The host kernel's full release.
@@ -23,7 +26,7 @@ pub struct Results {
 }
 
 /// One machine with one module.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, Default, Serialize, Deserialize)]
 pub struct Run {
     /// `stock` or `gannet`.
     pub module: String,
@@ -36,76 +39,42 @@ pub struct Run {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub remarks: Vec<String>,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub workloads: BTreeMap<String, Found<Figures>>,
+    pub workloads: BTreeMap<String, Figures>,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub guests: BTreeMap<String, Found<Task>>,
+    pub guests: BTreeMap<String, Figures>,
 }
 
-/// What was measured, or why it was not.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(untagged)]
-pub enum Found<T> {
-    Measured(Box<T>),
-    Missing { missing: String },
-}
-
-impl<T> Found<T> {
-    /// The figures.
-    pub fn get(&self) -> Option<&T> {
-        match self {
-            Found::Measured(found) => Some(found),
-            Found::Missing { .. } => None,
-        }
-    }
-
-    /// Why there are none, in one line.
-    pub fn missing(&self) -> Option<&str> {
-        match self {
-            Found::Measured(_) => None,
-            Found::Missing { missing } => Some(missing.lines().next().unwrap_or_default()),
-        }
-    }
-}
-
-/// Figures of one operation of a workload of exitbench.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+/// Figures of one operation of a workload, or of a task from its first line to its last.
+#[derive(Clone, Default, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Figures {
-    /// Instructions of host and guest by the time-stamp counter, with the measuring frame.
-    pub min: u64,
-    pub median: u64,
-    pub max: u64,
-    pub iterations: u64,
+    /// Why there are none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub missing: Option<String>,
+    /// Instructions of host and guest, by the time-stamp counter: `min`, `median` and `max` of a workload's `iterations`, with the
+    /// measuring frame, or a task's `instructions`.
+    #[serde(flatten)]
+    pub ticks: BTreeMap<String, u64>,
     /// What the host executed, by kind, and `instructions`; from a pass of its own, and empty if that could not be counted.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub host: BTreeMap<String, f64>,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub host: Numbers,
     /// Times that the guest was left, by reason.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub exits: BTreeMap<String, f64>,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub exits: Numbers,
     /// What the module's own statistics grew by.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub statistics: BTreeMap<String, f64>,
-}
-
-/// What a task of the Linux guest took, from its first line to its last.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct Task {
-    /// Instructions of host and guest, by the time-stamp counter.
-    pub instructions: u64,
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub host: BTreeMap<String, u64>,
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub exits: BTreeMap<String, u64>,
-    /// Figures that the guest printed itself.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub figures: BTreeMap<String, f64>,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub statistics: Numbers,
+    /// Figures that the task printed itself.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub figures: Numbers,
 }
 
 /// An operation below this is a stray one of the host's timer tick, and none of the exit.
-pub const STRAY: f64 = 0.05;
+const STRAY: f64 = 0.05;
 
 impl All {
     /// Reads the file that an earlier run wrote.
-    pub fn read(path: &Path) -> Result<Self> {
+    pub fn read(path: &Path) -> anyhow::Result<Self> {
         let text = std::fs::read_to_string(path)
             .with_context(|| format!("{}: run make mechanisms first", path.display()))?;
         let all: Self = serde_json::from_str(&text)
@@ -123,54 +92,54 @@ impl Results {
         self.machine.parse().unwrap_or(MACHINES[0])
     }
 
-    fn run(&self, module: &str, parameters: &str) -> Option<&Run> {
-        self.runs.iter().find(|run| run.module == module && run.parameters == parameters)
+    /// What there is of a workload or a task: several runs may have shared a module and its parameters.
+    fn named(&self, module: &str, parameters: &str, name: &str) -> Result<&Figures, Option<&str>> {
+        let mut refused = None;
+        let same = |run: &&Run| run.module == module && run.parameters == parameters;
+        for run in self.runs.iter().filter(same) {
+            if let Some(figures) = run.workloads.get(name).or_else(|| run.guests.get(name)) {
+                return Ok(figures);
+            }
+            refused = refused.or(run.refused.as_deref());
+        }
+        Err(refused)
     }
 
-    /// The figures of a workload.
-    pub fn figures(&self, module: &str, parameters: &str, workload: &str) -> Option<&Figures> {
-        self.run(module, parameters)?.workloads.get(workload)?.get()
+    /// The figures of a workload or a task.
+    pub fn figures(&self, module: &str, parameters: &str, name: &str) -> Option<&Figures> {
+        self.named(module, parameters, name).ok().filter(|figures| figures.missing.is_none())
     }
 
-    /// A guest's task.
-    pub fn task(&self, module: &str, parameters: &str, task: &str) -> Option<&Task> {
-        self.run(module, parameters)?.guests.get(task)?.get()
-    }
-
-    /// Exits by reason of a workload, per operation, or of a whole task; `None` when they were not counted.
-    pub fn exits(
-        &self,
-        module: &str,
-        parameters: &str,
-        name: &str,
-    ) -> Option<BTreeMap<String, f64>> {
-        let workload = self.figures(module, parameters, name).filter(|f| !f.host.is_empty());
-        let task = || self.task(module, parameters, name).filter(|t| !t.exits.is_empty());
-        let of_task = |t: &Task| t.exits.iter().map(|(r, n)| (r.clone(), *n as f64)).collect();
-        workload.map(|figures| figures.exits.clone()).or_else(|| task().map(of_task))
-    }
-
-    /// Why a workload or a guest's task has no figures.
+    /// Why a workload or a task has no figures, in one line.
     pub fn reason(&self, module: &str, parameters: &str, name: &str) -> String {
-        let not_run = || "not run".to_owned();
-        let Some(run) = self.run(module, parameters) else { return not_run() };
-        let workload = run.workloads.get(name).and_then(Found::missing);
-        let missing = || workload.or_else(|| run.guests.get(name)?.missing()).map(str::to_owned);
-        run.refused.clone().or_else(missing).unwrap_or_else(not_run)
+        let named = self.named(module, parameters, name);
+        let reason = named.map_or_else(|refused| refused, |figures| figures.missing.as_deref());
+        reason.and_then(|reason| reason.lines().next()).unwrap_or("not run").to_owned()
     }
 }
 
 impl Figures {
-    /// How often the guest was left; `None` when nothing was counted.
-    pub fn all_exits(&self) -> Option<f64> {
-        let sum: f64 = self.exits.values().sum();
-        (!self.host.is_empty()).then_some(if sum < STRAY { 0.0 } else { sum })
+    /// What was not measured, for this reason.
+    pub fn without(reason: String) -> Self {
+        Self { missing: Some(reason), ..Self::default() }
     }
 
-    /// How often the host executed operations of this kind; stray ones count as none. `None` when nothing was counted.
-    pub fn host(&self, kind: &str) -> Option<f64> {
-        let count = self.host.get(kind).copied().filter(|count| *count >= STRAY);
-        (!self.host.is_empty()).then(|| count.unwrap_or(0.0))
+    /// A figure, or the sum of several: `median`, `instructions`, `host.rdmsr+host.wrmsr`, `statistics.vm.exits`, `figures.rate`, and
+    /// `exits.wrmsr` for exits whose reasons begin so. Stray ones count as none; `None` where nothing was counted.
+    pub fn get(&self, name: &str) -> Option<f64> {
+        let one = |name: &str| {
+            let (part, key) = name.split_once('.').unwrap_or((name, ""));
+            let sum = match part {
+                "host" => self.host.get(key).copied().unwrap_or(0.0),
+                "exits" => self.exits.iter().filter(|(r, _)| r.starts_with(key)).map(|e| e.1).sum(),
+                "statistics" if self.statistics.is_empty() => return None,
+                "statistics" => return Some(self.statistics.get(key).copied().unwrap_or(0.0)),
+                "figures" => return self.figures.get(key).copied(),
+                _ => return Some(*self.ticks.get(part)? as f64),
+            };
+            (!self.host.is_empty()).then_some(if sum < STRAY { 0.0 } else { sum })
+        };
+        name.split('+').map(one).sum()
     }
 }
 
@@ -189,10 +158,10 @@ mod tests {
         assert!(results.reason("gannet", "npt=0", "cpuid").contains("not implemented"));
         assert_eq!(results.reason("gannet", "", "timer"), "no such workload");
         assert_eq!(results.reason("stock", "", "timer"), "not run");
-        let cpuid = results.figures("gannet", "", "cpuid").unwrap();
-        assert_eq!((cpuid.host("rdmsr"), cpuid.host("vmrun")), (Some(0.0), Some(1.0)));
-        let again: Results =
-            serde_json::from_value(serde_json::to_value(&results).unwrap()).unwrap();
-        assert_eq!(again.runs.len(), 2);
+        let again = serde_json::from_value::<Results>(serde_json::to_value(&results).unwrap());
+        let again = again.unwrap();
+        let cpuid = again.figures("gannet", "", "cpuid").unwrap();
+        let found = ["host.rdmsr", "host.vmrun+median", "statistics.vm.x"].map(|n| cpuid.get(n));
+        assert_eq!(found, [Some(0.0), Some(3.0), None]);
     }
 }
