@@ -1,5 +1,7 @@
 //! L1, the guest that is a hypervisor, as what is done for it sees it: its memory, and what a step of it comes to.
 
+use core::sync::atomic::AtomicU64;
+
 use x86::{Exception, Gpa};
 
 /// An address is not memory of L1's, or its memory cannot be had now.
@@ -18,6 +20,11 @@ pub trait L1Memory {
     /// # Errors
     /// Not all of it can be written; any part of it may have been.
     fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside>;
+    /// The page that begins at `at`, to be read in place, and to be written if `write`. `None`: it can be had by
+    /// copies alone.
+    fn page(&self, _at: Gpa, _write: bool) -> Option<&[AtomicU64; 512]> {
+        None
+    }
     /// Where L1's own tables put a linear address of L1's, for an access with the rights of a program at CPL 0.
     ///
     /// # Errors

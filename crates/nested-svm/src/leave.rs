@@ -3,7 +3,7 @@
 //! What changes is written into L1's memory straight from block 02, piece by piece: a block is a page, of which an
 //! exit changes a twelfth.
 
-use core::mem::offset_of;
+use core::{mem::offset_of, sync::atomic::Ordering};
 
 use x86::{
     Cr0, Gpa,
@@ -12,9 +12,9 @@ use x86::{
         vintr,
     },
 };
-use zerocopy::IntoBytes;
+use zerocopy::{IntoBytes, transmute};
 
-use crate::{L1Memory, Offered, Outside, reflect::Exit, vmcb12::Vmcb12};
+use crate::{L1Memory, Offered, Outside, Words, reflect::Exit, vmcb12::Vmcb12};
 
 /// What of `int_ctl` the processor changes while L2 runs: V_TPR and V_IRQ.
 const INT_CTL_LIVE: u32 = vintr::TPR_MASK | vintr::IRQ;
@@ -45,11 +45,43 @@ pub struct Left<'a> {
 struct Place<'a, M> {
     memory: &'a M,
     at: Gpa,
+    /// The block's page, where it can be written in place.
+    page: Option<&'a Words>,
 }
 
-impl<M: L1Memory> Place<'_, M> {
-    #[inline]
-    fn put(&self, offset: usize, bytes: &[u8]) -> Result<(), Outside> {
+impl<'a, M: L1Memory> Place<'a, M> {
+    fn new(memory: &'a M, at: Gpa) -> Self {
+        let page = if at.page_offset() == 0 { memory.page(at, true) } else { None };
+        Self { memory, at, page }
+    }
+
+    /// Writes words at `offset`, which is a multiple of their size.
+    #[inline(always)]
+    fn put<const N: usize>(&self, offset: usize, words: [u64; N]) -> Result<(), Outside> {
+        let Some(page) = self.page else { return self.copy(offset, words.as_bytes()) };
+        let place = page.get(offset / 8..offset / 8 + N).ok_or(Outside)?;
+        for (to, word) in place.iter().zip(words) {
+            to.store(word.to_le(), Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Writes a byte.
+    #[inline(always)]
+    fn put_byte(&self, offset: usize, byte: u8) -> Result<(), Outside> {
+        let Some(page) = self.page else { return self.copy(offset, &[byte]) };
+        let to = page.get(offset / 8).ok_or(Outside)?;
+        // Its neighbours are reserved, so that nobody writes there meanwhile.
+        let mut bytes = to.load(Ordering::Relaxed).to_ne_bytes();
+        if let Some(place) = bytes.get_mut(offset % 8) {
+            *place = byte;
+        }
+        to.store(u64::from_ne_bytes(bytes), Ordering::Relaxed);
+        Ok(())
+    }
+
+    #[inline(never)]
+    fn copy(&self, offset: usize, bytes: &[u8]) -> Result<(), Outside> {
         self.memory.write(Gpa(self.at.0 + offset as u64), bytes)
     }
 }
@@ -64,17 +96,17 @@ pub fn write(
     left: &Left<'_>,
     offered: &Offered,
 ) -> Result<(), Outside> {
-    let place = Place { memory, at: v12.at() };
+    let place = Place::new(memory, v12.at());
     controls(&place, v12.control(), left, offered)?;
     registers(&place, left)?;
     let save = &left.from.save;
     if v12.control().np_ctl & NP_ENABLE != 0 {
-        place.put(SAVE_AT + offset_of!(Save, g_pat), save.g_pat.as_bytes())?;
+        place.put(SAVE_AT + offset_of!(Save, g_pat), [save.g_pat])?;
     }
     if offered.lbr && v12.control().virt_ext & 1 != 0 {
         let records =
             [save.dbgctl, save.br_from, save.br_to, save.last_excp_from, save.last_excp_to];
-        place.put(SAVE_AT + offset_of!(Save, dbgctl), records.as_bytes())?;
+        place.put(SAVE_AT + offset_of!(Save, dbgctl), records)?;
     }
     Ok(())
 }
@@ -96,22 +128,24 @@ fn controls(
         exit.info_2,
         left.undelivered.info,
     ];
-    place.put(offset_of!(Control, int_ctl), told.as_bytes())?;
+    place.put(offset_of!(Control, int_ctl), told)?;
     // Its valid bit goes when the event was taken over (APM vol. 2 §15.20).
     let taken = exit.code != ExitCode::Invalid && v12.event_inj & event::VALID != 0;
     if taken {
         let event_inj = v12.event_inj & !event::VALID;
-        place.put(offset_of!(Control, event_inj), event_inj.as_bytes())?;
+        place.put(offset_of!(Control, event_inj), [event_inj])?;
     }
     if offered.nrip_save {
         let next_rip = if exit.tells_next_rip() { from.next_rip } else { 0 };
-        place.put(offset_of!(Control, next_rip), next_rip.as_bytes())?;
+        place.put(offset_of!(Control, next_rip), [next_rip])?;
     }
     if offered.decode_assists {
-        let tells = exit.tells_bytes();
-        let (len, bytes) = if tells { (from.insn_len, from.insn_bytes) } else { (0, [0; 15]) };
-        place.put(offset_of!(Control, insn_len), &[len])?;
-        place.put(offset_of!(Control, insn_bytes), &bytes)?;
+        let mut fetched = [0; 16];
+        if exit.tells_bytes() {
+            let [len, bytes @ ..] = &mut fetched;
+            (*len, *bytes) = (from.insn_len, from.insn_bytes);
+        }
+        place.put::<2>(offset_of!(Control, insn_len), transmute!(fetched))?;
     }
     Ok(())
 }
@@ -119,24 +153,20 @@ fn controls(
 /// The save area: what a VMEXIT saves (APM vol. 2 §15.6).
 fn registers(place: &Place<'_, impl L1Memory>, left: &Left<'_>) -> Result<(), Outside> {
     let save = &left.from.save;
-    let put = |offset: usize, bytes: &[u8]| place.put(SAVE_AT + offset, bytes);
-    let segment = |index: usize| offset_of!(Save, segments) + index * size_of::<VmcbSegment>();
-    if let Some(first) = save.segments.get(SEG_ES..SEG_ES + 4) {
-        put(segment(SEG_ES), first.as_bytes())?;
-    }
-    for index in [SEG_GDTR, SEG_IDTR] {
-        if let Some(table) = save.segments.get(index) {
-            put(segment(index), table.as_bytes())?;
-        }
-    }
-    put(offset_of!(Save, cpl), &[save.cpl])?;
-    put(offset_of!(Save, efer), save.efer.as_bytes())?;
+    let segment =
+        |index: usize| SAVE_AT + offset_of!(Save, segments) + index * size_of::<VmcbSegment>();
+    let [es, cs, ss, ds, _, _, gdtr, _, idtr, _] = save.segments;
+    place.put::<8>(segment(SEG_ES), transmute!([es, cs, ss, ds]))?;
+    place.put::<2>(segment(SEG_GDTR), transmute!(gdtr))?;
+    place.put::<2>(segment(SEG_IDTR), transmute!(idtr))?;
+    place.put_byte(SAVE_AT + offset_of!(Save, cpl), save.cpl)?;
+    place.put(SAVE_AT + offset_of!(Save, efer), [save.efer])?;
     let cr0 = save.cr0 | left.cr0_hidden;
     let block = [save.cr4, save.cr3, cr0, save.dr7, save.dr6, save.rflags, save.rip];
-    put(offset_of!(Save, cr4), block.as_bytes())?;
-    put(offset_of!(Save, rsp), save.rsp.as_bytes())?;
-    put(offset_of!(Save, rax), save.rax.as_bytes())?;
-    put(offset_of!(Save, cr2), save.cr2.as_bytes())
+    place.put(SAVE_AT + offset_of!(Save, cr4), block)?;
+    place.put(SAVE_AT + offset_of!(Save, rsp), [save.rsp])?;
+    place.put(SAVE_AT + offset_of!(Save, rax), [save.rax])?;
+    place.put(SAVE_AT + offset_of!(Save, cr2), [save.cr2])
 }
 
 /// Writes into L1's block at `at` that it was not run: VMEXIT_INVALID, and nothing else.
@@ -145,7 +175,7 @@ fn registers(place: &Place<'_, impl L1Memory>, left: &Left<'_>) -> Result<(), Ou
 /// It is not memory that may be written.
 pub fn write_refused(memory: &impl L1Memory, at: Gpa) -> Result<(), Outside> {
     let told = [ExitCode::Invalid.0, 0, 0, 0];
-    Place { memory, at }.put(offset_of!(Control, exit_code), told.as_bytes())
+    Place { memory, at, page: None }.put(offset_of!(Control, exit_code), told)
 }
 
 /// What L1 goes on with after a VMEXIT, in block 01, where its registers stood since VMRUN. GIF is clear then
@@ -163,6 +193,8 @@ pub fn to_l1(block: &mut Vmcb) {
 }
 
 const _: () = {
+    assert!(SEG_ES == 0 && SEG_GDTR == 6 && SEG_IDTR == 8);
+    assert!(offset_of!(Control, insn_bytes) == offset_of!(Control, insn_len) + 1);
     assert!(offset_of!(Control, int_vector) == offset_of!(Control, int_ctl) + 4);
     assert!(offset_of!(Control, exit_int_info) == offset_of!(Control, int_ctl) + 40);
     assert!(offset_of!(Control, exit_int_info) == offset_of!(Control, exit_code) + 24);

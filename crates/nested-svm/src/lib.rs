@@ -29,6 +29,8 @@ pub mod reflect;
 pub mod saved;
 pub mod vmcb12;
 
+use core::sync::atomic::AtomicU64;
+
 use x86::Gpa;
 
 /// An address of L1 is outside of its memory, or its memory cannot be had now.
@@ -47,7 +49,15 @@ pub trait L1Memory {
     /// # Errors
     /// Not all of it is memory that may be written; any part of it may have been written.
     fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside>;
+    /// The page that begins at `at`, to be read in place, and to be written if `write`. `None`: it can be had by
+    /// copies alone.
+    fn page(&self, _at: Gpa, _write: bool) -> Option<&Words> {
+        None
+    }
 }
+
+/// A page of L1's, word by word: L1 writes too.
+pub type Words = [AtomicU64; 512];
 
 /// Which of the two a vCPU runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

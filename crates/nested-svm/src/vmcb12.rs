@@ -1,22 +1,54 @@
 //! L1's control block, as a private copy.
 
-use core::mem::offset_of;
+use core::{mem::offset_of, sync::atomic::Ordering};
 
 use x86::{
     Gpa,
     addr::PAGE_SIZE,
-    vmcb::{Clean, Control, Save, Vmcb},
+    vmcb::{
+        Clean, Control, NP_ENABLE, SEG_DS, SEG_ES, SEG_GDTR, SEG_IDTR, Save, Vmcb, VmcbSegment,
+    },
 };
 use zerocopy::{FromZeros, IntoBytes};
 
-use crate::{L1Memory, Outside};
+use crate::{L1Memory, Outside, Words};
 
-/// Bytes of the control area that L0 reads: up to the address of the SEV-ES save area, which is not offered.
-const CONTROL_BYTES: usize = offset_of!(Control, vmsa_pa);
 /// Where the save area begins.
 const SAVE_AT: usize = offset_of!(Vmcb, save);
-/// Bytes of the save area that L0 reads: up to SPEC_CTRL.
-const SAVE_BYTES: usize = offset_of!(Save, spec_ctrl) + size_of::<u64>();
+
+/// A piece of a block: its first byte, and the one behind it.
+type Piece = (usize, usize);
+
+/// What of the control area means something to L0: not what a VMEXIT writes, and not what is not offered.
+const CONTROL: [Piece; 4] = [
+    (offset_of!(Control, intercepts), offset_of!(Control, intercepts) + 24),
+    (offset_of!(Control, pause_filter_thresh) - 4, offset_of!(Control, exit_code)),
+    (offset_of!(Control, np_ctl), offset_of!(Control, np_ctl) + 8),
+    (offset_of!(Control, event_inj), offset_of!(Control, insn_len)),
+];
+/// What VMRUN loads whatever is clean: RFLAGS and RIP, with the control and debug registers before them; RSP; RAX.
+const ALWAYS: [Piece; 3] = [
+    (SAVE_AT + offset_of!(Save, cr4), SAVE_AT + offset_of!(Save, rip) + 8),
+    (SAVE_AT + offset_of!(Save, rsp), SAVE_AT + offset_of!(Save, rsp) + 8),
+    (SAVE_AT + offset_of!(Save, rax), SAVE_AT + offset_of!(Save, rax) + 8),
+];
+/// ES to DS, and CPL.
+const SEGMENTS: [Piece; 2] = [
+    (SAVE_AT, SAVE_AT + 4 * SEGMENT),
+    (SAVE_AT + offset_of!(Save, cpl) - 3, SAVE_AT + offset_of!(Save, cpl) + 5),
+];
+/// GDTR and IDTR.
+const TABLES: [Piece; 2] = [
+    (SAVE_AT + SEG_GDTR * SEGMENT, SAVE_AT + (SEG_GDTR + 1) * SEGMENT),
+    (SAVE_AT + SEG_IDTR * SEGMENT, SAVE_AT + (SEG_IDTR + 1) * SEGMENT),
+];
+const EFER: [Piece; 1] = [(SAVE_AT + offset_of!(Save, efer), SAVE_AT + offset_of!(Save, efer) + 8)];
+const CR2: [Piece; 1] = [(SAVE_AT + offset_of!(Save, cr2), SAVE_AT + offset_of!(Save, cr2) + 8)];
+/// PAT, which is L2's own with nested paging alone, and the branch records.
+const RARE: [Piece; 1] =
+    [(SAVE_AT + offset_of!(Save, g_pat), SAVE_AT + offset_of!(Save, last_excp_to) + 8)];
+/// Bytes of a segment.
+const SEGMENT: usize = size_of::<VmcbSegment>();
 
 /// L1's control block: where it lies, and the copy that was made of it.
 #[derive(Debug, FromZeros)]
@@ -57,18 +89,28 @@ impl Vmcb12 {
     pub fn load(&mut self, memory: &impl L1Memory, at: Gpa) -> Result<Clean, Outside> {
         let same = self.at == at.0;
         self.at = u64::MAX;
-        let bytes = self.page.as_mut_bytes();
-        if let Some(control) = bytes.get_mut(..CONTROL_BYTES) {
-            memory.read(at, control)?;
-        }
+        let from = Source { memory, at, page: memory.page(at, false) };
+        from.read(&mut self.page, CONTROL)?;
         let clean =
             if same { Clean::from_bits_truncate(self.page.control.clean) } else { Clean::empty() };
-        let bytes = self.page.as_mut_bytes();
-        if let Some(save) = bytes.get_mut(SAVE_AT..SAVE_AT + SAVE_BYTES) {
-            memory.read(Gpa(at.0 + SAVE_AT as u64), save)?;
+        let dirty = Clean::ALL - clean;
+        from.read(&mut self.page, ALWAYS)?;
+        // EFER is checked against the code segment.
+        if dirty.intersects(Clean::CR | Clean::SEG) {
+            from.read(&mut self.page, SEGMENTS)?;
+            from.read(&mut self.page, EFER)?;
+        }
+        if dirty.contains(Clean::DT) {
+            from.read(&mut self.page, TABLES)?;
+        }
+        if dirty.contains(Clean::CR2) {
+            from.read(&mut self.page, CR2)?;
+        }
+        if dirty.contains(Clean::LBR) || self.page.control.np_ctl & NP_ENABLE != 0 {
+            from.read(&mut self.page, RARE)?;
         }
         self.at = at.0;
-        Ok(Clean::ALL - clean)
+        Ok(dirty)
     }
 
     /// The block is not the one that block 02 was made from any more: the next load takes all anew.
@@ -83,6 +125,39 @@ impl Vmcb12 {
     }
 }
 
+/// A block in L1's memory, to be copied from.
+struct Source<'a, M> {
+    memory: &'a M,
+    at: Gpa,
+    /// The block's page, where it can be read in place.
+    page: Option<&'a Words>,
+}
+
+impl<M: L1Memory> Source<'_, M> {
+    /// Copies pieces, each word once.
+    #[inline(always)]
+    fn read<const N: usize>(&self, to: &mut Vmcb, pieces: [Piece; N]) -> Result<(), Outside> {
+        let Some(page) = self.page else { return self.copy(to, &pieces) };
+        for (first, end) in pieces {
+            let to = to.as_mut_bytes().get_mut(first..end).ok_or(Outside)?;
+            let from = page.get(first / 8..end / 8).ok_or(Outside)?;
+            for (to, from) in to.as_chunks_mut::<8>().0.iter_mut().zip(from) {
+                *to = from.load(Ordering::Relaxed).to_ne_bytes();
+            }
+        }
+        Ok(())
+    }
+
+    #[inline(never)]
+    fn copy(&self, to: &mut Vmcb, pieces: &[Piece]) -> Result<(), Outside> {
+        for &(first, end) in pieces {
+            let to = to.as_mut_bytes().get_mut(first..end).ok_or(Outside)?;
+            self.memory.read(Gpa(self.at.0 + first as u64), to)?;
+        }
+        Ok(())
+    }
+}
+
 impl Default for Vmcb12 {
     fn default() -> Self {
         Self::new()
@@ -91,5 +166,14 @@ impl Default for Vmcb12 {
 
 const _: () = {
     assert!(size_of::<Vmcb>() as u64 == PAGE_SIZE);
-    assert!(CONTROL_BYTES <= SAVE_AT && SAVE_AT + SAVE_BYTES <= size_of::<Vmcb>());
+    assert!(offset_of!(Save, segments) == 0 && SEG_ES == 0 && SEG_DS == 3);
+    assert!(offset_of!(Control, insn_len) == offset_of!(Control, next_rip) + 8);
+    assert!(offset_of!(Save, rip) == offset_of!(Save, cr4) + 6 * 8);
+    let pieces =
+        [CONTROL[0], CONTROL[1], CONTROL[2], CONTROL[3], ALWAYS[0], SEGMENTS[1], EFER[0], RARE[0]];
+    let mut n = 0;
+    while n < pieces.len() {
+        assert!((pieces[n].0 | pieces[n].1) & 7 == 0 && pieces[n].0 < pieces[n].1);
+        n += 1;
+    }
 };

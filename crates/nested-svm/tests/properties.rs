@@ -1,9 +1,12 @@
 //! VMCB12 against plain rules, written apart from the code: what is read, what is merged, whose an exit is.
 
-use std::cell::RefCell;
+use std::{
+    cell::RefCell,
+    sync::atomic::{AtomicU64, Ordering},
+};
 
 use gannet_nested_svm::{
-    L1Memory, Offered, Outside, merge,
+    L1Memory, Offered, Outside, Words, leave, merge,
     reflect::{self, Claim, Exit},
     vmcb12::Vmcb12,
 };
@@ -12,7 +15,7 @@ use x86::{
     Gpa, Hpa,
     vmcb::{Clean, ExitCode, Vmcb},
 };
-use zerocopy::{FromZeros, IntoBytes};
+use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 const AT: u64 = 0x3000;
 
@@ -61,6 +64,32 @@ impl L1Memory for Page {
         let to = at.0.checked_sub(AT).ok_or(Outside)? as usize;
         self.0.borrow_mut().get_mut(to..to + from.len()).ok_or(Outside)?.copy_from_slice(from);
         Ok(())
+    }
+}
+
+/// L1's memory: one page, which is given in place.
+struct InPlace(Page, Words);
+
+impl InPlace {
+    fn new(page: Vec<u8>) -> Self {
+        let word = |n: usize| u64::from_le_bytes(page[8 * n..8 * n + 8].try_into().unwrap());
+        let words = std::array::from_fn(|n| AtomicU64::new(word(n)));
+        Self(Page(RefCell::new(page)), words)
+    }
+    fn bytes(&self) -> Vec<u8> {
+        self.1.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).collect()
+    }
+}
+
+impl L1Memory for InPlace {
+    fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside> {
+        self.0.read(at, into)
+    }
+    fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside> {
+        self.0.write(at, from)
+    }
+    fn page(&self, at: Gpa, _: bool) -> Option<&Words> {
+        (at.0 == AT).then_some(&self.1)
     }
 }
 
@@ -135,6 +164,35 @@ fn groups() -> Vec<(Clean, std::ops::Range<usize>)> {
 }
 
 proptest! {
+    /// In place the same is read and written as by copies.
+    #[test]
+    fn in_place_or_by_copies_is_the_same(
+        first in prop::collection::vec(any::<u8>(), 4096),
+        second in prop::collection::vec(any::<u8>(), 4096),
+        b02 in prop::collection::vec(any::<u8>(), 4096),
+        code in prop::sample::select(vec![0x4e_u64, 0x400, 0x72, u64::MAX, 0x60]),
+    ) {
+        let (mut copied, mut in_place) = (Vmcb12::new(), Vmcb12::new());
+        for page in [first, second] {
+            let (by_copy, there) = (Page(RefCell::new(page.clone())), InPlace::new(page));
+            prop_assert_eq!(copied.load(&by_copy, Gpa(AT)), in_place.load(&there, Gpa(AT)));
+            prop_assert_eq!(copied.get().as_bytes(), in_place.get().as_bytes());
+            let (from, exit) = (
+                Vmcb::read_from_bytes(&b02).unwrap(),
+                Exit { code: ExitCode(code), info_1: 7, info_2: 9 },
+            );
+            let left = leave::Left {
+                from: &from,
+                cr0_hidden: 0x4000_0000,
+                exit: &exit,
+                undelivered: leave::Undelivered { info: 0x8000_0b0e },
+            };
+            prop_assert_eq!(leave::write(&by_copy, &copied, &left, &OFFERED), Ok(()));
+            prop_assert_eq!(leave::write(&there, &in_place, &left, &OFFERED), Ok(()));
+            prop_assert_eq!(&*by_copy.0.borrow(), &there.bytes());
+        }
+    }
+
     /// L1 tells the truth: to take over only what it calls dirty gives the block that taking over all gives.
     #[test]
     fn truthful_clean_bits_change_nothing(

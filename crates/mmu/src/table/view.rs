@@ -42,6 +42,12 @@ pub struct GuestPage {
 impl GuestPage {
     /// Of no view: no tree's generation is 0.
     pub const NONE: Self = Self { hpa: Hpa(0), generation: 0, writable: false };
+
+    /// Whether the guest itself could write there.
+    #[inline]
+    pub fn is_writable(&self) -> bool {
+        self.writable
+    }
 }
 
 impl<'a> View<'a> {

@@ -62,6 +62,11 @@ impl<M: L1Memory> nested_svm::L1Memory for Seen<'_, M> {
     fn write(&self, at: Gpa, from: &[u8]) -> Result<(), nested_svm::Outside> {
         self.memory.write(at, from).map_err(|_| nested_svm::Outside)
     }
+
+    #[inline]
+    fn page(&self, at: Gpa, write: bool) -> Option<&nested_svm::Words> {
+        self.memory.page(at, write)
+    }
 }
 
 impl<C: Cpu> Svm<C> {

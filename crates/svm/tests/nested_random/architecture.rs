@@ -1,7 +1,10 @@
 //! What the architecture says of SVM, apart from the code: L1's memory, the state that VMRUN and VMEXIT exchange, which
 //! blocks may be run, and which exits L1 asked for.
 
-use std::cell::RefCell;
+use std::{
+    cell::{Cell, RefCell},
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+};
 
 use backend::{
     ControlRegisters, Gprs, L1Memory, LiveRegisters, Outside, RAX, RSP, Reach, Registers,
@@ -37,14 +40,33 @@ impl Random {
     }
 }
 
-/// L1's memory. A page may not be there now, or not be memory at all.
+/// L1's memory. A page may not be there now, or not be memory at all. Every other time it is given in place.
 pub struct Memory {
-    pub bytes: RefCell<Vec<u8>>,
+    pub pages: Vec<[AtomicU64; 512]>,
+    pub turn: Cell<u32>,
     pub missing: RefCell<u16>,
     pub is_final: bool,
 }
 
 impl Memory {
+    pub fn new() -> Self {
+        let pages = (0..PAGES).map(|_| [const { AtomicU64::new(0) }; 512]).collect();
+        Self { pages, turn: Cell::new(0), missing: RefCell::new(0), is_final: false }
+    }
+    fn byte(&self, at: usize) -> u8 {
+        self.pages[at >> 12][at >> 3 & 511].load(Relaxed).to_le_bytes()[at & 7]
+    }
+    pub fn set_byte(&self, at: usize, byte: u8) {
+        let word = &self.pages[at >> 12][at >> 3 & 511];
+        let mut bytes = word.load(Relaxed).to_le_bytes();
+        bytes[at & 7] = byte;
+        word.store(u64::from_le_bytes(bytes), Relaxed);
+    }
+    /// Fills whole pages.
+    pub fn fill(&self, range: std::ops::Range<u64>, word: u64) {
+        let pages = &self.pages[range.start as usize >> 12..range.end as usize >> 12];
+        pages.iter().flatten().for_each(|to| to.store(word, Relaxed));
+    }
     pub fn place(&self, at: Gpa, len: usize) -> Result<usize, Outside> {
         let end = at.0.checked_add(len as u64).ok_or(Outside)?;
         if end > (PAGES as u64) << 12 {
@@ -55,16 +77,21 @@ impl Memory {
         if there { Ok(at.0 as usize) } else { Err(Outside) }
     }
     pub fn word(&self, at: u64) -> u64 {
-        let at = at as usize;
-        u64::from_le_bytes(self.bytes.borrow()[at..at + 8].try_into().unwrap())
+        if at & 7 == 0 {
+            return self.pages[at as usize >> 12][at as usize >> 3 & 511].load(Relaxed);
+        }
+        u64::from_le_bytes(std::array::from_fn(|n| self.byte(at as usize + n)))
     }
     pub fn put(&self, at: u64, value: u64, len: usize) {
-        let at = at as usize;
-        self.bytes.borrow_mut()[at..at + len].copy_from_slice(&value.to_le_bytes()[..len]);
+        for (at, byte) in (at as usize..).zip(&value.to_le_bytes()[..len]) {
+            self.set_byte(at, *byte);
+        }
     }
     pub fn bits(&self, at: u64, len: usize) -> u64 {
         let mut word = [0; 8];
-        word[..len].copy_from_slice(&self.bytes.borrow()[at as usize..at as usize + len]);
+        for (at, to) in (at as usize..).zip(&mut word[..len]) {
+            *to = self.byte(at);
+        }
         u64::from_le_bytes(word)
     }
 }
@@ -72,13 +99,18 @@ impl Memory {
 impl L1Memory for Memory {
     fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside> {
         let from = self.place(at, into.len())?;
-        into.copy_from_slice(&self.bytes.borrow()[from..from + into.len()]);
+        (from..).zip(into).for_each(|(at, to)| *to = self.byte(at));
         Ok(())
     }
     fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside> {
         let to = self.place(at, from.len())?;
-        self.bytes.borrow_mut()[to..to + from.len()].copy_from_slice(from);
+        (to..).zip(from).for_each(|(at, byte)| self.set_byte(at, *byte));
         Ok(())
+    }
+    fn page(&self, at: Gpa, _write: bool) -> Option<&[AtomicU64; 512]> {
+        self.turn.set(self.turn.get() + 1);
+        let at = self.place(at, 0x1000).ok()?;
+        (self.turn.get() & 1 != 0).then(|| &self.pages[at >> 12])
     }
     fn translate(&self, _: u64, _: bool) -> Result<Gpa, Reach> {
         Err(Reach::Outside)

@@ -5,8 +5,6 @@
 
 mod architecture;
 
-use std::cell::RefCell;
-
 use architecture::*;
 use backend::{
     Claim, ControlRegisters, Executed, Gprs, GuestLimits, Level, Nested, Permissions, RAX, RCX,
@@ -61,12 +59,8 @@ impl Test {
         let mut svm = Svm::new(Counting::new(Model::default()), features).unwrap();
         svm.set_limits(limits());
         svm.set_tdp_root(Hpa(0x1000));
-        let memory = Memory {
-            bytes: RefCell::new(vec![0; PAGES << 12]),
-            missing: RefCell::new(0),
-            is_final: false,
-        };
-        memory.bytes.borrow_mut()[CLOSED as usize..OPEN as usize].fill(0xff);
+        let memory = Memory::new();
+        memory.fill(CLOSED..OPEN, u64::MAX);
         let mut test = Self {
             random: Random(seed),
             svm,
@@ -103,7 +97,7 @@ impl Test {
 
     fn make_good(&mut self, at: u64) {
         let random = self.random.next();
-        self.memory.bytes.borrow_mut()[at as usize..at as usize + 0x1000].fill(0);
+        self.memory.fill(at..at + 0x1000, 0);
         for (offset, value, len) in [
             (0x00, random & 0xffff_0000_ffff, 8),
             (0x08, random.rotate_left(13), 8),

@@ -37,6 +37,12 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     pub(crate) fn inject_gated(&mut self, s: Section<'_>, kernel: bool) -> bool {
+        if self.pending.after_exit.is_nested() && self.is_quiet() {
+            self.inject_own();
+            self.b.offer_interrupt(None);
+            self.b.watch_priority(false, None);
+            return true;
+        }
         match self.end_l2_for_event(Some(s)) {
             Ended::No | Ended::Yes => {}
             Ended::AfterEntry => {
@@ -74,6 +80,23 @@ impl<B: Backend> Vcpu<B> {
             return self.inject_into_l2(kernel);
         }
         self.inject_interrupt(kernel)
+    }
+
+    /// Whether nothing waits but what L2 is to take first: nothing is asked where it goes then. That no interrupt is
+    /// offered, and no window open, is all that there is to do.
+    #[inline]
+    fn is_quiet(&self) -> bool {
+        let interrupts = self.shared.in_kernel_apic
+            && (self.shared.lapic.maybe_pending() || self.vm.irq().extint_pending());
+        !interrupts
+            && self.shared.nmis() == 0
+            && self.events.external.is_none()
+            && self.events.exception.is_none()
+            && !self.events.outer.any()
+            && !self.smm.latched_init
+            && !self.pending.window_wanted
+            && self.pending.after_exit.offered().is_none()
+            && self.b.served_apic().is_none()
     }
 
     /// Injects the highest interrupt of L1's into L2, as L1 has it: the virtual interrupt that would be offered is

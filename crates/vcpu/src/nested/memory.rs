@@ -1,6 +1,6 @@
 //! L1's memory, as what is done for a guest's hypervisor sees it.
 
-use core::cell::Cell;
+use core::{cell::Cell, sync::atomic::AtomicU64};
 
 use backend::{L1Memory, Outside, Reach};
 use mmu::{PagingContext, View, WalkError, table::GuestPage, tdp::page_of, translate, walk};
@@ -24,7 +24,7 @@ impl<'a> Mapped<'a> {
 
     /// The page at `at`.
     #[inline]
-    fn page(&self, at: Gpa) -> Option<GuestPage> {
+    fn find(&self, at: Gpa) -> Option<GuestPage> {
         match self.last.get() {
             Some((gfn, page)) if gfn == at.gfn() => Some(page),
             _ => {
@@ -38,7 +38,7 @@ impl<'a> Mapped<'a> {
 
 impl L1Memory for Mapped<'_> {
     fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside> {
-        let page = self.page(at).ok_or(Outside)?;
+        let page = self.find(at).ok_or(Outside)?;
         // What crosses a page goes another way.
         let read = self.view.copy_from(&page, at.page_offset(), into)
             || self.memory.read_irqs_off(&self.view, at, into);
@@ -46,10 +46,19 @@ impl L1Memory for Mapped<'_> {
     }
 
     fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside> {
-        let page = self.page(at).filter(|_| !self.memory.has_shadow()).ok_or(Outside)?;
+        let page = self.find(at).filter(|_| !self.memory.has_shadow()).ok_or(Outside)?;
         let written = self.view.copy_to(&page, at.page_offset(), from)
             || self.memory.write_irqs_off(&self.view, at, from);
         if written { Ok(()) } else { Err(Outside) }
+    }
+
+    #[inline]
+    fn page(&self, at: Gpa, write: bool) -> Option<&[AtomicU64; 512]> {
+        let page = self.find(at)?;
+        if write && (!page.is_writable() || self.memory.has_shadow()) {
+            return None;
+        }
+        self.view.words(&page)
     }
 
     /// No table of the guest's is walked here.
