@@ -1,7 +1,7 @@
 //! Where things lie in the memory of a measuring guest, and how guest and VMM speak to each other.
 
-use crate::vmm::memory::PAGE;
-use crate::vmm::page_tables::IDENTITY_MAP_BYTES;
+use guest_machine::memory::PAGE;
+use guest_machine::page_tables::IDENTITY_MAP_BYTES;
 
 pub const GDT: u64 = 0x1000;
 pub const IDT: u64 = 0x2000;

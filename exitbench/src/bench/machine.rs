@@ -1,6 +1,8 @@
 //! The VM of one workload: memory laid out, vCPUs in 64-bit mode at the program's entries.
 
 use anyhow::{Context, Result};
+use guest_machine::long_mode::Tables;
+use guest_machine::{descriptors, page_tables};
 use kvm_bindings::{CpuId, KVM_MP_STATE_RUNNABLE, kvm_mp_state, kvm_regs};
 use kvm_ioctls::VcpuFd;
 use vm_memory::{Bytes, GuestAddress};
@@ -11,11 +13,9 @@ use super::layout::{
 };
 use super::workload::{Guest, Mapped, Plan, Workload};
 use crate::vmm::cpuid::{self, Features, Topology};
-use crate::vmm::descriptors;
 use crate::vmm::hypervisor::Hypervisor;
-use crate::vmm::long_mode::{self, Tables};
+use crate::vmm::long_mode;
 use crate::vmm::memory::{self, Backing, GuestMemory, PAGE};
-use crate::vmm::page_tables;
 use crate::vmm::statistics::Statistics;
 use crate::vmm::vm::{Irqchip, Vm};
 
@@ -104,9 +104,9 @@ pub fn samples(memory: &GuestMemory, passes: Passes) -> Result<Vec<u64>> {
 }
 
 fn lay_out(memory: &GuestMemory, plan: &Plan) -> Result<()> {
-    page_tables::write_identity_map(memory, ROOT)?;
+    page_tables::write_identity_map(memory, ROOT, page_tables::TABLE)?;
     page_tables::write_second_root(memory, SECOND_ROOT, ROOT)?;
-    descriptors::write_gdt(memory, GDT)?;
+    descriptors::write_gdt(memory, GDT, 0)?;
     descriptors::write_idt(memory, IDT, |vector| interrupts::handler(vector, plan.apic))?;
     for (code, base) in [(interrupts::handlers(), INTERRUPTS), (plan.program.code, PROGRAM)] {
         memory.write_slice(code, GuestAddress(base)).context("no guest memory for the program")?;
@@ -140,7 +140,7 @@ fn create_vcpu(
         ..Default::default()
     })
     .context("KVM_SET_REGS failed")?;
-    let tables = Tables { root: ROOT, gdt: GDT, idt: Some(IDT) };
+    let tables = Tables { root: ROOT, gdt: GDT, idt: Some(IDT), task: 0 };
     long_mode::enter(&vcpu, tables, guest.features.no_execute)?;
     if id != 0 {
         // Without INIT and SIPI: our secondary vCPU starts in 64-bit mode too.

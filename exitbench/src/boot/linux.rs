@@ -6,6 +6,8 @@ use std::io::{Read, Seek};
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
+use guest_machine::long_mode::Tables;
+use guest_machine::{descriptors, page_tables};
 use linux_loader::configurator::linux::LinuxBootConfigurator;
 use linux_loader::configurator::{BootConfigurator, BootParams};
 use linux_loader::loader::bootparam::{boot_e820_entry, boot_params, setup_header};
@@ -13,10 +15,7 @@ use linux_loader::loader::{BzImage, Elf, KernelLoader, KernelLoaderResult};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 use super::mp_table;
-use crate::vmm::descriptors;
-use crate::vmm::long_mode::Tables;
 use crate::vmm::memory::{self, Backing, GuestMemory, PAGE};
-use crate::vmm::page_tables;
 
 const GDT: u64 = 0x500;
 /// Where the boot parameters lie; RSI at entry.
@@ -83,15 +82,15 @@ pub fn load(memory: &GuestMemory, image: Image<'_>) -> Result<u64> {
         header.kernel_alignment = 0x100_0000;
     }
     write_boot_parameters(memory, header)?;
-    page_tables::write_identity_map(memory, ROOT)?;
-    descriptors::write_gdt(memory, GDT)?;
+    page_tables::write_identity_map(memory, ROOT, page_tables::TABLE)?;
+    descriptors::write_gdt(memory, GDT, 0)?;
     mp_table::write(memory, image.cpus)?;
     Ok(entry)
 }
 
 /// Where the tables for the entry in 64-bit mode lie.
 pub fn tables() -> Tables {
-    Tables { root: ROOT, gdt: GDT, idt: None }
+    Tables { root: ROOT, gdt: GDT, idt: None, task: 0 }
 }
 
 fn load_kernel(memory: &GuestMemory, path: &Path) -> Result<(KernelLoaderResult, u64)> {

@@ -12,7 +12,6 @@ use kvm_ioctls::{VcpuExit, VcpuFd};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::memory::GuestMemory;
-use super::page_tables;
 
 /// The longest instruction (SDM vol. 2A §2.3.11).
 const INSTRUCTION_BYTES: usize = 15;
@@ -141,7 +140,7 @@ fn reported_bytes(suberror: u32, data: &[u64]) -> Option<Vec<u8>> {
 
 /// Read through the guest's own tables: KVM_TRANSLATE is not everywhere.
 fn instruction_bytes(memory: &GuestMemory, cr3: u64, rip: u64) -> Option<Vec<u8>> {
-    let address = page_tables::translate(memory, cr3, rip)?;
+    let address = guest_machine::page_tables::translate(memory, cr3, rip)?;
     let mut bytes = vec![0; INSTRUCTION_BYTES];
     let read = memory.read(&mut bytes, GuestAddress(address)).ok()?;
     bytes.truncate(read);

@@ -10,8 +10,7 @@ use vm_memory::{
 /// Memory of a guest.
 pub type GuestMemory = GuestMemoryMmap<()>;
 
-/// Size of a page, in bytes.
-pub const PAGE: u64 = 4096;
+pub use guest_machine::memory::PAGE;
 
 /// How the host may back the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

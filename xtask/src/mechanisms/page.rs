@@ -151,18 +151,17 @@ impl Page<'_> {
             let words = self.papers.plan.words(self.results.machine());
             let own =
                 words.fold(row.clone(), |row, (word, text)| row.replace(&format!("${word}"), text));
-            let mut row = own.replace("$name", name).replace("$run", run).replace("$title", title);
+            let row = own.replace("$name", name).replace("$run", run).replace("$title", title);
             let first = row.split_once('{').and_then(|(_, rest)| rest.split(' ').nth(1));
             let first = first.context("a row without figures")?;
             if self.results.figures(module, at, first).is_none() {
                 let (head, cells) = row.split_once('{').unwrap_or_default();
                 let reason = escaped(&self.results.reason(module, at, first));
-                row = format!(
-                    "{head}not available: {reason}{}",
-                    " | ".repeat(cells.matches(" | ").count())
-                );
+                let rest = " | ".repeat(cells.matches(" | ").count());
+                rows += &format!("| {head}not available: {reason}{rest} |\n");
+                continue;
             }
-            let found = Cell::new(!row.contains('{'));
+            let found = Cell::new(false);
             let filled = fill(&row, &|words| {
                 let word = self.word(words)?;
                 found.set(found.get() || !word.is_empty());

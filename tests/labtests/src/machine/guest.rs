@@ -73,7 +73,7 @@ impl Guest {
         vm.set_slot(0, 0, 0, memory.bytes(), memory.hva()).granted("memory slot")?;
         memory.write_bytes(PROGRAM, code);
         if mode == Mode::Long {
-            tables::write(&memory);
+            tables::write(&memory)?;
             memory.write(IS_INTEL, (oracle::vendor() == Vendor::Intel).into());
         }
         let mut cpuid = system.supported_cpuid()?;
@@ -93,7 +93,7 @@ impl Guest {
         let (system, memory) = (System::open()?, Memory::new(MEMORY_BYTES)?);
         vm.set_slot(0, 0, 0, memory.bytes(), memory.hva()).granted("memory slot")?;
         memory.write_bytes(PROGRAM, code);
-        tables::write(&memory);
+        tables::write(&memory)?;
         let mut cpuid = system.supported_cpuid()?;
         personalise(&mut cpuid, 0);
         let vcpu = vm.create_vcpu(0)?;

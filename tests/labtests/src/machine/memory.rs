@@ -1,9 +1,10 @@
 //! Memory of a guest: a private mapping of ours.
 
+use guest_machine::memory::{GuestBytes, NoMemory};
+
 use crate::outcome::{Errno, Outcome, fail};
 
-/// Bytes of a page.
-pub const PAGE: u64 = 4096;
+pub use guest_machine::memory::PAGE;
 
 /// A mapping. It is accessed like memory that others change, because a guest does.
 pub struct Memory {
@@ -20,6 +21,13 @@ impl Drop for Memory {
     fn drop(&mut self) {
         // SAFETY: our own mapping.
         unsafe { libc::munmap(self.address.cast(), self.bytes) };
+    }
+}
+
+impl GuestBytes for Memory {
+    fn put(&self, address: u64, bytes: &[u8]) -> Result<(), NoMemory> {
+        self.write_bytes(address, bytes);
+        Ok(())
     }
 }
 

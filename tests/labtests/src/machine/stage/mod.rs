@@ -7,6 +7,10 @@ pub mod operation;
 pub mod paging;
 mod server;
 
+use guest_machine::descriptors::{
+    CODE_SELECTOR as KERNEL_CODE, DATA_SELECTOR as KERNEL_DATA, TASK_SELECTOR as TASK, USER,
+    interrupt_gate,
+};
 use kvm_bindings::{
     KVM_MP_STATE_RUNNABLE, kvm_dtable, kvm_mp_state, kvm_regs, kvm_segment, kvm_sregs,
 };
@@ -24,9 +28,6 @@ use crate::kvm::vcpu::Vcpu;
 use crate::oracle::{self, Vendor};
 use crate::outcome::{Answer, Outcome, Trouble, equal, fail};
 
-const KERNEL_CODE: u16 = 0x10;
-const KERNEL_DATA: u16 = 0x18;
-const TASK: u16 = 0x20;
 const USER_DATA: u16 = 0x3b;
 
 /// CR0 at the start: PE, MP, ET, NE, WP, PG.
@@ -132,19 +133,17 @@ impl Stage {
             true => (0x00af_9b00_0000_ffff_u64, 0x00cf_9300_0000_ffff),
             false => (0x00cf_9b00_0000_ffff, 0x00cf_9300_0000_ffff),
         };
-        let ring3 = 3 << 45;
-        let entries = [0, 0, code, data, 0, 0, code | ring3, data | ring3];
+        let entries = [0, 0, code, data, 0, 0, code | USER, data | USER];
         for (at, entry) in (GDT..).step_by(8).zip(entries) {
             memory.write(at, entry);
         }
         for vector in 0..=255_u8 {
             let Some(handler) = server::entry(vector) else { continue };
-            let dpl = if vector == server::BACK { 3 << 45 } else { 0 };
-            let low = handler & 0xffff | u64::from(KERNEL_CODE) << 16 | 0x8e00 << 32 | dpl;
-            let low = low | (handler >> 16 & 0xffff) << 48;
+            let [low, high] = interrupt_gate(handler);
+            let low = if vector == server::BACK { low | USER } else { low };
             if wide {
                 memory.write(IDT + u64::from(vector) * 16, low);
-                memory.write(IDT + u64::from(vector) * 16 + 8, 0);
+                memory.write(IDT + u64::from(vector) * 16 + 8, high);
             } else {
                 memory.write(IDT + u64::from(vector) * 8, low);
             }
