@@ -303,6 +303,7 @@ int gnt_nested_dirty_tracking(void);
 int gnt_lazy_tscdeadline(void);
 int gnt_enable_apicv(int possible);
 int gnt_nested(int possible);
+int gnt_enable_shadow_vmcs(int possible);
 int gnt_preemption_timer(void);
 void gnt_no_preemption_timer(void);
 int gnt_npt(void);

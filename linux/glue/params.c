@@ -95,6 +95,17 @@ int gnt_nested(int possible)
 	return nested;
 }
 
+static bool enable_shadow_vmcs = true;
+module_param(enable_shadow_vmcs, bool, 0444);
+MODULE_PARM_DESC(enable_shadow_vmcs,
+	"Intel, guests that are hypervisors: the CPU serves their VMREAD and VMWRITE of frequent fields where it can (default 1; 0: each is an exit). Shows what is used");
+
+int gnt_enable_shadow_vmcs(int possible)
+{
+	enable_shadow_vmcs = enable_shadow_vmcs && possible;
+	return enable_shadow_vmcs;
+}
+
 static bool preemption_timer = true;
 module_param(preemption_timer, bool, 0444);
 MODULE_PARM_DESC(preemption_timer,

@@ -70,6 +70,9 @@ pub enum Gate {
 
 /// What a backend does for guests that are hypervisors.
 pub trait Nested: NestedPaging {
+    /// Whether [`execute`](Self::execute) has to know where L1 goes on.
+    const NEEDS_NEXT_RIP: bool = true;
+
     /// Which level runs.
     fn level(&self) -> Level;
     /// Whether these registers leave the instruction set on by which L1 runs guests: EFER.SVME, CR4.VMXE.

@@ -44,6 +44,12 @@ pub fn nested(possible: bool) -> bool {
     sys::gnt_nested(possible.into()) != 0
 }
 
+/// Whether a shadow VMCS serves guests that are hypervisors, which the CPU can or cannot do; the parameter shows
+/// what is said here from then on. Fixed at load.
+pub fn enable_shadow_vmcs(possible: bool) -> bool {
+    sys::gnt_enable_shadow_vmcs(possible.into()) != 0
+}
+
 /// Whether the VMX-preemption timer is to be used.
 pub fn preemption_timer() -> bool {
     sys::gnt_preemption_timer() != 0

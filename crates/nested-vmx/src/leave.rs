@@ -90,7 +90,9 @@ impl Report {
                 report.error_code = exit.get(field::EXIT_ERROR_CODE);
             }
         }
-        report.vectoring = exit.get(field::IDT_VECTORING);
+        if !is_between_instructions(reason) {
+            report.vectoring = exit.get(field::IDT_VECTORING);
+        }
         if report.vectoring & event::VALID == 0 {
             report.vectoring = 0;
         } else if report.vectoring & event::ERROR_VALID != 0 {
@@ -126,6 +128,23 @@ fn addresses(report: &mut Report, exit: &impl Exit) {
 
 /// Exit qualification of LMSW: the operand is in memory (SDM vol. 3C table 28-3).
 const LMSW_MEMORY: u64 = 1 << 6;
+
+/// Exits of frequent instructions, and interrupts: no event is being delivered then (SDM vol. 3C §28.2.4).
+fn is_between_instructions(reason: ExitReason) -> bool {
+    matches!(
+        reason,
+        ExitReason::Cpuid
+            | ExitReason::Rdmsr
+            | ExitReason::Wrmsr
+            | ExitReason::Hlt
+            | ExitReason::Vmcall
+            | ExitReason::Io
+            | ExitReason::ExternalInterrupt
+            | ExitReason::InterruptWindow
+            | ExitReason::PreemptionTimer
+            | ExitReason::Pause
+    )
+}
 
 /// Exits with a qualification; elsewhere it is cleared (SDM vol. 3C §28.2.1).
 fn has_qualification(reason: ExitReason) -> bool {

@@ -48,7 +48,7 @@ fn a_frequent_exit_reads_few_fields() {
     let report = Report::of(&exit);
     let known = Known { pat: v.get(field::GUEST_PAT), ..KNOWN };
     let differ = save(&mut v, &exit, &report, &known);
-    assert_eq!(exit.read.borrow().len(), 10, "{:x?}", exit.read.borrow());
+    assert_eq!(exit.read.borrow().len(), 9, "{:x?}", exit.read.borrow());
     assert_eq!((v.get(field::EXIT_REASON), v.get(field::INSTRUCTION_LENGTH)), (10, 2));
     assert_eq!(v.get(field::EXIT_QUALIFICATION), 0);
     assert_eq!((v.get(field::GUEST_RIP), v.get(field::GUEST_RSP)), (0x1234, 0x5678));
@@ -149,22 +149,23 @@ fn l1_goes_on_with_its_host_state() {
     let mut v = good();
     set!(v, HOST_FS_BASE = 0x77, HOST_FS_SELECTOR = 0x28, HOST_DS_SELECTOR = 0, HOST_PAT = 5);
     let kept = host::Kept { cr0: 0x6000_0010, efer: 0 };
-    let r = host::registers(&v, kept, ExitReason::Cpuid, false);
+    let (r, s) = (host::registers(&v, kept, ExitReason::Cpuid, false), host::segments(&v));
     assert_eq!((r.cr0, r.cr3, r.cr4), (0xe005_0033, 0x1000, 0x2020));
     assert_eq!((r.rip, r.rsp, r.rflags), (0x8000, 0x9000, Rflags::FIXED.bits()));
     assert_eq!((r.dr7, r.debugctl, r.efer, r.pat), (0x400, 0, 0xd01, None));
-    assert_eq!((r.cs.attr, r.cs.limit), (0xa9b, u32::MAX));
-    assert_eq!((r.fs.base, r.fs.attr), (0x77, 0xc93));
-    assert!(!r.ds.is_present() && !r.ldtr.is_present());
-    assert_eq!((r.tr.limit, r.tr.attr), (0x67, attr::P | 11));
-    assert_eq!((r.gdtr.limit, r.idtr.limit), (0xffff, 0xffff));
+    assert_eq!((s.cs.attr, s.cs.limit), (0xa9b, u32::MAX));
+    assert_eq!((s.fs.base, s.fs.attr), (0x77, 0xc93));
+    assert!(!s.ds.is_present() && !s.ldtr.is_present());
+    assert_eq!((s.tr.limit, s.tr.attr), (0x67, attr::P | 11));
+    assert_eq!((s.gdtr.limit, s.idtr.limit), (0xffff, 0xffff));
     assert!(!r.loads_pdptes && !r.blocks_nmis);
     assert!(host::registers(&v, kept, ExitReason::ExceptionOrNmi, true).blocks_nmis);
 
     set!(v, EXIT_CONTROLS = 1 << 19, HOST_CR4 = 0x2_2020);
     let r = host::registers(&v, host::Kept { cr0: 0, efer: 0xd01 }, ExitReason::Cpuid, false);
     assert_eq!((r.efer, r.pat, r.cr4), (0x801, Some(5), 0x2020));
-    assert!(r.loads_pdptes && !r.cs.is_long() && r.cs.is_default_big());
+    let cs = host::segments(&v).cs;
+    assert!(r.loads_pdptes && !cs.is_long() && cs.is_default_big());
 }
 
 #[test]

@@ -5,6 +5,7 @@ mod access;
 mod entry;
 mod function;
 mod invalidate;
+mod mirror;
 mod region;
 mod transition;
 
@@ -146,6 +147,10 @@ pub struct Machine {
     unchecked: Groups,
     /// What an exit has left in the hardware's VMCS and the VMCS12 does not have yet.
     behind: Groups,
+    /// The shadow VMCS that serves L1.
+    mirror: mirror::Mirror,
+    /// What an exit loads as L1's segments may be other than [`Machine::take_host_change`] was told last.
+    host_changed: bool,
     /// RFLAGS.VM when L2 was last left.
     vm86: bool,
     /// An entry was executed and the hardware has not run L2 since.
@@ -178,6 +183,8 @@ impl Machine {
         dirty: Groups::ALL,
         unchecked: Groups::ALL,
         behind: Groups::NONE,
+        mirror: mirror::Mirror::UNKNOWN,
+        host_changed: true,
         vm86: false,
         run_pending: false,
         trap_pending: false,
@@ -247,6 +254,14 @@ impl Machine {
     pub fn touch_all(&mut self) {
         self.dirty = Groups::ALL;
         self.unchecked = Groups::ALL;
+        self.host_changed = true;
+    }
+
+    /// Whether L1's segments after an exit ([`crate::leave::host::segments`]) may be other than those when this was
+    /// asked last.
+    #[inline]
+    pub fn take_host_change(&mut self) -> bool {
+        core::mem::take(&mut self.host_changed)
     }
 
     /// Whether VMX operation lets the level that runs load this CR0 (SDM vol. 3C §24.8, §26.3). An L2 with EPT may
@@ -370,6 +385,7 @@ impl Machine {
         self.vmxon = vmxon;
         self.current = current;
         self.behind = Groups::NONE;
+        self.mirror.drop_writes();
         self.touch_all();
     }
 

@@ -3,7 +3,7 @@
 use x86::Gpa;
 use x86::vmcs::controls::{EntryControls, ExitControls, PinControls, ProcControls, ProcControls2};
 use x86::vmcs::field::{self, Field, Width};
-use x86::vmcs::place::{self, Named, VMCS12_BYTES, VMCS12_REVISION};
+use x86::vmcs::place::{self, Named, Served, VMCS12_BYTES, VMCS12_REVISION};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Words of eight bytes in the image.
@@ -105,6 +105,24 @@ impl Vmcs12 {
         let last = u64::from(field::GUEST_TR_RIGHTS.encoding());
         let kept = if (first..=last).contains(&encoding) { value & RIGHTS } else { value };
         self.store(named, kept)
+    }
+
+    /// The value of a field that a shadow VMCS holds.
+    #[inline]
+    pub(crate) fn served(&self, served: &Served) -> u64 {
+        let (word, bit) = position(served.place.offset);
+        self.words[word & (WORDS - 1)] >> bit & served.mask
+    }
+
+    /// Sets a field to what a shadow VMCS holds. True: the field has another value now.
+    #[inline]
+    pub(crate) fn take_served(&mut self, served: &Served, value: u64) -> bool {
+        let (word, bit) = position(served.place.offset);
+        let word = &mut self.words[word & (WORDS - 1)];
+        let new = *word & !(served.mask << bit) | (value & served.mask) << bit;
+        let differs = *word != new;
+        *word = new;
+        differs
     }
 
     fn store(&mut self, named: Named, value: u64) -> bool {

@@ -31,13 +31,13 @@ use crate::{
 
 impl<C: Cpu> WorldSwitch for Vmx<C> {
     fn may_run_on(&self, here: usize) -> bool {
-        self.vmcs.may_run_on(here) && self.nested.as_ref().is_none_or(|n| n.other.may_run_on(here))
+        self.vmcs.may_run_on(here) && self.nested.as_ref().is_none_or(|n| n.may_run_on(here))
     }
 
     fn release_elsewhere(&mut self) {
         self.vmcs.clear_elsewhere();
         if let Some(n) = &self.nested {
-            n.other.clear_elsewhere();
+            n.clear_elsewhere();
         }
     }
 
@@ -57,6 +57,9 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
         }
         if !self.vmcs.has_vpid_of(here) {
             self.attention |= attention::FLUSH;
+        }
+        if self.nested.is_some() && !self.cold.of_l1.runs {
+            self.ready_shadow(at, here);
         }
         // It was set for an entry that did not take place.
         self.attention &= !attention::TIMER_SET;

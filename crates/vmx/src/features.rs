@@ -115,6 +115,8 @@ pub struct Features {
     pub pku: bool,
     /// Guests may be hypervisors.
     pub nested: bool,
+    /// VMREAD and VMWRITE of a guest that is one can be served by a shadow VMCS, in which L0 can write every field.
+    pub shadow_vmcs: bool,
     /// What this CPU's capability MSRs say, for guests that are.
     pub nested_host: Host,
 }
@@ -245,6 +247,8 @@ pub(crate) const APICV: ProcControls2 = ProcControls2::VIRTUALIZE_X2APIC
 
 /// VMX_MISC: an event can be injected with an instruction length of 0.
 const ZERO_LENGTH: u64 = 1 << 30;
+/// VMX_MISC: VMWRITE writes fields of the read-only data area too.
+const WRITES_ALL: u64 = 1 << 29;
 /// VMX_EPT_VPID_CAP: INVVPID of one address.
 const INVVPID_ADDRESS: u64 = 1 << 40;
 
@@ -408,6 +412,9 @@ impl Features {
             xsaves: xsaves && raw.secondary.offers(ProcControls2::XSAVES),
             pku: host_cr4.contains(Cr4::PKE),
             nested: false,
+            shadow_vmcs: ept
+                && raw.secondary.offers(ProcControls2::SHADOW_VMCS)
+                && raw.misc.0 & WRITES_ALL != 0,
             nested_host: raw.nested_host(&mut rdmsr),
         })
     }

@@ -82,7 +82,8 @@ slots! { Constant from 64 {
         ENTRY_INSTRUCTION_LENGTH, HOST_SYSENTER_CS, PAGE_FAULT_MASK, PAGE_FAULT_MATCH;
     ReadWrite u64:
         TSC_OFFSET, TSC_MULTIPLIER, EPT_POINTER, GUEST_DEBUGCTL, GUEST_PAT, GUEST_EFER, HOST_PAT,
-        HOST_EFER, GUEST_PERF_GLOBAL_CTRL, EOI_EXIT_0, EOI_EXIT_1, EOI_EXIT_2, EOI_EXIT_3;
+        HOST_EFER, GUEST_PERF_GLOBAL_CTRL, EOI_EXIT_0, EOI_EXIT_1, EOI_EXIT_2, EOI_EXIT_3, VMCS_LINK,
+        VMREAD_BITMAP, VMWRITE_BITMAP;
     ReadWrite Natural:
         CR0_MASK, CR0_SHADOW, CR4_MASK, CR4_SHADOW, HOST_CR0, HOST_CR3, HOST_CR4, HOST_FS_BASE,
         HOST_GS_BASE, HOST_TR_BASE, HOST_GDTR_BASE, HOST_IDTR_BASE, HOST_SYSENTER_ESP,
@@ -135,6 +136,26 @@ fn encoding(at: usize) -> u32 {
     };
     found.copied().unwrap_or(0)
 }
+
+/// Fields of segment and table registers, as bits of the first group.
+const SEGMENTS: u64 = {
+    let (mut bits, mut at) = (0, 0);
+    while at < Changing::ENCODINGS.len() {
+        let encoding = Changing::ENCODINGS[at];
+        let selector = encoding >= field::GUEST_ES_SELECTOR.encoding()
+            && encoding <= field::GUEST_TR_SELECTOR.encoding();
+        let other = encoding >= field::GUEST_ES_LIMIT.encoding()
+            && encoding <= field::GUEST_TR_RIGHTS.encoding();
+        let base = encoding >= field::GUEST_ES_BASE.encoding()
+            && encoding <= field::GUEST_IDTR_BASE.encoding();
+        if selector || other || base {
+            bits |= 1 << at;
+        }
+        at += 1;
+    }
+    bits
+};
+const _: () = assert!(SEGMENTS.count_ones() == 36);
 
 /// What is known of a VMCS.
 #[derive(Debug)]
@@ -215,6 +236,12 @@ impl Fields {
     #[inline(always)]
     pub(crate) fn forget(&self) {
         self.known[0].set(0);
+    }
+
+    /// The segments were written without the cache: of them nothing is known, and nothing waits.
+    pub(crate) fn forget_segments(&self) {
+        self.known[0].set(self.known[0].get() & !SEGMENTS);
+        self.unwritten[0].set(self.unwritten[0].get() & !SEGMENTS);
     }
 
     /// Whether something waits to be written.

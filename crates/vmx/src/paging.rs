@@ -155,6 +155,11 @@ impl<C: Cpu> Translation for Vmx<C> {
 impl<C: Cpu> backend::PageLog for Vmx<C> {
     fn set_logging(&mut self, on: bool) {
         if self.page_log.is_some() {
+            let was = self.get(fields::PROC_CONTROLS2) & ProcControls2::PML.bits() != 0;
+            if on && !was {
+                // Another VMCS of this vCPU may have logged since this one did.
+                self.set(fields::PML_INDEX, PageLog::EMPTY);
+            }
             self.change_proc2(ProcControls2::PML, on);
         }
     }

@@ -266,7 +266,7 @@ impl<C: Cpu> Drop for Vmx<C> {
         // The page must not be written after it is freed.
         self.vmcs.clear_elsewhere();
         if let Some(n) = &self.nested {
-            n.other.clear_elsewhere();
+            n.clear_elsewhere();
         }
         report_failures();
     }

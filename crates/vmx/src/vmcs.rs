@@ -176,6 +176,21 @@ impl Vmcs {
         }
     }
 
+    /// Where the CPU keeps it.
+    pub(crate) fn hpa(&self) -> Hpa {
+        self.page.hpa()
+    }
+
+    /// Whether it is active, if at all, without being noted on its CPU.
+    pub(crate) fn is_unnoted(&self) -> bool {
+        self.unnoted.get()
+    }
+
+    /// Whether it is active on CPU `at`, which is `here`.
+    pub(crate) fn is_active_on(&self, at: usize, here: &PerCpu) -> bool {
+        self.active_on.get() == Some(at) && self.active_in.get() == here.generation()
+    }
+
     /// What VMX keeps of the CPU on which this VMCS is to run or ran last.
     #[inline]
     pub(crate) fn here(&self) -> Option<&'static PerCpu> {

@@ -103,6 +103,7 @@ fn find_svm() -> Result<svm::Features, Refused> {
     }
     let mut features = svm::Features::read(cpuid, host_cr4).map_err(svm_refused)?;
     params::enable_apicv(false);
+    params::enable_shadow_vmcs(false);
     if params::host_state_by_msr() {
         features.host_state = HostState::Msr;
     }
@@ -130,6 +131,7 @@ fn find_vmx() -> Result<vmx::Features, Refused> {
     let mut features = features.map_err(vmx_refused)?;
     // What L2's tables would be shadowed by is not there without TDP.
     features.nested = params::nested(features.ept);
+    features.shadow_vmcs = params::enable_shadow_vmcs(features.nested && features.shadow_vmcs);
     features.apicv = params::enable_apicv(features.apicv);
     if !params::preemption_timer() {
         features = features.without_preemption_timer();

@@ -208,6 +208,7 @@ unsafe extern "C" {
     pub(crate) safe fn gnt_lazy_tscdeadline() -> i32;
     pub(crate) safe fn gnt_enable_apicv(possible: i32) -> i32;
     pub(crate) safe fn gnt_nested(possible: i32) -> i32;
+    pub(crate) safe fn gnt_enable_shadow_vmcs(possible: i32) -> i32;
     pub(crate) safe fn gnt_preemption_timer() -> i32;
     pub(crate) safe fn gnt_no_preemption_timer();
     pub(crate) safe fn gnt_npt() -> i32;

@@ -29,6 +29,16 @@ pub struct Registers {
     pub pat: Option<u64>,
     /// `None`: the MSR stays.
     pub perf_global_ctrl: Option<u64>,
+    /// The PDPTEs have to be loaded from CR3's table; if they are bad, the exit is a VMX abort.
+    pub loads_pdptes: bool,
+    /// NMIs are blocked: the exit was for one.
+    pub blocks_nmis: bool,
+}
+
+/// L1's segment and table registers that an exit loads: they follow from the VMCS12 alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)] // Named as the registers.
+pub struct Segments {
     pub es: Segment,
     pub cs: Segment,
     pub ss: Segment,
@@ -39,10 +49,6 @@ pub struct Registers {
     pub ldtr: Segment,
     pub gdtr: DescriptorTable,
     pub idtr: DescriptorTable,
-    /// The PDPTEs have to be loaded from CR3's table; if they are bad, the exit is a VMX abort.
-    pub loads_pdptes: bool,
-    /// NMIs are blocked: the exit was for one.
-    pub blocks_nmis: bool,
 }
 
 /// Why L1 cannot go on (SDM vol. 3C §28.7). The indicator is written into the VMCS12's region; the vCPU shuts
@@ -114,6 +120,15 @@ pub fn registers(v: &Vmcs12, kept: Kept, reason: ExitReason, is_nmi: bool) -> Re
             ExitControls::LOAD_PERF_GLOBAL_CTRL,
             v.get(field::HOST_PERF_GLOBAL_CTRL),
         ),
+        loads_pdptes: !long && cr4 & Cr4::PAE.bits() != 0,
+        blocks_nmis: reason == ExitReason::ExceptionOrNmi && is_nmi,
+    }
+}
+
+/// L1's segment and table registers after an exit.
+pub fn segments(v: &Vmcs12) -> Segments {
+    let long = v.exit().contains(ExitControls::HOST_64);
+    Segments {
         es: data(v.get(field::HOST_ES_SELECTOR), 0),
         cs: code(v.get(field::HOST_CS_SELECTOR), long),
         ss: data(v.get(field::HOST_SS_SELECTOR), 0),
@@ -124,8 +139,6 @@ pub fn registers(v: &Vmcs12, kept: Kept, reason: ExitReason, is_nmi: bool) -> Re
         ldtr: Segment::default(),
         gdtr: DescriptorTable { base: v.get(field::HOST_GDTR_BASE), limit: 0xffff },
         idtr: DescriptorTable { base: v.get(field::HOST_IDTR_BASE), limit: 0xffff },
-        loads_pdptes: !long && cr4 & Cr4::PAE.bits() != 0,
-        blocks_nmis: reason == ExitReason::ExceptionOrNmi && is_nmi,
     }
 }
 

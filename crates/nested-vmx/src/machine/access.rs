@@ -2,7 +2,7 @@
 
 use x86::Gpa;
 use x86::vmcs::place::{self, Named};
-use x86::vmcs::{Group, InstructionError, field};
+use x86::vmcs::{Group, InstructionError, Shadow, field};
 
 use super::{Cpu, L1, Level, Machine, Place, Then};
 use crate::{Fail, Vmcs12};
@@ -65,6 +65,7 @@ impl Machine {
             Level::L1 => {
                 if self.vmcs12.write(encoding, named, value) {
                     self.change(named.place.group);
+                    self.mirror.due |= named.place.shadow != Shadow::No;
                 }
             }
             Level::L2 => {
@@ -74,19 +75,10 @@ impl Machine {
     }
 
     /// L1 has changed a field of a group.
-    fn change(&mut self, group: Group) {
+    pub(super) fn change(&mut self, group: Group) {
         self.dirty.add(group);
         self.unchecked.add(group);
-    }
-
-    /// Takes over what L1 has written into the shadow VMCS that serves it.
-    #[inline]
-    pub fn take_from_shadow(&mut self, encoding: u16, value: u64) {
-        if let Some(named) = place::find(u64::from(encoding))
-            && self.vmcs12.write(u64::from(encoding), named, value)
-        {
-            self.change(named.place.group);
-        }
+        self.host_changed |= matches!(group, Group::Host | Group::Controls);
     }
 
     /// Whether there is a VMCS to be accessed: the current one, for L2 the one that the link points at.

@@ -1,4 +1,4 @@
-use x86::vmcs::{EntryControls, Group, Groups, InstructionError, field, place};
+use x86::vmcs::{EntryControls, Group, Groups, InstructionError, field};
 use x86::{Exception, Gpa, Rflags};
 use zerocopy::IntoBytes;
 
@@ -347,22 +347,6 @@ fn vmx_operation_holds_bits_of_cr0_and_cr4() {
     set!(guest.machine.vmcs12_mut(), PROC_CONTROLS = 1 << 31, PROC_CONTROLS2 = 1 << 7 | 1 << 1);
     guest.machine.enter_l2();
     assert!(guest.machine.takes_cr0(0x30) && !guest.machine.takes_cr0(0x10));
-}
-
-#[test]
-fn what_l1_wrote_into_the_shadow_vmcs_is_dirty_only_if_it_differs() {
-    let mut guest = Guest::with_vmcs();
-    let mut hardware = Vmcs02::new();
-    round_trip(&mut guest, &mut hardware, Instruction::Vmlaunch);
-    let before = guest.machine.dirty();
-    for encoding in place::SHADOW_WRITTEN {
-        let named = place::find(u64::from(encoding)).unwrap();
-        let value = guest.machine.vmcs12().read(named);
-        guest.machine.take_from_shadow(encoding, value);
-    }
-    assert_eq!(guest.machine.dirty(), before);
-    guest.machine.take_from_shadow(0x681e, 0x9999);
-    assert!(guest.machine.dirty().has(Group::Flow));
 }
 
 #[test]

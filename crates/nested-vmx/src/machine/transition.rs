@@ -24,6 +24,7 @@ impl Machine {
         let differ = leave::save(&mut self.vmcs12, exit, report, known);
         self.store_shadow(memory);
         self.touch(differ);
+        self.mirror.due = true;
         self.behind = leave::REST;
         self.vm86 = self.vmcs12.get(field::GUEST_RFLAGS) & x86::Rflags::VM.bits() != 0;
         self.level = Level::L1;
@@ -59,6 +60,7 @@ impl Machine {
     /// An entry has failed behind the point of no return: L1 sees an exit, L2 has not run.
     pub fn fail_entry(&mut self, failure: EntryFailure) {
         leave::entry_failed(&mut self.vmcs12, failure);
+        self.mirror.due = true;
         self.level = Level::L1;
         self.run_pending = false;
         // The hardware's VMCS may be half composed.

@@ -1,6 +1,6 @@
 //! From L1 to L2 and back.
 
-use backend::{Backend, Claim, Executed, Level, Nested};
+use backend::{Backend, Claim, Executed, Level, Nested, Nesting};
 use mmu::Section;
 use x86::{Cr0, Cr4, Efer, Exception};
 
@@ -13,17 +13,30 @@ use crate::{
     },
 };
 
+/// Whether a hypervisor's instruction is executed with the address behind it known.
+fn needs_next_rip<B: Nesting>(_: &B) -> bool {
+    <B::Nested as Nested>::NEEDS_NEXT_RIP
+}
+
 impl<B: Backend> Vcpu<B> {
     /// An instruction for hypervisors, inside the loop.
     pub(crate) fn answer_virtualization(&mut self, s: Section<'_>) -> Next {
         if self.b.nested().is_none_or(|nested| !nested.is_enabled()) {
             return self.answer_by(Exception::ud());
         }
-        let Some(next) = self.next_rip(s) else { return Next::Leave };
+        let mut next = 0;
+        if needs_next_rip(&self.b) {
+            let Some(rip) = self.next_rip(s) else { return Next::Leave };
+            next = rip;
+        }
         let Some(nested) = self.b.nested_mut() else { return Next::Leave };
         let l1 = Mapped::new(&self.memory, self.memory.view(s));
         let done = nested.execute(&mut self.gprs, next, &l1);
         let entered = done == Executed::Entered;
+        if done == Executed::Retired && !needs_next_rip(&self.b) {
+            let Some(rip) = self.next_rip(s) else { return Next::Leave };
+            next = rip;
+        }
         let next = self.executed(done, next);
         if entered { self.nested_root_in_loop(s) } else { next }
     }

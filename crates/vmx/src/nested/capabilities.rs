@@ -59,8 +59,9 @@ impl<C: Cpu> Vmx<C> {
     pub(crate) fn follow_nesting(&mut self) {
         if !self.cold.limits.vmx || !self.features.nested {
             if !self.cold.of_l1.runs
-                && let Some(n) = self.nested.take()
+                && let Some(mut n) = self.nested.take()
             {
+                self.drop_shadow(&mut n);
                 // Its page must not be written after it is freed.
                 n.other.clear_elsewhere();
             }

@@ -44,7 +44,8 @@ impl<C: Cpu> Vmx<C> {
             pin: PinControls::from_bits_retain(self.features.pin.base.bits()),
             primary: ProcControls::from_bits_retain(self.get(fields::PROC_CONTROLS))
                 .difference(WINDOWS),
-            secondary: ProcControls2::from_bits_retain(self.get(fields::PROC_CONTROLS2)),
+            secondary: ProcControls2::from_bits_retain(self.get(fields::PROC_CONTROLS2))
+                .difference(ProcControls2::SHADOW_VMCS),
             exit: ExitControls::from_bits_retain(self.get(fields::EXIT_CONTROLS)),
             entry: EntryControls::from_bits_retain(self.get(fields::ENTRY_CONTROLS)),
             exceptions: self.get(fields::EXCEPTION_BITMAP),
@@ -133,7 +134,9 @@ impl<C: Cpu> Vmx<C> {
         }
         l0.efer = self.efer.bits();
         if dirty.has(Group::Msrs) {
-            l0.dr7 = self.get(fields::GUEST_DR7);
+            if !n.machine.vmcs12().entry().contains(EntryControls::LOAD_DEBUG) {
+                l0.dr7 = self.get(fields::GUEST_DR7);
+            }
             l0.debugctl = self.get(fields::GUEST_DEBUGCTL);
             l0.pat = self.get(fields::GUEST_PAT);
         }

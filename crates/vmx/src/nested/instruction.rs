@@ -166,7 +166,7 @@ impl<C: Cpu> Vmx<C> {
             // The VMM has ended VMX operation with the registers that it set.
             n.machine.reset();
         }
-        let mut memory = Memory::new(l1);
+        let memory = Memory::new(l1);
         let leaves_current = matches!(
             reason,
             ExitReason::Vmptrld | ExitReason::Vmclear | ExitReason::Vmxoff | ExitReason::Vmxon
@@ -181,6 +181,24 @@ impl<C: Cpu> Vmx<C> {
         let Some(instruction) = self.decode_instruction(gprs, reason) else {
             return Executed::Fault(x86::Exception::ud());
         };
+        let enters = matches!(reason, ExitReason::Vmresume | ExitReason::Vmlaunch);
+        if enters || leaves_current {
+            self.take_shadow(n, enters);
+        }
+        let done = self.perform(n, gprs, (reason, instruction), memory);
+        self.give_shadow(n);
+        self.bring_back(n);
+        done
+    }
+
+    /// Executes an instruction that was decoded. The shadow VMCS may be current in the place of the vCPU's.
+    fn perform<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &mut Gprs,
+        (reason, instruction): (ExitReason, Instruction),
+        mut memory: Memory<'_, M>,
+    ) -> Executed {
         let needs = n.machine.needs(&instruction);
         if !needs.is_empty() {
             self.fetch(n, needs);
@@ -191,12 +209,14 @@ impl<C: Cpu> Vmx<C> {
         if memory.has_missed() {
             return Executed::Outside;
         }
+        if let Ok(Then::Enter(entry)) = result {
+            return self.enter_l2(n, entry, gprs, &memory);
+        }
         let before = Rflags::from_bits_retain(self.get(fields::GUEST_RFLAGS));
         if let Some(flags) = Machine::rflags(&result, before) {
             self.set(fields::GUEST_RFLAGS, flags.bits());
         }
         match result {
-            Ok(Then::Enter(entry)) => self.enter_l2(n, entry, gprs, &memory),
             Ok(Then::Register(number, value)) => {
                 let at = usize::from(number);
                 gprs.0[at & 15] = value;
@@ -211,7 +231,9 @@ impl<C: Cpu> Vmx<C> {
                 n.note_flush(what);
                 Executed::Retired
             }
-            Ok(Then::Next) | Err(Fail::Invalid | Fail::Valid(_)) => Executed::Retired,
+            Ok(Then::Next | Then::Enter(_)) | Err(Fail::Invalid | Fail::Valid(_)) => {
+                Executed::Retired
+            }
             Err(Fail::Fault(exception)) => Executed::Fault(exception),
             Err(Fail::Outside) if memory.is_whole() => Executed::Fault(x86::Exception::gp(0)),
             Err(Fail::Outside) => Executed::Outside,

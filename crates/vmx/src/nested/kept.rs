@@ -6,6 +6,7 @@ use nested_vmx::{Capabilities, Machine, merge};
 use x86::vmcs::{ExitControls, field};
 use x86::{Cr0, Cr4};
 
+use super::{host_words::HostWords, shadow::Shadow};
 use crate::{features::Features, vmcs::Vmcs};
 
 /// What L1 asks of L2 in words that L0 changes while L2 runs: it stays as L1 wants it. All zero with L1.
@@ -31,6 +32,12 @@ pub(crate) struct Nested {
     pub(crate) machine: KBox<Machine>,
     /// The VMCS that is not current: vmcs02 while L1 runs, vmcs01 while L2 does.
     pub(crate) other: Vmcs,
+    /// What serves L1's VMREAD and VMWRITE, where the CPU can.
+    pub(crate) shadow: Option<KBox<Shadow>>,
+    /// The vCPU's VMCS gave way to the shadow VMCS, in the loop.
+    pub(crate) set_aside: bool,
+    /// What an exit of L2 writes into vmcs01's segments.
+    pub(crate) host: HostWords,
     /// The capabilities before the VMM took some away.
     pub(crate) whole: Capabilities,
     /// IA32_FEATURE_CONTROL.
@@ -49,6 +56,8 @@ pub(crate) struct Nested {
     pub(crate) without_tracking: bool,
 }
 
+type Parts = (KBox<Machine>, Vmcs, Option<KBox<Shadow>>);
+
 #[inline(never)]
 fn machine_of(capabilities: &Capabilities) -> Result<KBox<Machine>, NoMemory> {
     let mut machine = KBox::new(Machine::OUTSIDE)?;
@@ -60,15 +69,18 @@ impl Nested {
     /// Outside VMX operation, with a vmcs02 that nothing is known of.
     #[inline(never)]
     pub(crate) fn new(features: &Features, whole: &Capabilities) -> Result<KBox<Self>, NoMemory> {
-        let parts = (machine_of(whole)?, Vmcs::new(features.revision)?);
+        let parts = (machine_of(whole)?, Vmcs::new(features.revision)?, Shadow::new(features)?);
         KBox::make(|| Self::place(parts, whole))
     }
 
     #[inline(never)]
-    fn place((machine, other): (KBox<Machine>, Vmcs), whole: &Capabilities) -> Self {
+    fn place((machine, other, shadow): Parts, whole: &Capabilities) -> Self {
         Self {
             machine,
             other,
+            shadow,
+            set_aside: false,
+            host: HostWords::NONE,
             whole: *whole,
             feature_control: 0,
             l0: None,
@@ -77,6 +89,20 @@ impl Nested {
             root: 0,
             flushed: L1Flush::None,
             without_tracking: !host::params::nested_dirty_tracking(),
+        }
+    }
+
+    /// Whether no VMCS beside the vCPU's own is active on another CPU than `here`.
+    pub(crate) fn may_run_on(&self, here: usize) -> bool {
+        self.other.may_run_on(here)
+            && self.shadow.as_ref().is_none_or(|shadow| shadow.vmcs.may_run_on(here))
+    }
+
+    /// Has the CPU on which they are active clear them. Interrupts are on.
+    pub(crate) fn clear_elsewhere(&self) {
+        self.other.clear_elsewhere();
+        if let Some(shadow) = &self.shadow {
+            shadow.vmcs.clear_elsewhere();
         }
     }
 

@@ -87,6 +87,7 @@ impl<C: Cpu> Vmx<C> {
         n.machine.leave(&block, report, &known, memory);
         self.set_offer_none();
         let kept = Kept { cr0: self.cr0.bits(), efer: self.efer.bits() };
+        self.give_shadow(n);
         self.cold.of_l1 = OfL1::default();
         self.own();
         self.exchange(n);
@@ -123,6 +124,7 @@ impl<C: Cpu> Vmx<C> {
         let kept = Kept { cr0: self.cr0.bits(), efer: self.efer.bits() };
         let failure = EntryFailure { qualification, ..EntryFailure::GUEST };
         n.machine.fail_entry(failure);
+        self.give_shadow(n);
         self.cold.of_l1 = OfL1::default();
         self.own();
         self.exchange(n);
@@ -147,7 +149,7 @@ impl<C: Cpu> Vmx<C> {
         }
         let (cr4, efer) = (self.cr4, self.efer);
         self.load_host_controls(&state);
-        self.load_host_segments(&state);
+        self.load_host_segments(n);
         gprs.0[RSP] = state.rsp;
         self.set(fields::GUEST_RSP, state.rsp);
         self.set(fields::GUEST_RIP, state.rip);
@@ -190,21 +192,30 @@ impl<C: Cpu> Vmx<C> {
         }
     }
 
-    fn load_host_segments(&mut self, state: &HostState) {
-        for (name, segment) in [
-            (SegmentName::Es, &state.es),
-            (SegmentName::Cs, &state.cs),
-            (SegmentName::Ss, &state.ss),
-            (SegmentName::Ds, &state.ds),
-            (SegmentName::Fs, &state.fs),
-            (SegmentName::Gs, &state.gs),
-            (SegmentName::Ldtr, &state.ldtr),
-            (SegmentName::Tr, &state.tr),
-        ] {
-            self.set_segment(name, *segment);
+    fn load_host_segments(&mut self, n: &mut Nested) {
+        if n.machine.take_host_change() {
+            n.host.make(&host::segments(n.machine.vmcs12()), self.efer.is_long());
         }
-        self.set_gdtr(state.gdtr);
-        self.set_idtr(state.idtr);
+        if self.vmcs.is_loaded() {
+            n.host.write(&self.cpu);
+            self.vmcs.fields.forget_segments();
+            return;
+        }
+        let s = host::segments(n.machine.vmcs12());
+        for (name, segment) in [
+            (SegmentName::Es, s.es),
+            (SegmentName::Cs, s.cs),
+            (SegmentName::Ss, s.ss),
+            (SegmentName::Ds, s.ds),
+            (SegmentName::Fs, s.fs),
+            (SegmentName::Gs, s.gs),
+            (SegmentName::Ldtr, s.ldtr),
+            (SegmentName::Tr, s.tr),
+        ] {
+            self.set_segment(name, segment);
+        }
+        self.set_gdtr(s.gdtr);
+        self.set_idtr(s.idtr);
     }
 
     /// The four PDPTEs of an L1 with PAE paging. False: one is bad, or there is no memory.

@@ -10,9 +10,11 @@ mod access;
 mod capabilities;
 mod enter;
 mod gate;
+mod host_words;
 mod instruction;
 pub(crate) mod kept;
 mod leave;
+mod shadow;
 mod switch;
 mod tables;
 
@@ -80,6 +82,8 @@ impl<C: Cpu> Vmx<C> {
 }
 
 impl<C: Cpu> backend::Nested for Vmx<C> {
+    const NEEDS_NEXT_RIP: bool = false;
+
     #[inline]
     fn level(&self) -> Level {
         if self.cold.of_l1.runs { Level::L2 } else { Level::L1 }

@@ -2,7 +2,7 @@
 
 use cpu::{Cpu, VmxSwitch};
 use nested_vmx::leave::Known;
-use x86::vmcs::Groups;
+use x86::vmcs::{Groups, ProcControls2};
 
 use super::{
     access::Block,
@@ -16,11 +16,11 @@ use crate::{
 impl<C: Cpu> Vmx<C> {
     /// Makes the other VMCS the vCPU's: in the loop the hardware's too.
     pub(super) fn exchange(&mut self, n: &mut Nested) {
-        let loaded = self.vmcs.is_loaded();
+        let loaded = core::mem::take(&mut n.set_aside) || self.vmcs.is_loaded();
         let host = loaded.then(|| {
             (self.get(fields::HOST_CR3), self.get(fields::HOST_CR4), self.get(fields::HOST_FS_BASE))
         });
-        let logged = self.page_log.as_ref().map(|_| self.get(fields::PML_INDEX));
+        let logged = self.is_logging(n).then(|| self.get(fields::PML_INDEX));
         if loaded {
             self.vmcs.launched.set(self.switch.flags & VmxSwitch::LAUNCHED != 0);
             self.vmcs.unload();
@@ -48,6 +48,13 @@ impl<C: Cpu> Vmx<C> {
             // Both log into the one page.
             self.set(fields::PML_INDEX, index);
         }
+    }
+
+    /// Whether one of the two VMCSs logs pages.
+    pub(super) fn is_logging(&self, n: &Nested) -> bool {
+        let both = self.get(fields::PROC_CONTROLS2)
+            | n.other.fields.get(fields::PROC_CONTROLS2).unwrap_or(0);
+        ProcControls2::from_bits_retain(both).contains(ProcControls2::PML)
     }
 
     /// The VMCS that came takes the place of the other in the loop.
@@ -90,6 +97,7 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     pub(super) fn fetch(&mut self, n: &mut Nested, groups: Groups) {
+        self.bring_back(n);
         let looks_in = self.vmcs.is_loaded();
         if looks_in {
             self.exchange(n);

@@ -5,7 +5,7 @@
 //! of KVM's `struct vmcs12`, because KVM_GET_NESTED_STATE and KVM_SET_NESTED_STATE carry it.
 
 use super::field::TABLE;
-use super::group::{Place, Shadow};
+use super::group::{Group, Place, Shadow};
 
 /// The revision of the VMCS12's layout, which a VMCS region begins with.
 pub const VMCS12_REVISION: u32 = 0x11e5_7ed0;
@@ -113,46 +113,75 @@ pub const MAX_INDEX: u64 = {
     greatest
 };
 
-const fn is_shadowed(place: Option<Place>, writable: bool) -> bool {
+/// A field that a shadow VMCS holds: where the VMCS12 has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Served {
+    /// What VMREAD and VMWRITE take.
+    pub encoding: u16,
+    /// The field's place.
+    pub place: Place,
+    /// The bits that the field has.
+    pub mask: u64,
+}
+
+impl Served {
+    const NONE: Self = Self {
+        encoding: 0,
+        place: Place { offset: 0, group: Group::Exit, shadow: Shadow::No },
+        mask: 0,
+    };
+}
+
+const fn is(place: Option<Place>, written: bool) -> bool {
     match place {
-        Some(Place { shadow: Shadow::Read, .. }) => !writable,
-        Some(Place { shadow: Shadow::ReadWrite, .. }) => true,
+        Some(Place { shadow: Shadow::Read, .. }) => !written,
+        Some(Place { shadow: Shadow::ReadWrite, .. }) => written,
         Some(Place { shadow: Shadow::No, .. }) | None => false,
     }
 }
 
-const fn count(writable: bool) -> usize {
+const fn count(written: bool) -> usize {
     let (mut n, mut i) = (0, 0);
     while i < TABLE.len() {
-        n += is_shadowed(TABLE[i].1, writable) as usize;
+        n += is(TABLE[i].1, written) as usize;
         i += 1;
     }
     n
 }
 
-const fn list<const N: usize>(writable: bool) -> [u16; N] {
-    let (mut list, mut n, mut i) = ([0; N], 0, 0);
-    while i < TABLE.len() {
-        if is_shadowed(TABLE[i].1, writable) {
-            list[n] = TABLE[i].0;
+/// Fields of a shadow VMCS that L1 writes there.
+pub const WRITTEN: usize = count(true);
+/// Fields of a shadow VMCS.
+pub const SERVED: usize = WRITTEN + count(false);
+
+/// Fields that a shadow VMCS holds: what is copied into it after L2 has run. Those that L1 writes there come first:
+/// they are copied out of it before L2 runs.
+pub static SHADOWED: [Served; SERVED] = {
+    let (mut list, mut n, mut i) = ([Served::NONE; SERVED], 0, 0);
+    while i < 2 * TABLE.len() {
+        let (encoding, place) = TABLE[i % TABLE.len()];
+        if let Some(place) = place
+            && is(Some(place), i < TABLE.len())
+        {
+            let mask = match encoding >> 13 & 3 {
+                0 => 0xffff,
+                2 => 0xffff_ffff,
+                _ => u64::MAX,
+            };
+            list[n] = Served { encoding, place, mask };
             n += 1;
         }
         i += 1;
     }
     list
-}
-
-/// Fields that a shadow VMCS holds: what is copied into it after L2 has run.
-pub static SHADOWED: [u16; count(false)] = list(false);
-/// Those of them that L1 writes there: what is copied out of it before L2 runs.
-pub static SHADOW_WRITTEN: [u16; count(true)] = list(true);
+};
 
 /// A bitmap that lets VMREAD or VMWRITE of some fields exit (SDM vol. 3C §25.6.15): bit clear, the
 /// shadow VMCS serves it. `has` tells which fields the CPU's own VMCS has.
 pub fn fill_bitmap(bitmap: &mut [u8; BITMAP_BYTES], writes: bool, has: impl Fn(u16) -> bool) {
     bitmap.fill(0xff);
-    let list: &[u16] = if writes { &SHADOW_WRITTEN } else { &SHADOWED };
-    for &encoding in list {
+    let served = if writes { WRITTEN } else { SERVED };
+    for &Served { encoding, .. } in SHADOWED.iter().take(served) {
         if !has(encoding) {
             continue;
         }
@@ -206,8 +235,8 @@ mod tests {
         assert!(clear(&reads, field::GUEST_PHYSICAL_ADDRESS.encoding() | 1));
         assert!(clear(&reads, 0x681e) && !clear(&writes, 0x681e));
         let zeros = |b: &[u8]| b.iter().map(|x| x.count_zeros()).sum::<u32>() as usize;
-        assert_eq!(zeros(&reads), SHADOWED.len() + 1);
-        assert_eq!(zeros(&writes), SHADOW_WRITTEN.len() - 1);
+        assert_eq!(zeros(&reads), SERVED + 1);
+        assert_eq!(zeros(&writes), WRITTEN - 1);
     }
 
     #[test]

@@ -57,6 +57,9 @@ pub(crate) fn gnt_lazy_tscdeadline() -> i32 {
 pub(crate) fn gnt_enable_apicv(possible: i32) -> i32 {
     possible
 }
+pub(crate) fn gnt_enable_shadow_vmcs(possible: i32) -> i32 {
+    possible
+}
 pub(crate) fn gnt_nested(possible: i32) -> i32 {
     possible
 }

@@ -1,0 +1,214 @@
+//! The shadow VMCS with which the hardware serves L1's VMREAD and VMWRITE of some fields (SDM vol. 3C §25.10).
+//!
+//! While L1 runs, the fields that it writes there count there, and the VMCS12 is behind. They are taken over
+//! when the VMCS12 is needed; what an exit of L2 has changed is given back before L1 runs. Both as far as the one
+//! can differ from the other.
+
+use x86::vmcs::place::{SERVED, SHADOWED, WRITTEN};
+use x86::vmcs::{ProcControls, event, field};
+
+use super::Machine;
+
+/// What is known of the shadow VMCS. A bit stands for a line of [`SHADOWED`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Mirror {
+    /// The values that it holds.
+    values: [u64; SERVED],
+    /// The value is known.
+    known: u32,
+    /// L1 may have written another value since it was taken over or given.
+    ahead: u32,
+    /// The VMCS12 may have other values that L1 is to read there.
+    pub(super) due: bool,
+}
+
+const _: () = assert!(SERVED <= 32);
+
+/// Fields that L1 writes.
+const ALL_WRITTEN: u32 = (1 << WRITTEN) - 1;
+
+const fn bit(encoding: u32) -> u32 {
+    let mut at = 0;
+    while at < WRITTEN {
+        if SHADOWED[at].encoding as u32 == encoding {
+            return 1 << at;
+        }
+        at += 1;
+    }
+    0
+}
+
+/// What an entry looks at only with an event to be injected, or with a TPR shadow.
+const SELDOM: u32 = bit(field::ENTRY_ERROR_CODE.encoding())
+    | bit(field::ENTRY_INSTRUCTION_LENGTH.encoding())
+    | bit(field::TPR_THRESHOLD.encoding());
+
+impl Mirror {
+    pub(super) const UNKNOWN: Self = Self { values: [0; SERVED], known: 0, ahead: 0, due: true };
+
+    /// The VMCS12 is another one: what L1 wrote into the shadow VMCS counts no more.
+    pub(super) fn drop_writes(&mut self) {
+        self.known &= !self.ahead;
+        self.ahead = 0;
+        self.due = true;
+    }
+}
+
+impl Machine {
+    /// Whether the shadow VMCS may hold values that the VMCS12 does not have.
+    #[inline]
+    pub fn is_mirror_ahead(&self) -> bool {
+        self.mirror.ahead != 0
+    }
+
+    /// Whether the shadow VMCS has to be written before L1 runs.
+    #[inline]
+    pub fn is_mirror_due(&self) -> bool {
+        self.mirror.due
+    }
+
+    /// Takes over all that L1 may have written into the shadow VMCS. `read` is VMREAD of it.
+    pub fn take_mirror(&mut self, mut read: impl FnMut(u32) -> u64) {
+        self.take_lines(self.mirror.ahead, &mut read);
+    }
+
+    /// Takes over as much as an entry looks at.
+    #[inline]
+    pub fn take_mirror_for_entry(&mut self, mut read: impl FnMut(u32) -> u64) {
+        self.take_lines(self.mirror.ahead & !SELDOM, &mut read);
+        let injects = self.vmcs12.get(field::ENTRY_INTERRUPTION) & event::VALID != 0;
+        if injects || self.vmcs12.primary().contains(ProcControls::TPR_SHADOW) {
+            self.take_lines(self.mirror.ahead, &mut read);
+        }
+    }
+
+    fn take_lines(&mut self, lines: u32, read: &mut impl FnMut(u32) -> u64) {
+        self.mirror.ahead &= !lines;
+        let written = SHADOWED.iter().zip(&mut self.mirror.values).take(WRITTEN);
+        for (at, (served, held)) in written.enumerate() {
+            if lines & 1 << at == 0 {
+                continue;
+            }
+            let value = read(served.encoding.into());
+            *held = value;
+            if self.vmcs12.take_served(served, value) {
+                self.dirty.add(served.place.group);
+                self.unchecked.add(served.place.group);
+            }
+        }
+    }
+
+    /// Writes into the shadow VMCS what it does not hold yet; L1 may write there from then on. `write` is VMWRITE
+    /// of it.
+    pub fn give_mirror(&mut self, mut write: impl FnMut(u32, u64)) {
+        let Mirror { values, known, ahead, due } = &mut self.mirror;
+        for (at, (served, held)) in SHADOWED.iter().zip(values).enumerate() {
+            let line = 1 << at;
+            let value = self.vmcs12.served(served);
+            if *ahead & line != 0 || *known & line != 0 && *held == value {
+                continue;
+            }
+            *held = value;
+            write(served.encoding.into(), value);
+        }
+        *known = u32::MAX;
+        *ahead = ALL_WRITTEN;
+        *due = false;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use x86::vmcs::{Group, Groups};
+
+    use super::*;
+    use crate::testing::{capabilities, good};
+
+    /// The shadow VMCS as the hardware has it.
+    struct Hardware(std::collections::BTreeMap<u32, u64>);
+
+    impl Hardware {
+        fn give(&mut self, machine: &mut Machine) -> usize {
+            let mut written = 0;
+            machine.give_mirror(|encoding, value| {
+                self.0.insert(encoding, value);
+                written += 1;
+            });
+            written
+        }
+
+        fn take(&mut self, machine: &mut Machine) -> usize {
+            let mut read = 0;
+            machine.take_mirror_for_entry(|encoding| {
+                read += 1;
+                self.0.get(&encoding).copied().unwrap_or(0)
+            });
+            read
+        }
+    }
+
+    fn machine() -> (Machine, Hardware) {
+        let mut machine = Machine::new(capabilities());
+        *machine.vmcs12_mut() = good();
+        (machine, Hardware(Default::default()))
+    }
+
+    #[test]
+    fn all_is_given_at_first_and_then_what_differs() {
+        let (mut machine, mut hardware) = machine();
+        assert!(machine.is_mirror_due() && !machine.is_mirror_ahead());
+        assert_eq!(hardware.give(&mut machine), SERVED);
+        assert_eq!(hardware.0[&field::GUEST_RIP.encoding()], 0x4000);
+        assert_eq!(hardware.take(&mut machine), WRITTEN - 3);
+        machine.vmcs12_mut().set(field::EXIT_REASON, 10);
+        machine.vmcs12_mut().set(field::GUEST_RIP, 0x4002);
+        assert_eq!(hardware.give(&mut machine), 2);
+        assert!(!machine.is_mirror_due() && machine.is_mirror_ahead());
+    }
+
+    #[test]
+    fn what_l1_wrote_is_dirty_only_if_it_differs() {
+        let (mut machine, mut hardware) = machine();
+        hardware.give(&mut machine);
+        machine.dirty = Groups::NONE;
+        hardware.take(&mut machine);
+        assert!(machine.dirty.is_empty());
+        hardware.give(&mut machine);
+        hardware.0.insert(field::GUEST_RIP.encoding(), 0x9999);
+        hardware.take(&mut machine);
+        assert!(machine.dirty.has(Group::Flow) && machine.unchecked.has(Group::Flow));
+        assert_eq!(machine.vmcs12.get(field::GUEST_RIP), 0x9999);
+    }
+
+    #[test]
+    fn what_an_entry_did_not_look_at_is_l1s_until_it_is_taken() {
+        let (mut machine, mut hardware) = machine();
+        let code = field::ENTRY_ERROR_CODE;
+        hardware.give(&mut machine);
+        hardware.0.insert(code.encoding(), 0x55);
+        hardware.take(&mut machine);
+        assert_eq!(machine.vmcs12.get(code), 0);
+        hardware.give(&mut machine);
+        assert_eq!(hardware.0[&code.encoding()], 0x55, "not overwritten");
+        machine.take_mirror(|encoding| hardware.0[&encoding]);
+        assert_eq!(machine.vmcs12.get(code), 0x55);
+        // With an event to be injected it is looked at.
+        hardware.give(&mut machine);
+        hardware.0.insert(code.encoding(), 0x66);
+        hardware.0.insert(field::ENTRY_INTERRUPTION.encoding(), 0x8000_0b0d);
+        assert_eq!(hardware.take(&mut machine), WRITTEN);
+        assert_eq!(machine.vmcs12.get(code), 0x66);
+    }
+
+    #[test]
+    fn another_vmcs12_is_not_told_what_l1_wrote_into_the_one_before() {
+        let (mut machine, mut hardware) = machine();
+        hardware.give(&mut machine);
+        hardware.0.insert(field::GUEST_RSP.encoding(), 0x7777);
+        machine.set_regions(None, None);
+        assert_eq!(hardware.take(&mut machine), 0);
+        machine.vmcs12_mut().set(field::GUEST_RSP, 0x1234);
+        hardware.give(&mut machine);
+        assert_eq!(hardware.0[&field::GUEST_RSP.encoding()], 0x1234);
+    }
+}

@@ -1,0 +1,211 @@
+//! The shadow VMCS with which the hardware serves L1's VMREAD and VMWRITE (SDM vol. 3C §25.10). It is L0's page:
+//! what L1 wrote there is read field by field, and is as little trusted as what it writes by an exit.
+//!
+//! vmcs01 names it by its link pointer, so that it becomes active with each entry of L1 (§25.1): it is noted as
+//! active before, and cleared wherever vmcs01 is.
+
+use core::sync::atomic::Ordering::Relaxed;
+
+use cpu::Cpu;
+use host::{KBox, NoMemory, page::Page};
+use x86::Cr4;
+use x86::vmcs::place::{BITMAP_BYTES, fill_bitmap};
+use x86::vmcs::{EntryControls, ProcControls2};
+
+use super::kept::Nested;
+use crate::{features::Features, fields, percpu::PerCpu, state::Vmx, vmcs::Vmcs};
+
+/// Bit 31 of a region's first word: it is a shadow VMCS.
+const IS_SHADOW: u32 = 1 << 31;
+/// A link pointer that points nowhere.
+const NOWHERE: u64 = u64::MAX;
+
+/// A shadow VMCS, and which fields it serves.
+#[derive(Debug)]
+pub(crate) struct Shadow {
+    pub(crate) vmcs: Vmcs,
+    reads: Page,
+    writes: Page,
+    /// vmcs01 uses it.
+    pub(crate) serves: bool,
+}
+
+/// A bitmap with a bit clear for each field that is served.
+fn bitmap(writes: bool) -> Result<Page, NoMemory> {
+    let page = Page::zeroed()?;
+    let mut bits = KBox::new([0u8; BITMAP_BYTES])?;
+    fill_bitmap(&mut bits, writes, |_| true);
+    for (to, from) in page.bytes().iter().zip(bits.iter()) {
+        to.store(*from, Relaxed);
+    }
+    Ok(page)
+}
+
+impl Shadow {
+    /// One that serves nobody yet. `None`: the CPU has none, or it is not to be used.
+    #[inline(never)]
+    pub(super) fn new(features: &Features) -> Result<Option<KBox<Self>>, NoMemory> {
+        if !features.shadow_vmcs {
+            return Ok(None);
+        }
+        let vmcs = Vmcs::new(features.revision | IS_SHADOW)?;
+        let (reads, writes) = (bitmap(false)?, bitmap(true)?);
+        KBox::new(Self { vmcs, reads, writes, serves: false }).map(Some)
+    }
+}
+
+impl Nested {
+    /// Whether the hardware serves L1's VMREAD and VMWRITE.
+    #[inline]
+    fn is_served(&self) -> bool {
+        self.shadow.as_ref().is_some_and(|shadow| shadow.serves)
+    }
+}
+
+impl<C: Cpu> Vmx<C> {
+    /// Before vmcs01 is loaded: the shadow VMCS serves L1 if it has a current VMCS, holds what that has, and is
+    /// active here.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn ready_shadow(&mut self, at: usize, here: &PerCpu) {
+        self.with_nested(|this, n| {
+            let Some(shadow) = &n.shadow else { return };
+            let m = &n.machine;
+            let wanted =
+                m.is_in_operation() && m.current().is_some() && this.cr4.contains(Cr4::VMXE);
+            if !wanted {
+                if shadow.serves {
+                    this.stop_shadow(n, here);
+                }
+                return;
+            }
+            if shadow.serves && shadow.vmcs.is_active_on(at, here) && !m.is_mirror_due() {
+                return;
+            }
+            this.write_shadow(n, here);
+            this.serve(n, true);
+        });
+    }
+
+    /// Makes the shadow VMCS current and writes what L1 is to read there. vmcs01 is not loaded.
+    fn write_shadow(&mut self, n: &mut Nested, here: &PerCpu) {
+        let Some(shadow) = &n.shadow else { return };
+        let _ = shadow.vmcs.make_current(&self.cpu, here);
+        n.machine.give_mirror(|encoding, value| self.cpu.vmwrite(encoding, value));
+        if shadow.vmcs.is_unnoted() {
+            // Nobody would clear it: L1's accesses exit as long as there is no room to note it.
+            self.stop_shadow(n, here);
+        }
+    }
+
+    /// L1's VMREAD and VMWRITE exit from now on. vmcs01 is not loaded.
+    #[cold]
+    #[inline(never)]
+    fn stop_shadow(&mut self, n: &mut Nested, here: &PerCpu) {
+        let Some(shadow) = &n.shadow else { return };
+        if n.machine.is_mirror_ahead() {
+            let _ = shadow.vmcs.make_current(&self.cpu, here);
+            n.machine.take_mirror(|encoding| self.cpu.vmread(encoding));
+        }
+        shadow.vmcs.give_up_unnoted(&self.cpu, here);
+        self.serve(n, false);
+    }
+
+    /// Has vmcs01, which is not loaded, use the shadow VMCS or not.
+    fn serve(&mut self, n: &mut Nested, on: bool) {
+        let Some(shadow) = &mut n.shadow else { return };
+        let on = on && !shadow.vmcs.is_unnoted();
+        if shadow.serves == on {
+            return;
+        }
+        shadow.serves = on;
+        let vmcs01 = if self.cold.of_l1.runs { &n.other } else { &self.vmcs };
+        let link = if on { shadow.vmcs.hpa().0 } else { NOWHERE };
+        vmcs01.set(&self.cpu, fields::VMCS_LINK, link);
+        let bit = ProcControls2::SHADOW_VMCS.bits();
+        let mut word = vmcs01.get(&self.cpu, fields::PROC_CONTROLS2) & !bit;
+        if on {
+            vmcs01.set(&self.cpu, fields::VMREAD_BITMAP, shadow.reads.hpa().0);
+            vmcs01.set(&self.cpu, fields::VMWRITE_BITMAP, shadow.writes.hpa().0);
+            word |= bit;
+        }
+        vmcs01.set(&self.cpu, fields::PROC_CONTROLS2, word);
+    }
+
+    /// L1 goes on after L2: the shadow VMCS gets what L1 is to read there. What was loaded no longer is, and
+    /// [`Vmx::exchange`] goes on from there, or [`Vmx::bring_back`]. Outside the loop it waits for the next load.
+    #[inline]
+    pub(super) fn give_shadow(&mut self, n: &mut Nested) {
+        if !n.is_served() || !n.machine.is_mirror_due() {
+            return;
+        }
+        if let Some(here) = self.set_aside(n) {
+            self.write_shadow(n, here);
+        }
+    }
+
+    /// Takes over what L1 has written into the shadow VMCS, or as much as an entry looks at.
+    pub(super) fn take_shadow(&mut self, n: &mut Nested, for_entry: bool) {
+        if !n.is_served() || !n.machine.is_mirror_ahead() {
+            return;
+        }
+        if for_entry {
+            // What is asked of vmcs01 before another is current.
+            let _ = self.get(fields::GUEST_SS_RIGHTS);
+            let _ = self.get(fields::GUEST_INTERRUPTIBILITY);
+            if !n.machine.vmcs12().entry().contains(EntryControls::LOAD_DEBUG) {
+                let _ = self.get(fields::GUEST_DR7);
+            }
+        }
+        let here = self.set_aside(n);
+        let Some(shadow) = &n.shadow else { return };
+        let Some(here) = here else {
+            let read = |encoding| shadow.vmcs.read_outside(&self.cpu, encoding);
+            return n.machine.take_mirror(read);
+        };
+        let _ = shadow.vmcs.make_current(&self.cpu, here);
+        let read = |encoding| self.cpu.vmread(encoding);
+        if for_entry {
+            n.machine.take_mirror_for_entry(read);
+        } else {
+            n.machine.take_mirror(read);
+        }
+    }
+
+    /// In the loop: what is loaded gives way to the shadow VMCS. What is set meanwhile is noted, and written when
+    /// it is loaded again. `None`: outside the loop.
+    fn set_aside(&mut self, n: &mut Nested) -> Option<&'static PerCpu> {
+        let here = self.vmcs.here()?;
+        if n.set_aside {
+            return Some(here);
+        }
+        if !self.vmcs.is_loaded() {
+            return None;
+        }
+        if self.is_logging(n) {
+            let _ = self.get(fields::PML_INDEX);
+        }
+        self.vmcs.unload();
+        n.set_aside = true;
+        Some(here)
+    }
+
+    /// Loads the vCPU's VMCS again that was set aside.
+    #[inline]
+    pub(super) fn bring_back(&mut self, n: &mut Nested) {
+        if core::mem::take(&mut n.set_aside)
+            && let Some(here) = self.vmcs.here()
+        {
+            let _ = self.vmcs.make_current(&self.cpu, here);
+            self.vmcs.load(&self.cpu);
+        }
+    }
+
+    /// The guest may be a hypervisor no longer: nothing of the shadow VMCS is used when its page is freed.
+    pub(super) fn drop_shadow(&mut self, n: &mut Nested) {
+        self.serve(n, false);
+        if let Some(shadow) = &n.shadow {
+            shadow.vmcs.clear_elsewhere();
+        }
+    }
+}
