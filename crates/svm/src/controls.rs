@@ -116,8 +116,18 @@ impl<C: Cpu> Svm<C> {
 
     #[inline(never)]
     fn change_cr_intercepts(&mut self, these: u32, wanted: u32) {
+        if self.level == Level::L2 {
+            return self.change_cr_intercepts_of_l1(these, wanted);
+        }
+        let word = &mut self.vmcb_mut(Clean::INTERCEPTS).control.intercepts[0];
+        *word = *word & !these | wanted;
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn change_cr_intercepts_of_l1(&mut self, these: u32, wanted: u32) {
         if self.control_of_l1().intercepts[0] & these != wanted {
-            self.change_intercepts(|[word, ..]| *word = (*word & !these) | wanted);
+            self.change_intercepts(|[word, ..]| *word = *word & !these | wanted);
         }
     }
 

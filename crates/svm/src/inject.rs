@@ -145,6 +145,7 @@ impl<C: Cpu> Injection for Svm<C> {
         event
     }
 
+    #[inline]
     fn offer_interrupt(&mut self, vector: Option<Vector>) {
         self.set_virq(vector.map_or(Virq::Off, Virq::Offer));
     }

@@ -151,17 +151,23 @@ impl<C: Cpu> ControlRegisters for Svm<C> {
 
     #[inline(always)]
     fn cr4(&self) -> Cr4 {
-        self.control().cr4
+        if self.paging.shadow {
+            return self.guest.cr4;
+        }
+        Cr4::from_bits_retain(self.vmcb().save.cr4)
     }
 
     #[inline(always)]
     fn cr4_shown(&self) -> Cr4 {
-        self.control().cr4
+        self.cr4()
     }
 
     #[inline(always)]
     fn efer(&self) -> Efer {
-        self.control().efer
+        if self.paging.shadow {
+            return self.guest.efer;
+        }
+        Efer::from_bits_retain(self.vmcb().save.efer & self.efer_shown)
     }
 
     /// CR0.CD and CR0.NW are kept from the hardware: firmware leaves them set for long, and with

@@ -276,7 +276,7 @@ impl<B: Backend> Vcpu<B> {
 
     #[inline]
     fn decode_hypercall(&self) -> (Result<Hypercall, HypercallError>, bool) {
-        let long = self.code_size() == emulate::CodeSize::Bits64;
+        let long = self.is_64bit_code();
         let [rax, rbx, rcx, rdx, rsi] =
             [RAX, RBX, RCX, RDX, RSI].map(|i| self.gprs.0.get(i).copied().unwrap_or(0));
         let regs = Registers { rax, rbx, rcx, rdx, rsi };
@@ -292,7 +292,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// A hypercall inside the loop: those that need nothing of the kernel but an IPI.
     pub(crate) fn answer_hypercall(&mut self, s: Section<'_>) -> Next {
-        let long = self.code_size() == emulate::CodeSize::Bits64;
+        let long = self.is_64bit_code();
         let number = self.gprs.0[RAX];
         if Hypercall::is_known(if long { number } else { u64::from(number as u32) }) {
             return self.answer_known_hypercall(s);

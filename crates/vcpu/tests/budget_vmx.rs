@@ -49,12 +49,12 @@ fn rdmsr_wrmsr_hypercall_and_cache_flush_exits_cost_as_much() {
     assert_eq!(reads_and_writes(&cost_of(wrmsr(MTRR_PHYS_BASE0, 6))), (4, 1));
     let flush = cost_of(|vmcs, gprs| exit(ExitReason::Wbinvd)(vmcs, gprs));
     assert_eq!(reads_and_writes(&flush), (4, 1));
-    // A hypercall looks at who makes it and how wide its words are: SS, CS and, outside long mode, CR0.
+    // A hypercall looks at who makes it (SS) and, in long mode, which this guest is not in, at CS.
     let call = cost_of(|vmcs, gprs| {
         gprs.0[RAX] = 9999;
         exit(ExitReason::Vmcall)(vmcs, gprs);
     });
-    assert_eq!(reads_and_writes(&call), (7, 1));
+    assert_eq!(reads_and_writes(&call), (5, 1));
 }
 
 #[test]

@@ -127,7 +127,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     fn serve_apic(&mut self) {
         self.put_back_offer();
-        self.b.offer_interrupt(None);
+        self.offer_nothing();
         let Some(apic) = self.b.served_apic_mut() else { return };
         let lapic = &self.shared.lapic;
         let state = lapic.hand_over();
@@ -140,7 +140,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Passes on what has been requested since. The 8259A's comes by injection, as without the
     /// hardware's help; `kernel` is as for [`Vcpu::inject_pending`].
-    #[inline]
+    #[inline(always)]
     pub(crate) fn inject_served(&mut self, kernel: bool) -> bool {
         if self.shared.lapic.maybe_pending() {
             let vectors = self.shared.lapic.drain();

@@ -18,6 +18,12 @@ use crate::{
 };
 
 impl<B: Backend> Vcpu<B> {
+    /// Whether the code segment is a 64-bit one: nearly always, and asked of less than the whole size.
+    #[inline(always)]
+    pub(crate) fn is_64bit_code(&self) -> bool {
+        self.b.efer().is_long() && self.b.code_attributes() & attr::L != 0
+    }
+
     /// Operand and address size of the code segment.
     #[inline]
     pub(crate) fn code_size(&self) -> CodeSize {
@@ -50,9 +56,9 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// RIP within the code segment's width.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn wrap_rip(&self, rip: u64) -> u64 {
-        wrap(self.code_size(), rip)
+        if self.is_64bit_code() { rip } else { rip & 0xffff_ffff }
     }
 
     /// What a fetch is translated by.

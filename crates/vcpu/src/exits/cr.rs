@@ -22,10 +22,10 @@ fn flushes(old: Cr4, new: Cr4) -> bool {
 impl<B: Backend> Vcpu<B> {
     /// A control-register access inside the loop.
     pub(crate) fn answer_cr(&mut self, s: Section<'_>, access: CrAccess) -> Next {
-        let size = self.code_size();
         let (cr, gpr, next) = match (access.gpr, self.b.next_rip()) {
             (Some(gpr), Some(next)) => (access.cr, gpr, next),
             _ => {
+                let size = self.code_size();
                 // CLTS and LMSW go to the emulator.
                 let Some(insn) = self.system_move_here(s, size) else { return Next::Leave };
                 // What lies there now may be another instruction than the one that made the exit: the
@@ -39,7 +39,7 @@ impl<B: Backend> Vcpu<B> {
         };
         let done = if access.write {
             let value = self.gpr(gpr);
-            let long = size == CodeSize::Bits64;
+            let long = self.is_64bit_code();
             let value = if long { value } else { value & 0xffff_ffff };
             if !long
                 && (self.b.pdptes().is_some() || self.roots.is_shadow())
@@ -150,7 +150,7 @@ impl<B: Backend> Vcpu<B> {
             self.b.set_efer(efer | Efer::LMA);
         }
         if !pg && was_pg {
-            if efer.is_long() && self.code_size() == CodeSize::Bits64 || cr4.contains(Cr4::PCIDE) {
+            if efer.is_long() && self.is_64bit_code() || cr4.contains(Cr4::PCIDE) {
                 return Err(Exception::gp(0));
             }
             self.b.set_efer(efer - Efer::LMA);
@@ -213,9 +213,7 @@ impl<B: Backend> Vcpu<B> {
             self.flush_guest_tlb();
         }
         // PGE alone is in no role.
-        if changed != Cr4::PGE || !self.roots.keeps() {
-            self.note_role();
-        }
+        self.note_role_unless(changed == Cr4::PGE);
         Ok(())
     }
 

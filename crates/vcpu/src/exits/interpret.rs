@@ -69,7 +69,7 @@ impl<B: Backend> Vcpu<B> {
             return Ok(false);
         }
         let Some(vector) = self.pending.after_exit.take_offered() else { return Ok(false) };
-        self.b.offer_interrupt(None);
+        self.offer_nothing();
         self.stats.count(stats::VcpuCount::IrqInjections);
         if self.shared.in_kernel_apic {
             self.shared.lapic.set_isr(vector);

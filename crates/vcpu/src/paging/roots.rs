@@ -23,6 +23,8 @@ pub(crate) struct Roots {
     unload: bool,
     keep: bool,
     shadow: bool,
+    /// A change of the role matters: one of the two above says so.
+    watches: bool,
     /// What the registers made of the role at the last look, under shadow paging.
     role: Role,
     /// The registers at the last look, with `keep_roots=0`.
@@ -37,6 +39,7 @@ impl Roots {
             unload: false,
             keep: paging.keep_roots,
             shadow: !paging.tdp,
+            watches: !paging.tdp || !paging.keep_roots,
             seen: ResetBits::default(),
             role: Role::default(),
             cache: KBox::new(RootCache::new())?,
@@ -67,18 +70,19 @@ impl Roots {
     pub(crate) fn is_shadow(&self) -> bool {
         self.shadow
     }
-
-    /// Whether roots outlive a change of the paging mode.
-    pub(crate) fn keeps(&self) -> bool {
-        self.keep
-    }
 }
 
 impl<B: Backend> Vcpu<B> {
     /// CR0, CR4 or EFER was written, by the guest or by user space.
     #[inline]
     pub(crate) fn note_role(&mut self) {
-        if self.roots.shadow || !self.roots.keep {
+        self.note_role_unless(false);
+    }
+
+    /// As [`Self::note_role`], where `in_no_role` says that what was written is in no role (CR4.PGE alone).
+    #[inline]
+    pub(crate) fn note_role_unless(&mut self, in_no_role: bool) {
+        if self.roots.watches && !(in_no_role && self.roots.keep) {
             self.look_at_role();
         }
     }

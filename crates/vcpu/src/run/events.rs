@@ -199,12 +199,20 @@ impl<B: Backend> Vcpu<B> {
         self.b.rflags().contains(Rflags::IF) && !self.b.interrupt_shadow() && !self.b.injecting()
     }
 
-    /// Whether an interrupt ends the sleep of HLT.
-    pub(crate) fn interrupts_wake(&self) -> bool {
+    /// Whether something ends the sleep of HLT that waits for the guest to let it in.
+    #[inline]
+    pub(crate) fn is_woken(&self) -> bool {
         if self.pending.gated {
-            return self.interrupt_goes_somewhere();
+            return self.is_woken_gated();
         }
-        self.b.rflags().contains(Rflags::IF)
+        self.b.rflags().contains(Rflags::IF) && self.interrupt_waits()
+    }
+
+    /// Where L1 has a say in it.
+    #[cold]
+    #[inline(never)]
+    fn is_woken_gated(&self) -> bool {
+        self.init_ends_l2() || self.interrupt_goes_somewhere() && self.interrupt_waits()
     }
 
     /// Whether an interrupt could be injected now by a VMM with its own PIC.
@@ -301,7 +309,7 @@ impl<B: Backend> Vcpu<B> {
             self.put_back_offer();
         }
         self.pending.after_exit.set_offered(None);
-        self.b.offer_interrupt(None);
+        self.offer_nothing();
         // Nothing waits for the guest's priority to fall.
         self.b.watch_priority(false, None);
         self.pending.take();
@@ -346,6 +354,7 @@ impl<B: Backend> Vcpu<B> {
     /// Offers the highest interrupt to the hardware, which delivers it as soon as the guest can take
     /// it: no exit to wait for that moment. It is out of the IRR while it is offered, so that the
     /// next one of the same vector is not lost, and in service once it was taken.
+    #[inline(always)]
     pub(crate) fn inject_interrupt(&mut self, kernel: bool) -> bool {
         if !self.shared.in_kernel_apic {
             let external = self.events.external;
@@ -361,7 +370,7 @@ impl<B: Backend> Vcpu<B> {
         }
         self.put_back_offer();
         if self.pic_pending() {
-            self.b.offer_interrupt(None);
+            self.offer_nothing();
             if kernel {
                 self.inject_from_pic();
             }
@@ -369,7 +378,7 @@ impl<B: Backend> Vcpu<B> {
         }
         if self.pending.window_wanted && self.shared.lapic.accepts_pic() {
             // The VMM's PIC goes before the local APIC.
-            self.b.offer_interrupt(None);
+            self.offer_nothing();
             self.b.set_interrupt_window(true);
             self.update_cr8_intercept(false);
             return true;
@@ -382,6 +391,12 @@ impl<B: Backend> Vcpu<B> {
         self.b.offer_interrupt(pending);
         self.update_cr8_intercept(pending.is_some());
         true
+    }
+
+    /// The hardware holds no offer any more. Out of line, for the place where one is made.
+    #[inline(never)]
+    pub(crate) fn offer_nothing(&mut self) {
+        self.b.offer_interrupt(None);
     }
 
     /// Puts an offered interrupt back into the IRR; the hardware's offer stands until the next.
@@ -398,7 +413,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn withdraw_offer(&mut self) {
         if self.pending.after_exit.offered().is_some() && self.shared.in_kernel_apic {
             self.put_back_offer();
-            self.b.offer_interrupt(None);
+            self.offer_nothing();
             self.pending.raise();
         }
     }
@@ -515,7 +530,7 @@ impl<B: Backend> Vcpu<B> {
                 // The delivery of the offered one was interrupted, and V_IRQ may still be set: it
                 // has left the offer for the event.
                 self.pending.after_exit.set_offered(None);
-                self.b.offer_interrupt(None);
+                self.offer_nothing();
                 if self.shared.in_kernel_apic {
                     self.shared.lapic.set_isr(vector);
                 } else {

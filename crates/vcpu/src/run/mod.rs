@@ -318,11 +318,10 @@ impl<B: Backend> Vcpu<B> {
         (self.shared.nmis() != 0 && !self.b.nmi_masked())
             || self.events.outer.has(Outer::SMI)
             || self.shared.has_init_sipi()
-            || self.init_ends_l2()
             || (self.events.external.is_some() && !self.shared.in_kernel_apic)
             || self.events.again.is_some()
             || self.events.exception.is_some()
-            || (self.interrupts_wake() && self.interrupt_waits())
+            || self.is_woken()
     }
 
     /// Sleeps until there is something to do. Out of line: what it keeps in registers would be taken

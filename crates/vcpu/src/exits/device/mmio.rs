@@ -11,7 +11,7 @@
 //! where a device was accessed before most likely is still a device's ([`DeviceSeen`]).
 
 use backend::{Backend, TdpFault};
-use emulate::{Cause, CodeSize, Decoded, SimpleMmio};
+use emulate::{Cause, Decoded, SimpleMmio};
 use mmu::Section;
 use stats::VcpuCount;
 use vm::memory::{FaultAccess, FaultOutcome, MemoryError};
@@ -107,7 +107,7 @@ impl<B: Backend> Vcpu<B> {
         // The fault names the first byte that faulted, which is not the access's first when that
         // began in another page. The segments that matter here are the loop's only in 64-bit mode.
         if offset > 0xffc
-            || self.code_size() != CodeSize::Bits64
+            || !self.is_64bit_code()
             || u32::from(self.page_offset(&decoded)) != offset
         {
             return Next::Leave;
@@ -153,7 +153,7 @@ impl<B: Backend> Vcpu<B> {
         let simple = decoded.simple_mmio()?;
         let offset = (fault.gpa.0 & 0xfff) as u32;
         if offset > 0xff8
-            || self.code_size() != CodeSize::Bits64
+            || !self.is_64bit_code()
             || u32::from(self.page_offset(decoded)) != offset
             || is_store(simple) != fault.write
         {
@@ -274,7 +274,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(always)]
     fn do_plain(&mut self, plain: &PlainAccess) -> Outcome {
         let mut access = self.access_of(plain);
-        if self.kernel_device(&mut access) {
+        if self.may_be_kernel_memory(&access) && self.kernel_device(&mut access) {
             self.finish(plain, &access);
             return Ok(());
         }

@@ -111,6 +111,13 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
+    /// Whether a device in the kernel may take an access to memory: a few loads.
+    #[inline(always)]
+    pub(crate) fn may_be_kernel_memory(&self, access: &DeviceAccess) -> bool {
+        let write = access.direction == Direction::Write;
+        self.is_apic_page(access.address) || self.vm.irq().has_address(access.address, write)
+    }
+
     #[inline]
     fn kernel_memory(&mut self, access: &mut DeviceAccess) -> bool {
         let DeviceAccess { address, size, direction, .. } = *access;
