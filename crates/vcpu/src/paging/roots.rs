@@ -14,6 +14,17 @@ use x86::Hpa;
 
 use crate::{Vcpu, run::outcome::Next};
 
+bitflags::bitflags! {
+    /// For what a change of the role matters.
+    #[derive(Clone, Copy, Debug)]
+    struct Watch: u8 {
+        /// Shadow paging: another root is looked up.
+        const SHADOW = 1 << 0;
+        /// `keep_roots=0`: the roots are unloaded.
+        const UNLOAD = 1 << 1;
+    }
+}
+
 /// The roots of a vCPU.
 #[derive(Debug)]
 pub(crate) struct Roots {
@@ -21,10 +32,7 @@ pub(crate) struct Roots {
     due: bool,
     /// All are to be unloaded first.
     unload: bool,
-    keep: bool,
-    shadow: bool,
-    /// A change of the role matters: one of the two above says so.
-    watches: bool,
+    watch: Watch,
     /// What the registers made of the role at the last look, under shadow paging.
     role: Role,
     /// The registers at the last look, with `keep_roots=0`.
@@ -34,12 +42,13 @@ pub(crate) struct Roots {
 
 impl Roots {
     pub(crate) fn new(paging: vm::vm::Paging) -> Result<Self, NoMemory> {
+        let mut watch = Watch::empty();
+        watch.set(Watch::SHADOW, !paging.tdp);
+        watch.set(Watch::UNLOAD, !paging.keep_roots);
         Ok(Self {
             due: true,
             unload: false,
-            keep: paging.keep_roots,
-            shadow: !paging.tdp,
-            watches: !paging.tdp || !paging.keep_roots,
+            watch,
             seen: ResetBits::default(),
             role: Role::default(),
             cache: KBox::new(RootCache::new())?,
@@ -48,7 +57,7 @@ impl Roots {
 
     /// What the backend has to show of paging.
     pub(crate) fn paging(&self) -> backend::Paging {
-        backend::Paging { shadow: self.shadow, watch_roles: !self.keep }
+        backend::Paging { shadow: self.is_shadow(), watch_roles: self.unloads() }
     }
 
     /// Whether the root has to be looked at before the guest may be entered.
@@ -68,7 +77,12 @@ impl Roots {
 
     #[inline]
     pub(crate) fn is_shadow(&self) -> bool {
-        self.shadow
+        self.watch.contains(Watch::SHADOW)
+    }
+
+    #[inline]
+    fn unloads(&self) -> bool {
+        self.watch.contains(Watch::UNLOAD)
     }
 }
 
@@ -82,7 +96,7 @@ impl<B: Backend> Vcpu<B> {
     /// As [`Self::note_role`], where `in_no_role` says that what was written is in no role (CR4.PGE alone).
     #[inline]
     pub(crate) fn note_role_unless(&mut self, in_no_role: bool) {
-        if self.roots.watches && !(in_no_role && self.roots.keep) {
+        if !self.roots.watch.is_empty() && (!in_no_role || self.roots.unloads()) {
             self.look_at_role();
         }
     }
@@ -90,13 +104,13 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     fn look_at_role(&mut self) {
         let c = self.b.control();
-        if self.roots.shadow {
+        if self.roots.is_shadow() {
             let role = Role::of_registers(c.cr0, c.cr4, c.efer);
             if core::mem::replace(&mut self.roots.role, role) != role {
                 self.want_root();
             }
         }
-        if !self.roots.keep {
+        if self.roots.unloads() {
             let now = ResetBits::of(c.cr0, c.cr4, c.efer);
             if core::mem::replace(&mut self.roots.seen, now) != now {
                 self.unload_roots();
@@ -117,7 +131,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn switch_due_root(&mut self, s: Section<'_>) -> Next {
-        if !self.roots.shadow || self.roots.unload || !self.shadow_work_in_loop(s) {
+        if !self.roots.is_shadow() || self.roots.unload || !self.shadow_work_in_loop(s) {
             return Next::Done;
         }
         self.roots.due = false;
@@ -130,7 +144,7 @@ impl<B: Backend> Vcpu<B> {
         if core::mem::take(&mut self.roots.unload) {
             self.drop_roots();
         }
-        if self.roots.shadow {
+        if self.roots.is_shadow() {
             self.shadow_work()?;
             self.roots.due = false;
             return Ok(());

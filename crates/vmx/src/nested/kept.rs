@@ -6,8 +6,7 @@ use nested_vmx::{Capabilities, Machine, merge};
 use x86::vmcs::{ExitControls, field};
 use x86::{Cr0, Cr4};
 
-use super::{host_words::HostWords, shadow::Shadow};
-use crate::{features::Features, vmcs::Vmcs};
+use crate::{features::Features, host_words::HostWords, shadow_vmcs::Shadow, vmcs::Vmcs};
 
 /// What L1 asks of L2 in words that L0 changes while L2 runs: it stays as L1 wants it. All zero with L1.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

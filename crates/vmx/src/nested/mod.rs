@@ -10,7 +10,6 @@ mod access;
 mod capabilities;
 mod enter;
 mod gate;
-mod host_words;
 mod instruction;
 pub(crate) mod kept;
 mod leave;

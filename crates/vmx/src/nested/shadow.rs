@@ -4,55 +4,16 @@
 //! vmcs01 names it by its link pointer, so that it becomes active with each entry of L1 (§25.1): it is noted as
 //! active before, and cleared wherever vmcs01 is.
 
-use core::sync::atomic::Ordering::Relaxed;
-
 use cpu::Cpu;
-use host::{KBox, NoMemory, page::Page};
+
 use x86::Cr4;
-use x86::vmcs::place::{BITMAP_BYTES, fill_bitmap};
 use x86::vmcs::{EntryControls, ProcControls2};
 
 use super::kept::Nested;
-use crate::{features::Features, fields, percpu::PerCpu, state::Vmx, vmcs::Vmcs};
+use crate::{fields, percpu::PerCpu, state::Vmx};
 
-/// Bit 31 of a region's first word: it is a shadow VMCS.
-const IS_SHADOW: u32 = 1 << 31;
 /// A link pointer that points nowhere.
 const NOWHERE: u64 = u64::MAX;
-
-/// A shadow VMCS, and which fields it serves.
-#[derive(Debug)]
-pub(crate) struct Shadow {
-    pub(crate) vmcs: Vmcs,
-    reads: Page,
-    writes: Page,
-    /// vmcs01 uses it.
-    pub(crate) serves: bool,
-}
-
-/// A bitmap with a bit clear for each field that is served.
-fn bitmap(writes: bool) -> Result<Page, NoMemory> {
-    let page = Page::zeroed()?;
-    let mut bits = KBox::new([0u8; BITMAP_BYTES])?;
-    fill_bitmap(&mut bits, writes, |_| true);
-    for (to, from) in page.bytes().iter().zip(bits.iter()) {
-        to.store(*from, Relaxed);
-    }
-    Ok(page)
-}
-
-impl Shadow {
-    /// One that serves nobody yet. `None`: the CPU has none, or it is not to be used.
-    #[inline(never)]
-    pub(super) fn new(features: &Features) -> Result<Option<KBox<Self>>, NoMemory> {
-        if !features.shadow_vmcs {
-            return Ok(None);
-        }
-        let vmcs = Vmcs::new(features.revision | IS_SHADOW)?;
-        let (reads, writes) = (bitmap(false)?, bitmap(true)?);
-        KBox::new(Self { vmcs, reads, writes, serves: false }).map(Some)
-    }
-}
 
 impl Nested {
     /// Whether the hardware serves L1's VMREAD and VMWRITE.

@@ -19,12 +19,12 @@ pub(crate) struct HostWords {
 }
 
 impl HostWords {
-    pub(super) const NONE: Self = Self { words: [(0, 0); FIELDS], used: 0 };
+    pub(crate) const NONE: Self = Self { words: [(0, 0); FIELDS], used: 0 };
 
     /// Makes the words anew.
     #[cold]
     #[inline(never)]
-    pub(super) fn make(&mut self, s: &Segments, long: bool) {
+    pub(crate) fn make(&mut self, s: &Segments, long: bool) {
         self.used = 0;
         for (name, segment) in [
             (SegmentName::Es, &s.es),
@@ -71,7 +71,7 @@ impl HostWords {
 
     /// Writes the words into the VMCS that is current.
     #[inline]
-    pub(super) fn write(&self, cpu: &impl Cpu) {
+    pub(crate) fn write(&self, cpu: &impl Cpu) {
         for (encoding, value) in self.words.iter().take(self.used) {
             cpu.vmwrite(*encoding, *value);
         }

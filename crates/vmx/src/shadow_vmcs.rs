@@ -1,0 +1,45 @@
+//! The page and the two bitmaps of a shadow VMCS (SDM vol. 3C §25.10); [`crate::nested`] says when it serves.
+
+use core::sync::atomic::Ordering::Relaxed;
+
+use host::{KBox, NoMemory, page::Page};
+use x86::vmcs::place::{BITMAP_BYTES, fill_bitmap};
+
+use crate::{features::Features, vmcs::Vmcs};
+
+/// Bit 31 of a region's first word: it is a shadow VMCS.
+const IS_SHADOW: u32 = 1 << 31;
+
+/// A shadow VMCS, and which fields it serves.
+#[derive(Debug)]
+pub(crate) struct Shadow {
+    pub(crate) vmcs: Vmcs,
+    pub(crate) reads: Page,
+    pub(crate) writes: Page,
+    /// vmcs01 uses it.
+    pub(crate) serves: bool,
+}
+
+/// A bitmap with a bit clear for each field that is served.
+fn bitmap(writes: bool) -> Result<Page, NoMemory> {
+    let page = Page::zeroed()?;
+    let mut bits = KBox::new([0u8; BITMAP_BYTES])?;
+    fill_bitmap(&mut bits, writes, |_| true);
+    for (to, from) in page.bytes().iter().zip(bits.iter()) {
+        to.store(*from, Relaxed);
+    }
+    Ok(page)
+}
+
+impl Shadow {
+    /// One that serves nobody yet. `None`: the CPU has none, or it is not to be used.
+    #[inline(never)]
+    pub(crate) fn new(features: &Features) -> Result<Option<KBox<Self>>, NoMemory> {
+        if !features.shadow_vmcs {
+            return Ok(None);
+        }
+        let vmcs = Vmcs::new(features.revision | IS_SHADOW)?;
+        let (reads, writes) = (bitmap(false)?, bitmap(true)?);
+        KBox::new(Self { vmcs, reads, writes, serves: false }).map(Some)
+    }
+}
