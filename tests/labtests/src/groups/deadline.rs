@@ -233,7 +233,8 @@ fn far_away(ticks: u64) -> Outcome {
 }
 
 fn a_deadline_beyond_32_bits_waits_and_can_be_taken_back() -> Outcome {
-    for bits in [33, 38, 40, 45, 63] {
+    // The nearest is over a minute away: a lab machine may stand still for seconds.
+    for bits in [36, 38, 40, 45, 63] {
         far_away(1 << bits)?;
     }
     Ok(())

@@ -3,6 +3,7 @@
 use crate::kvm::exit::Exit;
 use crate::machine::guest::Guest;
 use crate::machine::layout::{FREE, NOWHERE, PORT_MARK, ROOT};
+use crate::oracle::is_stock;
 use crate::outcome::{Outcome, equal, fail, skip};
 use crate::runner::tests;
 
@@ -56,6 +57,15 @@ fn prepared(l2: &[u8]) -> Outcome<Guest> {
     Ok(guest)
 }
 
+/// Skips where the test rewrites tables that are in use.
+fn rewrites_tables() -> Outcome {
+    // The VMM does it here. Stock KVM hears of a guest's own stores only, and keeps what it had.
+    if is_stock() {
+        return skip("stock KVM does not see what a VMM writes to NPT tables in use");
+    }
+    Ok(())
+}
+
 /// Where the leaf of an address is.
 const fn leaf(address: u64) -> u64 {
     LEAVES + (address >> 12) * 8
@@ -105,6 +115,7 @@ fn touches() -> Vec<u8> {
 }
 
 fn what_l1_does_not_map_is_told_to_l1() -> Outcome {
+    rewrites_tables()?;
     let guest = prepared(&touches())?;
     guest.memory.write(leaf(DATA), 0);
     flush(&guest);
@@ -143,6 +154,7 @@ fn accessed_and_dirty_bits_are_set_in_the_tables_of_l1() -> Outcome {
 }
 
 fn changed_tables_count_after_a_flush() -> Outcome {
+    rewrites_tables()?;
     let guest = prepared(&touches())?;
     guest.memory.write(DATA + 8, 0x1111);
     guest.memory.write(OTHER + 8, 0x2222);
@@ -212,7 +224,7 @@ fn a_device_of_l1_is_reached_through_its_tables() -> Outcome {
 
 fn a_root_that_is_no_address_is_refused() -> Outcome {
     let guest = prepared(&L2_CPUID)?;
-    if crate::oracle::is_stock() {
+    if is_stock() {
         return skip("stock KVM runs it, and shuts L1 down");
     }
     guest.memory.write(BLOCK + NCR3, 1 << 60);
