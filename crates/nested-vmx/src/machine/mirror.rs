@@ -4,7 +4,7 @@
 //! when the VMCS12 is needed; what an exit of L2 has changed is given back before L1 runs. Both as far as the one
 //! can differ from the other.
 
-use x86::vmcs::place::{SERVED, SHADOWED, WRITTEN};
+use x86::vmcs::place::{SERVED, SHADOWED, Served, WRITTEN};
 use x86::vmcs::{ProcControls, event, field};
 
 use super::Machine;
@@ -43,6 +43,23 @@ const SELDOM: u32 = bit(field::ENTRY_ERROR_CODE.encoding())
     | bit(field::ENTRY_INSTRUCTION_LENGTH.encoding())
     | bit(field::TPR_THRESHOLD.encoding());
 
+/// A line that there is; the last for one that there is not.
+const fn line(at: usize) -> Served {
+    SHADOWED[if at < SERVED { at } else { SERVED - 1 }]
+}
+
+/// Does something with each line, out of straight code.
+macro_rules! each_line {
+    ($this:ident, $each:ident, $with:expr) => {{
+        let with = $with;
+        each_line!(@ $this, $each, with, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15);
+        each_line!(@ $this, $each, with, 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31);
+    }};
+    (@ $this:ident, $each:ident, $with:ident, $($at:literal)*) => {
+        $($this.$each::<$at>($with);)*
+    };
+}
+
 impl Mirror {
     pub(super) const UNKNOWN: Self = Self { values: [0; SERVED], known: 0, ahead: 0, due: true };
 
@@ -75,13 +92,62 @@ impl Machine {
     /// Takes over as much as an entry looks at.
     #[inline]
     pub fn take_mirror_for_entry(&mut self, mut read: impl FnMut(u32) -> u64) {
-        self.take_lines(self.mirror.ahead & !SELDOM, &mut read);
+        if self.mirror.ahead == ALL_WRITTEN {
+            // As nearly always: each line with its places as constants.
+            each_line!(self, take_line, &mut read);
+            self.mirror.ahead = SELDOM;
+        } else {
+            self.take_lines(self.mirror.ahead & !SELDOM, &mut read);
+        }
         let injects = self.vmcs12.get(field::ENTRY_INTERRUPTION) & event::VALID != 0;
         if injects || self.vmcs12.primary().contains(ProcControls::TPR_SHADOW) {
             self.take_lines(self.mirror.ahead, &mut read);
         }
     }
 
+    #[inline(always)]
+    fn take_line<const AT: usize>(&mut self, read: &mut impl FnMut(u32) -> u64) {
+        if AT >= WRITTEN || SELDOM & 1 << AT != 0 {
+            return;
+        }
+        let served = const { &line(AT) };
+        let value = read(served.encoding.into());
+        if let Some(held) = self.mirror.values.get_mut(AT) {
+            *held = value;
+        }
+        if self.vmcs12.served(served) != value {
+            self.change_line(AT, value);
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn change_line(&mut self, at: usize, value: u64) {
+        if let Some(served) = SHADOWED.get(at)
+            && self.vmcs12.take_served(served, value)
+        {
+            self.dirty.add(served.place.group);
+            self.unchecked.add(served.place.group);
+        }
+    }
+
+    #[inline(always)]
+    fn give_line<const AT: usize>(&mut self, write: &mut impl FnMut(u32, u64)) {
+        if AT >= SERVED || SELDOM & 1 << AT != 0 {
+            return;
+        }
+        let served = const { &line(AT) };
+        let value = self.vmcs12.served(served);
+        if let Some(held) = self.mirror.values.get_mut(AT)
+            && *held != value
+        {
+            *held = value;
+            write(served.encoding.into(), value);
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
     fn take_lines(&mut self, lines: u32, read: &mut impl FnMut(u32) -> u64) {
         self.mirror.ahead &= !lines;
         let written = SHADOWED.iter().zip(&mut self.mirror.values).take(WRITTEN);
@@ -100,7 +166,20 @@ impl Machine {
 
     /// Writes into the shadow VMCS what it does not hold yet; L1 may write there from then on. `write` is VMWRITE
     /// of it.
+    #[inline]
     pub fn give_mirror(&mut self, mut write: impl FnMut(u32, u64)) {
+        if self.mirror.known == u32::MAX && self.mirror.ahead == SELDOM {
+            each_line!(self, give_line, &mut write);
+            self.mirror.ahead = ALL_WRITTEN;
+            self.mirror.due = false;
+        } else {
+            self.give_lines(&mut write);
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn give_lines(&mut self, write: &mut impl FnMut(u32, u64)) {
         let Mirror { values, known, ahead, due } = &mut self.mirror;
         for (at, (served, held)) in SHADOWED.iter().zip(values).enumerate() {
             let line = 1 << at;
