@@ -8,7 +8,7 @@ use gannet_cpu::{Cpu, Model, SpecCtrl, VmxCpu, VmxSwitch};
 use x86::{
     Hpa, msr,
     vmcb::{Vmcb, event as svm_event},
-    vmcs::{event, field},
+    vmcs::{ProcControls2, event, field, invept},
 };
 use zerocopy::FromZeros;
 
@@ -206,4 +206,38 @@ fn invalidations() {
     refuses("kind", |c| c.invvpid(4, 1, 0));
     refuses("VPID 0", |c| c.invvpid(1, 0, 0));
     refuses("canonical", |c| c.invvpid(0, 1, 1 << 47));
+}
+
+/// Entries with these EPT pointers in turn; before one with `Some`, INVEPT of that kind and pointer.
+fn runs_on(turns: &'static [(u64, Option<(u64, u64)>)]) -> impl FnOnce(&mut Model) {
+    move |c| {
+        c.vmptrld(Hpa(0x1000));
+        c.vmwrite(field::PROC_CONTROLS2.encoding(), ProcControls2::EPT.bits().into());
+        let mut switch = VmxSwitch::default();
+        for &(pointer, forgets) in turns {
+            c.vmwrite(field::EPT_POINTER.encoding(), pointer);
+            if let Some((kind, pointer)) = forgets {
+                c.invept(kind, pointer);
+            }
+            c.vmx.then(|_, _| {});
+            assert!(c.vmx_enter(&mut Gprs::default(), &mut switch));
+            switch.flags |= VmxSwitch::LAUNCHED;
+        }
+    }
+}
+
+#[test]
+fn a_pointer_that_comes_back_is_forgotten_first() {
+    const ONE: u64 = 0x501e;
+    const OTHER: u64 = 0x601e;
+    takes(runs_on(&[(ONE, None), (ONE, None)]));
+    refuses("no INVEPT", runs_on(&[(ONE, None), (OTHER, None)]));
+    const OF_ONE: Option<(u64, u64)> = Some((invept::SINGLE, ONE));
+    const OF_OTHER: Option<(u64, u64)> = Some((invept::SINGLE, OTHER));
+    const OF_ALL: Option<(u64, u64)> = Some((invept::ALL, 0));
+    takes(runs_on(&[(ONE, None), (OTHER, OF_OTHER), (ONE, OF_ONE)]));
+    takes(runs_on(&[(ONE, None), (OTHER, OF_ALL), (ONE, OF_ALL)]));
+    // What was forgotten in the interlude was that of the interlude's pointer.
+    refuses("no INVEPT", runs_on(&[(ONE, None), (OTHER, OF_OTHER), (ONE, None)]));
+    refuses("no INVEPT", runs_on(&[(ONE, None), (OTHER, OF_OTHER), (ONE, OF_OTHER)]));
 }

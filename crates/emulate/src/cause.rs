@@ -101,6 +101,44 @@ impl Decoded {
     }
 }
 
+impl Decoded {
+    /// Whether all that it does, beside arithmetic, is to access memory as data: nothing of it is for a hypervisor
+    /// to intercept.
+    pub fn is_data_access(&self) -> bool {
+        use Mnemonic as I;
+        let insn = &self.insn;
+        if let Some((kind, _)) = kind_and_size(insn.code()) {
+            return !matches!(kind, Kind::Ins | Kind::Outs);
+        }
+        match insn.mnemonic() {
+            I::Mov => ![insn.op0_register(), insn.op1_register()]
+                .into_iter()
+                .any(|register| is_control(register) || is_debug(register)),
+            I::Movnti | I::Movzx | I::Movsx | I::Movsxd | I::Movbe | I::Xlatb => true,
+            I::Movups | I::Movupd | I::Movdqu | I::Lddqu | I::Movaps | I::Movapd | I::Movdqa => {
+                true
+            }
+            I::Movntps | I::Movntpd | I::Movntdq | I::Movntdqa | I::Movntq | I::Movd | I::Movq => {
+                true
+            }
+            I::Add | I::Adc | I::Sub | I::Sbb | I::And | I::Or | I::Xor => true,
+            I::Inc | I::Dec | I::Neg | I::Not => true,
+            I::Rol | I::Ror | I::Rcl | I::Rcr | I::Shl | I::Sal | I::Shr | I::Sar => true,
+            I::Shld | I::Shrd | I::Bts | I::Btr | I::Btc | I::Bt => true,
+            I::Xchg | I::Xadd | I::Cmpxchg | I::Cmpxchg8b | I::Cmpxchg16b => true,
+            I::Cmp | I::Test | I::Bsf | I::Bsr | I::Tzcnt | I::Lzcnt | I::Popcnt => true,
+            I::Mul | I::Imul | I::Div | I::Idiv | I::Push | I::Pop | I::Leave | I::Enter => true,
+            I::Ret => true,
+            I::Jmp => is_near_jump(insn.code()),
+            // SETcc and CMOVcc.
+            _ => {
+                insn.condition_code() != iced_x86::ConditionCode::None
+                    && !insn.is_jcc_short_or_near()
+            }
+        }
+    }
+}
+
 fn in_run(register: Register, first: Register) -> bool {
     (register as u32).checked_sub(first as u32).is_some_and(|n| n < 16)
 }

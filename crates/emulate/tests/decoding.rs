@@ -298,3 +298,57 @@ proptest! {
         prop_assert_eq!(from_words, Fetched::new(slice, CodeSize::Bits64));
     }
 }
+
+#[test]
+fn data_accesses_are_those_that_nobody_can_intercept() {
+    let is_data = |bytes: &[u8]| {
+        let mut whole = [0; 15];
+        whole[..bytes.len()].copy_from_slice(bytes);
+        decode(&whole, CodeSize::Bits64).unwrap().is_data_access()
+    };
+    for data in [
+        // MOV, STOSB, ADD, CMOVE, SETE, LOCK CMPXCHG, PUSH, MOVZX, MOVUPS, JMP, MOVSQ.
+        &[0x88, 0x07][..],
+        &[0xaa],
+        &[0x01, 0x07],
+        &[0x0f, 0x44, 0x07],
+        &[0x0f, 0x94, 0x07],
+        &[0xf0, 0x0f, 0xb1, 0x07],
+        &[0xff, 0x37],
+        &[0x0f, 0xb6, 0x07],
+        &[0x0f, 0x11, 0x07],
+        &[0xff, 0x27],
+        &[0x48, 0xa5],
+    ] {
+        assert!(is_data(data), "{data:02x?}");
+    }
+    for other in [
+        // OUT, IN, INSB, OUTSB, HLT, CLTS, CPUID, RDMSR, WRMSR, POPF, IRETQ, INT3.
+        &[0xee][..],
+        &[0xec],
+        &[0x6c],
+        &[0x6e],
+        &[0xf4],
+        &[0x0f, 0x06],
+        &[0x0f, 0xa2],
+        &[0x0f, 0x32],
+        &[0x0f, 0x30],
+        &[0x9d],
+        &[0x48, 0xcf],
+        &[0xcc],
+        // LGDT, SIDT, LMSW, SMSW, INVLPG, LLDT, STR, INVPCID, MOV to CR3, from DR7, JE.
+        &[0x0f, 0x01, 0x17],
+        &[0x0f, 0x01, 0x0f],
+        &[0x0f, 0x01, 0x37],
+        &[0x0f, 0x01, 0x27],
+        &[0x0f, 0x01, 0x3f],
+        &[0x0f, 0x00, 0x17],
+        &[0x0f, 0x00, 0x0f],
+        &[0x66, 0x0f, 0x38, 0x82, 0x07],
+        &[0x0f, 0x22, 0xd8],
+        &[0x0f, 0x21, 0xf8],
+        &[0x74, 0x00],
+    ] {
+        assert!(!is_data(other), "{other:02x?}");
+    }
+}

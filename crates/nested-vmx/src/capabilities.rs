@@ -104,6 +104,8 @@ pub struct Offer {
     pub exit: ExitControls,
     pub entry: EntryControls,
     pub ept_vpid: u64,
+    /// Activity states beside the active one, as bits of IA32_VMX_MISC.
+    pub activity: u64,
 }
 
 impl Offer {
@@ -178,6 +180,7 @@ impl Offer {
             | ept_vpid::INVEPT_ALL
             | ept_vpid::INVVPID
             | ept_vpid::INVVPID_KINDS,
+        activity: misc::HLT | misc::WAIT_FOR_SIPI,
     };
 }
 
@@ -299,8 +302,7 @@ impl Capabilities {
             ),
             misc: host.misc & misc::SAVE_LMA
                 | misc::WRITE_ALL
-                | misc::HLT
-                | misc::WAIT_FOR_SIPI
+                | offer.activity & (misc::HLT | misc::WAIT_FOR_SIPI)
                 | u64::from(TIMER_RATE),
             cr0_fixed0: (Cr0::PE | Cr0::NE | Cr0::PG).bits(),
             cr0_fixed1: host.cr0_fixed1,

@@ -65,8 +65,6 @@ pub struct L0 {
     pub tsc: time::Tsc,
     /// Value for the preemption timer, if it is to run.
     pub preemption_timer: Option<u32>,
-    /// The tables that L2 runs on.
-    pub ept_pointer: u64,
     /// The tag of L2's translations.
     pub vpid: u16,
     /// Pages that vmcs02 points at.
@@ -133,7 +131,6 @@ pub fn compose(l0: &L0, v: &Vmcs12, dirty: Groups, to: &mut impl Fields) {
         }
     }
     if dirty.has(Group::Translation) {
-        to.set(field::EPT_POINTER, l0.ept_pointer);
         to.set(field::VPID, l0.vpid);
         if v.secondary().contains(ProcControls2::VMFUNC) {
             // Every VM function exits: L0 has to know which tables L2 runs on.

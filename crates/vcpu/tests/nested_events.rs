@@ -288,3 +288,38 @@ fn svm_that_is_disabled_cannot_be_enabled() {
     v.write_msr(msr::VM_CR, SVMDIS, false).unwrap();
     assert!(v.write_msr(msr::EFER, efer.bits(), false).is_err());
 }
+
+/// L2 has a page that is a device of the VMM's, and touches it by what the exit tells of as `code`; at its RIP lie these
+/// bytes, in whose place another were when the CPU executed them. What comes of it.
+fn touches_a_device(bytes: u64, code: u64) -> (UserExit, Hypervisor) {
+    const DEVICE: u64 = 0x10_0000;
+    const USED: u64 = 7;
+    let mut machine = intercepting(0);
+    for (at, entry) in [(0x2000, 0x3000 | USED), (0x3000, 0x4000 | USED), (0x4000, 0x80 | USED)] {
+        machine.put(at, entry);
+    }
+    machine.put(L2_RIP, bytes);
+    machine.vmrun();
+    machine.then(move |vmcb, gprs| {
+        exit(ExitCode::Npf)(vmcb, gprs);
+        (vmcb.control.exit_info_1, vmcb.control.exit_info_2) = (1 << 32 | code, DEVICE);
+        vmcb.control.next_rip = 0;
+    });
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, L2_RIP);
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    (machine.run(), machine)
+}
+
+#[test]
+fn an_instruction_that_l1_may_intercept_is_not_emulated_as_an_access() {
+    // OUTSB, OUT, LGDT, INVPCID: L1 heard of none.
+    for bytes in [0x6e, 0xee, 0x0017_010f, 0x0007_8238_0f66] {
+        let (user, _machine) = touches_a_device(bytes, 4);
+        assert_eq!(user, UserExit::Hlt, "{bytes:x}");
+    }
+    // MOV AL, [RDI]: the device's own page.
+    let (user, _machine) = touches_a_device(0x078a, 4);
+    assert!(matches!(user, UserExit::Mmio { .. }), "{user:?}");
+}

@@ -9,7 +9,7 @@
 use core::cell::Cell;
 
 use x86::vmcs::{
-    Field, Natural, ReadOnly, ReadWrite,
+    Field, Natural, ReadOnly, ReadWrite, Tagging,
     field::{self, Width},
 };
 
@@ -81,9 +81,11 @@ slots! { Constant from 64 {
         EXCEPTION_BITMAP, TPR_THRESHOLD, ENTRY_INTERRUPTION, ENTRY_ERROR_CODE,
         ENTRY_INSTRUCTION_LENGTH, HOST_SYSENTER_CS, PAGE_FAULT_MASK, PAGE_FAULT_MATCH;
     ReadWrite u64:
-        TSC_OFFSET, TSC_MULTIPLIER, EPT_POINTER, GUEST_DEBUGCTL, GUEST_PAT, GUEST_EFER, HOST_PAT,
+        TSC_OFFSET, TSC_MULTIPLIER, GUEST_DEBUGCTL, GUEST_PAT, GUEST_EFER, HOST_PAT,
         HOST_EFER, GUEST_PERF_GLOBAL_CTRL, EOI_EXIT_0, EOI_EXIT_1, EOI_EXIT_2, EOI_EXIT_3, VMCS_LINK,
         VMREAD_BITMAP, VMWRITE_BITMAP;
+    Tagging u64:
+        EPT_POINTER;
     ReadWrite Natural:
         CR0_MASK, CR0_SHADOW, CR4_MASK, CR4_SHADOW, HOST_CR0, HOST_CR3, HOST_CR4, HOST_FS_BASE,
         HOST_GS_BASE, HOST_TR_BASE, HOST_GDTR_BASE, HOST_IDTR_BASE, HOST_SYSENTER_ESP,
@@ -217,6 +219,18 @@ impl Fields {
     /// Keeps a new value.
     #[inline(always)]
     pub(crate) fn set<W: Width>(&self, slot: Slot<W, ReadWrite>, value: W::Value) -> Set {
+        self.put(slot, value)
+    }
+
+    /// Keeps a new tag. Changed: the CPU may hold old translations under it.
+    #[inline]
+    #[must_use]
+    pub(crate) fn set_tag(&self, slot: Slot<u64, Tagging>, value: u64) -> Set {
+        self.put(slot, value)
+    }
+
+    #[inline(always)]
+    fn put<W: Width, A>(&self, slot: Slot<W, A>, value: W::Value) -> Set {
         let raw = value.into();
         let (group, bit, at) = Self::place(slot);
         if self.known[group].get() & bit != 0 && self.values[at].get() == raw {

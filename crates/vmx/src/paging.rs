@@ -132,10 +132,7 @@ impl<C: Cpu> Translation for Vmx<C> {
         if self.cold.of_l1.runs && self.set_l1_root(pointer) {
             return;
         }
-        if self.vmcs.fields.get(fields::EPT_POINTER) != Some(pointer) {
-            self.set(fields::EPT_POINTER, pointer);
-            self.attention |= attention::FLUSH_TDP;
-        }
+        self.set_ept_pointer(pointer);
     }
 
     fn flush_tlb(&mut self) {
@@ -149,6 +146,16 @@ impl<C: Cpu> Translation for Vmx<C> {
     #[inline]
     fn page_log(&mut self) -> Option<&mut Self> {
         if self.page_log.is_some() { Some(self) } else { None }
+    }
+}
+
+impl<C: Cpu> Vmx<C> {
+    /// Sets the EPT pointer of the current VMCS.
+    #[inline]
+    pub(crate) fn set_ept_pointer(&mut self, pointer: u64) {
+        if self.vmcs.set_ept_pointer(&self.cpu, pointer) {
+            self.attention |= attention::FLUSH_TDP;
+        }
     }
 }
 

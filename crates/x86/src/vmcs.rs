@@ -13,7 +13,7 @@ pub mod place;
 
 pub use controls::{EntryControls, ExitControls, PinControls, ProcControls, ProcControls2};
 pub use exit_reason::{ENTRY_FAILURE, ExitReason};
-pub use field::{Field, Natural, ReadOnly, ReadWrite, Width};
+pub use field::{Field, Natural, ReadOnly, ReadWrite, Tagging, Width};
 pub use group::{Group, Groups, Place, Shadow};
 pub use instruction_error::InstructionError;
 

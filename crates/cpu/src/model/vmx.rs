@@ -10,7 +10,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use backend::Gprs;
 use x86::{
     Cr0, Cr4, Hpa,
-    vmcs::{Field, Width, event, field},
+    vmcs::{Field, ProcControls2, Width, event, field, invept},
 };
 
 use crate::{
@@ -39,6 +39,27 @@ impl ModelVmcs {
 /// One step of a script: what the guest does until its next exit.
 pub type VmxStep = Box<dyn FnMut(&mut ModelVmcs, &mut Gprs) + Send>;
 
+/// What an entry may rely on of the translations that are cached under EPT pointers.
+#[derive(Debug, Default)]
+struct Tags {
+    last: Option<u64>,
+    forgotten: HashSet<u64>,
+    all: bool,
+}
+
+impl Tags {
+    /// An entry with an EPT pointer. While the VMCS had another, nobody could know that this one's translations were
+    /// to be forgotten too: they have to be, before they are used again.
+    fn enter(&mut self, pointer: u64) {
+        let changed = self.last.is_some_and(|last| last != pointer);
+        assert!(
+            !changed || self.all || self.forgotten.contains(&pointer),
+            "entry with another EPT pointer, {pointer:#x}, and no INVEPT of it"
+        );
+        *self = Self { last: Some(pointer), ..Self::default() };
+    }
+}
+
 /// The state of VMX.
 #[derive(Default)]
 pub struct VmxModel {
@@ -52,6 +73,8 @@ pub struct VmxModel {
     stored: RefCell<HashMap<Hpa, ModelVmcs>>,
     launched: RefCell<HashSet<Hpa>>,
     current: Cell<Option<Hpa>>,
+    /// By VMCS: the EPT pointer of its last entry, and what was forgotten since.
+    tags: RefCell<HashMap<Hpa, Tags>>,
     /// Fields that were written with the value that they had.
     pub unchanged_writes: RefCell<Vec<u32>>,
     /// CR2 of the CPU.
@@ -136,8 +159,12 @@ impl VmxCpu for Model {
             self.vmx.unchanged_writes.borrow_mut().push(field);
         }
     }
-    fn invept(&self, kind: u64, _ept_pointer: u64) {
+    fn invept(&self, kind: u64, ept_pointer: u64) {
         demand(format_args!("INVEPT {kind}"), legal::invept(kind));
+        for tags in self.vmx.tags.borrow_mut().values_mut() {
+            tags.forgotten.insert(ept_pointer);
+            tags.all |= kind == invept::ALL;
+        }
     }
     fn invvpid(&self, kind: u64, vpid: u16, address: u64) {
         let legal = legal::invvpid(kind, vpid, address, &self.limits);
@@ -155,6 +182,10 @@ impl VmxCpu for Model {
             return false;
         }
         let fields = self.vmx.stored.borrow().get(&at).cloned().unwrap_or_default();
+        if fields.get(field::PROC_CONTROLS2) & ProcControls2::EPT.bits() != 0 {
+            let mut tags = self.vmx.tags.borrow_mut();
+            tags.entry(at).or_default().enter(fields.get(field::EPT_POINTER));
+        }
         for (field, value) in fields.0 {
             let legal = legal::vmcs_field(field, value, &self.limits);
             demand(format_args!("entry with {value:#x} in field {field:#x}"), legal);

@@ -254,7 +254,6 @@ fn l0() -> merge::L0 {
         cr4_mask: 0x2000,
         tsc: merge::time::Tsc::SAME,
         preemption_timer: None,
-        ept_pointer: 0x5e,
         vpid: 9,
         pages: merge::Pages::default(),
         resumes: false,

@@ -126,7 +126,6 @@ pub const L0: merge::L0 = merge::L0 {
     cr4_mask: 0x2000,
     tsc: Tsc { multiplier: 1 << 48, offset: 77 },
     preemption_timer: None,
-    ept_pointer: 0x5e,
     vpid: 9,
     pages: Pages {
         virtual_apic: None,

@@ -35,6 +35,21 @@ use crate::{
     run::user_exit::{ERROR_EMULATION, ErrorData},
 };
 
+/// Whether an instruction may be emulated for L2. L1 was asked about the exit, and not about the instruction: where
+/// the exit tells no more than that memory was accessed, an instruction that L1 may intercept would get past it.
+fn is_for_l2(cause: Cause, decoded: &Decoded) -> bool {
+    match cause {
+        Cause::Any | Cause::Memory { .. } => decoded.is_data_access(),
+        Cause::Port { .. }
+        | Cause::Control { .. }
+        | Cause::Debug
+        | Cause::Invlpg
+        | Cause::Invpcid
+        | Cause::GdtrIdtr
+        | Cause::LdtrTr => true,
+    }
+}
+
 impl<B: Backend> Vcpu<B> {
     /// Emulates the instruction at RIP, if it can be the one that made the exit. Else its bytes have
     /// changed since: the guest goes on, and the CPU executes what is there now.
@@ -54,6 +69,10 @@ impl<B: Backend> Vcpu<B> {
         if !decoded.can_cause(cause, self.gprs.0[RDX] as u16) {
             self.user_io.log.forget();
             return Ok(());
+        }
+        if self.pending.after_exit.is_nested() && !is_for_l2(cause, decoded) {
+            self.user_io.log.forget();
+            return Err(self.emulation_failed());
         }
         self.execute(decoded)
     }
@@ -149,14 +168,14 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// KVM_EXIT_INTERNAL_ERROR with the bytes at RIP, after which the guest gets #UD. Outside CPL 0 it
-    /// gets that alone, so that its user programs cannot stop it; but a VMM may ask for the exit in
+    /// gets that alone, so that its user programs cannot stop it, as does a guest's guest; but a VMM may ask for the exit in
     /// any case, and does with the guest what it likes then.
     pub(super) fn emulation_failed(&mut self) -> Break {
         self.stats.count(VcpuCount::InsnEmulationFail);
         if !self.vm.settings.exit_on_emulation_failure.load(Relaxed) {
             let program = self.b.cpl() != 0;
             self.raise(Exception::ud());
-            if program {
+            if program || self.pending.after_exit.is_nested() {
                 return Break::ToGuest;
             }
         }

@@ -174,12 +174,13 @@ impl<B: Backend> Vcpu<B> {
         {
             return Err(Invalid);
         }
+        // The last that can be refused.
+        if s.apic_base != self.shared.lapic.base() {
+            self.set_apic_base(s.apic_base, true).map_err(|_| Invalid)?;
+        }
         // Before any register is set: those of the level that runs are.
         if !self.is_virtualization_on(s.efer, s.cr4) {
             self.abandon_l2_for_user();
-        }
-        if s.apic_base != self.shared.lapic.base() {
-            self.set_apic_base(s.apic_base, true).map_err(|_| Invalid)?;
         }
         for (name, value) in SEGMENTS.into_iter().zip(s.segments()) {
             self.b.set_segment(name, value);

@@ -34,6 +34,8 @@ const OFFER: Offer = Offer {
         .difference(ExitControls::LOAD_PERF_GLOBAL_CTRL.union(ExitControls::SAVE_PREEMPTION_TIMER)),
     entry: Offer::WHOLE.entry.difference(EntryControls::LOAD_PERF_GLOBAL_CTRL),
     ept_vpid: Offer::WHOLE.ept_vpid,
+    // Nobody waits in them for L2: an entry with one fails.
+    activity: 0,
 };
 
 /// What a vCPU with these limits is shown on this CPU.

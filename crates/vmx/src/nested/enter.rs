@@ -1,6 +1,6 @@
 //! VMLAUNCH and VMRESUME of L1: vmcs02 is composed from what changed, and L2 is what runs.
 
-use backend::{Executed, Gprs, L1Memory, Msrs, RSP, TSC_RATIO_ONE};
+use backend::{Executed, Gprs, L1Memory, LiveRegisters, Msrs, RSP, TSC_RATIO_ONE};
 use cpu::Cpu;
 use nested_vmx::leave::host::entry_loads;
 use nested_vmx::machine::{Entered, PendingEntry};
@@ -10,14 +10,14 @@ use x86::vmcs::{
     EntryControls, ExitControls, Group, Groups, PinControls, ProcControls, ProcControls2, event,
     field,
 };
-use x86::{Cr0, Cr4, Efer, Gpa, msr};
+use x86::{Cr0, Cr4, Dr7, Efer, Gpa, msr};
 
 use super::{
     access::{Block, Memory},
     kept::{Nested, OfL1},
 };
 use crate::{
-    fields,
+    fields, mitigations,
     msrs::{LIVE, TSC},
     permission::SPECULATION,
     state::{Vmx, attention},
@@ -56,12 +56,6 @@ impl<C: Cpu> Vmx<C> {
             cr4_mask: self.get(fields::CR4_MASK),
             tsc: self.tsc_of_l1(),
             preemption_timer: self.features.preemption_timer.map(|_| u32::MAX),
-            ept_pointer: if n.machine.vmcs12().has_ept() {
-                // Whoever runs the loop sets the root before L2 is entered.
-                n.root
-            } else {
-                self.get(fields::EPT_POINTER)
-            },
             vpid: n.other.fields.get(fields::VPID).unwrap_or(0),
             pages: Pages { msr_bitmap: Some(n.other.msr_map.hpa()), ..Pages::default() },
             resumes: false,
@@ -141,6 +135,9 @@ impl<C: Cpu> Vmx<C> {
             l0.pat = self.get(fields::GUEST_PAT);
         }
         self.exchange(n);
+        // Whoever runs the loop finds L2's root anew before L2 is entered.
+        let of_l1 = n.other.fields.get(fields::EPT_POINTER).unwrap_or(0);
+        self.set_ept_pointer(if n.machine.vmcs12().has_ept() { n.root } else { of_l1 });
         self.compose(n, &l0, dirty);
         self.load_l2(n, &l0, gprs);
         n.machine.entered(entry);
@@ -194,6 +191,16 @@ impl<C: Cpu> Vmx<C> {
             self.attention |= attention::FLUSH;
         }
         n.last_vpid = v.get(field::VPID);
+        if mitigations::flush_wanted() {
+            // L1 is told (ARCH_CAPABILITIES) that it need not flush its own lines before its guests.
+            self.attention |= attention::FLUSH_L1D;
+        }
+        let loads = v.entry().contains(EntryControls::LOAD_DEBUG);
+        let dr7 = if loads { v.get(field::GUEST_DR7) } else { self.get(fields::GUEST_DR7) };
+        if Dr7::new(dr7).has_breakpoints() {
+            // They are to hit at L2's addresses, not at those of the host.
+            self.own_debug_regs();
+        }
         self.after_level_change(cr4, efer);
     }
 

@@ -49,6 +49,8 @@ pub(crate) struct Nested {
     pub(crate) msr_bits: Option<u64>,
     /// The EPT pointer of vmcs02 for an L2 with tables of L1's own; 0, which no entry takes, before there is one.
     pub(crate) root: u64,
+    /// L1 executed INVEPT: what the CPU has of L2's root is dropped when the root is found next.
+    pub(crate) flush_due: bool,
     /// What L1 has flushed of those tables since an entry looked.
     pub(crate) flushed: L1Flush,
     /// Everything is composed at each entry: nothing is known to be unchanged.
@@ -86,6 +88,7 @@ impl Nested {
             last_vpid: 0,
             msr_bits: None,
             root: 0,
+            flush_due: false,
             flushed: L1Flush::None,
             without_tracking: !host::params::nested_dirty_tracking(),
         }

@@ -36,13 +36,14 @@ impl<C: Cpu> NestedPaging for Vmx<C> {
     fn set_nested_root(&mut self, root: Hpa, tracks: bool) {
         let flags = if tracks { eptp::ACCESSED_DIRTY } else { 0 };
         let pointer = root.0 | eptp::WRITE_BACK | eptp::LEVELS_4 | flags;
-        if self.vmcs.fields.get(fields::EPT_POINTER) != Some(pointer) {
-            self.set(fields::EPT_POINTER, pointer);
-            // The page may have been another's root.
-            self.attention |= attention::FLUSH_TDP;
-        }
+        self.set_ept_pointer(pointer);
         if let Some(n) = &mut self.nested {
             n.root = pointer;
+            // The root's pages were brought up to date before; what the CPU has of them was not. Another vCPU may
+            // have filled its cache with what was old since L1's INVEPT: a flush at that time would be too early.
+            if core::mem::take(&mut n.flush_due) {
+                self.attention |= attention::FLUSH_TDP;
+            }
         }
     }
 
@@ -79,6 +80,7 @@ impl<C: Cpu> NestedPaging for Vmx<C> {
 impl Nested {
     /// Notes what L1's INVEPT flushes.
     pub(super) fn note_flush(&mut self, what: Invalidation) {
+        self.flush_due |= matches!(what, Invalidation::Ept(_) | Invalidation::AllEpt);
         self.flushed = match (what, self.flushed) {
             (Invalidation::Ept(pointer), L1Flush::None) => L1Flush::Of(pointer),
             (Invalidation::Ept(pointer), L1Flush::Of(noted)) if noted == pointer => {
@@ -97,9 +99,8 @@ impl<C: Cpu> Vmx<C> {
     #[inline(never)]
     pub(crate) fn set_l1_root(&mut self, pointer: u64) -> bool {
         let Some(n) = &self.nested else { return false };
-        if n.other.fields.get(fields::EPT_POINTER) != Some(pointer) {
-            // vmcs01 is not loaded: it is written when it is.
-            n.other.set(&self.cpu, fields::EPT_POINTER, pointer);
+        // vmcs01 is not loaded: it is written when it is.
+        if n.other.set_ept_pointer(&self.cpu, pointer) {
             self.attention |= attention::FLUSH_TDP;
         }
         n.machine.vmcs12().has_ept()

@@ -67,6 +67,11 @@ pub struct ReadOnly;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReadWrite;
 
+/// May be read and written, and what the CPU has cached goes by it: who writes it answers for what is cached under
+/// the new value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tagging;
+
 /// What may be done with a field.
 pub trait Access {
     /// Whether it lies in the read-only data area.
@@ -78,6 +83,10 @@ impl Access for ReadOnly {
 }
 
 impl Access for ReadWrite {
+    const READ_ONLY: bool = false;
+}
+
+impl Access for Tagging {
     const READ_ONLY: bool = false;
 }
 
@@ -180,7 +189,6 @@ fields! {
         APIC_ACCESS_ADDR = 0x2014 [104 Apic],
         POSTED_INTR_DESC = 0x2016 [112 Apic],
         VM_FUNCTION_CONTROLS = 0x2018 [296 Translation],
-        EPT_POINTER = 0x201a [120 Translation],
         EOI_EXIT_0 = 0x201c [128 Apic],
         EOI_EXIT_1 = 0x201e [136 Apic],
         EOI_EXIT_2 = 0x2020 [144 Apic],
@@ -205,6 +213,8 @@ fields! {
         HOST_PAT = 0x2c00 [256 Host],
         HOST_EFER = 0x2c02 [264 Host],
         HOST_PERF_GLOBAL_CTRL = 0x2c04 [272 Host];
+    Tagging u64:
+        EPT_POINTER = 0x201a [120 Translation];
     ReadOnly u64:
         GUEST_PHYSICAL_ADDRESS = 0x2400 [168 Exit read];
     ReadWrite u32:
