@@ -22,13 +22,19 @@ impl<C: Cpu> Clock for Vmx<C> {
 
     fn set_tsc(&mut self, offset: u64, ratio: u64) {
         self.tsc_offset = offset;
-        self.set(fields::TSC_OFFSET, offset);
+        self.behind_l2(|cpu, vmcs01| vmcs01.set(cpu, fields::TSC_OFFSET, offset));
         if self.tsc_ratio != ratio && self.features.tsc_scaling {
             self.tsc_ratio = ratio;
             self.deadline.set_ratio(ratio);
-            self.set(fields::TSC_MULTIPLIER, ratio << MULTIPLIER_SHIFT);
-            self.change_proc2(ProcControls2::TSC_SCALING, ratio != TSC_RATIO_ONE);
+            let (multiplier, scales) = (ratio << MULTIPLIER_SHIFT, ratio != TSC_RATIO_ONE);
+            self.set(fields::TSC_MULTIPLIER, multiplier);
+            self.change_proc2(ProcControls2::TSC_SCALING, scales);
+            self.behind_l2(|cpu, vmcs01| {
+                vmcs01.set(cpu, fields::TSC_MULTIPLIER, multiplier);
+                vmcs01.change_proc2(cpu, ProcControls2::TSC_SCALING, scales);
+            });
         }
+        self.set(fields::TSC_OFFSET, self.current_tsc_offset());
     }
 
     #[inline]

@@ -183,6 +183,11 @@ impl<C: Cpu> Permissions for Vmx<C> {
         let bit = Exceptions::BP.bits();
         let old = self.get(fields::EXCEPTION_BITMAP) & !bit;
         let kept = self.cold.of_l1.exceptions & bit;
-        self.set(fields::EXCEPTION_BITMAP, old | kept | if breakpoints { bit } else { 0 });
+        let wanted = if breakpoints { bit } else { 0 };
+        self.set(fields::EXCEPTION_BITMAP, old | kept | wanted);
+        self.behind_l2(|cpu, vmcs01| {
+            let old = vmcs01.get(cpu, fields::EXCEPTION_BITMAP) & !bit;
+            vmcs01.set(cpu, fields::EXCEPTION_BITMAP, old | wanted);
+        });
     }
 }

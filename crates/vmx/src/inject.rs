@@ -310,6 +310,19 @@ impl<C: Cpu> Injection for Vmx<C> {
     }
 }
 
+impl<C: Cpu> Vmx<C> {
+    /// What this VMCS was to inject is lost. An entry that fails leaves the bit that makes it valid (SDM vol. 3C
+    /// §27.8), and the next entry would inject it.
+    #[cold]
+    pub(crate) fn drop_injection(&mut self) {
+        self.attention &= !attention::INJECT;
+        let info = self.get(fields::ENTRY_INTERRUPTION);
+        // Whatever is believed of it, it is written.
+        self.vmcs.fields.learn(fields::ENTRY_INTERRUPTION, u64::from(info | event::VALID));
+        self.set(fields::ENTRY_INTERRUPTION, info & !event::VALID);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -162,6 +162,16 @@ impl<C: Cpu> Vmx<C> {
 impl<C: Cpu> backend::PageLog for Vmx<C> {
     fn set_logging(&mut self, on: bool) {
         if self.page_log.is_some() {
+            self.behind_l2(|cpu, vmcs01| {
+                vmcs01.change_proc2(cpu, ProcControls2::PML, on);
+            });
+            if self.nested_tables_run() {
+                // L2's own physical addresses are of no use in a log. The place in it goes to vmcs01 at the exit.
+                if on {
+                    self.set(fields::PML_INDEX, PageLog::EMPTY);
+                }
+                return;
+            }
             let was = self.get(fields::PROC_CONTROLS2) & ProcControls2::PML.bits() != 0;
             if on && !was {
                 // Another VMCS of this vCPU may have logged since this one did.

@@ -17,7 +17,7 @@ use host::{KBox, NoMemory, irq, page::Page, smp};
 use x86::{
     Cr4, Hpa,
     vmcs::{
-        Field, ReadWrite,
+        Field, ProcControls2, ReadWrite,
         field::{self, Width},
         invvpid,
     },
@@ -144,6 +144,14 @@ impl Vmcs {
                 self.fields.defer(slot);
             }
         }
+    }
+
+    /// Sets or clears secondary controls.
+    #[cold]
+    pub(crate) fn change_proc2<C: Cpu>(&self, cpu: &C, bits: ProcControls2, on: bool) {
+        let old = self.get(cpu, fields::PROC_CONTROLS2);
+        let new = if on { old | bits.bits() } else { old & !bits.bits() };
+        self.set(cpu, fields::PROC_CONTROLS2, new);
     }
 
     /// Sets the EPT pointer. True: it is another than before, and what the CPU made of its tables at some other time

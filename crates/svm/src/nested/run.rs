@@ -138,14 +138,17 @@ impl<C: Cpu> Svm<C> {
         let l0 = self.l0(state, msrpm);
         let v12 = state.v12.get();
         let block = self.block.vmcb_mut(Clean::empty());
-        let root = block.control.ncr3;
-        let stale = merge::enter(block, v12, dirty, &l0, &self.cold.offered);
+        let (root, int_ctl) = (block.control.ncr3, block.control.int_ctl);
+        let mut stale = merge::enter(block, v12, dirty, &l0, &self.cold.offered);
         // Virtual NMIs are the processor's, whichever level runs.
         let nmi = vintr::NMI_ENABLE | vintr::NMI_MASK;
         block.control.int_ctl |= l1_int_ctl & nmi;
         if v12.control.int_ctl & vintr::INTR_MASKING == 0 {
             block.control.int_ctl =
                 (block.control.int_ctl & !vintr::TPR_MASK) | (l1_int_ctl & vintr::TPR_MASK);
+        }
+        if block.control.int_ctl != int_ctl {
+            stale |= Clean::INTR;
         }
         let hidden = block.save.cr0 & (Cr0::CD | Cr0::NW).bits();
         let cr4 = block.save.cr4;

@@ -120,7 +120,7 @@ impl<C: Cpu> Vmx<C> {
             return Executed::Outside;
         }
         // What was to be injected was not.
-        self.attention &= !attention::INJECT;
+        self.drop_injection();
         let kept = Kept { cr0: self.cr0.bits(), efer: self.efer.bits() };
         let failure = EntryFailure { qualification, ..EntryFailure::GUEST };
         n.machine.fail_entry(failure);

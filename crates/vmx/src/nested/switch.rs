@@ -11,6 +11,7 @@ use super::{
 use crate::{
     fields,
     state::{Vmx, attention},
+    vmcs::Vmcs,
 };
 
 impl<C: Cpu> Vmx<C> {
@@ -47,6 +48,23 @@ impl<C: Cpu> Vmx<C> {
         if let Some(index) = logged {
             // Both log into the one page.
             self.set(fields::PML_INDEX, index);
+        }
+    }
+
+    /// Changes vmcs01 too while L2 runs: a word of L0's own has to be there when L1 goes on.
+    pub(crate) fn behind_l2(&self, change: impl FnOnce(&C, &Vmcs)) {
+        if self.cold.of_l1.runs
+            && let Some(n) = &self.nested
+        {
+            change(&self.cpu, &n.other);
+        }
+    }
+
+    /// Offset from the host's TSC to that of the level that runs.
+    pub(crate) fn current_tsc_offset(&self) -> u64 {
+        match &self.nested {
+            Some(n) if self.cold.of_l1.runs => self.tsc_of_l1().of_l2(n.machine.vmcs12()).offset,
+            _ => self.tsc_offset,
         }
     }
 
@@ -115,6 +133,7 @@ impl<C: Cpu> Vmx<C> {
     /// L1 runs from now on with registers that somebody sets; L2's are lost.
     pub(super) fn abandon_l2(&mut self, n: &mut Nested) {
         if self.cold.of_l1.runs {
+            self.drop_injection();
             self.cold.of_l1 = OfL1::default();
             self.own();
             self.exchange(n);

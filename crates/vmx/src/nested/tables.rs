@@ -106,6 +106,12 @@ impl<C: Cpu> Vmx<C> {
         n.machine.vmcs12().has_ept()
     }
 
+    /// Whether L2 runs on tables of its hypervisor's.
+    pub(crate) fn nested_tables_run(&self) -> bool {
+        let n = self.nested.as_ref().filter(|_| self.cold.of_l1.runs);
+        n.is_some_and(|n| n.machine.vmcs12().has_ept())
+    }
+
     /// The EPT pointer of the VMCS that is not current, if the hardware may hold translations made from it.
     pub(crate) fn other_root(&self) -> Option<u64> {
         let other = self.nested.as_ref()?.other.fields.get(fields::EPT_POINTER)?;
