@@ -191,6 +191,9 @@ pub struct NestedLinuxArguments {
     /// Parameters of its kvm-amd or kvm-intel, such as npt=0
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub kvm: String,
+    /// Another module of the initramfs in their place, such as gannet
+    #[arg(long, value_name = "NAME")]
+    pub l1_module: Option<String>,
     /// Its memory
     #[arg(long, value_name = "MIB", default_value_t = 384)]
     pub memory: u64,

@@ -85,11 +85,13 @@ fn command_line(arguments: &NestedLinuxArguments) -> Result<String> {
         bail!("no workload is named");
     }
     let (kvm, command) = (&arguments.kvm, steps.join("; "));
-    if kvm.contains('"') || command.contains('"') {
+    let module = arguments.l1_module.as_deref().unwrap_or_default();
+    if [kvm, module, &command].iter().any(|text| text.contains('"')) {
         bail!("neither parameters nor names may hold a quotation mark");
     }
     Ok(format!(
-        "{COMMAND_LINE} quiet mitigations=off gannet.kvm=\"{kvm}\" gannet.command=\"{command}\""
+        "{COMMAND_LINE} quiet mitigations=off gannet.module=\"{module}\" gannet.kvm=\"{kvm}\" \
+         gannet.command=\"{command}\""
     ))
 }
 
@@ -196,8 +198,12 @@ mod tests {
     #[test]
     fn the_command_line_has_parameters_and_workloads() {
         let line = command_line(&arguments(&["cpuid", "boot", "--kvm", "npt=0"])).unwrap();
-        assert!(line.contains("gannet.kvm=\"npt=0\" gannet.command=\"exitbench run cpuid --iter"));
+        assert!(line.contains(
+            "gannet.module=\"\" gannet.kvm=\"npt=0\" gannet.command=\"exitbench run cpuid --iter"
+        ));
         assert!(line.contains("exitbench boot --kernel /guest/vmlinux"));
         assert!(command_line(&arguments(&["a\"b"])).is_err());
+        let line = command_line(&arguments(&["--l1-module", "gannet"])).unwrap();
+        assert!(line.contains("gannet.module=\"gannet\" "));
     }
 }

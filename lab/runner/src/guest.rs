@@ -46,14 +46,18 @@ pub fn initramfs_with_compiler(layout: &Layout) -> Result<Vec<u8>> {
     Ok(archive.bytes())
 }
 
-/// The initramfs of a guest that is a hypervisor (L1): its kernel's own KVM, exitbench as its VMM and, if asked for, a kernel and an
-/// initramfs for its guest (L2).
+/// The initramfs of a guest that is a hypervisor (L1): its kernel's own KVM and, if it was built, gannet.ko; exitbench as its VMM and, if
+/// asked for, a kernel and an initramfs for its guest (L2).
 pub fn initramfs_of_hypervisor(layout: &Layout, exitbench: &Path, linux: bool) -> Result<Vec<u8>> {
     let mut archive = busybox(layout)?;
     archive.text("init", include_str!("../../hypervisor-init.sh"));
     archive.file("bin/exitbench", exitbench)?;
     for name in ["irqbypass", "kvm", "ccp", "kvm-amd", "kvm-intel"] {
         archive.file(&format!("modules/{name}.ko"), &layout.stock_module(KERNEL, name))?;
+    }
+    let gannet = layout.gannet_module(KERNEL);
+    if gannet.is_file() {
+        archive.file("modules/gannet.ko", &gannet)?;
     }
     if linux {
         archive.file("guest/vmlinux", &layout.vmlinux(KERNEL))?;
