@@ -3,7 +3,7 @@
 # cache folder: the Rust toolchain, two kernels with their headers, QEMU and busybox come from Debian's archive through a private
 # apt configuration and are unpacked under target/lab/.
 #
-#   lab/bootstrap.sh [GROUP...]     make sure of these groups (default: all; see packages.txt)
+#   lab/bootstrap.sh [GROUP...]     make sure of these groups (default: all but selftests; see packages.txt)
 #   lab/bootstrap.sh --relock       resolve the newest versions of everything and write lab/lab.lock
 #
 # Every step leaves a stamp only when it is complete, so an interrupted run is simply run again. A run with nothing to do reads one
@@ -25,6 +25,8 @@ newer_lock=$out/lab.lock.newer
 # Raise to have every checkout unpack its packages again; below, those of one group.
 layout=3
 all_groups="toolchain kernel-6.12 kernel-6.1 qemu bochs busybox tcc"
+# Made sure of only where they are named.
+other_groups="selftests"
 
 say() { printf 'set-up: %s\n' "$*" >&2; }
 die() { printf 'set-up: error: %s\n' "$*" >&2; exit 1; }
@@ -160,9 +162,9 @@ relock() {
     {
         printf '# Versions of everything the lab takes from Debian: group, package, version, SHA-256, bytes.\n'
         printf '# Written by `lab/bootstrap.sh --relock`.\n'
-        for group in $all_groups; do resolve "$group"; done
+        for group in $all_groups $other_groups; do resolve "$group"; done
     } >"$lock.new"
-    for group in $all_groups; do grep -q "^$group " "$lock.new" || die "group $group could not be resolved"; done
+    for group in $all_groups $other_groups; do grep -q "^$group " "$lock.new" || die "group $group could not be resolved"; done
     mv "$lock.new" "$lock"
     rm -f "$newer_lock"
 }
@@ -241,6 +243,10 @@ unpack_into() {
             rust-web-src)
                 dpkg-deb --fsys-tarfile "$(deb_file "$sha")" | tar -x -C "$into" --wildcards './usr/lib/*' './usr/src/*/library/*' \
                     './usr/src/*/Cargo.*' './usr/src/*/vendor/*' 2>/dev/null || true ;;
+            linux-source-*)
+                dpkg-deb --fsys-tarfile "$(deb_file "$sha")" | tar -x -O --wildcards '*.tar.xz' | xz -dc |
+                    tar -x -C "$into" --strip-components=1 --wildcards '*/Makefile' '*/Kbuild' '*/Kconfig' 'linux-source-*/scripts/*' \
+                        'linux-source-*/include/*' 'linux-source-*/arch/x86/*' 'linux-source-*/usr/*' 'linux-source-*/tools/*' ;;
             *) dpkg-deb -x "$(deb_file "$sha")" "$into" ;;
         esac
     done
@@ -256,6 +262,7 @@ finish() {
         bochs) finish_bochs "$2" ;;
         busybox) ;;
         tcc) finish_tcc "$2" ;;
+        selftests) finish_selftests "$2" ;;
     esac
 }
 
@@ -386,6 +393,18 @@ finish_tcc() {
     [ -x "$1/usr/bin/tcc" ] && [ -e "$libraries/crt1.o" ] && [ -e "$1/lib/x86_64-linux-gnu/libc.so.6" ] || die "tcc is incomplete"
 }
 
+# The kernel's selftests of KVM, linked statically, in bin/; their source goes again.
+finish_selftests() {
+    tests=$1/tools/testing/selftests/kvm
+    make -s -C "$1" headers ARCH=x86 >"$out/selftests.log" 2>&1 || die "the kernel's headers cannot be made, see $out/selftests.log"
+    make -s -C "$tests" -j"$(nproc)" ARCH=x86_64 KHDR_INCLUDES="-isystem $1/usr/include" LDFLAGS='-static -pthread' \
+        >>"$out/selftests.log" 2>&1 || die "the selftests do not build, see $out/selftests.log"
+    mkdir "$1/bin"
+    find "$tests" -maxdepth 2 -type f -perm -1 ! -name '*.*' | while read -r test; do strip -o "$1/bin/$(basename "$test")" "$test"; done
+    [ -x "$1/bin/state_test" ] || die "the selftests are incomplete"
+    find "$1" -mindepth 1 -maxdepth 1 ! -name bin -exec rm -rf {} +
+}
+
 group_dir() {
     case $1 in
         kernel-*) printf '%s/kernel/%s' "$out" "${1#kernel-}" ;;
@@ -426,7 +445,7 @@ fi
 groups=${*:-$all_groups}
 todo=
 for group in $groups; do
-    grep -q "^$group " "$lab_dir/packages.txt" || die "no such group: $group (there are: $all_groups)"
+    grep -q "^$group " "$lab_dir/packages.txt" || die "no such group: $group (there are: $all_groups $other_groups)"
     group_is_ready "$group" || todo="$todo $group"
 done
 need_plain_packages

@@ -51,6 +51,8 @@ pub enum Waiting {
     Init,
     /// An exception that the current instruction makes.
     Exception(Exception),
+    /// A triple fault that was found outside the CPU: the emulator made it, or user space.
+    TripleFault,
 }
 
 /// Where an event goes.
@@ -103,6 +105,10 @@ pub trait Nested: NestedPaging {
     fn repeats_injection(&mut self) -> bool;
     /// Ends L2's run with its last exit, which is L1's.
     fn reflect(&mut self, gprs: &mut Gprs, l1: &impl L1Memory) -> Executed;
+    /// Ends L2's run with a hypercall to L1: L2 has made it by the other vendor's instruction, and the last exit is for
+    /// the #UD of that. `None`: L1 asks for none, so that it stays #UD.
+    fn hypercall(&mut self, gprs: &mut Gprs, next_rip: u64, l1: &impl L1Memory)
+    -> Option<Executed>;
     /// Whether events have to be asked where they go: L2 runs, or L1 holds its own back.
     fn is_gated(&self) -> bool;
     /// Where an event goes.
@@ -171,6 +177,9 @@ impl Nested for Absent {
         match *self {}
     }
     fn reflect(&mut self, _: &mut Gprs, _: &impl L1Memory) -> Executed {
+        match *self {}
+    }
+    fn hypercall(&mut self, _: &mut Gprs, _: u64, _: &impl L1Memory) -> Option<Executed> {
         match *self {}
     }
     fn is_gated(&self) -> bool {

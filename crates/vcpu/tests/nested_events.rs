@@ -3,7 +3,10 @@
 mod rig;
 
 use backend::RDX;
-use gannet_vcpu::UserExit;
+use gannet_vcpu::{
+    UserExit,
+    state::registers::{GivenEvents, SavedEvents},
+};
 use rig::nested::{BLOCK, Hypervisor, L1_RIP, L2_RIP, vmrun};
 use rig::{Machine, exit, shutdown, vcpu_of};
 use svm::Features;
@@ -17,6 +20,7 @@ const INIT: u64 = 1 << 3;
 const VINTR: u32 = 1 << 4;
 const CR0_SEL_WRITE: u64 = 1 << 5;
 const CPUID: u64 = 1 << 18;
+const SHUTDOWN: u64 = 1 << 31;
 
 const EXIT_CODE: u64 = BLOCK + 0x70;
 const EVENTINJ: u64 = BLOCK + 0xa8;
@@ -322,4 +326,29 @@ fn an_instruction_that_l1_may_intercept_is_not_emulated_as_an_access() {
     // MOV AL, [RDI]: the device's own page.
     let (user, _machine) = touches_a_device(0x078a, 4);
     assert!(matches!(user, UserExit::Mmio { .. }), "{user:?}");
+}
+
+/// User space gives L2 a triple fault.
+fn give_triple_fault(machine: &mut Hypervisor) {
+    let events = SavedEvents { triple_fault: true, ..SavedEvents::default() };
+    let given = GivenEvents { triple_fault: true, ..GivenEvents::default() };
+    machine.vcpu.restore_events(&events, given);
+}
+
+#[test]
+fn a_shutdown_that_no_cpu_made_is_l1s_if_it_intercepts_it() {
+    let mut machine = intercepting(SHUTDOWN);
+    machine.stop_in_l2();
+    give_triple_fault(&mut machine);
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, BEHIND);
+        shutdown(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Shutdown);
+    assert_eq!(machine.get(EXIT_CODE), ExitCode::Shutdown.0);
+    let mut machine = intercepting(0);
+    machine.stop_in_l2();
+    give_triple_fault(&mut machine);
+    assert_eq!(machine.run(), UserExit::Shutdown);
+    assert_eq!(machine.get(EXIT_CODE), 0);
 }

@@ -27,14 +27,15 @@ impl<C: Cpu> Clock for Vmx<C> {
             self.tsc_ratio = ratio;
             self.deadline.set_ratio(ratio);
             let (multiplier, scales) = (ratio << MULTIPLIER_SHIFT, ratio != TSC_RATIO_ONE);
-            self.set(fields::TSC_MULTIPLIER, multiplier);
+            // With an L2 that has a TSC of its own this is not L1's.
+            self.set(fields::TSC_MULTIPLIER, self.current_tsc().multiplier);
             self.change_proc2(ProcControls2::TSC_SCALING, scales);
             self.behind_l2(|cpu, vmcs01| {
                 vmcs01.set(cpu, fields::TSC_MULTIPLIER, multiplier);
                 vmcs01.change_proc2(cpu, ProcControls2::TSC_SCALING, scales);
             });
         }
-        self.set(fields::TSC_OFFSET, self.current_tsc_offset());
+        self.set(fields::TSC_OFFSET, self.current_tsc().offset);
     }
 
     #[inline]

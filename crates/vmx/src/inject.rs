@@ -30,6 +30,11 @@ fn pushes_error_code(vector: u8) -> bool {
     matches!(vector, 8 | 10..=14 | 17)
 }
 
+/// The error code with which an exception is delivered: an entry takes 16 bits, and an exit tells no more.
+pub(crate) fn error_code(e: &Exception) -> u32 {
+    e.error_code.unwrap_or(0) & 0xffff
+}
+
 /// The entry-interruption information for an event. `protected`: the guest is in protected mode;
 /// outside it nothing pushes an error code.
 pub fn encode(event: Event, protected: bool) -> u32 {
@@ -197,7 +202,7 @@ impl<C: Cpu> Injection for Vmx<C> {
                 self.deliver_payload(e.vector.0, bits);
             }
             if info & event::ERROR_VALID != 0 {
-                self.set(fields::ENTRY_ERROR_CODE, e.error_code.unwrap_or(0));
+                self.set(fields::ENTRY_ERROR_CODE, error_code(&e));
             }
             if e.vector.0 == vector::DB && self.exited_at_int1() {
                 info = (info & !event::TYPE) | event::PRIVILEGED_SOFT_EXCEPTION;
@@ -347,6 +352,12 @@ mod tests {
         let gp = Event::Exception(Exception::gp(0x18));
         assert_eq!(encode(gp, false), event::VALID | event::EXCEPTION | 13);
         assert_eq!(encode(gp, true), event::VALID | event::EXCEPTION | event::ERROR_VALID | 13);
+    }
+
+    #[test]
+    fn an_error_code_has_sixteen_bits() {
+        let code = |bits| error_code(&Exception { error_code: bits, ..Exception::gp(0) });
+        assert_eq!((code(Some(0xdead_beef)), code(None)), (0xbeef, 0));
     }
 
     proptest! {

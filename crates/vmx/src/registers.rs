@@ -135,7 +135,15 @@ impl<C: Cpu> Registers for Vmx<C> {
         self.set(places.selector, value.selector);
         self.set(places.base, value.base);
         self.set(places.limit, value.limit);
-        self.set(places.rights, segments::rights_for(name, &value, long));
+        // A guest's guest was entered with a TR that its hypervisor answers for. One that is of no use is not mended:
+        // the entry fails, and L1 hears of a shutdown.
+        let broken = self.cold.of_l1.runs && name == SegmentName::Tr && !value.is_present();
+        let rights = if broken {
+            segments::rights(value.attr)
+        } else {
+            segments::rights_for(name, &value, long)
+        };
+        self.set(places.rights, rights);
     }
 
     #[inline]
@@ -249,7 +257,7 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
         let bit = EntryControls::IA32E_GUEST.bits();
         let controls = self.get(fields::ENTRY_CONTROLS);
         self.set(fields::ENTRY_CONTROLS, if long { controls | bit } else { controls & !bit });
-        if long {
+        if long && !self.cold.of_l1.runs {
             // A 16-bit task state is none there.
             let tr = self.segment(SegmentName::Tr);
             self.set(fields::GUEST_TR_RIGHTS, segments::rights_for(SegmentName::Tr, &tr, true));

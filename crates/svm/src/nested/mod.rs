@@ -208,6 +208,13 @@ impl<C: Cpu> Svm<C> {
         }
     }
 
+    /// A shutdown of L2's is L1's if it asks for that, and else the processor's.
+    fn gate_of_shutdown(&self) -> Gate {
+        let asks = |s: &KBox<State>| reflect::intercepts(s.v12.control(), ExitCode::Shutdown);
+        let exits = self.level == Level::L2 && self.nested.as_ref().is_some_and(asks);
+        if exits { Gate::ExitToL1 } else { Gate::Deliver }
+    }
+
     /// The last exit of L2. An exit for an MSR tells which by RCX.
     fn last_exit(&self, gprs: &Gprs) -> Exit {
         let control = &self.vmcb().control;
@@ -317,6 +324,18 @@ impl<C: Cpu> Nested for Svm<C> {
         self.leave(gprs, &exit, Undelivered { info }, l1)
     }
 
+    fn hypercall(
+        &mut self,
+        gprs: &mut Gprs,
+        next_rip: u64,
+        l1: &impl L1Memory,
+    ) -> Option<Executed> {
+        let asks = |s: &KBox<State>| reflect::intercepts(s.v12.control(), ExitCode::Vmmcall);
+        self.nested.as_ref().filter(|state| asks(state))?;
+        self.vmcb_mut(Clean::empty()).control.next_rip = next_rip;
+        Some(self.leave(gprs, &Exit::plain(ExitCode::Vmmcall), Undelivered::default(), l1))
+    }
+
     #[inline]
     fn is_gated(&self) -> bool {
         self.level == Level::L2 || !self.gif.is_set()
@@ -329,6 +348,7 @@ impl<C: Cpu> Nested for Svm<C> {
             Waiting::Smi => Pending::Smi,
             Waiting::Init => Pending::Init,
             Waiting::Exception(e) => Pending::Exception(*e),
+            Waiting::TripleFault => return self.gate_of_shutdown(),
         };
         let Some(state) = self.nested.as_ref().filter(|_| self.level == Level::L2) else {
             let held = !self.gif.is_set() && !matches!(waiting, Waiting::Exception(_));
@@ -370,6 +390,7 @@ impl<C: Cpu> Nested for Svm<C> {
             Waiting::Smi => Exit::plain(ExitCode::Smi),
             Waiting::Init => Exit::plain(ExitCode::Init),
             Waiting::Exception(e) => Exit::of_exception(e),
+            Waiting::TripleFault => Exit::plain(ExitCode::Shutdown),
         };
         let info = undelivered.map_or(0, inject::encode);
         self.leave(gprs, &exit, Undelivered { info }, l1)

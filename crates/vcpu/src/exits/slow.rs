@@ -190,11 +190,14 @@ impl<B: Backend> Vcpu<B> {
         let len = self.read_code(&mut bytes).unwrap_or(0);
         let bytes = bytes.get(..len).unwrap_or(&[]);
         let hypercall = bytes.starts_with(&VMCALL) || bytes.starts_with(&VMMCALL);
+        let hypercall = hypercall && self.vm.settings.has_quirk(quirk::FIX_HYPERCALL_INSN);
+        let next = self.wrap_rip(self.b.rip().wrapping_add(VMCALL.len() as u64));
         // A guest's guest makes its hypercalls to its own hypervisor.
         if self.pending.after_exit.is_nested() {
-            self.raise(Exception::ud());
-        } else if hypercall && self.vm.settings.has_quirk(quirk::FIX_HYPERCALL_INSN) {
-            let next = self.wrap_rip(self.b.rip().wrapping_add(VMCALL.len() as u64));
+            if !(hypercall && self.gives_hypercall_to_l1(next)) {
+                self.raise(Exception::ud());
+            }
+        } else if hypercall {
             self.stats.count(VcpuCount::HypercallsByUd);
             self.do_hypercall();
             self.retire(next);

@@ -137,6 +137,13 @@ impl<B: Backend> Vcpu<B> {
         self.pending.raise();
     }
 
+    /// A triple fault of L2's that was found outside the CPU: L1 hears of it. False: it is the vCPU's.
+    pub(crate) fn gives_triple_fault_to_l1(&mut self) -> bool {
+        self.pending.after_exit.is_nested()
+            && self.gate_of(Waiting::TripleFault) == Gate::ExitToL1
+            && self.end_l2(Waiting::TripleFault, None) == Ended::Yes
+    }
+
     /// Whether an interrupt would be taken by L2, or end its run.
     pub(crate) fn interrupt_goes_somewhere(&self) -> bool {
         !matches!(self.gate_of(Waiting::Interrupt(None)), Gate::Hold | Gate::Window)

@@ -99,6 +99,15 @@ impl<B: Backend> Vcpu<B> {
         handled
     }
 
+    /// L1 hears of a hypercall that L2 made by the other vendor's instruction. False: it asks for none.
+    pub(crate) fn gives_hypercall_to_l1(&mut self, next: u64) -> bool {
+        let Some(nested) = self.b.nested_mut() else { return false };
+        let l1 = Whole::new(&self.memory, None);
+        let Some(done) = nested.hypercall(&mut self.gprs, next, &l1) else { return false };
+        let _ = self.executed(done, 0);
+        true
+    }
+
     /// The emulator has found the value that L2 writes to CR0: L1 hears of it, or L2 goes on.
     fn reflect_by_value(&mut self) {
         let Some(nested) = self.b.nested_mut() else { return };

@@ -247,7 +247,7 @@ impl<B: Backend> Vcpu<B> {
         if self.events.outer.has(Outer::OWING) {
             self.tell_resamplers();
         }
-        if self.events.outer.take(Outer::TRIPLE_FAULT) {
+        if self.events.outer.take(Outer::TRIPLE_FAULT) && !self.gives_triple_fault_to_l1() {
             return Err(UserExit::Shutdown.into());
         }
         if self.events.outer.take(Outer::STEPPED) {

@@ -28,7 +28,8 @@ const OFFER: Offer = Offer {
         .union(ProcControls2::WBINVD)
         .union(ProcControls2::RDRAND)
         .union(ProcControls2::INVPCID)
-        .union(ProcControls2::RDSEED),
+        .union(ProcControls2::RDSEED)
+        .union(ProcControls2::TSC_SCALING),
     exit: Offer::WHOLE
         .exit
         .difference(ExitControls::LOAD_PERF_GLOBAL_CTRL.union(ExitControls::SAVE_PREEMPTION_TIMER)),

@@ -6,7 +6,7 @@ use nested_vmx::events::{self, Injection as Undelivered, State};
 use nested_vmx::leave::Report;
 use nested_vmx::reflect;
 use x86::Rflags;
-use x86::vmcs::event;
+use x86::vmcs::{ExitReason, event};
 
 use super::{
     access::{Memory, qualification},
@@ -26,6 +26,7 @@ impl<C: Cpu> Vmx<C> {
             Waiting::Nmi => events::Event::Nmi,
             Waiting::Smi => events::Event::Smi,
             Waiting::Init => events::Event::Init,
+            Waiting::TripleFault => return Gate::ExitToL1,
         };
         let state = State {
             entry_pending: n.machine.run_pending,
@@ -64,8 +65,9 @@ impl<C: Cpu> Vmx<C> {
             Waiting::Init => events::report(events::Event::Init, None),
             Waiting::Exception(e) => {
                 let information = inject::encode(Event::Exception(*e), true);
-                Report::event(information, e.error_code.unwrap_or(0), qualification(e))
+                Report::event(information, inject::error_code(e), qualification(e))
             }
+            Waiting::TripleFault => Report::plain(ExitReason::TripleFault, 0),
         };
         self.tell_undelivered(&mut report, undelivered);
         self.leave_l2(n, gprs, &report, &Memory::new(l1))
@@ -77,7 +79,7 @@ impl<C: Cpu> Vmx<C> {
             let information = inject::encode(event, true);
             let error_code = match event {
                 Event::Exception(e) if information & event::ERROR_VALID != 0 => {
-                    e.error_code.unwrap_or(0)
+                    inject::error_code(&e)
                 }
                 _ => 0,
             };

@@ -59,6 +59,12 @@ impl<C: Cpu> Vmx<C> {
     ) -> Executed {
         let memory = Memory::new(l1);
         if self.get(fields::EXIT_REASON) & ENTRY_FAILURE != 0 {
+            if !n.machine.run_pending {
+                // No entry of L1's: user space has given L2 a state that no CPU runs.
+                self.drop_injection();
+                let report = Report::plain(ExitReason::TripleFault, 0);
+                return self.leave_l2(n, gprs, &report, &memory);
+            }
             let qualification = self.get(fields::EXIT_QUALIFICATION);
             return self.fail_hardware_entry(n, gprs, qualification, &memory);
         }

@@ -143,6 +143,11 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         self.with_nested(|this, n| this.reflect_exit(n, gprs, l1)).unwrap_or(Executed::Shutdown)
     }
 
+    /// VMMCALL of L2 stays undefined, as on stock KVM.
+    fn hypercall(&mut self, _: &mut Gprs, _: u64, _: &impl L1Memory) -> Option<Executed> {
+        None
+    }
+
     fn gate(&self, waiting: &Waiting) -> Gate {
         match &self.nested {
             Some(n) if n.machine.level() == machine::Level::L2 => self.gate_of(n, waiting),
@@ -159,7 +164,7 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         match waiting {
             Waiting::Interrupt(_) => self.nested.as_ref().is_some_and(asks),
             Waiting::Nmi | Waiting::Init => true,
-            Waiting::Smi | Waiting::Exception(_) => false,
+            Waiting::Smi | Waiting::Exception(_) | Waiting::TripleFault => false,
         }
     }
 

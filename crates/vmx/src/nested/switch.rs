@@ -2,6 +2,7 @@
 
 use cpu::{Cpu, VmxSwitch};
 use nested_vmx::leave::Known;
+use nested_vmx::merge::time::Tsc;
 use x86::vmcs::{Groups, ProcControls2};
 
 use super::{
@@ -60,11 +61,12 @@ impl<C: Cpu> Vmx<C> {
         }
     }
 
-    /// Offset from the host's TSC to that of the level that runs.
-    pub(crate) fn current_tsc_offset(&self) -> u64 {
+    /// The TSC of the level that runs, from the host's.
+    pub(crate) fn current_tsc(&self) -> Tsc {
+        let l1 = self.tsc_of_l1();
         match &self.nested {
-            Some(n) if self.cold.of_l1.runs => self.tsc_of_l1().of_l2(n.machine.vmcs12()).offset,
-            _ => self.tsc_offset,
+            Some(n) if self.cold.of_l1.runs => l1.of_l2(n.machine.vmcs12()),
+            _ => l1,
         }
     }
 

@@ -322,17 +322,22 @@ fn events_of(guest: &Guest) -> Outcome<kvm_vcpu_events> {
     guest.vcpu().receive(ioctl::GET_VCPU_EVENTS).granted("KVM_GET_VCPU_EVENTS")
 }
 
-fn give_triple_fault(guest: &Guest, pending: u8) -> Outcome<Reply> {
+pub(super) fn give_triple_fault(guest: &Guest, pending: u8) -> Outcome<Reply> {
     let mut events = events_of(guest)?;
     events.flags |= TRIPLE_FAULT;
     events.triple_fault.pending = pending;
     Ok(guest.vcpu().send(ioctl::SET_VCPU_EVENTS, &events))
 }
 
+/// User space may give this guest a triple fault.
+pub(super) fn let_give_triple_faults(guest: &Guest) -> Outcome {
+    enable(&guest.vm, KVM_CAP_X86_TRIPLE_FAULT_EVENT, 1).granted("KVM_ENABLE_CAP").map(drop)
+}
+
 fn with_triple_faults() -> Outcome<Guest> {
     let guest = Guest::with_vcpus(Chip::Kernel, Mode::Long, 1, reads())?;
     guest.memory.write(ARGUMENT, 0x10);
-    enable(&guest.vm, KVM_CAP_X86_TRIPLE_FAULT_EVENT, 1).granted("KVM_ENABLE_CAP")?;
+    let_give_triple_faults(&guest)?;
     Ok(guest)
 }
 

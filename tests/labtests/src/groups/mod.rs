@@ -35,6 +35,7 @@ mod modes;
 mod msr_exits;
 mod msrs;
 mod nested_npt;
+mod nested_outside;
 mod nested_svm;
 mod nested_svm_hostile;
 mod nested_vmx;
@@ -110,6 +111,7 @@ pub fn all() -> impl Iterator<Item = Test> + Clone {
         injection::TESTS,
         hostile::TESTS,
         nested_npt::TESTS,
+        nested_outside::TESTS,
         nested_svm::TESTS,
         nested_vmx::TESTS,
         nested_vmx_ept::TESTS,

@@ -123,10 +123,15 @@ guest_code!(
     "jmp 0b",
 );
 
+/// The program that launches the VMCS for ever.
+pub(super) fn program() -> &'static [u8] {
+    launches()
+}
+
 /// CPUID, and HLT if it goes on.
 pub(super) const L2_CPUID: [u8; 3] = [0x0f, 0xa2, 0xf4];
 /// Writes to the port of marks, then CPUID.
-const L2_MARKS: [u8; 5] = [0xe6, 0xf6, 0x0f, 0xa2, 0xf4];
+pub(super) const L2_MARKS: [u8; 5] = [0xe6, 0xf6, 0x0f, 0xa2, 0xf4];
 
 pub(super) fn with(code: &[u8], l2: &[u8]) -> Outcome<Guest> {
     let guest = Guest::new(Chip::Kernel, code)?;
