@@ -38,9 +38,9 @@ impl<C: Cpu> Vmx<C> {
         };
         match events::gate(v, which, &state) {
             events::Gate::Deliver => Gate::Deliver,
-            // An NMI finds its window as it does with L1; an interrupt waits for the next exit.
+            // An NMI finds its window as it does with L1.
             events::Gate::Window if which == events::Event::Nmi => Gate::Deliver,
-            events::Gate::Window => Gate::Hold,
+            events::Gate::Window => Gate::Window,
             events::Gate::ExitToL1 => Gate::ExitToL1,
             events::Gate::Hold => Gate::AfterEntry,
             events::Gate::Drop => Gate::Hold,

@@ -4,10 +4,14 @@
 use super::capabilities::{give_triple_fault, let_give_triple_faults};
 use super::{nested_svm, nested_vmx};
 use crate::kvm::exit::Exit;
+use crate::kvm::file::Commands;
+use crate::kvm::ioctl;
+use crate::machine::code::{done, guest_code, x2apic};
 use crate::machine::guest::Guest;
 use crate::machine::layout::RESULT;
 use crate::outcome::{Answer, Outcome, equal, skip};
 use crate::runner::tests;
+use kvm_bindings::kvm_msi;
 
 tests!("nested_outside":
     vmx_l1_hears_of_a_shutdown_that_user_space_makes,
@@ -16,6 +20,7 @@ tests!("nested_outside":
     svm_l1_hears_of_hypercalls_by_vmcall,
     vmx_l1_hears_of_a_task_register_that_is_taken_away,
     vmx_l2_has_a_tsc_that_l1_scales,
+    vmx_an_interrupt_that_l1_leaves_to_l2_waits_for_if_alone,
 );
 
 const VMCALL: [u8; 4] = [0x0f, 0x01, 0xc1, 0xf4];
@@ -117,4 +122,43 @@ fn vmx_l2_has_a_tsc_that_l1_scales() -> Outcome {
     equal("exit reason", guest.result(1), nested_vmx::EXIT_CPUID)?;
     let of_l2 = guest.result(5).wrapping_sub(OFFSET);
     equal("twice L1's", (2 * before..=2 * after).contains(&of_l2), true)
+}
+
+guest_code!(
+    // Launches L2 with a local APIC of L1's; tells the exit, and how often vector 0x58 came.
+    left_to_l2,
+    64,
+    x2apic!(),
+    // The handler's end of interrupt would be an exit of L2.
+    "movq $0, EOI_MODE",
+    nested_vmx::operation!(),
+    "out %al, $PORT_MARK",
+    nested_vmx::filled!(),
+    "vmlaunch",
+    nested_vmx::failure!(),
+    done!(),
+    "5: movq $0x200, RESULT",
+    "mov $0x4402, %edx",
+    "vmread %rdx, %rax",
+    "mov %rax, RESULT + 8",
+    "mov COUNTS + 0x58 * 8, %rax",
+    "mov %rax, RESULT + 16",
+    done!()
+);
+
+fn vmx_an_interrupt_that_l1_leaves_to_l2_waits_for_if_alone() -> Outcome {
+    // Marks; STI, two NOPs, CPUID.
+    let l2 = [0xe6, 0xf6, 0xfb, 0x90, 0x90, 0x0f, 0xa2, 0xf4];
+    let guest = nested_vmx::with(left_to_l2(), &l2)?;
+    guest.reach_mark()?;
+    nested_vmx::launch(&guest, &[(0x4000, nested_vmx::must(&guest, 0x481)?)])?;
+    let msi = kvm_msi { address_lo: 0xfee0_0000, data: 0x58, ..Default::default() };
+    guest.vm.send(ioctl::SIGNAL_MSI, &msi).granted("KVM_SIGNAL_MSI")?;
+    guest.finish()?;
+    equal(
+        "exit",
+        (guest.result(0), guest.result(1)),
+        (nested_vmx::EXITED, nested_vmx::EXIT_CPUID),
+    )?;
+    equal("interrupts before the CPUID", guest.result(2), 1)
 }
