@@ -203,10 +203,11 @@ fn svm_event(bits: u64) -> Legal {
     }
 }
 
-/// VMWRITE: fields that can be written, and values as wide as they are.
-pub fn vmwrite(encoding: u32, value: u64) -> Legal {
+/// VMWRITE: fields that can be written, and values as wide as they are. `any`: the CPU takes read-only fields too.
+pub fn vmwrite(encoding: u32, value: u64, any: bool) -> Legal {
     const EXIT_INFORMATION: u32 = 1;
-    unless((encoding >> 10) & 3 == EXIT_INFORMATION, "the field is read-only")?;
+    let read_only = (encoding >> 10) & 3 == EXIT_INFORMATION;
+    unless(read_only && !any, "the field is read-only")?;
     let bits = match (encoding >> 13) & 3 {
         0 => 16,
         2 => 32,

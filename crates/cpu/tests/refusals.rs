@@ -241,3 +241,23 @@ fn a_pointer_that_comes_back_is_forgotten_first() {
     refuses("no INVEPT", runs_on(&[(ONE, None), (OTHER, OF_OTHER), (ONE, None)]));
     refuses("no INVEPT", runs_on(&[(ONE, None), (OTHER, OF_OTHER), (ONE, OF_OTHER)]));
 }
+
+/// An entry on one CPU, then one on another, where `forgets` was forgotten.
+fn moves(forgets: Option<(u64, u64)>) -> impl FnOnce(&mut Model) {
+    move |c| {
+        runs_on(&[(0x501e, None)])(c);
+        c.vmx.come_to_another_cpu();
+        if let Some((kind, pointer)) = forgets {
+            c.invept(kind, pointer);
+        }
+        runs_on(&[(0x501e, None)])(c);
+    }
+}
+
+#[test]
+fn a_pointer_is_forgotten_where_the_vcpu_comes_to() {
+    takes(moves(Some((invept::SINGLE, 0x501e))));
+    takes(moves(Some((invept::ALL, 0))));
+    refuses("no INVEPT of it there", moves(None));
+    refuses("no INVEPT of it there", moves(Some((invept::SINGLE, 0x601e))));
+}

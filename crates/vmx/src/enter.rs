@@ -55,6 +55,9 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
         if !self.vmcs.has_host_of(at, here) {
             self.arrive(at, here);
         }
+        if self.last_at != at {
+            self.forget_at(at);
+        }
         if !self.vmcs.has_vpid_of(here) {
             self.attention |= attention::FLUSH;
         }

@@ -15,15 +15,28 @@ use crate::{
 };
 
 impl<C: Cpu> Vmx<C> {
-    /// The vCPU runs on a CPU where it did not run last.
+    /// The vCPU comes to CPU `at` from another. What it left behind there may be older than a flush since: that
+    /// was done where the vCPU was.
+    ///
+    /// This is owed by the vCPU, not by a VMCS. A VMCS may come back to the CPU on which it ran last while the vCPU
+    /// was elsewhere with the other one.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn forget_at(&mut self, at: usize) {
+        self.last_at = at;
+        self.vmcs.drop_vpid();
+        if let Some(n) = &mut self.nested {
+            n.other.drop_vpid();
+        }
+        self.attention |= attention::FLUSH | attention::FLUSH_TDP;
+    }
+
+    /// The VMCS runs on a CPU where it did not run last, or that was off meanwhile.
     #[cold]
     #[inline(never)]
     pub(crate) fn arrive(&mut self, at: usize, here: &'static PerCpu) {
         self.vmcs.arrive(at, here);
-        if let Some(n) = &mut self.nested {
-            n.other.drop_vpid();
-        }
-        // What this vCPU left behind here may be older than a flush since.
+        // A CPU that was off may hold what is older than a flush since.
         self.attention |= attention::FLUSH | attention::FLUSH_TDP;
         let host = here.constants();
         self.set(fields::HOST_CR0, self.cpu.cr0().bits());

@@ -370,20 +370,21 @@ mod tests {
 
     #[test]
     fn vmx_goes_on_once_and_off_completely() {
-        set_up(Features { revision: 7, ..Features::default() }, 2).unwrap();
+        // Other tests of this program use CPUs 0 and 1.
+        set_up(Features { revision: 7, ..Features::default() }, 4).unwrap();
         let mut c = model(OPEN);
         c.msrs.insert(PAT, 0x0407_0506_0007_0106);
-        assert_eq!(enable(&mut c, 1), Ok(()));
-        assert_eq!(c.vmx.on.get(), of(1).map(|cpu| cpu.region.hpa()));
-        assert_eq!(of(1).unwrap().constants().pat, 0x0407_0506_0007_0106);
-        assert_eq!(enable(&mut c, 1), Err(Unusable::InUse));
-        assert!(of(1).unwrap().note_active(Hpa(0x5000)));
-        disable(&mut c, 1);
+        assert_eq!(enable(&mut c, 3), Ok(()));
+        assert_eq!(c.vmx.on.get(), of(3).map(|cpu| cpu.region.hpa()));
+        assert_eq!(of(3).unwrap().constants().pat, 0x0407_0506_0007_0106);
+        assert_eq!(enable(&mut c, 3), Err(Unusable::InUse));
+        assert!(of(3).unwrap().note_active(Hpa(0x5000)));
+        disable(&mut c, 3);
         assert_eq!((c.vmx.on.get(), c.vmx.cr4.get()), (None, Cr4::empty()));
         assert_eq!(c.vmx.cleared.take(), [Hpa(0x5000)]);
-        disable(&mut c, 1);
+        disable(&mut c, 3);
         assert_eq!(enable(&mut c, 9), Err(Unusable::Absent));
         c.vmx.refuse_vmxon = true;
-        assert_eq!(enable(&mut c, 0), Err(Unusable::Refused));
+        assert_eq!(enable(&mut c, 2), Err(Unusable::Refused));
     }
 }

@@ -124,6 +124,8 @@ impl Cold {
 pub struct Vmx<C: Cpu> {
     pub(crate) cpu: C,
     pub(crate) vmcs: Vmcs,
+    /// The CPU on which the vCPU was last, whichever of its VMCSs ran.
+    pub(crate) last_at: usize,
     /// [`attention`].
     pub(crate) attention: u16,
     /// An instruction was retired in software since the exit: what the VMCS says of the shadow of
@@ -174,6 +176,7 @@ impl<C: Cpu> Vmx<C> {
         let mut this = Self {
             cpu,
             vmcs: Vmcs::new(features.revision)?,
+            last_at: usize::MAX,
             attention: attention::FLUSH | attention::FLUSH_TDP,
             shadow_over: Cell::new(false),
             nmi_behind_sti: false,

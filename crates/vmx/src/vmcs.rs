@@ -48,8 +48,10 @@ pub(crate) struct Vmcs {
     /// The CPU on which it is active, and the generation of that CPU's VMX operation.
     active_on: Cell<Option<usize>>,
     active_in: Cell<u64>,
-    /// The CPU on which it ran last: its host-state fields and its VPID are that one's.
+    /// The CPU on which it ran last, and the generation of its VMX operation then: its host-state fields and its
+    /// VPID are that one's.
     last_cpu: usize,
+    last_in: u64,
     /// What VMX keeps of that CPU.
     here: Option<&'static PerCpu>,
     /// The generation of that CPU's VPIDs in which it got its own.
@@ -92,6 +94,7 @@ impl Vmcs {
             active_on: Cell::new(None),
             active_in: Cell::new(0),
             last_cpu: usize::MAX,
+            last_in: 0,
             here: None,
             vpid_generation: 0,
             page,
@@ -231,12 +234,13 @@ impl Vmcs {
     /// was switched on again.
     #[inline]
     pub(crate) fn has_host_of(&self, at: usize, here: &PerCpu) -> bool {
-        self.active_in.get() == here.generation() && self.last_cpu == at
+        self.last_in == here.generation() && self.last_cpu == at
     }
 
     /// The VMCS comes to CPU `at`, which is `here`: without a VPID.
     pub(crate) fn arrive(&mut self, at: usize, here: &'static PerCpu) {
         self.last_cpu = at;
+        self.last_in = here.generation();
         self.here = Some(here);
         self.vpid_generation = 0;
     }

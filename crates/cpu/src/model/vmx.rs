@@ -60,6 +60,14 @@ impl Tags {
     }
 }
 
+/// What the vCPU has forgotten since it came to the CPU on which it is. What it left there at another time may be
+/// older than what was flushed meanwhile, where it was then.
+#[derive(Debug, Default)]
+struct Arrival {
+    forgotten: HashSet<u64>,
+    all: bool,
+}
+
 /// The state of VMX.
 #[derive(Default)]
 pub struct VmxModel {
@@ -75,6 +83,10 @@ pub struct VmxModel {
     current: Cell<Option<Hpa>>,
     /// By VMCS: the EPT pointer of its last entry, and what was forgotten since.
     tags: RefCell<HashMap<Hpa, Tags>>,
+    /// Since the last [`come_to_another_cpu`](Self::come_to_another_cpu).
+    arrival: RefCell<Option<Arrival>>,
+    /// VMWRITE takes read-only fields too, as on CPUs whose IA32_VMX_MISC says so.
+    pub writes_read_only: bool,
     /// Fields that were written with the value that they had.
     pub unchanged_writes: RefCell<Vec<u32>>,
     /// CR2 of the CPU.
@@ -101,6 +113,14 @@ impl VmxModel {
     ) -> &mut Self {
         self.script.push_back(Box::new(step));
         self
+    }
+
+    /// The vCPU goes on on another CPU, where it may have been before: every VMCS was cleared, and each EPT pointer has
+    /// to be forgotten there before an entry uses it.
+    pub fn come_to_another_cpu(&self) {
+        self.launched.borrow_mut().clear();
+        self.current.set(None);
+        *self.arrival.borrow_mut() = Some(Arrival::default());
     }
 
     /// Steps that were not played yet.
@@ -151,7 +171,7 @@ impl VmxCpu for Model {
         self.vmx.stored.borrow().get(&at).and_then(|v| v.0.get(&field).copied()).unwrap_or(0)
     }
     fn vmwrite(&self, field: u32, value: u64) {
-        let legal = legal::vmwrite(field, value);
+        let legal = legal::vmwrite(field, value, self.vmx.writes_read_only);
         demand(format_args!("VMWRITE of {value:#x} to {field:#x}"), legal);
         let at = self.vmx.current_address("VMWRITE");
         let mut stored = self.vmx.stored.borrow_mut();
@@ -164,6 +184,10 @@ impl VmxCpu for Model {
         for tags in self.vmx.tags.borrow_mut().values_mut() {
             tags.forgotten.insert(ept_pointer);
             tags.all |= kind == invept::ALL;
+        }
+        if let Some(arrival) = &mut *self.vmx.arrival.borrow_mut() {
+            arrival.forgotten.insert(ept_pointer);
+            arrival.all |= kind == invept::ALL;
         }
     }
     fn invvpid(&self, kind: u64, vpid: u16, address: u64) {
@@ -184,7 +208,14 @@ impl VmxCpu for Model {
         let fields = self.vmx.stored.borrow().get(&at).cloned().unwrap_or_default();
         if fields.get(field::PROC_CONTROLS2) & ProcControls2::EPT.bits() != 0 {
             let mut tags = self.vmx.tags.borrow_mut();
-            tags.entry(at).or_default().enter(fields.get(field::EPT_POINTER));
+            let pointer = fields.get(field::EPT_POINTER);
+            tags.entry(at).or_default().enter(pointer);
+            if let Some(arrival) = &*self.vmx.arrival.borrow() {
+                assert!(
+                    arrival.all || arrival.forgotten.contains(&pointer),
+                    "entry on another CPU than before with EPT pointer {pointer:#x}, and no INVEPT of it there"
+                );
+            }
         }
         for (field, value) in fields.0 {
             let legal = legal::vmcs_field(field, value, &self.limits);

@@ -17,6 +17,9 @@ pub struct PendingEntry {
 /// What became of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Entered {
+    /// Nothing was done: these groups are to be composed or checked, and the VMCS12 does not have what L2 left of
+    /// them. They have to be fetched ([`Machine::fetch`]) before the entry goes on.
+    Fetch(Groups),
     /// L2 can run once the hardware's VMCS is composed from these groups.
     L2(Groups),
     /// L1 sees an exit: [`crate::leave::entry_failed`].
@@ -83,6 +86,9 @@ impl Machine {
     /// The second half of an entry: the guest's state is checked, and L2 is what runs from here on. MSRs are
     /// loaded by the caller, step by step ([`crate::leave::host::entry_loads`]).
     pub fn finish_entry(&mut self, limits: &Limits, memory: &impl GuestMemory) -> Entered {
+        if self.dirty.meets(self.behind) {
+            return Entered::Fetch(self.behind);
+        }
         let (v, c) = (&self.vmcs12, &self.capabilities);
         let checked = if self.checks_whole_guest() {
             checks::guest::check(v, c, limits, self.current, memory)
@@ -105,6 +111,12 @@ impl Machine {
         self.level = Level::L2;
         self.run_pending = true;
         Entered::L2(self.dirty)
+    }
+
+    /// The entry could not be finished for want of L1's memory: the instruction will be executed again. L1 runs.
+    pub fn withdraw_entry(&mut self) {
+        self.level = Level::L1;
+        self.run_pending = false;
     }
 
     /// L2's MSRs are loaded and the hardware's VMCS holds what the VMCS12 says: the entry has succeeded.

@@ -18,7 +18,8 @@ pub(super) struct Mirror {
     known: u32,
     /// L1 may have written another value since it was taken over or given.
     ahead: u32,
-    /// The VMCS12 may have other values that L1 is to read there.
+    /// The VMCS12 may have other values that L1 is to read there, or L1 may not write there yet without being lost:
+    /// it is given before L1 runs.
     pub(super) due: bool,
 }
 
@@ -78,7 +79,8 @@ impl Machine {
         self.mirror.ahead != 0
     }
 
-    /// Whether the shadow VMCS has to be written before L1 runs.
+    /// Whether the shadow VMCS has to be given ([`Self::give_mirror`]) before L1 runs. It has to whenever something
+    /// was taken: what L1 writes there afterwards would not be taken again.
     #[inline]
     pub fn is_mirror_due(&self) -> bool {
         self.mirror.due
@@ -92,6 +94,7 @@ impl Machine {
     /// Takes over as much as an entry looks at.
     #[inline]
     pub fn take_mirror_for_entry(&mut self, mut read: impl FnMut(u32) -> u64) {
+        self.mirror.due = true;
         if self.mirror.ahead == ALL_WRITTEN {
             // As nearly always: each line with its places as constants.
             each_line!(self, take_line, &mut read);
@@ -150,6 +153,7 @@ impl Machine {
     #[inline(never)]
     fn take_lines(&mut self, lines: u32, read: &mut impl FnMut(u32) -> u64) {
         self.mirror.ahead &= !lines;
+        self.mirror.due = true;
         let written = SHADOWED.iter().zip(&mut self.mirror.values).take(WRITTEN);
         for (at, (served, held)) in written.enumerate() {
             if lines & 1 << at == 0 {

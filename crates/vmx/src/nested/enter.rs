@@ -115,13 +115,19 @@ impl<C: Cpu> Vmx<C> {
         self.map_msrs(n, bits.unwrap_or(0));
         Self::note_l0(n, &l0);
         let limits = self.nested_limits();
-        let entered = n.machine.finish_entry(&limits, memory);
+        let mut entered = n.machine.finish_entry(&limits, memory);
+        while let Entered::Fetch(groups) = entered {
+            self.fetch(n, groups);
+            entered = n.machine.finish_entry(&limits, memory);
+        }
         if memory.has_missed() {
+            n.machine.withdraw_entry();
             return Executed::Outside;
         }
         let dirty = match entered {
             Entered::L2(dirty) => dirty,
             Entered::Failed(failure) => return self.fail_entry(n, gprs, failure, memory),
+            Entered::Fetch(_) => return Executed::Outside,
         };
         if lists && let Err(failure) = self.load_msr_list(n, memory) {
             return self.fail_entry(n, gprs, failure, memory);
@@ -180,8 +186,16 @@ impl<C: Cpu> Vmx<C> {
             cr4: Cr4::from_bits_retain(v.get(field::CR4_MASK)),
         };
         self.own();
-        self.cr0 = Cr0::from_bits_retain(v.get(field::GUEST_CR0));
-        let cr4 = core::mem::replace(&mut self.cr4, Cr4::from_bits_retain(v.get(field::GUEST_CR4)));
+        let (cr0, new) = match n.kept_by_l0 {
+            // As vmcs02 has them: they were not composed, and the VMCS12 has older ones.
+            Some(kept) if n.machine.behind().has(Group::ControlRegisters) => kept,
+            _ => (
+                Cr0::from_bits_retain(v.get(field::GUEST_CR0)),
+                Cr4::from_bits_retain(v.get(field::GUEST_CR4)),
+            ),
+        };
+        self.cr0 = cr0;
+        let cr4 = core::mem::replace(&mut self.cr4, new);
         let efer = core::mem::replace(&mut self.efer, Efer::from_bits_retain(merge::efer(l0, v)));
         gprs.0[RSP] = v.get(field::GUEST_RSP);
         if v.get(field::ENTRY_INTERRUPTION) & event::VALID != 0 {

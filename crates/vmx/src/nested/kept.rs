@@ -43,6 +43,8 @@ pub(crate) struct Nested {
     pub(crate) feature_control: u64,
     /// L0's part of vmcs02 as it was composed last.
     pub(crate) l0: Option<KBox<merge::L0>>,
+    /// CR0 and CR4 of L2 when it was last left, as far as L0 keeps them and vmcs02 does not.
+    pub(crate) kept_by_l0: Option<(Cr0, Cr4)>,
     /// The VPID of L1's that vmcs02's own stood for last.
     pub(crate) last_vpid: u16,
     /// What vmcs02's map of MSRs was made from: L1's bits, and whether it is to be made again.
@@ -85,6 +87,7 @@ impl Nested {
             whole: *whole,
             feature_control: 0,
             l0: None,
+            kept_by_l0: None,
             last_vpid: 0,
             msr_bits: None,
             root: 0,

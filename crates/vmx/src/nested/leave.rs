@@ -91,6 +91,7 @@ impl<C: Cpu> Vmx<C> {
         let block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
         let known = Self::known(&block, self.efer.bits());
         n.machine.leave(&block, report, &known, memory);
+        n.kept_by_l0 = Some((self.cr0, self.cr4));
         self.set_offer_none();
         let kept = Kept { cr0: self.cr0.bits(), efer: self.efer.bits() };
         self.give_shadow(n);
@@ -109,6 +110,8 @@ impl<C: Cpu> Vmx<C> {
         failure: EntryFailure,
         memory: &Memory<'_, M>,
     ) -> Executed {
+        // L1 goes on in the loop with another state: what follows from it goes into the CPU.
+        self.bring_back(n);
         n.machine.fail_entry(failure);
         let kept = Kept { cr0: self.cr0.bits(), efer: self.efer.bits() };
         self.load_host(n, gprs, kept, failure.reason, false, memory)

@@ -13,6 +13,8 @@ mod gate;
 mod instruction;
 pub(crate) mod kept;
 mod leave;
+#[cfg(test)]
+mod round_trip_tests;
 mod shadow;
 mod switch;
 mod tables;

@@ -6,6 +6,7 @@
 
 use cpu::Cpu;
 
+use nested_vmx::machine::Level;
 use x86::Cr4;
 use x86::vmcs::{EntryControls, ProcControls2};
 
@@ -97,7 +98,7 @@ impl<C: Cpu> Vmx<C> {
     /// [`Vmx::exchange`] goes on from there, or [`Vmx::bring_back`]. Outside the loop it waits for the next load.
     #[inline]
     pub(super) fn give_shadow(&mut self, n: &mut Nested) {
-        if !n.is_served() || !n.machine.is_mirror_due() {
+        if !n.is_served() || !n.machine.is_mirror_due() || n.machine.level() == Level::L2 {
             return;
         }
         if let Some(here) = self.set_aside(n) {

@@ -1,0 +1,611 @@
+//! L1 and L2 in turns over the model CPU, on CPUs that the vCPU leaves and comes back to.
+
+extern crate std;
+use super::*;
+use crate::features::{Controls, Features};
+use crate::{fields, percpu};
+use backend::{
+    ControlRegisters, GuestLimits, LiveRegisters as _, Msrs as _, Nested as _, Outside,
+    Permissions, Reach, Registers, SegmentName, Translation, WorldSwitch,
+};
+use core::cell::{Cell, RefCell};
+use cpu::{Counting, Model, ModelVmcs, VmxCpu};
+use nested_vmx::{Vmcs12, capabilities::Host};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::vec::Vec;
+use x86::vmcs::{
+    EntryControls, ExitControls, ExitReason, PinControls, ProcControls, ProcControls2, field,
+};
+use x86::{Gpa, Hpa, Segment, msr};
+use zerocopy::IntoBytes;
+
+struct Mem {
+    bytes: RefCell<Vec<u8>>,
+    whole: Cell<bool>,
+}
+impl L1Memory for Mem {
+    fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside> {
+        let at = at.0 as usize;
+        into.copy_from_slice(self.bytes.borrow().get(at..at + into.len()).ok_or(Outside)?);
+        Ok(())
+    }
+    fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside> {
+        let at = at.0 as usize;
+        self.bytes.borrow_mut().get_mut(at..at + from.len()).ok_or(Outside)?.copy_from_slice(from);
+        Ok(())
+    }
+    fn translate(&self, linear: u64, _: bool) -> Result<Gpa, Reach> {
+        if self.whole.get() { Ok(Gpa(linear)) } else { Err(Reach::Outside) }
+    }
+    fn is_final(&self) -> bool {
+        self.whole.get()
+    }
+}
+
+fn all<B: bitflags::Flags + Copy>(base: B) -> Controls<B> {
+    Controls { base, may: B::all() }
+}
+
+fn features() -> Features {
+    Features {
+        ept: true,
+        revision: 4,
+        pin: all(PinControls::EXTERNAL_INTERRUPT | PinControls::NMI | PinControls::VIRTUAL_NMIS),
+        primary: all(ProcControls::HLT
+            | ProcControls::TPR_SHADOW
+            | ProcControls::MSR_BITMAPS
+            | ProcControls::UNCONDITIONAL_IO
+            | ProcControls::MOV_DR
+            | ProcControls::SECONDARY),
+        secondary: all(ProcControls2::EPT
+            | ProcControls2::VPID
+            | ProcControls2::UNRESTRICTED_GUEST),
+        exit: all(ExitControls::HOST_64 | ExitControls::LOAD_EFER | ExitControls::LOAD_PAT),
+        entry: all(EntryControls::LOAD_EFER | EntryControls::LOAD_PAT),
+        cr0_fixed: x86::Cr0::PG | x86::Cr0::NE | x86::Cr0::PE,
+        cr4_fixed: x86::Cr4::VMXE,
+        cr4_allowed: x86::Cr4::from_bits_retain(u64::MAX),
+        vpid: true,
+        invvpid_single: true,
+        invept_single: true,
+        ept_dirty: true,
+        rdtscp: true,
+        spec_ctrl: true,
+        xsave: true,
+        nested: true,
+        shadow_vmcs: true,
+        nested_host: Host {
+            basic: 1 << 54,
+            pin: u64::MAX << 32,
+            primary: u64::MAX << 32,
+            secondary: u64::MAX << 32,
+            exit: u64::MAX << 32,
+            entry: u64::MAX << 32,
+            misc: u64::MAX,
+            cr0_fixed1: 0xffff_ffff,
+            cr4_fixed1: 0x77_27ff,
+            ept_vpid: u64::MAX,
+        },
+        ..Features::default()
+    }
+}
+
+macro_rules! set {
+    ($v:expr, $($name:ident = $value:expr),* $(,)?) => {
+        $($v.set(field::$name, $value);)*
+    };
+}
+
+fn good() -> Vmcs12 {
+    let mut v = Vmcs12::new();
+    set!(
+        v,
+        PIN_CONTROLS = 0x16 | 1 | 8,
+        PROC_CONTROLS = 0x0400_6172 | 1 << 7 | 1 << 31,
+        PROC_CONTROLS2 = 0,
+        EXIT_CONTROLS = 0x3_6dfb | 1 << 9 | 1 << 21,
+        ENTRY_CONTROLS = 0x11fb | 1 << 9 | 1 << 15,
+        VMCS_LINK = u64::MAX,
+        HOST_CR0 = 0x8005_0033,
+        HOST_CR3 = 0x1000,
+        HOST_CR4 = 0x2020,
+        HOST_CS_SELECTOR = 8,
+        HOST_TR_SELECTOR = 0x40,
+        HOST_SS_SELECTOR = 16,
+        HOST_EFER = 0xd01,
+        HOST_RIP = 0x8000,
+        HOST_RSP = 0x9000,
+        HOST_PAT = 0x0007_0406_0007_0406,
+        GUEST_CR0 = 0x8005_0033,
+        GUEST_CR3 = 0x2000,
+        GUEST_CR4 = 0x2020,
+        GUEST_EFER = 0xd01,
+        GUEST_PAT = 0x0007_0406_0007_0406,
+        GUEST_DR7 = 0x400,
+        GUEST_RIP = 0x4000,
+        GUEST_RSP = 0x5000,
+        GUEST_RFLAGS = 0x202,
+        GUEST_CS_SELECTOR = 8,
+        GUEST_CS_LIMIT = u32::MAX,
+        GUEST_CS_RIGHTS = 0xa09b,
+        GUEST_SS_SELECTOR = 16,
+        GUEST_SS_LIMIT = u32::MAX,
+        GUEST_SS_RIGHTS = 0xc093,
+        GUEST_DS_RIGHTS = 0x1_0000,
+        GUEST_ES_RIGHTS = 0x1_0000,
+        GUEST_FS_RIGHTS = 0x1_0000,
+        GUEST_GS_RIGHTS = 0x1_0000,
+        GUEST_LDTR_RIGHTS = 0x1_0000,
+        GUEST_TR_SELECTOR = 0x40,
+        GUEST_TR_LIMIT = 0x67,
+        GUEST_TR_RIGHTS = 0x8b,
+        GUEST_GDTR_LIMIT = 0x7f,
+        GUEST_IDTR_LIMIT = 0xfff,
+    );
+    v
+}
+
+const VMXON_AT: u64 = 0x1_0000;
+const VMCS_AT: u64 = 0x1_1000;
+const PTR: u64 = 0x100;
+
+/// CPUs are one process's: a test has them alone.
+static CPUS: Mutex<()> = Mutex::new(());
+
+struct Rig {
+    _alone: MutexGuard<'static, ()>,
+    v: Vmx<Counting<Model>>,
+    g: Gprs,
+    m: Mem,
+    root: bool,
+}
+
+impl Rig {
+    fn new(vmcs12: &Vmcs12, efer: u64) -> Self {
+        let alone = CPUS.lock().unwrap_or_else(PoisonError::into_inner);
+        let f = features();
+        let _ = percpu::set_up(f, 4);
+        host::std_port::test::set_cpu(0);
+        let mut model = Model::default();
+        model.vmx.writes_read_only = true;
+        model.xcr0 = 7;
+        model.msrs.insert(x86::vmcs::capability::FEATURE_CONTROL, 5);
+        for (at, value) in
+            [(msr::STAR, 0x1111), (msr::LSTAR, 0xffff_ffff_8200_0080), (msr::SYSCALL_MASK, 3)]
+        {
+            model.wrmsr(at, value);
+        }
+        let mut c = Counting::new(model);
+        percpu::enable(&mut c, 0).unwrap();
+        let mut v = Vmx::new(c, f).unwrap();
+        v.set_limits(GuestLimits {
+            cr4_allowed: Cr4::from_bits_retain(0x77_27ff),
+            efer_allowed: 0xd01,
+            maxphyaddr: 40,
+            vmx: true,
+            xsave: true,
+            ..GuestLimits::default()
+        });
+        v.set_tdp_root(Hpa(0x7000));
+        v.set_feature_control(5);
+        v.set_efer(Efer::from_bits_retain(efer));
+        v.set_cr4(Cr4::from_bits_retain(0x2020));
+        v.set_cr0(Cr0::from_bits_retain(0x8005_0033));
+        v.set_segment(
+            SegmentName::Cs,
+            Segment { base: 0, limit: u32::MAX, selector: 8, attr: 0xa9b },
+        );
+        v.set_segment(
+            SegmentName::Ss,
+            Segment { base: 0, limit: u32::MAX, selector: 16, attr: 0xc93 },
+        );
+        let m = Mem { bytes: RefCell::new(std::vec![0; 0x2_0000]), whole: Cell::new(true) };
+        let mut this = Self { _alone: alone, v, g: Gprs::default(), m, root: false };
+        let revision = x86::vmcs::place::VMCS12_REVISION;
+        this.m.write(Gpa(VMXON_AT), &revision.to_le_bytes()).unwrap();
+        this.m.write(Gpa(VMCS_AT), vmcs12.as_bytes()).unwrap();
+        this.m.write(Gpa(VMCS_AT), &revision.to_le_bytes()).unwrap();
+        for (pointer, reason) in [(VMXON_AT, ExitReason::Vmxon), (VMCS_AT, ExitReason::Vmptrld)] {
+            this.m.write(Gpa(PTR), &pointer.to_le_bytes()).unwrap();
+            this.v.load(0);
+            this.enter(reason, |v| {
+                v.set(field::EXIT_QUALIFICATION, PTR);
+                v.set(field::INSTRUCTION_INFO, 1 << 27 | 1 << 22 | 2 << 7 | 3 << 15);
+            });
+            this.v.complete(&mut this.g);
+            this.v.unload(false);
+            assert_eq!(this.v.execute(&mut this.g, 0, &this.m), Executed::Retired);
+        }
+        this.v.load(0);
+        this.m.whole.set(false);
+        this
+    }
+
+    /// One run of the guest, and its exit.
+    fn enter(&mut self, reason: ExitReason, then: impl Fn(&mut ModelVmcs) + Send + 'static) {
+        self.v.cpu().inner().vmx.then(move |v, _| {
+            v.set(field::EXIT_REASON, reason.0.into());
+            v.set(field::EXIT_QUALIFICATION, 0);
+            v.set(field::IDT_VECTORING, 0);
+            v.set(field::INSTRUCTION_LENGTH, 3);
+            then(v);
+        });
+        self.v.enter(&mut self.g);
+    }
+
+    /// L1 executes VMLAUNCH or VMRESUME.
+    fn go(&mut self, reason: ExitReason) -> Executed {
+        self.enter(reason, |_| {});
+        let done = self.v.execute(&mut self.g, 0, &self.m);
+        if self.root {
+            backend::NestedPaging::set_nested_root(&mut self.v, Hpa(0x9000), false);
+        }
+        done
+    }
+
+    /// L2 exits by CPUID, and L1 resumes it, having changed nothing.
+    fn round(&mut self, in_l2: impl Fn(&mut ModelVmcs) + Send + 'static) {
+        self.enter(ExitReason::Cpuid, in_l2);
+        assert_eq!(self.v.reflect(&mut self.g, &self.m), Executed::Left);
+        assert_eq!(self.go(ExitReason::Vmresume), Executed::Entered);
+    }
+
+    /// L2 runs, and everything is composed.
+    fn settle(&mut self) {
+        assert_eq!(self.go(ExitReason::Vmlaunch), Executed::Entered);
+        for _ in 0..3 {
+            self.round(|_| {});
+        }
+    }
+
+    fn mirror(&mut self) -> Hpa {
+        self.v.nested.as_ref().unwrap().shadow.as_ref().unwrap().vmcs.hpa()
+    }
+
+    /// L1 executes VMWRITE, which the shadow VMCS serves: no exit.
+    fn l1_vmwrite(&mut self, encoding: u32, value: u64) {
+        let (mirror, own) = (self.mirror(), self.v.vmcs.hpa());
+        let n = self.v.nested.as_ref().unwrap();
+        assert!(n.shadow.as_ref().unwrap().serves);
+        let c = self.v.cpu();
+        c.vmptrld(mirror);
+        c.vmwrite(encoding, value);
+        c.vmptrld(own);
+    }
+}
+
+/// A program of L1's at CPL 3 executes VMRESUME, and gets its #GP. What L1's kernel writes afterwards by VMWRITE is
+/// what its next VMRESUME has to enter with.
+#[test]
+fn a_vmresume_at_cpl3_costs_l1_no_vmwrite() {
+    let mut r = Rig::new(&good(), 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    r.enter(ExitReason::Cpuid, |_| {});
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    // The program.
+    r.enter(ExitReason::Vmresume, |v| v.set(field::GUEST_SS_RIGHTS, 0xc0f3));
+    let done = r.v.execute(&mut r.g, 0, &r.m);
+    assert_eq!(done, Executed::Fault(x86::Exception::gp(0)));
+    // The kernel: RIP behind CPUID, an NMI to be injected.
+    r.enter(ExitReason::Hlt, |v| v.set(field::GUEST_SS_RIGHTS, 0xc093));
+    r.l1_vmwrite(field::GUEST_RIP.encoding(), 0x7777);
+    r.l1_vmwrite(field::ENTRY_INTERRUPTION.encoding(), 0x8000_0202);
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    let (rip, info) = (r.v.get(fields::GUEST_RIP), r.v.get(fields::ENTRY_INTERRUPTION));
+    assert_eq!((rip, info), (0x7777, 0x8000_0202));
+}
+
+/// The control: the same without the program.
+#[test]
+fn without_it_they_count() {
+    let mut r = Rig::new(&good(), 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    r.enter(ExitReason::Cpuid, |_| {});
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    r.enter(ExitReason::Hlt, |_| {});
+    r.l1_vmwrite(field::GUEST_RIP.encoding(), 0x7777);
+    r.l1_vmwrite(field::ENTRY_INTERRUPTION.encoding(), 0x8000_0202);
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    let (rip, info) = (r.v.get(fields::GUEST_RIP), r.v.get(fields::ENTRY_INTERRUPTION));
+    assert_eq!((rip, info), (0x7777, 0x8000_0202));
+}
+
+/// VMfail of VMRESUME (not launched) and then VMWRITE.
+#[test]
+fn a_vmfail_costs_l1_no_vmwrite() {
+    let mut r = Rig::new(&good(), 0xd01);
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Retired);
+    r.enter(ExitReason::Hlt, |_| {});
+    r.l1_vmwrite(field::GUEST_RIP.encoding(), 0x7777);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    assert_eq!(r.v.get(fields::GUEST_RIP), 0x7777);
+}
+
+/// An entry that fails inside the loop loads EFER.SCE: SYSCALL of L1's goes to L1's LSTAR, not to the host's.
+#[test]
+fn an_entry_that_fails_leaves_no_lstar_of_the_hosts() {
+    let mut bad = good();
+    bad.set(field::GUEST_RFLAGS, 0);
+    let mut r = Rig::new(&bad, 0xd00);
+    r.v.set_msr(msr::LSTAR, 0x1234).unwrap();
+    assert_eq!(r.v.cpu().rdmsr(msr::LSTAR), 0xffff_ffff_8200_0080, "EFER.SCE is clear");
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Left);
+    assert!(r.v.vmcs.is_loaded());
+    assert!(ControlRegisters::efer(&r.v).contains(Efer::SCE));
+    // L1 runs with SCE from here on.
+    r.enter(ExitReason::Hlt, |v| assert_eq!(v.get(field::GUEST_EFER), 0xd01));
+    assert_eq!(r.v.cpu().rdmsr(msr::LSTAR), 0x1234);
+}
+
+/// L2 sets CR4.OSXSAVE and CR0.CD by itself, exits, and is resumed with nothing changed.
+#[test]
+fn what_l2_made_of_cr4_is_known_after_a_round_trip() {
+    let mut r = Rig::new(&good(), 0xd01);
+    r.v.set_xcr0(3);
+    r.settle();
+    r.enter(ExitReason::CrAccess, |_| {});
+    let new = ControlRegisters::cr4(&r.v) | Cr4::OSXSAVE;
+    let new = r.v.cr4_of_write(new).unwrap();
+    r.v.set_cr4(new);
+    assert_eq!(r.v.cpu().inner().xcr0, 3);
+    r.enter(ExitReason::Cpuid, |_| {});
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    let hardware = Cr4::from_bits_retain(r.v.get(fields::GUEST_CR4));
+    std::println!(
+        "hardware {hardware:?} L0 {:?} xcr0 {}",
+        ControlRegisters::cr4(&r.v),
+        r.v.cpu().inner().xcr0
+    );
+    assert!(hardware.contains(Cr4::OSXSAVE));
+    assert!(ControlRegisters::cr4(&r.v).contains(Cr4::OSXSAVE), "L0 has forgotten");
+    assert_eq!(r.v.cpu().inner().xcr0, 3, "L2 runs with the host's XCR0");
+}
+
+/// L2, an unrestricted guest with tables of L1's, switches paging on.
+#[test]
+fn what_l2_made_of_cr0_is_known_after_a_round_trip() {
+    let mut v12 = good();
+    let two = ProcControls2::EPT | ProcControls2::UNRESTRICTED_GUEST;
+    set!(
+        v12,
+        PROC_CONTROLS2 = two.bits(),
+        GUEST_CR0 = 0x31,
+        GUEST_CR4 = 0x2000,
+        GUEST_EFER = 0,
+        ENTRY_CONTROLS = 0x11fb | 1 << 15,
+        GUEST_CS_RIGHTS = 0xc09b
+    );
+    v12.set(field::EPT_POINTER, 0x3000 | 3 << 3 | 6);
+    let mut r = Rig::new(&v12, 0xd01);
+    r.root = true;
+    r.settle();
+    r.enter(ExitReason::CrAccess, |_| {});
+    let new = r.v.cr0_of_write(Cr0::from_bits_retain(0x8000_0031)).unwrap();
+    r.v.set_cr0(new);
+    r.enter(ExitReason::Cpuid, |_| {});
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    let hardware = Cr0::from_bits_retain(r.v.get(fields::GUEST_CR0));
+    std::println!("hardware {hardware:?} L0 {:?}", ControlRegisters::cr0(&r.v));
+    assert!(hardware.contains(Cr0::PG));
+    assert!(ControlRegisters::cr0(&r.v).contains(Cr0::PG), "L0 believes that L2 does not page");
+}
+
+/// L2 loads CR3, which does not exit. L1 changes nothing. The vCPU's thread has moved to another CPU and back, so
+/// that L2's VPID is another.
+#[test]
+fn l2_keeps_its_cr3_when_its_vpid_changes() {
+    let mut r = Rig::new(&good(), 0xd01);
+    r.settle();
+    r.round(|v| v.set(field::GUEST_CR3, 0x5000));
+    assert_eq!(r.v.get(fields::GUEST_CR3), 0x5000, "nothing has happened");
+    // What `arrive` and INVVPID do.
+    r.v.vmcs.drop_vpid();
+    r.v.flush_tlb();
+    r.round(|v| v.set(field::GUEST_CR3, 0x6000));
+    let first = r.v.get(fields::GUEST_CR3);
+    r.round(|v| v.set(field::GUEST_CR3, 0x6000));
+    let second = r.v.get(fields::GUEST_CR3);
+    r.round(|v| assert_eq!(v.get(field::GUEST_CR3), 0x6000, "L2 runs with CR3 of long ago"));
+    assert_eq!((first, second), (0x6000, 0x6000));
+}
+
+impl Rig {
+    /// The thread leaves the loop and goes to another CPU.
+    fn leave_loop(&mut self) {
+        self.v.complete(&mut self.g);
+        self.v.unload(false);
+        self.m.whole.set(true);
+    }
+
+    fn come_to(&mut self, cpu: usize) {
+        if !self.v.may_run_on(cpu) {
+            self.v.release_elsewhere();
+            self.v.cpu().inner().vmx.come_to_another_cpu();
+        }
+        host::std_port::test::set_cpu(cpu);
+        self.m.whole.set(false);
+        self.v.load(cpu);
+    }
+
+    fn invepts(&mut self) -> u64 {
+        self.v.cpu().counts().of(cpu::Op::Invept)
+    }
+}
+
+/// The rule, without an L2: whoever comes to a CPU forgets what it left there.
+#[test]
+fn l1_alone_forgets_when_it_comes_back() {
+    let mut r = Rig::new(&good(), 0xd01);
+    r.enter(ExitReason::ExternalInterrupt, |_| {});
+    r.leave_loop();
+    r.come_to(1);
+    r.enter(ExitReason::ExternalInterrupt, |_| {});
+    r.leave_loop();
+    let before = r.invepts();
+    r.come_to(0);
+    r.enter(ExitReason::ExternalInterrupt, |_| {});
+    assert_eq!(r.invepts() - before, 1);
+}
+
+/// L1 and L2 run on CPU 0. L2 goes on on CPU 1, where a withdrawal of the host's is flushed. Its exit there needs L1's
+/// memory, so that L1 becomes current outside of the loop. The thread goes back to CPU 0, and L1 runs there.
+#[test]
+fn l1_forgets_when_it_comes_back_after_l2_was_elsewhere() {
+    let mut v12 = good();
+    set!(v12, EXIT_MSR_STORE_COUNT = 1, EXIT_MSR_STORE_ADDR = 0x3000);
+    let mut r = Rig::new(&v12, 0xd01);
+    r.m.write(Gpa(0x3000), &msr::KERNEL_GS_BASE.to_le_bytes()).unwrap();
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    r.enter(ExitReason::ExternalInterrupt, |_| {});
+    r.leave_loop();
+    r.come_to(1);
+    r.enter(ExitReason::ExternalInterrupt, |_| {});
+    // The host takes a page back: Request::FlushTlb.
+    r.v.flush_tdp();
+    let before = r.invepts();
+    r.enter(ExitReason::Cpuid, |_| {});
+    assert!(r.invepts() > before, "flushed on CPU 1");
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Outside);
+    r.leave_loop();
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    let before = r.invepts();
+    r.come_to(0);
+    r.enter(ExitReason::ExternalInterrupt, |_| {});
+    assert_ne!(r.invepts() - before, 0, "CPU 0 has what was withdrawn while L2 was on CPU 1");
+}
+
+/// The other way: L1 goes to CPU 1 and enters L2 outside of the loop there; L2 goes on on CPU 0.
+#[test]
+fn l2_forgets_when_it_comes_back_after_l1_was_elsewhere() {
+    let mut v12 = good();
+    set!(v12, ENTRY_MSR_LOAD_COUNT = 1, ENTRY_MSR_LOAD_ADDR = 0x3000);
+    let mut r = Rig::new(&v12, 0xd01);
+    r.m.write(Gpa(0x3000), &msr::KERNEL_GS_BASE.to_le_bytes()).unwrap();
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Outside);
+    r.leave_loop();
+    assert_eq!(r.v.execute(&mut r.g, 0, &r.m), Executed::Entered);
+    r.come_to(0);
+    r.enter(ExitReason::Cpuid, |_| {});
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    r.enter(ExitReason::ExternalInterrupt, |_| {});
+    r.leave_loop();
+    r.come_to(1);
+    r.v.flush_tdp();
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Outside);
+    r.leave_loop();
+    assert_eq!(r.v.execute(&mut r.g, 0, &r.m), Executed::Entered);
+    let before = r.invepts();
+    r.come_to(0);
+    r.enter(ExitReason::ExternalInterrupt, |_| {});
+    assert_ne!(r.invepts() - before, 0, "CPU 0 has what was withdrawn while L1 was on CPU 1");
+}
+
+/// Both lag: L1 comes back to CPU 0 under the very VPID and EPT pointer that it had there, though what was withdrawn
+/// meanwhile was flushed on CPU 1 alone.
+#[test]
+fn l1_does_not_come_back_to_its_old_vpid_unflushed() {
+    let mut v12 = good();
+    set!(
+        v12,
+        PROC_CONTROLS2 = ProcControls2::VPID.bits(),
+        VPID = 1,
+        EXIT_MSR_STORE_COUNT = 1,
+        EXIT_MSR_STORE_ADDR = 0x3000,
+        ENTRY_MSR_LOAD_COUNT = 1,
+        ENTRY_MSR_LOAD_ADDR = 0x3000
+    );
+    let mut r = Rig::new(&v12, 0xd01);
+    r.m.write(Gpa(0x3000), &msr::KERNEL_GS_BASE.to_le_bytes()).unwrap();
+    // L2 has run on CPU 1.
+    r.enter(ExitReason::ExternalInterrupt, |_| {});
+    r.leave_loop();
+    r.come_to(1);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Outside);
+    r.leave_loop();
+    assert_eq!(r.v.execute(&mut r.g, 0, &r.m), Executed::Entered);
+    r.come_to(1);
+    r.enter(ExitReason::Cpuid, |_| {});
+    r.leave_loop();
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    r.come_to(1);
+    r.enter(ExitReason::ExternalInterrupt, |_| {});
+    r.leave_loop();
+    // L1 runs on CPU 0, and fills its TLB.
+    r.come_to(0);
+    r.enter(ExitReason::ExternalInterrupt, |_| {});
+    let tag = (r.v.get(fields::VPID), r.v.get(fields::EPT_POINTER));
+    // It resumes L2; the thread goes to CPU 1.
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Outside);
+    r.leave_loop();
+    assert_eq!(r.v.execute(&mut r.g, 0, &r.m), Executed::Entered);
+    r.come_to(1);
+    // The host takes a page back.
+    r.v.flush_tdp();
+    r.enter(ExitReason::Cpuid, |_| {});
+    r.leave_loop();
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    // Back to CPU 0.
+    let before = r.v.cpu().counts();
+    r.come_to(0);
+    r.enter(ExitReason::ExternalInterrupt, |_| {});
+    let counts = r.v.cpu().counts().since(&before);
+    let flushes = counts.of(cpu::Op::Invept) + counts.of(cpu::Op::Invvpid);
+    let now = (r.v.get(fields::VPID), r.v.get(fields::EPT_POINTER));
+    std::println!("{tag:x?} {now:x?} {flushes}");
+    assert!(
+        now != tag || flushes != 0,
+        "VPID and EPT pointer {now:x?} as before, and {flushes} flushes"
+    );
+}
+
+/// nested_dirty_tracking=0: L2 loads DS by itself.
+#[test]
+fn l2_keeps_its_segments_without_tracking() {
+    let mut r = Rig::new(&good(), 0xd01);
+    r.v.nested.as_mut().unwrap().without_tracking = true;
+    r.settle();
+    r.round(|v| {
+        v.set(field::GUEST_FS_BASE, 0x1234_5000);
+        v.set(field::GUEST_CR3, 0x5000);
+    });
+    assert_eq!((r.v.get(fields::GUEST_FS_BASE), r.v.get(fields::GUEST_CR3)), (0x1234_5000, 0x5000));
+}
+
+impl Rig {
+    fn with_pointer(&mut self, reason: ExitReason, pointer: u64) -> Executed {
+        self.m.write(Gpa(PTR), &pointer.to_le_bytes()).unwrap();
+        self.enter(reason, |v| {
+            v.set(field::EXIT_QUALIFICATION, PTR);
+            v.set(field::INSTRUCTION_INFO, 1 << 27 | 1 << 22 | 2 << 7 | 3 << 15);
+        });
+        self.leave_loop();
+        let done = self.v.execute(&mut self.g, 0, &self.m);
+        self.come_to(0);
+        done
+    }
+
+    fn lost_after(&mut self, reason: ExitReason, pointer: u64) -> bool {
+        assert_eq!(self.go(ExitReason::Vmlaunch), Executed::Entered);
+        self.enter(ExitReason::Cpuid, |_| {});
+        assert_eq!(self.v.reflect(&mut self.g, &self.m), Executed::Left);
+        assert_eq!(self.with_pointer(reason, pointer), Executed::Retired);
+        self.enter(ExitReason::Hlt, |_| {});
+        self.l1_vmwrite(field::GUEST_RIP.encoding(), 0x7777);
+        assert_eq!(self.go(ExitReason::Vmresume), Executed::Entered);
+        self.v.get(fields::GUEST_RIP) != 0x7777
+    }
+}
+
+/// VMCLEAR of some other region: L1 makes another VM while this one's VMCS is current.
+#[test]
+fn vmclear_of_another_region_costs_l1_no_vmwrite() {
+    assert!(!Rig::new(&good(), 0xd01).lost_after(ExitReason::Vmclear, 0x1_5000));
+}
+
+/// VMPTRLD of what is current already.
+#[test]
+fn vmptrld_of_the_current_vmcs_costs_l1_no_vmwrite() {
+    assert!(!Rig::new(&good(), 0xd01).lost_after(ExitReason::Vmptrld, VMCS_AT));
+}
