@@ -1,21 +1,8 @@
-//! What ended the guest's run.
+//! What ended the guest's run, and what it tells.
 
 use crate::{Event, Exit};
 
-/// Who answers exits. Its methods are inlined into [`Exits::dispatch`]. `S`: what proves to it that it is
-/// inside the loop.
-pub trait Answer<B, S: Copy> {
-    /// What it leaves the loop with.
-    type Left;
-    /// The backend whose exits it answers.
-    fn backend(&self) -> &B;
-    /// Answers an exit of a frequent kind. `Some`: the loop is to be left for this.
-    fn frequent(&mut self, section: S, exit: Exit) -> Option<Self::Left>;
-    /// Answers any exit.
-    fn rare(&mut self, section: S, exit: Exit) -> Option<Self::Left>;
-}
-
-/// The exit that ended the last [`enter`](crate::WorldSwitch::enter).
+/// The exit that ended the last [`enter`](crate::Turn::enter).
 pub trait Exits: Sized {
     /// The exit as the hardware names it.
     type Raw: Copy;
@@ -28,9 +15,6 @@ pub trait Exits: Sized {
     fn raw(&self) -> Self::Raw;
     /// The exit in its neutral form.
     fn exit(&self) -> Exit;
-    /// Has `answer` answer the exit: a frequent kind from a place of its own, so that the exit itself is
-    /// never put together there.
-    fn dispatch<S: Copy, A: Answer<Self, S>>(answer: &mut A, section: S) -> Option<A::Left>;
     /// Raw exit code and information, for reports.
     fn exit_raw(&self) -> [u64; 3];
     /// What the hardware says of the exit, for tracing: code, two words of information, the

@@ -1,7 +1,7 @@
 //! The border between the run loop and a hardware backend: what floor 5 asks of SVM or VMX.
 //!
 //! The border has parts: [`Registers`], [`ControlRegisters`], [`LiveRegisters`], [`Msrs`], [`WorldSwitch`],
-//! [`Exits`], [`Injection`], [`Translation`], [`Clock`], [`Permissions`] and [`Nesting`]. [`Backend`] is all of them, is
+//! [`Turn`], [`Exits`], [`Injection`], [`Translation`], [`Clock`], [`Permissions`] and [`Nesting`]. [`Backend`] is all of them, is
 //! implemented once per instruction set, and the run loop is monomorphised over it, so nothing on the
 //! exit path is an indirect call. [`Exit`] is the neutral form of an exit.
 //!
@@ -24,13 +24,14 @@ mod nested_paging;
 mod paging;
 mod permission;
 mod registers;
+mod turn;
 mod world_switch;
 
 pub use ability::{Absent, DeadlineWatch, PageLog, PdpteRegisters, ServedApic};
 pub use clock::{Clock, TSC_RATIO_ONE, scale_tsc};
 pub use control::{ControlRegisters, ControlRegs};
 pub use exit::{CrAccess, Event, Exit, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault};
-pub use exits::{Answer, Exits};
+pub use exits::Exits;
 pub use inject::{Injection, NmiWindow};
 pub use l1::{Executed, L1Memory, Outside, Reach};
 pub use live::LiveRegisters;
@@ -42,6 +43,7 @@ pub use permission::{FewerExits, GuestLimits, Permissions};
 pub use registers::{
     Gprs, RAX, RBX, RCX, RDI, RDX, RSI, RSP, Registers, Reset, SegmentName, reset_registers,
 };
+pub use turn::{Answer, Turn};
 pub use world_switch::WorldSwitch;
 
 /// A hardware backend: one virtual CPU's control block and the world switch.
@@ -55,6 +57,7 @@ pub trait Backend:
     + LiveRegisters
     + Msrs
     + WorldSwitch
+    + Turn
     + Exits
     + Injection
     + Translation

@@ -48,10 +48,6 @@ pub trait Registers {
     fn rip(&self) -> u64;
     /// Sets the guest's RIP and leaves the interrupt shadow alone.
     fn set_rip(&mut self, rip: u64);
-    /// Moves RIP past an instruction that was handled and ends the interrupt shadow.
-    fn retire(&mut self, next_rip: u64);
-    /// RIP after the exiting instruction where the CPU tells, else `None`.
-    fn next_rip(&self) -> Option<u64>;
     /// Instruction bytes where the CPU gives them (decode assists), else empty.
     fn insn_bytes(&self) -> &[u8];
     /// The guest's RFLAGS.

@@ -1,8 +1,8 @@
-//! The inner loop's two ends and the world switch between them.
+//! The inner loop's two ends.
 
 use crate::Gprs;
 
-/// Loading and unloading a guest, and running it.
+/// Loading and unloading a guest. Between the two it makes its [`turns`](crate::Turn).
 pub trait WorldSwitch {
     /// With interrupts off: whether CPU number `here`, on which this runs, may take the control block. It may
     /// not while another CPU holds it.
@@ -14,8 +14,6 @@ pub trait WorldSwitch {
     fn begin_run(&mut self);
     /// Enters the inner loop on this CPU, number `here`: host state saved, guest state loaded, no interrupts.
     fn load(&mut self, here: usize);
-    /// Runs the guest until its next exit: the world switch.
-    fn enter(&mut self, gprs: &mut Gprs);
     /// The loop is about to be left: completes what of the general registers was not read yet.
     fn complete(&mut self, gprs: &mut Gprs);
     /// Leaves the inner loop: undoes [`load`](WorldSwitch::load). Interrupts are still disabled. `to_user`:

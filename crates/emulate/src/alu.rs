@@ -6,7 +6,7 @@
 
 use x86::Rflags;
 
-use crate::decode::{sign_extend, size_mask};
+use crate::register::{sign_extend, size_mask};
 
 const NO_FLAGS: Rflags = Rflags::empty();
 

@@ -7,7 +7,8 @@
 
 use iced_x86::{Code, Instruction, Mnemonic, OpKind, Register};
 
-use crate::decode::{Decoded, RegRef, segment_of};
+use crate::decode::Decoded;
+use crate::register::{RegRef, segment_of};
 use crate::string::{Kind, kind_and_size};
 
 /// What an exit says of the instruction that led to it.

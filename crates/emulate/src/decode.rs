@@ -1,8 +1,12 @@
 //! Instruction bytes to [`Decoded`]: iced-x86's instruction plus the precomputed form of the
 //! simplest MMIO accesses. Pure: the result depends on the bytes and the code size alone, so RIP
-//! is added only at execution.
+//! is added only at execution. Hence [`DecodeCache`] needs no translation and no generation to
+//! invalidate: an entry is valid for ever, only the bytes must be those at RIP now.
 
-use crate::machine::{CodeSize, SegReg};
+use crate::{
+    machine::{CodeSize, SegReg},
+    register::{RegRef, segment_of, sign_extend, size_mask},
+};
 use iced_x86::{Decoder, DecoderError, DecoderOptions, Instruction, Mnemonic, OpKind, Register};
 
 /// The longest instruction, in bytes (SDM vol. 2A §2.3.11).
@@ -17,59 +21,6 @@ pub enum DecodeError {
     TooLong,
     /// No instruction that the decoder knows, or LOCK where it may not stand: #UD on hardware.
     Invalid,
-}
-
-/// A general register or a part of one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RegRef {
-    /// 0 = RAX … 15 = R15.
-    pub index: u8,
-    /// Bytes: 1, 2, 4 or 8.
-    pub size: u8,
-    /// AH, CH, DH or BH: bits 15:8 of register `index`.
-    pub high8: bool,
-}
-
-impl RegRef {
-    pub(crate) fn of(register: Register) -> Option<Self> {
-        // iced numbers the registers in runs: AL…BL, AH…BH, SPL…R15L, AX…, EAX…, RAX….
-        let n = (register as u32).checked_sub(Register::AL as u32)?;
-        let (index, size, high8) = match n {
-            0..4 => (n, 1, false),
-            4..8 => (n - 4, 1, true),
-            8..20 => (n - 4, 1, false),
-            20..36 => (n - 20, 2, false),
-            36..52 => (n - 36, 4, false),
-            52..68 => (n - 52, 8, false),
-            _ => return None,
-        };
-        Some(Self { index: index as u8, size, high8 })
-    }
-
-    /// The register's value out of the whole 64-bit register.
-    #[inline]
-    pub const fn extract(self, whole: u64) -> u64 {
-        match (self.size, self.high8) {
-            (1, true) => (whole >> 8) & 0xff,
-            (1, false) => whole & 0xff,
-            (2, _) => whole & 0xffff,
-            (4, _) => whole & 0xffff_ffff,
-            _ => whole,
-        }
-    }
-
-    /// The whole register after a write of `value` to this part: 4 bytes clear the upper half,
-    /// 1 and 2 keep what they do not cover.
-    #[inline]
-    pub const fn insert(self, whole: u64, value: u64) -> u64 {
-        match (self.size, self.high8) {
-            (1, true) => (whole & !0xff00) | ((value & 0xff) << 8),
-            (1, false) => (whole & !0xff) | (value & 0xff),
-            (2, _) => (whole & !0xffff) | (value & 0xffff),
-            (4, _) => value & 0xffff_ffff,
-            _ => value,
-        }
-    }
 }
 
 /// How a narrow load fills its wider destination.
@@ -130,41 +81,6 @@ impl SimpleMmio {
             _ => None,
         }
     }
-}
-
-/// All ones in the low `size` bytes.
-#[inline]
-pub(crate) const fn size_mask(size: u8) -> u64 {
-    match size {
-        1 => 0xff,
-        2 => 0xffff,
-        4 => 0xffff_ffff,
-        _ => u64::MAX,
-    }
-}
-
-/// The low `size` bytes of `value`, sign-extended to 64 bits.
-#[inline]
-pub(crate) const fn sign_extend(value: u64, size: u8) -> u64 {
-    match size {
-        1 => value as i8 as i64 as u64,
-        2 => value as i16 as i64 as u64,
-        4 => value as i32 as i64 as u64,
-        _ => value,
-    }
-}
-
-/// The segment register that the decoder names so.
-pub(crate) const fn segment_of(register: Register) -> Option<SegReg> {
-    Some(match register {
-        Register::ES => SegReg::Es,
-        Register::CS => SegReg::Cs,
-        Register::SS => SegReg::Ss,
-        Register::DS => SegReg::Ds,
-        Register::FS => SegReg::Fs,
-        Register::GS => SegReg::Gs,
-        _ => return None,
-    })
 }
 
 /// The parts of a memory operand's address that its low 12 bits depend on.
@@ -334,5 +250,134 @@ fn simple(insn: &Instruction) -> Option<SimpleMmio> {
             Some(SimpleMmio::StoreImm { size, value: value & size_mask(size) })
         }
         _ => None,
+    }
+}
+
+/// Up to 15 instruction bytes with their number and the code size, packed so that two words
+/// compare them all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fetched {
+    low: u64,
+    /// Bytes 8 to 14; the top byte holds the count (bits 7:4) and the code size (bits 1:0).
+    high: u64,
+}
+
+impl Fetched {
+    /// Packs the first 15 of `bytes`.
+    #[inline]
+    pub fn new(bytes: &[u8], size: CodeSize) -> Self {
+        // Full windows are the rule, and loads of a fixed size need no call to memcpy.
+        if let Some(window) = bytes.first_chunk::<16>() {
+            return Self::from_words(u128::from_le_bytes(*window), 15, size);
+        }
+        if let (Some(low), Some(high)) = (bytes.first_chunk::<8>(), bytes.last_chunk::<8>())
+            && bytes.len() == MAX_LENGTH
+        {
+            let high = u64::from_le_bytes(*high) >> 8;
+            let words = u128::from(u64::from_le_bytes(*low)) | u128::from(high) << 64;
+            return Self::from_words(words, 15, size);
+        }
+        let mut words = 0;
+        for byte in bytes.iter().rev() {
+            words = words << 8 | u128::from(*byte);
+        }
+        Self::from_words(words, bytes.len() as u8, size)
+    }
+
+    /// Packs `count` bytes (15 count at most) that stand in `words` in memory order, as two 8-byte
+    /// loads give them.
+    #[inline]
+    pub const fn from_words(words: u128, count: u8, size: CodeSize) -> Self {
+        let (words, count) = if count >= MAX_LENGTH as u8 {
+            (words & (u128::MAX >> 8), MAX_LENGTH as u8)
+        } else {
+            (words & ((1u128 << (count as u32 * 8)) - 1), count)
+        };
+        let tag = ((count << 4) | size as u8) as u64;
+        Self { low: words as u64, high: (words >> 64) as u64 | tag << 56 }
+    }
+
+    const fn tag(self) -> u8 {
+        (self.high >> 56) as u8
+    }
+
+    /// The code size that they are decoded for.
+    pub const fn size(self) -> CodeSize {
+        match self.tag() & 3 {
+            0 => CodeSize::Bits16,
+            1 => CodeSize::Bits32,
+            _ => CodeSize::Bits64,
+        }
+    }
+
+    #[inline]
+    const fn bytes(self) -> [u8; 16] {
+        (self.low as u128 | (self.high as u128) << 64).to_le_bytes()
+    }
+
+    #[inline]
+    const fn slot(self) -> usize {
+        // One multiplication spreads all 15 bytes over the top bits.
+        let mixed = (self.low ^ self.high.rotate_left(23)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        (mixed >> (64 - SLOT_BITS)) as usize
+    }
+}
+
+const SLOT_BITS: u32 = 3;
+const SLOTS: usize = 1 << SLOT_BITS;
+
+/// Eight decoded instructions, direct-mapped by their bytes. One per vCPU, no lock.
+#[derive(Clone, Debug)]
+pub struct DecodeCache {
+    keys: [Fetched; SLOTS],
+    decoded: [Option<Decoded>; SLOTS],
+}
+
+impl Default for DecodeCache {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl DecodeCache {
+    /// An empty cache.
+    pub const fn new() -> Self {
+        // A key of zero bytes never equals a fetched one that decodes.
+        Self { keys: [Fetched { low: 0, high: 0 }; SLOTS], decoded: [None; SLOTS] }
+    }
+
+    /// The decoding of `bytes` if the cache has it: two compares.
+    #[inline]
+    pub fn lookup(&self, bytes: Fetched) -> Option<&Decoded> {
+        let slot = bytes.slot();
+        if *self.keys.get(slot)? != bytes {
+            return None;
+        }
+        self.decoded.get(slot)?.as_ref()
+    }
+
+    /// The decoding of `bytes`, decoded and remembered if it is new.
+    ///
+    /// # Errors
+    /// See [`DecodeError`]; errors are not remembered.
+    #[inline]
+    pub fn get(&mut self, bytes: Fetched) -> Result<Decoded, DecodeError> {
+        match self.lookup(bytes) {
+            Some(decoded) => Ok(*decoded),
+            None => self.fill(bytes),
+        }
+    }
+
+    #[cold]
+    fn fill(&mut self, bytes: Fetched) -> Result<Decoded, DecodeError> {
+        let all = bytes.bytes();
+        let decoded =
+            decode(all.get(..usize::from(bytes.tag() >> 4)).unwrap_or(&[]), bytes.size())?;
+        let slot = bytes.slot();
+        if let (Some(key), Some(entry)) = (self.keys.get_mut(slot), self.decoded.get_mut(slot)) {
+            *key = bytes;
+            *entry = Some(decoded);
+        }
+        Ok(decoded)
     }
 }

@@ -7,9 +7,9 @@ use iced_x86::{Code, OpKind};
 use x86::Exception;
 use x86::segment::{DescriptorTable, kind};
 
-use crate::decode::{RegRef, size_mask};
 use crate::machine::{Access, Machine, SegReg, Segment, Stop, Table};
 use crate::operand::{Place, Run};
+use crate::register::{RegRef, size_mask};
 
 const TABLE_INDICATOR: u16 = 1 << 2;
 const RPL: u16 = 3;

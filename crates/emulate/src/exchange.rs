@@ -7,9 +7,9 @@ use iced_x86::OpKind;
 use x86::{Exception, Gva, Rflags};
 
 use crate::alu;
-use crate::decode::{RegRef, size_mask};
 use crate::machine::{Access, Machine, Stop};
 use crate::operand::{Place, Run, crosses_page};
+use crate::register::{RegRef, size_mask};
 
 const RAX: usize = 0;
 const RCX: usize = 1;

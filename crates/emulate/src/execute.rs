@@ -7,9 +7,10 @@ use iced_x86::{ConditionCode, Instruction, Mnemonic, OpKind};
 use x86::{Exception, Rflags};
 
 use crate::alu::{self, BitChange, Shift};
-use crate::decode::{Decoded, RegRef, segment_of, size_mask};
+use crate::decode::Decoded;
 use crate::machine::{Access, CodeSize, Machine, SegReg, Stop, Table};
 use crate::operand::Run;
+use crate::register::{RegRef, segment_of, size_mask};
 
 /// How far emulation came.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -8,9 +8,10 @@ use iced_x86::{Code, ConditionCode, Mnemonic, OpKind};
 use x86::{Exception, Rflags};
 
 use crate::alu;
-use crate::decode::{Decoded, RegRef, sign_extend, size_mask};
+use crate::decode::Decoded;
 use crate::machine::{Machine, SegReg, Stop, Table};
 use crate::operand::Run;
+use crate::register::{RegRef, sign_extend, size_mask};
 
 const RSP: usize = 4;
 /// What LAHF and SAHF move.

@@ -7,8 +7,9 @@ use iced_x86::{Instruction, OpKind, Register};
 use x86::addr::PAGE_SIZE;
 use x86::{Cr0, Cr4, Exception, Gva, Rflags};
 
-use crate::decode::{RegRef, immediate, segment_of, sign_extend, size_mask};
+use crate::decode::immediate;
 use crate::machine::{Access, CodeSize, Machine, SegReg, Segment, Stop};
+use crate::register::{RegRef, segment_of, sign_extend, size_mask};
 
 /// How often a locked update that lost a race is tried again before the vCPU gets a say.
 pub(crate) const LOCK_TRIES: u32 = 16;

@@ -4,9 +4,9 @@
 
 use iced_x86::{Code, OpKind};
 
-use crate::decode::{RegRef, segment_of, size_mask};
 use crate::machine::{Access, Machine, SegReg, Segment, Stop};
 use crate::operand::Run;
+use crate::register::{RegRef, segment_of, size_mask};
 
 const RSP: usize = 4;
 const RBP: usize = 5;

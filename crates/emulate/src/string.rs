@@ -8,10 +8,10 @@ use iced_x86::{Code, OpKind};
 use x86::{Gva, Rflags};
 
 use crate::alu;
-use crate::decode::{RegRef, size_mask};
 use crate::execute::Outcome;
 use crate::machine::{Access, Machine, SegReg, Stop};
 use crate::operand::{Run, to_page_end};
+use crate::register::{RegRef, size_mask};
 
 /// Iterations of a REP string instruction in one call, after which the vCPU looks for interrupts.
 pub const ITERATIONS_PER_CALL: u32 = 64;

@@ -6,9 +6,9 @@
 use iced_x86::{OpKind, Register};
 use x86::{Cr0, Cr4, Exception};
 
-use crate::decode::RegRef;
 use crate::machine::{Access, Machine, Stop};
 use crate::operand::{Place, Run, to_page_end};
+use crate::register::RegRef;
 
 /// What LMSW may change; PE it can only set.
 const LMSW: Cr0 = Cr0::PE.union(Cr0::MP).union(Cr0::EM).union(Cr0::TS);

@@ -5,9 +5,9 @@
 
 use x86::{Exception, Gva};
 
-use crate::decode::RegRef;
 use crate::machine::{Access, CodeSize, Machine, SegReg, Stop};
 use crate::operand::Run;
+use crate::register::RegRef;
 
 impl<M: Machine> Run<'_, M> {
     /// INVLPG. Its address is not checked: one that is not canonical flushes nothing.

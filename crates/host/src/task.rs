@@ -33,8 +33,8 @@ pub trait Sleeper {
     fn is_ready(&mut self) -> bool;
     /// The polling is over, and the task is about to sleep.
     fn falls_asleep(&mut self) {}
-    /// The task sleeps no more.
-    fn wakes_up(&mut self) {}
+    /// The wait is over.
+    fn ends(&mut self, _how: Blocked, _times: WaitTimes) {}
 }
 
 /// A condition alone.
@@ -71,54 +71,45 @@ impl Waiter {
     /// the condition true before it calls [`Waiter::wake`]. Only one task may block at a time;
     /// a vCPU's thread, which holds the vCPU's mutex, is that one.
     pub fn block(&self, cond: impl FnMut() -> bool, poll_ns: u64) -> Blocked {
-        self.wait(&mut Until(cond), poll_ns).0
+        self.wait(&mut Until(cond), poll_ns)
     }
 
-    /// Like [`Waiter::block`], and tells how long it took.
-    pub fn wait(&self, sleeper: &mut impl Sleeper, poll_ns: u64) -> (Blocked, WaitTimes) {
+    /// Like [`Waiter::block`], and tells the sleeper what becomes of it.
+    pub fn wait(&self, sleeper: &mut impl Sleeper, poll_ns: u64) -> Blocked {
         let mut times = WaitTimes::default();
-        if sleeper.is_ready() {
-            return (Blocked::AtOnce, times);
-        }
-        sys::might_sleep();
-        let began = crate::clock::monotonic_ns();
-        let mut polled_until = began;
-        if poll_ns != 0 {
-            let until = began.saturating_add(poll_ns);
-            while sys::gnt_may_poll() != 0 {
-                let done = sleeper.is_ready();
-                polled_until = crate::clock::monotonic_ns();
-                times.polled_ns = polled_until.saturating_sub(began);
-                if done {
-                    return (Blocked::Polled, times);
-                }
-                core::hint::spin_loop();
-                if polled_until >= until {
-                    break;
-                }
+        let ended = 'wait: {
+            if sleeper.is_ready() {
+                break 'wait Blocked::AtOnce;
             }
-        }
-        sleeper.falls_asleep();
-        let raw = self.raw.get();
-        // SAFETY: the raw waiter lives as long as self; prepare and finish pair up here.
-        let ended = unsafe {
-            sys::gnt_waiter_enter(raw);
-            let ended = loop {
-                sys::gnt_waiter_prepare(raw);
-                if sleeper.is_ready() {
-                    break Blocked::Slept;
-                }
-                if signal_pending() {
-                    break Blocked::Signal;
-                }
-                sys::gnt_waiter_sleep(raw);
+            sys::might_sleep();
+            let began = crate::clock::monotonic_ns();
+            if poll_ns != 0 && poll(sleeper, began, poll_ns, &mut times) {
+                break 'wait Blocked::Polled;
+            }
+            sleeper.falls_asleep();
+            let raw = self.raw.get();
+            // SAFETY: the raw waiter lives as long as self; prepare and finish pair up here.
+            let ended = unsafe {
+                sys::gnt_waiter_enter(raw);
+                let ended = loop {
+                    sys::gnt_waiter_prepare(raw);
+                    if sleeper.is_ready() {
+                        break Blocked::Slept;
+                    }
+                    if signal_pending() {
+                        break Blocked::Signal;
+                    }
+                    sys::gnt_waiter_sleep(raw);
+                };
+                sys::gnt_waiter_finish(raw);
+                ended
             };
-            sys::gnt_waiter_finish(raw);
+            let all = crate::clock::monotonic_ns().saturating_sub(began);
+            times.slept_ns = all.saturating_sub(times.polled_ns);
             ended
         };
-        sleeper.wakes_up();
-        times.slept_ns = crate::clock::monotonic_ns().saturating_sub(polled_until);
-        (ended, times)
+        sleeper.ends(ended, times);
+        ended
     }
 
     /// Wakes the sleeper, if there is one. From any context, hard interrupts too.
@@ -127,6 +118,23 @@ impl Waiter {
         // SAFETY: the raw waiter lives as long as self.
         unsafe { sys::gnt_waiter_wake(self.raw.get()) != 0 }
     }
+}
+
+/// Looks for up to `poll_ns`, from `began` on, whether `sleeper` need not sleep; but no longer when another
+/// task wants the CPU.
+fn poll(sleeper: &mut impl Sleeper, began: u64, poll_ns: u64, times: &mut WaitTimes) -> bool {
+    while sys::gnt_may_poll() != 0 {
+        let done = sleeper.is_ready();
+        times.polled_ns = crate::clock::monotonic_ns().saturating_sub(began);
+        if done {
+            return true;
+        }
+        core::hint::spin_loop();
+        if times.polled_ns >= poll_ns {
+            break;
+        }
+    }
+    false
 }
 
 /// Whether the task must leave for a signal, a reschedule or task work before it may enter the

@@ -133,7 +133,7 @@ impl Routing {
                     return Err(RoutingError::Invalid);
                 }
                 Target::Msi(msi) if !msi.valid(wide_dest) => return Err(RoutingError::Invalid),
-                _ => {}
+                Target::Pin { .. } | Target::Msi(_) => {}
             }
         }
         table.starts.try_reserve_exact(gsis + 1).map_err(|_| RoutingError::NoMemory)?;

@@ -92,7 +92,7 @@ impl<S> Desc<S> {
     pub const fn words(&self) -> usize {
         match self.kind {
             Kind::LogHistogram => BUCKETS,
-            _ => 1,
+            Kind::Cumulative | Kind::Instant | Kind::Peak => 1,
         }
     }
 }

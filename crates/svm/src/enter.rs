@@ -1,4 +1,4 @@
-//! The inner loop's two ends and the world switch between them.
+//! The inner loop's two ends and its turns: into the guest, and what the guest was left for.
 //!
 //! Host state goes by VMSAVE and VMLOAD: one VMSAVE of the host per run (not per exit), one VMLOAD
 //! of it when the loop is left. While the loop runs, FS, GS, TR, LDTR and the SYSCALL and SYSENTER
@@ -11,12 +11,15 @@
 
 use core::sync::atomic::Ordering::Relaxed;
 
-use backend::{Gprs, TSC_RATIO_ONE, WorldSwitch};
+use backend::{Answer, Exit, Exits, Gprs, TSC_RATIO_ONE, Turn, WorldSwitch};
 use cpu::{Cpu, SpecCtrl};
 use host::hostcpu;
-use x86::msr;
+use x86::{
+    msr,
+    vmcb::{Clean, ExitCode},
+};
 
-use crate::{host_state::HostState, percpu::PerCpu, state::Svm};
+use crate::{exits, host_state::HostState, percpu::PerCpu, state::Svm};
 
 impl<C: Cpu> WorldSwitch for Svm<C> {
     /// A VMCB is memory: what a CPU may hold of it, another does not need.
@@ -73,14 +76,6 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
         self.cpu.sti();
     }
 
-    #[inline]
-    fn enter(&mut self, gprs: &mut Gprs) {
-        if self.block.wants_flush() {
-            self.forget_translations();
-        }
-        self.block.enter(&mut self.cpu, gprs, self.spec);
-    }
-
     /// All of them come with the exit.
     #[inline(always)]
     fn complete(&mut self, _gprs: &mut Gprs) {}
@@ -122,6 +117,64 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
     fn guest_segments(&mut self) {
         self.cpu.vmload(self.block.hpa());
         self.cpu.sti();
+    }
+}
+
+impl<C: Cpu> Turn for Svm<C> {
+    #[inline]
+    fn enter(&mut self, gprs: &mut Gprs) {
+        if self.block.wants_flush() {
+            self.forget_translations();
+        }
+        self.block.enter(&mut self.cpu, gprs, self.spec);
+    }
+
+    #[inline(always)]
+    fn dispatch<S: Copy, A: Answer<Self, S>>(answer: &mut A, section: S) -> Option<A::Left> {
+        let code = answer.backend().raw();
+        match code {
+            ExitCode::Intr => answer.frequent(section, Exit::Interrupt),
+            ExitCode::Cpuid => answer.frequent(section, Exit::Cpuid),
+            ExitCode::Msr if answer.backend().vmcb().control.exit_info_1 & 1 == 0 => {
+                answer.frequent(section, Exit::Rdmsr)
+            }
+            ExitCode::Msr => answer.frequent(section, Exit::Wrmsr),
+            ExitCode::Npf => {
+                let exit = exits::npf(&answer.backend().vmcb().control);
+                answer.frequent(section, exit)
+            }
+            ExitCode::Ioio => {
+                let exit = exits::io(&answer.backend().vmcb().control);
+                answer.frequent(section, exit)
+            }
+            ExitCode::Hlt => answer.frequent(section, Exit::Hlt),
+            ExitCode::Vmmcall => answer.frequent(section, Exit::Hypercall),
+            // With shadow paging these are most exits.
+            ExitCode::ExcpPf => {
+                let exit = exits::page_fault(&answer.backend().vmcb().control);
+                answer.frequent(section, exit)
+            }
+            _ if code.0 <= exits::LAST_OF_CR || code == ExitCode::Cr0SelWrite => {
+                let exit = exits::cr_access(answer.backend());
+                answer.frequent(section, exit)
+            }
+            _ => {
+                let exit = answer.backend().exit();
+                answer.rare(section, exit)
+            }
+        }
+    }
+
+    #[inline]
+    fn next_rip(&self) -> Option<u64> {
+        self.features.nrip_save.then_some(self.vmcb().control.next_rip)
+    }
+
+    #[inline]
+    fn retire(&mut self, next_rip: u64) {
+        let block = self.vmcb_mut(Clean::empty());
+        block.save.rip = next_rip;
+        block.control.int_state = 0;
     }
 }
 

@@ -1,10 +1,11 @@
 //! From EXITCODE and EXITINFO to the neutral [`Exit`].
 //!
 //! APM vol. 2 appendix C. The comparison chain is ordered by how often an exit is seen, because
-//! kernel code is built without jump tables.
+//! kernel code is built without jump tables. The inner loop has one of its own, in
+//! [`dispatch`](backend::Turn::dispatch).
 
 use backend::{
-    Answer, CrAccess, Event, Exit, Exits, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault,
+    CrAccess, Event, Exit, Exits, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault,
 };
 use cpu::Cpu;
 use x86::{
@@ -15,7 +16,7 @@ use x86::{
 use crate::{inject, state::Svm};
 
 /// The last of the EXITCODEs that are accesses of control registers, the first being 0.
-const LAST_OF_CR: u64 = ExitCode::WriteCr15.0;
+pub(crate) const LAST_OF_CR: u64 = ExitCode::WriteCr15.0;
 
 /// Decodes the exit in `control`. `assists`: the CPU has decode assists.
 pub fn decode(control: &Control, assists: bool) -> Exit {
@@ -35,7 +36,7 @@ pub fn decode(control: &Control, assists: bool) -> Exit {
 }
 
 #[inline(always)]
-fn npf(control: &Control) -> Exit {
+pub(crate) fn npf(control: &Control) -> Exit {
     let info = control.exit_info_1;
     Exit::TdpFault(TdpFault {
         gpa: Gpa(control.exit_info_2),
@@ -48,7 +49,7 @@ fn npf(control: &Control) -> Exit {
 }
 
 #[inline(always)]
-fn io(control: &Control) -> Exit {
+pub(crate) fn io(control: &Control) -> Exit {
     let info = control.exit_info_1;
     Exit::Io(IoExit {
         port: (info >> ioio::PORT_SHIFT) as u16,
@@ -61,14 +62,14 @@ fn io(control: &Control) -> Exit {
 }
 
 #[inline(always)]
-fn page_fault(control: &Control) -> Exit {
+pub(crate) fn page_fault(control: &Control) -> Exit {
     let (address, code) = (Gva(control.exit_info_2), control.exit_info_1 as u32);
     Exit::PageFault(PageFault { address, code })
 }
 
 /// An access of a control register, by MOV or otherwise.
 #[inline(always)]
-fn cr_access<C: Cpu>(svm: &Svm<C>) -> Exit {
+pub(crate) fn cr_access<C: Cpu>(svm: &Svm<C>) -> Exit {
     let control = &svm.vmcb().control;
     let raw = match ExitCode(control.exit_code) {
         ExitCode::Cr0SelWrite => ExitCode::WriteCr0.0,
@@ -163,42 +164,6 @@ impl<C: Cpu> Exits for Svm<C> {
 
     fn exit(&self) -> Exit {
         decode(&self.vmcb().control, self.features.decode_assists)
-    }
-
-    #[inline(always)]
-    fn dispatch<S: Copy, A: Answer<Self, S>>(answer: &mut A, section: S) -> Option<A::Left> {
-        let code = answer.backend().raw();
-        match code {
-            ExitCode::Intr => answer.frequent(section, Exit::Interrupt),
-            ExitCode::Cpuid => answer.frequent(section, Exit::Cpuid),
-            ExitCode::Msr if answer.backend().vmcb().control.exit_info_1 & 1 == 0 => {
-                answer.frequent(section, Exit::Rdmsr)
-            }
-            ExitCode::Msr => answer.frequent(section, Exit::Wrmsr),
-            ExitCode::Npf => {
-                let exit = npf(&answer.backend().vmcb().control);
-                answer.frequent(section, exit)
-            }
-            ExitCode::Ioio => {
-                let exit = io(&answer.backend().vmcb().control);
-                answer.frequent(section, exit)
-            }
-            ExitCode::Hlt => answer.frequent(section, Exit::Hlt),
-            ExitCode::Vmmcall => answer.frequent(section, Exit::Hypercall),
-            // With shadow paging these are most exits.
-            ExitCode::ExcpPf => {
-                let exit = page_fault(&answer.backend().vmcb().control);
-                answer.frequent(section, exit)
-            }
-            _ if code.0 <= LAST_OF_CR || code == ExitCode::Cr0SelWrite => {
-                let exit = cr_access(answer.backend());
-                answer.frequent(section, exit)
-            }
-            _ => {
-                let exit = answer.backend().exit();
-                answer.rare(section, exit)
-            }
-        }
     }
 
     fn exit_raw(&self) -> [u64; 3] {

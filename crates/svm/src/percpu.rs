@@ -10,8 +10,6 @@ use x86::{Efer, Hpa, msr};
 
 use crate::{Unusable, features::Features, host_state::HostRegisters, permission::IoMap};
 
-const EFER_SVME: u64 = Efer::SVME.bits();
-
 /// One physical CPU.
 #[derive(Debug)]
 pub struct PerCpu {
@@ -122,7 +120,7 @@ pub fn check<C: Cpu>(c: &mut C) -> Result<(), Unusable> {
     if c.rdmsr(msr::VM_CR) & msr::vm_cr::SVMDIS != 0 {
         return Err(Unusable::DisabledByFirmware);
     }
-    if c.rdmsr(msr::EFER) & EFER_SVME != 0 {
+    if c.rdmsr(msr::EFER) & Efer::SVME.bits() != 0 {
         return Err(Unusable::InUse);
     }
     Ok(())
@@ -133,7 +131,7 @@ pub fn enable<C: Cpu>(c: &mut C, cpu: usize) -> Result<(), Unusable> {
     let Some(this) = of(cpu) else { return Err(Unusable::Absent) };
     check(c)?;
     let efer = c.rdmsr(msr::EFER);
-    c.wrmsr(msr::EFER, efer | EFER_SVME);
+    c.wrmsr(msr::EFER, efer | Efer::SVME.bits());
     c.wrmsr(msr::VM_HSAVE_PA, this.host_save().0);
     this.generation.store(this.generation().wrapping_add(1), Relaxed);
     // Whoever had SVM before, or this CPU before it went offline, left translations under any ASID.
@@ -149,11 +147,11 @@ pub fn enable<C: Cpu>(c: &mut C, cpu: usize) -> Result<(), Unusable> {
 /// Switches SVM off on the CPU this runs on; harmless where it is off.
 pub fn disable<C: Cpu>(c: &mut C) {
     let efer = c.rdmsr(msr::EFER);
-    if efer & EFER_SVME != 0 {
+    if efer & Efer::SVME.bits() != 0 {
         c.wrmsr(msr::VM_HSAVE_PA, 0);
         // GIF must be set before SVME is cleared: a CPU that is stopped in the loop has it clear.
         c.stgi();
-        c.wrmsr(msr::EFER, efer & !EFER_SVME);
+        c.wrmsr(msr::EFER, efer & !Efer::SVME.bits());
     }
 }
 
@@ -203,10 +201,10 @@ mod tests {
     fn enabling_twice_is_refused_and_disabling_is_complete() {
         let mut c = cpu::Model::default();
         assert_eq!(check(&mut c), Ok(()));
-        c.msrs.insert(msr::EFER, EFER_SVME);
+        c.msrs.insert(msr::EFER, Efer::SVME.bits());
         assert_eq!(check(&mut c), Err(Unusable::InUse));
         disable(&mut c);
-        assert_eq!(c.msrs[&msr::EFER] & EFER_SVME, 0);
+        assert_eq!(c.msrs[&msr::EFER] & Efer::SVME.bits(), 0);
         c.msrs.insert(msr::VM_CR, msr::vm_cr::SVMDIS);
         assert_eq!(check(&mut c), Err(Unusable::DisabledByFirmware));
     }

@@ -38,18 +38,6 @@ impl<C: Cpu> Registers for Svm<C> {
         self.vmcb_mut(Clean::empty()).save.rip = rip;
     }
 
-    #[inline]
-    fn retire(&mut self, next_rip: u64) {
-        let block = self.vmcb_mut(Clean::empty());
-        block.save.rip = next_rip;
-        block.control.int_state = 0;
-    }
-
-    #[inline]
-    fn next_rip(&self) -> Option<u64> {
-        self.features.nrip_save.then_some(self.vmcb().control.next_rip)
-    }
-
     fn insn_bytes(&self) -> &[u8] {
         if !self.features.decode_assists {
             return &[];

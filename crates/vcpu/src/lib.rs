@@ -41,7 +41,7 @@ pub struct Vcpu<B: Backend> {
     pub(crate) pending: run::pending::Pending,
     /// The task priority that was last taken from the hardware.
     pub(crate) cr8_seen: u8,
-    pub(crate) device_seen: exits::device::mmio::DeviceSeen,
+    pub(crate) device_seen: exits::device::DeviceSeen,
     /// The CPU logs written pages.
     pub(crate) page_log: bool,
     pub(crate) msrs: state::msrs::Msrs,
@@ -222,7 +222,7 @@ impl<B: Backend> Vcpu<B> {
             gprs: Gprs::default(),
             pending: run::pending::Pending::default(),
             cr8_seen: 0,
-            device_seen: exits::device::mmio::DeviceSeen::default(),
+            device_seen: exits::device::DeviceSeen::default(),
             page_log: false,
             msrs: state::msrs::Msrs { store: parts.store, filtered: false },
             cpuid_faults: false,

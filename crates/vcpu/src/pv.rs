@@ -285,7 +285,7 @@ impl<B: Backend> Vcpu<B> {
             Ok(Hypercall::KickCpu { .. }) => self.pv_allows(feature::KVM_PV_UNHALT),
             Ok(Hypercall::SendIpi(_)) => self.pv_allows(feature::KVM_PV_SEND_IPI),
             Ok(Hypercall::SchedYield { .. }) => self.pv_allows(feature::KVM_PV_SCHED_YIELD),
-            _ => true,
+            Ok(Hypercall::VapicPollIrq | Hypercall::ClockPairing { .. }) | Err(_) => true,
         };
         (if allowed { call } else { Err(HypercallError::NoSuchCall) }, long)
     }

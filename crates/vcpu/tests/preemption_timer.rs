@@ -480,7 +480,7 @@ fn a_timer_that_was_set_for_an_entry_that_did_not_come_is_set_anew() {
 /// is seen. The loop is told to leave now and then.
 #[test]
 fn a_deadline_that_stays_due_does_not_hold_off_the_host() {
-    use backend::{DeadlineWatch, Exit, Exits, WorldSwitch};
+    use backend::{DeadlineWatch, Exit, Exits, Turn, WorldSwitch};
     let mut v = timed();
     let b = v.backend();
     b.begin_run();

@@ -1,7 +1,7 @@
 //! A virtual machine: its memory, its vCPUs as others see them, its interrupt controllers, its
 //! time. What runs a vCPU lives one crate above.
 //!
-//! The module [`section`] alone has `unsafe`: two promises to `mmu`, side by side with what keeps them.
+//! The module [`mode`] alone has `unsafe`: two promises to `mmu`, side by side with what keeps them.
 #![no_std]
 #![deny(unsafe_code)]
 
@@ -11,8 +11,8 @@ pub mod debug;
 pub mod irq;
 pub mod kick;
 pub mod memory;
+pub mod mode;
 pub mod msr_filter;
-pub mod section;
 pub mod settings;
 pub mod statistics;
 pub mod time;

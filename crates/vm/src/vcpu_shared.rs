@@ -8,12 +8,8 @@ use core::sync::atomic::{
     Ordering::{AcqRel, Acquire, SeqCst},
 };
 
-use host::{
-    Arc, NoMemory, smp,
-    task::Waiter,
-    timer::{TimerHandler, WithTimer},
-};
-use irqchip::lapic::{Accepted, CpuRole, Lapic, Lint0, SwTimerExpired, base};
+use host::{Arc, NoMemory, task::Waiter, timer::WithTimer};
+use irqchip::lapic::{CpuRole, Lapic, Lint0, base};
 use stats::VcpuStats;
 use x86::Vector;
 
@@ -182,41 +178,6 @@ impl VcpuShared {
         self.state.running_on().map(|cpu| cpu as usize)
     }
 
-    /// Makes the vCPU look at what is pending: wakes it if it sleeps, interrupts it if it runs.
-    pub fn kick(&self) {
-        if self.waiter.wake() {
-            return;
-        }
-        // On its own CPU only the vCPU itself can find itself in the guest, and it looks anyway.
-        if let Some(cpu) = self.state.kick()
-            && cpu as usize != smp::cpu_id()
-        {
-            smp::kick(cpu as usize);
-        }
-    }
-
-    /// Requests and kicks.
-    pub fn request_and_kick(&self, request: Request) {
-        self.request(request);
-        self.kick();
-    }
-
-    /// Does what an accepted interrupt message asks for.
-    pub fn deliver(&self, accepted: Accepted) {
-        match accepted {
-            Accepted::Ignored | Accepted::Coalesced => return,
-            // The IRR is looked at after the mode is set; a request would cost a locked
-            // instruction more.
-            Accepted::Pending => {}
-            Accepted::Nmi => self.add_nmi(),
-            Accepted::Init => self.init_received(),
-            Accepted::Sipi(page) => self.sipi_received(page),
-            Accepted::Smi => self.request(Request::Smi),
-            Accepted::ExtInt => self.request(Request::Event),
-        }
-        self.kick();
-    }
-
     /// One more NMI. Of those that wait at most two count (APM vol. 2 §8.1.5: one to be handled, one
     /// behind it); the vCPU itself knows whether one is being handled, see
     /// [`limit_nmis`](Self::limit_nmis).
@@ -246,13 +207,13 @@ impl VcpuShared {
         self.nmis.store(n.min(2), core::sync::atomic::Ordering::Release);
     }
 
-    fn init_received(&self) {
+    pub(crate) fn init_received(&self) {
         // An INIT forgets a SIPI that came before it.
         self.init_sipi.store(INIT, SeqCst);
         self.request(Request::Event);
     }
 
-    fn sipi_received(&self, page: Vector) {
+    pub(crate) fn sipi_received(&self, page: Vector) {
         let _ = self
             .init_sipi
             .fetch_update(AcqRel, Acquire, |bits| Some((bits & INIT) | SIPI | u32::from(page.0)));
@@ -301,22 +262,10 @@ impl VcpuShared {
     }
 }
 
-impl TimerHandler for VcpuShared {
-    /// The local APIC timer's host timer has expired: a hard interrupt on some CPU.
-    fn expired(&self) -> Option<u64> {
-        let now = host::clock::monotonic_ns();
-        let SwTimerExpired { accepted, rearm, ask_owner } = self.lapic.sw_timer_expired(now);
-        if ask_owner {
-            self.request_and_kick(Request::Deadline);
-        }
-        self.deliver(accepted);
-        rearm
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use irqchip::lapic::Accepted;
 
     fn vcpu() -> SharedVcpu {
         VcpuShared::new(0, 0, CpuRole::Bootstrap, true).unwrap()

@@ -1,4 +1,4 @@
-//! The inner loop's two ends and the world switch between them.
+//! The inner loop's two ends and its turns: into the guest, and what the guest was left for.
 //!
 //! The whole loop runs with interrupts off: with external-interrupt exiting a pending one ends the
 //! guest's run, stays pending, and is taken by the host after the loop. A VM exit loads the host's
@@ -13,15 +13,17 @@
 
 use core::sync::atomic::Ordering::Relaxed;
 
-use backend::{Gprs, RSP, WorldSwitch};
+use backend::{Answer, Exit, Exits, Gprs, RSP, Registers, Turn, WorldSwitch};
 use cpu::{Cpu, VmxSwitch};
 use host::hostcpu;
 use x86::{
     Cr4, msr,
+    segment::attr,
     vmcs::{ENTRY_FAILURE, ExitReason, event, field, invept},
 };
 
 use crate::{
+    apic_page::Serving,
     exits, fields,
     host_registers::HostThread,
     mitigations,
@@ -109,43 +111,6 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
     }
 
     #[inline]
-    fn enter(&mut self, gprs: &mut Gprs) {
-        // Not known: nobody has looked at it since the exit, so it is the guest's own.
-        if let Some(rsp) = self.vmcs.fields.get(fields::GUEST_RSP)
-            && rsp != gprs.0[RSP]
-        {
-            self.set(fields::GUEST_RSP, gprs.0[RSP]);
-        }
-        if self.attention != 0 {
-            if self.attention & attention::TIMER != 0 && !self.ensure_timer() {
-                return self.exit_for_deadline();
-            }
-            if self.attention & !attention::TIMER != 0 && !self.attend() {
-                return self.refuse();
-            }
-        }
-        let entered = self.cpu.vmx_enter(gprs, &mut self.switch);
-        self.vmcs.fields.forget();
-        self.shadow_over.set(false);
-        if !entered {
-            return self.refuse();
-        }
-        let raw = self.cpu.vmread(fields::EXIT_REASON.encoding());
-        self.vmcs.fields.learn(fields::EXIT_REASON, raw);
-        let reason = raw as u32;
-        // An entry that failed late has launched nothing, and injected nothing (SDM vol. 3C §27.8).
-        if reason & ENTRY_FAILURE == 0 {
-            self.switch.flags |= VmxSwitch::LAUNCHED;
-            if self.attention & attention::INJECT != 0 {
-                self.end_injection();
-            }
-        }
-        if exits::needs_rsp(reason) {
-            self.look_after_exit(reason, gprs);
-        }
-    }
-
-    #[inline]
     fn complete(&mut self, gprs: &mut Gprs) {
         gprs.0[RSP] = self.get(fields::GUEST_RSP);
     }
@@ -192,7 +157,106 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
     }
 }
 
+impl<C: Cpu> Turn for Vmx<C> {
+    #[inline]
+    fn enter(&mut self, gprs: &mut Gprs) {
+        // Not known: nobody has looked at it since the exit, so it is the guest's own.
+        if let Some(rsp) = self.vmcs.fields.get(fields::GUEST_RSP)
+            && rsp != gprs.0[RSP]
+        {
+            self.set(fields::GUEST_RSP, gprs.0[RSP]);
+        }
+        if self.attention != 0 {
+            if self.attention & attention::TIMER != 0 && !self.ensure_timer() {
+                return self.exit_for_deadline();
+            }
+            if self.attention & !attention::TIMER != 0 && !self.attend() {
+                return self.refuse();
+            }
+        }
+        let entered = self.cpu.vmx_enter(gprs, &mut self.switch);
+        self.vmcs.fields.forget();
+        self.shadow_over.set(false);
+        if !entered {
+            return self.refuse();
+        }
+        let raw = self.cpu.vmread(fields::EXIT_REASON.encoding());
+        self.vmcs.fields.learn(fields::EXIT_REASON, raw);
+        let reason = raw as u32;
+        // An entry that failed late has launched nothing, and injected nothing (SDM vol. 3C §27.8).
+        if reason & ENTRY_FAILURE == 0 {
+            self.switch.flags |= VmxSwitch::LAUNCHED;
+            if self.attention & attention::INJECT != 0 {
+                self.end_injection();
+            }
+        }
+        if exits::needs_rsp(reason) {
+            self.look_after_exit(reason, gprs);
+        }
+    }
+
+    #[inline(always)]
+    fn dispatch<S: Copy, A: Answer<Self, S>>(answer: &mut A, section: S) -> Option<A::Left> {
+        let reason = answer.backend().raw();
+        // An entry that failed has bits that no reason has.
+        let Ok(reason) = u16::try_from(reason) else {
+            let exit = answer.backend().exit();
+            return answer.rare(section, exit);
+        };
+        match ExitReason(reason) {
+            ExitReason::ExternalInterrupt => answer.frequent(section, Exit::Interrupt),
+            ExitReason::Cpuid => answer.frequent(section, Exit::Cpuid),
+            ExitReason::Wrmsr => answer.frequent(section, Exit::Wrmsr),
+            ExitReason::Rdmsr => answer.frequent(section, Exit::Rdmsr),
+            ExitReason::EptViolation => {
+                let exit = answer.backend().ept_violation();
+                answer.frequent(section, exit)
+            }
+            ExitReason::Io => {
+                let exit = answer.backend().io();
+                answer.frequent(section, exit)
+            }
+            ExitReason::Hlt => answer.frequent(section, Exit::Hlt),
+            ExitReason::Vmcall => answer.frequent(section, Exit::Hypercall),
+            ExitReason::PreemptionTimer => answer.frequent(section, Exit::Deadline),
+            ExitReason::CrAccess => {
+                let exit = answer.backend().cr_access();
+                answer.frequent(section, exit)
+            }
+            _ => {
+                let exit = answer.backend().exit();
+                answer.rare(section, exit)
+            }
+        }
+    }
+
+    #[inline]
+    fn next_rip(&self) -> Option<u64> {
+        let (rip, length) =
+            self.vmcs.get_both(&self.cpu, fields::GUEST_RIP, fields::INSTRUCTION_LENGTH);
+        let next = rip.wrapping_add(u64::from(length));
+        Some(if (rip ^ next) >> 32 != 0 { self.wrapped(next) } else { next })
+    }
+
+    #[inline]
+    fn retire(&mut self, next_rip: u64) {
+        self.set(fields::GUEST_RIP, next_rip);
+        self.shadow_over.set(true);
+        if self.serving != Serving::No {
+            self.attend_to_requests();
+        }
+    }
+}
+
 impl<C: Cpu> Vmx<C> {
+    /// Outside 64-bit code RIP has 32 bits.
+    #[cold]
+    #[inline(never)]
+    fn wrapped(&self, next: u64) -> u64 {
+        let long = self.efer.is_long() && self.code_attributes() & attr::L != 0;
+        if long { next } else { next & 0xffff_ffff }
+    }
+
     /// Makes what was made from its TDP tables be forgotten, whatever the VPID.
     #[inline(never)]
     fn forget_tdp(&mut self) {

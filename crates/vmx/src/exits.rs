@@ -1,10 +1,11 @@
 //! From the exit reason and qualification to the neutral [`Exit`].
 //!
-//! SDM vol. 3C appendix C, §28.2. The comparison chains are ordered by how often an exit is seen,
-//! because kernel code is built without jump tables.
+//! SDM vol. 3C appendix C, §28.2. The comparison chain is ordered by how often an exit is seen,
+//! because kernel code is built without jump tables. The inner loop has one of its own, in
+//! [`dispatch`](backend::Turn::dispatch).
 
 use backend::{
-    Answer, CrAccess, Event, Exit, Exits, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault,
+    CrAccess, Event, Exit, Exits, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault,
 };
 use cpu::Cpu;
 use x86::{
@@ -142,7 +143,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// An access of memory that the TDP tables do not allow.
     #[inline(always)]
-    fn ept_violation(&self) -> Exit {
+    pub(crate) fn ept_violation(&self) -> Exit {
         use ept_violation::{EXECUTABLE, FETCH, FINAL, LINEAR_VALID, READABLE, WRITABLE, WRITE};
         let info = self.get(fields::EXIT_QUALIFICATION);
         Exit::TdpFault(TdpFault {
@@ -169,7 +170,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// A port access.
     #[inline(always)]
-    fn io(&self) -> Exit {
+    pub(crate) fn io(&self) -> Exit {
         let info = self.get(fields::EXIT_QUALIFICATION);
         let string = info & io::STRING != 0;
         Exit::Io(IoExit {
@@ -184,7 +185,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// An access of a control register. CLTS and LMSW name no general register.
     #[inline(always)]
-    fn cr_access(&self) -> Exit {
+    pub(crate) fn cr_access(&self) -> Exit {
         let info = self.get(fields::EXIT_QUALIFICATION);
         let access = info & cr::ACCESS;
         let moves = access == cr::MOV_TO || access == cr::MOV_FROM;
@@ -279,41 +280,6 @@ impl<C: Cpu> Exits for Vmx<C> {
             ExitReason::PreemptionTimer => Exit::Deadline,
             ExitReason::CrAccess => self.cr_access(),
             reason => self.decode_rare(reason),
-        }
-    }
-
-    #[inline(always)]
-    fn dispatch<S: Copy, A: Answer<Self, S>>(answer: &mut A, section: S) -> Option<A::Left> {
-        let reason = answer.backend().raw();
-        // An entry that failed has bits that no reason has.
-        let Ok(reason) = u16::try_from(reason) else {
-            let exit = answer.backend().exit();
-            return answer.rare(section, exit);
-        };
-        match ExitReason(reason) {
-            ExitReason::ExternalInterrupt => answer.frequent(section, Exit::Interrupt),
-            ExitReason::Cpuid => answer.frequent(section, Exit::Cpuid),
-            ExitReason::Wrmsr => answer.frequent(section, Exit::Wrmsr),
-            ExitReason::Rdmsr => answer.frequent(section, Exit::Rdmsr),
-            ExitReason::EptViolation => {
-                let exit = answer.backend().ept_violation();
-                answer.frequent(section, exit)
-            }
-            ExitReason::Io => {
-                let exit = answer.backend().io();
-                answer.frequent(section, exit)
-            }
-            ExitReason::Hlt => answer.frequent(section, Exit::Hlt),
-            ExitReason::Vmcall => answer.frequent(section, Exit::Hypercall),
-            ExitReason::PreemptionTimer => answer.frequent(section, Exit::Deadline),
-            ExitReason::CrAccess => {
-                let exit = answer.backend().cr_access();
-                answer.frequent(section, exit)
-            }
-            _ => {
-                let exit = answer.backend().exit();
-                answer.rare(section, exit)
-            }
         }
     }
 

@@ -4,24 +4,13 @@ use backend::{ControlRegisters, ControlRegs, PdpteRegisters, Registers, SegmentN
 use cpu::Cpu;
 use x86::{
     Cr0, Cr4, Efer, Rflags,
-    segment::{DescriptorTable, Segment, attr},
+    segment::{DescriptorTable, Segment},
     vmcs::EntryControls,
 };
 
-use crate::{apic_page::Serving, fields, segments, state::Vmx};
-
-/// What VMX fixes to 1, but not for a guest that may run without paging and protection.
-const CR0_PG_PE: Cr0 = Cr0::PG.union(Cr0::PE);
+use crate::{fields, segments, state::Vmx};
 
 impl<C: Cpu> Vmx<C> {
-    /// Outside 64-bit code RIP has 32 bits.
-    #[cold]
-    #[inline(never)]
-    fn wrapped(&self, next: u64) -> u64 {
-        let long = self.efer.is_long() && self.code_attributes() & attr::L != 0;
-        if long { next } else { next & 0xffff_ffff }
-    }
-
     /// Something else than an interrupt ends the guest's HLT. Where HLT does not exit, the CPU halts the
     /// guest again at an entry, and refuses one with an exception (SDM vol. 3C §27.3.1.5).
     #[inline]
@@ -69,23 +58,6 @@ impl<C: Cpu> Registers for Vmx<C> {
     fn set_rip(&mut self, rip: u64) {
         self.end_halt();
         self.set(fields::GUEST_RIP, rip);
-    }
-
-    #[inline]
-    fn retire(&mut self, next_rip: u64) {
-        self.set(fields::GUEST_RIP, next_rip);
-        self.shadow_over.set(true);
-        if self.serving != Serving::No {
-            self.attend_to_requests();
-        }
-    }
-
-    #[inline]
-    fn next_rip(&self) -> Option<u64> {
-        let (rip, length) =
-            self.vmcs.get_both(&self.cpu, fields::GUEST_RIP, fields::INSTRUCTION_LENGTH);
-        let next = rip.wrapping_add(u64::from(length));
-        Some(if (rip ^ next) >> 32 != 0 { self.wrapped(next) } else { next })
     }
 
     fn insn_bytes(&self) -> &[u8] {
@@ -213,7 +185,8 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
     fn set_cr0(&mut self, value: Cr0) {
         // What is L1's own in L2 stays what L1 made it, whatever L2 sees.
         self.cr0 = (value - self.cold.of_l1.cr0) | self.cr0 & self.cold.of_l1.cr0;
-        let fixed = self.features.cr0_fixed - CR0_PG_PE;
+        // VMX fixes them to 1, but not for a guest that may run without paging and protection.
+        let fixed = self.features.cr0_fixed - Cr0::PG_PE;
         self.set(fields::CR0_SHADOW, self.seen_cr0(value).bits());
         self.set(fields::GUEST_CR0, (self.real_cr0(self.cr0) | fixed | Cr0::ET).bits());
         if self.paging.shadow {
@@ -255,12 +228,16 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
         self.set(fields::GUEST_EFER, self.real_efer(value).bits());
         let long = value.is_long();
         let bit = EntryControls::IA32E_GUEST.bits();
-        let controls = self.get(fields::ENTRY_CONTROLS);
-        self.set(fields::ENTRY_CONTROLS, if long { controls | bit } else { controls & !bit });
-        if long && !self.cold.of_l1.runs {
-            // A 16-bit task state is none there.
-            let tr = self.segment(SegmentName::Tr);
-            self.set(fields::GUEST_TR_RIGHTS, segments::rights_for(SegmentName::Tr, &tr, true));
+        let old = self.get(fields::ENTRY_CONTROLS);
+        let controls = if long { old | bit } else { old & !bit };
+        if controls != old {
+            self.set(fields::ENTRY_CONTROLS, controls);
+            if long && !self.cold.of_l1.runs {
+                // A 16-bit task state is none there.
+                let tr = self.segment(SegmentName::Tr);
+                let rights = segments::rights_for(SegmentName::Tr, &tr, true);
+                self.set(fields::GUEST_TR_RIGHTS, rights);
+            }
         }
         self.sync_syscall();
         if self.paging.shadow {

@@ -218,6 +218,8 @@ impl Cr0 {
     /// Value after power-up and INIT, except that INIT keeps CD and NW (SDM vol. 3A table 9-1).
     pub const RESET: Self = Self::ET.union(Self::CD_NW);
 
+    /// Paging and protection.
+    pub const PG_PE: Self = Self::PG.union(Self::PE);
     /// The two bits that disable caching.
     pub const CD_NW: Self = Self::CD.union(Self::NW);
 

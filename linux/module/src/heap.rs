@@ -117,7 +117,7 @@ unsafe impl GlobalAlloc for Kernel {
             unsafe { pointer.write_bytes(0, layout.size()) };
             return pointer;
         }
-        // SAFETY: as above.
+        // SAFETY: any size and alignment is taken or refused.
         unsafe { gnt_alloc(layout.size(), layout.align(), 1).cast() }
     }
 

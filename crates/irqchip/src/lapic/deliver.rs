@@ -1,5 +1,9 @@
-//! Putting interrupts in: what a sender on any CPU, or one of the APIC's own sources, does.
-//! SDM vol. 3A §10.5.1, §10.6, §10.8.4.
+//! Requests: what a sender on any CPU, or one of the APIC's own sources, puts into the IRR, and how the owner
+//! finds and takes it. SDM vol. 3A §10.5.1, §10.6, §10.8.4.
+//!
+//! Both halves stand here because they agree on an order. A sender sets the bit and then the hint that
+//! something is there; the owner, who looks at the hint alone on its way into the guest, drops the hint first
+//! and looks at the bits after. So whoever comes second leaves the hint set.
 
 use core::sync::atomic::Ordering::*;
 
@@ -147,7 +151,7 @@ impl Lapic {
             Some(DeliveryMode::Smi) => Accepted::Smi,
             Some(DeliveryMode::Init) => Accepted::Init,
             Some(DeliveryMode::ExtInt) => Accepted::ExtInt,
-            _ => Accepted::Ignored,
+            Some(DeliveryMode::LowestPriority | DeliveryMode::Startup) | None => Accepted::Ignored,
         }
     }
 
@@ -165,5 +169,72 @@ impl Lapic {
     #[inline]
     pub fn lint0_is_nmi(&self) -> bool {
         self.enabled() && self.lvt(LocalVector::Lint0) & (lvt::MASKED | 0x700) == 0x400
+    }
+}
+
+/// The owner's half. Only the owner calls these.
+impl Lapic {
+    /// The highest pending vector whose class is above the processor priority.
+    #[inline]
+    pub fn highest_pending(&self) -> Option<Vector> {
+        if self.irr_pending.load(Relaxed) == 0 {
+            return None;
+        }
+        self.pending_above(self.ppr.load(Relaxed))
+    }
+
+    /// The highest pending vector, whether or not the processor priority holds it back: what an
+    /// SVM entry needs to know to ask for an exit when the guest lowers its TPR.
+    #[inline]
+    pub fn highest_requested(&self) -> Option<Vector> {
+        if self.irr_pending.load(Relaxed) == 0 || !self.enabled() {
+            return None;
+        }
+        match self.irr.highest() {
+            0 => None,
+            vector => Some(Vector(vector)),
+        }
+    }
+
+    /// Whether anything may be pending: one load, for the entry path.
+    #[inline]
+    pub fn maybe_pending(&self) -> bool {
+        self.irr_pending.load(Relaxed) != 0
+    }
+
+    fn pending_above(&self, priority: u8) -> Option<Vector> {
+        let vector = self.irr.highest();
+        (self.enabled() && vector & 0xf0 > priority & 0xf0).then_some(Vector(vector))
+    }
+
+    /// Takes `vector`, which [`highest_pending`](Self::highest_pending) named, out of the IRR, to be
+    /// delivered: by then another one may be requested. [`set_isr`](Self::set_isr) or
+    /// [`set_irr`](Self::set_irr) follows.
+    #[inline]
+    pub fn clear_irr(&self, vector: Vector) {
+        // A sender sets its bit first and the hint after; so drop the hint first, take the bit out
+        // with a locked instruction, and look again. (x86 keeps a store before a locked
+        // instruction, which is what makes this order hold.)
+        self.irr_pending.store(0, Release);
+        self.irr.clear_shared(vector.0);
+        if self.irr.any() {
+            self.irr_pending.store(1, Relaxed);
+        }
+    }
+
+    /// A vector that was taken is not to be delivered now after all.
+    #[inline]
+    pub fn set_irr(&self, vector: Vector) {
+        self.irr.set_shared(vector.0);
+        self.irr_pending.store(1, Release);
+    }
+
+    /// Sets the hint by looking; after a change that was not made bit by bit. It is cleared before the
+    /// look: who sends after that sets it again.
+    pub(super) fn refresh_pending(&self) {
+        self.irr_pending.swap(0, SeqCst);
+        if self.irr.any() {
+            self.irr_pending.store(1, Release);
+        }
     }
 }

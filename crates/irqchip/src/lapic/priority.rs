@@ -1,5 +1,4 @@
-//! Taking interrupts: processor priority, the highest pending vector, IRR to ISR, end of
-//! interrupt. SDM vol. 3A §10.8. Only the owner calls these; they are the hot half of the APIC.
+//! Interrupts in service: processor priority, ISR, end of interrupt. SDM vol. 3A §10.8. Only the owner calls these; they are the hot half of the APIC.
 
 use core::sync::atomic::Ordering::*;
 
@@ -11,54 +10,6 @@ use x86::{
 use super::{FEATURE_DIRECTED_EOI, Lapic, LapicEffect};
 
 impl Lapic {
-    /// The highest pending vector whose class is above the processor priority.
-    #[inline]
-    pub fn highest_pending(&self) -> Option<Vector> {
-        if self.irr_pending.load(Relaxed) == 0 {
-            return None;
-        }
-        self.pending_above(self.ppr.load(Relaxed))
-    }
-
-    /// The highest pending vector, whether or not the processor priority holds it back: what an
-    /// SVM entry needs to know to ask for an exit when the guest lowers its TPR.
-    #[inline]
-    pub fn highest_requested(&self) -> Option<Vector> {
-        if self.irr_pending.load(Relaxed) == 0 || !self.enabled() {
-            return None;
-        }
-        match self.irr.highest() {
-            0 => None,
-            vector => Some(Vector(vector)),
-        }
-    }
-
-    /// Whether anything may be pending: one load, for the entry path.
-    #[inline]
-    pub fn maybe_pending(&self) -> bool {
-        self.irr_pending.load(Relaxed) != 0
-    }
-
-    fn pending_above(&self, priority: u8) -> Option<Vector> {
-        let vector = self.irr.highest();
-        (self.enabled() && vector & 0xf0 > priority & 0xf0).then_some(Vector(vector))
-    }
-
-    /// Takes `vector`, which [`highest_pending`](Self::highest_pending) named, out of the IRR, to be
-    /// delivered: by then another one may be requested. [`set_isr`](Self::set_isr) or
-    /// [`set_irr`](Self::set_irr) follows.
-    #[inline]
-    pub fn clear_irr(&self, vector: Vector) {
-        // A sender sets its bit first and the hint after; so drop the hint first, take the bit out
-        // with a locked instruction, and look again. (x86 keeps a store before a locked
-        // instruction, which is what makes this order hold.)
-        self.irr_pending.store(0, Release);
-        self.irr.clear_shared(vector.0);
-        if self.irr.any() {
-            self.irr_pending.store(1, Relaxed);
-        }
-    }
-
     /// A vector that was taken has been delivered: it is in service.
     #[inline]
     pub fn set_isr(&self, vector: Vector) {
@@ -67,13 +18,6 @@ impl Lapic {
             self.isr_highest.store(vector.0, Relaxed);
         }
         self.update_ppr();
-    }
-
-    /// A vector that was taken is not to be delivered now after all.
-    #[inline]
-    pub fn set_irr(&self, vector: Vector) {
-        self.irr.set_shared(vector.0);
-        self.irr_pending.store(1, Release);
     }
 
     /// Moves `vector` into service: [`clear_irr`](Self::clear_irr) and [`set_isr`](Self::set_isr).
@@ -244,14 +188,5 @@ impl Lapic {
         let tpr = self.tpr.load(Relaxed);
         let service = self.isr_highest.load(Relaxed) & 0xf0;
         self.ppr.store(if tpr & 0xf0 >= service { tpr } else { service }, Relaxed);
-    }
-
-    /// Sets the hint by looking; after a change that was not made bit by bit. It is cleared before the
-    /// look: who sends after that sets it again.
-    pub(super) fn refresh_pending(&self) {
-        self.irr_pending.swap(0, SeqCst);
-        if self.irr.any() {
-            self.irr_pending.store(1, Release);
-        }
     }
 }

@@ -334,7 +334,13 @@ impl Lapic {
                 LapicEffect::TimerChanged(TimerChange::Mask)
             }
             LocalVector::Lint0 if old != value => LapicEffect::Lint0Changed,
-            _ => LapicEffect::None,
+            LocalVector::Timer
+            | LocalVector::Thermal
+            | LocalVector::Performance
+            | LocalVector::Lint0
+            | LocalVector::Lint1
+            | LocalVector::Error
+            | LocalVector::Cmci => LapicEffect::None,
         }
     }
 
@@ -400,7 +406,7 @@ impl Lapic {
             }
             DeliveryMode::Init if trigger == Trigger::Level && !assert => return LapicEffect::None,
             DeliveryMode::ExtInt => return LapicEffect::None,
-            _ => {}
+            DeliveryMode::Smi | DeliveryMode::Nmi | DeliveryMode::Init | DeliveryMode::Startup => {}
         }
         LapicEffect::SendIpi(IrqMessage {
             vector: Vector(icr as u8),

@@ -329,7 +329,8 @@ impl Trail {
     #[inline(always)]
     pub fn bytes_plain(&self, view: &View<'_>, offset: usize) -> Option<[u8; 16]> {
         let at = self.plain_place::<16>(view, offset)?;
-        // SAFETY: 16 bytes of the page from there on; volatile as in first_bytes().
+        // SAFETY: 16 bytes of the page from there on, which the view keeps; volatile, because the guest may write
+        // them meanwhile.
         let bytes = unsafe { at.cast::<Unaligned<u128>>().read_volatile() };
         Some(bytes.0.to_ne_bytes())
     }
@@ -383,7 +384,8 @@ impl Trail {
         let mut bytes = [0; 16];
         let len = 4096usize.saturating_sub(offset).min(16);
         for (n, byte) in bytes.iter_mut().enumerate().take(len) {
-            // SAFETY: offset + n is below 4096; as in plain_place().
+            // SAFETY: offset + n is below 4096, so the byte is the page's, which the view keeps; atomic, because the guest
+            // may write it meanwhile.
             let at = unsafe { &*self.page.byte_add(offset + n).cast::<AtomicU8>() };
             *byte = at.load(Ordering::Relaxed);
         }

@@ -8,7 +8,7 @@ mod architecture;
 use architecture::*;
 use backend::{
     Claim, ControlRegisters, Executed, Gprs, GuestLimits, Level, Nested, Permissions, RAX, RCX,
-    RSP, Registers, SegmentName, Translation, WorldSwitch,
+    RSP, Registers, SegmentName, Translation, Turn, WorldSwitch,
 };
 use cpu::{Counting, Model};
 use gannet_svm::{Features, Svm, percpu};

@@ -95,19 +95,11 @@ impl<B: Backend> Vcpu<B> {
         Some((code.bytes, code.len.min(15) as u8))
     }
 
-    /// RIP of the next instruction: from the CPU, or by decoding what lies at RIP.
-    #[inline]
-    pub(crate) fn next_rip(&mut self, s: Section<'_>) -> Option<u64> {
-        match self.b.next_rip() {
-            Some(rip) => Some(rip),
-            None => self.decode_next_rip(s),
-        }
-    }
-
-    /// Every exit of such a CPU comes here, and nearly all with code that was fetched before and an
+    /// RIP of the next instruction, by decoding what lies at RIP. Every exit of a CPU that does not tell
+    /// comes here, and nearly all with code that was fetched before and an
     /// instruction of few bytes.
     #[inline(never)]
-    fn decode_next_rip(&mut self, s: Section<'_>) -> Option<u64> {
+    pub(crate) fn decode_next_rip(&mut self, s: Section<'_>) -> Option<u64> {
         let size = self.code_size();
         if let Some(code) = self.known_code(s, size)
             && let Some(length) = emulate::common_length(code, size)
@@ -197,7 +189,7 @@ impl<B: Backend> Vcpu<B> {
                 return Err(Break::ToGuest);
             }
             Err(Stop::Retry) => return Err(Break::ToGuest),
-            Err(_) => return Err(self.emulation_failed()),
+            Err(Stop::NeedUser | Stop::Unsupported) => return Err(self.emulation_failed()),
         };
         let fetched = Fetched::new(bytes.get(..len).unwrap_or(&[]), size);
         match self.decode.get(fetched) {
@@ -217,7 +209,9 @@ impl<B: Backend> Vcpu<B> {
                 self.raise(Exception::gp(0));
                 Err(Break::ToGuest)
             }
-            Err(_) => Err(self.emulation_failed()),
+            Err(emulate::DecodeError::Truncated | emulate::DecodeError::Invalid) => {
+                Err(self.emulation_failed())
+            }
         }
     }
 

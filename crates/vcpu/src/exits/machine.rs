@@ -35,7 +35,10 @@ const fn name_of(segment: SegReg) -> SegmentName {
 fn memory_stop(error: MemoryError) -> Stop {
     match error {
         MemoryError::Interrupted => Stop::Retry,
-        _ => Stop::Unsupported,
+        MemoryError::Unbacked
+        | MemoryError::ReadOnly
+        | MemoryError::Fault
+        | MemoryError::NoMemory => Stop::Unsupported,
     }
 }
 

@@ -13,7 +13,7 @@
 //! The groups say where the code of a row lies, which is what they are for: kernel code is built
 //! without jump tables, and the loop is to be small.
 //!
-//! - `first`: inlined into the loop at the backend's own comparison ([`Exits::dispatch`](backend::Exits::dispatch)), and
+//! - `first`: inlined into the loop at the backend's own comparison ([`Turn::dispatch`](backend::Turn::dispatch)), and
 //!   first to be looked at outside: what a running guest leaves the loop for.
 //! - `frequent`: inlined into the loop as well; outside they are rare.
 //! - `rare`: answered in the loop, by way of one call.

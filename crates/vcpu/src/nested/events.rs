@@ -286,7 +286,10 @@ impl<B: Backend> Vcpu<B> {
                     let _ = self.shared.take_nmi();
                 }
                 Waiting::Init => self.smm.latched_init = false,
-                _ => {}
+                Waiting::Interrupt(_)
+                | Waiting::Smi
+                | Waiting::Exception(_)
+                | Waiting::TripleFault => {}
             }
         }
         if matches!(waiting, Waiting::Exception(_)) {

@@ -244,7 +244,9 @@ impl<B: Backend> Vcpu<B> {
             ShadowFault::NeedFrame(wanted) if wanted.table.is_none() => {
                 self.answer_mmio(s, as_tdp(wanted.gpa, fault.code))
             }
-            _ => Next::Leave,
+            ShadowFault::NeedFrame(_) | ShadowFault::NeedPages(_) | ShadowFault::Emulate { .. } => {
+                Next::Leave
+            }
         }
     }
 

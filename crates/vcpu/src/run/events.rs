@@ -199,19 +199,25 @@ impl<B: Backend> Vcpu<B> {
         self.b.rflags().contains(Rflags::IF) && !self.b.interrupt_shadow() && !self.b.injecting()
     }
 
-    /// Whether something ends the sleep of HLT that waits for the guest to let it in.
-    #[inline]
-    pub(crate) fn is_woken(&self) -> bool {
-        if self.pending.gated {
-            return self.is_woken_gated();
-        }
-        self.b.rflags().contains(Rflags::IF) && self.interrupt_waits()
+    /// Whether a halted vCPU has a reason to go on.
+    pub(crate) fn ends_halt(&self) -> bool {
+        (self.shared.nmis() != 0 && !self.b.nmi_masked())
+            || self.events.outer.has(Outer::SMI)
+            || self.shared.has_init_sipi()
+            || (self.events.external.is_some() && !self.shared.in_kernel_apic)
+            || self.events.again.is_some()
+            || self.events.exception.is_some()
+            || if self.pending.gated {
+                self.ends_halt_gated()
+            } else {
+                self.b.rflags().contains(Rflags::IF) && self.interrupt_waits()
+            }
     }
 
     /// Where L1 has a say in it.
     #[cold]
     #[inline(never)]
-    fn is_woken_gated(&self) -> bool {
+    fn ends_halt_gated(&self) -> bool {
         self.init_ends_l2() || self.interrupt_goes_somewhere() && self.interrupt_waits()
     }
 

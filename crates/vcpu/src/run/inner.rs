@@ -27,10 +27,12 @@
 //! comparison; that is why the handlers of frequent exits are inlined and the others are not.
 
 use backend::{Backend, Exit, PageLog};
+use cpuid::DynamicInputs;
 use host::{irq, task, trace};
 use mmu::Section;
 use stats::VcpuCount;
-use x86::{Dr6, Exception, Rflags};
+use vm::vcpu_shared::SharedVcpu;
+use x86::{Cr4, Dr6, Exception, Rflags};
 
 use crate::{
     Vcpu,
@@ -38,8 +40,20 @@ use crate::{
         events::Outer,
         outcome::{Left, Next, Other},
     },
-    state::cpuid_state::dynamic_inputs,
 };
+
+/// The machine state that CPUID shows.
+#[inline]
+pub(crate) fn dynamic_inputs(b: &impl Backend, shared: &SharedVcpu) -> DynamicInputs {
+    let cr4 = b.cr4_shown();
+    DynamicInputs {
+        cr4_osxsave: cr4.contains(Cr4::OSXSAVE),
+        cr4_pke: cr4.contains(Cr4::PKE),
+        apic_enabled: shared.lapic.enabled(),
+        xcr0: b.xcr0(),
+        xss: b.xss(),
+    }
+}
 
 impl<B: Backend> Vcpu<B> {
     /// Runs the guest until an exit has to be handled outside. `None`: something was pending before the
@@ -206,6 +220,15 @@ impl<B: Backend> Vcpu<B> {
         done
     }
 
+    /// RIP of the next instruction: from the CPU, or by decoding what lies at RIP.
+    #[inline]
+    pub(crate) fn next_rip(&mut self, s: Section<'_>) -> Option<u64> {
+        match self.b.next_rip() {
+            Some(rip) => Some(rip),
+            None => self.decode_next_rip(s),
+        }
+    }
+
     /// Moves past a handled instruction. A guest that single-steps gets its #DB.
     #[inline]
     pub(crate) fn retire(&mut self, next_rip: u64) {
@@ -257,6 +280,17 @@ impl<B: Backend> Vcpu<B> {
         self.gprs.0[backend::RBX] = b.into();
         self.gprs.0[backend::RCX] = c.into();
         self.gprs.0[backend::RDX] = d.into();
+    }
+
+    /// A CPUID exit whose answer is not at hand.
+    #[cold]
+    #[inline(never)]
+    fn look_up_cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4] {
+        let inputs = dynamic_inputs(&self.b, &self.shared);
+        self.cpuid_inputs_changed();
+        let answer = self.cpuid.lookup(leaf, subleaf, &inputs);
+        self.count_cpuid_updates();
+        answer
     }
 
     #[inline(always)]

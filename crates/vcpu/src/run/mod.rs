@@ -11,7 +11,7 @@ pub mod user_exit;
 use backend::{Backend, Exit, PageLog, Reset};
 use host::task::{self, Blocked, Sleeper, WaitTimes};
 use host::trace;
-use irqchip::lapic::{Lint0, base};
+use irqchip::lapic::{Expiry, Lint0, base};
 use stats::{VcpuCount, vcpu::HaltHistogram};
 use vm::{
     irq::Irqchip,
@@ -32,6 +32,8 @@ struct Waiting<'a, B: Backend> {
     vcpu: &'a mut Vcpu<B>,
     /// By HLT, so that interrupts wake it.
     halted: bool,
+    /// It looks for a while before it falls asleep.
+    polls: bool,
     /// The CPU watched its deadline before it fell asleep.
     hv_timer: bool,
 }
@@ -42,7 +44,7 @@ impl<B: Backend> Sleeper for Waiting<'_, B> {
             self.vcpu.expire_while_polling();
         }
         self.vcpu.shared.has_requests()
-            || (self.halted && self.vcpu.awake())
+            || (self.halted && self.vcpu.ends_halt())
             || self.vcpu.shared.has_init_sipi()
     }
 
@@ -51,10 +53,41 @@ impl<B: Backend> Sleeper for Waiting<'_, B> {
         self.vcpu.shared.stats.set(VcpuCount::Blocking, 1);
     }
 
-    fn wakes_up(&mut self) {
-        self.vcpu.shared.stats.set(VcpuCount::Blocking, 0);
+    /// The CPU watches the deadline again, and a halt is counted.
+    fn ends(&mut self, how: Blocked, times: WaitTimes) {
+        let vcpu = &mut *self.vcpu;
+        let slept = matches!(how, Blocked::Slept | Blocked::Signal);
+        if slept {
+            vcpu.stats.set(VcpuCount::Blocking, 0);
+        }
         if self.hv_timer {
-            self.vcpu.switch_to_hv_timer();
+            match vcpu.shared.lapic.switch_to_hv_timer() {
+                Expiry::Never => {}
+                next => vcpu.arm_hv_timer(next, None),
+            }
+        }
+        if !self.halted {
+            return;
+        }
+        let stats = &vcpu.stats;
+        let add = |what, which, ns| {
+            stats.add(what, ns);
+            stats.halt(which).count(ns);
+        };
+        if self.polls {
+            stats.count(VcpuCount::HaltAttemptedPoll);
+            if slept {
+                add(VcpuCount::HaltPollFailNs, HaltHistogram::PollFail, times.polled_ns);
+            } else {
+                stats.count(VcpuCount::HaltSuccessfulPoll);
+                add(VcpuCount::HaltPollSuccessNs, HaltHistogram::PollSuccess, times.polled_ns);
+            }
+        }
+        if slept {
+            add(VcpuCount::HaltWaitNs, HaltHistogram::Wait, times.slept_ns);
+        }
+        if how == Blocked::Slept {
+            stats.count(VcpuCount::HaltWakeup);
         }
     }
 }
@@ -88,7 +121,10 @@ impl<B: Backend> Vcpu<B> {
         self.fpu.put();
         self.sync_priority();
         self.withdraw_offer();
-        self.count_return(&exit);
+        self.stats.count(VcpuCount::UserExits);
+        if let Some(what) = exit.counted_as() {
+            self.stats.count(what);
+        }
         if watch.any() {
             self.observe_return(&exit, watch);
         }
@@ -313,17 +349,6 @@ impl<B: Backend> Vcpu<B> {
         Ok(())
     }
 
-    /// Whether a halted vCPU has a reason to go on.
-    fn awake(&mut self) -> bool {
-        (self.shared.nmis() != 0 && !self.b.nmi_masked())
-            || self.events.outer.has(Outer::SMI)
-            || self.shared.has_init_sipi()
-            || (self.events.external.is_some() && !self.shared.in_kernel_apic)
-            || self.events.again.is_some()
-            || self.events.exception.is_some()
-            || self.is_woken()
-    }
-
     /// Sleeps until there is something to do. Out of line: what it keeps in registers would be taken
     /// from the loop.
     #[inline(never)]
@@ -331,24 +356,25 @@ impl<B: Backend> Vcpu<B> {
         loop {
             match self.shared.mp_state() {
                 MpState::Runnable => return Ok(()),
-                MpState::Halted if self.awake() => {
+                MpState::Halted if self.ends_halt() => {
                     self.shared.set_mp_state(MpState::Runnable);
                     self.pending.raise();
                     return Ok(());
                 }
-                _ => {}
+                MpState::Halted
+                | MpState::Uninitialized
+                | MpState::InitReceived
+                | MpState::SipiReceived => {}
             }
             let halted = self.shared.mp_state() == MpState::Halted;
             // A guest that polls before it halts wants no more of it.
-            let polls = halted && !self.pv.guest_polls();
-            let poll = if polls { self.vm.halt_poll_ns() } else { 0 };
+            let may_poll = halted && !self.pv.guest_polls();
+            let poll = if may_poll { self.vm.halt_poll_ns() } else { 0 };
             self.sync_priority();
             let shared = self.shared.clone();
-            let mut waiting = Waiting { vcpu: self, halted, hv_timer: false };
-            let (blocked, times) = shared.waiter.wait(&mut waiting, poll);
-            if halted {
-                self.count_halt(blocked, times, poll != 0);
-            }
+            let polls = poll != 0;
+            let mut waiting = Waiting { vcpu: self, halted, polls, hv_timer: false };
+            let blocked = shared.waiter.wait(&mut waiting, poll);
             if blocked == Blocked::Signal {
                 return Err(UserExit::Intr.into());
             }
@@ -358,46 +384,6 @@ impl<B: Backend> Vcpu<B> {
             if self.shared.has_init_sipi() {
                 self.take_start_signals();
             }
-        }
-    }
-}
-
-/// What a vCPU counts beside its exits, which [`exits::table`](crate::exits::table) counts.
-impl<B: Backend> Vcpu<B> {
-    /// KVM_RUN returns.
-    #[inline]
-    fn count_return(&mut self, exit: &UserExit) {
-        self.stats.count(VcpuCount::UserExits);
-        let what = match exit {
-            UserExit::Mmio { .. } => VcpuCount::MmioExits,
-            UserExit::Intr => VcpuCount::SignalExits,
-            UserExit::IrqWindowOpen => VcpuCount::RequestIrqExits,
-            _ => return,
-        };
-        self.stats.count(what);
-    }
-
-    /// A halted vCPU has polled, slept or both.
-    fn count_halt(&mut self, ended: Blocked, times: WaitTimes, polled: bool) {
-        let stats = &self.stats;
-        let add = |what, which, ns| {
-            stats.add(what, ns);
-            stats.halt(which).count(ns);
-        };
-        if polled {
-            stats.count(VcpuCount::HaltAttemptedPoll);
-            if matches!(ended, Blocked::AtOnce | Blocked::Polled) {
-                stats.count(VcpuCount::HaltSuccessfulPoll);
-                add(VcpuCount::HaltPollSuccessNs, HaltHistogram::PollSuccess, times.polled_ns);
-            } else {
-                add(VcpuCount::HaltPollFailNs, HaltHistogram::PollFail, times.polled_ns);
-            }
-        }
-        if matches!(ended, Blocked::Slept | Blocked::Signal) {
-            add(VcpuCount::HaltWaitNs, HaltHistogram::Wait, times.slept_ns);
-        }
-        if ended == Blocked::Slept {
-            stats.count(VcpuCount::HaltWakeup);
         }
     }
 }

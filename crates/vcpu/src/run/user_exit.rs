@@ -1,6 +1,8 @@
 //! Why KVM_RUN returned, in neutral form, and what the VMM asked when it called. `kvm-abi` writes
 //! the one into the shared page and reads the other from it (KVM API §5).
 
+use stats::VcpuCount;
+
 /// First word of a failed emulation's data: instruction bytes follow.
 const INSTRUCTION_BYTES_FOLLOW: u64 = 1;
 
@@ -186,4 +188,18 @@ pub enum UserExit {
     Dead,
     /// An application processor was started: call again. KVM_RUN fails with EAGAIN.
     Again,
+}
+
+impl UserExit {
+    /// What a return for this is counted as, beside all of them.
+    #[inline(always)]
+    pub(crate) const fn counted_as(&self) -> Option<VcpuCount> {
+        match self {
+            Self::Mmio { .. } => Some(VcpuCount::MmioExits),
+            Self::Intr => Some(VcpuCount::SignalExits),
+            Self::IrqWindowOpen => Some(VcpuCount::RequestIrqExits),
+            // Of the others only their sum is counted.
+            _ => None,
+        }
+    }
 }

@@ -8,36 +8,12 @@
 
 use backend::{Backend, GuestLimits};
 use stats::VcpuCount;
-use vm::{irq::Irqchip, vcpu_shared::SharedVcpu};
-use x86::{Cr4, cpuid::feature};
+use vm::irq::Irqchip;
+use x86::cpuid::feature;
 
-use crate::Vcpu;
-
-/// The machine state that CPUID shows.
-#[inline]
-pub(crate) fn dynamic_inputs(b: &impl Backend, shared: &SharedVcpu) -> cpuid::DynamicInputs {
-    let cr4 = b.cr4_shown();
-    cpuid::DynamicInputs {
-        cr4_osxsave: cr4.contains(Cr4::OSXSAVE),
-        cr4_pke: cr4.contains(Cr4::PKE),
-        apic_enabled: shared.lapic.enabled(),
-        xcr0: b.xcr0(),
-        xss: b.xss(),
-    }
-}
+use crate::{Vcpu, run::inner::dynamic_inputs};
 
 impl<B: Backend> Vcpu<B> {
-    /// A CPUID exit whose answer is not at hand.
-    #[cold]
-    #[inline(never)]
-    pub(crate) fn look_up_cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4] {
-        let inputs = dynamic_inputs(&self.b, &self.shared);
-        self.cpuid_inputs_changed();
-        let answer = self.cpuid.lookup(leaf, subleaf, &inputs);
-        self.count_cpuid_updates();
-        answer
-    }
-
     /// CR4, XCR0, IA32_XSS, the APIC base or MISC_ENABLE was written.
     #[inline]
     pub(crate) fn cpuid_inputs_changed(&mut self) {
@@ -55,7 +31,7 @@ impl<B: Backend> Vcpu<B> {
         self.count_cpuid_updates();
     }
 
-    fn count_cpuid_updates(&self) {
+    pub(crate) fn count_cpuid_updates(&self) {
         self.stats.set(VcpuCount::CpuidUpdates, self.cpuid.updates());
     }
 

@@ -158,7 +158,8 @@ impl<B: Backend> Vcpu<B> {
                 self.set_hv_timer(0);
                 self.pending.raise_if(accepted.kick());
             }
-            _ => {}
+            // In another mode the write does nothing; the host timer is not in use.
+            TimerOp::Leave | TimerOp::Arm { .. } | TimerOp::Rearm { .. } => {}
         }
     }
 
@@ -285,7 +286,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// The CPU watches `next` from now on. The kernel is asked for the time where `clock` does not say.
-    fn arm_hv_timer(&mut self, next: Expiry, clock: Option<&TimerClock>) {
+    pub(crate) fn arm_hv_timer(&mut self, next: Expiry, clock: Option<&TimerClock>) {
         let deadline = match next {
             Expiry::Never => 0,
             Expiry::Tsc(deadline) => deadline,
@@ -360,21 +361,18 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// The thread is about to sleep: the host timer wakes it from now on. True: the CPU watched before.
+    /// The thread is about to sleep: the host timer wakes it from now on, and the CPU watches nothing. True:
+    /// it did before. When the thread wakes the CPU watches again ([`Waiting`](crate::run)); a host timer
+    /// that still fires does nothing.
     pub(crate) fn switch_to_sw_timer(&mut self) -> bool {
         if !self.hv_timer_in_use() {
             return false;
         }
         let clock = self.clock_now();
+        self.set_hv_timer(0);
         let op = self.shared.lapic.switch_to_sw_timer(&clock);
         self.arm_timer(op);
         true
-    }
-
-    /// The thread sleeps no more: the CPU watches again. A host timer that still fires does nothing.
-    pub(crate) fn switch_to_hv_timer(&mut self) {
-        let next = self.shared.lapic.switch_to_hv_timer();
-        self.arm_hv_timer(next, None);
     }
 }
 

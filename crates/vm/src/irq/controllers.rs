@@ -209,7 +209,8 @@ impl IrqCore {
                     let line = *pin as usize + if *chip == Chip::PicSlave { 8 } else { 0 };
                     pic.set_line(line, source as u8, level)
                 }
-                _ => LineStatus::Ignored,
+                // A message is sent when the line rises; without controllers no pin is there.
+                Target::Msi(_) | Target::Pin { .. } => LineStatus::Ignored,
             };
             sum = sum.and(status);
         }

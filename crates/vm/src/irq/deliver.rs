@@ -28,7 +28,12 @@ impl Tally {
         let status = match accepted {
             Accepted::Ignored => LineStatus::Ignored,
             Accepted::Coalesced => LineStatus::Coalesced,
-            _ => LineStatus::Delivered(1),
+            Accepted::Pending
+            | Accepted::Nmi
+            | Accepted::Smi
+            | Accepted::Init
+            | Accepted::Sipi(_)
+            | Accepted::ExtInt => LineStatus::Delivered(1),
         };
         self.0 = self.0.and(status);
         vcpu.deliver(accepted);

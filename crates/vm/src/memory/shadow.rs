@@ -18,7 +18,7 @@ use x86::{Exception, Gfn, Gpa};
 
 use super::invalidate::Invalidations;
 use super::{FaultAccess, FaultOutcome, MemoryError, VmMemory};
-use crate::section::WithdrawFirst;
+use crate::mode::WithdrawFirst;
 use crate::vcpu_shared::VcpuShared;
 
 /// What became of a page fault on shadow tables.

@@ -19,7 +19,7 @@ use mmu::{EptSupport, Format, PagingContext, Region, RegionLimits, SlotError, Ta
 use stats::VmCount;
 use x86::{Cr0, Cr4, Efer, Gfn, Gpa, Hva, Pfn};
 
-use crate::section::tests::Flushes;
+use crate::mode::tests::Flushes;
 use crate::vcpu_shared::VcpuShared;
 
 use super::{DirtyLogError, FaultAccess, FaultOutcome, MemoryError, VmMemory};

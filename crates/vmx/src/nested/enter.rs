@@ -23,10 +23,8 @@ use crate::{
     state::{Vmx, attention},
 };
 
-/// What VMX fixes to 1, but not for a guest that may run without paging and protection.
-const CR0_PG_PE: Cr0 = Cr0::PG.union(Cr0::PE);
 /// What an entry does not load.
-const CR0_CD_NW: u64 = Cr0::CD.union(Cr0::NW).bits();
+const NOT_LOADED: u64 = Cr0::CD_NW.bits();
 /// Windows that L0 opens for L1.
 const WINDOWS: ProcControls = ProcControls::INTERRUPT_WINDOW.union(ProcControls::NMI_WINDOW);
 
@@ -50,7 +48,8 @@ impl<C: Cpu> Vmx<C> {
             entry: EntryControls::from_bits_retain(self.get(fields::ENTRY_CONTROLS)),
             exceptions: self.get(fields::EXCEPTION_BITMAP),
             page_faults: false,
-            cr0_ones: ((self.features.cr0_fixed - CR0_PG_PE) | Cr0::ET).bits(),
+            // VMX fixes the two to 1, but not for a guest that may run without them.
+            cr0_ones: ((self.features.cr0_fixed - Cr0::PG_PE) | Cr0::ET).bits(),
             cr0_mask: self.get(fields::CR0_MASK),
             cr4_ones: (self.features.cr4_fixed | Cr4::MCE).bits(),
             cr4_mask: self.get(fields::CR4_MASK),
@@ -163,8 +162,8 @@ impl<C: Cpu> Vmx<C> {
             self.set(fields::GUEST_DEBUGCTL, 0);
         }
         let cr0 = self.get(fields::GUEST_CR0);
-        if cr0 & CR0_CD_NW != 0 {
-            self.set(fields::GUEST_CR0, cr0 & !CR0_CD_NW);
+        if cr0 & NOT_LOADED != 0 {
+            self.set(fields::GUEST_CR0, cr0 & !NOT_LOADED);
         }
         // A log of L2's own physical addresses would be of no use.
         if l0.secondary.contains(ProcControls2::PML) && !v.has_ept() {

@@ -6,7 +6,7 @@ use crate::features::{Controls, Features};
 use crate::{fields, percpu};
 use backend::{
     ControlRegisters, GuestLimits, LiveRegisters as _, Msrs as _, Nested as _, Outside,
-    Permissions, Reach, Registers, SegmentName, Translation, WorldSwitch,
+    Permissions, Reach, Registers, SegmentName, Translation, Turn, WorldSwitch,
 };
 use core::cell::{Cell, RefCell};
 use cpu::{Counting, Model, ModelVmcs, VmxCpu};

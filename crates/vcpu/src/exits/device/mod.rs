@@ -2,15 +2,17 @@
 //!
 //! A guest reaches a device by a port (IN, OUT, INS, OUTS) or by an address where no memory is. Either
 //! way the access is one [`DeviceAccess`], and it takes one way: [`Vcpu::kernel_device`] tries what the
-//! kernel has there, and what nobody has there is asked of user space by [`Vcpu::ask_user`]. What the
-//! kernel has is the local APIC's page, the I/O APIC, the PIC and the PIT, and writes for which an
-//! ioeventfd or a coalesced zone waits.
+//! kernel has there, and what nobody has there is asked of user space by [`Vcpu::ask_user`].
 //!
 //! Three callers make such accesses, because most of them need not be emulated:
 //!
-//! - [`mmio`]: a plain load or store. The fault has told the address and the guest's page tables were
-//!   walked by the CPU, so the instruction only says which register is meant. Seen inside the inner loop
-//!   where that is cheap: the APIC's page is done there, and so is a device of the kernel's.
+//! - a plain load or store, here. The fault has told the guest-physical address, and the CPU has walked the
+//!   guest's page tables and checked its permissions. So of the instruction only the register, the size and
+//!   the length matter. It has to go the way that the fault says, at the offset in the page that the fault
+//!   says; else it is another instruction, which came there after the exit, or one that crosses pages, and
+//!   is for the emulator (docs/adr/0041). Decoding is worth its time inside the loop only if the fault is not
+//!   a missing page of memory: a page where a device was accessed before most likely is still a device's
+//!   ([`DeviceSeen`]).
 //! - [`pio`]: IN and OUT. The exit tells everything.
 //! - [`emulation`](super::emulation): every other instruction, and strings.
 //!
@@ -18,18 +20,24 @@
 //! the instruction, is in [`user_io`]: one place for all three, because a VMM that sets registers or
 //! resets the vCPU in between abandons whichever it is.
 
-pub(crate) mod mmio;
+mod kernel;
 pub(crate) mod pio;
 pub mod user_io;
 
-use backend::Backend;
-use host::trace::Mmio;
-use vm::{irq::Space, settings::quirk};
-use x86::Gpa;
+use backend::{Backend, TdpFault};
+use emulate::{Cause, Decoded, SimpleMmio};
+use mmu::Section;
+use stats::VcpuCount;
+use vm::{
+    irq::Space,
+    memory::{FaultAccess, FaultOutcome, MemoryError},
+};
+use x86::{Gfn, Gpa};
 
 use crate::{
     Vcpu,
-    run::{outcome::Break, user_exit::UserExit},
+    run::outcome::{Break, Next, Outcome},
+    run::user_exit::{ERROR_DELIVERY, ErrorData, UserExit},
 };
 use user_io::Completion;
 
@@ -100,105 +108,219 @@ pub(crate) fn padded(data: &[u8]) -> [u8; 8] {
     all
 }
 
+/// A plain load or store that was decoded.
+#[derive(Clone, Copy, Debug)]
+struct PlainAccess {
+    gpa: Gpa,
+    /// Where the instruction lies.
+    rip: u64,
+    simple: SimpleMmio,
+    /// RIP after the instruction.
+    next: u64,
+}
+
+impl PlainAccess {
+    /// Whether it is the access that made `fault` at `rip`. One that was decoded for an earlier fault may
+    /// still be there: that fault found its page after all, or became the guest's own.
+    #[inline]
+    fn is_of(&self, fault: TdpFault, rip: u64) -> bool {
+        self.gpa == fault.gpa && self.rip == rip && is_store(self.simple) == fault.write
+    }
+}
+
+const fn is_store(simple: SimpleMmio) -> bool {
+    !matches!(simple, SimpleMmio::Load { .. })
+}
+
+/// Where the last device access outside the loop went, and the one that is on its way there.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct DeviceSeen {
+    page: Option<Gfn>,
+    access: Option<PlainAccess>,
+}
+
+impl DeviceSeen {
+    /// Whether an access was decoded inside the loop, to be finished outside.
+    #[inline]
+    pub(crate) fn is_decoded(&self) -> bool {
+        self.access.is_some()
+    }
+
+    /// Whether a fault is likely a device access and no missing page: worth decoding at once.
+    #[inline]
+    fn is_near(&self, gpa: Gpa) -> bool {
+        self.page == Some(gpa.gfn())
+    }
+
+    /// An exit that may be a device access begins: none was decoded for it.
+    #[inline]
+    pub(crate) fn forget_decoded(&mut self) {
+        self.access = None;
+    }
+}
+
 impl<B: Backend> Vcpu<B> {
-    /// Does an access that a device in the kernel takes; what was read is in `access` then. False: no such
-    /// device is there, and nothing was done. The kernel may be called.
-    #[inline(always)]
-    pub(crate) fn kernel_device(&mut self, access: &mut DeviceAccess) -> bool {
-        match access.space {
-            Space::Memory => self.kernel_memory(access),
-            Space::Port => self.kernel_port(access),
-        }
-    }
-
-    /// Whether a device in the kernel may take an access to memory: a few loads.
-    #[inline(always)]
-    pub(crate) fn may_be_kernel_memory(&self, access: &DeviceAccess) -> bool {
-        let write = access.direction == Direction::Write;
-        self.is_apic_page(access.address) || self.vm.irq().has_address(access.address, write)
-    }
-
+    /// A TDP fault inside the loop: answered if it is a simple access to the APIC's page. An
+    /// access to another device is decoded here, where that is cheap, and finished outside.
     #[inline]
-    fn kernel_memory(&mut self, access: &mut DeviceAccess) -> bool {
-        let DeviceAccess { address, size, direction, .. } = *access;
-        let apic = self.is_apic_page(address);
-        let Some(data) = access.data.get_mut(..usize::from(size)) else { return false };
-        let done = apic && self.apic_page_access(address, direction, data)
-            || match direction {
-                Direction::Read => self.vm.irq().mmio_read(address, data),
-                Direction::Write => self.vm.irq().mmio_write(address, data),
-            };
-        if !done {
-            return false;
+    pub(crate) fn answer_mmio(&mut self, s: Section<'_>, fault: TdpFault) -> Next {
+        self.device_seen.forget_decoded();
+        if fault.present || !fault.final_access || fault.fetch {
+            return Next::Leave;
         }
-        match direction {
-            Direction::Read => self.tell_mmio(Mmio::Read, address, data),
-            Direction::Write => {
-                self.tell_mmio(Mmio::Write, address, data);
-                self.pending.raise();
-            }
+        let apic = fault.gpa.0 & !0xfff == self.shared.lapic.base() & !0xfff
+            && self.shared.in_kernel_apic
+            && self.shared.lapic.mmio_base().is_some();
+        if !apic && !self.device_seen.is_near(fault.gpa) {
+            return Next::Leave;
         }
-        true
+        // The access interrupted a delivery: its event has to be kept, outside.
+        if self.b.interrupted_delivery().is_some() {
+            return Next::Leave;
+        }
+        let Some(decoded) = self.decode_here(s) else { return Next::Leave };
+        let Some(simple) = decoded.simple_mmio() else { return Next::Leave };
+        if !apic {
+            self.device_seen.access = self.plain_of(fault, &decoded);
+            return self.answer_kernel_device(fault);
+        }
+        self.answer_apic(s, fault, simple, &decoded)
     }
 
+    /// The access that made a fault, if it is a plain one. Bytes that access it the other way came after
+    /// the fault, and its page tables may forbid that.
     #[inline(always)]
-    fn kernel_port(&mut self, access: &mut DeviceAccess) -> bool {
-        let (port, size) = (access.address as u16, access.size);
-        match access.direction {
-            Direction::Read => {
-                let mut value = 0;
-                let Some(owing) = self.vm.irq().pio_read(port, size, &mut value) else {
-                    return false;
-                };
-                self.note_owing(owing);
-                access.data = u64::from(value).to_le_bytes();
-            }
-            Direction::Write => {
-                let value = u64::from_le_bytes(access.data) as u32;
-                let Some(owing) = self.vm.irq().pio_write(port, size, value) else {
-                    return false;
-                };
-                self.note_owing(owing);
-            }
+    fn plain_of(&self, fault: TdpFault, decoded: &Decoded) -> Option<PlainAccess> {
+        let simple = decoded.simple_mmio()?;
+        let offset = (fault.gpa.0 & 0xfff) as u32;
+        if offset > 0xff8
+            || !self.is_64bit_code()
+            || u32::from(self.page_offset(decoded)) != offset
+            || is_store(simple) != fault.write
+        {
+            return None;
         }
-        // The 8259A's output may have risen.
-        self.pending.raise_if(self.vm.irq().extint_pending());
-        true
+        let rip = self.b.rip();
+        let next = rip.wrapping_add(u64::from(decoded.len()));
+        Some(PlainAccess { gpa: fault.gpa, rip, simple, next })
     }
 
-    /// Whether an address is in the local APIC's page, enabled there or not.
+    /// What a plain load or store asks for.
     #[inline]
-    fn is_apic_page(&self, address: u64) -> bool {
-        self.shared.in_kernel_apic && address & !0xfff == self.shared.lapic.base() & !0xfff
+    fn access_of(&self, plain: &PlainAccess) -> DeviceAccess {
+        let (size, value) = match plain.simple {
+            SimpleMmio::Load { size, .. } => return DeviceAccess::load(plain.gpa, size),
+            SimpleMmio::StoreReg { size, src } => {
+                let whole = self.gprs.0.get(usize::from(src.index & 15)).copied().unwrap_or(0);
+                (size, src.extract(whole))
+            }
+            SimpleMmio::StoreImm { size, value } => (size, value),
+        };
+        DeviceAccess::store(plain.gpa, size, value.to_le_bytes())
     }
 
-    /// An access to that page. Where the APIC does not answer, for it is disabled or in x2APIC mode, loads
-    /// are all ones and stores go nowhere, unless the VMM wants to hear of them
-    /// (KVM_X86_QUIRK_LAPIC_MMIO_HOLE).
-    #[inline(never)]
-    fn apic_page_access(&mut self, address: u64, direction: Direction, data: &mut [u8]) -> bool {
-        if self.shared.lapic.mmio_base().is_none() {
-            let hole = self.vm.settings.has_quirk(quirk::LAPIC_MMIO_HOLE);
-            if hole && direction == Direction::Read {
-                data.fill(0xff);
-            }
-            return hole;
+    /// A TDP fault: a page to be mapped, or a device.
+    pub(crate) fn tdp_fault(&mut self, fault: TdpFault) -> Outcome {
+        if fault.reserved {
+            return self.unexpected_exit();
         }
-        let offset = (address & 0xfff) as u32;
-        self.sync_priority();
-        match direction {
-            Direction::Read => {
-                self.withdraw_offer();
-                self.shared.lapic.mmio_read(offset, data, host::clock::monotonic_ns)
+        let access = FaultAccess {
+            gpa: fault.gpa,
+            write: fault.write,
+            exec: fault.fetch,
+            present: fault.present,
+        };
+        self.stats.count(VcpuCount::PfTaken);
+        let outcome = self.memory.fault(&mut self.tables, &access, &**self.vm);
+        match outcome {
+            FaultOutcome::Mapped => {
+                self.stats.count(VcpuCount::PfFixed);
+                Ok(())
             }
-            Direction::Write => match self.shared.lapic.mmio_write(offset, data) {
-                Some(effect) => {
-                    self.effect(effect);
-                    true
-                }
-                None => false,
+            FaultOutcome::Retry => Ok(()),
+            FaultOutcome::Mmio | FaultOutcome::ReadonlyWrite => {
+                self.stats.count(VcpuCount::PfEmulate);
+                self.device_access(fault)
+            }
+            FaultOutcome::Error(MemoryError::Interrupted) => Err(UserExit::Intr.into()),
+            FaultOutcome::Error(_) => {
+                Err(UserExit::MemoryFault { flags: 0, gpa: fault.gpa.0, size: 4096 }.into())
+            }
+        }
+    }
+
+    /// A fault where no memory is, outside the loop: a device in the kernel, else user space.
+    pub(crate) fn device_access(&mut self, fault: TdpFault) -> Outcome {
+        if self.events.again.is_some() && !fault.final_access {
+            // The tables that translate the guest's descriptors or stack lie in device memory.
+            let data = ErrorData::new(&self.b.exit_raw());
+            return Err(self.internal_error(ERROR_DELIVERY, data));
+        }
+        self.device_seen.page = Some(fault.gpa.gfn());
+        let rip = self.b.rip();
+        let decoded = self.device_seen.access.take().filter(|known| known.is_of(fault, rip));
+        let plain = match decoded {
+            Some(plain) => plain,
+            None => match self.plain_outside(fault)? {
+                Some(plain) => plain,
+                None => return Ok(()),
             },
+        };
+        let mut access = self.access_of(&plain);
+        if self.may_be_kernel_memory(&access) && self.kernel_device(&mut access) {
+            self.finish(&plain, &access);
+            return Ok(());
         }
+        let PlainAccess { simple, next, .. } = plain;
+        let then = match access.direction {
+            Direction::Read => Completion::Load { simple, next },
+            Direction::Write => Completion::Retire { next },
+        };
+        Err(self.ask_user(&access, then))
+    }
+
+    /// The access that made a fault, decoded outside the loop. `None`: it is not a plain one, and was emulated.
+    #[inline(never)]
+    fn plain_outside(&mut self, fault: TdpFault) -> Outcome<Option<PlainAccess>> {
+        if self.events.again.is_some() || !fault.final_access || fault.fetch {
+            // The fault tells nothing of the instruction.
+            self.emulate_here(Cause::Any)?;
+            return Ok(None);
+        }
+        let (fetched, decoded) = self.slow_decode()?;
+        let plain = self.plain_of(fault, &decoded).filter(|_| !fault.present);
+        if plain.is_none() {
+            let cause = Cause::Memory { write: fault.write };
+            self.emulate_decoded(cause, fetched, &decoded)?;
+        }
+        Ok(plain)
+    }
+
+    /// A device in the kernel has done the access of a plain load or store.
+    #[inline(always)]
+    fn finish(&mut self, plain: &PlainAccess, access: &DeviceAccess) {
+        match access.direction {
+            Direction::Read => self.finish_load(plain.simple, access.data, plain.next),
+            Direction::Write => self.retire(plain.next),
+        }
+    }
+
+    /// The answer to a simple load.
+    pub(crate) fn finish_load(&mut self, simple: SimpleMmio, data: [u8; 8], next: u64) {
+        if let SimpleMmio::Load { dest, .. } = simple
+            && let Some(slot) = self.gprs.0.get_mut(usize::from(dest.index & 15))
+            && let Some(loaded) = simple.loaded(*slot, u64::from_le_bytes(data))
+        {
+            *slot = loaded;
+        }
+        self.retire(next);
+    }
+
+    /// Offset in its page of the memory operand. FS and GS bases are not in the control block while
+    /// the loop runs, but bases are page-aligned or the check fails, which is safe.
+    #[inline(always)]
+    fn page_offset(&self, decoded: &Decoded) -> u16 {
+        decoded.page_offset(|i| self.gprs.0.get(i & 15).copied().unwrap_or(0), self.b.rip(), |_| 0)
     }
 
     /// Leaves for user space, which does the access. `then` completes the instruction at the next KVM_RUN.

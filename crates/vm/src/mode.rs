@@ -1,13 +1,19 @@
-//! Sections that withdrawals of translations wait for, and the waiting.
+//! A vCPU's mode: what its owner sets when it enters the guest, what others do who want it out.
 //!
-//! A vCPU's mode ([`crate::kick`]) says whether it is in the guest, or in a section in which it looks at
-//! TDP tables and guest memory without a lock. A withdrawal interrupts every CPU on which such a vCPU is
-//! and waits until the interrupt was taken, which is after the section, because interrupts are off in it.
-//! Both halves of that stand here, with the two words `unsafe` that tell `mmu` of it: who enters gets a
-//! [`Section`], and [`Vm`] is a [`FlushRemote`]. `tests/section.rs` model-checks the two together.
-#![allow(unsafe_code)]
+//! The mode ([`crate::kick`]) says whether the vCPU is in the guest, or in a section in which it looks at TDP
+//! tables and guest memory without a lock. Two others read it:
+//!
+//! - Who has made something pending *kicks*: a vCPU that sleeps is woken, one in the guest is interrupted.
+//!   Store first, kick after; the owner sets the mode first and looks after. So one of the two sees the
+//!   other, and the inner loop need not look.
+//! - A withdrawal of translations interrupts every CPU on which such a vCPU is and *waits* until the
+//!   interrupt was taken, which is after the section, because interrupts are off in it.
+//!
+//! What `mmu` is promised for that stands here with the two words `unsafe` that say so: who enters gets a
+//! [`Section`], and [`Vm`] is a [`FlushRemote`]. `tests/section.rs` and `tests/kick.rs` model-check the mode.
 
-use host::irq;
+use host::{irq, smp, timer::TimerHandler};
+use irqchip::lapic::{Accepted, SwTimerExpired};
 use mmu::{FlushRemote, Section};
 use stats::VmCount;
 
@@ -32,6 +38,7 @@ pub struct Entered {
 impl Entered {
     /// The proof, for as long as the mode stays.
     #[inline(always)]
+    #[allow(unsafe_code)]
     pub fn section(&self) -> Section<'_> {
         // SAFETY: `off` keeps interrupts off. The mode was set before and is taken back by leave_mode()
         // alone, which consumes self: so Vm::flush_remote() finds it, and waits for this CPU.
@@ -81,9 +88,64 @@ impl VcpuShared {
     }
 }
 
+/// What others make pending, and the kick after it.
+impl VcpuShared {
+    /// Makes the vCPU look at what is pending: wakes it if it sleeps, interrupts it if it runs.
+    pub fn kick(&self) {
+        if self.waiter.wake() {
+            return;
+        }
+        // On its own CPU only the vCPU itself can find itself in the guest, and it looks anyway.
+        if let Some(cpu) = self.state().kick()
+            && cpu as usize != smp::cpu_id()
+        {
+            smp::kick(cpu as usize);
+        }
+    }
+
+    /// Requests and kicks.
+    pub fn request_and_kick(&self, request: Request) {
+        self.request(request);
+        self.kick();
+    }
+
+    /// Does what an accepted interrupt message asks for.
+    pub fn deliver(&self, accepted: Accepted) {
+        match accepted {
+            Accepted::Ignored | Accepted::Coalesced => return,
+            // The IRR is looked at after the mode is set; a request would cost a locked
+            // instruction more.
+            Accepted::Pending => {}
+            Accepted::Nmi => self.add_nmi(),
+            Accepted::Init => self.init_received(),
+            Accepted::Sipi(page) => self.sipi_received(page),
+            Accepted::Smi => self.request(Request::Smi),
+            Accepted::ExtInt => self.request(Request::Event),
+        }
+        self.kick();
+    }
+}
+
+impl TimerHandler for VcpuShared {
+    /// The local APIC timer's host timer has expired: a hard interrupt on some CPU.
+    fn expired(&self) -> Option<u64> {
+        let now = host::clock::monotonic_ns();
+        let SwTimerExpired { accepted, rearm, ask_owner } = self.lapic.sw_timer_expired(now);
+        if ask_owner {
+            self.request_and_kick(Request::Deadline);
+        }
+        // What a timer makes pending is in the IRR.
+        if accepted.kick() {
+            self.kick();
+        }
+        rearm
+    }
+}
+
 // SAFETY: every vCPU that can look at this VM's memory is in its table before it can enter, its mode is
 // set before it looks, and request_all_and_wait() interrupts each whose mode says so and waits for it. The
 // request is visible to the others, which flush before they enter the guest.
+#[allow(unsafe_code)]
 unsafe impl FlushRemote for Vm {
     fn flush_remote(&self) {
         self.stats().of(VmCount::RemoteTlbFlushRequests).add(1);
@@ -116,6 +178,7 @@ pub(crate) struct WithdrawFirst<'a, W, R: ?Sized> {
 }
 
 // SAFETY: passes on to what keeps the promise.
+#[allow(unsafe_code)]
 unsafe impl<W: Fn(), R: FlushRemote + ?Sized> FlushRemote for WithdrawFirst<'_, W, R> {
     fn flush_remote(&self) {
         (self.withdraw)();
@@ -134,6 +197,7 @@ pub(crate) mod tests {
     pub(crate) struct Flushes(AtomicU64);
 
     // SAFETY: the tests that use it look at tables from the one thread that withdraws.
+    #[allow(unsafe_code)]
     unsafe impl FlushRemote for Flushes {
         fn flush_remote(&self) {
             self.0.fetch_add(1, Ordering::Relaxed);

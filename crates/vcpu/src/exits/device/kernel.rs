@@ -1,0 +1,210 @@
+//! Devices in the kernel: the local APIC's page, the I/O APIC, the PIC and the PIT, and writes for which an
+//! ioeventfd or a coalesced zone waits.
+//!
+//! Inside the loop a plain access to the APIC's page is done with no call of the kernel's; what has to call
+//! it goes through [`Vcpu::with_kernel`]. Outside the loop all of them are one question,
+//! [`Vcpu::kernel_device`].
+
+use backend::{Backend, TdpFault};
+use emulate::{Decoded, SimpleMmio};
+use host::trace::Mmio;
+use mmu::Section;
+use vm::{irq::Space, settings::quirk};
+
+use super::{DeviceAccess, Direction};
+use crate::{Vcpu, run::outcome::Next};
+
+/// The timer's current count, the one register whose value needs the time.
+const TIMER_CURRENT: u32 = 0x390;
+
+/// Inside the loop.
+impl<B: Backend> Vcpu<B> {
+    /// A plain access to the local APIC's page.
+    #[inline(always)]
+    pub(super) fn answer_apic(
+        &mut self,
+        s: Section<'_>,
+        fault: TdpFault,
+        simple: SimpleMmio,
+        decoded: &Decoded,
+    ) -> Next {
+        let offset = (fault.gpa.0 & 0xfff) as u32;
+        // The fault names the first byte that faulted, which is not the access's first when that
+        // began in another page. The segments that matter here are the loop's only in 64-bit mode.
+        if offset > 0xffc || !self.is_64bit_code() || u32::from(self.page_offset(decoded)) != offset
+        {
+            return Next::Leave;
+        }
+        let next = self.wrap_rip(self.b.rip().wrapping_add(u64::from(decoded.len())));
+        match simple {
+            SimpleMmio::Load { size: 4, dest, .. } if !fault.write => {
+                if offset & 0xf != 0 || !self.collect_pv_eoi(s) {
+                    return Next::Leave;
+                }
+                self.sync_priority();
+                self.withdraw_offer();
+                let (value, then) = if offset == TIMER_CURRENT {
+                    self.with_kernel(|v| v.shared.lapic.read(offset, host::clock::monotonic_ns))
+                } else {
+                    (self.shared.lapic.read(offset, || 0), Next::Again)
+                };
+                let index = usize::from(dest.index & 15);
+                if let Some(slot) = self.gprs.0.get_mut(index)
+                    && let Some(loaded) = simple.loaded(*slot, value.into())
+                {
+                    *slot = loaded;
+                }
+                self.retire(next);
+                then
+            }
+            SimpleMmio::StoreReg { size: 4, src } if fault.write => {
+                let index = usize::from(src.index & 15);
+                let value = self.gprs.0.get(index).map_or(0, |v| src.extract(*v));
+                self.apic_store(s, offset, value as u32, next)
+            }
+            SimpleMmio::StoreImm { size: 4, value } if fault.write => {
+                self.apic_store(s, offset, value as u32, next)
+            }
+            _ => Next::Leave,
+        }
+    }
+
+    #[inline]
+    fn apic_store(&mut self, s: Section<'_>, offset: u32, value: u32, next: u64) -> Next {
+        if offset & 0xf != 0 || !self.collect_pv_eoi(s) {
+            return Next::Leave;
+        }
+        self.sync_priority();
+        self.retire(next);
+        let effect = self.shared.lapic.write(offset, value);
+        self.effect_in_loop(effect)
+    }
+
+    /// A plain access to a device other than the local APIC, inside the loop: done if the kernel has one
+    /// there.
+    pub(super) fn answer_kernel_device(&mut self, fault: TdpFault) -> Next {
+        let Some(plain) = self.device_seen.access else { return Next::Leave };
+        if !self.vm.irq().has_address(fault.gpa.0, fault.write) {
+            return Next::Leave;
+        }
+        let (done, then) = self.with_kernel(|v| {
+            let mut access = v.access_of(&plain);
+            // A slot may have come since the page was last found to be a device's.
+            let done =
+                v.memory.slots().find(fault.gpa.gfn()).is_none() && v.kernel_device(&mut access);
+            if done {
+                v.finish(&plain, &access);
+            }
+            done
+        });
+        if done {
+            self.device_seen.access = None;
+            then
+        } else {
+            Next::Leave
+        }
+    }
+}
+
+/// Outside it, or with the host's segments.
+impl<B: Backend> Vcpu<B> {
+    /// Does an access that a device in the kernel takes; what was read is in `access` then. False: no such
+    /// device is there, and nothing was done. The kernel may be called.
+    #[inline(always)]
+    pub(crate) fn kernel_device(&mut self, access: &mut DeviceAccess) -> bool {
+        match access.space {
+            Space::Memory => self.kernel_memory(access),
+            Space::Port => self.kernel_port(access),
+        }
+    }
+
+    /// Whether a device in the kernel may take an access to memory: a few loads.
+    #[inline(always)]
+    pub(crate) fn may_be_kernel_memory(&self, access: &DeviceAccess) -> bool {
+        let write = access.direction == Direction::Write;
+        self.is_apic_page(access.address) || self.vm.irq().has_address(access.address, write)
+    }
+
+    #[inline]
+    fn kernel_memory(&mut self, access: &mut DeviceAccess) -> bool {
+        let DeviceAccess { address, size, direction, .. } = *access;
+        let apic = self.is_apic_page(address);
+        let Some(data) = access.data.get_mut(..usize::from(size)) else { return false };
+        let done = apic && self.apic_page_access(address, direction, data)
+            || match direction {
+                Direction::Read => self.vm.irq().mmio_read(address, data),
+                Direction::Write => self.vm.irq().mmio_write(address, data),
+            };
+        if !done {
+            return false;
+        }
+        match direction {
+            Direction::Read => self.tell_mmio(Mmio::Read, address, data),
+            Direction::Write => {
+                self.tell_mmio(Mmio::Write, address, data);
+                self.pending.raise();
+            }
+        }
+        true
+    }
+
+    #[inline(always)]
+    fn kernel_port(&mut self, access: &mut DeviceAccess) -> bool {
+        let (port, size) = (access.address as u16, access.size);
+        match access.direction {
+            Direction::Read => {
+                let mut value = 0;
+                let Some(owing) = self.vm.irq().pio_read(port, size, &mut value) else {
+                    return false;
+                };
+                self.note_owing(owing);
+                access.data = u64::from(value).to_le_bytes();
+            }
+            Direction::Write => {
+                let value = u64::from_le_bytes(access.data) as u32;
+                let Some(owing) = self.vm.irq().pio_write(port, size, value) else {
+                    return false;
+                };
+                self.note_owing(owing);
+            }
+        }
+        // The 8259A's output may have risen.
+        self.pending.raise_if(self.vm.irq().extint_pending());
+        true
+    }
+
+    /// Whether an address is in the local APIC's page, enabled there or not.
+    #[inline]
+    fn is_apic_page(&self, address: u64) -> bool {
+        self.shared.in_kernel_apic && address & !0xfff == self.shared.lapic.base() & !0xfff
+    }
+
+    /// An access to that page. Where the APIC does not answer, for it is disabled or in x2APIC mode, loads
+    /// are all ones and stores go nowhere, unless the VMM wants to hear of them
+    /// (KVM_X86_QUIRK_LAPIC_MMIO_HOLE).
+    #[inline(never)]
+    fn apic_page_access(&mut self, address: u64, direction: Direction, data: &mut [u8]) -> bool {
+        if self.shared.lapic.mmio_base().is_none() {
+            let hole = self.vm.settings.has_quirk(quirk::LAPIC_MMIO_HOLE);
+            if hole && direction == Direction::Read {
+                data.fill(0xff);
+            }
+            return hole;
+        }
+        let offset = (address & 0xfff) as u32;
+        self.sync_priority();
+        match direction {
+            Direction::Read => {
+                self.withdraw_offer();
+                self.shared.lapic.mmio_read(offset, data, host::clock::monotonic_ns)
+            }
+            Direction::Write => match self.shared.lapic.mmio_write(offset, data) {
+                Some(effect) => {
+                    self.effect(effect);
+                    true
+                }
+                None => false,
+            },
+        }
+    }
+}
