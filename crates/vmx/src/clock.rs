@@ -22,20 +22,13 @@ impl<C: Cpu> Clock for Vmx<C> {
 
     fn set_tsc(&mut self, offset: u64, ratio: u64) {
         self.tsc_offset = offset;
-        self.behind_l2(|cpu, vmcs01| vmcs01.set(cpu, fields::TSC_OFFSET, offset));
         if self.tsc_ratio != ratio && self.features.tsc_scaling {
-            self.tsc_ratio = ratio;
-            self.deadline.set_ratio(ratio);
-            let (multiplier, scales) = (ratio << MULTIPLIER_SHIFT, ratio != TSC_RATIO_ONE);
-            // With an L2 that has a TSC of its own this is not L1's.
-            self.set(fields::TSC_MULTIPLIER, self.current_tsc().multiplier);
-            self.change_proc2(ProcControls2::TSC_SCALING, scales);
-            self.behind_l2(|cpu, vmcs01| {
-                vmcs01.set(cpu, fields::TSC_MULTIPLIER, multiplier);
-                vmcs01.change_proc2(cpu, ProcControls2::TSC_SCALING, scales);
-            });
+            self.set_tsc_ratio(ratio);
         }
-        self.set(fields::TSC_OFFSET, self.current_tsc().offset);
+        if self.cold.of_l1.runs {
+            return self.move_tsc_behind_l2();
+        }
+        self.set(fields::TSC_OFFSET, offset);
     }
 
     #[inline]
@@ -55,6 +48,29 @@ impl<C: Cpu> Clock for Vmx<C> {
 }
 
 impl<C: Cpu> Vmx<C> {
+    #[cold]
+    #[inline(never)]
+    fn set_tsc_ratio(&mut self, ratio: u64) {
+        self.tsc_ratio = ratio;
+        self.deadline.set_ratio(ratio);
+        let (multiplier, scales) = (ratio << MULTIPLIER_SHIFT, ratio != TSC_RATIO_ONE);
+        // With an L2 that has a TSC of its own this is not L1's.
+        self.set(fields::TSC_MULTIPLIER, self.current_tsc().multiplier);
+        self.change_proc2(ProcControls2::TSC_SCALING, scales);
+        self.behind_l2(|cpu, vmcs01| {
+            vmcs01.set(cpu, fields::TSC_MULTIPLIER, multiplier);
+            vmcs01.change_proc2(cpu, ProcControls2::TSC_SCALING, scales);
+        });
+    }
+
+    /// The offset in both VMCSs, while L2 runs.
+    #[cold]
+    #[inline(never)]
+    fn move_tsc_behind_l2(&self) {
+        self.behind_l2(|cpu, vmcs01| vmcs01.set(cpu, fields::TSC_OFFSET, self.tsc_offset));
+        self.set(fields::TSC_OFFSET, self.current_tsc().offset);
+    }
+
     fn guest_tsc_now(&mut self) -> u64 {
         let host = self.cpu.rdtsc();
         self.guest_tsc(host)

@@ -186,24 +186,24 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn write_cr4(&mut self, value: u64) -> Result<(), Exception> {
-        let c = self.b.control();
-        let long = c.efer.is_long();
-        let (old, mut new) = (c.cr4, Cr4::from_bits_retain(value));
+        let (efer, old) = (self.b.efer(), self.b.cr4());
+        let (long, mut new) = (efer.is_long(), Cr4::from_bits_retain(value));
         if let Some(nested) = self.b.nested() {
             new = nested.cr4_of_write(new).ok_or(Exception::gp(0))?;
         }
         let changed = new ^ old;
         if !self.cpuid.cr4_allowed().contains(new)
             || (long && (!new.contains(Cr4::PAE) || changed.contains(Cr4::LA57)))
-            || ((changed & new).contains(Cr4::PCIDE) && (!long || c.cr3 & 0xfff != 0))
+            || ((changed & new).contains(Cr4::PCIDE)
+                && (!long || self.b.control().cr3 & 0xfff != 0))
         {
             return Err(Exception::gp(0));
         }
-        if !long
-            && changed.intersects(Cr4::PSE | Cr4::PAE | Cr4::PGE | Cr4::SMEP)
-            && is_pae(c.cr0, new, c.efer)
-        {
-            self.load_pdptes(c.cr3)?;
+        if !long && changed.intersects(Cr4::PSE | Cr4::PAE | Cr4::PGE | Cr4::SMEP) {
+            let c = self.b.control();
+            if is_pae(c.cr0, new, efer) {
+                self.load_pdptes(c.cr3)?;
+            }
         }
         self.b.set_cr4(new);
         if changed.intersects(Cr4::OSXSAVE | Cr4::PKE) {
@@ -217,11 +217,27 @@ impl<B: Backend> Vcpu<B> {
         Ok(())
     }
 
-    /// Whether this value of EFER, written while L2 runs, pulls L1's processor from under it.
+    /// EFER is written while L2 runs. Whether the value pulls L1's processor from under it, which ends the
+    /// write as well.
     #[cold]
     #[inline(never)]
-    fn ends_l2(&mut self, new: Efer) -> bool {
-        !self.is_virtualization_on(new, self.b.control().cr4)
+    fn efer_ends_l2(&mut self, new: Efer, from_host: bool) -> bool {
+        let c = self.b.control();
+        if self.is_virtualization_on(new, c.cr4) {
+            return false;
+        }
+        if from_host {
+            // What follows is about L1's registers.
+            self.abandon_l2_for_user();
+            return false;
+        }
+        if (new ^ c.efer).contains(Efer::LME) && c.cr0.contains(Cr0::PG) {
+            // It is refused.
+            return false;
+        }
+        self.events.outer.set(Outer::TRIPLE_FAULT, true);
+        self.pending.raise();
+        true
     }
 
     /// WRMSR EFER.
@@ -230,22 +246,12 @@ impl<B: Backend> Vcpu<B> {
         if !(self.cpuid.efer_allowed() | Efer::LMA).contains(new) {
             return Err(Exception::gp(0));
         }
-        let ends_l2 = self.pending.after_exit.is_nested() && self.ends_l2(new);
-        if ends_l2 && from_host {
-            // What follows is about L1's registers.
-            self.abandon_l2_for_user();
-        }
-        let c = self.b.control();
-        let old = c.efer;
-        let paging = c.cr0.contains(Cr0::PG);
-        if !from_host && paging && (new ^ old).contains(Efer::LME) {
-            return Err(Exception::gp(0));
-        }
-        if ends_l2 && !from_host {
-            // L2 pulls its hypervisor's processor from under it.
-            self.events.outer.set(Outer::TRIPLE_FAULT, true);
-            self.pending.raise();
+        if self.pending.after_exit.is_nested() && self.efer_ends_l2(new, from_host) {
             return Ok(());
+        }
+        let old = self.b.efer();
+        if !from_host && (new ^ old).contains(Efer::LME) && self.b.cr0().contains(Cr0::PG) {
+            return Err(Exception::gp(0));
         }
         // LMA is read-only for the guest.
         let new = (new - Efer::LMA) | (old & Efer::LMA);
