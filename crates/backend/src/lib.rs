@@ -21,6 +21,7 @@ mod live;
 mod msrs;
 mod nested;
 mod nested_paging;
+mod nested_state;
 mod paging;
 mod permission;
 mod registers;
@@ -38,6 +39,7 @@ pub use live::LiveRegisters;
 pub use msrs::{Msrs, NotMine};
 pub use nested::{Claim, Gate, Level, Nested, Nesting, Waiting};
 pub use nested_paging::{L1Flush, L1Tables, NestedPageFault, NestedPaging, TablesRefuse};
+pub use nested_state::{NestedState, Unrestorable};
 pub use paging::{Paging, Translation};
 pub use permission::{FewerExits, GuestLimits, Permissions};
 pub use registers::{

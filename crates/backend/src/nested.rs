@@ -10,7 +10,7 @@
 use x86::{Cr0, Cr4, Efer, Exception, Vector};
 
 use crate::{
-    Event, Gprs, NestedPaging,
+    Event, Gprs, NestedPaging, NestedState,
     ability::Absent,
     l1::{Executed, L1Memory, Outside},
 };
@@ -71,7 +71,7 @@ pub enum Gate {
 }
 
 /// What a backend does for guests that are hypervisors.
-pub trait Nested: NestedPaging {
+pub trait Nested: NestedPaging + NestedState {
     /// Whether [`execute`](Self::execute) has to know where L1 goes on.
     const NEEDS_NEXT_RIP: bool = true;
 

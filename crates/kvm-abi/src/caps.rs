@@ -153,7 +153,7 @@ mod tests {
 
     #[test]
     fn what_is_not_there_is_zero() {
-        for capability in [CAP_NESTED_STATE, CAP_DIRTY_LOG_RING, CAP_XEN_HVM, 9999] {
+        for capability in [CAP_DIRTY_LOG_RING, CAP_XEN_HVM, 9999] {
             assert_eq!(check_extension(&SMALL, capability.into()), 0);
         }
         assert_eq!(check_extension(&SMALL, u64::from(CAP_IRQCHIP) | 1 << 32), 0);
@@ -165,6 +165,9 @@ mod tests {
     fn numbers_follow_the_offer() {
         assert_eq!(check_extension(&SMALL, CAP_NR_VCPUS.into()), 4);
         assert_eq!(check_extension(&SMALL, CAP_MAX_VCPUS.into()), 4);
+        assert_eq!(check_extension(&SMALL, CAP_NESTED_STATE.into()), 8320);
+        let svm = Offer { nested_format: 1, ..SMALL };
+        assert_eq!(check_extension(&svm, CAP_NESTED_STATE.into()), 4224);
         assert_eq!(check_extension(&SMALL, CAP_XSAVE2.into()), 4096);
         let big = Offer { xsave_bytes: 11008, ..SMALL };
         assert_eq!(check_extension(&big, CAP_XSAVE2.into()), 11008);

@@ -7,6 +7,7 @@ use ::vcpu::state::registers::Invalid;
 use ::vm::irq::{IoEventError, IrqError, IrqFdError, ZoneError};
 use ::vm::memory::DirtyLogError;
 use ::vm::vcpus::AddError;
+use backend::Unrestorable;
 use host::{BadFd, Fault, Interrupted, NoMemory};
 use irqchip::RoutingError;
 use mmu::SlotError;
@@ -70,6 +71,16 @@ impl Errno {
             23 => Errno::ENFILE,
             24 => Errno::EMFILE,
             _ => Errno::ENOMEM,
+        }
+    }
+}
+
+impl From<Unrestorable> for Errno {
+    fn from(why: Unrestorable) -> Self {
+        match why {
+            Unrestorable::Invalid => Errno::EINVAL,
+            Unrestorable::Missing => Errno::EFAULT,
+            Unrestorable::NoMemory => Errno::ENOMEM,
         }
     }
 }

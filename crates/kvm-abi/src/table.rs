@@ -211,11 +211,11 @@ macro_rules! commands {
             ENABLE_CAP [] [CAP_ENABLE_CAP] => takes(arg, |cap| state::enable_cap(vcpu, cap)),
                 "ENFORCE_PV_FEATURE_CPUID; EINVAL for others";
             GET_NESTED_STATE [iowr KvmNestedState 0xbe] [CAP_NESTED_STATE]
-                => nested::get(vcpu.offer().nested_format, arg),
-                "the state of a vCPU without nested virtualization; E2BIG below 128 bytes";
+                => nested::get(vcpu, arg),
+                "stock KVM's format; E2BIG with the size that it takes";
             SET_NESTED_STATE [iow KvmNestedState 0xbf] [CAP_NESTED_STATE]
-                => takes(arg, |state| nested::set(vcpu.offer().nested_format, state)),
-                "EINVAL for any other state";
+                => nested::set(vcpu, arg),
+                "EINVAL and EFAULT as stock KVM, but nothing has changed then. L2 goes on in the next KVM_RUN";
             GET_STATS_FD [] [CAP_BINARY_STATS_FD] => vcpu.stats_file(), "";
 
         (unknown)
@@ -323,7 +323,8 @@ macro_rules! capabilities {
             CAP_GET_MSR_FEATURES 153 => 1, "";
             CAP_HYPERV_EVENTFD 154 => 0, "";
             CAP_HYPERV_TLBFLUSH 155 => 0, "";
-            CAP_NESTED_STATE 157 => 0, "";
+            CAP_NESTED_STATE 157 => crate::uapi::vcpu_state::largest_nested_state(offer.nested_format),
+                "8320 (VMX), 4224 (SVM), whatever `nested` says";
             CAP_MSR_PLATFORM_INFO 159 => 1, "";
             CAP_HYPERV_SEND_IPI 161 => 0, "";
             CAP_COALESCED_PIO 162 => 1, "";

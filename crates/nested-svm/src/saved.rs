@@ -3,14 +3,23 @@
 //! The header tells where VMCB12 lies. The data, a page, is laid out as a VMCB: its control area is that of VMCB12,
 //! its save area is L1's as of VMRUN. L2's registers are the vCPU's own, and travel by KVM_GET_SREGS and the like.
 
+use core::mem::size_of;
+
 use x86::{
-    Gpa, Rflags,
+    Cr0, Gpa, Rflags,
     addr::PAGE_SIZE,
-    vmcb::{Clean, Vmcb},
+    vmcb::{Clean, Control, NP_ENABLE, Vmcb, vintr},
 };
-use zerocopy::IntoBytes;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::{Level, Offered, checks, gif::Gif, vmcb12::Vmcb12};
+
+/// Format number of SVM.
+pub const FORMAT: u16 = 1;
+/// Bytes of the header.
+pub const HEADER: usize = 128;
+/// Bytes of the largest state.
+pub const LARGEST: usize = HEADER + PAGE_SIZE as usize;
 
 /// `KVM_STATE_NESTED_GUEST_MODE`: L2 runs.
 pub const GUEST_MODE: u16 = 1 << 0;
@@ -26,8 +35,48 @@ pub const FLAGS: u16 = GUEST_MODE | RUN_PENDING | GIF_SET;
 pub struct Header {
     /// The flags.
     pub flags: u16,
-    /// Where VMCB12 lies; `u64::MAX` while L1 runs.
+    /// Where VMCB12 lies; 0 while L1 runs.
     pub vmcb: u64,
+}
+
+/// `struct kvm_nested_state` without its data.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct Head {
+    flags: u16,
+    format: u16,
+    size: u32,
+    vmcb: u64,
+    reserved: [u64; 14],
+}
+
+const _: () = assert!(size_of::<Head>() == HEADER);
+
+impl Header {
+    /// Reads the header, and how many bytes the state has by it.
+    ///
+    /// # Errors
+    /// It is not whole, or of another format.
+    pub fn read(bytes: &[u8]) -> Result<(Self, usize), Refused> {
+        let (head, _) = Head::read_from_prefix(bytes).map_err(|_| Refused::Data)?;
+        if head.format != FORMAT {
+            return Err(Refused::Flags);
+        }
+        Ok((Self { flags: head.flags, vmcb: head.vmcb }, head.size as usize))
+    }
+
+    /// Bytes of the state.
+    pub const fn size(&self) -> usize {
+        if self.flags & GUEST_MODE != 0 { LARGEST } else { HEADER }
+    }
+
+    /// Writes the header to the beginning of `into`; false if it has no room there.
+    pub fn write(&self, into: &mut [u8]) -> bool {
+        let size = self.size() as u32;
+        let (flags, vmcb) = (self.flags, self.vmcb);
+        let head = Head { flags, format: FORMAT, size, vmcb, reserved: [0; 14] };
+        head.write_to_prefix(into).is_ok()
+    }
 }
 
 /// What there is to save.
@@ -45,7 +94,7 @@ pub struct Running {
 pub fn header(running: Running, v12: &Vmcb12) -> Header {
     let mut flags = if running.gif.is_set() { GIF_SET } else { 0 };
     if running.level == Level::L1 {
-        return Header { flags, vmcb: u64::MAX };
+        return Header { flags, vmcb: 0 };
     }
     flags |= GUEST_MODE;
     if running.entry_pending {
@@ -54,10 +103,28 @@ pub fn header(running: Running, v12: &Vmcb12) -> Header {
     Header { flags, vmcb: v12.at().0 }
 }
 
-/// Makes the page of data: `to` has any contents. `b01`: block 01.
-pub fn data(to: &mut Vmcb, v12: &Vmcb12, b01: &Vmcb) {
-    to.control.as_mut_bytes().copy_from_slice(v12.control().as_bytes());
+/// Makes the page of data: `to` has any contents. `b01`: block 01, which shows L1 CR0 with `hidden` as well; `b02`:
+/// the control area of block 02. `virq`: V_IRQ of L2, if that of block 02 stands for something else.
+pub fn data(
+    to: &mut Vmcb,
+    v12: &Vmcb12,
+    (b01, hidden): (&Vmcb, u64),
+    b02: &Control,
+    virq: Option<bool>,
+) {
+    let control = &mut to.control;
+    control.as_mut_bytes().copy_from_slice(v12.control().as_bytes());
+    // What the processor has changed since VMRUN: it is not to happen again.
+    const CHANGED: u32 = vintr::TPR_MASK | vintr::IRQ;
+    control.int_ctl = (control.int_ctl & !CHANGED) | (b02.int_ctl & CHANGED);
+    if let Some(on) = virq {
+        control.int_ctl = (control.int_ctl & !vintr::IRQ) | if on { vintr::IRQ } else { 0 };
+    }
+    control.event_inj = b02.event_inj;
+    control.int_state = b02.int_state;
+    control.tlb_ctl = 0;
     to.save.as_mut_bytes().copy_from_slice(b01.save.as_bytes());
+    to.save.cr0 |= hidden;
 }
 
 /// Why saved state is refused: EINVAL.
@@ -126,10 +193,15 @@ pub fn check(
 }
 
 /// Takes over state that [`check`] let pass while L1 runs: the copy of VMCB12, and L1's registers in block 01. The
-/// registers that were set before were L2's: they go to block 02.
-pub fn take_over(header: Header, data: &Vmcb, v12: &mut Vmcb12, b01: &mut Vmcb, b02: &mut Vmcb) {
-    v12.restore(Gpa(header.vmcb), data);
-    b02.save.as_mut_bytes().copy_from_slice(b01.save.as_bytes());
+/// registers that were set before were L2's: they are what VMRUN of that copy would load. `hidden`: bits of CR0
+/// beside those in block 01.
+pub fn take_over(header: Header, data: &Vmcb, v12: &mut Vmcb12, b01: &mut Vmcb, hidden: Cr0) {
+    v12.restore(Gpa(header.vmcb), data, &b01.save);
+    v12.registers().cr0 |= hidden.bits();
+    // With nested paging of L1's the PAT that was set before is L2's own.
+    if data.control.np_ctl & NP_ENABLE != 0 && checks::pat(data.save.g_pat).is_ok() {
+        b01.save.g_pat = data.save.g_pat;
+    }
     let (to, from) = (&mut b01.save, &data.save);
     // What VMRUN saves of its host (APM vol. 2 §15.5.1); the rest of block 01 is L1's as it is.
     use x86::vmcb::{SEG_CS, SEG_DS, SEG_ES, SEG_GDTR, SEG_IDTR, SEG_SS};
@@ -188,18 +260,48 @@ mod tests {
             check(IN_L2, Some(&page), ENABLED, &OFFERED),
             Ok(Running { level: Level::L2, gif: Gif::new(true), entry_pending: false })
         );
-        let (mut v12, mut b01, mut b02) = (Vmcb12::new(), Vmcb::new_zeroed(), Vmcb::new_zeroed());
+        let (mut v12, mut b01) = (Vmcb12::new(), Vmcb::new_zeroed());
         b01.save.rip = 0x9000;
         page.save.segments[SEG_CS].selector = 0x10;
-        take_over(IN_L2, &page, &mut v12, &mut b01, &mut b02);
-        assert_eq!(b02.save.rip, 0x9000, "what was set before was L2's");
+        page.control.int_ctl = vintr::IRQ | vintr::INTR_MASKING;
+        take_over(IN_L2, &page, &mut v12, &mut b01, Cr0::CD);
+        assert_eq!(v12.get().save.rip, 0x9000, "what was set before was L2's");
+        assert_eq!(v12.get().save.cr0, Cr0::CD.bits());
         assert_eq!((v12.at(), b01.save.rip), (Gpa(0x7000), 0x1234));
         let mut again = Vmcb::new_zeroed();
-        super::data(&mut again, &v12, &b01);
+        super::data(&mut again, &v12, (&b01, 0), v12.control(), None);
         assert_eq!(again.control.as_bytes(), page.control.as_bytes());
         assert_eq!(again.save.segments, page.save.segments);
         let running = Running { level: Level::L2, gif: Gif::new(true), entry_pending: false };
         assert_eq!(header(running, &v12), IN_L2);
+    }
+
+    #[test]
+    fn what_the_processor_has_done_since_vmrun_is_not_saved_to_be_done_again() {
+        let mut page = data();
+        page.control.event_inj = 0x8000_0306;
+        page.control.int_ctl = vintr::IRQ;
+        let (mut v12, mut b01) = (Vmcb12::new(), Vmcb::new_zeroed());
+        take_over(IN_L2, &page, &mut v12, &mut b01, Cr0::empty());
+        let b02 = Control::new_zeroed();
+        let mut saved = Vmcb::new_zeroed();
+        super::data(&mut saved, &v12, (&b01, Cr0::NW.bits()), &b02, None);
+        assert_eq!((saved.control.event_inj, saved.control.int_ctl), (0, 0));
+        assert_eq!(saved.save.cr0, page.save.cr0 | Cr0::NW.bits());
+        super::data(&mut saved, &v12, (&b01, 0), &b02, Some(true));
+        assert_eq!(saved.control.int_ctl, vintr::IRQ, "a window of L0's hides it");
+    }
+
+    #[test]
+    fn a_header_is_bytes() {
+        let mut bytes = [0; HEADER];
+        assert!(IN_L2.write(&mut bytes) && !IN_L2.write(&mut [0; 100]));
+        assert_eq!(bytes[..12], [1, 1, 1, 0, 0x80, 0x10, 0, 0, 0, 0x70, 0, 0]);
+        assert_eq!(Header::read(&bytes), Ok((IN_L2, LARGEST)));
+        bytes[2] = 0;
+        assert_eq!(Header::read(&bytes), Err(Refused::Flags));
+        assert_eq!(Header::read(&bytes[1..]), Err(Refused::Data));
+        assert_eq!(Header { flags: GIF_SET, vmcb: 0 }.size(), HEADER);
     }
 
     #[test]

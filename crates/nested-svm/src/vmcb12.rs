@@ -118,10 +118,16 @@ impl Vmcb12 {
         self.at = u64::MAX;
     }
 
-    /// Puts the copy's place and contents together from saved state.
-    pub(crate) fn restore(&mut self, at: Gpa, page: &Vmcb) {
+    /// Puts the copy's place and contents together from saved state and from L2's registers.
+    pub(crate) fn restore(&mut self, at: Gpa, page: &Vmcb, registers: &Save) {
         self.page.as_mut_bytes().copy_from_slice(page.as_bytes());
+        self.page.save.as_mut_bytes().copy_from_slice(registers.as_bytes());
         self.at = at.0;
+    }
+
+    /// L2's registers in the copy.
+    pub fn registers(&mut self) -> &mut Save {
+        &mut self.page.save
     }
 }
 

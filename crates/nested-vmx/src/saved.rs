@@ -3,12 +3,14 @@
 
 use x86::Gpa;
 use x86::vmcs::place::{VMCS12_BYTES, VMCS12_REVISION};
+use x86::vmcs::{ExitControls, event, field};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use crate::checks::guest::activity_state;
 use crate::checks::{self, Limits};
 use crate::machine::{Level, Smm};
 use crate::memory::is_page;
-use crate::{GuestMemory, Machine, Vmcs12};
+use crate::{Capabilities, GuestMemory, Machine, Vmcs12};
 
 /// Format number of VMX.
 pub const FORMAT: u16 = 0;
@@ -63,8 +65,10 @@ const NOWHERE: u64 = Vmcs12::NOWHERE;
 /// Why a state is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refused {
-    /// It is shorter than its header, or than it says (EINVAL).
+    /// It is shorter than its header, or than what it needs (EINVAL).
     Short,
+    /// It could not be read as far as it says that it goes (EFAULT).
+    Missing,
     /// Flags that are not known, or not together (EINVAL).
     Flags,
     /// Not the VMX format (EINVAL).
@@ -201,58 +205,101 @@ fn check_header(h: &Header, context: Context, limits: &Limits) -> Result<(), Ref
     Ok(())
 }
 
-/// Restores a state. When it is refused behind its header, the machine is in VMX operation without a current
-/// VMCS or not in it at all, never half in L2.
-pub fn restore(
-    machine: &mut Machine,
+/// The images of a state that is restored. It is large, and lives in a box.
+#[derive(Clone, Debug, FromBytes, Immutable)]
+pub struct Images {
+    main: Vmcs12,
+    shadow: Vmcs12,
+}
+
+impl Images {
+    /// None yet.
+    pub const NONE: Self = Self { main: Vmcs12::ZERO, shadow: Vmcs12::ZERO };
+}
+
+/// A state that was found good.
+#[derive(Clone, Copy, Debug)]
+pub struct Good {
+    header: Header,
+}
+
+/// What a state is checked against.
+#[derive(Clone, Copy, Debug)]
+pub struct Onto<'a> {
+    /// What the vCPU says.
+    pub context: Context,
+    /// What L1 is shown.
+    pub capabilities: &'a Capabilities,
+    /// What the vCPU's CPUID and state say about values.
+    pub limits: &'a Limits,
+}
+
+/// Checks a state as a whole and makes its images. Of L1's memory nothing has to be there, but for a link pointer.
+/// `bytes` may be shorter than the state says, where the rest could not be read.
+///
+/// # Errors
+/// Why it is refused.
+pub fn check(
     bytes: &[u8],
-    context: Context,
-    limits: &Limits,
+    onto: &Onto<'_>,
     memory: &impl GuestMemory,
-) -> Result<(Restored, Option<u64>), Refused> {
+    images: &mut Images,
+) -> Result<Good, Refused> {
     let (header, _) = Header::read_from_prefix(bytes).map_err(|_| Refused::Short)?;
     let data = header.size as usize;
     if data < HEADER {
         return Err(Refused::Short);
     }
-    check_header(&header, context, limits)?;
-    machine.reset();
+    check_header(&header, onto.context, onto.limits)?;
+    let good = Good { header };
     if header.vmxon_pa == NOWHERE {
-        return Ok((Restored::Off, None));
+        return Ok(good);
     }
-    machine.set_regions(Some(Gpa(header.vmxon_pa)), None);
-    if data < HEADER + IMAGE {
+    if data < HEADER + VMCS12_BYTES {
         // Nothing but the region of VMXON, if nothing was current.
         if header.flags & flag::GUEST_MODE != 0 {
             return Err(Refused::Flags);
         }
-        return match header.vmcs12_pa {
-            NOWHERE => Ok((Restored::L1, None)),
-            _ => Err(Refused::Address),
-        };
+        return if header.vmcs12_pa == NOWHERE { Ok(good) } else { Err(Refused::Address) };
     }
     let at = header.vmcs12_pa;
-    if at == NOWHERE || at == header.vmxon_pa || !is_page(at, limits.physical_bits) {
+    if at == NOWHERE || at == header.vmxon_pa || !is_page(at, onto.limits.physical_bits) {
         return Err(Refused::Address);
     }
-    load(machine, bytes)?;
+    images.main = image(bytes, 0).ok_or(Refused::Missing)?;
+    if images.main.header() & 0x7fff_ffff != VMCS12_REVISION {
+        return Err(Refused::Image);
+    }
+    if header.flags & flag::GUEST_MODE != 0 {
+        check_l2(&header, bytes, onto, memory, images)?;
+    }
+    Ok(good)
+}
+
+/// Takes over a state that was found good, with its images. vmcs02 has to be composed from scratch if L2 runs. Gives
+/// the deadline of L1's preemption timer too.
+pub fn take_over(machine: &mut Machine, good: &Good, images: &Images) -> (Restored, Option<u64>) {
+    let header = &good.header;
+    machine.reset();
+    if header.vmxon_pa == NOWHERE {
+        return (Restored::Off, None);
+    }
+    let current = (header.vmcs12_pa != NOWHERE).then_some(Gpa(header.vmcs12_pa));
+    *machine.images().0 = images.main.clone();
+    machine.set_regions(Some(Gpa(header.vmxon_pa)), current);
     machine.smm = Smm {
         vmxon: header.smm_flags & flag::SMM_VMXON != 0,
         guest_mode: header.smm_flags & flag::SMM_GUEST_MODE != 0,
     };
-    machine.set_regions(Some(Gpa(header.vmxon_pa)), Some(Gpa(at)));
     if header.flags & flag::GUEST_MODE == 0 {
-        return Ok((Restored::L1, None));
+        return (Restored::L1, None);
     }
-    if let Err(refused) = resume(machine, &header, bytes, limits, memory) {
-        machine.set_regions(Some(Gpa(header.vmxon_pa)), None);
-        return Err(refused);
-    }
+    *machine.images().1 = images.shadow.clone();
     machine.enter_l2();
     machine.run_pending = header.flags & flag::RUN_PENDING != 0;
     machine.trap_pending = header.flags & flag::MTF_PENDING != 0;
     let deadline = header.vmx_flags & flag::DEADLINE != 0;
-    Ok((Restored::L2, deadline.then_some(header.preemption_timer_deadline)))
+    (Restored::L2, deadline.then_some(header.preemption_timer_deadline))
 }
 
 /// The first bytes of an image, as many as have fields.
@@ -261,40 +308,40 @@ fn image(bytes: &[u8], number: usize) -> Option<Vmcs12> {
     Vmcs12::read_from_bytes(bytes.get(at..at.checked_add(VMCS12_BYTES)?)?).ok()
 }
 
-fn load(machine: &mut Machine, bytes: &[u8]) -> Result<(), Refused> {
-    let loaded = image(bytes, 0).ok_or(Refused::Short)?;
-    if loaded.header() & 0x7fff_ffff != VMCS12_REVISION {
-        return Err(Refused::Image);
-    }
-    *machine.images().0 = loaded;
-    Ok(())
-}
-
-/// Loads what L2 needs and checks all of it, as an entry does.
-fn resume(
-    machine: &mut Machine,
+/// Makes what L2 needs beside its VMCS and checks all of it, as an entry does.
+fn check_l2(
     header: &Header,
     bytes: &[u8],
-    limits: &Limits,
+    onto: &Onto<'_>,
     memory: &impl GuestMemory,
+    images: &mut Images,
 ) -> Result<(), Refused> {
-    if machine.vmcs12().shadow_pointer().is_some() {
-        if (header.size as usize) < LARGEST {
+    let Images { main: v, shadow } = images;
+    if v.shadow_pointer().is_some() {
+        if (header.size as usize) < HEADER + IMAGE + VMCS12_BYTES {
             return Err(Refused::Short);
         }
-        let shadow = image(bytes, 1).ok_or(Refused::Short)?;
+        *shadow = image(bytes, 1).ok_or(Refused::Missing)?;
         if shadow.header() != VMCS12_REVISION | 1 << 31 {
             return Err(Refused::Image);
         }
-        *machine.images().1 = shadow;
     }
-    let v = machine.vmcs12();
-    let c = &machine.capabilities;
-    checks::controls::check(v, c, limits, memory).map_err(|_| Refused::Checks)?;
-    checks::host::check(v, c, limits).map_err(|_| Refused::Checks)?;
-    checks::guest::check(v, c, limits, machine.current(), memory)
-        .map(|_| ())
-        .map_err(|_| Refused::Checks)
+    if v.get(field::GUEST_ACTIVITY) == activity_state::HLT {
+        // That L2 sleeps is said by KVM_SET_MP_STATE: L0 sleeps for it.
+        v.set(field::GUEST_ACTIVITY, activity_state::ACTIVE);
+    }
+    let (c, current) = (onto.capabilities, Some(Gpa(header.vmcs12_pa)));
+    // L1 is in whatever mode its host state is for.
+    let limits = Limits { long_mode: v.exit().contains(ExitControls::HOST_64), ..*onto.limits };
+    checks::controls::check(v, c, &limits, memory).map_err(|_| Refused::Checks)?;
+    checks::host::check(v, c, &limits).map_err(|_| Refused::Checks)?;
+    checks::guest::check_saved(v, c, &limits, current, memory).map_err(|_| Refused::Checks)?;
+    if header.flags & flag::RUN_PENDING == 0 {
+        // The entry is over: what it was to inject was injected.
+        let information = v.get(field::ENTRY_INTERRUPTION);
+        v.set(field::ENTRY_INTERRUPTION, information & !event::VALID);
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -28,9 +28,22 @@ fn state(flags: u16, vmxon: u64, vmcs12: u64, images: &[&Vmcs12]) -> Vec<u8> {
     bytes
 }
 
+fn restore(
+    machine: &mut Machine,
+    bytes: &[u8],
+    context: Context,
+    memory: &Memory,
+) -> Result<(Restored, Option<u64>), Refused> {
+    let mut images = Images::NONE;
+    let capabilities = machine.capabilities;
+    let onto = Onto { context, capabilities: &capabilities, limits: &LIMITS };
+    let good = check(bytes, &onto, memory, &mut images)?;
+    Ok(take_over(machine, &good, &images))
+}
+
 fn restored(bytes: &[u8], context: Context) -> (Machine, Result<Restored, Refused>) {
     let mut machine = Machine::new(capabilities());
-    let result = restore(&mut machine, bytes, context, &LIMITS, &Memory::new()).map(|r| r.0);
+    let result = restore(&mut machine, bytes, context, &Memory::new()).map(|r| r.0);
     (machine, result)
 }
 
@@ -78,7 +91,7 @@ fn a_state_that_contradicts_itself_is_refused() {
     let cases: &[(Vec<u8>, Refused)] = &[
         (Vec::from(&base[..100]), Refused::Short),
         (with(&base, 4, &[0; 4]), Refused::Short),
-        (Vec::from(&base[..500]), Refused::Short),
+        (Vec::from(&base[..500]), Refused::Missing),
         (with(&base, 0, &[2]), Refused::Flags),
         (with(&base, 0, &[0x10]), Refused::Flags),
         (with(&base, 2, &[1]), Refused::Format),
@@ -115,7 +128,28 @@ fn l2_is_restored_only_with_a_vmcs_that_could_be_entered() {
     set!(v, HOST_CR0 = 0);
     let (machine, refused) = restored(&state(1, 0x1000, 0x2000, &[&v]), CONTEXT);
     assert_eq!((refused, machine.level()), (Err(Refused::Checks), Level::L1));
-    assert_eq!(machine.current(), None);
+    assert_eq!(machine.vmxon(), None, "nothing has changed");
+}
+
+#[test]
+fn what_an_entry_has_injected_is_not_injected_again() {
+    let mut v = good();
+    set!(v, ENTRY_INTERRUPTION = 0x8000_0306);
+    let told = |flags| {
+        let (machine, ok) = restored(&state(flags, 0x1000, 0x2000, &[&v]), CONTEXT);
+        assert_eq!(ok, Ok(Restored::L2));
+        machine.vmcs12().get(field::ENTRY_INTERRUPTION)
+    };
+    assert_eq!(told(flag::GUEST_MODE), 0x306);
+    assert_eq!(told(flag::GUEST_MODE | flag::RUN_PENDING), 0x8000_0306);
+}
+
+#[test]
+fn an_l2_that_sleeps_is_restored_awake() {
+    let mut v = good();
+    set!(v, GUEST_ACTIVITY = 1);
+    let (machine, ok) = restored(&state(1, 0x1000, 0x2000, &[&v]), CONTEXT);
+    assert_eq!((ok, machine.vmcs12().get(field::GUEST_ACTIVITY)), (Ok(Restored::L2), 0));
 }
 
 #[test]
@@ -130,7 +164,7 @@ fn the_shadow_vmcs_comes_along() {
     shadow.as_mut_bytes()[3] |= 0x80;
     let bytes = state(1, 0x1000, 0x2000, &[&v, &shadow]);
     let mut machine = Machine::new(capabilities());
-    let ok = restore(&mut machine, &bytes, CONTEXT, &LIMITS, &memory);
+    let ok = restore(&mut machine, &bytes, CONTEXT, &memory);
     assert_eq!(ok, Ok((Restored::L2, None)));
     let mut again = std::vec![0; LARGEST];
     assert_eq!(save(&machine, None, &mut again), Some(LARGEST));
@@ -159,7 +193,7 @@ fn the_deadline_goes_along_with_l2() {
     set!(v, PIN_CONTROLS = 0x16 | 1 << 6);
     let bytes = with(&state(1, 0x1000, 0x2000, &[&v]), 28, &[1, 0, 0, 0, 9]);
     let mut machine = Machine::new(capabilities());
-    let ok = restore(&mut machine, &bytes, CONTEXT, &LIMITS, &Memory::new());
+    let ok = restore(&mut machine, &bytes, CONTEXT, &Memory::new());
     assert_eq!(ok, Ok((Restored::L2, Some(9))));
     assert_eq!(header(&machine, Some(9)).as_bytes(), &bytes[..HEADER]);
 }

@@ -22,6 +22,22 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
+    let file = options.save.as_deref().map(|path| ("save", groups::nested_state::save(path)));
+    let file = file.or_else(|| {
+        options.resume.as_deref().map(|path| ("resume", groups::nested_state::resume(path)))
+    });
+    if let Some((what, outcome)) = file {
+        return match outcome {
+            Ok(()) => {
+                println!("ok {what}");
+                ExitCode::SUCCESS
+            }
+            Err(trouble) => {
+                println!("not ok {what}: {trouble:?}");
+                ExitCode::FAILURE
+            }
+        };
+    }
     let chosen = groups::all().filter(|test| options.choose(&test.full_name()));
     if options.list {
         chosen.for_each(|test| println!("{}", test.full_name()));

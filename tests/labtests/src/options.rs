@@ -1,8 +1,8 @@
 //! The command line.
 
 /// How to call this program.
-pub const USAGE: &str =
-    "usage: labtests [--list] [--filter SUBSTRING]... [--skip SUBSTRING]... [--tap] [--times]";
+pub const USAGE: &str = "usage: labtests [--list] [--filter SUBSTRING]... [--skip SUBSTRING]... [--tap] [--times] \
+     | --save PATH | --resume PATH";
 
 /// What the caller wants.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -17,6 +17,10 @@ pub struct Options {
     pub tap: bool,
     /// Each line with the milliseconds that its test took.
     pub times: bool,
+    /// No tests: save guests whose guests run into files that begin so.
+    pub save: Option<String>,
+    /// No tests: let guests run on that were saved there.
+    pub resume: Option<String>,
 }
 
 impl Options {
@@ -41,6 +45,8 @@ pub fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Options, Str
             "--list" => options.list = true,
             "--tap" => options.tap = true,
             "--times" => options.times = true,
+            "--save" => options.save = Some(arguments.next().ok_or("--save wants a path")?),
+            "--resume" => options.resume = Some(arguments.next().ok_or("--resume wants a path")?),
             "--filter" => {
                 options.filters.push(arguments.next().ok_or("--filter wants a substring")?);
             }

@@ -377,6 +377,18 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
         }
     }
 
+    fn nested_state_size(&self) -> Option<usize> {
+        self.vcpu.nested_state_size()
+    }
+
+    fn nested_state(&mut self, into: &mut [u8]) -> Result<(), Errno> {
+        Ok(self.vcpu.nested_state(into)?)
+    }
+
+    fn set_nested_state(&mut self, bytes: &[u8]) -> Result<(), Errno> {
+        Ok(self.vcpu.set_nested_state(bytes)?)
+    }
+
     fn set_guest_debug(&mut self, debug: &KvmGuestDebug) -> Result<(), Errno> {
         let injects = debug.control & (GUESTDBG_INJECT_DB | GUESTDBG_INJECT_BP);
         if injects != 0 {

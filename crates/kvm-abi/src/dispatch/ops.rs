@@ -361,6 +361,19 @@ pub trait VcpuOps {
     fn set_guest_debug(&mut self, debug: &KvmGuestDebug) -> Result<(), Errno> {
         Err(Errno::EINVAL)
     }
+    /// Bytes of the nested state now; `None`: the guest may be no hypervisor, and there is nothing to save.
+    fn nested_state_size(&self) -> Option<usize> {
+        None
+    }
+    /// Writes the nested state into as many zeros.
+    fn nested_state(&mut self, into: &mut [u8]) -> Result<(), Errno> {
+        Err(Errno::EINVAL)
+    }
+    /// Restores a nested state. `EFAULT`: it says that it is longer than `bytes`, and that is needed. On an error
+    /// nothing has changed.
+    fn set_nested_state(&mut self, bytes: &[u8]) -> Result<(), Errno> {
+        Err(Errno::EINVAL)
+    }
     /// Sets MCG_CAP; its bank count is 1 to that of the offer, its other bits are the offer's.
     fn setup_mce(&mut self, mcg_cap: u64) -> Result<(), Errno> {
         Err(Errno::EINVAL)

@@ -86,7 +86,8 @@ uapi! {
         n: u64,
     }
 
-    /// Head of a nested state (KVM_GET_NESTED_STATE, KVM_SET_NESTED_STATE).
+    /// Head of a nested state (KVM_GET_NESTED_STATE, KVM_SET_NESTED_STATE). Its data follow: a page for SVM, up to two
+    /// for VMX.
     struct KvmNestedState {
         flags: u16,
         format: u16,
@@ -100,6 +101,17 @@ pub const NESTED_FORMAT_VMX: u16 = 0;
 pub const NESTED_FORMAT_SVM: u16 = 1;
 /// [`KvmNestedState::flags`]: the global interrupt flag is set.
 pub const NESTED_GIF_SET: u16 = 0x100;
+/// What the ioctl knows of [`KvmNestedState::flags`]: L2 runs, its entry is pending, the VMCS is an enlightened one, a
+/// monitor-trap exit is pending, the global interrupt flag is set.
+pub const NESTED_FLAGS: u16 =
+    NESTED_GUEST_MODE | NESTED_RUN_PENDING | 1 << 2 | 1 << 3 | NESTED_GIF_SET;
+pub const NESTED_GUEST_MODE: u16 = 1;
+pub const NESTED_RUN_PENDING: u16 = 2;
+/// Bytes of the largest state, which KVM_CAP_NESTED_STATE tells: two pages of data in the format of VMX, one in that of SVM.
+pub const fn largest_nested_state(format: u16) -> u32 {
+    let pages = if format == NESTED_FORMAT_SVM { 1 } else { 2 };
+    size_of::<KvmNestedState>() as u32 + pages * 4096
+}
 /// No VMXON region, no current vmcs12.
 pub const NESTED_NO_ADDRESS: u64 = u64::MAX;
 

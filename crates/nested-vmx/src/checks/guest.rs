@@ -28,12 +28,23 @@ pub fn check(
     current: Option<Gpa>,
     memory: &impl GuestMemory,
 ) -> Result<Option<Pdptes>, Broken> {
+    check_saved(v, c, limits, current, memory)?;
+    pdptes(v, limits, memory)
+}
+
+/// The same of a state that was saved while L2 ran: its PDPTEs are no matter of the VMCS.
+pub fn check_saved(
+    v: &Vmcs12,
+    c: &Capabilities,
+    limits: &Limits,
+    current: Option<Gpa>,
+    memory: &impl GuestMemory,
+) -> Checked {
     registers(v, c, limits)?;
     msrs(v, limits)?;
     segments::check(v, limits, mode(v))?;
     check_flow(v, c, limits)?;
-    link(v, limits, current, memory)?;
-    pdptes(v, limits, memory)
+    link(v, limits, current, memory)
 }
 
 /// Checks what changes from entry to entry: RIP, RFLAGS, activity, interruptibility, pending exceptions.

@@ -86,6 +86,11 @@ impl Machine {
         self.mirror.due
     }
 
+    /// What L1 wrote into the shadow VMCS was taken over while it goes on to serve L1: it is given anew before that.
+    pub fn mirror_taken(&mut self) {
+        self.mirror.due = true;
+    }
+
     /// Takes over all that L1 may have written into the shadow VMCS. `read` is VMREAD of it.
     pub fn take_mirror(&mut self, mut read: impl FnMut(u32) -> u64) {
         self.take_lines(self.mirror.ahead, &mut read);

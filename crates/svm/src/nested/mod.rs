@@ -14,6 +14,7 @@ mod instructions;
 mod leave;
 mod paging;
 mod run;
+mod saved;
 #[cfg(test)]
 mod tests;
 mod window;

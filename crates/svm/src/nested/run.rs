@@ -56,10 +56,22 @@ impl<C: Cpu> Svm<C> {
         }
         state.l1_interrupts = self.block.vmcb().save.rflags & Rflags::IF.bits() != 0;
         self.keep_l1(gprs, next_rip);
-        let msrpm = self.merge_msr_map(&seen);
+        self.start_l2(gprs, dirty, &seen);
+        Executed::Entered
+    }
+
+    /// L2 runs from now on, with the registers in the copy of its block, of which `dirty` may be other than in block
+    /// 02. L1's are in its own block, which runs.
+    pub(super) fn start_l2(
+        &mut self,
+        gprs: &mut Gprs,
+        dirty: Clean,
+        seen: &Seen<'_, impl L1Memory>,
+    ) {
+        let msrpm = self.merge_msr_map(seen);
         self.change_block();
         self.fill_l2(dirty, msrpm);
-        let Some(state) = &mut self.nested else { return Executed::Shutdown };
+        let Some(state) = &mut self.nested else { return };
         let control = state.v12.control();
         if control.tlb_ctl != 0 || control.asid != state.asid {
             // Another id is how a processor without a flush by id flushes.
@@ -82,7 +94,6 @@ impl<C: Cpu> Svm<C> {
         if Dr7::new(self.vmcb().save.dr7).has_breakpoints() {
             self.own_debug_regs();
         }
-        Executed::Entered
     }
 
     /// A block that cannot be run: L1 sees VMEXIT_INVALID, and nothing else of its block changes.
@@ -205,7 +216,7 @@ impl<C: Cpu> Svm<C> {
 
 /// Whether a block may be run with tables of L1's: L1 has to be in long mode, and the types of the block's PAT have
 /// to exist.
-fn may_have_tables(l1: &Vmcb, save: &Save) -> bool {
+pub(super) fn may_have_tables(l1: &Vmcb, save: &Save) -> bool {
     let efer = Efer::from_bits_retain(l1.save.efer);
     efer.contains(Efer::LMA) && checks::pat(save.g_pat).is_ok()
 }

@@ -131,6 +131,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Outside the loop: ends L2's run for what could not do so where it arose.
     pub(crate) fn end_l2_outside(&mut self) {
+        self.load_due_pdptes();
         if !self.refuse_noted() {
             let _ = self.end_l2_for_event(None);
         }

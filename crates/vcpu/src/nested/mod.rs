@@ -16,4 +16,5 @@
 mod events;
 mod memory;
 pub(crate) mod paging;
+mod saved;
 mod transition;

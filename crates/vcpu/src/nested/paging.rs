@@ -97,6 +97,11 @@ impl<B: Backend> Vcpu<B> {
         self.b.nested().and_then(NestedPaging::l1_tables)
     }
 
+    /// Whether L2 runs, with tables of L1's.
+    pub(super) fn runs_with_l1_tables(&self) -> bool {
+        self.wanted_tables().is_some()
+    }
+
     /// Another level runs from now on.
     #[inline]
     pub(super) fn follow_l1_tables(&mut self) {

@@ -119,7 +119,7 @@ impl<B: Backend> Vcpu<B> {
     /// loaded are not present.
     #[cold]
     #[inline(never)]
-    pub(super) fn replace_pdptes(&mut self) {
+    pub(crate) fn replace_pdptes(&mut self) {
         let c = self.b.control();
         if is_pae(c.cr0, c.cr4, c.efer) && self.load_pdptes(c.cr3).is_err() {
             self.set_own_pdptes([0; 4]);

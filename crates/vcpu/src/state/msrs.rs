@@ -7,8 +7,8 @@ use mmu::Section;
 use msr::{Class, Effect, GuestFacts, MsrStore};
 use stats::VcpuCount;
 use x86::msr::{
-    APIC_BASE, DEBUGCTL, EFER, MISC_ENABLE, PAT, PLATFORM_INFO, SPEC_CTRL, TSC, TSC_AUX,
-    TSC_DEADLINE, VM_CR, XSS, debugctl, vm_cr,
+    APIC_BASE, DEBUGCTL, EFER, FEATURE_CONTROL, MISC_ENABLE, PAT, PLATFORM_INFO, SPEC_CTRL, TSC,
+    TSC_AUX, TSC_DEADLINE, VM_CR, XSS, debugctl, vm_cr,
 };
 use x86::{Efer, Exception};
 
@@ -233,7 +233,13 @@ impl<B: Backend> Vcpu<B> {
             },
             Class::Pv => self.write_pv_msr(index, value, host),
             Class::Outside if index == VM_CR => self.write_vm_cr(value, host),
-            Class::Store | Class::Outside => self.write_stored_msr(index, value, host),
+            Class::Store | Class::Outside => {
+                self.write_stored_msr(index, value, host)?;
+                if host && index == FEATURE_CONTROL && value == 0 {
+                    self.end_vmx_operation();
+                }
+                Ok(())
+            }
             Class::Unknown if host => self.b.set_msr(index, value).map_err(|_| Refused),
             Class::Unknown => Err(Refused),
         }

@@ -182,6 +182,25 @@ impl<B: Backend> Vcpu<B> {
         if !self.is_virtualization_on(s.efer, s.cr4) {
             self.abandon_l2_for_user();
         }
+        self.put_sregs(s);
+        if let Some(vector) = interrupt {
+            self.events.again = Some(Event::Interrupt(vector));
+        }
+        // A bootstrap processor in real mode at the reset vector has just been reset
+        // (older VMMs tell no MP state).
+        if self.shared.lapic.base() & irqchip::lapic::base::BSP != 0
+            && self.b.rip() == 0xfff0
+            && (s.cs.selector, s.cs.base) == (0xf000, 0xffff_0000)
+            && !s.cr0.contains(Cr0::PE)
+        {
+            self.set_mp_state(MpState::Runnable);
+        }
+        self.pending.raise();
+        Ok(())
+    }
+
+    /// Sets the registers, which were found good; but for the APIC base.
+    pub(crate) fn put_sregs(&mut self, s: &Sregs) {
         for (name, value) in SEGMENTS.into_iter().zip(s.segments()) {
             self.b.set_segment(name, value);
         }
@@ -203,20 +222,6 @@ impl<B: Backend> Vcpu<B> {
         if let Some(entries) = s.pdptes {
             self.give_pdptes(entries);
         }
-        if let Some(vector) = interrupt {
-            self.events.again = Some(Event::Interrupt(vector));
-        }
-        // A bootstrap processor in real mode at the reset vector has just been reset
-        // (older VMMs tell no MP state).
-        if self.shared.lapic.base() & irqchip::lapic::base::BSP != 0
-            && self.b.rip() == 0xfff0
-            && (s.cs.selector, s.cs.base) == (0xf000, 0xffff_0000)
-            && !s.cr0.contains(Cr0::PE)
-        {
-            self.set_mp_state(MpState::Runnable);
-        }
-        self.pending.raise();
-        Ok(())
     }
 
     /// The interrupt that is being injected, for KVM_GET_SREGS' bitmap.

@@ -131,6 +131,24 @@ impl<C: Cpu> Vmx<C> {
         if lists && let Err(failure) = self.load_msr_list(n, memory) {
             return self.fail_entry(n, gprs, failure, memory);
         }
+        self.change_to_l2(n, gprs, &mut l0, dirty);
+        n.machine.entered(entry);
+        Executed::Entered
+    }
+
+    /// L2 runs from now on with a state that was restored. `bits`: which MSRs L1 lets it have.
+    #[cold]
+    pub(super) fn begin_l2(&mut self, n: &mut Nested, gprs: &mut Gprs, bits: u64) {
+        let mut l0 = self.l0_part(n);
+        self.map_msrs(n, bits);
+        Self::note_l0(n, &l0);
+        n.machine.touch_all();
+        self.change_to_l2(n, gprs, &mut l0, Groups::ALL);
+    }
+
+    /// vmcs02, composed from these groups, is the vCPU's from now on.
+    #[inline(always)]
+    fn change_to_l2(&mut self, n: &mut Nested, gprs: &mut Gprs, l0: &mut L0, dirty: Groups) {
         l0.efer = self.efer.bits();
         if dirty.has(Group::Msrs) {
             if !n.machine.vmcs12().entry().contains(EntryControls::LOAD_DEBUG) {
@@ -143,10 +161,8 @@ impl<C: Cpu> Vmx<C> {
         // Whoever runs the loop finds L2's root anew before L2 is entered.
         let of_l1 = n.other.fields.get(fields::EPT_POINTER).unwrap_or(0);
         self.set_ept_pointer(if n.machine.vmcs12().has_ept() { n.root } else { of_l1 });
-        self.compose(n, &l0, dirty);
-        self.load_l2(n, &l0, gprs);
-        n.machine.entered(entry);
-        Executed::Entered
+        self.compose(n, l0, dirty);
+        self.load_l2(n, l0, gprs);
     }
 
     fn compose(&mut self, n: &Nested, l0: &L0, dirty: Groups) {
@@ -264,7 +280,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// What L1's bitmap lets L2 have of [`PASSED`], two bits each. It is read at each entry, the few bytes that
     /// can matter.
-    fn msrs_of_l1<M: L1Memory>(
+    pub(super) fn msrs_of_l1<M: L1Memory>(
         n: &Nested,
         memory: &Memory<'_, M>,
     ) -> Result<u64, nested_vmx::Outside> {

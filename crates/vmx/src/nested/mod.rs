@@ -15,6 +15,7 @@ pub(crate) mod kept;
 mod leave;
 #[cfg(test)]
 mod round_trip_tests;
+mod saved;
 mod shadow;
 mod switch;
 mod tables;

@@ -36,6 +36,7 @@ mod msr_exits;
 mod msrs;
 mod nested_npt;
 mod nested_outside;
+pub mod nested_state;
 mod nested_svm;
 mod nested_svm_hostile;
 mod nested_vmx;
@@ -112,6 +113,7 @@ pub fn all() -> impl Iterator<Item = Test> + Clone {
         hostile::TESTS,
         nested_npt::TESTS,
         nested_outside::TESTS,
+        nested_state::TESTS,
         nested_svm::TESTS,
         nested_vmx::TESTS,
         nested_vmx_ept::TESTS,

@@ -39,7 +39,7 @@ const OTHER: u64 = FREE + 0x2_2000;
 const ALL_RIGHTS: u64 = 7;
 
 /// A guest whose hypervisor has run once, on tables that lead each address to itself.
-fn prepared(l2: &[u8]) -> Outcome<Guest> {
+pub(super) fn prepared(l2: &[u8]) -> Outcome<Guest> {
     let guest = with(program(), l2)?;
     let mut cpuid = guest.system.supported_cpuid()?;
     if cpuid.find(0x8000_000a, 0).is_none_or(|entry| entry.edx & 1 == 0) {

@@ -146,13 +146,18 @@ pub(super) fn with(code: &[u8], l2: &[u8]) -> Outcome<Guest> {
 /// Fields by their encodings, with values.
 pub(super) type Fields<'a> = &'a [(u64, u64)];
 
-/// Launches with these fields.
-pub(super) fn launch(guest: &Guest, fields: Fields<'_>) -> Outcome {
+/// What the next launches have otherwise.
+pub(super) fn set_fields(guest: &Guest, fields: Fields<'_>) {
     for (slot, (encoding, value)) in (FIELDS..).step_by(16).zip(fields) {
         guest.memory.write(slot, *encoding);
         guest.memory.write(slot + 8, *value);
     }
     guest.memory.write(FIELDS + 16 * fields.len() as u64, 0);
+}
+
+/// Launches with these fields.
+pub(super) fn launch(guest: &Guest, fields: Fields<'_>) -> Outcome {
+    set_fields(guest, fields);
     guest.reach_mark()
 }
 

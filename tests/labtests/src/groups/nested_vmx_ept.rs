@@ -4,7 +4,7 @@
 
 use super::nested_vmx::{
     EXIT_CPUID, EXITED, FIELDS, Fields, L2_CODE, L2_CPUID, ZERO, fails, failure, filled, launch,
-    must, operation, with,
+    must, operation, set_fields, with,
 };
 use crate::machine::code::guest_code;
 use crate::machine::guest::Guest;
@@ -69,6 +69,14 @@ guest_code!(
     "mov %rax, RESULT + 32",
     "jmp 0b",
 );
+
+/// A hypervisor with such tables, before it launches.
+pub(super) fn ready(l2: &[u8]) -> Outcome<Guest> {
+    let (guest, fields) = prepared(launches())?;
+    guest.memory.write_bytes(L2_CODE, l2);
+    set_fields(&guest, &fields);
+    Ok(guest)
+}
 
 /// A hypervisor whose tables map all of its memory where it is, and the fields with which it launches.
 fn prepared(code: &[u8]) -> Outcome<(Guest, [(u64, u64); 3])> {

@@ -94,5 +94,7 @@ pub const SET_XSAVE: u64 = iow::<kvm_xsave>(0xa5);
 pub const GET_XCRS: u64 = ior::<kvm_xcrs>(0xa6);
 pub const SET_XCRS: u64 = iow::<kvm_xcrs>(0xa7);
 pub const KVMCLOCK_CTRL: u64 = io(0xad);
+pub const GET_NESTED_STATE: u64 = iowr::<[u64; 16]>(0xbe);
+pub const SET_NESTED_STATE: u64 = iow::<[u64; 16]>(0xbf);
 pub const GET_SREGS2: u64 = ior::<kvm_sregs2>(0xcc);
 pub const SET_SREGS2: u64 = iow::<kvm_sregs2>(0xcd);

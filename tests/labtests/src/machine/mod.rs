@@ -6,6 +6,7 @@ pub mod guest;
 pub mod handlers;
 pub mod layout;
 pub mod memory;
+pub mod saved;
 pub mod smram;
 pub mod stage;
 pub mod tables;

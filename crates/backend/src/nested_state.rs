@@ -1,0 +1,71 @@
+//! The state of a guest that is a hypervisor, as user space saves and restores it (KVM API §4.114, §4.115).
+
+use crate::{L1Memory, ability::Absent};
+
+/// Why a state is not restored. Nothing was changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unrestorable {
+    /// It contradicts itself, or cannot be of this vCPU.
+    Invalid,
+    /// It says that it is longer than what could be read of it.
+    Missing,
+    /// There is no memory to restore it.
+    NoMemory,
+}
+
+/// Saving and restoring what belongs to a guest that is a hypervisor, as bytes in KVM's format.
+pub trait NestedState {
+    /// Bytes that the state has now.
+    fn state_size(&self) -> usize;
+
+    /// Writes the state into zeros. Which level runs, and what it does, stays as it is. Outside the loop.
+    ///
+    /// # Errors
+    /// There is no memory to do it.
+    fn save_state(&mut self, gprs: &crate::Gprs, into: &mut [u8]) -> Result<(), Unrestorable>;
+
+    /// Whether [`restore_state`](Self::restore_state) would take these bytes. `smm`: the vCPU is in
+    /// system-management mode.
+    ///
+    /// # Errors
+    /// Why not.
+    fn check_state(
+        &mut self,
+        bytes: &[u8],
+        smm: bool,
+        l1: &impl L1Memory,
+    ) -> Result<(), Unrestorable>;
+
+    /// Restores a state, while L1 runs. Of memory nothing has to be there yet.
+    ///
+    /// # Errors
+    /// Why it cannot be.
+    fn restore_state(
+        &mut self,
+        gprs: &mut crate::Gprs,
+        bytes: &[u8],
+        smm: bool,
+        l1: &impl L1Memory,
+    ) -> Result<(), Unrestorable>;
+}
+
+impl NestedState for Absent {
+    fn state_size(&self) -> usize {
+        match *self {}
+    }
+    fn save_state(&mut self, _: &crate::Gprs, _: &mut [u8]) -> Result<(), Unrestorable> {
+        match *self {}
+    }
+    fn check_state(&mut self, _: &[u8], _: bool, _: &impl L1Memory) -> Result<(), Unrestorable> {
+        match *self {}
+    }
+    fn restore_state(
+        &mut self,
+        _: &mut crate::Gprs,
+        _: &[u8],
+        _: bool,
+        _: &impl L1Memory,
+    ) -> Result<(), Unrestorable> {
+        match *self {}
+    }
+}

@@ -1,0 +1,153 @@
+//! KVM_GET_NESTED_STATE and KVM_SET_NESTED_STATE: [`nested_svm::saved`] applied to the two blocks.
+
+use backend::{
+    ControlRegisters, Gprs, L1Memory, Level, Nested, NestedState, RAX, RSP, Unrestorable,
+};
+use cpu::Cpu;
+use host::KBox;
+use nested_svm::{
+    gif::Gif,
+    saved::{self, Header, Onto, Running},
+};
+use x86::{
+    Cr0, Rflags,
+    vmcb::{Clean, Vmcb},
+};
+use zerocopy::IntoBytes;
+
+use super::{Seen, paging::has_tables, run};
+use crate::{l2::State, state::Svm};
+
+/// A state that was found good.
+struct Good {
+    header: Header,
+    running: Running,
+    data: Option<KBox<Vmcb>>,
+}
+
+impl<C: Cpu> Svm<C> {
+    fn running(&self) -> Running {
+        let pending = |state: &KBox<State>| state.entry_pending;
+        Running {
+            level: match self.level {
+                Level::L1 => nested_svm::Level::L1,
+                Level::L2 => nested_svm::Level::L2,
+            },
+            gif: self.gif,
+            entry_pending: self.nested.as_ref().is_some_and(pending),
+        }
+    }
+
+    fn state_header(&self) -> Header {
+        match &self.nested {
+            Some(state) => saved::header(self.running(), &state.v12),
+            None => Header { flags: if self.gif.is_set() { saved::GIF_SET } else { 0 }, vmcb: 0 },
+        }
+    }
+
+    /// Reads a state and checks all of it.
+    #[inline(never)]
+    fn read_state(&self, bytes: &[u8], smm: bool) -> Result<Good, Unrestorable> {
+        let (header, size) = Header::read(bytes).map_err(|_| Unrestorable::Invalid)?;
+        let onto = Onto { enabled: self.is_enabled(), smm };
+        let mut data = None;
+        if header.size() == saved::LARGEST && size >= saved::LARGEST {
+            let mut page = KBox::<Vmcb>::zeroed().map_err(|_| Unrestorable::NoMemory)?;
+            let Some(from) = bytes.get(saved::HEADER..saved::LARGEST) else {
+                // What the header alone says comes first.
+                let wrong = saved::check(header, None, onto, &self.cold.offered);
+                let address = matches!(wrong, Err(saved::Refused::Data));
+                return Err(if address { Unrestorable::Missing } else { Unrestorable::Invalid });
+            };
+            page.as_mut_bytes().copy_from_slice(from);
+            data = Some(page);
+        }
+        let running = saved::check(header, data.as_deref(), onto, &self.cold.offered)
+            .map_err(|_| Unrestorable::Invalid)?;
+        if let Some(page) = &data
+            && has_tables(&page.control)
+            && !run::may_have_tables(page, &self.vmcb().save)
+        {
+            return Err(Unrestorable::Invalid);
+        }
+        Ok(Good { header, running, data })
+    }
+
+    /// L1's registers into its block, L2's into the copy of its block. L1 runs.
+    fn take_over(&mut self, header: Header, data: &Vmcb, gprs: &Gprs) {
+        let hidden = Cr0::from_bits_retain(self.cr0_hidden.into());
+        let b01 = self.block.vmcb_mut(Clean::ALL);
+        let Some(state) = &mut self.nested else { return };
+        saved::take_over(header, data, &mut state.v12, b01, hidden);
+        let l2 = state.v12.registers();
+        (l2.rax, l2.rsp) = (gprs.0[RAX], gprs.0[RSP]);
+        state.l1_interrupts = b01.save.rflags & Rflags::IF.bits() != 0;
+        let cr0 = Cr0::from_bits_retain(b01.save.cr0);
+        self.set_cr0(cr0);
+    }
+}
+
+impl<C: Cpu> NestedState for Svm<C> {
+    fn state_size(&self) -> usize {
+        self.state_header().size()
+    }
+
+    fn save_state(&mut self, _gprs: &Gprs, into: &mut [u8]) -> Result<(), Unrestorable> {
+        let header = self.state_header();
+        if !header.write(into) {
+            return Err(Unrestorable::Missing);
+        }
+        let Some(state) = self.nested.as_ref().filter(|_| self.level == Level::L2) else {
+            return Ok(());
+        };
+        let mut page = KBox::<Vmcb>::zeroed().map_err(|_| Unrestorable::NoMemory)?;
+        let b01 = (state.other.vmcb(), u64::from(state.cr0_hidden));
+        saved::data(&mut page, &state.v12, b01, &self.block.vmcb().control, state.window);
+        let place = into.get_mut(saved::HEADER..saved::LARGEST).ok_or(Unrestorable::Missing)?;
+        place.copy_from_slice(page.as_bytes());
+        Ok(())
+    }
+
+    fn check_state(
+        &mut self,
+        bytes: &[u8],
+        smm: bool,
+        _l1: &impl L1Memory,
+    ) -> Result<(), Unrestorable> {
+        self.read_state(bytes, smm).map(|_| ())
+    }
+
+    fn restore_state(
+        &mut self,
+        gprs: &mut Gprs,
+        bytes: &[u8],
+        smm: bool,
+        l1: &impl L1Memory,
+    ) -> Result<(), Unrestorable> {
+        let good = self.read_state(bytes, smm)?;
+        let set = |gif: Gif| gif.is_set();
+        let Some(data) = good.data.filter(|_| good.running.level == nested_svm::Level::L2) else {
+            if set(good.running.gif) {
+                self.gif.set()
+            } else {
+                self.gif.clear()
+            }
+            return Ok(());
+        };
+        if self.nested.is_none() {
+            self.nested = Some(State::new().map_err(|_| Unrestorable::NoMemory)?);
+        }
+        self.take_over(good.header, &data, gprs);
+        // What cannot be read of L1's map exits until L1's next VMRUN.
+        self.start_l2(gprs, Clean::ALL, &Seen::new(l1));
+        if !set(good.running.gif) {
+            self.gif.clear();
+        }
+        if let Some(state) = &mut self.nested {
+            state.entry_pending = good.running.entry_pending;
+            state.flushed = true;
+        }
+        self.block.request_flush();
+        Ok(())
+    }
+}

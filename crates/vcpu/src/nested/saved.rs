@@ -1,0 +1,100 @@
+//! KVM_GET_NESTED_STATE and KVM_SET_NESTED_STATE (KVM API §4.114, §4.115), and how else user space ends L2's run.
+//!
+//! What the other commands give and take while L2 runs is L2's: its registers are the vCPU's. The nested state has
+//! L1's beside, in the format of its instruction set, which is the backend's to know.
+
+use backend::{Backend, Nested, NestedState, Unrestorable};
+use x86::cpuid::feature;
+
+use super::memory::Whole;
+use crate::{Vcpu, paging::pdptes::is_pae, run::events::Outer};
+
+impl<B: Backend> Vcpu<B> {
+    /// Bytes that the nested state has now. `None`: the vCPU has none, for its guest may be no hypervisor.
+    pub fn nested_state_size(&self) -> Option<usize> {
+        self.b.nested().map(NestedState::state_size)
+    }
+
+    /// Writes the nested state into zeros.
+    ///
+    /// # Errors
+    /// There is no memory to make it, or too little room.
+    pub fn nested_state(&mut self, into: &mut [u8]) -> Result<(), Unrestorable> {
+        let Some(nested) = self.b.nested_mut() else { return Err(Unrestorable::Invalid) };
+        nested.save_state(&self.gprs, into)
+    }
+
+    /// Takes a nested state over. If it is refused nothing has changed. Else L2's run has ended, if it ran, and L1
+    /// has the registers that L2 had, but for those that the state has itself.
+    ///
+    /// # Errors
+    /// Why it is refused.
+    pub fn set_nested_state(&mut self, bytes: &[u8]) -> Result<(), Unrestorable> {
+        let smm = self.smm.active;
+        let Some(nested) = self.b.nested_mut() else { return Err(Unrestorable::Invalid) };
+        nested.check_state(bytes, smm, &Whole::new(&self.memory, None))?;
+        // The hardware serves no hypervisor's local APIC.
+        self.gather_interrupts();
+        if self.b.served_apic().is_some() {
+            self.stop_serving_apic();
+        }
+        self.leave_l2_with_its_registers();
+        let Some(nested) = self.b.nested_mut() else { return Err(Unrestorable::Invalid) };
+        let l1 = Whole::new(&self.memory, None);
+        let done = nested.restore_state(&mut self.gprs, bytes, smm, &l1);
+        self.level_changed();
+        self.b.flush_tlb();
+        self.note_role();
+        self.find_pdptes();
+        done
+    }
+
+    /// L1 runs, whatever ran, with the registers that user space saw.
+    #[inline(never)]
+    fn leave_l2_with_its_registers(&mut self) {
+        if !self.pending.after_exit.is_nested() {
+            return;
+        }
+        let (gprs, rip, rflags) = (self.gprs.0, self.b.rip(), self.b.rflags());
+        let sregs = self.sregs();
+        self.abandon_l2();
+        self.gprs.0 = gprs;
+        self.b.set_rip(rip);
+        self.b.set_rflags(rflags);
+        self.put_sregs(&sregs);
+    }
+
+    /// PDPTEs are no part of a state of L2's without tables of L1's: they are loaded as soon as memory is there.
+    fn find_pdptes(&mut self) {
+        let c = self.b.control();
+        if self.b.pdptes().is_some()
+            && is_pae(c.cr0, c.cr4, c.efer)
+            && !self.runs_with_l1_tables()
+            && self.load_pdptes(c.cr3).is_err()
+        {
+            self.rare.pdptes_due = true;
+            self.events.outer.set(Outer::NESTED, true);
+        }
+        self.pending.raise();
+    }
+
+    /// Before an entry: what [`find_pdptes`](Self::find_pdptes) could not load.
+    pub(super) fn load_due_pdptes(&mut self) {
+        if core::mem::take(&mut self.rare.pdptes_due) {
+            self.replace_pdptes();
+        }
+    }
+
+    /// User space writes 0 to IA32_FEATURE_CONTROL, as at a reset: VMX operation ends, as on stock KVM.
+    #[cold]
+    pub(crate) fn end_vmx_operation(&mut self) {
+        if !self.cpuid.has(feature::VMX) {
+            return;
+        }
+        self.leave_l2_with_its_registers();
+        if let Some(nested) = self.b.nested_mut() {
+            nested.abandon(&mut self.gprs);
+        }
+        self.follow_gate();
+    }
+}

@@ -1,0 +1,147 @@
+//! KVM_GET_NESTED_STATE and KVM_SET_NESTED_STATE: [`nested_vmx::saved`] applied to the two VMCSs.
+
+use backend::{ControlRegisters, Gprs, L1Memory, NestedState, RSP, Registers, Unrestorable};
+use cpu::Cpu;
+use host::KBox;
+use nested_vmx::machine::PendingEntry;
+use nested_vmx::saved::{self, Context, Good, Images, Onto, Refused, Restored};
+use x86::vmcs::{EntryControls, field, interruptibility};
+use x86::{Dr7, Efer};
+
+use super::{
+    access::{Block, Memory},
+    kept::Nested,
+};
+use crate::{fields, state::Vmx};
+
+const SHADOWS: u32 = interruptibility::STI | interruptibility::MOV_SS;
+
+const fn told(refused: Refused) -> Unrestorable {
+    match refused {
+        Refused::Missing => Unrestorable::Missing,
+        _ => Unrestorable::Invalid,
+    }
+}
+
+impl<C: Cpu> Vmx<C> {
+    /// Brings VMCS12 up to date with all that is kept elsewhere.
+    fn bring_up_to_date(&mut self, n: &mut Nested, gprs: &Gprs) {
+        self.take_shadow(n, false);
+        n.machine.mirror_taken();
+        if !self.cold.of_l1.runs {
+            let behind = n.machine.behind();
+            if !behind.is_empty() {
+                self.fetch(n, behind);
+            }
+            return;
+        }
+        let block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
+        let known = Self::known(&block, self.efer.bits());
+        n.machine.save_running(&block, &known);
+        let injection = self.get(fields::ENTRY_INTERRUPTION);
+        let shadow = self.interrupt_shadow();
+        let v = n.machine.vmcs12_mut();
+        v.set(field::GUEST_RSP, gprs.0[RSP]);
+        if !shadow {
+            let blocked = v.get(field::GUEST_INTERRUPTIBILITY);
+            v.set(field::GUEST_INTERRUPTIBILITY, blocked & !SHADOWS);
+        }
+        // What waits to be injected is among the events that are saved.
+        let asked = v.get(field::ENTRY_INTERRUPTION);
+        let valid = x86::vmcs::event::VALID;
+        v.set(field::ENTRY_INTERRUPTION, asked & (!valid | injection & valid));
+    }
+
+    fn check_bytes<M: L1Memory>(
+        &self,
+        n: &Nested,
+        bytes: &[u8],
+        smm: bool,
+        memory: &Memory<'_, M>,
+    ) -> Result<(Good, KBox<Images>), Unrestorable> {
+        let mut images = KBox::<Images>::zeroed().map_err(|_| Unrestorable::NoMemory)?;
+        let onto = Onto {
+            context: Context { offered: self.cold.limits.vmx, smm },
+            capabilities: &n.machine.capabilities,
+            limits: &self.nested_limits(),
+        };
+        let good = saved::check(bytes, &onto, memory, &mut images).map_err(told)?;
+        Ok((good, images))
+    }
+
+    #[inline(never)]
+    fn restore_bytes<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &mut Gprs,
+        (bytes, smm): (&[u8], bool),
+        l1: &M,
+    ) -> Result<(), Unrestorable> {
+        let memory = Memory::new(l1);
+        let (good, images) = self.check_bytes(n, bytes, smm, &memory)?;
+        let (restored, _) = saved::take_over(&mut n.machine, &good, &images);
+        if restored == Restored::L2 {
+            self.resume_l2(n, gprs, &memory);
+        }
+        Ok(())
+    }
+
+    /// L2 runs from now on, with the state that VMCS12 has. Where the entry is over, what it loads beside was the
+    /// vCPU's before.
+    fn resume_l2<M: L1Memory>(&mut self, n: &mut Nested, gprs: &mut Gprs, memory: &Memory<'_, M>) {
+        // What cannot be read of L1's map exits until L1's next entry.
+        let bits = Self::msrs_of_l1(n, memory).unwrap_or(0);
+        let pending = n.machine.run_pending;
+        let before = (self.get(fields::GUEST_DR7), self.get(fields::GUEST_PAT), self.efer);
+        self.begin_l2(n, gprs, if memory.has_missed() { 0 } else { bits });
+        if !pending {
+            let (dr7, pat, efer) = before;
+            self.set(fields::GUEST_DR7, dr7);
+            self.set(fields::GUEST_PAT, pat);
+            let long = n.machine.vmcs12().entry().contains(EntryControls::IA32E_GUEST);
+            let mode = Efer::LME | Efer::LMA;
+            self.set_efer(if long { efer | mode } else { efer - mode });
+            if Dr7::new(dr7).has_breakpoints() {
+                backend::LiveRegisters::own_debug_regs(self);
+            }
+        }
+        n.machine.entered(PendingEntry { launch: false });
+    }
+}
+
+impl<C: Cpu> NestedState for Vmx<C> {
+    fn state_size(&self) -> usize {
+        self.nested.as_ref().map_or(saved::HEADER, |n| saved::size(&n.machine))
+    }
+
+    fn save_state(&mut self, gprs: &Gprs, into: &mut [u8]) -> Result<(), Unrestorable> {
+        self.with_nested(|this, n| {
+            if n.machine.current().is_some() {
+                this.bring_up_to_date(n, gprs);
+            }
+            saved::save(&n.machine, None, into).map(|_| ()).ok_or(Unrestorable::Missing)
+        })
+        .unwrap_or(Err(Unrestorable::Invalid))
+    }
+
+    fn check_state(
+        &mut self,
+        bytes: &[u8],
+        smm: bool,
+        l1: &impl L1Memory,
+    ) -> Result<(), Unrestorable> {
+        let Some(n) = &self.nested else { return Err(Unrestorable::Invalid) };
+        self.check_bytes(n, bytes, smm, &Memory::new(l1)).map(|_| ())
+    }
+
+    fn restore_state(
+        &mut self,
+        gprs: &mut Gprs,
+        bytes: &[u8],
+        smm: bool,
+        l1: &impl L1Memory,
+    ) -> Result<(), Unrestorable> {
+        self.with_nested(|this, n| this.restore_bytes(n, gprs, (bytes, smm), l1))
+            .unwrap_or(Err(Unrestorable::Invalid))
+    }
+}
