@@ -19,6 +19,7 @@ struct Programs {
     hlt: fn() -> Program,
     wrmsr: fn() -> Program,
     pio: fn() -> Program,
+    entry: fn() -> Program,
 }
 
 /// Every nested workload, in the order in which they run.
@@ -30,6 +31,9 @@ pub const ALL: &[Workload] = &[
     workload("nested_hlt", "HLT of a guest's guest", |guest| plan(guest, |of| of.hlt)),
     workload("nested_wrmsr", "WRMSR of a guest's guest", |guest| plan(guest, |of| of.wrmsr)),
     workload("nested_pio", "OUT of a guest's guest", |guest| plan(guest, |of| of.pio)),
+    workload("nested_entry", "entry of a guest's guest that leaves at once", |guest| {
+        plan(guest, |of| of.entry)
+    }),
 ];
 
 const fn workload(

@@ -5,10 +5,19 @@
 
 use crate::bench::program::guest_program;
 
-/// Defines a program whose L2 executes `instruction`, of `length` bytes, for ever, under these words of intercepts.
+/// L1 moves L2's RIP past an instruction.
+macro_rules! skip {
+    ($length:literal) => {
+        concat!("addq $", $length, ", exitbench_nested + 0x578")
+    };
+}
+
+/// Defines a program whose L2 executes `instruction` for ever, with these flags, this virtual interrupt and under these
+/// words of intercepts, and whose L1 does what is named `after` an exit.
 macro_rules! svm_program {
-    ($function:ident, $name:literal, third: $third:literal, fourth: $fourth:literal,
-     before: [$($before:expr),*], instruction: $instruction:literal, length: $length:literal) => {
+    ($function:ident, $name:literal, third: $third:literal, fourth: $fourth:literal, flags: $flags:literal,
+     interrupt: $interrupt:literal, before: [$($before:expr),*], instruction: $instruction:literal,
+     after: $after:expr) => {
         guest_program!(
             $function,
             $name,
@@ -40,7 +49,7 @@ macro_rules! svm_program {
                 "movq $exitbench_nested + 0x2000, 0x48(%rdi)",
                 "movl $1, 0x58(%rdi)",
                 // V_INTR_MASKING.
-                "movl $1 << 24, 0x60(%rdi)",
+                concat!("movl $1 << 24 | ", $interrupt, ", 0x60(%rdi)"),
                 // The save area: flat segments of 64 bits, level 0, L1's registers.
                 "mov %es, 0x400(%rdi)",
                 "mov %cs, 0x410(%rdi)",
@@ -76,7 +85,7 @@ macro_rules! svm_program {
                 "movq $0x400, 0x560(%rdi)",
                 "mov $0xffff0ff0, %eax",
                 "mov %rax, 0x568(%rdi)",
-                "movq $2, 0x570(%rdi)",
+                concat!("movq $", $flags, ", 0x570(%rdi)"),
                 "lea 7f(%rip), %rax",
                 "mov %rax, 0x578(%rdi)",
                 "lea -512(%rsp), %rax",
@@ -94,24 +103,27 @@ macro_rules! svm_program {
             operation: [
                 "mov $exitbench_nested, %eax",
                 "vmrun",
-                concat!("addq $", $length, ", exitbench_nested + 0x578")
+                $after
             ]
         );
     };
 }
 
-svm_program!(cpuid, "nested_svm_cpuid", third: "1 << 18", fourth: "0",
-    before: [], instruction: "cpuid", length: "2");
-svm_program!(vmmcall, "nested_svm_vmmcall", third: "0", fourth: "2",
-    before: [], instruction: "vmmcall", length: "3");
-svm_program!(hlt, "nested_svm_hlt", third: "1 << 24", fourth: "0",
-    before: [], instruction: "hlt", length: "1");
+svm_program!(cpuid, "nested_svm_cpuid", third: "1 << 18", fourth: "0", flags: "2", interrupt: "0",
+    before: [], instruction: "cpuid", after: skip!("2"));
+svm_program!(vmmcall, "nested_svm_vmmcall", third: "0", fourth: "2", flags: "2", interrupt: "0",
+    before: [], instruction: "vmmcall", after: skip!("3"));
+svm_program!(hlt, "nested_svm_hlt", third: "1 << 24", fourth: "0", flags: "2", interrupt: "0",
+    before: [], instruction: "hlt", after: skip!("1"));
 // KERNEL_GS_BASE, which no hypervisor keeps from its guest of its own accord.
-svm_program!(wrmsr, "nested_svm_wrmsr", third: "1 << 28", fourth: "0",
-    before: ["mov $0xc0000102, %ecx"], instruction: "wrmsr", length: "2");
-svm_program!(pio, "nested_svm_pio", third: "1 << 27", fourth: "0",
-    before: [], instruction: "out %al, $0x80", length: "2");
+svm_program!(wrmsr, "nested_svm_wrmsr", third: "1 << 28", fourth: "0", flags: "2", interrupt: "0",
+    before: ["mov $0xc0000102, %ecx"], instruction: "wrmsr", after: skip!("2"));
+svm_program!(pio, "nested_svm_pio", third: "1 << 27", fourth: "0", flags: "2", interrupt: "0",
+    before: [], instruction: "out %al, $0x80", after: skip!("2"));
+// A virtual interrupt waits that L2 can take, and L1 intercepts that: L2 exits before its first instruction.
+svm_program!(entry, "nested_svm_entry", third: "1 << 4", fourth: "0", flags: "0x202",
+    interrupt: "1 << 8 | 1 << 20", before: [], instruction: "ud2", after: "nop");
 
 /// The programs, for L1s of this kind.
 pub const PROGRAMS: super::Programs =
-    super::Programs { cpuid, hypercall: vmmcall, hlt, wrmsr, pio };
+    super::Programs { cpuid, hypercall: vmmcall, hlt, wrmsr, pio, entry };

@@ -6,10 +6,22 @@
 
 use crate::bench::program::guest_program;
 
-/// Defines a program whose L2 executes `instruction`, of `length` bytes, for ever, under these primary controls.
+/// L1 moves L2's RIP past an instruction.
+macro_rules! skip {
+    ($length:literal) => {
+        concat!(
+            "mov $0x681e, %edx; vmread %rdx, %rax; add $",
+            $length,
+            ", %rax; vmwrite %rax, %rdx"
+        )
+    };
+}
+
+/// Defines a program whose L2 executes `instruction` for ever, with these flags and under these primary controls, and
+/// whose L1 does what is named `after` an exit.
 macro_rules! vmx_program {
-    ($function:ident, $name:literal, primary: $primary:literal, before: [$($before:expr),*],
-     instruction: $instruction:literal, length: $length:literal) => {
+    ($function:ident, $name:literal, primary: $primary:literal, flags: $flags:literal, before: [$($before:expr),*],
+     instruction: $instruction:literal, after: $after:expr) => {
         guest_program!(
             $function,
             $name,
@@ -58,6 +70,10 @@ macro_rules! vmx_program {
                 "add $12, %rsi",
                 "jmp 2b",
                 "2:",
+                // VPID 1, whose encoding is 0.
+                "xor %edx, %edx",
+                "mov $1, %eax",
+                "vmwrite %rax, %rdx",
                 // Fields with a value of their own, which is extended by its sign.
                 "lea 4f(%rip), %rsi",
                 "2:",
@@ -125,7 +141,9 @@ macro_rules! vmx_program {
                 ".balign 4",
                 "3:",
                 ".long 0x481, 0, 0x4000",
-                concat!(".long 0x482, ", $primary, ", 0x4002"),
+                concat!(".long 0x482, 1 << 31 | ", $primary, ", 0x4002"),
+                // A tag for L2's translations, as every hypervisor gives one: else all are dropped at each transition.
+                ".long 0x48b, 1 << 5, 0x401e",
                 // The host has 64 bits; the guest is in IA-32e mode.
                 ".long 0x483, 1 << 9, 0x400c",
                 ".long 0x484, 1 << 9, 0x4012",
@@ -138,7 +156,7 @@ macro_rules! vmx_program {
                 ".long 0x4800, -1, 0x4802, -1, 0x4804, -1, 0x4806, -1, 0x4808, -1, 0x480a, -1, 0x480e, 0x67",
                 ".long 0x4814, 0xc093, 0x4816, 0xa09b, 0x4818, 0xc093, 0x481a, 0xc093, 0x481c, 0xc093",
                 ".long 0x481e, 0xc093, 0x4820, 0x10000, 0x4822, 0x8b",
-                ".long 0x681a, 0x400, 0x6820, 2",
+                concat!(".long 0x681a, 0x400, 0x6820, ", $flags),
                 ".long 0",
                 // L2. What it needs in registers it sets each time: L1 shares all but RSP with it.
                 "7:",
@@ -148,10 +166,7 @@ macro_rules! vmx_program {
                 "5:",
                 "jmp *exitbench_nested + 0x2000",
                 "6:",
-                "mov $0x681e, %edx",
-                "vmread %rdx, %rax",
-                concat!("add $", $length, ", %rax"),
-                "vmwrite %rax, %rdx"
+                $after
             ],
             operation: [
                 "lea 1f(%rip), %rax",
@@ -159,26 +174,27 @@ macro_rules! vmx_program {
                 "vmresume",
                 "ud2",
                 "1:",
-                "mov $0x681e, %edx",
-                "vmread %rdx, %rax",
-                concat!("add $", $length, ", %rax"),
-                "vmwrite %rax, %rdx"
+                $after
             ]
         );
     };
 }
 
-vmx_program!(cpuid, "nested_vmx_cpuid", primary: "0",
-    before: [], instruction: "cpuid", length: "2");
-vmx_program!(vmcall, "nested_vmx_vmcall", primary: "0",
-    before: [], instruction: "vmcall", length: "3");
-vmx_program!(hlt, "nested_vmx_hlt", primary: "1 << 7",
-    before: [], instruction: "hlt", length: "1");
+vmx_program!(cpuid, "nested_vmx_cpuid", primary: "0", flags: "2",
+    before: [], instruction: "cpuid", after: skip!("2"));
+vmx_program!(vmcall, "nested_vmx_vmcall", primary: "0", flags: "2",
+    before: [], instruction: "vmcall", after: skip!("3"));
+vmx_program!(hlt, "nested_vmx_hlt", primary: "1 << 7", flags: "2",
+    before: [], instruction: "hlt", after: skip!("1"));
 // Without MSR bitmaps every access exits.
-vmx_program!(wrmsr, "nested_vmx_wrmsr", primary: "0",
-    before: ["mov $0xc0000102, %ecx"], instruction: "wrmsr", length: "2");
-vmx_program!(pio, "nested_vmx_pio", primary: "1 << 24",
-    before: [], instruction: "out %al, $0x80", length: "2");
+vmx_program!(wrmsr, "nested_vmx_wrmsr", primary: "0", flags: "2",
+    before: ["mov $0xc0000102, %ecx"], instruction: "wrmsr", after: skip!("2"));
+vmx_program!(pio, "nested_vmx_pio", primary: "1 << 24", flags: "2",
+    before: [], instruction: "out %al, $0x80", after: skip!("2"));
+// L2 can take interrupts and L1 waits for that: L2 exits before its first instruction.
+vmx_program!(entry, "nested_vmx_entry", primary: "1 << 2", flags: "0x202",
+    before: [], instruction: "ud2", after: "nop");
 
 /// The programs, for L1s of this kind.
-pub const PROGRAMS: super::Programs = super::Programs { cpuid, hypercall: vmcall, hlt, wrmsr, pio };
+pub const PROGRAMS: super::Programs =
+    super::Programs { cpuid, hypercall: vmcall, hlt, wrmsr, pio, entry };
