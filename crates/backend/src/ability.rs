@@ -21,6 +21,8 @@ pub trait ServedApic {
     fn can_serve(&self) -> bool;
     /// Whether the hardware has the state, from [`serve`](Self::serve) to [`take_back`](Self::take_back).
     fn is_serving(&self) -> bool;
+    /// Whether the hardware has nothing to do with the APIC: [`stop`](Self::stop) would change nothing.
+    fn is_stopped(&self) -> bool;
     /// From the next entry on the hardware serves the APIC, beginning with `state`. An exit
     /// ([`Exit::Eoi`](crate::Exit::Eoi)) tells of the end of those of `reported`. Replaces an offer.
     fn serve(&mut self, state: &Interrupts, reported: &VectorWords);
@@ -75,6 +77,9 @@ impl ServedApic for Absent {
         match *self {}
     }
     fn is_serving(&self) -> bool {
+        match *self {}
+    }
+    fn is_stopped(&self) -> bool {
         match *self {}
     }
     fn serve(&mut self, _: &Interrupts, _: &VectorWords) {

@@ -123,6 +123,11 @@ pub trait Nested: NestedPaging + NestedState {
         undelivered: Option<Event>,
         l1: &impl L1Memory,
     ) -> Executed;
+    /// The last exit is for an instruction that loads or stores a table register. True: L1 has executed it, it
+    /// exited for the sake of what an exit of L2 loads alone, does so no more, and is to be executed again.
+    fn stops_watching_tables(&mut self) -> bool {
+        false
+    }
     /// Whether the task priority that the current block holds is a priority of L2's alone.
     fn has_own_priority(&self) -> bool;
     /// Sets the task priority of L1, while L2 has one of its own.

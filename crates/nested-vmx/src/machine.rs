@@ -298,6 +298,27 @@ impl Machine {
         result
     }
 
+    /// VMRESUME, or VMLAUNCH (`launch`): what [`execute`](Self::execute) does, and nothing of the others.
+    #[inline]
+    pub fn execute_entry(
+        &mut self,
+        launch: bool,
+        cpu: &Cpu,
+        limits: &Limits,
+        memory: &impl GuestMemory,
+    ) -> Result<PendingEntry, Fail> {
+        if !self.is_in_operation() || !cpu.is_mode_right() {
+            return Err(Fail::Fault(Exception::ud()));
+        }
+        if cpu.cpl > 0 {
+            return Err(Fail::Fault(Exception::gp(0)));
+        }
+        match self.enter(launch, cpu, limits, memory) {
+            Err(Fail::Valid(error)) => Err(self.fail(error)),
+            result => result,
+        }
+    }
+
     fn perform(
         &mut self,
         instruction: Instruction,
@@ -320,8 +341,8 @@ impl Machine {
             Instruction::Vmwrite { field, from, value } => {
                 self.vmwrite(field, from, value, cpu, l1)
             }
-            Instruction::Vmresume => self.enter(false, cpu, limits, l1),
-            Instruction::Vmlaunch => self.enter(true, cpu, limits, l1),
+            Instruction::Vmresume => self.enter(false, cpu, limits, l1).map(Then::Enter),
+            Instruction::Vmlaunch => self.enter(true, cpu, limits, l1).map(Then::Enter),
             Instruction::Vmptrld { pointer } => self.vmptrld(pointer, limits, l1),
             Instruction::Vmclear { pointer } => self.vmclear(pointer, limits, l1),
             Instruction::Vmptrst { to } => self.vmptrst(to, l1),

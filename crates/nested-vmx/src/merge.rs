@@ -81,6 +81,37 @@ pub struct L0 {
     pub pat: u64,
 }
 
+impl L0 {
+    /// No word of any.
+    pub const NONE: Self = Self {
+        pin: PinControls::empty(),
+        primary: ProcControls::empty(),
+        secondary: ProcControls2::empty(),
+        exit: ExitControls::empty(),
+        entry: EntryControls::empty(),
+        exceptions: 0,
+        page_faults: false,
+        cr0_ones: 0,
+        cr0_mask: 0,
+        cr4_ones: 0,
+        cr4_mask: 0,
+        tsc: time::Tsc::SAME,
+        preemption_timer: None,
+        vpid: 0,
+        pages: Pages {
+            virtual_apic: None,
+            apic_access: None,
+            posted_interrupts: None,
+            msr_bitmap: None,
+        },
+        resumes: false,
+        efer: 0,
+        dr7: 0,
+        debugctl: 0,
+        pat: 0,
+    };
+}
+
 /// EFER that L2 starts with (SDM vol. 3C §27.3.2.1).
 pub fn efer(l0: &L0, v: &Vmcs12) -> u64 {
     let both = (Efer::LMA | Efer::LME).bits();
@@ -101,6 +132,12 @@ pub fn compose(l0: &L0, v: &Vmcs12, dirty: Groups, to: &mut impl Fields) {
     inject(v, to);
     if dirty.has(Group::Flow) {
         flow(v, to);
+        // HLT and wait-for-SIPI are L0's to wait in: the hardware's guest is active. Only an HLT that does not exit,
+        // or did not before these controls, leaves it in another state.
+        let halts = !(l0.primary | v.primary()).contains(ProcControls::HLT);
+        if halts || dirty.has(Group::Controls) {
+            to.set(field::GUEST_ACTIVITY, crate::checks::guest::activity_state::ACTIVE);
+        }
     }
     if dirty.has(Group::Segments) {
         segments(v, to);
@@ -175,8 +212,6 @@ fn flow(v: &Vmcs12, to: &mut impl Fields) {
     to.set(field::GUEST_RFLAGS, v.get(field::GUEST_RFLAGS));
     to.set(field::GUEST_INTERRUPTIBILITY, v.get(field::GUEST_INTERRUPTIBILITY));
     to.set(field::GUEST_PENDING_DEBUG, v.get(field::GUEST_PENDING_DEBUG));
-    // HLT and wait-for-SIPI are L0's to wait in: the hardware's guest is active.
-    to.set(field::GUEST_ACTIVITY, crate::checks::guest::activity_state::ACTIVE);
 }
 
 macro_rules! copy {

@@ -45,7 +45,7 @@ fn composed(l0: &L0, v: &Vmcs12, dirty: Groups) -> Vmcs02 {
 fn nothing_dirty_is_nothing_written() {
     assert!(composed(&l0(), &good(), Groups::NONE).written.is_empty());
     let flow = composed(&l0(), &good(), Groups::of(Group::Flow));
-    assert_eq!(flow.written.len(), 6);
+    assert_eq!(flow.written.len(), 5);
 }
 
 #[test]
@@ -179,8 +179,17 @@ fn translations_follow_ept_and_vpid() {
 fn activity_is_l0s_to_wait_in() {
     let mut v = good();
     set!(v, GUEST_ACTIVITY = 1);
-    let vmcs = composed(&l0(), &v, Groups::of(Group::Flow));
-    assert!(vmcs.wrote(field::GUEST_ACTIVITY) && vmcs.has(field::GUEST_ACTIVITY) == 0);
+    let flow = Groups::of(Group::Flow);
+    let active =
+        |vmcs: &Vmcs02| vmcs.wrote(field::GUEST_ACTIVITY) && vmcs.has(field::GUEST_ACTIVITY) == 0;
+    // An HLT that exits leaves an active guest.
+    assert!(!composed(&l0(), &v, flow).wrote(field::GUEST_ACTIVITY));
+    // One that does not, or did not under the controls before, leaves another.
+    assert!(active(&composed(&l0(), &v, flow.union(Groups::of(Group::Controls)))));
+    let mut idle = l0();
+    idle.primary.remove(ProcControls::HLT);
+    set!(v, PROC_CONTROLS = 0);
+    assert!(active(&composed(&idle, &v, flow)));
 }
 
 #[test]

@@ -95,6 +95,11 @@ impl<C: Cpu> ServedApic for Vmx<C> {
         self.serving == Serving::Yes
     }
 
+    #[inline]
+    fn is_stopped(&self) -> bool {
+        self.serving == Serving::No
+    }
+
     fn serve(&mut self, state: &Interrupts, reported: &VectorWords) {
         self.apic_page.fill(state);
         self.report_eois(reported);

@@ -94,7 +94,8 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     pub(crate) fn watch_tables(&self, on: bool) {
-        self.change_proc2(ProcControls2::DESCRIPTOR_TABLES, on);
+        let watched = self.cold.tables.watches() && !self.cold.of_l1.runs;
+        self.change_proc2(ProcControls2::DESCRIPTOR_TABLES, on || watched);
     }
 
     /// Lets the guest's accesses of debug registers exit, or not, as it owns them or not.
@@ -135,6 +136,7 @@ impl<C: Cpu> Vmx<C> {
         let GuestLimits { tsc_aux, invpcid, xsave, .. } = self.cold.limits;
         let features = *self.features;
         self.msr_map().intercept(msr::TSC_AUX, !(tsc_aux && features.rdtscp), true);
+        self.watch_sysenter();
         self.pass_speculation();
         if features.rdtscp {
             self.change_proc2(ProcControls2::RDTSCP, tsc_aux);

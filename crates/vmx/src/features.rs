@@ -105,6 +105,8 @@ pub struct Features {
     pub invpcid: bool,
     /// The CPU has no CR4.UMIP, but the instructions that it is about can exit.
     pub umip_by_exits: bool,
+    /// Instructions for table registers can exit.
+    pub table_exits: bool,
     /// SPEC_CTRL exists.
     pub spec_ctrl: bool,
     /// XSAVE is enabled by the kernel.
@@ -406,6 +408,7 @@ impl Features {
             invpcid: seven[1] & (1 << 10) != 0 && raw.secondary.offers(ProcControls2::INVPCID),
             umip_by_exits: seven[2] & (1 << 2) == 0
                 && raw.secondary.offers(ProcControls2::DESCRIPTOR_TABLES),
+            table_exits: raw.secondary.offers(ProcControls2::DESCRIPTOR_TABLES),
             // IBRS, STIBP or SSBD: each means that the MSR exists.
             spec_ctrl: seven[3] & (1 << 26 | 1 << 27 | 1 << 31) != 0,
             xsave: host_cr4.contains(Cr4::OSXSAVE),

@@ -252,9 +252,11 @@ impl Fields {
         self.known[0].set(0);
     }
 
-    /// The segments were written without the cache: of them nothing is known, and nothing waits.
+    /// The segments were written without the cache, but for the rights of SS: of them nothing is known, and nothing
+    /// waits.
     pub(crate) fn forget_segments(&self) {
-        self.known[0].set(self.known[0].get() & !SEGMENTS);
+        const WITHOUT: u64 = SEGMENTS & !(1 << GUEST_SS_RIGHTS.at);
+        self.known[0].set(self.known[0].get() & !WITHOUT);
         self.unwritten[0].set(self.unwritten[0].get() & !SEGMENTS);
     }
 

@@ -22,17 +22,35 @@ pub(crate) const LIVE: [u32; 6] = [
 /// How long the core was in C1, C3, C6 and C7: what a guest reads that may use them.
 pub(crate) const CORE_RESIDENCY: [u32; 4] = [0x660, 0x3fc, 0x3fd, 0x3fe];
 
+/// What SYSENTER loads.
+const SYSENTER: [u32; 3] = [msr::SYSENTER_CS, msr::SYSENTER_ESP, msr::SYSENTER_EIP];
+
 impl<C: Cpu> Vmx<C> {
     pub(crate) fn pass_live_msrs(&self) {
         for msr in LIVE {
             self.msr_map().intercept(msr, false, false);
         }
+        self.watch_sysenter();
         self.msr_map().intercept(TSC, false, true);
         if self.cold.fewer.cstate {
             for msr in CORE_RESIDENCY {
                 self.msr_map().intercept(msr, false, true);
             }
         }
+    }
+
+    /// A guest that may be a hypervisor has its writes of the SYSENTER MSRs exit: an exit of L2 loads them, and
+    /// need not write what nobody has changed. They are written once, when a kernel starts.
+    pub(crate) fn watch_sysenter(&self) {
+        for msr in SYSENTER {
+            self.msr_map().intercept(msr, false, self.watches_sysenter());
+        }
+    }
+
+    /// Whether L1's writes of the SYSENTER MSRs exit.
+    #[inline]
+    pub(crate) fn watches_sysenter(&self) -> bool {
+        self.features.nested && self.cold.limits.vmx
     }
 }
 
@@ -95,9 +113,14 @@ impl<C: Cpu> Msrs for Vmx<C> {
             msr::KERNEL_GS_BASE => self.set_kernel_gs_base(value),
             msr::FS_BASE => self.set(fields::GUEST_FS_BASE, value),
             msr::GS_BASE => self.set(fields::GUEST_GS_BASE, value),
-            msr::SYSENTER_CS => self.set(fields::GUEST_SYSENTER_CS, value as u32),
-            msr::SYSENTER_ESP => self.set(fields::GUEST_SYSENTER_ESP, value),
-            msr::SYSENTER_EIP => self.set(fields::GUEST_SYSENTER_EIP, value),
+            msr::SYSENTER_CS | msr::SYSENTER_ESP | msr::SYSENTER_EIP => {
+                self.cold.tables.touched();
+                match index {
+                    msr::SYSENTER_CS => self.set(fields::GUEST_SYSENTER_CS, value as u32),
+                    msr::SYSENTER_ESP => self.set(fields::GUEST_SYSENTER_ESP, value),
+                    _ => self.set(fields::GUEST_SYSENTER_EIP, value),
+                }
+            }
             _ => return self.set_nested_msr_value(index, value).map_err(|_| NotMine),
         }
         Ok(())

@@ -102,6 +102,9 @@ impl<C: Cpu> Registers for Vmx<C> {
     }
 
     fn set_segment(&mut self, name: SegmentName, value: Segment) {
+        if matches!(name, SegmentName::Tr | SegmentName::Ldtr) {
+            self.cold.tables.touched();
+        }
         let places = segments::places(name);
         let long = self.efer.is_long();
         self.set(places.selector, value.selector);
@@ -129,6 +132,7 @@ impl<C: Cpu> Registers for Vmx<C> {
     }
 
     fn set_gdtr(&mut self, value: DescriptorTable) {
+        self.cold.tables.touched();
         self.set(fields::GUEST_GDTR_BASE, value.base);
         self.set(fields::GUEST_GDTR_LIMIT, value.limit.into());
     }
@@ -139,6 +143,7 @@ impl<C: Cpu> Registers for Vmx<C> {
     }
 
     fn set_idtr(&mut self, value: DescriptorTable) {
+        self.cold.tables.touched();
         self.set(fields::GUEST_IDTR_BASE, value.base);
         self.set(fields::GUEST_IDTR_LIMIT, value.limit.into());
     }

@@ -22,6 +22,7 @@ use crate::{
     features::Features,
     fields::{self, Slot},
     host_registers::HostThread,
+    host_words::TableWatch,
     nested::kept::{Nested, OfL1},
     owned::Owned,
     page_log::PageLog,
@@ -95,6 +96,8 @@ pub(crate) struct Cold {
     pub(crate) speculation_denied: [(bool, bool); SPECULATION.len()],
     /// What L1 asks of L2 while that runs.
     pub(crate) of_l1: OfL1,
+    /// L1's table registers between two exits of L2.
+    pub(crate) tables: TableWatch,
 }
 
 impl Cold {
@@ -115,6 +118,7 @@ impl Cold {
             spec_ctrl_used: false,
             speculation_denied: [(false, false); SPECULATION.len()],
             of_l1: OfL1::default(),
+            tables: TableWatch::default(),
         })
     }
 }

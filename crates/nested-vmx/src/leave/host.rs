@@ -9,7 +9,7 @@ use x86::{Cr0, Cr4, DescriptorTable, Efer, Segment};
 use crate::checks::lists::List;
 use crate::{Capabilities, Vmcs12};
 
-/// L1's registers that an exit loads. General registers stay as L2 left them.
+/// L1's registers that an exit loads, beside segments and the SYSENTER MSRs. General registers stay as L2 left them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)] // Named as the registers.
 pub struct Registers {
@@ -22,9 +22,6 @@ pub struct Registers {
     pub rflags: u64,
     pub dr7: u64,
     pub debugctl: u64,
-    pub sysenter_cs: u32,
-    pub sysenter_esp: u64,
-    pub sysenter_eip: u64,
     /// `None`: the MSR stays.
     pub pat: Option<u64>,
     /// `None`: the MSR stays.
@@ -112,9 +109,6 @@ pub fn registers(v: &Vmcs12, kept: Kept, reason: ExitReason, is_nmi: bool) -> Re
         rflags: x86::Rflags::FIXED.bits(),
         dr7: x86::Dr7::RESET.bits(),
         debugctl: 0,
-        sysenter_cs: v.get(field::HOST_SYSENTER_CS),
-        sysenter_esp: v.get(field::HOST_SYSENTER_ESP),
-        sysenter_eip: v.get(field::HOST_SYSENTER_EIP),
         pat: loads(ExitControls::LOAD_PAT, v.get(field::HOST_PAT)),
         perf_global_ctrl: loads(
             ExitControls::LOAD_PERF_GLOBAL_CTRL,

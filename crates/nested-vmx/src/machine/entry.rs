@@ -2,7 +2,7 @@
 
 use x86::vmcs::{Group, Groups, InstructionError, field};
 
-use super::{Cpu, L1, Level, Machine, Then};
+use super::{Cpu, Level, Machine};
 use crate::checks::{self, Limits};
 use crate::outcome::EntryFailure;
 use crate::{Fail, GuestMemory};
@@ -32,8 +32,8 @@ impl Machine {
         launch: bool,
         cpu: &Cpu,
         limits: &Limits,
-        l1: &mut impl L1,
-    ) -> Result<Then, Fail> {
+        memory: &impl GuestMemory,
+    ) -> Result<PendingEntry, Fail> {
         // A shadow VMCS cannot be entered (SDM vol. 3C §25.10).
         if self.current.is_none() || self.vmcs12.is_shadow() {
             return Err(Fail::Invalid);
@@ -46,10 +46,10 @@ impl Machine {
             (false, false) => return Err(Fail::Valid(InstructionError::VmresumeNotLaunched)),
             (true, false) | (false, true) => {}
         }
-        self.check_controls(limits, l1)
+        self.check_controls(limits, memory)
             .map_err(|_| Fail::Valid(InstructionError::InvalidControls))?;
         self.check_host(limits).map_err(|_| Fail::Valid(InstructionError::InvalidHostState))?;
-        Ok(Then::Enter(PendingEntry { launch }))
+        Ok(PendingEntry { launch })
     }
 
     /// Checks the control fields that L1 has changed since they were checked last.

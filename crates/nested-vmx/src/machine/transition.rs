@@ -114,6 +114,12 @@ impl Machine {
         if hot || !self.behind.meets(group) { Groups::NONE } else { group }
     }
 
+    /// Groups that have to be fetched before an entry.
+    #[inline]
+    pub fn needs_to_enter(&self) -> Groups {
+        if self.behind.is_empty() { Groups::NONE } else { self.behind_entry() }
+    }
+
     fn behind_entry(&self) -> Groups {
         let information = self.vmcs12.get(field::ENTRY_INTERRUPTION);
         // Whether an exception pushes an error code is a matter of CR0.PE.

@@ -182,8 +182,8 @@ exits! { (v, s)
         Exception(e)    = Exception:       v.exception(e);
         Pause           = Pause:           v.pause();
         Invpcid         = Invlpg:          v.slow_invpcid();
-        GdtrIdtr        = DescriptorTable: v.emulate_here(Cause::GdtrIdtr);
-        LdtrTr          = DescriptorTable: v.emulate_here(Cause::LdtrTr);
+        GdtrIdtr        = DescriptorTable: v.table_access(Cause::GdtrIdtr);
+        LdtrTr          = DescriptorTable: v.table_access(Cause::LdtrTr);
         TaskSwitch(to)  = TaskSwitch:      v.task_switch(to);
         Rsm             = Rsm:             v.slow_rsm();
         Shutdown        = Shutdown:        v.shut_down();

@@ -3,7 +3,7 @@
 //! An event that L1 intercepts is no event of L2's: it ends L2's run, and L1 takes it by its own rules later. What
 //! L2 is to take anyway, because its delivery was interrupted or because L1 injected it, goes first.
 
-use backend::{Backend, Event, Executed, Gate, Nested, Waiting};
+use backend::{Backend, Event, Executed, Gate, Nested, ServedApic, Waiting};
 use mmu::Section;
 use stats::VcpuCount;
 use x86::Vector;
@@ -96,7 +96,7 @@ impl<B: Backend> Vcpu<B> {
             && !self.smm.latched_init
             && !self.pending.window_wanted
             && self.pending.after_exit.offered().is_none()
-            && self.b.served_apic().is_none()
+            && self.b.served_apic().is_none_or(ServedApic::is_stopped)
     }
 
     /// Injects the highest interrupt of L1's into L2, as L1 has it: the virtual interrupt that would be offered is

@@ -2,6 +2,7 @@
 
 use backend::{Executed, Gprs, L1Memory, LiveRegisters, Msrs, RSP, TSC_RATIO_ONE};
 use cpu::Cpu;
+use nested_vmx::checks::Limits;
 use nested_vmx::leave::host::entry_loads;
 use nested_vmx::machine::{Entered, PendingEntry};
 use nested_vmx::merge::{self, Flush, L0, Pages, time};
@@ -14,7 +15,7 @@ use x86::{Cr0, Cr4, Dr7, Efer, Gpa, msr};
 
 use super::{
     access::{Block, Memory},
-    kept::{Nested, OfL1},
+    kept::{Nested, OfL1, Sources},
 };
 use crate::{
     fields, mitigations,
@@ -36,26 +37,44 @@ fn of_l0() -> Groups {
 }
 
 impl<C: Cpu> Vmx<C> {
-    /// L0's part of vmcs02, but for registers that an entry keeps. vmcs01 is the vCPU's.
-    fn l0_part(&self, n: &Nested) -> L0 {
+    /// The words that L0's part of vmcs02 follows from. vmcs01 is the vCPU's.
+    #[inline]
+    fn sources(&self, n: &Nested) -> Sources {
+        Sources {
+            primary: self.get(fields::PROC_CONTROLS) & !WINDOWS.bits(),
+            secondary: self.get(fields::PROC_CONTROLS2)
+                & !ProcControls2::SHADOW_VMCS.union(self.watching_controls()).bits(),
+            exit: self.get(fields::EXIT_CONTROLS),
+            entry: self.get(fields::ENTRY_CONTROLS),
+            exceptions: self.get(fields::EXCEPTION_BITMAP),
+            cr0_mask: self.get(fields::CR0_MASK),
+            cr4_mask: self.get(fields::CR4_MASK),
+            tsc_offset: self.tsc_offset,
+            tsc_ratio: self.tsc_ratio,
+            vpid: n.other.fields.get(fields::VPID).unwrap_or(0),
+        }
+    }
+
+    /// L0's part of vmcs02, but for registers that an entry keeps.
+    #[cold]
+    #[inline(never)]
+    fn l0_part(&self, n: &Nested, s: &Sources) -> L0 {
         L0 {
             pin: PinControls::from_bits_retain(self.features.pin.base.bits()),
-            primary: ProcControls::from_bits_retain(self.get(fields::PROC_CONTROLS))
-                .difference(WINDOWS),
-            secondary: ProcControls2::from_bits_retain(self.get(fields::PROC_CONTROLS2))
-                .difference(ProcControls2::SHADOW_VMCS),
-            exit: ExitControls::from_bits_retain(self.get(fields::EXIT_CONTROLS)),
-            entry: EntryControls::from_bits_retain(self.get(fields::ENTRY_CONTROLS)),
-            exceptions: self.get(fields::EXCEPTION_BITMAP),
+            primary: ProcControls::from_bits_retain(s.primary),
+            secondary: ProcControls2::from_bits_retain(s.secondary),
+            exit: ExitControls::from_bits_retain(s.exit),
+            entry: EntryControls::from_bits_retain(s.entry),
+            exceptions: s.exceptions,
             page_faults: false,
             // VMX fixes the two to 1, but not for a guest that may run without them.
             cr0_ones: ((self.features.cr0_fixed - Cr0::PG_PE) | Cr0::ET).bits(),
-            cr0_mask: self.get(fields::CR0_MASK),
+            cr0_mask: s.cr0_mask,
             cr4_ones: (self.features.cr4_fixed | Cr4::MCE).bits(),
-            cr4_mask: self.get(fields::CR4_MASK),
+            cr4_mask: s.cr4_mask,
             tsc: self.tsc_of_l1(),
             preemption_timer: self.features.preemption_timer.map(|_| u32::MAX),
-            vpid: n.other.fields.get(fields::VPID).unwrap_or(0),
+            vpid: s.vpid,
             pages: Pages { msr_bitmap: Some(n.other.msr_map.hpa()), ..Pages::default() },
             resumes: false,
             efer: 0,
@@ -75,18 +94,13 @@ impl<C: Cpu> Vmx<C> {
     }
 
     /// Makes the groups dirty that follow from a word of L0's that is another than at the entry before.
-    fn note_l0(n: &mut Nested, now: &L0) {
-        match &mut n.l0 {
-            Some(before) if **before == *now => {}
-            Some(before) => {
-                **before = *now;
-                n.machine.touch(of_l0());
-            }
-            none @ None => {
-                // Without memory for it nothing is known to be as it was.
-                *none = host::KBox::new(*now).ok();
-                n.machine.touch(of_l0());
-            }
+    #[inline]
+    fn note_l0(&self, n: &mut Nested) {
+        let now = self.sources(n);
+        if n.sources != Some(now) {
+            n.sources = Some(now);
+            n.l0 = self.l0_part(n, &now);
+            n.machine.touch(of_l0());
         }
         if n.without_tracking {
             n.machine.touch_all();
@@ -99,25 +113,24 @@ impl<C: Cpu> Vmx<C> {
         n: &mut Nested,
         entry: PendingEntry,
         gprs: &mut Gprs,
+        limits: &Limits,
         memory: &Memory<'_, M>,
     ) -> Executed {
         let lists = n.machine.vmcs12().get(field::ENTRY_MSR_LOAD_COUNT) != 0;
         if (lists || n.needs_memory_to_leave()) && !memory.is_whole() {
             return Executed::Outside;
         }
-        let mut l0 = self.l0_part(n);
         let bits = Self::msrs_of_l1(n, memory);
         if memory.has_missed() {
             return Executed::Outside;
         }
         // Where L1's page is no memory, everything exits.
         self.map_msrs(n, bits.unwrap_or(0));
-        Self::note_l0(n, &l0);
-        let limits = self.nested_limits();
-        let mut entered = n.machine.finish_entry(&limits, memory);
+        self.note_l0(n);
+        let mut entered = n.machine.finish_entry(limits, memory);
         while let Entered::Fetch(groups) = entered {
             self.fetch(n, groups);
-            entered = n.machine.finish_entry(&limits, memory);
+            entered = n.machine.finish_entry(limits, memory);
         }
         if memory.has_missed() {
             n.machine.withdraw_entry();
@@ -131,7 +144,7 @@ impl<C: Cpu> Vmx<C> {
         if lists && let Err(failure) = self.load_msr_list(n, memory) {
             return self.fail_entry(n, gprs, failure, memory);
         }
-        self.change_to_l2(n, gprs, &mut l0, dirty);
+        self.change_to_l2(n, gprs, dirty);
         n.machine.entered(entry);
         Executed::Entered
     }
@@ -139,47 +152,49 @@ impl<C: Cpu> Vmx<C> {
     /// L2 runs from now on with a state that was restored. `bits`: which MSRs L1 lets it have.
     #[cold]
     pub(super) fn begin_l2(&mut self, n: &mut Nested, gprs: &mut Gprs, bits: u64) {
-        let mut l0 = self.l0_part(n);
         self.map_msrs(n, bits);
-        Self::note_l0(n, &l0);
+        self.note_l0(n);
         n.machine.touch_all();
-        self.change_to_l2(n, gprs, &mut l0, Groups::ALL);
+        self.change_to_l2(n, gprs, Groups::ALL);
     }
 
     /// vmcs02, composed from these groups, is the vCPU's from now on.
     #[inline(always)]
-    fn change_to_l2(&mut self, n: &mut Nested, gprs: &mut Gprs, l0: &mut L0, dirty: Groups) {
-        l0.efer = self.efer.bits();
+    fn change_to_l2(&mut self, n: &mut Nested, gprs: &mut Gprs, dirty: Groups) {
+        n.l0.efer = self.efer.bits();
         if dirty.has(Group::Msrs) {
             if !n.machine.vmcs12().entry().contains(EntryControls::LOAD_DEBUG) {
-                l0.dr7 = self.get(fields::GUEST_DR7);
+                n.l0.dr7 = self.get(fields::GUEST_DR7);
             }
-            l0.debugctl = self.get(fields::GUEST_DEBUGCTL);
-            l0.pat = self.get(fields::GUEST_PAT);
+            n.l0.debugctl = self.get(fields::GUEST_DEBUGCTL);
+            n.l0.pat = self.get(fields::GUEST_PAT);
         }
         self.exchange(n);
         // Whoever runs the loop finds L2's root anew before L2 is entered.
         let of_l1 = n.other.fields.get(fields::EPT_POINTER).unwrap_or(0);
         self.set_ept_pointer(if n.machine.vmcs12().has_ept() { n.root } else { of_l1 });
-        self.compose(n, l0, dirty);
-        self.load_l2(n, l0, gprs);
+        self.compose(n, dirty);
+        self.load_l2(n, gprs);
     }
 
-    fn compose(&mut self, n: &Nested, l0: &L0, dirty: Groups) {
+    fn compose(&mut self, n: &Nested, dirty: Groups) {
+        let l0 = &n.l0;
         let v = n.machine.vmcs12();
         let mut block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
         merge::compose(l0, v, dirty, &mut block);
-        if self.features.umip_by_exits {
-            let cr4 = self.get(fields::GUEST_CR4);
-            self.set(fields::GUEST_CR4, cr4 & !Cr4::UMIP.bits());
+        if dirty.has(Group::ControlRegisters) {
+            if self.features.umip_by_exits {
+                let cr4 = self.get(fields::GUEST_CR4);
+                self.set(fields::GUEST_CR4, cr4 & !Cr4::UMIP.bits());
+            }
+            let cr0 = self.get(fields::GUEST_CR0);
+            if cr0 & NOT_LOADED != 0 {
+                self.set(fields::GUEST_CR0, cr0 & !NOT_LOADED);
+            }
         }
         // Last branches are not virtualized, nor is the step from branch to branch.
         if self.get(fields::GUEST_DEBUGCTL) != 0 {
             self.set(fields::GUEST_DEBUGCTL, 0);
-        }
-        let cr0 = self.get(fields::GUEST_CR0);
-        if cr0 & NOT_LOADED != 0 {
-            self.set(fields::GUEST_CR0, cr0 & !NOT_LOADED);
         }
         // A log of L2's own physical addresses would be of no use.
         if l0.secondary.contains(ProcControls2::PML) && !v.has_ept() {
@@ -190,7 +205,8 @@ impl<C: Cpu> Vmx<C> {
     }
 
     /// What of L2's state the vCPU keeps, and what an entry does beside loading it.
-    fn load_l2(&mut self, n: &mut Nested, l0: &L0, gprs: &mut Gprs) {
+    fn load_l2(&mut self, n: &mut Nested, gprs: &mut Gprs) {
+        let l0 = &n.l0;
         let v = n.machine.vmcs12();
         self.cold.of_l1 = OfL1 {
             runs: true,

@@ -167,6 +167,48 @@ impl<C: Cpu> Vmx<C> {
             n.machine.reset();
         }
         let memory = Memory::new(l1);
+        if matches!(reason, ExitReason::Vmresume | ExitReason::Vmlaunch) {
+            return self.execute_entry(n, gprs, reason, &memory);
+        }
+        self.execute_other(n, gprs, reason, memory)
+    }
+
+    /// VMLAUNCH and VMRESUME.
+    #[inline]
+    fn execute_entry<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &mut Gprs,
+        reason: ExitReason,
+        memory: &Memory<'_, M>,
+    ) -> Executed {
+        self.take_shadow(n, true);
+        let needs = n.machine.needs_to_enter();
+        if !needs.is_empty() {
+            self.fetch(n, needs);
+        }
+        let cpu = self.nested_cpu(n, reason);
+        let limits = self.nested_limits();
+        let launch = reason == ExitReason::Vmlaunch;
+        let done = match n.machine.execute_entry(launch, &cpu, &limits, memory) {
+            _ if memory.has_missed() => Executed::Outside,
+            Ok(entry) => self.enter_l2(n, entry, gprs, &limits, memory),
+            Err(fail) => self.conclude(n, gprs, Err(fail), memory),
+        };
+        self.give_shadow(n);
+        self.bring_back(n);
+        done
+    }
+
+    /// All other instructions.
+    #[inline(never)]
+    fn execute_other<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &mut Gprs,
+        reason: ExitReason,
+        memory: Memory<'_, M>,
+    ) -> Executed {
         let leaves_current = matches!(
             reason,
             ExitReason::Vmptrld | ExitReason::Vmclear | ExitReason::Vmxoff | ExitReason::Vmxon
@@ -174,16 +216,13 @@ impl<C: Cpu> Vmx<C> {
         if leaves_current && !memory.is_whole() {
             return Executed::Outside;
         }
-        if !matches!(reason, ExitReason::Vmresume | ExitReason::Vmlaunch) {
-            // An operand may be RSP, or lie where it points.
-            self.complete(gprs);
-        }
+        // An operand may be RSP, or lie where it points.
+        self.complete(gprs);
         let Some(instruction) = self.decode_instruction(gprs, reason) else {
             return Executed::Fault(x86::Exception::ud());
         };
-        let enters = matches!(reason, ExitReason::Vmresume | ExitReason::Vmlaunch);
-        if enters || leaves_current {
-            self.take_shadow(n, enters);
+        if leaves_current {
+            self.take_shadow(n, false);
         }
         let done = self.perform(n, gprs, (reason, instruction), memory);
         self.give_shadow(n);
@@ -209,9 +248,18 @@ impl<C: Cpu> Vmx<C> {
         if memory.has_missed() {
             return Executed::Outside;
         }
-        if let Ok(Then::Enter(entry)) = result {
-            return self.enter_l2(n, entry, gprs, &memory);
-        }
+        self.conclude(n, gprs, result, &memory)
+    }
+
+    /// What becomes of L1 after an instruction.
+    #[inline(never)]
+    fn conclude<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &mut Gprs,
+        result: Result<Then, Fail>,
+        memory: &Memory<'_, M>,
+    ) -> Executed {
         let before = Rflags::from_bits_retain(self.get(fields::GUEST_RFLAGS));
         if let Some(flags) = Machine::rflags(&result, before) {
             self.set(fields::GUEST_RFLAGS, flags.bits());

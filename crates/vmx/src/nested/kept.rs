@@ -25,6 +25,21 @@ pub(crate) struct OfL1 {
     pub(crate) cr4: Cr4,
 }
 
+/// Words of vmcs01, and of L0 beside it, that L0's part of vmcs02 follows from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Sources {
+    pub(crate) primary: u32,
+    pub(crate) secondary: u32,
+    pub(crate) exit: u32,
+    pub(crate) entry: u32,
+    pub(crate) exceptions: u32,
+    pub(crate) vpid: u16,
+    pub(crate) cr0_mask: u64,
+    pub(crate) cr4_mask: u64,
+    pub(crate) tsc_offset: u64,
+    pub(crate) tsc_ratio: u64,
+}
+
 /// A vCPU whose guest may be a hypervisor.
 #[derive(Debug)]
 pub(crate) struct Nested {
@@ -42,7 +57,9 @@ pub(crate) struct Nested {
     /// IA32_FEATURE_CONTROL.
     pub(crate) feature_control: u64,
     /// L0's part of vmcs02 as it was composed last.
-    pub(crate) l0: Option<KBox<merge::L0>>,
+    pub(crate) l0: merge::L0,
+    /// What it was made from. `None`: it was not.
+    pub(crate) sources: Option<Sources>,
     /// CR0 and CR4 of L2 when it was last left, as far as L0 keeps them and vmcs02 does not.
     pub(crate) kept_by_l0: Option<(Cr0, Cr4)>,
     /// The VPID of L1's that vmcs02's own stood for last.
@@ -86,7 +103,8 @@ impl Nested {
             host: HostWords::NONE,
             whole: *whole,
             feature_control: 0,
-            l0: None,
+            l0: merge::L0::NONE,
+            sources: None,
             kept_by_l0: None,
             last_vpid: 0,
             msr_bits: None,

@@ -10,7 +10,7 @@ use nested_vmx::leave::host::{self, Kept, Registers as HostState};
 use nested_vmx::merge::{self, Flush};
 use nested_vmx::reflect::{self, Wants};
 use nested_vmx::{EntryFailure, GuestMemory};
-use x86::vmcs::{ENTRY_FAILURE, ExitReason, field, interruptibility};
+use x86::vmcs::{ENTRY_FAILURE, ExitReason, ProcControls, ProcControls2, field, interruptibility};
 use x86::{Cr0, Cr4, Efer, Gpa, msr};
 
 use super::{
@@ -19,7 +19,8 @@ use super::{
 };
 use crate::{
     fields,
-    state::{Vmx, attention},
+    host_words::Sysenter,
+    state::{Offer, Vmx, attention},
 };
 
 impl<C: Cpu> Vmx<C> {
@@ -168,9 +169,6 @@ impl<C: Cpu> Vmx<C> {
         self.set(fields::GUEST_INTERRUPTIBILITY, nmi | blocks);
         self.set(fields::GUEST_DR7, state.dr7);
         self.set(fields::GUEST_DEBUGCTL, state.debugctl);
-        self.set(fields::GUEST_SYSENTER_CS, state.sysenter_cs);
-        self.set(fields::GUEST_SYSENTER_ESP, state.sysenter_esp);
-        self.set(fields::GUEST_SYSENTER_EIP, state.sysenter_eip);
         if let Some(pat) = state.pat {
             self.set(fields::GUEST_PAT, pat);
         }
@@ -191,7 +189,11 @@ impl<C: Cpu> Vmx<C> {
         self.efer = Efer::from_bits_retain(state.efer);
         self.set_cr0(Cr0::from_bits_retain(state.cr0));
         if self.features.umip_by_exits {
-            self.watch_tables(self.cr4.contains(Cr4::UMIP));
+            let wanted = self.cr4.contains(Cr4::UMIP) || self.cold.tables.watches();
+            let word = ProcControls2::from_bits_retain(self.get(fields::PROC_CONTROLS2));
+            if word.contains(ProcControls2::DESCRIPTOR_TABLES) != wanted {
+                self.watch_tables(wanted);
+            }
         }
         self.set(fields::CR4_SHADOW, state.cr4);
         self.set(fields::GUEST_CR4, self.real_cr4(self.cr4).bits());
@@ -202,12 +204,19 @@ impl<C: Cpu> Vmx<C> {
     }
 
     fn load_host_segments(&mut self, n: &mut Nested) {
-        if n.machine.take_host_change() {
-            n.host.make(&host::segments(n.machine.vmcs12()), self.efer.is_long());
+        let changed = n.machine.take_host_change();
+        if changed {
+            let v = n.machine.vmcs12();
+            let sysenter = Sysenter {
+                cs: v.get(field::HOST_SYSENTER_CS),
+                esp: v.get(field::HOST_SYSENTER_ESP),
+                eip: v.get(field::HOST_SYSENTER_EIP),
+            };
+            n.host.make(&host::segments(v), sysenter);
         }
         if self.vmcs.is_loaded() {
-            n.host.write(&self.cpu);
-            self.vmcs.fields.forget_segments();
+            n.host.write_segments(&self.cpu, &self.vmcs);
+            self.load_host_tables(&n.host, changed);
             return;
         }
         let s = host::segments(n.machine.vmcs12());
@@ -225,6 +234,7 @@ impl<C: Cpu> Vmx<C> {
         }
         self.set_gdtr(s.gdtr);
         self.set_idtr(s.idtr);
+        n.host.set_sysenter(&self.cpu, &self.vmcs);
     }
 
     /// The four PDPTEs of an L1 with PAE paging. False: one is bad, or there is no memory.
@@ -293,7 +303,20 @@ impl<C: Cpu> Vmx<C> {
     }
 
     /// Nothing of what was offered to L2 is left in its VMCS.
+    #[inline]
     fn set_offer_none(&mut self) {
+        let window = ProcControls::INTERRUPT_WINDOW.bits();
+        let as_l1_has_it =
+            (self.get(fields::PROC_CONTROLS) ^ self.cold.of_l1.primary) & window == 0;
+        let nothing = self.offer == Offer::default() && self.attention & attention::OFFER == 0;
+        if !(nothing && as_l1_has_it) || self.nmi_behind_sti {
+            self.withdraw_from_l2();
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn withdraw_from_l2(&mut self) {
         self.offer_interrupt(None);
         if self.nmi_behind_sti {
             self.nmi_behind_sti = false;

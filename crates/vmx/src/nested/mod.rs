@@ -10,6 +10,7 @@ mod access;
 mod capabilities;
 mod enter;
 mod gate;
+mod host_tables;
 mod instruction;
 pub(crate) mod kept;
 mod leave;
@@ -180,6 +181,10 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
     ) -> Executed {
         self.with_nested(|this, n| this.exit_for_event(n, gprs, waiting, undelivered, l1))
             .unwrap_or(Executed::Shutdown)
+    }
+
+    fn stops_watching_tables(&mut self) -> bool {
+        self.stop_watching_tables()
     }
 
     /// L2's CR8 is L1's local APIC's: a TPR shadow is not offered.

@@ -41,6 +41,7 @@ mod nested_svm;
 mod nested_svm_hostile;
 mod nested_vmx;
 mod nested_vmx_ept;
+mod nested_vmx_host;
 mod paging_bits;
 mod paging_faults;
 mod paging_flushes;
@@ -117,6 +118,7 @@ pub fn all() -> impl Iterator<Item = Test> + Clone {
         nested_svm::TESTS,
         nested_vmx::TESTS,
         nested_vmx_ept::TESTS,
+        nested_vmx_host::TESTS,
         nested_svm_hostile::TESTS,
         delivery::TESTS,
         shadows::TESTS,
