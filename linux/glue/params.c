@@ -84,10 +84,10 @@ int gnt_enable_apicv(int possible)
 	return enable_apicv;
 }
 
-static bool nested;
+static bool nested = true;
 module_param(nested, bool, 0444);
 MODULE_PARM_DESC(nested,
-	"Guests may be hypervisors, where this module can run their guests (default 0; 1: offered). Shows what is offered");
+	"Guests may be hypervisors, where this module can run their guests (default 1; 0: not offered). Shows what is offered");
 
 int gnt_nested(int possible)
 {
