@@ -57,7 +57,7 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
         if !self.vmcs.has_host_of(at, here) {
             self.arrive(at, here);
         }
-        if self.last_at != at {
+        if self.cold.last_at != at {
             self.forget_at(at);
         }
         if !self.vmcs.has_vpid_of(here) {

@@ -23,7 +23,7 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     pub(crate) fn forget_at(&mut self, at: usize) {
-        self.last_at = at;
+        self.cold.last_at = at;
         self.vmcs.drop_vpid();
         if let Some(n) = &mut self.nested {
             n.other.drop_vpid();

@@ -120,8 +120,8 @@ impl<C: Cpu> Translation for Vmx<C> {
     }
 
     fn set_shadow_root(&mut self, root: Hpa) {
-        if self.shadow_root != root.0 {
-            self.shadow_root = root.0;
+        if self.cold.shadow_root != root.0 {
+            self.cold.shadow_root = root.0;
             self.set(fields::GUEST_CR3, root.0);
             self.attention |= attention::FLUSH;
         }

@@ -156,7 +156,11 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
         ControlRegs {
             cr0: self.cr0(),
             cr2: if self.vmcs.is_loaded() { self.cpu.cr2() } else { self.cr2 },
-            cr3: if self.paging.shadow { self.shadowed_cr3 } else { self.get(fields::GUEST_CR3) },
+            cr3: if self.paging.shadow {
+                self.cold.shadowed_cr3
+            } else {
+                self.get(fields::GUEST_CR3)
+            },
             cr4: self.cr4(),
             efer: self.efer,
         }
@@ -205,7 +209,7 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
 
     fn set_cr3(&mut self, value: u64) {
         if self.paging.shadow {
-            self.shadowed_cr3 = value;
+            self.cold.shadowed_cr3 = value;
             return;
         }
         self.set(fields::GUEST_CR3, value);

@@ -80,6 +80,11 @@ pub(crate) struct Offer {
 #[derive(Debug)]
 pub(crate) struct Cold {
     pub(crate) id: u64,
+    /// The CPU on which the vCPU was last, whichever of its VMCSs ran.
+    pub(crate) last_at: usize,
+    /// The guest's CR3, and what the CPU has in its place, under shadow paging.
+    pub(crate) shadowed_cr3: u64,
+    pub(crate) shadow_root: u64,
     pub(crate) host_debugctl: u64,
     /// Counters of the host are stopped.
     pub(crate) perf_stopped: bool,
@@ -107,6 +112,9 @@ impl Cold {
         let has = Has { xsaves: features.xsaves, pku: features.pku };
         KBox::new(Self {
             id: IDS.fetch_add(1, Relaxed),
+            last_at: usize::MAX,
+            shadowed_cr3: 0,
+            shadow_root: 0,
             host_debugctl: 0,
             perf_stopped: false,
             cstar: 0,
@@ -128,8 +136,6 @@ impl Cold {
 pub struct Vmx<C: Cpu> {
     pub(crate) cpu: C,
     pub(crate) vmcs: Vmcs,
-    /// The CPU on which the vCPU was last, whichever of its VMCSs ran.
-    pub(crate) last_at: usize,
     /// [`attention`].
     pub(crate) attention: u16,
     /// An instruction was retired in software since the exit: what the VMCS says of the shadow of
@@ -149,9 +155,6 @@ pub struct Vmx<C: Cpu> {
     /// Where the CPU has one.
     pub(crate) page_log: Option<PageLog>,
     pub(crate) cr2: u64,
-    /// The guest's CR3, and what the CPU has in its place, under shadow paging.
-    pub(crate) shadowed_cr3: u64,
-    pub(crate) shadow_root: u64,
     pub(crate) cr0: Cr0,
     pub(crate) cr4: Cr4,
     pub(crate) efer: Efer,
@@ -180,7 +183,6 @@ impl<C: Cpu> Vmx<C> {
         let mut this = Self {
             cpu,
             vmcs: Vmcs::new(features.revision)?,
-            last_at: usize::MAX,
             attention: attention::FLUSH | attention::FLUSH_TDP,
             shadow_over: Cell::new(false),
             nmi_behind_sti: false,
@@ -193,8 +195,6 @@ impl<C: Cpu> Vmx<C> {
             serving: Serving::No,
             page_log: if features.pml { Some(PageLog::new()?) } else { None },
             cr2: 0,
-            shadowed_cr3: 0,
-            shadow_root: 0,
             cr0: Cr0::empty(),
             cr4: Cr4::empty(),
             efer: Efer::empty(),
