@@ -29,9 +29,9 @@ macro_rules! msrs {
             "In the control block or in hardware. The backend keeps it; what it takes is checked by \
              `vcpu`."
         {
-            SYSENTER_CS        [saved]              []          "no exit";
-            SYSENTER_ESP       [saved]              []          "no exit";
-            SYSENTER_EIP       [saved]              []          "no exit";
+            SYSENTER_CS        [saved]              []          "no exit; on Intel writes exit for a guest that is offered VMX";
+            SYSENTER_ESP       [saved]              []          "no exit; on Intel writes exit for a guest that is offered VMX";
+            SYSENTER_EIP       [saved]              []          "no exit; on Intel writes exit for a guest that is offered VMX";
             STAR               [saved]              []          "no exit";
             CSTAR              [saved]              [canonical] "no exit";
             KERNEL_GS_BASE     [saved]              [canonical] "no exit";
