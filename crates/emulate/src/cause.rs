@@ -33,6 +33,8 @@ pub enum Cause {
     },
     /// A read or write of a control register.
     Control {
+        /// Its number, as the exit tells it.
+        cr: u8,
         /// The access was a write.
         write: bool,
     },
@@ -77,7 +79,7 @@ impl Decoded {
                 if write { accesses.write } else { accesses.read }
             }
             Cause::Port { port, size, input } => port_access(insn, dx) == Some((port, size, input)),
-            Cause::Control { write } => match insn.mnemonic() {
+            Cause::Control { write, .. } => match insn.mnemonic() {
                 Mnemonic::Mov if write => is_control(insn.op0_register()),
                 Mnemonic::Mov => is_control(insn.op1_register()),
                 Mnemonic::Clts | Mnemonic::Lmsw => write,
@@ -103,6 +105,18 @@ impl Decoded {
 }
 
 impl Decoded {
+    /// Whether it accesses this control register.
+    pub fn accesses_control(&self, cr: u8) -> bool {
+        let insn = &self.insn;
+        match insn.mnemonic() {
+            Mnemonic::Clts | Mnemonic::Lmsw | Mnemonic::Smsw => cr == 0,
+            Mnemonic::Mov => [insn.op0_register(), insn.op1_register()]
+                .iter()
+                .any(|at| is_control(*at) && *at as u32 - Register::CR0 as u32 == u32::from(cr)),
+            _ => false,
+        }
+    }
+
     /// Whether all that it does, beside arithmetic, is to access memory as data: nothing of it is for a hypervisor
     /// to intercept.
     pub fn is_data_access(&self) -> bool {

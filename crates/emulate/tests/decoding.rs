@@ -352,3 +352,22 @@ fn data_accesses_are_those_that_nobody_can_intercept() {
         assert!(!is_data(other), "{other:02x?}");
     }
 }
+
+#[test]
+fn the_control_register_that_an_instruction_accesses() {
+    let accesses = |bytes: &[u8]| -> Vec<u8> {
+        let mut whole = bytes.to_vec();
+        whole.resize(15, 0x90);
+        let decoded = decode(&whole, CodeSize::Bits64).unwrap();
+        (0..16).filter(|cr| decoded.accesses_control(*cr)).collect()
+    };
+    assert_eq!(accesses(&[0x0f, 0x06]), [0], "CLTS");
+    assert_eq!(accesses(&[0x0f, 0x01, 0xf0]), [0], "LMSW AX");
+    assert_eq!(accesses(&[0x0f, 0x01, 0xe0]), [0], "SMSW EAX");
+    assert_eq!(accesses(&[0x0f, 0x22, 0xd8]), [3], "MOV CR3, RAX");
+    assert_eq!(accesses(&[0x0f, 0x20, 0xe0]), [4], "MOV RAX, CR4");
+    assert_eq!(accesses(&[0x44, 0x0f, 0x22, 0xc0]), [8], "MOV CR8, RAX");
+    assert_eq!(accesses(&[0x0f, 0x22, 0xc0]), [0], "MOV CR0, RAX");
+    assert_eq!(accesses(&[0x48, 0x89, 0xd8]), [0; 0], "MOV RAX, RBX");
+    assert_eq!(accesses(&[0x0f, 0x23, 0xf8]), [0; 0], "MOV DR7, RAX");
+}

@@ -156,6 +156,7 @@ impl<C: Cpu> Permissions for Vmx<C> {
         self.update_passthrough();
         self.sync_extended();
         self.follow_nesting();
+        self.close_msrs_of_l2();
     }
 
     fn set_msr_filter(&mut self, denied: impl Fn(u32) -> (bool, bool)) {

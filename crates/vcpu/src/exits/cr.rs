@@ -33,6 +33,10 @@ impl<B: Backend> Vcpu<B> {
                 if insn.debug || insn.write != access.write || self.b.cpl() != 0 {
                     return Next::Leave;
                 }
+                // L1 was asked about that register alone.
+                if self.pending.after_exit.is_nested() && insn.register != access.cr {
+                    return Next::Leave;
+                }
                 let next = wrap(size, self.b.rip().wrapping_add(u64::from(insn.length)));
                 (insn.register, insn.gpr, next)
             }

@@ -40,8 +40,9 @@ use crate::{
 fn is_for_l2(cause: Cause, decoded: &Decoded) -> bool {
     match cause {
         Cause::Any | Cause::Memory { .. } => decoded.is_data_access(),
+        // L1 intercepts them one by one.
+        Cause::Control { cr, .. } => decoded.accesses_control(cr),
         Cause::Port { .. }
-        | Cause::Control { .. }
         | Cause::Debug
         | Cause::Invlpg
         | Cause::Invpcid

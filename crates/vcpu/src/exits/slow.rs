@@ -40,7 +40,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// An access of a control register that is no plain MOV.
     pub(crate) fn emulate_cr(&mut self, access: CrAccess) -> Outcome {
-        self.emulate_here(Cause::Control { write: access.write })
+        self.emulate_here(Cause::Control { cr: access.cr, write: access.write })
     }
 
     /// INVPCID.

@@ -169,6 +169,11 @@ impl<B: Backend> Vcpu<B> {
         self.smm.latched_init && self.gate_of(Waiting::Init) == Gate::ExitToL1
     }
 
+    /// Whether an NMI waits that L1 intercepts: that L2 blocks its own does not hold it back.
+    pub(crate) fn nmi_ends_l2(&self) -> bool {
+        self.shared.nmis() != 0 && self.gate_of(Waiting::Nmi) == Gate::ExitToL1
+    }
+
     /// An INIT that was held back is taken, if nothing holds it any more. True: outside the loop.
     pub(crate) fn release_init(&mut self) -> bool {
         let released = self.smm.latched_init && !self.smm.active && self.passes(Waiting::Init);

@@ -218,7 +218,9 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     fn ends_halt_gated(&self) -> bool {
-        self.init_ends_l2() || self.interrupt_goes_somewhere() && self.interrupt_waits()
+        self.init_ends_l2()
+            || self.nmi_ends_l2()
+            || self.interrupt_goes_somewhere() && self.interrupt_waits()
     }
 
     /// Whether an interrupt could be injected now by a VMM with its own PIC.
