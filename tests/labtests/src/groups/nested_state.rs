@@ -248,7 +248,7 @@ fn what_is_there_before_does_not_matter() -> Outcome {
     Ok(())
 }
 
-const BAD_CR3: &str = "guest CR3";
+const OF_L2: &str = "guest ";
 
 type Change = (&'static str, usize, Vec<u8>);
 
@@ -305,7 +305,7 @@ fn bad_of_vmx(state: &Nested) -> Vec<Change> {
         ("entry controls", image + 780, vec![0; 4]),
         ("host CR0", image + 584, long(0)),
         ("host RIP", image + 672, long(1 << 60)),
-        (BAD_CR3, image + 432, long(1 << 60)),
+        ("guest CR3", image + 432, long(1 << 60)),
         ("guest RFLAGS", image + 552, long(0)),
         ("guest RIP", image + 544, long(1 << 60)),
         ("a link pointer of no page", image + 176, long(8)),
@@ -320,8 +320,8 @@ fn a_state_that_contradicts_itself_is_refused() -> Outcome {
     let other = saved.restored(false)?;
     let bad = if is_amd() { bad_of_svm(&good) } else { bad_of_vmx(&good) };
     for (what, at, bytes) in bad {
-        // Stock KVM sees it too late, and answers with a number of its own.
-        if is_stock() && what == BAD_CR3 {
+        // Stock KVM leaves these to the hardware, and a bad CR3 answers with a number of its own.
+        if is_stock() && what.starts_with(OF_L2) {
             continue;
         }
         equal(what, set_nested(other.vcpu(), &good.with(at, &bytes)), EINVAL)?;
