@@ -103,6 +103,9 @@ pub trait Nested: NestedPaging + NestedState {
     /// Whether the last exit interrupted the delivery of an event that L1 injected and that else an instruction
     /// makes. No instruction stands for it at RIP: it is injected again.
     fn repeats_injection(&mut self) -> bool;
+    /// Whether the event that is prepared is one that L1 injects, by an entry that has not run L2 yet. Its kind and
+    /// its length are whole only there.
+    fn injects_for_l1(&self) -> bool;
     /// Ends L2's run with its last exit, which is L1's.
     fn reflect(&mut self, gprs: &mut Gprs, l1: &impl L1Memory) -> Executed;
     /// Ends L2's run with a hypercall to L1: L2 has made it by the other vendor's instruction, and the last exit is for
@@ -161,6 +164,9 @@ impl Nested for Absent {
         match *self {}
     }
     fn repeats_injection(&mut self) -> bool {
+        match *self {}
+    }
+    fn injects_for_l1(&self) -> bool {
         match *self {}
     }
     fn has_memory_operand(&self) -> bool {

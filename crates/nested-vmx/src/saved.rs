@@ -223,6 +223,13 @@ pub struct Good {
     header: Header,
 }
 
+impl Good {
+    /// SMM has put aside that L2 ran: RSM is to enter it.
+    pub fn resumes_by_rsm(&self) -> bool {
+        self.header.smm_flags & flag::SMM_GUEST_MODE != 0
+    }
+}
+
 /// What a state is checked against.
 #[derive(Clone, Copy, Debug)]
 pub struct Onto<'a> {

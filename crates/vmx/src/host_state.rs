@@ -79,6 +79,15 @@ impl<C: Cpu> Vmx<C> {
         let controls = self.get(fields::ENTRY_CONTROLS) & !bit.bits();
         let load = if wanted.is_some() { bit.bits() } else { 0 };
         self.set(fields::ENTRY_CONTROLS, controls | load);
+        // The level that does not run now may do so before the loop is left.
+        if let Some(n) = &self.nested {
+            if let Some(value) = wanted {
+                n.other.set(&self.cpu, fields::GUEST_PERF_GLOBAL_CTRL, value);
+            }
+            if let Some(word) = n.other.fields.get(fields::ENTRY_CONTROLS) {
+                n.other.set(&self.cpu, fields::ENTRY_CONTROLS, word & !bit.bits() | load);
+            }
+        }
     }
 
     /// User space's selectors, where it has any: a VM exit loads null ones, and clears LDTR.

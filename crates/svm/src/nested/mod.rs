@@ -304,6 +304,11 @@ impl<C: Cpu> Nested for Svm<C> {
         true
     }
 
+    /// EVENTINJ says all of an event that its neutral form says.
+    fn injects_for_l1(&self) -> bool {
+        false
+    }
+
     fn repeats_injection(&mut self) -> bool {
         const SAME: u64 = event::VALID | event::TYPE | event::VECTOR;
         let block = self.block.vmcb();

@@ -126,6 +126,9 @@ impl<C: Cpu> NestedState for Svm<C> {
     ) -> Result<(), Unrestorable> {
         let good = self.read_state(bytes, smm)?;
         let set = |gif: Gif| gif.is_set();
+        // Memory may be that of another time: what was made of L1's tables, and lies under L2's tag, is stale.
+        self.flush_l2();
+        self.flush_other_block();
         let Some(data) = good.data.filter(|_| good.running.level == nested_svm::Level::L2) else {
             if set(good.running.gif) {
                 self.gif.set()

@@ -40,9 +40,8 @@ use crate::{
 fn is_for_l2(cause: Cause, decoded: &Decoded) -> bool {
     match cause {
         Cause::Any | Cause::Memory { .. } => decoded.is_data_access(),
-        // L1 intercepts them one by one.
-        Cause::Control { cr, .. } => decoded.accesses_control(cr),
         Cause::Port { .. }
+        | Cause::Control { .. }
         | Cause::Debug
         | Cause::Invlpg
         | Cause::Invpcid
@@ -75,11 +74,14 @@ impl<B: Backend> Vcpu<B> {
         decoded: &Decoded,
     ) -> Outcome {
         self.user_io.log.begin(self.b.rip(), fetched, false);
-        if !decoded.can_cause(cause, self.gprs.0[RDX] as u16) {
+        let is_nested = self.pending.after_exit.is_nested();
+        // L1 intercepts control registers one by one, and was asked about the one that the exit names.
+        let is_other = matches!(cause, Cause::Control { cr, .. } if is_nested && !decoded.accesses_control(cr));
+        if is_other || !decoded.can_cause(cause, self.gprs.0[RDX] as u16) {
             self.user_io.log.forget();
             return Ok(());
         }
-        if self.pending.after_exit.is_nested() && !is_for_l2(cause, decoded) {
+        if is_nested && !is_for_l2(cause, decoded) {
             self.user_io.log.forget();
             return Err(self.emulation_failed());
         }

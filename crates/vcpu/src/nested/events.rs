@@ -143,6 +143,8 @@ impl<B: Backend> Vcpu<B> {
         self.pending.after_exit.is_nested()
             && self.gate_of(Waiting::TripleFault) == Gate::ExitToL1
             && self.end_l2(Waiting::TripleFault, None) == Ended::Yes
+            // It could not be told either: the shutdown is the vCPU's.
+            && !self.events.outer.take(Outer::TRIPLE_FAULT)
     }
 
     /// Whether an interrupt would be taken by L2, or end its run.
@@ -171,7 +173,8 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether an NMI waits that L1 intercepts: that L2 blocks its own does not hold it back.
     pub(crate) fn nmi_ends_l2(&self) -> bool {
-        self.shared.nmis() != 0 && self.gate_of(Waiting::Nmi) == Gate::ExitToL1
+        self.shared.nmis() != 0
+            && matches!(self.gate_of(Waiting::Nmi), Gate::ExitToL1 | Gate::AfterEntry)
     }
 
     /// An INIT that was held back is taken, if nothing holds it any more. True: outside the loop.

@@ -39,6 +39,8 @@ impl<B: Backend> Vcpu<B> {
             self.stop_serving_apic();
         }
         self.leave_l2_with_its_registers();
+        // Both levels get other tables: the one that runs now, and the one that the state has run.
+        self.b.flush_tlb();
         let Some(nested) = self.b.nested_mut() else { return Err(Unrestorable::Invalid) };
         let l1 = Whole::new(&self.memory, None);
         let done = nested.restore_state(&mut self.gprs, bytes, smm, &l1);

@@ -552,8 +552,12 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// An entry that was prepared does not happen: takes the event back.
+    /// An entry that was prepared does not happen: takes the event back. What L1 injects stays with the entry, which
+    /// a saved state has as well.
     pub(crate) fn take_back_injection(&mut self) {
+        if self.b.nested().is_some_and(Nested::injects_for_l1) {
+            return;
+        }
         if let Some(event) = self.b.cancel_injection() {
             self.events.again = Some(event);
             if event == Event::Nmi {

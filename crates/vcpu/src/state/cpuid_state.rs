@@ -35,9 +35,10 @@ impl<B: Backend> Vcpu<B> {
         self.stats.set(VcpuCount::CpuidUpdates, self.cpuid.updates());
     }
 
-    /// KVM_SET_CPUID2. After the vCPU has run only the same content is taken.
+    /// KVM_SET_CPUID2. After the vCPU has run, and while a restored L2 is to run, only the same content is taken.
     pub fn set_cpuid(&mut self, entries: &[cpuid::Entry]) -> Result<(), cpuid::Error> {
-        if self.cpuid.set(entries, self.rare.offered.cpuid, self.has_run)? {
+        let fixed = self.has_run || self.pending.after_exit.is_nested();
+        if self.cpuid.set(entries, self.rare.offered.cpuid, fixed)? {
             self.follow_misc_enable();
             self.apply_cpuid();
             self.fetch.forget();

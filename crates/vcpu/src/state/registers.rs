@@ -201,6 +201,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Sets the registers, which were found good; but for the APIC base.
     pub(crate) fn put_sregs(&mut self, s: &Sregs) {
+        self.rare.pdptes_due = false;
         for (name, value) in SEGMENTS.into_iter().zip(s.segments()) {
             self.b.set_segment(name, value);
         }

@@ -97,8 +97,8 @@ impl<C: Cpu> Vmx<C> {
     #[inline]
     fn note_l0(&self, n: &mut Nested) {
         let now = self.sources(n);
-        if n.sources != Some(now) {
-            n.sources = Some(now);
+        if n.sources.get() != Some(now) {
+            n.sources.set(Some(now));
             n.l0 = self.l0_part(n, &now);
             n.machine.touch(of_l0());
         }

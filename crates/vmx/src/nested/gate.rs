@@ -69,7 +69,9 @@ impl<C: Cpu> Vmx<C> {
             }
             Waiting::TripleFault => Report::plain(ExitReason::TripleFault, 0),
         };
-        self.tell_undelivered(&mut report, undelivered);
+        if *waiting != Waiting::TripleFault {
+            self.tell_undelivered(&mut report, undelivered);
+        }
         self.leave_l2(n, gprs, &report, &Memory::new(l1))
     }
 

@@ -1,5 +1,7 @@
 //! What is kept of a guest that is a hypervisor.
 
+use core::cell::Cell;
+
 use backend::L1Flush;
 use host::{KBox, NoMemory};
 use nested_vmx::{Capabilities, Machine, merge};
@@ -59,7 +61,7 @@ pub(crate) struct Nested {
     /// L0's part of vmcs02 as it was composed last.
     pub(crate) l0: merge::L0,
     /// What it was made from. `None`: it was not.
-    pub(crate) sources: Option<Sources>,
+    pub(crate) sources: Cell<Option<Sources>>,
     /// CR0 and CR4 of L2 when it was last left, as far as L0 keeps them and vmcs02 does not.
     pub(crate) kept_by_l0: Option<(Cr0, Cr4)>,
     /// The VPID of L1's that vmcs02's own stood for last.
@@ -104,7 +106,7 @@ impl Nested {
             whole: *whole,
             feature_control: 0,
             l0: merge::L0::NONE,
-            sources: None,
+            sources: Cell::new(None),
             kept_by_l0: None,
             last_vpid: 0,
             msr_bits: None,

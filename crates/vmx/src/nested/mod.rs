@@ -21,10 +21,13 @@ mod shadow;
 mod switch;
 mod tables;
 
-use backend::{Claim, Event, Executed, Gate, Gprs, L1Memory, Level, Nesting, Outside, Waiting};
+use backend::{
+    Claim, Event, Executed, Gate, Gprs, Injection, L1Memory, Level, Nesting, Outside, Waiting,
+};
 use cpu::Cpu;
 use host::KBox;
 use nested_vmx::machine;
+use x86::vmcs::{event, field};
 use x86::{Cr0, Cr4, Efer};
 
 use crate::{permission::MsrMap, state::Vmx};
@@ -108,6 +111,14 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
 
     fn repeats_injection(&mut self) -> bool {
         false
+    }
+
+    fn injects_for_l1(&self) -> bool {
+        Injection::injecting(self)
+            && self.nested.as_ref().is_some_and(|n| {
+                let information = n.machine.vmcs12().get(field::ENTRY_INTERRUPTION);
+                n.machine.run_pending && information & event::VALID != 0 && self.cold.of_l1.runs
+            })
     }
 
     fn has_memory_operand(&self) -> bool {

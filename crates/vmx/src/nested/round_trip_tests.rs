@@ -609,3 +609,53 @@ fn vmclear_of_another_region_costs_l1_no_vmwrite() {
 fn vmptrld_of_the_current_vmcs_costs_l1_no_vmwrite() {
     assert!(!Rig::new(&good(), 0xd01).lost_after(ExitReason::Vmptrld, VMCS_AT));
 }
+
+/// A word of L0's is set while L2 runs, and set back while L1 does: vmcs02 has what L0 says, not what it was composed
+/// from at the entry before.
+#[test]
+fn a_word_that_is_set_and_set_back_reaches_l2() {
+    use backend::Clock as _;
+    let mut r = Rig::new(&good(), 0xd01);
+    r.v.set_tsc(0x1000, backend::TSC_RATIO_ONE);
+    r.settle();
+    assert_eq!(r.v.get(fields::TSC_OFFSET), 0x1000);
+    r.v.set_tsc(0x2000, backend::TSC_RATIO_ONE);
+    assert_eq!(r.v.get(fields::TSC_OFFSET), 0x2000);
+    r.enter(ExitReason::Cpuid, |_| {});
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    r.v.set_tsc(0x1000, backend::TSC_RATIO_ONE);
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    assert_eq!(r.v.get(fields::TSC_OFFSET), 0x1000);
+}
+
+/// A restored state comes with memory of another time: what was made of L1's tables is compared, and flushed.
+#[test]
+fn a_restored_state_makes_l1s_tables_stale() {
+    use backend::NestedState as _;
+    let mut r = Rig::new(&good(), 0xd01);
+    r.settle();
+    r.leave_loop();
+    let mut bytes = std::vec![0; r.v.state_size()];
+    let g = r.g;
+    r.v.save_state(&g, &mut bytes).unwrap();
+    let n = r.v.nested.as_mut().unwrap();
+    (n.flush_due, n.flushed) = (false, backend::L1Flush::None);
+    r.v.restore_state(&mut r.g, &bytes, false, &r.m).unwrap();
+    let n = r.v.nested.as_ref().unwrap();
+    assert!(n.flush_due && n.flushed == backend::L1Flush::All);
+    assert_eq!(r.v.level(), Level::L2);
+}
+
+/// An event that L1 injects is whole in vmcs02 alone: it is not taken back before L2 has run.
+#[test]
+fn what_l1_injects_stays_with_its_entry() {
+    let mut v12 = good();
+    v12.set(field::ENTRY_INTERRUPTION, 0x8000_0430);
+    v12.set(field::ENTRY_INSTRUCTION_LENGTH, 2);
+    let mut r = Rig::new(&v12, 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    assert!(r.v.injects_for_l1());
+    r.enter(ExitReason::Cpuid, |_| {});
+    let _ = r.v.claims(&r.g, &r.m).unwrap();
+    assert!(!r.v.injects_for_l1());
+}

@@ -1,12 +1,14 @@
 //! KVM_GET_NESTED_STATE and KVM_SET_NESTED_STATE: [`nested_vmx::saved`] applied to the two VMCSs.
 
-use backend::{ControlRegisters, Gprs, L1Memory, NestedState, RSP, Registers, Unrestorable};
+use backend::{
+    ControlRegisters, Gprs, L1Flush, L1Memory, NestedState, RSP, Registers, Unrestorable,
+};
 use cpu::Cpu;
 use host::KBox;
-use nested_vmx::machine::PendingEntry;
+use nested_vmx::machine::{PendingEntry, Smm};
 use nested_vmx::saved::{self, Context, Good, Images, Onto, Refused, Restored};
 use x86::vmcs::{EntryControls, field, interruptibility};
-use x86::{Dr7, Efer};
+use x86::{Cr0, Dr7, Efer};
 
 use super::{
     access::{Block, Memory},
@@ -66,6 +68,10 @@ impl<C: Cpu> Vmx<C> {
             limits: &self.nested_limits(),
         };
         let good = saved::check(bytes, &onto, memory, &mut images).map_err(told)?;
+        if good.resumes_by_rsm() {
+            // SMM puts nothing aside here, and RSM enters no L2.
+            return Err(Unrestorable::Invalid);
+        }
         Ok((good, images))
     }
 
@@ -80,6 +86,11 @@ impl<C: Cpu> Vmx<C> {
         let memory = Memory::new(l1);
         let (good, images) = self.check_bytes(n, bytes, smm, &memory)?;
         let (restored, _) = saved::take_over(&mut n.machine, &good, &images);
+        // SMM puts nothing aside here: VMX operation goes on as it is.
+        n.machine.smm = Smm::default();
+        // Memory may be that of another time: what was made of L1's tables is as stale as after its INVEPT.
+        n.flush_due = true;
+        n.flushed = L1Flush::All;
         if restored == Restored::L2 {
             self.resume_l2(n, gprs, &memory);
         }
@@ -100,7 +111,9 @@ impl<C: Cpu> Vmx<C> {
             self.set(fields::GUEST_PAT, pat);
             let long = n.machine.vmcs12().entry().contains(EntryControls::IA32E_GUEST);
             let mode = Efer::LME | Efer::LMA;
-            self.set_efer(if long { efer | mode } else { efer - mode });
+            // Without paging LME stands for a mode to come.
+            let gone = if self.cr0.contains(Cr0::PG) { mode } else { Efer::LMA };
+            self.set_efer(if long { efer | mode } else { efer - gone });
             if Dr7::new(dr7).has_breakpoints() {
                 backend::LiveRegisters::own_debug_regs(self);
             }

@@ -57,6 +57,8 @@ impl<C: Cpu> Vmx<C> {
         if self.cold.of_l1.runs
             && let Some(n) = &self.nested
         {
+            // vmcs02 was changed too: it is not what the words of its entry made it.
+            n.sources.set(None);
             change(&self.cpu, &n.other);
         }
     }
