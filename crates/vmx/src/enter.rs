@@ -63,7 +63,7 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
         if !self.vmcs.has_vpid_of(here) {
             self.attention |= attention::FLUSH;
         }
-        if self.nested.is_some() && !self.cold.of_l1.runs {
+        if self.nested.as_ref().is_some_and(|n| n.may_use_shadow()) && !self.cold.of_l1.runs {
             self.ready_shadow(at, here);
         }
         // It was set for an entry that did not take place.

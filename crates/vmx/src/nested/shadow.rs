@@ -17,6 +17,12 @@ use crate::{fields, percpu::PerCpu, state::Vmx};
 const NOWHERE: u64 = u64::MAX;
 
 impl Nested {
+    /// Whether the shadow VMCS may have to be made ready, or given up: L1 is in VMX operation, or was.
+    #[inline]
+    pub(crate) fn may_use_shadow(&self) -> bool {
+        self.machine.vmxon().is_some() || self.is_served()
+    }
+
     /// Whether the hardware serves L1's VMREAD and VMWRITE.
     #[inline]
     fn is_served(&self) -> bool {
