@@ -32,7 +32,7 @@ pub fn check(
     pdptes(v, limits, memory)
 }
 
-/// The same of a state that was saved while L2 ran: its PDPTEs are no matter of the VMCS.
+/// Checks the guest state of a VMCS12 that was saved while L2 ran, whose PDPTEs are no matter of the VMCS.
 pub fn check_saved(
     v: &Vmcs12,
     c: &Capabilities,

@@ -128,6 +128,7 @@ impl<C: Cpu> Vmx<C> {
         self.map_msrs(n, bits.unwrap_or(0));
         self.note_l0(n);
         let mut entered = n.machine.finish_entry(limits, memory);
+        // What was fetched is behind no more: this comes once.
         while let Entered::Fetch(groups) = entered {
             self.fetch(n, groups);
             entered = n.machine.finish_entry(limits, memory);
