@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
-/* The host's clocks. */
+/* The host's clocks, and its randomness. */
 #include <linux/pvclock_gtod.h>
+#include <linux/random.h>
 #include <linux/timekeeper_internal.h>
 #include <linux/timekeeping.h>
 
@@ -20,6 +21,11 @@ u64 gnt_monotonic_ns(void)
 u64 gnt_boottime_ns(void)
 {
 	return ktime_get_boottime_ns();
+}
+
+u64 gnt_random_word(void)
+{
+	return get_random_u64();
 }
 
 u64 gnt_realtime_ns(void)

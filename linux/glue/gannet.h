@@ -239,6 +239,7 @@ struct eventfd_ctx *gnt_watch_context(const struct gnt_watch *w);
 /* clock.c */
 u64 gnt_monotonic_ns(void);
 u64 gnt_boottime_ns(void);
+u64 gnt_random_word(void);
 u64 gnt_realtime_ns(void);
 u32 gnt_tsc_khz(void);
 int gnt_tsc_is_stable(void);

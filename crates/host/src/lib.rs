@@ -26,6 +26,7 @@ pub mod notifier;
 pub mod once;
 pub mod page;
 pub mod params;
+pub mod random;
 pub mod smp;
 pub mod srcu;
 pub mod steps;

@@ -174,6 +174,7 @@ unsafe extern "C" {
     // clock.c
     pub(crate) safe fn gnt_monotonic_ns() -> u64;
     pub(crate) safe fn gnt_boottime_ns() -> u64;
+    pub(crate) safe fn gnt_random_word() -> u64;
     pub(crate) safe fn gnt_realtime_ns() -> u64;
     pub(crate) safe fn gnt_tsc_khz() -> u32;
     pub(crate) safe fn gnt_tsc_is_stable() -> i32;

@@ -23,6 +23,11 @@ pub(super) type Node = u32;
 /// More pages than this have no nodes.
 const MOST_PAGES: usize = 1 << 22;
 
+/// Links that lead to one page at most. Whoever looks at a page's parents holds the lock, often with
+/// interrupts off, and a guest can make half a million links to one table with a thousand others. Few in
+/// debug builds, so that tests come to the end of it.
+pub(super) const MOST_PARENTS: u32 = if cfg!(debug_assertions) { 6 } else { 1 << 12 };
+
 #[inline]
 pub(super) const fn node(page: PageId, index: usize) -> Node {
     (page << 9) | (index as u32 & 511)
@@ -115,6 +120,8 @@ pub(super) struct ShadowPage {
     pub(super) guest: Cell<GuestPage>,
     /// The first link that leads here.
     pub(super) parents: Cell<Node>,
+    /// How many do: at most [`MOST_PARENTS`].
+    pub(super) parent_count: Cell<u32>,
     /// References from vCPUs' roots.
     pub(super) roots: Cell<u32>,
     /// Entries compared since the last change, roughly.
@@ -150,6 +157,7 @@ impl ShadowPage {
             below: Bits::new(),
             guest: Cell::new(GuestPage::NONE),
             parents: Cell::new(0),
+            parent_count: Cell::new(0),
             roots: Cell::new(0),
             calm: Cell::new(0),
             patience: Cell::new(0),
@@ -221,13 +229,10 @@ impl ShadowPage {
     }
 }
 
-/// Chains of the hash table: a power of two.
-const CHAINS: usize = 1 << 11;
-
-#[inline]
-fn chain_of(gfn: Gfn) -> usize {
-    (gfn.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 53) as usize & (CHAINS - 1)
-}
+/// The logarithm of [`CHAINS`].
+const CHAIN_BITS: u32 = 13;
+/// Chains of the hash table.
+const CHAINS: usize = 1 << CHAIN_BITS;
 
 /// All pages.
 #[derive(Debug)]
@@ -237,19 +242,24 @@ pub(super) struct Arena {
     /// What is read where a number leads nowhere.
     none: KBox<ShadowPage>,
     chains: Vec<Cell<PageId>>,
+    /// What spreads frames over the chains: odd, and unknown to the guest, which chooses the frames of its
+    /// tables and could put them all into one chain.
+    key: u64,
     free: Cell<PageId>,
-    free_count: Cell<usize>,
+    free_count: Cell<PageId>,
     retired: Cell<PageId>,
-    retired_count: Cell<usize>,
+    retired_count: Cell<PageId>,
     oldest: Cell<PageId>,
     newest: Cell<PageId>,
     /// Pages that shadow something.
-    used: Cell<usize>,
+    used: Cell<PageId>,
+    /// No place below this one is vacant.
+    vacant: PageId,
 }
 
 impl Arena {
-    /// No pages.
-    pub(super) fn new() -> Result<Self, NoMemory> {
+    /// No pages. `key`: unknown to the guest.
+    pub(super) fn new(key: u64) -> Result<Self, NoMemory> {
         let mut chains = Vec::new();
         chains.try_reserve_exact(CHAINS)?;
         chains.resize_with(CHAINS, || Cell::new(0));
@@ -257,6 +267,7 @@ impl Arena {
             pages: Vec::new(),
             none: KBox::new(ShadowPage::new()?)?,
             chains,
+            key: key | 1,
             free: Cell::new(0),
             free_count: Cell::new(0),
             retired: Cell::new(0),
@@ -264,7 +275,25 @@ impl Arena {
             oldest: Cell::new(0),
             newest: Cell::new(0),
             used: Cell::new(0),
+            vacant: 1,
         })
+    }
+
+    /// The chain that pages for a frame are in: the upper bits of a product, as close to evenly as for any
+    /// choice of frames that knows nothing of the key.
+    #[inline]
+    fn chain_of(&self, gfn: Gfn) -> usize {
+        (gfn.0.wrapping_mul(self.key) >> (64 - CHAIN_BITS)) as usize & (CHAINS - 1)
+    }
+
+    /// Pages in the longest chain.
+    #[cfg(test)]
+    fn longest_chain(&self) -> usize {
+        let length = |chain: &Cell<PageId>| {
+            let next = |id: &PageId| Some(self.page(*id).next.get()).filter(|id| *id != 0);
+            core::iter::successors(Some(chain.get()).filter(|id| *id != 0), next).count()
+        };
+        self.chains.iter().map(length).max().unwrap_or(0)
     }
 
     /// A page by number.
@@ -282,21 +311,21 @@ impl Arena {
     /// Pages that can be put to use at once.
     #[inline]
     pub(super) fn free_count(&self) -> usize {
-        self.free_count.get()
+        self.free_count.get() as usize
     }
 
     pub(super) fn retired_count(&self) -> usize {
-        self.retired_count.get()
+        self.retired_count.get() as usize
     }
 
     /// Pages that shadow something.
     pub(super) fn used(&self) -> usize {
-        self.used.get()
+        self.used.get() as usize
     }
 
     /// Pages that memory was allocated for.
     pub(super) fn held(&self) -> usize {
-        self.used.get() + self.free_count.get() + self.retired_count.get()
+        (self.used.get() + self.free_count.get() + self.retired_count.get()) as usize
     }
 
     /// Numbers given out so far, one more than the greatest.
@@ -311,6 +340,11 @@ impl Arena {
     }
 
     // Growing, outside the inner loop.
+
+    /// Whether as many pages are held as have numbers: then [`Arena::add`] refuses for good.
+    pub(super) fn is_full(&self) -> bool {
+        self.held() >= MOST_PAGES - 1
+    }
 
     /// Whether [`Arena::add`] has room; else so many places are wanted.
     pub(super) fn lacks_room(&self) -> Option<usize> {
@@ -327,13 +361,13 @@ impl Arena {
 
     /// Adds a free page. It comes back when there is no room for it.
     pub(super) fn add(&mut self, page: KBox<ShadowPage>) -> Option<KBox<ShadowPage>> {
-        let first = usize::from(!self.pages.is_empty());
-        let vacant = self.pages.iter().skip(first).position(Option::is_none).map(|n| n + first);
         // Page 0 is none.
         if self.pages.is_empty() && self.pages.capacity() > 0 {
             self.pages.push(None);
         }
-        let id = match vacant {
+        let from = self.vacant as usize;
+        let mut rest = self.pages.iter().skip(from);
+        let id = match rest.position(Option::is_none).map(|n| n + from) {
             Some(id) => id,
             None if self.pages.len() < self.pages.capacity().min(MOST_PAGES) => {
                 self.pages.push(None);
@@ -343,6 +377,7 @@ impl Arena {
         };
         if let Some(place) = self.pages.get_mut(id) {
             *place = Some(page);
+            self.vacant = id as PageId + 1;
             self.put_free(id as PageId);
         }
         None
@@ -354,6 +389,7 @@ impl Arena {
         let next = self.used_or_not(id)?.next.get();
         self.free.set(next);
         self.free_count.set(self.free_count.get().saturating_sub(1));
+        self.vacant = self.vacant.min(id);
         self.pages.get_mut(id as usize)?.take()
     }
 
@@ -389,7 +425,7 @@ impl Arena {
     /// The page that shadows a frame in a role.
     #[inline]
     pub(super) fn find(&self, gfn: Gfn, role: Role) -> Option<PageId> {
-        let mut id = self.chains.get(chain_of(gfn))?.get();
+        let mut id = self.chains.get(self.chain_of(gfn))?.get();
         while id != 0 {
             let page = self.page(id);
             if page.gfn.get() == gfn && page.role.get() == role {
@@ -402,7 +438,7 @@ impl Arena {
 
     /// Calls `each` for every page made from the guest table in a frame, in whatever role.
     pub(super) fn for_table(&self, gfn: Gfn, mut each: impl FnMut(PageId, &ShadowPage)) {
-        let mut id = self.chains.get(chain_of(gfn)).map_or(0, Cell::get);
+        let mut id = self.chains.get(self.chain_of(gfn)).map_or(0, Cell::get);
         while id != 0 {
             let page = self.page(id);
             let next = page.next.get();
@@ -433,7 +469,7 @@ impl Arena {
         page.patience.set(0);
         page.queued.set(false);
         page.seen.set(0);
-        if let Some(chain) = self.chains.get(chain_of(gfn)) {
+        if let Some(chain) = self.chains.get(self.chain_of(gfn)) {
             page.next.set(chain.replace(id));
         }
         self.push_newest(id);
@@ -454,7 +490,7 @@ impl Arena {
 
     fn unchain(&self, id: PageId) {
         let page = self.page(id);
-        let Some(chain) = self.chains.get(chain_of(page.gfn.get())) else { return };
+        let Some(chain) = self.chains.get(self.chain_of(page.gfn.get())) else { return };
         let mut place = chain;
         while place.get() != 0 {
             if place.get() == id {
@@ -555,5 +591,65 @@ impl Arena {
         let front = links.load(Ordering::Relaxed) & !0xffff_ffff;
         links.store(front | u64::from(next), Ordering::Relaxed);
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn arena(key: u64, pages: usize) -> Arena {
+        let mut arena = Arena::new(key).unwrap();
+        arena.add_room(&mut Vec::with_capacity(pages + 1));
+        for _ in 0..pages {
+            assert!(arena.add(KBox::new(ShadowPage::new().unwrap()).unwrap()).is_none());
+        }
+        arena
+    }
+
+    fn longest_with(key: u64, frames: impl Iterator<Item = u64>) -> usize {
+        let arena = arena(key, 256);
+        for gfn in frames.take(256) {
+            arena.create(Gfn(gfn), Role::default()).unwrap();
+        }
+        arena.longest_chain()
+    }
+
+    /// A guest that knows the key has all its tables in one chain. Without it the same frames, and those at
+    /// equal distances, are spread.
+    #[test]
+    fn chains_stay_short_for_frames_that_were_chosen_for_another_key() {
+        const KNOWN: u64 = 0x9e37_79b9_7f4a_7c15;
+        let chosen =
+            || (0u64..1 << 24).filter(|gfn| gfn.wrapping_mul(KNOWN) >> (64 - CHAIN_BITS) == 7);
+        assert_eq!(longest_with(KNOWN, chosen()), 256);
+        let words = || core::iter::repeat_with(host::random::word);
+        let long = |longest: usize| longest > 32;
+        let tries = 50;
+        let bad = words().take(tries).filter(|key| long(longest_with(*key, chosen()))).count();
+        assert!(bad < 5, "{bad} of {tries} keys");
+        for distance in [1, 1 << 9, 1 << 18, 0x1357] {
+            let frames = || (0u64..).map(|n| n * distance);
+            let bad = words().take(tries).filter(|key| long(longest_with(*key, frames()))).count();
+            assert!(bad < 10, "{bad} of {tries} keys at distance {distance:#x}");
+        }
+    }
+
+    /// A place that was given back is found again, and no other twice.
+    #[test]
+    fn vacant_places_are_filled() {
+        let mut arena = arena(1, 8);
+        let given_back: Vec<_> = (0..3).map_while(|_| arena.shrink()).collect();
+        assert_eq!(given_back.len(), 3);
+        for page in given_back {
+            assert!(arena.add(page).is_none());
+        }
+        assert_eq!((arena.free_count(), arena.numbers()), (8, 9));
+        let ids: Vec<_> = (0..8).map_while(|n| arena.create(Gfn(n), Role::default())).collect();
+        let mut unique = ids.clone();
+        unique.sort_unstable();
+        unique.dedup();
+        assert_eq!(unique.len(), 8);
+        assert!(ids.iter().all(|id| (1..9).contains(id)));
     }
 }

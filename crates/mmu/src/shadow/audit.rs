@@ -4,7 +4,7 @@ use core::sync::atomic::Ordering;
 
 use x86::Gfn;
 
-use super::arena::{PageId, ShadowPage, Standing, index_of, node, page_of};
+use super::arena::{MOST_PARENTS, Node, PageId, ShadowPage, Standing, index_of, node, page_of};
 use super::tables::frame_of;
 use super::{ShadowMmu, State};
 use crate::source::{P, PS, U, W};
@@ -106,6 +106,11 @@ fn audit_page(
             ensure!(parent != 0, "{name}[{index}] is no parent of {kid}");
         }
     }
+    let next = |node: &Node| Some(state.arena.next(*node)).filter(|node| *node != 0);
+    let first = Some(page.parents.get()).filter(|node| *node != 0);
+    let count = core::iter::successors(first, next).count();
+    ensure!(count as u32 == page.parent_count.get(), "{name} has {count} parents, not as counted");
+    ensure!(page.parent_count.get() <= MOST_PARENTS, "{name} has too many parents");
     if page.standing.get() == Standing::Synced && !role.is_direct() {
         let protected = state.frames.chunk(gfn).is_some_and(|chunk| chunk.is_protected(gfn));
         ensure!(protected, "{name} is in sync, but its table not protected");

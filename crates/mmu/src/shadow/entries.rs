@@ -8,7 +8,7 @@ use core::sync::atomic::Ordering;
 use x86::Gfn;
 
 use super::State;
-use super::arena::{Node, PageId, ShadowPage, Standing, index_of, node, page_of};
+use super::arena::{MOST_PARENTS, Node, PageId, ShadowPage, Standing, index_of, node, page_of};
 use super::counters::{add, count};
 use super::frames::Chunk;
 use super::tables::frame_of;
@@ -19,6 +19,11 @@ impl State {
     pub(super) fn link(&self, id: PageId, index: usize, kid: PageId, copy: u64) {
         let (page, below) = (self.arena.page(id), self.arena.page(kid));
         debug_assert!(!page.present.has(index) && kid != 0);
+        // As a paging-structure cache that is full: the link is made again by a fault.
+        if below.parent_count.get() >= MOST_PARENTS {
+            self.drop_node(below.parents.get());
+        }
+        below.parent_count.set(below.parent_count.get() + 1);
         let node = node(id, index);
         self.arena.push(page, node, below.parents.replace(node));
         page.set_kid(index, kid);
@@ -118,8 +123,10 @@ impl State {
         if level > 1 && page.is_link(index) {
             page.linked.clear(index);
             page.below.clear(index);
+            let kid = self.arena.page(page.kid(index));
+            kid.parent_count.set(kid.parent_count.get().saturating_sub(1));
             if let Some(next) = next {
-                self.arena.page(page.kid(index)).parents.set(next);
+                kid.parents.set(next);
             }
             page.set_kid(index, 0);
         } else if let Some(next) = next {

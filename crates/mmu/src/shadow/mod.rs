@@ -152,7 +152,7 @@ impl ShadowMmu {
         let format = KBox::new(format)?;
         let state = State {
             number: NUMBERS.fetch_add(1, Ordering::Relaxed),
-            arena: Arena::new()?,
+            arena: Arena::new(host::random::word())?,
             frames: Frames::default(),
             counters: counters.clone(),
             format,
@@ -268,12 +268,14 @@ impl ShadowMmu {
     }
 
     /// The slot of the frames `first..end` is gone and withdrawn: so go the pages made from tables in
-    /// it, and what was known of its frames.
+    /// it, and what was known of its frames. May sleep.
     pub fn forget_slot(&self, first: Gfn, end: Gfn) {
-        let mut guard = self.lock.lock();
-        guard.forget(first, end);
-        let span = guard.frames.remove_span(first);
-        drop(guard);
+        let mut next = Some(1);
+        while let Some(from) = next {
+            next = self.lock.lock().forget(first, end, from);
+            host::task::cond_resched();
+        }
+        let span = self.lock.lock().frames.remove_span(first);
         drop(span);
     }
 }

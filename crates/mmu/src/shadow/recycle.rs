@@ -48,6 +48,8 @@ enum Step {
     Flush(u32),
     Room(usize),
     Allocate,
+    /// There are no more numbers for pages, and vCPUs hold all that there are.
+    Full,
 }
 
 impl ShadowMmu {
@@ -60,10 +62,13 @@ impl ShadowMmu {
         if arena.retired_count() != 0 {
             return Step::Flush(arena.take_retired());
         }
-        if arena.held() as u64 >= guard.limit && guard.recycle(BATCH.max(want)) != 0 {
+        if (arena.held() as u64 >= guard.limit || arena.is_full())
+            && guard.recycle(BATCH.max(want)) != 0
+        {
             return Step::Flush(arena.take_retired());
         }
         match arena.lacks_room() {
+            _ if arena.is_full() => Step::Full,
             Some(places) => Step::Room(places),
             None => Step::Allocate,
         }
@@ -78,6 +83,7 @@ impl ShadowMmu {
         loop {
             match self.next_step(want) {
                 Step::Done => return Ok(()),
+                Step::Full => return Err(NoMemory),
                 Step::Flush(list) => {
                     flush.flush_remote();
                     self.lock.lock().arena.free_all(list);

@@ -8,9 +8,12 @@ use core::sync::atomic::Ordering;
 use x86::Gfn;
 
 use super::State;
-use super::arena::{Node, index_of, page_of};
+use super::arena::{Node, PageId, index_of, page_of};
 use super::frames::Chunk;
 use crate::source::W;
+
+/// Pages looked at with the lock held once: dropping one costs up to 512 entries and as many parents.
+const STRETCH: PageId = 64;
 
 impl State {
     /// Drops all leaves of the frames `first..end`, and stops relying on what tables lie in them.
@@ -70,9 +73,12 @@ impl State {
         young
     }
 
-    /// A slot is gone, its leaves are withdrawn: so go the pages made from tables in it.
-    pub(super) fn forget(&self, first: Gfn, end: Gfn) {
-        for id in 1..self.arena.numbers() {
+    /// A slot is gone, its leaves are withdrawn: so go the pages made from tables in it, of [`STRETCH`] pages
+    /// from `from` on. Where to go on; `None`: that was all.
+    pub(super) fn forget(&self, first: Gfn, end: Gfn, from: PageId) -> Option<PageId> {
+        let numbers = self.arena.numbers();
+        let till = from.saturating_add(STRETCH).min(numbers);
+        for id in from..till {
             let Some(page) = self.arena.used_page(id) else { continue };
             let gfn = page.gfn.get();
             if gfn < first || gfn >= end {
@@ -85,5 +91,6 @@ impl State {
                 self.clear(id);
             }
         }
+        (till < numbers).then_some(till)
     }
 }

@@ -1,4 +1,4 @@
-//! Clocks, parameters and the log. One nanosecond is one TSC tick.
+//! Clocks, randomness, parameters and the log. One nanosecond is one TSC tick.
 
 use crate::clock::Snapshot;
 use crate::sys::std_port::world::{TEST_EPOCH_NS, World};
@@ -8,6 +8,10 @@ pub(crate) fn gnt_monotonic_ns() -> u64 {
 }
 pub(crate) fn gnt_boottime_ns() -> u64 {
     World::current().now()
+}
+pub(crate) fn gnt_random_word() -> u64 {
+    use std::hash::{BuildHasher, RandomState};
+    RandomState::new().hash_one(0)
 }
 pub(crate) fn gnt_realtime_ns() -> u64 {
     World::current().now() + TEST_EPOCH_NS
