@@ -5,7 +5,7 @@ use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use host::{NoMemory, page::Page};
 use x86::{
     Hpa,
-    apic::{Interrupts, VectorWords, highest, reg},
+    apic::{Interrupts, VectorWords, reg},
 };
 
 /// Whether the CPU serves an APIC.
@@ -110,9 +110,22 @@ impl ApicPage {
         state
     }
 
-    /// Adds requests. True when the highest of all is a new one, so that RVI has to be set.
+    /// The highest member of the set that begins at a register; 0 when there is none. Downwards, as what is
+    /// urgent has a high vector.
     #[inline]
-    pub fn request(&self, vectors: &VectorWords) -> bool {
+    fn highest(&self, first: u32) -> u8 {
+        for n in (0..8).rev() {
+            let word = self.at(first + n * 0x10).load(Relaxed) as u32;
+            if word != 0 {
+                return (n << 5) as u8 | (31 - word.leading_zeros() as u8);
+            }
+        }
+        0
+    }
+
+    /// Adds requests. `Some`: the highest of all is a new one, and the guest interrupt status is this now.
+    #[inline]
+    pub fn request(&self, vectors: &VectorWords) -> Option<u16> {
         for (new, at) in vectors.iter().zip((reg::IRR..).step_by(0x20)) {
             if *new != 0 {
                 for (half, at) in [(*new & 0xffff_ffff, at), (*new >> 32, at + 0x10)] {
@@ -121,21 +134,22 @@ impl ApicPage {
                 }
             }
         }
-        let top = highest(&self.requested());
-        vectors[usize::from(top >> 6)] & (1 << (top & 63)) != 0
+        let top = self.highest(reg::IRR);
+        let new = vectors[usize::from(top >> 6)] & (1 << (top & 63)) != 0;
+        new.then(|| u16::from(self.highest(reg::ISR)) << 8 | u16::from(top))
     }
 
     /// The guest interrupt status: RVI, and SVI above it.
     #[inline]
     pub fn status(&self) -> u16 {
-        u16::from(highest(&self.in_service())) << 8 | u16::from(highest(&self.requested()))
+        u16::from(self.highest(reg::ISR)) << 8 | u16::from(self.highest(reg::IRR))
     }
 
     /// Whether the highest request, or `more`, is above the processor priority.
     #[inline]
     pub fn delivers(&self, more: u8) -> bool {
-        let request = highest(&self.requested()).max(more);
-        let priority = highest(&self.in_service()).max(self.tpr());
+        let request = self.highest(reg::IRR).max(more);
+        let priority = self.highest(reg::ISR).max(self.tpr());
         request >> 4 > priority >> 4
     }
 }

@@ -116,10 +116,13 @@ impl<C: Cpu> ServedApic for Vmx<C> {
     /// One VMWRITE, or none for what has to wait for a higher one.
     fn request(&mut self, vectors: &VectorWords, reported: &VectorWords) {
         self.report_eois(reported);
-        if self.apic_page.request(vectors) {
-            self.set(fields::GUEST_INTERRUPT_STATUS, self.apic_page.status());
+        if let Some(status) = self.apic_page.request(vectors) {
+            self.set(fields::GUEST_INTERRUPT_STATUS, status);
         }
-        self.attend_to_requests();
+        // Something is requested now.
+        if self.shadow_over.get() {
+            self.attention |= attention::SHADOW;
+        }
     }
 
     fn show(&mut self, offset: u32, value: u32) {
