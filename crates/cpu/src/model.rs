@@ -105,6 +105,8 @@ pub struct Model {
     pub cpuid: Option<fn(u32, u32) -> [u32; 4]>,
     /// Entries in a row that each ended in the delivery of an event, in one stay of interrupts off.
     held_off: u32,
+    /// By ASID: the control block under which its translations were made.
+    asids: HashMap<u32, Hpa>,
     /// What of operands this CPU takes.
     pub limits: Limits,
     /// VMX.
@@ -132,6 +134,7 @@ impl Default for Model {
             pages: HashMap::new(),
             cpuid: None,
             held_off: 0,
+            asids: HashMap::new(),
             limits: Limits::default(),
             vmx: Default::default(),
         }
@@ -288,7 +291,18 @@ impl Cpu for Model {
         }
         self.played += 1;
         vmcb.control.exit_int_info = 0;
+        let (asid, command) = (vmcb.control.asid, vmcb.control.tlb_ctl);
         step(vmcb, gprs);
+        // An entry that is refused executes no command, and makes no translations (APM vol. 3, VMRUN).
+        if vmcb.control.exit_code as u32 != u32::MAX {
+            match command {
+                1 => self.asids.clear(),
+                3 => drop(self.asids.remove(&asid)),
+                _ => {}
+            }
+            let owner = *self.asids.entry(asid).or_insert(at);
+            assert_eq!(owner, at, "entry with ASID {asid}, which has another block's translations");
+        }
         self.entry_ended(vmcb.control.exit_int_info & event::VALID != 0);
     }
 }

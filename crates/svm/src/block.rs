@@ -13,7 +13,7 @@ use cpu::{Cpu, SpecCtrl};
 use host::{NoMemory, page::Page};
 use x86::{
     Hpa,
-    vmcb::{Clean, Vmcb},
+    vmcb::{Clean, ExitCode, Vmcb},
 };
 
 use crate::{
@@ -24,6 +24,8 @@ use crate::{
 
 /// TLB_CONTROL: flush what is tagged with this ASID (APM vol. 2 table 15-9).
 const FLUSH_ASID: u8 = 3;
+/// TLB_CONTROL: flush the whole TLB.
+const FLUSH_ALL: u8 = 1;
 
 /// One VMCB with what the hypervisor knows of it.
 #[derive(Debug)]
@@ -116,7 +118,7 @@ impl ControlBlock {
         core::mem::take(&mut self.flush)
     }
 
-    /// Whether [`forget_translations`](Self::forget_translations) has to be called before the next entry.
+    /// Whether the next entry is to be [`enter_flushing`](Self::enter_flushing).
     #[inline(always)]
     pub(crate) fn wants_flush(&self) -> bool {
         self.flush
@@ -152,12 +154,41 @@ impl ControlBlock {
         cpu.vmrun(vmcb, pa, gprs, spec);
         gprs.0[backend::RAX] = vmcb.save.rax;
         gprs.0[backend::RSP] = vmcb.save.rsp;
-        vmcb.control.tlb_ctl = 0;
+    }
+
+    /// The same, with the flush that is owed.
+    ///
+    /// VMRUN checks the guest's state before it executes the command in TLB_CONTROL (APM vol. 3, VMRUN): an entry
+    /// that ends in VMEXIT_INVALID has flushed nothing. Whoever can make such entries must not get rid of a flush by
+    /// one, neither of what the host withdrew nor of what other guests left under the numbers that are given out anew.
+    #[inline(always)]
+    pub(crate) fn enter_flushing<C: Cpu>(
+        &mut self,
+        features: &Features,
+        cpu: &mut C,
+        gprs: &mut Gprs,
+        spec: SpecCtrl,
+    ) {
+        self.forget_translations(features);
+        self.enter(cpu, gprs, spec);
+        let control = &mut self.unmarked().control;
+        let command = core::mem::take(&mut control.tlb_ctl);
+        if control.exit_code as u32 != ExitCode::Invalid.0 as u32 {
+            return;
+        }
+        self.stale = Clean::ALL;
+        self.flush = true;
+        self.asid_generation = 0;
+        if command == FLUSH_ALL
+            && let Some(here) = self.here
+        {
+            here.exhaust_asids();
+        }
     }
 
     /// Makes the entry that follows at once forget this guest's translations: by its ASID where
     /// the CPU can flush one, else with another ASID.
-    pub(crate) fn forget_translations(&mut self, features: &Features) {
+    fn forget_translations(&mut self, features: &Features) {
         let Some(here) = self.here else { return };
         self.flush = false;
         if features.flush_by_asid && self.asid_generation == here.generation() {
@@ -168,6 +199,84 @@ impl ControlBlock {
         self.asid_generation = generation;
         let control = &mut self.vmcb_mut(Clean::ASID).control;
         control.asid = asid;
-        control.tlb_ctl = u8::from(all);
+        control.tlb_ctl = if all { FLUSH_ALL } else { 0 };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    extern crate std;
+
+    use cpu::Model;
+    use x86::{Efer, vmcb::Vmcb};
+
+    use super::*;
+
+    fn features() -> Features {
+        Features { asids: 4, flush_by_asid: true, ..Features::default() }
+    }
+
+    fn block(at: usize) -> ControlBlock {
+        let mut block = ControlBlock::new().unwrap();
+        let vmcb = block.vmcb_mut(Clean::ALL);
+        vmcb.control.intercepts[4] = 1;
+        vmcb.save.efer = Efer::SVME.bits();
+        block.arrive(at).unwrap();
+        block
+    }
+
+    /// An entry that ends with `code`.
+    fn enter(block: &mut ControlBlock, cpu: &mut Model, code: ExitCode) {
+        let (gprs, spec) = (&mut Gprs::default(), SpecCtrl::default());
+        cpu.gif = false;
+        cpu.then(move |vmcb: &mut Vmcb, _| vmcb.control.exit_code = code.0);
+        if block.wants_flush() {
+            block.enter_flushing(&features(), cpu, gprs, spec);
+        } else {
+            block.enter(cpu, gprs, spec);
+        }
+        assert_eq!(block.vmcb().control.tlb_ctl, 0);
+    }
+
+    /// The host takes a page back, and the vCPU's next entry is refused: the one after it flushes.
+    #[test]
+    fn an_entry_that_is_refused_leaves_the_flush_owed() {
+        let _ = percpu::set_up(features(), 4);
+        let (mut block, mut cpu) = (block(2), Model::default());
+        enter(&mut block, &mut cpu, ExitCode::Hlt);
+        let asid = block.vmcb().control.asid;
+        for refused in [ExitCode::Invalid, ExitCode(0xffff_ffff)] {
+            block.request_flush();
+            enter(&mut block, &mut cpu, refused);
+            assert!(block.wants_flush());
+            enter(&mut block, &mut cpu, ExitCode::Hlt);
+            assert_ne!(block.vmcb().control.asid, asid, "its translations are still there");
+            assert!(!block.wants_flush());
+        }
+    }
+
+    /// The numbers begin anew with an entry that is refused: nobody gets one that is not flushed. The model CPU
+    /// refuses an entry with an ASID under which another block's translations are.
+    #[test]
+    fn numbers_begin_anew_with_a_flush_that_takes_place() {
+        let _ = percpu::set_up(features(), 4);
+        let mut cpu = Model::default();
+        let mut others: std::vec::Vec<_> = (0..2).map(|_| block(3)).collect();
+        for other in &mut others {
+            enter(other, &mut cpu, ExitCode::Hlt);
+        }
+        let mut failing = block(3);
+        for _ in 0..9 {
+            // As its thread is moved to another CPU and back.
+            failing.arrive(2);
+            failing.arrive(3);
+            enter(&mut failing, &mut cpu, ExitCode::Invalid);
+            for other in &mut others {
+                other.arrive(3);
+                enter(other, &mut cpu, ExitCode::Hlt);
+            }
+        }
+        failing.arrive(3);
+        enter(&mut failing, &mut cpu, ExitCode::Hlt);
     }
 }

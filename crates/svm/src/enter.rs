@@ -124,7 +124,7 @@ impl<C: Cpu> Turn for Svm<C> {
     #[inline]
     fn enter(&mut self, gprs: &mut Gprs) {
         if self.block.wants_flush() {
-            self.forget_translations();
+            return self.enter_flushing(gprs);
         }
         self.block.enter(&mut self.cpu, gprs, self.spec);
     }

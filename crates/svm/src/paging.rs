@@ -4,7 +4,7 @@
 //! CR0 always without NRIP save: see [`Svm::renew_cr0`]). CR0.TS and
 //! CR0.MP are the guest's own where the CPU can tell writes of them from others.
 
-use backend::{Absent, Paging, Translation};
+use backend::{Absent, Gprs, Paging, Translation};
 use cpu::Cpu;
 use x86::{
     Cr0, Cr4, Hpa,
@@ -82,8 +82,8 @@ impl<C: Cpu> Svm<C> {
     /// for the whole loop, and the block be reached through that.
     #[cold]
     #[inline(never)]
-    pub(crate) fn forget_translations(&mut self) {
-        self.block.forget_translations(&self.features);
+    pub(crate) fn enter_flushing(&mut self, gprs: &mut Gprs) {
+        self.block.enter_flushing(&self.features, &mut self.cpu, gprs, self.spec);
     }
 }
 

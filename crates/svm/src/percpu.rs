@@ -64,7 +64,7 @@ impl PerCpu {
     }
 
     /// Has the next ASID begin the numbers anew, with a flush of the whole TLB.
-    fn exhaust_asids(&self) {
+    pub(crate) fn exhaust_asids(&self) {
         self.next_asid.store(u32::MAX, Relaxed);
     }
 

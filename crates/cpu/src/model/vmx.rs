@@ -10,7 +10,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use backend::Gprs;
 use x86::{
     Cr0, Cr4, Hpa,
-    vmcs::{Field, ProcControls2, Width, event, field, invept},
+    vmcs::{Field, PinControls, ProcControls2, Width, event, field, invept},
 };
 
 use crate::{
@@ -85,6 +85,8 @@ pub struct VmxModel {
     tags: RefCell<HashMap<Hpa, Tags>>,
     /// Since the last [`come_to_another_cpu`](Self::come_to_another_cpu).
     arrival: RefCell<Option<Arrival>>,
+    /// VMCSs whose preemption timer was written since their last entry.
+    timers: RefCell<HashSet<Hpa>>,
     /// VMWRITE takes read-only fields too, as on CPUs whose IA32_VMX_MISC says so.
     pub writes_read_only: bool,
     /// Fields that were written with the value that they had.
@@ -174,6 +176,9 @@ impl VmxCpu for Model {
         let legal = legal::vmwrite(field, value, self.vmx.writes_read_only);
         demand(format_args!("VMWRITE of {value:#x} to {field:#x}"), legal);
         let at = self.vmx.current_address("VMWRITE");
+        if field == x86::vmcs::field::PREEMPTION_TIMER.encoding() {
+            self.vmx.timers.borrow_mut().insert(at);
+        }
         let mut stored = self.vmx.stored.borrow_mut();
         if stored.entry(at).or_default().0.insert(field, value) == Some(value) {
             self.vmx.unchanged_writes.borrow_mut().push(field);
@@ -217,6 +222,13 @@ impl VmxCpu for Model {
                 );
             }
         }
+        let timer = fields.get(field::PREEMPTION_TIMER);
+        let counts = fields.get(field::PIN_CONTROLS) & PinControls::PREEMPTION_TIMER.bits() != 0;
+        let set_anew = self.vmx.timers.borrow_mut().remove(&at);
+        assert!(
+            set_anew || !counts || timer == u32::MAX,
+            "entry with the preemption timer of an earlier one, {timer:#x}"
+        );
         for (field, value) in fields.0 {
             let legal = legal::vmcs_field(field, value, &self.limits);
             demand(format_args!("entry with {value:#x} in field {field:#x}"), legal);

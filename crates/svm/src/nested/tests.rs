@@ -36,7 +36,7 @@ impl L1Memory for Block {
 
 fn in_l2() -> (Svm<Counting<Model>>, Gprs, Block) {
     let features = Features { asids: 8, npt: true, nrip_save: true, ..Features::default() };
-    let _ = crate::percpu::set_up(features, 1);
+    let _ = crate::percpu::set_up(features, 4);
     let mut svm = Svm::new(Counting::new(Model::default()), features).unwrap();
     let efer = (Efer::SVME | Efer::LME | Efer::SCE).bits();
     svm.set_limits(GuestLimits {
