@@ -395,9 +395,9 @@ unsafe impl FlushRemote for Waiting<'_> {
 
 fn a_lockless_look_survives_tables_being_freed(format: Format) {
     let (tdp, stop, sections) = (tdp(format), AtomicBool::new(false), AtomicU64::new(0));
+    let found = AtomicU64::new(0);
     std::thread::scope(|s| {
         s.spawn(|| {
-            let mut found = 0u64;
             while !stop.load(Ordering::Relaxed) {
                 sections.fetch_add(1, Ordering::SeqCst);
                 section(|s| {
@@ -405,21 +405,23 @@ fn a_lockless_look_survives_tables_being_freed(format: Format) {
                     for gfn in (0..4096).step_by(64) {
                         if let Some(leaf) = lookup(&view, Gfn(gfn)) {
                             assert_eq!(leaf.pfn.0, gfn + 0x10000);
-                            found += 1;
+                            found.fetch_add(1, Ordering::Relaxed);
                         }
                     }
                 });
                 sections.fetch_add(1, Ordering::SeqCst);
             }
-            assert!(found > 0);
         });
         let flush = Waiting { sections: &sections };
-        for round in 0..300u64 {
+        // On a machine with much else to do, the other thread comes late.
+        let mut round = 0u64;
+        while round < 300 || found.load(Ordering::Relaxed) == 0 {
             for gfn in (0..4096).step_by(64) {
-                let level = if round % 3 == 0 && gfn % 512 == 0 { 2 } else { 1 };
+                let level = if round.is_multiple_of(3) && gfn % 512 == 0 { 2 } else { 1 };
                 map(&tdp, gfn, &Mapping { level, ..page(gfn + 0x10000) });
             }
             tdp.zapper().zap(Gfn(0), Gfn(4096), Thoroughness::Tables, &flush);
+            round += 1;
         }
         (0..4096).step_by(64).for_each(|g| _ = map(&tdp, g, &page(g + 0x10000)));
         std::thread::sleep(std::time::Duration::from_millis(20));

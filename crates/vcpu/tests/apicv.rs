@@ -154,7 +154,7 @@ proptest! {
                     // The kick, and the entry.
                     let more = served.drain();
                     hardware.reported = served.reported();
-                    if hardware.page.request(&more) {
+                    if hardware.page.request(&more).is_some() {
                         hardware.write_status(hardware.page.status());
                     }
                 }

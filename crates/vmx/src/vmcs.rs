@@ -39,6 +39,9 @@ pub(crate) struct Vmcs {
     loaded: Cell<bool>,
     /// It was launched since it was cleared last.
     pub(crate) launched: Cell<bool>,
+    /// Its preemption timer may hold less than the longest time, while another is the vCPU's: what
+    /// `attention::TIMER` says of the vCPU's.
+    pub(crate) timer_runs: Cell<bool>,
     /// HOST_RSP as this VMCS has it, while another is the vCPU's.
     pub(crate) host_rsp: Cell<u64>,
     /// The fields that never change are in it.
@@ -88,6 +91,7 @@ impl Vmcs {
             fields: empty_fields()?,
             loaded: Cell::new(false),
             launched: Cell::new(false),
+            timer_runs: Cell::new(false),
             host_rsp: Cell::new(0),
             initialised: Cell::new(false),
             unnoted: Cell::new(false),

@@ -73,7 +73,10 @@ impl State {
             if page.standing.get() != Standing::Settling {
                 continue;
             }
-            if self.compare_last(view, id) {
+            // Its slot may have gone and come back since: then nothing keeps the guest from writing.
+            let chunk = self.frames.chunk(page.gfn.get());
+            let protected = chunk.is_some_and(|chunk| chunk.is_protected(page.gfn.get()));
+            if protected && self.compare_last(view, id) {
                 page.standing.set(Standing::Synced);
                 count(&self.counters.settled);
             } else {

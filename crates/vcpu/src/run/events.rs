@@ -123,7 +123,7 @@ impl Stalls {
 
     /// One more: whether the loop may go on.
     #[inline]
-    fn count(&mut self, delivering: bool) -> Next {
+    pub(crate) fn count(&mut self, delivering: bool) -> Next {
         let weight = if delivering { Self::OF_DELIVERY } else { 1 };
         self.0 = self.0.saturating_add(weight);
         if self.0 < Self::MOST { Next::Again } else { Next::Done }

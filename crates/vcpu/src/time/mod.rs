@@ -302,8 +302,9 @@ impl<B: Backend> Vcpu<B> {
     /// The CPU has ended the guest's run at the deadline that it watches, or for nothing.
     pub(crate) fn expire_hv_timer(&mut self, s: Section<'_>) -> Next {
         if !self.hv_timer_is_due() {
-            // Sooner, for the time is further away than the CPU counts.
-            return Next::Again;
+            // Sooner, for the time is further away than the CPU counts. A timer that is spent at the entry comes
+            // before the host's interrupts: that a run ends so again and again must not keep the loop.
+            return self.rare.stalls.count(false);
         }
         match self.shared.lapic.next_expiry() {
             Expiry::Tsc(_) if self.time.lazy.enabled() => self.expire_lazy_deadline_in_loop(s),

@@ -5,8 +5,8 @@ use super::*;
 use crate::features::{Controls, Features};
 use crate::{fields, percpu};
 use backend::{
-    ControlRegisters, GuestLimits, LiveRegisters as _, Msrs as _, Nested as _, Outside,
-    Permissions, Reach, Registers, SegmentName, Translation, Turn, WorldSwitch,
+    ControlRegisters, DeadlineWatch, GuestLimits, LiveRegisters as _, Msrs as _, Nested as _,
+    Outside, Permissions, Reach, Registers, SegmentName, Translation, Turn, WorldSwitch,
 };
 use core::cell::{Cell, RefCell};
 use cpu::{Counting, Model, ModelVmcs, VmxCpu};
@@ -162,8 +162,11 @@ struct Rig {
 
 impl Rig {
     fn new(vmcs12: &Vmcs12, efer: u64) -> Self {
+        Self::on(features(), vmcs12, efer)
+    }
+
+    fn on(f: Features, vmcs12: &Vmcs12, efer: u64) -> Self {
         let alone = CPUS.lock().unwrap_or_else(PoisonError::into_inner);
-        let f = features();
         let _ = percpu::set_up(f, 4);
         host::std_port::test::set_cpu(0);
         let mut model = Model::default();
@@ -658,4 +661,37 @@ fn what_l1_injects_stays_with_its_entry() {
     r.enter(ExitReason::Cpuid, |_| {});
     let _ = r.v.claims(&r.g, &r.m).unwrap();
     assert!(!r.v.injects_for_l1());
+}
+
+/// A deadline was near when L2 was entered, came, and nobody watches another. L2 is not entered with what is left of
+/// its timer, which would end its runs at once, ahead of the host's interrupts; the model CPU refuses such an entry.
+#[test]
+fn l2_comes_back_without_the_timer_of_a_deadline_that_has_come() {
+    let mut f = features();
+    f.preemption_timer = Some(5);
+    f.pin.base |= PinControls::PREEMPTION_TIMER;
+    let mut r = Rig::on(f, &good(), 0xd01);
+    r.settle();
+    let far = field::PREEMPTION_TIMER;
+    let due = r.v.guest_tsc_of_now() + 64;
+    DeadlineWatch::watch(&mut r.v, due);
+    r.enter(ExitReason::PreemptionTimer, move |v| assert!(v.get(far) <= 3));
+    DeadlineWatch::watch(&mut r.v, 0);
+    // The interrupt of the deadline is L1's.
+    r.enter(ExitReason::Cpuid, move |v| assert_eq!(v.get(far), u32::MAX));
+    let due = r.v.guest_tsc_of_now() + 64;
+    DeadlineWatch::watch(&mut r.v, due);
+    r.enter(ExitReason::Cpuid, move |v| assert!(v.get(far) <= 3));
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    DeadlineWatch::watch(&mut r.v, 0);
+    r.enter(ExitReason::Hlt, move |v| assert_eq!(v.get(far), u32::MAX));
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    r.enter(ExitReason::Cpuid, move |v| assert_eq!(v.get(far), u32::MAX));
+}
+
+impl Vmx<Counting<Model>> {
+    fn guest_tsc_of_now(&mut self) -> u64 {
+        let host = backend::Clock::host_tsc(self);
+        backend::Clock::guest_tsc(self, host)
+    }
 }

@@ -37,10 +37,13 @@ impl<C: Cpu> Vmx<C> {
         }
         self.shadow_over.set(false);
         self.nmi_behind_sti = false;
+        // A timer belongs to its VMCS: one that was set for a deadline that nobody watches any more ends each run
+        // at its first instruction.
+        self.vmcs.timer_runs.set(self.attention & attention::TIMER != 0);
         core::mem::swap(&mut self.vmcs, &mut n.other);
         self.switch.host_rsp = self.vmcs.host_rsp.get();
         self.attention &= !attention::TIMER_SET;
-        if self.deadline.is_watched() {
+        if self.deadline.is_watched() || self.vmcs.timer_runs.get() {
             self.attention |= attention::TIMER;
         }
         if let Some(host) = host {
