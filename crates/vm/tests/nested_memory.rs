@@ -10,6 +10,7 @@ use gannet_vm::vcpus::VcpuTable;
 use host::page::Pages;
 use host::std_port::test;
 use irqchip::lapic::CpuRole;
+use mmu::shadow::NestedFrame;
 use mmu::tdp::FlushRemote;
 use mmu::{
     EptOffer, EptSupport, Format, L1Fault, NestedAccess, NestedFault, NestedRoot, NestedRoots,
@@ -183,8 +184,19 @@ impl Bench {
     }
 
     fn fault(&self, runner: &mut Runner, n: u64, write: bool) -> NestedOutcome {
+        self.fault_lacking(runner, n, write, None)
+    }
+
+    fn fault_lacking(
+        &self,
+        runner: &mut Runner,
+        n: u64,
+        write: bool,
+        missing: Option<&NestedFrame>,
+    ) -> NestedOutcome {
         let Runner { roots, cache, cpu, .. } = runner;
-        self.memory.nested_fault(self.cpus.by(*cpu), cache, roots, &self.told(n, write))
+        let (by, access) = (self.cpus.by(*cpu), self.told(n, write));
+        self.memory.nested_fault(by, cache, roots, &access, missing)
     }
 
     fn release(&self, mut runner: Runner) {
@@ -230,6 +242,28 @@ fn a_fault_finds_tables_frames_and_pages_by_itself() {
         let leaf = walk(&runner.root, 20 << 12).unwrap();
         assert_eq!(leaf & (ADDRESS | 2), bench.hva(20).0 | 2);
         assert_eq!(bench.fault(&mut runner, 100, true), bench.absent(true));
+        bench.release(runner);
+    });
+}
+
+#[test]
+fn a_frame_that_was_missing_is_brought_and_decides_nothing() {
+    both(|ept| {
+        let bench = Bench::new(ept, 0);
+        let mut runner = bench.runner();
+        assert_eq!(bench.fault(&mut runner, 20, true), FIXED);
+        // The right one; none of a slot's, by a table and without; another's.
+        for (n, gpa) in [(21, (FIRST + 21) << 12), (22, 0x7000_0000), (23, (FIRST + 40) << 12)] {
+            for table in [None, Some(L1Fault::Misconfiguration)] {
+                let missing = NestedFrame { gpa: Gpa(gpa), write: true, exec: false, table };
+                assert_eq!(bench.fault_lacking(&mut runner, n, true, Some(&missing)), FIXED);
+                let leaf = walk(&runner.root, n << 12).unwrap();
+                assert_eq!(leaf & (ADDRESS | 2), bench.hva(n).0 | 2);
+            }
+        }
+        let missing = NestedFrame { gpa: Gpa(FIRST << 12), write: true, exec: false, table: None };
+        let refused = bench.fault_lacking(&mut runner, 100, true, Some(&missing));
+        assert_eq!(refused, bench.absent(true));
         bench.release(runner);
     });
 }

@@ -21,6 +21,9 @@ pub const RESULTS: u64 = 0x20000;
 
 /// Beyond all memory of the guest, below the devices: what the `page_fault` workload touches.
 pub const FRESH_MEMORY: u64 = 0x4000_0000;
+/// Its first pages, for the tables that a guest which is a hypervisor has for its guest: a root, a page-directory-pointer
+/// table, two page directories and 512 page tables.
+pub const NESTED_TABLES: u64 = (4 + 512) * PAGE;
 /// Pages of which a paged workload touches some after each switch, unless it touches all.
 pub const WORKING_SET: u64 = 8;
 /// The most pages that a paged workload maps: what its tables' entries cover, with room for the tables.

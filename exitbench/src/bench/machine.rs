@@ -72,7 +72,10 @@ impl Machine {
         let vm = Vm::new(hypervisor, workload.irqchip, memory, workload.vcpus)?;
         let fresh_pages = match plan.mapped {
             Some(mapped) => mapped.pages + page_tables::small_page_tables(mapped.pages),
-            None if plan.fresh_pages => passes.samples() + passes.marker_iterations,
+            None if plan.fresh_pages => {
+                let before = plan.argument.saturating_sub(FRESH_MEMORY) / PAGE;
+                before + passes.samples() + passes.marker_iterations
+            }
             None => 0,
         };
         let fresh_memory = if fresh_pages > 0 {

@@ -65,6 +65,7 @@ macro_rules! guest_program {
             ".set exitbench_root, {root}",
             ".set exitbench_nested, {nested}",
             ".set exitbench_second_root, {second_root}",
+            ".set exitbench_fresh, {fresh}",
             concat!("exitbench_", $name, "_start:"),
             $($setup,)*
             ".balign 64, 0x90",
@@ -110,6 +111,7 @@ macro_rules! guest_program {
             root = const crate::bench::layout::ROOT,
             nested = const crate::bench::layout::NESTED,
             second_root = const crate::bench::layout::SECOND_ROOT,
+            fresh = const crate::bench::layout::FRESH_MEMORY,
             done = const crate::bench::layout::PORT_DONE,
             count = const crate::bench::layout::PORT_COUNT,
             options(att_syntax),

@@ -40,7 +40,7 @@ pub struct Plan {
     pub argument: u64,
     /// Which handler acknowledges the workload's interrupts.
     pub apic: ApicMode,
-    /// Whether each operation touches a page of memory of its own.
+    /// Whether each operation touches a page of memory of its own, from `argument` on.
     pub fresh_pages: bool,
     /// Pages that the guest maps one by one and touches before the first operation.
     pub mapped: Option<Mapped>,

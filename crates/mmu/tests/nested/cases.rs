@@ -97,6 +97,32 @@ fn what_l1_takes_away_stays_until_its_flush_and_no_longer() {
 }
 
 #[test]
+fn a_fault_goes_by_l1s_tables_of_now_on_a_way_that_is_there_already() {
+    for kind in both() {
+        let machine = plain(kind, false);
+        let reach = |gpa| machine.access(0, gpa, &Access::WRITE).map(|page| page.pfn);
+        let pfn = |gfn: usize| machine.pages[gfn].hpa().0 >> 12;
+        assert_eq!(reach(20 << 12), Ok(pfn(20)));
+        // Nothing is mapped at 70. Another table takes the place of the last one, then of the one above, without a flush.
+        assert!(matches!(reach(70 << 12), Err(Refused::L1(_))));
+        machine.poke(40, 70, 33 << 12 | page(&kind));
+        machine.poke(3, 0, 40 << 12 | full(&kind));
+        assert_eq!(reach(70 << 12), Ok(pfn(33)));
+        assert!(matches!(reach(71 << 12), Err(Refused::L1(_))));
+        machine.poke(41, 0, 42 << 12 | full(&kind));
+        machine.poke(42, 71, 34 << 12 | page(&kind));
+        machine.poke(2, 0, 41 << 12 | full(&kind));
+        assert_eq!(reach(71 << 12), Ok(pfn(34)));
+        // An entry on the way forbids what it allowed.
+        machine.poke(2, 0, 41 << 12 | full(&kind) & !2);
+        assert!(matches!(reach(72 << 12), Err(Refused::L1(_))));
+        machine.poke(42, 72, 35 << 12 | page(&kind));
+        assert!(matches!(reach(72 << 12), Err(Refused::L1(_))));
+        machine.audit();
+    }
+}
+
+#[test]
 fn what_l1_marks_clean_or_unused_is_marked_again_when_it_is_used() {
     for kind in both() {
         let machine = plain(kind, false);

@@ -20,7 +20,7 @@ use mmu::nested::{
 };
 use mmu::{
     CodeFetch, EptOffer, GuestMemory, L1Fault, NestedAccess, NestedFault, NestedRoots,
-    NestedSwitch, PagingContext, Section, Tables, walk,
+    NestedSwitch, PagingContext, Section, Tables, shadow::NestedFrame, walk,
 };
 use stats::VcpuCount;
 use vm::memory::{MemoryError, NestedOutcome, shadow::Caller};
@@ -49,6 +49,8 @@ pub(crate) struct Stage {
     fetch: KBox<CodeFetch>,
     /// An access in software that L1's tables refuse, L2-physical.
     refused: Option<(Gpa, TablesRefuse)>,
+    /// The frame that a fault inside the loop lacked.
+    missing: Option<NestedFrame>,
 }
 
 impl Stage {
@@ -56,7 +58,7 @@ impl Stage {
     fn new() -> Result<KBox<Self>, NoMemory> {
         const ROOTS: NestedRoots = NestedRoots::new();
         let fetch = crate::code_fetch()?;
-        KBox::make(|| Self { tables: None, roots: ROOTS, fetch, refused: None })
+        KBox::make(|| Self { tables: None, roots: ROOTS, fetch, refused: None, missing: None })
     }
 }
 
@@ -261,7 +263,11 @@ impl<B: Backend> Vcpu<B> {
                 let done = nested.refuse(gprs, at, told(fault), undelivered, &l1);
                 self.refused(done, undelivered)
             }
-            NestedFault::NeedFrame(_) | NestedFault::NeedPages(_) => Next::Leave,
+            NestedFault::NeedFrame(missing) => {
+                stage.missing = Some(missing);
+                Next::Leave
+            }
+            NestedFault::NeedPages(_) => Next::Leave,
         }
     }
 
@@ -300,7 +306,8 @@ impl<B: Backend> Vcpu<B> {
             return Ok(());
         };
         let by = Caller { vcpu: shared, flush: &***vm };
-        let outcome = memory.nested_fault(by, tables, &mut stage.roots, access);
+        let missing = take(&mut stage.missing);
+        let outcome = memory.nested_fault(by, tables, &mut stage.roots, access, missing.as_ref());
         if let NestedOutcome::L1(fault) = outcome {
             let undelivered = self.b.interrupted_delivery();
             self.refuse_outside(Gpa(access.gpa), told(fault), undelivered);

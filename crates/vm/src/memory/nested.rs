@@ -88,17 +88,22 @@ impl VmMemory {
     }
 
     /// [`mmu::ShadowGuard::nested_fault`], to the end: finds the frames and pages that it lacks. `cache` is the
-    /// vCPU's own. Runs in the VMM's address space.
+    /// vCPU's own. `missing`: a frame that was missing inside the loop, which is brought at once; what it comes to is not
+    /// believed, as L1's tables may say something else by now. Runs in the VMM's address space.
     pub fn nested_fault<F: FlushRemote + ?Sized>(
         &self,
         by: Caller<'_, F>,
         cache: &mut TableCache,
         roots: &mut NestedRoots,
         access: &NestedAccess,
+        missing: Option<&NestedFrame>,
     ) -> NestedOutcome {
         let Some(nested) = self.nested() else {
             return NestedOutcome::Error(MemoryError::NoMemory);
         };
+        if let Some(missing) = missing {
+            let _ = self.find_nested(nested, cache, roots, missing, by.flush);
+        }
         for _ in 0..ROUNDS {
             let outcome = self
                 .on_shadow(by.vcpu, nested, |view, guard| guard.nested_fault(view, roots, access));

@@ -2,12 +2,58 @@
 //! trip from its guest (L2), which does one instruction that L1 intercepts, and back.
 //!
 //! L1 shares its page tables with L2 and answers an exit by moving RIP past the instruction, so that what is
-//! measured is the hypervisor below.
+//! measured is the hypervisor below. For `nested_page_fault` it has tables for L2's physical addresses beside, and answers by
+//! mapping the page: one operation is that exit, and the fault of L2's that finds the page in L1's tables alone.
 
+use super::layout::{FRESH_MEMORY, NESTED_TABLES};
 use super::program::Program;
 use super::workload::{Guest, Plan, Unsupported, Workload, require};
 use crate::vmm::hypervisor::Vendor;
 use crate::vmm::vm::Irqchip;
+
+/// L1 writes tables for its guest's physical addresses, with the flags of a table in ESI and of a large page in EDX: the
+/// first GiB one to one, and tables without a page for the fresh memory.
+macro_rules! write_tables {
+    () => {
+        "lea exitbench_fresh + 0x1000(%rsi), %eax
+         mov %rax, exitbench_fresh
+         add $0x1000, %eax
+         mov %rax, exitbench_fresh + 0x1000
+         add $0x1000, %eax
+         mov %rax, exitbench_fresh + 0x1008
+         xor %ecx, %ecx
+      0: mov %ecx, %eax
+         shl $21, %eax
+         or %edx, %eax
+         mov %rax, exitbench_fresh + 0x2000(,%rcx,8)
+         mov %ecx, %eax
+         shl $12, %eax
+         lea exitbench_fresh + 0x4000(%rax,%rsi), %eax
+         mov %rax, exitbench_fresh + 0x3000(,%rcx,8)
+         inc %ecx
+         cmp $512, %ecx
+         jb 0b"
+    };
+}
+
+/// L1 maps the page of the fresh memory at the guest-physical address in RAX, one to one, with the flags in EDX.
+macro_rules! map_page {
+    () => {
+        "and $-4096, %rax
+         add %rax, %rdx
+         sub $exitbench_fresh, %rax
+         shr $9, %rax
+         mov %rdx, exitbench_fresh + 0x4000(%rax)"
+    };
+}
+
+/// L2 touches one page after the other.
+macro_rules! touch_next {
+    () => {
+        "movb $1, (%rbx)
+         add $4096, %rbx"
+    };
+}
 
 mod svm;
 mod vmx;
@@ -20,6 +66,7 @@ struct Programs {
     wrmsr: fn() -> Program,
     pio: fn() -> Program,
     entry: fn() -> Program,
+    page_fault: fn() -> Program,
 }
 
 /// Every nested workload, in the order in which they run.
@@ -33,6 +80,11 @@ pub const ALL: &[Workload] = &[
     workload("nested_pio", "OUT of a guest's guest", |guest| plan(guest, |of| of.pio)),
     workload("nested_entry", "entry of a guest's guest that leaves at once", |guest| {
         plan(guest, |of| of.entry)
+    }),
+    workload("nested_page_fault", "first touch of a page by a guest's guest (4 KiB)", |guest| {
+        let touched = FRESH_MEMORY + NESTED_TABLES;
+        let plan = plan(guest, |of| of.page_fault)?;
+        Ok(Plan { argument: touched, fresh_pages: true, ..plan })
     }),
 ];
 

@@ -1,4 +1,4 @@
-//! L1 for SVM: one control block, without nested paging, whose guest runs in L1's own address space.
+//! L1 for SVM: one control block, whose guest runs in L1's own address space; without nested paging but for page faults.
 //!
 //! APM vol. 2 §15.5 (VMRUN), appendix B (the block). After an exit L1 goes on with GIF clear, which no workload
 //! here minds: no interrupt is wanted.
@@ -13,10 +13,10 @@ macro_rules! skip {
 }
 
 /// Defines a program whose L2 executes `instruction` for ever, with these flags, this virtual interrupt and under these
-/// words of intercepts, and whose L1 does what is named `after` an exit.
+/// words of intercepts, and whose L1 does what is named `after` an exit. `paging` is done with the block's address in RDI.
 macro_rules! svm_program {
     ($function:ident, $name:literal, third: $third:literal, fourth: $fourth:literal, flags: $flags:literal,
-     interrupt: $interrupt:literal, before: [$($before:expr),*], instruction: $instruction:literal,
+     interrupt: $interrupt:literal, $(paging: [$($paging:expr),*],)? before: [$($before:expr),*], instruction: $instruction:expr,
      after: $after:expr) => {
         guest_program!(
             $function,
@@ -92,6 +92,7 @@ macro_rules! svm_program {
                 "mov %rax, 0x5d8(%rdi)",
                 "movabs $0x0007040600070406, %rax",
                 "mov %rax, 0x668(%rdi)",
+                $($($paging,)*)?
                 "jmp 6f",
                 // L2. What it needs in registers it sets each time: L1 shares all but RAX and RSP with it.
                 "7:",
@@ -123,7 +124,14 @@ svm_program!(pio, "nested_svm_pio", third: "1 << 27", fourth: "0", flags: "2", i
 // A virtual interrupt waits that L2 can take, and L1 intercepts that: L2 exits before its first instruction.
 svm_program!(entry, "nested_svm_entry", third: "1 << 4", fourth: "0", flags: "0x202",
     interrupt: "1 << 8 | 1 << 20", before: [], instruction: "ud2", after: "nop");
+// Present, writable, a user's, accessed, dirty.
+svm_program!(page_fault, "nested_svm_page_fault", third: "0", fourth: "0", flags: "2", interrupt: "0",
+    paging: ["mov $0x67, %esi; mov $0xe7, %edx", write_tables!(), "movq $1, 0x90(%rdi)",
+        "movq $exitbench_fresh, 0xb0(%rdi)"],
+    before: [], instruction: touch_next!(),
+    after: concat!("cmpq $0x400, exitbench_nested + 0x70; je 0f; ud2; 0: ",
+        "mov exitbench_nested + 0x80, %rax; mov $0x67, %edx; ", map_page!()));
 
 /// The programs, for L1s of this kind.
 pub const PROGRAMS: super::Programs =
-    super::Programs { cpuid, hypercall: vmmcall, hlt, wrmsr, pio, entry };
+    super::Programs { cpuid, hypercall: vmmcall, hlt, wrmsr, pio, entry, page_fault };

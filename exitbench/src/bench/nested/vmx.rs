@@ -1,4 +1,4 @@
-//! L1 for VMX: one VMCS, without EPT, whose guest runs in L1's own address space.
+//! L1 for VMX: one VMCS, whose guest runs in L1's own address space; without EPT but for page faults.
 //!
 //! SDM vol. 3C chapters 24 to 31. The host's RIP is a trampoline that jumps to where the operation goes on, since an
 //! operation stands in a program twice. Fields that are not in the table below are zero, as VMCLEAR of a page of
@@ -18,10 +18,11 @@ macro_rules! skip {
 }
 
 /// Defines a program whose L2 executes `instruction` for ever, with these flags and under these primary controls, and
-/// whose L1 does what is named `after` an exit.
+/// whose L1 does what is named `after` an exit. `ept` has what is done for EPT, the control and the fields.
 macro_rules! vmx_program {
-    ($function:ident, $name:literal, primary: $primary:literal, flags: $flags:literal, before: [$($before:expr),*],
-     instruction: $instruction:literal, after: $after:expr) => {
+    ($function:ident, $name:literal, primary: $primary:literal, flags: $flags:literal,
+     $(ept: [$tables:expr, $control:literal, $fields:literal],)? before: [$($before:expr),*],
+     instruction: $instruction:expr, after: $after:expr) => {
         guest_program!(
             $function,
             $name,
@@ -57,6 +58,7 @@ macro_rules! vmx_program {
                 "movq $exitbench_nested + 0x1000, (%rsp)",
                 "vmclear (%rsp)",
                 "vmptrld (%rsp)",
+                $($tables,)?
                 // Controls: what is wanted, and what the capability MSR demands and allows.
                 "lea 3f(%rip), %rsi",
                 "2:",
@@ -143,7 +145,7 @@ macro_rules! vmx_program {
                 ".long 0x481, 0, 0x4000",
                 concat!(".long 0x482, 1 << 31 | ", $primary, ", 0x4002"),
                 // A tag for L2's translations, as every hypervisor gives one: else all are dropped at each transition.
-                ".long 0x48b, 1 << 5, 0x401e",
+                concat!(".long 0x48b, 1 << 5", $(" | ", $control,)? ", 0x401e"),
                 // The host has 64 bits; the guest is in IA-32e mode.
                 ".long 0x483, 1 << 9, 0x400c",
                 ".long 0x484, 1 << 9, 0x4012",
@@ -157,6 +159,7 @@ macro_rules! vmx_program {
                 ".long 0x4814, 0xc093, 0x4816, 0xa09b, 0x4818, 0xc093, 0x481a, 0xc093, 0x481c, 0xc093",
                 ".long 0x481e, 0xc093, 0x4820, 0x10000, 0x4822, 0x8b",
                 concat!(".long 0x681a, 0x400, 0x6820, ", $flags),
+                $($fields,)?
                 ".long 0",
                 // L2. What it needs in registers it sets each time: L1 shares all but RSP with it.
                 "7:",
@@ -194,7 +197,13 @@ vmx_program!(pio, "nested_vmx_pio", primary: "1 << 24", flags: "2",
 // L2 can take interrupts and L1 waits for that: L2 exits before its first instruction.
 vmx_program!(entry, "nested_vmx_entry", primary: "1 << 2", flags: "0x202",
     before: [], instruction: "ud2", after: "nop");
+// Readable, writable, executable; a page write-back.
+vmx_program!(page_fault, "nested_vmx_page_fault", primary: "0", flags: "2",
+    ept: [concat!("mov $7, %esi; mov $0xb7, %edx; ", write_tables!()), "2", ".long 0x201a, exitbench_fresh + 0x1e"],
+    before: [], instruction: touch_next!(),
+    after: concat!("mov $0x4402, %edx; vmread %rdx, %rax; cmp $48, %eax; je 0f; ud2; 0: ",
+        "mov $0x2400, %edx; vmread %rdx, %rax; mov $0x37, %edx; ", map_page!()));
 
 /// The programs, for L1s of this kind.
 pub const PROGRAMS: super::Programs =
-    super::Programs { cpuid, hypercall: vmcall, hlt, wrmsr, pio, entry };
+    super::Programs { cpuid, hypercall: vmcall, hlt, wrmsr, pio, entry, page_fault };

@@ -3,6 +3,9 @@
 //! As for a guest's own tables ([`super::super::fault`]): the first half changes nothing; when it knows that the
 //! access is allowed and has all that it needs, the second sets accessed and dirty bits in L1's tables and
 //! makes the entries.
+//!
+//! Most faults are on a way that the pages have already, but for its end. There L1's entries need not be understood again:
+//! they are those that the links were made from.
 
 use x86::{Gfn, Gpa};
 
@@ -34,6 +37,25 @@ pub(super) struct Target<'a> {
     pub(super) copy: u64,
 }
 
+impl<'a> Target<'a> {
+    /// What an entry of L1's, the last of its walk, has mapped.
+    fn of(last: &Step, grant: Grant, found: &Found<'a>, access: &NestedAccess) -> Self {
+        let dirty = last.role.dirty();
+        // Clean: read-only until the write that sets the bit, unless the bit cannot be set.
+        let clean = last.entry & dirty != dirty && !access.write;
+        let grant = if clean { grant.without(Grant::W) } else { grant };
+        let &Found { gfn, known, chunk } = found;
+        Self { gfn, known, chunk, grant, copy: last.entry }
+    }
+}
+
+/// The frame that an access goes to, as the tree has it.
+struct Found<'a> {
+    gfn: Gfn,
+    known: u64,
+    chunk: &'a Chunk,
+}
+
 impl State {
     /// See [`super::super::ShadowGuard::nested_fault`].
     pub(super) fn nested_fault(
@@ -46,8 +68,81 @@ impl State {
             debug_assert!(false, "a fault without a root");
             return NestedFault::Fixed { replaced: true };
         };
-        match self.nested_walk(view, top, access) {
-            Ok(mut walk) => self.nested_fix(view, roots, &mut walk, access),
+        match self.nested_known(view, roots, top, access) {
+            Some(fault) => fault,
+            None => self.nested_unknown(view, roots, top, access),
+        }
+    }
+
+    /// A fault where each link is what L1's entry says now, down to a page of the lowest level. `None`: it is not
+    /// so, or L1 is to hear more than that nothing is mapped.
+    fn nested_known(
+        &self,
+        view: &View<'_>,
+        roots: &NestedRoots,
+        top: PageId,
+        access: &NestedAccess,
+    ) -> Option<NestedFault> {
+        let (mut id, mut page) = (top, self.arena.page(top));
+        let mut role = page.role.get();
+        let level = role.level();
+        if access.gpa >> (12 + 9 * u32::from(level)) != 0 {
+            return None;
+        }
+        for level in (2..=level).rev() {
+            let (index, accessed) = (index_at(access.gpa, level), role.accessed());
+            let kid = page.kid(index);
+            if kid == 0 {
+                return None;
+            }
+            let entry = view.load_u64(&self.table_of(view, id)?, index << 3)?;
+            if entry != page.copy(index) || entry & accessed != accessed {
+                return None;
+            }
+            (id, page) = (kid, self.arena.page(kid));
+            role = page.role.get();
+            // Below a large page of L1's there is no table.
+            if role.is_direct() {
+                return None;
+            }
+        }
+        let (index, table) = (index_at(access.gpa, 1), self.table_of(view, id)?);
+        let entry = view.load_u64(&table, index << 3)?;
+        let grant = match role.read(entry) {
+            Reading::Leaf(grant) => role.grant().and(grant),
+            Reading::Absent => return Some(self.refuse(access, role, Refusal::Absent)),
+            Reading::Broken | Reading::Table(_) => return None,
+        };
+        if !access.passes(role, grant) {
+            return None;
+        }
+        let mut step = Step { entry, table: Some(table), gfn: page.gfn.get(), id, role };
+        let found = match self.nested_frame(view, &step, access) {
+            Ok(found) => found,
+            Err(wanted) => return Some(wanted),
+        };
+        if let Some(fault) =
+            self.settle_step(view, roots, &mut step, index << 3, (access, access.write))
+        {
+            return Some(fault);
+        }
+        let replaced = self.nested_small(view, id, &step, grant, &found, access);
+        count(&self.counters.fixed);
+        Some(NestedFault::Fixed { replaced })
+    }
+
+    /// Any other.
+    #[inline(never)]
+    fn nested_unknown(
+        &self,
+        view: &View<'_>,
+        roots: &NestedRoots,
+        top: PageId,
+        access: &NestedAccess,
+    ) -> NestedFault {
+        let mut walk = Walk { steps: [Step::NONE; 5], top: 0, leaf: 0, grant: Grant::ALL };
+        match self.nested_walk(view, top, access, &mut walk) {
+            Ok(()) => self.nested_fix(view, roots, &mut walk, access),
             Err(fault) => fault,
         }
     }
@@ -64,14 +159,15 @@ impl State {
         view: &View<'_>,
         top: PageId,
         access: &NestedAccess,
-    ) -> Result<Walk, NestedFault> {
+        walk: &mut Walk,
+    ) -> Result<(), NestedFault> {
         let first = self.arena.page(top);
         let (mut role, mut gfn, mut id) = (first.role.get(), first.gfn.get(), top);
         let level = role.level();
         if access.gpa >> (12 + 9 * u32::from(level)) != 0 {
             return Err(self.refuse(access, role, Refusal::Absent));
         }
-        let mut walk = Walk { steps: [Step::NONE; 5], top: level, leaf: 0, grant: Grant::ALL };
+        walk.top = level;
         for step in walk.steps.iter_mut().take(level.into()).rev() {
             let index = index_at(access.gpa, role.level());
             let table = match id {
@@ -103,7 +199,7 @@ impl State {
             role = role.below(index, grant);
             id = self.page_below(id, index, entry, gfn, role);
         }
-        Ok(walk)
+        Ok(())
     }
 
     /// The page made from table `gfn` in `role`, which L1's entry `index` behind page `id` leads to; or 0.
@@ -130,13 +226,9 @@ impl State {
         if !access.passes(last.role, walk.grant) {
             return self.refuse(access, last.role, Refusal::Rights(walk.grant));
         }
-        let gfn = last.role.frame_for(last.entry, access.gpa);
-        let chunk = self.frames.chunk(gfn);
-        let known = chunk.map_or(0, |chunk| self.frame(view, gfn, chunk, access.write));
-        let Some(chunk) = chunk.filter(|_| known != 0) else {
-            let gpa = Gpa(gfn.gpa().0 | access.gpa & 0xfff);
-            let (write, exec) = (access.write, access.fetch);
-            return NestedFault::NeedFrame(NestedFrame { gpa, write, exec, table: None });
+        let found = match self.nested_frame(view, &last, access) {
+            Ok(found) => found,
+            Err(wanted) => return wanted,
         };
         let missing = (1..walk.top).filter(|&n| n >= walk.leaf && walk.step(n).id == 0).count();
         let needed = missing + usize::from(walk.leaf.saturating_sub(1));
@@ -150,25 +242,38 @@ impl State {
             return NestedFault::NeedPages(needed);
         };
         let last = *walk.step(walk.leaf);
-        let dirty = last.role.dirty();
-        // Clean: read-only until the write that sets the bit, unless the bit cannot be set.
-        let clean = last.entry & dirty != dirty && !access.write;
-        let grant = if clean { walk.grant.without(Grant::W) } else { walk.grant };
-        let target = Target { gfn, known, chunk, grant, copy: last.entry };
-        let index = index_at(access.gpa, walk.leaf);
         if walk.leaf == 1 {
-            replaced |= self.nested_put(page, index, &target);
-            if let Some(table) = &last.table {
-                self.nested_ahead(view, page, index, table);
-            }
+            replaced |= self.nested_small(view, page, &last, walk.grant, &found, access);
         } else {
-            match self.nested_put_large(view, page, index, &target) {
+            let target = Target::of(&last, walk.grant, &found, access);
+            match self.nested_put_large(view, page, index_at(access.gpa, walk.leaf), &target) {
                 Some(other) => replaced |= other,
                 None => return NestedFault::NeedPages(needed),
             }
         }
         count(&self.counters.fixed);
         NestedFault::Fixed { replaced }
+    }
+
+    /// The frame that an entry of L1's leads the access to. An error: it must be found first.
+    fn nested_frame(
+        &self,
+        view: &View<'_>,
+        last: &Step,
+        access: &NestedAccess,
+    ) -> Result<Found<'_>, NestedFault> {
+        let gfn = last.role.frame_for(last.entry, access.gpa);
+        let chunk = self.frames.chunk(gfn);
+        let known = chunk.map_or(0, |chunk| self.frame(view, gfn, chunk, access.write));
+        match chunk.filter(|_| known != 0) {
+            Some(chunk) => Ok(Found { gfn, known, chunk }),
+            None => Err(NestedFault::NeedFrame(NestedFrame {
+                gpa: Gpa(gfn.gpa().0 | access.gpa & 0xfff),
+                write: access.write,
+                exec: access.fetch,
+                table: None,
+            })),
+        }
     }
 
     /// Sets accessed and dirty bits. `Some`: the fault is taken again, or a table must be writable
@@ -183,26 +288,45 @@ impl State {
         let (top, leaf) = (walk.top, walk.leaf);
         for level in (leaf..=top).rev() {
             let step = walk.steps.get_mut(usize::from(level.wrapping_sub(1)))?;
-            let role = step.role;
-            let dirty = if level == leaf && access.write { role.dirty() } else { 0 };
-            let wanted = step.entry | role.accessed() | dirty;
-            if wanted == step.entry {
-                continue;
-            }
             let offset = index_at(access.gpa, level) << 3;
-            match self.set_bits(view, step, offset, wanted) {
-                Some(true) => step.entry = wanted,
-                Some(false) => return Some(NestedFault::Fixed { replaced: false }),
-                // In ROM the bits stay as they are.
-                None if roots.roms.has(view.generation(), step.gfn) => {}
-                None => {
-                    return Some(NestedFault::NeedFrame(NestedFrame {
-                        gpa: entry_gpa(step.gfn, offset),
-                        write: true,
-                        exec: false,
-                        table: Some(access.refused(role, Refusal::Absent)),
-                    }));
-                }
+            let written = level == leaf && access.write;
+            let fault = self.settle_step(view, roots, step, offset, (access, written));
+            if fault.is_some() {
+                return fault;
+            }
+        }
+        None
+    }
+
+    /// The same for one entry, at `offset` of its table.
+    #[inline]
+    fn settle_step(
+        &self,
+        view: &View<'_>,
+        roots: &NestedRoots,
+        step: &mut Step,
+        offset: usize,
+        access: (&NestedAccess, bool),
+    ) -> Option<NestedFault> {
+        let (access, written) = access;
+        let role = step.role;
+        let dirty = if written { role.dirty() } else { 0 };
+        let wanted = step.entry | role.accessed() | dirty;
+        if wanted == step.entry {
+            return None;
+        }
+        match self.set_bits(view, step, offset, wanted) {
+            Some(true) => step.entry = wanted,
+            Some(false) => return Some(NestedFault::Fixed { replaced: false }),
+            // In ROM the bits stay as they are.
+            None if roots.roms.has(view.generation(), step.gfn) => {}
+            None => {
+                return Some(NestedFault::NeedFrame(NestedFrame {
+                    gpa: entry_gpa(step.gfn, offset),
+                    write: true,
+                    exec: false,
+                    table: Some(access.refused(role, Refusal::Absent)),
+                }));
             }
         }
         None
@@ -226,6 +350,24 @@ impl State {
             }
         }
         Some((id, replaced))
+    }
+
+    /// The page that an entry of L1's lowest level maps, in page `id`, and its neighbours. Whether another stood there.
+    fn nested_small(
+        &self,
+        view: &View<'_>,
+        id: PageId,
+        last: &Step,
+        grant: Grant,
+        found: &Found<'_>,
+        access: &NestedAccess,
+    ) -> bool {
+        let index = index_at(access.gpa, 1);
+        let replaced = self.nested_put(id, index, &Target::of(last, grant, found, access));
+        if let Some(table) = &last.table {
+            self.nested_ahead(view, id, index, table);
+        }
+        replaced
     }
 
     /// A page of 4 KiB at `index` of a page of the lowest level. Whether another stood there.
