@@ -35,6 +35,8 @@ pub enum Claim {
     /// A write of CR0, which is L1's if it changes more than L1 leaves to L2: asked with the value
     /// ([`Nested::claims_cr0`]).
     ByValue,
+    /// Ours, and an instruction that works on a page of L1's: the backend executes it ([`Nested::execute_for_l2`]).
+    Instruction,
 }
 
 /// An event that waits for the guest.
@@ -98,6 +100,11 @@ pub trait Nested: NestedPaging + NestedState {
     /// # Errors
     /// L1's memory cannot be had here.
     fn claims(&mut self, gprs: &Gprs, l1: &impl L1Memory) -> Result<Claim, Outside>;
+    /// Executes the instruction that the last exit of L2 is for ([`Claim::Instruction`]). L2 goes on behind it
+    /// ([`Executed::Retired`]), or its run has ended behind it ([`Executed::Left`]).
+    fn execute_for_l2(&mut self, _gprs: &mut Gprs, _l1: &impl L1Memory) -> Executed {
+        Executed::Shutdown
+    }
     /// Whether L1 is to hear of the write of CR0 that the last exit of L2 is for, after all. The exit is L1's then.
     fn claims_cr0(&mut self, new: Cr0) -> bool;
     /// Whether the last exit interrupted the delivery of an event that L1 injected and that else an instruction

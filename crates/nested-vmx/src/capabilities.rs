@@ -188,7 +188,7 @@ impl Offer {
 mod emulated {
     use super::{ExitControls, PinControls, ProcControls, ProcControls2, ept_vpid};
     pub const PIN: u32 = PinControls::PREEMPTION_TIMER.bits();
-    pub const PRIMARY: u32 = ProcControls::MSR_BITMAPS.bits();
+    pub const PRIMARY: u32 = ProcControls::MSR_BITMAPS.union(ProcControls::TPR_SHADOW).bits();
     pub const SECONDARY: u32 = ProcControls2::SHADOW_VMCS.bits();
     pub const EXIT: u32 = ExitControls::LOAD_EFER.bits()
         | ExitControls::SAVE_EFER.bits()

@@ -6,7 +6,7 @@ use crate::{EntryFailure, GuestMemory, Vmcs12};
 use x86::Gpa;
 
 fn controls_of(v: &Vmcs12) -> Result<(), controls::Broken> {
-    controls::check(v, &capabilities(), &LIMITS, &Memory::new())
+    controls::check(v, &capabilities(), &LIMITS)
 }
 
 fn host_of(v: &Vmcs12) -> Result<(), host::Broken> {
@@ -64,7 +64,7 @@ fn control_words_and_pages() {
         [PROC_CONTROLS = P | 1 << 28, MSR_BITMAP = 8] => MsrBitmaps;
         [PROC_CONTROLS = P | 1 << 21, VIRTUAL_APIC_ADDR = 8] => VirtualApic;
         [PROC_CONTROLS = P | 1 << 21, TPR_THRESHOLD = 16] => TprThreshold;
-        [PROC_CONTROLS = P | 1 << 21, TPR_THRESHOLD = 1] => TprThreshold;
+        [PROC_CONTROLS = P | 1 << 21, TPR_THRESHOLD = 0x10] => TprThreshold;
         [PROC_CONTROLS = P | 1 << 21, PROC_CONTROLS2 = 1, TPR_THRESHOLD = 1] => ok;
         [PROC_CONTROLS = P | 1 << 21, VIRTUAL_APIC_ADDR = 1 << 39, TPR_THRESHOLD = 1] => ok;
         [PROC_CONTROLS2 = 1 << 4] => TprShadow;

@@ -22,6 +22,7 @@ pub mod merge;
 pub mod operand;
 pub mod outcome;
 pub mod page_log;
+pub mod priority;
 pub mod reflect;
 pub mod saved;
 #[cfg(test)]

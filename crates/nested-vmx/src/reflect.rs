@@ -11,6 +11,7 @@ use x86::vmcs::{
 
 use crate::leave::Exit;
 use crate::merge::bitmaps::{self, Direction};
+use crate::priority::{self, Access};
 use crate::{GuestMemory, Vmcs12};
 
 /// Who handles an exit.
@@ -20,6 +21,8 @@ pub enum Claim {
     L0,
     /// L1, as an exit.
     L1,
+    /// L0, on L1's virtual-APIC page.
+    Priority(Access),
 }
 
 impl Claim {
@@ -195,6 +198,9 @@ fn control_register(v: &Vmcs12, qualification: u64, gprs: &Gprs) -> Claim {
     let changes = |value: u64, mask: Register, shadow: Register| {
         Claim::by_l1(v.get(mask) & (value ^ v.get(shadow)) != 0)
     };
+    if let Some(access) = priority::access(v, qualification, gprs) {
+        return Claim::Priority(access);
+    }
     let number = qualification & cr::NUMBER;
     match (qualification & cr::ACCESS, number) {
         (cr::MOV_TO, 0) => {

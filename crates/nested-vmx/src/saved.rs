@@ -340,7 +340,7 @@ fn check_l2(
     let (c, current) = (onto.capabilities, Some(Gpa(header.vmcs12_pa)));
     // L1 is in whatever mode its host state is for.
     let limits = Limits { long_mode: v.exit().contains(ExitControls::HOST_64), ..*onto.limits };
-    checks::controls::check(v, c, &limits, memory).map_err(|_| Refused::Checks)?;
+    checks::controls::check(v, c, &limits).map_err(|_| Refused::Checks)?;
     checks::host::check(v, c, &limits).map_err(|_| Refused::Checks)?;
     checks::guest::check_saved(v, c, &limits, current, memory).map_err(|_| Refused::Checks)?;
     if header.flags & flag::RUN_PENDING == 0 {

@@ -222,7 +222,7 @@ proptest! {
                 image.write(u64::from(encoding), named, *word);
             }
         }
-        let _ = controls::check(&image, &c, &LIMITS, &memory);
+        let _ = controls::check(&image, &c, &LIMITS);
         let _ = gannet_nested_vmx::checks::host::check(&image, &c, &LIMITS);
         let _ = gannet_nested_vmx::checks::guest::check(&image, &c, &LIMITS, None, &memory);
         let mut vmcs = Vmcs02::new();

@@ -1,15 +1,15 @@
 //! VM-execution, VM-exit and VM-entry control fields (SDM vol. 3C §27.2.1). What is broken here is
 //! VM-instruction error 7.
 
+use x86::Cr0;
 use x86::vmcs::capability::Allowed;
 use x86::vmcs::controls::{EntryControls, ExitControls, PinControls, ProcControls, ProcControls2};
 use x86::vmcs::{Field, ReadWrite, event, field};
-use x86::{Cr0, Gpa};
 
 use super::{Limits, rule};
 use crate::capabilities::{EPTP_SWITCHING, ept_vpid, misc};
 use crate::memory::{is_page, is_physical};
-use crate::{Capabilities, GuestMemory, Vmcs12};
+use crate::{Capabilities, Vmcs12};
 
 /// The broken rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,11 +47,11 @@ pub enum Broken {
 
 type Checked = Result<(), Broken>;
 
-/// Checks all control fields.
-pub fn check(v: &Vmcs12, c: &Capabilities, limits: &Limits, memory: &impl GuestMemory) -> Checked {
+/// Checks all control fields. What is asked of memory too is in [`crate::priority::check`].
+pub fn check(v: &Vmcs12, c: &Capabilities, limits: &Limits) -> Checked {
     words(v, c)?;
     bitmaps(v, limits)?;
-    apic(v, limits, memory)?;
+    apic(v, limits)?;
     nmi(v)?;
     translation(v, c, limits)?;
     exit(v, c, limits)?;
@@ -92,7 +92,7 @@ fn bitmaps(v: &Vmcs12, limits: &Limits) -> Checked {
     Ok(())
 }
 
-fn apic(v: &Vmcs12, limits: &Limits, memory: &impl GuestMemory) -> Checked {
+fn apic(v: &Vmcs12, limits: &Limits) -> Checked {
     let second = v.secondary();
     let uses_page = ProcControls2::VIRTUALIZE_X2APIC
         | ProcControls2::APIC_REGISTERS
@@ -100,7 +100,7 @@ fn apic(v: &Vmcs12, limits: &Limits, memory: &impl GuestMemory) -> Checked {
     if v.primary().contains(ProcControls::TPR_SHADOW) {
         rule(page(v, field::VIRTUAL_APIC_ADDR, limits), Broken::VirtualApic)?;
         if !second.contains(ProcControls2::VIRTUAL_INTERRUPTS) {
-            threshold(v, memory)?;
+            rule(v.get(field::TPR_THRESHOLD) & !0xf == 0, Broken::TprThreshold)?;
         }
     } else {
         rule(!second.intersects(uses_page), Broken::TprShadow)?;
@@ -122,21 +122,6 @@ fn apic(v: &Vmcs12, limits: &Limits, memory: &impl GuestMemory) -> Checked {
         rule(good, Broken::PostedInterrupts)?;
     }
     Ok(())
-}
-
-/// Offset of the task priority in the virtual-APIC page.
-const TASK_PRIORITY: u64 = 0x80;
-
-fn threshold(v: &Vmcs12, memory: &impl GuestMemory) -> Checked {
-    let threshold = v.get(field::TPR_THRESHOLD);
-    rule(threshold & !0xf == 0, Broken::TprThreshold)?;
-    if v.secondary().contains(ProcControls2::VIRTUALIZE_APIC_ACCESSES) {
-        return Ok(());
-    }
-    // A page that is no memory has no priority that could be too low; the entry fails on it later.
-    let at = Gpa(v.get(field::VIRTUAL_APIC_ADDR) | TASK_PRIORITY);
-    let Ok(priority) = memory.read_u8(at) else { return Ok(()) };
-    rule(threshold <= u32::from(priority >> 4), Broken::TprThreshold)
 }
 
 fn nmi(v: &Vmcs12) -> Checked {

@@ -5,7 +5,7 @@ use x86::vmcs::{Group, Groups, InstructionError, field};
 use super::{Cpu, Level, Machine};
 use crate::checks::{self, Limits};
 use crate::outcome::EntryFailure;
-use crate::{Fail, GuestMemory};
+use crate::{Fail, GuestMemory, priority};
 
 /// An entry whose controls and host state are good.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,13 +58,13 @@ impl Machine {
         limits: &Limits,
         memory: &impl GuestMemory,
     ) -> Result<(), checks::controls::Broken> {
-        if self.unchecked.meets(CONTROLS) {
-            checks::controls::check(&self.vmcs12, &self.capabilities, limits, memory)
+        let changed = self.unchecked.meets(CONTROLS);
+        if changed {
+            checks::controls::check(&self.vmcs12, &self.capabilities, limits)?;
         } else if self.unchecked.has(Group::Injection) {
-            checks::controls::check_injection(&self.vmcs12, &self.capabilities)
-        } else {
-            Ok(())
+            checks::controls::check_injection(&self.vmcs12, &self.capabilities)?;
         }
+        priority::check(&self.vmcs12, changed, memory)
     }
 
     /// Checks the host-state fields if L1 has changed one since, and that they fit the mode of L1.

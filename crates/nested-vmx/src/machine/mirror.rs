@@ -39,10 +39,13 @@ const fn bit(encoding: u32) -> u32 {
     0
 }
 
-/// What an entry looks at only with an event to be injected, or with a TPR shadow.
-const SELDOM: u32 = bit(field::ENTRY_ERROR_CODE.encoding())
-    | bit(field::ENTRY_INSTRUCTION_LENGTH.encoding())
-    | bit(field::TPR_THRESHOLD.encoding());
+/// What an entry looks at only with an event to be injected.
+const WITH_EVENT: u32 =
+    bit(field::ENTRY_ERROR_CODE.encoding()) | bit(field::ENTRY_INSTRUCTION_LENGTH.encoding());
+/// What it looks at only with a TPR shadow.
+const WITH_PRIORITY: u32 = bit(field::TPR_THRESHOLD.encoding());
+/// What it does not look at each time.
+const SELDOM: u32 = WITH_EVENT | WITH_PRIORITY;
 
 /// A line that there is; the last for one that there is not.
 const fn line(at: usize) -> Served {
@@ -108,8 +111,12 @@ impl Machine {
             self.take_lines(self.mirror.ahead & !SELDOM, &mut read);
         }
         let injects = self.vmcs12.get(field::ENTRY_INTERRUPTION) & event::VALID != 0;
-        if injects || self.vmcs12.primary().contains(ProcControls::TPR_SHADOW) {
-            self.take_lines(self.mirror.ahead, &mut read);
+        let mut more = if injects { WITH_EVENT } else { 0 };
+        if self.vmcs12.primary().contains(ProcControls::TPR_SHADOW) {
+            more |= WITH_PRIORITY;
+        }
+        if self.mirror.ahead & more != 0 {
+            self.take_lines(self.mirror.ahead & more, &mut read);
         }
     }
 
@@ -177,31 +184,34 @@ impl Machine {
     /// of it.
     #[inline]
     pub fn give_mirror(&mut self, mut write: impl FnMut(u32, u64)) {
-        if self.mirror.known == u32::MAX && self.mirror.ahead == SELDOM {
-            each_line!(self, give_line, &mut write);
-            self.mirror.ahead = ALL_WRITTEN;
-            self.mirror.due = false;
+        let seldom = SELDOM & !self.mirror.ahead;
+        if self.mirror.known != u32::MAX || self.mirror.ahead & !SELDOM != 0 {
+            self.give_lines(u32::MAX, &mut write);
         } else {
-            self.give_lines(&mut write);
+            each_line!(self, give_line, &mut write);
+            if seldom != 0 {
+                self.give_lines(seldom, &mut write);
+            }
         }
+        self.mirror.known = u32::MAX;
+        self.mirror.ahead = ALL_WRITTEN;
+        self.mirror.due = false;
     }
 
     #[cold]
     #[inline(never)]
-    fn give_lines(&mut self, write: &mut impl FnMut(u32, u64)) {
-        let Mirror { values, known, ahead, due } = &mut self.mirror;
+    fn give_lines(&mut self, lines: u32, write: &mut impl FnMut(u32, u64)) {
+        let Mirror { values, known, ahead, .. } = &mut self.mirror;
         for (at, (served, held)) in SHADOWED.iter().zip(values).enumerate() {
             let line = 1 << at;
             let value = self.vmcs12.served(served);
-            if *ahead & line != 0 || *known & line != 0 && *held == value {
+            let same = *known & line != 0 && *held == value;
+            if lines & line == 0 || *ahead & line != 0 || same {
                 continue;
             }
             *held = value;
             write(served.encoding.into(), value);
         }
-        *known = u32::MAX;
-        *ahead = ALL_WRITTEN;
-        *due = false;
     }
 }
 
@@ -284,8 +294,28 @@ mod tests {
         hardware.give(&mut machine);
         hardware.0.insert(code.encoding(), 0x66);
         hardware.0.insert(field::ENTRY_INTERRUPTION.encoding(), 0x8000_0b0d);
-        assert_eq!(hardware.take(&mut machine), WRITTEN);
+        assert_eq!(hardware.take(&mut machine), WRITTEN - 1);
         assert_eq!(machine.vmcs12.get(code), 0x66);
+    }
+
+    #[test]
+    fn with_a_tpr_shadow_an_entry_looks_at_the_threshold() {
+        let (mut machine, mut hardware) = machine();
+        let primary = machine.vmcs12.get(field::PROC_CONTROLS);
+        machine.vmcs12.set(field::PROC_CONTROLS, primary | 1 << 21);
+        let threshold = field::TPR_THRESHOLD;
+        hardware.give(&mut machine);
+        for value in [6, 5] {
+            hardware.0.insert(threshold.encoding(), value);
+            assert_eq!(hardware.take(&mut machine), WRITTEN - 2);
+            assert_eq!(u64::from(machine.vmcs12.get(threshold)), value);
+            assert_eq!(hardware.give(&mut machine), 0);
+        }
+        // What is taken seldom and changed by L0 is given as well.
+        hardware.take(&mut machine);
+        machine.vmcs12.set(threshold, 9);
+        assert_eq!(hardware.give(&mut machine), 1);
+        assert_eq!(hardware.0[&threshold.encoding()], 9);
     }
 
     #[test]

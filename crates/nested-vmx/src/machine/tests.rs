@@ -444,3 +444,20 @@ fn a_late_failure_of_the_hardware_is_the_instructions() {
     assert_eq!(guest.machine.level(), Level::L1);
     assert_eq!(guest.read(0x4400), Ok(Then::Register(0, 7)));
 }
+
+#[test]
+fn every_entry_looks_at_the_priority() {
+    let mut guest = Guest::with_vmcs();
+    let primary = u64::from(good().get(field::PROC_CONTROLS)) | 1 << 21;
+    for (encoding, value) in [(0x4002, primary), (0x2012, 0x8000), (0x401c, 6)] {
+        guest.write(encoding, value).unwrap();
+    }
+    guest.memory.put(0x8080, &[0x6f]);
+    let mut hardware = Vmcs02::new();
+    round_trip(&mut guest, &mut hardware, Instruction::Vmlaunch);
+    // No VMWRITE tells of it.
+    guest.memory.put(0x8080, &[0x5f]);
+    assert_eq!(guest.run(Instruction::Vmresume), valid(InstructionError::InvalidControls));
+    guest.memory.put(0x8080, &[0x60]);
+    round_trip(&mut guest, &mut hardware, Instruction::Vmresume);
+}

@@ -33,12 +33,22 @@ impl<B: Backend> Vcpu<B> {
         let l1 = Mapped::new(&self.memory, self.memory.view(s));
         let done = nested.execute(&mut self.gprs, next, &l1);
         let entered = done == Executed::Entered;
-        if done == Executed::Retired && !needs_next_rip(&self.b) {
+        let next = if needs_next_rip(&self.b) {
+            self.executed(done, next)
+        } else {
+            self.executed_here(done, s)
+        };
+        if entered { self.nested_root_in_loop(s) } else { next }
+    }
+
+    /// Goes on after what was done inside the loop, where the CPU tells how long an instruction is.
+    fn executed_here(&mut self, done: Executed, s: Section<'_>) -> Next {
+        let mut next = 0;
+        if done == Executed::Retired {
             let Some(rip) = self.next_rip(s) else { return Next::Leave };
             next = rip;
         }
-        let next = self.executed(done, next);
-        if entered { self.nested_root_in_loop(s) } else { next }
+        self.executed(done, next)
     }
 
     /// The same outside, where all of L1's memory can be had.
@@ -68,6 +78,10 @@ impl<B: Backend> Vcpu<B> {
             Ok(Claim::L0) => self.answer_nested_fault(s),
             // Its value is found out by the emulator.
             Ok(Claim::ByValue) => Some(Next::Leave),
+            Ok(Claim::Instruction) => {
+                let done = nested.execute_for_l2(&mut self.gprs, &l1);
+                Some(self.executed_here(done, s))
+            }
             Ok(Claim::L1) => {
                 let done = nested.reflect(&mut self.gprs, &l1);
                 Some(self.executed(done, 0))
@@ -88,6 +102,9 @@ impl<B: Backend> Vcpu<B> {
             let _ = self.executed(done, 0);
             return Ok(());
         }
+        if claim == Ok(Claim::Instruction) {
+            return self.execute_for_l2_outside();
+        }
         if let Some(outcome) = self.nested_fault_outside() {
             return outcome;
         }
@@ -97,6 +114,15 @@ impl<B: Backend> Vcpu<B> {
             self.reflect_by_value();
         }
         handled
+    }
+
+    /// Executes the instruction that the last exit of L2 is for, with all of L1's memory.
+    fn execute_for_l2_outside(&mut self) -> Outcome {
+        let next = self.slow_next_rip()?;
+        let Some(nested) = self.b.nested_mut() else { return Ok(()) };
+        let done = nested.execute_for_l2(&mut self.gprs, &Whole::new(&self.memory, None));
+        let _ = self.executed(done, next);
+        Ok(())
     }
 
     /// L1 hears of a hypercall that L2 made by the other vendor's instruction. False: it asks for none.

@@ -5,7 +5,7 @@ use cpu::Cpu;
 use nested_vmx::Capabilities;
 use nested_vmx::capabilities::{Host, Offer, Refused};
 use x86::vmcs::capability::{FEATURE_CONTROL, VMX_BASIC};
-use x86::vmcs::{EntryControls, ExitControls, PinControls, ProcControls, ProcControls2};
+use x86::vmcs::{EntryControls, ExitControls, PinControls, ProcControls2};
 
 use super::kept::Nested;
 use crate::{features::Features, state::Vmx};
@@ -13,13 +13,13 @@ use crate::{features::Features, state::Vmx};
 /// How many capability MSRs there are, from VMX_BASIC to VMX_VMFUNC.
 const VMX_MSRS: usize = 18;
 
-/// What is offered: nothing that needs pages of L1's that the hardware would use by itself, or a timer or a counter
-/// beside those of L0.
+/// What is offered: nothing for which the hardware would use a page of L1's by itself, or that needs a timer or a
+/// counter beside those of L0. The page of a TPR shadow L0 uses, at each MOV of CR8.
 const OFFER: Offer = Offer {
     pin: Offer::WHOLE
         .pin
         .difference(PinControls::PREEMPTION_TIMER.union(PinControls::POSTED_INTERRUPTS)),
-    primary: Offer::WHOLE.primary.difference(ProcControls::TPR_SHADOW),
+    primary: Offer::WHOLE.primary,
     secondary: ProcControls2::EPT
         .union(ProcControls2::UNRESTRICTED_GUEST)
         .union(ProcControls2::DESCRIPTOR_TABLES)

@@ -48,6 +48,7 @@ impl<C: Cpu> Vmx<C> {
         Ok(match claim {
             reflect::Claim::L0 => Claim::L0,
             reflect::Claim::L1 => Claim::L1,
+            reflect::Claim::Priority(_) => Claim::Instruction,
         })
     }
 
@@ -73,6 +74,12 @@ impl<C: Cpu> Vmx<C> {
         self.leave_l2(n, gprs, &report, &memory)
     }
 
+    /// Whether L2's run can end here: what it needs of L1's memory can be had.
+    pub(super) fn may_leave<M: L1Memory>(n: &Nested, memory: &Memory<'_, M>) -> bool {
+        let stores = n.machine.vmcs12().get(field::EXIT_MSR_STORE_COUNT) != 0;
+        memory.is_whole() || !(stores || n.needs_memory_to_leave())
+    }
+
     /// L2's run ends with what L1 is told.
     pub(super) fn leave_l2<M: L1Memory>(
         &mut self,
@@ -81,14 +88,15 @@ impl<C: Cpu> Vmx<C> {
         report: &Report,
         memory: &Memory<'_, M>,
     ) -> Executed {
-        let v = n.machine.vmcs12();
-        let stores = v.get(field::EXIT_MSR_STORE_COUNT) != 0;
-        if (stores || n.needs_memory_to_leave()) && !memory.is_whole() {
+        if !Self::may_leave(n, memory) {
             return Executed::Outside;
         }
+        let stores = n.machine.vmcs12().get(field::EXIT_MSR_STORE_COUNT) != 0;
         if stores && self.store_msr_list(n, memory).is_err() {
             return Executed::Shutdown;
         }
+        // L1 is not told of a shadow that is over since L0 has executed the instruction in it.
+        self.clear_ended_shadow();
         let block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
         let known = Self::known(&block, self.efer.bits());
         n.machine.leave(&block, report, &known, memory);

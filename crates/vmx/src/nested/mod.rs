@@ -14,6 +14,7 @@ mod host_tables;
 mod instruction;
 pub(crate) mod kept;
 mod leave;
+mod priority;
 #[cfg(test)]
 mod round_trip_tests;
 mod saved;
@@ -158,6 +159,10 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         self.with_nested(|this, n| this.reflect_exit(n, gprs, l1)).unwrap_or(Executed::Shutdown)
     }
 
+    fn execute_for_l2(&mut self, gprs: &mut Gprs, l1: &impl L1Memory) -> Executed {
+        self.with_nested(|this, n| this.move_priority(n, gprs, l1)).unwrap_or(Executed::Shutdown)
+    }
+
     /// VMMCALL of L2 stays undefined, as on stock KVM.
     fn hypercall(&mut self, _: &mut Gprs, _: u64, _: &impl L1Memory) -> Option<Executed> {
         None
@@ -198,7 +203,7 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         self.stop_watching_tables()
     }
 
-    /// L2's CR8 is L1's local APIC's: a TPR shadow is not offered.
+    /// The priority that the CPU keeps is L1's local APIC's, whoever runs: with a TPR shadow L2's lies in L1's memory.
     fn has_own_priority(&self) -> bool {
         false
     }

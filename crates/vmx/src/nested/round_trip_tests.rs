@@ -19,8 +19,8 @@ use x86::vmcs::{
 use x86::{Gpa, Hpa, Segment, msr};
 use zerocopy::IntoBytes;
 
-struct Mem {
-    bytes: RefCell<Vec<u8>>,
+pub(super) struct Mem {
+    pub(super) bytes: RefCell<Vec<u8>>,
     whole: Cell<bool>,
 }
 impl L1Memory for Mem {
@@ -96,7 +96,7 @@ macro_rules! set {
     };
 }
 
-fn good() -> Vmcs12 {
+pub(super) fn good() -> Vmcs12 {
     let mut v = Vmcs12::new();
     set!(
         v,
@@ -152,20 +152,21 @@ const PTR: u64 = 0x100;
 /// CPUs are one process's: a test has them alone.
 static CPUS: Mutex<()> = Mutex::new(());
 
-struct Rig {
-    _alone: MutexGuard<'static, ()>,
-    v: Vmx<Counting<Model>>,
-    g: Gprs,
-    m: Mem,
+pub(super) struct Rig {
+    pub(super) v: Vmx<Counting<Model>>,
+    pub(super) g: Gprs,
+    pub(super) m: Mem,
     root: bool,
+    /// Behind the vCPU, which clears its VMCSs when it is dropped.
+    _alone: MutexGuard<'static, ()>,
 }
 
 impl Rig {
-    fn new(vmcs12: &Vmcs12, efer: u64) -> Self {
+    pub(super) fn new(vmcs12: &Vmcs12, efer: u64) -> Self {
         Self::on(features(), vmcs12, efer)
     }
 
-    fn on(f: Features, vmcs12: &Vmcs12, efer: u64) -> Self {
+    pub(super) fn on(f: Features, vmcs12: &Vmcs12, efer: u64) -> Self {
         let alone = CPUS.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = percpu::set_up(f, 4);
         host::std_port::test::set_cpu(0);
@@ -225,7 +226,11 @@ impl Rig {
     }
 
     /// One run of the guest, and its exit.
-    fn enter(&mut self, reason: ExitReason, then: impl Fn(&mut ModelVmcs) + Send + 'static) {
+    pub(super) fn enter(
+        &mut self,
+        reason: ExitReason,
+        then: impl Fn(&mut ModelVmcs) + Send + 'static,
+    ) {
         self.v.cpu().inner().vmx.then(move |v, _| {
             v.set(field::EXIT_REASON, reason.0.into());
             v.set(field::EXIT_QUALIFICATION, 0);
@@ -237,7 +242,7 @@ impl Rig {
     }
 
     /// L1 executes VMLAUNCH or VMRESUME.
-    fn go(&mut self, reason: ExitReason) -> Executed {
+    pub(super) fn go(&mut self, reason: ExitReason) -> Executed {
         self.enter(reason, |_| {});
         let done = self.v.execute(&mut self.g, 0, &self.m);
         if self.root {
@@ -416,13 +421,13 @@ fn l2_keeps_its_cr3_when_its_vpid_changes() {
 
 impl Rig {
     /// The thread leaves the loop and goes to another CPU.
-    fn leave_loop(&mut self) {
+    pub(super) fn leave_loop(&mut self) {
         self.v.complete(&mut self.g);
         self.v.unload(false);
         self.m.whole.set(true);
     }
 
-    fn come_to(&mut self, cpu: usize) {
+    pub(super) fn come_to(&mut self, cpu: usize) {
         if !self.v.may_run_on(cpu) {
             self.v.release_elsewhere();
             self.v.cpu().inner().vmx.come_to_another_cpu();
@@ -694,4 +699,17 @@ impl Vmx<Counting<Model>> {
         let host = backend::Clock::host_tsc(self);
         backend::Clock::guest_tsc(self, host)
     }
+}
+
+/// L2 executes STI; RDMSR, which L0 answers, and an interrupt ends its run.
+#[test]
+fn a_shadow_that_is_over_is_not_told() {
+    let mut r = Rig::new(&good(), 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    r.enter(ExitReason::Rdmsr, |v| v.set(field::GUEST_INTERRUPTIBILITY, 1));
+    let next = r.v.next_rip().unwrap();
+    r.v.retire(next);
+    assert_eq!(r.v.exit_to_l1(&mut r.g, &Waiting::Nmi, None, &r.m), Executed::Left);
+    let v = r.v.nested.as_ref().unwrap().machine.vmcs12();
+    assert_eq!(v.get(field::GUEST_INTERRUPTIBILITY), 0);
 }

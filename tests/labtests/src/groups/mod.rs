@@ -42,6 +42,7 @@ mod nested_svm_hostile;
 mod nested_vmx;
 mod nested_vmx_ept;
 mod nested_vmx_host;
+mod nested_vmx_tpr;
 mod paging_bits;
 mod paging_faults;
 mod paging_flushes;
@@ -119,6 +120,7 @@ pub fn all() -> impl Iterator<Item = Test> + Clone {
         nested_vmx::TESTS,
         nested_vmx_ept::TESTS,
         nested_vmx_host::TESTS,
+        nested_vmx_tpr::TESTS,
         nested_svm_hostile::TESTS,
         delivery::TESTS,
         shadows::TESTS,

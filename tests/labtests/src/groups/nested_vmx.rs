@@ -120,6 +120,9 @@ guest_code!(
     "mov $0x681e, %edx",
     "vmread %rdx, %rax",
     "mov %rax, RESULT + 24",
+    "mov $0x6822, %edx",
+    "vmread %rdx, %rax",
+    "mov %rax, RESULT + 32",
     "jmp 0b",
 );
 

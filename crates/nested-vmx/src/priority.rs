@@ -1,0 +1,195 @@
+//! L2's task priority (CR8) in L1's virtual-APIC page: the TPR shadow (SDM vol. 3C §25.6.8, §27.2.1.1, §30.3).
+//!
+//! The hardware is never given that page: each MOV of CR8 by L2 exits, and is carried out here on L1's memory. Virtual
+//! interrupts are not delivered, so that a write has no other consequence than [`Moved::Fell`].
+
+use x86::vmcs::{ProcControls, ProcControls2, field};
+use x86::{Exception, Gpa, apic::reg};
+
+use crate::checks::controls::Broken;
+use crate::{GuestMemory, Vmcs12};
+
+/// A MOV of CR8 that L1 leaves to its virtual-APIC page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// MOV from CR8 into a general register.
+    Read {
+        /// Its number.
+        gpr: u8,
+    },
+    /// MOV to CR8.
+    Write {
+        /// What is moved.
+        value: u64,
+    },
+}
+
+/// What a MOV to CR8 came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Moved {
+    /// L2 goes on.
+    On,
+    /// The priority is below L1's threshold now: L1 sees an exit behind the instruction.
+    Fell,
+}
+
+/// The access that an exit for CR8 with this qualification is, if L1 has a TPR shadow and does not want the exit.
+pub fn access(v: &Vmcs12, qualification: u64, gprs: &[u64; 16]) -> Option<Access> {
+    use x86::vmcs::cr;
+    let primary = v.primary();
+    if qualification & cr::NUMBER != 8 || !primary.contains(ProcControls::TPR_SHADOW) {
+        return None;
+    }
+    let gpr = (qualification >> cr::GPR_SHIFT) as u8 & 15;
+    match qualification & cr::ACCESS {
+        cr::MOV_TO if !primary.contains(ProcControls::CR8_LOAD) => {
+            Some(Access::Write { value: gprs[usize::from(gpr & 15)] })
+        }
+        cr::MOV_FROM if !primary.contains(ProcControls::CR8_STORE) => Some(Access::Read { gpr }),
+        _ => None,
+    }
+}
+
+fn place(v: &Vmcs12) -> Gpa {
+    Gpa(v.get(field::VIRTUAL_APIC_ADDR).wrapping_add(u64::from(reg::TPR)))
+}
+
+/// What MOV from CR8 gives. Where no memory is nothing drives the bus, and all bits are ones.
+pub fn read(v: &Vmcs12, memory: &impl GuestMemory) -> u64 {
+    memory.read_u8(place(v)).map_or(0xf, |priority| u64::from(priority >> 4))
+}
+
+/// Whether MOV to CR8 with this value ends L2's run. Asked before anything is written.
+pub fn falls(v: &Vmcs12, value: u64) -> bool {
+    value < u64::from(v.get(field::TPR_THRESHOLD) & 0xf)
+}
+
+/// MOV to CR8: the priority's own four bits are the value, all others of the register are cleared. Where no memory is
+/// the store is lost.
+///
+/// # Errors
+/// The value has reserved bits: #GP, and nothing has changed.
+pub fn write(v: &Vmcs12, value: u64, memory: &impl GuestMemory) -> Result<Moved, Exception> {
+    if value >> 4 != 0 {
+        return Err(Exception::gp(0));
+    }
+    let _ = memory.write(place(v), &((value as u32) << 4).to_le_bytes());
+    Ok(if falls(v, value) { Moved::Fell } else { Moved::On })
+}
+
+/// What an entry asks of the page. L1 changes it without VMWRITE: this is asked at each entry, and `changed` says
+/// whether L1 has changed control fields. With a threshold of 0, and nothing changed, the page is not looked at.
+///
+/// # Errors
+/// The priority is below the threshold, or there is no page for a register that L2 reaches. No CPU tells the second;
+/// stock KVM fails the entry, too.
+pub fn check(v: &Vmcs12, changed: bool, memory: &impl GuestMemory) -> Result<(), Broken> {
+    let primary = v.primary();
+    let exits = ProcControls::CR8_LOAD | ProcControls::CR8_STORE;
+    if !primary.contains(ProcControls::TPR_SHADOW) {
+        return Ok(());
+    }
+    let others = ProcControls2::VIRTUALIZE_APIC_ACCESSES | ProcControls2::VIRTUAL_INTERRUPTS;
+    let compared = !v.secondary().intersects(others);
+    let threshold = if compared { v.get(field::TPR_THRESHOLD) & 0xf } else { 0 };
+    if threshold == 0 && !changed {
+        return Ok(());
+    }
+    match memory.read_u8(place(v)) {
+        Ok(priority) if threshold > u32::from(priority >> 4) => Err(Broken::TprThreshold),
+        Err(crate::Outside) if !primary.contains(exits) => Err(Broken::VirtualApic),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{Memory, good, set};
+
+    const PAGE: u64 = 0x7000;
+    const SHADOW: u32 = 1 << 21;
+    const LOAD: u32 = 1 << 19;
+    const STORE: u32 = 1 << 20;
+
+    fn with(primary: u32, threshold: u32) -> Vmcs12 {
+        let mut v = good();
+        let base = v.get(field::PROC_CONTROLS);
+        set!(
+            v,
+            PROC_CONTROLS = base | primary,
+            VIRTUAL_APIC_ADDR = PAGE,
+            TPR_THRESHOLD = threshold
+        );
+        v
+    }
+
+    #[test]
+    fn a_mov_of_cr8_is_l1s_or_the_pages_as_the_controls_say() {
+        let mut gprs = [0; 16];
+        gprs[9] = 0x1234;
+        let (to, from) = (8 | 9 << 8, 8 | 1 << 4 | 9 << 8);
+        assert_eq!(access(&with(0, 0), to, &gprs), None);
+        let v = with(SHADOW, 0);
+        assert_eq!(access(&v, to, &gprs), Some(Access::Write { value: 0x1234 }));
+        assert_eq!(access(&v, from, &gprs), Some(Access::Read { gpr: 9 }));
+        assert_eq!(access(&v, to & !8 | 3, &gprs), None);
+        assert_eq!(access(&with(SHADOW | LOAD, 0), to, &gprs), None);
+        assert_eq!(access(&with(SHADOW | LOAD, 0), from, &gprs), Some(Access::Read { gpr: 9 }));
+        assert_eq!(access(&with(SHADOW | STORE, 0), from, &gprs), None);
+    }
+
+    #[test]
+    fn the_priority_has_four_bits_of_a_register() {
+        let memory = Memory::new();
+        memory.put(PAGE + 0x7c, &[0xff; 12]);
+        let v = with(SHADOW, 6);
+        assert_eq!(read(&v, &memory), 15);
+        assert_eq!(write(&v, 7, &memory), Ok(Moved::On));
+        assert_eq!(memory.read_u64(Gpa(PAGE + 0x80)), Ok(0xffff_ffff_0000_0070));
+        assert_eq!(memory.read_u32(Gpa(PAGE + 0x7c)), Ok(u32::MAX));
+        assert_eq!(read(&v, &memory), 7);
+        assert_eq!(write(&v, 6, &memory), Ok(Moved::On));
+        assert_eq!(write(&v, 5, &memory), Ok(Moved::Fell));
+        assert_eq!(read(&v, &memory), 5);
+        for bad in [16, 1 << 32, u64::MAX] {
+            assert_eq!(write(&v, bad, &memory), Err(Exception::gp(0)));
+        }
+        assert_eq!(read(&v, &memory), 5);
+    }
+
+    #[test]
+    fn without_memory_ones_are_read_and_stores_are_lost() {
+        let memory = Memory::new();
+        let mut v = with(SHADOW, 6);
+        set!(v, VIRTUAL_APIC_ADDR = 1 << 39);
+        assert_eq!(read(&v, &memory), 15);
+        assert_eq!(write(&v, 7, &memory), Ok(Moved::On));
+        assert_eq!(write(&v, 5, &memory), Ok(Moved::Fell));
+        assert_eq!(read(&v, &memory), 15);
+    }
+
+    #[test]
+    fn an_entry_looks_at_the_page_where_it_can_matter() {
+        let memory = Memory::new();
+        memory.put(PAGE + 0x80, &[0x5f]);
+        for (threshold, fits) in [(0, true), (5, true), (6, false), (15, false)] {
+            for changed in [false, true] {
+                let checked = check(&with(SHADOW, threshold), changed, &memory);
+                assert_eq!(checked.is_ok(), fits, "{threshold} {changed}");
+            }
+        }
+        assert_eq!(check(&with(0, 15), true, &memory), Ok(()));
+        // An APIC-access page leaves it to an exit right after the entry.
+        let mut v = with(SHADOW, 15);
+        set!(v, PROC_CONTROLS2 = 1);
+        assert_eq!(check(&v, true, &memory), Ok(()));
+        let mut v = with(SHADOW, 0);
+        set!(v, VIRTUAL_APIC_ADDR = 1 << 39);
+        assert_eq!(check(&v, true, &memory), Err(Broken::VirtualApic));
+        assert_eq!(check(&v, false, &memory), Ok(()));
+        let mut v = with(SHADOW | LOAD | STORE, 9);
+        set!(v, VIRTUAL_APIC_ADDR = 1 << 39);
+        assert_eq!(check(&v, true, &memory), Ok(()));
+    }
+}
