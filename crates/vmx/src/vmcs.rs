@@ -153,6 +153,21 @@ impl Vmcs {
         }
     }
 
+    /// Sets a field, and writes it if it has that value already, too.
+    pub(crate) fn set_again<C: Cpu, W: Width>(
+        &self,
+        cpu: &C,
+        slot: Slot<W, ReadWrite>,
+        value: W::Value,
+    ) {
+        let same = self.fields.set(slot, value) == Set::Unchanged;
+        if self.loaded.get() {
+            cpu.vmwrite(slot.encoding(), value.into());
+        } else if !same {
+            self.fields.defer(slot);
+        }
+    }
+
     /// Sets or clears secondary controls.
     #[cold]
     pub(crate) fn change_proc2<C: Cpu>(&self, cpu: &C, bits: ProcControls2, on: bool) {

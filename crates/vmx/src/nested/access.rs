@@ -29,6 +29,17 @@ impl<C: Cpu> merge::Fields for Block<'_, C> {
     }
 }
 
+/// A VMCS to which a field is written whatever it has.
+pub(crate) struct Blind<'a, C>(pub(crate) Block<'a, C>);
+
+impl<C: Cpu> merge::Fields for Blind<'_, C> {
+    fn set<W: Width>(&mut self, field: Field<W, ReadWrite>, value: W::Value) {
+        if let Some(slot) = fields::slot(field) {
+            self.0.vmcs.set_again(self.0.cpu, slot, value);
+        }
+    }
+}
+
 impl<C: Cpu> leave::Exit for Block<'_, C> {
     #[inline(always)]
     fn get<W: Width, A>(&self, field: Field<W, A>) -> W::Value {

@@ -14,7 +14,7 @@ use x86::vmcs::{
 use x86::{Cr0, Cr4, Dr7, Efer, Gpa, msr};
 
 use super::{
-    access::{Block, Memory},
+    access::{Blind, Block, Memory},
     kept::{Nested, OfL1, Sources},
 };
 use crate::{
@@ -182,7 +182,11 @@ impl<C: Cpu> Vmx<C> {
         let l0 = &n.l0;
         let v = n.machine.vmcs12();
         let mut block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
-        merge::compose(l0, v, dirty, &mut block);
+        if n.without_tracking {
+            compose_blind(n, dirty, block);
+        } else {
+            merge::compose(l0, v, dirty, &mut block);
+        }
         if dirty.has(Group::ControlRegisters) {
             if self.features.umip_by_exits {
                 let cr4 = self.get(fields::GUEST_CR4);
@@ -358,3 +362,10 @@ const PASSED: [u32; 11] = {
     let [spec, pred, flush] = SPECULATION;
     [a, b, c, d, e, f, TSC, msr::TSC_AUX, spec, pred, flush]
 };
+
+/// What not knowing what vmcs02 has would cost: all of it is written.
+#[cold]
+#[inline(never)]
+fn compose_blind<C: Cpu>(n: &Nested, dirty: Groups, block: Block<'_, C>) {
+    merge::compose(&n.l0, n.machine.vmcs12(), dirty, &mut Blind(block));
+}

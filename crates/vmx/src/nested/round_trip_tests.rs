@@ -581,6 +581,22 @@ fn l2_keeps_its_segments_without_tracking() {
     assert_eq!((r.v.get(fields::GUEST_FS_BASE), r.v.get(fields::GUEST_CR3)), (0x1234_5000, 0x5000));
 }
 
+/// The honest before: what is not known to be there is written.
+#[test]
+fn tracking_saves_sixty_writes_a_round_trip() {
+    let writes = |without_tracking| {
+        let mut r = Rig::new(&good(), 0xd01);
+        r.v.nested.as_mut().unwrap().without_tracking = without_tracking;
+        r.settle();
+        r.round(|_| {});
+        let before = r.v.cpu().counts();
+        r.round(|_| {});
+        r.v.cpu().counts().since(&before).of(cpu::Op::Vmwrite)
+    };
+    let (without, with) = (writes(true), writes(false));
+    assert!(with + 60 <= without, "{without} without, {with} with");
+}
+
 impl Rig {
     fn with_pointer(&mut self, reason: ExitReason, pointer: u64) -> Executed {
         self.m.write(Gpa(PTR), &pointer.to_le_bytes()).unwrap();
