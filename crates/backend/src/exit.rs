@@ -37,7 +37,7 @@ pub enum Exit {
     /// A control-register access.
     Cr(CrAccess),
     /// A debug-register access.
-    DebugReg,
+    DebugReg(DrAccess),
     /// XSETBV.
     Xsetbv,
     /// RDPMC.
@@ -140,6 +140,15 @@ pub struct CrAccess {
     pub write: bool,
     /// Index of the general register where the CPU tells it; `None`: decode.
     pub gpr: Option<u8>,
+}
+
+/// A debug-register access.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DrAccess {
+    /// 0 to 7; 4 and 5 may stand for 6 and 7.
+    pub dr: u8,
+    /// A write.
+    pub write: bool,
 }
 
 /// A task switch that the hardware leaves to the hypervisor, after its checks of the gate.

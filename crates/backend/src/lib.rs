@@ -31,7 +31,9 @@ mod world_switch;
 pub use ability::{Absent, DeadlineWatch, PageLog, PdpteRegisters, ServedApic};
 pub use clock::{Clock, TSC_RATIO_ONE, scale_tsc};
 pub use control::{ControlRegisters, ControlRegs};
-pub use exit::{CrAccess, Event, Exit, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault};
+pub use exit::{
+    CrAccess, DrAccess, Event, Exit, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault,
+};
 pub use exits::Exits;
 pub use inject::{Injection, NmiWindow};
 pub use l1::{Executed, L1Memory, Outside, Reach};

@@ -38,8 +38,13 @@ pub enum Cause {
         /// The access was a write.
         write: bool,
     },
-    /// An access to a debug register.
-    Debug,
+    /// A read or write of a debug register.
+    Debug {
+        /// Its number, as the exit tells it.
+        dr: u8,
+        /// The access was a write.
+        write: bool,
+    },
     /// INVLPG.
     Invlpg,
     /// INVPCID.
@@ -86,9 +91,11 @@ impl Decoded {
                 Mnemonic::Smsw => !write,
                 _ => false,
             },
-            Cause::Debug => {
+            Cause::Debug { dr, write } => {
+                let at = if write { insn.op0_register() } else { insn.op1_register() };
                 insn.mnemonic() == Mnemonic::Mov
-                    && (is_debug(insn.op0_register()) || is_debug(insn.op1_register()))
+                    && is_debug(at)
+                    && same_debug(at as u32 - Register::DR0 as u32, dr.into())
             }
             Cause::Invlpg => insn.mnemonic() == Mnemonic::Invlpg,
             Cause::Invpcid => insn.mnemonic() == Mnemonic::Invpcid,
@@ -104,6 +111,12 @@ impl Decoded {
     }
 }
 
+/// Whether two numbers are those of one debug register: DR4 is DR6 and DR5 is DR7, where they are not #UD.
+fn same_debug(one: u32, other: u32) -> bool {
+    let of = |n| if matches!(n, 4 | 5) { n + 2 } else { n };
+    of(one) == of(other)
+}
+
 impl Decoded {
     /// Whether it accesses this control register.
     pub fn accesses_control(&self, cr: u8) -> bool {
@@ -115,6 +128,11 @@ impl Decoded {
                 .any(|at| is_control(*at) && *at as u32 - Register::CR0 as u32 == u32::from(cr)),
             _ => false,
         }
+    }
+
+    /// VMLOAD or VMSAVE, whose operand is a control block: not for a device to answer.
+    pub fn moves_control_block(&self) -> bool {
+        matches!(self.insn.mnemonic(), Mnemonic::Vmload | Mnemonic::Vmsave)
     }
 
     /// Whether all that it does, beside arithmetic, is to access memory as data: nothing of it is for a hypervisor

@@ -5,7 +5,7 @@
 //! [`dispatch`](backend::Turn::dispatch).
 
 use backend::{
-    CrAccess, Event, Exit, Exits, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault,
+    CrAccess, DrAccess, Event, Exit, Exits, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault,
 };
 use cpu::Cpu;
 use x86::{
@@ -117,7 +117,7 @@ fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
         | ExitCode::InvlpgbIllegal => Exit::Undefined,
         ExitCode::Icebp => Exit::Exception(Exception::db(0)),
         _ => match raw {
-            0x20..=0x3f => Exit::DebugReg,
+            0x20..=0x3f => Exit::DebugReg(DrAccess { dr: (raw & 7) as u8, write: raw >= 0x30 }),
             0x52 => Exit::MachineCheck,
             0x40..=0x5f => Exit::Exception(Exception {
                 vector: Vector((raw - 0x40) as u8),

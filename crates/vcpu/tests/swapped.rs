@@ -190,6 +190,44 @@ fn bytes_that_came_after_smsw_read_no_control_register() {
     }
 }
 
+/// The VMM's breakpoints are in the debug registers, so that accesses of the guest's exit.
+#[test]
+fn bytes_that_came_after_a_debug_register_access_no_other() {
+    const OWN: [u64; 6] = [0x1000, 0x2000, 0x3000, 0x4000, 0xffff_0ff0, 0x400];
+    let privileged = |code: &[u8]| {
+        let mut guest = guest(code);
+        let mut sregs = guest.vcpu.sregs();
+        (sregs.cs.attr, sregs.ss.attr) = (0xc9b, 0xc93);
+        guest.vcpu.set_sregs(&sregs, None).unwrap();
+        guest.vcpu.set_debug_regs(OWN);
+        guest.vcpu.set_guest_debug(1 | 0x2_0000, [0x5000, 0, 0, 0, 0, 0, 0, 0x402]);
+        guest
+    };
+    let access = |code: u64| {
+        move |vmcb: &mut Vmcb, gprs: &mut Gprs| {
+            gprs.0 = [0x7000; 16];
+            (vmcb.save.rax, vmcb.save.rsp, vmcb.save.rip) = (0x7000, 0x7000, CODE);
+            (vmcb.control.exit_code, vmcb.control.exit_info_1) = (code, 0);
+        }
+    };
+    // MOV DR1, EAX; MOV EAX, DR1; MOV CR3, EAX: none is MOV DR2, EAX.
+    for code in [[0x0f, 0x23, 0xc8], [0x0f, 0x21, 0xc8], [0x0f, 0x22, 0xd8]] {
+        let mut guest = privileged(&code);
+        guest.then(access(0x32));
+        guest.ends(move |vmcb, _| {
+            assert_eq!((vmcb.save.rip, vmcb.save.rax), (CODE, 0x7000), "{code:02x?}");
+        });
+        assert_eq!((guest.vcpu.debug_regs(), guest.injected()), (OWN, 0));
+    }
+    // What made the exit is done, by whichever name of the register.
+    for (code, exit, at) in [([0x0f, 0x23, 0xd0], 0x32, 2), ([0x0f, 0x23, 0xe8], 0x37, 5)] {
+        let mut guest = privileged(&code);
+        guest.then(access(exit));
+        guest.ends(|vmcb, _| assert_eq!(vmcb.save.rip, CODE + 3));
+        assert_ne!(guest.vcpu.debug_regs()[at], OWN[at]);
+    }
+}
+
 #[test]
 fn a_string_instruction_to_a_port_needs_the_right_to_it() {
     let mut guest = guest(&[0x6e]); // outsb

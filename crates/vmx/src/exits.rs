@@ -5,13 +5,13 @@
 //! [`dispatch`](backend::Turn::dispatch).
 
 use backend::{
-    CrAccess, Event, Exit, Exits, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault,
+    CrAccess, DrAccess, Event, Exit, Exits, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault,
 };
 use cpu::Cpu;
 use x86::{
     Exception, Gpa, Gva, Vector,
     exception::vector,
-    vmcs::{ENTRY_FAILURE, ExitReason, cr, ept_violation, event, interruptibility, io},
+    vmcs::{ENTRY_FAILURE, ExitReason, cr, dr, ept_violation, event, interruptibility, io},
 };
 
 use crate::{
@@ -90,7 +90,7 @@ impl<C: Cpu> Vmx<C> {
             ExitReason::Pause => Exit::Pause,
             ExitReason::Wbinvd | ExitReason::Invd => Exit::CacheFlush,
             ExitReason::Xsetbv => Exit::Xsetbv,
-            ExitReason::DrAccess => Exit::DebugReg,
+            ExitReason::DrAccess => self.dr_access(),
             ExitReason::Rdpmc => Exit::Rdpmc,
             ExitReason::Rsm => Exit::Rsm,
             ExitReason::TaskSwitch => self.task_switch(),
@@ -194,6 +194,11 @@ impl<C: Cpu> Vmx<C> {
             write: access != cr::MOV_FROM,
             gpr: moves.then_some((info >> cr::GPR_SHIFT) as u8 & 0xf),
         })
+    }
+
+    fn dr_access(&self) -> Exit {
+        let info = self.get(fields::EXIT_QUALIFICATION);
+        Exit::DebugReg(DrAccess { dr: (info & dr::NUMBER) as u8, write: info & dr::MOV_FROM == 0 })
     }
 
     fn exception(&self) -> Exit {

@@ -90,6 +90,14 @@ pub mod cr {
     pub const GPR_SHIFT: u32 = 8;
 }
 
+/// Exit qualification of a debug-register access (SDM vol. 3C table 28-4).
+pub mod dr {
+    /// Number of the register.
+    pub const NUMBER: u64 = 7;
+    /// MOV from the register rather than to it.
+    pub const MOV_FROM: u64 = 1 << 4;
+}
+
 /// Exit qualification of an EPT violation (SDM vol. 3C table 28-7).
 pub mod ept_violation {
     /// A read.

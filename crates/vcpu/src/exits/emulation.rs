@@ -42,7 +42,7 @@ fn is_for_l2(cause: Cause, decoded: &Decoded) -> bool {
         Cause::Any | Cause::Memory { .. } => decoded.is_data_access(),
         Cause::Port { .. }
         | Cause::Control { .. }
-        | Cause::Debug
+        | Cause::Debug { .. }
         | Cause::Invlpg
         | Cause::Invpcid
         | Cause::GdtrIdtr

@@ -1,7 +1,7 @@
 //! The handlers of exits outside the inner loop, with interrupts on: whatever allocates, sleeps,
 //! emulates or ends in user space. Which exit is whose is in [`table`](crate::exits::table).
 
-use backend::{Backend, CrAccess, Reset};
+use backend::{Backend, CrAccess, DrAccess, Reset};
 use emulate::Cause;
 use host::task;
 use stats::VcpuCount;
@@ -53,9 +53,9 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// An access of a debug register while the VMM debugs the guest.
-    pub(crate) fn slow_debug_reg(&mut self) -> Outcome {
+    pub(crate) fn slow_debug_reg(&mut self, access: DrAccess) -> Outcome {
         if self.debug_regs_are_borrowed() {
-            return self.emulate_here(Cause::Debug);
+            return self.emulate_here(Cause::Debug { dr: access.dr, write: access.write });
         }
         self.b.own_debug_regs();
         Ok(())

@@ -168,7 +168,7 @@ exits! { (v, s)
         Xsetbv          = Xsetbv:          v.answer_xsetbv(s),            v.slow_instruction(Self::do_xsetbv);
         InterruptWindow = InterruptWindow: v.answer_interrupt_window(),   Ok(());
         PriorityLowered = InterruptWindow: v.answer_interrupt_window(),   Ok(());
-        DebugReg        = DebugReg:        v.answer_debug_reg(),          v.slow_debug_reg();
+        DebugReg(access) = DebugReg:       v.answer_debug_reg(),          v.slow_debug_reg(access);
         Mwait           = Mwait:           v.answer_mwait(s),             v.skip();
         Undefined       = Undefined:       v.answer_by(Exception::ud()),  Ok(());
         Virtualization  = Virtualization:  v.answer_virtualization(s),    v.slow_virtualization();
