@@ -27,6 +27,8 @@ pub struct Features {
     pub pause_filter: bool,
     /// PAUSE filter threshold.
     pub pause_threshold: bool,
+    /// VMLOAD and VMSAVE of a guest are carried out through TDP.
+    pub v_vmload: bool,
     /// Virtual GIF.
     pub vgif: bool,
     /// SPEC_CTRL is virtualised in the control block.
@@ -104,6 +106,7 @@ impl Features {
             decode_assists: bit(7),
             pause_filter: bit(10),
             pause_threshold: bit(12),
+            v_vmload: bit(15),
             vgif: bit(16),
             v_spec_ctrl: bit(20),
             vnmi: bit(25),

@@ -207,3 +207,24 @@ fn tables_need_an_l1_in_long_mode_and_a_pat_that_exists() {
     assert_eq!(machine.run(), UserExit::Hlt);
     assert_eq!(machine.get(rig::nested::BLOCK + 0x70), u64::MAX);
 }
+
+/// L1's VMLOAD and VMSAVE may be the CPU's to carry out: the fault is then that of an access.
+#[test]
+fn a_vmload_of_no_memory_is_gp_and_no_access_to_a_device() {
+    use rig::nested::{L1_RIP, L1_ROOT};
+    const GP: u64 = 1 << 31 | 1 << 11 | 3 << 8 | 13;
+    for (code, write) in [(0x00da_010f, 0), (0x00db_010f, 2)] {
+        let mut machine = Hypervisor::new(false);
+        for (at, entry) in [(L1_ROOT, 0x4003), (0x4000, 0x5003), (0x5000, 0x83)] {
+            machine.put(at, entry);
+        }
+        machine.put(L1_RIP, code);
+        machine.then(npf(0xd000_0000, write));
+        machine.then(move |vmcb, gprs| {
+            assert_eq!(vmcb.save.rip, L1_RIP);
+            shutdown(vmcb, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Shutdown);
+        assert_eq!(machine.vcpu.backend().cpu().inner().injected, GP, "{code:x}");
+    }
+}

@@ -312,6 +312,8 @@ pub mod event {
 
 /// Interrupt shadow, in [`Control::int_state`].
 pub const INT_SHADOW: u64 = 1;
+/// VMLOAD and VMSAVE of the guest are carried out, in [`Control::virt_ext`].
+pub const VIRTUAL_VMLOAD: u64 = 1 << 1;
 /// NP_ENABLE in [`Control::np_ctl`].
 pub const NP_ENABLE: u64 = 1;
 

@@ -33,7 +33,7 @@ use nested_svm::{
 };
 use x86::{
     Cr0, Cr4, Efer, Gpa, Hpa, Rflags,
-    vmcb::{Clean, Control, ExitCode, Intercept3, event, vintr},
+    vmcb::{Clean, Control, ExitCode, Intercept3, Intercept4, VIRTUAL_VMLOAD, event, vintr},
 };
 
 use crate::{block::ControlBlock, inject, l2::State, state::Svm};
@@ -204,9 +204,25 @@ impl<C: Cpu> Svm<C> {
     #[inline(never)]
     pub(crate) fn svme_changed(&mut self, shown: u64) {
         self.efer_shown = shown;
+        self.follow_virtual_vmload();
         if self.level == Level::L1 && shown & Efer::SVME.bits() == 0 {
             self.gif.set();
         }
+    }
+
+    /// While L1 has SVM on, the CPU carries out its VMLOAD and VMSAVE through the TDP tables, if it can; outside of
+    /// 64-bit mode they exit all the same (APM vol. 2 §15.33.1). Those of L2 mean addresses of L1's, and always exit.
+    fn follow_virtual_vmload(&mut self) {
+        if !self.features.v_vmload {
+            return;
+        }
+        let bits = (Intercept4::VMLOAD | Intercept4::VMSAVE).bits();
+        let on = self.efer_shown & Efer::SVME.bits() != 0;
+        self.change_intercepts(|[.., fourth, _]| {
+            *fourth = *fourth & !bits | if on { 0 } else { bits };
+        });
+        let control = &mut self.block_of_l1().vmcb_mut(Clean::ALL).control;
+        control.virt_ext = if on { VIRTUAL_VMLOAD } else { 0 };
     }
 
     /// A shutdown of L2's is L1's if it asks for that, and else the processor's.

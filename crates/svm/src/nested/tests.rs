@@ -35,7 +35,12 @@ impl L1Memory for Block {
 }
 
 fn in_l2() -> (Svm<Counting<Model>>, Gprs, Block) {
-    let features = Features { asids: 8, npt: true, nrip_save: true, ..Features::default() };
+    in_l2_with(false)
+}
+
+fn in_l2_with(v_vmload: bool) -> (Svm<Counting<Model>>, Gprs, Block) {
+    let features =
+        Features { asids: 8, npt: true, nrip_save: true, v_vmload, ..Features::default() };
     let _ = crate::percpu::set_up(features, 4);
     let mut svm = Svm::new(Counting::new(Model::default()), features).unwrap();
     let efer = (Efer::SVME | Efer::LME | Efer::SCE).bits();
@@ -88,4 +93,27 @@ fn another_root_while_l1_runs_flushes_l2s_block() {
     assert!(!flushes(&mut svm));
     svm.set_tdp_root(Hpa(0x7000));
     assert!(flushes(&mut svm));
+}
+
+#[test]
+fn vmload_of_l1_is_the_cpus_while_svm_is_on_and_that_of_l2_never() {
+    use backend::ControlRegisters;
+    let both = (Intercept4::VMLOAD | Intercept4::VMSAVE).bits();
+    let found = |svm: &Svm<Counting<Model>>| {
+        let control = &svm.vmcb().control;
+        (control.intercepts[4] & both, control.virt_ext)
+    };
+    let (mut svm, mut gprs, block) = in_l2_with(true);
+    assert_eq!(found(&svm), (both, 0), "L2");
+    svm.vmcb_mut(Clean::empty()).control.exit_code = ExitCode::Vmrun.0;
+    assert_eq!(svm.reflect(&mut gprs, &block), Executed::Left);
+    assert_eq!(found(&svm), (0, 2), "L1");
+    svm.set_efer(Efer::LME);
+    assert_eq!(found(&svm), (both, 0), "without SVM");
+    svm.set_efer(Efer::SVME);
+    assert_eq!(found(&svm), (0, 2));
+    let (mut svm, mut gprs, block) = in_l2();
+    svm.vmcb_mut(Clean::empty()).control.exit_code = ExitCode::Vmrun.0;
+    assert_eq!(svm.reflect(&mut gprs, &block), Executed::Left);
+    assert_eq!(found(&svm), (both, 0), "the CPU cannot");
 }

@@ -24,7 +24,7 @@ mod kernel;
 pub(crate) mod pio;
 pub mod user_io;
 
-use backend::{Backend, TdpFault};
+use backend::{Backend, Level, Nested, TdpFault};
 use emulate::{Cause, Decoded, SimpleMmio};
 use mmu::Section;
 use stats::VcpuCount;
@@ -32,7 +32,7 @@ use vm::{
     irq::Space,
     memory::{FaultAccess, FaultOutcome, MemoryError},
 };
-use x86::{Gfn, Gpa};
+use x86::{Exception, Gfn, Gpa};
 
 use crate::{
     Vcpu,
@@ -282,18 +282,29 @@ impl<B: Backend> Vcpu<B> {
     /// The access that made a fault, decoded outside the loop. `None`: it is not a plain one, and was emulated.
     #[inline(never)]
     fn plain_outside(&mut self, fault: TdpFault) -> Outcome<Option<PlainAccess>> {
-        if self.events.again.is_some() || !fault.final_access || fault.fetch {
-            // The fault tells nothing of the instruction.
-            self.emulate_here(Cause::Any)?;
+        let (fetched, decoded) = self.slow_decode()?;
+        if decoded.moves_control_block() && self.is_operand_of_l1(fault) {
+            // As where the backend carries it out: there is no block.
+            self.raise(Exception::gp(0));
             return Ok(None);
         }
-        let (fetched, decoded) = self.slow_decode()?;
+        if self.events.again.is_some() || !fault.final_access || fault.fetch {
+            // The fault tells nothing of the instruction.
+            self.emulate_decoded(Cause::Any, fetched, &decoded)?;
+            return Ok(None);
+        }
         let plain = self.plain_of(fault, &decoded).filter(|_| !fault.present);
         if plain.is_none() {
             let cause = Cause::Memory { write: fault.write };
             self.emulate_decoded(cause, fetched, &decoded)?;
         }
         Ok(plain)
+    }
+
+    /// Whether a fault can be one on the operand of an instruction of SVM's: L1's, and no event's.
+    fn is_operand_of_l1(&self, fault: TdpFault) -> bool {
+        let is_l1 = self.b.nested().is_some_and(|nested| nested.level() == Level::L1);
+        is_l1 && self.events.again.is_none() && !fault.fetch
     }
 
     /// A device in the kernel has done the access of a plain load or store.
