@@ -32,6 +32,8 @@ pub enum Claim {
     L0,
     /// L1 asked for it.
     L1,
+    /// An exception that L1 asked for: it is ours if we asked for it too, for the VMM's debugger or for the host.
+    Exception,
     /// A write of CR0, which is L1's if it changes more than L1 leaves to L2: asked with the value
     /// ([`Nested::claims_cr0`]).
     ByValue,
@@ -53,6 +55,8 @@ pub enum Waiting {
     Init,
     /// An exception that the current instruction makes.
     Exception(Exception),
+    /// The exit behind each instruction that L1 asked for: one has retired here.
+    MonitorTrap,
     /// A triple fault that was found outside the CPU: the emulator made it, or user space.
     TripleFault,
 }
@@ -140,6 +144,21 @@ pub trait Nested: NestedPaging + NestedState {
     }
     /// Whether the task priority that the current block holds is a priority of L2's alone.
     fn has_own_priority(&self) -> bool;
+    /// Whether L1 asked for an exit behind each instruction of L2's.
+    fn traps_each(&self) -> bool {
+        false
+    }
+    /// An instruction of L2's has retired here: the exit behind it is owed, until L2's run ends or its state is saved.
+    fn owe_trap(&mut self) {}
+    /// Whether such an exit is owed.
+    fn owes_trap(&self) -> bool {
+        false
+    }
+    /// A debug trap of L2's comes together with that exit: L2 takes it when it is entered again. `bits` are those of DR6.
+    fn keep_debug_trap(&mut self, _bits: u64) {}
+    /// Whether L2 would not sleep in HLT, though no event waits for it here: L1 has given it a virtual interrupt, or
+    /// waits for the moment at which it takes one.
+    fn keeps_awake(&self) -> bool;
     /// Sets the task priority of L1, while L2 has one of its own.
     fn set_l1_priority(&mut self, cr8: u8);
     /// L1 runs from now on, and nothing is written: INIT, reset, state that user space sets.
@@ -219,6 +238,9 @@ impl Nested for Absent {
         match *self {}
     }
     fn has_own_priority(&self) -> bool {
+        match *self {}
+    }
+    fn keeps_awake(&self) -> bool {
         match *self {}
     }
     fn set_l1_priority(&mut self, _: u8) {

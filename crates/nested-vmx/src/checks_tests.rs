@@ -269,7 +269,10 @@ fn guest_segments() {
 #[test]
 fn guest_flow() {
     table! { guest_of guest_rules::Broken:
-        [GUEST_RIP = 1 << 47] => Rip;
+        [GUEST_RIP = 1 << 47] => ok;
+        [GUEST_RIP = 1 << 48] => Rip;
+        [GUEST_RIP = 0xffff << 48] => ok;
+        [GUEST_RIP = 0xfffe << 48] => Rip;
         [GUEST_CS_RIGHTS = 0xc09b, GUEST_RIP = 1 << 32] => Rip;
         [GUEST_RFLAGS = 0] => Rflags;
         [GUEST_RFLAGS = 0xa] => Rflags;

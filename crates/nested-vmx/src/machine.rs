@@ -155,6 +155,8 @@ pub struct Machine {
     vm86: bool,
     /// An entry was executed and the hardware has not run L2 since.
     pub run_pending: bool,
+    /// That entry is a VMLAUNCH.
+    launching: bool,
     /// A monitor-trap exit is owed to L1.
     pub trap_pending: bool,
     /// What SMM has put aside.
@@ -187,6 +189,7 @@ impl Machine {
         host_changed: true,
         vm86: false,
         run_pending: false,
+        launching: false,
         trap_pending: false,
         smm: Smm { vmxon: false, guest_mode: false },
     };

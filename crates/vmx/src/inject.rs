@@ -71,7 +71,7 @@ pub fn decode(info: u32, error_code: u32) -> Option<Event> {
 }
 
 /// Whether the event comes from an instruction, whose length tells where its handler returns to.
-fn has_length(info: u32) -> bool {
+pub(crate) fn has_length(info: u32) -> bool {
     matches!(
         info & event::TYPE,
         event::SOFT | event::PRIVILEGED_SOFT_EXCEPTION | event::SOFT_EXCEPTION

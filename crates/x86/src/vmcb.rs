@@ -330,6 +330,12 @@ mod exit_code {
 
     #[allow(non_upper_case_globals)] // Read like the variants of an enum.
     impl ExitCode {
+        /// Whether it is an exception's.
+        #[inline]
+        pub const fn is_exception(self) -> bool {
+            self.0 >= Self::Excp0.0 && self.0 <= Self::Excp31.0
+        }
+
         pub const ReadCr0: Self = Self(0x000);
         pub const ReadCr15: Self = Self(0x00f);
         pub const WriteCr0: Self = Self(0x010);

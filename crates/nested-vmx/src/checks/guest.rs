@@ -130,7 +130,10 @@ const RFLAGS_ZERO: u64 = !0x3f_ffff | 1 << 15 | 1 << 5 | 1 << 3;
 fn flow(v: &Vmcs12, limits: &Limits, mode: Mode) -> Checked {
     let rip = v.get(field::GUEST_RIP);
     let is_64_bit = mode.long && v.get(field::GUEST_CS_RIGHTS) & segments::LONG != 0;
-    let rip_fits = if is_64_bit { limits.is_canonical(rip) } else { rip >> 32 == 0 };
+    // Not whether it is canonical: the bits that the CPU does not have are alike, and the highest that it has may
+    // differ. Such an entry takes place, and its guest gets #GP (SDM vol. 3C §27.3.1.4).
+    let beyond = (rip as i64).checked_shr(limits.linear_bits).unwrap_or(0);
+    let rip_fits = if is_64_bit { matches!(beyond, 0 | -1) } else { rip >> 32 == 0 };
     rule(rip_fits, Broken::Rip)?;
     let flags = Rflags::from_bits_retain(v.get(field::GUEST_RFLAGS));
     let reserved = flags.bits() & RFLAGS_ZERO == 0 && flags.contains(Rflags::FIXED);

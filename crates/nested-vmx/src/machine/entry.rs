@@ -34,6 +34,7 @@ impl Machine {
         limits: &Limits,
         memory: &impl GuestMemory,
     ) -> Result<PendingEntry, Fail> {
+        self.launching = false;
         // A shadow VMCS cannot be entered (SDM vol. 3C §25.10).
         if self.current.is_none() || self.vmcs12.is_shadow() {
             return Err(Fail::Invalid);
@@ -124,6 +125,7 @@ impl Machine {
         if entry.launch {
             self.vmcs12.set_launched(true);
         }
+        self.launching = entry.launch;
         self.dirty = Groups::NONE;
         self.unchecked = Groups::NONE;
         self.behind = Groups::NONE;

@@ -29,6 +29,7 @@ impl Machine {
         self.vm86 = self.vmcs12.get(field::GUEST_RFLAGS) & x86::Rflags::VM.bits() != 0;
         self.level = Level::L1;
         self.run_pending = false;
+        self.launching = false;
         self.trap_pending = false;
     }
 
@@ -59,6 +60,10 @@ impl Machine {
 
     /// An entry has failed behind the point of no return: L1 sees an exit, L2 has not run.
     pub fn fail_entry(&mut self, failure: EntryFailure) {
+        if core::mem::take(&mut self.launching) {
+            // The hardware has found what the checks here had not.
+            self.vmcs12.set_launched(false);
+        }
         leave::entry_failed(&mut self.vmcs12, failure);
         self.mirror.due = true;
         self.level = Level::L1;

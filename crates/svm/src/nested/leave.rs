@@ -1,6 +1,6 @@
 //! From L2's block back to L1's.
 
-use backend::{Executed, Gprs, L1Memory, Level, RAX, RSP};
+use backend::{Event, Executed, Gprs, Injection, L1Memory, Level, RAX, RSP};
 use cpu::Cpu;
 use nested_svm::{
     leave::{self, Undelivered},
@@ -12,7 +12,10 @@ use x86::{
 };
 
 use super::Seen;
-use crate::state::{Svm, Virq};
+use crate::{
+    inject,
+    state::{Svm, Virq},
+};
 
 /// Copies what VMRUN and a VMEXIT leave alone.
 pub(super) fn copy_unswitched(to: &mut Save, from: &Save) {
@@ -57,6 +60,10 @@ impl<C: Cpu> Svm<C> {
                 state.v12.forget();
             }
             return Executed::Shutdown;
+        }
+        if inject::decode(undelivered.info) == Some(Event::Nmi) {
+            // It was not delivered, and is L1's to inject again: nothing masks NMIs.
+            self.set_nmi_masked(false);
         }
         self.return_to_l1(gprs);
         Executed::Left

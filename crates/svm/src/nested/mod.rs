@@ -36,7 +36,12 @@ use x86::{
     vmcb::{Clean, Control, ExitCode, Intercept3, Intercept4, VIRTUAL_VMLOAD, event, vintr},
 };
 
-use crate::{block::ControlBlock, inject, l2::State, state::Svm};
+use crate::{
+    block::ControlBlock,
+    inject,
+    l2::State,
+    state::{Step, Svm},
+};
 
 /// L1's memory, which remembers whether some of it could not be had.
 struct Seen<'a, M> {
@@ -283,6 +288,7 @@ impl<C: Cpu> Nested for Svm<C> {
 
     fn claims(&mut self, gprs: &Gprs, l1: &impl L1Memory) -> Result<Claim, backend::Outside> {
         let exit = self.last_exit(gprs);
+        let steps = self.cold.nmi.step == Step::Trapped;
         let Some(state) = &mut self.nested else { return Ok(Claim::L0) };
         state.entry_pending = false;
         if state.by_instruction.is_some()
@@ -300,6 +306,9 @@ impl<C: Cpu> Nested for Svm<C> {
         }
         Ok(match claim {
             reflect::Claim::L0 => Claim::L0,
+            // The step was ours.
+            reflect::Claim::L1 if exit.code == ExitCode::ExcpDb && steps => Claim::L0,
+            reflect::Claim::L1 if exit.code.is_exception() => Claim::Exception,
             reflect::Claim::L1 => Claim::L1,
             reflect::Claim::ByValue => Claim::ByValue,
         })
@@ -370,6 +379,8 @@ impl<C: Cpu> Nested for Svm<C> {
             Waiting::Smi => Pending::Smi,
             Waiting::Init => Pending::Init,
             Waiting::Exception(e) => Pending::Exception(*e),
+            // SVM has no such exit.
+            Waiting::MonitorTrap => return Gate::Hold,
             Waiting::TripleFault => return self.gate_of_shutdown(),
         };
         let Some(state) = self.nested.as_ref().filter(|_| self.level == Level::L2) else {
@@ -412,7 +423,7 @@ impl<C: Cpu> Nested for Svm<C> {
             Waiting::Smi => Exit::plain(ExitCode::Smi),
             Waiting::Init => Exit::plain(ExitCode::Init),
             Waiting::Exception(e) => Exit::of_exception(e),
-            Waiting::TripleFault => Exit::plain(ExitCode::Shutdown),
+            Waiting::MonitorTrap | Waiting::TripleFault => Exit::plain(ExitCode::Shutdown),
         };
         let info = undelivered.map_or(0, inject::encode);
         self.leave(gprs, &exit, Undelivered { info }, l1)
@@ -421,6 +432,18 @@ impl<C: Cpu> Nested for Svm<C> {
     fn has_own_priority(&self) -> bool {
         let masking = |state: &KBox<State>| state.v12.control().int_ctl & vintr::INTR_MASKING != 0;
         self.level == Level::L2 && self.nested.as_ref().is_some_and(masking)
+    }
+
+    fn keeps_awake(&self) -> bool {
+        let Some(state) = self.nested.as_ref().filter(|_| self.level == Level::L2) else {
+            return false;
+        };
+        let block = self.block.vmcb();
+        let int_ctl = block.control.int_ctl & (vintr::IRQ | vintr::IGN_TPR | vintr::TPR_MASK);
+        let priority = block.control.int_ctl >> vintr::PRIO_SHIFT & 15;
+        let given = state.window.is_none() && int_ctl & vintr::IRQ != 0;
+        let passes = int_ctl & vintr::IGN_TPR != 0 || priority > int_ctl & vintr::TPR_MASK;
+        given && passes && block.save.rflags & Rflags::IF.bits() != 0
     }
 
     fn set_l1_priority(&mut self, cr8: u8) {

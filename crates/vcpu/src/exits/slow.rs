@@ -15,6 +15,11 @@ use crate::{
     state::debug::guestdbg,
 };
 
+const DB: u8 = 1;
+const BP: u8 = 3;
+const UD: u8 = 6;
+const AC: u8 = 17;
+
 impl<B: Backend> Vcpu<B> {
     /// CPUID, whose length could not be had inside the loop.
     pub(crate) fn slow_cpuid(&mut self) -> Outcome {
@@ -122,11 +127,20 @@ impl<B: Backend> Vcpu<B> {
         Ok(())
     }
 
+    /// Whether an exception is the VMM's debugger's, or a split lock that this host takes for a fault: none that the
+    /// guest is to hear of.
+    pub(crate) fn is_for_us(&self, e: Exception) -> bool {
+        let debugs = |bits| self.debug.control & bits != 0;
+        match e.vector.0 {
+            DB => debugs(guestdbg::SINGLESTEP | guestdbg::USE_HW_BP),
+            BP => debugs(guestdbg::USE_SW_BP),
+            AC => !self.checks_alignment() && host::hostcpu::detects_split_locks(),
+            _ => false,
+        }
+    }
+
     pub(crate) fn exception(&mut self, e: Exception) -> Outcome {
-        const DB: u8 = 1;
-        const BP: u8 = 3;
-        const UD: u8 = 6;
-        const AC: u8 = 17;
+        let is_for_us = self.is_for_us(e);
         match e.vector.0 {
             DB => {
                 if self.b.own_single_step() {
@@ -137,7 +151,7 @@ impl<B: Backend> Vcpu<B> {
                 let [.., dr6, dr7] = regs;
                 // VMX tells apart from DR6 what happened, SVM by it.
                 let bits = e.payload.filter(|bits| *bits != 0).unwrap_or(dr6 ^ Dr6::ACTIVE_LOW);
-                if self.debug.control & (guestdbg::SINGLESTEP | guestdbg::USE_HW_BP) != 0 {
+                if is_for_us {
                     let pc = self.linear_rip();
                     let dr6 = bits ^ Dr6::ACTIVE_LOW;
                     return Err(UserExit::Debug { exception: 1, pc, dr6, dr7 }.into());
@@ -146,10 +160,8 @@ impl<B: Backend> Vcpu<B> {
                 Ok(())
             }
             UD => self.invalid_opcode(),
-            AC if !self.checks_alignment() && host::hostcpu::detects_split_locks() => {
-                self.split_lock(e)
-            }
-            BP if self.debug.control & guestdbg::USE_SW_BP != 0 => {
+            AC if is_for_us => self.split_lock(e),
+            BP if is_for_us => {
                 let [.., dr6, dr7] = self.b.debug_regs();
                 let pc = self.linear_rip();
                 Err(UserExit::Debug { exception: 3, pc, dr6, dr7 }.into())

@@ -177,6 +177,11 @@ impl<B: Backend> Vcpu<B> {
             && matches!(self.gate_of(Waiting::Nmi), Gate::ExitToL1 | Gate::AfterEntry)
     }
 
+    /// Whether L2's HLT ends at once, for what L1 has given it.
+    pub(crate) fn l2_stays_awake(&self) -> bool {
+        self.pending.after_exit.is_nested() && self.b.nested().is_some_and(Nested::keeps_awake)
+    }
+
     /// An INIT that was held back is taken, if nothing holds it any more. True: outside the loop.
     pub(crate) fn release_init(&mut self) -> bool {
         let released = self.smm.latched_init && !self.smm.active && self.passes(Waiting::Init);
@@ -209,11 +214,18 @@ impl<B: Backend> Vcpu<B> {
         let smi = self.events.outer.has(Outer::SMI).then_some(Waiting::Smi);
         let nmi = (self.shared.nmis() != 0).then_some(Waiting::Nmi);
         let interrupt = self.interrupt_waits_for_l1().then_some(Waiting::Interrupt(None));
-        for waiting in [init, exception, smi, nmi, interrupt].into_iter().flatten() {
+        let owes = self.b.nested().is_some_and(Nested::owes_trap);
+        let trap = (owes && first).then_some(Waiting::MonitorTrap);
+        for waiting in [init, trap, exception, smi, nmi, interrupt].into_iter().flatten() {
             let Some(nested) = self.b.nested() else { return Ended::No };
             match nested.gate(&waiting) {
                 Gate::Deliver | Gate::Hold | Gate::Window => {}
                 Gate::AfterEntry => return Ended::AfterEntry,
+                // Between two instructions, and L2 is within one: no CPU makes such an exit with an event in
+                // IDT-vectoring information, and hypervisors take it for impossible.
+                Gate::ExitToL1 if !first && !matches!(waiting, Waiting::Exception(_)) => {
+                    return Ended::AfterEntry;
+                }
                 Gate::ExitToL1 => return self.end_l2(waiting, s),
             }
         }
@@ -269,6 +281,12 @@ impl<B: Backend> Vcpu<B> {
             taken = found;
             waiting = Waiting::Interrupt(taken.vector);
         }
+        if waiting == Waiting::MonitorTrap
+            && let Some(e) = self.events.exception.take()
+            && let Some(nested) = self.b.nested_mut()
+        {
+            nested.keep_debug_trap(e.payload.unwrap_or(0));
+        }
         let prepared = self.b.cancel_injection();
         let undelivered = prepared.or(self.events.again);
         let Some(nested) = self.b.nested_mut() else { return Ended::No };
@@ -298,15 +316,12 @@ impl<B: Backend> Vcpu<B> {
                 Waiting::Interrupt(_)
                 | Waiting::Smi
                 | Waiting::Exception(_)
+                | Waiting::MonitorTrap
                 | Waiting::TripleFault => {}
             }
         }
         if matches!(waiting, Waiting::Exception(_)) {
             self.events.exception = None;
-        }
-        if undelivered == Some(Event::Nmi) {
-            // L1 injects it again.
-            self.b.set_nmi_masked(false);
         }
         let _ = self.executed(done, 0);
         Ended::Yes

@@ -261,7 +261,7 @@ impl<B: Backend> Vcpu<B> {
                 let l1 = Mapped::new(memory, view);
                 let at = Gpa(access.gpa);
                 let done = nested.refuse(gprs, at, told(fault), undelivered, &l1);
-                self.refused(done, undelivered)
+                self.refused(done)
             }
             NestedFault::NeedFrame(missing) => {
                 stage.missing = Some(missing);
@@ -280,18 +280,13 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// Goes on after an attempt to end L2's run for what L1's tables refuse.
-    fn refused(&mut self, done: backend::Executed, undelivered: Option<Event>) -> Next {
+    fn refused(&mut self, done: backend::Executed) -> Next {
         if done != backend::Executed::Outside {
             self.events.again = None;
             self.events.exception = None;
             self.stats.count(VcpuCount::PfGuest);
         }
-        let next = self.executed(done, 0);
-        if next == Next::Again && undelivered == Some(Event::Nmi) {
-            // L1 injects it again.
-            self.b.set_nmi_masked(false);
-        }
-        next
+        self.executed(done, 0)
     }
 
     /// Such a fault outside. `None`: the exit is another.
@@ -341,7 +336,7 @@ impl<B: Backend> Vcpu<B> {
         let Self { b, gprs, memory, .. } = self;
         let Some(nested) = b.nested_mut() else { return };
         let done = nested.refuse(gprs, at, why, undelivered, &Whole::new(memory, None));
-        let _ = self.refused(done, undelivered);
+        let _ = self.refused(done);
     }
 }
 

@@ -1,6 +1,6 @@
 //! From L1 to L2 and back.
 
-use backend::{Backend, Claim, Executed, Level, Nested, Nesting};
+use backend::{Backend, Claim, Executed, Exit, Level, Nested, Nesting};
 use mmu::Section;
 use x86::{Cr0, Cr4, Efer, Exception};
 
@@ -16,6 +16,12 @@ use crate::{
 /// Whether a hypervisor's instruction is executed with the address behind it known.
 fn needs_next_rip<B: Nesting>(_: &B) -> bool {
     <B::Nested as Nested>::NEEDS_NEXT_RIP
+}
+
+/// Whether exceptions of L2's may be ours whatever L1 asks for. `debugging`: what the VMM's debugger asked for.
+#[inline]
+fn may_own_exceptions(debugging: u32) -> bool {
+    debugging != 0 || host::hostcpu::detects_split_locks()
 }
 
 impl<B: Backend> Vcpu<B> {
@@ -75,6 +81,8 @@ impl<B: Backend> Vcpu<B> {
         let nested = self.b.nested_mut()?;
         let l1 = Mapped::new(&self.memory, self.memory.view(s));
         match nested.claims(&self.gprs, &l1) {
+            // What L1 has to hear of behind it is found out there.
+            Ok(Claim::L0 | Claim::Instruction) if nested.traps_each() => Some(Next::Leave),
             Ok(Claim::L0) => self.answer_nested_fault(s),
             // Its value is found out by the emulator.
             Ok(Claim::ByValue) => Some(Next::Leave),
@@ -82,7 +90,9 @@ impl<B: Backend> Vcpu<B> {
                 let done = nested.execute_for_l2(&mut self.gprs, &l1);
                 Some(self.executed_here(done, s))
             }
-            Ok(Claim::L1) => {
+            // Whose it is is found out there.
+            Ok(Claim::Exception) if may_own_exceptions(self.debug.control) => Some(Next::Leave),
+            Ok(Claim::L1 | Claim::Exception) => {
                 let done = nested.reflect(&mut self.gprs, &l1);
                 Some(self.executed(done, 0))
             }
@@ -97,19 +107,24 @@ impl<B: Backend> Vcpu<B> {
         let Some(nested) = self.b.nested_mut() else { return Ok(()) };
         let l1 = Whole::new(&self.memory, None);
         let claim = nested.claims(&self.gprs, &l1);
-        if claim == Ok(Claim::L1) {
+        let is_l1s = match claim {
+            Ok(Claim::L1) => true,
+            Ok(Claim::Exception) => !self.owns_exception(),
+            Ok(Claim::L0 | Claim::ByValue | Claim::Instruction) | Err(_) => false,
+        };
+        if is_l1s && let Some(nested) = self.b.nested_mut() {
             let done = nested.reflect(&mut self.gprs, &l1);
             let _ = self.executed(done, 0);
             return Ok(());
         }
         if claim == Ok(Claim::Instruction) {
-            return self.execute_for_l2_outside();
+            return self.owing_trap(Self::execute_for_l2_outside);
         }
         if let Some(outcome) = self.nested_fault_outside() {
             return outcome;
         }
         let _ = self.keep_interrupted_delivery();
-        let handled = self.handle(self.b.exit());
+        let handled = self.owing_trap(|v| v.handle(v.b.exit()));
         if claim == Ok(Claim::ByValue) {
             self.reflect_by_value();
         }
@@ -123,6 +138,34 @@ impl<B: Backend> Vcpu<B> {
         let done = nested.execute_for_l2(&mut self.gprs, &Whole::new(&self.memory, None));
         let _ = self.executed(done, next);
         Ok(())
+    }
+
+    /// Does something for L2, behind which L1 is owed an exit if an instruction has retired and L1 asked for that.
+    pub(crate) fn owing_trap<R>(&mut self, does: impl FnOnce(&mut Self) -> R) -> R {
+        if !self.pending.after_exit.is_nested() || !self.b.nested().is_some_and(Nested::traps_each)
+        {
+            return does(self);
+        }
+        let before = self.b.rip();
+        let done = does(self);
+        if self.pending.after_exit.is_nested()
+            && self.b.rip() != before
+            && let Some(nested) = self.b.nested_mut()
+        {
+            nested.owe_trap();
+            self.events.outer.set(Outer::NESTED, true);
+            self.pending.raise();
+        }
+        done
+    }
+
+    /// Whether the last exit of L2 is an exception that we asked for: the VMM's debugger, or this host, which takes
+    /// locked accesses of two cache lines for faults. L1 knows of neither and would give them to its guest.
+    #[cold]
+    #[inline(never)]
+    fn owns_exception(&self) -> bool {
+        may_own_exceptions(self.debug.control)
+            && matches!(self.b.exit(), Exit::Exception(e) if self.is_for_us(e))
     }
 
     /// L1 hears of a hypercall that L2 made by the other vendor's instruction. False: it asks for none.

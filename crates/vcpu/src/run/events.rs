@@ -221,6 +221,7 @@ impl<B: Backend> Vcpu<B> {
         self.init_ends_l2()
             || self.nmi_ends_l2()
             || self.interrupt_goes_somewhere() && self.interrupt_waits()
+            || self.l2_stays_awake()
     }
 
     /// Whether an interrupt could be injected now by a VMM with its own PIC.

@@ -74,7 +74,8 @@ impl<C: Cpu> Vmx<C> {
         match &mut self.nested {
             Some(n) if !n.machine.is_in_operation() => {
                 n.whole = whole;
-                n.machine.capabilities = whole;
+                // What the VMM has taken away stays away: of them this one alone follows from CPUID.
+                n.machine.capabilities.cr4_fixed1 = whole.cr4_fixed1;
                 n.machine.touch_all();
             }
             Some(_) => {}

@@ -5,8 +5,8 @@ use cpu::Cpu;
 use nested_vmx::events::{self, Injection as Undelivered, State};
 use nested_vmx::leave::Report;
 use nested_vmx::reflect;
-use x86::Rflags;
 use x86::vmcs::{ExitReason, event};
+use x86::{Cr0, Rflags};
 
 use super::{
     access::{Memory, qualification},
@@ -27,6 +27,10 @@ impl<C: Cpu> Vmx<C> {
             Waiting::Smi => events::Event::Smi,
             Waiting::Init => events::Event::Init,
             Waiting::TripleFault => return Gate::ExitToL1,
+            Waiting::MonitorTrap => {
+                let now = !n.machine.run_pending && !self.injecting();
+                return if now { Gate::ExitToL1 } else { Gate::AfterEntry };
+            }
         };
         let state = State {
             entry_pending: n.machine.run_pending,
@@ -64,9 +68,10 @@ impl<C: Cpu> Vmx<C> {
             Waiting::Smi => events::report(events::Event::Smi, None),
             Waiting::Init => events::report(events::Event::Init, None),
             Waiting::Exception(e) => {
-                let information = inject::encode(Event::Exception(*e), true);
+                let information = inject::encode(Event::Exception(*e), self.cr0.contains(Cr0::PE));
                 Report::event(information, inject::error_code(e), qualification(e))
             }
+            Waiting::MonitorTrap => Report::plain(ExitReason::MonitorTrap, 0),
             Waiting::TripleFault => Report::plain(ExitReason::TripleFault, 0),
         };
         if *waiting != Waiting::TripleFault {
@@ -78,7 +83,7 @@ impl<C: Cpu> Vmx<C> {
     /// Tells L1 of an event that L2 was to take first.
     pub(super) fn tell_undelivered(&self, report: &mut Report, undelivered: Option<Event>) {
         if let Some(event) = undelivered {
-            let information = inject::encode(event, true);
+            let information = inject::encode(event, self.cr0.contains(Cr0::PE));
             let error_code = match event {
                 Event::Exception(e) if information & event::ERROR_VALID != 0 => {
                     inject::error_code(&e)

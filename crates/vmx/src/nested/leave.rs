@@ -39,6 +39,7 @@ impl<C: Cpu> Vmx<C> {
         }
         n.machine.run_pending = false;
         let memory = Memory::new(l1);
+        // What the VMM's debugger asked for is looked for by whoever hears that L1 claims it.
         let wants = Wants { page_faults: false, debug: 0 };
         let block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
         let claim = reflect::claim(n.machine.vmcs12(), &block, &gprs.0, &wants, &memory);
@@ -47,6 +48,9 @@ impl<C: Cpu> Vmx<C> {
         }
         Ok(match claim {
             reflect::Claim::L0 => Claim::L0,
+            reflect::Claim::L1 if reason == u32::from(ExitReason::ExceptionOrNmi.0) => {
+                Claim::Exception
+            }
             reflect::Claim::L1 => Claim::L1,
             reflect::Claim::Priority(_) => Claim::Instruction,
         })

@@ -23,15 +23,16 @@ mod switch;
 mod tables;
 
 use backend::{
-    Claim, Event, Executed, Gate, Gprs, Injection, L1Memory, Level, Nesting, Outside, Waiting,
+    Claim, Event, Executed, Gate, Gprs, Injection, L1Memory, Level, Nesting, Outside,
+    Registers as _, Waiting,
 };
 use cpu::Cpu;
 use host::KBox;
 use nested_vmx::machine;
-use x86::vmcs::{event, field};
-use x86::{Cr0, Cr4, Efer};
+use x86::vmcs::{ProcControls, event, field};
+use x86::{Cr0, Cr4, Dr6, Efer, Rflags};
 
-use crate::{permission::MsrMap, state::Vmx};
+use crate::{fields, inject, permission::MsrMap, state::Vmx};
 use kept::Nested;
 
 impl<C: Cpu> Nesting for Vmx<C> {
@@ -110,8 +111,45 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         false
     }
 
+    /// L1's is in its VMCS until L2 exits. Where L2 has made another one meanwhile, that is injected as well instead of
+    /// being executed again: with its length it comes to the same.
     fn repeats_injection(&mut self) -> bool {
-        false
+        let of_l1 = |n: &KBox<Nested>| n.machine.vmcs12().get(field::ENTRY_INTERRUPTION);
+        let information = self.nested.as_ref().map_or(0, of_l1);
+        information & event::VALID != 0 && inject::has_length(information)
+    }
+
+    fn traps_each(&self) -> bool {
+        let of_l1 = ProcControls::from_bits_retain(self.cold.of_l1.primary);
+        of_l1.contains(ProcControls::MONITOR_TRAP)
+    }
+
+    fn owe_trap(&mut self) {
+        if let Some(n) = &mut self.nested {
+            n.machine.trap_pending = true;
+        }
+    }
+
+    fn owes_trap(&self) -> bool {
+        self.cold.of_l1.runs && self.nested.as_ref().is_some_and(|n| n.machine.trap_pending)
+    }
+
+    /// Bit 12 says that an enabled breakpoint was met (SDM vol. 3C table 25-4).
+    fn keep_debug_trap(&mut self, bits: u64) {
+        const STEP: u64 = Dr6::BS;
+        const BREAKPOINTS: u64 = 0xf;
+        const ENABLED: u64 = 1 << 12;
+        let met = bits & BREAKPOINTS;
+        let pending = bits & STEP | met | if met != 0 { ENABLED } else { 0 };
+        let now = self.get(fields::GUEST_PENDING_DEBUG);
+        self.set(fields::GUEST_PENDING_DEBUG, now | pending);
+    }
+
+    /// With a window of L1's open the entry that follows ends at once, if L2 takes such events.
+    fn keeps_awake(&self) -> bool {
+        let windows = ProcControls::from_bits_retain(self.cold.of_l1.primary);
+        windows.contains(ProcControls::INTERRUPT_WINDOW) && self.rflags().contains(Rflags::IF)
+            || windows.contains(ProcControls::NMI_WINDOW) && !self.nmi_masked()
     }
 
     fn injects_for_l1(&self) -> bool {
@@ -184,7 +222,9 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         match waiting {
             Waiting::Interrupt(_) => self.nested.as_ref().is_some_and(asks),
             Waiting::Nmi | Waiting::Init => true,
-            Waiting::Smi | Waiting::Exception(_) | Waiting::TripleFault => false,
+            Waiting::Smi | Waiting::Exception(_) | Waiting::MonitorTrap | Waiting::TripleFault => {
+                false
+            }
         }
     }
 

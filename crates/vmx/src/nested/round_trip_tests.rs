@@ -161,6 +161,20 @@ pub(super) struct Rig {
     _alone: MutexGuard<'static, ()>,
 }
 
+/// There is room for so many VMCSs on a CPU, and CPUs outlast a test.
+impl Drop for Rig {
+    fn drop(&mut self) {
+        let n = self.v.nested.as_ref();
+        let shadow = n.and_then(|n| n.shadow.as_ref()).map(|shadow| shadow.vmcs.hpa());
+        let other = n.map(|n| n.other.hpa());
+        for at in [Some(self.v.vmcs.hpa()), other, shadow].into_iter().flatten() {
+            for cpu in (0..4).filter_map(percpu::of) {
+                cpu.clear(self.v.cpu(), at);
+            }
+        }
+    }
+}
+
 impl Rig {
     pub(super) fn new(vmcs12: &Vmcs12, efer: u64) -> Self {
         Self::on(features(), vmcs12, efer)
@@ -728,4 +742,94 @@ fn a_shadow_that_is_over_is_not_told() {
     assert_eq!(r.v.exit_to_l1(&mut r.g, &Waiting::Nmi, None, &r.m), Executed::Left);
     let v = r.v.nested.as_ref().unwrap().machine.vmcs12();
     assert_eq!(v.get(field::GUEST_INTERRUPTIBILITY), 0);
+}
+
+/// The hardware refuses what the checks here let pass: L1 mends it, and its VMLAUNCH is still the right instruction.
+#[test]
+fn an_entry_that_the_hardware_refuses_launches_nothing() {
+    let mut r = Rig::new(&good(), 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    r.enter(ExitReason::InvalidGuestState, |v| {
+        v.set(field::EXIT_REASON, 1 << 31 | u32::from(ExitReason::InvalidGuestState.0));
+    });
+    assert_eq!(r.v.claims(&r.g, &r.m), Ok(backend::Claim::L1));
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Retired, "VMfail: not launched");
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    r.enter(ExitReason::Cpuid, |_| {});
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+}
+
+/// An INT 80h that L1 injects meets a fault of L0's in its delivery: there need be no INT at RIP.
+#[test]
+fn a_software_interrupt_of_l1s_is_injected_again() {
+    let mut v12 = good();
+    let injects = x86::vmcs::event::VALID | x86::vmcs::event::SOFT | 0x80;
+    set!(v12, ENTRY_INTERRUPTION = injects, ENTRY_INSTRUCTION_LENGTH = 2);
+    let mut r = Rig::new(&v12, 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    r.enter(ExitReason::EptViolation, move |v| v.set(field::IDT_VECTORING, injects));
+    assert!(r.v.repeats_injection());
+    r.enter(ExitReason::Cpuid, |_| {});
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    r.enter(ExitReason::EptViolation, move |v| v.set(field::IDT_VECTORING, injects));
+    assert!(!r.v.repeats_injection(), "this one is L2's own");
+}
+
+/// A VMM takes abilities from the capability MSRs, and sets CPUID again.
+#[test]
+fn what_the_vmm_has_taken_away_stays_away() {
+    let mut r = Rig::new(&good(), 0xd01);
+    r.v.nested.as_mut().unwrap().machine.reset();
+    let msr = x86::vmcs::capability::VMX_PROCBASED_CTLS2;
+    let all = r.v.nested_msr_value(msr).unwrap();
+    let fewer = all & !(u64::from(ProcControls2::EPT.bits()) << 32);
+    assert_ne!(fewer, all);
+    r.v.set_nested_msr_value(msr, fewer).unwrap();
+    let mut limits = r.v.cold.limits;
+    limits.cr4_allowed |= Cr4::from_bits_retain(1 << 16);
+    r.v.set_limits(limits);
+    assert_eq!(r.v.nested_msr_value(msr), Some(fewer));
+    let fixed = r.v.nested_msr_value(x86::vmcs::capability::VMX_CR4_FIXED1).unwrap();
+    assert_ne!(fixed & 1 << 16, 0, "this one follows from CPUID");
+}
+
+/// L1 waits for the moment at which L2 takes an interrupt. An L2 that halts with interrupts on is entered, so that the
+/// window ends its run at once.
+#[test]
+fn an_open_window_of_l1s_keeps_l2_awake() {
+    let mut v12 = good();
+    v12.set(field::PROC_CONTROLS, v12.get(field::PROC_CONTROLS) | 1 << 2);
+    let mut r = Rig::new(&v12, 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    r.enter(ExitReason::Hlt, |v| v.set(field::GUEST_RFLAGS, 0x202));
+    assert!(r.v.keeps_awake());
+    r.enter(ExitReason::Hlt, |v| v.set(field::GUEST_RFLAGS, 2));
+    assert!(!r.v.keeps_awake());
+}
+
+/// The exit behind an instruction that L0 has carried out, and what of a breakpoint L2 takes later.
+#[test]
+fn a_trap_that_is_owed_ends_l2s_run() {
+    let mut v12 = good();
+    v12.set(field::PROC_CONTROLS, v12.get(field::PROC_CONTROLS) | 1 << 27);
+    let mut r = Rig::new(&v12, 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    r.enter(ExitReason::Rdmsr, |_| {});
+    assert!(r.v.traps_each() && !r.v.owes_trap());
+    assert_eq!(r.v.gate(&backend::Waiting::MonitorTrap), backend::Gate::AfterEntry);
+    r.v.claims(&r.g, &r.m).unwrap();
+    r.v.owe_trap();
+    assert_eq!(r.v.gate(&backend::Waiting::MonitorTrap), backend::Gate::ExitToL1);
+    r.v.keep_debug_trap(1 << 14);
+    assert_eq!(
+        r.v.exit_to_l1(&mut r.g, &backend::Waiting::MonitorTrap, None, &r.m),
+        Executed::Left
+    );
+    assert!(!r.v.owes_trap());
+    let v12 = r.v.nested.as_ref().unwrap().machine.vmcs12();
+    assert_eq!(v12.get(field::EXIT_REASON), u32::from(ExitReason::MonitorTrap.0));
+    assert_eq!(v12.get(field::GUEST_PENDING_DEBUG), 1 << 14);
 }

@@ -41,6 +41,7 @@ mod nested_svm;
 mod nested_svm_hostile;
 mod nested_vmx;
 mod nested_vmx_ept;
+mod nested_vmx_events;
 mod nested_vmx_host;
 mod nested_vmx_tpr;
 mod paging_bits;
@@ -119,6 +120,7 @@ pub fn all() -> impl Iterator<Item = Test> + Clone {
         nested_svm::TESTS,
         nested_vmx::TESTS,
         nested_vmx_ept::TESTS,
+        nested_vmx_events::TESTS,
         nested_vmx_host::TESTS,
         nested_vmx_tpr::TESTS,
         nested_svm_hostile::TESTS,
