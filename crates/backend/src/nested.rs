@@ -144,6 +144,8 @@ pub trait Nested: NestedPaging + NestedState {
     }
     /// Whether the task priority that the current block holds is a priority of L2's alone.
     fn has_own_priority(&self) -> bool;
+    /// The TSC of L2 when the host's is `host`. `None`: L1 runs.
+    fn tsc_of_l2(&self, host: u64) -> Option<u64>;
     /// Whether L1 asked for an exit behind each instruction of L2's.
     fn traps_each(&self) -> bool {
         false
@@ -238,6 +240,9 @@ impl Nested for Absent {
         match *self {}
     }
     fn has_own_priority(&self) -> bool {
+        match *self {}
+    }
+    fn tsc_of_l2(&self, _: u64) -> Option<u64> {
         match *self {}
     }
     fn keeps_awake(&self) -> bool {

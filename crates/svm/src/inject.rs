@@ -109,6 +109,15 @@ impl<C: Cpu> Svm<C> {
     }
 }
 
+impl<C: Cpu> Svm<C> {
+    /// What a debug exception leaves in DR6 and DR7.
+    pub(crate) fn after_debug_exception(&mut self, bits: u64) {
+        let save = &mut self.vmcb_mut(Clean::DR).save;
+        save.dr6 = Dr6::new(save.dr6).after_db(bits).bits();
+        save.dr7 = Dr7::new(save.dr7).without_general_detect().bits();
+    }
+}
+
 impl<C: Cpu> Injection for Svm<C> {
     type ServedApic = Absent;
 
@@ -126,9 +135,7 @@ impl<C: Cpu> Injection for Svm<C> {
             && e.vector.0 == vector::DB
             && let Some(bits) = e.payload
         {
-            let save = &mut self.vmcb_mut(Clean::DR).save;
-            save.dr6 = Dr6::new(save.dr6).after_db(bits).bits();
-            save.dr7 = Dr7::new(save.dr7).without_general_detect().bits();
+            self.after_debug_exception(bits);
         }
         self.vmcb_mut(Clean::empty()).control.event_inj = encode(event);
     }

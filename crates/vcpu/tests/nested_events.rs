@@ -352,3 +352,96 @@ fn a_shutdown_that_no_cpu_made_is_l1s_if_it_intercepts_it() {
     assert_eq!(machine.run(), UserExit::Shutdown);
     assert_eq!(machine.get(EXIT_CODE), 0);
 }
+
+/// An event that L2 is to take first, because a fault of ours interrupted its delivery, is delivered before an NMI or
+/// an interrupt ends L2's run: no CPU exits for one amid a delivery, and KVM as L1 ends its guest for it.
+#[test]
+fn an_nmi_waits_for_the_event_that_l2_is_taking() {
+    const NMI: u64 = 1 << 1;
+    let mut machine = intercepting(NMI);
+    machine.vmrun();
+    let taken = event::VALID | event::INTR | 0x33;
+    let shared = machine.vcpu.shared().clone();
+    machine.then(move |vmcb, gprs| {
+        shared.add_nmi();
+        exit(ExitCode::Npf)(vmcb, gprs);
+        vmcb.control.exit_info_1 = 1 << 32 | 2;
+        vmcb.control.exit_info_2 = 0x5000;
+        vmcb.control.exit_int_info = taken;
+    });
+    machine.vcpu.backend().cpu().inner().injects(taken);
+    machine.then(exit(ExitCode::Intr));
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, BEHIND);
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+    assert_eq!(machine.get(EXIT_CODE), ExitCode::Nmi.0);
+    assert_eq!(machine.get(BLOCK + 0x88), 0, "EXITINTINFO");
+}
+
+/// The VMM has the interrupt controllers, L1 has interrupts on and intercepts them, and L2 masks its own: the VMM is
+/// asked for the interrupt that ends L2's run, and sees the task priority of L1.
+#[test]
+fn l2_keeps_no_interrupt_of_the_vmms_from_l1() {
+    const INTR: u64 = 1;
+    let mut machine = intercepting(INTR);
+    machine.put(BLOCK + 0x60, u64::from(vintr::INTR_MASKING | 9));
+    let mut regs = machine.vcpu.regs();
+    regs.rflags |= Rflags::IF;
+    machine.vcpu.set_regs(&regs);
+    machine.stop_in_l2();
+    let shown = machine.vcpu.run_output();
+    assert!(shown.ready_for_interrupt_injection);
+    assert_eq!((shown.cr8, machine.vcpu.sregs().cr8), (0, 0), "L2's is 9");
+    machine.vcpu.queue_interrupt(Vector(0x40)).unwrap();
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, BEHIND);
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+    assert_eq!(machine.get(EXIT_CODE), ExitCode::Intr.0);
+    // Without V_INTR_MASKING it is L2's own flag.
+    let mut machine = intercepting(INTR);
+    machine.stop_in_l2();
+    assert!(!machine.vcpu.run_output().ready_for_interrupt_injection);
+}
+
+/// L1 single-steps over VMRUN: the step ends behind it, when L2's run has (APM vol. 2 §15.5).
+#[test]
+fn a_step_over_vmrun_ends_behind_it() {
+    let mut machine = intercepting(CPUID);
+    let mut regs = machine.vcpu.regs();
+    regs.rflags |= Rflags::TF;
+    machine.vcpu.set_regs(&regs);
+    machine.vmrun();
+    machine.then(exit(ExitCode::Cpuid));
+    machine.vcpu.backend().cpu().inner().injects(event::VALID | event::EXCEPTION | 1);
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, BEHIND);
+        assert_ne!(vmcb.save.dr6 & 1 << 14, 0);
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+}
+
+/// RDMSR of the TSC that L1 leaves to L2 reads L2's, as RDTSC does; user space reads L1's.
+#[test]
+fn l2_reads_its_own_tsc_by_rdmsr() {
+    const MSR_TSC: u32 = 0x10;
+    let mut machine = intercepting(0);
+    machine.put(BLOCK + 0x50, 1 << 40);
+    machine.stop_in_l2();
+    machine.then(|vmcb, gprs| {
+        exit(ExitCode::Msr)(vmcb, gprs);
+        vmcb.control.exit_info_1 = 0;
+        vmcb.control.next_rip = vmcb.save.rip + 2;
+        gprs.0[backend::RCX] = u64::from(MSR_TSC);
+    });
+    machine.then(|vmcb, gprs| {
+        assert_eq!(gprs.0[RDX] >> 8, 1, "{:#x}", gprs.0[RDX]);
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+    assert_eq!(machine.vcpu.read_msr(MSR_TSC, true).unwrap() >> 40, 0);
+}

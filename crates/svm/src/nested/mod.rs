@@ -33,6 +33,7 @@ use nested_svm::{
 };
 use x86::{
     Cr0, Cr4, Efer, Gpa, Hpa, Rflags,
+    exception::vector,
     vmcb::{Clean, Control, ExitCode, Intercept3, Intercept4, VIRTUAL_VMLOAD, event, vintr},
 };
 
@@ -417,6 +418,13 @@ impl<C: Cpu> Nested for Svm<C> {
         undelivered: Option<Event>,
         l1: &impl L1Memory,
     ) -> Executed {
+        if let Waiting::Exception(e) = waiting
+            && e.vector.0 == vector::DB
+            && let Some(bits) = e.payload
+        {
+            // The interception comes behind what a debug exception leaves in its registers.
+            self.after_debug_exception(bits);
+        }
         let exit = match waiting {
             Waiting::Interrupt(_) => Exit::plain(ExitCode::Intr),
             Waiting::Nmi => Exit::plain(ExitCode::Nmi),
@@ -432,6 +440,12 @@ impl<C: Cpu> Nested for Svm<C> {
     fn has_own_priority(&self) -> bool {
         let masking = |state: &KBox<State>| state.v12.control().int_ctl & vintr::INTR_MASKING != 0;
         self.level == Level::L2 && self.nested.as_ref().is_some_and(masking)
+    }
+
+    fn tsc_of_l2(&self, host: u64) -> Option<u64> {
+        let state = self.nested.as_ref().filter(|_| self.level == Level::L2)?;
+        let of_l1 = backend::Clock::guest_tsc(self, host);
+        Some(of_l1.wrapping_add(state.v12.control().tsc_offset))
     }
 
     fn keeps_awake(&self) -> bool {

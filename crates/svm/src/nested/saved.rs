@@ -16,7 +16,10 @@ use x86::{
 use zerocopy::IntoBytes;
 
 use super::{Seen, paging::has_tables, run};
-use crate::{l2::State, state::Svm};
+use crate::{
+    l2::State,
+    state::{Svm, Virq},
+};
 
 /// A state that was found good.
 struct Good {
@@ -140,6 +143,8 @@ impl<C: Cpu> NestedState for Svm<C> {
         if self.nested.is_none() {
             self.nested = Some(State::new().map_err(|_| Unrestorable::NoMemory)?);
         }
+        // A window of L1's is no part of what L2 is entered with.
+        self.set_virq(Virq::Off);
         self.take_over(good.header, &data, gprs);
         // What cannot be read of L1's map exits until L1's next VMRUN.
         self.start_l2(gprs, Clean::ALL, &Seen::new(l1));

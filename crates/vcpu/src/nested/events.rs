@@ -198,7 +198,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// Where such an event goes.
-    fn gate_of(&self, waiting: Waiting) -> Gate {
+    pub(crate) fn gate_of(&self, waiting: Waiting) -> Gate {
         self.b.nested().map_or(Gate::Deliver, |nested| nested.gate(&waiting))
     }
 

@@ -56,7 +56,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// L1 runs, whatever ran, with the registers that user space saw.
     #[inline(never)]
-    fn leave_l2_with_its_registers(&mut self) {
+    pub(crate) fn leave_l2_with_its_registers(&mut self) {
         if !self.pending.after_exit.is_nested() {
             return;
         }

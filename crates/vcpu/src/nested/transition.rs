@@ -2,7 +2,7 @@
 
 use backend::{Backend, Claim, Executed, Exit, Level, Nested, Nesting};
 use mmu::Section;
-use x86::{Cr0, Cr4, Efer, Exception};
+use x86::{Cr0, Cr4, Dr6, Efer, Exception, Rflags};
 
 use super::memory::{Mapped, Whole};
 use crate::{
@@ -197,6 +197,13 @@ impl<B: Backend> Vcpu<B> {
             && self.b.nested_mut().is_some_and(|nested| nested.claims_cr0(new))
     }
 
+    /// L1 single-steps over its VMRUN, which has ended. VMX clears RFLAGS.
+    fn step_over_entry(&mut self) {
+        if self.b.rflags().contains(Rflags::TF) && !self.debug.single_step {
+            self.raise(Exception::db(Dr6::BS));
+        }
+    }
+
     /// Goes on after what was done for L1. `next`: where an instruction that has retired goes on.
     pub(super) fn executed(&mut self, done: Executed, next: u64) -> Next {
         let held = self.smm.latched_init;
@@ -207,6 +214,9 @@ impl<B: Backend> Vcpu<B> {
                     self.b.prediction_barrier();
                 }
                 self.level_changed();
+                if needs_next_rip(&self.b) {
+                    self.step_over_entry();
+                }
             }
             Executed::Retired => self.retire(next),
             Executed::Opened | Executed::Closed => {

@@ -26,7 +26,7 @@
 //!
 //! What the outer loop has to do with the guest stopped is in [`Outer`], a bit each.
 
-use backend::{Backend, Event, Nested, NmiWindow};
+use backend::{Backend, Event, Gate, Nested, NmiWindow, Waiting};
 use mmu::Section;
 use stats::VcpuCount;
 use x86::{Exception, Rflags, Vector};
@@ -196,7 +196,21 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether the guest takes external interrupts now.
     pub(crate) fn interrupts_open(&self) -> bool {
+        if self.pending.gated {
+            return self.interrupts_open_gated();
+        }
         self.b.rflags().contains(Rflags::IF) && !self.b.interrupt_shadow() && !self.b.injecting()
+    }
+
+    /// Where L1 has a say in it: one that ends L2's run is taken whatever L2 masks.
+    #[cold]
+    #[inline(never)]
+    fn interrupts_open_gated(&self) -> bool {
+        match self.gate_of(Waiting::Interrupt(None)) {
+            Gate::Deliver => !self.b.interrupt_shadow() && !self.b.injecting(),
+            Gate::ExitToL1 | Gate::AfterEntry => true,
+            Gate::Hold | Gate::Window => false,
+        }
     }
 
     /// Whether a halted vCPU has a reason to go on.
@@ -259,9 +273,26 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether the task priority in the hardware is a guest's guest's, of which the local APIC knows nothing.
     #[inline]
-    fn has_own_priority(&self) -> bool {
+    pub(crate) fn has_own_priority(&self) -> bool {
         self.pending.after_exit.is_nested()
             && self.b.nested().is_some_and(|nested| nested.has_own_priority())
+    }
+
+    /// The task priority that user space sees: that of L1, whoever runs.
+    #[inline]
+    pub(crate) fn priority_shown(&self) -> u8 {
+        if self.has_own_priority() { self.shared.lapic.cr8() } else { self.b.cr8() }
+    }
+
+    /// Sets it.
+    pub(crate) fn set_priority_shown(&mut self, cr8: u8) {
+        if self.has_own_priority() {
+            self.shared.lapic.set_cr8(cr8);
+            self.publish_priority();
+        } else {
+            self.b.set_cr8(cr8);
+            self.sync_priority();
+        }
     }
 
     /// Whether the 8259A, ours or the VMM's, has an interrupt for this vCPU.

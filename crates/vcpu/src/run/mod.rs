@@ -104,8 +104,7 @@ impl<B: Backend> Vcpu<B> {
             return exit;
         }
         if let Some(cr8) = input.cr8 {
-            self.b.set_cr8(cr8);
-            self.sync_priority();
+            self.set_priority_shown(cr8);
         }
         self.fpu.load();
         self.b.begin_run();
@@ -136,7 +135,7 @@ impl<B: Backend> Vcpu<B> {
         RunOutput {
             ready_for_interrupt_injection: self.has_pic() || self.ready_for_injection(),
             if_flag: self.b.rflags().contains(Rflags::IF),
-            cr8: u64::from(self.b.cr8()),
+            cr8: self.priority_shown().into(),
             apic_base: self.shared.lapic.base(),
             smm: self.smm.active,
         }

@@ -1,6 +1,6 @@
 //! RDMSR and WRMSR: which floor an MSR belongs to, and what a write asks for beside its value.
 
-use backend::{Backend, RAX, RCX, RDX};
+use backend::{Backend, Nested, RAX, RCX, RDX};
 use host::KBox;
 use irqchip::lapic::BaseRules;
 use mmu::Section;
@@ -193,7 +193,9 @@ impl<B: Backend> Vcpu<B> {
         match index {
             TSC => {
                 let tsc = self.b.host_tsc();
-                Ok(self.b.guest_tsc(tsc))
+                // User space reads L1's, whoever runs.
+                let of_l2 = self.b.nested().filter(|_| !host).and_then(|n| n.tsc_of_l2(tsc));
+                Ok(of_l2.unwrap_or_else(|| self.b.guest_tsc(tsc)))
             }
             EFER => Ok(self.b.control().efer.bits()),
             TSC_AUX if !host && !self.cpuid.has_tsc_aux() => Err(Refused),

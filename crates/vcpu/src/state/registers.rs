@@ -159,7 +159,7 @@ impl<B: Backend> Vcpu<B> {
             cr2: c.cr2,
             cr3: c.cr3,
             cr4: c.cr4,
-            cr8: self.b.cr8().into(),
+            cr8: self.priority_shown().into(),
             efer: c.efer,
             apic_base: self.shared.lapic.base(),
             pdptes: self.own_pdptes(),
@@ -215,8 +215,7 @@ impl<B: Backend> Vcpu<B> {
         self.b.set_cr3(s.cr3);
         self.b.set_cr4(s.cr4);
         self.cpuid_inputs_changed();
-        self.b.set_cr8(s.cr8 as u8);
-        self.sync_priority();
+        self.set_priority_shown(s.cr8 as u8);
         self.b.flush_tlb();
         self.note_role();
         self.registers_replaced();

@@ -119,6 +119,10 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         information & event::VALID != 0 && inject::has_length(information)
     }
 
+    fn tsc_of_l2(&self, host: u64) -> Option<u64> {
+        self.cold.of_l1.runs.then(|| self.current_tsc().at(host))
+    }
+
     fn traps_each(&self) -> bool {
         let of_l1 = ProcControls::from_bits_retain(self.cold.of_l1.primary);
         of_l1.contains(ProcControls::MONITOR_TRAP)

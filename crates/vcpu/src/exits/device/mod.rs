@@ -252,7 +252,13 @@ impl<B: Backend> Vcpu<B> {
     /// A fault where no memory is, outside the loop: a device in the kernel, else user space.
     pub(crate) fn device_access(&mut self, fault: TdpFault) -> Outcome {
         if self.events.again.is_some() && !fault.final_access {
-            // The tables that translate the guest's descriptors or stack lie in device memory.
+            // The tables that translate the guest's descriptors or stack lie in device memory. A guest's guest
+            // that has such gets a fault instead of ending its hypervisor.
+            if self.pending.after_exit.is_nested() {
+                self.events.again = None;
+                self.raise(x86::Exception::ud());
+                return Ok(());
+            }
             let data = ErrorData::new(&self.b.exit_raw());
             return Err(self.internal_error(ERROR_DELIVERY, data));
         }

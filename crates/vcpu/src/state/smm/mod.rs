@@ -345,6 +345,8 @@ impl<B: Backend> Vcpu<B> {
             self.shared.set_init(smi.latched_init);
         }
         if self.smm.active != smi.smm {
+            // Its memory would be another, and RSM would load L1's registers into it.
+            self.leave_l2_with_its_registers();
             self.set_smm(smi.smm);
         }
         self.smm.inside_nmi = smi.smm && smi.inside_nmi;
