@@ -33,7 +33,8 @@ use crate::{
 
 impl<C: Cpu> WorldSwitch for Vmx<C> {
     fn may_run_on(&self, here: usize) -> bool {
-        self.vmcs.may_run_on(here) && self.nested.as_ref().is_none_or(|n| n.may_run_on(here))
+        self.vmcs.may_run_on(here)
+            && (!self.beside || self.nested.as_ref().is_none_or(|n| n.may_run_on(here)))
     }
 
     fn release_elsewhere(&mut self) {
@@ -63,7 +64,10 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
         if !self.vmcs.has_vpid_of(here) {
             self.attention |= attention::FLUSH;
         }
-        if self.nested.as_ref().is_some_and(|n| n.may_use_shadow()) && !self.cold.of_l1.runs {
+        if self.beside
+            && self.nested.as_ref().is_some_and(|n| n.may_use_shadow())
+            && !self.cold.of_l1.runs
+        {
             self.ready_shadow(at, here);
         }
         // It was set for an entry that did not take place.

@@ -170,6 +170,9 @@ pub struct Vmx<C: Cpu> {
     pub(crate) tsc_ratio: u64,
     pub(crate) host: KBox<HostThread>,
     pub(crate) cold: KBox<Cold>,
+    /// The guest has executed an instruction of VMX's, or user space has set such a state: from then on other VMCSs than
+    /// the vCPU's own may be active. Most guests that may be hypervisors are none.
+    pub(crate) beside: bool,
     /// The guest may be a hypervisor.
     pub(crate) nested: Option<KBox<Nested>>,
 }
@@ -208,6 +211,7 @@ impl<C: Cpu> Vmx<C> {
             tsc_ratio: TSC_RATIO_ONE,
             host: KBox::new(HostThread::default())?,
             cold: Cold::new(&features)?,
+            beside: false,
             nested: None,
         };
         this.init_control();

@@ -196,9 +196,6 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether the guest takes external interrupts now.
     pub(crate) fn interrupts_open(&self) -> bool {
-        if self.pending.gated {
-            return self.interrupts_open_gated();
-        }
         self.b.rflags().contains(Rflags::IF) && !self.b.interrupt_shadow() && !self.b.injecting()
     }
 
@@ -240,8 +237,9 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether an interrupt could be injected now by a VMM with its own PIC.
     pub fn ready_for_injection(&self) -> bool {
-        self.interrupts_open()
-            && self.events.again.is_none()
+        let open =
+            if self.pending.gated { self.interrupts_open_gated() } else { self.interrupts_open() };
+        open && self.events.again.is_none()
             && self.events.exception.is_none()
             && self.events.external.is_none()
             && (!self.shared.in_kernel_apic || self.shared.lapic.accepts_pic())

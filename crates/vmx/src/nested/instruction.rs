@@ -161,6 +161,7 @@ impl<C: Cpu> Vmx<C> {
         gprs: &mut Gprs,
         l1: &M,
     ) -> Executed {
+        self.beside = true;
         let reason = self.exit_reason();
         if !self.cr4.contains(Cr4::VMXE) {
             // The VMM has ended VMX operation with the registers that it set.

@@ -154,6 +154,7 @@ impl<C: Cpu> NestedState for Vmx<C> {
         smm: bool,
         l1: &impl L1Memory,
     ) -> Result<(), Unrestorable> {
+        self.beside = true;
         self.with_nested(|this, n| this.restore_bytes(n, gprs, (bytes, smm), l1))
             .unwrap_or(Err(Unrestorable::Invalid))
     }

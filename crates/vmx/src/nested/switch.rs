@@ -18,6 +18,7 @@ use crate::{
 impl<C: Cpu> Vmx<C> {
     /// Makes the other VMCS the vCPU's: in the loop the hardware's too.
     pub(super) fn exchange(&mut self, n: &mut Nested) {
+        debug_assert!(self.beside);
         let loaded = core::mem::take(&mut n.set_aside) || self.vmcs.is_loaded();
         let host = loaded.then(|| {
             (self.get(fields::HOST_CR3), self.get(fields::HOST_CR4), self.get(fields::HOST_FS_BASE))
