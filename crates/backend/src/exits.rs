@@ -10,6 +10,9 @@ pub trait Exits: Sized {
     /// Whether the registers after a triple fault are what they were before it.
     const KEEPS_STATE_AT_SHUTDOWN: bool;
 
+    /// The last byte of the CPU's hypercall: in it alone VMMCALL and VMCALL differ.
+    const HYPERCALL: u8;
+
     /// The exit before it has a neutral form. Whether an exit of a guest's guest is the guest hypervisor's is
     /// to be asked of this, and of the control block: the neutral form is our own hypervisor's.
     fn raw(&self) -> Self::Raw;

@@ -75,6 +75,11 @@ impl Settings {
         self.quirks_off.load(Relaxed) & quirk == 0
     }
 
+    /// Whether HLT does not exit, for vCPUs that are made from now on (KVM_CAP_X86_DISABLE_EXITS).
+    pub fn gives_up_hlt_exits(&self) -> bool {
+        self.disable_exits.load(Relaxed) & 2 != 0
+    }
+
     /// Whether CPUID's MONITOR bit follows MISC_ENABLE. Else it is the VMM's.
     pub fn monitor_follows_misc_enable(&self) -> bool {
         !self.has_quirk(quirk::MISC_ENABLE_NO_MWAIT)

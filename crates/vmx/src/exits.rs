@@ -257,6 +257,7 @@ impl<C: Cpu> Exits for Vmx<C> {
     type Raw = u32;
 
     const KEEPS_STATE_AT_SHUTDOWN: bool = true;
+    const HYPERCALL: u8 = 0xc1;
 
     /// Read by the exit itself.
     #[inline(always)]

@@ -4,9 +4,10 @@
 use backend::{Backend, CrAccess, DrAccess, Reset};
 use emulate::Cause;
 use host::task;
+use mmu::walk;
 use stats::VcpuCount;
 use vm::{settings::quirk, vcpu_shared::MpState};
-use x86::{Cr0, Dr6, Exception, Rflags, cpuid::feature};
+use x86::{Cr0, Dr6, Exception, Gva, Rflags, cpuid::feature};
 
 use crate::{
     Vcpu,
@@ -192,7 +193,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// #UD. A guest that took this host for the other vendor's makes its hypercalls with that one's
-    /// instruction; stock KVM rewrites it, here it is a hypercall as well. RSM in the mode that is
+    /// instruction; it is a hypercall as well, and is rewritten for the next time. RSM in the mode that is
     /// made in software exits on SVM alone.
     fn invalid_opcode(&mut self) -> Outcome {
         const VMCALL: [u8; 3] = [0x0f, 0x01, 0xc1];
@@ -211,6 +212,7 @@ impl<B: Backend> Vcpu<B> {
             }
         } else if hypercall {
             self.stats.count(VcpuCount::HypercallsByUd);
+            self.rewrite_hypercall();
             self.do_hypercall();
             self.retire(next);
         } else if bytes.starts_with(&RSM) && self.smm.active {
@@ -219,5 +221,13 @@ impl<B: Backend> Vcpu<B> {
             self.raise(Exception::ud());
         }
         Ok(())
+    }
+
+    /// Makes the hypercall at RIP this CPU's own, as stock KVM does. Code that the guest may not write stays as it is.
+    fn rewrite_hypercall(&mut self) {
+        let last = self.wrap_rip(self.linear_rip().wrapping_add(2));
+        if let Ok(gpa) = self.translate(Gva(last), walk::Access::WRITE) {
+            let _ = self.memory.write(gpa, &[B::HYPERCALL]);
+        }
     }
 }

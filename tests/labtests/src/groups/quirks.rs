@@ -192,8 +192,10 @@ guest_code!(
     calls,
     64,
     "mov $1000, %eax",
-    guarded!("cmpq $0, IS_INTEL; je 5f; vmmcall; jmp 4f; 5: vmcall; 4:"),
+    guarded!("cmpq $0, IS_INTEL; je 15f; vmmcall; jmp 14f; 15: vmcall; 14:"),
     "mov %rax, RESULT",
+    "mov 15b - 5(%rip), %rax",
+    "mov %rax, RESULT + 8",
     done!(),
 );
 
@@ -202,7 +204,10 @@ fn a_foreign_hypercall_works() -> Outcome {
     guest.finish()?;
     equal("faults", guest.faults().0, 0)?;
     // KVM_ENOSYS: there is no call of this number.
-    equal("answer", guest.result(0) as i32, -1000)
+    equal("answer", guest.result(0) as i32, -1000)?;
+    // The one that was executed has become the other, which is the CPU's.
+    let [_, _, vmmcall, _, _, _, _, vmcall] = guest.result(1).to_le_bytes();
+    equal("the last bytes of the two", vmmcall, vmcall)
 }
 
 fn without_the_quirk_a_foreign_hypercall_is_undefined() -> Outcome {
@@ -210,7 +215,9 @@ fn without_the_quirk_a_foreign_hypercall_is_undefined() -> Outcome {
     switch_off(&guest.vm, FIX_HYPERCALL_INSN)?;
     guest.finish()?;
     equal("faults and vector", (guest.faults().0, guest.faults().1), (1, 6))?;
-    equal("rax", guest.result(0), 1000)
+    equal("rax", guest.result(0), 1000)?;
+    let [_, _, vmmcall, _, _, _, _, vmcall] = guest.result(1).to_le_bytes();
+    equal("the last bytes of the two", (vmmcall, vmcall), (0xd9, 0xc1))
 }
 
 guest_code!(features, 64, "mov $1, %eax", "cpuid", "mov %rcx, RESULT", "out %al, $PORT_MARK");
