@@ -163,6 +163,10 @@ pub trait Nested: NestedPaging + NestedState {
     fn keeps_awake(&self) -> bool;
     /// Sets the task priority of L1, while L2 has one of its own.
     fn set_l1_priority(&mut self, cr8: u8);
+    /// When L2's run ends by a timer of L1's, on L1's TSC, whether L2 halts or not.
+    fn wakes_at(&self) -> Option<u64> {
+        None
+    }
     /// L1 runs from now on, and nothing is written: INIT, reset, state that user space sets.
     fn abandon(&mut self, gprs: &mut Gprs);
 }

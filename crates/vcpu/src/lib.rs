@@ -90,6 +90,8 @@ pub(crate) struct Rare {
     pub msr_filter: Option<Arc<MsrFilter>>,
     /// The guest was told that its processor keeps a hypervisor's branch predictions from its guests.
     pub keeps_l2_apart: bool,
+    /// Wakes an L2 that halts.
+    pub nested_wake: Option<nested::wake::WakeTimer>,
     /// PDPTEs of a restored L2 are loaded before its entry.
     pub pdptes_due: bool,
     /// The VMM's breakpoints are in the hardware's debug registers.
@@ -196,6 +198,7 @@ impl<B: Backend> Vcpu<B> {
                 signal_mask: None,
                 msr_filter: None,
                 keeps_l2_apart: false,
+                nested_wake: None,
                 pdptes_due: false,
                 borrowed_debug: None,
                 ended: Vector(0),

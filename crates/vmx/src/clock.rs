@@ -71,7 +71,7 @@ impl<C: Cpu> Vmx<C> {
         self.set(fields::TSC_OFFSET, self.current_tsc().offset);
     }
 
-    fn guest_tsc_now(&mut self) -> u64 {
+    pub(crate) fn guest_tsc_now(&mut self) -> u64 {
         let host = self.cpu.rdtsc();
         self.guest_tsc(host)
     }
@@ -89,19 +89,38 @@ impl<C: Cpu> Vmx<C> {
 
     #[inline(never)]
     fn set_preemption_timer(&mut self) -> bool {
-        let ticks = if !self.deadline.is_set() {
+        let ticks = if self.cold.of_l1.timer != 0 {
+            self.ticks_of_both()
+        } else if !self.deadline.is_set() {
             self.attention &= !attention::TIMER;
             LONGEST
         } else {
             let now = self.guest_tsc_now();
             match self.deadline.ticks(now, self.tsc_ratio != TSC_RATIO_ONE) {
                 Some(ticks) => ticks,
+                // L2 is entered all the same: what the entry injects is delivered first, and an exit that comes of it
+                // comes before the one for the timer.
+                None if self.cold.of_l1.runs => 0,
                 None => return false,
             }
         };
         self.deadline.not_entered = 0;
         self.cpu.vmwrite(field::PREEMPTION_TIMER.encoding(), ticks);
         true
+    }
+
+    /// What the timer is to be set to for an L2 with a timer of L1's: 0 if one of the two times has come.
+    #[cold]
+    #[inline(never)]
+    fn ticks_of_both(&mut self) -> u64 {
+        let now = self.guest_tsc_now();
+        let scaled = self.tsc_ratio != TSC_RATIO_ONE;
+        let of_l1 = self.cold.of_l1.timer.wrapping_sub(1);
+        let of_l1 = self.deadline.ticks_until(of_l1, now, scaled).unwrap_or(0);
+        if !self.deadline.is_set() {
+            return of_l1;
+        }
+        self.deadline.ticks(now, scaled).unwrap_or(0).min(of_l1)
     }
 
     /// Instead of an entry that would end at once. Nothing of the guest has changed since the last
@@ -143,6 +162,9 @@ impl<C: Cpu> DeadlineWatch for Vmx<C> {
     fn watch_from(&mut self, deadline: u64, now: u64) {
         self.deadline.set(deadline);
         self.attention |= attention::TIMER;
+        if self.cold.of_l1.timer != 0 {
+            return;
+        }
         if let Some(ticks) = self.deadline.ticks(now, self.tsc_ratio != TSC_RATIO_ONE) {
             self.cpu.vmwrite(field::PREEMPTION_TIMER.encoding(), ticks);
             self.attention |= attention::TIMER_SET;

@@ -69,9 +69,15 @@ impl Watched {
     /// What the timer is to be set to for an entry at `now` of the guest's TSC. `None`: the time has
     /// come. Rounding down is met by another exit, which finds that the time has not come; what the
     /// entry itself takes makes that rare.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn ticks(&self, now: u64, scaled: bool) -> Option<u64> {
-        let left = self.last.checked_sub(now)?;
+        self.ticks_until(self.last, now, scaled)
+    }
+
+    /// The same for another deadline, of which this is the last tick before it.
+    #[inline]
+    pub(crate) fn ticks_until(&self, last: u64, now: u64, scaled: bool) -> Option<u64> {
+        let left = last.checked_sub(now)?;
         let left = if scaled { self.host_ticks(left) } else { left };
         Some(((left >> self.shift) + 1).min(LONGEST))
     }

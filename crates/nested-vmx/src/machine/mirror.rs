@@ -5,7 +5,7 @@
 //! can differ from the other.
 
 use x86::vmcs::place::{SERVED, SHADOWED, Served, WRITTEN};
-use x86::vmcs::{ProcControls, event, field};
+use x86::vmcs::{PinControls, ProcControls, event, field};
 
 use super::Machine;
 
@@ -44,8 +44,10 @@ const WITH_EVENT: u32 =
     bit(field::ENTRY_ERROR_CODE.encoding()) | bit(field::ENTRY_INSTRUCTION_LENGTH.encoding());
 /// What it looks at only with a TPR shadow.
 const WITH_PRIORITY: u32 = bit(field::TPR_THRESHOLD.encoding());
+/// What it looks at only with a preemption timer.
+const WITH_TIMER: u32 = bit(field::PREEMPTION_TIMER.encoding());
 /// What it does not look at each time.
-const SELDOM: u32 = WITH_EVENT | WITH_PRIORITY;
+const SELDOM: u32 = WITH_EVENT | WITH_PRIORITY | WITH_TIMER;
 
 /// A line that there is; the last for one that there is not.
 const fn line(at: usize) -> Served {
@@ -114,6 +116,9 @@ impl Machine {
         let mut more = if injects { WITH_EVENT } else { 0 };
         if self.vmcs12.primary().contains(ProcControls::TPR_SHADOW) {
             more |= WITH_PRIORITY;
+        }
+        if self.vmcs12.pin().contains(PinControls::PREEMPTION_TIMER) {
+            more |= WITH_TIMER;
         }
         if self.mirror.ahead & more != 0 {
             self.take_lines(self.mirror.ahead & more, &mut read);
@@ -257,7 +262,7 @@ mod tests {
         assert!(machine.is_mirror_due() && !machine.is_mirror_ahead());
         assert_eq!(hardware.give(&mut machine), SERVED);
         assert_eq!(hardware.0[&field::GUEST_RIP.encoding()], 0x4000);
-        assert_eq!(hardware.take(&mut machine), WRITTEN - 3);
+        assert_eq!(hardware.take(&mut machine), WRITTEN - 4);
         machine.vmcs12_mut().set(field::EXIT_REASON, 10);
         machine.vmcs12_mut().set(field::GUEST_RIP, 0x4002);
         assert_eq!(hardware.give(&mut machine), 2);
@@ -294,7 +299,7 @@ mod tests {
         hardware.give(&mut machine);
         hardware.0.insert(code.encoding(), 0x66);
         hardware.0.insert(field::ENTRY_INTERRUPTION.encoding(), 0x8000_0b0d);
-        assert_eq!(hardware.take(&mut machine), WRITTEN - 1);
+        assert_eq!(hardware.take(&mut machine), WRITTEN - 2);
         assert_eq!(machine.vmcs12.get(code), 0x66);
     }
 
@@ -307,7 +312,7 @@ mod tests {
         hardware.give(&mut machine);
         for value in [6, 5] {
             hardware.0.insert(threshold.encoding(), value);
-            assert_eq!(hardware.take(&mut machine), WRITTEN - 2);
+            assert_eq!(hardware.take(&mut machine), WRITTEN - 3);
             assert_eq!(u64::from(machine.vmcs12.get(threshold)), value);
             assert_eq!(hardware.give(&mut machine), 0);
         }

@@ -73,7 +73,7 @@ impl Deadline {
 
     /// The time of L1's TSC at which it runs out.
     pub fn tsc(self) -> u64 {
-        self.0 << TIMER_RATE
+        self.0.saturating_mul(1 << TIMER_RATE)
     }
 }
 
@@ -109,6 +109,8 @@ mod tests {
             [3200, 3231, 3232, 3519, 3520, 9999].map(|t| deadline.left(t)),
             [10, 10, 9, 1, 0, 0]
         );
+        assert_eq!(Deadline(u64::MAX).tsc(), u64::MAX);
+        assert_eq!(Deadline(u64::MAX).left(0), u32::MAX);
     }
 
     proptest! {

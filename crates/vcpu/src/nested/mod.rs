@@ -18,3 +18,4 @@ mod memory;
 pub(crate) mod paging;
 mod saved;
 mod transition;
+pub(crate) mod wake;

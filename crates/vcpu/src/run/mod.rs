@@ -44,12 +44,15 @@ impl<B: Backend> Sleeper for Waiting<'_, B> {
             self.vcpu.expire_while_polling();
         }
         self.vcpu.shared.has_requests()
-            || (self.halted && self.vcpu.ends_halt())
+            || (self.halted && (self.vcpu.ends_halt() || self.vcpu.nested_timer_is_due()))
             || self.vcpu.shared.has_init_sipi()
     }
 
     fn falls_asleep(&mut self) {
         self.hv_timer = self.halted && self.vcpu.switch_to_sw_timer();
+        if self.halted {
+            self.vcpu.arm_nested_wake();
+        }
         self.vcpu.shared.stats.set(VcpuCount::Blocking, 1);
     }
 
@@ -69,6 +72,7 @@ impl<B: Backend> Sleeper for Waiting<'_, B> {
         if !self.halted {
             return;
         }
+        vcpu.disarm_nested_wake();
         let stats = &vcpu.stats;
         let add = |what, which, ns| {
             stats.add(what, ns);
@@ -355,7 +359,7 @@ impl<B: Backend> Vcpu<B> {
         loop {
             match self.shared.mp_state() {
                 MpState::Runnable => return Ok(()),
-                MpState::Halted if self.ends_halt() => {
+                MpState::Halted if self.ends_halt() || self.nested_timer_is_due() => {
                     self.shared.set_mp_state(MpState::Runnable);
                     self.pending.raise();
                     return Ok(());

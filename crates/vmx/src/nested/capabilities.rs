@@ -13,12 +13,10 @@ use crate::{features::Features, state::Vmx};
 /// How many capability MSRs there are, from VMX_BASIC to VMX_VMFUNC.
 const VMX_MSRS: usize = 18;
 
-/// What is offered: nothing for which the hardware would use a page of L1's by itself, or that needs a timer or a
-/// counter beside those of L0. The page of a TPR shadow L0 uses, at each MOV of CR8.
+/// What is offered: nothing for which the hardware would use a page of L1's by itself, or that needs a counter beside
+/// those of L0. The page of a TPR shadow L0 uses, at each MOV of CR8.
 const OFFER: Offer = Offer {
-    pin: Offer::WHOLE
-        .pin
-        .difference(PinControls::PREEMPTION_TIMER.union(PinControls::POSTED_INTERRUPTS)),
+    pin: Offer::WHOLE.pin.difference(PinControls::POSTED_INTERRUPTS),
     primary: Offer::WHOLE.primary,
     secondary: ProcControls2::EPT
         .union(ProcControls2::UNRESTRICTED_GUEST)
@@ -30,25 +28,33 @@ const OFFER: Offer = Offer {
         .union(ProcControls2::INVPCID)
         .union(ProcControls2::RDSEED)
         .union(ProcControls2::TSC_SCALING),
-    exit: Offer::WHOLE
-        .exit
-        .difference(ExitControls::LOAD_PERF_GLOBAL_CTRL.union(ExitControls::SAVE_PREEMPTION_TIMER)),
+    exit: Offer::WHOLE.exit.difference(ExitControls::LOAD_PERF_GLOBAL_CTRL),
     entry: Offer::WHOLE.entry.difference(EntryControls::LOAD_PERF_GLOBAL_CTRL),
     ept_vpid: Offer::WHOLE.ept_vpid,
     // Nobody waits in them for L2: an entry with one fails.
     activity: 0,
 };
 
+/// What is offered on this CPU. L1's preemption timer is counted by the CPU's.
+fn offer(features: &Features) -> Offer {
+    let mut offer = OFFER;
+    if features.preemption_timer.is_none() {
+        offer.pin.remove(PinControls::PREEMPTION_TIMER);
+        offer.exit.remove(ExitControls::SAVE_PREEMPTION_TIMER);
+    }
+    offer
+}
+
 /// What a vCPU with these limits is shown on this CPU.
-pub(crate) fn whole(host: &Host, limits: &GuestLimits) -> Capabilities {
-    let host = Host { cr4_fixed1: limits.cr4_allowed.bits(), ..*host };
-    Capabilities::compute(&host, &OFFER)
+pub(crate) fn whole(features: &Features, limits: &GuestLimits) -> Capabilities {
+    let host = Host { cr4_fixed1: limits.cr4_allowed.bits(), ..features.nested_host };
+    Capabilities::compute(&host, &offer(features))
 }
 
 impl Features {
     /// The capability MSRs that a guest with all that this CPU offers would see, in their order.
     pub fn nested_capabilities(&self) -> [u64; VMX_MSRS] {
-        let all = Capabilities::compute(&self.nested_host, &OFFER);
+        let all = Capabilities::compute(&self.nested_host, &offer(self));
         let mut values = [0; VMX_MSRS];
         for (value, index) in values.iter_mut().zip(VMX_BASIC..) {
             *value = all.read(index).unwrap_or(0);
@@ -70,7 +76,7 @@ impl<C: Cpu> Vmx<C> {
             }
             return;
         }
-        let whole = whole(&self.features.nested_host, &self.cold.limits);
+        let whole = whole(&self.features, &self.cold.limits);
         match &mut self.nested {
             Some(n) if !n.machine.is_in_operation() => {
                 n.whole = whole;

@@ -220,6 +220,7 @@ impl<C: Cpu> Vmx<C> {
             exceptions: v.get(field::EXCEPTION_BITMAP),
             cr0: Cr0::from_bits_retain(v.get(field::CR0_MASK)),
             cr4: Cr4::from_bits_retain(v.get(field::CR4_MASK)),
+            timer: 0,
         };
         self.own();
         let (cr0, new) = match n.kept_by_l0 {
@@ -241,6 +242,7 @@ impl<C: Cpu> Vmx<C> {
             self.attention |= attention::FLUSH;
         }
         n.last_vpid = v.get(field::VPID);
+        let has_timer = v.pin().contains(PinControls::PREEMPTION_TIMER);
         if mitigations::flush_wanted() {
             // L1 is told (ARCH_CAPABILITIES) that it need not flush its own lines before its guests.
             self.attention |= attention::FLUSH_L1D;
@@ -250,6 +252,9 @@ impl<C: Cpu> Vmx<C> {
         if Dr7::new(dr7).has_breakpoints() {
             // They are to hit at L2's addresses, not at those of the host.
             self.own_debug_regs();
+        }
+        if has_timer {
+            self.start_timer(n);
         }
         self.after_level_change(cr4, efer);
     }

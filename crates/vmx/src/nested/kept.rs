@@ -4,7 +4,10 @@ use core::cell::Cell;
 
 use backend::L1Flush;
 use host::{KBox, NoMemory};
-use nested_vmx::{Capabilities, Machine, merge};
+use nested_vmx::{
+    Capabilities, Machine,
+    merge::{self, time::Deadline},
+};
 use x86::vmcs::{ExitControls, field};
 use x86::{Cr0, Cr4};
 
@@ -25,6 +28,8 @@ pub(crate) struct OfL1 {
     pub(crate) cr0: Cr0,
     /// CR4 bits that are L1's own in L2.
     pub(crate) cr4: Cr4,
+    /// When L1's preemption timer has run down, on L1's TSC; 0: there is none.
+    pub(crate) timer: u64,
 }
 
 /// Words of vmcs01, and of L0 beside it, that L0's part of vmcs02 follows from.
@@ -74,6 +79,8 @@ pub(crate) struct Nested {
     pub(crate) flush_due: bool,
     /// What L1 has flushed of those tables since an entry looked.
     pub(crate) flushed: L1Flush,
+    /// When L1's preemption timer runs down, while L2 runs with one.
+    pub(crate) timer: Option<Deadline>,
     /// Everything is composed at each entry: nothing is known to be unchanged.
     pub(crate) without_tracking: bool,
 }
@@ -113,6 +120,7 @@ impl Nested {
             root: 0,
             flush_due: false,
             flushed: L1Flush::None,
+            timer: None,
             without_tracking: !host::params::nested_dirty_tracking(),
         }
     }

@@ -38,6 +38,12 @@ impl<C: Cpu> Vmx<C> {
             return Ok(if invalid { Claim::L1 } else { Claim::L0 });
         }
         n.machine.run_pending = false;
+        if reason == u32::from(ExitReason::PreemptionTimer.0)
+            && n.timer.is_some()
+            && self.timer_is_due()
+        {
+            return Ok(Claim::L1);
+        }
         let memory = Memory::new(l1);
         // What the VMM's debugger asked for is looked for by whoever hears that L1 claims it.
         let wants = Wants { page_faults: false, debug: 0 };
@@ -101,8 +107,10 @@ impl<C: Cpu> Vmx<C> {
         }
         // L1 is not told of a shadow that is over since L0 has executed the instruction in it.
         self.clear_ended_shadow();
+        let left = self.timer_left(n);
         let block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
-        let known = Self::known(&block, self.efer.bits());
+        let mut known = Self::known(&block, self.efer.bits());
+        known.preemption_timer = left;
         n.machine.leave(&block, report, &known, memory);
         n.kept_by_l0 = Some((self.cr0, self.cr4));
         self.set_offer_none();
@@ -111,6 +119,7 @@ impl<C: Cpu> Vmx<C> {
         self.cold.of_l1 = OfL1::default();
         self.own();
         self.exchange(n);
+        self.stop_timer(n);
         let is_nmi = report.interruption & x86::vmcs::event::TYPE == x86::vmcs::event::NMI;
         self.load_host(n, gprs, kept, report.reason, is_nmi, memory)
     }
@@ -150,6 +159,7 @@ impl<C: Cpu> Vmx<C> {
         self.cold.of_l1 = OfL1::default();
         self.own();
         self.exchange(n);
+        self.stop_timer(n);
         self.load_host(n, gprs, kept, failure.reason, false, memory)
     }
 

@@ -21,6 +21,7 @@ mod saved;
 mod shadow;
 mod switch;
 mod tables;
+mod timer;
 
 use backend::{
     Claim, Event, Executed, Gate, Gprs, Injection, L1Memory, Level, Nesting, Outside,
@@ -28,7 +29,7 @@ use backend::{
 };
 use cpu::Cpu;
 use host::KBox;
-use nested_vmx::machine;
+use nested_vmx::{machine, merge::time::Deadline};
 use x86::vmcs::{ProcControls, event, field};
 use x86::{Cr0, Cr4, Dr6, Efer, Rflags};
 
@@ -253,6 +254,10 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
     }
 
     fn set_l1_priority(&mut self, _cr8: u8) {}
+
+    fn wakes_at(&self) -> Option<u64> {
+        self.nested.as_ref().and_then(|n| n.timer).map(Deadline::tsc)
+    }
 
     fn abandon(&mut self, _gprs: &mut Gprs) {
         self.with_nested(Self::abandon_l2);

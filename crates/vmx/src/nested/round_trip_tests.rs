@@ -46,7 +46,7 @@ fn all<B: bitflags::Flags + Copy>(base: B) -> Controls<B> {
     Controls { base, may: B::all() }
 }
 
-fn features() -> Features {
+pub(super) fn features() -> Features {
     Features {
         ept: true,
         revision: 4,

@@ -6,6 +6,7 @@ use backend::{
 use cpu::Cpu;
 use host::KBox;
 use nested_vmx::machine::{PendingEntry, Smm};
+use nested_vmx::merge::time::Deadline;
 use nested_vmx::saved::{self, Context, Good, Images, Onto, Refused, Restored};
 use x86::vmcs::{EntryControls, field, interruptibility};
 use x86::{Cr0, Dr7, Efer};
@@ -37,8 +38,10 @@ impl<C: Cpu> Vmx<C> {
             }
             return;
         }
+        let left = self.timer_left(n);
         let block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
-        let known = Self::known(&block, self.efer.bits());
+        let mut known = Self::known(&block, self.efer.bits());
+        known.preemption_timer = left;
         n.machine.save_running(&block, &known);
         let injection = self.get(fields::ENTRY_INTERRUPTION);
         let shadow = self.interrupt_shadow();
@@ -85,13 +88,15 @@ impl<C: Cpu> Vmx<C> {
     ) -> Result<(), Unrestorable> {
         let memory = Memory::new(l1);
         let (good, images) = self.check_bytes(n, bytes, smm, &memory)?;
-        let (restored, _) = saved::take_over(&mut n.machine, &good, &images);
+        let (restored, deadline) = saved::take_over(&mut n.machine, &good, &images);
         // SMM puts nothing aside here: VMX operation goes on as it is.
         n.machine.smm = Smm::default();
         // Memory may be that of another time: what was made of L1's tables is as stale as after its INVEPT.
         n.flush_due = true;
         n.flushed = L1Flush::All;
         if restored == Restored::L2 {
+            // Without one the timer begins anew.
+            n.timer = deadline.map(Deadline);
             self.resume_l2(n, gprs, &memory);
         }
         Ok(())
@@ -132,7 +137,8 @@ impl<C: Cpu> NestedState for Vmx<C> {
             if n.machine.current().is_some() {
                 this.bring_up_to_date(n, gprs);
             }
-            saved::save(&n.machine, None, into).map(|_| ()).ok_or(Unrestorable::Missing)
+            let deadline = n.timer.map(|deadline| deadline.0);
+            saved::save(&n.machine, deadline, into).map(|_| ()).ok_or(Unrestorable::Missing)
         })
         .unwrap_or(Err(Unrestorable::Invalid))
     }

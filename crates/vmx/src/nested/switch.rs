@@ -145,6 +145,7 @@ impl<C: Cpu> Vmx<C> {
             self.cold.of_l1 = OfL1::default();
             self.own();
             self.exchange(n);
+            self.stop_timer(n);
             self.intercept_debug_regs();
         }
         n.machine.reset();

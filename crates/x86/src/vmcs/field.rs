@@ -258,7 +258,7 @@ fields! {
         GUEST_ACTIVITY = 0x4826 [916 Flow],
         GUEST_SMBASE = 0x4828,
         GUEST_SYSENTER_CS = 0x482a [920 Sysenter],
-        PREEMPTION_TIMER = 0x482e [928 Time],
+        PREEMPTION_TIMER = 0x482e [928 Time write],
         HOST_SYSENTER_CS = 0x4c00 [924 Host];
     ReadOnly u32:
         INSTRUCTION_ERROR = 0x4400 [808 Exit],

@@ -43,6 +43,7 @@ mod nested_vmx;
 mod nested_vmx_ept;
 mod nested_vmx_events;
 mod nested_vmx_host;
+mod nested_vmx_timer;
 mod nested_vmx_tpr;
 mod paging_bits;
 mod paging_faults;
@@ -122,6 +123,7 @@ pub fn all() -> impl Iterator<Item = Test> + Clone {
         nested_vmx_ept::TESTS,
         nested_vmx_events::TESTS,
         nested_vmx_host::TESTS,
+        nested_vmx_timer::TESTS,
         nested_vmx_tpr::TESTS,
         nested_svm_hostile::TESTS,
         delivery::TESTS,

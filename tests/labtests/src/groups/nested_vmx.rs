@@ -123,6 +123,9 @@ guest_code!(
     "mov $0x6822, %edx",
     "vmread %rdx, %rax",
     "mov %rax, RESULT + 32",
+    "mov $0x482e, %edx",
+    "vmread %rdx, %rax",
+    "mov %rax, RESULT + 48",
     "jmp 0b",
 );
 
