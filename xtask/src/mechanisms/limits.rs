@@ -77,6 +77,7 @@ impl Judge<'_> {
                 let saving = change.saving();
                 (format!("{} (−{:.2} %)", change.text(), saving * 100.0), saving)
             }
+            Kind::Less => (change()?.text(), change()?.before - change()?.after),
             Kind::Ratio => {
                 let Change { before, after } = change()?;
                 (format!("{before} → {after}"), after / before)

@@ -11,7 +11,8 @@ use gannet_lab::classify::KINDS;
 use std::cell::Cell;
 
 /// What the template may ask for of a workload or a task.
-const FIGURES: &str = "median instructions exits statistics cycles half operations reasons told";
+const FIGURES: &str =
+    "median instructions exits host statistics cycles half operations reasons told";
 
 /// What the page says of all machines: what stands in the template before `@@`.
 pub fn head(Papers { template, model, .. }: &Papers) -> Result<String> {

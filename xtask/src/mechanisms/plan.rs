@@ -94,6 +94,7 @@ pub enum Kind {
     Value,
     Saving,
     Fewer,
+    Less,
     Ratio,
     Stock,
     Cpuid,
