@@ -195,6 +195,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// Whether the guest takes external interrupts now.
+    #[inline]
     pub(crate) fn interrupts_open(&self) -> bool {
         self.b.rflags().contains(Rflags::IF) && !self.b.interrupt_shadow() && !self.b.injecting()
     }
@@ -236,9 +237,10 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// Whether an interrupt could be injected now by a VMM with its own PIC.
+    #[inline(always)]
     pub fn ready_for_injection(&self) -> bool {
-        let open =
-            if self.pending.gated { self.interrupts_open_gated() } else { self.interrupts_open() };
+        let gated = self.pending.gated;
+        let open = if gated { self.interrupts_open_gated() } else { self.interrupts_open() };
         open && self.events.again.is_none()
             && self.events.exception.is_none()
             && self.events.external.is_none()
@@ -282,15 +284,21 @@ impl<B: Backend> Vcpu<B> {
         if self.has_own_priority() { self.shared.lapic.cr8() } else { self.b.cr8() }
     }
 
-    /// Sets it.
+    /// Sets the task priority of L1, whoever runs.
+    #[inline(always)]
     pub(crate) fn set_priority_shown(&mut self, cr8: u8) {
         if self.has_own_priority() {
-            self.shared.lapic.set_cr8(cr8);
-            self.publish_priority();
-        } else {
-            self.b.set_cr8(cr8);
-            self.sync_priority();
+            return self.set_priority_of_l1(cr8);
         }
+        self.b.set_cr8(cr8);
+        self.sync_priority();
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn set_priority_of_l1(&mut self, cr8: u8) {
+        self.shared.lapic.set_cr8(cr8);
+        self.publish_priority();
     }
 
     /// Whether the 8259A, ours or the VMM's, has an interrupt for this vCPU.
