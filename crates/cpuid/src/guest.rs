@@ -273,10 +273,10 @@ impl GuestCpuid {
         self.dynamic.mwait.unwrap_or(self.has(feature::MONITOR))
     }
 
-    /// HLT does not exit (KVM_CAP_X86_DISABLE_EXITS): PV_UNHALT is then hidden.
-    pub fn set_hlt_in_guest(&mut self, on: bool) {
-        self.dynamic.hlt_in_guest = on;
+    /// HLT does not exit (KVM_CAP_X86_DISABLE_EXITS): PV_UNHALT is then hidden. What it was before.
+    pub fn set_hlt_in_guest(&mut self, on: bool) -> bool {
         self.forget();
+        core::mem::replace(&mut self.dynamic.hlt_in_guest, on)
     }
 
     /// Forgets cached answers and the state of the dynamic bits.

@@ -445,3 +445,56 @@ fn l2_reads_its_own_tsc_by_rdmsr() {
     assert_eq!(machine.run(), UserExit::Hlt);
     assert_eq!(machine.vcpu.read_msr(MSR_TSC, true).unwrap() >> 40, 0);
 }
+
+/// L1 lowers its task priority without an exit and enters L2, which has one of its own: what counts while L2 runs, and
+/// what user space sees and writes back, is L1's priority of the entry.
+#[test]
+fn l1s_priority_of_the_entry_counts_while_l2_runs() {
+    fn set_priority(vmcb: &mut x86::vmcb::Vmcb, cr8: u32) {
+        vmcb.control.int_ctl = vmcb.control.int_ctl & !vintr::TPR_MASK | cr8;
+    }
+    let mut machine = intercepting(CPUID);
+    machine.put(BLOCK + 0x60, u64::from(vintr::INTR_MASKING | 9));
+    // What the second entry reads is in the tables, so that it takes place in the loop.
+    for page in [BLOCK, 0, 0x1000, 0x2000, 0x3000] {
+        fault_in_delivery(&mut machine, page, 0);
+    }
+    machine.vmrun();
+    machine.then(exit(ExitCode::Cpuid));
+    machine.then(|vmcb, gprs| {
+        set_priority(vmcb, 15);
+        exit(ExitCode::Clgi)(vmcb, gprs);
+    });
+    machine.then(|vmcb, gprs| {
+        set_priority(vmcb, 2);
+        vmrun(vmcb, gprs);
+    });
+    machine.then(exit(ExitCode::Hlt));
+    assert_eq!(machine.run(), UserExit::Hlt);
+    assert_eq!(machine.vcpu.shared().lapic.cr8(), 2);
+    let sregs = machine.vcpu.sregs();
+    assert_eq!((sregs.cr8, machine.vcpu.run_output().cr8), (2, 2));
+    machine.vcpu.set_sregs(&sregs, None).unwrap();
+    machine.then(exit(ExitCode::Cpuid));
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.control.int_ctl & vintr::TPR_MASK, 2);
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+}
+
+/// An event of L1's ends the run of an L2 that has halted: L1 is not asleep.
+#[test]
+fn l1_is_awake_when_the_run_of_a_halted_l2_ends() {
+    let mut machine = intercepting(SHUTDOWN);
+    machine.stop_in_l2();
+    machine.vcpu.shared().set_mp_state(vm::vcpu_shared::MpState::Halted);
+    give_triple_fault(&mut machine);
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, BEHIND);
+        exit(ExitCode::Cpuid)(vmcb, gprs);
+    });
+    machine.then(shutdown);
+    assert_eq!(machine.run(), UserExit::Shutdown);
+    assert_eq!(machine.get(EXIT_CODE), ExitCode::Shutdown.0);
+}

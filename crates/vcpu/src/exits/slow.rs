@@ -212,7 +212,7 @@ impl<B: Backend> Vcpu<B> {
             }
         } else if hypercall {
             self.stats.count(VcpuCount::HypercallsByUd);
-            self.rewrite_hypercall();
+            self.rewrite_hypercall(bytes.get(2).copied().unwrap_or(0));
             self.do_hypercall();
             self.retire(next);
         } else if bytes.starts_with(&RSM) && self.smm.active {
@@ -223,11 +223,15 @@ impl<B: Backend> Vcpu<B> {
         Ok(())
     }
 
-    /// Makes the hypercall at RIP this CPU's own, as stock KVM does. Code that the guest may not write stays as it is.
-    fn rewrite_hypercall(&mut self) {
+    /// Makes the hypercall at RIP this CPU's own, as stock KVM does. Code that the guest may not write stays as it is, and
+    /// so does what stands there in place of the `old` byte by now.
+    fn rewrite_hypercall(&mut self, old: u8) {
         let last = self.wrap_rip(self.linear_rip().wrapping_add(2));
         if let Ok(gpa) = self.translate(Gva(last), walk::Access::WRITE) {
-            let _ = self.memory.write(gpa, &[B::HYPERCALL]);
+            let mut now = [0];
+            if self.memory.read(gpa, &mut now).is_ok() && now == [old] {
+                let _ = self.memory.write(gpa, &[B::HYPERCALL]);
+            }
         }
     }
 }

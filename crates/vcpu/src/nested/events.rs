@@ -6,7 +6,7 @@
 use backend::{Backend, Event, Executed, Gate, Nested, ServedApic, Waiting};
 use mmu::Section;
 use stats::VcpuCount;
-use x86::Vector;
+use x86::{Vector, exception::vector};
 
 use super::memory::{Mapped, Whole};
 use crate::{Vcpu, run::events::Outer};
@@ -215,7 +215,9 @@ impl<B: Backend> Vcpu<B> {
         let nmi = (self.shared.nmis() != 0).then_some(Waiting::Nmi);
         let interrupt = self.interrupt_waits_for_l1().then_some(Waiting::Interrupt(None));
         let owes = self.b.nested().is_some_and(Nested::owes_trap);
-        let trap = (owes && first).then_some(Waiting::MonitorTrap);
+        // A fault comes first: the CPU itself exits behind its delivery.
+        let alone = self.events.exception.is_none_or(|e| e.vector.0 == vector::DB);
+        let trap = (owes && first && alone).then_some(Waiting::MonitorTrap);
         for waiting in [init, trap, exception, smi, nmi, interrupt].into_iter().flatten() {
             let Some(nested) = self.b.nested() else { return Ended::No };
             match nested.gate(&waiting) {

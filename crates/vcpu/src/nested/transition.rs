@@ -2,6 +2,7 @@
 
 use backend::{Backend, Claim, Executed, Exit, Level, Nested, Nesting};
 use mmu::Section;
+use vm::vcpu_shared::MpState;
 use x86::{Cr0, Cr4, Dr6, Efer, Exception, Rflags};
 
 use super::memory::{Mapped, Whole};
@@ -32,6 +33,8 @@ impl<B: Backend> Vcpu<B> {
         }
         let mut next = 0;
         if needs_next_rip(&self.b) {
+            // L1 lowers its task priority without an exit. Once L2 runs, it is found in another block.
+            self.sync_priority();
             let Some(rip) = self.next_rip(s) else { return Next::Leave };
             next = rip;
         }
@@ -120,7 +123,7 @@ impl<B: Backend> Vcpu<B> {
         if claim == Ok(Claim::Instruction) {
             return self.owing_trap(Self::execute_for_l2_outside);
         }
-        if let Some(outcome) = self.nested_fault_outside() {
+        if let Some(outcome) = self.owing_trap(Self::nested_fault_outside) {
             return outcome;
         }
         let _ = self.keep_interrupted_delivery();
@@ -197,6 +200,14 @@ impl<B: Backend> Vcpu<B> {
             && self.b.nested_mut().is_some_and(|nested| nested.claims_cr0(new))
     }
 
+    /// L1 does not sleep because L2 has halted.
+    #[inline]
+    fn end_halt_of_l2(&mut self) {
+        if self.shared.mp_state() == MpState::Halted {
+            self.shared.set_mp_state(MpState::Runnable);
+        }
+    }
+
     /// L1 single-steps over its VMRUN, which has ended. VMX clears RFLAGS.
     fn step_over_entry(&mut self) {
         if self.b.rflags().contains(Rflags::TF) && !self.debug.single_step {
@@ -214,6 +225,7 @@ impl<B: Backend> Vcpu<B> {
                     self.b.prediction_barrier();
                 }
                 self.level_changed();
+                self.end_halt_of_l2();
                 if needs_next_rip(&self.b) {
                     self.step_over_entry();
                 }
@@ -228,6 +240,7 @@ impl<B: Backend> Vcpu<B> {
             Executed::Outside => return Next::Leave,
             Executed::Shutdown => {
                 self.level_changed();
+                self.end_halt_of_l2();
                 self.events.outer.set(Outer::TRIPLE_FAULT, true);
                 self.pending.raise();
             }

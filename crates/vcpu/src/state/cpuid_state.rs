@@ -38,9 +38,13 @@ impl<B: Backend> Vcpu<B> {
     /// KVM_SET_CPUID2. After the vCPU has run, and while a restored L2 is to run, only the same content is taken.
     pub fn set_cpuid(&mut self, entries: &[cpuid::Entry]) -> Result<(), cpuid::Error> {
         // HLT exits of a vCPU that is there already, but its CPUID goes by the VM: as stock KVM has it.
-        self.cpuid.set_hlt_in_guest(self.vm.settings.gives_up_hlt_exits());
+        let before = self.cpuid.set_hlt_in_guest(self.vm.settings.gives_up_hlt_exits());
         let fixed = self.has_run || self.pending.after_exit.is_nested();
-        if self.cpuid.set(entries, self.rare.offered.cpuid, fixed)? {
+        let done = self.cpuid.set(entries, self.rare.offered.cpuid, fixed);
+        if done.is_err() {
+            self.cpuid.set_hlt_in_guest(before);
+        }
+        if done? {
             self.follow_misc_enable();
             self.apply_cpuid();
             self.fetch.forget();

@@ -8,7 +8,7 @@ use host::KBox;
 use nested_vmx::machine::{PendingEntry, Smm};
 use nested_vmx::merge::time::Deadline;
 use nested_vmx::saved::{self, Context, Good, Images, Onto, Refused, Restored};
-use x86::vmcs::{EntryControls, field, interruptibility};
+use x86::vmcs::{EntryControls, PinControls, field, interruptibility};
 use x86::{Cr0, Dr7, Efer};
 
 use super::{
@@ -96,7 +96,8 @@ impl<C: Cpu> Vmx<C> {
         n.flushed = L1Flush::All;
         if restored == Restored::L2 {
             // Without one the timer begins anew.
-            n.timer = deadline.map(Deadline);
+            let counts = n.machine.vmcs12().pin().contains(PinControls::PREEMPTION_TIMER);
+            n.timer = deadline.filter(|_| counts).map(Deadline);
             self.resume_l2(n, gprs, &memory);
         }
         Ok(())
