@@ -156,7 +156,7 @@ impl ControlBlock {
         gprs.0[backend::RSP] = vmcb.save.rsp;
     }
 
-    /// The same, with the flush that is owed.
+    /// An entry that forgets this guest's translations first: the flush that is owed.
     ///
     /// VMRUN checks the guest's state before it executes the command in TLB_CONTROL (APM vol. 3, VMRUN): an entry
     /// that ends in VMEXIT_INVALID has flushed nothing. Whoever can make such entries must not get rid of a flush by

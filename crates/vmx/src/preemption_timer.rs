@@ -74,7 +74,7 @@ impl Watched {
         self.ticks_until(self.last, now, scaled)
     }
 
-    /// The same for another deadline, of which this is the last tick before it.
+    /// What the timer is to be set to for a deadline whose last tick before it is `last`. `None`: the time has come.
     #[inline]
     pub(crate) fn ticks_until(&self, last: u64, now: u64, scaled: bool) -> Option<u64> {
         let left = last.checked_sub(now)?;

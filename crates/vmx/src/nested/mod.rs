@@ -9,6 +9,8 @@
 mod access;
 mod capabilities;
 mod enter;
+#[cfg(test)]
+mod exit_tests;
 mod gate;
 mod host_tables;
 mod instruction;

@@ -1,20 +1,14 @@
 //! MOV of CR8 by an L2 whose task priority is in L1's virtual-APIC page ([`nested_vmx::priority`]).
 
-use backend::{Executed, Gprs, L1Memory, Turn};
+use backend::{Executed, Gprs, L1Memory, Nested as _, Turn};
 use cpu::Cpu;
-use nested_vmx::leave::{Exit, Report};
+use nested_vmx::leave::Report;
 use nested_vmx::priority::{self, Access, Moved};
-use x86::Rflags;
-use x86::vmcs::{ExitReason, field};
+use x86::vmcs::ExitReason;
+use x86::{Dr6, Rflags};
 
-use super::{
-    access::{Block, Memory},
-    kept::Nested,
-};
+use super::{access::Memory, kept::Nested};
 use crate::{fields, state::Vmx};
-
-/// Pending debug exceptions: a single step.
-const SINGLE_STEP: u64 = 1 << 14;
 
 impl<C: Cpu> Vmx<C> {
     /// Carries out the MOV that the last exit is for.
@@ -69,9 +63,7 @@ impl<C: Cpu> Vmx<C> {
         let flags = Rflags::from_bits_retain(self.get(fields::GUEST_RFLAGS));
         self.set(fields::GUEST_RFLAGS, (flags - Rflags::RF).bits());
         if flags.contains(Rflags::TF) {
-            let block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
-            let pending = block.get(field::GUEST_PENDING_DEBUG);
-            self.set(fields::GUEST_PENDING_DEBUG, pending | SINGLE_STEP);
+            self.keep_debug_trap(Dr6::BS);
         }
     }
 }

@@ -2,8 +2,9 @@
 
 use super::*;
 use crate::nested::round_trip_tests::{Rig, good};
-use backend::{Claim, Nested as _};
+use backend::Claim;
 use nested_vmx::{GuestMemory as _, Vmcs12};
+use x86::vmcs::field;
 use x86::{Exception, Gpa};
 
 const PAGE: u64 = 0x1_8000;
@@ -66,7 +67,7 @@ fn l2_reads_and_writes_its_priority_in_l1s_page() {
 
 #[test]
 fn below_the_threshold_l1_sees_an_exit_behind_the_instruction() {
-    for (flags, pending) in [(0, 0), (1 << 8 | 1 << 16, SINGLE_STEP)] {
+    for (flags, pending) in [(0, 0), (1 << 8 | 1 << 16, Dr6::BS)] {
         let mut r = running(&vmcs12(6), 0x70);
         assert_eq!(moves(&mut r, TO, 6, 0), Executed::Retired);
         let rip = r.v.get(fields::GUEST_RIP);

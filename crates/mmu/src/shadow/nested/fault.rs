@@ -298,7 +298,7 @@ impl State {
         None
     }
 
-    /// The same for one entry, at `offset` of its table.
+    /// Sets accessed and dirty bits in one entry, at `offset` of its table. `Some`: as for all of them.
     #[inline]
     fn settle_step(
         &self,
