@@ -85,7 +85,7 @@ impl<B: Backend> Vcpu<B> {
     /// Whether nothing waits but what L2 is to take first: nothing is asked where it goes then. That no interrupt is
     /// offered, and no window open, is all that there is to do.
     #[inline]
-    fn is_quiet(&self) -> bool {
+    pub(super) fn is_quiet(&self) -> bool {
         let interrupts = self.shared.in_kernel_apic
             && (self.shared.lapic.maybe_pending() || self.vm.irq().extint_pending());
         !interrupts

@@ -219,12 +219,12 @@ impl<B: Backend> Vcpu<B> {
     pub(super) fn executed(&mut self, done: Executed, next: u64) -> Next {
         let held = self.smm.latched_init;
         match done {
-            Executed::Entered => self.level_changed(),
+            Executed::Entered => self.cross(),
             Executed::Left => {
                 if self.rare.keeps_l2_apart {
                     self.b.prediction_barrier();
                 }
-                self.level_changed();
+                self.cross();
                 self.end_halt_of_l2();
                 if needs_next_rip(&self.b) {
                     self.step_over_entry();
@@ -249,13 +249,27 @@ impl<B: Backend> Vcpu<B> {
         if held && !self.smm.latched_init { Next::Done } else { Next::Again }
     }
 
-    /// The other level runs from now on: what follows from the control block alone follows by itself.
+    /// The other level runs from now on, by an entry or an exit, which is what happens all the time: events are looked
+    /// at if there is one. A window that a control block has open from its last run costs an exit at most.
+    #[inline]
+    fn cross(&mut self) {
+        let waits = !self.is_quiet() || self.events.again.is_some();
+        self.follow_level();
+        self.pending.raise_if(waits);
+    }
+
+    /// The other level runs from now on, by whatever act.
     pub(crate) fn level_changed(&mut self) {
+        self.follow_level();
+        self.pending.raise();
+    }
+
+    /// What follows from the level that runs, but for what follows from the control block by itself.
+    fn follow_level(&mut self) {
         // What L1's block had of it is gone.
         self.put_back_offer();
         self.follow_gate();
         self.follow_l1_tables();
-        self.pending.raise();
         self.cpuid_inputs_changed();
     }
 
