@@ -380,6 +380,57 @@ fn an_nmi_waits_for_the_event_that_l2_is_taking() {
     assert_eq!(machine.get(BLOCK + 0x88), 0, "EXITINTINFO");
 }
 
+/// A fault belongs to L2's instruction: an event that comes meanwhile, and ends L2's run, gives it neither to L1 nor
+/// to nobody.
+#[test]
+fn a_fault_of_l2s_is_taken_by_l2_though_an_nmi_ends_its_run() {
+    const NMI: u64 = 1 << 1;
+    let mut machine = intercepting(NMI);
+    for (at, entry) in [(0x2000, 0x3027), (0x3000, 0x4027), (0x4000, 0xe7)] {
+        machine.put(at, entry);
+    }
+    // UD2.
+    machine.put(L2_RIP, 0x0b0f);
+    machine.vmrun();
+    let shared = machine.vcpu.shared().clone();
+    machine.then(move |vmcb, gprs| {
+        shared.add_nmi();
+        exit(ExitCode(ExitCode::Excp0.0 + 6))(vmcb, gprs);
+    });
+    machine.vcpu.backend().cpu().inner().injects(event::VALID | event::EXCEPTION | 6);
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, L2_RIP);
+        exit(ExitCode::Intr)(vmcb, gprs);
+    });
+    machine.vcpu.backend().cpu().inner().injects(0);
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, BEHIND);
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+    assert_eq!(machine.get(EXIT_CODE), ExitCode::Nmi.0);
+    assert_eq!(machine.get(BLOCK + 0x88), 0, "EXITINTINFO");
+}
+
+/// User space takes SVM from L1 while L2 has a fault or an event to take: neither is L1's.
+#[test]
+fn what_l2_was_to_take_goes_with_it() {
+    for given in [
+        SavedEvents { exception: Some(x86::Exception::gp(0)), ..SavedEvents::default() },
+        SavedEvents { interrupt: Some(Vector(0x33)), ..SavedEvents::default() },
+    ] {
+        let mut machine = intercepting(0);
+        machine.stop_in_l2();
+        machine.vcpu.restore_events(&given, GivenEvents::default());
+        let mut sregs = machine.vcpu.sregs();
+        sregs.efer -= Efer::SVME;
+        machine.vcpu.set_sregs(&sregs, None).unwrap();
+        machine.vcpu.backend().cpu().inner().injects(0);
+        machine.then(exit(ExitCode::Hlt));
+        assert_eq!(machine.run(), UserExit::Hlt);
+    }
+}
+
 /// The VMM has the interrupt controllers, L1 has interrupts on and intercepts them, and L2 masks its own: the VMM is
 /// asked for the interrupt that ends L2's run, and sees the task priority of L1.
 #[test]

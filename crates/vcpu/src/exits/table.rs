@@ -7,6 +7,10 @@
 //! exit cannot be counted in one place and forgotten in another: each is counted when it happens,
 //! inside, by its row's reason, whoever answers it then; and once more outside, if it gets there.
 //!
+//! A row that says `stays` has no instruction of the guest's retire: an event, or a fault instead of one. What is
+//! answered inside alone, and says `Ok(())` outside, has to be of that kind, since a guest's guest whose hypervisor
+//! hears of each instruction has all others answered outside ([`stays`]).
+//!
 //! Adding an exit: a variant of [`Exit`], a line in the backend that decodes it, a row here and its
 //! handler. Without the row [`reason_of`] does not compile.
 //!
@@ -33,13 +37,23 @@ use crate::{
     run::outcome::{Left, Next, Outcome},
 };
 
+/// Whether a row says `stays`.
+macro_rules! marked {
+    () => {
+        false
+    };
+    (stays) => {
+        true
+    };
+}
+
 macro_rules! exits {
     (
         ($v:ident, $s:ident)
-        first { $($f:ident $(($fp:ident))? = $fr:ident: $fin:expr, $fout:expr;)* }
-        frequent { $($c:ident $(($cp:ident))? = $cr:ident: $cin:expr, $cout:expr;)* }
-        rare { $($r:ident $(($rp:ident))? = $rr:ident: $rin:expr, $rout:expr;)* }
-        outside { $($o:ident $(($op:ident))? = $or:ident: $oout:expr;)* }
+        first { $($f:ident $(($fp:ident))? = $fr:ident $($fs:ident)?: $fin:expr, $fout:expr;)* }
+        frequent { $($c:ident $(($cp:ident))? = $cr:ident $($cs:ident)?: $cin:expr, $cout:expr;)* }
+        rare { $($r:ident $(($rp:ident))? = $rr:ident $($rs:ident)?: $rin:expr, $rout:expr;)* }
+        outside { $($o:ident $(($op:ident))? = $or:ident $($os:ident)?: $oout:expr;)* }
     ) => {
         /// The reason that an exit is counted by.
         pub(crate) fn reason_of(exit: &Exit) -> Reason {
@@ -48,6 +62,16 @@ macro_rules! exits {
                 $(Exit::$c { .. } => Reason::$cr,)*
                 $(Exit::$r { .. } => Reason::$rr,)*
                 $(Exit::$o { .. } => Reason::$or,)*
+            }
+        }
+
+        /// Whether no instruction of the guest's retires with that exit, however it is answered.
+        pub(crate) fn stays(exit: &Exit) -> bool {
+            match exit {
+                $(Exit::$f { .. } => marked!($($fs)?),)*
+                $(Exit::$c { .. } => marked!($($cs)?),)*
+                $(Exit::$r { .. } => marked!($($rs)?),)*
+                $(Exit::$o { .. } => marked!($($os)?),)*
             }
         }
 
@@ -134,13 +158,13 @@ macro_rules! exits {
             }
         }
 
-        /// The reasons of the rows, a variant each.
+        /// The rows: a variant each, its reason, whether it stays, and what is done outside.
         #[cfg(test)]
-        const ROWS: &[(&str, Reason)] = &[
-            $((stringify!($f), Reason::$fr),)*
-            $((stringify!($c), Reason::$cr),)*
-            $((stringify!($r), Reason::$rr),)*
-            $((stringify!($o), Reason::$or),)*
+        const ROWS: &[(&str, Reason, bool, &str)] = &[
+            $((stringify!($f), Reason::$fr, marked!($($fs)?), stringify!($fout)),)*
+            $((stringify!($c), Reason::$cr, marked!($($cs)?), stringify!($cout)),)*
+            $((stringify!($r), Reason::$rr, marked!($($rs)?), stringify!($rout)),)*
+            $((stringify!($o), Reason::$or, marked!($($os)?), stringify!($oout)),)*
         ];
     };
 }
@@ -159,24 +183,24 @@ exits! { (v, s)
         PageFault(f)    = PageFault:       v.answer_page_fault(s, f),     v.page_fault(f);
         Hypercall       = Hypercall:       v.answer_hypercall(s),         v.slow_hypercall();
         Cr(access)      = Cr:              v.answer_cr(s, access),        v.emulate_cr(access);
-        Interrupt       = Interrupt:       Next::Leave,                   Ok(());
-        Deadline        = Deadline:        v.expire_hv_timer(s),          Ok(());
+        Interrupt       = Interrupt stays: Next::Leave,                   Ok(());
+        Deadline        = Deadline stays:  v.expire_hv_timer(s),          Ok(());
     }
     rare {
         CacheFlush      = CacheFlush:      v.answer_nothing(s),           v.skip();
         Invlpg(at)      = Invlpg:          v.answer_invlpg(s, at),        v.emulate_here(Cause::Invlpg);
         Xsetbv          = Xsetbv:          v.answer_xsetbv(s),            v.slow_instruction(Self::do_xsetbv);
-        InterruptWindow = InterruptWindow: v.answer_interrupt_window(),   Ok(());
-        PriorityLowered = InterruptWindow: v.answer_interrupt_window(),   Ok(());
+        InterruptWindow = InterruptWindow stays: v.answer_interrupt_window(),   Ok(());
+        PriorityLowered = InterruptWindow stays: v.answer_interrupt_window(),   Ok(());
         DebugReg(access) = DebugReg:       v.answer_debug_reg(),          v.slow_debug_reg(access);
         Mwait           = Mwait:           v.answer_mwait(s),             v.skip();
-        Undefined       = Undefined:       v.answer_by(Exception::ud()),  Ok(());
+        Undefined       = Undefined stays: v.answer_by(Exception::ud()),  Ok(());
         Virtualization  = Virtualization:  v.answer_virtualization(s),    v.slow_virtualization();
-        Rdpmc           = Rdpmc:           v.answer_by(Exception::gp(0)), Ok(());
-        Eoi(vector)     = Eoi:             v.answer_eoi(vector),          Ok(());
-        IllegalSelfIpi  = ApicWrite:       v.answer_illegal_self_ipi(),   Ok(());
-        Iret            = Iret:            v.answer_nmi_window(),         Ok(());
-        NmiWindow       = Iret:            v.answer_nmi_window(),         Ok(());
+        Rdpmc           = Rdpmc stays:     v.answer_by(Exception::gp(0)), Ok(());
+        Eoi(vector)     = Eoi stays:       v.answer_eoi(vector),          Ok(());
+        IllegalSelfIpi  = ApicWrite stays: v.answer_illegal_self_ipi(),   Ok(());
+        Iret            = Iret stays:      v.answer_nmi_window(),         Ok(());
+        NmiWindow       = Iret stays:      v.answer_nmi_window(),         Ok(());
     }
     outside {
         Exception(e)    = Exception:       v.exception(e);
@@ -189,10 +213,10 @@ exits! { (v, s)
         Shutdown        = Shutdown:        v.shut_down();
         Refused         = Refused:         v.entry_refused();
         Unknown(code)   = Other:           v.unexpected_exit();
-        Nmi             = Nmi:             Ok(());
-        HostSignal      = HostSignal:      Ok(());
-        MachineCheck    = MachineCheck:    Ok(());
-        PageLogFull     = Other:           Ok(());
+        Nmi             = Nmi stays:       Ok(());
+        HostSignal      = HostSignal stays: Ok(());
+        MachineCheck    = MachineCheck stays: Ok(());
+        PageLogFull     = Other stays:     Ok(());
     }
 }
 
@@ -204,12 +228,19 @@ mod tests {
 
     #[test]
     fn each_exit_has_one_row_and_each_reason_an_exit() {
-        let mut names: Vec<_> = ROWS.iter().map(|(name, _)| name).collect();
+        let mut names: Vec<_> = ROWS.iter().map(|(name, ..)| name).collect();
         names.sort_unstable();
         names.dedup();
         assert_eq!(names.len(), ROWS.len());
         for reason in stats::reason::ALL {
-            assert!(ROWS.iter().any(|(_, of)| of == reason), "{reason:?} counts nothing");
+            assert!(ROWS.iter().any(|(_, of, ..)| of == reason), "{reason:?} counts nothing");
+        }
+    }
+
+    #[test]
+    fn what_is_answered_inside_alone_retires_no_instruction() {
+        for (name, _, stays, outside) in ROWS {
+            assert!(*stays || *outside != "Ok(())", "{name}");
         }
     }
 }

@@ -218,11 +218,15 @@ impl<B: Backend> Vcpu<B> {
         // A fault comes first: the CPU itself exits behind its delivery.
         let alone = self.events.exception.is_none_or(|e| e.vector.0 == vector::DB);
         let trap = (owes && first && alone).then_some(Waiting::MonitorTrap);
+        // It belongs to the instruction at RIP: what comes between instructions waits until L2 has it.
+        let mut gives_exception = false;
         for waiting in [init, trap, exception, smi, nmi, interrupt].into_iter().flatten() {
             let Some(nested) = self.b.nested() else { return Ended::No };
             match nested.gate(&waiting) {
+                Gate::Deliver if matches!(waiting, Waiting::Exception(_)) => gives_exception = true,
                 Gate::Deliver | Gate::Hold | Gate::Window => {}
                 Gate::AfterEntry => return Ended::AfterEntry,
+                Gate::ExitToL1 if gives_exception => return Ended::AfterEntry,
                 // Between two instructions, and L2 is within one: no CPU makes such an exit with an event in
                 // IDT-vectoring information, and hypervisors take it for impossible.
                 Gate::ExitToL1 if !first && !matches!(waiting, Waiting::Exception(_)) => {

@@ -8,6 +8,7 @@ use x86::{Cr0, Cr4, Dr6, Efer, Exception, Rflags};
 use super::memory::{Mapped, Whole};
 use crate::{
     Vcpu,
+    exits::table::stays,
     run::{
         events::Outer,
         outcome::{Next, Outcome},
@@ -83,9 +84,13 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn reflect_in_loop(&mut self, s: Section<'_>) -> Option<Next> {
         let nested = self.b.nested_mut()?;
         let l1 = Mapped::new(&self.memory, self.memory.view(s));
-        match nested.claims(&self.gprs, &l1) {
-            // What L1 has to hear of behind it is found out there.
-            Ok(Claim::L0 | Claim::Instruction) if nested.traps_each() => Some(Next::Leave),
+        let claim = nested.claims(&self.gprs, &l1);
+        if nested.traps_each() && matches!(claim, Ok(Claim::L0 | Claim::Instruction)) {
+            // What L1 has to hear of behind an instruction is found out there.
+            return if stays(&self.b.exit()) { None } else { Some(Next::Leave) };
+        }
+        let nested = self.b.nested_mut()?;
+        match claim {
             Ok(Claim::L0) => self.answer_nested_fault(s),
             // Its value is found out by the emulator.
             Ok(Claim::ByValue) => Some(Next::Leave),
@@ -221,6 +226,8 @@ impl<B: Backend> Vcpu<B> {
         match done {
             Executed::Entered => self.cross(),
             Executed::Left => {
+                // It is of an instruction of L2's, which is executed again, and not of L1's.
+                self.events.exception = None;
                 if self.rare.keeps_l2_apart {
                     self.b.prediction_barrier();
                 }
@@ -281,6 +288,7 @@ impl<B: Backend> Vcpu<B> {
         if let Some(nested) = self.b.nested_mut() {
             nested.abandon(&mut self.gprs);
         }
+        (self.events.again, self.events.exception) = (None, None);
         self.level_changed();
     }
 

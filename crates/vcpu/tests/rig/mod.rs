@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test file uses its part")]
 
 pub mod nested;
+pub mod nested_vmx;
 pub mod vmx;
 
 use std::cell::RefCell;

@@ -36,6 +36,7 @@ use x86::{Exception, Gfn, Gpa};
 
 use crate::{
     Vcpu,
+    run::events::Outer,
     run::outcome::{Break, Next, Outcome},
     run::user_exit::{ERROR_DELIVERY, ErrorData, UserExit},
 };
@@ -253,10 +254,12 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn device_access(&mut self, fault: TdpFault) -> Outcome {
         if self.events.again.is_some() && !fault.final_access {
             // The tables that translate the guest's descriptors or stack lie in device memory. A guest's guest
-            // that has such gets a fault instead of ending its hypervisor.
+            // that has such is shut down instead of ending its hypervisor: a fault instead of the event could not be
+            // delivered either.
             if self.pending.after_exit.is_nested() {
                 self.events.again = None;
-                self.raise(x86::Exception::ud());
+                self.events.outer.set(Outer::TRIPLE_FAULT, true);
+                self.pending.raise();
                 return Ok(());
             }
             let data = ErrorData::new(&self.b.exit_raw());

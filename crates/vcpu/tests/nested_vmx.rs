@@ -1,0 +1,107 @@
+//! A guest that runs a guest of its own by VMX: what becomes of its exits, and what a round trip costs.
+
+mod rig;
+
+use cpu::{Counts, Op};
+use gannet_vcpu::UserExit;
+use rig::nested_vmx::{Hypervisor, L1_RIP, L2_RIP, features, vmcs12};
+use rig::vmx::{exit, shutdown};
+use x86::vmcs::{ExitReason, event, field};
+
+const MONITOR_TRAP: u32 = 1 << 27;
+const NMI_WINDOW: u32 = 1 << 22;
+const NMI_EXITING: u32 = 1 << 3;
+
+/// L1 hears of each instruction of L2's. What is none is answered all the same: a fault instead of one reaches L2, and
+/// a window that has come is closed.
+#[test]
+fn under_a_monitor_trap_what_is_no_instruction_is_answered() {
+    let mut v = vmcs12();
+    v.set(field::PROC_CONTROLS, v.get(field::PROC_CONTROLS) | MONITOR_TRAP);
+    // NMIs are L2's.
+    v.set(field::PIN_CONTROLS, v.get(field::PIN_CONTROLS) & !NMI_EXITING);
+    let mut machine = Hypervisor::on(features(), &v);
+    machine.vmlaunch();
+    let shared = machine.vcpu.shared().clone();
+    machine.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_RIP), L2_RIP);
+        exit(ExitReason::Rdpmc)(vmcs, gprs);
+    });
+    machine.then(move |vmcs, gprs| {
+        let info = event::VALID | event::EXCEPTION | event::ERROR_VALID | 13;
+        assert_eq!(vmcs.get(field::GUEST_RIP), L2_RIP);
+        assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION), info);
+        // It was delivered, and two NMIs come.
+        vmcs.set(field::ENTRY_INTERRUPTION, 13);
+        shared.add_nmi();
+        shared.add_nmi();
+        exit(ExitReason::ExternalInterrupt)(vmcs, gprs);
+    });
+    let nmi = event::VALID | event::NMI | 2;
+    machine.then(move |vmcs, gprs| {
+        assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION), nmi);
+        assert_ne!(vmcs.get(field::PROC_CONTROLS) & NMI_WINDOW, 0);
+        vmcs.set(field::ENTRY_INTERRUPTION, 2);
+        exit(ExitReason::NmiWindow)(vmcs, gprs);
+    });
+    machine.then(move |vmcs, gprs| {
+        assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION), nmi);
+        assert_eq!(vmcs.get(field::PROC_CONTROLS) & NMI_WINDOW, 0);
+        shutdown(vmcs, gprs);
+    });
+    machine.then(shutdown);
+    assert_eq!(machine.run(), UserExit::Shutdown);
+}
+
+/// What ten round trips of L2's exits by `reason` cost: L1 hears of each, and resumes L2.
+fn ten_trips(reason: ExitReason) -> Counts {
+    let run = |trips: usize| {
+        let mut machine = Hypervisor::on(features(), &vmcs12());
+        machine.vmlaunch();
+        for _ in 0..trips {
+            machine.then(move |vmcs, gprs| {
+                assert_eq!(vmcs.get(field::GUEST_RIP), L2_RIP);
+                exit(reason)(vmcs, gprs);
+            });
+            machine.then(|vmcs, gprs| {
+                assert_eq!(vmcs.get(field::GUEST_RIP), L1_RIP);
+                exit(ExitReason::Vmresume)(vmcs, gprs);
+            });
+        }
+        machine.then(shutdown);
+        // L1 has no handler for that.
+        machine.then(shutdown);
+        let before = machine.vcpu.backend().cpu().counts();
+        assert_eq!(machine.run(), UserExit::Shutdown);
+        machine.vcpu.backend().cpu().counts().since(&before)
+    };
+    let (some, more) = (run(5), run(15));
+    more.since(&some)
+}
+
+/// Two entries, what L1 may change without an exit read, what an exit loads written, each VMCS current once, and
+/// nothing else that is privileged.
+#[test]
+fn a_round_trip_writes_what_an_exit_loads_and_no_more() {
+    for reason in [ExitReason::Cpuid, ExitReason::Vmcall, ExitReason::Hlt] {
+        let ten = ten_trips(reason);
+        assert_eq!(ten.of(Op::VmxEnter), 20);
+        for (op, most) in [(Op::Vmread, 21), (Op::Vmwrite, 37), (Op::Vmptrld, 4)] {
+            assert!(ten.of(op) <= 10 * most, "{op:?} {} in ten", ten.of(op));
+        }
+        for op in [
+            Op::Rdmsr,
+            Op::Wrmsr,
+            Op::Cpuid,
+            Op::Xsetbv,
+            Op::Xgetbv,
+            Op::DebugReg,
+            Op::MovCr,
+            Op::Vmclear,
+            Op::Invept,
+            Op::Invvpid,
+        ] {
+            assert_eq!(ten.of(op), 0, "{op:?}");
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! A guest that is a hypervisor under VMX, in VMX operation, and the VMCS12 that it enters.
+
+use std::sync::OnceLock;
+
+use backend::Gprs;
+use cpu::ModelVmcs;
+use cpuid::{HostFacts, Supported};
+use gannet_vcpu::{Offered, RunInput, UserExit};
+use host::page::Pages;
+use mmu::Region;
+use msr::HostMsrs;
+use nested_vmx::saved::{HEADER, Header, IMAGE};
+use nested_vmx::{Vmcs12, capabilities::Host};
+use vmx::Features;
+use x86::cpuid::feature;
+use x86::vmcs::place::VMCS12_REVISION;
+use x86::vmcs::{ExitReason, field};
+use x86::{Cr0, Cr4, Efer, Segment};
+use zerocopy::IntoBytes;
+
+use super::vmx::{self as rig, VmxVcpu, exit};
+
+const VMXON: u64 = 0x6000;
+const VMCS: u64 = 0x7000;
+/// Where L1 goes on after an exit of L2.
+pub const L1_RIP: u64 = 0x8000;
+/// Where L2 begins.
+pub const L2_RIP: u64 = 0x9000;
+
+/// A CPU that has all that VMX can have, shadow VMCSs among it.
+pub fn features() -> Features {
+    Features {
+        nested: true,
+        shadow_vmcs: true,
+        nested_host: Host {
+            basic: 1 << 54,
+            pin: u64::MAX << 32,
+            primary: u64::MAX << 32,
+            secondary: u64::MAX << 32,
+            exit: u64::MAX << 32,
+            entry: u64::MAX << 32,
+            misc: u64::MAX,
+            cr0_fixed1: 0xffff_ffff,
+            cr4_fixed1: 0x77_27ff,
+            ept_vpid: u64::MAX,
+        },
+        ..rig::features()
+    }
+}
+
+fn host_cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {
+    let [a, b, c, d] = super::host_cpuid(leaf, subleaf);
+    if leaf == 1 { [a, b, c | 1 << 5, d] } else { [a, b, c, d] }
+}
+
+fn offered() -> Offered {
+    static OFFERED: OnceLock<(Supported, HostMsrs)> = OnceLock::new();
+    let (cpuid, msrs) = OFFERED.get_or_init(|| {
+        let facts = HostFacts { xcr0: 7, nested: true, ..HostFacts::default() };
+        let supported = Supported::read(host_cpuid, &facts).unwrap();
+        assert!(supported.has(feature::VMX));
+        (supported, HostMsrs::default())
+    });
+    Offered { cpuid, msrs }
+}
+
+macro_rules! set {
+    ($v:expr, $($name:ident = $value:expr),* $(,)?) => {
+        $($v.set(field::$name, $value);)*
+    };
+}
+
+/// A VMCS12 whose host and guest are in long mode, and whose guest has a VPID and no tables of L1's.
+pub fn vmcs12() -> Vmcs12 {
+    let mut v = Vmcs12::new();
+    set!(
+        v,
+        PIN_CONTROLS = 0x16 | 1 | 8,
+        PROC_CONTROLS = 0x0400_6172 | 1 << 7 | 1 << 31,
+        PROC_CONTROLS2 = 1 << 5,
+        VPID = 1,
+        EXIT_CONTROLS = 0x3_6dfb | 1 << 9 | 1 << 21,
+        ENTRY_CONTROLS = 0x11fb | 1 << 9 | 1 << 15,
+        VMCS_LINK = u64::MAX,
+        HOST_CR0 = 0x8005_0033,
+        HOST_CR3 = 0x1000,
+        HOST_CR4 = 0x2020,
+        HOST_CS_SELECTOR = 8,
+        HOST_TR_SELECTOR = 0x40,
+        HOST_SS_SELECTOR = 16,
+        HOST_EFER = 0xd01,
+        HOST_RIP = L1_RIP,
+        HOST_PAT = 0x0007_0406_0007_0406,
+        GUEST_CR0 = 0x8005_0033,
+        GUEST_CR3 = 0x2000,
+        GUEST_CR4 = 0x2020,
+        GUEST_EFER = 0xd01,
+        GUEST_PAT = 0x0007_0406_0007_0406,
+        GUEST_DR7 = 0x400,
+        GUEST_RIP = L2_RIP,
+        GUEST_RSP = 0x5000,
+        GUEST_RFLAGS = 0x202,
+        GUEST_CS_SELECTOR = 8,
+        GUEST_CS_LIMIT = u32::MAX,
+        GUEST_CS_RIGHTS = 0xa09b,
+        GUEST_SS_SELECTOR = 16,
+        GUEST_SS_LIMIT = u32::MAX,
+        GUEST_SS_RIGHTS = 0xc093,
+        GUEST_DS_RIGHTS = 0x1_0000,
+        GUEST_ES_RIGHTS = 0x1_0000,
+        GUEST_FS_RIGHTS = 0x1_0000,
+        GUEST_GS_RIGHTS = 0x1_0000,
+        GUEST_LDTR_RIGHTS = 0x1_0000,
+        GUEST_TR_SELECTOR = 0x40,
+        GUEST_TR_LIMIT = 0x67,
+        GUEST_TR_RIGHTS = 0x8b,
+        GUEST_GDTR_LIMIT = 0x7f,
+        GUEST_IDTR_LIMIT = 0xfff,
+    );
+    v
+}
+
+/// A vCPU with L1 in long mode and VMX operation, its VMCS current, and 64 pages of memory from 0 on.
+pub struct Hypervisor {
+    pub vcpu: VmxVcpu,
+    memory: Pages,
+}
+
+impl Hypervisor {
+    /// Such a vCPU on a CPU that has these, whose local APIC is in the kernel.
+    pub fn on(features: Features, vmcs12: &Vmcs12) -> Self {
+        let (vcpu, vm) = rig::vcpu_offered(features, offered());
+        let memory = Pages::zeroed(6).unwrap();
+        let region = Region { slot: 0, flags: 0, gpa: 0, size: 64 << 12, hva: memory.hpa().0 };
+        vm.memory().set_region(&region, &**vm).unwrap();
+        let mut this = Self { vcpu, memory };
+        this.vcpu.backend().cpu().inner().vmx.writes_read_only = true;
+        let mut sregs = this.vcpu.sregs();
+        (sregs.cr0, sregs.cr3) = (Cr0::from_bits_retain(0x8005_0033), 0x1000);
+        (sregs.cr4, sregs.efer) = (Cr4::PAE | Cr4::VMXE, Efer::LME | Efer::LMA | Efer::SCE);
+        sregs.cs = Segment { base: 0, limit: u32::MAX, selector: 8, attr: 0xa9b };
+        sregs.ss = Segment { base: 0, limit: u32::MAX, selector: 16, attr: 0xc93 };
+        this.vcpu.set_sregs(&sregs, None).unwrap();
+        let header = Header {
+            flags: 0,
+            format: 0,
+            size: (HEADER + IMAGE) as u32,
+            vmxon_pa: VMXON,
+            vmcs12_pa: VMCS,
+            smm_flags: 0,
+            pad: 0,
+            vmx_flags: 0,
+            preemption_timer_deadline: 0,
+            reserved: [0; 11],
+        };
+        let mut state = header.as_bytes().to_vec();
+        state.extend_from_slice(vmcs12.as_bytes());
+        state.resize(HEADER + IMAGE, 0);
+        state[HEADER..HEADER + 4].copy_from_slice(&VMCS12_REVISION.to_le_bytes());
+        this.put(VMCS, VMCS12_REVISION.into());
+        this.put(VMXON, VMCS12_REVISION.into());
+        this.vcpu.set_nested_state(&state).unwrap();
+        this
+    }
+
+    /// Writes a word of memory.
+    pub fn put(&self, at: u64, value: u64) {
+        self.memory.words()[at as usize / 8].store(value, std::sync::atomic::Ordering::Relaxed);
+    }
+
+    /// What the CPU does next.
+    pub fn then(&mut self, step: impl FnMut(&mut ModelVmcs, &mut Gprs) + Send + 'static) {
+        self.vcpu.backend().cpu().inner().vmx.then(step);
+    }
+
+    /// L1 executes VMLAUNCH of its VMCS.
+    pub fn vmlaunch(&mut self) {
+        self.then(exit(ExitReason::Vmlaunch));
+    }
+
+    /// Runs until user space is asked.
+    pub fn run(&mut self) -> UserExit {
+        self.vcpu.run(&RunInput::default())
+    }
+}
