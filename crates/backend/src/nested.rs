@@ -7,7 +7,7 @@
 //! Nothing here sleeps. L1's memory is behind [`L1Memory`]: inside the loop what can be had there, outside all of
 //! it. Who finds a page missing inside has changed nothing, and says [`Executed::Outside`].
 
-use x86::{Cr0, Cr4, Efer, Exception, Vector};
+use x86::{Cr0, Cr4, Efer, Exception, Gpa, Vector};
 
 use crate::{
     Event, Gprs, NestedPaging, NestedState,
@@ -117,6 +117,32 @@ pub trait Nested: NestedPaging + NestedState {
     /// Whether the event that is prepared is one that L1 injects, by an entry that has not run L2 yet. Its kind and
     /// its length are whole only there.
     fn injects_for_l1(&self) -> bool;
+    /// The last exit is #GP, and `code` lies at RIP. Some CPUs refuse an instruction of L1's for an address that means
+    /// something to the host alone, before they look whether it exits. True: it is such an instruction, and the last
+    /// exit is the instruction's from now on.
+    fn takes_fault_for_instruction(&mut self, _gprs: &Gprs, _code: &[u8]) -> bool {
+        false
+    }
+    /// System-management mode begins. L2's run, if it runs, ends without an exit that L1 asked for, and so does the
+    /// operation that the instruction set puts aside. `kept`: where L1 has its state kept meanwhile. Where L1 describes
+    /// L2, if that is part of the save area.
+    ///
+    /// # Errors
+    /// L1's memory is not there.
+    fn enter_smm(
+        &mut self,
+        gprs: &mut Gprs,
+        kept: Gpa,
+        l1: &impl L1Memory,
+    ) -> Result<Option<Gpa>, Outside>;
+    /// System-management mode ends, and what was put aside goes on. `l2`: from the save area. False: it cannot.
+    fn leave_smm(
+        &mut self,
+        gprs: &mut Gprs,
+        kept: Gpa,
+        l2: Option<Gpa>,
+        l1: &impl L1Memory,
+    ) -> bool;
     /// Ends L2's run with its last exit, which is L1's.
     fn reflect(&mut self, gprs: &mut Gprs, l1: &impl L1Memory) -> Executed;
     /// Ends L2's run with a hypercall to L1: L2 has made it by the other vendor's instruction, and the last exit is for
@@ -217,6 +243,17 @@ impl Nested for Absent {
         match *self {}
     }
     fn claims(&mut self, _: &Gprs, _: &impl L1Memory) -> Result<Claim, Outside> {
+        match *self {}
+    }
+    fn enter_smm(
+        &mut self,
+        _: &mut Gprs,
+        _: Gpa,
+        _: &impl L1Memory,
+    ) -> Result<Option<Gpa>, Outside> {
+        match *self {}
+    }
+    fn leave_smm(&mut self, _: &mut Gprs, _: Gpa, _: Option<Gpa>, _: &impl L1Memory) -> bool {
         match *self {}
     }
     fn reflect(&mut self, _: &mut Gprs, _: &impl L1Memory) -> Executed {

@@ -460,6 +460,11 @@ impl MsrStore {
         self.slots.SMBASE
     }
 
+    /// Where a hypervisor on AMD has its own state kept.
+    pub fn vm_hsave_pa(&self) -> u64 {
+        self.slots.VM_HSAVE_PA
+    }
+
     /// RSM takes the base from the save area.
     pub fn set_smbase(&mut self, value: u64) {
         self.slots.SMBASE = value;

@@ -105,6 +105,8 @@ impl Situation<'_> {
             _ if !self.gif.is_set() => Gate::Hold,
             Pending::Interrupt => self.interrupt(),
             Pending::Nmi => self.intercepted(ExitCode::Nmi),
+            // System-management mode begins between two instructions of L2's.
+            Pending::Smi if self.level == Level::L2 && self.entry_pending => Gate::AfterEntry,
             Pending::Smi => self.intercepted(ExitCode::Smi),
             Pending::Init => self.intercepted(ExitCode::Init),
         }

@@ -8,7 +8,7 @@ use core::mem::size_of;
 use x86::{
     Cr0, Gpa, Rflags,
     addr::PAGE_SIZE,
-    vmcb::{Clean, Control, NP_ENABLE, Vmcb, vintr},
+    vmcb::{Clean, Control, NP_ENABLE, Save, Vmcb, vintr},
 };
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -202,7 +202,12 @@ pub fn take_over(header: Header, data: &Vmcb, v12: &mut Vmcb12, b01: &mut Vmcb, 
     if data.control.np_ctl & NP_ENABLE != 0 && checks::pat(data.save.g_pat).is_ok() {
         b01.save.g_pat = data.save.g_pat;
     }
-    let (to, from) = (&mut b01.save, &data.save);
+    take_host(&data.save, b01);
+}
+
+/// Takes over L1's registers into its block.
+pub fn take_host(from: &Save, b01: &mut Vmcb) {
+    let to = &mut b01.save;
     // What VMRUN saves of its host (APM vol. 2 §15.5.1); the rest of block 01 is L1's as it is.
     use x86::vmcb::{SEG_CS, SEG_DS, SEG_ES, SEG_GDTR, SEG_IDTR, SEG_SS};
     for at in [SEG_ES, SEG_CS, SEG_SS, SEG_DS, SEG_GDTR, SEG_IDTR] {

@@ -277,7 +277,7 @@ pub fn check(
     if images.main.header() & 0x7fff_ffff != VMCS12_REVISION {
         return Err(Refused::Image);
     }
-    if header.flags & flag::GUEST_MODE != 0 {
+    if header.flags & flag::GUEST_MODE != 0 || good.resumes_by_rsm() {
         check_l2(&header, bytes, onto, memory, images)?;
     }
     Ok(good)
@@ -298,15 +298,16 @@ pub fn take_over(machine: &mut Machine, good: &Good, images: &Images) -> (Restor
         vmxon: header.smm_flags & flag::SMM_VMXON != 0,
         guest_mode: header.smm_flags & flag::SMM_GUEST_MODE != 0,
     };
+    let deadline =
+        (header.vmx_flags & flag::DEADLINE != 0).then_some(header.preemption_timer_deadline);
     if header.flags & flag::GUEST_MODE == 0 {
-        return (Restored::L1, None);
+        return (Restored::L1, deadline.filter(|_| good.resumes_by_rsm()));
     }
     *machine.images().1 = images.shadow.clone();
     machine.enter_l2();
     machine.run_pending = header.flags & flag::RUN_PENDING != 0;
     machine.trap_pending = header.flags & flag::MTF_PENDING != 0;
-    let deadline = header.vmx_flags & flag::DEADLINE != 0;
-    (Restored::L2, deadline.then_some(header.preemption_timer_deadline))
+    (Restored::L2, deadline)
 }
 
 /// The first bytes of an image, as many as have fields.

@@ -35,6 +35,8 @@ pub struct Features {
     pub v_spec_ctrl: bool,
     /// Virtual NMI.
     pub vnmi: bool,
+    /// VMRUN, VMLOAD and VMSAVE look at the intercept before they look at the address.
+    pub svme_addr_check: bool,
     /// RDTSCP.
     pub rdtscp: bool,
     /// SPEC_CTRL exists.
@@ -110,6 +112,7 @@ impl Features {
             vgif: bit(16),
             v_spec_ctrl: bit(20),
             vnmi: bit(25),
+            svme_addr_check: bit(28),
             rdtscp: amd[3] & (1 << 27) != 0,
             // IBRS, STIBP or SSBD on AMD; the Intel-style bit as some hypervisors report it.
             spec_ctrl: ext8[1] & ((1 << 14) | (1 << 15) | (1 << 24)) != 0

@@ -17,6 +17,8 @@ bitflags! {
         const BP = 1 << vector::BP;
         /// #UD.
         const UD = 1 << vector::UD;
+        /// #GP.
+        const GP = 1 << vector::GP;
         /// #PF.
         const PF = 1 << vector::PF;
         /// #AC.
@@ -43,6 +45,8 @@ pub mod vector {
     pub const UD: u8 = 6;
     /// #DF, double fault.
     pub const DF: u8 = 8;
+    /// #GP, general protection.
+    pub const GP: u8 = 13;
     /// #PF, page fault.
     pub const PF: u8 = 14;
     /// #AC, alignment check.

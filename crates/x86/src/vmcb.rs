@@ -349,6 +349,7 @@ mod exit_code {
         pub const WriteDr15: Self = Self(0x03f);
         pub const Excp0: Self = Self(0x040);
         pub const ExcpDb: Self = Self(0x041);
+        pub const ExcpGp: Self = Self(0x04d);
         pub const ExcpPf: Self = Self(0x04e);
         pub const Excp31: Self = Self(0x05f);
         pub const Intr: Self = Self(0x060);
@@ -393,6 +394,8 @@ mod exit_code {
         pub const Tlbsync: Self = Self(0x0a4);
         pub const Npf: Self = Self(0x400);
         pub const Invalid: Self = Self(0xffff_ffff_ffff_ffff);
+        /// No exit of a processor's: software says so that it has ended a guest's run (APM vol. 2 appendix C).
+        pub const Software: Self = Self(0xf000_0000);
     }
 }
 

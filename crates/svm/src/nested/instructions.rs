@@ -8,7 +8,9 @@ use nested_svm::instructions::{self, Caller, Instruction, Then};
 use x86::{
     Cr0, Efer, Exception, Gpa, Rflags,
     segment::attr,
-    vmcb::{Clean, ExitCode, SEG_CS, SEG_FS, SEG_GS, SEG_LDTR, SEG_TR, Save, Vmcb, VmcbSegment},
+    vmcb::{
+        Clean, ExitCode, SEG_CS, SEG_FS, SEG_GS, SEG_LDTR, SEG_TR, Save, Vmcb, VmcbSegment, event,
+    },
 };
 use zerocopy::IntoBytes;
 
@@ -68,6 +70,35 @@ impl<C: Cpu> Svm<C> {
                 Executed::Retired
             }
         }
+    }
+
+    /// Makes of #GP the exit of the instruction that the CPU would have left the guest for, had it not looked at the
+    /// address before: `code` lies at RIP.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn takes_fault(&mut self, gprs: &Gprs, code: &[u8]) -> bool {
+        let (exit, instruction) = match code {
+            [0x0f, 0x01, 0xd8, ..] => (ExitCode::Vmrun, Instruction::Vmrun),
+            [0x0f, 0x01, 0xda, ..] => (ExitCode::Vmload, Instruction::Vmload),
+            [0x0f, 0x01, 0xdb, ..] => (ExitCode::Vmsave, Instruction::Vmsave),
+            _ => return false,
+        };
+        const LENGTH: u64 = 3;
+        let control = &self.vmcb().control;
+        let is_plain = ExitCode(control.exit_code) == ExitCode::ExcpGp
+            && control.exit_info_1 as u32 == 0
+            && control.exit_int_info & event::VALID == 0;
+        // What is a fault in any case stays one.
+        if !is_plain
+            || instructions::execute(instruction, &self.caller(gprs), &self.cold.offered).is_err()
+        {
+            return false;
+        }
+        let block = self.vmcb_mut(Clean::empty());
+        block.control.exit_code = exit.0;
+        (block.control.exit_info_1, block.control.exit_info_2) = (0, 0);
+        block.control.next_rip = block.save.rip.wrapping_add(LENGTH);
+        true
     }
 
     fn caller(&self, gprs: &Gprs) -> Caller {

@@ -15,6 +15,7 @@ mod leave;
 mod paging;
 mod run;
 mod saved;
+mod smm;
 #[cfg(test)]
 mod tests;
 mod window;
@@ -33,7 +34,7 @@ use nested_svm::{
 };
 use x86::{
     Cr0, Cr4, Efer, Gpa, Hpa, Rflags,
-    exception::vector,
+    exception::{Exceptions, vector},
     vmcb::{Clean, Control, ExitCode, Intercept3, Intercept4, VIRTUAL_VMLOAD, event, vintr},
 };
 
@@ -211,6 +212,7 @@ impl<C: Cpu> Svm<C> {
     pub(crate) fn svme_changed(&mut self, shown: u64) {
         self.efer_shown = shown;
         self.follow_virtual_vmload();
+        self.follow_fault_intercept();
         if self.level == Level::L1 && shown & Efer::SVME.bits() == 0 {
             self.gif.set();
         }
@@ -229,6 +231,18 @@ impl<C: Cpu> Svm<C> {
         });
         let control = &mut self.block_of_l1().vmcb_mut(Clean::ALL).control;
         control.virt_ext = if on { VIRTUAL_VMLOAD } else { 0 };
+    }
+
+    /// While L1 has SVM on, #GP exits where the CPU may make one of VMRUN, VMLOAD or VMSAVE before it looks whether that
+    /// exits: the address is L1's, and one that the CPU keeps for itself is nothing special there.
+    fn follow_fault_intercept(&mut self) {
+        if self.features.svme_addr_check {
+            return;
+        }
+        let (bit, on) = (Exceptions::GP.bits(), self.efer_shown & Efer::SVME.bits() != 0);
+        self.change_intercepts(|[_, _, word, ..]| {
+            *word = *word & !bit | if on { bit } else { 0 };
+        });
     }
 
     /// A shutdown of L2's is L1's if it asks for that, and else the processor's.
@@ -328,6 +342,29 @@ impl<C: Cpu> Nested for Svm<C> {
         let Some(exit) = reflect::cr0_write(state.v12.control(), old, new) else { return false };
         self.vmcb_mut(Clean::empty()).control.exit_code = exit.code.0;
         true
+    }
+
+    fn takes_fault_for_instruction(&mut self, gprs: &Gprs, code: &[u8]) -> bool {
+        self.takes_fault(gprs, code)
+    }
+
+    fn enter_smm(
+        &mut self,
+        gprs: &mut Gprs,
+        kept: Gpa,
+        l1: &impl L1Memory,
+    ) -> Result<Option<Gpa>, backend::Outside> {
+        self.put_l2_aside(gprs, kept, l1)
+    }
+
+    fn leave_smm(
+        &mut self,
+        gprs: &mut Gprs,
+        kept: Gpa,
+        l2: Option<Gpa>,
+        l1: &impl L1Memory,
+    ) -> bool {
+        l2.is_none_or(|at| self.take_l2_back(gprs, kept, at, l1))
     }
 
     /// EVENTINJ says all of an event that its neutral form says.

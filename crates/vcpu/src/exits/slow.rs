@@ -19,6 +19,7 @@ use crate::{
 const DB: u8 = 1;
 const BP: u8 = 3;
 const UD: u8 = 6;
+const GP: u8 = 13;
 const AC: u8 = 17;
 
 impl<B: Backend> Vcpu<B> {
@@ -161,6 +162,7 @@ impl<B: Backend> Vcpu<B> {
                 Ok(())
             }
             UD => self.invalid_opcode(),
+            GP if self.is_for_instruction() => self.virtualization_behind_fault(),
             AC if is_for_us => self.split_lock(e),
             BP if is_for_us => {
                 let [.., dr6, dr7] = self.b.debug_regs();

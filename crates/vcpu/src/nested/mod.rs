@@ -17,5 +17,6 @@ mod events;
 mod memory;
 pub(crate) mod paging;
 mod saved;
+mod smm;
 mod transition;
 pub(crate) mod wake;

@@ -79,6 +79,27 @@ impl<B: Backend> Vcpu<B> {
         Ok(())
     }
 
+    /// Whether the last exit, #GP, is that of a hypervisor's instruction.
+    pub(crate) fn is_for_instruction(&mut self) -> bool {
+        if self.b.nested().is_none_or(|nested| !nested.is_enabled()) {
+            return false;
+        }
+        let mut code = [0; 15];
+        let len = self.read_code(&mut code).unwrap_or(0);
+        let code = code.get(..len).unwrap_or(&[]);
+        self.b
+            .nested_mut()
+            .is_some_and(|nested| nested.takes_fault_for_instruction(&self.gprs, code))
+    }
+
+    /// That instruction: L1's, or L2's, which L1 hears of.
+    pub(crate) fn virtualization_behind_fault(&mut self) -> Outcome {
+        if self.pending.after_exit.is_nested() {
+            return self.reflect_outside();
+        }
+        self.slow_virtualization()
+    }
+
     /// Right after an exit of L2, inside the loop: gives it to L1, if it is L1's. `None`: it is ours.
     #[inline]
     pub(crate) fn reflect_in_loop(&mut self, s: Section<'_>) -> Option<Next> {

@@ -2,15 +2,16 @@
 
 use std::sync::atomic::Ordering;
 
+use ::msr::HostMsrs;
 use backend::{Gprs, RAX};
 use cpuid::{HostFacts, Supported};
 use gannet_vcpu::{Offered, RunInput, UserExit};
 use host::page::Pages;
 use mmu::Region;
-use msr::HostMsrs;
+use vm::VmRef;
 use x86::cpuid::feature;
 use x86::vmcb::{ExitCode, Vmcb};
-use x86::{Cr0, Cr4, Efer};
+use x86::{Cr0, Cr4, Efer, msr};
 
 use super::{Features, Machine, TestVcpu, exit};
 
@@ -40,6 +41,9 @@ pub fn host_cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {
     }
 }
 
+/// Where L1 has its own state kept.
+pub const KEPT: u64 = 0x7000;
+
 /// What such a host offers.
 pub fn offered() -> Offered {
     static OFFERED: std::sync::OnceLock<(Supported, HostMsrs)> = std::sync::OnceLock::new();
@@ -56,7 +60,13 @@ pub fn offered() -> Offered {
 pub struct Hypervisor {
     pub vcpu: TestVcpu,
     memory: Pages,
+    vm: VmRef,
+    /// What of SMRAM is memory of its own.
+    smram: Option<Pages>,
 }
+
+/// Where SMRAM lies.
+pub const SMBASE: u64 = 0x3_0000;
 
 impl Hypervisor {
     /// With SVM on, and a block whose guest runs in long mode. `irqchip`: in the kernel.
@@ -76,7 +86,7 @@ impl Hypervisor {
         let mut regs = vcpu.regs();
         regs.rip = L1_RIP;
         vcpu.set_regs(&regs);
-        let this = Self { vcpu, memory };
+        let this = Self { vcpu, memory, vm, smram: None };
         for (at, value) in [
             (0x10, u64::from(VMRUN)),
             (0x58, 1),
@@ -95,6 +105,24 @@ impl Hypervisor {
             this.put(BLOCK + at, value);
         }
         this
+    }
+
+    /// Gives the VM SMRAM, and memory for L1's state.
+    pub fn with_smram(mut self) -> Self {
+        const PAGES_LOG2: u32 = 4;
+        let pages = Pages::zeroed(PAGES_LOG2).unwrap();
+        let hva = pages.hpa().0;
+        let region = Region { slot: 0, flags: 0, gpa: SMBASE, size: 16 << 12, hva };
+        self.vm.memory_in(true).set_region(&region, &**self.vm).unwrap();
+        self.smram = Some(pages);
+        self.vcpu.write_msr(msr::VM_HSAVE_PA, KEPT, true).unwrap();
+        self
+    }
+
+    /// A word of SMRAM, by its offset.
+    pub fn smram(&self, at: u64) -> u64 {
+        let words = self.smram.as_ref().unwrap().words();
+        words[at as usize / 8].load(Ordering::Relaxed)
     }
 
     /// Writes a word of memory.

@@ -21,6 +21,7 @@ mod priority;
 mod round_trip_tests;
 mod saved;
 mod shadow;
+mod smm;
 mod switch;
 mod tables;
 mod timer;
@@ -33,7 +34,7 @@ use cpu::Cpu;
 use host::KBox;
 use nested_vmx::{machine, merge::time::Deadline};
 use x86::vmcs::{ProcControls, event, field};
-use x86::{Cr0, Cr4, Dr6, Efer, Rflags};
+use x86::{Cr0, Cr4, Dr6, Efer, Gpa, Rflags};
 
 use crate::{fields, inject, permission::MsrMap, state::Vmx};
 use kept::Nested;
@@ -202,6 +203,21 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
 
     fn reflect(&mut self, gprs: &mut Gprs, l1: &impl L1Memory) -> Executed {
         self.with_nested(|this, n| this.reflect_exit(n, gprs, l1)).unwrap_or(Executed::Shutdown)
+    }
+
+    fn enter_smm(
+        &mut self,
+        gprs: &mut Gprs,
+        _: Gpa,
+        _: &impl L1Memory,
+    ) -> Result<Option<Gpa>, Outside> {
+        self.with_nested(|this, n| this.put_aside(n, gprs));
+        Ok(None)
+    }
+
+    fn leave_smm(&mut self, gprs: &mut Gprs, _: Gpa, _: Option<Gpa>, l1: &impl L1Memory) -> bool {
+        self.with_nested(|this, n| this.take_back(n, gprs, l1));
+        true
     }
 
     fn execute_for_l2(&mut self, gprs: &mut Gprs, l1: &impl L1Memory) -> Executed {

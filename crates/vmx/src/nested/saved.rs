@@ -5,7 +5,7 @@ use backend::{
 };
 use cpu::Cpu;
 use host::KBox;
-use nested_vmx::machine::{PendingEntry, Smm};
+use nested_vmx::machine::PendingEntry;
 use nested_vmx::merge::time::Deadline;
 use nested_vmx::saved::{self, Context, Good, Images, Onto, Refused, Restored};
 use x86::vmcs::{EntryControls, PinControls, field, interruptibility};
@@ -28,7 +28,7 @@ const fn told(refused: Refused) -> Unrestorable {
 
 impl<C: Cpu> Vmx<C> {
     /// Brings VMCS12 up to date with all that is kept elsewhere.
-    fn bring_up_to_date(&mut self, n: &mut Nested, gprs: &Gprs) {
+    pub(super) fn bring_up_to_date(&mut self, n: &mut Nested, gprs: &Gprs) {
         self.take_shadow(n, false);
         n.machine.mirror_taken();
         if !self.cold.of_l1.runs {
@@ -71,10 +71,6 @@ impl<C: Cpu> Vmx<C> {
             limits: &self.nested_limits(),
         };
         let good = saved::check(bytes, &onto, memory, &mut images).map_err(told)?;
-        if good.resumes_by_rsm() {
-            // SMM puts nothing aside here, and RSM enters no L2.
-            return Err(Unrestorable::Invalid);
-        }
         Ok((good, images))
     }
 
@@ -89,15 +85,13 @@ impl<C: Cpu> Vmx<C> {
         let memory = Memory::new(l1);
         let (good, images) = self.check_bytes(n, bytes, smm, &memory)?;
         let (restored, deadline) = saved::take_over(&mut n.machine, &good, &images);
-        // SMM puts nothing aside here: VMX operation goes on as it is.
-        n.machine.smm = Smm::default();
         // Memory may be that of another time: what was made of L1's tables is as stale as after its INVEPT.
         n.flush_due = true;
         n.flushed = L1Flush::All;
+        // Without one the timer begins anew.
+        let counts = n.machine.vmcs12().pin().contains(PinControls::PREEMPTION_TIMER);
+        n.timer = deadline.filter(|_| counts).map(Deadline);
         if restored == Restored::L2 {
-            // Without one the timer begins anew.
-            let counts = n.machine.vmcs12().pin().contains(PinControls::PREEMPTION_TIMER);
-            n.timer = deadline.filter(|_| counts).map(Deadline);
             self.resume_l2(n, gprs, &memory);
         }
         Ok(())
@@ -105,7 +99,12 @@ impl<C: Cpu> Vmx<C> {
 
     /// L2 runs from now on, with the state that VMCS12 has. Where the entry is over, what it loads beside was the
     /// vCPU's before.
-    fn resume_l2<M: L1Memory>(&mut self, n: &mut Nested, gprs: &mut Gprs, memory: &Memory<'_, M>) {
+    pub(super) fn resume_l2<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &mut Gprs,
+        memory: &Memory<'_, M>,
+    ) {
         // What cannot be read of L1's map exits until L1's next entry.
         let bits = Self::msrs_of_l1(n, memory).unwrap_or(0);
         let pending = n.machine.run_pending;

@@ -140,6 +140,12 @@ impl<C: Cpu> Vmx<C> {
 
     /// L1 runs from now on with registers that somebody sets; L2's are lost.
     pub(super) fn abandon_l2(&mut self, n: &mut Nested) {
+        self.end_run(n);
+        n.machine.reset();
+    }
+
+    /// L1's VMCS is the vCPU's from now on, as it was when L2 was entered.
+    pub(super) fn end_run(&mut self, n: &mut Nested) {
         if self.cold.of_l1.runs {
             self.drop_injection();
             self.cold.of_l1 = OfL1::default();
@@ -148,6 +154,5 @@ impl<C: Cpu> Vmx<C> {
             self.stop_timer(n);
             self.intercept_debug_regs();
         }
-        n.machine.reset();
     }
 }

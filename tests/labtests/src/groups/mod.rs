@@ -36,6 +36,7 @@ mod msr_exits;
 mod msrs;
 mod nested_npt;
 mod nested_outside;
+mod nested_smm;
 pub mod nested_state;
 mod nested_svm;
 mod nested_svm_hostile;
@@ -118,6 +119,7 @@ pub fn all() -> impl Iterator<Item = Test> + Clone {
         nested_npt::TESTS,
         nested_outside::TESTS,
         nested_state::TESTS,
+        nested_smm::TESTS,
         nested_svm::TESTS,
         nested_vmx::TESTS,
         nested_vmx_ept::TESTS,

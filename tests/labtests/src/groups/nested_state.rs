@@ -56,12 +56,12 @@ guest_code!(
     "hlt",
 );
 
-fn is_amd() -> bool {
+pub(super) fn is_amd() -> bool {
     oracle::vendor() == Vendor::Amd
 }
 
 /// A hypervisor whose guest computes. It has come to its first mark.
-fn hypervisor() -> Outcome<Guest> {
+pub(super) fn hypervisor() -> Outcome<Guest> {
     let guest = if is_amd() {
         nested_svm::with(nested_svm::program(), l2_sums())?
     } else {
@@ -72,12 +72,12 @@ fn hypervisor() -> Outcome<Guest> {
 }
 
 /// The same, with tables of the hypervisor's for its guest.
-fn hypervisor_with_tables() -> Outcome<Guest> {
+pub(super) fn hypervisor_with_tables() -> Outcome<Guest> {
     if is_amd() { nested_npt::prepared(l2_sums()) } else { nested_vmx_ept::ready(l2_sums()) }
 }
 
 /// L2 goes on to its end, from the nth number on.
-fn computes(guest: &Guest, from: u64) -> Outcome {
+pub(super) fn computes(guest: &Guest, from: u64) -> Outcome {
     for number in from..=NUMBERS {
         guest.reach_mark()?;
         equal("the sum", guest.result(SUM), number * (number + 1) / 2)?;
@@ -92,14 +92,14 @@ fn computes(guest: &Guest, from: u64) -> Outcome {
 }
 
 /// The next run of L2 begins at its beginning.
-fn rewind(guest: &Guest) {
+pub(super) fn rewind(guest: &Guest) {
     if is_amd() {
         guest.memory.write(nested_svm::BLOCK + nested_svm::RIP, nested_svm::L2_CODE);
     }
 }
 
 /// L2 has come to its nth number, and L1 has heard of an earlier run of it.
-fn in_l2(guest: &Guest, number: u64) -> Outcome {
+pub(super) fn in_l2(guest: &Guest, number: u64) -> Outcome {
     for _ in 0..number {
         guest.reach_mark()?;
     }

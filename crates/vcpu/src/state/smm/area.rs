@@ -5,7 +5,7 @@
 //! instruction is ever restarted: the fields for that are zero and are not read.
 
 use x86::{
-    Cr0, Cr4, Efer, Rflags,
+    Cr0, Cr4, Efer, Gpa, Rflags,
     segment::{DescriptorTable, Segment, attr},
 };
 
@@ -43,6 +43,8 @@ pub struct SavedCpu {
     pub segments: [Segment; 8],
     pub gdtr: DescriptorTable,
     pub idtr: DescriptorTable,
+    /// Where L1 describes the guest of its own that ran. `None`: it ran itself. AMD64's map alone.
+    pub guest: Option<Gpa>,
 }
 
 /// Offsets in the AMD64 map.
@@ -54,6 +56,9 @@ mod at64 {
     /// A reserved byte.
     pub const INTERRUPT_SHADOW: usize = 0xcb;
     pub const EFER: usize = 0xd0;
+    /// Not 0: a guest of the guest's ran, by the block at the address behind.
+    pub const GUEST_RAN: usize = 0xd8;
+    pub const GUEST: usize = 0xe0;
     pub const REVISION: usize = 0xfc;
     pub const SMBASE: usize = 0x100;
     pub const CR4: usize = 0x148;
@@ -152,6 +157,8 @@ pub fn store64(cpu: &SavedCpu, area: &mut Area) {
     put32(area, at64::SMBASE, cpu.smbase);
     for (value, at) in [
         (cpu.efer.map_or(0, |efer| efer.bits()), at64::EFER),
+        (u64::from(cpu.guest.is_some()), at64::GUEST_RAN),
+        (cpu.guest.map_or(0, |at| at.0), at64::GUEST),
         (cpu.cr4.bits(), at64::CR4),
         (cpu.cr3, at64::CR3),
         (cpu.cr0.bits(), at64::CR0),
@@ -183,6 +190,7 @@ pub fn load64(area: &Area, cpu: &mut SavedCpu) {
     cpu.interrupt_shadow = shadow != 0;
     cpu.smbase = get32(area, at64::SMBASE).into();
     cpu.efer = Some(Efer::from_bits_retain(get64(area, at64::EFER)));
+    cpu.guest = (get64(area, at64::GUEST_RAN) != 0).then(|| Gpa(get64(area, at64::GUEST)));
     cpu.cr4 = Cr4::from_bits_retain(get64(area, at64::CR4));
     cpu.cr3 = get64(area, at64::CR3);
     cpu.cr0 = Cr0::from_bits_retain(get64(area, at64::CR0));
@@ -244,7 +252,7 @@ pub fn load32(area: &Area, cpu: &mut SavedCpu) {
     cpu.interrupt_shadow = shadow != 0;
     let word = |at| u64::from(get32(area, at));
     cpu.smbase = word(at32::SMBASE);
-    cpu.efer = None;
+    (cpu.efer, cpu.guest) = (None, None);
     cpu.cr4 = Cr4::from_bits_retain(word(at32::CR4));
     cpu.dr7 = word(at32::DR7);
     cpu.dr6 = word(at32::DR6);
@@ -297,6 +305,7 @@ mod tests {
             segments,
             gdtr,
             idtr,
+            guest: wide.then_some(Gpa(0x1234_5000)),
         }
     }
 
@@ -323,6 +332,7 @@ mod tests {
         assert_eq!(word(0xff78), cpu.rip);
         assert_eq!(word(0xff50), cpu.cr3);
         assert_eq!(word(0xfed0), cpu.efer.unwrap().bits());
+        assert_eq!((word(0xfed8), word(0xfee0)), (1, 0x1234_5000));
         assert_eq!(word(0xfe98), cpu.segments[7].base);
         assert_eq!(word(0xfe68), cpu.gdtr.base);
         assert_eq!(word(0xfe88), cpu.idtr.base);

@@ -6,7 +6,7 @@
 
 mod area;
 
-use backend::{Backend, SegmentName};
+use backend::{Backend, Gate, SegmentName, Waiting};
 use host::smp;
 use vm::vcpu_shared::{MpState, Request};
 use x86::{
@@ -16,7 +16,8 @@ use x86::{
 };
 
 use crate::{Vcpu, run::events::Outer, run::outcome::Outcome, run::user_exit::UserExit};
-use area::{Area, SavedCpu};
+use area::Area;
+pub(crate) use area::SavedCpu;
 
 /// Where the handler begins, from SMBASE.
 const HANDLER: u64 = 0x8000;
@@ -94,7 +95,7 @@ impl<B: Backend> Vcpu<B> {
         let busy = self.b.injecting()
             || self.events.again.is_some()
             || self.events.exception.is_some()
-            || self.pending.gated
+            || self.pending.gated && self.gate_of(Waiting::Smi) != Gate::Deliver
             || !matches!(self.shared.mp_state(), MpState::Runnable | MpState::Halted);
         if busy || !self.events.outer.has(Outer::SMI) {
             return Ok(());
@@ -163,7 +164,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     fn set_smm_after_saving(&mut self) -> Result<(), NoSaveArea> {
         let mut area = [0; area::SIZE];
-        self.save_into(&mut area);
+        self.save_into(&mut area)?;
         self.set_smm(true);
         self.memory.write(self.save_area(), &area).map_err(|_| NoSaveArea)
     }
@@ -173,10 +174,24 @@ impl<B: Backend> Vcpu<B> {
     }
 
     #[inline(never)]
-    fn save_into(&self, area: &mut Area) {
+    fn save_into(&mut self, area: &mut Area) -> Result<(), NoSaveArea> {
+        let mut cpu = self.saved_cpu();
+        if !self.has_long_mode() {
+            // Its map has no place for L2: no hypervisor runs on such a CPU.
+            self.abandon_l2_for_user();
+            area::store32(&cpu, area);
+            return Ok(());
+        }
+        cpu.guest = self.put_l2_aside()?;
+        area::store64(&cpu, area);
+        Ok(())
+    }
+
+    #[inline(never)]
+    fn saved_cpu(&self) -> SavedCpu {
         let c = self.b.control();
         let [.., dr6, dr7] = self.debug_regs();
-        let cpu = SavedCpu {
+        SavedCpu {
             gpr: self.gprs.0,
             rip: self.b.rip(),
             rflags: self.guest_rflags(),
@@ -191,8 +206,8 @@ impl<B: Backend> Vcpu<B> {
             segments: SEGMENTS.map(|name| self.b.segment(name)),
             gdtr: self.b.gdtr(),
             idtr: self.b.idtr(),
-        };
-        if self.has_long_mode() { area::store64(&cpu, area) } else { area::store32(&cpu, area) }
+            guest: None,
+        }
     }
 
     fn has_long_mode(&self) -> bool {
@@ -269,7 +284,7 @@ impl<B: Backend> Vcpu<B> {
         } else {
             area::load32(area, &mut cpu);
         }
-        if !self.is_a_state(&cpu) {
+        if !self.is_a_state(&cpu) || !self.take_l2_back(&cpu) {
             return false;
         }
         self.restore_cpu(&cpu);
@@ -371,4 +386,4 @@ fn leave_soon() {
 
 /// The save area is not in memory.
 #[derive(Clone, Copy, Debug)]
-struct NoSaveArea;
+pub(crate) struct NoSaveArea;

@@ -1,0 +1,50 @@
+//! System-management mode of a guest that is a hypervisor: L2's run is put aside while the handler runs.
+//!
+//! The handler is L1's firmware, and runs in L1's place. L2's general state is in the save area as any guest's is; what
+//! else has to be kept the instruction set says ([`backend::Nested::enter_smm`]).
+
+use backend::{Backend, Nested};
+use x86::{Efer, Gpa, cpuid::feature};
+
+use super::memory::Whole;
+use crate::{
+    Vcpu,
+    state::smm::{NoSaveArea, SavedCpu},
+};
+
+impl<B: Backend> Vcpu<B> {
+    /// Where L1 has its own state kept: by VM_HSAVE_PA. Intel has no such page.
+    fn host_save_area(&self) -> Gpa {
+        Gpa(self.msrs.store.vm_hsave_pa())
+    }
+
+    /// Before the memory of the mode is seen: L2's run, if it runs, ends. Where L1 describes L2.
+    pub(crate) fn put_l2_aside(&mut self) -> Result<Option<Gpa>, NoSaveArea> {
+        let kept = self.host_save_area();
+        let ran = self.pending.after_exit.is_nested();
+        let Some(nested) = self.b.nested_mut() else { return Ok(None) };
+        let l1 = Whole::new(&self.memory, None);
+        let l2 = nested.enter_smm(&mut self.gprs, kept, &l1).map_err(|_| NoSaveArea)?;
+        if ran {
+            if self.rare.keeps_l2_apart {
+                self.b.prediction_barrier();
+            }
+            self.level_changed();
+        }
+        Ok(l2)
+    }
+
+    /// RSM, with the memory of L1 in sight again: L2 runs again, if it did. False: what is kept of it is no state.
+    pub(crate) fn take_l2_back(&mut self, cpu: &SavedCpu) -> bool {
+        let l2 = cpu.guest.filter(|_| self.cpuid.has(feature::SVM));
+        if l2.is_some() && !cpu.efer.is_some_and(|efer| efer.contains(Efer::SVME)) {
+            return false;
+        }
+        let kept = self.host_save_area();
+        let Some(nested) = self.b.nested_mut() else { return true };
+        let l1 = Whole::new(&self.memory, None);
+        let done = nested.leave_smm(&mut self.gprs, kept, l2, &l1);
+        self.level_changed();
+        done
+    }
+}

@@ -1,0 +1,35 @@
+//! System-management mode puts VMX operation aside until RSM (SDM vol. 3C §32.14): what L2 is lies in VMCS12 meanwhile.
+
+use backend::{Gprs, L1Memory};
+use cpu::Cpu;
+
+use super::{access::Memory, kept::Nested};
+use crate::state::Vmx;
+
+impl<C: Cpu> Vmx<C> {
+    /// The mode begins.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn put_aside(&mut self, n: &mut Nested, gprs: &Gprs) {
+        if n.machine.vmxon().is_none() {
+            return;
+        }
+        if n.machine.current().is_some() {
+            self.bring_up_to_date(n, gprs);
+        }
+        // L1's preemption timer counts on.
+        let timer = n.timer;
+        self.end_run(n);
+        n.machine.put_aside();
+        n.timer = timer.filter(|_| n.machine.smm.guest_mode);
+    }
+
+    /// RSM: VMX operation goes on, and L2 runs if it did.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn take_back<M: L1Memory>(&mut self, n: &mut Nested, gprs: &mut Gprs, l1: &M) {
+        if n.machine.take_back() {
+            self.resume_l2(n, gprs, &Memory::new(l1));
+        }
+    }
+}
