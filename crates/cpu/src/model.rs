@@ -293,8 +293,10 @@ impl Cpu for Model {
         vmcb.control.exit_int_info = 0;
         let (asid, command) = (vmcb.control.asid, vmcb.control.tlb_ctl);
         step(vmcb, gprs);
-        // An entry that is refused executes no command, and makes no translations (APM vol. 3, VMRUN).
-        if vmcb.control.exit_code as u32 != u32::MAX {
+        // An entry that is refused executes no command, makes no translations and takes no event (APM vol. 3, VMRUN).
+        if vmcb.control.exit_code as u32 == u32::MAX {
+            vmcb.control.event_inj = self.injected;
+        } else {
             match command {
                 1 => self.asids.clear(),
                 3 => drop(self.asids.remove(&asid)),

@@ -186,11 +186,14 @@ impl GuestCpuid {
     }
 
     /// Whether a guest that is a hypervisor may expect that its own guests do not steer its indirect branches:
-    /// IBRS on Intel's processors, automatic IBRS on AMD's.
+    /// IBRS, which has another name on AMD's processors, and automatic IBRS there.
     pub fn keeps_guests_apart(&self) -> bool {
-        let promise =
-            if self.vendor().is_amd_like() { feature::AUTOIBRS } else { feature::SPEC_CTRL };
-        self.has(promise) && self.has_pred_cmd()
+        let promised = if self.vendor().is_amd_like() {
+            self.has(feature::AUTOIBRS) || self.has(feature::AMD_IBRS)
+        } else {
+            self.has(feature::SPEC_CTRL)
+        };
+        promised && self.has_pred_cmd()
     }
 
     /// What the rules of MSRs ask about this guest.

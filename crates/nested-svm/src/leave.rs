@@ -39,6 +39,8 @@ pub struct Left<'a> {
     pub exit: &'a Exit,
     /// The event that L2 was to take first.
     pub undelivered: Undelivered,
+    /// What L1 injected was taken over: the exit is none that says that the CPU refuses the entry.
+    pub entered: bool,
 }
 
 /// L1's block in its memory.
@@ -130,7 +132,7 @@ fn controls(
     ];
     place.put(offset_of!(Control, int_ctl), told)?;
     // Its valid bit goes when the event was taken over (APM vol. 2 §15.20).
-    let taken = exit.code != ExitCode::Invalid && v12.event_inj & event::VALID != 0;
+    let taken = left.entered && v12.event_inj & event::VALID != 0;
     if taken {
         let event_inj = v12.event_inj & !event::VALID;
         place.put(offset_of!(Control, event_inj), [event_inj])?;
@@ -250,7 +252,7 @@ mod tests {
         let mut copy = Vmcb12::new();
         assert_eq!(copy.load(&memory, AT), Ok(Clean::ALL));
         let undelivered = Undelivered::default();
-        let left = Left { from, cr0_hidden: 0, exit, undelivered };
+        let left = Left { from, cr0_hidden: 0, exit, undelivered, entered: true };
         assert_eq!(write(&memory, &copy, &left, &OFFERED), Ok(()));
         memory.0.into_inner()
     }

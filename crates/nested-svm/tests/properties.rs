@@ -186,6 +186,7 @@ proptest! {
                 cr0_hidden: 0x4000_0000,
                 exit: &exit,
                 undelivered: leave::Undelivered { info: 0x8000_0b0e },
+                entered: true,
             };
             prop_assert_eq!(leave::write(&by_copy, &copied, &left, &OFFERED), Ok(()));
             prop_assert_eq!(leave::write(&there, &in_place, &left, &OFFERED), Ok(()));

@@ -137,6 +137,10 @@ impl<C: Cpu> Injection for Svm<C> {
         {
             self.after_debug_exception(bits);
         }
+        let rip = self.vmcb().save.rip;
+        if let Some(of_l1) = self.nested.as_mut().and_then(|state| state.by_instruction.as_mut()) {
+            of_l1.rip.get_or_insert(rip);
+        }
         self.vmcb_mut(Clean::empty()).control.event_inj = encode(event);
     }
 

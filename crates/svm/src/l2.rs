@@ -12,8 +12,8 @@ use crate::block::ControlBlock;
 pub(crate) struct Injected {
     /// EVENTINJ.
     pub(crate) event: u64,
-    /// RIP, which is not at the instruction.
-    pub(crate) rip: u64,
+    /// RIP, which is not at the instruction. `None`: the state was restored, and it is not injected yet.
+    pub(crate) rip: Option<u64>,
     /// Where the CPU says that the instruction ends.
     pub(crate) next_rip: u64,
 }

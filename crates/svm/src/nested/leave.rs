@@ -8,7 +8,7 @@ use nested_svm::{
 };
 use x86::{
     Cr4,
-    vmcb::{Clean, NP_ENABLE, SEG_FS, SEG_GS, SEG_LDTR, SEG_TR, Save, vintr},
+    vmcb::{Clean, ExitCode, NP_ENABLE, SEG_FS, SEG_GS, SEG_LDTR, SEG_TR, Save, vintr},
 };
 
 use super::Seen;
@@ -49,7 +49,9 @@ impl<C: Cpu> Svm<C> {
         save.rsp = gprs.0[RSP];
         let Some(state) = &self.nested else { return Executed::Shutdown };
         let from = self.block.vmcb();
-        let left = leave::Left { from, cr0_hidden: hidden, exit, undelivered };
+        // Any other exit than the refusal of an entry has L1's event, or what became of it.
+        let entered = exit.code != ExitCode::Invalid || !state.entry_pending;
+        let left = leave::Left { from, cr0_hidden: hidden, exit, undelivered, entered };
         if leave::write(&Seen::new(l1), &state.v12, &left, &self.cold.offered).is_err() {
             if !l1.is_final() {
                 return Executed::Outside;

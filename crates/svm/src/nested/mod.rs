@@ -252,6 +252,13 @@ impl<C: Cpu> Svm<C> {
         if exits { Gate::ExitToL1 } else { Gate::Deliver }
     }
 
+    /// Whether what the block is to inject is L1's alone, which has it in its own block.
+    fn injects_for_nobody_else(&self) -> bool {
+        let of_l1 =
+            |s: &KBox<State>| s.entry_pending && s.v12.control().event_inj & event::VALID != 0;
+        self.nested.as_ref().is_some_and(of_l1)
+    }
+
     /// The last exit of L2. An exit for an MSR tells which by RCX.
     fn last_exit(&self, gprs: &Gprs) -> Exit {
         let control = &self.vmcb().control;
@@ -305,7 +312,10 @@ impl<C: Cpu> Nested for Svm<C> {
         let exit = self.last_exit(gprs);
         let steps = self.cold.nmi.step == Step::Trapped;
         let Some(state) = &mut self.nested else { return Ok(Claim::L0) };
-        state.entry_pending = false;
+        // What the CPU refuses to enter it has not entered.
+        if exit.code != ExitCode::Invalid {
+            state.entry_pending = false;
+        }
         if state.by_instruction.is_some()
             && self.block.vmcb().control.exit_int_info & event::VALID == 0
         {
@@ -377,7 +387,8 @@ impl<C: Cpu> Nested for Svm<C> {
         let block = self.block.vmcb();
         let (info, rip) = (block.control.exit_int_info, block.save.rip);
         let of_l1 = self.nested.as_ref().and_then(|state| state.by_instruction);
-        let Some(of_l1) = of_l1.filter(|l1| (l1.event ^ info) & SAME == 0 && l1.rip == rip) else {
+        let Some(of_l1) = of_l1.filter(|l1| (l1.event ^ info) & SAME == 0 && l1.rip == Some(rip))
+        else {
             return false;
         };
         self.vmcb_mut(Clean::empty()).control.next_rip = of_l1.next_rip;
@@ -389,7 +400,14 @@ impl<C: Cpu> Nested for Svm<C> {
         if exit.code == ExitCode::Msr {
             exit.info_2 = 0;
         }
-        let info = inject::decode(self.vmcb().control.exit_int_info).map_or(0, inject::encode);
+        let control = &self.vmcb().control;
+        let undelivered = match exit.code {
+            ExitCode::Invalid if self.injects_for_nobody_else() => None,
+            // What we were to inject is as little delivered: L1 hears of it, for nobody else would give it back.
+            ExitCode::Invalid => inject::decode(control.event_inj),
+            _ => inject::decode(control.exit_int_info),
+        };
+        let info = undelivered.map_or(0, inject::encode);
         self.leave(gprs, &exit, Undelivered { info }, l1)
     }
 

@@ -17,7 +17,7 @@ use crate::{
 };
 
 /// Whether EVENTINJ holds an event that an instruction makes: INT n, INT3, INTO.
-fn is_by_instruction(event_inj: u64) -> bool {
+pub(super) fn is_by_instruction(event_inj: u64) -> bool {
     let kind = event_inj & (event::VALID | event::TYPE);
     kind == event::VALID | event::SOFT
         || (kind == event::VALID | event::EXCEPTION && matches!(event_inj & event::VECTOR, 3 | 4))
@@ -83,7 +83,7 @@ impl<C: Cpu> Svm<C> {
         let v12 = state.v12.get();
         state.by_instruction = is_by_instruction(v12.control.event_inj).then_some(Injected {
             event: v12.control.event_inj,
-            rip: v12.save.rip,
+            rip: Some(v12.save.rip),
             next_rip: v12.control.next_rip,
         });
         let save = &self.block.vmcb().save;
@@ -168,8 +168,10 @@ impl<C: Cpu> Svm<C> {
         if !same_root {
             self.block.request_flush();
         }
-        if dirty.contains(Clean::CR) && !self.shows_cache_disable {
-            self.hide_from_l2(hidden);
+        // Clean registers keep what is hidden of them; L1 may have changed what exits since.
+        let kept = if dirty.contains(Clean::CR) { 0 } else { u64::from(self.cr0_hidden) };
+        if (dirty.contains(Clean::CR) || kept != 0) && !self.shows_cache_disable {
+            self.hide_from_l2(hidden | kept);
         }
         if (cr4 ^ l1_cr4) & Cr4::OSXSAVE.bits() != 0 {
             self.sync_extended();

@@ -11,13 +11,13 @@ use nested_svm::{
 };
 use x86::{
     Cr0, Rflags,
-    vmcb::{Clean, Vmcb},
+    vmcb::{Clean, Vmcb, event},
 };
 use zerocopy::IntoBytes;
 
 use super::{Seen, paging::has_tables, run};
 use crate::{
-    l2::State,
+    l2::{Injected, State},
     state::{Svm, Virq},
 };
 
@@ -106,6 +106,12 @@ impl<C: Cpu> NestedState for Svm<C> {
         let mut page = KBox::<Vmcb>::zeroed().map_err(|_| Unrestorable::NoMemory)?;
         let b01 = (state.other.vmcb(), u64::from(state.cr0_hidden));
         saved::data(&mut page, &state.v12, b01, &self.block.vmcb().control, state.window);
+        if let Some(of_l1) = state.by_instruction
+            && page.control.event_inj & event::VALID == 0
+        {
+            // What is on its way is among the vCPU's events; that it is L1's they do not tell.
+            page.control.event_inj = of_l1.event & !event::VALID;
+        }
         let place = into.get_mut(saved::HEADER..saved::LARGEST).ok_or(Unrestorable::Missing)?;
         place.copy_from_slice(page.as_bytes());
         Ok(())
@@ -152,6 +158,13 @@ impl<C: Cpu> NestedState for Svm<C> {
             self.gif.clear();
         }
         if let Some(state) = &mut self.nested {
+            let control = state.v12.control();
+            let event = control.event_inj | event::VALID;
+            if control.event_inj & event::VALID == 0 && run::is_by_instruction(event) {
+                // It is on its way, and comes with KVM_SET_VCPU_EVENTS.
+                let next_rip = control.next_rip;
+                state.by_instruction = Some(Injected { event, rip: None, next_rip });
+            }
             state.entry_pending = good.running.entry_pending;
             state.flushed = true;
         }

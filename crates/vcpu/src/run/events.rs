@@ -213,16 +213,16 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether a halted vCPU has a reason to go on.
     pub(crate) fn ends_halt(&self) -> bool {
-        (self.shared.nmis() != 0 && !self.b.nmi_masked())
-            || self.events.outer.has(Outer::SMI)
-            || self.shared.has_init_sipi()
+        self.shared.has_init_sipi()
             || (self.events.external.is_some() && !self.shared.in_kernel_apic)
             || self.events.again.is_some()
             || self.events.exception.is_some()
             || if self.pending.gated {
                 self.ends_halt_gated()
             } else {
-                self.b.rflags().contains(Rflags::IF) && self.interrupt_waits()
+                (self.shared.nmis() != 0 && !self.b.nmi_masked())
+                    || self.events.outer.has(Outer::SMI)
+                    || self.b.rflags().contains(Rflags::IF) && self.interrupt_waits()
             }
     }
 
@@ -232,6 +232,10 @@ impl<B: Backend> Vcpu<B> {
     fn ends_halt_gated(&self) -> bool {
         self.init_ends_l2()
             || self.nmi_ends_l2()
+            || self.shared.nmis() != 0
+                && !self.b.nmi_masked()
+                && self.gate_of(Waiting::Nmi) == Gate::Deliver
+            || self.events.outer.has(Outer::SMI) && self.gate_of(Waiting::Smi) != Gate::Hold
             || self.interrupt_goes_somewhere() && self.interrupt_waits()
             || self.l2_stays_awake()
     }

@@ -50,7 +50,12 @@ pub fn features() -> Features {
 
 fn host_cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {
     let [a, b, c, d] = super::host_cpuid(leaf, subleaf);
-    if leaf == 1 { [a, b, c | 1 << 5, d] } else { [a, b, c, d] }
+    match leaf {
+        1 => [a, b, c | 1 << 5, d],
+        // No IBRS: nothing promises L1 that L2's predictions are kept from it.
+        7 => [a, b, c, d & !(1 << 26)],
+        _ => [a, b, c, d],
+    }
 }
 
 fn offered() -> Offered {

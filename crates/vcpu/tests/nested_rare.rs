@@ -1,0 +1,180 @@
+//! A guest that runs a guest of its own by SVM: what comes seldom. An entry that the CPU refuses, events behind a saved
+//! state, registers that are hidden, a halt that nothing may end.
+
+mod rig;
+
+use backend::{Gprs, RDX};
+use gannet_vcpu::{UserExit, state::registers::GivenEvents};
+use host::std_port::test as surroundings;
+use rig::exit;
+use rig::nested::{BLOCK, Hypervisor, L1_RIP, L1_ROOT, L2_RIP};
+use vm::vcpu_shared::MpState;
+use x86::vmcb::{ExitCode, Vmcb, event};
+use x86::{Rflags, Vector};
+
+const THIRD: u64 = BLOCK + 0x08;
+const CPUID: u64 = 1 << 18;
+const EXIT_CODE: u64 = BLOCK + 0x70;
+const EXITINTINFO: u64 = BLOCK + 0x88;
+const EVENTINJ: u64 = BLOCK + 0xa8;
+const CLEAN: u64 = BLOCK + 0xc0;
+const RFLAGS: u64 = BLOCK + 0x570;
+const BEHIND: u64 = L1_RIP + 3;
+const INTERRUPT: u64 = event::VALID | event::INTR | 0x40;
+
+fn intercepting(bits: u64) -> Hypervisor {
+    let machine = Hypervisor::new(false);
+    machine.put(THIRD, bits << 32);
+    machine
+}
+
+/// The CPU refuses the entry, which leaves `event` where it was.
+fn refuse(machine: &mut Hypervisor, event: u64) {
+    machine.vcpu.backend().cpu().inner().injects(event);
+    machine.then(move |vmcb, gprs| {
+        exit(ExitCode::Invalid)(vmcb, gprs);
+        vmcb.control.event_inj = event;
+    });
+    machine.then(|vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, BEHIND);
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+    assert_eq!(machine.get(EXIT_CODE), ExitCode::Invalid.0);
+}
+
+#[test]
+fn an_interrupt_for_an_l2_that_the_cpu_refuses_is_told_to_l1() {
+    let mut machine = intercepting(0);
+    machine.put(RFLAGS, Rflags::IF.bits() | 2);
+    machine.stop_in_l2();
+    machine.vcpu.queue_interrupt(Vector(0x40)).unwrap();
+    refuse(&mut machine, INTERRUPT);
+    assert_eq!((machine.get(EXITINTINFO), machine.get(EVENTINJ)), (INTERRUPT, 0));
+}
+
+#[test]
+fn what_l1_injects_into_an_l2_that_the_cpu_refuses_stays_in_its_block() {
+    let mut machine = intercepting(0);
+    machine.put(EVENTINJ, INTERRUPT);
+    machine.vmrun();
+    refuse(&mut machine, INTERRUPT);
+    assert_eq!((machine.get(EXITINTINFO), machine.get(EVENTINJ)), (0, INTERRUPT));
+}
+
+#[test]
+fn what_l2_has_taken_before_is_not_given_back_by_a_refusal() {
+    let mut machine = intercepting(0);
+    machine.put(EVENTINJ, INTERRUPT);
+    machine.stop_in_l2();
+    refuse(&mut machine, 0);
+    assert_eq!((machine.get(EXITINTINFO), machine.get(EVENTINJ)), (0, INTERRUPT & !event::VALID));
+}
+
+#[test]
+fn caching_that_l2_has_disabled_is_shown_behind_a_clean_entry() {
+    const READ_CR0: u32 = 1;
+    let mut machine = intercepting(CPUID);
+    machine.put(BLOCK + 0x558, 0xc001_0033);
+    // L1's tables: the first 2 MiB at their own addresses. Its code: MOV to CR0 from RDX.
+    for (at, entry) in [(L1_ROOT, 0x3027), (0x3000, 0x4027), (0x4000, 0xe7), (BEHIND, 0xc2_220f)] {
+        machine.put(at, entry);
+    }
+    // What the entries read is in the tables, so that they take place in the loop.
+    for page in [BLOCK, 0, 0x1000, 0x2000, 0x3000] {
+        machine.then(fault(page, 0));
+    }
+    machine.vmrun();
+    machine.then(exit(ExitCode::Cpuid));
+    machine.then(|vmcb, gprs| {
+        exit(ExitCode::WriteCr0)(vmcb, gprs);
+        vmcb.control.next_rip = BEHIND + 3;
+        vmcb.control.exit_info_1 = 1 << 63 | RDX as u64;
+        gprs.0[RDX] = 0x8001_003b;
+    });
+    machine.then(|vmcb, gprs| {
+        assert_eq!((vmcb.save.rip, vmcb.control.intercepts[0] & READ_CR0), (BEHIND + 3, 0));
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+    machine.put(CLEAN, 0xffff_ffff);
+    machine.vmrun();
+    machine.then(|vmcb, gprs| {
+        assert_ne!(vmcb.control.intercepts[0] & READ_CR0, 0);
+        assert_eq!(vmcb.save.cr0, 0x8001_0033);
+        exit(ExitCode::Hlt)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Hlt);
+    assert_eq!(machine.vcpu.sregs().cr0.bits(), 0xc001_0033);
+}
+
+/// An NMI and an SMI are held back by a clear GIF: what waits ends no halt.
+#[test]
+fn a_halt_with_gif_clear_goes_on() {
+    for smi in [false, true] {
+        let mut machine = intercepting(CPUID);
+        machine.then(exit(ExitCode::Clgi));
+        machine.then(exit(ExitCode::Hlt));
+        assert_eq!(machine.run(), UserExit::Hlt);
+        if smi {
+            machine.vcpu.queue_smi();
+        } else {
+            machine.vcpu.queue_nmi();
+        }
+        machine.vcpu.shared().set_mp_state(MpState::Halted);
+        surroundings::set_signal_pending(true);
+        assert_eq!(machine.run(), UserExit::Intr);
+        surroundings::set_signal_pending(false);
+        assert_eq!(machine.vcpu.shared().mp_state(), MpState::Halted);
+    }
+}
+
+const INT: u64 = event::VALID | event::SOFT | 0x80;
+
+/// A fault of ours at `gpa`, in the delivery of `event`.
+fn fault(gpa: u64, event: u64) -> impl FnMut(&mut Vmcb, &mut Gprs) + Send + 'static {
+    move |vmcb, gprs| {
+        exit(ExitCode::Npf)(vmcb, gprs);
+        vmcb.control.exit_info_1 = 1 << 32 | 2;
+        vmcb.control.exit_info_2 = gpa;
+        vmcb.control.next_rip = 0;
+        vmcb.control.exit_int_info = event;
+    }
+}
+
+/// INT n that L1 injects is interrupted in its delivery, and the state is saved and restored behind a signal. Interrupted
+/// once more it is injected again, for no instruction stands for it.
+#[test]
+fn an_int_of_l1s_on_its_way_is_l1s_behind_a_restore() {
+    let mut machine = intercepting(0);
+    machine.put(EVENTINJ, INT);
+    machine.put(BLOCK + 0xc8, L2_RIP + 2);
+    machine.vmrun();
+    machine.then(|vmcb, gprs| {
+        // Before the next entry a signal comes.
+        surroundings::set_signal_pending(true);
+        fault(0x5000, INT)(vmcb, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Intr);
+    surroundings::set_signal_pending(false);
+    let (events, regs, sregs) =
+        (machine.vcpu.saved_events(), machine.vcpu.regs(), machine.vcpu.sregs());
+    let mut state = vec![0; machine.vcpu.nested_state_size().unwrap()];
+    machine.vcpu.nested_state(&mut state).unwrap();
+    assert_eq!((events.interrupt, events.interrupt_soft), (Some(Vector(0x80)), true));
+    let mut other = intercepting(0);
+    other.vcpu.set_sregs(&sregs, None).unwrap();
+    other.vcpu.set_nested_state(&state).unwrap();
+    other.vcpu.set_regs(&regs);
+    other.vcpu.restore_events(&events, GivenEvents::default());
+    for machine in [&mut other, &mut machine] {
+        machine.vcpu.backend().cpu().inner().injects(INT);
+        machine.then(fault(0xa000, INT));
+        machine.vcpu.backend().cpu().inner().injects(INT);
+        machine.then(|vmcb, gprs| {
+            assert_eq!((vmcb.save.rip, vmcb.control.next_rip), (L2_RIP, L2_RIP + 2));
+            exit(ExitCode::Hlt)(vmcb, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Hlt);
+    }
+}
