@@ -43,12 +43,23 @@ pub enum Reach {
     Outside,
 }
 
+/// What L2 does instead of running.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sleep {
+    /// It has halted.
+    Halt,
+    /// It waits for a start-up IPI.
+    WaitForSipi,
+}
+
 /// What came of an instruction of L1's, or of the end of L2's run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum Executed {
     /// The instruction is done; the guest goes on behind it.
     Retired,
+    /// The instruction is done, and L2 goes on with other tables of L1's.
+    Switched,
     /// The instruction is done, and opens L1 for what may have waited.
     Opened,
     /// The instruction is done, and closes L1 for what may have been offered.
@@ -57,6 +68,8 @@ pub enum Executed {
     Fault(Exception),
     /// L2 runs from now on.
     Entered,
+    /// L2 is what the vCPU is from now on, and does not run.
+    Asleep(Sleep),
     /// L1 runs from now on, behind the exit that it sees.
     Left,
     /// L1's memory cannot be had here; nothing has happened.

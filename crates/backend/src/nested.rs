@@ -10,7 +10,7 @@
 use x86::{Cr0, Cr4, Efer, Exception, Gpa, Vector};
 
 use crate::{
-    Event, Gprs, NestedPaging, NestedState,
+    Event, Gprs, NestedPaging, NestedState, Sleep,
     ability::Absent,
     l1::{Executed, L1Memory, Outside},
 };
@@ -187,6 +187,16 @@ pub trait Nested: NestedPaging + NestedState {
     /// Whether L2 would not sleep in HLT, though no event waits for it here: L1 has given it a virtual interrupt, or
     /// waits for the moment at which it takes one.
     fn keeps_awake(&self) -> bool;
+    /// Says what L2 does, for the next exit that L1 sees for an event, or for its saved state: it sleeps, or it runs.
+    fn set_activity(&mut self, _sleeps: Option<Sleep>) {}
+    /// Ends the run of an L2 that waits for a start-up IPI, with that.
+    fn exit_for_sipi(&mut self, _gprs: &mut Gprs, _page: Vector, _l1: &impl L1Memory) -> Executed {
+        Executed::Shutdown
+    }
+    /// Ends the run of an L2 that has halted, with the timer of L1's that has run down.
+    fn exit_for_timer(&mut self, _gprs: &mut Gprs, _l1: &impl L1Memory) -> Executed {
+        Executed::Shutdown
+    }
     /// Sets the task priority of L1, while L2 has one of its own.
     fn set_l1_priority(&mut self, cr8: u8);
     /// When L2's run ends by a timer of L1's, on L1's TSC, whether L2 halts or not.

@@ -172,6 +172,11 @@ pub trait Machine {
     fn is_ram(&mut self, _at: Gva, _len: usize, _write: bool) -> Result<bool, Stop> {
         Ok(false)
     }
+    /// Whether something happens behind each instruction, and each iteration of a REP string instruction: one is carried
+    /// out at a time, as under RFLAGS.TF.
+    fn steps(&self) -> bool {
+        false
+    }
     /// All accesses so far are complete: the replay log restarts empty here. Called between the
     /// iterations of a REP string instruction, after their registers were set.
     fn commit(&mut self);

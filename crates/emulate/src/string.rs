@@ -98,12 +98,13 @@ impl<M: Machine> Run<'_, M> {
         }
         let compares = matches!(kind, Kind::Cmps | Kind::Scas);
         let counter = RegRef { index: RCX, size: element.address_size, high8: false };
+        let steps = self.flags.contains(Rflags::TF) || self.m.steps();
         for _ in 0..ITERATIONS_PER_CALL {
             let count = self.reg(counter);
             if count == 0 {
                 return Ok(Outcome::Done);
             }
-            let at_most = if self.flags.contains(Rflags::TF) { 1 } else { count };
+            let at_most = if steps { 1 } else { count };
             let done = self.string_elements(element, at_most)?;
             let left = count.wrapping_sub(done);
             self.set_reg(counter, left);
@@ -112,7 +113,7 @@ impl<M: Machine> Run<'_, M> {
                 return Ok(Outcome::Done);
             }
             self.m.commit();
-            if done > 1 || self.flags.contains(Rflags::TF) {
+            if done > 1 || steps {
                 // A whole run was handed over: time to look for interrupts. And single-stepping
                 // stops after each iteration (SDM vol. 3B §17.3.1.4).
                 break;

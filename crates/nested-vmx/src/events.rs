@@ -2,7 +2,7 @@
 //! (SDM vol. 3A §6.9 for the order, vol. 3C §26.2, §27.7).
 
 use x86::vmcs::field;
-use x86::vmcs::{ExitReason, PinControls, ProcControls, event};
+use x86::vmcs::{ExitReason, PinControls, ProcControls, event, interruptibility};
 
 use crate::Vmcs12;
 use crate::checks::guest::activity_state;
@@ -61,6 +61,33 @@ pub struct State {
     pub nmis_blocked: bool,
     /// The vCPU is in SMM.
     pub smm: bool,
+}
+
+/// What an entry leaves L2 in, if not running.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sleeps {
+    /// HLT was executed.
+    Halt,
+    /// It waits for a startup IPI.
+    WaitForSipi,
+}
+
+/// What the entry of an L2 that is not active leaves it in. An event that the entry injects wakes it, as does a debug
+/// exception that is pending, and a window of L1's that is open (SDM vol. 3C §27.7.2, §27.7.3, §27.7.5, §27.7.6).
+pub fn sleeps(v: &Vmcs12) -> Option<Sleeps> {
+    match v.get(field::GUEST_ACTIVITY) {
+        activity_state::WAIT_FOR_SIPI => return Some(Sleeps::WaitForSipi),
+        activity_state::HLT => {}
+        _ => return None,
+    }
+    let first = v.primary();
+    let open = v.get(field::GUEST_RFLAGS) & x86::Rflags::IF.bits() != 0;
+    let nmis_open = v.get(field::GUEST_INTERRUPTIBILITY) & interruptibility::NMI == 0;
+    let wakes = v.get(field::ENTRY_INTERRUPTION) & event::VALID != 0
+        || v.get(field::GUEST_PENDING_DEBUG) != 0
+        || first.contains(ProcControls::INTERRUPT_WINDOW) && open
+        || first.contains(ProcControls::NMI_WINDOW) && nmis_open;
+    if wakes { None } else { Some(Sleeps::Halt) }
 }
 
 /// What becomes of one event.
@@ -238,6 +265,32 @@ mod tests {
         assert_eq!(gate(&v, Event::Sipi(8), &FREE), Gate::ExitToL1);
         assert_eq!(gate(&v, Event::Nmi, &FREE), Gate::Hold);
         assert_eq!(report(Event::Sipi(8), None).qualification, 8);
+    }
+
+    #[test]
+    fn an_entry_into_hlt_sleeps_unless_something_wakes_it() {
+        let mut v = good();
+        assert_eq!(sleeps(&v), None);
+        set!(v, GUEST_ACTIVITY = 3);
+        assert_eq!(sleeps(&v), Some(Sleeps::WaitForSipi));
+        let mut v = good();
+        set!(v, GUEST_ACTIVITY = 1, GUEST_RFLAGS = 0x202);
+        assert_eq!(sleeps(&v), Some(Sleeps::Halt));
+        let halted = v.clone();
+        set!(v, ENTRY_INTERRUPTION = 0x8000_0202);
+        assert_eq!(sleeps(&v), None);
+        let mut v = halted.clone();
+        set!(v, GUEST_PENDING_DEBUG = 1 << 14);
+        assert_eq!(sleeps(&v), None);
+        let mut v = halted.clone();
+        set!(v, PROC_CONTROLS = 1 << 2);
+        assert_eq!(sleeps(&v), None);
+        set!(v, GUEST_RFLAGS = 2);
+        assert_eq!(sleeps(&v), Some(Sleeps::Halt));
+        set!(v, PROC_CONTROLS = 1 << 22);
+        assert_eq!(sleeps(&v), None);
+        set!(v, GUEST_INTERRUPTIBILITY = 8);
+        assert_eq!(sleeps(&v), Some(Sleeps::Halt));
     }
 
     #[test]

@@ -50,6 +50,8 @@ pub struct Report {
     pub linear: Option<u64>,
     /// Guest-physical address, where the reason has one.
     pub physical: Option<u64>,
+    /// Activity state in which L2 was left. An instruction of L2's that exits is an active L2's.
+    pub activity: u32,
 }
 
 impl Report {
@@ -66,6 +68,7 @@ impl Report {
             information: 0,
             linear: None,
             physical: None,
+            activity: activity_state::ACTIVE,
         }
     }
 

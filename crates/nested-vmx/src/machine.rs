@@ -141,6 +141,8 @@ pub struct Machine {
     vmcs12: Vmcs12,
     /// The private copy of the shadow VMCS that serves L2, while L2 runs.
     shadow12: Vmcs12,
+    /// L2 has written to it since it was read.
+    shadow_written: bool,
     /// What the hardware's VMCS may hold otherwise than the VMCS12 says.
     dirty: Groups,
     /// What L1 has changed since it was last checked.
@@ -182,6 +184,7 @@ impl Machine {
         level: Level::L1,
         vmcs12: Vmcs12::ZERO,
         shadow12: Vmcs12::ZERO,
+        shadow_written: false,
         dirty: Groups::ALL,
         unchecked: Groups::ALL,
         behind: Groups::NONE,
@@ -403,6 +406,7 @@ impl Machine {
         self.run_pending = false;
         self.trap_pending = false;
         self.smm = Smm::default();
+        self.shadow_written = false;
     }
 
     pub(crate) fn set_regions(&mut self, vmxon: Option<Gpa>, current: Option<Gpa>) {
@@ -415,6 +419,11 @@ impl Machine {
 
     pub(crate) fn images(&mut self) -> (&mut Vmcs12, &mut Vmcs12) {
         (&mut self.vmcs12, &mut self.shadow12)
+    }
+
+    /// The shadow VMCS in L1's memory may be another than the private copy.
+    pub(crate) fn owe_shadow(&mut self) {
+        self.shadow_written = self.vmcs12.shadow_pointer().is_some();
     }
 
     /// The private copy of the shadow VMCS that serves L2.

@@ -1,15 +1,17 @@
-//! L2's task priority (CR8) in L1's virtual-APIC page: the TPR shadow (SDM vol. 3C §25.6.8, §27.2.1.1, §30.3).
+//! L2's task priority in L1's virtual-APIC page, by CR8 (the TPR shadow) and by an MSR of the x2APIC, and what of that
+//! page L2 reads by others of its MSRs (SDM vol. 3C §25.6.8, §27.2.1.1, §30.3, §30.5).
 //!
-//! The hardware is never given that page: each MOV of CR8 by L2 exits, and is carried out here on L1's memory. Virtual
+//! The hardware is never given that page: each such access by L2 exits, and is carried out here on L1's memory. Virtual
 //! interrupts are not delivered, so that a write has no other consequence than [`Moved::Fell`].
 
 use x86::vmcs::{ProcControls, ProcControls2, field};
 use x86::{Exception, Gpa, apic::reg};
 
 use crate::checks::controls::Broken;
+use crate::merge::bitmaps::Direction;
 use crate::{GuestMemory, Vmcs12};
 
-/// A MOV of CR8 that L1 leaves to its virtual-APIC page.
+/// An access that L1 leaves to its virtual-APIC page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// MOV from CR8 into a general register.
@@ -20,6 +22,16 @@ pub enum Access {
     /// MOV to CR8.
     Write {
         /// What is moved.
+        value: u64,
+    },
+    /// RDMSR of an x2APIC register.
+    ReadMsr {
+        /// Where the page has it.
+        offset: u16,
+    },
+    /// WRMSR of the x2APIC's task priority.
+    WriteMsr {
+        /// EDX and EAX.
         value: u64,
     },
 }
@@ -50,8 +62,55 @@ pub fn access(v: &Vmcs12, qualification: u64, gprs: &[u64; 16]) -> Option<Access
     }
 }
 
+/// MSRs of the x2APIC, and that of the task priority.
+const X2APIC: u32 = 0x800;
+const X2APIC_PRIORITY: u32 = X2APIC + reg::TPR / 16;
+
+/// The access that RDMSR or WRMSR with these registers is, if L1 virtualizes the x2APIC of L2 that far, and does not
+/// want the exit, which was asked before.
+pub fn msr_access(v: &Vmcs12, direction: Direction, gprs: &[u64; 16]) -> Option<Access> {
+    let [rax, rcx, rdx, ..] = *gprs;
+    let index = rcx as u32;
+    let second = v.secondary();
+    if index >> 8 != X2APIC >> 8 || !second.contains(ProcControls2::VIRTUALIZE_X2APIC) {
+        return None;
+    }
+    match direction {
+        Direction::Read
+            if index == X2APIC_PRIORITY || second.contains(ProcControls2::APIC_REGISTERS) =>
+        {
+            Some(Access::ReadMsr { offset: (index as u16 & 0xff) << 4 })
+        }
+        Direction::Write if index == X2APIC_PRIORITY => {
+            Some(Access::WriteMsr { value: rax & 0xffff_ffff | rdx << 32 })
+        }
+        Direction::Read | Direction::Write => None,
+    }
+}
+
+fn register(v: &Vmcs12, offset: u16) -> Gpa {
+    Gpa(v.get(field::VIRTUAL_APIC_ADDR).wrapping_add(u64::from(offset)))
+}
+
 fn place(v: &Vmcs12) -> Gpa {
-    Gpa(v.get(field::VIRTUAL_APIC_ADDR).wrapping_add(u64::from(reg::TPR)))
+    register(v, reg::TPR as u16)
+}
+
+/// What RDMSR of the register there gives: eight bytes of the page.
+pub fn read_msr(v: &Vmcs12, offset: u16, memory: &impl GuestMemory) -> u64 {
+    memory.read_u64(register(v, offset)).unwrap_or(u64::MAX)
+}
+
+/// WRMSR of the task priority.
+///
+/// # Errors
+/// The value has reserved bits: #GP, and nothing has changed.
+pub fn write_msr(v: &Vmcs12, value: u64, memory: &impl GuestMemory) -> Result<Moved, Exception> {
+    if value >> 8 != 0 {
+        return Err(Exception::gp(0));
+    }
+    let _ = memory.write(place(v), &value.to_le_bytes());
+    Ok(if falls(v, value >> 4) { Moved::Fell } else { Moved::On })
 }
 
 /// What MOV from CR8 gives. Where no memory is nothing drives the bus, and all bits are ones.
@@ -92,12 +151,13 @@ pub fn check(v: &Vmcs12, changed: bool, memory: &impl GuestMemory) -> Result<(),
     let others = ProcControls2::VIRTUALIZE_APIC_ACCESSES | ProcControls2::VIRTUAL_INTERRUPTS;
     let compared = !v.secondary().intersects(others);
     let threshold = if compared { v.get(field::TPR_THRESHOLD) & 0xf } else { 0 };
+    let by_msrs = v.secondary().contains(ProcControls2::VIRTUALIZE_X2APIC);
     if threshold == 0 && !changed {
         return Ok(());
     }
     match memory.read_u8(place(v)) {
         Ok(priority) if threshold > u32::from(priority >> 4) => Err(Broken::TprThreshold),
-        Err(crate::Outside) if !primary.contains(exits) => Err(Broken::VirtualApic),
+        Err(crate::Outside) if !primary.contains(exits) || by_msrs => Err(Broken::VirtualApic),
         _ => Ok(()),
     }
 }
@@ -156,6 +216,47 @@ mod tests {
             assert_eq!(write(&v, bad, &memory), Err(Exception::gp(0)));
         }
         assert_eq!(read(&v, &memory), 5);
+    }
+
+    #[test]
+    fn an_msr_of_the_x2apic_is_the_pages_as_the_controls_say() {
+        let with_second = |second: u32| {
+            let mut v = with(SHADOW | 1 << 31, 6);
+            set!(v, PROC_CONTROLS2 = second);
+            v
+        };
+        let gprs = |index: u64| {
+            let mut gprs = [0; 16];
+            (gprs[0], gprs[1], gprs[2]) = (0xffff_ffff_0000_0060, index, 1);
+            gprs
+        };
+        let (read, write) = (Direction::Read, Direction::Write);
+        let (x2apic, both) = (with_second(1 << 4), with_second(1 << 4 | 1 << 8));
+        assert_eq!(msr_access(&with_second(1 << 8), read, &gprs(0x808)), None);
+        let priority = Some(Access::ReadMsr { offset: 0x80 });
+        assert_eq!(msr_access(&x2apic, read, &gprs(0x808)), priority);
+        assert_eq!(msr_access(&x2apic, read, &gprs(0x802)), None);
+        assert_eq!(msr_access(&both, read, &gprs(0x8ff)), Some(Access::ReadMsr { offset: 0xff0 }));
+        for beyond in [0x7ff, 0x900, 0xc000_0808] {
+            assert_eq!(msr_access(&both, read, &gprs(beyond)), None);
+        }
+        let written = Some(Access::WriteMsr { value: 0x1_0000_0060 });
+        assert_eq!(msr_access(&x2apic, write, &gprs(0x808)), written);
+        assert_eq!(msr_access(&both, write, &gprs(0x80b)), None);
+
+        let memory = Memory::new();
+        memory.put(PAGE + 0x80, &[0xff; 16]);
+        assert_eq!(write_msr(&x2apic, 0x65, &memory), Ok(Moved::On));
+        assert_eq!(read_msr(&x2apic, 0x80, &memory), 0x65);
+        assert_eq!(write_msr(&x2apic, 0x5f, &memory), Ok(Moved::Fell));
+        assert_eq!(write_msr(&x2apic, 0x100, &memory), Err(Exception::gp(0)));
+        assert_eq!(read_msr(&x2apic, 0x80, &memory), 0x5f);
+        assert_eq!(read_msr(&x2apic, 0x88, &memory), u64::MAX, "no more than eight bytes");
+        // Without memory the entry fails, though CR8 exits.
+        let mut v = with(SHADOW | LOAD | STORE | 1 << 31, 0);
+        set!(v, PROC_CONTROLS2 = 1 << 4, VIRTUAL_APIC_ADDR = 1 << 39);
+        assert_eq!(check(&v, true, &memory), Err(Broken::VirtualApic));
+        assert_eq!(read_msr(&v, 0x80, &memory), u64::MAX);
     }
 
     #[test]

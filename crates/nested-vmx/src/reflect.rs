@@ -3,11 +3,11 @@
 //! L1 sees what its controls ask for. L0 comes first where it needs the exit for itself: host interrupts, NMIs
 //! of the host, EPT violations (the walk of L1's tables decides then), what a debugger of the VMM asked for.
 
-use x86::Cr0;
 use x86::vmcs::field;
 use x86::vmcs::{
     ExitReason, Field, Natural, PinControls, ProcControls, ProcControls2, ReadWrite, cr, event, io,
 };
+use x86::{Cr0, Efer};
 
 use crate::leave::Exit;
 use crate::merge::bitmaps::{self, Direction};
@@ -23,6 +23,8 @@ pub enum Claim {
     L1,
     /// L0, on L1's virtual-APIC page.
     Priority(Access),
+    /// L0, which switches L1's tables or tells L1 of it ([`crate::Machine::vmfunc`]).
+    Function,
 }
 
 impl Claim {
@@ -55,7 +57,12 @@ pub fn claim(
 ) -> Claim {
     let first = v.primary();
     let second = v.secondary();
-    let msr = |direction| Claim::by_l1(bitmaps::msr_exits(v, gprs[RCX] as u32, direction, memory));
+    let msr = |direction| {
+        if bitmaps::msr_exits(v, gprs[RCX] as u32, direction, memory) {
+            return Claim::L1;
+        }
+        priority::msr_access(v, direction, gprs).map_or(Claim::L0, Claim::Priority)
+    };
     match ExitReason::of(exit.get(field::EXIT_REASON)) {
         ExitReason::ExceptionOrNmi => exception(v, exit, wants),
         ExitReason::Rdmsr => msr(Direction::Read),
@@ -65,6 +72,7 @@ pub fn claim(
         ExitReason::Vmread => access(v, exit, gprs, Direction::Read, memory),
         ExitReason::Vmwrite => access(v, exit, gprs, Direction::Write, memory),
         ExitReason::MonitorTrap => monitor_trap(v),
+        ExitReason::Vmfunc => Claim::Function,
         ExitReason::Pause => Claim::by_l1(
             first.contains(ProcControls::PAUSE) || second.contains(ProcControls2::PAUSE_LOOP),
         ),
@@ -124,11 +132,8 @@ fn is_l0s(reason: ExitReason) -> bool {
         | ExitReason::OtherSmi
         | ExitReason::MachineCheck
         | ExitReason::PreemptionTimer => true,
-        // The walk of L1's tables says whether it is an exit of L1's; VM functions switch L1's tables.
-        ExitReason::EptViolation
-        | ExitReason::EptMisconfiguration
-        | ExitReason::PmlFull
-        | ExitReason::Vmfunc => true,
+        // The walk of L1's tables says whether it is an exit of L1's.
+        ExitReason::EptViolation | ExitReason::EptMisconfiguration | ExitReason::PmlFull => true,
         // Not offered to L1.
         ExitReason::Encls | ExitReason::BusLock | ExitReason::Notify | ExitReason::Rsm => true,
         _ => false,
@@ -245,7 +250,10 @@ fn access(
         return Claim::L1;
     }
     let information = crate::operand::Information(exit.get(field::INSTRUCTION_INFO));
-    let encoding = register(gprs, information.register2());
+    let mut encoding = register(gprs, information.register2());
+    if exit.get(field::GUEST_EFER) & Efer::LMA.bits() == 0 {
+        encoding &= 0xffff_ffff;
+    }
     Claim::by_l1(bitmaps::field_exits(v, encoding, direction, memory))
 }
 

@@ -63,7 +63,8 @@ fn some_exits_are_always_l1s_and_some_l0s() {
     {
         assert_eq!(claim_of(&good(), ExitReason(reason), 0, &GPRS), Claim::L1, "{reason}");
     }
-    for reason in [1, 3, 4, 6, 41, 48, 49, 52, 59, 60, 62] {
+    assert_eq!(claim_of(&good(), ExitReason(59), 0, &GPRS), Claim::Function);
+    for reason in [1, 3, 4, 6, 41, 48, 49, 52, 60, 62] {
         assert_eq!(claim_of(&good(), ExitReason(reason), 0, &GPRS), Claim::L0, "{reason}");
     }
 }

@@ -304,6 +304,8 @@ pub fn take_over(machine: &mut Machine, good: &Good, images: &Images) -> (Restor
         return (Restored::L1, deadline.filter(|_| good.resumes_by_rsm()));
     }
     *machine.images().1 = images.shadow.clone();
+    // L1's memory may have an older one: the state's counts.
+    machine.owe_shadow();
     machine.enter_l2();
     machine.run_pending = header.flags & flag::RUN_PENDING != 0;
     machine.trap_pending = header.flags & flag::MTF_PENDING != 0;

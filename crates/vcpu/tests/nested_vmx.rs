@@ -4,6 +4,7 @@ mod rig;
 
 use cpu::{Counts, Op};
 use gannet_vcpu::UserExit;
+use nested_vmx::saved::flag;
 use rig::nested_vmx::{Hypervisor, L1_RIP, L2_RIP, features, vmcs12};
 use rig::vmx::{exit, shutdown};
 use x86::vmcs::{ExitReason, event, field};
@@ -50,6 +51,82 @@ fn under_a_monitor_trap_what_is_no_instruction_is_answered() {
         shutdown(vmcs, gprs);
     });
     machine.then(shutdown);
+    assert_eq!(machine.run(), UserExit::Shutdown);
+}
+
+/// L1 hears of each iteration of a string instruction that is carried out below it.
+#[test]
+fn under_a_monitor_trap_each_iteration_of_a_string_is_told() {
+    let mut v = vmcs12();
+    v.set(field::PROC_CONTROLS, v.get(field::PROC_CONTROLS) | MONITOR_TRAP);
+    let mut machine = Hypervisor::on(features(), &v);
+    // L2's tables: the first 2 MiB at their own addresses. Its code: REP OUTSB.
+    for (at, entry) in [(0x2000, 0x3027), (0x3000, 0x4027), (0x4000, 0xe7), (L2_RIP, 0x6ef3)] {
+        machine.put(at, entry);
+    }
+    machine.put(0xa000, 0x4241);
+    machine.vmlaunch();
+    let outs = |left: u64| {
+        move |vmcs: &mut cpu::ModelVmcs, gprs: &mut backend::Gprs| {
+            assert_eq!(vmcs.get(field::GUEST_RIP), L2_RIP);
+            (gprs.0[1], gprs.0[2], gprs.0[6]) = (left, 0x60, 0xa002 - left);
+            exit(ExitReason::Io)(vmcs, gprs);
+            // A string, repeated, out of one byte.
+            vmcs.set(field::EXIT_QUALIFICATION, 1 << 4 | 1 << 5 | 0x60 << 16);
+        }
+    };
+    let resumes = |left: u64| {
+        move |vmcs: &mut cpu::ModelVmcs, gprs: &mut backend::Gprs| {
+            assert_eq!((vmcs.get(field::GUEST_RIP), gprs.0[1]), (L1_RIP, left));
+            exit(ExitReason::Vmresume)(vmcs, gprs);
+        }
+    };
+    machine.then(outs(2));
+    assert!(matches!(machine.run(), UserExit::Io { .. }));
+    machine.then(resumes(1));
+    machine.then(outs(1));
+    assert!(matches!(machine.run(), UserExit::Io { .. }));
+    machine.then(|vmcs, gprs| {
+        assert_eq!((vmcs.get(field::GUEST_RIP), gprs.0[1]), (L1_RIP, 0));
+        shutdown(vmcs, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Shutdown);
+}
+
+/// A state that was saved with an entry that is due and with an exit that L1 is owed behind it: both are given.
+#[test]
+fn an_exit_that_is_owed_comes_behind_the_entry_that_is_due() {
+    let mut v = vmcs12();
+    v.set(field::PROC_CONTROLS, v.get(field::PROC_CONTROLS) | MONITOR_TRAP);
+    let flags = flag::GUEST_MODE | flag::RUN_PENDING | flag::MTF_PENDING;
+    let mut machine = Hypervisor::restored(features(), &v, flags);
+    machine.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_RIP), L2_RIP);
+        exit(ExitReason::ExternalInterrupt)(vmcs, gprs);
+    });
+    machine.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_RIP), L1_RIP);
+        shutdown(vmcs, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Shutdown);
+}
+
+/// An L2 that is entered halted does not run: what ends its halt and is L1's ends its run.
+#[test]
+fn an_nmi_ends_the_run_of_an_l2_that_is_entered_halted() {
+    let mut v = vmcs12();
+    v.set(field::GUEST_ACTIVITY, 1);
+    let mut machine = Hypervisor::on(features(), &v);
+    let shared = machine.vcpu.shared().clone();
+    machine.then(move |vmcs, gprs| {
+        // Right behind VMLAUNCH nothing waits yet.
+        shared.add_nmi();
+        exit(ExitReason::Vmlaunch)(vmcs, gprs);
+    });
+    machine.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_RIP), L1_RIP);
+        shutdown(vmcs, gprs);
+    });
     assert_eq!(machine.run(), UserExit::Shutdown);
 }
 

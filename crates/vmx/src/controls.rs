@@ -69,6 +69,11 @@ impl<C: Cpu> Vmx<C> {
         if let Some(log) = &self.page_log {
             self.cpu.vmwrite(field::PML_ADDRESS.encoding(), log.hpa().0);
         }
+        let may = x86::vmcs::capability::Allowed(self.features.nested_host.secondary).may();
+        if self.features.nested && may & ProcControls2::VMFUNC.bits() != 0 {
+            // Every VM function of L2's exits.
+            self.cpu.vmwrite(field::VM_FUNCTION_CONTROLS.encoding(), 0);
+        }
         if secondary.contains(ProcControls2::XSAVES) {
             self.cpu.vmwrite(field::XSS_EXIT_BITMAP.encoding(), 0);
         }

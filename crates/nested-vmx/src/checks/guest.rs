@@ -227,7 +227,14 @@ fn pending_debug(v: &Vmcs12) -> Checked {
     Ok(())
 }
 
-fn link(v: &Vmcs12, limits: &Limits, current: Option<Gpa>, memory: &impl GuestMemory) -> Checked {
+/// Checks the link pointer, and the region that it points at: L1 changes that without VMWRITE.
+#[inline]
+pub fn link(
+    v: &Vmcs12,
+    limits: &Limits,
+    current: Option<Gpa>,
+    memory: &impl GuestMemory,
+) -> Checked {
     let at = v.get(field::VMCS_LINK);
     if at == Vmcs12::NOWHERE {
         return Ok(());

@@ -69,7 +69,7 @@ impl Machine {
                 }
             }
             Level::L2 => {
-                self.shadow12.write(encoding, named, value);
+                self.shadow_written |= self.shadow12.write(encoding, named, value);
             }
         }
     }
@@ -106,12 +106,21 @@ impl Machine {
         if let Some(Gpa(at)) = self.vmcs12.shadow_pointer() {
             let _ = l1.read(Gpa(at), self.shadow12.as_mut_bytes());
         }
+        self.shadow_written = false;
     }
 
-    /// Writes that shadow VMCS back after L2 has run.
-    pub fn store_shadow(&self, l1: &impl crate::GuestMemory) {
+    /// Whether the end of L2's run writes to the shadow VMCS in L1's memory.
+    #[inline]
+    pub fn owes_shadow(&self) -> bool {
+        self.shadow_written
+    }
+
+    /// Writes that shadow VMCS back after L2 has run, if L2 has changed it.
+    pub fn store_shadow(&mut self, l1: &impl crate::GuestMemory) {
         use zerocopy::IntoBytes;
-        if let Some(at) = self.vmcs12.shadow_pointer() {
+        if core::mem::take(&mut self.shadow_written)
+            && let Some(at) = self.vmcs12.shadow_pointer()
+        {
             let _ = l1.write(at, self.shadow12.as_bytes());
         }
     }

@@ -94,7 +94,9 @@ impl Machine {
         let checked = if self.checks_whole_guest() {
             checks::guest::check(v, c, limits, self.current, memory)
         } else {
-            checks::guest::check_flow(v, c, limits).map(|()| None)
+            checks::guest::check_flow(v, c, limits)
+                .and_then(|()| checks::guest::link(v, limits, self.current, memory))
+                .map(|()| None)
         };
         match checked {
             Err(broken) => return Entered::Failed(broken.exit()),

@@ -8,6 +8,8 @@ use crate::GuestMemory;
 use crate::capabilities::EPTP_SWITCHING;
 use crate::checks::{Limits, controls};
 
+/// The last VM function that there can be.
+const LAST: u32 = 63;
 /// Entries of a list of EPT pointers.
 const LIST: u32 = 512;
 
@@ -33,7 +35,7 @@ impl Machine {
         limits: &Limits,
         memory: &impl GuestMemory,
     ) -> Switch {
-        if !self.vmcs12.secondary().contains(ProcControls2::VMFUNC) {
+        if !self.vmcs12.secondary().contains(ProcControls2::VMFUNC) || eax > LAST {
             return Switch::Undefined;
         }
         let functions = self.vmcs12.get(field::VM_FUNCTION_CONTROLS);

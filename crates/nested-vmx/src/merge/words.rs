@@ -56,6 +56,13 @@ const OF_L1: ProcControls2 = ProcControls2::VIRTUALIZE_APIC_ACCESSES
 /// VMWRITE are L0's to serve.
 const NEVER: ProcControls2 = ProcControls2::PML.union(ProcControls2::SHADOW_VMCS);
 
+/// Secondary controls that vmcs02 may lack though L1 asks for them: L0 does what they stand for.
+pub const BY_L0: ProcControls2 = NEVER
+    .union(ProcControls2::VIRTUALIZE_APIC_ACCESSES)
+    .union(ProcControls2::VIRTUALIZE_X2APIC)
+    .union(ProcControls2::APIC_REGISTERS)
+    .union(ProcControls2::VIRTUAL_INTERRUPTS);
+
 /// Secondary processor-based controls.
 pub fn secondary(l0: &L0, v: &Vmcs12) -> ProcControls2 {
     let of_l0 = ProcControls2::EPT | ProcControls2::VPID;

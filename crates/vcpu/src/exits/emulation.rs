@@ -143,6 +143,9 @@ impl<B: Backend> Vcpu<B> {
                 } else {
                     self.b.set_rip(done.rip);
                     self.trap_iteration(done.rflags);
+                    if self.traps_each() {
+                        self.owe_trap();
+                    }
                 }
                 self.pending.raise();
                 Ok(())

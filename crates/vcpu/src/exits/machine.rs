@@ -175,6 +175,10 @@ impl<B: Backend> Machine for Vcpu<B> {
         Ok(self.is_memory(gpa, write))
     }
 
+    fn steps(&self) -> bool {
+        self.traps_each()
+    }
+
     fn commit(&mut self) {
         self.user_io.log.commit();
     }

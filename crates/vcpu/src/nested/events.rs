@@ -3,9 +3,10 @@
 //! An event that L1 intercepts is no event of L2's: it ends L2's run, and L1 takes it by its own rules later. What
 //! L2 is to take anyway, because its delivery was interrupted or because L1 injected it, goes first.
 
-use backend::{Backend, Event, Executed, Gate, Nested, ServedApic, Waiting};
+use backend::{Backend, Event, Executed, Gate, Nested, ServedApic, Sleep, Waiting};
 use mmu::Section;
 use stats::VcpuCount;
+use vm::vcpu_shared::MpState;
 use x86::{Vector, exception::vector};
 
 use super::memory::{Mapped, Whole};
@@ -133,7 +134,12 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn end_l2_outside(&mut self) {
         self.load_due_pdptes();
         if !self.refuse_noted() {
-            let _ = self.end_l2_for_event(None);
+            let ended = self.end_l2_for_event(None);
+            // Else nobody would look for it once L2 was entered.
+            let owes = || self.b.nested().is_some_and(Nested::owes_trap);
+            if ended == Ended::AfterEntry && owes() {
+                self.events.outer.set(Outer::NESTED, true);
+            }
         }
         self.pending.raise();
     }
@@ -190,6 +196,53 @@ impl<B: Backend> Vcpu<B> {
             self.shared.set_init(true);
         }
         released
+    }
+
+    /// Says to the instruction set what L2 does: whether the vCPU sleeps for it.
+    pub(crate) fn tell_activity(&mut self) {
+        let sleeps = match self.shared.mp_state() {
+            MpState::Halted => Some(Sleep::Halt),
+            MpState::InitReceived => Some(Sleep::WaitForSipi),
+            _ => None,
+        };
+        if let Some(nested) = self.b.nested_mut() {
+            nested.set_activity(sleeps);
+        }
+    }
+
+    /// The vCPU's halt ends. If L2 has halted, an event that is L1's ends its run as that of a halted one.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn wake_l2(&mut self) {
+        self.end_l2_outside();
+        if self.pending.after_exit.is_nested() && self.nested_timer_is_due() {
+            self.tell_activity();
+            let Self { b, gprs, memory, .. } = self;
+            let Some(nested) = b.nested_mut() else { return };
+            let done = nested.exit_for_timer(gprs, &Whole::new(memory, None));
+            let _ = self.executed(done, 0);
+        }
+        if self.pending.after_exit.is_nested()
+            && let Some(nested) = self.b.nested_mut()
+        {
+            nested.set_activity(None);
+        }
+    }
+
+    /// INIT and startup IPIs while L2 waits for one: the first is lost, L1 hears of the second.
+    #[cold]
+    pub(crate) fn start_l2(&mut self, page: Option<Vector>) {
+        let Some(page) = page else { return };
+        self.tell_activity();
+        let Self { b, gprs, memory, .. } = self;
+        let Some(nested) = b.nested_mut() else { return };
+        let done = nested.exit_for_sipi(gprs, page, &Whole::new(memory, None));
+        let _ = self.executed(done, 0);
+    }
+
+    /// Whether L2 is what the vCPU is, and waits for a startup IPI.
+    pub(crate) fn l2_waits_for_sipi(&self) -> bool {
+        self.pending.after_exit.is_nested() && self.shared.mp_state() == MpState::InitReceived
     }
 
     /// Whether such an event goes to the level that runs.
@@ -293,6 +346,7 @@ impl<B: Backend> Vcpu<B> {
         {
             nested.keep_debug_trap(e.payload.unwrap_or(0));
         }
+        self.tell_activity();
         let prepared = self.b.cancel_injection();
         let undelivered = prepared.or(self.events.again);
         let Some(nested) = self.b.nested_mut() else { return Ended::No };

@@ -3,7 +3,11 @@
 use core::{cell::Cell, sync::atomic::AtomicU64};
 
 use backend::{L1Memory, Outside, Reach};
-use mmu::{PagingContext, View, WalkError, table::GuestPage, tdp::page_of, translate, walk};
+use mmu::nested::walk::{LinearError, StageError, translate_linear};
+use mmu::{
+    L1Fault, PagingContext, Tables, View, WalkError, table::GuestPage, tdp::page_of, translate,
+    walk,
+};
 use vm::memory::VmMemory;
 use x86::{Exception, Gfn, Gpa};
 
@@ -74,14 +78,49 @@ impl L1Memory for Mapped<'_> {
 /// All of L1's memory, by way of the VMM's mapping: outside the loop. May sleep.
 pub(super) struct Whole<'a> {
     memory: &'a VmMemory,
-    /// How L1 addresses memory, for an operand there.
+    /// How the level that runs addresses memory, for an operand there.
     paging: Option<PagingContext>,
+    /// L1's tables, which L2's addresses go through.
+    tables: Option<Tables>,
+    /// An address of L2's that those refuse.
+    refused: Cell<Option<(Gpa, L1Fault)>>,
 }
 
 impl<'a> Whole<'a> {
     /// The memory, with the linear addresses of `paging`.
     pub(super) fn new(memory: &'a VmMemory, paging: Option<PagingContext>) -> Self {
-        Self { memory, paging }
+        Self { memory, paging, tables: None, refused: Cell::new(None) }
+    }
+
+    /// The same for an operand of L2's, which runs with `tables`.
+    pub(super) fn through(self, tables: Option<Tables>) -> Self {
+        Self { tables, ..self }
+    }
+
+    /// The address of L2's that L1's tables refused: nothing may be kept of what was done.
+    pub(super) fn refused(&self) -> Option<(Gpa, L1Fault)> {
+        self.refused.get()
+    }
+
+    /// A linear address of L2's, through both translations.
+    #[cold]
+    fn translate_through(
+        &self,
+        tables: &Tables,
+        paging: &PagingContext,
+        linear: u64,
+        access: walk::Access,
+    ) -> Result<Gpa, Reach> {
+        match translate_linear(self.memory, tables, paging, linear, access) {
+            Ok(found) => Ok(found.gpa),
+            Err(LinearError::L2(exception)) => Err(Reach::Fault(exception)),
+            Err(LinearError::NonCanonical) => Err(Reach::Fault(Exception::gp(0))),
+            Err(LinearError::Stage(StageError::L1 { gpa, fault })) => {
+                self.refused.set(Some((gpa, fault)));
+                Err(Reach::Outside)
+            }
+            Err(LinearError::Stage(StageError::Memory { .. })) => Err(Reach::Outside),
+        }
     }
 }
 
@@ -97,6 +136,9 @@ impl L1Memory for Whole<'_> {
     fn translate(&self, linear: u64, write: bool) -> Result<Gpa, Reach> {
         let Some(paging) = &self.paging else { return Err(Reach::Outside) };
         let access = if write { walk::Access::WRITE } else { walk::Access::READ };
+        if let Some(tables) = &self.tables {
+            return self.translate_through(tables, paging, linear, access);
+        }
         match translate(self.memory, paging, linear, access) {
             Ok(found) => Ok(found.gpa),
             Err(WalkError::Fault(exception)) => Err(Reach::Fault(exception)),

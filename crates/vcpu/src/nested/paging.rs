@@ -382,7 +382,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     #[cold]
-    fn note_refused(&mut self, gpa: Gpa, fault: L1Fault) {
+    pub(super) fn note_refused(&mut self, gpa: Gpa, fault: L1Fault) {
         if let Some(stage) = &mut self.stage {
             stage.refused = Some((gpa, told(fault)));
             self.events.outer.set(Outer::NESTED, true);

@@ -20,6 +20,7 @@ impl<B: Backend> Vcpu<B> {
     /// # Errors
     /// There is no memory to make it, or too little room.
     pub fn nested_state(&mut self, into: &mut [u8]) -> Result<(), Unrestorable> {
+        self.tell_activity();
         let Some(nested) = self.b.nested_mut() else { return Err(Unrestorable::Invalid) };
         nested.save_state(&self.gprs, into)
     }

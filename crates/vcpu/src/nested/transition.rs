@@ -1,6 +1,6 @@
 //! From L1 to L2 and back.
 
-use backend::{Backend, Claim, Executed, Exit, Level, Nested, Nesting};
+use backend::{Backend, Claim, Executed, Exit, Level, Nested, Nesting, Sleep};
 use mmu::Section;
 use vm::vcpu_shared::MpState;
 use x86::{Cr0, Cr4, Dr6, Efer, Exception, Rflags};
@@ -53,8 +53,10 @@ impl<B: Backend> Vcpu<B> {
 
     /// Goes on after what was done inside the loop, where the CPU tells how long an instruction is.
     fn executed_here(&mut self, done: Executed, s: Section<'_>) -> Next {
+        // Only all of L1's memory lets an instruction open something.
+        debug_assert!(done != Executed::Opened);
         let mut next = 0;
-        if done == Executed::Retired {
+        if matches!(done, Executed::Retired | Executed::Switched) {
             let Some(rip) = self.next_rip(s) else { return Next::Leave };
             next = rip;
         }
@@ -72,10 +74,18 @@ impl<B: Backend> Vcpu<B> {
         if self.b.served_apic().is_some() {
             self.stop_serving_apic();
         }
-        let Some(nested) = self.b.nested_mut() else { return Ok(()) };
+        let tables = self.l1_tables();
+        let Self { b, gprs, memory, .. } = self;
+        let Some(nested) = b.nested_mut() else { return Ok(()) };
         nested.set_feature_control(feature_control);
-        let done = nested.execute(&mut self.gprs, next, &Whole::new(&self.memory, paging));
-        let _ = self.executed(done, next);
+        let l1 = Whole::new(memory, paging).through(tables);
+        let done = nested.execute(gprs, next, &l1);
+        match l1.refused() {
+            Some((at, fault)) => self.note_refused(at, fault),
+            None => {
+                let _ = self.executed(done, next);
+            }
+        }
         Ok(())
     }
 
@@ -117,7 +127,10 @@ impl<B: Backend> Vcpu<B> {
             Ok(Claim::ByValue) => Some(Next::Leave),
             Ok(Claim::Instruction) => {
                 let done = nested.execute_for_l2(&mut self.gprs, &l1);
-                Some(self.executed_here(done, s))
+                match self.executed_here(done, s) {
+                    Next::Again if done == Executed::Switched => Some(self.nested_root_in_loop(s)),
+                    next => Some(next),
+                }
             }
             // Whose it is is found out there.
             Ok(Claim::Exception) if may_own_exceptions(self.debug.control) => Some(Next::Leave),
@@ -171,21 +184,29 @@ impl<B: Backend> Vcpu<B> {
 
     /// Does something for L2, behind which L1 is owed an exit if an instruction has retired and L1 asked for that.
     pub(crate) fn owing_trap<R>(&mut self, does: impl FnOnce(&mut Self) -> R) -> R {
-        if !self.pending.after_exit.is_nested() || !self.b.nested().is_some_and(Nested::traps_each)
-        {
+        if !self.traps_each() {
             return does(self);
         }
         let before = self.b.rip();
         let done = does(self);
-        if self.pending.after_exit.is_nested()
-            && self.b.rip() != before
-            && let Some(nested) = self.b.nested_mut()
-        {
+        if self.pending.after_exit.is_nested() && self.b.rip() != before {
+            self.owe_trap();
+        }
+        done
+    }
+
+    /// Whether L2 runs, and L1 is to hear of each of its instructions.
+    pub(crate) fn traps_each(&self) -> bool {
+        self.pending.after_exit.is_nested() && self.b.nested().is_some_and(Nested::traps_each)
+    }
+
+    /// L1 is owed an exit behind what L2 has just done.
+    pub(crate) fn owe_trap(&mut self) {
+        if let Some(nested) = self.b.nested_mut() {
             nested.owe_trap();
             self.events.outer.set(Outer::NESTED, true);
             self.pending.raise();
         }
-        done
     }
 
     /// Whether the last exit of L2 is an exception that we asked for: the VMM's debugger, or this host, which takes
@@ -229,7 +250,7 @@ impl<B: Backend> Vcpu<B> {
     /// L1 does not sleep because L2 has halted.
     #[inline]
     fn end_halt_of_l2(&mut self) {
-        if self.shared.mp_state() == MpState::Halted {
+        if matches!(self.shared.mp_state(), MpState::Halted | MpState::InitReceived) {
             self.shared.set_mp_state(MpState::Runnable);
         }
     }
@@ -246,6 +267,14 @@ impl<B: Backend> Vcpu<B> {
         let held = self.smm.latched_init;
         match done {
             Executed::Entered => self.cross(),
+            Executed::Asleep(sleep) => {
+                self.level_changed();
+                self.shared.set_mp_state(match sleep {
+                    Sleep::Halt => MpState::Halted,
+                    Sleep::WaitForSipi => MpState::InitReceived,
+                });
+                return Next::Done;
+            }
             Executed::Left => {
                 // It is of an instruction of L2's, which is executed again, and not of L1's.
                 self.events.exception = None;
@@ -259,6 +288,10 @@ impl<B: Backend> Vcpu<B> {
                 }
             }
             Executed::Retired => self.retire(next),
+            Executed::Switched => {
+                self.retire(next);
+                self.follow_l1_tables();
+            }
             Executed::Opened | Executed::Closed => {
                 self.retire(next);
                 self.follow_gate();

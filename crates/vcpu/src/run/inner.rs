@@ -353,7 +353,8 @@ impl<B: Backend> Vcpu<B> {
         let Some(next) = self.next_rip(s) else { return Next::Leave };
         self.retire(next);
         self.pending.hlt_retired = true;
-        if !self.shared.in_kernel_apic || !self.b.rflags().contains(Rflags::IF) {
+        let l2 = self.pending.after_exit.is_nested();
+        if !self.shared.in_kernel_apic || !self.b.rflags().contains(Rflags::IF) || l2 {
             return Next::Leave;
         }
         self.sync_priority();

@@ -182,6 +182,9 @@ impl<B: Backend> Vcpu<B> {
     /// INIT and SIPI.
     pub(crate) fn take_start_signals(&mut self) {
         let (init, sipi) = self.shared.take_init_sipi();
+        if self.l2_waits_for_sipi() {
+            return self.start_l2(sipi);
+        }
         if self.smm.active || (init && self.holds_init()) {
             // INIT waits for the end of the mode, or for its hypervisor; a SIPI is lost.
             self.smm.latched_init |= init;
@@ -360,6 +363,9 @@ impl<B: Backend> Vcpu<B> {
             match self.shared.mp_state() {
                 MpState::Runnable => return Ok(()),
                 MpState::Halted if self.ends_halt() || self.nested_timer_is_due() => {
+                    if self.pending.after_exit.is_nested() {
+                        self.wake_l2();
+                    }
                     self.shared.set_mp_state(MpState::Runnable);
                     self.pending.raise();
                     return Ok(());

@@ -313,6 +313,7 @@ impl<B: Backend> Vcpu<B> {
     /// KVM_SET_MP_STATE.
     pub fn set_mp_state(&mut self, state: MpState) {
         self.shared.set_mp_state(state);
+        self.tell_activity();
         self.shared.request(Request::Event);
     }
 

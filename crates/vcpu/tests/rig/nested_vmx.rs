@@ -134,6 +134,11 @@ pub struct Hypervisor {
 impl Hypervisor {
     /// Such a vCPU on a CPU that has these, whose local APIC is in the kernel.
     pub fn on(features: Features, vmcs12: &Vmcs12) -> Self {
+        Self::restored(features, vmcs12, 0)
+    }
+
+    /// The same with a nested state that has these flags.
+    pub fn restored(features: Features, vmcs12: &Vmcs12, flags: u16) -> Self {
         let (vcpu, vm) = rig::vcpu_offered(features, offered());
         let memory = Pages::zeroed(6).unwrap();
         let region = Region { slot: 0, flags: 0, gpa: 0, size: 64 << 12, hva: memory.hpa().0 };
@@ -147,7 +152,7 @@ impl Hypervisor {
         sregs.ss = Segment { base: 0, limit: u32::MAX, selector: 16, attr: 0xc93 };
         this.vcpu.set_sregs(&sregs, None).unwrap();
         let header = Header {
-            flags: 0,
+            flags,
             format: 0,
             size: (HEADER + IMAGE) as u32,
             vmxon_pa: VMXON,

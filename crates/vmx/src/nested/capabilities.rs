@@ -14,7 +14,7 @@ use crate::{features::Features, state::Vmx};
 const VMX_MSRS: usize = 18;
 
 /// What is offered: nothing for which the hardware would use a page of L1's by itself, or that needs a counter beside
-/// those of L0. The page of a TPR shadow L0 uses, at each MOV of CR8.
+/// those of L0. The virtual-APIC page L0 uses, at each access of L2's that L1 leaves to it.
 const OFFER: Offer = Offer {
     pin: Offer::WHOLE.pin.difference(PinControls::POSTED_INTERRUPTS),
     primary: Offer::WHOLE.primary,
@@ -27,12 +27,16 @@ const OFFER: Offer = Offer {
         .union(ProcControls2::RDRAND)
         .union(ProcControls2::INVPCID)
         .union(ProcControls2::RDSEED)
+        .union(ProcControls2::SHADOW_VMCS)
+        .union(ProcControls2::VMFUNC)
+        .union(ProcControls2::VIRTUALIZE_X2APIC)
+        .union(ProcControls2::APIC_REGISTERS)
         .union(ProcControls2::TSC_SCALING),
     exit: Offer::WHOLE.exit.difference(ExitControls::LOAD_PERF_GLOBAL_CTRL),
     entry: Offer::WHOLE.entry.difference(EntryControls::LOAD_PERF_GLOBAL_CTRL),
     ept_vpid: Offer::WHOLE.ept_vpid,
-    // Nobody waits in them for L2: an entry with one fails.
-    activity: 0,
+    // The vCPU waits in them for L2.
+    activity: Offer::WHOLE.activity,
 };
 
 /// What is offered on this CPU. L1's preemption timer is counted by the CPU's.

@@ -1,8 +1,9 @@
 //! VMLAUNCH and VMRESUME of L1: vmcs02 is composed from what changed, and L2 is what runs.
 
-use backend::{Executed, Gprs, L1Memory, LiveRegisters, Msrs, RSP, TSC_RATIO_ONE};
+use backend::{Executed, Gprs, L1Memory, LiveRegisters, Msrs, RSP, Sleep, TSC_RATIO_ONE};
 use cpu::Cpu;
-use nested_vmx::checks::Limits;
+use nested_vmx::checks::{Limits, guest::activity_state};
+use nested_vmx::events::{self, Sleeps};
 use nested_vmx::leave::host::entry_loads;
 use nested_vmx::machine::{Entered, PendingEntry};
 use nested_vmx::merge::{self, Flush, L0, Pages, time};
@@ -147,7 +148,27 @@ impl<C: Cpu> Vmx<C> {
         }
         self.change_to_l2(n, gprs, dirty);
         n.machine.entered(entry);
-        Executed::Entered
+        if n.machine.vmcs12().get(field::GUEST_ACTIVITY) == activity_state::ACTIVE {
+            return Executed::Entered;
+        }
+        Self::put_to_sleep(n)
+    }
+
+    /// L2 was entered in another state than the active one: the vCPU waits for it in that.
+    #[cold]
+    #[inline(never)]
+    fn put_to_sleep(n: &mut Nested) -> Executed {
+        let sleeps = events::sleeps(n.machine.vmcs12());
+        let Some(sleeps) = sleeps else {
+            n.machine.vmcs12_mut().set(field::GUEST_ACTIVITY, activity_state::ACTIVE);
+            return Executed::Entered;
+        };
+        // There is nothing that the entry has yet to do.
+        n.machine.run_pending = false;
+        Executed::Asleep(match sleeps {
+            Sleeps::Halt => Sleep::Halt,
+            Sleeps::WaitForSipi => Sleep::WaitForSipi,
+        })
     }
 
     /// L2 runs from now on with a state that was restored. `bits`: which MSRs L1 lets it have.
@@ -216,7 +237,7 @@ impl<C: Cpu> Vmx<C> {
         self.cold.of_l1 = OfL1 {
             runs: true,
             primary: v.primary().bits(),
-            secondary: v.secondary().bits(),
+            secondary: v.secondary().difference(merge::words::BY_L0).bits(),
             exceptions: v.get(field::EXCEPTION_BITMAP),
             cr0: Cr0::from_bits_retain(v.get(field::CR0_MASK)),
             cr4: Cr4::from_bits_retain(v.get(field::CR4_MASK)),
@@ -233,6 +254,9 @@ impl<C: Cpu> Vmx<C> {
         };
         self.cr0 = cr0;
         let cr4 = core::mem::replace(&mut self.cr4, new);
+        if self.features.umip_by_exits {
+            self.watch_tables(new.contains(Cr4::UMIP));
+        }
         let efer = core::mem::replace(&mut self.efer, Efer::from_bits_retain(merge::efer(l0, v)));
         gprs.0[RSP] = v.get(field::GUEST_RSP);
         if v.get(field::ENTRY_INTERRUPTION) & event::VALID != 0 {

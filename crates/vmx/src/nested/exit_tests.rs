@@ -96,3 +96,109 @@ fn a_trap_that_is_owed_ends_l2s_run() {
     assert_eq!(v12.get(field::EXIT_REASON), u32::from(ExitReason::MonitorTrap.0));
     assert_eq!(v12.get(field::GUEST_PENDING_DEBUG), 1 << 14);
 }
+
+/// L2's VMREAD and VMWRITE, which L1 lets a shadow VMCS serve.
+#[test]
+fn a_shadow_vmcs_serves_l2() {
+    const LINK: u64 = 0x1_2000;
+    const FIELD: u64 = 0x681c;
+    let mut v12 = good();
+    v12.set(field::PROC_CONTROLS2, ProcControls2::SHADOW_VMCS.bits());
+    v12.set(field::VMREAD_BITMAP, 0x1_3000);
+    v12.set(field::VMWRITE_BITMAP, 0x1_4000);
+    v12.set(field::VMCS_LINK, LINK);
+    let mut r = Rig::new(&v12, 0xd01);
+    let shadow = x86::vmcs::place::VMCS12_REVISION | 1 << 31;
+    r.m.bytes.borrow_mut()[LINK as usize..][..4].copy_from_slice(&shadow.to_le_bytes());
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    let word = ProcControls2::from_bits_retain(r.v.get(fields::PROC_CONTROLS2));
+    assert!(!word.contains(ProcControls2::SHADOW_VMCS), "no page of L1's for the hardware");
+    // VMWRITE of RAX and VMREAD into RBX, the field in RDX.
+    (r.g.0[0], r.g.0[2]) = (0x1234, FIELD);
+    let access = |r: &mut Rig, reason: ExitReason, register: u32| {
+        r.enter(reason, move |v| {
+            v.set(field::INSTRUCTION_INFO, 1 << 10 | register << 3 | 2 << 28);
+        });
+        assert_eq!(r.v.claims(&r.g, &r.m), Ok(backend::Claim::L0));
+        r.v.execute(&mut r.g, 0, &r.m)
+    };
+    assert_eq!(access(&mut r, ExitReason::Vmwrite, 0), Executed::Retired);
+    assert_eq!(access(&mut r, ExitReason::Vmread, 3), Executed::Retired);
+    assert_eq!(r.g.0[3], 0x1234);
+    // L1's memory has it when L2's run has ended, which needs that memory.
+    r.enter(ExitReason::Cpuid, |_| {});
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Outside);
+    r.m.whole.set(true);
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    let at = LINK as usize + usize::from(x86::vmcs::place::find(FIELD).unwrap().place.offset);
+    assert_eq!(r.m.bytes.borrow()[at..][..2], [0x34, 0x12]);
+}
+
+/// On a CPU without UMIP the table instructions of whoever has it set exit: L2's CR4 says so, not L1's.
+#[test]
+fn umip_by_exits_is_that_of_the_level_that_runs() {
+    const UMIP: u64 = 1 << 11;
+    let tables = ProcControls2::DESCRIPTOR_TABLES.bits();
+    for (l1, l2) in [(0, UMIP), (UMIP, 0), (UMIP, UMIP), (0, 0)] {
+        let mut v12 = good();
+        v12.set(field::GUEST_CR4, 0x2020 | l2);
+        v12.set(field::HOST_CR4, 0x2020 | l1);
+        let f = crate::features::Features {
+            umip_by_exits: true,
+            ..super::round_trip_tests::features()
+        };
+        let mut r = Rig::on(f, &v12, 0xd01);
+        r.v.nested.as_mut().unwrap().machine.capabilities.cr4_fixed1 |= UMIP;
+        backend::ControlRegisters::set_cr4(&mut r.v, Cr4::from_bits_retain(0x2020 | l1));
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+        for _ in 0..2 {
+            assert_eq!(r.v.get(crate::fields::PROC_CONTROLS2) & tables != 0, l2 != 0);
+            r.enter(ExitReason::Cpuid, |_| {});
+            assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+            assert_eq!(r.v.get(crate::fields::PROC_CONTROLS2) & tables != 0, l1 != 0);
+            assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+        }
+    }
+}
+
+/// VMFUNC switches between the tables of L1's list, and is L1's where it cannot.
+#[test]
+fn l2_switches_its_tables_by_vmfunc() {
+    const LIST: u64 = 0x1_5000;
+    let (first, second) = (0x3000 | 3 << 3 | 6, 0x5000 | 3 << 3 | 6);
+    let mut v12 = good();
+    let two = ProcControls2::EPT | ProcControls2::VMFUNC;
+    v12.set(field::PROC_CONTROLS2, two.bits());
+    v12.set(field::EPT_POINTER, first);
+    v12.set(field::VM_FUNCTION_CONTROLS, 1);
+    v12.set(field::EPTP_LIST, LIST);
+    let mut r = Rig::new(&v12, 0xd01);
+    r.root = true;
+    for (n, pointer) in [first, second, 0x5000].into_iter().enumerate() {
+        r.m.bytes.borrow_mut()[LIST as usize + 8 * n..][..8]
+            .copy_from_slice(&pointer.to_le_bytes());
+    }
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    let function = |r: &mut Rig, eax: u64, ecx: u64| {
+        (r.g.0[0], r.g.0[1]) = (eax, ecx);
+        r.enter(ExitReason::Vmfunc, |v| assert_eq!(v.get(field::VM_FUNCTION_CONTROLS), 0));
+        assert_eq!(r.v.claims(&r.g, &r.m), Ok(backend::Claim::Instruction));
+        r.v.execute_for_l2(&mut r.g, &r.m)
+    };
+    let pointer = |r: &Rig| match backend::NestedPaging::l1_tables(&r.v) {
+        Some(backend::L1Tables::Ept { pointer, .. }) => pointer,
+        _ => 0,
+    };
+    assert_eq!(function(&mut r, 0, 0), Executed::Retired);
+    assert_eq!(function(&mut r, 0, 1), Executed::Switched);
+    assert_eq!(pointer(&r), second);
+    backend::NestedPaging::set_nested_root(&mut r.v, x86::Hpa(0xa000), false);
+    assert_eq!(function(&mut r, 64, 0), Executed::Fault(x86::Exception::ud()));
+    // No such function, no such entry, a pointer that no entry takes.
+    for (eax, ecx) in [(1, 0), (0, 512), (0, 2)] {
+        assert_eq!(function(&mut r, eax, ecx), Executed::Left);
+        let v = r.v.nested.as_ref().unwrap().machine.vmcs12();
+        assert_eq!((v.get(field::EXIT_REASON), v.get(field::EPT_POINTER)), (59, second));
+        assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    }
+}

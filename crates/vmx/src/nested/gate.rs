@@ -5,7 +5,7 @@ use cpu::Cpu;
 use nested_vmx::events::{self, Injection as Undelivered, State};
 use nested_vmx::leave::Report;
 use nested_vmx::reflect;
-use x86::vmcs::{ExitReason, event};
+use x86::vmcs::{ExitReason, event, field};
 use x86::{Cr0, Rflags};
 
 use super::{
@@ -74,9 +74,23 @@ impl<C: Cpu> Vmx<C> {
             Waiting::MonitorTrap => Report::plain(ExitReason::MonitorTrap, 0),
             Waiting::TripleFault => Report::plain(ExitReason::TripleFault, 0),
         };
+        report.activity = n.machine.vmcs12().get(field::GUEST_ACTIVITY);
         if *waiting != Waiting::TripleFault {
             self.tell_undelivered(&mut report, undelivered);
         }
+        self.leave_l2(n, gprs, &report, &Memory::new(l1))
+    }
+
+    /// Ends the run of an L2 that sleeps, with what wakes it.
+    #[cold]
+    pub(super) fn exit_asleep<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &mut Gprs,
+        mut report: Report,
+        l1: &M,
+    ) -> Executed {
+        report.activity = n.machine.vmcs12().get(field::GUEST_ACTIVITY);
         self.leave_l2(n, gprs, &report, &Memory::new(l1))
     }
 

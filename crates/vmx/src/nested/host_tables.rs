@@ -41,10 +41,10 @@ impl<C: Cpu> Vmx<C> {
         true
     }
 
-    /// Secondary controls of vmcs01 that are there for the watch of L1 alone.
+    /// Secondary controls of vmcs01 that say nothing of L2: they are there for the watch of L1, or for its UMIP.
     #[inline]
     pub(crate) fn watching_controls(&self) -> ProcControls2 {
-        if self.cold.tables.watches() && !self.l1_has_umip_exits() {
+        if self.cold.tables.watches() || self.features.umip_by_exits {
             ProcControls2::DESCRIPTOR_TABLES
         } else {
             ProcControls2::empty()

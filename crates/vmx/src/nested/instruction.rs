@@ -249,7 +249,10 @@ impl<C: Cpu> Vmx<C> {
         if memory.has_missed() {
             return Executed::Outside;
         }
-        self.conclude(n, gprs, result, &memory)
+        let done = self.conclude(n, gprs, result, &memory);
+        // An INIT may have waited for the end of VMX operation.
+        let ends = reason == ExitReason::Vmxoff && done == Executed::Retired;
+        if ends { Executed::Opened } else { done }
     }
 
     /// What becomes of L1 after an instruction.

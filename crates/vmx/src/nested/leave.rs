@@ -58,7 +58,7 @@ impl<C: Cpu> Vmx<C> {
                 Claim::Exception
             }
             reflect::Claim::L1 => Claim::L1,
-            reflect::Claim::Priority(_) => Claim::Instruction,
+            reflect::Claim::Priority(_) | reflect::Claim::Function => Claim::Instruction,
         })
     }
 
@@ -87,7 +87,7 @@ impl<C: Cpu> Vmx<C> {
     /// Whether L2's run can end here: what it needs of L1's memory can be had.
     pub(super) fn may_leave<M: L1Memory>(n: &Nested, memory: &Memory<'_, M>) -> bool {
         let stores = n.machine.vmcs12().get(field::EXIT_MSR_STORE_COUNT) != 0;
-        memory.is_whole() || !(stores || n.needs_memory_to_leave())
+        memory.is_whole() || !(stores || n.machine.owes_shadow() || n.needs_memory_to_leave())
     }
 
     /// L2's run ends with what L1 is told.
@@ -111,6 +111,7 @@ impl<C: Cpu> Vmx<C> {
         let block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
         let mut known = Self::known(&block, self.efer.bits());
         known.preemption_timer = left;
+        known.activity = report.activity;
         n.machine.leave(&block, report, &known, memory);
         n.kept_by_l0 = Some((self.cr0, self.cr4));
         self.set_offer_none();

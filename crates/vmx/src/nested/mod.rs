@@ -21,6 +21,8 @@ mod priority;
 mod round_trip_tests;
 mod saved;
 mod shadow;
+#[cfg(test)]
+mod sleep_tests;
 mod smm;
 mod switch;
 mod tables;
@@ -28,13 +30,15 @@ mod timer;
 
 use backend::{
     Claim, Event, Executed, Gate, Gprs, Injection, L1Memory, Level, Nesting, Outside,
-    Registers as _, Waiting,
+    Registers as _, Sleep, Waiting,
 };
 use cpu::Cpu;
 use host::KBox;
-use nested_vmx::{machine, merge::time::Deadline};
-use x86::vmcs::{ProcControls, event, field};
-use x86::{Cr0, Cr4, Dr6, Efer, Gpa, Rflags};
+use nested_vmx::{
+    checks::guest::activity_state, events, leave::Report, machine, merge::time::Deadline,
+};
+use x86::vmcs::{ExitReason, ProcControls, event, field};
+use x86::{Cr0, Cr4, Dr6, Efer, Gpa, Rflags, Vector};
 
 use crate::{fields, inject, permission::MsrMap, state::Vmx};
 use kept::Nested;
@@ -221,7 +225,15 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
     }
 
     fn execute_for_l2(&mut self, gprs: &mut Gprs, l1: &impl L1Memory) -> Executed {
-        self.with_nested(|this, n| this.move_priority(n, gprs, l1)).unwrap_or(Executed::Shutdown)
+        let switches = self.exit_reason() == ExitReason::Vmfunc;
+        self.with_nested(|this, n| {
+            if switches {
+                this.switch_by_function(n, gprs, l1)
+            } else {
+                this.move_priority(n, gprs, l1)
+            }
+        })
+        .unwrap_or(Executed::Shutdown)
     }
 
     /// VMMCALL of L2 stays undefined, as on stock KVM.
@@ -232,6 +244,8 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
     fn gate(&self, waiting: &Waiting) -> Gate {
         match &self.nested {
             Some(n) if n.machine.level() == machine::Level::L2 => self.gate_of(n, waiting),
+            // VMX root operation blocks INIT (SDM vol. 3C §24.8).
+            Some(_) if *waiting == Waiting::Init && self.in_operation().is_some() => Gate::Hold,
             _ => Gate::Deliver,
         }
     }
@@ -272,6 +286,29 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
     }
 
     fn set_l1_priority(&mut self, _cr8: u8) {}
+
+    fn set_activity(&mut self, sleeps: Option<Sleep>) {
+        if let Some(n) = self.nested.as_mut().filter(|_| self.cold.of_l1.runs) {
+            let state = match sleeps {
+                None => activity_state::ACTIVE,
+                Some(Sleep::Halt) => activity_state::HLT,
+                Some(Sleep::WaitForSipi) => activity_state::WAIT_FOR_SIPI,
+            };
+            n.machine.vmcs12_mut().set(field::GUEST_ACTIVITY, state);
+        }
+    }
+
+    fn exit_for_sipi(&mut self, gprs: &mut Gprs, page: Vector, l1: &impl L1Memory) -> Executed {
+        let report = events::report(events::Event::Sipi(page.0), None);
+        self.with_nested(|this, n| this.exit_asleep(n, gprs, report, l1))
+            .unwrap_or(Executed::Shutdown)
+    }
+
+    fn exit_for_timer(&mut self, gprs: &mut Gprs, l1: &impl L1Memory) -> Executed {
+        let report = Report::plain(ExitReason::PreemptionTimer, 0);
+        self.with_nested(|this, n| this.exit_asleep(n, gprs, report, l1))
+            .unwrap_or(Executed::Shutdown)
+    }
 
     fn wakes_at(&self) -> Option<u64> {
         self.nested.as_ref().and_then(|n| n.timer).map(Deadline::tsc)

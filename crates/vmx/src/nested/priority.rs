@@ -1,8 +1,9 @@
-//! MOV of CR8 by an L2 whose task priority is in L1's virtual-APIC page ([`nested_vmx::priority`]).
+//! MOV of CR8, RDMSR and WRMSR by an L2 whose task priority is in L1's virtual-APIC page ([`nested_vmx::priority`]).
 
-use backend::{Executed, Gprs, L1Memory, Nested as _, Turn};
+use backend::{Executed, Gprs, L1Memory, Nested as _, RAX, RDX, Turn};
 use cpu::Cpu;
 use nested_vmx::leave::Report;
+use nested_vmx::merge::bitmaps::Direction;
 use nested_vmx::priority::{self, Access, Moved};
 use x86::vmcs::ExitReason;
 use x86::{Dr6, Rflags};
@@ -11,7 +12,7 @@ use super::{access::Memory, kept::Nested};
 use crate::{fields, state::Vmx};
 
 impl<C: Cpu> Vmx<C> {
-    /// Carries out the MOV that the last exit is for.
+    /// Carries out the access that the last exit is for.
     #[cold]
     #[inline(never)]
     pub(super) fn move_priority<M: L1Memory>(
@@ -22,9 +23,22 @@ impl<C: Cpu> Vmx<C> {
     ) -> Executed {
         let memory = Memory::new(l1);
         let v = n.machine.vmcs12();
-        let qualification = self.get(fields::EXIT_QUALIFICATION);
-        let value = match priority::access(v, qualification, &gprs.0) {
-            Some(Access::Write { value }) => value,
+        let access = match self.exit_reason() {
+            ExitReason::Rdmsr => priority::msr_access(v, Direction::Read, &gprs.0),
+            ExitReason::Wrmsr => priority::msr_access(v, Direction::Write, &gprs.0),
+            _ => priority::access(v, self.get(fields::EXIT_QUALIFICATION), &gprs.0),
+        };
+        let falls = match access {
+            Some(Access::Write { value }) => priority::falls(v, value),
+            Some(Access::WriteMsr { value }) => priority::falls(v, value >> 4),
+            Some(Access::Read { .. } | Access::ReadMsr { .. }) | None => false,
+        };
+        if falls && !Self::may_leave(n, &memory) {
+            return Executed::Outside;
+        }
+        let moved = match access {
+            Some(Access::Write { value }) => priority::write(v, value, &memory),
+            Some(Access::WriteMsr { value }) => priority::write_msr(v, value, &memory),
             Some(Access::Read { gpr }) => {
                 let value = priority::read(v, &memory);
                 if memory.has_missed() {
@@ -34,12 +48,17 @@ impl<C: Cpu> Vmx<C> {
                 gprs.0[at & 15] = value;
                 return Executed::Retired;
             }
+            Some(Access::ReadMsr { offset }) => {
+                let value = priority::read_msr(v, offset, &memory);
+                if memory.has_missed() {
+                    return Executed::Outside;
+                }
+                gprs.0[RAX] = value & 0xffff_ffff;
+                gprs.0[RDX] = value >> 32;
+                return Executed::Retired;
+            }
             None => return Executed::Shutdown,
         };
-        if priority::falls(v, value) && !Self::may_leave(n, &memory) {
-            return Executed::Outside;
-        }
-        let moved = priority::write(v, value, &memory);
         if memory.has_missed() {
             return Executed::Outside;
         }

@@ -130,3 +130,38 @@ fn l1s_own_exits_come_first() {
     r.enter(ExitReason::CrAccess, |v| v.set(field::EXIT_QUALIFICATION, TO));
     assert_eq!(r.v.claims(&r.g, &r.m), Ok(Claim::L1));
 }
+
+/// RDMSR or WRMSR by L2, of an MSR that L1's map lets it have.
+fn msr(r: &mut Rig, reason: ExitReason, index: u64, value: u64) -> Executed {
+    (r.g.0[0], r.g.0[1], r.g.0[2]) = (value & 0xffff_ffff, index, value >> 32);
+    r.enter(reason, |_| {});
+    assert_eq!(r.v.claims(&r.g, &r.m), Ok(Claim::Instruction));
+    r.v.execute_for_l2(&mut r.g, &r.m)
+}
+
+#[test]
+fn the_priority_is_an_msr_of_the_x2apic_too() {
+    use x86::vmcs::{ProcControls, ProcControls2};
+    let mut v = vmcs12(6);
+    let primary = v.get(field::PROC_CONTROLS) | ProcControls::MSR_BITMAPS.bits();
+    v.set(field::PROC_CONTROLS, primary);
+    v.set(field::MSR_BITMAP, 0x1_9000);
+    let x2apic = ProcControls2::VIRTUALIZE_X2APIC | ProcControls2::APIC_REGISTERS;
+    v.set(field::PROC_CONTROLS2, x2apic.bits());
+    let mut r = running(&v, 0x75);
+    let word = ProcControls2::from_bits_retain(r.v.get(fields::PROC_CONTROLS2));
+    assert!(!word.intersects(x2apic), "no page of L1's for the hardware");
+    r.v.change_proc2(x2apic, false);
+    let word = ProcControls2::from_bits_retain(r.v.get(fields::PROC_CONTROLS2));
+    assert!(!word.intersects(x2apic), "nor when L0 changes its own");
+    assert_eq!(msr(&mut r, ExitReason::Rdmsr, 0x808, 0), Executed::Retired);
+    assert_eq!((r.g.0[0], r.g.0[2]), (0xffff_ff75, 0));
+    assert_eq!(msr(&mut r, ExitReason::Wrmsr, 0x808, 0x61), Executed::Retired);
+    assert_eq!(vtpr(&r), 0x61);
+    let fault = Executed::Fault(Exception::gp(0));
+    assert_eq!(msr(&mut r, ExitReason::Wrmsr, 0x808, 1 << 32), fault);
+    assert_eq!(msr(&mut r, ExitReason::Wrmsr, 0x808, 0x5f), Executed::Left);
+    assert_eq!(vtpr(&r), 0x5f);
+    let v = r.v.nested.as_ref().unwrap().machine.vmcs12();
+    assert_eq!(v.get(field::EXIT_REASON), 43);
+}

@@ -21,7 +21,7 @@ use zerocopy::IntoBytes;
 
 pub(super) struct Mem {
     pub(super) bytes: RefCell<Vec<u8>>,
-    whole: Cell<bool>,
+    pub(super) whole: Cell<bool>,
 }
 impl L1Memory for Mem {
     fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside> {
@@ -156,7 +156,7 @@ pub(super) struct Rig {
     pub(super) v: Vmx<Counting<Model>>,
     pub(super) g: Gprs,
     pub(super) m: Mem,
-    root: bool,
+    pub(super) root: bool,
     /// Behind the vCPU, which clears its VMCSs when it is dropped.
     _alone: MutexGuard<'static, ()>,
 }

@@ -42,6 +42,7 @@ impl<C: Cpu> Vmx<C> {
         let block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
         let mut known = Self::known(&block, self.efer.bits());
         known.preemption_timer = left;
+        known.activity = n.machine.vmcs12().get(field::GUEST_ACTIVITY);
         n.machine.save_running(&block, &known);
         let injection = self.get(fields::ENTRY_INTERRUPTION);
         let shadow = self.interrupt_shadow();

@@ -3,13 +3,14 @@
 //! SDM vol. 3C §29.3 (EPT), §29.4.3 (INVEPT), table 28-7 (the qualification of an EPT violation).
 
 use backend::{
-    Event, Executed, Gprs, L1Flush, L1Memory, L1Tables, NestedPageFault, NestedPaging, TablesRefuse,
+    Event, Executed, Gprs, L1Flush, L1Memory, L1Tables, NestedPageFault, NestedPaging, RAX, RCX,
+    TablesRefuse,
 };
 use cpu::Cpu;
 use nested_vmx::leave::{Exit, Report};
-use nested_vmx::machine::Invalidation;
+use nested_vmx::machine::{Invalidation, Switch};
 use x86::vmcs::{ExitReason, ept_violation, eptp, field};
-use x86::{Gpa, Hpa};
+use x86::{Exception, Gpa, Hpa};
 
 use super::{
     access::{Block, Memory},
@@ -116,6 +117,36 @@ impl<C: Cpu> Vmx<C> {
     pub(crate) fn other_root(&self) -> Option<u64> {
         let other = self.nested.as_ref()?.other.fields.get(fields::EPT_POINTER)?;
         (other != 0 && Some(other) != self.vmcs.fields.get(fields::EPT_POINTER)).then_some(other)
+    }
+
+    /// VMFUNC of L2's: the switch to tables of a list of L1's, or an exit that L1 sees.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn switch_by_function<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &mut Gprs,
+        l1: &M,
+    ) -> Executed {
+        let memory = Memory::new(l1);
+        if !Self::may_leave(n, &memory) {
+            return Executed::Outside;
+        }
+        let limits = self.nested_limits();
+        let (eax, ecx) = (gprs.0[RAX] as u32, gprs.0[RCX] as u32);
+        let switch = n.machine.vmfunc(eax, ecx, &limits, &memory);
+        if memory.has_missed() {
+            return Executed::Outside;
+        }
+        match switch {
+            Switch::Same => Executed::Retired,
+            Switch::Ept(_) => Executed::Switched,
+            Switch::Undefined => Executed::Fault(Exception::ud()),
+            Switch::Exit => {
+                let report = Report::of(&Block { cpu: &self.cpu, vmcs: &self.vmcs });
+                self.leave_l2(n, gprs, &report, &memory)
+            }
+        }
     }
 
     fn refuse_by_tables<M: L1Memory>(

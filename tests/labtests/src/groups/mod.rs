@@ -41,9 +41,11 @@ pub mod nested_state;
 mod nested_svm;
 mod nested_svm_hostile;
 mod nested_vmx;
+mod nested_vmx_activity;
 mod nested_vmx_ept;
 mod nested_vmx_events;
 mod nested_vmx_host;
+mod nested_vmx_shadowing;
 mod nested_vmx_timer;
 mod nested_vmx_tpr;
 mod paging_bits;
@@ -122,9 +124,11 @@ pub fn all() -> impl Iterator<Item = Test> + Clone {
         nested_smm::TESTS,
         nested_svm::TESTS,
         nested_vmx::TESTS,
+        nested_vmx_activity::TESTS,
         nested_vmx_ept::TESTS,
         nested_vmx_events::TESTS,
         nested_vmx_host::TESTS,
+        nested_vmx_shadowing::TESTS,
         nested_vmx_timer::TESTS,
         nested_vmx_tpr::TESTS,
         nested_svm_hostile::TESTS,

@@ -21,6 +21,7 @@ tests!("nested_vmx_tpr":
     reserved_bits_of_cr8_are_a_fault,
     an_entry_checks_page_and_threshold,
     exits_of_cr8_are_l1s_where_it_asks,
+    the_priority_is_an_msr_of_the_x2apic_too,
     a_page_that_is_no_memory_fails_the_entry,
     the_page_is_changed_while_l2_runs,
     the_page_is_taken_away_while_l2_runs,
@@ -38,6 +39,7 @@ const STORE: u64 = 1 << 20;
 
 const EXIT_EXCEPTION: u64 = 0;
 const EXIT_CR: u64 = 28;
+const EXIT_RDMSR: u64 = 31;
 const EXIT_BELOW: u64 = 43;
 const GUEST_RIP: u64 = 3;
 const PENDING_DEBUG: u64 = 4;
@@ -85,6 +87,23 @@ guest_code!(
 );
 /// Where that MOV ends.
 const STEPPED: u64 = 9 + 4;
+
+guest_code!(
+    // MSR 0x808 to RESULT[5], ARGUMENT into it, CPUID.
+    moves_by_msr,
+    64,
+    "mov $0x808, %ecx",
+    "rdmsr",
+    "mov %eax, RESULT + 40",
+    "mov %edx, RESULT + 44",
+    "mov ARGUMENT, %eax",
+    "mov ARGUMENT + 4, %edx",
+    "wrmsr",
+    "cpuid",
+    "hlt",
+);
+/// Where the WRMSR begins.
+const WRMSR: u64 = 5 + 2 + 4 * 7;
 
 /// A guest whose L2 is this program, and that has come to its mark; its primary controls with a TPR shadow.
 fn ready(l2: &[u8]) -> Outcome<(Guest, u64)> {
@@ -278,4 +297,39 @@ fn the_priority_travels() -> Outcome {
         }
     }
     Ok(())
+}
+
+fn the_priority_is_an_msr_of_the_x2apic_too() -> Outcome {
+    const X2APIC: u64 = 1 << 4;
+    // A page of zeroes: no MSR exits to L1.
+    const NO_MSR: u64 = FREE + 0x2000;
+    let (guest, primary) = ready(moves_by_msr())?;
+    if guest.vcpu().msr(0x48b)?.unwrap_or(0) >> 32 & X2APIC == 0 {
+        return skip("no virtual x2APIC mode in VMX_PROCBASED_CTLS2");
+    }
+    let primary = primary | 1 << 28 | 1 << 31;
+    let fields = [
+        (0x4002, primary),
+        (0x401e, X2APIC),
+        (0x2004, NO_MSR),
+        (0x2012, PAGE),
+        (0x401c, 6),
+        (0x4004, 1 << 13),
+    ];
+    for (before, after, reason) in [(0x75, 0x61, EXIT_CPUID), (0x61, 0x5f, EXIT_BELOW)] {
+        equal("exit", moved(&guest, before, after, &fields)?, reason)?;
+        equal("RDMSR", guest.result(PRIORITY), before)?;
+        equal("the page", guest.memory.read(VTPR), after)?;
+        equal("L1's own", guest.vcpu().sregs()?.cr8, 0)?;
+    }
+    equal("reserved bits", moved(&guest, 0x60, 0x160, &fields)?, EXIT_EXCEPTION)?;
+    equal("RIP", guest.result(GUEST_RIP), L2_CODE + WRMSR)?;
+    equal("the page", guest.memory.read(VTPR), 0x60)?;
+    // An access that L1's map has exit is L1's; without the map all are.
+    let [_, second, _, page, threshold, _] = fields;
+    let no_map = [(0x4002, primary & !(1 << 28)), second, page, threshold];
+    equal("RDMSR exits", moved(&guest, 0x60, 0x60, &no_map)?, EXIT_RDMSR)?;
+    let no_page = [(0x4002, primary & !SHADOW), second];
+    launch(&guest, &no_page)?;
+    equal("no TPR shadow", (guest.result(0), guest.result(1)), (ZERO, 7))
 }

@@ -1,0 +1,98 @@
+//! L2 in other activity states than the active one, and INIT, over the model CPU.
+
+use backend::{Executed, Gate, Nested as _, Sleep, Waiting};
+use nested_vmx::Vmcs12;
+use x86::Vector;
+use x86::vmcs::{ExitReason, field};
+
+use super::round_trip_tests::{Rig, good};
+use crate::fields;
+
+fn in_state(activity: u32) -> Vmcs12 {
+    let mut v = good();
+    v.set(field::GUEST_ACTIVITY, activity);
+    v
+}
+
+/// Reason, qualification and activity that L1 has seen last.
+fn seen(r: &Rig) -> (u32, u64, u32) {
+    let v = r.v.nested.as_ref().unwrap().machine.vmcs12();
+    let qualification = v.get(field::EXIT_QUALIFICATION);
+    (v.get(field::EXIT_REASON), qualification, v.get(field::GUEST_ACTIVITY))
+}
+
+#[test]
+fn an_l2_that_is_entered_halted_sleeps_until_an_event_ends_its_run() {
+    let mut r = Rig::new(&in_state(1), 0xd01);
+    for first in [true, false] {
+        let by = if first { ExitReason::Vmlaunch } else { ExitReason::Vmresume };
+        assert_eq!(r.go(by), Executed::Asleep(Sleep::Halt));
+        assert_eq!(r.v.get(fields::GUEST_ACTIVITY), 0, "the CPU's own guest is active");
+        let waiting = Waiting::Interrupt(None);
+        assert_eq!(r.v.gate(&waiting), Gate::ExitToL1, "no entry is pending");
+        r.v.set_activity(Some(Sleep::Halt));
+        assert_eq!(r.v.exit_to_l1(&mut r.g, &waiting, None, &r.m), Executed::Left);
+        assert_eq!(seen(&r), (1, 0, 1));
+    }
+    // What wakes it and is its own makes it an active one.
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Asleep(Sleep::Halt));
+    r.v.set_activity(None);
+    r.enter(ExitReason::Cpuid, |_| {});
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    assert_eq!(seen(&r), (10, 0, 0));
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+}
+
+#[test]
+fn an_event_that_is_injected_wakes_it() {
+    let mut v = in_state(1);
+    v.set(field::ENTRY_INTERRUPTION, 0x8000_0202);
+    let mut r = Rig::new(&v, 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    r.enter(ExitReason::Cpuid, |_| {});
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    assert_eq!(seen(&r), (10, 0, 0));
+}
+
+#[test]
+fn an_l2_that_waits_for_a_startup_ipi_takes_no_init() {
+    let mut r = Rig::new(&in_state(3), 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Asleep(Sleep::WaitForSipi));
+    assert_eq!(r.v.gate(&Waiting::Init), Gate::Hold);
+    r.v.set_activity(Some(Sleep::WaitForSipi));
+    assert_eq!(r.v.exit_for_sipi(&mut r.g, Vector(0x30), &r.m), Executed::Left);
+    assert_eq!(seen(&r), (4, 0x30, 3));
+}
+
+#[test]
+fn an_init_waits_in_root_operation_and_ends_l2s_run() {
+    let mut r = Rig::new(&good(), 0xd01);
+    assert_eq!(r.v.gate(&Waiting::Init), Gate::Hold);
+    assert_eq!(r.v.gate(&Waiting::Nmi), Gate::Deliver);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    assert_eq!(r.v.gate(&Waiting::Init), Gate::AfterEntry);
+    r.enter(ExitReason::Cpuid, |_| {});
+    let _ = r.v.claims(&r.g, &r.m);
+    assert_eq!(r.v.gate(&Waiting::Init), Gate::ExitToL1);
+    r.v.leave_operation();
+    assert_eq!(r.v.gate(&Waiting::Init), Gate::Deliver);
+}
+
+#[test]
+fn other_states_fail_the_entry() {
+    for activity in [2, 4, u32::MAX] {
+        let mut r = Rig::new(&in_state(activity), 0xd01);
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Left);
+        assert_eq!(seen(&r).0, 1 << 31 | 33);
+    }
+    // An interrupt shadow, or a program that may not halt.
+    let mut shadowed = in_state(1);
+    shadowed.set(field::GUEST_INTERRUPTIBILITY, 1);
+    let mut program = in_state(1);
+    program.set(field::GUEST_SS_RIGHTS, 0xc0f3);
+    for v in [shadowed, program] {
+        let mut r = Rig::new(&v, 0xd01);
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Left);
+        assert_eq!(seen(&r).0, 1 << 31 | 33);
+    }
+}
