@@ -38,6 +38,18 @@ pub struct Entry {
     pub failed: Option<String>,
 }
 
+impl Entry {
+    /// The least, the median and the greatest, or why there are none.
+    pub fn ticks(&self) -> Result<[u64; 3], String> {
+        match (self.min, self.median, self.max, &self.failed, &self.skipped) {
+            (Some(min), Some(median), Some(max), ..) => Ok([min, median, max]),
+            (.., Some(reason), _) => Err(format!("failed: {reason}")),
+            (.., Some(reason)) => Err(format!("skipped: {reason}")),
+            _ => Err("no figures".to_owned()),
+        }
+    }
+}
+
 /// What every measurement on a machine needs.
 pub struct Tools {
     pub exitbench: PathBuf,
@@ -211,27 +223,19 @@ fn join(entries: Vec<Entry>, counts: &[Counts]) -> Side {
             counts.len()
         ));
     }
-    let mut records = counts.iter().filter(|_| marked == counts.len());
+    let mut records = counts.iter().filter(|_| marked == counts.len()).peekable();
     for entry in entries {
-        let result = match (entry.min, entry.median, entry.max) {
-            (Some(min), Some(median), Some(max)) => {
-                let mut figures = Figures { min, median, max, ..Figures::default() };
-                let record = if entry.markers { records.next() } else { None };
-                if let Some(record) = record {
-                    let per = entry.marker_iterations.max(1) as f64;
-                    let each = |(name, count): (&String, &u64)| {
-                        (name.clone(), (*count as f64 / per * 100.0).round() / 100.0)
-                    };
-                    figures.ops = record.iter().map(each).collect();
-                }
-                Ok(figures)
+        let result = entry.ticks().map(|[min, median, max]| {
+            let mut figures = Figures { min, median, max, ..Figures::default() };
+            if let Some(record) = records.next_if(|_| entry.markers) {
+                let per = entry.marker_iterations.max(1) as f64;
+                let each = |(name, count): (&String, &u64)| {
+                    (name.clone(), (*count as f64 / per * 100.0).round() / 100.0)
+                };
+                figures.ops = record.iter().map(each).collect();
             }
-            _ => Err(match (entry.failed, entry.skipped) {
-                (Some(reason), _) => format!("failed: {reason}"),
-                (None, Some(reason)) => format!("skipped: {reason}"),
-                (None, None) => "no figures".to_owned(),
-            }),
-        };
+            figures
+        });
         side.workloads.push((entry.name, result));
     }
     side

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// One step under way; ends when dropped.
@@ -81,19 +81,28 @@ impl Drop for Step {
     }
 }
 
-/// Performs tasks two at a time, each by worker 0 or 1; what came of them, in their order.
+/// Performs tasks two at a time, and has `step` show how many are done and what each worker says. What came of them, in their order.
 pub fn two_at_a_time<T: Send, R: Send>(
+    step: &Step,
     tasks: Vec<T>,
-    perform: impl Fn(usize, T) -> R + Sync,
+    perform: impl Fn(&dyn Fn(String), T) -> R + Sync,
 ) -> Vec<R> {
+    let total = tasks.len();
     let queue = Mutex::new(tasks.into_iter().enumerate());
     let results = Mutex::new(BTreeMap::new());
-    // What a worker that panicked left is still whole: each change is one step or one insertion.
-    let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let shown = Mutex::new([const { String::new() }; 2]);
+    let say = |worker: usize, text: String| {
+        let done = whole(&results).len();
+        let mut shown = whole(&shown);
+        shown[worker] = text;
+        step.say(&format!("{done}/{total}  {}", shown.join("  ")));
+    };
+    let next = || whole(&queue).next();
     let work = |worker| {
         while let Some((number, task)) = next() {
-            let result = perform(worker, task);
-            results.lock().unwrap_or_else(PoisonError::into_inner).insert(number, result);
+            let result = perform(&|text| say(worker, text), task);
+            whole(&results).insert(number, result);
+            say(worker, String::new());
         }
     };
     std::thread::scope(|scope| {
@@ -101,6 +110,11 @@ pub fn two_at_a_time<T: Send, R: Send>(
         work(0);
     });
     results.into_inner().unwrap_or_else(PoisonError::into_inner).into_values().collect()
+}
+
+/// What a worker that panicked left is still whole: each change is one step or one insertion.
+fn whole<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn style(template: &str) -> ProgressStyle {

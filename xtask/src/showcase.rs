@@ -10,7 +10,6 @@ use anyhow::Result;
 use comfy_table::{Cell, CellAlignment};
 use gannet_lab::{Event, Layout, Machine, Module};
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 use std::time::Instant;
 
 /// One run of a machine.
@@ -110,23 +109,13 @@ fn tasks<'a>(
 /// Runs two at a time.
 fn run_tasks<'a>(layout: &Layout, tasks: Vec<Task<'a>>) -> Vec<(Task<'a>, Found)> {
     let step = Step::start(layout, &title(&tasks));
-    let total = tasks.len();
-    let shown = Mutex::new((0, [const { String::new() }; 2]));
-    let say = |worker: usize, text: String, more: usize| {
-        if let Ok(mut shown) = shown.lock() {
-            shown.0 += more;
-            shown.1[worker] = text;
-            step.say(&format!("{}/{total}  {}", shown.0, shown.1.join("  ")));
-        }
-    };
-    let mut results = two_at_a_time(tasks, |worker, task: Task<'a>| {
+    let mut results = two_at_a_time(&step, tasks, |say, task: Task<'a>| {
         let name = format!("{} {}", task.options.machine().name(), task.module.name());
         let found = run_one(layout, task, &mut |event| {
             let (Event::Line(text) | Event::Pending(text)) = event;
             let text: String = text.chars().take(40).collect();
-            say(worker, format!("{name}: {text}"), 0);
+            say(format!("{name}: {text}"));
         });
-        say(worker, String::new(), 1);
         (task, found)
     });
     step.done();

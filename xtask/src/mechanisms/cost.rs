@@ -5,25 +5,18 @@ use super::results::Figures;
 use anyhow::{Result, ensure};
 use gannet_lab::Machine;
 use gannet_lab::classify::KINDS;
-use serde::Deserialize;
+use serde::de::Error;
+use serde::{Deserialize, Deserializer};
 
 /// Cycles: the least, what is taken, the most.
 pub type Cycles = [f64; 3];
 
-/// Cycles as a file has them; of a range the middle is taken.
-#[derive(Clone, Copy, Deserialize)]
-#[serde(untagged)]
-pub enum Given {
-    One(f64),
-    Range([f64; 2]),
-}
-
-impl From<Given> for Cycles {
-    fn from(given: Given) -> Self {
-        match given {
-            Given::One(cycles) => [cycles; 3],
-            Given::Range([low, high]) => [low, f64::midpoint(low, high), high],
-        }
+/// Cycles as a file has them, `[figure]` or `[low, high]`; of a range the middle is taken.
+pub fn cycles<'de, D: Deserializer<'de>>(file: D) -> Result<Cycles, D::Error> {
+    match Vec::deserialize(file)?[..] {
+        [one] => Ok([one; 3]),
+        [low, high] => Ok([low, f64::midpoint(low, high), high]),
+        _ => Err(D::Error::custom("cycles are [figure] or [low, high]")),
     }
 }
 
@@ -37,21 +30,16 @@ pub struct Cpu {
 }
 
 /// How well founded a cost is.
-#[derive(Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Kind {
-    Measured,
-    Derived,
-    Range,
-}
+const FOUNDED: [&str; 3] = ["measured", "derived", "range"];
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Entry {
     operation: String,
     cpus: Vec<String>,
-    cycles: Given,
-    kind: Kind,
+    #[serde(deserialize_with = "cycles")]
+    cycles: Cycles,
+    kind: String,
     source: String,
 }
 
@@ -70,13 +58,12 @@ impl Model {
     /// Whether it is complete, every entry names what there is, and none stands there twice.
     pub fn check(&self) -> Result<()> {
         let (mut wanted, mut found) = (Vec::new(), Vec::new());
-        for cpu in &self.cpus {
-            let intel = cpu.vendor == Machine::Intel.name();
-            let own = KINDS.iter().filter(|kind| !kind.is_vmx() || intel);
-            wanted.extend(own.map(|kind| (kind.name(), &*cpu.key)));
+        for Cpu { key, vendor, .. } in &self.cpus {
+            let own = KINDS.iter().filter(|kind| !kind.is_vmx() || vendor == Machine::Intel.name());
+            wanted.extend(own.map(|kind| (kind.name(), &**key)));
         }
-        for Entry { operation, cpus, source, .. } in &self.entries {
-            ensure!(!source.is_empty(), "{operation}: no source");
+        for Entry { operation, cpus, source, kind, .. } in &self.entries {
+            ensure!(!source.is_empty() && FOUNDED.contains(&&**kind), "{operation}: source, kind");
             found.extend(cpus.iter().map(|cpu| (&**operation, &**cpu)));
         }
         wanted.sort_unstable();
@@ -86,9 +73,11 @@ impl Model {
         Ok(())
     }
 
-    /// How many entries there are that are so well founded.
-    pub fn founded(&self, kind: Kind) -> usize {
-        self.entries.iter().filter(|entry| entry.kind == kind).map(|entry| entry.cpus.len()).sum()
+    /// How many costs are so well founded; `None` for another word.
+    pub fn founded(&self, kind: &str) -> Option<String> {
+        let so = self.entries.iter().filter(|entry| entry.kind == kind);
+        let count: usize = so.map(|entry| entry.cpus.len()).sum();
+        FOUNDED.contains(&kind).then(|| count.to_string())
     }
 
     /// A processor's name.
@@ -98,9 +87,8 @@ impl Model {
 
     /// One operation's cost; none for what the model does not know.
     pub fn cost(&self, operation: &str, cpu: &str) -> Cycles {
-        let of =
-            |entry: &&Entry| entry.operation == operation && entry.cpus.iter().any(|c| c == cpu);
-        self.entries.iter().find(of).map_or([0.0; 3], |entry| entry.cycles.into())
+        let mut of = self.entries.iter().filter(|entry| entry.operation == operation);
+        of.find(|entry| entry.cpus.iter().any(|c| c == cpu)).map_or([0.0; 3], |entry| entry.cycles)
     }
 
     /// What one operation of a workload costs: `None` when its operations were not counted.

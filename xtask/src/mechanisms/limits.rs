@@ -2,30 +2,15 @@
 
 use super::basis::{Change, Page};
 use super::plan::{Kind, PAGES, Rule, TOGGLES, paged};
-use super::results::Figures;
+use super::results::{Figures, Run};
 
-/// How a limit stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
-    Met,
-    NotMet,
-    /// Something it needs was not measured.
-    Open,
+/// One limit, what was found, and whether it is met; `None` where something that it needs was not measured.
+pub type Limit<'a> = (&'a str, String, Option<bool>);
+
+/// How a limit stands in words, for page and console.
+pub fn verdict(met: Option<bool>) -> &'static str {
+    met.map_or("not measured", |met| if met { "met" } else { "**not met**" })
 }
-
-impl Verdict {
-    /// In words, for page and console.
-    pub fn name(self) -> &'static str {
-        match self {
-            Verdict::Met => "met",
-            Verdict::NotMet => "**not met**",
-            Verdict::Open => "not measured",
-        }
-    }
-}
-
-/// One limit, what was found, how it stands.
-pub type Limit<'a> = (&'a str, String, Verdict);
 
 /// Those of the machine, in the order of the mechanisms.
 pub fn limits<'a>(page: &Page<'a>) -> Vec<Limit<'a>> {
@@ -34,11 +19,9 @@ pub fn limits<'a>(page: &Page<'a>) -> Vec<Limit<'a>> {
     let here = rules.filter(|rule| rule.machine.as_ref().is_none_or(|machine| machine == on));
     let judge = |rule: &'a Rule| {
         let judge = Judge { page, rule };
-        match judge.judge() {
-            Some((found, true)) => (&*rule.what, found, Verdict::Met),
-            Some((found, false)) => (&*rule.what, found, Verdict::NotMet),
-            None => (&*rule.what, judge.reason(), Verdict::Open),
-        }
+        let found = judge.judge().map(|(found, met)| (found, Some(met)));
+        let (found, met) = found.unwrap_or_else(|| (judge.reason(), None));
+        (&*rule.what, found, met)
     };
     here.map(judge).collect()
 }
@@ -63,19 +46,17 @@ impl Judge<'_> {
     fn judge(&self) -> Option<(String, bool)> {
         let Rule { kind, name, figure, off, on, .. } = self.rule;
         let change = || self.page.change(name, figure, off, on);
+        let ours = |name: &str| self.value("gannet", on, name);
+        let stock = |name: &str| self.value("stock", on, name);
         let (found, value) = match kind {
-            Kind::Value => {
-                let value = self.value("gannet", on, name)?;
-                (format!("{value:.0}"), value)
-            }
+            Kind::Value => (format!("{:.0}", ours(name)?), ours(name)?),
             Kind::Saving => {
                 let (saving, cpu) = (change()?.saving(), self.page.model_of(figure));
                 (format!("{:.1} % on {cpu}", saving * 100.0), saving)
             }
             Kind::Fewer => {
-                let change = change()?;
-                let saving = change.saving();
-                (format!("{} (−{:.2} %)", change.text(), saving * 100.0), saving)
+                let saving = change()?.saving();
+                (format!("{} (−{:.2} %)", change()?.text(), saving * 100.0), saving)
             }
             Kind::Less => (change()?.text(), change()?.before - change()?.after),
             Kind::Ratio => {
@@ -83,24 +64,18 @@ impl Judge<'_> {
                 (format!("{before} → {after}"), after / before)
             }
             Kind::Stock => {
-                let (stock, ours) =
-                    (self.value("stock", on, name)?, self.value("gannet", on, name)?);
+                let (ours, stock) = (ours(name)?, stock(name)?);
                 let ratio = ours / stock.max(1.0);
                 (format!("{ratio:.3} ({ours:.0} of {stock:.0})"), ratio)
             }
             Kind::Cpuid => return self.cpuid(),
             Kind::Flat => return self.toggles(true, 3, &|toggle| self.spread(toggle)),
             Kind::Toggles => {
-                let ratio = |name: &str| {
-                    Some(self.value("gannet", on, name)? / self.value("stock", on, name)?)
-                };
+                let ratio = |name: &str| Some(ours(name)? / stock(name)?);
                 return self.toggles(true, 3, &|toggle| most(toggle, &ratio));
             }
-            Kind::Each | Kind::Free => {
-                let value = |name: &str| self.value("gannet", on, name);
-                let exit = matches!(kind, Kind::Each);
-                return self.toggles(exit, 1, &|toggle| most(toggle, &value));
-            }
+            Kind::Each => return self.toggles(true, 1, &|toggle| most(toggle, &ours)),
+            Kind::Free => return self.toggles(false, 1, &|toggle| most(toggle, &ours)),
         };
         Some((found, self.holds(value)))
     }
@@ -110,16 +85,18 @@ impl Judge<'_> {
         let Rule { name, off, on, .. } = self.rule;
         let first = paged(TOGGLES[0], 1);
         let name = if name.is_empty() { &first } else { name };
-        let reason = |module, at| self.page.results.reason(module, at, name);
-        let all = [reason("gannet", off), reason("gannet", on), reason("stock", on)];
-        all.into_iter().find(|reason| reason != "not run").unwrap_or_else(|| "not run".to_owned())
+        let sides = [("gannet", off), ("gannet", on), ("stock", on)];
+        let mut all =
+            sides.map(|(module, at)| self.page.results.reason(module, at, name)).into_iter();
+        all.find(|reason| *reason != "not run").unwrap_or("not run").to_owned()
     }
 
     /// Every workload and every task of a Linux guest on Gannet whose run did not switch the cache off.
     fn cpuid(&self) -> Option<(String, bool)> {
         let (mut counted, mut offenders) = ([0, 0], Vec::new());
-        let runs = self.page.results.runs.iter().filter(|run| run.module == "gannet");
-        for run in runs.filter(|run| !run.parameters.contains("xstate_cache=0")) {
+        let cached =
+            |run: &&Run| run.module == "gannet" && !run.parameters.contains("xstate_cache=0");
+        for run in self.page.results.runs.iter().filter(cached) {
             for (found, counted) in [&run.workloads, &run.guests].into_iter().zip(&mut counted) {
                 for (name, figures) in found {
                     let Some(cpuids) = figures.get("host.cpuid") else { continue };
@@ -184,7 +161,7 @@ mod tests {
     use serde_json::{Value, json};
 
     /// How the limit stands whose words have this part, on a machine with these runs.
-    fn verdict(machine: &str, runs: &[Value], part: &str) -> Verdict {
+    fn verdict(machine: &str, runs: &[Value], part: &str) -> Option<bool> {
         let results = json!({"machine": machine, "release": "", "runs": runs});
         let (papers, results) = (papers(), serde_json::from_value(results).unwrap());
         let all = limits(&Page { papers: &papers, results: &results, plots: &[] });
@@ -211,9 +188,9 @@ mod tests {
             let runs = [toggled("stock", stock), toggled("gannet", gannet)];
             verdict("intel", &runs, "leaves to the guest")
         };
-        assert_eq!(verdict(0.0, 0.0), Verdict::Met);
-        assert_eq!(verdict(0.0, 2.0), Verdict::NotMet);
-        assert_eq!(verdict(2.0, 2.0), Verdict::Open, "stock KVM leaves none to the guest");
+        assert_eq!(verdict(0.0, 0.0), Some(true));
+        assert_eq!(verdict(0.0, 2.0), Some(false));
+        assert_eq!(verdict(2.0, 2.0), None, "stock KVM leaves none to the guest");
     }
 
     #[test]
@@ -228,9 +205,9 @@ mod tests {
             let runs = ["stock", "gannet"].map(|module| toggled(module, &TOGGLES, figures));
             verdict("amd", &runs, "TDP: toggles flat")
         };
-        assert_eq!(judged("other", 0.0), Verdict::Met);
-        assert_eq!(judged("other", 200.0), Verdict::NotMet);
-        assert_eq!(judged("interrupt", 200.0), Verdict::Met);
+        assert_eq!(judged("other", 0.0), Some(true));
+        assert_eq!(judged("other", 200.0), Some(false));
+        assert_eq!(judged("interrupt", 200.0), Some(true));
     }
 
     #[test]
@@ -239,10 +216,10 @@ mod tests {
         let off = one(json!({"rdmsr": 7.0, "wrmsr": 7.0, "vmrun": 1.0}));
         let on = run("gannet", "", one(json!({"vmrun": 1.0})));
         let runs = [on, run("gannet", "host_state=msr", off)];
-        assert_eq!(verdict("amd", &runs, "at least 10 RDMSR"), Verdict::Met);
-        assert_eq!(verdict("amd", &runs, "no RDMSR"), Verdict::Met);
+        assert_eq!(verdict("amd", &runs, "at least 10 RDMSR"), Some(true));
+        assert_eq!(verdict("amd", &runs, "no RDMSR"), Some(true));
         let saving = verdict("amd", &runs, "modelled saving");
-        assert_eq!(saving, Verdict::NotMet, "14 MSRs are not 39 %");
+        assert_eq!(saving, Some(false), "14 MSRs are not 39 %");
     }
 
     #[test]
@@ -251,8 +228,8 @@ mod tests {
             let run = run("gannet", parameters, json!({"xsetbv": {"host": {"cpuid": count}}}));
             verdict("amd", &[run], "no host CPUID")
         };
-        assert_eq!(verdict("", 0.0), Verdict::Met);
-        assert_eq!(verdict("npt=0", 2.0), Verdict::NotMet);
-        assert_eq!(verdict("xstate_cache=0", 2.0), Verdict::Open);
+        assert_eq!(verdict("", 0.0), Some(true));
+        assert_eq!(verdict("npt=0", 2.0), Some(false));
+        assert_eq!(verdict("xstate_cache=0", 2.0), None);
     }
 }

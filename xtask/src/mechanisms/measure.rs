@@ -9,7 +9,6 @@ use crate::options::Options;
 use crate::progress::{Step, two_at_a_time};
 use anyhow::Result;
 use gannet_lab::{Counts, Event, Job, Layout, Machine, Outcome, guest};
-use std::sync::Mutex;
 
 /// A line with which the machine's command announces part number N.
 const PART: &str = "MECHANISMS-PART ";
@@ -36,25 +35,16 @@ pub fn measure(layout: &Layout, places: &[Place]) -> Result<All> {
             queue.push((run, job(layout, place, run)?));
         }
     }
-    let (total, step) = (queue.len(), Step::start(layout, "measuring mechanisms"));
-    let shown = Mutex::new((0, [const { String::new() }; 2]));
-    let say = |worker: usize, text: String, more: usize| {
-        if let Ok(mut shown) = shown.lock() {
-            shown.0 += more;
-            shown.1[worker] = text;
-            step.say(&format!("{}/{total} {}", shown.0, shown.1.join("  ")));
-        }
-    };
-    let found = two_at_a_time(queue, |worker, (run, job)| {
+    let step = Step::start(layout, "measuring mechanisms");
+    let found = two_at_a_time(&step, queue, |say, (run, job)| {
         let title = format!("{} {}", job.machine.name(), job.module.with(&job.parameters));
-        say(worker, title.clone(), 0);
+        say(title.clone());
         let found = run_one(layout, run, &job, &mut |event| {
             let (Event::Line(text) | Event::Pending(text)) = event;
             if text.starts_with('[') && text.contains("] ") && !text.contains('.') {
-                say(worker, format!("{title}: {text}"), 0);
+                say(format!("{title}: {text}"));
             }
         });
-        say(worker, String::new(), 1);
         (job.machine, found)
     });
     step.done();
@@ -157,12 +147,10 @@ fn gather(of: &Queued, outcome: &Outcome) -> Run {
             };
             run.guests.insert(task.to_owned(), figures);
         } else if let Ok(Report { workloads, .. }) = serde_json::from_slice(file) {
-            for entry in workloads {
-                if entry.markers {
-                    counted.push((entry.name.clone(), entry.marker_iterations.max(1)));
-                }
-                run.workloads.insert(entry.name.clone(), workload(entry));
-            }
+            let marked = workloads.iter().filter(|entry| entry.markers);
+            counted.extend(marked.map(|e| (e.name.clone(), e.marker_iterations.max(1))));
+            run.workloads
+                .extend(workloads.iter().map(|entry| (entry.name.clone(), workload(entry))));
         } else {
             let names = part.split(' ').skip(1).take_while(|word| !word.starts_with('-'));
             let none = |name: &str| (name.to_owned(), Figures::without(said_last(&console)));
@@ -208,11 +196,10 @@ fn told(console: &[&str]) -> Numbers {
     console.iter().filter_map(figure).collect()
 }
 
-fn workload(entry: Entry) -> Figures {
-    let (Some(min), Some(median), Some(max)) = (entry.min, entry.median, entry.max) else {
-        let failed = entry.failed.map(|reason| format!("failed: {reason}"));
-        let skipped = entry.skipped.map(|reason| format!("skipped: {reason}"));
-        return Figures::without(failed.or(skipped).unwrap_or_else(|| "no figures".to_owned()));
+fn workload(entry: &Entry) -> Figures {
+    let [min, median, max] = match entry.ticks() {
+        Ok(ticks) => ticks,
+        Err(reason) => return Figures::without(reason),
     };
     let ticks = [("min", min), ("median", median), ("max", max), ("iterations", entry.iterations)];
     let ticks = ticks.map(|(name, n)| (name.to_owned(), n)).into();

@@ -2,13 +2,12 @@
 //! the published figures alone. The same give the same page.
 
 use super::basis::{Change, Page};
-use super::cost::{Cycles, Given, Kind};
+use super::cost::Cycles;
 use super::limits::{self, Limit};
 use super::plan::{Papers, fill};
 use super::plots;
 use anyhow::{Context, Result, bail};
 use gannet_lab::classify::KINDS;
-use std::cell::Cell;
 
 /// What the template may ask for of a workload or a task.
 const FIGURES: &str =
@@ -16,13 +15,7 @@ const FIGURES: &str =
 
 /// What the page says of all machines: what stands in the template before `@@`.
 pub fn head(Papers { template, model, .. }: &Papers) -> Result<String> {
-    let founded = |name: &str| {
-        let kinds =
-            [("measured", Kind::Measured), ("derived", Kind::Derived), ("ranges", Kind::Range)];
-        let (_, kind) = kinds.into_iter().find(|(known, _)| *known == name)?;
-        Some(model.founded(kind).to_string())
-    };
-    fill(template.split("@@\n").next().unwrap_or_default(), &founded)
+    fill(template.split("@@\n").next().unwrap_or_default(), &mut |kind| model.founded(kind))
 }
 
 impl Page<'_> {
@@ -31,18 +24,15 @@ impl Page<'_> {
     pub fn text(&self) -> Result<String> {
         let (mut page, mut here) = (String::new(), true);
         for line in self.papers.template.split("@@\n").nth(1).unwrap_or_default().lines() {
-            let (word, rest) = line.split_once(' ').unwrap_or((line, ""));
-            match word.strip_prefix('@') {
-                Some("both") => here = true,
-                Some(machine @ ("amd" | "intel")) => here = machine == self.results.machine,
+            let filled = |text| fill(text, &mut |words| self.word(words));
+            match line.strip_prefix('@').map(|block| block.split_once(' ').unwrap_or((block, ""))) {
+                Some(("both", _)) => here = true,
+                Some((machine @ ("amd" | "intel"), _)) => here = machine == self.results.machine,
                 _ if !here => {}
-                word => {
-                    let filled = |text| fill(text, &|words| self.word(words));
-                    page += &match word {
-                        Some(name) => self.block(name, &filled(rest)?).context(line.to_owned())?,
-                        None => filled(line)? + "\n",
-                    };
+                Some((name, rest)) => {
+                    page += &self.block(name, &filled(rest)?).context(line.to_owned())?;
                 }
+                None => page += &(filled(line)? + "\n"),
             }
         }
         Ok(page)
@@ -56,7 +46,7 @@ impl Page<'_> {
         Some(match (word, args.len()) {
             ("release", 1) => self.results.release.clone(),
             // A source, or a figure before and after, or how much less that is.
-            ("source", 1) => self.papers.published.get(detail)?.get("source")?.as_str()?.into(),
+            ("source", 1) => self.papers.published.get(detail)?.source.clone(),
             ("published", 1) => self.published(detail)?.map(span).join(" → "),
             ("difference" | "saving", 1) => {
                 let [before, after] = self.published(detail)?.map(|cycles| cycles[1]);
@@ -114,10 +104,8 @@ impl Page<'_> {
     /// A published figure before and after, by its place in the file: `xstate.0` is the first case there.
     fn published(&self, place: &str) -> Option<[Cycles; 2]> {
         let (chapter, case) = place.split_once('.')?;
-        let cases = self.papers.published.get(chapter)?.get("case")?;
-        let case = cases.get(case.parse::<usize>().ok()?)?;
-        let cycles = |name| Some(case.get(name)?.clone().try_into::<Given>().ok()?.into());
-        Some([cycles("before")?, cycles("after")?])
+        let case = self.papers.published.get(chapter)?.case.get(case.parse::<usize>().ok()?)?;
+        Some([case.before, case.after])
     }
 
     fn block(&self, name: &str, rest: &str) -> Result<String> {
@@ -138,46 +126,45 @@ impl Page<'_> {
     /// `ROW NAME …; TITLE: MODULE PARAMETERS; …`: for each name and each run a row, as `rows` in the plan words it. A run that was not
     /// made says why; a row without any figure is left out.
     fn rows(&self, text: &str) -> Result<String> {
-        let mut parts = text.split("; ");
-        let mut names = parts.next().unwrap_or_default().split(' ');
-        let row =
-            names.next().and_then(|row| self.papers.plan.rows.get(row)).context("no such row")?;
-        let sides: Vec<_> =
-            parts.map(|side| side.split_once(": ").context("a side")).collect::<Result<_>>()?;
+        let mut sides = text.split("; ").map(|side| side.split_once(": ").unwrap_or(("", side)));
+        let (_, names) = sides.next().unwrap_or_default();
+        let (row, names) = names.split_once(' ').context("a row and names are wanted")?;
+        let words = self.papers.plan.words(self.results.machine());
+        let row = self.papers.plan.rows.get(row).context("no such row")?.clone();
+        let row = words.fold(row, |row, (word, text)| row.replace(&format!("${word}"), text));
+        let (names, sides): (Vec<_>, Vec<_>) = (names.split(' ').collect(), sides.collect());
         let mut rows = String::new();
         for (name, (title, run)) in
-            names.flat_map(|name| sides.iter().map(move |side| (name, side)))
+            names.iter().flat_map(|name| sides.iter().map(move |s| (name, s)))
         {
-            let (module, at) = run.split_once(' ').unwrap_or((run, ""));
-            let words = self.papers.plan.words(self.results.machine());
-            let own =
-                words.fold(row.clone(), |row, (word, text)| row.replace(&format!("${word}"), text));
-            let row = own.replace("$name", name).replace("$run", run).replace("$title", title);
-            let first = row.split_once('{').and_then(|(_, rest)| rest.split(' ').nth(1));
-            let first = first.context("a row without figures")?;
-            if self.results.figures(module, at, first).is_none() {
-                let (head, cells) = row.split_once('{').unwrap_or_default();
-                let reason = escaped(&self.results.reason(module, at, first));
-                let rest = " | ".repeat(cells.matches(" | ").count());
-                rows += &format!("| {head}not available: {reason}{rest} |\n");
-                continue;
-            }
-            let found = Cell::new(false);
-            let filled = fill(&row, &|words| {
-                let word = self.word(words)?;
-                found.set(found.get() || !word.is_empty());
-                Some(word)
-            })?;
-            if found.get() {
-                rows += &format!("| {filled} |\n");
-            }
+            let row = row.replace("$name", name).replace("$run", run).replace("$title", title);
+            rows += &self.row(&row, run)?;
         }
         Ok(rows)
     }
 
+    /// One of them, with everything put in but its figures.
+    fn row(&self, row: &str, run: &str) -> Result<String> {
+        let (module, at) = run.split_once(' ').unwrap_or((run, ""));
+        let (head, cells) = row.split_once('{').unwrap_or_default();
+        let first = cells.split(' ').nth(1).context("a row without figures")?;
+        if self.results.figures(module, at, first).is_none() {
+            let reason = escaped(self.results.reason(module, at, first));
+            let rest = " | ".repeat(cells.matches(" | ").count());
+            return Ok(format!("| {head}not available: {reason}{rest} |\n"));
+        }
+        let mut found = false;
+        let filled = fill(row, &mut |words| {
+            let word = self.word(words)?;
+            found |= !word.is_empty();
+            Some(word)
+        })?;
+        Ok(if found { format!("| {filled} |\n") } else { String::new() })
+    }
+
     fn limits(&self) -> String {
-        let row = |(what, found, verdict): Limit<'_>| {
-            format!("| {what} | {} | {} |\n", escaped(&found), verdict.name())
+        let row = |(what, found, met): Limit<'_>| {
+            format!("| {what} | {} | {} |\n", escaped(&found), limits::verdict(met))
         };
         limits::limits(self).into_iter().map(row).collect()
     }

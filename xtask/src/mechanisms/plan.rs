@@ -1,6 +1,6 @@
 //! What runs, what must come of it, and what was published of the like: `lab/mechanisms.toml` and `lab/published.toml`.
 
-use super::cost::Model;
+use super::cost::{Cycles, Model, cycles};
 use super::results::Run;
 use anyhow::{Context, Result};
 use gannet_lab::{Machine, Module};
@@ -24,8 +24,8 @@ pub fn paged(toggle: &str, pages: u64) -> String {
 pub struct Papers {
     pub plan: Plan,
     pub model: Model,
-    /// Published figures before and after a change.
-    pub published: toml::Table,
+    /// Published figures before and after a change, by chapter.
+    pub published: BTreeMap<String, Published>,
     /// The page before words and figures are put in.
     pub template: String,
 }
@@ -42,6 +42,23 @@ impl Papers {
             template: text(root, "lab/mechanisms.md.in")?,
         })
     }
+}
+
+/// A chapter of `lab/published.toml`.
+#[derive(Deserialize)]
+pub struct Published {
+    pub source: String,
+    #[serde(default)]
+    pub case: Vec<Case>,
+}
+
+/// A figure before and after a change.
+#[derive(Deserialize)]
+pub struct Case {
+    #[serde(deserialize_with = "cycles")]
+    pub before: Cycles,
+    #[serde(deserialize_with = "cycles")]
+    pub after: Cycles,
 }
 
 /// The whole of `lab/mechanisms.toml`.
@@ -122,7 +139,7 @@ impl Plan {
             let mut parts = Vec::new();
             for name in &run.parts {
                 for part in self.parts.get(name).with_context(|| format!("no such part: {name}"))? {
-                    parts.push(fill(part, &|word| self.word(on, word).map(str::to_owned))?);
+                    parts.push(fill(part, &mut |word| self.word(on, word).map(str::to_owned))?);
                 }
             }
             run.parts = parts;
@@ -153,7 +170,7 @@ fn parse<T: DeserializeOwned>(root: &Path, name: &'static str) -> Result<T> {
 }
 
 /// Puts what `word` gives in place of each `{name}`.
-pub fn fill(text: &str, word: &dyn Fn(&str) -> Option<String>) -> Result<String> {
+pub fn fill(text: &str, word: &mut dyn FnMut(&str) -> Option<String>) -> Result<String> {
     let (mut filled, mut rest) = (String::new(), text);
     while let Some((before, after)) = rest.split_once('{') {
         let (name, tail) = after.split_once('}').context("a { without its }")?;
@@ -185,8 +202,8 @@ mod tests {
 
     #[test]
     fn a_word_that_stands_for_nothing_is_refused() {
-        let word = |name: &str| (name == "a").then(|| "b".to_owned());
-        assert_eq!(fill("x {a} y", &word).unwrap(), "x b y");
-        assert!(fill("{c}", &word).is_err() && fill("{a", &word).is_err());
+        let filled = |text| fill(text, &mut |name| (name == "a").then(|| "b".to_owned()));
+        assert_eq!(filled("x {a} y").unwrap(), "x b y");
+        assert!(filled("{c}").is_err() && filled("{a").is_err());
     }
 }

@@ -5,6 +5,7 @@ use super::results::{Numbers, Results};
 use anyhow::Result;
 use gannet_lab::Machine;
 use plotters::coord::ranged1d::IntoSegmentedCoord;
+use plotters::coord::{CoordTranslate, Shift};
 use plotters::prelude::*;
 use std::collections::BTreeMap;
 
@@ -21,6 +22,10 @@ const LINES: [Line; 6] = [
     ("gannet", "", "Gannet, TDP", RGBColor(30, 120, 180), false),
     ("gannet", "npt=0", "Gannet, shadow", RGBColor(30, 120, 180), true),
 ];
+
+/// The bars of a timer workload: label, module, parameters.
+const SIDES: [(&str, &str, &str); 3] =
+    [("stock", "stock", ""), ("off", "gannet", "lazy_tscdeadline=0"), ("on", "gannet", "")];
 
 /// Every plot that there are figures for, by its file's name: of a toggle, and of the timer workloads.
 pub fn plots(results: &Results, toggle: &str) -> Result<BTreeMap<String, String>> {
@@ -49,77 +54,90 @@ pub fn file(on: Machine, name: &str) -> String {
     }
 }
 
+type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+
+/// A plot as the text of its file.
+fn svg(draw: impl FnOnce(&Area<'_>) -> Result<()>) -> Result<Option<String>> {
+    let mut svg = String::new();
+    let area = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
+    area.fill(&WHITE)?;
+    draw(&area)?;
+    area.present()?;
+    drop(area);
+    Ok(Some(svg))
+}
+
+/// A chart before its axes: every one has its caption and margins from here.
+fn chart<'a, 'b>(
+    area: &'a Area<'b>,
+    caption: &str,
+    below: i32,
+) -> ChartBuilder<'a, 'b, SVGBackend<'b>> {
+    let mut chart = ChartBuilder::on(area);
+    chart.caption(caption, ("sans-serif", 19)).margin(12);
+    chart.x_label_area_size(below).y_label_area_size(86);
+    chart
+}
+
+fn legend<'a, C: CoordTranslate>(
+    chart: &mut ChartContext<'a, SVGBackend<'a>, C>,
+    at: SeriesLabelPosition,
+    size: i32,
+) -> Result<()> {
+    let mut labels = chart.configure_series_labels();
+    labels.position(at).background_style(WHITE.mix(0.85)).border_style(BLACK.mix(0.4));
+    Ok(labels.label_font(("sans-serif", size)).draw()?)
+}
+
 /// The cost over the number of pages, on logarithmic axes. `None` where nothing was measured.
 fn toggles(results: &Results, title: &str, name: &dyn Fn(u64) -> String) -> Result<Option<String>> {
-    let line = |module: &str, parameters: &str| -> Vec<(f64, f64)> {
+    let mut lines = Vec::new();
+    for (module, parameters, label, colour, thin) in LINES {
         let point = |pages: &u64| {
             let figures = results.figures(module, parameters, &name(*pages))?;
             Some((*pages as f64, figures.get("host.instructions").filter(|n| *n > 0.0)?))
         };
-        PAGES.iter().filter_map(point).collect()
-    };
-    let lines: Vec<_> =
-        LINES.iter().map(|l| (l, line(l.0, l.1))).filter(|l| l.1.len() > 1).collect();
+        let points: Vec<(f64, f64)> = PAGES.iter().filter_map(point).collect();
+        if points.len() > 1 {
+            lines.push((label, colour.stroke_width(if thin { 1 } else { 3 }), points));
+        }
+    }
+    let costs = || lines.iter().flat_map(|(.., points)| points.iter().map(|(_, cost)| *cost));
+    let (least, most) = (costs().fold(f64::MAX, f64::min), costs().fold(1.0, f64::max));
     if lines.is_empty() {
         return Ok(None);
     }
-    let costs = || lines.iter().flat_map(|(_, points)| points.iter().map(|(_, cost)| *cost));
-    let (least, most) = (costs().fold(f64::MAX, f64::min), costs().fold(1.0, f64::max));
-    let mut svg = String::new();
-    {
-        let area = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
-        area.fill(&WHITE)?;
-        let mut chart = ChartBuilder::on(&area)
-            .caption(title, ("sans-serif", 19))
-            .margin(12)
-            .x_label_area_size(42)
-            .y_label_area_size(86)
-            .build_cartesian_2d(
-                (0.9f64..12_000.0).log_scale(),
-                (least * 0.6..most * 2.5).log_scale(),
-            )?;
-        chart
-            .configure_mesh()
-            .x_desc("pages mapped")
-            .y_desc("instructions per pair")
-            .x_label_formatter(&|n| format!("{n:.0}"))
-            .y_label_formatter(&|n| format!("{n:.0}"))
-            .label_style(("sans-serif", 14))
-            .draw()?;
-        for ((_, _, label, colour, thin), points) in &lines {
-            let style = colour.stroke_width(if *thin { 1 } else { 3 });
-            let drawn = chart.draw_series(LineSeries::new(points.iter().copied(), style));
-            drawn?
-                .label(*label)
-                .legend(move |(x, y)| PathElement::new([(x, y), (x + 22, y)], style));
-            let dots = points.iter().map(|point| Circle::new(*point, 3, colour.filled()));
+    svg(|area| {
+        let costs = (least * 0.6..most * 2.5).log_scale();
+        let mut chart =
+            chart(area, title, 42).build_cartesian_2d((0.9f64..12_000.0).log_scale(), costs)?;
+        let whole = |n: &f64| format!("{n:.0}");
+        let mut mesh = chart.configure_mesh();
+        mesh.x_desc("pages mapped").y_desc("instructions per pair");
+        mesh.x_label_formatter(&whole).y_label_formatter(&whole);
+        mesh.label_style(("sans-serif", 14)).draw()?;
+        for (label, style, points) in lines {
+            let dot = ShapeStyle { filled: true, stroke_width: 1, ..style };
+            let dots: Vec<_> = points.iter().map(|point| Circle::new(*point, 3, dot)).collect();
+            let key = move |(x, y)| PathElement::new([(x, y), (x + 22, y)], style);
+            chart.draw_series(LineSeries::new(points, style))?.label(label).legend(key);
             chart.draw_series(dots)?;
         }
-        chart
-            .configure_series_labels()
-            .position(SeriesLabelPosition::UpperLeft)
-            .background_style(WHITE.mix(0.85))
-            .border_style(BLACK.mix(0.4))
-            .label_font(("sans-serif", 13))
-            .draw()?;
-        area.present()?;
-    }
-    Ok(Some(svg))
+        legend(&mut chart, SeriesLabelPosition::UpperLeft, 13)
+    })
 }
 
 /// Exits by reason, with the mechanism off and on: per operation of the workload, and of the Linux guest's whole task.
 fn exits(results: &Results) -> Result<Option<String>> {
-    let sides =
-        [("stock", "stock", ""), ("off", "gannet", "lazy_tscdeadline=0"), ("on", "gannet", "")];
     let mut panels = Vec::new();
     for (name, unit) in [("timer_rearm", "exits per operation"), ("pingpong", "exits of the task")]
     {
         // A workload that was counted and had no exit has an empty bar.
-        let bar = |side: &(&'static str, &str, &str)| {
-            let figures = results.figures(side.1, side.2, name).filter(|f| !f.host.is_empty());
-            Some((side.0, &figures?.exits))
+        let bar = |(label, module, parameters): &(&'static str, &str, &str)| {
+            let figures = results.figures(module, parameters, name)?;
+            Some((*label, &figures.exits)).filter(|_| !figures.host.is_empty())
         };
-        let bars: Vec<(&str, &Numbers)> = sides.iter().filter_map(bar).collect();
+        let bars: Vec<_> = SIDES.iter().filter_map(bar).collect();
         if !bars.is_empty() {
             panels.push((name, unit, bars));
         }
@@ -127,19 +145,14 @@ fn exits(results: &Results) -> Result<Option<String>> {
     if panels.is_empty() {
         return Ok(None);
     }
-    let mut svg = String::new();
-    {
-        let area = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
-        area.fill(&WHITE)?;
-        for (part, (name, unit, bars)) in area.split_evenly((1, panels.len())).iter().zip(&panels) {
-            panel(part, name, unit, bars)?;
-        }
-        area.present()?;
-    }
-    Ok(Some(svg))
+    svg(|area| {
+        let parts = area.split_evenly((1, panels.len()));
+        parts
+            .iter()
+            .zip(&panels)
+            .try_for_each(|(part, (name, unit, bars))| panel(part, name, unit, bars))
+    })
 }
-
-type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
 
 /// One workload: a stacked bar for each side.
 fn panel(area: &Area<'_>, name: &str, unit: &str, bars: &[(&str, &Numbers)]) -> Result<()> {
@@ -151,51 +164,37 @@ fn panel(area: &Area<'_>, name: &str, unit: &str, bars: &[(&str, &Numbers)]) -> 
     }
     let mut reasons: Vec<_> = weights.into_iter().filter(|(_, n)| *n >= most * 0.002).collect();
     reasons.sort_by(|a, b| b.1.total_cmp(&a.1));
-    let labels: Vec<&str> = bars.iter().map(|(label, _)| *label).collect();
-    let mut chart = ChartBuilder::on(area)
-        .caption(name, ("sans-serif", 19))
-        .margin(12)
-        .x_label_area_size(34)
-        .y_label_area_size(86)
-        .build_cartesian_2d((0..bars.len() as i32 - 1).into_segmented(), 0.0..most * 1.45)?;
-    chart
-        .configure_mesh()
-        .disable_x_mesh()
-        .y_desc(unit)
-        .x_label_formatter(&|at| match at {
-            SegmentValue::CenterOf(n) => labels.get(*n as usize).unwrap_or(&"").to_string(),
-            _ => String::new(),
-        })
-        .y_label_formatter(&|n| if most < 100.0 { format!("{n:.1}") } else { format!("{n:.0}") })
-        .label_style(("sans-serif", 14))
-        .draw()?;
+    let sides = (0..bars.len() as i32 - 1).into_segmented();
+    let mut chart = chart(area, name, 34).build_cartesian_2d(sides, 0.0..most * 1.45)?;
+    let label = |at: &SegmentValue<i32>| match at {
+        SegmentValue::CenterOf(n) => bars.get(*n as usize).map_or("", |bar| bar.0).to_owned(),
+        _ => String::new(),
+    };
+    let count = |n: &f64| if most < 100.0 { format!("{n:.1}") } else { format!("{n:.0}") };
+    let mut mesh = chart.configure_mesh();
+    mesh.disable_x_mesh().y_desc(unit);
+    mesh.x_label_formatter(&label).y_label_formatter(&count);
+    mesh.label_style(("sans-serif", 14)).draw()?;
     let mut below = vec![0.0; bars.len()];
-    for (index, (reason, _)) in reasons.iter().enumerate() {
-        let colour = HSLColor(index as f64 * 0.618 % 1.0, 0.55, 0.5).to_rgba();
-        let mut boxes = Vec::new();
-        for (bar, (_, exits)) in bars.iter().enumerate() {
-            let count = exits.get(*reason).copied().unwrap_or(0.0);
-            let (from, to) = (below[bar], below[bar] + count);
-            below[bar] = to;
-            let (left, right) =
-                (SegmentValue::Exact(bar as i32), SegmentValue::Exact(bar as i32 + 1));
-            let mut rectangle = Rectangle::new([(left, from), (right, to)], colour.filled());
-            rectangle.set_margin(0, 0, 14, 14);
-            boxes.push(rectangle);
-        }
-        let drawn = chart.draw_series(boxes)?;
-        drawn
-            .label(*reason)
-            .legend(move |(x, y)| Rectangle::new([(x, y - 5), (x + 12, y + 5)], colour.filled()));
+    for (index, (reason, _)) in reasons.into_iter().enumerate() {
+        let colour = HSLColor(index as f64 * 0.618 % 1.0, 0.55, 0.5).to_rgba().filled();
+        let boxes: Vec<_> = (0..)
+            .zip(bars)
+            .zip(&mut below)
+            .map(|((bar, (_, exits)), below)| {
+                let from = *below;
+                *below += exits.get(reason).copied().unwrap_or(0.0);
+                let corners =
+                    [(SegmentValue::Exact(bar), from), (SegmentValue::Exact(bar + 1), *below)];
+                let mut rectangle = Rectangle::new(corners, colour);
+                rectangle.set_margin(0, 0, 14, 14);
+                rectangle
+            })
+            .collect();
+        let key = move |(x, y)| Rectangle::new([(x, y - 5), (x + 12, y + 5)], colour);
+        chart.draw_series(boxes)?.label(reason).legend(key);
     }
-    chart
-        .configure_series_labels()
-        .position(SeriesLabelPosition::UpperRight)
-        .background_style(WHITE.mix(0.85))
-        .border_style(BLACK.mix(0.4))
-        .label_font(("sans-serif", 12))
-        .draw()?;
-    Ok(())
+    legend(&mut chart, SeriesLabelPosition::UpperRight, 12)
 }
 
 #[cfg(test)]

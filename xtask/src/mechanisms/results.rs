@@ -92,29 +92,31 @@ impl Results {
         self.machine.parse().unwrap_or(MACHINES[0])
     }
 
-    /// What there is of a workload or a task: several runs may have shared a module and its parameters.
-    fn named(&self, module: &str, parameters: &str, name: &str) -> Result<&Figures, Option<&str>> {
-        let mut refused = None;
-        let same = |run: &&Run| run.module == module && run.parameters == parameters;
-        for run in self.runs.iter().filter(same) {
-            if let Some(figures) = run.workloads.get(name).or_else(|| run.guests.get(name)) {
-                return Ok(figures);
-            }
-            refused = refused.or(run.refused.as_deref());
-        }
-        Err(refused)
+    /// What there is of a module with these parameters: several runs may have shared them.
+    fn runs(&self, module: &str, parameters: &str) -> impl Iterator<Item = &Run> {
+        self.runs.iter().filter(move |run| run.module == module && run.parameters == parameters)
     }
 
     /// The figures of a workload or a task.
     pub fn figures(&self, module: &str, parameters: &str, name: &str) -> Option<&Figures> {
-        self.named(module, parameters, name).ok().filter(|figures| figures.missing.is_none())
+        let found = self.runs(module, parameters).find_map(|run| run.named(name));
+        found.filter(|figures| figures.missing.is_none())
     }
 
     /// Why a workload or a task has no figures, in one line.
-    pub fn reason(&self, module: &str, parameters: &str, name: &str) -> String {
-        let named = self.named(module, parameters, name);
-        let reason = named.map_or_else(|refused| refused, |figures| figures.missing.as_deref());
-        reason.and_then(|reason| reason.lines().next()).unwrap_or("not run").to_owned()
+    pub fn reason<'a>(&'a self, module: &str, parameters: &str, name: &str) -> &'a str {
+        let named = |run: &'a Run| match run.named(name) {
+            Some(figures) => figures.missing.as_deref(),
+            None => run.refused.as_deref(),
+        };
+        let reason = self.runs(module, parameters).find_map(named);
+        reason.and_then(|reason| reason.lines().next()).unwrap_or("not run")
+    }
+}
+
+impl Run {
+    fn named(&self, name: &str) -> Option<&Figures> {
+        self.workloads.get(name).or_else(|| self.guests.get(name))
     }
 }
 
@@ -158,8 +160,8 @@ mod tests {
         assert!(results.reason("gannet", "npt=0", "cpuid").contains("not implemented"));
         assert_eq!(results.reason("gannet", "", "timer"), "no such workload");
         assert_eq!(results.reason("stock", "", "timer"), "not run");
-        let again = serde_json::from_value::<Results>(serde_json::to_value(&results).unwrap());
-        let again = again.unwrap();
+        let again = serde_json::to_value(&results).unwrap();
+        let again: Results = serde_json::from_value(again).unwrap();
         let cpuid = again.figures("gannet", "", "cpuid").unwrap();
         let found = ["host.rdmsr", "host.vmrun+median", "statistics.vm.x"].map(|n| cpuid.get(n));
         assert_eq!(found, [Some(0.0), Some(3.0), None]);
