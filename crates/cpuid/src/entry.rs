@@ -6,19 +6,19 @@ pub const MAX_ENTRIES: usize = 256;
 /// The answer to one leaf, or to one subleaf of it: `struct kvm_cpuid_entry2` without its padding.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Entry {
-    /// EAX input.
+    /// The leaf: EAX as the guest gives it.
     pub leaf: u32,
     /// ECX input; counts only with `significant_index`.
     pub index: u32,
     /// The answer depends on ECX (KVM_CPUID_FLAG_SIGNIFCANT_INDEX).
     pub significant_index: bool,
-    /// EAX.
+    /// EAX as the guest finds it.
     pub eax: u32,
-    /// EBX.
+    /// EBX as the guest finds it.
     pub ebx: u32,
-    /// ECX.
+    /// ECX as the guest finds it.
     pub ecx: u32,
-    /// EDX.
+    /// EDX as the guest finds it.
     pub edx: u32,
 }
 

@@ -83,7 +83,7 @@ impl FeatureWords {
         self.0.get(slot(leaf, subleaf, reg)).copied().unwrap_or(0)
     }
 
-    /// Offers `feature`.
+    /// Has the word offer `feature`.
     pub fn add(&mut self, feature: Feature) {
         *self = self.union(&Self::of(&[feature]));
     }

@@ -24,7 +24,7 @@ pub enum Cause {
     },
     /// A port access.
     Port {
-        /// The port.
+        /// The port that was accessed.
         port: u16,
         /// 1, 2 or 4 bytes.
         size: u8,
@@ -33,21 +33,21 @@ pub enum Cause {
     },
     /// A read or write of a control register.
     Control {
-        /// Its number, as the exit tells it.
+        /// The control register's number, as the exit tells it.
         cr: u8,
         /// The access was a write.
         write: bool,
     },
     /// A read or write of a debug register.
     Debug {
-        /// Its number, as the exit tells it.
+        /// The debug register's number, as the exit tells it.
         dr: u8,
         /// The access was a write.
         write: bool,
     },
-    /// INVLPG.
+    /// INVLPG was to be executed.
     Invlpg,
-    /// INVPCID.
+    /// INVPCID was to be executed.
     Invpcid,
     /// LGDT, LIDT, SGDT or SIDT.
     GdtrIdtr,
@@ -74,7 +74,7 @@ impl Accesses {
 }
 
 impl Decoded {
-    /// Whether it can have led to an exit of this cause. `dx` is the guest's DX.
+    /// Whether the instruction can have led to an exit of this cause. `dx` is the guest's DX.
     pub fn can_cause(&self, cause: Cause, dx: u16) -> bool {
         let insn = &self.insn;
         match cause {
@@ -118,7 +118,7 @@ fn same_debug(one: u32, other: u32) -> bool {
 }
 
 impl Decoded {
-    /// Whether it accesses this control register.
+    /// Whether the instruction accesses this control register.
     pub fn accesses_control(&self, cr: u8) -> bool {
         let insn = &self.insn;
         match insn.mnemonic() {

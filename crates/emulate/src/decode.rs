@@ -26,11 +26,11 @@ pub enum DecodeError {
 /// How a narrow load fills its wider destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Extend {
-    /// Same size.
+    /// The sizes are the same.
     None,
-    /// MOVZX.
+    /// The rest becomes zero: MOVZX.
     Zero,
-    /// MOVSX, MOVSXD.
+    /// The rest becomes the sign: MOVSX, MOVSXD.
     Sign,
 }
 
@@ -44,7 +44,7 @@ pub enum SimpleMmio {
     Load {
         /// Bytes read from memory: 1, 2, 4 or 8.
         size: u8,
-        /// Destination.
+        /// The register that is written.
         dest: RegRef,
         /// How the value fills the destination.
         extend: Extend,

@@ -25,7 +25,7 @@ pub enum Outcome {
 /// The state to commit after [`emulate`]; general registers are set already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
-    /// New RIP.
+    /// RIP after the instruction.
     pub rip: u64,
     /// New RFLAGS; RF is clear once the instruction is complete. A set TF is the caller's to
     /// turn into #DB, after an iteration too.

@@ -57,7 +57,7 @@ impl Decoded {
         })
     }
 
-    /// Whether it ends the handling of an NMI.
+    /// Whether the instruction ends the handling of an NMI.
     pub fn is_iret(&self) -> bool {
         matches!(self.insn.mnemonic(), Mnemonic::Iret | Mnemonic::Iretd | Mnemonic::Iretq)
     }

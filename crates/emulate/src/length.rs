@@ -25,7 +25,7 @@ pub fn common_length(code: u64, size: CodeSize) -> Option<u8> {
     }
 }
 
-/// PAUSE.
+/// The length of a PAUSE.
 #[inline]
 fn pause(code: u64) -> Option<u8> {
     (code as u16 == 0x90f3).then_some(2)

@@ -16,7 +16,7 @@ pub enum CodeSize {
     Bits16 = 0,
     /// CS.D = 1 outside 64-bit mode.
     Bits32 = 1,
-    /// 64-bit mode.
+    /// 64-bit mode, CS.L set.
     Bits64 = 2,
 }
 
@@ -48,30 +48,30 @@ pub enum Access {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum SegReg {
-    /// ES
+    /// The segment register ES.
     Es = 0,
-    /// CS
+    /// The segment register CS.
     Cs = 1,
-    /// SS
+    /// The segment register SS.
     Ss = 2,
-    /// DS
+    /// The segment register DS.
     Ds = 3,
-    /// FS
+    /// The segment register FS.
     Fs = 4,
-    /// GS
+    /// The segment register GS.
     Gs = 5,
-    /// LDTR
+    /// LDTR, the local descriptor table's.
     Ldtr = 6,
-    /// TR
+    /// TR, the task register.
     Tr = 7,
 }
 
 /// One of the two tables that registers of their own describe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Table {
-    /// GDTR
+    /// GDTR, the global descriptor table's.
     Global,
-    /// IDTR
+    /// IDTR, the interrupt descriptor table's.
     Interrupt,
 }
 
@@ -79,13 +79,13 @@ pub enum Table {
 /// (APM vol. 2 §15.5.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Segment {
-    /// Visible selector.
+    /// The selector that software sees.
     pub selector: u16,
     /// Type (bits 3:0), S (4), DPL (6:5), P (7), AVL (8), L (9), D/B (10), G (11).
     pub attributes: u16,
     /// Limit in bytes, granularity already applied.
     pub limit: u32,
-    /// Linear base.
+    /// The linear address where it begins.
     pub base: u64,
 }
 
@@ -149,9 +149,9 @@ pub trait Machine {
     fn code_size(&self) -> CodeSize;
     /// Current privilege level, 0 to 3.
     fn cpl(&self) -> u8;
-    /// CR0.
+    /// The guest's CR0.
     fn cr0(&self) -> Cr0;
-    /// CR4.
+    /// The guest's CR4.
     fn cr4(&self) -> Cr4;
 
     /// Reads guest memory or a device. `how` is `Load` or `Modify`.
@@ -186,7 +186,7 @@ pub trait Machine {
     /// Writes `data.len() / size` elements of the access's size to one port.
     fn port_out(&mut self, access: &PortAccess, data: &[u8]) -> Result<(), Stop>;
 
-    /// EFER.LMA.
+    /// EFER.LMA: long mode is active.
     fn long_mode(&self) -> bool;
     /// GDTR or IDTR.
     fn table(&self, table: Table) -> DescriptorTable;

@@ -21,7 +21,7 @@ impl<M: Machine> Run<'_, M> {
         !self.m.cr0().contains(Cr0::PE)
     }
 
-    /// Virtual-8086 mode.
+    /// Whether the guest is in virtual-8086 mode.
     pub(crate) fn v86(&self) -> bool {
         !self.real() && !self.m.long_mode() && self.m.rflags().contains(Rflags::VM)
     }

@@ -18,7 +18,7 @@ pub enum Source {
     Call,
     /// IRET with NT set: back to the task that the TSS names.
     Iret,
-    /// JMP.
+    /// A far JMP.
     Jmp,
     /// An event through a task gate of the IDT: nested.
     Gate,
@@ -50,9 +50,9 @@ pub struct TaskSwitch {
 /// The new task, whose general and segment registers are set already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Switched {
-    /// RIP.
+    /// RIP of the new task.
     pub rip: u64,
-    /// RFLAGS.
+    /// RFLAGS of the new task.
     pub rflags: Rflags,
     /// What the new task takes before its first instruction.
     pub exception: Option<Exception>,

@@ -12,9 +12,9 @@ use x86::msr;
 /// Which of the registers the CPU has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Has {
-    /// IA32_XSS.
+    /// The CPU has IA32_XSS.
     pub xsaves: bool,
-    /// PKRU.
+    /// The CPU has PKRU.
     pub pku: bool,
 }
 

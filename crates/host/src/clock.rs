@@ -34,13 +34,13 @@ pub fn tsc_is_stable() -> bool {
 pub struct Snapshot {
     /// The TSC (only when `tsc_based`).
     pub tsc: u64,
-    /// CLOCK_MONOTONIC, ns.
+    /// The host's CLOCK_MONOTONIC in nanoseconds.
     pub monotonic_ns: u64,
-    /// CLOCK_BOOTTIME, ns.
+    /// The host's CLOCK_BOOTTIME in nanoseconds.
     pub boot_ns: u64,
     /// CLOCK_MONOTONIC_RAW, ns: no NTP slewing.
     pub raw_ns: u64,
-    /// CLOCK_REALTIME, ns.
+    /// The host's CLOCK_REALTIME in nanoseconds.
     pub real_ns: u64,
     tsc_based: u64,
 }

@@ -66,7 +66,7 @@ const EBADF: i32 = -9;
 pub enum WatchError {
     /// Not an eventfd.
     BadFd(BadFd),
-    /// No memory.
+    /// There is no memory for it (`-ENOMEM`).
     NoMemory,
 }
 

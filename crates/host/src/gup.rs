@@ -53,7 +53,7 @@ impl HostFrame {
         self.pfn
     }
 
-    /// Whether it has a `struct page` that counts references, and lies in the kernel's direct map. Others
+    /// Whether the frame has a `struct page` that counts references, and lies in the kernel's direct map. Others
     /// are device memory.
     #[inline]
     pub const fn is_memory(self) -> bool {
@@ -135,7 +135,7 @@ impl HostPage {
         Self { frame, writable, level, held: false, dirty: false }
     }
 
-    /// The frame.
+    /// The frame that was found.
     #[inline]
     pub fn frame(&self) -> HostFrame {
         self.frame
@@ -158,8 +158,8 @@ impl HostPage {
     #[inline]
     pub fn set_dirty(&self) {
         if self.frame.memory && !self.dirty {
-            // SAFETY: a reference is held, or the host's mapping holds the frame (see above); a
-            // stale frame would be marked wrongly, but its struct page is there either way.
+            // SAFETY: a reference is held, or the MMU notifier's lock and count say that the host's mapping still holds
+            // the frame; a stale frame would be marked wrongly, but its struct page is there either way.
             unsafe { sys::gnt_page_set_dirty(self.frame.pfn.0) }
         }
     }

@@ -6,15 +6,15 @@ use core::fmt::{self, Write};
 
 use crate::sys;
 
-/// How loud.
+/// How loud a message is, in the kernel's levels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Level {
-    /// KERN_ERR.
+    /// An error: KERN_ERR.
     Error = 3,
-    /// KERN_WARNING.
+    /// A warning: KERN_WARNING.
     Warning = 4,
-    /// KERN_INFO.
+    /// For information: KERN_INFO.
     Info = 6,
 }
 

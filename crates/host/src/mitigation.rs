@@ -7,7 +7,7 @@
 pub enum L1dFlush {
     /// As the kernel's `l1tf=` says; only asked for, never the outcome.
     Auto = 0,
-    /// Never.
+    /// The L1 data cache is never flushed.
     Never = 1,
     /// Where the host ran since the last entry.
     Cond = 2,

@@ -22,7 +22,7 @@ unsafe impl<T: Send + Sync> Send for Srcu<T> {}
 unsafe impl<T: Send + Sync> Sync for Srcu<T> {}
 
 impl<T> Srcu<T> {
-    /// Publishes `first`.
+    /// Publishes `first` as the value that readers find.
     pub fn new(first: KBox<T>) -> Result<Self, NoMemory> {
         let domain = sys::gnt_srcu_new();
         if domain.is_null() {

@@ -69,7 +69,7 @@ impl<T> Mutex<T> {
         self.value.get_mut()
     }
 
-    /// The value.
+    /// Gives up the lock for the value in it.
     pub fn into_inner(self) -> T {
         self.value.into_inner()
     }
@@ -183,14 +183,14 @@ impl<T> RwSpinLock<T> {
         }
     }
 
-    /// Shared access.
+    /// Takes the lock for reading, spinning while a writer has it.
     pub fn read(&self) -> ReadGuard<'_, T> {
         // SAFETY: a zero-initialised arch_rwlock_t, borrowed for the guard's life.
         unsafe { sys::gnt_read_lock(&self.words) };
         ReadGuard { lock: self, _here: PhantomData }
     }
 
-    /// Unique access.
+    /// Takes the lock for writing, spinning while anybody has it.
     pub fn write(&self) -> WriteGuard<'_, T> {
         // SAFETY: a zero-initialised arch_rwlock_t, borrowed for the guard's life.
         unsafe { sys::gnt_write_lock(&self.words) };

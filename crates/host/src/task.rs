@@ -23,13 +23,13 @@ pub enum Blocked {
 pub struct WaitTimes {
     /// Nanoseconds spent polling.
     pub polled_ns: u64,
-    /// Nanoseconds asleep.
+    /// How many nanoseconds the task slept.
     pub slept_ns: u64,
 }
 
 /// What a [`Waiter::wait`] waits for.
 pub trait Sleeper {
-    /// Whether it has come. Called while the task is marked sleeping: it must not sleep itself.
+    /// Whether what is waited for has come. Called while the task is marked sleeping: it must not sleep itself.
     fn is_ready(&mut self) -> bool;
     /// The polling is over, and the task is about to sleep.
     fn falls_asleep(&mut self) {}

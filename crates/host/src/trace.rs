@@ -24,23 +24,23 @@ macro_rules! asks {
 }
 
 asks! {
-    /// kvm_entry.
+    /// The tracepoint kvm_entry: before each entry.
     entry = 0,
-    /// kvm_exit.
+    /// The tracepoint kvm_exit: after each exit.
     exit = 1,
-    /// kvm_pio.
+    /// The tracepoint kvm_pio: an access of a port.
     pio = 2,
-    /// kvm_mmio.
+    /// The tracepoint kvm_mmio: an access of device memory.
     mmio = 3,
-    /// kvm_msr.
+    /// The tracepoint kvm_msr: RDMSR or WRMSR.
     msr = 4,
-    /// kvm_cpuid.
+    /// The tracepoint kvm_cpuid: a CPUID and its answer.
     cpuid = 5,
-    /// kvm_hypercall.
+    /// The tracepoint kvm_hypercall: a hypercall's number and arguments.
     hypercall = 6,
-    /// kvm_inj_virq.
+    /// The tracepoint kvm_inj_virq: an interrupt on its way in.
     inj_virq = 7,
-    /// kvm_page_fault.
+    /// The tracepoint kvm_page_fault: a fault of TDP or of shadow tables.
     page_fault = 8,
     /// Cycles from exit to entry, in histograms.
     cycles = 9,
@@ -75,7 +75,7 @@ pub struct ExitRecord {
     pub rip: u64,
     /// Information on the exit: EXITINFO1.
     pub info1: u64,
-    /// EXITINFO2.
+    /// More information on the exit: EXITINFO2.
     pub info2: u64,
     /// The hardware's exit code.
     pub code: u32,
@@ -83,7 +83,7 @@ pub struct ExitRecord {
     pub event: u32,
     /// The error code of the event that was being delivered.
     pub event_error: u32,
-    /// The vCPU.
+    /// The id of the vCPU that exited.
     pub vcpu_id: u32,
 }
 const _: () = assert!(size_of::<ExitRecord>() == 40);
@@ -96,7 +96,7 @@ pub enum Mmio {
     Unsatisfied = 0,
     /// A read, answered.
     Read = 1,
-    /// A write.
+    /// A write by the guest.
     Write = 2,
 }
 
@@ -104,9 +104,9 @@ pub enum Mmio {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Access {
-    /// IN, RDMSR.
+    /// IN or RDMSR: the guest reads.
     Read = 0,
-    /// OUT, WRMSR.
+    /// OUT or WRMSR: the guest writes.
     Write = 1,
 }
 

@@ -41,13 +41,13 @@ mod rte {
 pub struct IoApicState {
     /// Guest-physical address of the registers.
     pub base_address: u64,
-    /// Register selected.
+    /// IOREGSEL: which register IOWIN reaches.
     pub ioregsel: u32,
     /// Id register's bits 27:24, as a number.
     pub id: u32,
     /// Pins whose line is asserted (level) or whose edge is not yet withdrawn.
     pub irr: u32,
-    /// Redirection entries.
+    /// The redirection entries, one a pin.
     pub redirtbl: [u64; PINS],
 }
 

@@ -20,9 +20,9 @@ pub enum DeliveryMode {
     LowestPriority = 1,
     /// System management interrupt.
     Smi = 2,
-    /// Non-maskable interrupt.
+    /// A non-maskable interrupt.
     Nmi = 4,
-    /// INIT.
+    /// INIT: the processor is reset.
     Init = 5,
     /// Start-up IPI; the vector is the page of the first instruction.
     Startup = 6,
@@ -60,7 +60,7 @@ pub enum DestMode {
 /// Edge or level (SDM vol. 3A §10.6.1, ICR bit 15).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trigger {
-    /// An edge.
+    /// An edge: asserted once.
     Edge,
     /// A level: its end of interrupt goes back to the I/O APIC.
     Level,
@@ -73,7 +73,7 @@ pub enum Shorthand {
     None,
     /// The sender alone.
     SelfOnly,
-    /// Everybody.
+    /// Every processor, the sender too.
     All,
     /// Everybody but the sender.
     AllButSelf,
@@ -84,18 +84,18 @@ pub enum Shorthand {
 pub struct IrqMessage {
     /// Vector (for a start-up IPI, the page number).
     pub vector: Vector,
-    /// Delivery mode.
+    /// The delivery mode of the message.
     pub delivery: DeliveryMode,
-    /// Destination mode.
+    /// The destination mode: physical or logical.
     pub dest_mode: DestMode,
-    /// Trigger mode.
+    /// The trigger mode: edge or level.
     pub trigger: Trigger,
     /// ICR level bit: false only in the INIT level de-assert message.
     pub assert: bool,
     /// Somebody waits for this interrupt's end though it is edge-triggered: the receiver reports
     /// its EOI as that of a level one.
     pub notify_eoi: bool,
-    /// Destination shorthand.
+    /// The destination shorthand of an IPI.
     pub shorthand: Shorthand,
     /// Destination: APIC id or logical mask; [`BROADCAST`] is everybody.
     pub dest: u32,

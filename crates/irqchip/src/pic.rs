@@ -20,7 +20,7 @@ pub struct PicState {
     pub irr: u8,
     /// Interrupt mask register.
     pub imr: u8,
-    /// In-service register.
+    /// ISR, the in-service register.
     pub isr: u8,
     /// Line of highest priority.
     pub priority_add: u8,
@@ -211,7 +211,7 @@ impl PicState {
     }
 }
 
-/// The pair.
+/// The two 8259A of a PC, master and slave.
 #[derive(Clone, Debug, Default)]
 pub struct Pic {
     master: PicState,
@@ -227,7 +227,7 @@ const MASTER_ELCR_MASK: u8 = 0xf8;
 const SLAVE_ELCR_MASK: u8 = 0xde;
 
 impl Pic {
-    /// Power-up state.
+    /// The pair in its power-up state.
     pub fn new() -> Self {
         let mut pic = Self::default();
         pic.master.elcr_mask = MASTER_ELCR_MASK;

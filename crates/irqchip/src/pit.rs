@@ -27,7 +27,7 @@ pub struct PitState {
     pub speaker_data: bool,
 }
 
-/// The chip.
+/// The 8254 with its three channels.
 #[derive(Clone, Debug)]
 pub struct Pit {
     channels: [Channel; 3],

@@ -16,11 +16,11 @@ pub const MAX_ROUTES: usize = 4096;
 /// An in-kernel interrupt controller, in the numbering of the KVM API.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chip {
-    /// KVM_IRQCHIP_PIC_MASTER.
+    /// The master 8259A: KVM_IRQCHIP_PIC_MASTER.
     PicMaster = 0,
-    /// KVM_IRQCHIP_PIC_SLAVE.
+    /// The slave 8259A: KVM_IRQCHIP_PIC_SLAVE.
     PicSlave = 1,
-    /// KVM_IRQCHIP_IOAPIC.
+    /// The I/O APIC: KVM_IRQCHIP_IOAPIC.
     IoApic = 2,
 }
 
@@ -48,12 +48,12 @@ impl Chip {
 pub enum Target {
     /// An input pin of a controller.
     Pin {
-        /// The controller.
+        /// The controller that the pin is of.
         chip: Chip,
         /// The controller's pin: 0 to 7 of a PIC, 0 to 23 of the I/O APIC.
         pin: u32,
     },
-    /// A message.
+    /// A message to local APICs.
     Msi(Msi),
 }
 

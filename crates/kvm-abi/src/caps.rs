@@ -59,7 +59,7 @@ pub struct Offer {
     pub manual_dirty_log: u64,
     /// The TSC offset of a vCPU can be read and set.
     pub tsc_offset: bool,
-    /// KVM_GET_EMULATED_CPUID.
+    /// There is KVM_GET_EMULATED_CPUID.
     pub emulated_cpuid: bool,
     /// Whose nested state it would be: KVM_STATE_NESTED_FORMAT_*.
     pub nested_format: u16,

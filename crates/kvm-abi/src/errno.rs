@@ -17,7 +17,7 @@ use mmu::SlotError;
 #[repr(i32)]
 #[allow(clippy::upper_case_acronyms, reason = "the names of errno(3)")]
 pub enum Errno {
-    /// Not permitted.
+    /// Operation not permitted.
     EPERM = 1,
     /// No such thing.
     ENOENT = 2,
@@ -31,15 +31,15 @@ pub enum Errno {
     E2BIG = 7,
     /// Not a file descriptor of the right kind.
     EBADF = 9,
-    /// Try again.
+    /// Nothing to do yet: try again.
     EAGAIN = 11,
-    /// No memory.
+    /// There is no memory.
     ENOMEM = 12,
     /// A user pointer does not point to memory.
     EFAULT = 14,
-    /// In use.
+    /// What is asked for is in use.
     EBUSY = 16,
-    /// Exists already.
+    /// What is to be made exists already.
     EEXIST = 17,
     /// No such device.
     ENODEV = 19,
@@ -51,9 +51,9 @@ pub enum Errno {
     EMFILE = 24,
     /// Not a command of this file.
     ENOTTY = 25,
-    /// No room.
+    /// There is no room for more.
     ENOSPC = 28,
-    /// Not supported.
+    /// Operation not supported.
     EOPNOTSUPP = 95,
     /// The page is poisoned.
     EHWPOISON = 133,

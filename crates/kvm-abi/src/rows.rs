@@ -7,43 +7,43 @@ use crate::uapi::ioctl::*;
 /// The kinds of files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum File {
-    /// /dev/kvm.
+    /// The file /dev/kvm itself.
     System,
-    /// A VM.
+    /// A file of a VM.
     Vm,
     /// A VM, from a 32-bit process, before what [`File::Vm`] says.
     VmCompat,
-    /// A vCPU.
+    /// A file of a vCPU.
     Vcpu,
     /// No file serves it.
     Nobody,
 }
 
-/// A command.
+/// A command: one ioctl on one kind of file.
 #[derive(Clone, Copy, Debug)]
 pub struct Command {
     /// The file that serves it.
     pub file: File,
-    /// Its name without the prefix KVM_.
+    /// The command's name without the prefix KVM_.
     pub name: &'static str,
-    /// Its number, with direction and size.
+    /// The command's number, with direction and size.
     pub number: u32,
     /// Capabilities that tell of it.
     pub capabilities: &'static [(&'static str, u32)],
-    /// The note.
+    /// The note that `docs/abi.md` gives.
     pub note: &'static str,
 }
 
-/// A capability.
+/// A capability, as KVM_CHECK_EXTENSION is asked for it.
 #[derive(Clone, Copy, Debug)]
 pub struct Capability {
-    /// Its name without the prefix KVM_CAP_.
+    /// The capability's name without the prefix KVM_CAP_.
     pub name: &'static str,
-    /// Its number.
+    /// The capability's number.
     pub number: u32,
     /// The answer, as it is written.
     pub answer: &'static str,
-    /// The note.
+    /// The note that `docs/abi.md` gives.
     pub note: &'static str,
 }
 
@@ -90,7 +90,7 @@ commands!(rows);
 
 macro_rules! capability_rows {
     (($offer:ident) $($cap:ident $number:literal => $answer:expr, $note:literal;)*) => {
-        /// All capabilities.
+        /// All capabilities that are known.
         pub const CAPABILITIES: &[Capability] = &[$(Capability {
             name: stringify!($cap),
             number: $number,

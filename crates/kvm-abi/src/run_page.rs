@@ -53,7 +53,7 @@ impl<'a> RunPage<'a> {
         self.load(0).to_le_bytes()
     }
 
-    /// Sets them.
+    /// Sets the first 8 bytes of the page, where the data of port I/O lies.
     #[inline]
     pub fn set_first(&self, bytes: [u8; 8]) {
         self.store(0, u64::from_le_bytes(bytes));

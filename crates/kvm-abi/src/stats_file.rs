@@ -71,7 +71,7 @@ fn word_of(bytes: &[u8], n: usize) -> u64 {
 pub trait Values {
     /// Where the words of one statistic come from.
     type Source: 'static;
-    /// The statistics.
+    /// The statistics that the file has.
     fn table(&self) -> &'static [Desc<Self::Source>];
     /// Word `n` of one of them, now.
     fn word(&self, source: &Self::Source, n: usize) -> u64;
@@ -106,7 +106,7 @@ const fn pair(low: u32, high: u32) -> u64 {
     low as u64 | (high as u64) << 32
 }
 
-/// struct kvm_stats_header.
+/// A word of `struct kvm_stats_header`.
 fn header_word(count: usize, at: usize) -> u64 {
     const FLAGS: u32 = 0;
     let id = HEADER_WORDS * 8;

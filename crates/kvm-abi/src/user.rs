@@ -79,9 +79,9 @@ pub fn after<T>(addr: u64) -> Result<u64, Errno> {
 /// How wide the pointers are that a caller puts into structures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pointers {
-    /// Those of a 32-bit process, in fields of 64: the upper half is whatever lay there.
+    /// The pointers of a 32-bit process, in fields of 64: the upper half is whatever lay there.
     Bits32,
-    /// Those of a 64-bit process.
+    /// The pointers of a 64-bit process.
     Bits64,
 }
 

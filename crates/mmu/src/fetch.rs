@@ -29,13 +29,13 @@ const WAYS: usize = 8;
 /// What decides how a fetch is translated. A change of any of it means another walk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CodeMode {
-    /// CR0.
+    /// The guest's CR0.
     pub cr0: Cr0,
-    /// CR3.
+    /// The guest's CR3.
     pub cr3: u64,
-    /// CR4.
+    /// The guest's CR4.
     pub cr4: Cr4,
-    /// EFER.
+    /// The guest's EFER.
     pub efer: Efer,
     /// CPL. Only whether it is 3 matters, but compared as it is it costs less.
     pub cpl: u8,
@@ -56,7 +56,7 @@ impl CodeMode {
 
 #[derive(Clone, Copy, Debug)]
 struct Way {
-    /// Linear page.
+    /// The linear page that the walk is of.
     page: u64,
     mode: CodeMode,
     trail: Trail,
@@ -125,7 +125,7 @@ impl Default for CodeFetch {
 }
 
 impl CodeFetch {
-    /// Remembers nothing.
+    /// A cache that remembers nothing.
     pub const fn new() -> Self {
         Self { ways: [Way::EMPTY; WAYS], turn: false }
     }

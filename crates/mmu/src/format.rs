@@ -51,9 +51,9 @@ pub struct LeafBits {
     pub exec: bool,
     /// Ordinary memory in the kernel's direct map.
     pub direct: bool,
-    /// Born accessed.
+    /// The leaf is born accessed.
     pub accessed: bool,
-    /// Born dirty.
+    /// The leaf is born dirty.
     pub dirty: bool,
 }
 

@@ -5,13 +5,13 @@
 pub struct Grant(u8);
 
 impl Grant {
-    /// Write.
+    /// Writes are granted.
     pub const W: Self = Self(1 << 1);
-    /// User.
+    /// Accesses from CPL 3 are granted.
     pub const U: Self = Self(1 << 2);
-    /// Fetch.
+    /// Instruction fetches are granted.
     pub const X: Self = Self(1 << 0);
-    /// Everything.
+    /// Everything is granted.
     pub const ALL: Self = Self(7);
 
     /// What a guest entry allows. Without NX in the mode its bit is reserved, so never set here.
@@ -40,13 +40,13 @@ impl Grant {
         Self(self.0 & other.0)
     }
 
-    /// Without `other`.
+    /// This grant without what `other` has.
     #[inline]
     pub const fn without(self, other: Self) -> Self {
         Self(self.0 & !other.0)
     }
 
-    /// With `other`.
+    /// This grant with what `other` has.
     #[inline]
     pub const fn with(self, other: Self) -> Self {
         Self(self.0 | other.0)

@@ -13,19 +13,19 @@ use crate::grant::Grant;
 /// The registers that govern a walk, and what the guest's CPUID says about entries.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PagingContext {
-    /// CR0.
+    /// The guest's CR0.
     pub cr0: Cr0,
-    /// CR3.
+    /// The guest's CR3.
     pub cr3: u64,
-    /// CR4.
+    /// The guest's CR4.
     pub cr4: Cr4,
-    /// EFER.
+    /// The guest's EFER.
     pub efer: Efer,
-    /// RFLAGS.AC.
+    /// RFLAGS.AC: with it SMAP lets the supervisor read user pages.
     pub rflags_ac: bool,
     /// Current privilege level.
     pub cpl: u8,
-    /// PKRU.
+    /// PKRU, the rights of protection keys.
     pub pkru: u32,
     /// The guest's physical address width (CPUID 8000_0008h EAX[7:0]); 0 is taken for 52.
     pub maxphyaddr: u8,
@@ -121,11 +121,11 @@ impl Role {
     const NPT: u32 = 1 << 18;
     /// Part of such a hypervisor's EPT tables.
     const EPT: u32 = 1 << 19;
-    /// Its EPT pointer turns on accessed and dirty flags.
+    /// The EPT pointer of L1 turns on accessed and dirty flags.
     const EPT_TRACKS: u32 = 1 << 28;
-    /// It was offered execute-only translations.
+    /// L1 was offered execute-only translations.
     const EPT_EXECUTE_ONLY: u32 = 1 << 29;
-    /// It was offered EPT pages of 2 MiB.
+    /// L1 was offered EPT pages of 2 MiB.
     const EPT_2M: u32 = 1 << 30;
     /// Made from no table: the level that the hardware's tables have above the guest's.
     const ABOVE: u32 = 1 << 31;
@@ -198,7 +198,7 @@ impl Role {
         Self((self.0 & !Self::LEVEL) | (level as u32 & Self::LEVEL))
     }
 
-    /// Whether it is that of system-management mode.
+    /// Whether the role is that of system-management mode.
     #[inline]
     pub const fn smm(self) -> bool {
         self.0 & Self::SMM != 0
@@ -256,7 +256,7 @@ impl Role {
         self.0 & Self::NX != 0
     }
 
-    /// Whether it is one of long mode.
+    /// Whether the tables are those of long mode.
     #[inline]
     pub fn is_long(self) -> bool {
         self.0 & Self::LONG != 0

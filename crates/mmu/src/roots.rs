@@ -95,7 +95,7 @@ impl<R> Default for RootCache<R> {
 }
 
 impl<R> RootCache<R> {
-    /// Holds nothing.
+    /// A cache that holds nothing.
     pub const fn new() -> Self {
         Self { places: [const { None }; PLACES], order: Order::START }
     }

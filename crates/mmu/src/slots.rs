@@ -198,7 +198,7 @@ pub enum SlotError {
     Immutable,
     /// The range overlaps another slot (`-EEXIST`).
     Overlaps,
-    /// `-ENOMEM`.
+    /// There is no memory for it (`-ENOMEM`).
     NoMemory,
 }
 
@@ -293,7 +293,7 @@ pub struct MemSlots {
 }
 
 impl MemSlots {
-    /// No slots.
+    /// A table without slots.
     pub fn new() -> Self {
         Self::default()
     }

@@ -30,11 +30,11 @@ use crate::table::{
 };
 pub use withdraw::{Thoroughness, Zapper};
 
-/// 4 KiB.
+/// Level of tables whose entries map 4 KiB.
 pub const LEVEL_4K: u8 = 1;
-/// 2 MiB.
+/// Level of tables whose entries map 2 MiB.
 pub const LEVEL_2M: u8 = 2;
-/// 1 GiB.
+/// Level of tables whose entries map 1 GiB.
 pub const LEVEL_1G: u8 = 3;
 
 /// Attempts before a fault is simply taken again: each lost race means that another CPU got on.
@@ -108,7 +108,7 @@ pub struct Tdp<S> {
 }
 
 impl<S> Tdp<S> {
-    /// No translations.
+    /// A tree without translations.
     pub fn new(format: Format, state: S) -> Result<Self, NoMemory> {
         Ok(Self { tree: Tree::new(format, state)? })
     }

@@ -39,11 +39,11 @@ pub enum Swap {
 /// The kind of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AccessKind {
-    /// Data read.
+    /// A read of data.
     Read,
-    /// Data write.
+    /// A write of data.
     Write,
-    /// Instruction fetch.
+    /// A fetch of instructions.
     Fetch,
 }
 

@@ -21,7 +21,7 @@ pub enum Class {
     Store,
     /// Kept by [`crate::MsrStore`] too; a write takes effect where the kernel can be called.
     Outside,
-    /// Nobody's: refused.
+    /// An MSR that nobody knows: refused.
     Unknown,
 }
 

@@ -3,11 +3,11 @@
 /// What a write asks of others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// Nothing.
+    /// The write asks nothing of others.
     None,
     /// TSC_ADJUST moved by `delta`: so must the TSC offset. Only of a guest's write.
     TscAdjusted {
-        /// Ticks.
+        /// By how many TSC ticks it moved.
         delta: i64,
     },
     /// The guest asked for an indirect-branch prediction barrier.
@@ -23,7 +23,7 @@ pub enum Effect {
     },
     /// VIRT_SPEC_CTRL was written: whether the guest runs without speculative store bypass.
     VirtSsbd {
-        /// It does.
+        /// The guest runs without speculative store bypass.
         on: bool,
     },
     /// CPUID faulting was switched: with it on, CPUID outside CPL 0 raises #GP.

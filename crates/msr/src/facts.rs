@@ -23,19 +23,19 @@ pub struct GuestFacts {
     pub flush_l1d: bool,
     /// FLUSH_CMD exists on the host's CPU.
     pub host_flush_l1d: bool,
-    /// TSC_ADJUST exists.
+    /// The MSR TSC_ADJUST exists.
     pub tsc_adjust: bool,
-    /// ARCH_CAPABILITIES exists.
+    /// The MSR ARCH_CAPABILITIES exists.
     pub arch_capabilities: bool,
-    /// PERF_CAPABILITIES exists.
+    /// The MSR PERF_CAPABILITIES exists.
     pub pdcm: bool,
     /// OSVW_ID_LENGTH and OSVW_STATUS exist.
     pub osvw: bool,
-    /// VIRT_SPEC_CTRL exists.
+    /// The MSR VIRT_SPEC_CTRL exists.
     pub virt_ssbd: bool,
     /// SSE3, without which MISC_ENABLE's MONITOR bit must not change.
     pub sse3: bool,
-    /// VMX exists.
+    /// The MSRs of VMX exist.
     pub vmx: bool,
 }
 

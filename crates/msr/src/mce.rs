@@ -15,21 +15,21 @@ const REGISTERS: usize = 4;
 /// MCG_CAP bits that a VMM may set beside the number of banks and the extended-register count
 /// (KVM_X86_GET_MCE_CAP_SUPPORTED answers this and [`MAX_BANKS`]).
 const SUPPORTED_CAP: u64 = mce::CAP_CTL | mce::CAP_SER;
-/// And those that Intel's CPUs have.
+/// Bits of MCG_CAP that Intel's CPUs have besides.
 const INTEL_CAP: u64 = mce::CAP_CMCI | mce::CAP_LMCE;
 
 /// A machine check that a VMM injects (KVM_X86_SET_MCE).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct McReport {
-    /// MCi_STATUS.
+    /// MCi_STATUS of the bank.
     pub status: u64,
-    /// MCi_ADDR.
+    /// MCi_ADDR of the bank.
     pub address: u64,
-    /// MCi_MISC.
+    /// MCi_MISC of the bank.
     pub misc: u64,
-    /// MCG_STATUS.
+    /// MCG_STATUS, of all banks.
     pub mcg_status: u64,
-    /// Bank number.
+    /// The number of the bank.
     pub bank: u8,
 }
 
@@ -99,7 +99,7 @@ impl MachineChecks {
         (self.cap & mce::CAP_BANKS) as usize
     }
 
-    /// KVM_X86_SETUP_MCE.
+    /// Sets the banks up as KVM_X86_SETUP_MCE asks (KVM API §4.104).
     pub(crate) fn set_up(&mut self, cap: u64) -> Result<(), Refused> {
         let count = (cap & mce::CAP_BANKS) as usize;
         if count == 0
@@ -199,7 +199,7 @@ impl MachineChecks {
         GuestIndex::from(register).of_mut(bank).ok_or(Refused)
     }
 
-    /// KVM_X86_SET_MCE.
+    /// Reports a machine check as KVM_X86_SET_MCE asks (KVM API §4.106).
     pub(crate) fn inject(
         &mut self,
         report: &McReport,

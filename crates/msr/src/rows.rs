@@ -24,7 +24,7 @@ pub struct Row {
     pub read: &'static str,
     /// What writing does, as it is written; empty where another floor says.
     pub write: &'static str,
-    /// The note.
+    /// The note that `docs/msrs.md` gives.
     pub note: &'static str,
 }
 
@@ -33,7 +33,7 @@ pub struct Row {
 pub struct Section {
     /// What its MSRs have in common.
     pub about: &'static str,
-    /// Its rows.
+    /// The rows of its MSRs.
     pub rows: &'static [Row],
 }
 
@@ -128,9 +128,9 @@ msrs!(rows);
 /// One of the two index lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum List {
-    /// KVM_GET_MSR_INDEX_LIST.
+    /// Saved and restored: KVM_GET_MSR_INDEX_LIST names it.
     Saved,
-    /// KVM_GET_MSR_FEATURE_INDEX_LIST.
+    /// A feature: KVM_GET_MSR_FEATURE_INDEX_LIST names it.
     Features,
 }
 

@@ -444,7 +444,7 @@ impl MsrStore {
         self.slots.TSC_ADJUST = self.slots.TSC_ADJUST.wrapping_add(delta as u64);
     }
 
-    /// TSC_ADJUST.
+    /// IA32_TSC_ADJUST in TSC ticks.
     pub fn tsc_adjust(&self) -> u64 {
         self.slots.TSC_ADJUST
     }
@@ -486,7 +486,7 @@ impl MsrStore {
         MachineChecks::supported(intel)
     }
 
-    /// FEATURE_CONTROL.
+    /// IA32_FEATURE_CONTROL as the guest sees it.
     pub fn feature_control(&self) -> u64 {
         self.slots.FEATURE_CONTROL
     }

@@ -21,19 +21,19 @@ pub mod flags {
 pub struct ClockPage {
     /// Odd while the rest changes.
     pub version: u32,
-    /// Zero.
+    /// Always zero: aligns what follows.
     pub pad0: u32,
     /// Guest TSC at `system_time`.
     pub tsc_timestamp: u64,
     /// Nanoseconds at `tsc_timestamp`.
     pub system_time: u64,
-    /// [`Scale::mul`].
+    /// The factor: [`Scale::mul`].
     pub tsc_to_system_mul: u32,
-    /// [`Scale::shift`].
+    /// The exponent of two: [`Scale::shift`].
     pub tsc_shift: i8,
-    /// [`flags`].
+    /// What holds of the page: [`flags`].
     pub flags: u8,
-    /// Zero.
+    /// Always zero: fills 32 bytes.
     pub pad: [u8; 2],
 }
 const _: () = assert!(size_of::<ClockPage>() == 32);
@@ -49,7 +49,7 @@ pub struct WallClock {
     pub version: u32,
     /// Seconds since 1970.
     pub sec: u32,
-    /// Nanoseconds.
+    /// Nanoseconds beside the seconds.
     pub nsec: u32,
 }
 const _: () = assert!(size_of::<WallClock>() == 12);
@@ -60,7 +60,7 @@ const _: () = assert!(size_of::<WallClock>() == 12);
 pub struct Scale {
     /// 0.32 fixed point.
     pub mul: u32,
-    /// Binary exponent.
+    /// The binary exponent; negative shifts right.
     pub shift: i8,
 }
 

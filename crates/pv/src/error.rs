@@ -7,7 +7,7 @@ pub enum HypercallError {
     NotPrivileged = 1,
     /// KVM_EFAULT: memory cannot be reached.
     Fault = 14,
-    /// KVM_EINVAL.
+    /// An argument is invalid: KVM_EINVAL.
     Invalid = 22,
     /// KVM_EOPNOTSUPP: known, but not possible on this host.
     NotSupported = 95,

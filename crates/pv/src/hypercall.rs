@@ -35,15 +35,15 @@ pub fn answer(result: Result<u64, HypercallError>, long: bool) -> u64 {
 /// The registers of a call: number in RAX, arguments in RBX, RCX, RDX, RSI.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Registers {
-    /// Number.
+    /// The hypercall's number, from RAX.
     pub rax: u64,
-    /// First argument.
+    /// The first argument, from RBX.
     pub rbx: u64,
-    /// Second argument.
+    /// The second argument, from RCX.
     pub rcx: u64,
-    /// Third argument.
+    /// The third argument, from RDX.
     pub rdx: u64,
-    /// Fourth argument.
+    /// The fourth argument, from RSI.
     pub rsi: u64,
 }
 
@@ -54,7 +54,7 @@ pub enum Hypercall {
     VapicPollIrq,
     /// Wake the vCPU with this APIC id; answers 0.
     KickCpu {
-        /// APIC id.
+        /// The APIC id of the vCPU to wake.
         apic_id: u32,
     },
     /// Write a [`ClockPairing`] there.
@@ -66,18 +66,18 @@ pub enum Hypercall {
     SendIpi(SendIpi),
     /// Yield to the vCPU with this APIC id; answers 0.
     SchedYield {
-        /// APIC id.
+        /// The APIC id of the vCPU to yield to.
         apic_id: u32,
     },
 }
 
 /// Bits of CPUID 0x40000001:EAX that offer hypercalls.
 pub mod feature {
-    /// KVM_HC_KICK_CPU.
+    /// KVM_HC_KICK_CPU is offered.
     pub const UNHALT: u32 = 1 << 7;
-    /// KVM_HC_SEND_IPI.
+    /// KVM_HC_SEND_IPI is offered.
     pub const SEND_IPI: u32 = 1 << 11;
-    /// KVM_HC_SCHED_YIELD.
+    /// KVM_HC_SCHED_YIELD is offered.
     pub const SCHED_YIELD: u32 = 1 << 13;
 }
 
@@ -143,13 +143,13 @@ const CLOCK_PAIRING_REALTIME: u64 = 0;
 pub struct ClockPairing {
     /// Host real time, seconds since 1970.
     pub sec: i64,
-    /// Nanoseconds.
+    /// Nanoseconds beside the seconds.
     pub nsec: i64,
     /// The guest's TSC at that time.
     pub tsc: u64,
-    /// Zero.
+    /// Always zero: none are defined.
     pub flags: u32,
-    /// Zero.
+    /// Always zero: room for more.
     pub pad: [u32; 9],
 }
 const _: () = assert!(size_of::<ClockPairing>() == 64);

@@ -25,9 +25,9 @@ pub struct LazyPage {
     pub armed: u64,
     /// The guest writes: its newest deadline.
     pub pending: u64,
-    /// Zero.
+    /// Always zero: none are defined.
     pub flags: u32,
-    /// Zero.
+    /// Always zero: room for more.
     pub pad: [u32; 11],
 }
 const _: () = assert!(size_of::<LazyPage>() == 64);
@@ -78,7 +78,7 @@ impl LazyDeadline {
         *self = Self { msr, armed: 0, stale: 0, in_doubt: on, left: false };
     }
 
-    /// The MSR.
+    /// The MSR as it reads.
     pub fn msr(&self) -> u64 {
         self.msr
     }
@@ -347,7 +347,7 @@ mod tests {
     enum Step {
         /// The guest sets a deadline, so far ahead.
         Set(u64),
-        /// Time passes.
+        /// So much time passes.
         Wait(u64),
         /// The guest stops its timer.
         Stop,

@@ -15,13 +15,13 @@ pub struct StealPage {
     pub steal: u64,
     /// Odd while `steal` changes.
     pub version: u32,
-    /// Zero.
+    /// Always zero: none are defined.
     pub flags: u32,
     /// [`PREEMPTED`] while the vCPU's thread does not run.
     pub preempted: u8,
-    /// Zero.
+    /// Always zero: aligns what follows.
     pub u8_pad: [u8; 3],
-    /// Zero.
+    /// Always zero: room for more.
     pub pad: [u32; 11],
 }
 const _: () = assert!(size_of::<StealPage>() == 64);

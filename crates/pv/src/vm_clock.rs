@@ -20,11 +20,11 @@ pub mod flags {
 pub struct HostTime {
     /// The TSC; `None` when the host does not keep time by it.
     pub tsc: Option<u64>,
-    /// CLOCK_MONOTONIC, ns.
+    /// The host's CLOCK_MONOTONIC in nanoseconds.
     pub monotonic_ns: u64,
-    /// CLOCK_BOOTTIME, ns.
+    /// The host's CLOCK_BOOTTIME in nanoseconds.
     pub boot_ns: u64,
-    /// CLOCK_MONOTONIC_RAW, ns.
+    /// The host's CLOCK_MONOTONIC_RAW in nanoseconds.
     pub raw_ns: u64,
     /// CLOCK_REALTIME, ns since 1970.
     pub real_ns: u64,
@@ -44,7 +44,7 @@ impl HostTime {
 pub struct ClockData {
     /// The guest's clock, ns.
     pub clock: u64,
-    /// [`flags`].
+    /// What holds of the data: [`flags`].
     pub flags: u32,
     /// Host CLOCK_REALTIME at `clock`.
     pub realtime: u64,
@@ -117,7 +117,7 @@ impl VmClock {
         }
     }
 
-    /// KVM_GET_CLOCK.
+    /// The clock as KVM_GET_CLOCK tells it (KVM API §4.29).
     pub const fn get(&self, now: &HostTime) -> ClockData {
         let mut data = ClockData { clock: self.now(now), flags: 0, realtime: 0, host_tsc: 0 };
         if let (Some(_), Some(tsc)) = (&self.master, now.tsc) {

@@ -10,7 +10,7 @@ use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 pub struct Counter(AtomicU64);
 
 impl Counter {
-    /// Zero.
+    /// A counter at zero.
     pub const fn new() -> Self {
         Self(AtomicU64::new(0))
     }
@@ -27,7 +27,7 @@ impl Counter {
         self.0.store(value, Relaxed);
     }
 
-    /// The value.
+    /// What the counter has reached.
     #[inline]
     pub fn get(&self) -> u64 {
         self.0.load(Relaxed)
@@ -40,12 +40,12 @@ impl Counter {
 pub struct SharedCounter(AtomicU64);
 
 impl SharedCounter {
-    /// Zero.
+    /// A counter at zero.
     pub const fn new() -> Self {
         Self(AtomicU64::new(0))
     }
 
-    /// Adds `n`.
+    /// Adds `n` to the counter.
     #[inline]
     pub fn add(&self, n: u64) {
         self.0.fetch_add(n, Relaxed);
@@ -62,7 +62,7 @@ impl SharedCounter {
         self.0.fetch_max(n, Relaxed);
     }
 
-    /// The value.
+    /// What the counter has reached.
     #[inline]
     pub fn get(&self) -> u64 {
         self.0.load(Relaxed)

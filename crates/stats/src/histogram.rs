@@ -19,7 +19,7 @@ pub const fn bucket_of(value: u64) -> usize {
 pub struct Histogram([Counter; BUCKETS]);
 
 impl Histogram {
-    /// Empty.
+    /// A histogram that counted nothing.
     pub const fn new() -> Self {
         Self([const { Counter::new() }; BUCKETS])
     }

@@ -58,19 +58,19 @@ reasons! {
     Nmi = "nmi",
     /// A machine check.
     MachineCheck = "machine_check",
-    /// CPUID.
+    /// CPUID was executed.
     Cpuid = "cpuid",
-    /// RDMSR.
+    /// RDMSR was executed.
     Rdmsr = "rdmsr",
-    /// WRMSR.
+    /// WRMSR was executed.
     Wrmsr = "wrmsr",
     /// VMMCALL or VMCALL.
     Hypercall = "hypercall",
-    /// HLT.
+    /// HLT was executed.
     Hlt = "hlt",
-    /// PAUSE.
+    /// PAUSE was executed, often enough to exit.
     Pause = "pause",
-    /// WBINVD, INVD.
+    /// WBINVD or INVD was executed.
     CacheFlush = "cache_flush",
     /// A port access.
     Io = "io",
@@ -82,9 +82,9 @@ reasons! {
     Cr = "cr",
     /// A debug register.
     DebugReg = "debug_reg",
-    /// XSETBV.
+    /// XSETBV was executed.
     Xsetbv = "xsetbv",
-    /// RDPMC.
+    /// RDPMC was executed.
     Rdpmc = "rdpmc",
     /// The guest can take an interrupt.
     InterruptWindow = "interrupt_window",
@@ -94,15 +94,15 @@ reasons! {
     ApicWrite = "apic_write",
     /// The guest ends an NMI's handler.
     Iret = "iret",
-    /// Another exception.
+    /// An exception that has no reason of its own.
     Exception = "exception",
-    /// MONITOR, MWAIT.
+    /// MONITOR or MWAIT was executed.
     Mwait = "mwait",
     /// An instruction that the guest does not have.
     Undefined = "undefined",
     /// An instruction for hypervisors: VMRUN, VMRESUME and their like.
     Virtualization = "virtualization",
-    /// INVLPG, INVPCID.
+    /// INVLPG or INVPCID was executed.
     Invlpg = "invlpg",
     /// The end of system-management mode.
     Rsm = "rsm",
@@ -118,7 +118,7 @@ reasons! {
     Deadline = "preemption_timer",
     /// LGDT, SIDT and their like, of a guest whose CR4.UMIP is made by exits.
     DescriptorTable = "descriptor_table",
-    /// Anything else.
+    /// Anything that has no reason of its own.
     Other = "other",
 }
 

@@ -14,7 +14,7 @@ use crate::{BUCKETS, VcpuCount, VcpuStats, VmCount, VmStats};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Kind {
-    /// Grows.
+    /// A value that only grows.
     Cumulative = 0,
     /// How something is now.
     Instant = 1,
@@ -28,11 +28,11 @@ pub enum Kind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Unit {
-    /// Things.
+    /// A number of things, without a unit.
     None = 0,
     /// Nanoseconds: seconds with exponent -9.
     Nanoseconds = 2 << 4,
-    /// TSC cycles.
+    /// Cycles of the TSC.
     Cycles = 3 << 4,
     /// 0 or 1.
     Boolean = 4 << 4,
@@ -43,11 +43,11 @@ pub enum Unit {
 pub enum OfVcpu {
     /// Nothing of the kind is done here.
     Zero,
-    /// A count.
+    /// A count of the vCPU's.
     Count(VcpuCount),
     /// A histogram of halting.
     Halt(HaltHistogram),
-    /// All exits.
+    /// All exits, whatever their reason.
     Exits,
     /// Exits by a reason.
     By(Reason),

@@ -30,7 +30,7 @@ counts! {
     HaltPollSuccessNs,
     /// Nanoseconds polled in polls that did not.
     HaltPollFailNs,
-    /// Nanoseconds slept.
+    /// How many nanoseconds HLT slept.
     HaltWaitNs,
     /// 1 while it sleeps.
     Blocking,
@@ -58,7 +58,7 @@ counts! {
     RequestIrqExits,
     /// The inner loop was left, and the host's segment state loaded.
     HostStateReload,
-    /// Instructions emulated.
+    /// How many instructions were emulated.
     InsnEmulation,
     /// Instructions that could not be.
     InsnEmulationFail,
@@ -66,7 +66,7 @@ counts! {
     HypercallsByUd,
     /// Interrupts that the guest took.
     IrqInjections,
-    /// NMIs injected.
+    /// How many NMIs were injected.
     NmiInjections,
     /// Requests to look for events.
     ReqEvent,
@@ -107,12 +107,12 @@ pub enum HaltHistogram {
     PollSuccess,
     /// Polls that did not, ns.
     PollFail,
-    /// Sleeps, ns.
+    /// Time asleep, in nanoseconds.
     Wait,
 }
 
 impl VcpuStats {
-    /// All zero.
+    /// Statistics that are all zero.
     pub const fn new() -> Self {
         Self {
             exits: [const { Counter::new() }; REASONS],
@@ -169,7 +169,7 @@ impl VcpuStats {
         }
     }
 
-    /// A count.
+    /// What a counter has reached.
     pub fn get(&self, what: VcpuCount) -> u64 {
         self.counts.get(what as usize).map_or(0, Counter::get)
     }

@@ -63,7 +63,7 @@ impl Default for VmStats {
 }
 
 impl VmStats {
-    /// All zero.
+    /// Statistics that are all zero.
     pub const fn new() -> Self {
         Self([const { SharedCounter::new() }; VM_COUNTS])
     }

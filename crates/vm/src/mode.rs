@@ -192,7 +192,7 @@ pub(crate) mod tests {
 
     use mmu::FlushRemote;
 
-    /// Counts flushes.
+    /// Counts the flushes of a VM.
     #[derive(Default)]
     pub(crate) struct Flushes(AtomicU64);
 

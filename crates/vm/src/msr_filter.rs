@@ -30,7 +30,7 @@ impl MsrRange {
     }
 }
 
-/// A filter.
+/// A filter of MSRs, as KVM_X86_SET_MSR_FILTER made it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MsrFilter {
     /// What no range says anything of is denied.
@@ -50,7 +50,7 @@ impl MsrFilter {
                 .unwrap_or(!self.default_deny)
     }
 
-    /// Whether it may deny anything.
+    /// Whether the filter may deny anything.
     pub fn restricts(&self) -> bool {
         self.default_deny || !self.ranges.is_empty()
     }

@@ -13,19 +13,19 @@ pub struct Settings {
     pub boot_cpu_id: AtomicU32,
     /// vCPU ids are below this (KVM_CAP_MAX_VCPU_ID).
     pub max_vcpu_id: AtomicU32,
-    /// KVM_SET_IDENTITY_MAP_ADDR.
+    /// The page of KVM_SET_IDENTITY_MAP_ADDR (KVM API §4.40).
     pub identity_map: AtomicU64,
-    /// KVM_SET_TSS_ADDR.
+    /// The pages of KVM_SET_TSS_ADDR (KVM API §4.36).
     pub tss_addr: AtomicU32,
-    /// KVM_CAP_X2APIC_API flags.
+    /// The flags of KVM_CAP_X2APIC_API (KVM API §7).
     pub x2apic_api: AtomicU64,
     /// Nanoseconds in a cycle of the local APIC timers' clock; 0: one (KVM_CAP_X86_APIC_BUS_CYCLES_NS).
     pub apic_bus_cycle_ns: AtomicU32,
     /// Quirks that are switched off.
     pub quirks_off: AtomicU64,
-    /// KVM_CAP_EXCEPTION_PAYLOAD.
+    /// KVM_CAP_EXCEPTION_PAYLOAD is on (KVM API §7).
     pub exception_payload: AtomicBool,
-    /// KVM_CAP_X86_TRIPLE_FAULT_EVENT.
+    /// KVM_CAP_X86_TRIPLE_FAULT_EVENT is on (KVM API §7).
     pub triple_fault_event: AtomicBool,
     /// KVM_CAP_X86_USER_SPACE_MSR: `KVM_MSR_EXIT_REASON_*` bits.
     pub user_space_msr: AtomicU32,
@@ -33,9 +33,9 @@ pub struct Settings {
     pub disable_exits: AtomicU64,
     /// The guest's reads of MSR_PLATFORM_INFO are refused (KVM_CAP_MSR_PLATFORM_INFO).
     pub platform_info_hidden: AtomicBool,
-    /// KVM_CAP_EXIT_ON_EMULATION_FAILURE.
+    /// KVM_CAP_EXIT_ON_EMULATION_FAILURE is on (KVM API §7).
     pub exit_on_emulation_failure: AtomicBool,
-    /// KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 flags.
+    /// The flags of KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 (KVM API §7).
     pub manual_dirty_log: AtomicU64,
 }
 

@@ -52,9 +52,9 @@ pub enum MpState {
     Uninitialized = 1,
     /// INIT arrived; waits for SIPI.
     InitReceived = 2,
-    /// HLT.
+    /// The vCPU executed HLT and waits.
     Halted = 3,
-    /// SIPI arrived.
+    /// A SIPI arrived and was not yet acted upon.
     SipiReceived = 4,
 }
 

@@ -30,7 +30,7 @@ type Places = [AtomicU16; IDS];
 pub enum AddError {
     /// There are enough, or the id is none.
     TooMany,
-    /// `-ENOMEM`.
+    /// There is no memory for it (`-ENOMEM`).
     NoMemory,
 }
 

@@ -140,7 +140,7 @@ impl Vm {
         &self.page_log_users
     }
 
-    /// The vCPUs.
+    /// The vCPUs of the VM.
     #[inline]
     pub fn vcpus(&self) -> &VcpuTable {
         &self.vcpus
@@ -223,7 +223,7 @@ impl Vm {
         (self.time.lock().clock.now(&now), now)
     }
 
-    /// KVM_GET_CLOCK.
+    /// The clock as KVM_GET_CLOCK tells it (KVM API §4.29).
     pub fn clock_data(&self) -> ClockData {
         self.time.lock().clock.get(&host_time())
     }

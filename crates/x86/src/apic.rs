@@ -32,11 +32,11 @@ pub const fn highest(words: &VectorWords) -> u8 {
 /// What a local APIC holds of interrupts that were requested and not ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Interrupts {
-    /// Requested.
+    /// IRR: the vectors that are requested.
     pub requested: VectorWords,
-    /// In service.
+    /// ISR: the vectors that are in service.
     pub in_service: VectorWords,
-    /// Task priority.
+    /// TPR, the task priority.
     pub tpr: u8,
 }
 
@@ -86,7 +86,7 @@ pub mod reg {
 pub mod base {
     /// The bootstrap processor.
     pub const BSP: u64 = 1 << 8;
-    /// x2APIC mode.
+    /// The APIC is in x2APIC mode.
     pub const EXTD: u64 = 1 << 10;
     /// APIC globally enabled.
     pub const ENABLE: u64 = 1 << 11;
@@ -98,7 +98,7 @@ pub mod base {
 pub mod svr {
     /// Vector of the spurious interrupt.
     pub const VECTOR: u32 = 0xff;
-    /// APIC software-enabled.
+    /// SVR: software has enabled the APIC.
     pub const ENABLE: u32 = 1 << 8;
     /// Focus-processor checking off.
     pub const FOCUS_OFF: u32 = 1 << 9;
@@ -116,7 +116,7 @@ pub mod version {
 
 /// Bits of a local vector table entry (SDM vol. 3A fig. 10-8).
 pub mod lvt {
-    /// Interrupt vector.
+    /// LVT: the interrupt's vector.
     pub const VECTOR: u32 = 0xff;
     /// Position of the delivery mode.
     pub const MODE_SHIFT: u32 = 8;
@@ -130,7 +130,7 @@ pub mod lvt {
     pub const REMOTE_IRR: u32 = 1 << 14;
     /// Level-triggered (LINT0, LINT1).
     pub const LEVEL: u32 = 1 << 15;
-    /// Masked.
+    /// LVT: the entry is masked.
     pub const MASKED: u32 = 1 << 16;
     /// Position of the timer mode.
     pub const TIMER_MODE_SHIFT: u32 = 17;
@@ -177,13 +177,13 @@ pub enum DeliveryMode {
     Fixed = 0,
     /// To the one with the lowest priority among those named.
     LowestPriority = 1,
-    /// System-management interrupt.
+    /// A system-management interrupt, SMI.
     Smi = 2,
     /// Reserved encoding 3 (remote read on old parts).
     Reserved = 3,
-    /// Non-maskable interrupt.
+    /// A non-maskable interrupt, NMI.
     Nmi = 4,
-    /// INIT.
+    /// INIT: the processor is reset.
     Init = 5,
     /// Start-up IPI; reserved in LVT and I/O APIC.
     Sipi = 6,
@@ -216,7 +216,7 @@ pub enum Shorthand {
     None = 0,
     /// The sending CPU alone.
     SelfOnly = 1,
-    /// Every CPU.
+    /// Every processor, the sender too.
     All = 2,
     /// Every CPU but this one.
     AllButSelf = 3,
@@ -237,7 +237,7 @@ impl Shorthand {
 
 /// Bits of the low half of the interrupt-command register (SDM vol. 3A fig. 10-12).
 pub mod icr {
-    /// Interrupt vector.
+    /// ICR: the interrupt's vector.
     pub const VECTOR: u32 = 0xff;
     /// Position of the delivery mode.
     pub const MODE_SHIFT: u32 = 8;
@@ -249,7 +249,7 @@ pub mod icr {
     pub const BUSY: u32 = 1 << 12;
     /// Assert, as against INIT de-assert.
     pub const ASSERT: u32 = 1 << 14;
-    /// Level-triggered.
+    /// ICR: the interrupt is level-triggered.
     pub const LEVEL: u32 = 1 << 15;
     /// Position of the destination shorthand.
     pub const SHORTHAND_SHIFT: u32 = 18;
@@ -294,20 +294,20 @@ pub mod ioapic {
     pub const ARBITRATION: u32 = 0x02;
     /// Index of the first redirection entry's low half; two indices per entry.
     pub const REDIRECTION: u32 = 0x10;
-    /// Redirection entries.
+    /// How many pins, each with its redirection entry.
     pub const PINS: usize = 24;
     /// Bytes of the register window.
     pub const WINDOW: u64 = 0x100;
 
     /// Delivery pending, read-only.
     pub const RTE_SEND_PENDING: u64 = 1 << 12;
-    /// Active low.
+    /// RTE: the pin is active low.
     pub const RTE_POLARITY: u64 = 1 << 13;
     /// Accepted by a local APIC and not yet ended, read-only.
     pub const RTE_REMOTE_IRR: u64 = 1 << 14;
-    /// Level-triggered.
+    /// RTE: the pin is level-triggered.
     pub const RTE_LEVEL: u64 = 1 << 15;
-    /// Masked.
+    /// RTE: the pin is masked.
     pub const RTE_MASKED: u64 = 1 << 16;
     /// Logical destination mode.
     pub const RTE_LOGICAL: u64 = 1 << 11;
@@ -325,9 +325,9 @@ pub mod msi {
     pub const LOGICAL: u32 = 1 << 2;
     /// Redirection hint (address).
     pub const REDIRECTION_HINT: u32 = 1 << 3;
-    /// Level-triggered (data).
+    /// MSI data: the message is level-triggered.
     pub const LEVEL: u32 = 1 << 15;
-    /// Assert (data).
+    /// MSI data: the level is asserted.
     pub const ASSERT: u32 = 1 << 14;
 }
 

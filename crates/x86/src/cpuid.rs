@@ -31,11 +31,11 @@ impl Reg {
 /// One feature bit: where CPUID says it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Feature {
-    /// EAX input.
+    /// The leaf: EAX before CPUID.
     pub leaf: u32,
-    /// ECX input.
+    /// The subleaf: ECX before CPUID.
     pub subleaf: u32,
-    /// Output register.
+    /// The register that has the bit.
     pub reg: Reg,
     /// Bit number, 0 to 31.
     pub bit: u8,
@@ -55,7 +55,7 @@ impl Feature {
     }
 }
 
-/// Leaf numbers.
+/// The numbers of leaves.
 pub mod leaf {
     /// Highest basic leaf, and the vendor.
     pub const VENDOR: u32 = 0;
@@ -75,7 +75,7 @@ pub mod leaf {
     pub const PMU: u32 = 0xa;
     /// Extended topology; subleaves.
     pub const TOPOLOGY: u32 = 0xb;
-    /// XSAVE; subleaves.
+    /// XSAVE: components and sizes, by subleaf.
     pub const XSAVE: u32 = 0xd;
     /// Processor trace; subleaves.
     pub const PT: u32 = 0x14;
@@ -87,15 +87,15 @@ pub mod leaf {
     pub const TMUL: u32 = 0x1e;
     /// Second extended topology; subleaves.
     pub const TOPOLOGY_V2: u32 = 0x1f;
-    /// AVX10; subleaves.
+    /// AVX10: version and lengths, by subleaf.
     pub const AVX10: u32 = 0x24;
     /// First leaf for hypervisors: signature.
     pub const HYPERVISOR: u32 = 0x4000_0000;
-    /// KVM's features.
+    /// The features that KVM offers.
     pub const KVM_FEATURES: u32 = 0x4000_0001;
     /// Highest extended leaf, and the vendor.
     pub const EXTENDED: u32 = 0x8000_0000;
-    /// Extended features.
+    /// AMD's features, and Intel's among them.
     pub const EXTENDED_1: u32 = 0x8000_0001;
     /// First third of the name; two more follow.
     pub const BRAND: u32 = 0x8000_0002;
@@ -107,7 +107,7 @@ pub mod leaf {
     pub const APM: u32 = 0x8000_0007;
     /// Address sizes, and features.
     pub const ADDRESS_SIZES: u32 = 0x8000_0008;
-    /// SVM.
+    /// SVM: revision, ASIDs, features.
     pub const SVM: u32 = 0x8000_000a;
     /// TLB of 1 GiB pages (AMD).
     pub const TLB_1G: u32 = 0x8000_0019;
@@ -125,7 +125,7 @@ pub mod leaf {
     pub const AMD_PMU: u32 = 0x8000_0022;
     /// Highest Centaur leaf.
     pub const CENTAUR: u32 = 0xc000_0000;
-    /// Centaur features.
+    /// The features of Centaur's CPUs.
     pub const CENTAUR_1: u32 = 0xc000_0001;
 }
 
@@ -464,11 +464,11 @@ features! {
 /// Vendor, as far as behaviour differs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Vendor {
-    /// "GenuineIntel".
+    /// A CPU by "GenuineIntel".
     Intel,
-    /// "AuthenticAMD".
+    /// A CPU by "AuthenticAMD".
     Amd,
-    /// "HygonGenuine".
+    /// A CPU by "HygonGenuine".
     Hygon,
     /// Centaur or Zhaoxin ("CentaurHauls", "  Shanghai  ").
     Centaur,

@@ -3,7 +3,7 @@
 //!
 //! SDM vol. 3B §18.2, APM vol. 2 §13.1.1.
 
-/// DR6.
+/// DR6, which tells what a #DB was for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Dr6(u64);
 
@@ -12,7 +12,7 @@ impl Dr6 {
     pub const TRAPS: u64 = 0xf;
     /// Debug register accessed under DR7.GD.
     pub const BD: u64 = 1 << 13;
-    /// Single step.
+    /// BS: a single step was made.
     pub const BS: u64 = 1 << 14;
     /// A task asked for a trap when it is switched to.
     pub const BT: u64 = 1 << 15;
@@ -22,7 +22,7 @@ impl Dr6 {
     const RESERVED_ONE: u64 = 0xfffe_07f0;
     /// What a MOV clears.
     pub const RESERVED_ZERO: u64 = 1 << 12;
-    /// After reset.
+    /// DR6 after reset.
     pub const RESET: Self = Self(Self::ACTIVE_LOW);
 
     /// The register after `raw` was written. A MOV whose upper half is not zero faults; here it is
@@ -40,7 +40,7 @@ impl Dr6 {
         Self::new(gathered ^ payload & Self::ACTIVE_LOW)
     }
 
-    /// The bits.
+    /// The register as a MOV reads it.
     #[inline]
     pub const fn bits(self) -> u64 {
         self.0
@@ -53,7 +53,7 @@ impl Default for Dr6 {
     }
 }
 
-/// DR7.
+/// DR7, which enables breakpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Dr7(u64);
 
@@ -67,7 +67,7 @@ impl Dr7 {
     /// What a MOV clears: bits 11, 12, 14 and 15.
     pub const RESERVED_ZERO: u64 = 0xd800;
     const RESERVED_ONE: u64 = 1 << 10;
-    /// After reset.
+    /// DR7 after reset.
     pub const RESET: Self = Self(Self::RESERVED_ONE);
 
     /// The register after `raw` was written. A MOV whose upper half is not zero faults; here it is
@@ -89,7 +89,7 @@ impl Dr7 {
         self.0 & Self::ENABLES != 0
     }
 
-    /// The bits.
+    /// The register as a MOV reads it.
     #[inline]
     pub const fn bits(self) -> u64 {
         self.0

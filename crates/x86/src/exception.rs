@@ -11,19 +11,19 @@ bitflags! {
     /// and VMX's exception bitmap (SDM vol. 3C §25.6.3).
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Exceptions: u32 {
-        /// #DB.
+        /// The debug exception, #DB.
         const DB = 1 << vector::DB;
-        /// #BP.
+        /// The breakpoint exception, #BP.
         const BP = 1 << vector::BP;
-        /// #UD.
+        /// The invalid-opcode exception, #UD.
         const UD = 1 << vector::UD;
-        /// #GP.
+        /// The general-protection fault, #GP.
         const GP = 1 << vector::GP;
-        /// #PF.
+        /// The page fault, #PF.
         const PF = 1 << vector::PF;
-        /// #AC.
+        /// The alignment check, #AC.
         const AC = 1 << vector::AC;
-        /// #MC.
+        /// The machine check, #MC.
         const MC = 1 << vector::MC;
     }
 }
@@ -37,9 +37,9 @@ impl Exceptions {
 
 /// Vectors of exceptions.
 pub mod vector {
-    /// #DB, debug.
+    /// The debug exception, #DB.
     pub const DB: u8 = 1;
-    /// #BP, INT3.
+    /// The breakpoint exception, #BP, of INT3.
     pub const BP: u8 = 3;
     /// #UD, invalid opcode.
     pub const UD: u8 = 6;

@@ -226,7 +226,7 @@ pub mod spec_ctrl {
     pub const IBRS: u64 = 1 << 0;
     /// Single-thread indirect-branch predictors.
     pub const STIBP: u64 = 1 << 1;
-    /// Speculative-store-bypass disable.
+    /// Speculative store bypass is disabled.
     pub const SSBD: u64 = 1 << 2;
     /// IPRED disable for user mode (Intel).
     pub const IPRED_DIS_U: u64 = 1 << 3;
@@ -354,7 +354,7 @@ pub mod mce {
     pub const BANK_VALID: u64 = 1 << 63;
     /// MCi_STATUS: an earlier error was overwritten.
     pub const BANK_OVERFLOW: u64 = 1 << 62;
-    /// MCi_STATUS: uncorrected.
+    /// MCi_STATUS: the error was not corrected.
     pub const BANK_UC: u64 = 1 << 61;
     /// MCi_STATUS: the processor's context is corrupt; the error was signalled by #MC; software has
     /// to act. Without any of them an uncorrected error asks for nothing (SDM vol. 3B §16.6.3).
@@ -371,7 +371,7 @@ pub mod mce {
 
 /// Bits of DEBUGCTL (SDM vol. 3B §17.4.1, APM vol. 2 §13.1.1.6).
 pub mod debugctl {
-    /// Record branches.
+    /// Branches are recorded (last-branch records).
     pub const LBR: u64 = 1 << 0;
     /// Single-step on branches.
     pub const BTF: u64 = 1 << 1;
@@ -383,7 +383,7 @@ pub mod debugctl {
 pub mod arch_capabilities {
     /// Not vulnerable to Meltdown.
     pub const RDCL_NO: u64 = 1 << 0;
-    /// Enhanced IBRS.
+    /// IBRS is the enhanced one: set once.
     pub const IBRS_ALL: u64 = 1 << 1;
     /// RSBA: underflow may use alternate predictors.
     pub const RSBA: u64 = 1 << 2;
@@ -395,7 +395,7 @@ pub mod arch_capabilities {
     pub const MDS_NO: u64 = 1 << 5;
     /// Not vulnerable to the page-size-change machine check.
     pub const PSCHANGE_MC_NO: u64 = 1 << 6;
-    /// TSX_CTRL exists.
+    /// The MSR TSX_CTRL exists.
     pub const TSX_CTRL: u64 = 1 << 7;
     /// Not vulnerable to TAA.
     pub const TAA_NO: u64 = 1 << 8;
@@ -407,7 +407,7 @@ pub mod arch_capabilities {
     pub const PSDP_NO: u64 = 1 << 15;
     /// VERW clears fill buffers.
     pub const FB_CLEAR: u64 = 1 << 17;
-    /// RRSBA behaviour.
+    /// RRSBA: returns may use restricted alternate predictors.
     pub const RRSBA: u64 = 1 << 19;
     /// Not vulnerable to branch-history injection.
     pub const BHI_NO: u64 = 1 << 20;

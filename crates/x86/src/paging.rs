@@ -5,17 +5,17 @@
 
 /// Bits of an ordinary page-table entry (PAE, 4-level and 5-level paging).
 pub mod pte {
-    /// Present.
+    /// P: the entry is present.
     pub const PRESENT: u64 = 1 << 0;
-    /// Writable.
+    /// R/W: writes are allowed.
     pub const WRITABLE: u64 = 1 << 1;
     /// Accessible at CPL 3.
     pub const USER: u64 = 1 << 2;
-    /// Write-through.
+    /// PWT: write-through, or a bit of the PAT's index.
     pub const PWT: u64 = 1 << 3;
-    /// Cache disable.
+    /// PCD: not cached, or a bit of the PAT's index.
     pub const PCD: u64 = 1 << 4;
-    /// Accessed.
+    /// A: the entry was used.
     pub const ACCESSED: u64 = 1 << 5;
     /// Dirty (leaf entries).
     pub const DIRTY: u64 = 1 << 6;
@@ -53,9 +53,9 @@ pub mod pte32 {
 
 /// Bits of an EPT entry.
 pub mod ept {
-    /// Readable.
+    /// Reads are allowed.
     pub const READ: u64 = 1 << 0;
-    /// Writable.
+    /// Writes are allowed.
     pub const WRITE: u64 = 1 << 1;
     /// Executable (supervisor, with mode-based execute control).
     pub const EXECUTE: u64 = 1 << 2;
@@ -67,15 +67,15 @@ pub mod ept {
     pub const WRITE_BACK: u64 = 6;
     /// Ignore the guest's PAT.
     pub const IGNORE_PAT: u64 = 1 << 6;
-    /// Large page.
+    /// The entry is a large page.
     pub const LARGE: u64 = 1 << 7;
-    /// Accessed.
+    /// A: the entry was used.
     pub const ACCESSED: u64 = 1 << 8;
-    /// Dirty.
+    /// D: the page was written.
     pub const DIRTY: u64 = 1 << 9;
     /// Executable at CPL 3, with mode-based execute control.
     pub const USER_EXECUTE: u64 = 1 << 10;
-    /// Suppress #VE.
+    /// Violations make no #VE.
     pub const SUPPRESS_VE: u64 = 1 << 63;
 }
 
@@ -97,15 +97,15 @@ pub mod cr3 {
 
 /// Memory types as MTRR, PAT and EPT encode them (SDM vol. 3A table 11-2).
 pub mod memory_type {
-    /// Uncacheable.
+    /// UC: the memory is not cached.
     pub const UC: u8 = 0;
-    /// Write combining.
+    /// WC: writes are combined.
     pub const WC: u8 = 1;
-    /// Write through.
+    /// WT: writes go through the cache.
     pub const WT: u8 = 4;
-    /// Write protected.
+    /// WP: writes are not cached.
     pub const WP: u8 = 5;
-    /// Write back.
+    /// WB: writes stay in the cache.
     pub const WB: u8 = 6;
     /// Uncacheable unless the MTRR says WC (PAT only).
     pub const UC_MINUS: u8 = 7;

@@ -9,9 +9,9 @@ bitflags! {
     /// CR0 (SDM vol. 3A §2.5).
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct Cr0: u64 {
-        /// Protection enable.
+        /// CR0.PE: protection enable.
         const PE = 1 << 0;
-        /// Monitor coprocessor.
+        /// CR0.MP: monitor coprocessor.
         const MP = 1 << 1;
         /// Emulation: no x87.
         const EM = 1 << 2;
@@ -23,13 +23,13 @@ bitflags! {
         const NE = 1 << 5;
         /// Write protect: supervisor writes honour read-only pages.
         const WP = 1 << 16;
-        /// Alignment mask.
+        /// CR0.AM: alignment mask.
         const AM = 1 << 18;
-        /// Not write-through.
+        /// CR0.NW: not write-through.
         const NW = 1 << 29;
-        /// Cache disable.
+        /// CR0.CD: cache disable.
         const CD = 1 << 30;
-        /// Paging.
+        /// CR0.PG: paging is on.
         const PG = 1 << 31;
     }
 
@@ -42,15 +42,15 @@ bitflags! {
         const PVI = 1 << 1;
         /// Time-stamp disable: RDTSC needs CPL 0.
         const TSD = 1 << 2;
-        /// Debugging extensions.
+        /// CR4.DE: debugging extensions.
         const DE = 1 << 3;
         /// 4 MiB pages.
         const PSE = 1 << 4;
-        /// Physical-address extension.
+        /// CR4.PAE: physical-address extension.
         const PAE = 1 << 5;
-        /// Machine-check enable.
+        /// CR4.MCE: machine-check enable.
         const MCE = 1 << 6;
-        /// Global pages.
+        /// CR4.PGE: global pages.
         const PGE = 1 << 7;
         /// RDPMC at any CPL.
         const PCE = 1 << 8;
@@ -60,19 +60,19 @@ bitflags! {
         const OSXMMEXCPT = 1 << 10;
         /// SGDT, SIDT, SLDT, SMSW and STR need CPL 0.
         const UMIP = 1 << 11;
-        /// Five-level paging.
+        /// CR4.LA57: five-level paging.
         const LA57 = 1 << 12;
-        /// VMX enable.
+        /// CR4.VMXE: VMX enable.
         const VMXE = 1 << 13;
-        /// SMX enable.
+        /// CR4.SMXE: SMX enable.
         const SMXE = 1 << 14;
         /// RDFSBASE and its kin at any CPL.
         const FSGSBASE = 1 << 16;
-        /// Process-context identifiers.
+        /// CR4.PCIDE: process-context identifiers.
         const PCIDE = 1 << 17;
         /// XSAVE, XSETBV and XGETBV enabled.
         const OSXSAVE = 1 << 18;
-        /// Key Locker.
+        /// CR4.KL: Key Locker.
         const KL = 1 << 19;
         /// Supervisor-mode execution prevention.
         const SMEP = 1 << 20;
@@ -80,13 +80,13 @@ bitflags! {
         const SMAP = 1 << 21;
         /// Protection keys for user pages.
         const PKE = 1 << 22;
-        /// Control-flow enforcement.
+        /// CR4.CET: control-flow enforcement.
         const CET = 1 << 23;
         /// Protection keys for supervisor pages.
         const PKS = 1 << 24;
-        /// User interrupts.
+        /// CR4.UINTR: user interrupts.
         const UINTR = 1 << 25;
-        /// Linear-address-space separation.
+        /// CR4.LASS: linear-address-space separation.
         const LASS = 1 << 27;
         /// Linear-address masking for supervisor addresses.
         const LAM_SUP = 1 << 28;
@@ -97,64 +97,64 @@ bitflags! {
     /// EFER (APM vol. 2 §3.1.7, SDM vol. 3A §2.2.1).
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct Efer: u64 {
-        /// SYSCALL enable.
+        /// EFER.SCE: SYSCALL enable.
         const SCE = 1 << 0;
-        /// Long-mode enable.
+        /// EFER.LME: long-mode enable.
         const LME = 1 << 8;
         /// Long mode active (LME and CR0.PG).
         const LMA = 1 << 10;
-        /// No-execute enable.
+        /// EFER.NXE: no-execute enable.
         const NXE = 1 << 11;
-        /// SVM enable.
+        /// EFER.SVME: SVM enable.
         const SVME = 1 << 12;
         /// Long-mode segment limit enable.
         const LMSLE = 1 << 13;
-        /// Fast FXSAVE/FXRSTOR.
+        /// EFER.FFXSR: fast FXSAVE/FXRSTOR.
         const FFXSR = 1 << 14;
-        /// Translation-cache extension.
+        /// EFER.TCE: translation-cache extension.
         const TCE = 1 << 15;
-        /// MCOMMIT enable.
+        /// EFER.MCOMMIT: MCOMMIT enable.
         const MCOMMIT = 1 << 17;
-        /// Interruptible WBINVD.
+        /// EFER.INTWB: interruptible WBINVD.
         const INTWB = 1 << 18;
-        /// Upper-address ignore.
+        /// EFER.UAIE: upper-address ignore.
         const UAIE = 1 << 20;
-        /// Automatic IBRS.
+        /// EFER.AUTOIBRS: automatic IBRS.
         const AUTOIBRS = 1 << 21;
     }
 
     /// RFLAGS (SDM vol. 1 §3.4.3).
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct Rflags: u64 {
-        /// Carry.
+        /// RFLAGS.CF: the carry.
         const CF = 1 << 0;
-        /// Always one.
+        /// Bit 1, which is always one.
         const FIXED = 1 << 1;
-        /// Parity.
+        /// RFLAGS.PF: the parity.
         const PF = 1 << 2;
-        /// Auxiliary carry.
+        /// RFLAGS.AF: auxiliary carry.
         const AF = 1 << 4;
-        /// Zero.
+        /// RFLAGS.ZF: the result is zero.
         const ZF = 1 << 6;
-        /// Sign.
+        /// RFLAGS.SF: the sign.
         const SF = 1 << 7;
         /// Trap: single step.
         const TF = 1 << 8;
-        /// Interrupts enabled.
+        /// RFLAGS.IF: interrupts enabled.
         const IF = 1 << 9;
         /// Direction of string instructions.
         const DF = 1 << 10;
-        /// Overflow.
+        /// RFLAGS.OF: the overflow.
         const OF = 1 << 11;
         /// I/O privilege level, low bit.
         const IOPL0 = 1 << 12;
         /// I/O privilege level, high bit.
         const IOPL1 = 1 << 13;
-        /// Nested task.
+        /// RFLAGS.NT: nested task.
         const NT = 1 << 14;
         /// Resume: instruction breakpoints ignored once.
         const RF = 1 << 16;
-        /// Virtual-8086 mode.
+        /// RFLAGS.VM: virtual-8086 mode.
         const VM = 1 << 17;
         /// Alignment check, or access control under SMAP.
         const AC = 1 << 18;
@@ -162,7 +162,7 @@ bitflags! {
         const VIF = 1 << 19;
         /// Virtual interrupt pending.
         const VIP = 1 << 20;
-        /// CPUID available.
+        /// RFLAGS.ID: CPUID available.
         const ID = 1 << 21;
     }
 
@@ -189,7 +189,7 @@ bitflags! {
         const PT = 1 << 8;
         /// The PKRU register.
         const PKRU = 1 << 9;
-        /// PASID (XSS).
+        /// The PASID (a component of XSS).
         const PASID = 1 << 10;
         /// CET user state (XSS).
         const CET_U = 1 << 11;

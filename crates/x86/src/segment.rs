@@ -13,7 +13,7 @@ pub struct Segment {
     pub base: u64,
     /// Limit in bytes, already scaled by the granularity.
     pub limit: u32,
-    /// Selector.
+    /// The selector that software sees.
     pub selector: u16,
     /// Attributes, see [`attr`].
     pub attr: u16,
@@ -33,7 +33,7 @@ pub mod attr {
     pub const P: u16 = 1 << 7;
     /// Available to software.
     pub const AVL: u16 = 1 << 8;
-    /// 64-bit code.
+    /// L: code of 64 bits.
     pub const L: u16 = 1 << 9;
     /// Default operand size 32 bits, or big stack.
     pub const DB: u16 = 1 << 10;
@@ -143,7 +143,7 @@ impl Segment {
         (self.selector & 3) as u8
     }
 
-    /// Present bit.
+    /// Whether the descriptor is present.
     #[inline]
     pub const fn is_present(&self) -> bool {
         self.attr & attr::P != 0

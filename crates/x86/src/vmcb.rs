@@ -14,13 +14,13 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 )]
 #[repr(C)]
 pub struct VmcbSegment {
-    /// Selector.
+    /// The selector that software sees.
     pub selector: u16,
     /// Bits 55:52 and 47:40 of the descriptor, concatenated.
     pub attrib: u16,
     /// Limit in bytes, already scaled by the granularity.
     pub limit: u32,
-    /// Base address.
+    /// The address where the segment begins.
     pub base: u64,
 }
 
@@ -42,7 +42,7 @@ pub struct Control {
     pub msrpm_base_pa: u64,
     /// Added to the TSC when the guest reads it.
     pub tsc_offset: u64,
-    /// Guest ASID.
+    /// The guest's ASID; 0 is the host's.
     pub asid: u32,
     /// TLB control: 0 nothing, 1 flush all, 3 flush this ASID.
     pub tlb_ctl: u8,
@@ -63,7 +63,7 @@ pub struct Control {
     pub exit_int_info: u64,
     /// NPT, SEV and related enables.
     pub np_ctl: u64,
-    /// AVIC APIC_BAR.
+    /// V_APIC_BAR, where AVIC finds the APIC's page.
     pub avic_vapic_bar: u64,
     /// GHCB physical address.
     pub ghcb_gpa: u64,
@@ -80,7 +80,7 @@ pub struct Control {
     pub next_rip: u64,
     /// Number of guest instruction bytes fetched (decode assists).
     pub insn_len: u8,
-    /// The bytes.
+    /// The bytes of the instruction that exited.
     pub insn_bytes: [u8; 15],
     /// AVIC backing page.
     pub avic_backing_page: u64,
@@ -105,56 +105,56 @@ pub struct Save {
     /// Current privilege level.
     pub cpl: u8,
     _reserved2: u32,
-    /// EFER.
+    /// The guest's EFER.
     pub efer: u64,
     _reserved3: [u8; 112],
-    /// CR4.
+    /// The guest's CR4.
     pub cr4: u64,
-    /// CR3.
+    /// The guest's CR3.
     pub cr3: u64,
-    /// CR0.
+    /// The guest's CR0.
     pub cr0: u64,
-    /// DR7.
+    /// The guest's DR7.
     pub dr7: u64,
-    /// DR6.
+    /// The guest's DR6.
     pub dr6: u64,
-    /// RFLAGS.
+    /// The guest's RFLAGS.
     pub rflags: u64,
-    /// RIP.
+    /// The guest's RIP.
     pub rip: u64,
     _reserved4: [u8; 88],
-    /// RSP.
+    /// The guest's RSP.
     pub rsp: u64,
-    /// S_CET.
+    /// The guest's S_CET.
     pub s_cet: u64,
-    /// SSP.
+    /// The guest's SSP.
     pub ssp: u64,
-    /// ISST_ADDR.
+    /// The guest's ISST_ADDR.
     pub isst_addr: u64,
-    /// RAX.
+    /// The guest's RAX.
     pub rax: u64,
-    /// STAR.
+    /// The guest's STAR.
     pub star: u64,
-    /// LSTAR.
+    /// The guest's LSTAR.
     pub lstar: u64,
-    /// CSTAR.
+    /// The guest's CSTAR.
     pub cstar: u64,
-    /// SFMASK.
+    /// The guest's SFMASK.
     pub sfmask: u64,
-    /// KernelGSBase.
+    /// The guest's KernelGSBase.
     pub kernel_gs_base: u64,
-    /// SYSENTER_CS.
+    /// The guest's SYSENTER_CS.
     pub sysenter_cs: u64,
-    /// SYSENTER_ESP.
+    /// The guest's SYSENTER_ESP.
     pub sysenter_esp: u64,
-    /// SYSENTER_EIP.
+    /// The guest's SYSENTER_EIP.
     pub sysenter_eip: u64,
-    /// CR2.
+    /// The guest's CR2.
     pub cr2: u64,
     _reserved5: [u8; 32],
     /// Guest PAT, used with TDP.
     pub g_pat: u64,
-    /// DEBUGCTL.
+    /// The guest's DEBUGCTL.
     pub dbgctl: u64,
     /// Last branch from.
     pub br_from: u64,
@@ -174,9 +174,9 @@ pub struct Save {
 #[derive(Clone, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C, align(4096))]
 pub struct Vmcb {
-    /// Control area.
+    /// The control area, offsets 0 to 0x3ff.
     pub control: Control,
-    /// State-save area.
+    /// The state-save area, from offset 0x400.
     pub save: Save,
 }
 
@@ -237,7 +237,7 @@ bitflags! {
         const INTERCEPTS = 1 << 0;
         /// IOPM and MSRPM addresses.
         const PERM_MAP = 1 << 1;
-        /// ASID.
+        /// The guest's ASID.
         const ASID = 1 << 2;
         /// Virtual interrupt fields.
         const INTR = 1 << 3;
@@ -245,17 +245,17 @@ bitflags! {
         const NPT = 1 << 4;
         /// CR0, CR3, CR4, EFER.
         const CR = 1 << 5;
-        /// DR6, DR7.
+        /// DR6 and DR7.
         const DR = 1 << 6;
         /// GDT and IDT.
         const DT = 1 << 7;
         /// CS, DS, SS, ES, CPL.
         const SEG = 1 << 8;
-        /// CR2.
+        /// The guest's CR2.
         const CR2 = 1 << 9;
         /// DEBUGCTL and the branch records.
         const LBR = 1 << 10;
-        /// AVIC.
+        /// The addresses that AVIC uses.
         const AVIC = 1 << 11;
         /// S_CET, SSP, ISST_ADDR.
         const CET = 1 << 12;
@@ -270,7 +270,7 @@ pub mod vintr {
     pub const TPR_MASK: u32 = 0x0f;
     /// V_IRQ: a virtual interrupt is pending.
     pub const IRQ: u32 = 1 << 8;
-    /// V_GIF.
+    /// V_GIF: the guest's GIF, if virtual.
     pub const GIF: u32 = 1 << 9;
     /// V_NMI: a virtual NMI is pending.
     pub const NMI: u32 = 1 << 11;
@@ -278,13 +278,13 @@ pub mod vintr {
     pub const NMI_MASK: u32 = 1 << 12;
     /// Shift of V_INTR_PRIO.
     pub const PRIO_SHIFT: u32 = 16;
-    /// V_IGN_TPR.
+    /// V_IGN_TPR: the virtual interrupt ignores V_TPR.
     pub const IGN_TPR: u32 = 1 << 20;
     /// V_INTR_MASKING: RFLAGS.IF of the guest masks only virtual interrupts.
     pub const INTR_MASKING: u32 = 1 << 24;
-    /// V_GIF enable.
+    /// The guest has a GIF of its own, V_GIF.
     pub const GIF_ENABLE: u32 = 1 << 25;
-    /// V_NMI enable.
+    /// NMIs are injected by V_NMI.
     pub const NMI_ENABLE: u32 = 1 << 26;
 }
 
@@ -298,15 +298,15 @@ pub mod event {
     pub const TYPE: u64 = 7 << TYPE_SHIFT;
     /// External or virtual interrupt.
     pub const INTR: u64 = 0 << TYPE_SHIFT;
-    /// NMI.
+    /// The type: an NMI.
     pub const NMI: u64 = 2 << TYPE_SHIFT;
-    /// Exception.
+    /// The type: an exception.
     pub const EXCEPTION: u64 = 3 << TYPE_SHIFT;
     /// Software interrupt (INTn).
     pub const SOFT: u64 = 4 << TYPE_SHIFT;
     /// An error code is pushed.
     pub const ERROR_VALID: u64 = 1 << 11;
-    /// Valid.
+    /// The event is valid.
     pub const VALID: u64 = 1 << 31;
 }
 
@@ -330,7 +330,7 @@ mod exit_code {
 
     #[allow(non_upper_case_globals)] // Read like the variants of an enum.
     impl ExitCode {
-        /// Whether it is an exception's.
+        /// Whether the exit is an exception's.
         #[inline]
         pub const fn is_exception(self) -> bool {
             self.0 >= Self::Excp0.0 && self.0 <= Self::Excp31.0
@@ -403,9 +403,9 @@ mod exit_code {
 pub mod ioio {
     /// IN rather than OUT.
     pub const IN: u64 = 1 << 0;
-    /// String instruction.
+    /// The instruction is INS or OUTS.
     pub const STRING: u64 = 1 << 2;
-    /// REP prefix.
+    /// The instruction has a REP prefix.
     pub const REP: u64 = 1 << 3;
     /// Shift of the 3-bit operand size (1, 2 or 4 bytes, one-hot).
     pub const SIZE_SHIFT: u32 = 4;

@@ -24,15 +24,15 @@ pub mod event {
     pub const VECTOR: u32 = 0xff;
     /// Mask of the type, in place.
     pub const TYPE: u32 = 7 << 8;
-    /// External interrupt.
+    /// The type: an external interrupt.
     pub const INTR: u32 = 0 << 8;
-    /// NMI.
+    /// The type: an NMI.
     pub const NMI: u32 = 2 << 8;
-    /// Hardware exception.
+    /// The type: a hardware exception.
     pub const EXCEPTION: u32 = 3 << 8;
-    /// INT n.
+    /// The type: INT n, a software interrupt.
     pub const SOFT: u32 = 4 << 8;
-    /// INT1.
+    /// The type: INT1, a privileged software exception.
     pub const PRIVILEGED_SOFT_EXCEPTION: u32 = 5 << 8;
     /// INT3 and INTO.
     pub const SOFT_EXCEPTION: u32 = 6 << 8;
@@ -40,7 +40,7 @@ pub mod event {
     pub const ERROR_VALID: u32 = 1 << 11;
     /// Exit information: an IRET had ended the blocking of NMIs when it faulted.
     pub const NMI_UNBLOCKED: u32 = 1 << 12;
-    /// Valid.
+    /// The information is valid.
     pub const VALID: u32 = 1 << 31;
 }
 
@@ -64,7 +64,7 @@ pub mod io {
     pub const IN: u64 = 1 << 3;
     /// INS or OUTS.
     pub const STRING: u64 = 1 << 4;
-    /// REP prefix.
+    /// The instruction has a REP prefix.
     pub const REP: u64 = 1 << 5;
     /// Shift of the port.
     pub const PORT_SHIFT: u32 = 16;
@@ -82,9 +82,9 @@ pub mod cr {
     pub const MOV_TO: u64 = 0 << ACCESS_SHIFT;
     /// MOV from the register.
     pub const MOV_FROM: u64 = 1 << ACCESS_SHIFT;
-    /// CLTS.
+    /// CLTS, which clears CR0.TS.
     pub const CLTS: u64 = 2 << ACCESS_SHIFT;
-    /// LMSW.
+    /// LMSW, which writes CR0's low bits.
     pub const LMSW: u64 = 3 << ACCESS_SHIFT;
     /// Shift of the general register.
     pub const GPR_SHIFT: u32 = 8;
@@ -100,9 +100,9 @@ pub mod dr {
 
 /// Exit qualification of an EPT violation (SDM vol. 3C table 28-7).
 pub mod ept_violation {
-    /// A read.
+    /// The access was a read.
     pub const READ: u64 = 1 << 0;
-    /// A write.
+    /// The access was a write.
     pub const WRITE: u64 = 1 << 1;
     /// An instruction fetch.
     pub const FETCH: u64 = 1 << 2;
@@ -132,9 +132,9 @@ pub mod access_rights {
 
 /// Bits of an EPT pointer (SDM vol. 3C table 25-9).
 pub mod eptp {
-    /// Write-back tables.
+    /// Memory type of the tables: write-back.
     pub const WRITE_BACK: u64 = 6;
-    /// Four levels.
+    /// The tables have four levels.
     pub const LEVELS_4: u64 = 3 << 3;
     /// Accessed and dirty flags.
     pub const ACCESSED_DIRTY: u64 = 1 << 6;
@@ -144,7 +144,7 @@ pub mod eptp {
 pub mod invept {
     /// One EPT pointer.
     pub const SINGLE: u64 = 1;
-    /// All.
+    /// The translations of all EPT pointers.
     pub const ALL: u64 = 2;
 }
 
@@ -152,7 +152,7 @@ pub mod invept {
 pub mod invvpid {
     /// One address of one VPID.
     pub const ADDRESS: u64 = 0;
-    /// One VPID.
+    /// All translations of one VPID.
     pub const SINGLE: u64 = 1;
     /// All but VPID 0.
     pub const ALL: u64 = 2;

@@ -39,17 +39,17 @@ storage!(/// `struct rcuwait`.
 storage!(/// `struct fpu_guest`.
     FpuRaw, 8);
 
-/// `struct srcu_struct`.
+/// The kernel's `struct srcu_struct`, behind a pointer.
 pub(crate) enum SrcuRaw {}
-/// `struct eventfd_ctx`.
+/// The kernel's `struct eventfd_ctx`, behind a pointer.
 pub(crate) enum EventFdRaw {}
-/// `struct file`.
+/// The kernel's `struct file`, behind a pointer.
 pub(crate) enum FileRaw {}
-/// `struct seq_file`.
+/// The kernel's `struct seq_file`, behind a pointer.
 pub(crate) enum SeqRaw {}
-/// `struct gnt_debug_dir`.
+/// The glue's `struct gnt_debug_dir`, behind a pointer.
 pub(crate) enum DebugDirRaw {}
-/// `struct cpumask`.
+/// The kernel's `struct cpumask`, behind a pointer.
 pub(crate) enum CpuMaskRaw {}
 
 #[expect(improper_ctypes, reason = "C does not look at the TypeId of a FileCalls")]

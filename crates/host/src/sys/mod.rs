@@ -18,7 +18,7 @@ pub(crate) use std_port::sys::*;
 
 pub(crate) type TimerFn = unsafe extern "C" fn(*mut c_void) -> u64;
 
-/// `struct gnt_notifier_calls`.
+/// What a notifier calls: `struct gnt_notifier_calls`.
 #[repr(C)]
 pub(crate) struct NotifierCalls {
     pub invalidate_start: unsafe extern "C" fn(*mut c_void, u64, u64, i32),
@@ -29,7 +29,7 @@ pub(crate) struct NotifierCalls {
 }
 const _: () = assert!(size_of::<NotifierCalls>() == 40);
 
-/// `struct gnt_watch_calls`.
+/// What a watched eventfd calls: `struct gnt_watch_calls`.
 #[repr(C)]
 pub(crate) struct WatchCalls {
     pub fired: unsafe extern "C" fn(*mut c_void),
@@ -37,7 +37,7 @@ pub(crate) struct WatchCalls {
 }
 const _: () = assert!(size_of::<WatchCalls>() == 16);
 
-/// `struct gnt_debug_calls`.
+/// What a file in debugfs calls: `struct gnt_debug_calls`.
 #[repr(C)]
 pub(crate) struct DebugCalls {
     pub name: unsafe extern "C" fn(u32) -> *const c_char,
@@ -49,7 +49,7 @@ pub(crate) struct DebugCalls {
 }
 const _: () = assert!(size_of::<DebugCalls>() == 40);
 
-/// `struct gnt_file_calls`.
+/// What a file descriptor calls: `struct gnt_file_calls`.
 #[repr(C)]
 pub(crate) struct FileCalls {
     pub ioctl: unsafe extern "C" fn(*mut c_void, u32, u64, i32) -> i64,

@@ -54,17 +54,17 @@ impl Accepted {
 /// The local vector table's entries (SDM vol. 3A §10.5.1), in register order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LocalVector {
-    /// APIC timer.
+    /// LVT entry of the APIC timer.
     Timer = 0,
-    /// Thermal sensor.
+    /// LVT entry of the thermal sensor.
     Thermal = 1,
-    /// Performance counter.
+    /// LVT entry of the performance counters.
     Performance = 2,
     /// LINT0 pin: the 8259A's output.
     Lint0 = 3,
     /// LINT1 pin: NMI.
     Lint1 = 4,
-    /// APIC error.
+    /// LVT entry of APIC errors.
     Error = 5,
     /// Corrected machine checks: not in the row of the others, and only with [`Features::cmci`].
     ///

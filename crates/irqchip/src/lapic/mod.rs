@@ -50,7 +50,7 @@ impl CpuRole {
         if condition { Self::Bootstrap } else { Self::Application }
     }
 
-    /// Whether it is the bootstrap processor.
+    /// Whether the APIC is the bootstrap processor's.
     pub const fn is_bootstrap(self) -> bool {
         matches!(self, Self::Bootstrap)
     }
@@ -331,7 +331,7 @@ impl Lapic {
         }
     }
 
-    /// Globally enabled.
+    /// Whether IA32_APIC_BASE enables the APIC globally.
     #[inline]
     pub fn enabled(&self) -> bool {
         self.mode.load(Relaxed) != LapicMode::Disabled as u8

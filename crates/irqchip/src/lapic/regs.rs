@@ -34,7 +34,7 @@ pub(super) const LVT_WRITABLE: [u32; LVT_COUNT] =
     [0x7_00ff, 0x1_07ff, 0x1_07ff, 0x1_a7ff, 0x1_a7ff, 0x1_00ff, 0x1_07ff];
 /// An LVT entry more, for corrected machine checks.
 const VERSION_CMCI: u32 = 1 << 16;
-/// Delivery status.
+/// ICR: delivery status, send pending.
 const ICR_BUSY: u32 = 1 << 12;
 /// ICR bits that can be written in x2APIC mode: all but delivery status and the reserved ones.
 const ICR_LO_WRITABLE: u32 = 0x000c_cfff;

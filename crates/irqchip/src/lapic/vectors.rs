@@ -94,7 +94,7 @@ impl VectorSet {
         }
     }
 
-    /// The members.
+    /// The vectors in the set, 32 a word.
     #[inline]
     pub(super) fn words(&self) -> VectorWords {
         let [w0, w1, w2, w3] = &self.0;

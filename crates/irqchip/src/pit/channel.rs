@@ -59,7 +59,7 @@ pub struct PitChannelState {
     pub count_load_time: i64,
 }
 
-/// A counter.
+/// A counter of 16 bits, and how it is read and written.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Channel {
     pub(super) state: PitChannelState,

@@ -217,9 +217,9 @@ pub fn from_debugregs(regs: &KvmDebugregs) -> [u64; 6] {
 /// Which of the VM's settings bear on saved events.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EventRules {
-    /// KVM_CAP_EXCEPTION_PAYLOAD.
+    /// KVM_CAP_EXCEPTION_PAYLOAD is on.
     pub payload: bool,
-    /// KVM_CAP_X86_TRIPLE_FAULT_EVENT.
+    /// KVM_CAP_X86_TRIPLE_FAULT_EVENT is on.
     pub triple_fault: bool,
 }
 
@@ -371,7 +371,7 @@ macro_rules! same_fields {
 }
 
 same_fields! {
-    /// One 8259A.
+    /// One 8259A, in both forms.
     pic, from_pic: PicState <=> KvmPicState {
         last_irr, irr, imr, isr, priority_add, irq_base, read_reg_select, poll, special_mask,
         init_state, auto_eoi, rotate_on_auto_eoi, special_fully_nested_mode, init4, elcr, elcr_mask
@@ -403,7 +403,7 @@ pub const PIT_HPET_LEGACY: u32 = 1;
 /// [`KvmPitState2::flags`]: bit 1 of port 0x61.
 pub const PIT_SPEAKER_DATA_ON: u32 = 2;
 
-/// The PIT.
+/// The PIT in the form of KVM_GET_PIT2.
 pub fn pit(s: &PitState) -> KvmPitState2 {
     let mut flags = 0;
     if s.hpet_legacy {
@@ -427,7 +427,7 @@ pub fn from_pit(channels: &[KvmPitChannelState; 3], flags: u32) -> PitState {
     }
 }
 
-/// A message.
+/// A message from the form of KVM_SIGNAL_MSI.
 pub fn from_msi(msi: &KvmMsi) -> Msi {
     Msi { address_lo: msi.address_lo, address_hi: msi.address_hi, data: msi.data }
 }

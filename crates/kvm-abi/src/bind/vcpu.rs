@@ -46,7 +46,7 @@ pub struct BoundVcpu<B: Backend> {
 pub struct VcpuFile<B: Backend> {
     vcpu: Mutex<BoundVcpu<B>>,
     vm: VmRef,
-    /// `struct kvm_run`.
+    /// The page of `struct kvm_run`.
     run: Page,
     /// The data of port I/O.
     pio: Page,

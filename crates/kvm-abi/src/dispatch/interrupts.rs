@@ -23,7 +23,7 @@ pub fn irq_line<V: VmOps>(vm: &V, arg: u64, status: bool) -> Reply {
     Ok(0)
 }
 
-/// KVM_SIGNAL_MSI.
+/// KVM_SIGNAL_MSI: sends a message to local APICs (KVM API §4.70).
 pub fn signal_msi<V: VmOps>(vm: &V, arg: u64) -> Reply {
     let msi: KvmMsi = user::read(arg)?;
     if vm.irqchip() == Irqchip::None || msi.flags & !MSI_VALID_DEVID != 0 {
@@ -32,7 +32,7 @@ pub fn signal_msi<V: VmOps>(vm: &V, arg: u64) -> Reply {
     vm.signal_msi(&msi)
 }
 
-/// KVM_SET_GSI_ROUTING.
+/// KVM_SET_GSI_ROUTING: replaces all routes (KVM API §4.52).
 pub fn set_routes<V: VmOps>(vm: &V, arg: u64) -> Reply {
     let head: KvmIrqRouting = user::read(arg)?;
     if vm.irqchip() == Irqchip::None || head.nr > MAX_IRQ_ROUTES || head.flags != 0 {
@@ -54,7 +54,7 @@ pub fn set_routes<V: VmOps>(vm: &V, arg: u64) -> Reply {
     Ok(0)
 }
 
-/// KVM_IOEVENTFD.
+/// KVM_IOEVENTFD: an eventfd that a guest's write signals (KVM API §4.59).
 pub fn ioeventfd<V: VmOps>(vm: &V, arg: u64) -> Reply {
     let what: KvmIoeventfd = user::read(arg)?;
     if what.flags & IOEVENTFD_FLAG_DEASSIGN != 0 {
@@ -72,7 +72,7 @@ pub fn ioeventfd<V: VmOps>(vm: &V, arg: u64) -> Reply {
     Ok(0)
 }
 
-/// KVM_IRQFD.
+/// KVM_IRQFD: an eventfd that raises an interrupt (KVM API §4.75).
 pub fn irqfd<V: VmOps>(vm: &V, arg: u64) -> Reply {
     let what: KvmIrqfd = user::read(arg)?;
     if what.flags & !(IRQFD_FLAG_DEASSIGN | IRQFD_FLAG_RESAMPLE) != 0 {
@@ -95,7 +95,7 @@ pub fn irqfd<V: VmOps>(vm: &V, arg: u64) -> Reply {
     Ok(0)
 }
 
-/// KVM_GET_IRQCHIP.
+/// KVM_GET_IRQCHIP: a controller's state (KVM API §4.26).
 pub fn get_irqchip<V: VmOps>(vm: &V, arg: u64) -> Reply {
     let mut chip: Box<KvmIrqchip> = user::read_boxed(arg)?;
     if vm.irqchip() != Irqchip::Full {
@@ -116,7 +116,7 @@ pub fn get_irqchip<V: VmOps>(vm: &V, arg: u64) -> Reply {
     Ok(0)
 }
 
-/// KVM_SET_IRQCHIP.
+/// KVM_SET_IRQCHIP: a controller's state back (KVM API §4.27).
 pub fn set_irqchip<V: VmOps>(vm: &V, arg: u64) -> Reply {
     let chip: Box<KvmIrqchip> = user::read_boxed(arg)?;
     if vm.irqchip() != Irqchip::Full {
@@ -130,14 +130,14 @@ pub fn set_irqchip<V: VmOps>(vm: &V, arg: u64) -> Reply {
     Ok(0)
 }
 
-/// KVM_CREATE_PIT2.
+/// KVM_CREATE_PIT2: makes the PIT (KVM API §4.71).
 pub fn create_pit2<V: VmOps>(vm: &V, arg: u64) -> Reply {
     let config: KvmPitConfig = user::read(arg)?;
     vm.create_pit(config.flags)?;
     Ok(0)
 }
 
-/// KVM_GET_PIT.
+/// KVM_GET_PIT: its state without flags, the older form.
 pub fn get_pit<V: VmOps>(vm: &V, arg: u64) -> Reply {
     let _: KvmPitState = user::read(arg)?;
     let state = vm.pit()?;
@@ -145,27 +145,27 @@ pub fn get_pit<V: VmOps>(vm: &V, arg: u64) -> Reply {
     Ok(0)
 }
 
-/// KVM_SET_PIT.
+/// KVM_SET_PIT: its state back, the older form.
 pub fn set_pit<V: VmOps>(vm: &V, arg: u64) -> Reply {
     let state: KvmPitState = user::read(arg)?;
     vm.set_pit(&state.channels, None)?;
     Ok(0)
 }
 
-/// KVM_GET_PIT2.
+/// KVM_GET_PIT2: the PIT's state (KVM API §4.72).
 pub fn get_pit2<V: VmOps>(vm: &V, arg: u64) -> Reply {
     user::write(arg, &vm.pit()?)?;
     Ok(0)
 }
 
-/// KVM_SET_PIT2.
+/// KVM_SET_PIT2: the PIT's state back (KVM API §4.73).
 pub fn set_pit2<V: VmOps>(vm: &V, arg: u64) -> Reply {
     let state: KvmPitState2 = user::read(arg)?;
     vm.set_pit(&state.channels, Some(state.flags))?;
     Ok(0)
 }
 
-/// KVM_REINJECT_CONTROL.
+/// KVM_REINJECT_CONTROL: whether missed ticks are made up for.
 pub fn reinject_control<V: VmOps>(vm: &V, arg: u64) -> Reply {
     let control: KvmReinjectControl = user::read(arg)?;
     vm.set_pit_reinject(control.pit_reinject != 0)?;

@@ -15,7 +15,7 @@ use crate::user;
 
 const PAGE_MASK: u64 = x86::addr::PAGE_SIZE - 1;
 
-/// KVM_SET_USER_MEMORY_REGION.
+/// KVM_SET_USER_MEMORY_REGION: makes, moves, changes or deletes a slot (KVM API §4.35).
 pub fn set_region<V: VmOps>(vm: &V, arg: u64) -> Reply {
     let region: KvmUserspaceMemoryRegion = user::read(arg)?;
     vm.set_memory_region(&check_region(&region)?)?;
@@ -84,7 +84,7 @@ pub fn coalesce<V: VmOps>(vm: &V, arg: u64, on: bool) -> Reply {
     Ok(0)
 }
 
-/// KVM_GET_DIRTY_LOG.
+/// KVM_GET_DIRTY_LOG: which pages were written (KVM API §4.8).
 pub fn dirty_log<V: VmOps>(vm: &V, arg: u64, pointers: user::Pointers) -> Reply {
     let log: KvmDirtyLog = user::read(arg)?;
     let slot = slot_id(log.slot)?;
@@ -96,7 +96,7 @@ pub fn dirty_log<V: VmOps>(vm: &V, arg: u64, pointers: user::Pointers) -> Reply 
     Ok(0)
 }
 
-/// KVM_CLEAR_DIRTY_LOG.
+/// KVM_CLEAR_DIRTY_LOG: protects pages again (KVM API §4.117).
 pub fn clear_dirty_log<V: VmOps>(vm: &V, arg: u64, pointers: user::Pointers) -> Reply {
     let log: KvmClearDirtyLog = user::read(arg)?;
     if !log.first_page.is_multiple_of(64) {

@@ -55,7 +55,7 @@ pub fn get<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Result<(), Errno> {
     user::write(arg, &*state)
 }
 
-/// KVM_SET_NESTED_STATE.
+/// KVM_SET_NESTED_STATE: the state of L1 and L2 back (KVM API §4.115).
 pub fn set<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Result<(), Errno> {
     let head: KvmNestedState = user::read(arg)?;
     let pending = head.flags & (NESTED_RUN_PENDING | NESTED_GUEST_MODE) == NESTED_RUN_PENDING;

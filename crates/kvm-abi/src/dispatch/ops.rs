@@ -29,7 +29,7 @@ use crate::uapi::vcpu_state::{KvmVcpuEvents, KvmX86Mce};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MsrRefused;
 
-/// /dev/kvm.
+/// What /dev/kvm can be asked.
 pub trait SystemOps {
     /// What there is to offer.
     fn offer(&self) -> &Offer;
@@ -69,7 +69,7 @@ pub fn requested_tsc_khz(offer: &Offer, arg: u64) -> Result<u32, Errno> {
 pub struct SlotId {
     /// What the guest sees in system-management mode (address space 1), else outside it (0).
     pub smm: bool,
-    /// The number.
+    /// The number of the slot.
     pub number: u16,
 }
 
@@ -77,7 +77,7 @@ pub struct SlotId {
 /// another, or reaches beyond what the hardware can address, is for the VM to say.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryRegion {
-    /// Which slot.
+    /// Which slot it is.
     pub slot: SlotId,
     /// First guest frame.
     pub base: Gfn,
@@ -97,7 +97,7 @@ pub enum Setting {
     /// Local APICs are ours, and so many routes are kept for the VMM's I/O APIC. `EEXIST` with an
     /// irqchip or with vCPUs.
     SplitIrqchip(u32),
-    /// KVM_CAP_X2APIC_API.
+    /// The flags of KVM_CAP_X2APIC_API.
     X2apicApi(u64),
     /// These quirks are off.
     DisableQuirks(u64),
@@ -118,7 +118,7 @@ pub enum Setting {
     HaltPoll(u32),
     /// vCPU ids are below this. `EINVAL` if set otherwise before, or when the boot id is higher.
     MaxVcpuId(u32),
-    /// KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.
+    /// The flags of KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.
     ManualDirtyLog(u64),
     /// Which refused accesses to MSRs exit: KVM_CAP_X86_USER_SPACE_MSR.
     UserSpaceMsr(u64),
@@ -173,7 +173,7 @@ pub trait VmOps {
     fn create_pit(&self, flags: u32) -> Result<(), Errno>;
     /// Whether there is one.
     fn has_pit(&self) -> bool;
-    /// Its state. `ENXIO`: there is none.
+    /// The PIT's state. `ENXIO`: there is none.
     fn pit(&self) -> Result<KvmPitState2, Errno>;
     /// Sets the PIT's channels; also its flags where they are given. `ENXIO`: there is none.
     fn set_pit(&self, channels: &[KvmPitChannelState; 3], flags: Option<u32>) -> Result<(), Errno>;
@@ -222,7 +222,7 @@ pub trait VmOps {
     fn set_tsc_khz(&self, khz: u32) -> Result<(), Errno>;
     /// Which MSRs the guest may access.
     fn set_msr_filter(&self, filter: vm::msr_filter::MsrFilter) -> Result<(), Errno>;
-    /// KVM_ENABLE_CAP.
+    /// Makes a setting of KVM_ENABLE_CAP (KVM API §4.37).
     fn set(&self, setting: Setting) -> Result<(), Errno> {
         Err(Errno::EINVAL)
     }
@@ -267,7 +267,7 @@ pub trait VcpuOps {
     /// Signals to be blocked during KVM_RUN, as bits; `None`: the thread's own.
     fn set_signal_mask(&mut self, mask: Option<u64>);
 
-    /// General registers.
+    /// The general registers, RIP and RFLAGS.
     fn regs(&mut self) -> KvmRegs;
     /// Sets them. Drops a pending exception.
     fn set_regs(&mut self, regs: &KvmRegs) -> Result<(), Errno>;
@@ -333,7 +333,7 @@ pub trait VcpuOps {
 
     /// The guest's CPUID as it was set.
     fn cpuid(&mut self) -> Result<Vec<KvmCpuidEntry2>, Errno>;
-    /// Whether it ran already, so that its CPUID is fixed.
+    /// Whether the vCPU ran already, so that its CPUID is fixed.
     fn has_run(&self) -> bool;
     /// Sets the guest's CPUID. `EINVAL`: cannot be, or it ran already with another.
     fn set_cpuid(&mut self, entries: Box<[KvmCpuidEntry2]>) -> Result<(), Errno>;

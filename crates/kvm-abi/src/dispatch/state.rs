@@ -93,7 +93,7 @@ pub fn set_sregs2<V: VcpuOps>(vcpu: &mut V, sregs: &KvmSregs2) -> Done {
     vcpu.set_sregs(sregs, None)
 }
 
-/// KVM_GET_FPU.
+/// KVM_GET_FPU: x87 and SSE registers (KVM API §4.22).
 #[inline(never)]
 pub fn get_fpu<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     let mut fpu = KvmFpu::new_zeroed();
@@ -109,7 +109,7 @@ pub fn get_xsave<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     get_xsave2(vcpu, arg)
 }
 
-/// KVM_GET_XSAVE2.
+/// KVM_GET_XSAVE2: the whole XSAVE area, however large (KVM API §4.42).
 pub fn get_xsave2<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     let bytes = vcpu.xsave_bytes().max(size_of::<KvmXsave>());
     let mut area = <[u8]>::new_box_zeroed_with_elems(bytes)?;
@@ -117,14 +117,14 @@ pub fn get_xsave2<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     user::write(arg, &*area)
 }
 
-/// KVM_SET_XSAVE.
+/// KVM_SET_XSAVE: the XSAVE area back (KVM API §4.43).
 pub fn set_xsave<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     let bytes = vcpu.xsave_bytes().max(size_of::<KvmXsave>());
     let area: Box<[u8]> = user::read_array(arg, bytes)?;
     vcpu.set_xsave(&area)
 }
 
-/// KVM_GET_XCRS.
+/// KVM_GET_XCRS: XCR0, the only one there is (KVM API §4.44).
 pub fn xcrs<V: VcpuOps>(vcpu: &mut V) -> KvmXcrs {
     let mut xcrs = KvmXcrs::new_zeroed();
     if let Some(value) = vcpu.xcr0() {
@@ -147,7 +147,7 @@ pub fn set_xcrs<V: VcpuOps>(vcpu: &mut V, xcrs: &KvmXcrs) -> Done {
     }
 }
 
-/// KVM_SET_DEBUGREGS.
+/// KVM_SET_DEBUGREGS: DR0 to DR3, DR6 and DR7 (KVM API §4.34).
 pub fn set_debugregs<V: VcpuOps>(vcpu: &mut V, regs: &KvmDebugregs) -> Done {
     if regs.flags != 0 || (regs.dr6 | regs.dr7) >> 32 != 0 {
         return Err(Errno::EINVAL);
@@ -203,7 +203,7 @@ pub fn set_mp_state<V: VcpuOps>(vcpu: &mut V, state: &KvmMpState) -> Done {
     vcpu.set_mp_state(mp_state)
 }
 
-/// KVM_GET_LAPIC.
+/// KVM_GET_LAPIC: the registers of the local APIC's page (KVM API §4.57).
 pub fn get_lapic<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     if !has_lapic(vcpu.irqchip()) {
         return Err(Errno::EINVAL);
@@ -213,7 +213,7 @@ pub fn get_lapic<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     user::write(arg, &*state)
 }
 
-/// KVM_SET_LAPIC.
+/// KVM_SET_LAPIC: the registers back (KVM API §4.58).
 pub fn set_lapic<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     if !has_lapic(vcpu.irqchip()) {
         return Err(Errno::EINVAL);
@@ -231,7 +231,7 @@ pub fn set_cpuid<V: VcpuOps>(vcpu: &mut V, entries: Box<[KvmCpuidEntry2]>) -> Do
     vcpu.set_cpuid(entries)
 }
 
-/// KVM_SET_TSC_KHZ.
+/// KVM_SET_TSC_KHZ: the vCPU's TSC frequency (KVM API §4.55).
 pub fn set_tsc_khz<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     let khz = requested_tsc_khz(vcpu.offer(), arg)?;
     vcpu.set_tsc_khz(khz)
@@ -261,7 +261,7 @@ pub fn set_signal_mask<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     Ok(())
 }
 
-/// KVM_TRANSLATE.
+/// KVM_TRANSLATE: a linear address by the guest's tables (KVM API §4.15).
 pub fn translate<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     let asked: KvmTranslation = user::read(arg)?;
     let mut answer = KvmTranslation { linear_address: asked.linear_address, ..Default::default() };
@@ -286,7 +286,7 @@ pub fn set_guest_debug<V: VcpuOps>(vcpu: &mut V, debug: &KvmGuestDebug) -> Done 
     vcpu.set_guest_debug(debug)
 }
 
-/// KVM_TPR_ACCESS_REPORTING.
+/// KVM_TPR_ACCESS_REPORTING: exits for writes of the task priority.
 pub fn tpr_access_reporting<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     let control: KvmTprAccessCtl = user::read(arg)?;
     if control.flags != 0 {
@@ -296,7 +296,7 @@ pub fn tpr_access_reporting<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     user::write(arg, &control)
 }
 
-/// KVM_SET_VAPIC_ADDR.
+/// KVM_SET_VAPIC_ADDR: the page for those exits.
 pub fn set_vapic_addr<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     if !has_lapic(vcpu.irqchip()) {
         return Err(Errno::EINVAL);
@@ -316,7 +316,7 @@ pub fn setup_mce<V: VcpuOps>(vcpu: &mut V, mcg_cap: u64) -> Done {
     vcpu.setup_mce(mcg_cap)
 }
 
-/// KVM_X86_SET_MCE.
+/// KVM_X86_SET_MCE: reports a machine check (KVM API §4.106).
 pub fn set_mce<V: VcpuOps>(vcpu: &mut V, mce: &KvmX86Mce) -> Done {
     if u32::from(mce.bank) >= vcpu.offer().mce_banks || mce.status & BANK_VALID == 0 {
         return Err(Errno::EINVAL);
@@ -327,11 +327,11 @@ pub fn set_mce<V: VcpuOps>(vcpu: &mut V, mce: &KvmX86Mce) -> Done {
 /// What a command does to an attribute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Attribute {
-    /// KVM_HAS_DEVICE_ATTR.
+    /// KVM_HAS_DEVICE_ATTR: whether the attribute exists (KVM API §4.81).
     Has,
-    /// KVM_GET_DEVICE_ATTR.
+    /// KVM_GET_DEVICE_ATTR: the value of the attribute (KVM API §4.80).
     Get,
-    /// KVM_SET_DEVICE_ATTR.
+    /// KVM_SET_DEVICE_ATTR: a new value for the attribute (KVM API §4.80).
     Set,
 }
 
@@ -354,7 +354,7 @@ pub fn attribute<V: VcpuOps>(vcpu: &mut V, arg: u64, what: Attribute) -> Done {
     }
 }
 
-/// KVM_ENABLE_CAP.
+/// KVM_ENABLE_CAP on a vCPU (KVM API §4.37).
 pub fn enable_cap<V: VcpuOps>(vcpu: &mut V, cap: &KvmEnableCap) -> Done {
     let [value, ..] = cap.args;
     match cap.cap {

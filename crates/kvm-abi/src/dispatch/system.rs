@@ -19,7 +19,7 @@ pub fn create_vm<S: SystemOps>(kvm: &S, arg: u64) -> Reply {
     kvm.create_vm()
 }
 
-/// KVM_GET_EMULATED_CPUID.
+/// KVM_GET_EMULATED_CPUID: features that are emulated (KVM API §4.88).
 pub fn emulated_cpuid<S: SystemOps>(kvm: &S, arg: u64) -> Reply {
     lists::check_padding(arg)?;
     lists::write_cpuid(arg, || kvm.emulated_cpuid())
@@ -34,7 +34,7 @@ pub fn attribute(arg: u64) -> Result<KvmDeviceAttr, Errno> {
     Ok(attr)
 }
 
-/// KVM_GET_DEVICE_ATTR.
+/// KVM_GET_DEVICE_ATTR on /dev/kvm: which XSAVE components a guest may have.
 pub fn get_attribute<S: SystemOps>(kvm: &S, arg: u64) -> Result<(), Errno> {
     let attr = attribute(arg)?;
     user::write(attr.addr, &kvm.offer().xcr0)

@@ -12,7 +12,7 @@ const TSS_ADDR_MAX: u64 = (1 << 32) - 3 * x86::addr::PAGE_SIZE;
 /// Fewest pages of shadow tables that may be asked for.
 const MIN_MMU_PAGES: u64 = 64;
 
-/// KVM_CREATE_VCPU.
+/// KVM_CREATE_VCPU: makes a vCPU and its file (KVM API §4.7).
 pub fn create_vcpu<V: VmOps>(vm: &V, id: u64) -> Reply {
     match u32::try_from(id) {
         Ok(id) if id < vm.offer().max_vcpu_id => vm.create_vcpu(id),
@@ -20,7 +20,7 @@ pub fn create_vcpu<V: VmOps>(vm: &V, id: u64) -> Reply {
     }
 }
 
-/// KVM_SET_TSS_ADDR.
+/// KVM_SET_TSS_ADDR: where the three pages of real mode under VMX lie (KVM API §4.36).
 pub fn set_tss_addr<V: VmOps>(vm: &V, addr: u64) -> Done {
     match u32::try_from(addr) {
         Ok(low) if addr <= TSS_ADDR_MAX => vm.set_tss_addr(low),
@@ -28,13 +28,13 @@ pub fn set_tss_addr<V: VmOps>(vm: &V, addr: u64) -> Done {
     }
 }
 
-/// KVM_SET_IDENTITY_MAP_ADDR.
+/// KVM_SET_IDENTITY_MAP_ADDR: where the page table of real mode under VMX lies (KVM API §4.40).
 pub fn set_identity_map_addr<V: VmOps>(vm: &V, arg: u64) -> Done {
     let addr: u64 = user::read(arg)?;
     vm.set_identity_map_addr(addr)
 }
 
-/// KVM_SET_BOOT_CPU_ID.
+/// KVM_SET_BOOT_CPU_ID: which vCPU boots (KVM API §4.41).
 pub fn set_boot_cpu_id<V: VmOps>(vm: &V, id: u64) -> Done {
     // Looked at again by the VM under its lock; here only so that the errors come in order.
     if vm.created_vcpus() != 0 {
@@ -46,7 +46,7 @@ pub fn set_boot_cpu_id<V: VmOps>(vm: &V, id: u64) -> Done {
     }
 }
 
-/// KVM_SET_NR_MMU_PAGES.
+/// KVM_SET_NR_MMU_PAGES: how many shadow pages there may be.
 pub fn set_nr_mmu_pages<V: VmOps>(vm: &V, pages: u64) -> Done {
     if pages < MIN_MMU_PAGES {
         return Err(Errno::EINVAL);
@@ -54,7 +54,7 @@ pub fn set_nr_mmu_pages<V: VmOps>(vm: &V, pages: u64) -> Done {
     vm.set_nr_mmu_pages(pages)
 }
 
-/// KVM_SET_CLOCK.
+/// KVM_SET_CLOCK: sets the clock of kvmclock (KVM API §4.30).
 pub fn set_clock<V: VmOps>(vm: &V, arg: u64) -> Done {
     let data: KvmClockData = user::read(arg)?;
     if data.flags & !CLOCK_VALID_FLAGS != 0 {
@@ -63,7 +63,7 @@ pub fn set_clock<V: VmOps>(vm: &V, arg: u64) -> Done {
     vm.set_clock(&data)
 }
 
-/// KVM_SET_TSC_KHZ.
+/// KVM_SET_TSC_KHZ on a VM: the TSC frequency of vCPUs to come (KVM API §4.55).
 pub fn set_tsc_khz<V: VmOps>(vm: &V, arg: u64) -> Done {
     vm.set_tsc_khz(requested_tsc_khz(vm.offer(), arg)?)
 }

@@ -21,11 +21,11 @@ pub const X2APIC_API_VALID_FLAGS: u64 =
 
 /// KVM_CAP_X86_DISABLE_EXITS: MWAIT and MONITOR.
 pub const X86_DISABLE_EXITS_MWAIT: u64 = 1 << 0;
-/// HLT.
+/// HLT does not exit.
 pub const X86_DISABLE_EXITS_HLT: u64 = 1 << 1;
-/// PAUSE.
+/// PAUSE does not exit.
 pub const X86_DISABLE_EXITS_PAUSE: u64 = 1 << 2;
-/// C-states.
+/// C-states of the host are the guest's.
 pub const X86_DISABLE_EXITS_CSTATE: u64 = 1 << 3;
 /// Every bit of KVM_CAP_X86_DISABLE_EXITS.
 pub const X86_DISABLE_EXITS_VALID: u64 = 0xf;

@@ -1,7 +1,7 @@
 //! Debugging a guest from outside (KVM API §4.87).
 
 uapi! {
-    /// KVM_SET_GUEST_DEBUG.
+    /// The argument of KVM_SET_GUEST_DEBUG.
     struct KvmGuestDebug {
         control: u32,
         pad: u32,

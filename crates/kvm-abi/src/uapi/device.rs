@@ -1,7 +1,7 @@
 //! Devices, attributes, statistics (KVM API §4.79–4.81, §4.136).
 
 uapi! {
-    /// KVM_CREATE_DEVICE.
+    /// The argument of KVM_CREATE_DEVICE.
     struct KvmCreateDevice {
         type_: u32,
         fd: u32,
@@ -44,7 +44,7 @@ pub const VCPU_TSC_CTRL: u32 = 0;
 pub const VCPU_TSC_OFFSET: u64 = 0;
 
 uapi! {
-    /// KVM_ENABLE_CAP.
+    /// The argument of KVM_ENABLE_CAP.
     struct KvmEnableCap {
         cap: u32,
         flags: u32,

@@ -11,7 +11,7 @@ uapi! {
         level: u32,
     }
 
-    /// One 8259.
+    /// One 8259A, as KVM_GET_IRQCHIP has it.
     struct KvmPicState {
         last_irr: u8,
         irr: u8,
@@ -54,7 +54,7 @@ uapi! {
         regs: [u8; 1024],
     }
 
-    /// KVM_CREATE_PIT2.
+    /// The argument of KVM_CREATE_PIT2.
     struct KvmPitConfig {
         flags: u32,
         pad: [u32; 15],
@@ -77,19 +77,19 @@ uapi! {
         count_load_time: i64,
     }
 
-    /// KVM_GET_PIT, KVM_SET_PIT.
+    /// The argument of KVM_GET_PIT and KVM_SET_PIT.
     struct KvmPitState {
         channels: [KvmPitChannelState; 3],
     }
 
-    /// KVM_GET_PIT2, KVM_SET_PIT2.
+    /// The argument of KVM_GET_PIT2 and KVM_SET_PIT2.
     struct KvmPitState2 {
         channels: [KvmPitChannelState; 3],
         flags: u32,
         reserved: [u32; 9],
     }
 
-    /// KVM_REINJECT_CONTROL.
+    /// The argument of KVM_REINJECT_CONTROL.
     struct KvmReinjectControl {
         pit_reinject: u8,
         reserved: [u8; 31],
@@ -126,7 +126,7 @@ uapi! {
         devid: u32,
     }
 
-    /// KVM_SIGNAL_MSI.
+    /// The argument of KVM_SIGNAL_MSI.
     struct KvmMsi {
         address_lo: u32,
         address_hi: u32,
@@ -136,14 +136,14 @@ uapi! {
         pad: [u8; 12],
     }
 
-    /// KVM_TPR_ACCESS_REPORTING.
+    /// The argument of KVM_TPR_ACCESS_REPORTING.
     struct KvmTprAccessCtl {
         enabled: u32,
         flags: u32,
         reserved: [u32; 8],
     }
 
-    /// KVM_SET_VAPIC_ADDR.
+    /// The argument of KVM_SET_VAPIC_ADDR.
     struct KvmVapicAddr {
         vapic_addr: u64,
     }

@@ -11,7 +11,7 @@ uapi! {
         userspace_addr: u64,
     }
 
-    /// KVM_SET_USER_MEMORY_REGION2.
+    /// The argument of KVM_SET_USER_MEMORY_REGION2.
     struct KvmUserspaceMemoryRegion2 {
         slot: u32,
         flags: u32,
@@ -39,7 +39,7 @@ uapi! {
         dirty_bitmap: u64,
     }
 
-    /// KVM_REGISTER_COALESCED_MMIO, KVM_UNREGISTER_COALESCED_MMIO.
+    /// The argument of KVM_REGISTER_COALESCED_MMIO and KVM_UNREGISTER_COALESCED_MMIO.
     struct KvmCoalescedMmioZone {
         addr: u64,
         size: u32,

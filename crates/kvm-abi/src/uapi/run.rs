@@ -94,9 +94,9 @@ pub const RUN_X86_SMM: u16 = 1;
 
 /// `kvm_valid_regs`, `kvm_dirty_regs`: general registers.
 pub const SYNC_X86_REGS: u64 = 1;
-/// System registers.
+/// `kvm_valid_regs`: the system registers.
 pub const SYNC_X86_SREGS: u64 = 2;
-/// Events.
+/// `kvm_valid_regs`: the events, as KVM_GET_VCPU_EVENTS has them.
 pub const SYNC_X86_EVENTS: u64 = 4;
 /// Every class that we share.
 pub const SYNC_X86_VALID_FIELDS: u64 = 7;

@@ -2,12 +2,12 @@
 //! §4.16, §4.30–4.32, §4.38, §4.39, §4.105).
 
 uapi! {
-    /// KVM_GET_MP_STATE, KVM_SET_MP_STATE.
+    /// The argument of KVM_GET_MP_STATE and KVM_SET_MP_STATE.
     struct KvmMpState {
         mp_state: u32,
     }
 
-    /// KVM_INTERRUPT.
+    /// The argument of KVM_INTERRUPT.
     struct KvmInterrupt {
         irq: u32,
     }
@@ -50,7 +50,7 @@ uapi! {
         latched_init: u8,
     }
 
-    /// KVM_GET_VCPU_EVENTS, KVM_SET_VCPU_EVENTS.
+    /// The argument of KVM_GET_VCPU_EVENTS and KVM_SET_VCPU_EVENTS.
     struct KvmVcpuEvents {
         exception: KvmExceptionEvent,
         interrupt: KvmInterruptEvent,
@@ -64,7 +64,7 @@ uapi! {
         exception_payload: u64,
     }
 
-    /// KVM_X86_SET_MCE.
+    /// The argument of KVM_X86_SET_MCE.
     struct KvmX86Mce {
         status: u64,
         addr: u64,
@@ -96,7 +96,7 @@ uapi! {
     }
 }
 
-/// [`KvmNestedState::format`].
+/// For [`KvmNestedState::format`]: the state is VMX's.
 pub const NESTED_FORMAT_VMX: u16 = 0;
 pub const NESTED_FORMAT_SVM: u16 = 1;
 /// [`KvmNestedState::flags`]: the global interrupt flag is set.

@@ -107,7 +107,7 @@ pub enum Part {
 /// An access to an L2-physical address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NestedAccess {
-    /// L2-physical.
+    /// The L2-physical address of the access.
     pub gpa: u64,
     /// Data are read.
     pub read: bool,
@@ -156,9 +156,9 @@ impl NestedAccess {
 /// What L1 hears of an access that its tables refuse. The address is that of the access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum L1Fault {
-    /// #VMEXIT(NPF).
+    /// #VMEXIT(NPF), APM vol. 2 §15.25.6.
     Npf {
-        /// EXITINFO1.
+        /// EXITINFO1, the error code of the fault.
         info: u64,
     },
     /// An EPT violation.

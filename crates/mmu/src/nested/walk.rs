@@ -17,14 +17,14 @@ use crate::walk::{Access, AccessKind, GuestMemory, Swap, WalkError, translate as
 pub enum StageError<E> {
     /// L1's tables refuse: L1 hears of it.
     L1 {
-        /// L2-physical.
+        /// The L2-physical address that is looked for.
         gpa: Gpa,
         /// What it hears.
         fault: L1Fault,
     },
     /// L1's memory cannot be read or updated.
     Memory {
-        /// L1-physical.
+        /// The L1-physical address that it leads to.
         gpa: Gpa,
         /// Why it cannot.
         error: E,

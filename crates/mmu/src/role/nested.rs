@@ -11,7 +11,7 @@ use super::{PagingContext, Role, Source};
 pub struct EptOffer {
     /// L1's physical address width; 0 is taken for 52.
     pub maxphyaddr: u8,
-    /// Execute-only translations.
+    /// Execute-only translations are offered.
     pub execute_only: bool,
     /// Pages of 2 MiB.
     pub pages_2m: bool,
@@ -62,7 +62,7 @@ impl Role {
         Self(self.at_level(level).0 | Self::DIRECT | Self::ABOVE)
     }
 
-    /// Whether it is made from EPT tables, or from frames that they lead to.
+    /// Whether the page is made from EPT tables, or from frames that they lead to.
     #[inline]
     pub(crate) const fn is_ept(self) -> bool {
         self.0 & Self::EPT != 0
@@ -99,7 +99,7 @@ impl Role {
 }
 
 impl Source {
-    /// Whether it is one of L1's tables for L2.
+    /// Whether the page is one of L1's tables for L2.
     pub const fn is_nested(self) -> bool {
         matches!(self, Self::Npt | Self::Ept)
     }

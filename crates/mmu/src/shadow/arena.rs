@@ -46,7 +46,7 @@ pub(super) const fn index_of(node: Node) -> usize {
 /// Where a page stands towards its guest table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Standing {
-    /// Shadows nothing.
+    /// The page shadows nothing and may be taken.
     Free,
     /// Shadows nothing, but some CPU may remember that it did.
     Retired,
@@ -217,7 +217,7 @@ impl ShadowPage {
         self.linked.has(index)
     }
 
-    /// Whether it, or something below it, may differ from the guest's tables.
+    /// Whether the page, or something below it, may differ from the guest's tables.
     #[inline]
     pub(super) fn is_doubtful(&self) -> bool {
         matches!(self.standing.get(), Standing::Unsync | Standing::Settling) || self.below.any()
@@ -234,7 +234,7 @@ const CHAIN_BITS: u32 = 13;
 /// Chains of the hash table.
 const CHAINS: usize = 1 << CHAIN_BITS;
 
-/// All pages.
+/// All shadow pages of a VM.
 #[derive(Debug)]
 pub(super) struct Arena {
     /// By number; the first is page 0, and stays empty.

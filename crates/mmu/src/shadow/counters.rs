@@ -32,7 +32,7 @@ counters! {
     compared,
     /// Entries dropped because the guest's had changed.
     dropped,
-    /// Faults fixed.
+    /// Faults that were fixed.
     fixed,
     /// Faults that were the guest's own.
     reflected,

@@ -240,7 +240,7 @@ impl State {
         });
     }
 
-    /// See [`super::ShadowGuard::note_writes`].
+    /// Does what [`super::ShadowGuard::note_writes`] tells.
     pub(super) fn unsync_all(&self) {
         for id in 0..self.arena.numbers() {
             if let Some(page) = self.arena.used_page(id)

@@ -136,7 +136,7 @@ struct Target<'a> {
 }
 
 impl State {
-    /// See [`super::ShadowGuard::fault`].
+    /// Does what [`super::ShadowGuard::fault`] tells.
     pub(super) fn fault(
         &self,
         view: &View<'_>,

@@ -165,7 +165,7 @@ pub(super) enum Lack {
     Nothing,
     /// The slot's span, and room for so many.
     Span(usize),
-    /// A chunk.
+    /// A chunk of the span.
     Chunk,
 }
 

@@ -14,7 +14,7 @@ pub(super) struct Roms {
 }
 
 impl Roms {
-    /// None.
+    /// A list that names no frame.
     pub(super) const NONE: Self = Self { gfns: [Gfn(u64::MAX); MOST], generation: 0 };
 
     /// Remembers one. `generation`: the tree's, before that was found out.

@@ -64,7 +64,7 @@ pub struct ShadowRoots {
 }
 
 impl ShadowRoots {
-    /// Holds nothing.
+    /// A vCPU's roots before the first switch: it holds nothing.
     pub fn new() -> Result<Self, NoMemory> {
         Ok(Self::on(Page::zeroed_low()?))
     }
@@ -118,7 +118,7 @@ fn tables(key: RootKey, pdptes: &[u64; 4]) -> impl Iterator<Item = Option<(Gfn, 
 }
 
 impl State {
-    /// See [`super::ShadowGuard::switch`].
+    /// Does what [`super::ShadowGuard::switch`] tells.
     pub(super) fn switch(
         &self,
         view: &View<'_>,
@@ -221,13 +221,13 @@ impl State {
         }
     }
 
-    /// See [`super::ShadowGuard::flush`].
+    /// Does what [`super::ShadowGuard::flush`] tells.
     pub(super) fn flush(&self, view: &View<'_>, roots: &mut ShadowRoots) {
         roots.flushes = roots.flushes.wrapping_add(1);
         self.freshen(view, roots);
     }
 
-    /// See [`super::ShadowGuard::invlpg`].
+    /// Does what [`super::ShadowGuard::invlpg`] tells.
     pub(super) fn invlpg(&self, view: &View<'_>, roots: &mut ShadowRoots, va: u64) {
         let before = roots.flushes;
         roots.flushes = before.wrapping_add(1);
@@ -245,7 +245,7 @@ impl State {
         }
     }
 
-    /// See [`super::ShadowGuard::forget_previous`].
+    /// Does what [`super::ShadowGuard::forget_previous`] tells.
     pub(super) fn forget_previous(&self, roots: &mut ShadowRoots) {
         let current = roots.cache.key();
         while let Some(old) = roots.cache.take_if(|key, _| Some(*key) != current) {
@@ -253,7 +253,7 @@ impl State {
         }
     }
 
-    /// See [`super::ShadowGuard::release`].
+    /// Does what [`super::ShadowGuard::release`] tells.
     pub(super) fn release(&self, roots: &mut ShadowRoots) {
         while let Some(old) = roots.cache.take() {
             self.let_go(&mut roots.places, &old);

@@ -30,7 +30,7 @@ const VISIT: u32 = 8;
 /// Which entries of a page a flush looks at.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Look {
-    /// All.
+    /// Every entry, leaves too.
     All,
     /// Links: what a paging-structure cache holds.
     Links,

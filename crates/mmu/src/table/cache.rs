@@ -21,7 +21,7 @@ impl TableCache {
     /// Levels below the root at most.
     pub const MOST: usize = 4;
 
-    /// Holds nothing.
+    /// A cache that holds nothing.
     pub const fn new() -> Self {
         Self { pages: [const { None }; Self::MOST], count: 0, run: Run::new() }
     }

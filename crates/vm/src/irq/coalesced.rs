@@ -31,9 +31,9 @@ pub const RING_ENTRIES: u32 = ((1024 - HEAD) / ENTRY) as u32;
 pub struct Zone {
     /// Which address space.
     pub space: Space,
-    /// First byte.
+    /// The zone's first byte.
     pub address: u64,
-    /// Bytes.
+    /// The zone's length in bytes.
     pub len: u32,
 }
 
@@ -42,7 +42,7 @@ pub struct Zone {
 pub enum ZoneError {
     /// There are [`MAX_ZONES`].
     Full,
-    /// No memory.
+    /// There is no memory for it (`-ENOMEM`).
     NoMemory,
 }
 

@@ -32,7 +32,7 @@ pub enum Source {
     User = 0,
     /// Irqfds with a resample eventfd.
     Resample = 1,
-    /// The PIT.
+    /// The PIT's channel 0.
     Pit = 2,
 }
 
@@ -53,7 +53,7 @@ pub enum Irqchip {
     None = 0,
     /// The local APICs; the others are the VMM's (KVM_CAP_SPLIT_IRQCHIP).
     Split = 1,
-    /// All.
+    /// All controllers are the kernel's: KVM_CREATE_IRQCHIP.
     Full = 2,
 }
 
@@ -73,7 +73,7 @@ pub(super) struct State {
 
 /// The shared half: vCPUs, eventfd handlers and the timer all hold it.
 pub struct IrqCore {
-    /// [`Irqchip`].
+    /// Which [`Irqchip`] there is.
     kind: AtomicU8,
     /// The 8259A's INTR line, for a look without the lock.
     intr: AtomicBool,
@@ -152,7 +152,7 @@ impl IrqCore {
         self.state.lock().ioapic.set_dest_rules(rules);
     }
 
-    /// The vCPUs.
+    /// The vCPUs that interrupts go to.
     #[inline]
     pub fn vcpus(&self) -> &VcpuTable {
         &self.vcpus

@@ -14,9 +14,9 @@ pub const MAX_IOEVENTFDS: usize = 1000;
 /// An address space that a guest writes to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Space {
-    /// Guest-physical memory.
+    /// The address is one of guest-physical memory.
     Memory,
-    /// I/O ports.
+    /// The address is an I/O port's.
     Port,
 }
 
@@ -46,7 +46,7 @@ pub enum IoEventError {
     Full,
     /// The descriptor is no eventfd.
     BadFd(BadFd),
-    /// No memory.
+    /// There is no memory for it (`-ENOMEM`).
     NoMemory,
 }
 
@@ -170,7 +170,7 @@ pub(super) const fn filter_bit(address: u64) -> u64 {
 }
 
 impl IoEventFds {
-    /// None yet.
+    /// A list without any ioeventfd.
     pub fn new() -> Result<Self, NoMemory> {
         Ok(Self {
             table: Srcu::new(KBox::new(Table::default())?)?,

@@ -27,7 +27,7 @@ pub enum IrqFdError {
     Full,
     /// A descriptor is no eventfd.
     BadFd(BadFd),
-    /// No memory.
+    /// There is no memory for it (`-ENOMEM`).
     NoMemory,
 }
 
@@ -86,7 +86,7 @@ pub struct IrqFds {
 }
 
 impl IrqFds {
-    /// None yet.
+    /// A list without any irqfd.
     pub const fn new() -> Self {
         Self { list: Mutex::new(Vec::new()) }
     }

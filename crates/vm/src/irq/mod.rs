@@ -64,7 +64,7 @@ impl From<RoutingError> for IrqError {
 pub enum Ended {
     /// The I/O APIC here, if anybody.
     Here(Owing),
-    /// The VMM's.
+    /// The VMM's I/O APIC hears of it.
     ForVmm,
 }
 
@@ -193,7 +193,7 @@ impl VmIrq {
         self.core.set_line(gsi, source, level)
     }
 
-    /// KVM_SIGNAL_MSI.
+    /// Sends a message as KVM_SIGNAL_MSI asks (KVM API §4.70).
     pub fn signal_msi(&self, msi: &Msi) -> LineStatus {
         self.core.signal_msi(msi)
     }
@@ -267,13 +267,13 @@ impl VmIrq {
         vcpu.deliver(Accepted::Nmi);
     }
 
-    /// Ioeventfds.
+    /// The ioeventfds of the VM.
     #[inline]
     pub fn ioeventfds(&self) -> &IoEventFds {
         &self.ioeventfds
     }
 
-    /// Coalesced writes.
+    /// The zones whose writes are coalesced.
     #[inline]
     pub fn coalesced(&self) -> &Coalesced {
         &self.coalesced

@@ -212,7 +212,7 @@ impl Resamplers {
 pub struct Owing(bool);
 
 impl Owing {
-    /// Nobody waits.
+    /// Nobody waits for a signal.
     pub const NOTHING: Self = Self(false);
 
     /// Whether somebody waits.

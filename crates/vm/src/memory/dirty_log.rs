@@ -26,7 +26,7 @@ pub enum DirtyLogError {
     Invalid,
     /// No such slot, or it does not log (`-ENOENT`).
     NoLog,
-    /// `-ENOMEM`.
+    /// There is no memory for it (`-ENOMEM`).
     NoMemory,
 }
 

@@ -19,9 +19,9 @@ use super::{MemoryError, VmMemory};
 /// A TDP fault, as the hardware tells it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FaultAccess {
-    /// Guest-physical address.
+    /// The guest-physical address of the access.
     pub gpa: Gpa,
-    /// A write.
+    /// The access is a write.
     pub write: bool,
     /// An instruction fetch.
     pub exec: bool,

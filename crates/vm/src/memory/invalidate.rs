@@ -14,7 +14,7 @@ use super::VmMemory;
 /// The invalidations that are under way. Kept under the MMU lock.
 #[derive(Debug, Default)]
 pub struct Invalidations {
-    /// How many.
+    /// How many invalidations run.
     running: u64,
     /// A range that covers all of them.
     start: u64,

@@ -51,7 +51,7 @@ pub enum MemoryError {
     Fault,
     /// A signal came first (`-EINTR`).
     Interrupted,
-    /// `-ENOMEM`.
+    /// There is no memory for it (`-ENOMEM`).
     NoMemory,
 }
 

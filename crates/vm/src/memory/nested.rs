@@ -21,7 +21,7 @@ use super::{FaultAccess, FaultOutcome, MemoryError, VmMemory};
 /// What became of a fault of L2's on its root.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NestedOutcome {
-    /// Enter again.
+    /// The fault is fixed: enter again.
     Fixed {
         /// This vCPU's translations of L2 are to be flushed first.
         replaced: bool,

@@ -24,7 +24,7 @@ use crate::vcpu_shared::VcpuShared;
 /// What became of a page fault on shadow tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ShadowOutcome {
-    /// Enter again.
+    /// The fault is fixed: enter again.
     Fixed,
     /// The guest's own exception.
     Guest(Exception),
@@ -100,21 +100,21 @@ impl VmMemory {
         }
     }
 
-    /// [`mmu::ShadowGuard::flush`].
+    /// Flushes as [`mmu::ShadowGuard::flush`] tells.
     pub fn shadow_flush(&self, vcpu: &VcpuShared, roots: &mut ShadowRoots) {
         if let Some(shadow) = &self.shadow {
             self.on_shadow(vcpu, shadow, |view, guard| guard.flush(view, roots));
         }
     }
 
-    /// [`mmu::ShadowGuard::note_writes`].
+    /// Doubts guest tables as [`mmu::ShadowGuard::note_writes`] tells.
     pub fn shadow_doubt(&self) {
         if let Some(shadow) = &self.shadow {
             shadow.lock().note_writes();
         }
     }
 
-    /// [`mmu::ShadowGuard::invlpg`].
+    /// Invalidates as [`mmu::ShadowGuard::invlpg`] tells.
     pub fn shadow_invlpg(&self, vcpu: &VcpuShared, roots: &mut ShadowRoots, va: u64) {
         if let Some(shadow) = &self.shadow {
             self.on_shadow(vcpu, shadow, |view, guard| guard.invlpg(view, roots, va));

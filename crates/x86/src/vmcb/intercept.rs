@@ -37,45 +37,45 @@ bitflags! {
     /// Intercept vector 3 (offset 0x0c).
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Intercept3: u32 {
-        /// Physical interrupt.
+        /// A physical interrupt exits.
         const INTR = 1 << 0;
-        /// NMI.
+        /// An NMI exits.
         const NMI = 1 << 1;
-        /// SMI.
+        /// An SMI exits.
         const SMI = 1 << 2;
-        /// INIT.
+        /// An INIT exits.
         const INIT = 1 << 3;
         /// Virtual interrupt (the window).
         const VINTR = 1 << 4;
         /// CR0 writes that change more than TS and MP.
         const CR0_SEL_WRITE = 1 << 5;
-        /// RDPMC.
+        /// The instruction RDPMC exits.
         const RDPMC = 1 << 15;
-        /// CPUID.
+        /// The instruction CPUID exits.
         const CPUID = 1 << 18;
-        /// RSM.
+        /// The instruction RSM exits.
         const RSM = 1 << 19;
-        /// IRET.
+        /// The instruction IRET exits.
         const IRET = 1 << 20;
-        /// INVD.
+        /// The instruction INVD exits.
         const INVD = 1 << 22;
-        /// PAUSE.
+        /// The instruction PAUSE exits.
         const PAUSE = 1 << 23;
-        /// HLT.
+        /// The instruction HLT exits.
         const HLT = 1 << 24;
-        /// INVLPG.
+        /// The instruction INVLPG exits.
         const INVLPG = 1 << 25;
-        /// INVLPGA.
+        /// The instruction INVLPGA exits.
         const INVLPGA = 1 << 26;
         /// I/O ports by permission map.
         const IOIO = 1 << 27;
         /// MSRs by permission map.
         const MSR = 1 << 28;
-        /// Task switches.
+        /// Every task switch exits.
         const TASK_SWITCH = 1 << 29;
         /// Processor freezing on FERR.
         const FERR_FREEZE = 1 << 30;
-        /// Shutdown.
+        /// A shutdown (triple fault) exits.
         const SHUTDOWN = 1 << 31;
     }
 
@@ -84,21 +84,21 @@ bitflags! {
     pub struct Intercept4: u32 {
         /// VMRUN; must be set.
         const VMRUN = 1 << 0;
-        /// VMMCALL.
+        /// The instruction VMMCALL exits.
         const VMMCALL = 1 << 1;
-        /// VMLOAD.
+        /// The instruction VMLOAD exits.
         const VMLOAD = 1 << 2;
-        /// VMSAVE.
+        /// The instruction VMSAVE exits.
         const VMSAVE = 1 << 3;
-        /// STGI.
+        /// The instruction STGI exits.
         const STGI = 1 << 4;
-        /// CLGI.
+        /// The instruction CLGI exits.
         const CLGI = 1 << 5;
-        /// SKINIT.
+        /// The instruction SKINIT exits.
         const SKINIT = 1 << 6;
-        /// RDTSCP.
+        /// The instruction RDTSCP exits.
         const RDTSCP = 1 << 7;
-        /// ICEBP.
+        /// The instruction ICEBP exits.
         const ICEBP = 1 << 8;
         /// WBINVD and WBNOINVD.
         const WBINVD = 1 << 9;
@@ -106,24 +106,24 @@ bitflags! {
         const MONITOR = 1 << 10;
         /// MWAIT and MWAITX.
         const MWAIT = 1 << 11;
-        /// XSETBV.
+        /// The instruction XSETBV exits.
         const XSETBV = 1 << 13;
-        /// RDPRU.
+        /// The instruction RDPRU exits.
         const RDPRU = 1 << 14;
     }
 
     /// Intercept vector 5 (offset 0x14).
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Intercept5: u32 {
-        /// INVLPGB.
+        /// The instruction INVLPGB exits.
         const INVLPGB = 1 << 0;
         /// An INVLPGB that is refused.
         const INVLPGB_ILLEGAL = 1 << 1;
-        /// INVPCID.
+        /// The instruction INVPCID exits.
         const INVPCID = 1 << 2;
-        /// MCOMMIT.
+        /// The instruction MCOMMIT exits.
         const MCOMMIT = 1 << 3;
-        /// TLBSYNC.
+        /// The instruction TLBSYNC exits.
         const TLBSYNC = 1 << 4;
     }
 }

@@ -1,43 +1,43 @@
 //! The VMX capability MSRs and IA32_FEATURE_CONTROL (SDM vol. 3C appendix A, §24.7).
 
-/// IA32_FEATURE_CONTROL.
+/// The MSR IA32_FEATURE_CONTROL (SDM vol. 4 table 2-2).
 pub const FEATURE_CONTROL: u32 = 0x3a;
-/// IA32_VMX_BASIC.
+/// The MSR IA32_VMX_BASIC (SDM vol. 3C §A.1).
 pub const VMX_BASIC: u32 = 0x480;
-/// IA32_VMX_PINBASED_CTLS.
+/// The MSR IA32_VMX_PINBASED_CTLS (SDM vol. 3C §A.3.1).
 pub const VMX_PINBASED_CTLS: u32 = 0x481;
-/// IA32_VMX_PROCBASED_CTLS.
+/// The MSR IA32_VMX_PROCBASED_CTLS (SDM vol. 3C §A.3.2).
 pub const VMX_PROCBASED_CTLS: u32 = 0x482;
-/// IA32_VMX_EXIT_CTLS.
+/// The MSR IA32_VMX_EXIT_CTLS (SDM vol. 3C §A.4).
 pub const VMX_EXIT_CTLS: u32 = 0x483;
-/// IA32_VMX_ENTRY_CTLS.
+/// The MSR IA32_VMX_ENTRY_CTLS (SDM vol. 3C §A.5).
 pub const VMX_ENTRY_CTLS: u32 = 0x484;
-/// IA32_VMX_MISC.
+/// The MSR IA32_VMX_MISC (SDM vol. 3C §A.6).
 pub const VMX_MISC: u32 = 0x485;
-/// IA32_VMX_CR0_FIXED0.
+/// The MSR IA32_VMX_CR0_FIXED0 (SDM vol. 3C §A.7).
 pub const VMX_CR0_FIXED0: u32 = 0x486;
-/// IA32_VMX_CR0_FIXED1.
+/// The MSR IA32_VMX_CR0_FIXED1 (SDM vol. 3C §A.7).
 pub const VMX_CR0_FIXED1: u32 = 0x487;
-/// IA32_VMX_CR4_FIXED0.
+/// The MSR IA32_VMX_CR4_FIXED0 (SDM vol. 3C §A.8).
 pub const VMX_CR4_FIXED0: u32 = 0x488;
-/// IA32_VMX_CR4_FIXED1.
+/// The MSR IA32_VMX_CR4_FIXED1 (SDM vol. 3C §A.8).
 pub const VMX_CR4_FIXED1: u32 = 0x489;
-/// IA32_VMX_VMCS_ENUM.
+/// The MSR IA32_VMX_VMCS_ENUM (SDM vol. 3C §A.9).
 pub const VMX_VMCS_ENUM: u32 = 0x48a;
-/// IA32_VMX_PROCBASED_CTLS2.
+/// The MSR IA32_VMX_PROCBASED_CTLS2 (SDM vol. 3C §A.3.3).
 pub const VMX_PROCBASED_CTLS2: u32 = 0x48b;
-/// IA32_VMX_EPT_VPID_CAP.
+/// The MSR IA32_VMX_EPT_VPID_CAP (SDM vol. 3C §A.10).
 pub const VMX_EPT_VPID_CAP: u32 = 0x48c;
-/// IA32_VMX_TRUE_PINBASED_CTLS.
+/// The MSR IA32_VMX_TRUE_PINBASED_CTLS (SDM vol. 3C §A.3.1).
 pub const VMX_TRUE_PINBASED_CTLS: u32 = 0x48d;
-/// IA32_VMX_TRUE_PROCBASED_CTLS.
+/// The MSR IA32_VMX_TRUE_PROCBASED_CTLS (SDM vol. 3C §A.3.2).
 pub const VMX_TRUE_PROCBASED_CTLS: u32 = 0x48e;
-/// IA32_VMX_TRUE_EXIT_CTLS.
+/// The MSR IA32_VMX_TRUE_EXIT_CTLS (SDM vol. 3C §A.4).
 pub const VMX_TRUE_EXIT_CTLS: u32 = 0x48f;
-/// IA32_VMX_TRUE_ENTRY_CTLS.
+/// The MSR IA32_VMX_TRUE_ENTRY_CTLS (SDM vol. 3C §A.5).
 pub const VMX_TRUE_ENTRY_CTLS: u32 = 0x490;
 
-/// IA32_VMX_VMFUNC.
+/// The MSR IA32_VMX_VMFUNC (SDM vol. 3C §A.11).
 pub const VMX_VMFUNC: u32 = 0x491;
 
 /// Bits of IA32_FEATURE_CONTROL.
@@ -127,7 +127,7 @@ impl EptVpidCap {
         self.0 & (1 << n) != 0
     }
 
-    /// Execute-only entries.
+    /// Whether EPT entries may be execute-only.
     pub const fn execute_only(self) -> bool {
         self.bit(0)
     }
@@ -137,7 +137,7 @@ impl EptVpidCap {
         self.bit(6)
     }
 
-    /// Write-back tables.
+    /// Whether EPT's tables may be write-back memory.
     pub const fn write_back(self) -> bool {
         self.bit(14)
     }
@@ -152,7 +152,7 @@ impl EptVpidCap {
         self.bit(17)
     }
 
-    /// INVEPT.
+    /// Whether there is INVEPT.
     pub const fn invept(self) -> bool {
         self.bit(20)
     }
@@ -172,7 +172,7 @@ impl EptVpidCap {
         self.bit(26)
     }
 
-    /// INVVPID.
+    /// Whether there is INVVPID.
     pub const fn invvpid(self) -> bool {
         self.bit(32)
     }

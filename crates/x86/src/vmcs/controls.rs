@@ -8,13 +8,13 @@ bitflags! {
     pub struct PinControls: u32 {
         /// External interrupts exit.
         const EXTERNAL_INTERRUPT = 1 << 0;
-        /// NMIs exit.
+        /// NMIs of the host exit.
         const NMI = 1 << 3;
         /// NMI blocking is that of virtual NMIs.
         const VIRTUAL_NMIS = 1 << 5;
         /// The preemption timer counts.
         const PREEMPTION_TIMER = 1 << 6;
-        /// Posted interrupts.
+        /// Posted interrupts are processed.
         const POSTED_INTERRUPTS = 1 << 7;
         /// Bits whose meaning is not listed here.
         const _ = !0;
@@ -27,15 +27,15 @@ bitflags! {
         const INTERRUPT_WINDOW = 1 << 2;
         /// The TSC offset is used.
         const TSC_OFFSET = 1 << 3;
-        /// HLT exits.
+        /// Every HLT exits.
         const HLT = 1 << 7;
-        /// INVLPG exits.
+        /// Every INVLPG exits.
         const INVLPG = 1 << 9;
-        /// MWAIT exits.
+        /// Every MWAIT exits.
         const MWAIT = 1 << 10;
-        /// RDPMC exits.
+        /// Every RDPMC exits.
         const RDPMC = 1 << 11;
-        /// RDTSC exits.
+        /// Every RDTSC exits.
         const RDTSC = 1 << 12;
         /// MOV to CR3 exits.
         const CR3_LOAD = 1 << 15;
@@ -61,9 +61,9 @@ bitflags! {
         const MONITOR_TRAP = 1 << 27;
         /// The MSR bitmaps are used.
         const MSR_BITMAPS = 1 << 28;
-        /// MONITOR exits.
+        /// Every MONITOR exits.
         const MONITOR = 1 << 29;
-        /// PAUSE exits.
+        /// Every PAUSE exits.
         const PAUSE = 1 << 30;
         /// The secondary controls are used.
         const SECONDARY = 1 << 31;
@@ -76,7 +76,7 @@ bitflags! {
     pub struct ProcControls2: u32 {
         /// Accesses of the APIC-access page are virtualised.
         const VIRTUALIZE_APIC_ACCESSES = 1 << 0;
-        /// EPT.
+        /// Guest-physical addresses go through EPT.
         const EPT = 1 << 1;
         /// LGDT, SIDT and their like exit.
         const DESCRIPTOR_TABLES = 1 << 2;
@@ -84,31 +84,31 @@ bitflags! {
         const RDTSCP = 1 << 3;
         /// x2APIC accesses are virtualised.
         const VIRTUALIZE_X2APIC = 1 << 4;
-        /// VPID.
+        /// Translations are tagged by VPID.
         const VPID = 1 << 5;
-        /// WBINVD exits.
+        /// Every WBINVD exits.
         const WBINVD = 1 << 6;
         /// The guest may run without paging or protection.
         const UNRESTRICTED_GUEST = 1 << 7;
         /// APIC registers are virtualised.
         const APIC_REGISTERS = 1 << 8;
-        /// Virtual-interrupt delivery.
+        /// Virtual interrupts are delivered by the CPU.
         const VIRTUAL_INTERRUPTS = 1 << 9;
         /// A loop of PAUSEs exits.
         const PAUSE_LOOP = 1 << 10;
-        /// RDRAND exits.
+        /// Every RDRAND exits.
         const RDRAND = 1 << 11;
-        /// INVPCID exists.
+        /// The instruction INVPCID exists.
         const INVPCID = 1 << 12;
-        /// VMFUNC exists.
+        /// The instruction VMFUNC exists.
         const VMFUNC = 1 << 13;
-        /// VMCS shadowing.
+        /// A shadow VMCS serves VMREAD and VMWRITE.
         const SHADOW_VMCS = 1 << 14;
         /// ENCLS exits by bitmap.
         const ENCLS = 1 << 15;
-        /// RDSEED exits.
+        /// Every RDSEED exits.
         const RDSEED = 1 << 16;
-        /// Page-modification logging.
+        /// PML: pages made dirty are logged.
         const PML = 1 << 17;
         /// EPT violations may become exceptions.
         const EPT_VIOLATION_VE = 1 << 18;

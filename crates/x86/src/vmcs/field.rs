@@ -74,7 +74,7 @@ pub struct Tagging;
 
 /// What may be done with a field.
 pub trait Access {
-    /// Whether it lies in the read-only data area.
+    /// Whether the field lies in the read-only data area.
     const READ_ONLY: bool;
 }
 

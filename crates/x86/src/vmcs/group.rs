@@ -27,7 +27,7 @@ pub enum Group {
     Translation,
     /// TSC offset and multiplier, preemption timer.
     Time,
-    /// APIC virtualization.
+    /// APIC virtualization: pages, task priority, requests.
     Apic,
     /// Lists of MSRs to load and store.
     MsrLists,
@@ -40,9 +40,9 @@ pub enum Group {
 pub struct Groups(u16);
 
 impl Groups {
-    /// No group.
+    /// The set of no group.
     pub const NONE: Self = Self(0);
-    /// Every group.
+    /// The set of every group.
     pub const ALL: Self = Self((1 << (Group::Exit as u16 + 1)) - 1);
 
     /// The set of one group.
@@ -93,9 +93,9 @@ impl Groups {
 pub enum Shadow {
     /// Nothing: VMREAD and VMWRITE exit.
     No,
-    /// It serves VMREAD.
+    /// The shadow VMCS serves VMREAD.
     Read,
-    /// It serves VMREAD and VMWRITE.
+    /// The shadow VMCS serves VMREAD and VMWRITE.
     ReadWrite,
 }
 
@@ -104,7 +104,7 @@ pub enum Shadow {
 pub struct Place {
     /// Byte at which the field begins.
     pub offset: u16,
-    /// Dirty group.
+    /// The group that a write makes dirty.
     pub group: Group,
     /// Whether a shadow VMCS serves the field.
     pub shadow: Shadow,

@@ -33,7 +33,7 @@ pub(super) struct Target<'a> {
     pub(super) known: u64,
     pub(super) chunk: &'a Chunk,
     pub(super) grant: Grant,
-    /// L1's entry.
+    /// L1's entry, as it was read.
     pub(super) copy: u64,
 }
 
@@ -57,7 +57,7 @@ struct Found<'a> {
 }
 
 impl State {
-    /// See [`super::super::ShadowGuard::nested_fault`].
+    /// Does what [`super::super::ShadowGuard::nested_fault`] tells.
     pub(super) fn nested_fault(
         &self,
         view: &View<'_>,
@@ -131,7 +131,7 @@ impl State {
         Some(NestedFault::Fixed { replaced })
     }
 
-    /// Any other.
+    /// Fixes any other fault, or finds that it is L1's.
     #[inline(never)]
     fn nested_unknown(
         &self,

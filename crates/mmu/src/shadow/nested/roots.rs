@@ -45,7 +45,7 @@ impl Default for NestedRoots {
 }
 
 impl NestedRoots {
-    /// Holds nothing.
+    /// A vCPU's roots for L2 before the first switch: it holds nothing.
     pub const fn new() -> Self {
         Self { cache: RootCache::new(), owner: 0, flushes: 1, roms: Roms::NONE }
     }
@@ -91,7 +91,7 @@ fn frame_above(gfn: Gfn) -> Gfn {
 }
 
 impl State {
-    /// See [`super::super::ShadowGuard::nested_switch`].
+    /// Does what [`super::super::ShadowGuard::nested_switch`] tells.
     pub(super) fn nested_switch(
         &self,
         view: &View<'_>,
@@ -169,7 +169,7 @@ impl State {
         }
     }
 
-    /// See [`super::super::ShadowGuard::nested_release`].
+    /// Does what [`super::super::ShadowGuard::nested_release`] tells.
     pub(super) fn nested_release(&self, roots: &mut NestedRoots) -> bool {
         if roots.owner != self.number {
             // Numbers of pages mean something else here.
