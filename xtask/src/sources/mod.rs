@@ -1,9 +1,10 @@
-//! Checks of the sources themselves: files of a crate that need each other in a ring, and dependencies that a
-//! crate declares and does not use.
+//! Checks of the sources themselves: files of a crate that need each other in a ring, dependencies that a crate
+//! declares and does not use, docs of a word or two.
 
 mod arrows;
 mod circles;
 mod dependencies;
+mod docs;
 mod modules;
 
 use crate::tally::Tally;
@@ -15,6 +16,7 @@ use std::path::{Path, PathBuf};
 pub fn run(root: &Path, tally: &mut Tally) {
     tally.record("no files of a crate need each other in a ring", judge(root, circles::check));
     tally.record("every declared dependency is used", judge(root, dependencies::check));
+    tally.record("docs say what their object is", judge(root, docs::check));
 }
 
 fn judge(root: &Path, check: fn(&Path, &[PathBuf]) -> Result<Vec<String>>) -> Result<(), String> {
@@ -71,6 +73,7 @@ mod tests {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
         assert_eq!(judge(&root, circles::check), Ok(()));
         assert_eq!(judge(&root, dependencies::check), Ok(()));
+        assert_eq!(judge(&root, docs::check), Ok(()));
     }
 
     #[test]
