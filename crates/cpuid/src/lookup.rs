@@ -3,6 +3,12 @@
 //! The most recent answers stand in a small direct-mapped table, so that the usual exit is one
 //! compare and one copy. A few answers follow the machine state (CR4, APIC base, XCR0, XSS); they
 //! are computed anew only when one of these inputs differs from last time, and never with CPUID.
+//!
+//! Why the CPU's own CPUID is never asked here: it serialises, a few hundred cycles, and where the host is a guest itself
+//! it is an exit, many thousands. Everything was read once, when the module was loaded.
+//!
+//! Why answers are kept by leaf at all: the table that the VMM gave is a list of up to 256 entries, and guests ask for the
+//! same few leaves, one of them in every loop that serialises by CPUID.
 
 use crate::dynamic::DynamicInputs;
 use crate::entry::{Entry, NONE, find, position};

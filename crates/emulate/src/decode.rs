@@ -2,6 +2,18 @@
 //! simplest MMIO accesses. Pure: the result depends on the bytes and the code size alone, so RIP
 //! is added only at execution. Hence [`DecodeCache`] needs no translation and no generation to
 //! invalidate: an entry is valid for ever, only the bytes must be those at RIP now.
+//!
+//! Why a decoder of others and not our own: x86 has more corners than an emulator has tests, and what decides is
+//! that this decoder and the guest's CPU agree on where an instruction ends ([`crate::length`] is the exception,
+//! and is tested against the decoder).
+//!
+//! Why simple accesses have a form of their own: nearly all device accesses are a MOV. For those the register, the
+//! size and the extension are all that is left to know once the fault has told the address, so that neither operands
+//! nor the guest's tables have to be looked at again.
+//!
+//! Why twelve bits of the address are enough to trust the fault's: paging keeps them. If they agree, the access
+//! begins where the fault says. If not, it began on the page before and crossed into this one, which no single
+//! device access is.
 
 use crate::{
     machine::{CodeSize, SegReg},

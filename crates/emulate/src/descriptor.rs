@@ -2,6 +2,10 @@
 //! the two table registers.
 //!
 //! SDM vol. 3A §5.4 to §5.8 (checks), §3.4.5 (descriptors); vol. 2, MOV, LLDT, LTR, JMP, CALL, RET.
+//!
+//! Why the order of the checks matters: each has an exception of its own, and a guest's handler acts by which one
+//! comes. Why the accessed bit is written before the register changes: it lies in guest memory, and the write may
+//! fault or be refused. If the register were loaded by then, the instruction would have half happened.
 
 use iced_x86::{Code, OpKind};
 use x86::Exception;

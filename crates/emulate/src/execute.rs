@@ -2,6 +2,18 @@
 //! here; exchanges, the stack, strings and system registers have their own files.
 //!
 //! SDM vol. 2, APM vol. 3 for each instruction.
+//!
+//! Why nothing is committed before the end: a source is read, an answer of user space may be needed for it, a
+//! destination faults. If flags or a register had changed by then, the guest's handler would see half an instruction,
+//! and the second attempt would do that half twice. A store that user space has
+//! carried out cannot be taken back, so the log of answers knows it, and it is not made again.
+//!
+//! Why [`emulate`] does less than [`interpret`]: a CPU exits for some instructions only. Any other at RIP was put
+//! there after the exit, by another vCPU, and is for the CPU, which checks what it executes (ADR 41).
+//! [`interpret`] is for guests in a state that the CPU cannot run at all: there is nobody to give it back to.
+//!
+//! Why string instructions stop between iterations: one REP may move gigabytes. Interrupts are looked at in between,
+//! as on a real CPU, which is why the registers have to be right after each one.
 
 use iced_x86::{ConditionCode, Instruction, Mnemonic, OpKind};
 use x86::{Exception, Rflags};

@@ -2,6 +2,12 @@
 //! Accesses are split at page borders here, and LOCK's read-modify-write loop lives here.
 //!
 //! SDM vol. 1 §3.7, vol. 3A §5.3 and §3.3.7.1.
+//!
+//! Why accesses are split at page borders: each side has its own translation and rights, and one may be memory and the
+//! other a device. Nothing is written to the first before the second is known to be writable.
+//!
+//! Why a locked update gives up after some attempts: the VMM, or another vCPU, can write to that word without end. The
+//! vCPU then looks at signals and begins again, so that a thread stuck here can still be killed.
 
 use iced_x86::{Instruction, OpKind, Register};
 use x86::addr::PAGE_SIZE;

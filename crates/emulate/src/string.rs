@@ -3,6 +3,10 @@
 //! Every finished iteration sets RCX, RSI and RDI at once and calls [`Machine::commit`], so that
 //! a restart continues where it was (SDM vol. 2B, REP). A run of INS or OUTS over plain RAM is one
 //! port access.
+//!
+//! Why runs: an INSB of a sector would otherwise leave to the VMM 512 times, and each of those exits costs thousands of
+//! instructions. Only over plain memory, since there all of the run can be done once it is answered; a device at the other
+//! end might fault or ask in its middle.
 
 use iced_x86::{Code, OpKind};
 use x86::{Gva, Rflags};

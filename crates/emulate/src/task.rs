@@ -2,6 +2,9 @@
 //! and task gates.
 //!
 //! SDM vol. 3A §8.3 (the steps), table 8-1 (the faults and the task that takes them), §8.2 (TSSs).
+//!
+//! Why all that can fault for the old task comes before the first store: a fault there must find the old task as it was.
+//! From the load of the new TSS on, faults are the new task's, and its state is what the handler sees.
 
 use iced_x86::Instruction;
 use x86::segment::kind;

@@ -1,4 +1,8 @@
 //! Eventfds: signalling one (ioeventfd, resample) and hearing from one (irqfd).
+//!
+//! Why a watch is called by the one who signals, and no thread is woken for it: an interrupt from a device of the VMM's is
+//! then on its way before its write() returns. The price is the context: interrupts are off, and the eventfd's
+//! lock is held, so no lock may be taken under which an eventfd is signalled.
 
 use core::cell::UnsafeCell;
 use core::ffi::c_void;

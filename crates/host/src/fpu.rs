@@ -1,5 +1,9 @@
 //! The guest's FPU and extended state, kept by the kernel's own guest FPU containers: they know
 //! the XSAVE layout, dynamic features (AMX) and XFD.
+//!
+//! Why the kernel's container and not an area of our own: while the guest's state is in the registers the task can be
+//! preempted, and the scheduler saves what it finds to where the task's state points. With an area of ours it would
+//! be saved over the VMM's own. The layout, too, is the kernel's to know: it grows with AMX, and compacts.
 
 use core::cell::UnsafeCell;
 

@@ -2,6 +2,10 @@
 //!
 //! The page is at most referenced, never pinned: the caller installs the translation under the MMU
 //! notifier's sequence count, which alone makes it valid, and drops what it was given at once.
+//!
+//! Why no reference where it can be helped: taking and dropping one is two locked instructions on a line that all CPUs
+//! share for a page that many map, and a page that is referenced cannot be moved in the meantime (ADR 17). It would not
+//! make the translation valid either: a page stays allocated with a reference, but need not be the VMM's any more.
 
 use x86::{Hva, Pfn};
 

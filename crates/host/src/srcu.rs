@@ -2,6 +2,10 @@
 //!
 //! Memslots and interrupt routes live in one: readers may sleep, and a writer waits until nobody
 //! can see the old value any more.
+//!
+//! Why the sleepable kind of RCU: a reader that looks up a slot may then sleep until the host has read a page from the
+//! disk. Why the old value is handed back and not freed here: it can be large, and what is in it may want locks; the
+//! writer drops it where it likes. Why a writer must hold no guard: it would wait for itself.
 
 use core::ops::Deref;
 use core::sync::atomic::{AtomicPtr, Ordering};

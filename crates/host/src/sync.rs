@@ -3,6 +3,21 @@
 //!
 //! The spinning locks are the kernel's own queued locks (paravirtual slow paths included); the
 //! mutex is a word that sleeps on the kernel's hashed wait queues.
+//!
+//! Why not the kernel's own `struct mutex` and `spinlock_t`: their size and their fields depend on the kernel's
+//! configuration, and some hold pointers to themselves. A Rust value moves, and the module is built for two kernels.
+//! The architecture's words under them are the same everywhere, zero when free, and hold no pointers. The price is
+//! that lockdep does not see them, so orders are written at the locks (ADR 13).
+//!
+//! Why [`SpinLock`] turns interrupts off always, though not every user is called from one: a holder that is
+//! interrupted by a handler which wants the same lock never ends. Forgetting that in one place is a hang in
+//! a thousand boots; the flags are restored by the guard for a few cycles.
+//!
+//! Why [`RwSpinLock`] does not: it is held while thousands of entries are withdrawn. No handler may take it then;
+//! the notifier and faults come in process context.
+//!
+//! Why guards cannot go to another thread: what they undo (preemption, the interrupt flag) belongs to the CPU
+//! that took the lock. Why there is no poisoning: nothing panics under a lock here, since a panic is a BUG.
 
 use core::cell::UnsafeCell;
 use core::fmt;

@@ -83,6 +83,7 @@ impl Waiter {
             }
             sys::might_sleep();
             let began = crate::clock::monotonic_ns();
+            // Going to sleep and being woken costs more than most waits of a guest in HLT last.
             if poll_ns != 0 && poll(sleeper, began, poll_ns, &mut times) {
                 break 'wait Blocked::Polled;
             }
@@ -92,6 +93,8 @@ impl Waiter {
             let ended = unsafe {
                 sys::gnt_waiter_enter(raw);
                 let ended = loop {
+                    // Marked sleeping first, looked second: a waker that comes between undoes the mark, and the sleep returns at
+                    // once. The other way round its call would be lost.
                     sys::gnt_waiter_prepare(raw);
                     if sleeper.is_ready() {
                         break Blocked::Slept;

@@ -3,6 +3,9 @@
 //! A timer lives in the same allocation as what it serves ([`WithTimer`]), and dropping that
 //! allocation first cancels the timer and waits for a handler under way: hence no callback ever
 //! sees freed memory, and none needs a reference count.
+//!
+//! Why from the hard interrupt: the handler makes an interrupt pending and kicks a vCPU, no more. In a softirq it would wait behind whatever
+//! network or disk has to do there, and the guest would see that as a timer that is late.
 
 use core::cell::UnsafeCell;
 use core::ffi::c_void;

@@ -3,6 +3,22 @@
 //!
 //! It stands behind the VM's interrupt lock. Messages leave through a closure that says whether a
 //! CPU took them newly.
+//!
+//! Why a level pin is sent again at the end of its interrupt: several devices share a line, and the guest's
+//! handler may have served one of them only. Remote IRR holds the pin back until that end. If that
+//! end never comes, because the vector was changed meanwhile, the line is dead; hence guests that switch a stuck pin
+//! to edge and back.
+//!
+//! Why an edge pin remembers that its line is high: an edge is a change, and a second call that says "high" is
+//! none. Why an edge under the mask is lost: the chip has no place for it (a level is still there when the mask
+//! goes).
+//!
+//! Why an interrupt storm is put off: a device whose driver does not know it asserts its line again at each end.
+//! A real CPU executes some instructions between two interrupts and gets on; here the next one would be pending
+//! before the guest's first instruction, and it would never come to the handler's own way out.
+//!
+//! Why [`IoApic::eoi`] tells of edge pins too: an edge ends nothing in the chip, but the PIT and irqfds with a
+//! resample eventfd count acknowledgements, and the only sign of one is the local APIC's EOI.
 
 use host::GuestIndex;
 use x86::Vector;

@@ -2,6 +2,20 @@
 //! 8259A data sheet; ELCR as in the 82371SB, §4.2.5.
 //!
 //! Behind the VM's interrupt lock. [`Pic::output`] is the INTR line to LINT0 of the CPUs.
+//!
+//! Why it is here when guests have local APICs: firmware and every kernel begin with it, and a guest that is told of no
+//! I/O APIC stays with it. Its interrupts reach a CPU by LINT0.
+//!
+//! Why it is acknowledged and not read: which line wins is decided in the CPU's acknowledge cycle, and the request
+//! may have gone by then, which gives the spurious line 7. So its vector cannot be offered to a guest ahead of time
+//! as a local APIC's can (ADR 16).
+//!
+//! Why ends are gathered ([`Pic::take_ended`]) and not told at once: who waits for one is known by GSI, which
+//! is the routes' business, and telling them drives lines again. A chip that called back into itself in the middle of an
+//! EOI would be seen half changed.
+//!
+//! Why the slave's line to the master is pulsed: the master finds edges. Were it held high, the slave's second
+//! request would never be seen.
 
 use host::GuestIndex;
 use x86::Vector;

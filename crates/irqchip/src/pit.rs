@@ -2,6 +2,18 @@
 //!
 //! It has no thread and no timer: the caller arms a host timer by [`Pit::next_expiry`] and calls
 //! [`Pit::expired`] when it fires. Behind the VM's interrupt lock.
+//!
+//! Why ticks are made up for (*reinjection*): an older guest's clock is the number of its timer interrupts. Ticks
+//! that come while the last one is unacknowledged would merge with it, and each time that the host was busy the
+//! guest's clock would fall behind. So they are counted, and each acknowledgement brings the next. A guest that
+//! knows of lost ticks, or takes its time elsewhere, can do without (KVM_REINJECT_CONTROL).
+//!
+//! Why periods are reckoned from the start and not from the last tick: a host timer is late by some microseconds
+//! each time, and lateness that adds up is drift. After a long stop of the host (it was suspended, a debugger
+//! held it) counting goes on from the present instead: a million ticks at once would help nobody.
+//!
+//! Why counts are functions of the time: nothing happens in the host while a counter runs that makes no interrupts.
+//! A guest that reads a counter pays for the reading alone. Counter 2 is read so by guests that calibrate their TSC.
 
 mod channel;
 

@@ -4,6 +4,10 @@
 //! remembers for the last few code pages what the walk read; a hit loads the same paging entries
 //! again (at most five) and compares, so that a guest that changes its tables is honoured, with
 //! or without INVLPG. Withdrawals on the host's side change the generation. Interrupts are off.
+//!
+//! Why a remembered walk is verified and not invalidated: a hypervisor with TDP does not see INVLPG or loads of CR3 any
+//! more, and intercepting them to keep this cache would cost more than the cache saves. Loading the entries again is
+//! one load a level.
 
 use core::cell::RefCell;
 

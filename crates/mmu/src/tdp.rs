@@ -11,6 +11,17 @@
 //! How the dirty log learns of writes is the format's: a leaf is made read-only, and the fault tells;
 //! or, where the CPU logs pages by itself, a small leaf is made clean, and the CPU's log tells. Then
 //! every small leaf of a slot that logs is clean, or marked in the bitmap, or in some CPU's log.
+//!
+//! Why faults may race: the first touch of a page is the commonest slow exit, and a guest that boots with many
+//! vCPUs makes millions of them. Two vCPUs that touch one page find the same frame, because an invalidation that
+//! could change it makes both start again. The loser of the compare-and-exchange finds what it wanted. With the
+//! lock held for writing instead, they would take turns.
+//!
+//! Why a large page is never taken away to be split: without a translation, all the other vCPUs would fault on its
+//! 512 pages at once, and whether they had been written would be forgotten.
+//!
+//! Why withdrawing needs the lock for writing: what it unlinks is freed after one flush. An entry that somebody
+//! adds meanwhile, below a table that goes, would be lost, or be used after it was freed.
 
 mod withdraw;
 
@@ -195,6 +206,7 @@ fn decode(format: &Format, entry: u64, table: &Table<'_>, gfn: Gfn) -> Leaf {
 
 #[inline]
 fn find(format: &Format, root: Table<'_>, gfn: Gfn) -> Option<Leaf> {
+    // A frame beyond the tables would find the translation of another: the index is taken modulo 512.
     if gfn.0 >> shift(root.level() + 1) != 0 {
         return None;
     }
@@ -218,6 +230,7 @@ pub fn page_of(view: &View<'_>, gpa: Gpa) -> Option<GuestPage> {
     let leaf = lookup(view, gpa.gfn())?;
     // A write of ours sets no dirty bit, so it is no use to a log that lives by them.
     let writable = leaf.writable && (leaf.dirty || !view.format().logs());
+    // Device memory is left out: reading it may have effects, and it is not in the kernel's direct map.
     leaf.direct.then(|| view.page(leaf.pfn.hpa(), writable))
 }
 

@@ -3,6 +3,10 @@
 //! Used by the emulator, by KVM_TRANSLATE and by [`crate::fetch`]. Permissions are those of CR0.WP,
 //! NX, SMEP, SMAP and protection keys (SDM vol. 3A §4.6, APM vol. 2 §5.6); accessed and dirty bits
 //! are set in guest memory as hardware sets them (SDM vol. 3A §4.8).
+//!
+//! Why accessed and dirty bits are set by compare-and-exchange: the guest's other CPUs change the same entry, to withdraw
+//! it for instance. A plain store would bring back what was just taken away. When the entry has changed, the walk begins
+//! anew, since everything below it may have.
 
 use x86::exception::pf;
 use x86::{Cr0, Cr4, Exception, Gpa};

@@ -2,6 +2,13 @@
 //!
 //! Rules follow SDM vol. 4 and APM vol. 2 as far as guests depend on them, and KVM where a manual
 //! would have the guest see a machine that this one is not.
+//!
+//! Why rows and macros instead of two long matches: reading, writing, reset, the lists that KVM tells and the page
+//! `docs/msrs.md` come from the same row. As five lists they drift apart, and an MSR that is saved but refused when it is
+//! restored breaks a migration long after the change.
+//!
+//! Why the VMM may set what the guest does not have: on the other side of a migration the order is the VMM's, and MSRs
+//! may come before CPUID. The guest's own access is asked for its CPUID each time.
 
 use crate::effect::Effect;
 use crate::mce::MachineChecks;

@@ -2,6 +2,17 @@
 //!
 //! How a sender reaches a vCPU that may be in the guest: [`crate::kick`]. While the vCPU stays in the
 //! inner loop nothing can become pending without an IPI, so the loop looks at nothing.
+//!
+//! Why there are two halves: the thread in KVM_RUN holds its own half (`vcpu::Vcpu`) for as long as the guest runs,
+//! perhaps for ever. Nobody else can wait for that. What others need stands here, all of it atomic, so that an
+//! interrupt handler can use it as well as a system call.
+//!
+//! Why requests are bits and not messages: a bit that is set twice is done once, and setting it cannot fail. Each
+//! says only *that* something changed; the vCPU looks up *what* when it serves the request, so the last change wins
+//! and no order between senders is needed.
+//!
+//! Why an interrupt is not a request of its own: it is in the IRR of the local APIC, and [`Request::Event`] makes
+//! the vCPU look there. NMI, INIT and SIPI have no place in an APIC's registers, and so are words here.
 
 use core::sync::atomic::{
     AtomicU32,
@@ -116,6 +127,7 @@ impl VcpuShared {
             lapic: Lapic::new(id, role),
             waiter: Waiter::new()?,
             stats: VcpuStats::shared()?,
+            // What the VM was told before this vCPU was there it learns at its first entry, by the way of any later change.
             state: KickState::new(
                 Request::Clock as u32
                     | Request::MsrFilter as u32
@@ -154,6 +166,7 @@ impl VcpuShared {
 
     /// Takes one kind of request alone, for the vCPU between runs. Whether it was there.
     pub fn take_request(&self, request: Request) -> bool {
+        // Taken whole and put back in part: the word is exchanged and added to, nothing else, and that is model-checked.
         let (bit, all) = (request as u32, self.take_requests());
         if all & !bit != 0 {
             self.state.request(all & !bit);

@@ -4,6 +4,21 @@
 //! interrupts out, to write registers and to end interrupts. Everybody else is a *sender*: reads
 //! what is needed to match a destination and puts interrupts in. So all state is atomic; what only
 //! the owner changes costs plain moves, and only the IRR needs locked instructions.
+//!
+//! Why no lock: senders are interrupt handlers and other vCPUs, and the owner looks here at each entry. A lock would
+//! cost it a locked instruction each time and a wait behind every sender. Since only the owner takes out, a
+//! sender's work is one bit and a hint, and neither has to know what the other is doing.
+//!
+//! Why a sender may read registers that the owner writes meanwhile: a message that races with a change of the APIC's
+//! id or mode may be taken by the old state or by the new, as on a real bus. What may not happen is that it is
+//! lost without having been taken or refused by either, and a bit in the IRR is not lost.
+//!
+//! Why the highest vector in service and the processor priority are kept though they follow from other registers:
+//! "can this be taken now?" is asked at each entry and answered by a load or two; found anew it would be four words
+//! of the ISR.
+//!
+//! Why an EOI that somebody waits for is known by vector (`eoi_notify`): nearly none is. The inner loop ends an
+//! interrupt without leaving where neither this nor the TMR has the vector, as for most MSIs.
 
 mod deliver;
 mod priority;

@@ -7,6 +7,16 @@
 //!
 //! A command that a file does not know is `ENOTTY`, on all three. (Stock KVM says `EINVAL` on
 //! /dev/kvm and on a vCPU, and `ENOTTY` on a VM; the KVM API names neither.)
+//!
+//! Why an argument is copied in once, whole, and only the copy is looked at: other threads of the VMM write to it
+//! while we read. What was checked in user memory and read again is something else by then. The length of an array
+//! comes from the copied head, too.
+//!
+//! Why large structures are in boxes: the kernel's stack is 16 KiB, all frames above count, and a `struct
+//! kvm_xsave` by value would be a quarter of it.
+//!
+//! Why the traits and not the vCPU itself: errno and layout are decided here and can be tested with a mock, without
+//! memory, tables or a CPU (`tests/dispatch`).
 
 mod commands;
 mod interrupts;

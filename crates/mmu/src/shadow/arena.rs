@@ -2,6 +2,13 @@
 //!
 //! A page's fields are cells: all of it is reached with the shadow lock held. Numbers begin at 1, and
 //! page 0 stands for none. An entry is known as a node: 512 times its page's number plus its index.
+//!
+//! Why numbers and not pointers: a link leads up and down, and pages go in any order. With pointers each of these
+//! would be `unsafe` or a reference count; a number is checked where it is used, and two of them fit into the 64
+//! bits that an entry has beside it. That is what bounds their count ([`MOST_PAGES`]).
+//!
+//! Why a page that is given up is retired first: another CPU may hold its address in a paging-structure cache until
+//! it is flushed. If it became another table before that, the CPU would read the new entries as the old table's.
 
 use alloc::vec::Vec;
 use core::cell::Cell;

@@ -3,6 +3,17 @@
 //! The first half walks the guest's tables beside the shadow pages that exist and changes nothing. When
 //! it knows that the access is allowed and has all that it needs, the second half sets accessed and
 //! dirty bits in the guest's tables and makes the entries.
+//!
+//! Why in two halves: a fault is often given up in its middle, for want of a frame in the tree or of a page for a
+//! table. If accessed bits were set on the way down, a guest would find them set for accesses that it never made, as
+//! the CPU sets them for what it completes. So nothing is changed before everything is at hand.
+//!
+//! Why there is a way of its own for a missing leaf: most faults are those of a process that touches its next page.
+//! All tables above are shadowed and as they were. Then one load a level compares them, and nothing is derived anew.
+//!
+//! Why the guest's entries are read again though copies of them are at hand: tables may be written unseen (see the
+//! module above). A fault is the moment at which the CPU itself would walk, so what it finds has to be what a walk
+//! now would find, and a copy that differs is not followed.
 
 use x86::exception::pf;
 use x86::{Cr4, Exception, Gfn, Gpa};

@@ -2,6 +2,10 @@
 //!
 //! Heads of lists in chunks of 512 frames, found by slot. Spans and chunks are made outside the inner
 //! loop, by the fault that brings a frame into the tree; so making an entry allocates nothing.
+//!
+//! Why frames are known here beside the tree: a withdrawal names frames, and has to find all shadow leaves of each
+//! without looking at every shadow page. Why spans go by slot: guest memory has holes of many gigabytes, and an array from
+//! zero on would be mostly nothing.
 
 use alloc::vec::Vec;
 use core::cell::Cell;

@@ -2,6 +2,12 @@
 //!
 //! Only pages whose table the guest may have written unnoticed are looked at, and of them only the
 //! entries that are there. What the guest's entry newly allows is left to the next fault.
+//!
+//! Why an entry that allows more now is left alone: a CPU may keep the stricter translation in its TLB as well, and
+//! faults then. What allows less has to go, for that is what the guest flushed for.
+//!
+//! Why the work of one flush is bounded: a guest can link one table a thousand times and then flush by INVLPG in a loop,
+//! perhaps with interrupts off in the host. Cutting links off is always right: it is what a smaller cache would have done.
 
 use core::sync::atomic::Ordering;
 

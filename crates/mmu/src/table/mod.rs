@@ -219,6 +219,7 @@ impl<'t> Table<'t> {
         leaf: impl Fn(u64) -> u64,
     ) -> bool {
         for (n, word) in (0u64..).zip(page.0.table()) {
+            // Nobody else sees the page yet; link() publishes it with release order.
             word.store(leaf(n) & !(TABLE | REMOVED), Ordering::Relaxed);
         }
         // On failure the page is freed, not reused: it is not empty any more.

@@ -41,6 +41,7 @@ impl<S> Zapper<'_, S> {
         how: Thoroughness,
         flush: &(impl FlushRemote + ?Sized),
     ) -> bool {
+        // Indices are taken modulo 512: beyond the tables the walk would begin again at the first frame.
         let end = Gfn(end.0.min(pages_per(self.tree.root().level() + 1)));
         let mut done = Zapped::default();
         zap_below(self.tree.root(), first.0, end.0, how, &mut done);
@@ -76,6 +77,8 @@ impl<S> Zapper<'_, S> {
         let (mut any, format) = (false, self.tree.format());
         let small = if format.logs() { format.dirty() } else { WRITABLE };
         for_each_leaf(self.tree.root(), first.0, end.0, &mut |table, index, entry, _| {
+            // A large leaf always loses its write access: the CPU's log names 4 KiB pages, and which of the 512 was written
+            // is what the VMM asks.
             let bit = if table.level() == LEVEL_4K { small } else { WRITABLE };
             any |= take_bit(table, index, entry, bit);
         });

@@ -3,6 +3,9 @@
 //!
 //! Lock order: an eventfd's own lock, then this one. So resample eventfds are signalled after this
 //! lock is released.
+//!
+//! Why the PIC's INTR line is kept in a word of its own: each vCPU asks for it on its way into the guest, millions
+//! of times a second. With the lock there they would all meet at one line of cache.
 
 use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering::*};
 
@@ -180,6 +183,7 @@ impl IrqCore {
         let mut state = self.state.lock();
         if let Some(msi) = state.routing.msi(gsi) {
             drop(state);
+            // The common irqfd: an MSI has no line whose two changes would have to stay together.
             return self.signal_msi(&msi);
         }
         let status = self.drive(&mut state, gsi, Source::User, true);

@@ -58,6 +58,7 @@ pub fn deliver(vcpus: &VcpuTable, from: Option<&VcpuShared>, msg: &IrqMessage) -
 #[inline]
 fn to_id(vcpus: &VcpuTable, msg: &IrqMessage) -> LineStatus {
     let mut tally = Tally::new();
+    // By index and not by search: an IPI to one of 200 vCPUs must not look at the other 199.
     let own = vcpus.by_id(msg.dest).filter(|v| v.lapic.matches(msg));
     if let Some(vcpu) = own {
         tally.give(vcpu, msg);

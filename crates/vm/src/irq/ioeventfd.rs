@@ -2,6 +2,9 @@
 //! KVM API §4.59.
 //!
 //! The table is replaced whole when it changes; a vCPU that exits looks it up without a lock.
+//!
+//! Why ours at all, when the VMM would see the write anyway: a device's thread in the VMM is woken by the eventfd while
+//! the guest goes on. Leaving to user space would stop the vCPU until KVM_RUN is called again, for the same news.
 
 use core::sync::atomic::{AtomicU64, Ordering::*};
 

@@ -2,6 +2,10 @@
 //!
 //! Without a resample eventfd a signal is an edge. With one, it drives the line high until the
 //! guest ends the interrupt; then the line goes low and the resample eventfd is signalled.
+//!
+//! Why an edge takes no part in the line's level: there is nobody who would lower it again. With a resample eventfd the
+//! device asserts until the guest has served it, and is asked then whether it still wants to; all irqfds of that kind drive
+//! a GSI as one source, which the end lowers for all: who still has something to say raises it again.
 
 use core::sync::atomic::{AtomicBool, Ordering::*};
 

@@ -1,5 +1,19 @@
 //! The interrupt half of a VM: controllers, routes, irqfds, ioeventfds, coalesced writes, and the
 //! devices of the interrupt system that a guest reaches by port or by address.
+//!
+//! Why PIC, I/O APIC, PIT and routes stand behind one lock ([`IrqCore`]): one GSI drives pins of several
+//! controllers, a pin has several sources, and the end of an interrupt changes lines again. With a lock for each,
+//! two CPUs that raise and lower a line could be seen in one order by the PIC and in the other by the I/O APIC, and
+//! one of them would keep a level that is over.
+//!
+//! Why that lock spins with interrupts off: an eventfd is signalled, and the PIT's timer fires, in hard interrupt
+//! context. So nothing under it allocates, sleeps or walks what a VMM can make long (ADR 40).
+//!
+//! Why messages to local APICs need no lock: a local APIC is all atomics, and a sender only adds to it
+//! (`irqchip::lapic`). An IPI takes no lock at all, and an irqfd's MSI takes this one only to look up its route.
+//!
+//! Why the ends of interrupts come back here at all: a level line is sent again if it is still high, an irqfd
+//! with a resample eventfd lowers its line only then, and a PIT that makes up for lost ticks waits for them.
 
 mod coalesced;
 mod controllers;
@@ -143,6 +157,7 @@ impl VmIrq {
     /// # Errors
     /// `Exists`; `Missing` without a PIC.
     pub fn create_pit(&self, speaker: bool) -> Result<(), IrqError> {
+        // Counter 0 drives a line of the PIC and of the I/O APIC; without them it would interrupt nobody.
         if self.kind() != Irqchip::Full {
             return Err(IrqError::Missing);
         }

@@ -7,6 +7,13 @@
 //! not in the guest has handed over what its CPU logged; those that are, are made to leave first.
 //! What is written after that and before the flush is logged, and belongs to the next call; or its
 //! bit is among those taken here, and the reader of the bitmap finds the page as it is then.
+//!
+//! Why the flush may come after the lock but never after the bits: a CPU with the old translation can still write. Such a
+//! write before the flush belongs to a page whose bit is handed out now, and the reader copies the page after that. Were
+//! the bits handed out first, a write after the copy would be in no log.
+//!
+//! Why in stretches, and with the lock given up in between: every vCPU that faults waits meanwhile, and a VM with
+//! a terabyte has 256 million pages.
 
 use alloc::vec::Vec;
 use core::sync::atomic::Ordering;

@@ -5,6 +5,14 @@
 //! allocated only when a table is missing. The notifier's protocol: note the count of ended
 //! invalidations, ask the host, take the lock, and install only if no invalidation of the page is
 //! under way and none ended since.
+//!
+//! Why both the count and the range are asked: an invalidation that began and ended between the look at the host's
+//! table and the lock shows in the count alone, one that still runs shows in the range alone. Leave one out, and
+//! this happens: the notifier withdraws, finds nothing yet, the host gives the frame to somebody else, and then
+//! the fault installs it.
+//!
+//! Why a fault that lost is not tried again here: the guest takes it again by itself, with signals and requests
+//! looked at in between. A VMM that invalidates without end then stops its own guest and nobody's CPU.
 
 use core::sync::atomic::Ordering;
 
@@ -124,6 +132,7 @@ impl VmMemory {
         } else {
             self.large_level(slot, gfn, page)
         };
+        // Only a fetch pays for the flaw of the iTLB: data keeps its large pages (ADR 35).
         let refused = access.exec && possible > LEVEL_4K && self.tdp.format().splits_at_fetch();
         let level = if refused { LEVEL_4K } else { possible };
         let mapping = Mapping {

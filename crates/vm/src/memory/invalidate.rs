@@ -2,6 +2,14 @@
 //!
 //! While an invalidation runs, faults on its range are refused; when it ends, a count goes up, so
 //! that a fault that had asked the host before that is taken again (the mmu-notifier protocol).
+//!
+//! Why one range stands for all that run: a list would need memory, and none may be had here. A fault that is
+//! refused though its page is in no range is only taken again. The range grows while any invalidation runs and
+//! begins anew with the next, so it is never too small.
+//!
+//! Why the count goes up at the end and not at the beginning: a fault that reads the host's table while an
+//! invalidation runs is refused by the range; one that read it before the end may hold what the host has just
+//! taken away, and has to see another count.
 
 use core::sync::atomic::Ordering;
 

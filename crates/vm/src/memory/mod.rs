@@ -5,6 +5,16 @@
 //! inside `tdp`. Nothing is pinned: a translation holds from its fault until the MMU notifier
 //! withdraws it ([`invalidate`]). The vCPUs call [`VmMemory::fault`]; devices and the run loop read
 //! and write guest memory through [`access`], with interrupts off through [`VmMemory::view`].
+//!
+//! Why nothing is pinned: a pinned page cannot be swapped out, moved, merged with its like or collapsed into a
+//! large one. The price is the protocol in [`fault`] and [`invalidate`]: if a
+//! translation outlived the host's own, the guest would write into memory that is somebody else's by then.
+//!
+//! Why slots are published whole, under SRCU: a fault may sleep for a page of the host's while it holds the slots
+//! that it saw. Whoever changes them waits for such faults and then withdraws, so nothing comes back that was
+//! withdrawn. With a lock the slowest page of the host would hold up every fault of every other vCPU.
+//!
+//! Why long withdrawals go in stretches: the MMU lock is held for writing, and all vCPUs that fault wait for it.
 #![forbid(unsafe_code)]
 
 pub mod access;
@@ -123,6 +133,7 @@ impl VmMemory {
         shadow: Option<KBox<ShadowMmu>>,
         limits: RegionLimits,
     ) -> Self {
+        // A slot beyond the tables could never be mapped, and its faults would be retried for ever.
         let frames = limits.frames.min(tdp.frames());
         Self {
             slots,
@@ -179,6 +190,7 @@ impl VmMemory {
         }
         let logs = change.logs();
         if logs {
+            // Before the slot is published: its first clean leaf must find every CPU's log on.
             self.log_pages(true, flush);
         }
         // Once publish() returns, no fault that saw the old slots is under way; so nothing that is

@@ -3,6 +3,10 @@
 //! Each function here does what the [`mmu::ShadowGuard`] function of the same name does, however long
 //! that takes: it allocates pages, finds frames, waits for the lock. All may sleep. `vcpu` is the one whose
 //! thread calls: what is looked at without the tree's lock is looked at in a section of its own.
+//!
+//! Why it sleeps here and not in the loop: the shadow lock is tried there and not waited for, and memory is not allocated
+//! with interrupts off. So the loop gives up early, and what it lacked is brought here, after which the guest faults again
+//! and finds it. The second attempt is short.
 
 use core::sync::atomic::Ordering;
 
