@@ -2,7 +2,7 @@
 //! the published figures alone. The same give the same page.
 
 use super::basis::{Change, Page};
-use super::cost::Cycles;
+use super::cost::{Cycles, cycles};
 use super::limits::{self, Limit};
 use super::plan::{Papers, fill};
 use super::plots;
@@ -46,7 +46,7 @@ impl Page<'_> {
         Some(match (word, args.len()) {
             ("release", 1) => self.results.release.clone(),
             // A source, or a figure before and after, or how much less that is.
-            ("source", 1) => self.papers.published.get(detail)?.source.clone(),
+            ("source", 1) => self.papers.published.get(detail)?.get("source")?.as_str()?.into(),
             ("published", 1) => self.published(detail)?.map(span).join(" → "),
             ("difference" | "saving", 1) => {
                 let [before, after] = self.published(detail)?.map(|cycles| cycles[1]);
@@ -104,8 +104,9 @@ impl Page<'_> {
     /// A published figure before and after, by its place in the file: `xstate.0` is the first case there.
     fn published(&self, place: &str) -> Option<[Cycles; 2]> {
         let (chapter, case) = place.split_once('.')?;
-        let case = self.papers.published.get(chapter)?.case.get(case.parse::<usize>().ok()?)?;
-        Some([case.before, case.after])
+        let cases = self.papers.published.get(chapter)?.get("case")?;
+        let case = cases.get(case.parse::<usize>().ok()?)?;
+        Some([cycles(case.get("before")?.clone()).ok()?, cycles(case.get("after")?.clone()).ok()?])
     }
 
     fn block(&self, name: &str, rest: &str) -> Result<String> {
@@ -129,9 +130,11 @@ impl Page<'_> {
         let mut sides = text.split("; ").map(|side| side.split_once(": ").unwrap_or(("", side)));
         let (_, names) = sides.next().unwrap_or_default();
         let (row, names) = names.split_once(' ').context("a row and names are wanted")?;
-        let words = self.papers.plan.words(self.results.machine());
-        let row = self.papers.plan.rows.get(row).context("no such row")?.clone();
-        let row = words.fold(row, |row, (word, text)| row.replace(&format!("${word}"), text));
+        let mut row = self.papers.plan.rows.get(row).context("no such row")?.clone();
+        for (word, text) in self.papers.plan.words.get(&self.results.machine).into_iter().flatten()
+        {
+            row = row.replace(&format!("${word}"), text);
+        }
         let (names, sides): (Vec<_>, Vec<_>) = (names.split(' ').collect(), sides.collect());
         let mut rows = String::new();
         for (name, (title, run)) in

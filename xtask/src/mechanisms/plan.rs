@@ -1,6 +1,6 @@
 //! What runs, what must come of it, and what was published of the like: `lab/mechanisms.toml` and `lab/published.toml`.
 
-use super::cost::{Cycles, Model, cycles};
+use super::cost::Model;
 use super::results::Run;
 use anyhow::{Context, Result};
 use gannet_lab::{Machine, Module};
@@ -24,8 +24,8 @@ pub fn paged(toggle: &str, pages: u64) -> String {
 pub struct Papers {
     pub plan: Plan,
     pub model: Model,
-    /// Published figures before and after a change, by chapter.
-    pub published: BTreeMap<String, Published>,
+    /// Published figures before and after a change.
+    pub published: toml::Table,
     /// The page before words and figures are put in.
     pub template: String,
 }
@@ -44,28 +44,12 @@ impl Papers {
     }
 }
 
-/// A chapter of `lab/published.toml`.
-#[derive(Deserialize)]
-pub struct Published {
-    pub source: String,
-    #[serde(default)]
-    pub case: Vec<Case>,
-}
-
-/// A figure before and after a change.
-#[derive(Deserialize)]
-pub struct Case {
-    #[serde(deserialize_with = "cycles")]
-    pub before: Cycles,
-    #[serde(deserialize_with = "cycles")]
-    pub after: Cycles,
-}
-
 /// The whole of `lab/mechanisms.toml`.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Plan {
-    words: BTreeMap<String, BTreeMap<String, String>>,
+    /// By machine.
+    pub words: BTreeMap<String, BTreeMap<String, String>>,
     parts: BTreeMap<String, Vec<String>>,
     runs: BTreeMap<String, Vec<Queued>>,
     #[serde(rename = "limit")]
@@ -122,11 +106,6 @@ pub enum Kind {
 }
 
 impl Plan {
-    /// A machine's words.
-    pub fn words(&self, on: Machine) -> impl Iterator<Item = (&String, &String)> {
-        self.words.get(on.name()).into_iter().flatten()
-    }
-
     /// A word of a machine's.
     pub fn word(&self, on: Machine, name: &str) -> Option<&str> {
         self.words.get(on.name())?.get(name).map(String::as_str)
@@ -136,13 +115,14 @@ impl Plan {
     pub fn runs(&self, on: Machine) -> Result<Vec<Queued>> {
         let mut runs = self.runs.get(on.name()).cloned().unwrap_or_default();
         for run in &mut runs {
-            let mut parts = Vec::new();
-            for name in &run.parts {
-                for part in self.parts.get(name).with_context(|| format!("no such part: {name}"))? {
-                    parts.push(fill(part, &mut |word| self.word(on, word).map(str::to_owned))?);
+            for name in std::mem::take(&mut run.parts) {
+                for part in
+                    self.parts.get(&name).with_context(|| format!("no such part: {name}"))?
+                {
+                    let filled = fill(part, &mut |word| self.word(on, word).map(str::to_owned));
+                    run.parts.push(filled?);
                 }
             }
-            run.parts = parts;
         }
         Ok(runs)
     }

@@ -30,17 +30,9 @@ const SIDES: [(&str, &str, &str); 3] =
 /// Every plot that there are figures for, by its file's name: of a toggle, and of the timer workloads.
 pub fn plots(results: &Results, toggle: &str) -> Result<BTreeMap<String, String>> {
     let on = results.machine();
-    let bit = toggle.to_uppercase().replace('_', ".");
-    let title = |touched: &str| {
-        format!(
-            "{bit} changed and changed back: the host's instructions, {touched} pages written to after each"
-        )
-    };
-    let few = |pages: u64| format!("{toggle}[{pages},{}]", pages.min(8));
-    let every = |pages: u64| format!("{toggle}[{pages},{pages}]");
     let all = [
-        (file(on, toggle), toggles(results, &title("8"), &few)?),
-        (file(on, &format!("{toggle}_all")), toggles(results, &title("all"), &every)?),
+        (file(on, toggle), toggles(results, toggle, "8", 8)?),
+        (file(on, &format!("{toggle}_all")), toggles(results, toggle, "all", u64::MAX)?),
         (file(on, "timer_exits"), exits(results)?),
     ];
     Ok(all.into_iter().filter_map(|(file, svg)| Some((file, svg?))).collect())
@@ -89,12 +81,20 @@ fn legend<'a, C: CoordTranslate>(
     Ok(labels.label_font(("sans-serif", size)).draw()?)
 }
 
-/// The cost over the number of pages, on logarithmic axes. `None` where nothing was measured.
-fn toggles(results: &Results, title: &str, name: &dyn Fn(u64) -> String) -> Result<Option<String>> {
+/// The cost over the number of pages, of which at most so many are touched, on logarithmic axes. `None` where nothing was measured.
+fn toggles(results: &Results, toggle: &str, touched: &str, most: u64) -> Result<Option<String>> {
+    let title = format!(
+        "{} changed and changed back: the host's instructions, {touched} pages written to after each",
+        toggle.to_uppercase().replace('_', ".")
+    );
     let mut lines = Vec::new();
     for (module, parameters, label, colour, thin) in LINES {
         let point = |pages: &u64| {
-            let figures = results.figures(module, parameters, &name(*pages))?;
+            let figures = results.figures(
+                module,
+                parameters,
+                &format!("{toggle}[{pages},{}]", pages.min(&most)),
+            )?;
             Some((*pages as f64, figures.get("host.instructions").filter(|n| *n > 0.0)?))
         };
         let points: Vec<(f64, f64)> = PAGES.iter().filter_map(point).collect();
@@ -103,14 +103,14 @@ fn toggles(results: &Results, title: &str, name: &dyn Fn(u64) -> String) -> Resu
         }
     }
     let costs = || lines.iter().flat_map(|(.., points)| points.iter().map(|(_, cost)| *cost));
-    let (least, most) = (costs().fold(f64::MAX, f64::min), costs().fold(1.0, f64::max));
+    let (low, high) = (costs().fold(f64::MAX, f64::min), costs().fold(1.0, f64::max));
     if lines.is_empty() {
         return Ok(None);
     }
     svg(|area| {
-        let costs = (least * 0.6..most * 2.5).log_scale();
+        let costs = (low * 0.6..high * 2.5).log_scale();
         let mut chart =
-            chart(area, title, 42).build_cartesian_2d((0.9f64..12_000.0).log_scale(), costs)?;
+            chart(area, &title, 42).build_cartesian_2d((0.9f64..12_000.0).log_scale(), costs)?;
         let whole = |n: &f64| format!("{n:.0}");
         let mut mesh = chart.configure_mesh();
         mesh.x_desc("pages mapped").y_desc("instructions per pair");
