@@ -334,6 +334,9 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn end_l2(&mut self, mut waiting: Waiting, s: Option<Section<'_>>) -> Ended {
+        if s.is_some() && self.is_debugged() {
+            return Ended::Outside;
+        }
         let mut taken = Acknowledged::default();
         if waiting == Waiting::Interrupt(None) {
             let Ok(found) = self.vector_for_l1(s) else { return Ended::Outside };
@@ -349,15 +352,18 @@ impl<B: Backend> Vcpu<B> {
         self.tell_activity();
         let prepared = self.b.cancel_injection();
         let undelivered = prepared.or(self.events.again);
-        let Some(nested) = self.b.nested_mut() else { return Ended::No };
-        let (gprs, memory) = (&mut self.gprs, &*self.memory);
-        let done = match s {
-            Some(s) => {
-                let l1 = Mapped::new(memory, memory.view(s));
-                nested.exit_to_l1(gprs, &waiting, undelivered, &l1)
-            }
-            None => nested.exit_to_l1(gprs, &waiting, undelivered, &Whole::new(memory, None)),
-        };
+        let done = self.across_levels(|v| {
+            let nested = v.b.nested_mut()?;
+            let (gprs, memory) = (&mut v.gprs, &*v.memory);
+            Some(match s {
+                Some(s) => {
+                    let l1 = Mapped::new(memory, memory.view(s));
+                    nested.exit_to_l1(gprs, &waiting, undelivered, &l1)
+                }
+                None => nested.exit_to_l1(gprs, &waiting, undelivered, &Whole::new(memory, None)),
+            })
+        });
+        let Some(done) = done else { return Ended::No };
         if done == Executed::Outside {
             self.acknowledge(taken, false);
             if let Some(event) = prepared {

@@ -333,10 +333,13 @@ impl<B: Backend> Vcpu<B> {
 
     fn refuse_outside(&mut self, at: Gpa, why: TablesRefuse, undelivered: Option<Event>) {
         self.user_io.forget();
-        let Self { b, gprs, memory, .. } = self;
-        let Some(nested) = b.nested_mut() else { return };
-        let done = nested.refuse(gprs, at, why, undelivered, &Whole::new(memory, None));
-        let _ = self.refused(done);
+        let done = self.across_levels(|v| {
+            let l1 = Whole::new(&v.memory, None);
+            Some(v.b.nested_mut()?.refuse(&mut v.gprs, at, why, undelivered, &l1))
+        });
+        if let Some(done) = done {
+            let _ = self.refused(done);
+        }
     }
 }
 

@@ -21,8 +21,10 @@ impl<B: Backend> Vcpu<B> {
     /// There is no memory to make it, or too little room.
     pub fn nested_state(&mut self, into: &mut [u8]) -> Result<(), Unrestorable> {
         self.tell_activity();
-        let Some(nested) = self.b.nested_mut() else { return Err(Unrestorable::Invalid) };
-        nested.save_state(&self.gprs, into)
+        self.across_levels(|v| {
+            let Some(nested) = v.b.nested_mut() else { return Err(Unrestorable::Invalid) };
+            nested.save_state(&v.gprs, into)
+        })
     }
 
     /// Takes a nested state over. If it is refused nothing has changed. Else L2's run has ended, if it ran, and L1
@@ -42,9 +44,11 @@ impl<B: Backend> Vcpu<B> {
         self.leave_l2_with_its_registers();
         // Both levels get other tables: the one that runs now, and the one that the state has run.
         self.b.flush_tlb();
-        let Some(nested) = self.b.nested_mut() else { return Err(Unrestorable::Invalid) };
-        let l1 = Whole::new(&self.memory, None);
-        let done = nested.restore_state(&mut self.gprs, bytes, smm, &l1);
+        let done = self.across_levels(|v| {
+            let Some(nested) = v.b.nested_mut() else { return Err(Unrestorable::Invalid) };
+            let l1 = Whole::new(&v.memory, None);
+            nested.restore_state(&mut v.gprs, bytes, smm, &l1)
+        });
         self.level_changed();
         self.b.flush_tlb();
         self.note_role();

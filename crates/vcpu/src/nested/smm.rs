@@ -22,9 +22,11 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn put_l2_aside(&mut self) -> Result<Option<Gpa>, NoSaveArea> {
         let kept = self.host_save_area();
         let ran = self.pending.after_exit.is_nested();
-        let Some(nested) = self.b.nested_mut() else { return Ok(None) };
-        let l1 = Whole::new(&self.memory, None);
-        let l2 = nested.enter_smm(&mut self.gprs, kept, &l1).map_err(|_| NoSaveArea)?;
+        let l2 = self.across_levels(|v| {
+            let Some(nested) = v.b.nested_mut() else { return Ok(None) };
+            let l1 = Whole::new(&v.memory, None);
+            nested.enter_smm(&mut v.gprs, kept, &l1).map_err(|_| NoSaveArea)
+        })?;
         if ran {
             if self.rare.keeps_l2_apart {
                 self.b.prediction_barrier();
@@ -41,9 +43,11 @@ impl<B: Backend> Vcpu<B> {
             return false;
         }
         let kept = self.host_save_area();
-        let Some(nested) = self.b.nested_mut() else { return true };
-        let l1 = Whole::new(&self.memory, None);
-        let done = nested.leave_smm(&mut self.gprs, kept, l2, &l1);
+        let done = self.across_levels(|v| {
+            let Some(nested) = v.b.nested_mut() else { return true };
+            let l1 = Whole::new(&v.memory, None);
+            nested.leave_smm(&mut v.gprs, kept, l2, &l1)
+        });
         self.level_changed();
         done
     }

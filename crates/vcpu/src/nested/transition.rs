@@ -32,6 +32,9 @@ impl<B: Backend> Vcpu<B> {
         if self.b.nested().is_none_or(|nested| !nested.is_enabled()) {
             return self.answer_by(Exception::ud());
         }
+        if self.is_debugged() {
+            return Next::Leave;
+        }
         let mut next = 0;
         if needs_next_rip(&self.b) {
             // L1 lowers its task priority without an exit. Once L2 runs, it is found in another block.
@@ -75,16 +78,19 @@ impl<B: Backend> Vcpu<B> {
             self.stop_serving_apic();
         }
         let tables = self.l1_tables();
-        let Self { b, gprs, memory, .. } = self;
-        let Some(nested) = b.nested_mut() else { return Ok(()) };
+        let Some(nested) = self.b.nested_mut() else { return Ok(()) };
         nested.set_feature_control(feature_control);
-        let l1 = Whole::new(memory, paging).through(tables);
-        let done = nested.execute(gprs, next, &l1);
-        match l1.refused() {
-            Some((at, fault)) => self.note_refused(at, fault),
-            None => {
+        let done = self.across_levels(|v| {
+            let l1 = Whole::new(&v.memory, paging).through(tables);
+            let done = v.b.nested_mut()?.execute(&mut v.gprs, next, &l1);
+            Some((done, l1.refused()))
+        });
+        match done {
+            Some((_, Some((at, fault)))) => self.note_refused(at, fault),
+            Some((done, None)) => {
                 let _ = self.executed(done, next);
             }
+            None => {}
         }
         Ok(())
     }
@@ -113,6 +119,9 @@ impl<B: Backend> Vcpu<B> {
     /// Right after an exit of L2, inside the loop: gives it to L1, if it is L1's. `None`: it is ours.
     #[inline]
     pub(crate) fn reflect_in_loop(&mut self, s: Section<'_>) -> Option<Next> {
+        if self.is_debugged() {
+            return Some(Next::Leave);
+        }
         let nested = self.b.nested_mut()?;
         let l1 = Mapped::new(&self.memory, self.memory.view(s));
         let claim = nested.claims(&self.gprs, &l1);
@@ -154,9 +163,8 @@ impl<B: Backend> Vcpu<B> {
             Ok(Claim::Exception) => !self.owns_exception(),
             Ok(Claim::L0 | Claim::ByValue | Claim::Instruction) | Err(_) => false,
         };
-        if is_l1s && let Some(nested) = self.b.nested_mut() {
-            let done = nested.reflect(&mut self.gprs, &l1);
-            let _ = self.executed(done, 0);
+        if is_l1s {
+            self.reflect_here();
             return Ok(());
         }
         if claim == Ok(Claim::Instruction) {
@@ -173,12 +181,27 @@ impl<B: Backend> Vcpu<B> {
         handled
     }
 
+    /// Ends L2's run with its last exit.
+    fn reflect_here(&mut self) {
+        let done = self.across_levels(|v| {
+            let l1 = Whole::new(&v.memory, None);
+            Some(v.b.nested_mut()?.reflect(&mut v.gprs, &l1))
+        });
+        if let Some(done) = done {
+            let _ = self.executed(done, 0);
+        }
+    }
+
     /// Executes the instruction that the last exit of L2 is for, with all of L1's memory.
     fn execute_for_l2_outside(&mut self) -> Outcome {
         let next = self.slow_next_rip()?;
-        let Some(nested) = self.b.nested_mut() else { return Ok(()) };
-        let done = nested.execute_for_l2(&mut self.gprs, &Whole::new(&self.memory, None));
-        let _ = self.executed(done, next);
+        let done = self.across_levels(|v| {
+            let l1 = Whole::new(&v.memory, None);
+            Some(v.b.nested_mut()?.execute_for_l2(&mut v.gprs, &l1))
+        });
+        if let Some(done) = done {
+            let _ = self.executed(done, next);
+        }
         Ok(())
     }
 
@@ -220,9 +243,11 @@ impl<B: Backend> Vcpu<B> {
 
     /// L1 hears of a hypercall that L2 made by the other vendor's instruction. False: it asks for none.
     pub(crate) fn gives_hypercall_to_l1(&mut self, next: u64) -> bool {
-        let Some(nested) = self.b.nested_mut() else { return false };
-        let l1 = Whole::new(&self.memory, None);
-        let Some(done) = nested.hypercall(&mut self.gprs, next, &l1) else { return false };
+        let done = self.across_levels(|v| {
+            let l1 = Whole::new(&v.memory, None);
+            v.b.nested_mut()?.hypercall(&mut v.gprs, next, &l1)
+        });
+        let Some(done) = done else { return false };
         let _ = self.executed(done, 0);
         true
     }
@@ -232,8 +257,7 @@ impl<B: Backend> Vcpu<B> {
         let Some(nested) = self.b.nested_mut() else { return };
         let l1 = Whole::new(&self.memory, None);
         if nested.claims(&self.gprs, &l1) == Ok(Claim::L1) {
-            let done = nested.reflect(&mut self.gprs, &l1);
-            let _ = self.executed(done, 0);
+            self.reflect_here();
         }
     }
 
@@ -339,9 +363,11 @@ impl<B: Backend> Vcpu<B> {
         if !self.pending.after_exit.is_nested() {
             return;
         }
-        if let Some(nested) = self.b.nested_mut() {
-            nested.abandon(&mut self.gprs);
-        }
+        self.across_levels(|v| {
+            if let Some(nested) = v.b.nested_mut() {
+                nested.abandon(&mut v.gprs);
+            }
+        });
         (self.events.again, self.events.exception) = (None, None);
         self.level_changed();
     }

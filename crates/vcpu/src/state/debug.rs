@@ -99,6 +99,47 @@ impl<B: Backend> Vcpu<B> {
         self.b.set_debug_regs(theirs.unwrap_or(own));
     }
 
+    /// Whether the hardware holds something of a debugger's: breakpoints, or RFLAGS.TF.
+    #[inline]
+    pub(crate) fn is_debugged(&self) -> bool {
+        self.debug.control & (guestdbg::SINGLESTEP | guestdbg::USE_HW_BP) != 0
+    }
+
+    /// Does something that may have another level run, of which each has DR6, DR7 and RFLAGS of its own. Nothing in it
+    /// is the debugger's meanwhile, so that no level finds that in place of its own; behind it the level that runs is
+    /// debugged.
+    #[inline]
+    pub(crate) fn across_levels<R>(&mut self, act: impl FnOnce(&mut Self) -> R) -> R {
+        if !self.is_debugged() {
+            return act(self);
+        }
+        let theirs = self.put_debugger_aside();
+        let done = act(self);
+        self.bring_debugger_back(theirs);
+        done
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn put_debugger_aside(&mut self) -> Option<DebugRegs> {
+        self.b.set_rflags(self.guest_rflags());
+        let borrowed = self.rare.borrowed_debug.take()?;
+        self.b.set_debug_regs(borrowed.own);
+        Some(borrowed.theirs)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn bring_debugger_back(&mut self, theirs: Option<DebugRegs>) {
+        if self.debug.single_step {
+            self.b.set_rflags(self.b.rflags() | Rflags::TF);
+        }
+        if let Some(theirs) = theirs {
+            self.rare.borrowed_debug = Some(Borrowed { own: self.b.debug_regs(), theirs });
+            self.b.set_debug_regs(theirs);
+        }
+    }
+
     /// The guest's MOVs to and from debug registers are done here, not by the hardware.
     pub(crate) fn debug_regs_are_borrowed(&self) -> bool {
         self.rare.borrowed_debug.is_some()

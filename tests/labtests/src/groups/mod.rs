@@ -34,6 +34,7 @@ mod mmio;
 mod modes;
 mod msr_exits;
 mod msrs;
+mod nested_debugger;
 mod nested_npt;
 mod nested_outside;
 mod nested_smm;
@@ -118,6 +119,7 @@ pub fn all() -> impl Iterator<Item = Test> + Clone {
         instructions::TESTS,
         injection::TESTS,
         hostile::TESTS,
+        nested_debugger::TESTS,
         nested_npt::TESTS,
         nested_outside::TESTS,
         nested_state::TESTS,
