@@ -16,8 +16,12 @@ use zerocopy::{IntoBytes, transmute};
 
 use crate::{L1Memory, Offered, Outside, Words, reflect::Exit, vmcb12::Vmcb12};
 
-/// What of `int_ctl` the processor changes while L2 runs: V_TPR and V_IRQ.
-const INT_CTL_LIVE: u32 = vintr::TPR_MASK | vintr::IRQ;
+/// What of `int_ctl` the processor changes while L2 runs on block 02 with this one: V_TPR, V_IRQ, and V_GIF if that is L2's.
+pub(crate) const fn live(int_ctl: u32) -> u32 {
+    let gif = if int_ctl & vintr::GIF_ENABLE != 0 { vintr::GIF } else { 0 };
+    vintr::TPR_MASK | vintr::IRQ | gif
+}
+
 /// Where the save area begins.
 const SAVE_AT: usize = offset_of!(Vmcb, save);
 
@@ -121,7 +125,8 @@ fn controls(
     offered: &Offered,
 ) -> Result<(), Outside> {
     let (from, exit) = (&left.from.control, left.exit);
-    let int_ctl = (v12.int_ctl & !INT_CTL_LIVE) | (from.int_ctl & INT_CTL_LIVE);
+    let live = live(from.int_ctl);
+    let int_ctl = (v12.int_ctl & !live) | (from.int_ctl & live);
     let told = [
         u64::from(int_ctl) | u64::from(v12.int_vector) << 32,
         from.int_state,

@@ -10,7 +10,7 @@
 
 use x86::{
     Cr0, Hpa, Rflags,
-    vmcb::{Clean, Control, Intercept3, Intercept4, NP_ENABLE, Save, Vmcb, vintr},
+    vmcb::{Clean, Control, Intercept3, Intercept4, NP_ENABLE, Save, VIRTUAL_VMLOAD, Vmcb, vintr},
 };
 
 use zerocopy::transmute;
@@ -19,6 +19,9 @@ use crate::Offered;
 
 /// Bits of `int_ctl` that are L1's to set for L2.
 const INT_CTL_L1: u32 = vintr::TPR_MASK | vintr::IRQ | (0xf << vintr::PRIO_SHIFT) | vintr::IGN_TPR;
+
+/// V_GIF, and that it is L2's own flag: STGI and CLGI of L2 change it without an exit.
+const VIRTUAL_GIF: u32 = vintr::GIF | vintr::GIF_ENABLE;
 
 /// The intercept of writes of CR8, in vector 0.
 const WRITE_CR8: u32 = 1 << (16 + 8);
@@ -50,8 +53,9 @@ pub struct L0 {
 /// L0 asks to hear of a write of CR8 and of the interrupt window for L1's sake. With V_INTR_MASKING neither says
 /// anything of L1: CR8 of L2 is a priority of its own, and whether L1 can take an interrupt depends on its IF at
 /// VMRUN alone. VMMCALL is L1's: without its intercept it is #UD, which the processor raises. VMLOAD and VMSAVE of
-/// L2 mean addresses of L1's, so L0 always hears of them.
-pub fn intercepts(l0: &L0, control: &Control) -> [u32; 6] {
+/// L2 mean addresses of L1's, so L0 always hears of them, unless the CPU takes them through L1's tables for L2
+/// ([`has_virtual_vmload`]). With a GIF of L2's own its STGI and CLGI are nothing to L0.
+pub fn intercepts(l0: &L0, control: &Control, offered: &Offered) -> [u32; 6] {
     let [mut cr, dr, exceptions, mut third, mut fourth, fifth] = l0.intercepts;
     if control.int_ctl & vintr::INTR_MASKING != 0 {
         cr &= !WRITE_CR8;
@@ -60,13 +64,32 @@ pub fn intercepts(l0: &L0, control: &Control) -> [u32; 6] {
         }
     }
     fourth &= !Intercept4::VMMCALL.bits();
-    fourth |= (Intercept4::VMRUN | Intercept4::VMLOAD | Intercept4::VMSAVE).bits();
+    let moves = Intercept4::VMLOAD | Intercept4::VMSAVE;
+    fourth = fourth & !moves.bits() | Intercept4::VMRUN.bits();
+    if !has_virtual_vmload(control, offered) {
+        fourth |= moves.bits();
+    }
+    if has_virtual_gif(control, offered) {
+        fourth &= !(Intercept4::STGI | Intercept4::CLGI).bits();
+    }
     let mine = [cr, dr, exceptions, third, fourth, fifth];
     let mut both = control.intercepts;
     for (word, mine) in both.iter_mut().zip(mine) {
         *word |= mine;
     }
     both
+}
+
+/// Whether L2 has a GIF of its own.
+fn has_virtual_gif(control: &Control, offered: &Offered) -> bool {
+    offered.vgif && control.int_ctl & vintr::GIF_ENABLE != 0
+}
+
+/// Whether the CPU carries out VMLOAD and VMSAVE of L2: their addresses go through tables of L1's then.
+fn has_virtual_vmload(control: &Control, offered: &Offered) -> bool {
+    offered.virtual_vmload
+        && control.np_ctl & NP_ENABLE != 0
+        && control.virt_ext & VIRTUAL_VMLOAD != 0
 }
 
 /// Writes into block 02 what L2 is to run with. `v12`: the copy of VMCB12, checked. `dirty`: which groups of its
@@ -94,14 +117,15 @@ fn put<T: PartialEq>(place: &mut T, value: T) -> bool {
 fn controls(to: &mut Control, from: &Control, l0: &L0, offered: &Offered) -> Clean {
     let mut stale = Clean::empty();
     let (threshold, count) = pause(from, l0, offered);
-    let intercepting = put_intercepts(&mut to.intercepts, intercepts(l0, from))
+    let intercepting = put_intercepts(&mut to.intercepts, intercepts(l0, from, offered))
         | put(&mut to.tsc_offset, l0.tsc_offset.wrapping_add(from.tsc_offset))
         | put(&mut to.pause_filter_thresh, threshold)
         | put(&mut to.pause_filter_count, count);
     stale.set(Clean::INTERCEPTS, intercepting);
     let maps = put(&mut to.iopm_base_pa, l0.iopm.0) | put(&mut to.msrpm_base_pa, l0.msrpm.0);
     stale.set(Clean::PERM_MAP, maps);
-    let int_ctl = vintr::INTR_MASKING | (from.int_ctl & INT_CTL_L1);
+    let gif = if has_virtual_gif(from, offered) { VIRTUAL_GIF } else { 0 };
+    let int_ctl = vintr::INTR_MASKING | (from.int_ctl & (INT_CTL_L1 | gif));
     let virtual_interrupt =
         put(&mut to.int_ctl, int_ctl) | put(&mut to.int_vector, from.int_vector);
     stale.set(Clean::INTR, virtual_interrupt);
@@ -115,7 +139,8 @@ fn controls(to: &mut Control, from: &Control, l0: &L0, offered: &Offered) -> Cle
     to.exit_int_info = 0;
     to.tlb_ctl = 0;
     let branches = if offered.lbr { from.virt_ext & 1 } else { 0 };
-    stale.set(Clean::LBR, put(&mut to.virt_ext, branches));
+    let moves = if has_virtual_vmload(from, offered) { VIRTUAL_VMLOAD } else { 0 };
+    stale.set(Clean::LBR, put(&mut to.virt_ext, branches | moves));
     stale
 }
 

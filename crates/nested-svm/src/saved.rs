@@ -12,7 +12,7 @@ use x86::{
 };
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use crate::{Level, Offered, checks, gif::Gif, vmcb12::Vmcb12};
+use crate::{Level, Offered, checks, gif::Gif, leave::live, vmcb12::Vmcb12};
 
 /// Format number of SVM.
 pub const FORMAT: u16 = 1;
@@ -115,8 +115,8 @@ pub fn data(
     let control = &mut to.control;
     control.as_mut_bytes().copy_from_slice(v12.control().as_bytes());
     // What the processor has changed since VMRUN: it is not to happen again.
-    const CHANGED: u32 = vintr::TPR_MASK | vintr::IRQ;
-    control.int_ctl = (control.int_ctl & !CHANGED) | (b02.int_ctl & CHANGED);
+    let changed = live(b02.int_ctl);
+    control.int_ctl = (control.int_ctl & !changed) | (b02.int_ctl & changed);
     if let Some(on) = virq {
         control.int_ctl = (control.int_ctl & !vintr::IRQ) | if on { vintr::IRQ } else { 0 };
     }

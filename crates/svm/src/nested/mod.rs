@@ -108,7 +108,7 @@ impl<C: Cpu> Svm<C> {
     pub(crate) fn merge_intercepts(&mut self) {
         let Some(state) = &self.nested else { return };
         let l0 = self.l0(state, Hpa(self.vmcb().control.msrpm_base_pa));
-        let mut words = merge::intercepts(&l0, state.v12.control());
+        let mut words = merge::intercepts(&l0, state.v12.control(), &self.cold.offered);
         if state.window.is_some() {
             let [_, _, _, third, ..] = &mut words;
             *third |= Intercept3::VINTR.bits();
@@ -160,8 +160,8 @@ impl<C: Cpu> Svm<C> {
             decode_assists: has(f::DECODE_ASSISTS),
             pause_filter: has(f::PAUSE_FILTER),
             pause_threshold: has(f::PAUSE_THRESHOLD),
-            vgif: false,
-            virtual_vmload: false,
+            vgif: has(f::VGIF) && self.features.vgif,
+            virtual_vmload: has(f::V_VMSAVE_VMLOAD) && self.features.v_vmload,
             lbr: false,
             cr4: self.cold.limits.cr4_allowed.bits(),
             efer: self.cold.limits.efer_allowed,
@@ -512,7 +512,8 @@ impl<C: Cpu> Nested for Svm<C> {
         let priority = block.control.int_ctl >> vintr::PRIO_SHIFT & 15;
         let given = state.window.is_none() && int_ctl & vintr::IRQ != 0;
         let passes = int_ctl & vintr::IGN_TPR != 0 || priority > int_ctl & vintr::TPR_MASK;
-        given && passes && block.save.rflags & Rflags::IF.bits() != 0
+        let gif = block.control.int_ctl & (vintr::GIF | vintr::GIF_ENABLE) != vintr::GIF_ENABLE;
+        given && passes && gif && block.save.rflags & Rflags::IF.bits() != 0
     }
 
     fn set_l1_priority(&mut self, cr8: u8) {

@@ -16,6 +16,7 @@ tests!("nested_svm":
     l2_stops_in_user_space_and_goes_on,
     the_hypervisor_is_taken_from_under_its_guest,
     without_svme_the_instructions_are_undefined,
+    l2_has_a_gif_of_its_own_where_the_cpu_has_one,
 );
 
 /// The block; the host save area, the maps and L2's code follow by pages.
@@ -299,4 +300,29 @@ fn without_svme_the_instructions_are_undefined() -> Outcome {
     guest.finish()?;
     equal("faults", guest.faults().0, 6)?;
     equal("vector", guest.faults().1, 6)
+}
+
+/// CLGI, CPUID, STGI, CPUID.
+const L2_CHANGES_GIF: [u8; 11] = [0x0f, 0x01, 0xdd, 0x0f, 0xa2, 0x0f, 0x01, 0xdc, 0x0f, 0xa2, 0xf4];
+
+fn l2_has_a_gif_of_its_own_where_the_cpu_has_one() -> Outcome {
+    const INT_CTL: u64 = 0x60;
+    const V_GIF: u64 = 1 << 9;
+    const ENABLE: u64 = 1 << 25;
+    let guest = with(runs_blocks(), &L2_CHANGES_GIF)?;
+    let mut cpuid = guest.system.supported_cpuid()?;
+    if cpuid.find(0x8000_000a, 0).is_none_or(|entry| entry.edx & 1 << 16 == 0) {
+        return skip("no virtual GIF in KVM_GET_SUPPORTED_CPUID");
+    }
+    guest.reach_mark()?;
+    let int_ctl = || guest.memory.read(BLOCK + INT_CTL);
+    guest.memory.write(BLOCK + INT_CTL, int_ctl() | V_GIF | ENABLE);
+    for (rip, flag) in [(L2_CODE + 3, 0), (L2_CODE + 8, V_GIF)] {
+        guest.reach_mark()?;
+        equal("exit code", guest.result(0), EXIT_CPUID)?;
+        equal("RIP", guest.memory.read(BLOCK + RIP), rip)?;
+        equal("V_GIF", int_ctl() & (V_GIF | ENABLE), flag | ENABLE)?;
+        guest.memory.write(BLOCK + RIP, rip + 2);
+    }
+    Ok(())
 }

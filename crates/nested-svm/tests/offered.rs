@@ -1,0 +1,120 @@
+//! What a CPU does for L2 by itself if L1 asks for it and was offered it: a GIF of L2's own, VMLOAD and VMSAVE.
+
+use core::cell::RefCell;
+
+use gannet_nested_svm::{
+    L1Memory, Offered, Outside,
+    leave::{self, Left, Undelivered},
+    merge,
+    reflect::Exit,
+    saved,
+    vmcb12::Vmcb12,
+};
+use x86::vmcb::{Clean, ExitCode, Intercept4, NP_ENABLE, VIRTUAL_VMLOAD, Vmcb, vintr};
+use x86::{Gpa, Hpa};
+use zerocopy::{FromZeros, IntoBytes};
+
+const OFFERED: Offered = Offered {
+    physical_bits: 48,
+    flush_by_asid: true,
+    npt: true,
+    nrip_save: true,
+    decode_assists: true,
+    pause_filter: true,
+    pause_threshold: true,
+    vgif: true,
+    virtual_vmload: true,
+    lbr: false,
+    cr4: u64::MAX,
+    efer: u64::MAX,
+};
+const NOTHING: Offered = Offered { vgif: false, virtual_vmload: false, ..OFFERED };
+const FLAG: u32 = Intercept4::STGI.bits() | Intercept4::CLGI.bits();
+const MOVES: u32 = Intercept4::VMLOAD.bits() | Intercept4::VMSAVE.bits();
+const GIF: u32 = vintr::GIF | vintr::GIF_ENABLE;
+
+struct Block(RefCell<Vmcb>);
+
+impl L1Memory for Block {
+    fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside> {
+        let block = self.0.borrow();
+        let from = at.0 as usize;
+        into.copy_from_slice(block.as_bytes().get(from..from + into.len()).ok_or(Outside)?);
+        Ok(())
+    }
+    fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside> {
+        let (mut block, to) = (self.0.borrow_mut(), at.0 as usize);
+        let to = block.as_mut_bytes().get_mut(to..to + from.len()).ok_or(Outside)?;
+        to.copy_from_slice(from);
+        Ok(())
+    }
+}
+
+fn l0() -> merge::L0 {
+    merge::L0 {
+        intercepts: [0, 0, 0, 0, FLAG | MOVES, 0],
+        tsc_offset: 0,
+        iopm: Hpa(0x1000),
+        msrpm: Hpa(0x2000),
+        root: Some(Hpa(0x3000)),
+        pat: 0x0007_0406_0007_0406,
+        pause: (0, 0),
+        l1_interrupts: true,
+    }
+}
+
+/// Block 02 of such a VMCB12: `int_ctl`, the fourth word of intercepts, and the extensions.
+fn entered(v12: &Vmcb, offered: &Offered) -> (u32, u32, u64) {
+    let mut b02 = Vmcb::new_zeroed();
+    merge::enter(&mut b02, v12, Clean::ALL, &l0(), offered);
+    let control = &b02.control;
+    (control.int_ctl & GIF, control.intercepts[4] & (FLAG | MOVES), control.virt_ext)
+}
+
+#[test]
+fn a_gif_of_l2s_own_makes_no_exits_of_ours() {
+    let mut v12 = Vmcb::new_zeroed();
+    v12.control.int_ctl = GIF;
+    assert_eq!(entered(&v12, &OFFERED), (GIF, MOVES, 0));
+    assert_eq!(entered(&v12, &NOTHING), (0, FLAG | MOVES, 0));
+    // The flag alone means nothing.
+    v12.control.int_ctl = vintr::GIF;
+    assert_eq!(entered(&v12, &OFFERED), (0, FLAG | MOVES, 0));
+    // What L1 intercepts exits all the same.
+    v12.control.int_ctl = GIF;
+    v12.control.intercepts[4] = Intercept4::STGI.bits();
+    assert_eq!(entered(&v12, &OFFERED).1, Intercept4::STGI.bits() | MOVES);
+}
+
+#[test]
+fn vmload_of_l2_is_the_cpus_through_tables_of_l1s_alone() {
+    let mut v12 = Vmcb::new_zeroed();
+    v12.control.virt_ext = VIRTUAL_VMLOAD;
+    assert_eq!(entered(&v12, &OFFERED), (0, FLAG | MOVES, 0), "the addresses are L1's own");
+    v12.control.np_ctl = NP_ENABLE;
+    assert_eq!(entered(&v12, &OFFERED), (0, FLAG, VIRTUAL_VMLOAD));
+    assert_eq!(entered(&v12, &NOTHING), (0, FLAG | MOVES, 0));
+    v12.control.intercepts[4] = Intercept4::VMSAVE.bits();
+    assert_eq!(entered(&v12, &OFFERED).1, FLAG | Intercept4::VMSAVE.bits());
+}
+
+#[test]
+fn l1_finds_the_gif_that_l2_has_left() {
+    for (b02, wanted) in [(vintr::GIF_ENABLE, vintr::GIF_ENABLE), (GIF, GIF), (0, GIF)] {
+        let mut v12 = Vmcb::new_zeroed();
+        v12.control.int_ctl = GIF;
+        let memory = Block(RefCell::new(v12));
+        let mut copy = Vmcb12::new();
+        copy.load(&memory, Gpa(0)).unwrap();
+        let mut from = Vmcb::new_zeroed();
+        from.control.int_ctl = b02;
+        let exit = Exit::plain(ExitCode::Cpuid);
+        let undelivered = Undelivered::default();
+        let left = Left { from: &from, cr0_hidden: 0, exit: &exit, undelivered, entered: true };
+        leave::write(&memory, &copy, &left, &OFFERED).unwrap();
+        assert_eq!(memory.0.borrow().control.int_ctl & GIF, wanted);
+        let (mut page, b01) = (Vmcb::new_zeroed(), Vmcb::new_zeroed());
+        saved::data(&mut page, &copy, (&b01, 0), &from.control, None);
+        assert_eq!(page.control.int_ctl & GIF, wanted, "in a saved state");
+    }
+}
