@@ -202,6 +202,7 @@ impl<M: Machine> Run<'_, M> {
     /// How many elements from `at` on may go in one access: more than one only over plain RAM, in
     /// one page, forwards, and within the segment.
     fn run_length(&mut self, e: Element, index: u8, at: u64, count: u64) -> Result<u64, Stop> {
+        // Backward runs would need their bytes turned round, and drivers read forwards.
         if count < 2 || e.backward {
             return Ok(1);
         }

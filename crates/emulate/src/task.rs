@@ -139,6 +139,7 @@ pub fn switch_task<M: Machine>(m: &mut M, switch: &TaskSwitch) -> Result<Switche
     let mut run =
         Run { m, insn: &insn, size, flags, next_rip: rip, interrupt_shadow, whole: false };
     match run.task(switch) {
+        // A task switch cannot be replayed: by then its first stores are made.
         Err(Stop::NeedUser) => Err(Stop::Unsupported),
         other => other,
     }
@@ -191,6 +192,7 @@ impl<M: Machine> Run<'_, M> {
         if let Some(found) = &old_descriptor {
             self.probe_descriptor(found)?;
         }
+        // Probing asks for write access now, so that the stores below cannot fault unless another CPU takes it away.
         self.probe_descriptor(&new)?;
 
         // The old task is put away.
@@ -295,6 +297,7 @@ impl<M: Machine> Run<'_, M> {
         let ldt = layout.get(image, layout.ldt) as u16;
         self.m.set_segment(SegReg::Ldtr, Segment { selector: ldt, ..Segment::default() });
         let cr0 = self.m.cr0();
+        // The FPU still holds the old task's registers: the new one's first use of it is to trap.
         self.m.write_cr(0, (cr0 | Cr0::TS).bits())?;
         if layout.wide && cr0.contains(Cr0::PG) {
             let cr3 = layout.get(image, CR3);

@@ -138,6 +138,7 @@ impl CodeFetch {
     /// width, its large pages), and that has changed.
     pub fn forget(&mut self) {
         for way in &mut self.ways {
+            // The page alone is enough: no RIP has this one, so nothing else of the way is looked at again.
             way.page = Way::EMPTY.page;
         }
     }
@@ -209,6 +210,7 @@ impl CodeFetch {
 
     fn miss(&mut self, context: &PagingContext, rip: u64, view: &View<'_>) -> Option<CodeBytes> {
         let tracer = Tracer { view, trail: RefCell::new(view.trail()) };
+        // A walk that has to write, or finds memory that is not mapped, is not for here: interrupts are off.
         let found = translate(&tracer, context, rip, Access::FETCH).ok()?;
         let code = page_of(view, found.gpa)?;
         let mut trail = tracer.trail.into_inner();

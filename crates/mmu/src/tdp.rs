@@ -319,6 +319,7 @@ impl<S> Mapper<'_, S> {
                 Entry::Word(old) => old,
             };
             if is_present(old) && pfn_of(old, &table, gfn) != mapping.frame.pfn() {
+                // Two frames for one page at once, on two CPUs, until a flush: the old one is withdrawn first.
                 return MapOutcome::Conflict;
             }
             if table.level() > mapping.level {
@@ -326,6 +327,7 @@ impl<S> Mapper<'_, S> {
                     return MapOutcome::Mapped(table.level());
                 }
                 let Some(page) = cache.take() else {
+                    // Allocating may sleep, and a lock is held. The caller gives it up, fills its cache and comes again.
                     return MapOutcome::NeedTables(usize::from(table.level() - mapping.level));
                 };
                 let refused = table.level() <= mapping.refused;

@@ -273,6 +273,7 @@ impl MsrStore {
 
     fn local_machine_checks(&self, access: Access<'_>) -> bool {
         let on = self.slots.FEATURE_CONTROL & feature_control::LMCE != 0;
+        // The guest has to ask for them in FEATURE_CONTROL first: without that a write is #GP.
         !self.host_amd && (access.vmm || on)
     }
 }
@@ -297,6 +298,7 @@ impl MsrStore {
 
     #[inline(never)]
     fn write_machine_checks(&mut self, value: u64, access: Access<'_>) -> Written {
+        // AMD's way to test a handler: the guest writes the status that it wants to find.
         let status_writable = access.facts.amd && self.slots.HWCR & hwcr::MC_STATUS_WR_EN != 0;
         self.machine_checks.write(access.index, value, access.vmm, status_writable)?;
         Ok(Effect::None)
@@ -344,6 +346,7 @@ impl MsrStore {
         let old = self.slots.MISC_ENABLE;
         if !access.vmm {
             require((old ^ value) & MISC_ENABLE_RESET == 0)?;
+            // Read-only for the guest, and silently so: it says whether there is a PMU.
             value = value & !misc_enable::PERFMON | old & misc_enable::PERFMON;
         }
         let monitor_changes = (old ^ value) & misc_enable::MWAIT != 0;
@@ -414,6 +417,7 @@ impl MsrStore {
         const KNOWN: u64 = DPD | R_INIT | DIS_A20M | LOCK | SVMDIS;
         require(value & !KNOWN == 0)?;
         let old = self.slots.VM_CR;
+        // Otherwise a guest's kernel could not rely on what its firmware has switched off.
         let fixed = if old & SVMDIS != 0 { LOCK | SVMDIS } else { 0 };
         self.slots.VM_CR = old & fixed | value & !fixed;
         Ok(Effect::None)
@@ -440,6 +444,7 @@ impl MsrStore {
     fn write_virt_spec_ctrl(&mut self, value: u64, _: Access<'_>) -> Written {
         require(value & !spec_ctrl::SSBD == 0)?;
         self.slots.VIRT_SPEC_CTRL = value;
+        // What the CPU has for it differs by model; whoever enters the guest knows, so only the wish is kept here.
         Ok(Effect::VirtSsbd { on: value != 0 })
     }
 }

@@ -4,6 +4,10 @@
 //! The host sets bit 0 when it injects an interrupt whose end nobody needs to hear of at once. The
 //! guest, instead of writing the EOI register, clears the bit if it is set. At the next exit the
 //! host looks: a bit that is clear is an EOI that happened.
+//!
+//! Why at the next exit, whatever it is for: until the flag was looked at, what is in service is not known, and so not
+//! what may be injected. Why the flag is withdrawn then: a guest that clears it later would end another interrupt than
+//! the one that it was set for.
 
 use x86::Gpa;
 

@@ -42,6 +42,7 @@ pub struct MsrFilter {
 impl MsrFilter {
     /// Whether the guest may access an MSR. Those of the x2APIC cannot be filtered.
     pub fn allows(&self, index: u32, write: bool) -> bool {
+        // The CPU may serve these registers itself (ADR 34), and then nobody asks a filter.
         matches!(index, 0x800..=0x8ff)
             || self
                 .ranges

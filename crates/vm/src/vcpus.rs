@@ -1,4 +1,9 @@
 //! The VM's table of vCPUs: filled while vCPUs are made, read without a lock ever after.
+//!
+//! Why without a lock: an interrupt handler looks a vCPU up here, and a lock that it may take would have to spin with
+//! interrupts off for everybody. A vCPU never goes before its VM does, so a place that is filled stays as it is.
+//!
+//! Why in parts: there may be 4096 vCPUs and four times as many ids, and most VMs have a handful.
 
 use core::sync::atomic::{
     AtomicU16, AtomicU32,
@@ -85,6 +90,7 @@ impl VcpuTable {
         let places = part(&self.places, id / IDS, || [const { AtomicU16::new(0) }; IDS])?;
         vcpu.lapic.join(&self.census)?;
         slots[at % SLOTS].set(vcpu)?;
+        // After the slot, and the id after both: whoever finds a number or an id finds the vCPU.
         self.count.store(index + 1, Release);
         places[id % IDS].store(index as u16 + 1, Release);
         Ok(())

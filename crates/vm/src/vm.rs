@@ -248,6 +248,7 @@ impl Vm {
 impl InvalidateHandler for Vm {
     fn invalidate_start(&self, start: Hva, end: Hva, may_block: bool) {
         self.memory.invalidate_start(start, end, may_block, self);
+        // Both address spaces map memory of the VMM's, each by slots of its own: either may have the page.
         self.smm_memory.invalidate_start(start, end, may_block, self);
     }
 

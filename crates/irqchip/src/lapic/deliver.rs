@@ -98,6 +98,7 @@ impl Lapic {
     /// Makes a vector pending.
     #[inline]
     pub fn accept_fixed(&self, vector: Vector, level: bool) -> Accepted {
+        // NMI, SMI, INIT and SIPI come through all the same (SDM vol. 3A §10.4.7.2), hence not in accept().
         if !self.software_enabled() {
             return Accepted::Ignored;
         }

@@ -1,4 +1,5 @@
-//! Interrupts in service: processor priority, ISR, end of interrupt. SDM vol. 3A §10.8. Only the owner calls these; they are the hot half of the APIC.
+//! Interrupts in service: processor priority, ISR, end of interrupt. SDM vol. 3A §10.8. Only the owner calls
+//! these; they are the hot half of the APIC.
 
 use core::sync::atomic::Ordering::*;
 
@@ -52,6 +53,7 @@ impl Lapic {
         {
             return false;
         }
+        // A self-IPI is an edge. A level bit left from before would send its EOI to the I/O APIC, which knows nothing of it.
         if self.tmr.test(v) {
             self.tmr.clear_shared(v);
         }

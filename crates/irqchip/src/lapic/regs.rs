@@ -158,6 +158,7 @@ impl Lapic {
                 LapicEffect::AddressChanged
             }
             reg::DFR => {
+                // The other bits are reserved and read as ones: software tells flat from cluster by the whole word.
                 self.dfr.store(value | 0x0fff_ffff, Relaxed);
                 LapicEffect::AddressChanged
             }
@@ -182,6 +183,7 @@ impl Lapic {
             reg::LVT_CMCI if self.has(FEATURE_CMCI) => {
                 self.write_lvt_entry(LocalVector::Cmci, value)
             }
+            // The two ways to arm the timer exclude each other (SDM vol. 3A §10.5.4.1).
             reg::TIMER_INITIAL if self.tsc_deadline_mode() => LapicEffect::None,
             reg::TIMER_INITIAL => {
                 self.timer.set_initial(value);

@@ -136,6 +136,7 @@ impl TimerOp {
             Self::Leave | Self::Expired(_) | Self::ArmHv => {}
             Self::Arm { ns } => start(ns),
             Self::Rearm { ns } => {
+                // The handler takes the token. Stored before it is through, the new time would be taken away by it.
                 cancel();
                 lapic.timer.armed_ns.store(ns, SeqCst);
                 start(ns);
@@ -210,6 +211,7 @@ impl Timer {
             },
             armed => armed,
         };
+        // Firing early costs one interrupt of the host's; stopping and starting a timer costs that at each of the guest's writes.
         if armed <= ns { TimerOp::Leave } else { TimerOp::Rearm { ns } }
     }
 }
@@ -389,6 +391,7 @@ impl Lapic {
         if timer.hv.load(SeqCst) != 0 {
             return SwTimerExpired { accepted: Accepted::Ignored, rearm: None, ask_owner: false };
         }
+        // The guest may have stored a later deadline in memory that no interrupt handler may touch.
         let ask_owner = timer.guarded.load(SeqCst) != 0
             && self.tsc_deadline_mode()
             && (1..=now_ns).contains(&timer.expiry_ns.load(SeqCst));

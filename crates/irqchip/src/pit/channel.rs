@@ -121,6 +121,7 @@ impl Channel {
         let ticks = self.ticks(now_ns);
         let reload = u64::from(self.state.count.max(1));
         let wrap = if self.state.bcd != 0 { 10_000 } else { 0x1_0000 };
+        // From the time and not from a count that somebody decrements: nothing runs while nobody reads.
         let value = match self.state.mode {
             2 => reload - ticks % reload,
             // Counts by two, so it passes through the range twice in a period.
@@ -195,6 +196,7 @@ impl Channel {
 
     /// The counter latch command: catches the count until it is read.
     pub(super) fn latch_count(&mut self, now_ns: u64) {
+        // A second command before the first was read is ignored by the chip: the guest would get halves of two counts.
         if self.state.count_latched == 0 {
             self.state.latched_count = self.readable(now_ns);
             self.state.count_latched = self.state.rw_mode;

@@ -29,10 +29,12 @@ pub fn run<V: VcpuOps>(vcpu: &mut V, page: RunPage<'_>, io_page: RunPage<'_>, ar
     if wanted | changed != 0 {
         take_registers(vcpu, page, wanted, changed)?;
     }
+    // With a local APIC of ours the task priority is the guest's; what lies in the page then is left from earlier.
     let own_cr8 = !has_lapic(vcpu.irqchip());
     let Some(input) = page.input(own_cr8) else {
         return Err(Errno::EINVAL);
     };
+    // Once, before the run: user space goes on writing to the page while the guest runs.
     *vcpu.io_data() = io_page.first();
     vcpu.answer_msr(|| page.msr_answer());
     let exit = vcpu.run(&input);
@@ -85,6 +87,7 @@ fn take_registers<V: VcpuOps>(
     if changed & SYNC_X86_EVENTS != 0 {
         state::set_events(vcpu, page.read::<KvmVcpuEvents>(SYNC_EVENTS))?;
     }
+    // After all were taken: a VMM that gets an error still sees what it had asked for.
     page.clear_dirty_registers();
     Ok(())
 }
@@ -146,6 +149,7 @@ impl RunPage<'_> {
                         | u64::from(port) << 16
                         | u64::from(count) << 32,
                 );
+                // Port data has a page of its own, since a string instruction can move more than fits beside the exit's words.
                 self.store(EXIT + 1, PIO_PAGE_OFFSET * 4096);
                 EXIT_IO
             }

@@ -103,6 +103,7 @@ pub fn get_fpu<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
 
 /// KVM_GET_XSAVE, whose 4096 bytes must suffice.
 pub fn get_xsave<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
+    // An older VMM has 4096 bytes on its stack. Cutting AMX off would lose a guest's registers without a word.
     if vcpu.xsave_bytes() > size_of::<KvmXsave>() {
         return Err(Errno::EINVAL);
     }

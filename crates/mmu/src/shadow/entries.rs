@@ -33,6 +33,7 @@ impl State {
         if below.is_doubtful() {
             self.doubt_link(page, id, index);
         }
+        // Last, and with release order: a CPU that follows the link finds the page as it is kept here.
         let spte = below.hpa().0 | self.format.table_bits();
         page.spte(index).store(spte, Ordering::Release);
     }
@@ -116,6 +117,7 @@ impl State {
     }
 
     pub(super) fn drop_present(&self, page: &ShadowPage, index: usize) {
+        // The hardware's entry first: from here on no CPU that walks anew finds what the lists are about to forget.
         page.spte(index).store(0, Ordering::Release);
         page.present.clear(index);
         let next = self.arena.unlink(page, index);
@@ -233,6 +235,7 @@ impl State {
             page.standing.set(Standing::Unsync);
             add(&self.counters.unsync, 1);
             page.calm.set(0);
+            // Protecting it has cost a fault for nothing. Next time it must have been still for twice as long.
             page.patience.set((page.patience.get() + 1).min(MOST_PATIENCE));
             if !known {
                 self.doubt(id);

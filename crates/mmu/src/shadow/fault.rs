@@ -414,6 +414,7 @@ impl State {
             let offset = step.role.offset(index_at(access.va, level));
             match self.set_bits(view, step, offset, wanted) {
                 Some(true) => step.entry = wanted,
+                // The guest changed its entry under us. "Fixed" lets the CPU try again, which walks what is there now.
                 Some(false) => return Some(ShadowFault::Fixed),
                 // In ROM the bits stay as they are.
                 None if roots.roms.has(view.generation(), step.gfn) => {}

@@ -193,6 +193,8 @@ impl State {
             self.drop_present(page, index);
             return;
         }
+        // Write access goes with D too: a write through the hardware's entry would set no dirty bit in the guest's, so it has
+        // to fault, and the walk sets it.
         if lost & (W | D) != 0 && !page.is_link(index) {
             page.spte(index).fetch_and(!W, Ordering::AcqRel);
         }

@@ -140,7 +140,9 @@ fn zap_below(table: Table<'_>, first: u64, end: u64, how: Thoroughness, done: &m
             Entry::Table(child) => {
                 let mut below = Zapped { count: done.count, ..Zapped::default() };
                 zap_below(child, gfn, end.min(next), how, &mut below);
+                // A table that also serves frames outside of the range stays, whatever is empty in it.
                 let whole = gfn == begin && next <= end;
+                // A table that was empty before stays: it spares the next fault an allocation. A slot that goes takes its tables along.
                 let held = below.leaves || below.tables || how == Thoroughness::Tables;
                 if whole && held {
                     below.tables |= table.unlink(index);

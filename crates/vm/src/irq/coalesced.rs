@@ -169,6 +169,7 @@ impl Coalesced {
         }
         let Some(place) = GuestIndex::from(to).below(RING_ENTRIES as usize) else { return false };
         let next = (to + 1) % RING_ENTRIES;
+        // Full: the write goes to user space, which empties the ring on its way.
         if next == from {
             return false;
         }

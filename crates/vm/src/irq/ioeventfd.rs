@@ -192,6 +192,7 @@ impl IoEventFds {
 
     fn publish(&self, table: Table, others: &mut Others) -> Result<(), NoMemory> {
         let table = KBox::new(table)?;
+        // The filter first: a bit too many costs a look-up, one too few would lose a write.
         for space in [Space::Memory, Space::Port] {
             self.set_filter(space, &table, *others.of(space));
         }
@@ -233,6 +234,7 @@ impl IoEventFds {
             table.copy(1)?
         };
         let entries = new.space_mut(what.space);
+        // Sorted, so that a look-up is ten compares among a thousand.
         let place = entries.partition_point(|e| e.what.address <= what.address);
         entries.insert(place, Entry { what, event });
         Ok(self.publish(new, &mut others)?)
