@@ -49,11 +49,10 @@ pub fn measure(layout: &Layout, places: &[Place]) -> Result<All> {
     });
     step.done();
     let results = |Place { options, .. }: &Place| {
-        let machine = options.machine();
-        let own = found.iter().filter(|(on, _)| *on == machine);
+        let own = found.iter().filter(|(on, _)| *on == options.machine());
         let runs = own.map(|(_, run)| run.clone()).collect();
-        let release = layout.release(options.kernel)?;
-        Ok(Results { machine: machine.name().to_owned(), release, runs })
+        let (machine, release) = (options.machine().name(), layout.release(options.kernel)?);
+        Ok(Results { machine: machine.to_owned(), release, runs })
     };
     Ok(All { machines: places.iter().map(results).collect::<Result<_>>()? })
 }

@@ -3,7 +3,7 @@
 use super::plan::PAGES;
 use super::results::{Numbers, Results};
 use anyhow::Result;
-use gannet_lab::Machine;
+use gannet_lab::{MACHINES, Machine};
 use plotters::coord::ranged1d::IntoSegmentedCoord;
 use plotters::coord::{CoordTranslate, Shift};
 use plotters::prelude::*;
@@ -40,10 +40,8 @@ pub fn plots(results: &Results, toggle: &str) -> Result<BTreeMap<String, String>
 
 /// The file of a plot.
 pub fn file(on: Machine, name: &str) -> String {
-    match on {
-        Machine::Amd => format!("{name}.svg"),
-        Machine::Intel => format!("intel-{name}.svg"),
-    }
+    let machine = if on == MACHINES[0] { String::new() } else { format!("{}-", on.name()) };
+    format!("{machine}{name}.svg")
 }
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
