@@ -85,6 +85,26 @@ fn every_file_that_is_named_exists() {
     }
 }
 
+#[test]
+fn the_walks_name_functions_that_exist() {
+    let text = std::fs::read_to_string(root().join("docs/walks.md")).unwrap();
+    let mut steps = 0;
+    for line in text.lines() {
+        let cells: Vec<&str> = line.split('|').map(str::trim).collect();
+        let ["", number, what, file, ""] = cells[..] else { continue };
+        if number.parse::<u32>().is_ok() {
+            let folder = if file.starts_with("linux/") { root() } else { root().join("crates") };
+            let name = what.split('`').nth(1).and_then(|path| path.rsplit("::").next()).unwrap();
+            let code = std::fs::read_to_string(folder.join(file)).unwrap();
+            let there = code.contains(&format!("fn {name}"))
+                || file.ends_with(".c") && code.contains(&format!(" {name}("));
+            assert!(there, "docs/walks.md: {what} is not in {file}");
+            steps += 1;
+        }
+    }
+    assert!(steps > 60);
+}
+
 /// The floors of the crates: rows of the table in ARCHITECTURE.md. `backend` stands beside them.
 fn floors(text: &str) -> Vec<(&str, Option<u32>)> {
     let mut floors = Vec::new();

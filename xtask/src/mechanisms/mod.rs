@@ -91,9 +91,11 @@ fn evaluate(papers: &Papers, all: &All) -> Result<(BTreeMap<String, String>, boo
             println!("{:12}  {what}: {found}", limits::verdict(met));
             well &= met == Some(true);
         }
-        for (run, remark) in results.runs.iter().flat_map(|run| run.remarks.iter().map(move |r| (run, r))) {
-            println!("{} {}: {remark}", run.module, run.parameters);
-            well = false;
+        for run in &results.runs {
+            for remark in &run.remarks {
+                println!("{} {}: {remark}", run.module, run.parameters);
+                well = false;
+            }
         }
     }
     written.insert(PAGE.to_owned(), text.trim_end().to_owned() + "\n");
