@@ -15,16 +15,18 @@ pub fn verdict(met: Option<bool>) -> &'static str {
 /// Those of the machine, in the order of the mechanisms.
 pub fn limits<'a>(page: &Page<'a>) -> Vec<Limit<'a>> {
     let on = page.results.machine().name();
-    let rules = page.papers.plan.limits.iter();
-    let here = rules.filter(|rule| rule.machine.as_ref().is_none_or(|machine| machine == on));
+    let here = |rule: &&Rule| rule.machine.as_ref().is_none_or(|machine| machine == on);
     let judge = |rule: &'a Rule| {
         let judge = Judge { page, rule };
         let found = judge.judge().map(|(found, met)| (found, Some(met)));
         let (found, met) = found.unwrap_or_else(|| (judge.reason(), None));
         (&*rule.what, found, met)
     };
-    here.map(judge).collect()
+    page.papers.plan.limits.iter().filter(here).map(judge).collect()
 }
+
+/// A figure of a workload, or what is made of figures of a toggle, by its name.
+type Value<'a> = &'a dyn Fn(&str) -> Option<f64>;
 
 struct Judge<'a> {
     page: &'a Page<'a>,
@@ -131,12 +133,7 @@ impl Judge<'_> {
     }
 
     /// A value for each of the toggles that stock KVM is left for, or for each of those that it is not, as the guest owns their bits.
-    fn toggles(
-        &self,
-        exit: bool,
-        digits: usize,
-        value: &dyn Fn(&str) -> Option<f64>,
-    ) -> Option<(String, bool)> {
+    fn toggles(&self, exit: bool, digits: usize, value: Value<'_>) -> Option<(String, bool)> {
         let exits = |name: &str| Some(self.page.value("stock", &self.rule.on, name, "exits")?[1]);
         // What was not counted is not taken for a bit of the guest's own.
         let wanted = |toggle: &&&str| (most(toggle, &exits) != Some(0.0)) == exit;
@@ -149,7 +146,7 @@ impl Judge<'_> {
 }
 
 /// The greatest at any number of pages; `None` where one is missing.
-fn most(toggle: &str, value: &dyn Fn(&str) -> Option<f64>) -> Option<f64> {
+fn most(toggle: &str, value: Value<'_>) -> Option<f64> {
     let all = PAGES.iter().map(|n| value(&paged(toggle, *n)));
     Some(all.collect::<Option<Vec<_>>>()?.into_iter().fold(0.0, f64::max))
 }

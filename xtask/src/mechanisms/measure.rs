@@ -1,7 +1,6 @@
 //! Performs the runs of `lab/mechanisms.toml`, two at a time, and gathers what they found. Each counts instructions, so neither disturbs
 //! the other.
 
-use super::plan::Queued;
 use super::results::{All, Figures, Numbers, Results, Run};
 use crate::bench::{Entry, Report, Tools};
 use crate::boot::BootReport;
@@ -23,7 +22,7 @@ const ATTEMPTS: u32 = 3;
 pub struct Place {
     pub options: Options,
     pub tools: Tools,
-    pub runs: Vec<Queued>,
+    pub runs: Vec<Run>,
 }
 
 /// Runs them all, those of the last place first: Bochs takes longest. A machine that fails is a run with a remark; only a lab that does
@@ -59,9 +58,9 @@ pub fn measure(layout: &Layout, places: &[Place]) -> Result<All> {
 
 /// Runs one machine. One that counts does the same every time, and fails the same way: a later attempt gets a word more on its kernel's
 /// command line, which moves everything by some instructions. On Bochs there is nothing to move.
-fn run_one(layout: &Layout, of: &Queued, job: &Job, event: &mut dyn FnMut(Event<'_>)) -> Run {
+fn run_one(layout: &Layout, of: &Run, job: &Job, event: &mut dyn FnMut(Event<'_>)) -> Run {
     let attempts = if job.machine == Machine::Amd { ATTEMPTS } else { 1 };
-    let mut run = of.empty();
+    let mut run = of.clone();
     for number in 1..=attempts {
         let mut job = job.clone();
         if number > 1 {
@@ -69,7 +68,7 @@ fn run_one(layout: &Layout, of: &Queued, job: &Job, event: &mut dyn FnMut(Event<
         }
         run = match gannet_lab::run(layout, &job, event) {
             Ok(outcome) => gather(of, &outcome),
-            Err(error) => Run { remarks: vec![format!("{error:#}")], ..of.empty() },
+            Err(error) => Run { remarks: vec![format!("{error:#}")], ..of.clone() },
         };
         let missing = run.guests.values().any(|guest| guest.missing.is_some());
         if run.refused.is_some() || (run.remarks.is_empty() && !missing) {
@@ -85,7 +84,7 @@ fn task(part: &str) -> Option<(&str, &str)> {
     Some(rest.split_once(' ').unwrap_or((rest, "")))
 }
 
-fn job(layout: &Layout, Place { options, tools, .. }: &Place, run: &Queued) -> Result<Job> {
+fn job(layout: &Layout, Place { options, tools, .. }: &Place, run: &Run) -> Result<Job> {
     let mut command = String::new();
     for (number, part) in run.parts.iter().enumerate() {
         let how = format!("--unit instructions --module {}", run.module);
@@ -116,8 +115,8 @@ fn job(layout: &Layout, Place { options, tools, .. }: &Place, run: &Queued) -> R
 }
 
 /// Reads what a machine left. The records of the plugin come in the order of what they count.
-fn gather(of: &Queued, outcome: &Outcome) -> Run {
-    let mut run = Run { refused: outcome.refusal(), ..of.empty() };
+fn gather(of: &Run, outcome: &Outcome) -> Run {
+    let mut run = Run { refused: outcome.refusal(), ..of.clone() };
     if run.refused.is_some() {
         return run;
     }
@@ -196,14 +195,13 @@ fn told(console: &[&str]) -> Numbers {
 }
 
 fn workload(entry: &Entry) -> Figures {
-    let [min, median, max] = match entry.ticks() {
-        Ok(ticks) => ticks,
-        Err(reason) => return Figures::without(reason),
-    };
-    let ticks = [("min", min), ("median", median), ("max", max), ("iterations", entry.iterations)];
-    let ticks = ticks.map(|(name, n)| (name.to_owned(), n)).into();
-    let statistics = numbers(&entry.statistics, "", entry.marker_iterations.max(1));
-    Figures { ticks, statistics, ..Figures::default() }
+    entry.ticks().map_or_else(Figures::without, |[min, median, max]| {
+        let ticks =
+            [("min", min), ("median", median), ("max", max), ("iterations", entry.iterations)];
+        let ticks = ticks.map(|(name, n)| (name.to_owned(), n)).into();
+        let statistics = numbers(&entry.statistics, "", entry.marker_iterations.max(1));
+        Figures { ticks, statistics, ..Figures::default() }
+    })
 }
 
 /// Those of a record's counts whose names begin so, without that, and without what did not happen, each of so many operations;
@@ -224,7 +222,8 @@ mod tests {
     fn gathered(change: impl Fn(&mut Outcome)) -> Run {
         let parts = ["bench cpuid --iterations 9", "bench timer --iterations 9", "guest forks"];
         let (module, parameters) = ("gannet".to_owned(), "npt=0".to_owned());
-        let queued = Queued { module, parameters, parts: parts.map(str::to_owned).into() };
+        let parts = parts.map(str::to_owned).into();
+        let queued = Run { module, parameters, parts, ..Run::default() };
         let json = r#"{"unit":"instructions","workloads":[{"name":"cpuid","min":1,"median":2,
             "max":3,"iterations":9,"markers":true,"marker_iterations":2,"statistics":{"vm.x":2}}]}"#;
         let boot = r#"{"ticks_between":77,"end":"reset"}"#;

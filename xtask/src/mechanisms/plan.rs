@@ -3,7 +3,7 @@
 use super::cost::Model;
 use super::results::Run;
 use anyhow::{Context, Result};
-use gannet_lab::{Machine, Module};
+use gannet_lab::Machine;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use std::collections::BTreeMap;
@@ -51,22 +51,11 @@ pub struct Plan {
     /// By machine.
     pub words: BTreeMap<String, BTreeMap<String, String>>,
     parts: BTreeMap<String, Vec<String>>,
-    runs: BTreeMap<String, Vec<Queued>>,
+    runs: BTreeMap<String, Vec<Run>>,
     #[serde(rename = "limit")]
     pub limits: Vec<Rule>,
     /// Rows of the page's tables.
     pub rows: BTreeMap<String, String>,
-}
-
-/// One run of a machine.
-#[derive(Clone, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Queued {
-    pub module: String,
-    #[serde(default)]
-    pub parameters: String,
-    /// As [`Plan::runs`] gives them, with the words put in: `bench ARGUMENTS` or `guest TASK WORDS`.
-    pub parts: Vec<String>,
 }
 
 /// A limit.
@@ -111,8 +100,8 @@ impl Plan {
         self.words.get(on.name())?.get(name).map(String::as_str)
     }
 
-    /// A machine's runs, with their parts as commands.
-    pub fn runs(&self, on: Machine) -> Result<Vec<Queued>> {
+    /// A machine's runs, with their parts as commands and nothing found yet.
+    pub fn runs(&self, on: Machine) -> Result<Vec<Run>> {
         let mut runs = self.runs.get(on.name()).cloned().unwrap_or_default();
         for run in &mut runs {
             for name in std::mem::take(&mut run.parts) {
@@ -125,19 +114,6 @@ impl Plan {
             }
         }
         Ok(runs)
-    }
-}
-
-impl Queued {
-    /// Nothing found of it yet.
-    pub fn empty(&self) -> Run {
-        let Self { module, parameters, .. } = self.clone();
-        Run { module, parameters, ..Run::default() }
-    }
-
-    /// The module as the lab knows it.
-    pub fn module(&self) -> Module {
-        if self.module == Module::Stock.name() { Module::Stock } else { Module::Gannet }
     }
 }
 
@@ -170,7 +146,7 @@ mod tests {
         let plan = Papers::read(&gannet_lab::Layout::find().unwrap().root).unwrap().plan;
         for on in gannet_lab::MACHINES {
             let mut all = Vec::new();
-            for Queued { module, parameters, parts } in plan.runs(on).unwrap() {
+            for Run { module, parameters, parts, .. } in plan.runs(on).unwrap() {
                 all.extend(parts.into_iter().map(|p| (module.clone(), parameters.clone(), p)));
             }
             let count = all.len();

@@ -2,7 +2,7 @@
 //! its workloads and its tasks of Linux guests. Figures of workloads are per operation; nothing here is modelled.
 
 use anyhow::Context;
-use gannet_lab::{MACHINES, Machine};
+use gannet_lab::{MACHINES, Machine, Module};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -25,13 +25,18 @@ pub struct Results {
     pub runs: Vec<Run>,
 }
 
-/// One machine with one module.
+/// One machine with one module, as the plan has it and then with what was found.
 #[derive(Clone, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Run {
     /// `stock` or `gannet`.
     pub module: String,
     /// As given at load.
+    #[serde(default)]
     pub parameters: String,
+    /// What the plan has it do: `bench ARGUMENTS` or `guest TASK WORDS`.
+    #[serde(default, skip_serializing)]
+    pub parts: Vec<String>,
     /// Why the module did not load, in its own words.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub refused: Option<String>,
@@ -115,6 +120,11 @@ impl Results {
 }
 
 impl Run {
+    /// The module as the lab knows it.
+    pub fn module(&self) -> Module {
+        if self.module == Module::Stock.name() { Module::Stock } else { Module::Gannet }
+    }
+
     fn named(&self, name: &str) -> Option<&Figures> {
         self.workloads.get(name).or_else(|| self.guests.get(name))
     }
