@@ -51,6 +51,7 @@ pub fn decode(bits: u64) -> Option<Event> {
 impl<C: Cpu> Svm<C> {
     /// Sets what V_IRQ stands for. It ignores V_TPR: the task priority was looked at, and a write
     /// of CR8 is intercepted while V_IRQ is set.
+    #[inline(always)]
     pub(crate) fn set_virq(&mut self, want: Virq) {
         const BITS: u32 = vintr::IRQ | vintr::IGN_TPR | (0xf << vintr::PRIO_SHIFT);
         // The virtual interrupt of L2's block is L1's to use.
@@ -156,7 +157,7 @@ impl<C: Cpu> Injection for Svm<C> {
         event
     }
 
-    #[inline]
+    #[inline(always)]
     fn offer_interrupt(&mut self, vector: Option<Vector>) {
         self.set_virq(vector.map_or(Virq::Off, Virq::Offer));
     }

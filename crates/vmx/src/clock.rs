@@ -161,14 +161,16 @@ impl<C: Cpu> DeadlineWatch for Vmx<C> {
     #[inline]
     fn watch_from(&mut self, deadline: u64, now: u64) {
         self.deadline.set(deadline);
-        self.attention |= attention::TIMER;
-        if self.cold.of_l1.timer != 0 {
+        // L1's timer may come before.
+        let is_alone = self.cold.of_l1.timer == 0;
+        let scaled = self.tsc_ratio != TSC_RATIO_ONE;
+        let ticks = if is_alone { self.deadline.ticks(now, scaled) } else { None };
+        let Some(ticks) = ticks else {
+            self.attention |= attention::TIMER;
             return;
-        }
-        if let Some(ticks) = self.deadline.ticks(now, self.tsc_ratio != TSC_RATIO_ONE) {
-            self.cpu.vmwrite(field::PREEMPTION_TIMER.encoding(), ticks);
-            self.attention |= attention::TIMER_SET;
-        }
+        };
+        self.cpu.vmwrite(field::PREEMPTION_TIMER.encoding(), ticks);
+        self.attention |= attention::TIMER | attention::TIMER_SET;
     }
 
     #[inline]

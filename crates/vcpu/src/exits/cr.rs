@@ -3,7 +3,7 @@
 //! APM vol. 2 §3.1 (registers), §14.1.3 and §15.8.1 (intercepts).
 
 use backend::{Backend, ControlRegs, CrAccess, Nested, RAX, RCX, RDX};
-use emulate::CodeSize;
+use emulate::{CodeSize, SystemMove};
 use mmu::Section;
 use x86::{Cr0, Cr4, Efer, Exception};
 
@@ -22,28 +22,68 @@ fn flushes(old: Cr4, new: Cr4) -> bool {
 impl<B: Backend> Vcpu<B> {
     /// A control-register access inside the loop.
     pub(crate) fn answer_cr(&mut self, s: Section<'_>, access: CrAccess) -> Next {
-        let (cr, gpr, next) = match (access.gpr, self.b.next_rip()) {
-            (Some(gpr), Some(next)) => (access.cr, gpr, next),
-            _ => {
-                let size = self.code_size();
-                // CLTS and LMSW go to the emulator.
-                let Some(insn) = self.system_move_here(s, size) else { return Next::Leave };
-                // What lies there now may be another instruction than the one that made the exit: the
-                // emulator sees to that, and to what the program may do.
-                if insn.debug || insn.write != access.write || self.b.cpl() != 0 {
-                    return Next::Leave;
-                }
-                // L1 was asked about that register alone.
-                if self.pending.after_exit.is_nested() && insn.register != access.cr {
-                    return Next::Leave;
-                }
-                let next = wrap(size, self.b.rip().wrapping_add(u64::from(insn.length)));
-                (insn.register, insn.gpr, next)
-            }
-        };
-        let done = if access.write {
+        if let (Some(gpr), Some(next)) = (access.gpr, self.b.next_rip()) {
+            return self.access_cr(s, access, gpr, next, Self::is_64bit_code);
+        }
+        let size = self.code_size();
+        if let Some(code) = self.known_code(s, size)
+            && let Some(insn) = emulate::common_system_move(code, size)
+        {
+            return self.move_cr(s, access, &insn, size);
+        }
+        self.answer_cr_of_any(s, access, size)
+    }
+
+    /// The same with an instruction that was not executed lately, or that has prefixes.
+    #[cold]
+    #[inline(never)]
+    fn answer_cr_of_any(&mut self, s: Section<'_>, access: CrAccess, size: CodeSize) -> Next {
+        // CLTS and LMSW go to the emulator.
+        let Some((bytes, len)) = self.fetch_here(s, size) else { return Next::Leave };
+        let code = bytes.get(..usize::from(len)).unwrap_or(&[]);
+        match emulate::system_move(code, size) {
+            Some(insn) => self.move_cr(s, access, &insn, size),
+            None => Next::Leave,
+        }
+    }
+
+    /// The access by the MOV that lies at RIP now. That may be another instruction than the one that made the exit: the
+    /// emulator sees to that, and to what the program may do.
+    #[inline(always)]
+    fn move_cr(
+        &mut self,
+        s: Section<'_>,
+        access: CrAccess,
+        insn: &SystemMove,
+        size: CodeSize,
+    ) -> Next {
+        if insn.debug || insn.write != access.write || self.b.cpl() != 0 {
+            return Next::Leave;
+        }
+        // L1 was asked about that register alone.
+        if self.pending.after_exit.is_nested() && insn.register != access.cr {
+            return Next::Leave;
+        }
+        let next = wrap(size, self.b.rip().wrapping_add(u64::from(insn.length)));
+        let long = size == CodeSize::Bits64;
+        let access = CrAccess { cr: insn.register, ..access };
+        self.access_cr(s, access, insn.gpr, next, |_| long)
+    }
+
+    /// The access, behind which the guest goes on at `next`. `is_long`: whether it executes 64-bit code.
+    #[inline(always)]
+    fn access_cr(
+        &mut self,
+        s: Section<'_>,
+        access: CrAccess,
+        gpr: u8,
+        next: u64,
+        is_long: impl FnOnce(&Self) -> bool,
+    ) -> Next {
+        let CrAccess { cr, write, .. } = access;
+        let done = if write {
             let value = self.gpr(gpr);
-            let long = self.is_64bit_code();
+            let long = is_long(self);
             let value = if long { value } else { value & 0xffff_ffff };
             if !long
                 && (self.b.pdptes().is_some() || self.roots.is_shadow())
@@ -64,18 +104,6 @@ impl<B: Backend> Vcpu<B> {
             Err(exception) => self.raise(exception),
         }
         if self.events.outer.has(Outer::SET_TPR) { Next::Done } else { self.switch_root_in_loop(s) }
-    }
-
-    /// The MOV of a control register at RIP.
-    #[inline]
-    fn system_move_here(&mut self, s: Section<'_>, size: CodeSize) -> Option<emulate::SystemMove> {
-        if let Some(code) = self.known_code(s, size)
-            && let Some(insn) = emulate::common_system_move(code, size)
-        {
-            return Some(insn);
-        }
-        let (bytes, len) = self.fetch_here(s, size)?;
-        emulate::system_move(bytes.get(..usize::from(len))?, size)
     }
 
     fn read_cr_into(&mut self, cr: u8, gpr: u8) -> Result<(), Exception> {
@@ -254,20 +282,38 @@ impl<B: Backend> Vcpu<B> {
             return Ok(());
         }
         let old = self.b.efer();
-        if !from_host && (new ^ old).contains(Efer::LME) && self.b.cr0().contains(Cr0::PG) {
+        let changed = new ^ old;
+        if changed.intersects(Efer::LME | Efer::SVME) {
+            return self.switch_mode(new, old, from_host);
+        }
+        self.put_efer(new, old);
+        Ok(())
+    }
+
+    /// LME or SVME changes too.
+    #[cold]
+    #[inline(never)]
+    fn switch_mode(&mut self, new: Efer, old: Efer, from_host: bool) -> Result<(), Exception> {
+        let changed = new ^ old;
+        if !from_host && changed.contains(Efer::LME) && self.b.cr0().contains(Cr0::PG) {
             return Err(Exception::gp(0));
         }
+        self.put_efer(new, old);
+        if changed.contains(Efer::SVME) {
+            // Without SVM there is no GIF to hold events back.
+            self.follow_gate();
+        }
+        Ok(())
+    }
+
+    #[inline(always)]
+    fn put_efer(&mut self, new: Efer, old: Efer) {
         // LMA is read-only for the guest.
         let new = (new - Efer::LMA) | (old & Efer::LMA);
         // No flush: translations that were made without NXE have no NX, and those with it forbid
         // no less than the reserved bit would.
         self.b.set_efer(new);
-        if (new ^ old).contains(Efer::SVME) {
-            // Without SVM there is no GIF to hold events back.
-            self.follow_gate();
-        }
         self.note_role();
-        Ok(())
     }
 
     /// XSETBV.

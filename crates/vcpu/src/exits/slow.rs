@@ -117,6 +117,8 @@ impl<B: Backend> Vcpu<B> {
         Ok(())
     }
 
+    /// HLT: the vCPU sleeps before its next entry, or user space has it sleep.
+    #[inline(always)]
     pub(crate) fn halt(&mut self) -> Outcome {
         if !core::mem::take(&mut self.pending.hlt_retired) {
             let next = self.slow_next_rip()?;

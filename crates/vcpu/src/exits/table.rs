@@ -130,14 +130,14 @@ macro_rules! exits {
 
             /// Handles an exit that the loop was left for.
             #[inline(always)]
-            pub(crate) fn handle(&mut self, exit: Exit) -> Outcome {
+            pub(crate) fn handle(&mut self, exit: &Exit) -> Outcome {
                 let $v = self;
                 match exit {
                     $(Exit::$f $(($fp))? => {
                         $v.stats.outside(Reason::$fr);
                         $fout
                     })*
-                    exit => $v.handle_rare(exit),
+                    _ => $v.handle_rare(exit),
                 }
             }
 
@@ -145,8 +145,8 @@ macro_rules! exits {
             /// of code is not there.
             #[cold]
             #[inline(never)]
-            fn handle_rare(&mut self, exit: Exit) -> Outcome {
-                self.stats.outside(reason_of(&exit));
+            fn handle_rare(&mut self, exit: &Exit) -> Outcome {
+                self.stats.outside(reason_of(exit));
                 let $v = self;
                 match exit {
                     // Handled by the caller.
@@ -172,7 +172,7 @@ macro_rules! exits {
 // `Ok(())` outside: it never gets there, or what it asks for was done when the loop was left.
 exits! { (v, s)
     first {
-        TdpFault(fault) = TdpFault:        v.answer_mmio(s, fault),       v.tdp_fault(fault);
+        TdpFault(fault) = TdpFault:        v.answer_mmio(s, fault),       v.tdp_fault(*fault);
         Io(io)          = Io:              v.answer_io(s, io),            v.slow_io(io);
         Hlt             = Hlt:             v.answer_hlt(s),               v.halt();
     }
@@ -180,9 +180,9 @@ exits! { (v, s)
         Cpuid           = Cpuid:           v.answer_cpuid(s),             v.slow_cpuid();
         Wrmsr           = Wrmsr:           v.answer_wrmsr(s),             v.slow_msr(true);
         Rdmsr           = Rdmsr:           v.answer_rdmsr(s),             v.slow_msr(false);
-        PageFault(f)    = PageFault:       v.answer_page_fault(s, f),     v.page_fault(f);
+        PageFault(f)    = PageFault:       v.answer_page_fault(s, f),     v.page_fault(*f);
         Hypercall       = Hypercall:       v.answer_hypercall(s),         v.slow_hypercall();
-        Cr(access)      = Cr:              v.answer_cr(s, access),        v.emulate_cr(access);
+        Cr(access)      = Cr:              v.answer_cr(s, access),        v.emulate_cr(*access);
         Interrupt       = Interrupt stays: Next::Leave,                   Ok(());
         Deadline        = Deadline stays:  v.expire_hv_timer(s),          Ok(());
     }
@@ -192,7 +192,7 @@ exits! { (v, s)
         Xsetbv          = Xsetbv:          v.answer_xsetbv(s),            v.slow_instruction(Self::do_xsetbv);
         InterruptWindow = InterruptWindow stays: v.answer_interrupt_window(),   Ok(());
         PriorityLowered = InterruptWindow stays: v.answer_interrupt_window(),   Ok(());
-        DebugReg(access) = DebugReg:       v.answer_debug_reg(),          v.slow_debug_reg(access);
+        DebugReg(access) = DebugReg:       v.answer_debug_reg(),          v.slow_debug_reg(*access);
         Mwait           = Mwait:           v.answer_mwait(s),             v.skip();
         Undefined       = Undefined stays: v.answer_by(Exception::ud()),  Ok(());
         Virtualization  = Virtualization:  v.answer_virtualization(s),    v.slow_virtualization();
@@ -203,12 +203,12 @@ exits! { (v, s)
         NmiWindow       = Iret stays:      v.answer_nmi_window(),         Ok(());
     }
     outside {
-        Exception(e)    = Exception:       v.exception(e);
+        Exception(e)    = Exception:       v.exception(*e);
         Pause           = Pause:           v.pause();
         Invpcid         = Invlpg:          v.slow_invpcid();
         GdtrIdtr        = DescriptorTable: v.table_access(Cause::GdtrIdtr);
         LdtrTr          = DescriptorTable: v.table_access(Cause::LdtrTr);
-        TaskSwitch(to)  = TaskSwitch:      v.task_switch(to);
+        TaskSwitch(to)  = TaskSwitch:      v.task_switch(*to);
         Rsm             = Rsm:             v.slow_rsm();
         Shutdown        = Shutdown:        v.shut_down();
         Refused         = Refused:         v.entry_refused();

@@ -174,7 +174,7 @@ impl<B: Backend> Vcpu<B> {
             return outcome;
         }
         let _ = self.keep_interrupted_delivery();
-        let handled = self.owing_trap(|v| v.handle(v.b.exit()));
+        let handled = self.owing_trap(|v| v.handle(&v.b.exit()));
         if claim == Ok(Claim::ByValue) {
             self.reflect_by_value();
         }

@@ -245,7 +245,13 @@ impl<B: Backend> Vcpu<B> {
     pub fn ready_for_injection(&self) -> bool {
         let gated = self.pending.gated;
         let open = if gated { self.interrupts_open_gated() } else { self.interrupts_open() };
-        open && self.events.again.is_none()
+        open && self.has_room_for_external()
+    }
+
+    /// Whether nothing goes before an interrupt of a VMM with its own PIC, beside what the guest masks.
+    #[inline(always)]
+    pub(crate) fn has_room_for_external(&self) -> bool {
+        self.events.again.is_none()
             && self.events.exception.is_none()
             && self.events.external.is_none()
             && (!self.shared.in_kernel_apic || self.shared.lapic.accepts_pic())

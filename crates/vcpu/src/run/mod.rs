@@ -112,11 +112,7 @@ impl<B: Backend> Vcpu<B> {
         }
         self.fpu.load();
         self.b.begin_run();
-        let exit = match self.complete_user_io(input) {
-            Err(Break::ToUser(exit)) => exit,
-            _ if input.immediate_exit => UserExit::Immediate,
-            _ => self.run_loop(input),
-        };
+        let exit = self.run_until_exit(input);
         self.has_run = true;
         if self.events.outer.has(Outer::OWING) {
             self.tell_resamplers();
@@ -134,12 +130,42 @@ impl<B: Backend> Vcpu<B> {
         exit
     }
 
+    /// Completes what user space was asked for, and runs the guest.
+    #[inline(always)]
+    fn run_until_exit(&mut self, input: &RunInput) -> UserExit {
+        if let Err(Break::ToUser(exit)) = self.complete_user_io(input) {
+            return exit;
+        }
+        if input.immediate_exit {
+            return UserExit::Immediate;
+        }
+        self.run_loop(input)
+    }
+
     /// What a return from [`Vcpu::run`] shows beside the reason.
+    #[inline]
     pub fn run_output(&self) -> RunOutput {
+        if self.pending.gated {
+            let (ready, cr8) = self.run_output_gated();
+            return self.output(ready, cr8);
+        }
+        let ready = self.has_pic() || self.interrupts_open() && self.has_room_for_external();
+        self.output(ready, self.b.cr8())
+    }
+
+    /// Where L1 has a say in it: whether user space may inject an interrupt, and the task priority.
+    #[cold]
+    #[inline(never)]
+    fn run_output_gated(&self) -> (bool, u8) {
+        (self.has_pic() || self.ready_for_injection(), self.priority_shown())
+    }
+
+    #[inline(always)]
+    fn output(&self, ready: bool, cr8: u8) -> RunOutput {
         RunOutput {
-            ready_for_interrupt_injection: self.has_pic() || self.ready_for_injection(),
+            ready_for_interrupt_injection: ready,
             if_flag: self.b.rflags().contains(Rflags::IF),
-            cr8: self.priority_shown().into(),
+            cr8: cr8.into(),
             apic_base: self.shared.lapic.base(),
             smm: self.smm.active,
         }
@@ -248,7 +274,7 @@ impl<B: Backend> Vcpu<B> {
                 self.take_pv_eoi();
                 self.reflect_outside()
             }
-            Some(Left::Exit(exit)) => {
+            Some(Left::Exit(ref exit)) => {
                 let _ = self.keep_interrupted_delivery();
                 self.take_pv_eoi();
                 self.handle(exit)

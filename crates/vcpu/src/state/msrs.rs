@@ -73,6 +73,10 @@ impl<B: Backend> Vcpu<B> {
         if !self.collect_pv_eoi(s) {
             return Next::Leave;
         }
+        // What guests write most often.
+        if index == TSC_DEADLINE {
+            return self.wrmsr_deadline(s);
+        }
         let class = msr::classify(index);
         if class == Class::X2Apic {
             return self.wrmsr_x2apic(s, index);
@@ -81,16 +85,6 @@ impl<B: Backend> Vcpu<B> {
             return Next::Leave;
         }
         match class {
-            Class::Apic if index == TSC_DEADLINE => {
-                let Some(next) = self.next_rip(s) else { return Next::Leave };
-                if !self.has_deadline() {
-                    return self.msr_refused();
-                }
-                let value = self.msr_operand();
-                self.stats.count(VcpuCount::TscDeadlineWrites);
-                self.retire(next);
-                self.write_deadline_in_loop(s, value)
-            }
             // These write guest memory, or what depends on them is not the loop's.
             Class::X2Apic | Class::Apic | Class::Pv | Class::Outside => Next::Leave,
             class @ (Class::Backend | Class::Store | Class::Unknown) => {
@@ -110,6 +104,21 @@ impl<B: Backend> Vcpu<B> {
                 self.switch_root_in_loop(s)
             }
         }
+    }
+
+    #[inline(always)]
+    fn wrmsr_deadline(&mut self, s: Section<'_>) -> Next {
+        if self.msr_denied(TSC_DEADLINE, true) {
+            return Next::Leave;
+        }
+        let Some(next) = self.next_rip(s) else { return Next::Leave };
+        if !self.has_deadline() {
+            return self.msr_refused();
+        }
+        let value = self.msr_operand();
+        self.stats.count(VcpuCount::TscDeadlineWrites);
+        self.retire(next);
+        self.write_deadline_in_loop(s, value)
     }
 
     #[inline]

@@ -45,7 +45,7 @@ impl<B: Backend> Vcpu<B> {
             return Next::Leave;
         }
         let Some(next) = self.io_next(s, io) else { return Next::Leave };
-        let (done, then) = self.with_kernel(|v| v.kernel_io(io));
+        let (done, then) = self.with_kernel(|v| v.kernel_io(&io));
         if !done {
             // The slow path asks user space.
             return Next::Leave;
@@ -56,7 +56,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// What IN or OUT asks for.
     #[inline(always)]
-    fn port_access(&self, io: IoExit) -> DeviceAccess {
+    fn port_access(&self, io: &IoExit) -> DeviceAccess {
         if io.input {
             DeviceAccess::port_in(io.port, io.size)
         } else {
@@ -67,7 +67,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// IN or OUT by a device in the kernel. False when there is none.
     #[inline(always)]
-    fn kernel_io(&mut self, io: IoExit) -> bool {
+    fn kernel_io(&mut self, io: &IoExit) -> bool {
         let mut access = self.port_access(io);
         if !self.kernel_device(&mut access) {
             return false;
@@ -80,7 +80,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Where the guest's ports are user space's, one test has said so.
     #[inline(never)]
-    fn kernel_io_outside(&mut self, io: IoExit) -> bool {
+    fn kernel_io_outside(&mut self, io: &IoExit) -> bool {
         self.kernel_io(io)
     }
 
@@ -98,7 +98,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// A port access outside the loop: the kernel's devices, else user space.
     #[inline(always)]
-    pub(crate) fn slow_io(&mut self, io: IoExit) -> Outcome {
+    pub(crate) fn slow_io(&mut self, io: &IoExit) -> Outcome {
         let cause = Cause::Port { port: io.port, size: io.size, input: io.input };
         if io.string {
             return self.emulate_here(cause);

@@ -191,21 +191,25 @@ impl UserIo {
 
 impl<B: Backend> Vcpu<B> {
     /// Completes the instruction that left for user space.
+    #[inline(always)]
     pub(crate) fn complete_user_io(&mut self, input: &RunInput) -> Outcome {
-        if self.pending.after_exit.is_nested() {
-            return self.finish_user_io_for_l2(input);
+        if matches!(self.user_io.completion, Completion::Nothing) {
+            return Ok(());
         }
-        self.finish_user_io(input)
+        if self.pending.after_exit.is_nested() {
+            return self.complete_for_l2(input);
+        }
+        self.complete(input)
     }
 
     #[cold]
     #[inline(never)]
-    fn finish_user_io_for_l2(&mut self, input: &RunInput) -> Outcome {
-        self.owing_trap(|v| v.finish_user_io(input))
+    fn complete_for_l2(&mut self, input: &RunInput) -> Outcome {
+        self.owing_trap(|v| v.complete(input))
     }
 
     #[inline(always)]
-    fn finish_user_io(&mut self, input: &RunInput) -> Outcome {
+    fn complete(&mut self, input: &RunInput) -> Outcome {
         match core::mem::take(&mut self.user_io.completion) {
             Completion::Nothing => {}
             Completion::In { size, next } => self.finish_in(size, self.io_data, next),
