@@ -38,7 +38,9 @@ macro_rules! slots {
         #[repr(u8)]
         enum $places { $($($name),*),* }
 
-        $($(pub(crate) const $name: Slot<$width, $access> =
+        // Some are reached by their fields alone.
+        $($(#[allow(dead_code)]
+        pub(crate) const $name: Slot<$width, $access> =
             Slot { at: $places::$name as u8 + $first, field: field::$name };)*)*
 
         impl $places {
@@ -83,7 +85,7 @@ slots! { Constant from 64 {
     ReadWrite u64:
         TSC_OFFSET, TSC_MULTIPLIER, GUEST_DEBUGCTL, GUEST_PAT, GUEST_EFER, HOST_PAT,
         HOST_EFER, GUEST_PERF_GLOBAL_CTRL, EOI_EXIT_0, EOI_EXIT_1, EOI_EXIT_2, EOI_EXIT_3, VMCS_LINK,
-        VMREAD_BITMAP, VMWRITE_BITMAP;
+        VMREAD_BITMAP, VMWRITE_BITMAP, XSS_EXIT_BITMAP;
     Tagging u64:
         EPT_POINTER;
     ReadWrite Natural:

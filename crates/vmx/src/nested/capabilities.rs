@@ -29,6 +29,7 @@ const OFFER: Offer = Offer {
         .union(ProcControls2::RDSEED)
         .union(ProcControls2::SHADOW_VMCS)
         .union(ProcControls2::VMFUNC)
+        .union(ProcControls2::XSAVES)
         .union(ProcControls2::VIRTUALIZE_X2APIC)
         .union(ProcControls2::APIC_REGISTERS)
         .union(ProcControls2::TSC_SCALING),
@@ -46,13 +47,20 @@ fn offer(features: &Features) -> Offer {
         offer.pin.remove(PinControls::PREEMPTION_TIMER);
         offer.exit.remove(ExitControls::SAVE_PREEMPTION_TIMER);
     }
+    if !features.xsaves {
+        offer.secondary.remove(ProcControls2::XSAVES);
+    }
     offer
 }
 
 /// What a vCPU with these limits is shown on this CPU.
 pub(crate) fn whole(features: &Features, limits: &GuestLimits) -> Capabilities {
     let host = Host { cr4_fixed1: limits.cr4_allowed.bits(), ..features.nested_host };
-    Capabilities::compute(&host, &offer(features))
+    let mut offer = offer(features);
+    if !limits.xsave {
+        offer.secondary.remove(ProcControls2::XSAVES);
+    }
+    Capabilities::compute(&host, &offer)
 }
 
 impl Features {

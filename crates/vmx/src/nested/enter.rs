@@ -37,6 +37,14 @@ fn of_l0() -> Groups {
         .fold(Groups::of(Group::Bitmaps), |all, group| all.union(Groups::of(*group)))
 }
 
+/// Groups with which the secondary controls are composed, or what UMIP makes of them changes.
+const WORDS: Groups = Groups::of(Group::Controls)
+    .union(Groups::of(Group::Bitmaps))
+    .union(Groups::of(Group::Apic))
+    .union(Groups::of(Group::Time))
+    .union(Groups::of(Group::Translation))
+    .union(Groups::of(Group::ControlRegisters));
+
 impl<C: Cpu> Vmx<C> {
     /// The words that L0's part of vmcs02 follows from. vmcs01 is the vCPU's.
     #[inline]
@@ -196,7 +204,7 @@ impl<C: Cpu> Vmx<C> {
         let of_l1 = n.other.fields.get(fields::EPT_POINTER).unwrap_or(0);
         self.set_ept_pointer(if n.machine.vmcs12().has_ept() { n.root } else { of_l1 });
         self.compose(n, dirty);
-        self.load_l2(n, gprs);
+        self.load_l2(n, gprs, dirty);
     }
 
     fn compose(&mut self, n: &Nested, dirty: Groups) {
@@ -231,7 +239,7 @@ impl<C: Cpu> Vmx<C> {
     }
 
     /// What of L2's state the vCPU keeps, and what an entry does beside loading it.
-    fn load_l2(&mut self, n: &mut Nested, gprs: &mut Gprs) {
+    fn load_l2(&mut self, n: &mut Nested, gprs: &mut Gprs, dirty: Groups) {
         let l0 = &n.l0;
         let v = n.machine.vmcs12();
         self.cold.of_l1 = OfL1 {
@@ -254,7 +262,7 @@ impl<C: Cpu> Vmx<C> {
         };
         self.cr0 = cr0;
         let cr4 = core::mem::replace(&mut self.cr4, new);
-        if self.features.umip_by_exits {
+        if self.features.umip_by_exits && dirty.meets(WORDS) {
             self.watch_tables(new.contains(Cr4::UMIP));
         }
         let efer = core::mem::replace(&mut self.efer, Efer::from_bits_retain(merge::efer(l0, v)));

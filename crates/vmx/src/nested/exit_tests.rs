@@ -202,3 +202,31 @@ fn l2_switches_its_tables_by_vmfunc() {
         assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
     }
 }
+
+/// XSAVES of L2's is undefined unless L1 says otherwise, and exits for the components that L1 names.
+#[test]
+fn l2_has_xsaves_if_l1_says_so() {
+    let xsaves = ProcControls2::XSAVES.bits();
+    let there = |r: &Rig| {
+        let msr = r.v.nested_msr_value(x86::vmcs::capability::VMX_PROCBASED_CTLS2);
+        msr.unwrap() >> 32 & u64::from(xsaves) != 0
+    };
+    assert!(!there(&Rig::new(&good(), 0xd01)), "this CPU has none");
+    for (control, bitmap) in [(0, 0), (xsaves, 0x100), (xsaves, 0)] {
+        let mut v12 = good();
+        v12.set(field::PROC_CONTROLS2, control);
+        v12.set(field::XSS_EXIT_BITMAP, bitmap);
+        let f = crate::features::Features { xsaves: true, ..super::round_trip_tests::features() };
+        let mut r = Rig::on(f, &v12, 0xd01);
+        assert!(there(&r));
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+        assert_eq!(r.v.get(crate::fields::PROC_CONTROLS2) & xsaves, control);
+        if bitmap != 0 {
+            r.g.0[0] = bitmap;
+            r.enter(ExitReason::Xsaves, move |v| {
+                assert_eq!(v.get(field::XSS_EXIT_BITMAP), bitmap);
+            });
+            assert_eq!(r.v.claims(&r.g, &r.m), Ok(backend::Claim::L1));
+        }
+    }
+}
