@@ -18,6 +18,8 @@ pub(crate) mod kept;
 mod leave;
 mod priority;
 #[cfg(test)]
+mod random_tests;
+#[cfg(test)]
 mod round_trip_tests;
 mod saved;
 mod shadow;
