@@ -79,7 +79,20 @@ pub enum Gate {
 /// What a backend does for guests that are hypervisors.
 pub trait Nested: NestedPaging + NestedState {
     /// Whether [`execute`](Self::execute) has to know where L1 goes on.
-    const NEEDS_NEXT_RIP: bool = true;
+    const NEEDS_NEXT_RIP: bool;
+    /// The exit behind each instruction of L2's.
+    type MonitorTrap: MonitorTrap;
+    /// An L2 that sleeps by its control block.
+    type Asleep: Asleep;
+
+    /// The exit behind each instruction of L2's, if L1 may ask for one.
+    fn monitor_trap(&self) -> Option<&Self::MonitorTrap>;
+    /// The exit behind each instruction of L2's, to owe it.
+    fn monitor_trap_mut(&mut self) -> Option<&mut Self::MonitorTrap>;
+    /// An L2 that sleeps by its control block, where control blocks say that.
+    fn asleep(&self) -> Option<&Self::Asleep>;
+    /// An L2 that sleeps by its control block, to wake it.
+    fn asleep_mut(&mut self) -> Option<&mut Self::Asleep>;
 
     /// Which level runs.
     fn level(&self) -> Level;
@@ -106,9 +119,7 @@ pub trait Nested: NestedPaging + NestedState {
     fn claims(&mut self, gprs: &Gprs, l1: &impl L1Memory) -> Result<Claim, Outside>;
     /// Executes the instruction that the last exit of L2 is for ([`Claim::Instruction`]). L2 goes on behind it
     /// ([`Executed::Retired`]), or its run has ended behind it ([`Executed::Left`]).
-    fn execute_for_l2(&mut self, _gprs: &mut Gprs, _l1: &impl L1Memory) -> Executed {
-        Executed::Shutdown
-    }
+    fn execute_for_l2(&mut self, gprs: &mut Gprs, l1: &impl L1Memory) -> Executed;
     /// Whether L1 is to hear of the write of CR0 that the last exit of L2 is for, after all. The exit is L1's then.
     fn claims_cr0(&mut self, new: Cr0) -> bool;
     /// Whether the last exit interrupted the delivery of an event that L1 injected and that else an instruction
@@ -120,9 +131,7 @@ pub trait Nested: NestedPaging + NestedState {
     /// The last exit is #GP, and `code` lies at RIP. Some CPUs refuse an instruction of L1's for an address that means
     /// something to the host alone, before they look whether it exits. True: it is such an instruction, and the last
     /// exit is the instruction's from now on.
-    fn takes_fault_for_instruction(&mut self, _gprs: &Gprs, _code: &[u8]) -> bool {
-        false
-    }
+    fn takes_fault_for_instruction(&mut self, gprs: &Gprs, code: &[u8]) -> bool;
     /// System-management mode begins. L2's run, if it runs, ends without an exit that L1 asked for, and so does the
     /// operation that the instruction set puts aside. `kept`: where L1 has its state kept meanwhile. Where L1 describes
     /// L2, if that is part of the save area.
@@ -165,46 +174,42 @@ pub trait Nested: NestedPaging + NestedState {
     ) -> Executed;
     /// The last exit is for an instruction that loads or stores a table register. True: L1 has executed it, it
     /// exited for the sake of what an exit of L2 loads alone, does so no more, and is to be executed again.
-    fn stops_watching_tables(&mut self) -> bool {
-        false
-    }
+    fn stops_watching_tables(&mut self) -> bool;
     /// Whether the task priority that the current block holds is a priority of L2's alone.
     fn has_own_priority(&self) -> bool;
     /// The TSC of L2 when the host's is `host`. `None`: L1 runs.
     fn tsc_of_l2(&self, host: u64) -> Option<u64>;
-    /// Whether L1 asked for an exit behind each instruction of L2's.
-    fn traps_each(&self) -> bool {
-        false
-    }
-    /// An instruction of L2's has retired here: the exit behind it is owed, until L2's run ends or its state is saved.
-    fn owe_trap(&mut self) {}
-    /// Whether such an exit is owed.
-    fn owes_trap(&self) -> bool {
-        false
-    }
-    /// A debug trap of L2's comes together with that exit: L2 takes it when it is entered again. `bits` are those of DR6.
-    fn keep_debug_trap(&mut self, _bits: u64) {}
     /// Whether L2 would not sleep in HLT, though no event waits for it here: L1 has given it a virtual interrupt, or
     /// waits for the moment at which it takes one.
     fn keeps_awake(&self) -> bool;
-    /// Says what L2 does, for the next exit that L1 sees for an event, or for its saved state: it sleeps, or it runs.
-    fn set_activity(&mut self, _sleeps: Option<Sleep>) {}
-    /// Ends the run of an L2 that waits for a start-up IPI, with that.
-    fn exit_for_sipi(&mut self, _gprs: &mut Gprs, _page: Vector, _l1: &impl L1Memory) -> Executed {
-        Executed::Shutdown
-    }
-    /// Ends the run of an L2 that has halted, with the timer of L1's that has run down.
-    fn exit_for_timer(&mut self, _gprs: &mut Gprs, _l1: &impl L1Memory) -> Executed {
-        Executed::Shutdown
-    }
     /// Sets the task priority of L1, while L2 has one of its own.
     fn set_l1_priority(&mut self, cr8: u8);
-    /// When L2's run ends by a timer of L1's, on L1's TSC, whether L2 halts or not.
-    fn wakes_at(&self) -> Option<u64> {
-        None
-    }
     /// L1 runs from now on, and nothing is written: INIT, reset, state that user space sets.
     fn abandon(&mut self, gprs: &mut Gprs);
+}
+
+/// An exit behind each instruction of L2's, for which L1 may ask (SDM vol. 3C §25.5.2).
+pub trait MonitorTrap {
+    /// Whether L1 asked for it.
+    fn traps_each(&self) -> bool;
+    /// An instruction of L2's has retired here: the exit behind it is owed, until L2's run ends or its state is saved.
+    fn owe_trap(&mut self);
+    /// Whether such an exit is owed.
+    fn owes_trap(&self) -> bool;
+    /// A debug trap of L2's comes together with that exit: L2 takes it when it is entered again. `bits` are those of DR6.
+    fn keep_debug_trap(&mut self, bits: u64);
+}
+
+/// L2 sleeps because its control block says so (SDM vol. 3C §24.4.2), and a timer of L1's ends that.
+pub trait Asleep {
+    /// Says what L2 does, for the next exit that L1 sees for an event, or for its saved state: it sleeps, or it runs.
+    fn set_activity(&mut self, sleeps: Option<Sleep>);
+    /// Ends the run of an L2 that waits for a start-up IPI, with that.
+    fn exit_for_sipi(&mut self, gprs: &mut Gprs, page: Vector, l1: &impl L1Memory) -> Executed;
+    /// Ends the run of an L2 that has halted, with the timer of L1's that has run down.
+    fn exit_for_timer(&mut self, gprs: &mut Gprs, l1: &impl L1Memory) -> Executed;
+    /// When L2's run ends by a timer of L1's, on L1's TSC, whether L2 halts or not.
+    fn wakes_at(&self) -> Option<u64>;
 }
 
 /// Guests that are hypervisors, where CPUs of this kind may have them.
@@ -218,7 +223,62 @@ pub trait Nesting {
     fn nested_mut(&mut self) -> Option<&mut Self::Nested>;
 }
 
+impl MonitorTrap for Absent {
+    fn traps_each(&self) -> bool {
+        match *self {}
+    }
+    fn owe_trap(&mut self) {
+        match *self {}
+    }
+    fn owes_trap(&self) -> bool {
+        match *self {}
+    }
+    fn keep_debug_trap(&mut self, _: u64) {
+        match *self {}
+    }
+}
+
+impl Asleep for Absent {
+    fn set_activity(&mut self, _: Option<Sleep>) {
+        match *self {}
+    }
+    fn exit_for_sipi(&mut self, _: &mut Gprs, _: Vector, _: &impl L1Memory) -> Executed {
+        match *self {}
+    }
+    fn exit_for_timer(&mut self, _: &mut Gprs, _: &impl L1Memory) -> Executed {
+        match *self {}
+    }
+    fn wakes_at(&self) -> Option<u64> {
+        match *self {}
+    }
+}
+
 impl Nested for Absent {
+    const NEEDS_NEXT_RIP: bool = false;
+    type MonitorTrap = Self;
+    type Asleep = Self;
+
+    fn monitor_trap(&self) -> Option<&Self> {
+        match *self {}
+    }
+    fn monitor_trap_mut(&mut self) -> Option<&mut Self> {
+        match *self {}
+    }
+    fn asleep(&self) -> Option<&Self> {
+        match *self {}
+    }
+    fn asleep_mut(&mut self) -> Option<&mut Self> {
+        match *self {}
+    }
+    fn execute_for_l2(&mut self, _: &mut Gprs, _: &impl L1Memory) -> Executed {
+        match *self {}
+    }
+    fn takes_fault_for_instruction(&mut self, _: &Gprs, _: &[u8]) -> bool {
+        match *self {}
+    }
+    fn stops_watching_tables(&mut self) -> bool {
+        match *self {}
+    }
     fn level(&self) -> Level {
         match *self {}
     }

@@ -13,15 +13,22 @@ const MONITOR_TRAP: u32 = 1 << 27;
 const NMI_WINDOW: u32 = 1 << 22;
 const NMI_EXITING: u32 = 1 << 3;
 
-/// L1 hears of each instruction of L2's. What is none is answered all the same: a fault instead of one reaches L2, and
-/// a window that has come is closed.
+/// L1 hears of each instruction of L2's, or the VMM debugs the guest. What is none is answered all the same: a fault
+/// instead of one reaches L2, and a window that has come is closed.
 #[test]
-fn under_a_monitor_trap_what_is_no_instruction_is_answered() {
+fn what_is_no_instruction_is_answered_whoever_hears_of_instructions() {
+    for (traps, debugging) in [(MONITOR_TRAP, 0), (0, 0x2_0001), (MONITOR_TRAP, 0x2_0001)] {
+        what_is_no_instruction_is_answered(traps, debugging);
+    }
+}
+
+fn what_is_no_instruction_is_answered(traps: u32, debugging: u32) {
     let mut v = vmcs12();
-    v.set(field::PROC_CONTROLS, v.get(field::PROC_CONTROLS) | MONITOR_TRAP);
+    v.set(field::PROC_CONTROLS, v.get(field::PROC_CONTROLS) | traps);
     // NMIs are L2's.
     v.set(field::PIN_CONTROLS, v.get(field::PIN_CONTROLS) & !NMI_EXITING);
     let mut machine = Hypervisor::on(features(), &v);
+    machine.vcpu.set_guest_debug(debugging, [0x1000, 0, 0, 0, 0, 0, 0, 0x402]);
     machine.vmlaunch();
     let shared = machine.vcpu.shared().clone();
     machine.then(|vmcs, gprs| {

@@ -22,7 +22,9 @@ mod window;
 
 use core::cell::Cell;
 
-use backend::{Claim, Event, Executed, Gate, Gprs, L1Memory, Level, Nested, RCX, Waiting};
+use backend::{
+    Absent, Claim, Event, Executed, Gate, Gprs, L1Memory, Level, Nested, RCX, Waiting,
+};
 use cpu::Cpu;
 use host::KBox;
 use nested_svm::{
@@ -273,6 +275,36 @@ impl<C: Cpu> Svm<C> {
 }
 
 impl<C: Cpu> Nested for Svm<C> {
+    const NEEDS_NEXT_RIP: bool = true;
+    type MonitorTrap = Absent;
+    type Asleep = Absent;
+
+    fn monitor_trap(&self) -> Option<&Absent> {
+        None
+    }
+
+    fn monitor_trap_mut(&mut self) -> Option<&mut Absent> {
+        None
+    }
+
+    fn asleep(&self) -> Option<&Absent> {
+        None
+    }
+
+    fn asleep_mut(&mut self) -> Option<&mut Absent> {
+        None
+    }
+
+    /// No exit of L2's is claimed as one for that ([`Claim::Instruction`]).
+    fn execute_for_l2(&mut self, _: &mut Gprs, _: &impl L1Memory) -> Executed {
+        Executed::Shutdown
+    }
+
+    /// The table registers are L1's own, which no exit loads.
+    fn stops_watching_tables(&mut self) -> bool {
+        false
+    }
+
     #[inline(always)]
     fn level(&self) -> Level {
         self.level

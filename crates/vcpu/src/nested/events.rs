@@ -3,7 +3,9 @@
 //! An event that L1 intercepts is no event of L2's: it ends L2's run, and L1 takes it by its own rules later. What
 //! L2 is to take anyway, because its delivery was interrupted or because L1 injected it, goes first.
 
-use backend::{Backend, Event, Executed, Gate, Nested, ServedApic, Sleep, Waiting};
+use backend::{
+    Asleep, Backend, Event, Executed, Gate, MonitorTrap, Nested, ServedApic, Sleep, Waiting,
+};
 use mmu::Section;
 use stats::VcpuCount;
 use vm::vcpu_shared::MpState;
@@ -136,8 +138,7 @@ impl<B: Backend> Vcpu<B> {
         if !self.refuse_noted() {
             let ended = self.end_l2_for_event(None);
             // Else nobody would look for it once L2 was entered.
-            let owes = || self.b.nested().is_some_and(Nested::owes_trap);
-            if ended == Ended::AfterEntry && owes() {
+            if ended == Ended::AfterEntry && self.owes_trap() {
                 self.events.outer.set(Outer::NESTED, true);
             }
         }
@@ -205,8 +206,8 @@ impl<B: Backend> Vcpu<B> {
             MpState::InitReceived => Some(Sleep::WaitForSipi),
             _ => None,
         };
-        if let Some(nested) = self.b.nested_mut() {
-            nested.set_activity(sleeps);
+        if let Some(asleep) = self.b.nested_mut().and_then(Nested::asleep_mut) {
+            asleep.set_activity(sleeps);
         }
     }
 
@@ -218,14 +219,14 @@ impl<B: Backend> Vcpu<B> {
         if self.pending.after_exit.is_nested() && self.nested_timer_is_due() {
             self.tell_activity();
             let Self { b, gprs, memory, .. } = self;
-            let Some(nested) = b.nested_mut() else { return };
-            let done = nested.exit_for_timer(gprs, &Whole::new(memory, None));
+            let Some(asleep) = b.nested_mut().and_then(Nested::asleep_mut) else { return };
+            let done = asleep.exit_for_timer(gprs, &Whole::new(memory, None));
             let _ = self.executed(done, 0);
         }
         if self.pending.after_exit.is_nested()
-            && let Some(nested) = self.b.nested_mut()
+            && let Some(asleep) = self.b.nested_mut().and_then(Nested::asleep_mut)
         {
-            nested.set_activity(None);
+            asleep.set_activity(None);
         }
     }
 
@@ -235,8 +236,8 @@ impl<B: Backend> Vcpu<B> {
         let Some(page) = page else { return };
         self.tell_activity();
         let Self { b, gprs, memory, .. } = self;
-        let Some(nested) = b.nested_mut() else { return };
-        let done = nested.exit_for_sipi(gprs, page, &Whole::new(memory, None));
+        let Some(asleep) = b.nested_mut().and_then(Nested::asleep_mut) else { return };
+        let done = asleep.exit_for_sipi(gprs, page, &Whole::new(memory, None));
         let _ = self.executed(done, 0);
     }
 
@@ -267,7 +268,7 @@ impl<B: Backend> Vcpu<B> {
         let smi = self.events.outer.has(Outer::SMI).then_some(Waiting::Smi);
         let nmi = (self.shared.nmis() != 0).then_some(Waiting::Nmi);
         let interrupt = self.interrupt_waits_for_l1().then_some(Waiting::Interrupt(None));
-        let owes = self.b.nested().is_some_and(Nested::owes_trap);
+        let owes = self.owes_trap();
         // A fault comes first: the CPU itself exits behind its delivery.
         let alone = self.events.exception.is_none_or(|e| e.vector.0 == vector::DB);
         let trap = (owes && first && alone).then_some(Waiting::MonitorTrap);
@@ -345,9 +346,9 @@ impl<B: Backend> Vcpu<B> {
         }
         if waiting == Waiting::MonitorTrap
             && let Some(e) = self.events.exception.take()
-            && let Some(nested) = self.b.nested_mut()
+            && let Some(trap) = self.b.nested_mut().and_then(Nested::monitor_trap_mut)
         {
-            nested.keep_debug_trap(e.payload.unwrap_or(0));
+            trap.keep_debug_trap(e.payload.unwrap_or(0));
         }
         self.tell_activity();
         let prepared = self.b.cancel_injection();

@@ -53,7 +53,7 @@ impl<B: Backend> Vcpu<B> {
         self.b.flush_tlb();
         self.note_role();
         self.find_pdptes();
-        if self.b.nested().is_some_and(Nested::owes_trap) {
+        if self.owes_trap() {
             self.events.outer.set(Outer::NESTED, true);
         }
         done

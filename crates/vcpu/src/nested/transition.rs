@@ -1,6 +1,6 @@
 //! From L1 to L2 and back.
 
-use backend::{Backend, Claim, Executed, Exit, Level, Nested, Nesting, Sleep};
+use backend::{Backend, Claim, Executed, Exit, Level, MonitorTrap, Nested, Nesting, Sleep};
 use mmu::Section;
 use vm::vcpu_shared::MpState;
 use x86::{Cr0, Cr4, Dr6, Efer, Exception, Rflags};
@@ -119,15 +119,12 @@ impl<B: Backend> Vcpu<B> {
     /// Right after an exit of L2, inside the loop: gives it to L1, if it is L1's. `None`: it is ours.
     #[inline]
     pub(crate) fn reflect_in_loop(&mut self, s: Section<'_>) -> Option<Next> {
-        if self.is_debugged() {
-            return Some(Next::Leave);
-        }
-        let nested = self.b.nested_mut()?;
         let l1 = Mapped::new(&self.memory, self.memory.view(s));
-        let claim = nested.claims(&self.gprs, &l1);
-        if nested.traps_each() && matches!(claim, Ok(Claim::L0 | Claim::Instruction)) {
-            // What L1 has to hear of behind an instruction is found out there.
-            return if stays(&self.b.exit()) { None } else { Some(Next::Leave) };
+        let claim = self.b.nested_mut()?.claims(&self.gprs, &l1);
+        let is_ours = matches!(claim, Ok(Claim::L0 | Claim::Instruction));
+        if self.is_debugged() || is_ours && self.traps_each() {
+            // What L1, or the debugger, has to hear of behind an instruction is found out there.
+            return if is_ours && stays(&self.b.exit()) { None } else { Some(Next::Leave) };
         }
         let nested = self.b.nested_mut()?;
         match claim {
@@ -220,13 +217,23 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether L2 runs, and L1 is to hear of each of its instructions.
     pub(crate) fn traps_each(&self) -> bool {
-        self.pending.after_exit.is_nested() && self.b.nested().is_some_and(Nested::traps_each)
+        self.pending.after_exit.is_nested()
+            && self.monitor_trap().is_some_and(MonitorTrap::traps_each)
+    }
+
+    fn monitor_trap(&self) -> Option<&<B::Nested as Nested>::MonitorTrap> {
+        self.b.nested().and_then(Nested::monitor_trap)
+    }
+
+    /// Whether L1 is owed an exit behind an instruction of L2's.
+    pub(crate) fn owes_trap(&self) -> bool {
+        self.monitor_trap().is_some_and(MonitorTrap::owes_trap)
     }
 
     /// L1 is owed an exit behind what L2 has just done.
     pub(crate) fn owe_trap(&mut self) {
-        if let Some(nested) = self.b.nested_mut() {
-            nested.owe_trap();
+        if let Some(trap) = self.b.nested_mut().and_then(Nested::monitor_trap_mut) {
+            trap.owe_trap();
             self.events.outer.set(Outer::NESTED, true);
             self.pending.raise();
         }

@@ -2,7 +2,7 @@
 
 use core::fmt;
 
-use backend::{Backend, Nested};
+use backend::{Asleep, Backend, Nested};
 use host::{
     Arc,
     timer::{TimerHandler, WithTimer},
@@ -33,7 +33,7 @@ impl TimerHandler for Wake {
 impl<B: Backend> Vcpu<B> {
     fn nested_wakes_at(&self) -> Option<u64> {
         let nested = self.b.nested().filter(|_| self.pending.after_exit.is_nested());
-        nested.and_then(Nested::wakes_at)
+        nested.and_then(Nested::asleep).and_then(Asleep::wakes_at)
     }
 
     /// Whether L2, which halts, is to be entered again since its run ends at once.

@@ -1,6 +1,6 @@
 //! What L1 hears of L2's exits, and of what L0 carries out for L2, over the model CPU.
 
-use backend::{Executed, Nested as _, Permissions as _};
+use backend::{Executed, MonitorTrap as _, Nested as _, Permissions as _};
 use x86::vmcs::{ExitReason, ProcControls2, field};
 
 use super::round_trip_tests::{Rig, good};

@@ -101,6 +101,24 @@ impl<C: Cpu> Vmx<C> {
 
 impl<C: Cpu> backend::Nested for Vmx<C> {
     const NEEDS_NEXT_RIP: bool = false;
+    type MonitorTrap = Self;
+    type Asleep = Self;
+
+    fn monitor_trap(&self) -> Option<&Self> {
+        Some(self)
+    }
+
+    fn monitor_trap_mut(&mut self) -> Option<&mut Self> {
+        Some(self)
+    }
+
+    fn asleep(&self) -> Option<&Self> {
+        Some(self)
+    }
+
+    fn asleep_mut(&mut self) -> Option<&mut Self> {
+        Some(self)
+    }
 
     #[inline]
     fn level(&self) -> Level {
@@ -131,32 +149,6 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
 
     fn tsc_of_l2(&self, host: u64) -> Option<u64> {
         self.cold.of_l1.runs.then(|| self.current_tsc().at(host))
-    }
-
-    fn traps_each(&self) -> bool {
-        let of_l1 = ProcControls::from_bits_retain(self.cold.of_l1.primary);
-        of_l1.contains(ProcControls::MONITOR_TRAP)
-    }
-
-    fn owe_trap(&mut self) {
-        if let Some(n) = &mut self.nested {
-            n.machine.trap_pending = true;
-        }
-    }
-
-    fn owes_trap(&self) -> bool {
-        self.cold.of_l1.runs && self.nested.as_ref().is_some_and(|n| n.machine.trap_pending)
-    }
-
-    /// Bit 12 says that an enabled breakpoint was met (SDM vol. 3C table 25-4).
-    fn keep_debug_trap(&mut self, bits: u64) {
-        const STEP: u64 = Dr6::BS;
-        const BREAKPOINTS: u64 = 0xf;
-        const ENABLED: u64 = 1 << 12;
-        let met = bits & BREAKPOINTS;
-        let pending = bits & STEP | met | if met != 0 { ENABLED } else { 0 };
-        let now = self.get(fields::GUEST_PENDING_DEBUG);
-        self.set(fields::GUEST_PENDING_DEBUG, now | pending);
     }
 
     /// With a window of L1's open the entry that follows ends at once, if L2 takes such events.
@@ -238,6 +230,11 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         .unwrap_or(Executed::Shutdown)
     }
 
+    /// CPUs with VMX ask first whether an instruction exits.
+    fn takes_fault_for_instruction(&mut self, _: &Gprs, _: &[u8]) -> bool {
+        false
+    }
+
     /// VMMCALL of L2 stays undefined, as on stock KVM.
     fn hypercall(&mut self, _: &mut Gprs, _: u64, _: &impl L1Memory) -> Option<Executed> {
         None
@@ -289,6 +286,40 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
 
     fn set_l1_priority(&mut self, _cr8: u8) {}
 
+    fn abandon(&mut self, _gprs: &mut Gprs) {
+        self.with_nested(Self::abandon_l2);
+    }
+}
+
+impl<C: Cpu> backend::MonitorTrap for Vmx<C> {
+    fn traps_each(&self) -> bool {
+        let of_l1 = ProcControls::from_bits_retain(self.cold.of_l1.primary);
+        of_l1.contains(ProcControls::MONITOR_TRAP)
+    }
+
+    fn owe_trap(&mut self) {
+        if let Some(n) = &mut self.nested {
+            n.machine.trap_pending = true;
+        }
+    }
+
+    fn owes_trap(&self) -> bool {
+        self.cold.of_l1.runs && self.nested.as_ref().is_some_and(|n| n.machine.trap_pending)
+    }
+
+    /// Bit 12 says that an enabled breakpoint was met (SDM vol. 3C table 25-4).
+    fn keep_debug_trap(&mut self, bits: u64) {
+        const STEP: u64 = Dr6::BS;
+        const BREAKPOINTS: u64 = 0xf;
+        const ENABLED: u64 = 1 << 12;
+        let met = bits & BREAKPOINTS;
+        let pending = bits & STEP | met | if met != 0 { ENABLED } else { 0 };
+        let now = self.get(fields::GUEST_PENDING_DEBUG);
+        self.set(fields::GUEST_PENDING_DEBUG, now | pending);
+    }
+}
+
+impl<C: Cpu> backend::Asleep for Vmx<C> {
     fn set_activity(&mut self, sleeps: Option<Sleep>) {
         if let Some(n) = self.nested.as_mut().filter(|_| self.cold.of_l1.runs) {
             let state = match sleeps {
@@ -314,9 +345,5 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
 
     fn wakes_at(&self) -> Option<u64> {
         self.nested.as_ref().and_then(|n| n.timer).map(Deadline::tsc)
-    }
-
-    fn abandon(&mut self, _gprs: &mut Gprs) {
-        self.with_nested(Self::abandon_l2);
     }
 }

@@ -1,6 +1,6 @@
 //! MOV of CR8, RDMSR and WRMSR by an L2 whose task priority is in L1's virtual-APIC page ([`nested_vmx::priority`]).
 
-use backend::{Executed, Gprs, L1Memory, Nested as _, RAX, RDX, Turn};
+use backend::{Executed, Gprs, L1Memory, MonitorTrap as _, RAX, RDX, Turn};
 use cpu::Cpu;
 use nested_vmx::leave::Report;
 use nested_vmx::merge::bitmaps::Direction;

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::nested::round_trip_tests::{Rig, good};
-use backend::Claim;
+use backend::{Claim, Nested as _};
 use nested_vmx::{GuestMemory as _, Vmcs12};
 use x86::vmcs::field;
 use x86::{Exception, Gpa};

@@ -1,6 +1,6 @@
 //! L2 in other activity states than the active one, and INIT, over the model CPU.
 
-use backend::{Executed, Gate, Nested as _, Sleep, Waiting};
+use backend::{Asleep as _, Executed, Gate, Nested as _, Sleep, Waiting};
 use nested_vmx::Vmcs12;
 use x86::Vector;
 use x86::vmcs::{ExitReason, field};

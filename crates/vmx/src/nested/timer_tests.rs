@@ -3,7 +3,7 @@
 use super::*;
 use crate::features::Features;
 use crate::nested::round_trip_tests::{Rig, features, good};
-use backend::{Claim, DeadlineWatch, Executed, Nested as _, NestedState as _};
+use backend::{Asleep as _, Claim, DeadlineWatch, Executed, Nested as _, NestedState as _};
 use nested_vmx::Vmcs12;
 use x86::vmcs::{ExitReason, PinControls, field};
 
