@@ -22,9 +22,7 @@ mod window;
 
 use core::cell::Cell;
 
-use backend::{
-    Absent, Claim, Event, Executed, Gate, Gprs, L1Memory, Level, Nested, RCX, Waiting,
-};
+use backend::{Absent, Claim, Event, Executed, Gate, Gprs, L1Memory, Level, Nested, RCX, Waiting};
 use cpu::Cpu;
 use host::KBox;
 use nested_svm::{
