@@ -67,6 +67,10 @@ impl<C: Cpu> Svm<C> {
         at: Gpa,
         l1: &impl L1Memory,
     ) -> bool {
+        // VMRUN is L1's: its block is the one that runs.
+        if self.level != Level::L1 {
+            return false;
+        }
         let Ok(mut page) = KBox::<Vmcb>::zeroed() else { return false };
         if l1.read(Gpa(kept.0.wrapping_add(KEPT_AT)), page.save.as_mut_bytes()).is_err()
             || !checks::is_host(&page.save)

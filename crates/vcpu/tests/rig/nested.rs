@@ -125,6 +125,12 @@ impl Hypervisor {
         words[at as usize / 8].load(Ordering::Relaxed)
     }
 
+    /// Writes a word of SMRAM.
+    pub fn put_smram(&self, at: u64, value: u64) {
+        let words = self.smram.as_ref().unwrap().words();
+        words[at as usize / 8].store(value, Ordering::Relaxed);
+    }
+
     /// Writes a word of memory.
     pub fn put(&self, at: u64, value: u64) {
         self.memory.words()[at as usize / 8].store(value, Ordering::Relaxed);

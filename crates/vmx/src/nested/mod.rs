@@ -84,7 +84,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// L1 is reset: it is in VMX operation no more.
     pub(crate) fn leave_operation(&mut self) {
-        if let Some(n) = self.nested.as_mut().filter(|n| n.machine.is_in_operation()) {
+        if let Some(n) = self.nested.as_mut().filter(|n| n.machine.vmxon().is_some()) {
             n.machine.reset();
         }
     }

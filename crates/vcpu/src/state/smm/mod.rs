@@ -265,6 +265,8 @@ impl<B: Backend> Vcpu<B> {
 
     #[inline(never)]
     fn resume_from_save_area(&mut self) -> bool {
+        // A guest that the handler has made itself ends with the handler: what follows is L1's, on its own block.
+        self.abandon_l2();
         let mut area = [0; area::SIZE];
         if self.memory.read(self.save_area(), &mut area).is_err() {
             return false;
