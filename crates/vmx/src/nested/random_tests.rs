@@ -4,8 +4,8 @@
 //! GANNET_NESTED_STEPS says how many steps: `GANNET_NESTED_STEPS=10000000 cargo test --release -p gannet-vmx random`.
 
 use backend::{
-    Asleep as _, Claim, Executed, Gate, Injection, Level, MonitorTrap as _, Nested as _,
-    NestedPaging, NestedState as _, Sleep, TablesRefuse, Waiting, WorldSwitch as _,
+    Asleep as _, Claim, Executed, Gate, Injection, Level, Nested as _, NestedPaging,
+    NestedState as _, Sleep, TablesRefuse, Waiting, WorldSwitch as _,
 };
 use nested_vmx::Vmcs12;
 use x86::vmcs::place::VMCS12_REVISION;
