@@ -80,6 +80,8 @@ pub enum Gate {
 pub trait Nested: NestedPaging + NestedState {
     /// Whether [`execute`](Self::execute) has to know where L1 goes on.
     const NEEDS_NEXT_RIP: bool;
+    /// Whether an entry asks for a page in which the CPU may keep L1's state (VM_HSAVE_PA).
+    const NEEDS_SAVE_AREA: bool;
     /// The exit behind each instruction of L2's.
     type MonitorTrap: MonitorTrap;
     /// An L2 that sleeps by its control block.
@@ -100,6 +102,8 @@ pub trait Nested: NestedPaging + NestedState {
     fn is_on(&self, efer: Efer, cr4: Cr4) -> bool;
     /// Whether L1 has turned the instructions on. Else each raises #UD, whatever it is.
     fn is_enabled(&self) -> bool;
+    /// Whether that instruction enters L2.
+    fn enters(&self) -> bool;
     /// Whether that instruction has an operand in L1's linear memory.
     fn has_memory_operand(&self) -> bool;
     /// Sets IA32_FEATURE_CONTROL, for an instruction that looks at it.
@@ -255,6 +259,7 @@ impl Asleep for Absent {
 
 impl Nested for Absent {
     const NEEDS_NEXT_RIP: bool = false;
+    const NEEDS_SAVE_AREA: bool = false;
     type MonitorTrap = Self;
     type Asleep = Self;
 
@@ -295,6 +300,9 @@ impl Nested for Absent {
         match *self {}
     }
     fn injects_for_l1(&self) -> bool {
+        match *self {}
+    }
+    fn enters(&self) -> bool {
         match *self {}
     }
     fn has_memory_operand(&self) -> bool {

@@ -10,7 +10,7 @@
 use x86::{
     Cr0, Cr4, Efer, Hpa, Rflags, Xcr0, msr,
     reg::is_canonical,
-    vmcb::{self, Vmcb},
+    vmcb::{self, Intercept4, Vmcb},
     vmcs::{event, field, invept, invvpid},
 };
 
@@ -181,6 +181,17 @@ pub fn vmrun(block: &Vmcb) -> Legal {
     unless(save.efer & Efer::SVME.bits() == 0, "the guest's EFER.SVME is clear")?;
     unless(control.asid == 0, "the ASID is the host's")?;
     unless(control.intercepts[4] & 1 == 0, "VMRUN is not intercepted")?;
+    let exits = |bit: u32| control.intercepts[4] & bit == bit;
+    let moves = (Intercept4::VMLOAD | Intercept4::VMSAVE).bits();
+    unless(
+        !exits(moves) && control.virt_ext & 2 == 0,
+        "VMLOAD and VMSAVE reach the host's memory by physical addresses",
+    )?;
+    let gif = (Intercept4::STGI | Intercept4::CLGI).bits();
+    unless(
+        !exits(gif) && control.int_ctl & vmcb::vintr::GIF_ENABLE == 0,
+        "STGI and CLGI change the host's own flag",
+    )?;
     unless(control.iopm_base_pa & 0xfff != 0, "the port map is not aligned")?;
     unless(control.msrpm_base_pa & 0xfff != 0, "the MSR map is not aligned")?;
     if control.np_ctl & 1 != 0 {

@@ -128,7 +128,7 @@ fn a_block() -> Box<Vmcb> {
     let mut block = Box::new(Vmcb::new_zeroed());
     block.save.efer = 1 << 12;
     block.control.asid = 1;
-    block.control.intercepts[4] = 1;
+    block.control.intercepts[4] = 0x3f;
     block
 }
 
@@ -154,6 +154,12 @@ fn the_control_block() {
     refuses("SVME", vmrun(|b, _| b.save.efer = 0));
     refuses("ASID", vmrun(|b, _| b.control.asid = 0));
     refuses("VMRUN is not", vmrun(|b, _| b.control.intercepts[4] = 0));
+    // VMLOAD, VMSAVE, STGI, CLGI.
+    for (bit, why) in [(2, "physical"), (3, "physical"), (4, "flag"), (5, "flag")] {
+        refuses(why, vmrun(move |b, _| b.control.intercepts[4] &= !(1 << bit)));
+    }
+    takes(vmrun(|b, _| (b.control.intercepts[4], b.control.virt_ext) = (0x33, 2)));
+    takes(vmrun(|b, _| (b.control.intercepts[4], b.control.int_ctl) = (0xf, 1 << 25)));
     refuses("memory type", vmrun(|b, _| (b.control.np_ctl, b.save.g_pat) = (1, 2)));
     let nmi_as_exception = svm_event::VALID | svm_event::EXCEPTION | 2;
     refuses("vector", vmrun(|b, _| b.control.event_inj = nmi_as_exception));

@@ -86,7 +86,7 @@ fn has_virtual_gif(control: &Control, offered: &Offered) -> bool {
 }
 
 /// Whether the CPU carries out VMLOAD and VMSAVE of L2: their addresses go through tables of L1's then.
-fn has_virtual_vmload(control: &Control, offered: &Offered) -> bool {
+pub fn has_virtual_vmload(control: &Control, offered: &Offered) -> bool {
     offered.virtual_vmload
         && control.np_ctl & NP_ENABLE != 0
         && control.virt_ext & VIRTUAL_VMLOAD != 0

@@ -11,7 +11,7 @@ use x86::{
     vmcb::{Control, ExitCode, Intercept3, InterceptCr},
 };
 
-use crate::{L1Memory, permission};
+use crate::{L1Memory, Offered, merge::has_virtual_vmload, permission};
 
 /// An exit as a control block tells it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,7 +70,7 @@ pub fn intercepts(control: &Control, code: ExitCode) -> bool {
 }
 
 /// Whose exit it is. `control`: of the copy of VMCB12.
-pub fn claims(control: &Control, exit: &Exit, memory: &impl L1Memory) -> Claim {
+pub fn claims(control: &Control, offered: &Offered, exit: &Exit, memory: &impl L1Memory) -> Claim {
     let theirs = match exit.code {
         ExitCode::WriteCr0 if is_selective(control) => return Claim::ByValue,
         // The machine's.
@@ -84,6 +84,10 @@ pub fn claims(control: &Control, exit: &Exit, memory: &impl L1Memory) -> Claim {
         ExitCode::Ioio => {
             intercepts(control, exit.code)
                 && permission::port_exits(memory, control.iopm_base_pa, exit.info_1)
+        }
+        // Where the CPU takes their addresses through L1's tables, and exits nonetheless, nobody but L1 can.
+        ExitCode::Vmload | ExitCode::Vmsave => {
+            intercepts(control, exit.code) || has_virtual_vmload(control, offered)
         }
         // A machine check is the host's.
         code if code.0 == ExitCode::Excp0.0 + 18 => false,
@@ -150,11 +154,14 @@ mod tests {
     fn an_exit_is_whose_intercept_it_is() {
         let mut block = Vmcb::new_zeroed();
         let exit = Exit::plain(ExitCode::Cpuid);
-        assert_eq!(claims(&block.control, &exit, &OPEN), Claim::L0);
+        assert_eq!(claims(&block.control, &Offered::default(), &exit, &OPEN), Claim::L0);
         block.control.intercepts[3] = Intercept3::CPUID.bits();
-        assert_eq!(claims(&block.control, &exit, &OPEN), Claim::L1);
+        assert_eq!(claims(&block.control, &Offered::default(), &exit, &OPEN), Claim::L1);
         block.control.intercepts[4] = Intercept4::VMMCALL.bits();
-        assert_eq!(claims(&block.control, &Exit::plain(ExitCode::Vmmcall), &OPEN), Claim::L1);
+        assert_eq!(
+            claims(&block.control, &Offered::default(), &Exit::plain(ExitCode::Vmmcall), &OPEN),
+            Claim::L1
+        );
     }
 
     #[test]
@@ -162,12 +169,12 @@ mod tests {
         let mut block = Vmcb::new_zeroed();
         let exit = Exit::plain(ExitCode::WriteCr0);
         block.control.intercepts[3] = Intercept3::CR0_SEL_WRITE.bits();
-        assert_eq!(claims(&block.control, &exit, &OPEN), Claim::ByValue);
+        assert_eq!(claims(&block.control, &Offered::default(), &exit, &OPEN), Claim::ByValue);
         block.control.intercepts[0] = InterceptCr::WRITE_CR0.bits();
-        assert_eq!(claims(&block.control, &exit, &OPEN), Claim::L1);
+        assert_eq!(claims(&block.control, &Offered::default(), &exit, &OPEN), Claim::L1);
         block.control.intercepts[3] = 0;
         block.control.intercepts[0] = 0;
-        assert_eq!(claims(&block.control, &exit, &OPEN), Claim::L0);
+        assert_eq!(claims(&block.control, &Offered::default(), &exit, &OPEN), Claim::L0);
     }
 
     #[test]
@@ -178,9 +185,15 @@ mod tests {
         for code in
             [ExitCode::Intr, ExitCode::Nmi, ExitCode::Smi, ExitCode::Init, ExitCode::Npf, mc]
         {
-            assert_eq!(claims(&block.control, &Exit::plain(code), &OPEN), Claim::L0);
+            assert_eq!(
+                claims(&block.control, &Offered::default(), &Exit::plain(code), &OPEN),
+                Claim::L0
+            );
         }
-        assert_eq!(claims(&block.control, &Exit::plain(ExitCode::Invalid), &OPEN), Claim::L1);
+        assert_eq!(
+            claims(&block.control, &Offered::default(), &Exit::plain(ExitCode::Invalid), &OPEN),
+            Claim::L1
+        );
     }
 
     #[test]
@@ -189,11 +202,26 @@ mod tests {
         block.control.intercepts = [u32::MAX; 6];
         block.control.msrpm_base_pa = 0x1000;
         let write = Exit { code: ExitCode::Msr, info_1: 1, info_2: 0xc000_0102 };
-        assert_eq!(claims(&block.control, &write, &OPEN), Claim::L0);
+        assert_eq!(claims(&block.control, &Offered::default(), &write, &OPEN), Claim::L0);
         let closed = Maps { closed: Some(0x1840) };
-        assert_eq!(claims(&block.control, &write, &closed), Claim::L1);
+        assert_eq!(claims(&block.control, &Offered::default(), &write, &closed), Claim::L1);
         block.control.intercepts[3] &= !Intercept3::MSR.bits();
-        assert_eq!(claims(&block.control, &write, &closed), Claim::L0);
+        assert_eq!(claims(&block.control, &Offered::default(), &write, &closed), Claim::L0);
+    }
+
+    /// With virtual VMLOAD their addresses are L2's own: nobody below L1 can carry them out, where the CPU does not.
+    #[test]
+    fn moves_of_an_l2_whose_addresses_go_through_l1s_tables_are_l1s() {
+        let mut block = Vmcb::new_zeroed();
+        let offered = Offered { virtual_vmload: true, ..Offered::default() };
+        for (np, virt_ext, claim) in [(1, 2, Claim::L1), (0, 2, Claim::L0), (1, 0, Claim::L0)] {
+            (block.control.np_ctl, block.control.virt_ext) = (np, virt_ext);
+            for code in [ExitCode::Vmload, ExitCode::Vmsave] {
+                assert_eq!(claims(&block.control, &offered, &Exit::plain(code), &OPEN), claim);
+                let without = Offered::default();
+                assert_eq!(claims(&block.control, &without, &Exit::plain(code), &OPEN), Claim::L0);
+            }
+        }
     }
 
     #[test]

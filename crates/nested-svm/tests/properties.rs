@@ -308,7 +308,7 @@ proptest! {
             u64::MAX => true,
             _ => false,
         };
-        let claim = reflect::claims(&block.control, &exit, &memory);
+        let claim = reflect::claims(&block.control, &Offered::default(), &exit, &memory);
         prop_assert_eq!(claim == Claim::L1, expected);
     }
 }

@@ -264,7 +264,7 @@ pub fn check(
     }
     if data < HEADER + VMCS12_BYTES {
         // Nothing but the region of VMXON, if nothing was current.
-        if header.flags & flag::GUEST_MODE != 0 {
+        if header.flags & flag::GUEST_MODE != 0 || good.resumes_by_rsm() {
             return Err(Refused::Flags);
         }
         return if header.vmcs12_pa == NOWHERE { Ok(good) } else { Err(Refused::Address) };
@@ -327,7 +327,8 @@ fn check_l2(
     images: &mut Images,
 ) -> Result<(), Refused> {
     let Images { main: v, shadow } = images;
-    if v.shadow_pointer().is_some() {
+    // What RSM enters has it in L1's memory.
+    if v.shadow_pointer().is_some() && header.flags & flag::GUEST_MODE != 0 {
         if (header.size as usize) < HEADER + IMAGE + VMCS12_BYTES {
             return Err(Refused::Short);
         }
@@ -336,7 +337,7 @@ fn check_l2(
             return Err(Refused::Image);
         }
     }
-    if v.get(field::GUEST_ACTIVITY) == activity_state::HLT {
+    if matches!(v.get(field::GUEST_ACTIVITY), activity_state::HLT | activity_state::WAIT_FOR_SIPI) {
         // That L2 sleeps is said by KVM_SET_MP_STATE: L0 sleeps for it.
         v.set(field::GUEST_ACTIVITY, activity_state::ACTIVE);
     }

@@ -219,7 +219,7 @@ mod tests {
     fn block(at: usize) -> ControlBlock {
         let mut block = ControlBlock::new().unwrap();
         let vmcb = block.vmcb_mut(Clean::ALL);
-        vmcb.control.intercepts[4] = 1;
+        vmcb.control.intercepts[4] = 0x3f;
         vmcb.save.efer = Efer::SVME.bits();
         block.arrive(at).unwrap();
         block

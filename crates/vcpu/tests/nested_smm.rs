@@ -114,38 +114,6 @@ fn without_memory_for_l1s_state_nothing_runs_on() {
     assert_eq!(machine.run(), UserExit::Dead);
 }
 
-/// The handler runs a guest itself, which executes RSM that nobody but us intercepts: L2 goes on, and what the handler has
-/// made is gone.
-#[test]
-fn rsm_of_a_guest_of_the_handlers_ends_that() {
-    let mut machine = in_handler();
-    let l2 = machine.smram(0xff78);
-    let mut sregs = machine.vcpu.sregs();
-    (sregs.cr0, sregs.efer) = (sregs.cr0 | Cr0::PE, Efer::SVME);
-    machine.vcpu.set_sregs(&sregs, None).unwrap();
-    // The other memory has zeroes where no SMRAM lies: the block is in SMRAM.
-    for at in (0..0x700).step_by(8) {
-        machine.put_smram(0x1000 + at, machine.get(BLOCK + at));
-    }
-    machine.then(|vmcb, gprs| {
-        vmrun(vmcb, gprs);
-        (vmcb.save.rax, gprs.0[RAX]) = (SMBASE + 0x1000, SMBASE + 0x1000);
-    });
-    machine.then(|vmcb, gprs| {
-        assert_eq!(vmcb.save.cr3, 0x2000);
-        exit(ExitCode::Rsm)(vmcb, gprs);
-    });
-    machine.then(move |vmcb, gprs| {
-        assert_eq!((vmcb.save.rip, vmcb.save.cr3), (l2, 0x2000));
-        exit(ExitCode::Cpuid)(vmcb, gprs);
-    });
-    machine.then(|vmcb, gprs| {
-        assert_eq!((vmcb.save.rip, vmcb.save.cr3), (BEHIND, L1_ROOT));
-        exit(ExitCode::Hlt)(vmcb, gprs);
-    });
-    assert_eq!(machine.run(), UserExit::Hlt);
-}
-
 /// #GP(0), as a CPU makes it.
 fn fault(machine: &mut Hypervisor, rax: u64) {
     machine.then(move |vmcb, gprs| {
@@ -230,4 +198,25 @@ fn a_fault_in_the_delivery_of_a_fault_is_a_double_fault_that_l1_hears_of() {
     });
     assert_eq!(machine.run(), UserExit::Hlt);
     assert_eq!(machine.get(EXIT_CODE), ExitCode::Excp0.0 + 8);
+}
+
+/// In the handler there is no L2, as on stock KVM; nor without a page for L1's state.
+#[test]
+fn an_entry_in_the_handler_is_undefined_and_one_without_a_save_area_is_a_fault() {
+    let mut machine = in_handler();
+    let mut sregs = machine.vcpu.sregs();
+    sregs.efer |= Efer::SVME;
+    machine.vcpu.set_sregs(&sregs, None).unwrap();
+    machine.then(vmrun);
+    machine.vcpu.backend().cpu().inner().injects(event::VALID | event::EXCEPTION | 6);
+    machine.then(exit(ExitCode::Hlt));
+    assert_eq!(machine.run(), UserExit::Hlt);
+
+    let mut machine = hypervisor();
+    machine.vcpu.write_msr(x86::msr::VM_HSAVE_PA, 0, true).unwrap();
+    let fault = event::VALID | event::EXCEPTION | event::ERROR_VALID | 13;
+    machine.then(vmrun);
+    machine.vcpu.backend().cpu().inner().injects(fault);
+    machine.then(exit(ExitCode::Hlt));
+    assert_eq!(machine.run(), UserExit::Hlt);
 }

@@ -161,15 +161,23 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
     }
 }
 
-impl<C: Cpu> Turn for Vmx<C> {
-    #[inline]
-    fn enter(&mut self, gprs: &mut Gprs) {
-        // Not known: nobody has looked at it since the exit, so it is the guest's own.
+impl<C: Cpu> Vmx<C> {
+    /// Brings RSP, which a handler may have set, to the VMCS. Not known: nobody has looked at it since the exit, so it is the guest's
+    /// own.
+    #[inline(always)]
+    pub(crate) fn put_rsp(&self, gprs: &Gprs) {
         if let Some(rsp) = self.vmcs.fields.get(fields::GUEST_RSP)
             && rsp != gprs.0[RSP]
         {
             self.set(fields::GUEST_RSP, gprs.0[RSP]);
         }
+    }
+}
+
+impl<C: Cpu> Turn for Vmx<C> {
+    #[inline]
+    fn enter(&mut self, gprs: &mut Gprs) {
+        self.put_rsp(gprs);
         if self.attention != 0 {
             if self.attention & attention::TIMER != 0 && !self.ensure_timer() {
                 return self.exit_for_deadline();

@@ -100,11 +100,14 @@ impl Machine {
         if cpu.is_64_bit { register } else { u64::from(register as u32) }
     }
 
-    /// Reads the shadow VMCS that serves L2, before L2 runs. What cannot be read stays as it was.
+    /// Reads the shadow VMCS that serves L2, before L2 runs. What cannot be read is zeros: another L2's is nothing for this
+    /// one.
     pub fn load_shadow(&mut self, l1: &impl crate::GuestMemory) {
         use zerocopy::IntoBytes;
         if let Some(Gpa(at)) = self.vmcs12.shadow_pointer() {
-            let _ = l1.read(Gpa(at), self.shadow12.as_mut_bytes());
+            if l1.read(Gpa(at), self.shadow12.as_mut_bytes()).is_err() {
+                self.shadow12.as_mut_bytes().fill(0);
+            }
         }
         self.shadow_written = false;
     }

@@ -274,6 +274,7 @@ impl<C: Cpu> Svm<C> {
 
 impl<C: Cpu> Nested for Svm<C> {
     const NEEDS_NEXT_RIP: bool = true;
+    const NEEDS_SAVE_AREA: bool = true;
     type MonitorTrap = Absent;
     type Asleep = Absent;
 
@@ -327,6 +328,10 @@ impl<C: Cpu> Nested for Svm<C> {
     }
 
     /// Operands are physical addresses.
+    fn enters(&self) -> bool {
+        ExitCode(self.vmcb().control.exit_code) == ExitCode::Vmrun
+    }
+
     fn has_memory_operand(&self) -> bool {
         false
     }
@@ -355,7 +360,7 @@ impl<C: Cpu> Nested for Svm<C> {
             return Ok(Claim::L0);
         }
         let seen = Seen::new(l1);
-        let claim = reflect::claims(state.v12.control(), &exit, &seen);
+        let claim = reflect::claims(state.v12.control(), &self.cold.offered, &exit, &seen);
         if seen.missing.get() && !l1.is_final() {
             return Err(backend::Outside);
         }

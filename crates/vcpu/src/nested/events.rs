@@ -216,12 +216,16 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     pub(crate) fn wake_l2(&mut self) {
         self.end_l2_outside();
-        if self.pending.after_exit.is_nested() && self.nested_timer_is_due() {
+        let first = self.events.again.is_none() && !self.b.injecting();
+        if first && self.pending.after_exit.is_nested() && self.nested_timer_is_due() {
             self.tell_activity();
-            let Self { b, gprs, memory, .. } = self;
-            let Some(asleep) = b.nested_mut().and_then(Nested::asleep_mut) else { return };
-            let done = asleep.exit_for_timer(gprs, &Whole::new(memory, None));
-            let _ = self.executed(done, 0);
+            let done = self.across_levels(|v| {
+                let asleep = v.b.nested_mut().and_then(Nested::asleep_mut)?;
+                Some(asleep.exit_for_timer(&mut v.gprs, &Whole::new(&v.memory, None)))
+            });
+            if let Some(done) = done {
+                let _ = self.executed(done, 0);
+            }
         }
         if self.pending.after_exit.is_nested()
             && let Some(asleep) = self.b.nested_mut().and_then(Nested::asleep_mut)
@@ -235,10 +239,13 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn start_l2(&mut self, page: Option<Vector>) {
         let Some(page) = page else { return };
         self.tell_activity();
-        let Self { b, gprs, memory, .. } = self;
-        let Some(asleep) = b.nested_mut().and_then(Nested::asleep_mut) else { return };
-        let done = asleep.exit_for_sipi(gprs, page, &Whole::new(memory, None));
-        let _ = self.executed(done, 0);
+        let done = self.across_levels(|v| {
+            let asleep = v.b.nested_mut().and_then(Nested::asleep_mut)?;
+            Some(asleep.exit_for_sipi(&mut v.gprs, page, &Whole::new(&v.memory, None)))
+        });
+        if let Some(done) = done {
+            let _ = self.executed(done, 0);
+        }
     }
 
     /// Whether L2 is what the vCPU is, and waits for a startup IPI.

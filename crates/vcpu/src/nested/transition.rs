@@ -42,6 +42,9 @@ impl<B: Backend> Vcpu<B> {
             let Some(rip) = self.next_rip(s) else { return Next::Leave };
             next = rip;
         }
+        if let Some(exception) = self.entry_fault() {
+            return self.answer_by(exception);
+        }
         let Some(nested) = self.b.nested_mut() else { return Next::Leave };
         let l1 = Mapped::new(&self.memory, self.memory.view(s));
         let done = nested.execute(&mut self.gprs, next, &l1);
@@ -66,9 +69,25 @@ impl<B: Backend> Vcpu<B> {
         self.executed(done, next)
     }
 
+    /// Why L1 may not enter L2 now, if that is what it is about: in system-management mode there is no L2 (#UD), and the
+    /// CPU has to have a page for L1's state where it may keep that (#GP), as on stock KVM.
+    #[inline]
+    fn entry_fault(&self) -> Option<Exception> {
+        let needs_area = <B::Nested as Nested>::NEEDS_SAVE_AREA;
+        let has_area = !needs_area || self.msrs.store.vm_hsave_pa() != 0;
+        if has_area && !self.smm.active || !self.b.nested().is_some_and(Nested::enters) {
+            return None;
+        }
+        Some(if has_area { Exception::ud() } else { Exception::gp(0) })
+    }
+
     /// The same outside, where all of L1's memory can be had.
     pub(crate) fn slow_virtualization(&mut self) -> Outcome {
         let next = self.slow_next_rip()?;
+        if let Some(exception) = self.entry_fault() {
+            self.raise(exception);
+            return Ok(());
+        }
         let Some(nested) = self.b.nested() else { return Ok(()) };
         let paging = nested.has_memory_operand().then(|| self.paging());
         let feature_control = self.msrs.store.feature_control();
@@ -377,6 +396,7 @@ impl<B: Backend> Vcpu<B> {
         });
         (self.events.again, self.events.exception) = (None, None);
         self.level_changed();
+        self.end_halt_of_l2();
     }
 
     /// L1 runs, whatever ran, since user space takes SVM or VMX from it. Registers that user space has set before

@@ -86,6 +86,7 @@ impl Hypervisor {
         let mut regs = vcpu.regs();
         regs.rip = L1_RIP;
         vcpu.set_regs(&regs);
+        vcpu.write_msr(msr::VM_HSAVE_PA, KEPT, true).unwrap();
         let this = Self { vcpu, memory, vm, smram: None };
         for (at, value) in [
             (0x10, u64::from(VMRUN)),

@@ -230,3 +230,46 @@ fn l2_has_xsaves_if_l1_says_so() {
         }
     }
 }
+
+/// What a handler has made of L2's RSP is L2's, though its run ends before another entry.
+#[test]
+fn l1_sees_the_rsp_that_an_instruction_carried_out_below_it_has_set() {
+    let mut r = Rig::new(&good(), 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    r.enter(ExitReason::EptViolation, |v| v.set(field::GUEST_RSP, 0x5008));
+    assert_eq!(r.g.0[backend::RSP], 0x5008);
+    r.g.0[backend::RSP] = 0x5010;
+    let waiting = backend::Waiting::Interrupt(None);
+    assert_eq!(r.v.exit_to_l1(&mut r.g, &waiting, None, &r.m), Executed::Left);
+    let v = r.v.nested.as_ref().unwrap().machine.vmcs12();
+    assert_eq!(v.get(field::GUEST_RSP), 0x5010);
+}
+
+/// A field may be named by RSP: whose the exit is, and what is done, go by the same value.
+#[test]
+fn a_field_that_rsp_names_is_the_one_that_l1_is_asked_about() {
+    let mut r = Rig::new(&good(), 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    for reason in [ExitReason::Vmread, ExitReason::Vmwrite] {
+        r.enter(reason, |v| v.set(field::GUEST_RSP, 0x681e));
+        assert_eq!(r.g.0[backend::RSP], 0x681e);
+    }
+}
+
+/// The handler of an SMI runs without CR4.VMXE, and what it executes in vain changes nothing of what was put aside.
+#[test]
+fn an_instruction_of_the_handlers_ends_no_operation_that_is_put_aside() {
+    use backend::ControlRegisters as _;
+    let mut r = Rig::new(&good(), 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    r.enter(ExitReason::ExternalInterrupt, |_| {});
+    assert!(r.v.enter_smm(&mut r.g, x86::Gpa(0), &r.m).is_ok());
+    let cr4 = r.v.cr4();
+    r.v.set_cr4(cr4 - x86::Cr4::VMXE);
+    r.enter(ExitReason::Vmread, |_| {});
+    let done = r.v.execute(&mut r.g, 0, &r.m);
+    assert!(matches!(done, Executed::Fault(_) | Executed::Outside), "{done:?}");
+    r.v.set_cr4(cr4);
+    assert!(r.v.leave_smm(&mut r.g, x86::Gpa(0), None, &r.m));
+    assert_eq!(r.v.level(), backend::Level::L2);
+}

@@ -163,9 +163,11 @@ impl<C: Cpu> Vmx<C> {
     ) -> Executed {
         self.beside = true;
         let reason = self.exit_reason();
-        if !self.cr4.contains(Cr4::VMXE) {
+        let is_aside = n.machine.smm != nested_vmx::machine::Smm::default();
+        if !self.cr4.contains(Cr4::VMXE) && !self.cold.of_l1.runs && !is_aside {
             // The VMM has ended VMX operation with the registers that it set.
             n.machine.reset();
+            n.timer = None;
         }
         let memory = Memory::new(l1);
         if matches!(reason, ExitReason::Vmresume | ExitReason::Vmlaunch) {

@@ -105,6 +105,7 @@ impl<C: Cpu> Vmx<C> {
         if stores && self.store_msr_list(n, memory).is_err() {
             return Executed::Shutdown;
         }
+        self.put_rsp(gprs);
         // L1 is not told of a shadow that is over since L0 has executed the instruction in it.
         self.clear_ended_shadow();
         let left = self.timer_left(n);

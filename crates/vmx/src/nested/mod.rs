@@ -101,6 +101,7 @@ impl<C: Cpu> Vmx<C> {
 
 impl<C: Cpu> backend::Nested for Vmx<C> {
     const NEEDS_NEXT_RIP: bool = false;
+    const NEEDS_SAVE_AREA: bool = false;
     type MonitorTrap = Self;
     type Asleep = Self;
 
@@ -166,6 +167,10 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
             })
     }
 
+    fn enters(&self) -> bool {
+        matches!(self.exit_reason(), ExitReason::Vmlaunch | ExitReason::Vmresume)
+    }
+
     fn has_memory_operand(&self) -> bool {
         self.has_operand_in_memory()
     }
@@ -207,9 +212,9 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         &mut self,
         gprs: &mut Gprs,
         _: Gpa,
-        _: &impl L1Memory,
+        l1: &impl L1Memory,
     ) -> Result<Option<Gpa>, Outside> {
-        self.with_nested(|this, n| this.put_aside(n, gprs));
+        self.with_nested(|this, n| this.put_aside(n, gprs, l1));
         Ok(None)
     }
 

@@ -10,12 +10,14 @@ impl<C: Cpu> Vmx<C> {
     /// The mode begins.
     #[cold]
     #[inline(never)]
-    pub(super) fn put_aside(&mut self, n: &mut Nested, gprs: &Gprs) {
+    pub(super) fn put_aside<M: L1Memory>(&mut self, n: &mut Nested, gprs: &Gprs, l1: &M) {
         if n.machine.vmxon().is_none() {
             return;
         }
         if n.machine.current().is_some() {
             self.bring_up_to_date(n, gprs);
+            // A saved state has no place for it, as at an exit.
+            n.machine.store_shadow(&Memory::new(l1));
         }
         // L1's preemption timer counts on.
         let timer = n.timer;
@@ -29,6 +31,7 @@ impl<C: Cpu> Vmx<C> {
     #[inline(never)]
     pub(super) fn take_back<M: L1Memory>(&mut self, n: &mut Nested, gprs: &mut Gprs, l1: &M) {
         if n.machine.take_back() {
+            n.machine.load_shadow(&Memory::new(l1));
             self.resume_l2(n, gprs, &Memory::new(l1));
         }
     }
