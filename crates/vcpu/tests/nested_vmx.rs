@@ -189,3 +189,11 @@ fn a_round_trip_writes_what_an_exit_loads_and_no_more() {
         }
     }
 }
+
+/// VMX root operation blocks INIT: a VMM cannot have the vCPU wait for what follows one (EINVAL), as on stock KVM.
+#[test]
+fn a_vmm_asks_for_no_wait_for_a_sipi_while_init_is_blocked() {
+    assert!(!rig::vmx::vcpu().holds_init_back());
+    let mut machine = Hypervisor::on(features(), &vmcs12());
+    assert!(machine.vcpu.holds_init_back());
+}

@@ -372,10 +372,12 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// Whether a VMM may not ask for the wait for a SIPI: an INIT would be held back, or an SMI goes
-    /// before it.
+    /// before it. L1 holds INIT back in VMX root operation, or with GIF clear.
     pub fn holds_init_back(&mut self) -> bool {
         let smi = self.saved_smi();
-        smi.smm || smi.pending
+        let by_l1 =
+            !self.pending.after_exit.is_nested() && self.gate_of(Waiting::Init) == Gate::Hold;
+        smi.smm || smi.pending || by_l1
     }
 }
 
