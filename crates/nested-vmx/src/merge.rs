@@ -157,14 +157,14 @@ pub fn compose(l0: &L0, v: &Vmcs12, dirty: Groups, to: &mut impl Fields) {
     let words = [Group::Controls, Group::Bitmaps, Group::Apic, Group::Time, Group::Translation];
     if words.iter().any(|group| dirty.has(*group)) {
         controls(l0, v, to);
+        if v.secondary().contains(ProcControls2::XSAVES) {
+            to.set(field::XSS_EXIT_BITMAP, v.get(field::XSS_EXIT_BITMAP));
+        }
     }
     if dirty.has(Group::Bitmaps) {
         to.set(field::VMCS_LINK, Vmcs12::NOWHERE);
         if let Some(page) = l0.pages.msr_bitmap {
             to.set(field::MSR_BITMAP, page.0);
-        }
-        if v.secondary().contains(ProcControls2::XSAVES) {
-            to.set(field::XSS_EXIT_BITMAP, v.get(field::XSS_EXIT_BITMAP));
         }
     }
     if dirty.has(Group::Translation) {

@@ -2,12 +2,13 @@
 
 mod rig;
 
+use backend::{RAX, RCX};
 use cpu::{Counts, Op};
 use gannet_vcpu::UserExit;
 use nested_vmx::saved::flag;
 use rig::nested_vmx::{Hypervisor, L1_RIP, L2_RIP, features, vmcs12};
 use rig::vmx::{exit, shutdown};
-use x86::vmcs::{ExitReason, event, field};
+use x86::vmcs::{ExitReason, ProcControls2, event, field};
 
 const MONITOR_TRAP: u32 = 1 << 27;
 const NMI_WINDOW: u32 = 1 << 22;
@@ -196,4 +197,32 @@ fn a_vmm_asks_for_no_wait_for_a_sipi_while_init_is_blocked() {
     assert!(!rig::vmx::vcpu().holds_init_back());
     let mut machine = Hypervisor::on(features(), &vmcs12());
     assert!(machine.vcpu.holds_init_back());
+}
+
+/// VMFUNC of L2's is no #UD because a debugger looks on: L0 carries it out, outside.
+#[test]
+fn a_vm_function_of_a_debugged_l2_is_carried_out() {
+    const LIST: u64 = 0xa000;
+    const TABLES: u64 = 0x3000 | 3 << 3 | 6;
+    let mut v = vmcs12();
+    let second = ProcControls2::VPID | ProcControls2::EPT | ProcControls2::VMFUNC;
+    v.set(field::PROC_CONTROLS2, second.bits());
+    v.set(field::EPT_POINTER, TABLES);
+    v.set(field::VM_FUNCTION_CONTROLS, 1);
+    v.set(field::EPTP_LIST, LIST);
+    let mut machine = Hypervisor::on(features(), &v);
+    machine.put(LIST, TABLES);
+    machine.vcpu.set_guest_debug(0x2_0001, [0x1000, 0, 0, 0, 0, 0, 0, 0x402]);
+    machine.vmlaunch();
+    machine.then(|vmcs, gprs| {
+        (gprs.0[RAX], gprs.0[RCX]) = (0, 0);
+        exit(ExitReason::Vmfunc)(vmcs, gprs);
+    });
+    machine.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_RIP), L2_RIP + 2);
+        assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION) & event::VALID, 0);
+        shutdown(vmcs, gprs);
+    });
+    machine.then(shutdown);
+    assert_eq!(machine.run(), UserExit::Shutdown);
 }

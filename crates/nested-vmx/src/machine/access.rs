@@ -104,10 +104,10 @@ impl Machine {
     /// one.
     pub fn load_shadow(&mut self, l1: &impl crate::GuestMemory) {
         use zerocopy::IntoBytes;
-        if let Some(Gpa(at)) = self.vmcs12.shadow_pointer() {
-            if l1.read(Gpa(at), self.shadow12.as_mut_bytes()).is_err() {
-                self.shadow12.as_mut_bytes().fill(0);
-            }
+        if let Some(Gpa(at)) = self.vmcs12.shadow_pointer()
+            && l1.read(Gpa(at), self.shadow12.as_mut_bytes()).is_err()
+        {
+            self.shadow12.as_mut_bytes().fill(0);
         }
         self.shadow_written = false;
     }

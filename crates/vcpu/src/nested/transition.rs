@@ -143,7 +143,8 @@ impl<B: Backend> Vcpu<B> {
         let is_ours = matches!(claim, Ok(Claim::L0 | Claim::Instruction));
         if self.is_debugged() || is_ours && self.traps_each() {
             // What L1, or the debugger, has to hear of behind an instruction is found out there.
-            return if is_ours && stays(&self.b.exit()) { None } else { Some(Next::Leave) };
+            let stays = claim == Ok(Claim::L0) && stays(&self.b.exit());
+            return if stays { None } else { Some(Next::Leave) };
         }
         let nested = self.b.nested_mut()?;
         match claim {

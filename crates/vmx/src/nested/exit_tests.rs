@@ -273,3 +273,14 @@ fn an_instruction_of_the_handlers_ends_no_operation_that_is_put_aside() {
     assert!(r.v.leave_smm(&mut r.g, x86::Gpa(0), None, &r.m));
     assert_eq!(r.v.level(), backend::Level::L2);
 }
+
+/// User space ends L2's run and sets RSP, which L1 has from then on.
+#[test]
+fn l1_runs_with_the_rsp_that_user_space_has_set_behind_l2() {
+    let mut r = Rig::new(&good(), 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    r.enter(ExitReason::ExternalInterrupt, |_| {});
+    r.v.abandon(&mut r.g);
+    r.g.0[backend::RSP] = 0x7778;
+    r.enter(ExitReason::Hlt, |v| assert_eq!(v.get(field::GUEST_RSP), 0x7778));
+}

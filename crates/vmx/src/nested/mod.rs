@@ -86,6 +86,7 @@ impl<C: Cpu> Vmx<C> {
     pub(crate) fn leave_operation(&mut self) {
         if let Some(n) = self.nested.as_mut().filter(|n| n.machine.vmxon().is_some()) {
             n.machine.reset();
+            n.timer = None;
         }
     }
 

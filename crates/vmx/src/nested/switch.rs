@@ -142,6 +142,7 @@ impl<C: Cpu> Vmx<C> {
     pub(super) fn abandon_l2(&mut self, n: &mut Nested) {
         self.end_run(n);
         n.machine.reset();
+        n.timer = None;
     }
 
     /// L1's VMCS is the vCPU's from now on, as it was when L2 was entered.
@@ -152,6 +153,8 @@ impl<C: Cpu> Vmx<C> {
             self.own();
             self.exchange(n);
             self.stop_timer(n);
+            // Somebody sets the registers of L1 from now on: what is not known is taken for the guest's own.
+            let _ = self.get(fields::GUEST_RSP);
             self.intercept_debug_regs();
         }
     }
