@@ -1,18 +1,6 @@
 use super::*;
 
-/// A CPU that can do everything.
-pub(crate) const EVERYTHING: Host = Host {
-    basic: 1 << 54,
-    pin: u64::MAX << 32,
-    primary: u64::MAX << 32,
-    secondary: u64::MAX << 32,
-    exit: u64::MAX << 32,
-    entry: u64::MAX << 32,
-    misc: u64::MAX,
-    cr0_fixed1: 0xffff_ffff,
-    cr4_fixed1: 0x77_27ff,
-    ept_vpid: u64::MAX,
-};
+pub(crate) use crate::example::EVERYTHING;
 
 fn whole() -> Capabilities {
     Capabilities::compute(&EVERYTHING, &Offer::WHOLE)

@@ -15,6 +15,8 @@ extern crate std;
 pub mod capabilities;
 pub mod checks;
 pub mod events;
+#[cfg(any(test, feature = "testing"))]
+pub mod example;
 pub mod leave;
 pub mod machine;
 mod memory;

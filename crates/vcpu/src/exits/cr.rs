@@ -34,7 +34,7 @@ impl<B: Backend> Vcpu<B> {
         self.answer_cr_of_any(s, access, size)
     }
 
-    /// The same with an instruction that was not executed lately, or that has prefixes.
+    /// A control-register access by an instruction that was not executed lately, or that has prefixes.
     #[cold]
     #[inline(never)]
     fn answer_cr_of_any(&mut self, s: Section<'_>, access: CrAccess, size: CodeSize) -> Next {

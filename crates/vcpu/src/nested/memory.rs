@@ -92,7 +92,7 @@ impl<'a> Whole<'a> {
         Self { memory, paging, tables: None, refused: Cell::new(None) }
     }
 
-    /// The same for an operand of L2's, which runs with `tables`.
+    /// The memory for an operand of L2's, whose addresses go through `tables` of L1's as well.
     pub(super) fn through(self, tables: Option<Tables>) -> Self {
         Self { tables, ..self }
     }

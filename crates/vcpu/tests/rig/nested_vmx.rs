@@ -9,12 +9,13 @@ use gannet_vcpu::{Offered, RunInput, UserExit};
 use host::page::Pages;
 use mmu::Region;
 use msr::HostMsrs;
+use nested_vmx::example::{EVERYTHING, good};
 use nested_vmx::saved::{HEADER, Header, IMAGE};
-use nested_vmx::{Vmcs12, capabilities::Host};
+use nested_vmx::{Vmcs12, set};
 use vmx::Features;
 use x86::cpuid::feature;
+use x86::vmcs::ExitReason;
 use x86::vmcs::place::VMCS12_REVISION;
-use x86::vmcs::{ExitReason, field};
 use x86::{Cr0, Cr4, Efer, Segment};
 use zerocopy::IntoBytes;
 
@@ -29,23 +30,7 @@ pub const L2_RIP: u64 = 0x9000;
 
 /// A CPU that has all that VMX can have, shadow VMCSs among it.
 pub fn features() -> Features {
-    Features {
-        nested: true,
-        shadow_vmcs: true,
-        nested_host: Host {
-            basic: 1 << 54,
-            pin: u64::MAX << 32,
-            primary: u64::MAX << 32,
-            secondary: u64::MAX << 32,
-            exit: u64::MAX << 32,
-            entry: u64::MAX << 32,
-            misc: u64::MAX,
-            cr0_fixed1: 0xffff_ffff,
-            cr4_fixed1: 0x77_27ff,
-            ept_vpid: u64::MAX,
-        },
-        ..rig::features()
-    }
+    Features { nested: true, shadow_vmcs: true, nested_host: EVERYTHING, ..rig::features() }
 }
 
 fn host_cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {
@@ -69,59 +54,10 @@ fn offered() -> Offered {
     Offered { cpuid, msrs }
 }
 
-macro_rules! set {
-    ($v:expr, $($name:ident = $value:expr),* $(,)?) => {
-        $($v.set(field::$name, $value);)*
-    };
-}
-
 /// A VMCS12 whose host and guest are in long mode, and whose guest has a VPID and no tables of L1's.
 pub fn vmcs12() -> Vmcs12 {
-    let mut v = Vmcs12::new();
-    set!(
-        v,
-        PIN_CONTROLS = 0x16 | 1 | 8,
-        PROC_CONTROLS = 0x0400_6172 | 1 << 7 | 1 << 31,
-        PROC_CONTROLS2 = 1 << 5,
-        VPID = 1,
-        EXIT_CONTROLS = 0x3_6dfb | 1 << 9 | 1 << 21,
-        ENTRY_CONTROLS = 0x11fb | 1 << 9 | 1 << 15,
-        VMCS_LINK = u64::MAX,
-        HOST_CR0 = 0x8005_0033,
-        HOST_CR3 = 0x1000,
-        HOST_CR4 = 0x2020,
-        HOST_CS_SELECTOR = 8,
-        HOST_TR_SELECTOR = 0x40,
-        HOST_SS_SELECTOR = 16,
-        HOST_EFER = 0xd01,
-        HOST_RIP = L1_RIP,
-        HOST_PAT = 0x0007_0406_0007_0406,
-        GUEST_CR0 = 0x8005_0033,
-        GUEST_CR3 = 0x2000,
-        GUEST_CR4 = 0x2020,
-        GUEST_EFER = 0xd01,
-        GUEST_PAT = 0x0007_0406_0007_0406,
-        GUEST_DR7 = 0x400,
-        GUEST_RIP = L2_RIP,
-        GUEST_RSP = 0x5000,
-        GUEST_RFLAGS = 0x202,
-        GUEST_CS_SELECTOR = 8,
-        GUEST_CS_LIMIT = u32::MAX,
-        GUEST_CS_RIGHTS = 0xa09b,
-        GUEST_SS_SELECTOR = 16,
-        GUEST_SS_LIMIT = u32::MAX,
-        GUEST_SS_RIGHTS = 0xc093,
-        GUEST_DS_RIGHTS = 0x1_0000,
-        GUEST_ES_RIGHTS = 0x1_0000,
-        GUEST_FS_RIGHTS = 0x1_0000,
-        GUEST_GS_RIGHTS = 0x1_0000,
-        GUEST_LDTR_RIGHTS = 0x1_0000,
-        GUEST_TR_SELECTOR = 0x40,
-        GUEST_TR_LIMIT = 0x67,
-        GUEST_TR_RIGHTS = 0x8b,
-        GUEST_GDTR_LIMIT = 0x7f,
-        GUEST_IDTR_LIMIT = 0xfff,
-    );
+    let mut v = good();
+    set!(v, PROC_CONTROLS2 = 1 << 5, VPID = 1, HOST_RIP = L1_RIP, HOST_RSP = 0, GUEST_RIP = L2_RIP);
     v
 }
 
@@ -137,7 +73,7 @@ impl Hypervisor {
         Self::restored(features, vmcs12, 0)
     }
 
-    /// The same with a nested state that has these flags.
+    /// Such a vCPU, restored from a nested state that has these flags.
     pub fn restored(features: Features, vmcs12: &Vmcs12, flags: u16) -> Self {
         let (vcpu, vm) = rig::vcpu_offered(features, offered());
         let memory = Pages::zeroed(6).unwrap();
