@@ -68,12 +68,16 @@ pub enum Executed {
     Fault(Exception),
     /// L2 runs from now on.
     Entered,
+    /// The same, and its run ends as soon as it was entered.
+    EnteredOwing,
     /// L2 is what the vCPU is from now on, and does not run.
     Asleep(Sleep),
     /// L1 runs from now on, behind the exit that it sees.
     Left,
     /// L1's memory cannot be had here; nothing has happened.
     Outside,
+    /// A page that the entry names is no memory, which the VMM has to know; nothing has happened.
+    NoPage,
     /// L1 cannot go on: where it wants to hear of L2's exit is no memory.
     Shutdown,
 }

@@ -1,7 +1,7 @@
 //! The second translation of a guest's guest: L1's NPT or EPT tables, which lead from L2's physical addresses to
 //! L1's. The backend knows where they are and how a fault on them is told; who walks them is above.
 
-use x86::{Cr0, Cr4, Efer, Gpa, Hpa};
+use x86::{Cr0, Cr4, Efer, Gfn, Gpa, Hpa};
 
 use crate::{Event, Executed, Gprs, L1Memory, ability::Absent};
 
@@ -29,6 +29,13 @@ pub enum L1Tables {
         pages_1g: bool,
         /// Execute-only translations.
         execute_only: bool,
+        /// The frame of L1's that stands for the local APIC of L2 ([`TablesRefuse::ApicAccess`]).
+        apic: Option<Gfn>,
+    },
+    /// No tables, but a frame of L1's that stands for the local APIC of L2.
+    Flat {
+        /// That frame.
+        apic: Gfn,
     },
 }
 
@@ -60,6 +67,21 @@ pub enum TablesRefuse {
     Violation(u64),
     /// An EPT misconfiguration.
     Misconfiguration,
+    /// Nothing: the access goes to the frame that stands for L2's local APIC.
+    ApicAccess(ApicAccess),
+}
+
+/// An access to the frame that stands for L2's local APIC.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ApicAccess {
+    /// Where in the page.
+    pub offset: u16,
+    /// Data are written.
+    pub write: bool,
+    /// Instructions are fetched.
+    pub fetch: bool,
+    /// It is one to what a linear address leads to, not to a paging entry on its way.
+    pub linear: bool,
 }
 
 /// What L1 has flushed of L2's translations.
@@ -104,6 +126,27 @@ pub trait NestedPaging {
         _l1: &impl L1Memory,
     ) -> Executed {
         Executed::Shutdown
+    }
+
+    /// Whether L1 leaves such an access to its virtual-APIC page, if it is a plain one of four bytes.
+    fn serves_apic_access(&self, _access: ApicAccess) -> bool {
+        false
+    }
+
+    /// Carries such an access out on that page. `store`: what is written. `next`: where L2 goes on behind the
+    /// instruction. What was read.
+    ///
+    /// # Errors
+    /// What became of L2 instead of going on behind the instruction.
+    fn do_apic_access(
+        &mut self,
+        _gprs: &mut Gprs,
+        _offset: u16,
+        _store: Option<u32>,
+        _next: u64,
+        _l1: &impl L1Memory,
+    ) -> Result<u32, Executed> {
+        Err(Executed::Shutdown)
     }
 
     /// Takes what L1 has flushed since this was called last.

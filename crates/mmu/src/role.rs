@@ -79,59 +79,68 @@ pub enum Source {
 
 /// A role, as bits of a word.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Role(u32);
+pub struct Role(u64);
 
 impl Role {
     /// Bits 2:0: 1 for a page of 4 KiB leaves, up to 5.
-    const LEVEL: u32 = 7;
+    const LEVEL: u64 = 7;
     /// Made from no guest table: consecutive frames from the page's own on.
-    const DIRECT: u32 = 1 << 3;
+    const DIRECT: u64 = 1 << 3;
     /// The guest's entries have 4 bytes.
-    const NARROW: u32 = 1 << 4;
+    const NARROW: u64 = 1 << 4;
     /// Which part of a table of 1024 entries the page stands for.
     const QUADRANT_SHIFT: u32 = 5;
-    const QUADRANT: u32 = 3 << Self::QUADRANT_SHIFT;
+    const QUADRANT: u64 = 3 << Self::QUADRANT_SHIFT;
     /// What the entries above allow ([`Grant`]).
     const GRANT_SHIFT: u32 = 7;
-    const GRANT: u32 = 7 << Self::GRANT_SHIFT;
+    const GRANT: u64 = 7 << Self::GRANT_SHIFT;
     /// EFER.LMA, at its place in EFER: long mode, where other bits are reserved than in PAE paging.
-    const LONG: u32 = Efer::LMA.bits() as u32;
+    const LONG: u64 = Efer::LMA.bits();
     /// EFER.NXE, at its place: bit 63 forbids fetching, else it is reserved.
-    const NX: u32 = Efer::NXE.bits() as u32;
+    const NX: u64 = Efer::NXE.bits();
     /// CR4.LA57, at its place: five levels.
-    const LA57: u32 = Cr4::LA57.bits() as u32;
+    const LA57: u64 = Cr4::LA57.bits();
     /// In system-management mode.
-    const SMM: u32 = 1 << 13;
+    const SMM: u64 = 1 << 13;
     /// The guest has 1 GiB pages.
-    const GBPAGES: u32 = 1 << 14;
+    const GBPAGES: u64 = 1 << 14;
     /// AMD's reserved bits.
-    const AMD: u32 = 1 << 15;
+    const AMD: u64 = 1 << 15;
     /// CR0.WP, at its place.
-    const WP: u32 = Cr0::WP.bits() as u32;
+    const WP: u64 = Cr0::WP.bits();
     /// CR4.PSE in 32-bit paging.
-    const PSE: u32 = 1 << 17;
+    const PSE: u64 = 1 << 17;
     /// CR4.SMEP without CR0.WP, at its place: what supervisor writes turn into a supervisor page loses
     /// execution.
-    const SMEP: u32 = Cr4::SMEP.bits() as u32;
+    const SMEP: u64 = Cr4::SMEP.bits();
     /// CR4.SMAP without CR0.WP, at its place: such pages are not made at all.
-    const SMAP: u32 = Cr4::SMAP.bits() as u32;
+    const SMAP: u64 = Cr4::SMAP.bits();
     /// The guest's physical address width.
     const WIDTH_SHIFT: u32 = 22;
     /// Part of the NPT tables by which a hypervisor in the guest translates for its own guest.
-    const NPT: u32 = 1 << 18;
+    const NPT: u64 = 1 << 18;
     /// Part of such a hypervisor's EPT tables.
-    const EPT: u32 = 1 << 19;
+    const EPT: u64 = 1 << 19;
     /// The EPT pointer of L1 turns on accessed and dirty flags.
-    const EPT_TRACKS: u32 = 1 << 28;
+    const EPT_TRACKS: u64 = 1 << 28;
     /// L1 was offered execute-only translations.
-    const EPT_EXECUTE_ONLY: u32 = 1 << 29;
+    const EPT_EXECUTE_ONLY: u64 = 1 << 29;
     /// L1 was offered EPT pages of 2 MiB.
-    const EPT_2M: u32 = 1 << 30;
+    const EPT_2M: u64 = 1 << 30;
     /// Made from no table: the level that the hardware's tables have above the guest's.
-    const ABOVE: u32 = 1 << 31;
+    const ABOVE: u64 = 1 << 31;
+    /// One more than the number of L1's frame that no entry leads to; 0: there is none.
+    const HOLE_SHIFT: u32 = 32;
+    const HOLE: u64 = 0xffff_ffff << Self::HOLE_SHIFT;
     /// What a page made from no guest table depends on.
-    const OF_DIRECT: u32 =
-        Self::WP | Self::SMEP | Self::SMAP | Self::SMM | Self::NPT | Self::EPT | Self::EPT_TRACKS;
+    const OF_DIRECT: u64 = Self::WP
+        | Self::SMEP
+        | Self::SMAP
+        | Self::SMM
+        | Self::NPT
+        | Self::EPT
+        | Self::EPT_TRACKS
+        | Self::HOLE;
 
     /// The role of no guest table at all.
     pub(crate) const NONE: Self = Self(0);
@@ -158,9 +167,9 @@ impl Role {
         Self(
             role.0
                 | smm
-                | u32::from(context.maxphyaddr & 63) << Self::WIDTH_SHIFT
-                | u32::from(context.gbpages) << Self::GBPAGES.trailing_zeros()
-                | u32::from(context.amd) << Self::AMD.trailing_zeros(),
+                | u64::from(context.maxphyaddr & 63) << Self::WIDTH_SHIFT
+                | u64::from(context.gbpages) << Self::GBPAGES.trailing_zeros()
+                | u64::from(context.amd) << Self::AMD.trailing_zeros(),
         )
     }
 
@@ -172,11 +181,11 @@ impl Role {
         }
         // Without branches, and most bits where they are: this is computed whenever one of the registers
         // is written.
-        let (cr0, cr4, efer) = (cr0.bits() as u32, cr4.bits() as u32, efer.bits() as u32);
-        let bit = |word: u32, mask: u32| word >> mask.trailing_zeros() & 1;
-        let mask = |on: u32| 0u32.wrapping_sub(on);
+        let (cr0, cr4, efer) = (cr0.bits(), cr4.bits(), efer.bits());
+        let bit = |word: u64, mask: u64| word >> mask.trailing_zeros() & 1;
+        let mask = |on: u64| 0u64.wrapping_sub(on);
         let long = bit(efer, Self::LONG);
-        let wide = bit(cr4, Cr4::PAE.bits() as u32) | long;
+        let wide = bit(cr4, Cr4::PAE.bits()) | long;
         let five = bit(cr4, Self::LA57) & long;
         let clear_wp = mask(bit(cr0, Self::WP) ^ 1);
         Self(
@@ -187,7 +196,7 @@ impl Role {
                 | (cr0 & Self::WP)
                 | (cr4 & Self::LA57 & mask(long))
                 | (cr4 & (Self::SMEP | Self::SMAP) & clear_wp)
-                | (cr4 & Cr4::PSE.bits() as u32 & !mask(wide)) << PSE_UP
+                | (cr4 & Cr4::PSE.bits() & !mask(wide)) << PSE_UP
                 | (wide ^ 1) << Self::NARROW.trailing_zeros(),
         )
     }
@@ -195,7 +204,7 @@ impl Role {
     /// The role of the table at `level` on the way of a walk.
     #[inline]
     pub(crate) const fn at_level(self, level: u8) -> Self {
-        Self((self.0 & !Self::LEVEL) | (level as u32 & Self::LEVEL))
+        Self((self.0 & !Self::LEVEL) | (level as u64 & Self::LEVEL))
     }
 
     /// Whether the role is that of system-management mode.
@@ -206,7 +215,7 @@ impl Role {
 
     /// The bits, for hashing and tracing.
     #[inline]
-    pub fn bits(self) -> u32 {
+    pub fn bits(self) -> u64 {
         self.0
     }
 
@@ -283,7 +292,7 @@ impl Role {
     /// The guest's physical address width; 0 is taken for 52.
     #[inline]
     pub fn width(self) -> u32 {
-        self.0 >> Self::WIDTH_SHIFT & 63
+        (self.0 >> Self::WIDTH_SHIFT & 63) as u32
     }
 
     /// CR4.SMEP, where CR0.WP is clear.
@@ -312,13 +321,13 @@ impl Role {
 
     #[inline]
     fn granting(self, grant: Grant) -> Self {
-        Self((self.0 & !Self::GRANT) | (grant.index() as u32) << Self::GRANT_SHIFT)
+        Self((self.0 & !Self::GRANT) | (grant.index() as u64) << Self::GRANT_SHIFT)
     }
 
     /// The role of another part of the table.
     #[inline]
     pub fn in_quadrant(self, quadrant: usize) -> Self {
-        Self((self.0 & !Self::QUADRANT) | (quadrant as u32 & 3) << Self::QUADRANT_SHIFT)
+        Self((self.0 & !Self::QUADRANT) | (quadrant as u64 & 3) << Self::QUADRANT_SHIFT)
     }
 
     /// The role of the page below, for a guest entry that points to a table. `index`: that of the
@@ -366,6 +375,7 @@ const _: () = {
         Role::EPT_EXECUTE_ONLY,
         Role::EPT_2M,
         Role::ABOVE,
+        Role::HOLE,
         63 << Role::WIDTH_SHIFT,
     ];
     let (mut seen, mut n) = (0, 0);

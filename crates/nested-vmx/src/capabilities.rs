@@ -189,7 +189,8 @@ mod emulated {
     use super::{ExitControls, PinControls, ProcControls, ProcControls2, ept_vpid};
     pub const PIN: u32 = PinControls::PREEMPTION_TIMER.bits();
     pub const PRIMARY: u32 = ProcControls::MSR_BITMAPS.union(ProcControls::TPR_SHADOW).bits();
-    pub const SECONDARY: u32 = ProcControls2::SHADOW_VMCS.bits();
+    pub const SECONDARY: u32 =
+        ProcControls2::SHADOW_VMCS.union(ProcControls2::VIRTUALIZE_APIC_ACCESSES).bits();
     pub const EXIT: u32 = ExitControls::LOAD_EFER.bits()
         | ExitControls::SAVE_EFER.bits()
         | ExitControls::SAVE_PREEMPTION_TIMER.bits()

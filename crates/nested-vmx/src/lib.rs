@@ -12,6 +12,7 @@
 #[cfg(test)]
 extern crate std;
 
+pub mod apic_page;
 pub mod capabilities;
 pub mod checks;
 pub mod events;

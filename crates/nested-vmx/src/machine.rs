@@ -161,6 +161,8 @@ pub struct Machine {
     launching: bool,
     /// A monitor-trap exit is owed to L1.
     pub trap_pending: bool,
+    /// L2 was entered with a priority below the threshold: that exit is owed to L1.
+    pub fall_pending: bool,
     /// What SMM has put aside.
     pub smm: Smm,
 }
@@ -194,6 +196,7 @@ impl Machine {
         run_pending: false,
         launching: false,
         trap_pending: false,
+        fall_pending: false,
         smm: Smm { vmxon: false, guest_mode: false },
     };
 
@@ -405,6 +408,7 @@ impl Machine {
         self.level = Level::L1;
         self.run_pending = false;
         self.trap_pending = false;
+        self.fall_pending = false;
         self.smm = Smm::default();
         self.shadow_written = false;
     }

@@ -36,13 +36,15 @@ pub enum Access {
     },
 }
 
-/// What a MOV to CR8 came to.
+/// What a write to the page came to, a MOV to CR8 among them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Moved {
     /// L2 goes on.
     On,
     /// The priority is below L1's threshold now: L1 sees an exit behind the instruction.
     Fell,
+    /// L1 sees an exit for the write, behind the instruction.
+    Written(u16),
 }
 
 /// The access that an exit for CR8 with this qualification is, if L1 has a TPR shadow and does not want the exit.
@@ -148,16 +150,22 @@ pub fn check(v: &Vmcs12, changed: bool, memory: &impl GuestMemory) -> Result<(),
     if !primary.contains(ProcControls::TPR_SHADOW) {
         return Ok(());
     }
-    let others = ProcControls2::VIRTUALIZE_APIC_ACCESSES | ProcControls2::VIRTUAL_INTERRUPTS;
-    let compared = !v.secondary().intersects(others);
-    let threshold = if compared { v.get(field::TPR_THRESHOLD) & 0xf } else { 0 };
-    let by_msrs = v.secondary().contains(ProcControls2::VIRTUALIZE_X2APIC);
-    if threshold == 0 && !changed {
+    let second = v.secondary();
+    let pages = ProcControls2::VIRTUALIZE_APIC_ACCESSES;
+    let asked = if second.contains(ProcControls2::VIRTUAL_INTERRUPTS) {
+        0
+    } else {
+        v.get(field::TPR_THRESHOLD) & 0xf
+    };
+    // With an APIC-access page it is asked behind the entry ([`crate::apic_page::falls_at_entry`]).
+    let threshold = if second.contains(pages) { 0 } else { asked };
+    let otherwise = second.intersects(ProcControls2::VIRTUALIZE_X2APIC | pages);
+    if asked == 0 && !changed {
         return Ok(());
     }
     match memory.read_u8(place(v)) {
         Ok(priority) if threshold > u32::from(priority >> 4) => Err(Broken::TprThreshold),
-        Err(crate::Outside) if !primary.contains(exits) || by_msrs => Err(Broken::VirtualApic),
+        Err(crate::Outside) if !primary.contains(exits) || otherwise => Err(Broken::VirtualApic),
         _ => Ok(()),
     }
 }

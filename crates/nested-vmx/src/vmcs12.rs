@@ -175,6 +175,19 @@ impl Vmcs12 {
         used.then_some(Gpa(link))
     }
 
+    /// The APIC-access page, if L2's accesses to it are not those to memory.
+    pub fn apic_access_page(&self) -> Option<Gpa> {
+        let used = self.secondary().contains(ProcControls2::VIRTUALIZE_APIC_ACCESSES);
+        used.then(|| Gpa(self.get(field::APIC_ACCESS_ADDR)))
+    }
+
+    /// Whether L2's physical addresses lead elsewhere than L1's.
+    #[inline]
+    pub fn has_own_root(&self) -> bool {
+        self.secondary()
+            .intersects(ProcControls2::EPT.union(ProcControls2::VIRTUALIZE_APIC_ACCESSES))
+    }
+
     /// Whether L2 runs with EPT of L1's.
     #[inline]
     pub fn has_ept(&self) -> bool {

@@ -10,7 +10,7 @@ pub(crate) mod rules;
 pub mod walk;
 
 use x86::vmcb::npf;
-use x86::{Gpa, exception::pf};
+use x86::{Gfn, Gpa, exception::pf};
 
 use crate::grant::Grant;
 use crate::role::PagingContext;
@@ -38,6 +38,15 @@ impl Tables {
     pub fn ept(pointer: u64, offer: &EptOffer) -> Self {
         let role = Role::ept(pointer, offer, false);
         Self { base: role.base(pointer), role }
+    }
+
+    /// No tables: L2's physical addresses are L1's.
+    pub const FLAT: Self = Self { base: 0, role: Role::FLAT };
+
+    /// The same tables, where an access to one of L1's frames is told as [`L1Fault::ApicAccess`] and never done. `None`:
+    /// the frame lies too far up, beyond 16 TiB.
+    pub fn without_frame(self, frame: Gfn) -> Option<Self> {
+        Some(Self { role: self.role.without_frame(frame)?, ..self })
     }
 
     /// Whether L1 wants accessed and dirty flags in EPT tables. The hardware's EPT pointer for L2 must say the
@@ -168,6 +177,21 @@ pub enum L1Fault {
     },
     /// An EPT misconfiguration.
     Misconfiguration,
+    /// L1's tables allow the access, and it is one to the frame that [`Tables::without_frame`] leaves out.
+    ApicAccess(ApicAccess),
+}
+
+/// An access to the APIC-access page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ApicAccess {
+    /// Where in the page.
+    pub offset: u16,
+    /// Data are written.
+    pub write: bool,
+    /// Instructions are fetched.
+    pub fetch: bool,
+    /// It is one to what a linear address leads to, not to a paging entry on its way.
+    pub linear: bool,
 }
 
 /// Why L1's tables refuse an access.
@@ -187,6 +211,18 @@ impl NestedAccess {
     pub(crate) const fn passes(&self, role: Role, grant: Grant) -> bool {
         // An NPT page that is not the user's is nobody's.
         (role.is_ept() || grant.has(Grant::U)) && self.is_allowed(grant)
+    }
+
+    /// What L1 hears when its tables allow the access, to the frame that is left out.
+    #[cold]
+    pub(crate) const fn to_left_out(self) -> L1Fault {
+        let linear = violation::LINEAR | violation::FINAL;
+        L1Fault::ApicAccess(ApicAccess {
+            offset: self.gpa as u16 & 0xfff,
+            write: self.write,
+            fetch: self.fetch,
+            linear: self.told & linear == linear,
+        })
     }
 
     /// What L1 hears when tables of `role` refuse the access.

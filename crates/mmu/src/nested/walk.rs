@@ -93,6 +93,9 @@ fn once<M: GuestMemory + ?Sized>(
 ) -> Result<Option<Stage>, StageError<M::Error>> {
     let root = tables.role;
     let refuse = |why| refuse(root, access, why);
+    if root.is_direct() {
+        return flat(root, access, update).map(Some);
+    }
     if access.gpa >> (12 + 9 * u32::from(root.level())) != 0 {
         return Err(refuse(Refusal::Absent));
     }
@@ -120,6 +123,11 @@ fn once<M: GuestMemory + ?Sized>(
     if !access.passes(root, grant) {
         return Err(refuse(Refusal::Rights(grant)));
     }
+    let gfn = role.frame_for(entry, access.gpa);
+    // A debugger looks where nothing else may.
+    if update && root.leaves_out(gfn) {
+        return Err(StageError::L1 { gpa: Gpa(access.gpa), fault: access.to_left_out() });
+    }
     let steps = path.iter().enumerate().skip(usize::from(level.wrapping_sub(1)));
     for (n, &(at, entry)) in steps.take_while(|(n, _)| update && *n < root.level().into()) {
         let dirty = if n + 1 == usize::from(level) && access.write { root.dirty() } else { 0 };
@@ -133,11 +141,20 @@ fn once<M: GuestMemory + ?Sized>(
         }
     }
     Ok(Some(Stage {
-        gpa: Gpa(role.frame_for(entry, access.gpa).gpa().0 | access.gpa & 0xfff),
+        gpa: Gpa(gfn.gpa().0 | access.gpa & 0xfff),
         page_shift: 12 + 9 * (u32::from(level) - 1),
         writable: grant.has(Grant::W),
         exec: grant.has(Grant::X),
     }))
+}
+
+/// Translates an access of an L2 without tables of L1's.
+fn flat<E>(root: Role, access: &NestedAccess, update: bool) -> Result<Stage, StageError<E>> {
+    let gpa = Gpa(access.gpa);
+    if update && root.leaves_out(gpa.gfn()) {
+        return Err(StageError::L1 { gpa, fault: access.to_left_out() });
+    }
+    Ok(Stage { gpa, page_shift: 12, writable: true, exec: true })
 }
 
 /// L2-physical memory: what L1's tables lead to in L1's memory.

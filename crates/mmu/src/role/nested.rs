@@ -2,7 +2,7 @@
 //! which are of the ordinary format, and EPT tables.
 
 use x86::vmcs::eptp;
-use x86::{Cr0, Cr4, Efer};
+use x86::{Cr0, Cr4, Efer, Gfn};
 
 use super::{PagingContext, Role, Source};
 
@@ -19,7 +19,7 @@ pub struct EptOffer {
     pub pages_1g: bool,
 }
 
-const fn when(condition: bool, bits: u32) -> u32 {
+const fn when(condition: bool, bits: u64) -> u64 {
     if condition { bits } else { 0 }
 }
 
@@ -47,12 +47,35 @@ impl Role {
                 | Self::GRANT
                 | Self::LONG
                 | Self::tdp(smm).0
-                | u32::from(offer.maxphyaddr & 63) << Self::WIDTH_SHIFT
+                | u64::from(offer.maxphyaddr & 63) << Self::WIDTH_SHIFT
                 | when(pointer & eptp::ACCESSED_DIRTY != 0, Self::EPT_TRACKS)
                 | when(offer.execute_only, Self::EPT_EXECUTE_ONLY)
                 | when(offer.pages_2m, Self::EPT_2M)
                 | when(offer.pages_1g, Self::GBPAGES),
         )
+    }
+
+    /// The role of a root that leads to all of L1's frames, each at its own address: of an L2 that L1 gives no tables of
+    /// its own. Its flags are those of tables without any.
+    pub(crate) const FLAT: Self = Self(4 | Self::DIRECT | Self::EPT | Self::GRANT);
+
+    /// The role of the same table where no entry leads to one of L1's frames. `None`: the frame lies too far up.
+    pub(crate) fn without_frame(self, hole: Gfn) -> Option<Self> {
+        let number = u32::try_from(hole.0).ok()?.checked_add(1)?;
+        Some(Self(self.0 & !Self::HOLE | u64::from(number) << Self::HOLE_SHIFT))
+    }
+
+    /// Whether no entry leads to that frame, whatever L1's tables say.
+    #[inline]
+    pub(crate) const fn leaves_out(self, gfn: Gfn) -> bool {
+        // No frame has the number before 0.
+        self.0 >> Self::HOLE_SHIFT == gfn.0.wrapping_add(1)
+    }
+
+    /// Whether that frame is one of the 512 from `base` on.
+    pub(crate) const fn leaves_out_of_large(self, base: Gfn) -> bool {
+        let hole = self.0 >> Self::HOLE_SHIFT;
+        hole != 0 && hole.wrapping_sub(1).wrapping_sub(base.0) < 512
     }
 
     /// The role of the page above a root, made from no table: the hardware's tables have a level more than
@@ -147,6 +170,8 @@ mod tests {
             Role::ept(0, &EptOffer { execute_only: true, ..plain }, false),
             Role::ept(0, &EptOffer { pages_2m: true, ..plain }, false),
             Role::ept(0, &EptOffer { pages_1g: true, ..plain }, false),
+            Role::ept(0, &plain, false).without_frame(Gfn(0)).unwrap(),
+            Role::ept(0, &plain, false).without_frame(Gfn(7)).unwrap(),
         ];
         for (n, a) in roles.iter().enumerate() {
             assert!(roles[n + 1..].iter().all(|b| a != b), "{n}: {a:?}");
@@ -159,6 +184,27 @@ mod tests {
             assert_eq!(a.source().is_nested(), n > 0);
             assert_ne!(a.above(), *a);
         }
+    }
+
+    #[test]
+    fn a_frame_that_is_left_out_is_left_out_all_the_way_down() {
+        let root = Role::ept(0, &EptOffer::default(), false);
+        let none = Role::FLAT;
+        for frame in [0, 1, 511, 512, 0xfee00, u64::from(u32::MAX) - 1] {
+            let frame = Gfn(frame);
+            let large = Gfn(frame.0 & !511);
+            for role in [root, none].map(|role| role.without_frame(frame).unwrap()) {
+                let below = role.below(3, Grant::ALL).below(4, Grant::U);
+                for role in [role, below, below.direct_below(Grant::ALL), role.at_level(1)] {
+                    assert!(role.leaves_out(frame) && role.leaves_out_of_large(large));
+                    assert!(!role.leaves_out(Gfn(frame.0 + 1)));
+                    assert!(!role.leaves_out_of_large(Gfn(large.0 + 512)));
+                    assert!(!role.leaves_out_of_large(Gfn(large.0.wrapping_sub(512))));
+                }
+            }
+            assert!(!root.leaves_out(frame) && !root.leaves_out_of_large(large));
+        }
+        assert_eq!(root.without_frame(Gfn(u32::MAX.into())), None);
     }
 
     #[test]

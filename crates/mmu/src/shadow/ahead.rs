@@ -67,11 +67,15 @@ impl State {
         let page = self.arena.page(id);
         let (mut missing, first) = (missing_around(page, index), index & !(GROUP - 1));
         // What was granted for one access alone is not granted for the neighbours.
-        let (grant, mut made) = (grant.and(page.role.get().grant()), 0);
+        let role = page.role.get();
+        let (grant, mut made) = (grant.and(role.grant()), 0);
         while missing != 0 {
             let index = first + missing.trailing_zeros() as usize;
             missing &= missing - 1;
             let gfn = Gfn(page.gfn.get().0.wrapping_add(index as u64));
+            if role.leaves_out(gfn) {
+                continue;
+            }
             made += u32::from(self.put_ahead(view, id, index, gfn, grant, 0));
         }
         self.count_ahead(made);

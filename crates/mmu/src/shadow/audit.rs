@@ -83,6 +83,13 @@ fn audit_page(
         if page.present.has(index) && !page.is_link(index) {
             ensure!(page.kid(index) == 0, "{name}[{index}] is a leaf, and leads to a page");
             leaves += 1;
+            let frame = frame_of(page, index);
+            let left_out = if role.level() > 1 {
+                role.leaves_out_of_large(frame)
+            } else {
+                role.leaves_out(frame)
+            };
+            ensure!(!left_out, "{name}[{index}] leads to what is left out");
             ensure!((spte & PS != 0) == (role.level() > 1), "{name}[{index}] has a wrong size");
         } else if page.present.has(index) {
             let kid = page.kid(index);

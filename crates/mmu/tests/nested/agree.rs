@@ -6,7 +6,7 @@ use gannet_mmu::nested::walk::{StageError, translate};
 use proptest::prelude::*;
 
 use crate::machine::{LARGE, Machine, Refused};
-use crate::reference::{Access, Kind, No};
+use crate::reference::{Access, Apic, Kind, No};
 
 /// What every entry of the beginning has: all rights, used and written, write-back.
 pub fn full(kind: &Kind) -> u64 {
@@ -24,10 +24,17 @@ pub fn page(kind: &Kind) -> u64 {
 pub fn kind() -> impl Strategy<Value = Kind> {
     let bits = prop::array::uniform5(any::<bool>());
     let width = prop::sample::select(vec![36u8, 40, 48, 52]);
-    (bits, width).prop_map(|([ept, a, b, c, five], width)| {
+    // What is mapped most, in small pages and in large ones; what nothing maps; and what has no place.
+    let frames = vec![16, 30, 31, LARGE, LARGE + 7, LARGE + 16, LARGE + 513, 100, 0xffff_fffe];
+    let frame = prop::option::of(prop::sample::select(frames));
+    let apic = (frame, 0u8..4).prop_map(|(frame, n)| Apic { frame, flat: n == 0 });
+    (bits, width, apic).prop_map(|([ept, a, b, c, five], width, apic)| {
         if ept {
+            let flat = apic.flat && apic.frame.is_some();
+            let apic = Apic { flat, ..apic };
             // Accessed and dirty flags by the bit that NPT takes for five levels.
-            Kind::Ept { flags: five, execute_only: a, pages_2m: b, pages_1g: c, width }
+            let flags = five && !flat;
+            Kind::Ept { flags, execute_only: a, pages_2m: b, pages_1g: c, width, apic }
         } else {
             Kind::Npt { five, nx: a, gbpages: b, amd: c, width }
         }

@@ -9,7 +9,7 @@ use x86::{Cr0, Cr4, Efer, Gfn, Gpa};
 
 use crate::agree::{full, page};
 use crate::machine::{LARGE, Machine, Refused, SMALL, ept, npt};
-use crate::reference::{Access, Kind};
+use crate::reference::{Access, Apic, Kind};
 
 /// Tables in frames 1 to 4, in which the address 0x1000 × n leads to frame n, for n from 8 to 63.
 fn plain(kind: Kind, logs: bool) -> Machine {
@@ -179,8 +179,10 @@ fn a_root_that_was_away_during_a_flush_is_looked_at_before_its_use() {
 
 #[test]
 fn without_flags_ept_writes_need_no_bits_and_walks_are_reads() {
-    let Kind::Ept { execute_only, pages_2m, pages_1g, width, .. } = ept() else { unreachable!() };
-    let kind = Kind::Ept { flags: false, execute_only, pages_2m, pages_1g, width };
+    let Kind::Ept { execute_only, pages_2m, pages_1g, width, apic, .. } = ept() else {
+        unreachable!()
+    };
+    let kind = Kind::Ept { flags: false, execute_only, pages_2m, pages_1g, width, apic };
     let machine = plain(kind, false);
     machine.poke(4, 20, 20 << 12 | 6 << 3 | 3);
     machine.poke(4, 21, 21 << 12 | 6 << 3 | 1);
@@ -364,4 +366,46 @@ fn what_the_hardware_told_goes_on_to_l1() {
     let qualification = 0x1000 | 1 << 7 | 3;
     assert_eq!(fault(&access), NestedFault::L1(L1Fault::Violation { qualification }));
     assert_eq!(access, NestedAccess::violation(qualification, 20 << 12));
+}
+
+#[test]
+fn a_frame_that_is_left_out_is_no_memory_of_l2s_and_stays_that_of_others() {
+    let with = |frame, flat| {
+        let Kind::Ept { execute_only, pages_2m, pages_1g, width, .. } = ept() else {
+            unreachable!()
+        };
+        let apic = Apic { frame: Some(frame), flat };
+        Kind::Ept { flags: false, execute_only, pages_2m, pages_1g, width, apic }
+    };
+    // A small frame, and one in the midst of a large page of the host's.
+    for (frame, neighbours) in [(9, [8, 10]), (LARGE + 9, [LARGE + 8, LARGE + 511])] {
+        for flat in [false, true] {
+            let machine = plain(with(frame, flat), false);
+            machine.poke(3, 1, (LARGE << 12) | 1 << 7 | page(&ept()));
+            let gpa = |gfn: u64| match gfn {
+                LARGE.. if !flat => 1 << 21 | (gfn - LARGE) << 12,
+                _ => gfn << 12,
+            };
+            for gfn in neighbours {
+                machine.access(0, gpa(gfn), &Access::WRITE).unwrap();
+            }
+            for access in [Access::READ, Access::WRITE, Access::FETCH] {
+                let refused = machine.access(0, gpa(frame) | 0x80, &access);
+                let Err(Refused::L1(L1Fault::ApicAccess(told))) = refused else {
+                    panic!("{refused:?}")
+                };
+                assert_eq!((told.offset, told.linear), (0x80, true));
+                assert_eq!((told.write, told.fetch), (access.write, access.fetch));
+            }
+            machine.audit();
+            // Another vCPU, with the same tables and another frame.
+            machine.vcpus[1].borrow_mut().kind = with(neighbours[0], flat);
+            machine.enter(1);
+            machine.access(1, gpa(frame), &Access::WRITE).unwrap();
+            assert!(machine.access(1, gpa(neighbours[0]), &Access::READ).is_err());
+            assert!(machine.access(0, gpa(frame), &Access::READ).is_err());
+            machine.access(0, gpa(neighbours[0]), &Access::READ).unwrap();
+            machine.audit();
+        }
+    }
 }

@@ -16,7 +16,7 @@ use host::std_port::test::host_frame;
 use x86::{Gfn, Gpa};
 
 use crate::hardware::{Hardware, Reached};
-use crate::reference::{Access, Found, Kind, No};
+use crate::reference::{Access, Apic, Found, Kind, No};
 use crate::section::section;
 
 /// Frames of real memory: 0 to 31 in one slot, 32 to 63 in another.
@@ -89,7 +89,8 @@ pub fn npt() -> Kind {
 }
 
 pub fn ept() -> Kind {
-    Kind::Ept { flags: true, execute_only: true, pages_2m: true, pages_1g: true, width: 40 }
+    let apic = Apic::default();
+    Kind::Ept { flags: true, execute_only: true, pages_2m: true, pages_1g: true, width: 40, apic }
 }
 
 impl Machine {

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use crate::agree::{full, kind, levels, page, told};
 use crate::machine::{LARGE, LARGE_END, Machine, Refused, SMALL};
-use crate::reference::{Access, Kind, No};
+use crate::reference::{Access, Apic, Kind, No};
 
 /// Few indices, so that walks meet.
 const INDICES: [u64; 6] = [0, 1, 2, 3, 256, 511];
@@ -26,6 +26,11 @@ fn addresses(kind: &Kind) -> Vec<u64> {
     }
     // Beyond what the tables reach.
     all.push(1 << (12 + 9 * kind.levels()) | 1 << 12);
+    // Of an L2 without tables.
+    all.extend(
+        [8, 30, 31, 33, LARGE, LARGE + 7, LARGE + 8, LARGE + 511, LARGE + 513, 100]
+            .map(|n| n << 12),
+    );
     all.sort_unstable();
     all.dedup();
     all
@@ -137,6 +142,14 @@ impl Run {
         for index in INDICES {
             run.machine.poke(6, index, (30 + index % 7) << 12 | page(&kind));
         }
+        // The other one's local APIC is another frame, or none: pages that both could use.
+        if let Kind::Ept { apic: Apic { flat: false, .. }, .. } = kind {
+            let frame = [None, Some(30), Some(LARGE + 8)][usize::from(logs) + usize::from(more)];
+            let vcpu = &mut *run.machine.vcpus[1].borrow_mut();
+            if let Kind::Ept { apic, .. } = &mut vcpu.kind {
+                apic.frame = frame;
+            }
+        }
         (0..2).for_each(|n| {
             run.machine.enter(n);
         });
@@ -209,7 +222,10 @@ impl Run {
                 let (vcpu, gpa) = (usize::from(vcpu & 1), self.gpa(gpa, n));
                 let access = Access::ALL[usize::from(n & 3)];
                 let expected = machine.reference(vcpu, gpa, &access);
-                let tables = self.kind.tables(machine.vcpus[vcpu].borrow().root);
+                let tables = {
+                    let vcpu = machine.vcpus[vcpu].borrow();
+                    vcpu.kind.tables(vcpu.root)
+                };
                 // It sets bits in L1's tables, as L1 itself might.
                 let found = translate(machine, &tables, &told(&self.kind, gpa, &access));
                 assert_eq!(found.is_ok(), expected.is_ok(), "{found:x?} {expected:x?}");

@@ -1,14 +1,23 @@
 //! The walk of L1's tables, from the manuals and apart from the code under test (APM vol. 2 §15.25; SDM vol. 3C
 //! §29.3).
 
-use gannet_mmu::{EptOffer, L1Fault, PagingContext, Tables};
-use x86::{Cr0, Cr4, Efer};
+use gannet_mmu::{ApicAccess, EptOffer, L1Fault, PagingContext, Tables};
+use x86::{Cr0, Cr4, Efer, Gfn};
 
 /// What kind of tables L1 has, and what its CPU has of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Npt { five: bool, nx: bool, gbpages: bool, amd: bool, width: u8 },
-    Ept { flags: bool, execute_only: bool, pages_2m: bool, pages_1g: bool, width: u8 },
+    Ept { flags: bool, execute_only: bool, pages_2m: bool, pages_1g: bool, width: u8, apic: Apic },
+}
+
+/// What else decides where L2's accesses go.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Apic {
+    /// The frame that stands for L2's local APIC.
+    pub frame: Option<u64>,
+    /// There are no tables. Then there is such a frame, and there are no flags.
+    pub flat: bool,
 }
 
 /// An access of L2's, to its own paging entries or to a page.
@@ -80,9 +89,13 @@ impl Kind {
                 };
                 Tables::npt(root << 12 | 0x18, &l1).unwrap()
             }
-            Kind::Ept { flags, execute_only, pages_2m, pages_1g, width } => {
+            Kind::Ept { flags, execute_only, pages_2m, pages_1g, width, apic } => {
                 let offer = EptOffer { maxphyaddr: width, execute_only, pages_2m, pages_1g };
-                Tables::ept(root << 12 | if flags { 0x5e } else { 0x1e }, &offer)
+                let tables = match apic.flat {
+                    true => Tables::FLAT,
+                    false => Tables::ept(root << 12 | if flags { 0x5e } else { 0x1e }, &offer),
+                };
+                apic.frame.map_or(tables, |frame| tables.without_frame(Gfn(frame)).unwrap())
             }
         }
     }
@@ -163,8 +176,39 @@ impl Kind {
         entry & if matches!(self, Kind::Npt { .. }) { 1 } else { 7 } != 0
     }
 
-    /// The walk. `read`: the word at an L1-physical address.
+    fn apic(&self) -> Apic {
+        match *self {
+            Kind::Npt { .. } => Apic::default(),
+            Kind::Ept { apic, .. } => apic,
+        }
+    }
+
+    /// The walk, and whether it leads to L2's local APIC.
     pub fn walk(
+        &self,
+        root: u64,
+        gpa: u64,
+        access: &Access,
+        read: impl FnMut(u64) -> Option<u64>,
+    ) -> Result<Found, No> {
+        let found = if self.apic().flat {
+            Found { gpa, level: 1, accessed: true, dirty: true }
+        } else {
+            self.walk_tables(root, gpa, access, read)?
+        };
+        if self.apic().frame != Some(found.gpa >> 12) {
+            return Ok(found);
+        }
+        Err(No::L1(L1Fault::ApicAccess(ApicAccess {
+            offset: (gpa & 0xfff) as u16,
+            write: self.writes(access),
+            fetch: access.fetch,
+            linear: !access.table,
+        })))
+    }
+
+    /// The walk. `read`: the word at an L1-physical address.
+    fn walk_tables(
         &self,
         root: u64,
         gpa: u64,

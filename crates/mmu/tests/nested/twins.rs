@@ -77,8 +77,8 @@ fn a_flush_compares() {
 /// its root is looked up.
 fn with_and_without_flags(by_role: bool) {
     let machine = Machine::new(1, ept(), 4, false);
-    let Kind::Ept { execute_only, pages_2m, pages_1g, width, .. } = ept() else { return };
-    let without = Kind::Ept { flags: false, execute_only, pages_2m, pages_1g, width };
+    let Kind::Ept { execute_only, pages_2m, pages_1g, width, apic, .. } = ept() else { return };
+    let without = Kind::Ept { flags: false, execute_only, pages_2m, pages_1g, width, apic };
     for gfn in 1..4 {
         machine.poke(gfn, 0, (gfn + 1) << 12 | 7);
     }

@@ -31,6 +31,7 @@ impl Machine {
         self.run_pending = false;
         self.launching = false;
         self.trap_pending = false;
+        self.fall_pending = false;
     }
 
     /// Saves all of L2's state while L2 runs, for KVM_GET_NESTED_STATE. The hardware's VMCS stays what counts.

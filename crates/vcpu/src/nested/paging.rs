@@ -10,9 +10,10 @@
 use core::mem::{replace, swap, take};
 
 use backend::{
-    Backend, Event, Exit, L1Flush, L1Tables, NestedPageFault, NestedPaging, TablesRefuse, TdpFault,
+    ApicAccess, Backend, Event, Exit, L1Flush, L1Tables, NestedPageFault, NestedPaging,
+    TablesRefuse, TdpFault,
 };
-use emulate::Stop;
+use emulate::{Decoded, SimpleMmio, Stop};
 use host::{KBox, NoMemory};
 use mmu::nested::{
     Part,
@@ -67,7 +68,13 @@ const fn told(fault: L1Fault) -> TablesRefuse {
         L1Fault::Npf { info } => TablesRefuse::Npf(info),
         L1Fault::Violation { qualification } => TablesRefuse::Violation(qualification),
         L1Fault::Misconfiguration => TablesRefuse::Misconfiguration,
+        L1Fault::ApicAccess(access) => TablesRefuse::ApicAccess(access_to_apic(access)),
     }
+}
+
+const fn access_to_apic(access: mmu::ApicAccess) -> ApicAccess {
+    let mmu::ApicAccess { offset, write, fetch, linear } = access;
+    ApicAccess { offset, write, fetch, linear }
 }
 
 const fn access_of(fault: NestedPageFault) -> NestedAccess {
@@ -99,9 +106,9 @@ impl<B: Backend> Vcpu<B> {
         self.b.nested().and_then(NestedPaging::l1_tables)
     }
 
-    /// Whether L2 runs, with tables of L1's.
-    pub(super) fn runs_with_l1_tables(&self) -> bool {
-        self.wanted_tables().is_some()
+    /// Whether L2 runs with tables of L1's, and so with the PDPTEs that its control block names.
+    pub(super) fn has_pdptes_of_l1(&self) -> bool {
+        !matches!(self.wanted_tables(), None | Some(L1Tables::Flat { .. }))
     }
 
     /// Another level runs from now on.
@@ -147,10 +154,15 @@ impl<B: Backend> Vcpu<B> {
                 };
                 Tables::npt(ncr3, &context)
             }
-            L1Tables::Ept { pointer, pages_2m, pages_1g, execute_only } => {
+            L1Tables::Ept { pointer, pages_2m, pages_1g, execute_only, apic } => {
                 let offer = EptOffer { maxphyaddr, execute_only, pages_2m, pages_1g };
-                Some(Tables::ept(pointer, &offer))
+                let tables = Tables::ept(pointer, &offer);
+                match apic {
+                    Some(frame) => tables.without_frame(frame),
+                    None => Some(tables),
+                }
             }
+            L1Tables::Flat { apic } => Tables::FLAT.without_frame(apic),
         }
     }
 
@@ -257,6 +269,9 @@ impl<B: Backend> Vcpu<B> {
             NestedFault::Fixed { replaced } => self.nested_fault_fixed(replaced),
             NestedFault::L1(fault) => {
                 let undelivered = b.interrupted_delivery();
+                if undelivered.is_none() && is_served(b, fault).is_some() {
+                    return Next::Leave;
+                }
                 let Some(nested) = b.nested_mut() else { return Next::Leave };
                 let l1 = Mapped::new(memory, view);
                 let at = Gpa(access.gpa);
@@ -305,6 +320,12 @@ impl<B: Backend> Vcpu<B> {
         let outcome = memory.nested_fault(by, tables, &mut stage.roots, access, missing.as_ref());
         if let NestedOutcome::L1(fault) = outcome {
             let undelivered = self.b.interrupted_delivery();
+            if undelivered.is_none()
+                && let Some(served) = is_served(&self.b, fault)
+                && self.serve_apic_access(served)?
+            {
+                return Ok(());
+            }
             self.refuse_outside(Gpa(access.gpa), told(fault), undelivered);
             return Ok(());
         }
@@ -331,6 +352,55 @@ impl<B: Backend> Vcpu<B> {
         self.device_access(TdpFault { gpa, present, ..fault })
     }
 
+    /// An access to the APIC-access page that L1 leaves to its virtual-APIC page. False: the instruction is no plain load
+    /// or store of four bytes, which L1 hears of instead.
+    #[cold]
+    #[inline(never)]
+    fn serve_apic_access(&mut self, access: ApicAccess) -> Outcome<bool> {
+        let (_, decoded) = self.slow_decode()?;
+        let Some((plain, store)) = self.plain_word(access, &decoded) else { return Ok(false) };
+        let next = self.wrap_rip(self.b.rip().wrapping_add(u64::from(decoded.len())));
+        let done = self.across_levels(|v| {
+            let l1 = Whole::new(&v.memory, None);
+            let nested = v.b.nested_mut()?;
+            Some(nested.do_apic_access(&mut v.gprs, access.offset, store, next, &l1))
+        });
+        match done {
+            Some(Ok(value)) => {
+                let [a, b, c, d] = value.to_le_bytes();
+                self.finish_load(plain, [a, b, c, d, 0, 0, 0, 0], next);
+            }
+            Some(Err(done)) => {
+                let _ = self.executed(done, next);
+            }
+            None => {}
+        }
+        Ok(true)
+    }
+
+    /// The load or store that such an access is, and what is stored. Bytes that access the page otherwise came after the
+    /// fault.
+    fn plain_word(
+        &self,
+        access: ApicAccess,
+        decoded: &Decoded,
+    ) -> Option<(SimpleMmio, Option<u32>)> {
+        let simple = decoded.simple_mmio()?;
+        let store = match simple {
+            SimpleMmio::Load { size: 4, .. } => None,
+            SimpleMmio::StoreReg { size: 4, src } => {
+                let whole = self.gprs.0.get(usize::from(src.index & 15)).copied().unwrap_or(0);
+                Some(src.extract(whole) as u32)
+            }
+            SimpleMmio::StoreImm { size: 4, value } => Some(value as u32),
+            _ => return None,
+        };
+        let fits = self.is_64bit_code()
+            && self.page_offset(decoded) == access.offset
+            && store.is_some() == access.write;
+        fits.then_some((simple, store))
+    }
+
     fn refuse_outside(&mut self, at: Gpa, why: TablesRefuse, undelivered: Option<Event>) {
         self.user_io.forget();
         let done = self.across_levels(|v| {
@@ -341,6 +411,13 @@ impl<B: Backend> Vcpu<B> {
             let _ = self.refused(done);
         }
     }
+}
+
+/// The access, if the fault is one to the APIC-access page that L1 leaves to its virtual-APIC page.
+fn is_served<B: Backend>(b: &B, fault: L1Fault) -> Option<ApicAccess> {
+    let L1Fault::ApicAccess(access) = fault else { return None };
+    let access = access_to_apic(access);
+    b.nested().is_some_and(|nested| nested.serves_apic_access(access)).then_some(access)
 }
 
 /// Addresses of L2's in software.

@@ -79,7 +79,7 @@ impl<B: Backend> Vcpu<B> {
         let c = self.b.control();
         if self.b.pdptes().is_some()
             && is_pae(c.cr0, c.cr4, c.efer)
-            && !self.runs_with_l1_tables()
+            && !self.has_pdptes_of_l1()
             && self.load_pdptes(c.cr3).is_err()
         {
             self.rare.pdptes_due = true;

@@ -12,6 +12,7 @@ use crate::{
     run::{
         events::Outer,
         outcome::{Next, Outcome},
+        user_exit::{ERROR_EMULATION, ErrorData},
     },
 };
 
@@ -106,6 +107,10 @@ impl<B: Backend> Vcpu<B> {
         });
         match done {
             Some((_, Some((at, fault)))) => self.note_refused(at, fault),
+            Some((Executed::NoPage, None)) => {
+                // As on stock KVM: it is the VMM's doing that no memory is there.
+                return Err(self.internal_error(ERROR_EMULATION, ErrorData::default()));
+            }
             Some((done, None)) => {
                 let _ = self.executed(done, next);
             }
@@ -318,6 +323,12 @@ impl<B: Backend> Vcpu<B> {
         let held = self.smm.latched_init;
         match done {
             Executed::Entered => self.cross(),
+            Executed::EnteredOwing => {
+                self.cross();
+                self.events.outer.set(Outer::NESTED, true);
+                self.pending.raise();
+                return Next::Done;
+            }
             Executed::Asleep(sleep) => {
                 self.level_changed();
                 self.shared.set_mp_state(match sleep {
@@ -349,7 +360,7 @@ impl<B: Backend> Vcpu<B> {
                 self.pending.raise();
             }
             Executed::Fault(exception) => self.raise(exception),
-            Executed::Outside => return Next::Leave,
+            Executed::Outside | Executed::NoPage => return Next::Leave,
             Executed::Shutdown => {
                 self.level_changed();
                 self.end_halt_of_l2();

@@ -33,8 +33,8 @@ pub(crate) struct Roots {
     /// All are to be unloaded first.
     unload: bool,
     watch: Watch,
-    /// What the registers made of the role at the last look, under shadow paging.
-    role: Role,
+    /// What the registers made of the role at the last look, under shadow paging: its lower half.
+    role: u32,
     /// The registers at the last look, with `keep_roots=0`.
     seen: ResetBits,
     cache: KBox<RootCache<Hpa>>,
@@ -50,7 +50,7 @@ impl Roots {
             unload: false,
             watch,
             seen: ResetBits::default(),
-            role: Role::default(),
+            role: 0,
             cache: KBox::new(RootCache::new())?,
         })
     }
@@ -105,7 +105,7 @@ impl<B: Backend> Vcpu<B> {
     fn look_at_role(&mut self) {
         let c = self.b.control();
         if self.roots.is_shadow() {
-            let role = Role::of_registers(c.cr0, c.cr4, c.efer);
+            let role = Role::of_registers(c.cr0, c.cr4, c.efer).bits() as u32;
             if core::mem::replace(&mut self.roots.role, role) != role {
                 self.want_root();
             }

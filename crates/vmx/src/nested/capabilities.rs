@@ -30,6 +30,7 @@ const OFFER: Offer = Offer {
         .union(ProcControls2::SHADOW_VMCS)
         .union(ProcControls2::VMFUNC)
         .union(ProcControls2::XSAVES)
+        .union(ProcControls2::VIRTUALIZE_APIC_ACCESSES)
         .union(ProcControls2::VIRTUALIZE_X2APIC)
         .union(ProcControls2::APIC_REGISTERS)
         .union(ProcControls2::TSC_SCALING),

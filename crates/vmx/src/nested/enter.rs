@@ -2,15 +2,16 @@
 
 use backend::{Executed, Gprs, L1Memory, LiveRegisters, Msrs, RSP, Sleep, TSC_RATIO_ONE};
 use cpu::Cpu;
+use nested_vmx::apic_page;
 use nested_vmx::checks::{Limits, guest::activity_state};
 use nested_vmx::events::{self, Sleeps};
-use nested_vmx::leave::host::entry_loads;
+use nested_vmx::leave::{Report, host::entry_loads};
 use nested_vmx::machine::{Entered, PendingEntry};
 use nested_vmx::merge::{self, Flush, L0, Pages, time};
 use nested_vmx::{EntryFailure, GuestMemory, Vmcs12};
 use x86::vmcs::{
-    EntryControls, ExitControls, Group, Groups, PinControls, ProcControls, ProcControls2, event,
-    field,
+    EntryControls, ExitControls, ExitReason, Group, Groups, PinControls, ProcControls,
+    ProcControls2, event, field,
 };
 use x86::{Cr0, Cr4, Dr7, Efer, Gpa, msr};
 
@@ -156,10 +157,38 @@ impl<C: Cpu> Vmx<C> {
         }
         self.change_to_l2(n, gprs, dirty);
         n.machine.entered(entry);
+        if n.machine.vmcs12().apic_access_page().is_some()
+            && apic_page::falls_at_entry(n.machine.vmcs12(), memory)
+        {
+            return self.fall(n, gprs, memory);
+        }
         if n.machine.vmcs12().get(field::GUEST_ACTIVITY) == activity_state::ACTIVE {
             return Executed::Entered;
         }
         Self::put_to_sleep(n)
+    }
+
+    /// L2 was entered with a priority below L1's threshold: its run ends behind what the entry injects, and before its
+    /// first instruction.
+    #[cold]
+    #[inline(never)]
+    fn fall<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &mut Gprs,
+        memory: &Memory<'_, M>,
+    ) -> Executed {
+        let v = n.machine.vmcs12();
+        let injects = v.get(field::ENTRY_INTERRUPTION) & event::VALID != 0;
+        if injects || !Self::may_leave(n, memory) {
+            n.machine.fall_pending = true;
+            // It does not sleep meanwhile.
+            n.machine.vmcs12_mut().set(field::GUEST_ACTIVITY, activity_state::ACTIVE);
+            return Executed::EnteredOwing;
+        }
+        let mut report = Report::plain(ExitReason::TprBelowThreshold, 0);
+        report.activity = v.get(field::GUEST_ACTIVITY);
+        self.leave_l2(n, gprs, &report, memory)
     }
 
     /// L2 was entered in another state than the active one: the vCPU waits for it in that.
@@ -202,7 +231,7 @@ impl<C: Cpu> Vmx<C> {
         self.exchange(n);
         // Whoever runs the loop finds L2's root anew before L2 is entered.
         let of_l1 = n.other.fields.get(fields::EPT_POINTER).unwrap_or(0);
-        self.set_ept_pointer(if n.machine.vmcs12().has_ept() { n.root } else { of_l1 });
+        self.set_ept_pointer(if n.machine.vmcs12().has_own_root() { n.root } else { of_l1 });
         self.compose(n, dirty);
         self.load_l2(n, gprs, dirty);
     }
@@ -231,7 +260,7 @@ impl<C: Cpu> Vmx<C> {
             self.set(fields::GUEST_DEBUGCTL, 0);
         }
         // A log of L2's own physical addresses would be of no use.
-        if l0.secondary.contains(ProcControls2::PML) && !v.has_ept() {
+        if l0.secondary.contains(ProcControls2::PML) && !v.has_own_root() {
             // L2's addresses are L1's own.
             let word = self.get(fields::PROC_CONTROLS2);
             self.set(fields::PROC_CONTROLS2, word | ProcControls2::PML.bits());

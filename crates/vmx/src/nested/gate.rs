@@ -71,6 +71,9 @@ impl<C: Cpu> Vmx<C> {
                 let information = inject::encode(Event::Exception(*e), self.cr0.contains(Cr0::PE));
                 Report::event(information, inject::error_code(e), qualification(e))
             }
+            Waiting::MonitorTrap if n.machine.fall_pending => {
+                Report::plain(ExitReason::TprBelowThreshold, 0)
+            }
             Waiting::MonitorTrap => Report::plain(ExitReason::MonitorTrap, 0),
             Waiting::TripleFault => Report::plain(ExitReason::TripleFault, 0),
         };

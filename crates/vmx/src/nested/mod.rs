@@ -310,7 +310,8 @@ impl<C: Cpu> backend::MonitorTrap for Vmx<C> {
     }
 
     fn owes_trap(&self) -> bool {
-        self.cold.of_l1.runs && self.nested.as_ref().is_some_and(|n| n.machine.trap_pending)
+        let owes = |n: &KBox<Nested>| n.machine.trap_pending || n.machine.fall_pending;
+        self.cold.of_l1.runs && self.nested.as_ref().is_some_and(owes)
     }
 
     /// Bit 12 says that an enabled breakpoint was met (SDM vol. 3C table 25-4).

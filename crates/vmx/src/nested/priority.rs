@@ -2,6 +2,7 @@
 
 use backend::{Executed, Gprs, L1Memory, MonitorTrap as _, RAX, RDX, Turn};
 use cpu::Cpu;
+use nested_vmx::apic_page;
 use nested_vmx::leave::Report;
 use nested_vmx::merge::bitmaps::Direction;
 use nested_vmx::priority::{self, Access, Moved};
@@ -66,17 +67,54 @@ impl<C: Cpu> Vmx<C> {
             Err(exception) => Executed::Fault(exception),
             Ok(Moved::On) => Executed::Retired,
             Ok(Moved::Fell) => {
-                self.complete_move();
+                let next = self.next_rip();
+                self.complete_move(next);
                 let report = Report::plain(ExitReason::TprBelowThreshold, 0);
                 self.leave_l2(n, gprs, &report, &memory)
             }
+            // None of these does.
+            Ok(Moved::Written(_)) => Executed::Shutdown,
         }
+    }
+
+    /// Carries out a plain access to the APIC-access page, at that offset, of an instruction behind which L2 goes on at
+    /// `next`.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn access_apic<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &mut Gprs,
+        (offset, store): (u16, Option<u32>),
+        next: u64,
+        l1: &M,
+    ) -> Result<u32, Executed> {
+        let memory = Memory::new(l1);
+        if store.is_some() && !Self::may_leave(n, &memory) {
+            return Err(Executed::Outside);
+        }
+        let v = n.machine.vmcs12();
+        let Some(value) = store else {
+            let value = apic_page::read(v, offset, &memory);
+            return if memory.has_missed() { Err(Executed::Outside) } else { Ok(value) };
+        };
+        let moved = apic_page::write(v, offset, value, &memory);
+        if memory.has_missed() {
+            return Err(Executed::Outside);
+        }
+        let report = match moved {
+            Moved::On => return Ok(0),
+            Moved::Fell => Report::plain(ExitReason::TprBelowThreshold, 0),
+            Moved::Written(offset) => Report::plain(ExitReason::ApicWrite, u64::from(offset)),
+        };
+        self.complete_move(Some(next));
+        Err(self.leave_l2(n, gprs, &report, &memory))
     }
 
     /// The exit is behind the instruction: it has retired, and the exception that its step owes is told along
     /// (SDM vol. 3C §28.3.4).
-    fn complete_move(&mut self) {
-        if let Some(next) = self.next_rip() {
+    fn complete_move(&mut self, next: Option<u64>) {
+        if let Some(next) = next {
             self.retire(next);
         }
         let flags = Rflags::from_bits_retain(self.get(fields::GUEST_RFLAGS));

@@ -4,8 +4,8 @@
 //! GANNET_NESTED_STEPS says how many steps: `GANNET_NESTED_STEPS=10000000 cargo test --release -p gannet-vmx random`.
 
 use backend::{
-    Asleep as _, Claim, Executed, Gate, Injection, Level, Nested as _, NestedPaging,
-    NestedState as _, Sleep, TablesRefuse, Waiting, WorldSwitch as _,
+    ApicAccess, Asleep as _, Claim, Executed, Gate, Injection, L1Tables, Level, Nested as _,
+    NestedPaging, NestedState as _, Sleep, TablesRefuse, Waiting, WorldSwitch as _,
 };
 use nested_vmx::Vmcs12;
 use x86::vmcs::place::VMCS12_REVISION;
@@ -26,7 +26,8 @@ const PAGES: [u64; 12] = [
 const OWN: u64 = 0x9000;
 
 /// Secondary controls that L1 is offered.
-const OFFERED: [u64; 8] = [0, 1 << 1, 1 << 4, 1 << 5, 1 << 13 | 1 << 1, 1 << 14, 1 << 20, 1 << 8];
+const OFFERED: [u64; 9] =
+    [0, 1 << 1, 1 << 4, 1 << 5, 1 << 13 | 1 << 1, 1 << 14, 1 << 20, 1 << 8, 1];
 
 struct Random(u64);
 
@@ -51,6 +52,7 @@ impl Random {
 fn start() -> Vmcs12 {
     let mut v = good();
     v.set(field::VIRTUAL_APIC_ADDR, PAGES[3]);
+    v.set(field::APIC_ACCESS_ADDR, PAGES[2]);
     v.set(field::MSR_BITMAP, PAGES[4]);
     v.set(field::VMREAD_BITMAP, PAGES[4]);
     v.set(field::VMWRITE_BITMAP, PAGES[4]);
@@ -86,6 +88,7 @@ fn written(r: &mut Random) -> (u32, u64) {
         12 => (field::VPID.encoding(), r.next() & 3),
         13 => (field::GUEST_CR4.encoding(), 0x2020 | r.next() & 0x680),
         14 => (field::TPR_THRESHOLD.encoding(), r.next() & r.next() & r.next() & 15),
+        16 => (field::APIC_ACCESS_ADDR.encoding(), page),
         15 => (field::GUEST_INTERRUPTIBILITY.encoding(), r.next() & 11),
         _ => (field::GUEST_RFLAGS.encoding(), r.of(&[2, 0x202])),
     }
@@ -121,6 +124,7 @@ struct Run {
     asleep: Option<Sleep>,
     entries: usize,
     sleeps: usize,
+    accesses: usize,
     /// Entries with each secondary control.
     with: [usize; 32],
 }
@@ -131,7 +135,8 @@ impl Run {
         let mut rig = Rig::on(f, &start(), 0xd01);
         let n = rig.v.nested.as_mut().unwrap();
         n.machine.capabilities.cr4_fixed1 |= 1 << 11;
-        Self { rig, random: Random(seed), asleep: None, entries: 0, sleeps: 0, with: [0; 32] }
+        let (random, with) = (Random(seed), [0; 32]);
+        Self { rig, random, asleep: None, entries: 0, sleeps: 0, accesses: 0, with }
     }
 
     /// What is done outside the loop if it cannot be done inside.
@@ -161,7 +166,7 @@ impl Run {
                 self.asleep = Some(sleep);
                 self.sleeps += 1;
             }
-            Executed::Entered => {
+            Executed::Entered | Executed::EnteredOwing => {
                 self.entries += 1;
                 let n = self.rig.v.nested.as_ref().unwrap();
                 let second = n.machine.vmcs12().secondary().bits();
@@ -294,12 +299,40 @@ impl Run {
                 if self.rig.v.nested_page_fault().is_none() {
                     return Executed::Retired;
                 }
+                if qualification & 1 << 20 != 0 {
+                    return self.access_apic(qualification);
+                }
                 let why = TablesRefuse::Violation(qualification & 0x1bf);
                 self.whole(|rig| rig.v.refuse(&mut rig.g, Gpa(0x5000), why, None, &rig.m))
             }
             Ok(Claim::L0 | Claim::ByValue) => Executed::Retired,
             Err(_) => Executed::Retired,
         }
+    }
+
+    /// L2 accesses the APIC-access page, if it has one.
+    fn access_apic(&mut self, random: u64) -> Executed {
+        let write = random & 1 << 21 != 0;
+        let offset = (random >> 24 & 0xff0) as u16;
+        let access = ApicAccess { offset, write, fetch: false, linear: random & 1 << 22 != 0 };
+        let has_page = match self.rig.v.l1_tables() {
+            Some(L1Tables::Flat { .. }) => true,
+            Some(L1Tables::Ept { apic, .. }) => apic.is_some(),
+            _ => false,
+        };
+        if !has_page {
+            return Executed::Retired;
+        }
+        self.accesses += 1;
+        if !self.rig.v.serves_apic_access(access) {
+            let why = TablesRefuse::ApicAccess(access);
+            return self.whole(|rig| rig.v.refuse(&mut rig.g, Gpa(0x5000), why, None, &rig.m));
+        }
+        let store = write.then_some(random as u32);
+        self.whole(|rig| match rig.v.do_apic_access(&mut rig.g, offset, store, 0x403, &rig.m) {
+            Ok(_) => Executed::Retired,
+            Err(done) => done,
+        })
     }
 
     /// The state travels, outside the loop.
@@ -343,17 +376,20 @@ fn random_sequences_break_nothing() {
         // Where L1 has written itself into a corner, it begins anew.
         if at % 100 == 99 {
             let seed = run.random.next();
-            let (entries, sleeps, with) = (run.entries, run.sleeps, run.with);
+            let (entries, sleeps, accesses) = (run.entries, run.sleeps, run.accesses);
+            let with = run.with;
             drop(run);
-            run = Run { entries, sleeps, with, ..Run::new(seed) };
+            run = Run { entries, sleeps, accesses, with, ..Run::new(seed) };
         }
         run.step();
     }
-    std::println!("{} entries, {} asleep, with {:?}", run.entries, run.sleeps, run.with);
+    let (entries, with) = (run.entries, run.with);
+    std::println!("{entries} entries, {} asleep, with {with:?}", run.sleeps);
     assert!(run.entries as u64 > steps / 200, "{} entries", run.entries);
     assert!(run.sleeps > 0);
-    // EPT, virtual x2APIC mode, VPID, VM functions, VMCS shadowing, XSAVES.
-    for bit in [1, 4, 5, 13, 14, 20] {
+    assert!(run.accesses > 0);
+    // The APIC-access page, EPT, virtual x2APIC mode, VPID, VM functions, VMCS shadowing, XSAVES.
+    for bit in [0, 1, 4, 5, 13, 14, 20] {
         assert!(run.with[bit] > 0, "no entry with control {bit}");
     }
 }

@@ -125,6 +125,9 @@ impl<C: Cpu> Vmx<C> {
             }
         }
         n.machine.entered(PendingEntry { launch: false });
+        let v = n.machine.vmcs12();
+        n.machine.fall_pending =
+            v.apic_access_page().is_some() && nested_vmx::apic_page::falls_at_entry(v, memory);
     }
 }
 

@@ -3,10 +3,11 @@
 //! SDM vol. 3C §29.3 (EPT), §29.4.3 (INVEPT), table 28-7 (the qualification of an EPT violation).
 
 use backend::{
-    Event, Executed, Gprs, L1Flush, L1Memory, L1Tables, NestedPageFault, NestedPaging, RAX, RCX,
-    TablesRefuse,
+    ApicAccess, Event, Executed, Gprs, L1Flush, L1Memory, L1Tables, NestedPageFault, NestedPaging,
+    RAX, RCX, TablesRefuse,
 };
 use cpu::Cpu;
+use nested_vmx::apic_page;
 use nested_vmx::leave::{Exit, Report};
 use nested_vmx::machine::{Invalidation, Switch};
 use x86::vmcs::{ExitReason, ept_violation, eptp, field};
@@ -26,11 +27,16 @@ impl<C: Cpu> NestedPaging for Vmx<C> {
         let n = self.nested.as_ref().filter(|_| self.cold.of_l1.runs)?;
         let v = n.machine.vmcs12();
         let offered = n.machine.capabilities.ept_vpid;
-        v.has_ept().then(|| L1Tables::Ept {
+        let apic = v.apic_access_page().map(Gpa::gfn);
+        if !v.has_ept() {
+            return apic.map(|apic| L1Tables::Flat { apic });
+        }
+        Some(L1Tables::Ept {
             pointer: v.get(field::EPT_POINTER),
             pages_2m: offered.large_2m(),
             pages_1g: offered.large_1g(),
             execute_only: offered.execute_only(),
+            apic,
         })
     }
 
@@ -73,9 +79,41 @@ impl<C: Cpu> NestedPaging for Vmx<C> {
             .unwrap_or(Executed::Shutdown)
     }
 
+    fn serves_apic_access(&self, access: ApicAccess) -> bool {
+        self.nested.as_ref().is_some_and(|n| {
+            let ApicAccess { offset, write, fetch, linear } = access;
+            linear && !fetch && apic_page::serves(n.machine.vmcs12(), offset, write)
+        })
+    }
+
+    fn do_apic_access(
+        &mut self,
+        gprs: &mut Gprs,
+        offset: u16,
+        store: Option<u32>,
+        next: u64,
+        l1: &impl L1Memory,
+    ) -> Result<u32, Executed> {
+        self.with_nested(|this, n| this.access_apic(n, gprs, (offset, store), next, l1))
+            .unwrap_or(Err(Executed::Shutdown))
+    }
+
     fn take_l1_flush(&mut self) -> L1Flush {
         self.nested.as_mut().map_or(L1Flush::None, |n| core::mem::take(&mut n.flushed))
     }
+}
+
+/// What an exit for an access to the APIC-access page tells (SDM vol. 3C table 28-6).
+const fn qualification_of(access: ApicAccess, delivering: bool) -> u64 {
+    let kind = match access {
+        ApicAccess { linear: false, .. } if delivering => 10,
+        ApicAccess { linear: false, .. } => 15,
+        _ if delivering => 3,
+        ApicAccess { fetch: true, .. } => 2,
+        ApicAccess { write: true, .. } => 1,
+        ApicAccess { .. } => 0,
+    };
+    kind << 12 | access.offset as u64
 }
 
 impl Nested {
@@ -104,13 +142,13 @@ impl<C: Cpu> Vmx<C> {
         if n.other.set_ept_pointer(&self.cpu, pointer) {
             self.attention |= attention::FLUSH_TDP;
         }
-        n.machine.vmcs12().has_ept()
+        n.machine.vmcs12().has_own_root()
     }
 
-    /// Whether L2 runs on tables of its hypervisor's.
+    /// Whether L2 runs on a root of its own.
     pub(crate) fn nested_tables_run(&self) -> bool {
         let n = self.nested.as_ref().filter(|_| self.cold.of_l1.runs);
-        n.is_some_and(|n| n.machine.vmcs12().has_ept())
+        n.is_some_and(|n| n.machine.vmcs12().has_own_root())
     }
 
     /// The EPT pointer of the VMCS that is not current, if the hardware may hold translations made from it.
@@ -159,6 +197,12 @@ impl<C: Cpu> Vmx<C> {
         l1: &M,
     ) -> Executed {
         let (reason, mut qualification) = match why {
+            TablesRefuse::ApicAccess(access) => {
+                let qualification = qualification_of(access, undelivered.is_some());
+                let mut report = Report::plain(ExitReason::ApicAccess, qualification);
+                self.tell_undelivered(&mut report, undelivered);
+                return self.leave_l2(n, gprs, &report, &Memory::new(l1));
+            }
             TablesRefuse::Violation(q) => (ExitReason::EptViolation, q),
             TablesRefuse::Npf(_) | TablesRefuse::Misconfiguration => {
                 (ExitReason::EptMisconfiguration, 0)

@@ -126,6 +126,9 @@ guest_code!(
     "mov $0x482e, %edx",
     "vmread %rdx, %rax",
     "mov %rax, RESULT + 48",
+    "mov $0x4408, %edx",
+    "vmread %rdx, %rax",
+    "mov %rax, RESULT + 56",
     "jmp 0b",
 );
 

@@ -79,7 +79,7 @@ pub(super) fn ready(l2: &[u8]) -> Outcome<Guest> {
 }
 
 /// A hypervisor whose tables map all of its memory where it is, and the fields with which it launches.
-fn prepared(code: &[u8]) -> Outcome<(Guest, [(u64, u64); 3])> {
+pub(super) fn prepared(code: &[u8]) -> Outcome<(Guest, [(u64, u64); 3])> {
     let guest = with(code, &L2_CPUID)?;
     // Secondary controls, and EPT among them.
     let secondary = guest.vcpu().msr(0x48b)?.unwrap_or(0);

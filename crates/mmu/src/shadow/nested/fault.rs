@@ -50,10 +50,10 @@ impl<'a> Target<'a> {
 }
 
 /// The frame that an access goes to, as the tree has it.
-struct Found<'a> {
-    gfn: Gfn,
-    known: u64,
-    chunk: &'a Chunk,
+pub(super) struct Found<'a> {
+    pub(super) gfn: Gfn,
+    pub(super) known: u64,
+    pub(super) chunk: &'a Chunk,
 }
 
 impl State {
@@ -68,6 +68,9 @@ impl State {
             debug_assert!(false, "a fault without a root");
             return NestedFault::Fixed { replaced: true };
         };
+        if self.arena.page(top).role.get().is_direct() {
+            return self.nested_flat(view, top, access);
+        }
         match self.nested_known(view, roots, top, access) {
             Some(fault) => fault,
             None => self.nested_unknown(view, roots, top, access),
@@ -263,6 +266,21 @@ impl State {
         access: &NestedAccess,
     ) -> Result<Found<'_>, NestedFault> {
         let gfn = last.role.frame_for(last.entry, access.gpa);
+        self.frame_at(view, gfn, last.role, access)
+    }
+
+    /// Frame `gfn`, which an access in `role` leads to.
+    #[inline]
+    pub(super) fn frame_at(
+        &self,
+        view: &View<'_>,
+        gfn: Gfn,
+        role: Role,
+        access: &NestedAccess,
+    ) -> Result<Found<'_>, NestedFault> {
+        if role.leaves_out(gfn) {
+            return Err(NestedFault::L1(access.to_left_out()));
+        }
         let chunk = self.frames.chunk(gfn);
         let known = chunk.map_or(0, |chunk| self.frame(view, gfn, chunk, access.write));
         match chunk.filter(|_| known != 0) {
@@ -395,8 +413,8 @@ impl State {
             }
             // An entry that allows nothing is not there, in EPT.
             let used = entry & role.accessed() == role.accessed();
-            if used && (grant.has(Grant::U) || grant.has(Grant::X)) {
-                let gfn = role.leaf_frame(entry, index);
+            let gfn = role.leaf_frame(entry, index);
+            if used && (grant.has(Grant::U) || grant.has(Grant::X)) && !role.leaves_out(gfn) {
                 made += u32::from(self.put_ahead(view, id, index, gfn, grant, entry));
             }
         }

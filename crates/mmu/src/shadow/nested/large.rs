@@ -1,16 +1,57 @@
-//! Large pages of L1's tables for L2.
+//! Large pages of L1's tables for L2, and an L2 without any tables of L1's: its memory is one page as large as can be.
 
 use super::super::State;
 use super::super::arena::PageId;
+use super::super::counters::count;
 use super::super::tables::frame_of;
 use super::fault::Target;
+use super::{NestedFault, NestedFrame};
 use crate::grant::Grant;
+use crate::nested::NestedAccess;
 use crate::source::{PS, index_at};
 use crate::table::View;
 use crate::tdp::LEVEL_2M;
-use x86::Gfn;
+use x86::{Gfn, Gpa};
 
 impl State {
+    /// A fault of an L2 whose physical addresses are L1's. `top`: the root, which is made from no table.
+    #[inline(never)]
+    pub(super) fn nested_flat(
+        &self,
+        view: &View<'_>,
+        top: PageId,
+        access: &NestedAccess,
+    ) -> NestedFault {
+        let role = self.arena.page(top).role.get();
+        let gfn = Gpa(access.gpa).gfn();
+        if access.gpa >> (12 + 9 * u32::from(role.level())) != 0 {
+            // Nothing of the hardware's leads there.
+            return NestedFault::NeedFrame(NestedFrame {
+                gpa: Gpa(access.gpa),
+                write: access.write,
+                exec: access.fetch,
+                table: None,
+            });
+        }
+        let found = match self.frame_at(view, gfn, role, access) {
+            Ok(found) => found,
+            Err(wanted) => return wanted,
+        };
+        let needed = usize::from(role.level().saturating_sub(1));
+        if self.arena.free_count() < needed {
+            return NestedFault::NeedPages(needed);
+        }
+        let (known, chunk) = (found.known, found.chunk);
+        let target = Target { gfn, known, chunk, grant: Grant::ALL, copy: 0 };
+        match self.nested_put_large(view, top, index_at(access.gpa, role.level()), &target) {
+            Some(replaced) => {
+                count(&self.counters.fixed);
+                NestedFault::Fixed { replaced }
+            }
+            None => NestedFault::NeedPages(needed),
+        }
+    }
+
     /// A large page of L1's at entry `index` of page `id`, of level 2 or 3: large here too where the frames
     /// allow, else a page of small ones. Whether something else stood there; `None`: pages ran out.
     pub(super) fn nested_put_large(
@@ -36,7 +77,7 @@ impl State {
             }
             let shift = 9 * (u32::from(level) - 1);
             let base = Gfn(target.gfn.0 >> shift << shift);
-            if level == LEVEL_2M && whole {
+            if level == LEVEL_2M && whole && !role.leaves_out_of_large(base) {
                 let same = !page.is_link(index) && frame_of(page, index) == base;
                 replaced |= page.present.has(index) && !same;
                 let within = (target.gfn.0 & 511) << 12;

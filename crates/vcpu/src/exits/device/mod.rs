@@ -339,7 +339,7 @@ impl<B: Backend> Vcpu<B> {
     /// Offset in its page of the memory operand. FS and GS bases are not in the control block while
     /// the loop runs, but bases are page-aligned or the check fails, which is safe.
     #[inline(always)]
-    fn page_offset(&self, decoded: &Decoded) -> u16 {
+    pub(crate) fn page_offset(&self, decoded: &Decoded) -> u16 {
         decoded.page_offset(|i| self.gprs.0.get(i & 15).copied().unwrap_or(0), self.b.rip(), |_| 0)
     }
 
