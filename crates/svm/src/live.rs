@@ -26,7 +26,7 @@ impl<C: Cpu> Svm<C> {
     /// Whether the guest can see XCR0: only with CR4.OSXSAVE, whose writes exit while it is clear.
     #[inline(always)]
     fn sees_xcr0(&mut self) -> bool {
-        let seen = self.cold.limits.xsave
+        let seen = self.features.xsave
             && Cr4::from_bits_retain(self.vmcb().save.cr4).contains(Cr4::OSXSAVE);
         if !seen {
             // A guest that owns CR4 has cleared OSXSAVE without an exit. When it sets it again, that has

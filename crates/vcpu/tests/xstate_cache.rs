@@ -92,6 +92,31 @@ fn a_guest_without_osxsave_does_not_own_cr4() {
     assert_eq!(v.backend().cpu().inner().xcr0, 7, "the host has its own");
 }
 
+/// The VMM takes XSAVE from a guest that has set CR4.OSXSAVE already: the CPU still lets it look at XCR0, and use what
+/// is in there, so it runs with its own and not with the host's.
+#[test]
+fn a_guest_that_loses_xsave_keeps_its_own_xcr0() {
+    let mut v = vcpu_of(&Machine::default());
+    let mut sregs = v.sregs();
+    sregs.cr4 |= x86::Cr4::OSXSAVE;
+    v.set_sregs(&sregs, None).unwrap();
+    v.set_xcr0(3).unwrap();
+    let mut table = v.cpuid_entries().to_vec();
+    for e in table.iter_mut().filter(|e| e.leaf == 1) {
+        e.ecx &= !(1 << 26);
+    }
+    v.set_cpuid(&table).unwrap();
+    assert!(v.sregs().cr4.contains(x86::Cr4::OSXSAVE));
+    v.backend().cpu().inner().then(shutdown);
+    let before = v.backend().cpu().counts();
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    assert_eq!(
+        v.backend().cpu().counts().since(&before).of(Op::Xsetbv),
+        2,
+        "the guest's, the host's"
+    );
+}
+
 #[test]
 fn with_the_table_no_exit_makes_the_host_execute_cpuid() {
     let mut v = vcpu_of(&machine(true));

@@ -45,7 +45,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// Whether the guest can see XCR0: only with CR4.OSXSAVE, whose writes exit.
     fn sees_xcr0(&self) -> bool {
-        self.cold.limits.xsave && self.cr4.contains(Cr4::OSXSAVE)
+        self.features.xsave && self.cr4.contains(Cr4::OSXSAVE)
     }
 
     /// Exchanges the host's extended state for the guest's, where the two may differ.
