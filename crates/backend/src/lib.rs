@@ -39,7 +39,7 @@ pub use inject::{Injection, NmiWindow};
 pub use l1::{Executed, L1Memory, Outside, Reach, Sleep};
 pub use live::LiveRegisters;
 pub use msrs::{Msrs, NotMine};
-pub use nested::{Asleep, Claim, Gate, Level, MonitorTrap, Nested, Nesting, Waiting};
+pub use nested::{Asleep, Claim, Cr0Write, Gate, Level, MonitorTrap, Nested, Nesting, Waiting};
 pub use nested_paging::{
     ApicAccess, L1Flush, L1Tables, NestedPageFault, NestedPaging, TablesRefuse,
 };

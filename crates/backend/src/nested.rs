@@ -41,6 +41,15 @@ pub enum Claim {
     Instruction,
 }
 
+/// What a write of CR0 is by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cr0Write {
+    /// LMSW, of which L1 hears whatever it changes if it asked for some writes alone.
+    Lmsw,
+    /// MOV or CLTS.
+    Other,
+}
+
 /// An event that waits for the guest.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Waiting {
@@ -125,7 +134,7 @@ pub trait Nested: NestedPaging + NestedState {
     /// ([`Executed::Retired`]), or its run has ended behind it ([`Executed::Left`]).
     fn execute_for_l2(&mut self, gprs: &mut Gprs, l1: &impl L1Memory) -> Executed;
     /// Whether L1 is to hear of the write of CR0 that the last exit of L2 is for, after all. The exit is L1's then.
-    fn claims_cr0(&mut self, new: Cr0) -> bool;
+    fn claims_cr0(&mut self, new: Cr0, by: Cr0Write) -> bool;
     /// Whether the last exit interrupted the delivery of an event that L1 injected and that else an instruction
     /// makes. No instruction stands for it at RIP: it is injected again.
     fn repeats_injection(&mut self) -> bool;
@@ -293,7 +302,7 @@ impl Nested for Absent {
     fn is_enabled(&self) -> bool {
         match *self {}
     }
-    fn claims_cr0(&mut self, _: Cr0) -> bool {
+    fn claims_cr0(&mut self, _: Cr0, _: Cr0Write) -> bool {
         match *self {}
     }
     fn repeats_injection(&mut self) -> bool {

@@ -209,6 +209,10 @@ pub trait Machine {
     fn write_cr(&mut self, _n: u8, _value: u64) -> Result<(), Stop> {
         Err(Stop::Unsupported)
     }
+    /// Writes CR0 for LMSW: `value` is all of CR0, privilege already checked.
+    fn lmsw(&mut self, value: u64) -> Result<(), Stop> {
+        self.write_cr(0, value)
+    }
     /// Reads debug register `n`, privilege already checked.
     fn read_dr(&mut self, _n: u8) -> Result<u64, Stop> {
         Err(Stop::Unsupported)

@@ -72,7 +72,7 @@ impl<M: Machine> Run<'_, M> {
         let cr0 = self.m.cr0();
         // LMSW cannot leave protected mode.
         let new = (cr0 - LMSW) | value | (cr0 & Cr0::PE);
-        self.m.write_cr(0, new.bits())
+        self.m.lmsw(new.bits())
     }
 
     pub(crate) fn clts(&mut self) -> Result<(), Stop> {

@@ -9,7 +9,7 @@
 //! is neither's is zero: a bit that a later processor gives a meaning is not L1's to set.
 
 use x86::{
-    Cr0, Hpa, Rflags,
+    Cr0, Dr6, Hpa, Rflags,
     vmcb::{Clean, Control, Intercept3, Intercept4, NP_ENABLE, Save, VIRTUAL_VMLOAD, Vmcb, vintr},
 };
 
@@ -195,7 +195,8 @@ fn registers(to: &mut Save, from: &Save, dirty: Clean, offered: &Offered) -> Cle
         stale.set(Clean::DT, changed);
     }
     if dirty.contains(Clean::DR) {
-        let changed = put(&mut to.dr6, from.dr6 | 0xffff_0ff0) | put(&mut to.dr7, from.dr7 | 0x400);
+        let changed =
+            put(&mut to.dr6, Dr6::new(from.dr6).bits()) | put(&mut to.dr7, from.dr7 | 0x400);
         stale.set(Clean::DR, changed);
     }
     if dirty.contains(Clean::CR2) {

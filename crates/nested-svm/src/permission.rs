@@ -80,17 +80,30 @@ impl<const N: usize> OpenWords<N> {
     }
 
     /// Tells `set` what each word of L2's map is: what neither L0 nor L1 closes stays open. All other words are
-    /// ones. A map of L1's that is not memory closes all.
-    pub fn merge(&self, memory: &impl L1Memory, map: u64, mut set: impl FnMut(usize, u64)) {
+    /// ones.
+    ///
+    /// # Errors
+    /// A word of L1's map is not memory; those are closed then.
+    pub fn merge(
+        &self,
+        memory: &impl L1Memory,
+        map: u64,
+        mut set: impl FnMut(usize, u64),
+    ) -> Result<(), Outside> {
         let base = map & !(PAGE_SIZE - 1);
+        let mut merged = Ok(());
         for (at, mine) in self.each() {
             let mut bytes = [0; 8];
             let theirs = match memory.read(Gpa(base.wrapping_add(at as u64 * 8)), &mut bytes) {
                 Ok(()) => u64::from_le_bytes(bytes),
-                Err(Outside) => u64::MAX,
+                Err(Outside) => {
+                    merged = Err(Outside);
+                    u64::MAX
+                }
             };
             set(at, mine | theirs);
         }
+        merged
     }
 }
 
@@ -159,10 +172,11 @@ mod tests {
         let mut theirs = Map(vec![0; 0x2000]);
         theirs.0[0x108 * 8] = 0x0c;
         let mut merged = Vec::new();
-        open.merge(&theirs, BASE, |at, value| merged.push((at, value)));
+        assert_eq!(open.merge(&theirs, BASE, |at, value| merged.push((at, value))), Ok(()));
         assert_eq!(merged, [(0x108, !0xff | 0x0c)]);
         merged.clear();
-        open.merge(&theirs, 0, |at, value| merged.push((at, value)));
+        let missing = open.merge(&theirs, 0, |at, value| merged.push((at, value)));
+        assert_eq!(missing, Err(Outside));
         assert_eq!(merged, [(0x108, u64::MAX)]);
     }
 

@@ -109,15 +109,14 @@ fn is_selective(control: &Control) -> bool {
 }
 
 /// Whether L1 wants to hear of a write of CR0 that L0 carries out for L2: it intercepts writes, or selectively those
-/// that change more than TS and MP (APM vol. 2 §15.8.1). LMSW and CLTS are selective exits as far as they change
-/// those.
-pub fn cr0_write(control: &Control, old: Cr0, new: Cr0) -> Option<Exit> {
+/// that change more than TS and MP (APM vol. 2 §15.8.1), and any LMSW (table 15-7).
+pub fn cr0_write(control: &Control, old: Cr0, new: Cr0, lmsw: bool) -> Option<Exit> {
     if intercepts(control, ExitCode::WriteCr0) {
         return Some(Exit::plain(ExitCode::WriteCr0));
     }
     let [_, _, _, third, ..] = control.intercepts;
     let changed = (old ^ new) - (Cr0::TS | Cr0::MP);
-    let selective = third & Intercept3::CR0_SEL_WRITE.bits() != 0 && !changed.is_empty();
+    let selective = third & Intercept3::CR0_SEL_WRITE.bits() != 0 && (lmsw || !changed.is_empty());
     selective.then_some(Exit::plain(ExitCode::Cr0SelWrite))
 }
 
@@ -239,11 +238,17 @@ mod tests {
         let mut block = Vmcb::new_zeroed();
         let (old, ts) = (Cr0::PE | Cr0::PG, Cr0::PE | Cr0::PG | Cr0::TS);
         block.control.intercepts[3] = Intercept3::CR0_SEL_WRITE.bits();
-        assert_eq!(cr0_write(&block.control, old, ts), None);
+        assert_eq!(cr0_write(&block.control, old, ts, false), None);
         let cd = old | Cr0::CD;
-        assert_eq!(cr0_write(&block.control, old, cd), Some(Exit::plain(ExitCode::Cr0SelWrite)));
+        assert_eq!(
+            cr0_write(&block.control, old, cd, false),
+            Some(Exit::plain(ExitCode::Cr0SelWrite))
+        );
         block.control.intercepts[0] = 1 << 16;
-        assert_eq!(cr0_write(&block.control, old, ts), Some(Exit::plain(ExitCode::WriteCr0)));
+        assert_eq!(
+            cr0_write(&block.control, old, ts, false),
+            Some(Exit::plain(ExitCode::WriteCr0))
+        );
     }
 
     #[test]

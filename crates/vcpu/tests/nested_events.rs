@@ -4,7 +4,7 @@ mod rig;
 
 use backend::RDX;
 use gannet_vcpu::{
-    UserExit,
+    RunInput, UserExit,
     state::registers::{GivenEvents, SavedEvents},
 };
 use rig::nested::{BLOCK, Hypervisor, L1_RIP, L2_RIP, vmrun};
@@ -548,4 +548,158 @@ fn l1_is_awake_when_the_run_of_a_halted_l2_ends() {
     machine.then(shutdown);
     assert_eq!(machine.run(), UserExit::Shutdown);
     assert_eq!(machine.get(EXIT_CODE), ExitCode::Shutdown.0);
+}
+
+/// LMSW is told to an L1 that asked for some writes of CR0 alone, whatever it changes; CLTS of the same bit is not.
+#[test]
+fn an_l1_that_asked_for_some_writes_of_cr0_hears_of_every_lmsw() {
+    for (code, told) in [(0xf0_010f, true), (0x060f, false)] {
+        let mut machine = intercepting(u64::from(CR0_SEL_WRITE as u32));
+        // LMSW AX, CLTS.
+        machine.put(L2_RIP, code);
+        for (at, entry) in [(0x2000, 0x3027), (0x3000, 0x4027), (0x4000, 0xe7)] {
+            machine.put(at, entry);
+        }
+        machine.put(CR0, 0x8001_003b);
+        machine.vmrun();
+        machine.then(|vmcb, gprs| {
+            vmcb.save.rax = 0x3b;
+            exit(ExitCode::WriteCr0)(vmcb, gprs);
+            // The CPU names no register: the emulator looks at the instruction.
+            vmcb.control.exit_info_1 = 0;
+        });
+        machine.then(move |vmcb, gprs| {
+            assert_eq!(vmcb.save.rip < L2_RIP, told, "{:x}", vmcb.save.rip);
+            exit(ExitCode::Hlt)(vmcb, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Hlt);
+        let exit_code = machine.get(EXIT_CODE) as u32;
+        assert_eq!(exit_code == ExitCode::Cr0SelWrite.0 as u32, told, "{exit_code:x}");
+    }
+}
+
+/// A map of MSRs that L1 asked for and that is no memory is no map: the entry is refused, as on stock KVM.
+#[test]
+fn a_map_of_msrs_that_is_no_memory_refuses_the_entry() {
+    const MSR: u64 = 1 << 28;
+    const NOWHERE: u64 = 0x80_0000;
+    for (intercepts, refused) in [(MSR, true), (0, false)] {
+        let mut machine = intercepting(intercepts);
+        machine.put(BLOCK + 0x48, NOWHERE);
+        machine.vmrun();
+        machine.then(move |vmcb, gprs| {
+            assert_eq!(vmcb.save.rip, if refused { BEHIND } else { L2_RIP });
+            exit(ExitCode::Hlt)(vmcb, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Hlt);
+        assert_eq!(machine.get(EXIT_CODE) == u64::MAX, refused);
+    }
+}
+
+/// Without records of branches of its own L2 has L1's DEBUGCTL, and leaves its own to L1.
+#[test]
+fn without_lbr_virtualization_debugctl_is_shared() {
+    const DEBUGCTL: u32 = 0x1d9;
+    fn wrmsr(value: u64) -> impl FnMut(&mut x86::vmcb::Vmcb, &mut backend::Gprs) + Send + 'static {
+        move |vmcb, gprs| {
+            exit(ExitCode::Msr)(vmcb, gprs);
+            vmcb.control.exit_info_1 = 1;
+            (vmcb.save.rax, gprs.0[RDX], gprs.0[backend::RCX]) = (value, 0, DEBUGCTL.into());
+        }
+    }
+    let mut machine = intercepting(CPUID);
+    machine.then(wrmsr(2));
+    machine.vmrun();
+    machine.then(|vmcb, gprs| {
+        exit(ExitCode::Msr)(vmcb, gprs);
+        vmcb.control.exit_info_1 = 0;
+        gprs.0[backend::RCX] = DEBUGCTL.into();
+    });
+    machine.then(|vmcb, gprs| {
+        assert_eq!((vmcb.save.rip, vmcb.save.rax), (L2_RIP + 2, 2));
+        wrmsr(1)(vmcb, gprs);
+    });
+    machine.then(exit(ExitCode::Cpuid));
+    machine.then(exit(ExitCode::Hlt));
+    assert_eq!(machine.run(), UserExit::Hlt);
+    assert_eq!(machine.vcpu.read_msr(DEBUGCTL, true).unwrap(), 1);
+}
+
+/// VMRUN retires: a breakpoint at the instruction behind it is not kept away by an RF that was for VMRUN.
+#[test]
+fn rf_of_vmrun_ends_with_it() {
+    for refused in [false, true] {
+        let mut machine = intercepting(CPUID);
+        if refused {
+            machine.put(BLOCK + 0x58, 0);
+        }
+        machine.then(|vmcb, gprs| {
+            vmcb.save.rflags |= Rflags::RF.bits();
+            vmrun(vmcb, gprs);
+        });
+        if !refused {
+            machine.then(exit(ExitCode::Cpuid));
+        }
+        machine.then(|vmcb, gprs| {
+            assert_eq!((vmcb.save.rip, vmcb.save.rflags & Rflags::RF.bits()), (BEHIND, 0));
+            exit(ExitCode::Hlt)(vmcb, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Hlt);
+    }
+}
+
+/// An interrupt of the VMM's own local APIC that L1's block offers is not put into ours, which nobody serves.
+#[test]
+fn what_the_vmm_offers_does_not_get_into_our_local_apic() {
+    let mut machine = intercepting(CPUID);
+    machine.vcpu.queue_interrupt(Vector(0x41)).unwrap();
+    machine.vmrun();
+    machine.then(exit(ExitCode::Hlt));
+    let _ = machine.run();
+    assert!(!machine.vcpu.shared().lapic.maybe_pending());
+}
+
+/// An L2 of SVM cannot wait for a SIPI: a VMM that asks for that gets EINVAL.
+#[test]
+fn a_vmm_asks_for_no_wait_for_a_sipi_while_l2_runs() {
+    let mut machine = intercepting(0);
+    assert!(!machine.vcpu.holds_init_back());
+    machine.stop_in_l2();
+    assert!(machine.vcpu.holds_init_back());
+}
+
+/// A VMM that waits until an interrupt can be taken hears of it when L1, which takes none, enters an L2 that does, or
+/// whose run an interrupt would end.
+#[test]
+fn a_vmm_that_waits_for_a_window_hears_of_an_l2_that_takes_interrupts() {
+    let input = RunInput { request_interrupt_window: true, ..RunInput::default() };
+    for (intercepts, takes, kept) in
+        [(CPUID, true, false), (CPUID, false, false), (CPUID | 1, true, true)]
+    {
+        let mut machine = intercepting(intercepts);
+        machine.put(BLOCK + 0x570, if takes { 0x202 } else { 2 });
+        for page in [BLOCK, 0, 0x1000, 0x2000, 0x3000] {
+            fault_in_delivery(&mut machine, page, 0);
+        }
+        machine.vmrun();
+        machine.then(exit(ExitCode::Cpuid));
+        machine.then(exit(ExitCode::Stgi));
+        machine.then(exit(ExitCode::Hlt));
+        assert_eq!(machine.run(), UserExit::Hlt);
+        machine.then(move |vmcb, gprs| {
+            vmcb.save.rflags |= if kept { Rflags::IF.bits() } else { 0 };
+            vmrun(vmcb, gprs);
+        });
+        if !takes {
+            machine.then(|vmcb, gprs| {
+                assert_eq!(vmcb.save.rip, L2_RIP);
+                let [_, _, _, third, ..] = vmcb.control.intercepts;
+                assert!(third & VINTR != 0 && vmcb.control.int_ctl & vintr::IRQ != 0);
+                vmcb.save.rflags |= Rflags::IF.bits();
+                exit(ExitCode::Vintr)(vmcb, gprs);
+            });
+        }
+        assert_eq!(machine.vcpu.run(&input), UserExit::IrqWindowOpen);
+        assert_eq!(machine.vcpu.regs().rip, L2_RIP);
+    }
 }

@@ -22,7 +22,9 @@ mod window;
 
 use core::cell::Cell;
 
-use backend::{Absent, Claim, Event, Executed, Gate, Gprs, L1Memory, Level, Nested, RCX, Waiting};
+use backend::{
+    Absent, Claim, Cr0Write, Event, Executed, Gate, Gprs, L1Memory, Level, Nested, RCX, Waiting,
+};
 use cpu::Cpu;
 use host::KBox;
 use nested_svm::{
@@ -375,7 +377,7 @@ impl<C: Cpu> Nested for Svm<C> {
     }
 
     /// The exit becomes the one that L1 asked for.
-    fn claims_cr0(&mut self, new: Cr0) -> bool {
+    fn claims_cr0(&mut self, new: Cr0, by: Cr0Write) -> bool {
         let control = &self.vmcb().control;
         let Some(state) = self.nested.as_ref().filter(|_| self.level == Level::L2) else {
             return false;
@@ -384,7 +386,10 @@ impl<C: Cpu> Nested for Svm<C> {
             return false;
         }
         let old = backend::ControlRegisters::cr0(self);
-        let Some(exit) = reflect::cr0_write(state.v12.control(), old, new) else { return false };
+        let lmsw = by == Cr0Write::Lmsw;
+        let Some(exit) = reflect::cr0_write(state.v12.control(), old, new, lmsw) else {
+            return false;
+        };
         self.vmcb_mut(Clean::empty()).control.exit_code = exit.code.0;
         true
     }

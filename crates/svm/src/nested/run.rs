@@ -4,7 +4,7 @@ use core::mem::swap;
 
 use backend::{Executed, Gprs, L1Memory, Level, LiveRegisters, RAX, RSP};
 use cpu::Cpu;
-use nested_svm::{checks, merge, permission::OpenWords};
+use nested_svm::{Outside, checks, merge, permission::OpenWords};
 use x86::{
     Cr0, Cr4, Dr7, Efer, Gpa, Hpa, Rflags,
     vmcb::{Clean, Intercept3, InterceptCr, Save, Vmcb, event, vintr},
@@ -54,21 +54,19 @@ impl<C: Cpu> Svm<C> {
         {
             return self.refuse(at, next_rip, l1);
         }
+        let Ok(msrpm) = self.merge_msr_map(&seen) else {
+            return if l1.is_final() { self.refuse(at, next_rip, l1) } else { Executed::Outside };
+        };
+        let Some(state) = &mut self.nested else { return Executed::Shutdown };
         state.l1_interrupts = self.block.vmcb().save.rflags & Rflags::IF.bits() != 0;
         self.keep_l1(gprs, next_rip);
-        self.start_l2(gprs, dirty, &seen);
+        self.start_l2(gprs, dirty, msrpm);
         Executed::Entered
     }
 
     /// L2 runs from now on, with the registers in the copy of its block, of which `dirty` may be other than in block
-    /// 02. L1's are in its own block, which runs.
-    pub(super) fn start_l2(
-        &mut self,
-        gprs: &mut Gprs,
-        dirty: Clean,
-        seen: &Seen<'_, impl L1Memory>,
-    ) {
-        let msrpm = self.merge_msr_map(seen);
+    /// 02. L1's are in its own block, which runs. `msrpm`: from [`merge_msr_map`](Self::merge_msr_map).
+    pub(super) fn start_l2(&mut self, gprs: &mut Gprs, dirty: Clean, msrpm: Hpa) {
         self.change_block();
         self.fill_l2(dirty, msrpm);
         let Some(state) = &mut self.nested else { return };
@@ -108,6 +106,7 @@ impl<C: Cpu> Svm<C> {
         }
         let block = self.vmcb_mut(Clean::empty());
         block.save.rip = next_rip;
+        block.save.rflags &= !Rflags::RF.bits();
         block.control.int_state = 0;
         self.gif.clear();
         Executed::Left
@@ -119,6 +118,8 @@ impl<C: Cpu> Svm<C> {
         block.save.rip = next_rip;
         block.save.rax = gprs.0[RAX];
         block.save.rsp = gprs.0[RSP];
+        // VMRUN has retired: what RF kept away it kept from VMRUN.
+        block.save.rflags &= !Rflags::RF.bits();
         block.control.int_state = 0;
     }
 
@@ -130,6 +131,13 @@ impl<C: Cpu> Svm<C> {
         } else {
             let (from, to) = (&self.block.vmcb().save, state.other.vmcb_mut(Clean::empty()));
             super::leave::copy_unswitched(&mut to.save, from);
+        }
+        if !self.cold.offered.lbr {
+            // Without records of its own L2 has the DEBUGCTL that L1 has.
+            let debugctl = self.block.vmcb().save.dbgctl;
+            if state.other.vmcb().save.dbgctl != debugctl {
+                state.other.vmcb_mut(Clean::LBR).save.dbgctl = debugctl;
+            }
         }
         if self.features.v_spec_ctrl {
             let spec = self.block.vmcb().save.spec_ctrl;
@@ -191,15 +199,25 @@ impl<C: Cpu> Svm<C> {
         }
     }
 
+    /// The MSR map that L2 runs on where L1's cannot be read: that of
+    /// [`merge_msr_map`](Self::merge_msr_map), which has closed what could not be.
+    pub(super) fn closed_msr_map(&self) -> Hpa {
+        let other = self.nested.as_ref().map(|state| &state.other.msr_map);
+        other.unwrap_or(&self.block.msr_map).hpa()
+    }
+
     /// The MSR map that L2 runs on. What neither we nor L1 close stays open.
-    fn merge_msr_map(&mut self, seen: &Seen<'_, impl L1Memory>) -> Hpa {
+    ///
+    /// # Errors
+    /// L1's map cannot be read.
+    pub(super) fn merge_msr_map(&mut self, seen: &Seen<'_, impl L1Memory>) -> Result<Hpa, Outside> {
         let own = &self.block.msr_map;
-        let Some(state) = &mut self.nested else { return own.hpa() };
+        let Some(state) = &mut self.nested else { return Ok(own.hpa()) };
         let State { other, v12, open, .. } = &mut **state;
         let control = v12.control();
         let [_, _, _, third, ..] = control.intercepts;
         if third & Intercept3::MSR.bits() == 0 {
-            return own.hpa();
+            return Ok(own.hpa());
         }
         let merged = &other.msr_map;
         let open = match open {
@@ -207,12 +225,12 @@ impl<C: Cpu> Svm<C> {
             None => {
                 merged.close();
                 // With more open than there is room for, all exit.
-                let Some(found) = OpenWords::of(|at| own.word(at)) else { return merged.hpa() };
+                let Some(found) = OpenWords::of(|at| own.word(at)) else { return Ok(merged.hpa()) };
                 open.insert(found)
             }
         };
-        open.merge(seen, control.msrpm_base_pa, |at, word| merged.set_word(at, word));
-        merged.hpa()
+        open.merge(seen, control.msrpm_base_pa, |at, word| merged.set_word(at, word))?;
+        Ok(merged.hpa())
     }
 }
 

@@ -153,7 +153,8 @@ impl<C: Cpu> NestedState for Svm<C> {
         self.set_virq(Virq::Off);
         self.take_over(good.header, &data, gprs);
         // What cannot be read of L1's map exits until L1's next VMRUN.
-        self.start_l2(gprs, Clean::ALL, &Seen::new(l1));
+        let msrpm = self.merge_msr_map(&Seen::new(l1)).unwrap_or_else(|_| self.closed_msr_map());
+        self.start_l2(gprs, Clean::ALL, msrpm);
         if !set(good.running.gif) {
             self.gif.clear();
         }

@@ -188,7 +188,7 @@ pub fn described(m: &Memory, at: u64) -> State {
         cr3: word(0x550),
         cr4: word(0x548),
         efer: word(0x4d0),
-        dr6: word(0x568) | 0xffff_0ff0,
+        dr6: (word(0x568) | 0xfffe_07f0) & !0x1000,
         dr7: word(0x560) | 0x400,
         cpl: m.bits(at + 0x4cb, 1) as u8 & 3,
         segments: [segment(0), segment(1), segment(2), segment(3)],

@@ -3,7 +3,7 @@
 //! Memory and devices are told apart here, at each access: an address where a slot is is memory, and
 //! every other is a device's.
 
-use backend::{Backend, SegmentName};
+use backend::{Backend, Cr0Write, SegmentName};
 use emulate::{Access, CodeSize, Machine, PortAccess, SegReg, Stop, Table};
 use mmu::walk;
 use vm::memory::MemoryError;
@@ -275,10 +275,17 @@ impl<B: Backend> Machine for Vcpu<B> {
     }
 
     fn write_cr(&mut self, n: u8, value: u64) -> Result<(), Stop> {
-        if n == 0 && self.gives_cr0_to_l1(value) {
+        if n == 0 && self.gives_cr0_to_l1(value, Cr0Write::Other) {
             return Err(Stop::Retry);
         }
         Vcpu::write_cr(self, n, value).map_err(Stop::Fault)
+    }
+
+    fn lmsw(&mut self, value: u64) -> Result<(), Stop> {
+        if self.gives_cr0_to_l1(value, Cr0Write::Lmsw) {
+            return Err(Stop::Retry);
+        }
+        Vcpu::write_cr(self, 0, value).map_err(Stop::Fault)
     }
 
     fn read_dr(&mut self, n: u8) -> Result<u64, Stop> {

@@ -63,6 +63,10 @@ impl<B: Backend> Vcpu<B> {
                 return false;
             }
         }
+        if self.pending.window_wanted && self.ready_for_injection() {
+            // KVM_RUN returns for it.
+            return false;
+        }
         self.inject_own();
         if self.events_blocked() || !self.passes(Waiting::Nmi) {
             self.hold_back();
@@ -74,7 +78,8 @@ impl<B: Backend> Vcpu<B> {
         let gate = self.gate_of(Waiting::Interrupt(None));
         if gate != Gate::Deliver {
             self.hold_back();
-            if gate == Gate::Window && self.interrupt_waits_for_l1() {
+            let waits = self.pending.window_wanted || self.interrupt_waits_for_l1();
+            if gate == Gate::Window && waits {
                 self.b.set_interrupt_window(true);
             }
             return true;
@@ -106,6 +111,9 @@ impl<B: Backend> Vcpu<B> {
     /// L1's to use.
     fn inject_into_l2(&mut self, kernel: bool) -> bool {
         if !self.interrupt_waits_for_l1() {
+            if self.pending.window_wanted {
+                self.b.set_interrupt_window(true);
+            }
             return true;
         }
         if self.b.injecting() || self.b.interrupt_shadow() || (self.pic_pending() && !kernel) {

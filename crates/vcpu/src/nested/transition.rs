@@ -1,6 +1,8 @@
 //! From L1 to L2 and back.
 
-use backend::{Backend, Claim, Executed, Exit, Level, MonitorTrap, Nested, Nesting, Sleep};
+use backend::{
+    Backend, Claim, Cr0Write, Executed, Exit, Level, MonitorTrap, Nested, Nesting, Sleep,
+};
 use mmu::Section;
 use vm::vcpu_shared::MpState;
 use x86::{Cr0, Cr4, Dr6, Efer, Exception, Rflags};
@@ -55,7 +57,8 @@ impl<B: Backend> Vcpu<B> {
         } else {
             self.executed_here(done, s)
         };
-        if entered { self.nested_root_in_loop(s) } else { next }
+        // An INIT that the entry lets through is taken outside.
+        if entered && next == Next::Again { self.nested_root_in_loop(s) } else { next }
     }
 
     /// Goes on after what was done inside the loop, where the CPU tells how long an instruction is.
@@ -294,13 +297,13 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// Whether L1 is to hear of a write of CR0 that the emulator is about to carry out for L2.
-    pub(crate) fn gives_cr0_to_l1(&mut self, value: u64) -> bool {
+    pub(crate) fn gives_cr0_to_l1(&mut self, value: u64, by: Cr0Write) -> bool {
         let new = Cr0::from_bits_truncate(value) | Cr0::ET;
         // What #GP answers is no exit.
         self.pending.after_exit.is_nested()
             && value >> 32 == 0
             && new.is_consistent()
-            && self.b.nested_mut().is_some_and(|nested| nested.claims_cr0(new))
+            && self.b.nested_mut().is_some_and(|nested| nested.claims_cr0(new, by))
     }
 
     /// L1 does not sleep because L2 has halted.

@@ -357,6 +357,8 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     pub(crate) fn hold_back(&mut self) {
+        // An NMI or SMI that waits for the next exit is looked for then.
+        let raised = self.pending.is_raised();
         if self.b.served_apic().is_some() {
             self.gather_interrupts();
             self.stop_serving_apic();
@@ -369,6 +371,7 @@ impl<B: Backend> Vcpu<B> {
         // Nothing waits for the guest's priority to fall.
         self.b.watch_priority(false, None);
         self.pending.take();
+        self.pending.raise_if(raised);
     }
 
     fn inject_exception(&mut self, exception: Exception) {
@@ -458,7 +461,9 @@ impl<B: Backend> Vcpu<B> {
     /// Puts an offered interrupt back into the IRR; the hardware's offer stands until the next.
     #[inline]
     pub(crate) fn put_back_offer(&mut self) {
-        if let Some(vector) = self.pending.after_exit.take_offered() {
+        let offered = self.pending.after_exit.take_offered();
+        // The VMM's own waits where it gave it to us, until it is taken.
+        if let Some(vector) = offered.filter(|_| self.shared.in_kernel_apic) {
             self.shared.lapic.set_irr(vector);
         }
     }

@@ -6,7 +6,7 @@
 
 mod area;
 
-use backend::{Backend, Gate, SegmentName, Waiting};
+use backend::{Backend, Gate, Nested, SegmentName, Waiting};
 use host::smp;
 use vm::vcpu_shared::{MpState, Request};
 use x86::{
@@ -372,11 +372,15 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// Whether a VMM may not ask for the wait for a SIPI: an INIT would be held back, or an SMI goes
-    /// before it. L1 holds INIT back in VMX root operation, or with GIF clear.
+    /// before it. L1 holds INIT back in VMX root operation, or with GIF clear. An L2 that cannot wait for one by
+    /// itself runs, and not what a SIPI would start.
     pub fn holds_init_back(&mut self) -> bool {
         let smi = self.saved_smi();
-        let by_l1 =
-            !self.pending.after_exit.is_nested() && self.gate_of(Waiting::Init) == Gate::Hold;
+        let by_l1 = if self.pending.after_exit.is_nested() {
+            self.b.nested().is_some_and(|nested| nested.asleep().is_none())
+        } else {
+            self.gate_of(Waiting::Init) == Gate::Hold
+        };
         smi.smm || smi.pending || by_l1
     }
 }
