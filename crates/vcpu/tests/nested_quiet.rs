@@ -78,7 +78,7 @@ struct Seen {
     kicked: bool,
 }
 
-/// An entry: what the guest sees, and whether an interrupt window or that of NMIs is open.
+/// An entry: what the guest sees, whether an interrupt window is open for one that waits, and whether that of NMIs is.
 type Entry = (Seen, bool, bool);
 
 fn turn(turn: Turn, vmcb: &mut Vmcb, gprs: &mut Gprs, in_l2: bool) {
@@ -171,7 +171,9 @@ fn play(block: Block, turns: &[Turn], looks: bool) -> Vec<Entry> {
                 kicked: !surroundings::take_kicks().is_empty(),
             };
             let [_, _, _, third, ..] = vmcb.control.intercepts;
-            let window = third & VINTR != 0 && vmcb.control.int_ctl & vintr::IRQ != 0;
+            // One that is open for what was taken meanwhile costs an exit, no more.
+            let waits = shared.lapic.highest_pending().is_some();
+            let window = third & VINTR != 0 && vmcb.control.int_ctl & vintr::IRQ != 0 && waits;
             entries.lock().unwrap().push((seen, window, third & IRET != 0));
             match now.event {
                 Event::Nothing => {}
