@@ -15,13 +15,14 @@ COMMAND ?=
 PROCESSOR ?=
 PROGRAMS ?=
 SECONDS ?=
+SYMVERS ?=
 
 # Any of these in the environment means something else to the tools below.
-unexport KERNEL MACHINE MODULE PARAMETERS STOCK_PARAMETERS CPUS HOST_CPUS JSON ONLY FILTER FROM COMMAND PROCESSOR PROGRAMS SECONDS
+unexport KERNEL MACHINE MODULE PARAMETERS STOCK_PARAMETERS CPUS HOST_CPUS JSON ONLY FILTER FROM COMMAND PROCESSOR PROGRAMS SECONDS SYMVERS
 
 XTASK = @lab/xtask.sh
 
-.PHONY: help run test bench mechanisms boot try module setup clean
+.PHONY: help run test bench mechanisms boot try module symbols setup clean
 
 help:
 	@echo 'Gannet: a hypervisor for Linux, as a module behind /dev/kvm'
@@ -33,10 +34,11 @@ help:
 	@echo '  make boot     CPUS=2           boot a Linux guest on Gannet and stream its console'
 	@echo "  make try      COMMAND='labtests --filter cpuid'   a shell command in one machine"
 	@echo '  make module                    build gannet.ko and check it'
+	@echo '  make symbols  SYMVERS=file     what a kernel no longer exports of that which Gannet takes, or restricts'
 	@echo '  make setup                     fetch and unpack everything; the others fetch what they need'
 	@echo '  make clean                     remove what was built and unpacked; downloads stay in the cache'
 	@echo
-	@echo 'Variables: KERNEL=6.12|6.1 (the host kernel), MACHINE=amd|intel, MODULE=gannet|stock (boot),'
+	@echo 'Variables: KERNEL=6.12|6.1|7.3 (the host kernel), MACHINE=amd|intel, MODULE=gannet|stock (boot),'
 	@echo '           PARAMETERS="npt=0 keep_roots=0" of that module (boot) or of Gannet (bench; STOCK_PARAMETERS of stock),'
 	@echo '           ONLY=cpuid,rdmsr (run, bench), FILTER=source|unit|module|lab|lab:part-of-a-name (test),'
 	@echo '           FROM=docs/results/mechanisms.json for page and plots of an earlier run (mechanisms),'
@@ -64,6 +66,9 @@ try:
 
 module:
 	$(XTASK) module --kernel '$(KERNEL)'
+
+symbols:
+	$(XTASK) symbols --kernel '$(KERNEL)' --symvers '$(SYMVERS)'
 
 setup:
 	$(XTASK) setup

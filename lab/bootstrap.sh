@@ -1,6 +1,6 @@
 #!/bin/sh
 # Brings a plain Debian 12 to where Gannet can be built, run and tested, without a trace outside this checkout and the user's
-# cache folder: the Rust toolchain, two kernels with their headers, QEMU and busybox come from Debian's archive through a private
+# cache folder: the Rust toolchain, three kernels with their headers, QEMU and busybox come from Debian's archive through a private
 # apt configuration and are unpacked under target/lab/.
 #
 #   lab/bootstrap.sh [GROUP...]     make sure of these groups (default: all but selftests; see packages.txt)
@@ -24,7 +24,7 @@ lock=$lab_dir/lab.lock
 newer_lock=$out/lab.lock.newer
 # Raise to have every checkout unpack its packages again; below, those of one group.
 layout=3
-all_groups="toolchain kernel-6.12 kernel-6.1 qemu bochs busybox tcc"
+all_groups="toolchain kernel-6.12 kernel-6.1 kernel-7.3 qemu bochs busybox tcc"
 # Made sure of only where they are named.
 other_groups="selftests"
 
@@ -66,7 +66,16 @@ need_plain_packages() {
 
 # --- the private apt --------------------------------------------------------------------------------------------------------
 
-# The mirror is the one that this machine uses already; its own apt state is only read.
+# release_of GROUP: the release of Debian whose suites have it.
+release_of() {
+    case $1 in
+        kernel-7.3) printf 'trixie' ;;
+        *) printf 'bookworm' ;;
+    esac
+}
+
+# The mirror is the one that this machine uses already; its own apt state is only read. Only suites that are needed are named:
+# a mirror need not have the others.
 write_apt_configuration() {
     mkdir -p "$apt_dir/state/lists/partial" "$apt_dir/cache/archives/partial" "$apt_dir/etc/preferences.d" "$apt_dir/etc/trusted.gpg.d"
     : >"$apt_dir/status"
@@ -81,6 +90,12 @@ write_apt_configuration() {
             printf 'deb [signed-by=%s] %s %s main\n' "$keyring" "$archive" "$suite"
         done
         [ -z "$security" ] || printf 'deb [signed-by=%s] %s bookworm-security main\n' "$keyring" "$security"
+        for group in $todo; do
+            [ "$(release_of "$group")" = trixie ] || continue
+            for suite in trixie trixie-updates trixie-backports; do
+                printf 'deb [signed-by=%s] %s %s main\n' "$keyring" "$archive" "$suite"
+            done
+        done
     } >"$apt_dir/etc/sources.list"
     mkdir -p "$apt_dir/etc/sources.list.d"
     cat >"$apt_dir/apt.conf" <<CONF
@@ -111,23 +126,23 @@ refresh_lists() {
 
 # --- resolving --------------------------------------------------------------------------------------------------------------
 
-# newest_version NAME PREFIX: the newest version in any suite that starts with the prefix.
+# newest_version NAME PREFIX RELEASE: the newest version in any suite of the release that starts with the prefix.
 newest_version() {
     best=
-    for v in $(private apt-cache madison "$1" | awk '{print $3}'); do
+    for v in $(private apt-cache madison "$1" | awk -v suite=" $3[-/]" '$0 ~ suite {print $3}'); do
         case $v in "$2"*) ;; *) continue ;; esac
         if [ -z "$best" ] || dpkg --compare-versions "$v" gt "$best"; then best=$v; fi
     done
     printf '%s' "$best"
 }
 
-# newest_release SERIES: the newest kernel release of 6.12 or 6.1 whose image, headers and build tools are all in the archive.
+# newest_release SERIES: the newest kernel release of that series whose image, headers and build tools are all in the archive.
 newest_release() {
     private apt-cache pkgnames "linux-headers-$1." | sed -n 's/^linux-headers-\(.*\)-common$/\1/p' | grep -v rt | sort -rV |
         while read -r release; do
             complete=yes
             for p in "linux-image-$release-amd64" "linux-headers-$release-amd64" "linux-headers-$release-common"; do
-                [ -n "$(private apt-cache madison "$p")" ] || complete=no
+                [ -n "$(newest_version "$p" "" "$(release_of "kernel-$1")")" ] || complete=no
             done
             if [ $complete = yes ]; then printf '%s' "$release"; break; fi
         done
@@ -143,7 +158,7 @@ resolve() {
     esac
     grep "^$1 " "$lab_dir/packages.txt" | while read -r group name prefix; do
         name=$(printf '%s' "$name" | sed "s/@/$release/")
-        version=$(newest_version "$name" "$prefix")
+        version=$(newest_version "$name" "$prefix" "$(release_of "$1")")
         [ -n "$version" ] || die "package $name ($prefix*) is not in the archive"
         private apt-cache show "$name=$version" |
             awk -v g="$group" -v n="$name" -v v="$version" '/^SHA256:/ {s=$2} /^Size:/ {b=$2} END {print g, n, v, s, b}'
@@ -157,6 +172,7 @@ locked() {
 }
 
 relock() {
+    todo="$all_groups $other_groups"
     refresh_lists
     say "resolving versions"
     {
@@ -236,7 +252,7 @@ unpack_into() {
     while read -r _ name _ sha _; do
         [ ! -t 2 ] || printf '\r\033[Kset-up: unpacking %s' "$name" >&2
         case $name in
-            linux-image-*)
+            linux-image-* | linux-modules-*)
                 dpkg-deb --fsys-tarfile "$(deb_file "$sha")" | tar -x -C "$into" --wildcards './boot/*' '*/kernel/arch/x86/kvm/*' \
                     '*/kernel/virt/*' '*/kernel/drivers/crypto/ccp/ccp.ko*' '*/kernel/drivers/char/hw_random/rng-core.ko*' \
                     '*/kernel/arch/x86/kernel/msr.ko*' '*/kernel/arch/x86/kernel/cpuid.ko*' 2>/dev/null || true ;;
@@ -289,9 +305,30 @@ WRAPPER
     done
 }
 
+# Programs of a newer Debian than this one: run by the loader and the libraries that lie beside them, in the kernel's folder.
+run_by_own_loader() { # run_by_own_loader DIR FINAL
+    libraries=usr/lib/x86_64-linux-gnu
+    find "$1/usr/lib" -path '*/linux-kbuild-*' -type f -perm -1 | while read -r tool; do
+        [ "$(head -c 4 "$tool" | tail -c 3)" = ELF ] || continue
+        mv "$tool" "$tool.elf"
+        # Some look for others beside themselves, by the name that they were called by.
+        printf '#!/bin/sh\nexec %s --library-path %s --argv0 "$0" "$0.elf" "$@"\n' \
+            "$2/$libraries/ld-linux-x86-64.so.2" "$2/$libraries" >"$tool"
+        chmod +x "$tool"
+    done
+}
+
 # The pattern list of an image names what some kernels have built in, so tar's complaint is ignored there and checked here.
 finish_kernel() ( # a subshell, for its own variables
     series=$1 dir=$2 final=$out/kernel/$1
+    # Newer packages have the image beside the modules.
+    if [ ! -d "$dir/boot" ]; then
+        mkdir "$dir/boot"
+        for image in "$dir"/usr/lib/modules/*/vmlinuz; do
+            mv "$image" "$dir/boot/vmlinuz-$(basename "$(dirname "$image")")"
+        done
+    fi
+    [ "$(release_of "kernel-$series")" = bookworm ] || run_by_own_loader "$dir" "$final"
     release=$(ls "$dir/boot" | sed -n 's/^vmlinuz-//p')
     [ -n "$release" ] || die "no kernel image for $series"
     printf '%s\n' "$release" >"$dir/release"

@@ -18,16 +18,18 @@ echo '<6>gannet-lab: the job starts' >/dev/kmsg
 MODULES= PARAMETERS=
 . /job/settings
 
-load() { # every module of the list; MODULE.NAME=VALUE goes to that module, NAME=VALUE to the last
+load() { # every module of the list; MODULE.NAME=VALUE goes to that module, NAME=VALUE to the first that has it, or to the last
     while [ $# -gt 0 ]; do
-        own=
+        own= others= name=${1##*/}
         for parameter in $PARAMETERS; do
             case "$parameter" in
-            "$1".*) own="$own ${parameter#"$1".}" ;;
-            *.*=*) ;;
-            *) [ $# != 1 ] || own="$own $parameter" ;;
+            "$name".*) own="$own ${parameter#"$name".}" ;;
+            *.*=*) others="$others $parameter" ;;
+            *) if [ $# = 1 ] || grep -q "parm\(type\)\?=${parameter%%=*}:" "/modules/$1.ko"; then own="$own $parameter"
+               else others="$others $parameter"; fi ;;
             esac
         done
+        PARAMETERS=$others
         insmod "/modules/$1.ko" $own || return 1
         shift
     done

@@ -32,20 +32,20 @@
 #include <asm/msr-index.h>
 #include <asm/nospec-branch.h>
 
-#define RCX	(1 * 8)
-#define RDX	(2 * 8)
-#define RBX	(3 * 8)
-#define RBP	(5 * 8)
-#define RSI	(6 * 8)
-#define RDI	(7 * 8)
-#define R8	(8 * 8)
-#define R9	(9 * 8)
-#define R10	(10 * 8)
-#define R11	(11 * 8)
-#define R12	(12 * 8)
-#define R13	(13 * 8)
-#define R14	(14 * 8)
-#define R15	(15 * 8)
+#define AT_RCX	(1 * 8)
+#define AT_RDX	(2 * 8)
+#define AT_RBX	(3 * 8)
+#define AT_RBP	(5 * 8)
+#define AT_RSI	(6 * 8)
+#define AT_RDI	(7 * 8)
+#define AT_R8	(8 * 8)
+#define AT_R9	(9 * 8)
+#define AT_R10	(10 * 8)
+#define AT_R11	(11 * 8)
+#define AT_R12	(12 * 8)
+#define AT_R13	(13 * 8)
+#define AT_R14	(14 * 8)
+#define AT_R15	(15 * 8)
 
 /* What each kernel's own SVM code uses. */
 #if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 2, 0)
@@ -96,20 +96,20 @@ SYM_FUNC_START(gnt_svm_vmrun)
 .Ldivider_is_clear:
 
 	mov %rdi, %rax
-	mov RCX(%rsi), %rcx
-	mov RDX(%rsi), %rdx
-	mov RBX(%rsi), %rbx
-	mov RBP(%rsi), %rbp
-	mov RDI(%rsi), %rdi
-	mov R8(%rsi), %r8
-	mov R9(%rsi), %r9
-	mov R10(%rsi), %r10
-	mov R11(%rsi), %r11
-	mov R12(%rsi), %r12
-	mov R13(%rsi), %r13
-	mov R14(%rsi), %r14
-	mov R15(%rsi), %r15
-	mov RSI(%rsi), %rsi
+	mov AT_RCX(%rsi), %rcx
+	mov AT_RDX(%rsi), %rdx
+	mov AT_RBX(%rsi), %rbx
+	mov AT_RBP(%rsi), %rbp
+	mov AT_RDI(%rsi), %rdi
+	mov AT_R8(%rsi), %r8
+	mov AT_R9(%rsi), %r9
+	mov AT_R10(%rsi), %r10
+	mov AT_R11(%rsi), %r11
+	mov AT_R12(%rsi), %r12
+	mov AT_R13(%rsi), %r13
+	mov AT_R14(%rsi), %r14
+	mov AT_R15(%rsi), %r15
+	mov AT_RSI(%rsi), %rsi
 
 	/* Changes ZF only. Everything loaded after this could leak again, so it is the last thing. */
 	GNT_CLEAR_BUFFERS
@@ -120,20 +120,20 @@ SYM_FUNC_START(gnt_svm_vmrun)
 .Lexit:
 	/* RSP and RAX are the host's again; all other registers hold what the guest left there. */
 	mov 16(%rsp), %rax
-	mov %rcx, RCX(%rax)
-	mov %rdx, RDX(%rax)
-	mov %rbx, RBX(%rax)
-	mov %rbp, RBP(%rax)
-	mov %rsi, RSI(%rax)
-	mov %rdi, RDI(%rax)
-	mov %r8, R8(%rax)
-	mov %r9, R9(%rax)
-	mov %r10, R10(%rax)
-	mov %r11, R11(%rax)
-	mov %r12, R12(%rax)
-	mov %r13, R13(%rax)
-	mov %r14, R14(%rax)
-	mov %r15, R15(%rax)
+	mov %rcx, AT_RCX(%rax)
+	mov %rdx, AT_RDX(%rax)
+	mov %rbx, AT_RBX(%rax)
+	mov %rbp, AT_RBP(%rax)
+	mov %rsi, AT_RSI(%rax)
+	mov %rdi, AT_RDI(%rax)
+	mov %r8, AT_R8(%rax)
+	mov %r9, AT_R9(%rax)
+	mov %r10, AT_R10(%rax)
+	mov %r11, AT_R11(%rax)
+	mov %r12, AT_R12(%rax)
+	mov %r13, AT_R13(%rax)
+	mov %r14, AT_R14(%rax)
+	mov %r15, AT_R15(%rax)
 
 	FILL_RETURN_BUFFER %rax, RSB_CLEAR_LOOPS, GNT_REFILL_FOR
 

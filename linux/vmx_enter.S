@@ -35,21 +35,21 @@
 
 #include "glue/history.h"
 
-#define RAX	(0 * 8)
-#define RCX	(1 * 8)
-#define RDX	(2 * 8)
-#define RBX	(3 * 8)
-#define RBP	(5 * 8)
-#define RSI	(6 * 8)
-#define RDI	(7 * 8)
-#define R8	(8 * 8)
-#define R9	(9 * 8)
-#define R10	(10 * 8)
-#define R11	(11 * 8)
-#define R12	(12 * 8)
-#define R13	(13 * 8)
-#define R14	(14 * 8)
-#define R15	(15 * 8)
+#define AT_RAX	(0 * 8)
+#define AT_RCX	(1 * 8)
+#define AT_RDX	(2 * 8)
+#define AT_RBX	(3 * 8)
+#define AT_RBP	(5 * 8)
+#define AT_RSI	(6 * 8)
+#define AT_RDI	(7 * 8)
+#define AT_R8	(8 * 8)
+#define AT_R9	(9 * 8)
+#define AT_R10	(10 * 8)
+#define AT_R11	(11 * 8)
+#define AT_R12	(12 * 8)
+#define AT_R13	(13 * 8)
+#define AT_R14	(14 * 8)
+#define AT_R15	(15 * 8)
 
 /* cpu::VmxSwitch */
 #define S_HOST_RSP		0
@@ -91,21 +91,21 @@ SYM_FUNC_START(gnt_vmx_enter)
 	/* CF, which neither the loads nor VERW change. */
 	btl $FLAG_LAUNCHED, S_FLAGS(%rsi)
 
-	mov RAX(%rdi), %rax
-	mov RCX(%rdi), %rcx
-	mov RDX(%rdi), %rdx
-	mov RBX(%rdi), %rbx
-	mov RBP(%rdi), %rbp
-	mov RSI(%rdi), %rsi
-	mov R8(%rdi), %r8
-	mov R9(%rdi), %r9
-	mov R10(%rdi), %r10
-	mov R11(%rdi), %r11
-	mov R12(%rdi), %r12
-	mov R13(%rdi), %r13
-	mov R14(%rdi), %r14
-	mov R15(%rdi), %r15
-	mov RDI(%rdi), %rdi
+	mov AT_RAX(%rdi), %rax
+	mov AT_RCX(%rdi), %rcx
+	mov AT_RDX(%rdi), %rdx
+	mov AT_RBX(%rdi), %rbx
+	mov AT_RBP(%rdi), %rbp
+	mov AT_RSI(%rdi), %rsi
+	mov AT_R8(%rdi), %r8
+	mov AT_R9(%rdi), %r9
+	mov AT_R10(%rdi), %r10
+	mov AT_R11(%rdi), %r11
+	mov AT_R12(%rdi), %r12
+	mov AT_R13(%rdi), %r13
+	mov AT_R14(%rdi), %r14
+	mov AT_R15(%rdi), %r15
+	mov AT_RDI(%rdi), %rdi
 
 	/* Changes ZF only. Everything loaded after this could leak again, so it is the last thing. */
 	CLEAR_CPU_BUFFERS
@@ -137,21 +137,21 @@ SYM_INNER_LABEL(gnt_vmx_exit, SYM_L_GLOBAL)
 	UNWIND_HINT_RESTORE
 	push %rax
 	mov 8(%rsp), %rax
-	mov %rcx, RCX(%rax)
-	mov %rdx, RDX(%rax)
-	mov %rbx, RBX(%rax)
-	mov %rbp, RBP(%rax)
-	mov %rsi, RSI(%rax)
-	mov %rdi, RDI(%rax)
-	mov %r8, R8(%rax)
-	mov %r9, R9(%rax)
-	mov %r10, R10(%rax)
-	mov %r11, R11(%rax)
-	mov %r12, R12(%rax)
-	mov %r13, R13(%rax)
-	mov %r14, R14(%rax)
-	mov %r15, R15(%rax)
-	pop RAX(%rax)
+	mov %rcx, AT_RCX(%rax)
+	mov %rdx, AT_RDX(%rax)
+	mov %rbx, AT_RBX(%rax)
+	mov %rbp, AT_RBP(%rax)
+	mov %rsi, AT_RSI(%rax)
+	mov %rdi, AT_RDI(%rax)
+	mov %r8, AT_R8(%rax)
+	mov %r9, AT_R9(%rax)
+	mov %r10, AT_R10(%rax)
+	mov %r11, AT_R11(%rax)
+	mov %r12, AT_R12(%rax)
+	mov %r13, AT_R13(%rax)
+	mov %r14, AT_R14(%rax)
+	mov %r15, AT_R15(%rax)
+	pop AT_RAX(%rax)
 	xor %ebx, %ebx
 
 .Lclear:

@@ -48,8 +48,18 @@ u32 gnt_clock_generation(void)
 	return READ_ONCE(generation);
 }
 
+#ifdef GNT_HAS_SNAPSHOT_ID
+#define GNT_REAL(snap)	((snap).systime)
+#define GNT_RAW(snap)	((snap).monoraw)
+#define read_clocks(snap)	ktime_get_snapshot_id(CLOCK_REALTIME, snap)
+#else
+#define GNT_REAL(snap)	((snap).real)
+#define GNT_RAW(snap)	((snap).raw)
+#define read_clocks(snap)	ktime_get_snapshot(snap)
+#endif
+
 /*
- * ktime_get_snapshot() reads the counter and two clocks at one instant; the others differ from
+ * The kernel reads the counter and two clocks at one instant; the others differ from
  * CLOCK_REALTIME by offsets that change only when somebody sets the clock. Adding an offset to 0
  * yields the offset.
  */
@@ -61,13 +71,13 @@ void gnt_clock_snapshot(struct gnt_clock_snapshot *out)
 	do {
 		real = ktime_to_ns(ktime_mono_to_any(0, TK_OFFS_REAL));
 		boot = ktime_to_ns(ktime_mono_to_any(0, TK_OFFS_BOOT));
-		ktime_get_snapshot(&snap);
+		read_clocks(&snap);
 	} while (real != ktime_to_ns(ktime_mono_to_any(0, TK_OFFS_REAL)));
 	out->tsc = snap.cycles;
-	out->real_ns = ktime_to_ns(snap.real);
+	out->real_ns = ktime_to_ns(GNT_REAL(snap));
 	out->monotonic_ns = out->real_ns - real;
 	out->boot_ns = out->monotonic_ns + boot;
-	out->raw_ns = ktime_to_ns(snap.raw);
+	out->raw_ns = ktime_to_ns(GNT_RAW(snap));
 	out->tsc_based = READ_ONCE(by_tsc);
 }
 

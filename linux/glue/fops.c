@@ -18,6 +18,12 @@
 
 #include "gannet.h"
 
+/*
+ * Who started: kept by each file of ours, as the kernel keeps this module by its functions. They are two where the vendor's
+ * half is a module of its own.
+ */
+static struct module *started_by;
+
 struct gnt_object {
 	const struct gnt_file_calls *calls;
 	void *object;
@@ -45,6 +51,7 @@ static int object_release(struct inode *inode, struct file *file)
 
 	o->calls->release(o->object);
 	kfree(o);
+	module_put(started_by);
 	return 0;
 }
 
@@ -137,6 +144,8 @@ struct file *gnt_file_new(const char *name, s64 number, const struct gnt_file_ca
 	}
 	if (calls->readable)
 		file->f_mode |= FMODE_PREAD;
+	/* It is there, for it is kept by the file whose ioctl this is. */
+	__module_get(started_by);
 	return file;
 }
 
@@ -178,7 +187,13 @@ static bool usable;
 
 static int device_open(struct inode *inode, struct file *file)
 {
-	return smp_load_acquire(&usable) ? 0 : -ENODEV;
+	return smp_load_acquire(&usable) && try_module_get(started_by) ? 0 : -ENODEV;
+}
+
+static int device_close(struct inode *inode, struct file *file)
+{
+	module_put(started_by);
+	return 0;
 }
 
 static long device_ioctl(struct file *file, unsigned int command, unsigned long argument)
@@ -197,6 +212,7 @@ static long device_compat_ioctl(struct file *file, unsigned int command, unsigne
 static const struct file_operations device_fops = {
 	.owner = THIS_MODULE,
 	.open = device_open,
+	.release = device_close,
 	.unlocked_ioctl = device_ioctl,
 #ifdef CONFIG_COMPAT
 	.compat_ioctl = device_compat_ioctl,
@@ -210,10 +226,12 @@ static struct miscdevice device = {
 	.fops = &device_fops,
 };
 
-int gnt_device_claim(void)
+int gnt_device_claim(struct module *owner)
 {
-	int r = misc_register(&device);
+	int r;
 
+	started_by = owner;
+	r = misc_register(&device);
 	if (r == -EBUSY || r == -EEXIST)
 		pr_err("/dev/kvm belongs to another hypervisor; unload it first (kvm_amd, kvm_intel)\n");
 	else if (r)

@@ -4,8 +4,8 @@
 #include <asm/fpu/api.h>
 #include <asm/fpu/types.h>
 #include <asm/fpu/xcr.h>
-#include <asm/msr.h>
 
+#include "compat.h"
 #include "gannet.h"
 
 static_assert(sizeof(struct fpu_guest) <= GNT_FPU_BYTES);
@@ -18,7 +18,7 @@ void gnt_fpu_init(void)
 	if (boot_cpu_has(X86_FEATURE_XSAVE))
 		host_xcr0 = xgetbv(XCR_XFEATURE_ENABLED_MASK);
 	if (boot_cpu_has(X86_FEATURE_XSAVES))
-		rdmsrl_safe(MSR_IA32_XSS, &host_xss);
+		rdmsrq_safe(MSR_IA32_XSS, &host_xss);
 }
 
 u64 gnt_host_xcr0(void)

@@ -17,6 +17,8 @@ struct srcu_struct;
 struct cpumask;
 struct eventfd_ctx;
 struct file;
+struct kernel_param_ops;
+struct module;
 struct gnt_debug_dir;
 struct seq_file;
 
@@ -265,15 +267,19 @@ void gnt_perf_init(void);
 int gnt_lost_cpu(void);
 u32 gnt_kernel_features(u32 leaf, u32 subleaf, u32 reg);
 
-void gnt_svm_on(void);
+/* virt.c: on the CPU itself; 0 or a negative errno */
+bool gnt_vmx_allowed(void);
+int gnt_svm_on(void);
 void gnt_svm_off(void);
+int gnt_vmx_on(u64 region);
+void gnt_vmx_off(void);
+void gnt_virt_init(void);
+void gnt_virt_exit(void);
+void gnt_virt_ends(void);
 
 /* vmx.c */
 bool gnt_perf_enter(u64 *global_ctrl);
 void gnt_perf_leave(void);
-bool gnt_vmx_allowed(void);
-int gnt_vmx_on(u64 region);
-void gnt_vmx_off(void);
 void gnt_host_tables(struct gnt_host_tables *out);
 void gnt_vmx_nmi(void);
 void gnt_vmx_left(void);
@@ -282,7 +288,7 @@ void gnt_end_user_return(void);
 
 /* mitigations.c */
 u64 gnt_mitigation_facts(void);
-u32 gnt_l1d_flush_asked(void);
+extern const struct kernel_param_ops gnt_l1d_ops;
 void gnt_l1d_flush_chosen(u32 state);
 int gnt_l1d_flush_prepare(void);
 void gnt_l1d_flush(void);
@@ -309,7 +315,25 @@ int gnt_preemption_timer(void);
 void gnt_no_preemption_timer(void);
 int gnt_npt(void);
 int gnt_ept(void);
-int gnt_params_check(void);
+u32 gnt_l1d_flush_asked(void);
+/* What one vendor's CPUs can be told not to use: its module's parameters. */
+struct gnt_switches {
+	bool nested, npt, ept, nested_dirty_tracking, enable_apicv, enable_shadow_vmcs, preemption_timer;
+	char *host_state;
+	u32 l1d_flush;	/* enum vmx_l1d_flush_state */
+};
+#define GNT_SWITCHES_DEFAULT	{ true, true, true, true, true, true, true, "vmsave", 0 }
+extern struct gnt_switches gnt_own_switches;
+int gnt_params_use(struct gnt_switches *given);
+
+/* main.c */
+#ifdef GNT_SPLIT
+#define GNT_EXPORT	EXPORT_SYMBOL_GPL
+#else
+#define GNT_EXPORT(name)
+#endif
+int gnt_start(struct gnt_switches *switches, struct module *owner);
+void gnt_stop(void);
 
 /* fops.c */
 struct file *gnt_file_new(const char *name, s64 number, const struct gnt_file_calls *calls,
@@ -318,7 +342,7 @@ void gnt_file_install(struct file *file, int fd);
 void gnt_file_cancel(struct file *file, int fd);
 struct file *gnt_file_get(int fd, const struct gnt_file_calls **calls, void **object);
 void gnt_file_put(struct file *file);
-int gnt_device_claim(void);
+int gnt_device_claim(struct module *owner);
 void gnt_device_open_for_use(void);
 void gnt_device_release(void);
 
@@ -367,10 +391,12 @@ void gnt_svm_vmrun(u64 vmcb, u64 *gprs, u64 guest_spec_ctrl, u64 host_spec_ctrl)
 
 /* ---- Rust for C (linux/module) ---- */
 
-/* 0 or a negative errno; says why in the log. Called once, before anything else. */
+/* 0 or a negative errno; says why in the log. At each start, before anything else. */
 int gannet_init(void);
 /* After the last file is closed and virtualization is off everywhere. */
 void gannet_exit(void);
+/* Once, at unload. */
+void gannet_unload(void);
 /* On the CPU itself. 0 or a negative errno. */
 int gannet_cpu_online(void);
 /* On the CPU itself; harmless where it is off. Also from NMI context at a crash. */

@@ -15,6 +15,7 @@
 #include <linux/sched/signal.h>
 #include <linux/swap.h>
 
+#include "compat.h"
 #include "gannet.h"
 
 #ifndef FOLL_INTERRUPTIBLE

@@ -16,6 +16,7 @@
 #include <asm/vdso/processor.h>
 #include <asm/spec-ctrl.h>
 
+#include "compat.h"
 #include "gannet.h"
 
 /* As stock KVM: not where every exit has one already. */
@@ -25,7 +26,11 @@ bool gnt_ibpb_on_switch(void)
 	if (cpu_feature_enabled(X86_FEATURE_IBPB_ON_VMEXIT))
 		return false;
 #endif
+#ifdef X86_FEATURE_USE_IBPB
 	return boot_cpu_has(X86_FEATURE_USE_IBPB);
+#else
+	return static_key_enabled(&switch_vcpu_ibpb);
+#endif
 }
 
 u64 gnt_host_spec_ctrl(void)
@@ -99,20 +104,6 @@ void gnt_load_task_register(void)
 	force_reload_TR();
 }
 
-/*
- * With SVM on, counters can be told to count the host alone. Not at a crash, which is no time for perf.
- */
-void gnt_svm_on(void)
-{
-	amd_pmu_enable_virt();
-}
-
-void gnt_svm_off(void)
-{
-	if (!in_nmi() && !gnt_rebooting)
-		amd_pmu_disable_virt();
-}
-
 /* What the kernel's GS base is above the place of a CPU's data. */
 static u64 gs_base_offset;
 
@@ -121,7 +112,7 @@ void gnt_hostcpu_init(void)
 	u64 base;
 
 	preempt_disable();
-	rdmsrl(MSR_GS_BASE, base);
+	rdmsrq(MSR_GS_BASE, base);
 	gs_base_offset = base - per_cpu_offset(smp_processor_id());
 	preempt_enable();
 }

@@ -7,18 +7,19 @@
  */
 #include <linux/cpu.h>
 #include <linux/mm.h>
+#include <linux/module.h>
 #include <linux/moduleparam.h>
 #include <linux/sched/smt.h>
 #include <linux/string.h>
 #include <linux/sysfs.h>
 
 #include <asm/cpufeature.h>
-#include <asm/msr.h>
 #include <asm/nospec-branch.h>
 #include <asm/processor.h>
 #include <asm/spec-ctrl.h>
 #include <asm/vmx.h>
 
+#include "compat.h"
 #include "gannet.h"
 #include "history.h"
 
@@ -44,7 +45,7 @@ static const char * const nx_names[] = { "auto", "off", "force" };
 
 static u32 nx_asked;
 static bool nx_splits;
-static u32 l1d_asked = VMENTER_L1D_FLUSH_AUTO;
+static_assert(VMENTER_L1D_FLUSH_AUTO == 0);
 static bool l1d_running;
 static u8 *flush_pages;
 
@@ -54,7 +55,7 @@ static int l1d_set(const char *text, const struct kernel_param *kp)
 
 	if (asked < 0)
 		return asked;
-	l1d_asked = asked;
+	WRITE_ONCE(*(u32 *)kp->arg, asked);
 	/* Once loaded, on a CPU that leaks; else there is nothing to be changed. */
 	return l1d_running ? gannet_l1d_flush_changed() : 0;
 }
@@ -64,10 +65,8 @@ static int l1d_get(char *text, const struct kernel_param *kp)
 	return sysfs_emit(text, "%s\n", l1d_names[l1tf_vmx_mitigation]);
 }
 
-static const struct kernel_param_ops l1d_ops = { .set = l1d_set, .get = l1d_get };
-module_param_cb(vmentry_l1d_flush, &l1d_ops, NULL, 0644);
-MODULE_PARM_DESC(vmentry_l1d_flush,
-	"Intel: flush of the L1 data cache at VM entry on CPUs with L1TF: auto (default: what l1tf= says), never, cond: where the host ran since the last entry, always");
+const struct kernel_param_ops gnt_l1d_ops = { .set = l1d_set, .get = l1d_get };
+GNT_EXPORT(gnt_l1d_ops);
 
 static int nx_set(const char *text, const struct kernel_param *kp)
 {
@@ -103,11 +102,6 @@ void gnt_nx_huge_pages_chosen(bool splits)
 {
 	nx_splits = splits;
 	itlb_multihit_kvm_mitigation = splits;
-}
-
-u32 gnt_l1d_flush_asked(void)
-{
-	return READ_ONCE(l1d_asked);
 }
 
 /* What was chosen, for the kernel to show. */
@@ -155,8 +149,8 @@ noinstr void gnt_l1d_flush(void)
 	const u8 *from = flush_pages;
 	u32 i;
 
-	if (static_cpu_has(X86_FEATURE_FLUSH_L1D)) {
-		native_wrmsrl(MSR_IA32_FLUSH_CMD, L1D_FLUSH);
+	if (cpu_feature_enabled(X86_FEATURE_FLUSH_L1D)) {
+		native_wrmsrq(MSR_IA32_FLUSH_CMD, L1D_FLUSH);
 		return;
 	}
 	if (!from)

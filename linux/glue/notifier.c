@@ -3,6 +3,7 @@
 #include <linux/mmu_notifier.h>
 #include <linux/sched/mm.h>
 
+#include "compat.h"
 #include "gannet.h"
 
 struct gnt_notifier {
@@ -35,15 +36,15 @@ static void invalidate_end(struct mmu_notifier *mn, const struct mmu_notifier_ra
 	n->calls->invalidate_end(n->context, range->start, range->end);
 }
 
-static int clear_young(struct mmu_notifier *mn, struct mm_struct *mm, unsigned long start,
-		       unsigned long end)
+static gnt_young clear_young(struct mmu_notifier *mn, struct mm_struct *mm, unsigned long start,
+			     unsigned long end)
 {
 	struct gnt_notifier *n = of(mn);
 
 	return n->calls->clear_young(n->context, start, end);
 }
 
-static int test_young(struct mmu_notifier *mn, struct mm_struct *mm, unsigned long address)
+static gnt_young test_young(struct mmu_notifier *mn, struct mm_struct *mm, unsigned long address)
 {
 	struct gnt_notifier *n = of(mn);
 

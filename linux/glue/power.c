@@ -11,8 +11,6 @@
 #include <linux/smp.h>
 #include <linux/syscore_ops.h>
 
-#include <asm/reboot.h>
-
 #include "gannet.h"
 
 /*
@@ -47,7 +45,7 @@ static void offline_here(void *unused)
 
 static void off_for_good(void)
 {
-	WRITE_ONCE(gnt_rebooting, true);
+	gnt_virt_ends();
 	on_each_cpu(offline_here, NULL, 1);
 }
 
@@ -61,7 +59,7 @@ static int rebooting(struct notifier_block *nb, unsigned long action, void *data
 static struct notifier_block reboot_notifier = { .notifier_call = rebooting };
 
 /* Suspend and resume run on the last CPU with interrupts off; the others were unplugged. */
-#ifdef GNT_SYSCORE_TAKES_DATA
+#ifdef GNT_HAS_SYSCORE_DATA
 static int suspend(void *unused)
 #else
 static int suspend(void)
@@ -72,7 +70,7 @@ static int suspend(void)
 	return 0;
 }
 
-#ifdef GNT_SYSCORE_TAKES_DATA
+#ifdef GNT_HAS_SYSCORE_DATA
 static void resume(void *unused)
 #else
 static void resume(void)
@@ -82,7 +80,7 @@ static void resume(void)
 		pr_err("virtualization cannot be switched on again after suspend\n");
 }
 
-#ifdef GNT_SYSCORE_TAKES_DATA
+#ifdef GNT_HAS_SYSCORE_DATA
 static void shutdown(void *unused)
 #else
 static void shutdown(void)
@@ -91,7 +89,7 @@ static void shutdown(void)
 	off_for_good();
 }
 
-#ifdef GNT_SYSCORE_TAKES_DATA
+#ifdef GNT_HAS_SYSCORE_DATA
 static const struct syscore_ops syscore_calls = {
 	.suspend = suspend,
 	.resume = resume,
@@ -110,13 +108,6 @@ static struct syscore_ops syscore = {
 #define unregister_syscore_calls()	unregister_syscore_ops(&syscore)
 #endif
 
-/* A crash stops CPUs by NMI; each then switches it off, so that INIT reaches it again. */
-static void emergency(void)
-{
-	WRITE_ONCE(gnt_rebooting, true);
-	gannet_cpu_offline();
-}
-
 int gnt_power_init(void)
 {
 	int r = cpuhp_setup_state(GNT_CPUHP_STATE, "gannet:online", online, offline);
@@ -126,9 +117,7 @@ int gnt_power_init(void)
 			pr_err("another hypervisor owns this machine's CPUs\n");
 		return r;
 	}
-#ifdef GNT_EMERGENCY_CALLBACK
-	cpu_emergency_register_virt_callback(emergency);
-#endif
+	gnt_virt_init();
 	register_syscore_calls();
 	register_reboot_notifier(&reboot_notifier);
 	return 0;
@@ -138,8 +127,6 @@ void gnt_power_exit(void)
 {
 	unregister_reboot_notifier(&reboot_notifier);
 	unregister_syscore_calls();
-#ifdef GNT_EMERGENCY_CALLBACK
-	cpu_emergency_unregister_virt_callback(emergency);
-#endif
+	gnt_virt_exit();
 	cpuhp_remove_state(GNT_CPUHP_STATE);
 }

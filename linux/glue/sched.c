@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /* The current task: sleeping and waking, work that waits for it, its signals. */
+#if __has_include(<linux/entry-virt.h>)
+#define GNT_NO_STAND_IN
+#include <linux/entry-virt.h>
+#else
 #include <linux/entry-kvm.h>
+#endif
 #include <linux/kvm_host.h>
 #include <linux/rcuwait.h>
 #include <linux/sched.h>
@@ -12,10 +17,25 @@
 
 static_assert(sizeof(struct rcuwait) <= GNT_WAITER_BYTES);
 
+#ifdef GNT_NO_STAND_IN
+int gnt_sched_init(void)
+{
+	return 0;
+}
+
+void gnt_sched_exit(void)
+{
+}
+
+static int handle_work(void)
+{
+	return xfer_to_guest_mode_handle_work();
+}
+#else
 /*
- * The kernel's generic code for work before a guest entry wants a kvm_vcpu, of which it only uses
- * the exit reason and a counter, and those only when a signal arrives. All our vCPUs share this one
- * and none looks at it.
+ * Older kernels' generic code for work before a guest entry wants a kvm_vcpu, of which it
+ * only uses the exit reason and a counter, and those only when a signal arrives. All our vCPUs share
+ * this one and none looks at it.
  */
 static struct kvm_vcpu *stand_in;
 
@@ -38,6 +58,12 @@ void gnt_sched_exit(void)
 	kvfree(stand_in);
 }
 
+static int handle_work(void)
+{
+	return xfer_to_guest_mode_handle_work(stand_in);
+}
+#endif
+
 /*
  * With interrupts off: once this said no, SVM cannot be switched off for a reboot on this CPU before
  * the interrupt that does it gets through.
@@ -51,7 +77,7 @@ int gnt_handle_work(void)
 {
 	if (signal_pending(current) || READ_ONCE(gnt_rebooting))
 		return -EINTR;
-	return xfer_to_guest_mode_handle_work(stand_in);
+	return handle_work();
 }
 
 int gnt_may_poll(void)

@@ -1,59 +1,27 @@
 // SPDX-License-Identifier: GPL-2.0-only
-/* VMX on and off on a CPU, and what VM exits need of the kernel and leave changed. */
+/* What VM exits of VMX need of the kernel and leave changed. */
 #include <linux/perf_event.h>
 #include <linux/smp.h>
 #include <linux/user-return-notifier.h>
 
-#include <asm/asm.h>
 #include <asm/cpu_entry_area.h>
 #include <asm/cpufeature.h>
 #include <asm/desc.h>
 #include <asm/perf_event.h>
 #include <asm/segment.h>
-#include <asm/tlbflush.h>
 #ifdef CONFIG_X86_FRED
 #include <asm/fred.h>
 #include <asm/trapnr.h>
+#ifdef GNT_HAS_ENTRY_FROM_KVM
+#include <linux/entry-common.h>
+#define GNT_FRED_ENTRY	x86_entry_from_kvm
+#else
+#define GNT_FRED_ENTRY	fred_entry_from_kvm
+#endif
 #endif
 
+#include "compat.h"
 #include "gannet.h"
-
-/* The kernel reads IA32_FEATURE_CONTROL when a CPU comes up, and locks it where firmware did not. */
-bool gnt_vmx_allowed(void)
-{
-	return boot_cpu_has(X86_FEATURE_MSR_IA32_FEAT_CTL) && boot_cpu_has(X86_FEATURE_VMX);
-}
-
-/*
- * Processor trace must not be on where the CPU cannot trace in VMX operation, and CR4 is the
- * kernel's, which keeps a copy of it.
- */
-int gnt_vmx_on(u64 region)
-{
-	intel_pt_handle_vmx(1);
-	cr4_set_bits(X86_CR4_VMXE);
-	asm goto("1: vmxon %[region]\n\t"
-		 "jbe %l[refused]\n\t"
-		 _ASM_EXTABLE(1b, %l[refused])
-		 : : [region] "m"(region) : "cc", "memory" : refused);
-	return 0;
-
-refused:
-	cr4_clear_bits(X86_CR4_VMXE);
-	intel_pt_handle_vmx(0);
-	return -EIO;
-}
-
-/* An NMI of a crash may hit between CR4.VMXE and VMXON: then VMXOFF faults, and nothing is lost. */
-void gnt_vmx_off(void)
-{
-	asm goto("1: vmxoff\n\t"
-		 _ASM_EXTABLE(1b, %l[off])
-		 : : : "cc", "memory" : off);
-off:
-	cr4_clear_bits(X86_CR4_VMXE);
-	intel_pt_handle_vmx(0);
-}
 
 /*
  * The host's counters that are not to count while a guest runs, and sampling into the host's memory (PEBS), which a
@@ -76,7 +44,7 @@ static noinline bool perf_enter(u64 *global_ctrl)
 		if (msrs[i].host == msrs[i].guest)
 			continue;
 		differ = true;
-		wrmsrl(msrs[i].msr, msrs[i].guest);
+		wrmsrq(msrs[i].msr, msrs[i].guest);
 	}
 	return differ;
 }
@@ -107,7 +75,7 @@ void gnt_perf_leave(void)
 
 	msrs = perf_guest_get_msrs(&nr, NULL);
 	for (i = 0; msrs && i < nr; i++)
-		wrmsrl(msrs[i].msr, msrs[i].host);
+		wrmsrq(msrs[i].msr, msrs[i].host);
 }
 
 void gnt_host_tables(struct gnt_host_tables *out)
@@ -133,7 +101,7 @@ noinstr void gnt_vmx_nmi(void)
 {
 #ifdef CONFIG_X86_FRED
 	if (cpu_feature_enabled(X86_FEATURE_FRED)) {
-		fred_entry_from_kvm(EVENT_TYPE_NMI, X86_TRAP_NMI);
+		GNT_FRED_ENTRY(EVENT_TYPE_NMI, X86_TRAP_NMI);
 		return;
 	}
 #endif

@@ -15,7 +15,7 @@ use crate::tally::{Tally, Verdict};
 use crate::{boot, options::Options};
 use anyhow::{Context, Result, bail};
 use gannet_lab::{
-    Job, KERNELS, Kernel, Layout, MACHINES, Machine, Module, Outcome, guest, programs,
+    BY_OWN_NAME, Job, Kernel, Layout, MACHINES, Machine, Module, Outcome, guest, programs,
 };
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -278,7 +278,7 @@ fn entry(line: &str) -> Result<Entry> {
         some => some.split(',').map(|m| m.trim().parse()).collect::<Result<_>>()?,
     };
     let kernels = match kernels {
-        "all" => KERNELS.to_vec(),
+        "all" => BY_OWN_NAME.to_vec(),
         some => some.split(',').map(|k| k.trim().parse()).collect::<Result<_>>()?,
     };
     let mut loaded = Vec::new();
@@ -450,7 +450,7 @@ mod tests {
         let entry =
             entry("ioctls | amd | all | stock,gannet | 2 | - | errno-tests --all | cat").unwrap();
         assert_eq!(entry.machines, [Machine::Amd]);
-        assert_eq!(entry.kernels, KERNELS);
+        assert_eq!(entry.kernels, BY_OWN_NAME);
         let plain = String::new;
         assert_eq!(entry.modules, [(Module::Stock, plain()), (Module::Gannet, plain())]);
         assert_eq!((entry.cpus, entry.quiet), (2, None));

@@ -16,6 +16,7 @@ mod progress;
 mod report;
 mod showcase;
 mod sources;
+mod symbols;
 mod tally;
 mod test;
 
@@ -48,6 +49,7 @@ fn run() -> Result<bool> {
         Command::Boot(options) => boot::command(&layout, &options),
         Command::Try(options) => attempt::command(&layout, &options),
         Command::Module(options) => module::command(&layout, &options),
+        Command::Symbols(options) => symbols::command(&layout, &options),
         Command::Setup => {
             layout.ensure(&["toolchain", "qemu", "bochs", "busybox"])?;
             layout.ensure(&KERNELS.map(Kernel::group))?;

@@ -1,5 +1,6 @@
-//! Builds `gannet.ko`: the Rust floors as a static library for a kernel target, then Kbuild over the C glue of `linux/`, in a folder
-//! under `target/lab`, so that the sources stay as they are.
+//! Builds `gannet.ko`: the Rust floors as a static library for a kernel target, linked into one object for all kernels, then Kbuild
+//! over the C glue of `linux/` for each, in a folder under `target/lab`, so that the sources stay as they are. Where the kernel wants
+//! KVM's names, `kvm.ko`, `kvm-amd.ko` and `kvm-intel.ko` are built instead.
 
 use crate::check;
 use crate::options::Options;
@@ -29,13 +30,15 @@ pub fn build(layout: &Layout, kernel: Kernel) -> Result<PathBuf> {
     if !kbuild.is_file() {
         bail!("gannet.ko cannot be built yet: there is no linux/Kbuild in this checkout");
     }
-    let library = build_library(layout).context("gannet.ko does not build: its Rust part")?;
+    let core = build_core(layout).context("gannet.ko does not build: its Rust part")?;
     let folder = layout.module_build(kernel);
     copy_sources(&layout.root.join("linux"), &folder)?;
     let step = Step::start(layout, &format!("linking gannet.ko for {kernel}"));
     let mut make = layout.tool("make");
     make.arg("-C").arg(layout.headers(kernel)).arg(format!("M={}", folder.display()));
-    make.arg(format!("GANNET_RUST_LIB={}", library.display()));
+    make.arg(format!("GANNET_CORE={}", core.display()));
+    make.arg(format!("GANNET_NAME={}", if kernel.wants_kvms_names() { "kvm" } else { "gannet" }));
+    make.args(kernel.build_settings());
     make.arg(concat!("GANNET_VERSION=", env!("CARGO_PKG_VERSION")));
     // The headers of 6.12 ask for pahole to add BTF, which nothing here reads.
     make.args(["PAHOLE=true", "CONFIG_DEBUG_INFO_BTF_MODULES=", "modules"]);
@@ -48,16 +51,27 @@ pub fn build(layout: &Layout, kernel: Kernel) -> Result<PathBuf> {
     Ok(module)
 }
 
-/// Builds the Rust static library with `core` and `alloc` from source.
-fn build_library(layout: &Layout) -> Result<PathBuf> {
+/// Builds the Rust static library with `core` and `alloc` from source, and links it into one object.
+fn build_core(layout: &Layout) -> Result<PathBuf> {
     let folder = "cargo-kernel";
     let mut cargo = layout.cargo(folder);
     cargo.args(["build", "--release", "--locked", "-p", "gannet-module"]);
     cargo.args(["--target", "x86_64-unknown-none", "--config", "linux/cargo-config.toml"]);
     let step = Step::start(layout, "compiling the module's Rust");
     follow(&mut cargo, &step)?;
+    let library = layout.out.join(folder).join("x86_64-unknown-none/release/libgannet_module.a");
+    let (script, core) = (layout.root.join("linux/link-core.sh"), layout.core());
+    let newest = |path: &Path| path.metadata().and_then(|file| file.modified()).ok();
+    let made_from = [&library, &script, &layout.root.join("linux/merge.lds")];
+    let made_of = made_from.iter().filter_map(|file| newest(file)).max();
+    if newest(&core).is_none_or(|made| Some(made) <= made_of) {
+        fs::create_dir_all(core.parent().unwrap_or(&layout.out))?;
+        let unfinished = core.with_extension("new");
+        follow(layout.tool("sh").arg(&script).arg(&library).arg(&unfinished), &step)?;
+        fs::rename(&unfinished, &core)?;
+    }
     step.done();
-    Ok(layout.out.join(folder).join("x86_64-unknown-none/release/libgannet_module.a"))
+    Ok(core)
 }
 
 /// Runs a command with its latest line beside the progress, and everything it said in the error when it fails.

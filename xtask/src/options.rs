@@ -28,6 +28,8 @@ pub enum Command {
     Try(Options),
     /// Build gannet.ko
     Module(Options),
+    /// What a kernel no longer exports of that which the modules take, or restricts; 0 when nothing is gone
+    Symbols(Options),
     /// Fetch and unpack everything; the other commands fetch what they need
     Setup,
 }
@@ -35,7 +37,7 @@ pub enum Command {
 /// The options of all commands; each is for those where it means something.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
-    /// The host's kernel: 6.12 or 6.1
+    /// The host's kernel: 6.12, 6.1 or 7.3
     #[arg(long, default_value_t = Kernel::V6_12)]
     pub kernel: Kernel,
     /// The emulated machine, amd or intel: what runs on each of them then runs on that one alone
@@ -59,6 +61,9 @@ pub struct Options {
     /// The file that the figures are written to (run, bench, mechanisms)
     #[arg(long)]
     pub json: Option<PathBuf>,
+    /// A Module.symvers of another kernel's headers (symbols)
+    #[arg(long)]
+    pub symvers: Option<PathBuf>,
     /// An earlier run's JSON, in place of a run (mechanisms)
     #[arg(long)]
     pub from: Option<PathBuf>,
@@ -154,7 +159,7 @@ pub mod tests {
         let makefile = std::fs::read_to_string(root.join("Makefile")).unwrap().replace("\\\n", "");
         let lines: Vec<&str> =
             makefile.lines().filter_map(|line| line.trim().strip_prefix("$(XTASK) ")).collect();
-        assert_eq!(lines.len(), 8);
+        assert_eq!(lines.len(), 9);
         for line in lines {
             // Every value is a variable; here none is set.
             let options = line.split_whitespace().filter(|word| word.starts_with("--"));

@@ -5,7 +5,7 @@ use crate::progress::Step;
 use crate::tally::Tally;
 use crate::{bench, check, guest, labtest, module, sources};
 use anyhow::Result;
-use gannet_lab::{KERNELS, Kernel, Layout, Machine, Module};
+use gannet_lab::{BY_OWN_NAME, KERNELS, Kernel, Layout, Machine, Module};
 use std::process::{Command, Stdio};
 
 /// Runs every test; whether all passed.
@@ -36,7 +36,7 @@ pub fn run(layout: &Layout, options: &Options) -> Result<bool> {
             Err(error) => tally.record(&name, Err(format!("{error:#}"))),
         }
     }
-    for kernel in KERNELS {
+    for kernel in BY_OWN_NAME {
         let built = guest::build(layout, kernel).map_err(|error| format!("{error:#}"));
         if chosen("module") || (chosen("lab") && built.is_err()) {
             tally.record(&format!("the guest's module and program for {kernel} build"), built);
@@ -159,7 +159,7 @@ fn lab(layout: &Layout, options: &Options, built: &[Kernel], tally: &mut Tally) 
     // The longest first: those of Bochs.
     for options in options.for_machines().iter().rev() {
         let tools = bench::prepare(layout, options)?;
-        for kernel in KERNELS {
+        for kernel in BY_OWN_NAME {
             tests.push(labtest::machine_runs(options, kernel));
             tests.push(labtest::boots(layout, options, &tools, kernel, Module::Stock, 1)?);
             if !built.contains(&kernel) {
@@ -174,6 +174,11 @@ fn lab(layout: &Layout, options: &Options, built: &[Kernel], tally: &mut Tally) 
             if options.machine() == Machine::Amd {
                 tests.push(labtest::refuses_without_svm(options, kernel));
             }
+        }
+        let newest = Kernel::V7_3;
+        tests.push(labtest::boots(layout, options, &tools, newest, Module::Stock, 1)?);
+        if built.contains(&newest) {
+            tests.push(labtest::boots(layout, options, &tools, newest, Module::Gannet, 1)?);
         }
         tests.push(labtest::counts_operations(options, &tools));
         labtest::from_list(layout, options, built, &mut tests)?;

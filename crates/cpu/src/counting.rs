@@ -36,11 +36,12 @@ pub enum Op {
     Invvpid,
     VmxEnter,
     VmxOnOff,
+    SvmOnOff,
     HostNmi,
 }
 
 /// Number of [`Op`]s.
-pub const OPS: usize = 26;
+pub const OPS: usize = 27;
 
 /// Counts by [`Op`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -120,6 +121,8 @@ impl<C: Cpu> Cpu for Counting<C> {
         DebugReg: fn debug_reg(&mut self, n: u8) -> u64;
         DebugReg: fn set_debug_reg(&mut self, n: u8, value: u64);
         MovCr: fn cr4(&mut self) -> Cr4;
+        SvmOnOff: fn svm_on(&mut self) -> bool;
+        SvmOnOff: fn svm_off(&mut self);
         Clgi: fn clgi(&mut self);
         Stgi: fn stgi(&mut self);
         StiCli: fn sti(&mut self);

@@ -66,6 +66,10 @@ pub trait Cpu: VmxCpu + Send {
     fn set_debug_reg(&mut self, n: u8, value: u64);
     /// MOV from CR4.
     fn cr4(&mut self) -> Cr4;
+    /// Has the kernel set EFER.SVME on this CPU; `false`: somebody else has it set.
+    fn svm_on(&mut self) -> bool;
+    /// Has the kernel clear EFER.SVME on this CPU. GIF is set.
+    fn svm_off(&mut self);
     /// CLGI.
     fn clgi(&mut self);
     /// STGI.

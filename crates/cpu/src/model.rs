@@ -16,9 +16,9 @@ use crate::{
 use backend::Gprs;
 use std::collections::{HashMap, VecDeque};
 use x86::{
-    Cr4, Hpa,
+    Cr4, Efer, Hpa,
     msr::{
-        CSTAR, FS_BASE, GS_BASE, KERNEL_GS_BASE, LSTAR, STAR, SYSCALL_MASK, SYSENTER_CS,
+        CSTAR, EFER, FS_BASE, GS_BASE, KERNEL_GS_BASE, LSTAR, STAR, SYSCALL_MASK, SYSENTER_CS,
         SYSENTER_EIP, SYSENTER_ESP,
     },
     vmcb::{Vmcb, event},
@@ -235,6 +235,16 @@ impl Cpu for Model {
     }
     fn cr4(&mut self) -> Cr4 {
         Cr4::empty()
+    }
+    fn svm_on(&mut self) -> bool {
+        let efer = self.msrs.entry(EFER).or_default();
+        let free = *efer & Efer::SVME.bits() == 0;
+        *efer |= Efer::SVME.bits();
+        free
+    }
+    fn svm_off(&mut self) {
+        assert!(self.gif, "SVM is switched off with GIF clear");
+        *self.msrs.entry(EFER).or_default() &= !Efer::SVME.bits();
     }
     fn clgi(&mut self) {
         self.gif = false;

@@ -16,6 +16,8 @@ pub struct Native;
 #[cfg(target_os = "none")]
 unsafe extern "C" {
     fn gnt_svm_vmrun(vmcb: u64, gprs: *mut u64, guest_spec_ctrl: u64, host_spec_ctrl: u64);
+    fn gnt_svm_on() -> i32;
+    fn gnt_svm_off();
     fn gnt_host_selectors() -> u64;
     fn gnt_load_host_selectors(fs: u16, gs: u16, ldt: u16);
     fn gnt_load_task_register();
@@ -24,6 +26,10 @@ unsafe extern "C" {
 /// Outside the kernel there is nothing to be read or loaded.
 #[cfg(not(target_os = "none"))]
 mod outside {
+    pub unsafe fn gnt_svm_on() -> i32 {
+        -1
+    }
+    pub unsafe fn gnt_svm_off() {}
     pub unsafe fn gnt_host_selectors() -> u64 {
         0
     }
@@ -31,7 +37,9 @@ mod outside {
     pub unsafe fn gnt_load_task_register() {}
 }
 #[cfg(not(target_os = "none"))]
-use outside::{gnt_host_selectors, gnt_load_host_selectors, gnt_load_task_register};
+use outside::{
+    gnt_host_selectors, gnt_load_host_selectors, gnt_load_task_register, gnt_svm_off, gnt_svm_on,
+};
 
 impl Cpu for Native {
     #[inline]
@@ -150,6 +158,16 @@ impl Cpu for Native {
         // SAFETY: ring 0; reading CR4 has no effect.
         unsafe { asm!("mov {}, cr4", out(reg) value, options(nomem, nostack, preserves_flags)) };
         Cr4::from_bits_retain(value)
+    }
+
+    fn svm_on(&mut self) -> bool {
+        // SAFETY: the save area that VMRUN needs is named before the first one.
+        unsafe { gnt_svm_on() == 0 }
+    }
+
+    fn svm_off(&mut self) {
+        // SAFETY: no guest runs on this CPU any more.
+        unsafe { gnt_svm_off() };
     }
 
     #[inline]

@@ -19,8 +19,6 @@ mod port {
         pub safe fn gnt_vmx_left();
         pub safe fn gnt_perf_enter(global_ctrl: &mut u64) -> bool;
         pub safe fn gnt_perf_leave();
-        pub safe fn gnt_svm_on();
-        pub safe fn gnt_svm_off();
         pub safe fn gnt_watch_user_return() -> bool;
         pub safe fn gnt_host_tables(out: &mut super::HostTables);
         pub safe fn gnt_guest_ssbd(on: bool);
@@ -64,8 +62,6 @@ mod port {
     pub fn gnt_perf_leave() {
         crate::std_port::test::perf_leave();
     }
-    pub fn gnt_svm_on() {}
-    pub fn gnt_svm_off() {}
     pub fn gnt_watch_user_return() -> bool {
         crate::std_port::test::watch_user_return()
     }
@@ -111,16 +107,6 @@ pub fn perf_enter() -> Option<u64> {
 /// Starts again what [`perf_enter`] stopped. On the same CPU.
 pub fn perf_leave() {
     port::gnt_perf_leave()
-}
-
-/// SVM was switched on on this CPU: perf uses what that makes possible.
-pub fn svm_on() {
-    port::gnt_svm_on()
-}
-
-/// SVM is about to be switched off on this CPU.
-pub fn svm_off() {
-    port::gnt_svm_off()
 }
 
 /// Whether the kernel makes the CPU raise #AC for a locked access of two cache lines, its guests' as well.

@@ -130,8 +130,9 @@ pub fn check<C: Cpu>(c: &mut C) -> Result<(), Unusable> {
 pub fn enable<C: Cpu>(c: &mut C, cpu: usize) -> Result<(), Unusable> {
     let Some(this) = of(cpu) else { return Err(Unusable::Absent) };
     check(c)?;
-    let efer = c.rdmsr(msr::EFER);
-    c.wrmsr(msr::EFER, efer | Efer::SVME.bits());
+    if !c.svm_on() {
+        return Err(Unusable::InUse);
+    }
     c.wrmsr(msr::VM_HSAVE_PA, this.host_save().0);
     this.generation.store(this.generation().wrapping_add(1), Relaxed);
     // Whoever had SVM before, or this CPU before it went offline, left translations under any ASID.
@@ -146,12 +147,11 @@ pub fn enable<C: Cpu>(c: &mut C, cpu: usize) -> Result<(), Unusable> {
 
 /// Switches SVM off on the CPU this runs on; harmless where it is off.
 pub fn disable<C: Cpu>(c: &mut C) {
-    let efer = c.rdmsr(msr::EFER);
-    if efer & Efer::SVME.bits() != 0 {
+    if c.rdmsr(msr::EFER) & Efer::SVME.bits() != 0 {
         c.wrmsr(msr::VM_HSAVE_PA, 0);
         // GIF must be set before SVME is cleared: a CPU that is stopped in the loop has it clear.
         c.stgi();
-        c.wrmsr(msr::EFER, efer & !Efer::SVME.bits());
+        c.svm_off();
     }
 }
 

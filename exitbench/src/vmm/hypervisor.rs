@@ -69,8 +69,12 @@ impl Hypervisor {
     }
 }
 
-/// The name of the loaded module that serves `/dev/kvm`, or `unknown`.
+/// The name of the loaded module that serves `/dev/kvm`, or `unknown`. Gannet's under KVM's names has a version, which the stock one
+/// has not.
 pub fn module_name() -> String {
+    if Path::new("/sys/module/kvm/version").is_file() {
+        return MODULES[0].to_string();
+    }
     let loaded = |name: &&&str| Path::new("/sys/module").join(name).is_dir();
     MODULES.iter().find(loaded).map_or("unknown", |name| name).to_string()
 }

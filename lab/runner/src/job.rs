@@ -1,7 +1,8 @@
 //! What to run: a job's machine, kernel, module, files and command, and the initramfs that carries them.
 
-use crate::{Archive, Kernel, Layout, Machine, Patience};
+use crate::{Archive, Kernel, Layout, MACHINES, Machine, Patience};
 use anyhow::{Context, Result, bail};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// Which hypervisor the machine's kernel loads before the command runs.
@@ -11,7 +12,7 @@ pub enum Module {
     None,
     /// The kernel's own kvm, with kvm-amd or kvm-intel.
     Stock,
-    /// gannet.ko, which must have been built.
+    /// Gannet, which must have been built: gannet.ko or, where the kernel wants it so, kvm.ko and the vendor's.
     Gannet,
 }
 
@@ -40,7 +41,8 @@ pub struct Job {
     pub kernel: Kernel,
     /// The module loaded before the command.
     pub module: Module,
-    /// Parameters of that module, such as `npt=0 keep_roots=0`; `kvm.tdp_mmu=0` goes to a module that it needs. A
+    /// Parameters of that module, such as `npt=0 keep_roots=0`; each goes to the one of its modules that has it, or to the one that
+    /// it names, as `kvm.tdp_mmu=0` does. A
     /// parameter that the module does not have counts as refused: [`Outcome::loaded`](crate::Outcome::loaded) is `Some(false)`.
     pub parameters: String,
     /// Files of this machine and where they go. All are executable there.
@@ -109,18 +111,28 @@ impl Job {
         match self.module {
             Module::None => {}
             Module::Stock => load_order(layout, self.kernel, stock, &mut modules)?,
-            Module::Gannet => load_order(layout, self.kernel, "gannet", &mut modules)?,
+            Module::Gannet => {}
         }
         let ccp = (self.machine == Machine::Amd).then_some("ccp");
         for name in ["irqbypass", "kvm", stock, "msr", "cpuid"].into_iter().chain(ccp) {
             let source = layout.stock_module(self.kernel, name);
             archive.file(&format!("modules/{name}.ko"), &source)?;
         }
-        let gannet = layout.gannet_module(self.kernel);
-        if gannet.is_file() {
-            archive.file("modules/gannet.ko", &gannet)?;
-        } else if self.module == Module::Gannet {
-            bail!("gannet.ko for {} has not been built (make module)", self.kernel);
+        let chosen = self.module == Module::Gannet;
+        let mut ours = BTreeMap::new();
+        for machine in MACHINES {
+            let of_machine = layout.gannet_modules(self.kernel, machine);
+            if chosen && machine == self.machine {
+                modules.extend(of_machine.iter().map(|(name, _)| name.clone()));
+            }
+            ours.extend(of_machine);
+        }
+        for (name, file) in ours {
+            if file.is_file() {
+                archive.file(&format!("modules/{name}.ko"), &file)?;
+            } else if chosen {
+                bail!("{} has not been built (make module)", file.display());
+            }
         }
         if self.machine == Machine::Intel {
             archive.file("bin/debug-port", &layout.out.join("bochs/debug-port"))?;
@@ -143,15 +155,12 @@ impl Job {
     }
 }
 
-/// Appends a module's dependencies, then the module, as its `modinfo` names them.
+/// Appends a stock module's dependencies, then the module, as its `modinfo` names them.
 fn load_order(layout: &Layout, kernel: Kernel, name: &str, order: &mut Vec<String>) -> Result<()> {
     if order.iter().any(|n| n == name) {
         return Ok(());
     }
-    let file = match name {
-        "gannet" => layout.gannet_module(kernel),
-        _ => layout.stock_module(kernel, name),
-    };
+    let file = layout.stock_module(kernel, name);
     let image = std::fs::read(&file)
         .with_context(|| format!("{name} for kernel {kernel} is missing: {}", file.display()))?;
     for dependency in dependencies(&image) {

@@ -1,5 +1,6 @@
 //! Where things are: the checkout, `target/lab` under it, and each kernel's image, headers and modules.
 
+use crate::Machine;
 use anyhow::{Context, Result, bail};
 use std::ffi::OsStr;
 use std::fmt;
@@ -14,10 +15,15 @@ pub enum Kernel {
     V6_1,
     /// The current long-term series, built for Debian 12.
     V6_12,
+    /// The newest, built for Debian 13.
+    V7_3,
 }
 
-/// Both series, the default first.
-pub const KERNELS: [Kernel; 2] = [Kernel::V6_12, Kernel::V6_1];
+/// All series, the default first.
+pub const KERNELS: [Kernel; 3] = [Kernel::V6_12, Kernel::V6_1, Kernel::V7_3];
+
+/// Those on which Gannet is a module of its own name, which can lie beside the stock ones.
+pub const BY_OWN_NAME: [Kernel; 2] = [Kernel::V6_12, Kernel::V6_1];
 
 impl Kernel {
     /// The series as users write it.
@@ -25,6 +31,21 @@ impl Kernel {
         match self {
             Kernel::V6_1 => "6.1",
             Kernel::V6_12 => "6.12",
+            Kernel::V7_3 => "7.3",
+        }
+    }
+
+    /// Whether the kernel gives what a hypervisor needs to KVM's module names alone.
+    pub fn wants_kvms_names(self) -> bool {
+        !BY_OWN_NAME.contains(&self)
+    }
+
+    /// What Kbuild is told besides. The compiler is Debian 12's, whichever the kernel was built with: what that has beyond it is
+    /// taken away (docs/adr/0055-a-kernel-from-the-next-debian.md).
+    pub fn build_settings(self) -> &'static [&'static str] {
+        match self {
+            Kernel::V6_1 | Kernel::V6_12 => &[],
+            Kernel::V7_3 => &["CC=gcc-12", "CONFIG_CC_HAS_MIN_FUNCTION_ALIGNMENT="],
         }
     }
 
@@ -46,7 +67,7 @@ impl FromStr for Kernel {
     fn from_str(text: &str) -> Result<Self> {
         match KERNELS.into_iter().find(|k| k.series() == text) {
             Some(kernel) => Ok(kernel),
-            None => bail!("KERNEL={text}: the lab has 6.12 and 6.1"),
+            None => bail!("KERNEL={text}: the lab has 6.12, 6.1 and 7.3"),
         }
     }
 }
@@ -118,14 +139,30 @@ impl Layout {
         self.kernel(kernel).join("modules").join(format!("{name}.ko"))
     }
 
-    /// The folder in which `gannet.ko` is built.
+    /// The folder in which Gannet's modules are built.
     pub fn module_build(&self, kernel: Kernel) -> PathBuf {
         self.out.join("module").join(kernel.series())
     }
 
-    /// Gannet's module.
+    /// Gannet's module: the one that holds the Rust.
     pub fn gannet_module(&self, kernel: Kernel) -> PathBuf {
-        self.module_build(kernel).join("gannet.ko")
+        let name = if kernel.wants_kvms_names() { "kvm.ko" } else { "gannet.ko" };
+        self.module_build(kernel).join(name)
+    }
+
+    /// All of Gannet's modules, in the order of loading on a machine, by their names in it below `/modules`.
+    pub fn gannet_modules(&self, kernel: Kernel, machine: Machine) -> Vec<(String, PathBuf)> {
+        if !kernel.wants_kvms_names() {
+            return vec![("gannet".to_owned(), self.gannet_module(kernel))];
+        }
+        let file = |name: &str| self.module_build(kernel).join(format!("{name}.ko"));
+        let names = ["kvm", machine.stock_module()];
+        names.map(|name| (format!("gannet/{name}"), file(name))).into()
+    }
+
+    /// The linked Rust, which every kernel's module takes as it is.
+    pub fn core(&self) -> PathBuf {
+        self.out.join("module/core.o")
     }
 
     /// The kernel's full release, such as `6.1.0-56-amd64`.
@@ -176,6 +213,17 @@ mod tests {
         let error = "5.10".parse::<Kernel>().unwrap_err().to_string();
         assert!(error.contains("5.10") && error.contains("6.12"), "{error}");
         assert_eq!("6.1".parse::<Kernel>().unwrap(), Kernel::V6_1);
+    }
+
+    #[test]
+    fn kvms_names_come_core_first_and_beside_the_stock_ones() {
+        let layout = Layout::find().unwrap();
+        let names = |kernel| {
+            let modules = layout.gannet_modules(kernel, Machine::Intel).into_iter();
+            modules.map(|(name, _)| name).collect::<Vec<_>>()
+        };
+        assert_eq!(names(Kernel::V6_1), ["gannet"]);
+        assert_eq!(names(Kernel::V7_3), ["gannet/kvm", "gannet/kvm-intel"]);
     }
 
     #[test]

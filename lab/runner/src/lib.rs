@@ -19,7 +19,7 @@ pub mod run;
 
 pub use archive::Archive;
 pub use job::{Job, Module};
-pub use layout::{KERNELS, Kernel, Layout};
+pub use layout::{BY_OWN_NAME, KERNELS, Kernel, Layout};
 pub use machine::{MACHINES, Machine};
 pub use patience::Patience;
 pub use run::{Counts, Event, Outcome, run};

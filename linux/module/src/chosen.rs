@@ -261,9 +261,7 @@ fn arch_capabilities(facts: Facts) -> u64 {
 pub fn enable() -> Result<(), Refused> {
     let cpu = smp::cpu_id();
     let done = match chosen() {
-        Chosen::Svm => {
-            svm::percpu::enable(&mut Native, cpu).map(|()| hostcpu::svm_on()).map_err(svm_refused)
-        }
+        Chosen::Svm => svm::percpu::enable(&mut Native, cpu).map_err(svm_refused),
         Chosen::Vmx => vmx::percpu::enable(&mut Native, cpu).map_err(vmx_refused),
         Chosen::None => Err(Refused(EOPNOTSUPP)),
     };
@@ -276,10 +274,7 @@ pub fn enable() -> Result<(), Refused> {
 /// Switches it off, on the CPU itself; harmless where it is off. NMI context at a crash.
 pub fn disable() {
     match chosen() {
-        Chosen::Svm => {
-            hostcpu::svm_off();
-            svm::percpu::disable(&mut Native);
-        }
+        Chosen::Svm => svm::percpu::disable(&mut Native),
         Chosen::Vmx => vmx::percpu::disable(&mut Native, smp::cpu_id()),
         Chosen::None => {}
     }

@@ -16,7 +16,8 @@ use crate::machine::{self, MakeSvm, MakeVmx};
 const ENOMEM: i32 = -12;
 const ENODEV: i64 = -19;
 
-/// Finds out what the machine offers and allocates what every CPU needs. Called once at load.
+/// Finds out what the machine offers and allocates what every CPU needs. Called at each start, of which there may be
+/// several while the module is loaded.
 #[unsafe(no_mangle)]
 extern "C" fn gannet_init() -> i32 {
     let found = match chosen::find() {
@@ -38,11 +39,16 @@ fn set_up(found: &Found) -> Result<(), NoMemory> {
     machine::find_out(&found.common())
 }
 
-/// Called at unload, after virtualization is off on every CPU.
+/// Ends what [`gannet_init`] began, after virtualization is off on every CPU.
 #[unsafe(no_mangle)]
 extern "C" fn gannet_exit() {
     machine::forget();
     chosen::forget();
+}
+
+/// Called once at unload, after [`gannet_exit`].
+#[unsafe(no_mangle)]
+extern "C" fn gannet_unload() {
     // SAFETY: no file is open and no command runs: nothing decodes any more.
     unsafe { heap::release_kept() };
 }

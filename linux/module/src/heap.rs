@@ -65,9 +65,12 @@ impl Kept {
     }
 }
 
-/// Runs `f`, whose allocations live until [`release_kept`]. At load, before anything else of the
-/// module runs.
+/// Runs `f`, whose allocations live until [`release_kept`], before anything else of the module runs. At every
+/// start after the first it has run: what it made is still there.
 pub fn while_keeping(f: impl FnOnce()) -> Result<(), NoMemory> {
+    if !KEPT.base.load(Relaxed).is_null() {
+        return Ok(());
+    }
     // SAFETY: any size and alignment is taken or refused.
     let base = unsafe { gnt_alloc(KEPT_BYTES, 4096, 1) };
     if base.is_null() {
