@@ -175,10 +175,9 @@ fn lab(layout: &Layout, options: &Options, built: &[Kernel], tally: &mut Tally) 
                 tests.push(labtest::refuses_without_svm(options, kernel));
             }
         }
-        let newest = Kernel::V7_3;
-        tests.push(labtest::boots(layout, options, &tools, newest, Module::Stock, 1)?);
+        let (newest, module) = (Kernel::V7_3, Module::Gannet);
         if built.contains(&newest) {
-            tests.push(labtest::boots(layout, options, &tools, newest, Module::Gannet, 1)?);
+            tests.push(labtest::boots(layout, options, &tools, newest, module, 1)?);
         }
         tests.push(labtest::counts_operations(options, &tools));
         labtest::from_list(layout, options, built, &mut tests)?;
