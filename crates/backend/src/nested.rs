@@ -192,6 +192,8 @@ pub trait Nested: NestedPaging + NestedState {
     fn has_own_priority(&self) -> bool;
     /// The TSC of L2 when the host's is `host`. `None`: L1 runs.
     fn tsc_of_l2(&self, host: u64) -> Option<u64>;
+    /// By how much a list of MSRs has moved L1's TSC since this was asked last: the block has it, and the vCPU is to know.
+    fn take_tsc_write(&mut self) -> Option<u64>;
     /// Whether L2 would not sleep in HLT, though no event waits for it here: L1 has given it a virtual interrupt, or
     /// waits for the moment at which it takes one.
     fn keeps_awake(&self) -> bool;
@@ -368,6 +370,9 @@ impl Nested for Absent {
         match *self {}
     }
     fn has_own_priority(&self) -> bool {
+        match *self {}
+    }
+    fn take_tsc_write(&mut self) -> Option<u64> {
         match *self {}
     }
     fn tsc_of_l2(&self, _: u64) -> Option<u64> {

@@ -49,7 +49,7 @@ fn rule<R>(holds: bool, broken: R) -> Result<(), R> {
 }
 
 /// Whether every byte of a PAT is a memory type (SDM vol. 3A table 12-10).
-fn is_pat(pat: u64) -> bool {
+pub fn is_pat(pat: u64) -> bool {
     pat.to_le_bytes().iter().all(|kind| matches!(kind, 0 | 1 | 4 | 5 | 6 | 7))
 }
 

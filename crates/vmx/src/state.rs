@@ -101,6 +101,8 @@ pub(crate) struct Cold {
     pub(crate) speculation_denied: [(bool, bool); SPECULATION.len()],
     /// What L1 asks of L2 while that runs.
     pub(crate) of_l1: OfL1,
+    /// By how much a list of MSRs has moved L1's TSC, until the vCPU hears of it.
+    pub(crate) tsc_moved: Option<u64>,
     /// L1's table registers between two exits of L2.
     pub(crate) tables: TableWatch,
 }
@@ -126,6 +128,7 @@ impl Cold {
             spec_ctrl_used: false,
             speculation_denied: [(false, false); SPECULATION.len()],
             of_l1: OfL1::default(),
+            tsc_moved: None,
             tables: TableWatch::default(),
         })
     }

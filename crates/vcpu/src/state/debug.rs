@@ -1,7 +1,7 @@
 //! KVM_SET_GUEST_DEBUG, and the debug registers that a VMM's breakpoints borrow: while it has some,
 //! the hardware holds those, and the guest's own lie here, where its MOVs find them.
 
-use backend::Backend;
+use backend::{Backend, Nested};
 use emulate::Stop;
 use x86::{Cr4, Dr6, Dr7, Exception, Rflags};
 
@@ -110,12 +110,17 @@ impl<B: Backend> Vcpu<B> {
     /// debugged.
     #[inline]
     pub(crate) fn across_levels<R>(&mut self, act: impl FnOnce(&mut Self) -> R) -> R {
-        if !self.is_debugged() {
-            return act(self);
+        let done = if self.is_debugged() {
+            let theirs = self.put_debugger_aside();
+            let done = act(self);
+            self.bring_debugger_back(theirs);
+            done
+        } else {
+            act(self)
+        };
+        if let Some(delta) = self.b.nested_mut().and_then(Nested::take_tsc_write) {
+            self.follow_tsc_write(delta);
         }
-        let theirs = self.put_debugger_aside();
-        let done = act(self);
-        self.bring_debugger_back(theirs);
         done
     }
 

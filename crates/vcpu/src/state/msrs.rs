@@ -314,6 +314,13 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
+    /// The guest has written its TSC, which is this much later.
+    #[cold]
+    pub(crate) fn follow_tsc_write(&mut self, delta: u64) {
+        self.msrs.store.adjust_tsc(delta as i64);
+        self.move_tsc(delta as i64);
+    }
+
     fn move_tsc(&mut self, delta: i64) {
         self.rare.tsc.offset = self.rare.tsc.offset.wrapping_add(delta as u64);
         self.b.set_tsc(self.rare.tsc.offset, self.rare.tsc.ratio);
@@ -329,9 +336,7 @@ impl<B: Backend> Vcpu<B> {
                     self.set_guest_tsc(value, now);
                 } else {
                     // A guest's write moves TSC_ADJUST along (SDM vol. 3B §17.17.3).
-                    let delta = value.wrapping_sub(self.b.guest_tsc(now));
-                    self.msrs.store.adjust_tsc(delta as i64);
-                    self.move_tsc(delta as i64);
+                    self.follow_tsc_write(value.wrapping_sub(self.b.guest_tsc(now)));
                 }
                 Ok(())
             }

@@ -3,7 +3,7 @@
 use backend::{Executed, Gprs, L1Memory, LiveRegisters, Msrs, RSP, Sleep, TSC_RATIO_ONE};
 use cpu::Cpu;
 use nested_vmx::apic_page;
-use nested_vmx::checks::{Limits, guest::activity_state};
+use nested_vmx::checks::{Limits, guest::activity_state, is_pat};
 use nested_vmx::events::{self, Sleeps};
 use nested_vmx::leave::{Report, host::entry_loads};
 use nested_vmx::machine::{Entered, PendingEntry};
@@ -152,11 +152,11 @@ impl<C: Cpu> Vmx<C> {
             Entered::Failed(failure) => return self.fail_entry(n, gprs, failure, memory),
             Entered::Fetch(_) => return Executed::Outside,
         };
-        if lists && let Err(failure) = self.load_msr_list(n, memory) {
-            return self.fail_entry(n, gprs, failure, memory);
-        }
         self.change_to_l2(n, gprs, dirty);
         n.machine.entered(entry);
+        if lists && let Err(failure) = self.load_msr_list(n, memory) {
+            return self.fail_loaded_entry(n, gprs, failure, memory);
+        }
         if n.machine.vmcs12().apic_access_page().is_some()
             && apic_page::falls_at_entry(n.machine.vmcs12(), memory)
         {
@@ -331,38 +331,65 @@ impl<C: Cpu> Vmx<C> {
         self.intercept_debug_regs();
     }
 
-    /// The MSRs that an entry loads from a list. Only those that this backend keeps.
+    /// The MSRs that an entry loads from a list, L2's state loaded. Only those that this backend keeps.
     #[cold]
     #[inline(never)]
     fn load_msr_list<M: L1Memory>(
         &mut self,
-        n: &Nested,
+        n: &mut Nested,
         memory: &Memory<'_, M>,
     ) -> Result<(), EntryFailure> {
+        // vmcs02 gets words that VMCS12 does not name.
+        n.machine.touch_all();
         let list = entry_loads(n.machine.vmcs12(), &n.machine.capabilities);
         let limits = self.nested_limits();
         let mut done = 0;
         while let Some(step) = list.load(done, &limits, memory) {
             let step = step.map_err(|bad| EntryFailure::msr(bad.0))?;
-            self.load_list_msr(step.msr, step.value)
+            self.load_list_msr(n, step.msr, step.value)
                 .map_err(|()| EntryFailure::msr(step.number))?;
             done = done.wrapping_add(1);
         }
         Ok(())
     }
 
-    /// Loads an MSR as an entry of a list says.
-    pub(super) fn load_list_msr(&mut self, index: u32, value: u64) -> Result<(), ()> {
-        const SYSCALL: [u32; 5] =
-            [msr::STAR, msr::LSTAR, msr::CSTAR, msr::SYSCALL_MASK, msr::KERNEL_GS_BASE];
-        let canonical = !matches!(index, msr::LSTAR | msr::CSTAR | msr::KERNEL_GS_BASE)
-            || self.features.canonical(value) == value;
-        let known = SYSCALL.contains(&index)
-            || index == msr::TSC_AUX && self.cold.limits.tsc_aux && value >> 32 == 0;
-        if !known || !canonical {
+    /// Loads an MSR as an entry of a list says, for the level that runs.
+    pub(super) fn load_list_msr(&mut self, n: &Nested, index: u32, value: u64) -> Result<(), ()> {
+        let canonical = self.features.canonical(value) == value;
+        let good = match index {
+            msr::STAR | msr::SYSCALL_MASK => true,
+            msr::LSTAR | msr::CSTAR | msr::KERNEL_GS_BASE => canonical,
+            msr::SYSENTER_ESP | msr::SYSENTER_EIP => canonical,
+            msr::SYSENTER_CS => value >> 32 == 0,
+            msr::TSC_AUX => self.cold.limits.tsc_aux && value >> 32 == 0,
+            msr::PAT => is_pat(value),
+            TSC => {
+                self.write_tsc(n, value);
+                return Ok(());
+            }
+            _ => false,
+        };
+        if !good {
             return Err(());
         }
         self.set_msr(index, value).map_err(|_| ())
+    }
+
+    /// Makes L1's TSC read `value` now, whoever runs. The vCPU hears of it by
+    /// [`take_tsc_write`](backend::Nested::take_tsc_write).
+    fn write_tsc(&mut self, n: &Nested, value: u64) {
+        let delta = value.wrapping_sub(self.guest_tsc_now());
+        self.tsc_offset = self.tsc_offset.wrapping_add(delta);
+        let moved = self.cold.tsc_moved.get_or_insert(0);
+        *moved = moved.wrapping_add(delta);
+        if self.cold.of_l1.runs {
+            n.sources.set(None);
+            n.other.set(&self.cpu, fields::TSC_OFFSET, self.tsc_offset);
+            let of_l2 = self.tsc_of_l1().of_l2(n.machine.vmcs12());
+            self.set(fields::TSC_OFFSET, of_l2.offset);
+        } else {
+            self.set(fields::TSC_OFFSET, self.tsc_offset);
+        }
     }
 
     /// What L1's bitmap lets L2 have of [`PASSED`], two bits each. It is read at each entry, the few bytes that

@@ -78,7 +78,8 @@ impl<C: Cpu> Vmx<C> {
                 return self.leave_l2(n, gprs, &report, &memory);
             }
             let qualification = self.get(fields::EXIT_QUALIFICATION);
-            return self.fail_hardware_entry(n, gprs, qualification, &memory);
+            let failure = EntryFailure { qualification, ..EntryFailure::GUEST };
+            return self.fail_loaded_entry(n, gprs, failure, &memory);
         }
         let report = Report::of(&Block { cpu: &self.cpu, vmcs: &self.vmcs });
         self.leave_l2(n, gprs, &report, &memory)
@@ -141,12 +142,12 @@ impl<C: Cpu> Vmx<C> {
         self.load_host(n, gprs, kept, failure.reason, false, memory)
     }
 
-    /// An entry that the hardware refused.
-    fn fail_hardware_entry<M: L1Memory>(
+    /// An entry that the hardware refused, or whose list of MSRs cannot be loaded: vmcs02 is the vCPU's.
+    pub(super) fn fail_loaded_entry<M: L1Memory>(
         &mut self,
         n: &mut Nested,
         gprs: &mut Gprs,
-        qualification: u64,
+        failure: EntryFailure,
         memory: &Memory<'_, M>,
     ) -> Executed {
         if n.needs_memory_to_leave() && !memory.is_whole() {
@@ -155,7 +156,6 @@ impl<C: Cpu> Vmx<C> {
         // What was to be injected was not.
         self.drop_injection();
         let kept = Kept { cr0: self.cr0.bits(), efer: self.efer.bits() };
-        let failure = EntryFailure { qualification, ..EntryFailure::GUEST };
         n.machine.fail_entry(failure);
         self.give_shadow(n);
         self.cold.of_l1 = OfL1::default();
@@ -293,7 +293,7 @@ impl<C: Cpu> Vmx<C> {
         let mut done = 0;
         while let Some(step) = list.load(done, &limits, memory) {
             let step = step.map_err(|_| ())?;
-            self.load_list_msr(step.msr, step.value)?;
+            self.load_list_msr(n, step.msr, step.value)?;
             done = done.wrapping_add(1);
         }
         Ok(())
@@ -316,7 +316,8 @@ impl<C: Cpu> Vmx<C> {
                 msr::EFER => self.efer.bits(),
                 crate::msrs::TSC => {
                     let host = self.cpu.rdtsc();
-                    self.tsc_of_l1().of_l2(n.machine.vmcs12()).at(host)
+                    // The list is carried out by L1's CPU, which knows of no offset of L2's.
+                    self.tsc_of_l1().at(host)
                 }
                 index => self.msr(index).map_err(|_| ())?,
             };

@@ -149,6 +149,10 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         information & event::VALID != 0 && inject::has_length(information)
     }
 
+    fn take_tsc_write(&mut self) -> Option<u64> {
+        self.cold.tsc_moved.take()
+    }
+
     fn tsc_of_l2(&self, host: u64) -> Option<u64> {
         self.cold.of_l1.runs.then(|| self.current_tsc().at(host))
     }
