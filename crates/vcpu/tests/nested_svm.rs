@@ -169,6 +169,27 @@ fn what_the_tables_of_l1_refuse_is_told_to_l1() {
     assert_eq!((told(0x70), told(0x78), told(0x80)), (0x400, NPF_FINAL | 6, ABSENT + 8));
 }
 
+/// A fault tells of a fetch where that can be forbidden: by EFER.NXE or CR4.SMEP of L1's.
+#[test]
+fn a_fetch_is_told_where_l1_has_nx_or_smep() {
+    for (cr4, efer, told) in [
+        (Cr4::empty(), Efer::NXE, 16),
+        (Cr4::SMEP, Efer::empty(), 16),
+        (Cr4::empty(), Efer::empty(), 0),
+    ] {
+        let mut machine = with_tables(false);
+        let mut sregs = machine.vcpu.sregs();
+        (sregs.cr4, sregs.efer) = (sregs.cr4 | cr4, sregs.efer | efer);
+        machine.vcpu.set_sregs(&sregs, None).unwrap();
+        machine.vmrun();
+        machine.then(npf(ABSENT, 16));
+        machine.then(exit(ExitCode::Hlt));
+        assert_eq!(machine.run(), UserExit::Hlt);
+        let info = machine.get(rig::nested::BLOCK + 0x78);
+        assert_eq!(info, NPF_FINAL | 4 | told);
+    }
+}
+
 #[test]
 fn a_withdrawal_flushes_l2s_translations_and_l1s() {
     let mut machine = with_tables(false);

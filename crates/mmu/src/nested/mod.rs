@@ -79,7 +79,7 @@ impl Tables {
         NestedAccess {
             gpa: gpa.0,
             // With the flags EPT calls a walk both a read and a write; NPT only a write.
-            read: kind == AccessKind::Read,
+            read: kind == AccessKind::Read || (walks && self.is_ept()),
             write: kind == AccessKind::Write || walks,
             fetch: kind == AccessKind::Fetch,
             told,

@@ -54,10 +54,16 @@ impl<C: Cpu> Svm<C> {
         {
             return self.refuse(at, next_rip, l1);
         }
-        let Ok(msrpm) = self.merge_msr_map(&seen) else {
-            return if l1.is_final() { self.refuse(at, next_rip, l1) } else { Executed::Outside };
-        };
+        let merged = self.merge_msr_map(&seen);
         let Some(state) = &mut self.nested else { return Executed::Shutdown };
+        let Ok(msrpm) = merged else {
+            if l1.is_final() {
+                return self.refuse(at, next_rip, l1);
+            }
+            // Nothing of it was put into block 02: none of it is clean when it is read again.
+            state.v12.forget();
+            return Executed::Outside;
+        };
         state.l1_interrupts = self.block.vmcb().save.rflags & Rflags::IF.bits() != 0;
         self.keep_l1(gprs, next_rip);
         self.start_l2(gprs, dirty, msrpm);

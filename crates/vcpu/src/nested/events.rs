@@ -63,8 +63,9 @@ impl<B: Backend> Vcpu<B> {
                 return false;
             }
         }
-        if self.pending.window_wanted && self.ready_for_injection() {
+        if self.awaits_window() && self.ready_for_injection() {
             // KVM_RUN returns for it.
+            self.pending.raise();
             return false;
         }
         self.inject_own();
@@ -78,7 +79,7 @@ impl<B: Backend> Vcpu<B> {
         let gate = self.gate_of(Waiting::Interrupt(None));
         if gate != Gate::Deliver {
             self.hold_back();
-            let waits = self.pending.window_wanted || self.interrupt_waits_for_l1();
+            let waits = self.awaits_window() || self.interrupt_waits_for_l1();
             if gate == Gate::Window && waits {
                 self.b.set_interrupt_window(true);
             }
@@ -111,7 +112,7 @@ impl<B: Backend> Vcpu<B> {
     /// L1's to use.
     fn inject_into_l2(&mut self, kernel: bool) -> bool {
         if !self.interrupt_waits_for_l1() {
-            if self.pending.window_wanted {
+            if self.awaits_window() {
                 self.b.set_interrupt_window(true);
             }
             return true;

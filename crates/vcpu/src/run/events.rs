@@ -248,6 +248,13 @@ impl<B: Backend> Vcpu<B> {
         open && self.has_room_for_external()
     }
 
+    /// Whether the VMM waits for the moment at which an interrupt of its own could be injected, and it can come: not
+    /// where the local APIC takes none of a PIC.
+    pub(crate) fn awaits_window(&self) -> bool {
+        self.pending.window_wanted
+            && (!self.shared.in_kernel_apic || self.shared.lapic.accepts_pic())
+    }
+
     /// Whether nothing goes before an interrupt of a VMM with its own PIC, beside what the guest masks.
     #[inline(always)]
     pub(crate) fn has_room_for_external(&self) -> bool {
@@ -435,7 +442,7 @@ impl<B: Backend> Vcpu<B> {
             }
             return kernel;
         }
-        if self.pending.window_wanted && self.shared.lapic.accepts_pic() {
+        if self.awaits_window() {
             // The VMM's PIC goes before the local APIC.
             self.offer_nothing();
             self.b.set_interrupt_window(true);
