@@ -35,6 +35,11 @@ const MOST_PAGES: usize = 1 << 22;
 /// debug builds, so that tests come to the end of it.
 pub(super) const MOST_PARENTS: u32 = if cfg!(debug_assertions) { 6 } else { 1 << 12 };
 
+/// Pages of one frame that leave frames out and that no vCPU holds, at most. They lie in one chain, whatever its key:
+/// L1 chooses the frames that it has left out, and each is a role of its own for all of its tables. Few in debug builds,
+/// so that tests come to the end of it.
+pub(super) const MOST_WITH_HOLES: usize = if cfg!(debug_assertions) { 16 } else { 256 };
+
 #[inline]
 pub(super) const fn node(page: PageId, index: usize) -> Node {
     (page << 9) | (index as u32 & 511)
@@ -441,6 +446,21 @@ impl Arena {
             id = page.next.get();
         }
         None
+    }
+
+    /// How many pages of a frame leave frames out and are held by no vCPU, and the oldest of them.
+    pub(super) fn with_holes(&self, gfn: Gfn) -> (usize, Option<PageId>) {
+        let (mut count, mut oldest) = (0, None);
+        let mut id = self.chains.get(self.chain_of(gfn)).map_or(0, Cell::get);
+        while id != 0 {
+            let page = self.page(id);
+            if page.gfn.get() == gfn && page.role.get().has_hole() && page.roots.get() == 0 {
+                count += 1;
+                oldest = Some(id);
+            }
+            id = page.next.get();
+        }
+        (count, oldest)
     }
 
     /// Calls `each` for every page made from the guest table in a frame, in whatever role.

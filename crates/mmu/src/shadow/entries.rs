@@ -8,7 +8,9 @@ use core::sync::atomic::Ordering;
 use x86::Gfn;
 
 use super::State;
-use super::arena::{MOST_PARENTS, Node, PageId, ShadowPage, Standing, index_of, node, page_of};
+use super::arena::{
+    MOST_PARENTS, MOST_WITH_HOLES, Node, PageId, ShadowPage, Standing, index_of, node, page_of,
+};
 use super::counters::{add, count};
 use super::frames::Chunk;
 use super::tables::frame_of;
@@ -158,10 +160,15 @@ impl State {
         }
     }
 
-    /// A page for a frame in a role, made if there is none. `None`: no page is free.
+    /// A page for a frame in a role, made if there is none. `None`: no page is free, or there are too many of the frame,
+    /// of which some go before the next is reserved: here another may be on its way to them.
     pub(super) fn obtain(&self, gfn: Gfn, role: Role) -> Option<PageId> {
         if let Some(id) = self.arena.find(gfn, role) {
             return Some(id);
+        }
+        if role.has_hole() && self.arena.with_holes(gfn).0 >= MOST_WITH_HOLES {
+            self.crowded.set(Some(gfn));
+            return None;
         }
         let id = self.arena.create(gfn, role)?;
         count(&self.counters.created);

@@ -15,6 +15,8 @@ use crate::tdp::FlushRemote;
 const STOCK: usize = 8;
 /// Pages taken back with one flush.
 const BATCH: usize = 32;
+/// Pages of a crowded frame taken back at once.
+const RELIEF: usize = 8;
 
 impl State {
     /// Takes up to `count` old pages out of use: those that nothing leads to first. How many.
@@ -40,6 +42,15 @@ impl State {
         }
         taken
     }
+
+    /// Takes the oldest pages of a frame out of use that has too many.
+    fn relieve(&self) {
+        let Some(gfn) = self.crowded.take() else { return };
+        for _ in 0..RELIEF {
+            let (_, Some(oldest)) = self.arena.with_holes(gfn) else { return };
+            self.zap(oldest);
+        }
+    }
 }
 
 /// What [`ShadowMmu::reserve`] does next.
@@ -55,6 +66,7 @@ enum Step {
 impl ShadowMmu {
     fn next_step(&self, want: usize) -> Step {
         let guard = self.lock.lock();
+        guard.relieve();
         let arena = &guard.arena;
         if arena.free_count() >= want {
             return Step::Done;

@@ -409,3 +409,31 @@ fn a_frame_that_is_left_out_is_no_memory_of_l2s_and_stays_that_of_others() {
         }
     }
 }
+
+/// L1 leaves out one frame after the other. Each makes other pages of the same tables, which all lie in one chain: those
+/// that nobody runs with go in time.
+#[test]
+fn pages_that_leave_out_other_frames_do_not_pile_up() {
+    for flat in [false, true] {
+        let Kind::Ept { execute_only, pages_2m, pages_1g, width, .. } = ept() else {
+            unreachable!()
+        };
+        let without = |frame| {
+            let apic = Apic { frame: Some(frame), flat };
+            Kind::Ept { flags: false, execute_only, pages_2m, pages_1g, width, apic }
+        };
+        let machine = plain(without(100), false);
+        for frame in 100..400 {
+            machine.vcpus[0].borrow_mut().kind = without(frame);
+            machine.enter(0);
+            machine.access(0, 9 << 12, &Access::WRITE).unwrap();
+            if frame % 50 == 0 {
+                machine.audit();
+            }
+        }
+        // Four levels at most in as many roles as there may be, and what is held.
+        let pages = machine.shadow.counters().pages.load(std::sync::atomic::Ordering::Relaxed);
+        assert!(pages < 4 * 17 + 16, "{pages} pages");
+        machine.access(1, 9 << 12, &Access::WRITE).unwrap();
+    }
+}

@@ -134,8 +134,12 @@ impl State {
         if self.arena.free_count() < needed {
             return Err(needed);
         }
-        let page = self.hold(gfn, role).ok_or(needed)?;
-        let upper = if above { self.hold(upper.0, upper.1).unwrap_or(0) } else { 0 };
+        let page = self.obtain(gfn, role).ok_or(needed)?;
+        let upper = if above { self.obtain(upper.0, upper.1).ok_or(needed)? } else { 0 };
+        self.hold(page);
+        if upper != 0 {
+            self.hold(upper);
+        }
         if upper != 0 && self.arena.page(upper).kid(0) != page {
             self.drop_entry(upper, 0);
             self.link(upper, 0, page, 0);
@@ -154,12 +158,10 @@ impl State {
     }
 
     /// A page that a root refers to from now on.
-    fn hold(&self, gfn: Gfn, role: crate::role::Role) -> Option<PageId> {
-        let id = self.obtain(gfn, role)?;
+    fn hold(&self, id: PageId) {
         let page = self.arena.page(id);
         page.roots.set(page.roots.get().saturating_add(1));
         self.arena.renew(id);
-        Some(id)
     }
 
     fn let_go_nested(&self, held: &Held) {
