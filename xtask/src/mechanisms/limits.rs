@@ -63,7 +63,11 @@ impl Judge<'_> {
             Kind::Less => (change()?.text(), change()?.before - change()?.after),
             Kind::Ratio => {
                 let Change { before, after } = change()?;
-                (format!("{before} → {after}"), after / before)
+                let Some(figure) = &self.rule.low else {
+                    return Some((format!("{before} → {after}"), self.holds(after / before)));
+                };
+                let [_, low, _] = self.page.value("gannet", on, name, figure)?;
+                (format!("{before} → {after}, of which the sample says at least {low}"), low / before)
             }
             Kind::Stock => {
                 let (ours, stock) = (ours(name)?, stock(name)?);

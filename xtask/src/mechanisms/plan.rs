@@ -70,6 +70,8 @@ pub struct Rule {
     pub name: String,
     /// A figure of it, by its name ([`Page::value`](super::basis::Page::value)).
     pub figure: String,
+    /// The figure of the side with the mechanism, where it is another: the least that what was sampled may be.
+    pub low: Option<String>,
     pub off: String,
     pub on: String,
     pub least: Option<f64>,
