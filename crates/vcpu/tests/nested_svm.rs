@@ -249,3 +249,40 @@ fn a_vmload_of_no_memory_is_gp_and_no_access_to_a_device() {
         assert_eq!(machine.vcpu.backend().cpu().inner().injected, GP, "{code:x}");
     }
 }
+
+/// An instruction at the end of a page is fetched without the next page, which L1's tables do not map; one that goes on
+/// there is not.
+#[test]
+fn code_at_the_end_of_a_page_is_not_fetched_beyond() {
+    const LAST: u64 = 0x9ffe;
+    // MOV [RAX], ECX, whole; and its beginning alone, with a displacement to come.
+    for (code, whole) in [(0x0889, true), (0x8889, false)] {
+        let mut machine = with_tables(false);
+        // L2's own tables: 2 MiB at their own addresses, and the device's.
+        for (at, entry) in [(0x2000, 0x3027), (0x3000, 0x4027), (0x4000, 0xe7)] {
+            machine.put(at, entry);
+        }
+        machine.put(LEAVES + 0xa * 8, 0);
+        machine.put(LEAVES + (ABSENT >> 12) * 8, 0xd000_0000 | 7);
+        machine.put(LAST & !7, code << 48);
+        machine.put(rig::nested::BLOCK + 0x578, LAST);
+        machine.vmrun();
+        machine.then(|vmcb, gprs| {
+            npf(ABSENT, 2)(vmcb, gprs);
+            vmcb.save.rax = ABSENT;
+            gprs.0[backend::RAX] = ABSENT;
+        });
+        let l1 = rig::nested::L1_RIP + 3;
+        machine.then(move |vmcb, gprs| {
+            assert_eq!(vmcb.save.rip, if whole { LAST + 2 } else { l1 });
+            exit(ExitCode::Hlt)(vmcb, gprs);
+        });
+        if whole {
+            assert!(matches!(machine.run(), UserExit::Mmio { .. }));
+        }
+        assert_eq!(machine.run(), UserExit::Hlt);
+        if !whole {
+            assert_eq!(machine.get(rig::nested::BLOCK + 0x80), 0xa000, "the page of its end");
+        }
+    }
+}

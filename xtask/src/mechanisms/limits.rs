@@ -67,7 +67,10 @@ impl Judge<'_> {
                     return Some((format!("{before} → {after}"), self.holds(after / before)));
                 };
                 let [_, low, _] = self.page.value("gannet", on, name, figure)?;
-                (format!("{before} → {after}, of which the sample says at least {low}"), low / before)
+                (
+                    format!("{before} → {after}, of which the sample says at least {low}"),
+                    low / before,
+                )
             }
             Kind::Stock => {
                 let (ours, stock) = (ours(name)?, stock(name)?);

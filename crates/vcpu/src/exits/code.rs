@@ -163,7 +163,11 @@ impl<B: Backend> Vcpu<B> {
             let in_page = (4096 - (at & 0xfff) as usize).min(bytes.len() - done);
             let gpa = match self.translate(Gva(at), walk::Access::FETCH) {
                 Ok(gpa) => gpa,
-                Err(_) if done != 0 => break,
+                Err(_) if done != 0 => {
+                    // Nobody fetches it, if the instruction ends before.
+                    self.forget_refusal();
+                    break;
+                }
                 Err(stop) => return Err(stop),
             };
             let Some(part) = bytes.get_mut(done..done + in_page) else { break };
@@ -202,6 +206,8 @@ impl<B: Backend> Vcpu<B> {
                         self.raise(exception);
                         Err(Break::ToGuest)
                     }
+                    // L1's tables: its run ends with that.
+                    Err(Stop::Retry) => Err(Break::ToGuest),
                     _ => Err(self.emulation_failed()),
                 }
             }

@@ -461,6 +461,14 @@ impl<B: Backend> Vcpu<B> {
         Some(())
     }
 
+    /// What L1's tables have refused last is not accessed after all.
+    #[cold]
+    pub(crate) fn forget_refusal(&mut self) {
+        if let Some(stage) = &mut self.stage {
+            stage.refused = None;
+        }
+    }
+
     #[cold]
     pub(super) fn note_refused(&mut self, gpa: Gpa, fault: L1Fault) {
         if let Some(stage) = &mut self.stage {
