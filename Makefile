@@ -22,7 +22,7 @@ unexport KERNEL MACHINE MODULE PARAMETERS STOCK_PARAMETERS CPUS HOST_CPUS JSON O
 
 XTASK = @lab/xtask.sh
 
-.PHONY: help run test bench mechanisms boot try module symbols setup clean
+.PHONY: help run test bench mechanisms boot try module deb symbols setup clean
 
 help:
 	@echo 'Gannet: a hypervisor for Linux, as a module behind /dev/kvm'
@@ -34,6 +34,7 @@ help:
 	@echo '  make boot     CPUS=2           boot a Linux guest on Gannet and stream its console'
 	@echo "  make try      COMMAND='labtests --filter cpuid'   a shell command in one machine"
 	@echo '  make module                    build gannet.ko and check it'
+	@echo '  make deb                       the package gannet-dkms: DKMS builds Gannet for each installed kernel'
 	@echo '  make symbols  SYMVERS=file     what a kernel no longer exports of that which Gannet takes, or restricts'
 	@echo '  make setup                     fetch and unpack everything; the others fetch what they need'
 	@echo '  make clean                     remove what was built and unpacked; downloads stay in the cache'
@@ -66,6 +67,9 @@ try:
 
 module:
 	$(XTASK) module --kernel '$(KERNEL)'
+
+deb:
+	$(XTASK) deb
 
 symbols:
 	$(XTASK) symbols --kernel '$(KERNEL)' --symvers '$(SYMVERS)'

@@ -10,6 +10,7 @@ mod labtest;
 mod mechanisms;
 mod module;
 mod options;
+mod package;
 #[cfg(test)]
 mod papers;
 mod progress;
@@ -49,6 +50,7 @@ fn run() -> Result<bool> {
         Command::Boot(options) => boot::command(&layout, &options),
         Command::Try(options) => attempt::command(&layout, &options),
         Command::Module(options) => module::command(&layout, &options),
+        Command::Deb => package::command(&layout),
         Command::Symbols(options) => symbols::command(&layout, &options),
         Command::Setup => {
             layout.ensure(&["toolchain", "qemu", "bochs", "busybox"])?;

@@ -52,7 +52,7 @@ pub fn build(layout: &Layout, kernel: Kernel) -> Result<PathBuf> {
 }
 
 /// Builds the Rust static library with `core` and `alloc` from source, and links it into one object.
-fn build_core(layout: &Layout) -> Result<PathBuf> {
+pub fn build_core(layout: &Layout) -> Result<PathBuf> {
     let folder = "cargo-kernel";
     let mut cargo = layout.cargo(folder);
     cargo.args(["build", "--release", "--locked", "-p", "gannet-module"]);

@@ -28,6 +28,8 @@ pub enum Command {
     Try(Options),
     /// Build gannet.ko
     Module(Options),
+    /// Build the Debian package gannet-dkms
+    Deb,
     /// What a kernel no longer exports of that which the modules take, or restricts; 0 when nothing is gone
     Symbols(Options),
     /// Fetch and unpack everything; the other commands fetch what they need
@@ -159,7 +161,7 @@ pub mod tests {
         let makefile = std::fs::read_to_string(root.join("Makefile")).unwrap().replace("\\\n", "");
         let lines: Vec<&str> =
             makefile.lines().filter_map(|line| line.trim().strip_prefix("$(XTASK) ")).collect();
-        assert_eq!(lines.len(), 9);
+        assert_eq!(lines.len(), 10);
         for line in lines {
             // Every value is a variable; here none is set.
             let options = line.split_whitespace().filter(|word| word.starts_with("--"));

@@ -1,0 +1,112 @@
+#!/bin/bash
+# Installs the Debian package as an administrator would, and removes it, in a Debian 12 of its own: about ten minutes, root, 2 GB in
+# target/lab/package-test, 280 MB of downloads.
+#
+#   make deb && tests/package/run.sh
+#
+# The package is installed in a chroot, where DKMS compiles at this machine's speed, with no /sys and without the capability to load a
+# module; everything that has to do with the running kernel happens in the emulated machine (init.sh), which boots the same disk twice.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+checkout=$(cd "$here/../.." && pwd)
+lab=$checkout/target/lab work=$checkout/target/lab/package-test
+deb=$(ls "$lab"/gannet-dkms_*_amd64.deb)
+exitbench=$lab/cargo-static/x86_64-unknown-linux-gnu/release/exitbench
+[ -x "$exitbench" ] || { echo "exitbench is not built: run  make try COMMAND=true  once" >&2; exit 1; }
+"$checkout/lab/bootstrap.sh" qemu
+release=$(cat "$lab/kernel/6.12/release")
+root=$work/root
+
+# --- a Debian of its own, from the mirror that apt knows here ---
+if [ ! -e "$work/root.made" ]; then
+    rm -rf "$work"
+    mkdir -p "$work/apt"/{state/lists/partial,cache/archives/partial,etc/preferences.d,etc/trusted.gpg.d,etc/sources.list.d} "$work/debs/partial"
+    : >"$work/apt/status"
+    targets=$(apt-get indextargets --format '$(REPO_URI) $(RELEASE) $(COMPONENT)' 'Created-By: Packages')
+    mirror_of() { awk -v suite="$1" '$2==suite && $3=="main" {print $1; exit}' <<<"$targets"; }
+    archive=$(mirror_of bookworm) security=$(mirror_of bookworm-security)
+    for suite in bookworm bookworm-updates bookworm-backports bookworm-security; do
+        mirror=$archive
+        [ $suite != bookworm-security ] || mirror=$security
+        [ -z "$mirror" ] || echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror $suite main"
+    done >"$work/apt/etc/sources.list"
+    cat >"$work/apt/apt.conf" <<CONF
+Dir::State "$work/apt/state";
+Dir::State::status "$work/apt/status";
+Dir::Cache "$work/apt/cache";
+Dir::Cache::archives "$work/debs";
+Dir::Etc::sourcelist "$work/apt/etc/sources.list";
+Dir::Etc::sourceparts "$work/apt/etc/sources.list.d";
+Dir::Etc::preferencesparts "$work/apt/etc/preferences.d";
+Dir::Etc::trustedparts "$work/apt/etc/trusted.gpg.d";
+Acquire::Languages "none";
+APT::Sandbox::User "root";
+APT::Install-Recommends "false";
+CONF
+    private() { APT_CONFIG=$work/apt/apt.conf apt-get -qq -y "$@"; }
+    private update
+    private --download-only install '?essential' apt dkms openssl libc6-dev "linux-headers-$release"
+    mkdir -p "$root"/usr/{bin,sbin,lib,lib64} "$root"/{dev,proc,sys,tmp,debs,var/lib/dpkg,etc/apt}
+    for folder in bin sbin lib lib64; do ln -s usr/$folder "$root/$folder"; done
+    for package in "$work"/debs/*.deb; do dpkg-deb --fsys-tarfile "$package" | tar -x -C "$root" --keep-directory-symlink; done
+    mknod -m 666 "$root/dev/null" c 1 3
+    mknod -m 666 "$root/dev/zero" c 1 5
+    mknod -m 666 "$root/dev/urandom" c 1 9
+    ln -s /proc/self/fd "$root/dev/fd"
+    : >"$root/var/lib/dpkg/status"
+    : >"$root/etc/apt/sources.list"
+    mv "$work"/debs/*.deb "$root/debs/"
+    fresh=yes
+fi
+
+inside() {
+    unshare -m sh -c 'mount -t proc proc "$0/proc" && root=$0 && exec setpriv --bounding-set -sys_module,-sys_rawio \
+        --inh-caps -sys_module env -i DEBIAN_FRONTEND=noninteractive LC_ALL=C HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin \
+        chroot "$root" "$@"' "$root" "$@"
+}
+if [ "${fresh:-}" = yes ]; then
+    inside sh -c 'dpkg --force-all -i /debs/*.deb' >"$work/debian.log" 2>&1 || { tail -n 5 "$work/debian.log"; exit 1; }
+    rm -f "$root"/debs/*
+    touch "$work/root.made"
+fi
+
+# --- install; upgrade ---
+failures=0
+check() { # check NAME COMMAND...
+    if "${@:2}"; then echo "ok $1"; else echo "not ok $1"; failures=$((failures + 1)); fi
+}
+version=$(dpkg-deb -f "$deb" Version)
+rm -f "$root"/debs/*
+cp "$deb" "$root/debs/first.deb"
+"$checkout/linux/debian/build.sh" "$version+next" "$lab/module/core.o" "$root/debs/next.deb"
+inside apt-get -y purge gannet-dkms >/dev/null 2>&1 || true
+module() { inside modinfo -k "$release" -F "$1" "$2" 2>/dev/null; }
+stock=$(inside sh -c "cd /lib/modules/$release/kernel/arch/x86/kvm && sha256sum *")
+inside apt-get -y install /debs/first.deb >"$work/install.log" 2>&1 || true
+check installs grep -q 'Gannet serves /dev/kvm after a reboot' "$work/install.log"
+check modprobe_finds_it [ "$(module description kvm)" = "Gannet, a hypervisor with the /dev/kvm interface" ]
+check dkms_has_signed_it [ -n "$(module signer kvm_intel)" ]
+inside apt-get -y install /debs/next.deb >"$work/upgrade.log" 2>&1 || true
+check upgrades [ "$(module version kvm)" = "$version+next" ]
+inside apt-get -y --allow-downgrades install /debs/first.deb >"$work/downgrade.log" 2>&1 || true
+check downgrades [ "$(module version kvm)" = "$version" ]
+check leaves_the_stock_modules [ "$(inside sh -c "cd /lib/modules/$release/kernel/arch/x86/kvm && sha256sum *")" = "$stock" ]
+
+# --- two boots ---
+cp "$here/init.sh" "$root/init.sh"
+cp "$exitbench" "$root/usr/local/bin/"
+chmod 755 "$root/init.sh"
+rm -f "$work/disk"
+mke2fs -q -t ext4 -d "$root" "$work/disk" 1600M
+for boot in 1 2; do
+    timeout 900 "$lab/bin/qemu" -accel tcg,thread=single -machine q35 -cpu EPYC,+svm,+npt,+x2apic -m 2048M -smp 1 -nodefaults \
+        -no-user-config -display none -no-reboot -serial stdio -kernel "$root/boot/vmlinuz-$release" \
+        -initrd "$root/boot/initrd.img-$release" -drive "file=$work/disk,format=raw,if=virtio" -append "console=ttyS0 quiet \
+        root=/dev/vda rw init=/init.sh mitigations=off no_timer_check tsc=reliable nokaslr panic=-1 random.trust_cpu=on" \
+        >"$work/boot$boot.log" 2>&1 </dev/null || true
+    tr -d '\r' <"$work/boot$boot.log" | grep -E '^(ok|not ok) ' || true
+    failures=$((failures + $(grep -c '^not ok ' "$work/boot$boot.log" || true)))
+    check "boot_${boot}_came_to_its_end" grep -q '^=== end' "$work/boot$boot.log"
+done
+echo "$failures failed; the logs are in $work"
+[ $failures = 0 ]
