@@ -20,6 +20,13 @@ pub trait L1Memory {
     /// # Errors
     /// Not all of it can be written; any part of it may have been.
     fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside>;
+    /// Replaces eight bytes, aligned, if they are `old`. Whether they were.
+    ///
+    /// # Errors
+    /// They cannot be had here, or not be written.
+    fn exchange(&self, _at: Gpa, _old: u64, _new: u64) -> Result<bool, Outside> {
+        Err(Outside)
+    }
     /// The page that begins at `at`, to be read in place, and to be written if `write`. `None`: it can be had by
     /// copies alone.
     fn page(&self, _at: Gpa, _write: bool) -> Option<&[AtomicU64; 512]> {
@@ -70,6 +77,10 @@ pub enum Executed {
     Entered,
     /// The same, and its run ends as soon as it was entered.
     EnteredOwing,
+    /// L2 runs from now on, and a virtual interrupt of L1's waits for it ([`crate::Nested::take_interrupt`]).
+    EnteredOffering,
+    /// The instruction is done, and a virtual interrupt of L1's waits for L2.
+    Offering,
     /// L2 is what the vCPU is from now on, and does not run.
     Asleep(Sleep),
     /// L1 runs from now on, behind the exit that it sees.

@@ -188,6 +188,25 @@ pub trait Nested: NestedPaging + NestedState {
     /// The last exit is for an instruction that loads or stores a table register. True: L1 has executed it, it
     /// exited for the sake of what an exit of L2 loads alone, does so no more, and is to be executed again.
     fn stops_watching_tables(&mut self) -> bool;
+    /// Whether a virtual interrupt of L1's waits for L2, which is given it by [`take_interrupt`](Self::take_interrupt).
+    fn offers_interrupt(&self) -> bool {
+        false
+    }
+    /// Takes that interrupt, to be injected at once. `None`: there is none any more.
+    ///
+    /// # Errors
+    /// L1's memory cannot be had here; nothing has changed.
+    fn take_interrupt(&mut self, _l1: &impl L1Memory) -> Result<Option<Vector>, Outside> {
+        Ok(None)
+    }
+    /// An interrupt of L1's local APIC was acknowledged while L2 runs. True: it was the notification of interrupts that L1
+    /// has posted for L2, is over, and ends no run.
+    ///
+    /// # Errors
+    /// L1's memory cannot be had here; nothing has changed.
+    fn posts(&mut self, _vector: Vector, _l1: &impl L1Memory) -> Result<bool, Outside> {
+        Ok(false)
+    }
     /// Whether the task priority that the current block holds is a priority of L2's alone.
     fn has_own_priority(&self) -> bool;
     /// The TSC of L2 when the host's is `host`. `None`: L1 runs.

@@ -7,7 +7,7 @@ use x86::vmcs::{ProcControls, ProcControls2, field};
 use x86::{Gpa, apic::reg};
 
 use crate::priority::{self, Moved};
-use crate::{GuestMemory, Vmcs12};
+use crate::{GuestMemory, Vmcs12, virtual_interrupts};
 
 /// Registers of which only the low part of the page matters here.
 const EOI: u16 = reg::EOI as u16;
@@ -52,18 +52,41 @@ pub fn read(v: &Vmcs12, offset: u16, memory: &impl GuestMemory) -> u32 {
 }
 
 /// Stores four bytes, and does what follows from that (§30.4.3.2).
-pub fn write(v: &Vmcs12, offset: u16, value: u32, memory: &impl GuestMemory) -> Moved {
+pub fn write(v: &mut Vmcs12, offset: u16, value: u32, memory: &impl GuestMemory) -> Moved {
     let kept = match offset {
         TPR => value & 0xff,
         ICR_HIGH => value & 0xff00_0000,
         _ => value,
     };
     let _ = memory.write(place(v, offset), &kept.to_le_bytes());
+    let by_interrupts = virtual_interrupts::are_on(v);
     match offset {
-        TPR if priority::falls(v, u64::from(kept >> 4)) => Moved::Fell,
-        TPR | ICR_HIGH => Moved::On,
+        TPR => priority::moved(v, u64::from(kept >> 4), memory),
+        ICR_HIGH => Moved::On,
+        EOI if by_interrupts => {
+            let _ = memory.write(place(v, offset), &[0; 4]);
+            Moved::ended(virtual_interrupts::end(v, memory))
+        }
+        ICR_LOW if by_interrupts && let Some(vector) = virtual_interrupts::self_ipi(value) => {
+            Moved::evaluated(virtual_interrupts::send_self(v, vector, memory))
+        }
         _ => Moved::Written(offset),
     }
+}
+
+/// Frames that may be an APIC-access page: 16 TiB. One beyond is taken for no memory.
+const FRAMES: u64 = u32::MAX as u64;
+
+/// Whether L1 has an APIC-access page, or virtual interrupts: an entry has more to do then.
+#[inline]
+pub fn is_used(v: &Vmcs12) -> bool {
+    let both = ProcControls2::VIRTUALIZE_APIC_ACCESSES.union(ProcControls2::VIRTUAL_INTERRUPTS);
+    v.secondary().intersects(both)
+}
+
+/// Whether the APIC-access page that an entry names is memory. No CPU asks; stock KVM leaves it to the VMM.
+pub fn is_there(v: &Vmcs12, memory: &impl GuestMemory) -> bool {
+    v.apic_access_page().is_none_or(|page| page.gfn().0 < FRAMES && memory.read_u8(page).is_ok())
 }
 
 /// Whether L2 is left right behind an entry, before its first instruction: with an APIC-access page that is what a
@@ -134,21 +157,22 @@ mod tests {
     fn what_is_written_is_in_the_page_and_l1_hears_of_most() {
         let memory = Memory::new();
         memory.put(PAGE, &[0xff; 0x400]);
-        let v = with(SHADOW, ACCESSES | REGISTERS);
-        assert_eq!(write(&v, 0x80, 0x1234_5651, &memory), Moved::On);
-        assert_eq!(read(&v, 0x80, &memory), 0x51);
-        assert_eq!(write(&v, 0x80, 0x4f, &memory), Moved::Fell);
-        assert_eq!(write(&v, 0x310, 0x1234_5678, &memory), Moved::On);
-        assert_eq!(read(&v, 0x310, &memory), 0x1200_0000);
+        let mut v = with(SHADOW, ACCESSES | REGISTERS);
+        let v = &mut v;
+        assert_eq!(write(v, 0x80, 0x1234_5651, &memory), Moved::On);
+        assert_eq!(read(v, 0x80, &memory), 0x51);
+        assert_eq!(write(v, 0x80, 0x4f, &memory), Moved::Fell);
+        assert_eq!(write(v, 0x310, 0x1234_5678, &memory), Moved::On);
+        assert_eq!(read(v, 0x310, &memory), 0x1200_0000);
         for offset in [0x20, 0xb0, 0xf0, 0x300, 0x380] {
-            assert_eq!(write(&v, offset, 0x8765_4321, &memory), Moved::Written(offset));
-            assert_eq!(read(&v, offset, &memory), 0x8765_4321);
-            assert_eq!(read(&v, offset + 4, &memory), u32::MAX);
+            assert_eq!(write(v, offset, 0x8765_4321, &memory), Moved::Written(offset));
+            assert_eq!(read(v, offset, &memory), 0x8765_4321);
+            assert_eq!(read(v, offset + 4, &memory), u32::MAX);
         }
         let mut nowhere = with(SHADOW, ACCESSES | REGISTERS);
         set!(nowhere, VIRTUAL_APIC_ADDR = 1 << 39);
         assert_eq!(read(&nowhere, 0x80, &memory), u32::MAX);
-        assert_eq!(write(&nowhere, 0x80, 0, &memory), Moved::Fell);
+        assert_eq!(write(&mut nowhere, 0x80, 0, &memory), Moved::Fell);
     }
 
     #[test]

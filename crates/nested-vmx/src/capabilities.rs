@@ -187,10 +187,14 @@ impl Offer {
 /// What L0 does by itself, whether or not the CPU can.
 mod emulated {
     use super::{ExitControls, PinControls, ProcControls, ProcControls2, ept_vpid};
-    pub const PIN: u32 = PinControls::PREEMPTION_TIMER.bits();
+    pub const PIN: u32 = PinControls::PREEMPTION_TIMER.union(PinControls::POSTED_INTERRUPTS).bits();
     pub const PRIMARY: u32 = ProcControls::MSR_BITMAPS.union(ProcControls::TPR_SHADOW).bits();
-    pub const SECONDARY: u32 =
-        ProcControls2::SHADOW_VMCS.union(ProcControls2::VIRTUALIZE_APIC_ACCESSES).bits();
+    pub const SECONDARY: u32 = ProcControls2::SHADOW_VMCS
+        .union(ProcControls2::VIRTUALIZE_APIC_ACCESSES)
+        .union(ProcControls2::VIRTUALIZE_X2APIC)
+        .union(ProcControls2::APIC_REGISTERS)
+        .union(ProcControls2::VIRTUAL_INTERRUPTS)
+        .bits();
     pub const EXIT: u32 = ExitControls::LOAD_EFER.bits()
         | ExitControls::SAVE_EFER.bits()
         | ExitControls::SAVE_PREEMPTION_TIMER.bits()

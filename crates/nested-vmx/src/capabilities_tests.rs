@@ -25,7 +25,11 @@ fn values_are_those_that_stock_kvm_shows() {
 fn a_poor_cpu_offers_less() {
     let poor = Host { secondary: 0, ept_vpid: 0, ..EVERYTHING };
     let c = Capabilities::compute(&poor, &Offer::WHOLE);
-    let by_l0 = ProcControls2::SHADOW_VMCS | ProcControls2::VIRTUALIZE_APIC_ACCESSES;
+    let by_l0 = ProcControls2::SHADOW_VMCS
+        | ProcControls2::VIRTUALIZE_APIC_ACCESSES
+        | ProcControls2::VIRTUALIZE_X2APIC
+        | ProcControls2::APIC_REGISTERS
+        | ProcControls2::VIRTUAL_INTERRUPTS;
     assert_eq!(c.secondary.0 >> 32, u64::from(by_l0.bits()));
     assert_eq!((c.ept_vpid.0, c.vmfunc), (0, 0));
     let none = Host { primary: 0, ..poor };

@@ -30,6 +30,7 @@ pub mod reflect;
 pub mod saved;
 #[cfg(test)]
 mod testing;
+pub mod virtual_interrupts;
 mod vmcs12;
 
 pub use capabilities::Capabilities;

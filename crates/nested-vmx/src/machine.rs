@@ -163,6 +163,8 @@ pub struct Machine {
     pub trap_pending: bool,
     /// L2 was entered with a priority below the threshold: that exit is owed to L1.
     pub fall_pending: bool,
+    /// A virtual interrupt of L1's waits for L2.
+    pub interrupt_pending: bool,
     /// What SMM has put aside.
     pub smm: Smm,
 }
@@ -197,6 +199,7 @@ impl Machine {
         launching: false,
         trap_pending: false,
         fall_pending: false,
+        interrupt_pending: false,
         smm: Smm { vmxon: false, guest_mode: false },
     };
 
@@ -409,6 +412,7 @@ impl Machine {
         self.run_pending = false;
         self.trap_pending = false;
         self.fall_pending = false;
+        self.interrupt_pending = false;
         self.smm = Smm::default();
         self.shadow_written = false;
     }

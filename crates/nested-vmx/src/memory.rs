@@ -13,6 +13,9 @@ pub trait GuestMemory {
     /// Writes bytes to an address.
     fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside>;
 
+    /// Replaces eight bytes, aligned, if they are `old`. Whether they were.
+    fn exchange(&self, at: Gpa, old: u64, new: u64) -> Result<bool, Outside>;
+
     /// Reads one byte.
     fn read_u8(&self, at: Gpa) -> Result<u8, Outside> {
         let mut byte = [0; 1];

@@ -16,9 +16,6 @@ pub enum Fail {
     Fault(Exception),
     /// The operand lies where only user space has memory.
     Outside,
-    /// The entry is good, but the APIC-access page that it names is no memory. No CPU asks; stock KVM leaves it to the
-    /// VMM.
-    NoApicPage,
 }
 
 impl From<Exception> for Fail {
@@ -46,7 +43,7 @@ impl Fail {
         match self {
             Self::Invalid => Some(before.difference(STATUS) | Rflags::CF),
             Self::Valid(_) => Some(before.difference(STATUS) | Rflags::ZF),
-            Self::Fault(_) | Self::Outside | Self::NoApicPage => None,
+            Self::Fault(_) | Self::Outside => None,
         }
     }
 }

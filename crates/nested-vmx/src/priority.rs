@@ -1,14 +1,14 @@
 //! L2's task priority in L1's virtual-APIC page, by CR8 (the TPR shadow) and by an MSR of the x2APIC, and what of that
 //! page L2 reads by others of its MSRs (SDM vol. 3C §25.6.8, §27.2.1.1, §30.3, §30.5).
 //!
-//! The hardware is never given that page: each such access by L2 exits, and is carried out here on L1's memory. Virtual
-//! interrupts are not delivered, so that a write has no other consequence than [`Moved::Fell`].
+//! The hardware is never given that page: each such access by L2 exits, and is carried out here on L1's memory.
 
 use x86::vmcs::{ProcControls, ProcControls2, field};
 use x86::{Exception, Gpa, apic::reg};
 
 use crate::checks::controls::Broken;
 use crate::merge::bitmaps::Direction;
+use crate::virtual_interrupts::{self, Ended};
 use crate::{GuestMemory, Vmcs12};
 
 /// An access that L1 leaves to its virtual-APIC page.
@@ -29,8 +29,10 @@ pub enum Access {
         /// Where the page has it.
         offset: u16,
     },
-    /// WRMSR of the x2APIC's task priority.
+    /// WRMSR of the x2APIC's task priority, its end of interrupt or its IPI to itself.
     WriteMsr {
+        /// Where the page has it.
+        offset: u16,
         /// EDX and EAX.
         value: u64,
     },
@@ -45,6 +47,24 @@ pub enum Moved {
     Fell,
     /// L1 sees an exit for the write, behind the instruction.
     Written(u16),
+    /// L2 goes on, and a virtual interrupt waits for it.
+    Waits,
+    /// L1 sees an exit for the end of that interrupt, behind the instruction.
+    Ended(u8),
+}
+
+impl Moved {
+    /// What follows where virtual interrupts are delivered.
+    pub(crate) fn evaluated(waits: bool) -> Self {
+        if waits { Self::Waits } else { Self::On }
+    }
+
+    pub(crate) fn ended(ended: Ended) -> Self {
+        match ended {
+            Ended::On(waits) => Self::evaluated(waits),
+            Ended::Exit(vector) => Self::Ended(vector),
+        }
+    }
 }
 
 /// The access that an exit for CR8 with this qualification is, if L1 has a TPR shadow and does not want the exit.
@@ -67,6 +87,8 @@ pub fn access(v: &Vmcs12, qualification: u64, gprs: &[u64; 16]) -> Option<Access
 /// MSRs of the x2APIC, and that of the task priority.
 const X2APIC: u32 = 0x800;
 const X2APIC_PRIORITY: u32 = X2APIC + reg::TPR / 16;
+const X2APIC_END: u32 = X2APIC + reg::EOI / 16;
+const X2APIC_SELF: u32 = X2APIC + reg::SELF_IPI / 16;
 
 /// The access that RDMSR or WRMSR with these registers is, if L1 virtualizes the x2APIC of L2 that far, and does not
 /// want the exit, which was asked before.
@@ -83,8 +105,12 @@ pub fn msr_access(v: &Vmcs12, direction: Direction, gprs: &[u64; 16]) -> Option<
         {
             Some(Access::ReadMsr { offset: (index as u16 & 0xff) << 4 })
         }
-        Direction::Write if index == X2APIC_PRIORITY => {
-            Some(Access::WriteMsr { value: rax & 0xffff_ffff | rdx << 32 })
+        Direction::Write
+            if index == X2APIC_PRIORITY
+                || matches!(index, X2APIC_END | X2APIC_SELF) && virtual_interrupts::are_on(v) =>
+        {
+            let offset = (index as u16 & 0xff) << 4;
+            Some(Access::WriteMsr { offset, value: rax & 0xffff_ffff | rdx << 32 })
         }
         Direction::Read | Direction::Write => None,
     }
@@ -103,16 +129,42 @@ pub fn read_msr(v: &Vmcs12, offset: u16, memory: &impl GuestMemory) -> u64 {
     memory.read_u64(register(v, offset)).unwrap_or(u64::MAX)
 }
 
-/// WRMSR of the task priority.
+/// WRMSR of one of the three registers.
 ///
 /// # Errors
 /// The value has reserved bits: #GP, and nothing has changed.
-pub fn write_msr(v: &Vmcs12, value: u64, memory: &impl GuestMemory) -> Result<Moved, Exception> {
-    if value >> 8 != 0 {
+pub fn write_msr(
+    v: &mut Vmcs12,
+    offset: u16,
+    value: u64,
+    memory: &impl GuestMemory,
+) -> Result<Moved, Exception> {
+    let index = X2APIC + u32::from(offset >> 4);
+    let fits = match index {
+        X2APIC_END => value == 0,
+        X2APIC_SELF => value >> 8 == 0 && value >> 4 != 0,
+        _ => value >> 8 == 0,
+    };
+    if !fits {
         return Err(Exception::gp(0));
     }
-    let _ = memory.write(place(v), &value.to_le_bytes());
-    Ok(if falls(v, value >> 4) { Moved::Fell } else { Moved::On })
+    let _ = memory.write(register(v, offset), &value.to_le_bytes());
+    Ok(match index {
+        X2APIC_END => Moved::ended(virtual_interrupts::end(v, memory)),
+        X2APIC_SELF => Moved::evaluated(virtual_interrupts::send_self(v, value as u8, memory)),
+        _ => moved(v, value >> 4, memory),
+    })
+}
+
+/// What a priority that has been written comes to.
+pub(crate) fn moved(v: &Vmcs12, priority: u64, memory: &impl GuestMemory) -> Moved {
+    if virtual_interrupts::are_on(v) {
+        Moved::evaluated(virtual_interrupts::evaluate(v, memory))
+    } else if falls(v, priority) {
+        Moved::Fell
+    } else {
+        Moved::On
+    }
 }
 
 /// What MOV from CR8 gives. Where no memory is nothing drives the bus, and all bits are ones.
@@ -122,7 +174,7 @@ pub fn read(v: &Vmcs12, memory: &impl GuestMemory) -> u64 {
 
 /// Whether MOV to CR8 with this value ends L2's run. Asked before anything is written.
 pub fn falls(v: &Vmcs12, value: u64) -> bool {
-    value < u64::from(v.get(field::TPR_THRESHOLD) & 0xf)
+    !virtual_interrupts::are_on(v) && value < u64::from(v.get(field::TPR_THRESHOLD) & 0xf)
 }
 
 /// MOV to CR8: the priority's own four bits are the value, all others of the register are cleared. Where no memory is
@@ -135,7 +187,7 @@ pub fn write(v: &Vmcs12, value: u64, memory: &impl GuestMemory) -> Result<Moved,
         return Err(Exception::gp(0));
     }
     let _ = memory.write(place(v), &((value as u32) << 4).to_le_bytes());
-    Ok(if falls(v, value) { Moved::Fell } else { Moved::On })
+    Ok(moved(v, value, memory))
 }
 
 /// What an entry asks of the page. L1 changes it without VMWRITE: this is asked at each entry, and `changed` says
@@ -248,16 +300,17 @@ mod tests {
         for beyond in [0x7ff, 0x900, 0xc000_0808] {
             assert_eq!(msr_access(&both, read, &gprs(beyond)), None);
         }
-        let written = Some(Access::WriteMsr { value: 0x1_0000_0060 });
+        let written = Some(Access::WriteMsr { offset: 0x80, value: 0x1_0000_0060 });
         assert_eq!(msr_access(&x2apic, write, &gprs(0x808)), written);
         assert_eq!(msr_access(&both, write, &gprs(0x80b)), None);
 
         let memory = Memory::new();
         memory.put(PAGE + 0x80, &[0xff; 16]);
-        assert_eq!(write_msr(&x2apic, 0x65, &memory), Ok(Moved::On));
+        let write_msr = |value| write_msr(&mut x2apic.clone(), 0x80, value, &memory);
+        assert_eq!(write_msr(0x65), Ok(Moved::On));
         assert_eq!(read_msr(&x2apic, 0x80, &memory), 0x65);
-        assert_eq!(write_msr(&x2apic, 0x5f, &memory), Ok(Moved::Fell));
-        assert_eq!(write_msr(&x2apic, 0x100, &memory), Err(Exception::gp(0)));
+        assert_eq!(write_msr(0x5f), Ok(Moved::Fell));
+        assert_eq!(write_msr(0x100), Err(Exception::gp(0)));
         assert_eq!(read_msr(&x2apic, 0x80, &memory), 0x5f);
         assert_eq!(read_msr(&x2apic, 0x88, &memory), u64::MAX, "no more than eight bytes");
         // Without memory the entry fails, though CR8 exits.

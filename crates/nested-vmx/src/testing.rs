@@ -61,6 +61,14 @@ impl GuestMemory for Memory {
         self.bytes.borrow_mut().get_mut(at..end).ok_or(Outside)?.copy_from_slice(from);
         Ok(())
     }
+
+    fn exchange(&self, at: Gpa, old: u64, new: u64) -> Result<bool, Outside> {
+        let same = self.read_u64(at)? == old;
+        if same {
+            self.write(at, &new.to_le_bytes())?;
+        }
+        Ok(same)
+    }
 }
 
 impl L1 for Memory {

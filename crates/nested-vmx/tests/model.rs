@@ -36,7 +36,6 @@ fn outcome(result: &Result<Then, Fail>) -> Outcome {
         Err(Fail::Valid(error)) => Outcome::Valid(error.number()),
         Err(Fail::Fault(exception)) => Outcome::Fault(exception.vector.0),
         Err(Fail::Outside) => Outcome::Fault(255),
-        Err(Fail::NoApicPage) => Outcome::Fault(254),
     }
 }
 

@@ -42,6 +42,16 @@ counters! {
     roots_kept,
     /// Roots looked up or made.
     roots_made,
+    /// No count: tells these pages from another VM's, or another memory's, with the lock and without. Never 0.
+    number,
+}
+
+impl Counters {
+    /// What tells these pages from others.
+    #[inline]
+    pub(super) fn number(&self) -> u64 {
+        self.number.load(Ordering::Relaxed)
+    }
 }
 
 /// Adds one to a counter, which is written under the shadow lock, read any time, so no locked instruction.

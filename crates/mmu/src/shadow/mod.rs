@@ -114,8 +114,6 @@ pub struct ShadowMmu {
 /// What the lock protects.
 #[derive(Debug)]
 struct State {
-    /// Tells these pages from another VM's, or another memory's: never 0.
-    number: u64,
     arena: Arena,
     frames: Frames,
     counters: Arc<Counters>,
@@ -152,8 +150,8 @@ impl ShadowMmu {
     pub fn new(format: Format) -> Result<Self, NoMemory> {
         let counters = Arc::new(Counters::default())?;
         let format = KBox::new(format)?;
+        counters.number.store(NUMBERS.fetch_add(1, Ordering::Relaxed), Ordering::Relaxed);
         let state = State {
-            number: NUMBERS.fetch_add(1, Ordering::Relaxed),
             arena: Arena::new(host::random::word())?,
             frames: Frames::default(),
             counters: counters.clone(),

@@ -282,11 +282,15 @@ impl Machine {
     pub fn enter(&self, n: usize) -> NestedRoot {
         let vcpu = &mut *self.vcpus[n].borrow_mut();
         let tables = vcpu.kind.tables(vcpu.root);
+        let settled = self.shadow.nested_current(&vcpu.roots, &tables);
         loop {
             let outcome = self
                 .with_view(|view| self.shadow.lock().nested_switch(view, &mut vcpu.roots, &tables));
             match outcome {
-                NestedSwitch::Ready(root) => return root,
+                NestedSwitch::Ready(root) => {
+                    assert!(settled.is_none_or(|settled| settled == root));
+                    return root;
+                }
                 NestedSwitch::NeedPages(count) => {
                     assert!(count <= 2);
                     self.shadow.reserve(count, self).unwrap();

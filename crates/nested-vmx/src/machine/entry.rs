@@ -50,11 +50,6 @@ impl Machine {
         self.check_controls(limits, memory)
             .map_err(|_| Fail::Valid(InstructionError::InvalidControls))?;
         self.check_host(limits).map_err(|_| Fail::Valid(InstructionError::InvalidHostState))?;
-        if let Some(page) = self.vmcs12.apic_access_page()
-            && (page.gfn().0 >= APIC_PAGES || memory.read_u8(page).is_err())
-        {
-            return Err(Fail::NoApicPage);
-        }
         Ok(PendingEntry { launch })
     }
 
@@ -138,9 +133,6 @@ impl Machine {
         self.behind = Groups::NONE;
     }
 }
-
-/// Frames that may be an APIC-access page: 16 TiB. One beyond is taken for no memory.
-const APIC_PAGES: u64 = u32::MAX as u64;
 
 const fn groups<const N: usize>(list: [Group; N]) -> Groups {
     let (mut set, mut i) = (Groups::NONE, 0);

@@ -32,6 +32,7 @@ impl Machine {
         self.launching = false;
         self.trap_pending = false;
         self.fall_pending = false;
+        self.interrupt_pending = false;
     }
 
     /// Saves all of L2's state while L2 runs, for KVM_GET_NESTED_STATE. The hardware's VMCS stays what counts.

@@ -9,7 +9,7 @@ use backend::{
 use mmu::Section;
 use stats::VcpuCount;
 use vm::vcpu_shared::MpState;
-use x86::{Vector, exception::vector};
+use x86::{Rflags, Vector, exception::vector};
 
 use super::memory::{Mapped, Whole};
 use crate::{Vcpu, run::events::Outer};
@@ -40,7 +40,7 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     pub(crate) fn inject_gated(&mut self, s: Section<'_>, kernel: bool) -> bool {
-        if self.pending.after_exit.is_nested() && self.is_quiet() {
+        if self.pending.after_exit.is_nested() && self.is_quiet() && !self.pending.offered_by_l1 {
             self.inject_own();
             self.b.offer_interrupt(None);
             self.b.watch_priority(false, None);
@@ -76,6 +76,9 @@ impl<B: Backend> Vcpu<B> {
         if self.shared.nmis() != 0 && !self.inject_nmi(kernel) {
             return false;
         }
+        if self.pending.offered_by_l1 && self.pending.after_exit.is_nested() {
+            return self.inject_virtual(s);
+        }
         let gate = self.gate_of(Waiting::Interrupt(None));
         if gate != Gate::Deliver {
             self.hold_back();
@@ -106,6 +109,75 @@ impl<B: Backend> Vcpu<B> {
             && !self.pending.window_wanted
             && self.pending.after_exit.offered().is_none()
             && self.b.served_apic().is_none_or(ServedApic::is_stopped)
+    }
+
+    /// Injects the virtual interrupt that L1 has waiting for L2, or waits for the moment at which L2 takes it. All other
+    /// interrupts end L2's run.
+    #[cold]
+    #[inline(never)]
+    fn inject_virtual(&mut self, s: Section<'_>) -> bool {
+        if !self.takes_virtual() {
+            self.b.set_interrupt_window(true);
+            return true;
+        }
+        let Self { b, memory, .. } = self;
+        let l1 = Mapped::new(memory, memory.view(s));
+        let taken = b.nested_mut().map_or(Ok(None), |nested| nested.take_interrupt(&l1));
+        let Ok(vector) = taken else {
+            self.events.outer.set(Outer::NESTED, true);
+            self.pending.raise();
+            return false;
+        };
+        self.pending.offered_by_l1 = false;
+        self.b.offer_interrupt(None);
+        if let Some(vector) = vector {
+            self.b.inject(Event::Interrupt(vector));
+            self.stats.count(VcpuCount::IrqInjections);
+        }
+        true
+    }
+
+    fn takes_virtual(&self) -> bool {
+        self.b.rflags().contains(Rflags::IF)
+            && !self.b.interrupt_shadow()
+            && !self.b.injecting()
+            && self.events.again.is_none()
+            && self.events.exception.is_none()
+    }
+
+    /// The same outside, where all of L1's memory can be had: it is injected with the next entry.
+    fn take_virtual_outside(&mut self) {
+        if !self.pending.offered_by_l1
+            || !self.pending.after_exit.is_nested()
+            || !self.takes_virtual()
+        {
+            return;
+        }
+        let Self { b, memory, .. } = self;
+        let l1 = Whole::new(memory, None);
+        let taken = b.nested_mut().map_or(Ok(None), |nested| nested.take_interrupt(&l1));
+        self.pending.offered_by_l1 = false;
+        if let Ok(Some(vector)) = taken {
+            self.events.again = Some(Event::Interrupt(vector));
+        }
+    }
+
+    /// Whether an interrupt of the local APIC that was acknowledged is a notification of interrupts that L1 has posted for
+    /// L2. An error: outside alone.
+    #[inline(never)]
+    fn posts(&mut self, vector: Vector, s: Option<Section<'_>>) -> Result<bool, ()> {
+        let Self { b, memory, .. } = self;
+        let Some(nested) = b.nested_mut() else { return Ok(false) };
+        let posted = match s {
+            Some(s) => nested.posts(vector, &Mapped::new(memory, memory.view(s))),
+            None => nested.posts(vector, &Whole::new(memory, None)),
+        };
+        let posted = posted.map_err(|_| ())?;
+        if posted {
+            self.pending.offered_by_l1 = self.b.nested().is_some_and(Nested::offers_interrupt);
+            self.pending.raise();
+        }
+        Ok(posted)
     }
 
     /// Injects the highest interrupt of L1's into L2, as L1 has it: the virtual interrupt that would be offered is
@@ -149,6 +221,9 @@ impl<B: Backend> Vcpu<B> {
             // Else nobody would look for it once L2 was entered.
             if ended == Ended::AfterEntry && self.owes_trap() {
                 self.events.outer.set(Outer::NESTED, true);
+            }
+            if ended == Ended::No {
+                self.take_virtual_outside();
             }
         }
         self.pending.raise();
@@ -357,6 +432,18 @@ impl<B: Backend> Vcpu<B> {
         let mut taken = Acknowledged::default();
         if waiting == Waiting::Interrupt(None) {
             let Ok(found) = self.vector_for_l1(s) else { return Ended::Outside };
+            if found.of_apic
+                && let Some(vector) = found.vector
+            {
+                match self.posts(vector, s) {
+                    Ok(true) => return Ended::No,
+                    Ok(false) => {}
+                    Err(()) => {
+                        self.acknowledge(found, false);
+                        return Ended::Outside;
+                    }
+                }
+            }
             taken = found;
             waiting = Waiting::Interrupt(taken.vector);
         }

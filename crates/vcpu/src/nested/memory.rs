@@ -56,6 +56,13 @@ impl L1Memory for Mapped<'_> {
         if written { Ok(()) } else { Err(Outside) }
     }
 
+    fn exchange(&self, at: Gpa, old: u64, new: u64) -> Result<bool, Outside> {
+        let words = self.page(at, true).ok_or(Outside)?;
+        let word = words.get((at.0 >> 3 & 511) as usize).ok_or(Outside)?;
+        let order = core::sync::atomic::Ordering::AcqRel;
+        Ok(word.compare_exchange(old, new, order, core::sync::atomic::Ordering::Relaxed).is_ok())
+    }
+
     #[inline]
     fn page(&self, at: Gpa, write: bool) -> Option<&[AtomicU64; 512]> {
         let page = self.find(at)?;
@@ -131,6 +138,10 @@ impl L1Memory for Whole<'_> {
 
     fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside> {
         self.memory.write(at, from).map_err(|_| Outside)
+    }
+
+    fn exchange(&self, at: Gpa, old: u64, new: u64) -> Result<bool, Outside> {
+        self.memory.cmpxchg(at, 8, old, new).map_err(|_| Outside)
     }
 
     fn translate(&self, linear: u64, write: bool) -> Result<Gpa, Reach> {

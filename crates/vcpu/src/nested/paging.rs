@@ -178,10 +178,14 @@ impl<B: Backend> Vcpu<B> {
         let (Some(tables), Some(nested)) = (stage.tables, b.nested_mut()) else {
             return Next::Done;
         };
-        let Some(mut guard) = memory.nested().and_then(|pages| pages.try_lock()) else {
-            return Next::Done;
-        };
         flush(&mut stage.roots, nested.take_l1_flush());
+        let Some(pages) = memory.nested() else { return Next::Done };
+        if let Some(root) = pages.nested_current(&stage.roots, &tables) {
+            nested.set_nested_root(root.hpa, tables.tracks_ept());
+            roots.nested_found();
+            return Next::Again;
+        }
+        let Some(mut guard) = pages.try_lock() else { return Next::Done };
         match guard.nested_switch(&memory.view(s), &mut stage.roots, &tables) {
             NestedSwitch::Ready(root) => {
                 nested.set_nested_root(root.hpa, tables.tracks_ept());

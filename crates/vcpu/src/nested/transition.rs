@@ -51,7 +51,7 @@ impl<B: Backend> Vcpu<B> {
         let Some(nested) = self.b.nested_mut() else { return Next::Leave };
         let l1 = Mapped::new(&self.memory, self.memory.view(s));
         let done = nested.execute(&mut self.gprs, next, &l1);
-        let entered = done == Executed::Entered;
+        let entered = matches!(done, Executed::Entered | Executed::EnteredOffering);
         let next = if needs_next_rip(&self.b) {
             self.executed(done, next)
         } else {
@@ -66,7 +66,7 @@ impl<B: Backend> Vcpu<B> {
         // Only all of L1's memory lets an instruction open something.
         debug_assert!(done != Executed::Opened);
         let mut next = 0;
-        if matches!(done, Executed::Retired | Executed::Switched) {
+        if matches!(done, Executed::Retired | Executed::Switched | Executed::Offering) {
             let Some(rip) = self.next_rip(s) else { return Next::Leave };
             next = rip;
         }
@@ -332,6 +332,16 @@ impl<B: Backend> Vcpu<B> {
                 self.pending.raise();
                 return Next::Done;
             }
+            Executed::EnteredOffering => {
+                self.cross();
+                self.pending.offered_by_l1 = true;
+                self.pending.raise();
+            }
+            Executed::Offering => {
+                self.retire(next);
+                self.pending.offered_by_l1 = true;
+                self.pending.raise();
+            }
             Executed::Asleep(sleep) => {
                 self.level_changed();
                 self.shared.set_mp_state(match sleep {
@@ -387,6 +397,7 @@ impl<B: Backend> Vcpu<B> {
     /// The other level runs from now on, by whatever act.
     pub(crate) fn level_changed(&mut self) {
         self.follow_level();
+        self.pending.offered_by_l1 = self.b.nested().is_some_and(Nested::offers_interrupt);
         self.pending.raise();
     }
 

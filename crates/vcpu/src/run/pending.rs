@@ -28,6 +28,8 @@ pub(crate) struct Pending {
     raised: bool,
     /// Events are asked where they go: a guest's guest runs, or the guest's hypervisor holds events back.
     pub gated: bool,
+    /// A virtual interrupt of the guest's hypervisor waits for its guest.
+    pub offered_by_l1: bool,
     /// A PV EOI is offered to the guest: the APIC is to be touched only after looking at it.
     pub pv_eoi_offered: bool,
     /// What has to be looked at after every exit.
@@ -44,6 +46,7 @@ impl Default for Pending {
         Self {
             raised: true,
             gated: false,
+            offered_by_l1: false,
             pv_eoi_offered: false,
             after_exit: AfterExit::default(),
             window_wanted: false,

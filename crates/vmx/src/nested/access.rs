@@ -126,6 +126,10 @@ impl<M: L1Memory> GuestMemory for Memory<'_, M> {
     fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside> {
         self.memory.write(at, from).map_err(|_| self.miss())
     }
+
+    fn exchange(&self, at: Gpa, old: u64, new: u64) -> Result<bool, Outside> {
+        self.memory.exchange(at, old, new).map_err(|_| self.miss())
+    }
 }
 
 impl<M: L1Memory> machine::L1 for Memory<'_, M> {

@@ -16,7 +16,7 @@ const VMX_MSRS: usize = 18;
 /// What is offered: nothing for which the hardware would use a page of L1's by itself, or that needs a counter beside
 /// those of L0. The virtual-APIC page L0 uses, at each access of L2's that L1 leaves to it.
 const OFFER: Offer = Offer {
-    pin: Offer::WHOLE.pin.difference(PinControls::POSTED_INTERRUPTS),
+    pin: Offer::WHOLE.pin,
     primary: Offer::WHOLE.primary,
     secondary: ProcControls2::EPT
         .union(ProcControls2::UNRESTRICTED_GUEST)
@@ -33,6 +33,7 @@ const OFFER: Offer = Offer {
         .union(ProcControls2::VIRTUALIZE_APIC_ACCESSES)
         .union(ProcControls2::VIRTUALIZE_X2APIC)
         .union(ProcControls2::APIC_REGISTERS)
+        .union(ProcControls2::VIRTUAL_INTERRUPTS)
         .union(ProcControls2::TSC_SCALING),
     exit: Offer::WHOLE.exit.difference(ExitControls::LOAD_PERF_GLOBAL_CTRL),
     entry: Offer::WHOLE.entry.difference(EntryControls::LOAD_PERF_GLOBAL_CTRL),

@@ -8,7 +8,7 @@ use nested_vmx::events::{self, Sleeps};
 use nested_vmx::leave::{Report, host::entry_loads};
 use nested_vmx::machine::{Entered, PendingEntry};
 use nested_vmx::merge::{self, Flush, L0, Pages, time};
-use nested_vmx::{EntryFailure, GuestMemory, Vmcs12};
+use nested_vmx::{EntryFailure, GuestMemory, Vmcs12, virtual_interrupts};
 use x86::vmcs::{
     EntryControls, ExitControls, ExitReason, Group, Groups, PinControls, ProcControls,
     ProcControls2, event, field,
@@ -137,6 +137,14 @@ impl<C: Cpu> Vmx<C> {
         // Where L1's page is no memory, everything exits.
         self.map_msrs(n, bits.unwrap_or(0));
         self.note_l0(n);
+        let has_apic = apic_page::is_used(n.machine.vmcs12());
+        let mut waits = false;
+        if has_apic && (virtual_interrupts::are_on(n.machine.vmcs12()) || Self::has_new_apic(n)) {
+            match Self::prepare_apic(n, memory) {
+                Ok(found) => waits = found,
+                Err(done) => return done,
+            }
+        }
         let mut entered = n.machine.finish_entry(limits, memory);
         // What was fetched is behind no more: this comes once.
         while let Entered::Fetch(groups) = entered {
@@ -157,15 +165,56 @@ impl<C: Cpu> Vmx<C> {
         if lists && let Err(failure) = self.load_msr_list(n, memory) {
             return self.fail_loaded_entry(n, gprs, failure, memory);
         }
-        if n.machine.vmcs12().apic_access_page().is_some()
-            && apic_page::falls_at_entry(n.machine.vmcs12(), memory)
-        {
-            return self.fall(n, gprs, memory);
+        if has_apic {
+            if apic_page::falls_at_entry(n.machine.vmcs12(), memory) {
+                return self.fall(n, gprs, memory);
+            }
+            if waits {
+                n.machine.interrupt_pending = true;
+                return Self::offer_virtual(n);
+            }
         }
         if n.machine.vmcs12().get(field::GUEST_ACTIVITY) == activity_state::ACTIVE {
             return Executed::Entered;
         }
         Self::put_to_sleep(n)
+    }
+
+    /// Whether L1 has changed what names its pages of the local APIC. That the page goes between two entries, which stock
+    /// KVM would tell the VMM, is not looked for: nothing of it is used.
+    fn has_new_apic(n: &Nested) -> bool {
+        let dirty = n.machine.dirty();
+        dirty.has(Group::Apic) || dirty.has(Group::Controls)
+    }
+
+    /// What an entry asks of L1's pages of the local APIC: whether a virtual interrupt waits for L2.
+    #[cold]
+    #[inline(never)]
+    fn prepare_apic<M: L1Memory>(n: &Nested, memory: &Memory<'_, M>) -> Result<bool, Executed> {
+        let v = n.machine.vmcs12();
+        let there = apic_page::is_there(v, memory);
+        let waits = virtual_interrupts::are_on(v) && virtual_interrupts::evaluate(v, memory);
+        if memory.has_missed() {
+            return Err(Executed::Outside);
+        }
+        if there { Ok(waits) } else { Err(Executed::NoPage) }
+    }
+
+    /// L2 was entered, and a virtual interrupt waits for it.
+    #[cold]
+    #[inline(never)]
+    fn offer_virtual(n: &mut Nested) -> Executed {
+        let v = n.machine.vmcs12();
+        let open = v.get(field::GUEST_RFLAGS) & x86::Rflags::IF.bits() != 0;
+        match v.get(field::GUEST_ACTIVITY) {
+            activity_state::ACTIVE => Executed::EnteredOffering,
+            // It wakes.
+            activity_state::HLT if open => {
+                n.machine.vmcs12_mut().set(field::GUEST_ACTIVITY, activity_state::ACTIVE);
+                Executed::EnteredOffering
+            }
+            _ => Self::put_to_sleep(n),
+        }
     }
 
     /// L2 was entered with a priority below L1's threshold: its run ends behind what the entry injects, and before its

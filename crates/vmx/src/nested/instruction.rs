@@ -288,7 +288,6 @@ impl<C: Cpu> Vmx<C> {
             Ok(Then::Next | Then::Enter(_)) | Err(Fail::Invalid | Fail::Valid(_)) => {
                 Executed::Retired
             }
-            Err(Fail::NoApicPage) => Executed::NoPage,
             Err(Fail::Fault(exception)) => Executed::Fault(exception),
             Err(Fail::Outside) if memory.is_whole() => Executed::Fault(x86::Exception::gp(0)),
             Err(Fail::Outside) => Executed::Outside,

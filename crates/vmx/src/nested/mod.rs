@@ -162,6 +162,7 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         let windows = ProcControls::from_bits_retain(self.cold.of_l1.primary);
         windows.contains(ProcControls::INTERRUPT_WINDOW) && self.rflags().contains(Rflags::IF)
             || windows.contains(ProcControls::NMI_WINDOW) && !self.nmi_masked()
+            || backend::Nested::offers_interrupt(self) && self.rflags().contains(Rflags::IF)
     }
 
     fn injects_for_l1(&self) -> bool {
@@ -198,6 +199,18 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         let of_l1 = self.cold.of_l1.cr4;
         let new = (value - of_l1) | self.cr4 & of_l1;
         n.machine.takes_cr4(new.bits()).then_some(new)
+    }
+
+    fn offers_interrupt(&self) -> bool {
+        self.cold.of_l1.runs && self.nested.as_ref().is_some_and(|n| n.machine.interrupt_pending)
+    }
+
+    fn take_interrupt(&mut self, l1: &impl L1Memory) -> Result<Option<Vector>, Outside> {
+        self.with_nested(|_, n| Self::deliver_virtual(n, l1)).unwrap_or(Ok(None))
+    }
+
+    fn posts(&mut self, vector: Vector, l1: &impl L1Memory) -> Result<bool, Outside> {
+        self.with_nested(|_, n| Self::post_virtual(n, vector, l1)).unwrap_or(Ok(false))
     }
 
     fn execute(&mut self, gprs: &mut Gprs, _next_rip: u64, l1: &impl L1Memory) -> Executed {

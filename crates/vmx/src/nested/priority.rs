@@ -6,11 +6,15 @@ use nested_vmx::apic_page;
 use nested_vmx::leave::Report;
 use nested_vmx::merge::bitmaps::Direction;
 use nested_vmx::priority::{self, Access, Moved};
-use x86::vmcs::ExitReason;
-use x86::{Dr6, Rflags};
+use nested_vmx::virtual_interrupts;
+use x86::vmcs::{ExitReason, field};
+use x86::{Dr6, Rflags, Vector, apic::reg};
 
 use super::{access::Memory, kept::Nested};
 use crate::{fields, state::Vmx};
+
+/// Where the page has the task priority.
+const TPR: u16 = reg::TPR as u16;
 
 impl<C: Cpu> Vmx<C> {
     /// Carries out the access that the last exit is for.
@@ -23,7 +27,7 @@ impl<C: Cpu> Vmx<C> {
         l1: &M,
     ) -> Executed {
         let memory = Memory::new(l1);
-        let v = n.machine.vmcs12();
+        let v = n.machine.vmcs12_mut();
         let access = match self.exit_reason() {
             ExitReason::Rdmsr => priority::msr_access(v, Direction::Read, &gprs.0),
             ExitReason::Wrmsr => priority::msr_access(v, Direction::Write, &gprs.0),
@@ -31,15 +35,20 @@ impl<C: Cpu> Vmx<C> {
         };
         let falls = match access {
             Some(Access::Write { value }) => priority::falls(v, value),
-            Some(Access::WriteMsr { value }) => priority::falls(v, value >> 4),
+            Some(Access::WriteMsr { offset: TPR, value }) => priority::falls(v, value >> 4),
+            Some(Access::WriteMsr { .. }) => true,
             Some(Access::Read { .. } | Access::ReadMsr { .. }) | None => false,
         };
         if falls && !Self::may_leave(n, &memory) {
             return Executed::Outside;
         }
+        let v = n.machine.vmcs12_mut();
+        let status = v.get(field::GUEST_INTERRUPT_STATUS);
         let moved = match access {
             Some(Access::Write { value }) => priority::write(v, value, &memory),
-            Some(Access::WriteMsr { value }) => priority::write_msr(v, value, &memory),
+            Some(Access::WriteMsr { offset, value }) => {
+                priority::write_msr(v, offset, value, &memory)
+            }
             Some(Access::Read { gpr }) => {
                 let value = priority::read(v, &memory);
                 if memory.has_missed() {
@@ -61,20 +70,35 @@ impl<C: Cpu> Vmx<C> {
             None => return Executed::Shutdown,
         };
         if memory.has_missed() {
+            n.machine.vmcs12_mut().set(field::GUEST_INTERRUPT_STATUS, status);
             return Executed::Outside;
         }
+        let next = self.next_rip();
         match moved {
             Err(exception) => Executed::Fault(exception),
-            Ok(Moved::On) => Executed::Retired,
-            Ok(Moved::Fell) => {
-                let next = self.next_rip();
-                self.complete_move(next);
-                let report = Report::plain(ExitReason::TprBelowThreshold, 0);
-                self.leave_l2(n, gprs, &report, &memory)
-            }
-            // None of these does.
-            Ok(Moved::Written(_)) => Executed::Shutdown,
+            Ok(moved) => self.conclude_move(n, gprs, moved, next, &memory),
         }
+    }
+
+    /// Goes on behind a write to the virtual-APIC page: what it came to.
+    fn conclude_move<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &mut Gprs,
+        moved: Moved,
+        next: Option<u64>,
+        memory: &Memory<'_, M>,
+    ) -> Executed {
+        n.machine.interrupt_pending = moved == Moved::Waits;
+        let report = match moved {
+            Moved::On => return Executed::Retired,
+            Moved::Waits => return Executed::Offering,
+            Moved::Fell => Report::plain(ExitReason::TprBelowThreshold, 0),
+            Moved::Written(offset) => Report::plain(ExitReason::ApicWrite, u64::from(offset)),
+            Moved::Ended(vector) => Report::plain(ExitReason::VirtualizedEoi, u64::from(vector)),
+        };
+        self.complete_move(next);
+        self.leave_l2(n, gprs, &report, memory)
     }
 
     /// Carries out a plain access to the APIC-access page, at that offset, of an instruction behind which L2 goes on at
@@ -98,17 +122,57 @@ impl<C: Cpu> Vmx<C> {
             let value = apic_page::read(v, offset, &memory);
             return if memory.has_missed() { Err(Executed::Outside) } else { Ok(value) };
         };
-        let moved = apic_page::write(v, offset, value, &memory);
+        let status = v.get(field::GUEST_INTERRUPT_STATUS);
+        let moved = apic_page::write(n.machine.vmcs12_mut(), offset, value, &memory);
         if memory.has_missed() {
+            n.machine.vmcs12_mut().set(field::GUEST_INTERRUPT_STATUS, status);
             return Err(Executed::Outside);
         }
-        let report = match moved {
-            Moved::On => return Ok(0),
-            Moved::Fell => Report::plain(ExitReason::TprBelowThreshold, 0),
-            Moved::Written(offset) => Report::plain(ExitReason::ApicWrite, u64::from(offset)),
-        };
-        self.complete_move(Some(next));
-        Err(self.leave_l2(n, gprs, &report, &memory))
+        match self.conclude_move(n, gprs, moved, Some(next), &memory) {
+            Executed::Retired => Ok(0),
+            done => Err(done),
+        }
+    }
+
+    /// Takes the virtual interrupt that waits for L2.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn deliver_virtual<M: L1Memory>(
+        n: &mut Nested,
+        l1: &M,
+    ) -> Result<Option<Vector>, backend::Outside> {
+        let memory = Memory::new(l1);
+        if !n.machine.interrupt_pending {
+            return Ok(None);
+        }
+        let v = n.machine.vmcs12_mut();
+        let status = v.get(field::GUEST_INTERRUPT_STATUS);
+        let vector = virtual_interrupts::deliver(v, &memory);
+        if memory.has_missed() {
+            v.set(field::GUEST_INTERRUPT_STATUS, status);
+            return Err(backend::Outside);
+        }
+        n.machine.interrupt_pending = false;
+        Ok(vector.ok().flatten().map(Vector))
+    }
+
+    /// Requests what L1 has posted, if the interrupt is the notification of that.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn post_virtual<M: L1Memory>(
+        n: &mut Nested,
+        vector: Vector,
+        l1: &M,
+    ) -> Result<bool, backend::Outside> {
+        let memory = Memory::new(l1);
+        let posted = virtual_interrupts::post(n.machine.vmcs12_mut(), vector.0, &memory);
+        if memory.has_missed() {
+            return Err(backend::Outside);
+        }
+        // Where there is no descriptor L1 hears of the interrupt.
+        let Ok(Some(waits)) = posted else { return Ok(false) };
+        n.machine.interrupt_pending = waits;
+        Ok(true)
     }
 
     /// The exit is behind the instruction: it has retired, and the exception that its step owes is told along

@@ -26,8 +26,19 @@ const PAGES: [u64; 12] = [
 const OWN: u64 = 0x9000;
 
 /// Secondary controls that L1 is offered.
-const OFFERED: [u64; 9] =
-    [0, 1 << 1, 1 << 4, 1 << 5, 1 << 13 | 1 << 1, 1 << 14, 1 << 20, 1 << 8, 1];
+const OFFERED: [u64; 11] = [
+    0,
+    1 << 1,
+    1 << 4,
+    1 << 5,
+    1 << 13 | 1 << 1,
+    1 << 14,
+    1 << 20,
+    1 << 8,
+    1,
+    1 << 9,
+    1 << 9 | 1 << 4,
+];
 
 struct Random(u64);
 
@@ -53,6 +64,10 @@ fn start() -> Vmcs12 {
     let mut v = good();
     v.set(field::VIRTUAL_APIC_ADDR, PAGES[3]);
     v.set(field::APIC_ACCESS_ADDR, PAGES[2]);
+    let leaves = v.exit() | x86::vmcs::ExitControls::ACKNOWLEDGE_INTERRUPT;
+    v.set(field::EXIT_CONTROLS, leaves.bits());
+    v.set(field::POSTED_INTR_DESC, PAGES[6]);
+    v.set(field::POSTED_INTR_VECTOR, 0x40);
     v.set(field::MSR_BITMAP, PAGES[4]);
     v.set(field::VMREAD_BITMAP, PAGES[4]);
     v.set(field::VMWRITE_BITMAP, PAGES[4]);
@@ -67,12 +82,17 @@ fn start() -> Vmcs12 {
 /// Fields that L1 writes, with values that an entry takes, and some that it does not.
 fn written(r: &mut Random) -> (u32, u64) {
     let page = r.of(&PAGES);
-    let bit = 1 << r.below(32);
+    // Posted interrupts more often than the rest.
+    let one = r.below(32);
+    let bit = r.of(&[1 << one, 1 << 7]);
     let more = r.of(&[1 << 27, 1 << 22, 1 << 2, 1 << 24, 0]);
     let v = start();
     // The more bits, the seldomer.
     let second = r.of(&OFFERED) | r.of(&OFFERED) | r.of(&[0, 0, 0, 0, 0, 0, 0, 0x8001]);
-    match r.below(24) {
+    match r.below(27) {
+        24 => (field::GUEST_INTERRUPT_STATUS.encoding(), r.next() & 0xffff),
+        25 => (field::EOI_EXIT_1.encoding(), r.next()),
+        26 => (field::POSTED_INTR_DESC.encoding(), page | r.next() & 0x40),
         0 | 17..=20 => (field::PROC_CONTROLS2.encoding(), second),
         1 => (field::PROC_CONTROLS.encoding(), u64::from(v.get(field::PROC_CONTROLS)) | more),
         2 => (field::PIN_CONTROLS.encoding(), u64::from(v.get(field::PIN_CONTROLS)) | bit),
@@ -125,6 +145,8 @@ struct Run {
     entries: usize,
     sleeps: usize,
     accesses: usize,
+    taken: usize,
+    posted: usize,
     /// Entries with each secondary control.
     with: [usize; 32],
 }
@@ -136,7 +158,17 @@ impl Run {
         let n = rig.v.nested.as_mut().unwrap();
         n.machine.capabilities.cr4_fixed1 |= 1 << 11;
         let (random, with) = (Random(seed), [0; 32]);
-        Self { rig, random, asleep: None, entries: 0, sleeps: 0, accesses: 0, with }
+        Self {
+            rig,
+            random,
+            asleep: None,
+            entries: 0,
+            sleeps: 0,
+            accesses: 0,
+            taken: 0,
+            posted: 0,
+            with,
+        }
     }
 
     /// What is done outside the loop if it cannot be done inside.
@@ -166,7 +198,7 @@ impl Run {
                 self.asleep = Some(sleep);
                 self.sleeps += 1;
             }
-            Executed::Entered | Executed::EnteredOwing => {
+            Executed::Entered | Executed::EnteredOwing | Executed::EnteredOffering => {
                 self.entries += 1;
                 let n = self.rig.v.nested.as_ref().unwrap();
                 let second = n.machine.vmcs12().secondary().bits();
@@ -264,6 +296,13 @@ impl Run {
         if self.rig.v.gate(&waiting) != Gate::ExitToL1 {
             return Executed::Retired;
         }
+        if let Waiting::Interrupt(Some(vector)) = waiting {
+            let posts = self.in_whole(|rig| rig.v.posts(vector, &rig.m));
+            if posts {
+                self.posted += 1;
+                return Executed::Retired;
+            }
+        }
         self.rig.v.set_activity(self.asleep);
         let undelivered = self.rig.v.cancel_injection();
         self.whole(|rig| rig.v.exit_to_l1(&mut rig.g, &waiting, undelivered, &rig.m))
@@ -281,7 +320,7 @@ impl Run {
         let r = &mut self.random;
         let (reason, qualification, information) = (r.of(&EXITS), r.next(), r.next() as u32);
         let (_, [a, b, c]) = ((), [r.next() & 0x1ff, r.next() & 0x1fff, r.next() & 0xff]);
-        let index = r.of(&[b, 0x808, 0x800 | c, 0x681c, 0, 1]);
+        let index = r.of(&[b, 0x808, 0x80b, 0x83f, 0x800 | c, 0x681c, 0, 1]);
         (self.rig.g.0[0], self.rig.g.0[1], self.rig.g.0[2]) = (a, index, r.of(&[0, 0, 0x681c]));
         let flags = r.of(&[2u64, 0x202, 0x102]);
         self.rig.enter(reason, move |v| {
@@ -307,6 +346,29 @@ impl Run {
             }
             Ok(Claim::L0 | Claim::ByValue) => Executed::Retired,
             Err(_) => Executed::Retired,
+        }
+    }
+
+    /// The same of what is done for L2.
+    fn in_whole<T>(&mut self, act: impl Fn(&mut Rig) -> Result<T, backend::Outside>) -> T {
+        match act(&mut self.rig) {
+            Ok(done) => done,
+            Err(backend::Outside) => {
+                self.rig.m.whole.set(true);
+                let done = act(&mut self.rig).unwrap();
+                self.rig.m.whole.set(false);
+                done
+            }
+        }
+    }
+
+    /// L2 takes the virtual interrupt that waits for it.
+    fn take_virtual(&mut self) {
+        let open = !self.rig.v.injecting() && self.asleep.is_none();
+        if self.level() == Level::L2 && self.rig.v.offers_interrupt() && open {
+            let taken = self.in_whole(|rig| rig.v.take_interrupt(&rig.m));
+            self.taken += usize::from(taken.is_some());
+            assert!(!self.rig.v.offers_interrupt());
         }
     }
 
@@ -359,6 +421,7 @@ impl Run {
             self.travel();
             return self.settle(Executed::Retired);
         }
+        self.take_virtual();
         let done = match self.level() {
             Level::L1 => self.l1(),
             Level::L2 => self.l2(),
@@ -377,9 +440,9 @@ fn random_sequences_break_nothing() {
         if at % 100 == 99 {
             let seed = run.random.next();
             let (entries, sleeps, accesses) = (run.entries, run.sleeps, run.accesses);
-            let with = run.with;
+            let (taken, posted, with) = (run.taken, run.posted, run.with);
             drop(run);
-            run = Run { entries, sleeps, accesses, with, ..Run::new(seed) };
+            run = Run { entries, sleeps, accesses, taken, posted, with, ..Run::new(seed) };
         }
         run.step();
     }
@@ -387,9 +450,9 @@ fn random_sequences_break_nothing() {
     std::println!("{entries} entries, {} asleep, with {with:?}", run.sleeps);
     assert!(run.entries as u64 > steps / 200, "{} entries", run.entries);
     assert!(run.sleeps > 0);
-    assert!(run.accesses > 0);
-    // The APIC-access page, EPT, virtual x2APIC mode, VPID, VM functions, VMCS shadowing, XSAVES.
-    for bit in [0, 1, 4, 5, 13, 14, 20] {
+    assert!(run.accesses > 0 && run.taken > 0 && run.posted > 0);
+    // The APIC-access page, EPT, virtual x2APIC mode, virtual interrupts, VPID, VM functions, VMCS shadowing, XSAVES.
+    for bit in [0, 1, 4, 9, 5, 13, 14, 20] {
         assert!(run.with[bit] > 0, "no entry with control {bit}");
     }
 }

@@ -35,6 +35,12 @@ impl L1Memory for Mem {
         self.bytes.borrow_mut().get_mut(at..at + from.len()).ok_or(Outside)?.copy_from_slice(from);
         Ok(())
     }
+    fn exchange(&self, at: Gpa, old: u64, new: u64) -> Result<bool, Outside> {
+        let mut now = [0; 8];
+        self.read(at, &mut now)?;
+        let same = u64::from_le_bytes(now) == old;
+        if same { self.write(at, &new.to_le_bytes()).map(|()| true) } else { Ok(false) }
+    }
     fn translate(&self, linear: u64, _: bool) -> Result<Gpa, Reach> {
         if self.whole.get() { Ok(Gpa(linear)) } else { Err(Reach::Outside) }
     }

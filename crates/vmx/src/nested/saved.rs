@@ -8,6 +8,7 @@ use host::KBox;
 use nested_vmx::machine::PendingEntry;
 use nested_vmx::merge::time::Deadline;
 use nested_vmx::saved::{self, Context, Good, Images, Onto, Refused, Restored};
+use nested_vmx::{apic_page, virtual_interrupts};
 use x86::vmcs::{EntryControls, PinControls, field, interruptibility};
 use x86::{Cr0, Dr7, Efer};
 
@@ -126,8 +127,10 @@ impl<C: Cpu> Vmx<C> {
         }
         n.machine.entered(PendingEntry { launch: false });
         let v = n.machine.vmcs12();
-        n.machine.fall_pending =
-            v.apic_access_page().is_some() && nested_vmx::apic_page::falls_at_entry(v, memory);
+        // The page may come later.
+        let waits = virtual_interrupts::may_wait(v);
+        let falls = v.apic_access_page().is_some() && apic_page::falls_at_entry(v, memory);
+        (n.machine.interrupt_pending, n.machine.fall_pending) = (waits, falls);
     }
 }
 

@@ -27,6 +27,9 @@ impl<C: Cpu> NestedPaging for Vmx<C> {
         let n = self.nested.as_ref().filter(|_| self.cold.of_l1.runs)?;
         let v = n.machine.vmcs12();
         let offered = n.machine.capabilities.ept_vpid;
+        if !v.has_own_root() {
+            return None;
+        }
         let apic = v.apic_access_page().map(Gpa::gfn);
         if !v.has_ept() {
             return apic.map(|apic| L1Tables::Flat { apic });

@@ -47,6 +47,7 @@ mod nested_vmx_apic;
 mod nested_vmx_ept;
 mod nested_vmx_events;
 mod nested_vmx_host;
+mod nested_vmx_interrupts;
 mod nested_vmx_lists;
 mod nested_vmx_shadowing;
 mod nested_vmx_timer;
@@ -133,6 +134,7 @@ pub fn all() -> impl Iterator<Item = Test> + Clone {
         nested_vmx_ept::TESTS,
         nested_vmx_events::TESTS,
         nested_vmx_host::TESTS,
+        nested_vmx_interrupts::TESTS,
         nested_vmx_lists::TESTS,
         nested_vmx_shadowing::TESTS,
         nested_vmx_timer::TESTS,

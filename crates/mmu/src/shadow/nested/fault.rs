@@ -64,7 +64,7 @@ impl State {
         roots: &NestedRoots,
         access: &NestedAccess,
     ) -> NestedFault {
-        let Some(top) = roots.start(self.number) else {
+        let Some(top) = roots.start(self.counters.number()) else {
             debug_assert!(false, "a fault without a root");
             return NestedFault::Fixed { replaced: true };
         };

@@ -13,7 +13,7 @@ mod sync;
 
 use x86::{Gpa, Hpa};
 
-use super::ShadowGuard;
+use super::{ShadowGuard, ShadowMmu};
 use crate::nested::{L1Fault, NestedAccess, Tables};
 use crate::role::Role;
 use crate::table::View;
@@ -68,6 +68,15 @@ pub enum NestedFault {
     NeedFrame(NestedFrame),
     /// How many more pages are needed ([`super::ShadowMmu::reserve`]).
     NeedPages(usize),
+}
+
+impl ShadowMmu {
+    /// The current root, if that is the one for `tables`, of these pages, and L2's translations were not flushed since it was
+    /// looked at: what a switch would give, without the lock. A root that is held stays where it is.
+    #[inline]
+    pub fn nested_current(&self, roots: &NestedRoots, tables: &Tables) -> Option<NestedRoot> {
+        roots.settled(self.counters.number(), tables)
+    }
 }
 
 impl ShadowGuard<'_> {

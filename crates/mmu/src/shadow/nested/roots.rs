@@ -78,6 +78,14 @@ impl NestedRoots {
         self.roms.note(gfn, generation);
     }
 
+    /// The current root, if it is that of `tables`, held in the pages of that number, and as fresh as it has to be.
+    #[inline]
+    pub(in super::super) fn settled(&self, owner: u64, tables: &Tables) -> Option<NestedRoot> {
+        let held = self.cache.current()?;
+        let same = held.tables == *tables && self.owner == owner;
+        (same && held.fresh.get() == self.flushes).then_some(held.root)
+    }
+
     /// The page that the walk begins with, if the roots are of the pages of that number.
     #[inline]
     pub(super) fn start(&self, owner: u64) -> Option<PageId> {
@@ -100,7 +108,9 @@ impl State {
     ) -> NestedSwitch {
         let key = RootKey { base: tables.base, role: tables.role };
         let above = match self.format.levels().checked_sub(tables.role.level()) {
-            Some(more @ 0..=1) if roots.owner == self.number || roots.owner == 0 => more != 0,
+            Some(more @ 0..=1) if roots.owner == self.counters.number() || roots.owner == 0 => {
+                more != 0
+            }
             _ => return NestedSwitch::Refused,
         };
         if roots.cache.switch(key).is_some() {
@@ -149,7 +159,7 @@ impl State {
         // Never fresh: it may be another vCPU's page.
         let held = Held { root, tables: *tables, page, above: upper, fresh: Cell::new(0) };
         count(&self.counters.roots_made);
-        roots.owner = self.number;
+        roots.owner = self.counters.number();
         let key = RootKey { base: tables.base, role };
         if let Some(old) = roots.cache.insert(key, held) {
             self.let_go_nested(&old);
@@ -173,7 +183,7 @@ impl State {
 
     /// Does what [`super::super::ShadowGuard::nested_release`] tells.
     pub(super) fn nested_release(&self, roots: &mut NestedRoots) -> bool {
-        if roots.owner != self.number {
+        if roots.owner != self.counters.number() {
             // Numbers of pages mean something else here.
             return roots.owner == 0;
         }

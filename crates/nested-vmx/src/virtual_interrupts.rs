@@ -1,0 +1,199 @@
+//! Virtual interrupts that L1 has delivered to L2, and posted ones: in software, on L1's virtual-APIC page and the
+//! interrupt status of the VMCS12 (SDM vol. 3C §30.1.3 to §30.2.2, §30.6).
+//!
+//! What the CPU would find out at an entry, at a write of L2's and at a notification is found out here at the same
+//! moments, and at no other: L1 may change its page when it likes.
+
+use x86::vmcs::{PinControls, ProcControls, ProcControls2, field};
+use x86::{Gpa, apic::reg};
+
+use crate::{GuestMemory, Outside, Vmcs12};
+
+/// Whether L1 asks for it.
+#[inline]
+pub fn are_on(v: &Vmcs12) -> bool {
+    v.secondary().contains(ProcControls2::VIRTUAL_INTERRUPTS)
+}
+
+/// Whether a virtual interrupt may wait for L2, whatever its page says.
+pub fn may_wait(v: &Vmcs12) -> bool {
+    are_on(v) && is_above(v, 0)
+}
+
+/// What an end of interrupt came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// L2 goes on; whether a virtual interrupt waits for it.
+    On(bool),
+    /// L1 sees an exit for the end of this vector.
+    Exit(u8),
+}
+
+/// Words of 32 bits in which a register of 256 lies, 16 bytes apart.
+const WORDS: u64 = 8;
+/// Most tries to change what another vCPU of L1's changes too.
+const TRIES: u32 = 64;
+
+fn requested(v: &Vmcs12) -> u8 {
+    v.get(field::GUEST_INTERRUPT_STATUS) as u8
+}
+
+fn in_service(v: &Vmcs12) -> u8 {
+    (v.get(field::GUEST_INTERRUPT_STATUS) >> 8) as u8
+}
+
+fn set_status(v: &mut Vmcs12, requested: u8, in_service: u8) {
+    v.set(field::GUEST_INTERRUPT_STATUS, u16::from_le_bytes([requested, in_service]));
+}
+
+fn register(v: &Vmcs12, offset: u32) -> Gpa {
+    Gpa(v.get(field::VIRTUAL_APIC_ADDR).wrapping_add(u64::from(offset)))
+}
+
+/// The word with the bit of a vector, and the bit.
+fn place(v: &Vmcs12, base: u32, vector: u8) -> (Gpa, u32) {
+    (register(v, base + u32::from(vector >> 5) * 16), 1 << (vector & 31))
+}
+
+fn change(v: &Vmcs12, base: u32, vector: u8, set: bool, memory: &impl GuestMemory) {
+    let (at, bit) = place(v, base, vector);
+    if let Ok(word) = memory.read_u32(at) {
+        let new = if set { word | bit } else { word & !bit };
+        let _ = memory.write(at, &new.to_le_bytes());
+    }
+}
+
+/// The highest vector in a register; 0: there is none.
+fn highest(v: &Vmcs12, base: u32, memory: &impl GuestMemory) -> u8 {
+    for word in (0..WORDS).rev() {
+        let bits = memory.read_u32(register(v, base + word as u32 * 16)).unwrap_or(0);
+        if let Some(bit) = bits.checked_ilog2() {
+            return (word as u8) << 5 | bit as u8;
+        }
+    }
+    0
+}
+
+/// The processor's priority anew (§30.1.3), and whether a virtual interrupt waits for L2 now: at an entry, and when L2 has
+/// changed its priority. Without memory none does.
+pub fn evaluate(v: &Vmcs12, memory: &impl GuestMemory) -> bool {
+    let Ok(own) = memory.read_u8(register(v, reg::TPR)) else { return false };
+    let served = in_service(v);
+    let priority = if own >> 4 >= served >> 4 { own } else { served & 0xf0 };
+    let _ = memory.write(register(v, reg::PPR), &u32::from(priority).to_le_bytes());
+    is_above(v, priority)
+}
+
+fn is_above(v: &Vmcs12, priority: u8) -> bool {
+    !v.primary().contains(ProcControls::INTERRUPT_WINDOW) && requested(v) >> 4 > priority >> 4
+}
+
+fn is_pending(v: &Vmcs12, memory: &impl GuestMemory) -> bool {
+    memory.read_u8(register(v, reg::PPR)).is_ok_and(|priority| is_above(v, priority))
+}
+
+/// L2 ends an interrupt (§30.1.4).
+pub fn end(v: &mut Vmcs12, memory: &impl GuestMemory) -> Ended {
+    let vector = in_service(v);
+    change(v, reg::ISR, vector, false, memory);
+    let next = highest(v, reg::ISR, memory);
+    set_status(v, requested(v), next);
+    let waits = evaluate(v, memory);
+    let words = [field::EOI_EXIT_0, field::EOI_EXIT_1, field::EOI_EXIT_2, field::EOI_EXIT_3];
+    let exits = words.into_iter().nth(usize::from(vector >> 6)).map_or(0, |word| v.get(word));
+    if exits >> (vector & 63) & 1 != 0 { Ended::Exit(vector) } else { Ended::On(waits) }
+}
+
+/// L2 sends itself an interrupt (§30.1.5). Whether one waits.
+pub fn send_self(v: &mut Vmcs12, vector: u8, memory: &impl GuestMemory) -> bool {
+    change(v, reg::IRR, vector, true, memory);
+    set_status(v, requested(v).max(vector), in_service(v));
+    is_pending(v, memory)
+}
+
+/// Whether a write to the low half of the ICR is one that [`send_self`] does (§30.4.3.2); its vector.
+pub fn self_ipi(value: u32) -> Option<u8> {
+    const RESERVED: u32 = 0xfff3_3000;
+    const SHORTHAND: u32 = 3 << 18;
+    const SELF: u32 = 1 << 18;
+    const LEVEL_TRIGGERED: u32 = 1 << 15;
+    const MODE: u32 = 7 << 8;
+    let vector = value as u8;
+    let fits = value & (RESERVED | LEVEL_TRIGGERED | MODE) == 0
+        && value & SHORTHAND == SELF
+        && vector >> 4 != 0;
+    fits.then_some(vector)
+}
+
+/// The virtual interrupt that waits goes to L2 (§30.2.2): its vector. `None`: by what the page says now there is none.
+///
+/// # Errors
+/// The page is no memory; nothing has changed.
+pub fn deliver(v: &mut Vmcs12, memory: &impl GuestMemory) -> Result<Option<u8>, Outside> {
+    if !evaluate(v, memory) {
+        return memory.read_u8(register(v, reg::TPR)).map(|_| None);
+    }
+    let vector = requested(v);
+    let (at, bit) = place(v, reg::ISR, vector);
+    let word = memory.read_u32(at)?;
+    memory.write(at, &(word | bit).to_le_bytes())?;
+    let _ = memory.write(register(v, reg::PPR), &u32::from(vector & 0xf0).to_le_bytes());
+    change(v, reg::IRR, vector, false, memory);
+    let next = highest(v, reg::IRR, memory);
+    set_status(v, next, vector);
+    Ok(Some(vector))
+}
+
+/// The notification of posted interrupts has come (§30.6): what L1's descriptor names is requested from now on. `None`: the
+/// vector is none of a notification. Else whether one waits.
+///
+/// # Errors
+/// The descriptor, or the page, is no memory.
+pub fn post(
+    v: &mut Vmcs12,
+    vector: u8,
+    memory: &impl GuestMemory,
+) -> Result<Option<bool>, Outside> {
+    if !v.pin().contains(PinControls::POSTED_INTERRUPTS)
+        || v.get(field::POSTED_INTR_VECTOR) != u16::from(vector)
+    {
+        return Ok(None);
+    }
+    /// The notification is outstanding.
+    const OUTSTANDING: u64 = 1;
+    let descriptor = v.get(field::POSTED_INTR_DESC);
+    // The page first: what is taken from the descriptor has to have a place.
+    let at = register(v, reg::IRR);
+    let first = memory.read_u32(at)?;
+    memory.write(at, &first.to_le_bytes())?;
+    take(Gpa(descriptor.wrapping_add(32)), OUTSTANDING, memory)?;
+    let mut top = 0;
+    for quarter in 0..4 {
+        let bits = take(Gpa(descriptor.wrapping_add(quarter * 8)), u64::MAX, memory)?;
+        let Some(highest) = bits.checked_ilog2() else { continue };
+        top = (quarter as u8) << 6 | highest as u8;
+        for (half, word) in [bits as u32, (bits >> 32) as u32].into_iter().enumerate() {
+            let at = register(v, reg::IRR + (quarter as u32 * 2 + half as u32) * 16);
+            let word = memory.read_u32(at)? | word;
+            memory.write(at, &word.to_le_bytes())?;
+        }
+    }
+    set_status(v, requested(v).max(top), in_service(v));
+    Ok(Some(is_pending(v, memory)))
+}
+
+/// Takes bits out of a word that other vCPUs of L1's set bits in.
+fn take(at: Gpa, bits: u64, memory: &impl GuestMemory) -> Result<u64, Outside> {
+    for _ in 0..TRIES {
+        let word = memory.read_u64(at)?;
+        if word & bits == 0 || memory.exchange(at, word, word & !bits)? {
+            return Ok(word & bits);
+        }
+    }
+    // L1 rewrites it without end: it is left.
+    Ok(0)
+}
+
+#[cfg(test)]
+#[path = "virtual_interrupts_tests.rs"]
+mod tests;

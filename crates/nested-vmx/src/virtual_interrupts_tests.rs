@@ -1,0 +1,202 @@
+use std::vec::Vec;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::testing::{Memory, good, set};
+
+const PAGE: u64 = 0x7000;
+const DESCRIPTOR: u64 = 0x9040;
+
+fn with(primary: u32) -> Vmcs12 {
+    let mut v = good();
+    let base = v.get(field::PROC_CONTROLS);
+    set!(
+        v,
+        PROC_CONTROLS = base | primary | 1 << 21 | 1 << 31,
+        PROC_CONTROLS2 = 1 << 9,
+        PIN_CONTROLS = 0x97,
+        VIRTUAL_APIC_ADDR = PAGE,
+        POSTED_INTR_DESC = DESCRIPTOR,
+        POSTED_INTR_VECTOR = 0xf2
+    );
+    v
+}
+
+fn put(memory: &Memory, base: u64, vectors: &[u8]) {
+    for vector in vectors {
+        let at = PAGE + base + u64::from(vector >> 5) * 16;
+        let word = memory.read_u32(Gpa(at)).unwrap() | 1 << (vector & 31);
+        memory.put(at, &word.to_le_bytes());
+    }
+}
+
+fn has(memory: &Memory, base: u64) -> Vec<u8> {
+    (0..=255u8)
+        .filter(|n| {
+            let word = memory.read_u32(Gpa(PAGE + base + u64::from(n >> 5) * 16)).unwrap();
+            word >> (n & 31) & 1 != 0
+        })
+        .collect()
+}
+
+fn status(v: &Vmcs12) -> (u8, u8) {
+    (requested(v), in_service(v))
+}
+
+#[test]
+fn an_interrupt_waits_if_its_class_is_above_the_priority() {
+    let memory = Memory::new();
+    for (own, served, asked, waits) in [
+        (0x00, 0x00, 0x31, true),
+        (0x30, 0x00, 0x31, false),
+        (0x2f, 0x00, 0x31, true),
+        (0x00, 0x31, 0x3f, false),
+        (0x00, 0x31, 0x40, true),
+        (0x45, 0x31, 0x40, false),
+        (0x00, 0x00, 0x0f, false),
+    ] {
+        memory.put(PAGE + 0x80, &[own]);
+        let mut v = with(0);
+        set_status(&mut v, asked, served);
+        assert_eq!(evaluate(&v, &memory), waits, "{own:x} {served:x} {asked:x}");
+        let priority = if own >> 4 >= served >> 4 { own } else { served & 0xf0 };
+        assert_eq!(memory.read_u32(Gpa(PAGE + 0xa0)), Ok(priority.into()));
+        // L1 waits for the window itself.
+        let mut v = with(1 << 2);
+        set_status(&mut v, asked, served);
+        assert!(!evaluate(&v, &memory));
+    }
+}
+
+#[test]
+fn an_interrupt_is_delivered_and_ended() {
+    let memory = Memory::new();
+    put(&memory, 0x200, &[0x31, 0x52, 0xfe]);
+    let mut v = with(0);
+    set!(v, EOI_EXIT_1 = 1 << (0x52 - 64));
+    set_status(&mut v, 0xfe, 0);
+    assert_eq!(deliver(&mut v, &memory), Ok(Some(0xfe)));
+    assert_eq!((status(&v), has(&memory, 0x100)), ((0x52, 0xfe), Vec::from([0xfe])));
+    assert_eq!(has(&memory, 0x200), [0x31, 0x52]);
+    assert!(!evaluate(&v, &memory));
+    assert_eq!(end(&mut v, &memory), Ended::On(true));
+    assert_eq!(deliver(&mut v, &memory), Ok(Some(0x52)));
+    assert_eq!(status(&v), (0x31, 0x52));
+    // One that came within another.
+    assert!(send_self(&mut v, 0x61, &memory));
+    assert_eq!(deliver(&mut v, &memory), Ok(Some(0x61)));
+    assert_eq!((status(&v), has(&memory, 0x100)), ((0x31, 0x61), Vec::from([0x52, 0x61])));
+    assert_eq!(deliver(&mut v, &memory), Ok(None));
+    assert_eq!(end(&mut v, &memory), Ended::On(false));
+    assert_eq!(end(&mut v, &memory), Ended::Exit(0x52));
+    assert_eq!((status(&v), has(&memory, 0x100)), ((0x31, 0), Vec::new()));
+    assert_eq!(deliver(&mut v, &memory), Ok(Some(0x31)));
+    assert_eq!(end(&mut v, &memory), Ended::On(false));
+    assert_eq!((status(&v), has(&memory, 0x200)), ((0, 0), Vec::new()));
+}
+
+#[test]
+fn an_ipi_to_oneself_is_fixed_and_edge_triggered() {
+    assert_eq!(self_ipi(0x4_0041), Some(0x41));
+    assert_eq!(self_ipi(0x4_4841), Some(0x41), "logical destination, and assertion");
+    for other in [0x4_000f, 0x41, 0x8_0041, 0xc_0041, 0x4_8041, 0x4_0441, 0x4_1041, 1 << 20] {
+        assert_eq!(self_ipi(other), None, "{other:x}");
+    }
+}
+
+#[test]
+fn posted_interrupts_are_requested_ones() {
+    let memory = Memory::new();
+    let mut v = with(0);
+    memory.put(DESCRIPTOR + 4, &[2]);
+    memory.put(DESCRIPTOR + 31, &[0x80]);
+    memory.put(DESCRIPTOR + 32, &[3, 0xf2]);
+    put(&memory, 0x200, &[0x41]);
+    set_status(&mut v, 0x41, 0);
+    assert_eq!(post(&mut v, 0xf1, &memory), Ok(None));
+    assert_eq!(post(&mut v, 0xf2, &memory), Ok(Some(true)));
+    assert_eq!(has(&memory, 0x200), [33, 0x41, 0xff]);
+    assert_eq!(status(&v), (0xff, 0));
+    // The bit beside, and the vector that L1 keeps there, stay.
+    assert_eq!(memory.read_u64(Gpa(DESCRIPTOR + 32)), Ok(0xf202));
+    assert_eq!(memory.read_u64(Gpa(DESCRIPTOR)), Ok(0));
+    // Nothing more.
+    assert_eq!(post(&mut v, 0xf2, &memory), Ok(Some(true)));
+    assert_eq!(status(&v), (0xff, 0));
+    set!(v, POSTED_INTR_DESC = 1 << 39);
+    assert_eq!(post(&mut v, 0xf2, &memory), Err(Outside));
+    set!(v, POSTED_INTR_DESC = DESCRIPTOR, PIN_CONTROLS = 0x17);
+    assert_eq!(post(&mut v, 0xf2, &memory), Ok(None));
+}
+
+#[test]
+fn without_memory_nothing_is_delivered() {
+    let memory = Memory::new();
+    let mut v = with(0);
+    set!(v, VIRTUAL_APIC_ADDR = 1 << 39);
+    set_status(&mut v, 0x41, 0);
+    assert!(!evaluate(&v, &memory));
+    assert_eq!(deliver(&mut v, &memory), Err(Outside));
+    assert_eq!(status(&v), (0x41, 0));
+    memory.put(DESCRIPTOR, &[0xff]);
+    assert_eq!(post(&mut v, 0xf2, &memory), Err(Outside));
+    assert_eq!(memory.read_u8(Gpa(DESCRIPTOR)), Ok(0xff));
+    assert_eq!(end(&mut v, &memory), Ended::On(false));
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Op {
+    Send(u8),
+    End,
+    Priority(u8),
+    Post(u8),
+}
+
+proptest! {
+    /// Against sets of vectors: each is delivered once, the highest first, and only above what is served.
+    #[test]
+    fn vectors_come_in_their_order(
+        ops in prop::collection::vec(prop_oneof![
+            3 => (16u8..=255).prop_map(Op::Send),
+            3 => Just(Op::End),
+            2 => any::<u8>().prop_map(Op::Priority),
+            2 => (16u8..=255).prop_map(Op::Post),
+        ], 1..200),
+    ) {
+        use std::collections::BTreeSet;
+        let (memory, mut v) = (Memory::new(), with(0));
+        let (mut asked, mut served, mut own) = (BTreeSet::new(), BTreeSet::new(), 0u8);
+        for op in ops {
+            let waits = match op {
+                Op::Send(vector) => { asked.insert(vector); send_self(&mut v, vector, &memory) }
+                Op::End => {
+                    served.pop_last();
+                    match end(&mut v, &memory) { Ended::On(waits) => waits, Ended::Exit(_) => unreachable!() }
+                }
+                Op::Priority(new) => {
+                    own = new;
+                    memory.put(PAGE + 0x80, &[new]);
+                    evaluate(&v, &memory)
+                }
+                Op::Post(vector) => {
+                    asked.insert(vector);
+                    memory.put(DESCRIPTOR + u64::from(vector / 8), &[1 << (vector & 7)]);
+                    post(&mut v, 0xf2, &memory).unwrap().unwrap()
+                }
+            };
+            let above = (own >> 4).max(served.last().map_or(0, |n: &u8| n >> 4));
+            let next = asked.last().copied().filter(|n| n >> 4 > above);
+            prop_assert_eq!(waits, next.is_some());
+            if let Some(next) = next {
+                prop_assert_eq!(deliver(&mut v, &memory), Ok(Some(next)));
+                asked.remove(&next);
+                served.insert(next);
+            }
+            prop_assert_eq!(has(&memory, 0x200), asked.iter().copied().collect::<Vec<_>>());
+            prop_assert_eq!(has(&memory, 0x100), served.iter().copied().collect::<Vec<_>>());
+            let top = |set: &BTreeSet<u8>| set.last().copied().unwrap_or(0);
+            prop_assert_eq!(status(&v), (top(&asked), top(&served)));
+        }
+    }
+}
