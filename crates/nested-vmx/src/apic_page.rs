@@ -84,9 +84,14 @@ pub fn is_used(v: &Vmcs12) -> bool {
     v.secondary().intersects(both)
 }
 
+/// Whether the APIC-access page lies where tables can leave it out.
+pub(crate) fn is_in_reach(v: &Vmcs12) -> bool {
+    v.apic_access_page().is_none_or(|page| page.gfn().0 < FRAMES)
+}
+
 /// Whether the APIC-access page that an entry names is memory. No CPU asks; stock KVM leaves it to the VMM.
 pub fn is_there(v: &Vmcs12, memory: &impl GuestMemory) -> bool {
-    v.apic_access_page().is_none_or(|page| page.gfn().0 < FRAMES && memory.read_u8(page).is_ok())
+    is_in_reach(v) && v.apic_access_page().is_none_or(|page| memory.read_u8(page).is_ok())
 }
 
 /// Whether L2 is left right behind an entry, before its first instruction: with an APIC-access page that is what a

@@ -410,9 +410,7 @@ impl Machine {
         self.set_regions(None, None);
         self.level = Level::L1;
         self.run_pending = false;
-        self.trap_pending = false;
-        self.fall_pending = false;
-        self.interrupt_pending = false;
+        self.forget_pending();
         self.smm = Smm::default();
         self.shadow_written = false;
     }

@@ -10,7 +10,7 @@ use crate::checks::guest::activity_state;
 use crate::checks::{self, Limits};
 use crate::machine::{Level, Smm};
 use crate::memory::is_page;
-use crate::{Capabilities, GuestMemory, Machine, Vmcs12};
+use crate::{Capabilities, GuestMemory, Machine, Vmcs12, apic_page};
 
 /// Format number of VMX.
 pub const FORMAT: u16 = 0;
@@ -347,6 +347,9 @@ fn check_l2(
     checks::controls::check(v, c, &limits).map_err(|_| Refused::Checks)?;
     checks::host::check(v, c, &limits).map_err(|_| Refused::Checks)?;
     checks::guest::check_saved(v, c, &limits, current, memory).map_err(|_| Refused::Checks)?;
+    if !apic_page::is_in_reach(v) {
+        return Err(Refused::Checks);
+    }
     if header.flags & flag::RUN_PENDING == 0 {
         // The entry is over: what it was to inject was injected.
         let information = v.get(field::ENTRY_INTERRUPTION);

@@ -9,6 +9,7 @@ use nested_vmx::saved::flag;
 use rig::nested_vmx::{Hypervisor, L1_RIP, L2_RIP, features, vmcs12};
 use rig::vmx::{exit, shutdown};
 use x86::vmcs::{ExitReason, ProcControls2, event, field};
+use zerocopy::FromBytes;
 
 const MONITOR_TRAP: u32 = 1 << 27;
 const NMI_WINDOW: u32 = 1 << 22;
@@ -225,4 +226,45 @@ fn a_vm_function_of_a_debugged_l2_is_carried_out() {
     });
     machine.then(shutdown);
     assert_eq!(machine.run(), UserExit::Shutdown);
+}
+
+/// L2 is entered with a priority below L1's threshold and with an event: the exit for it comes behind the event and before
+/// L2's first instruction.
+#[test]
+fn a_priority_below_the_threshold_is_told_behind_what_the_entry_injects() {
+    const PAGE: u64 = 0xb000;
+    const ACCESSES: u64 = 0xc000;
+    const BELOW: u64 = 43;
+    let injected = event::VALID | 0x40;
+    for injects in [true, false] {
+        let mut v = vmcs12();
+        v.set(field::PROC_CONTROLS, v.get(field::PROC_CONTROLS) | 1 << 21);
+        let second = ProcControls2::VPID | ProcControls2::VIRTUALIZE_APIC_ACCESSES;
+        v.set(field::PROC_CONTROLS2, second.bits());
+        v.set(field::VIRTUAL_APIC_ADDR, PAGE);
+        v.set(field::APIC_ACCESS_ADDR, ACCESSES);
+        v.set(field::TPR_THRESHOLD, 5);
+        v.set(field::ENTRY_INTERRUPTION, if injects { injected } else { 0 });
+        let mut machine = Hypervisor::on(features(), &v);
+        machine.vmlaunch();
+        if injects {
+            machine.then(move |vmcs, gprs| {
+                assert_eq!(vmcs.get(field::GUEST_RIP), L2_RIP);
+                assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION), injected);
+                // It was delivered, and the CPU interrupts itself.
+                vmcs.set(field::ENTRY_INTERRUPTION, 0x40);
+                exit(ExitReason::ExternalInterrupt)(vmcs, gprs);
+            });
+        }
+        machine.then(|vmcs, gprs| {
+            assert_eq!(vmcs.get(field::GUEST_RIP), L1_RIP);
+            shutdown(vmcs, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Shutdown);
+        let mut state = vec![0; machine.vcpu.nested_state_size().unwrap()];
+        machine.vcpu.nested_state(&mut state).unwrap();
+        let vmcs = &state[nested_vmx::saved::HEADER..];
+        let found = nested_vmx::Vmcs12::read_from_prefix(vmcs).unwrap().0;
+        assert_eq!(u64::from(found.get(field::EXIT_REASON)), BELOW);
+    }
 }

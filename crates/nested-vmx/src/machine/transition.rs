@@ -30,6 +30,11 @@ impl Machine {
         self.level = Level::L1;
         self.run_pending = false;
         self.launching = false;
+        self.forget_pending();
+    }
+
+    /// L1 is owed no exit of L2's, and L2 no interrupt, once L2 runs no more.
+    pub(super) fn forget_pending(&mut self) {
         self.trap_pending = false;
         self.fall_pending = false;
         self.interrupt_pending = false;
@@ -70,6 +75,7 @@ impl Machine {
         self.mirror.due = true;
         self.level = Level::L1;
         self.run_pending = false;
+        self.forget_pending();
         // The hardware's VMCS may be half composed.
         self.touch_all();
     }
@@ -79,6 +85,7 @@ impl Machine {
     pub fn fail_late(&mut self, error: x86::vmcs::InstructionError) -> crate::Fail {
         self.level = Level::L1;
         self.run_pending = false;
+        self.forget_pending();
         self.touch_all();
         self.fail(error)
     }

@@ -380,7 +380,8 @@ impl<B: Backend> Vcpu<B> {
                 Gate::ExitToL1 => return self.end_l2(waiting, s),
             }
         }
-        Ended::No
+        // Behind what L2 takes first.
+        if owes && trap.is_none() { Ended::AfterEntry } else { Ended::No }
     }
 
     fn interrupt_waits_for_l1(&self) -> bool {

@@ -13,7 +13,7 @@ use backend::{
     ApicAccess, Backend, Event, Exit, L1Flush, L1Tables, NestedPageFault, NestedPaging,
     TablesRefuse, TdpFault,
 };
-use emulate::{Decoded, SimpleMmio, Stop};
+use emulate::{Decoded, Fetched, SimpleMmio, Stop};
 use host::{KBox, NoMemory};
 use mmu::nested::{
     Part,
@@ -35,7 +35,7 @@ use crate::{
     Vcpu,
     run::{
         events::Outer,
-        outcome::{Next, Outcome},
+        outcome::{Break, Next, Outcome},
         user_exit::UserExit,
     },
 };
@@ -361,7 +361,7 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     fn serve_apic_access(&mut self, access: ApicAccess) -> Outcome<bool> {
-        let (_, decoded) = self.slow_decode()?;
+        let Some(decoded) = self.decode_or_refuse()? else { return Ok(false) };
         let Some((plain, store)) = self.plain_word(access, &decoded) else { return Ok(false) };
         let next = self.wrap_rip(self.b.rip().wrapping_add(u64::from(decoded.len())));
         let done = self.across_levels(|v| {
@@ -380,6 +380,19 @@ impl<B: Backend> Vcpu<B> {
             None => {}
         }
         Ok(true)
+    }
+
+    /// What lies at RIP. `None`: nothing that can be decoded, though it came to an access.
+    fn decode_or_refuse(&mut self) -> Outcome<Option<Decoded>> {
+        let size = self.code_size();
+        let mut bytes = [0; 15];
+        let len = match self.read_code(&mut bytes) {
+            Ok(len) => len,
+            Err(Stop::Retry) => return Err(Break::ToGuest),
+            Err(_) => return Ok(None),
+        };
+        let fetched = Fetched::new(bytes.get(..len).unwrap_or(&[]), size);
+        Ok(self.decode.get(fetched).ok())
     }
 
     /// The load or store that such an access is, and what is stored. Bytes that access the page otherwise came after the

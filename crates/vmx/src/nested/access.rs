@@ -84,7 +84,7 @@ impl<'a, M: L1Memory> Memory<'a, M> {
         self.memory.is_final()
     }
 
-    fn miss(&self) -> Outside {
+    pub(crate) fn miss(&self) -> Outside {
         self.missed.set(self.missed.get() | !self.memory.is_final());
         Outside
     }

@@ -151,6 +151,7 @@ impl<C: Cpu> Vmx<C> {
             self.fetch(n, groups);
             entered = n.machine.finish_entry(limits, memory);
         }
+        let falls = has_apic && matches!(entered, Entered::L2(_)) && Self::will_fall(n, memory);
         if memory.has_missed() {
             n.machine.withdraw_entry();
             return Executed::Outside;
@@ -166,7 +167,7 @@ impl<C: Cpu> Vmx<C> {
             return self.fail_loaded_entry(n, gprs, failure, memory);
         }
         if has_apic {
-            if apic_page::falls_at_entry(n.machine.vmcs12(), memory) {
+            if falls {
                 return self.fall(n, gprs, memory);
             }
             if waits {
@@ -178,6 +179,20 @@ impl<C: Cpu> Vmx<C> {
             return Executed::Entered;
         }
         Self::put_to_sleep(n)
+    }
+
+    /// Whether L2's run is to end at its first instruction for its priority; its end needs as much of L1's memory, which is
+    /// looked for before anything has changed. What waits for a startup IPI does not fall (SDM vol. 3C §27.7.7).
+    #[cold]
+    #[inline(never)]
+    fn will_fall<M: L1Memory>(n: &Nested, memory: &Memory<'_, M>) -> bool {
+        let v = n.machine.vmcs12();
+        let falls = v.get(field::GUEST_ACTIVITY) != activity_state::WAIT_FOR_SIPI
+            && apic_page::falls_at_entry(v, memory);
+        if falls && !Self::may_leave(n, memory) {
+            let _ = memory.miss();
+        }
+        falls
     }
 
     /// Whether L1 has changed what names its pages of the local APIC. That the page goes between two entries, which stock
@@ -229,7 +244,7 @@ impl<C: Cpu> Vmx<C> {
     ) -> Executed {
         let v = n.machine.vmcs12();
         let injects = v.get(field::ENTRY_INTERRUPTION) & event::VALID != 0;
-        if injects || !Self::may_leave(n, memory) {
+        if injects {
             n.machine.fall_pending = true;
             // It does not sleep meanwhile.
             n.machine.vmcs12_mut().set(field::GUEST_ACTIVITY, activity_state::ACTIVE);

@@ -439,6 +439,26 @@ fn l1_forgets_when_it_comes_back_after_l2_was_elsewhere() {
     assert_ne!(r.invepts() - before, 0, "CPU 0 has what was withdrawn while L2 was on CPU 1");
 }
 
+/// What is entered to wait for a startup IPI waits, whatever its priority (SDM vol. 3C §27.7.7).
+#[test]
+fn an_l2_that_waits_for_a_sipi_does_not_fall_below_the_threshold() {
+    const WAIT_FOR_SIPI: u32 = 3;
+    let mut v12 = good();
+    let primary = v12.get(field::PROC_CONTROLS) | 1 << 21;
+    set!(
+        v12,
+        PROC_CONTROLS = primary,
+        PROC_CONTROLS2 = ProcControls2::VIRTUALIZE_APIC_ACCESSES.bits(),
+        VIRTUAL_APIC_ADDR = 0x3000,
+        APIC_ACCESS_ADDR = 0x4000,
+        TPR_THRESHOLD = 5
+    );
+    assert_eq!(Rig::new(&v12, 0xd01).go(ExitReason::Vmlaunch), Executed::Left);
+    set!(v12, GUEST_ACTIVITY = WAIT_FOR_SIPI);
+    let done = Rig::new(&v12, 0xd01).go(ExitReason::Vmlaunch);
+    assert_eq!(done, Executed::Asleep(backend::Sleep::WaitForSipi));
+}
+
 /// A list of MSRs at 0x3000, each with its number and value.
 fn put_list(r: &Rig, list: &[(u32, u64)]) {
     for (at, (index, value)) in (0x3000_u64..).step_by(16).zip(list) {
