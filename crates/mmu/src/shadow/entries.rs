@@ -166,8 +166,10 @@ impl State {
         if let Some(id) = self.arena.find(gfn, role) {
             return Some(id);
         }
-        if role.has_hole() && self.arena.with_holes(gfn).0 >= MOST_WITH_HOLES {
-            self.crowded.set(Some(gfn));
+        if role.has_hole()
+            && let (MOST_WITH_HOLES.., Some(oldest)) = self.arena.with_holes(gfn)
+        {
+            self.crowded.set(oldest);
             return None;
         }
         let id = self.arena.create(gfn, role)?;

@@ -136,8 +136,8 @@ struct State {
     /// Pages whose tables were protected before the flush, and how many.
     settling_pages: [Cell<PageId>; settle::QUEUE],
     settling: Cell<usize>,
-    /// A frame that has as many pages as it may have.
-    crowded: Cell<Option<Gfn>>,
+    /// The oldest page of a frame that has as many as it may have; 0 for none.
+    crowded: Cell<PageId>,
 }
 
 static NUMBERS: AtomicU64 = AtomicU64::new(1);
@@ -165,7 +165,7 @@ impl ShadowMmu {
             pressing: Cell::new(0),
             settling_pages: [const { Cell::new(0) }; settle::QUEUE],
             settling: Cell::new(0),
-            crowded: Cell::new(None),
+            crowded: Cell::new(0),
         };
         Ok(Self { lock: TryLock::new(state), counters })
     }

@@ -45,7 +45,8 @@ impl State {
 
     /// Takes the oldest pages of a frame out of use that has too many.
     fn relieve(&self) {
-        let Some(gfn) = self.crowded.take() else { return };
+        let Some(page) = self.arena.used_page(self.crowded.take()) else { return };
+        let gfn = page.gfn.get();
         for _ in 0..RELIEF {
             let (_, Some(oldest)) = self.arena.with_holes(gfn) else { return };
             self.zap(oldest);
