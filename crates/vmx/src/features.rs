@@ -121,6 +121,9 @@ pub struct Features {
     pub shadow_vmcs: bool,
     /// What this CPU's capability MSRs say, for guests that are.
     pub nested_host: Host,
+    /// Guests that are hypervisors are offered virtual-interrupt delivery and posted interrupts. No CPU's features say so
+    /// yet: of an L1 with NMI exiting interrupts would be lost (docs/limits.md).
+    pub nested_virtual_interrupts: bool,
 }
 
 /// Why VMX cannot be used on this CPU.
@@ -419,6 +422,7 @@ impl Features {
                 && raw.secondary.offers(ProcControls2::SHADOW_VMCS)
                 && raw.misc.0 & WRITES_ALL != 0,
             nested_host: raw.nested_host(&mut rdmsr),
+            nested_virtual_interrupts: false,
         })
     }
 

@@ -52,6 +52,10 @@ fn offer(features: &Features) -> Offer {
     if !features.xsaves {
         offer.secondary.remove(ProcControls2::XSAVES);
     }
+    if !features.nested_virtual_interrupts {
+        offer.pin.remove(PinControls::POSTED_INTERRUPTS);
+        offer.secondary.remove(ProcControls2::VIRTUAL_INTERRUPTS);
+    }
     offer
 }
 
