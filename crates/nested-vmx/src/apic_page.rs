@@ -81,7 +81,8 @@ const FRAMES: u64 = u32::MAX as u64;
 #[inline]
 pub fn is_used(v: &Vmcs12) -> bool {
     let both = ProcControls2::VIRTUALIZE_APIC_ACCESSES.union(ProcControls2::VIRTUAL_INTERRUPTS);
-    v.secondary().intersects(both)
+    // Where secondary controls are off as a whole, who asks further sees that.
+    v.get(field::PROC_CONTROLS2) & both.bits() != 0
 }
 
 /// Whether the APIC-access page lies where tables can leave it out.

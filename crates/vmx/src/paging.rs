@@ -151,7 +151,7 @@ impl<C: Cpu> Translation for Vmx<C> {
 
 impl<C: Cpu> Vmx<C> {
     /// Sets the EPT pointer of the current VMCS.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn set_ept_pointer(&mut self, pointer: u64) {
         if self.vmcs.set_ept_pointer(&self.cpu, pointer) {
             self.attention |= attention::FLUSH_TDP;

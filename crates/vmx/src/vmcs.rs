@@ -178,7 +178,7 @@ impl Vmcs {
 
     /// Sets the EPT pointer. True: it is another than before, and what the CPU made of its tables at some other time
     /// may be old. Flushes reach the pointers that VMCSs hold, and this one was in none.
-    #[inline]
+    #[inline(always)]
     #[must_use]
     pub(crate) fn set_ept_pointer<C: Cpu>(&self, cpu: &C, pointer: u64) -> bool {
         let changed = self.fields.set_tag(fields::EPT_POINTER, pointer) == Set::Changed;

@@ -468,10 +468,11 @@ impl<B: Backend> Vcpu<B> {
     /// Puts an offered interrupt back into the IRR; the hardware's offer stands until the next.
     #[inline]
     pub(crate) fn put_back_offer(&mut self) {
-        let offered = self.pending.after_exit.take_offered();
-        // The VMM's own waits where it gave it to us, until it is taken.
-        if let Some(vector) = offered.filter(|_| self.shared.in_kernel_apic) {
-            self.shared.lapic.set_irr(vector);
+        if let Some(vector) = self.pending.after_exit.take_offered() {
+            // The VMM's own waits where it gave it to us, until it is taken.
+            if self.shared.in_kernel_apic {
+                self.shared.lapic.set_irr(vector);
+            }
         }
     }
 

@@ -166,7 +166,7 @@ fields! {
         GUEST_GS_SELECTOR = 0x080a [974 Segments],
         GUEST_LDTR_SELECTOR = 0x080c [976 Segments],
         GUEST_TR_SELECTOR = 0x080e [978 Segments],
-        GUEST_INTERRUPT_STATUS = 0x0810 [980 Apic read],
+        GUEST_INTERRUPT_STATUS = 0x0810 [980 Apic],
         PML_INDEX = 0x0812 [996 Translation],
         HOST_ES_SELECTOR = 0x0c00 [982 Host],
         HOST_CS_SELECTOR = 0x0c02 [984 Host],
