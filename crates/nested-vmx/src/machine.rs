@@ -149,6 +149,8 @@ pub struct Machine {
     unchecked: Groups,
     /// What an exit has left in the hardware's VMCS and the VMCS12 does not have yet.
     behind: Groups,
+    /// What was behind when L2 was entered last, until it has left: it still is if the entry fails.
+    entered_behind: Groups,
     /// The shadow VMCS that serves L1.
     mirror: mirror::Mirror,
     /// What an exit loads as L1's segments may be other than [`Machine::take_host_change`] was told last.
@@ -192,6 +194,7 @@ impl Machine {
         dirty: Groups::ALL,
         unchecked: Groups::ALL,
         behind: Groups::NONE,
+        entered_behind: Groups::NONE,
         mirror: mirror::Mirror::UNKNOWN,
         host_changed: true,
         vm86: false,
@@ -410,6 +413,7 @@ impl Machine {
         self.set_regions(None, None);
         self.level = Level::L1;
         self.run_pending = false;
+        self.entered_behind = Groups::NONE;
         self.forget_pending();
         self.smm = Smm::default();
         self.shadow_written = false;
@@ -419,6 +423,7 @@ impl Machine {
         self.vmxon = vmxon;
         self.current = current;
         self.behind = Groups::NONE;
+        self.entered_behind = Groups::NONE;
         self.mirror.drop_writes();
         self.touch_all();
     }

@@ -16,7 +16,7 @@ use crate::{
     msrs::{CORE_RESIDENCY, LIVE, TSC},
     owned::Owned,
     page_log::PageLog,
-    permission::SPECULATION,
+    permission::{LISTED, SPECULATION},
     state::Vmx,
 };
 
@@ -167,6 +167,7 @@ impl<C: Cpu> Permissions for Vmx<C> {
     fn set_msr_filter(&mut self, denied: impl Fn(u32) -> (bool, bool)) {
         self.pass_live_msrs();
         self.cold.speculation_denied = SPECULATION.map(&denied);
+        self.cold.listed_denied = LISTED.map(&denied);
         self.update_passthrough();
         let residency = self.cold.fewer.cstate.then_some(CORE_RESIDENCY).into_iter().flatten();
         for msr in LIVE.into_iter().chain([TSC, msr::TSC_AUX]).chain(residency) {

@@ -9,6 +9,27 @@ use x86::{Hpa, msr};
 #[derive(Debug)]
 pub struct MsrMap(Page);
 
+/// MSRs that lists of L1's may name and that a VMM's filter may deny.
+pub(crate) const LISTED: [u32; 17] = [
+    msr::TSC,
+    msr::STAR,
+    msr::LSTAR,
+    msr::CSTAR,
+    msr::SYSCALL_MASK,
+    msr::KERNEL_GS_BASE,
+    msr::FS_BASE,
+    msr::GS_BASE,
+    msr::TSC_AUX,
+    msr::PAT,
+    msr::EFER,
+    msr::SYSENTER_CS,
+    msr::SYSENTER_ESP,
+    msr::SYSENTER_EIP,
+    msr::DEBUGCTL,
+    msr::XSS,
+    msr::SPEC_CTRL,
+];
+
 /// MSRs against speculation: whether their accesses exit depends on more than the guest's CPUID.
 pub(crate) const SPECULATION: [u32; 3] = [msr::SPEC_CTRL, msr::PRED_CMD, msr::FLUSH_CMD];
 

@@ -26,7 +26,7 @@ use crate::{
     nested::kept::{Nested, OfL1},
     owned::Owned,
     page_log::PageLog,
-    permission::SPECULATION,
+    permission::{LISTED, SPECULATION},
     preemption_timer::Watched,
     vmcs::{self, Vmcs},
 };
@@ -101,6 +101,8 @@ pub(crate) struct Cold {
     pub(crate) speculation_denied: [(bool, bool); SPECULATION.len()],
     /// What L1 asks of L2 while that runs.
     pub(crate) of_l1: OfL1,
+    /// Reads and writes of [`LISTED`] that the VMM's filter denies.
+    pub(crate) listed_denied: [(bool, bool); LISTED.len()],
     /// By how much a list of MSRs has moved L1's TSC, until the vCPU hears of it.
     pub(crate) tsc_moved: Option<u64>,
     /// L1's table registers between two exits of L2.
@@ -128,6 +130,7 @@ impl Cold {
             spec_ctrl_used: false,
             speculation_denied: [(false, false); SPECULATION.len()],
             of_l1: OfL1::default(),
+            listed_denied: [(false, false); LISTED.len()],
             tsc_moved: None,
             tables: TableWatch::default(),
         })

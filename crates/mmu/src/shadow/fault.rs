@@ -485,8 +485,8 @@ impl State {
         step: &Step,
         below: &Step,
     ) -> Option<PageId> {
-        self.drop_entry(id, index);
         let kid = self.obtain(below.gfn, below.role)?;
+        self.drop_entry(id, index);
         // What was made under another root may be stale for this one.
         self.sync(view, kid);
         self.link(id, index, kid, step.entry);

@@ -130,7 +130,7 @@ impl Machine {
         self.launching = entry.launch;
         self.dirty = Groups::NONE;
         self.unchecked = Groups::NONE;
-        self.behind = Groups::NONE;
+        self.entered_behind = core::mem::replace(&mut self.behind, Groups::NONE);
     }
 }
 

@@ -26,6 +26,7 @@ impl Machine {
         self.touch(differ);
         self.mirror.due = true;
         self.behind = leave::REST;
+        self.entered_behind = Groups::NONE;
         self.vm86 = self.vmcs12.get(field::GUEST_RFLAGS) & x86::Rflags::VM.bits() != 0;
         self.level = Level::L1;
         self.run_pending = false;
@@ -49,6 +50,7 @@ impl Machine {
     /// An SMI: VMX operation is put aside until RSM (SDM vol. 3C §32.14.1). L2's state has been saved before;
     /// L1 sees no exit.
     pub fn put_aside(&mut self) {
+        self.entered_behind = Groups::NONE;
         self.smm.guest_mode = self.level == Level::L2;
         self.smm.vmxon = self.vmxon.is_some();
         self.level = Level::L1;
@@ -72,6 +74,9 @@ impl Machine {
             self.vmcs12.set_launched(false);
         }
         leave::entry_failed(&mut self.vmcs12, failure);
+        // L2 has not run: what VMCS12 lacked it lacks still, and the hardware's VMCS has it.
+        let lacked = core::mem::replace(&mut self.entered_behind, Groups::NONE);
+        self.behind = self.behind.union(lacked);
         self.mirror.due = true;
         self.level = Level::L1;
         self.run_pending = false;

@@ -359,7 +359,8 @@ impl<B: Backend> Vcpu<B> {
         let smi = self.events.outer.has(Outer::SMI).then_some(Waiting::Smi);
         let nmi = (self.shared.nmis() != 0).then_some(Waiting::Nmi);
         let interrupt = self.interrupt_waits_for_l1().then_some(Waiting::Interrupt(None));
-        let owes = self.owes_trap();
+        // What waits for a startup IPI executes nothing that an exit could follow.
+        let owes = self.owes_trap() && !self.l2_waits_for_sipi();
         // A fault comes first: the CPU itself exits behind its delivery.
         let alone = self.events.exception.is_none_or(|e| e.vector.0 == vector::DB);
         let trap = (owes && first && alone).then_some(Waiting::MonitorTrap);

@@ -9,6 +9,7 @@ use x86::{Efer, Gpa, cpuid::feature};
 use super::memory::Whole;
 use crate::{
     Vcpu,
+    run::events::Outer,
     state::smm::{NoSaveArea, SavedCpu},
 };
 
@@ -49,6 +50,9 @@ impl<B: Backend> Vcpu<B> {
             nested.leave_smm(&mut v.gprs, kept, l2, &l1)
         });
         self.level_changed();
+        if self.owes_trap() {
+            self.events.outer.set(Outer::NESTED, true);
+        }
         done
     }
 }

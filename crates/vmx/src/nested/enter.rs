@@ -22,7 +22,7 @@ use super::{
 use crate::{
     fields, mitigations,
     msrs::{LIVE, TSC},
-    permission::SPECULATION,
+    permission::{LISTED, SPECULATION},
     state::{Vmx, attention},
 };
 
@@ -137,6 +137,11 @@ impl<C: Cpu> Vmx<C> {
         // Where L1's page is no memory, everything exits.
         self.map_msrs(n, bits.unwrap_or(0));
         self.note_l0(n);
+        if lists {
+            // A list that cannot be loaded gives L2's state up, which VMCS12 is to have then.
+            let behind = n.machine.behind();
+            self.fetch(n, behind);
+        }
         let has_apic = apic_page::is_used(n.machine.vmcs12());
         let mut waits = false;
         if has_apic && (virtual_interrupts::are_on(n.machine.vmcs12()) || Self::has_new_apic(n)) {
@@ -419,6 +424,9 @@ impl<C: Cpu> Vmx<C> {
 
     /// Loads an MSR as an entry of a list says, for the level that runs.
     pub(super) fn load_list_msr(&mut self, n: &Nested, index: u32, value: u64) -> Result<(), ()> {
+        if self.denies_in_list(index).1 {
+            return Err(());
+        }
         let canonical = self.features.canonical(value) == value;
         let good = match index {
             msr::STAR | msr::SYSCALL_MASK => true,
@@ -437,6 +445,13 @@ impl<C: Cpu> Vmx<C> {
             return Err(());
         }
         self.set_msr(index, value).map_err(|_| ())
+    }
+
+    /// Whether the VMM's filter denies reads and writes of an MSR that a list names.
+    pub(super) fn denies_in_list(&self, index: u32) -> (bool, bool) {
+        let found =
+            LISTED.iter().zip(self.cold.listed_denied).find(|(listed, _)| **listed == index);
+        found.map_or((false, false), |(_, denied)| denied)
     }
 
     /// Makes L1's TSC read `value` now, whoever runs. The vCPU hears of it by

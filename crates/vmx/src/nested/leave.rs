@@ -311,6 +311,9 @@ impl<C: Cpu> Vmx<C> {
         let mut done = 0;
         while let Some(step) = list.store(done, &limits, memory) {
             let step = step.map_err(|_| ())?;
+            if self.denies_in_list(step.msr).0 {
+                return Err(());
+            }
             let value = match step.msr {
                 msr::KERNEL_GS_BASE => self.kernel_gs_base_now(),
                 msr::EFER => self.efer.bits(),

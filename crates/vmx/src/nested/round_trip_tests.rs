@@ -6,7 +6,7 @@ use crate::features::{Controls, Features};
 use crate::{fields, percpu};
 use backend::{
     ControlRegisters, DeadlineWatch, GuestLimits, LiveRegisters as _, Msrs as _, Nested as _,
-    Outside, Permissions, Reach, Registers, SegmentName, Translation, Turn, WorldSwitch,
+    Outside, Permissions, RAX, RCX, Reach, Registers, SegmentName, Translation, Turn, WorldSwitch,
 };
 use core::cell::{Cell, RefCell};
 use cpu::{Counting, Model, ModelVmcs, VmxCpu};
@@ -536,6 +536,73 @@ fn a_list_of_msrs_is_loaded_behind_l2s_state() {
         });
         let v = r.v.nested.as_ref().unwrap().machine.vmcs12();
         assert_eq!((v.get(field::EXIT_REASON), v.get(field::EXIT_QUALIFICATION)), (0x8000_0022, 2));
+    }
+}
+
+/// What the VMM's filter denies is in no list: loads and stores.
+#[test]
+fn a_list_names_no_msr_that_the_vmm_denies() {
+    const TSC: u32 = 0x10;
+    for (write, done) in [(true, Executed::Left), (false, Executed::Entered)] {
+        let mut v12 = good();
+        set!(v12, ENTRY_MSR_LOAD_COUNT = 1, ENTRY_MSR_LOAD_ADDR = 0x3000);
+        let mut r = Rig::new(&v12, 0xd01);
+        r.v.set_msr_filter(|index| (index == TSC && !write, index == TSC && write));
+        put_list(&r, &[(TSC, 1 << 50)]);
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Outside);
+        r.leave_loop();
+        assert_eq!(r.v.execute(&mut r.g, 0, &r.m), done);
+        assert_eq!(r.v.take_tsc_write().is_some(), !write);
+    }
+}
+
+impl Rig {
+    /// L1 executes VMWRITE, from RAX by RCX.
+    fn vmwrite(&mut self, encoding: u32, value: u64) {
+        (self.g.0[RAX], self.g.0[RCX]) = (value, encoding.into());
+        self.enter(ExitReason::Vmwrite, |vmcs| {
+            let operands = 1 << 10 | (RAX as u32) << 3 | (RCX as u32) << 28;
+            vmcs.set(field::INSTRUCTION_INFO, operands);
+        });
+        assert_eq!(self.v.execute(&mut self.g, 0, &self.m), Executed::Retired);
+    }
+}
+
+/// An entry fails at its list, or in the hardware, behind a run of L2's that VMCS12 has not heard all of: what L2 has left
+/// is there for L1, and for the next entry.
+#[test]
+fn what_l2_has_left_survives_an_entry_that_fails() {
+    const LEFT: u64 = 0x7000;
+    for by_list in [true, false] {
+        let mut r = Rig::new(&good(), 0xd01);
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+        r.enter(ExitReason::Cpuid, |_| {});
+        assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+        assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+        r.enter(ExitReason::Cpuid, |vmcs| vmcs.set(field::GUEST_FS_BASE, LEFT));
+        assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+        let behind = r.v.nested.as_ref().unwrap().machine.needs_to_enter();
+        assert!(behind.is_empty(), "nothing is fetched for the entry");
+        if by_list {
+            put_list(&r, &[(msr::FS_BASE, 0)]);
+            r.vmwrite(field::ENTRY_MSR_LOAD_COUNT.encoding(), 1);
+            r.vmwrite(field::ENTRY_MSR_LOAD_ADDR.encoding(), 0x3000);
+            assert_eq!(r.go(ExitReason::Vmresume), Executed::Outside);
+            r.leave_loop();
+            assert_eq!(r.v.execute(&mut r.g, 0, &r.m), Executed::Left);
+            r.come_to(0);
+            r.vmwrite(field::ENTRY_MSR_LOAD_COUNT.encoding(), 0);
+        } else {
+            assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+            r.enter(ExitReason::ExternalInterrupt, |vmcs| {
+                vmcs.set(field::EXIT_REASON, 1 << 31 | 33);
+            });
+            assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+        }
+        assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+        r.enter(ExitReason::ExternalInterrupt, |vmcs| {
+            assert_eq!(vmcs.get(field::GUEST_FS_BASE), LEFT);
+        });
     }
 }
 

@@ -96,9 +96,10 @@ impl State {
                 page.set_copy(index, target.copy);
                 id = kid;
             } else {
+                // First what may be refused: nothing has gone then of which the caller does not hear.
+                let kid = self.obtain(base, wanted)?;
                 replaced |= page.present.has(index);
                 self.drop_entry(id, index);
-                let kid = self.obtain(base, wanted)?;
                 self.link(id, index, kid, target.copy);
                 id = kid;
             }
