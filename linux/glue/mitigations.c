@@ -9,6 +9,7 @@
 #include <linux/mm.h>
 #include <linux/module.h>
 #include <linux/moduleparam.h>
+#include <linux/mutex.h>
 #include <linux/sched/smt.h>
 #include <linux/string.h>
 #include <linux/sysfs.h>
@@ -46,18 +47,23 @@ static const char * const nx_names[] = { "auto", "off", "force" };
 static u32 nx_asked;
 static bool nx_splits;
 static_assert(VMENTER_L1D_FLUSH_AUTO == 0);
+/* The file lives on while the module goes. */
+static DEFINE_MUTEX(l1d_lock);
 static bool l1d_running;
 static u8 *flush_pages;
 
 static int l1d_set(const char *text, const struct kernel_param *kp)
 {
-	int asked = __sysfs_match_string(l1d_names, VMENTER_L1D_FLUSH_ALWAYS + 1, text);
+	int r, asked = __sysfs_match_string(l1d_names, VMENTER_L1D_FLUSH_ALWAYS + 1, text);
 
 	if (asked < 0)
 		return asked;
+	mutex_lock(&l1d_lock);
 	WRITE_ONCE(*(u32 *)kp->arg, asked);
 	/* Once loaded, on a CPU that leaks; else there is nothing to be changed. */
-	return l1d_running ? gannet_l1d_flush_changed() : 0;
+	r = l1d_running ? gannet_l1d_flush_changed() : 0;
+	mutex_unlock(&l1d_lock);
+	return r;
 }
 
 static int l1d_get(char *text, const struct kernel_param *kp)
@@ -131,12 +137,14 @@ int gnt_l1d_flush_prepare(void)
 
 void gnt_mitigations_exit(void)
 {
+	mutex_lock(&l1d_lock);
 	l1d_running = false;
 	l1tf_vmx_mitigation = VMENTER_L1D_FLUSH_AUTO;
 	itlb_multihit_kvm_mitigation = false;
 	if (flush_pages)
 		free_pages((unsigned long)flush_pages, FLUSH_ORDER);
 	flush_pages = NULL;
+	mutex_unlock(&l1d_lock);
 }
 
 /*

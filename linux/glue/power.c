@@ -110,14 +110,17 @@ static struct syscore_ops syscore = {
 
 int gnt_power_init(void)
 {
-	int r = cpuhp_setup_state(GNT_CPUHP_STATE, "gannet:online", online, offline);
+	int r;
 
+	/* As long as a CPU may be in VMX operation, a crash has somebody who ends that. */
+	gnt_virt_init();
+	r = cpuhp_setup_state(GNT_CPUHP_STATE, "gannet:online", online, offline);
 	if (r < 0) {
+		gnt_virt_exit();
 		if (r == -EBUSY)
 			pr_err("another hypervisor owns this machine's CPUs\n");
 		return r;
 	}
-	gnt_virt_init();
 	register_syscore_calls();
 	register_reboot_notifier(&reboot_notifier);
 	return 0;
@@ -127,6 +130,6 @@ void gnt_power_exit(void)
 {
 	unregister_reboot_notifier(&reboot_notifier);
 	unregister_syscore_calls();
-	gnt_virt_exit();
 	cpuhp_remove_state(GNT_CPUHP_STATE);
+	gnt_virt_exit();
 }

@@ -75,7 +75,7 @@ pub enum Executed {
     Fault(Exception),
     /// L2 runs from now on.
     Entered,
-    /// The same, and its run ends as soon as it was entered.
+    /// L2 runs from now on, and its run ends as soon as it was entered.
     EnteredOwing,
     /// L2 runs from now on, and a virtual interrupt of L1's waits for it ([`crate::Nested::take_interrupt`]).
     EnteredOffering,

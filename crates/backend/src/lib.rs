@@ -40,9 +40,7 @@ pub use l1::{Executed, L1Memory, Outside, Reach, Sleep};
 pub use live::LiveRegisters;
 pub use msrs::{Msrs, NotMine};
 pub use nested::{Asleep, Claim, Cr0Write, Gate, Level, MonitorTrap, Nested, Nesting, Waiting};
-pub use nested_paging::{
-    ApicAccess, L1Flush, L1Tables, NestedPageFault, NestedPaging, TablesRefuse,
-};
+pub use nested_paging::{L1Flush, L1Tables, NestedPageFault, NestedPaging, TablesRefuse};
 pub use nested_state::{NestedState, Unrestorable};
 pub use paging::{Paging, Translation};
 pub use permission::{FewerExits, GuestLimits, Permissions};

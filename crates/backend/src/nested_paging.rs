@@ -1,6 +1,7 @@
 //! The second translation of a guest's guest: L1's NPT or EPT tables, which lead from L2's physical addresses to
 //! L1's. The backend knows where they are and how a fault on them is told; who walks them is above.
 
+use x86::vmcs::ApicAccess;
 use x86::{Cr0, Cr4, Efer, Gfn, Gpa, Hpa};
 
 use crate::{Event, Executed, Gprs, L1Memory, ability::Absent};
@@ -69,19 +70,6 @@ pub enum TablesRefuse {
     Misconfiguration,
     /// Nothing: the access goes to the frame that stands for L2's local APIC.
     ApicAccess(ApicAccess),
-}
-
-/// An access to the frame that stands for L2's local APIC.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ApicAccess {
-    /// Where in the page.
-    pub offset: u16,
-    /// Data are written.
-    pub write: bool,
-    /// Instructions are fetched.
-    pub fetch: bool,
-    /// It is one to what a linear address leads to, not to a paging entry on its way.
-    pub linear: bool,
 }
 
 /// What L1 has flushed of L2's translations.

@@ -27,7 +27,7 @@ pub mod walk;
 pub use dirty::DirtyBitmap;
 pub use fetch::{CodeBytes, CodeFetch, CodeMode};
 pub use format::{EptSupport, Format};
-pub use nested::{ApicAccess, EptOffer, L1Fault, NestedAccess, Tables};
+pub use nested::{EptOffer, L1Fault, NestedAccess, Tables};
 pub use role::{PagingContext, Role, Source};
 pub use shadow::{
     FrameWanted, NestedFault, NestedRoot, NestedRoots, NestedSwitch, Root, RootOutcome,

@@ -3,6 +3,7 @@
 //!
 //! SDM vol. 3C chapters 25 to 28, appendices A to C.
 
+mod apic_access;
 pub mod capability;
 pub mod controls;
 mod exit_reason;
@@ -11,6 +12,7 @@ mod group;
 mod instruction_error;
 pub mod place;
 
+pub use apic_access::ApicAccess;
 pub use controls::{EntryControls, ExitControls, PinControls, ProcControls, ProcControls2};
 pub use exit_reason::{ENTRY_FAILURE, ExitReason};
 pub use field::{Field, Natural, ReadOnly, ReadWrite, Tagging, Width};

@@ -10,6 +10,7 @@ pub(crate) mod rules;
 pub mod walk;
 
 use x86::vmcb::npf;
+use x86::vmcs::ApicAccess;
 use x86::{Gfn, Gpa, exception::pf};
 
 use crate::grant::Grant;
@@ -43,7 +44,7 @@ impl Tables {
     /// No tables: L2's physical addresses are L1's.
     pub const FLAT: Self = Self { base: 0, role: Role::FLAT };
 
-    /// The same tables, where an access to one of L1's frames is told as [`L1Fault::ApicAccess`] and never done. `None`:
+    /// These tables, where an access to one of L1's frames is told as [`L1Fault::ApicAccess`] and never done. `None`:
     /// the frame lies too far up, beyond 16 TiB.
     pub fn without_frame(self, frame: Gfn) -> Option<Self> {
         Some(Self { role: self.role.without_frame(frame)?, ..self })
@@ -167,7 +168,7 @@ impl NestedAccess {
 pub enum L1Fault {
     /// #VMEXIT(NPF), APM vol. 2 §15.25.6.
     Npf {
-        /// EXITINFO1, the error code of the fault.
+        /// EXITINFO1, the error code of the fault, which tells of a fetch whether or not L1 has what forbids one.
         info: u64,
     },
     /// An EPT violation.
@@ -179,19 +180,6 @@ pub enum L1Fault {
     Misconfiguration,
     /// L1's tables allow the access, and it is one to the frame that [`Tables::without_frame`] leaves out.
     ApicAccess(ApicAccess),
-}
-
-/// An access to the APIC-access page.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ApicAccess {
-    /// Where in the page.
-    pub offset: u16,
-    /// Data are written.
-    pub write: bool,
-    /// Instructions are fetched.
-    pub fetch: bool,
-    /// It is one to what a linear address leads to, not to a paging entry on its way.
-    pub linear: bool,
 }
 
 /// Why L1's tables refuse an access.
@@ -245,7 +233,7 @@ impl NestedAccess {
             Refusal::Rights(_) => pf::USER | pf::PRESENT,
         };
         code |= if self.write { pf::WRITE } else { 0 };
-        code |= if self.fetch && role.nx() { pf::FETCH } else { 0 };
+        code |= if self.fetch { pf::FETCH } else { 0 };
         L1Fault::Npf { info: self.told | u64::from(code) }
     }
 }

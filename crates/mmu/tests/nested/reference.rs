@@ -1,7 +1,8 @@
 //! The walk of L1's tables, from the manuals and apart from the code under test (APM vol. 2 §15.25; SDM vol. 3C
 //! §29.3).
 
-use gannet_mmu::{ApicAccess, EptOffer, L1Fault, PagingContext, Tables};
+use gannet_mmu::{EptOffer, L1Fault, PagingContext, Tables};
+use x86::vmcs::ApicAccess;
 use x86::{Cr0, Cr4, Efer, Gfn};
 
 /// What kind of tables L1 has, and what its CPU has of them.
@@ -124,13 +125,9 @@ impl Kind {
 
     fn absent(&self, access: &Access) -> No {
         No::L1(match self {
-            Kind::Npt { nx, .. } => L1Fault::Npf { info: self.npf(access, *nx) },
+            Kind::Npt { .. } => L1Fault::Npf { info: self.told(access) },
             Kind::Ept { .. } => L1Fault::Violation { qualification: self.told(access) },
         })
-    }
-
-    fn npf(&self, access: &Access, nx: bool) -> u64 {
-        self.told(access) & !(if nx { 0 } else { 1 << 4 })
     }
 
     /// Bits that must be 0, or `None`: the entry is broken already.
@@ -232,7 +229,7 @@ impl Kind {
             }
             if self.is_broken(entry, level) {
                 return Err(No::L1(match self {
-                    Kind::Npt { nx, .. } => L1Fault::Npf { info: self.npf(access, *nx) | 9 },
+                    Kind::Npt { .. } => L1Fault::Npf { info: self.told(access) | 9 },
                     Kind::Ept { .. } => L1Fault::Misconfiguration,
                 }));
             }
@@ -261,13 +258,13 @@ impl Kind {
     fn permit(&self, access: &Access, rights: u64, forbidden: bool) -> Result<(), No> {
         let write = self.writes(access);
         match self {
-            Kind::Npt { nx, .. } => {
+            Kind::Npt { .. } => {
                 let fine =
                     rights & 4 != 0 && (!write || rights & 2 != 0) && (!access.fetch || !forbidden);
                 if fine {
                     Ok(())
                 } else {
-                    Err(No::L1(L1Fault::Npf { info: self.npf(access, *nx) | 1 }))
+                    Err(No::L1(L1Fault::Npf { info: self.told(access) | 1 }))
                 }
             }
             Kind::Ept { .. } => {

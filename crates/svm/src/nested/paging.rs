@@ -28,15 +28,14 @@ impl<C: Cpu> Svm<C> {
         has_tables(state.v12.control()).then_some(&**state)
     }
 
-    /// That the last exit was a fetch, where L1 has SMEP: a fault tells of one then, as with EFER.NXE, of which tables
-    /// know (APM vol. 2 §8.4.2, §15.25.6).
-    fn fetch_by_smep(&self) -> u64 {
-        let control = &self.vmcb().control;
-        let smep = self.nested.as_ref().is_some_and(|state| {
-            Cr4::from_bits_retain(state.other.vmcb().save.cr4).contains(Cr4::SMEP)
+    /// What of EXITINFO1 L1 is told: of a fetch where it has EFER.NXE or CR4.SMEP (APM vol. 2 §8.4.2, §15.25.6).
+    fn told(&self, info_1: u64) -> u64 {
+        let forbids = self.nested.as_ref().is_some_and(|state| {
+            let l1 = &state.other.vmcb().save;
+            Cr4::from_bits_retain(l1.cr4).contains(Cr4::SMEP)
+                || Efer::from_bits_retain(l1.efer).contains(Efer::NXE)
         });
-        let is_npf = ExitCode(control.exit_code) == ExitCode::Npf;
-        if smep && is_npf { control.exit_info_1 & u64::from(pf::FETCH) } else { 0 }
+        if forbids { info_1 } else { info_1 & !u64::from(pf::FETCH) }
     }
 
     /// L1 flushes L2's translations.
@@ -90,8 +89,7 @@ impl<C: Cpu> NestedPaging for Svm<C> {
         l1: &impl L1Memory,
     ) -> Executed {
         let TablesRefuse::Npf(info_1) = why else { return Executed::Shutdown };
-        let info_1 = info_1 | self.fetch_by_smep();
-        let exit = Exit { code: ExitCode::Npf, info_1, info_2: at.0 };
+        let exit = Exit { code: ExitCode::Npf, info_1: self.told(info_1), info_2: at.0 };
         let info = undelivered.map_or(0, inject::encode);
         self.leave(gprs, &exit, Undelivered { info }, l1)
     }

@@ -145,7 +145,7 @@ impl<B: Backend> Vcpu<B> {
             && self.events.exception.is_none()
     }
 
-    /// The same outside, where all of L1's memory can be had: it is injected with the next entry.
+    /// Takes the virtual interrupt of L1's for L2 outside, where all of L1's memory can be had: it is injected with the next entry.
     fn take_virtual_outside(&mut self) {
         if !self.pending.offered_by_l1
             || !self.pending.after_exit.is_nested()

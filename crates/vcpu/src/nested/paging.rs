@@ -10,8 +10,7 @@
 use core::mem::{replace, swap, take};
 
 use backend::{
-    ApicAccess, Backend, Event, Exit, L1Flush, L1Tables, NestedPageFault, NestedPaging,
-    TablesRefuse, TdpFault,
+    Backend, Event, Exit, L1Flush, L1Tables, NestedPageFault, NestedPaging, TablesRefuse, TdpFault,
 };
 use emulate::{Decoded, Fetched, SimpleMmio, Stop};
 use host::{KBox, NoMemory};
@@ -28,6 +27,7 @@ use vm::memory::{MemoryError, NestedOutcome, shadow::Caller};
 use x86::{
     Exception, Gpa, Gva,
     cpuid::{Vendor, feature},
+    vmcs::ApicAccess,
 };
 
 use super::memory::{Mapped, Whole};
@@ -68,13 +68,8 @@ const fn told(fault: L1Fault) -> TablesRefuse {
         L1Fault::Npf { info } => TablesRefuse::Npf(info),
         L1Fault::Violation { qualification } => TablesRefuse::Violation(qualification),
         L1Fault::Misconfiguration => TablesRefuse::Misconfiguration,
-        L1Fault::ApicAccess(access) => TablesRefuse::ApicAccess(access_to_apic(access)),
+        L1Fault::ApicAccess(access) => TablesRefuse::ApicAccess(access),
     }
-}
-
-const fn access_to_apic(access: mmu::ApicAccess) -> ApicAccess {
-    let mmu::ApicAccess { offset, write, fetch, linear } = access;
-    ApicAccess { offset, write, fetch, linear }
 }
 
 const fn access_of(fault: NestedPageFault) -> NestedAccess {
@@ -433,7 +428,6 @@ impl<B: Backend> Vcpu<B> {
 /// The access, if the fault is one to the APIC-access page that L1 leaves to its virtual-APIC page.
 fn is_served<B: Backend>(b: &B, fault: L1Fault) -> Option<ApicAccess> {
     let L1Fault::ApicAccess(access) = fault else { return None };
-    let access = access_to_apic(access);
     b.nested().is_some_and(|nested| nested.serves_apic_access(access)).then_some(access)
 }
 

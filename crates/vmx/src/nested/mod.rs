@@ -16,6 +16,8 @@ mod host_tables;
 mod instruction;
 pub(crate) mod kept;
 mod leave;
+#[cfg(test)]
+mod list_tests;
 mod priority;
 #[cfg(test)]
 mod random_tests;

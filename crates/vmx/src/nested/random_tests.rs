@@ -4,12 +4,12 @@
 //! GANNET_NESTED_STEPS says how many steps: `GANNET_NESTED_STEPS=10000000 cargo test --release -p gannet-vmx random`.
 
 use backend::{
-    ApicAccess, Asleep as _, Claim, Executed, Gate, Injection, L1Tables, Level, Nested as _,
-    NestedPaging, NestedState as _, Sleep, TablesRefuse, Waiting, WorldSwitch as _,
+    Asleep as _, Claim, Executed, Gate, Injection, L1Tables, Level, Nested as _, NestedPaging,
+    NestedState as _, Sleep, TablesRefuse, Waiting, WorldSwitch as _,
 };
 use nested_vmx::Vmcs12;
 use x86::vmcs::place::VMCS12_REVISION;
-use x86::vmcs::{ExitReason, ProcControls, ProcControls2, field};
+use x86::vmcs::{ApicAccess, ExitReason, ProcControls, ProcControls2, field};
 use x86::{Exception, Gpa, Hpa, Vector};
 
 extern crate std;
@@ -349,7 +349,7 @@ impl Run {
         }
     }
 
-    /// The same of what is done for L2.
+    /// Does something for L2 with what is mapped of L1's memory, and with all of it where that does not do.
     fn in_whole<T>(&mut self, act: impl Fn(&mut Rig) -> Result<T, backend::Outside>) -> T {
         match act(&mut self.rig) {
             Ok(done) => done,

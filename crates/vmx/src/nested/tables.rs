@@ -3,14 +3,14 @@
 //! SDM vol. 3C §29.3 (EPT), §29.4.3 (INVEPT), table 28-7 (the qualification of an EPT violation).
 
 use backend::{
-    ApicAccess, Event, Executed, Gprs, L1Flush, L1Memory, L1Tables, NestedPageFault, NestedPaging,
-    RAX, RCX, TablesRefuse,
+    Event, Executed, Gprs, L1Flush, L1Memory, L1Tables, NestedPageFault, NestedPaging, RAX, RCX,
+    TablesRefuse,
 };
 use cpu::Cpu;
 use nested_vmx::apic_page;
 use nested_vmx::leave::{Exit, Report};
 use nested_vmx::machine::{Invalidation, Switch};
-use x86::vmcs::{ExitReason, ept_violation, eptp, field};
+use x86::vmcs::{ApicAccess, ExitReason, ept_violation, eptp, field};
 use x86::{Exception, Gpa, Hpa};
 
 use super::{

@@ -1,0 +1,155 @@
+//! Lists of MSRs that an entry of L2 loads and an exit stores, and entries that fail at one.
+
+extern crate std;
+use super::round_trip_tests::{Rig, good};
+use super::*;
+use backend::{Nested as _, Permissions, RAX, RCX};
+use nested_vmx::set;
+use x86::vmcs::{ExitReason, field};
+use x86::{Gpa, msr};
+
+/// A list of MSRs at 0x3000, each with its number and value.
+fn put_list(r: &Rig, list: &[(u32, u64)]) {
+    for (at, (index, value)) in (0x3000_u64..).step_by(16).zip(list) {
+        r.m.write(Gpa(at), &index.to_le_bytes()).unwrap();
+        r.m.write(Gpa(at + 8), &value.to_le_bytes()).unwrap();
+    }
+}
+
+/// IA32_TSC in a list is L1's: loading moves it whoever runs, with what L2 is offset by, and the vCPU hears of it.
+#[test]
+fn the_tsc_in_a_list_of_msrs_is_l1s() {
+    const TSC: u32 = 0x10;
+    const OFFSET: u64 = 1 << 40;
+    let mut v12 = good();
+    let controls = v12.get(field::PROC_CONTROLS) | 1 << 3;
+    set!(
+        v12,
+        PROC_CONTROLS = controls,
+        TSC_OFFSET = OFFSET,
+        EXIT_MSR_STORE_COUNT = 1,
+        EXIT_MSR_STORE_ADDR = 0x3800,
+        ENTRY_MSR_LOAD_COUNT = 1,
+        ENTRY_MSR_LOAD_ADDR = 0x3000
+    );
+    let mut r = Rig::new(&v12, 0xd01);
+    r.m.write(Gpa(0x3800), &TSC.to_le_bytes()).unwrap();
+    put_list(&r, &[(TSC, 1 << 50)]);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Outside);
+    r.leave_loop();
+    assert_eq!(r.v.execute(&mut r.g, 0, &r.m), Executed::Entered);
+    let moved = r.v.take_tsc_write().unwrap();
+    assert!((1_u64 << 50) - moved < 1 << 48, "{moved:x}");
+    assert_eq!(r.v.take_tsc_write(), None);
+    r.come_to(0);
+    r.enter(ExitReason::Cpuid, move |vmcs| {
+        assert_eq!(vmcs.get(field::TSC_OFFSET), moved.wrapping_add(OFFSET));
+    });
+    r.leave_loop();
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    let mut stored = [0; 8];
+    r.m.read(Gpa(0x3808), &mut stored).unwrap();
+    assert_eq!(u64::from_le_bytes(stored) >> 32, 1 << 18, "without L2's offset");
+    r.come_to(0);
+    r.enter(ExitReason::ExternalInterrupt, move |vmcs| {
+        assert_eq!(vmcs.get(field::TSC_OFFSET), moved);
+    });
+}
+
+/// What an entry's list loads is L2's; a list whose last entry cannot be loaded fails the entry behind L2's state, as the
+/// lists of L1's CPU do.
+#[test]
+fn a_list_of_msrs_is_loaded_behind_l2s_state() {
+    let mut v12 = good();
+    set!(v12, ENTRY_MSR_LOAD_COUNT = 2, ENTRY_MSR_LOAD_ADDR = 0x3000);
+    for (last, goes) in [((msr::SYSENTER_EIP, 0x1234), true), ((msr::FS_BASE, 0), false)] {
+        let mut r = Rig::new(&v12, 0xd01);
+        put_list(&r, &[(msr::PAT, 0x0606_0606_0606_0606), last]);
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Outside);
+        r.leave_loop();
+        let done = r.v.execute(&mut r.g, 0, &r.m);
+        if goes {
+            assert_eq!(done, Executed::Entered);
+            r.come_to(0);
+            r.enter(ExitReason::ExternalInterrupt, |vmcs| {
+                assert_eq!(vmcs.get(field::GUEST_PAT), 0x0606_0606_0606_0606);
+                assert_eq!(vmcs.get(field::GUEST_SYSENTER_EIP), 0x1234);
+            });
+            continue;
+        }
+        assert_eq!(done, Executed::Left);
+        r.come_to(0);
+        r.enter(ExitReason::ExternalInterrupt, |vmcs| {
+            assert_ne!(vmcs.get(field::GUEST_PAT), 0x0606_0606_0606_0606);
+        });
+        let v = r.v.nested.as_ref().unwrap().machine.vmcs12();
+        assert_eq!((v.get(field::EXIT_REASON), v.get(field::EXIT_QUALIFICATION)), (0x8000_0022, 2));
+    }
+}
+
+/// What the VMM's filter denies is in no list: loads and stores.
+#[test]
+fn a_list_names_no_msr_that_the_vmm_denies() {
+    const TSC: u32 = 0x10;
+    for (write, done) in [(true, Executed::Left), (false, Executed::Entered)] {
+        let mut v12 = good();
+        set!(v12, ENTRY_MSR_LOAD_COUNT = 1, ENTRY_MSR_LOAD_ADDR = 0x3000);
+        let mut r = Rig::new(&v12, 0xd01);
+        r.v.set_msr_filter(|index| (index == TSC && !write, index == TSC && write));
+        put_list(&r, &[(TSC, 1 << 50)]);
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Outside);
+        r.leave_loop();
+        assert_eq!(r.v.execute(&mut r.g, 0, &r.m), done);
+        assert_eq!(r.v.take_tsc_write().is_some(), !write);
+    }
+}
+
+impl Rig {
+    /// L1 executes VMWRITE, from RAX by RCX.
+    fn vmwrite(&mut self, encoding: u32, value: u64) {
+        (self.g.0[RAX], self.g.0[RCX]) = (value, encoding.into());
+        self.enter(ExitReason::Vmwrite, |vmcs| {
+            let operands = 1 << 10 | (RAX as u32) << 3 | (RCX as u32) << 28;
+            vmcs.set(field::INSTRUCTION_INFO, operands);
+        });
+        assert_eq!(self.v.execute(&mut self.g, 0, &self.m), Executed::Retired);
+    }
+}
+
+/// An entry fails at its list, or in the hardware, behind a run of L2's that VMCS12 has not heard all of: what L2 has left
+/// is there for L1, and for the next entry.
+#[test]
+fn what_l2_has_left_survives_an_entry_that_fails() {
+    const LEFT: u64 = 0x7000;
+    for by_list in [true, false] {
+        let mut r = Rig::new(&good(), 0xd01);
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+        r.enter(ExitReason::Cpuid, |_| {});
+        assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+        assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+        r.enter(ExitReason::Cpuid, |vmcs| vmcs.set(field::GUEST_FS_BASE, LEFT));
+        assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+        let behind = r.v.nested.as_ref().unwrap().machine.needs_to_enter();
+        assert!(behind.is_empty(), "nothing is fetched for the entry");
+        if by_list {
+            put_list(&r, &[(msr::FS_BASE, 0)]);
+            r.vmwrite(field::ENTRY_MSR_LOAD_COUNT.encoding(), 1);
+            r.vmwrite(field::ENTRY_MSR_LOAD_ADDR.encoding(), 0x3000);
+            assert_eq!(r.go(ExitReason::Vmresume), Executed::Outside);
+            r.leave_loop();
+            assert_eq!(r.v.execute(&mut r.g, 0, &r.m), Executed::Left);
+            r.come_to(0);
+            r.vmwrite(field::ENTRY_MSR_LOAD_COUNT.encoding(), 0);
+        } else {
+            assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+            r.enter(ExitReason::ExternalInterrupt, |vmcs| {
+                vmcs.set(field::EXIT_REASON, 1 << 31 | 33);
+            });
+            assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+        }
+        assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+        r.enter(ExitReason::ExternalInterrupt, |vmcs| {
+            assert_eq!(vmcs.get(field::GUEST_FS_BASE), LEFT);
+        });
+    }
+}
