@@ -65,10 +65,12 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
             self.attention |= attention::FLUSH;
         }
         if self.beside
-            && self.nested.as_ref().is_some_and(|n| n.may_use_shadow())
-            && !self.cold.of_l1.runs
+            && let Some(n) = &mut self.nested
         {
-            self.ready_shadow(at, here);
+            n.has_host = false;
+            if n.may_use_shadow() && !self.cold.of_l1.runs {
+                self.ready_shadow(at, here);
+            }
         }
         // It was set for an entry that did not take place.
         self.attention &= !attention::TIMER_SET;

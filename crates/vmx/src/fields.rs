@@ -13,6 +13,8 @@ use x86::vmcs::{
     field::{self, Width},
 };
 
+use crate::cpus::Cpus;
+
 /// A field with its place in the cache.
 #[derive(Debug)]
 pub(crate) struct Slot<W, A> {
@@ -161,7 +163,7 @@ const SEGMENTS: u64 = {
 };
 const _: () = assert!(SEGMENTS.count_ones() == 36);
 
-/// What is known of a VMCS.
+/// What is known of a VMCS. It lies behind one pointer, so that two VMCSs change places cheaply.
 #[derive(Debug)]
 pub(crate) struct Fields {
     /// The place's value is what the VMCS holds, or will hold.
@@ -169,6 +171,8 @@ pub(crate) struct Fields {
     /// It has to be written yet.
     unwritten: [Cell<u64>; 2],
     values: [Cell<u64>; PLACES],
+    /// Where the VMCS is active, and where it ran.
+    pub(crate) cpus: Cpus,
 }
 
 /// What is to be done with a field's new value.
@@ -187,6 +191,7 @@ impl Fields {
             known: [const { Cell::new(0) }; 2],
             unwritten: [const { Cell::new(0) }; 2],
             values: [const { Cell::new(0) }; PLACES],
+            cpus: Cpus::NONE,
         }
     }
 

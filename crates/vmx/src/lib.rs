@@ -13,6 +13,7 @@ pub mod apic_page;
 mod apicv;
 mod clock;
 mod controls;
+mod cpus;
 mod enter;
 mod errata;
 pub mod exits;

@@ -33,7 +33,7 @@ use crate::{
 /// One VMCS with what the hypervisor knows of it.
 #[derive(Debug)]
 pub(crate) struct Vmcs {
-    /// What is known of its fields, and what has to be written yet.
+    /// What is known of its fields, what has to be written yet, and where it is active.
     pub(crate) fields: KBox<Fields>,
     /// It is the one that VMREAD and VMWRITE reach, from load to unload: what is set is written at once.
     loaded: Cell<bool>,
@@ -48,17 +48,8 @@ pub(crate) struct Vmcs {
     initialised: Cell<bool>,
     /// There was no room to note it as active on its CPU.
     unnoted: Cell<bool>,
-    /// The CPU on which it is active, and the generation of that CPU's VMX operation.
-    active_on: Cell<Option<usize>>,
-    active_in: Cell<u64>,
-    /// The CPU on which it ran last, and the generation of its VMX operation then: its host-state fields and its
-    /// VPID are that one's.
-    last_cpu: usize,
-    last_in: u64,
-    /// What VMX keeps of that CPU.
+    /// What VMX keeps of the CPU on which it ran last.
     here: Option<&'static PerCpu>,
-    /// The generation of that CPU's VPIDs in which it got its own.
-    vpid_generation: u64,
     page: Page,
     /// Which MSRs exit.
     pub(crate) msr_map: MsrMap,
@@ -95,12 +86,7 @@ impl Vmcs {
             host_rsp: Cell::new(0),
             initialised: Cell::new(false),
             unnoted: Cell::new(false),
-            active_on: Cell::new(None),
-            active_in: Cell::new(0),
-            last_cpu: usize::MAX,
-            last_in: 0,
             here: None,
-            vpid_generation: 0,
             page,
             msr_map: MsrMap::all()?,
         })
@@ -218,7 +204,7 @@ impl Vmcs {
     pub(crate) fn give_up_unnoted<C: Cpu>(&self, cpu: &C, here: &PerCpu) {
         if self.unnoted.get() {
             here.clear(cpu, self.page.hpa());
-            self.active_on.set(None);
+            self.fields.cpus.active_on.set(None);
         }
     }
 
@@ -234,7 +220,8 @@ impl Vmcs {
 
     /// Whether it is active on CPU `at`, which is `here`.
     pub(crate) fn is_active_on(&self, at: usize, here: &PerCpu) -> bool {
-        self.active_on.get() == Some(at) && self.active_in.get() == here.generation()
+        self.fields.cpus.active_on.get() == Some(at)
+            && self.fields.cpus.active_in.get() == here.generation()
     }
 
     /// What VMX keeps of the CPU on which this VMCS is to run or ran last.
@@ -246,40 +233,40 @@ impl Vmcs {
     /// What VMX keeps of CPU `at`, on which the VMCS is to run.
     #[inline]
     pub(crate) fn find(&self, at: usize) -> Option<&'static PerCpu> {
-        if self.last_cpu == at { self.here } else { percpu::of(at) }
+        if self.fields.cpus.last_cpu == at { self.here } else { percpu::of(at) }
     }
 
     /// Whether the host-state fields are those of CPU `at`, which is `here`. They may be others since VMX
     /// was switched on again.
     #[inline]
     pub(crate) fn has_host_of(&self, at: usize, here: &PerCpu) -> bool {
-        self.last_in == here.generation() && self.last_cpu == at
+        self.fields.cpus.last_in == here.generation() && self.fields.cpus.last_cpu == at
     }
 
     /// The VMCS comes to CPU `at`, which is `here`: without a VPID.
     pub(crate) fn arrive(&mut self, at: usize, here: &'static PerCpu) {
-        self.last_cpu = at;
-        self.last_in = here.generation();
+        self.fields.cpus.last_cpu = at;
+        self.fields.cpus.last_in = here.generation();
         self.here = Some(here);
-        self.vpid_generation = 0;
+        self.fields.cpus.vpid_generation = 0;
     }
 
     /// The CPU on which it ran last.
     #[inline]
     pub(crate) fn last_cpu(&self) -> usize {
-        self.last_cpu
+        self.fields.cpus.last_cpu
     }
 
     /// What lies under its VPID is given up: it gets another before it runs again.
     #[inline]
     pub(crate) fn drop_vpid(&mut self) {
-        self.vpid_generation = 0;
+        self.fields.cpus.vpid_generation = 0;
     }
 
     /// Whether the VMCS has a VPID of CPU `here` that is valid.
     #[inline]
     pub(crate) fn has_vpid_of(&self, here: &PerCpu) -> bool {
-        self.vpid_generation == here.vpid_generation()
+        self.fields.cpus.vpid_generation == here.vpid_generation()
     }
 
     /// Makes this guest's translations be forgotten: by their VPID, or by another VPID.
@@ -296,12 +283,12 @@ impl Vmcs {
     }
 
     fn take_vpid<C: Cpu>(&mut self, cpu: &C, here: &PerCpu, features: &Features) {
-        self.vpid_generation = here.vpid_generation();
+        self.fields.cpus.vpid_generation = here.vpid_generation();
         if !features.vpid {
             return;
         }
         let (vpid, generation, all) = here.new_vpid();
-        self.vpid_generation = generation;
+        self.fields.cpus.vpid_generation = generation;
         self.set(cpu, fields::VPID, vpid);
         if all {
             cpu.invvpid(invvpid::ALL, 0, 0);
@@ -335,14 +322,14 @@ impl Vmcs {
     /// Whether the VMCS is active on CPU `here` or on none. Interrupts are off.
     #[inline]
     pub(crate) fn may_run_on(&self, here: usize) -> bool {
-        self.active_on.get().is_none_or(|at| at == here)
+        self.fields.cpus.active_on.get().is_none_or(|at| at == here)
     }
 
     /// Has the CPU on which the VMCS is active clear it. Interrupts are on.
     #[cold]
     #[inline(never)]
     pub(crate) fn clear_elsewhere(&self) {
-        if let Some(at) = self.active_on.take() {
+        if let Some(at) = self.fields.cpus.active_on.take() {
             // One that went offline has cleared it then.
             smp::run_on(at, clear_here, self.page.hpa().0);
         }
@@ -353,7 +340,9 @@ impl Vmcs {
     #[inline]
     #[must_use]
     pub(crate) fn make_current<C: Cpu>(&self, cpu: &C, here: &PerCpu) -> bool {
-        if !here.is_current(self.page.hpa()) || self.active_in.get() != here.generation() {
+        if !here.is_current(self.page.hpa())
+            || self.fields.cpus.active_in.get() != here.generation()
+        {
             return self.switch_to(cpu, here);
         }
         false
@@ -363,15 +352,17 @@ impl Vmcs {
     fn switch_to<C: Cpu>(&self, cpu: &C, here: &PerCpu) -> bool {
         let at = smp::cpu_id();
         let vmcs = self.page.hpa();
-        if self.active_on.get() != Some(at) || self.active_in.get() != here.generation() {
+        if self.fields.cpus.active_on.get() != Some(at)
+            || self.fields.cpus.active_in.get() != here.generation()
+        {
             if !self.initialised.get() {
                 // What the page holds besides the revision is for the CPU to make.
                 cpu.vmclear(vmcs);
             }
             self.launched.set(false);
             self.unnoted.set(!here.note_active(vmcs));
-            self.active_on.set(Some(at));
-            self.active_in.set(here.generation());
+            self.fields.cpus.active_on.set(Some(at));
+            self.fields.cpus.active_in.set(here.generation());
         }
         cpu.vmptrld(vmcs);
         here.set_current(vmcs);

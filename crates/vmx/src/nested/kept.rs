@@ -57,6 +57,10 @@ pub(crate) struct Nested {
     pub(crate) shadow: Option<KBox<Shadow>>,
     /// The vCPU's VMCS gave way to the shadow VMCS, in the loop.
     pub(crate) set_aside: bool,
+    /// The host's words of this run are in the other VMCS too: those that are the thread's ([`Vmx::load`]).
+    ///
+    /// [`Vmx::load`]: backend::WorldSwitch::load
+    pub(crate) has_host: bool,
     /// What an exit of L2 writes into vmcs01's segments.
     pub(crate) host: HostWords,
     /// The capabilities before the VMM took some away.
@@ -109,6 +113,7 @@ impl Nested {
             other,
             shadow,
             set_aside: false,
+            has_host: false,
             host: HostWords::NONE,
             whole: *whole,
             feature_control: 0,

@@ -20,7 +20,7 @@ impl<C: Cpu> Vmx<C> {
     pub(super) fn exchange(&mut self, n: &mut Nested) {
         debug_assert!(self.beside);
         let loaded = core::mem::take(&mut n.set_aside) || self.vmcs.is_loaded();
-        let host = loaded.then(|| {
+        let host = (loaded && !core::mem::replace(&mut n.has_host, true)).then(|| {
             (self.get(fields::HOST_CR3), self.get(fields::HOST_CR4), self.get(fields::HOST_FS_BASE))
         });
         let logged = self.is_logging(n).then(|| self.get(fields::PML_INDEX));
@@ -47,7 +47,7 @@ impl<C: Cpu> Vmx<C> {
         if self.deadline.is_watched() || self.vmcs.timer_runs.get() {
             self.attention |= attention::TIMER;
         }
-        if let Some(host) = host {
+        if loaded {
             self.load_other(n, host);
         }
         if let Some(index) = logged {
@@ -83,8 +83,9 @@ impl<C: Cpu> Vmx<C> {
         ProcControls2::from_bits_retain(both).contains(ProcControls2::PML)
     }
 
-    /// The VMCS that came takes the place of the other in the loop.
-    fn load_other(&mut self, n: &Nested, (cr3, cr4, fs_base): (u64, u64, u64)) {
+    /// The VMCS that came takes the place of the other in the loop. `host`: the thread's words, if it has not got
+    /// those of this run.
+    fn load_other(&mut self, n: &Nested, host: Option<(u64, u64, u64)>) {
         let (Some(here), at) = (n.other.here(), n.other.last_cpu()) else { return };
         if !self.vmcs.has_host_of(at, here) {
             self.arrive(at, here);
@@ -99,9 +100,11 @@ impl<C: Cpu> Vmx<C> {
         if self.vmcs.launched.get() {
             self.switch.flags |= VmxSwitch::LAUNCHED;
         }
-        self.set(fields::HOST_CR3, cr3);
-        self.set(fields::HOST_CR4, cr4);
-        self.set(fields::HOST_FS_BASE, fs_base);
+        if let Some((cr3, cr4, fs_base)) = host {
+            self.set(fields::HOST_CR3, cr3);
+            self.set(fields::HOST_CR4, cr4);
+            self.set(fields::HOST_FS_BASE, fs_base);
+        }
         self.vmcs.load(&self.cpu);
     }
 
