@@ -8,6 +8,7 @@ STOCK_PARAMETERS ?=
 CPUS ?=
 HOST_CPUS ?=
 JSON ?=
+REPORTS ?=
 ONLY ?=
 FILTER ?=
 FROM ?=
@@ -18,7 +19,7 @@ SECONDS ?=
 SYMVERS ?=
 
 # Any of these in the environment means something else to the tools below.
-unexport KERNEL MACHINE MODULE PARAMETERS STOCK_PARAMETERS CPUS HOST_CPUS JSON ONLY FILTER FROM COMMAND PROCESSOR PROGRAMS SECONDS SYMVERS
+unexport KERNEL MACHINE MODULE PARAMETERS STOCK_PARAMETERS CPUS HOST_CPUS JSON REPORTS ONLY FILTER FROM COMMAND PROCESSOR PROGRAMS SECONDS SYMVERS
 
 XTASK = @lab/xtask.sh
 
@@ -42,6 +43,7 @@ help:
 	@echo 'Variables: KERNEL=6.12|6.1|7.3 (the host kernel), MACHINE=amd|intel, MODULE=gannet|stock (boot),'
 	@echo '           PARAMETERS="npt=0 keep_roots=0" of that module (boot) or of Gannet (bench; STOCK_PARAMETERS of stock),'
 	@echo '           ONLY=cpuid,rdmsr (run, bench), FILTER=source|unit|module|lab|lab:part-of-a-name (test),'
+	@echo "           REPORTS=folder for exitbench's own reports, such as exitbench compare and plot take (bench),"
 	@echo '           FROM=docs/results/mechanisms.json for page and plots of an earlier run (mechanisms),'
 	@echo '           GANNET_CACHE=folder for downloads (default ~/.cache/gannet)'
 
@@ -52,7 +54,7 @@ test:
 	$(XTASK) test --machine '$(MACHINE)' --filter '$(FILTER)'
 
 bench:
-	$(XTASK) bench --machine '$(MACHINE)' --kernel '$(KERNEL)' --json '$(JSON)' --only '$(ONLY)' \
+	$(XTASK) bench --machine '$(MACHINE)' --kernel '$(KERNEL)' --json '$(JSON)' --reports '$(REPORTS)' --only '$(ONLY)' \
 		--parameters '$(PARAMETERS)' --stock-parameters '$(STOCK_PARAMETERS)'
 
 mechanisms:

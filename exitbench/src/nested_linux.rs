@@ -8,8 +8,9 @@ use serde::Deserialize;
 
 use crate::boot::session::Boot;
 use crate::cli::{COMMAND_LINE, NestedLinuxArguments};
-use crate::report::{Entry, Measurement, Outcome, Report};
-use crate::vmm::hypervisor::Hypervisor;
+use crate::output::show;
+use crate::report::{Entry, Measurement, Missing, Report};
+use crate::vmm::hypervisor::{self, Hypervisor};
 
 /// The lines of the console between which a report of L1's stands.
 const BEGIN: &str = "GANNET-REPORT-BEGIN";
@@ -28,12 +29,14 @@ struct Booted {
     end: String,
 }
 
-/// Boots L1, has it run the workloads, and gives its report.
-pub fn run(
-    arguments: &NestedLinuxArguments,
-    hypervisor: &Hypervisor,
-    module: String,
-) -> Result<Report> {
+/// Boots L1, has it run the workloads, and shows what it reports; whether nothing failed.
+pub fn command(arguments: &NestedLinuxArguments) -> Result<bool> {
+    let hypervisor = Hypervisor::open(&arguments.device.device)?;
+    let report = run(arguments, &hypervisor)?;
+    show(&report, arguments.json.as_deref())
+}
+
+fn run(arguments: &NestedLinuxArguments, hypervisor: &Hypervisor) -> Result<Report> {
     let boot = Boot {
         kernel: arguments.kernel.clone(),
         initrd: arguments.initrd.clone(),
@@ -51,8 +54,8 @@ pub fn run(
         bail!("the guest that is a hypervisor did not come to its end: {}", reason.trim_end());
     }
     let workloads = entries(&ended.console, wants_boot(arguments))?;
-    let kernel = crate::vmm::hypervisor::kernel_release();
-    Ok(Report { unit: arguments.device.unit, module, kernel, workloads })
+    let (unit, module) = (arguments.device.unit, arguments.device.module());
+    Ok(Report { workloads, ..Report::new(unit, module, hypervisor::kernel_release()) })
 }
 
 fn wants_boot(arguments: &NestedLinuxArguments) -> bool {
@@ -66,7 +69,8 @@ fn command_line(arguments: &NestedLinuxArguments) -> Result<String> {
     let mut steps = Vec::new();
     if !plain.is_empty() {
         steps.push(format!(
-            "exitbench run {} --iterations {} --marker-iterations {} --json /tmp/report",
+            "exitbench run {} --iterations {} --marker-iterations {} --repetitions 1 --no-samples \
+             --json /tmp/report",
             plain.join(" "),
             arguments.iterations,
             arguments.marker_iterations
@@ -108,16 +112,11 @@ fn entries(console: &str, boot: bool) -> Result<Vec<Entry>> {
         let text = booted.context("L1 reports no boot")?;
         let booted: Booted = serde_json::from_str(&text).context("L1's report of a boot")?;
         let outcome = match booted.ticks_to_marker {
-            Some(ticks) => Outcome::Measured(Measurement {
-                min: ticks,
-                median: ticks,
-                max: ticks,
-                iterations: 1,
-                markers: false,
-                marker_iterations: 0,
-                statistics: Default::default(),
-            }),
-            None => Outcome::Failed { failed: booted.end },
+            Some(ticks) => {
+                let measured = Measurement::of(vec![vec![ticks]]);
+                Ok(measured.context("a boot is one sample")?)
+            }
+            None => Err(Missing::Failed(booted.end)),
         };
         found.push(Entry { name: BOOT.into(), outcome });
     }
@@ -127,7 +126,7 @@ fn entries(console: &str, boot: bool) -> Result<Vec<Entry>> {
     for entry in &mut found {
         entry.name.insert_str(0, PREFIX);
         // The module's statistics there are those of L1's KVM.
-        if let Outcome::Measured(measured) = &mut entry.outcome {
+        if let Ok(measured) = &mut entry.outcome {
             measured.statistics.clear();
         }
     }
@@ -178,8 +177,8 @@ mod tests {
     #[test]
     fn the_report_on_the_console_is_the_report() {
         let found = entries(CONSOLE, false).unwrap();
-        let Outcome::Measured(measured) = &found[0].outcome else { panic!("no figures") };
-        assert_eq!((found[0].name.as_str(), measured.median), ("nested_linux_cpuid", 2));
+        let Ok(measured) = &found[0].outcome else { panic!("no figures") };
+        assert_eq!((found[0].name.as_str(), measured.summary.median), ("nested_linux_cpuid", 2));
         assert!(measured.markers && measured.statistics.is_empty());
         assert!(entries("nothing\n", false).is_err());
     }
@@ -189,10 +188,10 @@ mod tests {
         let boot = "GANNET-REPORT-BEGIN\n{\"ticks_to_marker\": TICKS, \"end\": \"why\"}\nGANNET-REPORT-END\n";
         let console = |ticks| CONSOLE.to_owned() + &boot.replace("TICKS", ticks);
         let found = entries(&console("77"), true).unwrap();
-        assert!(matches!(&found[1].outcome, Outcome::Measured(m) if m.median == 77));
+        assert!(matches!(&found[1].outcome, Ok(m) if m.summary.median == 77));
         assert_eq!(found[1].name, "nested_linux_boot");
         let found = entries(&console("null"), true).unwrap();
-        assert!(matches!(&found[1].outcome, Outcome::Failed { failed } if failed == "why"));
+        assert!(matches!(&found[1].outcome, Err(Missing::Failed(failed)) if failed == "why"));
     }
 
     #[test]

@@ -4,7 +4,7 @@
 use crate::module;
 use crate::options::Options;
 use crate::progress::Step;
-use crate::report::{Comparison, Figures, Side};
+use crate::report::{Comparison, Figures, Side, write_whole};
 use anyhow::{Context, Result, bail};
 use gannet_lab::{Counts, Event, Job, Layout, Machine, Module, guest, programs};
 use serde::Deserialize;
@@ -149,8 +149,13 @@ pub fn one_side(
         options.only.split(',').partition(|name| name.starts_with(NESTED_LINUX));
     let mut commands = Vec::new();
     if !plain.is_empty() {
+        // Reports that are kept are for `exitbench compare`, which wants repetitions.
+        let how = match options.reports {
+            Some(_) => "--repetitions 15 --iterations 30",
+            None => "--no-samples",
+        };
         commands.push(format!(
-            "exitbench run {} --unit instructions --module {} --json /out/report.json",
+            "exitbench run {} {how} --unit instructions --module {} --json /out/report.json",
             plain.join(" "),
             module.name()
         ));
@@ -185,6 +190,10 @@ pub fn one_side(
             bail!("exitbench left no report; the console ends with:\n{}", outcome.tail(20));
         };
         let report: Report = serde_json::from_slice(json).context("exitbench's report")?;
+        if let (Some(folder), "report.json") = (&options.reports, name) {
+            let file = format!("{}-{}.json", options.machine().name(), module.name());
+            write_whole(&folder.join(file), std::str::from_utf8(json)?)?;
+        }
         entries.extend(report.workloads);
         unit = Some(report.unit);
     }

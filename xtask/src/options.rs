@@ -63,6 +63,9 @@ pub struct Options {
     /// The file that the figures are written to (run, bench, mechanisms)
     #[arg(long)]
     pub json: Option<PathBuf>,
+    /// A folder for exitbench's own report of each module, with repetitions, such as `exitbench compare` takes (bench)
+    #[arg(long)]
+    pub reports: Option<PathBuf>,
     /// A Module.symvers of another kernel's headers (symbols)
     #[arg(long)]
     pub symvers: Option<PathBuf>,

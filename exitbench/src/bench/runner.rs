@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Result, anyhow, bail};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use vm_memory::{Bytes, GuestAddress};
 
@@ -15,8 +15,8 @@ use super::interrupts::exception_name;
 use super::layout::{PORT_COUNT, PORT_DONE, PORT_FAULT};
 use super::machine::{Machine, Passes, guest_of, samples};
 use super::workload::{Mapped, Plan, Unsupported, Workload};
-use crate::report::{Entry, Measurement, Outcome};
-use crate::statistics::summarise;
+use crate::report::Missing;
+use crate::vmm::affinity;
 use crate::vmm::failure::{self, Fatal};
 use crate::vmm::hypervisor::Hypervisor;
 use crate::vmm::memory::GuestMemory;
@@ -26,12 +26,22 @@ use crate::vmm::vm::Irqchip;
 
 /// How the workloads are run.
 #[derive(Clone, Copy, Debug)]
-pub struct Settings {
+pub struct Settings<'a> {
     pub passes: Passes,
+    /// The host's CPUs that the vCPUs are held on, one each; empty: on any.
+    pub pinned: &'a [usize],
     /// After this time a workload has failed.
     pub timeout: Duration,
     /// Whether guests are to use the lazy TSC deadline.
     pub lazy_timer: bool,
+}
+
+/// What one run of a workload measured.
+pub struct Repetition {
+    /// At least one, warm-up dropped.
+    pub samples: Vec<u64>,
+    /// By how much the module's statistics grew in the counted pass.
+    pub statistics: Sums,
 }
 
 /// What an exit means for the loop around KVM_RUN.
@@ -68,50 +78,43 @@ impl Counted {
     }
 }
 
-/// Runs one workload in a VM of its own; a paged one with so many pages mapped.
+/// Runs one workload in a VM of its own, a paged one with so many pages mapped; or says why it was skipped or failed.
 pub fn run(
     hypervisor: &Hypervisor,
     workload: &Workload,
     mapped: Option<Mapped>,
-    settings: Settings,
-) -> Entry {
+    settings: Settings<'_>,
+) -> Result<Repetition, Missing> {
+    let skipped = |reason: &str| Missing::Skipped(reason.to_string());
     let guest = guest_of(hypervisor, workload, settings.lazy_timer);
-    let plan = (workload.plan)(&guest).map(|plan| Plan { mapped, ..plan });
-    let name = match mapped {
-        None => workload.name.to_string(),
-        Some(Mapped { pages, touched }) => format!("{}[{pages},{touched}]", workload.name),
-    };
-    let outcome = match plan {
-        Err(Unsupported(reason)) => Outcome::Skipped { skipped: reason.to_string() },
-        Ok(plan) => Machine::new(hypervisor, workload, &guest, &plan, settings.passes)
-            .and_then(|machine| measure(machine, workload, settings))
-            .map_or_else(|e| Outcome::Failed { failed: format!("{e:#}") }, Outcome::Measured),
-    };
-    Entry { name, outcome }
+    let plan = (workload.plan)(&guest).map_err(|Unsupported(reason)| skipped(reason))?;
+    let plan = Plan { mapped, ..plan };
+    if (1..workload.vcpus as usize).contains(&settings.pinned.len()) {
+        return Err(skipped(
+            "it has two vCPUs, and --cpu names one CPU: two on one measure Linux's scheduler",
+        ));
+    }
+    Machine::new(hypervisor, workload, &guest, &plan, settings.passes)
+        .and_then(|machine| measure(machine, workload, settings))
+        .map_err(|error| Missing::Failed(format!("{error:#}")))
 }
 
-fn measure(mut machine: Machine, workload: &Workload, settings: Settings) -> Result<Measurement> {
+fn measure(
+    mut machine: Machine,
+    workload: &Workload,
+    settings: Settings<'_>,
+) -> Result<Repetition> {
     let memory = machine.vm.memory.clone();
     let counted = Arc::new(Counted::new(machine.statistics.take()));
-    run_vcpus(machine, workload, settings.timeout, &counted)?;
-    let samples = samples(&memory, settings.passes)?;
-    let summary = summarise(&samples).context("no iterations were asked for")?;
-    Ok(Measurement {
-        min: summary.min,
-        median: summary.median,
-        max: summary.max,
-        iterations: settings.passes.iterations,
-        markers: settings.passes.marker_iterations > 0,
-        marker_iterations: settings.passes.marker_iterations,
-        statistics: counted.growth(),
-    })
+    run_vcpus(machine, workload, settings, &counted)?;
+    Ok(Repetition { samples: samples(&memory, settings.passes)?, statistics: counted.growth() })
 }
 
 /// Runs every vCPU in a thread until vCPU 0 is done or any of them fails.
 fn run_vcpus(
     mut machine: Machine,
     workload: &Workload,
-    timeout: Duration,
+    Settings { timeout, pinned, .. }: Settings<'_>,
     counted: &Arc<Counted>,
 ) -> Result<()> {
     let stopping = Arc::new(AtomicBool::new(false));
@@ -119,12 +122,16 @@ fn run_vcpus(
     let memory = machine.vm.memory.clone();
     let threads: Vec<_> = std::mem::take(&mut machine.vcpus)
         .into_iter()
-        .map(|mut vcpu| {
+        .enumerate()
+        .map(|(index, mut vcpu)| {
+            let cpu = pinned.get(index).copied();
             let (stopping, sender) = (Arc::clone(&stopping), sender.clone());
             let (memory, irqchip) = (memory.clone(), workload.irqchip);
             let counted = Arc::clone(counted);
             thread::spawn(move || {
-                let end = run_vcpu(&mut vcpu, &memory, irqchip, &stopping, &counted);
+                let end = cpu
+                    .map_or(Ok(()), affinity::pin)
+                    .and_then(|()| run_vcpu(&mut vcpu, &memory, irqchip, &stopping, &counted));
                 // Nobody listens any more once another vCPU has ended the run.
                 let _ = sender.send(end);
             })

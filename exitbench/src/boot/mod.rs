@@ -1,6 +1,7 @@
 //! `exitbench boot`: starts a Linux guest, streams its console and says whether its user space
 //! answered before the VM ended.
 
+mod command;
 pub mod console;
 pub mod cpus;
 pub mod devices;
@@ -10,3 +11,5 @@ pub mod linux;
 pub mod marker;
 pub mod mp_table;
 pub mod session;
+
+pub use command::command;

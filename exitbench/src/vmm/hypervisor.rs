@@ -11,7 +11,7 @@ const API_VERSION: i32 = 12;
 
 /// Modules by which /dev/kvm may be served. Ours stands first: where both are present, the stock
 /// one is merely loaded beside it.
-const MODULES: [&str; 4] = ["gannet", "kvm_amd", "kvm_intel", "kvm"];
+pub const MODULES: [&str; 4] = ["gannet", "kvm_amd", "kvm_intel", "kvm"];
 
 /// Who makes the CPU, as far as the guest must care: which hypercall instruction is native.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,16 +33,8 @@ impl Hypervisor {
         let name = device.display();
         let path = std::ffi::CString::new(device.as_os_str().as_encoded_bytes())
             .with_context(|| format!("{name} is no path"))?;
-        let kvm = Kvm::new_with_path(path).map_err(|error| match error.errno() {
-            libc::ENOENT => anyhow::anyhow!(
-                "{name} does not exist: is a KVM module loaded, and virtualization enabled?"
-            ),
-            libc::EACCES | libc::EPERM => anyhow::anyhow!(
-                "{name} is not permitted to this user: become root or join the device's group"
-            ),
-            libc::ENODEV | libc::ENXIO => anyhow::anyhow!("{name} has no driver behind it"),
-            _ => anyhow::anyhow!("cannot open {name}: {error}"),
-        })?;
+        let kvm = Kvm::new_with_path(path)
+            .map_err(|error| anyhow::anyhow!("{}", refusal(&name.to_string(), error.errno())))?;
         match kvm.get_api_version() {
             API_VERSION => {}
             -1 => bail!("{name} is not a KVM device"),
@@ -59,6 +51,15 @@ impl Hypervisor {
         self.kvm.check_extension(capability)
     }
 
+    /// How many thousand ticks a guest's time stamp counter makes in a second, as far as the module tells.
+    pub fn tsc_khz(&self) -> Option<u64> {
+        if !self.has(Cap::GetTscKhz) {
+            return None;
+        }
+        let vcpu = self.kvm.create_vm().ok()?.create_vcpu(0).ok()?;
+        vcpu.get_tsc_khz().ok().map(u64::from).filter(|khz| *khz > 0)
+    }
+
     /// The CPU's vendor, by CPUID leaf 0.
     pub fn vendor(&self) -> Vendor {
         let leaf = self.supported_cpuid.as_slice().iter().find(|entry| entry.function == 0);
@@ -66,6 +67,25 @@ impl Hypervisor {
             Some([b'A', b'u', b't', b'h'] | [b'H', b'y', b'g', b'o']) => Vendor::Amd,
             _ => Vendor::Intel,
         }
+    }
+}
+
+/// Why the device does not open, and what to do about it.
+fn refusal(name: &str, errno: i32) -> String {
+    match errno {
+        libc::ENOENT => format!(
+            "{name} does not exist: load kvm_amd, kvm_intel or gannet; if it does not load, switch virtualization on in the \
+             firmware, or nesting where this machine is itself a guest"
+        ),
+        libc::EACCES | libc::EPERM => format!(
+            "{name} is not permitted to this user: become root, or a member of the device's group (`ls -l {name}`), \
+             mostly `kvm`"
+        ),
+        libc::ENODEV | libc::ENXIO => {
+            format!("{name} has no driver behind it: load kvm_amd, kvm_intel or gannet")
+        }
+        libc::EBUSY => format!("{name} is busy: another hypervisor has the CPU's virtualization"),
+        _ => format!("cannot open {name}: {}", std::io::Error::from_raw_os_error(errno)),
     }
 }
 
@@ -89,7 +109,7 @@ pub fn kernel_release() -> String {
 mod tests {
     use super::*;
 
-    fn refusal(device: &str) -> String {
+    fn refused(device: &str) -> String {
         match Hypervisor::open(Path::new(device)) {
             Ok(_) => panic!("{device} was accepted"),
             Err(error) => error.to_string(),
@@ -98,11 +118,20 @@ mod tests {
 
     #[test]
     fn a_missing_device_is_explained() {
-        assert!(refusal("/nonexistent/kvm").contains("does not exist"));
+        assert!(refused("/nonexistent/kvm").contains("does not exist"));
     }
 
     #[test]
     fn another_device_is_no_kvm() {
-        assert!(refusal("/dev/null").contains("not a KVM device"));
+        assert!(refused("/dev/null").contains("not a KVM device"));
+    }
+
+    #[test]
+    fn a_refusal_says_what_to_do() {
+        let said = |errno| refusal("/dev/kvm", errno);
+        assert!(said(libc::EACCES).contains("member of the device's group"));
+        assert!(said(libc::ENODEV).contains("no driver"));
+        assert!(said(libc::EBUSY).contains("another hypervisor"));
+        assert!(said(libc::EIO).contains("Input/output error"));
     }
 }

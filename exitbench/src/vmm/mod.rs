@@ -3,6 +3,7 @@
 //! monitors make them, and only ioctls that every one of them uses. What a guest starts in is the
 //! crate `guest_machine`, which labtests has as well.
 
+pub mod affinity;
 pub mod cpuid;
 pub mod failure;
 pub mod hypervisor;

@@ -89,7 +89,10 @@ fn job(layout: &Layout, Place { options, tools, .. }: &Place, run: &Run) -> Resu
     for (number, part) in run.parts.iter().enumerate() {
         let how = format!("--unit instructions --module {}", run.module);
         let what = match task(part) {
-            None => format!("{} {how} --json /out/{number}", part.replacen("bench", "run", 1)),
+            None => {
+                let run = part.replacen("bench", "run", 1);
+                format!("{run} {how} --no-samples --json /out/{number}")
+            }
             Some((task, words)) => format!(
                 "boot --timeout 120 --kernel /guest/vmlinux --initrd /guest/initramfs --append \
                  '{} gannet.task={task} {words}' --from GANNET-{1}-BEGIN --expect GANNET-{1}-END {how} \

@@ -100,11 +100,17 @@ const fn workload(
 fn plan(guest: &Guest, choose: fn(&Programs) -> fn() -> Program) -> Result<Plan, Unsupported> {
     let programs = match guest.vendor {
         Vendor::Amd => {
-            require(guest.features.svm, "the guest's CPUID lacks SVM")?;
+            require(
+                guest.features.svm,
+                "the guest's CPUID lacks SVM: the module runs with nested=0, or cannot nest",
+            )?;
             svm::PROGRAMS
         }
         Vendor::Intel => {
-            require(guest.features.vmx, "the guest's CPUID lacks VMX")?;
+            require(
+                guest.features.vmx,
+                "the guest's CPUID lacks VMX: the module runs with nested=0, or cannot nest",
+            )?;
             vmx::PROGRAMS
         }
     };
