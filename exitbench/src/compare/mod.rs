@@ -93,7 +93,7 @@ fn differing(reports: &[Report; 2]) -> Vec<[String; 3]> {
     both.collect()
 }
 
-/// What is said of a workload that only one of the reports measured.
+/// What is said of a workload that not both reports measured.
 fn missing(row: &Row) -> Option<String> {
     let why = |side: &Side| match side {
         Side::Measured { .. } => None,
@@ -101,9 +101,14 @@ fn missing(row: &Row) -> Option<String> {
         Side::Failed(reason) => Some(format!("failed: {reason}")),
         Side::Absent => Some("it is not in the report".to_owned()),
     };
-    let told = |(letter, side)| Some(format!("{} in {letter}: {}", row.name, why(side)?));
-    let lines: Vec<String> = ["A", "B"].into_iter().zip(&row.sides).filter_map(told).collect();
-    (!lines.is_empty()).then(|| lines.join("\n"))
+    let name = &row.name;
+    match row.sides.each_ref().map(why) {
+        [None, None] => None,
+        [Some(a), Some(b)] if a == b => Some(format!("{name} in both: {a}")),
+        [Some(a), Some(b)] => Some(format!("{name} in A: {a}\n{name} in B: {b}")),
+        [Some(a), None] => Some(format!("{name} in A: {a}")),
+        [None, Some(b)] => Some(format!("{name} in B: {b}")),
+    }
 }
 
 #[cfg(test)]
@@ -115,8 +120,14 @@ mod tests {
     fn reports() -> [Report; 2] {
         let skipped = Err(Missing::Skipped("no SVM".into()));
         let nested = Entry { name: "nested_cpuid".into(), outcome: skipped };
-        let first = vec![measured("cpuid", &[2000; 9]), measured("rdmsr", &[10; 9]), nested];
-        let second = vec![measured("cpuid", &[500; 9]), measured("ipi", &[10; 9])];
+        let neither = Entry { name: "xsetbv".into(), ..nested.clone() };
+        let first = vec![
+            measured("cpuid", &[2000; 9]),
+            measured("rdmsr", &[10; 9]),
+            nested,
+            neither.clone(),
+        ];
+        let second = vec![measured("cpuid", &[500; 9]), measured("ipi", &[10; 9]), neither];
         let host = |cpu: &str| Host { cpu: cpu.into(), cpus: 4, ..Host::default() };
         let settings = Settings { repetitions: 9, iterations: 1, ..Settings::default() };
         let [first, second] = [first, second].map(|workloads| Report {
@@ -144,6 +155,7 @@ mod tests {
 | cpuid | 2000 | 0.0 % | 500 | 0.0 % | 0.250× | 0.0039 | faster |
 | rdmsr | 10 | 0.0 % | not in it |  | – | – | – |
 | nested_cpuid | skipped |  | not in it |  | – | – | – |
+| xsetbv | skipped |  | skipped |  | – | – | – |
 | ipi | not in it |  | 10 | 0.0 % | – | – | – |
 
 medians in TSC ticks; p of a sign test over the repetitions, adjusted for 1 workload
@@ -171,6 +183,7 @@ not every report tells its TSC's frequency: on one host ticks compare, on two pe
         let expected = [
             "rdmsr in B: it is not in the report",
             "nested_cpuid in A: skipped: no SVM\nnested_cpuid in B: it is not in the report",
+            "xsetbv in both: skipped: no SVM",
             "ipi in A: it is not in the report",
         ];
         assert_eq!(told, expected);
