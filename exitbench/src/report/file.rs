@@ -67,6 +67,9 @@ fn refuse_others(value: &Value) -> Result<()> {
 
 /// Fails where [`write`] to `path` would: to be asked before the work that is to be written.
 pub fn try_place(path: &Path) -> Result<()> {
+    if path.is_dir() {
+        bail!("cannot write {}: it is a folder", path.display());
+    }
     if path == Path::new("-") || path.exists() && !path.is_file() {
         return Ok(());
     }
@@ -237,6 +240,8 @@ mod tests {
         try_place(&folder.join("b.json")).unwrap();
         assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);
         assert!(try_place(&folder.join("no/such/folder")).is_err());
+        assert!(try_place(&folder).unwrap_err().to_string().contains("it is a folder"));
+        try_place(Path::new("/dev/null")).unwrap();
         fs::remove_dir_all(&folder).unwrap();
         assert!(sample().write(&folder.join("no/such/folder")).is_err());
     }
