@@ -11,7 +11,8 @@ use clap::Args;
                   workloads. Below --alpha the word is `faster` or `slower`, for B; else `no difference shown`. \
                   With too few repetitions to show anything it is `not tested`.\n\n\
                   The exit status is 0, or 1 if --fail-above is given and a workload of B is slower by more than that \
-                  (shown by the test, or not tested), or failed in B and was measured in A."
+                  (shown by the test, or not tested), or failed in B and was measured in A. A limit below 1 is \
+                  asked of every workload, shown or not."
 )]
 pub struct CompareArguments {
     /// Report of the first run
@@ -20,7 +21,8 @@ pub struct CompareArguments {
     /// Report of the second run
     #[arg(value_name = "B.json")]
     pub second: PathBuf,
-    /// Exit with 1 if a workload of B costs more than this many times what it costs in A, such as 1.01
+    /// Exit with 1 if a workload of B costs more than this many times what it costs in A, such as 1.01; below 1, if it does not
+    /// cost so much less
     #[arg(long, value_name = "RATIO", value_parser = ratio)]
     pub fail_above: Option<f64>,
     /// How unlikely by chance a difference must be to be called one

@@ -134,12 +134,15 @@ pub fn beyond(row: &Row, limit: f64) -> Option<String> {
         ([Side::Measured { .. }, Side::Failed(reason)], ..) => {
             Some(format!("{name}: failed in B: {}", reason.lines().next().unwrap_or_default()))
         }
-        (_, Some(ratio), Some(Verdict::Slower(_))) if ratio > limit => {
-            Some(format!("{name}: {ratio:.3}×, and {limit}× is allowed"))
-        }
         (_, Some(ratio), Some(Verdict::NotTested)) if ratio > limit => Some(format!(
             "{name}: {ratio:.3}×, and {limit}× is allowed (not tested for noise: too few repetitions)"
         )),
+        // A limit below 1 wants a gain, which a difference that is not shown is not.
+        (_, Some(ratio), Some(verdict))
+            if ratio > limit && (limit < 1.0 || matches!(verdict, Verdict::Slower(_))) =>
+        {
+            Some(format!("{name}: {ratio:.3}×, and {limit}× is allowed"))
+        }
         _ => None,
     }
 }
@@ -233,6 +236,9 @@ mod tests {
         assert_eq!(stopped(&one(&[100; 9], &[101; 9])), None);
         assert_eq!(stopped(&one(&[100; 9], &[50; 9])), None);
         assert!(stopped(&one(&[100], &[103])).unwrap().contains("too few"));
+        let half = one(&[100; 9], &[50; 9]);
+        assert!(beyond(&half, 0.4).is_some() && beyond(&half, 0.6).is_none());
+        assert!(beyond(&one(&[100; 9], &[100; 9]), 0.6).is_some());
         let noisy = one(&[100, 90, 100, 90, 100, 90], &[90, 104, 104, 104, 90, 104]);
         assert!(noisy.ratio.unwrap() > 1.01 && stopped(&noisy).is_none(), "{noisy:?}");
         let row = &compared(vec![measured("cpuid", &[1])], vec![failed("cpuid")])[0];
