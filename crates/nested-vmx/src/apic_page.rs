@@ -62,7 +62,7 @@ pub fn write(v: &mut Vmcs12, offset: u16, value: u32, memory: &impl GuestMemory)
     let by_interrupts = virtual_interrupts::are_on(v);
     match offset {
         TPR => priority::moved(v, u64::from(kept >> 4), memory),
-        ICR_HIGH => Moved::On,
+        ICR_HIGH => Moved::Stored,
         EOI if by_interrupts => {
             let _ = memory.write(place(v, offset), &[0; 4]);
             Moved::ended(virtual_interrupts::end(v, memory))
@@ -168,7 +168,7 @@ mod tests {
         assert_eq!(write(v, 0x80, 0x1234_5651, &memory), Moved::On);
         assert_eq!(read(v, 0x80, &memory), 0x51);
         assert_eq!(write(v, 0x80, 0x4f, &memory), Moved::Fell);
-        assert_eq!(write(v, 0x310, 0x1234_5678, &memory), Moved::On);
+        assert_eq!(write(v, 0x310, 0x1234_5678, &memory), Moved::Stored);
         assert_eq!(read(v, 0x310, &memory), 0x1200_0000);
         for offset in [0x20, 0xb0, 0xf0, 0x300, 0x380] {
             assert_eq!(write(v, offset, 0x8765_4321, &memory), Moved::Written(offset));

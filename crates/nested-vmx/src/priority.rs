@@ -43,6 +43,8 @@ pub enum Access {
 pub enum Moved {
     /// L2 goes on.
     On,
+    /// L2 goes on, and nothing has been looked at: what waits for it waits on.
+    Stored,
     /// The priority is below L1's threshold now: L1 sees an exit behind the instruction.
     Fell,
     /// L1 sees an exit for the write, behind the instruction.
@@ -142,7 +144,6 @@ pub fn write_msr(
     let index = X2APIC + u32::from(offset >> 4);
     let fits = match index {
         X2APIC_END => value == 0,
-        X2APIC_SELF => value >> 8 == 0 && value >> 4 != 0,
         _ => value >> 8 == 0,
     };
     if !fits {
@@ -151,6 +152,8 @@ pub fn write_msr(
     let _ = memory.write(register(v, offset), &value.to_le_bytes());
     Ok(match index {
         X2APIC_END => Moved::ended(virtual_interrupts::end(v, memory)),
+        // Such a vector is an error of the APIC's, which is L1's (§30.5).
+        X2APIC_SELF if value >> 4 == 0 => Moved::Written(offset),
         X2APIC_SELF => Moved::evaluated(virtual_interrupts::send_self(v, value as u8, memory)),
         _ => moved(v, value >> 4, memory),
     })
@@ -318,6 +321,19 @@ mod tests {
         set!(v, PROC_CONTROLS2 = 1 << 4, VIRTUAL_APIC_ADDR = 1 << 39);
         assert_eq!(check(&v, true, &memory), Err(Broken::VirtualApic));
         assert_eq!(read_msr(&v, 0x80, &memory), u64::MAX);
+    }
+
+    #[test]
+    fn an_ipi_of_the_x2apic_to_oneself_has_a_vector_from_16_on() {
+        let memory = Memory::new();
+        let mut v = with(SHADOW | 1 << 31, 0);
+        set!(v, PROC_CONTROLS2 = 1 << 4 | 1 << 9);
+        let mut write = |value| write_msr(&mut v, 0x3f0, value, &memory);
+        assert_eq!(write(0x10), Ok(Moved::Waits));
+        assert_eq!(write(0xf), Ok(Moved::Written(0x3f0)));
+        assert_eq!(memory.read_u64(Gpa(PAGE + 0x3f0)), Ok(0xf));
+        assert_eq!(write(0x100), Err(Exception::gp(0)));
+        assert_eq!(memory.read_u32(Gpa(PAGE + 0x200)), Ok(1 << 16));
     }
 
     #[test]

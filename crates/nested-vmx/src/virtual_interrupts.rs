@@ -167,31 +167,43 @@ pub fn post(
     let first = memory.read_u32(at)?;
     memory.write(at, &first.to_le_bytes())?;
     take(Gpa(descriptor.wrapping_add(32)), OUTSTANDING, memory)?;
-    let mut top = 0;
     for quarter in 0..4 {
-        let bits = take(Gpa(descriptor.wrapping_add(quarter * 8)), u64::MAX, memory)?;
-        let Some(highest) = bits.checked_ilog2() else { continue };
-        top = (quarter as u8) << 6 | highest as u8;
-        for (half, word) in [bits as u32, (bits >> 32) as u32].into_iter().enumerate() {
-            let at = register(v, reg::IRR + (quarter as u32 * 2 + half as u32) * 16);
-            let word = memory.read_u32(at)? | word;
-            memory.write(at, &word.to_le_bytes())?;
-        }
+        request(v, quarter, Gpa(descriptor.wrapping_add(u64::from(quarter) * 8)), memory)?;
     }
-    set_status(v, requested(v).max(top), in_service(v));
     Ok(Some(is_pending(v, memory)))
 }
 
+/// What a quarter of the descriptor names is requested, and is taken out of it only then: whatever fails in between, it is
+/// in one of the two places.
+fn request(v: &mut Vmcs12, quarter: u8, at: Gpa, memory: &impl GuestMemory) -> Result<(), Outside> {
+    for _ in 0..TRIES {
+        let bits = memory.read_u64(at)?;
+        let Some(highest) = bits.checked_ilog2() else { return Ok(()) };
+        for (half, word) in [(0, bits as u32), (1, (bits >> 32) as u32)] {
+            let to = register(v, reg::IRR + (u32::from(quarter) * 2 + half) * 16);
+            let word = memory.read_u32(to)? | word;
+            memory.write(to, &word.to_le_bytes())?;
+        }
+        let top = quarter << 6 | highest as u8;
+        set_status(v, requested(v).max(top), in_service(v));
+        if memory.exchange(at, bits, 0)? {
+            return Ok(());
+        }
+    }
+    // L1 rewrites it without end: it is left, and comes once more with the next notification.
+    Ok(())
+}
+
 /// Takes bits out of a word that other vCPUs of L1's set bits in.
-fn take(at: Gpa, bits: u64, memory: &impl GuestMemory) -> Result<u64, Outside> {
+fn take(at: Gpa, bits: u64, memory: &impl GuestMemory) -> Result<(), Outside> {
     for _ in 0..TRIES {
         let word = memory.read_u64(at)?;
         if word & bits == 0 || memory.exchange(at, word, word & !bits)? {
-            return Ok(word & bits);
+            break;
         }
     }
-    // L1 rewrites it without end: it is left.
-    Ok(0)
+    // If L1 rewrites it without end, it is left.
+    Ok(())
 }
 
 #[cfg(test)]

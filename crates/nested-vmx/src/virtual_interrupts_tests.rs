@@ -130,6 +130,63 @@ fn posted_interrupts_are_requested_ones() {
     assert_eq!(post(&mut v, 0xf2, &memory), Ok(None));
 }
 
+/// Memory of which the host takes a word away, once it was used so many times.
+struct Going<'a> {
+    memory: &'a Memory,
+    word: u64,
+    left: std::cell::Cell<u32>,
+}
+
+impl Going<'_> {
+    fn use_at(&self, at: Gpa) -> Result<(), Outside> {
+        if at.0 & !0xfff != self.word & !0xfff {
+            return Ok(());
+        }
+        let left = self.left.get();
+        self.left.set(left.saturating_sub(1));
+        if left == 0 { Err(Outside) } else { Ok(()) }
+    }
+}
+
+impl GuestMemory for Going<'_> {
+    fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside> {
+        self.use_at(at).and_then(|()| self.memory.read(at, into))
+    }
+    fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside> {
+        self.use_at(at).and_then(|()| self.memory.write(at, from))
+    }
+    fn exchange(&self, at: Gpa, old: u64, new: u64) -> Result<bool, Outside> {
+        self.use_at(at).and_then(|()| self.memory.exchange(at, old, new))
+    }
+}
+
+/// Wherever posting stops for want of a page, done again it requests all that was posted.
+#[test]
+fn nothing_posted_is_lost_with_a_page_that_goes() {
+    for page in [PAGE, DESCRIPTOR] {
+        let mut stopped = 0;
+        for left in 0.. {
+            let (memory, mut v) = (Memory::new(), with(0));
+            memory.put(DESCRIPTOR + 4, &[2]);
+            memory.put(DESCRIPTOR + 31, &[0x80]);
+            memory.put(DESCRIPTOR + 32, &[1]);
+            let going = Going { memory: &memory, word: page, left: left.into() };
+            let done = post(&mut v, 0xf2, &going);
+            if done.is_err() {
+                stopped += 1;
+                assert_eq!(post(&mut v, 0xf2, &memory), Ok(Some(true)), "{page:x} {left}");
+            }
+            assert_eq!(has(&memory, 0x200), [33, 0xff], "{page:x} {left}");
+            assert_eq!(status(&v), (0xff, 0));
+            assert_eq!(memory.read_u64(Gpa(DESCRIPTOR + 24)), Ok(0));
+            if done.is_ok() {
+                break;
+            }
+        }
+        assert!(stopped > 4);
+    }
+}
+
 #[test]
 fn without_memory_nothing_is_delivered() {
     let memory = Memory::new();

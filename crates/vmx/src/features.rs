@@ -121,8 +121,8 @@ pub struct Features {
     pub shadow_vmcs: bool,
     /// What this CPU's capability MSRs say, for guests that are.
     pub nested_host: Host,
-    /// Guests that are hypervisors are offered virtual-interrupt delivery and posted interrupts. No CPU's features say so
-    /// yet: of an L1 with NMI exiting interrupts would be lost (docs/limits.md).
+    /// Guests that are hypervisors are offered virtual-interrupt delivery and posted interrupts, which L0 does by itself:
+    /// where the CPU delivers virtual interrupts, as every one does that has posted ones.
     pub nested_virtual_interrupts: bool,
 }
 
@@ -422,7 +422,9 @@ impl Features {
                 && raw.secondary.offers(ProcControls2::SHADOW_VMCS)
                 && raw.misc.0 & WRITES_ALL != 0,
             nested_host: raw.nested_host(&mut rdmsr),
-            nested_virtual_interrupts: false,
+            nested_virtual_interrupts: raw
+                .secondary
+                .offers(ProcControls2::VIRTUAL_INTERRUPTS | ProcControls2::APIC_REGISTERS),
         })
     }
 

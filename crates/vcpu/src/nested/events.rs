@@ -6,6 +6,7 @@
 use backend::{
     Asleep, Backend, Event, Executed, Gate, MonitorTrap, Nested, ServedApic, Sleep, Waiting,
 };
+use irqchip::lapic::LapicEffect;
 use mmu::Section;
 use stats::VcpuCount;
 use vm::vcpu_shared::MpState;
@@ -21,6 +22,8 @@ enum Ended {
     No,
     /// L1 runs now.
     Yes,
+    /// L2's run goes on: it was the notification of posted interrupts. Others may wait behind it.
+    Posted,
     /// It is to end, once it was entered.
     AfterEntry,
     /// It is to end, once L1's memory can be had.
@@ -47,7 +50,7 @@ impl<B: Backend> Vcpu<B> {
             return true;
         }
         match self.end_l2_for_event(Some(s)) {
-            Ended::No | Ended::Yes => {}
+            Ended::No | Ended::Yes | Ended::Posted => {}
             Ended::AfterEntry => {
                 self.inject_own();
                 // The kick ends L2's run at its first instruction.
@@ -69,14 +72,15 @@ impl<B: Backend> Vcpu<B> {
             return false;
         }
         self.inject_own();
-        if self.events_blocked() || !self.passes(Waiting::Nmi) {
+        if self.events_blocked() {
             self.hold_back();
             return true;
         }
-        if self.shared.nmis() != 0 && !self.inject_nmi(kernel) {
+        // One that L1 wants to hear of ends L2's run, and holds nothing else back.
+        if self.shared.nmis() != 0 && self.passes(Waiting::Nmi) && !self.inject_nmi(kernel) {
             return false;
         }
-        if self.pending.offered_by_l1 && self.pending.after_exit.is_nested() {
+        if self.is_offered_by_l1() {
             return self.inject_virtual(s);
         }
         let gate = self.gate_of(Waiting::Interrupt(None));
@@ -109,6 +113,12 @@ impl<B: Backend> Vcpu<B> {
             && !self.pending.window_wanted
             && self.pending.after_exit.offered().is_none()
             && self.b.served_apic().is_none_or(ServedApic::is_stopped)
+    }
+
+    /// Whether a virtual interrupt of L1's waits for L2. What is noted of it may be of a run of L2's that is over.
+    fn is_offered_by_l1(&mut self) -> bool {
+        self.pending.offered_by_l1 &= self.b.nested().is_some_and(Nested::offers_interrupt);
+        self.pending.offered_by_l1
     }
 
     /// Injects the virtual interrupt that L1 has waiting for L2, or waits for the moment at which L2 takes it. All other
@@ -147,10 +157,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Takes the virtual interrupt of L1's for L2 outside, where all of L1's memory can be had: it is injected with the next entry.
     fn take_virtual_outside(&mut self) {
-        if !self.pending.offered_by_l1
-            || !self.pending.after_exit.is_nested()
-            || !self.takes_virtual()
-        {
+        if !self.is_offered_by_l1() || !self.takes_virtual() {
             return;
         }
         let Self { b, memory, .. } = self;
@@ -163,7 +170,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// Whether an interrupt of the local APIC that was acknowledged is a notification of interrupts that L1 has posted for
-    /// L2. An error: outside alone.
+    /// L2. It is over then, and its end is told to who waits for that. An error: outside alone.
     #[inline(never)]
     fn posts(&mut self, vector: Vector, s: Option<Section<'_>>) -> Result<bool, ()> {
         let Self { b, memory, .. } = self;
@@ -174,6 +181,14 @@ impl<B: Backend> Vcpu<B> {
         };
         let posted = posted.map_err(|_| ())?;
         if posted {
+            let end = self.shared.lapic.ended(vector);
+            if matches!(end, LapicEffect::Eoi { level: true, .. }) {
+                if s.is_some() {
+                    // It calls the kernel. Done again, nothing is posted any more.
+                    return Err(());
+                }
+                self.effect(end);
+            }
             self.pending.offered_by_l1 = self.b.nested().is_some_and(Nested::offers_interrupt);
             self.pending.raise();
         }
@@ -222,7 +237,7 @@ impl<B: Backend> Vcpu<B> {
             if ended == Ended::AfterEntry && self.owes_trap() {
                 self.events.outer.set(Outer::NESTED, true);
             }
-            if ended == Ended::No {
+            if matches!(ended, Ended::No | Ended::Posted) {
                 self.take_virtual_outside();
             }
         }
@@ -295,10 +310,11 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// The vCPU's halt ends. If L2 has halted, an event that is L1's ends its run as that of a halted one.
+    /// The vCPU's halt ends. If L2 has halted, an event that is L1's ends its run as that of a halted one. False: it was a
+    /// notification of posted interrupts, of which L2 takes none now, and L2 sleeps on.
     #[cold]
     #[inline(never)]
-    pub(crate) fn wake_l2(&mut self) {
+    pub(crate) fn wake_l2(&mut self) -> bool {
         self.end_l2_outside();
         let first = self.events.again.is_none() && !self.b.injecting();
         if first && self.pending.after_exit.is_nested() && self.nested_timer_is_due() {
@@ -311,11 +327,15 @@ impl<B: Backend> Vcpu<B> {
                 let _ = self.executed(done, 0);
             }
         }
+        if self.pending.after_exit.is_nested() && !self.ends_halt() && !self.nested_timer_is_due() {
+            return false;
+        }
         if self.pending.after_exit.is_nested()
             && let Some(asleep) = self.b.nested_mut().and_then(Nested::asleep_mut)
         {
             asleep.set_activity(None);
         }
+        true
     }
 
     /// INIT and startup IPIs while L2 waits for one: the first is lost, L1 hears of the second.
@@ -378,11 +398,24 @@ impl<B: Backend> Vcpu<B> {
                 Gate::ExitToL1 if !first && !matches!(waiting, Waiting::Exception(_)) => {
                     return Ended::AfterEntry;
                 }
-                Gate::ExitToL1 => return self.end_l2(waiting, s),
+                Gate::ExitToL1 => return self.end_l2_or_post(waiting, s),
             }
         }
         // Behind what L2 takes first.
         if owes && trap.is_none() { Ended::AfterEntry } else { Ended::No }
+    }
+
+    /// [`end_l2`](Self::end_l2), until no interrupt of L1's waits behind a notification: the kick of such a one is spent.
+    fn end_l2_or_post(&mut self, waiting: Waiting, s: Option<Section<'_>>) -> Ended {
+        /// Notifications that may come one behind the other.
+        const MOST: u32 = 4;
+        for _ in 0..MOST {
+            let ended = self.end_l2(waiting, s);
+            if ended != Ended::Posted || !self.interrupt_waits_for_l1() {
+                return ended;
+            }
+        }
+        Ended::AfterEntry
     }
 
     fn interrupt_waits_for_l1(&self) -> bool {
@@ -438,7 +471,7 @@ impl<B: Backend> Vcpu<B> {
                 && let Some(vector) = found.vector
             {
                 match self.posts(vector, s) {
-                    Ok(true) => return Ended::No,
+                    Ok(true) => return Ended::Posted,
                     Ok(false) => {}
                     Err(()) => {
                         self.acknowledge(found, false);

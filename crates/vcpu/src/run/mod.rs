@@ -389,8 +389,15 @@ impl<B: Backend> Vcpu<B> {
             match self.shared.mp_state() {
                 MpState::Runnable => return Ok(()),
                 MpState::Halted if self.ends_halt() || self.nested_timer_is_due() => {
-                    if self.pending.after_exit.is_nested() {
-                        self.wake_l2();
+                    if self.pending.after_exit.is_nested() && !self.wake_l2() {
+                        if self.events.outer.any() {
+                            self.leave_with_event()?;
+                        }
+                        // Notifications may come without end.
+                        if task::handle_work().is_err() {
+                            return Err(UserExit::Intr.into());
+                        }
+                        continue;
                     }
                     self.shared.set_mp_state(MpState::Runnable);
                     self.pending.raise();

@@ -12,6 +12,7 @@ use msr::HostMsrs;
 use nested_vmx::example::{EVERYTHING, good};
 use nested_vmx::saved::{HEADER, Header, IMAGE};
 use nested_vmx::{Vmcs12, set};
+use vm::VmRef;
 use vmx::Features;
 use x86::cpuid::feature;
 use x86::vmcs::ExitReason;
@@ -65,6 +66,7 @@ pub fn vmcs12() -> Vmcs12 {
 /// A vCPU with L1 in long mode and VMX operation, its VMCS current, and 64 pages of memory from 0 on.
 pub struct Hypervisor {
     pub vcpu: VmxVcpu,
+    pub vm: VmRef,
     memory: Pages,
 }
 
@@ -80,7 +82,7 @@ impl Hypervisor {
         let memory = Pages::zeroed(6).unwrap();
         let region = Region { slot: 0, flags: 0, gpa: 0, size: 64 << 12, hva: memory.hpa().0 };
         vm.memory().set_region(&region, &**vm).unwrap();
-        let mut this = Self { vcpu, memory };
+        let mut this = Self { vcpu, vm, memory };
         this.vcpu.backend().cpu().inner().vmx.writes_read_only = true;
         let mut sregs = this.vcpu.sregs();
         (sregs.cr0, sregs.cr3) = (Cr0::from_bits_retain(0x8005_0033), 0x1000);

@@ -212,7 +212,7 @@ impl<C: Cpu> Vmx<C> {
     #[inline(never)]
     fn prepare_apic<M: L1Memory>(n: &Nested, memory: &Memory<'_, M>) -> Result<bool, Executed> {
         let v = n.machine.vmcs12();
-        let there = apic_page::is_there(v, memory);
+        let there = !Self::has_new_apic(n) || apic_page::is_there(v, memory);
         let waits = virtual_interrupts::are_on(v) && virtual_interrupts::evaluate(v, memory);
         if memory.has_missed() {
             return Err(Executed::Outside);
@@ -233,7 +233,11 @@ impl<C: Cpu> Vmx<C> {
                 n.machine.vmcs12_mut().set(field::GUEST_ACTIVITY, activity_state::ACTIVE);
                 Executed::EnteredOffering
             }
-            _ => Self::put_to_sleep(n),
+            _ => match Self::put_to_sleep(n) {
+                // What the entry injects wakes it, or a window.
+                Executed::Entered => Executed::EnteredOffering,
+                asleep => asleep,
+            },
         }
     }
 

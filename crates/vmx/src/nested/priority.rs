@@ -89,9 +89,12 @@ impl<C: Cpu> Vmx<C> {
         next: Option<u64>,
         memory: &Memory<'_, M>,
     ) -> Executed {
+        if moved == Moved::Stored {
+            return Executed::Retired;
+        }
         n.machine.interrupt_pending = moved == Moved::Waits;
         let report = match moved {
-            Moved::On => return Executed::Retired,
+            Moved::On | Moved::Stored => return Executed::Retired,
             Moved::Waits => return Executed::Offering,
             Moved::Fell => Report::plain(ExitReason::TprBelowThreshold, 0),
             Moved::Written(offset) => Report::plain(ExitReason::ApicWrite, u64::from(offset)),

@@ -131,6 +131,27 @@ fn l1s_own_exits_come_first() {
     assert_eq!(r.v.claims(&r.g, &r.m), Ok(Claim::L1));
 }
 
+/// A store that nothing follows leaves what waits waiting: the upper half of the ICR.
+#[test]
+fn a_store_that_nothing_follows_forgets_no_interrupt() {
+    use backend::NestedPaging as _;
+    let mut v = vmcs12(0);
+    v.set(field::PROC_CONTROLS2, 1 | 1 << 8 | 1 << 9);
+    v.set(field::APIC_ACCESS_ADDR, 0x1_9000);
+    v.set(field::EXIT_CONTROLS, v.get(field::EXIT_CONTROLS) | 1 << 15);
+    v.set(field::GUEST_INTERRUPT_STATUS, 0x41);
+    let mut r = Rig::new(&v, 0xd01);
+    r.root = true;
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::EnteredOffering);
+    assert!(r.v.offers_interrupt());
+    for (offset, value, offers) in [(0x310, 0x100_0000, true), (0x80, 0x50, false)] {
+        r.enter(ExitReason::EptViolation, |_| {});
+        let done = r.v.do_apic_access(&mut r.g, offset, Some(value), 0x403, &r.m);
+        assert_eq!(done, Ok(0));
+        assert_eq!(r.v.offers_interrupt(), offers, "{offset:x}");
+    }
+}
+
 /// RDMSR or WRMSR by L2, of an MSR that L1's map lets it have.
 fn msr(r: &mut Rig, reason: ExitReason, index: u64, value: u64) -> Executed {
     (r.g.0[0], r.g.0[1], r.g.0[2]) = (value & 0xffff_ffff, index, value >> 32);

@@ -121,8 +121,13 @@ guest_code!(
     "jmp 0b",
 );
 
+/// The program of L1 that launches for ever.
+pub(super) fn program() -> &'static [u8] {
+    launches()
+}
+
 /// A hypervisor with this program, that has come to its mark. With a second vCPU, which can send to it.
-fn ready(code: &[u8]) -> Outcome<Guest> {
+pub(super) fn ready(code: &[u8]) -> Outcome<Guest> {
     let guest = Guest::with_vcpus(Chip::Kernel, Mode::Long, 2, code)?;
     let mut cpuid = guest.system.supported_cpuid()?;
     if cpuid.find(1, 0).is_none_or(|entry| entry.ecx & 1 << 5 == 0) {
@@ -150,7 +155,7 @@ fn awake_on_stock(activity: u64) -> u64 {
 }
 
 /// L2 sleeps with these fields until vCPU 1 has sent these words, one after the other.
-fn sent(guest: &Guest, fields: Fields<'_>, words: &[u64]) -> Outcome {
+pub(super) fn sent(guest: &Guest, fields: Fields<'_>, words: &[u64]) -> Outcome {
     let sender = &guest.vcpus[1];
     let runnable = kvm_bindings::kvm_mp_state { mp_state: kvm_bindings::KVM_MP_STATE_RUNNABLE };
     sender.send(ioctl::SET_MP_STATE, &runnable).granted("KVM_SET_MP_STATE")?;
