@@ -32,6 +32,8 @@ pub enum L1Tables {
         execute_only: bool,
         /// The frame of L1's that stands for the local APIC of L2 ([`TablesRefuse::ApicAccess`]).
         apic: Option<Gfn>,
+        /// L1 has each page noted that L2 makes dirty ([`NestedPaging::log_dirty`]).
+        logs: bool,
     },
     /// No tables, but a frame of L1's that stands for the local APIC of L2.
     Flat {
@@ -70,6 +72,8 @@ pub enum TablesRefuse {
     Misconfiguration,
     /// Nothing: the access goes to the frame that stands for L2's local APIC.
     ApicAccess(ApicAccess),
+    /// Nothing: the access makes a page dirty, and L1's log of those is full.
+    LogFull,
 }
 
 /// What L1 has flushed of L2's translations.
@@ -135,6 +139,11 @@ pub trait NestedPaging {
         _l1: &impl L1Memory,
     ) -> Result<u32, Executed> {
         Err(Executed::Shutdown)
+    }
+
+    /// Notes in L1's log that L2 makes a page dirty, before its flag is set. False: the log is full. Outside alone.
+    fn log_dirty(&mut self, _at: Gpa, _l1: &impl L1Memory) -> bool {
+        true
     }
 
     /// Takes what L1 has flushed since this was called last.

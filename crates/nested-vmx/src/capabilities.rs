@@ -194,6 +194,7 @@ mod emulated {
         .union(ProcControls2::VIRTUALIZE_X2APIC)
         .union(ProcControls2::APIC_REGISTERS)
         .union(ProcControls2::VIRTUAL_INTERRUPTS)
+        .union(ProcControls2::PML)
         .bits();
     pub const EXIT: u32 = ExitControls::LOAD_EFER.bits()
         | ExitControls::SAVE_EFER.bits()

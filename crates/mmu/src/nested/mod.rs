@@ -25,6 +25,8 @@ pub use crate::role::EptOffer;
 pub struct Tables {
     pub(crate) base: u64,
     pub(crate) role: Role,
+    /// L1 has each page noted that becomes dirty.
+    logs: bool,
 }
 
 impl Tables {
@@ -32,17 +34,30 @@ impl Tables {
     /// `None`: L1 is not in long mode; such tables are not served.
     pub fn npt(ncr3: u64, l1: &PagingContext) -> Option<Self> {
         let role = Role::npt(l1, false)?;
-        Some(Self { base: role.base(ncr3), role })
+        Some(Self { base: role.base(ncr3), role, logs: false })
     }
 
     /// EPT tables from VMCS12's EPT pointer, which was checked.
     pub fn ept(pointer: u64, offer: &EptOffer) -> Self {
         let role = Role::ept(pointer, offer, false);
-        Self { base: role.base(pointer), role }
+        Self { base: role.base(pointer), role, logs: false }
     }
 
     /// No tables: L2's physical addresses are L1's.
-    pub const FLAT: Self = Self { base: 0, role: Role::FLAT };
+    pub const FLAT: Self = Self { base: 0, role: Role::FLAT, logs: false };
+
+    /// These tables, where an access that is to set a dirty flag is told as [`L1Fault::Unlogged`], and not done (`logs`); or
+    /// done, since L1's log has it.
+    #[must_use]
+    pub const fn logging(self, logs: bool) -> Self {
+        Self { logs, ..self }
+    }
+
+    /// Whether other tables are these, whatever is told of them.
+    #[inline]
+    pub(crate) fn are(&self, other: &Self) -> bool {
+        self.base == other.base && self.role == other.role
+    }
 
     /// These tables, where an access to one of L1's frames is told as [`L1Fault::ApicAccess`] and never done. `None`:
     /// the frame lies too far up, beyond 16 TiB.
@@ -84,7 +99,15 @@ impl Tables {
             write: kind == AccessKind::Write || walks,
             fetch: kind == AccessKind::Fetch,
             told,
+            logs: self.logs,
         }
+    }
+
+    /// The access of a fault on these tables' root.
+    #[inline]
+    #[must_use]
+    pub const fn fault(&self, access: NestedAccess) -> NestedAccess {
+        NestedAccess { logs: self.logs, ..access }
     }
 }
 
@@ -127,6 +150,8 @@ pub struct NestedAccess {
     pub fetch: bool,
     /// What the hardware told of the access that is passed on to L1 as it is.
     told: u64,
+    /// L1 has each page noted that becomes dirty, and this one is not.
+    pub(crate) logs: bool,
 }
 
 impl NestedAccess {
@@ -137,7 +162,7 @@ impl NestedAccess {
         let write = info & pf::WRITE as u64 != 0;
         // A paging entry is not fetched, whatever it is read for.
         let fetch = info & pf::FETCH as u64 != 0 && info & npf::TABLE == 0;
-        Self { gpa, read: !write && !fetch, write, fetch, told }
+        Self { gpa, read: !write && !fetch, write, fetch, told, logs: false }
     }
 
     /// The access of an EPT violation: its exit qualification and the guest-physical address.
@@ -150,6 +175,7 @@ impl NestedAccess {
             write: qualification & WRITE != 0,
             fetch: qualification & FETCH != 0,
             told: qualification & (LINEAR | FINAL | NMI_UNBLOCKED),
+            logs: false,
         }
     }
 
@@ -180,6 +206,8 @@ pub enum L1Fault {
     Misconfiguration,
     /// L1's tables allow the access, and it is one to the frame that [`Tables::without_frame`] leaves out.
     ApicAccess(ApicAccess),
+    /// L1's tables allow the access, which is to set a dirty flag, and L1 has such ones noted first ([`Tables::logging`]).
+    Unlogged,
 }
 
 /// Why L1's tables refuse an access.

@@ -131,6 +131,9 @@ fn once<M: GuestMemory + ?Sized>(
     let steps = path.iter().enumerate().skip(usize::from(level.wrapping_sub(1)));
     for (n, &(at, entry)) in steps.take_while(|(n, _)| update && *n < root.level().into()) {
         let dirty = if n + 1 == usize::from(level) && access.write { root.dirty() } else { 0 };
+        if access.logs && dirty & !entry != 0 {
+            return Err(StageError::L1 { gpa: Gpa(access.gpa), fault: L1Fault::Unlogged });
+        }
         let wanted = entry | root.accessed() | dirty;
         if wanted != entry {
             let swap = memory.cmpxchg_u64(at, entry, wanted);

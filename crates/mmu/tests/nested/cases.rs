@@ -1,7 +1,8 @@
 //! Cases by hand.
 
-use gannet_mmu::nested::walk::{LinearError, SecondStage, StageError, translate_linear};
-use gannet_mmu::walk::{Access as Linear, GuestMemory};
+use gannet_mmu::nested::Part;
+use gannet_mmu::nested::walk::{LinearError, SecondStage, StageError, translate, translate_linear};
+use gannet_mmu::walk::{Access as Linear, AccessKind, GuestMemory};
 use gannet_mmu::{
     L1Fault, NestedAccess, NestedFault, NestedRoots, NestedSwitch, PagingContext, Tables,
 };
@@ -407,6 +408,48 @@ fn a_frame_that_is_left_out_is_no_memory_of_l2s_and_stays_that_of_others() {
             machine.access(0, gpa(neighbours[0]), &Access::READ).unwrap();
             machine.audit();
         }
+    }
+}
+
+/// L1 logs what L2 makes dirty: an access that is to set the flag is told before, by the pages and by the walk, and no flag
+/// is set; once it is, nothing is told.
+#[test]
+fn a_flag_that_is_to_be_logged_is_not_set_before() {
+    const DIRTY: u64 = 1 << 9;
+    let (small, large) = ((4, 9, 9 << 12), (3, 1, 1 << 21 | 9 << 12));
+    for (table, index, gpa) in [small, large] {
+        let machine = plain(ept(), false);
+        machine.poke(3, 1, (LARGE << 12) | 1 << 7 | page(&ept()));
+        machine.poke(table, index, machine.peek(table, index) & !DIRTY);
+        let tables = ept().tables(1).logging(true);
+        let fault = |qualification| {
+            let told = tables.fault(NestedAccess::violation(qualification, gpa));
+            machine.with_view(|view| {
+                let roots = &machine.vcpus[0].borrow().roots;
+                machine.shadow.lock().nested_fault(view, roots, &told)
+            })
+        };
+        let is_dirty = || machine.peek(table, index) & DIRTY != 0;
+        machine.access(0, gpa, &Access::READ).unwrap();
+        let frame = if table == 4 { 9 } else { LARGE + 9 };
+        assert!(machine.find_frame(frame, true));
+        for _ in 0..2 {
+            assert_eq!(fault(3 << 7 | 2), NestedFault::L1(L1Fault::Unlogged));
+            assert!(!is_dirty());
+        }
+        let walk = |logs| {
+            let tables = tables.logging(logs);
+            let access = tables.access(Gpa(gpa), AccessKind::Write, Part::Page);
+            translate(&machine, &tables, &access).map(|stage| stage.gpa)
+        };
+        let unlogged = StageError::L1 { gpa: Gpa(gpa), fault: L1Fault::Unlogged };
+        assert_eq!(walk(true), Err(unlogged));
+        assert!(!is_dirty());
+        assert!(walk(false).is_ok() && is_dirty());
+        assert!(walk(true).is_ok());
+        assert!(matches!(fault(3 << 7 | 2), NestedFault::Fixed { .. }));
+        machine.access(0, gpa, &Access::WRITE).unwrap();
+        machine.audit();
     }
 }
 

@@ -16,7 +16,7 @@ use emulate::{Decoded, Fetched, SimpleMmio, Stop};
 use host::{KBox, NoMemory};
 use mmu::nested::{
     Part,
-    walk::{LinearError, SecondStage, StageError, probe, translate_linear},
+    walk::{LinearError, SecondStage, StageError, probe, translate, translate_linear},
 };
 use mmu::{
     CodeFetch, EptOffer, GuestMemory, L1Fault, NestedAccess, NestedFault, NestedRoots,
@@ -69,6 +69,8 @@ const fn told(fault: L1Fault) -> TablesRefuse {
         L1Fault::Violation { qualification } => TablesRefuse::Violation(qualification),
         L1Fault::Misconfiguration => TablesRefuse::Misconfiguration,
         L1Fault::ApicAccess(access) => TablesRefuse::ApicAccess(access),
+        // Where there was room it would have been noted.
+        L1Fault::Unlogged => TablesRefuse::LogFull,
     }
 }
 
@@ -149,9 +151,9 @@ impl<B: Backend> Vcpu<B> {
                 };
                 Tables::npt(ncr3, &context)
             }
-            L1Tables::Ept { pointer, pages_2m, pages_1g, execute_only, apic } => {
+            L1Tables::Ept { pointer, pages_2m, pages_1g, execute_only, apic, logs } => {
                 let offer = EptOffer { maxphyaddr, execute_only, pages_2m, pages_1g };
-                let tables = Tables::ept(pointer, &offer);
+                let tables = Tables::ept(pointer, &offer).logging(logs);
                 match apic {
                     Some(frame) => tables.without_frame(frame),
                     None => Some(tables),
@@ -244,8 +246,8 @@ impl<B: Backend> Vcpu<B> {
     /// The access of the last exit of L2, if that was a fault on tables of L1's.
     #[inline]
     fn fault_on_tables(&self) -> Option<NestedAccess> {
-        self.l1_tables()?;
-        self.b.nested()?.nested_page_fault().map(access_of)
+        let tables = self.l1_tables()?;
+        self.b.nested()?.nested_page_fault().map(|fault| tables.fault(access_of(fault)))
     }
 
     /// Such a fault inside the loop. `None`: the exit is another.
@@ -269,6 +271,9 @@ impl<B: Backend> Vcpu<B> {
             NestedFault::L1(fault) => {
                 let undelivered = b.interrupted_delivery();
                 if undelivered.is_none() && is_served(b, fault).is_some() {
+                    return Next::Leave;
+                }
+                if fault == L1Fault::Unlogged {
                     return Next::Leave;
                 }
                 let Some(nested) = b.nested_mut() else { return Next::Leave };
@@ -318,6 +323,10 @@ impl<B: Backend> Vcpu<B> {
         let missing = take(&mut stage.missing);
         let outcome = memory.nested_fault(by, tables, &mut stage.roots, access, missing.as_ref());
         if let NestedOutcome::L1(fault) = outcome {
+            if fault == L1Fault::Unlogged && self.log_dirty(Gpa(access.gpa)) {
+                let _ = self.keep_interrupted_delivery();
+                return Ok(());
+            }
             let undelivered = self.b.interrupted_delivery();
             if undelivered.is_none()
                 && let Some(served) = is_served(&self.b, fault)
@@ -480,8 +489,28 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
+    /// Notes in L1's log that L2 makes a page dirty, and sets its flag: the access is done again. False: the log is full.
+    #[cold]
+    #[inline(never)]
+    fn log_dirty(&mut self, at: Gpa) -> bool {
+        let Self { b, memory, .. } = self;
+        let l1 = Whole::new(memory, None);
+        if !b.nested_mut().is_none_or(|nested| nested.log_dirty(at, &l1)) {
+            return false;
+        }
+        if let Some(tables) = self.l1_tables().map(|tables| tables.logging(false)) {
+            let access = tables.access(at, walk::AccessKind::Write, Part::Physical);
+            // What L1 has changed meanwhile the access finds out.
+            let _ = translate(&*self.memory, &tables, &access);
+        }
+        true
+    }
+
     #[cold]
     pub(super) fn note_refused(&mut self, gpa: Gpa, fault: L1Fault) {
+        if fault == L1Fault::Unlogged && self.log_dirty(gpa) {
+            return;
+        }
         if let Some(stage) = &mut self.stage {
             stage.refused = Some((gpa, told(fault)));
             self.events.outer.set(Outer::NESTED, true);

@@ -34,6 +34,7 @@ const OFFER: Offer = Offer {
         .union(ProcControls2::VIRTUALIZE_X2APIC)
         .union(ProcControls2::APIC_REGISTERS)
         .union(ProcControls2::VIRTUAL_INTERRUPTS)
+        .union(ProcControls2::PML)
         .union(ProcControls2::TSC_SCALING),
     exit: Offer::WHOLE.exit.difference(ExitControls::LOAD_PERF_GLOBAL_CTRL),
     entry: Offer::WHOLE.entry.difference(EntryControls::LOAD_PERF_GLOBAL_CTRL),

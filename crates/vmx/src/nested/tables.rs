@@ -10,7 +10,8 @@ use cpu::Cpu;
 use nested_vmx::apic_page;
 use nested_vmx::leave::{Exit, Report};
 use nested_vmx::machine::{Invalidation, Switch};
-use x86::vmcs::{ApicAccess, ExitReason, ept_violation, eptp, field};
+use nested_vmx::page_log::{self, Logged};
+use x86::vmcs::{ApicAccess, ExitReason, ProcControls2, ept_violation, eptp, field};
 use x86::{Exception, Gpa, Hpa};
 
 use super::{
@@ -40,6 +41,7 @@ impl<C: Cpu> NestedPaging for Vmx<C> {
             pages_1g: offered.large_1g(),
             execute_only: offered.execute_only(),
             apic,
+            logs: v.secondary().contains(ProcControls2::PML),
         })
     }
 
@@ -99,6 +101,12 @@ impl<C: Cpu> NestedPaging for Vmx<C> {
     ) -> Result<u32, Executed> {
         self.with_nested(|this, n| this.access_apic(n, gprs, (offset, store), next, l1))
             .unwrap_or(Err(Executed::Shutdown))
+    }
+
+    fn log_dirty(&mut self, at: Gpa, l1: &impl L1Memory) -> bool {
+        self.nested.as_mut().is_none_or(|n| {
+            page_log::log(n.machine.vmcs12_mut(), at, &Memory::new(l1)) != Logged::Full
+        })
     }
 
     fn take_l1_flush(&mut self) -> L1Flush {
@@ -199,7 +207,15 @@ impl<C: Cpu> Vmx<C> {
         undelivered: Option<Event>,
         l1: &M,
     ) -> Executed {
+        let told = self.get(fields::EXIT_QUALIFICATION);
+        let by_fault = self.get(fields::EXIT_REASON) == u32::from(ExitReason::EptViolation.0);
         let (reason, mut qualification) = match why {
+            TablesRefuse::LogFull => {
+                let unblocked = if by_fault { told & ept_violation::NMI_UNBLOCKED } else { 0 };
+                let mut report = Report::plain(ExitReason::PmlFull, unblocked);
+                self.tell_undelivered(&mut report, undelivered);
+                return self.leave_l2(n, gprs, &report, &Memory::new(l1));
+            }
             TablesRefuse::ApicAccess(access) => {
                 let qualification = qualification_of(access, undelivered.is_some());
                 let mut report = Report::plain(ExitReason::ApicAccess, qualification);
@@ -213,7 +229,7 @@ impl<C: Cpu> Vmx<C> {
         };
         let mut linear = None;
         if qualification & ept_violation::LINEAR_VALID != 0 {
-            if self.get(fields::EXIT_REASON) == u32::from(ExitReason::EptViolation.0) {
+            if by_fault {
                 let block = Block { cpu: &self.cpu, vmcs: &self.vmcs };
                 linear = Some(block.get(field::GUEST_LINEAR_ADDRESS));
             } else {

@@ -49,6 +49,7 @@ mod nested_vmx_events;
 mod nested_vmx_host;
 mod nested_vmx_interrupts;
 mod nested_vmx_lists;
+mod nested_vmx_log;
 mod nested_vmx_shadowing;
 mod nested_vmx_timer;
 mod nested_vmx_tpr;
@@ -135,6 +136,7 @@ pub fn all() -> impl Iterator<Item = Test> + Clone {
         nested_vmx_events::TESTS,
         nested_vmx_host::TESTS,
         nested_vmx_interrupts::TESTS,
+        nested_vmx_log::TESTS,
         nested_vmx_lists::TESTS,
         nested_vmx_shadowing::TESTS,
         nested_vmx_timer::TESTS,

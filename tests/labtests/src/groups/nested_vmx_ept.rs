@@ -23,7 +23,7 @@ tests!("nested_vmx_ept":
 const TOP: u64 = FREE + 0xa000;
 const POINTERS: u64 = FREE + 0xb000;
 const DIRECTORY: u64 = FREE + 0xc000;
-const TABLE: u64 = FREE + 0xd000;
+pub(super) const TABLE: u64 = FREE + 0xd000;
 const EPT_POINTER: u64 = TOP | 0x1e;
 /// The address of an entry and its value.
 const CHANGE: u64 = FIELDS + 0xf00;
@@ -69,6 +69,11 @@ guest_code!(
     "mov %rax, RESULT + 32",
     "jmp 0b",
 );
+
+/// The program that forgets all translations and launches, for ever.
+pub(super) fn program() -> &'static [u8] {
+    launches()
+}
 
 /// A hypervisor with such tables, before it launches.
 pub(super) fn ready(l2: &[u8]) -> Outcome<Guest> {

@@ -20,7 +20,7 @@ use super::roots::NestedRoots;
 use super::{NestedFault, NestedFrame};
 use crate::grant::Grant;
 use crate::nested::rules::Reading;
-use crate::nested::{NestedAccess, Refusal};
+use crate::nested::{L1Fault, NestedAccess, Refusal};
 use crate::role::Role;
 use crate::source::index_at;
 use crate::table::{GuestPage, View};
@@ -332,6 +332,9 @@ impl State {
         let wanted = step.entry | role.accessed() | dirty;
         if wanted == step.entry {
             return None;
+        }
+        if access.logs && dirty & !step.entry != 0 {
+            return Some(NestedFault::L1(L1Fault::Unlogged));
         }
         match self.set_bits(view, step, offset, wanted) {
             Some(true) => step.entry = wanted,

@@ -82,7 +82,7 @@ impl NestedRoots {
     #[inline]
     pub(in super::super) fn settled(&self, owner: u64, tables: &Tables) -> Option<NestedRoot> {
         let held = self.cache.current()?;
-        let same = held.tables == *tables && self.owner == owner;
+        let same = held.tables.are(tables) && self.owner == owner;
         (same && held.fresh.get() == self.flushes).then_some(held.root)
     }
 
