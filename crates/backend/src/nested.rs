@@ -213,6 +213,8 @@ pub trait Nested: NestedPaging + NestedState {
     fn tsc_of_l2(&self, host: u64) -> Option<u64>;
     /// By how much a list of MSRs has moved L1's TSC since this was asked last: the block has it, and the vCPU is to know.
     fn take_tsc_write(&mut self) -> Option<u64>;
+    /// The guest has written L1's TSC, which is this much later: a timer of L1's counts on as it did.
+    fn follow_tsc_write(&mut self, _delta: u64) {}
     /// Whether L2 would not sleep in HLT, though no event waits for it here: L1 has given it a virtual interrupt, or
     /// waits for the moment at which it takes one.
     fn keeps_awake(&self) -> bool;

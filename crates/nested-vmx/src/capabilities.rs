@@ -320,6 +320,13 @@ impl Capabilities {
         }
     }
 
+    /// What is offered as a whole is something else: what came of secondary controls is offered now, what went is not.
+    pub fn follow_secondary(&mut self, old: &Self, new: &Self) {
+        let came = new.secondary.may() & !old.secondary.may();
+        let may = self.secondary.may() & new.secondary.may() | came;
+        self.secondary = allowed(self.secondary.must(), may);
+    }
+
     /// Secondary controls, and what EPT and VPID can do: each needs the other's support.
     fn translation(host: &Host, offer: &Offer, primary: Allowed) -> (u32, u64) {
         let has_secondary = primary.may() & ProcControls::SECONDARY.bits() != 0;

@@ -74,3 +74,24 @@ fn a_vmm_narrows_and_never_widens() {
     assert_eq!(c.restrict(&whole, 0x491, 2, false), Err(Refused::NotNarrower));
     assert_eq!(c.restrict(&whole, 0x492, 0, false), Err(Refused::Unknown));
 }
+
+#[test]
+fn what_comes_and_goes_with_cpuid_leaves_what_the_vmm_took() {
+    use x86::vmcs::ProcControls2;
+    let with = Capabilities::compute(&crate::example::EVERYTHING, &Offer::WHOLE);
+    let offer = Offer {
+        secondary: Offer::WHOLE.secondary.difference(ProcControls2::XSAVES),
+        ..Offer::WHOLE
+    };
+    let without = Capabilities::compute(&crate::example::EVERYTHING, &offer);
+    let has = |c: &Capabilities, what: ProcControls2| c.secondary.may() & what.bits() != 0;
+    let mut c = without;
+    let less = c.secondary.0 & !(u64::from(ProcControls2::RDSEED.bits()) << 32);
+    c.restrict(&without, x86::vmcs::capability::VMX_PROCBASED_CTLS2, less, false).unwrap();
+    c.follow_secondary(&without, &with);
+    assert!(has(&c, ProcControls2::XSAVES) && !has(&c, ProcControls2::RDSEED));
+    c.follow_secondary(&with, &with);
+    assert!(has(&c, ProcControls2::XSAVES) && !has(&c, ProcControls2::RDSEED));
+    c.follow_secondary(&with, &without);
+    assert!(!has(&c, ProcControls2::XSAVES) && has(&c, ProcControls2::RDRAND));
+}

@@ -268,3 +268,39 @@ fn a_priority_below_the_threshold_is_told_behind_what_the_entry_injects() {
         assert_eq!(u64::from(found.get(field::EXIT_REASON)), BELOW);
     }
 }
+
+/// L2 writes the TSC, which L1 lets it do, while L1's preemption timer runs: the timer runs on as if nothing had been.
+#[test]
+fn a_write_of_the_tsc_moves_no_end_of_a_timer() {
+    let mut v = vmcs12();
+    v.set(field::PIN_CONTROLS, v.get(field::PIN_CONTROLS) | 1 << 6);
+    v.set(field::PROC_CONTROLS, v.get(field::PROC_CONTROLS) | 1 << 28);
+    v.set(field::MSR_BITMAP, 0xd000);
+    v.set(field::PREEMPTION_TIMER, 1000);
+    let f = vmx::Features {
+        preemption_timer: Some(5),
+        pin: vmx::Controls {
+            base: features().pin.base | x86::vmcs::PinControls::PREEMPTION_TIMER,
+            ..features().pin
+        },
+        ..features()
+    };
+    let mut machine = Hypervisor::on(f, &v);
+    machine.vmlaunch();
+    for delta in [0x100_0000u64, 0x10_0000u64.wrapping_neg()] {
+        machine.then(move |vmcs, gprs| {
+            let now = vmcs.get(field::TSC_OFFSET).wrapping_add(delta);
+            let left = vmcs.get(field::PREEMPTION_TIMER);
+            assert!((900..=1000).contains(&left), "{left}");
+            (gprs.0[RAX], gprs.0[RCX], gprs.0[2]) = (now & 0xffff_ffff, 0x10, now >> 32);
+            exit(ExitReason::Wrmsr)(vmcs, gprs);
+        });
+    }
+    machine.then(|vmcs, gprs| {
+        let left = vmcs.get(field::PREEMPTION_TIMER);
+        assert!((900..=1000).contains(&left), "{left}");
+        exit(ExitReason::Cpuid)(vmcs, gprs);
+    });
+    machine.then(shutdown);
+    assert_eq!(machine.run(), UserExit::Shutdown);
+}

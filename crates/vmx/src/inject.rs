@@ -209,6 +209,10 @@ impl<C: Cpu> Injection for Vmx<C> {
             }
         }
         if has_length(info) {
+            if event == Event::Software(Vector(vector::DB)) && self.injects_int1_for_l1() {
+                // INT1, whose gate does not ask for CPL.
+                info = (info & !event::TYPE) | event::PRIVILEGED_SOFT_EXCEPTION;
+            }
             self.set(fields::ENTRY_INSTRUCTION_LENGTH, self.event_length());
         }
         self.set(fields::ENTRY_INTERRUPTION, info);

@@ -71,6 +71,12 @@ impl Deadline {
         u32::try_from(self.0.saturating_sub(tsc >> TIMER_RATE)).unwrap_or(u32::MAX)
     }
 
+    /// The same time once L1's TSC is so much later.
+    #[must_use]
+    pub fn moved(self, delta: u64) -> Self {
+        Self(self.0.wrapping_add((delta as i64 >> TIMER_RATE) as u64))
+    }
+
     /// The time of L1's TSC at which it runs out.
     pub fn tsc(self) -> u64 {
         self.0.saturating_mul(1 << TIMER_RATE)
@@ -109,6 +115,8 @@ mod tests {
             [3200, 3231, 3232, 3519, 3520, 9999].map(|t| deadline.left(t)),
             [10, 10, 9, 1, 0, 0]
         );
+        assert_eq!(deadline.moved(64), Deadline(112));
+        assert_eq!(deadline.moved(64u64.wrapping_neg()), Deadline(108));
         assert_eq!(Deadline(u64::MAX).tsc(), u64::MAX);
         assert_eq!(Deadline(u64::MAX).left(0), u32::MAX);
     }

@@ -324,6 +324,9 @@ impl<B: Backend> Vcpu<B> {
     fn move_tsc(&mut self, delta: i64) {
         self.rare.tsc.offset = self.rare.tsc.offset.wrapping_add(delta as u64);
         self.b.set_tsc(self.rare.tsc.offset, self.rare.tsc.ratio);
+        if let Some(nested) = self.b.nested_mut() {
+            nested.follow_tsc_write(delta as u64);
+        }
         self.tsc_changed();
     }
 

@@ -98,9 +98,10 @@ impl<C: Cpu> Vmx<C> {
         let whole = whole(&self.features, &self.cold.limits);
         match &mut self.nested {
             Some(n) if !n.machine.is_in_operation() => {
-                n.whole = whole;
-                // What the VMM has taken away stays away: of them this one alone follows from CPUID.
+                let old = core::mem::replace(&mut n.whole, whole);
+                // What the VMM has taken away stays away: these two alone follow from CPUID.
                 n.machine.capabilities.cr4_fixed1 = whole.cr4_fixed1;
+                n.machine.capabilities.follow_secondary(&old, &whole);
                 n.machine.touch_all();
             }
             Some(_) => {}

@@ -1,6 +1,6 @@
 //! What L1 hears of L2's exits, and of what L0 carries out for L2, over the model CPU.
 
-use backend::{Executed, MonitorTrap as _, Nested as _, Permissions as _};
+use backend::{Claim, Executed, MonitorTrap as _, Nested as _, Permissions as _, WorldSwitch as _};
 use x86::vmcs::{ExitReason, ProcControls2, field};
 
 use super::round_trip_tests::{Rig, good};
@@ -283,4 +283,86 @@ fn l1_runs_with_the_rsp_that_user_space_has_set_behind_l2() {
     r.v.abandon(&mut r.g);
     r.g.0[backend::RSP] = 0x7778;
     r.enter(ExitReason::Hlt, |v| assert_eq!(v.get(field::GUEST_RSP), 0x7778));
+}
+
+/// L1 injects what else an instruction makes, INT n or INT1, and its delivery is interrupted: it is injected again as what it
+/// is, also when the state was saved meanwhile.
+#[test]
+fn what_l1_injects_is_injected_again_as_it_is() {
+    use backend::{Event, Injection as _, NestedState as _};
+    use zerocopy::FromBytes as _;
+    extern crate std;
+    use std::vec;
+    for (kind, vector) in [(event::SOFT, 0x80), (event::PRIVILEGED_SOFT_EXCEPTION, 1)] {
+        let information = event::VALID | kind | vector;
+        let mut v = good();
+        v.set(field::ENTRY_INTERRUPTION, information);
+        v.set(field::ENTRY_INSTRUCTION_LENGTH, 1);
+        let mut r = Rig::new(&v, 0xd01);
+        assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+        for saves in [false, true, true] {
+            r.enter(ExitReason::EptViolation, move |v| {
+                assert_eq!(v.get(field::ENTRY_INTERRUPTION), information);
+                v.set(field::ENTRY_INTERRUPTION, information & !event::VALID);
+                v.set(field::IDT_VECTORING, information);
+            });
+            assert_eq!(r.v.claims(&r.g, &r.m), Ok(Claim::L0));
+            assert!(r.v.repeats_injection());
+            let again = backend::Exits::interrupted_delivery(&r.v);
+            assert_eq!(again, Some(Event::Software(Vector(vector as u8))));
+            if saves {
+                r.leave_loop();
+                let mut state = vec![0; r.v.state_size()];
+                r.v.save_state(&r.g, &mut state).unwrap();
+                let header = nested_vmx::saved::HEADER;
+                let saved = nested_vmx::Vmcs12::read_from_prefix(&state[header..]).unwrap().0;
+                assert_eq!(saved.get(field::ENTRY_INTERRUPTION) & event::VALID, 0);
+                assert!(r.v.repeats_injection(), "it goes on here");
+                r.v.load(0);
+            }
+            r.v.inject(Event::Software(Vector(vector as u8)));
+        }
+    }
+}
+
+/// How wide an address of L1's host state may be is what the CPU can do, and not what L1 uses (SDM vol. 3C §27.2.2).
+#[test]
+fn addresses_of_the_host_state_are_as_wide_as_the_cpu_has_them() {
+    use backend::GuestLimits;
+    for (la57, done) in [(false, Executed::Retired), (true, Executed::Entered)] {
+        let mut v = good();
+        v.set(field::HOST_FS_BASE, 1 << 52);
+        let mut r = Rig::new(&v, 0xd01);
+        let wide = if la57 { Cr4::LA57 } else { Cr4::empty() };
+        r.v.set_limits(GuestLimits {
+            cr4_allowed: Cr4::from_bits_retain(0x77_27ff) | wide,
+            efer_allowed: 0xd01,
+            maxphyaddr: 40,
+            vmx: true,
+            xsave: true,
+            ..GuestLimits::default()
+        });
+        assert_eq!(r.go(ExitReason::Vmlaunch), done, "{la57}");
+    }
+}
+
+/// XSAVES comes and goes with CPUID.
+#[test]
+fn a_second_cpuid_gives_and_takes_xsaves() {
+    use backend::{GuestLimits, Msrs as _};
+    let f = crate::features::Features { xsaves: true, ..super::round_trip_tests::features() };
+    let mut r = Rig::on(f, &good(), 0xd01);
+    r.v.leave_operation();
+    for xsave in [false, true, false] {
+        r.v.set_limits(GuestLimits {
+            cr4_allowed: Cr4::from_bits_retain(0x77_27ff),
+            efer_allowed: 0xd01,
+            maxphyaddr: 40,
+            vmx: true,
+            xsave,
+            ..GuestLimits::default()
+        });
+        let offered = r.v.msr(x86::vmcs::capability::VMX_PROCBASED_CTLS2).unwrap() >> 32;
+        assert_eq!(offered & u64::from(ProcControls2::XSAVES.bits()) != 0, xsave);
+    }
 }

@@ -52,7 +52,8 @@ impl<C: Cpu> Vmx<C> {
 
     /// What the vCPU's CPUID and state say about values.
     pub(crate) fn nested_limits(&self) -> Limits {
-        let wide = self.cr4.contains(Cr4::LA57);
+        // What a CPU checks of addresses in a VMCS goes by what it can do, whatever CR4 says.
+        let wide = self.cold.limits.cr4_allowed.contains(Cr4::LA57);
         Limits {
             physical_bits: self.cold.limits.maxphyaddr,
             linear_bits: if wide { LINEAR_BITS.1 } else { LINEAR_BITS.0 },

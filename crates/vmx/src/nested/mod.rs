@@ -44,7 +44,11 @@ use nested_vmx::{
 use x86::vmcs::{ExitReason, ProcControls, event, field};
 use x86::{Cr0, Cr4, Dr6, Efer, Gpa, Rflags, Vector};
 
-use crate::{fields, inject, permission::MsrMap, state::Vmx};
+use crate::{
+    fields, inject,
+    permission::MsrMap,
+    state::{Vmx, attention},
+};
 use kept::Nested;
 
 impl<C: Cpu> Nesting for Vmx<C> {
@@ -82,6 +86,17 @@ impl<C: Cpu> Vmx<C> {
     fn in_operation(&self) -> Option<&Nested> {
         let on = |n: &&KBox<Nested>| n.machine.is_in_operation() && self.cr4.contains(Cr4::VMXE);
         self.nested.as_ref().filter(on).map(|n| &**n)
+    }
+
+    /// Whether L2 was entered with an INT1 of L1's, whose delivery may have to be begun again.
+    #[cold]
+    pub(crate) fn injects_int1_for_l1(&self) -> bool {
+        let is_int1 = event::VALID | event::PRIVILEGED_SOFT_EXCEPTION;
+        self.cold.of_l1.runs
+            && self.nested.as_ref().is_some_and(|n| {
+                let information = n.machine.vmcs12().get(field::ENTRY_INTERRUPTION);
+                information & (event::VALID | event::TYPE) == is_int1
+            })
     }
 
     /// L1 is reset: it is in VMX operation no more.
@@ -153,6 +168,17 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
 
     fn take_tsc_write(&mut self) -> Option<u64> {
         self.cold.tsc_moved.take()
+    }
+
+    fn follow_tsc_write(&mut self, delta: u64) {
+        if self.cold.of_l1.runs
+            && let Some(n) = &mut self.nested
+            && let Some(deadline) = &mut n.timer
+        {
+            *deadline = deadline.moved(delta);
+            self.cold.of_l1.timer = deadline.tsc().max(1);
+            self.attention |= attention::TIMER;
+        }
     }
 
     fn tsc_of_l2(&self, host: u64) -> Option<u64> {

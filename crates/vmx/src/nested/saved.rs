@@ -141,11 +141,15 @@ impl<C: Cpu> NestedState for Vmx<C> {
 
     fn save_state(&mut self, gprs: &Gprs, into: &mut [u8]) -> Result<(), Unrestorable> {
         self.with_nested(|this, n| {
+            let asked = n.machine.vmcs12().get(field::ENTRY_INTERRUPTION);
             if n.machine.current().is_some() {
                 this.bring_up_to_date(n, gprs);
             }
             let deadline = n.timer.map(|deadline| deadline.0);
-            saved::save(&n.machine, deadline, into).map(|_| ()).ok_or(Unrestorable::Missing)
+            let saved = saved::save(&n.machine, deadline, into).map(|_| ());
+            // The state alone has it otherwise: it says what is to be injected again, if L2 goes on here.
+            n.machine.vmcs12_mut().set(field::ENTRY_INTERRUPTION, asked);
+            saved.ok_or(Unrestorable::Missing)
         })
         .unwrap_or(Err(Unrestorable::Invalid))
     }
