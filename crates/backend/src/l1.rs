@@ -50,6 +50,24 @@ pub enum Reach {
     Outside,
 }
 
+/// An MSR in a list of L1's that the vCPU has and not the instruction set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ListMsr {
+    /// Its index.
+    pub index: u32,
+    /// What is done with it.
+    pub act: ListAct,
+}
+
+/// What a list does with an MSR.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ListAct {
+    /// It is loaded with this.
+    Load(u64),
+    /// It is stored here.
+    Store(Gpa),
+}
+
 /// What L2 does instead of running.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sleep {

@@ -36,7 +36,7 @@ pub use exit::{
 };
 pub use exits::Exits;
 pub use inject::{Injection, NmiWindow};
-pub use l1::{Executed, L1Memory, Outside, Reach, Sleep};
+pub use l1::{Executed, L1Memory, ListAct, ListMsr, Outside, Reach, Sleep};
 pub use live::LiveRegisters;
 pub use msrs::{Msrs, NotMine};
 pub use nested::{Asleep, Claim, Cr0Write, Gate, Level, MonitorTrap, Nested, Nesting, Waiting};

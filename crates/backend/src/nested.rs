@@ -12,7 +12,7 @@ use x86::{Cr0, Cr4, Efer, Exception, Gpa, Vector};
 use crate::{
     Event, Gprs, NestedPaging, NestedState, Sleep,
     ability::Absent,
-    l1::{Executed, L1Memory, Outside},
+    l1::{Executed, L1Memory, ListMsr, Outside},
 };
 
 /// Which of the two runs.
@@ -213,6 +213,20 @@ pub trait Nested: NestedPaging + NestedState {
     fn tsc_of_l2(&self, host: u64) -> Option<u64>;
     /// By how much a list of MSRs has moved L1's TSC since this was asked last: the block has it, and the vCPU is to know.
     fn take_tsc_write(&mut self) -> Option<u64>;
+    /// The MSR that comes next of those that lists of L1's name and the vCPU has, in the order of the lists. Asked for where
+    /// [`take_tsc_write`](Self::take_tsc_write) says something.
+    fn next_list_msr(&mut self) -> Option<ListMsr> {
+        None
+    }
+    /// That MSR cannot be done, and no more of them are asked for. True: the entry of L2 fails at it, as soon as
+    /// [`fail_at_list`](Self::fail_at_list) is called. False: L1 cannot go on.
+    fn refuse_list_msr(&mut self) -> bool {
+        false
+    }
+    /// Has the entry of L2 fail whose list was refused, if there is one.
+    fn fail_at_list(&mut self, _gprs: &mut Gprs, _l1: &impl L1Memory) -> Option<Executed> {
+        None
+    }
     /// The guest has written L1's TSC, which is this much later: a timer of L1's counts on as it did.
     fn follow_tsc_write(&mut self, _delta: u64) {}
     /// Whether L2 would not sleep in HLT, though no event waits for it here: L1 has given it a virtual interrupt, or

@@ -304,3 +304,76 @@ fn a_write_of_the_tsc_moves_no_end_of_a_timer() {
     machine.then(shutdown);
     assert_eq!(machine.run(), UserExit::Shutdown);
 }
+
+/// Lists of MSRs name what the vCPU has, and not the instruction set: an entry loads it, an exit stores what L2 has and loads
+/// what L1 gets. An entry whose list has a value that WRMSR refuses, or an MSR that there is not, fails at it.
+#[test]
+fn lists_name_msrs_of_the_vcpu() {
+    const MTRRS: u64 = 0x2ff;
+    const LISTS: u64 = 0xe000;
+    let (of_l2, of_l1) = (0xc06, 0x806);
+    for (loaded, failed) in [
+        ([(MTRRS, of_l2), (0xc000_0102, 1)], 0),
+        ([(MTRRS, 2), (0xc000_0102, 1)], 1),
+        ([(0xc000_0102, 1), (0x1234_5678, 0)], 2),
+        ([(MTRRS, of_l2), (0x830, 0)], 2),
+    ] {
+        let mut v = vmcs12();
+        for (count, at, lengths) in [
+            (field::ENTRY_MSR_LOAD_COUNT, field::ENTRY_MSR_LOAD_ADDR, (2, LISTS)),
+            (field::EXIT_MSR_STORE_COUNT, field::EXIT_MSR_STORE_ADDR, (1, LISTS + 0x100)),
+            (field::EXIT_MSR_LOAD_COUNT, field::EXIT_MSR_LOAD_ADDR, (1, LISTS + 0x200)),
+        ] {
+            v.set(count, lengths.0);
+            v.set(at, lengths.1);
+        }
+        let mut machine = Hypervisor::on(features(), &v);
+        for (n, (index, value)) in (0..).zip(loaded) {
+            machine.put(LISTS + 16 * n, index);
+            machine.put(LISTS + 16 * n + 8, value);
+        }
+        machine.put(LISTS + 0x100, MTRRS);
+        machine.put(LISTS + 0x200, MTRRS);
+        machine.put(LISTS + 0x208, of_l1);
+        machine.vmlaunch();
+        if failed == 0 {
+            machine.then(|vmcs, gprs| {
+                assert_eq!(vmcs.get(field::GUEST_RIP), L2_RIP);
+                exit(ExitReason::Cpuid)(vmcs, gprs);
+            });
+        }
+        machine.then(|vmcs, gprs| {
+            assert_eq!(vmcs.get(field::GUEST_RIP), L1_RIP);
+            shutdown(vmcs, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Shutdown);
+        assert_eq!(machine.vcpu.read_msr(MTRRS as u32, true), Ok(of_l1), "L1's host state");
+        let stored = if failed == 0 { of_l2 } else { 0 };
+        assert_eq!(machine.get(LISTS + 0x108), stored);
+        let mut state = vec![0; machine.vcpu.nested_state_size().unwrap()];
+        machine.vcpu.nested_state(&mut state).unwrap();
+        let vmcs = &state[nested_vmx::saved::HEADER..];
+        let found = nested_vmx::Vmcs12::read_from_prefix(vmcs).unwrap().0;
+        let told = (found.get(field::EXIT_REASON), found.get(field::EXIT_QUALIFICATION));
+        assert_eq!(told, if failed == 0 { (10, 0) } else { (0x8000_0022, failed) });
+    }
+}
+
+/// What an exit's list asks for and is not to be had is a VMX abort.
+#[test]
+fn an_exit_whose_list_cannot_be_done_shuts_the_vcpu_down() {
+    for (store, load) in [(0x1234_5678, 0x2ff), (0x2ff, 0x1234_5678)] {
+        let mut v = vmcs12();
+        v.set(field::EXIT_MSR_STORE_COUNT, 1);
+        v.set(field::EXIT_MSR_STORE_ADDR, 0xe100);
+        v.set(field::EXIT_MSR_LOAD_COUNT, 1);
+        v.set(field::EXIT_MSR_LOAD_ADDR, 0xe200);
+        let mut machine = Hypervisor::on(features(), &v);
+        machine.put(0xe100, store);
+        machine.put(0xe200, load);
+        machine.put(0xe208, 0x806);
+        machine.vmlaunch();
+        machine.then(exit(ExitReason::Cpuid));
+        assert_eq!(machine.run(), UserExit::Shutdown);
+    }
+}

@@ -231,7 +231,7 @@ impl<B: Backend> Vcpu<B> {
     /// Outside the loop: ends L2's run for what could not do so where it arose.
     pub(crate) fn end_l2_outside(&mut self) {
         self.load_due_pdptes();
-        if !self.refuse_noted() {
+        if !self.fail_at_list() && !self.refuse_noted() {
             let ended = self.end_l2_for_event(None);
             // Else nobody would look for it once L2 was entered.
             if ended == Ended::AfterEntry && self.owes_trap() {

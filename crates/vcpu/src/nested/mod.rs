@@ -14,6 +14,7 @@
 //! tables ([`memory`]). Where L1 has tables of its own for L2 is in [`paging`]. Else the loop is left and the same is done again outside, where a page may be waited for.
 
 mod events;
+mod lists;
 mod memory;
 pub(crate) mod paging;
 mod saved;

@@ -119,7 +119,10 @@ impl<B: Backend> Vcpu<B> {
             act(self)
         };
         if let Some(delta) = self.b.nested_mut().and_then(Nested::take_tsc_write) {
-            self.follow_tsc_write(delta);
+            if delta != 0 {
+                self.follow_tsc_write(delta);
+            }
+            self.do_list_msrs();
         }
         done
     }

@@ -117,6 +117,11 @@ impl Hypervisor {
         self.memory.words()[at as usize / 8].store(value, std::sync::atomic::Ordering::Relaxed);
     }
 
+    /// Reads a word of memory.
+    pub fn get(&self, at: u64) -> u64 {
+        self.memory.words()[at as usize / 8].load(std::sync::atomic::Ordering::Relaxed)
+    }
+
     /// What the CPU does next.
     pub fn then(&mut self, step: impl FnMut(&mut ModelVmcs, &mut Gprs) + Send + 'static) {
         self.vcpu.backend().cpu().inner().vmx.then(step);

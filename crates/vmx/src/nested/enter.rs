@@ -1,6 +1,8 @@
 //! VMLAUNCH and VMRESUME of L1: vmcs02 is composed from what changed, and L2 is what runs.
 
-use backend::{Executed, Gprs, L1Memory, LiveRegisters, Msrs, RSP, Sleep, TSC_RATIO_ONE};
+use backend::{
+    Executed, Gprs, L1Memory, ListAct, ListMsr, LiveRegisters, Msrs, RSP, Sleep, TSC_RATIO_ONE,
+};
 use cpu::Cpu;
 use nested_vmx::apic_page;
 use nested_vmx::checks::{Limits, guest::activity_state, is_pat};
@@ -414,20 +416,32 @@ impl<C: Cpu> Vmx<C> {
     ) -> Result<(), EntryFailure> {
         // vmcs02 gets words that VMCS12 does not name.
         n.machine.touch_all();
+        n.forget_list();
         let list = entry_loads(n.machine.vmcs12(), &n.machine.capabilities);
         let limits = self.nested_limits();
         let mut done = 0;
         while let Some(step) = list.load(done, &limits, memory) {
             let step = step.map_err(|bad| EntryFailure::msr(bad.0))?;
-            self.load_list_msr(n, step.msr, step.value)
+            self.load_list_msr(n, step.msr, step.value, step.number)
                 .map_err(|()| EntryFailure::msr(step.number))?;
             done = done.wrapping_add(1);
         }
         Ok(())
     }
 
-    /// Loads an MSR as an entry of a list says, for the level that runs.
-    pub(super) fn load_list_msr(&mut self, n: &Nested, index: u32, value: u64) -> Result<(), ()> {
+    /// Has the vCPU ask for what a list leaves to it.
+    pub(super) fn call_for_list(&mut self) {
+        self.cold.tsc_moved.get_or_insert(0);
+    }
+
+    /// Loads an MSR as an entry of a list says, for the level that runs, or has the vCPU do it. `number`: in an entry's list.
+    pub(super) fn load_list_msr(
+        &mut self,
+        n: &mut Nested,
+        index: u32,
+        value: u64,
+        number: u32,
+    ) -> Result<(), ()> {
         if self.denies_in_list(index).1 {
             return Err(());
         }
@@ -443,7 +457,10 @@ impl<C: Cpu> Vmx<C> {
                 self.write_tsc(n, value);
                 return Ok(());
             }
-            _ => false,
+            _ => {
+                self.call_for_list();
+                return n.leave_to_vcpu(ListMsr { index, act: ListAct::Load(value) }, number);
+            }
         };
         if !good {
             return Err(());

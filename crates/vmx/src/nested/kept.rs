@@ -2,7 +2,7 @@
 
 use core::cell::Cell;
 
-use backend::L1Flush;
+use backend::{L1Flush, ListMsr};
 use host::{KBox, NoMemory};
 use nested_vmx::{
     Capabilities, Machine,
@@ -11,7 +11,10 @@ use nested_vmx::{
 use x86::vmcs::{ExitControls, field};
 use x86::{Cr0, Cr4};
 
-use crate::{features::Features, host_words::HostWords, shadow_vmcs::Shadow, vmcs::Vmcs};
+use crate::{
+    features::Features, host_words::HostWords, nested::list::Waiting, shadow_vmcs::Shadow,
+    vmcs::Vmcs,
+};
 
 /// What L1 asks of L2 in words that L0 changes while L2 runs: it stays as L1 wants it. All zero with L1.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -83,6 +86,8 @@ pub(crate) struct Nested {
     pub(crate) flush_due: bool,
     /// What L1 has flushed of those tables since an entry looked.
     pub(crate) flushed: L1Flush,
+    /// What lists of MSRs leave to the vCPU.
+    pub(crate) list: Option<KBox<Waiting>>,
     /// When L1's preemption timer runs down, while L2 runs with one.
     pub(crate) timer: Option<Deadline>,
     /// Everything is composed at each entry: nothing is known to be unchanged.
@@ -125,6 +130,7 @@ impl Nested {
             root: 0,
             flush_due: false,
             flushed: L1Flush::None,
+            list: None,
             timer: None,
             without_tracking: !host::params::nested_dirty_tracking(),
         }
@@ -141,6 +147,23 @@ impl Nested {
         self.other.clear_elsewhere();
         if let Some(shadow) = &self.shadow {
             shadow.vmcs.clear_elsewhere();
+        }
+    }
+
+    /// Leaves an MSR of a list to the vCPU. `number`: in an entry's list.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn leave_to_vcpu(&mut self, msr: ListMsr, number: u32) -> Result<(), ()> {
+        if self.list.is_none() {
+            self.list = Some(KBox::new(Waiting::NONE).map_err(|_| ())?);
+        }
+        self.list.as_mut().map_or(Err(()), |list| list.push(msr, number))
+    }
+
+    /// Nothing of a list waits any more.
+    pub(crate) fn forget_list(&mut self) {
+        if let Some(list) = &mut self.list {
+            list.forget();
         }
     }
 

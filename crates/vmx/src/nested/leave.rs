@@ -1,8 +1,8 @@
 //! L2's run ends: what it left goes into the VMCS12, and L1 goes on behind its entry.
 
 use backend::{
-    Claim, ControlRegisters, Executed, Gprs, Injection, L1Memory, Msrs, Outside, PdpteRegisters,
-    RSP, Registers, SegmentName,
+    Claim, ControlRegisters, Executed, Gprs, Injection, L1Memory, ListAct, ListMsr, Msrs, Outside,
+    PdpteRegisters, RSP, Registers, SegmentName,
 };
 use cpu::Cpu;
 use nested_vmx::leave::Report;
@@ -153,8 +153,9 @@ impl<C: Cpu> Vmx<C> {
         if n.needs_memory_to_leave() && !memory.is_whole() {
             return Executed::Outside;
         }
-        // What was to be injected was not.
+        // What was to be injected was not, and what was to be loaded is not.
         self.drop_injection();
+        n.forget_list();
         let kept = Kept { cr0: self.cr0.bits(), efer: self.efer.bits() };
         n.machine.fail_entry(failure);
         self.give_shadow(n);
@@ -163,6 +164,20 @@ impl<C: Cpu> Vmx<C> {
         self.exchange(n);
         self.stop_timer(n);
         self.load_host(n, gprs, kept, failure.reason, false, memory)
+    }
+
+    /// Has the entry of L2 fail whose list the vCPU has refused, if there is one. L2 has not run.
+    pub(super) fn fail_refused<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &mut Gprs,
+        l1: &M,
+    ) -> Option<Executed> {
+        let number = n.list.as_mut()?.take_failed();
+        if number == 0 || !self.cold.of_l1.runs {
+            return None;
+        }
+        Some(self.fail_loaded_entry(n, gprs, EntryFailure::msr(number), &Memory::new(l1)))
     }
 
     /// L1 goes on with the state that its VMCS names. vmcs01 is the vCPU's.
@@ -285,7 +300,7 @@ impl<C: Cpu> Vmx<C> {
     #[inline(never)]
     fn load_host_msr_list<M: L1Memory>(
         &mut self,
-        n: &Nested,
+        n: &mut Nested,
         memory: &Memory<'_, M>,
     ) -> Result<(), ()> {
         let list = host::loads(n.machine.vmcs12(), &n.machine.capabilities);
@@ -293,7 +308,7 @@ impl<C: Cpu> Vmx<C> {
         let mut done = 0;
         while let Some(step) = list.load(done, &limits, memory) {
             let step = step.map_err(|_| ())?;
-            self.load_list_msr(n, step.msr, step.value)?;
+            self.load_list_msr(n, step.msr, step.value, 0)?;
             done = done.wrapping_add(1);
         }
         Ok(())
@@ -303,9 +318,10 @@ impl<C: Cpu> Vmx<C> {
     #[inline(never)]
     fn store_msr_list<M: L1Memory>(
         &mut self,
-        n: &Nested,
+        n: &mut Nested,
         memory: &Memory<'_, M>,
     ) -> Result<(), ()> {
+        n.forget_list();
         let list = host::stores(n.machine.vmcs12(), &n.machine.capabilities);
         let limits = self.nested_limits();
         let mut done = 0;
@@ -322,7 +338,15 @@ impl<C: Cpu> Vmx<C> {
                     // The list is carried out by L1's CPU, which knows of no offset of L2's.
                     self.tsc_of_l1().at(host)
                 }
-                index => self.msr(index).map_err(|_| ())?,
+                index => match self.msr(index) {
+                    Ok(value) => value,
+                    Err(_) => {
+                        self.call_for_list();
+                        n.leave_to_vcpu(ListMsr { index, act: ListAct::Store(step.slot) }, 0)?;
+                        done = done.wrapping_add(1);
+                        continue;
+                    }
+                },
             };
             memory.write(step.slot, &value.to_le_bytes()).map_err(|_| ())?;
             done = done.wrapping_add(1);

@@ -16,6 +16,7 @@ mod host_tables;
 mod instruction;
 pub(crate) mod kept;
 mod leave;
+mod list;
 #[cfg(test)]
 mod list_tests;
 mod priority;
@@ -33,7 +34,7 @@ mod tables;
 mod timer;
 
 use backend::{
-    Claim, Event, Executed, Gate, Gprs, Injection, L1Memory, Level, Nesting, Outside,
+    Claim, Event, Executed, Gate, Gprs, Injection, L1Memory, Level, ListMsr, Nesting, Outside,
     Registers as _, Sleep, Waiting,
 };
 use cpu::Cpu;
@@ -168,6 +169,20 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
 
     fn take_tsc_write(&mut self) -> Option<u64> {
         self.cold.tsc_moved.take()
+    }
+
+    fn next_list_msr(&mut self) -> Option<ListMsr> {
+        self.nested.as_mut()?.list.as_mut()?.take()
+    }
+
+    fn refuse_list_msr(&mut self) -> bool {
+        let runs = self.cold.of_l1.runs;
+        let list = self.nested.as_mut().and_then(|n| n.list.as_mut());
+        list.is_some_and(|list| list.refuse(runs))
+    }
+
+    fn fail_at_list(&mut self, gprs: &mut Gprs, l1: &impl L1Memory) -> Option<Executed> {
+        self.with_nested(|this, n| this.fail_refused(n, gprs, l1)).flatten()
     }
 
     fn follow_tsc_write(&mut self, delta: u64) {

@@ -156,6 +156,7 @@ impl<C: Cpu> Vmx<C> {
             self.own();
             self.exchange(n);
             self.stop_timer(n);
+            n.forget_list();
             // Somebody sets the registers of L1 from now on: what is not known is taken for the guest's own.
             let _ = self.get(fields::GUEST_RSP);
             self.intercept_debug_regs();

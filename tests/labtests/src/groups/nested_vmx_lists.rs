@@ -12,6 +12,7 @@ tests!("nested_vmx_lists":
     lists_may_be_as_long_as_the_cpu_says,
     a_list_fails_the_entry_at_its_bad_entry,
     what_a_list_loads_l2_has,
+    a_list_names_any_msr_that_l1_writes,
 );
 
 /// Three lists, 8 KiB each.
@@ -111,4 +112,28 @@ fn what_a_list_loads_l2_has() -> Outcome {
     let found = (guest.memory.read(STORED + 8), guest.memory.read(STORED + 24));
     equal("what L2 has left", found, (0x4321, 0x1234))?;
     equal("what L1 has", guest.vcpu().msr(KERNEL_GS_BASE as u32)?, Some(0x5678))
+}
+
+/// MTRRs, which are the vCPU's: an entry loads one, an exit stores what L2 has of it and gives L1 another. What WRMSR of L1's
+/// refuses fails the entry.
+fn a_list_names_any_msr_that_l1_writes() -> Outcome {
+    const MTRR_DEF_TYPE: u64 = 0x2ff;
+    const OF_L2: u64 = 0xc06;
+    const OF_L1: u64 = 0x806;
+    let guest = with(program(), &L2_CPUID)?;
+    guest.reach_mark()?;
+    put(&guest, LOADED, &[(KERNEL_GS_BASE, 0x1234), (MTRR_DEF_TYPE, OF_L2)]);
+    put(&guest, STORED, &[(MTRR_DEF_TYPE, 0)]);
+    put(&guest, HOST, &[(MTRR_DEF_TYPE, OF_L1)]);
+    exits(&guest, &lists(2, 1, 1))?;
+    equal("what L2 has left", guest.memory.read(STORED + 8), OF_L2)?;
+    equal("what L1 has", guest.vcpu().msr(MTRR_DEF_TYPE as u32)?, Some(OF_L1))?;
+    for bad in [(MTRR_DEF_TYPE, 2), (0x1234_5678, 0)] {
+        put(&guest, LOADED, &[(KERNEL_GS_BASE, 0x1234), bad]);
+        launch(&guest, &lists(2, 0, 0))?;
+        let found = (guest.result(0), guest.result(1), guest.result(QUALIFICATION));
+        equal("fails", found, (EXITED, FAILED_IN_A_LIST, 2))?;
+        launch_good(&guest)?;
+    }
+    Ok(())
 }

@@ -1,0 +1,49 @@
+//! MSRs in lists of L1's that are the vCPU's: what an entry loads, and what an exit stores and loads (SDM vol. 3C §27.4,
+//! §28.4, §28.6). Each is done as RDMSR or WRMSR of L1's would be.
+
+use backend::{Backend, ListAct, ListMsr, Nested};
+use msr::Class;
+
+use super::memory::Whole;
+use crate::{Vcpu, run::events::Outer};
+
+impl<B: Backend> Vcpu<B> {
+    /// Does what lists have left to the vCPU. What is refused fails the entry before L2 runs, or shuts the vCPU down.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn do_list_msrs(&mut self) {
+        while let Some(msr) = self.b.nested_mut().and_then(Nested::next_list_msr) {
+            if self.do_list_msr(msr) {
+                continue;
+            }
+            let fails = self.b.nested_mut().is_some_and(Nested::refuse_list_msr);
+            let what = if fails { Outer::NESTED } else { Outer::TRIPLE_FAULT };
+            self.events.outer.set(what, true);
+            self.pending.raise();
+        }
+    }
+
+    fn do_list_msr(&mut self, ListMsr { index, act }: ListMsr) -> bool {
+        let write = matches!(act, ListAct::Load(_));
+        // Those of the x2APIC are in no list while it is one, and else nowhere.
+        if msr::classify(index) == Class::X2Apic || self.msr_denied(index, write) {
+            return false;
+        }
+        match act {
+            ListAct::Load(value) => self.write_msr(index, value, false).is_ok(),
+            ListAct::Store(slot) => self
+                .read_msr(index, false)
+                .is_ok_and(|value| self.memory.write(slot, &value.to_le_bytes()).is_ok()),
+        }
+    }
+
+    /// Before an entry of L2: it fails, if its list was refused.
+    pub(super) fn fail_at_list(&mut self) -> bool {
+        let done = self.across_levels(|v| {
+            v.b.nested_mut()?.fail_at_list(&mut v.gprs, &Whole::new(&v.memory, None))
+        });
+        let Some(done) = done else { return false };
+        let _ = self.executed(done, 0);
+        true
+    }
+}
