@@ -326,6 +326,12 @@ struct gnt_switches {
 extern struct gnt_switches gnt_own_switches;
 int gnt_params_use(struct gnt_switches *given);
 
+/* Parameters of stock KVM's that programs read, where there is nothing to choose here. */
+extern const struct kernel_param_ops gnt_constant_ops, gnt_constant_bool_ops;
+#define GNT_CONSTANT(name, value) \
+	module_param_cb(name, &gnt_constant_ops, value, 0444); \
+	MODULE_PARM_DESC(name, "As in stock KVM, for programs that read it: always " value)
+
 /* main.c */
 #ifdef GNT_SPLIT
 #define GNT_EXPORT	EXPORT_SYMBOL_GPL

@@ -7,6 +7,7 @@
 #include <linux/module.h>
 #include <linux/printk.h>
 #include <linux/string.h>
+#include <linux/sysfs.h>
 
 #include "gannet.h"
 
@@ -29,6 +30,39 @@ static bool lazy_tscdeadline = true;
 module_param(lazy_tscdeadline, bool, 0444);
 MODULE_PARM_DESC(lazy_tscdeadline,
 	"Lazy TSC deadline: guests may put a timer off without an exit (default 1; 0: not offered)");
+
+#ifdef GNT_SPLIT
+
+/* An `options kvm` that was written for the stock module is no reason not to load. */
+static int constant_set(const char *value, const struct kernel_param *kp)
+{
+	pr_warn("parameter %s cannot be changed\n", kp->name);
+	return 0;
+}
+
+static int constant_get(char *buffer, const struct kernel_param *kp)
+{
+	return sysfs_emit(buffer, "%s\n", (const char *)kp->arg);
+}
+
+const struct kernel_param_ops gnt_constant_ops = {
+	.flags = KERNEL_PARAM_OPS_FL_NOARG, .set = constant_set, .get = constant_get
+};
+GNT_EXPORT(gnt_constant_ops);
+
+const struct kernel_param_ops gnt_constant_bool_ops = {
+	.flags = KERNEL_PARAM_OPS_FL_NOARG, .set = constant_set, .get = param_get_bool
+};
+GNT_EXPORT(gnt_constant_bool_ops);
+
+GNT_CONSTANT(force_emulation_prefix, "0");
+GNT_CONSTANT(ignore_msrs, "N");
+GNT_CONSTANT(enable_pmu, "N");
+GNT_CONSTANT(enable_vmware_backdoor, "N");
+GNT_CONSTANT(eager_page_split, "N");
+GNT_CONSTANT(tdp_mmu, "N");
+
+#endif
 
 /* Those of the vendor's module, while it is started; else a set that nobody reads. */
 static struct gnt_switches nobodys = GNT_SWITCHES_DEFAULT;

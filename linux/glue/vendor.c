@@ -66,6 +66,14 @@ MODULE_PARM_DESC(vmentry_l1d_flush,
 #ifdef GNT_SPLIT
 
 #ifdef GNT_AMD
+GNT_CONSTANT(avic, "N");
+#else
+GNT_CONSTANT(allow_smaller_maxphyaddr, "N");
+module_param_cb(unrestricted_guest, &gnt_constant_bool_ops, &SWITCHES.ept, 0444);
+MODULE_PARM_DESC(unrestricted_guest, "As in stock KVM, for programs that read it: as ept");
+#endif
+
+#ifdef GNT_AMD
 #define IS_OURS		true
 #define FEATURE		X86_FEATURE_SVM
 #define CPUS		"AMD"

@@ -116,7 +116,9 @@ fn symbols(layout: &Layout, kernel: Kernel, image: &Image, own: &str) -> Result<
             .filter_map(|symbol| {
                 let symbol = symbol.as_str();
                 // What the vendor's module has of ours.
-                if matches!(symbol, "gnt_start" | "gnt_stop" | "gnt_l1d_ops") && own != "kvm" {
+                let constants = symbol.starts_with("gnt_constant_");
+                let ours = matches!(symbol, "gnt_start" | "gnt_stop" | "gnt_l1d_ops") || constants;
+                if ours && own != "kvm" {
                     return None;
                 }
                 if !allowed.contains(symbol) {
