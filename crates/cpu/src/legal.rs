@@ -8,10 +8,10 @@
 //! APM vol. 2 §15.5.1 (VMRUN), appendix A.
 
 use x86::{
-    Cr0, Cr4, Efer, Hpa, Rflags, Xcr0, msr,
+    Cr0, Cr4, Dr6, Efer, Hpa, Rflags, Xcr0, msr,
     reg::is_canonical,
     vmcb::{self, Intercept4, Vmcb},
-    vmcs::{event, field, invept, invvpid},
+    vmcs::{event, field, interruptibility, invept, invvpid},
 };
 
 /// The CPU takes it, or the reason why not.
@@ -284,6 +284,19 @@ pub fn vmcs_field(encoding: u32, value: u64, limits: &Limits) -> Legal {
         field::GUEST_IDTR_BASE.encoding(),
     ];
     if bases.contains(&encoding) { canonical(value, limits) } else { Ok(()) }
+}
+
+/// VM entry: behind STI and MOV SS a single step is pending exactly if the guest steps (SDM vol. 3C §27.3.1.5).
+pub fn pending_step(interruptibility: u32, rflags: u64, debugctl: u64, pending: u64) -> Legal {
+    const SHADOW: u32 = interruptibility::STI | interruptibility::MOV_SS;
+    if interruptibility & SHADOW == 0 {
+        return Ok(());
+    }
+    let steps = rflags & Rflags::TF.bits() != 0 && debugctl & msr::debugctl::BTF == 0;
+    unless(
+        steps != (pending & Dr6::BS != 0),
+        "in a shadow a step is pending that the guest does not make, or none",
+    )
 }
 
 fn vmx_event(info: u32) -> Legal {

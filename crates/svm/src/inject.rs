@@ -253,6 +253,9 @@ impl<C: Cpu> Injection for Svm<C> {
         core::mem::take(&mut self.cold.nmi.step) == Step::Trapped
     }
 
+    /// VMRUN asks for nothing.
+    fn pass_debug_trap(&mut self) {}
+
     #[inline(always)]
     fn served_apic(&self) -> Option<&Absent> {
         None

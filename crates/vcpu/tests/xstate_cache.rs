@@ -3,7 +3,7 @@
 
 mod rig;
 
-use backend::{Gprs, RCX, RDX};
+use backend::{Gprs, RCX, RDX, Registers};
 use cpu::Op;
 use cpuid::{Entry, Error};
 use gannet_vcpu::{RunInput, UserExit};
@@ -140,14 +140,14 @@ fn with_the_table_no_exit_makes_the_host_execute_cpuid() {
 fn without_it_each_change_costs_one_cpuid_per_component_and_format() {
     let mut v = vcpu_of(&machine(false));
     // With x87 and SSE alone there is no component behind the header.
-    assert_eq!(cpuids(&mut v, |s| s.then(xsetbv(3)).then(toggle_cr4(OSXSAVE))), 0);
+    assert_eq!(cpuids(&mut v, |s| s.then(toggle_cr4(OSXSAVE)).then(xsetbv(3))), 0);
     // After a shutdown the vCPU is as after INIT, which leaves XCR0 alone.
-    assert_eq!(cpuids(&mut v, |s| s.then(xsetbv(7))), 2);
+    assert_eq!(cpuids(&mut v, |s| s.then(toggle_cr4(OSXSAVE)).then(xsetbv(7))), 2 + 2);
     assert_eq!(cpuids(&mut v, |s| s.then(toggle_cr4(OSXSAVE))), 2 + 2);
     assert_eq!(cpuids(&mut v, |s| s.then(toggle_cr4(1 << 4))), 0);
     // What is up to date is not computed again, and neither is it when nothing changes.
     assert_eq!(cpuids(&mut v, |s| s.then(cpuid(0xd, 0)).then(cpuid(1, 0))), 0);
-    assert_eq!(cpuids(&mut v, |s| s.then(xsetbv(7))), 0);
+    assert_eq!(cpuids(&mut v, |s| s.then(toggle_cr4(OSXSAVE)).then(xsetbv(7))), 2 + 2);
     let _ = v.cpuid_entries();
     assert_eq!(cpuids(&mut v, |s| s), 0);
 }
@@ -157,7 +157,7 @@ fn a_cpuid_exit_sees_what_the_guest_has_just_changed() {
     for cache in [true, false] {
         let mut v = vcpu_of(&machine(cache));
         cpuids(&mut v, |s| {
-            s.then(cpuid(0xd, 0));
+            s.then(cpuid(0xd, 0)).then(toggle_cr4(OSXSAVE));
             for (xcr0, size) in [(3, 576), (7, 832), (1, 576)] {
                 s.then(xsetbv(xcr0)).then(cpuid(0xd, 0));
                 s.then(move |vmcb, gprs| {
@@ -176,7 +176,7 @@ fn a_cpuid_exit_sees_what_the_guest_has_just_changed() {
                 s.then(cpuid(1, 0)).then(move |vmcb, gprs| {
                     let shown = gprs.0[RCX] & (1 << 27) != 0;
                     assert_eq!(shown, vmcb.save.cr4 & OSXSAVE != 0);
-                    cpuid(0, 0)(vmcb, gprs);
+                    toggle_cr4(OSXSAVE)(vmcb, gprs);
                 });
             }
             s
@@ -253,7 +253,12 @@ fn play(cache: bool, acts: &[Act]) -> Vec<Vec<Entry>> {
     let mut seen = Vec::new();
     for act in acts {
         match *act {
-            Act::Xsetbv(value) => drop(cpuids(&mut v, |s| s.then(xsetbv(value)))),
+            Act::Xsetbv(value) => {
+                let mut sregs = v.sregs();
+                sregs.cr4 |= x86::Cr4::OSXSAVE;
+                let _ = v.set_sregs(&sregs, None);
+                cpuids(&mut v, |s| s.then(xsetbv(value)));
+            }
             Act::Cr4(bit) => {
                 let mut sregs = v.sregs();
                 sregs.cr4 ^= x86::Cr4::from_bits_retain(bit);
@@ -295,4 +300,16 @@ proptest! {
     ) {
         prop_assert_eq!(play(true, &acts), play(false, &acts));
     }
+}
+
+#[test]
+fn xsetbv_without_osxsave_is_undefined() {
+    let mut v = vcpu_of(&machine(true));
+    let rip = v.backend().rip();
+    v.backend().cpu().inner().then(xsetbv(7)).then(move |vmcb, gprs| {
+        assert_eq!(vmcb.save.rip, rip, "an exception");
+        shutdown(vmcb, gprs);
+    });
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    assert_eq!(v.xcr0(), 1);
 }

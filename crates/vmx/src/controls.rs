@@ -188,7 +188,9 @@ impl<C: Cpu> Permissions for Vmx<C> {
         self.pass_live_msrs();
     }
 
-    fn set_guest_debug(&mut self, breakpoints: bool, _debug: bool) {
+    fn set_guest_debug(&mut self, breakpoints: bool, steps: bool) {
+        self.cold.debugger_steps = steps;
+        self.match_pending_step();
         let bit = Exceptions::BP.bits();
         let old = self.get(fields::EXCEPTION_BITMAP) & !bit;
         let kept = self.cold.of_l1.exceptions & bit;

@@ -140,9 +140,17 @@ impl<C: Cpu> Vmx<C> {
         self.match_pending_step();
     }
 
-    /// Makes a single step pending exactly if the guest steps, as an entry with a shadow demands.
+    /// Makes a single step pending exactly if the guest steps, as an entry with a shadow demands. A debugger's step is
+    /// yet to be made: in place of the pending one the shadow ends.
     pub(crate) fn match_pending_step(&mut self) {
-        if self.get(fields::GUEST_INTERRUPTIBILITY) & SHADOW == 0 {
+        let state = self.get(fields::GUEST_INTERRUPTIBILITY);
+        if state & SHADOW == 0 {
+            return;
+        }
+        if self.cold.debugger_steps {
+            self.set(fields::GUEST_INTERRUPTIBILITY, state & !SHADOW);
+            let pending = self.get(fields::GUEST_PENDING_DEBUG) & !PENDING_STEP;
+            self.set(fields::GUEST_PENDING_DEBUG, pending);
             return;
         }
         let steps = self.rflags().contains(Rflags::TF)
@@ -204,8 +212,14 @@ impl<C: Cpu> Injection for Vmx<C> {
             if info & event::ERROR_VALID != 0 {
                 self.set(fields::ENTRY_ERROR_CODE, error_code(&e));
             }
-            if e.vector.0 == vector::DB && self.exited_at_int1() {
-                info = (info & !event::TYPE) | event::PRIVILEGED_SOFT_EXCEPTION;
+            if e.vector.0 == vector::DB {
+                if self.exited_at_int1() {
+                    info = (info & !event::TYPE) | event::PRIVILEGED_SOFT_EXCEPTION;
+                    // It has retired.
+                    self.set_shadow(false);
+                }
+                // An exit by #DB leaves no step pending, but maybe a shadow.
+                self.match_pending_step();
             }
         }
         if has_length(info) {
@@ -306,6 +320,10 @@ impl<C: Cpu> Injection for Vmx<C> {
 
     fn own_single_step(&mut self) -> bool {
         false
+    }
+
+    fn pass_debug_trap(&mut self) {
+        self.set_shadow(false);
     }
 
     #[inline(always)]

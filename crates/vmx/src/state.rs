@@ -91,6 +91,8 @@ pub(crate) struct Cold {
     pub(crate) cstar: u64,
     pub(crate) debug: DebugRegs,
     pub(crate) dr6: LiveDr6,
+    /// RFLAGS.TF is a debugger's.
+    pub(crate) debugger_steps: bool,
     pub(crate) extended: Extended,
     pub(crate) limits: GuestLimits,
     /// Exits that the VMM gave up.
@@ -124,6 +126,7 @@ impl Cold {
             cstar: 0,
             debug: DebugRegs::default(),
             dr6: LiveDr6::default(),
+            debugger_steps: false,
             extended: Extended::new(has, hostcpu::host_xss()),
             limits: GuestLimits::default(),
             fewer: FewerExits::default(),

@@ -229,6 +229,13 @@ impl VmxCpu for Model {
             set_anew || !counts || timer == u32::MAX,
             "entry with the preemption timer of an earlier one, {timer:#x}"
         );
+        let step = legal::pending_step(
+            fields.get(field::GUEST_INTERRUPTIBILITY),
+            fields.get(field::GUEST_RFLAGS),
+            fields.get(field::GUEST_DEBUGCTL),
+            fields.get(field::GUEST_PENDING_DEBUG),
+        );
+        demand(format_args!("entry"), step);
         for (field, value) in fields.0 {
             let legal = legal::vmcs_field(field, value, &self.limits);
             demand(format_args!("entry with {value:#x} in field {field:#x}"), legal);

@@ -328,6 +328,10 @@ impl<B: Backend> Vcpu<B> {
 
     #[inline(always)]
     pub(crate) fn do_xsetbv(&mut self) -> Result<(), Exception> {
+        // A CPU whose intercept comes first asks nothing (an emulated SVM).
+        if !self.b.cr4_shown().contains(Cr4::OSXSAVE) {
+            return Err(Exception::ud());
+        }
         let [rax, rcx, rdx] = [RAX, RCX, RDX].map(|i| self.gprs.0[i]);
         let value = (rdx << 32) | (rax & 0xffff_ffff);
         let valid = self.b.cpl() == 0

@@ -189,10 +189,6 @@ impl<B: Backend> Vcpu<B> {
             }
             Outside::Rdmsr | Outside::Wrmsr => return self.msr_to(what == Outside::Wrmsr, next),
             Outside::Xsetbv => {
-                if !self.cr4_has(Cr4::OSXSAVE) {
-                    self.raise(Exception::ud());
-                    return Ok(());
-                }
                 if let Err(exception) = self.do_xsetbv() {
                     self.raise(exception);
                     return Ok(());

@@ -61,6 +61,10 @@ impl<B: Backend> Vcpu<B> {
 
     /// An access of a debug register while the VMM debugs the guest.
     pub(crate) fn slow_debug_reg(&mut self, access: DrAccess) -> Outcome {
+        if let Some(dr7) = self.debuggers_general_detect(access.dr) {
+            let (pc, dr6) = (self.linear_rip(), Dr6::ACTIVE_LOW | Dr6::BD);
+            return Err(UserExit::Debug { exception: 1, pc, dr6, dr7 }.into());
+        }
         if self.debug_regs_are_borrowed() {
             return self.emulate_here(Cause::Debug { dr: access.dr, write: access.write });
         }
@@ -153,9 +157,10 @@ impl<B: Backend> Vcpu<B> {
                 }
                 let regs = self.b.debug_regs();
                 let [.., dr6, dr7] = regs;
-                // VMX tells apart from DR6 what happened, SVM by it.
-                let bits = e.payload.filter(|bits| *bits != 0).unwrap_or(dr6 ^ Dr6::ACTIVE_LOW);
+                // VMX tells apart from DR6 what happened, which of INT1 is nothing; SVM by it.
+                let bits = e.payload.unwrap_or(dr6 ^ Dr6::ACTIVE_LOW);
                 if is_for_us {
+                    self.b.pass_debug_trap();
                     let pc = self.linear_rip();
                     let dr6 = bits ^ Dr6::ACTIVE_LOW;
                     return Err(UserExit::Debug { exception: 1, pc, dr6, dr7 }.into());

@@ -153,6 +153,13 @@ impl<B: Backend> Vcpu<B> {
         self.rare.borrowed_debug.is_some()
     }
 
+    /// The debugger's DR7, if that makes an access of a debug register a #DB. On VMX the exit comes first.
+    pub(crate) fn debuggers_general_detect(&self, dr: u8) -> Option<u64> {
+        let [.., dr7] = self.rare.borrowed_debug?.theirs;
+        let missing = matches!(dr, 4 | 5) && self.b.cr4().contains(Cr4::DE);
+        (dr7 & Dr7::GD != 0 && !missing && self.b.cpl() == 0).then_some(dr7)
+    }
+
     /// Whether the VMM keeps interrupts, NMIs and SMIs from the guest.
     #[inline]
     pub(crate) fn events_blocked(&self) -> bool {

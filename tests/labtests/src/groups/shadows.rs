@@ -24,6 +24,8 @@ tests!("shadows":
     an_nmi_comes_behind_the_register_write_that_sends_it,
     an_interrupt_comes_behind_what_follows_two_shadows,
     a_step_over_mov_ss_ends_behind_the_next_instruction,
+    a_step_over_sti_ends_behind_it,
+    a_step_over_mov_ss_ends_with_int1,
     an_nmi_comes_before_an_interrupt,
     a_shadow_set_by_user_space_holds_for_one_instruction,
     popf_opens_for_an_interrupt_at_once,
@@ -233,6 +235,51 @@ fn a_step_over_mov_ss_ends_behind_the_next_instruction() -> Outcome {
     let (got, first) = (guest.steps(1), guest.result(0));
     let before_last = got.get(..got.len().saturating_sub(1));
     equal("rips of the frames", before_last, Some(&[first, first + 4][..]))
+}
+
+macro_rules! stepping {
+    ($name:ident, $($line:expr),+) => {
+        guest_code!(
+            $name,
+            64,
+            set_up!(),
+            "mov %ss, %ebx",
+            // Once without a step, so that no fault of TDP comes between the steps (`Guest::steps`).
+            "mov %ebx, %ss",
+            "pushfq",
+            "pop %rdi",
+            "mov %rdi, %rsi",
+            "or $0x100, %rdi",
+            "push %rsi",
+            "push %rdi",
+            "popfq",
+            $($line,)+
+            "2: popfq",
+            "cli",
+            done!(),
+            hook!()
+        );
+    };
+}
+
+stepping!(step_over_sti, "sti", "1: nop", "nop");
+stepping!(step_over_int1, "mov %ebx, %ss", ".byte 0xf1", "1: nop", "nop");
+
+/// Behind label 1, behind the two NOPs, and behind the POPF that ends it.
+fn three_steps(code: &[u8]) -> Outcome {
+    let guest = Guest::new(Chip::Kernel, code)?;
+    guest.finish()?;
+    let (got, first) = (guest.steps(1), guest.result(0));
+    let before_last = got.get(..got.len().saturating_sub(1));
+    equal("rips of the frames", before_last, Some(&[first, first + 1, first + 2][..]))
+}
+
+fn a_step_over_sti_ends_behind_it() -> Outcome {
+    three_steps(step_over_sti())
+}
+
+fn a_step_over_mov_ss_ends_with_int1() -> Outcome {
+    three_steps(step_over_int1())
 }
 
 guest_code!(
