@@ -32,7 +32,7 @@ pub enum Ended {
 /// Words of 32 bits in which a register of 256 lies, 16 bytes apart.
 const WORDS: u64 = 8;
 /// Most tries to change what another vCPU of L1's changes too.
-const TRIES: u32 = 64;
+const TRIES: u32 = 8;
 
 fn requested(v: &Vmcs12) -> u8 {
     v.get(field::GUEST_INTERRUPT_STATUS) as u8
@@ -80,7 +80,11 @@ pub fn evaluate(v: &Vmcs12, memory: &impl GuestMemory) -> bool {
     let Ok(own) = memory.read_u8(register(v, reg::TPR)) else { return false };
     let served = in_service(v);
     let priority = if own >> 4 >= served >> 4 { own } else { served & 0xf0 };
-    let _ = memory.write(register(v, reg::PPR), &u32::from(priority).to_le_bytes());
+    let at = register(v, reg::PPR);
+    // A page that is not written stays clean, and may be read alone.
+    if memory.read_u32(at) != Ok(u32::from(priority)) {
+        let _ = memory.write(at, &u32::from(priority).to_le_bytes());
+    }
     is_above(v, priority)
 }
 
@@ -166,19 +170,31 @@ pub fn post(
     let at = register(v, reg::IRR);
     let first = memory.read_u32(at)?;
     memory.write(at, &first.to_le_bytes())?;
-    take(Gpa(descriptor.wrapping_add(32)), OUTSTANDING, memory)?;
+    let control = Gpa(descriptor.wrapping_add(32));
+    change_bits(control, 0, OUTSTANDING, memory)?;
     for quarter in 0..4 {
-        request(v, quarter, Gpa(descriptor.wrapping_add(u64::from(quarter) * 8)), memory)?;
+        let at = Gpa(descriptor.wrapping_add(u64::from(quarter) * 8));
+        let done = request(v, quarter, at, memory);
+        if done != Ok(true) {
+            // Something is left there. L1 looks for that only if a notification is outstanding, and sends no other meanwhile.
+            let _ = change_bits(control, OUTSTANDING, 0, memory);
+            done?;
+        }
     }
     Ok(Some(is_pending(v, memory)))
 }
 
 /// What a quarter of the descriptor names is requested, and is taken out of it only then: whatever fails in between, it is
-/// in one of the two places.
-fn request(v: &mut Vmcs12, quarter: u8, at: Gpa, memory: &impl GuestMemory) -> Result<(), Outside> {
+/// in one of the two places. False: L1 rewrites it without end, and it is left.
+fn request(
+    v: &mut Vmcs12,
+    quarter: u8,
+    at: Gpa,
+    memory: &impl GuestMemory,
+) -> Result<bool, Outside> {
     for _ in 0..TRIES {
         let bits = memory.read_u64(at)?;
-        let Some(highest) = bits.checked_ilog2() else { return Ok(()) };
+        let Some(highest) = bits.checked_ilog2() else { return Ok(true) };
         for (half, word) in [(0, bits as u32), (1, (bits >> 32) as u32)] {
             let to = register(v, reg::IRR + (u32::from(quarter) * 2 + half) * 16);
             let word = memory.read_u32(to)? | word;
@@ -187,22 +203,21 @@ fn request(v: &mut Vmcs12, quarter: u8, at: Gpa, memory: &impl GuestMemory) -> R
         let top = quarter << 6 | highest as u8;
         set_status(v, requested(v).max(top), in_service(v));
         if memory.exchange(at, bits, 0)? {
-            return Ok(());
+            return Ok(true);
         }
     }
-    // L1 rewrites it without end: it is left, and comes once more with the next notification.
-    Ok(())
+    Ok(false)
 }
 
-/// Takes bits out of a word that other vCPUs of L1's set bits in.
-fn take(at: Gpa, bits: u64, memory: &impl GuestMemory) -> Result<(), Outside> {
+/// Sets and clears bits of a word that other vCPUs of L1's set bits in. If L1 rewrites it without end, it is left.
+fn change_bits(at: Gpa, set: u64, clear: u64, memory: &impl GuestMemory) -> Result<(), Outside> {
     for _ in 0..TRIES {
         let word = memory.read_u64(at)?;
-        if word & bits == 0 || memory.exchange(at, word, word & !bits)? {
+        let new = word & !clear | set;
+        if word == new || memory.exchange(at, word, new)? {
             break;
         }
     }
-    // If L1 rewrites it without end, it is left.
     Ok(())
 }
 

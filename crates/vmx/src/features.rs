@@ -10,7 +10,9 @@ use core::fmt;
 use bitflags::Flags;
 use nested_vmx::capabilities::Host;
 use x86::vmcs::capability::{self as cap, Allowed, EptVpidCap, VmxBasic, VmxMisc};
-use x86::vmcs::{EntryControls, ExitControls, PinControls, ProcControls, ProcControls2, eptp};
+use x86::vmcs::{
+    EntryControls, ExitControls, PinControls, ProcControls, ProcControls2, eptp, field,
+};
 use x86::{Cr0, Cr4};
 
 use crate::errata;
@@ -426,6 +428,17 @@ impl Features {
                 .secondary
                 .offers(ProcControls2::VIRTUAL_INTERRUPTS | ProcControls2::APIC_REGISTERS),
         })
+    }
+
+    /// Whether the CPU's VMCSs have a field that a shadow VMCS can serve.
+    pub(crate) fn has_field(&self, encoding: u16) -> bool {
+        const PML_INDEX: u32 = field::PML_INDEX.encoding();
+        const GUEST_INTERRUPT_STATUS: u32 = field::GUEST_INTERRUPT_STATUS.encoding();
+        match u32::from(encoding) {
+            PML_INDEX => self.pml,
+            GUEST_INTERRUPT_STATUS => self.nested_virtual_interrupts,
+            _ => true,
+        }
     }
 
     /// The preemption timer is not to be used.

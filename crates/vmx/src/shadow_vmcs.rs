@@ -21,10 +21,10 @@ pub(crate) struct Shadow {
 }
 
 /// A bitmap with a bit clear for each field that is served.
-fn bitmap(writes: bool) -> Result<Page, NoMemory> {
+fn bitmap(writes: bool, features: &Features) -> Result<Page, NoMemory> {
     let page = Page::zeroed()?;
     let mut bits = KBox::new([0u8; BITMAP_BYTES])?;
-    fill_bitmap(&mut bits, writes, |_| true);
+    fill_bitmap(&mut bits, writes, |encoding| features.has_field(encoding));
     for (to, from) in page.bytes().iter().zip(bits.iter()) {
         to.store(*from, Relaxed);
     }
@@ -39,7 +39,7 @@ impl Shadow {
             return Ok(None);
         }
         let vmcs = Vmcs::new(features.revision | IS_SHADOW)?;
-        let (reads, writes) = (bitmap(false)?, bitmap(true)?);
+        let (reads, writes) = (bitmap(false, features)?, bitmap(true, features)?);
         KBox::new(Self { vmcs, reads, writes, serves: false }).map(Some)
     }
 }

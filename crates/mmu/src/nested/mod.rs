@@ -155,6 +155,12 @@ pub struct NestedAccess {
 }
 
 impl NestedAccess {
+    /// The same access, of which no dirty flag is to be logged.
+    #[must_use]
+    pub const fn unlogged(self) -> Self {
+        Self { logs: false, ..self }
+    }
+
     /// The access of a #VMEXIT(NPF): EXITINFO1 and EXITINFO2.
     #[inline]
     pub const fn npf(info: u64, gpa: u64) -> Self {

@@ -132,7 +132,16 @@ fn once<M: GuestMemory + ?Sized>(
     for (n, &(at, entry)) in steps.take_while(|(n, _)| update && *n < root.level().into()) {
         let dirty = if n + 1 == usize::from(level) && access.write { root.dirty() } else { 0 };
         if access.logs && dirty & !entry != 0 {
-            return Err(StageError::L1 { gpa: Gpa(access.gpa), fault: L1Fault::Unlogged });
+            // A flag that cannot be set is in no log: else L2 would do its access again for ever.
+            let swap = memory.cmpxchg_u64(at, entry, entry);
+            match swap.map_err(|error| StageError::Memory { gpa: at, error })? {
+                Swap::Done => {
+                    let fault = L1Fault::Unlogged;
+                    return Err(StageError::L1 { gpa: Gpa(access.gpa), fault });
+                }
+                Swap::ReadOnly => continue,
+                Swap::Changed => return Ok(None),
+            }
         }
         let wanted = entry | root.accessed() | dirty;
         if wanted != entry {
@@ -166,22 +175,29 @@ pub struct SecondStage<'a, M: ?Sized> {
     memory: &'a M,
     tables: Tables,
     part: Part,
+    /// Flags of L1's tables are left as they are.
+    probes: bool,
 }
 
 impl<'a, M: GuestMemory + ?Sized> SecondStage<'a, M> {
     /// As a walk of L2's own tables sees it.
     pub const fn tables(memory: &'a M, tables: Tables) -> Self {
-        Self { memory, tables, part: Part::Table }
+        Self { memory, tables, part: Part::Table, probes: false }
     }
 
     /// As an access sees it that has no linear address.
     pub const fn physical(memory: &'a M, tables: Tables) -> Self {
-        Self { memory, tables, part: Part::Physical }
+        Self { memory, tables, part: Part::Physical, probes: false }
+    }
+
+    /// As a debugger sees it, which sets no flags.
+    pub const fn probing(memory: &'a M, tables: Tables) -> Self {
+        Self { memory, tables, part: Part::Table, probes: true }
     }
 
     fn at(&self, gpa: Gpa, kind: AccessKind) -> Result<Gpa, StageError<M::Error>> {
         let access = self.tables.access(gpa, kind, self.part);
-        Ok(translate(self.memory, &self.tables, &access)?.gpa)
+        Ok(repeat(self.memory, &self.tables, &access, !self.probes)?.gpa)
     }
 }
 

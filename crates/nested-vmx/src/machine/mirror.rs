@@ -5,7 +5,7 @@
 //! can differ from the other.
 
 use x86::vmcs::place::{SERVED, SHADOWED, Served, WRITTEN};
-use x86::vmcs::{PinControls, ProcControls, event, field};
+use x86::vmcs::{PinControls, ProcControls, ProcControls2, event, field};
 
 use super::Machine;
 
@@ -18,6 +18,8 @@ pub(super) struct Mirror {
     known: u32,
     /// L1 may have written another value since it was taken over or given.
     ahead: u32,
+    /// The CPU has no such field: accesses of it exit.
+    absent: u32,
     /// The VMCS12 may have other values that L1 is to read there, or L1 may not write there yet without being lost:
     /// it is given before L1 runs.
     pub(super) due: bool,
@@ -46,8 +48,12 @@ const WITH_EVENT: u32 =
 const WITH_PRIORITY: u32 = bit(field::TPR_THRESHOLD.encoding());
 /// What it looks at only with a preemption timer.
 const WITH_TIMER: u32 = bit(field::PREEMPTION_TIMER.encoding());
+/// What it looks at only with virtual-interrupt delivery.
+const WITH_INTERRUPTS: u32 = bit(field::GUEST_INTERRUPT_STATUS.encoding());
+/// What it looks at only with a page-modification log.
+const WITH_LOG: u32 = bit(field::PML_INDEX.encoding());
 /// What it does not look at each time.
-const SELDOM: u32 = WITH_EVENT | WITH_PRIORITY | WITH_TIMER;
+const SELDOM: u32 = WITH_EVENT | WITH_PRIORITY | WITH_TIMER | WITH_INTERRUPTS | WITH_LOG;
 
 /// A line that there is; the last for one that there is not.
 const fn line(at: usize) -> Served {
@@ -67,7 +73,8 @@ macro_rules! each_line {
 }
 
 impl Mirror {
-    pub(super) const UNKNOWN: Self = Self { values: [0; SERVED], known: 0, ahead: 0, due: true };
+    pub(super) const UNKNOWN: Self =
+        Self { values: [0; SERVED], known: 0, ahead: 0, absent: 0, due: true };
 
     /// The VMCS12 is another one: what L1 wrote into the shadow VMCS counts no more.
     pub(super) fn drop_writes(&mut self) {
@@ -78,6 +85,15 @@ impl Mirror {
 }
 
 impl Machine {
+    /// Tells which fields the CPU's own VMCSs have, before the shadow VMCS serves.
+    pub fn serve(&mut self, has: impl Fn(u16) -> bool) {
+        let lines = SHADOWED.iter().enumerate();
+        self.mirror.absent =
+            lines.filter(|(_, line)| !has(line.encoding)).fold(0, |all, (at, _)| all | 1 << at);
+        // Straight code reads and writes the others.
+        debug_assert!(self.mirror.absent & !SELDOM == 0);
+    }
+
     /// Whether the shadow VMCS may hold values that the VMCS12 does not have.
     #[inline]
     pub fn is_mirror_ahead(&self) -> bool {
@@ -119,6 +135,13 @@ impl Machine {
         }
         if self.vmcs12.pin().contains(PinControls::PREEMPTION_TIMER) {
             more |= WITH_TIMER;
+        }
+        let second = self.vmcs12.secondary();
+        if second.contains(ProcControls2::VIRTUAL_INTERRUPTS) {
+            more |= WITH_INTERRUPTS;
+        }
+        if second.contains(ProcControls2::PML) {
+            more |= WITH_LOG;
         }
         if self.mirror.ahead & more != 0 {
             self.take_lines(self.mirror.ahead & more, &mut read);
@@ -173,7 +196,7 @@ impl Machine {
         self.mirror.due = true;
         let written = SHADOWED.iter().zip(&mut self.mirror.values).take(WRITTEN);
         for (at, (served, held)) in written.enumerate() {
-            if lines & 1 << at == 0 {
+            if lines & !self.mirror.absent & 1 << at == 0 {
                 continue;
             }
             let value = read(served.encoding.into());
@@ -206,12 +229,12 @@ impl Machine {
     #[cold]
     #[inline(never)]
     fn give_lines(&mut self, lines: u32, write: &mut impl FnMut(u32, u64)) {
-        let Mirror { values, known, ahead, .. } = &mut self.mirror;
+        let Mirror { values, known, ahead, absent, .. } = &mut self.mirror;
         for (at, (served, held)) in SHADOWED.iter().zip(values).enumerate() {
             let line = 1 << at;
             let value = self.vmcs12.served(served);
             let same = *known & line != 0 && *held == value;
-            if lines & line == 0 || *ahead & line != 0 || same {
+            if lines & !*absent & line == 0 || *ahead & line != 0 || same {
                 continue;
             }
             *held = value;
@@ -250,6 +273,9 @@ mod tests {
         }
     }
 
+    /// Fields that each entry looks at.
+    const ALWAYS: usize = WRITTEN - 6;
+
     fn machine() -> (Machine, Hardware) {
         let mut machine = Machine::new(capabilities());
         *machine.vmcs12_mut() = good();
@@ -262,7 +288,7 @@ mod tests {
         assert!(machine.is_mirror_due() && !machine.is_mirror_ahead());
         assert_eq!(hardware.give(&mut machine), SERVED);
         assert_eq!(hardware.0[&field::GUEST_RIP.encoding()], 0x4000);
-        assert_eq!(hardware.take(&mut machine), WRITTEN - 4);
+        assert_eq!(hardware.take(&mut machine), ALWAYS);
         machine.vmcs12_mut().set(field::EXIT_REASON, 10);
         machine.vmcs12_mut().set(field::GUEST_RIP, 0x4002);
         assert_eq!(hardware.give(&mut machine), 2);
@@ -299,7 +325,7 @@ mod tests {
         hardware.give(&mut machine);
         hardware.0.insert(code.encoding(), 0x66);
         hardware.0.insert(field::ENTRY_INTERRUPTION.encoding(), 0x8000_0b0d);
-        assert_eq!(hardware.take(&mut machine), WRITTEN - 2);
+        assert_eq!(hardware.take(&mut machine), ALWAYS + 2);
         assert_eq!(machine.vmcs12.get(code), 0x66);
     }
 
@@ -312,7 +338,7 @@ mod tests {
         hardware.give(&mut machine);
         for value in [6, 5] {
             hardware.0.insert(threshold.encoding(), value);
-            assert_eq!(hardware.take(&mut machine), WRITTEN - 3);
+            assert_eq!(hardware.take(&mut machine), ALWAYS + 1);
             assert_eq!(u64::from(machine.vmcs12.get(threshold)), value);
             assert_eq!(hardware.give(&mut machine), 0);
         }
@@ -321,6 +347,41 @@ mod tests {
         machine.vmcs12.set(threshold, 9);
         assert_eq!(hardware.give(&mut machine), 1);
         assert_eq!(hardware.0[&threshold.encoding()], 9);
+    }
+
+    #[test]
+    fn the_index_of_a_log_is_looked_at_with_a_log() {
+        let (mut machine, mut hardware) = machine();
+        let index = field::PML_INDEX;
+        let (primary, second) =
+            (machine.vmcs12.get(field::PROC_CONTROLS), machine.vmcs12.get(field::PROC_CONTROLS2));
+        machine.vmcs12.set(field::PROC_CONTROLS, primary | 1 << 31);
+        hardware.give(&mut machine);
+        hardware.0.insert(index.encoding(), 511);
+        assert_eq!(hardware.take(&mut machine), ALWAYS);
+        hardware.give(&mut machine);
+        assert_eq!(hardware.0[&index.encoding()], 511, "L1's own");
+        machine.vmcs12.set(field::PROC_CONTROLS2, second | ProcControls2::PML.bits());
+        machine.dirty = Groups::NONE;
+        assert_eq!(hardware.take(&mut machine), ALWAYS + 1);
+        // No check looks at it, nor does it change a word.
+        assert!(machine.dirty == Groups::of(Group::Status));
+        machine.vmcs12.set(index, 510);
+        assert_eq!(hardware.give(&mut machine), 1);
+        assert_eq!(hardware.0[&index.encoding()], 510);
+    }
+
+    #[test]
+    fn a_field_that_the_cpu_lacks_is_not_touched() {
+        let (mut machine, mut hardware) = machine();
+        let absent = [field::PML_INDEX, field::GUEST_INTERRUPT_STATUS].map(|f| f.encoding());
+        machine.serve(|encoding| !absent.contains(&encoding.into()));
+        assert_eq!(hardware.give(&mut machine), SERVED - 2);
+        machine.take_mirror(|encoding| {
+            assert!(!absent.contains(&encoding));
+            0
+        });
+        assert!(!machine.is_mirror_ahead());
     }
 
     #[test]

@@ -74,7 +74,7 @@ impl Deadline {
     /// The same time once L1's TSC is so much later.
     #[must_use]
     pub fn moved(self, delta: u64) -> Self {
-        Self(self.0.wrapping_add((delta as i64 >> TIMER_RATE) as u64))
+        Self(self.tsc().wrapping_add(delta) >> TIMER_RATE)
     }
 
     /// The time of L1's TSC at which it runs out.
@@ -117,6 +117,8 @@ mod tests {
         );
         assert_eq!(deadline.moved(64), Deadline(112));
         assert_eq!(deadline.moved(64u64.wrapping_neg()), Deadline(108));
+        // The end of a timer is moved as the TSC is, which wraps.
+        assert_eq!(Deadline(110).moved(1 << 63).left(3200 + (1 << 63)), 10);
         assert_eq!(Deadline(u64::MAX).tsc(), u64::MAX);
         assert_eq!(Deadline(u64::MAX).left(0), u32::MAX);
     }

@@ -157,7 +157,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Takes the virtual interrupt of L1's for L2 outside, where all of L1's memory can be had: it is injected with the next entry.
     fn take_virtual_outside(&mut self) {
-        if !self.is_offered_by_l1() || !self.takes_virtual() {
+        if !self.is_offered_by_l1() || !self.takes_virtual() || self.l2_waits_for_sipi() {
             return;
         }
         let Self { b, memory, .. } = self;
@@ -415,7 +415,12 @@ impl<B: Backend> Vcpu<B> {
                 return ended;
             }
         }
-        Ended::AfterEntry
+        // L2 is not kept from what waits for it, nor from running. The next one is looked for behind an instruction of its.
+        self.pending.raise();
+        if s.is_some() {
+            host::smp::kick(host::smp::cpu_id());
+        }
+        Ended::Posted
     }
 
     fn interrupt_waits_for_l1(&self) -> bool {

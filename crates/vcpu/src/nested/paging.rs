@@ -314,6 +314,17 @@ impl<B: Backend> Vcpu<B> {
         Some(self.handle_nested_fault(&access))
     }
 
+    /// The fault of a page whose dirty flag cannot be set: its end tells why.
+    #[cold]
+    #[inline(never)]
+    fn fault_unlogged(&mut self, access: &NestedAccess) -> NestedOutcome {
+        let Self { stage: Some(stage), vm, memory, tables, shared, .. } = self else {
+            return NestedOutcome::Retry;
+        };
+        let by = Caller { vcpu: shared, flush: &***vm };
+        memory.nested_fault(by, tables, &mut stage.roots, &access.unlogged(), None)
+    }
+
     #[inline(never)]
     fn handle_nested_fault(&mut self, access: &NestedAccess) -> Outcome {
         let Self { stage: Some(stage), vm, memory, tables, shared, .. } = self else {
@@ -321,12 +332,19 @@ impl<B: Backend> Vcpu<B> {
         };
         let by = Caller { vcpu: shared, flush: &***vm };
         let missing = take(&mut stage.missing);
-        let outcome = memory.nested_fault(by, tables, &mut stage.roots, access, missing.as_ref());
-        if let NestedOutcome::L1(fault) = outcome {
-            if fault == L1Fault::Unlogged && self.log_dirty(Gpa(access.gpa)) {
-                let _ = self.keep_interrupted_delivery();
-                return Ok(());
+        let mut outcome =
+            memory.nested_fault(by, tables, &mut stage.roots, access, missing.as_ref());
+        if outcome == NestedOutcome::L1(L1Fault::Unlogged) {
+            match self.log_dirty(Gpa(access.gpa)) {
+                Logged::Done => {
+                    let _ = self.keep_interrupted_delivery();
+                    return Ok(());
+                }
+                Logged::Full => {}
+                Logged::Never => outcome = self.fault_unlogged(access),
             }
+        }
+        if let NestedOutcome::L1(fault) = outcome {
             let undelivered = self.b.interrupted_delivery();
             if undelivered.is_none()
                 && let Some(served) = is_served(&self.b, fault)
@@ -440,6 +458,17 @@ fn is_served<B: Backend>(b: &B, fault: L1Fault) -> Option<ApicAccess> {
     b.nested().is_some_and(|nested| nested.serves_apic_access(access)).then_some(access)
 }
 
+/// What became of a page that is to be noted in L1's log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Logged {
+    /// It is in the log, or need not be any more: the access is done again.
+    Done,
+    /// There is no room for it.
+    Full,
+    /// Its flag cannot be set: the VMM has taken the table's memory away.
+    Never,
+}
+
 /// Addresses of L2's in software.
 impl<B: Backend> Vcpu<B> {
     /// Translates a linear address of L2's, which runs with `tables`. What those refuse ends L2's run before the
@@ -489,26 +518,32 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// Notes in L1's log that L2 makes a page dirty, and sets its flag: the access is done again. False: the log is full.
+    /// Notes in L1's log that L2 makes a page dirty, and sets its flag: the access is done again.
     #[cold]
     #[inline(never)]
-    fn log_dirty(&mut self, at: Gpa) -> bool {
+    fn log_dirty(&mut self, at: Gpa) -> Logged {
+        let Some(tables) = self.l1_tables() else { return Logged::Done };
+        let access = tables.access(at, walk::AccessKind::Write, Part::Physical);
+        match translate(&*self.memory, &tables, &access) {
+            Err(StageError::L1 { fault: L1Fault::Unlogged, .. }) => {}
+            Err(StageError::Memory { .. }) => return Logged::Never,
+            // L1 has changed it meanwhile: the access finds out.
+            Ok(_) | Err(_) => return Logged::Done,
+        }
         let Self { b, memory, .. } = self;
         let l1 = Whole::new(memory, None);
         if !b.nested_mut().is_none_or(|nested| nested.log_dirty(at, &l1)) {
-            return false;
+            return Logged::Full;
         }
-        if let Some(tables) = self.l1_tables().map(|tables| tables.logging(false)) {
-            let access = tables.access(at, walk::AccessKind::Write, Part::Physical);
-            // What L1 has changed meanwhile the access finds out.
-            let _ = translate(&*self.memory, &tables, &access);
-        }
-        true
+        let tables = tables.logging(false);
+        let access = tables.access(at, walk::AccessKind::Write, Part::Physical);
+        let _ = translate(&*self.memory, &tables, &access);
+        Logged::Done
     }
 
     #[cold]
     pub(super) fn note_refused(&mut self, gpa: Gpa, fault: L1Fault) {
-        if fault == L1Fault::Unlogged && self.log_dirty(gpa) {
+        if fault == L1Fault::Unlogged && self.log_dirty(gpa) != Logged::Full {
             return;
         }
         if let Some(stage) = &mut self.stage {
@@ -539,7 +574,7 @@ impl<B: Backend> Vcpu<B> {
         context: &PagingContext,
         linear: u64,
     ) -> Option<(u64, bool, bool)> {
-        let stage = SecondStage::tables(&*self.memory, *tables);
+        let stage = SecondStage::probing(&*self.memory, *tables);
         let found = walk::probe(&stage, context, linear, walk::Access::READ).ok()?;
         let access = tables.access(found.gpa, walk::AccessKind::Read, Part::Page);
         let stage = probe(&*self.memory, tables, &access).ok()?;

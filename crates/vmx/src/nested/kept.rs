@@ -97,9 +97,10 @@ pub(crate) struct Nested {
 type Parts = (KBox<Machine>, Vmcs, Option<KBox<Shadow>>);
 
 #[inline(never)]
-fn machine_of(capabilities: &Capabilities) -> Result<KBox<Machine>, NoMemory> {
+fn machine_of(capabilities: &Capabilities, features: &Features) -> Result<KBox<Machine>, NoMemory> {
     let mut machine = KBox::new(Machine::OUTSIDE)?;
     machine.offer(*capabilities);
+    machine.serve(|encoding| features.has_field(encoding));
     Ok(machine)
 }
 
@@ -107,7 +108,8 @@ impl Nested {
     /// Outside VMX operation, with a vmcs02 that nothing is known of.
     #[inline(never)]
     pub(crate) fn new(features: &Features, whole: &Capabilities) -> Result<KBox<Self>, NoMemory> {
-        let parts = (machine_of(whole)?, Vmcs::new(features.revision)?, Shadow::new(features)?);
+        let parts =
+            (machine_of(whole, features)?, Vmcs::new(features.revision)?, Shadow::new(features)?);
         KBox::make(|| Self::place(parts, whole))
     }
 

@@ -259,6 +259,25 @@ fn a_vmresume_at_cpl3_costs_l1_no_vmwrite() {
     assert_eq!((rip, info), (0x7777, 0x8000_0202));
 }
 
+/// The VMM saves the state between L1's VMWRITE of an event and its VMRESUME: L2 gets the event all the same.
+#[test]
+fn what_l1_asks_for_is_not_lost_by_saving() {
+    use backend::NestedState as _;
+    extern crate std;
+    let mut r = Rig::new(&good(), 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    r.enter(ExitReason::Cpuid, |_| {});
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+    r.enter(ExitReason::Hlt, |_| {});
+    r.l1_vmwrite(field::ENTRY_INTERRUPTION.encoding(), 0x8000_0041);
+    r.leave_loop();
+    let mut state = std::vec![0; r.v.state_size()];
+    r.v.save_state(&r.g, &mut state).unwrap();
+    r.v.load(0);
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    assert_eq!(r.v.get(fields::ENTRY_INTERRUPTION), 0x8000_0041);
+}
+
 /// The control: the same without the program.
 #[test]
 fn without_it_they_count() {

@@ -141,6 +141,7 @@ impl<C: Cpu> NestedState for Vmx<C> {
 
     fn save_state(&mut self, gprs: &Gprs, into: &mut [u8]) -> Result<(), Unrestorable> {
         self.with_nested(|this, n| {
+            this.take_shadow(n, false);
             let asked = n.machine.vmcs12().get(field::ENTRY_INTERRUPTION);
             if n.machine.current().is_some() {
                 this.bring_up_to_date(n, gprs);

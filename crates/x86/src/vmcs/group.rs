@@ -31,6 +31,8 @@ pub enum Group {
     Apic,
     /// Lists of MSRs to load and store.
     MsrLists,
+    /// The guest's interrupt status and the index of the page-modification log: L2's run goes by them, and no check of an entry does.
+    Status,
     /// What an exit reports.
     Exit,
 }

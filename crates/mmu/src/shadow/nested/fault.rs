@@ -333,7 +333,9 @@ impl State {
         if wanted == step.entry {
             return None;
         }
-        if access.logs && dirty & !step.entry != 0 {
+        // In ROM no flag is set, and nothing is to be logged.
+        let logs = access.logs && dirty & !step.entry != 0;
+        if logs && !roots.roms.has(view.generation(), step.gfn) {
             return Some(NestedFault::L1(L1Fault::Unlogged));
         }
         match self.set_bits(view, step, offset, wanted) {
