@@ -23,7 +23,7 @@ unexport KERNEL MACHINE MODULE PARAMETERS STOCK_PARAMETERS CPUS HOST_CPUS JSON R
 
 XTASK = @lab/xtask.sh
 
-.PHONY: help run test bench mechanisms boot try module deb symbols setup clean
+.PHONY: help run test bench mechanisms boot try module deb vmms symbols setup clean
 
 help:
 	@echo 'Gannet: a hypervisor for Linux, as a module behind /dev/kvm'
@@ -36,6 +36,7 @@ help:
 	@echo "  make try      COMMAND='labtests --filter cpuid'   a shell command in one machine"
 	@echo '  make module                    build gannet.ko and check it'
 	@echo '  make deb                       the package gannet-dkms: DKMS builds Gannet for each installed kernel'
+	@echo '  make vmms                      QEMU, libvirt, perf, trace-cmd and the selftests of KVM, stock KVM beside: 40 minutes, root'
 	@echo '  make symbols  SYMVERS=file     what a kernel no longer exports of that which Gannet takes, or restricts'
 	@echo '  make setup                     fetch and unpack everything; the others fetch what they need'
 	@echo '  make clean                     remove what was built and unpacked; downloads stay in the cache'
@@ -72,6 +73,9 @@ module:
 
 deb:
 	$(XTASK) deb
+
+vmms:
+	@ONLY='$(ONLY)' tests/vmms/all.sh
 
 symbols:
 	$(XTASK) symbols --kernel '$(KERNEL)' --symvers '$(SYMVERS)'

@@ -1,0 +1,57 @@
+# A Debian 12 of its own in a folder, for tests that want one. Sourced; root.
+#
+#   debian_root FOLDER PACKAGE...   FOLDER/root, with these and what they need, from the mirrors that apt knows here; made once
+#   inside COMMAND...               runs there, with no /sys and without the capability to load a module
+
+# inside COMMAND...
+inside() {
+    unshare -m sh -c 'mount -t proc proc "$0/proc" && root=$0 && exec setpriv --bounding-set -sys_module,-sys_rawio \
+        --inh-caps -sys_module env -i DEBIAN_FRONTEND=noninteractive LC_ALL=C HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin \
+        chroot "$root" "$@"' "$root" "$@"
+}
+
+debian_root() {
+    work=$1 root=$1/root
+    shift
+    [ ! -e "$work/root.made" ] || return 0
+    rm -rf "$work"
+    mkdir -p "$work/apt"/{state/lists/partial,cache/archives/partial,etc/preferences.d,etc/trusted.gpg.d,etc/sources.list.d} "$work/debs/partial"
+    : >"$work/apt/status"
+    targets=$(apt-get indextargets --format '$(REPO_URI) $(RELEASE) $(COMPONENT)' 'Created-By: Packages')
+    mirror_of() { awk -v suite="$1" '$2==suite && $3=="main" {print $1; exit}' <<<"$targets"; }
+    archive=$(mirror_of bookworm) security=$(mirror_of bookworm-security)
+    for suite in bookworm bookworm-updates bookworm-backports bookworm-security; do
+        mirror=$archive
+        [ $suite != bookworm-security ] || mirror=$security
+        [ -z "$mirror" ] || echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror $suite main"
+    done >"$work/apt/etc/sources.list"
+    cat >"$work/apt/apt.conf" <<CONF
+Dir::State "$work/apt/state";
+Dir::State::status "$work/apt/status";
+Dir::Cache "$work/apt/cache";
+Dir::Cache::archives "$work/debs";
+Dir::Etc::sourcelist "$work/apt/etc/sources.list";
+Dir::Etc::sourceparts "$work/apt/etc/sources.list.d";
+Dir::Etc::preferencesparts "$work/apt/etc/preferences.d";
+Dir::Etc::trustedparts "$work/apt/etc/trusted.gpg.d";
+Acquire::Languages "none";
+APT::Sandbox::User "root";
+APT::Install-Recommends "false";
+CONF
+    private() { APT_CONFIG=$work/apt/apt.conf apt-get -qq -y "$@"; }
+    private update
+    private --download-only install "$@"
+    mkdir -p "$root"/usr/{bin,sbin,lib,lib64} "$root"/{dev,proc,sys,tmp,debs,var/lib/dpkg,etc/apt}
+    for folder in bin sbin lib lib64; do ln -s usr/$folder "$root/$folder"; done
+    for package in "$work"/debs/*.deb; do dpkg-deb --fsys-tarfile "$package" | tar -x -C "$root" --keep-directory-symlink; done
+    mknod -m 666 "$root/dev/null" c 1 3
+    mknod -m 666 "$root/dev/zero" c 1 5
+    mknod -m 666 "$root/dev/urandom" c 1 9
+    ln -s /proc/self/fd "$root/dev/fd"
+    : >"$root/var/lib/dpkg/status"
+    : >"$root/etc/apt/sources.list"
+    mv "$work"/debs/*.deb "$root/debs/"
+    inside sh -c 'dpkg --force-all -i /debs/*.deb' >"$work/debian.log" 2>&1 || { tail -n 5 "$work/debian.log"; return 1; }
+    rm -f "$root"/debs/*
+    touch "$work/root.made"
+}
