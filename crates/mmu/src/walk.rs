@@ -58,15 +58,17 @@ pub struct Access {
     pub kind: AccessKind,
     /// A supervisor access whatever the CPL is: to descriptor tables, the TSS, on event delivery.
     pub implicit: bool,
+    /// The entries on the way are marked accessed, and dirty, as hardware does it.
+    pub marks: bool,
 }
 
 impl Access {
     /// A data read by the program.
-    pub const READ: Self = Self { kind: AccessKind::Read, implicit: false };
+    pub const READ: Self = Self { kind: AccessKind::Read, implicit: false, marks: true };
     /// A data write by the program.
-    pub const WRITE: Self = Self { kind: AccessKind::Write, implicit: false };
+    pub const WRITE: Self = Self { kind: AccessKind::Write, implicit: false, marks: true };
     /// An instruction fetch.
-    pub const FETCH: Self = Self { kind: AccessKind::Fetch, implicit: false };
+    pub const FETCH: Self = Self { kind: AccessKind::Fetch, implicit: false, marks: true };
 }
 
 /// Where a linear address leads.
@@ -103,18 +105,6 @@ pub enum WalkError<E> {
 /// Most entries that one walk can lose races for before it starts to look like a livelock.
 const RESTARTS: u32 = 64;
 
-/// Translates `va`, checks the access, and sets accessed and dirty bits.
-///
-/// Without paging the address itself comes back, truncated to 32 bits outside long mode.
-pub fn translate<M: GuestMemory + ?Sized>(
-    memory: &M,
-    context: &PagingContext,
-    va: u64,
-    access: Access,
-) -> Result<Translation, WalkError<M::Error>> {
-    walk(memory, context, va, access, true)
-}
-
 /// Translates and checks like [`translate`], but leaves guest memory as it is: for KVM_TRANSLATE
 /// and debuggers.
 pub fn probe<M: GuestMemory + ?Sized>(
@@ -123,15 +113,17 @@ pub fn probe<M: GuestMemory + ?Sized>(
     va: u64,
     access: Access,
 ) -> Result<Translation, WalkError<M::Error>> {
-    walk(memory, context, va, access, false)
+    translate(memory, context, va, Access { marks: false, ..access })
 }
 
-fn walk<M: GuestMemory + ?Sized>(
+/// Translates `va`, checks the access, and sets accessed and dirty bits.
+///
+/// Without paging the address itself comes back, truncated to 32 bits outside long mode.
+pub fn translate<M: GuestMemory + ?Sized>(
     memory: &M,
     context: &PagingContext,
     va: u64,
     access: Access,
-    update: bool,
 ) -> Result<Translation, WalkError<M::Error>> {
     let va = if context.is_long_mode() { va } else { va & 0xffff_ffff };
     if !context.is_paging() {
@@ -142,7 +134,7 @@ fn walk<M: GuestMemory + ?Sized>(
         return Err(WalkError::NonCanonical);
     }
     let role = Role::of(context, false);
-    let walker = Walker { memory, context, role, va, access, update };
+    let walker = Walker { memory, context, role, va, access };
     for _ in 0..RESTARTS {
         let found = if role.is_narrow() { walker.legacy() } else { walker.wide() };
         match found {
@@ -168,7 +160,6 @@ struct Walker<'a, M: ?Sized> {
     role: Role,
     va: u64,
     access: Access,
-    update: bool,
 }
 
 impl<M: GuestMemory + ?Sized> Walker<'_, M> {
@@ -336,7 +327,7 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
         path: &Path,
         swap: impl Fn(Gpa, u64, u64) -> Result<Swap, M::Error>,
     ) -> Result<(), Stop<M::Error>> {
-        if !self.update {
+        if !self.access.marks {
             return Ok(());
         }
         let dirty = if self.is_write() { D } else { 0 };

@@ -550,7 +550,7 @@ proptest! {
             let unused = if context.cr4.contains(Cr4::LA57) { 7 } else { 16 };
             ((low << unused) as i64 >> unused) as u64
         };
-        let access = Access { kind, implicit };
+        let access = Access { kind, implicit, marks: true };
         let before = memory.clone();
         let mut path = Vec::new();
         let wanted = reference(&before, &context, va, access, &mut path);

@@ -6,6 +6,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use gannet_vm::memory::{DirtyLogError, FaultAccess, FaultOutcome, VmMemory};
+use host::gup::fault_in;
 use host::page::Pages;
 use mmu::{EptSupport, FlushRemote, Format, Region, RegionLimits, TableCache};
 use proptest::prelude::*;
@@ -148,7 +149,7 @@ impl Machine {
     fn fault(&mut self, gfn: u64, write: bool) {
         let present = self.calls.cpu.lock().unwrap().word(gfn).is_some();
         let access = FaultAccess { gpa: Gpa(gfn << 12 | 8), write, exec: false, present };
-        let outcome = self.memory.fault(&mut self.cache, &access, &self.calls);
+        let outcome = self.memory.fault(&mut self.cache, &access, &self.calls, fault_in);
         assert_eq!(outcome, FaultOutcome::Mapped);
     }
 

@@ -7,6 +7,7 @@ use gannet_vm::memory::shadow::Caller;
 use gannet_vm::memory::{FaultAccess, MemoryError, ShadowOutcome, VmMemory};
 use gannet_vm::vcpu_shared::{Request, VcpuShared};
 use gannet_vm::vcpus::VcpuTable;
+use host::gup::fault_in;
 use host::page::Pages;
 use host::std_port::test;
 use irqchip::lapic::CpuRole;
@@ -335,6 +336,7 @@ fn a_write_of_the_hypervisors_to_a_protected_table_is_seen_at_the_next_flush() {
                     &mut runner.cache,
                     &FaultAccess { gpa, write: true, exec: false, present: false },
                     &bench.cpus,
+                    fault_in,
                 );
                 bench.cpus.vcpu(0).in_section(|s| {
                     let view = bench.memory.view(s);

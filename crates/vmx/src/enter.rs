@@ -13,11 +13,11 @@
 
 use core::sync::atomic::Ordering::Relaxed;
 
-use backend::{Answer, Exit, Exits, Gprs, RSP, Registers, Turn, WorldSwitch};
+use backend::{Answer, Exit, Exits, Gprs, Injection, RSP, Registers, Turn, WorldSwitch};
 use cpu::{Cpu, VmxSwitch};
 use host::hostcpu;
 use x86::{
-    Cr4, msr,
+    Cr4, Rflags, msr,
     segment::attr,
     vmcs::{ENTRY_FAILURE, ExitReason, event, field, invept},
 };
@@ -28,7 +28,7 @@ use crate::{
     host_registers::HostThread,
     mitigations,
     paging::INVALID_STATE,
-    state::{Vmx, attention},
+    state::{Offer, Vmx, attention},
 };
 
 impl<C: Cpu> WorldSwitch for Vmx<C> {
@@ -301,8 +301,20 @@ impl<C: Cpu> Vmx<C> {
                 self.forget_tdp();
             }
         }
-        if self.attention & attention::OFFER != 0 {
-            self.make_offer();
+        if self.attention & attention::OFFER != 0
+            && let Some(vector) = self.offer.vector
+        {
+            // Injected where the guest can take it at this entry; else the window tells when it can.
+            let open =
+                !self.injecting() && self.rflags().contains(Rflags::IF) && !self.is_shadowed();
+            if open {
+                self.clear_ended_shadow();
+                self.offer = Offer { vector: None, taken: true };
+                self.attention = (self.attention & !attention::OFFER) | attention::INJECT;
+                let info = event::VALID | event::INTR | u32::from(vector.0);
+                self.set(fields::ENTRY_INTERRUPTION, info);
+            }
+            self.open_window(!open);
         }
         if self.attention & attention::SHADOW != 0 {
             self.end_shadow_for_request();

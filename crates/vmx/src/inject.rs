@@ -172,21 +172,6 @@ impl<C: Cpu> Vmx<C> {
         self.match_pending_step();
     }
 
-    /// Injects the offered interrupt if the guest can take it at this entry, else waits for the
-    /// moment at which it can.
-    pub(crate) fn make_offer(&mut self) {
-        let Some(vector) = self.offer.vector else { return };
-        let open = !self.injecting() && self.rflags().contains(Rflags::IF) && !self.is_shadowed();
-        if open {
-            self.clear_ended_shadow();
-            self.offer = Offer { vector: None, taken: true };
-            self.attention = (self.attention & !attention::OFFER) | attention::INJECT;
-            let info = event::VALID | event::INTR | u32::from(vector.0);
-            self.set(fields::ENTRY_INTERRUPTION, info);
-        }
-        self.open_window(!open);
-    }
-
     /// Asks for an exit when an interrupt can be taken.
     pub(crate) fn open_window(&mut self, on: bool) {
         self.change_proc(ProcControls::INTERRUPT_WINDOW, on || self.nmi_behind_sti);

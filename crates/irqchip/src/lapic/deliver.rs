@@ -102,15 +102,13 @@ impl Lapic {
         if !self.software_enabled() {
             return Accepted::Ignored;
         }
-        let v = vector.0;
-        if v < 16 {
-            return self.raise_error(esr::RECEIVED_ILLEGAL_VECTOR);
-        }
-        self.request(v, level)
-    }
-
-    #[inline]
-    fn request(&self, v: u8, level: bool) -> Accepted {
+        let (v, level) = match vector.0 {
+            16.. => (vector.0, level),
+            _ => match self.log_error(esr::RECEIVED_ILLEGAL_VECTOR) {
+                Some(instead) => (instead.0, false),
+                None => return Accepted::Ignored,
+            },
+        };
         // The trigger mode is to be in place when the owner sees the request.
         if self.tmr.test(v) != level {
             if level {
@@ -127,12 +125,18 @@ impl Lapic {
     /// Logs an error and, when its LVT entry is unmasked, makes the error vector pending
     /// (SDM vol. 3A §10.5.3).
     pub(super) fn raise_error(&self, bit: u32) -> Accepted {
+        match self.log_error(bit) {
+            Some(vector) => self.accept_fixed(vector, false),
+            None => Accepted::Ignored,
+        }
+    }
+
+    /// Logs an error: the vector that tells the guest of it, if its LVT entry is unmasked and names a legal one.
+    #[cold]
+    fn log_error(&self, bit: u32) -> Option<Vector> {
         self.esr_pending.fetch_or(bit, Relaxed);
         let lvt = self.lvt(LocalVector::Error);
-        if lvt & lvt::MASKED != 0 || lvt & 0xff < 16 || !self.software_enabled() {
-            return Accepted::Ignored;
-        }
-        self.request(lvt as u8, false)
+        (lvt & lvt::MASKED == 0 && lvt & 0xff >= 16).then_some(Vector(lvt as u8))
     }
 
     /// An event of one of the APIC's own sources, delivered as its LVT entry says.

@@ -451,7 +451,7 @@ impl Machine {
         let pae = context.is_paging() && !context.is_long_mode() && context.cr4.contains(Cr4::PAE);
         let pdptes = Cell::new(pae.then_some((context.cr3 & 0xffff_ffe0, vcpu.pdptes)));
         let memory = Seen { machine: self, pdptes, choice };
-        let wanted = Wanted { kind, implicit: false };
+        let wanted = Wanted { kind, implicit: false, marks: true };
         let walk = if settled {
             translate(&memory, &context, va, wanted)
         } else {

@@ -171,7 +171,7 @@ impl<B: Backend> Vcpu<B> {
                 Err(stop) => return Err(stop),
             };
             let Some(part) = bytes.get_mut(done..done + in_page) else { break };
-            if self.memory.read(gpa, part).is_err() {
+            if self.memory.read_in_page(gpa, part).is_err() {
                 if done != 0 {
                     break;
                 }

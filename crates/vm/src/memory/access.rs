@@ -46,6 +46,13 @@ impl VmMemory {
         })
     }
 
+    /// Reads guest memory that lies within one page. May sleep.
+    pub fn read_in_page(&self, gpa: Gpa, into: &mut [u8]) -> Result<(), MemoryError> {
+        let slots = self.slots();
+        let slot = slots.find(gpa.gfn()).ok_or(MemoryError::Unbacked)?;
+        Ok(user::read(host_address(slot, gpa), into)?)
+    }
+
     /// Writes guest memory, across pages and slots, and marks it dirty. May sleep. On error a part
     /// may have been written.
     pub fn write(&self, gpa: Gpa, from: &[u8]) -> Result<(), MemoryError> {
@@ -154,13 +161,13 @@ impl GuestMemory for VmMemory {
 
     fn read_u64(&self, gpa: Gpa) -> Result<u64, MemoryError> {
         let mut bytes = [0; 8];
-        self.read(gpa, &mut bytes)?;
+        self.read_in_page(gpa, &mut bytes)?;
         Ok(u64::from_le_bytes(bytes))
     }
 
     fn read_u32(&self, gpa: Gpa) -> Result<u32, MemoryError> {
         let mut bytes = [0; 4];
-        self.read(gpa, &mut bytes)?;
+        self.read_in_page(gpa, &mut bytes)?;
         Ok(u32::from_le_bytes(bytes))
     }
 

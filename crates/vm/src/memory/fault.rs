@@ -53,26 +53,15 @@ pub enum FaultOutcome {
 }
 
 impl VmMemory {
-    /// Resolves a TDP fault. `cache` is the vCPU's own. Sleeps when the host's page is not
-    /// there; runs in the VMM's address space.
+    /// Resolves a TDP fault. `cache` is the vCPU's own. `find_page` asks the host for the page behind an address, as
+    /// [`fault_in`] does: it sleeps when the page is not there, and runs in the VMM's address space.
+    #[inline]
     pub fn fault(
         &self,
         cache: &mut TableCache,
         access: &FaultAccess,
         flush: &(impl FlushRemote + ?Sized),
-    ) -> FaultOutcome {
-        let fresh = cache.run().is_fresh(access.gpa.gfn());
-        let patience = if fresh { Patience::InterruptibleFresh } else { Patience::Interruptible };
-        self.fault_by(cache, access, flush, |hva, write| fault_in(hva, write, patience))
-    }
-
-    #[inline]
-    pub(super) fn fault_by(
-        &self,
-        cache: &mut TableCache,
-        access: &FaultAccess,
-        flush: &(impl FlushRemote + ?Sized),
-        find_page: impl FnOnce(Hva, bool) -> Result<HostPage, GupError>,
+        find_page: impl FnOnce(Hva, bool, Patience) -> Result<HostPage, GupError>,
     ) -> FaultOutcome {
         let gfn = access.gpa.gfn();
         let slots = self.slots();
@@ -91,7 +80,9 @@ impl VmMemory {
         let hva = slot.hva_of(gfn);
         // Before the host's page table is read: what changes there later shows in the count.
         let sequence = self.sequence.load(Ordering::Acquire);
-        match find_page(hva, access.write) {
+        let fresh = cache.run().is_fresh(gfn);
+        let patience = if fresh { Patience::InterruptibleFresh } else { Patience::Interruptible };
+        match find_page(hva, access.write, patience) {
             Ok(page) => self.install(cache, access, (slot, hva), sequence, &page, flush),
             Err(GupError::Again) => FaultOutcome::Retry,
             Err(GupError::Fault) => FaultOutcome::Error(MemoryError::Fault),

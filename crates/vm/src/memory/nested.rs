@@ -7,6 +7,7 @@
 
 use host::boxed::KBox;
 use host::error::NoMemory;
+use host::gup::fault_in;
 use mmu::shadow::NestedFrame;
 use mmu::tdp::FlushRemote;
 use mmu::{
@@ -140,7 +141,7 @@ impl VmMemory {
         let generation = self.generation();
         // As long as these slots are held, what is prepared for one of them is not forgotten.
         let slots = self.slots();
-        match (self.fault(cache, &access, flush), table) {
+        match (self.fault(cache, &access, flush, fault_in), table) {
             (FaultOutcome::Mapped, table) => {
                 match self.prepare_frame(nested, &slots, gpa, table.is_some()) {
                     Ok(()) => None,

@@ -12,6 +12,7 @@ use core::sync::atomic::Ordering;
 
 use host::boxed::KBox;
 use host::error::NoMemory;
+use host::gup::fault_in;
 use mmu::shadow::LEAST_PAGES;
 use mmu::tdp::{FlushRemote, Zapper, pages_per};
 use mmu::{
@@ -193,7 +194,7 @@ impl VmMemory {
         let generation = self.generation();
         // As long as these slots are held, what is prepared for one of them is not forgotten.
         let slots = self.slots();
-        match (self.fault(cache, &access, flush), table) {
+        match (self.fault(cache, &access, flush, fault_in), table) {
             (FaultOutcome::Mapped, table) => {
                 let shadow = self.shadow.as_ref()?;
                 self.prepare_frame(shadow, &slots, gpa, table.is_some()).err().map(

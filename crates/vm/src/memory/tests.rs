@@ -10,7 +10,7 @@ use alloc::vec::Vec;
 use core::cell::Cell;
 use core::sync::atomic::{AtomicBool, Ordering};
 
-use host::gup::{GupError, HostPage};
+use host::gup::{GupError, HostPage, fault_in};
 use host::page::Pages;
 use host::std_port::test;
 use irqchip::lapic::CpuRole;
@@ -70,7 +70,7 @@ impl Bench {
     fn fault(&mut self, gfn: u64, write: bool) -> FaultOutcome {
         let present = self.leaf(gfn).is_some();
         let access = Self::access(gfn, write, present);
-        self.memory.fault(&mut self.cache, &access, &self.flushes)
+        self.memory.fault(&mut self.cache, &access, &self.flushes, fault_in)
     }
 
     /// A fault for which `gup` stands in for the host.
@@ -81,7 +81,7 @@ impl Bench {
         gup: impl FnOnce(&VmMemory, Hva) -> Result<HostPage, GupError>,
     ) -> FaultOutcome {
         let (memory, access) = (&self.memory, Self::access(gfn, write, false));
-        memory.fault_by(&mut self.cache, &access, &self.flushes, |hva, _| gup(memory, hva))
+        memory.fault(&mut self.cache, &access, &self.flushes, |hva, _, _| gup(memory, hva))
     }
 
     /// A read of a page that the host has write-protected.
@@ -232,7 +232,10 @@ fn memory_that_backs_two_slots_is_withdrawn_from_both() {
     bench.set(Region { slot: 4, gpa: 1 << 30, ..bench.region(0) }).unwrap();
     let alias = (1 << 18) + 4;
     let (access, hva) = (Bench::access(alias, true, false), bench.hva(20));
-    assert_eq!(bench.memory.fault(&mut bench.cache, &access, &bench.flushes), FaultOutcome::Mapped);
+    assert_eq!(
+        bench.memory.fault(&mut bench.cache, &access, &bench.flushes, fault_in),
+        FaultOutcome::Mapped
+    );
     assert_eq!(bench.fault(20, true), FaultOutcome::Mapped);
     assert_eq!(bench.mapped(alias), bench.mapped(20));
     assert!(bench.memory.test_young(hva, Hva(hva.0 + 1)));
@@ -276,7 +279,7 @@ fn the_dirty_log_tells_each_write_once_and_each_round() {
     // The host is not asked again for a page that only the log protects.
     let access = Bench::access(17, true, true);
     let asked = Cell::new(false);
-    let outcome = bench.memory.fault_by(&mut bench.cache, &access, &bench.flushes, |_, _| {
+    let outcome = bench.memory.fault(&mut bench.cache, &access, &bench.flushes, |_, _, _| {
         asked.set(true);
         Err(GupError::Fault)
     });
@@ -369,7 +372,7 @@ fn the_dirty_log_splits_large_pages_and_they_come_back_after_it() {
     let access = Bench::access(700, true, true);
     let outcome = bench
         .memory
-        .fault_by(&mut bench.cache, &access, &bench.flushes, |_, _| Err(GupError::Fault));
+        .fault(&mut bench.cache, &access, &bench.flushes, |_, _, _| Err(GupError::Fault));
     assert_eq!(outcome, FaultOutcome::Mapped);
     assert_eq!(bench.leaf(700).map(|l| (l.level, l.writable)), Some((1, true)));
     assert_eq!(bench.leaf(701).map(|l| (l.level, l.writable)), Some((1, false)));
@@ -462,7 +465,7 @@ fn a_large_host_page_is_mapped_as_large_as_the_cpu_allows() {
         let (flushes, mut cache) = (Flushes::default(), TableCache::new());
         memory.set_region(&region, &flushes).unwrap();
         let access = Bench::access((1 << 18) + 777, true, false);
-        let outcome = memory.fault_by(&mut cache, &access, &flushes, |hva, write| {
+        let outcome = memory.fault(&mut cache, &access, &flushes, |hva, write, _| {
             assert_eq!((hva, write), (Hva((1 << 40) + (777 << 12)), true));
             Ok(test::host_page((5 << 18) + 777, 3, true))
         });
@@ -484,7 +487,7 @@ fn a_fetch_from_a_large_page_gets_a_small_one_where_the_cpu_has_the_flaw() {
         let mut fault = |memory: &VmMemory, within: u64, exec: bool, present: bool| {
             let access = FaultAccess { exec, ..Bench::access((1 << 18) + within, false, present) };
             let page = test::host_page((5 << 18) + within, 3, true);
-            memory.fault_by(&mut cache, &access, &flushes, |_, _| Ok(page))
+            memory.fault(&mut cache, &access, &flushes, |_, _, _| Ok(page))
         };
         let leaf = |within: u64| {
             let leaf = memory.tdp.mapper().lookup(Gfn((1 << 18) + within)).unwrap();
@@ -606,7 +609,7 @@ fn faults_and_invalidations_in_parallel_leave_no_translation_behind() {
                 while !stop.load(Ordering::Relaxed) {
                     n = n.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
                     let access = Bench::access(16 + (n >> 33) % 64, n >> 40 & 1 == 1, false);
-                    match memory.fault(&mut cache, &access, &Flushes::default()) {
+                    match memory.fault(&mut cache, &access, &Flushes::default(), fault_in) {
                         FaultOutcome::Mapped => mapped += 1,
                         outcome => assert_eq!(outcome, FaultOutcome::Retry),
                     }

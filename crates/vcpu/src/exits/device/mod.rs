@@ -26,6 +26,7 @@ pub mod user_io;
 
 use backend::{Backend, Level, Nested, TdpFault};
 use emulate::{Cause, Decoded, SimpleMmio};
+use host::gup::fault_in;
 use mmu::Section;
 use stats::VcpuCount;
 use vm::{
@@ -232,7 +233,7 @@ impl<B: Backend> Vcpu<B> {
             present: fault.present,
         };
         self.stats.count(VcpuCount::PfTaken);
-        let outcome = self.memory.fault(&mut self.tables, &access, &**self.vm);
+        let outcome = self.memory.fault(&mut self.tables, &access, &**self.vm, fault_in);
         match outcome {
             FaultOutcome::Mapped => {
                 self.stats.count(VcpuCount::PfFixed);

@@ -92,7 +92,7 @@ impl Vm {
     fn fault(&self, gfn: u64) -> FaultOutcome {
         let mut cache = TableCache::new();
         let access = Self::access(gfn);
-        self.memory.fault_by(&mut cache, &access, &self.flushes, |hva, _| Ok(self.host.page(hva)))
+        self.memory.fault(&mut cache, &access, &self.flushes, |hva, _, _| Ok(self.host.page(hva)))
     }
 
     /// A fault that stops where `gup` sleeps: on a userfaultfd page, if the VMM likes. `None`: it needed
@@ -104,7 +104,7 @@ impl Vm {
             test::adopt(&self.world);
             let mut cache = TableCache::new();
             let asked = asked;
-            self.memory.fault_by(&mut cache, &Self::access(gfn), &self.flushes, |hva, _| {
+            self.memory.fault(&mut cache, &Self::access(gfn), &self.flushes, |hva, _, _| {
                 let page = self.host.page(hva);
                 asked.send(()).unwrap();
                 let _: Result<(), _> = wait.recv();
