@@ -23,14 +23,11 @@ pub use state::registers::{Regs, Sregs};
 
 use backend::{Backend, Gprs, Reset, TSC_RATIO_ONE};
 use cpuid::{GuestCpuid, Supported};
-use emulate::DecodeCache;
 use host::{Arc, KBox, NoMemory, fpu::GuestFpu};
 use mmu::{CodeFetch, TableCache};
 use msr::{HostMsrs, MsrStore};
 use stats::VcpuStats;
-use vm::{
-    VmRef, memory::VmMemory, msr_filter::MsrFilter, settings::quirk, vcpu_shared::SharedVcpu,
-};
+use vm::{VmRef, msr_filter::MsrFilter, settings::quirk, vcpu_shared::SharedVcpu};
 use x86::Vector;
 
 /// A virtual CPU. Owned by whoever holds its mutex: one thread at a time.
@@ -39,44 +36,24 @@ pub struct Vcpu<B: Backend> {
     pub(crate) b: B,
     pub(crate) gprs: Gprs,
     pub(crate) pending: run::pending::Pending,
-    /// The task priority that was last taken from the hardware.
-    pub(crate) cr8_seen: u8,
-    pub(crate) device_seen: exits::device::DeviceSeen,
-    /// The CPU logs written pages.
-    pub(crate) page_log: bool,
+    pub(crate) device: exits::device::Device,
     pub(crate) msrs: state::msrs::Msrs,
-    /// CPUID outside CPL 0 faults (MISC_FEATURES_ENABLES).
-    pub(crate) cpuid_faults: bool,
     pub(crate) events: run::events::Events,
     pub(crate) time: time::Time,
     /// What is counted: also in `shared`, here without the way through it.
     pub(crate) stats: Arc<VcpuStats>,
-    pub(crate) fetch: KBox<CodeFetch>,
-    pub(crate) roots: paging::roots::Roots,
-    /// Shadow paging; `None` with TDP.
-    pub(crate) shadow: Option<KBox<paging::shadow::Shadow>>,
-    /// Guest memory as the vCPU sees it now; what the VM shows it in system-management mode is
-    /// another.
-    pub(crate) memory: Arc<VmMemory>,
+    pub(crate) code: exits::code::Code,
+    pub(crate) mmu: paging::Mmu,
     pub(crate) shared: SharedVcpu,
     pub(crate) vm: VmRef,
     pub(crate) cpuid: KBox<GuestCpuid>,
     pub(crate) rare: KBox<Rare>,
-    /// Pages for TDP tables, topped up outside locks.
-    pub(crate) tables: KBox<TableCache>,
-    pub(crate) decode: KBox<DecodeCache>,
     /// What an observed vCPU has yet to tell.
     pub(crate) observation: KBox<observe::Observation>,
     pub(crate) fpu: KBox<GuestFpu>,
-    pub(crate) user_io: exits::device::user_io::UserIo,
     pub(crate) pv: KBox<pv::PvState>,
     pub(crate) smm: state::smm::Smm,
-    /// Tables of L1's for its guest, once there were some.
-    pub(crate) stage: Option<KBox<nested::paging::Stage>>,
     pub(crate) debug: state::debug::Debug,
-    pub(crate) has_run: bool,
-    /// Bytes for the port I/O page: what the guest writes, or what user space answers.
-    pub io_data: [u8; 8],
 }
 
 /// What is looked at once in a run, or less.
@@ -84,6 +61,8 @@ pub struct Vcpu<B: Backend> {
 pub(crate) struct Rare {
     /// What this host can offer.
     pub offered: Offered,
+    /// KVM_RUN was called before.
+    pub has_run: bool,
     /// Signals to be blocked during KVM_RUN.
     pub signal_mask: Option<host::task::SignalSet>,
     /// Which MSRs the guest may access.
@@ -120,20 +99,19 @@ struct Parts {
     observation: KBox<observe::Observation>,
     rare: KBox<Rare>,
     roots: paging::roots::Roots,
-    fetch: KBox<CodeFetch>,
-    cpuid: KBox<GuestCpuid>,
+    shadow: Option<KBox<paging::shadow::Shadow>>,
     tables: KBox<TableCache>,
+    code: exits::code::Code,
+    cpuid: KBox<GuestCpuid>,
     store: KBox<MsrStore>,
-    decode: KBox<DecodeCache>,
     fpu: KBox<GuestFpu>,
     user_io: exits::device::user_io::UserIo,
     pv: KBox<pv::PvState>,
-    shadow: Option<KBox<paging::shadow::Shadow>>,
 }
 
 /// Moves what `make` makes to the heap, in a stack frame of its own.
 #[inline(never)]
-fn boxed<T>(make: impl FnOnce() -> T) -> Result<KBox<T>, NoMemory> {
+pub(crate) fn boxed<T>(make: impl FnOnce() -> T) -> Result<KBox<T>, NoMemory> {
     KBox::new(make())
 }
 
@@ -168,7 +146,7 @@ impl<B: Backend> Vcpu<B> {
         offered: Offered,
     ) -> Result<KBox<Self>, NoMemory> {
         let mut this = Self::assemble(b, shared, vm, offered)?;
-        let paging = this.roots.paging();
+        let paging = this.mmu.roots.paging();
         this.b.set_paging(paging);
         this.reset_registers(Reset::PowerUp);
         // KVM starts a guest's TSC at zero when its vCPU is made.
@@ -195,6 +173,7 @@ impl<B: Backend> Vcpu<B> {
             observation: KBox::new(observe::Observation::default())?,
             rare: KBox::new(Rare {
                 offered,
+                has_run: false,
                 signal_mask: None,
                 msr_filter: None,
                 keeps_l2_apart: false,
@@ -207,15 +186,14 @@ impl<B: Backend> Vcpu<B> {
                 tsc: time::tsc::Tsc { khz: vm.tsc_khz(), ratio: TSC_RATIO_ONE, offset: 0 },
             })?,
             roots: paging::roots::Roots::new(vm.paging)?,
-            fetch: code_fetch()?,
-            cpuid: boxed(|| GuestCpuid::new(offered.cpuid))?,
+            shadow: if vm.paging.tdp { None } else { Some(paging::shadow::Shadow::new()?) },
             tables: boxed(TableCache::new)?,
+            code: exits::code::Code::new()?,
+            cpuid: boxed(|| GuestCpuid::new(offered.cpuid))?,
             store: msr_store(&offered)?,
-            decode: boxed(DecodeCache::new)?,
             fpu: KBox::new(GuestFpu::alloc()?)?,
             user_io: exits::device::user_io::UserIo::new()?,
             pv: boxed(pv::PvState::default)?,
-            shadow: if vm.paging.tdp { None } else { Some(paging::shadow::Shadow::new()?) },
         };
         KBox::make(|| Self::place(b, shared, vm, parts))
     }
@@ -227,39 +205,44 @@ impl<B: Backend> Vcpu<B> {
             b: b.into_inner(),
             gprs: Gprs::default(),
             pending: run::pending::Pending::default(),
-            cr8_seen: 0,
-            device_seen: exits::device::DeviceSeen::default(),
-            page_log: false,
-            msrs: state::msrs::Msrs { store: parts.store, filtered: false },
-            cpuid_faults: false,
+            device: exits::device::Device {
+                seen: exits::device::DeviceSeen::default(),
+                user_io: parts.user_io,
+                io_data: [0; 8],
+            },
+            msrs: state::msrs::Msrs { store: parts.store, filtered: false, cpuid_faults: false },
             events: run::events::Events::default(),
             time: time::Time::default(),
-            roots: parts.roots,
-            shadow: parts.shadow,
             stats: shared.stats.clone(),
-            fetch: parts.fetch,
-            memory,
+            code: parts.code,
+            mmu: paging::Mmu {
+                memory,
+                roots: parts.roots,
+                shadow: parts.shadow,
+                stage: None,
+                tables: parts.tables,
+                page_log: false,
+            },
             shared,
             vm,
             cpuid: parts.cpuid,
             rare: parts.rare,
-            tables: parts.tables,
-            decode: parts.decode,
             observation: parts.observation,
             fpu: parts.fpu,
-            user_io: parts.user_io,
             pv: parts.pv,
             smm: state::smm::Smm::default(),
-            stage: None,
             debug: state::debug::Debug::default(),
-            has_run: false,
-            io_data: [0; 8],
         }
     }
 
     /// The half that other CPUs touch.
     pub fn shared(&self) -> &SharedVcpu {
         &self.shared
+    }
+
+    /// Bytes for the port I/O page: what the guest writes, or what user space answers.
+    pub fn io_data(&mut self) -> &mut [u8; 8] {
+        &mut self.device.io_data
     }
 
     /// The backend.
@@ -286,7 +269,7 @@ impl<B: Backend> Vcpu<B> {
         self.events = run::events::Events { external, outer, ..run::events::Events::default() };
         self.reset_smm();
         self.pending.after_exit.set_offered(None);
-        self.user_io.forget();
+        self.device.user_io.forget();
         self.publish_priority();
         self.cpuid_inputs_changed();
         self.note_role();

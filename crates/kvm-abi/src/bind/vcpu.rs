@@ -155,7 +155,7 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
 
     #[inline]
     fn io_data(&mut self) -> &mut [u8; 8] {
-        &mut self.vcpu.io_data
+        self.vcpu.io_data()
     }
 
     #[inline]

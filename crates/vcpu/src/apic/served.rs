@@ -54,7 +54,7 @@ impl<B: Backend> Vcpu<B> {
         let Some(apic) = self.b.served_apic_mut() else { return };
         let state = apic.take_back();
         self.shared.lapic.take_back(&state);
-        self.cr8_seen = self.b.cr8();
+        self.pending.cr8_seen = self.b.cr8();
         self.pending.raise();
     }
 
@@ -135,7 +135,7 @@ impl<B: Backend> Vcpu<B> {
         for offset in SHOWN {
             apic.show(offset, lapic.read(offset, || 0));
         }
-        self.cr8_seen = self.b.cr8();
+        self.pending.cr8_seen = self.b.cr8();
     }
 
     /// Passes on what has been requested since. The 8259A's comes by injection, as without the

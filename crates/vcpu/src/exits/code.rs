@@ -3,9 +3,10 @@
 //! the VMM's mapping is.
 
 use backend::{Backend, SegmentName};
-use emulate::{CodeSize, Decoded, Fetched, Stop};
+use emulate::{CodeSize, DecodeCache, Decoded, Fetched, Stop};
+use host::{KBox, NoMemory};
 use mmu::fetch::CodeMode;
-use mmu::{PagingContext, Section, WalkError, translate, walk};
+use mmu::{CodeFetch, PagingContext, Section, WalkError, translate, walk};
 use x86::{
     Cr0, Exception, Gpa, Gva, Rflags,
     cpuid::{Vendor, feature},
@@ -16,6 +17,22 @@ use crate::{
     Vcpu,
     run::outcome::{Break, Outcome},
 };
+
+/// What was learnt of the guest's code: where its pages lie, and what its bytes decode to.
+pub(crate) struct Code {
+    /// Walks to pages of code, remembered with the entries that they rest on.
+    pub(crate) fetch: KBox<CodeFetch>,
+    /// Decoded instructions by their bytes.
+    pub(crate) decode: KBox<DecodeCache>,
+}
+
+impl Code {
+    /// Nothing is known yet.
+    #[inline(never)]
+    pub(crate) fn new() -> Result<Self, NoMemory> {
+        Ok(Self { fetch: crate::code_fetch()?, decode: crate::boxed(DecodeCache::new)? })
+    }
+}
 
 impl<B: Backend> Vcpu<B> {
     /// Whether the code segment is a 64-bit one: nearly always, and asked of less than the whole size.
@@ -72,24 +89,24 @@ impl<B: Backend> Vcpu<B> {
     #[inline(always)]
     pub(crate) fn known_code(&self, s: Section<'_>, size: CodeSize) -> Option<u64> {
         let (rip, mode) = (self.linear_rip_in(size), self.code_mode());
-        let view = self.memory.view(s);
-        self.fetch.first_bytes(&mode, rip, &view)
+        let view = self.mmu.memory.view(s);
+        self.code.fetch.first_bytes(&mode, rip, &view)
     }
 
     /// Instruction bytes at RIP without sleeping: for the loop. `size`: the code segment's.
     #[inline]
     pub(crate) fn fetch_here(&mut self, s: Section<'_>, size: CodeSize) -> Option<([u8; 16], u8)> {
         let (rip, mode) = (self.linear_rip_in(size), self.code_mode());
-        let view = self.memory.view(s);
-        let code = match self.fetch.hit(&mode, rip, &view) {
+        let view = self.mmu.memory.view(s);
+        let code = match self.code.fetch.hit(&mode, rip, &view) {
             Some(code) => code,
             None => {
                 // Through tables of L1's outside alone.
-                if self.l1_tables().is_some() {
+                if self.mmu.l1_tables().is_some() {
                     return None;
                 }
                 let context = self.paging();
-                self.fetch.fetch(&context, rip, &view)?
+                self.code.fetch.fetch(&context, rip, &view)?
             }
         };
         Some((code.bytes, code.len.min(15) as u8))
@@ -147,7 +164,7 @@ impl<B: Backend> Vcpu<B> {
         } else {
             Fetched::new(assisted, size)
         };
-        self.decode.get(fetched).ok()
+        self.code.decode.get(fetched).ok()
     }
 }
 
@@ -171,7 +188,7 @@ impl<B: Backend> Vcpu<B> {
                 Err(stop) => return Err(stop),
             };
             let Some(part) = bytes.get_mut(done..done + in_page) else { break };
-            if self.memory.read_in_page(gpa, part).is_err() {
+            if self.mmu.memory.read_in_page(gpa, part).is_err() {
                 if done != 0 {
                     break;
                 }
@@ -196,7 +213,7 @@ impl<B: Backend> Vcpu<B> {
             Err(Stop::NeedUser | Stop::Unsupported) => return Err(self.emulation_failed()),
         };
         let fetched = Fetched::new(bytes.get(..len).unwrap_or(&[]), size);
-        match self.decode.get(fetched) {
+        match self.code.decode.get(fetched) {
             Ok(decoded) => Ok((fetched, decoded)),
             Err(emulate::DecodeError::Truncated) if len < 15 => {
                 // The instruction goes on in a page that cannot be fetched: that page's fault.
@@ -231,11 +248,11 @@ impl<B: Backend> Vcpu<B> {
     }
 
     pub(crate) fn translate(&mut self, at: Gva, access: walk::Access) -> Result<Gpa, Stop> {
-        if let Some(tables) = self.l1_tables() {
+        if let Some(tables) = self.mmu.l1_tables() {
             return self.translate_of_l2(&tables, at, access);
         }
         let context = self.paging();
-        match translate(&*self.memory, &context, at.0, access) {
+        match translate(&*self.mmu.memory, &context, at.0, access) {
             Ok(t) => Ok(t.gpa),
             Err(WalkError::Fault(e)) => Err(Stop::Fault(e)),
             Err(WalkError::NonCanonical) => Err(Stop::Fault(Exception::gp(0))),

@@ -86,7 +86,7 @@ impl<B: Backend> Vcpu<B> {
             let long = is_long(self);
             let value = if long { value } else { value & 0xffff_ffff };
             if !long
-                && (self.b.pdptes().is_some() || self.roots.is_shadow())
+                && (self.b.pdptes().is_some() || self.mmu.roots.is_shadow())
                 && !self.fetch_pdptes(s, cr, value)
             {
                 return Next::Leave;

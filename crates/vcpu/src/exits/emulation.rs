@@ -73,16 +73,16 @@ impl<B: Backend> Vcpu<B> {
         fetched: Fetched,
         decoded: &Decoded,
     ) -> Outcome {
-        self.user_io.log.begin(self.b.rip(), fetched, false);
+        self.device.user_io.log.begin(self.b.rip(), fetched, false);
         let is_nested = self.pending.after_exit.is_nested();
         // L1 intercepts control registers one by one, and was asked about the one that the exit names.
         let is_other = matches!(cause, Cause::Control { cr, .. } if is_nested && !decoded.accesses_control(cr));
         if is_other || !decoded.can_cause(cause, self.gprs.0[RDX] as u16) {
-            self.user_io.log.forget();
+            self.device.user_io.log.forget();
             return Ok(());
         }
         if is_nested && !is_for_l2(cause, decoded) {
-            self.user_io.log.forget();
+            self.device.user_io.log.forget();
             return Err(self.emulation_failed());
         }
         self.execute(decoded)
@@ -91,24 +91,26 @@ impl<B: Backend> Vcpu<B> {
     /// Goes on with the instruction that user space has answered an access of. Its bytes are those that
     /// it began with. If the VMM has set RIP meanwhile, the guest goes on there.
     pub(crate) fn emulate_again(&mut self) -> Outcome {
-        let decoded = match self.user_io.log.begun() {
+        let decoded = match self.device.user_io.log.begun() {
             Some((rip, fetched)) if rip == self.b.rip() && fetched.size() == self.code_size() => {
-                self.decode.get(fetched)
+                self.code.decode.get(fetched)
             }
             _ => {
-                self.user_io.log.forget();
+                self.device.user_io.log.forget();
                 return Ok(());
             }
         };
         match decoded {
-            Ok(decoded) if self.user_io.log.is_interpreted() => self.interpret_again(&decoded),
+            Ok(decoded) if self.device.user_io.log.is_interpreted() => {
+                self.interpret_again(&decoded)
+            }
             Ok(decoded) => self.execute(&decoded),
             Err(_) => Err(self.emulation_failed()),
         }
     }
 
     fn execute(&mut self, decoded: &Decoded) -> Outcome {
-        self.user_io.log.rewind();
+        self.device.user_io.log.rewind();
         self.stats.count(VcpuCount::InsnEmulation);
         let result = emulate::emulate(self, decoded);
         self.complete_emulation(result)
@@ -116,12 +118,12 @@ impl<B: Backend> Vcpu<B> {
 
     /// Like [`Vcpu::execute`], of a guest that the CPU cannot run: any instruction, and not counted.
     pub(crate) fn interpret_decoded(&mut self, fetched: Fetched, decoded: &Decoded) -> Outcome {
-        self.user_io.log.begin(self.b.rip(), fetched, true);
+        self.device.user_io.log.begin(self.b.rip(), fetched, true);
         self.interpret_again(decoded)
     }
 
     fn interpret_again(&mut self, decoded: &Decoded) -> Outcome {
-        self.user_io.log.rewind();
+        self.device.user_io.log.rewind();
         let result = emulate::interpret(self, decoded);
         let done = matches!(&result, Ok(done) if done.outcome == emulate::Outcome::Done);
         self.complete_emulation(result)?;
@@ -134,7 +136,7 @@ impl<B: Backend> Vcpu<B> {
     fn complete_emulation(&mut self, result: Result<emulate::Completion, Stop>) -> Outcome {
         match result {
             Ok(done) => {
-                self.user_io.log.forget();
+                self.device.user_io.log.forget();
                 let complete = done.outcome == emulate::Outcome::Done;
                 self.b.set_rflags(done.rflags);
                 if complete {
@@ -151,18 +153,18 @@ impl<B: Backend> Vcpu<B> {
                 Ok(())
             }
             Err(Stop::Fault(exception)) => {
-                self.user_io.log.forget();
+                self.device.user_io.log.forget();
                 self.raise(exception);
                 Ok(())
             }
             // The answers so far stay: the same instruction asks for them again.
             Err(Stop::Retry) => Ok(()),
-            Err(Stop::NeedUser) => match self.user_io.log.asked() {
+            Err(Stop::NeedUser) => match self.device.user_io.log.asked() {
                 Some(access) => Err(self.ask_user(&access, Completion::Emulation)),
                 None => Err(self.emulation_failed()),
             },
             Err(Stop::Unsupported) => {
-                self.user_io.log.forget();
+                self.device.user_io.log.forget();
                 Err(self.emulation_failed())
             }
         }

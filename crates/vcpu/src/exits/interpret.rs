@@ -35,7 +35,7 @@ impl<B: Backend> Vcpu<B> {
             self.interpret_here()?;
             let waits = self.events.exception.is_some()
                 || self.events.outer.any()
-                || self.roots.is_due()
+                || self.mmu.roots.is_due()
                 || self.shared.has_requests()
                 || self.shared.mp_state() != MpState::Runnable
                 || task::work_pending()
@@ -149,7 +149,7 @@ impl<B: Backend> Vcpu<B> {
     /// Whether an instruction is #GP outside of CPL 0.
     fn is_privileged(&self, what: Outside) -> bool {
         match what {
-            Outside::Cpuid => self.cpuid_faults,
+            Outside::Cpuid => self.msrs.cpuid_faults,
             Outside::Rdtsc => self.cr4_has(Cr4::TSD),
             Outside::Hypercall | Outside::Undefined | Outside::Pause => false,
             Outside::Rdmsr

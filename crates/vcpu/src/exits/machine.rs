@@ -58,7 +58,7 @@ fn fill(into: &mut [u8], data: [u8; 8]) {
 impl<B: Backend> Vcpu<B> {
     /// Whether a frame is RAM that the guest may read, or write.
     fn is_memory(&self, gpa: Gpa, write: bool) -> bool {
-        let slots = self.memory.slots();
+        let slots = self.mmu.memory.slots();
         slots.find(gpa.gfn()).is_some_and(|s| !write || !s.is_readonly())
     }
 
@@ -66,9 +66,9 @@ impl<B: Backend> Vcpu<B> {
     /// be asked. What was read.
     fn device(&mut self, mut access: DeviceAccess) -> Result<[u8; 8], Stop> {
         if !self.kernel_device(&mut access) {
-            return Err(self.user_io.log.ask(access));
+            return Err(self.device.user_io.log.ask(access));
         }
-        self.user_io.log.record_done(access);
+        self.device.user_io.log.record_done(access);
         Ok(access.data)
     }
 }
@@ -116,10 +116,10 @@ impl<B: Backend> Machine for Vcpu<B> {
     fn read(&mut self, at: Gva, into: &mut [u8], how: Access) -> Result<(), Stop> {
         let gpa = self.translate(at, walk_access(how))?;
         let access = DeviceAccess::load(gpa, into.len() as u8);
-        let data = match self.user_io.log.next(&access) {
+        let data = match self.device.user_io.log.next(&access) {
             Some(answer) => answer,
             None if self.is_memory(gpa, false) => {
-                return self.memory.read(gpa, into).map_err(memory_stop);
+                return self.mmu.memory.read(gpa, into).map_err(memory_stop);
             }
             None => self.device(access)?,
         };
@@ -130,11 +130,11 @@ impl<B: Backend> Machine for Vcpu<B> {
     fn write(&mut self, at: Gva, data: &[u8], how: Access) -> Result<(), Stop> {
         let gpa = self.translate(at, walk_access(how))?;
         let access = DeviceAccess::store(gpa, data.len() as u8, padded(data));
-        if self.user_io.log.next(&access).is_some() {
+        if self.device.user_io.log.next(&access).is_some() {
             return Ok(());
         }
         if self.is_memory(gpa, true) {
-            return self.memory.write(gpa, data).map_err(memory_stop);
+            return self.mmu.memory.write(gpa, data).map_err(memory_stop);
         }
         self.device(access).map(|_| ())
     }
@@ -146,7 +146,7 @@ impl<B: Backend> Machine for Vcpu<B> {
     fn cmpxchg(&mut self, at: Gva, old: &[u8], new: &[u8]) -> Result<bool, Stop> {
         let gpa = self.translate(at, walk::Access::WRITE)?;
         let access = DeviceAccess::store(gpa, new.len() as u8, padded(new));
-        if self.user_io.log.next(&access).is_some() {
+        if self.device.user_io.log.next(&access).is_some() {
             return Ok(true);
         }
         if !self.is_memory(gpa, true) {
@@ -159,10 +159,10 @@ impl<B: Backend> Machine for Vcpu<B> {
         let len = old.len();
         if !len.is_power_of_two() || len > 8 || gpa.0 % len as u64 != 0 {
             // Wider than the host exchanges on user memory, or split over two cache lines.
-            return self.memory.write(gpa, new).map(|()| true).map_err(memory_stop);
+            return self.mmu.memory.write(gpa, new).map(|()| true).map_err(memory_stop);
         }
         let (old, new) = (u64::from_le_bytes(padded(old)), u64::from_le_bytes(padded(new)));
-        self.memory.cmpxchg(gpa, len, old, new).map_err(memory_stop)
+        self.mmu.memory.cmpxchg(gpa, len, old, new).map_err(memory_stop)
     }
 
     fn is_ram(&mut self, at: Gva, len: usize, write: bool) -> Result<bool, Stop> {
@@ -180,7 +180,7 @@ impl<B: Backend> Machine for Vcpu<B> {
     }
 
     fn commit(&mut self) {
-        self.user_io.log.commit();
+        self.device.user_io.log.commit();
     }
 
     fn long_mode(&self) -> bool {
@@ -211,7 +211,7 @@ impl<B: Backend> Machine for Vcpu<B> {
         if !self.is_memory(gpa, false) {
             return Err(Stop::Unsupported);
         }
-        self.memory.read(gpa, into).map_err(memory_stop)
+        self.mmu.memory.read(gpa, into).map_err(memory_stop)
     }
 
     fn write_system(&mut self, at: Gva, data: &[u8]) -> Result<(), Stop> {
@@ -219,7 +219,7 @@ impl<B: Backend> Machine for Vcpu<B> {
         if !self.is_memory(gpa, true) {
             return Err(Stop::Unsupported);
         }
-        self.memory.write(gpa, data).map_err(memory_stop)
+        self.mmu.memory.write(gpa, data).map_err(memory_stop)
     }
 
     fn probe_system(&mut self, at: Gva) -> Result<(), Stop> {
@@ -230,7 +230,7 @@ impl<B: Backend> Machine for Vcpu<B> {
     fn port_in(&mut self, access: &PortAccess, into: &mut [u8]) -> Result<(), Stop> {
         let access = DeviceAccess::port_in(access.port(), access.size());
         for part in into.chunks_mut(usize::from(access.size.max(1))) {
-            let data = match self.user_io.log.next(&access) {
+            let data = match self.device.user_io.log.next(&access) {
                 Some(answer) => answer,
                 None => self.device(access)?,
             };
@@ -243,7 +243,7 @@ impl<B: Backend> Machine for Vcpu<B> {
         let (port, size) = (access.port(), access.size());
         for part in data.chunks(usize::from(size.max(1))) {
             let access = DeviceAccess::port_out(port, size, padded(part));
-            if self.user_io.log.next(&access).is_none() {
+            if self.device.user_io.log.next(&access).is_none() {
                 self.device(access)?;
             }
         }

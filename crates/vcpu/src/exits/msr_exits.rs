@@ -89,7 +89,7 @@ impl<B: Backend> Vcpu<B> {
             self.raise(Exception::gp(0));
             return Ok(());
         }
-        self.user_io.completion = Completion::Msr { write, next, error: false, data: 0 };
+        self.device.user_io.completion = Completion::Msr { write, next, error: false, data: 0 };
         let data = if write { rdx << 32 | rax & 0xffff_ffff } else { 0 };
         Err(UserExit::Msr { write, reason, index, data }.into())
     }
@@ -98,7 +98,7 @@ impl<B: Backend> Vcpu<B> {
     /// and the value read.
     #[inline]
     pub fn answer_msr(&mut self, answer: impl FnOnce() -> (bool, u64)) {
-        if let Completion::Msr { error, data, .. } = &mut self.user_io.completion {
+        if let Completion::Msr { error, data, .. } = &mut self.device.user_io.completion {
             (*error, *data) = answer();
         }
     }

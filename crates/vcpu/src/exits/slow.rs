@@ -238,8 +238,8 @@ impl<B: Backend> Vcpu<B> {
         let last = self.wrap_rip(self.linear_rip().wrapping_add(2));
         if let Ok(gpa) = self.translate(Gva(last), walk::Access::WRITE) {
             let mut now = [0];
-            if self.memory.read(gpa, &mut now).is_ok() && now == [old] {
-                let _ = self.memory.write(gpa, &[B::HYPERCALL]);
+            if self.mmu.memory.read(gpa, &mut now).is_ok() && now == [old] {
+                let _ = self.mmu.memory.write(gpa, &[B::HYPERCALL]);
             }
         }
     }

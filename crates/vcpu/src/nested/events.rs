@@ -130,7 +130,8 @@ impl<B: Backend> Vcpu<B> {
             self.b.set_interrupt_window(true);
             return true;
         }
-        let Self { b, memory, .. } = self;
+        let Self { b, mmu, .. } = self;
+        let memory = &mmu.memory;
         let l1 = Mapped::new(memory, memory.view(s));
         let taken = b.nested_mut().map_or(Ok(None), |nested| nested.take_interrupt(&l1));
         let Ok(vector) = taken else {
@@ -160,7 +161,8 @@ impl<B: Backend> Vcpu<B> {
         if !self.is_offered_by_l1() || !self.takes_virtual() || self.l2_waits_for_sipi() {
             return;
         }
-        let Self { b, memory, .. } = self;
+        let Self { b, mmu, .. } = self;
+        let memory = &mmu.memory;
         let l1 = Whole::new(memory, None);
         let taken = b.nested_mut().map_or(Ok(None), |nested| nested.take_interrupt(&l1));
         self.pending.offered_by_l1 = false;
@@ -173,7 +175,8 @@ impl<B: Backend> Vcpu<B> {
     /// L2. It is over then, and its end is told to who waits for that. An error: outside alone.
     #[inline(never)]
     fn posts(&mut self, vector: Vector, s: Option<Section<'_>>) -> Result<bool, ()> {
-        let Self { b, memory, .. } = self;
+        let Self { b, mmu, .. } = self;
+        let memory = &mmu.memory;
         let Some(nested) = b.nested_mut() else { return Ok(false) };
         let posted = match s {
             Some(s) => nested.posts(vector, &Mapped::new(memory, memory.view(s))),
@@ -321,7 +324,7 @@ impl<B: Backend> Vcpu<B> {
             self.tell_activity();
             let done = self.across_levels(|v| {
                 let asleep = v.b.nested_mut().and_then(Nested::asleep_mut)?;
-                Some(asleep.exit_for_timer(&mut v.gprs, &Whole::new(&v.memory, None)))
+                Some(asleep.exit_for_timer(&mut v.gprs, &Whole::new(&v.mmu.memory, None)))
             });
             if let Some(done) = done {
                 let _ = self.executed(done, 0);
@@ -345,7 +348,7 @@ impl<B: Backend> Vcpu<B> {
         self.tell_activity();
         let done = self.across_levels(|v| {
             let asleep = v.b.nested_mut().and_then(Nested::asleep_mut)?;
-            Some(asleep.exit_for_sipi(&mut v.gprs, page, &Whole::new(&v.memory, None)))
+            Some(asleep.exit_for_sipi(&mut v.gprs, page, &Whole::new(&v.mmu.memory, None)))
         });
         if let Some(done) = done {
             let _ = self.executed(done, 0);
@@ -498,7 +501,7 @@ impl<B: Backend> Vcpu<B> {
         let undelivered = prepared.or(self.events.again);
         let done = self.across_levels(|v| {
             let nested = v.b.nested_mut()?;
-            let (gprs, memory) = (&mut v.gprs, &*v.memory);
+            let (gprs, memory) = (&mut v.gprs, &*v.mmu.memory);
             Some(match s {
                 Some(s) => {
                     let l1 = Mapped::new(memory, memory.view(s));

@@ -44,7 +44,7 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct Stage {
     /// The tables that L2 runs with. `None`: L1 runs, or L2 without any.
-    tables: Option<Tables>,
+    pub(crate) tables: Option<Tables>,
     roots: NestedRoots,
     /// The bytes that were fetched for the others: with tables of L1's nothing is remembered.
     fetch: KBox<CodeFetch>,
@@ -93,12 +93,6 @@ fn flush(roots: &mut NestedRoots, what: L1Flush) {
 
 /// Which tables L2 runs with, and on which root.
 impl<B: Backend> Vcpu<B> {
-    /// L1's tables that L2 runs with.
-    #[inline]
-    pub(crate) fn l1_tables(&self) -> Option<Tables> {
-        self.stage.as_ref().and_then(|stage| stage.tables)
-    }
-
     fn wanted_tables(&self) -> Option<L1Tables> {
         self.b.nested().and_then(NestedPaging::l1_tables)
     }
@@ -112,7 +106,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline]
     pub(super) fn follow_l1_tables(&mut self) {
         let wanted = self.wanted_tables();
-        if wanted.is_some() || self.l1_tables().is_some() {
+        if wanted.is_some() || self.mmu.l1_tables().is_some() {
             self.change_l1_tables(wanted);
         }
     }
@@ -122,13 +116,13 @@ impl<B: Backend> Vcpu<B> {
         let tables = wanted.and_then(|wanted| self.read_tables(wanted));
         if wanted.is_some() {
             // Not before its root is there.
-            self.roots.set_due();
+            self.mmu.roots.set_due();
         }
-        let Some(stage) = &mut self.stage else { return };
+        let Some(stage) = &mut self.mmu.stage else { return };
         let had = replace(&mut stage.tables, tables).is_some();
         if had != tables.is_some() {
-            swap(&mut self.fetch, &mut stage.fetch);
-            self.device_seen.forget_decoded();
+            swap(&mut self.code.fetch, &mut stage.fetch);
+            self.device.seen.forget_decoded();
         }
         stage.refused = None;
     }
@@ -166,12 +160,13 @@ impl<B: Backend> Vcpu<B> {
     /// Right after L2 was entered inside the loop: gives it its root.
     #[inline]
     pub(super) fn nested_root_in_loop(&mut self, s: Section<'_>) -> Next {
-        if self.roots.is_due() { self.find_nested_root(s) } else { Next::Again }
+        if self.mmu.roots.is_due() { self.find_nested_root(s) } else { Next::Again }
     }
 
     #[inline(never)]
     fn find_nested_root(&mut self, s: Section<'_>) -> Next {
-        let Self { b, stage: Some(stage), memory, roots, .. } = self else { return Next::Done };
+        let Self { b, mmu, .. } = self;
+        let Some((stage, memory, roots, _)) = mmu.staged() else { return Next::Done };
         let (Some(tables), Some(nested)) = (stage.tables, b.nested_mut()) else {
             return Next::Done;
         };
@@ -198,19 +193,22 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn switch_nested_root(&mut self) -> Result<(), NoMemory> {
         match self.wanted_tables() {
             None => Ok(()),
-            wanted => self.find_nested_root_outside(wanted).inspect_err(|_| self.roots.set_due()),
+            wanted => {
+                self.find_nested_root_outside(wanted).inspect_err(|_| self.mmu.roots.set_due())
+            }
         }
     }
 
     #[cold]
     #[inline(never)]
     fn find_nested_root_outside(&mut self, wanted: Option<L1Tables>) -> Result<(), NoMemory> {
-        if self.stage.is_none() {
-            self.stage = Some(Stage::new()?);
+        if self.mmu.stage.is_none() {
+            self.mmu.stage = Some(Stage::new()?);
             self.change_l1_tables(wanted);
         }
         let smm = self.smm.active;
-        let Self { b, stage: Some(stage), memory, vm, shared, roots, .. } = self else {
+        let Self { b, vm, shared, mmu, .. } = self;
+        let Some((stage, memory, roots, _)) = mmu.staged() else {
             return Ok(());
         };
         let (Some(tables), Some(nested)) = (stage.tables, b.nested_mut()) else {
@@ -234,7 +232,8 @@ impl<B: Backend> Vcpu<B> {
 
     /// Lets go of all roots: the vCPU goes.
     pub(crate) fn drop_nested_roots(&mut self) {
-        let Self { stage: Some(stage), vm, .. } = self else { return };
+        let Self { vm, mmu, .. } = self;
+        let Some(stage) = &mut mmu.stage else { return };
         for smm in [false, true] {
             vm.memory_in(smm).nested_release(&mut stage.roots);
         }
@@ -246,7 +245,7 @@ impl<B: Backend> Vcpu<B> {
     /// The access of the last exit of L2, if that was a fault on tables of L1's.
     #[inline]
     fn fault_on_tables(&self) -> Option<NestedAccess> {
-        let tables = self.l1_tables()?;
+        let tables = self.mmu.l1_tables()?;
         self.b.nested()?.nested_page_fault().map(|fault| tables.fault(access_of(fault)))
     }
 
@@ -259,7 +258,8 @@ impl<B: Backend> Vcpu<B> {
 
     #[inline(never)]
     fn nested_fault_in_loop(&mut self, s: Section<'_>, access: &NestedAccess) -> Next {
-        let Self { b, stage: Some(stage), memory, gprs, .. } = self else { return Next::Leave };
+        let Self { b, gprs, mmu, .. } = self;
+        let Some((stage, memory, _, _)) = mmu.staged() else { return Next::Leave };
         let view = memory.view(s);
         let Some(mut guard) = memory.nested().and_then(|pages| pages.try_lock()) else {
             return Next::Leave;
@@ -327,7 +327,8 @@ impl<B: Backend> Vcpu<B> {
 
     #[inline(never)]
     fn handle_nested_fault(&mut self, access: &NestedAccess) -> Outcome {
-        let Self { stage: Some(stage), vm, memory, tables, shared, .. } = self else {
+        let Self { vm, shared, mmu, .. } = self;
+        let Some((stage, memory, _, tables)) = mmu.staged() else {
             return Ok(());
         };
         let by = Caller { vcpu: shared, flush: &***vm };
@@ -387,7 +388,7 @@ impl<B: Backend> Vcpu<B> {
         let Some((plain, store)) = self.plain_word(access, &decoded) else { return Ok(false) };
         let next = self.wrap_rip(self.b.rip().wrapping_add(u64::from(decoded.len())));
         let done = self.across_levels(|v| {
-            let l1 = Whole::new(&v.memory, None);
+            let l1 = Whole::new(&v.mmu.memory, None);
             let nested = v.b.nested_mut()?;
             Some(nested.do_apic_access(&mut v.gprs, access.offset, store, next, &l1))
         });
@@ -414,7 +415,7 @@ impl<B: Backend> Vcpu<B> {
             Err(_) => return Ok(None),
         };
         let fetched = Fetched::new(bytes.get(..len).unwrap_or(&[]), size);
-        Ok(self.decode.get(fetched).ok())
+        Ok(self.code.decode.get(fetched).ok())
     }
 
     /// The load or store that such an access is, and what is stored. Bytes that access the page otherwise came after the
@@ -441,9 +442,9 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn refuse_outside(&mut self, at: Gpa, why: TablesRefuse, undelivered: Option<Event>) {
-        self.user_io.forget();
+        self.device.user_io.forget();
         let done = self.across_levels(|v| {
-            let l1 = Whole::new(&v.memory, None);
+            let l1 = Whole::new(&v.mmu.memory, None);
             Some(v.b.nested_mut()?.refuse(&mut v.gprs, at, why, undelivered, &l1))
         });
         if let Some(done) = done {
@@ -481,7 +482,7 @@ impl<B: Backend> Vcpu<B> {
         access: walk::Access,
     ) -> Result<Gpa, Stop> {
         let context = self.paging();
-        match translate_linear(&*self.memory, tables, &context, at.0, access) {
+        match translate_linear(&*self.mmu.memory, tables, &context, at.0, access) {
             Ok(found) => Ok(found.gpa),
             Err(LinearError::L2(exception)) => Err(Stop::Fault(exception)),
             Err(LinearError::NonCanonical) => Err(Stop::Fault(Exception::gp(0))),
@@ -498,7 +499,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn read_of_l2(&mut self, tables: &Tables, at: u64, words: &mut [u64]) -> Option<()> {
         for (n, word) in (0..).zip(words) {
             let gpa = Gpa(at.wrapping_add(8 * n));
-            match SecondStage::physical(&*self.memory, *tables).read_u64(gpa) {
+            match SecondStage::physical(&*self.mmu.memory, *tables).read_u64(gpa) {
                 Ok(value) => *word = value,
                 Err(StageError::L1 { gpa, fault }) => {
                     self.note_refused(gpa, fault);
@@ -513,7 +514,7 @@ impl<B: Backend> Vcpu<B> {
     /// What L1's tables have refused last is not accessed after all.
     #[cold]
     pub(crate) fn forget_refusal(&mut self) {
-        if let Some(stage) = &mut self.stage {
+        if let Some(stage) = &mut self.mmu.stage {
             stage.refused = None;
         }
     }
@@ -546,7 +547,7 @@ impl<B: Backend> Vcpu<B> {
         if fault == L1Fault::Unlogged && self.log_dirty(gpa) != Logged::Full {
             return;
         }
-        if let Some(stage) = &mut self.stage {
+        if let Some(stage) = &mut self.mmu.stage {
             stage.refused = Some((gpa, told(fault)));
             self.events.outer.set(Outer::NESTED, true);
             self.pending.raise();
@@ -555,7 +556,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Before an entry: ends L2's run for what was noted. Whether something was.
     pub(super) fn refuse_noted(&mut self) -> bool {
-        let noted = self.stage.as_mut().and_then(|stage| take(&mut stage.refused));
+        let noted = self.mmu.stage.as_mut().and_then(|stage| take(&mut stage.refused));
         let Some((at, why)) = noted else { return false };
         let undelivered = self.b.cancel_injection().or(self.events.again);
         self.refuse_outside(at, why, undelivered);
@@ -574,10 +575,10 @@ impl<B: Backend> Vcpu<B> {
         context: &PagingContext,
         linear: u64,
     ) -> Option<(u64, bool, bool)> {
-        let stage = SecondStage::probing(&*self.memory, *tables);
+        let stage = SecondStage::probing(&*self.mmu.memory, *tables);
         let found = walk::probe(&stage, context, linear, walk::Access::READ).ok()?;
         let access = tables.access(found.gpa, walk::AccessKind::Read, Part::Page);
-        let stage = probe(&*self.memory, tables, &access).ok()?;
+        let stage = probe(&*self.mmu.memory, tables, &access).ok()?;
         Some((stage.gpa.0, found.writable && stage.writable, found.user))
     }
 }

@@ -35,7 +35,7 @@ impl<B: Backend> Vcpu<B> {
     pub fn set_nested_state(&mut self, bytes: &[u8]) -> Result<(), Unrestorable> {
         let smm = self.smm.active;
         let Some(nested) = self.b.nested_mut() else { return Err(Unrestorable::Invalid) };
-        nested.check_state(bytes, smm, &Whole::new(&self.memory, None))?;
+        nested.check_state(bytes, smm, &Whole::new(&self.mmu.memory, None))?;
         // The hardware serves no hypervisor's local APIC.
         self.gather_interrupts();
         if self.b.served_apic().is_some() {
@@ -46,7 +46,7 @@ impl<B: Backend> Vcpu<B> {
         self.b.flush_tlb();
         let done = self.across_levels(|v| {
             let Some(nested) = v.b.nested_mut() else { return Err(Unrestorable::Invalid) };
-            let l1 = Whole::new(&v.memory, None);
+            let l1 = Whole::new(&v.mmu.memory, None);
             nested.restore_state(&mut v.gprs, bytes, smm, &l1)
         });
         self.level_changed();

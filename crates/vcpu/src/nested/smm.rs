@@ -25,7 +25,7 @@ impl<B: Backend> Vcpu<B> {
         let ran = self.pending.after_exit.is_nested();
         let l2 = self.across_levels(|v| {
             let Some(nested) = v.b.nested_mut() else { return Ok(None) };
-            let l1 = Whole::new(&v.memory, None);
+            let l1 = Whole::new(&v.mmu.memory, None);
             nested.enter_smm(&mut v.gprs, kept, &l1).map_err(|_| NoSaveArea)
         })?;
         if ran {
@@ -46,7 +46,7 @@ impl<B: Backend> Vcpu<B> {
         let kept = self.host_save_area();
         let done = self.across_levels(|v| {
             let Some(nested) = v.b.nested_mut() else { return true };
-            let l1 = Whole::new(&v.memory, None);
+            let l1 = Whole::new(&v.mmu.memory, None);
             nested.leave_smm(&mut v.gprs, kept, l2, &l1)
         });
         self.level_changed();

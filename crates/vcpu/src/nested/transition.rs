@@ -49,7 +49,7 @@ impl<B: Backend> Vcpu<B> {
             return self.answer_by(exception);
         }
         let Some(nested) = self.b.nested_mut() else { return Next::Leave };
-        let l1 = Mapped::new(&self.memory, self.memory.view(s));
+        let l1 = Mapped::new(&self.mmu.memory, self.mmu.memory.view(s));
         let done = nested.execute(&mut self.gprs, next, &l1);
         let entered = matches!(done, Executed::Entered | Executed::EnteredOffering);
         let next = if needs_next_rip(&self.b) {
@@ -100,11 +100,11 @@ impl<B: Backend> Vcpu<B> {
         if self.b.served_apic().is_some() {
             self.stop_serving_apic();
         }
-        let tables = self.l1_tables();
+        let tables = self.mmu.l1_tables();
         let Some(nested) = self.b.nested_mut() else { return Ok(()) };
         nested.set_feature_control(feature_control);
         let done = self.across_levels(|v| {
-            let l1 = Whole::new(&v.memory, paging).through(tables);
+            let l1 = Whole::new(&v.mmu.memory, paging).through(tables);
             let done = v.b.nested_mut()?.execute(&mut v.gprs, next, &l1);
             Some((done, l1.refused()))
         });
@@ -146,7 +146,7 @@ impl<B: Backend> Vcpu<B> {
     /// Right after an exit of L2, inside the loop: gives it to L1, if it is L1's. `None`: it is ours.
     #[inline]
     pub(crate) fn reflect_in_loop(&mut self, s: Section<'_>) -> Option<Next> {
-        let l1 = Mapped::new(&self.memory, self.memory.view(s));
+        let l1 = Mapped::new(&self.mmu.memory, self.mmu.memory.view(s));
         let claim = self.b.nested_mut()?.claims(&self.gprs, &l1);
         let is_ours = matches!(claim, Ok(Claim::L0 | Claim::Instruction));
         if self.is_debugged() || is_ours && self.traps_each() {
@@ -181,7 +181,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     pub(crate) fn reflect_outside(&mut self) -> Outcome {
         let Some(nested) = self.b.nested_mut() else { return Ok(()) };
-        let l1 = Whole::new(&self.memory, None);
+        let l1 = Whole::new(&self.mmu.memory, None);
         let claim = nested.claims(&self.gprs, &l1);
         let is_l1s = match claim {
             Ok(Claim::L1) => true,
@@ -209,7 +209,7 @@ impl<B: Backend> Vcpu<B> {
     /// Ends L2's run with its last exit.
     fn reflect_here(&mut self) {
         let done = self.across_levels(|v| {
-            let l1 = Whole::new(&v.memory, None);
+            let l1 = Whole::new(&v.mmu.memory, None);
             Some(v.b.nested_mut()?.reflect(&mut v.gprs, &l1))
         });
         if let Some(done) = done {
@@ -221,7 +221,7 @@ impl<B: Backend> Vcpu<B> {
     fn execute_for_l2_outside(&mut self) -> Outcome {
         let next = self.slow_next_rip()?;
         let done = self.across_levels(|v| {
-            let l1 = Whole::new(&v.memory, None);
+            let l1 = Whole::new(&v.mmu.memory, None);
             Some(v.b.nested_mut()?.execute_for_l2(&mut v.gprs, &l1))
         });
         if let Some(done) = done {
@@ -279,7 +279,7 @@ impl<B: Backend> Vcpu<B> {
     /// L1 hears of a hypercall that L2 made by the other vendor's instruction. False: it asks for none.
     pub(crate) fn gives_hypercall_to_l1(&mut self, next: u64) -> bool {
         let done = self.across_levels(|v| {
-            let l1 = Whole::new(&v.memory, None);
+            let l1 = Whole::new(&v.mmu.memory, None);
             v.b.nested_mut()?.hypercall(&mut v.gprs, next, &l1)
         });
         let Some(done) = done else { return false };
@@ -290,7 +290,7 @@ impl<B: Backend> Vcpu<B> {
     /// The emulator has found the value that L2 writes to CR0: L1 hears of it, or L2 goes on.
     fn reflect_by_value(&mut self) {
         let Some(nested) = self.b.nested_mut() else { return };
-        let l1 = Whole::new(&self.memory, None);
+        let l1 = Whole::new(&self.mmu.memory, None);
         if nested.claims(&self.gprs, &l1) == Ok(Claim::L1) {
             self.reflect_here();
         }

@@ -255,7 +255,7 @@ impl<B: Backend> Vcpu<B> {
         let size = self.code_size();
         let (bytes, len) = self.fetch_here(s, size)?;
         let fetched = Fetched::new(bytes.get(..usize::from(len))?, size);
-        self.decode.get(fetched).ok()?.simple_mmio()
+        self.code.decode.get(fetched).ok()?.simple_mmio()
     }
 
     fn tell_simple(&self, before: &Before, gpa: u64) {
@@ -286,7 +286,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn observe_call(&mut self, input: &RunInput, watch: Observed) {
         self.make_room(watch);
         let asked = core::mem::take(&mut self.observation.asked);
-        if self.user_io.completion != Completion::Nothing {
+        if self.device.user_io.completion != Completion::Nothing {
             self.tell_user_answer(watch, asked, input.mmio_data);
         }
     }
@@ -295,7 +295,7 @@ impl<B: Backend> Vcpu<B> {
     fn tell_user_answer(&self, watch: Observed, asked: Asked, mmio_data: [u8; 8]) {
         match asked {
             Asked::Port { port, size, count } if watch.pio() => {
-                let value = mask(u64::from_le_bytes(self.io_data), size);
+                let value = mask(u64::from_le_bytes(self.device.io_data), size);
                 trace::pio(Access::Read, port, size, count, value as u32);
             }
             Asked::Memory { gpa, len } if watch.mmio() => {
@@ -317,7 +317,7 @@ impl<B: Backend> Vcpu<B> {
                 self.observation.asked = Asked::Port { port, size, count };
             }
             UserExit::Io { write: true, size, port, count } if watch.pio() => {
-                let value = mask(u64::from_le_bytes(self.io_data), size);
+                let value = mask(u64::from_le_bytes(self.device.io_data), size);
                 trace::pio(Access::Write, port, size, count, value as u32);
             }
             UserExit::Mmio { write: false, gpa, len, .. } => {

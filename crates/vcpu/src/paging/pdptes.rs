@@ -34,11 +34,12 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn fetch_pdptes(&mut self, s: Section<'_>, cr: u8, value: u64) -> bool {
         let c = self.b.control();
         let cr4 = if cr == 4 { Cr4::from_bits_retain(value) } else { c.cr4 };
-        if self.b.pdptes().is_some() && self.shadow.is_none() {
+        if self.b.pdptes().is_some() && self.mmu.shadow.is_none() {
             // Where they are to be loaded, guest memory is read outside.
             return !cr4.contains(Cr4::PAE) || c.efer.is_long() || !matches!(cr, 0 | 3 | 4);
         }
-        let Self { shadow: Some(shadow), memory, .. } = self else { return true };
+        let mmu = &mut self.mmu;
+        let Some((shadow, memory, _)) = mmu.shadowed() else { return true };
         shadow.fetched = None;
         if !cr4.contains(Cr4::PAE) || c.efer.is_long() || !matches!(cr, 0 | 3 | 4) {
             return true;
@@ -54,7 +55,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// The write that PDPTEs were read for is over: a later load reads its own.
     pub(crate) fn forget_fetched_pdptes(&mut self) {
-        if let Some(shadow) = &mut self.shadow {
+        if let Some(shadow) = &mut self.mmu.shadow {
             shadow.fetched = None;
         }
     }
@@ -63,20 +64,20 @@ impl<B: Backend> Vcpu<B> {
     /// reserved bits.
     pub(crate) fn load_pdptes(&mut self, cr3: u64) -> Result<(), Exception> {
         let base = pdptes_at(cr3);
-        if self.shadow.is_none() && self.b.pdptes().is_none() {
+        if self.mmu.shadow.is_none() && self.b.pdptes().is_none() {
             return Ok(());
         }
-        if let Some(tables) = self.l1_tables() {
+        if let Some(tables) = self.mmu.l1_tables() {
             let mut entries = [0; 4];
             self.read_of_l2(&tables, base, &mut entries).ok_or(Exception::gp(0))?;
             return self.set_loaded_pdptes(entries);
         }
-        let Self { shadow, memory, .. } = self;
-        let entries = match shadow.as_mut().and_then(|shadow| shadow.fetched.take()) {
+        let mmu = &mut self.mmu;
+        let entries = match mmu.shadow.as_mut().and_then(|shadow| shadow.fetched.take()) {
             Some((at, entries)) if at == base => entries,
             _ => {
                 let mut bytes = [0; 32];
-                memory.read(Gpa(base), &mut bytes).map_err(|_| Exception::gp(0))?;
+                mmu.memory.read(Gpa(base), &mut bytes).map_err(|_| Exception::gp(0))?;
                 decode_pdptes(&bytes)
             }
         };
@@ -89,8 +90,8 @@ impl<B: Backend> Vcpu<B> {
         if entries.iter().any(|e| e & PRESENT != 0 && e & reserved != 0) {
             return Err(Exception::gp(0));
         }
-        let Self { b, shadow, .. } = self;
-        match shadow {
+        let Self { b, mmu, .. } = self;
+        match &mut mmu.shadow {
             Some(shadow) => shadow.pdptes = entries,
             None => {
                 if let Some(pdptes) = b.pdptes_mut() {
@@ -105,7 +106,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn own_pdptes(&self) -> Option<[u64; 4]> {
         let pdptes = self.b.pdptes()?;
         let c = self.b.control();
-        let own = self.shadow.is_none() && is_pae(c.cr0, c.cr4, c.efer);
+        let own = self.mmu.shadow.is_none() && is_pae(c.cr0, c.cr4, c.efer);
         own.then(|| pdptes.entries())
     }
 
@@ -147,7 +148,7 @@ impl<B: Backend> Vcpu<B> {
         let pae = is_pae(context.cr0, context.cr4, context.efer);
         self.forget_fetched_pdptes();
         if (!pae || self.load_pdptes(context.cr3).is_err())
-            && let Some(shadow) = &mut self.shadow
+            && let Some(shadow) = &mut self.mmu.shadow
         {
             shadow.pdptes = [0; 4];
         }

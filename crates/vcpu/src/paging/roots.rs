@@ -96,7 +96,7 @@ impl<B: Backend> Vcpu<B> {
     /// As [`Self::note_role`], where `in_no_role` says that what was written is in no role (CR4.PGE alone).
     #[inline]
     pub(crate) fn note_role_unless(&mut self, in_no_role: bool) {
-        if !self.roots.watch.is_empty() && (!in_no_role || self.roots.unloads()) {
+        if !self.mmu.roots.watch.is_empty() && (!in_no_role || self.mmu.roots.unloads()) {
             self.look_at_role();
         }
     }
@@ -104,15 +104,15 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     fn look_at_role(&mut self) {
         let c = self.b.control();
-        if self.roots.is_shadow() {
+        if self.mmu.roots.is_shadow() {
             let role = Role::of_registers(c.cr0, c.cr4, c.efer).bits() as u32;
-            if core::mem::replace(&mut self.roots.role, role) != role {
+            if core::mem::replace(&mut self.mmu.roots.role, role) != role {
                 self.want_root();
             }
         }
-        if self.roots.unloads() {
+        if self.mmu.roots.unloads() {
             let now = ResetBits::of(c.cr0, c.cr4, c.efer);
-            if core::mem::replace(&mut self.roots.seen, now) != now {
+            if core::mem::replace(&mut self.mmu.roots.seen, now) != now {
                 self.unload_roots();
             }
         }
@@ -120,43 +120,43 @@ impl<B: Backend> Vcpu<B> {
 
     /// All roots are unloaded before the next entry.
     pub(crate) fn unload_roots(&mut self) {
-        self.roots.unload = true;
-        self.roots.due = true;
+        self.mmu.roots.unload = true;
+        self.mmu.roots.due = true;
     }
 
     /// Inside the loop, after an instruction that may have changed which root is due.
     #[inline]
     pub(crate) fn switch_root_in_loop(&mut self, s: Section<'_>) -> Next {
-        if self.roots.due { self.switch_due_root(s) } else { Next::Again }
+        if self.mmu.roots.due { self.switch_due_root(s) } else { Next::Again }
     }
 
     fn switch_due_root(&mut self, s: Section<'_>) -> Next {
-        if !self.roots.is_shadow() || self.roots.unload || !self.shadow_work_in_loop(s) {
+        if !self.mmu.roots.is_shadow() || self.mmu.roots.unload || !self.shadow_work_in_loop(s) {
             return Next::Done;
         }
-        self.roots.due = false;
+        self.mmu.roots.due = false;
         Next::Again
     }
 
     /// Gives the backend the root that is due.
     #[inline(never)]
     pub(crate) fn switch_root(&mut self) -> Result<(), NoMemory> {
-        if core::mem::take(&mut self.roots.unload) {
+        if core::mem::take(&mut self.mmu.roots.unload) {
             self.drop_roots();
         }
-        if self.roots.is_shadow() {
+        if self.mmu.roots.is_shadow() {
             self.shadow_work()?;
-            self.roots.due = false;
+            self.mmu.roots.due = false;
             return Ok(());
         }
-        self.roots.due = false;
+        self.mmu.roots.due = false;
         let key = RootKey { base: 0, role: Role::tdp(self.smm.active) };
-        let root = match self.roots.cache.switch(key) {
+        let root = match self.mmu.roots.cache.switch(key) {
             Some(root) => *root,
             None => {
-                let root = self.memory.hold_tdp_root();
+                let root = self.mmu.memory.hold_tdp_root();
                 // Two address spaces: nothing is ever driven out.
-                self.roots.cache.insert(key, root);
+                self.mmu.roots.cache.insert(key, root);
                 root
             }
         };
@@ -166,14 +166,14 @@ impl<B: Backend> Vcpu<B> {
 
     /// The vCPU sees the memory of the other mode from now on, `smm` or not.
     pub(crate) fn memory_changed(&mut self) {
-        self.roots.due = true;
+        self.mmu.roots.due = true;
         self.shadow_memory_changed();
     }
 
     fn drop_roots(&mut self) {
         self.drop_shadow_roots();
         for smm in [false, true] {
-            while self.roots.cache.take_if(|key, _| key.role.smm() == smm).is_some() {
+            while self.mmu.roots.cache.take_if(|key, _| key.role.smm() == smm).is_some() {
                 self.vm.memory_in(smm).unload_tdp_root(&**self.vm);
             }
         }
@@ -185,7 +185,7 @@ impl<B: Backend> Drop for Vcpu<B> {
         self.drop_shadow_roots();
         self.drop_nested_roots();
         for smm in [false, true] {
-            while self.roots.cache.take_if(|key, _| key.role.smm() == smm).is_some() {
+            while self.mmu.roots.cache.take_if(|key, _| key.role.smm() == smm).is_some() {
                 self.vm.memory_in(smm).leave_tdp_root();
             }
         }

@@ -84,7 +84,7 @@ impl<B: Backend> Vcpu<B> {
     /// An instruction flushes the guest's whole TLB.
     #[inline]
     pub(crate) fn flush_guest_tlb(&mut self) {
-        if self.roots.is_shadow() {
+        if self.mmu.roots.is_shadow() {
             self.want(work::FLUSH);
         } else {
             self.b.flush_tlb();
@@ -94,7 +94,7 @@ impl<B: Backend> Vcpu<B> {
     /// CR3 was loaded by the guest; `keep`: without a flush (bit 63, with PCIDs).
     #[inline]
     pub(crate) fn cr3_loaded(&mut self, keep: bool) {
-        if self.roots.is_shadow() {
+        if self.mmu.roots.is_shadow() {
             self.want(if keep { work::SWITCH } else { work::SWITCH | work::LOAD });
         } else {
             self.b.flush_tlb();
@@ -109,29 +109,30 @@ impl<B: Backend> Vcpu<B> {
     /// User space set the paging registers, or they were reset.
     pub(crate) fn registers_replaced(&mut self) {
         self.want(work::SWITCH | work::FLUSH | work::PDPTES);
-        if self.b.pdptes().is_some() && self.shadow.is_none() {
+        if self.b.pdptes().is_some() && self.mmu.shadow.is_none() {
             self.replace_pdptes();
         }
     }
 
     fn want(&mut self, what: u8) {
-        if let Some(shadow) = &mut self.shadow {
+        if let Some(shadow) = &mut self.mmu.shadow {
             shadow.work |= what;
-            self.roots.set_due();
+            self.mmu.roots.set_due();
         }
     }
 
     /// Does the work inside the loop. `false`: not to be had there.
     #[inline(never)]
     pub(crate) fn shadow_work_in_loop(&mut self, s: Section<'_>) -> bool {
-        let todo = self.shadow.as_ref().map_or(0, |shadow| shadow.work);
+        let todo = self.mmu.shadow.as_ref().map_or(0, |shadow| shadow.work);
         if todo & work::PDPTES != 0 {
             return false;
         }
         let switches = todo & work::SWITCH != 0;
         let context = if switches { self.paging() } else { PagingContext::default() };
         let smm = self.smm.active;
-        let Self { b, shadow: Some(shadow), memory, .. } = self else { return true };
+        let Self { b, mmu, .. } = self;
+        let Some((shadow, memory, _)) = mmu.shadowed() else { return true };
         let Some(mut guard) = memory.shadow().and_then(|mmu| mmu.try_lock()) else { return false };
         let view = memory.view(s);
         let loads = todo & work::LOAD != 0;
@@ -160,16 +161,17 @@ impl<B: Backend> Vcpu<B> {
     /// Whether the loop is left so that tables can be settled.
     #[inline]
     pub(crate) fn is_unsettled(&self) -> bool {
-        self.shadow.as_ref().is_some_and(|shadow| shadow.unsettled)
+        self.mmu.shadow.as_ref().is_some_and(|shadow| shadow.unsettled)
     }
 
     /// Does the work outside the loop.
     pub(crate) fn shadow_work(&mut self) -> Result<(), NoMemory> {
         let (context, smm) = (self.paging(), self.smm.active);
-        if self.shadow.as_ref().is_some_and(|s| s.work & work::PDPTES != 0) {
+        if self.mmu.shadow.as_ref().is_some_and(|s| s.work & work::PDPTES != 0) {
             self.reload_pdptes(&context);
         }
-        let Self { b, shadow: Some(shadow), vm, memory, shared, .. } = self else { return Ok(()) };
+        let Self { b, vm, shared, mmu, .. } = self;
+        let Some((shadow, memory, _)) = mmu.shadowed() else { return Ok(()) };
         let todo = core::mem::take(&mut shadow.work);
         let by = Caller { vcpu: shared, flush: &***vm };
         if todo & work::SWITCH != 0 {
@@ -191,10 +193,10 @@ impl<B: Backend> Vcpu<B> {
     /// the mode that was left, is told nobody: all tables that count as unchanged are looked at
     /// again.
     pub(crate) fn shadow_memory_changed(&mut self) {
-        if let Some(shadow) = &mut self.shadow {
+        if let Some(shadow) = &mut self.mmu.shadow {
             let Shadow { roots, others, .. } = &mut **shadow;
             core::mem::swap(roots, others);
-            self.memory.shadow_doubt();
+            self.mmu.memory.shadow_doubt();
             self.registers_replaced();
         }
     }
@@ -202,7 +204,8 @@ impl<B: Backend> Vcpu<B> {
     /// Lets go of all roots; the next one is looked up anew.
     pub(crate) fn drop_shadow_roots(&mut self) {
         let smm = self.smm.active;
-        let Self { shadow: Some(shadow), vm, .. } = self else { return };
+        let Self { vm, mmu, .. } = self;
+        let Some((shadow, _, _)) = mmu.shadowed() else { return };
         vm.memory_in(smm).shadow_release(&mut shadow.roots);
         vm.memory_in(!smm).shadow_release(&mut shadow.others);
         shadow.work |= work::SWITCH;
@@ -211,7 +214,8 @@ impl<B: Backend> Vcpu<B> {
     /// Before an entry: what is better done now and then than never.
     #[inline]
     pub(crate) fn settle_shadow(&mut self) {
-        let Self { shadow: Some(shadow), vm, memory, shared, .. } = self else { return };
+        let Self { vm, shared, mmu, .. } = self;
+        let Some((shadow, memory, _)) = mmu.shadowed() else { return };
         if core::mem::take(&mut shadow.unsettled) {
             memory.shadow_settle(Caller { vcpu: shared, flush: &***vm });
         }
@@ -220,9 +224,10 @@ impl<B: Backend> Vcpu<B> {
     /// A page fault inside the loop.
     #[inline]
     pub(crate) fn answer_page_fault(&mut self, s: Section<'_>, fault: PageFault) -> Next {
-        self.device_seen.forget_decoded();
+        self.device.seen.forget_decoded();
         let context = self.paging();
-        let Self { shadow: Some(shadow), memory, .. } = self else { return Next::Leave };
+        let mmu = &mut self.mmu;
+        let Some((shadow, memory, _)) = mmu.shadowed() else { return Next::Leave };
         let Some(mut guard) = memory.shadow().and_then(|mmu| mmu.try_lock()) else {
             return Next::Leave;
         };
@@ -253,7 +258,8 @@ impl<B: Backend> Vcpu<B> {
     /// A page fault outside the loop.
     pub(crate) fn page_fault(&mut self, fault: PageFault) -> Outcome {
         let context = self.paging();
-        let Self { shadow: Some(shadow), vm, memory, tables, shared, .. } = self else {
+        let Self { vm, shared, mmu, .. } = self;
+        let Some((shadow, memory, tables)) = mmu.shadowed() else {
             return Ok(());
         };
         let (roots, at) = (&mut shadow.roots, fault.address.0);
@@ -331,7 +337,8 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn invlpg_in_loop(&mut self, s: Section<'_>, at: u64) -> bool {
-        let Self { b, shadow: Some(shadow), memory, .. } = self else { return false };
+        let Self { b, mmu, .. } = self;
+        let Some((shadow, memory, _)) = mmu.shadowed() else { return false };
         let Some(mut guard) = memory.shadow().and_then(|mmu| mmu.try_lock()) else { return false };
         guard.invlpg(&memory.view(s), &mut shadow.roots, at);
         b.flush_tlb();
@@ -345,7 +352,8 @@ impl<B: Backend> Vcpu<B> {
     /// INVLPG outside the loop.
     pub(crate) fn flush_page(&mut self, at: Gva) {
         if self.paging().is_canonical(at.0) {
-            let Self { b, shadow: Some(shadow), memory, shared, .. } = self else { return };
+            let Self { b, shared, mmu, .. } = self;
+            let Some((shadow, memory, _)) = mmu.shadowed() else { return };
             memory.shadow_invlpg(shared, &mut shadow.roots, at.0);
             b.flush_tlb();
         }

@@ -269,8 +269,8 @@ impl<B: Backend> Vcpu<B> {
     #[inline]
     pub(crate) fn sync_priority(&mut self) {
         let cr8 = self.b.cr8();
-        if cr8 != self.cr8_seen && !self.has_own_priority() {
-            self.cr8_seen = cr8;
+        if cr8 != self.pending.cr8_seen && !self.has_own_priority() {
+            self.pending.cr8_seen = cr8;
             self.shared.lapic.set_cr8(cr8);
         }
     }
@@ -279,7 +279,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline]
     pub(crate) fn publish_priority(&mut self) {
         let cr8 = self.shared.lapic.cr8();
-        self.cr8_seen = cr8;
+        self.pending.cr8_seen = cr8;
         if self.has_own_priority()
             && let Some(nested) = self.b.nested_mut()
         {

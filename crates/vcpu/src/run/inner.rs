@@ -26,7 +26,7 @@
 //! calls [`Answer::frequent`] with a constant, so that the answer is compiled into the place of that
 //! comparison; that is why the handlers of frequent exits are inlined and the others are not.
 
-use backend::{Backend, Exit, PageLog};
+use backend::{Backend, Exit};
 use cpuid::DynamicInputs;
 use host::{irq, task, trace};
 use mmu::Section;
@@ -89,8 +89,8 @@ impl<B: Backend> Vcpu<B> {
         } else {
             self.loop_until_left(s)
         };
-        if self.page_log {
-            self.take_page_log();
+        if self.mmu.page_log {
+            self.mmu.take_page_log(&mut self.b);
         }
         self.b.complete(&mut self.gprs);
         self.b.unload(self.ends_run(&left));
@@ -117,23 +117,10 @@ impl<B: Backend> Vcpu<B> {
     fn ends_run(&self, left: &Left) -> bool {
         match left {
             Left::Exit(Exit::Io(_)) => true,
-            Left::Exit(Exit::TdpFault(_)) => self.device_seen.is_decoded(),
+            Left::Exit(Exit::TdpFault(_)) => self.device.seen.is_decoded(),
             Left::Exit(Exit::Hlt) => !self.shared.in_kernel_apic,
             _ => false,
         }
-    }
-
-    /// Hands over what the CPU logged of written pages. Before the mode says that the guest was left:
-    /// who then looks at the dirty log finds it all there.
-    #[cold]
-    #[inline(never)]
-    fn take_page_log(&mut self) {
-        self.b.host_segments();
-        let memory = &self.memory;
-        if let Some(log) = self.b.page_log() {
-            log.take_logged(|gpa| memory.note_logged(gpa));
-        }
-        self.b.guest_segments();
     }
 
     /// Turns interrupts off on a CPU that holds the control block, or can: has the one that does give
@@ -255,7 +242,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     pub(crate) fn answer_cpuid(&mut self, s: Section<'_>) -> Next {
-        if self.cpuid_faults && self.b.cpl() != 0 {
+        if self.msrs.cpuid_faults && self.b.cpl() != 0 {
             self.raise(x86::Exception::gp(0));
             return Next::Again;
         }

@@ -113,7 +113,7 @@ impl<B: Backend> Vcpu<B> {
         self.fpu.load();
         self.b.begin_run();
         let exit = self.run_until_exit(input);
-        self.has_run = true;
+        self.rare.has_run = true;
         if self.events.outer.has(Outer::OWING) {
             self.tell_resamplers();
         }
@@ -301,7 +301,7 @@ impl<B: Backend> Vcpu<B> {
             }
         }
         self.settle_shadow();
-        if self.roots.is_due() && self.switch_root().is_err() {
+        if self.mmu.roots.is_due() && self.switch_root().is_err() {
             return Err(UserExit::MemoryFault { flags: 0, gpa: 0, size: 0 }.into());
         }
         self.before_entry_pv();
@@ -344,7 +344,7 @@ impl<B: Backend> Vcpu<B> {
         }
         if has(Request::FlushTlb) {
             self.stats.count(VcpuCount::TlbFlush);
-            if self.roots.is_shadow() {
+            if self.mmu.roots.is_shadow() {
                 self.b.flush_tlb();
             } else {
                 self.b.flush_tdp();
@@ -357,9 +357,9 @@ impl<B: Backend> Vcpu<B> {
             self.expire_lazy_deadline();
         }
         if has(Request::PageLog) {
-            self.page_log = self.vm.wants_page_log();
+            self.mmu.page_log = self.vm.wants_page_log();
             if let Some(log) = self.b.page_log() {
-                log.set_logging(self.page_log);
+                log.set_logging(self.mmu.page_log);
             }
         }
         if has(Request::MsrFilter) {

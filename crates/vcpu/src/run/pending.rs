@@ -38,6 +38,8 @@ pub(crate) struct Pending {
     pub window_wanted: bool,
     /// The HLT that the loop was left for has retired already.
     pub hlt_retired: bool,
+    /// The task priority that was last taken from the hardware.
+    pub cr8_seen: u8,
 }
 
 impl Default for Pending {
@@ -51,6 +53,7 @@ impl Default for Pending {
             after_exit: AfterExit::default(),
             window_wanted: false,
             hlt_retired: false,
+            cr8_seen: 0,
         }
     }
 }

@@ -39,7 +39,7 @@ impl<B: Backend> Vcpu<B> {
     pub fn set_cpuid(&mut self, entries: &[cpuid::Entry]) -> Result<(), cpuid::Error> {
         // HLT exits of a vCPU that is there already, but its CPUID goes by the VM: as stock KVM has it.
         let before = self.cpuid.set_hlt_in_guest(self.vm.settings.gives_up_hlt_exits());
-        let fixed = self.has_run || self.pending.after_exit.is_nested();
+        let fixed = self.rare.has_run || self.pending.after_exit.is_nested();
         let done = self.cpuid.set(entries, self.rare.offered.cpuid, fixed);
         if done.is_err() {
             self.cpuid.set_hlt_in_guest(before);
@@ -47,7 +47,7 @@ impl<B: Backend> Vcpu<B> {
         if done? {
             self.follow_misc_enable();
             self.apply_cpuid();
-            self.fetch.forget();
+            self.code.fetch.forget();
             self.cpuid_inputs_changed();
         }
         // Which bits of an entry are reserved depends on it.

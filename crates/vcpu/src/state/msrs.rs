@@ -25,6 +25,8 @@ pub(crate) struct Msrs {
     pub store: KBox<MsrStore>,
     /// The VM has a filter, which lies in [`Rare`](crate::Rare).
     pub filtered: bool,
+    /// CPUID outside CPL 0 faults (MISC_FEATURES_ENABLES).
+    pub cpuid_faults: bool,
 }
 
 impl<B: Backend> Vcpu<B> {
@@ -305,7 +307,7 @@ impl<B: Backend> Vcpu<B> {
                 self.cpuid_inputs_changed();
             }
             Effect::VirtSsbd { on } => self.b.set_virt_ssbd(on),
-            Effect::CpuidFaulting { on } => self.cpuid_faults = on,
+            Effect::CpuidFaulting { on } => self.msrs.cpuid_faults = on,
             // Memory types come from the guest's PAT alone under TDP.
             Effect::MtrrChanged => {}
             // Stock KVM lets a guest flush its L1 data cache; here the command is taken and forgotten.

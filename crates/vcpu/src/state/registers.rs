@@ -130,7 +130,7 @@ impl<B: Backend> Vcpu<B> {
         // A VMM may write back what it has read while it serves an access: the access goes on. One
         // that jumps away abandons it.
         if regs.rip != self.b.rip() {
-            self.user_io.forget();
+            self.device.user_io.forget();
         }
         self.gprs.0 = regs.gpr;
         self.b.set_rip(regs.rip);
@@ -422,14 +422,14 @@ impl<B: Backend> Vcpu<B> {
     /// KVM_TRANSLATE: physical address, writable, user-accessible.
     pub fn translate_address(&mut self, linear: u64) -> Option<(u64, bool, bool)> {
         let context = self.paging();
-        if let Some(tables) = self.l1_tables() {
+        if let Some(tables) = self.mmu.l1_tables() {
             return self.probe_of_l2(&tables, &context, linear);
         }
         if !context.is_paging() {
             // As it is asked for; but the last one is stock KVM's mark of no address.
             return (linear != u64::MAX).then_some((linear, true, true));
         }
-        let t = mmu::walk::probe(&*self.memory, &context, linear, mmu::Access::READ).ok()?;
+        let t = mmu::walk::probe(&*self.mmu.memory, &context, linear, mmu::Access::READ).ok()?;
         Some((t.gpa.0, t.writable, t.user))
     }
 }

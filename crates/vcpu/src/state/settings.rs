@@ -45,7 +45,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether KVM_RUN was called.
     pub fn has_run(&self) -> bool {
-        self.has_run
+        self.rare.has_run
     }
 
     /// KVM_SET_TSC_KHZ. `scaling`: the hardware can scale; without it only the host's own

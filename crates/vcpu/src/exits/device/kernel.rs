@@ -83,22 +83,22 @@ impl<B: Backend> Vcpu<B> {
     /// A plain access to a device other than the local APIC, inside the loop: done if the kernel has one
     /// there.
     pub(super) fn answer_kernel_device(&mut self, fault: TdpFault) -> Next {
-        let Some(plain) = self.device_seen.access else { return Next::Leave };
+        let Some(plain) = self.device.seen.access else { return Next::Leave };
         if !self.vm.irq().has_address(fault.gpa.0, fault.write) {
             return Next::Leave;
         }
         let (done, then) = self.with_kernel(|v| {
             let mut access = v.access_of(&plain);
             // A slot may have come since the page was last found to be a device's.
-            let done =
-                v.memory.slots().find(fault.gpa.gfn()).is_none() && v.kernel_device(&mut access);
+            let done = v.mmu.memory.slots().find(fault.gpa.gfn()).is_none()
+                && v.kernel_device(&mut access);
             if done {
                 v.finish(&plain, &access);
             }
             done
         });
         if done {
-            self.device_seen.access = None;
+            self.device.seen.access = None;
             then
         } else {
             Next::Leave

@@ -161,19 +161,29 @@ impl DeviceSeen {
     }
 }
 
+/// What is open between a vCPU and devices.
+pub(crate) struct Device {
+    /// Where the last access went.
+    pub(crate) seen: DeviceSeen,
+    /// What user space was asked.
+    pub(crate) user_io: user_io::UserIo,
+    /// Bytes for the port I/O page: what the guest writes, or what user space answers.
+    pub(crate) io_data: [u8; 8],
+}
+
 impl<B: Backend> Vcpu<B> {
     /// A TDP fault inside the loop: answered if it is a simple access to the APIC's page. An
     /// access to another device is decoded here, where that is cheap, and finished outside.
     #[inline]
     pub(crate) fn answer_mmio(&mut self, s: Section<'_>, fault: TdpFault) -> Next {
-        self.device_seen.forget_decoded();
+        self.device.seen.forget_decoded();
         if fault.present || !fault.final_access || fault.fetch {
             return Next::Leave;
         }
         let apic = fault.gpa.0 & !0xfff == self.shared.lapic.base() & !0xfff
             && self.shared.in_kernel_apic
             && self.shared.lapic.mmio_base().is_some();
-        if !apic && !self.device_seen.is_near(fault.gpa) {
+        if !apic && !self.device.seen.is_near(fault.gpa) {
             return Next::Leave;
         }
         // The access interrupted a delivery: its event has to be kept, outside.
@@ -183,7 +193,7 @@ impl<B: Backend> Vcpu<B> {
         let Some(decoded) = self.decode_here(s) else { return Next::Leave };
         let Some(simple) = decoded.simple_mmio() else { return Next::Leave };
         if !apic {
-            self.device_seen.access = self.plain_of(fault, &decoded);
+            self.device.seen.access = self.plain_of(fault, &decoded);
             return self.answer_kernel_device(fault);
         }
         self.answer_apic(s, fault, simple, &decoded)
@@ -233,7 +243,8 @@ impl<B: Backend> Vcpu<B> {
             present: fault.present,
         };
         self.stats.count(VcpuCount::PfTaken);
-        let outcome = self.memory.fault(&mut self.tables, &access, &**self.vm, fault_in);
+        let (memory, tables) = (&self.mmu.memory, &mut self.mmu.tables);
+        let outcome = memory.fault(tables, &access, &**self.vm, fault_in);
         match outcome {
             FaultOutcome::Mapped => {
                 self.stats.count(VcpuCount::PfFixed);
@@ -266,9 +277,9 @@ impl<B: Backend> Vcpu<B> {
             let data = ErrorData::new(&self.b.exit_raw());
             return Err(self.internal_error(ERROR_DELIVERY, data));
         }
-        self.device_seen.page = Some(fault.gpa.gfn());
+        self.device.seen.page = Some(fault.gpa.gfn());
         let rip = self.b.rip();
-        let decoded = self.device_seen.access.take().filter(|known| known.is_of(fault, rip));
+        let decoded = self.device.seen.access.take().filter(|known| known.is_of(fault, rip));
         let plain = match decoded {
             Some(plain) => plain,
             None => match self.plain_outside(fault)? {
@@ -347,13 +358,13 @@ impl<B: Backend> Vcpu<B> {
     /// Leaves for user space, which does the access. `then` completes the instruction at the next KVM_RUN.
     #[inline]
     pub(crate) fn ask_user(&mut self, access: &DeviceAccess, then: Completion) -> Break {
-        self.user_io.completion = then;
+        self.device.user_io.completion = then;
         let DeviceAccess { space, address, size, direction, data } = *access;
         let write = direction == Direction::Write;
         match space {
             Space::Memory => UserExit::Mmio { gpa: address, len: size, write, data }.into(),
             Space::Port => {
-                self.io_data = data;
+                self.device.io_data = data;
                 UserExit::Io { write, size, port: address as u16, count: 1 }.into()
             }
         }

@@ -193,7 +193,7 @@ impl<B: Backend> Vcpu<B> {
     /// Completes the instruction that left for user space.
     #[inline(always)]
     pub(crate) fn complete_user_io(&mut self, input: &RunInput) -> Outcome {
-        if matches!(self.user_io.completion, Completion::Nothing) {
+        if matches!(self.device.user_io.completion, Completion::Nothing) {
             return Ok(());
         }
         if self.pending.after_exit.is_nested() {
@@ -210,16 +210,16 @@ impl<B: Backend> Vcpu<B> {
 
     #[inline(always)]
     fn complete(&mut self, input: &RunInput) -> Outcome {
-        match core::mem::take(&mut self.user_io.completion) {
+        match core::mem::take(&mut self.device.user_io.completion) {
             Completion::Nothing => {}
-            Completion::In { size, next } => self.finish_in(size, self.io_data, next),
+            Completion::In { size, next } => self.finish_in(size, self.device.io_data, next),
             Completion::Retire { next } => self.retire(next),
             Completion::Load { simple, next } => self.finish_load(simple, input.mmio_data, next),
             Completion::Msr { write, next, error, data } => {
                 self.finish_msr(write, next, error, data);
             }
             Completion::Emulation => {
-                self.user_io.log.answer(input.mmio_data, self.io_data);
+                self.device.user_io.log.answer(input.mmio_data, self.device.io_data);
                 return self.emulate_again();
             }
         }

@@ -128,11 +128,11 @@ impl<B: Backend> Vcpu<B> {
         if !active {
             self.smm.inside_nmi = false;
         }
-        self.memory = self.vm.memory_in(active).clone();
+        self.mmu.memory = self.vm.memory_in(active).clone();
         self.memory_changed();
         self.b.flush_tlb();
-        self.device_seen = Default::default();
-        self.user_io.log.forget();
+        self.device.seen = Default::default();
+        self.device.user_io.log.forget();
         self.pending.raise();
         if !active && core::mem::take(&mut self.smm.latched_init) {
             self.shared.set_init(true);
@@ -166,7 +166,7 @@ impl<B: Backend> Vcpu<B> {
         let mut area = [0; area::SIZE];
         self.save_into(&mut area)?;
         self.set_smm(true);
-        self.memory.write(self.save_area(), &area).map_err(|_| NoSaveArea)
+        self.mmu.memory.write(self.save_area(), &area).map_err(|_| NoSaveArea)
     }
 
     fn save_area(&self) -> Gpa {
@@ -268,7 +268,7 @@ impl<B: Backend> Vcpu<B> {
         // A guest that the handler has made itself ends with the handler: what follows is L1's, on its own block.
         self.abandon_l2();
         let mut area = [0; area::SIZE];
-        if self.memory.read(self.save_area(), &mut area).is_err() {
+        if self.mmu.memory.read(self.save_area(), &mut area).is_err() {
             return false;
         }
         if !self.smm.inside_nmi {
