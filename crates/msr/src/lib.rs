@@ -34,6 +34,15 @@ pub use validity::{pat_is_valid, spec_ctrl_is_valid};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refused;
 
+/// Who accesses an MSR.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum By {
+    /// The guest, by RDMSR or WRMSR: what its CPUID lacks does not exist.
+    Guest,
+    /// The VMM, by KVM_GET_MSRS or KVM_SET_MSRS, which ask no questions of the guest's CPUID.
+    Vmm,
+}
+
 /// Out of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NoMemory;

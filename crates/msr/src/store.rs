@@ -13,7 +13,7 @@
 use crate::effect::Effect;
 use crate::mce::MachineChecks;
 use crate::mtrr::Mtrrs;
-use crate::{GuestFacts, HostMsrs, McReport, McVerdict, NoMemory, Refused, lists};
+use crate::{By, GuestFacts, HostMsrs, McReport, McVerdict, NoMemory, Refused, lists};
 use x86::msr::*;
 
 /// MISC_ENABLE after reset: neither branch-trace storage nor precise sampling exists.
@@ -198,8 +198,8 @@ impl MsrStore {
 
     /// Reads an MSR of the store. `from_host` is for KVM_GET_MSRS.
     #[inline]
-    pub fn read(&self, index: u32, from_host: bool, facts: &GuestFacts) -> Result<u64, Refused> {
-        if from_host {
+    pub fn read(&self, index: u32, by: By, facts: &GuestFacts) -> Result<u64, Refused> {
+        if by == By::Vmm {
             return self.read_for_vmm(index, facts);
         }
         read_known(self, Access { index, vmm: false, facts })
@@ -220,10 +220,10 @@ impl MsrStore {
         &mut self,
         index: u32,
         value: u64,
-        from_host: bool,
+        by: By,
         facts: &GuestFacts,
     ) -> Result<Effect, Refused> {
-        if from_host {
+        if by == By::Vmm {
             return self.write_for_vmm(index, value, facts);
         }
         write_known(self, value, Access { index, vmm: false, facts })

@@ -1,6 +1,6 @@
 //! Which values the MSRs of the backend take; the backend itself takes any.
 
-use crate::GuestFacts;
+use crate::{By, GuestFacts};
 
 /// Whether PAT may hold `value`: each of the eight fields is UC, WC, WT, WP, WB or UC- (SDM vol. 3A
 /// §11.12.2).
@@ -13,7 +13,10 @@ pub const fn pat_is_valid(value: u64) -> bool {
 /// Whether SPEC_CTRL may hold `value`. A guest may set what it was offered, a VMM what the host's
 /// CPU knows: writing more would fault on the host.
 #[inline]
-pub const fn spec_ctrl_is_valid(value: u64, facts: &GuestFacts, from_host: bool) -> bool {
-    let allowed = if from_host { facts.host_spec_ctrl } else { facts.spec_ctrl };
+pub const fn spec_ctrl_is_valid(value: u64, facts: &GuestFacts, by: By) -> bool {
+    let allowed = match by {
+        By::Vmm => facts.host_spec_ctrl,
+        By::Guest => facts.spec_ctrl,
+    };
     value & !(allowed as u64) == 0
 }

@@ -1,7 +1,7 @@
 //! Who owns which MSR, the lists, and properties over all indices and values.
 
 use gannet_msr::{
-    Class, Flaws, GuestFacts, HostMsrs, MsrStore, VMX_COUNT, classify, holds_address, lists,
+    By, Class, Flaws, GuestFacts, HostMsrs, MsrStore, VMX_COUNT, classify, holds_address, lists,
     pat_is_valid, spec_ctrl_is_valid,
 };
 use proptest::prelude::*;
@@ -71,7 +71,7 @@ fn what_is_classed_as_a_value_is_served_and_nothing_else() {
     let write_only = [PRED_CMD, FLUSH_CMD, UCODE_WRITE, PATCH_LOADER, VM_IGNNE];
     let ranges = [0..0x1000, 0xc000_0000..0xc000_0400, 0xc001_0000..0xc001_1100];
     for index in ranges.into_iter().flatten() {
-        let served = store.read(index, true, &facts).is_ok() || write_only.contains(&index);
+        let served = store.read(index, By::Vmm, &facts).is_ok() || write_only.contains(&index);
         let kept = classify(index) == Class::Store && !by_capability.contains(&index);
         // The list's MSRs of other owners read as zero here, and are never asked for here.
         let known = lists::SAVED.contains(&index) || classify(index) == Class::Outside;
@@ -152,13 +152,14 @@ fn speculation_bits_need_an_enumeration_and_the_cpu() {
     let ssbd_only = |f: Feature| f == feature::AMD_SSBD;
     let facts = GuestFacts::derive(ssbd_only, all, Vendor::Amd, 48);
     assert_eq!(facts.spec_ctrl, 1 << 2);
-    assert!(spec_ctrl_is_valid(4, &facts, false) && !spec_ctrl_is_valid(1, &facts, false));
+    assert!(spec_ctrl_is_valid(4, &facts, By::Guest) && !spec_ctrl_is_valid(1, &facts, By::Guest));
     assert!(
-        spec_ctrl_is_valid(7, &facts, true) && !spec_ctrl_is_valid(1 << 4 | 1 << 9, &facts, true)
+        spec_ctrl_is_valid(7, &facts, By::Vmm)
+            && !spec_ctrl_is_valid(1 << 4 | 1 << 9, &facts, By::Vmm)
     );
     let poor = GuestFacts::derive(all, none, Vendor::Intel, 48);
     assert_eq!((poor.spec_ctrl, poor.pred_cmd, poor.flush_l1d), (0, 0, false));
-    assert!(!spec_ctrl_is_valid(1, &poor, true) && spec_ctrl_is_valid(0, &poor, true));
+    assert!(!spec_ctrl_is_valid(1, &poor, By::Vmm) && spec_ctrl_is_valid(0, &poor, By::Vmm));
 }
 
 #[test]
@@ -215,21 +216,22 @@ proptest! {
     ) {
         let mut store = MsrStore::new(&AMD).expect("memory");
         let _ = store.set_up_mce(cap);
-        for (index, value, host) in steps {
+        for (index, value, vmm) in steps {
+            let by = if vmm { By::Vmm } else { By::Guest };
             let _ = classify(index);
             let before = format!("{store:?}");
-            let refused = store.write(index, value, host, &facts).is_err();
+            let refused = store.write(index, value, by, &facts).is_err();
             let after = format!("{store:?}");
             prop_assert!(!refused || after == before);
-            let _ = store.read(index, host, &facts);
+            let _ = store.read(index, by, &facts);
         }
     }
 
     #[test]
     fn a_guest_never_reads_what_a_vmm_cannot(index in indices(), facts in facts()) {
         let store = MsrStore::new(&AMD).expect("memory");
-        let guest = store.read(index, false, &facts);
-        prop_assert!(guest.is_err() || guest == store.read(index, true, &facts));
+        let guest = store.read(index, By::Guest, &facts);
+        prop_assert!(guest.is_err() || guest == store.read(index, By::Vmm, &facts));
     }
 }
 

@@ -1,7 +1,8 @@
 //! MSRs that are only values: what they read, what they take, what they tell others.
 
 use gannet_msr::{
-    Class, Effect, GuestFacts, HostMsrs, McReport, McVerdict, MsrStore, Refused, classify, lists,
+    By, Class, Effect, GuestFacts, HostMsrs, McReport, McVerdict, MsrStore, Refused, classify,
+    lists,
 };
 use x86::msr::*;
 
@@ -34,23 +35,23 @@ const FACTS: GuestFacts = GuestFacts {
     vmx: false,
 };
 
-const GUEST: bool = false;
-const VMM: bool = true;
+const GUEST: By = By::Guest;
+const VMM: By = By::Vmm;
 
 fn store() -> MsrStore {
     MsrStore::new(&AMD).expect("memory")
 }
 
 #[track_caller]
-fn takes(store: &mut MsrStore, index: u32, value: u64, from_host: bool) {
-    assert!(store.write(index, value, from_host, &FACTS).is_ok(), "{index:#x} = {value:#x}");
-    assert_eq!(store.read(index, from_host, &FACTS), Ok(value), "{index:#x}");
+fn takes(store: &mut MsrStore, index: u32, value: u64, by: By) {
+    assert!(store.write(index, value, by, &FACTS).is_ok(), "{index:#x} = {value:#x}");
+    assert_eq!(store.read(index, by, &FACTS), Ok(value), "{index:#x}");
 }
 
 #[track_caller]
-fn refuses(store: &mut MsrStore, index: u32, value: u64, from_host: bool) {
+fn refuses(store: &mut MsrStore, index: u32, value: u64, by: By) {
     let before = store.read(index, VMM, &FACTS);
-    assert_eq!(store.write(index, value, from_host, &FACTS), Err(Refused), "{index:#x}");
+    assert_eq!(store.write(index, value, by, &FACTS), Err(Refused), "{index:#x}");
     assert_eq!(store.read(index, VMM, &FACTS), before, "{index:#x} changed");
 }
 

@@ -18,6 +18,7 @@ pub mod run;
 pub mod state;
 mod time;
 
+pub use msr::By;
 pub use run::user_exit::{ErrorData, RunInput, RunOutput, UserExit};
 pub use state::registers::{Regs, Sregs};
 

@@ -6,6 +6,7 @@
 use backend::{Backend, RAX, RBX, RCX, RDX, RSI};
 use host::{clock, task};
 use mmu::Section;
+use msr::By;
 use pv::{
     PvEoi, Shared, StealTime,
     clock::{ClockPage, Scale, WallClock},
@@ -204,10 +205,10 @@ impl<B: Backend> Vcpu<B> {
         })
     }
 
-    pub(crate) fn read_pv_msr(&self, index: u32, host: bool) -> Result<u64, Refused> {
+    pub(crate) fn read_pv_msr(&self, index: u32, by: By) -> Result<u64, Refused> {
         if !self.pv_msr_allowed(index) {
             // A VMM that saves what the list names must be able to.
-            let saved = host && msr::lists::SAVED.contains(&index);
+            let saved = by == By::Vmm && msr::lists::SAVED.contains(&index);
             return if saved { Ok(0) } else { Err(Refused) };
         }
         Ok(match index {
@@ -216,20 +217,15 @@ impl<B: Backend> Vcpu<B> {
             number::KVM_STEAL_TIME => self.pv.steal_msr,
             number::KVM_PV_EOI_EN => self.pv.eoi_msr,
             number::KVM_POLL_CONTROL => u64::from(!self.pv.poll_off),
-            number::KVM_LAZY_TSC_DEADLINE => self.read_lazy_deadline_msr(host)?,
+            number::KVM_LAZY_TSC_DEADLINE => self.read_lazy_deadline_msr(by)?,
             number::KVM_ASYNC_PF_EN | number::KVM_ASYNC_PF_INT | number::KVM_ASYNC_PF_ACK => 0,
             _ => return Err(Refused),
         })
     }
 
-    pub(crate) fn write_pv_msr(
-        &mut self,
-        index: u32,
-        value: u64,
-        host: bool,
-    ) -> Result<(), Refused> {
+    pub(crate) fn write_pv_msr(&mut self, index: u32, value: u64, by: By) -> Result<(), Refused> {
         if !self.pv_msr_allowed(index) {
-            let restored = host && value == 0 && msr::lists::SAVED.contains(&index);
+            let restored = by == By::Vmm && value == 0 && msr::lists::SAVED.contains(&index);
             return if restored { Ok(()) } else { Err(Refused) };
         }
         let Some(Ok(write)) = PvMsr::write(index, value) else { return Err(Refused) };
@@ -250,7 +246,7 @@ impl<B: Backend> Vcpu<B> {
                 self.pv.steal.configure(at, task::run_delay_ns());
                 // The guest is to see a valid page at once; a VMM restores MSRs before memory.
                 if let Some(at) = at
-                    && !host
+                    && by == By::Guest
                 {
                     let mut steal = self.pv.steal;
                     let _ = steal.update(&self.guest_page(at), task::run_delay_ns());
@@ -264,7 +260,7 @@ impl<B: Backend> Vcpu<B> {
             }
             PvMsr::HaltPolling(on) => self.pv.poll_off = !on,
             PvMsr::AsyncPfOff => {}
-            PvMsr::LazyDeadline(_) => self.write_lazy_deadline_msr(value, host)?,
+            PvMsr::LazyDeadline(_) => self.write_lazy_deadline_msr(value, by)?,
         }
         Ok(())
     }

@@ -5,7 +5,8 @@ mod rig;
 
 use backend::{Gprs, RAX, RCX, RDX};
 use cpu::{ModelVmcs, Op};
-use gannet_vcpu::{RunInput, UserExit};
+use gannet_vcpu::{By, RunInput, UserExit};
+use irqchip::Trigger;
 use irqchip::lapic::{BaseRules, CpuRole, Lapic, LapicEffect, REGISTER_PAGE, base};
 use mmu::Format;
 use proptest::prelude::*;
@@ -149,8 +150,9 @@ proptest! {
         for step in steps {
             match step {
                 Step::Send(vector, level) => {
-                    let _ = plain.accept_fixed(Vector(vector), level);
-                    let _ = served.accept_fixed(Vector(vector), level);
+                    let trigger = if level { Trigger::Level } else { Trigger::Edge };
+                    let _ = plain.accept_fixed(Vector(vector), trigger);
+                    let _ = served.accept_fixed(Vector(vector), trigger);
                     // The kick, and the entry.
                     let more = served.drain();
                     hardware.reported = served.reported();
@@ -175,7 +177,7 @@ proptest! {
                     }
                 }
                 Step::SelfIpi(vector) => {
-                    let _ = plain.accept_fixed(Vector(vector), false);
+                    let _ = plain.accept_fixed(Vector(vector), Trigger::Edge);
                     hardware.self_ipi(vector);
                 }
                 Step::Interrupts(on) => open = on,
@@ -210,8 +212,8 @@ fn with_apicv() -> Features {
 /// A vCPU whose APIC is on, in x2APIC mode.
 fn vcpu() -> VmxVcpu {
     let (mut v, _) = vcpu_of(with_apicv(), Format::npt(4, 0));
-    v.write_msr(0x1b, X2APIC, true).unwrap();
-    v.write_msr(SVR, 0x1ff, true).unwrap();
+    v.write_msr(0x1b, X2APIC, By::Vmm).unwrap();
+    v.write_msr(SVR, 0x1ff, By::Vmm).unwrap();
     v
 }
 
@@ -315,20 +317,20 @@ fn an_apic_that_leaves_x2apic_mode_or_is_switched_off_is_softwares_again() {
     };
     let mut v = vcpu();
     assert!(served(&mut v));
-    v.write_msr(SVR, 0xff, true).unwrap();
+    v.write_msr(SVR, 0xff, By::Vmm).unwrap();
     assert!(!served(&mut v));
-    v.write_msr(SVR, 0x1ff, true).unwrap();
+    v.write_msr(SVR, 0x1ff, By::Vmm).unwrap();
     assert!(served(&mut v));
-    v.write_msr(0x1b, 0xfee0_0900, true).unwrap();
+    v.write_msr(0x1b, 0xfee0_0900, By::Vmm).unwrap();
     assert!(!served(&mut v));
-    v.write_msr(0x1b, X2APIC, true).unwrap();
+    v.write_msr(0x1b, X2APIC, By::Vmm).unwrap();
     assert!(served(&mut v));
-    v.write_msr(0x1b, 0xfee0_0000, true).unwrap();
+    v.write_msr(0x1b, 0xfee0_0000, By::Vmm).unwrap();
     assert!(!served(&mut v));
     // A CPU without it, or a module that was told not to.
     let (mut v, _) = vcpu_of(features(), Format::npt(4, 0));
-    v.write_msr(0x1b, X2APIC, true).unwrap();
-    v.write_msr(SVR, 0x1ff, true).unwrap();
+    v.write_msr(0x1b, X2APIC, By::Vmm).unwrap();
+    v.write_msr(SVR, 0x1ff, By::Vmm).unwrap();
     assert!(!served(&mut v));
 }
 
@@ -357,7 +359,7 @@ fn stis_shadow_does_not_outlive_an_instruction_that_was_emulated() {
 #[test]
 fn an_interrupt_to_oneself_with_a_vector_that_is_none_is_an_error_of_the_apics() {
     let mut v = vcpu();
-    v.write_msr(0x837, 0x61, true).unwrap();
+    v.write_msr(0x837, 0x61, By::Vmm).unwrap();
     v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
         exit(ExitReason::ApicWrite)(vmcs, gprs);
         vmcs.set(field::EXIT_QUALIFICATION, 0x3f0);
@@ -367,6 +369,6 @@ fn an_interrupt_to_oneself_with_a_vector_that_is_none_is_an_error_of_the_apics()
         shutdown(vmcs, gprs);
     });
     assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
-    v.write_msr(0x828, 0, true).unwrap();
-    assert_eq!(v.read_msr(0x828, true), Ok(1 << 5));
+    v.write_msr(0x828, 0, By::Vmm).unwrap();
+    assert_eq!(v.read_msr(0x828, By::Vmm), Ok(1 << 5));
 }

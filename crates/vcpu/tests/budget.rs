@@ -7,7 +7,7 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use backend::{Gprs, RCX, RDX};
 use cpu::Op;
-use gannet_vcpu::{RunInput, UserExit};
+use gannet_vcpu::{By, RunInput, UserExit};
 use host::page::Page;
 use mmu::Region;
 use rig::{assert_only_vmrun, cost_of, exit, shutdown, vcpu};
@@ -93,8 +93,8 @@ fn an_interrupt_to_oneself_is_taken_and_ended_in_two_vmruns() {
     const X2APIC_SELF_IPI: u64 = 0x83f;
     const X2APIC_EOI: u64 = 0x80b;
     let mut v = vcpu();
-    v.write_msr(0x1b, 0xfee0_0d00, true).unwrap();
-    v.write_msr(0x80f, 0x1ff, true).unwrap();
+    v.write_msr(0x1b, 0xfee0_0d00, By::Vmm).unwrap();
+    v.write_msr(0x80f, 0x1ff, By::Vmm).unwrap();
     let wrmsr = |msr: u64, value: u64| {
         move |vmcb: &mut Vmcb, gprs: &mut Gprs| {
             (gprs.0[RCX], gprs.0[RDX]) = (msr, 0);
@@ -332,9 +332,9 @@ fn an_interrupt_that_is_ended_by_a_flag_in_memory_needs_no_exit_and_leaves_the_l
     let vm = rig::vm(&machine);
     let mut v = rig::add_vcpu(&machine, &vm, 0);
     let page = flag_page(&mut v, &vm, FLAG);
-    v.write_msr(0x1b, 0xfee0_0d00, true).unwrap();
-    v.write_msr(0x80f, 0x1ff, true).unwrap();
-    v.write_msr(PV_EOI, FLAG | 1, true).unwrap();
+    v.write_msr(0x1b, 0xfee0_0d00, By::Vmm).unwrap();
+    v.write_msr(0x80f, 0x1ff, By::Vmm).unwrap();
+    v.write_msr(PV_EOI, FLAG | 1, By::Vmm).unwrap();
     let flag = || page.bytes()[0].load(Relaxed);
     let before = v.backend().cpu().counts();
     for turn in 0..10 {
@@ -362,9 +362,9 @@ fn a_flag_that_the_guest_left_alone_ends_nothing() {
     let vm = rig::vm(&machine);
     let mut v = rig::add_vcpu(&machine, &vm, 0);
     let page = flag_page(&mut v, &vm, FLAG);
-    v.write_msr(0x1b, 0xfee0_0d00, true).unwrap();
-    v.write_msr(0x80f, 0x1ff, true).unwrap();
-    v.write_msr(PV_EOI, FLAG | 1, true).unwrap();
+    v.write_msr(0x1b, 0xfee0_0d00, By::Vmm).unwrap();
+    v.write_msr(0x80f, 0x1ff, By::Vmm).unwrap();
+    v.write_msr(PV_EOI, FLAG | 1, By::Vmm).unwrap();
     v.backend().cpu().inner().then(wrmsr(0x83f, 0x40)).then(|vmcb, gprs| {
         vmcb.control.int_ctl &= !(1 << 8);
         // Reads an MSR of the local APIC in the handler, before the end.

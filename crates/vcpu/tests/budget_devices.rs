@@ -9,7 +9,7 @@ use ::vm::VmRef;
 use ::vm::irq::{IoEvent, Space, Zone};
 use backend::{Gprs, RBX, RCX, RDX, RSI};
 use cpu::{Counts, Op};
-use gannet_vcpu::{RunInput, UserExit};
+use gannet_vcpu::{By, RunInput, UserExit};
 use host::page::Page;
 use host::std_port::test as surroundings;
 use mmu::Region;
@@ -122,14 +122,14 @@ fn alone() -> (TestVcpu, VmRef) {
 
 fn with_xapic() -> TestVcpu {
     let mut v = vcpu();
-    v.write_msr(APIC_BASE, XAPIC_ON, true).unwrap();
+    v.write_msr(APIC_BASE, XAPIC_ON, By::Vmm).unwrap();
     v
 }
 
 fn with_x2apic() -> TestVcpu {
     let mut v = vcpu();
-    v.write_msr(APIC_BASE, X2APIC_ON, true).unwrap();
-    v.write_msr(0x80f, 0x1ff, true).unwrap();
+    v.write_msr(APIC_BASE, X2APIC_ON, By::Vmm).unwrap();
+    v.write_msr(0x80f, 0x1ff, By::Vmm).unwrap();
     v
 }
 
@@ -188,8 +188,8 @@ fn an_ipi_to_another_vcpu_costs_the_hosts_segments() {
     let (mut v, mut other) = (add_vcpu(&machine, &vm, 0), add_vcpu(&machine, &vm, 1));
     for v in [&mut v, &mut other] {
         let application_processor = u64::from(v.shared().id);
-        v.write_msr(APIC_BASE, X2APIC_ON & !(application_processor << 8), true).unwrap();
-        v.write_msr(0x80f, 0x1ff, true).unwrap();
+        v.write_msr(APIC_BASE, X2APIC_ON & !(application_processor << 8), By::Vmm).unwrap();
+        v.write_msr(0x80f, 0x1ff, By::Vmm).unwrap();
     }
     let ten = ten_more(&mut v, wrmsr(0x830, 1 << 32 | 0x55));
     assert_budget("physical", &ten, 10, 20, 10);

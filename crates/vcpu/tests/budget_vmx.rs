@@ -6,7 +6,7 @@ mod rig;
 
 use backend::{Gprs, RAX, RBX, RCX, RDX, RSP};
 use cpu::{Cpu, ModelVmcs, Op};
-use gannet_vcpu::{RunInput, UserExit};
+use gannet_vcpu::{By, RunInput, UserExit};
 use host::std_port::test;
 use rig::vmx::{VmxVcpu, cost_of, exit, reads_and_writes, shutdown, vcpu};
 use vmx::percpu;
@@ -74,8 +74,8 @@ fn an_interrupt_to_oneself_is_injected_and_ended_in_two_entries() {
     const X2APIC_SELF_IPI: u64 = 0x83f;
     const X2APIC_EOI: u64 = 0x80b;
     let mut v = vcpu();
-    v.write_msr(0x1b, 0xfee0_0d00, true).unwrap();
-    v.write_msr(0x80f, 0x1ff, true).unwrap();
+    v.write_msr(0x1b, 0xfee0_0d00, By::Vmm).unwrap();
+    v.write_msr(0x80f, 0x1ff, By::Vmm).unwrap();
     v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
         vmcs.set(field::GUEST_RFLAGS, x86::Rflags::IF.bits() | 2);
         wrmsr(X2APIC_SELF_IPI, 0x40)(vmcs, gprs);
@@ -101,8 +101,8 @@ fn an_interrupt_to_oneself_is_injected_and_ended_in_two_entries() {
 fn an_interrupt_that_cannot_be_taken_waits_for_the_window() {
     const X2APIC_SELF_IPI: u64 = 0x83f;
     let mut v = vcpu();
-    v.write_msr(0x1b, 0xfee0_0d00, true).unwrap();
-    v.write_msr(0x80f, 0x1ff, true).unwrap();
+    v.write_msr(0x1b, 0xfee0_0d00, By::Vmm).unwrap();
+    v.write_msr(0x80f, 0x1ff, By::Vmm).unwrap();
     let window = ProcControls::INTERRUPT_WINDOW.bits();
     v.backend().cpu().inner().vmx.then(wrmsr(X2APIC_SELF_IPI, 0x40));
     v.backend().cpu().inner().vmx.then(move |vmcs, gprs| {
@@ -153,7 +153,7 @@ fn the_guests_syscall_msrs_stay_while_the_thread_is_in_the_kernel() {
         (s.cr0, s.cr4, s.efer) = (PAGING, Cr4::PAE, LONG_MODE.0 | Efer::SCE);
         s.cs.attr = LONG_MODE.1 as u16;
         v.set_sregs(&s, None).unwrap();
-        v.write_msr(LSTAR, lstar, true).unwrap();
+        v.write_msr(LSTAR, lstar, By::Vmm).unwrap();
         v
     };
     // WRMSRs of two runs that end with a port access: at once, and after five interrupts.
@@ -300,13 +300,13 @@ fn what_the_guest_writes_to_spec_ctrl_without_an_exit_is_its_value_from_then_on(
     const SPEC_CTRL: u32 = 0x48;
     const STIBP: u64 = 2;
     let mut v = vcpu();
-    v.write_msr(SPEC_CTRL, 1, true).unwrap();
+    v.write_msr(SPEC_CTRL, 1, By::Vmm).unwrap();
     v.backend().cpu().inner().vmx.then(shutdown);
     v.backend().cpu().inner().vmx.guest_writes_spec_ctrl = Some(STIBP);
     assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
     assert_eq!(v.backend().cpu().inner().vmx.spec_ctrl_at_entry, 1);
     // For the VMM, for an exit that reads it, and at the next entry.
-    assert_eq!(v.read_msr(SPEC_CTRL, true), Ok(STIBP));
+    assert_eq!(v.read_msr(SPEC_CTRL, By::Vmm), Ok(STIBP));
     v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
         gprs.0[RCX] = SPEC_CTRL.into();
         exit(ExitReason::Rdmsr)(vmcs, gprs);
@@ -318,7 +318,7 @@ fn what_the_guest_writes_to_spec_ctrl_without_an_exit_is_its_value_from_then_on(
     assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
     assert_eq!(v.backend().cpu().inner().vmx.spec_ctrl_at_entry, STIBP);
     // The VMM's own write is what the guest finds next.
-    v.write_msr(SPEC_CTRL, 0, true).unwrap();
+    v.write_msr(SPEC_CTRL, 0, By::Vmm).unwrap();
     v.backend().cpu().inner().vmx.then(shutdown);
     assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
     assert_eq!(v.backend().cpu().inner().vmx.spec_ctrl_at_entry, 0);

@@ -5,7 +5,7 @@ mod rig;
 
 use backend::{Gprs, LiveRegisters, RAX, RCX, RDX};
 use cpu::ModelVmcs;
-use gannet_vcpu::{RunInput, UserExit};
+use gannet_vcpu::{By, RunInput, UserExit};
 use mmu::Format;
 use rig::vmx::{VmxVcpu, exit, features, shutdown, vcpu, vcpu_of};
 use vmx::Features;
@@ -97,8 +97,8 @@ fn waits_in_hardware(v: &mut VmxVcpu) -> bool {
 fn a_blocked_interrupt_is_not_lost() {
     for apicv in [false, true] {
         let (mut v, _) = vcpu_of(Features { apicv, ..features() }, Format::npt(4, 0));
-        v.write_msr(0x1b, 0xfee0_0d00, true).unwrap();
-        v.write_msr(0x80f, 0x1ff, true).unwrap();
+        v.write_msr(0x1b, 0xfee0_0d00, By::Vmm).unwrap();
+        v.write_msr(0x80f, 0x1ff, By::Vmm).unwrap();
         v.set_guest_debug(ENABLE | BLOCKED, [0; 8]);
         v.backend().cpu().inner().vmx.then(sends_itself_one);
         run(&mut v);

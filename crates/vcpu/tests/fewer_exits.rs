@@ -7,7 +7,7 @@ use core::sync::atomic::Ordering::Relaxed;
 use backend::Gprs;
 use cpu::ModelVmcs;
 use gannet_vcpu::state::registers::{GivenEvents, SavedEvents};
-use gannet_vcpu::{RunInput, UserExit};
+use gannet_vcpu::{By, RunInput, UserExit};
 use host::std_port::test;
 use rig::vmx::step;
 use vm::vm::Format;
@@ -182,8 +182,8 @@ fn the_kernel_is_told_around_each_run_of_a_guest_without_store_bypass() {
         (from_guest.recv().unwrap(), test::guest_ssbd_changes() - before)
     };
     assert_eq!(run(&mut v), (0, 0));
-    v.write_msr(VIRT_SPEC_CTRL, 4, true).unwrap();
+    v.write_msr(VIRT_SPEC_CTRL, 4, By::Vmm).unwrap();
     assert_eq!(run(&mut v), (1, 2));
-    v.write_msr(VIRT_SPEC_CTRL, 0, true).unwrap();
+    v.write_msr(VIRT_SPEC_CTRL, 0, By::Vmm).unwrap();
     assert_eq!(run(&mut v), (0, 0));
 }

@@ -7,7 +7,7 @@ use core::sync::atomic::{AtomicU8, Ordering::Relaxed};
 
 use backend::{Gprs, RCX, RDX};
 use cpu::{Counts, Op};
-use gannet_vcpu::{RunInput, UserExit};
+use gannet_vcpu::{By, RunInput, UserExit};
 use host::page::Page;
 use host::std_port::test::{clock, invalidate};
 use mmu::Region;
@@ -62,10 +62,10 @@ impl Bench {
         let page: &'static Page = Box::leak(Box::new(Page::zeroed().unwrap()));
         let region = Region { slot: 0, flags: 0, gpa: PAGE, size: 4096, hva: page.hpa().0 };
         vm.memory().set_region(&region, &**vm).unwrap();
-        v.write_msr(0x1b, 0xfee0_0d00, true).unwrap();
-        v.write_msr(0x80f, 0x1ff, true).unwrap();
-        v.write_msr(LVT_TIMER, (1 << 18) | u64::from(VECTOR), true).unwrap();
-        v.write_msr(LAZY, PAGE | 1, true).unwrap();
+        v.write_msr(0x1b, 0xfee0_0d00, By::Vmm).unwrap();
+        v.write_msr(0x80f, 0x1ff, By::Vmm).unwrap();
+        v.write_msr(LVT_TIMER, (1 << 18) | u64::from(VECTOR), By::Vmm).unwrap();
+        v.write_msr(LAZY, PAGE | 1, By::Vmm).unwrap();
         let mut bench = Self { v, page };
         bench.touch();
         bench
@@ -107,7 +107,7 @@ impl Bench {
 
     /// A deadline so far ahead; one tick is a nanosecond here.
     fn ahead(&mut self, ticks: u64) -> u64 {
-        self.v.read_msr(0x10, true).unwrap() + ticks
+        self.v.read_msr(0x10, By::Vmm).unwrap() + ticks
     }
 
     /// Time passes, for the host's timer and the guest's TSC.
@@ -246,8 +246,8 @@ fn a_saved_deadline_is_the_newest_and_saving_changes_nothing() {
     let deadline = bench.ahead(100_000);
     bench.run([wrmsr(DEADLINE, deadline)]);
     bench.store_pending(deadline + 5);
-    assert_eq!(bench.v.read_msr(DEADLINE, true), Ok(deadline + 5));
-    assert_eq!(bench.v.read_msr(DEADLINE, false), Ok(deadline));
+    assert_eq!(bench.v.read_msr(DEADLINE, By::Vmm), Ok(deadline + 5));
+    assert_eq!(bench.v.read_msr(DEADLINE, By::Guest), Ok(deadline));
     assert_eq!(bench.armed(), deadline);
-    assert_eq!(bench.v.read_msr(LAZY, true), Ok(PAGE | 1));
+    assert_eq!(bench.v.read_msr(LAZY, By::Vmm), Ok(PAGE | 1));
 }

@@ -4,7 +4,7 @@ mod rig;
 
 use backend::RDX;
 use gannet_vcpu::{
-    RunInput, UserExit,
+    By, RunInput, UserExit,
     state::registers::{GivenEvents, SavedEvents},
 };
 use rig::nested::{BLOCK, Hypervisor, L1_RIP, L2_RIP, vmrun};
@@ -285,12 +285,12 @@ fn svm_that_is_disabled_cannot_be_enabled() {
     const SVMDIS: u64 = msr::vm_cr::SVMDIS;
     let mut v = Hypervisor::new(false).vcpu;
     let efer = v.sregs().efer;
-    assert!(v.write_msr(msr::VM_CR, SVMDIS, false).is_err(), "while it is enabled");
-    v.write_msr(msr::EFER, (efer - Efer::SVME).bits(), false).unwrap();
-    v.write_msr(msr::EFER, efer.bits(), false).unwrap();
-    v.write_msr(msr::EFER, (efer - Efer::SVME).bits(), false).unwrap();
-    v.write_msr(msr::VM_CR, SVMDIS, false).unwrap();
-    assert!(v.write_msr(msr::EFER, efer.bits(), false).is_err());
+    assert!(v.write_msr(msr::VM_CR, SVMDIS, By::Guest).is_err(), "while it is enabled");
+    v.write_msr(msr::EFER, (efer - Efer::SVME).bits(), By::Guest).unwrap();
+    v.write_msr(msr::EFER, efer.bits(), By::Guest).unwrap();
+    v.write_msr(msr::EFER, (efer - Efer::SVME).bits(), By::Guest).unwrap();
+    v.write_msr(msr::VM_CR, SVMDIS, By::Guest).unwrap();
+    assert!(v.write_msr(msr::EFER, efer.bits(), By::Guest).is_err());
 }
 
 /// L2 has a page that is a device of the VMM's, and touches it by what the exit tells of as `code`; at its RIP lie these
@@ -494,7 +494,7 @@ fn l2_reads_its_own_tsc_by_rdmsr() {
         exit(ExitCode::Hlt)(vmcb, gprs);
     });
     assert_eq!(machine.run(), UserExit::Hlt);
-    assert_eq!(machine.vcpu.read_msr(MSR_TSC, true).unwrap() >> 40, 0);
+    assert_eq!(machine.vcpu.read_msr(MSR_TSC, By::Vmm).unwrap() >> 40, 0);
 }
 
 /// L1 lowers its task priority without an exit and enters L2, which has one of its own: what counts while L2 runs, and
@@ -622,7 +622,7 @@ fn without_lbr_virtualization_debugctl_is_shared() {
     machine.then(exit(ExitCode::Cpuid));
     machine.then(exit(ExitCode::Hlt));
     assert_eq!(machine.run(), UserExit::Hlt);
-    assert_eq!(machine.vcpu.read_msr(DEBUGCTL, true).unwrap(), 1);
+    assert_eq!(machine.vcpu.read_msr(DEBUGCTL, By::Vmm).unwrap(), 1);
 }
 
 /// VMRUN retires: a breakpoint at the instruction behind it is not kept away by an RF that was for VMRUN.

@@ -4,7 +4,7 @@
 mod rig;
 
 use backend::RAX;
-use gannet_vcpu::UserExit;
+use gannet_vcpu::{By, UserExit};
 use rig::nested::{BLOCK, Hypervisor, KEPT, L1_RIP, L1_ROOT, L2_RIP, SMBASE, vmrun};
 use rig::{exit, shutdown};
 use x86::vmcb::{ExitCode, SEG_CS, event};
@@ -108,7 +108,7 @@ fn an_smi_waits_for_the_entry_that_is_due() {
 #[test]
 fn without_memory_for_l1s_state_nothing_runs_on() {
     let mut machine = hypervisor();
-    machine.vcpu.write_msr(x86::msr::VM_HSAVE_PA, 0x8000_0000, true).unwrap();
+    machine.vcpu.write_msr(x86::msr::VM_HSAVE_PA, 0x8000_0000, By::Vmm).unwrap();
     machine.stop_in_l2();
     machine.vcpu.queue_smi();
     assert_eq!(machine.run(), UserExit::Dead);
@@ -213,7 +213,7 @@ fn an_entry_in_the_handler_is_undefined_and_one_without_a_save_area_is_a_fault()
     assert_eq!(machine.run(), UserExit::Hlt);
 
     let mut machine = hypervisor();
-    machine.vcpu.write_msr(x86::msr::VM_HSAVE_PA, 0, true).unwrap();
+    machine.vcpu.write_msr(x86::msr::VM_HSAVE_PA, 0, By::Vmm).unwrap();
     let fault = event::VALID | event::EXCEPTION | event::ERROR_VALID | 13;
     machine.then(vmrun);
     machine.vcpu.backend().cpu().inner().injects(fault);

@@ -2,7 +2,7 @@
 
 mod rig;
 
-use gannet_vcpu::UserExit;
+use gannet_vcpu::{By, UserExit};
 use rig::nested::{Hypervisor, L2_RIP};
 use rig::{exit, shutdown};
 use x86::vmcb::ExitCode;
@@ -55,7 +55,7 @@ fn efer_that_user_space_sets_has_the_lma_of_l1() {
     machine.put(BLOCK + 0x410, 0x0000_ffff_009b_0000);
     machine.stop_in_l2();
     assert!(!machine.vcpu.sregs().efer.contains(Efer::LMA));
-    machine.vcpu.write_msr(msr::EFER, Efer::LME.bits(), true).unwrap();
+    machine.vcpu.write_msr(msr::EFER, Efer::LME.bits(), By::Vmm).unwrap();
     assert_eq!(machine.vcpu.sregs().efer, Efer::LME | Efer::LMA);
     assert!(machine.vcpu.sregs().cr0.contains(Cr0::PG));
 }
@@ -82,7 +82,7 @@ fn an_smi_is_taken_once_efer_has_lost_svme() {
     machine.then(exit(ExitCode::Hlt));
     assert_eq!(machine.run(), UserExit::Hlt);
     let efer = machine.vcpu.sregs().efer - Efer::SVME;
-    machine.vcpu.write_msr(msr::EFER, efer.bits(), true).unwrap();
+    machine.vcpu.write_msr(msr::EFER, efer.bits(), By::Vmm).unwrap();
     machine.vcpu.queue_smi();
     machine.then(shutdown);
     assert_eq!(machine.run(), TAKEN);

@@ -7,7 +7,7 @@ mod rig;
 
 use backend::{Gprs, RAX, RCX, RDX};
 use cpu::{Counts, ModelVmcs, Op};
-use gannet_vcpu::{RunInput, UserExit};
+use gannet_vcpu::{By, RunInput, UserExit};
 use host::page::Page;
 use host::std_port::test::{clock, invalidate};
 use mmu::Region;
@@ -35,9 +35,9 @@ fn apic(v: &mut VmxVcpu, lvt: u64) {
         entry.ecx |= 1 << 24;
     }
     v.set_cpuid(&entries).unwrap();
-    v.write_msr(0x1b, 0xfee0_0d00, true).unwrap();
-    v.write_msr(0x80f, 0x1ff, true).unwrap();
-    v.write_msr(LVT_TIMER, lvt | VECTOR, true).unwrap();
+    v.write_msr(0x1b, 0xfee0_0d00, By::Vmm).unwrap();
+    v.write_msr(0x80f, 0x1ff, By::Vmm).unwrap();
+    v.write_msr(LVT_TIMER, lvt | VECTOR, By::Vmm).unwrap();
 }
 
 /// In TSC-deadline mode.
@@ -77,7 +77,7 @@ fn takes_none(vmcs: &mut ModelVmcs, gprs: &mut Gprs) {
 }
 
 fn ahead(v: &mut VmxVcpu, ticks: u64) -> u64 {
-    v.read_msr(TSC, true).unwrap() + ticks
+    v.read_msr(TSC, By::Vmm).unwrap() + ticks
 }
 
 /// Time passes, for the host and the guest's TSC.
@@ -129,7 +129,7 @@ fn moving_a_deadline_either_way_costs_that_and_the_look_at_the_tsc() {
         let ten = ten_of(&mut v, move |n| step(wrmsr(DEADLINE, at(n))));
         // No kernel call, which would be seen by CR2.
         assert_eq!((reads_and_writes(&ten), ten.of(Op::Rdtsc)), ((4, 2), 10));
-        assert_eq!(v.read_msr(DEADLINE, true), Ok(at(10)));
+        assert_eq!(v.read_msr(DEADLINE, By::Vmm), Ok(at(10)));
         assert_eq!(clock().armed_timers(), 0);
     }
 }
@@ -161,7 +161,7 @@ fn the_timer_is_set_for_what_is_left_at_each_entry() {
     // The last run goes on past the deadline: interrupts are off, so it is pending.
     play(&mut v, steps);
     assert_eq!(v.shared().lapic.highest_pending().map(|v| u64::from(v.0)), Some(VECTOR));
-    assert_eq!(v.read_msr(DEADLINE, true), Ok(0));
+    assert_eq!(v.read_msr(DEADLINE, By::Vmm), Ok(0));
 }
 
 #[test]
@@ -179,7 +179,7 @@ fn a_deadline_that_comes_is_one_exit_and_the_interrupt_with_no_timer_of_the_host
     assert_eq!(counts.of(Op::VmxEnter), 4);
     assert_eq!(clock().armed_timers(), 0);
     assert_eq!(v.shared().lapic.in_service().map(|v| u64::from(v.0)), Some(VECTOR));
-    assert_eq!(v.read_msr(DEADLINE, true), Ok(0));
+    assert_eq!(v.read_msr(DEADLINE, By::Vmm), Ok(0));
     let stats = &v.shared().stats;
     assert_eq!((stats.exits_by(Reason::Deadline), stats.exits_by(Reason::Interrupt)), (1, 0));
 }
@@ -218,14 +218,14 @@ fn a_time_that_has_passed_before_the_entry_needs_no_entry() {
     play(&mut v, [step(wrmsr(DEADLINE, deadline))]);
     pass(&mut v, 10_000);
     // In user space nothing is decided, so that whatever is saved, in whatever order, has it.
-    assert_eq!(v.read_msr(DEADLINE, true), Ok(deadline));
+    assert_eq!(v.read_msr(DEADLINE, By::Vmm), Ok(deadline));
     assert_eq!(v.shared().lapic.highest_pending(), None);
     let mut regs = v.regs();
     regs.rflags |= x86::Rflags::IF;
     v.set_regs(&regs);
     let counts = play(&mut v, [step(takes_interrupt)]);
     assert_eq!(counts.of(Op::VmxEnter), 2);
-    assert_eq!(v.read_msr(DEADLINE, true), Ok(0));
+    assert_eq!(v.read_msr(DEADLINE, By::Vmm), Ok(0));
 }
 
 #[test]
@@ -260,9 +260,9 @@ fn a_guest_that_sets_its_tsc_moves_the_time_of_its_deadline_with_it() {
     };
     play(&mut v, [step(wrmsr(TSC, near)), step(soon)]);
     // By the VMM, too; beyond it the deadline has come.
-    v.write_msr(TSC, deadline + 1, true).unwrap();
+    v.write_msr(TSC, deadline + 1, By::Vmm).unwrap();
     play(&mut v, [step(takes_none)]);
-    assert_eq!(v.read_msr(DEADLINE, true), Ok(0));
+    assert_eq!(v.read_msr(DEADLINE, By::Vmm), Ok(0));
     assert_eq!(v.shared().lapic.highest_pending().map(|v| u64::from(v.0)), Some(VECTOR));
 }
 
@@ -272,9 +272,9 @@ fn a_timer_that_rings_for_nothing_is_no_interrupt() {
     play(&mut v, [step(timer_exit), step(takes_none)]);
     let deadline = ahead(&mut v, 1_000_000);
     play(&mut v, [step(wrmsr(DEADLINE, deadline)), step(timer_exit), step(takes_none)]);
-    assert_eq!(v.read_msr(DEADLINE, true), Ok(deadline));
+    assert_eq!(v.read_msr(DEADLINE, By::Vmm), Ok(deadline));
     // One whose mode was left: nothing is armed any more.
-    v.write_msr(LVT_TIMER, VECTOR, true).unwrap();
+    v.write_msr(LVT_TIMER, VECTOR, By::Vmm).unwrap();
     pass(&mut v, 2_000_000);
     play(&mut v, [step(takes_none), step(takes_none)]);
     assert_eq!(v.shared().lapic.highest_pending(), None);
@@ -306,7 +306,7 @@ fn a_halted_vcpu_is_woken_by_the_hosts_timer() {
     play(&mut v, [step(wrmsr(DEADLINE, deadline)), step(halt), step(takes_interrupt)]);
     let rang = waker.join().unwrap();
     assert!((99_000..=100_100).contains(&(rang - began)), "{}", rang - began);
-    assert_eq!((clock().armed_timers(), v.read_msr(DEADLINE, true)), (0, Ok(0)));
+    assert_eq!((clock().armed_timers(), v.read_msr(DEADLINE, By::Vmm)), (0, Ok(0)));
 }
 
 #[test]
@@ -331,7 +331,7 @@ fn a_host_timer_that_fires_when_the_vcpu_is_awake_does_nothing() {
     assert_eq!(clock().armed_timers(), 1);
     clock().advance(100_000);
     assert_eq!((clock().armed_timers(), v.shared().lapic.highest_pending()), (0, None));
-    assert_eq!(v.read_msr(DEADLINE, true), Ok(deadline), "still to come by the guest's TSC");
+    assert_eq!(v.read_msr(DEADLINE, By::Vmm), Ok(deadline), "still to come by the guest's TSC");
 }
 
 #[test]
@@ -347,7 +347,7 @@ fn a_halted_vcpu_whose_time_has_come_does_not_sleep() {
 fn a_countdown_is_watched_as_well_and_a_periodic_one_goes_on() {
     let (mut v, _) = vcpu_of(features_with_timer(), Format::npt(4, 0));
     apic(&mut v, 1 << 17);
-    v.write_msr(DIVIDE, 0xb, true).unwrap();
+    v.write_msr(DIVIDE, 0xb, By::Vmm).unwrap();
     // The test's clock stands still in a run, so one period is over between two runs.
     let period = 1_000_000;
     play(&mut v, [step(wrmsr(INITIAL_COUNT, period))]);
@@ -389,7 +389,7 @@ fn lazy() -> (VmxVcpu, &'static Page) {
     let page: &'static Page = Box::leak(Box::new(Page::zeroed().unwrap()));
     let region = Region { slot: 0, flags: 0, gpa: PAGE, size: 4096, hva: page.hpa().0 };
     vm.memory().set_region(&region, &**vm).unwrap();
-    v.write_msr(LAZY, PAGE | 1, true).unwrap();
+    v.write_msr(LAZY, PAGE | 1, By::Vmm).unwrap();
     play(
         &mut v,
         [step(|vmcs: &mut ModelVmcs, gprs: &mut Gprs| {
@@ -453,7 +453,7 @@ fn a_lazy_deadline_whose_page_is_gone_is_looked_at_outside() {
     invalidate(Hva(hva), Hva(hva + 4096), || {});
     pass(&mut v, 40_000);
     play(&mut v, [step(takes_none)]);
-    assert_eq!(v.read_msr(DEADLINE, true), Ok(deadline + 70_000));
+    assert_eq!(v.read_msr(DEADLINE, By::Vmm), Ok(deadline + 70_000));
     pass(&mut v, 70_000);
     play(&mut v, [step(takes_none)]);
     assert_eq!(v.shared().lapic.highest_pending().map(|v| u64::from(v.0)), Some(VECTOR));

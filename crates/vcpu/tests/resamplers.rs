@@ -7,7 +7,7 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use ::vm::VmRef;
 use backend::{Gprs, RCX, RDX, RSI};
-use gannet_vcpu::{RunInput, UserExit};
+use gannet_vcpu::{By, RunInput, UserExit};
 use host::page::Page;
 use host::std_port::test::{self as surroundings, eventfd, eventfd_read, eventfd_signal};
 use irqchip::lapic::Accepted;
@@ -44,8 +44,8 @@ impl Many {
         let region = Region { slot: 0, gpa: CODE, size: 4096, hva: page.hpa().0, flags: 0 };
         vm.memory().set_region(&region, &**vm).unwrap();
         let mut v = add_vcpu(&machine, &vm, 0);
-        v.write_msr(0x1b, X2APIC_ON, true).unwrap();
-        v.write_msr(0x80f, 0x1ff, true).unwrap();
+        v.write_msr(0x1b, X2APIC_ON, By::Vmm).unwrap();
+        v.write_msr(0x80f, 0x1ff, By::Vmm).unwrap();
         let (mut event, told) = (0, eventfd());
         for _ in 0..MANY {
             event = eventfd();
@@ -71,7 +71,7 @@ impl Many {
     fn by_pic(automatic: bool) -> Self {
         let mut many = Self::new();
         // LINT0 is the 8259A's.
-        many.v.write_msr(0x835, 0x700, true).unwrap();
+        many.v.write_msr(0x835, 0x700, By::Vmm).unwrap();
         let icw4 = if automatic { 3 } else { 1 };
         for (port, value) in [(0x20, 0x11), (0x21, 0x20), (0x21, 4), (0x21, icw4), (0x21, 0)] {
             assert!(many.vm.irq().pio_write(port, 1, value).is_some());
@@ -134,7 +134,7 @@ fn after_an_end_by_the_vmm_that_does_not_run_the_vcpu() {
     });
     assert_eq!(many.v.run(&RunInput::default()), UserExit::Shutdown);
     assert_eq!(eventfd_read(many.told), 0);
-    many.v.write_msr(0x80b, 0, true).unwrap();
+    many.v.write_msr(0x80b, 0, By::Vmm).unwrap();
     assert_eq!(eventfd_read(many.told), MANY);
 }
 

@@ -4,7 +4,7 @@
 mod rig;
 
 use backend::{RAX, RCX, RDX};
-use gannet_vcpu::{RunInput, UserExit};
+use gannet_vcpu::{By, RunInput, UserExit};
 use irqchip::{Msi, Route, Target};
 use mmu::Format;
 use rig::vmx::VmxVcpu;
@@ -28,16 +28,16 @@ fn svm() -> (TestVcpu, VmRef) {
     let vm = vm(&Machine { irqchip: false, ..Machine::default() });
     vm.irq().create_split(24).unwrap();
     let mut v = add_vcpu(&Machine::default(), &vm, 0);
-    v.write_msr(0x1b, X2APIC, true).unwrap();
-    v.write_msr(0x80f, 0x1ff, true).unwrap();
+    v.write_msr(0x1b, X2APIC, By::Vmm).unwrap();
+    v.write_msr(0x80f, 0x1ff, By::Vmm).unwrap();
     (v, vm)
 }
 
 fn vmx(apicv: bool) -> (VmxVcpu, VmRef) {
     let features = vmx::Features { apicv, ..rig::vmx::features() };
     let (mut v, vm) = rig::vmx::split_vcpu_of(features, Format::npt(4, 0));
-    v.write_msr(0x1b, X2APIC, true).unwrap();
-    v.write_msr(0x80f, 0x1ff, true).unwrap();
+    v.write_msr(0x1b, X2APIC, By::Vmm).unwrap();
+    v.write_msr(0x80f, 0x1ff, By::Vmm).unwrap();
     (v, vm)
 }
 
@@ -99,7 +99,7 @@ fn the_cpu_that_serves_the_apic_is_told_which_ends_to_report() {
 fn an_interrupt_of_the_vmms_pic_is_injected_when_lint0_takes_it() {
     for apicv in [false, true] {
         let (mut v, _vm) = vmx(apicv);
-        v.write_msr(LINT0, 0x1_0700, true).unwrap();
+        v.write_msr(LINT0, 0x1_0700, By::Vmm).unwrap();
         v.queue_interrupt(Vector(0x33)).unwrap();
         assert!(v.queue_interrupt(Vector(0x34)).is_err());
         assert_eq!(v.interrupt_in_injection(), None);
@@ -117,7 +117,7 @@ fn an_interrupt_of_the_vmms_pic_is_injected_when_lint0_takes_it() {
         };
         entry(&mut v, 0);
         assert!(!v.run_output().ready_for_interrupt_injection);
-        v.write_msr(LINT0, 0x700, true).unwrap();
+        v.write_msr(LINT0, 0x700, By::Vmm).unwrap();
         entry(&mut v, event::VALID | event::INTR | 0x33);
         assert!(v.run_output().ready_for_interrupt_injection);
         entry(&mut v, 0);
@@ -151,7 +151,7 @@ fn the_window_that_the_vmm_asks_for_opens_on_either_cpu() {
 #[test]
 fn without_a_taker_no_window_opens() {
     let (mut v, _vm) = svm();
-    v.write_msr(LINT0, 0x1_0700, true).unwrap();
+    v.write_msr(LINT0, 0x1_0700, By::Vmm).unwrap();
     v.backend().cpu().inner().then(|vmcb, gprs| {
         assert_eq!(vmcb.control.int_ctl & vintr::IRQ, 0);
         vmcb.save.rflags = x86::Rflags::IF.bits() | 2;

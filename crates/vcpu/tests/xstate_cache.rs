@@ -6,7 +6,7 @@ mod rig;
 use backend::{Gprs, RCX, RDX, Registers};
 use cpu::Op;
 use cpuid::{Entry, Error};
-use gannet_vcpu::{RunInput, UserExit};
+use gannet_vcpu::{By, RunInput, UserExit};
 use proptest::prelude::*;
 use rig::{Machine, TestVcpu, exit, features, shutdown, vcpu_of};
 use svm::Features;
@@ -130,7 +130,7 @@ fn with_the_table_no_exit_makes_the_host_execute_cpuid() {
         script
     });
     assert_eq!(count, 0);
-    v.write_msr(0x1b, 0xfee0_0900, true).unwrap();
+    v.write_msr(0x1b, 0xfee0_0900, By::Vmm).unwrap();
     v.set_xcr0(7).unwrap();
     let _ = v.cpuid_entries();
     assert_eq!(v.backend().cpu().counts().of(Op::Cpuid), 0);
@@ -267,7 +267,7 @@ fn play(cache: bool, acts: &[Act]) -> Vec<Vec<Entry>> {
             Act::SetXcr0(value) => drop(v.set_xcr0(value)),
             Act::ApicBase(on) => {
                 let base = 0xfee0_0100 | u64::from(on) << 11;
-                let _ = v.write_msr(0x1b, base, true);
+                let _ = v.write_msr(0x1b, base, By::Vmm);
             }
             Act::Read => seen.push(v.cpuid_entries().to_vec()),
             Act::Table => drop(v.set_cpuid(&table)),

@@ -82,7 +82,7 @@ impl Lapic {
                     self.eoi_notify.set_shared(msg.vector.0);
                     self.any_notify.store(1, Release);
                 }
-                self.accept_fixed(msg.vector, msg.trigger == Trigger::Level)
+                self.accept_fixed(msg.vector, msg.trigger)
             }
             DeliveryMode::Smi => Accepted::Smi,
             DeliveryMode::Nmi => Accepted::Nmi,
@@ -97,13 +97,13 @@ impl Lapic {
 
     /// Makes a vector pending.
     #[inline]
-    pub fn accept_fixed(&self, vector: Vector, level: bool) -> Accepted {
+    pub fn accept_fixed(&self, vector: Vector, trigger: Trigger) -> Accepted {
         // NMI, SMI, INIT and SIPI come through all the same (SDM vol. 3A §10.4.7.2), hence not in accept().
         if !self.software_enabled() {
             return Accepted::Ignored;
         }
         let (v, level) = match vector.0 {
-            16.. => (vector.0, level),
+            16.. => (vector.0, trigger == Trigger::Level),
             _ => match self.log_error(esr::RECEIVED_ILLEGAL_VECTOR) {
                 Some(instead) => (instead.0, false),
                 None => return Accepted::Ignored,
@@ -126,7 +126,7 @@ impl Lapic {
     /// (SDM vol. 3A §10.5.3).
     pub(super) fn raise_error(&self, bit: u32) -> Accepted {
         match self.log_error(bit) {
-            Some(vector) => self.accept_fixed(vector, false),
+            Some(vector) => self.accept_fixed(vector, Trigger::Edge),
             None => Accepted::Ignored,
         }
     }
@@ -150,7 +150,8 @@ impl Lapic {
         match DeliveryMode::from_bits(lvt >> 8) {
             Some(DeliveryMode::Fixed) => {
                 let level = source == LocalVector::Lint0 && lvt & (1 << 15) != 0;
-                self.accept_fixed(Vector(lvt as u8), level)
+                let trigger = if level { Trigger::Level } else { Trigger::Edge };
+                self.accept_fixed(Vector(lvt as u8), trigger)
             }
             Some(DeliveryMode::Nmi) => Accepted::Nmi,
             Some(DeliveryMode::Smi) => Accepted::Smi,

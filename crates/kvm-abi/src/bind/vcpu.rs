@@ -15,7 +15,7 @@ use ::vm::{
 use backend::Backend;
 use host::{Arc, KBox, file::FileObject, page::Page, sync::Mutex};
 use irqchip::Accepted;
-use msr::McReport;
+use msr::{By, McReport};
 use x86::Vector;
 use zerocopy::FromZeros;
 
@@ -242,11 +242,11 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
     }
 
     fn msr(&mut self, index: u32) -> Result<u64, MsrRefused> {
-        self.vcpu.read_msr(index, true).map_err(|_| MsrRefused)
+        self.vcpu.read_msr(index, By::Vmm).map_err(|_| MsrRefused)
     }
 
     fn set_msr(&mut self, index: u32, value: u64) -> Result<(), MsrRefused> {
-        self.vcpu.write_msr(index, value, true).map_err(|_| MsrRefused)
+        self.vcpu.write_msr(index, value, By::Vmm).map_err(|_| MsrRefused)
     }
 
     fn events(&mut self) -> KvmVcpuEvents {

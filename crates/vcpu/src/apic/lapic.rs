@@ -2,7 +2,7 @@
 //! here. Its timer: [`crate::time`].
 
 use backend::Backend;
-use irqchip::{IrqMessage, lapic::LapicEffect};
+use irqchip::{IrqMessage, Trigger, lapic::LapicEffect};
 use vm::{
     irq::{Ended, Irqchip, Owing},
     vcpu_shared::Request,
@@ -27,7 +27,7 @@ impl<B: Backend> Vcpu<B> {
                 Next::Again
             }
             LapicEffect::SelfIpi(vector) => {
-                let accepted = self.shared.lapic.accept_fixed(vector, false);
+                let accepted = self.shared.lapic.accept_fixed(vector, Trigger::Edge);
                 self.pending.raise_if(accepted.kick());
                 Next::Again
             }
@@ -55,7 +55,7 @@ impl<B: Backend> Vcpu<B> {
             }
             LapicEffect::TprChanged => self.publish_priority(),
             LapicEffect::SelfIpi(vector) => {
-                let _ = self.shared.lapic.accept_fixed(vector, false);
+                let _ = self.shared.lapic.accept_fixed(vector, Trigger::Edge);
             }
             LapicEffect::SendIpi(message) => self.send_ipi(&message),
             LapicEffect::TimerChanged(change) => self.timer_changed(change),

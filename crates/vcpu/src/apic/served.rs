@@ -8,7 +8,10 @@ use backend::{Backend, ServedApic};
 use irqchip::lapic::{ICR_MSR, LapicMode};
 use x86::{Vector, apic::reg};
 
-use crate::{Vcpu, run::outcome::Next};
+use crate::{
+    Vcpu,
+    run::{events::KernelCalls, outcome::Next},
+};
 
 /// Registers that the guest reads without an exit and that only its writes change, or nothing.
 const SHOWN: [u32; 10] = [
@@ -141,7 +144,7 @@ impl<B: Backend> Vcpu<B> {
     /// Passes on what has been requested since. The 8259A's comes by injection, as without the
     /// hardware's help; `kernel` is as for [`Vcpu::inject_pending`].
     #[inline(always)]
-    pub(crate) fn inject_served(&mut self, kernel: bool) -> bool {
+    pub(crate) fn inject_served(&mut self, kernel: KernelCalls) -> bool {
         if self.shared.lapic.maybe_pending() {
             let vectors = self.shared.lapic.drain();
             if let Some(apic) = self.b.served_apic_mut() {
@@ -149,10 +152,10 @@ impl<B: Backend> Vcpu<B> {
             }
         }
         if self.pic_pending() {
-            if kernel {
+            if kernel.are_allowed() {
                 self.inject_from_pic();
             }
-            return kernel;
+            return kernel.are_allowed();
         }
         if self.pending.window_wanted && self.shared.lapic.accepts_pic() {
             // While it is open the CPU delivers nothing itself (SDM vol. 3C §30.2.2).

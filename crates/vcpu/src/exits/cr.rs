@@ -5,6 +5,7 @@
 use backend::{Backend, ControlRegs, CrAccess, Nested, RAX, RCX, RDX};
 use emulate::{CodeSize, SystemMove};
 use mmu::Section;
+use msr::By;
 use x86::{Cr0, Cr4, Efer, Exception};
 
 use crate::{
@@ -253,12 +254,12 @@ impl<B: Backend> Vcpu<B> {
     /// write as well.
     #[cold]
     #[inline(never)]
-    fn efer_ends_l2(&mut self, new: Efer, from_host: bool) -> bool {
+    fn efer_ends_l2(&mut self, new: Efer, by: By) -> bool {
         let c = self.b.control();
         if self.is_virtualization_on(new, c.cr4) {
             return false;
         }
-        if from_host {
+        if by == By::Vmm {
             // What follows is about L1's registers.
             self.abandon_l2_for_user();
             return false;
@@ -273,18 +274,18 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// WRMSR EFER.
-    pub(crate) fn write_efer(&mut self, value: u64, from_host: bool) -> Result<(), Exception> {
+    pub(crate) fn write_efer(&mut self, value: u64, by: By) -> Result<(), Exception> {
         let new = Efer::from_bits_retain(value);
         if !(self.cpuid.efer_allowed() | Efer::LMA).contains(new) {
             return Err(Exception::gp(0));
         }
-        if self.pending.after_exit.is_nested() && self.efer_ends_l2(new, from_host) {
+        if self.pending.after_exit.is_nested() && self.efer_ends_l2(new, by) {
             return Ok(());
         }
         let old = self.b.efer();
         let changed = new ^ old;
         if changed.intersects(Efer::LME | Efer::SVME) {
-            return self.switch_mode(new, old, from_host);
+            return self.switch_mode(new, old, by);
         }
         self.put_efer(new, old);
         Ok(())
@@ -293,9 +294,9 @@ impl<B: Backend> Vcpu<B> {
     /// LME or SVME changes too.
     #[cold]
     #[inline(never)]
-    fn switch_mode(&mut self, new: Efer, old: Efer, from_host: bool) -> Result<(), Exception> {
+    fn switch_mode(&mut self, new: Efer, old: Efer, by: By) -> Result<(), Exception> {
         let changed = new ^ old;
-        if !from_host && changed.contains(Efer::LME) && self.b.cr0().contains(Cr0::PG) {
+        if by == By::Guest && changed.contains(Efer::LME) && self.b.cr0().contains(Cr0::PG) {
             return Err(Exception::gp(0));
         }
         self.put_efer(new, old);

@@ -12,6 +12,7 @@ use host::task;
 use vm::vcpu_shared::MpState;
 use x86::{Cr0, Cr4, Exception};
 
+use super::msr_exits::Access;
 use crate::{
     Vcpu,
     run::outcome::Outcome,
@@ -187,7 +188,8 @@ impl<B: Backend> Vcpu<B> {
                 self.pending.hlt_retired = true;
                 return self.halt();
             }
-            Outside::Rdmsr | Outside::Wrmsr => return self.msr_to(what == Outside::Wrmsr, next),
+            Outside::Rdmsr => return self.msr_to(Access::Read, next),
+            Outside::Wrmsr => return self.msr_to(Access::Write, next),
             Outside::Xsetbv => {
                 if let Err(exception) = self.do_xsetbv() {
                     self.raise(exception);

@@ -12,7 +12,7 @@ use x86::{
     segment::{DescriptorTable, Segment},
 };
 
-use super::device::{DeviceAccess, padded};
+use super::device::{DeviceAccess, Direction, padded};
 use crate::Vcpu;
 
 /// Accesses that the processor makes for itself, with supervisor's rights.
@@ -57,9 +57,9 @@ fn fill(into: &mut [u8], data: [u8; 8]) {
 
 impl<B: Backend> Vcpu<B> {
     /// Whether a frame is RAM that the guest may read, or write.
-    fn is_memory(&self, gpa: Gpa, write: bool) -> bool {
+    fn is_memory(&self, gpa: Gpa, way: Direction) -> bool {
         let slots = self.mmu.memory.slots();
-        slots.find(gpa.gfn()).is_some_and(|s| !write || !s.is_readonly())
+        slots.find(gpa.gfn()).is_some_and(|s| way == Direction::Read || !s.is_readonly())
     }
 
     /// An access to a device that was not answered before: by the kernel's devices, else user space is to
@@ -118,7 +118,7 @@ impl<B: Backend> Machine for Vcpu<B> {
         let access = DeviceAccess::load(gpa, into.len() as u8);
         let data = match self.device.user_io.log.next(&access) {
             Some(answer) => answer,
-            None if self.is_memory(gpa, false) => {
+            None if self.is_memory(gpa, Direction::Read) => {
                 return self.mmu.memory.read(gpa, into).map_err(memory_stop);
             }
             None => self.device(access)?,
@@ -133,7 +133,7 @@ impl<B: Backend> Machine for Vcpu<B> {
         if self.device.user_io.log.next(&access).is_some() {
             return Ok(());
         }
-        if self.is_memory(gpa, true) {
+        if self.is_memory(gpa, Direction::Write) {
             return self.mmu.memory.write(gpa, data).map_err(memory_stop);
         }
         self.device(access).map(|_| ())
@@ -149,7 +149,7 @@ impl<B: Backend> Machine for Vcpu<B> {
         if self.device.user_io.log.next(&access).is_some() {
             return Ok(true);
         }
-        if !self.is_memory(gpa, true) {
+        if !self.is_memory(gpa, Direction::Write) {
             // A device access has at most eight bytes.
             if new.len() > 8 {
                 return Err(Stop::Unsupported);
@@ -170,9 +170,13 @@ impl<B: Backend> Machine for Vcpu<B> {
         if len > 8 {
             return Ok(false);
         }
-        let access = if write { walk::Access::WRITE } else { walk::Access::READ };
+        let (access, way) = if write {
+            (walk::Access::WRITE, Direction::Write)
+        } else {
+            (walk::Access::READ, Direction::Read)
+        };
         let gpa = self.translate(at, access)?;
-        Ok(self.is_memory(gpa, write))
+        Ok(self.is_memory(gpa, way))
     }
 
     fn steps(&self) -> bool {
@@ -208,7 +212,7 @@ impl<B: Backend> Machine for Vcpu<B> {
 
     fn read_system(&mut self, at: Gva, into: &mut [u8]) -> Result<(), Stop> {
         let gpa = self.translate(at, SYSTEM_READ)?;
-        if !self.is_memory(gpa, false) {
+        if !self.is_memory(gpa, Direction::Read) {
             return Err(Stop::Unsupported);
         }
         self.mmu.memory.read(gpa, into).map_err(memory_stop)
@@ -216,7 +220,7 @@ impl<B: Backend> Machine for Vcpu<B> {
 
     fn write_system(&mut self, at: Gva, data: &[u8]) -> Result<(), Stop> {
         let gpa = self.translate(at, SYSTEM_WRITE)?;
-        if !self.is_memory(gpa, true) {
+        if !self.is_memory(gpa, Direction::Write) {
             return Err(Stop::Unsupported);
         }
         self.mmu.memory.write(gpa, data).map_err(memory_stop)
@@ -224,7 +228,7 @@ impl<B: Backend> Machine for Vcpu<B> {
 
     fn probe_system(&mut self, at: Gva) -> Result<(), Stop> {
         let gpa = self.translate(at, SYSTEM_WRITE)?;
-        if self.is_memory(gpa, true) { Ok(()) } else { Err(Stop::Unsupported) }
+        if self.is_memory(gpa, Direction::Write) { Ok(()) } else { Err(Stop::Unsupported) }
     }
 
     fn port_in(&mut self, access: &PortAccess, into: &mut [u8]) -> Result<(), Stop> {

@@ -23,6 +23,15 @@ mod reason {
     pub const FILTER: u32 = 4;
 }
 
+/// What a guest does with an MSR.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Access {
+    /// RDMSR.
+    Read,
+    /// WRMSR.
+    Write,
+}
+
 impl<B: Backend> Vcpu<B> {
     /// The VM's filter changed.
     #[cold]
@@ -43,13 +52,14 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether the filter denies an access.
     #[inline]
-    pub(crate) fn msr_denied(&self, index: u32, write: bool) -> bool {
-        self.msrs.filtered && self.filter_denies(index, write)
+    pub(crate) fn msr_denied(&self, index: u32, access: Access) -> bool {
+        self.msrs.filtered && self.filter_denies(index, access)
     }
 
     #[cold]
     #[inline(never)]
-    fn filter_denies(&self, index: u32, write: bool) -> bool {
+    fn filter_denies(&self, index: u32, access: Access) -> bool {
+        let write = access == Access::Write;
         self.rare.msr_filter.as_ref().is_some_and(|filter| !filter.allows(index, write))
     }
 
@@ -65,16 +75,17 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// RDMSR or WRMSR outside the loop.
-    pub(crate) fn slow_msr(&mut self, write: bool) -> Outcome {
+    pub(crate) fn slow_msr(&mut self, access: Access) -> Outcome {
         let next = self.slow_next_rip()?;
-        self.msr_to(write, next)
+        self.msr_to(access, next)
     }
 
     /// RDMSR or WRMSR outside the loop, behind which the guest goes on at `next`.
-    pub(crate) fn msr_to(&mut self, write: bool, next: u64) -> Outcome {
+    pub(crate) fn msr_to(&mut self, access: Access, next: u64) -> Outcome {
         let [rax, rcx, rdx] = [RAX, RCX, RDX].map(|i| self.gprs.0[i]);
         let index = rcx as u32;
-        let refused = if self.msr_denied(index, write) {
+        let write = access == Access::Write;
+        let refused = if self.msr_denied(index, access) {
             Some(reason::FILTER)
         } else {
             let done = if write { self.do_wrmsr() } else { self.do_rdmsr() };

@@ -32,6 +32,7 @@ use mmu::Section;
 use stats::Reason;
 use x86::Exception;
 
+use super::msr_exits::Access;
 use crate::{
     Vcpu,
     run::outcome::{Left, Next, Outcome},
@@ -178,8 +179,8 @@ exits! { (v, s)
     }
     frequent {
         Cpuid           = Cpuid:           v.answer_cpuid(s),             v.slow_cpuid();
-        Wrmsr           = Wrmsr:           v.answer_wrmsr(s),             v.slow_msr(true);
-        Rdmsr           = Rdmsr:           v.answer_rdmsr(s),             v.slow_msr(false);
+        Wrmsr           = Wrmsr:           v.answer_wrmsr(s),             v.slow_msr(Access::Write);
+        Rdmsr           = Rdmsr:           v.answer_rdmsr(s),             v.slow_msr(Access::Read);
         PageFault(f)    = PageFault:       v.answer_page_fault(s, f),     v.page_fault(*f);
         Hypercall       = Hypercall:       v.answer_hypercall(s),         v.slow_hypercall();
         Cr(access)      = Cr:              v.answer_cr(s, access),        v.emulate_cr(*access);

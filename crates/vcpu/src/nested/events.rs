@@ -13,7 +13,10 @@ use vm::vcpu_shared::MpState;
 use x86::{Rflags, Vector, exception::vector};
 
 use super::memory::{Mapped, Whole};
-use crate::{Vcpu, run::events::Outer};
+use crate::{
+    Vcpu,
+    run::events::{KernelCalls, Outer},
+};
 
 /// What [`Vcpu::end_l2_for_event`] comes to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,7 +45,7 @@ impl<B: Backend> Vcpu<B> {
     /// [`inject_pending`](Self::inject_pending) for a guest whose events are asked where they go.
     #[cold]
     #[inline(never)]
-    pub(crate) fn inject_gated(&mut self, s: Section<'_>, kernel: bool) -> bool {
+    pub(crate) fn inject_gated(&mut self, s: Section<'_>, kernel: KernelCalls) -> bool {
         if self.pending.after_exit.is_nested() && self.is_quiet() && !self.pending.offered_by_l1 {
             self.inject_own();
             self.b.offer_interrupt(None);
@@ -55,10 +58,10 @@ impl<B: Backend> Vcpu<B> {
                 self.inject_own();
                 // The kick ends L2's run at its first instruction.
                 self.pending.raise();
-                if kernel {
+                if kernel.are_allowed() {
                     host::smp::kick(host::smp::cpu_id());
                 }
-                return kernel;
+                return kernel.are_allowed();
             }
             Ended::Outside => {
                 self.events.outer.set(Outer::NESTED, true);
@@ -200,19 +203,19 @@ impl<B: Backend> Vcpu<B> {
 
     /// Injects the highest interrupt of L1's into L2, as L1 has it: the virtual interrupt that would be offered is
     /// L1's to use.
-    fn inject_into_l2(&mut self, kernel: bool) -> bool {
+    fn inject_into_l2(&mut self, kernel: KernelCalls) -> bool {
         if !self.interrupt_waits_for_l1() {
             if self.awaits_window() {
                 self.b.set_interrupt_window(true);
             }
             return true;
         }
-        if self.b.injecting() || self.b.interrupt_shadow() || (self.pic_pending() && !kernel) {
+        if self.b.injecting() || self.b.interrupt_shadow() || (self.pic_pending() && !kernel.are_allowed()) {
             self.pending.raise();
-            if kernel {
+            if kernel.are_allowed() {
                 host::smp::kick(host::smp::cpu_id());
             }
-            return kernel;
+            return kernel.are_allowed();
         }
         let vector = if !self.shared.in_kernel_apic || self.pic_pending() {
             self.events.external.take().or_else(|| self.acknowledge_pic())

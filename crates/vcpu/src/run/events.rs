@@ -136,6 +136,22 @@ impl Stalls {
     }
 }
 
+/// Whether functions of the kernel may be called: inside the loop the segments are the guest's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum KernelCalls {
+    /// Outside the loop.
+    Allowed,
+    /// Inside it.
+    Forbidden,
+}
+
+impl KernelCalls {
+    #[inline(always)]
+    pub(crate) fn are_allowed(self) -> bool {
+        self == Self::Allowed
+    }
+}
+
 /// What raising a second exception makes (APM vol. 2 table 8-4).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Combined {
@@ -326,9 +342,8 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// Puts what is deliverable into the entry, highest priority first, and opens windows for what
-    /// has to wait. `kernel`: kernel calls are possible, else `false` is returned when one is
-    /// needed.
-    pub(crate) fn inject_pending(&mut self, s: Section<'_>, kernel: bool) -> bool {
+    /// has to wait. False: a function of the kernel has to be called, and may not be.
+    pub(crate) fn inject_pending(&mut self, s: Section<'_>, kernel: KernelCalls) -> bool {
         self.pending.take();
         self.sync_priority();
         if self.pending.gated {
@@ -391,7 +406,7 @@ impl<B: Backend> Vcpu<B> {
         self.b.inject(Event::Exception(exception));
     }
 
-    pub(crate) fn inject_nmi(&mut self, kernel: bool) -> bool {
+    pub(crate) fn inject_nmi(&mut self, kernel: KernelCalls) -> bool {
         if self.b.nmi_masked() {
             self.shared.limit_nmis();
         }
@@ -408,10 +423,10 @@ impl<B: Backend> Vcpu<B> {
             NmiWindow::Kick => {
                 // Held until the guest runs, whose run it ends.
                 self.pending.raise();
-                if kernel {
+                if kernel.are_allowed() {
                     host::smp::kick(host::smp::cpu_id());
                 }
-                return kernel;
+                return kernel.are_allowed();
             }
         }
         true
@@ -421,7 +436,7 @@ impl<B: Backend> Vcpu<B> {
     /// it: no exit to wait for that moment. It is out of the IRR while it is offered, so that the
     /// next one of the same vector is not lost, and in service once it was taken.
     #[inline(always)]
-    pub(crate) fn inject_interrupt(&mut self, kernel: bool) -> bool {
+    pub(crate) fn inject_interrupt(&mut self, kernel: KernelCalls) -> bool {
         if !self.shared.in_kernel_apic {
             let external = self.events.external;
             self.pending.after_exit.set_offered(external);
@@ -437,10 +452,10 @@ impl<B: Backend> Vcpu<B> {
         self.put_back_offer();
         if self.pic_pending() {
             self.offer_nothing();
-            if kernel {
+            if kernel.are_allowed() {
                 self.inject_from_pic();
             }
-            return kernel;
+            return kernel.are_allowed();
         }
         if self.awaits_window() {
             // The VMM's PIC goes before the local APIC.

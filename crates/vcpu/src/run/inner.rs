@@ -37,7 +37,7 @@ use x86::{Cr4, Dr6, Exception, Rflags};
 use crate::{
     Vcpu,
     run::{
-        events::Outer,
+        events::{KernelCalls, Outer},
         outcome::{Left, Next, Other},
     },
 };
@@ -70,7 +70,7 @@ impl<B: Backend> Vcpu<B> {
         if (self.pending.is_raised()
             || self.shared.lapic.maybe_pending()
             || self.vm.irq().extint_pending())
-            && !self.inject_pending(s, true)
+            && !self.inject_pending(s, KernelCalls::Allowed)
         {
             irq::enable(self.shared.leave_mode(entered));
             return None;
@@ -187,7 +187,7 @@ impl<B: Backend> Vcpu<B> {
     /// Injects what an answer made deliverable, with nothing else that waits.
     #[inline(always)]
     pub(crate) fn inject_answer(&mut self, s: Section<'_>) -> bool {
-        if !self.collect_pv_eoi(s) || !self.inject_pending(s, false) {
+        if !self.collect_pv_eoi(s) || !self.inject_pending(s, KernelCalls::Forbidden) {
             return false;
         }
         self.offer_pv_eoi(s, self.pending.after_exit.offered());

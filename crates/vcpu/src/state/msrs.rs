@@ -4,7 +4,7 @@ use backend::{Backend, Nested, RAX, RCX, RDX};
 use host::KBox;
 use irqchip::lapic::BaseRules;
 use mmu::Section;
-use msr::{Class, Effect, GuestFacts, MsrStore};
+use msr::{By, Class, Effect, GuestFacts, MsrStore};
 use stats::VcpuCount;
 use x86::msr::{
     APIC_BASE, DEBUGCTL, EFER, FEATURE_CONTROL, MISC_ENABLE, PAT, PLATFORM_INFO, SPEC_CTRL, TSC,
@@ -12,7 +12,7 @@ use x86::msr::{
 };
 use x86::{Efer, Exception};
 
-use crate::{Vcpu, run::events::Outer, run::outcome::Next};
+use crate::{Vcpu, exits::msr_exits::Access, run::events::Outer, run::outcome::Next};
 
 /// The MSR does not exist for this guest, or does not take the value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,13 +51,13 @@ impl<B: Backend> Vcpu<B> {
         if !self.collect_pv_eoi(s) {
             return Next::Leave;
         }
-        if self.msr_denied(index, false) {
+        if self.msr_denied(index, Access::Read) {
             return Next::Leave;
         }
         let Some(next) = self.next_rip(s) else { return Next::Leave };
         let (value, then) = match index {
-            TIMER_CURRENT => self.with_kernel(|v| v.read_msr(index, false)),
-            _ => (self.read_msr(index, false), Next::Again),
+            TIMER_CURRENT => self.with_kernel(|v| v.read_msr(index, By::Guest)),
+            _ => (self.read_msr(index, By::Guest), Next::Again),
         };
         match value {
             Ok(value) => {
@@ -83,7 +83,7 @@ impl<B: Backend> Vcpu<B> {
         if class == Class::X2Apic {
             return self.wrmsr_x2apic(s, index);
         }
-        if self.msr_denied(index, true) {
+        if self.msr_denied(index, Access::Write) {
             return Next::Leave;
         }
         match class {
@@ -93,8 +93,8 @@ impl<B: Backend> Vcpu<B> {
                 let Some(next) = self.next_rip(s) else { return Next::Leave };
                 let value = self.msr_operand();
                 let written = match class {
-                    Class::Store => self.write_stored_msr(index, value, false),
-                    Class::Backend => self.write_backend_msr(index, value, false),
+                    Class::Store => self.write_stored_msr(index, value, By::Guest),
+                    Class::Backend => self.write_backend_msr(index, value, By::Guest),
                     Class::Apic | Class::X2Apic | Class::Pv | Class::Outside | Class::Unknown => {
                         Err(Refused)
                     }
@@ -110,7 +110,7 @@ impl<B: Backend> Vcpu<B> {
 
     #[inline(always)]
     fn wrmsr_deadline(&mut self, s: Section<'_>) -> Next {
-        if self.msr_denied(TSC_DEADLINE, true) {
+        if self.msr_denied(TSC_DEADLINE, Access::Write) {
             return Next::Leave;
         }
         let Some(next) = self.next_rip(s) else { return Next::Leave };
@@ -144,7 +144,7 @@ impl<B: Backend> Vcpu<B> {
     /// RDMSR outside the loop.
     pub(crate) fn do_rdmsr(&mut self) -> Result<(), Exception> {
         let index = self.gprs.0[RCX] as u32;
-        let value = self.read_msr(index, false).map_err(|_| Exception::gp(0))?;
+        let value = self.read_msr(index, By::Guest).map_err(|_| Exception::gp(0))?;
         self.set_msr_result(value);
         Ok(())
     }
@@ -159,17 +159,17 @@ impl<B: Backend> Vcpu<B> {
             self.effect(effect);
             return Ok(());
         }
-        self.write_msr(index, value, false).map_err(|_| Exception::gp(0))
+        self.write_msr(index, value, By::Guest).map_err(|_| Exception::gp(0))
     }
 
     fn has_deadline(&self) -> bool {
         self.cpuid.has(x86::cpuid::feature::TSC_DEADLINE)
     }
 
-    /// Reads an MSR; `host`: for KVM_GET_MSRS, which asks no questions of CPUID.
-    pub fn read_msr(&mut self, index: u32, host: bool) -> Result<u64, Refused> {
+    /// Reads an MSR; `by` the VMM: for KVM_GET_MSRS, which asks no questions of CPUID.
+    pub fn read_msr(&mut self, index: u32, by: By) -> Result<u64, Refused> {
         match msr::classify(index) {
-            Class::Backend => self.read_backend_msr(index, host),
+            Class::Backend => self.read_backend_msr(index, by),
             Class::X2Apic => {
                 if !self.shared.in_kernel_apic {
                     return Err(Refused);
@@ -179,16 +179,18 @@ impl<B: Backend> Vcpu<B> {
             }
             Class::Apic => match index {
                 APIC_BASE => Ok(self.shared.lapic.base()),
-                TSC_DEADLINE if host => Ok(self.newest_deadline()),
+                TSC_DEADLINE if by == By::Vmm => Ok(self.newest_deadline()),
                 TSC_DEADLINE if self.has_deadline() => Ok(self.shared.lapic.tsc_deadline()),
                 _ => Err(Refused),
             },
-            Class::Pv => self.read_pv_msr(index, host),
-            Class::Store if index == PLATFORM_INFO && !host && self.platform_info_is_hidden() => {
+            Class::Pv => self.read_pv_msr(index, by),
+            Class::Store
+                if index == PLATFORM_INFO && by == By::Guest && self.platform_info_is_hidden() =>
+            {
                 Err(Refused)
             }
             Class::Store | Class::Outside => {
-                self.msrs.store.read(index, host, self.facts()).map_err(|_| Refused)
+                self.msrs.store.read(index, by, self.facts()).map_err(|_| Refused)
             }
             Class::Unknown => self.b.msr(index).map_err(|_| Refused),
         }
@@ -200,26 +202,27 @@ impl<B: Backend> Vcpu<B> {
         self.vm.settings.platform_info_hidden.load(core::sync::atomic::Ordering::Relaxed)
     }
 
-    fn read_backend_msr(&mut self, index: u32, host: bool) -> Result<u64, Refused> {
+    fn read_backend_msr(&mut self, index: u32, by: By) -> Result<u64, Refused> {
         match index {
             TSC => {
                 let tsc = self.b.host_tsc();
                 // User space reads L1's, whoever runs.
-                let of_l2 = self.b.nested().filter(|_| !host).and_then(|n| n.tsc_of_l2(tsc));
+                let of_l2 =
+                    self.b.nested().filter(|_| by == By::Guest).and_then(|n| n.tsc_of_l2(tsc));
                 Ok(of_l2.unwrap_or_else(|| self.b.guest_tsc(tsc)))
             }
             EFER => Ok(self.b.control().efer.bits()),
-            TSC_AUX if !host && !self.cpuid.has_tsc_aux() => Err(Refused),
-            XSS if !host && !self.cpuid.has(x86::cpuid::feature::XSAVES) => Err(Refused),
-            SPEC_CTRL if !host && !self.cpuid.has_spec_ctrl() => Err(Refused),
+            TSC_AUX if by == By::Guest && !self.cpuid.has_tsc_aux() => Err(Refused),
+            XSS if by == By::Guest && !self.cpuid.has(x86::cpuid::feature::XSAVES) => Err(Refused),
+            SPEC_CTRL if by == By::Guest && !self.cpuid.has_spec_ctrl() => Err(Refused),
             _ => self.b.msr(index).map_err(|_| Refused),
         }
     }
 
-    /// Writes an MSR; `host`: for KVM_SET_MSRS.
-    pub fn write_msr(&mut self, index: u32, value: u64, host: bool) -> Result<(), Refused> {
+    /// Writes an MSR; `by` the VMM: for KVM_SET_MSRS.
+    pub fn write_msr(&mut self, index: u32, value: u64, by: By) -> Result<(), Refused> {
         match msr::classify(index) {
-            Class::Backend => self.write_backend_msr(index, value, host),
+            Class::Backend => self.write_backend_msr(index, value, by),
             Class::X2Apic => {
                 if !self.shared.in_kernel_apic {
                     return Err(Refused);
@@ -228,52 +231,52 @@ impl<B: Backend> Vcpu<B> {
                 let effect = self.shared.lapic.write_x2(index, value).map_err(|_| Refused)?;
                 self.effect(effect);
                 // A VMM that ends an interrupt need not run the vCPU again.
-                if host && self.events.outer.has(Outer::OWING) {
+                if by == By::Vmm && self.events.outer.has(Outer::OWING) {
                     self.tell_resamplers();
                 }
                 Ok(())
             }
             Class::Apic => match index {
-                APIC_BASE => self.set_apic_base(value, host).map_err(|_| Refused),
-                TSC_DEADLINE if host || self.has_deadline() => {
-                    if !host {
+                APIC_BASE => self.set_apic_base(value, by).map_err(|_| Refused),
+                TSC_DEADLINE if by == By::Vmm || self.has_deadline() => {
+                    if by == By::Guest {
                         self.stats.count(VcpuCount::TscDeadlineWrites);
                     }
-                    self.write_deadline(value, host);
+                    self.write_deadline(value, by);
                     Ok(())
                 }
                 _ => Err(Refused),
             },
-            Class::Pv => self.write_pv_msr(index, value, host),
-            Class::Outside if index == VM_CR => self.write_vm_cr(value, host),
+            Class::Pv => self.write_pv_msr(index, value, by),
+            Class::Outside if index == VM_CR => self.write_vm_cr(value, by),
             Class::Store | Class::Outside => {
-                self.write_stored_msr(index, value, host)?;
-                if host && index == FEATURE_CONTROL && value == 0 {
+                self.write_stored_msr(index, value, by)?;
+                if by == By::Vmm && index == FEATURE_CONTROL && value == 0 {
                     self.end_vmx_operation();
                 }
                 Ok(())
             }
-            Class::Unknown if host => self.b.set_msr(index, value).map_err(|_| Refused),
+            Class::Unknown if by == By::Vmm => self.b.set_msr(index, value).map_err(|_| Refused),
             Class::Unknown => Err(Refused),
         }
     }
 
     #[inline(always)]
-    fn write_stored_msr(&mut self, index: u32, value: u64, host: bool) -> Result<(), Refused> {
+    fn write_stored_msr(&mut self, index: u32, value: u64, by: By) -> Result<(), Refused> {
         if index == MISC_ENABLE {
-            return self.write_misc_enable(value, host);
+            return self.write_misc_enable(value, by);
         }
-        let effect = self.msrs.store.write(index, value, host, self.cpuid.msr_facts());
+        let effect = self.msrs.store.write(index, value, by, self.cpuid.msr_facts());
         self.store_effect(effect.map_err(|_| Refused)?);
         Ok(())
     }
 
     /// SVMDIS and EFER.SVME exclude each other (APM vol. 2 §15.30.1).
-    fn write_vm_cr(&mut self, value: u64, host: bool) -> Result<(), Refused> {
+    fn write_vm_cr(&mut self, value: u64, by: By) -> Result<(), Refused> {
         if value & vm_cr::SVMDIS != 0 && self.b.efer().contains(Efer::SVME) {
             return Err(Refused);
         }
-        self.write_stored_msr(VM_CR, value, host)?;
+        self.write_stored_msr(VM_CR, value, by)?;
         self.follow_vm_cr();
         Ok(())
     }
@@ -287,12 +290,11 @@ impl<B: Backend> Vcpu<B> {
 
     #[cold]
     #[inline(never)]
-    fn write_misc_enable(&mut self, value: u64, host: bool) -> Result<(), Refused> {
+    fn write_misc_enable(&mut self, value: u64, by: By) -> Result<(), Refused> {
         let mut facts = *self.facts();
         // What needs SSE3 is that CPUID follows.
         facts.sse3 |= !self.vm.settings.monitor_follows_misc_enable();
-        let effect =
-            self.msrs.store.write(MISC_ENABLE, value, host, &facts).map_err(|_| Refused)?;
+        let effect = self.msrs.store.write(MISC_ENABLE, value, by, &facts).map_err(|_| Refused)?;
         self.store_effect(effect);
         Ok(())
     }
@@ -332,12 +334,12 @@ impl<B: Backend> Vcpu<B> {
         self.tsc_changed();
     }
 
-    fn write_backend_msr(&mut self, index: u32, value: u64, host: bool) -> Result<(), Refused> {
+    fn write_backend_msr(&mut self, index: u32, value: u64, by: By) -> Result<(), Refused> {
         match index {
-            EFER => self.write_efer(value, host).map_err(|_| Refused),
+            EFER => self.write_efer(value, by).map_err(|_| Refused),
             TSC => {
                 let now = self.b.host_tsc();
-                if host {
+                if by == By::Vmm {
                     self.set_guest_tsc(value, now);
                 } else {
                     // A guest's write moves TSC_ADJUST along (SDM vol. 3B §17.17.3).
@@ -346,15 +348,15 @@ impl<B: Backend> Vcpu<B> {
                 Ok(())
             }
             PAT if !msr::pat_is_valid(value) => Err(Refused),
-            TSC_AUX if !host && !self.cpuid.has_tsc_aux() => Err(Refused),
+            TSC_AUX if by == By::Guest && !self.cpuid.has_tsc_aux() => Err(Refused),
             // AMD's CPUs ignore the upper half and read it as zero; Intel's refuse it.
             TSC_AUX if value >> 32 != 0 && !self.cpuid.vendor().is_amd_like() => Err(Refused),
             TSC_AUX => self.b.set_msr(index, u64::from(value as u32)).map_err(|_| Refused),
             // What a guest was not offered does not exist for it, not even for a write of zero.
-            XSS if !host && !self.cpuid.has(x86::cpuid::feature::XSAVES) => Err(Refused),
+            XSS if by == By::Guest && !self.cpuid.has(x86::cpuid::feature::XSAVES) => Err(Refused),
             XSS if value & !self.cpuid.xss_allowed() != 0 => Err(Refused),
-            SPEC_CTRL if !host && !self.cpuid.has_spec_ctrl() => Err(Refused),
-            SPEC_CTRL if !msr::spec_ctrl_is_valid(value, self.facts(), host) => Err(Refused),
+            SPEC_CTRL if by == By::Guest && !self.cpuid.has_spec_ctrl() => Err(Refused),
+            SPEC_CTRL if !msr::spec_ctrl_is_valid(value, self.facts(), by) => Err(Refused),
             DEBUGCTL if value & !(debugctl::LBR | debugctl::BTF) != 0 => Err(Refused),
             _ => {
                 if msr::holds_address(index) && !self.cpuid.is_canonical(value) {
@@ -379,15 +381,15 @@ impl<B: Backend> Vcpu<B> {
         self.shared.request(vm::vcpu_shared::Request::Clock);
     }
 
-    pub(crate) fn set_apic_base(&mut self, value: u64, host: bool) -> Result<(), Refused> {
+    pub(crate) fn set_apic_base(&mut self, value: u64, by: By) -> Result<(), Refused> {
         if !self.shared.in_kernel_apic {
             // The APIC is the VMM's; only the value is kept for it.
-            return if host { Ok(()) } else { Err(Refused) };
+            return if by == By::Vmm { Ok(()) } else { Err(Refused) };
         }
         let rules = BaseRules {
             maxphyaddr: self.cpuid.maxphyaddr(),
             x2apic: self.cpuid.has(x86::cpuid::feature::X2APIC),
-            host,
+            host: by == By::Vmm,
         };
         self.gather_interrupts();
         let change = self.shared.lapic.set_base(value, rules).map_err(|_| Refused)?;

@@ -3,6 +3,7 @@
 //! Everything is checked before anything is set.
 
 use backend::{Backend, Event, SegmentName};
+use msr::By;
 use x86::{
     Cr0, Cr4, Efer, Exception, Rflags, Vector,
     segment::{DescriptorTable, Segment},
@@ -176,7 +177,7 @@ impl<B: Backend> Vcpu<B> {
         }
         // The last that can be refused.
         if s.apic_base != self.shared.lapic.base() {
-            self.set_apic_base(s.apic_base, true).map_err(|_| Invalid)?;
+            self.set_apic_base(s.apic_base, By::Vmm).map_err(|_| Invalid)?;
         }
         // Before any register is set: those of the level that runs are.
         if !self.is_virtualization_on(s.efer, s.cr4) {

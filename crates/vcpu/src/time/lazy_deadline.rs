@@ -9,6 +9,7 @@
 use backend::Backend;
 use irqchip::lapic::GUARD_ADVANCE_NS;
 use mmu::Section;
+use msr::By;
 use pv::{LazyDeadline, Shared};
 use vm::vcpu_shared::Request;
 
@@ -204,15 +205,11 @@ impl<B: Backend> Vcpu<B> {
     /// A valid write of the MSR: the page is at `value`'s address from now on, or nowhere.
     ///
     /// A guest's page has to be there, writable; a VMM may restore MSRs before memory.
-    pub(crate) fn write_lazy_deadline_msr(
-        &mut self,
-        value: u64,
-        host: bool,
-    ) -> Result<(), Refused> {
+    pub(crate) fn write_lazy_deadline_msr(&mut self, value: u64, by: By) -> Result<(), Refused> {
         let possible = self.rare.offered.msrs.lazy_deadline && self.shared.in_kernel_apic;
         let offered = self.cpuid.has(x86::cpuid::feature::KVM_LAZY_TSC_DEADLINE);
         let off = value & 1 == 0;
-        if !(possible && (offered || host)) && !(host && off) {
+        if !(possible && (offered || by == By::Vmm)) && !(by == By::Vmm && off) {
             return Err(Refused);
         }
         self.end_promise();
@@ -220,7 +217,7 @@ impl<B: Backend> Vcpu<B> {
         self.time.lazy.configure(value);
         // Nothing is promised before the next deadline: what stands in `pending` is no deadline that
         // anyone has set.
-        if !host
+        if by == By::Guest
             && self.time.lazy.enabled()
             && self.on_page(|lazy, page| lazy.sync(page, 0)).is_none()
         {
@@ -235,8 +232,8 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// The MSR; a guest to which it is not offered has none.
-    pub(crate) fn read_lazy_deadline_msr(&self, host: bool) -> Result<u64, Refused> {
-        if host || self.cpuid.has(x86::cpuid::feature::KVM_LAZY_TSC_DEADLINE) {
+    pub(crate) fn read_lazy_deadline_msr(&self, by: By) -> Result<u64, Refused> {
+        if by == By::Vmm || self.cpuid.has(x86::cpuid::feature::KVM_LAZY_TSC_DEADLINE) {
             Ok(self.time.lazy.msr())
         } else {
             Err(Refused)
@@ -263,7 +260,7 @@ impl<B: Backend> Vcpu<B> {
     /// INIT: the next kernel on this vCPU knows of no page.
     pub(crate) fn forget_lazy_deadline(&mut self) {
         if self.time.lazy.enabled() {
-            let _ = self.write_lazy_deadline_msr(0, true);
+            let _ = self.write_lazy_deadline_msr(0, By::Vmm);
         }
     }
 }

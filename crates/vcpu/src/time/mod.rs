@@ -33,6 +33,7 @@ pub(crate) mod tsc;
 use backend::{Backend, DeadlineWatch};
 use irqchip::lapic::{Expiry, TimerChange, TimerClock, TimerOp};
 use mmu::Section;
+use msr::By;
 use pv::LazyDeadline;
 use vm::vcpu_shared::Request;
 
@@ -178,11 +179,11 @@ impl<B: Backend> Vcpu<B> {
         let _ = self.promise_in_loop(s, Next::Done);
     }
 
-    /// Writes the TSC deadline outside the loop; `host`: for KVM_SET_MSRS, when the guest's memory may not be
+    /// Writes the TSC deadline outside the loop; `by` the VMM: for KVM_SET_MSRS, when the guest's memory may not be
     /// restored yet.
-    pub(crate) fn write_deadline(&mut self, value: u64, host: bool) {
+    pub(crate) fn write_deadline(&mut self, value: u64, by: By) {
         self.arm_deadline(value);
-        if host {
+        if by == By::Vmm {
             self.time.lazy.forget_promise();
         } else {
             self.arm_lazy_deadline();

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use ::msr::HostMsrs;
 use backend::{Gprs, RAX};
 use cpuid::{HostFacts, Supported};
-use gannet_vcpu::{Offered, RunInput, UserExit};
+use gannet_vcpu::{By, Offered, RunInput, UserExit};
 use host::page::Pages;
 use mmu::Region;
 use vm::VmRef;
@@ -86,7 +86,7 @@ impl Hypervisor {
         let mut regs = vcpu.regs();
         regs.rip = L1_RIP;
         vcpu.set_regs(&regs);
-        vcpu.write_msr(msr::VM_HSAVE_PA, KEPT, true).unwrap();
+        vcpu.write_msr(msr::VM_HSAVE_PA, KEPT, By::Vmm).unwrap();
         let this = Self { vcpu, memory, vm, smram: None };
         for (at, value) in [
             (0x10, u64::from(VMRUN)),
@@ -116,7 +116,7 @@ impl Hypervisor {
         let region = Region { slot: 0, flags: 0, gpa: SMBASE, size: 16 << 12, hva };
         self.vm.memory_in(true).set_region(&region, &**self.vm).unwrap();
         self.smram = Some(pages);
-        self.vcpu.write_msr(msr::VM_HSAVE_PA, KEPT, true).unwrap();
+        self.vcpu.write_msr(msr::VM_HSAVE_PA, KEPT, By::Vmm).unwrap();
         self
     }
 

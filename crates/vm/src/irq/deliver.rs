@@ -166,6 +166,7 @@ mod tests {
     use x86::Vector;
 
     use super::*;
+    use irqchip::Trigger;
     use irqchip::lapic::{CpuRole, Lint0};
 
     const SVR: u32 = 0xf0;
@@ -247,7 +248,7 @@ mod tests {
                 let _ = from.lapic.write(ICR2, 5 << 24);
                 match from.lapic.write(ICR, vector.0.into()) {
                     LapicEffect::SelfIpi(vector) => {
-                        let _ = from.lapic.accept_fixed(vector, false);
+                        let _ = from.lapic.accept_fixed(vector, Trigger::Edge);
                     }
                     LapicEffect::SendIpi(message) => {
                         deliver(&table, Some(from), &message);

@@ -336,7 +336,7 @@ fn a_vmms_ioapic_waits_for_the_ends_of_what_its_level_pins_send() {
     let _ = table.get(0).unwrap().lapic.write(0xd0, 1 << 24);
     assert!(waits(0, 0x51) && !waits(1, 0x51));
     // What was sent and has not ended waits wherever the route goes.
-    let _ = table.get(1).unwrap().lapic.accept_fixed(Vector(0x51), true);
+    let _ = table.get(1).unwrap().lapic.accept_fixed(Vector(0x51), Trigger::Level);
     assert!(waits(1, 0x51));
 }
 

@@ -49,11 +49,11 @@ fn the_task_priority_holds_back_its_class_and_below() {
 #[test]
 fn level_interrupts_report_their_end_and_edge_ones_do_not() {
     let lapic = xapic(0);
-    let _ = lapic.accept_fixed(Vector(0x60), true);
+    let _ = lapic.accept_fixed(Vector(0x60), Trigger::Level);
     assert_eq!(take(&lapic), Some(0x60));
     assert_eq!(lapic.write(EOI, 0), LapicEffect::Eoi { vector: Vector(0x60), level: true });
     // The same vector, now edge: the trigger mode follows the message.
-    let _ = lapic.accept_fixed(Vector(0x60), false);
+    let _ = lapic.accept_fixed(Vector(0x60), Trigger::Edge);
     assert_eq!(take(&lapic), Some(0x60));
     assert_eq!(lapic.write(EOI, 0), LapicEffect::Eoi { vector: Vector(0x60), level: false });
 }

@@ -8,6 +8,7 @@ mod timer;
 mod watched;
 
 use super::*;
+use crate::message::Trigger;
 use regs::LapicEffect;
 
 const NOW: u64 = 1_000_000_000;
@@ -53,5 +54,5 @@ fn take(lapic: &Lapic) -> Option<u8> {
 }
 
 fn pend(lapic: &Lapic, vector: u8) -> Accepted {
-    lapic.accept_fixed(x86::Vector(vector), false)
+    lapic.accept_fixed(x86::Vector(vector), Trigger::Edge)
 }

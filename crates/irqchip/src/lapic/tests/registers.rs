@@ -183,7 +183,7 @@ fn eoi_broadcasts_can_be_suppressed_only_where_offered() {
     lapic.set_features(Features { tsc_deadline: true, directed_eoi: true, cmci: false });
     assert_eq!(read(&lapic, 0x30), 0x105_0014);
     let _ = lapic.write(SVR, 0x11ff);
-    let _ = lapic.accept_fixed(x86::Vector(0x50), true);
+    let _ = lapic.accept_fixed(x86::Vector(0x50), Trigger::Level);
     assert_eq!(take(&lapic), Some(0x50));
     assert_eq!(lapic.eoi(), LapicEffect::Eoi { vector: x86::Vector(0x50), level: false });
 }

@@ -22,7 +22,7 @@ fn a_restored_apic_goes_on_where_the_saved_one_stood() {
     let LapicEffect::TimerChanged(change) = a.write(TMICT, 1_000_000) else { panic!() };
     let _ = a.timer_update(change, NOW);
     let _ = a.write(0xd0, 0x0400_0000);
-    let _ = a.accept_fixed(x86::Vector(0x60), true);
+    let _ = a.accept_fixed(x86::Vector(0x60), Trigger::Level);
     let _ = take(&a);
     let _ = pend(&a, 0x41);
     let _ = pend(&a, 0xf1);
