@@ -14,7 +14,7 @@ pub fn scale_tsc(host: u64, ratio: u64) -> u64 {
     ((u128::from(host) * u128::from(ratio)) >> 32) as u64
 }
 
-/// The TSC.
+/// The guest's TSC: what is added to the host's, and its ratio.
 pub trait Clock {
     /// What ends the guest's run at a time.
     type Deadline: DeadlineWatch;

@@ -21,25 +21,25 @@ pub trait ControlRegisters {
     /// The PDPTEs, where they are part of a guest's state.
     type Pdptes: PdpteRegisters;
 
-    /// All of them.
+    /// The control registers and EFER, all at once.
     fn control(&self) -> ControlRegs;
-    /// CR0 alone.
+    /// The guest's CR0 alone.
     fn cr0(&self) -> Cr0;
-    /// CR4 alone.
+    /// The guest's CR4 alone.
     fn cr4(&self) -> Cr4;
     /// CR4 as far as CPUID shows it: OSXSAVE and PKE.
     fn cr4_shown(&self) -> Cr4;
-    /// EFER alone.
+    /// The guest's EFER alone.
     fn efer(&self) -> Efer;
-    /// Sets CR0.
+    /// Sets the guest's CR0.
     fn set_cr0(&mut self, value: Cr0);
-    /// Sets CR2.
+    /// Sets the guest's CR2.
     fn set_cr2(&mut self, value: u64);
-    /// Sets CR3.
+    /// Sets the guest's CR3.
     fn set_cr3(&mut self, value: u64);
-    /// Sets CR4.
+    /// Sets the guest's CR4.
     fn set_cr4(&mut self, value: Cr4);
-    /// Sets EFER.
+    /// Sets the guest's EFER.
     fn set_efer(&mut self, value: Efer);
     /// Task priority as the hardware holds it, 0 to 15.
     fn cr8(&self) -> u8;

@@ -5,7 +5,7 @@ use crate::{Exit, Exits, Gprs};
 /// Who answers exits. Its methods are inlined into [`Turn::dispatch`]. `S`: what proves to it that it is
 /// inside the loop.
 pub trait Answer<B, S: Copy> {
-    /// What it leaves the loop with.
+    /// What the loop is left with.
     type Left;
     /// The backend whose exits it answers.
     fn backend(&self) -> &B;

@@ -71,7 +71,7 @@ pub struct Counting<C> {
 }
 
 impl<C> Counting<C> {
-    /// Wraps `inner`.
+    /// A CPU that counts what `inner` is asked for.
     pub fn new(inner: C) -> Self {
         Self { inner, counts: Default::default() }
     }

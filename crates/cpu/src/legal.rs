@@ -127,13 +127,13 @@ fn known(index: u32) -> Legal {
     unless(!known, "there is no such MSR")
 }
 
-/// RDMSR.
+/// Whether RDMSR of an MSR is legal.
 pub fn rdmsr(index: u32) -> Legal {
     known(index)?;
     unless(matches!(index, msr::PRED_CMD | msr::FLUSH_CMD), "it can only be written")
 }
 
-/// WRMSR.
+/// Whether WRMSR of a value is legal.
 pub fn wrmsr(index: u32, value: u64, limits: &Limits) -> Legal {
     use msr::*;
     known(index)?;
@@ -227,12 +227,12 @@ pub fn vmwrite(encoding: u32, value: u64, any: bool) -> Legal {
     unless(bits < 64 && value >> bits != 0, "the field is not as wide")
 }
 
-/// INVEPT.
+/// Whether INVEPT of a kind is legal.
 pub fn invept(kind: u64) -> Legal {
     unless(!matches!(kind, invept::SINGLE | invept::ALL), "there is no such kind")
 }
 
-/// INVVPID.
+/// Whether INVVPID with its operand is legal.
 pub fn invvpid(kind: u64, vpid: u16, address: u64, limits: &Limits) -> Legal {
     unless(kind > invvpid::SINGLE_NON_GLOBAL, "there is no such kind")?;
     unless(kind != invvpid::ALL && vpid == 0, "VPID 0 is the host's")?;

@@ -50,11 +50,11 @@ pub trait Cpu: VmxCpu + Send {
     fn wrmsr(&mut self, msr: u32, value: u64);
     /// CPUID: EAX, EBX, ECX, EDX.
     fn cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4];
-    /// RDTSC.
+    /// Executes RDTSC: the host's time-stamp counter.
     fn rdtsc(&mut self) -> u64;
-    /// XGETBV(0).
+    /// Executes XGETBV: XCR0, whoever's is loaded.
     fn xcr0(&mut self) -> u64;
-    /// XSETBV(0).
+    /// Executes XSETBV: loads XCR0.
     fn set_xcr0(&mut self, value: u64);
     /// RDPKRU; only where CR4.PKE is set.
     fn pkru(&mut self) -> u32;
@@ -70,17 +70,17 @@ pub trait Cpu: VmxCpu + Send {
     fn svm_on(&mut self) -> bool;
     /// Has the kernel clear EFER.SVME on this CPU. GIF is set.
     fn svm_off(&mut self);
-    /// CLGI.
+    /// Executes CLGI: interrupts, NMIs and machine checks wait until STGI.
     fn clgi(&mut self);
-    /// STGI.
+    /// Executes STGI: what has waited since CLGI is taken.
     fn stgi(&mut self);
-    /// STI.
+    /// Executes STI: with GIF clear it lets an interrupt end a guest's run.
     fn sti(&mut self);
-    /// CLI.
+    /// Executes CLI: maskable interrupts wait.
     fn cli(&mut self);
-    /// VMLOAD.
+    /// Executes VMLOAD: segments and SYSCALL MSRs from a VMCB.
     fn vmload(&mut self, state: Hpa);
-    /// VMSAVE.
+    /// Executes VMSAVE: segments and SYSCALL MSRs to a VMCB.
     fn vmsave(&mut self, state: Hpa);
     /// The host's selectors, before the guest's state is loaded.
     fn selectors(&mut self) -> Selectors;

@@ -38,18 +38,18 @@ pub trait VmxCpu {
     fn vmxon(&self, region: Hpa) -> bool;
     /// VMXOFF, and clears CR4.VMXE, which is set. NMI context, perhaps.
     fn vmxoff(&self);
-    /// VMPTRLD.
+    /// Executes VMPTRLD: makes a VMCS the current one.
     fn vmptrld(&self, vmcs: Hpa);
-    /// VMCLEAR.
+    /// Executes VMCLEAR: writes a VMCS back to its page.
     fn vmclear(&self, vmcs: Hpa);
     /// VMREAD of a field of the current VMCS by its encoding. A failure is counted
     /// ([`failures`]) and reads 0.
     fn vmread(&self, field: u32) -> u64;
     /// VMWRITE. A failure is counted.
     fn vmwrite(&self, field: u32, value: u64);
-    /// INVEPT.
+    /// Executes INVEPT: drops what was made from EPT tables.
     fn invept(&self, kind: u64, ept_pointer: u64);
-    /// INVVPID.
+    /// Executes INVVPID: drops translations of a VPID.
     fn invvpid(&self, kind: u64, vpid: u16, address: u64);
     /// The world switch: loads `gprs` but RSP, VMLAUNCH or VMRESUME, saves them, with the
     /// mitigations of this host. False: the instruction failed and no guest was entered.

@@ -8,7 +8,7 @@ use x86::{Cr0, Efer, Exception, Gpa, Rflags, addr::PAGE_SIZE};
 
 use crate::Offered;
 
-/// The instructions.
+/// An instruction that SVM gives a hypervisor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Instruction {
     /// VMRUN RAX.

@@ -58,7 +58,7 @@ pub struct Vmcb12 {
 }
 
 impl Vmcb12 {
-    /// No block.
+    /// Room for a VMCB12 of which nothing was read yet.
     pub fn new() -> Self {
         Self { at: u64::MAX, page: Vmcb::new_zeroed() }
     }
@@ -69,7 +69,7 @@ impl Vmcb12 {
         Gpa(self.at)
     }
 
-    /// The copy.
+    /// The private copy of L1's VMCB.
     #[inline]
     pub const fn get(&self) -> &Vmcb {
         &self.page

@@ -116,7 +116,7 @@ pub enum Then {
     Enter(PendingEntry),
 }
 
-/// Who runs.
+/// Which of the two levels runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Level {
     /// The guest, or its hypervisor.
@@ -233,7 +233,7 @@ impl Machine {
         self.current
     }
 
-    /// Who runs.
+    /// The level that runs now.
     #[inline]
     pub fn level(&self) -> Level {
         self.level

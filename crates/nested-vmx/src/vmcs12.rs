@@ -135,7 +135,7 @@ impl Vmcs12 {
         differs
     }
 
-    /// Pin-based controls.
+    /// VMCS12's pin-based controls.
     #[inline]
     pub fn pin(&self) -> PinControls {
         PinControls::from_bits_retain(self.get(field::PIN_CONTROLS))
@@ -156,13 +156,13 @@ impl Vmcs12 {
         ProcControls2::from_bits_retain(self.get(field::PROC_CONTROLS2))
     }
 
-    /// VM-exit controls.
+    /// VMCS12's VM-exit controls.
     #[inline]
     pub fn exit(&self) -> ExitControls {
         ExitControls::from_bits_retain(self.get(field::EXIT_CONTROLS))
     }
 
-    /// VM-entry controls.
+    /// VMCS12's VM-entry controls.
     #[inline]
     pub fn entry(&self) -> EntryControls {
         EntryControls::from_bits_retain(self.get(field::ENTRY_CONTROLS))

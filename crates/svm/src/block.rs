@@ -59,7 +59,7 @@ impl ControlBlock {
         })
     }
 
-    /// The VMCB.
+    /// The VMCB in its page.
     #[inline]
     pub fn vmcb(&self) -> &Vmcb {
         // SAFETY: the page is owned, 4096 bytes, aligned, and every bit pattern is a Vmcb. The CPU

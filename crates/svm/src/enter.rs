@@ -76,7 +76,7 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
         self.cpu.sti();
     }
 
-    /// All of them come with the exit.
+    /// Nothing to do: all registers come with the exit.
     #[inline(always)]
     fn complete(&mut self, _gprs: &mut Gprs) {}
 

@@ -153,7 +153,7 @@ impl<C: Cpu> Svm<C> {
         Ok(this)
     }
 
-    /// The VMCB.
+    /// The VMCB that runs, L1's or L2's.
     #[inline]
     pub fn vmcb(&self) -> &Vmcb {
         self.block.vmcb()

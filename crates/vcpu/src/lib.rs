@@ -161,7 +161,7 @@ impl<B: Backend> Vcpu<B> {
         Ok(this)
     }
 
-    /// Its parts, then all of it in its place. What is large is made in a function of its own, so
+    /// Makes a vCPU: its parts, then all of it in its place. What is large is made in a function of its own, so
     /// that no stack frame holds two of them.
     #[inline(never)]
     fn assemble(
@@ -246,7 +246,7 @@ impl<B: Backend> Vcpu<B> {
         &mut self.device.io_data
     }
 
-    /// The backend.
+    /// The backend that runs the vCPU.
     pub fn backend(&mut self) -> &mut B {
         &mut self.b
     }

@@ -45,7 +45,7 @@ impl ApicPage {
         self.at(register).store(value.into(), Relaxed);
     }
 
-    /// Task priority.
+    /// The task priority register in the page.
     #[inline]
     pub fn tpr(&self) -> u8 {
         self.at(reg::TPR).load(Relaxed) as u8

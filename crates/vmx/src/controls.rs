@@ -50,7 +50,7 @@ impl<C: Cpu> Vmx<C> {
         self.reset(Reset::PowerUp);
     }
 
-    /// Those fields of [`Vmx::write_constants`] that not every CPU has.
+    /// Writes those fields of [`Vmx::write_constants`] that not every CPU has.
     ///
     /// [`Vmx::write_constants`]: crate::Vmx
     pub(crate) fn write_optional_constants(&self) {

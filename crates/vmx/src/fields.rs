@@ -15,7 +15,7 @@ use x86::vmcs::{
 
 use crate::cpus::Cpus;
 
-/// A field with its place in the cache.
+/// A VMCS field with its place in the cache.
 #[derive(Debug)]
 pub(crate) struct Slot<W, A> {
     at: u8,

@@ -181,7 +181,7 @@ pub(crate) struct TableWatch {
 const PATIENCE: u8 = 100;
 
 impl TableWatch {
-    /// They are set by somebody.
+    /// Somebody has set the words.
     #[inline]
     pub(crate) fn touched(&mut self) {
         self.known = false;
@@ -199,7 +199,7 @@ impl TableWatch {
         self.watches && self.known
     }
 
-    /// They are loaded by an exit. True: the watch begins.
+    /// An exit has loaded the words. True: the watch begins.
     pub(crate) fn loaded(&mut self) -> bool {
         self.known = true;
         if self.watches {

@@ -25,7 +25,7 @@ use super::Model;
 pub struct ModelVmcs(HashMap<u32, u64>);
 
 impl ModelVmcs {
-    /// A field.
+    /// The value of a field of the current VMCS.
     pub fn get<W: Width, A>(&self, field: Field<W, A>) -> W::Value {
         W::from_raw(self.0.get(&field.encoding()).copied().unwrap_or(0))
     }

@@ -80,7 +80,7 @@ impl<M: L1Memory> nested_svm::L1Memory for Seen<'_, M> {
 }
 
 impl<C: Cpu> Svm<C> {
-    /// L1's block.
+    /// The control block that L1 runs with, whoever runs now.
     #[inline(always)]
     pub(crate) fn block_of_l1(&mut self) -> &mut ControlBlock {
         if self.level == Level::L1 { &mut self.block } else { self.block_below_l2() }

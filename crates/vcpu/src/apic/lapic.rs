@@ -94,7 +94,7 @@ impl<B: Backend> Vcpu<B> {
         self.pending.raise();
     }
 
-    /// Tells them.
+    /// Tells the irqfds that wait for an end of interrupt that it has come.
     #[cold]
     #[inline(never)]
     pub(crate) fn tell_resamplers(&mut self) {

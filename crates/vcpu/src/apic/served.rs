@@ -84,7 +84,7 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// After that.
+    /// After a WRMSR of an x2APIC register: shows it in the page that a CPU reads which serves the APIC.
     #[inline]
     pub(crate) fn after_x2apic_write(&mut self, index: u32) {
         if self.apic_is_served() && index != ICR_MSR {

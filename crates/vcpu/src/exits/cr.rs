@@ -273,7 +273,7 @@ impl<B: Backend> Vcpu<B> {
         true
     }
 
-    /// WRMSR EFER.
+    /// Writes EFER, by WRMSR or for the VMM.
     pub(crate) fn write_efer(&mut self, value: u64, by: By) -> Result<(), Exception> {
         let new = Efer::from_bits_retain(value);
         if !(self.cpuid.efer_allowed() | Efer::LMA).contains(new) {
@@ -317,7 +317,7 @@ impl<B: Backend> Vcpu<B> {
         self.note_role();
     }
 
-    /// XSETBV.
+    /// Answers XSETBV inside the loop.
     pub(crate) fn answer_xsetbv(&mut self, s: Section<'_>) -> Next {
         let Some(next) = self.next_rip(s) else { return Next::Leave };
         match self.do_xsetbv() {

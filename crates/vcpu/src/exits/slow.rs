@@ -50,7 +50,7 @@ impl<B: Backend> Vcpu<B> {
         self.emulate_here(Cause::Control { cr: access.cr, write: access.write })
     }
 
-    /// INVPCID.
+    /// Emulates INVPCID, whose operand is in memory.
     pub(crate) fn slow_invpcid(&mut self) -> Outcome {
         if self.cpuid.has(feature::INVPCID) {
             return self.emulate_here(Cause::Invpcid);
@@ -72,7 +72,7 @@ impl<B: Backend> Vcpu<B> {
         Ok(())
     }
 
-    /// RSM.
+    /// Handles an RSM exit: the end of system-management mode.
     pub(crate) fn slow_rsm(&mut self) -> Outcome {
         self.resume_from_smm();
         Ok(())

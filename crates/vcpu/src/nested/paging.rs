@@ -249,7 +249,7 @@ impl<B: Backend> Vcpu<B> {
         self.b.nested()?.nested_page_fault().map(|fault| tables.fault(access_of(fault)))
     }
 
-    /// Such a fault inside the loop. `None`: the exit is another.
+    /// Answers a fault of L2's on its root inside the loop. `None`: the exit is another.
     #[inline]
     pub(super) fn answer_nested_fault(&mut self, s: Section<'_>) -> Option<Next> {
         let access = self.fault_on_tables()?;
@@ -308,7 +308,7 @@ impl<B: Backend> Vcpu<B> {
         self.executed(done, 0)
     }
 
-    /// Such a fault outside. `None`: the exit is another.
+    /// Handles a fault of L2's on its root outside the loop. `None`: the exit is another.
     pub(super) fn nested_fault_outside(&mut self) -> Option<Outcome> {
         let access = self.fault_on_tables()?;
         Some(self.handle_nested_fault(&access))
@@ -564,7 +564,7 @@ impl<B: Backend> Vcpu<B> {
     }
 }
 
-/// For KVM_TRANSLATE.
+/// What KVM_TRANSLATE asks of a vCPU that runs L2.
 impl<B: Backend> Vcpu<B> {
     /// Where a linear address of L2's leads: L1-physical, whether both translations let it be written, and whether L2's
     /// lets a program access it.

@@ -85,7 +85,7 @@ impl<B: Backend> Vcpu<B> {
         Some(if has_area { Exception::ud() } else { Exception::gp(0) })
     }
 
-    /// The same outside, where all of L1's memory can be had.
+    /// Executes an instruction for hypervisors outside the loop, where all of L1's memory can be had.
     pub(crate) fn slow_virtualization(&mut self) -> Outcome {
         let next = self.slow_next_rip()?;
         if let Some(exception) = self.entry_fault() {
@@ -176,7 +176,7 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// The same outside: gives the last exit of L2 to L1, or handles it.
+    /// Gives the last exit of L2 to L1, or handles it, outside the loop.
     #[cold]
     #[inline(never)]
     pub(crate) fn reflect_outside(&mut self) -> Outcome {

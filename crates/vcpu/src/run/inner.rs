@@ -252,7 +252,7 @@ impl<B: Backend> Vcpu<B> {
         Next::Again
     }
 
-    /// CPUID itself.
+    /// Executes CPUID on the guest's registers; RIP stays.
     #[inline]
     pub(crate) fn do_cpuid(&mut self) {
         let leaf = self.gprs.0[backend::RAX] as u32;

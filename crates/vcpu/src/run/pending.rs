@@ -65,19 +65,19 @@ impl Pending {
         self.raised = true;
     }
 
-    /// Raises, if `so`.
+    /// Raises, if `so`: as [`Pending::raise`].
     #[inline(always)]
     pub(crate) fn raise_if(&mut self, so: bool) {
         self.raised |= so;
     }
 
-    /// Whether it is to be looked.
+    /// Whether something may have become deliverable since the last look.
     #[inline(always)]
     pub(crate) fn is_raised(&self) -> bool {
         self.raised
     }
 
-    /// It is looked now.
+    /// A look for what is deliverable begins: what is raised from now on is for the next.
     #[inline(always)]
     pub(crate) fn take(&mut self) {
         self.raised = false;

@@ -86,7 +86,7 @@ impl ErrorData {
         data
     }
 
-    /// The words.
+    /// The words that accompany the error, as many as there are.
     pub fn words(&self) -> &[u64] {
         self.words.get(..usize::from(self.count)).unwrap_or(&[])
     }

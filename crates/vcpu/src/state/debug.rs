@@ -66,7 +66,7 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// KVM_SET_GUEST_DEBUG.
+    /// Begins or ends the VMM's debugging of the guest (KVM_SET_GUEST_DEBUG).
     pub fn set_guest_debug(&mut self, control: u32, dr: [u64; 8]) {
         let on = control & guestdbg::ENABLE != 0;
         self.debug.control = if on { control } else { 0 };

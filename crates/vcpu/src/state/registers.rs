@@ -17,7 +17,7 @@ use crate::{Vcpu, run::events::Outer, state::smm::SavedSmi};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Invalid;
 
-/// KVM_GET_REGS.
+/// General registers, RIP and RFLAGS, as KVM_GET_REGS gives them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Regs {
     /// In encoding order: RAX, RCX, RDX, RBX, RSP, RBP, RSI, RDI, R8 to R15.
@@ -28,7 +28,7 @@ pub struct Regs {
     pub rflags: Rflags,
 }
 
-/// KVM_GET_SREGS.
+/// Segments and system registers, as KVM_GET_SREGS gives them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub struct Sregs {
@@ -54,7 +54,7 @@ pub struct Sregs {
     pub pdptes: Option<[u64; 4]>,
 }
 
-/// KVM_GET_VCPU_EVENTS, neutral.
+/// What waits for the guest, as KVM_GET_VCPU_EVENTS tells it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub struct SavedEvents {
@@ -115,7 +115,7 @@ impl Sregs {
 }
 
 impl<B: Backend> Vcpu<B> {
-    /// KVM_GET_REGS.
+    /// Reads the general registers (KVM_GET_REGS).
     pub fn regs(&self) -> Regs {
         Regs { gpr: self.gprs.0, rip: self.b.rip(), rflags: self.guest_rflags() }
     }
@@ -141,7 +141,7 @@ impl<B: Backend> Vcpu<B> {
         self.pending.raise();
     }
 
-    /// KVM_GET_SREGS.
+    /// Reads segments and system registers (KVM_GET_SREGS).
     pub fn sregs(&self) -> Sregs {
         let s = |n| self.b.segment(n);
         let c = self.b.control();
@@ -238,7 +238,7 @@ impl<B: Backend> Vcpu<B> {
         if self.shared.in_kernel_apic { None } else { self.events.external }
     }
 
-    /// KVM_GET_VCPU_EVENTS.
+    /// Collects what waits for the guest (KVM_GET_VCPU_EVENTS).
     pub fn saved_events(&mut self) -> SavedEvents {
         let (exception, exception_injected) = match (self.events.again, self.events.exception) {
             (Some(Event::Exception(e)), _) => (Some(e), true),
@@ -311,14 +311,14 @@ impl<B: Backend> Vcpu<B> {
         self.shared.mp_state()
     }
 
-    /// KVM_SET_MP_STATE.
+    /// Sets whether the vCPU runs, halts or waits to be started (KVM_SET_MP_STATE).
     pub fn set_mp_state(&mut self, state: MpState) {
         self.shared.set_mp_state(state);
         self.tell_activity();
         self.shared.request(Request::Event);
     }
 
-    /// KVM_INTERRUPT.
+    /// Takes an interrupt from a VMM with its own PIC (KVM_INTERRUPT).
     pub fn queue_interrupt(&mut self, vector: Vector) -> Result<(), Invalid> {
         if self.events.external.is_some() {
             return Err(Invalid);
@@ -328,7 +328,7 @@ impl<B: Backend> Vcpu<B> {
         Ok(())
     }
 
-    /// KVM_NMI.
+    /// Makes an NMI pending for the guest (KVM_NMI).
     pub fn queue_nmi(&mut self) {
         self.shared.add_nmi();
     }
@@ -338,7 +338,7 @@ impl<B: Backend> Vcpu<B> {
         self.rare.signal_mask = mask.map(host::task::SignalSet::from_user);
     }
 
-    /// XCR0.
+    /// The guest's XCR0, for KVM_GET_XCRS.
     pub fn xcr0(&self) -> u64 {
         self.b.xcr0()
     }
@@ -377,14 +377,14 @@ impl<B: Backend> Vcpu<B> {
         self.vm.settings.x2apic_api.load(core::sync::atomic::Ordering::Relaxed) & 1 != 0
     }
 
-    /// KVM_GET_LAPIC.
+    /// Copies the local APIC's registers, complete (KVM_GET_LAPIC).
     pub fn lapic_page(&mut self, into: &mut [u8; irqchip::lapic::REGISTER_PAGE]) {
         self.gather_interrupts();
         let wide = self.wide_ids();
         self.shared.lapic.save(into, wide, host::clock::monotonic_ns());
     }
 
-    /// KVM_SET_LAPIC.
+    /// Sets the local APIC's registers (KVM_SET_LAPIC).
     pub fn set_lapic_page(
         &mut self,
         from: &[u8; irqchip::lapic::REGISTER_PAGE],

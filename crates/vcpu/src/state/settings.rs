@@ -38,7 +38,7 @@ impl<B: Backend> Vcpu<B> {
         self.cpuid.set_hlt_in_guest(hlt);
     }
 
-    /// KVM_CAP_ENFORCE_PV_FEATURE_CPUID.
+    /// `on`: paravirtual features that the guest's CPUID lacks do not exist (KVM_CAP_ENFORCE_PV_FEATURE_CPUID).
     pub fn enforce_pv_features(&mut self, on: bool) {
         self.pv.enforced = on;
     }
@@ -82,7 +82,7 @@ impl<B: Backend> Vcpu<B> {
         self.shared.request(Request::Clock);
     }
 
-    /// KVM_X86_SETUP_MCE.
+    /// Sets up the machine-check banks (KVM_X86_SETUP_MCE).
     pub fn set_up_mce(&mut self, mcg_cap: u64) -> Result<(), Invalid> {
         self.msrs.store.set_up_mce(mcg_cap).map_err(|_| Invalid)?;
         // The version register may change.
@@ -91,7 +91,7 @@ impl<B: Backend> Vcpu<B> {
         Ok(())
     }
 
-    /// KVM_X86_SET_MCE.
+    /// Reports a machine check to the guest (KVM_X86_SET_MCE).
     pub fn inject_mce(&mut self, report: &McReport) -> Result<(), Invalid> {
         let enabled = self.b.control().cr4.contains(Cr4::MCE);
         match self.msrs.store.inject_mce(report, enabled).map_err(|_| Invalid)? {

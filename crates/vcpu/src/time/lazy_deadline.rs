@@ -26,7 +26,7 @@ enum Reach<'a> {
     Slow(GuestPage<'a>),
 }
 
-/// Neither way.
+/// The guest's page can be reached neither through the tables nor through the VMM.
 struct OutOfReach;
 
 impl Shared for Reach<'_> {

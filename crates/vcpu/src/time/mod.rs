@@ -89,7 +89,7 @@ const fn is_deadline_mode(entry: u32) -> bool {
     entry >> 17 & 3 == 2
 }
 
-/// The clocks.
+/// The clocks that a vCPU shows its guest.
 impl<B: Backend> Vcpu<B> {
     /// The present, outside the loop or with the host's segments loaded.
     pub(crate) fn clock_now(&mut self) -> TimerClock {
@@ -229,7 +229,7 @@ impl<B: Backend> Vcpu<B> {
     }
 }
 
-/// The timers.
+/// The timers that end a vCPU's run or its sleep.
 impl<B: Backend> Vcpu<B> {
     /// Whether the CPU watches the deadline now.
     #[inline(always)]

@@ -67,7 +67,7 @@ pub struct SavedSmi {
 }
 
 impl<B: Backend> Vcpu<B> {
-    /// KVM_SMI.
+    /// Makes a system-management interrupt pending (KVM_SMI).
     pub fn queue_smi(&mut self) {
         self.shared.request(Request::Smi);
     }
@@ -340,7 +340,7 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// KVM_GET_VCPU_EVENTS.
+    /// What KVM_GET_VCPU_EVENTS tells of system-management mode.
     pub(crate) fn saved_smi(&mut self) -> SavedSmi {
         if self.shared.take_request(Request::Smi) {
             self.smi_arrived();
@@ -385,7 +385,7 @@ impl<B: Backend> Vcpu<B> {
     }
 }
 
-/// This CPU leaves the guest as soon as it is in it.
+/// Has the next entry on this CPU end at once, by an IPI to itself.
 #[cold]
 #[inline(never)]
 fn leave_soon() {
