@@ -88,7 +88,35 @@ macro_rules! failure {
     };
 }
 
-pub(super) use {failure, filled, operation};
+/// A clear VMCS, current, with nothing of what a test has set besides.
+macro_rules! cleared {
+    () => {
+        "movq $FREE + 0x1000, (%rsp); vmclear (%rsp); mov $FREE + 0x1000, %edi; mov $512, %ecx; \
+         xor %eax, %eax; rep stosq; mov FREE, %eax; mov %eax, FREE + 0x1000; vmptrld (%rsp)"
+    };
+}
+
+/// Puts fields of the current VMCS into RESULT: `field => offset`.
+macro_rules! told {
+    ($($field:literal => $at:literal),+) => {
+        concat!($("mov $", $field, ", %edx; vmread %rdx, %rax; mov %rax, RESULT + ", $at, "; "),+)
+    };
+}
+
+/// Launches and tells what became of it: back at the label 0 a failure; behind it, at the label 5, an exit with its reason, its
+/// qualification and the fields that are named.
+macro_rules! launched {
+    ($($field:literal => $at:literal),+) => {
+        concat!(
+            "vmlaunch; ",
+            failure!(),
+            "; jmp 0b; 5: movq $0x200, RESULT; ",
+            told!(0x4402 => 8, 0x6400 => 16, $($field => $at),+)
+        )
+    };
+}
+
+pub(super) use {cleared, failure, filled, launched, operation, told};
 
 guest_code!(
     // For ever: marks, fills a clear VMCS, launches it, tells what became of it.
@@ -96,39 +124,9 @@ guest_code!(
     64,
     operation!(),
     "0: out %al, $PORT_MARK",
-    "movq $FREE + 0x1000, (%rsp)",
-    "vmclear (%rsp)",
-    // What a test has set besides is zero again.
-    "mov $FREE + 0x1000, %edi",
-    "mov $512, %ecx",
-    "xor %eax, %eax",
-    "rep stosq",
-    "mov FREE, %eax",
-    "mov %eax, FREE + 0x1000",
-    "vmptrld (%rsp)",
+    cleared!(),
     filled!(),
-    "vmlaunch",
-    failure!(),
-    "jmp 0b",
-    "5: movq $0x200, RESULT",
-    "mov $0x4402, %edx",
-    "vmread %rdx, %rax",
-    "mov %rax, RESULT + 8",
-    "mov $0x6400, %edx",
-    "vmread %rdx, %rax",
-    "mov %rax, RESULT + 16",
-    "mov $0x681e, %edx",
-    "vmread %rdx, %rax",
-    "mov %rax, RESULT + 24",
-    "mov $0x6822, %edx",
-    "vmread %rdx, %rax",
-    "mov %rax, RESULT + 32",
-    "mov $0x482e, %edx",
-    "vmread %rdx, %rax",
-    "mov %rax, RESULT + 48",
-    "mov $0x4408, %edx",
-    "vmread %rdx, %rax",
-    "mov %rax, RESULT + 56",
+    launched!(0x681e => 24, 0x6822 => 32, 0x482e => 48, 0x4408 => 56),
     "jmp 0b",
 );
 

@@ -3,8 +3,8 @@
 //! SDM vol. 3C §24.8, §25.2 (INIT and SIPI), §25.4.2, §27.7.2 (activity states).
 
 use super::nested_vmx::{
-    EXIT_CPUID, EXITED, Fields, L2_CODE, L2_CPUID, failure, filled, launch, must, operation,
-    set_fields,
+    EXIT_CPUID, EXITED, Fields, L2_CODE, L2_CPUID, cleared, failure, filled, launch, launched,
+    must, operation, set_fields, told,
 };
 use crate::kvm::{file::Commands, ioctl};
 use crate::machine::code::{guest_code, x2apic};
@@ -53,28 +53,6 @@ const SEND_INIT: u64 = 0x4500;
 const SEND_SIPI: u64 = 0x4600;
 const SEND_FIXED: u64 = 0x4000;
 
-/// What became of a launch: the reason at RESULT[1], the activity at RESULT[7].
-macro_rules! launched {
-    () => {
-        concat!(
-            "vmlaunch; ",
-            failure!(),
-            "; jmp 0b; 5: movq $0x200, RESULT; mov $0x4402, %edx; vmread %rdx, %rax; \
-             mov %rax, RESULT + 8; mov $0x6400, %edx; vmread %rdx, %rax; mov %rax, RESULT + 16; \
-             mov $0x681e, %edx; vmread %rdx, %rax; mov %rax, RESULT + 24; \
-             mov $0x4826, %edx; vmread %rdx, %rax; mov %rax, RESULT + 56; jmp 0b"
-        )
-    };
-}
-
-/// A clear VMCS, with nothing of what a test has set besides.
-macro_rules! cleared {
-    () => {
-        "movq $FREE + 0x1000, (%rsp); vmclear (%rsp); mov $FREE + 0x1000, %edi; mov $512, %ecx; \
-         xor %eax, %eax; rep stosq; mov FREE, %eax; mov %eax, FREE + 0x1000; vmptrld (%rsp)"
-    };
-}
-
 guest_code!(
     // For ever: marks, fills a clear VMCS, launches it, tells what became of it.
     launches,
@@ -84,7 +62,8 @@ guest_code!(
     "0: out %al, $PORT_MARK",
     cleared!(),
     filled!(),
-    launched!(),
+    launched!(0x681e => 24, 0x4826 => 56),
+    "jmp 0b",
 );
 
 guest_code!(
@@ -105,7 +84,8 @@ guest_code!(
     "jne 1f",
     "vmxoff",
     "1:",
-    launched!(),
+    launched!(0x681e => 24, 0x4826 => 56),
+    "jmp 0b",
 );
 
 guest_code!(

@@ -4,7 +4,7 @@
 
 use super::nested_vmx::{
     EXIT_CPUID, EXITED, FIELDS, Fields, L2_CODE, L2_CPUID, ZERO, fails, failure, filled, launch,
-    must, operation, set_fields, with,
+    launched, must, operation, set_fields, told, with,
 };
 use crate::machine::code::guest_code;
 use crate::machine::guest::Guest;
@@ -51,22 +51,7 @@ guest_code!(
     "vmclear (%rsp)",
     "vmptrld (%rsp)",
     filled!(),
-    "vmlaunch",
-    failure!(),
-    "jmp 0b",
-    "5: movq $0x200, RESULT",
-    "mov $0x4402, %edx",
-    "vmread %rdx, %rax",
-    "mov %rax, RESULT + 8",
-    "mov $0x6400, %edx",
-    "vmread %rdx, %rax",
-    "mov %rax, RESULT + 16",
-    "mov $0x2400, %edx",
-    "vmread %rdx, %rax",
-    "mov %rax, RESULT + 24",
-    "mov $0x640a, %edx",
-    "vmread %rdx, %rax",
-    "mov %rax, RESULT + 32",
+    launched!(0x2400 => 24, 0x640a => 32),
     "jmp 0b",
 );
 

@@ -3,7 +3,8 @@
 //! SDM vol. 3C §25.6.15 (the bitmaps), §25.10 (shadow VMCSs), §27.3.1.5 (the link pointer).
 
 use super::nested_vmx::{
-    EXIT_CPUID, EXITED, Fields, L2_CODE, ZERO, failure, filled, launch, must, operation, with,
+    EXIT_CPUID, EXITED, Fields, L2_CODE, ZERO, failure, filled, launch, launched, must, operation,
+    told, with,
 };
 use crate::machine::code::guest_code;
 use crate::machine::guest::Guest;
@@ -53,19 +54,7 @@ guest_code!(
     "vmclear (%rsp)",
     "vmptrld (%rsp)",
     filled!(),
-    "vmlaunch",
-    failure!(),
-    "jmp 0b",
-    "5: movq $0x200, RESULT",
-    "mov $0x4402, %edx",
-    "vmread %rdx, %rax",
-    "mov %rax, RESULT + 8",
-    "mov $0x6400, %edx",
-    "vmread %rdx, %rax",
-    "mov %rax, RESULT + 16",
-    "mov $0x681e, %edx",
-    "vmread %rdx, %rax",
-    "mov %rax, RESULT + 24",
+    launched!(0x681e => 24),
     "movq $FREE + 0xa000, (%rsp)",
     "vmptrld (%rsp)",
     "pushf; pop %rax; and $0x41, %eax; mov %rax, RESULT + 64",
