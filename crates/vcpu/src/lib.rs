@@ -37,6 +37,8 @@ pub struct Vcpu<B: Backend> {
     pub(crate) b: B,
     pub(crate) gprs: Gprs,
     pub(crate) pending: run::pending::Pending,
+    /// The CPU logs written pages.
+    pub(crate) page_log: bool,
     pub(crate) device: exits::device::Device,
     pub(crate) msrs: state::msrs::Msrs,
     pub(crate) events: run::events::Events,
@@ -54,7 +56,6 @@ pub struct Vcpu<B: Backend> {
     pub(crate) fpu: KBox<GuestFpu>,
     pub(crate) pv: KBox<pv::PvState>,
     pub(crate) smm: state::smm::Smm,
-    pub(crate) debug: state::debug::Debug,
 }
 
 /// What is looked at once in a run, or less.
@@ -74,6 +75,8 @@ pub(crate) struct Rare {
     pub nested_wake: Option<nested::wake::WakeTimer>,
     /// PDPTEs of a restored L2 are loaded before its entry.
     pub pdptes_due: bool,
+    /// What the VMM debugs in the guest.
+    pub debug: state::debug::Debug,
     /// The VMM's breakpoints are in the hardware's debug registers.
     pub borrowed_debug: Option<state::debug::Borrowed>,
     /// The vector of whose end the VMM's I/O APIC is to hear.
@@ -180,6 +183,7 @@ impl<B: Backend> Vcpu<B> {
                 keeps_l2_apart: false,
                 nested_wake: None,
                 pdptes_due: false,
+                debug: state::debug::Debug::default(),
                 borrowed_debug: None,
                 ended: Vector(0),
                 stalls: run::events::Stalls::default(),
@@ -206,6 +210,7 @@ impl<B: Backend> Vcpu<B> {
             b: b.into_inner(),
             gprs: Gprs::default(),
             pending: run::pending::Pending::default(),
+            page_log: false,
             device: exits::device::Device {
                 seen: exits::device::DeviceSeen::default(),
                 user_io: parts.user_io,
@@ -222,7 +227,6 @@ impl<B: Backend> Vcpu<B> {
                 shadow: parts.shadow,
                 stage: None,
                 tables: parts.tables,
-                page_log: false,
             },
             shared,
             vm,
@@ -232,7 +236,6 @@ impl<B: Backend> Vcpu<B> {
             fpu: parts.fpu,
             pv: parts.pv,
             smm: state::smm::Smm::default(),
-            debug: state::debug::Debug::default(),
         }
     }
 

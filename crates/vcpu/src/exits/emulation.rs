@@ -176,7 +176,7 @@ impl<B: Backend> Vcpu<B> {
         if !rflags.contains(Rflags::TF) {
             return;
         }
-        if self.debug.single_step {
+        if self.rare.debug.single_step {
             self.events.outer.set(Outer::STEPPED, true);
         } else {
             self.raise(Exception::db(Dr6::BS));

@@ -138,7 +138,7 @@ impl<B: Backend> Vcpu<B> {
     /// Whether an exception is the VMM's debugger's, or a split lock that this host takes for a fault: none that the
     /// guest is to hear of.
     pub(crate) fn is_for_us(&self, e: Exception) -> bool {
-        let debugs = |bits| self.debug.control & bits != 0;
+        let debugs = |bits| self.rare.debug.control & bits != 0;
         match e.vector.0 {
             DB => debugs(guestdbg::SINGLESTEP | guestdbg::USE_HW_BP),
             BP => debugs(guestdbg::USE_SW_BP),

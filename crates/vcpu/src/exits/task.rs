@@ -42,12 +42,12 @@ impl<B: Backend> Vcpu<B> {
             external: event.is_some(),
         };
         let stepping = self.b.rflags();
-        if self.debug.single_step {
+        if self.rare.debug.single_step {
             // The VMM's step is none of the old task's flags.
             self.b.set_rflags(self.guest_rflags());
         }
         let switched = emulate::switch_task(self, &switch);
-        if self.debug.single_step && switched.is_err() {
+        if self.rare.debug.single_step && switched.is_err() {
             self.b.set_rflags(stepping);
         }
         match switched {
@@ -72,7 +72,7 @@ impl<B: Backend> Vcpu<B> {
             _ if switch.source == Source::Iret => self.b.set_nmi_masked(false),
             _ => {}
         }
-        let step = if self.debug.single_step { Rflags::TF } else { Rflags::empty() };
+        let step = if self.rare.debug.single_step { Rflags::TF } else { Rflags::empty() };
         self.b.set_rflags(task.rflags | step);
         self.b.set_rip(task.rip);
         self.b.set_interrupt_shadow(false);
@@ -83,7 +83,7 @@ impl<B: Backend> Vcpu<B> {
         if let Some(exception) = task.exception {
             self.raise(exception);
         }
-        if self.debug.single_step {
+        if self.rare.debug.single_step {
             self.events.outer.set(Outer::STEPPED, true);
         }
         self.pending.raise();

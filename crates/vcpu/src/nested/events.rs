@@ -210,7 +210,10 @@ impl<B: Backend> Vcpu<B> {
             }
             return true;
         }
-        if self.b.injecting() || self.b.interrupt_shadow() || (self.pic_pending() && !kernel.are_allowed()) {
+        if self.b.injecting()
+            || self.b.interrupt_shadow()
+            || (self.pic_pending() && !kernel.are_allowed())
+        {
             self.pending.raise();
             if kernel.are_allowed() {
                 host::smp::kick(host::smp::cpu_id());

@@ -167,7 +167,9 @@ impl<B: Backend> Vcpu<B> {
                 }
             }
             // Whose it is is found out there.
-            Ok(Claim::Exception) if may_own_exceptions(self.debug.control) => Some(Next::Leave),
+            Ok(Claim::Exception) if may_own_exceptions(self.rare.debug.control) => {
+                Some(Next::Leave)
+            }
             Ok(Claim::L1 | Claim::Exception) => {
                 let done = nested.reflect(&mut self.gprs, &l1);
                 Some(self.executed(done, 0))
@@ -272,7 +274,7 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     fn owns_exception(&self) -> bool {
-        may_own_exceptions(self.debug.control)
+        may_own_exceptions(self.rare.debug.control)
             && matches!(self.b.exit(), Exit::Exception(e) if self.is_for_us(e))
     }
 
@@ -316,7 +318,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// L1 single-steps over its VMRUN, which has ended. VMX clears RFLAGS.
     fn step_over_entry(&mut self) {
-        if self.b.rflags().contains(Rflags::TF) && !self.debug.single_step {
+        if self.b.rflags().contains(Rflags::TF) && !self.rare.debug.single_step {
             self.raise(Exception::db(Dr6::BS));
         }
     }

@@ -24,8 +24,6 @@ pub(crate) struct Mmu {
     pub(crate) stage: Option<KBox<Stage>>,
     /// Pages for TDP tables, topped up outside locks.
     pub(crate) tables: KBox<TableCache>,
-    /// The CPU logs written pages.
-    pub(crate) page_log: bool,
 }
 
 impl Mmu {

@@ -89,7 +89,7 @@ impl<B: Backend> Vcpu<B> {
         } else {
             self.loop_until_left(s)
         };
-        if self.mmu.page_log {
+        if self.page_log {
             self.mmu.take_page_log(&mut self.b);
         }
         self.b.complete(&mut self.gprs);
@@ -231,7 +231,7 @@ impl<B: Backend> Vcpu<B> {
     fn retire_flags(&mut self, rflags: Rflags) {
         self.b.set_rflags(rflags - Rflags::RF);
         if rflags.contains(Rflags::TF) {
-            if self.debug.single_step {
+            if self.rare.debug.single_step {
                 // The VMM's step, not the guest's.
                 self.events.outer.set(Outer::STEPPED, true);
                 self.pending.raise();
@@ -314,7 +314,7 @@ impl<B: Backend> Vcpu<B> {
     /// the VMM uses them.
     #[cold]
     pub(crate) fn answer_debug_reg(&mut self) -> Next {
-        if self.debug.control != 0 {
+        if self.rare.debug.control != 0 {
             return Next::Leave;
         }
         self.b.own_debug_regs();

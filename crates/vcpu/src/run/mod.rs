@@ -357,9 +357,9 @@ impl<B: Backend> Vcpu<B> {
             self.expire_lazy_deadline();
         }
         if has(Request::PageLog) {
-            self.mmu.page_log = self.vm.wants_page_log();
+            self.page_log = self.vm.wants_page_log();
             if let Some(log) = self.b.page_log() {
-                log.set_logging(self.mmu.page_log);
+                log.set_logging(self.page_log);
             }
         }
         if has(Request::MsrFilter) {

@@ -69,13 +69,13 @@ impl<B: Backend> Vcpu<B> {
     /// Begins or ends the VMM's debugging of the guest (KVM_SET_GUEST_DEBUG).
     pub fn set_guest_debug(&mut self, control: u32, dr: [u64; 8]) {
         let on = control & guestdbg::ENABLE != 0;
-        self.debug.control = if on { control } else { 0 };
-        let has = |bit| self.debug.control & bit != 0;
+        self.rare.debug.control = if on { control } else { 0 };
+        let has = |bit| self.rare.debug.control & bit != 0;
         let (step, breakpoints) = (has(guestdbg::SINGLESTEP), has(guestdbg::USE_HW_BP));
         let rflags = self.guest_rflags();
-        self.debug.single_step = step;
+        self.rare.debug.single_step = step;
         self.b.set_rflags(if step { rflags | Rflags::TF } else { rflags });
-        self.b.set_guest_debug(self.debug.control & guestdbg::USE_SW_BP != 0, step);
+        self.b.set_guest_debug(self.rare.debug.control & guestdbg::USE_SW_BP != 0, step);
         let [a, b, c, d, _, _, _, dr7] = dr;
         self.borrow_debug_regs(breakpoints.then_some([
             a,
@@ -102,7 +102,7 @@ impl<B: Backend> Vcpu<B> {
     /// Whether the hardware holds something of a debugger's: breakpoints, or RFLAGS.TF.
     #[inline]
     pub(crate) fn is_debugged(&self) -> bool {
-        self.debug.control & (guestdbg::SINGLESTEP | guestdbg::USE_HW_BP) != 0
+        self.rare.debug.control & (guestdbg::SINGLESTEP | guestdbg::USE_HW_BP) != 0
     }
 
     /// Does something that may have another level run, of which each has DR6, DR7 and RFLAGS of its own. Nothing in it
@@ -139,7 +139,7 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     fn bring_debugger_back(&mut self, theirs: Option<DebugRegs>) {
-        if self.debug.single_step {
+        if self.rare.debug.single_step {
             self.b.set_rflags(self.b.rflags() | Rflags::TF);
         }
         if let Some(theirs) = theirs {
@@ -163,7 +163,7 @@ impl<B: Backend> Vcpu<B> {
     /// Whether the VMM keeps interrupts, NMIs and SMIs from the guest.
     #[inline]
     pub(crate) fn events_blocked(&self) -> bool {
-        self.debug.control & guestdbg::BLOCKIRQ != 0
+        self.rare.debug.control & guestdbg::BLOCKIRQ != 0
     }
 
     /// Where in [`DebugRegs`] a register is, by its number in an instruction.

@@ -123,7 +123,7 @@ impl<B: Backend> Vcpu<B> {
     /// RFLAGS without what a debugger's single step put there.
     pub(crate) fn guest_rflags(&self) -> Rflags {
         let rflags = self.b.rflags();
-        if self.debug.single_step { rflags - Rflags::TF } else { rflags }
+        if self.rare.debug.single_step { rflags - Rflags::TF } else { rflags }
     }
 
     /// KVM_SET_REGS. Drops a pending exception, as an instruction that jumps away would.
@@ -135,7 +135,7 @@ impl<B: Backend> Vcpu<B> {
         }
         self.gprs.0 = regs.gpr;
         self.b.set_rip(regs.rip);
-        let step = if self.debug.single_step { Rflags::TF } else { Rflags::empty() };
+        let step = if self.rare.debug.single_step { Rflags::TF } else { Rflags::empty() };
         self.b.set_rflags(regs.rflags | Rflags::FIXED | step);
         self.events.exception = None;
         self.pending.raise();

@@ -216,7 +216,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// RFLAGS, with the step that a debugger may have asked for.
     fn set_handler_rflags(&mut self, rflags: Rflags) {
-        let step = if self.debug.single_step { Rflags::TF } else { Rflags::empty() };
+        let step = if self.rare.debug.single_step { Rflags::TF } else { Rflags::empty() };
         self.b.set_rflags(rflags | Rflags::FIXED | step);
     }
 
@@ -335,7 +335,7 @@ impl<B: Backend> Vcpu<B> {
         self.b.set_idtr(cpu.idtr);
         self.b.set_interrupt_shadow(cpu.interrupt_shadow);
         self.control_changed();
-        if self.debug.single_step {
+        if self.rare.debug.single_step {
             self.events.outer.set(Outer::STEPPED, true);
         }
     }
