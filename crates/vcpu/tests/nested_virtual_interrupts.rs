@@ -125,7 +125,7 @@ fn what_waits_for_a_halted_l2_that_an_injected_event_wakes_is_not_lost() {
 
 /// The vector is posted, and the notification waits at L1's local APIC.
 fn notifies(shared: &SharedVcpu) {
-    let _ = shared.lapic.accept_fixed(NOTIFICATION, false);
+    let _ = shared.lapic.accept_fixed(NOTIFICATION, irqchip::Trigger::Edge);
 }
 
 #[test]
@@ -136,7 +136,7 @@ fn an_interrupt_of_l1s_behind_a_notification_ends_the_run_at_once() {
     let shared = machine.vcpu.shared().clone();
     machine.then(move |vmcs, gprs| {
         notifies(&shared);
-        let _ = shared.lapic.accept_fixed(Vector(0x51), false);
+        let _ = shared.lapic.accept_fixed(Vector(0x51), irqchip::Trigger::Edge);
         exit(ExitReason::ExternalInterrupt)(vmcs, gprs);
     });
     ends_in_l1(&mut machine);
@@ -162,7 +162,7 @@ fn a_notification_wakes_no_l2_that_takes_nothing() {
     });
     let later = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(100));
-        let _ = shared.lapic.accept_fixed(Vector(0x51), false);
+        let _ = shared.lapic.accept_fixed(Vector(0x51), irqchip::Trigger::Edge);
         shared.request_and_kick(Request::Event);
     });
     // Woken by the notification L2 would run.
@@ -205,7 +205,7 @@ fn the_end_of_a_notification_is_told() {
     vm.irq().set_ioapic(&ioapic);
     let shared = machine.vcpu.shared().clone();
     machine.then(move |vmcs, gprs| {
-        let _ = shared.lapic.accept_fixed(NOTIFICATION, true);
+        let _ = shared.lapic.accept_fixed(NOTIFICATION, irqchip::Trigger::Level);
         exit(ExitReason::ExternalInterrupt)(vmcs, gprs);
     });
     machine.then(move |vmcs, gprs| {

@@ -4,7 +4,7 @@ mod rig;
 
 use backend::{RAX, RCX};
 use cpu::{Counts, Op};
-use gannet_vcpu::UserExit;
+use gannet_vcpu::{By, UserExit};
 use nested_vmx::saved::flag;
 use rig::nested_vmx::{Hypervisor, L1_RIP, L2_RIP, features, vmcs12};
 use rig::vmx::{exit, shutdown};
@@ -347,7 +347,7 @@ fn lists_name_msrs_of_the_vcpu() {
             shutdown(vmcs, gprs);
         });
         assert_eq!(machine.run(), UserExit::Shutdown);
-        assert_eq!(machine.vcpu.read_msr(MTRRS as u32, true), Ok(of_l1), "L1's host state");
+        assert_eq!(machine.vcpu.read_msr(MTRRS as u32, By::Vmm), Ok(of_l1), "L1's host state");
         let stored = if failed == 0 { of_l2 } else { 0 };
         assert_eq!(machine.get(LISTS + 0x108), stored);
         let mut state = vec![0; machine.vcpu.nested_state_size().unwrap()];

@@ -2,10 +2,10 @@
 //! §28.4, §28.6). Each is done as RDMSR or WRMSR of L1's would be.
 
 use backend::{Backend, ListAct, ListMsr, Nested};
-use msr::Class;
+use msr::{By, Class};
 
 use super::memory::Whole;
-use crate::{Vcpu, run::events::Outer};
+use crate::{Vcpu, exits::msr_exits::Access, run::events::Outer};
 
 impl<B: Backend> Vcpu<B> {
     /// Does what lists have left to the vCPU. What is refused fails the entry before L2 runs, or shuts the vCPU down.
@@ -24,23 +24,26 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn do_list_msr(&mut self, ListMsr { index, act }: ListMsr) -> bool {
-        let write = matches!(act, ListAct::Load(_));
+        let access = match act {
+            ListAct::Load(_) => Access::Write,
+            ListAct::Store(_) => Access::Read,
+        };
         // Those of the x2APIC are in no list while it is one, and else nowhere.
-        if msr::classify(index) == Class::X2Apic || self.msr_denied(index, write) {
+        if msr::classify(index) == Class::X2Apic || self.msr_denied(index, access) {
             return false;
         }
         match act {
-            ListAct::Load(value) => self.write_msr(index, value, false).is_ok(),
+            ListAct::Load(value) => self.write_msr(index, value, By::Guest).is_ok(),
             ListAct::Store(slot) => self
-                .read_msr(index, false)
-                .is_ok_and(|value| self.memory.write(slot, &value.to_le_bytes()).is_ok()),
+                .read_msr(index, By::Guest)
+                .is_ok_and(|value| self.mmu.memory.write(slot, &value.to_le_bytes()).is_ok()),
         }
     }
 
     /// Before an entry of L2: it fails, if its list was refused.
     pub(super) fn fail_at_list(&mut self) -> bool {
         let done = self.across_levels(|v| {
-            v.b.nested_mut()?.fail_at_list(&mut v.gprs, &Whole::new(&v.memory, None))
+            v.b.nested_mut()?.fail_at_list(&mut v.gprs, &Whole::new(&v.mmu.memory, None))
         });
         let Some(done) = done else { return false };
         let _ = self.executed(done, 0);

@@ -318,7 +318,8 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     fn fault_unlogged(&mut self, access: &NestedAccess) -> NestedOutcome {
-        let Self { stage: Some(stage), vm, memory, tables, shared, .. } = self else {
+        let Self { vm, shared, mmu, .. } = self;
+        let Some((stage, memory, _, tables)) = mmu.staged() else {
             return NestedOutcome::Retry;
         };
         let by = Caller { vcpu: shared, flush: &***vm };
@@ -523,22 +524,23 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     fn log_dirty(&mut self, at: Gpa) -> Logged {
-        let Some(tables) = self.l1_tables() else { return Logged::Done };
+        let Some(tables) = self.mmu.l1_tables() else { return Logged::Done };
         let access = tables.access(at, walk::AccessKind::Write, Part::Physical);
-        match translate(&*self.memory, &tables, &access) {
+        match translate(&*self.mmu.memory, &tables, &access) {
             Err(StageError::L1 { fault: L1Fault::Unlogged, .. }) => {}
             Err(StageError::Memory { .. }) => return Logged::Never,
             // L1 has changed it meanwhile: the access finds out.
             Ok(_) | Err(_) => return Logged::Done,
         }
-        let Self { b, memory, .. } = self;
+        let Self { b, mmu, .. } = self;
+        let memory = &mmu.memory;
         let l1 = Whole::new(memory, None);
         if !b.nested_mut().is_none_or(|nested| nested.log_dirty(at, &l1)) {
             return Logged::Full;
         }
         let tables = tables.logging(false);
         let access = tables.access(at, walk::AccessKind::Write, Part::Physical);
-        let _ = translate(&*self.memory, &tables, &access);
+        let _ = translate(&*self.mmu.memory, &tables, &access);
         Logged::Done
     }
 
