@@ -307,6 +307,7 @@ int gnt_host_state_by_msr(void);
 int gnt_xstate_cache(void);
 int gnt_keep_roots(void);
 int gnt_nested_dirty_tracking(void);
+int gnt_nested_apicv(void);
 int gnt_lazy_tscdeadline(void);
 int gnt_enable_apicv(int possible);
 int gnt_nested(int possible);
@@ -318,11 +319,11 @@ int gnt_ept(void);
 u32 gnt_l1d_flush_asked(void);
 /* What one vendor's CPUs can be told not to use: its module's parameters. */
 struct gnt_switches {
-	bool nested, npt, ept, nested_dirty_tracking, enable_apicv, enable_shadow_vmcs, preemption_timer;
+	bool nested, npt, ept, nested_dirty_tracking, enable_apicv, enable_shadow_vmcs, preemption_timer, nested_apicv;
 	char *host_state;
 	u32 l1d_flush;	/* enum vmx_l1d_flush_state */
 };
-#define GNT_SWITCHES_DEFAULT	{ true, true, true, true, true, true, true, "vmsave", 0 }
+#define GNT_SWITCHES_DEFAULT	{ true, true, true, true, true, true, true, false, "vmsave", 0 }
 extern struct gnt_switches gnt_own_switches;
 int gnt_params_use(struct gnt_switches *given);
 

@@ -88,6 +88,11 @@ int gnt_nested_dirty_tracking(void)
 	return switches->nested_dirty_tracking;
 }
 
+int gnt_nested_apicv(void)
+{
+	return switches->nested_apicv;
+}
+
 int gnt_lazy_tscdeadline(void)
 {
 	return lazy_tscdeadline;

@@ -46,6 +46,10 @@ module_param_named(nested_dirty_tracking, SWITCHES.nested_dirty_tracking, bool, 
 MODULE_PARM_DESC(nested_dirty_tracking,
 	"Intel, guests that are hypervisors: write into the VMCS of a guest's guest what changed (default 1); 0: all of it at each entry, to measure against");
 
+module_param_named(nested_apicv, SWITCHES.nested_apicv, bool, 0444);
+MODULE_PARM_DESC(nested_apicv,
+	"Intel, guests that are hypervisors: 1: virtual-interrupt delivery and posted interrupts, done in software, where the CPU has no posted interrupts, too (default 0)");
+
 module_param_named(enable_apicv, SWITCHES.enable_apicv, bool, 0444);
 MODULE_PARM_DESC(enable_apicv,
 	"Have the CPU serve local APICs in x2APIC mode where it can, Intel only (default 1; 0: every interrupt is injected)");

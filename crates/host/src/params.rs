@@ -27,6 +27,11 @@ pub fn nested_dirty_tracking() -> bool {
     sys::gnt_nested_dirty_tracking() != 0
 }
 
+/// Whether a guest's hypervisor is offered virtual interrupts where the CPU has no posted interrupts (`nested_apicv=1`).
+pub fn nested_apicv() -> bool {
+    sys::gnt_nested_apicv() != 0
+}
+
 /// Whether the lazy TSC deadline is offered to guests. Fixed at load.
 pub fn lazy_tscdeadline() -> bool {
     sys::gnt_lazy_tscdeadline() != 0

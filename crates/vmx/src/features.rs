@@ -123,8 +123,10 @@ pub struct Features {
     pub shadow_vmcs: bool,
     /// What this CPU's capability MSRs say, for guests that are.
     pub nested_host: Host,
+    /// The CPU delivers virtual interrupts: its VMCSs have the guest interrupt status.
+    pub interrupt_status: bool,
     /// Guests that are hypervisors are offered virtual-interrupt delivery and posted interrupts, which L0 does by itself:
-    /// where the CPU delivers virtual interrupts, as every one does that has posted ones.
+    /// where stock KVM does, that is where the CPU has both. `nested_apicv=1`: where it has the first.
     pub nested_virtual_interrupts: bool,
 }
 
@@ -424,9 +426,11 @@ impl Features {
                 && raw.secondary.offers(ProcControls2::SHADOW_VMCS)
                 && raw.misc.0 & WRITES_ALL != 0,
             nested_host: raw.nested_host(&mut rdmsr),
+            interrupt_status: raw.secondary.offers(ProcControls2::VIRTUAL_INTERRUPTS),
             nested_virtual_interrupts: raw
                 .secondary
-                .offers(ProcControls2::VIRTUAL_INTERRUPTS | ProcControls2::APIC_REGISTERS),
+                .offers(ProcControls2::VIRTUAL_INTERRUPTS | ProcControls2::APIC_REGISTERS)
+                && (raw.pin.offers(PinControls::POSTED_INTERRUPTS) || host::params::nested_apicv()),
         })
     }
 
@@ -436,7 +440,7 @@ impl Features {
         const GUEST_INTERRUPT_STATUS: u32 = field::GUEST_INTERRUPT_STATUS.encoding();
         match u32::from(encoding) {
             PML_INDEX => self.pml,
-            GUEST_INTERRUPT_STATUS => self.nested_virtual_interrupts,
+            GUEST_INTERRUPT_STATUS => self.interrupt_status,
             _ => true,
         }
     }

@@ -206,6 +206,7 @@ unsafe extern "C" {
     pub(crate) safe fn gnt_xstate_cache() -> i32;
     pub(crate) safe fn gnt_keep_roots() -> i32;
     pub(crate) safe fn gnt_nested_dirty_tracking() -> i32;
+    pub(crate) safe fn gnt_nested_apicv() -> i32;
     pub(crate) safe fn gnt_lazy_tscdeadline() -> i32;
     pub(crate) safe fn gnt_enable_apicv(possible: i32) -> i32;
     pub(crate) safe fn gnt_nested(possible: i32) -> i32;

@@ -30,6 +30,23 @@ const _: () = assert!(SERVED <= 32);
 /// Fields that L1 writes.
 const ALL_WRITTEN: u32 = (1 << WRITTEN) - 1;
 
+/// Every line.
+const ALL: u32 = ((1u64 << SERVED) - 1) as u32;
+
+/// The lines of a set, from the lowest.
+struct Lines(u32);
+
+impl Iterator for Lines {
+    type Item = usize;
+
+    #[inline]
+    fn next(&mut self) -> Option<usize> {
+        let at = self.0.trailing_zeros();
+        self.0 &= self.0.wrapping_sub(1);
+        (at < 32).then_some(at as usize)
+    }
+}
+
 const fn bit(encoding: u32) -> u32 {
     let mut at = 0;
     while at < WRITTEN {
@@ -194,11 +211,11 @@ impl Machine {
     fn take_lines(&mut self, lines: u32, read: &mut impl FnMut(u32) -> u64) {
         self.mirror.ahead &= !lines;
         self.mirror.due = true;
-        let written = SHADOWED.iter().zip(&mut self.mirror.values).take(WRITTEN);
-        for (at, (served, held)) in written.enumerate() {
-            if lines & !self.mirror.absent & 1 << at == 0 {
-                continue;
-            }
+        // Mostly there is one.
+        for at in Lines(lines & ALL_WRITTEN & !self.mirror.absent) {
+            let Some((served, held)) = SHADOWED.get(at).zip(self.mirror.values.get_mut(at)) else {
+                return;
+            };
             let value = read(served.encoding.into());
             *held = value;
             if self.vmcs12.take_served(served, value) {
@@ -230,15 +247,13 @@ impl Machine {
     #[inline(never)]
     fn give_lines(&mut self, lines: u32, write: &mut impl FnMut(u32, u64)) {
         let Mirror { values, known, ahead, absent, .. } = &mut self.mirror;
-        for (at, (served, held)) in SHADOWED.iter().zip(values).enumerate() {
-            let line = 1 << at;
+        for at in Lines(lines & ALL & !(*absent | *ahead)) {
+            let Some((served, held)) = SHADOWED.get(at).zip(values.get_mut(at)) else { return };
             let value = self.vmcs12.served(served);
-            let same = *known & line != 0 && *held == value;
-            if lines & !*absent & line == 0 || *ahead & line != 0 || same {
-                continue;
+            if *known & 1 << at == 0 || *held != value {
+                *held = value;
+                write(served.encoding.into(), value);
             }
-            *held = value;
-            write(served.encoding.into(), value);
         }
     }
 }

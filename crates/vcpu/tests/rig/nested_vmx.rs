@@ -32,7 +32,12 @@ pub const L2_RIP: u64 = 0x9000;
 /// A CPU that has all that VMX can have, shadow VMCSs among it.
 pub fn features() -> Features {
     let all = Features { nested: true, shadow_vmcs: true, ..rig::features() };
-    Features { nested_host: EVERYTHING, nested_virtual_interrupts: true, ..all }
+    Features {
+        nested_host: EVERYTHING,
+        interrupt_status: true,
+        nested_virtual_interrupts: true,
+        ..all
+    }
 }
 
 fn host_cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {

@@ -82,6 +82,7 @@ pub(super) fn features() -> Features {
         nested: true,
         shadow_vmcs: true,
         nested_host: EVERYTHING,
+        interrupt_status: true,
         nested_virtual_interrupts: true,
         ..Features::default()
     }

@@ -52,6 +52,9 @@ pub(crate) fn gnt_host_state_by_msr() -> i32 {
 pub(crate) fn gnt_nested_dirty_tracking() -> i32 {
     1
 }
+pub(crate) fn gnt_nested_apicv() -> i32 {
+    0
+}
 pub(crate) fn gnt_xstate_cache() -> i32 {
     1
 }
