@@ -61,14 +61,17 @@ pub fn build_core(layout: &Layout) -> Result<PathBuf> {
     follow(&mut cargo, &step)?;
     let library = layout.out.join(folder).join("x86_64-unknown-none/release/libgannet_module.a");
     let (script, core) = (layout.root.join("linux/link-core.sh"), layout.core());
-    let newest = |path: &Path| path.metadata().and_then(|file| file.modified()).ok();
-    let made_from = [&library, &script, &layout.root.join("linux/merge.lds")];
-    let made_of = made_from.iter().filter_map(|file| newest(file)).max();
-    if newest(&core).is_none_or(|made| Some(made) <= made_of) {
+    // Cargo brings an older library back where a setting is what it was before: newer than it says nothing.
+    let time = |path: &Path| path.metadata().and_then(|file| file.modified()).ok();
+    let made_from =
+        [&library, &script, &layout.root.join("linux/merge.lds")].map(|file| time(file));
+    let (stamp, wanted) = (core.with_extension("from"), format!("{made_from:?}"));
+    if !core.is_file() || fs::read_to_string(&stamp).ok().as_ref() != Some(&wanted) {
         fs::create_dir_all(core.parent().unwrap_or(&layout.out))?;
         let unfinished = core.with_extension("new");
         follow(layout.tool("sh").arg(&script).arg(&library).arg(&unfinished), &step)?;
         fs::rename(&unfinished, &core)?;
+        fs::write(&stamp, wanted)?;
     }
     step.done();
     Ok(core)
