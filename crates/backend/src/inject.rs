@@ -59,8 +59,8 @@ pub trait Injection {
     fn end_step(&mut self);
     /// Whether a #DB exit was our own single step.
     fn own_single_step(&mut self) -> bool;
-    /// After a #DB exit of which user space hears and not the guest: the next entry goes on behind it.
-    fn pass_debug_trap(&mut self);
+    /// After a #DB exit of which user space hears and not the guest: the next entry goes on behind it. `bits`: what DR6 says of it.
+    fn pass_debug(&mut self, bits: u64);
 
     /// What serves a local APIC, where CPUs of this kind may.
     fn served_apic(&self) -> Option<&Self::ServedApic>;

@@ -254,7 +254,7 @@ impl<C: Cpu> Injection for Svm<C> {
     }
 
     /// VMRUN asks for nothing.
-    fn pass_debug_trap(&mut self) {}
+    fn pass_debug(&mut self, _bits: u64) {}
 
     #[inline(always)]
     fn served_apic(&self) -> Option<&Absent> {

@@ -109,6 +109,37 @@ fn a_debuggers_step_over_sti_is_the_last_of_it() {
     }
 }
 
+/// The instruction behind MOV SS is done by the hypervisor: the debugger hears of that step once, and the guest never.
+#[test]
+fn a_step_that_the_debugger_has_heard_of_is_no_guests() {
+    let mut v = vcpu();
+    v.set_guest_debug(ENABLE | SINGLESTEP, [0; 8]);
+    v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
+        exit(ExitReason::Cpuid)(vmcs, gprs);
+        vmcs.set(field::INSTRUCTION_LENGTH, 2);
+        vmcs.set(field::GUEST_INTERRUPTIBILITY, interruptibility::MOV_SS);
+        vmcs.set(field::GUEST_PENDING_DEBUG, BS);
+        vmcs.set(field::GUEST_RFLAGS, 2 | TF);
+    });
+    let ended = v.run(&RunInput::default());
+    assert!(matches!(ended, UserExit::Debug { exception: 1, .. }), "{ended:?}");
+    v.set_guest_debug(0, [0; 8]);
+    goes_on(&mut v);
+}
+
+/// A breakpoint on HLT behind STI: the interrupt that is to wake it is not taken before it.
+#[test]
+fn a_breakpoint_before_an_instruction_ends_no_shadow() {
+    let mut v = vcpu();
+    v.set_guest_debug(ENABLE | HARDWARE, [0, 0, 0, 0, 0, 0, 0, 0x402]);
+    stops(&mut v, 1, IF);
+    v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_INTERRUPTIBILITY) & 3, interruptibility::STI);
+        shutdown(vmcs, gprs);
+    });
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+}
+
 #[test]
 fn a_shadow_that_a_debugger_meets_or_sets_is_over() {
     let mut v = vcpu();

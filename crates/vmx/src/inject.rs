@@ -121,12 +121,23 @@ impl<C: Cpu> Vmx<C> {
         if self.shadow_over.replace(false) {
             let state = self.get(fields::GUEST_INTERRUPTIBILITY);
             self.set(fields::GUEST_INTERRUPTIBILITY, state & !SHADOW);
+            self.end_step_in(state);
+        }
+    }
+
+    /// A shadow in `state` is over. A debugger hears of the step that was pending in it by itself: no entry delivers that, be it to
+    /// the debugger or, once that has gone, to the guest. A step of the guest's own is injected, and pends no more then.
+    fn end_step_in(&self, state: u32) {
+        if state & SHADOW != 0 && self.cold.debugger_steps {
+            let pending = self.get(fields::GUEST_PENDING_DEBUG) & !PENDING_STEP;
+            self.set(fields::GUEST_PENDING_DEBUG, pending);
         }
     }
 
     pub(crate) fn set_shadow(&mut self, on: bool) {
         self.shadow_over.set(false);
-        let state = self.get(fields::GUEST_INTERRUPTIBILITY) & !SHADOW;
+        let before = self.get(fields::GUEST_INTERRUPTIBILITY);
+        let state = before & !SHADOW;
         let sti = if on { interruptibility::STI } else { 0 };
         // Blocking by STI with interrupts off is refused; that of MOV SS is not.
         let bit = if self.rflags().contains(Rflags::IF) {
@@ -137,6 +148,9 @@ impl<C: Cpu> Vmx<C> {
             0
         };
         self.set(fields::GUEST_INTERRUPTIBILITY, state | bit);
+        if bit == 0 {
+            self.end_step_in(before);
+        }
         self.match_pending_step();
     }
 
@@ -149,8 +163,7 @@ impl<C: Cpu> Vmx<C> {
         }
         if self.cold.debugger_steps {
             self.set(fields::GUEST_INTERRUPTIBILITY, state & !SHADOW);
-            let pending = self.get(fields::GUEST_PENDING_DEBUG) & !PENDING_STEP;
-            self.set(fields::GUEST_PENDING_DEBUG, pending);
+            self.end_step_in(state);
             return;
         }
         let steps = self.rflags().contains(Rflags::TF)
@@ -307,8 +320,13 @@ impl<C: Cpu> Injection for Vmx<C> {
         false
     }
 
-    fn pass_debug_trap(&mut self) {
-        self.set_shadow(false);
+    fn pass_debug(&mut self, bits: u64) {
+        if bits & Dr6::BS != 0 {
+            self.set_shadow(false);
+        } else {
+            // A breakpoint before an instruction that the shadow is for: HLT behind STI.
+            self.match_pending_step();
+        }
     }
 
     #[inline(always)]

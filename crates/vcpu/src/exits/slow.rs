@@ -160,7 +160,7 @@ impl<B: Backend> Vcpu<B> {
                 // VMX tells apart from DR6 what happened, which of INT1 is nothing; SVM by it.
                 let bits = e.payload.unwrap_or(dr6 ^ Dr6::ACTIVE_LOW);
                 if is_for_us {
-                    self.b.pass_debug_trap();
+                    self.b.pass_debug(bits);
                     let pc = self.linear_rip();
                     let dr6 = bits ^ Dr6::ACTIVE_LOW;
                     return Err(UserExit::Debug { exception: 1, pc, dr6, dr7 }.into());
