@@ -1,17 +1,8 @@
 #!/bin/bash
-# /init of the emulated Debian of run.sh: asks every tool what an administrator would.
+# /init of the emulated Debian of run.sh: asks every tool what an administrator would. What is mounted is what the initramfs has
+# mounted, and what the tools mount for themselves.
 export PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C HOME=/root PAGER=cat TERM=dumb
-[ -d /proc/self ] || mount -t proc proc /proc
-[ -d /sys/module ] || mount -t sysfs sysfs /sys
 [ -e /dev/fd ] || ln -s /proc/self/fd /dev/fd
-mount -t tmpfs tmpfs /tmp
-mount -t tmpfs tmpfs /run
-mkdir -p /dev/pts /dev/shm
-mount -t devpts devpts /dev/pts
-mount -t tmpfs tmpfs /dev/shm
-mount -t tracefs tracefs /sys/kernel/tracing 2>/dev/null
-mount -t debugfs debugfs /sys/kernel/debug 2>/dev/null
-mount -t cgroup2 cgroup2 /sys/fs/cgroup
 ip link set lo up
 echo '=== begin'
 module=stock only=
@@ -68,7 +59,7 @@ check perf_kvm_stat_report reported
 live() {
     (while :; do exitbench run cpuid --repetitions 1 --iterations 300 >/dev/null 2>&1; done) &
     load=$!
-    timeout -s INT 40 perf kvm stat live -d 3 </dev/null >/tmp/live 2>&1
+    timeout -s INT -k 10 40 perf kvm stat live -d 3 </dev/null >/tmp/live 2>&1
     kill $load; wait $load 2>/dev/null
     head -n 40 /tmp/live
     grep -qE 'cpuid +[0-9]+' /tmp/live

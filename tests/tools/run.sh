@@ -52,7 +52,7 @@ boot() {
             sleep 1
         done
         if grep -qs '^=== begin' "$work/$1.log"; then
-            tail -n +1 --pid=$machine -f "$work/$1.log" | tr -d '\r' | grep --line-buffered -E '^(ok|not ok|skip) ' || true
+            tail -n +1 --pid=$machine -f "$work/$1.log" | stdbuf -oL tr -d '\r' | grep --line-buffered -E '^(ok|not ok|skip) ' || true
             wait $machine || true
             return
         fi
