@@ -16,9 +16,9 @@ check() {
     if "$@" >/tmp/said 2>&1; then echo "ok $name ($((SECONDS - begun)) s)"; else echo "not ok $name"; tail -n 25 /tmp/said; fi
     begun=$SECONDS
 }
-# has TEXT COMMAND...: the command succeeds and says it.
-has() { text=$1; shift; "$@" >/tmp/has 2>&1; status=$?; cat /tmp/has; [ $status = 0 ] && grep -qE "$text" /tmp/has; }
-shown() { text=$1; shift; "$@" >/tmp/has 2>&1; cat /tmp/has; grep -qE "$text" /tmp/has; }
+# shown TEXT COMMAND...: the command says it, however it ends; has: and succeeds.
+shown() { text=$1; shift; "$@" >/tmp/has 2>&1; status=$?; cat /tmp/has; grep -qE "$text" /tmp/has; }
+has() { shown "$@" && [ $status = 0 ]; }
 # within SECONDS COMMAND...
 within() { limit=$((SECONDS + $1)); shift; until "$@"; do [ $SECONDS -lt $limit ] || return 1; sleep 0.3; done; }
 
@@ -120,10 +120,10 @@ snapshot() { virsh snapshot-create-as one first && goes_on && virsh snapshot-rev
 check snapshot_and_revert snapshot
 hot() { virsh setvcpus one 2 --live && has 'current +live +2' virsh vcpucount one; }
 check a_second_vcpu_by_hotplug hot
-check reset virsh reset one
+restarted() { virsh reset one && goes_on; }
+check reset restarted
 check destroy has 'destroyed' virsh destroy one
 check undefine virsh undefine one
-tail -n 20 /var/log/libvirt/qemu/one.log >/tmp/qemu.log 2>/dev/null
 none_runs() { ! grep -qs "^$1" /proc/[0-9]*/comm; }
 check nothing_is_left within 20 none_runs qemu-system
 for daemon in libvirtd virtlogd; do kill "$(cat /run/$daemon.pid)"; done

@@ -192,6 +192,100 @@ fn nothing_posted_is_lost_with_a_page_that_goes() {
     }
 }
 
+/// Memory in which another vCPU of L1's posts a vector, by one step before each of two accesses of ours: it sets the bit, and
+/// then ON, and notifies us if ON was clear (as KVM does, and the SDM asks, §30.6).
+struct Shared<'a> {
+    memory: &'a Memory,
+    steps: [u32; 2],
+    at: std::cell::Cell<u32>,
+    notifies: std::cell::Cell<bool>,
+}
+
+const SENT: u8 = 0x51;
+
+impl Shared<'_> {
+    fn advance(&self) {
+        let now = self.at.get();
+        self.at.set(now + 1);
+        if now == self.steps[0] {
+            self.set(DESCRIPTOR + u64::from(SENT >> 6) * 8, 1 << (SENT & 63));
+        }
+        if now == self.steps[1] && self.set(DESCRIPTOR + 32, 1) & 1 == 0 {
+            self.notifies.set(true);
+        }
+    }
+
+    fn set(&self, at: u64, bits: u64) -> u64 {
+        let word = self.memory.read_u64(Gpa(at)).unwrap();
+        self.memory.put(at, &(word | bits).to_le_bytes());
+        word
+    }
+}
+
+impl GuestMemory for Shared<'_> {
+    fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside> {
+        self.advance();
+        self.memory.read(at, into)
+    }
+    fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside> {
+        self.advance();
+        self.memory.write(at, from)
+    }
+    fn exchange(&self, at: Gpa, old: u64, new: u64) -> Result<bool, Outside> {
+        self.advance();
+        self.memory.exchange(at, old, new)
+    }
+}
+
+/// Posting that looks at the vectors first and gives ON up behind them.
+fn post_the_wrong_way(v: &mut Vmcs12, memory: &impl GuestMemory) {
+    for quarter in 0..4 {
+        let at = Gpa(DESCRIPTOR + u64::from(quarter) * 8);
+        request(v, quarter, at, memory).unwrap();
+    }
+    change_bits(Gpa(DESCRIPTOR + 32), 0, 1, memory).unwrap();
+}
+
+/// Vectors that were sent, are not requested, and of which no notification tells, over all orders of the steps of two vCPUs.
+fn lost(post_once: impl Fn(&mut Vmcs12, &Shared<'_>)) -> u32 {
+    const MOST: u32 = 60;
+    let mut lost = 0;
+    for first in 0..MOST {
+        for second in first..MOST {
+            let (memory, mut v) = (Memory::new(), with(0));
+            // One came before, and is what we are notified of.
+            memory.put(DESCRIPTOR + 4, &[2]);
+            memory.put(DESCRIPTOR + 32, &[1]);
+            let shared = Shared {
+                memory: &memory,
+                steps: [first, second],
+                at: 0.into(),
+                notifies: false.into(),
+            };
+            post_once(&mut v, &shared);
+            // What we did not get to see comes behind us.
+            while shared.at.get() < MOST {
+                shared.advance();
+            }
+            if shared.notifies.get() {
+                post_once(&mut v, &shared);
+            }
+            lost += u32::from(has(&memory, 0x200) != [33, SENT]);
+        }
+    }
+    lost
+}
+
+#[test]
+fn whenever_a_vector_is_sent_it_is_requested_or_notified() {
+    assert_eq!(lost(|v, memory| assert!(post(v, 0xf2, memory).is_ok())), 0);
+}
+
+#[test]
+fn the_order_of_on_and_the_vectors_is_what_keeps_them() {
+    assert_ne!(lost(|v, memory| post_the_wrong_way(v, memory)), 0);
+}
+
 #[test]
 fn without_memory_nothing_is_delivered() {
     let memory = Memory::new();

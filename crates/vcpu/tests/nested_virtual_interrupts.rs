@@ -123,6 +123,14 @@ fn what_waits_for_a_halted_l2_that_an_injected_event_wakes_is_not_lost() {
     ends_in_l1(&mut machine);
 }
 
+/// An L1 that has posted this vector below 64 for L2, and has not notified it yet.
+fn posting(vector: u8) -> Hypervisor {
+    let machine = requesting(&mut delivering(), 0);
+    machine.put(DESCRIPTOR, 1 << vector);
+    machine.put(DESCRIPTOR + 32, 1);
+    machine
+}
+
 /// The vector is posted, and the notification waits at L1's local APIC.
 fn notifies(shared: &SharedVcpu) {
     let _ = shared.lapic.accept_fixed(NOTIFICATION, irqchip::Trigger::Edge);
@@ -130,9 +138,7 @@ fn notifies(shared: &SharedVcpu) {
 
 #[test]
 fn an_interrupt_of_l1s_behind_a_notification_ends_the_run_at_once() {
-    let mut machine = requesting(&mut delivering(), 0);
-    machine.put(DESCRIPTOR, 1 << 0x31);
-    machine.put(DESCRIPTOR + 32, 1);
+    let mut machine = posting(0x31);
     let shared = machine.vcpu.shared().clone();
     machine.then(move |vmcs, gprs| {
         notifies(&shared);
@@ -148,11 +154,9 @@ fn an_interrupt_of_l1s_behind_a_notification_ends_the_run_at_once() {
 
 #[test]
 fn a_notification_wakes_no_l2_that_takes_nothing() {
-    let mut machine = requesting(&mut delivering(), 0);
+    let mut machine = posting(0x31);
     // L2's priority.
     machine.put(PAGE + 0x80, 0x40);
-    machine.put(DESCRIPTOR, 1 << 0x31);
-    machine.put(DESCRIPTOR + 32, 1);
     let shared = machine.vcpu.shared().clone();
     let at_once = shared.clone();
     machine.then(move |vmcs, gprs| {
@@ -175,9 +179,7 @@ fn a_notification_wakes_no_l2_that_takes_nothing() {
 
 #[test]
 fn a_posted_interrupt_wakes_an_l2_that_takes_it() {
-    let mut machine = requesting(&mut delivering(), 0);
-    machine.put(DESCRIPTOR, 1 << 0x31);
-    machine.put(DESCRIPTOR + 32, 1);
+    let mut machine = posting(0x31);
     let shared = machine.vcpu.shared().clone();
     machine.then(move |vmcs, gprs| {
         notifies(&shared);

@@ -142,10 +142,10 @@ impl TimerHandler for VcpuShared {
     }
 }
 
+#[allow(unsafe_code)]
 // SAFETY: every vCPU that can look at this VM's memory is in its table before it can enter, its mode is
 // set before it looks, and request_all_and_wait() interrupts each whose mode says so and waits for it. The
 // request is visible to the others, which flush before they enter the guest.
-#[allow(unsafe_code)]
 unsafe impl FlushRemote for Vm {
     fn flush_remote(&self) {
         self.stats().of(VmCount::RemoteTlbFlushRequests).add(1);

@@ -155,7 +155,7 @@ pub struct NestedAccess {
 }
 
 impl NestedAccess {
-    /// The same access, of which no dirty flag is to be logged.
+    /// The access, with no dirty flag of it to be logged.
     #[must_use]
     pub const fn unlogged(self) -> Self {
         Self { logs: false, ..self }

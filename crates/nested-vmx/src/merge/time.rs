@@ -71,7 +71,7 @@ impl Deadline {
         u32::try_from(self.0.saturating_sub(tsc >> TIMER_RATE)).unwrap_or(u32::MAX)
     }
 
-    /// The same time once L1's TSC is so much later.
+    /// The deadline on an L1's TSC that was moved by `delta`, mod 2^64.
     #[must_use]
     pub fn moved(self, delta: u64) -> Self {
         Self(self.tsc().wrapping_add(delta) >> TIMER_RATE)

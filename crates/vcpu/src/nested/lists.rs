@@ -8,7 +8,8 @@ use super::memory::Whole;
 use crate::{Vcpu, exits::msr_exits::Access, run::events::Outer};
 
 impl<B: Backend> Vcpu<B> {
-    /// Does what lists have left to the vCPU. What is refused fails the entry before L2 runs, or shuts the vCPU down.
+    /// Does what lists have left to the vCPU, which has not followed the change of level yet: it asks nothing of
+    /// `pending.after_exit`. What is refused fails the entry before L2 runs, or shuts the vCPU down.
     #[cold]
     #[inline(never)]
     pub(crate) fn do_list_msrs(&mut self) {
@@ -46,6 +47,8 @@ impl<B: Backend> Vcpu<B> {
             v.b.nested_mut()?.fail_at_list(&mut v.gprs, &Whole::new(&v.mmu.memory, None))
         });
         let Some(done) = done else { return false };
+        // L2 has not run: nothing of its is to be delivered again.
+        self.events.again = None;
         let _ = self.executed(done, 0);
         true
     }

@@ -260,6 +260,24 @@ fn a_vmresume_at_cpl3_costs_l1_no_vmwrite() {
     assert_eq!((rip, info), (0x7777, 0x8000_0202));
 }
 
+/// Each run has the thread's own CR3 for the host, whichever level an exit leaves, and also where the run before had both.
+#[test]
+fn both_levels_leave_to_the_thread_that_runs() {
+    let mut r = Rig::new(&good(), 0xd01);
+    assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Entered);
+    for cr3 in [0x5000u64, 0x6000, 0x5000] {
+        r.leave_loop();
+        r.v.cpu().inner().vmx.cr3 = cr3;
+        r.v.load(0);
+        for _ in 0..2 {
+            r.enter(ExitReason::Cpuid, move |v| assert_eq!(v.get(field::HOST_CR3), cr3));
+            assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+            r.enter(ExitReason::Vmresume, move |v| assert_eq!(v.get(field::HOST_CR3), cr3));
+            assert_eq!(r.v.execute(&mut r.g, 0, &r.m), Executed::Entered);
+        }
+    }
+}
+
 /// The VMM saves the state between L1's VMWRITE of an event and its VMRESUME: L2 gets the event all the same.
 #[test]
 fn what_l1_asks_for_is_not_lost_by_saving() {
