@@ -433,6 +433,8 @@ finish_tcc() {
 # The kernel's selftests of KVM, linked statically, in bin/; their source goes again.
 finish_selftests() {
     tests=$1/tools/testing/selftests/kvm
+    # Beneath a make the suite's Makefiles take theirs for who says where to build.
+    unset MAKELEVEL MAKEFLAGS MFLAGS
     make -s -C "$1" headers ARCH=x86 >"$out/selftests.log" 2>&1 || die "the kernel's headers cannot be made, see $out/selftests.log"
     make -s -C "$tests" -j"$(nproc)" ARCH=x86_64 KHDR_INCLUDES="-isystem $1/usr/include" LDFLAGS='-static -pthread' \
         >>"$out/selftests.log" 2>&1 || die "the selftests do not build, see $out/selftests.log"
