@@ -36,7 +36,7 @@ help:
 	@echo "  make try      COMMAND='labtests --filter cpuid'   a shell command in one machine"
 	@echo '  make module                    build gannet.ko and check it'
 	@echo '  make deb                       the package gannet-dkms: DKMS builds Gannet for each installed kernel'
-	@echo '  make vmms                      QEMU, libvirt, perf, trace-cmd and the selftests of KVM, stock KVM beside: 40 minutes, root'
+	@echo '  make vmms                      QEMU, libvirt, perf, trace-cmd and the selftests of KVM, stock KVM beside: 20 minutes, root'
 	@echo '  make symbols  SYMVERS=file     what a kernel no longer exports of that which Gannet takes, or restricts'
 	@echo '  make setup                     fetch and unpack everything; the others fetch what they need'
 	@echo '  make clean                     remove what was built and unpacked; downloads stay in the cache'

@@ -28,7 +28,9 @@ names() { # names PART MODULE WORDS: the tests of which the log says so
 passed=0 failed=0
 for part in "${!wanted[@]}"; do
     for test in $(names "$part" gannet 'ok'); do passed=$((passed + 1)); done
-    [ -n "$(names "$part" gannet ok)" ] || { echo "not ok: nothing of $part ran on Gannet"; failed=$((failed + 1)); }
+    for module in stock gannet; do
+        [ -n "$(names "$part" $module ok)" ] || { echo "not ok: nothing of $part ran on $module"; failed=$((failed + 1)); }
+    done
     for test in $(comm -23 <(names "$part" gannet 'not ok|FAIL') <(names "$part" stock 'not ok|FAIL')); do
         echo "not ok $part: $test fails on Gannet alone"
         failed=$((failed + 1))
