@@ -20,11 +20,25 @@ pub enum PvMsr {
     PvEoi(Option<Gpa>),
     /// Whether the host may poll when this vCPU halts.
     HaltPolling(bool),
-    /// Asynchronous page faults stay off.
-    AsyncPfOff,
+    /// What a guest says of asynchronous page faults is kept, and none comes.
+    AsyncPf(AsyncPf),
     /// The page of the lazy TSC deadline is there from now on. `None`: off.
     LazyDeadline(Option<Gpa>),
 }
+
+/// The MSRs of asynchronous page faults.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AsyncPf {
+    /// Where they are told, and how.
+    Enable,
+    /// By which vector.
+    Vector,
+    /// That one was taken.
+    Ack,
+}
+
+/// Bits 5:4 of MSR_KVM_ASYNC_PF_EN.
+const ASYNC_PF_RESERVED: u64 = 0x30;
 
 /// Bit 0 of most of these MSRs.
 const ENABLE: u64 = 1;
@@ -37,7 +51,7 @@ impl PvMsr {
     /// Checks a write. `None` for an MSR that is not of this kind.
     ///
     /// # Errors
-    /// [`Gp`] for reserved bits, and for enabling asynchronous page faults, which are not offered.
+    /// [`Gp`] for reserved bits.
     pub fn write(number: u32, value: u64) -> Option<Result<Self, Gp>> {
         Some(match number {
             msr::KVM_WALL_CLOCK | msr::KVM_WALL_CLOCK_NEW => {
@@ -52,13 +66,11 @@ impl PvMsr {
             msr::KVM_PV_EOI_EN => Ok(Self::PvEoi(address(value))),
             msr::KVM_POLL_CONTROL if value & !1 != 0 => Err(Gp),
             msr::KVM_POLL_CONTROL => Ok(Self::HaltPolling(value & 1 != 0)),
-            msr::KVM_ASYNC_PF_EN | msr::KVM_ASYNC_PF_INT | msr::KVM_ASYNC_PF_ACK => {
-                if value == 0 {
-                    Ok(Self::AsyncPfOff)
-                } else {
-                    Err(Gp)
-                }
-            }
+            msr::KVM_ASYNC_PF_EN if value & ASYNC_PF_RESERVED != 0 => Err(Gp),
+            msr::KVM_ASYNC_PF_EN => Ok(Self::AsyncPf(AsyncPf::Enable)),
+            msr::KVM_ASYNC_PF_INT if value > 0xff => Err(Gp),
+            msr::KVM_ASYNC_PF_INT => Ok(Self::AsyncPf(AsyncPf::Vector)),
+            msr::KVM_ASYNC_PF_ACK => Ok(Self::AsyncPf(AsyncPf::Ack)),
             // 64-byte alignment; bits 5:1 are reserved. No such page crosses into another frame.
             msr::KVM_LAZY_TSC_DEADLINE if value & 0x3e != 0 => Err(Gp),
             msr::KVM_LAZY_TSC_DEADLINE => Ok(Self::LazyDeadline(address(value))),
@@ -92,8 +104,12 @@ mod tests {
         }
         assert_eq!(PvMsr::write(0x4b56_4d04, 0x1003), Some(Err(Gp)));
         assert_eq!(PvMsr::write(0x4b56_4d05, 2), Some(Err(Gp)));
-        assert_eq!(PvMsr::write(0x4b56_4d02, 1), Some(Err(Gp)));
-        assert_eq!(PvMsr::write(0x4b56_4d02, 0), Some(Ok(PvMsr::AsyncPfOff)));
+        for bit in [0x10, 0x20] {
+            assert_eq!(PvMsr::write(0x4b56_4d02, 0x1001 | bit), Some(Err(Gp)));
+        }
+        assert_eq!(PvMsr::write(0x4b56_4d06, 0x100), Some(Err(Gp)));
+        let enabled = PvMsr::write(0x4b56_4d02, 0x1003);
+        assert_eq!(enabled, Some(Ok(PvMsr::AsyncPf(AsyncPf::Enable))));
     }
 
     #[test]

@@ -12,9 +12,10 @@ use pv::{
     clock::{ClockPage, Scale, WallClock},
     error::HypercallError,
     hypercall::{self, ClockPairing, Hypercall, Registers},
-    msr::PvMsr,
+    msr::{AsyncPf, PvMsr},
 };
 use vm::{
+    irq::Irqchip,
     memory::{MemoryError, VmMemory},
     vcpu_shared::Request,
 };
@@ -59,6 +60,8 @@ pub struct PvState {
     steal_msr: u64,
     eoi_msr: u64,
     poll_off: bool,
+    async_pf_msr: u64,
+    async_pf_vector_msr: u64,
     /// What the guest's CPUID does not offer is refused (KVM_CAP_ENFORCE_PV_FEATURE_CPUID).
     pub(crate) enforced: bool,
 }
@@ -218,7 +221,9 @@ impl<B: Backend> Vcpu<B> {
             number::KVM_PV_EOI_EN => self.pv.eoi_msr,
             number::KVM_POLL_CONTROL => u64::from(!self.pv.poll_off),
             number::KVM_LAZY_TSC_DEADLINE => self.read_lazy_deadline_msr(by)?,
-            number::KVM_ASYNC_PF_EN | number::KVM_ASYNC_PF_INT | number::KVM_ASYNC_PF_ACK => 0,
+            number::KVM_ASYNC_PF_EN => self.pv.async_pf_msr,
+            number::KVM_ASYNC_PF_INT => self.pv.async_pf_vector_msr,
+            number::KVM_ASYNC_PF_ACK => 0,
             _ => return Err(Refused),
         })
     }
@@ -259,7 +264,13 @@ impl<B: Backend> Vcpu<B> {
                 self.pv.eoi.configure(flag);
             }
             PvMsr::HaltPolling(on) => self.pv.poll_off = !on,
-            PvMsr::AsyncPfOff => {}
+            // They are told by the local APIC, which is the VMM's then.
+            PvMsr::AsyncPf(_) if value != 0 && self.vm.irq().kind() == Irqchip::None => {
+                return Err(Refused);
+            }
+            PvMsr::AsyncPf(AsyncPf::Enable) => self.pv.async_pf_msr = value,
+            PvMsr::AsyncPf(AsyncPf::Vector) => self.pv.async_pf_vector_msr = value,
+            PvMsr::AsyncPf(AsyncPf::Ack) => {}
             PvMsr::LazyDeadline(_) => self.write_lazy_deadline_msr(value, by)?,
         }
         Ok(())
