@@ -132,7 +132,7 @@ impl Segment {
 /// The vCPU as the emulator sees it.
 ///
 /// Addresses are linear. Accesses are 1 to 8 bytes (16 for [`Machine::cmpxchg`]) and lie within
-/// one page; only where [`Machine::is_ram`] answered true do longer ones come, up to
+/// one page; only where [`Machine::port_run`] allowed it do longer ones come, up to
 /// [`crate::STRING_RUN_BYTES`]. CPL decides user or supervisor: all accesses are explicit ones.
 pub trait Machine {
     /// General register `index` (0 = RAX … 15 = R15), whole.
@@ -166,8 +166,7 @@ pub trait Machine {
     fn cmpxchg(&mut self, at: Gva, old: &[u8], new: &[u8]) -> Result<bool, Stop>;
 
     /// Whether `len` bytes (within one page) are RAM that can be accessed without a fault and
-    /// without user space, for writing if `write`. Asked where a string instruction could access
-    /// many elements at once, and where a write crosses into another page: RAM is written last
+    /// without user space, for writing if `write`. Asked where a write crosses into another page: RAM is written last
     /// then, so that a replay does not read back its own result. False is always allowed.
     fn is_ram(&mut self, _at: Gva, _len: usize, _write: bool) -> Result<bool, Stop> {
         Ok(false)
@@ -181,9 +180,14 @@ pub trait Machine {
     /// iterations of a REP string instruction, after their registers were set.
     fn commit(&mut self);
 
+    /// How many of `elements` one access of the port may bring, if INS puts them at `at` and behind, within one page: more than
+    /// one only if that is RAM that can be written to without a fault. One is always allowed.
+    fn port_run(&mut self, _access: &PortAccess, _at: Gva, _elements: u64) -> Result<u64, Stop> {
+        Ok(1)
+    }
     /// Reads `into.len() / size` elements of the access's size from one port.
     fn port_in(&mut self, access: &PortAccess, into: &mut [u8]) -> Result<(), Stop>;
-    /// Writes `data.len() / size` elements of the access's size to one port.
+    /// Writes one element of the access's size to one port.
     fn port_out(&mut self, access: &PortAccess, data: &[u8]) -> Result<(), Stop>;
 
     /// EFER.LMA: long mode is active.

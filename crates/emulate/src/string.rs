@@ -1,12 +1,12 @@
 //! String instructions with and without REP: MOVS, STOS, LODS, CMPS, SCAS, INS, OUTS.
 //!
 //! Every finished iteration sets RCX, RSI and RDI at once and calls [`Machine::commit`], so that
-//! a restart continues where it was (SDM vol. 2B, REP). A run of INS or OUTS over plain RAM is one
-//! port access.
+//! a restart continues where it was (SDM vol. 2B, REP). A run of INS into plain RAM is one port access.
 //!
 //! Why runs: an INSB of a sector would otherwise leave to the VMM 512 times, and each of those exits costs thousands of
-//! instructions. Only over plain memory, since there all of the run can be done once it is answered; a device at the other
-//! end might fault or ask in its middle.
+//! instructions. Only into plain memory, since there all of the run can be done once it is answered; a device at the other
+//! end might fault or ask in its middle. And only INS, as on stock KVM: VMMs hand what OUTS writes to a device's code in one
+//! piece, and that of a serial port takes one byte.
 
 use iced_x86::{Code, OpKind};
 use x86::{Gva, Rflags};
@@ -15,11 +15,12 @@ use crate::alu;
 use crate::execute::Outcome;
 use crate::machine::{Access, Machine, SegReg, Stop};
 use crate::operand::{Run, to_page_end};
+use crate::port::PortAccess;
 use crate::register::{RegRef, size_mask};
 
 /// Iterations of a REP string instruction in one call, after which the vCPU looks for interrupts.
 pub const ITERATIONS_PER_CALL: u32 = 64;
-/// The longest run of bytes that one INS or OUTS hands to [`Machine`] at once.
+/// The longest run of bytes that one INS asks [`Machine`] for at once.
 pub const STRING_RUN_BYTES: usize = 512;
 
 const RAX: u8 = 0;
@@ -194,14 +195,20 @@ impl<M: Machine> Run<'_, M> {
                 self.string_advance(e, RDI, 1);
             }
             Kind::Ins => return self.ins(e, count),
-            Kind::Outs => return self.outs(e, count),
+            Kind::Outs => self.outs(e)?,
         }
         Ok(1)
     }
 
-    /// How many elements from `at` on may go in one access: more than one only over plain RAM, in
-    /// one page, forwards, and within the segment.
-    fn run_length(&mut self, e: Element, index: u8, at: u64, count: u64) -> Result<u64, Stop> {
+    /// How many elements an INS may put at `at` and behind by one access of the port: more than one only into plain RAM,
+    /// in one page, forwards, and within the segment.
+    fn run_length(
+        &mut self,
+        e: Element,
+        access: &PortAccess,
+        at: u64,
+        count: u64,
+    ) -> Result<u64, Stop> {
         // Backward runs would need their bytes turned round, and drivers read forwards.
         if count < 2 || e.backward {
             return Ok(1);
@@ -213,22 +220,22 @@ impl<M: Machine> Run<'_, M> {
             return Ok(1);
         }
         // The last element must be reachable as the first one was, without wrapping.
-        let offset = self.m.gpr(usize::from(index)) & size_mask(e.address_size);
+        let offset = self.m.gpr(usize::from(RDI)) & size_mask(e.address_size);
         let last = offset.wrapping_add(fits.wrapping_sub(1).wrapping_mul(size));
-        let how = if index == RDI { Access::Store } else { Access::Load };
-        let segment = if index == RSI { e.source } else { SegReg::Es };
-        if last > size_mask(e.address_size) || self.linear(segment, last, e.size, how).is_err() {
+        let last = (last <= size_mask(e.address_size)).then_some(last);
+        let reachable =
+            last.is_some_and(|last| self.linear(SegReg::Es, last, e.size, Access::Store).is_ok());
+        if !reachable {
             return Ok(1);
         }
-        let len = fits.wrapping_mul(size) as usize;
-        Ok(if self.m.is_ram(Gva(at), len, index == RDI)? { fits } else { 1 })
+        Ok(self.m.port_run(access, Gva(at), fits)?.clamp(1, fits))
     }
 
     fn ins(&mut self, e: Element, count: u64) -> Result<u64, Stop> {
         let port = self.m.gpr(usize::from(RDX)) as u16;
         let access = self.check_port(port, e.size)?;
         let to = self.string_place(e, RDI, Access::Store)?;
-        let elements = self.run_length(e, RDI, to, count)?;
+        let elements = self.run_length(e, &access, to, count)?;
         let len = elements.wrapping_mul(u64::from(e.size)) as usize;
         // Memory that cannot be written must not cost the device its data.
         self.probe(to, len)?;
@@ -240,18 +247,14 @@ impl<M: Machine> Run<'_, M> {
         Ok(elements)
     }
 
-    fn outs(&mut self, e: Element, count: u64) -> Result<u64, Stop> {
+    fn outs(&mut self, e: Element) -> Result<(), Stop> {
         let port = self.m.gpr(usize::from(RDX)) as u16;
         let access = self.check_port(port, e.size)?;
         let from = self.string_place(e, RSI, Access::Load)?;
-        let elements = self.run_length(e, RSI, from, count)?;
-        let len = elements.wrapping_mul(u64::from(e.size)) as usize;
-        let mut buffer = [0u8; STRING_RUN_BYTES];
-        let bytes = buffer.get_mut(..len).ok_or(Stop::Unsupported)?;
-        self.read_bytes(from, bytes, Access::Load)?;
-        self.m.port_out(&access, bytes)?;
-        self.string_advance(e, RSI, elements);
-        Ok(elements)
+        let value = self.read(from, e.size, Access::Load)?.to_le_bytes();
+        self.m.port_out(&access, value.get(..usize::from(e.size)).ok_or(Stop::Unsupported)?)?;
+        self.string_advance(e, RSI, 1);
+        Ok(())
     }
 
     fn port_operand(&mut self, n: u32) -> Result<u16, Stop> {

@@ -53,6 +53,15 @@ impl<'a> RunPage<'a> {
         self.load(0).to_le_bytes()
     }
 
+    /// The first bytes of the page, as many as `into` takes: the data of a string instruction.
+    pub fn read_bytes(&self, into: &mut [u8]) {
+        for (index, part) in into.chunks_mut(8).enumerate() {
+            for (to, from) in part.iter_mut().zip(self.load(index).to_le_bytes()) {
+                *to = from;
+            }
+        }
+    }
+
     /// Sets the first 8 bytes of the page, where the data of port I/O lies.
     #[inline]
     pub fn set_first(&self, bytes: [u8; 8]) {

@@ -47,7 +47,8 @@ macro_rules! commands {
         (vm: vm, arg)
             CREATE_VCPU [io 0x41] [] => create_vcpu(vm, arg),
                 "EINVAL: id at or above KVM_CAP_MAX_VCPU_ID, or 4096 vCPUs; EEXIST: id taken";
-            CHECK_EXTENSION [] [CAP_CHECK_EXTENSION_VM] => Ok(check_extension(vm.offer(), arg)), "as on /dev/kvm";
+            CHECK_EXTENSION [] [CAP_CHECK_EXTENSION_VM] => Ok(vm_extension(vm, arg)),
+                "as on /dev/kvm; of X86_APIC_BUS_CYCLES_NS what is set";
             ENABLE_CAP [iow KvmEnableCap 0xa3] [CAP_ENABLE_CAP_VM] => setting::enable(vm, arg),
                 "X2APIC_API, DISABLE_QUIRKS, DISABLE_QUIRKS2, X86_APIC_BUS_CYCLES_NS, EXCEPTION_PAYLOAD, \
                  X86_TRIPLE_FAULT_EVENT, HALT_POLL, MAX_VCPU_ID, MANUAL_DIRTY_LOG_PROTECT2, X86_USER_SPACE_MSR, \
@@ -381,7 +382,7 @@ macro_rules! capabilities {
             CAP_VM_TYPES 235 => 1, "";
             CAP_PRE_FAULT_MEMORY 236 => 0, "";
             CAP_X86_APIC_BUS_CYCLES_NS 237 => 1,
-                "enabled, nanoseconds in a cycle; EINVAL: 0, or so long that the longest countdown does \
+                "on a VM what is set; enabled, nanoseconds in a cycle; EINVAL: 0, or so long that the longest countdown does \
                  not fit into 64 bits of nanoseconds; ENXIO without local APICs; EINVAL with vCPUs";
             CAP_X86_GUEST_MODE 238 => 0, "";
         }

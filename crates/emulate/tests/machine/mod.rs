@@ -373,6 +373,10 @@ impl Machine for TestMachine {
         };
         Ok(self.runs_allowed && !barred(at.0) && !barred(end))
     }
+    fn port_run(&mut self, access: &PortAccess, at: Gva, elements: u64) -> Result<u64, Stop> {
+        let len = elements as usize * usize::from(access.size());
+        Ok(if self.is_ram(at, len, true)? { elements } else { 1 })
+    }
     fn commit(&mut self) {
         assert_eq!(self.cursor, self.log.len(), "a commit before the replay log was used up");
         self.log.clear();

@@ -159,8 +159,8 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
     }
 
     #[inline]
-    fn answer_msr(&mut self, answer: impl FnOnce() -> (bool, u64)) {
-        self.vcpu.answer_msr(answer);
+    fn answer_rare(&mut self, msr: impl FnOnce() -> (bool, u64), items: impl FnOnce(&mut [u8])) {
+        self.vcpu.answer_rare(msr, items);
     }
 
     #[inline]

@@ -141,6 +141,10 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
         stats::of_vm(&self.vm, self.tid)
     }
 
+    fn bus_cycle_ns(&self) -> u32 {
+        self.vm.settings.apic_bus_cycle_ns.load(Relaxed).max(1)
+    }
+
     fn created_vcpus(&self) -> u32 {
         self.vm.vcpus().count()
     }

@@ -5,7 +5,7 @@ use super::state::Attribute;
 use super::system::{attribute, create_vm, emulated_cpuid, get_attribute, without_argument};
 use super::vm::{
     create_device, create_vcpu, set_boot_cpu_id, set_clock, set_identity_map_addr,
-    set_nr_mmu_pages, set_tsc_khz, set_tss_addr,
+    set_nr_mmu_pages, set_tsc_khz, set_tss_addr, vm_extension,
 };
 use super::{Done, Reply, interrupts, lists, memory, msr_filter, nested, run, setting, state};
 use crate::caps::{API_VERSION, check_extension};

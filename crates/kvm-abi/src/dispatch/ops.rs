@@ -133,6 +133,8 @@ pub trait VmOps {
     fn offer(&self) -> &Offer;
     /// Makes a file with the VM's statistics; returns the descriptor.
     fn stats_file(&self) -> Result<i32, Errno>;
+    /// Nanoseconds in a cycle of the local APIC timers' clock.
+    fn bus_cycle_ns(&self) -> u32;
     /// vCPUs made so far.
     fn created_vcpus(&self) -> u32;
     /// Makes a vCPU and a file for it; returns the descriptor. `EEXIST`: the id is taken.
@@ -257,9 +259,9 @@ pub trait VcpuOps {
     /// The first 8 bytes of the port I/O page: before [`Self::run`] what user space put there,
     /// after it what the guest writes (or what lies there still).
     fn io_data(&mut self) -> &mut [u8; 8];
-    /// User space's answer to an MSR exit, asked for only after one: whether it refuses the access,
-    /// and the value read.
-    fn answer_msr(&mut self, answer: impl FnOnce() -> (bool, u64));
+    /// User space's answers that are looked for only after exits that want them: to an MSR exit whether it refuses the access
+    /// and the value read, and what the port I/O page holds for a string instruction.
+    fn answer_rare(&mut self, msr: impl FnOnce() -> (bool, u64), items: impl FnOnce(&mut [u8]));
     /// What the last [`Self::run`] left to be shown.
     fn run_output(&self) -> RunOutput;
     /// What accompanies an internal error that the last [`Self::run`] returned.

@@ -36,7 +36,7 @@ pub fn run<V: VcpuOps>(vcpu: &mut V, page: RunPage<'_>, io_page: RunPage<'_>, ar
     };
     // Once, before the run: user space goes on writing to the page while the guest runs.
     *vcpu.io_data() = io_page.first();
-    vcpu.answer_msr(|| page.msr_answer());
+    vcpu.answer_rare(|| page.msr_answer(), |data| io_page.read_bytes(data));
     let exit = vcpu.run(&input);
     if let UserExit::Io { write: true, .. } = exit {
         io_page.set_first(*vcpu.io_data());

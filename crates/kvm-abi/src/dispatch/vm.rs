@@ -2,7 +2,9 @@
 
 use super::ops::{VmOps, requested_tsc_khz};
 use super::{Done, Reply};
+use crate::caps::check_extension;
 use crate::errno::Errno;
+use crate::uapi::capability::CAP_X86_APIC_BUS_CYCLES_NS;
 use crate::uapi::clock::{CLOCK_VALID_FLAGS, KvmClockData};
 use crate::uapi::device::KvmCreateDevice;
 use crate::user;
@@ -11,6 +13,14 @@ use crate::user;
 const TSS_ADDR_MAX: u64 = (1 << 32) - 3 * x86::addr::PAGE_SIZE;
 /// Fewest pages of shadow tables that may be asked for.
 const MIN_MMU_PAGES: u64 = 64;
+
+/// KVM_CHECK_EXTENSION on a VM: what was set of it, of a capability that has a value.
+pub fn vm_extension(vm: &impl VmOps, capability: u64) -> i32 {
+    if capability == u64::from(CAP_X86_APIC_BUS_CYCLES_NS) {
+        return vm.bus_cycle_ns().min(i32::MAX as u32) as i32;
+    }
+    check_extension(vm.offer(), capability)
+}
 
 /// KVM_CREATE_VCPU: makes a vCPU and its file (KVM API §4.7).
 pub fn create_vcpu<V: VmOps>(vm: &V, id: u64) -> Reply {

@@ -114,6 +114,9 @@ impl Vm {
 }
 
 impl VmOps for Vm {
+    fn bus_cycle_ns(&self) -> u32 {
+        40
+    }
     fn belongs_to_caller(&self) -> bool {
         self.ours
     }
@@ -346,9 +349,14 @@ impl VcpuOps for Vcpu {
     fn io_data(&mut self) -> &mut [u8; 8] {
         &mut self.io
     }
-    fn answer_msr(&mut self, answer: impl FnOnce() -> (bool, u64)) {
+    fn answer_rare(&mut self, msr: impl FnOnce() -> (bool, u64), items: impl FnOnce(&mut [u8])) {
         if let UserExit::Msr { .. } = self.exit {
-            self.calls.push(format!("msr {:?}", answer()));
+            self.calls.push(format!("msr {:?}", msr()));
+        }
+        if let UserExit::Io { count: 2.., .. } = self.exit {
+            let mut data = [0; 20];
+            items(&mut data);
+            self.calls.push(format!("items {data:?}"));
         }
     }
     fn error_data(&self) -> &ErrorData {

@@ -115,6 +115,18 @@ fn a_port_write_brings_its_data_and_a_port_read_takes_it() {
 }
 
 #[test]
+fn a_string_takes_more_of_the_port_page_than_its_first_word() {
+    let f = File::new();
+    f.vcpu.borrow_mut().exit = UserExit::Io { write: false, size: 1, port: 0x60, count: 20 };
+    for (word, value) in f.io_page.iter().take(3).zip(1_u64..) {
+        word.store(value * 0x0101_0101_0101_0101, Relaxed);
+    }
+    assert_eq!(vcpu(&f, RUN, 0), Ok(0));
+    let taken = [1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3];
+    assert_eq!(f.vcpu.borrow().calls, [format!("items {taken:?}")]);
+}
+
+#[test]
 fn exits_stand_where_the_union_has_them() {
     let f = File::new();
     let show = |exit| {

@@ -37,6 +37,13 @@ fn another_process_gets_eio_whatever_it_asks() {
 }
 
 #[test]
+fn of_a_capability_with_a_value_a_vm_tells_what_is_set() {
+    let v = Vm::full();
+    assert_eq!(vm(&v, CHECK_EXTENSION, CAP_X86_APIC_BUS_CYCLES_NS.into()), Ok(40));
+    assert_eq!(vm(&v, CHECK_EXTENSION, CAP_IRQCHIP.into()), Ok(1));
+}
+
+#[test]
 fn vcpu_ids_are_below_the_offers_limit() {
     let v = Vm::full();
     assert_eq!(vm(&v, CREATE_VCPU, 31), Ok(44));

@@ -49,9 +49,9 @@ const fn walk_access(how: Access) -> walk::Access {
     }
 }
 
-fn fill(into: &mut [u8], data: [u8; 8]) {
+fn fill(into: &mut [u8], data: &[u8]) {
     for (to, from) in into.iter_mut().zip(data) {
-        *to = from;
+        *to = *from;
     }
 }
 
@@ -123,7 +123,7 @@ impl<B: Backend> Machine for Vcpu<B> {
             }
             None => self.device(access)?,
         };
-        fill(into, data);
+        fill(into, &data);
         Ok(())
     }
 
@@ -165,11 +165,7 @@ impl<B: Backend> Machine for Vcpu<B> {
         self.mmu.memory.cmpxchg(gpa, len, old, new).map_err(memory_stop)
     }
 
-    fn is_ram(&mut self, at: Gva, len: usize, write: bool) -> Result<bool, Stop> {
-        // The log of answers holds single elements: a string goes one by one.
-        if len > 8 {
-            return Ok(false);
-        }
+    fn is_ram(&mut self, at: Gva, _len: usize, write: bool) -> Result<bool, Stop> {
         let (access, way) = if write {
             (walk::Access::WRITE, Direction::Write)
         } else {
@@ -231,25 +227,38 @@ impl<B: Backend> Machine for Vcpu<B> {
         if self.is_memory(gpa, Direction::Write) { Ok(()) } else { Err(Stop::Unsupported) }
     }
 
+    fn port_run(&mut self, access: &PortAccess, at: Gva, elements: u64) -> Result<u64, Stop> {
+        // Devices in the kernel answer one by one, from the log.
+        if self.vm.irq().has_port(access.port()) || !self.is_ram(at, 1, true)? {
+            return Ok(1);
+        }
+        let access = DeviceAccess::port_in(access.port(), access.size());
+        Ok(self.device.user_io.log.items_at_once(&access, elements))
+    }
+
     fn port_in(&mut self, access: &PortAccess, into: &mut [u8]) -> Result<(), Stop> {
         let access = DeviceAccess::port_in(access.port(), access.size());
-        for part in into.chunks_mut(usize::from(access.size.max(1))) {
-            let data = match self.device.user_io.log.next(&access) {
-                Some(answer) => answer,
-                None => self.device(access)?,
-            };
-            fill(part, data);
+        let user_io = &mut self.device.user_io;
+        if user_io.log.has_items(&access) {
+            fill(into, &*user_io.string);
+            return Ok(());
         }
+        let count = into.len().checked_div(access.size.into()).unwrap_or(1);
+        if count > 1 {
+            return Err(user_io.log.ask_items(access, count as u16));
+        }
+        let data = match user_io.log.next(&access) {
+            Some(answer) => answer,
+            None => self.device(access)?,
+        };
+        fill(into, &data);
         Ok(())
     }
 
     fn port_out(&mut self, access: &PortAccess, data: &[u8]) -> Result<(), Stop> {
-        let (port, size) = (access.port(), access.size());
-        for part in data.chunks(usize::from(size.max(1))) {
-            let access = DeviceAccess::port_out(port, size, padded(part));
-            if self.device.user_io.log.next(&access).is_none() {
-                self.device(access)?;
-            }
+        let access = DeviceAccess::port_out(access.port(), access.size(), padded(data));
+        if self.device.user_io.log.next(&access).is_none() {
+            self.device(access)?;
         }
         Ok(())
     }

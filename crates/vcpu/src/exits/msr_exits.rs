@@ -105,12 +105,18 @@ impl<B: Backend> Vcpu<B> {
         Err(UserExit::Msr { write, reason, index, data }.into())
     }
 
-    /// User space's answer to an MSR exit, asked for only after one: whether the access is refused,
-    /// and the value read.
+    /// User space's answers that are looked for only after exits that want them: to an MSR exit whether the access is refused
+    /// and the value read, and the items of a port behind the first 8 bytes that a string instruction waits for.
     #[inline]
-    pub fn answer_msr(&mut self, answer: impl FnOnce() -> (bool, u64)) {
-        if let Completion::Msr { error, data, .. } = &mut self.device.user_io.completion {
-            (*error, *data) = answer();
+    pub fn answer_rare(
+        &mut self,
+        msr: impl FnOnce() -> (bool, u64),
+        items: impl FnOnce(&mut [u8]),
+    ) {
+        match &mut self.device.user_io.completion {
+            Completion::Msr { error, data, .. } => (*error, *data) = msr(),
+            Completion::Emulation => self.device.user_io.take_items(items),
+            _ => {}
         }
     }
 

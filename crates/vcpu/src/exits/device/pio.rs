@@ -8,7 +8,8 @@ use vm::settings::quirk;
 use super::{DeviceAccess, user_io::Completion};
 use crate::{
     Vcpu,
-    run::outcome::{Next, Outcome},
+    run::outcome::{Break, Next, Outcome},
+    run::user_exit::UserExit,
 };
 
 /// Puts `size` bytes of `value` into RAX as IN does: AL and AX keep the rest, EAX clears it.
@@ -94,6 +95,13 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn finish_in(&mut self, size: u8, data: [u8; 8], next: u64) {
         self.put_in(size, data);
         self.retire(next);
+    }
+
+    /// Leaves for user space, which gives several items of a port at once.
+    pub(crate) fn ask_items(&mut self, access: &DeviceAccess, count: u16) -> Break {
+        self.device.user_io.completion = Completion::Emulation;
+        let (size, port, count) = (access.size, access.address as u16, count.into());
+        UserExit::Io { write: false, size, port, count }.into()
     }
 
     /// A port access outside the loop: the kernel's devices, else user space.

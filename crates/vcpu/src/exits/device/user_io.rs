@@ -6,7 +6,7 @@
 //! was answered before, in order.
 
 use backend::Backend;
-use emulate::{Fetched, SimpleMmio, Stop};
+use emulate::{Fetched, STRING_RUN_BYTES, SimpleMmio, Stop};
 use host::{KBox, NoMemory};
 
 use super::DeviceAccess;
@@ -67,11 +67,23 @@ pub(crate) struct AccessLog {
     cursor: usize,
     /// What user space was asked for last.
     asked: Option<DeviceAccess>,
+    /// Several items of one port that INS asks for at once.
+    items: Option<Items>,
     /// The instruction that these are the accesses of, and its address. It is completed as it began,
     /// whatever lies there by then.
     begun: Option<(u64, Fetched)>,
     /// The instruction is executed for a guest that the CPU cannot run, and completed so.
     interpreted: bool,
+}
+
+/// Items of a port, of which user space gives several in one exit. An iteration of INS asks for them once, and stores them
+/// to plain memory, which asks for nothing.
+#[derive(Clone, Copy, Debug)]
+struct Items {
+    access: DeviceAccess,
+    /// How many; as many as fit into [`UserIo::string`].
+    count: u16,
+    answered: bool,
 }
 
 impl AccessLog {
@@ -103,7 +115,7 @@ impl AccessLog {
 
     /// The accesses so far are complete, and the instruction goes on: a string's next iteration.
     pub(crate) fn commit(&mut self) {
-        (self.count, self.cursor, self.asked) = (0, 0, None);
+        (self.count, self.cursor, self.asked, self.items) = (0, 0, None, None);
     }
 
     /// The instruction is complete or given up.
@@ -149,14 +161,45 @@ impl AccessLog {
         Stop::NeedUser
     }
 
-    /// What user space is to be asked for.
-    pub(crate) fn asked(&self) -> Option<DeviceAccess> {
-        self.asked
+    /// How many of `wanted` items of a port may be had at once: no more than were answered, if they were, since the VMM may
+    /// have set other registers meanwhile.
+    pub(crate) fn items_at_once(&self, access: &DeviceAccess, wanted: u64) -> u64 {
+        match self.items {
+            Some(items) if items.answers(access) => wanted.min(items.count.into()),
+            _ => wanted,
+        }
+    }
+
+    /// Whether items of a port were answered.
+    pub(crate) fn has_items(&self, access: &DeviceAccess) -> bool {
+        self.items.is_some_and(|items| items.answers(access))
+    }
+
+    /// Has user space asked for `count` items.
+    pub(crate) fn ask_items(&mut self, access: DeviceAccess, count: u16) -> Stop {
+        // Of INS the port comes first: what was answered before is of other registers.
+        self.commit();
+        self.items = Some(Items { access, count, answered: false });
+        self.ask(access)
+    }
+
+    /// What user space is to be asked for, and how many of it.
+    pub(crate) fn asked(&self) -> Option<(DeviceAccess, u16)> {
+        Some((self.asked?, self.open_items().map_or(1, |items| items.count)))
+    }
+
+    /// Items that user space was asked for and has not answered.
+    fn open_items(&self) -> Option<Items> {
+        self.items.filter(|items| !items.answered)
     }
 
     /// User space has answered: `mmio` if it was asked for memory, `port` if for a port.
     fn answer(&mut self, mmio: [u8; 8], port: [u8; 8]) {
         if let Some(asked) = self.asked.take() {
+            if let Some(items) = self.items.as_mut().filter(|items| !items.answered) {
+                items.answered = true;
+                return;
+            }
             let data = match asked.space {
                 vm::irq::Space::Memory => mmio,
                 vm::irq::Space::Port => port,
@@ -172,6 +215,8 @@ pub(crate) struct UserIo {
     pub completion: Completion,
     /// The accesses of the instruction that is emulated.
     pub log: KBox<AccessLog>,
+    /// Items of a port that user space has answered.
+    pub string: KBox<[u8; STRING_RUN_BYTES]>,
 }
 
 impl UserIo {
@@ -179,13 +224,31 @@ impl UserIo {
     #[inline(never)]
     pub(crate) fn new() -> Result<Self, NoMemory> {
         let log = KBox::new(AccessLog::default())?;
-        Ok(Self { completion: Completion::Nothing, log })
+        let string = KBox::new([0; STRING_RUN_BYTES])?;
+        Ok(Self { completion: Completion::Nothing, log, string })
+    }
+
+    /// Takes what user space has answered and is more than fits the exit's own words. `answer` fills what it is given.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn take_items(&mut self, answer: impl FnOnce(&mut [u8])) {
+        let Some(items) = self.log.open_items() else { return };
+        let len = usize::from(items.count).saturating_mul(items.access.size.into());
+        if let Some(data) = self.string.get_mut(..len) {
+            answer(data);
+        }
     }
 
     /// Whatever was asked is asked no more.
     pub(crate) fn forget(&mut self) {
         self.completion = Completion::Nothing;
         self.log.forget();
+    }
+}
+
+impl Items {
+    fn answers(&self, access: &DeviceAccess) -> bool {
+        self.answered && self.access.is_at(access)
     }
 }
 
@@ -248,6 +311,29 @@ mod tests {
         assert_eq!(log.next(&load), None);
         log.rewind();
         assert_eq!(log.next(&port), Some([1; 8]));
+    }
+
+    #[test]
+    fn items_are_had_at_once_and_no_more_than_were_answered() {
+        let mut log = AccessLog::default();
+        let port = DeviceAccess::port_in(0x80, 2);
+        assert_eq!(log.items_at_once(&port, 300), 300);
+        assert_eq!(log.ask_items(port, 200), Stop::NeedUser);
+        assert_eq!(log.asked(), Some((port, 200)));
+        assert!(!log.has_items(&port), "not yet");
+        log.answer([0; 8], [0; 8]);
+        assert!(log.has_items(&port) && log.asked().is_none());
+        assert_eq!([log.items_at_once(&port, 300), log.items_at_once(&port, 3)], [200, 3]);
+        let others = [DeviceAccess::port_in(0x81, 2), DeviceAccess::port_in(0x80, 1)];
+        assert!(!others.iter().any(|other| log.has_items(other)));
+        // What they are stored to has become a device's meanwhile.
+        let store = DeviceAccess::store(Gpa(0), 2, [1; 8]);
+        assert_eq!(log.ask(store), Stop::NeedUser);
+        assert_eq!(log.asked(), Some((store, 1)));
+        log.answer([0; 8], [0; 8]);
+        assert!(log.has_items(&port) && log.next(&store).is_some());
+        log.commit();
+        assert!(!log.has_items(&port));
     }
 
     #[test]
