@@ -46,14 +46,15 @@ pub(crate) const PASSED: FeatureWords = FeatureWords::of(&[
     AMD_STIBP_ALWAYS_ON, AMD_SSBD, AMD_SSB_NO, AMD_PSFD, AMD_IBPB_RET, NO_NESTED_DATA_BP,
     WRMSR_XX_BASE_NS, LFENCE_RDTSC, NULL_SEL_CLR_BASE, AUTOIBRS, SBPB, IBPB_BRTYPE, SRSO_NO,
     // For guests that are hypervisors.
-    SVM, NPT, NRIPS, VMCB_CLEAN, FLUSH_BY_ASID, DECODE_ASSISTS, PAUSE_FILTER, PAUSE_THRESHOLD,
-    V_VMSAVE_VMLOAD, VGIF,
+    SVM, NPT, LBRV, NRIPS, VMCB_CLEAN, FLUSH_BY_ASID, DECODE_ASSISTS, PAUSE_FILTER,
+    PAUSE_THRESHOLD, V_VMSAVE_VMLOAD, VGIF,
 ]);
 
 /// Of the instruction set that guests run their own guests by, offered only where they may.
 pub(crate) const NESTED_SVM: FeatureWords = FeatureWords::of(&[
     SVM,
     NPT,
+    LBRV,
     NRIPS,
     VMCB_CLEAN,
     FLUSH_BY_ASID,

@@ -54,7 +54,12 @@ macro_rules! msrs {
                  virtualizes it; host: bits that the host has";
             XSS                [saved]              []
                 "components that the guest may have (none on AMD); guest: with XSAVES";
-            DEBUGCTL           [saved]              []          "LBR and BTF";
+            DEBUGCTL           [saved]              []
+                "LBR and BTF; on AMD 5:2 are ignored, and where the CPU virtualizes the records BTF is";
+            LAST_BRANCH_FROM   []                   []          "written while LBR is set; 0 on Intel";
+            LAST_BRANCH_TO     []                   []          "as LAST_BRANCH_FROM";
+            LAST_INT_FROM      []                   []          "as LAST_BRANCH_FROM";
+            LAST_INT_TO        []                   []          "as LAST_BRANCH_FROM";
         }
 
         Pv
@@ -183,7 +188,6 @@ macro_rules! msrs {
             PLATFORM_ID           [] [0] [refused] "";
             EBL_CR_POWERON        [] [0] [refused] "";
             PERF_CTL              [] [0] [refused] "";
-            LAST_BRANCH_FROM ..= LAST_INT_TO [] [0] [refused] "";
             RAPL_POWER_UNIT       [] [0] [refused] "";
             PKG_ENERGY_STATUS     [] [0] [refused] "";
             DRAM_ENERGY_STATUS    [] [0] [refused] "";

@@ -14,7 +14,7 @@ use x86::{
 };
 use zerocopy::{IntoBytes, transmute};
 
-use crate::{L1Memory, Offered, Outside, Words, reflect::Exit, vmcb12::Vmcb12};
+use crate::{L1Memory, Offered, Outside, Words, merge, reflect::Exit, vmcb12::Vmcb12};
 
 /// What of `int_ctl` the processor changes while L2 runs on block 02 with this one: V_TPR, V_IRQ, and V_GIF if that is L2's.
 pub(crate) const fn live(int_ctl: u32) -> u32 {
@@ -109,7 +109,7 @@ pub fn write(
     if v12.control().np_ctl & NP_ENABLE != 0 {
         place.put(SAVE_AT + offset_of!(Save, g_pat), [save.g_pat])?;
     }
-    if offered.lbr && v12.control().virt_ext & 1 != 0 {
+    if merge::has_branch_records(v12.control(), offered) {
         let records =
             [save.dbgctl, save.br_from, save.br_to, save.last_excp_from, save.last_excp_to];
         place.put(SAVE_AT + offset_of!(Save, dbgctl), records)?;

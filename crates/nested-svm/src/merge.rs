@@ -10,7 +10,11 @@
 
 use x86::{
     Cr0, Dr6, Hpa, Rflags,
-    vmcb::{Clean, Control, Intercept3, Intercept4, NP_ENABLE, Save, VIRTUAL_VMLOAD, Vmcb, vintr},
+    msr::debugctl,
+    vmcb::{
+        Clean, Control, Intercept3, Intercept4, NP_ENABLE, Save, VIRTUAL_LBR, VIRTUAL_VMLOAD, Vmcb,
+        vintr,
+    },
 };
 
 use zerocopy::transmute;
@@ -92,12 +96,28 @@ pub fn has_virtual_vmload(control: &Control, offered: &Offered) -> bool {
         && control.virt_ext & VIRTUAL_VMLOAD != 0
 }
 
+/// Whether L2 has a DEBUGCTL and branch records of its own.
+#[inline]
+pub fn has_branch_records(control: &Control, offered: &Offered) -> bool {
+    offered.lbr && control.virt_ext & VIRTUAL_LBR != 0
+}
+
+/// Copies DEBUGCTL and the branch records; true if that changed one of them.
+pub fn copy_branch_records(to: &mut Save, from: &Save) -> bool {
+    put(&mut to.dbgctl, from.dbgctl)
+        | put(&mut to.br_from, from.br_from)
+        | put(&mut to.br_to, from.br_to)
+        | put(&mut to.last_excp_from, from.last_excp_from)
+        | put(&mut to.last_excp_to, from.last_excp_to)
+}
+
 /// Writes into block 02 what L2 is to run with. `v12`: the copy of VMCB12, checked. `dirty`: which groups of its
 /// save area may be other than in block 02. Returns the groups of block 02 that have changed.
 pub fn enter(to: &mut Vmcb, v12: &Vmcb, dirty: Clean, l0: &L0, offered: &Offered) -> Clean {
     controls(&mut to.control, &v12.control, l0, offered)
         | paging(to, v12, l0)
-        | registers(&mut to.save, &v12.save, dirty & own_paging(l0), offered)
+        | registers(&mut to.save, &v12.save, dirty & own_paging(l0))
+        | branch_records(to, v12, offered)
 }
 
 /// Without nested paging of L0's, CR0, CR3, CR4 and EFER in block 02 are those of the shadow tables.
@@ -138,7 +158,9 @@ fn controls(to: &mut Control, from: &Control, l0: &L0, offered: &Offered) -> Cle
     }
     to.exit_int_info = 0;
     to.tlb_ctl = 0;
-    let branches = if offered.lbr { from.virt_ext & 1 } else { 0 };
+    // Without records of its own L2 has L1's, which its block shows where L1 has any recorded.
+    let branches =
+        if has_branch_records(from, offered) { VIRTUAL_LBR } else { to.virt_ext & VIRTUAL_LBR };
     let moves = if has_virtual_vmload(from, offered) { VIRTUAL_VMLOAD } else { 0 };
     stale.set(Clean::LBR, put(&mut to.virt_ext, branches | moves));
     stale
@@ -167,7 +189,7 @@ fn paging(to: &mut Vmcb, v12: &Vmcb, l0: &L0) -> Clean {
 
 /// The save area: what VMRUN loads (APM vol. 2 §15.5.1). FS, GS, TR, LDTR, KernelGSBase and the SYSCALL and
 /// SYSENTER MSRs are L1's until it executes VMLOAD.
-fn registers(to: &mut Save, from: &Save, dirty: Clean, offered: &Offered) -> Clean {
+fn registers(to: &mut Save, from: &Save, dirty: Clean) -> Clean {
     to.rax = from.rax;
     to.rsp = from.rsp;
     to.rip = from.rip;
@@ -202,15 +224,19 @@ fn registers(to: &mut Save, from: &Save, dirty: Clean, offered: &Offered) -> Cle
     if dirty.contains(Clean::CR2) {
         stale.set(Clean::CR2, put(&mut to.cr2, from.cr2));
     }
-    if offered.lbr && dirty.contains(Clean::LBR) {
-        let changed = put(&mut to.dbgctl, from.dbgctl)
-            | put(&mut to.br_from, from.br_from)
-            | put(&mut to.br_to, from.br_to)
-            | put(&mut to.last_excp_from, from.last_excp_from)
-            | put(&mut to.last_excp_to, from.last_excp_to);
-        stale.set(Clean::LBR, changed);
-    }
     stale
+}
+
+/// DEBUGCTL and the records, whatever is clean: between two runs block 02 may have had L1's. Of DEBUGCTL what a guest
+/// may set; the rest is ignored.
+fn branch_records(to: &mut Vmcb, v12: &Vmcb, offered: &Offered) -> Clean {
+    if !has_branch_records(&v12.control, offered) {
+        return Clean::empty();
+    }
+    let mut changed = copy_branch_records(&mut to.save, &v12.save);
+    let shown = debugctl::LBR;
+    changed |= put(&mut to.save.dbgctl, v12.save.dbgctl & shown);
+    if changed { Clean::LBR } else { Clean::empty() }
 }
 
 fn segment(to: &mut Save, from: &Save, at: usize) -> bool {

@@ -6,7 +6,8 @@ use x86::{
     Gpa,
     addr::PAGE_SIZE,
     vmcb::{
-        Clean, Control, NP_ENABLE, SEG_DS, SEG_ES, SEG_GDTR, SEG_IDTR, Save, Vmcb, VmcbSegment,
+        Clean, Control, NP_ENABLE, SEG_DS, SEG_ES, SEG_GDTR, SEG_IDTR, Save, VIRTUAL_LBR, Vmcb,
+        VmcbSegment,
     },
 };
 use zerocopy::{FromZeros, IntoBytes};
@@ -47,6 +48,8 @@ const CR2: [Piece; 1] = [(SAVE_AT + offset_of!(Save, cr2), SAVE_AT + offset_of!(
 /// PAT, which is L2's own with nested paging alone, and the branch records.
 const RARE: [Piece; 1] =
     [(SAVE_AT + offset_of!(Save, g_pat), SAVE_AT + offset_of!(Save, last_excp_to) + 8)];
+/// What makes those L2's own: nested paging, and records of its own.
+const OWN_RARE: u64 = NP_ENABLE | VIRTUAL_LBR;
 /// Bytes of a segment.
 const SEGMENT: usize = size_of::<VmcbSegment>();
 
@@ -106,7 +109,9 @@ impl Vmcb12 {
         if dirty.contains(Clean::CR2) {
             from.read(&mut self.page, CR2)?;
         }
-        if dirty.contains(Clean::LBR) || self.page.control.np_ctl & NP_ENABLE != 0 {
+        // Branch records go where L1's lie while L2 has none of its own: what is clean may not be in block 02.
+        let control = &self.page.control;
+        if dirty.contains(Clean::LBR) || (control.np_ctl | control.virt_ext) & OWN_RARE != 0 {
             from.read(&mut self.page, RARE)?;
         }
         self.at = at.0;
@@ -172,6 +177,7 @@ impl Default for Vmcb12 {
 
 const _: () = {
     assert!(size_of::<Vmcb>() as u64 == PAGE_SIZE);
+    assert!(NP_ENABLE == VIRTUAL_LBR, "each bit means something in both words");
     assert!(offset_of!(Save, segments) == 0 && SEG_ES == 0 && SEG_DS == 3);
     assert!(offset_of!(Control, insn_len) == offset_of!(Control, next_rip) + 8);
     assert!(offset_of!(Save, rip) == offset_of!(Save, cr4) + 6 * 8);

@@ -13,6 +13,8 @@ pub struct Features {
     pub asids: u32,
     /// TDP.
     pub npt: bool,
+    /// DEBUGCTL and the branch records are virtualised in the control block.
+    pub lbr: bool,
     /// NRIP save.
     pub nrip_save: bool,
     /// TSC ratio MSR.
@@ -101,6 +103,7 @@ impl Features {
         Ok(Self {
             asids: svm[1],
             npt: true,
+            lbr: bit(1),
             nrip_save: bit(3),
             tsc_ratio: bit(4),
             clean_bits: bit(5),

@@ -8,6 +8,7 @@
 extern crate alloc;
 
 pub mod block;
+mod branches;
 mod clock;
 mod controls;
 mod enter;

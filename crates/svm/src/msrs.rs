@@ -39,6 +39,10 @@ impl<C: Cpu> Msrs for Svm<C> {
             msr::SYSENTER_EIP => save.sysenter_eip,
             msr::PAT => save.g_pat,
             msr::DEBUGCTL => save.dbgctl,
+            msr::LAST_BRANCH_FROM
+            | msr::LAST_BRANCH_TO
+            | msr::LAST_INT_FROM
+            | msr::LAST_INT_TO => self.branch_record(index),
             msr::TSC_AUX => self.tsc_aux.get(),
             msr::XSS => self.extended.xss(),
             msr::SPEC_CTRL if self.features.v_spec_ctrl => save.spec_ctrl,
@@ -60,7 +64,13 @@ impl<C: Cpu> Msrs for Svm<C> {
                 self.spec.guest = value;
             }
             msr::PAT => self.vmcb_mut(Clean::NPT).save.g_pat = value,
-            msr::DEBUGCTL => self.vmcb_mut(Clean::LBR).save.dbgctl = value,
+            msr::DEBUGCTL => self.set_debugctl(value),
+            msr::LAST_BRANCH_FROM
+            | msr::LAST_BRANCH_TO
+            | msr::LAST_INT_FROM
+            | msr::LAST_INT_TO => {
+                return if self.set_branch_record(index, value) { Ok(()) } else { Err(NotMine) };
+            }
             _ => {
                 let save = &mut self.vmcb_mut(Clean::empty()).save;
                 let slot = match index {

@@ -377,6 +377,8 @@ pub mod debugctl {
     pub const BTF: u64 = 1 << 1;
     /// Bus-lock detection (Intel, newer AMD).
     pub const BUS_LOCK_DETECT: u64 = 1 << 2;
+    /// Which events the pins for performance monitoring show (AMD).
+    pub const PINS: u64 = 0xf << 2;
 }
 
 /// Bits of ARCH_CAPABILITIES (SDM vol. 4 table 2-2).

@@ -312,6 +312,8 @@ pub mod event {
 
 /// Interrupt shadow, in [`Control::int_state`].
 pub const INT_SHADOW: u64 = 1;
+/// DEBUGCTL and the branch records are the guest's own, in [`Control::virt_ext`].
+pub const VIRTUAL_LBR: u64 = 1 << 0;
 /// VMLOAD and VMSAVE of the guest are carried out, in [`Control::virt_ext`].
 pub const VIRTUAL_VMLOAD: u64 = 1 << 1;
 /// NP_ENABLE in [`Control::np_ctl`].

@@ -164,7 +164,7 @@ impl<C: Cpu> Svm<C> {
             pause_threshold: has(f::PAUSE_THRESHOLD),
             vgif: has(f::VGIF) && self.features.vgif,
             virtual_vmload: has(f::V_VMSAVE_VMLOAD) && self.features.v_vmload,
-            lbr: false,
+            lbr: has(f::LBRV) && self.features.lbr,
             cr4: self.cold.limits.cr4_allowed.bits(),
             efer: self.cold.limits.efer_allowed,
         };
@@ -232,7 +232,8 @@ impl<C: Cpu> Svm<C> {
             *fourth = *fourth & !bits | if on { 0 } else { bits };
         });
         let control = &mut self.block_of_l1().vmcb_mut(Clean::ALL).control;
-        control.virt_ext = if on { VIRTUAL_VMLOAD } else { 0 };
+        control.virt_ext =
+            control.virt_ext & !VIRTUAL_VMLOAD | if on { VIRTUAL_VMLOAD } else { 0 };
     }
 
     /// While L1 has SVM on, #GP exits where the CPU may make one of VMRUN, VMLOAD or VMSAVE before it looks whether that

@@ -138,13 +138,16 @@ impl<C: Cpu> Svm<C> {
             let (from, to) = (&self.block.vmcb().save, state.other.vmcb_mut(Clean::empty()));
             super::leave::copy_unswitched(&mut to.save, from);
         }
-        if !self.cold.offered.lbr {
+        if self.features.lbr {
+            self.carry_branch_records();
+        } else {
             // Without records of its own L2 has the DEBUGCTL that L1 has.
             let debugctl = self.block.vmcb().save.dbgctl;
             if state.other.vmcb().save.dbgctl != debugctl {
                 state.other.vmcb_mut(Clean::LBR).save.dbgctl = debugctl;
             }
         }
+        let Some(state) = &mut self.nested else { return };
         if self.features.v_spec_ctrl {
             let spec = self.block.vmcb().save.spec_ctrl;
             state.other.vmcb_mut(Clean::empty()).save.spec_ctrl = spec;

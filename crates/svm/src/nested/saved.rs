@@ -84,6 +84,9 @@ impl<C: Cpu> Svm<C> {
         saved::take_over(header, data, &mut state.v12, b01, hidden);
         let l2 = state.v12.registers();
         (l2.rax, l2.rsp) = (gprs.0[RAX], gprs.0[RSP]);
+        self.restore_branch_records(&data.save);
+        let b01 = self.block.vmcb_mut(Clean::ALL);
+        let Some(state) = &mut self.nested else { return };
         state.l1_interrupts = b01.save.rflags & Rflags::IF.bits() != 0;
         let cr0 = Cr0::from_bits_retain(b01.save.cr0);
         self.set_cr0(cr0);

@@ -7,8 +7,8 @@ use mmu::Section;
 use msr::{By, Class, Effect, GuestFacts, MsrStore};
 use stats::VcpuCount;
 use x86::msr::{
-    APIC_BASE, DEBUGCTL, EFER, FEATURE_CONTROL, MISC_ENABLE, PAT, PLATFORM_INFO, SPEC_CTRL, TSC,
-    TSC_AUX, TSC_DEADLINE, VM_CR, XSS, debugctl, vm_cr,
+    APIC_BASE, DEBUGCTL, EFER, FEATURE_CONTROL, LAST_BRANCH_FROM, LAST_INT_TO, MISC_ENABLE, PAT,
+    PLATFORM_INFO, SPEC_CTRL, TSC, TSC_AUX, TSC_DEADLINE, VM_CR, XSS, debugctl, vm_cr,
 };
 use x86::{Efer, Exception};
 
@@ -215,6 +215,8 @@ impl<B: Backend> Vcpu<B> {
             TSC_AUX if by == By::Guest && !self.cpuid.has_tsc_aux() => Err(Refused),
             XSS if by == By::Guest && !self.cpuid.has(x86::cpuid::feature::XSAVES) => Err(Refused),
             SPEC_CTRL if by == By::Guest && !self.cpuid.has_spec_ctrl() => Err(Refused),
+            // Nothing is recorded where the backend does not know them.
+            LAST_BRANCH_FROM..=LAST_INT_TO => Ok(self.b.msr(index).unwrap_or(0)),
             _ => self.b.msr(index).map_err(|_| Refused),
         }
     }
@@ -357,7 +359,7 @@ impl<B: Backend> Vcpu<B> {
             XSS if value & !self.cpuid.xss_allowed() != 0 => Err(Refused),
             SPEC_CTRL if by == By::Guest && !self.cpuid.has_spec_ctrl() => Err(Refused),
             SPEC_CTRL if !msr::spec_ctrl_is_valid(value, self.facts(), by) => Err(Refused),
-            DEBUGCTL if value & !(debugctl::LBR | debugctl::BTF) != 0 => Err(Refused),
+            DEBUGCTL => self.write_debugctl(value),
             _ => {
                 if msr::holds_address(index) && !self.cpuid.is_canonical(value) {
                     return Err(Refused);
@@ -369,6 +371,16 @@ impl<B: Backend> Vcpu<B> {
                 Ok(())
             }
         }
+    }
+
+    fn write_debugctl(&mut self, value: u64) -> Result<(), Refused> {
+        // What pins showed on AMD's first CPUs, and later ones mean by other things or nothing.
+        let ignored = if self.cpuid.vendor().is_amd_like() { debugctl::PINS } else { 0 };
+        let value = value & !ignored;
+        if value & !(debugctl::LBR | debugctl::BTF) != 0 {
+            return Err(Refused);
+        }
+        self.b.set_msr(DEBUGCTL, value).map_err(|_| Refused)
     }
 
     /// KVM_SET_MSRS of the TSC. Writes that a VMM makes to all vCPUs one after another are meant

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use ::msr::HostMsrs;
-use backend::{Gprs, RAX};
+use backend::{Gprs, RAX, RCX, RDX};
 use cpuid::{HostFacts, Supported};
 use gannet_vcpu::{By, Offered, RunInput, UserExit};
 use host::page::Pages;
@@ -36,7 +36,7 @@ pub fn host_cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {
         // IBPB, and automatic IBRS.
         0x8000_0008 => [a, b | 1 << 12, c, d],
         0x8000_0021 => [1 << 8, 0, 0, 0],
-        0x8000_000a => [1, 8, 0, 1 | 1 << 3],
+        0x8000_000a => [1, 8, 0, 1 | 1 << 1 | 1 << 3],
         _ => [a, b, c, d],
     }
 }
@@ -71,7 +71,11 @@ pub const SMBASE: u64 = 0x3_0000;
 impl Hypervisor {
     /// With SVM on, and a block whose guest runs in long mode. `irqchip`: in the kernel.
     pub fn new(irqchip: bool) -> Self {
-        let features = Features { nrip_save: true, ..super::features() };
+        Self::on(super::features(), irqchip)
+    }
+
+    /// As [`new`](Self::new), on a CPU that has these features.
+    pub fn on(features: Features, irqchip: bool) -> Self {
         let machine = Machine { features, irqchip, nested: true, ..Machine::default() };
         let memory = Pages::zeroed(6).unwrap();
         let vm = super::vm(&machine);
@@ -145,6 +149,30 @@ impl Hypervisor {
     /// What the CPU does next.
     pub fn then(&mut self, step: impl FnMut(&mut Vmcb, &mut Gprs) + Send + 'static) {
         self.vcpu.backend().cpu().inner().then(step);
+    }
+
+    /// The guest that runs reads an MSR, and has this.
+    pub fn reads_msr(&mut self, index: u32, value: u64) {
+        self.then(move |vmcb, gprs| {
+            exit(ExitCode::Msr)(vmcb, gprs);
+            gprs.0[RCX] = index.into();
+            (vmcb.save.rax, gprs.0[RDX]) = (!0, !0);
+        });
+        // An instruction that we carry out, so that what it was entered with is looked at.
+        self.then(move |vmcb, gprs| {
+            assert_eq!(gprs.0[RDX] << 32 | vmcb.save.rax, value, "MSR {index:#x}");
+            exit(ExitCode::Wbinvd)(vmcb, gprs);
+        });
+    }
+
+    /// The guest that runs writes an MSR.
+    pub fn writes_msr(&mut self, index: u32, value: u64) {
+        self.then(move |vmcb, gprs| {
+            exit(ExitCode::Msr)(vmcb, gprs);
+            vmcb.control.exit_info_1 = 1;
+            gprs.0[RCX] = index.into();
+            (vmcb.save.rax, gprs.0[RDX]) = (value & 0xffff_ffff, value >> 32);
+        });
     }
 
     /// L1 executes VMRUN of the block.
