@@ -14,6 +14,20 @@ pub fn scale_tsc(host: u64, ratio: u64) -> u64 {
     ((u128::from(host) * u128::from(ratio)) >> 32) as u64
 }
 
+/// One ratio by another: that of a TSC which is made from a scaled one. No more than a CPU takes.
+#[must_use]
+pub fn compose_ratios(outer: u64, inner: u64) -> u64 {
+    const LARGEST: u128 = 0xff_ffff_ffff;
+    ((u128::from(outer) * u128::from(inner)) >> 32).min(LARGEST) as u64
+}
+
+/// What is added to a TSC, as one that is made from it by a ratio has it. It may be negative.
+#[must_use]
+pub fn scale_offset(offset: u64, ratio: u64) -> u64 {
+    let size = scale_tsc((offset as i64).unsigned_abs(), ratio);
+    if (offset as i64) < 0 { size.wrapping_neg() } else { size }
+}
+
 /// The guest's TSC: what is added to the host's, and its ratio.
 pub trait Clock {
     /// What ends the guest's run at a time.
@@ -29,4 +43,21 @@ pub trait Clock {
     fn deadline(&self) -> Option<&Self::Deadline>;
     /// The watch over a deadline, to be set.
     fn deadline_mut(&mut self) -> Option<&mut Self::Deadline>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ratios_compose_and_offsets_scale() {
+        const HALF: u64 = TSC_RATIO_ONE / 2;
+        assert_eq!(compose_ratios(3 << 32, HALF), TSC_RATIO_ONE + HALF);
+        assert_eq!(compose_ratios(TSC_RATIO_ONE, 7), 7);
+        assert_eq!(compose_ratios(0xff_ffff_ffff, 2 << 32), 0xff_ffff_ffff, "no CPU takes more");
+        assert_eq!(scale_offset(5, TSC_RATIO_ONE), 5);
+        assert_eq!(scale_offset(-5_i64 as u64, TSC_RATIO_ONE), -5_i64 as u64);
+        assert_eq!(scale_offset(-10_i64 as u64, HALF), -5_i64 as u64);
+        assert_eq!(scale_offset(i64::MIN as u64, TSC_RATIO_ONE), i64::MIN as u64);
+    }
 }

@@ -29,7 +29,7 @@ mod turn;
 mod world_switch;
 
 pub use ability::{Absent, DeadlineWatch, PageLog, PdpteRegisters, ServedApic};
-pub use clock::{Clock, TSC_RATIO_ONE, scale_tsc};
+pub use clock::{Clock, TSC_RATIO_ONE, compose_ratios, scale_offset, scale_tsc};
 pub use control::{ControlRegisters, ControlRegs};
 pub use exit::{
     CrAccess, DrAccess, Event, Exit, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault,

@@ -229,6 +229,8 @@ pub trait Nested: NestedPaging + NestedState {
     }
     /// The guest has written L1's TSC, which is this much later: a timer of L1's counts on as it did.
     fn follow_tsc_write(&mut self, _delta: u64) {}
+    /// Sets the ratio by which L2's TSC is made from L1's, where L1 gives it by an MSR.
+    fn set_tsc_ratio_of_l2(&mut self, _ratio: u64) {}
     /// Whether L2 would not sleep in HLT, though no event waits for it here: L1 has given it a virtual interrupt, or
     /// waits for the moment at which it takes one.
     fn keeps_awake(&self) -> bool;

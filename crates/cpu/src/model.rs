@@ -80,6 +80,8 @@ pub struct Model {
     to_inject: Vec<(usize, u64)>,
     /// The event that the last VMRUN injected, as the control block has it; 0: none.
     pub injected: u64,
+    /// TSC_RATIO of each VMRUN.
+    pub ratios: Vec<u64>,
     /// MSRs that hold a value.
     pub msrs: HashMap<u32, u64>,
     /// The time-stamp counter.
@@ -121,6 +123,7 @@ impl Default for Model {
             played: 0,
             to_inject: Vec::new(),
             injected: 0,
+            ratios: Vec::new(),
             msrs: HashMap::new(),
             tsc: 0,
             tsc_step: 1,
@@ -295,6 +298,7 @@ impl Cpu for Model {
             demand(format_args!("SPEC_CTRL of {value:#x}"), legal);
         }
         let mut step = self.script.pop_front().expect("the script has ended");
+        self.ratios.push(self.msrs.get(&x86::msr::TSC_RATIO).copied().unwrap_or(1 << 32));
         self.injected = core::mem::take(&mut vmcb.control.event_inj);
         for (_, event) in self.to_inject.iter().filter(|(step, _)| *step == self.played) {
             assert_eq!(self.injected, *event, "the injected event");

@@ -26,6 +26,11 @@ pub enum Effect {
         /// The guest runs without speculative store bypass.
         on: bool,
     },
+    /// TSC_RATIO was written: how L2's TSC is made from L1's.
+    TscRatioOfL2 {
+        /// 8.32 fixed point.
+        ratio: u64,
+    },
     /// CPUID faulting was switched: with it on, CPUID outside CPL 0 raises #GP.
     CpuidFaulting {
         /// The new state.

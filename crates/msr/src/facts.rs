@@ -37,6 +37,8 @@ pub struct GuestFacts {
     pub sse3: bool,
     /// The MSRs of VMX exist.
     pub vmx: bool,
+    /// The MSR TSC_RATIO exists.
+    pub tsc_ratio: bool,
 }
 
 impl GuestFacts {
@@ -67,6 +69,7 @@ impl GuestFacts {
             virt_ssbd: guest(feature::VIRT_SSBD),
             sse3: guest(feature::SSE3),
             vmx: guest(feature::VMX),
+            tsc_ratio: guest(feature::SVM) && guest(feature::TSC_SCALE) && host(feature::TSC_SCALE),
         }
     }
 }

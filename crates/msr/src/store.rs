@@ -436,9 +436,19 @@ impl MsrStore {
         Ok(Effect::None)
     }
 
-    fn write_tsc_ratio(&mut self, value: u64, _: Access<'_>) -> Written {
-        require(matches!(value, 0 | TSC_RATIO_ONE))?;
-        Ok(Effect::None)
+    fn tsc_ratio(&self, access: Access<'_>) -> bool {
+        access.vmm || access.facts.tsc_ratio
+    }
+
+    fn write_tsc_ratio(&mut self, value: u64, access: Access<'_>) -> Written {
+        if !access.facts.tsc_ratio {
+            // QEMU 6.2 writes 0 there.
+            require(value == 0 || value == self.slots.TSC_RATIO)?;
+            return Ok(Effect::None);
+        }
+        require(value >> 40 == 0)?;
+        self.slots.TSC_RATIO = value;
+        Ok(Effect::TscRatioOfL2 { ratio: value })
     }
 
     fn write_virt_spec_ctrl(&mut self, value: u64, _: Access<'_>) -> Written {

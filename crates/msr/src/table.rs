@@ -112,6 +112,9 @@ macro_rules! msrs {
                  others refused";
             VM_HSAVE_PA           [saved if amd] [0] [value] [by write_vm_hsave_pa]
                 "guest: aligned, within the address width; host: any, cut to a page";
+            TSC_RATIO             [saved if amd] [TSC_RATIO_ONE] [value if tsc_ratio] [by write_tsc_ratio if tsc_ratio]
+                "of L2's TSC to L1's, 8.32 fixed point (APM vol. 2 §15.30.5); guest: with the feature; without it \
+                 1.0, and a VMM's 0 is ignored";
             DE_CFG                [feature if amd: host.de_cfg & de_cfg::LFENCE_SERIALIZE]
                 [0] [value if amd_host] [by write_de_cfg if amd_host]
                 "bit 1, where LFENCE serializes on the host; a guest may only state it, a host also \
@@ -139,8 +142,6 @@ macro_rules! msrs {
                  nothing is done";
             FLUSH_CMD             [] [refused] [by write_flush_cmd] "where offered; no effect yet";
             PERF_CAPABILITIES     [saved, feature: 0] [0 if pdcm] [zero if vmm] "guest: with PDCM";
-            TSC_RATIO             [saved if amd] [TSC_RATIO_ONE if vmm] [by write_tsc_ratio if vmm]
-                "not virtualized: 1.0 in 8.32 fixed point (APM vol. 2 §15.30.5); takes 0 too";
 
             MCG_STATUS            [saved] [by read_machine_checks] [by write_machine_checks]
                 "architectural checks, for a host wider ones";

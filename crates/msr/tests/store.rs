@@ -33,6 +33,7 @@ const FACTS: GuestFacts = GuestFacts {
     virt_ssbd: true,
     sse3: true,
     vmx: false,
+    tsc_ratio: false,
 };
 
 const GUEST: By = By::Guest;
@@ -396,6 +397,14 @@ fn svm_registers_check_what_hardware_checks() {
     assert!(store.write(TSC_RATIO, 0, VMM, &FACTS).is_ok());
     assert!(store.write(TSC_RATIO, 1 << 32, VMM, &FACTS).is_ok());
     refuses(&mut store, TSC_RATIO, 2 << 32, VMM);
+    // For a guest that is offered it.
+    let with = GuestFacts { tsc_ratio: true, ..FACTS };
+    for value in [0, 2 << 32, 0xff_ffff_ffff] {
+        let told = Ok(Effect::TscRatioOfL2 { ratio: value });
+        assert_eq!(store.write(TSC_RATIO, value, GUEST, &with), told);
+        assert_eq!(store.read(TSC_RATIO, GUEST, &with), Ok(value));
+    }
+    assert_eq!(store.write(TSC_RATIO, 1 << 40, VMM, &with), Err(Refused));
     ignores(&mut store, VM_IGNNE, 1);
 }
 

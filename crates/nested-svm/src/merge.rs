@@ -35,7 +35,7 @@ const WRITE_CR8: u32 = 1 << (16 + 8);
 pub struct L0 {
     /// The intercepts that L0 needs whoever runs.
     pub intercepts: [u32; 6],
-    /// What L0 adds to the host's TSC for L1.
+    /// What of L1's offset to the host's TSC L2 has.
     pub tsc_offset: u64,
     /// L0's I/O map: every port exits.
     pub iopm: Hpa,

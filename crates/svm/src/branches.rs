@@ -99,8 +99,6 @@ impl<C: Cpu> Svm<C> {
     }
 
     /// Another level is about to run: takes over to its block what both have.
-    #[cold]
-    #[inline(never)]
     pub(crate) fn carry_branch_records(&mut self) {
         let own = self.l2_has_records();
         let Some(state) = &mut self.nested else { return };

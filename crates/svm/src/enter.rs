@@ -59,8 +59,8 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
         }
         self.tsc_aux.enter(here.tsc_aux.load(Relaxed));
         self.sync_tsc_aux();
-        if self.tsc_ratio != TSC_RATIO_ONE {
-            self.cpu.wrmsr(msr::TSC_RATIO, self.tsc_ratio);
+        if self.scales {
+            self.cpu.wrmsr(msr::TSC_RATIO, self.cold.tsc.ratio_here);
         }
         if !self.features.v_spec_ctrl && self.features.spec_ctrl {
             self.spec = SpecCtrl { guest: self.spec_ctrl, host: hostcpu::host_spec_ctrl() };
@@ -89,7 +89,7 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
         self.restore_kernel(here);
         self.cpu.stgi();
         self.restore_user(here);
-        if self.tsc_ratio != TSC_RATIO_ONE {
+        if self.scales {
             self.cpu.wrmsr(msr::TSC_RATIO, TSC_RATIO_ONE);
         }
         self.loaded = false;

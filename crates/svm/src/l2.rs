@@ -1,5 +1,6 @@
 //! What is kept of a guest's guest between two of its runs.
 
+use backend::TSC_RATIO_ONE;
 use host::{KBox, NoMemory, page::Page};
 use nested_svm::{permission::OpenWords, vmcb12::Vmcb12};
 
@@ -16,6 +17,23 @@ pub(crate) struct Injected {
     pub(crate) rip: Option<u64>,
     /// Where the CPU says that the instruction ends.
     pub(crate) next_rip: u64,
+}
+
+/// What L2's TSC is made by, and what the CPU has of ratios.
+#[derive(Debug)]
+pub(crate) struct TscBelow {
+    /// By what it is made from L1's.
+    pub(crate) ratio_of_l2: u64,
+    /// What of L1's offset it has, to which L1 adds one.
+    pub(crate) offset: u64,
+    /// What the CPU has to have while the level runs that is current.
+    pub(crate) ratio_here: u64,
+}
+
+impl Default for TscBelow {
+    fn default() -> Self {
+        Self { ratio_of_l2: TSC_RATIO_ONE, offset: 0, ratio_here: TSC_RATIO_ONE }
+    }
 }
 
 /// What is known of L1's guest.

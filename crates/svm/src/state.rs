@@ -15,7 +15,12 @@ use x86::{
     vmcb::{Clean, Vmcb},
 };
 
-use crate::{block::ControlBlock, features::Features, guest_regs::GuestRegs, l2::State};
+use crate::{
+    block::ControlBlock,
+    features::Features,
+    guest_regs::GuestRegs,
+    l2::{State, TscBelow},
+};
 
 /// What is known of the guest's NMI handling on CPUs without virtual NMIs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -65,6 +70,7 @@ pub(crate) struct Cold {
     pub(crate) nmi: NmiState,
     /// What L1's processor offers it.
     pub(crate) offered: Offered,
+    pub(crate) tsc: TscBelow,
 }
 
 /// One virtual CPU under SVM.
@@ -84,6 +90,8 @@ pub struct Svm<C: Cpu> {
     /// The guest asked for SSBD by VIRT_SPEC_CTRL; the kernel knows how this CPU does it.
     pub(crate) virt_ssbd: bool,
     pub(crate) tsc_ratio: u64,
+    /// The CPU scales the TSC of the level that runs.
+    pub(crate) scales: bool,
     /// Between load and unload: what is written here goes to the hardware at once.
     pub(crate) loaded: bool,
     pub(crate) spec: SpecCtrl,
@@ -102,6 +110,8 @@ pub struct Svm<C: Cpu> {
     pub(crate) efer_shown: u64,
     /// Added to the host's TSC for L1.
     pub(crate) tsc_offset: u64,
+    /// A level's records of branches or its TSC ratio go over, or change, with the level.
+    pub(crate) carries: bool,
     /// Whose the block is.
     pub(crate) level: Level,
     pub(crate) cold: KBox<Cold>,
@@ -133,6 +143,7 @@ impl<C: Cpu> Svm<C> {
             spec_ctrl: 0,
             virt_ssbd: false,
             tsc_ratio: TSC_RATIO_ONE,
+            scales: false,
             loaded: false,
             spec: SpecCtrl::default(),
             virq: Virq::Off,
@@ -144,6 +155,7 @@ impl<C: Cpu> Svm<C> {
             guest: GuestRegs::default(),
             efer_shown: !Efer::SVME.bits(),
             tsc_offset: 0,
+            carries: features.lbr,
             level: Level::L1,
             cold: KBox::new(Cold::default())?,
             gif: Gif::default(),

@@ -124,7 +124,7 @@ impl<C: Cpu> Svm<C> {
         let control = &l1.control;
         merge::L0 {
             intercepts: control.intercepts,
-            tsc_offset: self.tsc_offset,
+            tsc_offset: self.cold.tsc.offset,
             iopm: Hpa(control.iopm_base_pa),
             msrpm,
             root: Some(if paging::has_tables(state.v12.control()) {
@@ -202,7 +202,7 @@ impl<C: Cpu> Svm<C> {
         let offset = self.tsc_offset;
         self.block_of_l1().vmcb_mut(Clean::INTERCEPTS).control.tsc_offset = offset;
         if let Some(state) = &self.nested {
-            let offset = offset.wrapping_add(state.v12.control().tsc_offset);
+            let offset = self.cold.tsc.offset.wrapping_add(state.v12.control().tsc_offset);
             self.vmcb_mut(Clean::INTERCEPTS).control.tsc_offset = offset;
         }
     }
@@ -545,8 +545,11 @@ impl<C: Cpu> Nested for Svm<C> {
 
     fn tsc_of_l2(&self, host: u64) -> Option<u64> {
         let state = self.nested.as_ref().filter(|_| self.level == Level::L2)?;
-        let of_l1 = backend::Clock::guest_tsc(self, host);
-        Some(of_l1.wrapping_add(state.v12.control().tsc_offset))
+        Some(self.tsc_below(host, state.v12.control().tsc_offset))
+    }
+
+    fn set_tsc_ratio_of_l2(&mut self, ratio: u64) {
+        self.set_ratio_of_l2(ratio);
     }
 
     fn keeps_awake(&self) -> bool {

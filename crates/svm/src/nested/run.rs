@@ -129,6 +129,17 @@ impl<C: Cpu> Svm<C> {
         block.control.int_state = 0;
     }
 
+    /// What goes over with the level, or changes with it, where there is any of it.
+    #[cold]
+    #[inline(never)]
+    fn carry_over(&mut self) {
+        self.carry_branch_records();
+        self.change_ratio(match self.level {
+            Level::L1 => Level::L2,
+            Level::L2 => Level::L1,
+        });
+    }
+
     /// Has the blocks change places, with what VMRUN leaves alone.
     pub(super) fn change_block(&mut self) {
         let Some(state) = &mut self.nested else { return };
@@ -138,8 +149,8 @@ impl<C: Cpu> Svm<C> {
             let (from, to) = (&self.block.vmcb().save, state.other.vmcb_mut(Clean::empty()));
             super::leave::copy_unswitched(&mut to.save, from);
         }
-        if self.features.lbr {
-            self.carry_branch_records();
+        if self.carries {
+            self.carry_over();
         } else {
             // Without records of its own L2 has the DEBUGCTL that L1 has.
             let debugctl = self.block.vmcb().save.dbgctl;

@@ -311,6 +311,11 @@ impl<B: Backend> Vcpu<B> {
                 self.cpuid_inputs_changed();
             }
             Effect::VirtSsbd { on } => self.b.set_virt_ssbd(on),
+            Effect::TscRatioOfL2 { ratio } => {
+                if let Some(nested) = self.b.nested_mut() {
+                    nested.set_tsc_ratio_of_l2(ratio);
+                }
+            }
             Effect::CpuidFaulting { on } => self.msrs.cpuid_faults = on,
             // Memory types come from the guest's PAT alone under TDP.
             Effect::MtrrChanged => {}
