@@ -51,6 +51,14 @@ pub trait Injection {
     fn nmi_masked(&self) -> bool;
     /// Masks NMIs, or not.
     fn set_nmi_masked(&mut self, on: bool);
+    /// Whether NMIs are masked for L1, as user space saves it: L2 may run with a mask of its own.
+    fn nmi_masked_for_l1(&self) -> bool {
+        self.nmi_masked()
+    }
+    /// Masks NMIs for L1, or not, as user space has saved it.
+    fn set_nmi_masked_for_l1(&mut self, on: bool) {
+        self.set_nmi_masked(on);
+    }
     /// What [`set_nmi_window`](Self::set_nmi_window) asked for has come: [`Exit::Iret`](crate::Exit::Iret) or
     /// [`Exit::NmiWindow`](crate::Exit::NmiWindow).
     fn iret_begun(&mut self);

@@ -47,7 +47,7 @@ pub(crate) const PASSED: FeatureWords = FeatureWords::of(&[
     WRMSR_XX_BASE_NS, LFENCE_RDTSC, NULL_SEL_CLR_BASE, AUTOIBRS, SBPB, IBPB_BRTYPE, SRSO_NO,
     // For guests that are hypervisors.
     SVM, NPT, LBRV, NRIPS, TSC_SCALE, VMCB_CLEAN, FLUSH_BY_ASID, DECODE_ASSISTS, PAUSE_FILTER,
-    PAUSE_THRESHOLD, V_VMSAVE_VMLOAD, VGIF,
+    PAUSE_THRESHOLD, V_VMSAVE_VMLOAD, VGIF, VNMI,
 ]);
 
 /// Of the instruction set that guests run their own guests by, offered only where they may.
@@ -64,6 +64,7 @@ pub(crate) const NESTED_SVM: FeatureWords = FeatureWords::of(&[
     PAUSE_THRESHOLD,
     V_VMSAVE_VMLOAD,
     VGIF,
+    VNMI,
 ]);
 
 /// Offered whatever the host has: emulated in software.

@@ -6,10 +6,10 @@
 use x86::{
     Cr0, Cr4, Efer, Rflags,
     addr::PAGE_SIZE,
-    vmcb::{Clean, Control, Intercept4, NP_ENABLE, SEG_CS, Save, event, vintr},
+    vmcb::{Clean, Control, ExitCode, Intercept4, NP_ENABLE, SEG_CS, Save, event},
 };
 
-use crate::Offered;
+use crate::{Offered, merge, reflect::intercepts};
 
 /// Bytes of the I/O permission map.
 pub const IOPM_BYTES: u64 = 3 * PAGE_SIZE;
@@ -81,7 +81,7 @@ pub fn controls(control: &Control, offered: &Offered) -> Result<(), Inconsistent
     if !known {
         return Err(Inconsistent::TlbControl);
     }
-    if control.int_ctl & vintr::NMI_ENABLE != 0 {
+    if merge::has_virtual_nmi(control) && !(offered.vnmi && intercepts(control, ExitCode::Nmi)) {
         return Err(Inconsistent::VirtualNmi);
     }
     injected(control.event_inj)
@@ -188,7 +188,7 @@ pub fn is_host(save: &Save) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use x86::vmcb::Vmcb;
+    use x86::vmcb::{Vmcb, vintr};
     use zerocopy::FromZeros;
 
     const OFFERED: Offered = Offered {
@@ -202,6 +202,7 @@ mod tests {
         vgif: false,
         virtual_vmload: false,
         lbr: false,
+        vnmi: false,
         cr4: 0x7ff,
         efer: Efer::SCE.bits() | Efer::LME.bits() | Efer::NXE.bits() | Efer::SVME.bits(),
     };

@@ -162,6 +162,7 @@ mod tests {
         vgif: false,
         virtual_vmload: false,
         lbr: false,
+        vnmi: false,
         cr4: 0,
         efer: 0,
     };

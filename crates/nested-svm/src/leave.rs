@@ -16,10 +16,16 @@ use zerocopy::{IntoBytes, transmute};
 
 use crate::{L1Memory, Offered, Outside, Words, merge, reflect::Exit, vmcb12::Vmcb12};
 
-/// What of `int_ctl` the processor changes while L2 runs on block 02 with this one: V_TPR, V_IRQ, and V_GIF if that is L2's.
-pub(crate) const fn live(int_ctl: u32) -> u32 {
+/// What of `int_ctl` the processor changes while L2 runs on block 02 with this one: V_TPR, V_IRQ, and V_GIF and the
+/// virtual NMI if those are L2's, by `v12`.
+pub(crate) const fn live(int_ctl: u32, v12: &Control) -> u32 {
+    const ALWAYS: u32 = vintr::TPR_MASK | vintr::IRQ;
+    if int_ctl & (vintr::GIF_ENABLE | vintr::NMI_ENABLE) == 0 {
+        return ALWAYS;
+    }
     let gif = if int_ctl & vintr::GIF_ENABLE != 0 { vintr::GIF } else { 0 };
-    vintr::TPR_MASK | vintr::IRQ | gif
+    let nmi = if merge::has_virtual_nmi(v12) { vintr::NMI | vintr::NMI_MASK } else { 0 };
+    ALWAYS | gif | nmi
 }
 
 /// Where the save area begins.
@@ -125,7 +131,7 @@ fn controls(
     offered: &Offered,
 ) -> Result<(), Outside> {
     let (from, exit) = (&left.from.control, left.exit);
-    let live = live(from.int_ctl);
+    let live = live(from.int_ctl, v12);
     let int_ctl = (v12.int_ctl & !live) | (from.int_ctl & live);
     let told = [
         u64::from(int_ctl) | u64::from(v12.int_vector) << 32,
@@ -228,6 +234,7 @@ mod tests {
         vgif: false,
         virtual_vmload: false,
         lbr: false,
+        vnmi: false,
         cr4: u64::MAX,
         efer: u64::MAX,
     };

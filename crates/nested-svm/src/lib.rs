@@ -92,6 +92,8 @@ pub struct Offered {
     pub virtual_vmload: bool,
     /// LBR virtualisation (EDX\[1\]).
     pub lbr: bool,
+    /// Virtual NMIs (EDX\[25\]).
+    pub vnmi: bool,
     /// CR4 bits that L1's CPUID offers.
     pub cr4: u64,
     /// EFER bits that L1's CPUID offers.

@@ -27,6 +27,9 @@ const INT_CTL_L1: u32 = vintr::TPR_MASK | vintr::IRQ | (0xf << vintr::PRIO_SHIFT
 /// V_GIF, and that it is L2's own flag: STGI and CLGI of L2 change it without an exit.
 const VIRTUAL_GIF: u32 = vintr::GIF | vintr::GIF_ENABLE;
 
+/// Virtual NMIs: one that waits, their mask, and that they are L2's own.
+const VIRTUAL_NMI: u32 = vintr::NMI | vintr::NMI_MASK | vintr::NMI_ENABLE;
+
 /// The intercept of writes of CR8, in vector 0.
 const WRITE_CR8: u32 = 1 << (16 + 8);
 
@@ -96,15 +99,21 @@ pub fn has_virtual_vmload(control: &Control, offered: &Offered) -> bool {
         && control.virt_ext & VIRTUAL_VMLOAD != 0
 }
 
+/// Whether L2 has virtual NMIs of its own: a block that says so was refused where they are not offered.
+#[inline]
+pub const fn has_virtual_nmi(control: &Control) -> bool {
+    control.int_ctl & vintr::NMI_ENABLE != 0
+}
+
 /// Whether L2 has a DEBUGCTL and branch records of its own.
 #[inline]
 pub fn has_branch_records(control: &Control, offered: &Offered) -> bool {
     offered.lbr && control.virt_ext & VIRTUAL_LBR != 0
 }
 
-/// Copies DEBUGCTL and the branch records; true if that changed one of them.
+/// Copies DEBUGCTL, as far as a guest may set it, and the branch records; true if that changed one of them.
 pub fn copy_branch_records(to: &mut Save, from: &Save) -> bool {
-    put(&mut to.dbgctl, from.dbgctl)
+    put(&mut to.dbgctl, from.dbgctl & debugctl::LBR)
         | put(&mut to.br_from, from.br_from)
         | put(&mut to.br_to, from.br_to)
         | put(&mut to.last_excp_from, from.last_excp_from)
@@ -144,8 +153,12 @@ fn controls(to: &mut Control, from: &Control, l0: &L0, offered: &Offered) -> Cle
     stale.set(Clean::INTERCEPTS, intercepting);
     let maps = put(&mut to.iopm_base_pa, l0.iopm.0) | put(&mut to.msrpm_base_pa, l0.msrpm.0);
     stale.set(Clean::PERM_MAP, maps);
-    let gif = if has_virtual_gif(from, offered) { VIRTUAL_GIF } else { 0 };
-    let int_ctl = vintr::INTR_MASKING | (from.int_ctl & (INT_CTL_L1 | gif));
+    let mut of_l1 = INT_CTL_L1;
+    if offered.vgif | offered.vnmi {
+        of_l1 |= if has_virtual_gif(from, offered) { VIRTUAL_GIF } else { 0 };
+        of_l1 |= if offered.vnmi && has_virtual_nmi(from) { VIRTUAL_NMI } else { 0 };
+    }
+    let int_ctl = vintr::INTR_MASKING | (from.int_ctl & of_l1);
     let virtual_interrupt =
         put(&mut to.int_ctl, int_ctl) | put(&mut to.int_vector, from.int_vector);
     stale.set(Clean::INTR, virtual_interrupt);
@@ -227,15 +240,12 @@ fn registers(to: &mut Save, from: &Save, dirty: Clean) -> Clean {
     stale
 }
 
-/// DEBUGCTL and the records, whatever is clean: between two runs block 02 may have had L1's. Of DEBUGCTL what a guest
-/// may set; the rest is ignored.
+/// DEBUGCTL and the records, whatever is clean: between two runs block 02 may have had L1's.
 fn branch_records(to: &mut Vmcb, v12: &Vmcb, offered: &Offered) -> Clean {
     if !has_branch_records(&v12.control, offered) {
         return Clean::empty();
     }
-    let mut changed = copy_branch_records(&mut to.save, &v12.save);
-    let shown = debugctl::LBR;
-    changed |= put(&mut to.save.dbgctl, v12.save.dbgctl & shown);
+    let changed = copy_branch_records(&mut to.save, &v12.save);
     if changed { Clean::LBR } else { Clean::empty() }
 }
 

@@ -115,7 +115,7 @@ pub fn data(
     let control = &mut to.control;
     control.as_mut_bytes().copy_from_slice(v12.control().as_bytes());
     // What the processor has changed since VMRUN: it is not to happen again.
-    let changed = live(b02.int_ctl);
+    let changed = live(b02.int_ctl, v12.control());
     control.int_ctl = (control.int_ctl & !changed) | (b02.int_ctl & changed);
     if let Some(on) = virq {
         control.int_ctl = (control.int_ctl & !vintr::IRQ) | if on { vintr::IRQ } else { 0 };
@@ -241,6 +241,7 @@ mod tests {
         vgif: false,
         virtual_vmload: false,
         lbr: false,
+        vnmi: false,
         cr4: 0xff,
         efer: 0xd01 | (1 << 12),
     };

@@ -25,6 +25,7 @@ const OFFERED: Offered = Offered {
     vgif: true,
     virtual_vmload: true,
     lbr: false,
+    vnmi: false,
     cr4: u64::MAX,
     efer: u64::MAX,
 };

@@ -108,8 +108,7 @@ impl<C: Cpu> Svm<C> {
             return;
         }
         let on = records(&from.control);
-        let same =
-            on == records(&to.vmcb().control) && from.save.dbgctl == to.vmcb().save.dbgctl;
+        let same = on == records(&to.vmcb().control) && from.save.dbgctl == to.vmcb().save.dbgctl;
         if !on && same {
             return;
         }
@@ -130,7 +129,6 @@ impl<C: Cpu> Svm<C> {
         }
         let block = self.vmcb_mut(Clean::LBR);
         merge::copy_branch_records(&mut block.save, of_l1);
-        block.save.dbgctl &= debugctl::LBR;
         set_records(&mut block.control, block.save.dbgctl != 0);
     }
 }

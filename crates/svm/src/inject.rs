@@ -192,10 +192,19 @@ impl<C: Cpu> Injection for Svm<C> {
     /// Asks for an exit when an NMI can be taken. While one is handled the IRET intercept serves;
     /// after the IRET has begun, or in an interrupt shadow, a single step does.
     fn set_nmi_window(&mut self) -> NmiWindow {
-        if self.features.vnmi && self.nmi_masked() {
-            return NmiWindow::Exit;
-        }
-        if self.cold.nmi.masked && self.cold.nmi.iret_at.is_none() {
+        if self.features.vnmi {
+            let rip = self.vmcb().save.rip;
+            let begun = self.cold.nmi.iret_at == Some(rip);
+            if self.nmi_masked() && !begun {
+                // The CPU takes its mask away with the IRET, without a word.
+                self.cold.nmi.iret_at = None;
+                self.intercept_iret(true);
+                return NmiWindow::Exit;
+            }
+            if !begun {
+                self.cold.nmi.iret_at = None;
+            }
+        } else if self.cold.nmi.masked && self.cold.nmi.iret_at.is_none() {
             return NmiWindow::Exit;
         }
         if self.vmcb().control.event_inj & event::VALID != 0 {
@@ -231,6 +240,22 @@ impl<C: Cpu> Injection for Svm<C> {
         self.cold.nmi.masked = on;
         self.cold.nmi.iret_at = None;
         self.intercept_iret(on);
+    }
+
+    fn nmi_masked_for_l1(&self) -> bool {
+        if self.l2_has_virtual_nmi() {
+            return self.control_of_l1().int_ctl & vintr::NMI_MASK != 0;
+        }
+        self.nmi_masked()
+    }
+
+    fn set_nmi_masked_for_l1(&mut self, on: bool) {
+        if !self.l2_has_virtual_nmi() {
+            return self.set_nmi_masked(on);
+        }
+        let control = &mut self.block_of_l1().vmcb_mut(Clean::INTR).control;
+        control.int_ctl =
+            (control.int_ctl & !vintr::NMI_MASK) | if on { vintr::NMI_MASK } else { 0 };
     }
 
     /// The guest begins an IRET while an NMI is handled: the mask falls after it.

@@ -39,10 +39,9 @@ impl<C: Cpu> Msrs for Svm<C> {
             msr::SYSENTER_EIP => save.sysenter_eip,
             msr::PAT => save.g_pat,
             msr::DEBUGCTL => save.dbgctl,
-            msr::LAST_BRANCH_FROM
-            | msr::LAST_BRANCH_TO
-            | msr::LAST_INT_FROM
-            | msr::LAST_INT_TO => self.branch_record(index),
+            msr::LAST_BRANCH_FROM | msr::LAST_BRANCH_TO | msr::LAST_INT_FROM | msr::LAST_INT_TO => {
+                self.branch_record(index)
+            }
             msr::TSC_AUX => self.tsc_aux.get(),
             msr::XSS => self.extended.xss(),
             msr::SPEC_CTRL if self.features.v_spec_ctrl => save.spec_ctrl,
@@ -65,10 +64,7 @@ impl<C: Cpu> Msrs for Svm<C> {
             }
             msr::PAT => self.vmcb_mut(Clean::NPT).save.g_pat = value,
             msr::DEBUGCTL => self.set_debugctl(value),
-            msr::LAST_BRANCH_FROM
-            | msr::LAST_BRANCH_TO
-            | msr::LAST_INT_FROM
-            | msr::LAST_INT_TO => {
+            msr::LAST_BRANCH_FROM | msr::LAST_BRANCH_TO | msr::LAST_INT_FROM | msr::LAST_INT_TO => {
                 return if self.set_branch_record(index, value) { Ok(()) } else { Err(NotMine) };
             }
             _ => {

@@ -4,6 +4,7 @@ use backend::{Event, Executed, Gprs, Injection, L1Memory, Level, RAX, RSP};
 use cpu::Cpu;
 use nested_svm::{
     leave::{self, Undelivered},
+    merge,
     reflect::Exit,
 };
 use x86::{
@@ -64,7 +65,7 @@ impl<C: Cpu> Svm<C> {
             return Executed::Shutdown;
         }
         if inject::decode(undelivered.info) == Some(Event::Nmi) {
-            // It was not delivered, and is L1's to inject again: nothing masks NMIs.
+            // It was not delivered, and is L1's to inject again: nothing masks NMIs. L2's own mask is in its block.
             self.set_nmi_masked(false);
         }
         self.return_to_l1(gprs);
@@ -80,6 +81,7 @@ impl<C: Cpu> Svm<C> {
         let Some(state) = &self.nested else { return };
         let control = state.v12.control();
         let own_pat = control.np_ctl & NP_ENABLE != 0;
+        let own_nmi = merge::has_virtual_nmi(control);
         let own_priority = control.int_ctl & vintr::INTR_MASKING != 0;
         let l2 = self.block.vmcb();
         let (pat, int_ctl, cr4) = (l2.save.g_pat, l2.control.int_ctl, l2.save.cr4);
@@ -94,6 +96,8 @@ impl<C: Cpu> Svm<C> {
         }
         let shared = vintr::NMI_MASK | if own_priority { 0 } else { vintr::TPR_MASK };
         if (block.control.int_ctl ^ int_ctl) & shared != 0 {
+            // A mask of L2's own is not L1's.
+            let shared = if own_nmi { shared & !vintr::NMI_MASK } else { shared };
             block.control.int_ctl = (block.control.int_ctl & !shared) | (int_ctl & shared);
             stale |= Clean::INTR;
         }

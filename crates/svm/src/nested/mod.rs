@@ -165,6 +165,7 @@ impl<C: Cpu> Svm<C> {
             vgif: has(f::VGIF) && self.features.vgif,
             virtual_vmload: has(f::V_VMSAVE_VMLOAD) && self.features.v_vmload,
             lbr: has(f::LBRV) && self.features.lbr,
+            vnmi: has(f::VNMI) && self.features.vnmi,
             cr4: self.cold.limits.cr4_allowed.bits(),
             efer: self.cold.limits.efer_allowed,
         };
@@ -232,8 +233,7 @@ impl<C: Cpu> Svm<C> {
             *fourth = *fourth & !bits | if on { 0 } else { bits };
         });
         let control = &mut self.block_of_l1().vmcb_mut(Clean::ALL).control;
-        control.virt_ext =
-            control.virt_ext & !VIRTUAL_VMLOAD | if on { VIRTUAL_VMLOAD } else { 0 };
+        control.virt_ext = control.virt_ext & !VIRTUAL_VMLOAD | if on { VIRTUAL_VMLOAD } else { 0 };
     }
 
     /// While L1 has SVM on, #GP exits where the CPU may make one of VMRUN, VMLOAD or VMSAVE before it looks whether that
@@ -246,6 +246,12 @@ impl<C: Cpu> Svm<C> {
         self.change_intercepts(|[_, _, word, ..]| {
             *word = *word & !bit | if on { bit } else { 0 };
         });
+    }
+
+    /// Whether L2 runs, with virtual NMIs of its own.
+    pub(crate) fn l2_has_virtual_nmi(&self) -> bool {
+        let own = |s: &KBox<State>| merge::has_virtual_nmi(s.v12.control());
+        self.level == Level::L2 && self.nested.as_ref().is_some_and(own)
     }
 
     /// A shutdown of L2's is L1's if it asks for that, and else the processor's.
@@ -562,7 +568,10 @@ impl<C: Cpu> Nested for Svm<C> {
         let given = state.window.is_none() && int_ctl & vintr::IRQ != 0;
         let passes = int_ctl & vintr::IGN_TPR != 0 || priority > int_ctl & vintr::TPR_MASK;
         let gif = block.control.int_ctl & (vintr::GIF | vintr::GIF_ENABLE) != vintr::GIF_ENABLE;
-        given && passes && gif && block.save.rflags & Rflags::IF.bits() != 0
+        let interrupt = given && passes && block.save.rflags & Rflags::IF.bits() != 0;
+        let nmi = merge::has_virtual_nmi(state.v12.control())
+            && block.control.int_ctl & (vintr::NMI | vintr::NMI_MASK) == vintr::NMI;
+        gif && (interrupt || nmi)
     }
 
     fn set_l1_priority(&mut self, cr8: u8) {

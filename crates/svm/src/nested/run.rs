@@ -129,6 +129,17 @@ impl<C: Cpu> Svm<C> {
         block.control.int_state = 0;
     }
 
+    /// Has the blocks change places, with what VMRUN leaves alone.
+    pub(super) fn change_block(&mut self) {
+        let Some(state) = &self.nested else { return };
+        let shared = state.other.vmcb().save.dbgctl == self.block.vmcb().save.dbgctl;
+        if self.carries || !shared {
+            self.carry_over();
+            return self.exchange_blocks();
+        }
+        self.exchange_blocks();
+    }
+
     /// What goes over with the level, or changes with it, where there is any of it.
     #[cold]
     #[inline(never)]
@@ -140,8 +151,8 @@ impl<C: Cpu> Svm<C> {
         });
     }
 
-    /// Has the blocks change places, with what VMRUN leaves alone.
-    pub(super) fn change_block(&mut self) {
+    #[inline(always)]
+    fn exchange_blocks(&mut self) {
         let Some(state) = &mut self.nested else { return };
         if self.loaded {
             state.other.take_over_from(&self.block);
@@ -149,16 +160,6 @@ impl<C: Cpu> Svm<C> {
             let (from, to) = (&self.block.vmcb().save, state.other.vmcb_mut(Clean::empty()));
             super::leave::copy_unswitched(&mut to.save, from);
         }
-        if self.carries {
-            self.carry_over();
-        } else {
-            // Without records of its own L2 has the DEBUGCTL that L1 has.
-            let debugctl = self.block.vmcb().save.dbgctl;
-            if state.other.vmcb().save.dbgctl != debugctl {
-                state.other.vmcb_mut(Clean::LBR).save.dbgctl = debugctl;
-            }
-        }
-        let Some(state) = &mut self.nested else { return };
         if self.features.v_spec_ctrl {
             let spec = self.block.vmcb().save.spec_ctrl;
             state.other.vmcb_mut(Clean::empty()).save.spec_ctrl = spec;
@@ -179,9 +180,11 @@ impl<C: Cpu> Svm<C> {
         let block = self.block.vmcb_mut(Clean::empty());
         let (root, int_ctl) = (block.control.ncr3, block.control.int_ctl);
         let mut stale = merge::enter(block, v12, dirty, &l0, &self.cold.offered);
-        // Virtual NMIs are the processor's, whichever level runs.
-        let nmi = vintr::NMI_ENABLE | vintr::NMI_MASK;
-        block.control.int_ctl |= l1_int_ctl & nmi;
+        // Without virtual NMIs of its own L2 has L1's mask.
+        let nmi = l1_int_ctl & (vintr::NMI_ENABLE | vintr::NMI_MASK);
+        if nmi != 0 && !merge::has_virtual_nmi(&v12.control) {
+            block.control.int_ctl |= nmi;
+        }
         if v12.control.int_ctl & vintr::INTR_MASKING == 0 {
             block.control.int_ctl =
                 (block.control.int_ctl & !vintr::TPR_MASK) | (l1_int_ctl & vintr::TPR_MASK);

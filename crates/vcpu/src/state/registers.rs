@@ -257,7 +257,7 @@ impl<B: Backend> Vcpu<B> {
             interrupt_shadow: self.b.interrupt_shadow(),
             nmi_injected: self.events.again == Some(Event::Nmi),
             nmi_pending: self.shared.nmis(),
-            nmi_masked: self.b.nmi_masked(),
+            nmi_masked: self.b.nmi_masked_for_l1(),
             sipi_vector: 0,
             triple_fault: self.events.outer.has(Outer::TRIPLE_FAULT),
             smi: self.saved_smi(),
@@ -285,7 +285,7 @@ impl<B: Backend> Vcpu<B> {
         if e.nmi_injected && self.events.again.is_none() {
             self.events.again = Some(Event::Nmi);
         }
-        self.b.set_nmi_masked(e.nmi_masked);
+        self.b.set_nmi_masked_for_l1(e.nmi_masked);
         if given.nmi_pending {
             self.shared.set_nmis(e.nmi_pending);
         }
