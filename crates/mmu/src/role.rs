@@ -132,6 +132,14 @@ impl Role {
     /// One more than the number of L1's frame that no entry leads to; 0: there is none.
     const HOLE_SHIFT: u32 = 32;
     const HOLE: u64 = 0xffff_ffff << Self::HOLE_SHIFT;
+    /// Where the PDPTEs of an NPT root in PAE paging begin: those of other tables' bits.
+    const PDPTES_AT: u64 = Self::QUADRANT
+        | Self::SMEP
+        | Self::SMAP
+        | Self::EPT_TRACKS
+        | Self::EPT_EXECUTE_ONLY
+        | Self::EPT_2M;
+
     /// What a page made from no guest table depends on.
     const OF_DIRECT: u64 = Self::WP
         | Self::SMEP

@@ -50,7 +50,7 @@ impl Role {
     #[inline]
     pub(crate) fn offset(self, index: usize) -> usize {
         if !self.is_narrow() {
-            index << 3
+            self.nested_offset(index)
         } else if self.level() == 1 {
             (self.quadrant() << 9 | index) << 2
         } else {

@@ -47,7 +47,8 @@ impl Role {
         if entry & self.reserved(leaf) != 0 {
             return Reading::Broken;
         }
-        let grant = Grant::of(entry);
+        // A PDPTE of PAE paging allows all.
+        let grant = if self.is_of_pdptes() { Grant::ALL } else { Grant::of(entry) };
         if leaf { Reading::Leaf(grant) } else { Reading::Table(grant) }
     }
 
@@ -81,7 +82,7 @@ impl Role {
     #[inline]
     pub(crate) const fn accessed(self) -> u64 {
         if !self.is_ept() {
-            pte::ACCESSED
+            if self.is_of_pdptes() { 0 } else { pte::ACCESSED }
         } else if self.tracks() {
             ept::ACCESSED
         } else {

@@ -96,7 +96,7 @@ fn once<M: GuestMemory + ?Sized>(
     if root.is_direct() {
         return flat(root, access, update).map(Some);
     }
-    if access.gpa >> (12 + 9 * u32::from(root.level())) != 0 {
+    if access.gpa >> root.reach() != 0 {
         return Err(refuse(Refusal::Absent));
     }
     let mut path = [(Gpa(0), 0u64); 5];
@@ -143,7 +143,7 @@ fn once<M: GuestMemory + ?Sized>(
                 Swap::Changed => return Ok(None),
             }
         }
-        let wanted = entry | root.accessed() | dirty;
+        let wanted = entry | root.at_level(n as u8 + 1).accessed() | dirty;
         if wanted != entry {
             let swap = memory.cmpxchg_u64(at, entry, wanted);
             match swap.map_err(|error| StageError::Memory { gpa: at, error })? {

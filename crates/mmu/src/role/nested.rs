@@ -5,6 +5,7 @@ use x86::vmcs::eptp;
 use x86::{Cr0, Cr4, Efer, Gfn};
 
 use super::{PagingContext, Role, Source};
+use crate::grant::Grant;
 
 /// What L1's CPU has of EPT (IA32_VMX_EPT_VPID_CAP as L1 reads it, SDM vol. 3 appendix A.10).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -19,16 +20,31 @@ pub struct EptOffer {
     pub pages_1g: bool,
 }
 
+/// The level of PDPTEs.
+const PDPTES: u8 = 3;
+
 const fn when(condition: bool, bits: u64) -> u64 {
     if condition { bits } else { 0 }
 }
 
 impl Role {
-    /// The role of L1's root of NPT tables, which are tables of the paging mode that L1 itself is in (APM vol.
-    /// 2 §15.25.3). `None`: that is not long mode.
-    pub(crate) fn npt(l1: &PagingContext, smm: bool) -> Option<Self> {
-        if !l1.is_paging() || !l1.is_long_mode() {
+    /// The role of L1's root of NPT tables at `ncr3`, which are tables of the paging mode that L1 itself is in (APM vol.
+    /// 2 §15.25.3): long mode or PAE. `None`: that is neither.
+    pub(crate) fn npt(ncr3: u64, l1: &PagingContext, smm: bool) -> Option<Self> {
+        if !l1.is_paging() || !l1.cr4.contains(Cr4::PAE) {
             return None;
+        }
+        if !l1.is_long_mode() {
+            let context = PagingContext {
+                cr0: Cr0::PG | Cr0::WP,
+                cr4: Cr4::PAE,
+                efer: l1.efer & Efer::NXE,
+                gbpages: false,
+                amd: false,
+                ..*l1
+            };
+            let role = Self(Self::of(&context, smm).0 | Self::NPT).at_level(PDPTES);
+            return Some(role.with_pdptes_at(ncr3));
         }
         // Every access is a user's: what forbids or allows the supervisor something has no meaning.
         let context = PagingContext {
@@ -38,6 +54,50 @@ impl Role {
             ..*l1
         };
         Some(Self(Self::of(&context, smm).0 | Self::NPT))
+    }
+
+    /// The four PDPTEs of PAE paging are no page: where they begin within theirs is part of the role, in bits that mean
+    /// nothing in NPT's tables of this mode. Four tables may lie side by side.
+    fn with_pdptes_at(self, ncr3: u64) -> Self {
+        let n = ncr3 >> 5 & 127;
+        let bits = (n & 3) << Self::QUADRANT_SHIFT
+            | (n >> 2 & 3) << Self::SMEP.trailing_zeros()
+            | (n >> 4) << Self::EPT_TRACKS.trailing_zeros();
+        Self(self.0 & !Self::PDPTES_AT | bits)
+    }
+
+    /// Whether the page is made from PDPTEs of NPT.
+    #[inline]
+    pub(crate) const fn is_of_pdptes(self) -> bool {
+        const ALL: u64 = Role::NPT | Role::LONG | Role::DIRECT | Role::LEVEL;
+        self.0 & ALL == Self::NPT | PDPTES as u64
+    }
+
+    /// Byte offset within L1's table of the entry behind the entry `index`.
+    #[inline]
+    pub(crate) const fn nested_offset(self, index: usize) -> usize {
+        if self.is_of_pdptes() { self.pdpte_offset(index) } else { index << 3 }
+    }
+
+    #[cold]
+    const fn pdpte_offset(self, index: usize) -> usize {
+        let n = (self.0 >> Self::QUADRANT_SHIFT & 3)
+            | (self.0 >> Self::SMEP.trailing_zeros() & 3) << 2
+            | (self.0 >> Self::EPT_TRACKS.trailing_zeros() & 7) << 4;
+        (n << 5) as usize | (index & 3) << 3
+    }
+
+    /// The role of the page below, for an entry of L1's that points to a table.
+    #[inline]
+    pub(crate) fn nested_below(self, index: usize, grant: Grant) -> Self {
+        let child = self.below(index, grant);
+        if self.is_of_pdptes() { Self(child.0 & !Self::PDPTES_AT) } else { child }
+    }
+
+    /// How many bits of an address L1's tables translate.
+    #[inline]
+    pub(crate) const fn reach(self) -> u32 {
+        if self.is_of_pdptes() { 32 } else { 12 + 9 * (self.0 & Self::LEVEL) as u32 }
     }
 
     /// The role of L1's root of EPT tables: four levels.
@@ -137,7 +197,6 @@ impl Source {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::grant::Grant;
 
     fn l1() -> PagingContext {
         PagingContext {
@@ -156,7 +215,7 @@ mod tests {
         let with = |change: fn(&mut PagingContext)| {
             let mut context = l1();
             change(&mut context);
-            Role::npt(&context, false).unwrap()
+            Role::npt(0, &context, false).unwrap()
         };
         let plain = EptOffer { maxphyaddr: 40, ..EptOffer::default() };
         let tracks = eptp::ACCESSED_DIRTY;
@@ -168,7 +227,7 @@ mod tests {
             with(|c| c.maxphyaddr = 39),
             with(|c| c.gbpages = false),
             with(|c| c.amd = false),
-            Role::npt(&l1(), true).unwrap(),
+            Role::npt(0, &l1(), true).unwrap(),
             Role::ept(0, &plain, false),
             Role::ept(0, &plain, true),
             Role::ept(tracks, &plain, false),
@@ -215,7 +274,7 @@ mod tests {
 
     #[test]
     fn what_is_the_supervisors_alone_makes_no_other_role() {
-        let plain = Role::npt(&l1(), false).unwrap();
+        let plain = Role::npt(0, &l1(), false).unwrap();
         let other = PagingContext {
             cr0: Cr0::PG,
             cr4: Cr4::PAE | Cr4::SMEP | Cr4::SMAP | Cr4::PSE,
@@ -223,8 +282,26 @@ mod tests {
             cpl: 3,
             ..l1()
         };
-        assert_eq!(Role::npt(&other, false), Some(plain));
-        assert_eq!(Role::npt(&PagingContext { efer: Efer::empty(), ..l1() }, false), None);
-        assert_eq!(Role::npt(&PagingContext { cr0: Cr0::PE, ..l1() }, false), None);
+        assert_eq!(Role::npt(0, &other, false), Some(plain));
+        let narrow = PagingContext { efer: Efer::empty(), cr4: Cr4::empty(), ..l1() };
+        assert_eq!(Role::npt(0, &narrow, false), None);
+        assert_eq!(Role::npt(0, &PagingContext { cr0: Cr0::PE, ..l1() }, false), None);
+    }
+
+    #[test]
+    fn pdptes_have_a_place_within_their_page() {
+        let pae = PagingContext { efer: Efer::NXE, ..l1() };
+        let at = |ncr3| Role::npt(ncr3, &pae, false).unwrap();
+        for n in 0..128 {
+            let root = at(n << 5 | 0x1234_5000);
+            assert_eq!(root.nested_offset(3), (n as usize) << 5 | 24);
+            assert_eq!((root.level(), root.reach(), root.source()), (3, 32, Source::Npt));
+            // What is below is the same for all of them.
+            assert_eq!(root.nested_below(1, Grant::ALL), at(0).nested_below(2, Grant::ALL));
+            assert_eq!(root == at(0), n == 0);
+        }
+        let below = at(0xfe0).nested_below(0, Grant::ALL);
+        assert_eq!((below.nested_offset(5), below.accessed()), (40, x86::paging::pte::ACCESSED));
+        assert_ne!(below, Role::npt(0, &l1(), false).unwrap().at_level(2));
     }
 }

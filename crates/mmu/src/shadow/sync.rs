@@ -107,7 +107,7 @@ impl State {
             return;
         };
         let (mut compared, mut changed) = (0, false);
-        if role.is_narrow() {
+        if role.is_narrow() || role.is_of_pdptes() {
             for n in 0..8 {
                 let mut rest = of_interest(page, n, look);
                 compared += rest.count_ones();

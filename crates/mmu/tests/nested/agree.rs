@@ -36,9 +36,24 @@ pub fn kind() -> impl Strategy<Value = Kind> {
             let flags = five && !flat;
             Kind::Ept { flags, execute_only: a, pages_2m: b, pages_1g: c, width, apic }
         } else {
-            Kind::Npt { five, nx: a, gbpages: b, amd: c, width }
+            Kind::Npt { five, nx: a, gbpages: b, amd: c, width, pae: None }
         }
     })
+}
+
+/// As [`kind`], or tables of an L1 in PAE paging.
+fn kind_or_pae() -> impl Strategy<Value = Kind> {
+    (kind(), 0u64..128, 0..3).prop_map(|(kind, n, pae)| match kind {
+        Kind::Npt { nx, gbpages, amd, width, .. } if pae == 0 => {
+            Kind::Npt { five: false, nx, gbpages, amd, width, pae: Some(n << 5) }
+        }
+        kind => kind,
+    })
+}
+
+/// What an entry of a level has that leads to a table.
+fn link(kind: &Kind, level: u64) -> u64 {
+    if level == 3 && kind.levels() == 3 { 1 } else { full(kind) }
 }
 
 /// Levels of the hardware's tables: as many, or one more.
@@ -71,7 +86,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(6000))]
     #[test]
     fn an_entry_means_the_same_to_all_three(
-        kind in kind(),
+        kind in kind_or_pae(),
         more in any::<bool>(),
         logs in any::<bool>(),
         large in any::<bool>(),
@@ -82,10 +97,11 @@ proptest! {
     ) {
         let machine = Machine::new(1, kind, levels(&kind, more), logs);
         let top = u64::from(kind.levels());
+        let first = |gfn| if gfn == 1 { kind.offset() >> 3 } else { 0 };
         // Frames 1 to `top` hold a table each; the last one maps frame 16 at 16, or its parent a large page.
         let last = if large { top - 1 } else { top };
         for gfn in 1..last {
-            machine.poke(gfn, 0, (gfn + 1) << 12 | full(&kind));
+            machine.poke(gfn, first(gfn), (gfn + 1) << 12 | link(&kind, top + 1 - gfn));
         }
         let gpa = 16 << 12 | 0x123;
         let (index, leaf) = if large {
@@ -95,14 +111,15 @@ proptest! {
         };
         machine.poke(last, index, leaf);
         let gfn = 1 + depth % last;
-        let index = if gfn == last { index } else { 0 };
+        let index_in = |gfn| if gfn == last { index } else { first(gfn) };
+        let index = index_in(gfn);
         let flips = bits.iter().fold(0, |all, bit| all ^ 1u64 << bit);
         machine.poke(gfn, index, machine.peek(gfn, index) ^ flips);
         machine.enter(0);
         for n in [kind_of_access, again] {
             let access = access(n);
             let expected = machine.reference(0, gpa, &access);
-            let entries = || (1..=top).map(|gfn| machine.peek(gfn, if gfn == last { index } else { 0 }))
+            let entries = || (1..=top).map(|gfn| machine.peek(gfn, index_in(gfn)))
                 .chain([machine.peek(last, 16)]).collect::<Vec<_>>();
             let before = entries();
             let tables = kind.tables(1);
@@ -110,7 +127,7 @@ proptest! {
             let after_soft = entries();
             // Once more from the beginning, by the shadow pages.
             for (gfn, was) in (1..=top).zip(&before) {
-                machine.poke(gfn, if gfn == last { index } else { 0 }, *was);
+                machine.poke(gfn, index_in(gfn), *was);
             }
             machine.flush(0);
             let shadow = machine.access(0, gpa, &access);

@@ -258,7 +258,7 @@ fn a_hardware_level_more_is_bridged_and_one_less_refused() {
     machine.shadow.forget_slot(Gfn(0), Gfn(32));
     assert_eq!(machine.enter(0), root);
     assert!(machine.access(0, 20 << 12, &Access::READ).is_ok());
-    let five = Kind::Npt { five: true, nx: true, gbpages: true, amd: true, width: 40 };
+    let five = Kind::Npt { five: true, nx: true, gbpages: true, amd: true, width: 40, pae: None };
     let machine = plain(npt(), false);
     let refused = machine.with_view(|view| {
         machine.shadow.lock().nested_switch(view, &mut NestedRoots::new(), &five.tables(1))
@@ -267,9 +267,53 @@ fn a_hardware_level_more_is_bridged_and_one_less_refused() {
 }
 
 #[test]
-fn an_l1_outside_long_mode_is_not_served() {
-    let l1 = PagingContext { cr0: Cr0::PG | Cr0::PE, cr4: Cr4::PAE, ..PagingContext::default() };
+fn an_l1_without_entries_of_8_bytes_is_not_served() {
+    let l1 = PagingContext { cr0: Cr0::PG | Cr0::PE, ..PagingContext::default() };
     assert_eq!(Tables::npt(0x1000, &l1), None);
+    let unpaged = PagingContext { cr0: Cr0::PE, cr4: Cr4::PAE, ..l1 };
+    assert_eq!(Tables::npt(0x1000, &unpaged), None);
+    assert!(Tables::npt(0x1000, &PagingContext { cr4: Cr4::PAE, ..l1 }).is_some());
+}
+
+/// L1 is in PAE paging: 128 places for PDPTEs in a frame are as many roots, which share what is below them.
+#[test]
+fn pdptes_of_one_frame_are_told_apart() {
+    let at = |pae| Kind::Npt {
+        five: false,
+        nx: true,
+        gbpages: true,
+        amd: true,
+        width: 40,
+        pae: Some(pae),
+    };
+    for levels in [4, 5] {
+        let machine = Machine::new(2, at(0), levels, false);
+        machine.vcpus[1].borrow_mut().kind = at(0xfe0);
+        // Frame 2 is a table of the second level; the third gigabyte is mapped by either, at another frame.
+        machine.poke(1, 2, 2 << 12 | 1);
+        machine.poke(1, 0xfe0 / 8 + 2, 3 << 12 | 1);
+        for (table, last, frame) in [(2, 4, 30), (3, 5, 31)] {
+            machine.poke(table, 0, last << 12 | 0x67);
+            machine.poke(last, 7, frame << 12 | 0x67);
+        }
+        let gpa = 2 << 30 | 7 << 12;
+        for (n, frame) in [(0, 30), (1, 31)] {
+            machine.enter(n);
+            assert_eq!(machine.reference(n, gpa, &Access::WRITE).unwrap().gpa >> 12, frame);
+            assert!(machine.access(n, gpa, &Access::WRITE).is_ok());
+            machine.check(n, gpa);
+            // The fifth gigabyte is not the first.
+            let beyond = machine.access(n, gpa | 1 << 32, &Access::READ);
+            assert!(matches!(beyond, Err(Refused::L1(_))), "{beyond:?}");
+        }
+        // A PDPTE goes: it is found by the next flush.
+        machine.poke(1, 2, 0);
+        machine.flush(0);
+        assert!(machine.access(0, gpa, &Access::READ).is_err());
+        machine.flush(1);
+        assert!(machine.access(1, gpa, &Access::READ).is_ok());
+        machine.audit();
+    }
 }
 
 #[test]

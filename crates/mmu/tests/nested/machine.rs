@@ -85,7 +85,7 @@ pub enum Refused {
 }
 
 pub fn npt() -> Kind {
-    Kind::Npt { five: false, nx: true, gbpages: true, amd: true, width: 40 }
+    Kind::Npt { five: false, nx: true, gbpages: true, amd: true, width: 40, pae: None }
 }
 
 pub fn ept() -> Kind {
@@ -292,7 +292,7 @@ impl Machine {
                     return root;
                 }
                 NestedSwitch::NeedPages(count) => {
-                    assert!(count <= 2);
+                    assert!(count <= 3);
                     self.shadow.reserve(count, self).unwrap();
                 }
                 NestedSwitch::Refused => panic!("refused"),

@@ -8,8 +8,23 @@ use x86::{Cr0, Cr4, Efer, Gfn};
 /// What kind of tables L1 has, and what its CPU has of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    Npt { five: bool, nx: bool, gbpages: bool, amd: bool, width: u8 },
-    Ept { flags: bool, execute_only: bool, pages_2m: bool, pages_1g: bool, width: u8, apic: Apic },
+    /// `pae`: L1 is in PAE paging, and its PDPTEs lie so far behind the beginning of the root's frame.
+    Npt {
+        five: bool,
+        nx: bool,
+        gbpages: bool,
+        amd: bool,
+        width: u8,
+        pae: Option<u64>,
+    },
+    Ept {
+        flags: bool,
+        execute_only: bool,
+        pages_2m: bool,
+        pages_1g: bool,
+        width: u8,
+        apic: Apic,
+    },
 }
 
 /// What else decides where L2's accesses go.
@@ -62,7 +77,21 @@ pub enum No {
 
 impl Kind {
     pub fn levels(&self) -> u32 {
-        if matches!(self, Kind::Npt { five: true, .. }) { 5 } else { 4 }
+        match self {
+            Kind::Npt { pae: Some(_), .. } => 3,
+            Kind::Npt { five: true, .. } => 5,
+            _ => 4,
+        }
+    }
+
+    /// Where the root lies within its frame.
+    pub fn offset(&self) -> u64 {
+        if let Kind::Npt { pae: Some(offset), .. } = *self { offset } else { 0 }
+    }
+
+    /// Whether entries of a level are PDPTEs.
+    fn has_pdptes(&self, level: u32) -> bool {
+        level == 3 && matches!(self, Kind::Npt { pae: Some(_), .. })
     }
 
     pub fn has_flags(&self) -> bool {
@@ -77,18 +106,19 @@ impl Kind {
     /// What the code under test is told.
     pub fn tables(&self, root: u64) -> Tables {
         match *self {
-            Kind::Npt { five, nx, gbpages, amd, width } => {
+            Kind::Npt { five, nx, gbpages, amd, width, pae } => {
+                let long = if pae.is_some() { Efer::empty() } else { Efer::LMA | Efer::LME };
                 let l1 = PagingContext {
                     cr0: Cr0::PG | Cr0::PE,
                     cr3: 0x7000,
                     cr4: Cr4::PAE | if five { Cr4::LA57 } else { Cr4::empty() },
-                    efer: Efer::LMA | Efer::LME | if nx { Efer::NXE } else { Efer::empty() },
+                    efer: long | if nx { Efer::NXE } else { Efer::empty() },
                     maxphyaddr: width,
                     gbpages,
                     amd,
                     ..PagingContext::default()
                 };
-                Tables::npt(root << 12 | 0x18, &l1).unwrap()
+                Tables::npt(root << 12 | self.offset() | 0x18, &l1).unwrap()
             }
             Kind::Ept { flags, execute_only, pages_2m, pages_1g, width, apic } => {
                 let offer = EptOffer { maxphyaddr: width, execute_only, pages_2m, pages_1g };
@@ -138,10 +168,15 @@ impl Kind {
             zero |= 1 << bit;
         }
         match *self {
-            Kind::Npt { nx, gbpages, amd, .. } => {
+            Kind::Npt { nx, gbpages, amd, pae, .. } => {
                 zero |= if nx { 0 } else { 1 << 63 };
+                if pae.is_some() {
+                    zero |= 0x7ff << 52;
+                }
                 match level {
                     1 => {}
+                    // The writable and user bits, 8:6, and NX; bit 5 is let pass.
+                    3 if pae.is_some() => zero |= 1 << 63 | 0x1c6,
                     // Bit 12 is PAT.
                     2 if large => zero |= 0x1f_e000,
                     2 => {}
@@ -213,10 +248,11 @@ impl Kind {
         mut read: impl FnMut(u64) -> Option<u64>,
     ) -> Result<Found, No> {
         let top = self.levels();
-        if gpa >> (12 + 9 * top) != 0 {
+        let reach = if self.has_pdptes(top) { 32 } else { 12 + 9 * top };
+        if gpa >> reach != 0 {
             return Err(self.absent(access));
         }
-        let mut at = root << 12;
+        let mut at = root << 12 | self.offset();
         let (mut accessed, mut rights) = (true, u64::MAX);
         let mut forbidden = false;
         let mut level = top;
@@ -232,6 +268,11 @@ impl Kind {
                     Kind::Npt { .. } => L1Fault::Npf { info: self.told(access) | 9 },
                     Kind::Ept { .. } => L1Fault::Misconfiguration,
                 }));
+            }
+            if self.has_pdptes(level) {
+                at = entry & 0x000f_ffff_ffff_f000;
+                level -= 1;
+                continue;
             }
             rights &= entry;
             forbidden |= entry >> 63 != 0;

@@ -6,7 +6,7 @@ use backend::{Executed, Gprs, L1Memory, Level, LiveRegisters, RAX, RSP};
 use cpu::Cpu;
 use nested_svm::{Outside, checks, merge, permission::OpenWords};
 use x86::{
-    Cr0, Cr4, Dr7, Efer, Gpa, Hpa, Rflags,
+    Cr0, Cr4, Dr7, Gpa, Hpa, Rflags,
     vmcb::{Clean, Intercept3, InterceptCr, Save, Vmcb, event, vintr},
 };
 
@@ -257,9 +257,9 @@ impl<C: Cpu> Svm<C> {
     }
 }
 
-/// Whether a block may be run with tables of L1's: L1 has to be in long mode, and the types of the block's PAT have
-/// to exist.
+/// Whether a block may be run with tables of L1's: L1 has to page by entries of 8 bytes, and the types of the block's
+/// PAT have to exist.
 pub(super) fn may_have_tables(l1: &Vmcb, save: &Save) -> bool {
-    let efer = Efer::from_bits_retain(l1.save.efer);
-    efer.contains(Efer::LMA) && checks::pat(save.g_pat).is_ok()
+    let (cr0, cr4) = (Cr0::from_bits_retain(l1.save.cr0), Cr4::from_bits_retain(l1.save.cr4));
+    cr0.contains(Cr0::PG) && cr4.contains(Cr4::PAE) && checks::pat(save.g_pat).is_ok()
 }

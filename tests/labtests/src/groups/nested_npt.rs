@@ -1,6 +1,7 @@
 //! A guest that gives its own guest nested paging (NPT): what its tables say holds for that one.
 
 use crate::kvm::exit::Exit;
+use crate::machine::code::guest_code;
 use crate::machine::guest::Guest;
 use crate::machine::layout::{FREE, NOWHERE, PORT_MARK, ROOT};
 use crate::oracle::is_stock;
@@ -19,6 +20,8 @@ tests!("nested_npt":
     an_emulated_access_that_l1_does_not_map_is_told_to_l1,
     a_device_of_l1_is_reached_through_its_tables,
     a_root_that_is_no_address_is_refused,
+    an_l1_in_pae_paging_has_tables_of_that_mode,
+    an_l1_without_pae_has_none,
 );
 
 const EXIT_NPF: u64 = 0x400;
@@ -230,4 +233,75 @@ fn a_root_that_is_no_address_is_refused() -> Outcome {
     guest.memory.write(BLOCK + NCR3, 1 << 60);
     guest.reach_mark()?;
     equal("exit code", guest.result(0), EXIT_INVALID)
+}
+
+guest_code!(
+    // By 32-bit code, for ever: marks, runs the block, keeps the exit code.
+    runs_blocks_outside_long_mode,
+    32,
+    "0: out %al, $PORT_MARK",
+    "movl $0x55, RESULT",
+    "mov $FREE, %eax",
+    "vmrun",
+    "mov FREE + 0x70, %eax",
+    "mov %eax, RESULT",
+    "jmp 0b",
+);
+
+/// L1's code outside of long mode, and its own tables: PDPTEs and a page directory; without PAE the directory alone.
+const CODE_32: u64 = FREE + 0xc000;
+const PDPTES_OF_L1: u64 = FREE + 0xd000;
+const DIRECTORY_OF_L1: u64 = FREE + 0xe000;
+/// The PDPTEs of its tables for L2, the last ones of their page.
+const PDPTES: u64 = FREE + 0xf000 + 0xfe0;
+
+/// L1 leaves long mode. `pae`: for PAE paging, else for 32-bit paging.
+fn leave_long_mode(guest: &Guest, pae: bool) -> Outcome {
+    const SVME: u64 = 1 << 12;
+    const PSE_OR_PAE: u64 = 1 << 4 | 1 << 5;
+    guest.memory.write_bytes(CODE_32, runs_blocks_outside_long_mode());
+    guest.memory.write(PDPTES_OF_L1, DIRECTORY_OF_L1 | 1);
+    // A page of 2 MiB, or of 4: all of the guest's memory.
+    guest.memory.write(DIRECTORY_OF_L1, 0x83);
+    let vcpu = guest.vcpu();
+    let mut sregs = vcpu.sregs()?;
+    sregs.efer = SVME;
+    sregs.cr4 = if pae { PSE_OR_PAE } else { 1 << 4 };
+    sregs.cr3 = if pae { PDPTES_OF_L1 } else { DIRECTORY_OF_L1 };
+    (sregs.cs.l, sregs.cs.db) = (0, 1);
+    vcpu.set_sregs(&sregs)?;
+    let mut regs = vcpu.regs()?;
+    regs.rip = CODE_32;
+    vcpu.set_regs(&regs)
+}
+
+fn an_l1_in_pae_paging_has_tables_of_that_mode() -> Outcome {
+    let guest = prepared(&touches())?;
+    if is_stock() {
+        return skip("stock KVM 6.12 shuts the guest down");
+    }
+    guest.memory.write(PDPTES, (TABLES + 0x2000) | 1);
+    guest.memory.write(BLOCK + NCR3, PDPTES);
+    // What L2 stores shows where it was led.
+    guest.memory.write(DATA + 8, 0x1111);
+    guest.memory.write(OTHER + 8, 0x2222);
+    guest.memory.write(leaf(DATA), OTHER | ALL_RIGHTS);
+    flush(&guest);
+    leave_long_mode(&guest, true)?;
+    guest.reach_mark()?;
+    guest.reach_mark()?;
+    equal("exit code", guest.result(0) as u32, EXIT_CPUID as u32)?;
+    equal("what was stored", guest.memory.read(OTHER + 16), 0x2222)?;
+    equal("not there", guest.memory.read(DATA + 16), 0)
+}
+
+fn an_l1_without_pae_has_none() -> Outcome {
+    let guest = prepared(&L2_CPUID)?;
+    if is_stock() {
+        return skip("stock KVM serves tables of 32-bit paging, too");
+    }
+    leave_long_mode(&guest, false)?;
+    guest.reach_mark()?;
+    guest.reach_mark()?;
+    equal("exit code", guest.result(0) as u32, EXIT_INVALID as u32)
 }

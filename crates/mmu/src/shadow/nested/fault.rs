@@ -89,7 +89,7 @@ impl State {
         let (mut id, mut page) = (top, self.arena.page(top));
         let mut role = page.role.get();
         let level = role.level();
-        if access.gpa >> (12 + 9 * u32::from(level)) != 0 {
+        if access.gpa >> (12 + 9 * u32::from(level)) != 0 || role.is_of_pdptes() {
             return None;
         }
         for level in (2..=level).rev() {
@@ -167,20 +167,21 @@ impl State {
         let first = self.arena.page(top);
         let (mut role, mut gfn, mut id) = (first.role.get(), first.gfn.get(), top);
         let level = role.level();
-        if access.gpa >> (12 + 9 * u32::from(level)) != 0 {
+        if access.gpa >> role.reach() != 0 {
             return Err(self.refuse(access, role, Refusal::Absent));
         }
         walk.top = level;
         for step in walk.steps.iter_mut().take(level.into()).rev() {
             let index = index_at(access.gpa, role.level());
+            let offset = role.nested_offset(index);
             let table = match id {
                 0 => self.find_table(view, gfn),
                 id => self.table_of(view, id),
             };
-            let entry = table.and_then(|table| view.load_u64(&table, index << 3));
+            let entry = table.and_then(|table| view.load_u64(&table, offset));
             let (Some(entry), Some(_)) = (entry, table) else {
                 return Err(NestedFault::NeedFrame(NestedFrame {
-                    gpa: entry_gpa(gfn, index << 3),
+                    gpa: entry_gpa(gfn, offset),
                     write: false,
                     exec: false,
                     table: Some(access.refused(role, Refusal::Absent)),
@@ -199,7 +200,7 @@ impl State {
             };
             walk.grant = walk.grant.and(grant);
             gfn = role.table_frame(entry);
-            role = role.below(index, grant);
+            role = role.nested_below(index, grant);
             id = self.page_below(id, index, entry, gfn, role);
         }
         Ok(())
@@ -306,7 +307,7 @@ impl State {
         let (top, leaf) = (walk.top, walk.leaf);
         for level in (leaf..=top).rev() {
             let step = walk.steps.get_mut(usize::from(level.wrapping_sub(1)))?;
-            let offset = index_at(access.gpa, level) << 3;
+            let offset = step.role.nested_offset(index_at(access.gpa, level));
             let written = level == leaf && access.write;
             let fault = self.settle_step(view, roots, step, offset, (access, written));
             if fault.is_some() {

@@ -10,6 +10,7 @@ use super::super::counters::count;
 use super::super::roms::Roms;
 use super::{NestedRoot, NestedSwitch};
 use crate::nested::Tables;
+use crate::role::Role;
 use crate::roots::{RootCache, RootKey};
 use crate::table::View;
 
@@ -20,8 +21,8 @@ struct Held {
     tables: Tables,
     /// The page of L1's root.
     page: PageId,
-    /// The page above it, where the hardware's tables have a level more; else 0.
-    above: PageId,
+    /// The pages above it, lowest first, where the hardware's tables have more levels; else 0.
+    above: [PageId; 2],
     /// [`NestedRoots::flushes`] when its pages were in order last.
     fresh: Cell<u64>,
 }
@@ -108,8 +109,8 @@ impl State {
     ) -> NestedSwitch {
         let key = RootKey { base: tables.base, role: tables.role };
         let above = match self.format.levels().checked_sub(tables.role.level()) {
-            Some(more @ 0..=1) if roots.owner == self.counters.number() || roots.owner == 0 => {
-                more != 0
+            Some(more @ 0..=2) if roots.owner == self.counters.number() || roots.owner == 0 => {
+                usize::from(more)
             }
             _ => return NestedSwitch::Refused,
         };
@@ -135,29 +136,34 @@ impl State {
         &self,
         roots: &mut NestedRoots,
         tables: &Tables,
-        above: bool,
+        above: usize,
     ) -> Result<(), usize> {
         let (role, gfn) = (tables.role, Gfn(tables.base >> 12));
-        let upper = (frame_above(gfn), role.above());
-        let needed = usize::from(self.arena.find(gfn, role).is_none())
-            + usize::from(above && self.arena.find(upper.0, upper.1).is_none());
+        let upper = [role.above(), role.above().above()].map(|role| (frame_above(gfn), role));
+        let lacks = |(gfn, role): &(Gfn, Role)| self.arena.find(*gfn, *role).is_none();
+        let needed = usize::from(lacks(&(gfn, role)))
+            + upper.iter().take(above).filter(|page| lacks(page)).count();
         if self.arena.free_count() < needed {
             return Err(needed);
         }
         let page = self.obtain(gfn, role).ok_or(needed)?;
-        let upper = if above { self.obtain(upper.0, upper.1).ok_or(needed)? } else { 0 };
+        let (mut pages, mut top) = ([0; 2], page);
+        for (place, (gfn, role)) in pages.iter_mut().zip(upper).take(above) {
+            *place = self.obtain(gfn, role).ok_or(needed)?;
+        }
         self.hold(page);
-        if upper != 0 {
-            self.hold(upper);
+        for id in pages.into_iter().filter(|id| *id != 0) {
+            self.hold(id);
+            if self.arena.page(id).kid(0) != top {
+                self.drop_entry(id, 0);
+                self.link(id, 0, top, 0);
+            }
+            top = id;
         }
-        if upper != 0 && self.arena.page(upper).kid(0) != page {
-            self.drop_entry(upper, 0);
-            self.link(upper, 0, page, 0);
-        }
-        let top = self.arena.page(if upper == 0 { page } else { upper });
+        let top = self.arena.page(top);
         let root = NestedRoot { hpa: Hpa(top.hpa().0 | self.format.encryption()), role };
         // Never fresh: it may be another vCPU's page.
-        let held = Held { root, tables: *tables, page, above: upper, fresh: Cell::new(0) };
+        let held = Held { root, tables: *tables, page, above: pages, fresh: Cell::new(0) };
         count(&self.counters.roots_made);
         roots.owner = self.counters.number();
         let key = RootKey { base: tables.base, role };
@@ -175,7 +181,7 @@ impl State {
     }
 
     fn let_go_nested(&self, held: &Held) {
-        for id in [held.page, held.above].into_iter().filter(|id| *id != 0) {
+        for id in [held.page].into_iter().chain(held.above).filter(|id| *id != 0) {
             let page = self.arena.page(id);
             page.roots.set(page.roots.get().saturating_sub(1));
         }
