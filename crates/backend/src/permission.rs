@@ -21,6 +21,8 @@ pub struct GuestLimits {
     pub invpcid: bool,
     /// VMX exists for it.
     pub vmx: bool,
+    /// Transactional regions exist for it, on this CPU too.
+    pub rtm: bool,
     /// EFER bits that its CPUID offers.
     pub efer_allowed: u64,
     /// Bits of its physical addresses.

@@ -136,10 +136,11 @@ pub fn header(machine: &Machine, deadline: Option<u64>) -> Header {
         header.flags |= flag::GUEST_MODE;
         header.flags |= if machine.run_pending { flag::RUN_PENDING } else { 0 };
         header.flags |= if machine.trap_pending { flag::MTF_PENDING } else { 0 };
-        if let Some(deadline) = deadline {
-            header.vmx_flags |= flag::DEADLINE;
-            header.preemption_timer_deadline = deadline;
-        }
+    }
+    // The timer of an L2 that RSM is to enter counts on meanwhile.
+    if let Some(deadline) = deadline.filter(|_| machine.level() == Level::L2 || guest_mode) {
+        header.vmx_flags |= flag::DEADLINE;
+        header.preemption_timer_deadline = deadline;
     }
     header
 }

@@ -65,6 +65,8 @@ pub(crate) struct Rare {
     pub offered: Offered,
     /// KVM_RUN was called before.
     pub has_run: bool,
+    /// It was not since the nested state was set: the times in that one are of a TSC that is still to come.
+    pub nested_restored: bool,
     /// Signals to be blocked during KVM_RUN.
     pub signal_mask: Option<host::task::SignalSet>,
     /// Which MSRs the guest may access.
@@ -178,6 +180,7 @@ impl<B: Backend> Vcpu<B> {
             rare: KBox::new(Rare {
                 offered,
                 has_run: false,
+                nested_restored: false,
                 signal_mask: None,
                 msr_filter: None,
                 keeps_l2_apart: false,

@@ -88,8 +88,10 @@ impl<C: Cpu> Msrs for Vmx<C> {
             | msr::SYSENTER_EIP => self.features.canonical(value),
             // RFLAGS has nothing up there.
             msr::SYSCALL_MASK => value & 0xffff_ffff,
-            // Last branches are not virtualized; as in stock KVM both bits vanish.
-            msr::DEBUGCTL => value & !(msr::debugctl::LBR | msr::debugctl::BTF),
+            // Last branches are not virtualized; as in stock KVM both bits vanish, and that for transactional regions.
+            msr::DEBUGCTL => {
+                value & !(msr::debugctl::LBR | msr::debugctl::BTF | msr::debugctl::RTM)
+            }
             _ => value,
         };
         match index {

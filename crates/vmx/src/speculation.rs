@@ -77,6 +77,7 @@ mod tests {
         xsave: false,
         invpcid: false,
         vmx: false,
+        rtm: false,
         efer_allowed: 0,
         maxphyaddr: 0,
         svm_features: 0,

@@ -375,6 +375,8 @@ pub mod debugctl {
     pub const LBR: u64 = 1 << 0;
     /// Single-step on branches.
     pub const BTF: u64 = 1 << 1;
+    /// Transactional regions are debugged (Intel, with RTM).
+    pub const RTM: u64 = 1 << 15;
     /// Bus-lock detection (Intel, newer AMD).
     pub const BUS_LOCK_DETECT: u64 = 1 << 2;
     /// Which events the pins for performance monitoring show (AMD).

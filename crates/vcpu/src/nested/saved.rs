@@ -49,6 +49,7 @@ impl<B: Backend> Vcpu<B> {
             let l1 = Whole::new(&v.mmu.memory, None);
             nested.restore_state(&mut v.gprs, bytes, smm, &l1)
         });
+        self.rare.nested_restored = true;
         self.level_changed();
         self.b.flush_tlb();
         self.note_role();

@@ -229,8 +229,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether a halted vCPU has a reason to go on.
     pub(crate) fn ends_halt(&self) -> bool {
-        self.shared.has_init_sipi()
-            || (self.events.external.is_some() && !self.shared.in_kernel_apic)
+        (self.events.external.is_some() && !self.shared.in_kernel_apic)
             || self.events.again.is_some()
             || self.events.exception.is_some()
             || if self.pending.gated {

@@ -113,7 +113,7 @@ impl<B: Backend> Vcpu<B> {
         self.fpu.load();
         self.b.begin_run();
         let exit = self.run_until_exit(input);
-        self.rare.has_run = true;
+        (self.rare.has_run, self.rare.nested_restored) = (true, false);
         if self.events.outer.has(Outer::OWING) {
             self.tell_resamplers();
         }
@@ -386,6 +386,10 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     fn sleep(&mut self) -> Outcome {
         loop {
+            // One that is held back ends no halt.
+            if self.shared.has_init_sipi() {
+                self.take_start_signals();
+            }
             match self.shared.mp_state() {
                 MpState::Runnable => return Ok(()),
                 MpState::Halted if self.ends_halt() || self.nested_timer_is_due() => {
@@ -402,6 +406,14 @@ impl<B: Backend> Vcpu<B> {
                     self.shared.set_mp_state(MpState::Runnable);
                     self.pending.raise();
                     return Ok(());
+                }
+                // L2 was entered to halt: nothing here could wake it.
+                MpState::Halted
+                    if !self.shared.in_kernel_apic && self.pending.after_exit.is_nested() =>
+                {
+                    self.shared.set_mp_state(MpState::Runnable);
+                    self.tell_activity();
+                    return Err(UserExit::Hlt.into());
                 }
                 MpState::Halted
                 | MpState::Uninitialized
@@ -422,9 +434,6 @@ impl<B: Backend> Vcpu<B> {
             }
             if self.shared.has_requests() {
                 self.take_requests()?;
-            }
-            if self.shared.has_init_sipi() {
-                self.take_start_signals();
             }
         }
     }

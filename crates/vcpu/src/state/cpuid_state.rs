@@ -92,6 +92,7 @@ impl<B: Backend> Vcpu<B> {
             xsave: f(feature::XSAVE),
             invpcid: f(feature::INVPCID),
             vmx: f(feature::VMX),
+            rtm: f(feature::RTM) && self.rare.offered.cpuid.has(feature::RTM),
             efer_allowed: c.efer_allowed().bits(),
             maxphyaddr: c.maxphyaddr(),
             svm_features: c.svm_features(),

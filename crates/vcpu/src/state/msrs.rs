@@ -382,7 +382,10 @@ impl<B: Backend> Vcpu<B> {
         // What pins showed on AMD's first CPUs, and later ones mean by other things or nothing.
         let ignored = if self.cpuid.vendor().is_amd_like() { debugctl::PINS } else { 0 };
         let value = value & !ignored;
-        if value & !(debugctl::LBR | debugctl::BTF) != 0 {
+        let rtm = x86::cpuid::feature::RTM;
+        let regions = self.cpuid.has(rtm) && self.rare.offered.cpuid.has(rtm);
+        let known = debugctl::LBR | debugctl::BTF | if regions { debugctl::RTM } else { 0 };
+        if value & !known != 0 {
             return Err(Refused);
         }
         self.b.set_msr(DEBUGCTL, value).map_err(|_| Refused)
@@ -392,10 +395,22 @@ impl<B: Backend> Vcpu<B> {
     /// to give them the same TSC.
     fn set_guest_tsc(&mut self, value: u64, now: u64) {
         let scaled = self.b.guest_tsc(now).wrapping_sub(self.rare.tsc.offset);
-        self.rare.tsc.offset = self.vm.match_tsc(value, scaled, self.rare.tsc.khz);
-        self.b.set_tsc(self.rare.tsc.offset, self.rare.tsc.ratio);
-        self.tsc_changed();
+        let offset = self.vm.match_tsc(value, scaled, self.rare.tsc.khz);
+        self.set_tsc_offset_by_vmm(offset);
         self.shared.request(vm::vcpu_shared::Request::Clock);
+    }
+
+    /// The VMM sets what is added to the host's TSC. A timer of L1's for L2 runs on as it did; one that was restored is a
+    /// time of the TSC that is set behind it.
+    pub(crate) fn set_tsc_offset_by_vmm(&mut self, offset: u64) {
+        let delta = offset.wrapping_sub(core::mem::replace(&mut self.rare.tsc.offset, offset));
+        self.b.set_tsc(offset, self.rare.tsc.ratio);
+        if !self.rare.nested_restored
+            && let Some(nested) = self.b.nested_mut()
+        {
+            nested.follow_tsc_write(delta);
+        }
+        self.tsc_changed();
     }
 
     pub(crate) fn set_apic_base(&mut self, value: u64, by: By) -> Result<(), Refused> {

@@ -76,9 +76,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Sets the guest TSC minus the scaled host TSC.
     pub fn set_tsc_offset(&mut self, offset: u64) {
-        self.rare.tsc.offset = offset;
-        self.b.set_tsc(offset, self.rare.tsc.ratio);
-        self.tsc_changed();
+        self.set_tsc_offset_by_vmm(offset);
         self.shared.request(Request::Clock);
     }
 

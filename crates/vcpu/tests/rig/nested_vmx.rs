@@ -52,9 +52,26 @@ fn host_cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {
 
 fn offered() -> Offered {
     static OFFERED: OnceLock<(Supported, HostMsrs)> = OnceLock::new();
-    let (cpuid, msrs) = OFFERED.get_or_init(|| {
+    offered_by(host_cpuid, &OFFERED)
+}
+
+/// As [`offered`], with transactional regions.
+fn offered_with_rtm() -> Offered {
+    static OFFERED: OnceLock<(Supported, HostMsrs)> = OnceLock::new();
+    fn cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {
+        let [a, b, c, d] = host_cpuid(leaf, subleaf);
+        if leaf == 7 && subleaf == 0 { [a, b | 1 << 11, c, d] } else { [a, b, c, d] }
+    }
+    offered_by(cpuid, &OFFERED)
+}
+
+fn offered_by(
+    cpuid: fn(u32, u32) -> [u32; 4],
+    kept: &'static OnceLock<(Supported, HostMsrs)>,
+) -> Offered {
+    let (cpuid, msrs) = kept.get_or_init(|| {
         let facts = HostFacts { xcr0: 7, nested: true, ..HostFacts::default() };
-        let supported = Supported::read(host_cpuid, &facts).unwrap();
+        let supported = Supported::read(cpuid, &facts).unwrap();
         assert!(supported.has(feature::VMX));
         (supported, HostMsrs::default())
     });
@@ -66,6 +83,15 @@ pub fn vmcs12() -> Vmcs12 {
     let mut v = good();
     set!(v, PROC_CONTROLS2 = 1 << 5, VPID = 1, HOST_RIP = L1_RIP, HOST_RSP = 0, GUEST_RIP = L2_RIP);
     v
+}
+
+/// A nested state of these.
+pub fn state_of(header: &Header, vmcs12: &Vmcs12) -> Vec<u8> {
+    let mut state = header.as_bytes().to_vec();
+    state.extend_from_slice(vmcs12.as_bytes());
+    state.resize(HEADER + IMAGE, 0);
+    state[HEADER..HEADER + 4].copy_from_slice(&VMCS12_REVISION.to_le_bytes());
+    state
 }
 
 /// A vCPU with L1 in long mode and VMX operation, its VMCS current, and 64 pages of memory from 0 on.
@@ -83,7 +109,20 @@ impl Hypervisor {
 
     /// Such a vCPU, restored from a nested state that has these flags.
     pub fn restored(features: Features, vmcs12: &Vmcs12, flags: u16) -> Self {
-        let (vcpu, vm) = rig::vcpu_offered(features, offered());
+        Self::of(rig::vcpu_offered(features, offered()), vmcs12, flags)
+    }
+
+    /// Such a vCPU, which has transactional regions.
+    pub fn with_rtm(features: Features, vmcs12: &Vmcs12) -> Self {
+        Self::of(rig::vcpu_offered(features, offered_with_rtm()), vmcs12, 0)
+    }
+
+    /// Such a vCPU, whose local APIC is the VMM's.
+    pub fn without_apic(features: Features, vmcs12: &Vmcs12) -> Self {
+        Self::of(rig::vcpu_without_apic(features, offered()), vmcs12, 0)
+    }
+
+    fn of((vcpu, vm): (VmxVcpu, VmRef), vmcs12: &Vmcs12, flags: u16) -> Self {
         let memory = Pages::zeroed(6).unwrap();
         let region = Region { slot: 0, flags: 0, gpa: 0, size: 64 << 12, hva: memory.hpa().0 };
         vm.memory().set_region(&region, &**vm).unwrap();
@@ -107,10 +146,7 @@ impl Hypervisor {
             preemption_timer_deadline: 0,
             reserved: [0; 11],
         };
-        let mut state = header.as_bytes().to_vec();
-        state.extend_from_slice(vmcs12.as_bytes());
-        state.resize(HEADER + IMAGE, 0);
-        state[HEADER..HEADER + 4].copy_from_slice(&VMCS12_REVISION.to_le_bytes());
+        let state = state_of(&header, vmcs12);
         this.put(VMCS, VMCS12_REVISION.into());
         this.put(VMXON, VMCS12_REVISION.into());
         this.vcpu.set_nested_state(&state).unwrap();

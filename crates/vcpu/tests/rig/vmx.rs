@@ -107,7 +107,13 @@ pub fn split_vcpu_of(features: Features, tables: Format) -> (VmxVcpu, VmRef) {
 pub fn vcpu_offered(features: Features, offered: Offered) -> (VmxVcpu, VmRef) {
     let vm = bare_vm_of(features, Format::npt(4, 0));
     vm.irq().create(vm::irq::Irqchip::Full).unwrap();
-    (vcpu_offered_in(&vm, features, offered), vm)
+    (vcpu_offered_in(&vm, features, offered, true), vm)
+}
+
+/// The same, where the VMM has the local APIC.
+pub fn vcpu_without_apic(features: Features, offered: Offered) -> (VmxVcpu, VmRef) {
+    let vm = bare_vm_of(features, Format::npt(4, 0));
+    (vcpu_offered_in(&vm, features, offered, false), vm)
 }
 
 /// A vCPU alone in its VM on a CPU whose EPT is not used, and its VM.
@@ -124,11 +130,11 @@ pub fn shadow_vcpu() -> (VmxVcpu, VmRef) {
 }
 
 fn vcpu_in(vm: &VmRef, features: Features) -> VmxVcpu {
-    vcpu_offered_in(vm, features, offered(true))
+    vcpu_offered_in(vm, features, offered(true), true)
 }
 
-fn vcpu_offered_in(vm: &VmRef, features: Features, offered: Offered) -> VmxVcpu {
-    let shared = VcpuShared::new(0, 0, CpuRole::Bootstrap, true).unwrap();
+fn vcpu_offered_in(vm: &VmRef, features: Features, offered: Offered, apic: bool) -> VmxVcpu {
+    let shared = VcpuShared::new(0, 0, CpuRole::Bootstrap, apic).unwrap();
     vm.add_vcpu(shared.clone()).unwrap();
     let mut model = Model::default();
     model.xcr0 = 7;

@@ -7,6 +7,7 @@ use cpu::Cpu;
 use nested_vmx::machine::{self, Address, Instruction, Place, Then};
 use nested_vmx::operand::{self, Context, Information, Use};
 use nested_vmx::{Fail, Machine, checks::Limits};
+use x86::msr::debugctl;
 use x86::segment::attr;
 use x86::vmcs::{ExitReason, interruptibility};
 use x86::{Cr4, Efer, Rflags, Segment};
@@ -59,7 +60,9 @@ impl<C: Cpu> Vmx<C> {
             linear_bits: if wide { LINEAR_BITS.1 } else { LINEAR_BITS.0 },
             efer: self.cold.limits.efer_allowed,
             perf_global_ctrl: 0,
-            debugctl: 3,
+            debugctl: debugctl::LBR
+                | debugctl::BTF
+                | if self.cold.limits.rtm { debugctl::RTM } else { 0 },
             long_mode: self.is_long(),
             smm: false,
             x2apic: false,

@@ -164,3 +164,19 @@ fn it_is_offered_where_the_cpu_counts() {
         assert_eq!((pin >> 6 & 1 != 0, exit >> 22 & 1 != 0), (offered, offered));
     }
 }
+
+/// System-management mode has put L2 aside, whose timer counts on: the state that is saved meanwhile has its end.
+#[test]
+fn the_deadline_of_an_l2_that_is_put_aside_travels() {
+    let mut r = running(&vmcs12(1000, SAVE));
+    let deadline = r.v.nested.as_ref().unwrap().timer;
+    assert!(r.v.enter_smm(&mut r.g, x86::Gpa(0), &r.m).is_ok());
+    let mut bytes = std::vec![0; r.v.state_size()];
+    let g = r.g;
+    r.v.save_state(&g, &mut bytes).unwrap();
+    r.v.abandon(&mut r.g);
+    r.v.restore_state(&mut r.g, &bytes, true, &r.m).unwrap();
+    assert_eq!(r.v.nested.as_ref().unwrap().timer, deadline);
+    assert!(r.v.leave_smm(&mut r.g, x86::Gpa(0), None, &r.m));
+    assert_eq!(r.v.nested.as_ref().unwrap().timer, deadline);
+}

@@ -30,6 +30,7 @@ tests!("nested_state":
     a_state_is_taken_while_l2_runs,
     the_state_of_a_reset_ends_l2,
     events_set_while_l2_runs_are_l2s,
+    a_mode_that_user_space_changes_ends_vmx_operation,
 );
 
 const GUEST_MODE: u16 = 1;
@@ -197,6 +198,27 @@ fn vmx_operation_without_a_vmcs_is_a_state() -> Outcome {
     let other = saved.restored(true)?;
     other.finish()?;
     equal("VMPTRLD", other.result(0) & (nested_vmx::ZERO | 1), 0)
+}
+
+fn a_mode_that_user_space_changes_ends_vmx_operation() -> Outcome {
+    const GIVES_SMM: u32 = 8;
+    if is_amd() {
+        return crate::outcome::skip("the CPU has no VMX");
+    }
+    let guest = nested_vmx::with(without_current(), &[])?;
+    guest.reach_mark()?;
+    crate::machine::saved::finish_access(guest.vcpu())?;
+    let region = || Ok(crate::machine::saved::nested(guest.vcpu())?.0[1]);
+    equal("before", region()?, VMXON)?;
+    for smm in [1, 0] {
+        let mut events: kvm_vcpu_events =
+            guest.vcpu().receive(ioctl::GET_VCPU_EVENTS).granted("KVM_GET_VCPU_EVENTS")?;
+        events.smi.smm = smm;
+        events.flags = GIVES_SMM;
+        guest.vcpu().send(ioctl::SET_VCPU_EVENTS, &events).granted("KVM_SET_VCPU_EVENTS")?;
+        equal("region", region()?, u64::MAX)?;
+    }
+    Ok(())
 }
 
 fn travels(make: fn() -> Outcome<Guest>) -> Outcome {

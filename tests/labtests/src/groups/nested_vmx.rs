@@ -141,7 +141,11 @@ pub(super) const L2_CPUID: [u8; 3] = [0x0f, 0xa2, 0xf4];
 pub(super) const L2_MARKS: [u8; 5] = [0xe6, 0xf6, 0x0f, 0xa2, 0xf4];
 
 pub(super) fn with(code: &[u8], l2: &[u8]) -> Outcome<Guest> {
-    let guest = Guest::new(Chip::Kernel, code)?;
+    with_chip(Chip::Kernel, code, l2)
+}
+
+pub(super) fn with_chip(chip: Chip, code: &[u8], l2: &[u8]) -> Outcome<Guest> {
+    let guest = Guest::new(chip, code)?;
     let mut cpuid = guest.system.supported_cpuid()?;
     if cpuid.find(1, 0).is_none_or(|entry| entry.ecx & 1 << 5 == 0) {
         return skip("no VMX in KVM_GET_SUPPORTED_CPUID");

@@ -6,6 +6,7 @@ use super::nested_vmx::{
     EXIT_CPUID, EXITED, Fields, L2_CODE, L2_CPUID, cleared, failure, filled, launch, launched,
     must, operation, set_fields, told,
 };
+use crate::kvm::exit::Exit;
 use crate::kvm::{file::Commands, ioctl};
 use crate::machine::code::{guest_code, x2apic};
 use crate::machine::guest::{Chip, Guest, Mode};
@@ -18,6 +19,7 @@ use crate::runner::tests;
 tests!("nested_vmx_activity":
     an_entry_into_hlt_waits_for_the_timer,
     an_entry_into_hlt_waits_for_an_interrupt,
+    an_entry_into_hlt_is_the_vmms_where_it_has_the_local_apic,
     what_an_entry_injects_wakes_it_from_hlt,
     an_open_window_wakes_it_from_hlt,
     activity_states_that_are_not_offered_fail_the_entry,
@@ -58,6 +60,18 @@ guest_code!(
     launches,
     64,
     x2apic!(),
+    operation!(),
+    "0: out %al, $PORT_MARK",
+    cleared!(),
+    filled!(),
+    launched!(0x681e => 24, 0x4826 => 56),
+    "jmp 0b",
+);
+
+guest_code!(
+    // The same without a local APIC.
+    launches_without_apic,
+    64,
     operation!(),
     "0: out %al, $PORT_MARK",
     cleared!(),
@@ -193,6 +207,15 @@ fn an_entry_into_hlt_waits_for_an_interrupt() -> Outcome {
     // It is pending still.
     launch(&guest, &[pin, (ACTIVITY, HLT)])?;
     exited(&guest, "the interrupt", EXIT_INTERRUPT, awake_on_stock(HLT))
+}
+
+fn an_entry_into_hlt_is_the_vmms_where_it_has_the_local_apic() -> Outcome {
+    let guest = super::nested_vmx::with_chip(Chip::None, launches_without_apic(), &L2_CPUID)?;
+    guest.reach_mark()?;
+    set_fields(&guest, &[(ACTIVITY, HLT)]);
+    equal("KVM_RUN", guest.exit()?, Exit::Hlt)?;
+    guest.reach_mark()?;
+    equal("exit", (guest.result(0), guest.result(1)), (EXITED, EXIT_CPUID))
 }
 
 fn what_an_entry_injects_wakes_it_from_hlt() -> Outcome {

@@ -364,6 +364,8 @@ impl<B: Backend> Vcpu<B> {
         if self.smm.active != smi.smm {
             // Its memory would be another, and RSM would load L1's registers into it.
             self.leave_l2_with_its_registers();
+            // What the mode puts aside is gone with it, as on stock KVM.
+            self.end_vmx_operation();
             self.set_smm(smi.smm);
         }
         self.smm.inside_nmi = smi.smm && smi.inside_nmi;

@@ -1,0 +1,205 @@
+//! What user space does to a guest that is a hypervisor by VMX, and what waits for it: times, modes, halts.
+
+mod rig;
+
+use gannet_vcpu::state::registers::{GivenEvents, SavedEvents};
+use gannet_vcpu::{By, UserExit};
+use host::std_port::test as surroundings;
+use nested_vmx::Vmcs12;
+use nested_vmx::saved::Header;
+use rig::nested_vmx::{Hypervisor, L2_RIP, features, vmcs12};
+use rig::vmx::{exit, shutdown};
+use vm::vcpu_shared::MpState;
+use x86::msr::{DEBUGCTL, TSC};
+use x86::vmcs::{ExitReason, field};
+use zerocopy::FromBytes;
+
+/// A CPU with a preemption timer, which L1 may have.
+fn with_timer() -> vmx::Features {
+    vmx::Features {
+        preemption_timer: Some(5),
+        pin: vmx::Controls {
+            base: features().pin.base | x86::vmcs::PinControls::PREEMPTION_TIMER,
+            ..features().pin
+        },
+        ..features()
+    }
+}
+
+/// L2 runs with a timer of `ticks`, which are 32 of the TSC each.
+fn timed(ticks: u32) -> Vmcs12 {
+    let mut v = vmcs12();
+    v.set(field::PIN_CONTROLS, v.get(field::PIN_CONTROLS) | 1 << 6);
+    v.set(field::PREEMPTION_TIMER, ticks);
+    v
+}
+
+/// L2 runs, and user space is asked.
+fn stop_in_l2(machine: &mut Hypervisor) {
+    machine.vmlaunch();
+    machine.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_RIP), L2_RIP);
+        surroundings::set_signal_pending(true);
+        exit(ExitReason::ExternalInterrupt)(vmcs, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Intr);
+    surroundings::set_signal_pending(false);
+}
+
+fn state(machine: &mut Hypervisor) -> Vec<u8> {
+    let mut state = vec![0; machine.vcpu.nested_state_size().unwrap()];
+    machine.vcpu.nested_state(&mut state).unwrap();
+    state
+}
+
+fn header(machine: &mut Hypervisor) -> Header {
+    Header::read_from_prefix(&state(machine)).unwrap().0
+}
+
+/// What is left of the timer at the next entry.
+fn enters_with(machine: &mut Hypervisor, left: std::ops::RangeInclusive<u32>) {
+    machine.then(move |vmcs, gprs| {
+        let found = vmcs.get(field::PREEMPTION_TIMER);
+        assert!(left.contains(&found), "{found}");
+        shutdown(vmcs, gprs);
+    });
+}
+
+/// User space writes L1's TSC while L2 runs: the timer runs on as if nothing had been, and its saved end is a time of the new TSC.
+#[test]
+fn a_write_of_the_tsc_moves_no_end_of_a_timer() {
+    for (by_offset, delta) in
+        [(false, 1 << 40), (true, 1 << 40), (true, (1u64 << 20).wrapping_neg())]
+    {
+        let mut machine = Hypervisor::on(with_timer(), &timed(1000));
+        stop_in_l2(&mut machine);
+        let before = header(&mut machine).preemption_timer_deadline;
+        if by_offset {
+            let offset = machine.vcpu.tsc_offset();
+            machine.vcpu.set_tsc_offset(offset.wrapping_add(delta));
+        } else {
+            let now = machine.vcpu.read_msr(TSC, By::Vmm).unwrap();
+            machine.vcpu.write_msr(TSC, now.wrapping_add(delta), By::Vmm).unwrap();
+        }
+        let moved = header(&mut machine).preemption_timer_deadline.wrapping_sub(before);
+        assert!((moved << 5).wrapping_sub(delta).wrapping_add(64) <= 128, "{moved:#x}");
+        enters_with(&mut machine, 900..=1000);
+        // The triple fault is L1's to hear of.
+        machine.then(shutdown);
+        assert_eq!(machine.run(), UserExit::Shutdown);
+    }
+}
+
+/// A restored end of a timer is a time of the TSC that user space sets behind it.
+#[test]
+fn a_restored_end_of_a_timer_waits_for_the_tsc() {
+    let mut machine = Hypervisor::on(with_timer(), &timed(1000));
+    stop_in_l2(&mut machine);
+    let (saved, deadline) = (state(&mut machine), header(&mut machine).preemption_timer_deadline);
+    let (sregs, regs) = (machine.vcpu.sregs(), machine.vcpu.regs());
+    let tsc = machine.vcpu.read_msr(TSC, By::Vmm).unwrap();
+    drop(machine);
+    let mut machine = Hypervisor::on(with_timer(), &timed(1000));
+    machine.vcpu.backend().cpu().inner().tsc = 0x7777_0000;
+    machine.vcpu.set_sregs(&sregs, None).unwrap();
+    machine.vcpu.set_regs(&regs);
+    machine.vcpu.set_nested_state(&saved).unwrap();
+    machine.vcpu.write_msr(TSC, tsc, By::Vmm).unwrap();
+    assert_eq!(header(&mut machine).preemption_timer_deadline, deadline);
+    enters_with(&mut machine, 900..=1000);
+    machine.then(shutdown);
+    assert_eq!(machine.run(), UserExit::Shutdown);
+}
+
+/// User space ends system-management mode, or begins it: VMX operation is over, put aside or not.
+#[test]
+fn a_mode_that_user_space_changes_ends_vmx_operation() {
+    let mut machine = Hypervisor::on(features(), &vmcs12());
+    assert_ne!(header(&mut machine).vmxon_pa, u64::MAX);
+    for smm in [true, false] {
+        let mut smi = SavedEvents::default().smi;
+        smi.smm = smm;
+        machine.vcpu.restore_events(&SavedEvents::default(), GivenEvents::default());
+        machine.vcpu.restore_smi(&smi);
+        assert_eq!(header(&mut machine).vmxon_pa, u64::MAX, "{smm}");
+    }
+}
+
+/// The mode has put VMX operation aside, and user space ends it.
+#[test]
+fn what_a_mode_has_put_aside_goes_with_it() {
+    let mut machine = Hypervisor::on(features(), &vmcs12());
+    let mut smi = SavedEvents::default().smi;
+    smi.smm = true;
+    machine.vcpu.restore_smi(&smi);
+    let mut aside = header(&mut Hypervisor::on(features(), &vmcs12()));
+    aside.smm_flags = 2;
+    machine.vcpu.set_nested_state(&rig::nested_vmx::state_of(&aside, &vmcs12())).unwrap();
+    assert_eq!(header(&mut machine).smm_flags, 2);
+    smi.smm = false;
+    machine.vcpu.restore_smi(&smi);
+    let gone = header(&mut machine);
+    assert_eq!((gone.smm_flags, gone.vmxon_pa), (0, u64::MAX));
+}
+
+/// In VMX root operation INIT is held back: a halt goes on.
+#[test]
+fn an_init_that_is_held_back_ends_no_halt() {
+    let mut machine = Hypervisor::on(features(), &vmcs12());
+    let shared = machine.vcpu.shared().clone();
+    machine.then(move |vmcs, gprs| {
+        // It has come, and the request behind it has not.
+        shared.set_init(true);
+        surroundings::set_signal_pending(true);
+        exit(ExitReason::Hlt)(vmcs, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Intr);
+    surroundings::set_signal_pending(false);
+    assert_eq!(machine.vcpu.shared().mp_state(), MpState::Halted);
+    // It is there still.
+    assert!(machine.vcpu.saved_events().smi.latched_init);
+}
+
+/// L2 is entered to halt, and the VMM has the local APIC: it hears of that, as of an HLT, and has L2 go on.
+#[test]
+fn an_entry_into_a_halt_is_the_vmms_where_it_has_the_local_apic() {
+    let mut v = vmcs12();
+    v.set(field::GUEST_ACTIVITY, 1);
+    let mut machine = Hypervisor::without_apic(features(), &v);
+    machine.vmlaunch();
+    assert_eq!(machine.run(), UserExit::Hlt);
+    assert_eq!(machine.vcpu.shared().mp_state(), MpState::Runnable);
+    machine.then(|vmcs, gprs| {
+        assert_eq!((vmcs.get(field::GUEST_RIP), vmcs.get(field::GUEST_ACTIVITY)), (L2_RIP, 0));
+        shutdown(vmcs, gprs);
+    });
+    machine.then(shutdown);
+    assert_eq!(machine.run(), UserExit::Shutdown);
+}
+
+/// DEBUGCTL's bit for transactional regions is taken where CPUID has those.
+#[test]
+fn debugging_of_transactional_regions_goes_by_cpuid() {
+    const RTM: u64 = 1 << 15;
+    for (offered, taken) in [(false, false), (true, true)] {
+        let mut v = vmcs12();
+        v.set(field::GUEST_DEBUGCTL, RTM);
+        v.set(field::ENTRY_CONTROLS, v.get(field::ENTRY_CONTROLS) | 1 << 2);
+        let mut machine = if offered {
+            Hypervisor::with_rtm(features(), &v)
+        } else {
+            Hypervisor::on(features(), &v)
+        };
+        assert_eq!(machine.vcpu.write_msr(DEBUGCTL, RTM, By::Vmm).is_ok(), taken);
+        machine.vmlaunch();
+        machine.then(move |vmcs, gprs| {
+            assert_eq!(vmcs.get(field::GUEST_RIP) == L2_RIP, taken);
+            assert_eq!(vmcs.get(field::GUEST_DEBUGCTL), 0, "it has no effect");
+            shutdown(vmcs, gprs);
+        });
+        if taken {
+            machine.then(shutdown);
+        }
+        assert_eq!(machine.run(), UserExit::Shutdown);
+    }
+}
