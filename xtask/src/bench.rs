@@ -57,6 +57,18 @@ pub struct Tools {
     pub plugin: PathBuf,
 }
 
+impl Tools {
+    /// A job that counts, with exitbench in its machine.
+    pub fn job(&self, options: &Options, module: Module, parameters: &str, command: &str) -> Job {
+        let mut job = Job::new(options.machine(), options.kernel, module, command)
+            .file(&self.exitbench, "bin/exitbench");
+        job.parameters = parameters.to_owned();
+        job.counting = true;
+        job.plugin = Some(self.plugin.clone());
+        job
+    }
+}
+
 /// Makes sure of the lab and builds exitbench and the emulator's plugin.
 pub fn prepare(layout: &Layout, options: &Options) -> Result<Tools> {
     layout.ensure(&["toolchain", options.machine().group(), "busybox"])?;
@@ -163,20 +175,17 @@ pub fn one_side(
     if !nested.is_empty() {
         commands.push(nested_linux(options, &nested, module));
     }
-    let mut job = Job::new(options.machine(), options.kernel, module, &commands.join("; "))
-        .file(&tools.exitbench, "bin/exitbench");
+    let parameters = match module {
+        Module::Stock => &options.stock_parameters,
+        _ => &options.parameters,
+    };
+    let mut job = tools.job(options, module, parameters, &commands.join("; "));
     if !nested.is_empty() {
         let linux = nested.contains(&NESTED_LINUX_BOOT);
         let initramfs = guest::initramfs_of_hypervisor(layout, &tools.exitbench, linux)?;
         job = job.file(layout.vmlinux(guest::KERNEL), "guest/vmlinux");
         job.texts.push(("guest/initramfs".to_owned(), initramfs));
     }
-    job.parameters.clone_from(match module {
-        Module::Stock => &options.stock_parameters,
-        _ => &options.parameters,
-    });
-    job.counting = true;
-    job.plugin = Some(tools.plugin.clone());
     let outcome = gannet_lab::run(layout, &job, on_event)?;
     let faults: Vec<String> = outcome.faults().into_iter().map(str::to_owned).collect();
     if let Some(reason) = outcome.refusal() {

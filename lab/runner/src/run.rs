@@ -90,8 +90,7 @@ impl Outcome {
         };
         let line = unknown.or_else(|| self.dmesg.lines().rev().find(said));
         let Some(line) = line else { return Some("the module does not load".to_owned()) };
-        // Without the time: the same refusal twice reads the same.
-        Some(line.split_once("] ").map_or(line, |(_, text)| text).to_owned())
+        Some(untimed(line).to_owned())
     }
 
     /// The last lines of the console.
@@ -99,6 +98,11 @@ impl Outcome {
         let all: Vec<&str> = self.console.lines().collect();
         all[all.len().saturating_sub(lines)..].join("\n")
     }
+}
+
+/// A line of the kernel's log without its time, so that the same said twice reads the same.
+pub fn untimed(line: &str) -> &str {
+    line.split_once("] ").map_or(line, |(_, text)| text)
 }
 
 /// Runs a job to the end of its machine. What the console shows is given to `on_event` as it comes.

@@ -5,14 +5,13 @@ use super::results::Figures;
 use anyhow::{Result, ensure};
 use gannet_lab::Machine;
 use gannet_lab::classify::KINDS;
-use serde::de::Error;
-use serde::{Deserialize, Deserializer};
+use serde::{Deserialize, Deserializer, Serialize, de::Error};
 
 /// Cycles: the least, what is taken, the most.
 pub type Cycles = [f64; 3];
 
 /// Cycles as a file has them, `[figure]` or `[low, high]`; of a range the middle is taken.
-pub fn cycles<'de, D: Deserializer<'de>>(file: D) -> Result<Cycles, D::Error> {
+fn cycles<'de, D: Deserializer<'de>>(file: D) -> Result<Cycles, D::Error> {
     match Vec::deserialize(file)?[..] {
         [one] => Ok([one; 3]),
         [low, high] => Ok([low, f64::midpoint(low, high), high]),
@@ -21,18 +20,18 @@ pub fn cycles<'de, D: Deserializer<'de>>(file: D) -> Result<Cycles, D::Error> {
 }
 
 /// A processor of the model.
-#[derive(Deserialize)]
+#[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Cpu {
-    pub key: String,
-    pub name: String,
+    key: String,
+    name: String,
     vendor: String,
 }
 
 /// How well founded a cost is.
 const FOUNDED: [&str; 3] = ["measured", "derived", "range"];
 
-#[derive(Deserialize)]
+#[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Entry {
     operation: String,
@@ -44,7 +43,7 @@ struct Entry {
 }
 
 /// The whole model, complete: every kind of operation has a cost on every processor, but for those of VMX, which only Intel's execute.
-#[derive(Deserialize)]
+#[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Model {
     ipc: Cycles,
@@ -73,26 +72,22 @@ impl Model {
         Ok(())
     }
 
-    /// How many costs are so well founded; `None` for another word.
-    pub fn founded(&self, kind: &str) -> Option<String> {
-        let so = self.entries.iter().filter(|entry| entry.kind == kind);
-        let count: usize = so.map(|entry| entry.cpus.len()).sum();
-        FOUNDED.contains(&kind).then(|| count.to_string())
-    }
-
-    /// A processor's name.
-    pub fn name<'a>(&'a self, cpu: &'a str) -> &'a str {
-        self.cpus.iter().find(|known| known.key == cpu).map_or(cpu, |known| &known.name)
+    /// A figure of a workload or a task by its name ([`Figures::get`]), or what it costs on a processor: `cycles.zen2`.
+    pub fn value(&self, figures: &Figures, name: &str) -> Option<Cycles> {
+        match name.strip_prefix("cycles.") {
+            Some(cpu) => self.price(figures, cpu),
+            None => Some([figures.get(name)?; 3]),
+        }
     }
 
     /// One operation's cost; none for what the model does not know.
-    pub fn cost(&self, operation: &str, cpu: &str) -> Cycles {
+    fn cost(&self, operation: &str, cpu: &str) -> Cycles {
         let mut of = self.entries.iter().filter(|entry| entry.operation == operation);
         of.find(|entry| entry.cpus.iter().any(|c| c == cpu)).map_or([0.0; 3], |entry| entry.cycles)
     }
 
     /// What one operation of a workload costs: `None` when its operations were not counted.
-    pub fn price(&self, figures: &Figures, cpu: &str) -> Option<Cycles> {
+    fn price(&self, figures: &Figures, cpu: &str) -> Option<Cycles> {
         let (mut sum, mut plain) = ([0.0; 3], figures.get("median")?);
         for name in KINDS.iter().map(|kind| kind.name()) {
             let count = figures.get(&format!("host.{name}"))?;

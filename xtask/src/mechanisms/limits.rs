@@ -1,8 +1,11 @@
 //! What the mechanisms must reach (`lab/mechanisms.toml`), held against what was measured: met, not met, or not measured and why.
 
-use super::basis::{Change, Page};
-use super::plan::{Kind, PAGES, Rule, TOGGLES, paged};
-use super::results::{Figures, Run};
+use super::plan::{PAGES, Papers, Rule, TOGGLES, engine, paged};
+use super::results::{Figures, NOT_RUN, Results, Run};
+use anyhow::{Context, Result, bail, ensure};
+use gannet_lab::Module::{Gannet, Stock};
+use minijinja::{context, value::Serde};
+use std::collections::BTreeMap;
 
 /// One limit, what was found, and whether it is met; `None` where something that it needs was not measured.
 pub type Limit<'a> = (&'a str, String, Option<bool>);
@@ -13,173 +16,147 @@ pub fn verdict(met: Option<bool>) -> &'static str {
 }
 
 /// Those of the machine, in the order of the mechanisms.
-pub fn limits<'a>(page: &Page<'a>) -> Vec<Limit<'a>> {
-    let on = page.results.machine().name();
-    let here = |rule: &&Rule| rule.machine.as_ref().is_none_or(|machine| machine == on);
+pub fn limits<'a>(papers: &'a Papers, results: &Results) -> Vec<Limit<'a>> {
+    let here = |rule: &&Rule| rule.machine.as_ref().is_none_or(|on| *on == results.machine);
     let judge = |rule: &'a Rule| {
-        let judge = Judge { page, rule };
-        let found = judge.judge().map(|(found, met)| (found, Some(met)));
-        let (found, met) = found.unwrap_or_else(|| (judge.reason(), None));
-        (&*rule.what, found, met)
+        let Rule { off, on, what, .. } = rule;
+        let runs = [(Gannet, off), (Gannet, on), (Stock, on)].map(|(module, at)| module.with(at));
+        match (Judge { papers, results, rule, runs }).judge() {
+            Ok((found, met)) => (&**what, found, Some(met)),
+            Err(reason) => (&**what, format!("{reason:#}"), None),
+        }
     };
-    page.papers.plan.limits.iter().filter(here).map(judge).collect()
+    papers.plan.limits.iter().filter(here).map(judge).collect()
 }
 
-/// A figure of a workload, or what is made of figures of a toggle, by its name.
-type Value<'a> = &'a dyn Fn(&str) -> Option<f64>;
-
 struct Judge<'a> {
-    page: &'a Page<'a>,
+    papers: &'a Papers,
+    results: &'a Results,
     rule: &'a Rule,
+    /// What is compared: Gannet's runs with the mechanism off and on, and stock KVM's.
+    runs: [String; 3],
 }
 
 impl Judge<'_> {
-    fn holds(&self, value: f64) -> bool {
-        let Rule { least, most, .. } = self.rule;
-        least.is_none_or(|least| value >= least) && most.is_none_or(|most| value <= most)
+    /// What was found, and whether the limit holds; it fails where something is missing.
+    fn judge(&self) -> Result<(String, bool)> {
+        match (&*self.rule.kind, &*self.rule.name) {
+            ("cpuid", _) => self.cpuid(),
+            (_, "") => self.toggles(),
+            (_, name) => self.one(name).map(|(found, met, _)| (found, met)),
+        }
     }
 
-    /// The limit's figure of a workload.
-    fn value(&self, module: &str, parameters: &str, name: &str) -> Option<f64> {
-        Some(self.page.value(module, parameters, name, &self.rule.figure)?[1])
-    }
-
-    /// What was found, and whether it holds; `None` where something is missing.
-    fn judge(&self) -> Option<(String, bool)> {
-        let Rule { kind, name, figure, off, on, .. } = self.rule;
-        let change = || self.page.change(name, figure, off, on);
-        let ours = |name: &str| self.value("gannet", on, name);
-        let stock = |name: &str| self.value("stock", on, name);
-        let (found, value) = match kind {
-            Kind::Value => (format!("{:.0}", ours(name)?), ours(name)?),
-            Kind::Saving => {
-                let (saving, cpu) = (change()?.saving(), self.page.model_of(figure));
-                (format!("{:.1} % on {cpu}", saving * 100.0), saving)
-            }
-            Kind::Fewer => {
-                let saving = change()?.saving();
-                (format!("{} (−{:.2} %)", change()?.text(), saving * 100.0), saving)
-            }
-            Kind::Less => (change()?.text(), change()?.before - change()?.after),
-            Kind::Ratio => {
-                let Change { before, after } = change()?;
-                let Some(figure) = &self.rule.low else {
-                    return Some((format!("{before} → {after}"), self.holds(after / before)));
-                };
-                let [_, low, _] = self.page.value("gannet", on, name, figure)?;
-                (
-                    format!("{before} → {after}, of which the sample says at least {low}"),
-                    low / before,
-                )
-            }
-            Kind::Stock => {
-                let (ours, stock) = (ours(name)?, stock(name)?);
-                let ratio = ours / stock.max(1.0);
-                (format!("{ratio:.3} ({ours:.0} of {stock:.0})"), ratio)
-            }
-            Kind::Cpuid => return self.cpuid(),
-            Kind::Flat => return self.toggles(true, 3, &|toggle| self.spread(toggle)),
-            Kind::Toggles => {
-                let ratio = |name: &str| Some(ours(name)? / stock(name)?);
-                return self.toggles(true, 3, &|toggle| most(toggle, &ratio));
-            }
-            Kind::Each => return self.toggles(true, 1, &|toggle| most(toggle, &ours)),
-            Kind::Free => return self.toggles(false, 1, &|toggle| most(toggle, &ours)),
+    /// The same for one workload or task, as the limit's kind says, and the value that is held against the limit.
+    fn one(&self, name: &str) -> Result<(String, bool, f64)> {
+        let Rule { kind, figure, low, least, most, .. } = self.rule;
+        let template = self.papers.plan.kinds.get(kind).context("no such kind")?;
+        let engine = engine();
+        let template = engine.template_from_str(template)?;
+        let value = |run, figure| {
+            let value = self.papers.model.value(self.results.figures(run, name)?, figure);
+            value.map_or(Err(NOT_RUN), |[_, taken, _]| Ok(taken))
         };
-        Some((found, self.holds(value)))
-    }
-
-    /// Why something is missing.
-    fn reason(&self) -> String {
-        let Rule { name, off, on, .. } = self.rule;
-        let first = paged(TOGGLES[0], 1);
-        let name = if name.is_empty() { &first } else { name };
-        let sides = [("gannet", off), ("gannet", on), ("stock", on)];
-        let mut all =
-            sides.map(|(module, at)| self.page.results.reason(module, at, name)).into_iter();
-        all.find(|reason| *reason != "not run").unwrap_or("not run").to_owned()
+        let [off, on, stock] = &self.runs;
+        let words = [
+            ("before", value(off, figure)),
+            ("after", value(on, figure)),
+            ("low", value(on, low)),
+            ("stock", value(stock, figure)),
+            ("spread", self.spread(on, name)),
+        ];
+        let needed = template.undeclared_variables(false);
+        let needed = words.iter().filter(|(word, _)| needed.contains(*word));
+        let missing = needed.filter_map(|(_, value)| value.err());
+        if let Some(reason) = missing.min_by_key(|reason| *reason == NOT_RUN) {
+            bail!("{reason}");
+        }
+        let words = BTreeMap::from(words.map(|(word, value)| (word, value.ok())));
+        let cpus = Serde(&self.papers.model.cpus);
+        let rendered = template.render_captured(context! { figure, cpus, ..Serde(words) })?;
+        let value = rendered.state().lookup("value").context("a kind without a value")?;
+        let value = f64::try_from(value)?;
+        let met = least.is_none_or(|least| value >= least) && most.is_none_or(|most| value <= most);
+        Ok((rendered.output().to_owned(), met, value))
     }
 
     /// Every workload and every task of a Linux guest on Gannet whose run did not switch the cache off.
-    fn cpuid(&self) -> Option<(String, bool)> {
-        let (mut counted, mut offenders) = ([0, 0], Vec::new());
+    fn cpuid(&self) -> Result<(String, bool)> {
         let cached =
-            |run: &&Run| run.module == "gannet" && !run.parameters.contains("xstate_cache=0");
-        for run in self.page.results.runs.iter().filter(cached) {
-            for (found, counted) in [&run.workloads, &run.guests].into_iter().zip(&mut counted) {
-                for (name, figures) in found {
-                    let Some(cpuids) = figures.get("host.cpuid") else { continue };
-                    *counted += 1;
-                    if cpuids > 0.0 {
-                        offenders.push(format!("{name} ({}): {cpuids:.2}", run.parameters));
-                    }
+            |run: &&Run| run.module() == Gannet && !run.parameters.contains("xstate_cache=0");
+        let (mut workloads, mut guests, mut executed) = (0, 0, Vec::new());
+        for run in self.results.runs.iter().filter(cached) {
+            for (name, figures) in run.workloads.iter().chain(&run.guests) {
+                let Some(cpuids) = figures.get("host.cpuid") else { continue };
+                let guest = run.guests.contains_key(name);
+                *if guest { &mut guests } else { &mut workloads } += 1;
+                if cpuids > 0.0 {
+                    executed.push(format!("{name} ({}): {cpuids:.2}", run.parameters));
                 }
             }
         }
-        let [workloads, guests] = counted;
+        ensure!(workloads > 0, NOT_RUN);
         let clean = format!("0 in {workloads} workloads and {guests} tasks of Linux guests");
-        let found = if offenders.is_empty() { clean } else { offenders.join(", ") };
-        (workloads > 0).then_some((found, offenders.is_empty()))
+        Ok(if executed.is_empty() { (clean, true) } else { (executed.join(", "), false) })
     }
 
     /// The host's own over all numbers of pages, and the median over those of which as many are touched: whichever varies more.
     /// The host's own is a mean, which one interrupt of the host's in a few hundred rounds moves by a tenth: where one fell
     /// in, the median alone is asked.
-    fn spread(&self, toggle: &str) -> Option<f64> {
-        let of = |pages: &[u64], cost: &dyn Fn(&Figures) -> Option<f64>| {
-            let at = |n| self.page.results.figures("gannet", &self.rule.on, &paged(toggle, n));
-            let figures: Vec<_> = pages.iter().map(|n| at(*n)).collect::<Option<_>>()?;
-            let costs: Vec<f64> = figures.into_iter().filter_map(cost).collect();
-            let least = costs.iter().copied().fold(f64::MAX, f64::min);
-            let enough = costs.len() >= 2 && least > 0.0;
-            enough.then(|| costs.iter().copied().fold(0.0, f64::max) / least)
-        };
-        let undisturbed = |figures: &&Figures| !figures.exits.contains_key("interrupt");
-        let own = |f: &Figures| Some(f).filter(undisturbed)?.get("host.instructions");
-        Some(of(&PAGES, &own)?.max(of(&PAGES[1..], &|figures| figures.get("median"))?))
+    fn spread(&self, run: &str, name: &str) -> Result<f64, &str> {
+        let toggle = name.split('[').next().unwrap_or_default();
+        let figures = PAGES.map(|pages| self.results.figures(run, &paged(toggle, pages, 8)));
+        let figures: Vec<&Figures> = figures.into_iter().collect::<Result<_, _>>()?;
+        let undisturbed = figures.iter().filter(|f| !f.exits.contains_key("interrupt"));
+        let own = undisturbed.filter_map(|f| f.get("host.instructions")).collect();
+        let medians = figures.iter().skip(1).filter_map(|f| f.get("median")).collect();
+        Ok(greatest_over_least(own)?.max(greatest_over_least(medians)?))
     }
 
-    /// A value for each of the toggles that stock KVM is left for, or for each of those that it is not, as the guest owns their bits.
-    fn toggles(&self, exit: bool, digits: usize, value: Value<'_>) -> Option<(String, bool)> {
-        let exits = |name: &str| Some(self.page.value("stock", &self.rule.on, name, "exits")?[1]);
+    /// Each of the toggles that stock KVM is left for, or each of those that it is not, as the guest owns their bits: what is worst at any
+    /// number of pages.
+    fn toggles(&self) -> Result<(String, bool)> {
         // What was not counted is not taken for a bit of the guest's own.
-        let wanted = |toggle: &&&str| (most(toggle, &exits) != Some(0.0)) == exit;
-        let found = TOGGLES[..4].iter().filter(wanted).map(|toggle| Some((toggle, value(toggle)?)));
-        let found: Vec<_> = found.collect::<Option<_>>()?;
-        let text: Vec<_> = found.iter().map(|(t, n)| format!("{t} {n:.digits$}")).collect();
-        let holds = found.iter().all(|(_, n)| self.holds(*n));
-        (!found.is_empty()).then(|| (text.join(", "), holds))
+        let wanted = |toggle: &&&str| {
+            let stock = |pages| self.results.figures(&self.runs[2], &paged(toggle, pages, 8));
+            let exitless = |pages| stock(pages).is_ok_and(|f| f.get("exits") == Some(0.0));
+            PAGES.into_iter().all(exitless) == self.rule.free
+        };
+        let (mut found, mut met) = (Vec::new(), true);
+        for toggle in TOGGLES[..4].iter().filter(wanted) {
+            let all = PAGES.iter().map(|pages| self.one(&paged(toggle, *pages, 8)));
+            let all = all.collect::<Result<Vec<_>>>()?;
+            let worst = all.into_iter().max_by(|(.., a), (.., b)| a.total_cmp(b));
+            let (text, holds, _) = worst.context(NOT_RUN)?;
+            found.push(format!("{toggle} {text}"));
+            met &= holds;
+        }
+        ensure!(!found.is_empty(), NOT_RUN);
+        Ok((found.join(", "), met))
     }
 }
 
-/// The greatest at any number of pages; `None` where one is missing.
-fn most(toggle: &str, value: Value<'_>) -> Option<f64> {
-    let all = PAGES.iter().map(|n| value(&paged(toggle, *n)));
-    Some(all.collect::<Option<Vec<_>>>()?.into_iter().fold(0.0, f64::max))
+/// The greatest of some costs over the least; one alone says nothing.
+fn greatest_over_least(mut costs: Vec<f64>) -> Result<f64, &'static str> {
+    costs.sort_by(f64::total_cmp);
+    match costs[..] {
+        [least, .., most] if least > 0.0 => Ok(most / least),
+        _ => Err(NOT_RUN),
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mechanisms::page::tests::papers;
+    use crate::mechanisms::plan::tests::papers;
+    use crate::mechanisms::results::tests::{results, run, toggled};
     use serde_json::{Value, json};
 
     /// How the limit stands whose words have this part, on a machine with these runs.
     fn verdict(machine: &str, runs: &[Value], part: &str) -> Option<bool> {
-        let results = json!({"machine": machine, "release": "", "runs": runs});
-        let (papers, results) = (papers(), serde_json::from_value(results).unwrap());
-        let all = limits(&Page { papers: &papers, results: &results, plots: &[] });
+        let (papers, results) = (papers(), results(machine, runs));
+        let all = limits(&papers, &results);
         all.iter().find(|(what, ..)| what.contains(part)).unwrap().2
-    }
-
-    fn run(module: &str, parameters: &str, workloads: Value) -> Value {
-        json!({"module": module, "parameters": parameters, "workloads": workloads})
-    }
-
-    /// Toggles at every number of pages.
-    fn toggled(module: &str, toggles: &[&str], figures: impl Fn(u64) -> Value) -> Value {
-        let all = toggles.iter().flat_map(|t| PAGES.map(|n| (paged(t, n), figures(n))));
-        run(module, "", all.collect())
     }
 
     #[test]
@@ -235,5 +212,13 @@ mod tests {
         assert_eq!(verdict("", 0.0), Some(true));
         assert_eq!(verdict("npt=0", 2.0), Some(false));
         assert_eq!(verdict("xstate_cache=0", 2.0), None);
+    }
+
+    #[test]
+    fn a_kind_that_names_nothing_is_refused() {
+        let (mut papers, results) = (papers(), results("amd", &[]));
+        papers.plan.kinds.insert("value".to_owned(), "{% set value = 1 %}{{ beofre }}".to_owned());
+        let (_, found, met) = limits(&papers, &results).remove(0);
+        assert!(found.contains("undefined") && met.is_none(), "{found}");
     }
 }

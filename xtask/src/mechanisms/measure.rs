@@ -1,120 +1,94 @@
 //! Performs the runs of `lab/mechanisms.toml`, two at a time, and gathers what they found. Each counts instructions, so neither disturbs
 //! the other.
 
+use super::plan::{Plan, engine};
 use super::results::{All, Figures, Numbers, Results, Run};
-use crate::bench::{Entry, Report, Tools};
+use crate::bench::{self, Entry, Report, Tools};
 use crate::boot::BootReport;
+use crate::module;
 use crate::options::Options;
 use crate::progress::{Step, two_at_a_time};
 use anyhow::Result;
-use gannet_lab::{Counts, Event, Job, Layout, Machine, Outcome, guest};
+use gannet_lab::{Counts, Event, Job, Layout, Machine, Outcome, guest, untimed};
+use minijinja::{context, value::Serde};
 
-/// A line with which the machine's command announces part number N.
+/// The line before a part of the machine's command begins so, and ends with the part's number.
 const PART: &str = "MECHANISMS-PART ";
-
-/// A line by which a guest's task tells a figure of its own: its name and the number.
-const FIGURE: &str = "GANNET-FIGURE ";
 
 /// How often a machine is tried at most: QEMU aborts now and then, or loses an event of a guest's (docs/lab.md).
 const ATTEMPTS: u32 = 3;
 
-/// One of the lab's machines, with what its runs need.
-pub struct Place {
-    pub options: Options,
-    pub tools: Tools,
-    pub runs: Vec<Run>,
-}
-
-/// Runs them all, those of the last place first: Bochs takes longest. A machine that fails is a run with a remark; only a lab that does
-/// not work at all is an error.
-pub fn measure(layout: &Layout, places: &[Place]) -> Result<All> {
-    let mut queue = Vec::new();
-    for place in places.iter().rev() {
-        for run in &place.runs {
-            queue.push((run, job(layout, place, run)?));
+/// Performs all runs, those of the last machine first: Bochs takes longest. A machine that fails is a run with a remark; only a lab that
+/// does not work at all is an error.
+pub fn measure(layout: &Layout, plan: &Plan, options: &Options) -> Result<All> {
+    let (mut all, mut places, mut queue) = (All::default(), Vec::new(), Vec::new());
+    for options in options.for_machines() {
+        let tools = bench::prepare(layout, &options)?;
+        let (on, release) = (options.machine(), layout.release(options.kernel)?);
+        places.push((tools, options));
+        all.machines.push(Results { machine: on.name().to_owned(), release, runs: plan.runs(on)? });
+    }
+    module::build(layout, options.kernel)?;
+    crate::guest::build(layout, guest::KERNEL)?;
+    for (place, results) in places.iter().zip(&mut all.machines).rev() {
+        for run in &mut results.runs {
+            queue.push((job(layout, plan, place, run)?, run));
         }
     }
     let step = Step::start(layout, "measuring mechanisms");
-    let found = two_at_a_time(&step, queue, |say, (run, job)| {
-        let title = format!("{} {}", job.machine.name(), job.module.with(&job.parameters));
+    two_at_a_time(&step, queue, |say, (job, run)| {
+        let title = format!("{} {}", job.machine.name(), run.title());
         say(title.clone());
-        let found = run_one(layout, run, &job, &mut |event| {
+        *run = run_one(layout, run, job, &mut |event| {
             let (Event::Line(text) | Event::Pending(text)) = event;
             if text.starts_with('[') && text.contains("] ") && !text.contains('.') {
                 say(format!("{title}: {text}"));
             }
         });
-        (job.machine, found)
     });
     step.done();
-    let results = |Place { options, .. }: &Place| {
-        let own = found.iter().filter(|(on, _)| *on == options.machine());
-        let runs = own.map(|(_, run)| run.clone()).collect();
-        let (machine, release) = (options.machine().name(), layout.release(options.kernel)?);
-        Ok(Results { machine: machine.to_owned(), release, runs })
-    };
-    Ok(All { machines: places.iter().map(results).collect::<Result<_>>()? })
+    Ok(all)
 }
 
 /// Runs one machine. One that counts does the same every time, and fails the same way: a later attempt gets a word more on its kernel's
 /// command line, which moves everything by some instructions. On Bochs there is nothing to move.
-fn run_one(layout: &Layout, of: &Run, job: &Job, event: &mut dyn FnMut(Event<'_>)) -> Run {
+fn run_one(layout: &Layout, of: &Run, mut job: Job, event: &mut dyn FnMut(Event<'_>)) -> Run {
     let attempts = if job.machine == Machine::Amd { ATTEMPTS } else { 1 };
-    let mut run = of.clone();
-    for number in 1..=attempts {
-        let mut job = job.clone();
-        if number > 1 {
-            job.append = format!("{} attempt={number}", job.append).trim().to_owned();
-        }
-        run = match gannet_lab::run(layout, &job, event) {
+    let mut number = 1;
+    loop {
+        let run = match gannet_lab::run(layout, &job, event) {
             Ok(outcome) => gather(of, &outcome),
             Err(error) => Run { remarks: vec![format!("{error:#}")], ..of.clone() },
         };
         let missing = run.guests.values().any(|guest| guest.missing.is_some());
-        if run.refused.is_some() || (run.remarks.is_empty() && !missing) {
-            break;
+        let well = run.refused.is_some() || (run.remarks.is_empty() && !missing);
+        if well || number == attempts {
+            return run;
         }
+        number += 1;
+        job.append = format!("attempt={number}");
     }
-    run
 }
 
-/// The task and the words of a part that is `guest TASK WORDS`.
-fn task(part: &str) -> Option<(&str, &str)> {
-    let rest = part.strip_prefix("guest ")?;
-    Some(rest.split_once(' ').unwrap_or((rest, "")))
+/// The task of a part that is `guest TASK WORDS`.
+fn task(part: &str) -> Option<&str> {
+    part.strip_prefix("guest ")?.split(' ').next()
 }
 
-fn job(layout: &Layout, Place { options, tools, .. }: &Place, run: &Run) -> Result<Job> {
-    let mut command = String::new();
-    for (number, part) in run.parts.iter().enumerate() {
-        let how = format!("--unit instructions --module {}", run.module);
-        let what = match task(part) {
-            None => {
-                let run = part.replacen("bench", "run", 1);
-                format!("{run} {how} --no-samples --json /out/{number}")
-            }
-            Some((task, words)) => format!(
-                "boot --timeout 120 --kernel /guest/vmlinux --initrd /guest/initramfs --append \
-                 '{} gannet.task={task} {words}' --from GANNET-{1}-BEGIN --expect GANNET-{1}-END {how} \
-                 --report /out/{number}",
-                guest::APPEND,
-                task.to_uppercase()
-            ),
-        };
-        command += &format!("echo {PART}{number}\nexitbench {what}\n");
-    }
-    command += "true\n";
-    let mut job = Job::new(options.machine(), options.kernel, run.module(), &command)
-        .file(&tools.exitbench, "bin/exitbench");
-    job.parameters.clone_from(&run.parameters);
+fn job(layout: &Layout, plan: &Plan, (tools, on): &(Tools, Options), run: &Run) -> Result<Job> {
+    let mut job = tools.job(on, run.module(), &run.parameters, &command(plan, run)?);
     if run.parts.iter().any(|part| task(part).is_some()) {
-        job.files.push((layout.vmlinux(guest::KERNEL), "guest/vmlinux".to_owned()));
+        job = job.file(layout.vmlinux(guest::KERNEL), "guest/vmlinux");
         let initramfs = guest::initramfs_with_programs(layout, guest::KERNEL)?;
         job.texts.push(("guest/initramfs".to_owned(), initramfs));
     }
-    job.counting = true;
-    job.plugin = Some(tools.plugin.clone());
     Ok(job)
+}
+
+fn command(plan: &Plan, run: &Run) -> Result<String> {
+    let parts = Serde(&run.parts);
+    let words = context! { parts, mark => PART, module => &run.module, append => guest::APPEND };
+    Ok(engine().render_str(&plan.script, words)?)
 }
 
 /// Reads what a machine left. The records of the plugin come in the order of what they count.
@@ -123,9 +97,7 @@ fn gather(of: &Run, outcome: &Outcome) -> Run {
     if run.refused.is_some() {
         return run;
     }
-    // Without its time stamp, so that the same complaint reads the same.
-    let complaint = |line: &str| line.split_once("] ").map_or(line, |(_, text)| text).to_owned();
-    run.remarks.extend(outcome.faults().into_iter().map(complaint));
+    run.remarks.extend(outcome.faults().into_iter().map(|line| untimed(line).to_owned()));
     if outcome.status.is_none() {
         run.remarks.push(format!("the machine ended early:\n{}", outcome.tail(15)));
     }
@@ -134,7 +106,10 @@ fn gather(of: &Run, outcome: &Outcome) -> Run {
     for (number, part) in of.parts.iter().enumerate() {
         let file = outcome.files.get(&number.to_string()).map_or(&[][..], Vec::as_slice);
         let console = console(number, outcome);
-        if let Some((task, _)) = task(part) {
+        // Why a part left nothing: what it said last.
+        let said = |line: &&&str| line.starts_with("exitbench: ") || line.starts_with("error: ");
+        let last = console.iter().rfind(said).unwrap_or(&"it left no report");
+        if let Some(task) = task(part) {
             let figures = match serde_json::from_slice(file) {
                 Ok(BootReport { ticks_between: Some(instructions), .. }) => {
                     counted.push((task.to_owned(), 1));
@@ -144,25 +119,23 @@ fn gather(of: &Run, outcome: &Outcome) -> Run {
                 Ok(BootReport { end, .. }) => {
                     Figures::without(format!("the task did not end: {end}"))
                 }
-                Err(_) => Figures::without(said_last(&console)),
+                Err(_) => Figures::without(*last),
             };
             run.guests.insert(task.to_owned(), figures);
         } else if let Ok(Report { workloads, .. }) = serde_json::from_slice(file) {
             let marked = workloads.iter().filter(|entry| entry.markers);
             counted.extend(marked.map(|e| (e.name.clone(), e.marker_iterations.max(1))));
-            run.workloads
-                .extend(workloads.iter().map(|entry| (entry.name.clone(), workload(entry))));
+            run.workloads.extend(workloads.iter().map(|e| (e.name.clone(), workload(e))));
         } else {
             let names = part.split(' ').skip(1).take_while(|word| !word.starts_with('-'));
-            let none = |name: &str| (name.to_owned(), Figures::without(said_last(&console)));
-            run.workloads.extend(names.map(none));
+            run.workloads.extend(names.map(|name| (name.to_owned(), Figures::without(*last))));
         }
     }
     let (expected, seen) = (counted.len(), outcome.counts.len());
     if expected != seen {
         // Nobody knows which belongs to which.
-        let remark = format!("operations are left out: {expected} counts expected, {seen} seen");
-        run.remarks.push(remark);
+        run.remarks
+            .push(format!("operations are left out: {expected} counts expected, {seen} seen"));
         return run;
     }
     for ((name, per), record) in counted.into_iter().zip(&outcome.counts) {
@@ -182,16 +155,10 @@ fn console(number: usize, outcome: &Outcome) -> Vec<&str> {
     lines.take_while(|line| !line.starts_with(PART)).collect()
 }
 
-/// Why a part left nothing: what it said last.
-fn said_last(console: &[&str]) -> String {
-    let said = |line: &&&str| line.starts_with("exitbench: ") || line.starts_with("error: ");
-    console.iter().rfind(said).unwrap_or(&"it left no report").to_string()
-}
-
-/// A task's own figures.
+/// A task's own figures, from its lines `GANNET-FIGURE NAME NUMBER`.
 fn told(console: &[&str]) -> Numbers {
     let figure = |line: &&str| {
-        let (name, value) = line.split_once(FIGURE)?.1.trim().split_once(' ')?;
+        let (name, value) = line.split_once("GANNET-FIGURE ")?.1.trim().split_once(' ')?;
         Some((name.to_owned(), value.trim().parse().ok()?))
     };
     console.iter().filter_map(figure).collect()
@@ -223,7 +190,7 @@ mod tests {
     use super::*;
 
     fn gathered(change: impl Fn(&mut Outcome)) -> Run {
-        let parts = ["bench cpuid --iterations 9", "bench timer --iterations 9", "guest forks"];
+        let parts = ["run cpuid --iterations 9", "run timer --iterations 9", "guest forks"];
         let (module, parameters) = ("gannet".to_owned(), "npt=0".to_owned());
         let parts = parts.map(str::to_owned).into();
         let queued = Run { module, parameters, parts, ..Run::default() };
@@ -271,5 +238,23 @@ mod tests {
         });
         assert_eq!(run.refused.as_deref(), Some("gannet: npt=0 is not implemented"));
         assert!(run.workloads.is_empty() && run.guests.is_empty());
+    }
+
+    #[test]
+    fn a_machine_performs_its_parts_one_after_the_other() {
+        let plan = crate::mechanisms::plan::tests::papers().plan;
+        let parts = ["run cpuid --iterations 9".to_owned(), "guest forks gannet.x=1".to_owned()];
+        let run = Run { module: "stock".to_owned(), parts: parts.into(), ..Run::default() };
+        let command = command(&plan, &run).unwrap();
+        let [part, run, task, boot, end] = command.lines().collect::<Vec<_>>()[..] else {
+            panic!()
+        };
+        assert_eq!([part, task, end], ["echo MECHANISMS-PART 0", "echo MECHANISMS-PART 1", "true"]);
+        assert!(
+            run.starts_with(
+                "exitbench run cpuid --iterations 9 --unit instructions --module stock"
+            )
+        );
+        assert!(boot.contains("gannet.task=forks gannet.x=1' --from GANNET-FORKS-BEGIN"));
     }
 }

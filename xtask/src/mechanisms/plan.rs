@@ -4,10 +4,11 @@ use super::cost::Model;
 use super::results::Run;
 use anyhow::{Context, Result};
 use gannet_lab::Machine;
+use minijinja::{
+    Environment, UndefinedBehavior, escape_formatter, syntax::SyntaxConfig, value::Serde,
+};
 use serde::Deserialize;
-use serde::de::DeserializeOwned;
 use std::collections::BTreeMap;
-use std::path::Path;
 
 /// Numbers of pages that the guest maps for the role toggles.
 pub const PAGES: [u64; 5] = [1, 10, 100, 1000, 10_000];
@@ -15,9 +16,9 @@ pub const PAGES: [u64; 5] = [1, 10, 100, 1000, 10_000];
 /// The role toggles and the switch of CR3, each at every number of pages.
 pub const TOGGLES: [&str; 5] = ["cr0_wp", "cr4_pge", "cr4_smep", "efer_nx", "cr3_switch"];
 
-/// The workload of a toggle at a number of pages, with 8 of them touched.
-pub fn paged(toggle: &str, pages: u64) -> String {
-    format!("{toggle}[{pages},{}]", pages.min(8))
+/// The workload of a toggle at a number of pages, of which at most so many are touched.
+pub fn paged(toggle: &str, pages: u64, touched: u64) -> String {
+    format!("{toggle}[{pages},{}]", pages.min(touched))
 }
 
 /// What page and limits are made from beside the results, as a checkout has it.
@@ -26,21 +27,21 @@ pub struct Papers {
     pub model: Model,
     /// Published figures before and after a change.
     pub published: toml::Table,
-    /// The page before words and figures are put in.
-    pub template: String,
+    /// The page, before it is rendered.
+    pub template: &'static str,
 }
 
 impl Papers {
-    /// Reads the files of a checkout.
-    pub fn read(root: &Path) -> Result<Self> {
-        let model: Model = parse(root, "lab/cost-model.toml")?;
-        model.check()?;
-        Ok(Self {
-            plan: parse(root, "lab/mechanisms.toml")?,
-            model,
-            published: parse(root, "lab/published.toml")?,
-            template: text(root, "lab/mechanisms.md.in")?,
-        })
+    /// Reads the files.
+    pub fn read() -> Result<Self> {
+        let papers = Self {
+            plan: toml::from_str(include_str!("../../../lab/mechanisms.toml"))?,
+            model: toml::from_str(include_str!("../../../lab/cost-model.toml"))?,
+            published: toml::from_str(include_str!("../../../lab/published.toml"))?,
+            template: include_str!("../../../lab/mechanisms.md.in"),
+        };
+        papers.model.check()?;
+        Ok(papers)
     }
 }
 
@@ -48,14 +49,16 @@ impl Papers {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Plan {
+    /// The command of a machine.
+    pub script: String,
     /// By machine.
-    pub words: BTreeMap<String, BTreeMap<String, String>>,
+    words: BTreeMap<String, BTreeMap<String, String>>,
     parts: BTreeMap<String, Vec<String>>,
     runs: BTreeMap<String, Vec<Run>>,
+    /// How each kind of limit is judged: a template that sets `value` and gives what was found in words.
+    pub kinds: BTreeMap<String, String>,
     #[serde(rename = "limit")]
     pub limits: Vec<Rule>,
-    /// Rows of the page's tables.
-    pub rows: BTreeMap<String, String>,
 }
 
 /// A limit.
@@ -65,87 +68,70 @@ pub struct Rule {
     pub what: String,
     /// The machine that it is for; both without.
     pub machine: Option<String>,
-    pub kind: Kind,
-    /// A workload or a task.
+    /// One of the plan's kinds, or `cpuid`.
+    pub kind: String,
+    /// A workload or a task; all toggles of a role without.
     pub name: String,
-    /// A figure of it, by its name ([`Page::value`](super::basis::Page::value)).
+    /// Of the toggles those that stock KVM is not left for, in place of those that it is.
+    pub free: bool,
+    /// A figure by its name ([`Model::value`]).
     pub figure: String,
     /// The figure of the side with the mechanism, where it is another: the least that what was sampled may be.
-    pub low: Option<String>,
+    pub low: String,
     pub off: String,
     pub on: String,
     pub least: Option<f64>,
     pub most: Option<f64>,
 }
 
-/// How a limit is judged; `lab/mechanisms.toml` says what each means.
-#[derive(Clone, Copy, Default, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Kind {
-    #[default]
-    Value,
-    Saving,
-    Fewer,
-    Less,
-    Ratio,
-    Stock,
-    Cpuid,
-    Flat,
-    Toggles,
-    Each,
-    Free,
-}
-
 impl Plan {
-    /// A word of a machine's.
-    pub fn word(&self, on: Machine, name: &str) -> Option<&str> {
-        self.words.get(on.name())?.get(name).map(String::as_str)
+    /// A machine's words.
+    pub fn words(&self, on: &str) -> Result<&BTreeMap<String, String>> {
+        self.words.get(on).with_context(|| format!("no words for {on}"))
     }
 
     /// A machine's runs, with their parts as commands and nothing found yet.
     pub fn runs(&self, on: Machine) -> Result<Vec<Run>> {
+        let (engine, words) = (engine(), self.words(on.name())?);
         let mut runs = self.runs.get(on.name()).cloned().unwrap_or_default();
         for run in &mut runs {
-            for name in std::mem::take(&mut run.parts) {
-                for part in
-                    self.parts.get(&name).with_context(|| format!("no such part: {name}"))?
-                {
-                    let filled = fill(part, &mut |word| self.word(on, word).map(str::to_owned));
-                    run.parts.push(filled?);
-                }
-            }
+            let named = |name| self.parts.get(name).with_context(|| format!("no part {name}"));
+            let parts = run.parts.iter().map(named).collect::<Result<Vec<_>>>()?;
+            let fill = |part: &String| engine.render_str(part, Serde(words));
+            run.parts = parts.into_iter().flatten().map(fill).collect::<Result<_, _>>()?;
         }
         Ok(runs)
     }
 }
 
-fn text(root: &Path, name: &'static str) -> Result<String> {
-    std::fs::read_to_string(root.join(name)).context(name)
-}
-
-fn parse<T: DeserializeOwned>(root: &Path, name: &'static str) -> Result<T> {
-    toml::from_str(&text(root, name)?).context(name)
-}
-
-/// Puts what `word` gives in place of each `{name}`.
-pub fn fill(text: &str, word: &mut dyn FnMut(&str) -> Option<String>) -> Result<String> {
-    let (mut filled, mut rest) = (String::new(), text);
-    while let Some((before, after)) = rest.split_once('{') {
-        let (name, tail) = after.split_once('}').context("a { without its }")?;
-        filled += before;
-        filled += &word(name).with_context(|| format!("{{{name}}} stands for nothing"))?;
-        rest = tail;
-    }
-    Ok(filled + rest)
+/// The language of the templates. A word that stands for nothing is an error, and a number is written as Rust does.
+pub fn engine() -> Environment<'static> {
+    let mut engine = Environment::new();
+    engine.set_undefined_behavior(UndefinedBehavior::Strict);
+    engine.set_syntax(SyntaxConfig::builder().trim_blocks(true).build().unwrap_or_default());
+    engine.set_formatter(|out, state, value| match f64::try_from(value.clone()) {
+        Ok(number) => Ok(write!(out, "{number}")?),
+        Err(_) => escape_formatter(out, state, value),
+    });
+    engine.add_function("change", |before: f64, after: f64| {
+        let digits = if before < 100.0 { 2 } else { 0 };
+        format!("{before:.digits$} → {after:.digits$}")
+    });
+    engine
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
+
+    /// What stands in the tree.
+    pub fn papers() -> Papers {
+        Papers::read().unwrap()
+    }
 
     #[test]
     fn nothing_is_measured_twice_under_the_same_parameters() {
-        let plan = Papers::read(&gannet_lab::Layout::find().unwrap().root).unwrap().plan;
+        let plan = papers().plan;
         for on in gannet_lab::MACHINES {
             let mut all = Vec::new();
             for Run { module, parameters, parts, .. } in plan.runs(on).unwrap() {
@@ -160,8 +146,9 @@ mod tests {
 
     #[test]
     fn a_word_that_stands_for_nothing_is_refused() {
-        let filled = |text| fill(text, &mut |name| (name == "a").then(|| "b".to_owned()));
-        assert_eq!(filled("x {a} y").unwrap(), "x b y");
-        assert!(filled("{c}").is_err() && filled("{a").is_err());
+        let words = BTreeMap::from([("a".to_owned(), "b".to_owned())]);
+        let filled = |text| engine().render_str(text, Serde(&words));
+        assert_eq!(filled("x {{ a }} y").unwrap(), "x b y");
+        assert!(filled("{{ c }}").is_err() && filled("{{ a").is_err());
     }
 }

@@ -1,68 +1,54 @@
 //! The plots, as SVG: what a toggle costs as the guest's page tables grow, and exits by reason of the timer workloads.
 
-use super::plan::PAGES;
+use super::plan::{PAGES, paged};
 use super::results::{Numbers, Results};
 use anyhow::Result;
-use gannet_lab::{MACHINES, Machine};
 use plotters::coord::ranged1d::IntoSegmentedCoord;
 use plotters::coord::{CoordTranslate, Shift};
 use plotters::prelude::*;
 use std::collections::BTreeMap;
 
-const SIZE: (u32, u32) = (900, 520);
-
-/// A run in a plot: its module, parameters, name, colour, and whether its line is thin.
-type Line = (&'static str, &'static str, &'static str, RGBColor, bool);
-
-const LINES: [Line; 6] = [
-    ("stock", "", "stock KVM, TDP", RGBColor(200, 60, 40), false),
-    ("stock", "npt=0", "stock KVM, shadow", RGBColor(200, 60, 40), true),
-    ("gannet", "keep_roots=0", "Gannet, keep_roots=0, TDP", RGBColor(230, 160, 30), false),
-    ("gannet", "npt=0 keep_roots=0", "Gannet, keep_roots=0, shadow", RGBColor(230, 160, 30), true),
-    ("gannet", "", "Gannet, TDP", RGBColor(30, 120, 180), false),
-    ("gannet", "npt=0", "Gannet, shadow", RGBColor(30, 120, 180), true),
+/// The runs in a plot of a toggle: title, name, colour, and the width of the line.
+const LINES: [(&str, &str, RGBColor, u32); 6] = [
+    ("stock", "stock KVM, TDP", RGBColor(200, 60, 40), 3),
+    ("stock npt=0", "stock KVM, shadow", RGBColor(200, 60, 40), 1),
+    ("gannet keep_roots=0", "Gannet, keep_roots=0, TDP", RGBColor(230, 160, 30), 3),
+    ("gannet npt=0 keep_roots=0", "Gannet, keep_roots=0, shadow", RGBColor(230, 160, 30), 1),
+    ("gannet", "Gannet, TDP", RGBColor(30, 120, 180), 3),
+    ("gannet npt=0", "Gannet, shadow", RGBColor(30, 120, 180), 1),
 ];
 
-/// The bars of a timer workload: label, module, parameters.
-const SIDES: [(&str, &str, &str); 3] =
-    [("stock", "stock", ""), ("off", "gannet", "lazy_tscdeadline=0"), ("on", "gannet", "")];
+/// The bars of a timer workload: label and run.
+const SIDES: [(&str, &str); 3] =
+    [("stock", "stock"), ("off", "gannet lazy_tscdeadline=0"), ("on", "gannet")];
 
 /// Every plot that there are figures for, by its file's name: of a toggle, and of the timer workloads.
 pub fn plots(results: &Results, toggle: &str) -> Result<BTreeMap<String, String>> {
-    let on = results.machine();
     let all = [
-        (file(on, toggle), toggles(results, toggle, "8", 8)?),
-        (file(on, &format!("{toggle}_all")), toggles(results, toggle, "all", u64::MAX)?),
-        (file(on, "timer_exits"), exits(results)?),
+        (toggle, svg(|area| toggles(area, results, toggle, 8))?),
+        (&format!("{toggle}_all"), svg(|area| toggles(area, results, toggle, u64::MAX))?),
+        ("timer_exits", svg(|area| exits(area, results))?),
     ];
-    Ok(all.into_iter().filter_map(|(file, svg)| Some((file, svg?))).collect())
-}
-
-/// The file of a plot.
-pub fn file(on: Machine, name: &str) -> String {
-    let machine = if on == MACHINES[0] { String::new() } else { format!("{}-", on.name()) };
-    format!("{machine}{name}.svg")
+    let file = |(name, svg): (&str, _)| Some((format!("{}{name}.svg", results.prefix()), svg?));
+    Ok(all.into_iter().filter_map(file).collect())
 }
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+type Builder<'a, 'b> = ChartBuilder<'a, 'b, SVGBackend<'b>>;
 
-/// A plot as the text of its file.
-fn svg(draw: impl FnOnce(&Area<'_>) -> Result<()>) -> Result<Option<String>> {
+/// A plot as the text of its file; `None` where there was nothing to draw.
+fn svg(draw: impl FnOnce(&Area<'_>) -> Result<bool>) -> Result<Option<String>> {
     let mut svg = String::new();
-    let area = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
+    let area = SVGBackend::with_string(&mut svg, (900, 520)).into_drawing_area();
     area.fill(&WHITE)?;
-    draw(&area)?;
+    let drawn = draw(&area)?;
     area.present()?;
     drop(area);
-    Ok(Some(svg))
+    Ok(drawn.then_some(svg))
 }
 
 /// A chart before its axes: every one has its caption and margins from here.
-fn chart<'a, 'b>(
-    area: &'a Area<'b>,
-    caption: &str,
-    below: i32,
-) -> ChartBuilder<'a, 'b, SVGBackend<'b>> {
+fn chart<'a, 'b>(area: &'a Area<'b>, caption: &str, below: i32) -> Builder<'a, 'b> {
     let mut chart = ChartBuilder::on(area);
     chart.caption(caption, ("sans-serif", 19)).margin(12);
     chart.x_label_area_size(below).y_label_area_size(86);
@@ -79,77 +65,63 @@ fn legend<'a, C: CoordTranslate>(
     Ok(labels.label_font(("sans-serif", size)).draw()?)
 }
 
-/// The cost over the number of pages, of which at most so many are touched, on logarithmic axes. `None` where nothing was measured.
-fn toggles(results: &Results, toggle: &str, touched: &str, most: u64) -> Result<Option<String>> {
+/// The cost over the number of pages, of which at most so many are touched, on logarithmic axes.
+fn toggles(area: &Area<'_>, results: &Results, toggle: &str, most: u64) -> Result<bool> {
+    let changed = toggle.to_uppercase().replace('_', ".");
+    let touched = if most == u64::MAX { "all".to_owned() } else { most.to_string() };
     let title = format!(
-        "{} changed and changed back: the host's instructions, {touched} pages written to after each",
-        toggle.to_uppercase().replace('_', ".")
+        "{changed} changed and changed back: the host's instructions, {touched} pages written to after each"
     );
-    let mut lines = Vec::new();
-    for (module, parameters, label, colour, thin) in LINES {
+    let lines = LINES.into_iter().filter_map(|(run, label, colour, width)| {
         let point = |pages: &u64| {
-            let figures = results.figures(
-                module,
-                parameters,
-                &format!("{toggle}[{pages},{}]", pages.min(&most)),
-            )?;
-            Some((*pages as f64, figures.get("host.instructions").filter(|n| *n > 0.0)?))
+            let name = paged(toggle, *pages, most);
+            let cost = results.figures(run, &name).ok()?.get("host.instructions")?;
+            (cost > 0.0).then_some((*pages as f64, cost))
         };
         let points: Vec<(f64, f64)> = PAGES.iter().filter_map(point).collect();
-        if points.len() > 1 {
-            lines.push((label, colour.stroke_width(if thin { 1 } else { 3 }), points));
-        }
+        (points.len() > 1).then_some((label, colour.stroke_width(width), points))
+    });
+    let lines: Vec<_> = lines.collect();
+    if lines.is_empty() {
+        return Ok(false);
     }
     let costs = || lines.iter().flat_map(|(.., points)| points.iter().map(|(_, cost)| *cost));
     let (low, high) = (costs().fold(f64::MAX, f64::min), costs().fold(1.0, f64::max));
-    if lines.is_empty() {
-        return Ok(None);
+    let (pages, costs) = ((0.9..12_000.0).log_scale(), (low * 0.6..high * 2.5).log_scale());
+    let mut chart = chart(area, &title, 42).build_cartesian_2d(pages, costs)?;
+    let whole = |n: &f64| format!("{n:.0}");
+    let mut mesh = chart.configure_mesh();
+    mesh.x_desc("pages mapped").y_desc("instructions per pair");
+    mesh.x_label_formatter(&whole).y_label_formatter(&whole);
+    mesh.label_style(("sans-serif", 14)).draw()?;
+    for (label, style, points) in lines {
+        let dot = ShapeStyle { filled: true, stroke_width: 1, ..style };
+        let dots: Vec<_> = points.iter().map(|point| Circle::new(*point, 3, dot)).collect();
+        let key = move |(x, y)| PathElement::new([(x, y), (x + 22, y)], style);
+        chart.draw_series(LineSeries::new(points, style))?.label(label).legend(key);
+        chart.draw_series(dots)?;
     }
-    svg(|area| {
-        let costs = (low * 0.6..high * 2.5).log_scale();
-        let mut chart =
-            chart(area, &title, 42).build_cartesian_2d((0.9f64..12_000.0).log_scale(), costs)?;
-        let whole = |n: &f64| format!("{n:.0}");
-        let mut mesh = chart.configure_mesh();
-        mesh.x_desc("pages mapped").y_desc("instructions per pair");
-        mesh.x_label_formatter(&whole).y_label_formatter(&whole);
-        mesh.label_style(("sans-serif", 14)).draw()?;
-        for (label, style, points) in lines {
-            let dot = ShapeStyle { filled: true, stroke_width: 1, ..style };
-            let dots: Vec<_> = points.iter().map(|point| Circle::new(*point, 3, dot)).collect();
-            let key = move |(x, y)| PathElement::new([(x, y), (x + 22, y)], style);
-            chart.draw_series(LineSeries::new(points, style))?.label(label).legend(key);
-            chart.draw_series(dots)?;
-        }
-        legend(&mut chart, SeriesLabelPosition::UpperLeft, 13)
-    })
+    legend(&mut chart, SeriesLabelPosition::UpperLeft, 13).map(|()| true)
 }
 
 /// Exits by reason, with the mechanism off and on: per operation of the workload, and of the Linux guest's whole task.
-fn exits(results: &Results) -> Result<Option<String>> {
-    let mut panels = Vec::new();
-    for (name, unit) in [("timer_rearm", "exits per operation"), ("pingpong", "exits of the task")]
-    {
+fn exits(area: &Area<'_>, results: &Results) -> Result<bool> {
+    let panel = |(name, unit)| {
         // A workload that was counted and had no exit has an empty bar.
-        let bar = |(label, module, parameters): &(&'static str, &str, &str)| {
-            let figures = results.figures(module, parameters, name)?;
-            Some((*label, &figures.exits)).filter(|_| !figures.host.is_empty())
-        };
-        let bars: Vec<_> = SIDES.iter().filter_map(bar).collect();
-        if !bars.is_empty() {
-            panels.push((name, unit, bars));
-        }
+        let bars = SIDES.iter().filter_map(|(label, run)| {
+            let figures = results.figures(run, name).ok()?;
+            (!figures.host.is_empty()).then_some((*label, &figures.exits))
+        });
+        let bars: Vec<(&str, _)> = bars.collect();
+        (!bars.is_empty()).then_some((name, unit, bars))
+    };
+    let all = [("timer_rearm", "exits per operation"), ("pingpong", "exits of the task")];
+    let panels: Vec<_> = all.into_iter().filter_map(panel).collect();
+    let parts = area.split_evenly((1, panels.len().max(1)));
+    for (part, (name, unit, bars)) in parts.iter().zip(&panels) {
+        self::panel(part, name, unit, bars)?;
     }
-    if panels.is_empty() {
-        return Ok(None);
-    }
-    svg(|area| {
-        let parts = area.split_evenly((1, panels.len()));
-        parts
-            .iter()
-            .zip(&panels)
-            .try_for_each(|(part, (name, unit, bars))| panel(part, name, unit, bars))
-    })
+    Ok(!panels.is_empty())
 }
 
 /// One workload: a stacked bar for each side.
@@ -176,19 +148,14 @@ fn panel(area: &Area<'_>, name: &str, unit: &str, bars: &[(&str, &Numbers)]) -> 
     let mut below = vec![0.0; bars.len()];
     for (index, (reason, _)) in reasons.into_iter().enumerate() {
         let colour = HSLColor(index as f64 * 0.618 % 1.0, 0.55, 0.5).to_rgba().filled();
-        let boxes: Vec<_> = (0..)
-            .zip(bars)
-            .zip(&mut below)
-            .map(|((bar, (_, exits)), below)| {
-                let from = *below;
-                *below += exits.get(reason).copied().unwrap_or(0.0);
-                let corners =
-                    [(SegmentValue::Exact(bar), from), (SegmentValue::Exact(bar + 1), *below)];
-                let mut rectangle = Rectangle::new(corners, colour);
-                rectangle.set_margin(0, 0, 14, 14);
-                rectangle
-            })
-            .collect();
+        let boxes = (0..).zip(bars).zip(&mut below).map(|((bar, (_, exits)), below)| {
+            let from = (SegmentValue::Exact(bar), *below);
+            *below += exits.get(reason).copied().unwrap_or(0.0);
+            let mut rectangle =
+                Rectangle::new([from, (SegmentValue::Exact(bar + 1), *below)], colour);
+            rectangle.set_margin(0, 0, 14, 14);
+            rectangle
+        });
         let key = move |(x, y)| Rectangle::new([(x, y - 5), (x + 12, y + 5)], colour);
         chart.draw_series(boxes)?.label(reason).legend(key);
     }
@@ -198,26 +165,24 @@ fn panel(area: &Area<'_>, name: &str, unit: &str, bars: &[(&str, &Numbers)]) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::mechanisms::results::tests::{results, toggled};
     use serde_json::json;
 
-    fn results(machine: &str) -> Results {
+    fn measured(machine: &str) -> Results {
         let figures = |n: u64| json!({"host": {"instructions": n + 1000}, "exits": {"wrmsr": 1.0}});
-        let toggles = PAGES.map(|n| (format!("cr0_wp[{n},{}]", n.min(8)), figures(n)));
-        let workloads = toggles.into_iter().chain([("timer_rearm".to_owned(), figures(0))]);
-        let workloads: serde_json::Value = workloads.collect();
-        let run = json!({"module": "gannet", "parameters": "", "workloads": workloads});
-        let results = json!({"machine": machine, "release": "", "runs": [run]});
-        serde_json::from_value(results).unwrap()
+        let mut run = toggled("gannet", &["cr0_wp"], figures);
+        run["workloads"]["timer_rearm"] = figures(0);
+        results(machine, &[run])
     }
 
     #[test]
     fn there_is_a_plot_for_what_was_measured_and_none_for_the_rest() {
-        let all = plots(&results("amd"), "cr0_wp").unwrap();
+        let all = plots(&measured("amd"), "cr0_wp").unwrap();
         assert!(all["cr0_wp.svg"].contains("Gannet, TDP"));
         assert!(all["timer_exits.svg"].contains("wrmsr"));
         assert!(!all.contains_key("cr0_wp_all.svg"));
         assert!(plots(&Results::default(), "cr0_wp").unwrap().is_empty());
-        let intel = results("intel");
+        let intel = measured("intel");
         let all = plots(&intel, "efer_nx").unwrap();
         assert_eq!(all.keys().collect::<Vec<_>>(), ["intel-timer_exits.svg"]);
         assert_eq!(plots(&intel, "efer_nx").unwrap(), all, "the same figures give the same plot");

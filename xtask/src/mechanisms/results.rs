@@ -2,7 +2,7 @@
 //! its workloads and its tasks of Linux guests. Figures of workloads are per operation; nothing here is modelled.
 
 use anyhow::Context;
-use gannet_lab::{MACHINES, Machine, Module};
+use gannet_lab::{MACHINES, Module};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,7 +11,7 @@ use std::path::Path;
 pub type Numbers = BTreeMap<String, f64>;
 
 /// Everything that was measured.
-#[derive(Serialize, Deserialize)]
+#[derive(Default, Serialize, Deserialize)]
 pub struct All {
     pub machines: Vec<Results>,
 }
@@ -34,7 +34,7 @@ pub struct Run {
     /// As given at load.
     #[serde(default)]
     pub parameters: String,
-    /// What the plan has it do: `bench ARGUMENTS` or `guest TASK WORDS`.
+    /// What the plan has it do: `run ARGUMENTS` or `guest TASK WORDS`.
     #[serde(default, skip_serializing)]
     pub parts: Vec<String>,
     /// Why the module did not load, in its own words.
@@ -74,48 +74,38 @@ pub struct Figures {
     pub figures: Numbers,
 }
 
+/// Why there are no figures of what nobody measured.
+pub const NOT_RUN: &str = "not run";
+
 /// An operation below this is a stray one of the host's timer tick, and none of the exit.
 const STRAY: f64 = 0.05;
 
 impl All {
     /// Reads the file that an earlier run wrote.
     pub fn read(path: &Path) -> anyhow::Result<Self> {
-        let text = std::fs::read_to_string(path)
-            .with_context(|| format!("{}: run make mechanisms first", path.display()))?;
-        let all: Self = serde_json::from_str(&text)
-            .with_context(|| format!("{} is not of make mechanisms", path.display()))?;
-        for results in &all.machines {
-            results.machine.parse::<Machine>().with_context(|| path.display().to_string())?;
-        }
-        Ok(all)
+        let read = || anyhow::Ok(serde_json::from_str(&std::fs::read_to_string(path)?)?);
+        read().with_context(|| format!("{}: run make mechanisms first", path.display()))
     }
 }
 
 impl Results {
-    /// The machine; what names none counts as the first.
-    pub fn machine(&self) -> Machine {
-        self.machine.parse().unwrap_or(MACHINES[0])
+    /// How the names of the machine's plots begin.
+    pub fn prefix(&self) -> String {
+        let first = self.machine == MACHINES[0].name();
+        if first { String::new() } else { format!("{}-", self.machine) }
     }
 
-    /// What there is of a module with these parameters: several runs may have shared them.
-    fn runs(&self, module: &str, parameters: &str) -> impl Iterator<Item = &Run> {
-        self.runs.iter().filter(move |run| run.module == module && run.parameters == parameters)
-    }
-
-    /// The figures of a workload or a task.
-    pub fn figures(&self, module: &str, parameters: &str, name: &str) -> Option<&Figures> {
-        let found = self.runs(module, parameters).find_map(|run| run.named(name));
-        found.filter(|figures| figures.missing.is_none())
-    }
-
-    /// Why a workload or a task has no figures, in one line.
-    pub fn reason<'a>(&'a self, module: &str, parameters: &str, name: &str) -> &'a str {
-        let named = |run: &'a Run| match run.named(name) {
-            Some(figures) => figures.missing.as_deref(),
-            None => run.refused.as_deref(),
-        };
-        let reason = self.runs(module, parameters).find_map(named);
-        reason.and_then(|reason| reason.lines().next()).unwrap_or("not run")
+    /// The figures of a workload or a task in a run, by the run's title, or why there are none. Several runs may share a title.
+    pub fn figures(&self, run: &str, name: &str) -> Result<&Figures, &str> {
+        let mut reason = NOT_RUN;
+        for run in self.runs.iter().filter(|of| of.title() == run) {
+            match (run.workloads.get(name).or_else(|| run.guests.get(name)), &run.refused) {
+                (Some(Figures { missing: Some(why), .. }), _) | (None, Some(why)) => reason = why,
+                (Some(figures), _) => return Ok(figures),
+                (None, None) => {}
+            }
+        }
+        Err(reason.lines().next().unwrap_or_default())
     }
 }
 
@@ -125,54 +115,75 @@ impl Run {
         if self.module == Module::Stock.name() { Module::Stock } else { Module::Gannet }
     }
 
-    fn named(&self, name: &str) -> Option<&Figures> {
-        self.workloads.get(name).or_else(|| self.guests.get(name))
+    /// The module with its parameters, as page and plots name a run: `gannet npt=0`.
+    pub fn title(&self) -> String {
+        self.module().with(&self.parameters)
     }
 }
 
 impl Figures {
     /// What was not measured, for this reason.
-    pub fn without(reason: String) -> Self {
-        Self { missing: Some(reason), ..Self::default() }
+    pub fn without(reason: impl Into<String>) -> Self {
+        Self { missing: Some(reason.into()), ..Self::default() }
     }
 
     /// A figure, or the sum of several: `median`, `instructions`, `host.rdmsr+host.wrmsr`, `statistics.vm.exits`, `figures.rate`, and
     /// `exits.wrmsr` for exits whose reasons begin so. Stray ones count as none; `None` where nothing was counted.
     pub fn get(&self, name: &str) -> Option<f64> {
-        let one = |name: &str| {
-            let (part, key) = name.split_once('.').unwrap_or((name, ""));
-            let sum = match part {
-                "host" => self.host.get(key).copied().unwrap_or(0.0),
-                "exits" => self.exits.iter().filter(|(r, _)| r.starts_with(key)).map(|e| e.1).sum(),
-                "statistics" if self.statistics.is_empty() => return None,
-                "statistics" => return Some(self.statistics.get(key).copied().unwrap_or(0.0)),
-                "figures" => return self.figures.get(key).copied(),
-                _ => return Some(*self.ticks.get(part)? as f64),
-            };
-            (!self.host.is_empty()).then_some(if sum < STRAY { 0.0 } else { sum })
+        let or_none = |count: Option<&f64>| count.copied().unwrap_or(0.0);
+        let counted =
+            |sum: f64| (!self.host.is_empty()).then_some(if sum < STRAY { 0.0 } else { sum });
+        let one = |name: &str| match name.split_once('.').unwrap_or((name, "")) {
+            ("host", key) => counted(or_none(self.host.get(key))),
+            ("exits", key) => {
+                counted(self.exits.iter().filter(|(r, _)| r.starts_with(key)).map(|e| e.1).sum())
+            }
+            ("statistics", _) if self.statistics.is_empty() => None,
+            ("statistics", key) => Some(or_none(self.statistics.get(key))),
+            ("figures", key) => self.figures.get(key).copied(),
+            (ticks, _) => Some(*self.ticks.get(ticks)? as f64),
         };
         name.split('+').map(one).sum()
     }
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
+    use crate::mechanisms::plan::{PAGES, paged};
+    use serde_json::{Value, json};
+
+    /// What a machine's runs gave.
+    pub fn results(machine: &str, runs: &[Value]) -> Results {
+        let results = json!({"machine": machine, "release": "6.12", "runs": runs});
+        serde_json::from_value(results).unwrap()
+    }
+
+    pub fn run(module: &str, parameters: &str, workloads: Value) -> Value {
+        json!({"module": module, "parameters": parameters, "workloads": workloads})
+    }
+
+    /// Toggles at every number of pages.
+    pub fn toggled(module: &str, toggles: &[&str], figures: impl Fn(u64) -> Value) -> Value {
+        let all = toggles.iter().flat_map(|t| PAGES.map(|n| (paged(t, n, 8), figures(n))));
+        run(module, "", all.collect())
+    }
 
     #[test]
     fn what_is_missing_says_why() {
-        let text = r#"{"machine":"amd","release":"6.12","runs":[
-            {"module":"gannet","parameters":"npt=0","refused":"gannet: npt=0 is not implemented"},
-            {"module":"gannet","parameters":"","workloads":{
-                "cpuid":{"min":1,"median":2,"max":3,"iterations":9,"host":{"vmrun":1.0,"rdmsr":0.01}},
-                "timer":{"missing":"no such workload"}}}]}"#;
-        let results: Results = serde_json::from_str(text).unwrap();
-        assert!(results.reason("gannet", "npt=0", "cpuid").contains("not implemented"));
-        assert_eq!(results.reason("gannet", "", "timer"), "no such workload");
-        assert_eq!(results.reason("stock", "", "timer"), "not run");
+        let figures = json!({"min": 1, "median": 2, "max": 3, "iterations": 9,
+            "host": {"vmrun": 1.0, "rdmsr": 0.01}});
+        let workloads = json!({"cpuid": figures, "timer": {"missing": "no such workload"}});
+        let refused = json!({"module": "gannet", "parameters": "npt=0",
+            "refused": "gannet: npt=0 is not implemented"});
+        let results = results("amd", &[refused, run("gannet", "", workloads)]);
+        let reason = |run, name| results.figures(run, name).err().unwrap();
+        assert!(reason("gannet npt=0", "cpuid").contains("not implemented"));
+        assert_eq!(reason("gannet", "timer"), "no such workload");
+        assert_eq!(reason("stock", "timer"), "not run");
         let again = serde_json::to_value(&results).unwrap();
         let again: Results = serde_json::from_value(again).unwrap();
-        let cpuid = again.figures("gannet", "", "cpuid").unwrap();
+        let cpuid = again.figures("gannet", "cpuid").unwrap();
         let found = ["host.rdmsr", "host.vmrun+median", "statistics.vm.x"].map(|n| cpuid.get(n));
         assert_eq!(found, [Some(0.0), Some(3.0), None]);
     }
