@@ -114,7 +114,7 @@ impl<M: Machine> Run<'_, M> {
             I::Into => {}
             I::Iret => self.interrupt_return(2)?,
             I::Iretd => self.interrupt_return(4)?,
-            _ => return self.conditional_jump(),
+            _ => return Ok(self.decimal()? || self.x87()? || self.conditional_jump()?),
         }
         Ok(true)
     }

@@ -16,6 +16,7 @@
 #![forbid(unsafe_code)]
 
 mod alu;
+mod bcd;
 mod cause;
 mod decode;
 mod descriptor;
@@ -33,6 +34,7 @@ mod string;
 mod system;
 mod task;
 mod translation;
+mod x87;
 
 pub use cause::Cause;
 pub use decode::{DecodeCache, DecodeError, Decoded, Extend, Fetched, SimpleMmio, decode, warm_up};

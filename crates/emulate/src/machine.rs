@@ -233,6 +233,14 @@ pub trait Machine {
     fn invpcid(&mut self, _kind: u8, _pcid: u16, _at: Gva) -> Result<(), Stop> {
         Err(Stop::Unsupported)
     }
+    /// The x87 unit's control word and its status word.
+    fn x87_words(&mut self) -> Result<[u16; 2], Stop> {
+        Err(Stop::Unsupported)
+    }
+    /// Puts the x87 unit into the state that FNINIT leaves.
+    fn x87_init(&mut self) -> Result<(), Stop> {
+        Err(Stop::Unsupported)
+    }
     /// MMX register `n` (0 to 7), with a pending x87 exception already raised; the unit is in MMX's
     /// state afterwards.
     fn mm(&mut self, _n: u8) -> Result<u64, Stop> {

@@ -61,6 +61,8 @@ pub struct TestMachine {
     pub mm: [u64; 8],
     /// An MMX register was looked at: the x87 unit is in MMX's state.
     pub mmx_used: bool,
+    /// The x87 unit's control and status words.
+    pub x87: [u16; 2],
     pub cr3: u64,
     /// Linear address of `ram[0]`.
     pub base: u64,
@@ -116,6 +118,7 @@ impl TestMachine {
             system_absent: 0..0,
             mm: [0; 8],
             mmx_used: false,
+            x87: [0; 2],
             cr3: 0,
             base,
             ram: vec![0; ram],
@@ -461,6 +464,13 @@ impl Machine for TestMachine {
     }
     fn invpcid(&mut self, kind: u8, pcid: u16, at: Gva) -> Result<(), Stop> {
         self.flushed.push((Some((kind, pcid)), at.0));
+        Ok(())
+    }
+    fn x87_words(&mut self) -> Result<[u16; 2], Stop> {
+        Ok(self.x87)
+    }
+    fn x87_init(&mut self) -> Result<(), Stop> {
+        self.x87 = [0x37f, 0];
         Ok(())
     }
     fn mm(&mut self, n: u8) -> Result<u64, Stop> {

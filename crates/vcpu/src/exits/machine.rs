@@ -263,6 +263,14 @@ impl<B: Backend> Machine for Vcpu<B> {
         Ok(())
     }
 
+    fn x87_words(&mut self) -> Result<[u16; 2], Stop> {
+        self.read_x87_words()
+    }
+
+    fn x87_init(&mut self) -> Result<(), Stop> {
+        self.init_x87()
+    }
+
     fn mm(&mut self, n: u8) -> Result<u64, Stop> {
         self.with_mmx(|registers| registers.get(usize::from(n & 7)).copied().unwrap_or(0))
     }

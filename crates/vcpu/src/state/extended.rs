@@ -29,15 +29,34 @@ fn word(area: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_le_bytes(*area.get(at..at + 2)?.first_chunk()?))
 }
 
+/// Puts the x87 unit into the state that FNINIT leaves: the registers keep their values, and are empty (SDM vol. 2, FINIT).
+fn init(area: &mut [u8]) -> Option<()> {
+    if *area.get(XSTATE_BV)? & XSTATE_X87 == 0 {
+        area.get_mut(ST..XMM)?.fill(0);
+    }
+    // The area holds the stack from its top on, which is register 0 from now on.
+    let top = usize::from((word(area, STATUS_WORD)? & STATUS_TOP) >> 11);
+    area.get_mut(ST..XMM)?.rotate_right(top * 16);
+    area.get_mut(..24)?.fill(0);
+    area.get_mut(CONTROL_WORD..2)?.copy_from_slice(&INITIAL_CONTROL.to_le_bytes());
+    *area.get_mut(XSTATE_BV)? |= XSTATE_X87;
+    Some(())
+}
+
+/// The control word and the status word.
+fn words(area: &[u8]) -> Option<[u16; 2]> {
+    if *area.get(XSTATE_BV)? & XSTATE_X87 == 0 {
+        return Some([INITIAL_CONTROL, 0]);
+    }
+    Some([word(area, CONTROL_WORD)?, word(area, STATUS_WORD)?])
+}
+
 /// The eight MMX registers, changed by `f`, in an area whose unit is in MMX's state afterwards: the top of
 /// the stack is 0 and all registers are in use (SDM vol. 1 §9.6.2). `None`: an exception of the x87
 /// unit waits.
 fn mmx<R>(area: &mut [u8], f: impl FnOnce(&mut [u64; 8]) -> R) -> Option<Result<R, Exception>> {
     if *area.get(XSTATE_BV)? & XSTATE_X87 == 0 {
-        area.get_mut(..24)?.fill(0);
-        area.get_mut(ST..XMM)?.fill(0);
-        area.get_mut(CONTROL_WORD..2)?.copy_from_slice(&INITIAL_CONTROL.to_le_bytes());
-        *area.get_mut(XSTATE_BV)? |= XSTATE_X87;
+        init(area)?;
     }
     let status = word(area, STATUS_WORD)?;
     if status & STATUS_ERROR != 0 {
@@ -83,6 +102,14 @@ impl<B: Backend> Vcpu<B> {
         let done = !write || self.set_xsave(&area).is_ok();
         self.fpu.load();
         result.filter(|_| done).ok_or(Stop::Unsupported)
+    }
+
+    pub(crate) fn read_x87_words(&mut self) -> Result<[u16; 2], Stop> {
+        self.with_extended_state(false, |area| words(area))
+    }
+
+    pub(crate) fn init_x87(&mut self) -> Result<(), Stop> {
+        self.with_extended_state(true, init)
     }
 
     pub(crate) fn with_mmx<R>(&mut self, f: impl FnOnce(&mut [u64; 8]) -> R) -> Result<R, Stop> {
@@ -133,6 +160,20 @@ mod tests {
         assert_eq!((word(&area, ST + 16), word(&area, ST + 24)), (Some(0x77), Some(0xffff)));
         area[STATUS_WORD] = 0x80;
         assert_eq!(mmx(&mut area, |_| ()), Some(Err(Exception::mf())));
+    }
+
+    #[test]
+    fn fninit_empties_the_registers_and_keeps_what_they_hold() {
+        let mut area = [0u8; 576];
+        assert_eq!(words(&area), Some([INITIAL_CONTROL, 0]));
+        area[XSTATE_BV] = XSTATE_X87;
+        area[STATUS_WORD..4].copy_from_slice(&(3u16 << 11).to_le_bytes());
+        (area[ST], area[TAGS]) = (0x34, 0xff);
+        assert_eq!(words(&area), Some([0, 3 << 11]));
+        assert_eq!(init(&mut area), Some(()));
+        assert_eq!((words(&area), area[TAGS]), (Some([INITIAL_CONTROL, 0]), 0));
+        // What was ST(0) is register 3 still.
+        assert_eq!((area[ST], area[ST + 48]), (0, 0x34));
     }
 
     #[test]
