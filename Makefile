@@ -5,6 +5,7 @@ MACHINE ?=
 MODULE ?=
 PARAMETERS ?=
 STOCK_PARAMETERS ?=
+L1_PARAMETERS ?=
 CPUS ?=
 HOST_CPUS ?=
 JSON ?=
@@ -19,7 +20,7 @@ SECONDS ?=
 SYMVERS ?=
 
 # Any of these in the environment means something else to the tools below.
-unexport KERNEL MACHINE MODULE PARAMETERS STOCK_PARAMETERS CPUS HOST_CPUS JSON REPORTS ONLY FILTER FROM COMMAND PROCESSOR PROGRAMS SECONDS SYMVERS
+unexport KERNEL MACHINE MODULE PARAMETERS STOCK_PARAMETERS L1_PARAMETERS CPUS HOST_CPUS JSON REPORTS ONLY FILTER FROM COMMAND PROCESSOR PROGRAMS SECONDS SYMVERS
 
 XTASK = @lab/xtask.sh
 
@@ -42,7 +43,8 @@ help:
 	@echo '  make clean                     remove what was built and unpacked; downloads stay in the cache'
 	@echo
 	@echo 'Variables: KERNEL=6.12|6.1|7.3 (the host kernel), MACHINE=amd|intel, MODULE=gannet|stock (boot),'
-	@echo '           PARAMETERS="npt=0 keep_roots=0" of that module (boot) or of Gannet (bench; STOCK_PARAMETERS of stock),'
+	@echo '           PARAMETERS="npt=0 keep_roots=0" of that module (boot) or of Gannet (bench; STOCK_PARAMETERS of stock,'
+	@echo '           L1_PARAMETERS of the KVM in a Linux guest that is a hypervisor),'
 	@echo '           ONLY=cpuid,rdmsr (run, bench), FILTER=source|unit|module|lab|lab:part-of-a-name (test),'
 	@echo "           REPORTS=folder for exitbench's own reports, such as exitbench compare and plot take (bench),"
 	@echo '           FROM=docs/results/mechanisms.json for page and plots of an earlier run (mechanisms),'
@@ -56,7 +58,7 @@ test:
 
 bench:
 	$(XTASK) bench --machine '$(MACHINE)' --kernel '$(KERNEL)' --json '$(JSON)' --reports '$(REPORTS)' --only '$(ONLY)' \
-		--parameters '$(PARAMETERS)' --stock-parameters '$(STOCK_PARAMETERS)'
+		--parameters '$(PARAMETERS)' --stock-parameters '$(STOCK_PARAMETERS)' --l1-parameters '$(L1_PARAMETERS)'
 
 mechanisms:
 	$(XTASK) mechanisms --machine '$(MACHINE)' --kernel '$(KERNEL)' --json '$(JSON)' --from '$(FROM)'

@@ -54,6 +54,9 @@ pub struct Options {
     /// The stock module's parameters (bench)
     #[arg(long, default_value = "", allow_hyphen_values = true)]
     pub stock_parameters: String,
+    /// What the KVM of a Linux guest loads with that is a hypervisor (bench)
+    #[arg(long, default_value = "", allow_hyphen_values = true)]
+    pub l1_parameters: String,
     /// The guest's CPUs (boot)
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub cpus: u32,

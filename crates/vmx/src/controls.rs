@@ -13,10 +13,10 @@ use x86::{
 
 use crate::{
     fields,
-    msrs::{CORE_RESIDENCY, LIVE, TSC},
+    msrs::CORE_RESIDENCY,
     owned::Owned,
     page_log::PageLog,
-    permission::{LISTED, SPECULATION},
+    permission::{LISTED, LIVE, SPECULATION, TSC},
     state::Vmx,
 };
 

@@ -30,6 +30,7 @@ mod nested;
 mod owned;
 pub mod page_log;
 mod paging;
+mod passed;
 pub mod percpu;
 pub mod permission;
 mod preemption_timer;

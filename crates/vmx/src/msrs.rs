@@ -4,20 +4,11 @@ use backend::{LiveRegisters, Msrs, NotMine};
 use cpu::Cpu;
 use x86::msr;
 
-use crate::{fields, state::Vmx};
-
-/// IA32_TIME_STAMP_COUNTER.
-pub(crate) const TSC: u32 = msr::TSC;
-
-/// MSRs whose guest value is live in hardware while the guest runs.
-pub(crate) const LIVE: [u32; 6] = [
-    msr::FS_BASE,
-    msr::GS_BASE,
-    msr::KERNEL_GS_BASE,
-    msr::SYSENTER_CS,
-    msr::SYSENTER_ESP,
-    msr::SYSENTER_EIP,
-];
+use crate::{
+    fields,
+    permission::{LIVE, TSC},
+    state::Vmx,
+};
 
 /// How long the core was in C1, C3, C6 and C7: what a guest reads that may use them.
 pub(crate) const CORE_RESIDENCY: [u32; 4] = [0x660, 0x3fc, 0x3fd, 0x3fe];

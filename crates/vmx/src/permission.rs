@@ -30,6 +30,19 @@ pub(crate) const LISTED: [u32; 17] = [
     msr::SPEC_CTRL,
 ];
 
+/// IA32_TIME_STAMP_COUNTER.
+pub(crate) const TSC: u32 = msr::TSC;
+
+/// MSRs whose guest value is live in hardware while the guest runs.
+pub(crate) const LIVE: [u32; 6] = [
+    msr::FS_BASE,
+    msr::GS_BASE,
+    msr::KERNEL_GS_BASE,
+    msr::SYSENTER_CS,
+    msr::SYSENTER_ESP,
+    msr::SYSENTER_EIP,
+];
+
 /// MSRs against speculation: whether their accesses exit depends on more than the guest's CPUID.
 pub(crate) const SPECULATION: [u32; 3] = [msr::SPEC_CTRL, msr::PRED_CMD, msr::FLUSH_CMD];
 
@@ -51,13 +64,29 @@ impl MsrMap {
 
     /// Word and bit of the reads of `msr`; those of its writes lie two quarters on. `None` for an
     /// MSR outside the two ranges: those always exit.
-    fn place(msr: u32) -> Option<(usize, u32)> {
+    pub(crate) const fn place(msr: u32) -> Option<(usize, u32)> {
         let (quarter, number) = match msr {
             0..=0x1fff => (0, msr),
             0xc000_0000..=0xc000_1fff => (1, msr & 0x1fff),
             _ => return None,
         };
         Some((quarter * QUARTER + number as usize / 64, number % 64))
+    }
+
+    /// How far on the words of writes lie.
+    pub(crate) const WRITES: usize = 2 * QUARTER;
+
+    /// A word; ones beyond the map.
+    #[inline]
+    pub(crate) fn word(&self, at: usize) -> u64 {
+        self.0.table().get(at).map_or(u64::MAX, |word| word.load(Ordering::Relaxed))
+    }
+
+    /// Has these `bits` of a word be those of `value`.
+    pub(crate) fn set_word(&self, at: usize, bits: u64, value: u64) {
+        if let Some(word) = self.0.table().get(at) {
+            word.store((self.word(at) & !bits) | (value & bits), Ordering::Relaxed);
+        }
     }
 
     /// Sets whether reads and writes of `msr` exit.

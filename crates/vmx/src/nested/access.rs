@@ -1,6 +1,6 @@
 //! A VMCS and L1's memory in the form in which the pure rules ask for them.
 
-use core::cell::Cell;
+use core::{cell::Cell, sync::atomic::AtomicU64};
 
 use backend::{L1Memory, Reach};
 use cpu::Cpu;
@@ -87,6 +87,12 @@ impl<'a, M: L1Memory> Memory<'a, M> {
     pub(crate) fn miss(&self) -> Outside {
         self.missed.set(self.missed.get() | !self.memory.is_final());
         Outside
+    }
+
+    /// The page at `at`, to be read in place; `None`: by copies alone.
+    #[inline]
+    pub(crate) fn page(&self, at: Gpa) -> Option<&[AtomicU64; 512]> {
+        self.memory.page(at, false)
     }
 
     /// Does something to the bytes at a linear address, page by page.

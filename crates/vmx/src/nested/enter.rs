@@ -1,5 +1,7 @@
 //! VMLAUNCH and VMRESUME of L1: vmcs02 is composed from what changed, and L2 is what runs.
 
+use core::{cell::Cell, sync::atomic::Ordering::Relaxed};
+
 use backend::{
     Executed, Gprs, L1Memory, ListAct, ListMsr, LiveRegisters, Msrs, RSP, Sleep, TSC_RATIO_ONE,
 };
@@ -10,7 +12,7 @@ use nested_vmx::events::{self, Sleeps};
 use nested_vmx::leave::{Report, host::entry_loads};
 use nested_vmx::machine::{Entered, PendingEntry};
 use nested_vmx::merge::{self, Flush, L0, Pages, time};
-use nested_vmx::{EntryFailure, GuestMemory, Vmcs12, virtual_interrupts};
+use nested_vmx::{EntryFailure, GuestMemory, Outside, Vmcs12, virtual_interrupts};
 use x86::vmcs::{
     EntryControls, ExitControls, ExitReason, Group, Groups, PinControls, ProcControls,
     ProcControls2, event, field,
@@ -23,8 +25,8 @@ use super::{
 };
 use crate::{
     fields, mitigations,
-    msrs::{LIVE, TSC},
-    permission::{LISTED, SPECULATION},
+    passed::{Map, PASSED, Passed},
+    permission::{LISTED, TSC},
     state::{Vmx, attention},
 };
 
@@ -132,12 +134,10 @@ impl<C: Cpu> Vmx<C> {
         if (lists || n.needs_memory_to_leave()) && !memory.is_whole() {
             return Executed::Outside;
         }
-        let bits = Self::msrs_of_l1(n, memory);
+        self.map_msrs(n, memory);
         if memory.has_missed() {
             return Executed::Outside;
         }
-        // Where L1's page is no memory, everything exits.
-        self.map_msrs(n, bits.unwrap_or(0));
         self.note_l0(n);
         if lists {
             // A list that cannot be loaded gives L2's state up, which VMCS12 is to have then.
@@ -283,10 +283,16 @@ impl<C: Cpu> Vmx<C> {
         })
     }
 
-    /// L2 runs from now on with a state that was restored. `bits`: which MSRs L1 lets it have.
+    /// L2 runs from now on with a state that was restored.
     #[cold]
-    pub(super) fn begin_l2(&mut self, n: &mut Nested, gprs: &mut Gprs, bits: u64) {
-        self.map_msrs(n, bits);
+    pub(super) fn begin_l2<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &mut Gprs,
+        memory: &Memory<'_, M>,
+    ) {
+        // What cannot be read of L1's map exits until L1's next entry.
+        self.map_msrs(n, memory);
         self.note_l0(n);
         n.machine.touch_all();
         self.change_to_l2(n, gprs, Groups::ALL);
@@ -492,46 +498,27 @@ impl<C: Cpu> Vmx<C> {
         }
     }
 
-    /// What L1's bitmap lets L2 have of [`PASSED`], two bits each. It is read at each entry, the few bytes that
-    /// can matter.
-    pub(super) fn msrs_of_l1<M: L1Memory>(
-        n: &Nested,
-        memory: &Memory<'_, M>,
-    ) -> Result<u64, nested_vmx::Outside> {
+    /// Makes vmcs02's map of MSRs: what L0 lets L1 have without an exit, if L1 lets L2 have it. Where L1's page is no
+    /// memory, everything exits.
+    #[inline(always)]
+    pub(super) fn map_msrs<M: L1Memory>(&self, n: &mut Nested, memory: &Memory<'_, M>) {
         let v: &Vmcs12 = n.machine.vmcs12();
-        if !v.primary().contains(ProcControls::MSR_BITMAPS) {
-            return Ok(0);
+        if v.primary().contains(ProcControls::MSR_BITMAPS) {
+            self.map_msrs_of_both(n, memory);
+        } else if n.map != Map::Closed {
+            n.map.follow(Map::Closed, &n.other.msr_map);
         }
-        let page = v.get(field::MSR_BITMAP);
-        let mut bits = 0u64;
-        for (at, index) in PASSED.iter().enumerate() {
-            let high = if *index >= 0xc000_0000 { 1024 } else { 0 };
-            let byte = page.wrapping_add(u64::from(index & 0x1fff) / 8 + high);
-            let read = memory.read_u8(Gpa(byte))?;
-            let write = memory.read_u8(Gpa(byte.wrapping_add(2048)))?;
-            let is_free = |word: u8| u64::from(word & 1 << (index & 7) == 0);
-            bits |= (is_free(read) | is_free(write) << 1) << (2 * at);
-        }
-        Ok(bits)
     }
 
-    /// Makes vmcs02's map of MSRs: what L0 lets L1 have without an exit, if L1 lets L2 have it.
-    fn map_msrs(&self, n: &mut Nested, of_l1: u64) {
-        let mut both = of_l1;
-        if of_l1 != 0 {
-            let mut free = 0u64;
-            for (at, index) in PASSED.iter().enumerate() {
-                let (read, write) = self.vmcs.msr_map.intercepted(*index);
-                free |= (u64::from(!read) | u64::from(!write) << 1) << (2 * at);
-            }
-            both &= free;
-        }
-        if n.msr_bits != Some(both) {
-            n.msr_bits = Some(both);
-            for (at, index) in PASSED.iter().enumerate() {
-                let pair = both >> (2 * at);
-                n.other.msr_map.intercept(*index, pair & 1 == 0, pair & 2 == 0);
-            }
+    #[inline(never)]
+    fn map_msrs_of_both<M: L1Memory>(&self, n: &mut Nested, memory: &Memory<'_, M>) {
+        let page = Gpa(n.machine.vmcs12().get(field::MSR_BITMAP));
+        let wanted = match passed_by(page, memory) {
+            Ok(of_l1) => Map::Open(of_l1.within(&self.vmcs.msr_map)),
+            Err(_) => Map::Closed,
+        };
+        if n.map != wanted {
+            n.map.follow(wanted, &n.other.msr_map);
         }
     }
 
@@ -544,17 +531,33 @@ impl<C: Cpu> Vmx<C> {
             self.vmcs.msr_map.intercept(index, true, true);
         }
         if let Some(n) = &mut self.nested {
-            n.msr_bits = None;
+            n.map = Map::Unknown;
         }
     }
 }
 
-/// MSRs that L0 may let a guest have without an exit.
-const PASSED: [u32; 11] = {
-    let [a, b, c, d, e, f] = LIVE;
-    let [spec, pred, flush] = SPECULATION;
-    [a, b, c, d, e, f, TSC, msr::TSC_AUX, spec, pred, flush]
-};
+/// What L1's map of MSRs at `page` lets L2 have.
+#[inline]
+fn passed_by<M: L1Memory>(page: Gpa, memory: &Memory<'_, M>) -> Result<Passed, Outside> {
+    match memory.page(page) {
+        Some(words) => Ok(Passed::of(|at| words.get(at).map_or(u64::MAX, |w| w.load(Relaxed)))),
+        None => passed_by_copies(page, memory),
+    }
+}
+
+#[cold]
+#[inline(never)]
+fn passed_by_copies<M: L1Memory>(page: Gpa, memory: &Memory<'_, M>) -> Result<Passed, Outside> {
+    let missing = Cell::new(None);
+    let passed = Passed::of(|at| {
+        let word = memory.read_u64(Gpa(page.0.wrapping_add(at as u64 * 8)));
+        word.unwrap_or_else(|outside| {
+            missing.set(Some(outside));
+            u64::MAX
+        })
+    });
+    missing.get().map_or(Ok(passed), Err)
+}
 
 /// What not knowing what vmcs02 has would cost: all of it is written.
 #[cold]

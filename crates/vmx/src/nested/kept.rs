@@ -12,8 +12,8 @@ use x86::vmcs::{ExitControls, field};
 use x86::{Cr0, Cr4};
 
 use crate::{
-    features::Features, host_words::HostWords, nested::list::Waiting, shadow_vmcs::Shadow,
-    vmcs::Vmcs,
+    features::Features, host_words::HostWords, nested::list::Waiting, passed::Map,
+    shadow_vmcs::Shadow, vmcs::Vmcs,
 };
 
 /// What L1 asks of L2 in words that L0 changes while L2 runs: it stays as L1 wants it. All zero with L1.
@@ -78,8 +78,8 @@ pub(crate) struct Nested {
     pub(crate) kept_by_l0: Option<(Cr0, Cr4)>,
     /// The VPID of L1's that vmcs02's own stood for last.
     pub(crate) last_vpid: u16,
-    /// What vmcs02's map of MSRs was made from: L1's bits, and whether it is to be made again.
-    pub(crate) msr_bits: Option<u64>,
+    /// What vmcs02's map of MSRs gives L2.
+    pub(crate) map: Map,
     /// The EPT pointer of vmcs02 for an L2 with tables of L1's own; 0, which no entry takes, before there is one.
     pub(crate) root: u64,
     /// L1 executed INVEPT: what the CPU has of L2's root is dropped when the root is found next.
@@ -128,7 +128,7 @@ impl Nested {
             sources: Cell::new(None),
             kept_by_l0: None,
             last_vpid: 0,
-            msr_bits: None,
+            map: Map::Unknown,
             root: 0,
             flush_due: false,
             flushed: L1Flush::None,

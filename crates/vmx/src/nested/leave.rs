@@ -333,7 +333,7 @@ impl<C: Cpu> Vmx<C> {
             let value = match step.msr {
                 msr::KERNEL_GS_BASE => self.kernel_gs_base_now(),
                 msr::EFER => self.efer.bits(),
-                crate::msrs::TSC => {
+                crate::permission::TSC => {
                     let host = self.cpu.rdtsc();
                     // The list is carried out by L1's CPU, which knows of no offset of L2's.
                     self.tsc_of_l1().at(host)

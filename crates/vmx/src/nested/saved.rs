@@ -107,11 +107,9 @@ impl<C: Cpu> Vmx<C> {
         gprs: &mut Gprs,
         memory: &Memory<'_, M>,
     ) {
-        // What cannot be read of L1's map exits until L1's next entry.
-        let bits = Self::msrs_of_l1(n, memory).unwrap_or(0);
         let pending = n.machine.run_pending;
         let before = (self.get(fields::GUEST_DR7), self.get(fields::GUEST_PAT), self.efer);
-        self.begin_l2(n, gprs, if memory.has_missed() { 0 } else { bits });
+        self.begin_l2(n, gprs, memory);
         if !pending {
             let (dr7, pat, efer) = before;
             self.set(fields::GUEST_DR7, dr7);
