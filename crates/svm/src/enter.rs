@@ -86,9 +86,17 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
         self.disarm_step();
         self.cpu.cli();
         self.cpu.vmsave(self.block.hpa());
-        self.restore_kernel(here);
-        self.cpu.stgi();
-        self.restore_user(here);
+        match self.features.host_state {
+            HostState::Vmsave => {
+                self.cpu.vmload(here.host_save());
+                self.cpu.stgi();
+            }
+            HostState::Msr => {
+                here.registers.restore_kernel(&mut self.cpu);
+                self.cpu.stgi();
+                here.registers.restore_user(&mut self.cpu);
+            }
+        }
         if self.scales {
             self.cpu.wrmsr(msr::TSC_RATIO, TSC_RATIO_ONE);
         }
@@ -111,7 +119,10 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
         let Some(here) = self.block.here() else { return };
         self.cpu.cli();
         self.cpu.vmsave(self.block.hpa());
-        self.restore_kernel(here);
+        match self.features.host_state {
+            HostState::Vmsave => self.cpu.vmload(here.host_save()),
+            HostState::Msr => here.registers.restore_kernel(&mut self.cpu),
+        }
     }
 
     fn guest_segments(&mut self) {
@@ -187,23 +198,6 @@ impl<C: Cpu> Svm<C> {
         match self.features.host_state {
             HostState::Vmsave => self.cpu.vmsave(here.host_save()),
             HostState::Msr => here.registers.save(&mut self.cpu),
-        }
-    }
-
-    /// Loads as much of them as the kernel needs to run, GIF still clear.
-    #[inline]
-    pub(crate) fn restore_kernel(&mut self, here: &PerCpu) {
-        match self.features.host_state {
-            HostState::Vmsave => self.cpu.vmload(here.host_save()),
-            HostState::Msr => here.registers.restore_kernel(&mut self.cpu),
-        }
-    }
-
-    /// Loads the rest, before another thread of the host or user space may run.
-    #[inline]
-    pub(crate) fn restore_user(&mut self, here: &PerCpu) {
-        if self.features.host_state == HostState::Msr {
-            here.registers.restore_user(&mut self.cpu);
         }
     }
 }

@@ -3,7 +3,7 @@
 //! the VMM's mapping is.
 
 use backend::{Backend, SegmentName};
-use emulate::{CodeSize, DecodeCache, Decoded, Fetched, Stop};
+use emulate::{CodeSize, DecodeCache, DecodeError, Decoded, Fetched, Stop};
 use host::{KBox, NoMemory};
 use mmu::fetch::CodeMode;
 use mmu::{CodeFetch, PagingContext, Section, WalkError, translate, walk};
@@ -170,15 +170,13 @@ impl<B: Backend> Vcpu<B> {
 
 /// Outside the loop, where a page may have to be read through user space.
 impl<B: Backend> Vcpu<B> {
-    /// Reads the bytes at RIP through the guest's page tables; may sleep. The number of bytes: fewer
-    /// than 15 when the next page cannot be fetched.
+    /// Reads the bytes at RIP through the guest's page tables, for who looks at bytes and not at an
+    /// instruction; may sleep. The number of bytes: fewer than 15 when the next page cannot be fetched.
     pub(crate) fn read_code(&mut self, bytes: &mut [u8; 15]) -> Result<usize, Stop> {
-        let mut done = 0;
-        let rip = self.linear_rip();
+        let (rip, mut done) = (self.linear_rip(), 0);
         while done < bytes.len() {
-            let at = rip.wrapping_add(done as u64);
-            let in_page = (4096 - (at & 0xfff) as usize).min(bytes.len() - done);
-            let gpa = match self.translate(Gva(at), walk::Access::FETCH) {
+            let at = Gva(rip.wrapping_add(done as u64));
+            let gpa = match self.translate(at, walk::Access::FETCH) {
                 Ok(gpa) => gpa,
                 Err(_) if done != 0 => {
                     // Nobody fetches it, if the instruction ends before.
@@ -187,54 +185,61 @@ impl<B: Backend> Vcpu<B> {
                 }
                 Err(stop) => return Err(stop),
             };
-            let Some(part) = bytes.get_mut(done..done + in_page) else { break };
+            let part = rest_in_page(bytes, done, gpa);
             if self.mmu.memory.read_in_page(gpa, part).is_err() {
                 if done != 0 {
                     break;
                 }
                 return Err(Stop::Unsupported);
             }
-            done += in_page;
+            done += part.len();
         }
         Ok(done)
     }
 
-    /// The decoded instruction at RIP.
+    /// Decodes the instruction at RIP, read through the guest's page tables; may sleep. The page behind is
+    /// looked at only if the instruction goes on there: a refusal of that page is the instruction's then.
+    #[inline(never)]
     pub(crate) fn slow_decode(&mut self) -> Outcome<(Fetched, Decoded)> {
-        let size = self.code_size();
-        let mut bytes = [0; 15];
-        let len = match self.read_code(&mut bytes) {
-            Ok(len) => len,
-            Err(Stop::Fault(exception)) => {
-                self.raise(exception);
-                return Err(Break::ToGuest);
+        let (size, rip) = (self.code_size(), self.linear_rip());
+        let (mut bytes, mut len) = ([0; 15], 0);
+        loop {
+            let at = Gva(rip.wrapping_add(len as u64));
+            let gpa = match self.translate(at, walk::Access::FETCH) {
+                Ok(gpa) => gpa,
+                Err(stop) => return Err(self.refuse_fetch(stop)),
+            };
+            let part = rest_in_page(&mut bytes, len, gpa);
+            if self.mmu.memory.read_in_page(gpa, part).is_err() {
+                return Err(self.emulation_failed());
             }
-            Err(Stop::Retry) => return Err(Break::ToGuest),
-            Err(Stop::NeedUser | Stop::Unsupported) => return Err(self.emulation_failed()),
-        };
-        let fetched = Fetched::new(bytes.get(..len).unwrap_or(&[]), size);
-        match self.code.decode.get(fetched) {
-            Ok(decoded) => Ok((fetched, decoded)),
-            Err(emulate::DecodeError::Truncated) if len < 15 => {
-                // The instruction goes on in a page that cannot be fetched: that page's fault.
-                let next = self.linear_rip().wrapping_add(len as u64);
-                match self.translate(Gva(next), walk::Access::FETCH) {
-                    Err(Stop::Fault(exception)) => {
-                        self.raise(exception);
-                        Err(Break::ToGuest)
-                    }
-                    // L1's tables: its run ends with that.
-                    Err(Stop::Retry) => Err(Break::ToGuest),
-                    _ => Err(self.emulation_failed()),
+            len += part.len();
+            let fetched = Fetched::new(bytes.get(..len).unwrap_or(&[]), size);
+            match self.code.decode.get(fetched) {
+                Ok(decoded) => return Ok((fetched, decoded)),
+                Err(DecodeError::Truncated) if len < bytes.len() => {}
+                Err(DecodeError::TooLong) => {
+                    self.raise(Exception::gp(0));
+                    return Err(Break::ToGuest);
+                }
+                Err(DecodeError::Truncated | DecodeError::Invalid) => {
+                    return Err(self.emulation_failed());
                 }
             }
-            Err(emulate::DecodeError::TooLong) => {
-                self.raise(Exception::gp(0));
-                Err(Break::ToGuest)
+        }
+    }
+
+    /// The page of an instruction cannot be fetched.
+    #[cold]
+    fn refuse_fetch(&mut self, stop: Stop) -> Break {
+        match stop {
+            Stop::Fault(exception) => {
+                self.raise(exception);
+                Break::ToGuest
             }
-            Err(emulate::DecodeError::Truncated | emulate::DecodeError::Invalid) => {
-                Err(self.emulation_failed())
-            }
+            // L1's tables: its run ends with that.
+            Stop::Retry => Break::ToGuest,
+            Stop::NeedUser | Stop::Unsupported => self.emulation_failed(),
         }
     }
 
@@ -259,6 +264,12 @@ impl<B: Backend> Vcpu<B> {
             Err(WalkError::Memory { .. }) => Err(Stop::Unsupported),
         }
     }
+}
+
+/// What of `bytes` is behind the first `done` and comes from the page of `gpa`.
+fn rest_in_page(bytes: &mut [u8; 15], done: usize, gpa: Gpa) -> &mut [u8] {
+    let room = bytes.len().saturating_sub(done).min(4096 - gpa.page_offset());
+    bytes.get_mut(done..).and_then(|rest| rest.get_mut(..room)).unwrap_or(&mut [])
 }
 
 /// `rip` within the width of a code segment.

@@ -122,7 +122,6 @@ impl<B: Backend> Vcpu<B> {
         let had = replace(&mut stage.tables, tables).is_some();
         if had != tables.is_some() {
             swap(&mut self.code.fetch, &mut stage.fetch);
-            self.device.seen.forget_decoded();
         }
         stage.refused = None;
     }

@@ -224,7 +224,6 @@ impl<B: Backend> Vcpu<B> {
     /// A page fault inside the loop.
     #[inline]
     pub(crate) fn answer_page_fault(&mut self, s: Section<'_>, fault: PageFault) -> Next {
-        self.device.seen.forget_decoded();
         let context = self.paging();
         let mmu = &mut self.mmu;
         let Some((shadow, memory, _)) = mmu.shadowed() else { return Next::Leave };

@@ -82,6 +82,7 @@ impl<B: Backend> Vcpu<B> {
         self.b.load(entered.cpu());
         self.time.forget_clock();
         self.rare.stalls.forget();
+        self.device.seen.forget_decoded();
         // A change of this interrupts every CPU, so it need not be read again inside.
         let watch = trace::observed();
         let left = if watch.any() && !self.begin_observation(watch) {

@@ -6,12 +6,12 @@
 //! [`Vcpu::kernel_device`].
 
 use backend::{Backend, TdpFault};
-use emulate::{Decoded, SimpleMmio};
+use emulate::SimpleMmio;
 use host::trace::Mmio;
 use mmu::Section;
 use vm::{irq::Space, settings::quirk};
 
-use super::{DeviceAccess, Direction};
+use super::{DeviceAccess, Direction, PlainAccess};
 use crate::{Vcpu, run::outcome::Next};
 
 /// The timer's current count, the one register whose value needs the time.
@@ -19,23 +19,22 @@ const TIMER_CURRENT: u32 = 0x390;
 
 /// Inside the loop.
 impl<B: Backend> Vcpu<B> {
-    /// A plain access to the local APIC's page.
+    /// A plain access to the local APIC's page: `simple`, at `at` in its page, RIP `next` behind it.
     #[inline(always)]
     pub(super) fn answer_apic(
         &mut self,
         s: Section<'_>,
         fault: TdpFault,
         simple: SimpleMmio,
-        decoded: &Decoded,
+        at: u16,
+        next: u64,
     ) -> Next {
         let offset = (fault.gpa.0 & 0xfff) as u32;
         // The fault names the first byte that faulted, which is not the access's first when that
         // began in another page. The segments that matter here are the loop's only in 64-bit mode.
-        if offset > 0xffc || !self.is_64bit_code() || u32::from(self.page_offset(decoded)) != offset
-        {
+        if offset > 0xffc || !self.is_64bit_code() || u32::from(at) != offset {
             return Next::Leave;
         }
-        let next = self.wrap_rip(self.b.rip().wrapping_add(u64::from(decoded.len())));
         match simple {
             SimpleMmio::Load { size: 4, dest, .. } if !fault.write => {
                 if offset & 0xf != 0 || !self.collect_pv_eoi(s) {
@@ -81,28 +80,27 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// A plain access to a device other than the local APIC, inside the loop: done if the kernel has one
-    /// there.
-    pub(super) fn answer_kernel_device(&mut self, fault: TdpFault) -> Next {
-        let Some(plain) = self.device.seen.access else { return Next::Leave };
-        if !self.vm.irq().has_address(fault.gpa.0, fault.write) {
-            return Next::Leave;
-        }
-        let (done, then) = self.with_kernel(|v| {
-            let mut access = v.access_of(&plain);
-            // A slot may have come since the page was last found to be a device's.
-            let done = v.mmu.memory.slots().find(fault.gpa.gfn()).is_none()
-                && v.kernel_device(&mut access);
+    /// there, else kept to be finished outside. Out of line: the local APIC's page would pay for its registers.
+    #[inline(never)]
+    pub(super) fn answer_plain(
+        &mut self,
+        fault: TdpFault,
+        simple: SimpleMmio,
+        at: u16,
+        next: u64,
+    ) -> Next {
+        let Some(plain) = self.plain_of(fault, simple, at, next) else { return Next::Leave };
+        if self.vm.irq().has_address(fault.gpa.0, fault.write) {
+            let (done, then) = self.with_kernel(|v| {
+                // A slot may have come since the page was last found to be a device's.
+                v.mmu.memory.slots().find(fault.gpa.gfn()).is_none() && v.kernel_plain(&plain)
+            });
             if done {
-                v.finish(&plain, &access);
+                return then;
             }
-            done
-        });
-        if done {
-            self.device.seen.access = None;
-            then
-        } else {
-            Next::Leave
         }
+        self.device.seen.access = Some(plain);
+        Next::Leave
     }
 }
 
@@ -118,11 +116,24 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
+    /// Has a device in the kernel do a plain load or store, and completes it. False: nothing was done.
+    #[inline(always)]
+    pub(super) fn kernel_plain(&mut self, plain: &PlainAccess) -> bool {
+        let mut access = plain.access;
+        if !self.kernel_memory(&mut access) {
+            return false;
+        }
+        match access.direction {
+            Direction::Read => self.finish_load(plain.simple, access.data, plain.next),
+            Direction::Write => self.retire(plain.next),
+        }
+        true
+    }
+
     /// Whether a device in the kernel may take an access to memory: a few loads.
     #[inline(always)]
-    pub(crate) fn may_be_kernel_memory(&self, access: &DeviceAccess) -> bool {
-        let write = access.direction == Direction::Write;
-        self.is_apic_page(access.address) || self.vm.irq().has_address(access.address, write)
+    pub(crate) fn may_be_kernel_memory(&self, fault: TdpFault) -> bool {
+        self.is_apic_page(fault.gpa.0) || self.vm.irq().has_address(fault.gpa.0, fault.write)
     }
 
     #[inline]

@@ -2,7 +2,7 @@
 //!
 //! A guest reaches a device by a port (IN, OUT, INS, OUTS) or by an address where no memory is. Either
 //! way the access is one [`DeviceAccess`], and it takes one way: [`Vcpu::kernel_device`] tries what the
-//! kernel has there, and what nobody has there is asked of user space by [`Vcpu::ask_user`].
+//! kernel has there, and what nobody has there is asked of user space.
 //!
 //! Three callers make such accesses, because most of them need not be emulated:
 //!
@@ -25,7 +25,7 @@ pub(crate) mod pio;
 pub mod user_io;
 
 use backend::{Backend, Level, Nested, TdpFault};
-use emulate::{Cause, Decoded, SimpleMmio};
+use emulate::{Cause, Decoded, Fetched, SimpleMmio};
 use host::gup::fault_in;
 use mmu::Section;
 use stats::VcpuCount;
@@ -92,6 +92,11 @@ impl DeviceAccess {
         Self { space, address: port as u64, size, direction, data }
     }
 
+    /// Whether the guest writes.
+    const fn is_store(&self) -> bool {
+        matches!(self.direction, Direction::Write)
+    }
+
     /// Whether `other` is the same access, whatever its data.
     fn is_at(&self, other: &Self) -> bool {
         self.address == other.address
@@ -113,32 +118,42 @@ pub(crate) fn padded(data: &[u8]) -> [u8; 8] {
 /// A plain load or store that was decoded.
 #[derive(Clone, Copy, Debug)]
 struct PlainAccess {
-    gpa: Gpa,
-    /// Where the instruction lies.
-    rip: u64,
+    /// What it asks for, with what a store stores.
+    access: DeviceAccess,
     simple: SimpleMmio,
     /// RIP after the instruction.
     next: u64,
 }
 
 impl PlainAccess {
-    /// Whether it is the access that made `fault` at `rip`. One that was decoded for an earlier fault may
-    /// still be there: that fault found its page after all, or became the guest's own.
+    /// Whether it is the access that made `fault`. With shadow paging the guest's tables may lead elsewhere by
+    /// now than when it was decoded.
     #[inline]
-    fn is_of(&self, fault: TdpFault, rip: u64) -> bool {
-        self.gpa == fault.gpa && self.rip == rip && is_store(self.simple) == fault.write
+    fn is_of(&self, fault: TdpFault) -> bool {
+        self.access.address == fault.gpa.0 && self.access.is_store() == fault.write
     }
 }
 
-const fn is_store(simple: SimpleMmio) -> bool {
-    !matches!(simple, SimpleMmio::Load { .. })
+/// Whether a fault tells of its instruction all that a plain access is known by.
+const fn tells_access(fault: TdpFault) -> bool {
+    fault.final_access && !fault.fetch && !fault.present
 }
 
 /// Where the last device access outside the loop went, and the one that is on its way there.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct DeviceSeen {
-    page: Option<Gfn>,
+    /// [`NOWHERE`] before the first.
+    page: Gfn,
     access: Option<PlainAccess>,
+}
+
+/// The page of no access: a guest-physical address has at most 52 bits.
+const NOWHERE: Gfn = Gfn(u64::MAX);
+
+impl Default for DeviceSeen {
+    fn default() -> Self {
+        Self { page: NOWHERE, access: None }
+    }
 }
 
 impl DeviceSeen {
@@ -151,10 +166,11 @@ impl DeviceSeen {
     /// Whether a fault is likely a device access and no missing page: worth decoding at once.
     #[inline]
     fn is_near(&self, gpa: Gpa) -> bool {
-        self.page == Some(gpa.gfn())
+        self.page == gpa.gfn()
     }
 
-    /// An exit that may be a device access begins: none was decoded for it.
+    /// The loop begins, and none was decoded for the exit that it will be left for. Never kept longer: what a
+    /// store stores was read from the registers when it was decoded.
     #[inline]
     pub(crate) fn forget_decoded(&mut self) {
         self.access = None;
@@ -176,8 +192,7 @@ impl<B: Backend> Vcpu<B> {
     /// access to another device is decoded here, where that is cheap, and finished outside.
     #[inline]
     pub(crate) fn answer_mmio(&mut self, s: Section<'_>, fault: TdpFault) -> Next {
-        self.device.seen.forget_decoded();
-        if fault.present || !fault.final_access || fault.fetch {
+        if !tells_access(fault) {
             return Next::Leave;
         }
         let apic = fault.gpa.0 & !0xfff == self.shared.lapic.base() & !0xfff
@@ -192,43 +207,42 @@ impl<B: Backend> Vcpu<B> {
         }
         let Some(decoded) = self.decode_here(s) else { return Next::Leave };
         let Some(simple) = decoded.simple_mmio() else { return Next::Leave };
-        if !apic {
-            self.device.seen.access = self.plain_of(fault, &decoded);
-            return self.answer_kernel_device(fault);
+        let at = self.page_offset(&decoded);
+        let next = self.b.rip().wrapping_add(u64::from(decoded.len()));
+        if apic {
+            self.answer_apic(s, fault, simple, at, next)
+        } else {
+            self.answer_plain(fault, simple, at, next)
         }
-        self.answer_apic(s, fault, simple, &decoded)
     }
 
     /// The access that made a fault, if it is a plain one. Bytes that access it the other way came after
     /// the fault, and its page tables may forbid that.
     #[inline(always)]
-    fn plain_of(&self, fault: TdpFault, decoded: &Decoded) -> Option<PlainAccess> {
-        let simple = decoded.simple_mmio()?;
-        let offset = (fault.gpa.0 & 0xfff) as u32;
-        if offset > 0xff8
-            || !self.is_64bit_code()
-            || u32::from(self.page_offset(decoded)) != offset
-            || is_store(simple) != fault.write
-        {
+    fn plain_of(
+        &self,
+        fault: TdpFault,
+        simple: SimpleMmio,
+        at: u16,
+        next: u64,
+    ) -> Option<PlainAccess> {
+        if at > 0xff8 || u64::from(at) != fault.gpa.0 & 0xfff || !self.is_64bit_code() {
             return None;
         }
-        let rip = self.b.rip();
-        let next = rip.wrapping_add(u64::from(decoded.len()));
-        Some(PlainAccess { gpa: fault.gpa, rip, simple, next })
-    }
-
-    /// What a plain load or store asks for.
-    #[inline]
-    fn access_of(&self, plain: &PlainAccess) -> DeviceAccess {
-        let (size, value) = match plain.simple {
-            SimpleMmio::Load { size, .. } => return DeviceAccess::load(plain.gpa, size),
+        let access = match simple {
+            SimpleMmio::Load { size, .. } => DeviceAccess::load(fault.gpa, size),
             SimpleMmio::StoreReg { size, src } => {
                 let whole = self.gprs.0.get(usize::from(src.index & 15)).copied().unwrap_or(0);
-                (size, src.extract(whole))
+                DeviceAccess::store(fault.gpa, size, src.extract(whole).to_le_bytes())
             }
-            SimpleMmio::StoreImm { size, value } => (size, value),
+            SimpleMmio::StoreImm { size, value } => {
+                DeviceAccess::store(fault.gpa, size, value.to_le_bytes())
+            }
         };
-        DeviceAccess::store(plain.gpa, size, value.to_le_bytes())
+        if access.is_store() != fault.write {
+            return None;
+        }
+        Some(PlainAccess { access, simple, next })
     }
 
     /// A TDP fault: a page to be mapped, or a device.
@@ -265,76 +279,70 @@ impl<B: Backend> Vcpu<B> {
     /// A fault where no memory is, outside the loop: a device in the kernel, else user space.
     pub(crate) fn device_access(&mut self, fault: TdpFault) -> Outcome {
         if self.events.again.is_some() && !fault.final_access {
-            // The tables that translate the guest's descriptors or stack lie in device memory. A guest's guest
-            // that has such is shut down instead of ending its hypervisor: a fault instead of the event could not be
-            // delivered either.
-            if self.pending.after_exit.is_nested() {
-                self.events.again = None;
-                self.events.outer.set(Outer::TRIPLE_FAULT, true);
-                self.pending.raise();
-                return Ok(());
-            }
-            let data = ErrorData::new(&self.b.exit_raw());
-            return Err(self.internal_error(ERROR_DELIVERY, data));
+            return self.delivery_needs_device();
         }
-        self.device.seen.page = Some(fault.gpa.gfn());
-        let rip = self.b.rip();
-        let decoded = self.device.seen.access.take().filter(|known| known.is_of(fault, rip));
-        let plain = match decoded {
-            Some(plain) => plain,
-            None => match self.plain_outside(fault)? {
-                Some(plain) => plain,
-                None => return Ok(()),
-            },
-        };
-        let mut access = self.access_of(&plain);
-        if self.may_be_kernel_memory(&access) && self.kernel_device(&mut access) {
-            self.finish(&plain, &access);
+        self.device.seen.page = fault.gpa.gfn();
+        if !self.device.seen.access.as_ref().is_some_and(|plain| plain.is_of(fault)) {
+            let (fetched, decoded) = self.slow_decode()?;
+            let told = tells_access(fault) && self.events.again.is_none();
+            let at = self.page_offset(&decoded);
+            let next = self.b.rip().wrapping_add(u64::from(decoded.len()));
+            let simple = decoded.simple_mmio().filter(|_| told);
+            self.device.seen.access =
+                simple.and_then(|simple| self.plain_of(fault, simple, at, next));
+            if !self.device.seen.is_decoded() {
+                return self.emulate_access(fault, fetched, &decoded);
+            }
+        }
+        if self.may_be_kernel_memory(fault)
+            && self.device.seen.access.is_some_and(|plain| self.kernel_plain(&plain))
+        {
             return Ok(());
         }
-        let PlainAccess { simple, next, .. } = plain;
-        let then = match access.direction {
+        let Some(PlainAccess { access, simple, next }) = self.device.seen.access else {
+            return Ok(());
+        };
+        self.device.user_io.completion = match access.direction {
             Direction::Read => Completion::Load { simple, next },
             Direction::Write => Completion::Retire { next },
         };
-        Err(self.ask_user(&access, then))
+        let DeviceAccess { address: gpa, size: len, data, .. } = access;
+        Err(UserExit::Mmio { gpa, len, write: access.is_store(), data }.into())
     }
 
-    /// The access that made a fault, decoded outside the loop. `None`: it is not a plain one, and was emulated.
+    /// The tables that translate the descriptors or the stack which a delivery needs lie in device memory. A
+    /// guest's guest that has such is shut down instead of ending its hypervisor: a fault instead of the event
+    /// could not be delivered either.
+    #[cold]
+    fn delivery_needs_device(&mut self) -> Outcome {
+        if self.pending.after_exit.is_nested() {
+            self.events.again = None;
+            self.events.outer.set(Outer::TRIPLE_FAULT, true);
+            self.pending.raise();
+            return Ok(());
+        }
+        let data = ErrorData::new(&self.b.exit_raw());
+        Err(self.internal_error(ERROR_DELIVERY, data))
+    }
+
+    /// An access to a device by an instruction that is no plain load or store, or cannot be told to be one.
     #[inline(never)]
-    fn plain_outside(&mut self, fault: TdpFault) -> Outcome<Option<PlainAccess>> {
-        let (fetched, decoded) = self.slow_decode()?;
+    fn emulate_access(&mut self, fault: TdpFault, fetched: Fetched, decoded: &Decoded) -> Outcome {
         if decoded.moves_control_block() && self.is_operand_of_l1(fault) {
             // As where the backend carries it out: there is no block.
             self.raise(Exception::gp(0));
-            return Ok(None);
+            return Ok(());
         }
-        if self.events.again.is_some() || !fault.final_access || fault.fetch {
-            // The fault tells nothing of the instruction.
-            self.emulate_decoded(Cause::Any, fetched, &decoded)?;
-            return Ok(None);
-        }
-        let plain = self.plain_of(fault, &decoded).filter(|_| !fault.present);
-        if plain.is_none() {
-            let cause = Cause::Memory { write: fault.write };
-            self.emulate_decoded(cause, fetched, &decoded)?;
-        }
-        Ok(plain)
+        // A fetch, a walk or a delivery faulted: the fault tells nothing of the instruction.
+        let told = fault.final_access && !fault.fetch && self.events.again.is_none();
+        let cause = if told { Cause::Memory { write: fault.write } } else { Cause::Any };
+        self.emulate_decoded(cause, fetched, decoded)
     }
 
     /// Whether a fault can be one on the operand of an instruction of SVM's: L1's, and no event's.
     fn is_operand_of_l1(&self, fault: TdpFault) -> bool {
         let is_l1 = self.b.nested().is_some_and(|nested| nested.level() == Level::L1);
         is_l1 && self.events.again.is_none() && !fault.fetch
-    }
-
-    /// A device in the kernel has done the access of a plain load or store.
-    #[inline(always)]
-    fn finish(&mut self, plain: &PlainAccess, access: &DeviceAccess) {
-        match access.direction {
-            Direction::Read => self.finish_load(plain.simple, access.data, plain.next),
-            Direction::Write => self.retire(plain.next),
-        }
     }
 
     /// The answer to a simple load.
@@ -355,7 +363,8 @@ impl<B: Backend> Vcpu<B> {
         decoded.page_offset(|i| self.gprs.0.get(i & 15).copied().unwrap_or(0), self.b.rip(), |_| 0)
     }
 
-    /// Leaves for user space, which does the access. `then` completes the instruction at the next KVM_RUN.
+    /// Leaves for user space, which does the access of IN, OUT or an emulated instruction. `then` completes the
+    /// instruction at the next KVM_RUN.
     #[inline]
     pub(crate) fn ask_user(&mut self, access: &DeviceAccess, then: Completion) -> Break {
         self.device.user_io.completion = then;
