@@ -185,6 +185,10 @@ pub trait Machine {
     fn port_run(&mut self, _access: &PortAccess, _at: Gva, _elements: u64) -> Result<u64, Stop> {
         Ok(1)
     }
+    /// Whether the port has given more elements than were read yet.
+    fn has_port_items(&self) -> bool {
+        false
+    }
     /// Reads `into.len() / size` elements of the access's size from one port.
     fn port_in(&mut self, access: &PortAccess, into: &mut [u8]) -> Result<(), Stop>;
     /// Writes one element of the access's size to one port.

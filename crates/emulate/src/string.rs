@@ -98,19 +98,19 @@ impl<M: Machine> Run<'_, M> {
         let until_unequal = self.insn.has_rep_prefix();
         let until_equal = self.insn.has_repne_prefix();
         if !until_unequal && !until_equal {
-            self.string_elements(element, 1)?;
+            self.string_elements(element, 1, false)?;
             return Ok(Outcome::Done);
         }
         let compares = matches!(kind, Kind::Cmps | Kind::Scas);
         let counter = RegRef { index: RCX, size: element.address_size, high8: false };
         let steps = self.flags.contains(Rflags::TF) || self.m.steps();
-        for _ in 0..ITERATIONS_PER_CALL {
+        let mut iterations = 0;
+        loop {
             let count = self.reg(counter);
             if count == 0 {
                 return Ok(Outcome::Done);
             }
-            let at_most = if steps { 1 } else { count };
-            let done = self.string_elements(element, at_most)?;
+            let done = self.string_elements(element, count, steps)?;
             let left = count.wrapping_sub(done);
             self.set_reg(counter, left);
             let equal = self.flags.contains(Rflags::ZF);
@@ -118,13 +118,16 @@ impl<M: Machine> Run<'_, M> {
                 return Ok(Outcome::Done);
             }
             self.m.commit();
-            if done > 1 || steps {
-                // A whole run was handed over: time to look for interrupts. And single-stepping
-                // stops after each iteration (SDM vol. 3B §17.3.1.4).
-                break;
+            iterations += 1;
+            // What a port has given cannot be given back: it is taken before the guest goes on, whatever became of the
+            // memory meanwhile.
+            let waits = self.m.has_port_items();
+            // After a whole run it is time to look for interrupts. And single-stepping stops after each iteration (SDM
+            // vol. 3B §17.3.1.4).
+            if !waits && (done > 1 || steps || iterations >= ITERATIONS_PER_CALL) {
+                return Ok(Outcome::Continue);
             }
         }
-        Ok(Outcome::Continue)
     }
 
     fn string_address_size(&self) -> Result<u8, Stop> {
@@ -156,7 +159,7 @@ impl<M: Machine> Run<'_, M> {
 
     /// Executes at least one and at most `count` elements and returns how many. RSI and RDI have
     /// moved on, RCX has not.
-    fn string_elements(&mut self, e: Element, count: u64) -> Result<u64, Stop> {
+    fn string_elements(&mut self, e: Element, count: u64, steps: bool) -> Result<u64, Stop> {
         let accumulator = RegRef { index: RAX, size: e.size, high8: false };
         match e.kind {
             Kind::Movs => {
@@ -194,7 +197,7 @@ impl<M: Machine> Run<'_, M> {
                 self.set_flags(Rflags::STATUS, alu::sub(e.size, self.reg(accumulator), b, false).1);
                 self.string_advance(e, RDI, 1);
             }
-            Kind::Ins => return self.ins(e, count),
+            Kind::Ins => return self.ins(e, count, steps),
             Kind::Outs => self.outs(e)?,
         }
         Ok(1)
@@ -231,11 +234,13 @@ impl<M: Machine> Run<'_, M> {
         Ok(self.m.port_run(access, Gva(at), fits)?.clamp(1, fits))
     }
 
-    fn ins(&mut self, e: Element, count: u64) -> Result<u64, Stop> {
+    fn ins(&mut self, e: Element, count: u64, steps: bool) -> Result<u64, Stop> {
         let port = self.m.gpr(usize::from(RDX)) as u16;
         let access = self.check_port(port, e.size)?;
         let to = self.string_place(e, RDI, Access::Store)?;
-        let elements = self.run_length(e, &access, to, count)?;
+        // One at a time under a step, but for those that are there already.
+        let alone = steps && !self.m.has_port_items();
+        let elements = if alone { 1 } else { self.run_length(e, &access, to, count)? };
         let len = elements.wrapping_mul(u64::from(e.size)) as usize;
         // Memory that cannot be written must not cost the device its data.
         self.probe(to, len)?;

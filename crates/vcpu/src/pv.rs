@@ -67,6 +67,12 @@ pub struct PvState {
 }
 
 impl PvState {
+    /// INIT: nothing is written any more into pages that a kernel before had.
+    pub(crate) fn forget_pages(&mut self) {
+        let Self { wall_clock_msr, poll_off, enforced, .. } = *self;
+        *self = Self { wall_clock_msr, poll_off, enforced, ..Self::default() };
+    }
+
     /// KVM_KVMCLOCK_CTRL. False without a clock page.
     pub(crate) fn mark_stopped(&mut self) -> bool {
         self.stopped = self.clock_page.is_some();
@@ -201,9 +207,8 @@ impl<B: Backend> Vcpu<B> {
             number::KVM_PV_EOI_EN => feature::KVM_PV_EOI,
             number::KVM_POLL_CONTROL => feature::KVM_POLL_CONTROL,
             number::KVM_LAZY_TSC_DEADLINE => feature::KVM_LAZY_TSC_DEADLINE,
-            number::KVM_ASYNC_PF_EN | number::KVM_ASYNC_PF_INT | number::KVM_ASYNC_PF_ACK => {
-                feature::KVM_ASYNC_PF
-            }
+            number::KVM_ASYNC_PF_EN => feature::KVM_ASYNC_PF,
+            number::KVM_ASYNC_PF_INT | number::KVM_ASYNC_PF_ACK => feature::KVM_ASYNC_PF_INT,
             _ => return true,
         })
     }
@@ -265,12 +270,12 @@ impl<B: Backend> Vcpu<B> {
             }
             PvMsr::HaltPolling(on) => self.pv.poll_off = !on,
             // They are told by the local APIC, which is the VMM's then.
+            PvMsr::AsyncPf(AsyncPf::Ack) => {}
             PvMsr::AsyncPf(_) if value != 0 && self.vm.irq().kind() == Irqchip::None => {
                 return Err(Refused);
             }
             PvMsr::AsyncPf(AsyncPf::Enable) => self.pv.async_pf_msr = value,
             PvMsr::AsyncPf(AsyncPf::Vector) => self.pv.async_pf_vector_msr = value,
-            PvMsr::AsyncPf(AsyncPf::Ack) => {}
             PvMsr::LazyDeadline(_) => self.write_lazy_deadline_msr(value, by)?,
         }
         Ok(())

@@ -81,6 +81,26 @@ fn each_level_has_a_mask_of_its_own() {
     assert_eq!(machine.run(), UserExit::Hlt);
 }
 
+/// An SMI comes while L2 is in its NMI handler, and L1 is in none: it is L1's mask that the mode keeps.
+#[test]
+fn an_smi_keeps_the_mask_of_l1() {
+    for of_l1 in [false, true] {
+        let mut machine = hypervisor(OWN | vintr::NMI_MASK).with_smram();
+        let events = SavedEvents { nmi_masked: of_l1, ..SavedEvents::default() };
+        machine.vcpu.restore_events(&events, GivenEvents::default());
+        machine.vmrun();
+        machine.then(exit(ExitCode::Hlt));
+        assert_eq!(machine.run(), UserExit::Hlt);
+        machine.vcpu.queue_smi();
+        machine.then(|vmcb, gprs| {
+            assert_eq!(vmcb.control.int_ctl & vintr::NMI_MASK, vintr::NMI_MASK, "the handler runs");
+            exit(ExitCode::Hlt)(vmcb, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Hlt);
+        assert_eq!(machine.vcpu.saved_events().smi.inside_nmi, of_l1);
+    }
+}
+
 /// Without virtual NMIs of its own L2 has L1's mask.
 #[test]
 fn a_shared_mask_goes_over_with_the_level() {

@@ -129,14 +129,15 @@ impl<B: Backend> Machine for Vcpu<B> {
 
     fn write(&mut self, at: Gva, data: &[u8], how: Access) -> Result<(), Stop> {
         let gpa = self.translate(at, walk_access(how))?;
-        let access = DeviceAccess::store(gpa, data.len() as u8, padded(data));
-        if self.device.user_io.log.next(&access).is_some() {
+        let store = DeviceAccess::store_of(gpa, data);
+        if store.is_some_and(|access| self.device.user_io.log.next(&access).is_some()) {
             return Ok(());
         }
         if self.is_memory(gpa, Direction::Write) {
             return self.mmu.memory.write(gpa, data).map_err(memory_stop);
         }
-        self.device(access).map(|_| ())
+        // A run of a string was for memory, which is gone from there: its elements are stored one by one.
+        self.device(store.ok_or(Stop::Retry)?).map(|_| ())
     }
 
     fn probe_write(&mut self, at: Gva, _len: usize) -> Result<(), Stop> {
@@ -145,16 +146,12 @@ impl<B: Backend> Machine for Vcpu<B> {
 
     fn cmpxchg(&mut self, at: Gva, old: &[u8], new: &[u8]) -> Result<bool, Stop> {
         let gpa = self.translate(at, walk::Access::WRITE)?;
-        let access = DeviceAccess::store(gpa, new.len() as u8, padded(new));
-        if self.device.user_io.log.next(&access).is_some() {
+        let store = DeviceAccess::store_of(gpa, new);
+        if store.is_some_and(|access| self.device.user_io.log.next(&access).is_some()) {
             return Ok(true);
         }
         if !self.is_memory(gpa, Direction::Write) {
-            // A device access has at most eight bytes.
-            if new.len() > 8 {
-                return Err(Stop::Unsupported);
-            }
-            return self.device(access).map(|_| true);
+            return self.device(store.ok_or(Stop::Unsupported)?).map(|_| true);
         }
         let len = old.len();
         if !len.is_power_of_two() || len > 8 || gpa.0 % len as u64 != 0 {
@@ -236,11 +233,15 @@ impl<B: Backend> Machine for Vcpu<B> {
         Ok(self.device.user_io.log.items_at_once(&access, elements))
     }
 
+    fn has_port_items(&self) -> bool {
+        self.device.user_io.log.has_items()
+    }
+
     fn port_in(&mut self, access: &PortAccess, into: &mut [u8]) -> Result<(), Stop> {
         let access = DeviceAccess::port_in(access.port(), access.size());
         let user_io = &mut self.device.user_io;
-        if user_io.log.has_items(&access) {
-            fill(into, &*user_io.string);
+        if let Some(from) = user_io.log.give_items(&access, into.len()) {
+            fill(into, user_io.string.get(from..).unwrap_or(&[]));
             return Ok(());
         }
         let count = into.len().checked_div(access.size.into()).unwrap_or(1);

@@ -220,6 +220,7 @@ impl<B: Backend> Vcpu<B> {
             self.gather_interrupts();
             self.reset_registers(Reset::Init);
             self.forget_lazy_deadline();
+            self.pv.forget_pages();
             let bsp = self.shared.lapic.base() & base::BSP != 0;
             let enabled = bsp && self.vm.settings.has_quirk(quirk::LINT0_REENABLED);
             let lint0 = if enabled { Lint0::ExtInt } else { Lint0::Masked };

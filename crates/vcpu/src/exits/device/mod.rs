@@ -80,6 +80,11 @@ impl DeviceAccess {
         Self { space, address: address.0, size, direction, data }
     }
 
+    /// A store of `data`; `None` for what is no single access: none, or more than 8 bytes.
+    pub(crate) fn store_of(address: Gpa, data: &[u8]) -> Option<Self> {
+        matches!(data.len(), 1..=8).then(|| Self::store(address, data.len() as u8, padded(data)))
+    }
+
     /// IN from `port`.
     pub(crate) const fn port_in(port: u16, size: u8) -> Self {
         let (space, direction) = (Space::Port, Direction::Read);

@@ -83,6 +83,10 @@ struct Items {
     access: DeviceAccess,
     /// How many; as many as fit into [`UserIo::string`].
     count: u16,
+    /// How many of them iterations that are complete have taken.
+    taken: u16,
+    /// How many more the iteration takes that is going on.
+    given: u16,
     answered: bool,
 }
 
@@ -115,13 +119,15 @@ impl AccessLog {
 
     /// The accesses so far are complete, and the instruction goes on: a string's next iteration.
     pub(crate) fn commit(&mut self) {
-        (self.count, self.cursor, self.asked, self.items) = (0, 0, None, None);
+        (self.count, self.cursor, self.asked) = (0, 0, None);
+        // Items that nobody has taken yet stay: their port gives them once.
+        self.items = self.items.and_then(Items::after_iteration);
     }
 
     /// The instruction is complete or given up.
     pub(crate) fn forget(&mut self) {
         self.commit();
-        self.begun = None;
+        (self.begun, self.items) = (None, None);
     }
 
     /// The answer to `access`, if it is the next that was answered before. Looked for before anything
@@ -165,21 +171,28 @@ impl AccessLog {
     /// have set other registers meanwhile.
     pub(crate) fn items_at_once(&self, access: &DeviceAccess, wanted: u64) -> u64 {
         match self.items {
-            Some(items) if items.answers(access) => wanted.min(items.count.into()),
+            Some(items) if items.answers(access) => wanted.min(items.left().into()),
             _ => wanted,
         }
     }
 
-    /// Whether items of a port were answered.
-    pub(crate) fn has_items(&self, access: &DeviceAccess) -> bool {
-        self.items.is_some_and(|items| items.answers(access))
+    /// Whether items of a port were answered that nobody has taken.
+    pub(crate) fn has_items(&self) -> bool {
+        self.items.is_some_and(|items| items.answered)
+    }
+
+    /// Gives the iteration `bytes` of those that were answered: where they lie in [`UserIo::string`].
+    pub(crate) fn give_items(&mut self, access: &DeviceAccess, bytes: usize) -> Option<usize> {
+        let items = self.items.as_mut().filter(|items| items.answers(access))?;
+        items.given = bytes.checked_div(access.size.into())? as u16;
+        Some(usize::from(items.taken).saturating_mul(access.size.into()))
     }
 
     /// Has user space asked for `count` items.
     pub(crate) fn ask_items(&mut self, access: DeviceAccess, count: u16) -> Stop {
         // Of INS the port comes first: what was answered before is of other registers.
         self.commit();
-        self.items = Some(Items { access, count, answered: false });
+        self.items = Some(Items { access, count, taken: 0, given: 0, answered: false });
         self.ask(access)
     }
 
@@ -247,6 +260,17 @@ impl UserIo {
 }
 
 impl Items {
+    /// How many are left.
+    const fn left(&self) -> u16 {
+        self.count.saturating_sub(self.taken)
+    }
+
+    /// What is left when an iteration is complete.
+    fn after_iteration(mut self) -> Option<Self> {
+        self.taken = self.taken.saturating_add(core::mem::take(&mut self.given));
+        (self.answered && self.left() != 0).then_some(self)
+    }
+
     fn answers(&self, access: &DeviceAccess) -> bool {
         self.answered && self.access.is_at(access)
     }
@@ -320,20 +344,51 @@ mod tests {
         assert_eq!(log.items_at_once(&port, 300), 300);
         assert_eq!(log.ask_items(port, 200), Stop::NeedUser);
         assert_eq!(log.asked(), Some((port, 200)));
-        assert!(!log.has_items(&port), "not yet");
+        assert!(!log.has_items() && log.give_items(&port, 2).is_none(), "not yet");
         log.answer([0; 8], [0; 8]);
-        assert!(log.has_items(&port) && log.asked().is_none());
+        assert!(log.has_items() && log.asked().is_none());
         assert_eq!([log.items_at_once(&port, 300), log.items_at_once(&port, 3)], [200, 3]);
         let others = [DeviceAccess::port_in(0x81, 2), DeviceAccess::port_in(0x80, 1)];
-        assert!(!others.iter().any(|other| log.has_items(other)));
-        // What they are stored to has become a device's meanwhile.
+        assert!(others.iter().all(|other| log.give_items(other, 2).is_none()));
+        // What they are stored to has become a device's meanwhile: one by one, each once, whatever is asked in between.
+        assert_eq!(log.give_items(&port, 2), Some(0));
         let store = DeviceAccess::store(Gpa(0), 2, [1; 8]);
         assert_eq!(log.ask(store), Stop::NeedUser);
         assert_eq!(log.asked(), Some((store, 1)));
         log.answer([0; 8], [0; 8]);
-        assert!(log.has_items(&port) && log.next(&store).is_some());
+        log.rewind();
+        assert_eq!(log.give_items(&port, 2), Some(0));
+        assert!(log.next(&store).is_some());
         log.commit();
-        assert!(!log.has_items(&port));
+        assert_eq!(log.give_items(&port, 2), Some(2));
+        log.commit();
+        assert_eq!((log.items_at_once(&port, 300), log.give_items(&port, 396)), (198, Some(4)));
+        log.commit();
+        assert!(!log.has_items());
+    }
+
+    #[test]
+    fn what_is_left_of_items_goes_with_the_instruction() {
+        let mut log = AccessLog::default();
+        let port = DeviceAccess::port_in(0x80, 1);
+        log.ask_items(port, 9);
+        log.answer([0; 8], [0; 8]);
+        log.give_items(&port, 3);
+        log.commit();
+        assert!(log.has_items());
+        log.forget();
+        assert!(!log.has_items());
+    }
+
+    #[test]
+    fn a_store_to_a_device_has_one_to_eight_bytes() {
+        for length in 0..=600 {
+            let store = DeviceAccess::store_of(Gpa(0), &[1; 600][..length]);
+            assert_eq!(
+                store.map(|access| access.size),
+                (1..=8).contains(&length).then_some(length as u8)
+            );
+        }
     }
 
     #[test]

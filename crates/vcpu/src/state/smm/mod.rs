@@ -153,7 +153,8 @@ impl<B: Backend> Vcpu<B> {
     fn enter_smm(&mut self) -> Result<(), NoSaveArea> {
         // A step of ours towards an NMI is none of the guest's state.
         self.b.own_single_step();
-        let inside_nmi = self.b.nmi_masked();
+        // L1's: what L2 has of its own goes into its saved state with it.
+        let inside_nmi = self.b.nmi_masked_for_l1();
         self.set_smm_after_saving()?;
         self.smm.inside_nmi = inside_nmi;
         self.b.set_nmi_masked(true);
