@@ -127,6 +127,16 @@ struct Run {
 }
 
 impl Run {
+    /// Takes every step, and holds the shadows against the host's view after each.
+    fn go(&self, ops: &[Op]) {
+        for op in ops {
+            self.step(op);
+            self.machine.check_host(&self.gpas);
+        }
+        self.machine.audit();
+        self.finish();
+    }
+
     fn new(kind: Kind, more: bool, logs: bool) -> Self {
         let machine = Machine::new(2, kind, levels(&kind, more), logs);
         // Pages are scarce.
@@ -324,16 +334,10 @@ proptest! {
         logs in any::<bool>(),
         ops in prop::collection::vec(op(), 1..250),
     ) {
-        let run = Run::new(kind, more, logs);
-        for op in &ops {
-            run.step(op);
-            run.machine.check_host(&run.gpas);
-        }
-        run.machine.audit();
-        run.finish();
+        Run::new(kind, more, logs).go(&ops);
     }
 
-    /// The same of an L1 in PAE paging.
+    /// The shadows of an L1 in PAE paging, whose four tables lie anywhere in their page.
     #[test]
     fn shadows_of_pae_tables_are_no_staler(
         [nx, more, logs] in any::<[bool; 3]>(),
@@ -342,12 +346,6 @@ proptest! {
     ) {
         let pae = Some(place << 5);
         let kind = Kind::Npt { five: false, nx, gbpages: true, amd: true, width: 40, pae };
-        let run = Run::new(kind, more, logs);
-        for op in &ops {
-            run.step(op);
-            run.machine.check_host(&run.gpas);
-        }
-        run.machine.audit();
-        run.finish();
+        Run::new(kind, more, logs).go(&ops);
     }
 }

@@ -110,7 +110,7 @@ pub fn vcpu_offered(features: Features, offered: Offered) -> (VmxVcpu, VmRef) {
     (vcpu_offered_in(&vm, features, offered, true), vm)
 }
 
-/// The same, where the VMM has the local APIC.
+/// A vCPU on the model CPU whose local APIC is the VMM's.
 pub fn vcpu_without_apic(features: Features, offered: Offered) -> (VmxVcpu, VmRef) {
     let vm = bare_vm_of(features, Format::npt(4, 0));
     (vcpu_offered_in(&vm, features, offered, false), vm)
