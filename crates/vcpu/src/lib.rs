@@ -152,6 +152,7 @@ impl<B: Backend> Vcpu<B> {
         offered: Offered,
     ) -> Result<KBox<Self>, NoMemory> {
         let mut this = Self::assemble(b, shared, vm, offered)?;
+        // Before the registers are reset: what exits, and where CR0, CR3 and CR4 are kept, follows from it.
         let paging = this.mmu.roots.paging();
         this.b.set_paging(paging);
         this.reset_registers(Reset::PowerUp);
@@ -161,6 +162,7 @@ impl<B: Backend> Vcpu<B> {
         let (offset, ratio) = (this.rare.tsc.offset, this.rare.tsc.ratio);
         this.b.set_tsc(offset, ratio);
         this.follow_fewer_exits();
+        // A vCPU that never gets a CPUID has to be in force as well: all that exists for nobody exits.
         this.apply_cpuid();
         this.init_timer();
         Ok(this)
@@ -208,6 +210,7 @@ impl<B: Backend> Vcpu<B> {
 
     #[inline(never)]
     fn place(b: KBox<B>, shared: SharedVcpu, vm: VmRef, parts: Parts) -> Self {
+        // Outside of system-management mode, as at power-up.
         let memory = vm.memory_in(false).clone();
         Self {
             b: b.into_inner(),
@@ -259,9 +262,11 @@ impl<B: Backend> Vcpu<B> {
 
     /// Registers after INIT or power-up.
     pub(crate) fn reset_registers(&mut self, reset: Reset) {
+        // First: all that follows acts on the control block that runs, which has to be L1's.
         self.abandon_l2();
         self.b.hide_cache_disable(self.vm.settings.has_quirk(quirk::CD_NW_CLEARED));
         self.b.reset(reset);
+        // A VMM with a local APIC of its own hears of each change of CR8 (KVM_EXIT_SET_TPR).
         if !self.shared.in_kernel_apic {
             self.b.exit_on_cr8_writes();
         }
@@ -276,6 +281,7 @@ impl<B: Backend> Vcpu<B> {
         self.events = run::events::Events { external, outer, ..run::events::Events::default() };
         self.reset_smm();
         self.pending.after_exit.set_offered(None);
+        // An answer that comes after the reset belongs to no instruction any more.
         self.device.user_io.forget();
         self.publish_priority();
         self.cpuid_inputs_changed();

@@ -127,6 +127,7 @@ impl<B: Backend> Vcpu<B> {
 
     #[inline(never)]
     fn offer_pv_eoi_at(&mut self, s: Section<'_>, at: Gpa, vector: Option<Vector>) {
+        // One flag, one interrupt: a second offer would take the first one's end for its own.
         if !self.shared.in_kernel_apic || self.pending.pv_eoi_offered {
             return;
         }
@@ -138,6 +139,7 @@ impl<B: Backend> Vcpu<B> {
         if !possible {
             return;
         }
+        // Not the memory of system-management mode: the pages of the guest's kernel lie in the other.
         let view = self.vm.memory().view(s);
         let page = MappedPage { memory: self.vm.memory(), view: &view, at };
         let mut eoi = self.pv.eoi;
@@ -167,6 +169,7 @@ impl<B: Backend> Vcpu<B> {
         if ended {
             // It was offered for an interrupt whose end only the local APIC has to hear of.
             let effect = self.shared.lapic.eoi();
+            // Not answered here, the loop is left: what it asked of the kernel is done.
             return self.effect_in_loop(effect) == Next::Again;
         }
         true
@@ -182,9 +185,11 @@ impl<B: Backend> Vcpu<B> {
 
     #[inline(never)]
     fn take_offered_pv_eoi(&mut self) {
+        // First: whatever comes of the page, the offer is over.
         self.pending.pv_eoi_offered = false;
         let Some(at) = self.pv.eoi.flag() else { return };
         let mut eoi = self.pv.eoi;
+        // A page that is gone leaves the interrupt in service: the guest ends it by the APIC.
         let ended = eoi.collect(&self.guest_page(at)).unwrap_or(false);
         self.pv.eoi = eoi;
         if ended {
@@ -264,6 +269,7 @@ impl<B: Backend> Vcpu<B> {
                 }
             }
             PvMsr::PvEoi(flag) => {
+                // Before the flag moves: what stands in the old one is still an end.
                 self.take_pv_eoi();
                 self.pv.eoi_msr = value;
                 self.pv.eoi.configure(flag);
@@ -326,9 +332,11 @@ impl<B: Backend> Vcpu<B> {
         let done = match &call {
             Err(_) | Ok(Hypercall::VapicPollIrq) => true,
             Ok(Hypercall::KickCpu { .. } | Hypercall::SchedYield { .. }) => false,
+            // Each receiver may cost an IPI: more are sent with interrupts on.
             Ok(Hypercall::SendIpi(ipi)) if ipi.apic_ids().count() <= IPIS_IN_LOOP => false,
             Ok(Hypercall::SendIpi(_) | Hypercall::ClockPairing { .. }) => return Next::Leave,
         };
+        // Before the call is made: it must not be made twice.
         let Some(next) = self.next_rip(s) else { return Next::Leave };
         let (answer, then) = match call {
             Err(error) => (Err(error), Next::Again),
@@ -353,6 +361,7 @@ impl<B: Backend> Vcpu<B> {
         match call {
             Hypercall::VapicPollIrq => Ok(0),
             Hypercall::KickCpu { apic_id } => {
+                // The guest names any id. None of that number is no error, as on stock KVM.
                 if let Some(vcpu) = self.vm.vcpus().by_id(apic_id) {
                     vcpu.request_and_kick(Request::Event);
                 }
@@ -365,6 +374,7 @@ impl<B: Backend> Vcpu<B> {
             Hypercall::SendIpi(ipi) => Ok(self.vm.irq().send_pv_ipi(&ipi)),
             Hypercall::ClockPairing { address } => {
                 let now = clock::snapshot();
+                // A clock that does not come from the TSC has no pair of the two.
                 if !now.tsc_based() {
                     return Err(HypercallError::NotSupported);
                 }

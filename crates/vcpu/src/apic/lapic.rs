@@ -27,6 +27,7 @@ impl<B: Backend> Vcpu<B> {
                 Next::Again
             }
             LapicEffect::SelfIpi(vector) => {
+                // No IPI to oneself: the request is seen before the next entry.
                 let accepted = self.shared.lapic.accept_fixed(vector, Trigger::Edge);
                 self.pending.raise_if(accepted.kick());
                 Next::Again
@@ -45,6 +46,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Follows a register write; the kernel may be called.
     pub(crate) fn effect(&mut self, effect: LapicEffect) {
+        // A write may raise, end or unmask an interrupt: looked for once, here for all.
         self.pending.raise();
         match effect {
             LapicEffect::None => {}
@@ -60,6 +62,7 @@ impl<B: Backend> Vcpu<B> {
             LapicEffect::SendIpi(message) => self.send_ipi(&message),
             LapicEffect::TimerChanged(change) => self.timer_changed(change),
             LapicEffect::EnableChanged | LapicEffect::Lint0Changed => {
+                // A disabled APIC has no timer: what the guest was promised in its page is to be taken back.
                 self.time.lazy.doubt();
                 self.vm.irq().apic_changed();
                 self.address_changed();
@@ -71,6 +74,7 @@ impl<B: Backend> Vcpu<B> {
     fn has_ended(&mut self, vector: Vector) {
         match self.vm.irq().eoi(&self.shared, vector) {
             Ended::Here(owing) => self.note_owing(owing),
+            // One place is enough: KVM_RUN returns for it before the guest can end another one.
             Ended::ForVmm => {
                 self.rare.ended = vector;
                 self.events.outer.set(Outer::EOI, true);
@@ -105,6 +109,7 @@ impl<B: Backend> Vcpu<B> {
     /// Other interrupts than before may be addressed to the local APIC.
     pub(crate) fn address_changed(&self) {
         if self.vm.irq().kind() == Irqchip::Split {
+            // Not kicked: only the own thread asks, and it looks at requests before its next entry.
             self.shared.request(Request::Routes);
         }
     }
@@ -114,6 +119,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     pub(crate) fn follow_routes(&mut self) {
         if self.vm.irq().kind() == Irqchip::Split {
+            // Which vectors are in service decides which ends are still to be reported.
             self.gather_interrupts();
             self.vm.irq().follow_routes(&self.shared);
         }

@@ -57,7 +57,9 @@ impl<B: Backend> Vcpu<B> {
         let Some(apic) = self.b.served_apic_mut() else { return };
         let state = apic.take_back();
         self.shared.lapic.take_back(&state);
+        // The page's priority is what CR8 shows: nothing of it is left to be synchronised.
         self.pending.cr8_seen = self.b.cr8();
+        // The next look hands the state over again, or offers from it.
         self.pending.raise();
     }
 
@@ -69,6 +71,7 @@ impl<B: Backend> Vcpu<B> {
         const IRR: u32 = 0x820;
         const IRR_END: u32 = 0x827;
         let concerned = matches!(index, X2APIC_TPR | X2APIC_PPR | ISR..=ISR_END | IRR..=IRR_END);
+        // The others do not lie with the CPU, and to take back copies two sets of 256 bits.
         if !self.apic_is_served() || concerned {
             self.gather_interrupts();
         }
@@ -80,6 +83,7 @@ impl<B: Backend> Vcpu<B> {
         if !self.apic_is_served() {
             self.sync_priority();
         } else if matches!(index, X2APIC_TPR | X2APIC_EOI | X2APIC_SVR) {
+            // The write changes what the CPU has, or whether it may serve. Others, as ICR, leave that alone.
             self.take_apic_back();
         }
     }
@@ -129,9 +133,11 @@ impl<B: Backend> Vcpu<B> {
 
     #[inline(never)]
     fn serve_apic(&mut self) {
+        // What was offered goes over with the IRR.
         self.put_back_offer();
         self.offer_nothing();
         let Some(apic) = self.b.served_apic_mut() else { return };
+        // Drained first, `reported` read then: a sender says that an end is waited for before it requests.
         let lapic = &self.shared.lapic;
         let state = lapic.hand_over();
         apic.serve(&state, &lapic.reported());
@@ -145,12 +151,14 @@ impl<B: Backend> Vcpu<B> {
     /// hardware's help; `kernel` is as for [`Vcpu::inject_pending`].
     #[inline(always)]
     pub(crate) fn inject_served(&mut self, kernel: KernelCalls) -> bool {
+        // Senders kick, so that nothing comes unseen while the guest runs.
         if self.shared.lapic.maybe_pending() {
             let vectors = self.shared.lapic.drain();
             if let Some(apic) = self.b.served_apic_mut() {
                 apic.request(&vectors, &self.shared.lapic.reported());
             }
         }
+        // The page knows nothing of the PIC, whose vector is injected.
         if self.pic_pending() {
             if kernel.are_allowed() {
                 self.inject_from_pic();

@@ -68,6 +68,7 @@ impl<B: Backend> Vcpu<B> {
         let rip = self.b.rip();
         match size {
             CodeSize::Bits64 => rip,
+            // Linear addresses have 32 bits outside of 64-bit mode, and wrap there.
             _ => self.b.segment(SegmentName::Cs).base.wrapping_add(rip) & 0xffff_ffff,
         }
     }
@@ -158,6 +159,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn decode_here(&mut self, s: Section<'_>) -> Option<Decoded> {
         let size = self.code_size();
         let assisted = self.b.insn_bytes();
+        // Decode assists are the bytes that the CPU executed; what lies at RIP may be another instruction by now.
         let fetched = if assisted.is_empty() {
             let (bytes, len) = self.fetch_here(s, size)?;
             Fetched::new(bytes.get(..usize::from(len))?, size)
@@ -218,6 +220,7 @@ impl<B: Backend> Vcpu<B> {
             match self.code.decode.get(fetched) {
                 Ok(decoded) => return Ok((fetched, decoded)),
                 Err(DecodeError::Truncated) if len < bytes.len() => {}
+                // More than 15 bytes are #GP on every CPU.
                 Err(DecodeError::TooLong) => {
                     self.raise(Exception::gp(0));
                     return Err(Break::ToGuest);

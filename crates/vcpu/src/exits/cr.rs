@@ -23,6 +23,7 @@ fn flushes(old: Cr4, new: Cr4) -> bool {
 impl<B: Backend> Vcpu<B> {
     /// A control-register access inside the loop.
     pub(crate) fn answer_cr(&mut self, s: Section<'_>, access: CrAccess) -> Next {
+        // The exit tells the instruction that was executed. What lies at RIP by now may be another.
         if let (Some(gpr), Some(next)) = (access.gpr, self.b.next_rip()) {
             return self.access_cr(s, access, gpr, next, Self::is_64bit_code);
         }
@@ -86,6 +87,8 @@ impl<B: Backend> Vcpu<B> {
             let value = self.gpr(gpr);
             let long = is_long(self);
             let value = if long { value } else { value & 0xffff_ffff };
+            // PDPTEs are read from guest memory, which may have to be waited for: found out before anything was
+            // written.
             if !long
                 && (self.b.pdptes().is_some() || self.mmu.roots.is_shadow())
                 && !self.fetch_pdptes(s, cr, value)
@@ -104,6 +107,7 @@ impl<B: Backend> Vcpu<B> {
             Ok(()) => self.retire(next),
             Err(exception) => self.raise(exception),
         }
+        // The VMM may have an interrupt that goes before the next instruction.
         if self.events.outer.has(Outer::SET_TPR) { Next::Done } else { self.switch_root_in_loop(s) }
     }
 
@@ -158,11 +162,13 @@ impl<B: Backend> Vcpu<B> {
 
     fn write_cr0(&mut self, value: u64) -> Result<(), Exception> {
         let c = self.b.control();
+        // Reserved, and #GP in 64-bit code (SDM vol. 3A §2.5). Of other code the upper half was cut off.
         if value >> 32 != 0 {
             return Err(Exception::gp(0));
         }
         // Reserved bits of the lower half are dropped, and ET is always one.
         let mut new = Cr0::from_bits_truncate(value) | Cr0::ET;
+        // In VMX operation a bit that is fixed to 1 cannot be cleared (SDM vol. 3D appendix A.7).
         if let Some(nested) = self.b.nested() {
             new = nested.cr0_of_write(new).ok_or(Exception::gp(0))?;
         }
@@ -172,23 +178,28 @@ impl<B: Backend> Vcpu<B> {
         let ControlRegs { cr0: old, cr4, efer, .. } = c;
         let (was_pg, pg) = (old.contains(Cr0::PG), new.contains(Cr0::PG));
         let to_long = pg && !was_pg && efer.contains(Efer::LME);
+        // A change of one of these loads the PDPTEs anew, and bad ones refuse the write (SDM vol. 3A §4.4.1).
         if (new ^ old).intersects(Cr0::PG | Cr0::CD_NW) && !to_long && is_pae(new, cr4, efer) {
             self.load_pdptes(c.cr3)?;
         }
         if to_long {
             let cs = self.b.segment(backend::SegmentName::Cs);
+            // Long mode begins in compatibility mode: CS.L set is #GP (SDM vol. 2B, MOV to control registers).
             if !cr4.contains(Cr4::PAE) || cs.is_long() {
                 return Err(Exception::gp(0));
             }
             self.b.set_efer(efer | Efer::LMA);
         }
         if !pg && was_pg {
+            // 64-bit code cannot turn paging off, and PCIDs mean nothing without (SDM vol. 2B, MOV to control
+            // registers).
             if efer.is_long() && self.is_64bit_code() || cr4.contains(Cr4::PCIDE) {
                 return Err(Exception::gp(0));
             }
             self.b.set_efer(efer - Efer::LMA);
         }
         self.b.set_cr0(new);
+        // SDM vol. 3A §4.10.4.1.
         if pg != was_pg {
             self.flush_guest_tlb();
         }
@@ -227,6 +238,7 @@ impl<B: Backend> Vcpu<B> {
         let changed = new ^ old;
         if !self.cpuid.cr4_allowed().contains(new)
             || (long && (!new.contains(Cr4::PAE) || changed.contains(Cr4::LA57)))
+            // CR3's low bits become a tag: they have to be 0 when PCIDs are turned on (SDM vol. 2B).
             || ((changed & new).contains(Cr4::PCIDE)
                 && (!long || self.b.control().cr3 & 0xfff != 0))
         {
@@ -296,6 +308,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     fn switch_mode(&mut self, new: Efer, old: Efer, by: By) -> Result<(), Exception> {
         let changed = new ^ old;
+        // A VMM restores CR0 and EFER in the order that it likes.
         if by == By::Guest && changed.contains(Efer::LME) && self.b.cr0().contains(Cr0::PG) {
             return Err(Exception::gp(0));
         }

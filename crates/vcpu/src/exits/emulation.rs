@@ -92,6 +92,7 @@ impl<B: Backend> Vcpu<B> {
     /// it began with. If the VMM has set RIP meanwhile, the guest goes on there.
     pub(crate) fn emulate_again(&mut self) -> Outcome {
         let decoded = match self.device.user_io.log.begun() {
+            // The width too: a VMM that sets CS makes another instruction of the same bytes.
             Some((rip, fetched)) if rip == self.b.rip() && fetched.size() == self.code_size() => {
                 self.code.decode.get(fetched)
             }
@@ -127,6 +128,7 @@ impl<B: Backend> Vcpu<B> {
         let result = emulate::interpret(self, decoded);
         let done = matches!(&result, Ok(done) if done.outcome == emulate::Outcome::Done);
         self.complete_emulation(result)?;
+        // No exit tells of an IRET that is executed here.
         if done && decoded.is_iret() {
             self.b.set_nmi_masked(false);
         }
@@ -138,6 +140,7 @@ impl<B: Backend> Vcpu<B> {
             Ok(done) => {
                 self.device.user_io.log.forget();
                 let complete = done.outcome == emulate::Outcome::Done;
+                // Before RIP moves: `retire` looks at RF and TF.
                 self.b.set_rflags(done.rflags);
                 if complete {
                     self.retire(done.rip);
@@ -191,12 +194,14 @@ impl<B: Backend> Vcpu<B> {
         self.stats.count(VcpuCount::InsnEmulationFail);
         if !self.vm.settings.exit_on_emulation_failure.load(Relaxed) {
             let program = self.b.cpl() != 0;
+            // As on stock KVM #UD waits as well: a VMM that simply goes on does not meet the instruction again.
             self.raise(Exception::ud());
             if program || self.pending.after_exit.is_nested() {
                 return Break::ToGuest;
             }
         }
         let mut bytes = [0; 15];
+        // Behind #UD, which has not moved RIP. Bytes that cannot be had leave the report without them.
         let len = self.read_code(&mut bytes).unwrap_or(0);
         let raw = self.b.exit_raw();
         let data = ErrorData::emulation(bytes.get(..len).unwrap_or(&[]), &raw);

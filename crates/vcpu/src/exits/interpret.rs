@@ -29,6 +29,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     pub(crate) fn interpret(&mut self) -> Outcome {
         self.pending.raise();
+        // Its handler may be code that the CPU can run.
         if self.interpret_event()? {
             return Ok(());
         }
@@ -41,6 +42,7 @@ impl<B: Backend> Vcpu<B> {
                 || self.shared.mp_state() != MpState::Runnable
                 || task::work_pending()
                 || (self.interrupts_open() && self.interrupt_may_wait());
+            // The CPU may be able to go on: only an entry tells.
             if waits || self.is_protected() {
                 break;
             }
@@ -62,10 +64,12 @@ impl<B: Backend> Vcpu<B> {
 
     /// Delivers what was prepared for the entry that did not take place. Whether there was something.
     fn interpret_event(&mut self) -> Outcome<bool> {
+        // The entry was refused, so nobody has delivered it.
         if let Some(event) = self.b.cancel_injection() {
             self.deliver_in_software(event)?;
             return Ok(true);
         }
+        // The table of real mode is of no use in protected mode.
         if self.is_protected() || !self.interrupts_open() {
             return Ok(false);
         }
@@ -92,6 +96,7 @@ impl<B: Backend> Vcpu<B> {
         }
         match emulate::deliver(self, vector) {
             Ok(done) => {
+                // Not before all was pushed: a fault leaves the guest where it was.
                 self.b.set_rip(done.rip);
                 self.b.set_rflags(done.rflags);
                 self.b.set_interrupt_shadow(false);
@@ -101,6 +106,7 @@ impl<B: Backend> Vcpu<B> {
                 Ok(())
             }
             Err(Stop::Fault(exception)) => {
+                // Where it goes back to depends on what it is.
                 self.events.again = Some(event);
                 self.raise_in_delivery(exception);
                 Ok(())
@@ -183,6 +189,7 @@ impl<B: Backend> Vcpu<B> {
                 self.gprs.0[RAX] = tsc & 0xffff_ffff;
                 self.gprs.0[RDX] = tsc >> 32;
             }
+            // As inside the loop: retired first, then asleep.
             Outside::Hlt => {
                 self.retire(next);
                 self.pending.hlt_retired = true;

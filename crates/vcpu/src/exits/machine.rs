@@ -34,6 +34,7 @@ const fn name_of(segment: SegReg) -> SegmentName {
 
 fn memory_stop(error: MemoryError) -> Stop {
     match error {
+        // A signal waits. It is served before the instruction is begun again.
         MemoryError::Interrupted => Stop::Retry,
         MemoryError::Unbacked
         | MemoryError::ReadOnly
@@ -58,6 +59,7 @@ fn fill(into: &mut [u8], data: &[u8]) {
 impl<B: Backend> Vcpu<B> {
     /// Whether a frame is RAM that the guest may read, or write.
     fn is_memory(&self, gpa: Gpa, way: Direction) -> bool {
+        // At each access: a slot may go or come between two accesses of one instruction.
         let slots = self.mmu.memory.slots();
         slots.find(gpa.gfn()).is_some_and(|s| way == Direction::Read || !s.is_readonly())
     }
@@ -151,6 +153,7 @@ impl<B: Backend> Machine for Vcpu<B> {
             return Ok(true);
         }
         if !self.is_memory(gpa, Direction::Write) {
+            // A device has no old value to compare with. As on stock KVM the exchange is a store.
             return self.device(store.ok_or(Stop::Unsupported)?).map(|_| true);
         }
         let len = old.len();
@@ -297,6 +300,7 @@ impl<B: Backend> Machine for Vcpu<B> {
     }
 
     fn write_cr(&mut self, n: u8, value: u64) -> Result<(), Stop> {
+        // L1 may want to hear of some values alone, and the value is known only here.
         if n == 0 && self.gives_cr0_to_l1(value, Cr0Write::Other) {
             return Err(Stop::Retry);
         }

@@ -67,6 +67,8 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     pub(crate) fn msr_refused(&mut self) -> Next {
+        // Which refusals it wants to hear of is asked outside, where the access is tried again: a refused one has
+        // changed nothing.
         if self.vm.settings.user_space_msr.load(Relaxed) != 0 {
             return Next::Leave;
         }

@@ -41,6 +41,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// A loop of PAUSE.
     pub(crate) fn pause(&mut self) -> Outcome {
+        // The guest spins for what another vCPU holds, which may wait for this very CPU.
         task::cond_resched();
         self.skip()
     }
@@ -151,6 +152,7 @@ impl<B: Backend> Vcpu<B> {
         let is_for_us = self.is_for_us(e);
         match e.vector.0 {
             DB => {
+                // Before DR6 is looked at, which shows a step of ours as it shows one of the guest's.
                 if self.b.own_single_step() {
                     self.pending.raise();
                     return Ok(());
@@ -160,6 +162,7 @@ impl<B: Backend> Vcpu<B> {
                 // VMX tells apart from DR6 what happened, which of INT1 is nothing; SVM by it.
                 let bits = e.payload.unwrap_or(dr6 ^ Dr6::ACTIVE_LOW);
                 if is_for_us {
+                    // User space hears of it and not the guest: no entry may deliver it once more.
                     self.b.pass_debug(bits);
                     let pc = self.linear_rip();
                     let dr6 = bits ^ Dr6::ACTIVE_LOW;
@@ -209,6 +212,7 @@ impl<B: Backend> Vcpu<B> {
         const VMMCALL: [u8; 3] = [0x0f, 0x01, 0xd9];
         const RSM: [u8; 2] = [0x0f, 0xaa];
         let mut bytes = [0; 15];
+        // Bytes that cannot be had are no hypercall: the guest gets its #UD.
         let len = self.read_code(&mut bytes).unwrap_or(0);
         let bytes = bytes.get(..len).unwrap_or(&[]);
         let hypercall = bytes.starts_with(&VMCALL) || bytes.starts_with(&VMMCALL);

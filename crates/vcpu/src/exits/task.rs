@@ -18,6 +18,8 @@ use crate::{
 impl<B: Backend> Vcpu<B> {
     /// Switches tasks. An event that asked for it is delivered with that.
     pub(crate) fn task_switch(&mut self, exit: TaskSwitchExit) -> Outcome {
+        // It was taken out of the exit's information before. INT n was not: it is executed, and counts as an
+        // instruction.
         let event = match exit.source {
             TaskSource::Gate => self.events.again,
             _ => None,
@@ -77,6 +79,7 @@ impl<B: Backend> Vcpu<B> {
         self.b.set_rip(task.rip);
         self.b.set_interrupt_shadow(false);
         let [a, b, c, d, dr6, dr7] = self.debug_regs();
+        // A task switch clears the local breakpoints (SDM vol. 3B §18.2.4).
         if dr7 & Dr7::LOCAL != 0 {
             self.put_debug_regs([a, b, c, d, dr6, dr7 & !Dr7::LOCAL]);
         }

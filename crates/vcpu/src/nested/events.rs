@@ -46,6 +46,7 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     pub(crate) fn inject_gated(&mut self, s: Section<'_>, kernel: KernelCalls) -> bool {
+        // The way of nearly each entry and exit of L2: eight comparisons in place of all that follows.
         if self.pending.after_exit.is_nested() && self.is_quiet() && !self.pending.offered_by_l1 {
             self.inject_own();
             self.b.offer_interrupt(None);
@@ -54,6 +55,7 @@ impl<B: Backend> Vcpu<B> {
         }
         match self.end_l2_for_event(Some(s)) {
             Ended::No | Ended::Yes | Ended::Posted => {}
+            // L2 has to be entered first: an entry and the event that it injects are one step.
             Ended::AfterEntry => {
                 self.inject_own();
                 // The kick ends L2's run at its first instruction.
@@ -69,6 +71,7 @@ impl<B: Backend> Vcpu<B> {
                 return false;
             }
         }
+        // With a PIC of the VMM's KVM_RUN has to return: only the VMM has the vector.
         if self.awaits_window() && self.ready_for_injection() {
             // KVM_RUN returns for it.
             self.pending.raise();
@@ -83,13 +86,16 @@ impl<B: Backend> Vcpu<B> {
         if self.shared.nmis() != 0 && self.passes(Waiting::Nmi) && !self.inject_nmi(kernel) {
             return false;
         }
+        // In place of the gate below: with virtual interrupts on, every interrupt of L1's has ended L2's run above.
         if self.is_offered_by_l1() {
             return self.inject_virtual(s);
         }
+        // Behind NMIs, which go before interrupts and may be L2's while interrupts are held.
         let gate = self.gate_of(Waiting::Interrupt(None));
         if gate != Gate::Deliver {
             self.hold_back();
             let waits = self.awaits_window() || self.interrupt_waits_for_l1();
+            // Only where something waits: the window costs an exit.
             if gate == Gate::Window && waits {
                 self.b.set_interrupt_window(true);
             }
@@ -136,6 +142,7 @@ impl<B: Backend> Vcpu<B> {
         let Self { b, mmu, .. } = self;
         let memory = &mmu.memory;
         let l1 = Mapped::new(memory, memory.view(s));
+        // Its request leaves L1's page with that, so it must be injected now, or nobody has it.
         let taken = b.nested_mut().map_or(Ok(None), |nested| nested.take_interrupt(&l1));
         let Ok(vector) = taken else {
             self.events.outer.set(Outer::NESTED, true);
@@ -143,6 +150,7 @@ impl<B: Backend> Vcpu<B> {
             return false;
         };
         self.pending.offered_by_l1 = false;
+        // L2 has taken what the window was open for.
         self.b.offer_interrupt(None);
         if let Some(vector) = vector {
             self.b.inject(Event::Interrupt(vector));
@@ -168,6 +176,7 @@ impl<B: Backend> Vcpu<B> {
         let memory = &mmu.memory;
         let l1 = Whole::new(memory, None);
         let taken = b.nested_mut().map_or(Ok(None), |nested| nested.take_interrupt(&l1));
+        // Also where the page could not be read: it would be asked for before every entry.
         self.pending.offered_by_l1 = false;
         if let Ok(Some(vector)) = taken {
             self.events.again = Some(Event::Interrupt(vector));
@@ -187,6 +196,7 @@ impl<B: Backend> Vcpu<B> {
         };
         let posted = posted.map_err(|_| ())?;
         if posted {
+            // As a CPU does, which dismisses the notification by an end of its own (SDM vol. 3C §30.6).
             let end = self.shared.lapic.ended(vector);
             if matches!(end, LapicEffect::Eoi { level: true, .. }) {
                 if s.is_some() {
@@ -210,6 +220,7 @@ impl<B: Backend> Vcpu<B> {
             }
             return true;
         }
+        // V_IRQ, which would wait by itself, belongs to L1: L2 is entered and asked again at once.
         if self.b.injecting()
             || self.b.interrupt_shadow()
             || (self.pic_pending() && !kernel.are_allowed())
@@ -220,6 +231,7 @@ impl<B: Backend> Vcpu<B> {
             }
             return kernel.are_allowed();
         }
+        // The PIC goes before the local APIC, as in L1 itself.
         let vector = if !self.shared.in_kernel_apic || self.pic_pending() {
             self.events.external.take().or_else(|| self.acknowledge_pic())
         } else {
@@ -240,6 +252,8 @@ impl<B: Backend> Vcpu<B> {
     /// Outside the loop: ends L2's run for what could not do so where it arose.
     pub(crate) fn end_l2_outside(&mut self) {
         self.load_due_pdptes();
+        // An entry that fails for its list has run nothing, so it comes first. What an access was refused for comes
+        // before events.
         if !self.fail_at_list() && !self.refuse_noted() {
             let ended = self.end_l2_for_event(None);
             // Else nobody would look for it once L2 was entered.
@@ -255,6 +269,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// A triple fault of L2's that was found outside the CPU: L1 hears of it. False: it is the vCPU's.
     pub(crate) fn gives_triple_fault_to_l1(&mut self) -> bool {
+        // L2's triple fault is an exit that L1 may ask for, and no shutdown of the machine then.
         self.pending.after_exit.is_nested()
             && self.gate_of(Waiting::TripleFault) == Gate::ExitToL1
             && self.end_l2(Waiting::TripleFault, None) == Ended::Yes
@@ -324,8 +339,10 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     pub(crate) fn wake_l2(&mut self) -> bool {
+        // An event that is L1's ends L2's run before the vCPU counts as awake, so that the exit tells of a halted L2.
         self.end_l2_outside();
         let first = self.events.again.is_none() && !self.b.injecting();
+        // Behind events: what ends L2's run already needs no timer.
         if first && self.pending.after_exit.is_nested() && self.nested_timer_is_due() {
             self.tell_activity();
             let done = self.across_levels(|v| {
@@ -350,6 +367,7 @@ impl<B: Backend> Vcpu<B> {
     /// INIT and startup IPIs while L2 waits for one: the first is lost, L1 hears of the second.
     #[cold]
     pub(crate) fn start_l2(&mut self, page: Option<Vector>) {
+        // A CPU blocks INIT in that state: the one that comes with a SIPI changes nothing.
         let Some(page) = page else { return };
         self.tell_activity();
         let done = self.across_levels(|v| {
@@ -400,6 +418,7 @@ impl<B: Backend> Vcpu<B> {
             match nested.gate(&waiting) {
                 Gate::Deliver if matches!(waiting, Waiting::Exception(_)) => gives_exception = true,
                 Gate::Deliver | Gate::Hold | Gate::Window => {}
+                // None behind may overtake it: the entry itself comes first.
                 Gate::AfterEntry => return Ended::AfterEntry,
                 Gate::ExitToL1 if gives_exception => return Ended::AfterEntry,
                 // Between two instructions, and L2 is within one: no CPU makes such an exit with an event in
@@ -443,11 +462,13 @@ impl<B: Backend> Vcpu<B> {
     fn vector_for_l1(&mut self, s: Option<Section<'_>>) -> Result<Acknowledged, ()> {
         let asks = |n: &B::Nested| n.acknowledges(&Waiting::Interrupt(None));
         if !self.b.nested().is_some_and(asks) {
+            // Without acknowledge-on-exit L1 takes it after the exit, from where it waits.
             return Ok(Acknowledged::default());
         }
         if !self.shared.in_kernel_apic {
             return Ok(Acknowledged { vector: self.events.external, of_apic: false });
         }
+        // What the hardware has must be here: the highest one counts.
         self.gather_interrupts();
         if self.pic_pending() {
             // The PIC gives its vector once, and the kernel has to be called for it.
@@ -458,6 +479,7 @@ impl<B: Backend> Vcpu<B> {
         }
         let vector = self.shared.lapic.highest_pending();
         if let Some(vector) = vector {
+            // Out of the IRR at once: a second one of the same vector is a new request.
             self.shared.lapic.clear_irr(vector);
         }
         Ok(Acknowledged { vector, of_apic: true })
@@ -468,6 +490,7 @@ impl<B: Backend> Vcpu<B> {
         let Some(vector) = taken.vector else { return };
         match (taken.of_apic, ended) {
             (true, true) => self.shared.lapic.set_isr(vector),
+            // Nothing was told to anybody: it waits again as before.
             (true, false) => self.shared.lapic.set_irr(vector),
             (false, true) => self.events.external = None,
             (false, false) => {}
@@ -503,6 +526,7 @@ impl<B: Backend> Vcpu<B> {
             trap.keep_debug_trap(e.payload.unwrap_or(0));
         }
         self.tell_activity();
+        // What is prepared for L2 is told to L1 as not delivered, or L1 could not inject it again.
         let prepared = self.b.cancel_injection();
         let undelivered = prepared.or(self.events.again);
         let done = self.across_levels(|v| {
@@ -519,11 +543,13 @@ impl<B: Backend> Vcpu<B> {
         let Some(done) = done else { return Ended::No };
         if done == Executed::Outside {
             self.acknowledge(taken, false);
+            // The attempt has changed nothing: what was prepared is prepared again.
             if let Some(event) = prepared {
                 self.b.inject(event);
             }
             return Ended::Outside;
         }
+        // L1 has it in its information on the exit.
         self.events.again = None;
         self.acknowledge(taken, true);
         if self.b.nested().is_some_and(|n| n.acknowledges(&waiting)) {
@@ -539,6 +565,7 @@ impl<B: Backend> Vcpu<B> {
                 | Waiting::TripleFault => {}
             }
         }
+        // It was the exit.
         if matches!(waiting, Waiting::Exception(_)) {
             self.events.exception = None;
         }

@@ -17,6 +17,7 @@ impl<B: Backend> Vcpu<B> {
             if self.do_list_msr(msr) {
                 continue;
             }
+            // An exit whose list cannot be loaded is a VMX abort (SDM vol. 3C §28.7), which shuts the processor down.
             let fails = self.b.nested_mut().is_some_and(Nested::refuse_list_msr);
             let what = if fails { Outer::NESTED } else { Outer::TRIPLE_FAULT };
             self.events.outer.set(what, true);
@@ -35,6 +36,7 @@ impl<B: Backend> Vcpu<B> {
         }
         match act {
             ListAct::Load(value) => self.write_msr(index, value, By::Guest).is_ok(),
+            // L1 names the slot: it may be no memory, or a device.
             ListAct::Store(slot) => self
                 .read_msr(index, By::Guest)
                 .is_ok_and(|value| self.mmu.memory.write(slot, &value.to_le_bytes()).is_ok()),

@@ -44,12 +44,14 @@ impl L1Memory for Mapped<'_> {
     fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside> {
         let page = self.find(at).ok_or(Outside)?;
         // What crosses a page goes another way.
+        // The page that was found is good for the whole section: what lies in the tables stays there until its end.
         let read = self.view.copy_from(&page, at.page_offset(), into)
             || self.memory.read_irqs_off(&self.view, at, into);
         if read { Ok(()) } else { Err(Outside) }
     }
 
     fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside> {
+        // Shadow pages may be made of what is written: outside the write is told to them.
         let page = self.find(at).filter(|_| !self.memory.has_shadow()).ok_or(Outside)?;
         let written = self.view.copy_to(&page, at.page_offset(), from)
             || self.memory.write_irqs_off(&self.view, at, from);
@@ -66,6 +68,7 @@ impl L1Memory for Mapped<'_> {
     #[inline]
     fn page(&self, at: Gpa, write: bool) -> Option<&[AtomicU64; 512]> {
         let page = self.find(at)?;
+        // An entry that is read-only for the dirty log has to fault, so that the page is logged.
         if write && (!page.is_writable() || self.memory.has_shadow()) {
             return None;
         }
@@ -74,6 +77,7 @@ impl L1Memory for Mapped<'_> {
 
     /// No table of the guest's is walked here.
     fn translate(&self, _: u64, _: bool) -> Result<Gpa, Reach> {
+        // A walk may meet a page that is missing, and an operand of L1's is rare.
         Err(Reach::Outside)
     }
 
@@ -123,6 +127,7 @@ impl<'a> Whole<'a> {
             Err(LinearError::L2(exception)) => Err(Reach::Fault(exception)),
             Err(LinearError::NonCanonical) => Err(Reach::Fault(Exception::gp(0))),
             Err(LinearError::Stage(StageError::L1 { gpa, fault })) => {
+                // An error alone would be a fault of L1's: the caller looks here first.
                 self.refused.set(Some((gpa, fault)));
                 Err(Reach::Outside)
             }

@@ -106,6 +106,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline]
     pub(super) fn follow_l1_tables(&mut self) {
         let wanted = self.wanted_tables();
+        // A guest whose L2 has no tables of L1's pays two comparisons.
         if wanted.is_some() || self.mmu.l1_tables().is_some() {
             self.change_l1_tables(wanted);
         }
@@ -121,8 +122,10 @@ impl<B: Backend> Vcpu<B> {
         let Some(stage) = &mut self.mmu.stage else { return };
         let had = replace(&mut stage.tables, tables).is_some();
         if had != tables.is_some() {
+            // Each level's walks of code lead through other tables: a cache of one must not answer for the other.
             swap(&mut self.code.fetch, &mut stage.fetch);
         }
+        // It was an access of a run that is over.
         stage.refused = None;
     }
 
@@ -169,6 +172,7 @@ impl<B: Backend> Vcpu<B> {
         let (Some(tables), Some(nested)) = (stage.tables, b.nested_mut()) else {
             return Next::Done;
         };
+        // Before the root is looked for: one that is found may be stale by a flush that L1 has made.
         flush(&mut stage.roots, nested.take_l1_flush());
         let Some(pages) = memory.nested() else { return Next::Done };
         if let Some(root) = pages.nested_current(&stage.roots, &tables) {
@@ -176,6 +180,7 @@ impl<B: Backend> Vcpu<B> {
             roots.nested_found();
             return Next::Again;
         }
+        // Another vCPU may hold it for long: outside it is waited for.
         let Some(mut guard) = pages.try_lock() else { return Next::Done };
         match guard.nested_switch(&memory.view(s), &mut stage.roots, &tables) {
             NestedSwitch::Ready(root) => {
@@ -193,6 +198,7 @@ impl<B: Backend> Vcpu<B> {
         match self.wanted_tables() {
             None => Ok(()),
             wanted => {
+                // The next entry tries again, and must not take place without.
                 self.find_nested_root_outside(wanted).inspect_err(|_| self.mmu.roots.set_due())
             }
         }
@@ -203,6 +209,7 @@ impl<B: Backend> Vcpu<B> {
     fn find_nested_root_outside(&mut self, wanted: Option<L1Tables>) -> Result<(), NoMemory> {
         if self.mmu.stage.is_none() {
             self.mmu.stage = Some(Stage::new()?);
+            // It was not there when the level changed, and has noted nothing.
             self.change_l1_tables(wanted);
         }
         let smm = self.smm.active;
@@ -263,15 +270,18 @@ impl<B: Backend> Vcpu<B> {
         let Some(mut guard) = memory.nested().and_then(|pages| pages.try_lock()) else {
             return Next::Leave;
         };
+        // The lock is held for the one look: what follows may call back into the tables.
         let outcome = guard.nested_fault(&view, &stage.roots, access);
         drop(guard);
         match outcome {
             NestedFault::Fixed { replaced } => self.nested_fault_fixed(replaced),
             NestedFault::L1(fault) => {
                 let undelivered = b.interrupted_delivery();
+                // The instruction has to be decoded, which may wait for memory.
                 if undelivered.is_none() && is_served(b, fault).is_some() {
                     return Next::Leave;
                 }
+                // L1's log is L1's memory, and its page may be missing.
                 if fault == L1Fault::Unlogged {
                     return Next::Leave;
                 }
@@ -290,6 +300,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn nested_fault_fixed(&mut self, replaced: bool) -> Next {
+        // The CPU may have cached the entry that was replaced. What is new it finds by itself.
         if replaced && let Some(nested) = self.b.nested_mut() {
             nested.flush_nested();
         }
@@ -300,6 +311,7 @@ impl<B: Backend> Vcpu<B> {
     /// Goes on after an attempt to end L2's run for what L1's tables refuse.
     fn refused(&mut self, done: backend::Executed) -> Next {
         if done != backend::Executed::Outside {
+            // L1 has it in the exit's information, or it belongs to an instruction that begins anew.
             self.events.again = None;
             self.events.exception = None;
             self.stats.count(VcpuCount::PfGuest);
@@ -346,6 +358,7 @@ impl<B: Backend> Vcpu<B> {
             }
         }
         if let NestedOutcome::L1(fault) = outcome {
+            // Whose the event is depends on the outcome: L1's in the exit, else ours to inject again.
             let undelivered = self.b.interrupted_delivery();
             if undelivered.is_none()
                 && let Some(served) = is_served(&self.b, fault)
@@ -363,6 +376,7 @@ impl<B: Backend> Vcpu<B> {
                 Ok(())
             }
             NestedOutcome::Retry | NestedOutcome::L1(_) => Ok(()),
+            // The access is decoded by its address in L1's memory, which L1's tables led to.
             NestedOutcome::Mmio(gpa) => self.nested_device_access(gpa, false),
             NestedOutcome::ReadonlyWrite(gpa) => self.nested_device_access(gpa, true),
             NestedOutcome::Error(MemoryError::Interrupted) => Err(UserExit::Intr.into()),
@@ -374,6 +388,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// L1's tables lead to a device of L1's, or to ROM.
     fn nested_device_access(&mut self, gpa: Gpa, present: bool) -> Outcome {
+        // The exit tells the access; only its address is L2's.
         let Exit::TdpFault(fault) = self.b.exit() else { return Ok(()) };
         self.stats.count(VcpuCount::PfEmulate);
         self.device_access(TdpFault { gpa, present, ..fault })
@@ -435,6 +450,7 @@ impl<B: Backend> Vcpu<B> {
             SimpleMmio::StoreImm { size: 4, value } => Some(value as u32),
             _ => return None,
         };
+        // Else a segment's base is part of the address, which the fault does not tell.
         let fits = self.is_64bit_code()
             && self.page_offset(decoded) == access.offset
             && store.is_some() == access.write;
@@ -442,6 +458,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn refuse_outside(&mut self, at: Gpa, why: TablesRefuse, undelivered: Option<Event>) {
+        // What user space was asked for L2 belongs to a run that ends here.
         self.device.user_io.forget();
         let done = self.across_levels(|v| {
             let l1 = Whole::new(&v.mmu.memory, None);
@@ -525,6 +542,7 @@ impl<B: Backend> Vcpu<B> {
     fn log_dirty(&mut self, at: Gpa) -> Logged {
         let Some(tables) = self.mmu.l1_tables() else { return Logged::Done };
         let access = tables.access(at, walk::AccessKind::Write, Part::Physical);
+        // Asked again: another vCPU of L1's may have set the flag, or made room, since the fault.
         match translate(&*self.mmu.memory, &tables, &access) {
             Err(StageError::L1 { fault: L1Fault::Unlogged, .. }) => {}
             Err(StageError::Memory { .. }) => return Logged::Never,
@@ -534,6 +552,8 @@ impl<B: Backend> Vcpu<B> {
         let Self { b, mmu, .. } = self;
         let memory = &mmu.memory;
         let l1 = Whole::new(memory, None);
+        // The log before the flag: a page whose flag is set and that is in no log would be lost to L1 (SDM vol. 3C
+        // §29.3.6).
         if !b.nested_mut().is_none_or(|nested| nested.log_dirty(at, &l1)) {
             return Logged::Full;
         }
@@ -545,6 +565,7 @@ impl<B: Backend> Vcpu<B> {
 
     #[cold]
     pub(super) fn note_refused(&mut self, gpa: Gpa, fault: L1Fault) {
+        // The access can be done again now, and L1 need not hear of it.
         if fault == L1Fault::Unlogged && self.log_dirty(gpa) != Logged::Full {
             return;
         }
@@ -559,6 +580,7 @@ impl<B: Backend> Vcpu<B> {
     pub(super) fn refuse_noted(&mut self) -> bool {
         let noted = self.mmu.stage.as_mut().and_then(|stage| take(&mut stage.refused));
         let Some((at, why)) = noted else { return false };
+        // What was prepared is not delivered any more: L1 is told of it.
         let undelivered = self.b.cancel_injection().or(self.events.again);
         self.refuse_outside(at, why, undelivered);
         true

@@ -35,12 +35,15 @@ impl<B: Backend> Vcpu<B> {
     pub fn set_nested_state(&mut self, bytes: &[u8]) -> Result<(), Unrestorable> {
         let smm = self.smm.active;
         let Some(nested) = self.b.nested_mut() else { return Err(Unrestorable::Invalid) };
+        // All is checked before anything changes: a state that is refused leaves the vCPU as it was.
         nested.check_state(bytes, smm, &Whole::new(&self.mmu.memory, None))?;
         // The hardware serves no hypervisor's local APIC.
+        // Before `stop_serving_apic`, which would leave the requests with the hardware.
         self.gather_interrupts();
         if self.b.served_apic().is_some() {
             self.stop_serving_apic();
         }
+        // The registers that user space has set belong to the level that the state names.
         self.leave_l2_with_its_registers();
         // Both levels get other tables: the one that runs now, and the one that the state has run.
         self.b.flush_tlb();
@@ -52,6 +55,7 @@ impl<B: Backend> Vcpu<B> {
         self.rare.nested_restored = true;
         self.level_changed();
         self.b.flush_tlb();
+        // CR0, CR4 and EFER may be another level's.
         self.note_role();
         self.find_pdptes();
         if self.owes_trap() {
@@ -66,6 +70,7 @@ impl<B: Backend> Vcpu<B> {
         if !self.pending.after_exit.is_nested() {
             return;
         }
+        // Kept across: to abandon L2 loads L1's.
         let (gprs, rip, rflags) = (self.gprs.0, self.b.rip(), self.b.rflags());
         let sregs = self.sregs();
         self.abandon_l2();

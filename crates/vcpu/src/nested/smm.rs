@@ -22,6 +22,7 @@ impl<B: Backend> Vcpu<B> {
     /// Before the memory of the mode is seen: L2's run, if it runs, ends. Where L1 describes L2.
     pub(crate) fn put_l2_aside(&mut self) -> Result<Option<Gpa>, NoSaveArea> {
         let kept = self.host_save_area();
+        // Asked before, for afterwards L1 runs.
         let ran = self.pending.after_exit.is_nested();
         let l2 = self.across_levels(|v| {
             let Some(nested) = v.b.nested_mut() else { return Ok(None) };
@@ -30,6 +31,7 @@ impl<B: Backend> Vcpu<B> {
         })?;
         if ran {
             if self.rare.keeps_l2_apart {
+                // The handler is L1's and runs behind L2: as at an exit of L2's.
                 self.b.prediction_barrier();
             }
             self.level_changed();
@@ -39,6 +41,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// RSM, with the memory of L1 in sight again: L2 runs again, if it did. False: what is kept of it is no state.
     pub(crate) fn take_l2_back(&mut self, cpu: &SavedCpu) -> bool {
+        // A vCPU whose CPUID has lost SVM has nothing that could run it.
         let l2 = cpu.guest.filter(|_| self.cpuid.has(feature::SVM));
         if l2.is_some() && !cpu.efer.is_some_and(|efer| efer.contains(Efer::SVME)) {
             return false;

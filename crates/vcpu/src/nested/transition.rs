@@ -32,6 +32,7 @@ fn may_own_exceptions(debugging: u32) -> bool {
 impl<B: Backend> Vcpu<B> {
     /// An instruction for hypervisors, inside the loop.
     pub(crate) fn answer_virtualization(&mut self, s: Section<'_>) -> Next {
+        // Without EFER.SVME each of them is #UD, before anything else of it is looked at.
         if self.b.nested().is_none_or(|nested| !nested.is_enabled()) {
             return self.answer_by(Exception::ud());
         }
@@ -42,6 +43,7 @@ impl<B: Backend> Vcpu<B> {
         if needs_next_rip(&self.b) {
             // L1 lowers its task priority without an exit. Once L2 runs, it is found in another block.
             self.sync_priority();
+            // SVM keeps where L1 goes on in its block, at VMRUN itself.
             let Some(rip) = self.next_rip(s) else { return Next::Leave };
             next = rip;
         }
@@ -87,12 +89,14 @@ impl<B: Backend> Vcpu<B> {
 
     /// Executes an instruction for hypervisors outside the loop, where all of L1's memory can be had.
     pub(crate) fn slow_virtualization(&mut self) -> Outcome {
+        // First, for it may fault, and nothing is executed then.
         let next = self.slow_next_rip()?;
         if let Some(exception) = self.entry_fault() {
             self.raise(exception);
             return Ok(());
         }
         let Some(nested) = self.b.nested() else { return Ok(()) };
+        // The operand is translated for the level that executes, by its registers of before.
         let paging = nested.has_memory_operand().then(|| self.paging());
         let feature_control = self.msrs.store.feature_control();
         // From VMXON on the hardware serves L1's local APIC no longer.
@@ -109,6 +113,7 @@ impl<B: Backend> Vcpu<B> {
             Some((done, l1.refused()))
         });
         match done {
+            // L2's operand lies where L1's tables refuse: an exit for L1, not a fault.
             Some((_, Some((at, fault)))) => self.note_refused(at, fault),
             Some((Executed::NoPage, None)) => {
                 // As on stock KVM: it is the VMM's doing that no memory is there.
@@ -128,6 +133,7 @@ impl<B: Backend> Vcpu<B> {
             return false;
         }
         let mut code = [0; 15];
+        // The bytes say which instruction, the backend whether its fault was for the address alone.
         let len = self.read_code(&mut code).unwrap_or(0);
         let code = code.get(..len).unwrap_or(&[]);
         self.b
@@ -184,6 +190,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn reflect_outside(&mut self) -> Outcome {
         let Some(nested) = self.b.nested_mut() else { return Ok(()) };
         let l1 = Whole::new(&self.mmu.memory, None);
+        // Asked anew: pages may have been missing in the loop, where the answer was none.
         let claim = nested.claims(&self.gprs, &l1);
         let is_l1s = match claim {
             Ok(Claim::L1) => true,
@@ -200,8 +207,10 @@ impl<B: Backend> Vcpu<B> {
         if let Some(outcome) = self.owing_trap(Self::nested_fault_outside) {
             return outcome;
         }
+        // The exit is ours. Had it been L1's, L1 would have got the event with it.
         let _ = self.keep_interrupted_delivery();
         let handled = self.owing_trap(|v| v.handle(&v.b.exit()));
+        // Behind the emulator, which has made of the exit one of L1's where the value says so.
         if claim == Ok(Claim::ByValue) {
             self.reflect_by_value();
         }
@@ -237,6 +246,7 @@ impl<B: Backend> Vcpu<B> {
         if !self.traps_each() {
             return does(self);
         }
+        // An instruction has retired if RIP moved. What faults or waits for user space leaves it.
         let before = self.b.rip();
         let done = does(self);
         if self.pending.after_exit.is_nested() && self.b.rip() != before {
@@ -325,6 +335,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Goes on after what was done for L1. `next`: where an instruction that has retired goes on.
     pub(super) fn executed(&mut self, done: Executed, next: u64) -> Next {
+        // Read before: what is done below may let it in.
         let held = self.smm.latched_init;
         match done {
             Executed::Entered => self.cross(),
@@ -332,6 +343,7 @@ impl<B: Backend> Vcpu<B> {
                 self.cross();
                 self.events.outer.set(Outer::NESTED, true);
                 self.pending.raise();
+                // What is owed is given outside, before L2 runs.
                 return Next::Done;
             }
             Executed::EnteredOffering => {
@@ -345,6 +357,7 @@ impl<B: Backend> Vcpu<B> {
                 self.pending.raise();
             }
             Executed::Asleep(sleep) => {
+                // All that follows acts on L2's block, though L2 does not run.
                 self.level_changed();
                 self.shared.set_mp_state(match sleep {
                     Sleep::Halt => MpState::Halted,
@@ -356,6 +369,7 @@ impl<B: Backend> Vcpu<B> {
                 // It is of an instruction of L2's, which is executed again, and not of L1's.
                 self.events.exception = None;
                 if self.rare.keeps_l2_apart {
+                    // Before L1 runs: L1 was told that its guests cannot steer its branches.
                     self.b.prediction_barrier();
                 }
                 self.cross();
@@ -391,6 +405,7 @@ impl<B: Backend> Vcpu<B> {
     /// at if there is one. A window that a control block has open from its last run costs an exit at most.
     #[inline]
     fn cross(&mut self) {
+        // Nearly always nothing waits, and the look at events is spared twice a round trip.
         let waits = !self.is_quiet() || self.events.again.is_some();
         self.follow_level();
         self.pending.raise_if(waits);
@@ -422,6 +437,7 @@ impl<B: Backend> Vcpu<B> {
                 nested.abandon(&mut v.gprs);
             }
         });
+        // They were L2's: L1 has not begun to take them.
         (self.events.again, self.events.exception) = (None, None);
         self.level_changed();
         self.end_halt_of_l2();
@@ -452,6 +468,7 @@ impl<B: Backend> Vcpu<B> {
         let gated = nested.is_gated();
         self.pending.after_exit.set_nested(l2);
         self.pending.gated = gated;
+        // Each change of level or of GIF may be what it has waited for.
         if self.smm.latched_init {
             self.release_init();
         }

@@ -38,6 +38,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether L2, which halts, is to be entered again since its run ends at once.
     pub(crate) fn nested_timer_is_due(&mut self) -> bool {
+        // L2 does not run, so no CPU counts for it.
         let Some(deadline) = self.nested_wakes_at() else { return false };
         let host = self.b.host_tsc();
         self.b.guest_tsc(host) >= deadline
@@ -48,6 +49,7 @@ impl<B: Backend> Vcpu<B> {
         let Some(deadline) = self.nested_wakes_at() else { return };
         let clock = self.clock_now();
         let ticks = u128::from(deadline.saturating_sub(clock.guest_tsc));
+        // Rounded up: a timer that fires too soon costs a turn.
         let ns = (ticks * 1_000_000).div_ceil(u128::from(clock.tsc_khz.max(1)));
         let at = clock.now_ns.saturating_add(u64::try_from(ns).unwrap_or(u64::MAX));
         if self.rare.nested_wake.is_none() {

@@ -97,6 +97,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     pub(crate) fn begin_observation(&mut self, watch: Observed) -> bool {
         self.observation.watch = watch;
+        // Both words, so that the loop comes by after an exit and before an entry.
         self.pending.after_exit.set_observed(true);
         self.events.outer.set(Outer::OBSERVED, true);
         self.tell_and_enter()
@@ -130,10 +131,12 @@ impl<B: Backend> Vcpu<B> {
         self.pending.raise();
         let exit = self.b.exit();
         if watch.cycles() {
+            // As early as can be: what is told below is no part of the exit's cost.
             let (at, reason) = (self.b.host_tsc(), reason_of(&exit));
             self.observation.exited = Some(Exited { at, reason, during: watch });
         }
         let offered = self.pending.after_exit.offered();
+        // The offer as it stood is compared with what is left of it.
         self.note_taken();
         let still = self.pending.after_exit.offered();
         let taken = offered.filter(|_| watch.inj_virq() && still.is_none());
@@ -142,6 +145,7 @@ impl<B: Backend> Vcpu<B> {
                 Exit::TdpFault(_) if watch.mmio() => self.simple_access(s),
                 _ => None,
             };
+            // Of before the answer, which may overwrite what was asked for.
             let (gprs, rip) = (self.gprs, self.b.rip());
             self.observation.before = Some(Before { exit, gprs, rip, simple });
         }
@@ -168,6 +172,7 @@ impl<B: Backend> Vcpu<B> {
         if !self.pending.after_exit.is_observed() || self.events.outer.any_but(Outer::OBSERVED) {
             return false;
         }
+        // Before the entry is told, of which it is a part.
         self.inject_answer(s) && self.tell_and_enter()
     }
 

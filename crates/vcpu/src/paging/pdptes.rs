@@ -33,6 +33,7 @@ impl<B: Backend> Vcpu<B> {
     /// `false`: not to be had here.
     pub(crate) fn fetch_pdptes(&mut self, s: Section<'_>, cr: u8, value: u64) -> bool {
         let c = self.b.control();
+        // The value that is about to be written decides.
         let cr4 = if cr == 4 { Cr4::from_bits_retain(value) } else { c.cr4 };
         if self.b.pdptes().is_some() && self.mmu.shadow.is_none() {
             // Where they are to be loaded, guest memory is read outside.
@@ -40,12 +41,14 @@ impl<B: Backend> Vcpu<B> {
         }
         let mmu = &mut self.mmu;
         let Some((shadow, memory, _)) = mmu.shadowed() else { return true };
+        // One that an earlier write left unused is of another CR3.
         shadow.fetched = None;
         if !cr4.contains(Cr4::PAE) || c.efer.is_long() || !matches!(cr, 0 | 3 | 4) {
             return true;
         }
         let base = pdptes_at(if cr == 3 { value } else { c.cr3 });
         let mut bytes = [0; 32];
+        // The write is done again outside, where memory may be waited for.
         if !memory.read_irqs_off(&memory.view(s), Gpa(base), &mut bytes) {
             return false;
         }
@@ -68,6 +71,7 @@ impl<B: Backend> Vcpu<B> {
             return Ok(());
         }
         if let Some(tables) = self.mmu.l1_tables() {
+            // Loaded only when all four were read and are good: a refused write leaves those of before.
             let mut entries = [0; 4];
             self.read_of_l2(&tables, base, &mut entries).ok_or(Exception::gp(0))?;
             return self.set_loaded_pdptes(entries);
@@ -87,6 +91,7 @@ impl<B: Backend> Vcpu<B> {
     /// Sets the PDPTEs that were read from memory.
     fn set_loaded_pdptes(&mut self, entries: Pdptes) -> Result<(), Exception> {
         let reserved = self.reserved_in_pdptes();
+        // Of an entry that is not present the other bits are ignored (SDM vol. 3A §4.4.1).
         if entries.iter().any(|e| e & PRESENT != 0 && e & reserved != 0) {
             return Err(Exception::gp(0));
         }

@@ -72,6 +72,7 @@ impl Roots {
 
     /// The root of L2's, which was due, is there; what else is due stays so.
     pub(crate) fn nested_found(&mut self) {
+        // L2's root alone was found: roots that are to be unloaded are still due.
         self.due = self.unload;
     }
 
@@ -106,6 +107,7 @@ impl<B: Backend> Vcpu<B> {
         let c = self.b.control();
         if self.mmu.roots.is_shadow() {
             let role = Role::of_registers(c.cr0, c.cr4, c.efer).bits() as u32;
+            // The same role means the same root: nothing is looked up.
             if core::mem::replace(&mut self.mmu.roots.role, role) != role {
                 self.want_root();
             }
@@ -131,6 +133,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn switch_due_root(&mut self, s: Section<'_>) -> Next {
+        // To unload frees tables, for which others' flushes are waited for.
         if !self.mmu.roots.is_shadow() || self.mmu.roots.unload || !self.shadow_work_in_loop(s) {
             return Next::Done;
         }
@@ -141,6 +144,7 @@ impl<B: Backend> Vcpu<B> {
     /// Gives the backend the root that is due.
     #[inline(never)]
     pub(crate) fn switch_root(&mut self) -> Result<(), NoMemory> {
+        // First, so that the root below is a new one.
         if core::mem::take(&mut self.mmu.roots.unload) {
             self.drop_roots();
         }
@@ -160,6 +164,7 @@ impl<B: Backend> Vcpu<B> {
                 root
             }
         };
+        // Before the nested root: an L2 without tables of L1's runs on this one too.
         self.b.set_tdp_root(root);
         self.switch_nested_root()
     }

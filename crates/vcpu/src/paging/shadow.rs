@@ -117,6 +117,7 @@ impl<B: Backend> Vcpu<B> {
     fn want(&mut self, what: u8) {
         if let Some(shadow) = &mut self.mmu.shadow {
             shadow.work |= what;
+            // So the work is done before the next entry, wherever it was noted.
             self.mmu.roots.set_due();
         }
     }
@@ -125,6 +126,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     pub(crate) fn shadow_work_in_loop(&mut self, s: Section<'_>) -> bool {
         let todo = self.mmu.shadow.as_ref().map_or(0, |shadow| shadow.work);
+        // They are read from guest memory.
         if todo & work::PDPTES != 0 {
             return false;
         }
@@ -133,6 +135,7 @@ impl<B: Backend> Vcpu<B> {
         let smm = self.smm.active;
         let Self { b, mmu, .. } = self;
         let Some((shadow, memory, _)) = mmu.shadowed() else { return true };
+        // With interrupts off nobody waits for the lock, which another vCPU may hold for long.
         let Some(mut guard) = memory.shadow().and_then(|mmu| mmu.try_lock()) else { return false };
         let view = memory.view(s);
         let loads = todo & work::LOAD != 0;
@@ -150,6 +153,7 @@ impl<B: Backend> Vcpu<B> {
         if loads | flushes {
             b.flush_tlb();
         }
+        // Only here, where nothing is left: the outer loop begins with all of it.
         shadow.work = 0;
         if guard.wants_settling() {
             shadow.unsettled = true;
@@ -179,6 +183,7 @@ impl<B: Backend> Vcpu<B> {
             let Shadow { roots, pdptes, .. } = &mut **shadow;
             let root = memory
                 .shadow_switch(by, roots, &context, pdptes, smm, loads)
+                // Nothing was done: without a root there is no entry.
                 .inspect_err(|_| shadow.work = todo)?;
             b.set_shadow_root(root.cr3);
         }
@@ -196,6 +201,7 @@ impl<B: Backend> Vcpu<B> {
         if let Some(shadow) = &mut self.mmu.shadow {
             let Shadow { roots, others, .. } = &mut **shadow;
             core::mem::swap(roots, others);
+            // Before its roots are looked up.
             self.mmu.memory.shadow_doubt();
             self.registers_replaced();
         }
@@ -226,6 +232,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn answer_page_fault(&mut self, s: Section<'_>, fault: PageFault) -> Next {
         let context = self.paging();
         let mmu = &mut self.mmu;
+        // Under TDP a #PF is the guest's own and does not exit.
         let Some((shadow, memory, _)) = mmu.shadowed() else { return Next::Leave };
         let Some(mut guard) = memory.shadow().and_then(|mmu| mmu.try_lock()) else {
             return Next::Leave;
@@ -233,6 +240,7 @@ impl<B: Backend> Vcpu<B> {
         let view = memory.view(s);
         let (roots, at) = (&mut shadow.roots, fault.address.0);
         let outcome = guard.fault(&view, roots, &context, at, fault.code);
+        // The lock is not held over what may leave the loop or raise an event.
         drop(guard);
         match outcome {
             ShadowFault::Fixed => {
@@ -241,10 +249,12 @@ impl<B: Backend> Vcpu<B> {
             }
             ShadowFault::Guest(exception) => {
                 self.stats.count(VcpuCount::PfGuest);
+                // Before the guest's fault is raised: which event it interrupted decides what the two become.
                 let next = self.keep_interrupted_delivery();
                 self.raise_in_delivery(exception);
                 next
             }
+            // Only the access itself can be a device's register. A table in a device is looked at outside.
             ShadowFault::NeedFrame(wanted) if wanted.table.is_none() => {
                 self.answer_mmio(s, as_tdp(wanted.gpa, fault.code))
             }
@@ -300,6 +310,7 @@ impl<B: Backend> Vcpu<B> {
                 self.events.again = None;
                 if !self.shared.in_kernel_apic {
                     self.events.external = Some(vector);
+                // The vector may be the PIC's, which has none in service here.
                 } else if self.shared.lapic.in_service() == Some(vector) {
                     self.shared.lapic.unack(vector);
                 }
@@ -328,6 +339,7 @@ impl<B: Backend> Vcpu<B> {
                 (insn.address(gpr, rip), next)
             }
         };
+        // INVLPG of any other address does nothing (SDM vol. 2A, INVLPG).
         if self.paging().is_canonical(at) && !self.invlpg_in_loop(s, at) {
             self.want(work::FLUSH);
         }
@@ -362,10 +374,12 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn flush_pcid(&mut self, kind: u8, pcid: u16, at: Gva) -> Result<(), Exception> {
         let c = self.b.control();
         let tagged = c.cr4.contains(Cr4::PCIDE);
+        // SDM vol. 2A, INVPCID: a PCID is #GP while CR4.PCIDE is clear.
         if (kind < 2 && pcid != 0 && !tagged) || (kind == 0 && !self.paging().is_canonical(at.0)) {
             return Err(Exception::gp(0));
         }
         let current = if tagged { c.cr3 & 0xfff } else { 0 };
+        // Shadow pages have no PCIDs. What is of another one is flushed with all: more than asked for is allowed.
         if kind == 0 && u64::from(pcid) == current {
             self.flush_page(at);
         } else {

@@ -164,12 +164,14 @@ pub enum Combined {
 }
 
 fn contributory(vector: u8) -> bool {
+    // #CP would be one as well. No guest is offered CET.
     matches!(vector, 0 | 10..=13)
 }
 
 /// Combines an exception being delivered with one that its delivery raised.
 pub fn combine(first: u8, second: u8) -> Combined {
     let page_fault = 14;
+    // Stock KVM shuts down for any exception behind #DF, the manual for these alone.
     if first == 8 {
         return if contributory(second) || second == page_fault {
             Combined::Triple
@@ -193,6 +195,8 @@ impl<B: Backend> Vcpu<B> {
         let combined = first.map_or(Combined::Second, |f| combine(f, exception.vector.0));
         match combined {
             Combined::Second => {
+                // One entry delivers one event. As on stock KVM the first is dropped: a fault comes again with its
+                // instruction.
                 if first.is_some() {
                     self.events.again = None;
                 }
@@ -213,6 +217,7 @@ impl<B: Backend> Vcpu<B> {
     /// Whether the guest takes external interrupts now.
     #[inline]
     pub(crate) fn interrupts_open(&self) -> bool {
+        // With an event prepared an interrupt has to wait for the entry after this one.
         self.b.rflags().contains(Rflags::IF) && !self.b.interrupt_shadow() && !self.b.injecting()
     }
 
@@ -284,6 +289,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline]
     pub(crate) fn sync_priority(&mut self) {
         let cr8 = self.b.cr8();
+        // Nothing is told where nothing changed: the APIC's priority is a shared line.
         if cr8 != self.pending.cr8_seen && !self.has_own_priority() {
             self.pending.cr8_seen = cr8;
             self.shared.lapic.set_cr8(cr8);
@@ -344,10 +350,12 @@ impl<B: Backend> Vcpu<B> {
     /// has to wait. False: a function of the kernel has to be called, and may not be.
     pub(crate) fn inject_pending(&mut self, s: Section<'_>, kernel: KernelCalls) -> bool {
         self.pending.take();
+        // What is chosen below is chosen by the priority that the guest has now, perhaps set without an exit.
         self.sync_priority();
         if self.pending.gated {
             return self.inject_gated(s, kernel);
         }
+        // Before the debugger is asked: the guest has begun to take these, or stands at the instruction that made them.
         self.inject_own();
         if self.events_blocked() {
             self.hold_back();
@@ -406,6 +414,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     pub(crate) fn inject_nmi(&mut self, kernel: KernelCalls) -> bool {
+        // As a CPU does: while one is handled one more is latched, and no third.
         if self.b.nmi_masked() {
             self.shared.limit_nmis();
         }
@@ -436,10 +445,12 @@ impl<B: Backend> Vcpu<B> {
     /// next one of the same vector is not lost, and in service once it was taken.
     #[inline(always)]
     pub(crate) fn inject_interrupt(&mut self, kernel: KernelCalls) -> bool {
+        // No priority is compared. The VMM's APIC did that before it gave the vector.
         if !self.shared.in_kernel_apic {
             let external = self.events.external;
             self.pending.after_exit.set_offered(external);
             self.b.offer_interrupt(external);
+            // An offer replaces the window, and the VMM cannot give a second one before the first was taken.
             if external.is_none() && self.pending.window_wanted {
                 self.b.set_interrupt_window(true);
             }
@@ -448,8 +459,10 @@ impl<B: Backend> Vcpu<B> {
         if self.apic_is_served() || self.serve_apic_if_possible() {
             return self.inject_served(kernel);
         }
+        // The choice is made anew: a higher one may have been requested.
         self.put_back_offer();
         if self.pic_pending() {
+            // The vector is back in the IRR. Left with the hardware as well it would be delivered twice.
             self.offer_nothing();
             if kernel.are_allowed() {
                 self.inject_from_pic();
@@ -540,6 +553,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn acknowledge_pic(&mut self) -> Option<Vector> {
         let (vector, owing) = self.vm.irq().extint_ack()?;
         self.note_owing(owing);
+        // Who waits for that end is told outside. The IPI ends the run that is about to begin.
         if owing.any() {
             host::smp::kick(host::smp::cpu_id());
         }
@@ -550,6 +564,7 @@ impl<B: Backend> Vcpu<B> {
     /// one, and the end of the other.
     #[inline]
     pub(crate) fn note_taken(&mut self) {
+        // First: TF and RF in RFLAGS are the step's until then.
         if self.pending.after_exit.take_stepping() {
             self.b.end_step();
             self.pending.raise();
@@ -601,6 +616,7 @@ impl<B: Backend> Vcpu<B> {
                 _ => false,
             };
             let is_executed_again = by_instruction && !self.repeats_injection();
+            // Once: the exit may be looked at again outside.
             self.b.forget_interrupted_delivery();
             if is_executed_again {
                 return;
@@ -633,6 +649,7 @@ impl<B: Backend> Vcpu<B> {
         if self.b.nested().is_some_and(Nested::injects_for_l1) {
             return;
         }
+        // It goes before all others at the next entry, as it would have at this one.
         if let Some(event) = self.b.cancel_injection() {
             self.events.again = Some(event);
             if event == Event::Nmi {

@@ -60,6 +60,8 @@ impl<B: Backend> Vcpu<B> {
     /// first entry.
     pub(crate) fn enter_guest(&mut self) -> Option<Left> {
         let off = self.disable_interrupts();
+        // The mode first, then the look. The other way round a request that comes between the two is not seen, and
+        // nobody sends an IPI for it ([`vm::kick`]).
         let entered = self.shared.enter_mode(off);
         if self.shared.has_requests() || task::work_pending() {
             irq::enable(self.shared.leave_mode(entered));
@@ -75,9 +77,11 @@ impl<B: Backend> Vcpu<B> {
             irq::enable(self.shared.leave_mode(entered));
             return None;
         }
+        // Behind the injection: the flag is offered for the vector that goes in now.
         self.offer_pv_eoi(s, self.pending.after_exit.offered());
         // A softirq may have borrowed the registers since the run began.
         host::fpu::ensure_in_registers();
+        // RCU and time accounting use per-CPU data, so before the guest's segments are loaded.
         let in_guest = irq::guest_enter();
         self.b.load(entered.cpu());
         self.time.forget_clock();
@@ -93,12 +97,16 @@ impl<B: Backend> Vcpu<B> {
         if self.page_log {
             self.mmu.take_page_log(&mut self.b);
         }
+        // The control block is still loaded: under VMX a read of it costs ten times as much outside.
         self.b.complete(&mut self.gprs);
         self.b.unload(self.ends_run(&left));
         self.stats.count(VcpuCount::HostStateReload);
+        // Only now: whoever withdraws translations waits for the mode, and until here guest memory was looked at by
+        // them.
         let mut off = self.shared.leave_mode(entered);
         irq::guest_exit(in_guest, left.is_handled());
         if matches!(left, Left::Exit(Exit::MachineCheck)) {
+            // With interrupts off, on the CPU that was hit.
             host::hostcpu::machine_check();
         }
         if left.is_handled() {
@@ -116,6 +124,7 @@ impl<B: Backend> Vcpu<B> {
     /// Whether the loop is left for an exit that most likely ends KVM_RUN.
     #[inline]
     fn ends_run(&self, left: &Left) -> bool {
+        // A wrong guess costs a few writes of lent MSRs, and nothing else.
         match left {
             Left::Exit(Exit::Io(_)) => true,
             Left::Exit(Exit::TdpFault(_)) => self.device.seen.is_decoded(),
@@ -133,6 +142,7 @@ impl<B: Backend> Vcpu<B> {
             if self.b.may_run_on(off.cpu()) {
                 return off;
             }
+            // That CPU has to answer an IPI. Two that wait for each other with interrupts off would do so for ever.
             irq::enable(off);
             self.b.release_elsewhere();
         }
@@ -158,6 +168,7 @@ impl<B: Backend> Vcpu<B> {
             }
             // An answer that cannot be injected here was given all the same.
             if self.pending.is_raised() && !self.inject_in_loop(s) {
+                // The attempt took what was raised. It is looked for again outside.
                 self.pending.raise();
                 return Left::Other(Other::Quietly);
             }
@@ -188,6 +199,7 @@ impl<B: Backend> Vcpu<B> {
     /// Injects what an answer made deliverable, with nothing else that waits.
     #[inline(always)]
     pub(crate) fn inject_answer(&mut self, s: Section<'_>) -> bool {
+        // What the guest has ended by its flag would hold a lower interrupt back.
         if !self.collect_pv_eoi(s) || !self.inject_pending(s, KernelCalls::Forbidden) {
             return false;
         }
@@ -200,6 +212,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline]
     pub(crate) fn with_kernel<R>(&mut self, f: impl FnOnce(&mut Self) -> R) -> (R, Next) {
         self.b.host_segments();
+        // With the host's segments in place: RCU uses per-CPU data.
         let done = irq::guest_paused(|| {
             let result = f(self);
             (result, if task::work_pending() { Next::Done } else { Next::Again })
@@ -222,6 +235,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn retire(&mut self, next_rip: u64) {
         self.b.retire(next_rip);
         let rflags = self.b.rflags();
+        // An instruction that completes clears RF (SDM vol. 3B §18.3.1.1). Nearly no guest has either flag set.
         if rflags.intersects(Rflags::TF | Rflags::RF) {
             self.retire_flags(rflags);
         }
@@ -243,10 +257,12 @@ impl<B: Backend> Vcpu<B> {
     }
 
     pub(crate) fn answer_cpuid(&mut self, s: Section<'_>) -> Next {
+        // The CPU exits before it would fault, so the fault is made here.
         if self.msrs.cpuid_faults && self.b.cpl() != 0 {
             self.raise(x86::Exception::gp(0));
             return Next::Again;
         }
+        // Where the bytes cannot be had nothing was done yet; outside, the same begins anew with the VMM's mapping.
         let Some(next) = self.next_rip(s) else { return Next::Leave };
         self.do_cpuid();
         self.retire(next);
@@ -298,6 +314,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// What an interrupt waited for has come: it is looked for again, and the window closed.
     pub(crate) fn answer_interrupt_window(&mut self) -> Next {
+        // Left open it would exit at every instruction from now on.
         self.b.set_interrupt_window(false);
         self.pending.raise();
         // A VMM with its own PIC may be waiting for just this.
@@ -335,13 +352,16 @@ impl<B: Backend> Vcpu<B> {
     /// HLT with an interrupt pending goes on at once; else the vCPU sleeps outside, its instruction
     /// retired here, where that is cheap.
     pub(crate) fn answer_hlt(&mut self, s: Section<'_>) -> Next {
+        // An interrupt that the flag has ended may let in the one that ends this halt.
         if !self.collect_pv_eoi(s) {
             return Next::Leave;
         }
         let Some(next) = self.next_rip(s) else { return Next::Leave };
+        // HLT has retired when it waits: the handler of what wakes the guest returns behind it.
         self.retire(next);
         self.pending.hlt_retired = true;
         let l2 = self.pending.after_exit.is_nested();
+        // What wakes an L2, and who hears that it halts, is asked outside.
         if !self.shared.in_kernel_apic || !self.b.rflags().contains(Rflags::IF) || l2 {
             return Next::Leave;
         }

@@ -41,14 +41,17 @@ struct Waiting<'a, B: Backend> {
 impl<B: Backend> Sleeper for Waiting<'_, B> {
     fn is_ready(&mut self) -> bool {
         if self.halted {
+            // The CPU's timer counts only while the guest runs, and no host timer is armed before the thread sleeps.
             self.vcpu.expire_while_polling();
         }
+        // Not of halted ones alone: a vCPU that waits for a SIPI has to hear that its VM is dead.
         self.vcpu.shared.has_requests()
             || (self.halted && (self.vcpu.ends_halt() || self.vcpu.nested_timer_is_due()))
             || self.vcpu.shared.has_init_sipi()
     }
 
     fn falls_asleep(&mut self) {
+        // Not before the thread polls: a halt that polling ends has armed nothing.
         self.hv_timer = self.halted && self.vcpu.switch_to_sw_timer();
         if self.halted {
             self.vcpu.arm_nested_wake();
@@ -64,6 +67,7 @@ impl<B: Backend> Sleeper for Waiting<'_, B> {
             vcpu.stats.set(VcpuCount::Blocking, 0);
         }
         if self.hv_timer {
+            // Asked for and not remembered: it may have been written or have expired during the sleep.
             match vcpu.shared.lapic.switch_to_hv_timer() {
                 Expiry::Never => {}
                 next => vcpu.arm_hv_timer(next, None),
@@ -99,10 +103,12 @@ impl<B: Backend> Sleeper for Waiting<'_, B> {
 impl<B: Backend> Vcpu<B> {
     /// Runs the guest until user space is needed.
     pub fn run(&mut self, input: &RunInput) -> UserExit {
+        // One look for the whole call: what is told of its beginning is told of its end.
         let watch = trace::observed();
         if watch.any() {
             self.observe_call(input, watch);
         }
+        // Before the first sleep. A VMM kicks by a signal that it has blocked outside of KVM_RUN (KVM_SET_SIGNAL_MASK).
         let _mask = task::with_sigmask(self.rare.signal_mask);
         if let Err(Break::ToUser(exit)) = self.wait_for_start(input) {
             return exit;
@@ -114,10 +120,13 @@ impl<B: Backend> Vcpu<B> {
         self.b.begin_run();
         let exit = self.run_until_exit(input);
         (self.rare.has_run, self.rare.nested_restored) = (true, false);
+        // User space may not come back for long, and a device waits for this end of interrupt.
         if self.events.outer.has(Outer::OWING) {
             self.tell_resamplers();
         }
         self.fpu.put();
+        // KVM_GET_LAPIC and KVM_SET_LAPIC may come next. They see the priority that the guest set without an exit, and
+        // an offered vector in the IRR again.
         self.sync_priority();
         self.withdraw_offer();
         self.stats.count(VcpuCount::UserExits);
@@ -133,6 +142,8 @@ impl<B: Backend> Vcpu<B> {
     /// Completes what user space was asked for, and runs the guest.
     #[inline(always)]
     fn run_until_exit(&mut self, input: &RunInput) -> UserExit {
+        // Before `immediate_exit` is looked at: a VMM sets that to have an access completed and nothing else executed,
+        // so that the state can be saved (KVM API §5).
         if let Err(Break::ToUser(exit)) = self.complete_user_io(input) {
             return exit;
         }
@@ -149,6 +160,7 @@ impl<B: Backend> Vcpu<B> {
             let (ready, cr8) = self.run_output_gated();
             return self.output(ready, cr8);
         }
+        // With a PIC in the kernel KVM_INTERRUPT is refused, so there is nothing to be ready for.
         let ready = self.has_pic() || self.interrupts_open() && self.has_room_for_external();
         self.output(ready, self.b.cr8())
     }
@@ -202,6 +214,7 @@ impl<B: Backend> Vcpu<B> {
             return Err(UserExit::Intr.into());
         }
         self.take_start_signals();
+        // As on stock KVM, KVM_RUN returns once more before a started processor runs.
         Err(UserExit::Again.into())
     }
 
@@ -217,22 +230,29 @@ impl<B: Backend> Vcpu<B> {
             return;
         }
         if init {
+            // Requests and what is in service may lie with the hardware, and would come back from there after the
+            // reset.
             self.gather_interrupts();
             self.reset_registers(Reset::Init);
             self.forget_lazy_deadline();
             self.pv.forget_pages();
             let bsp = self.shared.lapic.base() & base::BSP != 0;
+            // As stock KVM has it a bootstrap processor's LINT0 stays open to the PIC. A CPU masks it at INIT.
             let enabled = bsp && self.vm.settings.has_quirk(quirk::LINT0_REENABLED);
             let lint0 = if enabled { Lint0::ExtInt } else { Lint0::Masked };
             self.shared.lapic.init(lint0);
             self.vm.irq().apic_changed();
             self.address_changed();
             self.publish_priority();
+            // A bootstrap processor waits for no SIPI: it goes on at the reset vector (SDM vol. 3A §9.4).
             self.shared.set_mp_state(if bsp { MpState::Runnable } else { MpState::InitReceived });
         }
+        // A SIPI that finds nobody waiting is lost. The usual sequence sends two, and the second one finds the CPU
+        // running.
         if let Some(page) = sipi
             && self.shared.mp_state() == MpState::InitReceived
         {
+            // Limit and attributes stay as INIT left them (SDM vol. 3A §9.4).
             let mut cs = self.b.segment(backend::SegmentName::Cs);
             cs.selector = u16::from(page.0) << 8;
             cs.base = u64::from(page.0) << 12;
@@ -261,17 +281,21 @@ impl<B: Backend> Vcpu<B> {
         match self.enter_guest() {
             None => {
                 if task::handle_work().is_err() {
+                    // User space may save the state now, and what is prepared for an entry is no part of it.
                     self.take_back_injection();
                     return Err(UserExit::Intr.into());
                 }
                 Ok(())
             }
             Some(Left::Other(Other::Quietly) | Left::Exit(Exit::Interrupt)) => {
+                // What it says of stalled turns is for the loop, which was left anyway.
                 let _ = self.keep_interrupted_delivery();
+                // Before anybody looks at the local APIC: the guest may have ended an interrupt there by its flag.
                 self.take_pv_eoi();
                 Ok(())
             }
             Some(Left::Other(Other::Reflect)) => {
+                // An interrupted delivery is not kept yet: if the exit is L1's, L1 has to hear of it.
                 self.take_pv_eoi();
                 self.reflect_outside()
             }
@@ -285,26 +309,31 @@ impl<B: Backend> Vcpu<B> {
 
     /// Everything to be looked at before the guest may be entered.
     fn before_entry(&mut self) -> Outcome {
+        // First, since each of them may change what is looked at below.
         if self.shared.has_requests() {
             self.take_requests()?;
         }
         if self.events.outer.any() {
             self.leave_with_event()?;
         }
+        // Before a sleep: what wakes a halted guest may be the very interrupt that the VMM waits to give.
         if self.pending.window_wanted && self.ready_for_injection() {
             self.pending.window_wanted = false;
             return Err(UserExit::IrqWindowOpen.into());
         }
         if self.shared.mp_state() != MpState::Runnable {
             self.sleep()?;
+            // An SMI may have ended the sleep, and is taken before the guest goes on.
             if self.events.outer.any() {
                 self.leave_with_event()?;
             }
         }
         self.settle_shadow();
+        // As late as possible: everything above may change the registers that the root follows from.
         if self.mmu.roots.is_due() && self.switch_root().is_err() {
             return Err(UserExit::MemoryFault { flags: 0, gpa: 0, size: 0 }.into());
         }
+        // Last, so that the time the thread waited in here is told as stolen.
         self.before_entry_pv();
         Ok(())
     }
@@ -313,6 +342,7 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     fn leave_with_event(&mut self) -> Outcome {
+        // Before all returns below.
         if self.events.outer.has(Outer::OWING) {
             self.tell_resamplers();
         }
@@ -360,6 +390,7 @@ impl<B: Backend> Vcpu<B> {
         if has(Request::PageLog) {
             self.page_log = self.vm.wants_page_log();
             if let Some(log) = self.b.page_log() {
+                // Nobody but the vCPU's own thread may write its control block.
                 log.set_logging(self.page_log);
             }
         }
@@ -372,6 +403,7 @@ impl<B: Backend> Vcpu<B> {
         if has(Request::Routes) {
             self.follow_routes();
         }
+        // Who kicks need not say for what: everything is looked for.
         if has(Request::Event) {
             self.stats.count(VcpuCount::ReqEvent);
             self.pending.raise();
@@ -405,6 +437,7 @@ impl<B: Backend> Vcpu<B> {
                         continue;
                     }
                     self.shared.set_mp_state(MpState::Runnable);
+                    // What has ended the halt is yet to be injected.
                     self.pending.raise();
                     return Ok(());
                 }
@@ -425,11 +458,14 @@ impl<B: Backend> Vcpu<B> {
             // A guest that polls before it halts wants no more of it.
             let may_poll = halted && !self.pv.guest_polls();
             let poll = if may_poll { self.vm.halt_poll_ns() } else { 0 };
+            // Whether something ends the halt is asked of the local APIC, which knows only the priority that it was
+            // told.
             self.sync_priority();
             let shared = self.shared.clone();
             let polls = poll != 0;
             let mut waiting = Waiting { vcpu: self, halted, polls, hv_timer: false };
             let blocked = shared.waiter.wait(&mut waiting, poll);
+            // The state stays halted: the next KVM_RUN sleeps on.
             if blocked == Blocked::Signal {
                 return Err(UserExit::Intr.into());
             }

@@ -62,6 +62,7 @@ impl Left {
     /// Whether there is nothing to handle but what comes with interrupts turned on again.
     #[inline(always)]
     pub(crate) fn is_handled(&self) -> bool {
+        // An NMI is not among them: it was the host's, and has been taken by now.
         matches!(self, Self::Exit(Exit::Interrupt) | Self::Other(Other::Quietly))
     }
 }

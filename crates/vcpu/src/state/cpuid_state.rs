@@ -17,6 +17,7 @@ impl<B: Backend> Vcpu<B> {
     /// CR4, XCR0, IA32_XSS, the APIC base or MISC_ENABLE was written.
     #[inline]
     pub(crate) fn cpuid_inputs_changed(&mut self) {
+        // With the table the answer is made when it is asked for; nothing is done here.
         if self.cpuid.is_uncached() {
             self.refresh_without_table();
         }
@@ -47,6 +48,7 @@ impl<B: Backend> Vcpu<B> {
         if done? {
             self.follow_misc_enable();
             self.apply_cpuid();
+            // Walks were made by the reserved bits of before.
             self.code.fetch.forget();
             self.cpuid_inputs_changed();
         }
@@ -80,6 +82,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Derives what a new table lets the guest do.
     pub(crate) fn apply_cpuid(&mut self) {
+        // First, for it takes SVM out of the table that the limits are made of.
         self.follow_vm_cr();
         let c = &self.cpuid;
         let f = |feature| c.has(feature);
@@ -100,6 +103,7 @@ impl<B: Backend> Vcpu<B> {
         self.rare.keeps_l2_apart = c.keeps_guests_apart();
         self.b.set_limits(limits);
         self.set_apic_features();
+        // `set_limits` has opened what the filter closes.
         if self.msrs.filtered {
             self.apply_msr_filter();
         }

@@ -72,6 +72,7 @@ impl<B: Backend> Vcpu<B> {
         self.rare.debug.control = if on { control } else { 0 };
         let has = |bit| self.rare.debug.control & bit != 0;
         let (step, breakpoints) = (has(guestdbg::SINGLESTEP), has(guestdbg::USE_HW_BP));
+        // Before the flag changes: whose TF is in RFLAGS follows from it.
         let rflags = self.guest_rflags();
         self.rare.debug.single_step = step;
         self.b.set_rflags(if step { rflags | Rflags::TF } else { rflags });
@@ -85,11 +86,13 @@ impl<B: Backend> Vcpu<B> {
             Dr6::RESET.bits(),
             Dr7::new(dr7).bits(),
         ]));
+        // BLOCKIRQ may have come or gone.
         self.smi_blocked(self.events_blocked());
         self.pending.raise();
     }
 
     fn borrow_debug_regs(&mut self, theirs: Option<DebugRegs>) {
+        // Before they are replaced: with breakpoints of before these are the kept ones, not the hardware's.
         let own = self.debug_regs();
         if self.rare.borrowed_debug.is_none() && theirs.is_none() {
             return;
@@ -130,6 +133,7 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     fn put_debugger_aside(&mut self) -> Option<DebugRegs> {
+        // The flags that the other level finds are the guest's own.
         self.b.set_rflags(self.guest_rflags());
         let borrowed = self.rare.borrowed_debug.take()?;
         self.b.set_debug_regs(borrowed.own);
@@ -156,6 +160,7 @@ impl<B: Backend> Vcpu<B> {
     /// The debugger's DR7, if that makes an access of a debug register a #DB. On VMX the exit comes first.
     pub(crate) fn debuggers_general_detect(&self, dr: u8) -> Option<u64> {
         let [.., dr7] = self.rare.borrowed_debug?.theirs;
+        // DR4 and DR5 are #UD with CR4.DE, which comes before general detect (SDM vol. 3B §18.2.2).
         let missing = matches!(dr, 4 | 5) && self.b.cr4().contains(Cr4::DE);
         (dr7 & Dr7::GD != 0 && !missing && self.b.cpl() == 0).then_some(dr7)
     }

@@ -31,12 +31,14 @@ fn word(area: &[u8], at: usize) -> Option<u16> {
 
 /// Puts the x87 unit into the state that FNINIT leaves: the registers keep their values, and are empty (SDM vol. 2, FINIT).
 fn init(area: &mut [u8]) -> Option<()> {
+    // A component in its initial state has nothing in the area.
     if *area.get(XSTATE_BV)? & XSTATE_X87 == 0 {
         area.get_mut(ST..XMM)?.fill(0);
     }
     // The area holds the stack from its top on, which is register 0 from now on.
     let top = usize::from((word(area, STATUS_WORD)? & STATUS_TOP) >> 11);
     area.get_mut(ST..XMM)?.rotate_right(top * 16);
+    // To FDP, and not MXCSR behind it, which FNINIT leaves.
     area.get_mut(..24)?.fill(0);
     area.get_mut(CONTROL_WORD..2)?.copy_from_slice(&INITIAL_CONTROL.to_le_bytes());
     *area.get_mut(XSTATE_BV)? |= XSTATE_X87;
@@ -96,6 +98,7 @@ impl<B: Backend> Vcpu<B> {
         let size = self.xsave_size();
         area.try_reserve_exact(size).map_err(|_| Stop::Unsupported)?;
         area.resize(size, 0u8);
+        // The registers are in the CPU while the vCPU runs: the area has them only now.
         self.fpu.put();
         self.xsave(&mut area);
         let result = f(&mut area);
@@ -130,6 +133,7 @@ impl<B: Backend> Vcpu<B> {
         let at = xmm_offset(n);
         self.with_extended_state(true, |area| {
             let live = area.get(XSTATE_BV)? & XSTATE_SSE != 0;
+            // The other fifteen registers are zero, whatever the area holds.
             if !live {
                 area.get_mut(XMM..XMM + 256)?.fill(0);
             }

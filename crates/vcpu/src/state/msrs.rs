@@ -48,9 +48,11 @@ impl<B: Backend> Vcpu<B> {
         /// The one register whose value needs the kernel's clock.
         const TIMER_CURRENT: u32 = x86::msr::x2apic(x86::apic::reg::TIMER_CURRENT);
         let index = self.gprs.0[RCX] as u32;
+        // Any RDMSR may be of the APIC's, and the class is told only later.
         if !self.collect_pv_eoi(s) {
             return Next::Leave;
         }
+        // The VMM may want to hear of it, which is outside.
         if self.msr_denied(index, Access::Read) {
             return Next::Leave;
         }
@@ -80,6 +82,7 @@ impl<B: Backend> Vcpu<B> {
             return self.wrmsr_deadline(s);
         }
         let class = msr::classify(index);
+        // No filter is asked: KVM_X86_SET_MSR_FILTER leaves the x2APIC's MSRs alone.
         if class == Class::X2Apic {
             return self.wrmsr_x2apic(s, index);
         }
@@ -103,6 +106,7 @@ impl<B: Backend> Vcpu<B> {
                     Ok(()) => self.retire(next),
                     Err(Refused) => return self.msr_refused(),
                 }
+                // EFER.NXE is in the role of shadow pages.
                 self.switch_root_in_loop(s)
             }
         }
@@ -119,6 +123,7 @@ impl<B: Backend> Vcpu<B> {
         }
         let value = self.msr_operand();
         self.stats.count(VcpuCount::TscDeadlineWrites);
+        // Before the timer is armed, which may leave the loop: WRMSR must not be executed twice.
         self.retire(next);
         self.write_deadline_in_loop(s, value)
     }
@@ -129,6 +134,7 @@ impl<B: Backend> Vcpu<B> {
             return Next::Leave;
         }
         let Some(next) = self.next_rip(s) else { return Next::Leave };
+        // Before the write: it is compared with the priority that the guest has set without an exit.
         self.before_x2apic_write(index);
         let value = self.msr_operand();
         match self.shared.lapic.write_x2(index, value) {
@@ -366,6 +372,7 @@ impl<B: Backend> Vcpu<B> {
             SPEC_CTRL if !msr::spec_ctrl_is_valid(value, self.facts(), by) => Err(Refused),
             DEBUGCTL => self.write_debugctl(value),
             _ => {
+                // A CPU refuses one that is not canonical, and so would an entry.
                 if msr::holds_address(index) && !self.cpuid.is_canonical(value) {
                     return Err(Refused);
                 }
@@ -423,6 +430,7 @@ impl<B: Backend> Vcpu<B> {
             x2apic: self.cpuid.has(x86::cpuid::feature::X2APIC),
             host: by == By::Vmm,
         };
+        // A change of mode ends what the hardware serves, and moves the registers.
         self.gather_interrupts();
         let change = self.shared.lapic.set_base(value, rules).map_err(|_| Refused)?;
         self.cpuid_inputs_changed();

@@ -137,6 +137,7 @@ impl<B: Backend> Vcpu<B> {
         self.b.set_rip(regs.rip);
         let step = if self.rare.debug.single_step { Rflags::TF } else { Rflags::empty() };
         self.b.set_rflags(regs.rflags | Rflags::FIXED | step);
+        // It was a fault of the instruction that RIP has left.
         self.events.exception = None;
         self.pending.raise();
     }
@@ -185,6 +186,7 @@ impl<B: Backend> Vcpu<B> {
         }
         self.put_sregs(s);
         if let Some(vector) = interrupt {
+            // It is as if injected before: KVM_GET_SREGS has told it so.
             self.events.again = Some(Event::Interrupt(vector));
         }
         // A bootstrap processor in real mode at the reset vector has just been reset
@@ -202,6 +204,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Sets the registers, which were found good; but for the APIC base.
     pub(crate) fn put_sregs(&mut self, s: &Sregs) {
+        // The VMM has set registers meanwhile, and gives the entries or has them loaded by these.
         self.rare.pdptes_due = false;
         for (name, value) in SEGMENTS.into_iter().zip(s.segments()) {
             self.b.set_segment(name, value);
@@ -219,7 +222,9 @@ impl<B: Backend> Vcpu<B> {
         self.set_priority_shown(s.cr8 as u8);
         self.b.flush_tlb();
         self.note_role();
+        // Behind all registers: roots and PDPTEs follow from them together.
         self.registers_replaced();
+        // Behind the registers, which have loaded them from memory.
         if let Some(entries) = s.pdptes {
             self.give_pdptes(entries);
         }
@@ -275,6 +280,7 @@ impl<B: Backend> Vcpu<B> {
             Some(x) if e.exception_injected => self.events.again = Some(Event::Exception(x)),
             x => self.events.exception = x,
         }
+        // One is injected at a time. An exception goes first.
         if let Some(vector) = e.interrupt
             && self.events.again.is_none()
         {
@@ -305,6 +311,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// KVM_GET_MP_STATE; takes pending start signals first.
     pub fn mp_state(&mut self) -> MpState {
+        // A VMM that saves the state must not find a processor waiting whose SIPI has come.
         if self.shared.has_init_sipi() {
             self.take_start_signals();
         }
@@ -315,6 +322,7 @@ impl<B: Backend> Vcpu<B> {
     pub fn set_mp_state(&mut self, state: MpState) {
         self.shared.set_mp_state(state);
         self.tell_activity();
+        // KVM_RUN looks at the state anew, whatever it slept for.
         self.shared.request(Request::Event);
     }
 

@@ -53,6 +53,8 @@ impl<B: Backend> Vcpu<B> {
     pub fn set_tsc_khz(&mut self, khz: u32, scaling: bool) -> Result<(), Invalid> {
         let host_khz = host::clock::tsc_khz();
         let close = is_close(khz, host_khz);
+        // Without scaling only the host's rate can be had. Stock KVM takes a faster one and makes up for it in
+        // software.
         if khz == 0 || !(close || scaling) {
             return Err(Invalid);
         }
@@ -61,6 +63,7 @@ impl<B: Backend> Vcpu<B> {
         self.rare.tsc.khz = khz;
         self.rare.tsc.ratio = if close { 1 << 32 } else { ratio(khz, host_khz) };
         // The guest's TSC goes on from where it is.
+        // The new ratio without an offset gives what has to be added.
         self.b.set_tsc(0, self.rare.tsc.ratio);
         self.rare.tsc.offset = guest.wrapping_sub(self.b.guest_tsc(host));
         self.b.set_tsc(self.rare.tsc.offset, self.rare.tsc.ratio);
@@ -95,6 +98,7 @@ impl<B: Backend> Vcpu<B> {
         match self.msrs.store.inject_mce(report, enabled).map_err(|_| Invalid)? {
             McVerdict::Logged => {}
             McVerdict::Interrupt if self.shared.in_kernel_apic => {
+                // By its LVT entry, which the guest may have masked.
                 self.shared.deliver(self.shared.lapic.deliver_local(LocalVector::Cmci));
             }
             McVerdict::Interrupt => {}
@@ -115,6 +119,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Moves what a waiting exception carries into CR2 or DR6, so that it can be saved without.
     pub fn deliver_exception_payload(&mut self) {
+        // What is injected already has left its payload where it belongs.
         let Some(exception) = &mut self.events.exception else { return };
         let (vector, payload) = (exception.vector.0, exception.payload.take());
         match (vector, payload) {

@@ -76,6 +76,7 @@ impl<B: Backend> Vcpu<B> {
     ) -> Option<T> {
         let at = self.time.lazy.page()?;
         let memory = self.vm.memory();
+        // The attempt may have come half way: the page is put right from where it stood.
         let before = self.time.lazy;
         let lazy = &mut self.time.lazy;
         let done = self.shared.in_section(|s| {
@@ -92,6 +93,7 @@ impl<B: Backend> Vcpu<B> {
     /// The deadline that the CPU watches has come: interrupts, unless the guest has stored a later one. No advance
     /// is needed for the look, which takes less than the way from a host timer.
     pub(super) fn expire_lazy_deadline_in_loop(&mut self, s: Section<'_>) -> Next {
+        // Without a promise the guest has stored nothing that counts.
         let promised = self.time.lazy.armed() != 0;
         let Some(at) = self.time.lazy.page().filter(|_| promised) else {
             return self.expire_deadline();
@@ -103,6 +105,7 @@ impl<B: Backend> Vcpu<B> {
             Ok(Some(later)) => self.write_deadline_in_loop(s, later),
             Ok(None) => self.expire_deadline(),
             Err(_) => {
+                // The look is made again outside, from the beginning.
                 self.time.lazy = before;
                 self.shared.request(Request::Deadline);
                 Next::Done
@@ -113,10 +116,12 @@ impl<B: Backend> Vcpu<B> {
     /// A TSC deadline has come, or may have: interrupts, unless the guest has stored a later one.
     pub(crate) fn expire_lazy_deadline(&mut self) {
         let deadline = self.shared.lapic.tsc_deadline();
+        // The timer was stopped or has expired between the request and here.
         if deadline == 0 {
             return;
         }
         let tsc = self.b.host_tsc();
+        // The host timer fires that much before the deadline.
         if deadline > self.b.guest_tsc(tsc).saturating_add(self.guard_advance()) {
             // Moved meanwhile; or host time, which is disciplined, ran ahead of the guest's TSC.
             return self.arm_deadline(deadline);
@@ -176,6 +181,7 @@ impl<B: Backend> Vcpu<B> {
         if !self.time.lazy.enabled() {
             return;
         }
+        // The generation says that translations were withdrawn: behind the address may be other memory.
         let generation = self.vm.memory().generation();
         if !self.time.lazy.in_doubt() && generation == self.time.lazy_generation {
             return;
@@ -212,6 +218,7 @@ impl<B: Backend> Vcpu<B> {
         if !(possible && (offered || by == By::Vmm)) && !(by == By::Vmm && off) {
             return Err(Refused);
         }
+        // Before the place changes: the old page is the one that holds the promise.
         self.end_promise();
         let before = self.time.lazy.msr();
         self.time.lazy.configure(value);
@@ -221,9 +228,11 @@ impl<B: Backend> Vcpu<B> {
             && self.time.lazy.enabled()
             && self.on_page(|lazy, page| lazy.sync(page, 0)).is_none()
         {
+            // #GP leaves everything as it was.
             self.time.lazy.configure(before);
             return Err(Refused);
         }
+        // From now on the host timer's interrupt leaves the deadline to this thread, or no more.
         self.shared.lapic.guard_deadline(self.time.lazy.enabled());
         let clock = self.clock_now();
         let op = self.shared.lapic.tsc_changed(&clock);

@@ -106,6 +106,7 @@ impl<B: Backend> Vcpu<B> {
         let base = self.time.clock.base?;
         let tsc = self.b.host_tsc();
         let ticks = u128::from(tsc.wrapping_sub(base.tsc));
+        // A loop may last for seconds, and the product has 32 bits more.
         let now_ns = base.ns.wrapping_add(((ticks * u128::from(base.mult)) >> 32) as u64);
         Some(TimerClock { now_ns, guest_tsc: self.b.guest_tsc(tsc), tsc_khz: self.rare.tsc.khz })
     }
@@ -119,6 +120,7 @@ impl<B: Backend> Vcpu<B> {
         // A deadline that has passed, or that the CPU watches, needs no host time at all.
         let tsc = self.b.host_tsc();
         let guest_tsc = self.b.guest_tsc(tsc);
+        // The CPU compares the guest's TSC: nothing is converted.
         if self.hv_timer_in_use() {
             self.write_hv_deadline(value, guest_tsc);
             return self.promise_in_loop(s, Next::Again);
@@ -142,6 +144,7 @@ impl<B: Backend> Vcpu<B> {
         let next = match self.shared.lapic.set_tsc_deadline(value, &clock) {
             TimerOp::Leave => Next::Again,
             TimerOp::Expired(accepted) => {
+                // To oneself: no IPI, for the loop looks before its next entry.
                 self.pending.raise_if(accepted.kick());
                 Next::Again
             }
@@ -156,6 +159,7 @@ impl<B: Backend> Vcpu<B> {
             TimerOp::ArmHv if value != 0 => self.set_hv_timer_from(value, guest_tsc),
             TimerOp::ArmHv => self.set_hv_timer(0),
             TimerOp::Expired(accepted) => {
+                // It has come: the next entry must not end for it again.
                 self.set_hv_timer(0);
                 self.pending.raise_if(accepted.kick());
             }
@@ -201,6 +205,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn timer_changed(&mut self, change: TimerChange) {
         let clock = self.clock_now();
         let op = self.shared.lapic.timer_update(change, clock.now_ns);
+        // Before the page is looked at, which is told what the timer runs for.
         self.arm_timer(op);
         if matches!(change, TimerChange::Mode { old } if is_deadline_mode(old)) {
             self.time.lazy.leave();
@@ -212,6 +217,7 @@ impl<B: Backend> Vcpu<B> {
     /// KVM_SET_LAPIC has set the timer. `ran_for_deadlines`: it was in TSC-deadline mode before.
     pub(crate) fn timer_restored(&mut self, op: TimerOp, ran_for_deadlines: bool) {
         self.arm_timer(op);
+        // A VMM restores: what the page holds is of the machine that was saved.
         self.time.lazy.forget_promise();
         if ran_for_deadlines && !self.shared.lapic.tsc_deadline_mode() {
             self.reset_lazy_deadline();
@@ -223,6 +229,7 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     pub(crate) fn tsc_changed(&mut self) {
+        // A countdown was converted by the TSC of before.
         if self.hv_timer_in_use() && matches!(self.shared.lapic.next_expiry(), Expiry::Ns(_)) {
             self.set_hv_timer(1);
         }
@@ -294,6 +301,7 @@ impl<B: Backend> Vcpu<B> {
             Expiry::Ns(ns) => {
                 let TimerClock { now_ns, guest_tsc, tsc_khz } =
                     clock.copied().unwrap_or_else(|| self.clock_now());
+                // 0 would be no deadline.
                 guest_tsc.saturating_add(ns_to_ticks(ns.saturating_sub(now_ns), tsc_khz)).max(1)
             }
         };
@@ -332,6 +340,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// The TSC deadline that the CPU watches has come, and is the guest's newest.
     fn expire_deadline(&mut self) -> Next {
+        // A guest that does not set another one is not to be left again for this one.
         self.set_hv_timer(0);
         self.pending.raise_if(self.shared.lapic.expire_deadline().kick());
         Next::Again
@@ -339,6 +348,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// The countdown that the CPU watches is over, or what was watched for it; a periodic one begins anew.
     fn expire_countdown(&mut self, clock: &TimerClock) {
+        // Host time is computed from the TSC here: a countdown must not be found one tick short, and end the run again.
         let now_ns = clock.now_ns.saturating_add(ROUNDING_NS);
         self.pending.raise_if(self.shared.lapic.expire_due(now_ns).kick());
         self.arm_hv_timer(self.shared.lapic.next_expiry(), Some(clock));

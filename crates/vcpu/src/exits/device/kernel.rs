@@ -37,9 +37,11 @@ impl<B: Backend> Vcpu<B> {
         }
         match simple {
             SimpleMmio::Load { size: 4, dest, .. } if !fault.write => {
+                // Registers lie 16 bytes apart. What lies between is the slow path's to answer.
                 if offset & 0xf != 0 || !self.collect_pv_eoi(s) {
                     return Next::Leave;
                 }
+                // It may be TPR or PPR that is read, or IRR, from which an offered vector is missing.
                 self.sync_priority();
                 self.withdraw_offer();
                 let (value, then) = if offset == TIMER_CURRENT {
@@ -74,6 +76,7 @@ impl<B: Backend> Vcpu<B> {
             return Next::Leave;
         }
         self.sync_priority();
+        // Before the write, which may leave the loop for the kernel: it must not be executed twice.
         self.retire(next);
         let effect = self.shared.lapic.write(offset, value);
         self.effect_in_loop(effect)

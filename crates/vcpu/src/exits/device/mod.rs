@@ -231,6 +231,7 @@ impl<B: Backend> Vcpu<B> {
         at: u16,
         next: u64,
     ) -> Option<PlainAccess> {
+        // Eight bytes from there may lie in two pages, and of the second one the fault says nothing.
         if at > 0xff8 || u64::from(at) != fault.gpa.0 & 0xfff || !self.is_64bit_code() {
             return None;
         }
@@ -244,6 +245,7 @@ impl<B: Backend> Vcpu<B> {
                 DeviceAccess::store(fault.gpa, size, value.to_le_bytes())
             }
         };
+        // The guest's tables were checked for the fault's kind of access alone.
         if access.is_store() != fault.write {
             return None;
         }
@@ -252,6 +254,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// A TDP fault: a page to be mapped, or a device.
     pub(crate) fn tdp_fault(&mut self, fault: TdpFault) -> Outcome {
+        // The tables are ours, so it is a bug of ours. The access would fault again and again.
         if fault.reserved {
             return self.unexpected_exit();
         }
@@ -283,6 +286,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// A fault where no memory is, outside the loop: a device in the kernel, else user space.
     pub(crate) fn device_access(&mut self, fault: TdpFault) -> Outcome {
+        // The walk of the delivery itself has met a device: no instruction at RIP stands for it.
         if self.events.again.is_some() && !fault.final_access {
             return self.delivery_needs_device();
         }
@@ -291,6 +295,7 @@ impl<B: Backend> Vcpu<B> {
             let (fetched, decoded) = self.slow_decode()?;
             let told = tells_access(fault) && self.events.again.is_none();
             let at = self.page_offset(&decoded);
+            // Not cut to 32 bits: a plain access is one of 64-bit code.
             let next = self.b.rip().wrapping_add(u64::from(decoded.len()));
             let simple = decoded.simple_mmio().filter(|_| told);
             self.device.seen.access =

@@ -42,6 +42,7 @@ impl<B: Backend> Vcpu<B> {
     /// A port access inside the loop.
     #[inline]
     pub(crate) fn answer_io(&mut self, s: Section<'_>, io: IoExit) -> Next {
+        // String instructions access memory, which may have to be waited for.
         if io.string || !self.vm.irq().has_port(io.port) {
             return Next::Leave;
         }

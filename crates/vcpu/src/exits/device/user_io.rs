@@ -137,6 +137,7 @@ impl AccessLog {
             return None;
         }
         let answered = self.answered.get(self.cursor).copied().flatten()?;
+        // Another vCPU may have changed what the address is made of: the answer is of another place then.
         if !answered.is_at(access) {
             return None;
         }
@@ -145,6 +146,7 @@ impl AccessLog {
     }
 
     fn record(&mut self, access: DeviceAccess) {
+        // A full log drops what the kernel's devices answer. Who asks user space with a full one is refused.
         if let Some(slot) = self.answered.get_mut(self.count) {
             *slot = Some(access);
             self.count += 1;
@@ -280,6 +282,7 @@ impl<B: Backend> Vcpu<B> {
     /// Completes the instruction that left for user space.
     #[inline(always)]
     pub(crate) fn complete_user_io(&mut self, input: &RunInput) -> Outcome {
+        // The usual case costs one comparison.
         if matches!(self.device.user_io.completion, Completion::Nothing) {
             return Ok(());
         }
