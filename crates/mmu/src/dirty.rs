@@ -61,6 +61,7 @@ impl DirtyBitmap {
     /// Clears the bits of `mask` in a word and returns those of them that were set.
     pub fn take_masked(&self, word_index: usize, mask: u64) -> u64 {
         match GuestIndex::from(word_index).of(&self.words) {
+            // A caller that takes nothing must not pull the line over for writing.
             Some(word) if mask != 0 => word.fetch_and(!mask, Ordering::Relaxed) & mask,
             _ => 0,
         }

@@ -82,6 +82,7 @@ impl Way {
     /// One branch for all of it.
     #[inline(always)]
     fn is_for(&self, mode: &CodeMode, rip: u64) -> bool {
+        // One branch, nearly always predicted, instead of six on every exit that decodes.
         let changed = (self.page ^ (rip >> 12))
             | (self.mode.cr0 ^ mode.cr0).bits()
             | (self.mode.cr3 ^ mode.cr3)
@@ -184,6 +185,8 @@ impl CodeFetch {
 
     fn way(&self, mode: &CodeMode, rip: u64) -> Option<&Way> {
         let slot = slot(mode, rip);
+        // At most two places are looked at: a longer search would cost the exit more than the walk
+        // that it spares.
         [slot, second(slot)].map(|n| &self.ways[n]).into_iter().find(|way| way.is_for(mode, rip))
     }
 
@@ -214,8 +217,12 @@ impl CodeFetch {
         let found = translate(&tracer, context, rip, Access::FETCH).ok()?;
         let code = page_of(view, found.gpa)?;
         let mut trail = tracer.trail.into_inner();
+        // Only now do the steps hold: a walk that was given up half way must leave no trail that
+        // matches.
         trail.arrive(view, &code);
         let page = rip >> 12;
+        // What was read goes by the trail as well, so that the first fetch and all later ones see
+        // the same page.
         let (bytes, len) = trail.bytes(view, rip as usize)?;
         let mode = CodeMode::of(context);
         self.ways[self.place(&mode, rip)] = Way { page, mode, trail };

@@ -138,11 +138,15 @@ impl Format {
             leaf: ept::READ,
             exec: ept::EXECUTE,
             no_exec: 0,
+            // IGNORE_PAT: a guest with UC in its PAT would else have uncached RAM, incoherent with
+            // the kernel's own write-back mapping of the page.
             direct: (ept::WRITE_BACK << ept::MEMORY_TYPE_SHIFT) | ept::IGNORE_PAT,
             device: ept::UNCACHEABLE << ept::MEMORY_TYPE_SHIFT,
             table: ept::READ | ept::WRITE | ept::EXECUTE | if tracks { ept::ACCESSED } else { 0 },
             accessed: if tracks { ept::ACCESSED } else { 0 },
             dirty: if tracks { ept::DIRTY } else { 0 },
+            // PML is of no use without dirty flags: the CPU logs when it sets one (SDM vol. 3C
+            // §29.3.6).
             logs: tracks && cpu.page_log,
             levels: 4,
             largest: if !cpu.pages_2m {
@@ -246,6 +250,7 @@ impl Format {
     #[inline]
     pub(crate) const fn part(&self, entry: u64, level: u8) -> u64 {
         if self.splits_at_fetch && self.may_execute(level) {
+            // Both spellings of "may execute" at once; in each format one of the two is 0.
             (entry & !self.no_exec) | self.exec
         } else {
             entry

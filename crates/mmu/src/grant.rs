@@ -17,6 +17,8 @@ impl Grant {
     /// What a guest entry allows. Without NX in the mode its bit is reserved, so never set here.
     #[inline]
     pub const fn of(entry: u64) -> Self {
+        // W and U stay at their places and NX comes down to bit 0, so that collecting rights over
+        // the levels is one AND.
         Self((entry & 6) as u8 | ((entry >> 63) ^ 1) as u8)
     }
 

@@ -168,6 +168,8 @@ impl Role {
     pub fn of(context: &PagingContext, smm: bool) -> Self {
         let role = Self::of_registers(context.cr0, context.cr4, context.efer);
         let smm = Self::tdp(smm).0;
+        // A guest that does not page has no entries to read, so neither width nor vendor keeps its
+        // root apart.
         if role.is_direct() {
             return Self(role.0 | smm);
         }
@@ -194,7 +196,10 @@ impl Role {
         let mask = |on: u64| 0u64.wrapping_sub(on);
         let long = bit(efer, Self::LONG);
         let wide = bit(cr4, Cr4::PAE.bits()) | long;
+        // CR4.LA57 has no meaning before long mode is active, and a guest has to set it before.
         let five = bit(cr4, Self::LA57) & long;
+        // With WP set a supervisor's write needs no page of its own, so SMEP and SMAP need not be
+        // in the role.
         let clear_wp = mask(bit(cr0, Self::WP) ^ 1);
         Self(
             (2 + 2 * long + five)
@@ -352,6 +357,8 @@ impl Role {
     #[inline]
     pub fn direct_below(self, grant: Grant) -> Self {
         let level = (self.0 & Self::LEVEL).saturating_sub(1);
+        // What the registers made of the large entry is in the grant by now. Of the rest only what
+        // still decides about leaves is kept, so that more pages are shared.
         Self((self.0 & Self::OF_DIRECT) | Self::DIRECT | level).granting(self.grant().and(grant))
     }
 }

@@ -83,6 +83,7 @@ impl Order {
     const fn to_front(self, n: usize) -> Self {
         let shift = 8 * (n as u32 & 3);
         let before = self.0 & ((1 << shift) - 1);
+        // Two shifts each: for the last place one shift would be by 32, more than the word has.
         let behind = (self.0 >> shift >> 8 << shift) << 8;
         Self(behind | before << 8 | self.place(n) as u32)
     }
@@ -132,6 +133,8 @@ impl<R> RootCache<R> {
 
     /// Makes a new root current. Gives back a root that had to go.
     pub fn insert(&mut self, key: RootKey, root: R) -> Option<R> {
+        // A free place first: a root dropped without need has its pages compared when it is wanted
+        // again.
         let free = (0..PLACES).find(|n| self.nth(*n).is_none());
         self.order = self.order.to_front(free.unwrap_or(PREVIOUS));
         self.places[self.order.place(0) % PLACES].replace((key, root)).map(|(_, root)| root)

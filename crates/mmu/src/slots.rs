@@ -95,6 +95,7 @@ impl MemSlot {
     /// Host-virtual address of a frame of the slot.
     #[inline]
     pub fn hva_of(&self, gfn: Gfn) -> Hva {
+        // Masked as well as compared: the frame is the guest's, and the CPU guesses past a compare.
         let page = GuestIndex::new(self.index(gfn)).below(self.npages as usize).unwrap_or(0);
         Hva(self.hva.0.wrapping_add((page as u64) << 12))
     }
@@ -375,6 +376,7 @@ impl MemSlots {
         }
         let id = region.slot as u16;
         let old = self.shared(id);
+        // A size of 0 deletes. The other fields were checked all the same, as in stock KVM.
         if npages == 0 {
             let old = old.ok_or(SlotError::Absent)?;
             return self.leave(old, self.without(old)?);
@@ -390,6 +392,8 @@ impl MemSlots {
             dirty: None,
         };
         if let Some(old) = old {
+            // What vCPUs may have mapped cannot change in place: stock KVM refuses it too, and a
+            // VMM deletes and creates.
             if old.hva != new.hva || old.npages != npages || old.is_readonly() != new.is_readonly()
             {
                 return Err(SlotError::Immutable);
@@ -398,6 +402,7 @@ impl MemSlots {
                 return Ok(Change(Kind::Nothing));
             }
         }
+        // A slot that only changes its flags keeps its frames, so there is nothing new to overlap.
         let stays = old.is_some_and(|o| o.base == new.base);
         if !stays {
             if new.end().0 > limits.frames {
@@ -408,6 +413,7 @@ impl MemSlots {
             }
         }
         if flags.contains(SlotFlags::LOG_DIRTY) {
+            // A slot that moves keeps its log: the VMM has not asked for those pages yet.
             new.dirty = match old.and_then(|o| o.dirty.clone()) {
                 Some(log) => Some(log),
                 None => Some(Arc::new(DirtyBitmap::new(npages)?)?),
@@ -426,6 +432,7 @@ impl MemSlots {
 
     /// `old` leaves, and the table is `after` then.
     fn leave(&self, old: &Arc<MemSlot>, after: Self) -> Result<Change, SlotError> {
+        // A copy is marked: readers of the table before hold the old one.
         let marked = Arc::new(MemSlot { leaving: true, ..MemSlot::clone(old) })?;
         let marked = self.without(old)?.with(&marked)?;
         Ok(Change(Kind::Leave(KBox::new(marked)?, KBox::new(after)?, old.clone())))

@@ -73,12 +73,14 @@ impl Role {
     pub(crate) fn reserved(self, leaf: bool) -> u64 {
         let level = self.level();
         if self.is_narrow() {
+            // Bit 21 is always reserved; the address bits above 31 only beyond the guest's width.
             return if leaf && level == 2 { PSE36_OR_RESERVED & !self.pse36() } else { 0 };
         }
         let mut bits = self.always_reserved();
         match level {
             1 => {}
             2 => bits |= if leaf { BELOW_2M } else { 0 },
+            // PDPTEs of PAE paging have rules of their own, also about bit 7.
             3 if !self.is_long() => bits |= PDPTE,
             3 if leaf => bits |= BELOW_1G | if self.has_gbpages() { 0 } else { PS },
             3 => bits |= if self.is_amd() { AMD_UPPER } else { 0 },
@@ -126,6 +128,7 @@ impl Role {
     /// Bits 20:13 of a 4 MiB entry that are address bits 39:32.
     #[inline]
     fn pse36(self) -> u64 {
+        // PSE-36 has no more than 40 bits, however wide the guest's addresses are.
         let width = match self.width() {
             width @ 32..=39 => width,
             _ => 40,

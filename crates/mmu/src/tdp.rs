@@ -292,6 +292,7 @@ impl<S> Mapper<'_, S> {
         if table.level() == LEVEL_4K {
             let index = table.index(gfn);
             if table.replace(index, 0, self.leaf(gfn, LEVEL_4K, mapping)) {
+                // Almost every fault of a guest that starts is this one; it costs one exchange.
                 self.tree.stats().mapped(LEVEL_4K, 1);
                 return MapOutcome::Mapped(LEVEL_4K);
             }
@@ -476,6 +477,8 @@ impl<S> Mapper<'_, S> {
                     if !is_present(old) || (fetch && !is_exec(old)) {
                         return false;
                     }
+                    // Present, and no write: another CPU was faster, or the translation that
+                    // faulted was a stale one.
                     if !write {
                         return true;
                     }
@@ -487,6 +490,8 @@ impl<S> Mapper<'_, S> {
                         }
                         continue;
                     }
+                    // A large page becomes small before it may be written again: the log is by 4
+                    // KiB.
                     if old & HOST_WRITABLE == 0 || table.level() > LEVEL_4K {
                         return false;
                     }

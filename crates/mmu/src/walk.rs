@@ -133,6 +133,7 @@ pub fn translate<M: GuestMemory + ?Sized>(
     if !context.is_canonical(va) {
         return Err(WalkError::NonCanonical);
     }
+    // SMM decides which memory is read, and not how.
     let role = Role::of(context, false);
     let walker = Walker { memory, context, role, va, access };
     for _ in 0..RESTARTS {
@@ -216,6 +217,7 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
             if entry & role.reserved(leaf) != 0 {
                 return self.refuse(pf::PRESENT | pf::RSVD);
             }
+            // PDPTEs of PAE paging have neither rights nor an accessed bit (SDM vol. 3A §4.4.1).
             if !pdpte {
                 granted &= entry;
                 forbidden |= entry & NX;
@@ -223,6 +225,7 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
             }
             if leaf {
                 let key = (entry >> 59) as u32 & 15;
+                // Rights before bits: an access that faults must leave no dirty bit behind.
                 self.permit(granted, forbidden, key)?;
                 self.mark_used(&path)?;
                 let within = (1u64 << shift) - 1;
@@ -302,6 +305,7 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
             }
         }
         let mut bits = pf::PRESENT;
+        // Keys exist in long mode alone, and only for user pages and data (SDM vol. 3A §4.6.2).
         let keys = context.cr4.contains(Cr4::PKE) && context.is_long_mode();
         if keys && user_page && !self.is_fetch() {
             let rights = context.pkru >> (2 * key);
@@ -332,6 +336,7 @@ impl<M: GuestMemory + ?Sized> Walker<'_, M> {
         }
         let dirty = if self.is_write() { D } else { 0 };
         for (n, &(gpa, entry)) in path.steps.iter().enumerate().take(path.count) {
+            // Only the last entry has a dirty bit that means something (SDM vol. 3A §4.8).
             let last = n.wrapping_add(1) == path.count;
             let wanted = entry | A | if last { dirty } else { 0 };
             if wanted != entry {

@@ -164,6 +164,8 @@ impl NestedAccess {
     /// The access of a #VMEXIT(NPF): EXITINFO1 and EXITINFO2.
     #[inline]
     pub const fn npf(info: u64, gpa: u64) -> Self {
+        // Only these two are the access's. The rest of EXITINFO1 tells what our entries lacked; L1
+        // must hear of its own.
         let told = info & (npf::FINAL | npf::TABLE);
         let write = info & pf::WRITE as u64 != 0;
         // A paging entry is not fetched, whatever it is read for.
@@ -180,6 +182,8 @@ impl NestedAccess {
             read: qualification & READ != 0,
             write: qualification & WRITE != 0,
             fetch: qualification & FETCH != 0,
+            // Without bits 5:3, which tell of our entries. What L1's allow is put in when the fault
+            // is passed on.
             told: qualification & (LINEAR | FINAL | NMI_UNBLOCKED),
             logs: false,
         }
@@ -253,6 +257,8 @@ impl NestedAccess {
         if role.is_ept() {
             let rights = match why {
                 Refusal::Broken => return L1Fault::Misconfiguration,
+                // Bits 5:3 are the AND of all entries on the way (SDM vol. 3C table 28-7), and an
+                // entry that is absent allows nothing.
                 Refusal::Absent => 0,
                 Refusal::Rights(grant) => grant.as_ept() << violation::RIGHTS_SHIFT,
             };
@@ -262,6 +268,7 @@ impl NestedAccess {
             return L1Fault::Violation { qualification: self.told | rights | read | write | fetch };
         }
         let mut code = match why {
+            // U is always set: every access of nested paging is a user's (APM vol. 2 §15.25.6).
             Refusal::Absent => pf::USER,
             Refusal::Broken => pf::USER | pf::PRESENT | pf::RSVD,
             Refusal::Rights(_) => pf::USER | pf::PRESENT,

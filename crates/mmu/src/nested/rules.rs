@@ -44,6 +44,7 @@ impl Role {
             return Reading::Absent;
         }
         let leaf = self.is_leaf(entry);
+        // Which bits are reserved depends on whether the entry is a leaf, so that comes first.
         if entry & self.reserved(leaf) != 0 {
             return Reading::Broken;
         }
@@ -57,9 +58,12 @@ impl Role {
         if rights == 0 {
             return Reading::Absent;
         }
+        // Writing without reading is broken on every CPU; fetching alone where the capability MSR
+        // does not offer it (SDM vol. 3C §29.3.3.1).
         let unreadable =
             rights & ept::READ == 0 && (rights & ept::WRITE != 0 || !self.has_execute_only());
         let level = self.level();
+        // At other levels bit 7 is not "large": ignored in a leaf of 4 KiB, reserved above level 3.
         let large = matches!(level, 2 | 3) && entry & PS != 0;
         let reserved = self.beyond()
             | match level {
@@ -70,6 +74,7 @@ impl Role {
                 _ => EPT_UPPER,
             };
         let leaf = level == 1 || large;
+        // Links have no memory type: bits 5:3 are reserved there, and tested as such.
         let bad_type = leaf && NO_TYPE >> (entry >> ept::MEMORY_TYPE_SHIFT & 7) & 1 != 0;
         if unreadable || entry & reserved != 0 || (large && !self.has_large_ept()) || bad_type {
             return Reading::Broken;

@@ -71,6 +71,8 @@ fn repeat<M: GuestMemory + ?Sized>(
     access: &NestedAccess,
     update: bool,
 ) -> Result<Stage, StageError<M::Error>> {
+    // How often an entry changes is for L1's other CPUs to choose, so the loop has to end by
+    // itself.
     for _ in 0..RESTARTS {
         if let Some(stage) = once(memory, tables, access, update)? {
             return Ok(stage);
@@ -96,6 +98,8 @@ fn once<M: GuestMemory + ?Sized>(
     if root.is_direct() {
         return flat(root, access, update).map(Some);
     }
+    // The index is taken modulo 512: without this an address beyond the tables would find the entry
+    // of a lower one.
     if access.gpa >> root.reach() != 0 {
         return Err(refuse(Refusal::Absent));
     }
@@ -128,6 +132,8 @@ fn once<M: GuestMemory + ?Sized>(
     if update && root.leaves_out(gfn) {
         return Err(StageError::L1 { gpa: Gpa(access.gpa), fault: access.to_left_out() });
     }
+    // From the leaf up: where a page has to be logged first, no flag of an upper entry is set yet,
+    // and nothing was done.
     let steps = path.iter().enumerate().skip(usize::from(level.wrapping_sub(1)));
     for (n, &(at, entry)) in steps.take_while(|(n, _)| update && *n < root.level().into()) {
         let dirty = if n + 1 == usize::from(level) && access.write { root.dirty() } else { 0 };
@@ -256,6 +262,7 @@ pub fn translate_linear<M: GuestMemory + ?Sized>(
         WalkError::NonCanonical => LinearError::NonCanonical,
         WalkError::Memory { error, .. } => LinearError::Stage(error),
     })?;
+    // L2's own tables decide first, then L1's about the page: the hardware's order of faults.
     let access = tables.access(found.gpa, access.kind, Part::Page);
     let stage = translate(memory, tables, &access)?;
     Ok(Stage { page_shift: stage.page_shift.min(found.page_shift), ..stage })

@@ -59,6 +59,7 @@ impl Role {
     /// The four PDPTEs of PAE paging are no page: where they begin within theirs is part of the role, in bits that mean
     /// nothing in NPT's tables of this mode. Four tables may lie side by side.
     fn with_pdptes_at(self, ncr3: u64) -> Self {
+        // Aligned to 32 bytes within 4 KiB: 128 places, seven bits.
         let n = ncr3 >> 5 & 127;
         let bits = (n & 3) << Self::QUADRANT_SHIFT
             | (n >> 2 & 3) << Self::SMEP.trailing_zeros()
@@ -91,6 +92,7 @@ impl Role {
     #[inline]
     pub(crate) fn nested_below(self, index: usize, grant: Grant) -> Self {
         let child = self.below(index, grant);
+        // The place is that of the four PDPTEs alone. Below them it would keep equal pages apart.
         if self.is_of_pdptes() { Self(child.0 & !Self::PDPTES_AT) } else { child }
     }
 
@@ -102,6 +104,8 @@ impl Role {
 
     /// The role of L1's root of EPT tables: four levels.
     pub(crate) fn ept(pointer: u64, offer: &EptOffer, smm: bool) -> Self {
+        // LONG, so that the pointer is masked as CR3 of long mode is. No NX: bit 63 is no right in
+        // EPT.
         Self(
             4 | Self::EPT
                 | Self::GRANT
@@ -141,6 +145,7 @@ impl Role {
     /// Whether that frame is one of the 512 from `base` on.
     pub(crate) const fn leaves_out_of_large(self, base: Gfn) -> bool {
         let hole = self.0 >> Self::HOLE_SHIFT;
+        // Wrapping: a frame below the page becomes a huge number, which is not below 512.
         hole != 0 && hole.wrapping_sub(1).wrapping_sub(base.0) < 512
     }
 

@@ -18,6 +18,7 @@ pub(super) const GROUP: usize = 8;
 /// Entries of the group around `index` that are not there, as bits from the group's first on.
 #[inline]
 pub(super) fn missing_around(page: &ShadowPage, index: usize) -> u64 {
+    // Eight entries of 8 bytes are one line of the guest's table, which the fault has just read.
     let first = index & !(GROUP - 1);
     !page.present.word(first >> 6) >> (first & 63) & ((1 << GROUP) - 1)
 }
@@ -48,7 +49,11 @@ impl State {
         while missing != 0 {
             let index = first + missing.trailing_zeros() as usize;
             missing &= missing - 1;
+            // Read once, and kept as the copy: a second read could differ, for the guest writes
+            // beside us.
             let Some(entry) = load(view, table, role, role.offset(index)) else { return };
+            // Without A the entry has to fault: the CPU would set A in ours, and nobody in the
+            // guest's.
             if entry & (P | A) != P | A || entry & reserved != 0 {
                 continue;
             }
@@ -93,10 +98,13 @@ impl State {
         copy: u64,
     ) -> bool {
         let Some(chunk) = self.frames.chunk(gfn) else { return false };
+        // Not asked for writing: a frame that is read-only in the tree is worth mapping too, and
+        // its first write faults.
         let known = self.frame(view, gfn, chunk, false);
         if known == 0 {
             return false;
         }
+        // The first write to a protected table has to fault, or nobody would learn of it.
         let grant = if chunk.is_protected(gfn) { grant.without(Grant::W) } else { grant };
         self.put_new(id, index, gfn, chunk, self.leaf(known, grant), copy);
         true
@@ -117,6 +125,8 @@ impl State {
             } else if spte.load(Ordering::Relaxed) & self.format.accessed() != 0 {
                 young = true;
                 if clear {
+                    // No flush follows. A TLB that still has the translation only makes the page
+                    // look older than it is.
                     spte.fetch_and(!self.format.accessed(), Ordering::Relaxed);
                 }
             }

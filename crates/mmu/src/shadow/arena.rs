@@ -42,6 +42,7 @@ pub(super) const MOST_WITH_HOLES: usize = if cfg!(debug_assertions) { 16 } else 
 
 #[inline]
 pub(super) const fn node(page: PageId, index: usize) -> Node {
+    // `page` is below 2^22 (MOST_PAGES), so that a node has 31 bits.
     (page << 9) | (index as u32 & 511)
 }
 
@@ -314,6 +315,8 @@ impl Arena {
         match self.pages.get(id as usize) {
             Some(Some(page)) => page,
             _ => {
+                // A number that leads nowhere is a bug of ours. It reads an empty page: a panic
+                // with interrupts off would take the host along.
                 debug_assert!(false, "page {id} is none");
                 &self.none
             }
@@ -360,12 +363,14 @@ impl Arena {
 
     /// Whether [`Arena::add`] has room; else so many places are wanted.
     pub(super) fn lacks_room(&self) -> Option<usize> {
+        // Doubled each time: the list is moved with the lock held, so it must be moved seldom.
         (self.pages.len() == self.pages.capacity()).then(|| self.pages.len().max(32) * 2)
     }
 
     /// Takes over a longer list, empty so far. The old one comes back in it, for the caller to free.
     pub(super) fn add_room(&mut self, room: &mut Vec<Option<KBox<ShadowPage>>>) {
         if room.capacity() > self.pages.len() {
+            // Nothing is allocated here: the room was compared, and `append` moves.
             room.append(&mut self.pages);
             core::mem::swap(room, &mut self.pages);
         }
@@ -399,6 +404,7 @@ impl Arena {
     pub(super) fn shrink(&mut self) -> Option<KBox<ShadowPage>> {
         let id = self.free.get();
         let next = self.used_or_not(id)?.next.get();
+        // No flush: a free page is new, or was flushed for when it left the retired ones.
         self.free.set(next);
         self.free_count.set(self.free_count.get().saturating_sub(1));
         self.vacant = self.vacant.min(id);
@@ -419,6 +425,8 @@ impl Arena {
     /// All retired pages as a list, to be flushed for and then given to [`Arena::free_all`].
     pub(super) fn take_retired(&self) -> PageId {
         self.retired_count.set(0);
+        // The list is the caller's alone from here on. What is retired while it flushes waits for
+        // another flush.
         self.retired.replace(0)
     }
 
@@ -469,6 +477,8 @@ impl Arena {
         while id != 0 {
             let page = self.page(id);
             let next = page.next.get();
+            // A direct page is made from no table: writes to the frame that it begins with change
+            // nothing of it.
             if page.gfn.get() == gfn && !page.role.get().is_direct() {
                 each(id, page);
             }
@@ -490,6 +500,7 @@ impl Arena {
         page.gfn.set(gfn);
         page.role.set(role);
         let direct = role.is_direct();
+        // Never born protected: some TLB may still allow a write of the table.
         page.standing.set(if direct { Standing::Synced } else { Standing::Unsync });
         page.guest.set(GuestPage::NONE);
         page.calm.set(0);
@@ -596,6 +607,7 @@ impl Arena {
     #[inline]
     pub(super) fn unlink(&self, page: &ShadowPage, index: usize) -> Option<Node> {
         let links = page.links(index).load(Ordering::Relaxed);
+        // Alone in its list: most frames are mapped once, and there are no neighbours to tell.
         if links == 0 {
             return Some(0);
         }

@@ -136,6 +136,8 @@ impl State {
         } else if let Some(next) = next {
             let gfn = frame_of(page, index);
             match self.frames.chunk(gfn) {
+                // Two kinds of lists: a withdrawal of one frame has to find a large leaf that
+                // begins with another.
                 Some(chunk) if level == 1 => chunk.set_head(gfn, next),
                 Some(chunk) => chunk.large.set(next),
                 None => debug_assert!(false, "a leaf without a chunk"),
@@ -194,6 +196,8 @@ impl State {
         self.arena.retire(id);
         count(&self.counters.zapped);
         add(&self.counters.pages, -1);
+        // A page that was not in doubt relied on the protection. With the last of them gone it
+        // would only cost a fault.
         if standing == Standing::Unsync {
             add(&self.counters.unsync, -1);
         } else if !direct {
@@ -240,6 +244,8 @@ impl State {
             if page.standing.get() == Standing::Unsync {
                 return;
             }
+            // Asked before the change: what was doubtful has told the pages above, and they need
+            // not be told again.
             let known = page.is_doubtful();
             page.standing.set(Standing::Unsync);
             add(&self.counters.unsync, 1);

@@ -48,6 +48,8 @@ impl<'a> Access<'a> {
         Self {
             context,
             va: if context.is_long_mode() { va } else { va & 0xffff_ffff },
+            // Only the access's bits. P and RSVD are those of our entries, and tell nothing of the
+            // guest's.
             write: code & pf::WRITE != 0,
             user: code & pf::USER != 0,
             fetch: code & pf::FETCH != 0,
@@ -72,9 +74,12 @@ impl<'a> Access<'a> {
     fn is_allowed(&self, grant: Grant, role: Role) -> bool {
         let context = self.context;
         let user_page = grant.has(Grant::U);
+        // U/S, R/W, XD, then SMEP and SMAP (SDM vol. 3A §4.6). All give the same error code, so the
+        // order shows in nothing.
         if self.user && !user_page {
             return false;
         }
+        // With CR0.WP clear the supervisor writes to what is read-only.
         if self.write && !grant.has(Grant::W) && (self.user || role.wp()) {
             return false;
         }
@@ -188,11 +193,14 @@ impl State {
         let mut id = top;
         let mut page = self.arena.page(id);
         let mut role = page.role.get();
+        // 32-bit paging is rare enough to take the long way always.
         if role.is_narrow() {
             return None;
         }
         while role.level() > 1 {
             let index = index_at(access.va, role.level());
+            // A page found under an older generation is not read: the frame may be somebody else's
+            // by now.
             let entry = view.load_u64(&page.guest.get(), index << 3)?;
             let kid = page.kid(index);
             if kid == 0 || entry != page.copy(index) {
@@ -201,6 +209,7 @@ impl State {
             id = kid;
             page = self.arena.page(id);
             role = page.role.get();
+            // Below a large entry the leaf comes from frames, not from a table.
             if role.is_direct() {
                 return None;
             }
@@ -211,6 +220,7 @@ impl State {
         if entry & P == 0 {
             return Some(self.reflect(access, role, 0));
         }
+        // What has to set bits, or has an error code of its own, takes the long way.
         if entry & A == 0 || (access.write && entry & D == 0) || entry & role.reserved(true) != 0 {
             return None;
         }
@@ -218,9 +228,11 @@ impl State {
         if !access.is_allowed(grant, role) {
             return Some(self.reflect(access, role, pf::PRESENT));
         }
+        // Only CR0.WP=0 comes here, which needs a leaf that is the supervisor's alone.
         if access.write && !grant.has(Grant::W) {
             return None;
         }
+        // A write through our entry would set no D in the guest's, so it has to fault.
         if entry & D == 0 {
             grant = grant.without(Grant::W);
         }
@@ -261,6 +273,8 @@ impl State {
                 return Err(ShadowFault::NeedFrame(FrameWanted {
                     gpa: entry_gpa(gfn, offset),
                     write: false,
+                    // What the guest gets if the table lies in no slot: an entry that cannot be
+                    // read counts as not present.
                     exec: false,
                     table: Some(access.refused(role, 0)),
                 }));
@@ -270,6 +284,8 @@ impl State {
             }
             if let Some(page) = self.arena_page(id) {
                 let kid = page.kid(index);
+                // Not with PS: below a large entry the page stands for frames, and its role is made
+                // in another way.
                 if kid != 0 && entry == page.copy(index) && entry & PS == 0 {
                     // As it was when the link was made: nothing is to be found out again.
                     *step = Step { entry, table: Some(table), gfn, id, role };
@@ -280,6 +296,8 @@ impl State {
                 }
             }
             let leaf = role.is_leaf(entry);
+            // After P and before rights: a reserved bit faults whatever the access is, and the
+            // error code says so (SDM vol. 3A §4.7).
             if entry & role.reserved(leaf) != 0 {
                 return Err(self.reflect(access, role, pf::PRESENT | pf::RSVD));
             }
@@ -292,6 +310,7 @@ impl State {
             }
             gfn = role.table_frame(entry);
             let page = self.arena_page(id);
+            // A link survives a change of A or D: it leads to the same table with the same rights.
             let linked = page.filter(|p| p.is_link(index) && same_link(p.copy(index), entry));
             role = role.below(index, grant);
             id = match linked {
@@ -348,6 +367,8 @@ impl State {
         if self.arena.free_count() < needed {
             return ShadowFault::NeedPages(needed);
         }
+        // From here on guest memory changes. What still fails is begun anew, finds the bits set,
+        // and does no harm.
         if let Some(fault) = self.mark_used(view, roots, walk, access) {
             return fault;
         }
@@ -404,6 +425,8 @@ impl State {
         access: &Access<'_>,
     ) -> Option<ShadowFault> {
         let (top, leaf) = (walk.top, walk.leaf);
+        // From the top down, as the CPU does it: who sees a leaf accessed finds the way to it
+        // accessed.
         for level in (leaf..=top).rev() {
             let step = walk.steps.get_mut(usize::from(level.wrapping_sub(1)))?;
             let dirty = if level == leaf && access.write { D } else { 0 };
@@ -485,6 +508,7 @@ impl State {
         step: &Step,
         below: &Step,
     ) -> Option<PageId> {
+        // What may fail comes first: the old link stays until there is another.
         let kid = self.obtain(below.gfn, below.role)?;
         self.drop_entry(id, index);
         // What was made under another root may be stale for this one.
@@ -499,11 +523,15 @@ impl State {
         let mut grant = target.grant;
         if grant.has(Grant::W) && target.chunk.is_protected(target.gfn) {
             if access.write {
+                // The table becomes doubtful before the write can happen, with the lock held: no
+                // flush passes it by in between.
                 self.unsync_table(target.gfn);
             } else {
                 grant = grant.without(Grant::W);
             }
         }
+        // Accessed from birth: the fault is an access, and the CPU need not come back to set the
+        // bit.
         let spte = self.leaf(target.known, grant) | self.format.accessed();
         self.put_leaf(id, index, target.gfn, target.chunk, spte, target.copy);
     }
@@ -523,6 +551,8 @@ impl State {
             let page = self.arena.page(id);
             let role = page.role.get();
             let level = role.level();
+            // One protected table among the 512 frames keeps the page small, or its writes would be
+            // let through with the rest.
             let whole = target.known & PS != 0 && target.chunk.protected.get() == 0;
             if level == LEVEL_2M && whole {
                 let within = (target.gfn.0 & 511) << 12;
@@ -539,6 +569,8 @@ impl State {
             }
             let shift = 9 * (u32::from(level) - 1);
             let base = Gfn(target.gfn.0 >> shift << shift);
+            // Not the one access's grant: what CR0.WP=0 lets the supervisor write is not granted to
+            // the neighbours.
             let wanted = role.direct_below(target.below);
             let kid = page.kid(index);
             let fits = page.is_link(index) && {

@@ -102,6 +102,7 @@ impl Chunk {
 
     /// Forgets what the tree said of the frames `first..end`, and of the large pages they lie in.
     pub(super) fn unlearn(&self, first: u64, end: u64) {
+        // A large page is the whole chunk: with one of its frames all of them are gone.
         let whole = self.known_large.replace(false);
         let (first, end) = if whole { (0, CHUNK) } else { (first, end) };
         for gfn in first..end {
@@ -121,6 +122,7 @@ impl Chunk {
         }
         let word = self.word(gfn);
         word.store(word.load(Ordering::Relaxed) ^ PROTECTED, Ordering::Relaxed);
+        // A count, so that a large page asks one word and not 512.
         let one = if protected { 1 } else { u32::MAX };
         self.protected.set(self.protected.get().wrapping_add(one));
     }
@@ -184,6 +186,7 @@ impl Frames {
     /// The chunk of a frame, if anything was ever known of one near it.
     #[inline]
     pub(super) fn chunk(&self, gfn: Gfn) -> Option<&Chunk> {
+        // Guests stay in one slot for long. A wrong hint costs the search, and nothing else.
         let span = match self.spans.get(self.hint.get()) {
             Some(span) if span.contains(gfn) => span,
             _ => self.search(gfn)?,
@@ -213,6 +216,8 @@ impl Frames {
     /// Adds a span; `room` is an empty vector with place for all of them, and the old one comes back
     /// in it, for the caller to free. The span comes back if it would overlap another.
     pub(super) fn add_span(&mut self, span: Span, room: &mut Vec<Span>) -> Option<Span> {
+        // The room was counted before the lock was taken: a span that came meanwhile makes it too
+        // small. The fault comes again.
         if room.capacity() <= self.spans.len() {
             return Some(span);
         }
@@ -247,6 +252,7 @@ impl Frames {
     /// Takes out the span of a slot that is gone, for the caller to free.
     pub(super) fn remove_span(&mut self, base: Gfn) -> Option<Span> {
         let at = self.spans.iter().position(|span| span.base == base.0)?;
+        // Spans behind it move down, so that the hint may name another, or none.
         self.hint.set(0);
         Some(self.spans.remove(at))
     }

@@ -207,6 +207,8 @@ impl ShadowMmu {
     /// of the frames `first..end`. May sleep.
     pub fn prepare(&self, gfn: Gfn, first: Gfn, end: Gfn) -> Result<(), NoMemory> {
         loop {
+            // The lock is let go between the steps, for allocating sleeps; so each begins with a
+            // new look.
             let lack = self.lock.lock().frames.lacks(gfn);
             match lack {
                 Lack::Nothing => return Ok(()),
@@ -272,10 +274,13 @@ impl ShadowMmu {
     /// it, and what was known of its frames. May sleep.
     pub fn forget_slot(&self, first: Gfn, end: Gfn) {
         let mut next = Some(1);
+        // In stretches, the lock let go between them: the inner loop only tries to take it, and
+        // would be left each time.
         while let Some(from) = next {
             next = self.lock.lock().forget(first, end, from);
             host::task::cond_resched();
         }
+        // Last: dropping an entry looks its frame's chunk up.
         let span = self.lock.lock().frames.remove_span(first);
         drop(span);
     }

@@ -22,6 +22,7 @@ impl State {
     /// Takes up to `count` old pages out of use: those that nothing leads to first. How many.
     fn recycle(&self, count_wanted: usize) -> usize {
         let mut taken = 0;
+        // First those that nothing leads to: giving them up takes no entry that a guest uses.
         for orphans in [true, false] {
             // Those in use are renewed as they are passed, so that the oldest are others next time.
             for _ in 0..self.arena.used().min(if orphans { 4 * BATCH } else { usize::MAX }) {
@@ -72,9 +73,12 @@ impl ShadowMmu {
         if arena.free_count() >= want {
             return Step::Done;
         }
+        // A flush that is owed already comes before new memory: it gives pages back without taking
+        // any.
         if arena.retired_count() != 0 {
             return Step::Flush(arena.take_retired());
         }
+        // A batch at least: the flush that follows costs the same for one page and for many.
         if (arena.held() as u64 >= guard.limit || arena.is_full())
             && guard.recycle(BATCH.max(want)) != 0
         {
@@ -98,6 +102,7 @@ impl ShadowMmu {
                 Step::Done => return Ok(()),
                 Step::Full => return Err(NoMemory),
                 Step::Flush(list) => {
+                    // Not with the lock held: its holder waits for no other CPU.
                     flush.flush_remote();
                     self.lock.lock().arena.free_all(list);
                 }

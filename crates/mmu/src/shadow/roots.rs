@@ -134,6 +134,8 @@ impl State {
             roots.flushes = roots.flushes.wrapping_add(1);
         }
         if let Some(held) = roots.cache.switch(key) {
+            // PAE paging alone has PDPTEs that are no part of the key: the guest can change them
+            // below the same CR3.
             let paged = held.root.levels == 3 && !held.root.role.is_direct();
             if !paged || held.root.role.is_narrow() || held.pdptes == *pdptes {
                 count(&self.counters.roots_kept);
@@ -166,6 +168,7 @@ impl State {
         let wanted = || tables(key, pdptes);
         let lacking = |table: &(Gfn, Role)| self.arena.find(table.0, table.1).is_none();
         let needed = wanted().flatten().filter(lacking).count();
+        // Before anything is changed: the caller comes again with more pages.
         if self.arena.free_count() < needed {
             return RootOutcome::NeedPages(needed);
         }
@@ -189,6 +192,8 @@ impl State {
             (Hpa(self.arena.page(first).hpa().0 | self.format.encryption()), None)
         } else {
             let place = (!roots.places).trailing_zeros() as u8 % PLACES;
+            // A place of its own for each root: one that is switched back to finds its PDPTEs as
+            // they were.
             roots.places |= 1 << place;
             for (n, id) in (usize::from(place) * 4..).zip(pages) {
                 let pdpte = if id == 0 { 0 } else { self.arena.page(id).hpa().0 | P };

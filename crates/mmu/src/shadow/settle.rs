@@ -70,12 +70,15 @@ impl State {
         for place in self.settling_pages.iter().take(settling) {
             let id = place.get();
             let Some(page) = self.arena.used_page(id) else { continue };
+            // It was written since, or retired: somebody else has decided about it.
             if page.standing.get() != Standing::Settling {
                 continue;
             }
             // Its slot may have gone and come back since: then nothing keeps the guest from writing.
             let chunk = self.frames.chunk(page.gfn.get());
             let protected = chunk.is_some_and(|chunk| chunk.is_protected(page.gfn.get()));
+            // What was written between the protection and the flush is found here; afterwards
+            // nobody writes unnoticed.
             if protected && self.compare_last(view, id) {
                 page.standing.set(Standing::Synced);
                 count(&self.counters.settled);

@@ -45,6 +45,7 @@ enum Look {
 impl State {
     /// Begins a walk over pages: each is looked at once, however many links lead to it.
     fn begin_walk(&self) {
+        // 0 is what a new page has seen, so no walk has that number.
         self.walk.set(self.walk.get().wrapping_add(1).max(1));
         self.budget.set(BUDGET);
     }
@@ -83,6 +84,8 @@ impl State {
                 let index = n << 6 | rest.trailing_zeros() as usize;
                 rest &= rest.wrapping_sub(1);
                 let kid = page.kid(index);
+                // A page below many links is looked at once in a walk: a guest can lead a thousand
+                // links to one table.
                 if self.arena.page(kid).seen.get() != self.walk.get() {
                     if self.budget.get() == 0 {
                         self.drop_entry(id, index);
@@ -203,6 +206,8 @@ impl State {
 
     /// INVLPG: what leads to `va`, and the links of the upper levels.
     pub(super) fn sync_address(&self, view: &View<'_>, top: PageId, va: u64) {
+        // INVLPG drops the paging-structure caches of all addresses (SDM vol. 3A §4.10.4.1), so all
+        // links are looked at.
         self.sync_links(view, top);
         let mut id = top;
         loop {

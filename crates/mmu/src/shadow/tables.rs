@@ -58,6 +58,7 @@ impl State {
         if view.is_current(&table) {
             return Some(table);
         }
+        // Another generation: the frame may have gone to somebody else. The tree is asked anew.
         let table = self.find_table(view, page.gfn.get())?;
         page.guest.set(table);
         Some(table)
@@ -67,6 +68,8 @@ impl State {
     #[inline(never)]
     pub(super) fn find_table(&self, view: &View<'_>, gfn: Gfn) -> Option<GuestPage> {
         let leaf = lookup(view, gfn).filter(|leaf| leaf.direct)?;
+        // Without a chunk nothing could be noted of the table: not its protection, nor that it was
+        // withdrawn.
         self.frames.chunk(gfn)?;
         Some(view.page(leaf.pfn.hpa(), self.may_write(&leaf)))
     }
@@ -91,6 +94,7 @@ impl State {
         entry |= if self.may_write(&leaf) { W } else { 0 };
         entry |= if leaf.level >= LEVEL_2M { PS } else { 0 };
         entry |= self.format.memory(leaf.direct);
+        // Learnt even if it does not serve this access: the next read of the frame finds it.
         chunk.learn(gfn, entry);
         if entry & wanted == wanted { entry } else { 0 }
     }

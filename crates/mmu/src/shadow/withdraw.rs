@@ -20,6 +20,8 @@ impl State {
     pub(super) fn withdraw(&self, first: Gfn, end: Gfn) {
         self.frames.for_chunks(first, end, |chunk, from, to| {
             chunk.unlearn(from, to);
+            // A large leaf goes whole: what the range leaves of it is made again, small or large,
+            // by faults.
             while chunk.large.get() != 0 {
                 self.drop_node(chunk.large.get());
             }
@@ -40,6 +42,7 @@ impl State {
     pub(super) fn write_protect(&self, first: Gfn, end: Gfn) -> bool {
         let mut any = false;
         self.frames.for_chunks(first, end, |chunk, from, to| {
+            // What was learnt says that the frame may be written, and the next leaf would go by it.
             chunk.unlearn(from, to);
             any |= self.protect_list(chunk.large.get());
             for gfn in (from..to).map(Gfn) {
@@ -84,6 +87,7 @@ impl State {
             if gfn < first || gfn >= end {
                 continue;
             }
+            // A root's page is what a CPU's CR3 may hold, so it stays, and is emptied.
             if page.roots.get() == 0 {
                 self.zap(id);
             } else {

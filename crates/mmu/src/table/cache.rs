@@ -104,6 +104,7 @@ impl Run {
             self.pause -= 1;
             return 0;
         }
+        // Doubled while it goes well: a run that ends early has wasted little.
         (self.ahead * 2).clamp(2, Self::MOST)
     }
 

@@ -120,6 +120,7 @@ impl<'t> Table<'t> {
     /// What stands at `index` (taken modulo 512).
     #[inline]
     pub fn entry(&self, index: usize) -> Entry<'t> {
+        // Acquire: what link() stored in the table before is seen by who follows the pointer.
         let word = self.word(index).load(Ordering::Acquire);
         if word & (TABLE | REMOVED) == 0 {
             return Entry::Word(word);
@@ -155,6 +156,7 @@ impl<'t> Table<'t> {
     /// Puts leaf `new` where leaf or nothing `old` stands. `false`: it has changed meanwhile.
     #[inline]
     pub fn replace(&self, index: usize, old: u64, new: u64) -> bool {
+        // Safe code can neither forge an entry that owns a table nor lose one.
         (old | new) & (TABLE | REMOVED) == 0
             && self
                 .word(index)
@@ -175,6 +177,7 @@ impl<'t> Table<'t> {
             return Err(page);
         }
         let hpa = page.0.hpa();
+        // Without REMOVED, whatever the caller says: the entry is alive.
         let new = (hpa.0 & self.address) | (bits & !(self.address | REMOVED)) | TABLE;
         match self.word(index).compare_exchange(old, new, Ordering::AcqRel, Ordering::Relaxed) {
             Ok(_) => {
@@ -466,6 +469,7 @@ unsafe fn sweep(table: Table<'_>, first: u64, end: u64) -> Freed {
         let word = table.word(index);
         let entry = word.load(Ordering::Relaxed);
         if entry & REMOVED != 0 {
+            // The entry first: it must not name a page that is free.
             word.store(0, Ordering::Release);
             // SAFETY: owned by the entry, which is gone; nobody else refers to it.
             freed += unsafe { drop_table(entry, table.level - 1, table.address) };

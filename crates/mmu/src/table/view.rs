@@ -82,6 +82,7 @@ impl<'a> View<'a> {
 
     #[inline]
     fn base(&self, page: &GuestPage) -> Option<*mut u8> {
+        // Another generation: the page may have been given back since it was found.
         (page.generation == self.generation).then(|| direct_map(page.hpa))
     }
 
@@ -122,6 +123,8 @@ impl<'a> View<'a> {
     /// another generation, or the guest itself could not write there now.
     #[inline]
     pub fn swap_u64(&self, page: &GuestPage, offset: usize, old: u64, new: u64) -> Option<bool> {
+        // Not writable for the guest, not writable for us: the log, or a copy-on-write of the
+        // host's, would not hear of it.
         let base = self.base(page).filter(|_| page.writable)?;
         // SAFETY: the page is mapped and the guest's while this view lives; the offset stays within it
         // and aligned; the leaf is writable, so the page may be written.
@@ -142,6 +145,7 @@ impl<'a> View<'a> {
     /// Copies from the page; `false` when the range leaves it or it is of another generation.
     pub fn copy_from(&self, page: &GuestPage, offset: usize, to: &mut [u8]) -> bool {
         let Some(base) = self.base(page) else { return false };
+        // Tested without overflow: the length is the caller's and may be anything.
         if offset > 4096 || to.len() > 4096 - offset {
             return false;
         }
@@ -291,6 +295,7 @@ impl Trail {
     }
 
     fn push(&mut self, view: &View<'_>, page: &GuestPage, offset: usize, value: u64) -> Option<()> {
+        // A trail is of one view: entries of two moments do not make a walk.
         if self.begun != view.generation || self.generation != 0 {
             return None;
         }
@@ -346,6 +351,8 @@ impl Trail {
         if self.plain_generation != view.generation || offset > 4096 - SIZE {
             return None;
         }
+        // All are loaded before one branch: a comparison at each level would be a chain of them on
+        // each exit.
         let mut changed = 0;
         for step in self.entries.iter().take(4) {
             // SAFETY: pushed by step_u64() from a GuestPage of this generation, aligned (see

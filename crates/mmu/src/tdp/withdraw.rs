@@ -138,6 +138,8 @@ fn zap_below(table: Table<'_>, first: u64, end: u64, how: Thoroughness, done: &m
         let index = table.index(Gfn(gfn));
         match table.entry(index) {
             Entry::Table(child) => {
+                // The counts go on; the flags begin anew, for they decide whether this table held
+                // anything.
                 let mut below = Zapped { count: done.count, ..Zapped::default() };
                 zap_below(child, gfn, end.min(next), how, &mut below);
                 // A table that also serves frames outside of the range stays, whatever is empty in it.

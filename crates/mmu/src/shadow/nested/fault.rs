@@ -89,6 +89,8 @@ impl State {
         let (mut id, mut page) = (top, self.arena.page(top));
         let mut role = page.role.get();
         let level = role.level();
+        // Indices are taken modulo 512: an address beyond the tables would find the entry of a
+        // lower one.
         if access.gpa >> (12 + 9 * u32::from(level)) != 0 || role.is_of_pdptes() {
             return None;
         }
@@ -99,6 +101,8 @@ impl State {
                 return None;
             }
             let entry = view.load_u64(&self.table_of(view, id)?, index << 3)?;
+            // An entry without A was not used yet, or L1 has cleared it: the flag has to be set,
+            // which is the other way's work.
             if entry != page.copy(index) || entry & accessed != accessed {
                 return None;
             }
@@ -111,15 +115,18 @@ impl State {
         }
         let (index, table) = (index_at(access.gpa, 1), self.table_of(view, id)?);
         let entry = view.load_u64(&table, index << 3)?;
+        // L1's entry decides, read now: the hardware would walk now, and a copy may be stale.
         let grant = match role.read(entry) {
             Reading::Leaf(grant) => role.grant().and(grant),
             Reading::Absent => return Some(self.refuse(access, role, Refusal::Absent)),
             Reading::Broken | Reading::Table(_) => return None,
         };
+        // Which rights are lacking needs those of all levels, which the long way collects.
         if !access.passes(role, grant) {
             return None;
         }
         let mut step = Step { entry, table: Some(table), gfn: page.gfn.get(), id, role };
+        // The frame first: a fault that is given up for want of it must have set no flag.
         let found = match self.nested_frame(view, &step, access) {
             Ok(found) => found,
             Err(wanted) => return Some(wanted),
@@ -234,6 +241,7 @@ impl State {
             Ok(found) => found,
             Err(wanted) => return wanted,
         };
+        // Counted before anything is changed; the large page's own levels below come on top.
         let missing = (1..walk.top).filter(|&n| n >= walk.leaf && walk.step(n).id == 0).count();
         let needed = missing + usize::from(walk.leaf.saturating_sub(1));
         if self.arena.free_count() < needed {
@@ -279,6 +287,7 @@ impl State {
         role: Role,
         access: &NestedAccess,
     ) -> Result<Found<'_>, NestedFault> {
+        // Before the frame is looked for: the page may not even exist in L1's memory.
         if role.leaves_out(gfn) {
             return Err(NestedFault::L1(access.to_left_out()));
         }
@@ -305,6 +314,7 @@ impl State {
         access: &NestedAccess,
     ) -> Option<NestedFault> {
         let (top, leaf) = (walk.top, walk.leaf);
+        // From the top down, as the CPU sets them.
         for level in (leaf..=top).rev() {
             let step = walk.steps.get_mut(usize::from(level.wrapping_sub(1)))?;
             let offset = step.role.nested_offset(index_at(access.gpa, level));
@@ -335,12 +345,16 @@ impl State {
             return None;
         }
         // In ROM no flag is set, and nothing is to be logged.
+        // The log entry comes before the flag: in the other order a page could be dirty and in no
+        // log, if L2 never gets on.
         let logs = access.logs && dirty & !step.entry != 0;
         if logs && !roots.roms.has(view.generation(), step.gfn) {
             return Some(NestedFault::L1(L1Fault::Unlogged));
         }
         match self.set_bits(view, step, offset, wanted) {
             Some(true) => step.entry = wanted,
+            // L1 changed the entry meanwhile. Entering again lets the hardware walk what is there
+            // now.
             Some(false) => return Some(NestedFault::Fixed { replaced: false }),
             // In ROM the bits stay as they are.
             None if roots.roms.has(view.generation(), step.gfn) => {}
@@ -369,6 +383,8 @@ impl State {
                 page.set_copy(index, step.entry);
                 id = kid;
             } else {
+                // Only an entry that stood there can be in a TLB. A new one needs no flush: what is
+                // not present is not cached.
                 replaced |= page.present.has(index);
                 id = self.relink(view, id, index, step, below)?;
             }
@@ -411,6 +427,7 @@ impl State {
         while missing != 0 {
             let index = first + missing.trailing_zeros() as usize;
             missing &= missing - 1;
+            // Read once and kept as the copy, for L1 may write meanwhile.
             let Some(entry) = view.load_u64(table, index << 3) else { return };
             let Reading::Leaf(grant) = role.read(entry) else { continue };
             let mut grant = role.grant().and(grant);
@@ -418,6 +435,7 @@ impl State {
                 grant = grant.without(Grant::W);
             }
             // An entry that allows nothing is not there, in EPT.
+            // Without A, nothing is made ahead: L1 would take the page for unused while L2 uses it.
             let used = entry & role.accessed() == role.accessed();
             let gfn = role.leaf_frame(entry, index);
             if used && (grant.has(Grant::U) || grant.has(Grant::X)) && !role.leaves_out(gfn) {

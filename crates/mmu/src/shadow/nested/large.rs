@@ -78,6 +78,8 @@ impl State {
             let shift = 9 * (u32::from(level) - 1);
             let base = Gfn(target.gfn.0 >> shift << shift);
             if level == LEVEL_2M && whole && !role.leaves_out_of_large(base) {
+                // The same large page with other rights is no other translation: what a TLB has of
+                // it is as stale as it may be.
                 let same = !page.is_link(index) && frame_of(page, index) == base;
                 replaced |= page.present.has(index) && !same;
                 let within = (target.gfn.0 & 511) << 12;

@@ -151,6 +151,7 @@ impl State {
         for (place, (gfn, role)) in pages.iter_mut().zip(upper).take(above) {
             *place = self.obtain(gfn, role).ok_or(needed)?;
         }
+        // Only when all are there: what fails half way must leave no counts behind.
         self.hold(page);
         for id in pages.into_iter().filter(|id| *id != 0) {
             self.hold(id);

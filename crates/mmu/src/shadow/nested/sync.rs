@@ -26,6 +26,7 @@ fn keep(role: Role, is_link: bool, copy: u64, now: u64) -> Keep {
     else {
         return Keep::Nothing;
     };
+    // A flag that L1 has cleared must be set again by the next access, so that has to fault.
     let lost = copy & !now;
     if lost & role.accessed() != 0 || (copy ^ now) & ADDRESS != 0 {
         return Keep::Nothing;
@@ -39,6 +40,8 @@ fn keep(role: Role, is_link: bool, copy: u64, now: u64) -> Keep {
     }
     let gone = had.without(has);
     if gone.has(Grant::U) || gone.has(Grant::X) {
+        // The rights to read and to fetch go with the entry. That to write can be taken from it as
+        // it stands.
         Keep::Nothing
     } else if gone.has(Grant::W) || lost & role.dirty() != 0 {
         Keep::Readable
