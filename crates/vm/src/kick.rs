@@ -77,6 +77,7 @@ impl<W: Word> KickState<W> {
     /// before a kick that sent no IPI is visible after this. False: it was inside already.
     #[inline]
     pub fn enter(&self, cpu: u32) -> bool {
+        // Before the mode: whoever sees IN_GUEST by its exchange sees this number, or a later one.
         self.cpu.store(cpu, Relaxed);
         self.mode.swap(IN_GUEST, AcqRel) & IN_GUEST == 0
     }
@@ -104,6 +105,7 @@ impl<W: Word> KickState<W> {
     /// Takes all requests.
     #[inline]
     pub fn take_requests(&self) -> u32 {
+        // A load first: the word is looked at on every entry, and nearly always empty.
         if self.requests.load(Acquire) == 0 {
             return 0;
         }
@@ -113,6 +115,7 @@ impl<W: Word> KickState<W> {
     /// After an event was made visible: the CPU that has to be interrupted, if any.
     #[inline]
     pub fn kick(&self) -> Option<u32> {
+        // Only the first kicker sends the IPI: later ones know that one is on its way.
         (self.mode.fetch_or(KICKED, AcqRel) == IN_GUEST).then(|| self.cpu.load(Relaxed))
     }
 

@@ -92,6 +92,7 @@ impl VcpuShared {
 impl VcpuShared {
     /// Makes the vCPU look at what is pending: wakes it if it sleeps, interrupts it if it runs.
     pub fn kick(&self) {
+        // It sleeps, so it is not in the guest; it looks at everything before it enters.
         if self.waiter.wake() {
             return;
         }
@@ -160,6 +161,7 @@ unsafe impl FlushRemote for Vm {
             self.page_log_users().fetch_add(1, AcqRel);
             self.vcpus().request_all_and_wait(Request::PageLog);
         } else if self.page_log_users().fetch_sub(1, AcqRel) == 1 {
+            // The last one needs no wait: a CPU that logs a little longer does no harm.
             self.vcpus().request_all(Request::PageLog);
         }
     }

@@ -23,6 +23,7 @@ pub struct MsrRange {
 impl MsrRange {
     /// What the range says of an access. `None`: nothing.
     fn says(&self, index: u32, write: bool) -> Option<bool> {
+        // Wrapping: an MSR below the base becomes a number above every count.
         let at = index.wrapping_sub(self.base);
         let concerned = at < self.count && if write { self.write } else { self.read };
         let word = GuestIndex::from(at / 64).of(&self.bitmap).copied().unwrap_or(0);

@@ -72,6 +72,8 @@ impl TscMatch {
             let expected = last.wrapping_add(now.wrapping_sub(at));
             let difference = value.wrapping_sub(expected) as i64;
             let second = i64::from(khz.max(1)).saturating_mul(1000);
+            // A write of 0 is how VMMs reset TSCs, one vCPU after the other; stock KVM takes it for
+            // a wish to be in step, too.
             if value == 0 || difference.saturating_abs() < second {
                 return offset;
             }

@@ -227,6 +227,7 @@ impl VcpuShared {
     }
 
     pub(crate) fn sipi_received(&self, page: Vector) {
+        // Only the last SIPI counts: a second one before the first was taken overwrites its page.
         let _ = self
             .init_sipi
             .fetch_update(AcqRel, Acquire, |bits| Some((bits & INIT) | SIPI | u32::from(page.0)));
@@ -235,6 +236,7 @@ impl VcpuShared {
 
     /// Takes a pending INIT and a pending SIPI's start page.
     pub fn take_init_sipi(&self) -> (bool, Option<Vector>) {
+        // A load first: this is asked on the way to an entry, and nearly always nothing is there.
         if self.init_sipi.load(Acquire) == 0 {
             return (false, None);
         }

@@ -88,6 +88,7 @@ impl VcpuTable {
         let (id, at) = (vcpu.id as usize, index as usize);
         let slots = part(&self.slots, at / SLOTS, || [const { Once::new() }; SLOTS])?;
         let places = part(&self.places, id / IDS, || [const { AtomicU16::new(0) }; IDS])?;
+        // Before it is found: a message must not be sent by an id that the census does not know of.
         vcpu.lapic.join(&self.census)?;
         slots[at % SLOTS].set(vcpu)?;
         // After the slot, and the id after both: whoever finds a number or an id finds the vCPU.
@@ -138,6 +139,8 @@ impl VcpuTable {
     /// Makes a request to all and returns when none is in the guest any more that has not seen it.
     /// Whether there is a vCPU that was asked to leave the guest.
     pub fn request_all_and_wait(&self, request: Request) -> bool {
+        // All requests before the first wait: the IPIs then go out together, and CPUs leave the
+        // guest in parallel.
         for vcpu in self.iter() {
             vcpu.request(request);
         }

@@ -175,6 +175,7 @@ impl Vm {
     /// The guest is in a state that no machine has: none of its vCPUs runs again, and whatever is
     /// asked of the VM fails with `-EIO`.
     pub fn kill(&self) {
+        // Before the requests: a vCPU that is asked has to find it dead.
         self.dead.store(true, Relaxed);
         self.vcpus.request_all(Request::Dead);
     }
@@ -182,6 +183,7 @@ impl Vm {
     /// KVM_X86_SET_MSR_FILTER: all vCPUs follow it from their next entry on.
     pub fn set_msr_filter(&self, filter: MsrFilter) -> Result<(), NoMemory> {
         let new = if filter.restricts() { Some(Arc::new(filter)?) } else { None };
+        // The mutex is let go before vCPUs are asked: they take it to look.
         let old = core::mem::replace(&mut *self.msr_filter.lock(), new);
         self.vcpus.request_all(Request::MsrFilter);
         drop(old);
@@ -207,6 +209,8 @@ impl Vm {
     pub fn clock_sample(&self, scale: Scale, guest_tsc: impl FnOnce(u64) -> u64) -> ClockSample {
         let mut time = self.time.lock();
         let source = clock::source_generation();
+        // Another clock source means another relation of TSC and time: what was published by the
+        // old one is over.
         if time.source != source {
             time.source = source;
             time.clock.resample(&host_time());

@@ -55,6 +55,8 @@ impl From<NoMemory> for ZoneError {
 impl Zone {
     /// Whether these bytes lie in it. In a zone that wraps nothing does.
     fn covers(&self, address: u64, len: u64) -> bool {
+        // Wrapping counts as outside: the VMM chooses the zone's end and the guest the write's, and
+        // neither may reach around 2^64.
         let end = self.address.checked_add(self.len.into());
         let last = address.checked_add(len);
         address >= self.address && last.is_some_and(|last| end.is_some_and(|end| last <= end))
@@ -62,6 +64,8 @@ impl Zone {
 
     /// Filter bits of the addresses at which a write into it may begin.
     fn filter_bits(&self) -> u64 {
+        // 64 bytes or more meet every bit of the filter, and a VMM may name a zone of 4 GiB: no
+        // loop over its length.
         if self.len >= 64 {
             return u64::MAX;
         }
@@ -104,6 +108,8 @@ impl Coalesced {
         filter: impl Fn(Space, u64),
     ) -> Result<(), ZoneError> {
         let _changing = self.changing.lock();
+        // Built beside the old one: until it is published nothing has changed, and a lack of memory
+        // changes nothing.
         let mut new = Vec::new();
         {
             let zones = self.zones.read();
@@ -168,6 +174,7 @@ impl Coalesced {
             return false;
         }
         let Some(place) = GuestIndex::from(to).below(RING_ENTRIES as usize) else { return false };
+        // `to` is below RING_ENTRIES here, so this cannot overflow.
         let next = (to + 1) % RING_ENTRIES;
         // Full: the write goes to user space, which empties the ring on its way.
         if next == from {

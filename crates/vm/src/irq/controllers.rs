@@ -186,6 +186,7 @@ impl IrqCore {
             // The common irqfd: an MSI has no line whose two changes would have to stay together.
             return self.signal_msi(&msi);
         }
+        // Both steps under one lock: else the pin would show a level in between that nobody drives.
         let status = self.drive(&mut state, gsi, Source::User, true);
         self.drive(&mut state, gsi, Source::User, false);
         self.update_pic(&mut state);
@@ -242,6 +243,8 @@ impl IrqCore {
         }
         let intr = state.pic.output();
         if self.intr.load(Relaxed) != intr {
+            // SeqCst, before the kick: a vCPU that is about to enter looks at this word after it
+            // has set its mode.
             self.intr.store(intr, SeqCst);
             if intr {
                 self.kick_for_intr();
@@ -250,6 +253,7 @@ impl IrqCore {
     }
 
     fn kick_for_intr(&self) {
+        // The first that takes it, as in stock KVM: the 8259A has one INTR line.
         if let Some(vcpu) = self.vcpus.iter().find(|v| v.lapic.accepts_pic()) {
             vcpu.deliver(Accepted::ExtInt);
         }
@@ -260,6 +264,8 @@ impl IrqCore {
         if gsi == PIT_GSI && state.pit.as_mut().is_some_and(|pit| pit.acked()) {
             self.pulse_pit(state);
         }
+        // The line goes down before the resamplers are told: who still wants it raises it, and that
+        // has to be seen as a new edge.
         if state.resamplers.of(gsi).is_some() {
             self.drive(state, gsi, Source::Resample, false);
         }
@@ -278,6 +284,7 @@ impl IrqCore {
     /// Whom the end of these pins is told at once. The others are owed.
     fn resamplers_of(&self, state: &mut State, pins: u64) -> AtOnce {
         let mut now = AtOnce::default();
+        // Most VMs have none: no look at 40 pins then.
         if state.resamplers.is_empty() {
             return now;
         }
@@ -298,6 +305,7 @@ impl IrqCore {
     #[cold]
     pub fn signal_owed(&self) {
         let mut next = 0;
+        // The lock is taken anew for each GSI, and let go before anybody is signalled.
         let take = |from| {
             let mut state = self.state.lock();
             let gsi = state.owed.take_from(from)?;
@@ -320,6 +328,8 @@ impl IrqCore {
     /// The CPU's acknowledge cycle: the 8259A's vector, `None` when the request has gone.
     pub fn acknowledge_intr(&self) -> Option<(Vector, Owing)> {
         let mut state = self.state.lock();
+        // Another vCPU may have acknowledged it first, or the line went down; both happen between
+        // the look without the lock and here.
         if !state.pic.output() {
             return None;
         }
@@ -356,9 +366,13 @@ impl IrqCore {
                 self.acknowledged(&mut state, gsi);
             }
         }
+        // After the lines were lowered: what is still high is sent again, what only the resampler
+        // held is not.
         let put_off = state.ioapic.reassert(pins, &mut self.output());
         if put_off != 0 {
             state.put_off |= put_off;
+            // A line that nobody serves would be delivered again at once and for ever. Put off, the
+            // guest gets on, as on stock KVM.
             state.retry_ns = clock::monotonic_ns().saturating_add(STORM_DELAY_NS);
             if let Some(next) = state.next_expiry() {
                 start(next);
@@ -366,6 +380,8 @@ impl IrqCore {
         }
         self.update_pic(&mut state);
         let told = self.resamplers_of(&mut state, pins.into());
+        // The lock is let go before anybody is told: a resample eventfd may be an irqfd of this VM,
+        // whose handler takes it.
         drop(state);
         told.signal()
     }
@@ -426,6 +442,7 @@ impl State {
     /// When the timer is needed next.
     pub(super) fn next_expiry(&self) -> Option<u64> {
         let pit = self.pit.as_ref().and_then(|pit| pit.next_expiry());
+        // Two reasons to wake, one timer: whichever is first.
         let retry = (self.put_off != 0).then_some(self.retry_ns);
         match (pit, retry) {
             (Some(a), Some(b)) => Some(a.min(b)),

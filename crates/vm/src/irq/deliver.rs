@@ -62,10 +62,12 @@ fn to_id(vcpus: &VcpuTable, msg: &IrqMessage) -> LineStatus {
     let own = vcpus.by_id(msg.dest).filter(|v| v.lapic.matches(msg));
     if let Some(vcpu) = own {
         tally.give(vcpu, msg);
+        // Above 255, or without aliases, nobody else answers to this id.
         if msg.dest > 0xff || !vcpus.census().aliases() {
             return tally.0;
         }
     } else if vcpus.census().is_plain() {
+        // Nobody has another id than its vCPU's: the message goes nowhere.
         return tally.0;
     }
     // Ids that the guest has written, or of which an xAPIC shows the low byte.
@@ -80,6 +82,8 @@ fn to_id(vcpus: &VcpuTable, msg: &IrqMessage) -> LineStatus {
 /// vCPUs.
 pub fn to_vcpu(vcpus: &VcpuTable, msg: &IrqMessage) -> LineStatus {
     let mut tally = Tally::new();
+    // The hypercall names vCPUs by their ids; whether the guest's APIC is enabled still counts, as
+    // on stock KVM.
     if let Some(vcpu) = vcpus.by_id(msg.dest).filter(|vcpu| vcpu.lapic.enabled()) {
         tally.give(vcpu, msg);
     }
@@ -126,9 +130,12 @@ fn to_cluster(vcpus: &VcpuTable, msg: &IrqMessage, tally: &mut Tally) -> bool {
     if msg.dest == BROADCAST {
         return false;
     }
+    // Bits 31:16 of a logical id are the x2APIC id's bits above 3 (SDM vol. 3A §10.12.10.2).
     let first = msg.dest >> 16 << 4;
     let members =
         || (0..16).filter(|bit| msg.dest & 1 << bit != 0).map(|bit| vcpus.by_id(first | bit));
+    // All or none: if one is not where its id says, an xAPIC may answer to these bits too, and
+    // everybody has to be asked.
     let all_there = members()
         .all(|v| v.is_some_and(|v| v.lapic.mode() == LapicMode::X2Apic && v.lapic.matches(msg)));
     if all_there {
@@ -143,6 +150,8 @@ fn lowest_priority<'a>(vcpus: &'a VcpuTable, msg: &IrqMessage) -> Option<&'a Sha
     let candidates = || vcpus.iter().filter(|v| v.lapic.software_enabled() && v.lapic.matches(msg));
     let (mut best, mut equals) = (u8::MAX, 0usize);
     for vcpu in candidates() {
+        // By priority class: the low half of PPR does not hold interrupts back (SDM vol. 3A
+        // §10.8.3.1).
         let class = vcpu.lapic.ppr() >> 4;
         if class < best {
             (best, equals) = (class, 1);
@@ -150,6 +159,7 @@ fn lowest_priority<'a>(vcpus: &'a VcpuTable, msg: &IrqMessage) -> Option<&'a Sha
             equals += 1;
         }
     }
+    // None addressed: the message is lost, as on a bus.
     let chosen = usize::from(msg.vector.0).checked_rem(equals)?;
     // A priority may have changed meanwhile; then any candidate will do.
     candidates().filter(|v| v.lapic.ppr() >> 4 == best).nth(chosen).or_else(|| candidates().next())

@@ -119,6 +119,7 @@ impl VmIrq {
             }
         };
         if changed {
+            // Outside of the lock: arming waits for a handler that runs, and that takes it.
             arm_timer(&self.core);
         }
         Some(Owing::NOTHING)
@@ -152,6 +153,7 @@ impl VmIrq {
 
     /// A store that an eventfd or a zone may wait for. False when none does.
     fn awaited(&self, address: u64, data: &[u8]) -> bool {
+        // An access to the I/O APIC is never coalesced, or the guest's write to it would be lost.
         self.ioeventfds.signal_mmio(address, data)
             || !self.is_ioapic(address) && self.coalesced.append(Space::Memory, address, data)
     }

@@ -85,6 +85,7 @@ impl IoEvent {
 
     /// Whether one write could match both.
     fn clashes(&self, other: &Self) -> bool {
+        // Two that no single write could match are allowed: a device has one per value.
         let same_value = match (self.datamatch, other.datamatch) {
             (Some(a), Some(b)) => a == b,
             _ => true,
@@ -202,6 +203,8 @@ impl IoEventFds {
 
     fn set_filter(&self, space: Space, table: &Table, others: u64) {
         let bits = table.space(space).iter().fold(others, |b, e| b | filter_bit(e.what.address));
+        // Release: who sees the bits sees what the table was before, and looks under SRCU for what
+        // it is.
         self.filter(space).store(bits, Release);
     }
 
@@ -258,6 +261,7 @@ impl IoEventFds {
     /// path.
     #[inline]
     pub fn may_match(&self, space: Space, address: u64) -> bool {
+        // Relaxed: a write that races with the ioctl may count as before it or after.
         self.filter(space).load(Relaxed) & filter_bit(address) != 0
     }
 
@@ -270,6 +274,7 @@ impl IoEventFds {
     fn look_up(&self, space: Space, address: u64, len: u32, value: u64) -> bool {
         let table = self.table.read();
         let entries = table.space(space);
+        // Several with one address and different values stand side by side.
         let first = entries.partition_point(|e| e.what.address < address);
         let found = entries
             .iter()

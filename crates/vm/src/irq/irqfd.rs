@@ -113,11 +113,14 @@ impl IrqFds {
             None => None,
         };
         let mut list = self.list.lock();
+        // hung_up() comes where nothing may sleep, so what was closed is dropped here.
         reap(core, &mut list, |irqfd| irqfd.watch.gone.load(Acquire));
         if list.iter().any(|irqfd| irqfd.watch.watches(&event)) {
             return Err(IrqFdError::Busy);
         }
         list.try_reserve(1).map_err(|_| NoMemory)?;
+        // Before the eventfd is watched: it may fire at once, and its end has to find somebody to
+        // tell.
         if let Some(resample) = &resample {
             add_resampler(core, gsi, resample)?;
         }
@@ -181,6 +184,7 @@ fn reap(core: &SharedCore, list: &mut Vec<IrqFd>, condemned: impl Fn(&IrqFd) -> 
         if let Some(resample) = resample {
             remove_resampler(core, gsi, &resample);
         }
+        // A VMM may have thousands of them.
         task::cond_resched();
     }
 }
@@ -204,6 +208,8 @@ fn remove_resampler(core: &SharedCore, gsi: u32, gone: &Arc<Resampler>) {
     let last = table.of(gsi).is_none();
     let mut state = core.state.lock();
     state.set_resamplers(table);
+    // With the last one gone nobody would lower the line: the guest's end of interrupt finds no
+    // resampler.
     if last {
         core.drive(&mut state, gsi, Source::Resample, false);
         core.update_pic(&mut state);

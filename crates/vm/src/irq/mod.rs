@@ -133,8 +133,11 @@ impl VmIrq {
         }
         if kind == Irqchip::Full {
             let mut routing = Routing::standard()?;
+            // Under the lock, as an eventfd may be there before the controllers; the old table is
+            // freed outside of it.
             core::mem::swap(&mut self.core.state.lock().routing, &mut routing);
         }
+        // Last, with release order: who sees the kind finds the routes.
         self.core.set_kind(kind);
         Ok(())
     }
@@ -148,6 +151,7 @@ impl VmIrq {
         if self.kind() != Irqchip::None {
             return Err(IrqError::Exists);
         }
+        // Before the kind: a vCPU that sees a split irqchip looks at the reserved pins.
         self.core.reserve(reserved);
         self.create(Irqchip::Split)
     }
@@ -161,6 +165,7 @@ impl VmIrq {
         if self.kind() != Irqchip::Full {
             return Err(IrqError::Missing);
         }
+        // Allocated before the lock, under which nothing may be.
         let pit = KBox::new(Pit::new(clock::monotonic_ns()))?;
         let mut state = self.core.state.lock();
         if state.pit.is_some() {

@@ -83,6 +83,7 @@ impl Members {
     fn with(&self, event: &Arc<Resampler>) -> Result<Self, NoMemory> {
         let mut pieces = self.pieces(1)?;
         let room = pieces.iter().position(|piece| piece.len() < PIECE);
+        // Copied, not changed: the old list may be walked by a vCPU at this moment.
         let mut piece = Vec::new();
         piece.try_reserve_exact(PIECE).map_err(|_| NoMemory)?;
         if let Some(old) = room.and_then(|at| pieces.get(at)) {
@@ -199,6 +200,7 @@ impl Resamplers {
                 }
             }
         }
+        // Counted anew: one that was not found must not be counted off.
         let count = groups.iter().map(|group| group.members.count).sum();
         Ok(Self { groups, count })
     }
@@ -243,6 +245,8 @@ impl Owed {
     /// Takes the first of those from `gsi` on.
     pub(super) fn take_from(&mut self, gsi: u32) -> Option<u32> {
         let (first, mut from) = (gsi / 64, u64::MAX << (gsi % 64));
+        // One pass over the words for all of them: the caller goes on behind the one it got, and a
+        // bit set behind it is somebody else's.
         for (word, number) in steps::each(self.0.iter_mut().zip(0u32..).skip(first as usize)) {
             let bit = (*word & from).trailing_zeros();
             from = u64::MAX;

@@ -22,7 +22,9 @@ fn stretches(
 ) -> Result<(), MemoryError> {
     let slots = memory.slots();
     let mut done = 0;
+    // The end of a slot is no end of the access: two slots may lie side by side.
     while done < length {
+        // The guest or the VMM chooses address and length; the sum may wrap.
         let at = gpa.0.checked_add(done as u64).map(Gpa).ok_or(MemoryError::Unbacked)?;
         let slot = slots.find(at.gfn()).ok_or(MemoryError::Unbacked)?;
         let left = slot.end().gpa().0.wrapping_sub(at.0);
@@ -62,6 +64,8 @@ impl VmMemory {
             }
             let part = from.get(done..done + bytes).ok_or(MemoryError::Fault)?;
             user::write(host_address(slot, at), part)?;
+            // Marked after the write: a log that is taken between a mark and the write would lose
+            // the page.
             mark(slot, at, bytes);
             self.note_shadow_write(at, bytes);
             Ok(())
@@ -119,6 +123,8 @@ impl VmMemory {
     /// somebody works on the shadow pages; a part may have been written when the range crosses a
     /// page.
     pub fn write_irqs_off(&self, view: &View<'_>, gpa: Gpa, from: &[u8]) -> bool {
+        // Held from before the write to the note: in between, a settled table would count as
+        // unchanged.
         let mut guard = None;
         if let Some(shadow) = &self.shadow {
             guard = shadow.try_lock();

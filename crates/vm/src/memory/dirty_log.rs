@@ -49,9 +49,11 @@ impl VmMemory {
         protect: bool,
         flush: &(impl FlushRemote + ?Sized),
     ) -> Result<Vec<u64>, DirtyLogError> {
+        // Held so that no slot changes while its bits are taken.
         let _held = self.slots_lock.lock();
         let slots = self.slots();
         let (slot, log) = logging(&slots, slot)?;
+        // First of all: what a CPU has logged until now must be among the bits.
         self.gather_log(flush);
         let mut taken = Vec::new();
         taken.try_reserve_exact(log.words()).map_err(|_| DirtyLogError::NoMemory)?;
@@ -70,6 +72,8 @@ impl VmMemory {
             drop(zapper);
             task::cond_resched();
         }
+        // One flush for all: the generation and the IPIs cost the same for one page and for a
+        // terabyte.
         if any {
             self.tdp.zapper().flush(flush);
         }
@@ -101,6 +105,7 @@ impl VmMemory {
         while at < words {
             let mut zapper = self.tdp.zapper();
             for (n, wanted) in mask.iter().enumerate().skip(at).take(STRETCH) {
+                // Only what was set: a page whose bit is clear has been watched since it was taken.
                 let bits = log.take_masked(from + n, *wanted);
                 any |= bits != 0 && self.protect(&mut zapper, word_base(slot, from + n), bits);
             }
@@ -131,6 +136,8 @@ impl VmMemory {
 
     /// Has the vCPUs log pages, or not, if that changed. Under the slots' lock.
     pub(super) fn log_pages(&self, on: bool, flush: &(impl FlushRemote + ?Sized)) {
+        // Swapped under the slots' lock, so that on and off reach the vCPUs in the order of the
+        // slots.
         if self.tdp.format().logs() && self.logs_pages.swap(on, Ordering::Relaxed) != on {
             flush.log_pages(on);
         }

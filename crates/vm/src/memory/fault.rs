@@ -64,6 +64,8 @@ impl VmMemory {
         find_page: impl FnOnce(Hva, bool, Patience) -> Result<HostPage, GupError>,
     ) -> FaultOutcome {
         let gfn = access.gpa.gfn();
+        // Held through the sleep below: a slot that goes waits for this fault, and withdraws what
+        // it has mapped.
         let slots = self.slots();
         let Some(slot) = slots.find(gfn) else { return FaultOutcome::Mmio };
         if slot.leaving {
@@ -138,6 +140,8 @@ impl VmMemory {
             refused: if refused { possible } else { 0 },
             fault: Some(access.write),
         };
+        // The range of the whole leaf, not of the page that faulted: an invalidation of any part of
+        // it forbids the large page.
         let span = pages_per(level) << 12;
         let first = hva.0 & !(span - 1);
         loop {
@@ -203,6 +207,7 @@ impl VmMemory {
         cache: &mut TableCache,
     ) {
         let first = gfn.0.wrapping_add(1);
+        // Not beyond the table at hand: another would have to be linked, and this is a bonus.
         let room = slot.end().0.saturating_sub(first).min(511 - (gfn.0 & 511));
         let count = room.min(u64::from(wish)) as u32;
         let (start, bytes) = (slot.hva_of(Gfn(first)), u64::from(count) << 12);

@@ -47,6 +47,7 @@ impl Invalidations {
     }
 
     fn finish(&mut self) {
+        // Saturating: an end without its start must not make the count huge.
         self.running = self.running.saturating_sub(1);
     }
 }
@@ -82,6 +83,8 @@ impl VmMemory {
 
     /// The host's change of `start..end` is done.
     pub fn invalidate_end(&self, _start: Hva, _end: Hva) {
+        // Both under the lock for writing: a fault that holds it for reading sees the count as it
+        // was and the range still running, or both changes.
         let mut zapper = self.tdp.zapper();
         self.sequence.fetch_add(1, Ordering::Release);
         zapper.state_mut().finish();

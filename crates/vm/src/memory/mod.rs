@@ -183,6 +183,7 @@ impl VmMemory {
         region: &Region,
         flush: &(impl FlushRemote + ?Sized),
     ) -> Result<(), SlotError> {
+        // One change at a time: a table is made from the one before.
         let _held = self.slots_lock.lock();
         let change = self.slots().change(region, &self.limits)?;
         if change.is_nothing() {
@@ -207,6 +208,7 @@ impl VmMemory {
                 self.zap_slot(&old, flush);
             }
         }
+        // After the slot has stopped logging: until then a CPU's log has to be complete.
         if !logs {
             self.log_pages(false, flush);
         }
@@ -279,6 +281,8 @@ impl VmMemory {
             at = stop;
             task::cond_resched();
         }
+        // One flush at the end: until it is done nobody relies on the log, for the ioctl has not
+        // returned.
         if any {
             self.tdp.zapper().flush(flush);
         }

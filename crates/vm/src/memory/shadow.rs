@@ -240,6 +240,8 @@ impl VmMemory {
         if let Some(shadow) = &self.shadow
             && shadow.settle_begin()
         {
+            // Between the halves every CPU flushes: until then some TLB may let a protected table
+            // be written.
             by.flush.flush_remote();
             self.on_shadow(by.vcpu, shadow, |view, guard| guard.settle_end(view));
         }
