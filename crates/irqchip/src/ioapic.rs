@@ -95,6 +95,7 @@ pub struct IoApic {
 
 fn message(entry: u64, notify_eoi: bool, rules: DestRules) -> Option<IrqMessage> {
     let dest_mode = if entry & rte::LOGICAL != 0 { DestMode::Logical } else { DestMode::Physical };
+    // Delivery mode 3 is reserved: such an entry sends nothing.
     Some(IrqMessage {
         vector: Vector(entry as u8),
         delivery: DeliveryMode::from_bits((entry >> 8) as u32)?,
@@ -138,6 +139,7 @@ impl IoApic {
         let Some(sources) = GuestIndex::from(pin).of_mut(&mut self.sources) else {
             return LineStatus::Ignored;
         };
+        // The OR of all sources: one device that lets go must not lower the line for another.
         let bit = 1u32 << (source & 31);
         *sources = if level { *sources | bit } else { *sources & !bit };
         let high = *sources != 0;
@@ -155,14 +157,17 @@ impl IoApic {
         };
         let mask = 1u32 << pin;
         if !high {
+            // A low line ends the count of a storm: somebody has silenced the device.
             self.state.irr &= !mask;
             if let Some(storm) = GuestIndex::from(pin).of_mut(&mut self.storm) {
                 *storm = 0;
             }
+            // As stock KVM answers: what lowers a line is never coalesced.
             return LineStatus::Delivered(1);
         }
         let was_high = self.state.irr & mask != 0;
         self.state.irr |= mask;
+        // A level is held back by remote IRR; an edge by the line that is high already.
         let coalesced =
             if entry & rte::LEVEL != 0 { entry & rte::REMOTE_IRR != 0 } else { was_high };
         if coalesced { LineStatus::Coalesced } else { self.service(pin, deliver) }
@@ -180,6 +185,8 @@ impl IoApic {
         let Some(message) = message(*entry, self.listeners & 1 << pin != 0, self.rules) else {
             return LineStatus::Ignored;
         };
+        // Sent before remote IRR is set: nothing comes in between, for the VM's interrupt lock is
+        // held.
         let taken = deliver(message);
         // Only what ends with an EOI waits for one (data sheet §3.2.4, remote IRR).
         let ends = matches!(message.delivery, DeliveryMode::Fixed | DeliveryMode::LowestPriority);
@@ -195,10 +202,12 @@ impl IoApic {
     pub fn eoi(&mut self, vector: Vector) -> u32 {
         let mut pins = 0;
         for (pin, entry) in self.state.redirtbl.iter_mut().enumerate() {
+            // NMI, SMI and the like have no vector that a local APIC would end.
             let fixed = *entry >> 8 & 7 <= 1;
             if *entry as u8 != vector.0 || !fixed {
                 continue;
             }
+            // Whatever the entry's destination is: the message of an EOI names a vector and no CPU.
             if *entry & rte::LEVEL != 0 {
                 *entry &= !rte::REMOTE_IRR;
             }
@@ -217,6 +226,7 @@ impl IoApic {
             let asserted = self.state.irr & 1 << pin != 0;
             let level = self.state.redirtbl.get(pin).is_some_and(|e| e & rte::LEVEL != 0);
             let Some(storm) = self.storm.get_mut(pin) else { continue };
+            // Only a level that stays is a storm. An edge that ends is over.
             if !asserted || !level {
                 *storm = 0;
                 continue;
@@ -275,6 +285,7 @@ impl IoApic {
             0x00 | 0x02 => (self.state.id & 0xf) << 24,
             0x01 => VERSION,
             index => {
+                // IOREGSEL is the guest's: below 0x10 this wraps to an index that no entry has.
                 let pin = GuestIndex::from(index.wrapping_sub(0x10) >> 1);
                 match pin.of(&self.state.redirtbl) {
                     Some(entry) => (entry >> ((index & 1) * 32)) as u32,
@@ -296,6 +307,7 @@ impl IoApic {
         };
         let old = *entry;
         let shift = (index & 1) * 32;
+        // The other half stays: an entry is written by two stores.
         let written = old & !(0xffff_ffff << shift) | u64::from(value) << shift;
         let mut new = (written & !rte::READ_ONLY | old & rte::READ_ONLY) & rte::IMPLEMENTED;
         if new & rte::LEVEL == 0 {
@@ -316,6 +328,7 @@ impl IoApic {
 
     /// Takes over a saved state; pins asserted in it are delivered as if they were asserted now.
     pub fn restore(&mut self, state: &IoApicState, deliver: &mut impl FnMut(IrqMessage) -> bool) {
+        // Driven again below, one by one, so that each is delivered as by its device.
         let asserted = state.irr & ((1 << PINS) - 1);
         self.state = IoApicState { ioregsel: state.ioregsel & 0xff, irr: 0, ..*state };
         for entry in &mut self.state.redirtbl {

@@ -66,10 +66,12 @@ impl PicState {
     fn reset(&mut self) {
         let Self { irq_base, elcr, elcr_mask, init4, irr, .. } = *self;
         let (fully_nested, auto_eoi) = (self.special_fully_nested_mode, self.auto_eoi);
+        // How the chips are wired stays through ICW1, and so does the vector base until ICW2 comes.
         *self = Self { irq_base, elcr, elcr_mask, init4, ..Self::default() };
         // What is held by a level line is still there; a latched edge is gone.
         self.irr = irr & elcr;
         self.rotate_on_auto_eoi = 0;
+        // ICW1 without "ICW4 comes" clears what ICW4 has set; with it those stay until ICW4 does.
         if init4 != 0 {
             self.special_fully_nested_mode = fully_nested;
             self.auto_eoi = auto_eoi;
@@ -81,6 +83,8 @@ impl PicState {
     fn set_line(&mut self, line: u8, high: bool) -> Option<bool> {
         let mask = 1u8 << (line & 7);
         let mut new = true;
+        // A level line that goes low before it was acknowledged takes its request along; an edge
+        // stays.
         if self.elcr & mask != 0 {
             if high {
                 new = self.irr & mask == 0;
@@ -106,6 +110,8 @@ impl PicState {
 
     /// How far below the highest priority the best line of `set` is; 8 for none.
     fn priority(&self, set: u8) -> u8 {
+        // Rotated so that the line of highest priority becomes bit 0: the lowest bit that is set
+        // wins.
         set.rotate_right(u32::from(self.priority_add & 7)).trailing_zeros() as u8
     }
 
@@ -124,6 +130,7 @@ impl PicState {
             // The slave's line may interrupt itself; the slave sorts out its own priorities.
             in_service &= !(1 << 2);
         }
+        // Strictly: a line in service holds back itself and all below it.
         (wanted < self.priority(in_service)).then_some((wanted + self.priority_add) & 7)
     }
 
@@ -131,6 +138,7 @@ impl PicState {
     fn acknowledge(&mut self, line: u8) -> u8 {
         let mask = 1u8 << (line & 7);
         self.isr |= mask;
+        // An edge is used up by the acknowledgement; a level stays as long as it is driven.
         if self.elcr & mask == 0 {
             self.irr &= !mask;
         }
@@ -162,6 +170,8 @@ impl PicState {
     fn write_command(&mut self, value: u8) -> u8 {
         if value & 0x10 != 0 {
             self.init4 = value & 1;
+            // ICW1 ends what was in service: nobody will send an EOI for it, and who waits for one
+            // would wait for ever.
             let ended = self.isr;
             self.reset();
             return ended;
@@ -210,6 +220,7 @@ impl PicState {
     fn write_data(&mut self, value: u8) {
         match self.init_state {
             1 => {
+                // The low three bits are the line's number, put in by the chip.
                 self.irq_base = value & 0xf8;
                 self.init_state = 2;
             }
@@ -301,6 +312,8 @@ impl Pic {
             self.ended |= u16::from(ended) << 8;
             self.slave.irq_base.wrapping_add(line)
         } else {
+            // The slave's request has gone: its spurious line. The master's line 2 is in service
+            // all the same.
             self.slave.irq_base.wrapping_add(7)
         };
         self.cascade();
@@ -353,6 +366,7 @@ impl Pic {
 
     /// A poll acknowledges like the CPU does: bit 7 and the line, or zero.
     fn poll_master(&mut self) -> u8 {
+        // A poll is the acknowledge cycle by software, so it is over after one read.
         self.master.poll = 0;
         match self.master.pending(true) {
             None => 0,
@@ -386,6 +400,7 @@ impl Pic {
             0x4d1 => self.slave.elcr = value & self.slave.elcr_mask,
             _ => {}
         }
+        // After every write: each may change what the slave asks of the master.
         self.cascade();
     }
 
@@ -397,6 +412,7 @@ impl Pic {
     /// Takes over the saved state of one chip.
     pub fn restore(&mut self, slave: bool, state: &PicState) {
         let chip = if slave { &mut self.slave } else { &mut self.master };
+        // The VMM's number shifts below, and a shift takes no more than seven.
         *chip = PicState { priority_add: state.priority_add & 7, ..*state };
         self.cascade();
     }

@@ -170,6 +170,7 @@ impl Pit {
     /// The host timer rang. True when line 0 is to be pulsed.
     pub fn expired(&mut self, now_ns: u64) -> bool {
         let mut ticks = 0;
+        // Ends at a thousand, see below: after a long stop there may be millions of them.
         while self.next_expiry().is_some_and(|expiry| expiry <= now_ns) {
             ticks += 1;
             self.fired += 1;
@@ -188,6 +189,7 @@ impl Pit {
             return true;
         }
         self.pending = (self.pending + ticks).min(MAX_PENDING);
+        // One tick in flight at a time: the next goes when the guest has acknowledged this one.
         core::mem::take(&mut self.acknowledged)
     }
 

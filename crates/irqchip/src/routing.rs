@@ -147,6 +147,7 @@ impl Routing {
                 *count += 1;
             }
         }
+        // At most MAX_ROUTES in all, so sixteen bits do.
         let mut sum = 0;
         for start in &mut table.starts {
             sum += *start;
@@ -174,6 +175,7 @@ impl Routing {
                 && let Some(pins) = table.gsi_of_pin.get_mut(chip as usize)
                 && let Some(slot) = GuestIndex::from(pin).of_mut(pins)
             {
+                // The last one counts, if several GSIs share the pin: as in stock KVM.
                 *slot = route.gsi as i16;
             }
         }

@@ -79,6 +79,8 @@ impl Lapic {
         match msg.delivery {
             DeliveryMode::Fixed | DeliveryMode::LowestPriority => {
                 if msg.notify_eoi {
+                    // Before the request: the owner may take and end the vector at once, and has to
+                    // report that end.
                     self.eoi_notify.set_shared(msg.vector.0);
                     self.any_notify.store(1, Release);
                 }
@@ -102,6 +104,8 @@ impl Lapic {
         if !self.software_enabled() {
             return Accepted::Ignored;
         }
+        // Below 16 vectors are exceptions'. The error is the receiver's to log, whoever sent it
+        // (SDM vol. 3A §10.5.3).
         let (v, level) = match vector.0 {
             16.. => (vector.0, trigger == Trigger::Level),
             _ => match self.log_error(esr::RECEIVED_ILLEGAL_VECTOR) {
@@ -117,6 +121,7 @@ impl Lapic {
                 self.tmr.clear_shared(v);
             }
         }
+        // The bit before the hint: see the module's head.
         let newly = self.irr.set_shared(v);
         self.irr_pending.store(1, Release);
         if newly { Accepted::Pending } else { Accepted::Coalesced }
@@ -136,6 +141,7 @@ impl Lapic {
     fn log_error(&self, bit: u32) -> Option<Vector> {
         self.esr_pending.fetch_or(bit, Relaxed);
         let lvt = self.lvt(LocalVector::Error);
+        // An error vector that is itself illegal would be an error again, without end.
         (lvt & lvt::MASKED == 0 && lvt & 0xff >= 16).then_some(Vector(lvt as u8))
     }
 
@@ -149,6 +155,8 @@ impl Lapic {
         // Timer and error have no delivery mode field: their bits read as zero, which is fixed.
         match DeliveryMode::from_bits(lvt >> 8) {
             Some(DeliveryMode::Fixed) => {
+                // Only LINT0 and LINT1 have a trigger mode, and LINT1 is always an edge (SDM vol.
+                // 3A §10.5.1).
                 let level = source == LocalVector::Lint0 && lvt & (1 << 15) != 0;
                 let trigger = if level { Trigger::Level } else { Trigger::Edge };
                 self.accept_fixed(Vector(lvt as u8), trigger)
@@ -164,6 +172,7 @@ impl Lapic {
     /// Whether this CPU takes the 8259A's interrupts: APIC off, or LINT0 unmasked in ExtINT mode.
     #[inline]
     pub fn accepts_pic(&self) -> bool {
+        // With the APIC off, LINT0 is the CPU's INTR pin (SDM vol. 3A §10.4.3).
         if !self.enabled() {
             return true;
         }
@@ -210,6 +219,8 @@ impl Lapic {
 
     fn pending_above(&self, priority: u8) -> Option<Vector> {
         let vector = self.irr.highest();
+        // By class, that is by the upper four bits: a vector of the same class waits (SDM vol. 3A
+        // §10.8.3.1).
         (self.enabled() && vector & 0xf0 > priority & 0xf0).then_some(Vector(vector))
     }
 
@@ -238,6 +249,7 @@ impl Lapic {
     /// Sets the hint by looking; after a change that was not made bit by bit. It is cleared before the
     /// look: who sends after that sets it again.
     pub(super) fn refresh_pending(&self) {
+        // Locked: no look may come before the hint is dropped.
         self.irr_pending.swap(0, SeqCst);
         if self.irr.any() {
             self.irr_pending.store(1, Release);

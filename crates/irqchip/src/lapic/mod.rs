@@ -282,6 +282,8 @@ impl Lapic {
 
     /// INIT (SDM vol. 3A §10.4.7.3): all registers but the id; base and mode stay.
     pub fn init(&self, lint0: Lint0) {
+        // The logical id of an x2APIC follows from its id, which INIT leaves (SDM vol. 3A
+        // §10.12.10.2).
         if self.mode() != LapicMode::X2Apic {
             self.ldr.store(0, Relaxed);
         }
@@ -302,6 +304,8 @@ impl Lapic {
         self.esr.store(0, Relaxed);
         self.esr_pending.store(0, Relaxed);
         self.timer.reset();
+        // The hint first: a sender that comes between leaves it set, and a look that finds nothing
+        // is harmless.
         self.irr_pending.store(0, Relaxed);
         self.irr.clear();
         self.isr.clear();
@@ -389,6 +393,8 @@ impl Lapic {
     /// SDM vol. 3A §10.12.5 forbids: x2APIC to xAPIC, and disabled to x2APIC.
     pub fn set_base(&self, value: u64, rules: BaseRules) -> Result<BaseChange, Gp> {
         let width = u32::from(rules.maxphyaddr.clamp(32, 52));
+        // Bits 7:0 and 9 are reserved in every mode (SDM vol. 3A §10.4.4); bit 8 is BSP, which
+        // software may write.
         let mut reserved = !((1 << width) - 1) | 0xff | (1 << 9);
         if !rules.x2apic {
             reserved |= base::EXTD;
@@ -404,6 +410,8 @@ impl Lapic {
             (true, false) => LapicMode::XApic,
             (true, true) => LapicMode::X2Apic,
         };
+        // The way back from x2APIC leads through disabled, and out of that into xAPIC first (SDM
+        // vol. 3A §10.12.5).
         let forbidden = matches!(
             (old_mode, new_mode),
             (LapicMode::X2Apic, LapicMode::XApic) | (LapicMode::Disabled, LapicMode::X2Apic)
@@ -430,6 +438,8 @@ impl Lapic {
 
     fn be_counted(&self) {
         let Some(census) = self.census.get() else { return };
+        // The low byte is what an xAPIC has to show for a vCPU of a larger id, and so another
+        // vCPU's id.
         let kind = match self.mode() {
             LapicMode::XApic if self.id() != self.vcpu_id & 0xff => ID_WRITTEN,
             LapicMode::XApic if self.vcpu_id > 0xff => ID_CUT,
@@ -460,6 +470,7 @@ impl Lapic {
         match new {
             LapicMode::Disabled => {}
             LapicMode::XApic => {
+                // The id of power-up, as in stock KVM: what the guest wrote is lost with the mode.
                 id = self.vcpu_id & 0xff;
                 if old == LapicMode::X2Apic {
                     self.ldr.store(0, Relaxed);
@@ -480,6 +491,7 @@ impl Lapic {
     #[inline]
     pub fn matches(&self, msg: &IrqMessage) -> bool {
         let mode = self.mode();
+        // An APIC that is off hears nothing, not even a broadcast.
         if mode == LapicMode::Disabled {
             return false;
         }
@@ -512,6 +524,7 @@ impl Lapic {
         if mode == LapicMode::X2Apic {
             return dest >> 16 == ldr >> 16 && dest & ldr & 0xffff != 0;
         }
+        // An xAPIC's logical id has eight bits: a wider destination is an x2APIC's.
         if dest > 0xff {
             return false;
         }
@@ -520,6 +533,8 @@ impl Lapic {
         match self.dfr.load(Relaxed) >> 28 {
             _ if dest == 0xff => true,
             0xf => dest & logical != 0,
+            // Cluster model: 0xf addresses all clusters, and the low half is a mask in each (SDM
+            // vol. 3A §10.6.2.2).
             0x0 => (dest >> 4 == 0xf || dest >> 4 == logical >> 4) && dest & logical & 0xf != 0,
             _ => false,
         }

@@ -46,6 +46,8 @@ impl Lapic {
     #[inline]
     pub fn self_ipi_direct(&self, vector: Vector) -> bool {
         let v = vector.0;
+        // What is pending goes first if its priority is higher; to compare would cost more than
+        // this spares.
         if self.irr_pending.load(Relaxed) != 0
             || !self.software_enabled()
             || v & 0xf0 <= self.ppr.load(Relaxed) & 0xf0
@@ -68,6 +70,8 @@ impl Lapic {
     #[inline]
     pub fn eoi(&self) -> LapicEffect {
         let vector = self.isr_highest.load(Relaxed);
+        // An EOI with nothing in service means nothing; Linux writes one while it sets its timer
+        // up.
         if vector == 0 {
             return LapicEffect::None;
         }
@@ -80,6 +84,8 @@ impl Lapic {
     /// Whether the end of `vector` is reported.
     #[inline]
     pub(super) fn reports(&self, vector: u8) -> bool {
+        // What a guest with directed EOIs suppresses is the broadcast; who asked for the vector by
+        // name still hears of it.
         (self.tmr.test(vector) && !self.eoi_broadcast_suppressed()) || self.notifies(vector)
     }
 
@@ -181,6 +187,7 @@ impl Lapic {
     /// [`set_tpr`](Self::set_tpr).
     #[inline]
     pub fn set_cr8(&self, value: u8) -> bool {
+        // The low half of the task priority becomes 0 (SDM vol. 3A §10.8.6).
         self.set_tpr(value << 4)
     }
 
@@ -189,6 +196,8 @@ impl Lapic {
     pub(super) fn update_ppr(&self) {
         let tpr = self.tpr.load(Relaxed);
         let service = self.isr_highest.load(Relaxed) & 0xf0;
+        // With equal classes PPR is the whole TPR, as in stock KVM; the SDM leaves the low half
+        // open (vol. 3A §10.8.3.1).
         self.ppr.store(if tpr & 0xf0 >= service { tpr } else { service }, Relaxed);
     }
 }

@@ -102,6 +102,8 @@ impl Lapic {
             reg::TIMER_CURRENT => self.timer_current(now_ns),
             reg::TIMER_DIVIDE => self.timer.divide_register(),
             _ => {
+                // An access to what does not exist is an error of the APIC, not a fault (SDM vol.
+                // 3A §10.5.3).
                 let _ = self.raise_error(esr::ILLEGAL_REGISTER);
                 0
             }
@@ -115,6 +117,7 @@ impl Lapic {
         if self.mode() != LapicMode::XApic {
             return false;
         }
+        // Zeros first: a load across registers is undefined, and must show no old bytes.
         data.fill(0);
         let within = (offset & 0xf) as usize;
         if within + data.len() <= 4 {
@@ -146,6 +149,7 @@ impl Lapic {
             reg::EOI => self.eoi(),
             reg::ICR => self.write_icr_lo(value),
             reg::ICR2 => {
+                // Only the upper byte exists; the rest reads as zero.
                 self.icr_hi.store(value & 0xff00_0000, Relaxed);
                 LapicEffect::None
             }
@@ -176,6 +180,8 @@ impl Lapic {
             reg::SVR => self.write_svr(value),
             reg::ESR => {
                 // Writing is how the guest asks for the errors since it last asked.
+                // One exchange: an error that a message raises meanwhile is in this answer or in
+                // the next.
                 self.esr.store(self.esr_pending.swap(0, Relaxed), Relaxed);
                 LapicEffect::None
             }
@@ -207,11 +213,14 @@ impl Lapic {
     /// # Errors
     /// [`Gp`] outside x2APIC mode, for write-only and for absent registers.
     pub fn read_x2(&self, msr: u32, now_ns: impl FnOnce() -> u64) -> Result<u64, Gp> {
+        // With the APIC in xAPIC mode the MSRs do not exist (SDM vol. 3A §10.12.2).
         if self.mode() != LapicMode::X2Apic {
             return Err(Gp);
         }
         let offset = msr.wrapping_sub(msr::X2APIC_BASE).wrapping_shl(4);
         match offset {
+            // One register of 64 bits in x2APIC mode, and atomic: there is no busy bit to be polled
+            // (SDM vol. 3A §10.12.9).
             reg::ICR => {
                 Ok(u64::from(self.icr_hi.load(Relaxed)) << 32
                     | u64::from(self.icr_lo.load(Relaxed)))
@@ -244,6 +253,8 @@ impl Lapic {
             return Err(Gp);
         }
         match msr {
+            // In the order of how often they are written: a guest sends and ends interrupts, and
+            // the rest is set up once.
             SELF_IPI_MSR if value <= 0xff => Ok(self.self_ipi(value as u8)),
             ICR_MSR => self.write_icr_x2(value),
             0x80b if value == 0 => Ok(self.eoi()),
@@ -252,6 +263,7 @@ impl Lapic {
     }
 
     fn write_x2_other(&self, msr: u32, value: u64) -> Result<LapicEffect, Gp> {
+        // All but ICR have 32 bits; bits 63:32 are reserved and fault.
         let value = u32::try_from(value).map_err(|_| Gp)?;
         let offset = msr.wrapping_sub(msr::X2APIC_BASE).wrapping_shl(4);
         match offset {
@@ -320,9 +332,11 @@ impl Lapic {
     fn write_lvt_entry(&self, entry: LocalVector, value: u32) -> LapicEffect {
         let writable = GuestIndex::from(entry as usize).of(&LVT_WRITABLE).copied().unwrap_or(0);
         let mut value = value & writable;
+        // Without the feature the bit is reserved, and reads as zero.
         if entry == LocalVector::Timer && !self.has(FEATURE_TSC_DEADLINE) {
             value &= !lvt::TIMER_DEADLINE;
         }
+        // A disabled APIC keeps its entries masked (SDM vol. 3A §10.4.7.2).
         if self.software_enabled.load(Relaxed) == 0 {
             value |= lvt::MASKED;
         }
@@ -348,6 +362,8 @@ impl Lapic {
 
     #[inline]
     fn self_ipi(&self, vector: u8) -> LapicEffect {
+        // Sending such a vector is the sender's error and sets another bit than receiving one (SDM
+        // vol. 3A §10.5.3).
         if vector < 16 {
             let _ = self.raise_error(esr::SEND_ILLEGAL_VECTOR);
             return LapicEffect::None;
@@ -368,6 +384,7 @@ impl Lapic {
     fn write_icr_x2(&self, value: u64) -> Result<LapicEffect, Gp> {
         let low = value as u32;
         // The delivery status bit does not exist in x2APIC mode but may be written.
+        // Checked before anything is stored: a write that faults changes nothing.
         if low & !(ICR_LO_WRITABLE | ICR_BUSY) != 0 {
             return Err(Gp);
         }
@@ -394,6 +411,7 @@ impl Lapic {
         let assert = icr & 1 << 14 != 0;
         match delivery {
             DeliveryMode::Fixed | DeliveryMode::LowestPriority => {
+                // To itself alone: no other CPU is told, and it can be put into service at once.
                 let to_self = shorthand == Shorthand::SelfOnly
                     || (shorthand == Shorthand::None
                         && dest_mode == DestMode::Physical
@@ -406,7 +424,10 @@ impl Lapic {
                     return LapicEffect::None;
                 }
             }
+            // The de-assert message only synchronised arbitration ids on old buses (SDM vol. 3A
+            // §10.6.1).
             DeliveryMode::Init if trigger == Trigger::Level && !assert => return LapicEffect::None,
+            // ExtINT is no IPI: the 8259A is not on the bus.
             DeliveryMode::ExtInt => return LapicEffect::None,
             DeliveryMode::Smi | DeliveryMode::Nmi | DeliveryMode::Init | DeliveryMode::Startup => {}
         }

@@ -33,6 +33,7 @@ impl Lapic {
 
     /// Takes the hardware's state back, beside what has been requested here meanwhile.
     pub fn take_back(&self, state: &Interrupts) {
+        // Added and not stored: senders have put more in while the hardware served.
         if state.requested != [0; 4] {
             self.irr.add_shared(&state.requested);
             self.irr_pending.store(1, Release);
@@ -46,6 +47,7 @@ impl Lapic {
     /// [`drain`](Self::drain), for a sender says so before it requests.
     #[inline]
     pub fn reported(&self) -> VectorWords {
+        // A guest that suppresses broadcasts tells the I/O APIC itself.
         let mut words = if self.eoi_broadcast_suppressed() { [0; 4] } else { self.tmr.words() };
         if self.any_notify.load(Relaxed) != 0 {
             for (word, more) in words.iter_mut().zip(self.eoi_notify.words()) {

@@ -132,6 +132,7 @@ impl Lapic {
         self.icr_lo.store(get(page, reg::ICR), Relaxed);
         self.icr_hi.store(get(page, reg::ICR2), Relaxed);
         self.esr.store(get(page, reg::ESR) & 0xff, Relaxed);
+        // Errors that the guest has not asked for yet are no part of the page.
         self.esr_pending.store(0, Relaxed);
         for index in 0..8 {
             self.isr.set_register(index, get(page, reg::ISR + index * 16));
@@ -139,7 +140,9 @@ impl Lapic {
             self.irr.set_register(index, get(page, reg::IRR + index * 16));
         }
         self.isr_highest.store(self.isr.highest(), Relaxed);
+        // The registers came one by one, and the hint with none of them.
         self.refresh_pending();
+        // Last: the processor priority follows from what is in service.
         self.set_tpr(get(page, reg::TPR) as u8);
         Ok(self.timer_restore(
             get(page, reg::TIMER_INITIAL),

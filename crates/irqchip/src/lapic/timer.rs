@@ -167,6 +167,7 @@ impl Timer {
     }
 
     fn stop(&self) {
+        // The expiry alone stops it: a host timer that fires later finds nothing to do.
         self.expiry_ns.store(0, SeqCst);
         self.period_ns.store(0, Relaxed);
         self.deadline_tsc.store(0, Relaxed);
@@ -191,6 +192,7 @@ impl Timer {
 
     /// Sets the expiry of a countdown.
     fn arm(&self, ns: u64) -> TimerOp {
+        // The greatest value stands for "by TSC", so that a time must not be it.
         let ns = ns.min(BY_TSC - 1);
         if self.hv_in_use() {
             self.expiry_ns.store(ns.max(1), SeqCst);
@@ -202,8 +204,13 @@ impl Timer {
     /// Sets the expiry and says what that asks of the host timer.
     #[inline]
     fn arm_sw_timer(&self, ns: u64) -> TimerOp {
+        // 0 says that the timer does not run.
         let ns = ns.max(1);
+        // Before the token is looked at: the handler takes the token first and looks at the time
+        // after.
         self.expiry_ns.store(ns, SeqCst);
+        // The handler may be between its two steps: who wins the exchange arms, and the other
+        // leaves it.
         let armed = match self.armed_ns.load(SeqCst) {
             0 => match self.armed_ns.compare_exchange(0, ns, SeqCst, SeqCst) {
                 Ok(_) => return TimerOp::Arm { ns },
@@ -220,6 +227,8 @@ impl Timer {
 #[inline]
 pub(super) fn ticks_to_ns(ticks: u64, khz: u32) -> u64 {
     let khz = u64::from(khz.max(1));
+    // Split, so that nothing overflows: the guest chooses the ticks, and 64 bits of them times 10^6
+    // are too many.
     let (whole, rest) = (ticks / khz, ticks % khz);
     whole.saturating_mul(1_000_000).saturating_add((rest * 1_000_000).div_ceil(khz))
 }
@@ -253,6 +262,7 @@ impl Lapic {
         if self.timer.hv_in_use() {
             return self.set_hv_deadline(deadline, clock.guest_tsc);
         }
+        // In another mode the MSR reads 0 and writes are ignored (SDM vol. 3A §10.5.4.1).
         if !self.tsc_deadline_mode() || !self.enabled() {
             return TimerOp::Leave;
         }
@@ -261,6 +271,7 @@ impl Lapic {
             self.timer.expiry_ns.store(0, Release);
             return TimerOp::Leave;
         }
+        // The guest chooses the deadline: one that is past must not become a huge distance.
         match deadline.checked_sub(clock.guest_tsc) {
             None | Some(0) => {
                 self.timer.expiry_ns.store(0, Release);
@@ -283,6 +294,7 @@ impl Lapic {
             return TimerOp::ArmHv;
         }
         self.timer.expiry_ns.store(0, Release);
+        // The hv timer may still be armed for a deadline that is given up; it has to be told.
         if deadline == 0 {
             return TimerOp::ArmHv;
         }
@@ -299,6 +311,8 @@ impl Lapic {
     /// to be armed for: a host timer that fires at the same time may have moved it. Owner only.
     pub fn switch_to_hv_timer(&self) -> Expiry {
         let timer = &self.timer;
+        // Before the expiry changes: a handler that fires from here on leaves the timer to the
+        // owner.
         timer.hv.store(1, SeqCst);
         if self.tsc_deadline_mode() {
             // Unless it has expired, or does so now.
@@ -310,10 +324,12 @@ impl Lapic {
     /// The owner is about to sleep: the host timer is used from now on. Owner only.
     pub fn switch_to_sw_timer(&self, clock: &TimerClock) -> TimerOp {
         let timer = &self.timer;
+        // Before the expiry is read: a handler that fires from here on acts on it.
         timer.hv.store(0, SeqCst);
         match timer.expiry_ns.load(SeqCst) {
             0 => TimerOp::Leave,
             BY_TSC => {
+                // A deadline that is past gives 0, which expires at once.
                 let ticks = timer.deadline_tsc.load(Relaxed).saturating_sub(clock.guest_tsc);
                 timer.arm_sw_timer(timer.sw_time_of(ticks, clock))
             }
@@ -323,6 +339,7 @@ impl Lapic {
 
     /// The TSC deadline has come, the owner says: interrupts. Owner only.
     pub fn expire_deadline(&self) -> Accepted {
+        // Exchanged: whoever takes the expiry delivers, and nobody else does.
         if !self.tsc_deadline_mode() || self.timer.expiry_ns.swap(0, SeqCst) == 0 {
             return Accepted::Ignored;
         }
@@ -385,6 +402,8 @@ impl Lapic {
     #[inline]
     pub fn sw_timer_expired(&self, now_ns: u64) -> SwTimerExpired {
         let timer = &self.timer;
+        // The token first, the time after: the owner does the two in the other order, so one of
+        // them sees the other.
         timer.armed_ns.swap(0, SeqCst);
         // Armed before: the owner looks at the time itself, and when it is about to sleep it finds
         // the token gone and arms anew.

@@ -34,6 +34,8 @@ impl VectorSet {
     #[inline]
     pub(super) fn set_shared(&self, vector: u8) -> bool {
         let bit = Self::bit(vector);
+        // SeqCst: the order against the hint and the timer's words is what keeps an interrupt from
+        // being lost.
         self.word(vector).fetch_or(bit, SeqCst) & bit == 0
     }
 

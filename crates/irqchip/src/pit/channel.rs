@@ -7,6 +7,7 @@ const NS_PER_S: u64 = 1_000_000_000;
 
 /// Nanoseconds to ticks of the input clock, rounded down.
 pub(super) fn ns_to_ticks(ns: u64) -> u64 {
+    // Whole seconds apart: nanoseconds since boot times the frequency would overflow within hours.
     let (whole, rest) = (ns / NS_PER_S, ns % NS_PER_S);
     whole.wrapping_mul(FREQUENCY_HZ).wrapping_add(rest * FREQUENCY_HZ / NS_PER_S)
 }
@@ -82,6 +83,7 @@ impl Channel {
     }
 
     pub(super) fn from_state(state: &PitChannelState, now_ns: u64) -> Self {
+        // The VMM may give any number, and a count is at most 65536.
         let count = match state.count & 0x1_ffff {
             0 => 0x1_0000,
             count => count.min(0x1_0000),
@@ -111,6 +113,7 @@ impl Channel {
     fn ticks(&self, now_ns: u64) -> u64 {
         let ns = match self.held_ns {
             Some(held) => held,
+            // Signed: a restored load time may lie in the future.
             None => (now_ns as i64).wrapping_sub(self.state.count_load_time).max(0) as u64,
         };
         ns_to_ticks(ns)
@@ -119,6 +122,7 @@ impl Channel {
     /// The counting element, in binary.
     pub(super) fn counter(&self, now_ns: u64) -> u32 {
         let ticks = self.ticks(now_ns);
+        // Never 0, whatever was restored: it is divided by.
         let reload = u64::from(self.state.count.max(1));
         let wrap = if self.state.bcd != 0 { 10_000 } else { 0x1_0000 };
         // From the time and not from a count that somebody decrements: nothing runs while nobody reads.
@@ -187,6 +191,7 @@ impl Channel {
         state.count_latched = 0;
         state.status_latched = 0;
         state.count_load_time = now_ns as i64;
+        // A gate that is low holds the new count where it begins.
         self.held_ns = (state.gate == 0).then_some(0);
         self.null_count = true;
         if self.waits_for_trigger() {
@@ -199,12 +204,14 @@ impl Channel {
         // A second command before the first was read is ignored by the chip: the guest would get halves of two counts.
         if self.state.count_latched == 0 {
             self.state.latched_count = self.readable(now_ns);
+            // By access mode: a latch of a counter that is read by one byte is used up by one read.
             self.state.count_latched = self.state.rw_mode;
         }
     }
 
     /// The read-back command's other half: catches the status.
     pub(super) fn latch_status(&mut self, now_ns: u64) {
+        // As for the count: a second command does not disturb what waits to be read.
         if self.state.status_latched == 0 {
             self.state.status = u8::from(self.output(now_ns)) << 7
                 | u8::from(self.null_count) << 6
@@ -223,6 +230,7 @@ impl Channel {
 
     /// A read of the counter's port.
     pub(super) fn read(&mut self, now_ns: u64) -> u8 {
+        // Status before count, if both were latched (8254 data sheet, read-back).
         if self.state.status_latched != 0 {
             self.state.status_latched = 0;
             return self.state.status;
@@ -275,12 +283,14 @@ impl Channel {
 
     fn load(&mut self, count: u16, now_ns: u64) {
         let bcd = self.state.bcd != 0;
+        // 0 stands for the greatest count: the counter passes zero last.
         self.state.count = match if bcd { from_bcd(count) } else { u32::from(count) } {
             0 if bcd => 10_000,
             0 => 0x1_0000,
             count => count,
         };
         self.null_count = false;
+        // A counter that waits for its trigger takes the new count at the next one.
         if !self.waits_for_trigger() {
             self.state.count_load_time = now_ns as i64;
             self.held_ns = (self.state.gate == 0).then_some(0);

@@ -74,6 +74,7 @@ impl Lapic {
     fn start_countdown(&self, now_ns: u64) -> TimerOp {
         let timer = &self.timer;
         let counts = timer.initial();
+        // Writing 0 stops the timer (SDM vol. 3A §10.5.4).
         if counts == 0 {
             timer.expiry_ns.store(0, SeqCst);
             timer.period_ns.store(0, Relaxed);
@@ -84,6 +85,7 @@ impl Lapic {
             period = period.max(MIN_PERIOD_NS);
         }
         timer.period_ns.store(period, Relaxed);
+        // Saturating: the VMM may make a cycle as long as it likes.
         timer.arm(now_ns.saturating_add(period))
     }
 
@@ -99,6 +101,7 @@ impl Lapic {
             period = period.max(MIN_PERIOD_NS);
         }
         timer.period_ns.store(period, Relaxed);
+        // In counts and not in time: the count that the guest reads goes on from where it stood.
         let left_counts = expiry.saturating_sub(now_ns) / timer.count_ns(old_divide);
         let left = left_counts.saturating_mul(timer.count_ns(divide));
         timer.arm(now_ns.saturating_add(left.max(1)))
@@ -109,6 +112,7 @@ impl Lapic {
         let timer = &self.timer;
         let expiry = timer.expiry_ns.load(Relaxed);
         let period = timer.period_ns.load(Relaxed);
+        // In TSC-deadline mode the register reads 0 (SDM vol. 3A §10.5.4.1).
         if expiry == 0 || period == 0 || timer.initial() == 0 || self.tsc_deadline_mode() {
             return 0;
         }
@@ -119,6 +123,7 @@ impl Lapic {
             left = period - now.saturating_sub(expiry) % period;
         }
         let counts = left.div_ceil(timer.count_ns(timer.divide_register()));
+        // Rounded up above: without the limit a guest could read more than it wrote.
         u32::try_from(counts).unwrap_or(u32::MAX).min(timer.initial())
     }
 
@@ -142,6 +147,7 @@ impl Lapic {
             return TimerOp::Leave;
         }
         timer.period_ns.store(period, Relaxed);
+        // The VMM's count may exceed the initial one, and a timer never counts more.
         let left = match timer.counts_ns(current.min(initial), divide) {
             0 if self.periodic() => period,
             // A one-shot that has run out stays so.
