@@ -40,6 +40,7 @@ pub(crate) const fn sign_zero_parity(result: u64, size: u8) -> Rflags {
 #[inline]
 pub(crate) const fn add(size: u8, a: u64, b: u64, carry: bool) -> Flagged {
     let result = a.wrapping_add(b).wrapping_add(carry as u64) & size_mask(size);
+    // A carry comes out of a bit where both operands have it, or one has it and the result has not.
     let carries = (a & b) | ((a | b) & !result);
     let flags = flag(top(carries, size), Rflags::CF)
         .union(flag(carries & 8 != 0, Rflags::AF))
@@ -82,8 +83,10 @@ pub(crate) enum Shift {
 /// Shifts or rotates `a` by `count`; `flags` are the flags before, the returned ones are complete.
 pub(crate) fn shift(kind: Shift, size: u8, a: u64, count: u8, flags: Rflags) -> Flagged {
     let width = bits(size);
+    // The CPU takes five bits of the count, six with 64-bit operands (SDM vol. 2B, SHL).
     let count = u32::from(count & if size == 8 { 0x3f } else { 0x1f });
     let a = a & size_mask(size);
+    // A count of 0 changes no flag (SDM vol. 2B, SHL).
     if count == 0 {
         return (a, flags);
     }
@@ -221,6 +224,7 @@ pub(crate) fn div(size: u8, high: u64, low: u64, divisor: u64) -> Option<(u64, u
     let mask = size_mask(size);
     let dividend = u128::from(high & mask).wrapping_shl(bits(size)) | u128::from(low & mask);
     let divisor = u128::from(divisor & mask);
+    // A divisor of 0 gives no quotient: #DE by the same way as one that is too large.
     let quotient = dividend.checked_div(divisor)?;
     let remainder = dividend.checked_rem(divisor)?;
     (quotient <= u128::from(mask)).then_some((quotient as u64, remainder as u64))
@@ -235,6 +239,7 @@ pub(crate) fn idiv(size: u8, high: u64, low: u64, divisor: u64) -> Option<(u64, 
     let divisor = i128::from(sign_extend(divisor, size) as i64);
     let quotient = dividend.checked_div(divisor)?;
     let remainder = dividend.checked_rem(divisor)?;
+    // The quotient has to fit the size with its sign; -2^63 by -1 does not (#DE).
     let fits = i128::from(sign_extend(quotient as u64, size) as i64) == quotient;
     fits.then_some((quotient as u64 & mask, remainder as u64 & mask))
 }

@@ -56,7 +56,9 @@ impl<M: Machine> Run<'_, M> {
     /// AAA and AAS: one digit in AL, with its carry to AH.
     fn adjust_digit(&mut self, by: u16, adjust: fn(u16, u16) -> u16) {
         let ax = self.reg(AX) as u16;
+        // AF, as the digit alone tells nothing of a carry that came out of it.
         let carried = ax & 0xf > 9 || self.flags.contains(Rflags::AF);
+        // AX as a whole, so that the carry of AL reaches AH (SDM vol. 2A, AAA).
         let adjusted = if carried { adjust(ax, by) } else { ax } & 0xff0f;
         self.set_reg(AX, adjusted.into());
         let carries = if carried { Rflags::AF | Rflags::CF } else { Rflags::empty() };
@@ -66,6 +68,7 @@ impl<M: Machine> Run<'_, M> {
     /// AAM: AL by its base, which is 10 unless a program has it otherwise.
     fn split_digits(&mut self) -> Result<(), Stop> {
         let (al, base) = (self.reg(AL) as u8, self.insn.immediate8());
+        // The base is the program's: AAM 0 is #DE (SDM vol. 2A, AAM).
         let digits = al.checked_div(base).zip(al.checked_rem(base));
         let (high, low) = digits.ok_or(Stop::Fault(Exception::de()))?;
         self.set_reg(AX, u64::from(u16::from_le_bytes([low, high])));

@@ -119,6 +119,8 @@ impl Address {
             Register::RIP | Register::EIP => Self::RIP,
             _ => RegRef::of(register).map_or(Self::NONE, |register| register.index),
         };
+        // In 64-bit mode the bases of the others are taken for 0, whatever their registers hold
+        // (SDM vol. 1 §3.4.2.1).
         let segment = segment_of(insn.memory_segment()).filter(|segment| {
             size != CodeSize::Bits64 || matches!(segment, SegReg::Fs | SegReg::Gs)
         });
@@ -127,6 +129,8 @@ impl Address {
             index: register(insn.memory_index()),
             scale: insn.memory_index_scale().trailing_zeros() as u8,
             segment,
+            // Of the displacement only what reaches the low 12 bits is kept; it makes the cached
+            // form small.
             displacement: insn.memory_displacement64() as u16,
         }
     }
@@ -199,6 +203,8 @@ pub fn warm_up() {
 /// # Errors
 /// See [`DecodeError`].
 pub fn decode(bytes: &[u8], size: CodeSize) -> Result<Decoded, DecodeError> {
+    // What lies behind the fifteenth byte does not belong to any instruction, and must not decide
+    // about one.
     let bytes = bytes.get(..MAX_LENGTH).unwrap_or(bytes);
     if bytes.is_empty() {
         return Err(DecodeError::Truncated);
@@ -244,6 +250,7 @@ fn simple(insn: &Instruction) -> Option<SimpleMmio> {
         Mnemonic::Movsx | Mnemonic::Movsxd => Extend::Sign,
         _ => return None,
     };
+    // Vectors and far pointers have other sizes, and are no simple access.
     let size = match insn.memory_size().size() {
         size @ (1 | 2 | 4 | 8) => size as u8,
         _ => return None,
@@ -255,6 +262,7 @@ fn simple(insn: &Instruction) -> Option<SimpleMmio> {
         }
         (OpKind::Memory, OpKind::Register) => {
             let src = RegRef::of(insn.op1_register())?;
+            // A store of a segment register has a source of another size, or none here.
             (src.size == size).then_some(SimpleMmio::StoreReg { size, src })
         }
         (OpKind::Memory, kind) => {
@@ -305,6 +313,8 @@ impl Fetched {
         } else {
             (words & ((1u128 << (count as u32 * 8)) - 1), count)
         };
+        // Count and size are part of the key: the same bytes mean other things in another mode, or
+        // cut short by a page.
         let tag = ((count << 4) | size as u8) as u64;
         Self { low: words as u64, high: (words >> 64) as u64 | tag << 56 }
     }
@@ -362,6 +372,8 @@ impl DecodeCache {
     #[inline]
     pub fn lookup(&self, bytes: Fetched) -> Option<&Decoded> {
         let slot = bytes.slot();
+        // Whole bytes are compared, never a hash: another vCPU may have changed the code since, and
+        // the guest chooses it.
         if *self.keys.get(slot)? != bytes {
             return None;
         }

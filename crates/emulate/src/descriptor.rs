@@ -75,18 +75,22 @@ impl<M: Machine> Run<'_, M> {
             (table.base, u32::from(table.limit))
         } else {
             let table = self.m.segment(SegReg::Ldtr);
+            // A null LDTR has no table at all (SDM vol. 3A §2.4.2).
             if !table.has(Segment::PRESENT) {
                 return Ok(None);
             }
             (table.base, table.limit)
         };
         let offset = u32::from(selector & !7);
+        // All eight bytes have to lie within: the limit is that of the last byte.
         if offset.wrapping_add(7) > limit {
             return Ok(None);
         }
         let mut bytes = [0; 8];
         self.read_system(base, offset.into(), &mut bytes)?;
         let raw = u64::from_le_bytes(bytes);
+        // Where it was read is kept: the accessed bit goes there, and the guest may move its table
+        // meanwhile.
         let at = self.system_address(base, offset.into());
         Ok(Some(Found { segment: Segment::of(selector, raw), raw, at }))
     }
@@ -98,6 +102,8 @@ impl<M: Machine> Run<'_, M> {
         }
         let refused = Stop::Fault(Exception::gp(error_code(selector)));
         let limit = u32::from(self.m.table(Table::Global).limit);
+        // Sixteen bytes in long mode: the entry behind belongs to this descriptor (SDM vol. 3A
+        // §8.2.3).
         if u32::from(selector & !7).wrapping_add(15) > limit {
             return Err(refused);
         }
@@ -116,6 +122,7 @@ impl<M: Machine> Run<'_, M> {
     pub(crate) fn mark(&mut self, found: &mut Found, set: u8, clear: u8) -> Result<(), Stop> {
         let old = (found.raw >> 40) as u8;
         let new = (old | set) & !clear;
+        // A descriptor that is accessed already is not written: it may lie in read-only memory.
         if new != old {
             self.write_system(found.at, TYPE_BYTE, &[new])?;
             found.segment.attributes = (found.segment.attributes & 0xff00) | u16::from(new);
@@ -145,6 +152,7 @@ impl<M: Machine> Run<'_, M> {
         if self.v86() {
             return v86_segment(selector);
         }
+        // Limit and rights stay, which is what makes "unreal" mode work.
         Segment { selector, base, ..self.m.segment(segment) }
     }
 
@@ -185,10 +193,13 @@ impl<M: Machine> Run<'_, M> {
         if !fits {
             return Err(refused);
         }
+        // After the type: a segment that could not be loaded anyway is #GP, not #NP (SDM vol. 2B,
+        // MOV).
         if !s.has(Segment::PRESENT) {
             let code = error_code(selector);
             return Err(Stop::Fault(if stack { Exception::ss(code) } else { Exception::np(code) }));
         }
+        // Last of all that can fault, and before the register changes.
         self.mark(&mut found, Segment::ACCESSED as u8, 0)?;
         Ok(found.segment)
     }
@@ -198,6 +209,7 @@ impl<M: Machine> Run<'_, M> {
         if self.real_or_v86() {
             return Err(Stop::Fault(Exception::ud()));
         }
+        // Before the operand is read: a program without the right is not to see a page fault of it.
         self.privileged()?;
         let selector = self.value(0)? as u16;
         if is_null(selector) {
@@ -208,12 +220,14 @@ impl<M: Machine> Run<'_, M> {
             return Ok(());
         }
         let refused = Stop::Fault(Exception::gp(error_code(selector)));
+        // Both are found in the GDT alone (SDM vol. 2A, LLDT and LTR).
         if selector & TABLE_INDICATOR != 0 {
             return Err(refused);
         }
         let mut found = self.descriptor(selector)?.ok_or(refused)?;
         let fits = match (register, found.segment.kind()) {
             (SegReg::Ldtr, kind::LDT) | (SegReg::Tr, kind::TSS_AVAILABLE) => true,
+            // Long mode has no TSS of 16 bits.
             (SegReg::Tr, kind::TSS16_AVAILABLE) => !self.m.long_mode(),
             _ => false,
         };
@@ -225,6 +239,7 @@ impl<M: Machine> Run<'_, M> {
         }
         self.upper_base(&mut found, selector)?;
         if register == SegReg::Tr {
+            // A TSS that is busy already was refused above: it would be a task that calls itself.
             self.mark(&mut found, BUSY, 0)?;
         }
         self.m.set_segment(register, found.segment);
@@ -248,6 +263,7 @@ impl<M: Machine> Run<'_, M> {
         let DescriptorTable { base, limit } = self.m.table(table);
         let size: u8 = if self.long() { 10 } else { 6 };
         let at = self.vector_place(size, false, Access::Store)?;
+        // Both parts or none: the limit must not be written if the base cannot be.
         self.probe(at, size.into())?;
         self.write(at, 2, limit.into(), Access::Store)?;
         self.write(self.after(at, 2), size.wrapping_sub(2), base, Access::Store)
@@ -307,6 +323,8 @@ impl<M: Machine> Run<'_, M> {
         size: u8,
         call: bool,
     ) -> Result<(), Stop> {
+        // Checked whole before anything is pushed: a target that cannot be reached leaves the stack
+        // as it is.
         let cs = self.code_target(selector, offset, None)?;
         if call {
             let old = self.m.segment(SegReg::Cs).selector;
@@ -334,6 +352,7 @@ impl<M: Machine> Run<'_, M> {
         let cs = self.code_target(selector, offset, Some(rpl(selector)))?;
         self.m.set_segment(SegReg::Cs, cs);
         self.next_rip = offset;
+        // Last: what faults above finds the stack as it was.
         self.pop_bytes(u64::from(size).wrapping_mul(2).wrapping_add(released.into()));
         Ok(())
     }
@@ -358,6 +377,7 @@ impl<M: Machine> Run<'_, M> {
         let mut found = self.descriptor(selector)?.ok_or(refused)?;
         let s = found.segment;
         match returns {
+            // A return never goes inwards: #GP (SDM vol. 2B, RET).
             Some(level) if level < cpl => return Err(refused),
             // A return to an outer level.
             Some(level) if level > cpl => return Err(Stop::Unsupported),
@@ -380,6 +400,7 @@ impl<M: Machine> Run<'_, M> {
             s.dpl() == cpl && rpl(selector) <= cpl
         };
         let wide = self.m.long_mode() && s.has(Segment::LONG);
+        // CS.D means nothing with CS.L, and has to be 0 then (SDM vol. 3A §5.2.1).
         if !fits || wide && s.has(Segment::BIG) {
             return Err(refused);
         }
@@ -391,6 +412,7 @@ impl<M: Machine> Run<'_, M> {
             return Err(beyond);
         }
         self.mark(&mut found, Segment::ACCESSED as u8, 0)?;
+        // The program's level does not change by a far transfer of this kind, whatever RPL it gave.
         found.segment.selector = selector & !RPL | u16::from(cpl);
         Ok(found.segment)
     }
@@ -401,6 +423,7 @@ impl<M: Machine> Run<'_, M> {
         let mask = size_mask(self.stack_size());
         let upper = self.m.gpr(RSP).wrapping_sub(size.into()) & mask;
         let lower = upper.wrapping_sub(size.into()) & mask;
+        // Both addresses first, from the upper down: each may be beyond the segment.
         let upper_at = self.linear(SegReg::Ss, upper, size, Access::Store)?;
         let lower_at = self.linear(SegReg::Ss, lower, size, Access::Store)?;
         self.probe(lower_at, size.into())?;

@@ -73,7 +73,9 @@ impl<M: Machine> Run<'_, M> {
             // An unequal 32-bit CMPXCHG leaves its register destination whole.
             return if old == expected { self.modify(to, false, change) } else { Ok(old) };
         };
+        // A lock across pages is not atomic here, as in modify().
         let locked = self.insn.has_lock_prefix() && !crosses_page(at, usize::from(size));
+        // Before the compare: an unequal one faults as a write, too (SDM vol. 2A, CMPXCHG).
         self.probe(at, usize::from(size))?;
         for _ in 0..crate::operand::LOCK_TRIES {
             let old = self.read(at, size, Access::Modify)?;
@@ -100,6 +102,8 @@ impl<M: Machine> Run<'_, M> {
         let Place::Mem { at, .. } = self.memory(size, 0, 0, Access::Modify)? else {
             return Err(Stop::Unsupported);
         };
+        // #GP, and no #AC: the alignment is the instruction's own (SDM vol. 2A,
+        // CMPXCHG8B/CMPXCHG16B).
         if half == 8 && at & 15 != 0 {
             return Err(Stop::Fault(Exception::gp(0)));
         }

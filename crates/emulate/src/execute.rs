@@ -89,6 +89,7 @@ fn run<M: Machine>(m: &mut M, insn: &Decoded, whole: bool) -> Result<Completion,
     let flags = m.rflags();
     let rip = m.rip();
     let next = rip.wrapping_add(u64::from(insn.len()));
+    // RIP has 32 bits outside of 64-bit mode, and wraps there.
     let next_rip = if size == CodeSize::Bits64 { next } else { next & 0xffff_ffff };
     let interrupt_shadow = false;
     let mut run = Run { m, insn: &insn.insn, size, flags, next_rip, interrupt_shadow, whole };
@@ -101,11 +102,13 @@ fn run<M: Machine>(m: &mut M, insn: &Decoded, whole: bool) -> Result<Completion,
     Ok(match outcome {
         Outcome::Done => Completion {
             rip: run.next_rip,
+            // RF holds for one instruction (SDM vol. 3B §17.3.1.1).
             rflags: run.flags - Rflags::RF,
             interrupt_shadow: run.interrupt_shadow,
             outcome,
         },
         Outcome::Continue => {
+            // Not complete: RF and the shadow are those of an instruction that is still to come.
             Completion { rip, rflags: run.flags, interrupt_shadow: false, outcome }
         }
     })
@@ -114,6 +117,7 @@ fn run<M: Machine>(m: &mut M, insn: &Decoded, whole: bool) -> Result<Completion,
 impl<M: Machine> Run<'_, M> {
     fn execute(&mut self) -> Result<(), Stop> {
         use Mnemonic as I;
+        // Only where nobody else can execute them; see the file's head.
         if self.whole && self.flow()? {
             return Ok(());
         }
@@ -261,6 +265,8 @@ impl<M: Machine> Run<'_, M> {
 
     /// Operand 0 becomes operand 1, converted from its size.
     fn copy(&mut self, convert: impl Fn(u64, u8) -> u64) -> Result<(), Stop> {
+        // The source first, and whole: a load that waits for user space must find the destination
+        // unchanged.
         if self.insn.op1_kind() == OpKind::Memory {
             let from = self.place(1, Access::Load)?;
             let value = self.load(from)?;
@@ -302,9 +308,13 @@ impl<M: Machine> Run<'_, M> {
             }
             _ => self.value(1)?,
         };
+        // The place is asked for after the source was read: it faults as a write, and the source's
+        // fault comes first.
         let to = self.place(0, Access::Modify)?;
         let (size, flags) = (to.size(), self.flags);
         let a = self.modify(to, false, |a| operation(size, a, b, flags).0)?;
+        // Computed again from what was replaced: another CPU may have changed it between the first
+        // read and a locked exchange.
         self.set_flags(mask, operation(size, a, b, flags).1);
         Ok(())
     }
@@ -440,6 +450,7 @@ impl<M: Machine> Run<'_, M> {
         let from = self.place(0, Access::Load)?;
         let divisor = self.load(from)?;
         let (low, high) = Self::halves(from.size());
+        // Nothing was written before: #DE finds both registers as they were.
         let (quotient, remainder) = operation(from.size(), self.reg(high), self.reg(low), divisor)
             .ok_or(Stop::Fault(Exception::de()))?;
         self.set_reg(low, quotient);

@@ -85,6 +85,8 @@ impl<M: Machine> Run<'_, M> {
             }
             I::Sti => {
                 self.check_iopl()?;
+                // Only an STI that turns interrupts on holds them off for one instruction (SDM vol.
+                // 2B, STI).
                 self.interrupt_shadow = !self.flags.contains(Rflags::IF);
                 self.flags |= Rflags::IF;
             }
@@ -134,6 +136,8 @@ impl<M: Machine> Run<'_, M> {
     fn direct(&mut self, call: bool) -> Result<bool, Stop> {
         if let Some((target, size)) = self.direct_target() {
             let back = self.next_rip;
+            // Checked before the push: a CALL whose target is out of reach leaves the stack as it
+            // is.
             self.branch(target, size)?;
             if call {
                 self.push(back, size)?;
@@ -200,6 +204,7 @@ impl<M: Machine> Run<'_, M> {
         if left != 0 && goes_on {
             self.branch(target, width)?;
         }
+        // After the branch was checked: LOOP with a target out of reach leaves the counter.
         self.set_reg(counter, left);
         Ok(())
     }
@@ -222,6 +227,7 @@ impl<M: Machine> Run<'_, M> {
             return Err(Stop::Unsupported);
         }
         let size = self.insn.stack_pointer_increment().unsigned_abs() as u8;
+        // RF and VM are never seen on the stack (SDM vol. 2B, PUSHF).
         self.push((self.flags - (Rflags::VM | Rflags::RF)).bits(), size)
     }
 
@@ -230,6 +236,7 @@ impl<M: Machine> Run<'_, M> {
             return Err(Stop::Unsupported);
         }
         let size = self.insn.stack_pointer_increment().unsigned_abs() as u8;
+        // Read before anything changes: the stack's fault must find flags and pointer as they were.
         let new = self.peek_at(0, size)?;
         self.replace_flags(Rflags::from_bits_retain(new), size);
         self.pop_bytes(size.into());
@@ -241,6 +248,8 @@ impl<M: Machine> Run<'_, M> {
         let mut mask =
             Rflags::STATUS | Rflags::TF | Rflags::DF | Rflags::NT | Rflags::AC | Rflags::ID;
         let (cpl, allowed) = (self.m.cpl(), self.flags.iopl());
+        // IOPL is for level 0, and IF for a level that IOPL allows: other bits are kept without a
+        // fault (SDM vol. 2B, POPF).
         if self.real() || cpl == 0 {
             mask |= Rflags::IOPL;
         }
@@ -260,6 +269,7 @@ impl<M: Machine> Run<'_, M> {
     }
 
     fn push_all(&mut self, size: u8) -> Result<(), Stop> {
+        // Taken before the first push: what is pushed of the stack pointer is its value before.
         let values: [u64; 8] = core::array::from_fn(|n| self.m.gpr(n));
         self.all_or_nothing(|run| {
             values.iter().try_for_each(|value| run.push(value & size_mask(size), size))
@@ -283,7 +293,9 @@ impl<M: Machine> Run<'_, M> {
     fn load_pointer(&mut self, segment: SegReg) -> Result<(), Stop> {
         let to = RegRef::of(self.insn.op0_register()).ok_or(Stop::Unsupported)?;
         let (selector, offset) = self.far_pointer(to.size)?;
+        // The segment first: it may fault, and the general register must not have changed then.
         self.load_segment(segment, selector)?;
+        // LSS loads both at once, so no interrupt has to be held off between the two.
         self.interrupt_shadow = false;
         self.set_reg(to, offset);
         Ok(())
@@ -326,6 +338,8 @@ impl<M: Machine> Run<'_, M> {
         }
         let table = self.m.table(Table::Interrupt);
         let at = u16::from(vector).wrapping_mul(4);
+        // The table may be short: an entry beyond it is #GP in real mode as well (SDM vol. 3B
+        // §22.1.4).
         if at.wrapping_add(3) > table.limit {
             return Err(Stop::Fault(Exception::gp(0)));
         }
@@ -335,6 +349,7 @@ impl<M: Machine> Run<'_, M> {
         let (offset, selector) = (u16::from_le_bytes([a, b]), u16::from_le_bytes([c, d]));
         let cs = u64::from(self.m.segment(SegReg::Cs).selector);
         let flags = self.flags.bits() & 0xffff;
+        // All three words or none: a handler that returns needs them all.
         self.all_or_nothing(|run| {
             run.push(flags, 2)?;
             run.push(cs, 2)?;
@@ -342,6 +357,7 @@ impl<M: Machine> Run<'_, M> {
         })?;
         let target = self.paragraphs(SegReg::Cs, selector);
         self.m.set_segment(SegReg::Cs, target);
+        // What the handler starts with; RF is for the instruction that was interrupted.
         self.flags -= Rflags::IF | Rflags::TF | Rflags::AC | Rflags::RF;
         self.next_rip = offset.into();
         Ok(())

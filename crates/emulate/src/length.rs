@@ -18,6 +18,7 @@ pub fn length(bytes: &[u8], size: CodeSize) -> Option<u8> {
 /// `None` for all others. `code`: the eight bytes at RIP, which they never fill.
 #[inline(always)]
 pub fn common_length(code: u64, size: CodeSize) -> Option<u8> {
+    // Most exits have no prefix at all, so that is one comparison.
     match unprefixed(code, 0, false) {
         None if code as u8 == 0xf3 => pause(code),
         None => prefixed(code, size),
@@ -37,6 +38,7 @@ fn prefixed(mut code: u64, size: CodeSize) -> Option<u8> {
     if operand {
         (prefixes, code) = (1, code >> 8);
     }
+    // In other modes 40 to 4F are INC and DEC.
     if size == CodeSize::Bits64 && code & 0xf0 == 0x40 {
         (prefixes, rex, code) = (prefixes + 1, code as u8, code >> 8);
     }
@@ -121,6 +123,7 @@ pub fn system_move(bytes: &[u8], size: CodeSize) -> Option<SystemMove> {
     let mut rex = 0;
     loop {
         let byte = *bytes.get(usize::from(at))?;
+        // More prefixes than that leave no room for the opcode and its ModRM byte.
         at = at.checked_add(1).filter(|at| *at <= 13)?;
         match byte {
             0x0f => break,

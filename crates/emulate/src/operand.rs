@@ -100,6 +100,7 @@ impl<M: Machine> Run<'_, M> {
                 _ => 0,
             };
             let at = base.wrapping_add(offset);
+            // Both ends: an access may begin in canonical space and leave it (SDM vol. 1 §3.3.7.1).
             if !self.canonical(at) || !self.canonical(at.wrapping_add(last)) {
                 return Err(Self::segment_fault(segment));
             }
@@ -112,6 +113,7 @@ impl<M: Machine> Run<'_, M> {
             {
                 return Err(Self::segment_fault(segment));
             }
+            // Linear addresses wrap at 4 GiB outside of 64-bit mode.
             hidden.base.wrapping_add(offset) & 0xffff_ffff
         };
         // AC is rarely set, so it is looked at first.
@@ -264,6 +266,7 @@ impl<M: Machine> Run<'_, M> {
             }
             Place::Mem { at, size } => (at, size),
         };
+        // A read-modify-write faults as a write, before its read can reach a device.
         self.probe(at, usize::from(size))?;
         // A lock across pages (a split lock) is not atomic here.
         if !(locked || self.insn.has_lock_prefix()) || crosses_page(at, usize::from(size)) {
@@ -298,6 +301,7 @@ impl<M: Machine> Run<'_, M> {
     /// Faults as a write of `len` bytes would.
     pub(crate) fn probe(&mut self, at: u64, len: usize) -> Result<(), Stop> {
         let first = len.min(to_page_end(at));
+        // In the order of the addresses: CR2 shows the first that fails.
         self.m.probe_write(Gva(at), first)?;
         if first < len {
             let rest = len.wrapping_sub(first);
@@ -359,6 +363,7 @@ impl<M: Machine> Run<'_, M> {
 
     /// Sets RIP to a near branch's target of `size` bytes.
     pub(crate) fn branch(&mut self, target: u64, size: u8) -> Result<(), Stop> {
+        // A branch with 16-bit operands clears the upper bits of RIP (SDM vol. 2A, JMP).
         let target = target & size_mask(size);
         let reachable = if self.long() {
             self.canonical(target)
@@ -390,6 +395,7 @@ pub(crate) const fn crosses_page(at: u64, len: usize) -> bool {
 fn within_limit(segment: &Segment, offset: u64, last: u64) -> bool {
     let end = offset.wrapping_add(last);
     let limit = u64::from(segment.limit);
+    // Such a segment begins behind its limit; its end depends on B (SDM vol. 3A §3.4.5).
     if segment.has(Segment::EXPAND_DOWN) && !segment.has(Segment::CODE) {
         let top = if segment.has(Segment::BIG) { 0xffff_ffff } else { 0xffff };
         offset > limit && end <= top

@@ -44,6 +44,7 @@ impl<M: Machine> Run<'_, M> {
     /// SDM vol. 1 §19.5: by IOPL in protected mode, by the bitmap above it and in virtual-8086 mode.
     pub(crate) fn check_port(&mut self, port: u16, size: u8) -> Result<PortAccess, Stop> {
         let iopl = self.m.rflags().iopl();
+        // In virtual-8086 mode the bitmap decides whatever IOPL says (SDM vol. 1 §19.5.2).
         let by_level = self.real() || !self.v86() && self.m.cpl() <= iopl;
         PortAccess::check(port, size, by_level, || self.bitmap_allows(port, size))?
             .ok_or(Stop::Fault(Exception::gp(0)))
@@ -52,6 +53,7 @@ impl<M: Machine> Run<'_, M> {
     fn bitmap_allows(&mut self, port: u16, size: u8) -> Result<bool, Stop> {
         let tss = self.m.segment(SegReg::Tr);
         let wide = matches!(tss.kind(), kind::TSS_AVAILABLE | kind::TSS_BUSY);
+        // Without a 32-bit TSS there is no bitmap, and so no right.
         if !wide || !tss.has(Segment::PRESENT) || tss.limit <= BITMAP_OFFSET {
             return Ok(false);
         }
@@ -77,6 +79,7 @@ impl<M: Machine> Run<'_, M> {
     ) -> Result<(), Stop> {
         let at = self.system_address(base, offset);
         let first = into.len().min(crate::operand::to_page_end(at));
+        // Beside the first part's page may lie another translation, or none.
         let next = self.system_address(at, first as u64);
         let Some((low, high)) = into.split_at_mut_checked(first) else { return Ok(()) };
         self.m.read_system(Gva(at), low)?;

@@ -29,6 +29,7 @@ impl<M: Machine> Run<'_, M> {
 
     /// Writes `size` bytes below the stack pointer, then moves it.
     pub(crate) fn push(&mut self, value: u64, size: u8) -> Result<(), Stop> {
+        // The address before the pointer moves: a push that faults leaves RSP.
         let top = self.m.gpr(RSP).wrapping_sub(u64::from(size)) & size_mask(self.stack_size());
         let at = self.linear(SegReg::Ss, top, size, Access::Store)?;
         self.write(at, size, value, Access::Store)?;
@@ -69,6 +70,7 @@ impl<M: Machine> Run<'_, M> {
 
     pub(crate) fn push_operand(&mut self) -> Result<(), Stop> {
         let size = self.stack_operand_size()?;
+        // A segment's selector is pushed as a word of the operand's size, its upper part 0.
         let value = match segment_of(self.insn.op0_register()) {
             Some(segment) if self.insn.op0_kind() == OpKind::Register => {
                 u64::from(self.m.segment(segment).selector)
@@ -85,6 +87,7 @@ impl<M: Machine> Run<'_, M> {
             // An address based on RSP is computed after the pop (SDM vol. 2B, POP).
             let to = self.memory(size, u64::from(size), 0, Access::Store)?;
             self.store(to, value)?;
+            // The pointer moves last: the store may fault or wait for user space.
             self.pop_bytes(u64::from(size));
             return Ok(());
         }

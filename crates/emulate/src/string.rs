@@ -101,12 +101,15 @@ impl<M: Machine> Run<'_, M> {
             self.string_elements(element, 1, false)?;
             return Ok(Outcome::Done);
         }
+        // Only these two have a condition; with the others either prefix repeats by the count (SDM
+        // vol. 2B, REP).
         let compares = matches!(kind, Kind::Cmps | Kind::Scas);
         let counter = RegRef { index: RCX, size: element.address_size, high8: false };
         let steps = self.flags.contains(Rflags::TF) || self.m.steps();
         let mut iterations = 0;
         loop {
             let count = self.reg(counter);
+            // Tested first: a count of 0 does nothing, and touches no memory.
             if count == 0 {
                 return Ok(Outcome::Done);
             }
@@ -117,6 +120,7 @@ impl<M: Machine> Run<'_, M> {
             if left == 0 || compares && if until_equal { equal } else { !equal } {
                 return Ok(Outcome::Done);
             }
+            // Here and not before: what the log knows of this iteration is not to be done again.
             self.m.commit();
             iterations += 1;
             // What a port has given cannot be given back: it is taken before the guest goes on, whatever became of the
@@ -236,6 +240,7 @@ impl<M: Machine> Run<'_, M> {
 
     fn ins(&mut self, e: Element, count: u64, steps: bool) -> Result<u64, Stop> {
         let port = self.m.gpr(usize::from(RDX)) as u16;
+        // The right to the port comes first: memory is looked at only behind it.
         let access = self.check_port(port, e.size)?;
         let to = self.string_place(e, RDI, Access::Store)?;
         // One at a time under a step, but for those that are there already.

@@ -39,6 +39,7 @@ fn mm_of(register: Register) -> Option<u8> {
 impl<M: Machine> Run<'_, M> {
     pub(crate) fn mov_to_system(&mut self, to: Register) -> Result<(), Stop> {
         let to = system_of(to).ok_or(Stop::Unsupported)?;
+        // Before the operand: registers alone, but #GP comes before what the new value would raise.
         self.privileged()?;
         let value = self.value(1)?;
         match to {
@@ -92,6 +93,7 @@ impl<M: Machine> Run<'_, M> {
         }
         match (op0, op1, to, from) {
             (OpKind::Register, OpKind::Memory, Some(to), _) => {
+                // #UD and #NM before the memory operand is looked at.
                 self.vector_usable(cr0)?;
                 let at = self.vector_place(size, aligned, Access::Load)?;
                 let value = self.vector_load(at, size)?;
@@ -156,6 +158,7 @@ impl<M: Machine> Run<'_, M> {
         let Place::Mem { at, .. } = self.memory(size, 0, 0, how)? else {
             return Err(Stop::Unsupported);
         };
+        // #GP, also where AC is set: alignment is the instruction's own.
         if aligned && at & 15 != 0 {
             return Err(Stop::Fault(Exception::gp(0)));
         }
@@ -172,6 +175,7 @@ impl<M: Machine> Run<'_, M> {
     }
 
     fn vector_store(&mut self, at: u64, size: u8, value: u128) -> Result<(), Stop> {
+        // Both pages first: 16 bytes are two writes here, and none may be made if one cannot.
         if size > 8 && usize::from(size) > to_page_end(at) {
             self.probe(at, usize::from(size))?;
         }

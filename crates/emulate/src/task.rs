@@ -153,6 +153,7 @@ impl<M: Machine> Run<'_, M> {
             Source::Iret => Exception::ts(code),
             _ => Exception::gp(code),
         });
+        // A TSS has its descriptor in the GDT alone (SDM vol. 3A §8.2.2).
         if is_null(switch.selector) || switch.selector & 4 != 0 {
             return Err(refused);
         }
@@ -160,6 +161,8 @@ impl<M: Machine> Run<'_, M> {
         let s = new.segment;
         let busy = s.kind() & BUSY != 0;
         let layout = Layout::of(s.kind()).filter(|_| !s.has(Segment::S)).ok_or(refused)?;
+        // Only IRET goes back to a task that is busy: else a task would be entered twice (SDM vol.
+        // 3A §8.3).
         if busy != (switch.source == Source::Iret) {
             return Err(refused);
         }
@@ -180,11 +183,15 @@ impl<M: Machine> Run<'_, M> {
         // All that can fault for the old task, before anything is written.
         let mut image: Image = [0; 104];
         let len = layout.len as usize;
+        // Read whole now: from here on the new task's values are ours, whatever another CPU stores
+        // there.
         self.read_system(s.base, 0, image.get_mut(..len).unwrap_or(&mut []))?;
         self.probe_system(old.base, old_layout.len)?;
         if switch.source.nests() {
             self.probe_system(s.base, 2)?;
         }
+        // The old task stays busy where the new one is nested in it: its TSS is where the way back
+        // leads.
         let mut old_descriptor = match switch.source {
             Source::Jmp | Source::Iret => self.descriptor(old.selector)?,
             _ => None,
@@ -218,6 +225,7 @@ impl<M: Machine> Run<'_, M> {
         let rip = layout.get(&image, layout.word(0));
         let exception = match self.load_task(switch, &image, layout) {
             Ok(()) => {
+                // Only a 32-bit TSS has the debug trap flag.
                 let trap = layout.wide && image.get(TRAP).is_some_and(|byte| byte & 1 != 0);
                 trap.then_some(Exception::db(Dr6::BT))
             }
@@ -246,6 +254,7 @@ impl<M: Machine> Run<'_, M> {
     ) -> Result<(), Stop> {
         let mut image: Image = [0; 104];
         let mut flags = self.flags;
+        // The task that ends by IRET is nested no more.
         if switch.source == Source::Iret {
             flags -= Rflags::NT;
         }
@@ -299,16 +308,19 @@ impl<M: Machine> Run<'_, M> {
         let cr0 = self.m.cr0();
         // The FPU still holds the old task's registers: the new one's first use of it is to trap.
         self.m.write_cr(0, (cr0 | Cr0::TS).bits())?;
+        // A TSS of 16 bits has no CR3, and without paging it means nothing.
         if layout.wide && cr0.contains(Cr0::PG) {
             let cr3 = layout.get(image, CR3);
             self.m.write_cr(3, cr3)?;
         }
+        // Before the segments: their selectors may name the local table.
         self.load_task_ldt(ldt)?;
         if v86 {
             for (segment, selector) in SEGMENTS.into_iter().zip(selectors) {
                 self.m.set_segment(segment, v86_segment(selector));
             }
         } else {
+            // CS first: its RPL is the level that the others are checked at.
             let segment = self.task_code(cs)?;
             self.m.set_segment(SegReg::Cs, segment);
             let rest = [

@@ -20,6 +20,7 @@ impl<M: Machine> Run<'_, M> {
         if !waits && !matches!(mnemonic, Mnemonic::Fninit | Mnemonic::Fnstcw | Mnemonic::Fnstsw) {
             return Ok(false);
         }
+        // WAIT asks for MP and TS together, the others for EM or TS (SDM vol. 3A table 2-2).
         let forbidden = if waits { Cr0::MP | Cr0::TS } else { Cr0::EM };
         let cr0 = self.m.cr0();
         if cr0.contains(forbidden) || !waits && cr0.contains(Cr0::TS) {
