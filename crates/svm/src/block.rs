@@ -83,6 +83,7 @@ impl ControlBlock {
     /// Goes on where `other` ran last: between its entries, on the same CPU.
     #[inline]
     pub(crate) fn take_over_from(&mut self, other: &Self) {
+        // It runs between two entries of the other, so no CPU number has to be asked for.
         self.arrive(other.last_cpu);
     }
 
@@ -129,12 +130,15 @@ impl ControlBlock {
     #[inline]
     pub(crate) fn arrive(&mut self, at: usize) -> Option<&'static PerCpu> {
         let here = if self.last_cpu == at { self.here } else { percpu::of(at) }?;
+        // The CPU may have a copy of the block from when it was here last, and translations under an ASID that was
+        // given away since (APM vol. 2 §15.15, §15.16).
         if self.last_cpu != at {
             self.last_cpu = at;
             self.here = Some(here);
             self.stale = Clean::ALL;
             self.asid_generation = 0;
         }
+        // The numbers began anew: the one that the block has may be another guest's.
         if self.asid_generation != here.generation() {
             self.flush = true;
         }
@@ -146,6 +150,7 @@ impl ControlBlock {
     pub(crate) fn enter<C: Cpu>(&mut self, cpu: &mut C, gprs: &mut Gprs, spec: SpecCtrl) {
         let pa = self.hpa();
         let clean = Clean::ALL.difference(self.stale).bits();
+        // Before the entry: what a handler changes behind it is marked for the next one.
         self.stale = Clean::empty();
         let vmcb = self.unmarked();
         vmcb.control.clean = clean;
@@ -172,6 +177,7 @@ impl ControlBlock {
         self.forget_translations(features);
         self.enter(cpu, gprs, spec);
         let control = &mut self.unmarked().control;
+        // Taken back in any case: the next entry is not to flush again.
         let command = core::mem::take(&mut control.tlb_ctl);
         if control.exit_code as u32 != ExitCode::Invalid.0 as u32 {
             return;
@@ -179,6 +185,7 @@ impl ControlBlock {
         self.stale = Clean::ALL;
         self.flush = true;
         self.asid_generation = 0;
+        // The numbers began anew for a flush that did not take place.
         if command == FLUSH_ALL
             && let Some(here) = self.here
         {
@@ -191,10 +198,12 @@ impl ControlBlock {
     fn forget_translations(&mut self, features: &Features) {
         let Some(here) = self.here else { return };
         self.flush = false;
+        // A number of this generation is nobody else's. With an older one nothing is left to be flushed by it.
         if features.flush_by_asid && self.asid_generation == here.generation() {
             self.unmarked().control.tlb_ctl = FLUSH_ASID;
             return;
         }
+        // A number that was never used in this generation has no translations: in place of a flush.
         let (asid, generation, all) = here.new_asid(features.asids);
         self.asid_generation = generation;
         let control = &mut self.vmcb_mut(Clean::ASID).control;

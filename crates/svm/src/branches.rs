@@ -77,6 +77,7 @@ impl<C: Cpu> Svm<C> {
     #[cold]
     #[inline(never)]
     pub(crate) fn set_debugctl(&mut self, value: u64) {
+        // Nothing is recorded: the value is kept for the guest to read, where stock KVM forgets it.
         if !self.features.lbr {
             self.vmcb_mut(Clean::LBR).save.dbgctl = value;
             return;
@@ -84,6 +85,7 @@ impl<C: Cpu> Svm<C> {
         let value = value & debugctl::LBR;
         self.vmcb_mut(Clean::LBR).save.dbgctl = value;
         let (was, own) = (records(&self.vmcb().control), self.l2_has_records());
+        // L2's own records are kept as long as its block asks for them, whatever DEBUGCTL says.
         let on = value & debugctl::LBR != 0 || (self.level == Level::L2 && own);
         if on == was {
             return;
@@ -129,6 +131,7 @@ impl<C: Cpu> Svm<C> {
         }
         let block = self.vmcb_mut(Clean::LBR);
         merge::copy_branch_records(&mut block.save, of_l1);
+        // As when L1 wrote DEBUGCTL.
         set_records(&mut block.control, block.save.dbgctl != 0);
     }
 }

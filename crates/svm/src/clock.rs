@@ -12,6 +12,7 @@ use crate::state::Svm;
 impl<C: Cpu> Svm<C> {
     /// L1's TSC or L2's ratio has changed.
     fn renew_tsc(&mut self) {
+        // L2's ratio scales L1's TSC as a whole, with what was added to it.
         self.cold.tsc.offset = scale_offset(self.tsc_offset, self.cold.tsc.ratio_of_l2);
         self.carries = self.features.lbr || self.cold.tsc.ratio_of_l2 != TSC_RATIO_ONE;
         self.follow_tsc_offset();
@@ -34,6 +35,7 @@ impl<C: Cpu> Svm<C> {
         if ratio != self.cold.tsc.ratio_here {
             self.cold.tsc.ratio_here = ratio;
             self.scales = ratio != TSC_RATIO_ONE;
+            // Else the loop's beginning writes it.
             if self.loaded {
                 self.cpu.wrmsr(msr::TSC_RATIO, ratio);
             }
@@ -65,6 +67,7 @@ impl<C: Cpu> Clock for Svm<C> {
     }
 
     fn set_tsc(&mut self, offset: u64, ratio: u64) {
+        // Without the MSR the TSC runs as the host's, whatever was asked for.
         self.tsc_ratio = if self.features.tsc_ratio { ratio } else { TSC_RATIO_ONE };
         self.tsc_offset = offset;
         self.renew_tsc();

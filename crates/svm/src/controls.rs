@@ -30,12 +30,16 @@ impl<C: Cpu> Svm<C> {
         let control = &mut self.vmcb_mut(Clean::ALL).control;
         control.iopm_base_pa = iopm;
         control.msrpm_base_pa = msrpm;
+        // Shadow paging clears it again (`watch_paging`).
         control.np_ctl = vmcb::NP_ENABLE;
+        // With it the host's IF, and not the guest's, lets a physical interrupt end the guest's run (APM vol. 2
+        // §15.21.1).
         control.int_ctl = vintr::INTR_MASKING;
         if features.vnmi {
             control.int_ctl |= vintr::NMI_ENABLE;
         }
         control.intercepts[2] = Exceptions::ALWAYS.bits();
+        // The first four are the host's: taken by the guest, they would be lost to it.
         control.intercepts[3] = (Intercept3::INTR
             | Intercept3::NMI
             | Intercept3::SMI
@@ -43,6 +47,7 @@ impl<C: Cpu> Svm<C> {
             | Intercept3::RDPMC
             | Intercept3::CPUID
             | Intercept3::RSM
+            // INVD drops what the cache alone has, the host's memory too.
             | Intercept3::INVD
             | Intercept3::HLT
             | Intercept3::INVLPGA
@@ -50,13 +55,16 @@ impl<C: Cpu> Svm<C> {
             | Intercept3::MSR
             | Intercept3::TASK_SWITCH
             | Intercept3::FERR_FREEZE
+            // Else a triple fault of the guest's shuts the processor down.
             | Intercept3::SHUTDOWN)
             .bits();
         if features.pause_filter {
             control.intercepts[3] |= Intercept3::PAUSE.bits();
+            // Stock KVM's default.
             control.pause_filter_count = 3000;
             control.pause_filter_thresh = 128;
         }
+        // VMRUN is refused if its own intercept is clear (APM vol. 2 §15.5.1).
         control.intercepts[4] = (Intercept4::VMRUN
             | Intercept4::VMMCALL
             | Intercept4::VMLOAD
@@ -65,10 +73,12 @@ impl<C: Cpu> Svm<C> {
             | Intercept4::CLGI
             | Intercept4::SKINIT
             | Intercept4::RDTSCP
+            // It would write back and empty the host's caches.
             | Intercept4::WBINVD
             | Intercept4::MONITOR
             | Intercept4::MWAIT
             | Intercept4::XSETBV
+            // It tells of the host's counters.
             | Intercept4::RDPRU)
             .bits();
         // INVLPGB, MCOMMIT and TLBSYNC reach beyond this guest's ASID; INVPCID stays with the guest unless
@@ -108,6 +118,7 @@ impl<C: Cpu> Svm<C> {
     /// block is the current one, and it mostly says so already.
     #[inline(always)]
     pub(crate) fn set_cr_intercepts(&mut self, these: InterceptCr, wanted: InterceptCr) {
+        // An intercept that is written makes the CPU read all of them anew.
         let is_so = self.vmcb().control.intercepts[0] & these.bits() == wanted.bits();
         if self.level == Level::L2 || !is_so {
             self.change_cr_intercepts(these.bits(), wanted.bits());
@@ -126,6 +137,7 @@ impl<C: Cpu> Svm<C> {
     #[cold]
     #[inline(never)]
     fn change_cr_intercepts_of_l1(&mut self, these: u32, wanted: u32) {
+        // L2's words are merged only if one of ours has changed.
         if self.control_of_l1().intercepts[0] & these != wanted {
             self.change_intercepts(|[word, ..]| *word = *word & !these | wanted);
         }
@@ -151,8 +163,11 @@ impl<C: Cpu> Svm<C> {
         let limits = self.cold.limits;
         let block = self.block_of_l1();
         block.msr_map.intercept(msr::SPEC_CTRL, !spec, !spec);
+        // A write holds no state that would have to be exchanged; a read faults.
         block.msr_map.intercept(msr::PRED_CMD, true, !limits.pred_cmd);
+        // Its writes have to be known: the value is exchanged at the loop's ends.
         block.msr_map.intercept(msr::TSC_AUX, !limits.tsc_aux, true);
+        // The CPU may keep the map as it keeps the block.
         block.mark(Clean::PERM_MAP);
         let (rdtscp, invpcid) = (limits.tsc_aux, limits.invpcid && !self.paging.shadow);
         let (bit, other) = (Intercept4::RDTSCP.bits(), Intercept5::INVPCID.bits());
@@ -160,6 +175,7 @@ impl<C: Cpu> Svm<C> {
             *fourth = (*fourth & !bit) | if rdtscp { 0 } else { bit };
             *fifth = (*fifth & !other) | if invpcid { 0 } else { other };
         });
+        // L2's map was made from ours.
         self.forget_open_msrs();
     }
 }
@@ -177,6 +193,7 @@ impl<C: Cpu> Permissions for Svm<C> {
             self.block_of_l1().msr_map.intercept(msr, false, false);
         }
         self.update_passthrough();
+        // Behind `update_passthrough`, which has opened some.
         let map = &self.block_of_l1().msr_map;
         for msr in LIVE.into_iter().chain([msr::SPEC_CTRL, msr::PRED_CMD, msr::TSC_AUX]) {
             let ((read, write), filter) = (map.intercepted(msr), denied(msr));

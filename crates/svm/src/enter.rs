@@ -35,11 +35,13 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
     /// The host's state in the save area is not this thread's any more.
     fn begin_run(&mut self) {
         self.runs = self.runs.wrapping_add(1);
+        // The vCPU's id and its own count: no counter that two CPUs write.
         self.run = (self.id << 32) | u64::from(self.runs);
     }
 
     fn load(&mut self, at: usize) {
         let Some(here) = self.block.arrive(at) else { return };
+        // Another guest may have trained the predictors that this one's branches would use.
         if here.last_vcpu.load(Relaxed) != self.id {
             here.last_vcpu.store(self.id, Relaxed);
             // The CPU's VMCB cache is tagged by physical address, and another vCPU ran here.
@@ -47,6 +49,7 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
                 self.cpu.wrmsr(msr::PRED_CMD, 1);
             }
         }
+        // A kernel call, so before the segments are the guest's.
         if self.virt_ssbd {
             hostcpu::guest_ssbd(true);
         }
@@ -59,12 +62,14 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
         }
         self.tsc_aux.enter(here.tsc_aux.load(Relaxed));
         self.sync_tsc_aux();
+        // Most guests run at the host's rate, and the MSR stays as it is.
         if self.scales {
             self.cpu.wrmsr(msr::TSC_RATIO, self.cold.tsc.ratio_here);
         }
         if !self.features.v_spec_ctrl && self.features.spec_ctrl {
             self.spec = SpecCtrl { guest: self.spec_ctrl, host: hostcpu::host_spec_ctrl() };
         }
+        // From here to STGI no NMI comes, which would need the host's GS base and TR.
         self.cpu.clgi();
         // A process that has an LDT may change it under this thread; then what was saved is stale.
         if here.saved_for.load(Relaxed) != self.run || hostcpu::uses_ldt() {
@@ -84,10 +89,14 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
         let Some(here) = self.block.here() else { return };
         // For an entry that did not take place.
         self.disarm_step();
+        // STGI would have a pending interrupt taken here. The caller takes it, once the mode says that the guest was
+        // left.
         self.cpu.cli();
+        // What the guest has changed of these registers without an exit.
         self.cpu.vmsave(self.block.hpa());
         match self.features.host_state {
             HostState::Vmsave => {
+                // Before STGI: the NMI that may wait needs TR and GS base.
                 self.cpu.vmload(here.host_save());
                 self.cpu.stgi();
             }
@@ -117,6 +126,7 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
 
     fn host_segments(&mut self) {
         let Some(here) = self.block.here() else { return };
+        // IF is set in the loop, and kernel code would believe that interrupts are on.
         self.cpu.cli();
         self.cpu.vmsave(self.block.hpa());
         match self.features.host_state {
@@ -134,6 +144,7 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
 impl<C: Cpu> Turn for Svm<C> {
     #[inline]
     fn enter(&mut self, gprs: &mut Gprs) {
+        // One look for both: a flush that is owed, and an ASID of an older generation.
         if self.block.wants_flush() {
             return self.enter_flushing(gprs);
         }
@@ -146,6 +157,7 @@ impl<C: Cpu> Turn for Svm<C> {
         match code {
             ExitCode::Intr => answer.frequent(section, Exit::Interrupt),
             ExitCode::Cpuid => answer.frequent(section, Exit::Cpuid),
+            // Two exits with one code: each gets a place of its own.
             ExitCode::Msr if answer.backend().vmcb().control.exit_info_1 & 1 == 0 => {
                 answer.frequent(section, Exit::Rdmsr)
             }
@@ -185,6 +197,7 @@ impl<C: Cpu> Turn for Svm<C> {
     fn retire(&mut self, next_rip: u64) {
         let block = self.vmcb_mut(Clean::empty());
         block.save.rip = next_rip;
+        // The instruction has retired, and its shadow with it.
         block.control.int_state = 0;
     }
 }

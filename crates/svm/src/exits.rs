@@ -115,12 +115,15 @@ fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
         | ExitCode::Mcommit
         | ExitCode::Tlbsync
         | ExitCode::InvlpgbIllegal => Exit::Undefined,
+        // INT1 leaves DR6 as it is: no bit tells of it.
         ExitCode::Icebp => Exit::Exception(Exception::db(0)),
         _ => match raw {
             0x20..=0x3f => Exit::DebugReg(DrAccess { dr: (raw & 7) as u8, write: raw >= 0x30 }),
+            // #MC, which is the host's whatever the guest has set up.
             0x52 => Exit::MachineCheck,
             0x40..=0x5f => Exit::Exception(Exception {
                 vector: Vector((raw - 0x40) as u8),
+                // EXITINFO1 means nothing for the others.
                 error_code: matches!(raw - 0x40, 8 | 10..=14 | 17 | 21)
                     .then_some(control.exit_info_1 as u32),
                 payload: None,

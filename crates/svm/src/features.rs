@@ -93,6 +93,7 @@ impl Features {
         }
         let svm = cpuid(0x8000_000a, 0);
         let bit = |n: u32| svm[3] & (1 << n) != 0;
+        // With `npt=0` too: shadow paging is there to be measured, not for CPUs without nested paging.
         if !bit(0) {
             return Err(Unusable::NoNpt);
         }

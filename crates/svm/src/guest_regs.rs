@@ -25,6 +25,7 @@ impl GuestRegs {
     #[inline]
     pub(crate) fn control(&self, save: &Save) -> ControlRegs {
         ControlRegs {
+            // TS and MP are changed without an exit: the block has the newest.
             cr0: (self.cr0 - CR0_OWNED) | (Cr0::from_bits_retain(save.cr0) & CR0_OWNED),
             cr2: save.cr2,
             cr3: self.cr3,
@@ -43,6 +44,7 @@ impl GuestRegs {
 
     /// CR0 for the hardware.
     pub(crate) fn cr0_hardware(&self) -> Cr0 {
+        // WP always: a supervisor's write to a page that shadow tables protect has to fault.
         (self.cr0 - Cr0::CD_NW) | Cr0::PG | Cr0::WP
     }
 
@@ -62,6 +64,7 @@ impl GuestRegs {
     /// EFER for the hardware: long mode only once it is active.
     pub(crate) fn efer_hardware(&self) -> Efer {
         let off = if self.is_long() { Efer::empty() } else { Efer::LME };
+        // NXE and SVME always: shadow entries have NX, and VMRUN refuses a block without SVME.
         (self.efer - off) | Efer::NXE | Efer::SVME
     }
 }

@@ -59,11 +59,13 @@ impl<C: Cpu> Svm<C> {
             return self.set_window_of_l2(want == Virq::Window);
         }
         let set = self.vmcb().control.int_ctl & vintr::IRQ != 0;
+        // The hardware clears V_IRQ when the guest takes the interrupt, so what was asked for does not tell alone.
         if self.virq == want && set == (want != Virq::Off) {
             return;
         }
         let window = Intercept3::VINTR.bits();
         let was_window = self.virq == Virq::Window;
+        // An offer is taken without an exit: only a window has the intercept.
         if was_window != (want == Virq::Window) {
             self.change_intercepts(|[_, _, _, word, ..]| {
                 *word = if was_window { *word & !window } else { *word | window };
@@ -73,6 +75,7 @@ impl<C: Cpu> Svm<C> {
         let control = &mut self.vmcb_mut(Clean::INTR).control;
         match want {
             Virq::Off => control.int_ctl &= !BITS,
+            // The highest priority: which one goes first was decided already.
             Virq::Window => control.int_ctl |= BITS,
             Virq::Offer(vector) => {
                 control.int_ctl |= BITS;
@@ -99,6 +102,7 @@ impl<C: Cpu> Svm<C> {
             let own = |flag: Rflags, had: bool| if had { 0 } else { flag.bits() };
             save.rflags &= !(own(Rflags::TF, tf) | own(Rflags::RF, rf));
         }
+        // The guest steps itself: BS is its own too.
         if !tf {
             save.dr6 &= !Dr6::BS;
         }
@@ -139,6 +143,7 @@ impl<C: Cpu> Injection for Svm<C> {
             self.after_debug_exception(bits);
         }
         let rip = self.vmcb().save.rip;
+        // The first injection of a restored one tells at which RIP it is.
         if let Some(of_l1) = self.nested.as_mut().and_then(|state| state.by_instruction.as_mut()) {
             of_l1.rip.get_or_insert(rip);
         }
@@ -192,6 +197,7 @@ impl<C: Cpu> Injection for Svm<C> {
     /// Asks for an exit when an NMI can be taken. While one is handled the IRET intercept serves;
     /// after the IRET has begun, or in an interrupt shadow, a single step does.
     fn set_nmi_window(&mut self) -> NmiWindow {
+        // With virtual NMIs the CPU delivers and masks; the step serves where it cannot tell the end of the mask.
         if self.features.vnmi {
             let rip = self.vmcb().save.rip;
             let begun = self.cold.nmi.iret_at == Some(rip);
@@ -205,8 +211,10 @@ impl<C: Cpu> Injection for Svm<C> {
                 self.cold.nmi.iret_at = None;
             }
         } else if self.cold.nmi.masked && self.cold.nmi.iret_at.is_none() {
+            // IRET is intercepted since the mask was set.
             return NmiWindow::Exit;
         }
+        // The event would push a TF that is not the guest's.
         if self.vmcb().control.event_inj & event::VALID != 0 {
             return NmiWindow::Kick;
         }
@@ -237,6 +245,7 @@ impl<C: Cpu> Injection for Svm<C> {
                 (control.int_ctl & !vintr::NMI_MASK) | if on { vintr::NMI_MASK } else { 0 };
             return;
         }
+        // A new NMI: where the last one's IRET was says nothing of it.
         self.cold.nmi.masked = on;
         self.cold.nmi.iret_at = None;
         self.intercept_iret(on);
@@ -250,6 +259,7 @@ impl<C: Cpu> Injection for Svm<C> {
     }
 
     fn set_nmi_masked_for_l1(&mut self, on: bool) {
+        // L2's mask is in its own block, which L1 sees at an exit.
         if !self.l2_has_virtual_nmi() {
             return self.set_nmi_masked(on);
         }
@@ -268,6 +278,7 @@ impl<C: Cpu> Injection for Svm<C> {
     fn end_step(&mut self) {
         if self.disarm_step()
             && self.vmcb().control.exit_code == ExitCode::ExcpDb.0
+            // A breakpoint or the guest's own step came with ours: that #DB is the guest's.
             && self.vmcb().save.dr6 & Dr6::TRAPS == 0
         {
             self.cold.nmi.step = Step::Trapped;

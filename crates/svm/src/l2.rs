@@ -71,6 +71,7 @@ impl State {
     pub(crate) fn new() -> Result<KBox<Self>, NoMemory> {
         let empty = Page::zeroed()?;
         let mut v12 = KBox::<Vmcb12>::zeroed()?;
+        // Zeros would be the block at address 0.
         v12.forget();
         KBox::new(Self {
             other: ControlBlock::new()?,

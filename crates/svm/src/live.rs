@@ -46,6 +46,7 @@ impl<C: Cpu> Svm<C> {
     /// Brings XCR0 and IA32_XSS to what the guest is to see, when one of them or CR4.OSXSAVE changes
     /// inside the loop.
     pub(crate) fn sync_extended(&mut self) {
+        // Outside the loop the next load does it.
         if self.extended.is_loaded() {
             let sees_xcr0 = self.sees_xcr0();
             self.extended.sync(&mut self.cpu, sees_xcr0);
@@ -74,6 +75,7 @@ impl<C: Cpu> LiveRegisters for Svm<C> {
         let dr7 = Dr7::new(dr7);
         let save = &mut self.vmcb_mut(Clean::DR).save;
         (save.dr6, save.dr7) = (Dr6::new(dr6).bits(), dr7.bits());
+        // They have to be in the CPU at the next entry. Others are loaded when the guest touches one.
         if dr7.has_breakpoints() {
             self.own_debug_regs();
         }

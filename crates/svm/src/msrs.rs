@@ -46,6 +46,7 @@ impl<C: Cpu> Msrs for Svm<C> {
             msr::XSS => self.extended.xss(),
             msr::SPEC_CTRL if self.features.v_spec_ctrl => save.spec_ctrl,
             msr::SPEC_CTRL => self.spec_ctrl,
+            // Kept by the store: the block has no place for it.
             msr::VIRT_SPEC_CTRL => 0,
             _ => return Err(NotMine),
         })
@@ -60,6 +61,7 @@ impl<C: Cpu> Msrs for Svm<C> {
             msr::XSS => self.set_xss(value),
             msr::SPEC_CTRL if !self.features.v_spec_ctrl => {
                 self.spec_ctrl = value;
+                // The world switch loads it at the next entry.
                 self.spec.guest = value;
             }
             msr::PAT => self.vmcb_mut(Clean::NPT).save.g_pat = value,

@@ -26,9 +26,11 @@ impl<C: Cpu> Svm<C> {
         self.vmcb_mut(Clean::NPT).control.np_ctl = 0;
         self.change_intercepts(|words| {
             words[0] |= CR_ALWAYS.bits();
+            // Each page fault may be one of the shadow tables.
             words[2] |= Exceptions::PF.bits();
             words[3] |= selective | invlpg;
         });
+        // INVPCID is not the guest's any more.
         self.update_passthrough();
         self.renew_cr0();
         self.renew_efer();
@@ -59,6 +61,7 @@ impl<C: Cpu> Svm<C> {
     /// Paging and long mode decide which bits of the guest's CR4 the hardware may have.
     #[inline]
     fn follow(&mut self) {
+        // A change of paging or mode often changes nothing of CR4.
         if self.vmcb().save.cr4 != self.guest.cr4_hardware().bits() {
             self.renew_cr4();
         }
@@ -121,11 +124,13 @@ impl<C: Cpu> Translation for Svm<C> {
     }
 
     fn flush_tlb(&mut self) {
+        // L1's linear addresses alone, or L2's: each has its own ASID.
         self.block.request_flush();
     }
 
     fn flush_tdp(&mut self) {
         self.block.request_flush();
+        // Both have translations made from these tables.
         self.flush_other_block();
     }
 

@@ -76,6 +76,7 @@ impl PerCpu {
             self.next_asid.store(next + 1, Relaxed);
             return (next, self.generation(), false);
         }
+        // Blocks compare it at their next entry here, and take new numbers.
         let generation = self.generation().wrapping_add(1);
         self.generation.store(generation, Relaxed);
         self.next_asid.store(2, Relaxed);
@@ -129,6 +130,7 @@ pub fn check<C: Cpu>(c: &mut C) -> Result<(), Unusable> {
 /// Switches SVM on on the CPU this runs on.
 pub fn enable<C: Cpu>(c: &mut C, cpu: usize) -> Result<(), Unusable> {
     let Some(this) = of(cpu) else { return Err(Unusable::Absent) };
+    // Again: firmware or another module may have changed it since the CPU was looked at last.
     check(c)?;
     if !c.svm_on() {
         return Err(Unusable::InUse);
@@ -139,6 +141,7 @@ pub fn enable<C: Cpu>(c: &mut C, cpu: usize) -> Result<(), Unusable> {
     this.exhaust_asids();
     this.saved_for.store(0, Relaxed);
     this.last_vcpu.store(0, Relaxed);
+    // The kernel sets TSC_AUX once, when the CPU comes online.
     if features().rdtscp {
         this.tsc_aux.store(c.rdmsr(msr::TSC_AUX), Relaxed);
     }
@@ -147,6 +150,7 @@ pub fn enable<C: Cpu>(c: &mut C, cpu: usize) -> Result<(), Unusable> {
 
 /// Switches SVM off on the CPU this runs on; harmless where it is off.
 pub fn disable<C: Cpu>(c: &mut C) {
+    // The way to a reboot may come here twice.
     if c.rdmsr(msr::EFER) & Efer::SVME.bits() != 0 {
         c.wrmsr(msr::VM_HSAVE_PA, 0);
         // GIF must be set before SVME is cleared: a CPU that is stopped in the loop has it clear.
@@ -160,6 +164,7 @@ pub fn disable<C: Cpu>(c: &mut C) {
 #[cold]
 #[inline(never)]
 pub fn rescue_host<C: Cpu>(cpu: &mut C, at: usize) {
+    // Nothing was ever saved here: the CPU has the host's state.
     let Some(here) = of(at).filter(|here| here.saved_for.load(Relaxed) != 0) else {
         return;
     };

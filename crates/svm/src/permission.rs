@@ -68,6 +68,7 @@ impl MsrMap {
             0xc001_0000..=0xc001_1fff => (2, 0xc001_0000),
             _ => return None,
         };
+        // Two bits an MSR, in ranges of 2 KiB (APM vol. 2 §15.11).
         Some(range * 0x4000 + (msr - first) as usize * 2)
     }
 

@@ -43,6 +43,7 @@ impl<C: Cpu> Registers for Svm<C> {
             return &[];
         }
         let control = &self.vmcb().control;
+        // The CPU writes 15 at most; the mask bounds a field that hardware writes.
         control.insn_bytes.get(..usize::from(control.insn_len & 15)).unwrap_or(&[])
     }
 
@@ -87,6 +88,7 @@ impl<C: Cpu> Registers for Svm<C> {
             };
         }
         if name == SegmentName::Ss {
+            // The CPU takes CPL from this field, not from SS (APM vol. 2 §15.5.1).
             save.cpl = value.dpl();
         }
     }
@@ -124,6 +126,7 @@ impl<C: Cpu> ControlRegisters for Svm<C> {
             return self.guest.control(save);
         }
         ControlRegs {
+            // The guest reads what it wrote.
             cr0: Cr0::from_bits_retain(save.cr0 | u64::from(self.cr0_hidden)),
             cr2: save.cr2,
             cr3: save.cr3,
@@ -165,6 +168,7 @@ impl<C: Cpu> ControlRegisters for Svm<C> {
             self.guest.cr0 = value;
             return self.renew_cr0();
         }
+        // A VMM has asked for it (KVM_X86_QUIRK_CD_NW_CLEARED off).
         let hidden = if self.shows_cache_disable { Cr0::empty() } else { value & Cr0::CD_NW };
         self.cr0_hidden = hidden.bits() as u32;
         self.vmcb_mut(Clean::CR).save.cr0 = (value - hidden).bits();
@@ -172,6 +176,7 @@ impl<C: Cpu> ControlRegisters for Svm<C> {
         let wanted = match hidden.is_empty() {
             false => both,
             true if self.features.nrip_save => InterceptCr::empty(),
+            // Without NRIP save bits are checked here that the emulation takes.
             true => InterceptCr::WRITE_CR0,
         };
         self.set_cr_intercepts(both, wanted);
@@ -197,6 +202,7 @@ impl<C: Cpu> ControlRegisters for Svm<C> {
         let save = &mut self.vmcb_mut(Clean::CR).save;
         let changed =
             Cr4::from_bits_retain(core::mem::replace(&mut save.cr4, value.bits())) ^ value;
+        // Whether XCR0 is live, and whether CR4's writes have to be seen, follows from it.
         if changed.contains(Cr4::OSXSAVE) {
             self.update_cr4_intercept();
             self.sync_extended();
@@ -213,6 +219,7 @@ impl<C: Cpu> ControlRegisters for Svm<C> {
         if shown != self.efer_shown {
             self.svme_changed(shown);
         }
+        // VMRUN refuses a block without SVME (APM vol. 2 §15.5.1), whatever the guest has.
         self.vmcb_mut(Clean::CR).save.efer = (value | Efer::SVME).bits();
     }
 
@@ -225,6 +232,7 @@ impl<C: Cpu> ControlRegisters for Svm<C> {
     fn set_cr8(&mut self, value: u8) {
         let old = self.vmcb().control.int_ctl;
         let new = (old & !vintr::TPR_MASK) | (u32::from(value) & vintr::TPR_MASK);
+        // A write would have the CPU read the group anew.
         if new != old {
             self.vmcb_mut(Clean::INTR).control.int_ctl = new;
         }

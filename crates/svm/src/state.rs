@@ -199,6 +199,7 @@ impl<C: Cpu> Nesting for Svm<C> {
 
 impl<C: Cpu> Backend for Svm<C> {
     fn reset(&mut self, reset: Reset) {
+        // A reset CPU has it set (APM vol. 2 §15.17).
         self.gif.set();
         reset_registers(self, reset);
         let block = self.vmcb_mut(Clean::ALL);
@@ -218,6 +219,7 @@ impl<C: Cpu> Backend for Svm<C> {
         // As in stock KVM by INIT, too.
         let _ = self.set_msr(msr::SPEC_CTRL, 0);
         self.set_virq(Virq::Off);
+        // An INIT ends the handling of an NMI.
         self.set_nmi_masked(false);
         self.block.request_flush();
     }

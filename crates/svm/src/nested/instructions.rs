@@ -65,6 +65,7 @@ impl<C: Cpu> Svm<C> {
             }
             Ok(Then::Invalidate { .. }) => {
                 self.block.request_flush();
+                // The ASIDs that L1 names stand for ours, one for each level.
                 self.flush_other_block();
                 self.flush_l2();
                 Executed::Retired
@@ -85,6 +86,7 @@ impl<C: Cpu> Svm<C> {
         };
         const LENGTH: u64 = 3;
         let control = &self.vmcb().control;
+        // A #GP for the address has error code 0 and meets no delivery. Any other is the guest's own.
         let is_plain = ExitCode(control.exit_code) == ExitCode::ExcpGp
             && control.exit_info_1 as u32 == 0
             && control.exit_int_info & event::VALID == 0;
@@ -129,6 +131,7 @@ impl<C: Cpu> Svm<C> {
     fn vmload(&mut self, at: Gpa, l1: &impl L1Memory) -> Executed {
         let mut segments = [VmcbSegment::default(); 4];
         let mut msrs = [0_u64; 8];
+        // Read to the stack first: a page that is missing leaves the registers as they were.
         let mut rest = &mut segments[..];
         for (first, count) in SEGMENTS {
             let Some((these, others)) = rest.split_at_mut_checked(count) else { break };
@@ -150,6 +153,7 @@ impl<C: Cpu> Svm<C> {
         (save.star, save.lstar, save.cstar, save.sfmask) = (star, lstar, cstar, sfmask);
         save.kernel_gs_base = kernel_gs_base;
         (save.sysenter_cs, save.sysenter_esp, save.sysenter_eip) = (cs, esp, eip);
+        // Inside the loop these registers are in the CPU, and not in the block.
         if self.loaded {
             self.cpu.vmload(self.block.hpa());
         }
@@ -159,6 +163,7 @@ impl<C: Cpu> Svm<C> {
     /// VMSAVE: by way of our own block, which the CPU saves to.
     #[inline(never)]
     fn vmsave(&mut self, at: Gpa, l1: &impl L1Memory) -> Executed {
+        // The block is stale inside the loop, see the module's head in `enter`.
         if self.loaded {
             self.cpu.vmsave(self.block.hpa());
         }

@@ -43,8 +43,10 @@ impl<C: Cpu> Svm<C> {
         undelivered: Undelivered,
         l1: &impl L1Memory,
     ) -> Executed {
+        // V_IRQ goes back to what L1 had there, before the block is told to L1.
         self.set_window_of_l2(false);
         let hidden = u64::from(self.cr0_hidden);
+        // What the loop keeps apart from the block: RAX and RSP.
         let save = &mut self.vmcb_mut(Clean::empty()).save;
         save.rax = gprs.0[RAX];
         save.rsp = gprs.0[RSP];
@@ -85,16 +87,19 @@ impl<C: Cpu> Svm<C> {
         let own_priority = control.int_ctl & vintr::INTR_MASKING != 0;
         let l2 = self.block.vmcb();
         let (pat, int_ctl, cr4) = (l2.save.g_pat, l2.control.int_ctl, l2.save.cr4);
+        // Behind what is read of L2's block above, which is another from here on.
         self.change_block();
         self.level = Level::L1;
         self.gif.clear();
         let mut stale = Clean::empty();
         let block = self.vmcb_mut(Clean::empty());
+        // With nested paging of L1's the PAT was L2's own.
         if !own_pat && block.save.g_pat != pat {
             block.save.g_pat = pat;
             stale |= Clean::NPT;
         }
         let shared = vintr::NMI_MASK | if own_priority { 0 } else { vintr::TPR_MASK };
+        // V_TPR without V_INTR_MASKING is L1's task priority, which L2 may have changed.
         if (block.control.int_ctl ^ int_ctl) & shared != 0 {
             // A mask of L2's own is not L1's.
             let shared = if own_nmi { shared & !vintr::NMI_MASK } else { shared };
@@ -106,10 +111,12 @@ impl<C: Cpu> Svm<C> {
         gprs.0[RSP] = block.save.rsp;
         let changed = block.save.cr4 ^ cr4;
         self.block.mark(stale | Clean::DR | Clean::CR | Clean::INTR);
+        // What L1 was offered before VMRUN was put back, and nothing stands for it here.
         self.set_virq(Virq::Off);
         if changed & Cr4::OSXSAVE.bits() != 0 {
             self.sync_extended();
         }
+        // Whether CR0 exits follows from what is hidden of the level that runs.
         if self.cr0_hidden != 0 {
             let cr0 = backend::ControlRegisters::cr0(self);
             backend::ControlRegisters::set_cr0(self, cr0);

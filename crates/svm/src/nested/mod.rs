@@ -109,6 +109,7 @@ impl<C: Cpu> Svm<C> {
     #[inline(never)]
     pub(crate) fn merge_intercepts(&mut self) {
         let Some(state) = &self.nested else { return };
+        // Which map L2 runs on was decided at VMRUN.
         let l0 = self.l0(state, Hpa(self.vmcb().control.msrpm_base_pa));
         let mut words = merge::intercepts(&l0, state.v12.control(), &self.cold.offered);
         if state.window.is_some() {
@@ -123,6 +124,7 @@ impl<C: Cpu> Svm<C> {
         let l1 = if self.level == Level::L2 { &state.other } else { &self.block }.vmcb();
         let control = &l1.control;
         merge::L0 {
+            // Of L1's block, in which our own are kept whoever runs.
             intercepts: control.intercepts,
             tsc_offset: self.cold.tsc.offset,
             iopm: Hpa(control.iopm_base_pa),
@@ -143,6 +145,7 @@ impl<C: Cpu> Svm<C> {
         if let Some(state) = &mut self.nested {
             state.open = None;
             if self.level == Level::L2 {
+                // Until the next VMRUN it would let through what was just forbidden.
                 self.block.msr_map.close();
                 self.block.mark(Clean::PERM_MAP);
             }
@@ -239,6 +242,7 @@ impl<C: Cpu> Svm<C> {
     /// While L1 has SVM on, #GP exits where the CPU may make one of VMRUN, VMLOAD or VMSAVE before it looks whether that
     /// exits: the address is L1's, and one that the CPU keeps for itself is nothing special there.
     fn follow_fault_intercept(&mut self) {
+        // Such a CPU asks for the intercept first (CPUID Fn8000_000A EDX[28]).
         if self.features.svme_addr_check {
             return;
         }
@@ -256,6 +260,7 @@ impl<C: Cpu> Svm<C> {
 
     /// A shutdown of L2's is L1's if it asks for that, and else the processor's.
     fn gate_of_shutdown(&self) -> Gate {
+        // Without the intercept a triple fault of L2's shuts L1's processor down.
         let asks = |s: &KBox<State>| reflect::intercepts(s.v12.control(), ExitCode::Shutdown);
         let exits = self.level == Level::L2 && self.nested.as_ref().is_some_and(asks);
         if exits { Gate::ExitToL1 } else { Gate::Deliver }
@@ -361,10 +366,12 @@ impl<C: Cpu> Nested for Svm<C> {
             state.entry_pending = false;
         }
         if state.by_instruction.is_some()
+            // Delivered, or L2 has gone on: an exit in its delivery would name it.
             && self.block.vmcb().control.exit_int_info & event::VALID == 0
         {
             state.by_instruction = None;
         }
+        // It is our window. L1 has not seen V_IRQ set.
         if exit.code == ExitCode::Vintr && state.window.is_some() {
             return Ok(Claim::L0);
         }
@@ -389,6 +396,7 @@ impl<C: Cpu> Nested for Svm<C> {
         let Some(state) = self.nested.as_ref().filter(|_| self.level == Level::L2) else {
             return false;
         };
+        // About any other exit L1 was asked already.
         if control.exit_code != ExitCode::WriteCr0.0 {
             return false;
         }
@@ -434,10 +442,12 @@ impl<C: Cpu> Nested for Svm<C> {
         let block = self.block.vmcb();
         let (info, rip) = (block.control.exit_int_info, block.save.rip);
         let of_l1 = self.nested.as_ref().and_then(|state| state.by_instruction);
+        // An INT n of L2's own at the same place would look alike, but its RIP is at the instruction.
         let Some(of_l1) = of_l1.filter(|l1| (l1.event ^ info) & SAME == 0 && l1.rip == Some(rip))
         else {
             return false;
         };
+        // The exit has overwritten it, and the CPU pushes it for such an event (APM vol. 2 §15.20).
         self.vmcb_mut(Clean::empty()).control.next_rip = of_l1.next_rip;
         true
     }
@@ -445,6 +455,7 @@ impl<C: Cpu> Nested for Svm<C> {
     fn reflect(&mut self, gprs: &mut Gprs, l1: &impl L1Memory) -> Executed {
         let mut exit = self.last_exit(gprs);
         if exit.code == ExitCode::Msr {
+            // RCX was put there for the question alone.
             exit.info_2 = 0;
         }
         let control = &self.vmcb().control;
@@ -565,6 +576,7 @@ impl<C: Cpu> Nested for Svm<C> {
         let block = self.block.vmcb();
         let int_ctl = block.control.int_ctl & (vintr::IRQ | vintr::IGN_TPR | vintr::TPR_MASK);
         let priority = block.control.int_ctl >> vintr::PRIO_SHIFT & 15;
+        // With a window of ours V_IRQ is ours.
         let given = state.window.is_none() && int_ctl & vintr::IRQ != 0;
         let passes = int_ctl & vintr::IGN_TPR != 0 || priority > int_ctl & vintr::TPR_MASK;
         let gif = block.control.int_ctl & (vintr::GIF | vintr::GIF_ENABLE) != vintr::GIF_ENABLE;
@@ -581,6 +593,7 @@ impl<C: Cpu> Nested for Svm<C> {
 
     fn abandon(&mut self, gprs: &mut Gprs) {
         self.return_to_l1(gprs);
+        // INIT and reset set GIF (APM vol. 2 §15.17).
         self.gif.set();
         if let Some(state) = &mut self.nested {
             state.v12.forget();

@@ -60,9 +60,11 @@ impl<C: Cpu> NestedPaging for Svm<C> {
 
     fn set_nested_root(&mut self, root: Hpa, _tracks: bool) {
         let Some(state) = self.nested.as_mut().filter(|_| self.level == Level::L2) else { return };
+        // Kept for block 02's next run, whichever root that has then.
         state.root = root;
         if self.block.vmcb().control.ncr3 != root.0 {
             self.block.vmcb_mut(Clean::NPT).control.ncr3 = root.0;
+            // What lies under L2's ASID was made of other tables.
             self.block.request_flush();
         }
     }
@@ -88,6 +90,7 @@ impl<C: Cpu> NestedPaging for Svm<C> {
         undelivered: Option<Event>,
         l1: &impl L1Memory,
     ) -> Executed {
+        // EPT's refusals are Intel's.
         let TablesRefuse::Npf(info_1) = why else { return Executed::Shutdown };
         let exit = Exit { code: ExitCode::Npf, info_1: self.told(info_1), info_2: at.0 };
         let info = undelivered.map_or(0, inject::encode);

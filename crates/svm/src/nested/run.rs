@@ -45,6 +45,7 @@ impl<C: Cpu> Svm<C> {
         self.set_virq(Virq::Off);
         let Some(state) = &mut self.nested else { return Executed::Shutdown };
         let seen = Seen::new(l1);
+        // Checks and merge see the copy alone: another vCPU of L1's may rewrite the page meanwhile.
         let Ok(dirty) = state.v12.load(&seen, at) else { return missing(l1) };
         let v12 = state.v12.get();
         let offered = &self.cold.offered;
@@ -54,16 +55,19 @@ impl<C: Cpu> Svm<C> {
         {
             return self.refuse(at, next_rip, l1);
         }
+        // Last of what may fail for a missing page, and before anything of L1 changes.
         let merged = self.merge_msr_map(&seen);
         let Some(state) = &mut self.nested else { return Executed::Shutdown };
         let Ok(msrpm) = merged else {
             if l1.is_final() {
+                // A CPU has no word for a map that is no memory; stock KVM refuses the block, too.
                 return self.refuse(at, next_rip, l1);
             }
             // Nothing of it was put into block 02: none of it is clean when it is read again.
             state.v12.forget();
             return Executed::Outside;
         };
+        // With V_INTR_MASKING L1's IF of now says whether its interrupts end L2's run (APM vol. 2 §15.21.1).
         state.l1_interrupts = self.block.vmcb().save.rflags & Rflags::IF.bits() != 0;
         self.keep_l1(gprs, next_rip);
         self.start_l2(gprs, dirty, msrpm);
@@ -83,6 +87,7 @@ impl<C: Cpu> Svm<C> {
             state.flushed = true;
             self.block.request_flush();
         }
+        // Nothing may end L2's run before the processor has taken what VMRUN injects.
         state.entry_pending = true;
         let v12 = state.v12.get();
         state.by_instruction = is_by_instruction(v12.control.event_inj).then_some(Injected {
@@ -93,8 +98,10 @@ impl<C: Cpu> Svm<C> {
         let save = &self.block.vmcb().save;
         gprs.0[RAX] = save.rax;
         gprs.0[RSP] = save.rsp;
+        // VMRUN sets GIF (APM vol. 2 §15.17).
         self.gif.set();
         self.level = Level::L2;
+        // They are to hit at L2's addresses, not at the host's.
         if Dr7::new(self.vmcb().save.dr7).has_breakpoints() {
             self.own_debug_regs();
         }
@@ -104,6 +111,7 @@ impl<C: Cpu> Svm<C> {
     #[cold]
     #[inline(never)]
     fn refuse(&mut self, at: Gpa, next_rip: u64, l1: &impl L1Memory) -> Executed {
+        // The page was read, but block 02 has nothing of it.
         if let Some(state) = &mut self.nested {
             state.v12.forget();
         }
@@ -111,6 +119,7 @@ impl<C: Cpu> Svm<C> {
             return missing(l1);
         }
         let block = self.vmcb_mut(Clean::empty());
+        // VMRUN retires also when it ends with VMEXIT_INVALID: L1 goes on behind it.
         block.save.rip = next_rip;
         block.save.rflags &= !Rflags::RF.bits();
         block.control.int_state = 0;
@@ -132,6 +141,7 @@ impl<C: Cpu> Svm<C> {
     /// Has the blocks change places, with what VMRUN leaves alone.
     pub(super) fn change_block(&mut self) {
         let Some(state) = &self.nested else { return };
+        // The usual case has nothing to carry: two comparisons.
         let shared = state.other.vmcb().save.dbgctl == self.block.vmcb().save.dbgctl;
         if self.carries || !shared {
             self.carry_over();
@@ -155,11 +165,13 @@ impl<C: Cpu> Svm<C> {
     fn exchange_blocks(&mut self) {
         let Some(state) = &mut self.nested else { return };
         if self.loaded {
+            // The CPU holds these registers, and keeps them across the change.
             state.other.take_over_from(&self.block);
         } else {
             let (from, to) = (&self.block.vmcb().save, state.other.vmcb_mut(Clean::empty()));
             super::leave::copy_unswitched(&mut to.save, from);
         }
+        // SPEC_CTRL belongs to the vCPU: a block that runs has to hold it.
         if self.features.v_spec_ctrl {
             let spec = self.block.vmcb().save.spec_ctrl;
             state.other.vmcb_mut(Clean::empty()).save.spec_ctrl = spec;
@@ -178,6 +190,7 @@ impl<C: Cpu> Svm<C> {
         let l0 = self.l0(state, msrpm);
         let v12 = state.v12.get();
         let block = self.block.vmcb_mut(Clean::empty());
+        // Compared behind the merge, which writes some of it again.
         let (root, int_ctl) = (block.control.ncr3, block.control.int_ctl);
         let mut stale = merge::enter(block, v12, dirty, &l0, &self.cold.offered);
         // Without virtual NMIs of its own L2 has L1's mask.
@@ -185,6 +198,7 @@ impl<C: Cpu> Svm<C> {
         if nmi != 0 && !merge::has_virtual_nmi(&v12.control) {
             block.control.int_ctl |= nmi;
         }
+        // Without it L2's CR8 is L1's task priority.
         if v12.control.int_ctl & vintr::INTR_MASKING == 0 {
             block.control.int_ctl =
                 (block.control.int_ctl & !vintr::TPR_MASK) | (l1_int_ctl & vintr::TPR_MASK);
@@ -196,6 +210,7 @@ impl<C: Cpu> Svm<C> {
         let cr4 = block.save.cr4;
         let same_root = block.control.ncr3 == root;
         self.block.mark(stale);
+        // What lies under L2's ASID was made of another root.
         if !same_root {
             self.block.request_flush();
         }
@@ -204,6 +219,7 @@ impl<C: Cpu> Svm<C> {
         if (dirty.contains(Clean::CR) || kept != 0) && !self.shows_cache_disable {
             self.hide_from_l2(hidden | kept);
         }
+        // Whether XCR0 is live follows from the level's CR4.
         if (cr4 ^ l1_cr4) & Cr4::OSXSAVE.bits() != 0 {
             self.sync_extended();
         }
@@ -244,6 +260,7 @@ impl<C: Cpu> Svm<C> {
         }
         let merged = &other.msr_map;
         let open = match open {
+            // The words in which ours is open are looked for once: 1,024 words would be read at each VMRUN.
             Some(open) => open,
             None => {
                 merged.close();

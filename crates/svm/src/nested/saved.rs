@@ -54,6 +54,7 @@ impl<C: Cpu> Svm<C> {
         let (header, size) = Header::read(bytes).map_err(|_| Unrestorable::Invalid)?;
         let onto = Onto { enabled: self.is_enabled(), smm };
         let mut data = None;
+        // The header says how long the state is; what could be read of it may be less.
         if header.size() == saved::LARGEST && size >= saved::LARGEST {
             let mut page = KBox::<Vmcb>::zeroed().map_err(|_| Unrestorable::NoMemory)?;
             let Some(from) = bytes.get(saved::HEADER..saved::LARGEST) else {
@@ -158,6 +159,7 @@ impl<C: Cpu> NestedState for Svm<C> {
         // What cannot be read of L1's map exits until L1's next VMRUN.
         let msrpm = self.merge_msr_map(&Seen::new(l1)).unwrap_or_else(|_| self.closed_msr_map());
         self.start_l2(gprs, Clean::ALL, msrpm);
+        // VMRUN has set it; a saved state may say otherwise.
         if !set(good.running.gif) {
             self.gif.clear();
         }
@@ -169,6 +171,7 @@ impl<C: Cpu> NestedState for Svm<C> {
                 let next_rip = control.next_rip;
                 state.by_instruction = Some(Injected { event, rip: None, next_rip });
             }
+            // `start_l2` takes each entry for one to come.
             state.entry_pending = good.running.entry_pending;
             state.flushed = true;
         }

@@ -40,9 +40,11 @@ impl<C: Cpu> Svm<C> {
         };
         let at = state.v12.at();
         let exit = Exit::plain(ExitCode::Software);
+        // As at a VMEXIT: what L2's block has beside the general registers goes to L1's memory.
         if self.leave(gprs, &exit, Undelivered::default(), l1) != Executed::Left {
             return Err(Outside);
         }
+        // As L1 sees it: the block lacks what is hidden.
         let cr0 = self.vmcb().save.cr0 | u64::from(self.cr0_hidden);
         let save = &self.vmcb().save;
         let (before, behind) = save.as_bytes().split_at(offset_of!(Save, cr0));
@@ -51,6 +53,7 @@ impl<C: Cpu> Svm<C> {
         l1.write(Gpa(kept.0.wrapping_add(KEPT_AT)), before)?;
         l1.write(Gpa(at_cr0), &cr0.to_le_bytes())?;
         l1.write(Gpa(at_cr0.wrapping_add(size_of::<u64>() as u64)), behind)?;
+        // L1's firmware may change the block before RSM.
         if let Some(state) = &mut self.nested {
             state.v12.forget();
         }
@@ -82,6 +85,7 @@ impl<C: Cpu> Svm<C> {
         }
         saved::take_host(&page.save, self.vmcb_mut(Clean::ALL));
         let save = &page.save;
+        // Through the setters: what exits and what is live follows from these registers.
         self.set_efer(Efer::from_bits_retain(save.efer));
         self.set_cr0(Cr0::from_bits_retain(save.cr0));
         // Written already: only what follows from a change is left to be done.
@@ -89,6 +93,7 @@ impl<C: Cpu> Svm<C> {
         self.set_cr4(Cr4::from_bits_retain(save.cr4));
         self.block.request_flush();
         (gprs.0[RAX], gprs.0[RSP]) = (save.rax, save.rsp);
+        // Where L1 goes on behind VMRUN, which has been done once.
         self.vmrun(gprs, at, save.rip, l1) == Executed::Entered
     }
 }

@@ -23,11 +23,13 @@ impl<C: Cpu> Svm<C> {
     #[inline(never)]
     fn change_window_of_l2(&mut self) {
         let Some(state) = &mut self.nested else { return };
+        // V_IRQ of L1's may have been taken meanwhile; priority and V_IGN_TPR are as L1 set them.
         let own = state.v12.control().int_ctl & (BITS - vintr::IRQ);
         let control = &mut self.block.vmcb_mut(Clean::INTR).control;
         match state.window.take() {
             None => {
                 state.window = Some(control.int_ctl & vintr::IRQ != 0);
+                // The highest priority, and V_TPR ignored: only IF and the shadow decide.
                 control.int_ctl |= BITS;
             }
             Some(waited) => {
