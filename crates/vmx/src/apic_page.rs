@@ -89,6 +89,7 @@ impl ApicPage {
     /// Whether anything is requested.
     #[inline]
     pub(crate) fn any_requested(&self) -> bool {
+        // Eight loads without a branch: most often all are zero.
         (0..8).fold(0, |all, n| all | self.at(reg::IRR + n * 0x10).load(Relaxed)) != 0
     }
 
@@ -134,7 +135,9 @@ impl ApicPage {
                 }
             }
         }
+        // What is new may lie below what RVI names already: then nothing has to be written.
         let top = self.highest(reg::IRR);
+        // `top` is at most 255: the index is at most 3.
         let new = vectors[usize::from(top >> 6)] & (1 << (top & 63)) != 0;
         new.then(|| u16::from(self.highest(reg::ISR)) << 8 | u16::from(top))
     }
@@ -148,6 +151,7 @@ impl ApicPage {
     /// Whether the highest request, or `more`, is above the processor priority.
     #[inline]
     pub fn delivers(&self, more: u8) -> bool {
+        // As the CPU evaluates what is pending (SDM vol. 3C §30.2.1).
         let request = self.highest(reg::IRR).max(more);
         let priority = self.highest(reg::ISR).max(self.tpr());
         request >> 4 > priority >> 4

@@ -49,6 +49,7 @@ impl<C: Cpu> Vmx<C> {
             self.msr_map().intercept(msr, !on, true);
         }
         for msr in WRITABLE {
+            // Reads stay as they are: EOI and SELF_IPI cannot be read.
             let (read, _) = self.msr_map().intercepted(msr);
             self.msr_map().intercept(msr, read, !on);
         }
@@ -64,6 +65,7 @@ impl<C: Cpu> Vmx<C> {
     /// that waits.
     #[inline]
     pub(crate) fn attend_to_requests(&mut self) {
+        // What the VMCS says of a shadow is over, and the CPU would hold an interrupt back by it.
         if self.shadow_over.get() && self.apic_page.any_requested() {
             self.attention |= attention::SHADOW;
         }
@@ -72,6 +74,7 @@ impl<C: Cpu> Vmx<C> {
     /// Before the entry: ends the shadow of STI or MOV SS if it holds an interrupt back.
     pub(crate) fn end_shadow_for_request(&mut self) {
         self.attention &= !attention::SHADOW;
+        // Without IF nothing is delivered, and the field may stay as it is.
         if self.rflags().contains(Rflags::IF) {
             self.clear_ended_shadow();
         }
@@ -103,6 +106,7 @@ impl<C: Cpu> ServedApic for Vmx<C> {
     fn serve(&mut self, state: &Interrupts, reported: &VectorWords) {
         self.apic_page.fill(state);
         self.report_eois(reported);
+        // Behind the page, from which it follows.
         self.set(fields::GUEST_INTERRUPT_STATUS, self.apic_page.status());
         self.attend_to_requests();
         if core::mem::replace(&mut self.serving, Serving::Yes) == Serving::No {
@@ -135,6 +139,7 @@ impl<C: Cpu> ServedApic for Vmx<C> {
     }
 
     fn take_back(&mut self) -> Interrupts {
+        // The controls stay as they are: most often the state goes back before the next entry.
         self.serving = Serving::TakenBack;
         self.apic_page.take()
     }

@@ -22,6 +22,7 @@ impl<C: Cpu> Clock for Vmx<C> {
 
     fn set_tsc(&mut self, offset: u64, ratio: u64) {
         self.tsc_offset = offset;
+        // Without it the ratio stays 1, whatever was asked for.
         if self.tsc_ratio != ratio && self.features.tsc_scaling {
             self.set_tsc_ratio(ratio);
         }
@@ -80,6 +81,7 @@ impl<C: Cpu> Vmx<C> {
     #[inline(always)]
     pub(crate) fn ensure_timer(&mut self) -> bool {
         // With VMX off nothing is written.
+        // It was set by the handler that read the TSC a moment ago.
         if self.attention & (attention::TIMER_SET | attention::OFF) == 0 {
             return self.set_preemption_timer();
         }
@@ -116,6 +118,7 @@ impl<C: Cpu> Vmx<C> {
         let now = self.guest_tsc_now();
         let scaled = self.tsc_ratio != TSC_RATIO_ONE;
         let of_l1 = self.cold.of_l1.timer.wrapping_sub(1);
+        // L1's time has come: the entry ends at once, behind what it injects.
         let of_l1 = self.deadline.ticks_until(of_l1, now, scaled).unwrap_or(0);
         if !self.deadline.is_set() {
             return of_l1;
@@ -169,6 +172,7 @@ impl<C: Cpu> DeadlineWatch for Vmx<C> {
             self.attention |= attention::TIMER;
             return;
         };
+        // Not by the cache: the CPU counts, and the field has no value that would be known.
         self.cpu.vmwrite(field::PREEMPTION_TIMER.encoding(), ticks);
         self.attention |= attention::TIMER | attention::TIMER_SET;
     }

@@ -34,14 +34,17 @@ impl<C: Cpu> Vmx<C> {
         self.set(fields::EXIT_CONTROLS, features.exit.base.bits());
         self.set(fields::ENTRY_CONTROLS, features.entry.base.bits());
         self.set(fields::EXCEPTION_BITMAP, Exceptions::ALWAYS.bits());
+        // With both 0 the bit of #PF in the bitmap decides alone (SDM vol. 3C §25.6.3).
         self.set(fields::PAGE_FAULT_MASK, 0);
         self.set(fields::PAGE_FAULT_MATCH, 0);
         self.set(fields::TPR_THRESHOLD, 0);
         self.set(fields::ENTRY_INTERRUPTION, 0);
         self.set(fields::TSC_OFFSET, 0);
+        // An entry loads it: the host's own must not stay for the guest.
         self.set(fields::GUEST_DEBUGCTL, 0);
         self.set(fields::GUEST_PAT, msr::PAT_RESET);
         if self.features.ept {
+            // An entry of a guest with PAE paging checks them (SDM vol. 3C §27.3.1.6).
             self.set_entries([0; 4]);
         }
         if self.page_log.is_some() {
@@ -61,9 +64,11 @@ impl<C: Cpu> Vmx<C> {
             self.cpu.vmwrite(field::PLE_WINDOW.encoding(), window.into());
         }
         if self.features.pin.base.contains(PinControls::PREEMPTION_TIMER) {
+            // The control is on for good: without a deadline the guest runs for the longest time.
             self.cpu.vmwrite(field::PREEMPTION_TIMER.encoding(), u32::MAX.into());
         }
         if secondary.contains(ProcControls2::ENCLS) {
+            // Every leaf of ENCLS exits: guests have no SGX.
             self.cpu.vmwrite(field::ENCLS_EXIT_BITMAP.encoding(), u64::MAX);
         }
         if let Some(log) = &self.page_log {
@@ -75,6 +80,7 @@ impl<C: Cpu> Vmx<C> {
             self.cpu.vmwrite(field::VM_FUNCTION_CONTROLS.encoding(), 0);
         }
         if secondary.contains(ProcControls2::XSAVES) {
+            // XSAVES and XRSTORS work on what IA32_XSS allows, and nothing of that has to be seen.
             self.cpu.vmwrite(field::XSS_EXIT_BITMAP.encoding(), 0);
         }
     }
@@ -82,6 +88,7 @@ impl<C: Cpu> Vmx<C> {
     /// Sets or clears primary processor-based controls.
     pub(crate) fn change_proc(&self, bits: ProcControls, on: bool) {
         let old = self.get(fields::PROC_CONTROLS);
+        // L1's wish for L2 stays when L0's own is over.
         let kept = self.cold.of_l1.primary & bits.bits();
         let new = if on { old | bits.bits() } else { old & !bits.bits() | kept };
         self.set(fields::PROC_CONTROLS, new);
@@ -99,6 +106,7 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     pub(crate) fn watch_tables(&self, on: bool) {
+        // L2's instructions do not concern what vmcs01 knows of L1.
         let watched = self.cold.tables.watches() && !self.cold.of_l1.runs;
         self.change_proc2(ProcControls2::DESCRIPTOR_TABLES, on || watched);
     }
@@ -128,6 +136,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// Who owns which bits of CR0 and CR4 has changed, by `change`.
     pub(crate) fn change_ownership(&mut self, change: impl FnOnce(&mut Self)) {
+        // As seen by the guest, read by the ownership of before: the bits are in other places behind.
         let (cr0, cr4) = (self.cr0(), self.cr4());
         change(self);
         self.own();
@@ -140,6 +149,7 @@ impl<C: Cpu> Vmx<C> {
     pub(crate) fn update_passthrough(&mut self) {
         let GuestLimits { tsc_aux, invpcid, xsave, .. } = self.cold.limits;
         let features = *self.features;
+        // Its writes exit: the value is lent to the CPU, and has to be known.
         self.msr_map().intercept(msr::TSC_AUX, !(tsc_aux && features.rdtscp), true);
         self.watch_sysenter();
         self.pass_speculation();
@@ -165,6 +175,7 @@ impl<C: Cpu> Permissions for Vmx<C> {
     }
 
     fn set_msr_filter(&mut self, denied: impl Fn(u32) -> (bool, bool)) {
+        // The filter of before may have closed them: everything is made anew.
         self.pass_live_msrs();
         self.cold.speculation_denied = SPECULATION.map(&denied);
         self.cold.listed_denied = LISTED.map(&denied);
@@ -174,6 +185,7 @@ impl<C: Cpu> Permissions for Vmx<C> {
             let ((read, write), filter) = (self.msr_map().intercepted(msr), denied(msr));
             self.msr_map().intercept(msr, read | filter.0, write | filter.1);
         }
+        // vmcs02's map was made from this one.
         self.close_msrs_of_l2();
     }
 
@@ -193,6 +205,7 @@ impl<C: Cpu> Permissions for Vmx<C> {
         self.match_pending_step();
         let bit = Exceptions::BP.bits();
         let old = self.get(fields::EXCEPTION_BITMAP) & !bit;
+        // L2's #BP may be L1's to hear of.
         let kept = self.cold.of_l1.exceptions & bit;
         let wanted = if breakpoints { bit } else { 0 };
         self.set(fields::EXCEPTION_BITMAP, old | kept | wanted);

@@ -33,6 +33,7 @@ use crate::{
 
 impl<C: Cpu> WorldSwitch for Vmx<C> {
     fn may_run_on(&self, here: usize) -> bool {
+        // The other VMCS too: an exchange in the loop loads it here.
         self.vmcs.may_run_on(here)
             && (!self.beside || self.nested.as_ref().is_none_or(|n| n.may_run_on(here)))
     }
@@ -45,16 +46,19 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
     }
 
     fn begin_run(&mut self) {
+        // Once a run: within KVM_RUN the thread's FS, GS and selectors do not change.
         *self.host = HostThread::read(&mut self.cpu);
     }
 
     fn load(&mut self, at: usize) {
         let here = self.vmcs.find(at);
         let cr4 = self.cpu.cr4_now();
+        // VMX goes off at a crash, or with its CPU: an instruction of it would fault then.
         let Some(here) = here.filter(|_| cr4.contains(Cr4::VMXE)) else {
             self.attention |= attention::OFF;
             return;
         };
+        // Before VMPTRLD: the fields are noted, and written with all others.
         if !self.vmcs.has_host_of(at, here) {
             self.arrive(at, here);
         }
@@ -74,9 +78,11 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
         }
         // It was set for an entry that did not take place.
         self.attention &= !attention::TIMER_SET;
+        // Once in a VMCS's life: what never changes is not in the cache.
         if self.vmcs.make_current(&self.cpu, here) {
             self.write_constants();
         }
+        // VMRESUME and VMLAUNCH fail each in the other's place (SDM vol. 3C §27.1).
         self.switch.flags &= !VmxSwitch::LAUNCHED;
         if self.vmcs.launched.get() {
             self.switch.flags |= VmxSwitch::LAUNCHED;
@@ -86,9 +92,12 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
             self.host.read_selectors(&mut self.cpu);
         }
         self.set(fields::HOST_CR4, cr4.bits());
+        // The thread's memory map, with a PCID that may be another at each entry of the loop.
         self.set(fields::HOST_CR3, self.cpu.cr3());
         self.set(fields::HOST_FS_BASE, self.host.fs_base);
+        // Behind the host's fields: those that changed are written in one go.
         self.vmcs.load(&self.cpu);
+        // Another guest may have trained the predictors that this one's branches would use.
         if here.last_vcpu.load(Relaxed) != self.cold.id {
             here.last_vcpu.store(self.cold.id, Relaxed);
             if hostcpu::ibpb_on_switch() {
@@ -103,13 +112,16 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
         }
         self.sync_tsc_aux();
         self.sync_syscall();
+        // SWAPGS changes the guest's without an exit: it is live, and read back at the end.
         self.kernel_gs_base.enter(self.host.user_gs_base);
         self.kernel_gs_base.sync(&mut self.cpu);
+        // An exit clears DEBUGCTL (SDM vol. 3C §28.5.1), and the host may trace branches.
         self.cold.host_debugctl = self.cpu.rdmsr(msr::DEBUGCTL);
         if self.features.spec_ctrl {
             self.switch.host_spec_ctrl = hostcpu::host_spec_ctrl();
         }
         self.stop_counters();
+        // Last of the registers: a fault in kernel code would overwrite it.
         self.cpu.set_cr2(self.cr2);
         if mitigations::flush_wanted() {
             self.attention |= attention::FLUSH_L1D;
@@ -130,6 +142,7 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
         self.cr2 = self.cpu.cr2();
         self.vmcs.launched.set(self.switch.flags & VmxSwitch::LAUNCHED != 0);
         self.kernel_gs_base.read_back(&mut self.cpu);
+        // Before the selectors are loaded: see `load_host_selectors`.
         self.kernel_gs_base.leave(&mut self.cpu, self.host.user_gs_base);
         if self.cold.extended.is_loaded() {
             self.unload_extended();
@@ -149,6 +162,7 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
         self.restore_selectors();
         if let Some(here) = self.vmcs.here() {
             here.user_return.left(&mut self.cpu, to_user);
+            // Last: nothing may be read of it any more.
             self.vmcs.give_up_unnoted(&self.cpu, here);
         }
     }
@@ -181,15 +195,18 @@ impl<C: Cpu> Turn for Vmx<C> {
     fn enter(&mut self, gprs: &mut Gprs) {
         self.put_rsp(gprs);
         if self.attention != 0 {
+            // Alone in most entries of a guest with a deadline: the cold function is not called for it.
             if self.attention & attention::TIMER != 0 && !self.ensure_timer() {
                 return self.exit_for_deadline();
             }
+            // Behind the timer: nothing is done for an entry that does not take place.
             if self.attention & !attention::TIMER != 0 && !self.attend() {
                 return self.refuse();
             }
         }
         let entered = self.cpu.vmx_enter(gprs, &mut self.switch);
         self.vmcs.fields.forget();
+        // The guest has run: what the VMCS says counts again.
         self.shadow_over.set(false);
         if !entered {
             return self.refuse();
@@ -247,8 +264,10 @@ impl<C: Cpu> Turn for Vmx<C> {
     #[inline]
     fn next_rip(&self) -> Option<u64> {
         let (rip, length) =
+            // An exit by an instruction tells its length (SDM vol. 3C §28.2.5).
             self.vmcs.get_both(&self.cpu, fields::GUEST_RIP, fields::INSTRUCTION_LENGTH);
         let next = rip.wrapping_add(u64::from(length));
+        // Only a next RIP beyond 4 GiB asks for the mode of the code.
         Some(if (rip ^ next) >> 32 != 0 { self.wrapped(next) } else { next })
     }
 
@@ -276,6 +295,7 @@ impl<C: Cpu> Vmx<C> {
     fn forget_tdp(&mut self) {
         if self.features.invept_single {
             self.cpu.invept(invept::SINGLE, self.get(fields::EPT_POINTER));
+            // L1 and L2 may both have translations from before.
             if let Some(other) = self.other_root() {
                 self.cpu.invept(invept::SINGLE, other);
             }
@@ -305,6 +325,7 @@ impl<C: Cpu> Vmx<C> {
             && let Some(vector) = self.offer.vector
         {
             // Injected where the guest can take it at this entry; else the window tells when it can.
+            // As an entry demands of an injected interrupt (SDM vol. 3C §27.3.1.4, §27.3.1.5).
             let open =
                 !self.injecting() && self.rflags().contains(Rflags::IF) && !self.is_shadowed();
             if open {
@@ -351,6 +372,7 @@ impl<C: Cpu> Vmx<C> {
         if self.attention & (attention::OFF | attention::INTERPRET) == attention::INTERPRET {
             return self.vmcs.fields.learn(fields::EXIT_REASON, INVALID_STATE.into());
         }
+        // With VMX off there is no VMCS to ask.
         self.refused = if self.vmcs.is_loaded() {
             self.cpu.vmread(field::INSTRUCTION_ERROR.encoding()) as u32
         } else {

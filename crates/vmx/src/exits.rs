@@ -97,6 +97,7 @@ impl<C: Cpu> Vmx<C> {
             ExitReason::Invlpg => Exit::Invlpg(Some(Gva(self.get(fields::EXIT_QUALIFICATION)))),
             ExitReason::Invpcid if self.paging.shadow => Exit::Invpcid,
             ExitReason::TripleFault => Exit::Shutdown,
+            // Signals of the host's, which takes them outside.
             ExitReason::Init | ExitReason::Sipi | ExitReason::IoSmi | ExitReason::OtherSmi => {
                 Exit::HostSignal
             }
@@ -148,8 +149,10 @@ impl<C: Cpu> Vmx<C> {
             gpa: Gpa(self.get(fields::GUEST_PHYSICAL_ADDRESS)),
             write: info & WRITE != 0,
             fetch: info & FETCH != 0,
+            // Any right says that an entry was there: what is missing is a permission.
             present: info & (READABLE | WRITABLE | EXECUTABLE) != 0,
             reserved: false,
+            // Without a valid linear address it was no access of an instruction (a load of the PDPTEs, say).
             final_access: info & (LINEAR_VALID | FINAL) == LINEAR_VALID | FINAL,
         })
     }
@@ -177,6 +180,7 @@ impl<C: Cpu> Vmx<C> {
             input: info & io::IN != 0,
             string,
             rep: info & io::REP != 0,
+            // The length is read only where it is asked for.
             next_rip: 0,
         })
     }
@@ -232,6 +236,7 @@ impl<C: Cpu> Vmx<C> {
                 if info & event::TYPE == event::NMI {
                     return self.cpu.host_nmi();
                 }
+                // IRET unblocks NMIs before it faults. For #DF the bit is undefined (SDM vol. 3C §28.2.2).
                 info & event::NMI_UNBLOCKED != 0 && info & event::VECTOR != u32::from(vector::DF)
             }
             ExitReason::EptViolation | ExitReason::PmlFull => {
@@ -243,6 +248,7 @@ impl<C: Cpu> Vmx<C> {
         if may_be_inside_delivery(reason) {
             self.get(fields::IDT_VECTORING);
         }
+        // With an event in delivery the bit is undefined (SDM vol. 3C §28.2.2).
         if reblock && self.get(fields::IDT_VECTORING) & event::VALID == 0 {
             let state = self.get(fields::GUEST_INTERRUPTIBILITY);
             self.set(fields::GUEST_INTERRUPTIBILITY, state | interruptibility::NMI);
@@ -289,6 +295,7 @@ impl<C: Cpu> Exits for Vmx<C> {
 
     fn exit_raw(&self) -> [u64; 3] {
         let reason = match self.get(fields::EXIT_REASON) {
+            // User space is told the VM-instruction error in the place of a reason.
             NOT_ENTERED => self.refused,
             reason => reason,
         };
@@ -320,6 +327,7 @@ impl<C: Cpu> Exits for Vmx<C> {
     }
 
     fn forget_interrupted_delivery(&mut self) {
+        // The field itself is read-only: only what is known of it changes.
         self.vmcs.fields.learn(fields::IDT_VECTORING, 0);
     }
 

@@ -25,6 +25,7 @@ impl<C: Cpu> Vmx<C> {
     pub(crate) fn forget_at(&mut self, at: usize) {
         self.cold.last_at = at;
         self.vmcs.drop_vpid();
+        // Both: which of the two ran when the vCPU was here last is not known.
         if let Some(n) = &mut self.nested {
             n.other.drop_vpid();
         }
@@ -46,6 +47,7 @@ impl<C: Cpu> Vmx<C> {
         self.set(fields::HOST_TR_BASE, host.tables.task);
         self.set(fields::HOST_GDTR_BASE, host.tables.gdt);
         self.set(fields::HOST_IDTR_BASE, host.tables.idt);
+        // Constant as long as the CPU is online: per-CPU data.
         let gs_base = self.cpu.rdmsr(msr::GS_BASE);
         self.set(fields::HOST_GS_BASE, gs_base);
         self.set(fields::HOST_SYSENTER_CS, host.sysenter_cs as u32);
@@ -59,6 +61,7 @@ impl<C: Cpu> Vmx<C> {
     /// them again, so an entry loads the value itself where the CPU can.
     #[inline]
     pub(crate) fn stop_counters(&mut self) {
+        // At each beginning of the loop: what perf counts may have changed.
         let wanted = hostcpu::perf_enter();
         if wanted.is_some() || self.cold.perf_stopped {
             self.load_counters(wanted);
@@ -81,6 +84,7 @@ impl<C: Cpu> Vmx<C> {
         self.set(fields::ENTRY_CONTROLS, controls | load);
         // The level that does not run now may do so before the loop is left.
         if let Some(n) = &self.nested {
+            // The value of this loop: it is loaded by whichever VMCS is entered.
             if let Some(value) = wanted {
                 n.other.set(&self.cpu, fields::GUEST_PERF_GLOBAL_CTRL, value);
             }
@@ -104,6 +108,7 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     fn load_host_selectors(&mut self, fs_base: u64, user_gs_base: u64, ds: u16, es: u16) {
+        // Before the bases: a selector's load overwrites FS_BASE.
         self.cpu.load_selectors(self.host.selectors);
         self.cpu.load_data_selectors(ds, es);
         self.cpu.wrmsr(msr::FS_BASE, fs_base);

@@ -45,7 +45,9 @@ pub fn encode(event: Event, protected: bool) -> u32 {
         Event::Exception(e) => {
             let vector = e.vector.0;
             let kind =
+                // INT3 and INTO are instructions: their handler returns behind them (SDM vol. 3C §25.8.3).
                 if matches!(vector, 3 | 4) { event::SOFT_EXCEPTION } else { event::EXCEPTION };
+            // An entry with an error code in real mode is refused (SDM vol. 3C §27.2.1.3).
             let code = if protected && pushes_error_code(vector) { event::ERROR_VALID } else { 0 };
             event::VALID | kind | code | u32::from(vector)
         }
@@ -99,6 +101,7 @@ impl<C: Cpu> Vmx<C> {
     /// The length of the instruction that made an event: that of the last exit where it is one,
     /// else a byte, as INT3 and INTO have.
     fn event_length(&self) -> u32 {
+        // An entry is refused with any other length (SDM vol. 3C §27.2.1.3).
         match self.get(fields::INSTRUCTION_LENGTH) {
             length @ 1..=15 => length,
             _ => 1,
@@ -118,6 +121,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// Brings the VMCS up to what is known: that an instruction has retired since STI or MOV SS.
     pub(crate) fn clear_ended_shadow(&self) {
+        // Once: the field says it from here on.
         if self.shadow_over.replace(false) {
             let state = self.get(fields::GUEST_INTERRUPTIBILITY);
             self.set(fields::GUEST_INTERRUPTIBILITY, state & !SHADOW);
@@ -151,6 +155,7 @@ impl<C: Cpu> Vmx<C> {
         if bit == 0 {
             self.end_step_in(before);
         }
+        // An entry with a shadow and TF wants BS pending, and without TF not (SDM vol. 3C §27.3.1.5).
         self.match_pending_step();
     }
 
@@ -167,6 +172,7 @@ impl<C: Cpu> Vmx<C> {
             return;
         }
         let steps = self.rflags().contains(Rflags::TF)
+            // With BTF it is not each instruction that traps.
             && self.get(fields::GUEST_DEBUGCTL) & debugctl::BTF == 0;
         let pending = self.get(fields::GUEST_PENDING_DEBUG) & !PENDING_STEP;
         self.set(fields::GUEST_PENDING_DEBUG, pending | if steps { PENDING_STEP } else { 0 });
@@ -174,12 +180,14 @@ impl<C: Cpu> Vmx<C> {
 
     /// RFLAGS was set: blocking by STI goes with IF, and a pending step with TF.
     pub(crate) fn flags_changed(&mut self, rflags: Rflags) {
+        // Before the field is looked at, which may say what is over.
         self.clear_ended_shadow();
         let state = self.get(fields::GUEST_INTERRUPTIBILITY);
         if state & SHADOW == 0 {
             return;
         }
         if !rflags.contains(Rflags::IF) {
+            // Refused with IF clear (SDM vol. 3C §27.3.1.5).
             self.set(fields::GUEST_INTERRUPTIBILITY, state & !interruptibility::STI);
         }
         self.match_pending_step();
@@ -187,6 +195,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// Asks for an exit when an interrupt can be taken.
     pub(crate) fn open_window(&mut self, on: bool) {
+        // The NMI's window is this one while STI blocks.
         self.change_proc(ProcControls::INTERRUPT_WINDOW, on || self.nmi_behind_sti);
     }
 
@@ -200,11 +209,13 @@ impl<C: Cpu> Injection for Vmx<C> {
     type ServedApic = Self;
 
     fn inject(&mut self, event: Event) {
+        // An entry refuses an interrupt in a shadow, and an NMI behind MOV SS (SDM vol. 3C §27.3.1.5).
         self.clear_ended_shadow();
         let mut info = encode(event, self.cr0.contains(Cr0::PE));
         if let Event::Exception(e) = event {
             self.end_halt();
             if let Some(bits) = e.payload {
+                // CR2 and DR6 are not loaded by the injection.
                 self.deliver_payload(e.vector.0, bits);
             }
             if info & event::ERROR_VALID != 0 {
@@ -225,6 +236,7 @@ impl<C: Cpu> Injection for Vmx<C> {
                 // INT1, whose gate does not ask for CPL.
                 info = (info & !event::TYPE) | event::PRIVILEGED_SOFT_EXCEPTION;
             }
+            // Where the handler returns to: RIP and this.
             self.set(fields::ENTRY_INSTRUCTION_LENGTH, self.event_length());
         }
         self.set(fields::ENTRY_INTERRUPTION, info);
@@ -252,6 +264,7 @@ impl<C: Cpu> Injection for Vmx<C> {
             self.attention |= attention::OFFER;
         } else {
             self.attention &= !attention::OFFER;
+            // The window was open for what is withdrawn.
             self.open_window(false);
         }
     }
@@ -274,6 +287,7 @@ impl<C: Cpu> Injection for Vmx<C> {
     /// The priority is looked at when an interrupt is offered, and an offer does not outlive a look:
     /// only its fall below what waits has to be seen.
     fn watch_priority(&mut self, _offered: bool, waiting: Option<Vector>) {
+        // An entry refuses a threshold above the priority (SDM vol. 3C §27.2.1.1).
         let threshold = waiting.map_or(0, |v| v.0 >> 4).min(self.cr8());
         self.set(fields::TPR_THRESHOLD, threshold.into());
     }
@@ -283,6 +297,7 @@ impl<C: Cpu> Injection for Vmx<C> {
     }
 
     fn nmi_allowed(&self) -> bool {
+        // Behind STI, too: some CPUs refuse an NMI there (SDM vol. 3C §27.3.1.5).
         !self.nmi_masked() && !self.is_shadowed()
     }
 
@@ -299,6 +314,7 @@ impl<C: Cpu> Injection for Vmx<C> {
     }
 
     fn nmi_masked(&self) -> bool {
+        // Virtual NMIs: the field says whether the guest handles one.
         self.get(fields::GUEST_INTERRUPTIBILITY) & interruptibility::NMI != 0
     }
 

@@ -28,6 +28,7 @@ impl<C: Cpu> Vmx<C> {
     /// Sets DR6, in the hardware too where the guest owns it.
     pub(crate) fn set_dr6(&mut self, value: Dr6) {
         self.cold.dr6.set(value);
+        // DR6 is no field of the VMCS: it is live from its first use.
         if self.vmcs.is_loaded() && self.cold.debug.owned() {
             self.cold.dr6.load(&mut self.cpu);
         }
@@ -72,6 +73,7 @@ impl<C: Cpu> Vmx<C> {
         if extended.is_loaded() {
             extended.sync(&mut self.cpu, sees_xcr0);
         } else if self.vmcs.is_loaded() && extended.may_differ(sees_xcr0) {
+            // It became another inside the loop: from here on it is exchanged.
             return self.load_extended();
         }
         self.extended = self.cold.extended.may_differ(sees_xcr0);
@@ -94,6 +96,7 @@ impl<C: Cpu> Vmx<C> {
     pub(crate) fn sync_syscall(&mut self) {
         const SCE_LMA: Efer = Efer::SCE.union(Efer::LMA);
         if self.vmcs.is_loaded()
+            // Outside of long mode, or without SCE, SYSCALL is undefined and the values are of no use.
             && self.efer.contains(SCE_LMA)
             && let Some(here) = self.vmcs.here()
         {

@@ -26,6 +26,7 @@ static MODE: AtomicU8 = AtomicU8::new(L1dFlush::NotRequired as u8);
 
 /// Chooses the mode for a CPU with these `facts` and ARCH_CAPABILITIES (0 where it has none).
 pub fn choose(facts: Facts, arch_capabilities: u64, asked: L1dFlush) -> L1dFlush {
+    // The hypervisor below flushes at its own entries.
     if !facts.any(Facts::L1TF) || arch_capabilities & SKIP_L1D_FLUSH != 0 {
         return L1dFlush::NotRequired;
     }
@@ -42,9 +43,11 @@ pub fn choose(facts: Facts, arch_capabilities: u64, asked: L1dFlush) -> L1dFlush
 /// Chooses, gets ready and tells the kernel. At load, and when the parameter is written. May sleep.
 pub fn set_up(facts: Facts, arch_capabilities: u64) -> Result<(), NoMemory> {
     let mode = choose(facts, arch_capabilities, L1dFlush::asked());
+    // Memory for the software flush, where the CPU has no command for it.
     if matches!(mode, L1dFlush::Cond | L1dFlush::Always) {
         mitigation::prepare_l1d_flush()?;
     }
+    // Behind the preparation: an entry that sees the mode may flush.
     MODE.store(mode as u8, Relaxed);
     mode.announce();
     Ok(())

@@ -22,6 +22,7 @@ impl<C: Cpu> Vmx<C> {
             self.msr_map().intercept(msr, false, false);
         }
         self.watch_sysenter();
+        // Reads pass, with the offset; writes move it, and TSC_ADJUST.
         self.msr_map().intercept(TSC, false, true);
         if self.cold.fewer.cstate {
             for msr in CORE_RESIDENCY {
@@ -63,6 +64,7 @@ impl<C: Cpu> Msrs for Vmx<C> {
             msr::TSC_AUX => self.tsc_aux,
             msr::XSS => self.cold.extended.xss(),
             msr::SPEC_CTRL => self.spec_ctrl(),
+            // Asked last: the capability MSRs of VMX are read rarely.
             _ => return self.nested_msr_value(index).ok_or(NotMine),
         })
     }
@@ -107,6 +109,7 @@ impl<C: Cpu> Msrs for Vmx<C> {
             msr::FS_BASE => self.set(fields::GUEST_FS_BASE, value),
             msr::GS_BASE => self.set(fields::GUEST_GS_BASE, value),
             msr::SYSENTER_CS | msr::SYSENTER_ESP | msr::SYSENTER_EIP => {
+                // An exit of L2 loads them anew where somebody has set one.
                 self.cold.tables.touched();
                 match index {
                     msr::SYSENTER_CS => self.set(fields::GUEST_SYSENTER_CS, value as u32),

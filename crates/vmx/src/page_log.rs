@@ -33,6 +33,7 @@ impl PageLog {
     /// Hands over what was logged, oldest first. `index` is the VMCS's; the caller then writes
     /// [`PageLog::EMPTY`] there, if it is another.
     pub fn take(&self, index: u16, mut each: impl FnMut(Gpa)) {
+        // The index wraps to FFFFh when the log is full: all 512 count.
         let left = if index > Self::EMPTY { 0 } else { usize::from(index) + 1 };
         for entry in self.page.table().iter().skip(left).rev() {
             each(Gpa(entry.load(Ordering::Relaxed) & !0xfff));

@@ -31,6 +31,8 @@ pub(crate) const INVALID_STATE: u32 = ENTRY_FAILURE | ExitReason::InvalidGuestSt
 
 /// CR0 for the CPU.
 fn hardware_cr0(guest: Cr0) -> Cr0 {
+    // Without EPT an entry wants paging and protection on (SDM vol. 3C §27.3.1.1); WP makes shadow pages' protection
+    // hold.
     (guest - Cr0::CD_NW) | Cr0::PE | Cr0::PG | Cr0::WP
 }
 
@@ -44,12 +46,14 @@ fn hardware_cr4(guest: Cr4, pages: bool, long: bool) -> Cr4 {
     if !long {
         off |= Cr4::LA57;
     }
+    // Shadow tables have entries of eight bytes.
     (guest - off) | Cr4::PAE
 }
 
 /// EFER for the CPU: long mode only once it is active.
 fn hardware_efer(guest: Efer) -> Efer {
     let off = if guest.is_long() { Efer::empty() } else { Efer::LME };
+    // Shadow entries have NX.
     (guest - off) | Efer::NXE
 }
 
@@ -58,6 +62,7 @@ impl<C: Cpu> Vmx<C> {
     pub(crate) fn watch_paging(&mut self) {
         self.change_proc(REGISTERS, true);
         let exceptions = self.get(fields::EXCEPTION_BITMAP);
+        // Each page fault may be one of the shadow tables.
         self.set(fields::EXCEPTION_BITMAP, exceptions | Exceptions::PF.bits());
         self.set_cr0(self.cr0);
         self.set_efer(self.efer);
@@ -100,6 +105,7 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     pub(crate) fn paging_mode_changed(&mut self) {
+        // SMEP, SMAP and LA57 depend on paging and on long mode.
         self.set(fields::GUEST_CR4, self.real_cr4(self.cr4()).bits());
         if !self.cr0.contains(Cr0::PE) {
             self.attention |= attention::INTERPRET;
@@ -123,6 +129,7 @@ impl<C: Cpu> Translation for Vmx<C> {
         if self.cold.shadow_root != root.0 {
             self.cold.shadow_root = root.0;
             self.set(fields::GUEST_CR3, root.0);
+            // What lies under the VPID was made of other tables.
             self.attention |= attention::FLUSH;
         }
     }
@@ -140,6 +147,7 @@ impl<C: Cpu> Translation for Vmx<C> {
     }
 
     fn flush_tdp(&mut self) {
+        // Without EPT there is no EPT pointer: all translations are under the VPID.
         self.attention |= if self.paging.shadow { attention::FLUSH } else { attention::FLUSH_TDP };
     }
 

@@ -50,6 +50,7 @@ impl Passed {
     /// By the map whose words `word` gives.
     #[inline(always)]
     pub(crate) fn of(word: impl Fn(usize) -> u64) -> Self {
+        // A bit of the map is 1 for an exit: free is its complement.
         let free = |quarters| WORDS.map(|(at, bits)| !word(at.wrapping_add(quarters)) & bits);
         Self { reads: free(0), writes: free(MsrMap::WRITES) }
     }
@@ -91,6 +92,7 @@ impl Map {
     pub(crate) fn follow(&mut self, wanted: Self, map: &MsrMap) {
         *self = wanted;
         match wanted {
+            // Without a known map everything exits.
             Self::Unknown | Self::Closed => Passed::default().set(map),
             Self::Open(passed) => passed.set(map),
         }

@@ -96,6 +96,7 @@ impl PerCpu {
     /// the numbers began anew.
     pub fn new_vpid(&self) -> (u16, u64, bool) {
         let next = self.next_vpid.load(Relaxed);
+        // Never 0: an entry with VPID 0 is refused (SDM vol. 3C §27.2.1.1).
         if next < VPIDS {
             self.next_vpid.store(next + 1, Relaxed);
             return (next as u16, self.vpid_generation(), false);
@@ -138,6 +139,7 @@ impl PerCpu {
 
     /// The VMCS at `vmcs` is not active here any more.
     fn forget(&self, vmcs: Hpa) {
+        // The page may become another VMCS's, which must not pass for the one that is current.
         let _ = self.current.compare_exchange(vmcs.0, 0, Relaxed, Relaxed);
         for slot in self.slots() {
             let _ = slot.compare_exchange(vmcs.0, 0, Relaxed, Relaxed);
@@ -147,6 +149,7 @@ impl PerCpu {
     /// Clears every VMCS that is active here. NMI context, perhaps.
     fn clear_all<C: Cpu>(&self, c: &C) {
         for slot in self.slots() {
+            // Each once: an NMI may come by in between.
             let vmcs = slot.swap(0, Relaxed);
             if vmcs != 0 {
                 c.vmclear(Hpa(vmcs));
@@ -212,6 +215,7 @@ pub fn enable<C: Cpu>(c: &mut C, cpu: usize) -> Result<(), Unusable> {
     HostConstants::read(c).store(&this.constants);
     this.user_return.read_host(c, features().rdtscp);
     this.current.store(0, Relaxed);
+    // VMCSs that were active before VMX went off are so no more.
     this.generation.store(this.generation().wrapping_add(1), Relaxed);
     // Whoever had VMX before, or this CPU before it went offline, left translations under any VPID.
     this.renew_vpids(VPIDS);

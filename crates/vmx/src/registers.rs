@@ -27,6 +27,7 @@ impl<C: Cpu> Vmx<C> {
         if of_l1.is_empty() {
             return value;
         }
+        // L2 reads L1's read shadow there (SDM vol. 3C §26.3).
         (value - of_l1) | Cr0::from_bits_retain(self.get(fields::CR0_SHADOW)) & of_l1
     }
 
@@ -88,6 +89,7 @@ impl<C: Cpu> Registers for Vmx<C> {
 
     #[inline]
     fn cpl(&self) -> u8 {
+        // VMX takes CPL from SS's DPL, in real mode too.
         (self.get(fields::GUEST_SS_RIGHTS) >> 5) as u8 & 3
     }
 
@@ -169,6 +171,7 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
     #[inline]
     fn cr0(&self) -> Cr0 {
         let owned = self.owned_cr0();
+        // The guest changes its own bits without an exit: the VMCS has the newest.
         (self.cr0 - owned) | (Cr0::from_bits_retain(self.get(fields::GUEST_CR0)) & owned)
     }
 
@@ -198,6 +201,7 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
         let fixed = self.features.cr0_fixed - Cr0::PG_PE;
         self.set(fields::CR0_SHADOW, self.seen_cr0(value).bits());
         self.set(fields::GUEST_CR0, (self.real_cr0(self.cr0) | fixed | Cr0::ET).bits());
+        // A guest in real mode is not entered at all then.
         if self.paging.shadow {
             self.paging_mode_changed();
         }
@@ -239,6 +243,7 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
         let bit = EntryControls::IA32E_GUEST.bits();
         let old = self.get(fields::ENTRY_CONTROLS);
         let controls = if long { old | bit } else { old & !bit };
+        // An entry wants EFER.LMA and the control alike (SDM vol. 3C §27.3.1.1).
         if controls != old {
             self.set(fields::ENTRY_CONTROLS, controls);
             if long && !self.cold.of_l1.runs {
@@ -256,6 +261,7 @@ impl<C: Cpu> ControlRegisters for Vmx<C> {
 
     #[inline]
     fn cr8(&self) -> u8 {
+        // The guest writes CR8 to this page, without an exit.
         self.apic_page.tpr() >> 4
     }
 

@@ -66,6 +66,7 @@ pub(crate) fn places(name: SegmentName) -> Places {
 pub fn attributes(rights: u32) -> u16 {
     let high = (rights >> access_rights::HIGH_SHIFT) as u16 & (attr::ALL & !0xff);
     let bits = (rights & access_rights::LOW) as u16 | high;
+    // KVM_GET_SREGS shows it as not present.
     if rights & access_rights::UNUSABLE != 0 { bits & !attr::P } else { bits }
 }
 

@@ -255,6 +255,7 @@ impl<C: Cpu> Vmx<C> {
 
 impl<C: Cpu> Backend for Vmx<C> {
     fn reset(&mut self, reset: Reset) {
+        // Before the registers, which are written by who owns which bit.
         self.set(fields::CR0_MASK, !self.owned_cr0().bits());
         self.set(fields::CR4_MASK, !self.owned_cr4().bits());
         self.leave_operation();
@@ -274,6 +275,7 @@ impl<C: Cpu> Backend for Vmx<C> {
             self.cold.extended.set_xss(0);
         }
         self.reset_spec_ctrl();
+        // Nothing that was on its way into the guest outlasts a reset.
         let _ = self.cancel_injection();
         self.offer_interrupt(None);
         self.open_nmi_window(false);

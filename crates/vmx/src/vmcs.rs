@@ -221,6 +221,7 @@ impl Vmcs {
     /// Whether it is active on CPU `at`, which is `here`.
     pub(crate) fn is_active_on(&self, at: usize, here: &PerCpu) -> bool {
         self.fields.cpus.active_on.get() == Some(at)
+            // VMX was switched off since: the CPU holds nothing of it.
             && self.fields.cpus.active_in.get() == here.generation()
     }
 
@@ -299,16 +300,19 @@ impl Vmcs {
     #[cold]
     #[inline(never)]
     pub(crate) fn read_outside<C: Cpu>(&self, cpu: &C, encoding: u32) -> u64 {
+        // No CPU has made its contents: nothing was written but what the cache knows.
         if !self.initialised.get() {
             return 0;
         }
         loop {
+            // A caller inside the loop's ends has them off already, and is on the right CPU.
             let off = irq::enabled().then(irq::disable);
             let here = percpu::of(smp::cpu_id()).filter(|_| self.may_run_on(smp::cpu_id()));
             if let Some(here) = here {
                 // With VMX off, on the way to a reboot, nothing can be read.
                 let on = cpu.cr4_now().contains(Cr4::VMXE);
                 if on {
+                    // Another VMCS was: it is loaded anew before its next entry, by `make_current`.
                     let _ = self.make_current(cpu, here);
                 }
                 return if on { cpu.vmread(encoding) } else { 0 };
@@ -340,6 +344,7 @@ impl Vmcs {
     #[inline]
     #[must_use]
     pub(crate) fn make_current<C: Cpu>(&self, cpu: &C, here: &PerCpu) -> bool {
+        // The address alone does not tell: VMX may have been off since.
         if !here.is_current(self.page.hpa())
             || self.fields.cpus.active_in.get() != here.generation()
         {
@@ -360,6 +365,8 @@ impl Vmcs {
                 cpu.vmclear(vmcs);
             }
             self.launched.set(false);
+            // Before VMPTRLD: a crash clears what is noted, and what is active without a note would be written back
+            // later.
             self.unnoted.set(!here.note_active(vmcs));
             self.fields.cpus.active_on.set(Some(at));
             self.fields.cpus.active_in.set(here.generation());

@@ -35,6 +35,7 @@ pub(crate) struct Blind<'a, C>(pub(crate) Block<'a, C>);
 impl<C: Cpu> merge::Fields for Blind<'_, C> {
     fn set<W: Width>(&mut self, field: Field<W, ReadWrite>, value: W::Value) {
         if let Some(slot) = fields::slot(field) {
+            // With `nested_dirty_tracking=0` alone: the cost of not knowing.
             self.0.vmcs.set_again(self.0.cpu, slot, value);
         }
     }
@@ -76,6 +77,8 @@ impl<'a, M: L1Memory> Memory<'a, M> {
     /// Whether what was done has to be done again outside the loop: a page could not be had here. Nothing may
     /// be kept of it then.
     pub(crate) fn has_missed(&self) -> bool {
+        // The rules ask by one call for many words, and may go on behind one that is missing: whoever called looks
+        // here.
         self.missed.get()
     }
 
@@ -85,6 +88,7 @@ impl<'a, M: L1Memory> Memory<'a, M> {
     }
 
     pub(crate) fn miss(&self) -> Outside {
+        // Outside, what is not there is nowhere: that is an answer, and not a reason to try again.
         self.missed.set(self.missed.get() | !self.memory.is_final());
         Outside
     }
@@ -106,6 +110,7 @@ impl<'a, M: L1Memory> Memory<'a, M> {
         let mut done = 0;
         while done < length {
             let here = at.wrapping_add(done as u64);
+            // Two pages that lie side by side for L1 may lie anywhere.
             let part = (4096 - (here & 0xfff) as usize).min(length.wrapping_sub(done));
             let gpa = self.memory.translate(here, write).map_err(|reach| match reach {
                 Reach::Fault(exception) => Stop::Fault(exception),

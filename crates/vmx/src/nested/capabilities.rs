@@ -62,6 +62,7 @@ fn offer(features: &Features) -> Offer {
 
 /// What a vCPU with these limits is shown on this CPU.
 pub(crate) fn whole(features: &Features, limits: &GuestLimits) -> Capabilities {
+    // L1 may set in VMX operation what its CPUID offers.
     let host = Host { cr4_fixed1: limits.cr4_allowed.bits(), ..features.nested_host };
     let mut offer = offer(features);
     if !limits.xsave {
@@ -104,6 +105,7 @@ impl<C: Cpu> Vmx<C> {
                 n.machine.capabilities.follow_secondary(&old, &whole);
                 n.machine.touch_all();
             }
+            // VMX operation goes on with what it was begun with.
             Some(_) => {}
             none @ None => *none = Nested::new(&self.features, &whole).ok(),
         }
@@ -125,6 +127,7 @@ impl<C: Cpu> Vmx<C> {
             n.feature_control = value;
             return Ok(());
         }
+        // What L1 has checked its VMCS against does not change under it.
         let running = n.machine.is_in_operation();
         let whole = n.whole;
         n.machine.capabilities.restrict(&whole, index, value, running)?;

@@ -55,8 +55,10 @@ impl<C: Cpu> Vmx<C> {
     #[inline]
     fn sources(&self, n: &Nested) -> Sources {
         Sources {
+            // They are opened for what waits for L1, and not for L2.
             primary: self.get(fields::PROC_CONTROLS) & !WINDOWS.bits(),
             secondary: self.get(fields::PROC_CONTROLS2)
+                // L2's VMREAD and VMWRITE always exit: the shadow VMCS is L1's.
                 & !ProcControls2::SHADOW_VMCS.union(self.watching_controls()).bits(),
             exit: self.get(fields::EXIT_CONTROLS),
             entry: self.get(fields::ENTRY_CONTROLS),
@@ -87,6 +89,7 @@ impl<C: Cpu> Vmx<C> {
             cr4_ones: (self.features.cr4_fixed | Cr4::MCE).bits(),
             cr4_mask: s.cr4_mask,
             tsc: self.tsc_of_l1(),
+            // The longest time: whoever watches a deadline sets another.
             preemption_timer: self.features.preemption_timer.map(|_| u32::MAX),
             vpid: s.vpid,
             pages: Pages { msr_bitmap: Some(n.other.msr_map.hpa()), ..Pages::default() },
@@ -111,6 +114,7 @@ impl<C: Cpu> Vmx<C> {
     #[inline]
     fn note_l0(&self, n: &mut Nested) {
         let now = self.sources(n);
+        // A dozen words compared, in place of composing what follows from them.
         if n.sources.get() != Some(now) {
             n.sources.set(Some(now));
             n.l0 = self.l0_part(n, &now);
@@ -131,9 +135,11 @@ impl<C: Cpu> Vmx<C> {
         memory: &Memory<'_, M>,
     ) -> Executed {
         let lists = n.machine.vmcs12().get(field::ENTRY_MSR_LOAD_COUNT) != 0;
+        // An entry that fails loads L1's host state, for which it may need memory that is missing here.
         if (lists || n.needs_memory_to_leave()) && !memory.is_whole() {
             return Executed::Outside;
         }
+        // At each entry: L1 changes its map without an exit.
         self.map_msrs(n, memory);
         if memory.has_missed() {
             return Executed::Outside;
@@ -160,6 +166,7 @@ impl<C: Cpu> Vmx<C> {
         }
         let falls = has_apic && matches!(entered, Entered::L2(_)) && Self::will_fall(n, memory);
         if memory.has_missed() {
+            // The same entry is made again outside, from its checks on.
             n.machine.withdraw_entry();
             return Executed::Outside;
         }
@@ -168,6 +175,7 @@ impl<C: Cpu> Vmx<C> {
             Entered::Failed(failure) => return self.fail_entry(n, gprs, failure, memory),
             Entered::Fetch(_) => return Executed::Outside,
         };
+        // From here on vmcs02 is the vCPU's: what fails now fails as an entry that was loaded.
         self.change_to_l2(n, gprs, dirty);
         n.machine.entered(entry);
         if lists && let Err(failure) = self.load_msr_list(n, memory) {
@@ -227,6 +235,7 @@ impl<C: Cpu> Vmx<C> {
     #[inline(never)]
     fn offer_virtual(n: &mut Nested) -> Executed {
         let v = n.machine.vmcs12();
+        // The flags are those that L2 is entered with: they were composed from here.
         let open = v.get(field::GUEST_RFLAGS) & x86::Rflags::IF.bits() != 0;
         match v.get(field::GUEST_ACTIVITY) {
             activity_state::ACTIVE => Executed::EnteredOffering,
@@ -254,6 +263,7 @@ impl<C: Cpu> Vmx<C> {
         memory: &Memory<'_, M>,
     ) -> Executed {
         let v = n.machine.vmcs12();
+        // It is delivered before the priority is looked at.
         let injects = v.get(field::ENTRY_INTERRUPTION) & event::VALID != 0;
         if injects {
             n.machine.fall_pending = true;
@@ -303,12 +313,14 @@ impl<C: Cpu> Vmx<C> {
     fn change_to_l2(&mut self, n: &mut Nested, gprs: &mut Gprs, dirty: Groups) {
         n.l0.efer = self.efer.bits();
         if dirty.has(Group::Msrs) {
+            // Without that control L2 begins with L1's DR7, which vmcs02 does not have.
             if !n.machine.vmcs12().entry().contains(EntryControls::LOAD_DEBUG) {
                 n.l0.dr7 = self.get(fields::GUEST_DR7);
             }
             n.l0.debugctl = self.get(fields::GUEST_DEBUGCTL);
             n.l0.pat = self.get(fields::GUEST_PAT);
         }
+        // What is read of vmcs01 is read above, while it is loaded.
         self.exchange(n);
         // Whoever runs the loop finds L2's root anew before L2 is entered.
         let of_l1 = n.other.fields.get(fields::EPT_POINTER).unwrap_or(0);
@@ -327,6 +339,7 @@ impl<C: Cpu> Vmx<C> {
             merge::compose(l0, v, dirty, &mut block);
         }
         if dirty.has(Group::ControlRegisters) {
+            // The CPU has no such bit in CR4, and would refuse the entry.
             if self.features.umip_by_exits {
                 let cr4 = self.get(fields::GUEST_CR4);
                 self.set(fields::GUEST_CR4, cr4 & !Cr4::UMIP.bits());
@@ -352,6 +365,7 @@ impl<C: Cpu> Vmx<C> {
     fn load_l2(&mut self, n: &mut Nested, gprs: &mut Gprs, dirty: Groups) {
         let l0 = &n.l0;
         let v = n.machine.vmcs12();
+        // Before `own` and all that changes controls: from here on they respect what L1 wants of L2.
         self.cold.of_l1 = OfL1 {
             runs: true,
             primary: v.primary().bits(),
@@ -380,6 +394,7 @@ impl<C: Cpu> Vmx<C> {
         if v.get(field::ENTRY_INTERRUPTION) & event::VALID != 0 {
             self.attention |= attention::INJECT;
         }
+        // L2 has one VPID of ours: what L1 gave another VPID must not be found under it.
         if merge::flush(v, n.last_vpid, true) != Flush::None {
             self.attention |= attention::FLUSH;
         }
@@ -422,10 +437,12 @@ impl<C: Cpu> Vmx<C> {
     ) -> Result<(), EntryFailure> {
         // vmcs02 gets words that VMCS12 does not name.
         n.machine.touch_all();
+        // One that an earlier entry left is of that entry.
         n.forget_list();
         let list = entry_loads(n.machine.vmcs12(), &n.machine.capabilities);
         let limits = self.nested_limits();
         let mut done = 0;
+        // Entry by entry, as a CPU does: those before a bad one are loaded (SDM vol. 3C §27.4).
         while let Some(step) = list.load(done, &limits, memory) {
             let step = step.map_err(|bad| EntryFailure::msr(bad.0))?;
             self.load_list_msr(n, step.msr, step.value, step.number)
@@ -448,9 +465,11 @@ impl<C: Cpu> Vmx<C> {
         value: u64,
         number: u32,
     ) -> Result<(), ()> {
+        // The VMM's filter holds for lists as it does for WRMSR.
         if self.denies_in_list(index).1 {
             return Err(());
         }
+        // By this CPU's width: a wider value would be refused by the hardware later.
         let canonical = self.features.canonical(value) == value;
         let good = match index {
             msr::STAR | msr::SYSCALL_MASK => true,
@@ -489,6 +508,7 @@ impl<C: Cpu> Vmx<C> {
         let moved = self.cold.tsc_moved.get_or_insert(0);
         *moved = moved.wrapping_add(delta);
         if self.cold.of_l1.runs {
+            // The offset is one of the words that vmcs02 follows from.
             n.sources.set(None);
             n.other.set(&self.cpu, fields::TSC_OFFSET, self.tsc_offset);
             let of_l2 = self.tsc_of_l1().of_l2(n.machine.vmcs12());
@@ -503,6 +523,7 @@ impl<C: Cpu> Vmx<C> {
     #[inline(always)]
     pub(super) fn map_msrs<M: L1Memory>(&self, n: &mut Nested, memory: &Memory<'_, M>) {
         let v: &Vmcs12 = n.machine.vmcs12();
+        // Without a map every MSR exits (SDM vol. 3C §26.1.3).
         if v.primary().contains(ProcControls::MSR_BITMAPS) {
             self.map_msrs_of_both(n, memory);
         } else if n.map != Map::Closed {
@@ -517,6 +538,7 @@ impl<C: Cpu> Vmx<C> {
             Ok(of_l1) => Map::Open(of_l1.within(&self.vmcs.msr_map)),
             Err(_) => Map::Closed,
         };
+        // Most entries find the map as it was: ten words compared, none written.
         if n.map != wanted {
             n.map.follow(wanted, &n.other.msr_map);
         }
@@ -524,6 +546,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// L0's map of MSRs has changed: until its next entry L2 has none without an exit.
     pub(crate) fn close_msrs_of_l2(&mut self) {
+        // Else the next entry makes it from what is open then.
         if !self.cold.of_l1.runs {
             return;
         }

@@ -28,6 +28,8 @@ impl<C: Cpu> Vmx<C> {
             Waiting::Init => events::Event::Init,
             Waiting::TripleFault => return Gate::ExitToL1,
             Waiting::MonitorTrap => {
+                // An exit behind an instruction cannot come before the entry whose event is the first thing that
+                // happens.
                 let now = !n.machine.run_pending && !self.injecting();
                 return if now { Gate::ExitToL1 } else { Gate::AfterEntry };
             }
@@ -78,6 +80,7 @@ impl<C: Cpu> Vmx<C> {
             Waiting::TripleFault => Report::plain(ExitReason::TripleFault, 0),
         };
         report.activity = n.machine.vmcs12().get(field::GUEST_ACTIVITY);
+        // It has ended the delivery: nothing is left of the event to be told.
         if *waiting != Waiting::TripleFault {
             self.tell_undelivered(&mut report, undelivered);
         }

@@ -15,6 +15,7 @@ impl<C: Cpu> Vmx<C> {
     /// The table registers as an exit of L2 loads them. vmcs01 is loaded, and L1 is what runs.
     #[inline]
     pub(crate) fn load_host_tables(&mut self, words: &HostWords, changed: bool) {
+        // Without that watch the SYSENTER MSRs may be others than were loaded.
         if changed || !self.cold.tables.is_known() || !self.watches_sysenter() {
             self.write_host_tables(words);
         }
@@ -34,6 +35,7 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     pub(crate) fn stop_watching_tables(&mut self) -> bool {
+        // In L2 the exits are L1's, and with UMIP they mean something for the guest.
         if self.cold.of_l1.runs || !self.cold.tables.give_up() || self.l1_has_umip_exits() {
             return false;
         }

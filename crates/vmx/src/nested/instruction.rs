@@ -113,6 +113,7 @@ impl<C: Cpu> Vmx<C> {
     fn decode_instruction(&self, gprs: &Gprs, reason: ExitReason) -> Option<Instruction> {
         let register = |number: u8| {
             let at = usize::from(number);
+            // The number comes from the instruction: sixteen registers.
             gprs.0[at & 15]
         };
         Some(match reason {
@@ -189,19 +190,23 @@ impl<C: Cpu> Vmx<C> {
         reason: ExitReason,
         memory: &Memory<'_, M>,
     ) -> Executed {
+        // What L1 wrote by VMWRITE since the last exit is not in VMCS12 yet.
         self.take_shadow(n, true);
         let needs = n.machine.needs_to_enter();
         if !needs.is_empty() {
+            // Checks look at registers of L2's that the last exit left in vmcs02.
             self.fetch(n, needs);
         }
         let cpu = self.nested_cpu(n, reason);
         let limits = self.nested_limits();
         let launch = reason == ExitReason::Vmlaunch;
         let done = match n.machine.execute_entry(launch, &cpu, &limits, memory) {
+            // First: what came of checks on missing pages means nothing.
             _ if memory.has_missed() => Executed::Outside,
             Ok(entry) => self.enter_l2(n, entry, gprs, &limits, memory),
             Err(fail) => self.conclude(n, gprs, Err(fail), memory),
         };
+        // Also behind an entry that failed: L1 reads the error there.
         self.give_shadow(n);
         self.bring_back(n);
         done
@@ -220,6 +225,7 @@ impl<C: Cpu> Vmx<C> {
             reason,
             ExitReason::Vmptrld | ExitReason::Vmclear | ExitReason::Vmxoff | ExitReason::Vmxon
         );
+        // The current VMCS is written back to L1's memory.
         if leaves_current && !memory.is_whole() {
             return Executed::Outside;
         }
@@ -278,6 +284,7 @@ impl<C: Cpu> Vmx<C> {
             Ok(Then::Register(number, value)) => {
                 let at = usize::from(number);
                 gprs.0[at & 15] = value;
+                // RSP is the VMCS's: the world switch does not load it.
                 if at == RSP {
                     self.set(fields::GUEST_RSP, value);
                 }
@@ -293,6 +300,7 @@ impl<C: Cpu> Vmx<C> {
                 Executed::Retired
             }
             Err(Fail::Fault(exception)) => Executed::Fault(exception),
+            // The operand's page is no memory, wherever it is looked for.
             Err(Fail::Outside) if memory.is_whole() => Executed::Fault(x86::Exception::gp(0)),
             Err(Fail::Outside) => Executed::Outside,
         }

@@ -34,12 +34,15 @@ impl<C: Cpu> Vmx<C> {
         let reason = self.get(fields::EXIT_REASON);
         if reason & ENTRY_FAILURE != 0 {
             // The hardware has found what was checked here not to be good: L1's doing, as far as it goes.
+            // Other failures are not L1's: vmcs02 has no lists, and a machine check is the host's.
             let invalid = reason == ENTRY_FAILURE | u32::from(ExitReason::InvalidGuestState.0);
             return Ok(if invalid { Claim::L1 } else { Claim::L0 });
         }
+        // It was entered, whatever came of it.
         n.machine.run_pending = false;
         if reason == u32::from(ExitReason::PreemptionTimer.0)
             && n.timer.is_some()
+            // The CPU's timer counts for the local APIC's deadline too: which one it was the TSC tells.
             && self.timer_is_due()
         {
             return Ok(Claim::L1);
@@ -103,9 +106,11 @@ impl<C: Cpu> Vmx<C> {
             return Executed::Outside;
         }
         let stores = n.machine.vmcs12().get(field::EXIT_MSR_STORE_COUNT) != 0;
+        // Before VMCS12 changes: the list is of L2's state (SDM vol. 3C §28.4).
         if stores && self.store_msr_list(n, memory).is_err() {
             return Executed::Shutdown;
         }
+        // A handler may have set it since.
         self.put_rsp(gprs);
         // L1 is not told of a shadow that is over since L0 has executed the instruction in it.
         self.clear_ended_shadow();
@@ -118,9 +123,11 @@ impl<C: Cpu> Vmx<C> {
         n.kept_by_l0 = Some((self.cr0, self.cr4));
         self.set_offer_none();
         let kept = Kept { cr0: self.cr0.bits(), efer: self.efer.bits() };
+        // Behind `leave`, which has written what L1 is to read there; before vmcs01 is loaded.
         self.give_shadow(n);
         self.cold.of_l1 = OfL1::default();
         self.own();
+        // Behind all reads of vmcs02.
         self.exchange(n);
         self.stop_timer(n);
         let is_nmi = report.interruption & x86::vmcs::event::TYPE == x86::vmcs::event::NMI;
@@ -203,18 +210,22 @@ impl<C: Cpu> Vmx<C> {
         self.set(fields::GUEST_RSP, state.rsp);
         self.set(fields::GUEST_RIP, state.rip);
         self.set(fields::GUEST_RFLAGS, state.rflags);
+        // An exit leaves blocking of NMIs as it is, but for an NMI's own (SDM vol. 3C §28.5.5).
         let nmi = self.get(fields::GUEST_INTERRUPTIBILITY) & interruptibility::NMI;
         let blocks = if state.blocks_nmis { interruptibility::NMI } else { 0 };
         self.set(fields::GUEST_INTERRUPTIBILITY, nmi | blocks);
+        // SDM vol. 3C §28.5.1: 400h, and DEBUGCTL 0.
         self.set(fields::GUEST_DR7, state.dr7);
         self.set(fields::GUEST_DEBUGCTL, state.debugctl);
         if let Some(pat) = state.pat {
             self.set(fields::GUEST_PAT, pat);
         }
         self.after_level_change(cr4, efer);
+        // Behind CR3 and CR4. A bad entry is a VMX abort (SDM vol. 3C §28.5.4).
         if state.loads_pdptes && !self.load_host_pdptes(state.cr3, memory) {
             return Executed::Shutdown;
         }
+        // Last, as the manual has it (SDM vol. 3C §28.6).
         if n.machine.vmcs12().get(field::EXIT_MSR_LOAD_COUNT) != 0
             && self.load_host_msr_list(n, memory).is_err()
         {
@@ -234,6 +245,7 @@ impl<C: Cpu> Vmx<C> {
                 self.watch_tables(wanted);
             }
         }
+        // Not by `set_cr4`: what follows from a change is done in `after_level_change`.
         self.set(fields::CR4_SHADOW, state.cr4);
         self.set(fields::GUEST_CR4, self.real_cr4(self.cr4).bits());
         self.set(fields::GUEST_CR3, state.cr3);
@@ -253,6 +265,7 @@ impl<C: Cpu> Vmx<C> {
             };
             n.host.make(&host::segments(v), sysenter);
         }
+        // Written past the cache, which knows nothing of what L1 has loaded since: a comparison would cost a read each.
         if self.vmcs.is_loaded() {
             n.host.write_segments(&self.cpu, &self.vmcs);
             self.load_host_tables(&n.host, changed);
@@ -280,6 +293,7 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     fn load_host_pdptes<M: L1Memory>(&mut self, cr3: u64, memory: &Memory<'_, M>) -> bool {
+        // Bits 2:1 and 8:5 (SDM vol. 3A table 4-8).
         const RESERVED: u64 = 0x1e6;
         let limit = u64::MAX.checked_shl(u32::from(self.cold.limits.maxphyaddr)).unwrap_or(0);
         let mut entries = [0; 4];
@@ -331,6 +345,7 @@ impl<C: Cpu> Vmx<C> {
                 return Err(());
             }
             let value = match step.msr {
+                // Live in the CPU inside the loop.
                 msr::KERNEL_GS_BASE => self.kernel_gs_base_now(),
                 msr::EFER => self.efer.bits(),
                 crate::permission::TSC => {

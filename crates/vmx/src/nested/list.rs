@@ -36,9 +36,11 @@ impl Waiting {
 
     /// One more.
     pub(crate) fn push(&mut self, msr: ListMsr, number: u32) -> Result<(), ()> {
+        // All were taken: the places are free again.
         if self.at >= self.count {
             (self.at, self.count) = (0, 0);
         }
+        // L1 names as many as it likes: more than fit fail its entry, or its exit.
         let place = self.entries.get_mut(self.count).ok_or(())?;
         *place = Entry { msr, number };
         self.count += 1;

@@ -71,6 +71,7 @@ impl<C: Cpu> Vmx<C> {
     #[inline]
     pub(crate) fn msr_map(&self) -> &MsrMap {
         match &self.nested {
+            // L1's VMCS lies beside while L2 runs.
             Some(n) if self.cold.of_l1.runs => &n.other.msr_map,
             _ => &self.vmcs.msr_map,
         }
@@ -111,6 +112,7 @@ impl<C: Cpu> Vmx<C> {
     /// Does something with what belongs to nesting and with the vCPU.
     #[inline(always)]
     fn with_nested<R>(&mut self, f: impl FnOnce(&mut Self, &mut Nested) -> R) -> Option<R> {
+        // Taken out for the call, so that both can be changed. It is put back whatever comes of it.
         let mut n = self.nested.take()?;
         let result = f(self, &mut n);
         self.nested = Some(n);
@@ -190,6 +192,7 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
             && let Some(n) = &mut self.nested
             && let Some(deadline) = &mut n.timer
         {
+            // The deadline is a time of L1's TSC: it moves along, so that the timer counts as it did.
             *deadline = deadline.moved(delta);
             self.cold.of_l1.timer = deadline.tsc().max(1);
             self.attention |= attention::TIMER;

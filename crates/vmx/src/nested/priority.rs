@@ -33,6 +33,7 @@ impl<C: Cpu> Vmx<C> {
             ExitReason::Wrmsr => priority::msr_access(v, Direction::Write, &gprs.0),
             _ => priority::access(v, self.get(fields::EXIT_QUALIFICATION), &gprs.0),
         };
+        // Found out before the page is written: the exit may need memory that is missing here.
         let falls = match access {
             Some(Access::Write { value }) => priority::falls(v, value),
             Some(Access::WriteMsr { offset: TPR, value }) => priority::falls(v, value >> 4),
@@ -43,6 +44,7 @@ impl<C: Cpu> Vmx<C> {
             return Executed::Outside;
         }
         let v = n.machine.vmcs12_mut();
+        // Kept to be put back: the page and the status are changed in one step or not at all.
         let status = v.get(field::GUEST_INTERRUPT_STATUS);
         let moved = match access {
             Some(Access::Write { value }) => priority::write(v, value, &memory),
@@ -168,6 +170,7 @@ impl<C: Cpu> Vmx<C> {
         l1: &M,
     ) -> Result<bool, backend::Outside> {
         let memory = Memory::new(l1);
+        // The descriptor gives up a request only by an exchange: what is missed here is still there outside.
         let posted = virtual_interrupts::post(n.machine.vmcs12_mut(), vector.0, &memory);
         if memory.has_missed() {
             return Err(backend::Outside);

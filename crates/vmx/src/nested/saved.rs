@@ -30,6 +30,7 @@ const fn told(refused: Refused) -> Unrestorable {
 impl<C: Cpu> Vmx<C> {
     /// Brings VMCS12 up to date with all that is kept elsewhere.
     pub(super) fn bring_up_to_date(&mut self, n: &mut Nested, gprs: &Gprs) {
+        // VMCS12 as user space sees it has all that L1 has written.
         self.take_shadow(n, false);
         n.machine.mirror_taken();
         if !self.cold.of_l1.runs {
@@ -46,6 +47,7 @@ impl<C: Cpu> Vmx<C> {
         known.activity = n.machine.vmcs12().get(field::GUEST_ACTIVITY);
         n.machine.save_running(&block, &known);
         let injection = self.get(fields::ENTRY_INTERRUPTION);
+        // The VMCS may say of a shadow what is over.
         let shadow = self.interrupt_shadow();
         let v = n.machine.vmcs12_mut();
         v.set(field::GUEST_RSP, gprs.0[RSP]);
@@ -85,6 +87,7 @@ impl<C: Cpu> Vmx<C> {
         l1: &M,
     ) -> Result<(), Unrestorable> {
         let memory = Memory::new(l1);
+        // Into memory of our own: what was checked is what is taken over.
         let (good, images) = self.check_bytes(n, bytes, smm, &memory)?;
         let (restored, deadline) = saved::take_over(&mut n.machine, &good, &images);
         // Memory may be that of another time: what was made of L1's tables is as stale as after its INVEPT.
@@ -108,6 +111,7 @@ impl<C: Cpu> Vmx<C> {
         memory: &Memory<'_, M>,
     ) {
         let pending = n.machine.run_pending;
+        // Read before L2's block is composed: with no entry pending they are L2's already.
         let before = (self.get(fields::GUEST_DR7), self.get(fields::GUEST_PAT), self.efer);
         self.begin_l2(n, gprs, memory);
         if !pending {

@@ -47,6 +47,8 @@ impl<C: Cpu> Vmx<C> {
                 }
                 return;
             }
+            // Written again on another CPU: what was active elsewhere was cleared there, and the link needs it active
+            // here.
             if shadow.serves && shadow.vmcs.is_active_on(at, here) && !m.is_mirror_due() {
                 return;
             }
@@ -71,6 +73,7 @@ impl<C: Cpu> Vmx<C> {
     #[inline(never)]
     fn stop_shadow(&mut self, n: &mut Nested, here: &PerCpu) {
         let Some(shadow) = &n.shadow else { return };
+        // What L1 has written there would be lost.
         if n.machine.is_mirror_ahead() {
             let _ = shadow.vmcs.make_current(&self.cpu, here);
             n.machine.take_mirror(|encoding| self.cpu.vmread(encoding));
@@ -104,6 +107,7 @@ impl<C: Cpu> Vmx<C> {
     /// [`Vmx::exchange`] goes on from there, or [`Vmx::bring_back`]. Outside the loop it waits for the next load.
     #[inline]
     pub(super) fn give_shadow(&mut self, n: &mut Nested) {
+        // Before an entry of L1's alone.
         if !n.is_served() || !n.machine.is_mirror_due() || n.machine.level() == Level::L2 {
             return;
         }
@@ -150,6 +154,7 @@ impl<C: Cpu> Vmx<C> {
         if !self.vmcs.is_loaded() {
             return None;
         }
+        // Both VMCSs log into one page: the index goes along.
         if self.is_logging(n) {
             let _ = self.get(fields::PML_INDEX);
         }

@@ -21,6 +21,7 @@ impl<C: Cpu> Vmx<C> {
         }
         // L1's preemption timer counts on.
         let timer = n.timer;
+        // Behind what is read of L2.
         self.end_run(n);
         n.machine.put_aside();
         n.timer = timer.filter(|_| n.machine.smm.guest_mode);

@@ -19,14 +19,18 @@ impl<C: Cpu> Vmx<C> {
     /// Makes the other VMCS the vCPU's: in the loop the hardware's too.
     pub(super) fn exchange(&mut self, n: &mut Nested) {
         debug_assert!(self.beside);
+        // What was set aside for the shadow VMCS is not loaded, but was: the other one takes its place at once.
         let loaded = core::mem::take(&mut n.set_aside) || self.vmcs.is_loaded();
+        // Once in a run of the loop: CR3, CR4 and FS base are the thread's, and both VMCSs need them.
         let host = (loaded && !core::mem::replace(&mut n.has_host, true)).then(|| {
             (self.get(fields::HOST_CR3), self.get(fields::HOST_CR4), self.get(fields::HOST_FS_BASE))
         });
+        // Read while it is loaded.
         let logged = self.is_logging(n).then(|| self.get(fields::PML_INDEX));
         if loaded {
             self.vmcs.launched.set(self.switch.flags & VmxSwitch::LAUNCHED != 0);
             self.vmcs.unload();
+            // Its CPU has no note of it: nobody else would clear it later.
             if let Some(here) = self.vmcs.here() {
                 self.vmcs.give_up_unnoted(&self.cpu, here);
             }
@@ -36,6 +40,7 @@ impl<C: Cpu> Vmx<C> {
             // It waits for the level that was to run, too.
             self.vmcs.drop_vpid();
         }
+        // It was said of the VMCS that goes.
         self.shadow_over.set(false);
         self.nmi_behind_sti = false;
         // A timer belongs to its VMCS: one that was set for a deadline that nobody watches any more ends each run
@@ -87,6 +92,7 @@ impl<C: Cpu> Vmx<C> {
     /// those of this run.
     fn load_other(&mut self, n: &Nested, host: Option<(u64, u64, u64)>) {
         let (Some(here), at) = (n.other.here(), n.other.last_cpu()) else { return };
+        // It may have run elsewhere last.
         if !self.vmcs.has_host_of(at, here) {
             self.arrive(at, here);
         }
@@ -137,6 +143,7 @@ impl<C: Cpu> Vmx<C> {
         let known = Self::known(&block, efer);
         n.machine.fetch(&block, &known, groups);
         if looks_in {
+            // Back: L1 is what runs.
             self.exchange(n);
         }
     }

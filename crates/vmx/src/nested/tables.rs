@@ -178,6 +178,7 @@ impl<C: Cpu> Vmx<C> {
         l1: &M,
     ) -> Executed {
         let memory = Memory::new(l1);
+        // Before the list is read, whose page may lead to the exit.
         if !Self::may_leave(n, &memory) {
             return Executed::Outside;
         }
@@ -208,6 +209,7 @@ impl<C: Cpu> Vmx<C> {
         l1: &M,
     ) -> Executed {
         let told = self.get(fields::EXIT_QUALIFICATION);
+        // The fault may be one that software met: the VMCS tells of another exit then.
         let by_fault = self.get(fields::EXIT_REASON) == u32::from(ExitReason::EptViolation.0);
         let (reason, mut qualification) = match why {
             TablesRefuse::LogFull => {

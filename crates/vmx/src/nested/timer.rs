@@ -16,8 +16,10 @@ impl<C: Cpu> Vmx<C> {
     #[inline(never)]
     pub(super) fn start_timer(&mut self, n: &mut Nested) {
         let now = self.guest_tsc_now();
+        // One that was restored has a deadline already.
         let deadline = n.timer.unwrap_or_else(|| Deadline::start(n.machine.vmcs12(), now));
         n.timer = Some(deadline);
+        // 0 stands for none.
         self.cold.of_l1.timer = deadline.tsc().max(1);
         self.attention |= attention::TIMER;
     }
