@@ -66,6 +66,7 @@ pub fn controls(control: &Control, offered: &Offered) -> Result<(), Inconsistent
     if fourth & Intercept4::VMRUN.bits() == 0 {
         return Err(Inconsistent::Vmrun);
     }
+    // It would flush, or find, what is the host's.
     if control.asid == 0 {
         return Err(Inconsistent::Asid);
     }
@@ -90,6 +91,7 @@ pub fn controls(control: &Control, offered: &Offered) -> Result<(), Inconsistent
 /// A permission map begins at a page; the low bits of its address are ignored (APM vol. 2 §15.10.1).
 fn map(base: u64, bytes: u64, offered: &Offered) -> Result<(), Inconsistent> {
     let base = base & !(PAGE_SIZE - 1);
+    // L1 names any address: one at the very top wraps.
     let last = base.checked_add(bytes - 1).ok_or(Inconsistent::Map)?;
     if offered.is_address(base) && offered.is_address(last) {
         Ok(())
@@ -119,6 +121,7 @@ fn injected(event_inj: u64) -> Result<(), Inconsistent> {
     const NMI_VECTOR: u64 = 2;
     let vector = event_inj & event::VECTOR;
     match event_inj & event::TYPE {
+        // The vector of an interrupt or INT n may be any.
         event::INTR | event::NMI | event::SOFT => Ok(()),
         event::EXCEPTION if vector != NMI_VECTOR && vector < 32 => Ok(()),
         _ => Err(Inconsistent::Event),
@@ -130,6 +133,7 @@ fn injected(event_inj: u64) -> Result<(), Inconsistent> {
 /// # Errors
 /// The first check that fails.
 pub fn save(save: &Save, offered: &Offered, dirty: Clean) -> Result<(), Inconsistent> {
+    // Registers that are clean were checked when they were not.
     if dirty.intersects(Clean::CR | Clean::SEG) {
         registers(save, offered)?;
     }
@@ -153,6 +157,7 @@ fn registers(save: &Save, offered: &Offered) -> Result<(), Inconsistent> {
     if cr4.bits() & !offered.cr4 != 0 {
         return Err(Inconsistent::Cr4);
     }
+    // Only then are the mode's conditions checked: LME alone is no mode yet (APM vol. 2 §15.5.1).
     if efer.contains(Efer::LME) && cr0.contains(Cr0::PG) {
         if !cr4.contains(Cr4::PAE) || !cr0.contains(Cr0::PE) {
             return Err(Inconsistent::LongMode);

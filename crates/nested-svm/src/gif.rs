@@ -102,6 +102,7 @@ impl Situation<'_> {
         match event {
             // It belongs to the instruction, whatever GIF says.
             Pending::Exception(e) => self.exception(e),
+            // GIF holds back everything that comes between instructions (APM vol. 2 §15.17).
             _ if !self.gif.is_set() => Gate::Hold,
             Pending::Interrupt => self.interrupt(),
             Pending::Nmi => self.intercepted(ExitCode::Nmi),
@@ -128,6 +129,7 @@ impl Situation<'_> {
         }
         let masked = self.control.int_ctl & vintr::INTR_MASKING != 0;
         let (flags, closed) =
+            // Else L2's own flag masks physical interrupts, as it does without a hypervisor.
             if masked { (self.l1_rflags, Gate::Hold) } else { (self.rflags, Gate::Window) };
         if flags.contains(Rflags::IF) { self.intercepted(ExitCode::Intr) } else { closed }
     }

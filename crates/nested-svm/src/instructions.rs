@@ -76,6 +76,7 @@ pub fn execute(
     offered: &Offered,
 ) -> Result<Then, Exception> {
     // SKINIT and its secure loader are not offered (CPUID Fn8000_0001 ECX[SKINIT] = 0).
+    // #UD before #GP (APM vol. 3, each instruction).
     if instruction == Instruction::Skinit || !is_enabled(caller) {
         return Err(Exception::ud());
     }
@@ -102,6 +103,7 @@ fn is_enabled(caller: &Caller) -> bool {
 
 /// The block that RAX names: a page of the physical addresses. Whether it is memory shows when it is read.
 fn block(caller: &Caller, offered: &Offered) -> Result<Gpa, Exception> {
+    // The CPU would refuse it with #GP, too.
     if caller.rax & (PAGE_SIZE - 1) != 0 || !offered.is_address(caller.rax) {
         return Err(Exception::gp(0));
     }

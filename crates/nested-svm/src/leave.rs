@@ -20,6 +20,7 @@ use crate::{L1Memory, Offered, Outside, Words, merge, reflect::Exit, vmcb12::Vmc
 /// virtual NMI if those are L2's, by `v12`.
 pub(crate) const fn live(int_ctl: u32, v12: &Control) -> u32 {
     const ALWAYS: u32 = vintr::TPR_MASK | vintr::IRQ;
+    // The usual guest has neither: one test for both.
     if int_ctl & (vintr::GIF_ENABLE | vintr::NMI_ENABLE) == 0 {
         return ALWAYS;
     }
@@ -63,6 +64,7 @@ struct Place<'a, M> {
 
 impl<'a, M: L1Memory> Place<'a, M> {
     fn new(memory: &'a M, at: Gpa) -> Self {
+        // Words are written in place: a block that did not begin at a page would be torn.
         let page = if at.page_offset() == 0 { memory.page(at, true) } else { None };
         Self { memory, at, page }
     }
@@ -73,6 +75,7 @@ impl<'a, M: L1Memory> Place<'a, M> {
         let Some(page) = self.page else { return self.copy(offset, words.as_bytes()) };
         let place = page.get(offset / 8..offset / 8 + N).ok_or(Outside)?;
         for (to, word) in place.iter().zip(words) {
+            // Other vCPUs of L1's may look meanwhile, as on a machine: each word is whole.
             to.store(word.to_le(), Ordering::Relaxed);
         }
         Ok(())
@@ -112,6 +115,7 @@ pub fn write(
     controls(&place, v12.control(), left, offered)?;
     registers(&place, left)?;
     let save = &left.from.save;
+    // Else the PAT is L1's own, which no exit saves.
     if v12.control().np_ctl & NP_ENABLE != 0 {
         place.put(SAVE_AT + offset_of!(Save, g_pat), [save.g_pat])?;
     }
@@ -131,6 +135,7 @@ fn controls(
     offered: &Offered,
 ) -> Result<(), Outside> {
     let (from, exit) = (&left.from.control, left.exit);
+    // What L1 set and the processor never changes is as L1 set it.
     let live = live(from.int_ctl, v12);
     let int_ctl = (v12.int_ctl & !live) | (from.int_ctl & live);
     let told = [
@@ -149,6 +154,7 @@ fn controls(
         place.put(offset_of!(Control, event_inj), [event_inj])?;
     }
     if offered.nrip_save {
+        // For other exits a CPU writes 0, and L1 may decode by that.
         let next_rip = if exit.tells_next_rip() { from.next_rip } else { 0 };
         place.put(offset_of!(Control, next_rip), [next_rip])?;
     }
@@ -188,6 +194,7 @@ fn registers(place: &Place<'_, impl L1Memory>, left: &Left<'_>) -> Result<(), Ou
 /// It is not memory that may be written.
 pub fn write_refused(memory: &impl L1Memory, at: Gpa) -> Result<(), Outside> {
     let told = [ExitCode::Invalid.0, 0, 0, 0];
+    // Rare, and the page may be read-only for the dirty log: by copies, which find that out.
     Place { memory, at, page: None }.put(offset_of!(Control, exit_code), told)
 }
 

@@ -66,6 +66,7 @@ pub fn intercepts(l0: &L0, control: &Control, offered: &Offered) -> [u32; 6] {
     let [mut cr, dr, exceptions, mut third, mut fourth, fifth] = l0.intercepts;
     if control.int_ctl & vintr::INTR_MASKING != 0 {
         cr &= !WRITE_CR8;
+        // L1 that masked interrupts takes none, whatever window L2 opens.
         if !l0.l1_interrupts {
             third &= !Intercept3::VINTR.bits();
         }
@@ -81,6 +82,7 @@ pub fn intercepts(l0: &L0, control: &Control, offered: &Offered) -> [u32; 6] {
     }
     let mine = [cr, dr, exceptions, third, fourth, fifth];
     let mut both = control.intercepts;
+    // L1's intercepts are all taken over: one that is unknown to us makes an exit that L1 asked for.
     for (word, mine) in both.iter_mut().zip(mine) {
         *word |= mine;
     }
@@ -113,6 +115,7 @@ pub fn has_branch_records(control: &Control, offered: &Offered) -> bool {
 
 /// Copies DEBUGCTL, as far as a guest may set it, and the branch records; true if that changed one of them.
 pub fn copy_branch_records(to: &mut Save, from: &Save) -> bool {
+    // BTF would step our own single steps over instructions.
     put(&mut to.dbgctl, from.dbgctl & debugctl::LBR)
         | put(&mut to.br_from, from.br_from)
         | put(&mut to.br_to, from.br_to)
@@ -147,6 +150,7 @@ fn controls(to: &mut Control, from: &Control, l0: &L0, offered: &Offered) -> Cle
     let mut stale = Clean::empty();
     let (threshold, count) = pause(from, l0, offered);
     let intercepting = put_intercepts(&mut to.intercepts, intercepts(l0, from, offered))
+        // Offsets are sums modulo 2^64, as a CPU adds them.
         | put(&mut to.tsc_offset, l0.tsc_offset.wrapping_add(from.tsc_offset))
         | put(&mut to.pause_filter_thresh, threshold)
         | put(&mut to.pause_filter_count, count);
@@ -158,6 +162,7 @@ fn controls(to: &mut Control, from: &Control, l0: &L0, offered: &Offered) -> Cle
         of_l1 |= if has_virtual_gif(from, offered) { VIRTUAL_GIF } else { 0 };
         of_l1 |= if offered.vnmi && has_virtual_nmi(from) { VIRTUAL_NMI } else { 0 };
     }
+    // L0's, whatever L1 asks: physical interrupts are the host's.
     let int_ctl = vintr::INTR_MASKING | (from.int_ctl & of_l1);
     let virtual_interrupt =
         put(&mut to.int_ctl, int_ctl) | put(&mut to.int_vector, from.int_vector);
@@ -170,6 +175,7 @@ fn controls(to: &mut Control, from: &Control, l0: &L0, offered: &Offered) -> Cle
         to.next_rip = from.next_rip;
     }
     to.exit_int_info = 0;
+    // L1's command was looked at: it is about L1's ids.
     to.tlb_ctl = 0;
     // Without records of its own L2 has L1's, which its block shows where L1 has any recorded.
     let branches =
@@ -206,6 +212,7 @@ fn registers(to: &mut Save, from: &Save, dirty: Clean) -> Clean {
     to.rax = from.rax;
     to.rsp = from.rsp;
     to.rip = from.rip;
+    // Every CPU has the bit set, and L1 may have left it out.
     to.rflags = from.rflags | Rflags::FIXED.bits();
     let mut stale = Clean::empty();
     if dirty.contains(Clean::CR) {
@@ -218,6 +225,7 @@ fn registers(to: &mut Save, from: &Save, dirty: Clean) -> Clean {
     }
     if dirty.contains(Clean::SEG) {
         use x86::vmcb::{SEG_CS, SEG_DS, SEG_ES, SEG_SS};
+        // L1 writes a byte there.
         let mut changed = put(&mut to.cpl, from.cpl & 3);
         for at in [SEG_ES, SEG_CS, SEG_SS, SEG_DS] {
             changed |= segment(to, from, at);

@@ -29,6 +29,7 @@ pub const fn msr_bits(msr: u32) -> Option<(u64, u32)> {
 pub fn msr_exits(memory: &impl L1Memory, map: u64, msr: u32, write: bool) -> bool {
     let Some((byte, shift)) = msr_bits(msr) else { return true };
     let mut bits = [0];
+    // The CPU ignores the low bits of the address (APM vol. 2 §15.10.1).
     let base = map & !(PAGE_SIZE - 1);
     match memory.read(Gpa(base.wrapping_add(byte)), &mut bits) {
         Ok(()) => bits[0] >> (shift + u32::from(write)) & 1 != 0,
@@ -47,6 +48,7 @@ pub fn port_exits(memory: &impl L1Memory, map: u64, info: u64) -> bool {
     };
     let mut bytes = [0; 2];
     let base = map & !(PAGE_SIZE - 1);
+    // Four bits from a bit number of at most 7: two bytes hold them.
     match memory.read(Gpa(base.wrapping_add(port / 8)), &mut bytes) {
         Ok(()) => (u16::from_le_bytes(bytes) >> (port % 8)) & bits != 0,
         Err(Outside) => true,
@@ -64,6 +66,7 @@ impl<const N: usize> OpenWords<N> {
     /// Of a map of which each word is asked for by its number. `None`: more than `N` have an open MSR.
     pub fn of(mut word: impl FnMut(usize) -> u64) -> Option<Self> {
         let mut open = Self { words: [(0, u64::MAX); N], count: 0 };
+        // Once, and not at each entry.
         for at in 0..MSRPM_WORDS {
             let value = word(at);
             if value != u64::MAX {

@@ -65,6 +65,7 @@ pub enum Claim {
 
 /// Whether L1 intercepts what `code` names. The intercept words are laid out as the codes below 0xc0 are.
 pub fn intercepts(control: &Control, code: ExitCode) -> bool {
+    // Codes beyond the words have no intercept bit: nested page faults, and what later CPUs add.
     let word = usize::try_from(code.0 / 32).ok().and_then(|at| control.intercepts.get(at));
     word.is_some_and(|word| word >> (code.0 % 32) & 1 != 0)
 }
@@ -72,6 +73,7 @@ pub fn intercepts(control: &Control, code: ExitCode) -> bool {
 /// Whose exit it is. `control`: of the copy of VMCB12.
 pub fn claims(control: &Control, offered: &Offered, exit: &Exit, memory: &impl L1Memory) -> Claim {
     let theirs = match exit.code {
+        // The exit came for L0's intercept of all writes; L1 asked for some.
         ExitCode::WriteCr0 if is_selective(control) => return Claim::ByValue,
         // The machine's.
         ExitCode::Intr | ExitCode::Nmi | ExitCode::Smi | ExitCode::Init => false,
@@ -111,6 +113,7 @@ fn is_selective(control: &Control) -> bool {
 /// Whether L1 wants to hear of a write of CR0 that L0 carries out for L2: it intercepts writes, or selectively those
 /// that change more than TS and MP (APM vol. 2 §15.8.1), and any LMSW (table 15-7).
 pub fn cr0_write(control: &Control, old: Cr0, new: Cr0, lmsw: bool) -> Option<Exit> {
+    // A write that is intercepted as such is told so, selectively asked for or not.
     if intercepts(control, ExitCode::WriteCr0) {
         return Some(Exit::plain(ExitCode::WriteCr0));
     }

@@ -59,6 +59,7 @@ impl Header {
     /// It is not whole, or of another format.
     pub fn read(bytes: &[u8]) -> Result<(Self, usize), Refused> {
         let (head, _) = Head::read_from_prefix(bytes).map_err(|_| Refused::Data)?;
+        // VMX's is 0.
         if head.format != FORMAT {
             return Err(Refused::Flags);
         }
@@ -120,8 +121,10 @@ pub fn data(
     if let Some(on) = virq {
         control.int_ctl = (control.int_ctl & !vintr::IRQ) | if on { vintr::IRQ } else { 0 };
     }
+    // Of block 02: what was injected already must not be injected again.
     control.event_inj = b02.event_inj;
     control.int_state = b02.int_state;
+    // A restored L2 is flushed anyway.
     control.tlb_ctl = 0;
     to.save.as_mut_bytes().copy_from_slice(b01.save.as_bytes());
     to.save.cr0 |= hidden;
@@ -170,6 +173,7 @@ pub fn check(
     }
     let gif = Gif::new(header.flags & GIF_SET != 0);
     let in_l2 = header.flags & GUEST_MODE != 0;
+    // GIF means something with SVM alone.
     if !onto.enabled && (in_l2 || !gif.is_set()) {
         return Err(Refused::Disabled);
     }
@@ -218,6 +222,7 @@ pub fn take_host(from: &Save, b01: &mut Vmcb) {
     to.rflags = from.rflags | Rflags::FIXED.bits();
     (to.efer, to.cr0, to.cr3, to.cr4) = (from.efer, from.cr0, from.cr3, from.cr4);
     (to.rax, to.rsp, to.rip) = (from.rax, from.rsp, from.rip);
+    // VMRUN is executed at CPL 0.
     to.cpl = 0;
 }
 

@@ -91,11 +91,13 @@ impl Vmcb12 {
     /// It is not all memory. Nothing is to be done with the copy then; the next load takes all anew.
     pub fn load(&mut self, memory: &impl L1Memory, at: Gpa) -> Result<Clean, Outside> {
         let same = self.at == at.0;
+        // A load that ends half way leaves a copy that is of no block.
         self.at = u64::MAX;
         let from = Source { memory, at, page: memory.page(at, false) };
         from.read(&mut self.page, CONTROL)?;
         let clean =
             if same { Clean::from_bits_truncate(self.page.control.clean) } else { Clean::empty() };
+        // What L1 says of a block that was not the last one means nothing here.
         let dirty = Clean::ALL - clean;
         from.read(&mut self.page, ALWAYS)?;
         // EFER is checked against the code segment.
@@ -150,6 +152,7 @@ impl<M: L1Memory> Source<'_, M> {
     fn read<const N: usize>(&self, to: &mut Vmcb, pieces: [Piece; N]) -> Result<(), Outside> {
         let Some(page) = self.page else { return self.copy(to, &pieces) };
         for (first, end) in pieces {
+            // Pieces are constants: the bounds hold, and are asked all the same.
             let to = to.as_mut_bytes().get_mut(first..end).ok_or(Outside)?;
             let from = page.get(first / 8..end / 8).ok_or(Outside)?;
             for (to, from) in to.as_chunks_mut::<8>().0.iter_mut().zip(from) {
