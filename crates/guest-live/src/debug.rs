@@ -59,7 +59,9 @@ impl DebugRegs {
     /// Takes DR0 to DR3 back out of the hardware. The guest goes on owning them, to be loaded with the
     /// next run, if `dr7`, which is its own, enables a breakpoint.
     pub fn save<C: Cpu>(&mut self, cpu: &mut C, dr7: Dr7) {
+        // The guest has written them without an exit.
         self.addresses = [0, 1, 2, 3].map(|n| cpu.debug_reg(n));
+        // Without an enabled one the registers need not be in the CPU: the next access exits and brings them back.
         self.owned = dr7.has_breakpoints();
     }
 }
@@ -93,6 +95,7 @@ impl LiveDr6 {
     /// Takes the guest's DR6 out of the hardware, and leaves there what the kernel's #DB handler leaves.
     pub fn save<C: Cpu>(&mut self, cpu: &mut C) {
         self.0 = Dr6::new(cpu.debug_reg(6));
+        // The host's handler must not take the guest's bits for its own.
         cpu.set_debug_reg(6, Dr6::RESET.bits());
     }
 }

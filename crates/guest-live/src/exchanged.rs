@@ -31,6 +31,7 @@ impl<const INDEX: u32> Exchanged<INDEX> {
     /// Brings the hardware to the guest's value, inside the loop.
     #[inline]
     pub fn sync<C: Cpu>(&mut self, cpu: &mut C) {
+        // WRMSR serializes, and costs more than the rest of a short exit.
         if self.guest != self.live {
             self.live = self.guest;
             cpu.wrmsr(INDEX, self.guest);
@@ -47,6 +48,7 @@ impl<const INDEX: u32> Exchanged<INDEX> {
     /// The loop is left: brings the hardware to `host`.
     #[inline]
     pub fn leave<C: Cpu>(&self, cpu: &mut C, host: u64) {
+        // By what the hardware holds, and not by what the guest has: the two differ where nothing was synchronised.
         if self.live != host {
             cpu.wrmsr(INDEX, host);
         }

@@ -104,6 +104,7 @@ impl Extended {
     /// host's. PKRU may always be, and what is not known may be too.
     pub fn may_differ(&self, sees_xcr0: bool) -> bool {
         self.has.pku
+            // Not known yet, so that `load` has to look.
             || self.host_xcr0 == 0
             || self.shown_xcr0(sees_xcr0) != self.host_xcr0
             || (self.has.xsaves && self.xss != self.host_xss)
@@ -122,11 +123,13 @@ impl Extended {
     #[inline(always)]
     pub fn begin_load<C: Cpu>(&mut self, cpu: &mut C) {
         if self.host_xcr0 == 0 {
+            // Once: the kernel sets it when it boots, and never after.
             self.host_xcr0 = cpu.xcr0();
         }
         self.live_xcr0 = self.host_xcr0;
         self.live_xss = self.host_xss;
         if self.has.pku {
+            // The thread's own, which user space changes without a system call.
             self.host_pkru = cpu.pkru();
             if self.pkru != self.host_pkru {
                 cpu.set_pkru(self.pkru);
@@ -159,6 +162,7 @@ impl Extended {
             cpu.wrmsr(msr::XSS, self.host_xss);
         }
         if self.has.pku {
+            // WRPKRU is executed by the guest without an exit.
             self.pkru = cpu.pkru();
             if self.pkru != self.host_pkru {
                 cpu.set_pkru(self.host_pkru);

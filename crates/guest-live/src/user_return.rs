@@ -94,6 +94,7 @@ impl UserReturn {
     /// Gives `lent`, which is one of these, a guest's value.
     #[inline]
     fn lend<C: Cpu>(&self, c: &mut C, lent: &Lent, value: u64) {
+        // Most runs of the same vCPU find their values still there.
         if lent.live.load(Relaxed) != value {
             self.change(c, lent, value);
         }
@@ -104,6 +105,7 @@ impl UserReturn {
         // First: an NMI that finds the CPU gone for good restores what is noted.
         lent.live.store(value, Relaxed);
         c.wrmsr(lent.index, value);
+        // `WATCHED` stays: the kernel calls in any case.
         if self.state.load(Relaxed) == HOST {
             self.state.store(UNWATCHED, Relaxed);
         }
@@ -113,9 +115,11 @@ impl UserReturn {
     /// the kernel call.
     #[inline]
     pub fn left<C: Cpu>(&self, c: &mut C, to_user: bool) {
+        // Nothing is lent, or somebody will see to it.
         if self.state.load(Relaxed) != UNWATCHED {
             return;
         }
+        // On the way to user space at once, the call would come at once.
         if !to_user && hostcpu::watch_user_return() {
             self.state.store(WATCHED, Relaxed);
         } else {
@@ -132,6 +136,7 @@ impl UserReturn {
                 lent.live.store(host, Relaxed);
             }
         }
+        // Behind the writes: an NMI in between restores once more.
         self.state.store(HOST, Relaxed);
     }
 }
