@@ -85,10 +85,12 @@ impl Layout {
         // Without XSAVES, ECX and EDX of subleaf 1 are reserved.
         let supervisor =
             if features & (1 << 3) != 0 { u64::from(ecx) | u64::from(edx) << 32 } else { 0 };
+        // A component that nobody here knows is offered to nobody, so its size does not matter.
         let (user, supervisor) = (user & KNOWN, supervisor & KNOWN);
         let mut layout = Self { user, supervisor, ..Self::EMPTY };
         let known = (user | supervisor) & EXTENDED;
         for (index, component) in layout.components.iter_mut().enumerate() {
+            // Only of components that exist: each CPUID is an exit where the host is a guest.
             if known & (1u64 << index) != 0 {
                 *component = Component::from_cpuid(&cpuid(leaf::XSAVE, index as u32));
             }
@@ -112,6 +114,7 @@ impl Layout {
     /// region (0 and 1).
     #[inline]
     pub fn component(&self, index: u32) -> Option<&Component> {
+        // The guest names the subleaf.
         host::GuestIndex::from(index).of(&self.components).filter(|component| component.size != 0)
     }
 
@@ -141,6 +144,7 @@ impl Layout {
     /// supervisor component in the standard format.
     pub fn offset_of(&self, index: u32, components: u64, compacted: bool) -> Option<u32> {
         let wanted = *self.component(index)?;
+        // An index of 64 and above is no component.
         if components.checked_shr(index)? & 1 == 0 {
             return None;
         }
@@ -170,6 +174,7 @@ fn required_size(
         let index = left.trailing_zeros();
         left &= left - 1;
         let component = component(index);
+        // As CPUID does, which knows nothing of it.
         if component.size == 0 {
             continue;
         }

@@ -27,15 +27,18 @@ pub enum Xcr0Fault {
 /// Checks a value for XCR0 against `supported`, the components that the guest was offered.
 pub const fn xcr0_check(value: u64, supported: Xcr0) -> Result<Xcr0, Xcr0Fault> {
     let wanted = Xcr0::from_bits_retain(value);
+    // XCR0[0] is fixed to 1 (SDM vol. 1 §13.3).
     if !wanted.contains(Xcr0::X87) {
         return Err(Xcr0Fault::X87Missing);
     }
+    // x87 is there whatever CPUID offers.
     if value & !(supported.bits() | Xcr0::X87.bits()) != 0 {
         return Err(Xcr0Fault::Unsupported);
     }
     if wanted.contains(Xcr0::AVX) && !wanted.contains(Xcr0::SSE) {
         return Err(Xcr0Fault::AvxNeedsSse);
     }
+    // Pairs and trios are enabled as a whole (SDM vol. 1 §13.3).
     if is_torn(wanted, Xcr0::MPX) {
         return Err(Xcr0Fault::MpxPair);
     }
