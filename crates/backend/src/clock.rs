@@ -8,6 +8,7 @@ pub const TSC_RATIO_ONE: u64 = 1 << 32;
 /// The host's TSC by a ratio, as CPUs scale it.
 #[inline(always)]
 pub fn scale_tsc(host: u64, ratio: u64) -> u64 {
+    // Nearly every guest, on nearly every exit with a deadline.
     if ratio == TSC_RATIO_ONE {
         return host;
     }
@@ -18,12 +19,14 @@ pub fn scale_tsc(host: u64, ratio: u64) -> u64 {
 #[must_use]
 pub fn compose_ratios(outer: u64, inner: u64) -> u64 {
     const LARGEST: u128 = 0xff_ffff_ffff;
+    // A VMM may ask for more than a CPU can do: the fastest that it can.
     ((u128::from(outer) * u128::from(inner)) >> 32).min(LARGEST) as u64
 }
 
 /// What is added to a TSC, as one that is made from it by a ratio has it. It may be negative.
 #[must_use]
 pub fn scale_offset(offset: u64, ratio: u64) -> u64 {
+    // By size and sign: as an unsigned number a small negative one would be scaled to another large one.
     let size = scale_tsc((offset as i64).unsigned_abs(), ratio);
     if (offset as i64) < 0 { size.wrapping_neg() } else { size }
 }
