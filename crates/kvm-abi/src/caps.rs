@@ -80,6 +80,7 @@ macro_rules! answers {
                 $($cap => $answer,)*
                 _ => 0,
             };
+            // A negative answer would be an errno to the VMM.
             value.min(i32::MAX as u32) as i32
         }
     };

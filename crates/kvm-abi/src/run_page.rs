@@ -37,6 +37,8 @@ impl<'a> RunPage<'a> {
 
     #[inline]
     pub(crate) fn load(&self, index: usize) -> u64 {
+        // Relaxed: the VMM's thread wrote before its system call. What another thread writes
+        // meanwhile is ordered with nothing, and is taken or not.
         self.0.get(index).map_or(0, |word| word.load(Relaxed))
     }
 
@@ -82,6 +84,7 @@ impl<'a> RunPage<'a> {
     /// The structure at word `index`, for the shared registers.
     pub fn read<T: FromBytes + IntoBytes>(&self, index: usize) -> T {
         let mut value = T::new_zeroed();
+        // The shared structures are whole words; a shorter tail would be left out.
         for (offset, bytes) in value.as_mut_bytes().chunks_exact_mut(8).enumerate() {
             bytes.copy_from_slice(&self.load(index.wrapping_add(offset)).to_le_bytes());
         }

@@ -98,6 +98,7 @@ fn word<V: Values>(values: &V, id: &Id, at: usize) -> u64 {
     if let Some(desc) = host::GuestIndex::from(at / DESC_WORDS).of(table) {
         return desc_word(desc, at % DESC_WORDS);
     }
+    // Not below 0: the index lies behind the descriptors.
     let at = at - table.len() * DESC_WORDS;
     table::find(table, at).map_or(0, |(desc, n)| values.word(&desc.source, n))
 }
@@ -142,11 +143,13 @@ pub fn read<V: Values, E>(
     len: u64,
     mut put: impl FnMut(u64, &[u8]) -> Result<(), E>,
 ) -> Result<u64, E> {
+    // Offset and length are the reader's, up to 2^64.
     let end = self::len(values).min(offset.saturating_add(len));
     let mut at = offset;
     while at < end {
         let first = at / 8;
         let mut bytes = [0u8; CHUNK * 8];
+        // Words behind the end are made as 0 and cut off below.
         for (n, place) in (first as usize..).zip(bytes.chunks_exact_mut(8)) {
             place.copy_from_slice(&word(values, id, n).to_le_bytes());
         }

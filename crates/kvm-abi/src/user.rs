@@ -33,6 +33,7 @@ where
     T: FromBytes + IntoBytes + KnownLayout<PointerMetadata = ()>,
 {
     let mut values = <[T]>::new_box_zeroed_with_elems(count)?;
+    // An empty array may have any pointer: VMMs pass null.
     if count != 0 {
         user::read(Hva(addr), values.as_mut_bytes())?;
     }

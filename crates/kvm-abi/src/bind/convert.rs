@@ -82,6 +82,7 @@ pub fn from_segment(s: &KvmSegment) -> Segment {
         kind: s.type_,
         s: s.s & 1 != 0,
         dpl: s.dpl,
+        // A VMCB has no bit for an unusable segment; P clear stands for it.
         present: s.present & 1 != 0 && s.unusable == 0,
         avl: s.avl & 1 != 0,
         long: s.l & 1 != 0,
@@ -157,6 +158,7 @@ const XMM: usize = 160;
 const XSTATE_BV: usize = 512;
 
 fn part<const N: usize>(area: &[u8], at: usize) -> [u8; N] {
+    // Every area has the legacy region and its header: the zeros only spare a panic.
     area.get(at..).and_then(|rest| rest.first_chunk()).copied().unwrap_or([0; N])
 }
 
@@ -198,6 +200,8 @@ pub fn put_fpu(fpu: &KvmFpu, area: &mut [u8]) {
     for (value, at) in fpu.xmm.iter().zip((XMM..LEGACY).step_by(16)) {
         put(area, at, *value);
     }
+    // XRSTOR gives a component whose bit is clear its initial state, whatever lies in the legacy
+    // region (SDM vol. 1 §13.8.1).
     let [bits] = part(area, XSTATE_BV);
     put(area, XSTATE_BV, [bits | 3]);
 }
@@ -284,6 +288,7 @@ pub fn from_events(e: &KvmVcpuEvents, rules: EventRules) -> Result<SavedEvents, 
     let exception = (x.injected | x.pending != 0).then(|| Exception {
         vector: Vector(x.nr),
         error_code: (x.has_error_code != 0).then_some(x.error_code),
+        // The dispatch has dropped a payload that came without a pending exception.
         payload: (e.exception_has_payload != 0).then_some(e.exception_payload),
     });
     Ok(SavedEvents {

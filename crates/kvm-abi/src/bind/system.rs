@@ -37,6 +37,8 @@ impl<M: MakeBackend> SystemOps for SystemHandle<M> {
             ::vm::vm::HostLimits { halt_poll_ns: host::params::halt_poll_ns(), ..self.host.limits };
         let file = Arc::new(VmFile::<M>::new(Vm::new(&limits)?, self.host))?;
         let new = NewFile::new(file.clone(), None).map_err(Errno::from_file)?;
+        // Installed last: from then on another thread of the VMM may use the descriptor, and close
+        // it.
         file.show_in_debugfs(new.fd());
         Ok(new.install())
     }

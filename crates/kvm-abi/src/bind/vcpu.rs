@@ -115,6 +115,8 @@ impl<B: Backend + 'static> VcpuFileOps for VcpuFile<B> {
 
     #[inline]
     fn lock(&self) -> Result<impl DerefMut<Target = BoundVcpu<B>>, Errno> {
+        // Killable: a thread in KVM_RUN may hold the mutex for ever, and who waits for it must be
+        // able to die.
         Ok(self.vcpu.lock_killable()?)
     }
 }
@@ -123,6 +125,8 @@ impl<B: Backend> BoundVcpu<B> {
     fn rules(&self) -> convert::EventRules {
         let settings = &self.vm.settings;
         convert::EventRules {
+            // Relaxed: a thread that saves events while another switches the capability may get
+            // either form; nothing else depends on the flag.
             payload: settings.exception_payload.load(Relaxed),
             triple_fault: settings.triple_fault_event.load(Relaxed),
         }
@@ -206,6 +210,7 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
 
     fn set_fpu(&mut self, fpu: &KvmFpu) -> Result<(), Errno> {
         let mut area = self.area()?;
+        // The structure holds x87 and SSE alone: the other components must come back as they are.
         self.vcpu.xsave(&mut area);
         convert::put_fpu(fpu, &mut area);
         Ok(self.vcpu.set_xsave(&area)?)
@@ -252,6 +257,8 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
     fn events(&mut self) -> KvmVcpuEvents {
         let rules = self.rules();
         if !rules.payload {
+            // The structure has no field for the payload then. In CR2 or DR6 the VMM saves it with
+            // the registers.
             self.vcpu.deliver_exception_payload();
         }
         convert::events(&self.vcpu.saved_events(), rules)
@@ -292,6 +299,8 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
 
     fn set_mp_state(&mut self, state: u32) -> Result<(), Errno> {
         let state = MpState::from_raw(state).ok_or(Errno::EINVAL)?;
+        // An INIT waits while the vCPU is in system-management mode: no state that was saved has
+        // both.
         if matches!(state, MpState::InitReceived | MpState::SipiReceived)
             && self.vcpu.holds_init_back()
         {
@@ -368,6 +377,8 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
     }
 
     fn translate(&mut self, translation: &mut KvmTranslation) {
+        // Stock KVM says writable and not user whatever the tables hold. The walk knows it, so it
+        // is told.
         if let Some((gpa, writable, user)) = self.vcpu.translate_address(translation.linear_address)
         {
             translation.physical_address = gpa;
@@ -390,6 +401,8 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
     }
 
     fn set_guest_debug(&mut self, debug: &KvmGuestDebug) -> Result<(), Errno> {
+        // Injection is an act and no setting: kept in the control word it would be done again. #DB
+        // goes before #BP where both are asked for, as in stock KVM.
         let injects = debug.control & (GUESTDBG_INJECT_DB | GUESTDBG_INJECT_BP);
         if injects != 0 {
             self.vcpu.inject_debug(injects & GUESTDBG_INJECT_DB == 0);

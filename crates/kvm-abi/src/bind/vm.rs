@@ -56,6 +56,8 @@ impl<M: MakeBackend> VmFile<M> {
 
     /// Whether there is no vCPU; what may be set only before the first is set under the same lock.
     fn without_vcpus<R>(&self, set: impl FnOnce(&Vm) -> R) -> Result<R, Errno> {
+        // KVM_CREATE_VCPU holds the lock until its vCPU counts. Without it a vCPU could come
+        // between the look and the setting, with the old value.
         let _making = self.vm.making.lock();
         if self.vm.vcpus().count() != 0 {
             return Err(Errno::EINVAL);
@@ -89,12 +91,14 @@ impl<M: MakeBackend> VmFile<M> {
         let _making = self.vm.making.lock();
         let settings = &self.vm.settings;
         let present = settings.max_vcpu_id.load(Relaxed);
+        // An id equal to the limit passes, though no vCPU can have it: stock KVM compares so.
         if settings.boot_cpu_id.load(Relaxed) > limit {
             return Err(Errno::EINVAL);
         }
         if present == limit {
             return Ok(());
         }
+        // It can be set once. The default tells that it has not been.
         if present != MAX_VCPU_ID || limit == 0 {
             return Err(Errno::EINVAL);
         }
@@ -157,6 +161,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
         if index >= most || id >= vm.settings.max_vcpu_id.load(Relaxed) {
             return Err(Errno::EINVAL);
         }
+        // The lock keeps the answer true until the vCPU is in the list.
         if vm.vcpus().by_id(id).is_some() {
             return Err(Errno::EEXIST);
         }
@@ -171,6 +176,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
         // Last what cannot be undone: debugfs keeps it until the VM goes.
         vm.add_vcpu(shared.clone())?;
         vm.debug.add_vcpu(&shared);
+        // Only now: destinations are looked up among the vCPUs in the list.
         vm.irq().apic_changed();
         Ok(file.install())
     }
@@ -262,6 +268,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
     fn set_pit(&self, channels: &[KvmPitChannelState; 3], flags: Option<u32>) -> Result<(), Errno> {
         let flags = match flags {
             Some(flags) => flags,
+            // KVM_SET_PIT has no flags; what KVM_SET_PIT2 set stays.
             None => self.pit()?.flags,
         };
         Ok(self.vm.irq().set_pit(&convert::from_pit(channels, flags))?)
@@ -272,6 +279,8 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
     }
 
     fn set_irq_line(&self, gsi: u32, level: bool) -> Result<i32, Errno> {
+        // User space is one source of several: its 0 does not lower what an irqfd or the PIT holds
+        // up.
         Ok(self.vm.irq().set_irq_line(gsi, Source::User, level).code())
     }
 
@@ -335,6 +344,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
 
     fn set_boot_cpu_id(&self, id: u32) -> Result<(), Errno> {
         self.without_vcpus(|vm| {
+            // As with KVM_CAP_MAX_VCPU_ID, stock KVM lets the limit itself through.
             if id > vm.settings.max_vcpu_id.load(Relaxed) {
                 return Err(Errno::EINVAL);
             }

@@ -18,6 +18,7 @@ pub fn irq_line<V: VmOps>(vm: &V, arg: u64, status: bool) -> Reply {
     }
     let result = vm.set_irq_line(line.irq, line.level != 0)?;
     if status {
+        // The line has been set: EFAULT here does not take it back, in stock KVM neither.
         user::write(arg, &KvmIrqLevel { irq: result as u32, ..line })?;
     }
     Ok(0)
@@ -57,6 +58,7 @@ pub fn set_routes<V: VmOps>(vm: &V, arg: u64) -> Reply {
 /// KVM_IOEVENTFD: an eventfd that a guest's write signals (KVM API §4.59).
 pub fn ioeventfd<V: VmOps>(vm: &V, arg: u64) -> Reply {
     let what: KvmIoeventfd = user::read(arg)?;
+    // As in stock KVM nothing is checked here: what could not be assigned is not found.
     if what.flags & IOEVENTFD_FLAG_DEASSIGN != 0 {
         vm.deassign_ioeventfd(&what)?;
         return Ok(0);
@@ -139,6 +141,7 @@ pub fn create_pit2<V: VmOps>(vm: &V, arg: u64) -> Reply {
 
 /// KVM_GET_PIT: its state without flags, the older form.
 pub fn get_pit<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    // Read only to fail: in stock KVM the bad pointer goes before the missing PIT.
     let _: KvmPitState = user::read(arg)?;
     let state = vm.pit()?;
     user::write(arg, &KvmPitState { channels: state.channels })?;

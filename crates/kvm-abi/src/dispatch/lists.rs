@@ -25,6 +25,8 @@ pub fn write_indices(arg: u64, indices: &[u32]) -> Reply {
 
 fn read_msrs(arg: u64) -> Result<Box<[KvmMsrEntry]>, Errno> {
     let head: KvmMsrs = user::read(arg)?;
+    // The count that the name allows is refused, too, as in stock KVM. Before the allocation: the
+    // VMM may ask for 2^32 entries.
     if head.nmsrs >= MAX_IO_MSRS {
         return Err(Errno::E2BIG);
     }
@@ -40,6 +42,7 @@ pub fn get_msrs(arg: u64, mut get: impl FnMut(u32) -> Result<u64, MsrRefused>) -
         entry.data = value;
         done += 1;
     }
+    // Also what lies behind the refused one, unchanged: the count says how many are new.
     user::write(user::after::<KvmMsrs>(arg)?, &*entries)?;
     Ok(done)
 }
@@ -83,6 +86,7 @@ pub fn check_padding(arg: u64) -> Result<(), Errno> {
     if head.nent == 0 {
         return Err(Errno::E2BIG);
     }
+    // The count is the VMM's, up to 2^32. More entries than this are never overwritten.
     let count = head.nent.min(MAX_CPUID_ENTRIES) as usize;
     let entries: Box<[KvmCpuidEntry2]> = user::read_array(user::after::<KvmCpuid2>(arg)?, count)?;
     if entries.iter().any(|entry| entry.padding != [0; 3]) {
@@ -122,6 +126,7 @@ pub fn read_cpuid(arg: u64) -> Result<Box<[KvmCpuidEntry2]>, Errno> {
     let old: Box<[KvmCpuidEntry]> =
         user::read_array(user::after::<KvmCpuid>(arg)?, head.nent as usize)?;
     let mut new = <[KvmCpuidEntry2]>::new_box_zeroed_with_elems(old.len())?;
+    // The older form knows no index: the leaf is the same for every ECX.
     for (new, old) in new.iter_mut().zip(&old) {
         new.function = old.function;
         new.eax = old.eax;

@@ -42,6 +42,7 @@ fn check_region(region: &KvmUserspaceMemoryRegion) -> Result<MemoryRegion, Errno
     let (gpa, size, hva) = (region.guest_phys_addr, region.memory_size, region.userspace_addr);
     let aligned = (gpa | size | hva) & PAGE_MASK == 0;
     let known = region.flags & !(MEM_LOG_DIRTY_PAGES | MEM_READONLY) == 0;
+    // The limit on pages bounds the dirty bitmap, too.
     let pages = size >> x86::addr::PAGE_SHIFT;
     if !aligned
         || !known
@@ -88,9 +89,11 @@ pub fn coalesce<V: VmOps>(vm: &V, arg: u64, on: bool) -> Reply {
 pub fn dirty_log<V: VmOps>(vm: &V, arg: u64, pointers: user::Pointers) -> Reply {
     let log: KvmDirtyLog = user::read(arg)?;
     let slot = slot_id(log.slot)?;
+    // How much is copied out is the slot's to say: the structure has no length.
     let words = vm.dirty_log_pages(slot)?.div_ceil(64);
     let words = usize::try_from(words).map_err(|_| Errno::ENOMEM)?;
     let mut bitmap = <[u64]>::new_box_zeroed_with_elems(words)?;
+    // Taken before they are copied out: with a bad pointer the bits are lost, as in stock KVM.
     vm.dirty_log(slot, &mut bitmap)?;
     user::write(pointers.of(log.dirty_bitmap), &*bitmap)?;
     Ok(0)
@@ -105,6 +108,7 @@ pub fn clear_dirty_log<V: VmOps>(vm: &V, arg: u64, pointers: user::Pointers) -> 
     let slot = slot_id(log.slot)?;
     let pages = vm.dirty_log_pages(slot)?;
     let count = u64::from(log.num_pages);
+    // The subtraction in place of a sum, which could wrap.
     let left = pages.checked_sub(log.first_page).ok_or(Errno::EINVAL)?;
     // A part that does not end with the slot ends with a word.
     if count > left || (count < left && count % 64 != 0) {

@@ -47,6 +47,8 @@ fn set_checked<V: VmOps>(vm: &V, filter: &KvmMsrFilter) -> Reply {
 
 fn read_range(range: &KvmMsrFilterRange) -> Result<MsrRange, Errno> {
     const DIRECTIONS: u32 = MSR_FILTER_READ | MSR_FILTER_WRITE;
+    // At most 2^26 words: their bytes cannot wrap, and nothing is allocated before they are looked
+    // at.
     let words = (range.nmsrs as usize).div_ceil(64);
     if range.flags & !DIRECTIONS != 0
         || range.flags == 0

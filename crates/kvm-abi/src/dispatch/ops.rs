@@ -57,6 +57,7 @@ pub fn has_lapic(irqchip: Irqchip) -> bool {
 
 /// The frequency that KVM_SET_TSC_KHZ asks for; 0 is the host's.
 pub fn requested_tsc_khz(offer: &Offer, arg: u64) -> Result<u32, Errno> {
+    // Stock KVM cuts the argument to 32 bits, too.
     let khz = arg as u32;
     if offer.tsc_scaling && khz >= offer.max_tsc_khz {
         return Err(Errno::EINVAL);

@@ -26,6 +26,8 @@ pub fn run<V: VcpuOps>(vcpu: &mut V, page: RunPage<'_>, io_page: RunPage<'_>, ar
         return Err(Errno::EINVAL);
     }
     let (wanted, changed) = page.shared_registers();
+    // Before the pending I/O is completed: a VMM whose registers are refused can mend them and call
+    // again.
     if wanted | changed != 0 {
         take_registers(vcpu, page, wanted, changed)?;
     }
@@ -44,6 +46,8 @@ pub fn run<V: VcpuOps>(vcpu: &mut V, page: RunPage<'_>, io_page: RunPage<'_>, ar
     if wanted != 0 {
         show_registers(vcpu, page, wanted);
     }
+    // Also where the command fails: with EFAULT the VMM reads the memory fault from the page (KVM
+    // API §5).
     page.show(&exit, &vcpu.run_output(), vcpu.error_data());
     match exit {
         UserExit::Intr | UserExit::Immediate => Err(Errno::EINTR),
@@ -84,6 +88,7 @@ fn take_registers<V: VcpuOps>(
         let sregs = page.read::<KvmSregs>(SYNC_SREGS);
         state::set_sregs(vcpu, &sregs)?;
     }
+    // Last: setting the general registers drops a pending exception.
     if changed & SYNC_X86_EVENTS != 0 {
         state::set_events(vcpu, page.read::<KvmVcpuEvents>(SYNC_EVENTS))?;
     }

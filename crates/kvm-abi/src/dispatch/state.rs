@@ -85,6 +85,7 @@ pub fn set_sregs<V: VcpuOps>(vcpu: &mut V, s: &KvmSregs) -> Done {
 /// KVM_SET_SREGS2. PDPTRs may come only with the paging mode that has them.
 pub fn set_sregs2<V: VcpuOps>(vcpu: &mut V, sregs: &KvmSregs2) -> Done {
     let (cr0, cr4) = (Cr0::from_bits_retain(sregs.cr0), Cr4::from_bits_retain(sregs.cr4));
+    // CR4.PAE is set in long mode, too, which has no PDPTE registers (SDM vol. 3A §4.4.1).
     let long = Efer::from_bits_retain(sregs.efer).is_long();
     let pae = cr0.contains(Cr0::PG) && cr4.contains(Cr4::PAE) && !long;
     if sregs.flags & !SREGS2_FLAGS_PDPTRS_VALID != 0 || (sregs.flags != 0 && !pae) {
@@ -121,6 +122,7 @@ pub fn get_xsave2<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
 /// KVM_SET_XSAVE: the XSAVE area back (KVM API §4.43).
 pub fn set_xsave<V: VcpuOps>(vcpu: &mut V, arg: u64) -> Done {
     let bytes = vcpu.xsave_bytes().max(size_of::<KvmXsave>());
+    // The structure has no length: how much is read depends on the vCPU alone.
     let area: Box<[u8]> = user::read_array(arg, bytes)?;
     vcpu.set_xsave(&area)
 }
@@ -180,6 +182,8 @@ pub fn set_events<V: VcpuOps>(vcpu: &mut V, mut events: KvmVcpuEvents) -> Done {
         events.exception_has_payload = 0;
     }
     let exception = &events.exception;
+    // VMRUN fails with such an exception to inject (APM vol. 2 §15.20). An NMI has fields of its
+    // own.
     let any = exception.injected | exception.pending != 0;
     if any && (exception.nr > 31 || exception.nr == NMI_VECTOR) {
         return Err(Errno::EINVAL);
