@@ -68,6 +68,7 @@ impl Scale {
     /// The scale of a TSC of `khz` (at least 1).
     pub const fn from_khz(khz: u32) -> Self {
         const NS_PER_S: u64 = 1_000_000_000;
+        // Zero would be doubled below without an end.
         let mut hz = if khz == 0 { 1000 } else { khz as u64 * 1000 };
         // Bring the frequency between one and two gigahertz, where the multiplier has 32
         // significant bits.
@@ -80,6 +81,7 @@ impl Scale {
             hz <<= 1;
             shift += 1;
         }
+        // Fits 32 bits: the frequency is above one gigahertz here.
         Self { mul: ((NS_PER_S << 32) / hz) as u32, shift }
     }
 
@@ -91,6 +93,7 @@ impl Scale {
         } else {
             ticks.wrapping_shl(self.shift as u32)
         };
+        // After some seconds of uptime the product has more than 64 bits.
         ((shifted as u128 * self.mul as u128) >> 32) as u64
     }
 }
@@ -157,6 +160,7 @@ impl WallClock {
     /// # Errors
     /// Those of the memory.
     pub fn publish<S: Shared>(shared: &S, real_ns: u64, guest_ns: u64) -> Result<(), S::Error> {
+        // A VMM may have set the guest's clock beyond real time.
         let zero = real_ns.saturating_sub(guest_ns);
         // The format has 32 bits for the seconds.
         let sec = (zero / 1_000_000_000) as u32;

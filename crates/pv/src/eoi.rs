@@ -66,6 +66,7 @@ impl PvEoi {
         if flag[0] & OWED == 0 {
             return Ok(true);
         }
+        // Not atomic, and need not be: only this vCPU clears its flag, and it does not run.
         shared.write(0, &[flag[0] & !OWED])?;
         Ok(false)
     }

@@ -103,6 +103,7 @@ impl Hypercall {
     ) -> Result<Self, HypercallError> {
         let width = |value: u64| if long { value } else { u64::from(value as u32) };
         let (a0, a1) = (width(regs.rbx), width(regs.rcx));
+        // Before the number is looked at, as in stock KVM.
         if cpl != 0 {
             return Err(HypercallError::NotPrivileged);
         }

@@ -53,6 +53,7 @@ impl SendIpi {
             }
             let bit = left.trailing_zeros();
             left &= left - 1;
+            // Ids end at 2^32 - 1. The bits from there on, all that are left, name nobody.
             lowest.checked_add(bit)
         })
     }

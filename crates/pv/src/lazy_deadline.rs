@@ -203,6 +203,7 @@ impl LazyDeadline {
     /// # Errors
     /// Those of the memory; the page stays in doubt.
     pub fn sync<S: Shared>(&mut self, shared: &S, running: u64) -> Result<Option<u64>, S::Error> {
+        // Until the page was reached: an error leaves it set.
         self.in_doubt = true;
         self.armed = running;
         let pending = Self::take_back(shared)?;

@@ -55,6 +55,7 @@ impl PvMsr {
     pub fn write(number: u32, value: u64) -> Option<Result<Self, Gp>> {
         Some(match number {
             msr::KVM_WALL_CLOCK | msr::KVM_WALL_CLOCK_NEW => {
+                // The wall clock has no bit that switches it on.
                 Ok(Self::WallClock(if value == 0 { None } else { Some(Gpa(value)) }))
             }
             msr::KVM_SYSTEM_TIME | msr::KVM_SYSTEM_TIME_NEW => Ok(Self::SystemTime(address(value))),

@@ -66,8 +66,11 @@ impl StealTime {
     /// # Errors
     /// Those of the memory; the time is accounted at the next update then.
     pub fn update<S: Shared>(&mut self, shared: &S, run_delay_ns: u64) -> Result<(), S::Error> {
+        // Outside the version's window: who spins for this vCPU reads this byte alone.
         shared.write(PREEMPTED_AT, &[0])?;
         self.preempted = false;
+        // Wraps when another thread runs the vCPU than before, with less time to its account. Stock
+        // KVM's sum steps back then, too.
         let stolen = run_delay_ns.wrapping_sub(self.last_run_delay_ns);
         versioned(shared, VERSION, || {
             let steal = shared.read_u64(STEAL)?.wrapping_add(stolen);
