@@ -125,6 +125,7 @@ impl MachineChecks {
             P5_MC_ADDR | P5_MC_TYPE => Ok(0),
             MCG_CAP => Ok(self.cap),
             MCG_STATUS => Ok(self.status),
+            // A VMM saves what the list names, whatever MCG_CAP says.
             MCG_CTL if from_host || self.cap & mce::CAP_CTL != 0 => Ok(self.ctl),
             MC0_CTL2..MC0_CTL if from_host || self.cap & mce::CAP_CMCI != 0 => {
                 let bank = index.wrapping_sub(MC0_CTL2) as usize;
@@ -139,6 +140,7 @@ impl MachineChecks {
     }
 
     fn register(&self, bank: usize, register: usize) -> Result<u64, Refused> {
+        // All 32 banks have room; MCG_CAP says how many of them exist.
         if bank >= self.count() {
             return Err(Refused);
         }
@@ -157,6 +159,7 @@ impl MachineChecks {
         match index {
             MCG_STATUS => self.status = value,
             MCG_CTL => {
+                // A VMM may restore 0 into what its vCPU does not have.
                 let exists = self.cap & mce::CAP_CTL != 0 || (from_host && value == 0);
                 if !exists || !matches!(value, 0 | u64::MAX) {
                     return Err(Refused);
@@ -238,10 +241,13 @@ impl MachineChecks {
             }
             return Ok(McVerdict::Logged);
         }
+        // Stock KVM does not log it then either.
         let disabled = self.cap & mce::CAP_CTL != 0 && self.ctl != u64::MAX;
         if disabled || *ctl != u64::MAX {
             return Ok(McVerdict::Logged);
         }
+        // A machine check during another, or with CR4.MCE clear, shuts a CPU down (SDM vol. 3B
+        // §15.3.1.2, vol. 3A §2.5).
         if self.status & mce::STATUS_MCIP != 0 || !cr4_mce {
             return Ok(McVerdict::TripleFault);
         }

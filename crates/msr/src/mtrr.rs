@@ -61,6 +61,7 @@ const fn is_type(value: u64) -> bool {
 }
 
 fn is_valid(index: u32, value: u64, maxphyaddr: u8) -> bool {
+    // The width is the VMM's by CPUID: any byte.
     let above = if maxphyaddr >= 64 { 0 } else { u64::MAX << maxphyaddr };
     match index {
         MTRR_CAP => false,

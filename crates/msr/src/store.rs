@@ -382,6 +382,7 @@ impl MsrStore {
                     | if vmx { feature_control::VMX_OUTSIDE_SMX } else { 0 }
             }
         };
+        // The lock binds the guest: a VMM restores a locked value, and clears it at a reset.
         require((access.vmm || !locked) && value & !known == 0)?;
         self.slots.FEATURE_CONTROL = value;
         Ok(Effect::None)
@@ -431,6 +432,7 @@ impl MsrStore {
     fn write_vm_hsave_pa(&mut self, value: u64, access: Access<'_>) -> Written {
         let width = access.facts.maxphyaddr;
         let above = if width >= 64 { 0 } else { u64::MAX << width };
+        // MSRs may be restored before the CPUID that tells the width.
         require(access.vmm || value & (0xfff | above) == 0)?;
         self.slots.VM_HSAVE_PA = value & !0xfff;
         Ok(Effect::None)
@@ -446,6 +448,7 @@ impl MsrStore {
             require(value == 0 || value == self.slots.TSC_RATIO)?;
             return Ok(Effect::None);
         }
+        // Bits 63:40 are reserved (APM vol. 2 §15.30.5).
         require(value >> 40 == 0)?;
         self.slots.TSC_RATIO = value;
         Ok(Effect::TscRatioOfL2 { ratio: value })
