@@ -115,6 +115,8 @@ impl Dynamic {
         }
         if position == self.features {
             let mut bits = bits.flag::<{ Bits::EDX }>(feature::APIC.mask(), inputs.apic_enabled);
+            // Where the host lacks the feature the VMM's bit is left alone, here and with PKU, as
+            // in stock KVM.
             if self.host_xsave {
                 bits = bits.flag::<{ Bits::ECX }>(feature::OSXSAVE.mask(), inputs.cr4_osxsave);
             }
@@ -128,6 +130,8 @@ impl Dynamic {
         }
         let compacts = feature::XSAVEC.mask() | feature::XSAVES.mask();
         if position == self.xsave_compacted && entry.eax & compacts != 0 {
+            // XSAVES stores the supervisor components, too (SDM vol. 2A "CPUID", leaf 0DH, subleaf
+            // 1).
             let size = size(inputs.xcr0 | inputs.xss, true);
             return bits.with::<{ Bits::EBX }>(u32::MAX, size);
         }

@@ -118,6 +118,7 @@ impl GuestCpuid {
         let mut table = Vec::new();
         table.try_reserve_exact(entries.len()).map_err(|_| Error::NoMemory)?;
         table.extend_from_slice(entries);
+        // Nothing from here on can fail: an error has to leave the old table whole.
         self.entries = table;
         self.layout = host.layout();
         self.uncached = host.is_uncached();
@@ -315,6 +316,7 @@ impl GuestCpuid {
         let xss = u64::from(xss_low) | u64::from(xss_high) << 32;
         let [last_extended, ..] = answer(leaf::EXTENDED, 0);
         let maxphyaddr = match find(entries, leaf::ADDRESS_SIZES, 0) {
+            // The leaf counts only where the table says that it reaches so far, as in stock KVM.
             Some(sizes) if last_extended >= leaf::ADDRESS_SIZES => (sizes.eax & 0xff) as u8,
             _ => DEFAULT_MAXPHYADDR,
         };
@@ -336,6 +338,8 @@ impl GuestCpuid {
             pv: pv_leaf.map_or(NONE, |leaf| at(leaf, 0)),
             host_xsave: host.has(feature::XSAVE),
             host_pku: host.has(feature::PKU),
+            // These two follow MISC_ENABLE and KVM_CAP_X86_DISABLE_EXITS: a new table does not undo
+            // them.
             mwait: self.dynamic.mwait,
             hlt_in_guest: self.dynamic.hlt_in_guest,
         };

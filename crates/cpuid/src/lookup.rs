@@ -86,6 +86,8 @@ impl GuestCpuid {
             return None;
         }
         let class = match leaf {
+            // Hypervisors may stand one behind the other, 0x100 apart: each is a class with an end
+            // of its own.
             0x4000_0000..=0x4fff_ffff => leaf & 0xffff_ff00,
             leaf::CENTAUR.. => leaf::CENTAUR,
             _ => leaf & 0x8000_0000,
@@ -131,6 +133,7 @@ impl GuestCpuid {
             }
         }
         for at in self.dynamic.positions() {
+            // What the table does not have stands at NONE, which is behind its end.
             let Some(entry) = self.entries.get_mut(usize::from(at)) else { continue };
             let bits = self.dynamic.bits_at(at, entry, inputs, &mut size);
             bits.apply(entry);

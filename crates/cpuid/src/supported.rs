@@ -96,6 +96,8 @@ impl Supported {
         let vendor = Vendor::from_leaf0(&cpuid(leaf::VENDOR, 0));
         let bounds = Bounds::read(&mut cpuid);
         let mut host = FeatureWords::read(|leaf, subleaf| bounds.ask(&mut cpuid, leaf, subleaf));
+        // A CPU may have XSAVE while its kernel does not use it (noxsave). Then nobody keeps the
+        // components.
         let uses_xsave = facts.xcr0 != 0 && host.has(feature::XSAVE);
         let xcr0 = if uses_xsave { xstate::supported_xcr0(facts.xcr0) } else { Xcr0::empty() };
         let layout = if uses_xsave { Layout::read(&mut cpuid) } else { Layout::EMPTY };
@@ -221,6 +223,7 @@ impl Supported {
             }
             leaf::CACHE_DESCRIPTORS => [eax, ebx, ecx, edx],
             leaf::CACHE => return self.caches(leaf, cpuid),
+            // The local APIC's timer is one of the host's, which goes on in C-states.
             leaf::POWER => [feature::ARAT.mask(), 0, 0, 0],
             leaf::EXTENDED_FEATURES => return self.extended_features(eax.min(2)),
             leaf::XSAVE => return self.xsave(),
@@ -249,6 +252,7 @@ impl Supported {
         leaf: u32,
         cpuid: &mut impl FnMut(u32, u32) -> [u32; 4],
     ) -> Result<(), Error> {
+        // The hardware ends the list. A hypervisor below ours may not.
         for subleaf in 0..CACHES {
             let answer = cpuid(leaf, subleaf);
             self.push(leaf, subleaf, answer)?;
@@ -309,6 +313,8 @@ impl Supported {
             leaf::ADDRESS_SIZES => {
                 let physical = eax & 0xff;
                 let linear = ((eax >> 8) & 0xff).max(48);
+                // Bits 23:16 tell how far memory can be mapped. MAXPHYADDR stays the host's:
+                // reserved bits in the guest's tables follow it.
                 let reach = match facts.tdp_levels {
                     0 => 0,
                     1..5 => physical.min(48),
@@ -413,6 +419,7 @@ fn offered(host: &FeatureWords, xcr0: Xcr0, facts: &HostFacts<'_>) -> FeatureWor
         words = words.without(&NESTED_SVM);
     }
     words = words.union(&FeatureWords::of(facts.by_exits));
+    // Last: what is withheld may be among the features above.
     words = words.without(&FeatureWords::of(facts.withheld));
     for bit in 0..32 {
         let pv = Feature { leaf: leaf::KVM_FEATURES, subleaf: 0, reg: Reg::Eax, bit };
