@@ -99,6 +99,8 @@ impl<T> Arc<T> {
 
     /// The value, if this is the only owner.
     pub fn get_mut(&mut self) -> Option<&mut T> {
+        // Pairs with the Release of the owner who went last: what that one did with the value is
+        // done.
         if self.inner().owners.load(Ordering::Acquire) != 1 {
             return None;
         }
@@ -115,7 +117,10 @@ impl<T> Arc<T> {
 
 impl<T> Clone for Arc<T> {
     fn clone(&self) -> Self {
+        // Relaxed: who clones is an owner already, and orders nothing by it.
         let before = self.inner().owners.fetch_add(1, Ordering::Relaxed);
+        // Others may go past the mark between the two steps. There are not as many CPUs as would
+        // reach the wrap.
         if before >= SATURATED {
             self.inner().owners.store(SATURATED, Ordering::Relaxed);
         }
@@ -126,6 +131,8 @@ impl<T> Clone for Arc<T> {
 impl<T> Drop for Arc<T> {
     fn drop(&mut self) {
         let owners = &self.inner().owners;
+        // Release here and the fence below: whatever an owner did with the value comes before its
+        // drop.
         if owners.load(Ordering::Relaxed) >= SATURATED
             || owners.fetch_sub(1, Ordering::Release) != 1
         {

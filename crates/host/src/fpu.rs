@@ -92,6 +92,8 @@ impl GuestFpu {
         let new = Self::alloc()?;
         let before = self.owner;
         self.put();
+        // The owner has changed only where it was this task. Another task's state is not ours to
+        // load.
         let loaded = self.owner != before;
         *self = new;
         if loaded {

@@ -36,6 +36,7 @@ impl Drop for Off {
 #[inline(always)]
 pub fn disable() -> Off {
     sys::irq_disable();
+    // The number is asked for last: before, the task could still move.
     Off { cpu: smp::cpu_id(), _here: PhantomData }
 }
 
@@ -49,6 +50,7 @@ pub fn enable(off: Off) {
 #[inline]
 pub fn window(off: &mut Off) {
     sys::irq_window();
+    // While interrupts were on the task may have moved.
     off.cpu = smp::cpu_id();
 }
 

@@ -39,6 +39,8 @@ impl<T> Srcu<T> {
     /// guards, so drop them before sleeping for long.
     pub fn read(&self) -> SrcuGuard<'_, T> {
         // SAFETY: the domain lives as long as self.
+        // Entered before the pointer is read: a writer that came between would not wait for this
+        // reader.
         let index = unsafe { sys::gnt_srcu_read_lock(self.domain) };
         let value = self.current.load(Ordering::Acquire);
         SrcuGuard { srcu: self, value, index }

@@ -99,6 +99,8 @@ impl Waiter {
                     if sleeper.is_ready() {
                         break Blocked::Slept;
                     }
+                    // The condition before the signal: what has come is taken, and the signal is
+                    // looked at again before the guest is entered.
                     if signal_pending() {
                         break Blocked::Signal;
                     }

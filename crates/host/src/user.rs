@@ -43,6 +43,7 @@ pub fn write_nofault(hva: Hva, from: &[u8]) -> Result<(), Fault> {
 /// memory. Returns whether it held `old`. May sleep.
 pub fn cmpxchg(hva: Hva, size: usize, old: u64, new: u64) -> Result<bool, Fault> {
     sys::might_sleep();
+    // Across two cache lines it would be a split lock, for which the host may raise #AC.
     if !matches!(size, 1 | 2 | 4 | 8) || !hva.0.is_multiple_of(size as u64) {
         return Err(Fault);
     }
