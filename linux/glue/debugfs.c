@@ -48,6 +48,7 @@ static int total_show(struct seq_file *to, void *unused)
 	struct gnt_debug_dir *d;
 	u64 sum = 0;
 
+	/* A directory leaves the list under this lock before its object goes. */
 	mutex_lock(&vms_lock);
 	list_for_each_entry(d, &vms, all)
 		sum += totals->value(d->object, index);

@@ -59,6 +59,7 @@ static int woken(wait_queue_entry_t *entry, unsigned int mode, int sync, void *k
 	if (events & EPOLLIN) {
 		u64 count;
 
+		/* The wait queue's lock, which is held, is the counter's. */
 		eventfd_ctx_do_read(w->eventfd, &count);
 		w->calls->fired(w->context);
 		consumed = 1;
@@ -97,6 +98,7 @@ int gnt_watch_attach(struct gnt_watch *w, int fd, const struct gnt_watch_calls *
 	if (vfs_poll(file, &w->table) & EPOLLIN) {
 		unsigned long flags;
 
+		/* fired() knows one context, and finds interrupts off in it. */
 		local_irq_save(flags);
 		calls->fired(context);
 		local_irq_restore(flags);

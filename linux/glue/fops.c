@@ -51,6 +51,7 @@ static int object_release(struct inode *inode, struct file *file)
 
 	o->calls->release(o->object);
 	kfree(o);
+	/* Last: the vendor's module, if it is one of its own, may go from here on. */
 	module_put(started_by);
 	return 0;
 }
@@ -63,6 +64,7 @@ static vm_fault_t object_fault(struct vm_fault *vmf)
 	if (!hpa)
 		return VM_FAULT_SIGBUS;
 	vmf->page = pfn_to_page(PHYS_PFN(hpa));
+	/* The mapping's own reference: a page in it outlives the object. */
 	get_page(vmf->page);
 	return 0;
 }
@@ -142,6 +144,7 @@ struct file *gnt_file_new(const char *name, s64 number, const struct gnt_file_ca
 		kfree(o);
 		return NULL;
 	}
+	/* Readers use pread, which an anonymous file does not allow by itself. */
 	if (calls->readable)
 		file->f_mode |= FMODE_PREAD;
 	/* It is there, for it is kept by the file whose ioctl this is. */
@@ -167,6 +170,7 @@ struct file *gnt_file_get(int fd, const struct gnt_file_calls **calls, void **ob
 
 	if (!file)
 		return NULL;
+	/* Only files of ours have a struct gnt_object behind them. */
 	if (file->f_op != &object_fops && file->f_op != &readable_fops) {
 		fput(file);
 		return NULL;

@@ -61,6 +61,7 @@ static __always_inline bool leaf_of_anonymous(u64 entry, unsigned int shift, u64
 	if (unlikely(shift != PAGE_SHIFT)) {
 		u64 within = (1ul << (shift - PAGE_SHIFT)) - 1;
 
+		/* Bit 12 of a large leaf is its PAT bit: it goes with the bits within the page. */
 		pfn = (pfn & ~within) | (hva >> PAGE_SHIFT & within);
 	}
 
@@ -166,9 +167,11 @@ static void fault_anonymous(u64 hva, bool interruptible)
 	if (!mmap_read_trylock(mm) && mmap_read_lock_killable(mm))
 		return;
 	vma = vma_lookup(mm, hva);
+	/* Whether a mapping allows writing the fault handler does not ask: its caller does. */
 	if (vma && vma_is_anonymous(vma) &&
 	    (vma->vm_flags & (VM_WRITE | UNUSUAL_VMAS)) == VM_WRITE)
 		fault = handle_mm_fault(vma, hva, flags, NULL);
+	/* With either of them the handler has let the lock go. */
 	if (!(fault & (VM_FAULT_RETRY | VM_FAULT_COMPLETED)))
 		mmap_read_unlock(mm);
 }
@@ -230,6 +233,7 @@ static int device_memory(u64 hva, bool write, struct gnt_host_page *out)
 			bool unlocked = false;
 
 			r = fixup_user_fault(mm, hva, write ? FAULT_FLAG_WRITE : 0, &unlocked);
+			/* While the lock was let go the mapping may have become another. */
 			if (!r)
 				r = unlocked ? -EAGAIN : raw_mapping(vma, hva, write, out);
 		}
@@ -297,6 +301,7 @@ void gnt_page_set_dirty(u64 pfn)
 {
 	struct page *page = pfn_to_page(pfn);
 
+	/* The zero page is reserved: nobody writes it back. */
 	if (!PageReserved(page))
 		SetPageDirty(page);
 }

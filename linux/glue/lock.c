@@ -19,6 +19,10 @@ static_assert(sizeof(arch_rwlock_t) == 8);
 void gnt_mutex_lock_slow(u32 *word)
 {
 	might_sleep();
+	/*
+	 * Taken as 2, for others may sleep still. At worst the next unlock wakes nobody, as after a
+	 * killed waiter.
+	 */
 	wait_var_event(word, xchg(word, 2) == 0);
 }
 
@@ -47,6 +51,7 @@ unsigned long gnt_spin_lock_irqsave(void *word)
 void gnt_spin_unlock_irqrestore(void *word, unsigned long flags)
 {
 	arch_spin_unlock(word);
+	/* Preemption last: then a switch that an interrupt asks for here is made at once. */
 	local_irq_restore(flags);
 	preempt_enable();
 }

@@ -70,8 +70,10 @@ GNT_EXPORT(gnt_start);
 void gnt_stop(void)
 {
 	mutex_lock(&starting);
+	/* First: this waits for an open() under way, and none comes after it. */
 	gnt_device_release();
 	gnt_debug_exit();
+	/* Off on every CPU before the memory goes that it works on. */
 	gnt_power_exit();
 	gannet_exit();
 	gnt_rivals_exit();

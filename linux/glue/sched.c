@@ -75,6 +75,10 @@ int gnt_work_pending(void)
 
 int gnt_handle_work(void)
 {
+	/*
+	 * A reboot counts as a signal: this CPU enters no guest any more, and who asks again gets
+	 * the same answer for ever.
+	 */
 	if (signal_pending(current) || READ_ONCE(gnt_rebooting))
 		return -EINTR;
 	return handle_work();

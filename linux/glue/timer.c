@@ -39,6 +39,7 @@ void gnt_timer_init(struct gnt_timer *t, u64 (*expired_fn)(void *context), void 
 
 void gnt_timer_start(struct gnt_timer *t, u64 at)
 {
+	/* The time may come from a guest's deadline, beyond what a ktime holds. */
 	hrtimer_start(&t->timer, ns_to_ktime(min_t(u64, at, KTIME_MAX)), HRTIMER_MODE_ABS_HARD);
 }
 

@@ -146,6 +146,7 @@ impl Found {
         match self {
             Self::Svm(features) => {
                 svm::percpu::set_up(*features, smp::max_cpus())?;
+                // Only now: who finds the backend needs its per-CPU state.
                 CHOSEN.store(Chosen::Svm as u8, Relaxed);
             }
             Self::Vmx(features) => {
@@ -298,6 +299,7 @@ pub fn l1d_flush_changed() -> Result<(), NoMemory> {
 
 /// At unload, after it is off on every CPU.
 pub fn forget() {
+    // First: nobody is to find a backend whose per-CPU state goes.
     CHOSEN.store(Chosen::None as u8, Relaxed);
     svm::percpu::tear_down();
     vmx::percpu::tear_down();

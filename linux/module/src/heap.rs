@@ -61,6 +61,7 @@ impl Kept {
     /// Takes `pointer` back if nothing was handed out after it.
     fn give_back(&self, offset: usize, layout: Layout) {
         let end = offset.wrapping_add(layout.size());
+        // Given back in another order a piece is lost until the stretch goes whole.
         let _ = self.used.compare_exchange(end, offset, Relaxed, Relaxed);
     }
 }

@@ -89,6 +89,7 @@ pub fn find_out(common: &Common) -> Result<(), NoMemory> {
     let bare = ask(leaf::FEATURES, 0)[2] & feature::HYPERVISOR.mask() == 0;
     let kernel = Facts::read();
     let lfence = amd && kernel.any(Facts::LFENCE_SERIALIZES);
+    // Filler: the slice below ends before it.
     let mut withheld = [feature::SVM; 5];
     let mut count = 0;
     for (slot, feature) in withheld.iter_mut().zip(common.withheld.iter().flatten()) {
