@@ -311,6 +311,7 @@ impl<B: Backend> Vcpu<B> {
     /// A hypercall inside the loop: those that need nothing of the kernel but an IPI.
     pub(crate) fn answer_hypercall(&mut self, s: Section<'_>) -> Next {
         let long = self.is_64bit_code();
+        // The number alone, before anything is decoded: a call that nobody knows needs no operand.
         let number = self.gprs.0[RAX];
         if Hypercall::is_known(if long { number } else { u64::from(number as u32) }) {
             return self.answer_known_hypercall(s);

@@ -35,6 +35,7 @@ impl<B: Backend> Vcpu<B> {
         }
         for _ in 0..MOST {
             self.interpret_here()?;
+            // Whatever ends a run of the CPU's ends this one as well, at the boundary of an instruction.
             let waits = self.events.exception.is_some()
                 || self.events.outer.any()
                 || self.mmu.roots.is_due()
@@ -73,6 +74,7 @@ impl<B: Backend> Vcpu<B> {
         if self.is_protected() || !self.interrupts_open() {
             return Ok(false);
         }
+        // The hardware was given it for an entry that did not take place.
         let Some(vector) = self.pending.after_exit.take_offered() else { return Ok(false) };
         self.offer_nothing();
         self.stats.count(stats::VcpuCount::IrqInjections);

@@ -87,6 +87,7 @@ impl<B: Backend> Vcpu<B> {
         let [rax, rcx, rdx] = [RAX, RCX, RDX].map(|i| self.gprs.0[i]);
         let index = rcx as u32;
         let write = access == Access::Write;
+        // First: a write that is denied must have no effect.
         let refused = if self.msr_denied(index, access) {
             Some(reason::FILTER)
         } else {
@@ -102,6 +103,7 @@ impl<B: Backend> Vcpu<B> {
             self.raise(Exception::gp(0));
             return Ok(());
         }
+        // RIP stays until the answer, which may make #GP of it.
         self.device.user_io.completion = Completion::Msr { write, next, error: false, data: 0 };
         let data = if write { rdx << 32 | rax & 0xffff_ffff } else { 0 };
         Err(UserExit::Msr { write, reason, index, data }.into())

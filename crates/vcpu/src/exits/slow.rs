@@ -99,6 +99,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// An exit that nobody knows, or that means a bug of ours.
     pub(crate) fn unexpected_exit(&mut self) -> Outcome {
+        // Never tried again in silence: the guest would stand still and the CPU spin, without a trace.
         let data = ErrorData::new(&self.b.exit_raw());
         Err(self.internal_error(ERROR_UNEXPECTED_EXIT, data))
     }
@@ -216,6 +217,7 @@ impl<B: Backend> Vcpu<B> {
         let len = self.read_code(&mut bytes).unwrap_or(0);
         let bytes = bytes.get(..len).unwrap_or(&[]);
         let hypercall = bytes.starts_with(&VMCALL) || bytes.starts_with(&VMMCALL);
+        // Without the quirk the other vendor's instruction is #UD, as on hardware.
         let hypercall = hypercall && self.vm.settings.has_quirk(quirk::FIX_HYPERCALL_INSN);
         let next = self.wrap_rip(self.b.rip().wrapping_add(VMCALL.len() as u64));
         // A guest's guest makes its hypercalls to its own hypervisor.

@@ -188,6 +188,7 @@ impl<B: Backend> Vcpu<B> {
     /// Raises an exception at the current instruction.
     pub(crate) fn raise(&mut self, exception: Exception) {
         self.pending.raise();
+        // What is delivered again is the older of the two: the new one has come in its delivery.
         let first = match (self.events.again, self.events.exception) {
             (Some(Event::Exception(e)), _) | (_, Some(e)) => Some(e.vector.0),
             _ => None,
@@ -476,6 +477,7 @@ impl<B: Backend> Vcpu<B> {
             self.update_cr8_intercept(false);
             return true;
         }
+        // Above the task priority of now, at which the hardware does not look for an offer.
         let pending = self.shared.lapic.highest_pending();
         if let Some(vector) = pending {
             self.shared.lapic.clear_irr(vector);
@@ -591,6 +593,7 @@ impl<B: Backend> Vcpu<B> {
             .lapic
             .highest_requested()
             .filter(|v| v.0 >> 4 <= self.shared.lapic.tpr() >> 4);
+        // In all other cases CR8 is the guest's own.
         self.b.watch_priority(pending, held_back);
     }
 
@@ -615,6 +618,7 @@ impl<B: Backend> Vcpu<B> {
                 Event::Exception(e) => matches!(e.vector.0, 3 | 4),
                 _ => false,
             };
+            // An event that L1 injects looks the same, but no instruction at RIP stands for it.
             let is_executed_again = by_instruction && !self.repeats_injection();
             // Once: the exit may be looked at again outside.
             self.b.forget_interrupted_delivery();
@@ -646,6 +650,7 @@ impl<B: Backend> Vcpu<B> {
     /// An entry that was prepared does not happen: takes the event back. What L1 injects stays with the entry, which
     /// a saved state has as well.
     pub(crate) fn take_back_injection(&mut self) {
+        // Its neutral form would lose kind and length of what L1 has asked for.
         if self.b.nested().is_some_and(Nested::injects_for_l1) {
             return;
         }

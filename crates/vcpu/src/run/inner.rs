@@ -83,6 +83,8 @@ impl<B: Backend> Vcpu<B> {
         host::fpu::ensure_in_registers();
         // RCU and time accounting use per-CPU data, so before the guest's segments are loaded.
         let in_guest = irq::guest_enter();
+        // Behind the last call of the kernel's. Under SVM nothing of the host's may run from here to `unload`, not even
+        // an NMI.
         self.b.load(entered.cpu());
         self.time.forget_clock();
         self.rare.stalls.forget();

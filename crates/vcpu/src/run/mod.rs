@@ -209,6 +209,7 @@ impl<B: Backend> Vcpu<B> {
             return Err(UserExit::Immediate.into());
         }
         let shared = self.shared.clone();
+        // Nothing else wakes it: interrupts and NMIs are for a processor that was started.
         let blocked = shared.waiter.block(|| shared.has_init_sipi(), 0);
         if blocked == Blocked::Signal {
             return Err(UserExit::Intr.into());

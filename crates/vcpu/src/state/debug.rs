@@ -69,6 +69,7 @@ impl<B: Backend> Vcpu<B> {
     /// Begins or ends the VMM's debugging of the guest (KVM_SET_GUEST_DEBUG).
     pub fn set_guest_debug(&mut self, control: u32, dr: [u64; 8]) {
         let on = control & guestdbg::ENABLE != 0;
+        // As on stock KVM all other bits mean nothing without ENABLE.
         self.rare.debug.control = if on { control } else { 0 };
         let has = |bit| self.rare.debug.control & bit != 0;
         let (step, breakpoints) = (has(guestdbg::SINGLESTEP), has(guestdbg::USE_HW_BP));
@@ -200,6 +201,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn write_debug_reg(&mut self, n: u8, value: u64) -> Result<(), Stop> {
         let index = self.debug_index(n)?;
         let value = match index {
+            // SDM vol. 2B, MOV to debug registers.
             4 | 5 if value >> 32 != 0 => return Err(Stop::Fault(Exception::gp(0))),
             4 => (value | Dr6::RESET.bits()) & !Dr6::RESERVED_ZERO,
             5 => (value | Dr7::RESET.bits()) & !Dr7::RESERVED_ZERO,

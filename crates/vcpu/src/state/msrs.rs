@@ -198,6 +198,7 @@ impl<B: Backend> Vcpu<B> {
             Class::Store | Class::Outside => {
                 self.msrs.store.read(index, by, self.facts()).map_err(|_| Refused)
             }
+            // The backend's own last: the capability MSRs of VMX follow the vCPU's CPUID, which no table knows.
             Class::Unknown => self.b.msr(index).map_err(|_| Refused),
         }
     }

@@ -170,6 +170,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// KVM_SET_SREGS. `interrupt`: a vector that a VMM with its own PIC has pending.
     pub fn set_sregs(&mut self, s: &Sregs, interrupt: Option<Vector>) -> Result<(), Invalid> {
+        // A VMM gives LMA as it has read it. Whether it fits the other registers is checked below.
         let efer_allowed = self.cpuid.efer_allowed() | Efer::LMA;
         if !s.is_valid(self.cpuid.cr4_allowed(), self.cpuid.maxphyaddr())
             || !efer_allowed.contains(s.efer)
@@ -373,6 +374,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Sets the XSAVE area.
     pub fn set_xsave(&mut self, from: &[u8]) -> Result<(), Invalid> {
+        // As on stock KVM an area without the component leaves PKRU as it is.
         let mut pkru = self.b.pkru();
         let allowed = host::fpu::guest_xfeatures();
         self.fpu.from_uabi(from, allowed, &mut pkru).map_err(|_| Invalid)?;

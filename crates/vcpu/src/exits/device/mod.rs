@@ -203,6 +203,7 @@ impl<B: Backend> Vcpu<B> {
         let apic = fault.gpa.0 & !0xfff == self.shared.lapic.base() & !0xfff
             && self.shared.in_kernel_apic
             && self.shared.lapic.mmio_base().is_some();
+        // Most faults are of memory that is not mapped yet. Those are not decoded for nothing.
         if !apic && !self.device.seen.is_near(fault.gpa) {
             return Next::Leave;
         }
@@ -272,13 +273,16 @@ impl<B: Backend> Vcpu<B> {
                 self.stats.count(VcpuCount::PfFixed);
                 Ok(())
             }
+            // An invalidation of the host's came between: the access faults again, or finds the page.
             FaultOutcome::Retry => Ok(()),
+            // A write to a read-only slot is the VMM's: flash memory takes commands so (KVM API, KVM_MEM_READONLY).
             FaultOutcome::Mmio | FaultOutcome::ReadonlyWrite => {
                 self.stats.count(VcpuCount::PfEmulate);
                 self.device_access(fault)
             }
             FaultOutcome::Error(MemoryError::Interrupted) => Err(UserExit::Intr.into()),
             FaultOutcome::Error(_) => {
+                // EFAULT, as on stock KVM: the VMM has nothing mapped where the slot says.
                 Err(UserExit::MemoryFault { flags: 0, gpa: fault.gpa.0, size: 4096 }.into())
             }
         }
@@ -290,6 +294,7 @@ impl<B: Backend> Vcpu<B> {
         if self.events.again.is_some() && !fault.final_access {
             return self.delivery_needs_device();
         }
+        // The next fault in this page most likely is the same device's.
         self.device.seen.page = fault.gpa.gfn();
         if !self.device.seen.access.as_ref().is_some_and(|plain| plain.is_of(fault)) {
             let (fetched, decoded) = self.slow_decode()?;

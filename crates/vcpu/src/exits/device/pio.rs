@@ -17,6 +17,7 @@ pub(crate) fn merge(rax: u64, value: u64, size: u8) -> u64 {
     match size {
         1 => (rax & !0xff) | (value & 0xff),
         2 => (rax & !0xffff) | (value & 0xffff),
+        // A result of 32 bits clears the upper half (SDM vol. 1 §3.4.1.1).
         _ => value & 0xffff_ffff,
     }
 }
@@ -36,6 +37,7 @@ const PORT_OF_OPTION_ROM: u16 = 0x7e;
 impl<B: Backend> Vcpu<B> {
     /// RIP after a port instruction: the CPU gives it, or it is decoded.
     fn io_next(&mut self, s: Section<'_>, io: IoExit) -> Option<u64> {
+        // SVM tells the address itself, even without NRIP save (EXITINFO2, APM vol. 2 §15.10.2); VMX tells the length.
         if io.next_rip != 0 { Some(io.next_rip) } else { self.next_rip(s) }
     }
 

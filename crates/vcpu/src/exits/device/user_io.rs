@@ -210,6 +210,7 @@ impl AccessLog {
 
     /// User space has answered: `mmio` if it was asked for memory, `port` if for a port.
     fn answer(&mut self, mmio: [u8; 8], port: [u8; 8]) {
+        // A VMM that calls again without having answered gets what lies there for its answer.
         if let Some(asked) = self.asked.take() {
             if let Some(items) = self.items.as_mut().filter(|items| !items.answered) {
                 items.answered = true;

@@ -190,6 +190,7 @@ pub fn load64(area: &Area, cpu: &mut SavedCpu) {
     cpu.interrupt_shadow = shadow != 0;
     cpu.smbase = get32(area, at64::SMBASE).into();
     cpu.efer = Some(Efer::from_bits_retain(get64(area, at64::EFER)));
+    // Whatever firmware has left there is checked before it runs.
     cpu.guest = (get64(area, at64::GUEST_RAN) != 0).then(|| Gpa(get64(area, at64::GUEST)));
     cpu.cr4 = Cr4::from_bits_retain(get64(area, at64::CR4));
     cpu.cr3 = get64(area, at64::CR3);
@@ -252,6 +253,7 @@ pub fn load32(area: &Area, cpu: &mut SavedCpu) {
     cpu.interrupt_shadow = shadow != 0;
     let word = |at| u64::from(get32(area, at));
     cpu.smbase = word(at32::SMBASE);
+    // A CPU without long mode has no place for either, and RSM leaves EFER as it is.
     (cpu.efer, cpu.guest) = (None, None);
     cpu.cr4 = Cr4::from_bits_retain(word(at32::CR4));
     cpu.dr7 = word(at32::DR7);

@@ -96,6 +96,7 @@ impl<B: Backend> Vcpu<B> {
             || self.events.again.is_some()
             || self.events.exception.is_some()
             || self.pending.gated && self.gate_of(Waiting::Smi) != Gate::Deliver
+            // One that waits for a SIPI takes none; the SMI stays pending.
             || !matches!(self.shared.mp_state(), MpState::Runnable | MpState::Halted);
         if busy || !self.events.outer.has(Outer::SMI) {
             return Ok(());
@@ -131,6 +132,7 @@ impl<B: Backend> Vcpu<B> {
         self.mmu.memory = self.vm.memory_in(active).clone();
         self.memory_changed();
         self.b.flush_tlb();
+        // A device's page may be SMRAM there, and the other way round.
         self.device.seen = Default::default();
         self.device.user_io.log.forget();
         self.pending.raise();
@@ -157,6 +159,7 @@ impl<B: Backend> Vcpu<B> {
         let inside_nmi = self.b.nmi_masked_for_l1();
         self.set_smm_after_saving()?;
         self.smm.inside_nmi = inside_nmi;
+        // SMM begins with NMIs masked (APM vol. 2 §10.3.3). RSM goes by `inside_nmi`, which says what they were.
         self.b.set_nmi_masked(true);
         self.begin_handler();
         Ok(())
@@ -166,6 +169,7 @@ impl<B: Backend> Vcpu<B> {
     fn set_smm_after_saving(&mut self) -> Result<(), NoSaveArea> {
         let mut area = [0; area::SIZE];
         self.save_into(&mut area)?;
+        // The registers are those of before; the area is SMRAM, which is seen in the mode alone.
         self.set_smm(true);
         self.mmu.memory.write(self.save_area(), &area).map_err(|_| NoSaveArea)
     }
@@ -287,6 +291,7 @@ impl<B: Backend> Vcpu<B> {
         } else {
             area::load32(area, &mut cpu);
         }
+        // The handler chooses all of it, and whoever else of the guest may write SMRAM.
         if !self.is_a_state(&cpu) || !self.take_l2_back(&cpu) {
             return false;
         }
@@ -323,6 +328,7 @@ impl<B: Backend> Vcpu<B> {
         self.msrs.store.set_smbase(cpu.smbase);
         if let Some(efer) = cpu.efer {
             let long = cpu.cr0.contains(Cr0::PG) && efer.contains(Efer::LME);
+            // LMA is what PG and LME make of it, whatever the area says.
             let lma = if long { Efer::LMA } else { Efer::empty() };
             self.b.set_efer((efer - Efer::LMA) | lma);
         }
@@ -369,6 +375,7 @@ impl<B: Backend> Vcpu<B> {
             self.end_vmx_operation();
             self.set_smm(smi.smm);
         }
+        // Outside of the mode nobody would clear it.
         self.smm.inside_nmi = smi.smm && smi.inside_nmi;
         self.set_smi_pending(smi.pending);
         self.pending.raise();
