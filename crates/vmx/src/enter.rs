@@ -91,6 +91,7 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
         if hostcpu::uses_ldt() {
             self.host.read_selectors(&mut self.cpu);
         }
+        // An exit loads it: what the kernel has changed of CR4 meanwhile must not be undone.
         self.set(fields::HOST_CR4, cr4.bits());
         // The thread's memory map, with a PCID that may be another at each entry of the loop.
         self.set(fields::HOST_CR3, self.cpu.cr3());

@@ -358,6 +358,7 @@ impl Features {
         let timer = raw.pin.offers(PinControls::PREEMPTION_TIMER)
             && !errata::preemption_timer_is_slow(cpuid(1, 0)[0]);
         let mut at_once = WHERE_THERE;
+        // Unrestricted guests are there with EPT alone (SDM vol. 3C §27.2.1.1).
         if ept {
             at_once |= ProcControls2::EPT | ProcControls2::UNRESTRICTED_GUEST;
         }

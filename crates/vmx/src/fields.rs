@@ -240,6 +240,7 @@ impl Fields {
     fn put<W: Width, A>(&self, slot: Slot<W, A>, value: W::Value) -> Set {
         let raw = value.into();
         let (group, bit, at) = Self::place(slot);
+        // The comparison is cheaper than a VMWRITE.
         if self.known[group].get() & bit != 0 && self.values[at].get() == raw {
             return Set::Unchanged;
         }
@@ -256,6 +257,8 @@ impl Fields {
     /// The guest ran: of the changing fields nothing is known.
     #[inline(always)]
     pub(crate) fn forget(&self) {
+        // Nothing is lost that was to be written: before an entry `load` has written it all, and behind it a field is
+        // written when it is set.
         self.known[0].set(0);
     }
 

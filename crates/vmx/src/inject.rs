@@ -261,6 +261,7 @@ impl<C: Cpu> Injection for Vmx<C> {
     fn offer_interrupt(&mut self, vector: Option<Vector>) {
         self.offer = Offer { vector, taken: false };
         if vector.is_some() {
+            // Whether the guest can take it is asked at the entry itself, behind all that this answer may still change.
             self.attention |= attention::OFFER;
         } else {
             self.attention &= !attention::OFFER;

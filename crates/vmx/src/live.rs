@@ -106,6 +106,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// Sets the guest's KERNEL_GS_BASE.
     pub(crate) fn set_kernel_gs_base(&mut self, value: u64) {
+        // What is set is compared with what the CPU holds, and SWAPGS may have changed that.
         self.kernel_gs_base_now();
         self.kernel_gs_base.set(value);
         if self.vmcs.is_loaded() {
@@ -134,6 +135,7 @@ impl<C: Cpu> LiveRegisters for Vmx<C> {
         let dr7 = Dr7::new(dr7);
         self.set_dr6(Dr6::new(dr6));
         self.set_dr7(dr7);
+        // They have to be in the CPU at the next entry. Others are loaded when the guest touches one.
         if dr7.has_breakpoints() {
             self.own_debug_regs();
         }

@@ -79,6 +79,7 @@ impl Watched {
     pub(crate) fn ticks_until(&self, last: u64, now: u64, scaled: bool) -> Option<u64> {
         let left = last.checked_sub(now)?;
         let left = if scaled { self.host_ticks(left) } else { left };
+        // The sum cannot wrap: a deadline that is none is asked for by nobody.
         Some(((left >> self.shift) + 1).min(LONGEST))
     }
 

@@ -266,7 +266,9 @@ impl<C: Cpu> Backend for Vmx<C> {
         self.set(fields::GUEST_RFLAGS, Rflags::RESET.bits());
         self.shadow_over.set(false);
         self.set(fields::GUEST_INTERRUPTIBILITY, 0);
+        // A trap of before the reset must not come behind its first instruction.
         self.set(fields::GUEST_PENDING_DEBUG, 0);
+        // INIT leaves these as they are (SDM vol. 3A table 10-1).
         if reset == Reset::PowerUp {
             self.set(fields::GUEST_SYSENTER_CS, 0);
             self.set(fields::GUEST_SYSENTER_ESP, 0);

@@ -380,7 +380,9 @@ impl Vmcs {
     pub(crate) fn write_constants<C: Cpu>(&self, cpu: &C) {
         write(cpu, field::VMCS_LINK, u64::MAX);
         write(cpu, field::MSR_BITMAP, self.msr_map.hpa().0);
+        // Under EPT no load of CR3 exits; without, each of them has to be seen.
         write(cpu, field::CR3_TARGET_COUNT, 0);
+        // No lists: an MSR is exchanged where the two values differ, and a list would write it at each entry and exit.
         write(cpu, field::EXIT_MSR_STORE_COUNT, 0);
         write(cpu, field::EXIT_MSR_LOAD_COUNT, 0);
         write(cpu, field::ENTRY_MSR_LOAD_COUNT, 0);

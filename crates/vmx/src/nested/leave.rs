@@ -199,6 +199,7 @@ impl<C: Cpu> Vmx<C> {
     ) -> Executed {
         let v = n.machine.vmcs12();
         let state = host::registers(v, kept, reason, is_nmi);
+        // Without VPIDs an entry and an exit flush what they come from (SDM vol. 3C §29.4.3.1).
         let flush = merge::flush(v, n.last_vpid, false);
         if flush != Flush::None {
             self.attention |= attention::FLUSH;

@@ -326,6 +326,7 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         let asks = |n: &KBox<Nested>| nested_vmx::events::acknowledges(n.machine.vmcs12());
         match waiting {
             Waiting::Interrupt(_) => self.nested.as_ref().is_some_and(asks),
+            // With the exit L1 has had them.
             Waiting::Nmi | Waiting::Init => true,
             Waiting::Smi | Waiting::Exception(_) | Waiting::MonitorTrap | Waiting::TripleFault => {
                 false

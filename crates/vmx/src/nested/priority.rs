@@ -37,6 +37,7 @@ impl<C: Cpu> Vmx<C> {
         let falls = match access {
             Some(Access::Write { value }) => priority::falls(v, value),
             Some(Access::WriteMsr { offset: TPR, value }) => priority::falls(v, value >> 4),
+            // What an end of interrupt or an IPI to itself comes to is known only when it is done.
             Some(Access::WriteMsr { .. }) => true,
             Some(Access::Read { .. } | Access::ReadMsr { .. }) | None => false,
         };

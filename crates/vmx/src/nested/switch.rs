@@ -35,6 +35,7 @@ impl<C: Cpu> Vmx<C> {
                 self.vmcs.give_up_unnoted(&self.cpu, here);
             }
         }
+        // The world switch writes HOST_RSP only where it is another than the VMCS is known to have.
         self.vmcs.host_rsp.set(self.switch.host_rsp);
         if self.attention & attention::FLUSH != 0 {
             // It waits for the level that was to run, too.

@@ -165,6 +165,7 @@ impl<C: Cpu> Vmx<C> {
     /// The EPT pointer of the VMCS that is not current, if the hardware may hold translations made from it.
     pub(crate) fn other_root(&self) -> Option<u64> {
         let other = self.nested.as_ref()?.other.fields.get(fields::EPT_POINTER)?;
+        // With 0 no entry was ever made.
         (other != 0 && Some(other) != self.vmcs.fields.get(fields::EPT_POINTER)).then_some(other)
     }
 
