@@ -154,6 +154,7 @@ impl ControlBlock {
         self.stale = Clean::empty();
         let vmcb = self.unmarked();
         vmcb.control.clean = clean;
+        // VMRUN loads these two from the block. All others the world switch loads.
         vmcb.save.rax = gprs.0[backend::RAX];
         vmcb.save.rsp = gprs.0[backend::RSP];
         cpu.vmrun(vmcb, pa, gprs, spec);

@@ -64,6 +64,7 @@ impl<C: Cpu> Msrs for Svm<C> {
                 // The world switch loads it at the next entry.
                 self.spec.guest = value;
             }
+            // The PAT is of the clean bit of nested paging (APM vol. 2 §15.15).
             msr::PAT => self.vmcb_mut(Clean::NPT).save.g_pat = value,
             msr::DEBUGCTL => self.set_debugctl(value),
             msr::LAST_BRANCH_FROM | msr::LAST_BRANCH_TO | msr::LAST_INT_FROM | msr::LAST_INT_TO => {

@@ -135,6 +135,7 @@ pub fn enable<C: Cpu>(c: &mut C, cpu: usize) -> Result<(), Unusable> {
     if !c.svm_on() {
         return Err(Unusable::InUse);
     }
+    // Before the first VMRUN here, which writes the host's state there.
     c.wrmsr(msr::VM_HSAVE_PA, this.host_save().0);
     this.generation.store(this.generation().wrapping_add(1), Relaxed);
     // Whoever had SVM before, or this CPU before it went offline, left translations under any ASID.

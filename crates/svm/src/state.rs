@@ -209,6 +209,7 @@ impl<C: Cpu> Backend for Svm<C> {
         block.save.cpl = 0;
         block.control.int_state = 0;
         block.control.event_inj = 0;
+        // INIT leaves these as they are (APM vol. 2 table 14-1).
         if reset == Reset::PowerUp {
             block.save.sysenter_cs = 0;
             block.save.sysenter_esp = 0;
