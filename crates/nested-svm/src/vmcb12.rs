@@ -155,6 +155,7 @@ impl<M: L1Memory> Source<'_, M> {
             // Pieces are constants: the bounds hold, and are asked all the same.
             let to = to.as_mut_bytes().get_mut(first..end).ok_or(Outside)?;
             let from = page.get(first / 8..end / 8).ok_or(Outside)?;
+            // Each word once: what is checked is what was read, whatever L1's other vCPUs write meanwhile.
             for (to, from) in to.as_chunks_mut::<8>().0.iter_mut().zip(from) {
                 *to = from.load(Ordering::Relaxed).to_ne_bytes();
             }
