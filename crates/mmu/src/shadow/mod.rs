@@ -140,6 +140,7 @@ struct State {
     crowded: Cell<PageId>,
 }
 
+// From 1: 0 stands for pages of nobody's.
 static NUMBERS: AtomicU64 = AtomicU64::new(1);
 
 /// Pages that a VM may have at least, and before its memory is known (KVM API §4.44).
@@ -225,6 +226,7 @@ impl ShadowMmu {
                 Lack::Chunk => {
                     let chunk = KBox::new(Chunk::new()?)?;
                     let refused = self.lock.lock().frames.add_chunk(gfn, chunk);
+                    // What comes back is a chunk too many: another vCPU was faster.
                     drop(refused);
                 }
             }

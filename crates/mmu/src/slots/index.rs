@@ -134,6 +134,8 @@ fn remove(link: &Link, key: Key) -> Result<Link, NoMemory> {
 
 fn overlapping(link: &Link, start: u64, end: u64, each: &mut impl FnMut(&MemSlot)) {
     let Some(here) = link else { return };
+    // Host ranges overlap, so that the order alone says nothing of their ends: this spares the
+    // branches that end too early.
     if here.most <= start {
         return;
     }

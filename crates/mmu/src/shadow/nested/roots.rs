@@ -61,6 +61,7 @@ impl NestedRoots {
     /// [`super::super::ShadowGuard::nested_switch`] of each root.
     #[inline]
     pub fn flush(&mut self) {
+        // Never 0, which stands for a root that is not fresh.
         self.flushes = self.flushes.wrapping_add(1).max(1);
     }
 
