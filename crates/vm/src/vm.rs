@@ -235,6 +235,7 @@ impl Vm {
     /// KVM_SET_CLOCK: the clock shows `clock` now, or showed it at host real time `realtime`.
     pub fn set_clock(&self, clock: u64, realtime: Option<u64>) {
         self.time.lock().clock.set(clock, realtime, &host_time());
+        // Behind the change: a vCPU that serves the request reads the clock.
         self.vcpus.request_all(Request::Clock);
     }
 
@@ -262,6 +263,7 @@ impl InvalidateHandler for Vm {
     }
 
     fn clear_young(&self, start: Hva, end: Hva) -> bool {
+        // Both, whatever the first says: each is to be cleared.
         self.memory.clear_young(start, end, self) | self.smm_memory.clear_young(start, end, self)
     }
 
@@ -270,6 +272,7 @@ impl InvalidateHandler for Vm {
     }
 
     fn release(&self) {
+        // First: no vCPU enters a guest again whose memory goes.
         self.kill();
         self.memory.release(self);
         self.smm_memory.release(self);

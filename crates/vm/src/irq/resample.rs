@@ -31,6 +31,8 @@ impl Resampler {
 
     /// Says no more, wherever it may still be listed.
     pub(super) fn silence(&self) {
+        // Relaxed: who walks an old list meanwhile may signal once more, as it might have a moment
+        // before.
         self.gone.store(true, Relaxed);
     }
 

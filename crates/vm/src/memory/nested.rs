@@ -56,6 +56,8 @@ impl VmMemory {
         let zapper = self.tdp.zapper();
         let other = self.nested.set_box(made);
         drop(zapper);
+        // Behind the lock: the box that lost to another vCPU's is freed here, and freeing is not
+        // for a spin lock.
         drop(other);
         self.adapt_shadow_limit(flush);
         drop(held);
@@ -105,6 +107,8 @@ impl VmMemory {
         if let Some(missing) = missing {
             let _ = self.find_nested(nested, cache, roots, missing, by.flush);
         }
+        // L1 can change its tables without end. Then L2 faults again, and the vCPU looks at its
+        // requests between.
         for _ in 0..ROUNDS {
             let outcome = self
                 .on_shadow(by.vcpu, nested, |view, guard| guard.nested_fault(view, roots, access));
@@ -138,6 +142,7 @@ impl VmMemory {
     ) -> Option<NestedOutcome> {
         let NestedFrame { gpa, write, exec, table } = *wanted;
         let access = FaultAccess { gpa, write, exec, present: true };
+        // Before the look: a change of the slots behind it makes the note void.
         let generation = self.generation();
         // As long as these slots are held, what is prepared for one of them is not forgotten.
         let slots = self.slots();

@@ -138,6 +138,8 @@ impl VmMemory {
         code: u32,
     ) -> ShadowOutcome {
         let Some(shadow) = &self.shadow else { return ShadowOutcome::Retry };
+        // The guest can change its tables without end. Then it faults again, and the vCPU looks at
+        // its requests between.
         for _ in 0..ROUNDS {
             let outcome = self.on_shadow(by.vcpu, shadow, |view, guard| {
                 guard.fault(view, roots, context, va, code)
@@ -191,6 +193,7 @@ impl VmMemory {
     ) -> Option<ShadowOutcome> {
         let FrameWanted { gpa, write, exec, table } = *wanted;
         let access = FaultAccess { gpa, write, exec, present: true };
+        // Before the look: a change of the slots behind it makes the note void.
         let generation = self.generation();
         // As long as these slots are held, what is prepared for one of them is not forgotten.
         let slots = self.slots();
