@@ -176,6 +176,7 @@ impl Routing {
                 && let Some(slot) = GuestIndex::from(pin).of_mut(pins)
             {
                 // The last one counts, if several GSIs share the pin: as in stock KVM.
+                // GSIs end below 4096: they fit.
                 *slot = route.gsi as i16;
             }
         }
