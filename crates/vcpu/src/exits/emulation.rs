@@ -144,6 +144,7 @@ impl<B: Backend> Vcpu<B> {
                 self.b.set_rflags(done.rflags);
                 if complete {
                     self.retire(done.rip);
+                    // Behind `retire`, which ends every shadow.
                     self.b.set_interrupt_shadow(done.interrupt_shadow);
                 } else {
                     self.b.set_rip(done.rip);

@@ -186,6 +186,7 @@ impl AccessLog {
     /// Gives the iteration `bytes` of those that were answered: where they lie in [`UserIo::string`].
     pub(crate) fn give_items(&mut self, access: &DeviceAccess, bytes: usize) -> Option<usize> {
         let items = self.items.as_mut().filter(|items| items.answers(access))?;
+        // Not cut: `items_at_once` has bounded what the iteration asks for.
         items.given = bytes.checked_div(access.size.into())? as u16;
         Some(usize::from(items.taken).saturating_mul(access.size.into()))
     }
@@ -301,6 +302,7 @@ impl<B: Backend> Vcpu<B> {
 
     #[inline(always)]
     fn complete(&mut self, input: &RunInput) -> Outcome {
+        // Taken first: an emulation that goes on may leave for user space again, and notes its own.
         match core::mem::take(&mut self.device.user_io.completion) {
             Completion::Nothing => {}
             Completion::In { size, next } => self.finish_in(size, self.device.io_data, next),
