@@ -412,6 +412,7 @@ impl Features {
             apicv: ept && raw.secondary.offers(APICV),
             ple,
             zero_length_injection: raw.misc.0 & ZERO_LENGTH != 0,
+            // Without their controls RDTSCP and INVPCID are #UD in a guest, whatever CPUID says (SDM vol. 3C §26.3).
             rdtscp: extended & (1 << 27) != 0 && raw.secondary.offers(ProcControls2::RDTSCP),
             invpcid: seven[1] & (1 << 10) != 0 && raw.secondary.offers(ProcControls2::INVPCID),
             umip_by_exits: seven[2] & (1 << 2) == 0

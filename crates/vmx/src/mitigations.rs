@@ -36,6 +36,7 @@ pub fn choose(facts: Facts, arch_capabilities: u64, asked: L1dFlush) -> L1dFlush
         (L1dFlush::Auto, L1tf::Off) => L1dFlush::Never,
         (L1dFlush::Auto, L1tf::Flush) => L1dFlush::Cond,
         (L1dFlush::Auto, L1tf::Full) => L1dFlush::Always,
+        // The module's parameter counts over the kernel's, as in stock KVM.
         (asked, _) => asked,
     }
 }

@@ -248,6 +248,8 @@ pub fn disable<C: Cpu>(c: &mut C, cpu: usize) {
         return;
     }
     if let Some(this) = of(cpu) {
+        // VMCLEAR is undefined outside of VMX operation, and what the CPU keeps of an active VMCS is lost (SDM vol. 3C
+        // §25.11.1).
         this.clear_all(c);
     }
     c.vmxoff();

@@ -236,6 +236,8 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
     fn cr0_of_write(&self, value: Cr0) -> Option<Cr0> {
         let Some(n) = self.in_operation() else { return Some(value) };
         let of_l1 = self.cold.of_l1.cr0;
+        // Bits that L1 owns keep their value whatever L2 writes: a write that differs from the shadow there has gone to
+        // L1 (SDM vol. 3C §26.3).
         let new = (value - of_l1) | self.cr0 & of_l1;
         n.machine.takes_cr0(new.bits()).then_some(new)
     }
@@ -243,6 +245,7 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
     fn cr4_of_write(&self, value: Cr4) -> Option<Cr4> {
         let Some(n) = self.in_operation() else { return Some(value) };
         let of_l1 = self.cold.of_l1.cr4;
+        // As with CR0.
         let new = (value - of_l1) | self.cr4 & of_l1;
         n.machine.takes_cr4(new.bits()).then_some(new)
     }

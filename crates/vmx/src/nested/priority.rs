@@ -120,6 +120,7 @@ impl<C: Cpu> Vmx<C> {
         l1: &M,
     ) -> Result<u32, Executed> {
         let memory = Memory::new(l1);
+        // A load changes no priority, and cannot end L2's run.
         if store.is_some() && !Self::may_leave(n, &memory) {
             return Err(Executed::Outside);
         }
@@ -158,6 +159,7 @@ impl<C: Cpu> Vmx<C> {
             v.set(field::GUEST_INTERRUPT_STATUS, status);
             return Err(backend::Outside);
         }
+        // Only now: an attempt that missed memory is made again outside, and has to find it waiting.
         n.machine.interrupt_pending = false;
         Ok(vector.ok().flatten().map(Vector))
     }
