@@ -35,6 +35,7 @@ impl<C: Cpu> Registers for Svm<C> {
 
     #[inline]
     fn set_rip(&mut self, rip: u64) {
+        // No clean bit is about RIP, RFLAGS or the interrupt shadow: an entry always reads them (APM vol. 2 §15.15.3).
         self.vmcb_mut(Clean::empty()).save.rip = rip;
     }
 
