@@ -51,6 +51,7 @@ pub fn port_exits(memory: &impl L1Memory, map: u64, info: u64) -> bool {
     let base = map & !(PAGE_SIZE - 1);
     // Four bits from a bit number of at most 7: two bytes hold them.
     match memory.read(Gpa(base.wrapping_add(port / 8)), &mut bytes) {
+        // From port FFFDh on an access may look at the third page, which the map has for that.
         Ok(()) => (u16::from_le_bytes(bytes) >> (port % 8)) & bits != 0,
         Err(Outside) => true,
     }
@@ -101,6 +102,7 @@ impl<const N: usize> OpenWords<N> {
             let theirs = match memory.read(Gpa(base.wrapping_add(at as u64 * 8)), &mut bytes) {
                 Ok(()) => u64::from_le_bytes(bytes),
                 Err(Outside) => {
+                    // The rest is merged nonetheless: words left as they are would be of an L1 map of before.
                     merged = Err(Outside);
                     u64::MAX
                 }

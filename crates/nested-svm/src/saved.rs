@@ -191,6 +191,7 @@ pub fn check(
     if !checks::is_host(&data.save) {
         return Err(Refused::Host);
     }
+    // As if all had changed: the VMM gives any bytes.
     checks::save(&data.save, offered, Clean::ALL).map_err(|_| Refused::Host)?;
     let entry_pending = header.flags & RUN_PENDING != 0;
     Ok(Running { level: Level::L2, gif, entry_pending })
