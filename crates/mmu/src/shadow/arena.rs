@@ -197,6 +197,8 @@ impl ShadowPage {
     /// The guest entry behind it.
     #[inline]
     pub(super) fn copy(&self, index: usize) -> u64 {
+        // Relaxed: the shadow lock orders whoever comes here. A page is made of atomic words for
+        // those that the hardware walks.
         self.copies.table()[index & 511].load(Ordering::Relaxed)
     }
 
@@ -595,6 +597,7 @@ impl Arena {
     /// Puts an entry, whose node is given, before `head`; it is the head from then on.
     #[inline]
     pub(super) fn push(&self, page: &ShadowPage, node: Node, head: Node) {
+        // Stored whole: a head has nobody before it, whatever stood there.
         page.links(index_of(node)).store(u64::from(head), Ordering::Relaxed);
         if head != 0 {
             let links = self.links(head);

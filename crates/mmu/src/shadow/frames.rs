@@ -145,6 +145,7 @@ pub(super) struct Span {
 impl Span {
     /// For the frames `base..end`, without chunks.
     pub(super) fn new(base: Gfn, end: Gfn) -> Result<Self, NoMemory> {
+        // A slot may begin and end within a chunk: either part takes a chunk of its own.
         let count = (end.0.div_ceil(CHUNK)).saturating_sub(base.0 / CHUNK);
         let count = usize::try_from(count).map_err(|_| NoMemory)?;
         let mut chunks = Vec::new();
