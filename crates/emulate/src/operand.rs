@@ -368,6 +368,7 @@ impl<M: Machine> Run<'_, M> {
         let reachable = if self.long() {
             self.canonical(target)
         } else {
+            // The first byte alone: the fetch looks at the others.
             target <= u64::from(self.m.segment(SegReg::Cs).limit)
         };
         if !reachable {

@@ -31,6 +31,7 @@ impl<M: Machine> Run<'_, M> {
         self.privileged()?;
         let kind = RegRef::of(self.insn.op0_register()).ok_or(Stop::Unsupported)?;
         let kind = self.reg(kind);
+        // Read for every type, also for those that need nothing of it (SDM vol. 2A, INVPCID).
         let at = self.vector_place(16, false, Access::Load)?;
         let descriptor = self.vector_load(at, 16)?;
         let (pcid, address) = (descriptor as u64, (descriptor >> 64) as u64);
