@@ -53,6 +53,7 @@ pub fn read(v: &Vmcs12, offset: u16, memory: &impl GuestMemory) -> u32 {
 
 /// Stores four bytes, and does what follows from that (§30.4.3.2).
 pub fn write(v: &mut Vmcs12, offset: u16, value: u32, memory: &impl GuestMemory) -> Moved {
+    // The CPU clears the rest of these two (§30.4.3.2).
     let kept = match offset {
         TPR => value & 0xff,
         ICR_HIGH => value & 0xff00_0000,

@@ -338,6 +338,7 @@ impl Capabilities {
         let mut ept = (host.ept_vpid | emulated::EPT_VPID) & offer.ept_vpid;
         if secondary & ProcControls2::EPT.bits() == 0 {
             ept &= !0xffff_ffff;
+            // An entry without EPT refuses both (SDM vol. 3C §27.2.1.1).
             secondary &= !(ProcControls2::UNRESTRICTED_GUEST | ProcControls2::PML).bits();
         }
         if secondary & ProcControls2::VPID.bits() == 0 {

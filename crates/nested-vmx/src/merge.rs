@@ -162,6 +162,7 @@ pub fn compose(l0: &L0, v: &Vmcs12, dirty: Groups, to: &mut impl Fields) {
         }
     }
     if dirty.has(Group::Bitmaps) {
+        // The hardware shadows nothing for L2: what L1 lets L2 reach, L0 serves.
         to.set(field::VMCS_LINK, Vmcs12::NOWHERE);
         if let Some(page) = l0.pages.msr_bitmap {
             to.set(field::MSR_BITMAP, page.0);
@@ -279,6 +280,8 @@ fn controls(l0: &L0, v: &Vmcs12, to: &mut impl Fields) {
     to.set(field::EXIT_CONTROLS, l0.exit.bits());
     to.set(field::ENTRY_CONTROLS, words::entry(l0, v).bits());
     to.set(field::EXCEPTION_BITMAP, words::exceptions(l0, v));
+    // Bit 14 of the exception bitmap is set then: with mask and match 0 every page fault exits (SDM
+    // vol. 3C §26.2).
     let (mask, matching) = if l0.page_faults {
         (0, 0)
     } else {

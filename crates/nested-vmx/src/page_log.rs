@@ -32,6 +32,7 @@ pub fn log(v: &mut Vmcs12, page: Gpa, memory: &impl GuestMemory) -> Logged {
     let at = Gpa(v.get(field::PML_ADDRESS).wrapping_add(u64::from(index) * 8));
     // Where there is no memory the entry is lost, as a store of the CPU's would be.
     let _ = memory.write(at, &(page.0 & !0xfff).to_le_bytes());
+    // Below 0 it is 0xffff, and the log is full.
     v.set(field::PML_INDEX, index.wrapping_sub(1));
     Logged::Done
 }

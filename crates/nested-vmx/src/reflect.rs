@@ -219,6 +219,7 @@ fn control_register(v: &Vmcs12, qualification: u64, gprs: &Gprs) -> Claim {
         (cr::MOV_FROM, 3) => primary(ProcControls::CR3_STORE),
         (cr::MOV_FROM, 8) => primary(ProcControls::CR8_STORE),
         (cr::CLTS, _) => {
+            // Where L2 reads TS as 0 already CLTS changes nothing, and L1 is not asked.
             let both = v.get(field::CR0_MASK) & v.get(field::CR0_SHADOW);
             Claim::by_l1(both & Cr0::TS.bits() != 0)
         }
@@ -251,6 +252,7 @@ fn access(
     }
     let information = crate::operand::Information(exit.get(field::INSTRUCTION_INFO));
     let mut encoding = register(gprs, information.register2());
+    // Outside long mode the upper half of a register does not count.
     if exit.get(field::GUEST_EFER) & Efer::LMA.bits() == 0 {
         encoding &= 0xffff_ffff;
     }

@@ -56,6 +56,7 @@ fn place(v: &Vmcs12, base: u32, vector: u8) -> (Gpa, u32) {
 }
 
 fn change(v: &Vmcs12, base: u32, vector: u8, set: bool, memory: &impl GuestMemory) {
+    // Not atomic: others post into the descriptor, and leave the page to this vCPU.
     let (at, bit) = place(v, base, vector);
     if let Ok(word) = memory.read_u32(at) {
         let new = if set { word | bit } else { word & !bit };
@@ -138,6 +139,7 @@ pub fn deliver(v: &mut Vmcs12, memory: &impl GuestMemory) -> Result<Option<u8>, 
         return memory.read_u8(register(v, reg::TPR)).map(|_| None);
     }
     let vector = requested(v);
+    // First what can fail: nothing has changed then.
     let (at, bit) = place(v, reg::ISR, vector);
     let word = memory.read_u32(at)?;
     memory.write(at, &(word | bit).to_le_bytes())?;

@@ -176,6 +176,7 @@ pub fn is_ept_pointer(pointer: u64, c: &Capabilities, limits: &Limits) -> bool {
 
 /// Whether a list of MSRs lies where it may.
 fn is_list(count: u32, at: u64, limits: &Limits) -> bool {
+    // A list may begin within the width and end beyond it.
     let last = at.checked_add(u64::from(count) * 16).and_then(|end| end.checked_sub(1));
     count == 0
         || at & 0xf == 0
@@ -228,6 +229,7 @@ fn is_injection(v: &Vmcs12, c: &Capabilities, information: u32) -> bool {
         _ => true,
     };
     let unrestricted = v.secondary().contains(ProcControls2::UNRESTRICTED_GUEST);
+    // Real mode, which only an unrestricted guest can be in, pushes no error codes.
     let protected = !unrestricted || v.get(field::GUEST_CR0) & Cr0::PE.bits() != 0;
     let pushes =
         kind == event::EXCEPTION && protected && vector < 32 && WITH_ERROR_CODE & 1 << vector != 0;

@@ -278,6 +278,7 @@ fn pdptes(
         v.get(field::GUEST_PDPTE3),
     ];
     if in_memory {
+        // In PAE paging the table lies at bits 31:5 of CR3 (SDM vol. 3A §4.4.1).
         let table = v.get(field::GUEST_CR3) & 0xffff_ffe0;
         for (entry, at) in entries.iter_mut().zip((table..).step_by(8)) {
             *entry = memory.read_u64(Gpa(at)).map_err(|_| Broken::Pdptes)?;

@@ -85,6 +85,8 @@ pub fn registers(v: &Vmcs12, kept: Kept, reason: ExitReason, is_nmi: bool) -> Re
     let exit = v.exit();
     let long = exit.contains(ExitControls::HOST_64);
     let mode = (Efer::LMA | Efer::LME).bits();
+    // An exit that loads no EFER sets LMA and LME all the same, by the host's mode (SDM vol. 3C
+    // §28.5.1).
     let efer = if exit.contains(ExitControls::LOAD_EFER) {
         v.get(field::HOST_EFER)
     } else if long {

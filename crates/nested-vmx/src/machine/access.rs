@@ -40,6 +40,7 @@ impl Machine {
         cpu: &Cpu,
         l1: &mut impl L1,
     ) -> Result<Then, Fail> {
+        // VMfailInvalid goes before a fault of the operand.
         self.has_target()?;
         let value = match from {
             Place::Register(_) if cpu.is_64_bit => register,

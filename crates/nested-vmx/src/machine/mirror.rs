@@ -183,6 +183,8 @@ impl Machine {
     #[cold]
     #[inline(never)]
     fn change_line(&mut self, at: usize, value: u64) {
+        // What an exit loads as L1's segments stays: none of the fields served here is among what
+        // decides about it.
         if let Some(served) = SHADOWED.get(at)
             && self.vmcs12.take_served(served, value)
         {

@@ -98,6 +98,7 @@ impl Machine {
         if self.vmxon == Some(Gpa(at)) {
             return Err(Fail::Valid(InstructionError::VmptrldVmxonPointer));
         }
+        // It is not read again: the private copy counts until VMCLEAR.
         if self.current == Some(Gpa(at)) {
             return Ok(Then::Next);
         }
@@ -110,6 +111,7 @@ impl Machine {
         if revision != VMCS12_REVISION || is_shadow && !self.capabilities.has_secondary(shadows) {
             return Err(wrong);
         }
+        // Only now: a wrong revision leaves the current VMCS what it was.
         self.write_back(l1);
         self.set_regions(self.vmxon, None);
         load(&mut self.vmcs12, at, header, l1).map_err(|_| wrong)?;

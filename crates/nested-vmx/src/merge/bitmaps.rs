@@ -110,6 +110,7 @@ pub fn msr_exits(v: &Vmcs12, msr: u32, direction: Direction, memory: &impl Guest
     let high = match msr {
         0..=0x1fff => 0,
         0xc000_0000..=0xc000_1fff => 1024,
+        // MSRs in neither range always exit (SDM vol. 3C §26.1.3).
         _ => return true,
     };
     let write = if direction == Direction::Write { 2048 } else { 0 };

@@ -68,6 +68,7 @@ impl Deadline {
 
     /// What is left of the timer, as its field has it; 0 has run out.
     pub fn left(self, tsc: u64) -> u32 {
+        // A deadline that a VMM restores may lie further away than the field reaches.
         u32::try_from(self.0.saturating_sub(tsc >> TIMER_RATE)).unwrap_or(u32::MAX)
     }
 
