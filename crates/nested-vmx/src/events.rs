@@ -133,6 +133,7 @@ fn asynchronous(exits: bool, blocked: bool, state: &State) -> Gate {
     match (state.entry_pending || state.injecting, exits, blocked) {
         (true, true, _) => Gate::Hold,
         (false, true, _) => Gate::ExitToL1,
+        // An entry has room for one event, and may carry another.
         (true, false, _) | (false, false, true) => Gate::Window,
         (false, false, false) => Gate::Deliver,
     }

@@ -222,6 +222,7 @@ pub struct Known {
 pub fn save(v: &mut Vmcs12, exit: &impl Exit, report: &Report, known: &Known) -> Groups {
     let differ = save_state(v, exit, known);
     tell(v, report);
+    // Every exit clears the valid bit, lest the event be injected twice (SDM vol. 3C §28.2).
     let information = v.get(field::ENTRY_INTERRUPTION);
     v.set(field::ENTRY_INTERRUPTION, information & !event::VALID);
     differ
@@ -238,6 +239,8 @@ pub fn save_state(v: &mut Vmcs12, exit: &impl Exit, known: &Known) -> Groups {
     v.set(field::GUEST_SS_RIGHTS, exit.get(field::GUEST_SS_RIGHTS));
     v.set(field::GUEST_ACTIVITY, known.activity);
     let mut differ = save_msrs(v, exit, known);
+    // An exit updates this control, for the next entry to resume L2 in its mode (SDM vol. 3C
+    // §28.2).
     let lma = known.efer & Efer::LMA.bits() != 0;
     let mut entry = v.entry();
     if entry.contains(EntryControls::IA32E_GUEST) != lma {
@@ -362,6 +365,7 @@ fn save_control_registers(v: &mut Vmcs12, exit: &impl Exit, known: &Known) {
     v.set(field::GUEST_CR0, cr0);
     v.set(field::GUEST_CR4, cr4);
     v.set(field::GUEST_CR3, exit.get(field::GUEST_CR3));
+    // Without L1's EPT the fields are undefined after an exit (SDM vol. 3C §28.3.4).
     let paging = cr0 & Cr0::PG.bits() != 0 && cr4 & x86::Cr4::PAE.bits() != 0;
     if v.has_ept() && paging && known.efer & Efer::LMA.bits() == 0 {
         copy!(v, exit, GUEST_PDPTE0, GUEST_PDPTE1, GUEST_PDPTE2, GUEST_PDPTE3);

@@ -173,6 +173,8 @@ fn activity(v: &Vmcs12, c: &Capabilities, limits: &Limits) -> Checked {
         activity_is::ACTIVE => true,
         activity_is::HLT => {
             let dpl = v.get(field::GUEST_SS_RIGHTS) as u16 & attr::DPL_MASK;
+            // #DB and #MC wake a halted processor, other exceptions cannot come to one (SDM vol. 3C
+            // §27.3.1.5).
             let event = kind == event::INTR || nmi || exception(1) || exception(18);
             c.misc & misc::HLT != 0 && dpl == 0 && (!injection || event || kind == OTHER)
         }
@@ -251,6 +253,7 @@ const PDPTE_ZERO: u64 = 0x1e6;
 
 /// Whether PAE paging may load a PDPTE.
 pub fn is_pdpte(entry: u64, physical_bits: u8) -> bool {
+    // The other bits of an entry without P are ignored.
     entry & 1 == 0 || entry & PDPTE_ZERO == 0 && is_physical(entry, physical_bits)
 }
 

@@ -74,6 +74,7 @@ fn segments(v: &Vmcs12, limits: &Limits) -> Checked {
         v.get(field::HOST_TR_SELECTOR),
     ];
     let long = v.exit().contains(ExitControls::HOST_64);
+    // An exit makes LDTR unusable and CPL 0: neither TI nor an RPL would fit.
     let good = all.iter().all(|selector| selector & 7 == 0)
         && v.get(field::HOST_CS_SELECTOR) != 0
         && v.get(field::HOST_TR_SELECTOR) != 0

@@ -59,6 +59,7 @@ impl List {
         if reserved != 0 || x2apic || microcode {
             return Err(bad);
         }
+        // The list was checked to begin at a multiple of 16.
         Ok(Step { number, msr: number_of_msr, value: (both >> 64) as u64, slot: Gpa(at | 8) })
     }
 

@@ -157,6 +157,7 @@ fn bases(r: &Registers, limits: &Limits, mode: Mode) -> Result<(), Broken> {
         let shifted = |s: &&Register| s.base == u64::from(s.selector) << 4;
         rule(r.of_programs().iter().all(shifted), Broken::Bases)?;
     }
+    // Only FS, GS, TR and LDTR have bases of 64 bits.
     let low = |s: &Register| !s.usable() || s.base >> 32 == 0;
     let good = limits.is_canonical(r.tr.base)
         && limits.is_canonical(r.fs.base)
@@ -198,11 +199,13 @@ fn is_data(s: &Register, mode: Mode) -> bool {
     }
     let accessed = s.kind() & 1 != 0;
     let readable = s.kind() & 8 == 0 || s.kind() & 2 != 0;
+    // Conforming code (12 to 15) is read from any level.
     let level = mode.unrestricted || s.kind() > 11 || s.dpl() >= s.rpl();
     accessed && readable && level && s.rights & CODE_OR_DATA != 0 && s.is_whole()
 }
 
 fn system(r: &Registers, mode: Mode) -> Result<(), Broken> {
+    // IA-32e mode has no 16-bit TSS, type 3.
     let busy = if mode.long { r.tr.kind() == 11 } else { matches!(r.tr.kind(), 3 | 11) };
     let task = busy && r.tr.rights & CODE_OR_DATA == 0 && r.tr.usable() && r.tr.is_whole();
     let ldtr = !r.ldtr.usable()
