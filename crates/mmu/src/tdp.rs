@@ -285,6 +285,7 @@ impl<S> Mapper<'_, S> {
     /// That the frame is still the VMM's is the caller's to know: no invalidation ran since it was found.
     pub fn map(&self, gfn: Gfn, mapping: &Mapping, cache: &mut TableCache) -> MapOutcome {
         if !self.in_range(gfn) {
+            // No slot reaches beyond the tables, or this would be retried for ever.
             return MapOutcome::Retry;
         }
         let table = self.tree.root().descend(gfn, mapping.level);
