@@ -331,6 +331,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
     }
 
     fn set_nr_mmu_pages(&self, pages: u64) -> Result<(), Errno> {
+        // SMM's address space has shadow pages of its own.
         for smm in [false, true] {
             self.vm.memory_in(smm).set_shadow_limit(pages, &**self.vm);
         }
@@ -351,6 +352,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
             vm.settings.boot_cpu_id.store(id, Relaxed);
             Ok(())
         })
+        // EBUSY as in stock KVM, whose other settings that come too late answer EINVAL.
         .map_err(|_| Errno::EBUSY)?
     }
 
