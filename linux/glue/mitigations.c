@@ -231,5 +231,6 @@ u64 gnt_mitigation_facts(void)
 	facts |= FACT(33, boot_cpu_has_bug(X86_BUG_NULL_SEG));
 	facts |= FACT(34, boot_cpu_has(X86_FEATURE_MWAIT) && !boot_cpu_has_bug(X86_BUG_MONITOR) &&
 			  boot_cpu_has(X86_FEATURE_ARAT));
+	facts |= FACT(35, cpu_smt_possible());
 	return facts;
 }

@@ -105,6 +105,9 @@ pub enum Executed {
     Left,
     /// L1's memory cannot be had here; nothing has happened.
     Outside,
+    /// L2 has made a hypercall that asks for a flush of translations, which is not L1's but the vCPU's to carry out; nothing
+    /// has happened.
+    Flushes,
     /// A page that the entry names is no memory, which the VMM has to know; nothing has happened.
     NoPage,
     /// L1 cannot go on: where it wants to hear of L2's exit is no memory.

@@ -39,7 +39,10 @@ pub use inject::{Injection, NmiWindow};
 pub use l1::{Executed, L1Memory, ListAct, ListMsr, Outside, Reach, Sleep};
 pub use live::LiveRegisters;
 pub use msrs::{Msrs, NotMine};
-pub use nested::{Asleep, Claim, Cr0Write, Gate, Level, MonitorTrap, Nested, Nesting, Waiting};
+pub use nested::{
+    Asleep, Claim, Cr0Write, Enlightenment, FlushTold, Gate, Level, MonitorTrap, Nested, Nesting,
+    Waiting,
+};
 pub use nested_paging::{L1Flush, L1Tables, NestedPageFault, NestedPaging, TablesRefuse};
 pub use nested_state::{NestedState, Unrestorable};
 pub use paging::{Paging, Translation};

@@ -85,6 +85,30 @@ pub enum Gate {
     AfterEntry,
 }
 
+/// What L1 may do with an enlightened control block, which it writes and reads in memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Enlightenment {
+    /// The VMM has switched them on.
+    pub enabled: bool,
+    /// L1's CPUID names the interface.
+    pub shown: bool,
+    /// L2's hypercalls that flush translations are carried out here if L1 asks for that.
+    pub direct_flush: bool,
+    /// The page in which L1 names it.
+    pub assist: Option<Gpa>,
+}
+
+/// Whether L1 is to hear that translations were flushed for L2.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FlushTold {
+    /// L1 cannot be asked: where it answers is no memory.
+    Nowhere,
+    /// It is not.
+    No,
+    /// It is.
+    Yes(Executed),
+}
+
 /// What a backend does for guests that are hypervisors.
 pub trait Nested: NestedPaging + NestedState {
     /// Whether [`execute`](Self::execute) has to know where L1 goes on.
@@ -206,6 +230,17 @@ pub trait Nested: NestedPaging + NestedState {
     /// L1's memory cannot be had here; nothing has changed.
     fn posts(&mut self, _vector: Vector, _l1: &impl L1Memory) -> Result<bool, Outside> {
         Ok(false)
+    }
+    /// Says what L1 may do with an enlightened control block.
+    fn enlighten(&mut self, _by: Enlightenment) {}
+    /// Behind [`Executed::Flushes`], outside the loop: whether L1 can be asked if it wants to hear of the flush, and if so
+    /// ends L2's run with that.
+    fn tell_flush(&mut self, _gprs: &mut Gprs, _tell: bool, _l1: &impl L1Memory) -> FlushTold {
+        FlushTold::No
+    }
+    /// What L1 reads of an MSR that describes this instruction set and that has this value.
+    fn value_for_l1(&self, _index: u32, value: u64) -> u64 {
+        value
     }
     /// Whether the task priority that the current block holds is a priority of L2's alone.
     fn has_own_priority(&self) -> bool;

@@ -22,7 +22,20 @@ pub trait NestedState {
     ///
     /// # Errors
     /// There is no memory to do it.
-    fn save_state(&mut self, gprs: &crate::Gprs, into: &mut [u8]) -> Result<(), Unrestorable>;
+    fn save_state(
+        &mut self,
+        gprs: &crate::Gprs,
+        into: &mut [u8],
+        l1: &impl L1Memory,
+    ) -> Result<(), Unrestorable>;
+
+    /// Whether a restored state waits for memory of L1's that it names ([`Self::settle_state`]).
+    fn is_unsettled(&self) -> bool {
+        false
+    }
+
+    /// Before the first run with a restored state: what of it lies in L1's memory is looked for there.
+    fn settle_state(&mut self, _l1: &impl L1Memory) {}
 
     /// Whether [`restore_state`](Self::restore_state) would take these bytes. `smm`: the vCPU is in
     /// system-management mode.
@@ -53,7 +66,12 @@ impl NestedState for Absent {
     fn state_size(&self) -> usize {
         match *self {}
     }
-    fn save_state(&mut self, _: &crate::Gprs, _: &mut [u8]) -> Result<(), Unrestorable> {
+    fn save_state(
+        &mut self,
+        _: &crate::Gprs,
+        _: &mut [u8],
+        _: &impl L1Memory,
+    ) -> Result<(), Unrestorable> {
         match *self {}
     }
     fn check_state(&mut self, _: &[u8], _: bool, _: &impl L1Memory) -> Result<(), Unrestorable> {

@@ -6,6 +6,7 @@
 use crate::derived::{cr4_bits, efer_bits};
 use crate::dynamic::{Dynamic, DynamicInputs};
 use crate::entry::{Entry, Error, MAX_ENTRIES, NONE, find, position};
+use crate::hyperv::Shown;
 use crate::lines::{INVALID, LINES, Line};
 use crate::supported::Supported;
 use crate::words::FeatureWords;
@@ -38,6 +39,7 @@ pub struct GuestCpuid {
     words: FeatureWords,
     facts: Facts,
     msr: GuestFacts,
+    hyperv: Shown,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -81,6 +83,7 @@ impl GuestCpuid {
                 signature: 0,
             },
             msr: GuestFacts { maxphyaddr: DEFAULT_MAXPHYADDR, ..GuestFacts::default() },
+            hyperv: Shown::default(),
         }
     }
 
@@ -201,6 +204,12 @@ impl GuestCpuid {
     #[inline]
     pub fn msr_facts(&self) -> &GuestFacts {
         &self.msr
+    }
+
+    /// What of Hyper-V's interface the guest is shown, and is there.
+    #[inline]
+    pub fn hyperv(&self) -> Shown {
+        self.hyperv
     }
 
     /// Whether an address is canonical for the guest's linear-address width: 57 bits with LA57,
@@ -345,6 +354,9 @@ impl GuestCpuid {
         };
         self.words = words;
         self.msr = self.derive_msr_facts(host);
+        // Elsewhere nothing of it is there, whatever the VMM shows.
+        self.hyperv =
+            if host.has(feature::VMX) { Shown::of(&self.entries) } else { Shown::default() };
     }
 
     fn derive_msr_facts(&self, host: &Supported) -> GuestFacts {

@@ -96,6 +96,7 @@ facts! {
     LFENCE_SERIALIZES = 32, "LFENCE serializes.";
     NULL_SELECTOR_KEEPS_BASE = 33, "Loading a null selector leaves the base as it was (AMD).";
     MWAIT = 34, "MWAIT can be given to guests: it works, and the APIC timer goes on in C-states.";
+    SMT_POSSIBLE = 35, "Hardware threads share cores, or may come to.";
 }
 
 impl Facts {

@@ -67,6 +67,10 @@ pub struct Offer {
     pub gpa_bits: u32,
     /// Guests may have a smaller MAXPHYADDR than the host: their tables are walked in software.
     pub smaller_maxphyaddr: bool,
+    /// Guests may be hypervisors that use an enlightened VMCS, and find as much of Hyper-V's interface.
+    pub hyperv: bool,
+    /// Hardware threads never share a core.
+    pub no_smt: bool,
 }
 
 macro_rules! answers {
@@ -127,6 +131,8 @@ mod tests {
         nested_format: 0,
         gpa_bits: 48,
         smaller_maxphyaddr: false,
+        hyperv: false,
+        no_smt: false,
     };
 
     #[test]
@@ -160,6 +166,15 @@ mod tests {
         assert_eq!(check_extension(&SMALL, u64::from(CAP_IRQCHIP) | 1 << 32), 0);
         assert_eq!(check_extension(&SMALL, u64::MAX), 0);
         assert_eq!(check_extension(&EMPTY, CAP_XCRS.into()), 0);
+        let of_hyperv = [CAP_HYPERV, CAP_HYPERV_ENLIGHTENED_VMCS, CAP_HYPERV_CPUID];
+        let hyperv = Offer { hyperv: true, ..SMALL };
+        for capability in of_hyperv {
+            assert_eq!(check_extension(&SMALL, capability.into()), 0);
+            assert_eq!(check_extension(&hyperv, capability.into()), 1);
+        }
+        for capability in [CAP_HYPERV_SPIN, CAP_HYPERV_SYNIC2, CAP_HYPERV_ENFORCE_CPUID] {
+            assert_eq!(check_extension(&hyperv, capability.into()), 0);
+        }
     }
 
     #[test]

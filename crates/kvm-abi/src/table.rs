@@ -38,6 +38,9 @@ macro_rules! commands {
                  (all but SMSW, as in stock KVM)";
             GET_EMULATED_CPUID [iowr KvmCpuid2 0x09] [CAP_EXT_EMUL_CPUID] => emulated_cpuid(kvm, arg),
                 "leaves 0, 1 and 7, without a feature: no instruction is emulated that the host lacks";
+            GET_SUPPORTED_HV_CPUID [iowr KvmCpuid2 0xc1] [CAP_SYS_HYPERV_CPUID]
+                => hyperv_cpuid(kvm.offer(), arg, || kvm.hyperv_cpuid()),
+                "what there is of Hyper-V's interface; ENOTTY where there is none";
             X86_GET_MCE_CAP_SUPPORTED [ior u64 0x9d] [CAP_MCE] => gives(arg, || kvm.offer().mce_cap),
                 "MCG_CTL_P and MCG_SER_P; on Intel MCG_CMCI_P and MCG_LMCE_P too";
             HAS_DEVICE_ATTR [iow KvmDeviceAttr 0xe3] [CAP_SYS_ATTRIBUTES] => attribute(arg).map(|_| ()),
@@ -209,8 +212,10 @@ macro_rules! commands {
             TPR_ACCESS_REPORTING [iowr KvmTprAccessCtl 0x92] [CAP_VAPIC] => state::tpr_access_reporting(vcpu, arg),
                 "taken, no effect: KVM_CAP_VAPIC is 0";
             SET_VAPIC_ADDR [iow KvmVapicAddr 0x93] [CAP_VAPIC] => state::set_vapic_addr(vcpu, arg), "the same";
+            GET_SUPPORTED_HV_CPUID [] [CAP_HYPERV_CPUID] => hyperv_cpuid(vcpu.offer(), arg, || vcpu.hyperv_cpuid()),
+                "the same; the versions of the enlightened VMCS once that is enabled";
             ENABLE_CAP [] [CAP_ENABLE_CAP] => takes(arg, |cap| state::enable_cap(vcpu, cap)),
-                "ENFORCE_PV_FEATURE_CPUID; EINVAL for others";
+                "ENFORCE_PV_FEATURE_CPUID, HYPERV_ENLIGHTENED_VMCS; EINVAL for others";
             GET_NESTED_STATE [iowr KvmNestedState 0xbe] [CAP_NESTED_STATE]
                 => nested::get(vcpu, arg),
                 "stock KVM's format; E2BIG with the size that it takes";
@@ -224,7 +229,6 @@ macro_rules! commands {
             GET_ONE_REG [iow KvmOneReg 0xab] "";
             SET_ONE_REG [iow KvmOneReg 0xac] "";
             GET_REG_LIST [iowr KvmRegList 0xb0] "";
-            GET_SUPPORTED_HV_CPUID [iowr KvmCpuid2 0xc1] "";
         }
     };
 }
@@ -270,8 +274,9 @@ macro_rules! capabilities {
             CAP_ADJUST_CLOCK 39 => CLOCK_VALID_FLAGS, "0xe";
             CAP_INTERNAL_ERROR_DATA 40 => 1, "";
             CAP_VCPU_EVENTS 41 => 1, "";
-            CAP_HYPERV 44 => 0, "";
-            CAP_HYPERV_VAPIC 45 => 0, "";
+            CAP_HYPERV 44 => offer.hyperv.into(),
+                "1 on Intel CPUs whose guests may be hypervisors ([ADR 58](adr/0058-the-enlightened-vmcs.md))";
+            CAP_HYPERV_VAPIC 45 => offer.hyperv.into(), "the same";
             CAP_HYPERV_SPIN 46 => 0, "";
             CAP_INTR_SHADOW 49 => 1, "";
             CAP_DEBUGREGS 50 => 1, "";
@@ -320,7 +325,7 @@ macro_rules! capabilities {
                  Enabled, for vCPUs that are made later ([ADR 43](adr/0043-exits-that-a-vmm-gives-up.md)); \
                  what the host cannot give is passed over; EINVAL for unknown bits";
             CAP_HYPERV_SYNIC2 148 => 0, "";
-            CAP_HYPERV_VP_INDEX 149 => 0, "";
+            CAP_HYPERV_VP_INDEX 149 => offer.hyperv.into(), "as CAP_HYPERV";
             CAP_GET_MSR_FEATURES 153 => 1, "";
             CAP_HYPERV_EVENTFD 154 => 0, "";
             CAP_HYPERV_TLBFLUSH 155 => 0, "";
@@ -329,10 +334,11 @@ macro_rules! capabilities {
             CAP_MSR_PLATFORM_INFO 159 => 1, "";
             CAP_HYPERV_SEND_IPI 161 => 0, "";
             CAP_COALESCED_PIO 162 => 1, "";
-            CAP_HYPERV_ENLIGHTENED_VMCS 163 => 0, "";
+            CAP_HYPERV_ENLIGHTENED_VMCS 163 => offer.hyperv.into(),
+                "as CAP_HYPERV; enabled on a vCPU, the range of versions is written where `args[0]` points: 0x101";
             CAP_EXCEPTION_PAYLOAD 164 => offer.exception_payload.into(), "1";
             CAP_MANUAL_DIRTY_LOG_PROTECT 166 => 0, "";
-            CAP_HYPERV_CPUID 167 => 0, "";
+            CAP_HYPERV_CPUID 167 => offer.hyperv.into(), "as CAP_HYPERV";
             CAP_MANUAL_DIRTY_LOG_PROTECT2 168 => offer.manual_dirty_log as u32, "1: not \"initially set\"";
             CAP_PMU_EVENT_FILTER 173 => 0, "";
             CAP_HYPERV_DIRECT_TLBFLUSH 175 => 0, "";
@@ -345,7 +351,7 @@ macro_rules! capabilities {
             CAP_X86_USER_SPACE_MSR 188 => 1, "";
             CAP_X86_MSR_FILTER 189 => 1, "";
             CAP_ENFORCE_PV_FEATURE_CPUID 190 => 1, "";
-            CAP_SYS_HYPERV_CPUID 191 => 0, "";
+            CAP_SYS_HYPERV_CPUID 191 => offer.hyperv.into(), "as CAP_HYPERV";
             CAP_DIRTY_LOG_RING 192 => 0, "";
             CAP_X86_BUS_LOCK_EXIT 193 => 0, "";
             CAP_SET_GUEST_DEBUG2 195 => offer.guest_debug, "0x1f0003";

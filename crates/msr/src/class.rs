@@ -17,6 +17,8 @@ pub enum Class {
     X2Apic,
     /// Paravirtual, KVM's own.
     Pv,
+    /// The synthetic ones that Hyper-V defines, of which a guest has what its CPUID shows.
+    HyperV,
     /// Kept by [`crate::MsrStore`].
     Store,
     /// Kept by [`crate::MsrStore`] too; a write takes effect where the kernel can be called.
@@ -39,6 +41,7 @@ macro_rules! classes {
         ($host:ident)
         Backend $_b:literal { $($b:ident $b_saved:tt $b_check:tt $b_note:literal;)* }
         Pv $_p:literal { $($p:ident $p_saved:tt $p_note:literal;)* }
+        HyperV $_h:literal { $($h:ident $h_saved:tt $h_note:literal;)* }
         Kept $_k:literal { $($k:ident $k_saved:tt $k_up:tt $k_read:tt $k_write:tt $k_note:literal;)* }
         Outside $_o:literal { $($o:ident $o_saved:tt $o_up:tt $o_read:tt $o_write:tt $o_note:literal;)* }
         Fixed $_f:literal { $(
@@ -65,6 +68,7 @@ macro_rules! classes {
                 $($k)|* => Class::Store,
                 $($f $(..= $f_last)?)|* => Class::Store,
                 $($o)|* => Class::Outside,
+                $($h)|* => Class::HyperV,
                 _ => Class::Unknown,
             }
         }

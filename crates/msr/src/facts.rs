@@ -132,6 +132,8 @@ pub struct HostMsrs {
     pub tsc_aux: bool,
     /// The lazy TSC deadline is offered to guests.
     pub lazy_deadline: bool,
+    /// Guests may use Hyper-V's interface, as far as an enlightened VMCS needs it.
+    pub hyperv: bool,
     /// VMX_BASIC to VMX_VMFUNC as guests are offered them, where they may be hypervisors on an Intel CPU.
     pub vmx: Option<[u64; VMX_COUNT]>,
 }

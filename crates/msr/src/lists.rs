@@ -51,6 +51,7 @@ macro_rules! lists {
         ($host:ident)
         Backend $_b:literal { $($b:ident $b_saved:tt $b_check:tt $b_note:literal;)* }
         Pv $_p:literal { $($p:ident $p_saved:tt $p_note:literal;)* }
+        HyperV $_h:literal { $($h:ident $h_saved:tt $h_note:literal;)* }
         Kept $_k:literal { $(
             $k:ident $k_saved:tt $k_up:tt $k_read:tt $k_write:tt $k_note:literal;
         )* }
@@ -66,6 +67,7 @@ macro_rules! lists {
             match index {
                 $($b => is_on!($host $b_saved),)*
                 $($p => is_on!($host $p_saved),)*
+                $($h => is_on!($host $h_saved),)*
                 $($k => is_on!($host $k_saved),)*
                 $($o => is_on!($host $o_saved),)*
                 $($f $(..= $f_last)? => is_on!($host [$($f_saved)*]),)*

@@ -95,6 +95,7 @@ macro_rules! rows {
         ($host:ident)
         Backend $b_about:literal { $($b:ident $b_saved:tt $b_check:tt $b_note:literal;)* }
         Pv $p_about:literal { $($p:ident $p_saved:tt $p_note:literal;)* }
+        HyperV $h_about:literal { $($h:ident $h_saved:tt $h_note:literal;)* }
         Kept $k_about:literal { $(
             $k:ident $k_saved:tt $k_up:tt $k_read:tt $k_write:tt $k_note:literal;
         )* }
@@ -110,6 +111,7 @@ macro_rules! rows {
         pub const TABLE: &[Section] = &[
             Section { about: $b_about, rows: &[$(row!($b; $b_saved [] [] $b_check $b_note)),*] },
             Section { about: $p_about, rows: &[$(row!($p; $p_saved [] [] [] $p_note)),*] },
+            Section { about: $h_about, rows: &[$(row!($h; $h_saved [] [] [] $h_note)),*] },
             Section { about: $k_about, rows: &[$(row!($k; $k_saved $k_up $k_read $k_write $k_note)),*] },
             Section { about: $o_about, rows: &[$(row!($o; $o_saved $o_up $o_read $o_write $o_note)),*] },
             Section {

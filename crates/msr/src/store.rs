@@ -111,6 +111,7 @@ macro_rules! store {
         ($host:ident)
         Backend $_b:literal { $($b:ident $b_saved:tt $b_check:tt $b_note:literal;)* }
         Pv $_p:literal { $($p:ident $p_saved:tt $p_note:literal;)* }
+        HyperV $_h:literal { $($h:ident $h_saved:tt $h_note:literal;)* }
         Kept $_k:literal { $(
             $k:ident $k_saved:tt $k_up:tt $k_read:tt $k_write:tt $k_note:literal;
         )* }

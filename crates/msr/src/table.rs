@@ -81,6 +81,20 @@ macro_rules! msrs {
                 "an address aligned to 64, bit 0 switches on";
         }
 
+        HyperV
+            "Synthetic, Hyper-V's. On Intel CPUs whose guests may be hypervisors, for a guest whose CPUID names the interface \
+             in leaf 0x40000001; a VMM reads and writes them in any case."
+        {
+            HV_GUEST_OS_ID    [saved if hyperv] "the VM's; 0 switches the page of hypercalls off";
+            HV_HYPERCALL      [saved if hyperv]
+                "the VM's; ignored while HV_GUEST_OS_ID is 0; an address, bit 0 switches on: VMCALL and RET are written there";
+            HV_VP_INDEX       [saved if hyperv] "refused; host: below 4096; at first the vCPU's place in the VM";
+            HV_EOI            [] "as the local APIC's register; refused without one";
+            HV_ICR            [] "the same, both halves";
+            HV_TPR            [] "the same";
+            HV_VP_ASSIST_PAGE [saved if hyperv] "an address, bit 0 switches on: its first four bytes become 0";
+        }
+
         Kept "Kept as values." {
             TSC_ADJUST            [saved] [0] [value] [by write_tsc_adjust]
                 "guest: moves the TSC by the difference; host: the value alone; without the feature \

@@ -16,6 +16,7 @@ const AMD: HostMsrs = HostMsrs {
     spec_ctrl: true,
     tsc_aux: true,
     lazy_deadline: true,
+    hyperv: false,
     vmx: None,
 };
 
@@ -45,7 +46,12 @@ fn every_range_has_its_owner() {
         (MC0_CTL, Class::Store),
         (0x47f, Class::Store),
         (VMX_BASIC, Class::Unknown),
-        (HV_GUEST_OS_ID, Class::Unknown),
+        (HV_GUEST_OS_ID, Class::HyperV),
+        (HV_VP_INDEX, Class::HyperV),
+        (0x4000_0003, Class::Unknown),
+        (HV_VP_RUNTIME, Class::Unknown),
+        (HV_VP_ASSIST_PAGE, Class::HyperV),
+        (0x4000_0074, Class::Unknown),
         (VIRT_SPEC_CTRL, Class::Outside),
         (SEV_STATUS, Class::Unknown),
         (F15H_PERF_CTL0, Class::Unknown),

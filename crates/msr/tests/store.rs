@@ -14,6 +14,7 @@ const AMD: HostMsrs = HostMsrs {
     spec_ctrl: true,
     tsc_aux: true,
     lazy_deadline: true,
+    hyperv: false,
     vmx: None,
 };
 

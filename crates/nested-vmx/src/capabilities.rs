@@ -320,6 +320,28 @@ impl Capabilities {
         }
     }
 
+    /// What of it an enlightened VMCS carries the fields for, version 1 as stock KVM filters it (TSC scaling, of which it has
+    /// the field, is left out by both).
+    #[must_use]
+    pub fn enlightened(&self) -> Self {
+        let without = |word: Allowed, bits: u32| Allowed(word.0 & !(u64::from(bits) << 32));
+        let pin = PinControls::PREEMPTION_TIMER | PinControls::POSTED_INTERRUPTS;
+        let secondary = ProcControls2::VIRTUALIZE_APIC_ACCESSES
+            | ProcControls2::APIC_REGISTERS
+            | ProcControls2::VIRTUAL_INTERRUPTS
+            | ProcControls2::VMFUNC
+            | ProcControls2::SHADOW_VMCS
+            | ProcControls2::PML
+            | ProcControls2::TSC_SCALING;
+        Self {
+            pin: without(self.pin, pin.bits()),
+            secondary: without(self.secondary, secondary.bits()),
+            exit: without(self.exit, ExitControls::SAVE_PREEMPTION_TIMER.bits()),
+            vmfunc: 0,
+            ..*self
+        }
+    }
+
     /// What is offered as a whole is something else: what came of secondary controls is offered now, what went is not.
     pub fn follow_secondary(&mut self, old: &Self, new: &Self) {
         let came = new.secondary.may() & !old.secondary.may();

@@ -2,6 +2,7 @@
 //! (SDM vol. 3C §31.3).
 
 mod access;
+pub mod enlightened;
 mod entry;
 mod function;
 mod invalidate;
@@ -12,6 +13,7 @@ mod transition;
 use x86::vmcs::{Groups, InstructionError, ProcControls2};
 use x86::{Cr0, Exception, Gpa, Rflags};
 
+pub use enlightened::Told;
 pub use entry::{Entered, PendingEntry};
 pub use function::Switch;
 pub use invalidate::Invalidation;
@@ -141,8 +143,8 @@ pub struct Machine {
     vmcs12: Vmcs12,
     /// The private copy of the shadow VMCS that serves L2, while L2 runs.
     shadow12: Vmcs12,
-    /// L2 has written to it since it was read.
-    shadow_written: bool,
+    /// What the end of L2's run writes to L1's memory.
+    owes: u8,
     /// What the hardware's VMCS may hold otherwise than the VMCS12 says.
     dirty: Groups,
     /// What L1 has changed since it was last checked.
@@ -169,6 +171,8 @@ pub struct Machine {
     pub interrupt_pending: bool,
     /// What SMM has put aside.
     pub smm: Smm,
+    /// L1's use of enlightened VMCSs.
+    enlightened: enlightened::Enlightened,
 }
 
 /// VMX state that an SMI puts aside until RSM (SDM vol. 3C §32.14).
@@ -190,7 +194,7 @@ impl Machine {
         level: Level::L1,
         vmcs12: Vmcs12::ZERO,
         shadow12: Vmcs12::ZERO,
-        shadow_written: false,
+        owes: 0,
         dirty: Groups::ALL,
         unchecked: Groups::ALL,
         behind: Groups::NONE,
@@ -204,6 +208,7 @@ impl Machine {
         fall_pending: false,
         interrupt_pending: false,
         smm: Smm { vmxon: false, guest_mode: false },
+        enlightened: enlightened::Enlightened::NONE,
     };
 
     /// Outside VMX operation.
@@ -279,6 +284,11 @@ impl Machine {
         core::mem::take(&mut self.host_changed)
     }
 
+    /// The capability MSRs by which an entry is checked.
+    pub fn checked_by(&self) -> Capabilities {
+        if self.may_be_enlightened() { self.capabilities.enlightened() } else { self.capabilities }
+    }
+
     /// Whether VMX operation lets the level that runs load this CR0 (SDM vol. 3C §24.8, §26.3). An L2 with EPT may
     /// be let go without protection and paging.
     pub fn takes_cr0(&self, value: u64) -> bool {
@@ -308,7 +318,7 @@ impl Machine {
     ) -> Result<Then, Fail> {
         let result = self.perform(instruction, cpu, limits, l1);
         if let Err(Fail::Valid(error)) = result {
-            return Err(self.fail(error));
+            return Err(self.fail(error, l1));
         }
         result
     }
@@ -329,7 +339,7 @@ impl Machine {
             return Err(Fail::Fault(Exception::gp(0)));
         }
         match self.enter(launch, cpu, limits, memory) {
-            Err(Fail::Valid(error)) => Err(self.fail(error)),
+            Err(Fail::Valid(error)) => Err(self.fail(error, memory)),
             result => result,
         }
     }
@@ -388,11 +398,14 @@ impl Machine {
     }
 
     /// VMfail: with a current VMCS its error field says why.
-    fn fail(&mut self, error: InstructionError) -> Fail {
-        if self.current.is_none() {
+    #[cold]
+    #[inline(never)]
+    fn fail(&mut self, error: InstructionError, memory: &impl GuestMemory) -> Fail {
+        if self.current.is_none() && !self.is_enlightened() {
             return Fail::Invalid;
         }
         self.vmcs12.set(x86::vmcs::field::INSTRUCTION_ERROR, error.number());
+        self.store_error(memory);
         Fail::Valid(error)
     }
 
@@ -416,7 +429,7 @@ impl Machine {
         self.entered_behind = Groups::NONE;
         self.forget_pending();
         self.smm = Smm::default();
-        self.shadow_written = false;
+        self.owes &= !enlightened::owes::SHADOW;
     }
 
     pub(crate) fn set_regions(&mut self, vmxon: Option<Gpa>, current: Option<Gpa>) {
@@ -425,6 +438,7 @@ impl Machine {
         self.behind = Groups::NONE;
         self.entered_behind = Groups::NONE;
         self.mirror.drop_writes();
+        self.release_enlightened();
         self.touch_all();
     }
 
@@ -434,7 +448,9 @@ impl Machine {
 
     /// The shadow VMCS in L1's memory may be another than the private copy.
     pub(crate) fn owe_shadow(&mut self) {
-        self.shadow_written = self.vmcs12.shadow_pointer().is_some();
+        if self.vmcs12.shadow_pointer().is_some() {
+            self.owes |= enlightened::owes::SHADOW;
+        }
     }
 
     /// The private copy of the shadow VMCS that serves L2.

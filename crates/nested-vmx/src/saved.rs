@@ -101,11 +101,13 @@ pub struct Context {
     pub offered: bool,
     /// The vCPU is in SMM.
     pub smm: bool,
+    /// The VMM has switched enlightened VMCSs on.
+    pub enlightened: bool,
 }
 
 /// How many bytes the state has.
 pub fn size(machine: &Machine) -> usize {
-    if machine.current().is_none() {
+    if machine.current().is_none() && !machine.is_enlightened() {
         return HEADER;
     }
     let shadow = machine.level() == Level::L2 && machine.vmcs12().shadow_pointer().is_some();
@@ -129,6 +131,7 @@ pub fn header(machine: &Machine, deadline: Option<u64>) -> Header {
     let Some(vmxon) = machine.vmxon() else { return header };
     header.vmxon_pa = vmxon.0;
     header.vmcs12_pa = machine.current().map_or(NOWHERE, |at| at.0);
+    header.flags |= if machine.is_enlightened() { flag::EVMCS } else { 0 };
     let Smm { vmxon, guest_mode } = machine.smm;
     header.smm_flags |= if vmxon { flag::SMM_VMXON } else { 0 };
     header.smm_flags |= if guest_mode { flag::SMM_GUEST_MODE } else { 0 };
@@ -198,8 +201,7 @@ fn check_header(h: &Header, context: Context, limits: &Limits) -> Result<(), Ref
         h.smm_flags != 0
     };
     let smm_off = smm_guest && h.smm_flags & flag::SMM_VMXON == 0;
-    // Enlightened VMCSs are not offered; the flag alone, without VMX operation, is let pass.
-    let enlightened = h.flags & flag::EVMCS != 0 && h.vmxon_pa != NOWHERE;
+    let enlightened = h.flags & flag::EVMCS != 0 && !(context.enlightened && context.offered);
     if both || unknown || place || smm_off || enlightened {
         return Err(Refused::Flags);
     }
@@ -228,6 +230,11 @@ impl Good {
     /// SMM has put aside that L2 ran: RSM is to enter it.
     pub fn resumes_by_rsm(&self) -> bool {
         self.header.smm_flags & flag::SMM_GUEST_MODE != 0
+    }
+
+    /// The VMCS is an enlightened one.
+    fn is_enlightened(&self) -> bool {
+        self.header.flags & flag::EVMCS != 0 && self.header.vmcs12_pa == NOWHERE
     }
 }
 
@@ -265,13 +272,15 @@ pub fn check(
     }
     if data < HEADER + VMCS12_BYTES {
         // Nothing but the region of VMXON, if nothing was current.
-        if header.flags & flag::GUEST_MODE != 0 || good.resumes_by_rsm() {
+        if header.flags & (flag::GUEST_MODE | flag::EVMCS) != 0 || good.resumes_by_rsm() {
             return Err(Refused::Flags);
         }
         return if header.vmcs12_pa == NOWHERE { Ok(good) } else { Err(Refused::Address) };
     }
     let at = header.vmcs12_pa;
-    if at == NOWHERE || at == header.vmxon_pa || !is_page(at, onto.limits.physical_bits) {
+    let by_address = at != header.vmxon_pa && is_page(at, onto.limits.physical_bits);
+    // An enlightened VMCS lies where L1's VP assist page says.
+    if !(at == NOWHERE && good.is_enlightened() || at != NOWHERE && by_address) {
         return Err(Refused::Address);
     }
     images.main = image(bytes, 0).ok_or(Refused::Missing)?;
@@ -295,6 +304,9 @@ pub fn take_over(machine: &mut Machine, good: &Good, images: &Images) -> (Restor
     let current = (header.vmcs12_pa != NOWHERE).then_some(Gpa(header.vmcs12_pa));
     *machine.images().0 = images.main.clone();
     machine.set_regions(Some(Gpa(header.vmxon_pa)), current);
+    if good.is_enlightened() {
+        machine.unsettle_enlightened();
+    }
     machine.smm = Smm {
         vmxon: header.smm_flags & flag::SMM_VMXON != 0,
         guest_mode: header.smm_flags & flag::SMM_GUEST_MODE != 0,
@@ -342,7 +354,8 @@ fn check_l2(
         // That L2 sleeps is said by KVM_SET_MP_STATE: L0 sleeps for it.
         v.set(field::GUEST_ACTIVITY, activity_state::ACTIVE);
     }
-    let (c, current) = (onto.capabilities, Some(Gpa(header.vmcs12_pa)));
+    let current = (header.vmcs12_pa != NOWHERE).then_some(Gpa(header.vmcs12_pa));
+    let c = onto.capabilities;
     // L1 is in whatever mode its host state is for.
     let limits = Limits { long_mode: v.exit().contains(ExitControls::HOST_64), ..*onto.limits };
     checks::controls::check(v, c, &limits).map_err(|_| Refused::Checks)?;

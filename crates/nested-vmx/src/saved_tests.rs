@@ -5,7 +5,7 @@ use x86::vmcs::field;
 use super::*;
 use crate::testing::{LIMITS, Memory, capabilities, good, set};
 
-const CONTEXT: Context = Context { offered: true, smm: false };
+const CONTEXT: Context = Context { offered: true, smm: false, enlightened: false };
 
 fn state(flags: u16, vmxon: u64, vmcs12: u64, images: &[&Vmcs12]) -> Vec<u8> {
     let header = Header {
@@ -75,7 +75,12 @@ fn a_state_comes_back_as_it_was() {
 #[test]
 fn nothing_but_vmxon_is_a_state() {
     assert_eq!(result(&state(0, NOWHERE, NOWHERE, &[])), Ok(Restored::Off));
-    assert_eq!(result(&state(flag::EVMCS, NOWHERE, NOWHERE, &[])), Ok(Restored::Off));
+    let enlightened = state(flag::EVMCS, NOWHERE, NOWHERE, &[]);
+    assert_eq!(result(&enlightened), Err(Refused::Flags), "not switched on");
+    let context = Context { enlightened: true, ..CONTEXT };
+    assert_eq!(restored(&enlightened, context).1, Ok(Restored::Off));
+    let context = Context { offered: false, ..context };
+    assert_eq!(restored(&enlightened, context).1, Err(Refused::Flags));
     let (machine, ok) = restored(&state(0, 0x1000, NOWHERE, &[]), CONTEXT);
     assert_eq!(ok, Ok(Restored::L1));
     assert_eq!((machine.vmxon(), machine.current()), (Some(Gpa(0x1000)), None));

@@ -43,6 +43,12 @@ impl Vmcs12 {
         new
     }
 
+    /// Makes it an image with the right revision and all fields zero, in place.
+    pub(crate) fn clear(&mut self) {
+        self.words.fill(0);
+        self.words[0] = u64::from(VMCS12_REVISION);
+    }
+
     /// Bits 31:0 of the region: revision, and bit 31, which makes it a shadow VMCS.
     #[inline]
     pub fn header(&self) -> u32 {

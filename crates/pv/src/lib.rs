@@ -14,6 +14,7 @@ pub mod clock;
 pub mod eoi;
 pub mod error;
 pub mod hypercall;
+pub mod hyperv;
 pub mod ipi;
 pub mod lazy_deadline;
 pub mod msr;

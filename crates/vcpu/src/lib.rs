@@ -10,6 +10,7 @@ extern crate alloc;
 
 mod apic;
 mod exits;
+mod hyperv;
 mod nested;
 mod observe;
 mod paging;

@@ -20,13 +20,13 @@ use vm::{
     vcpu_shared::Request,
 };
 use x86::{
-    Gpa, Vector,
+    Exception, Gpa, Vector,
     cpuid::{Feature, feature},
     msr as number,
 };
 use zerocopy::IntoBytes;
 
-use crate::{Vcpu, run::outcome::Next, state::msrs::Refused};
+use crate::{Vcpu, hyperv::HyperV, run::outcome::Next, state::msrs::Refused};
 
 /// A structure in guest memory.
 pub(crate) struct GuestPage<'a> {
@@ -62,6 +62,8 @@ pub struct PvState {
     poll_off: bool,
     async_pf_msr: u64,
     async_pf_vector_msr: u64,
+    /// What of Hyper-V's interface is used.
+    pub(crate) hyperv: HyperV,
     /// What the guest's CPUID does not offer is refused (KVM_CAP_ENFORCE_PV_FEATURE_CPUID).
     pub(crate) enforced: bool,
 }
@@ -310,6 +312,9 @@ impl<B: Backend> Vcpu<B> {
 
     /// A hypercall inside the loop: those that need nothing of the kernel but an IPI.
     pub(crate) fn answer_hypercall(&mut self, s: Section<'_>) -> Next {
+        if self.calls_hyperv() {
+            return self.answer_hyperv_call(s);
+        }
         let long = self.is_64bit_code();
         // The number alone, before anything is decoded: a call that nobody knows needs no operand.
         let number = self.gprs.0[RAX];
@@ -324,6 +329,17 @@ impl<B: Backend> Vcpu<B> {
         };
         self.gprs.0[RAX] = hypercall::answer(Err(error), long);
         self.retire(next);
+        Next::Again
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn answer_hyperv_call(&mut self, s: Section<'_>) -> Next {
+        let Some(next) = self.next_rip(s) else { return Next::Leave };
+        match self.do_hyperv_call() {
+            Ok(()) => self.retire(next),
+            Err(exception) => return self.answer_by(exception),
+        }
         Next::Again
     }
 
@@ -352,10 +368,14 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// A hypercall outside the loop.
-    pub(crate) fn do_hypercall(&mut self) {
+    pub(crate) fn do_hypercall(&mut self) -> Result<(), Exception> {
+        if self.calls_hyperv() {
+            return self.do_hyperv_call();
+        }
         let (call, long) = self.decode_hypercall();
         let answer = call.and_then(|call| self.call(call));
         self.gprs.0[RAX] = hypercall::answer(answer, long);
+        Ok(())
     }
 
     fn call(&mut self, call: Hypercall) -> Result<u64, HypercallError> {

@@ -37,6 +37,10 @@ pub struct Settings {
     pub exit_on_emulation_failure: AtomicBool,
     /// The flags of KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 (KVM API §7).
     pub manual_dirty_log: AtomicU64,
+    /// The operating system that the guest has named to Hyper-V; 0: none, and there are no hypercalls of Hyper-V.
+    pub hyperv_guest: AtomicU64,
+    /// The MSR of the page with the code of those hypercalls.
+    pub hyperv_hypercall: AtomicU64,
 }
 
 /// What KVM does in another way than hardware, unless the VMM switches it off (KVM_X86_QUIRK_*).

@@ -89,18 +89,13 @@ pub struct Vm {
 impl Vm {
     /// A VM of the calling process.
     pub fn new(limits: &HostLimits) -> Result<VmRef, NoMemory> {
-        let frames = 1u64 << limits.maxphyaddr.clamp(32, 52).saturating_sub(12);
-        let region = RegionLimits { frames, ..RegionLimits::default() };
         let settings = Settings::default();
         settings.tsc_khz.store(clock::tsc_khz(), Relaxed);
         settings.halt_poll_ns.store(limits.halt_poll_ns, Relaxed);
         settings.max_vcpu_id.store(MAX_VCPU_ID, Relaxed);
         settings.identity_map.store(0xfffb_c000, Relaxed);
         let vcpus = Arc::new(VcpuTable::new()?)?;
-        let shadow = !limits.paging.tdp;
-        let make = |with| VmMemory::shared(limits.tables, region, shadow, with);
-        let memory = make(None)?;
-        let smm_memory = make(Some(&memory))?;
+        let (memory, smm_memory) = memories(limits)?;
         WithNotifier::new(Self {
             debug: DebugDirs::default(),
             statistics: VmStatistics::new([&memory, &smm_memory], &vcpus)?,
@@ -248,6 +243,18 @@ impl Vm {
     pub fn match_tsc(&self, value: u64, now: u64, khz: u32) -> u64 {
         self.time.lock().tsc().match_write(value, now, khz)
     }
+}
+
+/// The two address spaces. Apart, for the frame of [`Vm::new`].
+#[inline(never)]
+fn memories(limits: &HostLimits) -> Result<(Arc<VmMemory>, Arc<VmMemory>), NoMemory> {
+    let frames = 1u64 << limits.maxphyaddr.clamp(32, 52).saturating_sub(12);
+    let region = RegionLimits { frames, ..RegionLimits::default() };
+    let shadow = !limits.paging.tdp;
+    let make = |with| VmMemory::shared(limits.tables, region, shadow, with);
+    let memory = make(None)?;
+    let smm_memory = make(Some(&memory))?;
+    Ok((memory, smm_memory))
 }
 
 impl InvalidateHandler for Vm {

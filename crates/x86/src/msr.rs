@@ -176,8 +176,15 @@ msrs! {
     KVM_MIGRATION_CONTROL = 0x4b56_4d08, "Whether migration is allowed (SEV).";
     KVM_LAZY_TSC_DEADLINE = 0x4b56_4d09, "Lazy TSC deadline (RFC of July 2023).";
 
-    // Synthetic, Hyper-V's; only refused.
+    // Synthetic, Hyper-V's.
     HV_GUEST_OS_ID = 0x4000_0000, "Hyper-V: guest operating system.";
+    HV_HYPERCALL = 0x4000_0001, "Hyper-V: page with the code of a hypercall.";
+    HV_VP_INDEX = 0x4000_0002, "Hyper-V: number of the virtual processor.";
+    HV_EOI = 0x4000_0070, "Hyper-V: end of interrupt.";
+    HV_ICR = 0x4000_0071, "Hyper-V: interrupt command.";
+    HV_TPR = 0x4000_0072, "Hyper-V: task priority.";
+    HV_VP_ASSIST_PAGE = 0x4000_0073, "Hyper-V: page that guest and hypervisor share.";
+    HV_VP_RUNTIME = 0x4000_0010, "Hyper-V: time that the virtual processor ran; only refused.";
 }
 
 /// Last x2APIC MSR.

@@ -6,6 +6,7 @@
 mod apic_access;
 pub mod capability;
 pub mod controls;
+pub mod enlightened;
 mod exit_reason;
 pub mod field;
 mod group;

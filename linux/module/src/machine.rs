@@ -125,6 +125,7 @@ pub fn find_out(common: &Common) -> Result<(), NoMemory> {
         spec_ctrl: common.spec_ctrl,
         tsc_aux: common.tsc_aux,
         lazy_deadline: params::lazy_tscdeadline(),
+        hyperv: common.vmx.is_some(),
         vmx: common.vmx,
     })?;
     let msrs = MSRS.get().ok_or(NoMemory)?;
@@ -196,6 +197,8 @@ fn offer(common: &Common, supported: &Supported, maxphyaddr: u8, amd: bool) -> O
         nested_format: if amd { NESTED_FORMAT_SVM } else { NESTED_FORMAT_VMX },
         gpa_bits: u32::from(maxphyaddr).min(reach),
         smaller_maxphyaddr: !params::tdp(),
+        hyperv: common.vmx.is_some(),
+        no_smt: !Facts::read().any(Facts::SMT_POSSIBLE),
     }
 }
 

@@ -10,6 +10,7 @@ use mmu::Region;
 use x86::segment::{Attributes, DescriptorTable, Segment};
 use x86::{Cr0, Cr4, Efer, Exception, Rflags, Vector};
 
+use crate::caps::Offer;
 use crate::dispatch::MemoryRegion;
 use crate::errno::Errno;
 use crate::uapi::cpuid::{CPUID_FLAG_SIGNIFCANT_INDEX, KvmCpuidEntry2};
@@ -309,6 +310,12 @@ pub fn from_events(e: &KvmVcpuEvents, rules: EventRules) -> Result<SavedEvents, 
             latched_init: e.smi.latched_init != 0,
         },
     })
+}
+
+/// The leaves of Hyper-V's interface, with these versions of the enlightened VMCS.
+pub fn hyperv_table(offer: &Offer, enlightened: u16) -> Result<Vec<KvmCpuidEntry2>, Errno> {
+    let leaves = cpuid::HyperV { enlightened, vcpus: offer.max_vcpus, no_smt: offer.no_smt };
+    cpuid_table(&leaves.entries())
 }
 
 /// A CPUID table.

@@ -47,6 +47,10 @@ impl<M: MakeBackend> SystemOps for SystemHandle<M> {
         convert::cpuid_table(self.host.offered.cpuid.entries())
     }
 
+    fn hyperv_cpuid(&self) -> Result<Vec<KvmCpuidEntry2>, Errno> {
+        convert::hyperv_table(&self.host.offer, cpuid::ENLIGHTENED_VERSIONS)
+    }
+
     fn emulated_cpuid(&self) -> Result<Vec<KvmCpuidEntry2>, Errno> {
         convert::cpuid_table(cpuid::EMULATED)
     }

@@ -368,6 +368,14 @@ impl<B: Backend> VcpuOps for BoundVcpu<B> {
         Ok(())
     }
 
+    fn enable_enlightened_vmcs(&mut self) -> u16 {
+        self.vcpu.enable_enlightened_vmcs()
+    }
+
+    fn hyperv_cpuid(&self) -> Result<Vec<KvmCpuidEntry2>, Errno> {
+        convert::hyperv_table(&self.host.offer, self.vcpu.enlightened_versions())
+    }
+
     fn enforce_pv_features(&mut self, on: bool) {
         self.vcpu.enforce_pv_features(on);
     }

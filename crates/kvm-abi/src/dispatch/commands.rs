@@ -2,7 +2,9 @@
 
 use super::ops::{SystemOps, VcpuFile, VcpuOps, VmOps};
 use super::state::Attribute;
-use super::system::{attribute, create_vm, emulated_cpuid, get_attribute, without_argument};
+use super::system::{
+    attribute, create_vm, emulated_cpuid, get_attribute, hyperv_cpuid, without_argument,
+};
 use super::vm::{
     create_device, create_vcpu, set_boot_cpu_id, set_clock, set_identity_map_addr,
     set_nr_mmu_pages, set_tsc_khz, set_tss_addr, vm_extension,

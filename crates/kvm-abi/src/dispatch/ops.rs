@@ -37,6 +37,8 @@ pub trait SystemOps {
     fn create_vm(&self) -> Result<i32, Errno>;
     /// The CPUID that guests can be given.
     fn supported_cpuid(&self) -> Result<Vec<KvmCpuidEntry2>, Errno>;
+    /// What guests can be shown of Hyper-V's interface.
+    fn hyperv_cpuid(&self) -> Result<Vec<KvmCpuidEntry2>, Errno>;
     /// The CPUID that can be given because we emulate it.
     fn emulated_cpuid(&self) -> Result<Vec<KvmCpuidEntry2>, Errno> {
         Ok(Vec::new())
@@ -352,6 +354,10 @@ pub trait VcpuOps {
     fn set_tsc_offset(&mut self, offset: u64) -> Result<(), Errno> {
         Err(Errno::ENXIO)
     }
+    /// The guest may be a hypervisor that uses an enlightened VMCS: of which versions.
+    fn enable_enlightened_vmcs(&mut self) -> u16;
+    /// What the guest can be shown of Hyper-V's interface.
+    fn hyperv_cpuid(&self) -> Result<Vec<KvmCpuidEntry2>, Errno>;
     /// Paravirtual services that the guest's CPUID does not offer are refused.
     fn enforce_pv_features(&mut self, on: bool);
     /// Tells the guest that it was stopped. `EINVAL`: it has no kvmclock.

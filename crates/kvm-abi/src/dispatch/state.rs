@@ -9,7 +9,7 @@ use zerocopy::FromZeros;
 use super::ops::{Irqchip, VcpuOps, has_lapic, requested_tsc_khz};
 use super::{Done, lists};
 use crate::errno::Errno;
-use crate::uapi::capability::CAP_ENFORCE_PV_FEATURE_CPUID;
+use crate::uapi::capability::{CAP_ENFORCE_PV_FEATURE_CPUID, CAP_HYPERV_ENLIGHTENED_VMCS};
 use crate::uapi::cpuid::KvmCpuidEntry2;
 use crate::uapi::debug::KvmGuestDebug;
 use crate::uapi::device::{KvmDeviceAttr, KvmEnableCap, VCPU_TSC_CTRL, VCPU_TSC_OFFSET};
@@ -368,6 +368,11 @@ pub fn enable_cap<V: VcpuOps>(vcpu: &mut V, cap: &KvmEnableCap) -> Done {
             vcpu.enforce_pv_features(value != 0);
             Ok(())
         }
+        CAP_HYPERV_ENLIGHTENED_VMCS if vcpu.offer().hyperv => {
+            let versions = vcpu.enable_enlightened_vmcs();
+            user::write(value, &versions)
+        }
+        CAP_HYPERV_ENLIGHTENED_VMCS => Err(Errno::ENOTTY),
         _ => Err(Errno::EINVAL),
     }
 }

@@ -1,8 +1,12 @@
 //! What commands of /dev/kvm do beside asking [`SystemOps`].
 
+use alloc::vec::Vec;
+
 use super::ops::SystemOps;
 use super::{Reply, lists};
+use crate::caps::Offer;
 use crate::errno::Errno;
+use crate::uapi::cpuid::KvmCpuidEntry2;
 use crate::uapi::device::{KvmDeviceAttr, X86_XCOMP_GUEST_SUPP};
 use crate::user;
 
@@ -23,6 +27,18 @@ pub fn create_vm<S: SystemOps>(kvm: &S, arg: u64) -> Reply {
 pub fn emulated_cpuid<S: SystemOps>(kvm: &S, arg: u64) -> Reply {
     lists::check_padding(arg)?;
     lists::write_cpuid(arg, || kvm.emulated_cpuid())
+}
+
+/// KVM_GET_SUPPORTED_HV_CPUID (KVM API §4.118), of /dev/kvm or a vCPU.
+pub fn hyperv_cpuid(
+    offer: &Offer,
+    arg: u64,
+    entries: impl FnOnce() -> Result<Vec<KvmCpuidEntry2>, Errno>,
+) -> Reply {
+    if !offer.hyperv {
+        return Err(Errno::ENOTTY);
+    }
+    lists::write_cpuid(arg, entries)
 }
 
 /// The one attribute that /dev/kvm has: the XSAVE components a guest may be given.

@@ -24,6 +24,7 @@ const COMMANDS: &[(u32, &[On], bool, bool)] = &[
     (GET_MSR_FEATURE_INDEX_LIST, &[S], true, true),
     (GET_SUPPORTED_CPUID, &[S], true, true),
     (GET_EMULATED_CPUID, &[S], true, true),
+    (GET_SUPPORTED_HV_CPUID, &[S, C], true, true),
     (X86_GET_MCE_CAP_SUPPORTED, &[S], false, true),
     (GET_MSRS, &[S, C], true, true),
     (HAS_DEVICE_ATTR, &[S, C], true, false),

@@ -46,6 +46,8 @@ pub fn offer() -> Offer {
         nested_format: NESTED_FORMAT_SVM,
         gpa_bits: 48,
         smaller_maxphyaddr: false,
+        hyperv: true,
+        no_smt: false,
     }
 }
 
@@ -66,6 +68,9 @@ impl SystemOps for System {
     }
     fn supported_cpuid(&self) -> Result<Vec<KvmCpuidEntry2>, Errno> {
         Ok(vec![leaf(0), leaf(1), leaf(7)])
+    }
+    fn hyperv_cpuid(&self) -> Result<Vec<KvmCpuidEntry2>, Errno> {
+        Ok(vec![leaf(0x4000_0000), leaf(0x4000_0001)])
     }
     fn msr_indices(&self) -> Result<Vec<u32>, Errno> {
         Ok(vec![0x10, 0x174, 0xc000_0080])
@@ -476,6 +481,13 @@ impl VcpuOps for Vcpu {
             return if *self.cpuid == *entries { Ok(()) } else { Err(Errno::EINVAL) };
         }
         self.note(("cpuid", entries))
+    }
+    fn enable_enlightened_vmcs(&mut self) -> u16 {
+        self.note("enlightened").unwrap();
+        0x101
+    }
+    fn hyperv_cpuid(&self) -> Result<Vec<KvmCpuidEntry2>, Errno> {
+        Ok(vec![leaf(0x4000_0000)])
     }
     fn enforce_pv_features(&mut self, on: bool) {
         self.note(("enforce", on)).unwrap();

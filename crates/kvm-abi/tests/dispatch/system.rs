@@ -86,6 +86,16 @@ fn supported_cpuid_comes_whole_or_not_at_all() {
 }
 
 #[test]
+fn hypervs_leaves_are_there_where_they_are_offered() {
+    let mut buffer = Buffer::with(&KvmCpuid2 { nent: 4, padding: 0 }, &[[0u64; 5]; 4]);
+    assert_eq!(system(&kvm(), GET_SUPPORTED_HV_CPUID, buffer.addr()), Ok(0));
+    assert_eq!(buffer.get::<KvmCpuid2>().nent, 2);
+    let mut without = kvm();
+    without.offer.hyperv = false;
+    refused(system(&without, GET_SUPPORTED_HV_CPUID, buffer.addr()), Errno::ENOTTY);
+}
+
+#[test]
 fn emulated_cpuid_wants_clean_padding() {
     let mut entry = mock::leaf(0);
     entry.padding[2] = 1;

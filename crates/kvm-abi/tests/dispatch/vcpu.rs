@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use gannet_kvm_abi::Errno;
 use gannet_kvm_abi::dispatch::{Irqchip, vcpu};
 use gannet_kvm_abi::exit::{ErrorData, RunInput, UserExit};
-use gannet_kvm_abi::uapi::capability::CAP_ENFORCE_PV_FEATURE_CPUID;
+use gannet_kvm_abi::uapi::capability::{CAP_ENFORCE_PV_FEATURE_CPUID, CAP_HYPERV_ENLIGHTENED_VMCS};
 use gannet_kvm_abi::uapi::cpuid::*;
 use gannet_kvm_abi::uapi::debug::*;
 use gannet_kvm_abi::uapi::device::*;
@@ -541,7 +541,7 @@ fn no_nested_state_is_a_state() {
 }
 
 #[test]
-fn a_vcpu_has_one_setting() {
+fn a_vcpu_has_two_settings() {
     let f = File::new();
     for (value, call) in [(1, "true"), (0, "false"), (1 << 40, "true")] {
         let mut cap = KvmEnableCap { cap: CAP_ENFORCE_PV_FEATURE_CPUID, ..Default::default() };
@@ -552,6 +552,25 @@ fn a_vcpu_has_one_setting() {
         refused(give(&f, ENABLE_CAP, &KvmEnableCap { cap: 159, ..cap }), Errno::EINVAL);
     }
     assert!(f.take().is_empty());
+    let mut versions = Buffer::new(&[0xffff_u16; 2]);
+    let mut cap = KvmEnableCap { cap: CAP_HYPERV_ENLIGHTENED_VMCS, ..Default::default() };
+    cap.args[0] = versions.addr();
+    assert_eq!(give(&f, ENABLE_CAP, &cap), Ok(0));
+    assert_eq!(versions.get::<[u16; 2]>(), [0x101, 0xffff], "two bytes");
+    assert!(f.take().remove(0).contains("enlightened"));
+    cap.args[0] = 1;
+    refused(give(&f, ENABLE_CAP, &cap), Errno::EFAULT);
+}
+
+#[test]
+fn what_is_shown_of_hyperv_comes_whole_or_not_at_all() {
+    let f = File::new();
+    let mut none = Buffer::with(&KvmCpuid2::default(), &[[0u64; 5]; 1]);
+    refused(vcpu(&f, GET_SUPPORTED_HV_CPUID, none.addr()), Errno::E2BIG);
+    let mut more = Buffer::with(&KvmCpuid2 { nent: 9, padding: 0 }, &[[0u64; 5]; 9]);
+    assert_eq!(vcpu(&f, GET_SUPPORTED_HV_CPUID, more.addr()), Ok(0));
+    assert_eq!(more.get::<KvmCpuid2>().nent, 1);
+    assert_eq!(more.at::<KvmCpuidEntry2>(8), leaf(0x4000_0000));
 }
 
 #[test]

@@ -4,6 +4,7 @@ use x86::Gpa;
 use x86::vmcs::place::{self, Named};
 use x86::vmcs::{Group, InstructionError, Shadow, field};
 
+use super::enlightened::owes;
 use super::{Cpu, L1, Level, Machine, Place, Then};
 use crate::{Fail, Vmcs12};
 
@@ -15,11 +16,27 @@ impl Machine {
         cpu: &Cpu,
         l1: &mut impl L1,
     ) -> Result<Then, Fail> {
-        let named = self.named(encoding, cpu)?;
+        let named = match self.named(encoding, cpu) {
+            Err(Fail::Invalid) if self.reads_page() => {
+                return self.vmread_page(self.encoding(encoding, cpu), to, cpu, l1);
+            }
+            named => named?,
+        };
         let value = match self.level {
             Level::L1 => self.vmcs12.read(named),
             Level::L2 => self.shadow12.read(named),
         };
+        self.give(value, to, cpu, l1)
+    }
+
+    /// Gives the value of a field to whoever asked for it.
+    pub(super) fn give(
+        &mut self,
+        value: u64,
+        to: Place,
+        cpu: &Cpu,
+        l1: &mut impl L1,
+    ) -> Result<Then, Fail> {
         match to {
             Place::Register(n) if cpu.is_64_bit => Ok(Then::Register(n, value)),
             Place::Register(n) => Ok(Then::Register(n, u64::from(value as u32))),
@@ -70,7 +87,9 @@ impl Machine {
                 }
             }
             Level::L2 => {
-                self.shadow_written |= self.shadow12.write(encoding, named, value);
+                if self.shadow12.write(encoding, named, value) {
+                    self.owes |= owes::SHADOW;
+                }
             }
         }
     }
@@ -110,21 +129,21 @@ impl Machine {
         {
             self.shadow12.as_mut_bytes().fill(0);
         }
-        self.shadow_written = false;
+        self.owes &= !owes::SHADOW;
     }
 
-    /// Whether the end of L2's run writes to the shadow VMCS in L1's memory.
+    /// Whether the end of L2's run writes to L1's memory: to a shadow VMCS, or an enlightened one.
     #[inline]
-    pub fn owes_shadow(&self) -> bool {
-        self.shadow_written
+    pub fn owes_memory(&self) -> bool {
+        self.owes != 0
     }
 
     /// Writes that shadow VMCS back after L2 has run, if L2 has changed it.
     pub fn store_shadow(&mut self, l1: &impl crate::GuestMemory) {
         use zerocopy::IntoBytes;
-        if core::mem::take(&mut self.shadow_written)
-            && let Some(at) = self.vmcs12.shadow_pointer()
-        {
+        let owed = self.owes & owes::SHADOW != 0;
+        self.owes &= !owes::SHADOW;
+        if owed && let Some(at) = self.vmcs12.shadow_pointer() {
             let _ = l1.write(at, self.shadow12.as_bytes());
         }
     }

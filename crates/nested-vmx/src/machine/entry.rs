@@ -36,7 +36,7 @@ impl Machine {
     ) -> Result<PendingEntry, Fail> {
         self.launching = false;
         // A shadow VMCS cannot be entered (SDM vol. 3C §25.10).
-        if self.current.is_none() || self.vmcs12.is_shadow() {
+        if (self.current.is_none() || self.vmcs12.is_shadow()) && !self.is_enlightened() {
             return Err(Fail::Invalid);
         }
         if cpu.blocked_by_mov_ss {
@@ -61,11 +61,20 @@ impl Machine {
     ) -> Result<(), checks::controls::Broken> {
         let changed = self.unchecked.meets(CONTROLS);
         if changed {
-            checks::controls::check(&self.vmcs12, &self.capabilities, limits)?;
+            self.check_all_controls(limits)?;
         } else if self.unchecked.has(Group::Injection) {
             checks::controls::check_injection(&self.vmcs12, &self.capabilities)?;
         }
         priority::check(&self.vmcs12, changed, memory)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn check_all_controls(&self, limits: &Limits) -> Result<(), checks::controls::Broken> {
+        if self.may_be_enlightened() {
+            return checks::controls::check(&self.vmcs12, &self.checked_by(), limits);
+        }
+        checks::controls::check(&self.vmcs12, &self.capabilities, limits)
     }
 
     /// Checks the host-state fields if L1 has changed one since, and that they fit the mode of L1.

@@ -74,6 +74,9 @@ impl Machine {
         if self.vmxon == Some(Gpa(at)) {
             return Err(Fail::Valid(InstructionError::VmclearVmxonPointer));
         }
+        if self.asks_assist_page() && self.clear_enlightened(Gpa(at), l1) {
+            return Ok(Then::Next);
+        }
         if self.current == Some(Gpa(at)) {
             self.vmcs12.set_launched(false);
             self.write_back(l1);

@@ -439,7 +439,7 @@ fn a_late_failure_of_the_hardware_is_the_instructions() {
     let mut guest = Guest::with_vmcs();
     let Ok(Then::Enter(_)) = guest.run(Instruction::Vmlaunch) else { panic!() };
     assert!(matches!(guest.machine.finish_entry(&LIMITS, &guest.memory), Entered::L2(_)));
-    let fail = guest.machine.fail_late(InstructionError::InvalidControls);
+    let fail = guest.machine.fail_late(InstructionError::InvalidControls, &guest.memory);
     assert_eq!(fail, Fail::Valid(InstructionError::InvalidControls));
     assert_eq!(guest.machine.level(), Level::L1);
     assert_eq!(guest.read(0x4400), Ok(Then::Register(0, 7)));

@@ -22,16 +22,29 @@ impl Machine {
         memory: &impl GuestMemory,
     ) {
         let differ = leave::save(&mut self.vmcs12, exit, report, known);
-        self.store_shadow(memory);
         self.touch(differ);
         self.mirror.due = true;
         self.behind = leave::REST;
+        if self.owes != 0 {
+            self.pay(exit, known, memory);
+        }
         self.entered_behind = Groups::NONE;
         self.vm86 = self.vmcs12.get(field::GUEST_RFLAGS) & x86::Rflags::VM.bits() != 0;
         self.level = Level::L1;
         self.run_pending = false;
         self.launching = false;
         self.forget_pending();
+    }
+
+    /// L2's run has ended: what of L1's memory goes by it is written.
+    #[cold]
+    fn pay(&mut self, exit: &impl Exit, known: &Known, memory: &impl GuestMemory) {
+        self.store_shadow(memory);
+        if self.is_enlightened() {
+            // L1 reads all of it in the page.
+            leave::save_rest(&mut self.vmcs12, exit, known, leave::REST);
+            self.store_left(memory);
+        }
     }
 
     /// L1 is owed no exit of L2's, and L2 no interrupt, once L2 runs no more.
@@ -87,12 +100,16 @@ impl Machine {
 
     /// The hardware refuses to enter L2 with controls or a host state that were found good here, or L0 finds
     /// it has no page to do it with: the instruction fails although L2's state was taken already.
-    pub fn fail_late(&mut self, error: x86::vmcs::InstructionError) -> crate::Fail {
+    pub fn fail_late(
+        &mut self,
+        error: x86::vmcs::InstructionError,
+        memory: &impl GuestMemory,
+    ) -> crate::Fail {
         self.level = Level::L1;
         self.run_pending = false;
         self.forget_pending();
         self.touch_all();
-        self.fail(error)
+        self.fail(error, memory)
     }
 
     /// Groups that the VMCS12 does not have yet since an exit. All of them are fetched before the state is

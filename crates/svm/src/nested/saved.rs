@@ -99,7 +99,12 @@ impl<C: Cpu> NestedState for Svm<C> {
         self.state_header().size()
     }
 
-    fn save_state(&mut self, _gprs: &Gprs, into: &mut [u8]) -> Result<(), Unrestorable> {
+    fn save_state(
+        &mut self,
+        _gprs: &Gprs,
+        into: &mut [u8],
+        _l1: &impl L1Memory,
+    ) -> Result<(), Unrestorable> {
         let header = self.state_header();
         if !header.write(into) {
             return Err(Unrestorable::Missing);

@@ -179,7 +179,12 @@ impl<B: Backend> Vcpu<B> {
         }
         match what {
             Outside::Cpuid => self.do_cpuid(),
-            Outside::Hypercall => self.do_hypercall(),
+            Outside::Hypercall => {
+                if let Err(exception) = self.do_hypercall() {
+                    self.raise(exception);
+                    return Ok(());
+                }
+            }
             Outside::Nothing | Outside::Pause => {}
             Outside::Undefined => {
                 self.raise(Exception::ud());

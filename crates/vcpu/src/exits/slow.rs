@@ -33,10 +33,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// A hypercall, because of its length or because it needs the kernel.
     pub(crate) fn slow_hypercall(&mut self) -> Outcome {
-        self.slow_instruction(|v| {
-            v.do_hypercall();
-            Ok(())
-        })
+        self.slow_instruction(Self::do_hypercall)
     }
 
     /// A loop of PAUSE.
@@ -228,8 +225,10 @@ impl<B: Backend> Vcpu<B> {
         } else if hypercall {
             self.stats.count(VcpuCount::HypercallsByUd);
             self.rewrite_hypercall(bytes.get(2).copied().unwrap_or(0));
-            self.do_hypercall();
-            self.retire(next);
+            match self.do_hypercall() {
+                Ok(()) => self.retire(next),
+                Err(exception) => self.raise(exception),
+            }
         } else if bytes.starts_with(&RSM) && self.smm.active {
             self.resume_from_smm();
         } else {

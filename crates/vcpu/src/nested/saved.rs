@@ -23,7 +23,7 @@ impl<B: Backend> Vcpu<B> {
         self.tell_activity();
         self.across_levels(|v| {
             let Some(nested) = v.b.nested_mut() else { return Err(Unrestorable::Invalid) };
-            nested.save_state(&v.gprs, into)
+            nested.save_state(&v.gprs, into, &Whole::new(&v.mmu.memory, None))
         })
     }
 
@@ -58,8 +58,9 @@ impl<B: Backend> Vcpu<B> {
         // CR0, CR4 and EFER may be another level's.
         self.note_role();
         self.find_pdptes();
-        if self.owes_trap() {
+        if self.owes_trap() || self.b.nested().is_some_and(NestedState::is_unsettled) {
             self.events.outer.set(Outer::NESTED, true);
+            self.pending.raise();
         }
         done
     }
@@ -94,8 +95,11 @@ impl<B: Backend> Vcpu<B> {
         self.pending.raise();
     }
 
-    /// Before an entry: what [`find_pdptes`](Self::find_pdptes) could not load.
-    pub(super) fn load_due_pdptes(&mut self) {
+    /// Before an entry: what [`find_pdptes`](Self::find_pdptes) could not load, and what of the state lies in L1's memory.
+    pub(super) fn finish_restore(&mut self) {
+        if let Some(nested) = self.b.nested_mut() {
+            nested.settle_state(&Whole::new(&self.mmu.memory, None));
+        }
         if core::mem::take(&mut self.rare.pdptes_due) {
             self.replace_pdptes();
         }

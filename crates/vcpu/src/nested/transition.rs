@@ -1,7 +1,7 @@
 //! From L1 to L2 and back.
 
 use backend::{
-    Backend, Claim, Cr0Write, Executed, Exit, Level, MonitorTrap, Nested, Nesting, Sleep,
+    Backend, Claim, Cr0Write, Executed, Exit, FlushTold, Level, MonitorTrap, Nested, Nesting, Sleep,
 };
 use mmu::Section;
 use vm::vcpu_shared::MpState;
@@ -198,8 +198,7 @@ impl<B: Backend> Vcpu<B> {
             Ok(Claim::L0 | Claim::ByValue | Claim::Instruction) | Err(_) => false,
         };
         if is_l1s {
-            self.reflect_here();
-            return Ok(());
+            return self.reflect_here();
         }
         if claim == Ok(Claim::Instruction) {
             return self.owing_trap(Self::execute_for_l2_outside);
@@ -217,15 +216,32 @@ impl<B: Backend> Vcpu<B> {
         handled
     }
 
-    /// Ends L2's run with its last exit.
-    fn reflect_here(&mut self) {
+    /// Ends L2's run with its last exit, or does what that is for and L1 has left to us.
+    fn reflect_here(&mut self) -> Outcome {
         let done = self.across_levels(|v| {
             let l1 = Whole::new(&v.mmu.memory, None);
             Some(v.b.nested_mut()?.reflect(&mut v.gprs, &l1))
         });
-        if let Some(done) = done {
-            let _ = self.executed(done, 0);
+        match done {
+            Some(Executed::Flushes) => return self.flush_for_l2(),
+            Some(done) => self.go_on_after(done),
+            None => {}
         }
+        Ok(())
+    }
+
+    /// Goes on outside the loop after L2's run has ended.
+    pub(crate) fn go_on_after(&mut self, done: Executed) {
+        let _ = self.executed(done, 0);
+    }
+
+    /// Asks whether L1 wants to hear of a flush for L2, and ends L2's run if it is told.
+    pub(crate) fn tell_flush(&mut self, tell: bool) -> FlushTold {
+        self.across_levels(|v| {
+            let l1 = Whole::new(&v.mmu.memory, None);
+            v.b.nested_mut()
+                .map_or(FlushTold::No, |nested| nested.tell_flush(&mut v.gprs, tell, &l1))
+        })
     }
 
     /// Executes the instruction that the last exit of L2 is for, with all of L1's memory.
@@ -304,7 +320,7 @@ impl<B: Backend> Vcpu<B> {
         let Some(nested) = self.b.nested_mut() else { return };
         let l1 = Whole::new(&self.mmu.memory, None);
         if nested.claims(&self.gprs, &l1) == Ok(Claim::L1) {
-            self.reflect_here();
+            let _ = self.reflect_here();
         }
     }
 
@@ -389,7 +405,7 @@ impl<B: Backend> Vcpu<B> {
                 self.pending.raise();
             }
             Executed::Fault(exception) => self.raise(exception),
-            Executed::Outside | Executed::NoPage => return Next::Leave,
+            Executed::Outside | Executed::NoPage | Executed::Flushes => return Next::Leave,
             Executed::Shutdown => {
                 self.level_changed();
                 self.end_halt_of_l2();

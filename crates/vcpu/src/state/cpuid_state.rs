@@ -107,6 +107,7 @@ impl<B: Backend> Vcpu<B> {
         if self.msrs.filtered {
             self.apply_msr_filter();
         }
+        self.follow_enlightenment();
         // The timer may have lost its deadline mode.
         self.time.lazy.doubt();
     }

@@ -91,16 +91,19 @@ impl<B: Backend> Vcpu<B> {
         }
         match class {
             // These write guest memory, or what depends on them is not the loop's.
-            Class::X2Apic | Class::Apic | Class::Pv | Class::Outside => Next::Leave,
+            Class::X2Apic | Class::Apic | Class::Pv | Class::HyperV | Class::Outside => Next::Leave,
             class @ (Class::Backend | Class::Store | Class::Unknown) => {
                 let Some(next) = self.next_rip(s) else { return Next::Leave };
                 let value = self.msr_operand();
                 let written = match class {
                     Class::Store => self.write_stored_msr(index, value, By::Guest),
                     Class::Backend => self.write_backend_msr(index, value, By::Guest),
-                    Class::Apic | Class::X2Apic | Class::Pv | Class::Outside | Class::Unknown => {
-                        Err(Refused)
-                    }
+                    Class::Apic
+                    | Class::X2Apic
+                    | Class::Pv
+                    | Class::HyperV
+                    | Class::Outside
+                    | Class::Unknown => Err(Refused),
                 };
                 match written {
                     Ok(()) => self.retire(next),
@@ -190,6 +193,7 @@ impl<B: Backend> Vcpu<B> {
                 _ => Err(Refused),
             },
             Class::Pv => self.read_pv_msr(index, by),
+            Class::HyperV => self.read_hyperv_msr(index, by),
             Class::Store
                 if index == PLATFORM_INFO && by == By::Guest && self.platform_info_is_hidden() =>
             {
@@ -199,7 +203,11 @@ impl<B: Backend> Vcpu<B> {
                 self.msrs.store.read(index, by, self.facts()).map_err(|_| Refused)
             }
             // The backend's own last: the capability MSRs of VMX follow the vCPU's CPUID, which no table knows.
-            Class::Unknown => self.b.msr(index).map_err(|_| Refused),
+            Class::Unknown => {
+                let value = self.b.msr(index).map_err(|_| Refused)?;
+                let nested = self.b.nested().filter(|_| by == By::Guest);
+                Ok(nested.map_or(value, |nested| nested.value_for_l1(index, value)))
+            }
         }
     }
 
@@ -257,6 +265,7 @@ impl<B: Backend> Vcpu<B> {
                 _ => Err(Refused),
             },
             Class::Pv => self.write_pv_msr(index, value, by),
+            Class::HyperV => self.write_hyperv_msr(index, value, by),
             Class::Outside if index == VM_CR => self.write_vm_cr(value, by),
             Class::Store | Class::Outside => {
                 self.write_stored_msr(index, value, by)?;

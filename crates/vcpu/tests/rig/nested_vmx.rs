@@ -50,7 +50,8 @@ fn host_cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {
     }
 }
 
-fn offered() -> Offered {
+/// What such a host offers.
+pub fn offered() -> Offered {
     static OFFERED: OnceLock<(Supported, HostMsrs)> = OnceLock::new();
     offered_by(host_cpuid, &OFFERED)
 }
@@ -73,7 +74,7 @@ fn offered_by(
         let facts = HostFacts { xcr0: 7, nested: true, ..HostFacts::default() };
         let supported = Supported::read(cpuid, &facts).unwrap();
         assert!(supported.has(feature::VMX));
-        (supported, HostMsrs::default())
+        (supported, HostMsrs { hyperv: true, ..HostMsrs::default() })
     });
     Offered { cpuid, msrs }
 }

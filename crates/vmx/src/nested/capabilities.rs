@@ -120,6 +120,16 @@ impl<C: Cpu> Vmx<C> {
         }
     }
 
+    /// What L1 reads of a capability MSR that has this value.
+    pub(super) fn value_for_l1(&self, index: u32, value: u64) -> u64 {
+        match &self.nested {
+            Some(n) if n.machine.may_be_enlightened() => {
+                n.machine.capabilities.enlightened().read(index).unwrap_or(value)
+            }
+            _ => value,
+        }
+    }
+
     /// Sets a capability MSR, as a VMM does, or IA32_FEATURE_CONTROL.
     pub(crate) fn set_nested_msr_value(&mut self, index: u32, value: u64) -> Result<(), Refused> {
         let Some(n) = &mut self.nested else { return Err(Refused::Unknown) };

@@ -531,10 +531,23 @@ impl<C: Cpu> Vmx<C> {
         }
     }
 
+    /// Reads L1's map of MSRs, if its VMCS names one, to be kept for entries that say that it is as it was.
+    pub(super) fn keep_msrs<M: L1Memory>(n: &mut Nested, memory: &Memory<'_, M>) {
+        let v: &Vmcs12 = n.machine.vmcs12();
+        if n.msrs_kept.is_none() && v.primary().contains(ProcControls::MSR_BITMAPS) {
+            n.msrs_kept = passed_by(Gpa(v.get(field::MSR_BITMAP)), memory).ok();
+        }
+    }
+
+    /// What is kept of L1's map is L1's word alone: L0's own map counts at each entry.
     #[inline(never)]
     fn map_msrs_of_both<M: L1Memory>(&self, n: &mut Nested, memory: &Memory<'_, M>) {
         let page = Gpa(n.machine.vmcs12().get(field::MSR_BITMAP));
-        let wanted = match passed_by(page, memory) {
+        let of_l1 = match n.msrs_kept {
+            Some(kept) => Ok(kept),
+            None => passed_by(page, memory),
+        };
+        let wanted = match of_l1 {
             Ok(of_l1) => Map::Open(of_l1.within(&self.vmcs.msr_map)),
             Err(_) => Map::Closed,
         };

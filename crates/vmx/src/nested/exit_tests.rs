@@ -313,7 +313,7 @@ fn what_l1_injects_is_injected_again_as_it_is() {
             if saves {
                 r.leave_loop();
                 let mut state = vec![0; r.v.state_size()];
-                r.v.save_state(&r.g, &mut state).unwrap();
+                r.v.save_state(&r.g, &mut state, &r.m).unwrap();
                 let header = nested_vmx::saved::HEADER;
                 let saved = nested_vmx::Vmcs12::read_from_prefix(&state[header..]).unwrap().0;
                 assert_eq!(saved.get(field::ENTRY_INTERRUPTION) & event::VALID, 0);

@@ -32,7 +32,7 @@ const fn name_of(segment: u8) -> SegmentName {
 }
 
 impl<C: Cpu> Vmx<C> {
-    fn is_long(&self) -> bool {
+    pub(super) fn is_long(&self) -> bool {
         self.efer.contains(Efer::LMA)
     }
 
@@ -71,7 +71,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// Registers that decide whether an instruction may be executed. In virtual-8086 mode, and in code of 32 bits
     /// in long mode, none of them exits.
-    fn nested_cpu(&self, n: &Nested, reason: ExitReason) -> machine::Cpu {
+    pub(super) fn nested_cpu(&self, n: &Nested, reason: ExitReason) -> machine::Cpu {
         let enters = matches!(reason, ExitReason::Vmlaunch | ExitReason::Vmresume);
         let shadow = interruptibility::MOV_SS;
         // What L1 owns decides for VMXON alone.
@@ -190,8 +190,14 @@ impl<C: Cpu> Vmx<C> {
         reason: ExitReason,
         memory: &Memory<'_, M>,
     ) -> Executed {
-        // What L1 wrote by VMWRITE since the last exit is not in VMCS12 yet.
-        self.take_shadow(n, true);
+        if n.is_served() {
+            // What L1 wrote by VMWRITE since the last exit is not in VMCS12 yet.
+            self.take_shadow(n, true);
+        } else if n.machine.asks_assist_page()
+            && let Err(done) = self.load_enlightened(n, gprs, reason, memory)
+        {
+            return done;
+        }
         let needs = n.machine.needs_to_enter();
         if !needs.is_empty() {
             // Checks look at registers of L2's that the last exit left in vmcs02.
@@ -269,7 +275,7 @@ impl<C: Cpu> Vmx<C> {
 
     /// What becomes of L1 after an instruction.
     #[inline(never)]
-    fn conclude<M: L1Memory>(
+    pub(super) fn conclude<M: L1Memory>(
         &mut self,
         n: &mut Nested,
         gprs: &mut Gprs,

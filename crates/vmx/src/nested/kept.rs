@@ -12,8 +12,12 @@ use x86::vmcs::{ExitControls, field};
 use x86::{Cr0, Cr4};
 
 use crate::{
-    features::Features, host_words::HostWords, nested::list::Waiting, passed::Map,
-    shadow_vmcs::Shadow, vmcs::Vmcs,
+    features::Features,
+    host_words::HostWords,
+    nested::list::Waiting,
+    passed::{Map, Passed},
+    shadow_vmcs::Shadow,
+    vmcs::Vmcs,
 };
 
 /// What L1 asks of L2 in words that L0 changes while L2 runs: it stays as L1 wants it. All zero with L1.
@@ -80,6 +84,9 @@ pub(crate) struct Nested {
     pub(crate) last_vpid: u16,
     /// What vmcs02's map of MSRs gives L2.
     pub(crate) map: Map,
+    /// What the map of an L1 with an enlightened VMCS let L2 have when it was read last; see
+    /// [`Machine::keeps_msr_bitmap`].
+    pub(crate) msrs_kept: Option<Passed>,
     /// The EPT pointer of vmcs02 for an L2 with tables of L1's own; 0, which no entry takes, before there is one.
     pub(crate) root: u64,
     /// L1 executed INVEPT: what the CPU has of L2's root is dropped when the root is found next.
@@ -129,6 +136,7 @@ impl Nested {
             kept_by_l0: None,
             last_vpid: 0,
             map: Map::Unknown,
+            msrs_kept: None,
             root: 0,
             flush_due: false,
             flushed: L1Flush::None,

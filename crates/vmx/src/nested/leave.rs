@@ -88,10 +88,41 @@ impl<C: Cpu> Vmx<C> {
         self.leave_l2(n, gprs, &report, &memory)
     }
 
-    /// Whether L2's run can end here: what it needs of L1's memory can be had.
-    pub(super) fn may_leave<M: L1Memory>(n: &Nested, memory: &Memory<'_, M>) -> bool {
+    /// Whether L2's run needs L1's memory to end.
+    #[inline]
+    fn needs_memory(n: &Nested) -> bool {
         let stores = n.machine.vmcs12().get(field::EXIT_MSR_STORE_COUNT) != 0;
-        memory.is_whole() || !(stores || n.machine.owes_shadow() || n.needs_memory_to_leave())
+        stores || n.machine.owes_memory() || n.needs_memory_to_leave()
+    }
+
+    /// Whether L2's run can end here: what it needs of L1's memory can be had.
+    #[inline]
+    pub(super) fn may_leave<M: L1Memory>(n: &Nested, memory: &Memory<'_, M>) -> bool {
+        !Self::needs_memory(n) || Self::reaches_memory(n, memory)
+    }
+
+    /// Whether what L2's run needs of L1's memory to end can be had: the enlightened VMCS alone, where not all of it can.
+    #[cold]
+    fn reaches_memory<M: L1Memory>(n: &Nested, memory: &Memory<'_, M>) -> bool {
+        let stores = n.machine.vmcs12().get(field::EXIT_MSR_STORE_COUNT) != 0;
+        memory.is_whole()
+            || !stores && !n.needs_memory_to_leave() && n.machine.reaches_enlightened(memory)
+    }
+
+    /// Before L2's run ends that needs L1's memory for it: what comes of its exit instead.
+    #[cold]
+    #[inline(never)]
+    fn instead_of_leaving<M: L1Memory>(
+        &self,
+        n: &Nested,
+        gprs: &Gprs,
+        report: &Report,
+        memory: &Memory<'_, M>,
+    ) -> Option<Executed> {
+        if self.is_flush_for_l2(n, gprs, report) {
+            return Some(Executed::Flushes);
+        }
+        (!Self::reaches_memory(n, memory)).then_some(Executed::Outside)
     }
 
     /// L2's run ends with what L1 is told.
@@ -102,12 +133,14 @@ impl<C: Cpu> Vmx<C> {
         report: &Report,
         memory: &Memory<'_, M>,
     ) -> Executed {
-        if !Self::may_leave(n, memory) {
-            return Executed::Outside;
+        if Self::needs_memory(n)
+            && let Some(done) = self.instead_of_leaving(n, gprs, report, memory)
+        {
+            return done;
         }
         let stores = n.machine.vmcs12().get(field::EXIT_MSR_STORE_COUNT) != 0;
-        // Before VMCS12 changes: the list is of L2's state (SDM vol. 3C §28.4).
-        if stores && self.store_msr_list(n, memory).is_err() {
+        // Before VMCS12 changes: the list is of L2's state (SDM vol. 3C §28.4). In the loop there is none any more.
+        if memory.is_whole() && stores && self.store_msr_list(n, memory).is_err() {
             return Executed::Shutdown;
         }
         // A handler may have set it since.
@@ -142,9 +175,14 @@ impl<C: Cpu> Vmx<C> {
         failure: EntryFailure,
         memory: &Memory<'_, M>,
     ) -> Executed {
+        if n.machine.is_enlightened() && !memory.is_whole() {
+            // It is told in L1's memory, and nothing has happened yet.
+            return Executed::Outside;
+        }
         // L1 goes on in the loop with another state: what follows from it goes into the CPU.
         self.bring_back(n);
         n.machine.fail_entry(failure);
+        n.machine.store_enlightened(memory);
         let kept = Kept { cr0: self.cr0.bits(), efer: self.efer.bits() };
         self.load_host(n, gprs, kept, failure.reason, false, memory)
     }
@@ -157,7 +195,8 @@ impl<C: Cpu> Vmx<C> {
         failure: EntryFailure,
         memory: &Memory<'_, M>,
     ) -> Executed {
-        if n.needs_memory_to_leave() && !memory.is_whole() {
+        let needs = n.needs_memory_to_leave() || n.machine.is_enlightened();
+        if needs && !memory.is_whole() {
             return Executed::Outside;
         }
         // What was to be injected was not, and what was to be loaded is not.
@@ -165,6 +204,7 @@ impl<C: Cpu> Vmx<C> {
         n.forget_list();
         let kept = Kept { cr0: self.cr0.bits(), efer: self.efer.bits() };
         n.machine.fail_entry(failure);
+        n.machine.store_enlightened(memory);
         self.give_shadow(n);
         self.cold.of_l1 = OfL1::default();
         self.own();

@@ -8,6 +8,9 @@
 
 mod access;
 mod capabilities;
+mod enlightened;
+#[cfg(test)]
+mod enlightened_tests;
 mod enter;
 #[cfg(test)]
 mod exit_tests;
@@ -34,8 +37,8 @@ mod tables;
 mod timer;
 
 use backend::{
-    Claim, Event, Executed, Gate, Gprs, Injection, L1Memory, Level, ListMsr, Nesting, Outside,
-    Registers as _, Sleep, Waiting,
+    Claim, Enlightenment, Event, Executed, FlushTold, Gate, Gprs, Injection, L1Memory, Level,
+    ListMsr, Nesting, Outside, Registers as _, Sleep, Waiting,
 };
 use cpu::Cpu;
 use host::KBox;
@@ -248,6 +251,21 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         // As with CR0.
         let new = (value - of_l1) | self.cr4 & of_l1;
         n.machine.takes_cr4(new.bits()).then_some(new)
+    }
+
+    fn enlighten(&mut self, by: Enlightenment) {
+        if let Some(n) = &mut self.nested {
+            n.machine.enlighten(by.enabled, by.shown, by.direct_flush, by.assist);
+            n.msrs_kept = None;
+        }
+    }
+
+    fn tell_flush(&mut self, gprs: &mut Gprs, tell: bool, l1: &impl L1Memory) -> FlushTold {
+        self.with_nested(|this, n| this.tell_flush_of(n, gprs, tell, l1)).unwrap_or(FlushTold::No)
+    }
+
+    fn value_for_l1(&self, index: u32, value: u64) -> u64 {
+        Self::value_for_l1(self, index, value)
     }
 
     fn offers_interrupt(&self) -> bool {

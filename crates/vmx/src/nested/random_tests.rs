@@ -4,11 +4,12 @@
 //! GANNET_NESTED_STEPS says how many steps: `GANNET_NESTED_STEPS=10000000 cargo test --release -p gannet-vmx random`.
 
 use backend::{
-    Asleep as _, Claim, Executed, Gate, Injection, L1Tables, Level, Nested as _, NestedPaging,
-    NestedState as _, Sleep, TablesRefuse, Waiting, WorldSwitch as _,
+    Asleep as _, Claim, Enlightenment, Executed, FlushTold, Gate, Injection, L1Tables, Level,
+    Nested as _, NestedPaging, NestedState as _, Sleep, TablesRefuse, Waiting, WorldSwitch as _,
 };
 use nested_vmx::Vmcs12;
-use x86::vmcs::place::VMCS12_REVISION;
+use x86::vmcs::enlightened::{self, at};
+use x86::vmcs::place::{self, VMCS12_REVISION};
 use x86::vmcs::{ApicAccess, ExitReason, ProcControls, ProcControls2, field};
 use x86::{Exception, Gpa, Hpa, Vector};
 
@@ -24,6 +25,8 @@ const PAGES: [u64; 12] = [
     0x1_9000, 0x1_f000, 0x50_0000,
 ];
 const OWN: u64 = 0x9000;
+/// The VP assist page of an L1 with enlightened VMCSs.
+const ASSIST: u64 = 0x1_e000;
 
 /// Secondary controls that L1 is offered.
 const OFFERED: [u64; 11] = [
@@ -77,6 +80,22 @@ fn start() -> Vmcs12 {
     let first = ProcControls::TPR_SHADOW | ProcControls::MSR_BITMAPS;
     v.set(field::PROC_CONTROLS, v.get(field::PROC_CONTROLS) | first.bits());
     v
+}
+
+/// Writes an enlightened VMCS as L1 begins with.
+fn fill(rig: &Rig, page: u64) {
+    let (v, mut memory) = (start(), rig.m.bytes.borrow_mut());
+    let Some(image) = memory.get_mut(page as usize..page as usize + enlightened::BYTES) else {
+        return;
+    };
+    image.fill(0);
+    image[..4].copy_from_slice(&enlightened::VERSION.to_le_bytes());
+    for line in &enlightened::READ_LINES {
+        let encoding = u64::from(line.field.encoding);
+        let (offset, bytes) = enlightened::find(encoding).unwrap();
+        let value = v.read(place::find(encoding).unwrap()).to_le_bytes();
+        image[usize::from(offset)..][..bytes].copy_from_slice(&value[..bytes]);
+    }
 }
 
 /// Fields that L1 writes, with values that an entry takes, and some that it does not.
@@ -147,6 +166,10 @@ struct Run {
     accesses: usize,
     taken: usize,
     posted: usize,
+    /// L1 may use enlightened VMCSs.
+    enlightened: bool,
+    /// Entries by one, and flushes that L2 was entitled to.
+    pages: (usize, usize),
     /// Entries with each secondary control.
     with: [usize; 32],
 }
@@ -158,8 +181,22 @@ impl Run {
         let n = rig.v.nested.as_mut().unwrap();
         n.machine.capabilities.cr4_fixed1 |= 1 << 11;
         let (random, with) = (Random(seed), [0; 32]);
+        let enlightened = seed & 3 == 1;
+        if enlightened {
+            let assist = Some(Gpa(ASSIST));
+            let by = Enlightenment { enabled: true, shown: true, direct_flush: true, assist };
+            rig.v.enlighten(by);
+            let page = PAGES[9];
+            fill(&rig, page);
+            let mut bytes = rig.m.bytes.borrow_mut();
+            bytes[ASSIST as usize + 32] = 1;
+            bytes[ASSIST as usize + 40] = 1;
+            bytes[ASSIST as usize + 48..][..8].copy_from_slice(&page.to_le_bytes());
+        }
         Self {
             rig,
+            enlightened,
+            pages: (0, 0),
             random,
             asleep: None,
             entries: 0,
@@ -201,6 +238,7 @@ impl Run {
             Executed::Entered | Executed::EnteredOwing | Executed::EnteredOffering => {
                 self.entries += 1;
                 let n = self.rig.v.nested.as_ref().unwrap();
+                self.pages.0 += usize::from(n.machine.is_enlightened());
                 let second = n.machine.vmcs12().secondary().bits();
                 for (at, count) in self.with.iter_mut().enumerate() {
                     *count += (second >> at & 1) as usize;
@@ -238,7 +276,56 @@ impl Run {
         assert_eq!(v.get(fields::GUEST_ACTIVITY), 0);
     }
 
+    /// L1, on whichever of its CPUs, writes to its enlightened VMCS or its VP assist page.
+    fn write_page(&mut self) {
+        let r = &mut self.random;
+        let page = if r.below(4) == 0 { r.of(&PAGES) } else { PAGES[9] };
+        let (encoding, value) = written(r);
+        let (offset, bytes) = match r.below(8) {
+            0 => return fill(&self.rig, page),
+            1 => (at::CLEAN as u16, 4),
+            2 => (at::CONTROL as u16, 4),
+            3 => (at::PARTITION_ASSIST as u16, 8),
+            _ => match enlightened::find(encoding.into()) {
+                Some(found) => found,
+                None => return,
+            },
+        };
+        let value = match usize::from(offset) {
+            at::CLEAN => r.next() | r.next(),
+            at::CONTROL => r.next() & 3,
+            at::PARTITION_ASSIST => page,
+            _ => value,
+        };
+        let names = r.below(8) == 0;
+        let (enlightens, pointer) = (r.next() & 7 != 0, page + r.of(&[0, 0, 0, 8]));
+        let mut memory = self.rig.m.bytes.borrow_mut();
+        if names {
+            memory[ASSIST as usize + 40] = enlightens.into();
+            memory[ASSIST as usize + 48..][..8].copy_from_slice(&pointer.to_le_bytes());
+        }
+        let at = page as usize + usize::from(offset);
+        if let Some(field) = memory.get_mut(at..at + bytes) {
+            field.copy_from_slice(&value.to_le_bytes()[..bytes]);
+        }
+    }
+
+    /// L2's hypercall is carried out.
+    fn flush(&mut self) -> Executed {
+        self.pages.1 += 1;
+        self.rig.v.complete(&mut self.rig.g);
+        self.rig.v.unload(false);
+        self.rig.m.whole.set(true);
+        let told = self.rig.v.tell_flush(&mut self.rig.g, true, &self.rig.m);
+        self.rig.m.whole.set(false);
+        self.rig.v.load(0);
+        if let FlushTold::Yes(done) = told { done } else { Executed::Retired }
+    }
+
     fn l1(&mut self) -> Executed {
+        if self.enlightened && self.random.below(3) == 0 {
+            self.write_page();
+        }
         let r = &mut self.random;
         let pointer = r.of(&PAGES);
         let (encoding, value) = written(r);
@@ -320,16 +407,26 @@ impl Run {
         let r = &mut self.random;
         let (reason, qualification, information) = (r.of(&EXITS), r.next(), r.next() as u32);
         let (_, [a, b, c]) = ((), [r.next() & 0x1ff, r.next() & 0x1fff, r.next() & 0xff]);
-        let index = r.of(&[b, 0x808, 0x80b, 0x83f, 0x800 | c, 0x681c, 0, 1]);
+        let index = r.of(&[b, 2, 0x808, 0x80b, 0x83f, 0x800 | c, 0x681c, 0, 1]);
         (self.rig.g.0[0], self.rig.g.0[1], self.rig.g.0[2]) = (a, index, r.of(&[0, 0, 0x681c]));
         let flags = r.of(&[2u64, 0x202, 0x102]);
         self.rig.enter(reason, move |v| {
             v.set(field::EXIT_QUALIFICATION, qualification & 0xfff_ff7f);
             v.set(field::INSTRUCTION_INFO, information & 0x7000_0078 | 1 << 10);
             v.set(field::GUEST_RFLAGS, flags);
+            if flags & 0x100 != 0 {
+                // Instructions have set it: behind one there is no shadow.
+                let blocked = v.get(field::GUEST_INTERRUPTIBILITY);
+                v.set(field::GUEST_INTERRUPTIBILITY, blocked & !3);
+            }
         });
         match self.rig.v.claims(&self.rig.g, &self.rig.m) {
-            Ok(Claim::L1 | Claim::Exception) => self.whole(|rig| rig.v.reflect(&mut rig.g, &rig.m)),
+            Ok(Claim::L1 | Claim::Exception) => {
+                match self.whole(|rig| rig.v.reflect(&mut rig.g, &rig.m)) {
+                    Executed::Flushes => self.flush(),
+                    done => done,
+                }
+            }
             Ok(Claim::Instruction) => self.whole(|rig| rig.v.execute_for_l2(&mut rig.g, &rig.m)),
             Ok(Claim::L0) if matches!(reason, ExitReason::Vmread | ExitReason::Vmwrite) => {
                 self.whole(|rig| rig.v.execute(&mut rig.g, 0, &rig.m))
@@ -404,13 +501,14 @@ impl Run {
         v.unload(false);
         v.set_activity(self.asleep);
         let mut bytes: Vec<u8> = vec![0; v.state_size()];
-        v.save_state(&self.rig.g, &mut bytes).unwrap();
+        v.save_state(&self.rig.g, &mut bytes, &self.rig.m).unwrap();
         self.rig.m.whole.set(true);
         if v.check_state(&bytes, false, &self.rig.m).is_ok() {
             if v.level() == Level::L2 {
                 v.abandon(&mut self.rig.g);
             }
             v.restore_state(&mut self.rig.g, &bytes, false, &self.rig.m).unwrap();
+            v.settle_state(&self.rig.m);
         }
         self.rig.m.whole.set(false);
         self.rig.v.load(0);
@@ -440,12 +538,18 @@ fn random_sequences_break_nothing() {
         if at % 100 == 99 {
             let seed = run.random.next();
             let (entries, sleeps, accesses) = (run.entries, run.sleeps, run.accesses);
-            let (taken, posted, with) = (run.taken, run.posted, run.with);
+            let (taken, posted, pages, with) = (run.taken, run.posted, run.pages, run.with);
             drop(run);
-            run = Run { entries, sleeps, accesses, taken, posted, with, ..Run::new(seed) };
+            run = Run { entries, sleeps, accesses, taken, posted, pages, with, ..Run::new(seed) };
+        }
+        if run.enlightened && run.random.below(16) == 0 {
+            // While L2 runs, too.
+            run.write_page();
         }
         run.step();
     }
+    std::println!("{} entries and {} flushes by a page", run.pages.0, run.pages.1);
+    assert!(run.pages.0 > 0 && run.pages.1 > 0);
     let (entries, with) = (run.entries, run.with);
     std::println!("{entries} entries, {} asleep, with {with:?}", run.sleeps);
     assert!(run.entries as u64 > steps / 200, "{} entries", run.entries);

@@ -23,9 +23,14 @@ use zerocopy::IntoBytes;
 pub(super) struct Mem {
     pub(super) bytes: RefCell<Vec<u8>>,
     pub(super) whole: Cell<bool>,
+    /// A page that cannot be had; 0: none.
+    pub(super) hole: Cell<u64>,
 }
 impl L1Memory for Mem {
     fn read(&self, at: Gpa, into: &mut [u8]) -> Result<(), Outside> {
+        if self.hole.get() != 0 && self.hole.get() == at.0 & !0xfff {
+            return Err(Outside);
+        }
         let at = at.0 as usize;
         into.copy_from_slice(self.bytes.borrow().get(at..at + into.len()).ok_or(Outside)?);
         Ok(())
@@ -160,7 +165,11 @@ impl Rig {
             SegmentName::Ss,
             Segment { base: 0, limit: u32::MAX, selector: 16, attr: 0xc93 },
         );
-        let m = Mem { bytes: RefCell::new(std::vec![0; 0x2_0000]), whole: Cell::new(true) };
+        let m = Mem {
+            bytes: RefCell::new(std::vec![0; 0x2_0000]),
+            whole: Cell::new(true),
+            hole: Cell::new(0),
+        };
         let mut this = Self { _alone: alone, v, g: Gprs::default(), m, root: false };
         let revision = x86::vmcs::place::VMCS12_REVISION;
         this.m.write(Gpa(VMXON_AT), &revision.to_le_bytes()).unwrap();
@@ -291,7 +300,7 @@ fn what_l1_asks_for_is_not_lost_by_saving() {
     r.l1_vmwrite(field::ENTRY_INTERRUPTION.encoding(), 0x8000_0041);
     r.leave_loop();
     let mut state = std::vec![0; r.v.state_size()];
-    r.v.save_state(&r.g, &mut state).unwrap();
+    r.v.save_state(&r.g, &mut state, &r.m).unwrap();
     r.v.load(0);
     assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
     assert_eq!(r.v.get(fields::ENTRY_INTERRUPTION), 0x8000_0041);
@@ -675,7 +684,7 @@ fn a_restored_state_makes_l1s_tables_stale() {
     r.leave_loop();
     let mut bytes = std::vec![0; r.v.state_size()];
     let g = r.g;
-    r.v.save_state(&g, &mut bytes).unwrap();
+    r.v.save_state(&g, &mut bytes, &r.m).unwrap();
     let n = r.v.nested.as_mut().unwrap();
     (n.flush_due, n.flushed) = (false, backend::L1Flush::None);
     r.v.restore_state(&mut r.g, &bytes, false, &r.m).unwrap();

@@ -70,8 +70,12 @@ impl<C: Cpu> Vmx<C> {
     ) -> Result<(Good, KBox<Images>), Unrestorable> {
         let mut images = KBox::<Images>::zeroed().map_err(|_| Unrestorable::NoMemory)?;
         let onto = Onto {
-            context: Context { offered: self.cold.limits.vmx, smm },
-            capabilities: &n.machine.capabilities,
+            context: Context {
+                offered: self.cold.limits.vmx,
+                smm,
+                enlightened: n.machine.is_enlightenment_enabled(),
+            },
+            capabilities: &n.machine.checked_by(),
             limits: &self.nested_limits(),
         };
         let good = saved::check(bytes, &onto, memory, &mut images).map_err(told)?;
@@ -93,6 +97,7 @@ impl<C: Cpu> Vmx<C> {
         // Memory may be that of another time: what was made of L1's tables is as stale as after its INVEPT.
         n.flush_due = true;
         n.flushed = L1Flush::All;
+        n.msrs_kept = None;
         // Without one the timer begins anew.
         let counts = n.machine.vmcs12().pin().contains(PinControls::PREEMPTION_TIMER);
         n.timer = deadline.filter(|_| counts).map(Deadline);
@@ -141,11 +146,17 @@ impl<C: Cpu> NestedState for Vmx<C> {
         self.nested.as_ref().map_or(saved::HEADER, |n| saved::size(&n.machine))
     }
 
-    fn save_state(&mut self, gprs: &Gprs, into: &mut [u8]) -> Result<(), Unrestorable> {
+    fn save_state(
+        &mut self,
+        gprs: &Gprs,
+        into: &mut [u8],
+        l1: &impl L1Memory,
+    ) -> Result<(), Unrestorable> {
         self.with_nested(|this, n| {
             this.take_shadow(n, false);
+            n.machine.refresh_enlightened(&Memory::new(l1));
             let asked = n.machine.vmcs12().get(field::ENTRY_INTERRUPTION);
-            if n.machine.current().is_some() {
+            if n.machine.current().is_some() || n.machine.is_enlightened() {
                 this.bring_up_to_date(n, gprs);
             }
             let deadline = n.timer.map(|deadline| deadline.0);
@@ -177,5 +188,16 @@ impl<C: Cpu> NestedState for Vmx<C> {
         self.beside = true;
         self.with_nested(|this, n| this.restore_bytes(n, gprs, (bytes, smm), l1))
             .unwrap_or(Err(Unrestorable::Invalid))
+    }
+
+    fn is_unsettled(&self) -> bool {
+        self.nested.as_ref().is_some_and(|n| n.machine.is_unsettled())
+    }
+
+    fn settle_state(&mut self, l1: &impl L1Memory) {
+        let limits = self.nested_limits();
+        if let Some(n) = &mut self.nested {
+            n.machine.settle_enlightened(&limits, &Memory::new(l1));
+        }
     }
 }

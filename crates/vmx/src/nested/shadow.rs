@@ -25,7 +25,7 @@ impl Nested {
 
     /// Whether the hardware serves L1's VMREAD and VMWRITE.
     #[inline]
-    fn is_served(&self) -> bool {
+    pub(super) fn is_served(&self) -> bool {
         self.shadow.as_ref().is_some_and(|shadow| shadow.serves)
     }
 }
@@ -39,8 +39,11 @@ impl<C: Cpu> Vmx<C> {
         self.with_nested(|this, n| {
             let Some(shadow) = &n.shadow else { return };
             let m = &n.machine;
-            let wanted =
-                m.is_in_operation() && m.current().is_some() && this.cr4.contains(Cr4::VMXE);
+            // Each entry of an L1 that may name an enlightened VMCS looks for one first.
+            let wanted = m.is_in_operation()
+                && m.current().is_some()
+                && this.cr4.contains(Cr4::VMXE)
+                && !m.asks_assist_page();
             if !wanted {
                 if shadow.serves {
                     this.stop_shadow(n, here);

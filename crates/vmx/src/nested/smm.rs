@@ -14,7 +14,7 @@ impl<C: Cpu> Vmx<C> {
         if n.machine.vmxon().is_none() {
             return;
         }
-        if n.machine.current().is_some() {
+        if n.machine.current().is_some() || n.machine.is_enlightened() {
             self.bring_up_to_date(n, gprs);
             // A saved state has no place for it, as at an exit.
             n.machine.store_shadow(&Memory::new(l1));

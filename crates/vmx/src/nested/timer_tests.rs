@@ -125,7 +125,7 @@ fn the_deadline_travels() {
     r.leave_loop();
     let mut bytes = std::vec![0; r.v.state_size()];
     let g = r.g;
-    r.v.save_state(&g, &mut bytes).unwrap();
+    r.v.save_state(&g, &mut bytes, &r.m).unwrap();
     let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
     assert_eq!((word(24) >> 32, word(32)), (1, deadline));
     r.v.abandon(&mut r.g);
@@ -173,7 +173,7 @@ fn the_deadline_of_an_l2_that_is_put_aside_travels() {
     assert!(r.v.enter_smm(&mut r.g, x86::Gpa(0), &r.m).is_ok());
     let mut bytes = std::vec![0; r.v.state_size()];
     let g = r.g;
-    r.v.save_state(&g, &mut bytes).unwrap();
+    r.v.save_state(&g, &mut bytes, &r.m).unwrap();
     r.v.abandon(&mut r.g);
     r.v.restore_state(&mut r.g, &bytes, true, &r.m).unwrap();
     assert_eq!(r.v.nested.as_ref().unwrap().timer, deadline);

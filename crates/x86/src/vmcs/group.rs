@@ -111,3 +111,49 @@ pub struct Place {
     /// Whether a shadow VMCS serves the field.
     pub shadow: Shadow,
 }
+
+/// A group of clean fields of an enlightened VMCS; its number is the bit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+#[allow(missing_docs)] // Named by what is in them.
+pub enum Clean {
+    IoBitmaps,
+    MsrBitmap,
+    Controls2,
+    Controls1,
+    Proc,
+    Event,
+    Entry,
+    Exceptions,
+    Registers,
+    Translation,
+    Basic,
+    Guest1,
+    Guest2,
+    HostPointers,
+    Host1,
+    /// What is no field: the enlightenments.
+    Control,
+    /// Never clean: read at each entry.
+    Always,
+    /// What an exit reports: not read at all.
+    Report,
+}
+
+impl Clean {
+    /// The group's bit in the word of clean fields.
+    pub const fn bit(self) -> u32 {
+        1 << self as u32
+    }
+}
+
+/// A field's place in an enlightened VMCS.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Enlightened {
+    /// Byte at which the field begins.
+    pub offset: u16,
+    /// The group whose bit says that it is unchanged.
+    pub clean: Clean,
+    /// An exit of L2 writes it.
+    pub is_written: bool,
+}

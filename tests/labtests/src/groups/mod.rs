@@ -44,6 +44,7 @@ mod nested_svm_hostile;
 mod nested_vmx;
 mod nested_vmx_activity;
 mod nested_vmx_apic;
+mod nested_vmx_enlightened;
 mod nested_vmx_ept;
 mod nested_vmx_events;
 mod nested_vmx_host;
@@ -132,6 +133,7 @@ pub fn all() -> impl Iterator<Item = Test> + Clone {
         nested_vmx::TESTS,
         nested_vmx_activity::TESTS,
         nested_vmx_apic::TESTS,
+        nested_vmx_enlightened::TESTS,
         nested_vmx_ept::TESTS,
         nested_vmx_events::TESTS,
         nested_vmx_host::TESTS,

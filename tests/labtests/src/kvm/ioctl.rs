@@ -60,6 +60,7 @@ pub const X86_SET_MSR_FILTER: u64 = iow::<kvm_msr_filter>(0xc6);
 pub const ENABLE_CAP: u64 = iow::<kvm_enable_cap>(0xa3);
 pub const SIGNAL_MSI: u64 = iow::<kvm_msi>(0xa5);
 
+pub const GET_SUPPORTED_HV_CPUID: u64 = iowr::<kvm_cpuid2>(0xc1);
 pub const GET_STATS_FD: u64 = io(0xce);
 
 pub const RUN: u64 = io(0x80);

@@ -145,4 +145,12 @@ impl Vcpu {
         let table = MsrTable::of(&[(index, value)]);
         Ok(self.send(ioctl::SET_MSRS, &table).granted("KVM_SET_MSRS")? == 1)
     }
+
+    /// KVM_CAP_HYPERV_ENLIGHTENED_VMCS: which versions there are.
+    pub fn enable_enlightened_vmcs(&self) -> Result<u16, Errno> {
+        let mut versions = 0u16;
+        let mut cap = kvm_enable_cap { cap: KVM_CAP_HYPERV_ENLIGHTENED_VMCS, ..Default::default() };
+        cap.args[0] = std::ptr::from_mut(&mut versions) as u64;
+        self.send(ioctl::ENABLE_CAP, &cap).map(|_| versions)
+    }
 }

@@ -111,6 +111,8 @@ pub struct Saved {
     msrs: Vec<(u32, u64)>,
     parts: Vec<Vec<u64>>,
     memory: Vec<u8>,
+    /// It uses an enlightened VMCS, which a VMM has to switch on.
+    enlightened: bool,
 }
 
 fn words(bytes: usize) -> usize {
@@ -160,7 +162,12 @@ impl Saved {
             parts.push(part);
         }
         let memory = guest.memory.read_bytes(0, guest.memory.bytes() as usize);
-        Ok(Self { cpuid, msrs: read_msrs(guest)?, parts, memory })
+        Ok(Self { cpuid, msrs: read_msrs(guest)?, parts, memory, enlightened: false })
+    }
+
+    /// The same for a guest that uses an enlightened VMCS.
+    pub fn enlightened(self) -> Self {
+        Self { enlightened: true, ..self }
     }
 
     /// The nested state in it.
@@ -210,6 +217,9 @@ impl Saved {
         }
         let vcpu = vm.create_vcpu(0)?;
         vcpu.set_cpuid(&self.cpuid)?;
+        if self.enlightened {
+            vcpu.enable_enlightened_vmcs().granted("KVM_ENABLE_CAP")?;
+        }
         // What VMX is for the guest, and that it may be switched on, comes before all.
         let early = |index: u32| index == FEATURE_CONTROL || (0x480..=0x491).contains(&index);
         if oracle::vendor() == Vendor::Intel {
@@ -267,6 +277,6 @@ impl Saved {
         };
         let msrs = words(msrs).as_chunks::<2>().0.iter().map(|[i, v]| (*i as u32, *v)).collect();
         let parts = parts.iter().map(|part| words(part)).collect();
-        Some(Self { cpuid, msrs, parts, memory: memory.clone() })
+        Some(Self { cpuid, msrs, parts, memory: memory.clone(), enlightened: false })
     }
 }

@@ -1,0 +1,457 @@
+//! The enlightened VMCS: L1 names a page by its VP assist page, and executes neither VMPTRLD nor VMREAD nor VMWRITE
+//! (Hypervisor Top-Level Functional Specification, "Nested virtualization").
+//!
+//! VMCS12 stays what everything else acts on. An entry takes the fields over from the page, each byte of it read once,
+//! and of those as few groups as L1's clean fields let it; an exit writes the page. Between the two nothing of the page
+//! counts, so that L1 may rewrite it as it likes.
+//!
+//! Such a VMCS has no launch state: VMLAUNCH and VMRESUME differ in that the former takes no clean field for granted.
+
+use x86::vmcs::enlightened::{self as page, ALL_CLEAN, BYTES, Clean, at, control};
+use x86::vmcs::place::VMCS12_REVISION;
+use x86::vmcs::{Groups, field};
+use x86::{Exception, Gpa};
+use zerocopy::IntoBytes;
+
+use super::{Cpu, L1, Level, Machine, Place, Then};
+use crate::checks::Limits;
+use crate::memory::is_page;
+use crate::{Fail, GuestMemory, Outside};
+
+/// Where the VP assist page has what concerns nesting, and how much of it is read.
+const ASSIST: u64 = 32;
+/// Bit of the first byte there: L0 is to carry out L2's hypercalls that flush translations.
+const DIRECT_FLUSH: u8 = 1;
+
+/// What of the page an entry always looks at; the rest only if a group of it is not clean.
+const HOT: core::ops::Range<usize> = 768..864;
+const HOT_GROUPS: u32 = Clean::Basic.bit()
+    | Clean::Proc.bit()
+    | Clean::Exceptions.bit()
+    | Clean::Entry.bit()
+    | Clean::Event.bit()
+    | Clean::Control.bit();
+
+const WORDS: usize = BYTES / 8;
+
+/// Exit reason behind a flush that L0 has carried out for L2.
+const FLUSHED: u32 = 0x1000_0031;
+
+/// What the end of L2's run writes to L1's memory.
+pub(super) mod owes {
+    /// The shadow VMCS that serves L2, which L2 has changed.
+    pub const SHADOW: u8 = 1;
+    /// The enlightened VMCS.
+    pub const PAGE: u8 = 2;
+}
+
+/// Which enlightened VMCS is current.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Current {
+    None,
+    /// A state was restored with one: L1's pages may not be there yet.
+    Unsettled,
+    At(Gpa),
+}
+
+/// What L1 has told with the VMCS that is no field of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Told {
+    /// L0 carries out L2's hypercalls that flush translations.
+    pub direct_flush: bool,
+    /// The number of the VM that L2 is, and of the vCPU.
+    pub guest: (u64, u32),
+    /// Where L1 says whether it wants to hear of such a flush.
+    pub partition_assist: u64,
+}
+
+/// What an entry has found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Loaded {
+    /// An enlightened VMCS, which VMCS12 has now.
+    Page,
+    /// L1 names none.
+    None,
+    /// The VP assist page cannot be had; nothing has changed.
+    NoAssist,
+}
+
+/// L1's use of enlightened VMCSs.
+#[derive(Clone, Debug)]
+pub(super) struct Enlightened {
+    /// The VMM has switched them on.
+    enabled: bool,
+    /// L1 knows of them.
+    offered: bool,
+    /// L1 may have L0 carry out L2's hypercalls that flush translations.
+    flushes: bool,
+    /// The VP assist page, where they are offered.
+    assist: Option<Gpa>,
+    current: Current,
+    keeps_msr_bitmap: bool,
+    told: Told,
+    page: [u64; WORDS],
+}
+
+impl Enlightened {
+    pub(super) const NONE: Self = Self {
+        enabled: false,
+        offered: false,
+        flushes: false,
+        assist: None,
+        current: Current::None,
+        keeps_msr_bitmap: false,
+        told: Told { direct_flush: false, guest: (0, 0), partition_assist: 0 },
+        page: [0; WORDS],
+    };
+
+    fn u32(&self, at: usize) -> u32 {
+        (self.page[(at / 8) & (WORDS - 1)] >> (at % 8 * 8)) as u32
+    }
+
+    fn u64(&self, at: usize) -> u64 {
+        self.page[(at / 8) & (WORDS - 1)]
+    }
+
+    /// Reads a part of the page into the copy of it.
+    fn read(
+        &mut self,
+        from: Gpa,
+        part: core::ops::Range<usize>,
+        l1: &impl GuestMemory,
+    ) -> Result<(), Fail> {
+        let at = Gpa(from.0.wrapping_add(part.start as u64));
+        let into = self.page.as_mut_bytes().get_mut(part).ok_or(Fail::Outside)?;
+        Ok(l1.read(at, into)?)
+    }
+
+    fn write(&self, to: Gpa, offset: usize, bytes: usize, l1: &impl GuestMemory) {
+        if let Some(from) =
+            offset.checked_add(bytes).and_then(|end| self.page.as_bytes().get(offset..end))
+        {
+            let _ = l1.write(Gpa(to.0.wrapping_add(offset as u64)), from);
+        }
+    }
+}
+
+impl Machine {
+    /// Says whether the VMM has switched enlightened VMCSs on, whether L1 may use them, and where its VP assist page is.
+    pub fn enlighten(
+        &mut self,
+        enabled: bool,
+        offered: bool,
+        direct_flush: bool,
+        assist: Option<Gpa>,
+    ) {
+        let offered = enabled && offered;
+        if offered != self.enlightened.offered {
+            // Which controls there are.
+            self.touch_all();
+        }
+        self.enlightened.enabled = enabled;
+        self.enlightened.offered = offered;
+        self.enlightened.flushes = direct_flush;
+        self.enlightened.assist = assist.filter(|_| offered);
+        if !offered {
+            self.release_enlightened();
+        }
+    }
+
+    /// Whether the VMM has switched enlightened VMCSs on.
+    pub fn is_enlightenment_enabled(&self) -> bool {
+        self.enlightened.enabled
+    }
+
+    /// Whether L1 may use enlightened VMCSs: it is not offered then what they do not carry.
+    pub fn may_be_enlightened(&self) -> bool {
+        self.enlightened.offered
+    }
+
+    /// Whether an entry has to look whether L1 names an enlightened VMCS ([`Self::load_enlightened`]): one that is current
+    /// is that no more if the VP assist page was taken away.
+    #[inline]
+    pub fn asks_assist_page(&self) -> bool {
+        self.enlightened.assist.is_some() || self.is_enlightened()
+    }
+
+    /// Whether an enlightened VMCS is current.
+    #[inline]
+    pub fn is_enlightened(&self) -> bool {
+        self.enlightened.current != Current::None
+    }
+
+    /// Whether a restored state waits for L1's pages ([`Self::settle_enlightened`]).
+    pub fn is_unsettled(&self) -> bool {
+        self.enlightened.current == Current::Unsettled
+    }
+
+    /// Whether L1 says that its MSR bitmap is as it was at the entry before.
+    pub fn keeps_msr_bitmap(&self) -> bool {
+        self.enlightened.keeps_msr_bitmap
+    }
+
+    /// What L1 has told beside, at the last entry.
+    pub fn told(&self) -> Option<Told> {
+        self.is_enlightened().then_some(self.enlightened.told)
+    }
+
+    /// No enlightened VMCS is current any more. All that an exit leaves is in the page.
+    pub(super) fn release_enlightened(&mut self) {
+        if self.is_enlightened() {
+            self.enlightened.current = Current::None;
+            self.owes &= !owes::PAGE;
+        }
+    }
+
+    /// What the VP assist page names, and whether it lets L0 flush for L2.
+    fn named_by_assist(&self, l1: &impl GuestMemory) -> Result<Option<(u64, bool)>, Outside> {
+        let Some(assist) = self.enlightened.assist else { return Ok(None) };
+        let mut bytes = [0; 24];
+        l1.read(Gpa(assist.0.wrapping_add(ASSIST)), &mut bytes)?;
+        let [features, _, _, _, _, _, _, _, enlightens, _, _, _, _, _, _, _, pointer @ ..] = bytes;
+        let pointer = u64::from_le_bytes(pointer);
+        // The two highest are no addresses for stock KVM.
+        let named = enlightens != 0 && pointer < u64::MAX - 1;
+        Ok(named.then_some((pointer, features & DIRECT_FLUSH != 0)))
+    }
+
+    /// Before VMLAUNCH or VMRESUME of an L1 that may name an enlightened VMCS: takes it over. What the current VMCS had and VMCS12 has not yet must have been fetched.
+    ///
+    /// # Errors
+    /// The instruction ends so. [`Fail::Outside`]: what L1 names is no memory of its; nothing has changed.
+    pub fn load_enlightened(
+        &mut self,
+        launch: bool,
+        cpu: &Cpu,
+        limits: &Limits,
+        l1: &impl GuestMemory,
+    ) -> Result<Loaded, Fail> {
+        if !self.is_in_operation() || !cpu.is_mode_right() || cpu.cpl > 0 {
+            // The instruction faults.
+            return Ok(Loaded::None);
+        }
+        let Ok(named) = self.named_by_assist(l1) else { return Ok(Loaded::NoAssist) };
+        let Some((pointer, direct_flush)) = named else {
+            self.release_enlightened();
+            return Ok(Loaded::None);
+        };
+        if !is_page(pointer, limits.physical_bits) {
+            return Err(Fail::Outside);
+        }
+        let to = Gpa(pointer);
+        let changed = self.enlightened.current != Current::At(to);
+        let clean =
+            if changed { self.point_at(to, l1)? } else { self.read_changed(to, launch, l1)? };
+        let e = &mut self.enlightened;
+        let control = e.u32(at::CONTROL);
+        e.keeps_msr_bitmap =
+            control & control::MSR_BITMAP != 0 && clean & Clean::MsrBitmap.bit() != 0;
+        e.told = Told {
+            direct_flush: e.flushes && direct_flush && control & control::DIRECT_FLUSH != 0,
+            guest: (e.u64(at::VM_ID), e.u32(at::VP_ID)),
+            partition_assist: e.u64(at::PARTITION_ASSIST),
+        };
+        self.take_page(clean);
+        self.vmcs12.set_launched(!launch);
+        Ok(Loaded::Page)
+    }
+
+    /// Where the VP assist page is no memory, no enlightened VMCS is current.
+    pub fn give_up_enlightened(&mut self, gone: bool) {
+        if gone {
+            self.release_enlightened();
+        }
+    }
+
+    /// What L1 names is no memory: nothing is current.
+    pub fn refuse_enlightened(&mut self) {
+        self.set_regions(self.vmxon, None);
+    }
+
+    /// Another page is current from now on: all of it is read, and nothing is clean.
+    fn point_at(&mut self, to: Gpa, l1: &impl GuestMemory) -> Result<u32, Fail> {
+        self.enlightened.read(to, 0..BYTES, l1)?;
+        let good = [page::VERSION, VMCS12_REVISION].contains(&self.enlightened.u32(0));
+        self.write_back(l1);
+        self.set_regions(self.vmxon, None);
+        if !good {
+            return Err(Fail::Invalid);
+        }
+        // What the page does not carry is nobody's.
+        self.vmcs12.clear();
+        self.enlightened.current = Current::At(to);
+        self.owes |= owes::PAGE;
+        Ok(0)
+    }
+
+    /// Reads what L1 may have changed. What is clean has to be what VMCS12 has.
+    fn read_changed(
+        &mut self,
+        from: Gpa,
+        launch: bool,
+        l1: &impl GuestMemory,
+    ) -> Result<u32, Fail> {
+        let e = &mut self.enlightened;
+        e.read(from, HOT, l1)?;
+        let clean = if launch { 0 } else { e.u32(at::CLEAN) & ALL_CLEAN };
+        if (clean | HOT_GROUPS) & ALL_CLEAN != ALL_CLEAN {
+            e.read(from, 0..HOT.start, l1)?;
+            e.read(from, HOT.end..BYTES, l1)?;
+        }
+        Ok(clean)
+    }
+
+    /// Takes over the groups that are not clean, as VMWRITE would.
+    fn take_page(&mut self, clean: u32) {
+        let mut left = !clean & ((1 << page::GROUPS) - 1);
+        while left != 0 {
+            let group = left.trailing_zeros() as usize;
+            left &= left.wrapping_sub(1);
+            let Some([from, to]) = page::STARTS.get(group..=group.wrapping_add(1)) else { return };
+            for line in
+                page::READ_LINES.get(usize::from(*from)..usize::from(*to)).unwrap_or_default()
+            {
+                let at = usize::from(line.offset);
+                let value = self.enlightened.page[(at / 8) & (WORDS - 1)] >> (at % 8 * 8);
+                if self.vmcs12.take_served(&line.field, value) {
+                    self.change(line.field.place.group);
+                }
+            }
+        }
+    }
+
+    /// Brings VMCS12 up to date with what L1 may have written into the page since the last exit, to be saved.
+    pub fn refresh_enlightened(&mut self, l1: &impl GuestMemory) {
+        if let Current::At(from) = self.enlightened.current
+            && self.level == Level::L1
+            && self.enlightened.read(from, 0..BYTES, l1).is_ok()
+        {
+            self.take_page(0);
+        }
+    }
+
+    /// A state was restored, and L1's pages are there now: what VMCS12 has goes into the one that L1 names.
+    pub fn settle_enlightened(&mut self, limits: &Limits, l1: &impl GuestMemory) {
+        if !self.is_unsettled() {
+            return;
+        }
+        let named = self.named_by_assist(l1).unwrap_or(None).map(|(pointer, _)| pointer);
+        let named = named.filter(|pointer| is_page(*pointer, limits.physical_bits)).map(Gpa);
+        let Some(to) = named.filter(|to| self.enlightened.read(*to, 0..BYTES, l1).is_ok()) else {
+            return self.release_enlightened();
+        };
+        if ![page::VERSION, VMCS12_REVISION].contains(&self.enlightened.u32(0)) {
+            return self.release_enlightened();
+        }
+        self.enlightened.current = Current::At(to);
+        self.store_enlightened(l1);
+    }
+
+    /// A state with an enlightened VMCS was restored.
+    pub(crate) fn unsettle_enlightened(&mut self) {
+        self.enlightened.current = Current::Unsettled;
+        self.enlightened.keeps_msr_bitmap = false;
+        self.enlightened.told = Told::default();
+        self.owes |= owes::PAGE;
+    }
+
+    /// Whether the end of L2's run writes to nothing but the enlightened VMCS, and that can be written.
+    pub fn reaches_enlightened(&self, l1: &impl GuestMemory) -> bool {
+        match self.enlightened.current {
+            Current::At(to) if self.owes & owes::SHADOW == 0 => l1.exchange(to, 0, 0).is_ok(),
+            Current::At(_) | Current::None | Current::Unsettled => false,
+        }
+    }
+
+    /// Writes what an exit leaves into the enlightened VMCS.
+    pub fn store_enlightened(&mut self, l1: &impl GuestMemory) {
+        let Current::At(to) = self.enlightened.current else { return };
+        let e = &mut self.enlightened;
+        for line in &page::WRITTEN_LINES {
+            let at = usize::from(line.offset);
+            let (word, bit) = (&mut e.page[(at / 8) & (WORDS - 1)], at % 8 * 8);
+            let value = self.vmcs12.served(&line.field);
+            *word = *word & !(line.field.mask << bit) | value << bit;
+        }
+        for run in &page::RUNS {
+            e.write(to, run.offset.into(), run.bytes.into(), l1);
+        }
+    }
+
+    /// L2 has run: L1's fields are those that VMCS12 has until L1 says otherwise.
+    pub(super) fn store_left(&mut self, l1: &impl GuestMemory) {
+        self.behind = Groups::NONE;
+        self.store_enlightened(l1);
+        if let Current::At(to) = self.enlightened.current {
+            let e = &mut self.enlightened;
+            let word = &mut e.page[at::CLEAN / 8];
+            *word |= u64::from(ALL_CLEAN);
+            e.write(to, at::CLEAN, 4, l1);
+        }
+    }
+
+    /// Whether L1 wants to hear that translations were flushed for L2. `None`: where it says so is no memory.
+    pub fn wants_flush_told(&self, l1: &impl GuestMemory) -> Option<bool> {
+        l1.read_u32(Gpa(self.enlightened.told.partition_assist)).ok().map(|locks| locks != 0)
+    }
+
+    /// The exit that L1 sees is the one behind a flush for L2, which no CPU knows.
+    pub fn tell_flush(&mut self, l1: &impl GuestMemory) {
+        self.vmcs12.set(field::EXIT_REASON, FLUSHED);
+        if let Current::At(to) = self.enlightened.current
+            && let Some((offset, _)) = page::find(field::EXIT_REASON.encoding().into())
+        {
+            let _ = l1.write(Gpa(to.0.wrapping_add(offset.into())), &FLUSHED.to_le_bytes());
+        }
+    }
+
+    /// The number of the error of an instruction that failed.
+    pub(super) fn store_error(&mut self, l1: &impl GuestMemory) {
+        if let Current::At(to) = self.enlightened.current
+            && let Some((offset, _)) = page::find(field::INSTRUCTION_ERROR.encoding().into())
+        {
+            let number = self.vmcs12.get(field::INSTRUCTION_ERROR);
+            let _ = l1.write(Gpa(to.0.wrapping_add(offset.into())), &number.to_le_bytes());
+        }
+    }
+
+    /// VMCLEAR of an L1 that uses enlightened VMCSs is of one, which nothing is written to. False: it does not.
+    pub(super) fn clear_enlightened(&mut self, at: Gpa, l1: &impl GuestMemory) -> bool {
+        if self.named_by_assist(l1).unwrap_or(None).is_none() {
+            return false;
+        }
+        if self.enlightened.current == Current::At(at) {
+            self.release_enlightened();
+        }
+        true
+    }
+
+    /// Whether VMREAD reads the page: stock KVM lets L1 do so, against the specification, and not write.
+    pub(super) fn reads_page(&self) -> bool {
+        self.level == Level::L1 && self.is_enlightened()
+    }
+
+    /// VMREAD while an enlightened VMCS is current.
+    pub(super) fn vmread_page(
+        &mut self,
+        encoding: u64,
+        to: Place,
+        cpu: &Cpu,
+        l1: &mut impl L1,
+    ) -> Result<Then, Fail> {
+        let unsupported = Fail::Valid(x86::vmcs::InstructionError::UnsupportedField);
+        let Current::At(from) = self.enlightened.current else { return Err(Fail::Invalid) };
+        let (offset, bytes) = page::find(encoding).ok_or(unsupported)?;
+        let mut value = [0; 8];
+        let (low, _) = value.split_at_mut_checked(bytes).ok_or(unsupported)?;
+        l1.read(Gpa(from.0.wrapping_add(offset.into())), low)?;
+        self.give(u64::from_le_bytes(value), to, cpu, l1)
+    }
+}
+
+/// How VMLAUNCH and VMRESUME end if L1 names what is no page of memory; nothing is current then.
+pub const UNDEFINED: Fail = Fail::Fault(Exception::ud());
+
+#[cfg(test)]
+#[path = "enlightened_tests.rs"]
+mod tests;

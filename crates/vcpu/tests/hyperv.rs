@@ -1,0 +1,233 @@
+//! A guest that is a hypervisor and uses an enlightened VMCS, and what of Hyper-V's interface goes with it.
+
+mod rig;
+
+use backend::{RAX, RCX, RDX};
+use cpuid::{ENLIGHTENED_VERSIONS, HyperV};
+use gannet_vcpu::{By, UserExit};
+use nested_vmx::Vmcs12;
+use rig::nested_vmx::{Hypervisor, L1_RIP, L2_RIP, features, offered, vmcs12};
+use rig::vmx::{exit, shutdown};
+use x86::msr::*;
+use x86::vmcs::enlightened::{self, READ_LINES, at};
+use x86::vmcs::{ExitReason, field, place};
+
+const PAGE: u64 = 0xa000;
+const ASSIST: u64 = 0xb000;
+const PARTITION: u64 = 0xc000;
+const CODE: u64 = 0xd000;
+
+fn put(machine: &Hypervisor, at: u64, bytes: usize, value: u64) {
+    let (shift, mask) = (at % 8 * 8, u64::MAX >> (64 - 8 * bytes));
+    let old = machine.get(at & !7) & !(mask << shift);
+    machine.put(at & !7, old | (value & mask) << shift);
+}
+
+fn get(machine: &Hypervisor, encoding: u32) -> u64 {
+    let (offset, bytes) = enlightened::find(encoding.into()).unwrap();
+    let at = PAGE + u64::from(offset);
+    machine.get(at & !7) >> (at % 8 * 8) & u64::MAX >> (64 - 8 * bytes)
+}
+
+fn show(machine: &mut Hypervisor) {
+    let hyperv = HyperV { enlightened: ENLIGHTENED_VERSIONS, vcpus: 4096, no_smt: false };
+    let mut table = offered().cpuid.entries().to_vec();
+    table.retain(|entry| entry.leaf & 0xffff_0000 != 0x4000_0000);
+    table.extend(hyperv.entries());
+    machine.vcpu.set_cpuid(&table).unwrap();
+}
+
+/// L1 with an enlightened VMCS that says what the VMCS12 does.
+fn enlightened(v: &Vmcs12) -> Hypervisor {
+    let mut machine = Hypervisor::on(features(), v);
+    show(&mut machine);
+    assert_eq!(machine.vcpu.enlightened_versions(), 0);
+    assert_eq!(machine.vcpu.enable_enlightened_vmcs(), 0x101);
+    put(&machine, PAGE, 4, 1);
+    for line in &READ_LINES {
+        let encoding = u64::from(line.field.encoding);
+        let (offset, bytes) = enlightened::find(encoding).unwrap();
+        let value = v.read(place::find(encoding).unwrap());
+        put(&machine, PAGE + u64::from(offset), bytes, value);
+    }
+    put(&machine, ASSIST, 8, u64::MAX);
+    put(&machine, ASSIST + 32, 4, 1);
+    put(&machine, ASSIST + 40, 1, 1);
+    put(&machine, ASSIST + 48, 8, PAGE);
+    machine.vcpu.write_msr(HV_VP_ASSIST_PAGE, ASSIST | 1, By::Vmm).unwrap();
+    assert_eq!(machine.get(ASSIST), 0xffff_ffff_0000_0000, "its first word alone");
+    machine
+}
+
+#[test]
+fn l1_enters_and_is_told_by_its_page() {
+    let mut machine = enlightened(&vmcs12());
+    machine.vmlaunch();
+    machine.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_RIP), L2_RIP);
+        exit(ExitReason::Cpuid)(vmcs, gprs);
+    });
+    machine.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_RIP), L1_RIP);
+        // It had no launch state to have.
+        exit(ExitReason::Vmresume)(vmcs, gprs);
+    });
+    machine.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_RIP), L2_RIP);
+        exit(ExitReason::Cpuid)(vmcs, gprs);
+    });
+    machine.then(shutdown);
+    assert_eq!(machine.run(), UserExit::Shutdown);
+    assert_eq!(get(&machine, field::EXIT_REASON.encoding()), 10);
+    assert_eq!(get(&machine, field::GUEST_RIP.encoding()), L2_RIP);
+    let clean = machine.get(PAGE + at::CLEAN as u64) & 0xffff;
+    assert_eq!(clean, enlightened::ALL_CLEAN.into());
+}
+
+#[test]
+fn a_page_that_is_none_is_undefined() {
+    for nowhere in [PAGE + 8, 1 << 30, 1 << 50] {
+        let mut machine = enlightened(&vmcs12());
+        put(&machine, ASSIST + 48, 8, nowhere);
+        machine.vmlaunch();
+        machine.then(|vmcs, gprs| {
+            assert_eq!(vmcs.get(field::ENTRY_INTERRUPTION), 0x8000_0306);
+            shutdown(vmcs, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Shutdown);
+    }
+}
+
+#[test]
+fn a_flush_of_l2s_is_carried_out_and_told_if_l1_asks() {
+    for (allowed, locks) in [(1, 0), (1, 1), (0, 0)] {
+        let mut machine = enlightened(&vmcs12());
+        put(&machine, PAGE + at::CONTROL as u64, 4, allowed);
+        put(&machine, PAGE + at::PARTITION_ASSIST as u64, 8, PARTITION);
+        put(&machine, PARTITION, 4, locks);
+        machine.vmlaunch();
+        machine.then(|vmcs, gprs| {
+            (gprs.0[RCX], gprs.0[RAX]) = (2 | 1 << 16, 0x77);
+            exit(ExitReason::Vmcall)(vmcs, gprs);
+        });
+        machine.then(move |vmcs, gprs| {
+            let expected = match (allowed, locks) {
+                (1, 0) => L2_RIP + 2,
+                _ => L1_RIP,
+            };
+            assert_eq!(vmcs.get(field::GUEST_RIP), expected);
+            assert_eq!(gprs.0[RAX], if allowed == 1 { 0 } else { 0x77 });
+            shutdown(vmcs, gprs);
+        });
+        machine.then(shutdown);
+        assert_eq!(machine.run(), UserExit::Shutdown);
+        let reason = get(&machine, field::EXIT_REASON.encoding());
+        match (allowed, locks) {
+            (1, 0) => assert_eq!(reason, 2, "its shutdown"),
+            (1, _) => assert_eq!(reason, 0x1000_0031),
+            _ => assert_eq!(reason, 18),
+        }
+    }
+}
+
+/// L2 writes to a port of the VMM's, which its hypervisor leaves to it.
+fn out(vmcs: &mut cpu::ModelVmcs, gprs: &mut backend::Gprs) {
+    exit(ExitReason::Io)(vmcs, gprs);
+    vmcs.set(field::EXIT_QUALIFICATION, 0x80 << 16);
+}
+
+/// The nested state, and the page that goes with it, on another vCPU. The VMM restores the state before the MSR that leads to
+/// the page.
+fn travels(from: &mut Hypervisor) -> Hypervisor {
+    let mut state = vec![0; from.vcpu.nested_state_size().unwrap()];
+    from.vcpu.nested_state(&mut state).unwrap();
+    assert_eq!(state[0] & 4, 4, "an enlightened VMCS");
+    let mut to = enlightened(&vmcs12());
+    for at in (PAGE..PAGE + 4096).step_by(8) {
+        to.put(at, from.get(at));
+    }
+    to.vcpu.write_msr(HV_VP_ASSIST_PAGE, 0, By::Vmm).unwrap();
+    to.vcpu.set_nested_state(&state).unwrap();
+    to.vcpu.write_msr(HV_VP_ASSIST_PAGE, ASSIST | 1, By::Vmm).unwrap();
+    to
+}
+
+#[test]
+fn a_restored_page_is_found_when_the_vcpu_runs() {
+    let mut machine = enlightened(&vmcs12());
+    machine.vmlaunch();
+    machine.then(out);
+    assert!(matches!(machine.run(), UserExit::Io { .. }));
+    // Twice, without a run between.
+    let mut machine = travels(&mut travels(&mut machine));
+    machine.then(exit(ExitReason::Vmcall));
+    machine.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_RIP), L1_RIP);
+        out(vmcs, gprs);
+    });
+    assert!(matches!(machine.run(), UserExit::Io { .. }));
+    assert_eq!(get(&machine, field::EXIT_REASON.encoding()), 18);
+    let mut machine = travels(&mut machine);
+    machine.then(shutdown);
+    assert_eq!(machine.run(), UserExit::Shutdown);
+    assert_eq!(get(&machine, field::EXIT_REASON.encoding()), 18);
+}
+
+#[test]
+fn no_hypercall_is_there_for_l1() {
+    let mut machine = Hypervisor::on(features(), &vmcs12());
+    show(&mut machine);
+    machine.vcpu.write_msr(HV_HYPERCALL, CODE | 1, By::Vmm).unwrap();
+    assert_eq!(machine.get(CODE), 0, "no operating system");
+    machine.vcpu.write_msr(HV_GUEST_OS_ID, 1 << 40, By::Vmm).unwrap();
+    assert!(machine.vcpu.write_msr(HV_HYPERCALL, 1 << 40 | 1, By::Vmm).is_err());
+    machine.vcpu.write_msr(HV_HYPERCALL, CODE | 1, By::Vmm).unwrap();
+    assert_eq!(machine.get(CODE), 0xc3c1_010f);
+    for (control, status) in [(0xbeef, 2), (2, 2), (1 << 63, 3)] {
+        machine.then(move |vmcs, gprs| {
+            (gprs.0[RCX], gprs.0[RDX]) = (control, 0);
+            exit(ExitReason::Vmcall)(vmcs, gprs);
+        });
+        machine.then(move |vmcs, gprs| {
+            assert_eq!(gprs.0[RAX], status, "{control:#x}");
+            shutdown(vmcs, gprs);
+        });
+        assert_eq!(machine.run(), UserExit::Shutdown);
+    }
+    machine.vcpu.write_msr(HV_GUEST_OS_ID, 0, By::Vmm).unwrap();
+    assert_eq!(machine.vcpu.read_msr(HV_HYPERCALL, By::Vmm), Ok(CODE));
+}
+
+#[test]
+fn the_msrs_are_there_if_cpuid_names_the_interface() {
+    let mut machine = Hypervisor::on(features(), &vmcs12());
+    let all = [HV_GUEST_OS_ID, HV_HYPERCALL, HV_VP_INDEX, HV_VP_ASSIST_PAGE];
+    for index in all {
+        assert!(machine.vcpu.read_msr(index, By::Guest).is_err());
+        assert!(machine.vcpu.write_msr(index, 0, By::Guest).is_err());
+        assert_eq!(machine.vcpu.read_msr(index, By::Vmm), Ok(0));
+    }
+    show(&mut machine);
+    for index in all {
+        assert_eq!(machine.vcpu.read_msr(index, By::Guest), Ok(0));
+    }
+    assert!(machine.vcpu.write_msr(HV_VP_INDEX, 1, By::Guest).is_err());
+    assert!(machine.vcpu.write_msr(HV_VP_INDEX, 4096, By::Vmm).is_err());
+    machine.vcpu.write_msr(HV_VP_INDEX, 4095, By::Vmm).unwrap();
+    assert_eq!(machine.vcpu.read_msr(HV_VP_INDEX, By::Guest), Ok(4095));
+    assert!(machine.vcpu.write_msr(HV_VP_ASSIST_PAGE, 1 << 40 | 1, By::Guest).is_err());
+    machine.vcpu.write_msr(HV_VP_ASSIST_PAGE, 1 << 40, By::Guest).unwrap();
+    assert!(machine.vcpu.read_msr(HV_VP_RUNTIME, By::Guest).is_err());
+}
+
+/// What the page does not carry L1 does not find, and the VMM does.
+#[test]
+fn l1_reads_other_capabilities_than_the_vmm() {
+    let mut machine = enlightened(&vmcs12());
+    let index = x86::vmcs::capability::VMX_PROCBASED_CTLS2;
+    let of_vmm = machine.vcpu.read_msr(index, By::Vmm).unwrap();
+    let of_l1 = machine.vcpu.read_msr(index, By::Guest).unwrap();
+    assert_ne!(of_vmm & 1 << (32 + 14), 0);
+    assert_eq!(of_l1 & 1 << (32 + 14), 0);
+    assert_eq!(of_l1 & !of_vmm, 0);
+}

@@ -1,0 +1,102 @@
+//! The enlightened VMCS of an L1 that uses one: taken over before an entry, with its map of MSRs.
+
+use backend::{Executed, FlushTold, Gprs, L1Memory, RAX, RCX};
+use cpu::Cpu;
+use nested_vmx::machine::enlightened::{Loaded, UNDEFINED};
+use nested_vmx::{Fail, leave::Report};
+use x86::vmcs::ExitReason;
+
+use super::{access::Memory, kept::Nested};
+use crate::state::Vmx;
+
+/// Numbers of hypercalls that flush translations of linear addresses.
+const FLUSHES: [u16; 4] = [0x02, 0x03, 0x13, 0x14];
+
+impl<C: Cpu> Vmx<C> {
+    /// Whether an exit of L2's is for a hypercall that L1 leaves to L0: one that flushes translations.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn is_flush_for_l2(&self, n: &Nested, gprs: &Gprs, report: &Report) -> bool {
+        let code = if self.is_long() { gprs.0[RCX] } else { gprs.0[RAX] };
+        report.reason == ExitReason::Vmcall
+            && n.machine.told().is_some_and(|told| told.direct_flush)
+            && FLUSHES.contains(&(code as u16))
+    }
+
+    /// Behind such a flush: whether L1 can be asked if it wants to hear of it, and ends L2's run if it does and is to be told.
+    #[cold]
+    pub(super) fn tell_flush_of<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &mut Gprs,
+        tell: bool,
+        l1: &M,
+    ) -> FlushTold {
+        let memory = Memory::new(l1);
+        match n.machine.wants_flush_told(&memory) {
+            None => FlushTold::Nowhere,
+            Some(true) if tell => {
+                let report = Report::plain(ExitReason::EptMisconfiguration, 0);
+                let done = self.leave_l2(n, gprs, &report, &memory);
+                n.machine.tell_flush(&memory);
+                FlushTold::Yes(done)
+            }
+            Some(_) => FlushTold::No,
+        }
+    }
+
+    /// Before an entry of an L1 that may name an enlightened VMCS. `Err`: what came of the instruction already.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn load_enlightened<M: L1Memory>(
+        &mut self,
+        n: &mut Nested,
+        gprs: &mut Gprs,
+        reason: ExitReason,
+        memory: &Memory<'_, M>,
+    ) -> Result<(), Executed> {
+        // What the VMCS that may be given up has of L2.
+        let behind = n.machine.behind();
+        if !behind.is_empty() {
+            self.fetch(n, behind);
+        }
+        if n.machine.current().is_some() && !memory.is_whole() {
+            return Err(Executed::Outside);
+        }
+        let cpu = self.nested_cpu(n, reason);
+        let limits = self.nested_limits();
+        let launch = reason == ExitReason::Vmlaunch;
+        let loaded = n.machine.load_enlightened(launch, &cpu, &limits, memory);
+        if memory.has_missed() {
+            return Err(Executed::Outside);
+        }
+        match loaded {
+            Ok(Loaded::Page) => {}
+            Ok(Loaded::None | Loaded::NoAssist) => {
+                // An assist page that is no memory names nothing.
+                n.machine.give_up_enlightened(loaded == Ok(Loaded::NoAssist));
+                n.msrs_kept = None;
+                return Ok(());
+            }
+            Err(fail) => {
+                let fail = match fail {
+                    Fail::Outside => {
+                        n.machine.refuse_enlightened();
+                        UNDEFINED
+                    }
+                    fail => fail,
+                };
+                return Err(self.conclude(n, gprs, Err(fail), memory));
+            }
+        }
+        if !n.machine.keeps_msr_bitmap() {
+            n.msrs_kept = None;
+        }
+        // Whatever comes of the entry is written there.
+        if !memory.is_whole() && !n.machine.reaches_enlightened(memory) {
+            return Err(Executed::Outside);
+        }
+        Self::keep_msrs(n, memory);
+        if memory.has_missed() { Err(Executed::Outside) } else { Ok(()) }
+    }
+}

@@ -1,0 +1,206 @@
+//! The enlightened VMCS over the model CPU.
+
+extern crate std;
+
+use backend::{Enlightenment, Executed, L1Memory, Nested as _, NestedState as _, WorldSwitch as _};
+use nested_vmx::{Vmcs12, set};
+use x86::vmcs::enlightened::{self, READ_LINES, at};
+use x86::vmcs::{ExitReason, ProcControls, field, place};
+use x86::{Gpa, msr};
+
+use super::round_trip_tests::{Rig, good};
+
+const ASSIST: u64 = 0x1_e000;
+const PAGE: u64 = 0x1_9000;
+const BITMAP: u64 = 0x1_4000;
+
+fn write(r: &Rig, offset: u64, bytes: &[u8]) {
+    r.m.write(Gpa(PAGE + offset), bytes).unwrap();
+}
+
+fn with(v: &Vmcs12) -> Rig {
+    let mut r = Rig::new(&good(), 0xd01);
+    let assist = Some(Gpa(ASSIST));
+    let by = Enlightenment { enabled: true, shown: true, direct_flush: true, assist };
+    // Outside the loop, as the vCPU says it.
+    r.v.complete(&mut r.g);
+    r.v.unload(false);
+    r.v.enlighten(by);
+    r.v.load(0);
+    write(&r, 0, &enlightened::VERSION.to_le_bytes());
+    for line in &READ_LINES {
+        let encoding = u64::from(line.field.encoding);
+        let (offset, bytes) = enlightened::find(encoding).unwrap();
+        let value = v.read(place::find(encoding).unwrap()).to_le_bytes();
+        write(&r, offset.into(), &value[..bytes]);
+    }
+    r.m.write(Gpa(ASSIST + 40), &[1]).unwrap();
+    r.m.write(Gpa(ASSIST + 48), &PAGE.to_le_bytes()).unwrap();
+    r
+}
+
+fn first(r: &mut Rig, reason: ExitReason) {
+    // The VMCS that was current is given up, with all of L1's memory.
+    r.m.whole.set(true);
+    assert_eq!(r.go(reason), Executed::Entered);
+    r.m.whole.set(false);
+}
+
+fn leave(r: &mut Rig) {
+    r.enter(ExitReason::Cpuid, |_| {});
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left, "inside the loop");
+}
+
+/// The VMM takes the state out and puts it back.
+fn travel(r: &mut Rig) {
+    r.v.complete(&mut r.g);
+    r.v.unload(false);
+    let mut bytes = std::vec![0; r.v.state_size()];
+    r.v.save_state(&r.g, &mut bytes, &r.m).unwrap();
+    r.m.whole.set(true);
+    r.v.restore_state(&mut r.g, &bytes, false, &r.m).unwrap();
+    r.v.settle_state(&r.m);
+    r.m.whole.set(false);
+    r.v.load(0);
+}
+
+/// What of an MSR L2 has without an exit, reads and writes.
+fn free(r: &Rig, index: u32) -> (bool, bool) {
+    let (read, write) = r.v.vmcs.msr_map.intercepted(index);
+    (!read, !write)
+}
+
+#[test]
+fn an_msr_bitmap_that_is_clean_is_not_read_again() {
+    let mut v = good();
+    let primary = v.primary() | ProcControls::MSR_BITMAPS;
+    set!(v, PROC_CONTROLS = primary.bits(), MSR_BITMAP = BITMAP);
+    let mut r = with(&v);
+    first(&mut r, ExitReason::Vmlaunch);
+    assert_eq!(free(&r, msr::GS_BASE), (true, true));
+    leave(&mut r);
+    let gs = BITMAP + 1024 + u64::from(msr::GS_BASE & 0x1fff) / 8;
+    // L1 has not asked for it: it counts at once.
+    r.m.write(Gpa(gs), &[2]).unwrap();
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    assert_eq!(free(&r, msr::GS_BASE), (false, true));
+    leave(&mut r);
+    write(&r, at::CONTROL as u64, &[2]);
+    r.m.write(Gpa(gs), &[0]).unwrap();
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    assert_eq!(free(&r, msr::GS_BASE), (false, true), "clean");
+    leave(&mut r);
+    write(&r, at::CLEAN as u64, &0xfffd_u32.to_le_bytes());
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    assert_eq!(free(&r, msr::GS_BASE), (true, true), "not clean");
+    leave(&mut r);
+    r.m.write(Gpa(gs), &[2]).unwrap();
+    first(&mut r, ExitReason::Vmlaunch);
+    assert_eq!(free(&r, msr::GS_BASE), (false, true), "a launch takes nothing for clean");
+}
+
+/// L1 begins to use a bitmap, then says that it tells of changes, then changes it without telling.
+#[test]
+fn a_bitmap_counts_from_the_entry_that_brings_it() {
+    let mut v = good();
+    set!(v, MSR_BITMAP = BITMAP);
+    let mut r = with(&v);
+    first(&mut r, ExitReason::Vmlaunch);
+    assert_eq!(free(&r, msr::GS_BASE), (false, false));
+    leave(&mut r);
+    write(&r, at::CONTROL as u64, &[1]);
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    leave(&mut r);
+    travel(&mut r);
+    let primary = (v.primary() | ProcControls::MSR_BITMAPS).bits();
+    let offset = enlightened::find(field::PROC_CONTROLS.encoding().into()).unwrap().0;
+    write(&r, offset.into(), &primary.to_le_bytes());
+    write(&r, at::CLEAN as u64, &0xffef_u32.to_le_bytes());
+    let fs = BITMAP + 1024 + u64::from(msr::FS_BASE & 0x1fff) / 8;
+    r.m.write(Gpa(fs), &[1]).unwrap();
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    assert_eq!(free(&r, msr::FS_BASE), (false, true));
+    assert_eq!(free(&r, msr::GS_BASE), (true, true));
+    leave(&mut r);
+    write(&r, at::CONTROL as u64, &[3]);
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    assert_eq!(free(&r, msr::GS_BASE), (true, true));
+    leave(&mut r);
+    r.m.write(Gpa(fs), &[3]).unwrap();
+    write(&r, at::CLEAN as u64, &0xffff_u32.to_le_bytes());
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    assert_eq!(free(&r, msr::FS_BASE), (false, true));
+    assert_eq!(free(&r, msr::GS_BASE), (true, true));
+}
+
+/// What L1 says of its map is L1's word: what L0 takes back meanwhile is gone, and what it gives is there.
+#[test]
+fn a_clean_bitmap_gives_nothing_that_l0_does_not() {
+    let mut v = good();
+    let primary = v.primary() | ProcControls::MSR_BITMAPS;
+    set!(v, PROC_CONTROLS = primary.bits(), MSR_BITMAP = BITMAP);
+    let mut r = with(&v);
+    write(&r, at::CONTROL as u64, &[2]);
+    first(&mut r, ExitReason::Vmlaunch);
+    assert_eq!(free(&r, msr::GS_BASE), (true, true));
+    leave(&mut r);
+    for (read, write) in [(true, true), (false, true), (true, false), (false, false)] {
+        r.v.vmcs.msr_map.intercept(msr::GS_BASE, read, write);
+        assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+        assert_eq!(free(&r, msr::GS_BASE), (!read, !write));
+        r.v.close_msrs_of_l2();
+        assert_eq!(free(&r, msr::GS_BASE), (false, false), "until the next entry");
+        leave(&mut r);
+    }
+}
+
+/// A map that is no memory is not kept: once it is, it counts.
+#[test]
+fn a_bitmap_that_is_no_memory_is_looked_for_again() {
+    let mut v = good();
+    let primary = v.primary() | ProcControls::MSR_BITMAPS;
+    set!(v, PROC_CONTROLS = primary.bits(), MSR_BITMAP = BITMAP);
+    let mut r = with(&v);
+    write(&r, at::CONTROL as u64, &[2]);
+    r.m.hole.set(BITMAP);
+    first(&mut r, ExitReason::Vmlaunch);
+    assert_eq!(free(&r, msr::GS_BASE), (false, false));
+    leave(&mut r);
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Outside);
+    r.m.hole.set(0);
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    assert_eq!(free(&r, msr::GS_BASE), (true, true));
+}
+
+/// A VP assist page that cannot be had in the loop, as after a restore, is asked outside, and what is clean stays so.
+#[test]
+fn an_assist_page_that_is_not_mapped_costs_no_clean_field() {
+    let mut r = with(&good());
+    first(&mut r, ExitReason::Vmlaunch);
+    leave(&mut r);
+    let rip = enlightened::find(field::HOST_RIP.encoding().into()).unwrap().0;
+    write(&r, rip.into(), &(1u64 << 60).to_le_bytes());
+    r.m.hole.set(ASSIST);
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Outside);
+    r.m.hole.set(0);
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered, "a host state that is not looked at");
+}
+
+/// An exit in the loop writes the page, and one whose page cannot be had there changes nothing.
+#[test]
+fn an_exit_waits_for_its_page() {
+    let mut r = with(&good());
+    first(&mut r, ExitReason::Vmlaunch);
+    leave(&mut r);
+    let reason = enlightened::find(field::EXIT_REASON.encoding().into()).unwrap().0;
+    let mut told = [0; 4];
+    r.m.read(Gpa(PAGE + u64::from(reason)), &mut told).unwrap();
+    assert_eq!(told, 10u32.to_le_bytes());
+    assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+    let memory = core::mem::take(&mut *r.m.bytes.borrow_mut());
+    r.enter(ExitReason::Cpuid, |_| {});
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Outside);
+    assert_eq!(r.v.level(), backend::Level::L2);
+    *r.m.bytes.borrow_mut() = memory;
+    assert_eq!(r.v.reflect(&mut r.g, &r.m), Executed::Left);
+}
