@@ -2,15 +2,20 @@
 //! dictionaries of fields, nothing is cached, nothing is lazy. A step is one number, so that a random sequence,
 //! a shrunk one and a long run are the same thing.
 //!
-//! `NESTED_STEPS=10000000 cargo test --release -p gannet-nested-vmx --test model -- --ignored` runs long.
+//! `GANNET_NESTED_STEPS=10000000 cargo test --release -p gannet-nested-vmx --test model long -- --nocapture` runs long, and
+//! says what it did.
 
+#[path = "model/enlightened.rs"]
+mod enlightened;
 #[path = "model/reference.rs"]
 mod reference;
 #[path = "model/world.rs"]
 mod world;
 
+use enlightened::Enlightened;
 use gannet_nested_vmx::checks::controls;
-use gannet_nested_vmx::machine::{Entered, Instruction, Then};
+use gannet_nested_vmx::machine::enlightened::{Loaded, UNDEFINED};
+use gannet_nested_vmx::machine::{Cpu, Entered, Instruction, Then};
 use gannet_nested_vmx::merge;
 use gannet_nested_vmx::{Fail, GuestMemory, Machine, Vmcs12};
 use proptest::prelude::*;
@@ -18,12 +23,32 @@ use reference::{Model, Outcome};
 use world::{L0, LIMITS, Memory, Vmcs02};
 use x86::vmcs::{Group, Groups, field};
 
+/// What has been done, so that a sequence that does nothing is seen.
+#[derive(Clone, Copy, Debug, Default)]
+struct Counts {
+    instructions: u64,
+    /// Stores of L1's to its regions and pages.
+    stores: u64,
+    /// L2 has run, with an ordinary VMCS and with an enlightened one.
+    runs: u64,
+    runs_by_page: u64,
+    /// Entries that failed for L2's state.
+    failed: u64,
+    /// VMfail and faults.
+    refused: u64,
+    /// How often all fields and pages were compared.
+    comparisons: u64,
+}
+
 /// One vCPU: the code's state, the hardware's VMCS, and the model.
 struct Pair {
     machine: Machine,
     memory: Memory,
     hardware: Vmcs02,
     model: Model,
+    /// L1 may use enlightened VMCSs.
+    enlightened: bool,
+    counts: Counts,
 }
 
 fn outcome(result: &Result<Then, Fail>) -> Outcome {
@@ -40,37 +65,79 @@ fn outcome(result: &Result<Then, Fail>) -> Outcome {
 }
 
 impl Pair {
-    fn new() -> Self {
+    fn new(enlightened: bool) -> Self {
         let memory = Memory::new();
-        Self {
-            machine: Machine::new(world::capabilities()),
-            model: Model::new(),
-            hardware: Vmcs02::new(),
-            memory,
+        let mut machine = Machine::new(world::capabilities());
+        let mut model = Model::new();
+        if enlightened {
+            model.enlightened = Enlightened::new(&memory, &mut machine);
         }
+        let (hardware, counts) = (Vmcs02::new(), Counts::default());
+        Self { machine, model, hardware, memory, enlightened, counts }
+    }
+
+    fn poke_page(&mut self, number: u64) {
+        self.counts.stores += 1;
+        self.model.enlightened.poke(number, &self.memory, &mut self.machine);
+    }
+
+    /// What an instruction does. An entry looks for an enlightened VMCS first.
+    fn execute(&mut self, instruction: Instruction, cpu: &Cpu) -> Result<Then, Fail> {
+        let launch = matches!(instruction, Instruction::Vmlaunch);
+        let enters = launch || matches!(instruction, Instruction::Vmresume);
+        let m = &mut self.machine;
+        if enters && m.asks_assist_page() {
+            let behind = m.behind();
+            m.fetch(&self.hardware, &world::KNOWN, behind);
+            match m.load_enlightened(launch, cpu, &LIMITS, &self.memory) {
+                Ok(Loaded::Page) => {
+                    let told = (m.keeps_msr_bitmap(), m.told().unwrap().direct_flush);
+                    assert_eq!(told, self.model.enlightened.told);
+                }
+                Ok(found) => m.give_up_enlightened(found == Loaded::NoAssist),
+                Err(Fail::Outside) => {
+                    m.refuse_enlightened(&self.memory);
+                    return Err(UNDEFINED);
+                }
+                Err(fail) => return Err(fail),
+            }
+        }
+        let needs = m.needs(&instruction);
+        m.fetch(&self.hardware, &world::KNOWN, needs);
+        m.execute(instruction, cpu, &LIMITS, &mut self.memory)
     }
 
     fn step(&mut self, number: u64) {
+        if self.enlightened && number >> 61 == 0 {
+            return self.poke_page(number >> 1);
+        }
         let (instruction, cpu) = world::decode(number, &mut self.memory);
         if let Some((at, word)) = world::poke(number) {
+            self.counts.stores += 1;
             if self.machine.current().is_none_or(|current| current.0 != at) {
                 self.memory.write(x86::Gpa(at), &word.to_le_bytes()).unwrap();
                 self.model.poke(at, word);
             }
             return;
         }
+        let clears = matches!(instruction, Instruction::Vmclear { .. });
+        if clears && number >> 29 & 1 != 0 && self.model.enlightened.named().is_some() {
+            let page = enlightened::PAGES[(number >> 8) as usize % 3];
+            self.memory.write(x86::Gpa(world::OPERAND), &page.to_le_bytes()).unwrap();
+        }
+        self.counts.instructions += 1;
         let expected = self.model.execute(&instruction, &cpu, &self.memory);
-        let needs = self.machine.needs(&instruction);
-        self.machine.fetch(&self.hardware, &world::KNOWN, needs);
-        let result = self.machine.execute(instruction, &cpu, &LIMITS, &mut self.memory);
+        let result = self.execute(instruction, &cpu);
+        self.counts.refused += u64::from(result.is_err());
         assert_eq!(outcome(&result), expected, "{instruction:x?} {cpu:x?}");
         if let Ok(Then::Enter(entry)) = result {
             self.enter(entry, number);
         }
         let current = self.machine.current().map(|at| at.0);
         assert_eq!(current, self.model.current());
+        assert_eq!(self.machine.is_enlightened(), self.model.enlightened.current.is_some());
         let reads_all = number.is_multiple_of(61);
-        if reads_all && current.is_some() {
+        if reads_all && self.model.has_vmcs() {
             self.compare_all();
         }
         // A vCPU that left VMX operation has given its hardware VMCS up.
@@ -94,7 +161,9 @@ impl Pair {
             Entered::Fetch(groups) => panic!("{groups:?} were fetched"),
             Entered::Failed(failed) => {
                 assert_eq!(Some((failed.reason.0, failed.qualification)), failure);
+                self.counts.failed += 1;
                 self.machine.fail_entry(failed);
+                self.machine.store_enlightened(&self.memory);
                 self.model.entry_failed(failed.reason.0, failed.qualification);
             }
             Entered::L2(dirty) => {
@@ -129,14 +198,23 @@ impl Pair {
 
     /// L2 runs: it changes what it may, and exits.
     fn run(&mut self, number: u64) {
+        if self.enlightened && number & 64 != 0 {
+            self.poke_page(number.rotate_right(17));
+        }
+        match self.machine.is_enlightened() {
+            true => self.counts.runs_by_page += 1,
+            false => self.counts.runs += 1,
+        }
         world::run_l2(&mut self.hardware, number);
         self.model.left(&self.hardware);
         let report = gannet_nested_vmx::leave::Report::of(&self.hardware);
         self.machine.leave(&self.hardware, &report, &world::KNOWN, &self.memory);
     }
 
-    /// Every field of the current VMCS is what the model has.
+    /// Every field of the current VMCS is what the model has, and every byte of the pages.
     fn compare_all(&mut self) {
+        self.counts.comparisons += 1;
+        self.model.enlightened.compare(&self.memory);
         let behind = self.machine.behind();
         self.machine.fetch(&self.hardware, &world::KNOWN, behind);
         for (encoding, place) in field::TABLE {
@@ -150,11 +228,12 @@ impl Pair {
     }
 }
 
-fn run(steps: impl IntoIterator<Item = u64>) {
-    let mut pair = Pair::new();
+fn run(enlightened: bool, steps: impl IntoIterator<Item = u64>) -> Counts {
+    let mut pair = Pair::new(enlightened);
     for number in steps {
         pair.step(number);
     }
+    pair.counts
 }
 
 /// A generator that needs no crate (xorshift).
@@ -167,16 +246,18 @@ fn numbers(mut state: u64) -> impl Iterator<Item = u64> {
     })
 }
 
+/// GANNET_NESTED_STEPS says how many, half of them with enlightened VMCSs.
 #[test]
 fn a_long_sequence_agrees_with_the_model() {
-    run(numbers(0x9e37_79b9_7f4a_7c15).take(60_000));
-}
-
-#[test]
-#[ignore = "as long as NESTED_STEPS says"]
-fn as_many_steps_as_asked_for_agree_with_the_model() {
-    let steps = std::env::var("NESTED_STEPS").ok().and_then(|n| n.parse().ok());
-    run(numbers(0x1234_5678_9abc_def1).take(steps.unwrap_or(10_000_000)));
+    let asked = std::env::var("GANNET_NESTED_STEPS").ok();
+    let steps: u64 = asked.map_or(120_000, |n| n.parse().expect("a number of steps"));
+    let half = steps / 2;
+    for (enlightened, seed) in [(false, 0x9e37_79b9_7f4a_7c15), (true, 0x1234_5678_9abc_def1)] {
+        let counts = run(enlightened, numbers(seed).take(half as usize));
+        println!("{half} steps, enlightened: {enlightened}: {counts:?}");
+        assert_eq!(counts.runs_by_page > 0, enlightened && half > 1000);
+        assert!((counts.runs + counts.runs_by_page) * 50 > half || half < 1000, "{counts:?}");
+    }
 }
 
 proptest! {
@@ -184,7 +265,8 @@ proptest! {
 
     #[test]
     fn sequences_agree_with_the_model(steps in proptest::collection::vec(any::<u64>(), 1..300)) {
-        run(steps);
+        run(false, steps.iter().copied());
+        run(true, steps);
     }
 
     /// What VMWRITE puts into a field VMREAD gives, cut to the field's width.

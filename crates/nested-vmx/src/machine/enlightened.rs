@@ -263,8 +263,9 @@ impl Machine {
         }
     }
 
-    /// What L1 names is no memory: nothing is current.
-    pub fn refuse_enlightened(&mut self) {
+    /// What L1 names is no memory: nothing is current. What L1 has written to the VMCS that was is in its region.
+    pub fn refuse_enlightened(&mut self, l1: &impl GuestMemory) {
+        self.write_back(l1);
         self.set_regions(self.vmxon, None);
     }
 

@@ -262,7 +262,7 @@ fn what_is_no_such_page_is_refused() {
     // What Hyper-V writes, against its own specification.
     guest.memory.put(PAGE, &VMCS12_REVISION.to_le_bytes());
     assert!(guest.enter(true).is_ok());
-    guest.machine.refuse_enlightened();
+    guest.machine.refuse_enlightened(&guest.memory);
     assert!(!guest.machine.is_enlightened() && !guest.machine.owes_memory());
 }
 

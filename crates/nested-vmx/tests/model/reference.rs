@@ -7,6 +7,7 @@ use gannet_nested_vmx::GuestMemory;
 use gannet_nested_vmx::machine::{Cpu, Instruction, Place};
 use x86::Gpa;
 
+use crate::enlightened::{Enlightened, Found};
 use crate::world::{self, GOOD, Memory, OPERAND, Vmcs02};
 
 /// How an instruction ends.
@@ -33,6 +34,8 @@ pub struct Model {
     regions: BTreeMap<u64, Region>,
     vmxon: Option<u64>,
     current: Option<u64>,
+    /// L1's enlightened VMCSs. While one is current, no other is.
+    pub enlightened: Enlightened,
 }
 
 const REVISION: u32 = 0x11e5_7ed0;
@@ -62,11 +65,16 @@ impl Model {
             (1..=5).map(|page| (page << 12, region.clone())).collect();
         let wrong = Region { header: 0x0403_0201, launched: false, fields: BTreeMap::new() };
         regions.insert(0x6000, wrong);
-        Self { regions, vmxon: None, current: None }
+        Self { regions, vmxon: None, current: None, enlightened: Enlightened::off() }
     }
 
     pub fn current(&self) -> Option<u64> {
         self.current
+    }
+
+    /// Whether a VMCS of either kind is current.
+    pub fn has_vmcs(&self) -> bool {
+        self.current.is_some() || self.enlightened.current.is_some()
     }
 
     pub fn poke(&mut self, at: u64, word: u32) {
@@ -80,22 +88,33 @@ impl Model {
         self.regions.get_mut(&at).unwrap()
     }
 
+    fn fields(&self) -> &BTreeMap<u16, u64> {
+        match self.current {
+            Some(at) => &self.regions[&at].fields,
+            None => &self.enlightened.fields,
+        }
+    }
+
     /// A field of the current VMCS.
     pub fn field(&self, encoding: u16) -> u64 {
-        let region = &self.regions[&self.current.unwrap()];
-        region.fields.get(&encoding).copied().unwrap_or(0)
+        self.fields().get(&encoding).copied().unwrap_or(0)
     }
 
     fn set(&mut self, encoding: u16, value: u64) {
         let value = value & mask(u64::from(encoding));
-        self.now().fields.insert(encoding, value);
+        let fields = match self.current {
+            Some(_) => &mut self.now().fields,
+            None => &mut self.enlightened.fields,
+        };
+        fields.insert(encoding, value);
     }
 
     fn fail(&mut self, error: u32) -> Outcome {
-        if self.current.is_none() {
+        if !self.has_vmcs() {
             return Outcome::Invalid;
         }
         self.set(0x4400, u64::from(error));
+        self.enlightened.store_error(error);
         Outcome::Valid(error)
     }
 
@@ -118,6 +137,7 @@ impl Model {
             Instruction::Vmxoff => {
                 self.vmxon = None;
                 self.current = None;
+                self.enlightened.current = None;
                 Outcome::Done
             }
             Instruction::Vmclear { pointer } => self.vmclear(pointer, memory),
@@ -181,6 +201,13 @@ impl Model {
         if self.vmxon == Some(at) {
             return self.fail(3);
         }
+        if self.enlightened.named().is_some() {
+            // L1 has no other VMCSs: one is given up, and nothing is written to it.
+            if self.enlightened.current == Some(at) {
+                self.enlightened.current = None;
+            }
+            return Outcome::Done;
+        }
         if let Some(region) = self.regions.get_mut(&at) {
             region.launched = false;
         }
@@ -206,19 +233,24 @@ impl Model {
             return self.fail(11);
         }
         self.current = Some(at);
+        self.enlightened.current = None;
         Outcome::Done
     }
 
     fn vmread(&mut self, field: u64, to: Place, cpu: &Cpu) -> Outcome {
-        if self.current.is_none() {
+        if !self.has_vmcs() {
             return Outcome::Invalid;
         }
         let field = if cpu.is_64_bit { field } else { field & 0xffff_ffff };
-        if !is_field(field) {
+        let value = if self.current.is_none() {
+            let Some(value) = self.enlightened.read(field) else { return self.fail(12) };
+            value
+        } else if is_field(field) {
+            let whole = self.field(field as u16 & !1);
+            if field & 1 != 0 { whole >> 32 } else { whole }
+        } else {
             return self.fail(12);
-        }
-        let whole = self.field(field as u16 & !1);
-        let value = if field & 1 != 0 { whole >> 32 } else { whole };
+        };
         let value = if cpu.is_64_bit { value } else { value & 0xffff_ffff };
         match to {
             Place::Register(_) => Outcome::Value(value),
@@ -260,16 +292,31 @@ impl Model {
     }
 
     fn entry(&mut self, launch: bool, cpu: &Cpu) -> Outcome {
-        if self.current.is_none() || self.now().header >> 31 != 0 {
+        let by_page = match self.enlightened.load(launch) {
+            Found::Page => true,
+            Found::None => false,
+            Found::Nowhere => {
+                self.current = None;
+                return Outcome::Fault(6);
+            }
+            Found::WrongVersion => {
+                self.current = None;
+                return Outcome::Invalid;
+            }
+        };
+        if by_page {
+            self.current = None;
+        } else if self.current.is_none() || self.now().header >> 31 != 0 {
             return Outcome::Invalid;
         }
         if cpu.blocked_by_mov_ss {
             return self.fail(26);
         }
-        if launch && self.now().launched {
+        // There is no launch state of a page.
+        if !by_page && launch && self.now().launched {
             return self.fail(4);
         }
-        if !launch && !self.now().launched {
+        if !by_page && !launch && !self.now().launched {
             return self.fail(5);
         }
         // The values of `world` break these rules of controls and host state.
@@ -310,10 +357,11 @@ impl Model {
     pub fn entry_failed(&mut self, reason: u16, qualification: u64) {
         self.set(0x4402, u64::from(reason) | 1 << 31);
         self.set(0x6400, qualification);
+        self.enlightened.store(false);
     }
 
     pub fn entered(&mut self, launch: bool) {
-        if launch {
+        if launch && self.current.is_some() {
             self.now().launched = true;
         }
     }
@@ -362,6 +410,7 @@ impl Model {
         self.set(0x4824, hardware.values[0x4824]);
         self.set(0x6822, hardware.values[0x6822]);
         self.set(0x4826, 0);
+        self.enlightened.store(true);
     }
 
     fn invept(

@@ -287,6 +287,13 @@ fn cpu(number: u64) -> Cpu {
     }
 }
 
+/// A field and a value for it. Those that break a rule are rare, since they stay.
+pub fn write_of(number: u64) -> (u64, u64) {
+    let (field, values) = WRITES[(number >> 8) as usize % WRITES.len()];
+    let at = (number >> 16) as usize & 3;
+    (field, values[if at == 3 && number >> 26 & 3 != 0 { 0 } else { at }])
+}
+
 /// The instruction that a number stands for; its operand is put into memory.
 pub fn decode(number: u64, memory: &mut Memory) -> (Instruction, Cpu) {
     let pick = (number >> 8) as usize;
@@ -295,15 +302,14 @@ pub fn decode(number: u64, memory: &mut Memory) -> (Instruction, Cpu) {
     memory.write(Gpa(OPERAND + 8), &[0; 8]).unwrap();
     let fault = (number >> 32) & 31 == 0;
     let operand = if fault { Err(Exception::ss(0)) } else { Ok(OPERAND) };
-    let (field, values) = WRITES[pick % WRITES.len()];
-    let value = values[(number >> 16) as usize & 3];
+    let (field, value) = write_of(number);
     let in_memory = number >> 24 & 7 == 0;
     let place = if in_memory { Place::Memory(operand) } else { Place::Register(3) };
     let instruction = match number & 31 {
         0 => Instruction::Vmxon { pointer: operand },
-        1 if number >> 30 & 3 == 0 => Instruction::Vmxoff,
-        2..=3 => Instruction::Vmclear { pointer: operand },
-        4..=6 => Instruction::Vmptrld { pointer: operand },
+        1 if number >> 28 & 15 == 0 => Instruction::Vmxoff,
+        2 => Instruction::Vmclear { pointer: operand },
+        3..=6 => Instruction::Vmptrld { pointer: operand },
         7 => Instruction::Vmptrst { to: operand },
         8..=13 => Instruction::Vmread { field, to: place },
         14..=19 => {

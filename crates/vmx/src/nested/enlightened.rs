@@ -81,7 +81,7 @@ impl<C: Cpu> Vmx<C> {
             Err(fail) => {
                 let fail = match fail {
                     Fail::Outside => {
-                        n.machine.refuse_enlightened();
+                        n.machine.refuse_enlightened(memory);
                         UNDEFINED
                     }
                     fail => fail,
