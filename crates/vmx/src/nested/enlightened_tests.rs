@@ -2,13 +2,17 @@
 
 extern crate std;
 
-use backend::{Enlightenment, Executed, L1Memory, Nested as _, NestedState as _, WorldSwitch as _};
+use backend::{
+    Enlightenment, Executed, L1Memory, Nested as _, NestedState as _, RAX, RCX, WorldSwitch as _,
+};
+use cpu::Op;
 use nested_vmx::{Vmcs12, set};
 use x86::vmcs::enlightened::{self, READ_LINES, at};
 use x86::vmcs::{ExitReason, ProcControls, field, place};
 use x86::{Gpa, msr};
 
-use super::round_trip_tests::{Rig, good};
+use super::round_trip_tests::{Rig, features, good};
+use crate::features::Features;
 
 const ASSIST: u64 = 0x1_e000;
 const PAGE: u64 = 0x1_9000;
@@ -19,7 +23,11 @@ fn write(r: &Rig, offset: u64, bytes: &[u8]) {
 }
 
 fn with(v: &Vmcs12) -> Rig {
-    let mut r = Rig::new(&good(), 0xd01);
+    with_on(features(), v)
+}
+
+fn with_on(f: Features, v: &Vmcs12) -> Rig {
+    let mut r = Rig::on(f, &good(), 0xd01);
     let assist = Some(Gpa(ASSIST));
     let by = Enlightenment { enabled: true, shown: true, direct_flush: true, assist };
     // Outside the loop, as the vCPU says it.
@@ -184,6 +192,63 @@ fn an_assist_page_that_is_not_mapped_costs_no_clean_field() {
     assert_eq!(r.go(ExitReason::Vmresume), Executed::Outside);
     r.m.hole.set(0);
     assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered, "a host state that is not looked at");
+}
+
+/// What Linux's KVM reads at a CPUID of its guest's, by VMREAD where it has no page.
+const READ: [u32; 6] = [
+    field::EXIT_REASON.encoding(),
+    field::IDT_VECTORING.encoding(),
+    field::EXIT_INTERRUPTION.encoding(),
+    field::GUEST_INTERRUPTIBILITY.encoding(),
+    field::INSTRUCTION_LENGTH.encoding(),
+    field::GUEST_RIP.encoding(),
+];
+
+/// Ten round trips of CPUID whose L1 reads those and moves RIP: L1's exits, and the VMREADs, VMWRITEs and VMPTRLDs of L0.
+fn ten_trips(r: &mut Rig, accesses: impl Fn(&mut Rig) -> u64) -> [u64; 4] {
+    for trips in [3, 10] {
+        let before = r.v.cpu().counts();
+        let mut exits = 0;
+        for _ in 0..trips {
+            leave(r);
+            exits += accesses(r) + 1;
+            assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
+        }
+        let ran = r.v.cpu().counts().since(&before);
+        if trips == 10 {
+            return [exits, ran.of(Op::Vmread), ran.of(Op::Vmwrite), ran.of(Op::Vmptrld)];
+        }
+    }
+    [0; 4]
+}
+
+/// The budget of a round trip by a page, beside that of an L1 whose VMREAD and VMWRITE exit, on a CPU without shadow VMCSs.
+#[test]
+fn a_page_spares_l1_an_exit_for_each_field() {
+    let without = || Features { shadow_vmcs: false, ..features() };
+    let mut r = with_on(without(), &good());
+    first(&mut r, ExitReason::Vmlaunch);
+    let rip = enlightened::find(field::GUEST_RIP.encoding().into()).unwrap().0;
+    let by_page = ten_trips(&mut r, |r| {
+        write(r, rip.into(), &0x4002u64.to_le_bytes());
+        write(r, at::CLEAN as u64, &0xffff_u32.to_le_bytes());
+        0
+    });
+    drop(r);
+    let mut r = Rig::on(without(), &good(), 0xd01);
+    first(&mut r, ExitReason::Vmlaunch);
+    let by_exits = ten_trips(&mut r, |r| {
+        let write = (ExitReason::Vmwrite, field::GUEST_RIP.encoding());
+        let all = READ.map(|encoding| (ExitReason::Vmread, encoding));
+        for (reason, encoding) in all.into_iter().chain([write]) {
+            (r.g.0[RAX], r.g.0[RCX]) = (0x4002, encoding.into());
+            r.enter(reason, |v| v.set(field::INSTRUCTION_INFO, 1 << 10 | (RCX as u32) << 28));
+            assert_eq!(r.v.execute(&mut r.g, 0, &r.m), Executed::Retired);
+        }
+        READ.len() as u64 + 1
+    });
+    // VMRESUME alone, against seven more. All of L2's state is read at each exit for it.
+    assert_eq!((by_page, by_exits), ([10, 530, 370, 20], [80, 480, 370, 20]));
 }
 
 /// An exit in the loop writes the page, and one whose page cannot be had there changes nothing.
