@@ -238,6 +238,11 @@ pub trait Nested: NestedPaging + NestedState {
     fn tell_flush(&mut self, _gprs: &mut Gprs, _tell: bool, _l1: &impl L1Memory) -> FlushTold {
         FlushTold::No
     }
+    /// A page of L1's that an instruction did not find inside the loop, though nothing else may ever touch it: to be mapped
+    /// outside.
+    fn take_missed(&mut self) -> Option<Gpa> {
+        None
+    }
     /// What L1 reads of an MSR that describes this instruction set and that has this value.
     fn value_for_l1(&self, _index: u32, value: u64) -> u64 {
         value

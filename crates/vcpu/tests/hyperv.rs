@@ -8,6 +8,7 @@ use gannet_vcpu::{By, UserExit};
 use nested_vmx::Vmcs12;
 use rig::nested_vmx::{Hypervisor, L1_RIP, L2_RIP, features, offered, vmcs12};
 use rig::vmx::{exit, shutdown};
+use stats::Reason;
 use x86::msr::*;
 use x86::vmcs::enlightened::{self, READ_LINES, at};
 use x86::vmcs::{ExitReason, field, place};
@@ -82,6 +83,31 @@ fn l1_enters_and_is_told_by_its_page() {
     assert_eq!(get(&machine, field::GUEST_RIP.encoding()), L2_RIP);
     let clean = machine.get(PAGE + at::CLEAN as u64) & 0xffff;
     assert_eq!(clean, enlightened::ALL_CLEAN.into());
+}
+
+/// After a restore nothing but entries looks at the VP assist page, so that no fault of L1's ever maps it: an entry does.
+#[test]
+fn the_assist_page_is_mapped_by_the_entry_that_misses_it() {
+    let mut machine = enlightened(&vmcs12());
+    // L1 touches its enlightened VMCS.
+    machine.then(|vmcs, gprs| {
+        exit(ExitReason::EptViolation)(vmcs, gprs);
+        vmcs.set(field::GUEST_PHYSICAL_ADDRESS, PAGE);
+        vmcs.set(field::EXIT_QUALIFICATION, 2);
+    });
+    machine.vmlaunch();
+    for _ in 0..5 {
+        machine.then(exit(ExitReason::Vmcall));
+        machine.then(exit(ExitReason::Vmresume));
+    }
+    machine.then(shutdown);
+    machine.then(shutdown);
+    assert_eq!(machine.run(), UserExit::Shutdown);
+    let stats = &machine.vcpu.shared().stats;
+    let entries =
+        (stats.exits_by(Reason::Virtualization), stats.answered_by(Reason::Virtualization));
+    // VMLAUNCH went outside with the VMCS that it gave up, the first VMRESUME for the page.
+    assert_eq!(entries, (6, 4));
 }
 
 #[test]

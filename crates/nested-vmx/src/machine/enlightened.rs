@@ -174,6 +174,11 @@ impl Machine {
         self.enlightened.assist.is_some() || self.is_enlightened()
     }
 
+    /// The VP assist page.
+    pub fn assist_page(&self) -> Option<Gpa> {
+        self.enlightened.assist
+    }
+
     /// Whether an enlightened VMCS is current.
     #[inline]
     pub fn is_enlightened(&self) -> bool {

@@ -3,7 +3,9 @@
 use backend::{
     Backend, Claim, Cr0Write, Executed, Exit, FlushTold, Level, MonitorTrap, Nested, Nesting, Sleep,
 };
+use host::gup::fault_in;
 use mmu::Section;
+use vm::memory::FaultAccess;
 use vm::vcpu_shared::MpState;
 use x86::{Cr0, Cr4, Dr6, Efer, Exception, Rflags};
 
@@ -95,6 +97,7 @@ impl<B: Backend> Vcpu<B> {
             self.raise(exception);
             return Ok(());
         }
+        self.map_missed();
         let Some(nested) = self.b.nested() else { return Ok(()) };
         // The operand is translated for the level that executes, by its registers of before.
         let paging = nested.has_memory_operand().then(|| self.paging());
@@ -125,6 +128,17 @@ impl<B: Backend> Vcpu<B> {
             None => {}
         }
         Ok(())
+    }
+
+    /// Maps a page that the loop has looked for in vain and that L1 itself may never touch: else each entry came here, as
+    /// after a restore.
+    #[cold]
+    fn map_missed(&mut self) {
+        let Some(gpa) = self.b.nested_mut().and_then(Nested::take_missed) else { return };
+        let access = FaultAccess { gpa, write: false, exec: false, present: false };
+        let (memory, tables) = (&self.mmu.memory, &mut self.mmu.tables);
+        // What could not be mapped is missed again.
+        let _ = memory.fault(tables, &access, &**self.vm, fault_in);
     }
 
     /// Whether the last exit, #GP, is that of a hypervisor's instruction.

@@ -68,6 +68,7 @@ impl<C: Cpu> Vmx<C> {
         let launch = reason == ExitReason::Vmlaunch;
         let loaded = n.machine.load_enlightened(launch, &cpu, &limits, memory);
         if memory.has_missed() {
+            n.missed = n.machine.assist_page().filter(|_| loaded == Ok(Loaded::NoAssist));
             return Err(Executed::Outside);
         }
         match loaded {

@@ -9,7 +9,7 @@ use nested_vmx::{
     merge::{self, time::Deadline},
 };
 use x86::vmcs::{ExitControls, field};
-use x86::{Cr0, Cr4};
+use x86::{Cr0, Cr4, Gpa};
 
 use crate::{
     features::Features,
@@ -87,6 +87,8 @@ pub(crate) struct Nested {
     /// What the map of an L1 with an enlightened VMCS let L2 have when it was read last; see
     /// [`Machine::keeps_msr_bitmap`].
     pub(crate) msrs_kept: Option<Passed>,
+    /// The VP assist page that an entry did not find inside the loop.
+    pub(crate) missed: Option<Gpa>,
     /// The EPT pointer of vmcs02 for an L2 with tables of L1's own; 0, which no entry takes, before there is one.
     pub(crate) root: u64,
     /// L1 executed INVEPT: what the CPU has of L2's root is dropped when the root is found next.
@@ -137,6 +139,7 @@ impl Nested {
             last_vpid: 0,
             map: Map::Unknown,
             msrs_kept: None,
+            missed: None,
             root: 0,
             flush_due: false,
             flushed: L1Flush::None,

@@ -264,6 +264,10 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
         self.with_nested(|this, n| this.tell_flush_of(n, gprs, tell, l1)).unwrap_or(FlushTold::No)
     }
 
+    fn take_missed(&mut self) -> Option<Gpa> {
+        self.nested.as_mut()?.missed.take()
+    }
+
     fn value_for_l1(&self, index: u32, value: u64) -> u64 {
         Self::value_for_l1(self, index, value)
     }
