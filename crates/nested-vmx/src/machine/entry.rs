@@ -1,6 +1,6 @@
 //! VMLAUNCH and VMRESUME, up to the point where L2 runs or the entry has failed.
 
-use x86::vmcs::{Group, Groups, InstructionError, field};
+use x86::vmcs::{EntryControls, Group, Groups, InstructionError, field};
 
 use super::{Cpu, Level, Machine};
 use crate::checks::{self, Limits};
@@ -90,7 +90,14 @@ impl Machine {
     /// Whether all of the guest's state has to be checked again. L2 itself cannot bring it out of order.
     pub(super) fn checks_whole_guest(&self) -> bool {
         let vm86 = self.vmcs12.get(field::GUEST_RFLAGS) & x86::Rflags::VM.bits() != 0;
-        self.unchecked.meets(GUEST) || vm86 != self.vm86
+        self.unchecked.meets(GUEST) || vm86 != self.vm86 || self.may_load_pdptes()
+    }
+
+    /// Whether L2's PDPTEs may come from a table in L1's memory. Every entry loads them (SDM vol. 3C §27.3.2.4), and L1
+    /// changes them with neither VMWRITE nor a clean field. Whether L2 is in PAE paging is not looked at: its control
+    /// registers may not be fetched yet.
+    fn may_load_pdptes(&self) -> bool {
+        !self.vmcs12.entry().contains(EntryControls::IA32E_GUEST) && !self.vmcs12.has_ept()
     }
 
     /// The second half of an entry: the guest's state is checked, and L2 is what runs from here on. MSRs are

@@ -22,6 +22,9 @@ const KNOWN: Known = Known {
     debugctl: 0,
 };
 
+/// L2 is not in IA-32e mode.
+const LEGACY: Known = Known { efer: 0, ..KNOWN };
+
 struct Guest {
     machine: Machine,
     memory: Memory,
@@ -222,8 +225,17 @@ fn entries_fail_in_the_manuals_order() {
 
 /// Enters L2 on a hardware VMCS, and exits for CPUID.
 fn round_trip(guest: &mut Guest, hardware: &mut Vmcs02, instruction: Instruction) {
+    round_trip_of(guest, hardware, instruction, &KNOWN);
+}
+
+fn round_trip_of(
+    guest: &mut Guest,
+    hardware: &mut Vmcs02,
+    instruction: Instruction,
+    known: &Known,
+) {
     let needs = guest.machine.needs(&instruction);
-    guest.machine.fetch(hardware, &KNOWN, needs);
+    guest.machine.fetch(hardware, known, needs);
     let Ok(Then::Enter(entry)) = guest.run(instruction) else { panic!("not entered") };
     let Entered::L2(dirty) = guest.machine.finish_entry(&LIMITS, &guest.memory) else {
         panic!("failed")
@@ -235,7 +247,7 @@ fn round_trip(guest: &mut Guest, hardware: &mut Vmcs02, instruction: Instruction
     hardware.put(field::EXIT_REASON, 10);
     hardware.put(field::INSTRUCTION_LENGTH, 2);
     let report = Report::of(hardware);
-    guest.machine.leave(hardware, &report, &KNOWN, &guest.memory);
+    guest.machine.leave(hardware, &report, known, &guest.memory);
 }
 
 fn l0() -> merge::L0 {
@@ -283,6 +295,59 @@ fn a_second_entry_composes_what_has_changed_and_no_more() {
 
     round_trip(&mut guest, &mut hardware, Instruction::Vmresume);
     assert!(hardware.written.is_empty(), "{:x?}", hardware.written);
+}
+
+/// No VMWRITE tells of a table in L1's memory.
+#[test]
+fn every_entry_without_ept_loads_the_pdptes() {
+    const TABLE: u64 = 0x5000;
+    let mut guest = Guest::with_vmcs();
+    let put = |g: &Guest, entry: u64| g.memory.put(TABLE + 8, &entry.to_le_bytes());
+    put(&guest, 0x7001);
+    for (field, value) in [(0x4012, 0x91fb), (0x2806, 0), (0x4816, 0xc09b), (0x6802, TABLE)] {
+        guest.write(field, value).unwrap();
+    }
+    let mut hardware = Vmcs02::new();
+    round_trip_of(&mut guest, &mut hardware, Instruction::Vmlaunch, &LEGACY);
+    assert_eq!(hardware.has(field::GUEST_PDPTE1), 0x7001);
+    put(&guest, 0x8001);
+    assert_eq!(guest.machine.needs(&Instruction::Vmresume), REST, "CR0, CR3 and CR4 as they are");
+    round_trip_of(&mut guest, &mut hardware, Instruction::Vmresume, &LEGACY);
+    assert_eq!(hardware.has(field::GUEST_PDPTE1), 0x8001);
+    put(&guest, 0x8003);
+    let needs = guest.machine.needs(&Instruction::Vmresume);
+    guest.machine.fetch(&hardware, &LEGACY, needs);
+    assert!(matches!(guest.run(Instruction::Vmresume), Ok(Then::Enter(_))));
+    let failed = guest.machine.finish_entry(&LIMITS, &guest.memory);
+    assert_eq!(
+        failed,
+        Entered::Failed(crate::EntryFailure { qualification: 2, ..crate::EntryFailure::GUEST })
+    );
+}
+
+/// With EPT the fields count, and nothing of L1's memory.
+#[test]
+fn an_entry_with_ept_takes_the_pdptes_of_the_vmcs() {
+    let mut guest = Guest::with_vmcs();
+    guest.memory.put(0x5008, &0x8003u64.to_le_bytes());
+    let secondary = u64::from(good().get(field::PROC_CONTROLS)) | 1 << 31;
+    let values = [
+        (0x4002, secondary),
+        (0x401e, 2),
+        (0x4012, 0x91fb),
+        (0x2806, 0),
+        (0x4816, 0xc09b),
+        (0x6802, 0x5000),
+        (0x201a, 0x601e),
+        (0x280c, 0x7001),
+    ];
+    for (field, value) in values {
+        guest.write(field, value).unwrap();
+    }
+    let mut hardware = Vmcs02::new();
+    round_trip_of(&mut guest, &mut hardware, Instruction::Vmlaunch, &LEGACY);
+    assert_eq!(hardware.has(field::GUEST_PDPTE1), 0x7001);
+    assert_eq!(guest.machine.needs(&Instruction::Vmresume), Groups::NONE);
 }
 
 #[test]
