@@ -158,6 +158,9 @@ u32 gnt_kernel_features(u32 leaf, u32 subleaf, u32 reg)
 		{ 0xd, 1, 0, CPUID_D_1_EAX },
 		{ 0x80000001, 0, 2, CPUID_8000_0001_ECX },
 		{ 0x80000001, 0, 3, CPUID_8000_0001_EDX },
+		{ 0x80000008, 0, 1, CPUID_8000_0008_EBX },
+		{ 0x8000000a, 0, 3, CPUID_8000_000A_EDX },
+		{ 0x80000021, 0, 0, CPUID_8000_0021_EAX },
 	};
 	u32 i;
 

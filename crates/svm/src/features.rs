@@ -112,7 +112,7 @@ impl Features {
             decode_assists: bit(7),
             pause_filter: bit(10),
             pause_threshold: bit(12),
-            v_vmload: bit(15),
+            v_vmload: bit(15) && !reboots_by_vmload(basic[0]),
             vgif: bit(16),
             v_spec_ctrl: bit(20),
             vnmi: bit(25),
@@ -128,6 +128,13 @@ impl Features {
             host_state: HostState::default(),
         })
     }
+}
+
+/// Whether a CPU may take the host down when it carries out a guest's VMLOAD and VMSAVE: Zen 4 for clients, whose firmware
+/// may offer it nevertheless. Newer kernels take the feature away there; older ones do not know of it.
+fn reboots_by_vmload(leaf1_eax: u32) -> bool {
+    x86::cpuid::family(leaf1_eax) == 0x19
+        && matches!(x86::cpuid::model(leaf1_eax), 0x18..=0x1f | 0x60..=0x7f)
 }
 
 /// CR4 bits that CPUID leaves 1 and 7 imply (APM vol. 2 §3.1.3).
@@ -184,6 +191,28 @@ mod tests {
         assert_eq!(f.asids, 16);
         let known = Cr4::PCE | Cr4::PGE | Cr4::PAE | Cr4::OSXSAVE | Cr4::SMEP;
         assert_eq!(f.cr4_known, known);
+    }
+
+    /// Family 19h: models 11h and A0h are servers, 18h, 61h and 78h clients; so is family 1Ah, whose cores are newer.
+    #[test]
+    fn zen_4_for_clients_carries_out_no_vmload_of_guests() {
+        let cases = [
+            (0x00a1_0f11, true),
+            (0x00aa_0f01, true),
+            (0x00a1_0f81, false),
+            (0x00a6_0f12, false),
+            (0x00a7_0f80, false),
+            (0x00b6_0f00, true),
+        ];
+        for (signature, offered) in cases {
+            let with = |leaf, sub| match leaf {
+                1 => [signature, 0, 0, 0],
+                0x8000_000a => [1, 16, 0, 1 | 1 << 15],
+                _ => cpuid(leaf, sub),
+            };
+            let f = Features::read(with, Cr4::empty()).unwrap();
+            assert_eq!(f.v_vmload, offered, "{signature:#x}");
+        }
     }
 
     #[test]

@@ -97,7 +97,12 @@ pub fn find() -> Result<Found, Refused> {
 fn find_svm() -> Result<svm::Features, Refused> {
     let mut here = Native;
     let host_cr4 = here.cr4();
-    let cpuid = |leaf, subleaf| Native.cpuid(leaf, subleaf);
+    // The kernel takes away features that its CPUs have in name only. CR4 is another matter: what the CPU takes counts there.
+    let cpuid = |leaf, subleaf| {
+        let answer = Native.cpuid(leaf, subleaf);
+        let is_svms = matches!(leaf, leaf::ADDRESS_SIZES | leaf::SVM);
+        if is_svms { hostcpu::without_unused_features(leaf, subleaf, answer) } else { answer }
+    };
     if !params::ept() {
         return Err(refuse("ept=0 is for Intel CPUs: on this one shadow paging is npt=0", false));
     }
