@@ -64,12 +64,15 @@ pub trait EventHandler: Send + Sync {
 }
 
 const EBADF: i32 = -9;
+const EBUSY: i32 = -16;
 
 /// Why an eventfd cannot be watched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WatchError {
     /// Not an eventfd.
     BadFd(BadFd),
+    /// Somebody else hears of it first, whom newer kernels give it to alone.
+    Busy,
     /// There is no memory for it (`-ENOMEM`).
     NoMemory,
 }
@@ -110,6 +113,7 @@ impl<T: EventHandler> Watch<T> {
         match unsafe { sys::gnt_watch_attach(arc.watch.get(), fd, &Calls::<T>::TABLE, context) } {
             0 => Ok(arc),
             EBADF => Err(WatchError::BadFd(BadFd::Closed)),
+            EBUSY => Err(WatchError::Busy),
             _ => Err(WatchError::BadFd(BadFd::WrongKind)),
         }
     }

@@ -104,7 +104,7 @@ fn message(entry: u64, notify_eoi: bool, rules: DestRules) -> Option<IrqMessage>
         assert: true,
         notify_eoi,
         shorthand: Shorthand::None,
-        dest: rules.widen((entry >> 56) as u8, dest_mode),
+        dest: rules.widen((entry >> 56) as u8),
     })
 }
 

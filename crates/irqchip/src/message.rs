@@ -127,13 +127,10 @@ pub struct DestRules {
 }
 
 impl DestRules {
-    /// Widens an eight-bit destination: a physical 0xff may be a broadcast to x2APICs too.
+    /// Widens an eight-bit destination: 0xff may be a broadcast to x2APICs too, physical or logical, as on stock KVM.
     #[inline]
-    pub const fn widen(self, dest: u8, mode: DestMode) -> u32 {
-        match mode {
-            DestMode::Physical if dest == 0xff && !self.no_broadcast_quirk => BROADCAST,
-            _ => dest as u32,
-        }
+    pub const fn widen(self, dest: u8) -> u32 {
+        if dest == 0xff && !self.no_broadcast_quirk { BROADCAST } else { dest as u32 }
     }
 }
 

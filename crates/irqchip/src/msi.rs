@@ -25,7 +25,7 @@ impl Msi {
         let redirect = self.address_lo & (1 << 3) != 0;
         let low = (self.address_lo >> 12) as u8;
         let high = if rules.wide { self.address_hi & 0xffff_ff00 } else { 0 };
-        let dest = if high == 0 { rules.widen(low, dest_mode) } else { high | u32::from(low) };
+        let dest = if high == 0 { rules.widen(low) } else { high | u32::from(low) };
         let delivery = match DeliveryMode::from_bits(self.data >> 8)? {
             // The redirection hint asks for one receiver out of those addressed.
             DeliveryMode::Fixed if redirect => DeliveryMode::LowestPriority,
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn physical_ff_is_a_broadcast_and_logical_ff_is_not() {
+    fn ff_is_a_broadcast_in_either_mode_unless_the_vmm_says_otherwise() {
         let m = Msi { address_lo: 0xfeef_f000, address_hi: 0, data: 0x30 };
         assert_eq!(m.message(NARROW).unwrap().dest, BROADCAST);
         // With wide ids 0x1ff is an ordinary id.
@@ -96,7 +96,9 @@ mod tests {
             assert_eq!(m.message(rules).unwrap().dest, 0xff);
         }
         let logical = Msi { address_lo: 0xfeef_f004, ..m };
-        assert_eq!(logical.message(NARROW).unwrap().dest, 0xff);
+        assert_eq!(logical.message(NARROW).unwrap().dest, BROADCAST);
+        let literal = DestRules { wide: false, no_broadcast_quirk: true };
+        assert_eq!(logical.message(literal).unwrap().dest, 0xff);
     }
 
     #[test]

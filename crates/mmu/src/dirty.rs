@@ -4,7 +4,7 @@
 //! writing, so that "bit taken" and "page write-protected" happen as one (KVM API §4.8).
 
 use alloc::vec::Vec;
-use core::sync::atomic::{AtomicU64, Ordering};
+use core::sync::atomic::{AtomicU64, Ordering, fence};
 
 use host::GuestIndex;
 use host::error::NoMemory;
@@ -30,6 +30,9 @@ impl DirtyBitmap {
     pub fn mark(&self, index: u64) {
         if let Some(word) = self.word(index) {
             let bit = 1 << (index & 63);
+            // Who takes the log sees the page as it was written, or the bit is still to be set: without the fence the
+            // write could come after the look at a bit that is taken in between.
+            fence(Ordering::SeqCst);
             // A page that is dirty already is the common case: do not take the line for writing.
             if word.load(Ordering::Relaxed) & bit == 0 {
                 word.fetch_or(bit, Ordering::Relaxed);

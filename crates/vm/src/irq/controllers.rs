@@ -356,9 +356,10 @@ impl IrqCore {
         let mut state = self.state.lock();
         let pins = state.ioapic.eoi(vector);
         if pins == 0 {
-            drop(state);
-            // A vector that has found another use: no more reports of it.
+            // A vector that has found another use: no more reports of it. The lock keeps a pin from being given that vector
+            // and asking for them meanwhile.
             from.lapic.forget_notify(vector);
+            drop(state);
             return Owing::NOTHING;
         }
         for pin in (0..irqchip::ioapic::PINS as u32).filter(|pin| pins & 1 << pin != 0) {

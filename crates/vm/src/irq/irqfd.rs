@@ -51,6 +51,7 @@ impl From<WatchError> for IrqFdError {
     fn from(error: WatchError) -> Self {
         match error {
             WatchError::BadFd(error) => Self::BadFd(error),
+            WatchError::Busy => Self::Busy,
             WatchError::NoMemory => Self::NoMemory,
         }
     }
@@ -204,10 +205,16 @@ fn remove_resampler(core: &SharedCore, gsi: u32, gone: &Arc<Resampler>) {
     gone.silence();
     let old = core.state.lock().resamplers.clone();
     // Without memory for another table it stays where it is, and says nothing.
-    let Ok(table) = old.without(gsi, gone).and_then(Arc::new) else { return };
-    let last = table.of(gsi).is_none();
+    let table = old.without(gsi, gone).and_then(Arc::new);
+    let last = match &table {
+        Ok(table) => table.of(gsi).is_none(),
+        // Whoever is left there has gone too.
+        Err(NoMemory) => old.is_silent(gsi),
+    };
     let mut state = core.state.lock();
-    state.set_resamplers(table);
+    if let Ok(table) = table {
+        state.set_resamplers(table);
+    }
     // With the last one gone nobody would lower the line: the guest's end of interrupt finds no
     // resampler.
     if last {

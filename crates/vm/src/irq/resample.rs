@@ -36,8 +36,12 @@ impl Resampler {
         self.gone.store(true, Relaxed);
     }
 
+    fn is_silent(&self) -> bool {
+        self.gone.load(Relaxed)
+    }
+
     pub(super) fn signal(&self) {
-        if !self.gone.load(Relaxed) {
+        if !self.is_silent() {
             self.event.signal(1);
         }
     }
@@ -170,6 +174,13 @@ impl Resamplers {
         groups.try_reserve_exact(self.groups.len() + more).map_err(|_| NoMemory)?;
         groups.extend(self.groups.iter().cloned());
         Ok(groups)
+    }
+
+    /// Whether all listeners of a GSI have gone, though there was no memory to take them off the list.
+    pub(super) fn is_silent(&self, gsi: u32) -> bool {
+        self.of(gsi).is_none_or(|members| {
+            members.pieces.iter().flat_map(|piece| piece.iter()).all(|member| member.is_silent())
+        })
     }
 
     /// The list with one listener more. Process context, without the interrupt lock.

@@ -18,6 +18,7 @@ fn stretches(
     memory: &VmMemory,
     gpa: Gpa,
     length: usize,
+    most: impl Fn(Gpa) -> usize,
     mut each: impl FnMut(&MemSlot, Gpa, usize, usize) -> Result<(), MemoryError>,
 ) -> Result<(), MemoryError> {
     let slots = memory.slots();
@@ -28,11 +29,15 @@ fn stretches(
         let at = gpa.0.checked_add(done as u64).map(Gpa).ok_or(MemoryError::Unbacked)?;
         let slot = slots.find(at.gfn()).ok_or(MemoryError::Unbacked)?;
         let left = slot.end().gpa().0.wrapping_sub(at.0);
-        let bytes = usize::try_from(left).unwrap_or(usize::MAX).min(length - done);
+        let bytes = usize::try_from(left).unwrap_or(usize::MAX).min(length - done).min(most(at));
         each(slot, at, done, bytes)?;
         done += bytes;
     }
     Ok(())
+}
+
+fn to_page_end(gpa: Gpa) -> usize {
+    0x1000 - gpa.page_offset() as usize
 }
 
 fn host_address(slot: &MemSlot, gpa: Gpa) -> x86::Hva {
@@ -42,10 +47,16 @@ fn host_address(slot: &MemSlot, gpa: Gpa) -> x86::Hva {
 impl VmMemory {
     /// Reads guest memory, across pages and slots. May sleep. On error `into` holds anything.
     pub fn read(&self, gpa: Gpa, into: &mut [u8]) -> Result<(), MemoryError> {
-        stretches(self, gpa, into.len(), |slot, at, done, bytes| {
-            let part = into.get_mut(done..done + bytes).ok_or(MemoryError::Fault)?;
-            Ok(user::read(host_address(slot, at), part)?)
-        })
+        stretches(
+            self,
+            gpa,
+            into.len(),
+            |_| usize::MAX,
+            |slot, at, done, bytes| {
+                let part = into.get_mut(done..done + bytes).ok_or(MemoryError::Fault)?;
+                Ok(user::read(host_address(slot, at), part)?)
+            },
+        )
     }
 
     /// Reads guest memory that lies within one page. May sleep.
@@ -58,7 +69,8 @@ impl VmMemory {
     /// Writes guest memory, across pages and slots, and marks it dirty. May sleep. On error a part
     /// may have been written.
     pub fn write(&self, gpa: Gpa, from: &[u8]) -> Result<(), MemoryError> {
-        stretches(self, gpa, from.len(), |slot, at, done, bytes| {
+        // Page by page, so that what was written before a fault is marked.
+        stretches(self, gpa, from.len(), to_page_end, |slot, at, done, bytes| {
             if slot.is_readonly() {
                 return Err(MemoryError::ReadOnly);
             }

@@ -301,6 +301,16 @@ fn the_dirty_log_tells_each_write_once_and_each_round() {
 }
 
 #[test]
+fn a_write_that_comes_to_a_fault_is_in_the_log_as_far_as_it_went() {
+    let bench = Bench::new(LOG);
+    let hole = test::unmap(bench.hva(19), 4096);
+    let written = bench.memory.write(Gpa(17 << 12 | 4090), &[1; 4096 + 12]);
+    assert_eq!(written, Err(MemoryError::Fault));
+    assert_eq!(bench.log(), 0b110);
+    drop(hole);
+}
+
+#[test]
 fn a_log_that_is_kept_is_cleared_page_by_page() {
     let mut bench = Bench::new(LOG);
     (16..24).for_each(|gfn| _ = bench.fault(gfn, true));
