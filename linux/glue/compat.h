@@ -22,6 +22,11 @@
 #define pte_devmap(pte)		false
 #endif
 
+/* Exclusive was what is queued first; the newest kernels refuse a second one. */
+#ifndef GNT_HAS_PRIORITY_EXCLUSIVE
+#define add_wait_queue_priority_exclusive(head, entry)	(add_wait_queue_priority(head, entry), 0)
+#endif
+
 /* What a notifier answers that was asked whether pages are in use. */
 #ifdef GNT_HAS_YOUNG_BOOL
 typedef bool gnt_young;

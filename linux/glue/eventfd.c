@@ -5,6 +5,7 @@
 #include <linux/poll.h>
 #include <linux/wait.h>
 
+#include "compat.h"
 #include "gannet.h"
 
 struct gnt_watch {
@@ -14,6 +15,7 @@ struct gnt_watch {
 	void *context;
 	/* NULL until attached; keeps the wait queue alive. */
 	struct eventfd_ctx *eventfd;
+	int refused;
 };
 static_assert(sizeof(struct gnt_watch) <= GNT_WATCH_BYTES);
 
@@ -73,12 +75,13 @@ static void queue(struct file *file, wait_queue_head_t *head, poll_table *table)
 {
 	struct gnt_watch *w = container_of(table, struct gnt_watch, table);
 
-	add_wait_queue_priority(head, &w->entry);
+	w->refused = add_wait_queue_priority_exclusive(head, &w->entry);
 }
 
 int gnt_watch_attach(struct gnt_watch *w, int fd, const struct gnt_watch_calls *calls,
 		     void *context)
 {
+	__poll_t events;
 	struct eventfd_ctx *e;
 	struct file *file = eventfd_fget(fd);
 
@@ -94,8 +97,16 @@ int gnt_watch_attach(struct gnt_watch *w, int fd, const struct gnt_watch_calls *
 	w->eventfd = e;
 	init_waitqueue_func_entry(&w->entry, woken);
 	init_poll_funcptr(&w->table, queue);
+	w->refused = 0;
 	/* A count that is there already wakes nobody: look now that the entry is queued. */
-	if (vfs_poll(file, &w->table) & EPOLLIN) {
+	events = vfs_poll(file, &w->table);
+	if (w->refused) {
+		w->eventfd = NULL;
+		eventfd_ctx_put(e);
+		fput(file);
+		return w->refused;
+	}
+	if (events & EPOLLIN) {
 		unsigned long flags;
 
 		/* fired() knows one context, and finds interrupts off in it. */

@@ -203,6 +203,7 @@ void gnt_guest_resume(void);
 /* smp.c */
 u32 gnt_cpu_id(void);
 u32 gnt_max_cpus(void);
+u32 gnt_online_cpus(void);
 void gnt_kick(u32 cpu);
 struct cpumask *gnt_sync_begin(void);
 void gnt_sync_add(struct cpumask *mask, u32 cpu);

@@ -171,12 +171,28 @@ noinstr void gnt_l1d_flush(void)
 	asm volatile("lfence" : : : "memory");
 }
 
+/* Numbered as host::mitigation::Facts::l1tf has it: the kernel's own numbers change. */
+static u64 l1tf_choice(void)
+{
+	switch (l1tf_mitigation) {
+	case L1TF_MITIGATION_OFF:
+		return 0;
+	case L1TF_MITIGATION_FULL:
+		return 2;
+	case L1TF_MITIGATION_FULL_FORCE:
+		return 3;
+	/* With or without SMT and a warning; in newer kernels also "auto", as in stock KVM. */
+	default:
+		return 1;
+	}
+}
+
 #define FACT(bit, condition)	((condition) ? 1ull << (bit) : 0)
 
 /* Mirrors host::mitigation::Facts. */
 u64 gnt_mitigation_facts(void)
 {
-	u64 facts = (u64)l1tf_mitigation << 56;
+	u64 facts = l1tf_choice() << 56;
 
 	facts |= FACT(0, boot_cpu_has_bug(X86_BUG_L1TF));
 	facts |= FACT(1, boot_cpu_has_bug(X86_BUG_MDS));

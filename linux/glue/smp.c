@@ -2,6 +2,7 @@
 /* CPUs: which one this is, and how to make another leave the guest. */
 #include <linux/cpumask.h>
 #include <linux/percpu.h>
+#include <linux/preempt.h>
 #include <linux/smp.h>
 #include <linux/version.h>
 #if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 4, 0)
@@ -34,10 +35,18 @@ u32 gnt_max_cpus(void)
 	return nr_cpu_ids;
 }
 
+u32 gnt_online_cpus(void)
+{
+	return num_online_cpus();
+}
+
 void gnt_kick(u32 cpu)
 {
+	/* What takes a CPU down waits for those that cannot be preempted: it is there for the IPI. */
+	preempt_disable();
 	if (cpu_online(cpu))
 		smp_send_reschedule(cpu);
+	preempt_enable();
 }
 
 static void acknowledge(void *unused)

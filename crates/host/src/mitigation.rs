@@ -110,8 +110,8 @@ impl Facts {
     pub const fn l1tf(self) -> L1tf {
         match self.0 >> 56 {
             0 => L1tf::Off,
-            1..=3 => L1tf::Flush,
-            4 => L1tf::Full,
+            1 => L1tf::Flush,
+            2 => L1tf::Full,
             _ => L1tf::FullForce,
         }
     }

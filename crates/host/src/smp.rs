@@ -13,6 +13,11 @@ pub fn max_cpus() -> usize {
     sys::gnt_max_cpus() as usize
 }
 
+/// How many CPUs are online at this moment.
+pub fn online_cpus() -> u32 {
+    sys::gnt_online_cpus()
+}
+
 /// Makes CPU `cpu` leave the guest soon, by a reschedule interrupt. Does not wait.
 #[inline]
 pub fn kick(cpu: usize) {

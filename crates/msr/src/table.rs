@@ -154,7 +154,7 @@ macro_rules! msrs {
             PRED_CMD              [] [refused] [by write_pred_cmd]
                 "guest: IBPB and SBPB where offered, done at once; host: where the host has it, and \
                  nothing is done";
-            FLUSH_CMD             [] [refused] [by write_flush_cmd] "where offered; no effect yet";
+            FLUSH_CMD             [] [refused] [by write_flush_cmd] "where offered, and on Intel then without an exit; one that exits for the VMM's filter flushes nothing";
             PERF_CAPABILITIES     [saved, feature: 0] [0 if pdcm] [zero if vmm] "guest: with PDCM";
 
             MCG_STATUS            [saved] [by read_machine_checks] [by write_machine_checks]

@@ -128,6 +128,7 @@ unsafe extern "C" {
     // smp.c
     pub(crate) safe fn gnt_cpu_id() -> u32;
     pub(crate) safe fn gnt_max_cpus() -> u32;
+    pub(crate) safe fn gnt_online_cpus() -> u32;
     pub(crate) fn gnt_kick(cpu: u32);
     pub(crate) safe fn gnt_sync_begin() -> *mut CpuMaskRaw;
     pub(crate) fn gnt_sync_add(mask: *mut CpuMaskRaw, cpu: u32);

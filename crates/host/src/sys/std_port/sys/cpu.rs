@@ -19,6 +19,10 @@ pub(crate) fn gnt_cpu_id() -> u32 {
 pub(crate) fn gnt_max_cpus() -> u32 {
     CPUS
 }
+/// All but one.
+pub(crate) fn gnt_online_cpus() -> u32 {
+    CPUS - 1
+}
 pub(crate) unsafe fn gnt_kick(cpu: u32) {
     World::current().lock().kicks.push(cpu as usize);
 }
