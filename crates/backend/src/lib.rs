@@ -48,7 +48,8 @@ pub use nested_state::{NestedState, Unrestorable};
 pub use paging::{Paging, Translation};
 pub use permission::{FewerExits, GuestLimits, Permissions};
 pub use registers::{
-    Gprs, RAX, RBX, RCX, RDI, RDX, RSI, RSP, Registers, Reset, SegmentName, reset_registers,
+    Gprs, RAX, RBX, RCX, RDI, RDX, RSI, RSP, Registers, Reset, SegmentName, ShadowBy,
+    reset_registers,
 };
 pub use turn::{Answer, Turn};
 pub use world_switch::WorldSwitch;

@@ -7,6 +7,18 @@ use x86::{
 
 use crate::{ControlRegisters, LiveRegisters};
 
+/// Which instruction has made an interrupt shadow.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ShadowBy {
+    /// The CPU does not say, or nobody did.
+    #[default]
+    Unknown,
+    /// STI.
+    Sti,
+    /// MOV SS or POP SS, which hold off NMIs and debug exceptions as well.
+    MovSs,
+}
+
 /// The general registers in encoding order: RAX, RCX, RDX, RBX, RSP, RBP, RSI, RDI, R8 to R15.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C, align(64))]
@@ -58,6 +70,14 @@ pub trait Registers {
     fn interrupt_shadow(&self) -> bool;
     /// Sets or clears the interrupt shadow.
     fn set_interrupt_shadow(&mut self, on: bool);
+    /// Which instruction has made the interrupt shadow that there is.
+    fn shadow_by(&self) -> ShadowBy {
+        ShadowBy::Unknown
+    }
+    /// Sets the interrupt shadow of an instruction, where the CPU tells them apart.
+    fn set_interrupt_shadow_by(&mut self, _by: ShadowBy) {
+        self.set_interrupt_shadow(true);
+    }
     /// The guest's current privilege level.
     fn cpl(&self) -> u8;
 

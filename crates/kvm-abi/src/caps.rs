@@ -15,8 +15,6 @@ pub const API_VERSION: i32 = 12;
 /// What this host and the floors below can do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Offer {
-    /// CPUs that are online: how many vCPUs are recommended.
-    pub online_cpus: u32,
     /// Most vCPUs in a VM.
     pub max_vcpus: u32,
     /// vCPU ids are below this.
@@ -96,16 +94,9 @@ capabilities!(answers);
 mod tests {
     use super::*;
 
-    const SMALL: Offer = Offer {
-        online_cpus: 8,
-        max_vcpus: 4,
-        max_vcpu_id: 16,
-        xsave: true,
-        xsave_bytes: 832,
-        ..EMPTY
-    };
+    const SMALL: Offer =
+        Offer { max_vcpus: 4, max_vcpu_id: 16, xsave: true, xsave_bytes: 832, ..EMPTY };
     const EMPTY: Offer = Offer {
-        online_cpus: 1,
         max_vcpus: 1,
         max_vcpu_id: 1,
         xsave: false,
@@ -179,7 +170,12 @@ mod tests {
 
     #[test]
     fn numbers_follow_the_offer() {
-        assert_eq!(check_extension(&SMALL, CAP_NR_VCPUS.into()), 4);
+        let few = Offer { max_vcpus: 2, ..SMALL };
+        assert_eq!(check_extension(&few, CAP_NR_VCPUS.into()), 2);
+        let many = Offer { max_vcpus: 4096, ..SMALL };
+        let online = host::smp::online_cpus();
+        assert!(online < host::smp::max_cpus() as u32);
+        assert_eq!(check_extension(&many, CAP_NR_VCPUS.into()), online as i32);
         assert_eq!(check_extension(&SMALL, CAP_MAX_VCPUS.into()), 4);
         assert_eq!(check_extension(&SMALL, CAP_NESTED_STATE.into()), 8320);
         let svm = Offer { nested_format: 1, ..SMALL };

@@ -248,7 +248,8 @@ macro_rules! capabilities {
             CAP_VAPIC 6 => 0, "";
             CAP_EXT_CPUID 7 => 1, "";
             CAP_CLOCKSOURCE 8 => 1, "";
-            CAP_NR_VCPUS 9 => offer.online_cpus.min(offer.max_vcpus), "CPUs of the host, at most 4096";
+            CAP_NR_VCPUS 9 => host::smp::online_cpus().min(offer.max_vcpus),
+                "CPUs of the host that are online, at most 4096";
             CAP_NR_MEMSLOTS 10 => USER_MEM_SLOTS, "32764";
             CAP_PIT 11 => 1, "";
             CAP_NOP_IO_DELAY 12 => 1, "";
@@ -316,14 +317,14 @@ macro_rules! capabilities {
             CAP_IOEVENTFD_ANY_LENGTH 122 => 1, "";
             CAP_HYPERV_SYNIC 123 => 0, "";
             CAP_VCPU_ATTRIBUTES 127 => offer.tsc_offset.into(), "1";
-            CAP_MAX_VCPU_ID 128 => offer.max_vcpu_id, "16384";
+            CAP_MAX_VCPU_ID 128 => offer.max_vcpu_id, "16384; enabled, once and before there are vCPUs";
             CAP_X2APIC_API 129 => offer.x2apic_api as u32, "3: 32-bit ids; 0xff is an id to x2APICs";
             CAP_MSI_DEVID 131 => 0, "";
             CAP_IMMEDIATE_EXIT 136 => 1, "";
             CAP_X86_DISABLE_EXITS 143 => offer.disable_exits as u32,
                 "HLT, PAUSE, CSTATE; MWAIT where the CPU has it and its APIC timer goes on in C-states. \
-                 Enabled, for vCPUs that are made later ([ADR 43](adr/0043-exits-that-a-vmm-gives-up.md)); \
-                 what the host cannot give is passed over; EINVAL for unknown bits";
+                 Enabled, for the vCPUs ([ADR 43](adr/0043-exits-that-a-vmm-gives-up.md)); what the host cannot give \
+                 is passed over; EINVAL for unknown bits, and with vCPUs";
             CAP_HYPERV_SYNIC2 148 => 0, "";
             CAP_HYPERV_VP_INDEX 149 => offer.hyperv.into(), "as CAP_HYPERV";
             CAP_GET_MSR_FEATURES 153 => 1, "";

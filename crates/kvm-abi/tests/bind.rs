@@ -58,7 +58,6 @@ fn host() -> &'static Host {
         };
         Host {
             offer: Offer {
-                online_cpus: 4,
                 max_vcpus: 3,
                 max_vcpu_id: 16,
                 tsc_khz: host::clock::tsc_khz(),
@@ -194,6 +193,31 @@ fn what_comes_before_vcpus_is_refused_after_them() {
         ..Default::default()
     };
     assert_eq!(vm.with(ioctl::ENABLE_CAP, &split), error(Errno::EEXIST));
+    let halts = KvmEnableCap {
+        cap: capability::CAP_X86_DISABLE_EXITS,
+        args: [capability::X86_DISABLE_EXITS_HLT, 0, 0, 0],
+        ..Default::default()
+    };
+    assert_eq!(vm.with(ioctl::ENABLE_CAP, &halts), error(Errno::EINVAL));
+    let ids =
+        KvmEnableCap { cap: capability::CAP_MAX_VCPU_ID, args: [8, 0, 0, 0], ..Default::default() };
+    assert_eq!(vm.with(ioctl::ENABLE_CAP, &ids), error(Errno::EINVAL));
+}
+
+/// An NMI that merges with none: two can wait, and both are still there after KVM_SET_VCPU_EVENTS.
+#[test]
+fn as_many_nmis_wait_as_were_saved() {
+    let vm = vm();
+    let (from, to) = (vm.vcpu(0), vm.vcpu(1));
+    for (given, kept) in [(1, 1), (2, 2), (3, 2), (0, 0)] {
+        let mut events: KvmVcpuEvents = from.get(ioctl::GET_VCPU_EVENTS);
+        events.nmi.pending = given;
+        assert_eq!(from.with(ioctl::SET_VCPU_EVENTS, &events), 0);
+        let events: KvmVcpuEvents = from.get(ioctl::GET_VCPU_EVENTS);
+        assert_eq!(events.nmi.pending, kept);
+        assert_eq!(to.with(ioctl::SET_VCPU_EVENTS, &events), 0);
+        assert_eq!(to.get::<KvmVcpuEvents>(ioctl::GET_VCPU_EVENTS).nmi.pending, kept);
+    }
 }
 
 #[test]

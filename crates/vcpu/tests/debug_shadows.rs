@@ -3,8 +3,9 @@
 
 mod rig;
 
-use backend::Registers;
+use backend::{Registers, ShadowBy};
 use cpu::ModelVmcs;
+use gannet_vcpu::state::registers::{GivenEvents, SavedEvents};
 use gannet_vcpu::{RunInput, UserExit};
 use rig::vmx::{VmxVcpu, exit, shutdown, step, vcpu};
 use x86::vmcs::{ExitReason, event, field, interruptibility};
@@ -206,4 +207,36 @@ fn a_debuggers_general_detect_stops_before_the_access() {
 #[test]
 fn a_plain_step_needs_nothing() {
     rig::vmx::play(&mut vcpu(), [step(|vmcs, _| debug_exit(vmcs, event::EXCEPTION, BS, 0, TF))]);
+}
+
+/// KVM_GET_VCPU_EVENTS tells which of the two instructions it was, and KVM_SET_VCPU_EVENTS makes its shadow again: that of MOV SS
+/// holds off more.
+#[test]
+fn a_shadow_is_saved_and_restored_by_its_instruction() {
+    let cases = [
+        (interruptibility::STI, IF, ShadowBy::Sti),
+        (interruptibility::MOV_SS, IF, ShadowBy::MovSs),
+        (interruptibility::MOV_SS, 0, ShadowBy::MovSs),
+    ];
+    for (shadow, flags, by) in cases {
+        let mut v = vcpu();
+        v.backend().cpu().inner().vmx.then(move |vmcs, gprs| {
+            shutdown(vmcs, gprs);
+            vmcs.set(field::GUEST_RFLAGS, 2 | flags);
+            vmcs.set(field::GUEST_INTERRUPTIBILITY, shadow);
+        });
+        assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+        let saved = v.saved_events();
+        assert_eq!((saved.interrupt_shadow, saved.shadow_by), (true, by));
+        let given = GivenEvents { interrupt_shadow: true, ..GivenEvents::default() };
+        v.restore_events(&SavedEvents { interrupt_shadow: false, ..saved }, given);
+        assert!(!v.saved_events().interrupt_shadow);
+        v.restore_events(&saved, given);
+        assert_eq!(v.saved_events(), saved);
+        v.backend().cpu().inner().vmx.then(move |vmcs, gprs| {
+            assert_eq!(vmcs.get(field::GUEST_INTERRUPTIBILITY) & 3, shadow);
+            shutdown(vmcs, gprs);
+        });
+        assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    }
 }

@@ -6,7 +6,7 @@
 //!
 //! SDM vol. 3C §25.8.3 (injection), §27.6.1 (interruptibility), §27.2.1.3 and §27.3.1.5 (checks).
 
-use backend::{ControlRegisters, Event, Injection, NmiWindow, Registers};
+use backend::{ControlRegisters, Event, Injection, NmiWindow, Registers, ShadowBy};
 use cpu::Cpu;
 use x86::{
     Cr0, Dr6, Exception, Rflags, Vector,
@@ -139,18 +139,19 @@ impl<C: Cpu> Vmx<C> {
     }
 
     pub(crate) fn set_shadow(&mut self, on: bool) {
+        if on { self.set_shadow_by(ShadowBy::Unknown) } else { self.replace_shadow(0) }
+    }
+
+    pub(crate) fn set_shadow_by(&mut self, by: ShadowBy) {
+        // Blocking by STI with interrupts off is refused; that of MOV SS is not.
+        let sti = by != ShadowBy::MovSs && self.rflags().contains(Rflags::IF);
+        self.replace_shadow(if sti { interruptibility::STI } else { interruptibility::MOV_SS });
+    }
+
+    fn replace_shadow(&mut self, bit: u32) {
         self.shadow_over.set(false);
         let before = self.get(fields::GUEST_INTERRUPTIBILITY);
         let state = before & !SHADOW;
-        let sti = if on { interruptibility::STI } else { 0 };
-        // Blocking by STI with interrupts off is refused; that of MOV SS is not.
-        let bit = if self.rflags().contains(Rflags::IF) {
-            sti
-        } else if on {
-            interruptibility::MOV_SS
-        } else {
-            0
-        };
         self.set(fields::GUEST_INTERRUPTIBILITY, state | bit);
         if bit == 0 {
             self.end_step_in(before);

@@ -1,6 +1,6 @@
 //! The guest's registers in the VMCS.
 
-use backend::{ControlRegisters, ControlRegs, PdpteRegisters, Registers, SegmentName};
+use backend::{ControlRegisters, ControlRegs, PdpteRegisters, Registers, SegmentName, ShadowBy};
 use cpu::Cpu;
 use x86::{
     Cr0, Cr4, Efer, Rflags,
@@ -85,6 +85,21 @@ impl<C: Cpu> Registers for Vmx<C> {
             self.end_halt();
         }
         self.set_shadow(on);
+    }
+
+    fn shadow_by(&self) -> ShadowBy {
+        if self.is_behind_sti() {
+            ShadowBy::Sti
+        } else if self.is_shadowed() {
+            ShadowBy::MovSs
+        } else {
+            ShadowBy::Unknown
+        }
+    }
+
+    fn set_interrupt_shadow_by(&mut self, by: ShadowBy) {
+        self.end_halt();
+        self.set_shadow_by(by);
     }
 
     #[inline]

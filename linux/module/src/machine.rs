@@ -4,7 +4,7 @@
 use cpu::{Cpu, Native};
 use cpuid::{HostFacts, Supported};
 use host::mitigation::{Facts, L1dFlush};
-use host::{NoMemory, clock, fpu, hostcpu, once::Once, params, smp};
+use host::{NoMemory, clock, fpu, hostcpu, once::Once, params};
 use kvm_abi::bind::{Host, MakeBackend};
 use kvm_abi::caps::Offer;
 use kvm_abi::uapi::capability::*;
@@ -171,7 +171,6 @@ fn offer(common: &Common, supported: &Supported, maxphyaddr: u8, amd: bool) -> O
     let reach: u32 = if common.tables.levels() == 5 { 57 } else { 48 };
     let xcr0 = supported.xcr0();
     Offer {
-        online_cpus: smp::max_cpus() as u32,
         max_vcpus: MAX_VCPUS as u32,
         max_vcpu_id: MAX_VCPU_ID,
         xsave: !xcr0.is_empty(),

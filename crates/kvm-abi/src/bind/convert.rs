@@ -5,6 +5,7 @@ use alloc::vec::Vec;
 use ::vcpu::state::registers::{Regs, SavedEvents, Sregs};
 use ::vcpu::state::smm::SavedSmi;
 use ::vm::irq::{IoEvent, Space, Zone};
+use backend::ShadowBy;
 use irqchip::{Chip, IoApicState, Msi, PicState, PitChannelState, PitState, Route, Target};
 use mmu::Region;
 use x86::segment::{Attributes, DescriptorTable, Segment};
@@ -251,12 +252,17 @@ pub fn events(e: &SavedEvents, rules: EventRules) -> KvmVcpuEvents {
         out.interrupt.soft = e.interrupt_soft.into();
     }
     if e.interrupt_shadow {
-        // SVM does not say which of the two instructions made it.
-        out.interrupt.shadow = X86_SHADOW_INT_STI | X86_SHADOW_INT_MOV_SS;
+        out.interrupt.shadow = match e.shadow_by {
+            ShadowBy::Sti => X86_SHADOW_INT_STI,
+            ShadowBy::MovSs => X86_SHADOW_INT_MOV_SS,
+            // SVM does not say which of the two instructions made it.
+            ShadowBy::Unknown => X86_SHADOW_INT_STI | X86_SHADOW_INT_MOV_SS,
+        };
     }
     out.nmi = KvmNmiEvent {
         injected: e.nmi_injected.into(),
-        pending: (e.nmi_pending != 0).into(),
+        // Two at most.
+        pending: e.nmi_pending as u8,
         masked: e.nmi_masked.into(),
         pad: 0,
     };
@@ -298,8 +304,13 @@ pub fn from_events(e: &KvmVcpuEvents, rules: EventRules) -> Result<SavedEvents, 
         interrupt: (e.interrupt.injected != 0).then_some(Vector(e.interrupt.nr)),
         interrupt_soft: e.interrupt.soft != 0,
         interrupt_shadow: e.interrupt.shadow != 0,
+        shadow_by: match e.interrupt.shadow {
+            X86_SHADOW_INT_STI => ShadowBy::Sti,
+            X86_SHADOW_INT_MOV_SS => ShadowBy::MovSs,
+            _ => ShadowBy::Unknown,
+        },
         nmi_injected: e.nmi.injected != 0,
-        nmi_pending: u32::from(e.nmi.pending != 0),
+        nmi_pending: e.nmi.pending.into(),
         nmi_masked: e.nmi.masked != 0,
         sipi_vector: e.sipi_vector,
         triple_fault: e.triple_fault_pending != 0,

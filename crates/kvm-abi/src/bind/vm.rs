@@ -98,11 +98,20 @@ impl<M: MakeBackend> VmFile<M> {
         if present == limit {
             return Ok(());
         }
-        // It can be set once. The default tells that it has not been.
-        if present != MAX_VCPU_ID || limit == 0 {
+        // It can be set once, before there are vCPUs. The default tells that it has not been.
+        if present != MAX_VCPU_ID || limit == 0 || self.vm.vcpus().count() != 0 {
             return Err(Errno::EINVAL);
         }
         settings.max_vcpu_id.store(limit, Relaxed);
+        Ok(())
+    }
+
+    fn disable_exits(&self, bits: u64) -> Result<(), Errno> {
+        let _making = self.vm.making.lock();
+        if self.vm.vcpus().count() != 0 {
+            return Err(Errno::EINVAL);
+        }
+        self.vm.settings.disable_exits.fetch_or(bits, Relaxed);
         Ok(())
     }
 
@@ -410,9 +419,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
             Setting::UserSpaceMsr(bits) => settings.user_space_msr.store(bits as u32, Relaxed),
             Setting::ManualDirtyLog(bits) => settings.manual_dirty_log.store(bits, Relaxed),
             Setting::MsrPlatformInfo(on) => settings.platform_info_hidden.store(!on, Relaxed),
-            Setting::DisableExits(bits) => {
-                settings.disable_exits.fetch_or(bits, Relaxed);
-            }
+            Setting::DisableExits(bits) => return self.disable_exits(bits),
             Setting::ExitOnEmulationFailure(on) => {
                 settings.exit_on_emulation_failure.store(on, Relaxed);
             }

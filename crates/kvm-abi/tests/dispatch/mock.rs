@@ -20,7 +20,6 @@ use gannet_kvm_abi::uapi::vcpu_state::*;
 /// Everything on offer.
 pub fn offer() -> Offer {
     Offer {
-        online_cpus: 2,
         max_vcpus: 8,
         max_vcpu_id: 32,
         xsave: true,

@@ -2,7 +2,7 @@
 //!
 //! Everything is checked before anything is set.
 
-use backend::{Backend, Event, SegmentName};
+use backend::{Backend, Event, SegmentName, ShadowBy};
 use msr::By;
 use x86::{
     Cr0, Cr4, Efer, Exception, Rflags, Vector,
@@ -63,6 +63,7 @@ pub struct SavedEvents {
     pub interrupt: Option<Vector>,
     pub interrupt_soft: bool,
     pub interrupt_shadow: bool,
+    pub shadow_by: ShadowBy,
     pub nmi_injected: bool,
     pub nmi_pending: u32,
     pub nmi_masked: bool,
@@ -261,6 +262,7 @@ impl<B: Backend> Vcpu<B> {
             interrupt,
             interrupt_soft,
             interrupt_shadow: self.b.interrupt_shadow(),
+            shadow_by: self.b.shadow_by(),
             nmi_injected: self.events.again == Some(Event::Nmi),
             nmi_pending: self.shared.nmis(),
             nmi_masked: self.b.nmi_masked_for_l1(),
@@ -297,7 +299,10 @@ impl<B: Backend> Vcpu<B> {
             self.shared.set_nmis(e.nmi_pending);
         }
         if given.interrupt_shadow {
-            self.b.set_interrupt_shadow(e.interrupt_shadow);
+            match e.interrupt_shadow {
+                true => self.b.set_interrupt_shadow_by(e.shadow_by),
+                false => self.b.set_interrupt_shadow(false),
+            }
         }
         if given.triple_fault {
             self.events.outer.set(Outer::TRIPLE_FAULT, e.triple_fault);

@@ -37,7 +37,7 @@ fn stretches(
 }
 
 fn to_page_end(gpa: Gpa) -> usize {
-    0x1000 - gpa.page_offset() as usize
+    0x1000 - gpa.page_offset()
 }
 
 fn host_address(slot: &MemSlot, gpa: Gpa) -> x86::Hva {

@@ -52,7 +52,8 @@ proptest! {
     #[test]
     fn events_come_back_where_payloads_are_saved(
         nr in 0u8..32, code: Option<u32>, payload: Option<u64>, injected: bool,
-        vector: Option<u8>, soft: bool, nmis in 0u32..2, bits: [bool; 4], smi: [bool; 4],
+        vector: Option<u8>, soft: bool, nmis in 0u32..=2, by in 0usize..3, bits: [bool; 4],
+        smi: [bool; 4],
     ) {
         let [shadow, nmi_injected, nmi_masked, triple_fault] = bits;
         // An exception that was delivered has left its payload behind.
@@ -63,6 +64,11 @@ proptest! {
             interrupt: vector.map(Vector),
             interrupt_soft: soft && vector.is_some(),
             interrupt_shadow: shadow,
+            shadow_by: match by {
+                1 if shadow => ShadowBy::Sti,
+                2 if shadow => ShadowBy::MovSs,
+                _ => ShadowBy::Unknown,
+            },
             nmi_injected,
             nmi_pending: nmis,
             nmi_masked,
