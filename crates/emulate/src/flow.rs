@@ -57,6 +57,11 @@ impl Decoded {
         })
     }
 
+    /// Whether the instruction is the one that holds interrupts off and no trap of a single step: STI.
+    pub fn is_sti(&self) -> bool {
+        self.insn.mnemonic() == Mnemonic::Sti
+    }
+
     /// Whether the instruction ends the handling of an NMI.
     pub fn is_iret(&self) -> bool {
         matches!(self.insn.mnemonic(), Mnemonic::Iret | Mnemonic::Iretd | Mnemonic::Iretq)

@@ -173,8 +173,8 @@ pub fn check(
     }
     let gif = Gif::new(header.flags & GIF_SET != 0);
     let in_l2 = header.flags & GUEST_MODE != 0;
-    // GIF means something with SVM alone.
-    if !onto.enabled && (in_l2 || !gif.is_set()) {
+    // All flags mean something with SVM alone; GIF is set without it.
+    if !onto.enabled && header.flags != GIF_SET {
         return Err(Refused::Disabled);
     }
     if in_l2 && onto.smm {
@@ -336,6 +336,7 @@ mod tests {
             (with(1 << 2, 0), Some(&page), ENABLED, Refused::Flags),
             (IN_L2, Some(&page), off, Refused::Disabled),
             (with(0, u64::MAX), None, off, Refused::Disabled),
+            (with(GIF_SET | RUN_PENDING, 0), None, off, Refused::Disabled),
             (IN_L2, Some(&page), smm, Refused::Smm),
             (with(GUEST_MODE, 0x7001), Some(&page), ENABLED, Refused::Address),
             (with(GUEST_MODE, !0xfff), Some(&page), ENABLED, Refused::Address),

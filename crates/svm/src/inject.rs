@@ -5,7 +5,7 @@
 use backend::{Absent, Event, Injection, Level, NmiWindow, Registers};
 use cpu::Cpu;
 use x86::{
-    Dr6, Dr7, Exception, Rflags, Vector,
+    Cr0, Dr6, Dr7, Exception, Rflags, Vector,
     exception::vector,
     vmcb::{Clean, ExitCode, Intercept3, InterceptCr, event, vintr},
 };
@@ -147,7 +147,12 @@ impl<C: Cpu> Injection for Svm<C> {
         if let Some(of_l1) = self.nested.as_mut().and_then(|state| state.by_instruction.as_mut()) {
             of_l1.rip.get_or_insert(rip);
         }
-        self.vmcb_mut(Clean::empty()).control.event_inj = encode(event);
+        let mut bits = encode(event);
+        // Nothing pushes an error code in real mode.
+        if self.vmcb().save.cr0 & Cr0::PE.bits() == 0 {
+            bits &= u64::from(u32::MAX) & !event::ERROR_VALID;
+        }
+        self.vmcb_mut(Clean::empty()).control.event_inj = bits;
     }
 
     #[inline]

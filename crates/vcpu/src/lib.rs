@@ -281,6 +281,8 @@ impl<B: Backend> Vcpu<B> {
         let outer = self.events.outer.survivors();
         self.events = run::events::Events { external, outer, ..run::events::Events::default() };
         self.reset_smm();
+        // As on stock KVM: an NMI that has come before is not for whatever starts now.
+        self.shared.set_nmis(0);
         self.pending.after_exit.set_offered(None);
         // An answer that comes after the reset belongs to no instruction any more.
         self.device.user_io.forget();

@@ -256,7 +256,11 @@ impl<B: Backend> Vcpu<B> {
             PvMsr::SystemTime(at) => {
                 self.pv.system_time_msr = value;
                 self.pv.clock_page = at;
-                self.publish_clock();
+                // A VMM restores MSRs before memory.
+                match by {
+                    By::Guest => self.publish_clock(),
+                    By::Vmm => self.shared.request(Request::Clock),
+                }
             }
             PvMsr::StealTime(at) => {
                 self.pv.steal_msr = value;

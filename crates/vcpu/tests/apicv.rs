@@ -3,7 +3,7 @@
 
 mod rig;
 
-use backend::{Gprs, RAX, RCX, RDX};
+use backend::{Gprs, Injection, RAX, RCX, RDX, ServedApic};
 use cpu::{ModelVmcs, Op};
 use gannet_vcpu::{By, RunInput, UserExit};
 use irqchip::Trigger;
@@ -371,4 +371,30 @@ fn an_interrupt_to_oneself_with_a_vector_that_is_none_is_an_error_of_the_apics()
     assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
     v.write_msr(0x828, 0, By::Vmm).unwrap();
     assert_eq!(v.read_msr(0x828, By::Vmm), Ok(1 << 5));
+}
+
+#[test]
+fn an_interrupt_whose_task_cannot_be_begun_is_requested_again() {
+    let mut v = vcpu();
+    let mut s = v.sregs();
+    s.cr0 |= x86::Cr0::PE;
+    s.gdt.limit = 0;
+    v.set_sregs(&s, None).unwrap();
+    v.backend().cpu().inner().vmx.then(shutdown);
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    let mut in_service = [0; 4];
+    in_service[1] = 1 << 0x11;
+    let apic = v.backend().served_apic_mut().unwrap();
+    apic.serve(&Interrupts { requested: [0; 4], in_service, tpr: 0 }, &[0; 4]);
+    v.backend().cpu().inner().vmx.then(|vmcs, gprs| {
+        exit(ExitReason::TaskSwitch)(vmcs, gprs);
+        vmcs.set(field::EXIT_QUALIFICATION, 3 << 30 | 0x20);
+        vmcs.set(field::IDT_VECTORING, event::VALID | event::INTR | 0x51);
+    });
+    v.backend().cpu().inner().vmx.then(shutdown);
+    assert_eq!(v.run(&RunInput::default()), UserExit::Shutdown);
+    let mut page = [0; REGISTER_PAGE];
+    v.lapic_page(&mut page);
+    let word = |at: u32| page[(at + 0x20) as usize + 2];
+    assert_eq!((word(reg::IRR), word(reg::ISR)), (1 << 1, 0));
 }

@@ -115,3 +115,33 @@ fn pause_is_for_everybody_and_rdtsc_as_cr4_says() {
     let mut guest = Guest::new(&[0xf3, 0x90, 0x0f, 0x31, 0xe6, 0x46]);
     assert_eq!(port(guest.run()), 0x46);
 }
+
+#[test]
+fn a_step_traps_by_the_flags_of_before_and_not_behind_a_load_of_ss() {
+    let code = [
+        0xc7, 0x06, 4, 0, 0, 0x20, // mov word [4], 0x2000: the trap's handler counts in BX
+        0x68, 0x02, 0x01, // push 0x102
+        0x9d, // popf: no trap yet
+        0x90, // nop: a trap
+        0x8e, 0xd0, // mov ss, ax: none
+        0x90, // nop: a trap, and that of MOV SS is lost
+        0x6a, 0x02, // push 2: a trap
+        0x9d, // popf: a trap
+        0xe6, 0x47, // out 0x47, al
+    ];
+    let mut guest = Guest::new(&code);
+    assert_eq!(port(guest.run()), 0x47);
+    assert_eq!(guest.v.regs().gpr[3], 4);
+}
+
+#[test]
+fn rsm_outside_of_its_mode_is_an_invalid_opcode_at_any_privilege() {
+    // mov word [0x18], 0x100a; rsm; nop; nop; (0x100a) out 0x48, al
+    let mut guest =
+        Guest::new(&[0xc7, 0x06, 0x18, 0, 0x0a, 0x10, 0x0f, 0xaa, 0x90, 0x90, 0xe6, 0x48]);
+    // Real mode has no privilege, but for the one that a VMM leaves in SS.
+    let mut s = guest.v.sregs();
+    s.ss.attr |= 3 << 5;
+    guest.v.set_sregs(&s, None).unwrap();
+    assert_eq!(port(guest.run()), 0x48);
+}

@@ -81,10 +81,8 @@ impl<C: Cpu> Msrs for Vmx<C> {
             | msr::SYSENTER_EIP => self.features.canonical(value),
             // RFLAGS has nothing up there.
             msr::SYSCALL_MASK => value & 0xffff_ffff,
-            // Last branches are not virtualized; as in stock KVM both bits vanish, and that for transactional regions.
-            msr::DEBUGCTL => {
-                value & !(msr::debugctl::LBR | msr::debugctl::BTF | msr::debugctl::RTM)
-            }
+            // Last branches are not virtualized; as in stock KVM both bits vanish.
+            msr::DEBUGCTL => value & !(msr::debugctl::LBR | msr::debugctl::BTF),
             _ => value,
         };
         match index {
@@ -132,4 +130,19 @@ impl<C: Cpu> Msrs for Vmx<C> {
 
     /// VIRT_SPEC_CTRL is an MSR of AMD's.
     fn set_virt_ssbd(&mut self, _on: bool) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::features::Features;
+    use cpu::Model;
+    use msr::debugctl::{BTF, LBR, RTM};
+
+    #[test]
+    fn debugging_of_transactions_is_kept_and_records_of_branches_are_not() {
+        let mut vmx = Vmx::new(Model::default(), Features::default()).unwrap();
+        vmx.set_msr(msr::DEBUGCTL, LBR | BTF | RTM).unwrap();
+        assert_eq!(vmx.msr(msr::DEBUGCTL), Ok(RTM));
+    }
 }

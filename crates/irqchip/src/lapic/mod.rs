@@ -114,6 +114,11 @@ pub struct BaseRules {
     pub host: bool,
 }
 
+/// The bits of an address that the guest's physical addresses do not have.
+fn reserved_above(rules: BaseRules) -> u64 {
+    !((1 << u32::from(rules.maxphyaddr.clamp(32, 52))) - 1)
+}
+
 /// What a write of the APIC base MSR changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BaseChange {
@@ -392,10 +397,34 @@ impl Lapic {
     /// [`Gp`] for reserved bits, EXTD without ENABLE, and, for a guest, the transitions that
     /// SDM vol. 3A §10.12.5 forbids: x2APIC to xAPIC, and disabled to x2APIC.
     pub fn set_base(&self, value: u64, rules: BaseRules) -> Result<BaseChange, Gp> {
-        let width = u32::from(rules.maxphyaddr.clamp(32, 52));
+        let new_mode = self.checked_mode(value, rules)?;
+        let old_mode = self.mode();
+        let old = self.base.swap(value, Relaxed);
+        if new_mode != old_mode {
+            self.enter_mode(old_mode, new_mode);
+        }
+        Ok(BaseChange {
+            mode: new_mode != old_mode,
+            address: (old ^ value) & !0xfff & !reserved_above(rules) != 0,
+        })
+    }
+
+    /// Writes the APIC base MSR where the registers are the VMM's: none is reset.
+    ///
+    /// # Errors
+    /// As those of [`Lapic::set_base`].
+    pub fn keep_base(&self, value: u64, rules: BaseRules) -> Result<(), Gp> {
+        let mode = self.checked_mode(value, rules)?;
+        self.base.store(value, Relaxed);
+        self.set_address(mode, self.id());
+        Ok(())
+    }
+
+    /// The mode that a write of the APIC base MSR selects, if it may be written.
+    fn checked_mode(&self, value: u64, rules: BaseRules) -> Result<LapicMode, Gp> {
         // Bits 7:0 and 9 are reserved in every mode (SDM vol. 3A §10.4.4); bit 8 is BSP, which
         // software may write.
-        let mut reserved = !((1 << width) - 1) | 0xff | (1 << 9);
+        let mut reserved = reserved_above(rules) | 0xff | (1 << 9);
         if !rules.x2apic {
             reserved |= base::EXTD;
         }
@@ -404,7 +433,6 @@ impl Lapic {
         if value & reserved != 0 || (extended && !enable) {
             return Err(Gp);
         }
-        let old_mode = self.mode();
         let new_mode = match (enable, extended) {
             (false, _) => LapicMode::Disabled,
             (true, false) => LapicMode::XApic,
@@ -413,20 +441,10 @@ impl Lapic {
         // The way back from x2APIC leads through disabled, and out of that into xAPIC first (SDM
         // vol. 3A §10.12.5).
         let forbidden = matches!(
-            (old_mode, new_mode),
+            (self.mode(), new_mode),
             (LapicMode::X2Apic, LapicMode::XApic) | (LapicMode::Disabled, LapicMode::X2Apic)
         );
-        if forbidden && !rules.host {
-            return Err(Gp);
-        }
-        let old = self.base.swap(value, Relaxed);
-        if new_mode != old_mode {
-            self.enter_mode(old_mode, new_mode);
-        }
-        Ok(BaseChange {
-            mode: new_mode != old_mode,
-            address: (old ^ value) & !0xfff & ((1 << width) - 1) != 0,
-        })
+        if forbidden && !rules.host { Err(Gp) } else { Ok(new_mode) }
     }
 
     /// The only way to another mode or id, so that the census is right.

@@ -8,7 +8,7 @@ use host::{KBox, NoMemory};
 use mmu::fetch::CodeMode;
 use mmu::{CodeFetch, PagingContext, Section, WalkError, translate, walk};
 use x86::{
-    Cr0, Exception, Gpa, Gva, Rflags,
+    Exception, Gpa, Gva, Rflags,
     cpuid::{Vendor, feature},
     segment::attr,
 };
@@ -47,10 +47,8 @@ impl<B: Backend> Vcpu<B> {
         let cs = self.b.code_attributes();
         if self.b.efer().is_long() && cs & attr::L != 0 {
             CodeSize::Bits64
-        } else if self.b.cr0().contains(Cr0::PE)
-            && !self.b.rflags().contains(Rflags::VM)
-            && cs & attr::DB != 0
-        {
+        } else if cs & attr::DB != 0 {
+            // In real mode too: a segment stays what it was when CR0.PE is cleared.
             CodeSize::Bits32
         } else {
             CodeSize::Bits16
@@ -248,7 +246,11 @@ impl<B: Backend> Vcpu<B> {
 
     /// RIP of the next instruction, by reading through user space where need be.
     pub(crate) fn slow_next_rip(&mut self) -> Outcome<u64> {
-        if let Some(rip) = self.b.next_rip() {
+        // SVM tells of instructions that are intercepted as such alone: of one that switches tasks it tells 0 (APM vol. 2
+        // §15.7.1).
+        if let Some(rip) = self.b.next_rip()
+            && rip != 0
+        {
             return Ok(rip);
         }
         let (_, decoded) = self.slow_decode()?;

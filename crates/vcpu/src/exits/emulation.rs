@@ -114,7 +114,7 @@ impl<B: Backend> Vcpu<B> {
         self.device.user_io.log.rewind();
         self.stats.count(VcpuCount::InsnEmulation);
         let result = emulate::emulate(self, decoded);
-        self.complete_emulation(result)
+        self.complete_emulation(result, decoded)
     }
 
     /// Like [`Vcpu::execute`], of a guest that the CPU cannot run: any instruction, and not counted.
@@ -127,7 +127,7 @@ impl<B: Backend> Vcpu<B> {
         self.device.user_io.log.rewind();
         let result = emulate::interpret(self, decoded);
         let done = matches!(&result, Ok(done) if done.outcome == emulate::Outcome::Done);
-        self.complete_emulation(result)?;
+        self.complete_emulation(result, decoded)?;
         // No exit tells of an IRET that is executed here.
         if done && decoded.is_iret() {
             self.b.set_nmi_masked(false);
@@ -135,17 +135,26 @@ impl<B: Backend> Vcpu<B> {
         Ok(())
     }
 
-    fn complete_emulation(&mut self, result: Result<emulate::Completion, Stop>) -> Outcome {
+    fn complete_emulation(
+        &mut self,
+        result: Result<emulate::Completion, Stop>,
+        decoded: &Decoded,
+    ) -> Outcome {
         match result {
             Ok(done) => {
                 self.device.user_io.log.forget();
                 let complete = done.outcome == emulate::Outcome::Done;
-                // Before RIP moves: `retire` looks at RF and TF.
+                // A trap goes by the flags that the instruction began with (SDM vol. 3B §18.3.1.4).
+                let before = self.b.rflags();
                 self.b.set_rflags(done.rflags);
                 if complete {
-                    self.retire(done.rip);
+                    self.b.retire(done.rip);
                     // Behind `retire`, which ends every shadow.
                     self.b.set_interrupt_shadow(done.interrupt_shadow);
+                    // A load of SS holds the trap back (SDM vol. 3A §6.8.3).
+                    if !done.interrupt_shadow || decoded.is_sti() {
+                        self.trap_iteration(before);
+                    }
                 } else {
                     self.b.set_rip(done.rip);
                     self.trap_iteration(done.rflags);
@@ -175,8 +184,8 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// A REP string instruction that is not at its end traps after each iteration under TF, as it
-    /// would in hardware (SDM vol. 3B §18.3.1.4).
+    /// An instruction traps under TF, and a REP string instruction that is not at its end after each iteration, as in
+    /// hardware (SDM vol. 3B §18.3.1.4).
     fn trap_iteration(&mut self, rflags: Rflags) {
         if !rflags.contains(Rflags::TF) {
             return;

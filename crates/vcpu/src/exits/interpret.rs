@@ -160,13 +160,11 @@ impl<B: Backend> Vcpu<B> {
         match what {
             Outside::Cpuid => self.msrs.cpuid_faults,
             Outside::Rdtsc => self.cr4_has(Cr4::TSD),
-            Outside::Hypercall | Outside::Undefined | Outside::Pause => false,
-            Outside::Rdmsr
-            | Outside::Wrmsr
-            | Outside::Hlt
-            | Outside::Nothing
-            | Outside::Xsetbv
-            | Outside::Rsm => true,
+            // RSM is #UD outside of its mode, and asks for no privilege in it.
+            Outside::Hypercall | Outside::Undefined | Outside::Pause | Outside::Rsm => false,
+            Outside::Rdmsr | Outside::Wrmsr | Outside::Hlt | Outside::Nothing | Outside::Xsetbv => {
+                true
+            }
         }
     }
 

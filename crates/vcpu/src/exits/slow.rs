@@ -1,7 +1,7 @@
 //! The handlers of exits outside the inner loop, with interrupts on: whatever allocates, sleeps,
 //! emulates or ends in user space. Which exit is whose is in [`table`](crate::exits::table).
 
-use backend::{Backend, CrAccess, DrAccess, Reset};
+use backend::{Backend, CrAccess, DrAccess};
 use emulate::Cause;
 use host::task;
 use mmu::walk;
@@ -80,7 +80,8 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn shut_down(&mut self) -> Outcome {
         // SVM's control block is undefined now (APM vol. 2 §15.14.3).
         if !B::KEEPS_STATE_AT_SHUTDOWN {
-            self.reset_registers(Reset::Init);
+            // As on stock KVM the local APIC goes with the registers.
+            self.reset_by_init();
         }
         Err(UserExit::Shutdown.into())
     }

@@ -310,9 +310,15 @@ impl<B: Backend> Vcpu<B> {
                 self.events.again = None;
                 if !self.shared.in_kernel_apic {
                     self.events.external = Some(vector);
-                // The vector may be the PIC's, which has none in service here.
-                } else if self.shared.lapic.in_service() == Some(vector) {
-                    self.shared.lapic.unack(vector);
+                } else {
+                    // What is in service may lie with the hardware.
+                    if self.apic_is_served() {
+                        self.gather_interrupts();
+                    }
+                    // The vector may be the PIC's, which has none in service here.
+                    if self.shared.lapic.in_service() == Some(vector) {
+                        self.shared.lapic.unack(vector);
+                    }
                 }
             }
             Some(Event::Nmi) => {

@@ -231,20 +231,7 @@ impl<B: Backend> Vcpu<B> {
             return;
         }
         if init {
-            // Requests and what is in service may lie with the hardware, and would come back from there after the
-            // reset.
-            self.gather_interrupts();
-            self.reset_registers(Reset::Init);
-            self.forget_lazy_deadline();
-            self.pv.forget_pages();
-            let bsp = self.shared.lapic.base() & base::BSP != 0;
-            // As stock KVM has it a bootstrap processor's LINT0 stays open to the PIC. A CPU masks it at INIT.
-            let enabled = bsp && self.vm.settings.has_quirk(quirk::LINT0_REENABLED);
-            let lint0 = if enabled { Lint0::ExtInt } else { Lint0::Masked };
-            self.shared.lapic.init(lint0);
-            self.vm.irq().apic_changed();
-            self.address_changed();
-            self.publish_priority();
+            let bsp = self.reset_by_init();
             // A bootstrap processor waits for no SIPI: it goes on at the reset vector (SDM vol. 3A §9.4).
             self.shared.set_mp_state(if bsp { MpState::Runnable } else { MpState::InitReceived });
         }
@@ -261,6 +248,25 @@ impl<B: Backend> Vcpu<B> {
             self.b.set_rip(0);
             self.shared.set_mp_state(MpState::Runnable);
         }
+    }
+
+    /// Resets registers and local APIC as INIT does. Whether it is the bootstrap processor's.
+    pub(crate) fn reset_by_init(&mut self) -> bool {
+        // Requests and what is in service may lie with the hardware, and would come back from there after the
+        // reset.
+        self.gather_interrupts();
+        self.reset_registers(Reset::Init);
+        self.forget_lazy_deadline();
+        self.pv.forget_pages();
+        let bsp = self.shared.lapic.base() & base::BSP != 0;
+        // As stock KVM has it a bootstrap processor's LINT0 stays open to the PIC. A CPU masks it at INIT.
+        let enabled = bsp && self.vm.settings.has_quirk(quirk::LINT0_REENABLED);
+        let lint0 = if enabled { Lint0::ExtInt } else { Lint0::Masked };
+        self.shared.lapic.init(lint0);
+        self.vm.irq().apic_changed();
+        self.address_changed();
+        self.publish_priority();
+        bsp
     }
 
     fn run_loop(&mut self, input: &RunInput) -> UserExit {

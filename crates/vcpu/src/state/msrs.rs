@@ -431,15 +431,17 @@ impl<B: Backend> Vcpu<B> {
     }
 
     pub(crate) fn set_apic_base(&mut self, value: u64, by: By) -> Result<(), Refused> {
-        if !self.shared.in_kernel_apic {
-            // The APIC is the VMM's; only the value is kept for it.
-            return if by == By::Vmm { Ok(()) } else { Err(Refused) };
-        }
         let rules = BaseRules {
             maxphyaddr: self.cpuid.maxphyaddr(),
             x2apic: self.cpuid.has(x86::cpuid::feature::X2APIC),
             host: by == By::Vmm,
         };
+        if !self.shared.in_kernel_apic {
+            // The registers are the VMM's, and CPUID follows the value all the same.
+            self.shared.lapic.keep_base(value, rules).map_err(|_| Refused)?;
+            self.cpuid_inputs_changed();
+            return Ok(());
+        }
         // A change of mode ends what the hardware serves, and moves the registers.
         self.gather_interrupts();
         let change = self.shared.lapic.set_base(value, rules).map_err(|_| Refused)?;

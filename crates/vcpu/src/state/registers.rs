@@ -102,7 +102,7 @@ impl Sregs {
         let Self { cr0, cr4, efer, .. } = *self;
         if efer.contains(Efer::LME) && cr0.contains(Cr0::PG) {
             let reserved = u64::MAX.checked_shl(maxphyaddr.min(52).into()).unwrap_or(0);
-            if !cr4.contains(Cr4::PAE) || !efer.is_long() || self.cr3 & reserved & !(1 << 63) != 0 {
+            if !cr4.contains(Cr4::PAE) || !efer.is_long() || self.cr3 & reserved != 0 {
                 return false;
             }
         } else if efer.is_long() || self.cs.is_long() {
@@ -188,8 +188,7 @@ impl<B: Backend> Vcpu<B> {
         }
         self.put_sregs(s);
         if let Some(vector) = interrupt {
-            // It is as if injected before: KVM_GET_SREGS has told it so.
-            self.events.again = Some(Event::Interrupt(vector));
+            self.put_back_interrupt(vector);
         }
         // A bootstrap processor in real mode at the reset vector has just been reset
         // (older VMMs tell no MP state).
@@ -332,8 +331,29 @@ impl<B: Backend> Vcpu<B> {
         self.shared.request(Request::Event);
     }
 
-    /// Takes an interrupt from a VMM with its own PIC (KVM_INTERRUPT).
+    /// A VMM gives back the interrupt that KVM_GET_SREGS told it of: as if it had been injected before.
+    fn put_back_interrupt(&mut self, vector: Vector) {
+        // One that waits still is that one, or is replaced: there is one at a time.
+        if self.own_external() != Some(vector) {
+            self.forget_interrupt();
+            self.events.again = Some(Event::Interrupt(vector));
+        }
+    }
+
+    /// Forgets the interrupt of a VMM with its own PIC, where no local APIC of ours has to take it first.
+    fn forget_interrupt(&mut self) {
+        if !self.shared.in_kernel_apic {
+            self.events.external = None;
+            if matches!(self.events.again, Some(Event::Interrupt(_) | Event::Software(_))) {
+                self.events.again = None;
+            }
+        }
+    }
+
+    /// Takes an interrupt from a VMM with its own PIC (KVM_INTERRUPT), in place of one that it gave before; a local APIC
+    /// of ours has to take that first.
     pub fn queue_interrupt(&mut self, vector: Vector) -> Result<(), Invalid> {
+        self.forget_interrupt();
         if self.events.external.is_some() {
             return Err(Invalid);
         }
@@ -470,6 +490,8 @@ mod tests {
         assert!(!Sregs { cr4: Cr4::empty(), ..ok }.is_valid(Cr4::PAE, 48));
         assert!(!Sregs { efer: Efer::LME, ..ok }.is_valid(Cr4::PAE, 48));
         assert!(!Sregs { cr3: 1 << 50, ..ok }.is_valid(Cr4::PAE, 48));
+        // Of MOV to CR3 alone, which keeps none of it.
+        assert!(!Sregs { cr3: 1 << 63, ..ok }.is_valid(Cr4::PAE, 48));
         assert!(!Sregs { cr4: Cr4::PAE | Cr4::VME, ..ok }.is_valid(Cr4::PAE, 48));
         assert!(!Sregs { cr0: Cr0::PG, ..ok }.is_valid(Cr4::PAE, 48));
         assert!(!Sregs { cr8: 16, ..ok }.is_valid(Cr4::PAE, 48));

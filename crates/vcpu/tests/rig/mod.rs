@@ -202,6 +202,13 @@ pub fn shutdown(vmcb: &mut Vmcb, _: &mut Gprs) {
     vmcb.control.exit_code = ExitCode::Shutdown.0;
 }
 
+/// An exit that nobody knows: the run ends with [`UNKNOWN`], and all state stays.
+pub fn unknown(vmcb: &mut Vmcb, _: &mut Gprs) {
+    vmcb.control.exit_code = 0x3ff;
+}
+
+pub const UNKNOWN: UserExit = UserExit::InternalError { suberror: 4 };
+
 /// What one more exit, made by `step`, costs inside the loop: the difference between a run with
 /// eleven and a run with one.
 pub fn cost_of(step: impl Fn(&mut Vmcb, &mut Gprs) + Send + Sync + Clone + 'static) -> Counts {

@@ -24,6 +24,7 @@ tests!("registers":
     a_cr3_beyond_the_physical_addresses_is_einval,
     impossible_bits_of_cr0_are_einval,
     reserved_bits_of_the_apic_base_are_einval,
+    the_apic_base_of_a_vmms_own_apic_is_kept,
     the_fpu_is_read_back,
     the_xsave_area_is_read_back,
     reserved_bits_of_mxcsr_are_einval,
@@ -164,7 +165,8 @@ fn a_64_bit_code_segment_outside_of_long_mode_is_einval() -> Outcome {
 
 fn a_cr3_beyond_the_physical_addresses_is_einval() -> Outcome {
     refused_sregs("bit 52", |sregs| sregs.cr3 |= 1 << 52)?;
-    refused_sregs("bit 62", |sregs| sregs.cr3 |= 1 << 62)
+    refused_sregs("bit 62", |sregs| sregs.cr3 |= 1 << 62)?;
+    refused_sregs("bit 63", |sregs| sregs.cr3 |= 1 << 63)
 }
 
 fn impossible_bits_of_cr0_are_einval() -> Outcome {
@@ -187,6 +189,16 @@ fn reserved_bits_of_the_apic_base_are_einval() -> Outcome {
     let mut sregs = guest.vcpu().sregs()?;
     sregs.apic_base = sregs.apic_base & !0x800 | 0x400;
     guest.vcpu().send(ioctl::SET_SREGS, &sregs).refused("x2APIC, not enabled", libc::EINVAL)
+}
+
+fn the_apic_base_of_a_vmms_own_apic_is_kept() -> Outcome {
+    let guest = Guest::new(Chip::None, store_registers())?;
+    let mut sregs = guest.vcpu().sregs()?;
+    sregs.apic_base = 0xfed0_0000;
+    guest.vcpu().set_sregs(&sregs)?;
+    equal("APIC base", guest.vcpu().sregs()?.apic_base, 0xfed0_0000)?;
+    sregs.apic_base |= 1;
+    guest.vcpu().send(ioctl::SET_SREGS, &sregs).refused("bit 0", libc::EINVAL)
 }
 
 fn the_fpu_is_read_back() -> Outcome {

@@ -290,19 +290,18 @@ impl<B: Backend> Vcpu<B> {
 
     /// A fault where no memory is, outside the loop: a device in the kernel, else user space.
     pub(crate) fn device_access(&mut self, fault: TdpFault) -> Outcome {
-        // The walk of the delivery itself has met a device: no instruction at RIP stands for it.
-        if self.events.again.is_some() && !fault.final_access {
+        // The delivery of an event has met a device: no instruction at RIP stands for it.
+        if self.events.again.is_some() {
             return self.delivery_needs_device();
         }
         // The next fault in this page most likely is the same device's.
         self.device.seen.page = fault.gpa.gfn();
         if !self.device.seen.access.as_ref().is_some_and(|plain| plain.is_of(fault)) {
             let (fetched, decoded) = self.slow_decode()?;
-            let told = tells_access(fault) && self.events.again.is_none();
             let at = self.page_offset(&decoded);
             // Not cut to 32 bits: a plain access is one of 64-bit code.
             let next = self.b.rip().wrapping_add(u64::from(decoded.len()));
-            let simple = decoded.simple_mmio().filter(|_| told);
+            let simple = decoded.simple_mmio().filter(|_| tells_access(fault));
             self.device.seen.access =
                 simple.and_then(|simple| self.plain_of(fault, simple, at, next));
             if !self.device.seen.is_decoded() {
@@ -325,7 +324,7 @@ impl<B: Backend> Vcpu<B> {
         Err(UserExit::Mmio { gpa, len, write: access.is_store(), data }.into())
     }
 
-    /// The tables that translate the descriptors or the stack which a delivery needs lie in device memory. A
+    /// The descriptors or the stack that a delivery needs, or the tables that translate them, lie in device memory. A
     /// guest's guest that has such is shut down instead of ending its hypervisor: a fault instead of the event
     /// could not be delivered either.
     #[cold]
@@ -348,16 +347,16 @@ impl<B: Backend> Vcpu<B> {
             self.raise(Exception::gp(0));
             return Ok(());
         }
-        // A fetch, a walk or a delivery faulted: the fault tells nothing of the instruction.
-        let told = fault.final_access && !fault.fetch && self.events.again.is_none();
+        // A fetch or a walk faulted: the fault tells nothing of the instruction.
+        let told = fault.final_access && !fault.fetch;
         let cause = if told { Cause::Memory { write: fault.write } } else { Cause::Any };
         self.emulate_decoded(cause, fetched, decoded)
     }
 
-    /// Whether a fault can be one on the operand of an instruction of SVM's: L1's, and no event's.
+    /// Whether a fault can be one on the operand of an instruction of SVM's: L1's.
     fn is_operand_of_l1(&self, fault: TdpFault) -> bool {
         let is_l1 = self.b.nested().is_some_and(|nested| nested.level() == Level::L1);
-        is_l1 && self.events.again.is_none() && !fault.fetch
+        is_l1 && !fault.fetch
     }
 
     /// The answer to a simple load.
