@@ -64,9 +64,13 @@ impl<B: Backend> Vcpu<B> {
     }
 
     #[cold]
-    pub(crate) fn read_hyperv_msr(&self, index: u32, by: By) -> Result<u64, Refused> {
+    pub(crate) fn read_hyperv_msr(&mut self, index: u32, by: By) -> Result<u64, Refused> {
         if !self.has_hyperv_msrs(by) {
             return Err(Refused);
+        }
+        if index == number::HV_TPR {
+            // The guest writes CR8 without an exit.
+            self.gather_interrupts();
         }
         let settings = &self.vm.settings;
         let apic = |offset| {

@@ -156,6 +156,48 @@ fn a_flush_of_l2s_is_carried_out_and_told_if_l1_asks() {
     }
 }
 
+#[test]
+fn a_call_of_16_bit_or_32_bit_code_is_one_by_eax_in_long_mode_too() {
+    let mut machine = enlightened(&vmcs12());
+    put(&machine, PAGE + at::CONTROL as u64, 4, 1);
+    put(&machine, PAGE + at::PARTITION_ASSIST as u64, 8, PARTITION);
+    machine.vmlaunch();
+    machine.then(|vmcs, gprs| {
+        // Compatibility mode: CS.L is clear. RCX would be a flush, EAX is none.
+        vmcs.set(field::GUEST_CS_RIGHTS, vmcs.get(field::GUEST_CS_RIGHTS) & !(1 << 13) | 1 << 14);
+        (gprs.0[RCX], gprs.0[RAX]) = (2, 0x77);
+        exit(ExitReason::Vmcall)(vmcs, gprs);
+    });
+    machine.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_RIP), L1_RIP, "L1 hears of it");
+        shutdown(vmcs, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Shutdown);
+    assert_eq!(get(&machine, field::EXIT_REASON.encoding()), 18);
+}
+
+#[test]
+fn behind_a_flush_l1_has_the_exit_of_its_monitor_trap_flag() {
+    let mut v = vmcs12();
+    let controls = v.get(field::PROC_CONTROLS) | x86::vmcs::ProcControls::MONITOR_TRAP.bits();
+    v.set(field::PROC_CONTROLS, controls);
+    let mut machine = enlightened(&v);
+    put(&machine, PAGE + at::CONTROL as u64, 4, 1);
+    put(&machine, PAGE + at::PARTITION_ASSIST as u64, 8, PARTITION);
+    machine.vmlaunch();
+    machine.then(|vmcs, gprs| {
+        (gprs.0[RCX], gprs.0[RAX]) = (2 | 1 << 16, 0x77);
+        exit(ExitReason::Vmcall)(vmcs, gprs);
+    });
+    machine.then(|vmcs, gprs| {
+        assert_eq!(vmcs.get(field::GUEST_RIP), L1_RIP, "before L2's next instruction");
+        shutdown(vmcs, gprs);
+    });
+    assert_eq!(machine.run(), UserExit::Shutdown);
+    assert_eq!(get(&machine, field::EXIT_REASON.encoding()), 37);
+    assert_eq!(get(&machine, field::GUEST_RIP.encoding()), L2_RIP + 2);
+}
+
 /// L2 writes to a port of the VMM's, which its hypervisor leaves to it.
 fn out(vmcs: &mut cpu::ModelVmcs, gprs: &mut backend::Gprs) {
     exit(ExitReason::Io)(vmcs, gprs);

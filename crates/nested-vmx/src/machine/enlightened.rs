@@ -328,8 +328,10 @@ impl Machine {
 
     /// Brings VMCS12 up to date with what L1 may have written into the page since the last exit, to be saved.
     pub fn refresh_enlightened(&mut self, l1: &impl GuestMemory) {
+        // An L2 that system-management mode has put aside is VMCS12 alone, and RSM enters it without a check.
         if let Current::At(from) = self.enlightened.current
             && self.level == Level::L1
+            && !self.smm.guest_mode
             && self.enlightened.read(from, 0..BYTES, l1).is_ok()
         {
             self.take_page(0);
@@ -367,6 +369,11 @@ impl Machine {
             Current::At(to) if self.owes & owes::SHADOW == 0 => l1.exchange(to, 0, 0).is_ok(),
             Current::At(_) | Current::None | Current::Unsettled => false,
         }
+    }
+
+    /// Whether the enlightened VMCS that is current can be written.
+    pub fn keeps_enlightened(&self, l1: &impl GuestMemory) -> bool {
+        matches!(self.enlightened.current, Current::At(to) if l1.exchange(to, 0, 0).is_ok())
     }
 
     /// Writes what an exit leaves into the enlightened VMCS.

@@ -141,8 +141,7 @@ fn an_entry_takes_all_that_the_page_carries() {
     assert_eq!(guest.load(true), Ok(Loaded::Page));
     assert_eq!(guest.memory.most_reads(), 1, "each byte once");
     for line in &READ_LINES {
-        let (taken, meant) =
-            (guest.machine.vmcs12().served(&line.field), good().served(&line.field));
+        let (taken, meant) = (guest.machine.vmcs12.served(&line.field), good().served(&line.field));
         assert_eq!(taken, meant, "{:#x}", line.field.encoding);
     }
     assert!(guest.machine.is_enlightened() && guest.machine.current().is_none());
@@ -203,8 +202,8 @@ fn what_is_clean_is_not_looked_at_and_what_is_not_is() {
     put(&guest.memory, PAGE, field::HOST_RIP.encoding() as u16, 0x5555);
     put(&guest.memory, PAGE, field::GUEST_RIP.encoding() as u16, 0x4010);
     let dirty = guest.run(false);
-    assert_ne!(guest.machine.vmcs12().get(field::HOST_RIP), 0x5555);
-    assert_eq!(guest.machine.vmcs12().get(field::GUEST_RIP), 0x4010, "never clean");
+    assert_ne!(guest.machine.vmcs12.get(field::HOST_RIP), 0x5555);
+    assert_eq!(guest.machine.vmcs12.get(field::GUEST_RIP), 0x4010, "never clean");
     assert!(dirty.has(x86::vmcs::Group::Flow) && !dirty.has(x86::vmcs::Group::Host));
     guest.leave(&left());
     let all = clean(&guest.memory, PAGE);
@@ -212,12 +211,12 @@ fn what_is_clean_is_not_looked_at_and_what_is_not_is() {
     guest.memory.forget_reads();
     guest.run(false);
     assert_eq!(guest.memory.most_reads(), 1);
-    assert_eq!(guest.machine.vmcs12().get(field::HOST_RIP), 0x5555);
+    assert_eq!(guest.machine.vmcs12.get(field::HOST_RIP), 0x5555);
     // VMLAUNCH takes nothing for clean.
     guest.leave(&left());
     put(&guest.memory, PAGE, field::HOST_RIP.encoding() as u16, 0x6666);
     guest.run(true);
-    assert_eq!(guest.machine.vmcs12().get(field::HOST_RIP), 0x6666);
+    assert_eq!(guest.machine.vmcs12.get(field::HOST_RIP), 0x6666);
 }
 
 /// Whatever L1 writes and says of it, VMCS12 has what was not clean, and the old value of the rest.
@@ -227,7 +226,7 @@ fn each_group_follows_its_bit() {
         let mut guest = Guest::new();
         guest.run(true);
         guest.leave(&left());
-        let before = guest.machine.vmcs12().clone();
+        let before = guest.machine.vmcs12.clone();
         for line in &READ_LINES {
             put(&guest.memory, PAGE, line.field.encoding, !before.served(&line.field));
         }
@@ -236,7 +235,7 @@ fn each_group_follows_its_bit() {
         for (at, line) in READ_LINES.iter().enumerate() {
             let of = |g: usize| usize::from(page::STARTS[g])..usize::from(page::STARTS[g + 1]);
             let read = of(group).contains(&at) || of(Clean::Always as usize).contains(&at);
-            let now = guest.machine.vmcs12().served(&line.field);
+            let now = guest.machine.vmcs12.served(&line.field);
             assert_eq!(now != before.served(&line.field), read, "{:#x}", line.field.encoding);
         }
     }
@@ -314,8 +313,8 @@ fn another_page_brings_nothing_of_the_one_before() {
     guest.machine.vmcs12_mut().set(mark, 3);
     guest.machine.vmcs12_mut().set(field::PML_INDEX, 9);
     guest.run(false);
-    assert_eq!(guest.machine.vmcs12().get(mark), 0);
-    assert_eq!(guest.machine.vmcs12().get(field::PML_INDEX), 0);
+    assert_eq!(guest.machine.vmcs12.get(mark), 0);
+    assert_eq!(guest.machine.vmcs12.get(field::PML_INDEX), 0);
     let mut region = [0; 4];
     guest.memory.read(Gpa(REGION + 776), &mut region).unwrap();
     assert_eq!(u32::from_le_bytes(region), 3, "written back");
@@ -324,7 +323,7 @@ fn another_page_brings_nothing_of_the_one_before() {
     guest.memory.put(OTHER + at::CLEAN as u64, &ALL_CLEAN.to_le_bytes());
     guest.name(1, OTHER);
     let dirty = guest.run(false);
-    assert_eq!(guest.machine.vmcs12().get(field::HOST_RIP), 0x5555, "nothing is clean");
+    assert_eq!(guest.machine.vmcs12.get(field::HOST_RIP), 0x5555, "nothing is clean");
     assert!(dirty == Groups::ALL);
     guest.leave(&left());
     assert_eq!(get(&guest.memory, OTHER, field::EXIT_REASON.encoding()), 10);
@@ -547,4 +546,17 @@ fn a_state_whose_page_is_not_there_has_none() {
     short[..2].copy_from_slice(&flags);
     short[4..8].copy_from_slice(&(HEADER as u32).to_le_bytes());
     assert_eq!(restore(&mut guest, &short, true), Err(saved::Refused::Flags));
+}
+
+#[test]
+fn what_smm_has_put_aside_is_not_read_from_the_page_again() {
+    let mut guest = Guest::new();
+    guest.run(true);
+    let asked = guest.machine.vmcs12.get(field::PROC_CONTROLS2);
+    guest.machine.save_running(&left(), &KNOWN);
+    guest.machine.put_aside();
+    put(&guest.memory, PAGE, 0x401e, (asked | 1 << 18).into());
+    guest.machine.refresh_enlightened(&guest.memory);
+    assert_eq!(guest.machine.vmcs12.get(field::PROC_CONTROLS2), asked, "RSM enters it unchecked");
+    assert!(guest.machine.take_back());
 }

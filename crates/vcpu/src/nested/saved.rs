@@ -97,7 +97,8 @@ impl<B: Backend> Vcpu<B> {
 
     /// Before an entry: what [`find_pdptes`](Self::find_pdptes) could not load, and what of the state lies in L1's memory.
     pub(super) fn finish_restore(&mut self) {
-        if let Some(nested) = self.b.nested_mut() {
+        // The handler of SMM is in sight of its own memory, not of L1's: RSM asks for this again.
+        if let Some(nested) = self.b.nested_mut().filter(|_| !self.smm.active) {
             nested.settle_state(&Whole::new(&self.mmu.memory, None));
         }
         if core::mem::take(&mut self.rare.pdptes_due) {

@@ -3,7 +3,7 @@
 //! The handler is L1's firmware, and runs in L1's place. L2's general state is in the save area as any guest's is; what
 //! else has to be kept the instruction set says ([`backend::Nested::enter_smm`]).
 
-use backend::{Backend, Nested};
+use backend::{Backend, Nested, NestedState};
 use x86::{Efer, Gpa, cpuid::feature};
 
 use super::memory::Whole;
@@ -53,7 +53,7 @@ impl<B: Backend> Vcpu<B> {
             nested.leave_smm(&mut v.gprs, kept, l2, &l1)
         });
         self.level_changed();
-        if self.owes_trap() {
+        if self.owes_trap() || self.b.nested().is_some_and(NestedState::is_unsettled) {
             self.events.outer.set(Outer::NESTED, true);
         }
         done

@@ -237,7 +237,7 @@ impl<B: Backend> Vcpu<B> {
             Some(v.b.nested_mut()?.reflect(&mut v.gprs, &l1))
         });
         match done {
-            Some(Executed::Flushes) => return self.flush_for_l2(),
+            Some(Executed::Flushes) => return self.owing_trap(Self::flush_for_l2),
             Some(done) => self.go_on_after(done),
             None => {}
         }

@@ -1,9 +1,10 @@
 //! The enlightened VMCS of an L1 that uses one: taken over before an entry, with its map of MSRs.
 
-use backend::{Executed, FlushTold, Gprs, L1Memory, RAX, RCX};
+use backend::{Executed, FlushTold, Gprs, L1Memory, RAX, RCX, Registers as _};
 use cpu::Cpu;
 use nested_vmx::machine::enlightened::{Loaded, UNDEFINED};
 use nested_vmx::{Fail, leave::Report};
+use x86::segment::attr;
 use x86::vmcs::ExitReason;
 
 use super::{access::Memory, kept::Nested};
@@ -17,7 +18,9 @@ impl<C: Cpu> Vmx<C> {
     #[cold]
     #[inline(never)]
     pub(super) fn is_flush_for_l2(&self, n: &Nested, gprs: &Gprs, report: &Report) -> bool {
-        let code = if self.is_long() { gprs.0[RCX] } else { gprs.0[RAX] };
+        // By the code segment, as the control word is read when the call is answered.
+        let is_64bit = self.is_long() && self.code_attributes() & attr::L != 0;
+        let code = if is_64bit { gprs.0[RCX] } else { gprs.0[RAX] };
         report.reason == ExitReason::Vmcall
             && n.machine.told().is_some_and(|told| told.direct_flush)
             && FLUSHES.contains(&(code as u16))
@@ -96,6 +99,11 @@ impl<C: Cpu> Vmx<C> {
         // Whatever comes of the entry is written there.
         if !memory.is_whole() && !n.machine.reaches_enlightened(memory) {
             return Err(Executed::Outside);
+        }
+        if memory.is_whole() && !n.machine.keeps_enlightened(memory) {
+            // A page that L1 can only read.
+            n.machine.refuse_enlightened(memory);
+            return Err(self.conclude(n, gprs, Err(UNDEFINED), memory));
         }
         Self::keep_msrs(n, memory);
         if memory.has_missed() { Err(Executed::Outside) } else { Ok(()) }
