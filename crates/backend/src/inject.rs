@@ -18,6 +18,23 @@ pub enum NmiWindow {
     Kick,
 }
 
+/// Whether an interrupt was chosen for the guest's priority of now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Chosen {
+    /// None was.
+    None,
+    /// One was, and is offered.
+    One,
+}
+
+impl Chosen {
+    /// One on a condition; none otherwise.
+    #[inline]
+    pub const fn one_if(condition: bool) -> Self {
+        if condition { Self::One } else { Self::None }
+    }
+}
+
 /// Events for the guest.
 pub trait Injection {
     /// What serves a local APIC in the run loop's place.
@@ -37,9 +54,9 @@ pub trait Injection {
     fn offer_taken(&mut self) -> bool;
     /// Asks for an exit as soon as the guest can take an interrupt. Replaces an offer.
     fn set_interrupt_window(&mut self, on: bool);
-    /// Asks for an exit when the guest changes its priority in a way that matters: `offered`, an
-    /// interrupt was chosen for the priority of now; `waiting`, one has to wait for a lower one.
-    fn watch_priority(&mut self, offered: bool, waiting: Option<Vector>);
+    /// Asks for an exit when the guest changes its priority in a way that matters: an interrupt was chosen for the
+    /// priority of now, or one is `waiting` for a lower one.
+    fn watch_priority(&mut self, chosen: Chosen, waiting: Option<Vector>);
     /// Has every write of CR8 exit from now on: the local APIC is the VMM's.
     fn exit_on_cr8_writes(&mut self);
 

@@ -2,7 +2,7 @@
 
 use core::sync::atomic::AtomicU64;
 
-use x86::{Exception, Gpa};
+use x86::{Direction, Exception, Gpa};
 
 /// An address is not memory of L1's, or its memory cannot be had now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,16 +27,16 @@ pub trait L1Memory {
     fn exchange(&self, _at: Gpa, _old: u64, _new: u64) -> Result<bool, Outside> {
         Err(Outside)
     }
-    /// The page that begins at `at`, to be read in place, and to be written if `write`. `None`: it can be had by
+    /// The page that begins at `at`, to be read in place, and to be written too if that is the direction. `None`: it can be had by
     /// copies alone.
-    fn page(&self, _at: Gpa, _write: bool) -> Option<&[AtomicU64; 512]> {
+    fn page(&self, _at: Gpa, _direction: Direction) -> Option<&[AtomicU64; 512]> {
         None
     }
     /// Where L1's own tables put a linear address of L1's, for an access with the rights of a program at CPL 0.
     ///
     /// # Errors
     /// The access faults, or a table cannot be had here.
-    fn translate(&self, linear: u64, write: bool) -> Result<Gpa, Reach>;
+    fn translate(&self, linear: u64, direction: Direction) -> Result<Gpa, Reach>;
     /// Whether what cannot be had here can nowhere be had: outside the loop.
     fn is_final(&self) -> bool;
 }

@@ -35,24 +35,23 @@ pub use exit::{
     CrAccess, DrAccess, Event, Exit, IoExit, PageFault, TaskSource, TaskSwitchExit, TdpFault,
 };
 pub use exits::Exits;
-pub use inject::{Injection, NmiWindow};
+pub use inject::{Chosen, Injection, NmiWindow};
 pub use l1::{Executed, L1Memory, ListAct, ListMsr, Outside, Reach, Sleep};
 pub use live::LiveRegisters;
 pub use msrs::{Msrs, NotMine};
 pub use nested::{
-    Asleep, Claim, Cr0Write, Enlightenment, FlushTold, Gate, Level, MonitorTrap, Nested, Nesting,
-    Waiting,
+    Asleep, Claim, Enlightenment, FlushTold, Gate, Level, MonitorTrap, Nested, Nesting, Waiting,
 };
 pub use nested_paging::{L1Flush, L1Tables, NestedPageFault, NestedPaging, TablesRefuse};
 pub use nested_state::{NestedState, Unrestorable};
 pub use paging::{Paging, Translation};
-pub use permission::{FewerExits, GuestLimits, Permissions};
+pub use permission::{DebuggerWants, FewerExits, GuestLimits, Permissions};
 pub use registers::{
-    Gprs, RAX, RBX, RCX, RDI, RDX, RSI, RSP, Registers, Reset, SegmentName, ShadowBy,
+    Gprs, RAX, RBX, RCX, RDI, RDX, RSI, RSP, Registers, SegmentName, ShadowBy,
     reset_registers,
 };
 pub use turn::{Answer, Turn};
-pub use world_switch::WorldSwitch;
+pub use world_switch::{Onward, WorldSwitch};
 
 /// A hardware backend: one virtual CPU's control block and the world switch.
 ///
@@ -76,5 +75,5 @@ pub trait Backend:
     + Sized
 {
     /// Sets the state after INIT or power-up.
-    fn reset(&mut self, reset: Reset);
+    fn reset(&mut self, reset: x86::Reset);
 }

@@ -7,7 +7,7 @@
 //! Nothing here sleeps. L1's memory is behind [`L1Memory`]: inside the loop what can be had there, outside all of
 //! it. Who finds a page missing inside has changed nothing, and says [`Executed::Outside`].
 
-use x86::{Cr0, Cr4, Efer, Exception, Gpa, Vector};
+use x86::{Cr0, Cr0Write, Cr4, Efer, Exception, Gpa, Vector};
 
 use crate::{
     Event, Gprs, NestedPaging, NestedState, Sleep,
@@ -39,15 +39,6 @@ pub enum Claim {
     ByValue,
     /// Ours, and an instruction that works on a page of L1's: the backend executes it ([`Nested::execute_for_l2`]).
     Instruction,
-}
-
-/// What a write of CR0 is by.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Cr0Write {
-    /// LMSW, of which L1 hears whatever it changes if it asked for some writes alone.
-    Lmsw,
-    /// MOV or CLTS.
-    Other,
 }
 
 /// An event that waits for the guest.

@@ -1,6 +1,6 @@
 //! What a guest may do without an exit.
 
-use x86::Cr4;
+use x86::{Cr4, Directions};
 
 /// What a guest may do without an exit, derived from its CPUID by the run loop.
 #[derive(Clone, Copy, Debug, Default)]
@@ -45,15 +45,23 @@ pub struct FewerExits {
     pub cstate: bool,
 }
 
+/// Exceptions of the guest that the VMM's debugger wants to see (KVM_SET_GUEST_DEBUG).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DebuggerWants {
+    /// Breakpoints in the code: #BP.
+    pub breakpoints: bool,
+    /// Single steps: #DB.
+    pub steps: bool,
+}
+
 /// What exits, as far as the guest's CPUID and the VMM decide.
 pub trait Permissions {
     /// Sets what the guest may do without an exit.
     fn set_limits(&mut self, limits: GuestLimits);
-    /// Makes reads or writes of MSRs exit that the hardware would serve; `denied` says which of the
-    /// two. After [`set_limits`](Permissions::set_limits) anew.
-    fn set_msr_filter(&mut self, denied: impl Fn(u32) -> (bool, bool));
+    /// Makes accesses of MSRs exit that the hardware would serve; `denied` says which. After [`set_limits`](Permissions::set_limits) anew.
+    fn set_msr_filter(&mut self, denied: impl Fn(u32) -> Directions);
     /// Gives up exits. Once, before the first entry.
     fn give_up_exits(&mut self, exits: FewerExits);
-    /// Sets which guest-debug exits the VMM asked for: exceptions to intercept.
-    fn set_guest_debug(&mut self, breakpoints: bool, debug: bool);
+    /// Sets which exceptions the VMM's debugger wants to see: guest-debug exits.
+    fn set_guest_debug(&mut self, wanted: DebuggerWants);
 }

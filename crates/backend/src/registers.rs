@@ -1,7 +1,7 @@
 //! The guest's registers that every instruction may use: RIP, RFLAGS, segments and tables.
 
 use x86::{
-    Cr0, Cr4, Efer, Rflags,
+    Cr0, Cr4, Efer, Reset, Rflags,
     segment::{DescriptorTable, Segment},
 };
 
@@ -95,15 +95,6 @@ pub trait Registers {
     fn idtr(&self) -> DescriptorTable;
     /// Sets the guest's IDTR.
     fn set_idtr(&mut self, value: DescriptorTable);
-}
-
-/// How a CPU is reset.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reset {
-    /// At power-up: everything is.
-    PowerUp,
-    /// By an INIT, which most MSRs and the FPU outlast (APM vol. 2 table 14-1, SDM vol. 3A table 10-1).
-    Init,
 }
 
 /// Sets what INIT and power-up set everywhere: segments, tables, control and debug registers.

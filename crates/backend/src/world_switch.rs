@@ -2,6 +2,15 @@
 
 use crate::Gprs;
 
+/// Where the thread most likely goes when it has left the inner loop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Onward {
+    /// Into the guest again, sooner or later: what the host needs only in user space may be put off.
+    ToGuest,
+    /// To user space, for this exit: nothing is gained by putting that off.
+    ToUser,
+}
+
 /// Loading and unloading a guest. Between the two it makes its [`turns`](crate::Turn).
 pub trait WorldSwitch {
     /// With interrupts off: whether CPU number `here`, on which this runs, may take the control block. It may
@@ -16,10 +25,8 @@ pub trait WorldSwitch {
     fn load(&mut self, here: usize);
     /// The loop is about to be left: completes what of the general registers was not read yet.
     fn complete(&mut self, gprs: &mut Gprs);
-    /// Leaves the inner loop: undoes [`load`](WorldSwitch::load). Interrupts are still disabled. `to_user`:
-    /// most likely the thread returns to user space for this exit, so that nothing is gained by putting
-    /// off what the host needs only there.
-    fn unload(&mut self, to_user: bool);
+    /// Leaves the inner loop: undoes [`load`](WorldSwitch::load). Interrupts are still disabled.
+    fn unload(&mut self, onward: Onward);
 
     /// Makes kernel calls possible without leaving the loop: loads the host's segment state.
     fn host_segments(&mut self);

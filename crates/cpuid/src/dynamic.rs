@@ -3,6 +3,8 @@
 //! SDM vol. 2A "CPUID": OSXSAVE and the APIC flag in leaf 1, OSPKE in leaf 7, the current sizes in
 //! leaf 0xD. KVM adds two of its own: MONITOR after MISC_ENABLE, and PV_UNHALT.
 
+use xstate::Form;
+
 use crate::entry::{Entry, NONE};
 use x86::cpuid::feature;
 
@@ -107,7 +109,7 @@ impl Dynamic {
         position: u16,
         entry: &Entry,
         inputs: &DynamicInputs,
-        mut size: impl FnMut(u64, bool) -> u32,
+        mut size: impl FnMut(u64, Form) -> u32,
     ) -> Bits {
         let bits = Bits::default();
         if position == NONE {
@@ -132,11 +134,11 @@ impl Dynamic {
         if position == self.xsave_compacted && entry.eax & compacts != 0 {
             // XSAVES stores the supervisor components, too (SDM vol. 2A "CPUID", leaf 0DH, subleaf
             // 1).
-            let size = size(inputs.xcr0 | inputs.xss, true);
+            let size = size(inputs.xcr0 | inputs.xss, Form::Compacted);
             return bits.with::<{ Bits::EBX }>(u32::MAX, size);
         }
         if position == self.xsave {
-            let size = size(inputs.xcr0, false);
+            let size = size(inputs.xcr0, Form::Standard);
             return bits.with::<{ Bits::EBX }>(u32::MAX, size);
         }
         if position == self.pv && self.hlt_in_guest {

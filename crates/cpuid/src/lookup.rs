@@ -15,7 +15,7 @@ use crate::entry::{Entry, NONE, find, position};
 use crate::guest::GuestCpuid;
 use crate::lines::{INVALID, Line};
 use x86::cpuid::leaf;
-use xstate::Layout;
+use xstate::{Form, Layout};
 
 impl GuestCpuid {
     /// EAX, EBX, ECX, EDX for a guest that executed CPUID with these inputs.
@@ -101,9 +101,7 @@ impl GuestCpuid {
     /// Brings the dynamic bits up to date with `inputs`, if they are not.
     pub(crate) fn refresh(&mut self, inputs: &DynamicInputs) {
         let layout = self.layout;
-        self.refresh_by(inputs, |components, compacted| {
-            layout.required_size(components, compacted)
-        });
+        self.refresh_by(inputs, |components, form| layout.required_size(components, form));
     }
 
     /// Brings the dynamic bits up to date with sizes that are computed by executing CPUID for each
@@ -114,12 +112,12 @@ impl GuestCpuid {
         inputs: &DynamicInputs,
         mut cpuid: impl FnMut(u32, u32) -> [u32; 4],
     ) {
-        self.refresh_by(inputs, |components, compacted| {
-            Layout::required_size_uncached(components, compacted, &mut cpuid)
+        self.refresh_by(inputs, |components, form| {
+            Layout::required_size_uncached(components, form, &mut cpuid)
         });
     }
 
-    fn refresh_by(&mut self, inputs: &DynamicInputs, mut size: impl FnMut(u64, bool) -> u32) {
+    fn refresh_by(&mut self, inputs: &DynamicInputs, mut size: impl FnMut(u64, Form) -> u32) {
         if self.fresh && self.inputs == *inputs {
             return;
         }

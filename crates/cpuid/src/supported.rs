@@ -12,7 +12,7 @@ use crate::{Entry, Error, FeatureWords, MAX_ENTRIES};
 use alloc::vec::Vec;
 use x86::cpuid::{Feature, KVM_SIGNATURE, Reg, Vendor, feature, leaf};
 use x86::{Cr4, Efer, Xcr0};
-use xstate::Layout;
+use xstate::{Form, Layout};
 
 /// Instructions that are emulated although the host lacks them (KVM_GET_EMULATED_CPUID): none. The
 /// leaves that would name them are there, as in stock KVM, for a VMM that looks a bit up in them.
@@ -269,11 +269,12 @@ impl Supported {
         if xcr0 == 0 {
             return self.push(leaf, 0, [0; 4]);
         }
-        let size = self.layout.required_size(xcr0, false);
+        let size = self.layout.required_size(xcr0, Form::Standard);
         self.push(leaf, 0, [xcr0 as u32, size, size, (xcr0 >> 32) as u32])?;
         let features = self.word(leaf, 1, Reg::Eax);
         let compacted = self.has(feature::XSAVES) || self.has(feature::XSAVEC);
-        let size = if compacted { self.layout.required_size(xcr0 | self.xss, true) } else { 0 };
+        let size =
+            if compacted { self.layout.required_size(xcr0 | self.xss, Form::Compacted) } else { 0 };
         self.push(leaf, 1, [features, size, self.xss as u32, (self.xss >> 32) as u32])?;
         for index in 2..64 {
             if (xcr0 | self.xss) & (1 << index) == 0 {

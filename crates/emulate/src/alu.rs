@@ -160,16 +160,17 @@ fn rotated_flags(result: u64, carry: bool, overflow: bool, old: Rflags) -> Flagg
     (result, kept | flag(carry, Rflags::CF) | flag(overflow, Rflags::OF))
 }
 
-/// SHLD (`left`) and SHRD of `a`, filled from `fill`. Counts above the operand's width (16-bit
+/// SHLD and SHRD of `a`, filled from `fill`. Counts above the operand's width (16-bit
 /// operands only) are undefined; here the operands continue as a ring.
 pub(crate) fn double_shift(
-    left: bool,
+    kind: DoubleShift,
     size: u8,
     a: u64,
     fill: u64,
     count: u8,
     flags: Rflags,
 ) -> Flagged {
+    let left = kind == DoubleShift::Left;
     let width = bits(size);
     let count = u32::from(count & if size == 8 { 0x3f } else { 0x1f });
     let a = a & size_mask(size);
@@ -244,6 +245,24 @@ pub(crate) fn idiv(size: u8, high: u64, low: u64, divisor: u64) -> Option<(u64, 
     fits.then_some((quotient as u64 & mask, remainder as u64 & mask))
 }
 
+/// Which way a double shift goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum DoubleShift {
+    /// To the left: SHLD.
+    Left,
+    /// To the right: SHRD.
+    Right,
+}
+
+/// The end at which a search for a bit begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Begin {
+    /// The lowest bit: BSF, TZCNT.
+    Lowest,
+    /// The highest bit: BSR, LZCNT.
+    Highest,
+}
+
 /// What a bit-test instruction does to the bit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BitChange {
@@ -268,16 +287,15 @@ pub(crate) const fn bit_change(size: u8, a: u64, offset: u64, change: BitChange)
     }
 }
 
-/// The number of zeros above (`leading`) or below the first one, `bits(size)` for 0.
-pub(crate) const fn count_zeros(size: u8, a: u64, leading: bool) -> u64 {
+/// The number of zeros before the first one, `bits(size)` for 0.
+pub(crate) const fn count_zeros(size: u8, a: u64, begin: Begin) -> u64 {
     let a = a & size_mask(size);
     if a == 0 {
         return bits(size) as u64;
     }
-    let zeros = if leading {
-        a.leading_zeros().wrapping_sub(64u32.wrapping_sub(bits(size)))
-    } else {
-        a.trailing_zeros()
+    let zeros = match begin {
+        Begin::Highest => a.leading_zeros().wrapping_sub(64u32.wrapping_sub(bits(size))),
+        Begin::Lowest => a.trailing_zeros(),
     };
     zeros as u64
 }

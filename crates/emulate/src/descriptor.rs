@@ -14,6 +14,7 @@ use x86::segment::{DescriptorTable, kind};
 use crate::machine::{Access, Machine, SegReg, Segment, Stop, Table};
 use crate::operand::{Place, Run};
 use crate::register::{RegRef, size_mask};
+use crate::system::Aligned;
 
 const TABLE_INDICATOR: u16 = 1 << 2;
 const RPL: u16 = 3;
@@ -65,6 +66,15 @@ impl Found {
     pub(crate) const fn place(&self) -> u64 {
         self.at.wrapping_add(TYPE_BYTE) & 0xffff_ffff
     }
+}
+
+/// How an instruction goes elsewhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Branch {
+    /// JMP, for good.
+    Jmp,
+    /// CALL, which pushes where it comes back to.
+    Call,
 }
 
 impl<M: Machine> Run<'_, M> {
@@ -262,7 +272,7 @@ impl<M: Machine> Run<'_, M> {
         self.umip()?;
         let DescriptorTable { base, limit } = self.m.table(table);
         let size: u8 = if self.long() { 10 } else { 6 };
-        let at = self.vector_place(size, false, Access::Store)?;
+        let at = self.vector_place(size, Aligned::Any, Access::Store)?;
         // Both parts or none: the limit must not be written if the base cannot be.
         self.probe(at, size.into())?;
         self.write(at, 2, limit.into(), Access::Store)?;
@@ -273,7 +283,7 @@ impl<M: Machine> Run<'_, M> {
     pub(crate) fn load_table(&mut self, table: Table) -> Result<(), Stop> {
         self.privileged()?;
         let size: u8 = if self.long() { 10 } else { 6 };
-        let at = self.vector_place(size, false, Access::Load)?;
+        let at = self.vector_place(size, Aligned::Any, Access::Load)?;
         let limit = self.read(at, 2, Access::Load)? as u16;
         let base = self.read(self.after(at, 2), size.wrapping_sub(2), Access::Load)?;
         let base = match self.insn.code() {
@@ -304,7 +314,7 @@ impl<M: Machine> Run<'_, M> {
     }
 
     /// JMP and CALL through a far pointer in memory, to code of the same privilege level.
-    pub(crate) fn far(&mut self, call: bool) -> Result<(), Stop> {
+    pub(crate) fn far(&mut self, kind: Branch) -> Result<(), Stop> {
         let size = match self.insn.code() {
             Code::Jmp_m1616 | Code::Call_m1616 => 2,
             Code::Jmp_m1632 | Code::Call_m1632 => 4,
@@ -312,7 +322,7 @@ impl<M: Machine> Run<'_, M> {
             _ => return Err(Stop::Unsupported),
         };
         let (selector, offset) = self.far_pointer(size)?;
-        self.far_transfer(selector, offset, size, call)
+        self.far_transfer(selector, offset, size, kind)
     }
 
     /// JMP or CALL to `selector:offset`; a CALL pushes words of `size` bytes.
@@ -321,12 +331,12 @@ impl<M: Machine> Run<'_, M> {
         selector: u16,
         offset: u64,
         size: u8,
-        call: bool,
+        kind: Branch,
     ) -> Result<(), Stop> {
         // Checked whole before anything is pushed: a target that cannot be reached leaves the stack
         // as it is.
         let cs = self.code_target(selector, offset, None)?;
-        if call {
+        if kind == Branch::Call {
             let old = self.m.segment(SegReg::Cs).selector;
             self.push_two(old.into(), self.next_rip, size)?;
         }

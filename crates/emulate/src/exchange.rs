@@ -8,7 +8,7 @@ use x86::{Exception, Gva, Rflags};
 
 use crate::alu;
 use crate::machine::{Access, Machine, Stop};
-use crate::operand::{Place, Run, crosses_page};
+use crate::operand::{Lock, Place, Run, crosses_page};
 use crate::register::{RegRef, size_mask};
 
 const RAX: usize = 0;
@@ -23,7 +23,7 @@ impl<M: Machine> Run<'_, M> {
         let with = RegRef::of(self.insn.op1_register()).ok_or(Stop::Unsupported)?;
         let new = self.reg(with);
         // XCHG with memory locks without the prefix.
-        let old = self.modify(to, true, |_| new)?;
+        let old = self.modify(to, Lock::Always, |_| new)?;
         self.set_reg(with, old);
         Ok(())
     }
@@ -42,7 +42,7 @@ impl<M: Machine> Run<'_, M> {
                 a
             }
             Place::Mem { .. } => {
-                let a = self.modify(to, false, |a| sum(a).0)?;
+                let a = self.modify(to, Lock::IfPrefixed, |a| sum(a).0)?;
                 self.set_reg(with, a);
                 a
             }
@@ -71,7 +71,11 @@ impl<M: Machine> Run<'_, M> {
             let change = |old| if old == expected { new } else { old };
             let old = self.load(to)?;
             // An unequal 32-bit CMPXCHG leaves its register destination whole.
-            return if old == expected { self.modify(to, false, change) } else { Ok(old) };
+            return if old == expected {
+                self.modify(to, Lock::IfPrefixed, change)
+            } else {
+                Ok(old)
+            };
         };
         // A lock across pages is not atomic here, as in modify().
         let locked = self.insn.has_lock_prefix() && !crosses_page(at, usize::from(size));

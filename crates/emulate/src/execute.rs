@@ -18,11 +18,12 @@
 use iced_x86::{ConditionCode, Instruction, Mnemonic, OpKind};
 use x86::{Exception, Rflags};
 
-use crate::alu::{self, BitChange, Shift};
+use crate::alu::{self, Begin, BitChange, DoubleShift, Shift};
 use crate::decode::Decoded;
 use crate::machine::{Access, CodeSize, Machine, SegReg, Stop, Table};
-use crate::operand::Run;
+use crate::operand::{Lock, Run, Scope};
 use crate::register::{RegRef, segment_of, size_mask};
+use crate::system::Aligned;
 
 /// How far emulation came.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,7 +55,7 @@ pub struct Completion {
 /// [`Stop`] says why the instruction did not complete. Iterations of a REP string instruction that
 /// completed before have set their registers and called [`Machine::commit`]; nothing else changed.
 pub fn emulate<M: Machine>(m: &mut M, insn: &Decoded) -> Result<Completion, Stop> {
-    run(m, insn, false)
+    run(m, insn, Scope::Exits)
 }
 
 /// Executes `insn` on `m` like [`emulate`], and the instructions too that no exit is made for: those of a
@@ -63,7 +64,7 @@ pub fn emulate<M: Machine>(m: &mut M, insn: &Decoded) -> Result<Completion, Stop
 /// # Errors
 /// As [`emulate`].
 pub fn interpret<M: Machine>(m: &mut M, insn: &Decoded) -> Result<Completion, Stop> {
-    run(m, insn, true)
+    run(m, insn, Scope::All)
 }
 
 /// Has a guest in real mode take an event of `vector` at its RIP.
@@ -74,7 +75,8 @@ pub fn deliver<M: Machine>(m: &mut M, vector: u8) -> Result<Completion, Stop> {
     let (size, flags, rip) = (m.code_size(), m.rflags(), m.rip());
     let insn = Instruction::default();
     let interrupt_shadow = false;
-    let mut run = Run { m, insn: &insn, size, flags, next_rip: rip, interrupt_shadow, whole: true };
+    let mut run =
+        Run { m, insn: &insn, size, flags, next_rip: rip, interrupt_shadow, scope: Scope::All };
     run.interrupt(vector, rip)?;
     Ok(Completion {
         rip: run.next_rip,
@@ -84,7 +86,7 @@ pub fn deliver<M: Machine>(m: &mut M, vector: u8) -> Result<Completion, Stop> {
     })
 }
 
-fn run<M: Machine>(m: &mut M, insn: &Decoded, whole: bool) -> Result<Completion, Stop> {
+fn run<M: Machine>(m: &mut M, insn: &Decoded, scope: Scope) -> Result<Completion, Stop> {
     let size = m.code_size();
     let flags = m.rflags();
     let rip = m.rip();
@@ -92,7 +94,7 @@ fn run<M: Machine>(m: &mut M, insn: &Decoded, whole: bool) -> Result<Completion,
     // RIP has 32 bits outside of 64-bit mode, and wraps there.
     let next_rip = if size == CodeSize::Bits64 { next } else { next & 0xffff_ffff };
     let interrupt_shadow = false;
-    let mut run = Run { m, insn: &insn.insn, size, flags, next_rip, interrupt_shadow, whole };
+    let mut run = Run { m, insn: &insn.insn, size, flags, next_rip, interrupt_shadow, scope };
     let outcome = if insn.insn.is_string_instruction() {
         run.string()?
     } else {
@@ -118,7 +120,7 @@ impl<M: Machine> Run<'_, M> {
     fn execute(&mut self) -> Result<(), Stop> {
         use Mnemonic as I;
         // Only where nobody else can execute them; see the file's head.
-        if self.whole && self.flow()? {
+        if self.scope == Scope::All && self.flow()? {
             return Ok(());
         }
         match self.insn.mnemonic() {
@@ -158,21 +160,21 @@ impl<M: Machine> Run<'_, M> {
             I::Shl | I::Sal => self.shift(Shift::Shl),
             I::Shr => self.shift(Shift::Shr),
             I::Sar => self.shift(Shift::Sar),
-            I::Shld => self.double_shift(true),
-            I::Shrd => self.double_shift(false),
+            I::Shld => self.double_shift(DoubleShift::Left),
+            I::Shrd => self.double_shift(DoubleShift::Right),
 
             I::Bt => self.bit_test(None),
             I::Bts => self.bit_test(Some(BitChange::Set)),
             I::Btr => self.bit_test(Some(BitChange::Reset)),
             I::Btc => self.bit_test(Some(BitChange::Complement)),
-            I::Bsf => self.bit_scan(false),
-            I::Bsr => self.bit_scan(true),
+            I::Bsf => self.bit_scan(Begin::Lowest),
+            I::Bsr => self.bit_scan(Begin::Highest),
             I::Tzcnt => self.count(|s, a, f| {
-                let result = alu::count_zeros(s, a, false);
+                let result = alu::count_zeros(s, a, Begin::Lowest);
                 (result, alu::zero_count_flags(s, a, result, f))
             }),
             I::Lzcnt => self.count(|s, a, f| {
-                let result = alu::count_zeros(s, a, true);
+                let result = alu::count_zeros(s, a, Begin::Highest);
                 (result, alu::zero_count_flags(s, a, result, f))
             }),
             I::Popcnt => self.count(|s, a, f| {
@@ -225,12 +227,14 @@ impl<M: Machine> Run<'_, M> {
             I::Invlpg => self.invlpg(),
             I::Invpcid => self.invpcid(),
 
-            I::Movups | I::Movupd | I::Movdqu | I::Lddqu => self.vector_move(16, false),
-            I::Movaps | I::Movapd | I::Movdqa => self.vector_move(16, true),
-            I::Movntps | I::Movntpd | I::Movntdq | I::Movntdqa => self.vector_move(16, true),
-            I::Movntq => self.vector_move(8, false),
-            I::Movd => self.vector_move(4, false),
-            I::Movq => self.vector_move(8, false),
+            I::Movups | I::Movupd | I::Movdqu | I::Lddqu => self.vector_move(16, Aligned::Any),
+            I::Movaps | I::Movapd | I::Movdqa => self.vector_move(16, Aligned::To16),
+            I::Movntps | I::Movntpd | I::Movntdq | I::Movntdqa => {
+                self.vector_move(16, Aligned::To16)
+            }
+            I::Movntq => self.vector_move(8, Aligned::Any),
+            I::Movd => self.vector_move(4, Aligned::Any),
+            I::Movq => self.vector_move(8, Aligned::Any),
 
             _ => match self.insn.condition_code() {
                 ConditionCode::None => Err(Stop::Unsupported),
@@ -312,7 +316,7 @@ impl<M: Machine> Run<'_, M> {
         // fault comes first.
         let to = self.place(0, Access::Modify)?;
         let (size, flags) = (to.size(), self.flags);
-        let a = self.modify(to, false, |a| operation(size, a, b, flags).0)?;
+        let a = self.modify(to, Lock::IfPrefixed, |a| operation(size, a, b, flags).0)?;
         // Computed again from what was replaced: another CPU may have changed it between the first
         // read and a locked exchange.
         self.set_flags(mask, operation(size, a, b, flags).1);
@@ -334,7 +338,7 @@ impl<M: Machine> Run<'_, M> {
     ) -> Result<(), Stop> {
         let to = self.place(0, Access::Modify)?;
         let size = to.size();
-        let a = self.modify(to, false, |a| operation(size, a).0)?;
+        let a = self.modify(to, Lock::IfPrefixed, |a| operation(size, a).0)?;
         self.set_flags(mask, operation(size, a).1);
         Ok(())
     }
@@ -343,18 +347,18 @@ impl<M: Machine> Run<'_, M> {
         let count = self.value(1)? as u8;
         let to = self.place(0, Access::Modify)?;
         let (size, flags) = (to.size(), self.flags);
-        let a = self.modify(to, false, |a| alu::shift(kind, size, a, count, flags).0)?;
+        let a = self.modify(to, Lock::IfPrefixed, |a| alu::shift(kind, size, a, count, flags).0)?;
         self.flags = alu::shift(kind, size, a, count, flags).1;
         Ok(())
     }
 
-    fn double_shift(&mut self, left: bool) -> Result<(), Stop> {
+    fn double_shift(&mut self, kind: DoubleShift) -> Result<(), Stop> {
         let fill = self.value(1)?;
         let count = self.value(2)? as u8;
         let to = self.place(0, Access::Modify)?;
         let (size, flags) = (to.size(), self.flags);
-        let operation = |a| alu::double_shift(left, size, a, fill, count, flags);
-        let a = self.modify(to, false, |a| operation(a).0)?;
+        let operation = |a| alu::double_shift(kind, size, a, fill, count, flags);
+        let a = self.modify(to, Lock::IfPrefixed, |a| operation(a).0)?;
         self.flags = operation(a).1;
         Ok(())
     }
@@ -375,7 +379,9 @@ impl<M: Machine> Run<'_, M> {
         };
         let size = to.size();
         let a = match change {
-            Some(change) => self.modify(to, false, |a| alu::bit_change(size, a, offset, change))?,
+            Some(change) => {
+                self.modify(to, Lock::IfPrefixed, |a| alu::bit_change(size, a, offset, change))?
+            }
             None => self.load(to)?,
         };
         self.flags = alu::bit_test(size, a, offset, self.flags);
@@ -383,7 +389,7 @@ impl<M: Machine> Run<'_, M> {
     }
 
     /// BSF and BSR.
-    fn bit_scan(&mut self, reverse: bool) -> Result<(), Stop> {
+    fn bit_scan(&mut self, begin: Begin) -> Result<(), Stop> {
         let to = RegRef::of(self.insn.op0_register()).ok_or(Stop::Unsupported)?;
         let source = self.value(1)? & size_mask(to.size);
         if source == 0 {
@@ -391,7 +397,10 @@ impl<M: Machine> Run<'_, M> {
             self.set_flags(Rflags::ZF, Rflags::ZF);
             return Ok(());
         }
-        let found = if reverse { 63 ^ source.leading_zeros() } else { source.trailing_zeros() };
+        let found = match begin {
+            Begin::Highest => 63 ^ source.leading_zeros(),
+            Begin::Lowest => source.trailing_zeros(),
+        };
         self.set_flags(Rflags::ZF, Rflags::empty());
         self.set_reg(to, u64::from(found));
         Ok(())

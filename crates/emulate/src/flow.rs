@@ -9,6 +9,7 @@ use x86::{Exception, Rflags};
 
 use crate::alu;
 use crate::decode::Decoded;
+use crate::descriptor::Branch;
 use crate::machine::{Machine, SegReg, Stop, Table};
 use crate::operand::Run;
 use crate::register::{RegRef, sign_extend, size_mask};
@@ -73,8 +74,8 @@ impl<M: Machine> Run<'_, M> {
     pub(crate) fn flow(&mut self) -> Result<bool, Stop> {
         use Mnemonic as I;
         match self.insn.mnemonic() {
-            I::Jmp => return self.direct(false),
-            I::Call => return self.direct(true),
+            I::Jmp => return self.direct(Branch::Jmp),
+            I::Call => return self.direct(Branch::Call),
             I::Loop | I::Loope | I::Loopne => self.count_down()?,
             I::Jcxz => self.jump_if_zero(2)?,
             I::Jecxz => self.jump_if_zero(4)?,
@@ -138,13 +139,13 @@ impl<M: Machine> Run<'_, M> {
         Some((self.m.rip().wrapping_add(offset), size))
     }
 
-    fn direct(&mut self, call: bool) -> Result<bool, Stop> {
+    fn direct(&mut self, kind: Branch) -> Result<bool, Stop> {
         if let Some((target, size)) = self.direct_target() {
             let back = self.next_rip;
             // Checked before the push: a CALL whose target is out of reach leaves the stack as it
             // is.
             self.branch(target, size)?;
-            if call {
+            if kind == Branch::Call {
                 self.push(back, size)?;
             }
             return Ok(true);
@@ -154,7 +155,7 @@ impl<M: Machine> Run<'_, M> {
             OpKind::FarBranch32 => (u64::from(self.insn.far_branch32()), 4),
             _ => return Ok(false),
         };
-        self.far_transfer(self.insn.far_branch_selector(), offset, size, call)?;
+        self.far_transfer(self.insn.far_branch_selector(), offset, size, kind)?;
         Ok(true)
     }
 

@@ -166,9 +166,9 @@ pub trait Machine {
     fn cmpxchg(&mut self, at: Gva, old: &[u8], new: &[u8]) -> Result<bool, Stop>;
 
     /// Whether `len` bytes (within one page) are RAM that can be accessed without a fault and
-    /// without user space, for writing if `write`. Asked where a write crosses into another page: RAM is written last
+    /// without user space, for writing. Asked where a write crosses into another page: RAM is written last
     /// then, so that a replay does not read back its own result. False is always allowed.
-    fn is_ram(&mut self, _at: Gva, _len: usize, _write: bool) -> Result<bool, Stop> {
+    fn is_writable_ram(&mut self, _at: Gva, _len: usize) -> Result<bool, Stop> {
         Ok(false)
     }
     /// Whether something happens behind each instruction, and each iteration of a REP string instruction: one is carried

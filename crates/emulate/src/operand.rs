@@ -31,8 +31,26 @@ pub(crate) struct Run<'a, M: Machine> {
     pub(crate) next_rip: u64,
     /// The instruction blocks interrupts after itself (MOV SS, POP SS).
     pub(crate) interrupt_shadow: bool,
-    /// Instructions are executed too that no exit is made for.
-    pub(crate) whole: bool,
+    /// Which instructions are executed.
+    pub(crate) scope: Scope,
+}
+
+/// When an update of memory is locked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Lock {
+    /// With a LOCK prefix.
+    IfPrefixed,
+    /// With or without.
+    Always,
+}
+
+/// Which instructions are executed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Scope {
+    /// Those that an exit may have been made for.
+    Exits,
+    /// The others too.
+    All,
 }
 
 /// Where an operand lives: checked, and addressed linearly if in memory.
@@ -109,7 +127,7 @@ impl<M: Machine> Run<'_, M> {
             let hidden = self.m.segment(segment);
             let offset = offset & 0xffff_ffff;
             if !within_limit(&hidden, offset, last)
-                || !self.real_or_v86() && !accessible(&hidden, how != Access::Load)
+                || !self.real_or_v86() && !accessible(&hidden, how)
             {
                 return Err(Self::segment_fault(segment));
             }
@@ -249,13 +267,13 @@ impl<M: Machine> Run<'_, M> {
         }
     }
 
-    /// Replaces the value at `place` by `change(old)`, atomically with a LOCK prefix (or `locked`)
+    /// Replaces the value at `place` by `change(old)`, atomically if it is locked,
     /// and RAM within one page. Faults come as for a write before anything is read. Returns the
     /// old value.
     pub(crate) fn modify(
         &mut self,
         place: Place,
-        locked: bool,
+        lock: Lock,
         change: impl Fn(u64) -> u64,
     ) -> Result<u64, Stop> {
         let (at, size) = match place {
@@ -269,7 +287,9 @@ impl<M: Machine> Run<'_, M> {
         // A read-modify-write faults as a write, before its read can reach a device.
         self.probe(at, usize::from(size))?;
         // A lock across pages (a split lock) is not atomic here.
-        if !(locked || self.insn.has_lock_prefix()) || crosses_page(at, usize::from(size)) {
+        if !(lock == Lock::Always || self.insn.has_lock_prefix())
+            || crosses_page(at, usize::from(size))
+        {
             let old = self.read(at, size, Access::Modify)?;
             self.write(at, size, change(old), Access::Modify)?;
             return Ok(old);
@@ -349,7 +369,7 @@ impl<M: Machine> Run<'_, M> {
                 self.probe(at, data.len())?;
                 let (low_at, high_at) = (Gva(at), Gva(self.after(at, first)));
                 // If one half is a device, a replay follows and must find the RAM half untouched.
-                if self.m.is_ram(low_at, low.len(), true)? {
+                if self.m.is_writable_ram(low_at, low.len())? {
                     self.m.write(high_at, high, how)?;
                     self.m.write(low_at, low, how)
                 } else {
@@ -405,12 +425,12 @@ fn within_limit(segment: &Segment, offset: u64, last: u64) -> bool {
     }
 }
 
-fn accessible(segment: &Segment, write: bool) -> bool {
+fn accessible(segment: &Segment, how: Access) -> bool {
     // Bit 1 of the type is "writable" for data and "readable" for code.
     segment.has(Segment::PRESENT)
-        && match (segment.has(Segment::CODE), write) {
-            (false, false) => true,
-            (true, true) => false,
+        && match (segment.has(Segment::CODE), how) {
+            (false, Access::Load) => true,
+            (true, Access::Store | Access::Modify) => false,
             _ => segment.has(Segment::ACCESSIBLE_TYPE),
         }
 }

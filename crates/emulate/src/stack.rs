@@ -4,6 +4,7 @@
 
 use iced_x86::{Code, OpKind};
 
+use crate::descriptor::Branch;
 use crate::machine::{Access, Machine, SegReg, Segment, Stop};
 use crate::operand::Run;
 use crate::register::{RegRef, segment_of, size_mask};
@@ -184,7 +185,7 @@ impl<M: Machine> Run<'_, M> {
 
     pub(crate) fn call(&mut self) -> Result<(), Stop> {
         if self.insn.is_call_far_indirect() {
-            return self.far(true);
+            return self.far(Branch::Call);
         }
         let back = self.next_rip;
         let (target, size) = self.near_target()?;
@@ -194,7 +195,7 @@ impl<M: Machine> Run<'_, M> {
 
     pub(crate) fn jmp(&mut self) -> Result<(), Stop> {
         if self.insn.is_jmp_far_indirect() {
-            return self.far(false);
+            return self.far(Branch::Jmp);
         }
         let (target, size) = self.near_target()?;
         self.branch(target, size)

@@ -85,6 +85,15 @@ struct Element {
     backward: bool,
 }
 
+/// How many elements an instruction takes at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Pace {
+    /// One: something happens behind each.
+    Single,
+    /// As many as can be had.
+    Runs,
+}
+
 impl<M: Machine> Run<'_, M> {
     pub(crate) fn string(&mut self) -> Result<Outcome, Stop> {
         let (kind, size) = kind_and_size(self.insn.code()).ok_or(Stop::Unsupported)?;
@@ -98,7 +107,7 @@ impl<M: Machine> Run<'_, M> {
         let until_unequal = self.insn.has_rep_prefix();
         let until_equal = self.insn.has_repne_prefix();
         if !until_unequal && !until_equal {
-            self.string_elements(element, 1, false)?;
+            self.string_elements(element, 1, Pace::Runs)?;
             return Ok(Outcome::Done);
         }
         // Only these two have a condition; with the others either prefix repeats by the count (SDM
@@ -106,6 +115,7 @@ impl<M: Machine> Run<'_, M> {
         let compares = matches!(kind, Kind::Cmps | Kind::Scas);
         let counter = RegRef { index: RCX, size: element.address_size, high8: false };
         let steps = self.flags.contains(Rflags::TF) || self.m.steps();
+        let pace = if steps { Pace::Single } else { Pace::Runs };
         let mut iterations = 0;
         loop {
             let count = self.reg(counter);
@@ -113,7 +123,7 @@ impl<M: Machine> Run<'_, M> {
             if count == 0 {
                 return Ok(Outcome::Done);
             }
-            let done = self.string_elements(element, count, steps)?;
+            let done = self.string_elements(element, count, pace)?;
             let left = count.wrapping_sub(done);
             self.set_reg(counter, left);
             let equal = self.flags.contains(Rflags::ZF);
@@ -163,7 +173,7 @@ impl<M: Machine> Run<'_, M> {
 
     /// Executes at least one and at most `count` elements and returns how many. RSI and RDI have
     /// moved on, RCX has not.
-    fn string_elements(&mut self, e: Element, count: u64, steps: bool) -> Result<u64, Stop> {
+    fn string_elements(&mut self, e: Element, count: u64, pace: Pace) -> Result<u64, Stop> {
         let accumulator = RegRef { index: RAX, size: e.size, high8: false };
         match e.kind {
             Kind::Movs => {
@@ -201,7 +211,7 @@ impl<M: Machine> Run<'_, M> {
                 self.set_flags(Rflags::STATUS, alu::sub(e.size, self.reg(accumulator), b, false).1);
                 self.string_advance(e, RDI, 1);
             }
-            Kind::Ins => return self.ins(e, count, steps),
+            Kind::Ins => return self.ins(e, count, pace),
             Kind::Outs => self.outs(e)?,
         }
         Ok(1)
@@ -238,13 +248,13 @@ impl<M: Machine> Run<'_, M> {
         Ok(self.m.port_run(access, Gva(at), fits)?.clamp(1, fits))
     }
 
-    fn ins(&mut self, e: Element, count: u64, steps: bool) -> Result<u64, Stop> {
+    fn ins(&mut self, e: Element, count: u64, pace: Pace) -> Result<u64, Stop> {
         let port = self.m.gpr(usize::from(RDX)) as u16;
         // The right to the port comes first: memory is looked at only behind it.
         let access = self.check_port(port, e.size)?;
         let to = self.string_place(e, RDI, Access::Store)?;
         // One at a time under a step, but for those that are there already.
-        let alone = steps && !self.m.has_port_items();
+        let alone = pace == Pace::Single && !self.m.has_port_items();
         let elements = if alone { 1 } else { self.run_length(e, &access, to, count)? };
         let len = elements.wrapping_mul(u64::from(e.size)) as usize;
         // Memory that cannot be written must not cost the device its data.

@@ -36,6 +36,15 @@ fn mm_of(register: Register) -> Option<u8> {
     (n < 8).then_some(n as u8)
 }
 
+/// What an SSE instruction wants of the address of its operand in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Aligned {
+    /// Any address will do.
+    Any,
+    /// A multiple of 16; #GP otherwise.
+    To16,
+}
+
 impl<M: Machine> Run<'_, M> {
     pub(crate) fn mov_to_system(&mut self, to: Register) -> Result<(), Stop> {
         let to = system_of(to).ok_or(Stop::Unsupported)?;
@@ -83,7 +92,7 @@ impl<M: Machine> Run<'_, M> {
     }
 
     /// SSE moves of `size` bytes between XMM and memory or another register.
-    pub(crate) fn vector_move(&mut self, size: u8, aligned: bool) -> Result<(), Stop> {
+    pub(crate) fn vector_move(&mut self, size: u8, aligned: Aligned) -> Result<(), Stop> {
         let (op0, op1) = (self.insn.op0_kind(), self.insn.op1_kind());
         let to = xmm_of(self.insn.op0_register());
         let from = xmm_of(self.insn.op1_register());
@@ -115,14 +124,14 @@ impl<M: Machine> Run<'_, M> {
             (OpKind::Register, OpKind::Memory) => {
                 let Some(to) = mm_of(self.insn.op0_register()) else { return Ok(None) };
                 self.mmx_usable()?;
-                let at = self.vector_place(size, false, Access::Load)?;
+                let at = self.vector_place(size, Aligned::Any, Access::Load)?;
                 let value = self.read(at, size, Access::Load)?;
                 self.m.set_mm(to, value)?;
             }
             (OpKind::Memory, OpKind::Register) => {
                 let Some(from) = mm_of(self.insn.op1_register()) else { return Ok(None) };
                 self.mmx_usable()?;
-                let at = self.vector_place(size, false, Access::Store)?;
+                let at = self.vector_place(size, Aligned::Any, Access::Store)?;
                 // A look at the register puts the x87 unit into MMX's state, which a fault does not.
                 self.probe(at, size.into())?;
                 let value = self.m.mm(from)?;
@@ -154,12 +163,17 @@ impl<M: Machine> Run<'_, M> {
         Ok(())
     }
 
-    pub(crate) fn vector_place(&self, size: u8, aligned: bool, how: Access) -> Result<u64, Stop> {
+    pub(crate) fn vector_place(
+        &self,
+        size: u8,
+        aligned: Aligned,
+        how: Access,
+    ) -> Result<u64, Stop> {
         let Place::Mem { at, .. } = self.memory(size, 0, 0, how)? else {
             return Err(Stop::Unsupported);
         };
         // #GP, also where AC is set: alignment is the instruction's own.
-        if aligned && at & 15 != 0 {
+        if aligned == Aligned::To16 && at & 15 != 0 {
             return Err(Stop::Fault(Exception::gp(0)));
         }
         Ok(at)

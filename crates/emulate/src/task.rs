@@ -12,7 +12,7 @@ use x86::{Cr0, Dr6, Exception, Gva, Rflags};
 
 use crate::descriptor::{BUSY, Found, Load, error_code, is_null, rpl, v86_segment};
 use crate::machine::{CodeSize, Machine, SegReg, Segment, Stop};
-use crate::operand::Run;
+use crate::operand::{Run, Scope};
 
 /// What asked for the switch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -137,7 +137,7 @@ pub fn switch_task<M: Machine>(m: &mut M, switch: &TaskSwitch) -> Result<Switche
     let insn = Instruction::default();
     let interrupt_shadow = false;
     let mut run =
-        Run { m, insn: &insn, size, flags, next_rip: rip, interrupt_shadow, whole: false };
+        Run { m, insn: &insn, size, flags, next_rip: rip, interrupt_shadow, scope: Scope::Exits };
     match run.task(switch) {
         // A task switch cannot be replayed: by then its first stores are made.
         Err(Stop::NeedUser) => Err(Stop::Unsupported),

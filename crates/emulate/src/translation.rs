@@ -8,6 +8,7 @@ use x86::{Exception, Gva};
 use crate::machine::{Access, CodeSize, Machine, SegReg, Stop};
 use crate::operand::Run;
 use crate::register::RegRef;
+use crate::system::Aligned;
 
 impl<M: Machine> Run<'_, M> {
     /// INVLPG. Its address is not checked: one that is not canonical flushes nothing.
@@ -32,7 +33,7 @@ impl<M: Machine> Run<'_, M> {
         let kind = RegRef::of(self.insn.op0_register()).ok_or(Stop::Unsupported)?;
         let kind = self.reg(kind);
         // Read for every type, also for those that need nothing of it (SDM vol. 2A, INVPCID).
-        let at = self.vector_place(16, false, Access::Load)?;
+        let at = self.vector_place(16, Aligned::Any, Access::Load)?;
         let descriptor = self.vector_load(at, 16)?;
         let (pcid, address) = (descriptor as u64, (descriptor >> 64) as u64);
         if kind > 3 || pcid >> 12 != 0 {

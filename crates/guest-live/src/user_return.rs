@@ -111,18 +111,25 @@ impl UserReturn {
         }
     }
 
-    /// The loop was left. `to_user`: for user space, most likely, where nothing is gained by having
-    /// the kernel call.
+    /// The loop was left. The kernel is to call before it goes to user space.
     #[inline]
-    pub fn left<C: Cpu>(&self, c: &mut C, to_user: bool) {
+    pub fn left<C: Cpu>(&self, c: &mut C) {
         // Nothing is lent, or somebody will see to it.
         if self.state.load(Relaxed) != UNWATCHED {
             return;
         }
         // On the way to user space at once, the call would come at once.
-        if !to_user && hostcpu::watch_user_return() {
+        if hostcpu::watch_user_return() {
             self.state.store(WATCHED, Relaxed);
         } else {
+            self.restore(c);
+        }
+    }
+
+    /// The loop was left for user space, most likely, where nothing is gained by having the kernel call.
+    #[inline]
+    pub fn left_for_user<C: Cpu>(&self, c: &mut C) {
+        if self.state.load(Relaxed) == UNWATCHED {
             self.restore(c);
         }
     }
@@ -163,9 +170,9 @@ mod tests {
         of.lend(&mut c, &of.star, 1);
         of.lend(&mut c, &of.lstar, 20);
         of.lend(&mut c, &of.lstar, 20);
-        of.left(&mut c, false);
+        of.left(&mut c);
         of.lend(&mut c, &of.lstar, 20);
-        of.left(&mut c, true);
+        of.left_for_user(&mut c);
         assert_eq!(c.counts().since(&before).of(Op::Wrmsr), 1);
         assert_eq!(c.rdmsr(LSTAR), 20);
         assert_eq!(test::user_return_watches(), 1);
@@ -174,7 +181,7 @@ mod tests {
         assert_eq!(c.counts().since(&before).of(Op::Wrmsr), 2);
         assert_eq!(c.rdmsr(LSTAR), 2);
         of.lend(&mut c, &of.mask, 30);
-        of.left(&mut c, false);
+        of.left(&mut c);
         assert_eq!(test::user_return_watches(), 2, "watched anew");
     }
 
@@ -183,7 +190,7 @@ mod tests {
         let (mut c, of) = (cpu(), UserReturn::new());
         of.read_host(&mut c, true);
         of.lend(&mut c, &of.lstar, 20);
-        of.left(&mut c, true);
+        of.left_for_user(&mut c);
         assert_eq!((c.rdmsr(LSTAR), test::user_return_watches()), (2, 0));
     }
 
@@ -194,7 +201,7 @@ mod tests {
         of.read_host(&mut c, true);
         of.lend(&mut c, &of.star, 10);
         of.lend(&mut c, &of.tsc_aux, 40);
-        of.left(&mut c, false);
+        of.left(&mut c);
         assert_eq!((c.rdmsr(STAR), c.rdmsr(TSC_AUX)), (1, 4));
     }
 

@@ -11,13 +11,32 @@ use crate::arc::Arc;
 use crate::page::Page;
 use crate::sys::{self, FileCalls};
 
+/// How wide the pointers are that a caller puts into structures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pointers {
+    /// The pointers of a 32-bit process, in fields of 64: the upper half is whatever lay there.
+    Bits32,
+    /// The pointers of a 64-bit process.
+    Bits64,
+}
+
+impl Pointers {
+    /// The address in a field.
+    pub const fn of(self, field: u64) -> u64 {
+        match self {
+            Self::Bits32 => field & 0xffff_ffff,
+            Self::Bits64 => field,
+        }
+    }
+}
+
 /// An object that user space holds by a file descriptor.
 pub trait FileObject: Send + Sync + Sized + 'static {
     /// The name shown in `/proc/PID/fd`: `kvm-vm`, `kvm-vcpu`. NUL-terminated.
     const NAME: &'static core::ffi::CStr;
-    /// An ioctl: the number and argument as user space gave them, `compat` for a 32-bit caller.
+    /// An ioctl: the number and argument as user space gave them.
     /// Returns the ioctl's value, or a negative errno. Process context of any task.
-    fn ioctl(this: &Arc<Self>, command: u32, argument: u64, compat: bool) -> i64;
+    fn ioctl(this: &Arc<Self>, command: u32, argument: u64, caller: Pointers) -> i64;
     /// The page that a mapping of the file shows at page offset `offset`, one that the object owns. `None`:
     /// SIGBUS.
     fn mmap_page(&self, _offset: u64) -> Option<&Page> {
@@ -128,7 +147,8 @@ unsafe extern "C" fn ioctl<T: FileObject>(
 ) -> i64 {
     // SAFETY: the file is open during the call; its ownership is borrowed, not taken.
     let arc = core::mem::ManuallyDrop::new(unsafe { Arc::from_raw(object.cast::<T>()) });
-    T::ioctl(&arc, command, argument, compat != 0)
+    let caller = if compat != 0 { Pointers::Bits32 } else { Pointers::Bits64 };
+    T::ioctl(&arc, command, argument, caller)
 }
 unsafe extern "C" fn page<T: FileObject>(object: *mut c_void, offset: u64) -> u64 {
     // SAFETY: the file is open during the call.
@@ -160,7 +180,7 @@ mod tests {
 
     impl FileObject for Thing {
         const NAME: &'static core::ffi::CStr = c"thing";
-        fn ioctl(this: &Arc<Self>, command: u32, argument: u64, _: bool) -> i64 {
+        fn ioctl(this: &Arc<Self>, command: u32, argument: u64, _: Pointers) -> i64 {
             this.0.fetch_add(command, Ordering::Relaxed);
             argument as i64
         }
@@ -171,7 +191,7 @@ mod tests {
     struct Other;
     impl FileObject for Other {
         const NAME: &'static core::ffi::CStr = c"other";
-        fn ioctl(_: &Arc<Self>, _: u32, _: u64, _: bool) -> i64 {
+        fn ioctl(_: &Arc<Self>, _: u32, _: u64, _: Pointers) -> i64 {
             -25
         }
     }

@@ -7,7 +7,7 @@
 //! share for a page that many map, and a page that is referenced cannot be moved in the meantime (ADR 17). It would not
 //! make the translation valid either: a page stays allocated with a reference, but need not be the VMM's any more.
 
-use x86::{Hva, Pfn};
+use x86::{Direction, Hva, Pfn};
 
 use crate::sys;
 
@@ -43,12 +43,21 @@ pub enum Patience {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostFrame {
     pfn: Pfn,
-    memory: bool,
+    of: FrameOf,
+}
+
+/// What a frame is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FrameOf {
+    /// Memory: it has a `struct page` that counts references, and lies in the kernel's direct map.
+    Memory,
+    /// Registers or memory of a device.
+    Device,
 }
 
 impl HostFrame {
-    pub(crate) const fn new(pfn: Pfn, memory: bool) -> Self {
-        Self { pfn, memory }
+    pub(crate) const fn new(pfn: Pfn, of: FrameOf) -> Self {
+        Self { pfn, of }
     }
 
     /// The frame's number.
@@ -57,11 +66,10 @@ impl HostFrame {
         self.pfn
     }
 
-    /// Whether the frame has a `struct page` that counts references, and lies in the kernel's direct map. Others
-    /// are device memory.
+    /// Whether the frame is of memory.
     #[inline]
     pub const fn is_memory(self) -> bool {
-        self.memory
+        matches!(self.of, FrameOf::Memory)
     }
 }
 
@@ -92,9 +100,9 @@ pub(crate) struct RawHostPage {
 }
 const _: () = assert!(size_of::<RawHostPage>() == 16);
 
-/// Finds the frame behind `hva` in the current task's address space, with read or write access.
+/// Finds the frame behind `hva` in the current task's address space, to be read or written.
 /// A read also reports whether writing would be allowed as it stands.
-pub fn fault_in(hva: Hva, write: bool, patience: Patience) -> Result<HostPage, GupError> {
+pub fn fault_in(hva: Hva, direction: Direction, patience: Patience) -> Result<HostPage, GupError> {
     let mode = match patience {
         Patience::Never => 0,
         Patience::Interruptible => 1,
@@ -106,9 +114,12 @@ pub fn fault_in(hva: Hva, write: bool, patience: Patience) -> Result<HostPage, G
     }
     let mut raw = RawHostPage::default();
     // SAFETY: raw is writable; the kernel checks the address.
-    match unsafe { sys::gnt_fault_in(hva.0, write.into(), mode, &mut raw) } {
+    match unsafe { sys::gnt_fault_in(hva.0, direction as i32, mode, &mut raw) } {
         0 => Ok(HostPage {
-            frame: HostFrame::new(Pfn(raw.pfn), raw.refcounted != 0),
+            frame: HostFrame::new(
+                Pfn(raw.pfn),
+                if raw.refcounted != 0 { FrameOf::Memory } else { FrameOf::Device },
+            ),
             writable: raw.writable != 0,
             level: raw.level,
             held: raw.held != 0,
@@ -161,7 +172,7 @@ impl HostPage {
     /// the section in which the MMU notifier's count was found unchanged, with its lock held.
     #[inline]
     pub fn set_dirty(&self) {
-        if self.frame.memory && !self.dirty {
+        if self.frame.is_memory() && !self.dirty {
             // SAFETY: a reference is held, or the MMU notifier's lock and count say that the host's mapping still holds
             // the frame; a stale frame would be marked wrongly, but its struct page is there either way.
             unsafe { sys::gnt_page_set_dirty(self.frame.pfn.0) }
@@ -170,7 +181,7 @@ impl HostPage {
 
     /// The guest may have read the page. As [`HostPage::set_dirty`].
     pub fn set_accessed(&self) {
-        if self.frame.memory {
+        if self.frame.is_memory() {
             // SAFETY: a reference is held, or the host's mapping holds the frame; a stale frame would
             // be marked wrongly, but its struct page is there either way.
             unsafe { sys::gnt_page_set_accessed(self.frame.pfn.0) }
@@ -207,8 +218,11 @@ mod tests {
     fn the_frame_of_test_memory_is_its_address() {
         let memory = vec![0u8; 8192];
         let hva = Hva(memory.as_ptr() as u64);
-        let page = fault_in(hva, true, Patience::Killable).unwrap();
+        let page = fault_in(hva, Direction::Write, Patience::Killable).unwrap();
         assert_eq!((page.frame.pfn.0, page.writable, page.level), (hva.0 >> 12, true, 1));
-        assert_eq!(fault_in(Hva(16), false, Patience::Never).unwrap_err(), GupError::Fault);
+        assert_eq!(
+            fault_in(Hva(16), Direction::Read, Patience::Never).unwrap_err(),
+            GupError::Fault
+        );
     }
 }

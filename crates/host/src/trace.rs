@@ -5,6 +5,7 @@
 //! with interrupts off before it enters the inner loop need not read it again inside.
 
 use crate::sys;
+use x86::Direction;
 
 /// What is observed at the moment, and which time round: two values are equal only if nothing was
 /// switched off and on between them.
@@ -100,14 +101,30 @@ pub enum Mmio {
     Write = 2,
 }
 
-/// What a guest does with a port or an MSR.
+/// An RDMSR or WRMSR of the guest, and what became of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u32)]
-pub enum Access {
-    /// IN or RDMSR: the guest reads.
-    Read = 0,
-    /// OUT or WRMSR: the guest writes.
-    Write = 1,
+pub struct MsrAccess {
+    /// RDMSR or WRMSR.
+    pub direction: Direction,
+    /// Which MSR it is.
+    pub index: u32,
+    /// What was read or written.
+    pub value: u64,
+    /// It ended with #GP.
+    pub faulted: bool,
+}
+
+/// A CPUID of the guest, and what it was told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CpuidAnswer {
+    /// EAX of the question.
+    pub leaf: u32,
+    /// ECX of the question.
+    pub subleaf: u32,
+    /// EAX to EDX of the answer.
+    pub answer: [u32; 4],
+    /// The guest's table has the leaf.
+    pub found: bool,
 }
 
 // Each function below says something if somebody listens, and may be called in any context in
@@ -124,8 +141,8 @@ pub fn exit(record: &ExitRecord) {
 }
 
 /// A port access of `count` items of `size` bytes; `value` is the first.
-pub fn pio(access: Access, port: u16, size: u8, count: u32, value: u32) {
-    sys::gnt_trace_pio(access as u32, port.into(), size.into(), count, value);
+pub fn pio(direction: Direction, port: u16, size: u8, count: u32, value: u32) {
+    sys::gnt_trace_pio(direction as u32, port.into(), size.into(), count, value);
 }
 
 /// A device access in memory.
@@ -133,14 +150,16 @@ pub fn mmio(kind: Mmio, len: usize, gpa: u64, value: u64) {
     sys::gnt_trace_mmio(kind as u32, len as u32, gpa, value);
 }
 
-/// RDMSR or WRMSR; `faulted`: with #GP.
-pub fn msr(access: Access, index: u32, value: u64, faulted: bool) {
-    sys::gnt_trace_msr(access as u32, index, value, faulted.into());
+/// RDMSR or WRMSR.
+pub fn msr(access: &MsrAccess) {
+    let MsrAccess { direction, index, value, faulted } = *access;
+    sys::gnt_trace_msr(direction as u32, index, value, faulted.into());
 }
 
-/// CPUID: EAX to EDX of the answer, and whether the guest's table has the leaf.
-pub fn cpuid(leaf: u32, subleaf: u32, answer: &[u32; 4], found: bool) {
-    sys::gnt_trace_cpuid(leaf, subleaf, answer, found.into())
+/// The guest executed CPUID.
+pub fn cpuid(told: &CpuidAnswer) {
+    let CpuidAnswer { leaf, subleaf, answer, found } = told;
+    sys::gnt_trace_cpuid(*leaf, *subleaf, answer, (*found).into())
 }
 
 /// A hypercall: its number and four arguments.

@@ -93,7 +93,8 @@ pub struct IoApic {
     rules: DestRules,
 }
 
-fn message(entry: u64, notify_eoi: bool, rules: DestRules) -> Option<IrqMessage> {
+/// What a pin sends by its redirection entry, of whose end nobody hears.
+fn message(entry: u64, rules: DestRules) -> Option<IrqMessage> {
     let dest_mode = if entry & rte::LOGICAL != 0 { DestMode::Logical } else { DestMode::Physical };
     // Delivery mode 3 is reserved: such an entry sends nothing.
     Some(IrqMessage {
@@ -102,7 +103,7 @@ fn message(entry: u64, notify_eoi: bool, rules: DestRules) -> Option<IrqMessage>
         dest_mode,
         trigger: if entry & rte::LEVEL != 0 { Trigger::Level } else { Trigger::Edge },
         assert: true,
-        notify_eoi,
+        notify_eoi: false,
         shorthand: Shorthand::None,
         dest: rules.widen((entry >> 56) as u8),
     })
@@ -182,9 +183,10 @@ impl IoApic {
         if *entry & rte::MASKED != 0 || (level && *entry & rte::REMOTE_IRR != 0) {
             return LineStatus::Ignored;
         }
-        let Some(message) = message(*entry, self.listeners & 1 << pin != 0, self.rules) else {
+        let Some(message) = message(*entry, self.rules) else {
             return LineStatus::Ignored;
         };
+        let message = IrqMessage { notify_eoi: self.listeners & 1 << pin != 0, ..message };
         // Sent before remote IRR is set: nothing comes in between, for the VM's interrupt lock is
         // held.
         let taken = deliver(message);

@@ -46,8 +46,8 @@ impl Msi {
 
     /// Whether the address is one that KVM accepts: with 32-bit ids the low byte of the high half
     /// is reserved (KVM API §4.70).
-    pub const fn valid(&self, wide_dest: bool) -> bool {
-        !wide_dest || self.address_hi & 0xff == 0
+    pub const fn valid(&self, rules: DestRules) -> bool {
+        !rules.wide || self.address_hi & 0xff == 0
     }
 }
 
@@ -81,8 +81,8 @@ mod tests {
         let msi = Msi { address_lo: 0xfee0_1000, address_hi: 0x100, data: 0x30 };
         assert_eq!(msi.message(WIDE).unwrap().dest, 0x101);
         assert_eq!(msi.message(NARROW).unwrap().dest, 1);
-        assert!(!Msi { address_hi: 1, ..msi }.valid(true));
-        assert!(Msi { address_hi: 1, ..msi }.valid(false));
+        assert!(!Msi { address_hi: 1, ..msi }.valid(WIDE));
+        assert!(Msi { address_hi: 1, ..msi }.valid(NARROW));
     }
 
     #[test]

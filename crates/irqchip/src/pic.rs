@@ -62,6 +62,15 @@ pub struct PicState {
     pub elcr_mask: u8,
 }
 
+/// One of the two chips.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Which {
+    /// The one that is wired to the CPUs.
+    Master,
+    /// The one whose output drives line 2 of the other.
+    Slave,
+}
+
 impl PicState {
     fn reset(&mut self) {
         let Self { irq_base, elcr, elcr_mask, init4, irr, .. } = *self;
@@ -116,7 +125,7 @@ impl PicState {
     }
 
     /// The line to be serviced now.
-    fn pending(&self, master: bool) -> Option<u8> {
+    fn pending(&self, which: Which) -> Option<u8> {
         let wanted = self.priority(self.irr & !self.imr);
         if wanted == 8 {
             return None;
@@ -126,7 +135,7 @@ impl PicState {
             // Special mask mode: a masked line in service does not hold back others.
             in_service &= !self.imr;
         }
-        if master && self.special_fully_nested_mode != 0 {
+        if which == Which::Master && self.special_fully_nested_mode != 0 {
             // The slave's line may interrupt itself; the slave sorts out its own priorities.
             in_service &= !(1 << 2);
         }
@@ -283,7 +292,7 @@ impl Pic {
     /// the slave is a new edge to the master; and a request that the slave has withdrawn is none
     /// to the master either, as the data sheet has it for an input that falls before INTA.
     fn cascade(&mut self) {
-        if self.slave.pending(false).is_some() {
+        if self.slave.pending(Which::Slave).is_some() {
             self.master.set_line(2, true);
             self.master.set_line(2, false);
         } else {
@@ -294,20 +303,20 @@ impl Pic {
     /// The INTR line: some interrupt waits for the CPU's acknowledgement.
     #[inline]
     pub fn output(&self) -> bool {
-        self.master.pending(true).is_some()
+        self.master.pending(Which::Master).is_some()
     }
 
     /// The CPU's interrupt acknowledge cycle: the vector. When the request has gone meanwhile it is
     /// the spurious one, line 7, which is not in service afterwards.
     pub fn acknowledge(&mut self) -> Vector {
-        let Some(line) = self.master.pending(true) else {
+        let Some(line) = self.master.pending(Which::Master) else {
             return Vector(self.master.irq_base.wrapping_add(7));
         };
         let ended = self.master.acknowledge(line);
         self.ended |= u16::from(ended);
         let vector = if line != 2 {
             self.master.irq_base.wrapping_add(line)
-        } else if let Some(line) = self.slave.pending(false) {
+        } else if let Some(line) = self.slave.pending(Which::Slave) {
             let ended = self.slave.acknowledge(line);
             self.ended |= u16::from(ended) << 8;
             self.slave.irq_base.wrapping_add(line)
@@ -368,7 +377,7 @@ impl Pic {
     fn poll_master(&mut self) -> u8 {
         // A poll is the acknowledge cycle by software, so it is over after one read.
         self.master.poll = 0;
-        match self.master.pending(true) {
+        match self.master.pending(Which::Master) {
             None => 0,
             Some(line) => {
                 self.ended |= u16::from(self.master.acknowledge(line));
@@ -379,7 +388,7 @@ impl Pic {
 
     fn poll_slave(&mut self) -> u8 {
         self.slave.poll = 0;
-        match self.slave.pending(false) {
+        match self.slave.pending(Which::Slave) {
             None => 0,
             Some(line) => {
                 self.ended |= u16::from(self.slave.acknowledge(line)) << 8;
@@ -405,13 +414,19 @@ impl Pic {
     }
 
     /// The state of one chip for saving.
-    pub fn save(&self, slave: bool) -> PicState {
-        if slave { self.slave } else { self.master }
+    pub fn save(&self, which: Which) -> PicState {
+        match which {
+            Which::Master => self.master,
+            Which::Slave => self.slave,
+        }
     }
 
     /// Takes over the saved state of one chip.
-    pub fn restore(&mut self, slave: bool, state: &PicState) {
-        let chip = if slave { &mut self.slave } else { &mut self.master };
+    pub fn restore(&mut self, which: Which, state: &PicState) {
+        let chip = match which {
+            Which::Master => &mut self.master,
+            Which::Slave => &mut self.slave,
+        };
         // The VMM's number shifts below, and a shift takes no more than seven.
         *chip = PicState { priority_add: state.priority_add & 7, ..*state };
         self.cascade();

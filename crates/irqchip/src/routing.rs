@@ -8,6 +8,7 @@ use alloc::vec::Vec;
 use host::GuestIndex;
 
 use crate::ioapic;
+use crate::message::DestRules;
 use crate::msi::Msi;
 
 /// Largest GSI plus one, and the most entries a table may have (KVM_MAX_IRQ_ROUTES).
@@ -112,12 +113,12 @@ impl Routing {
         Self { targets: Vec::new(), starts: Vec::new(), gsi_of_pin: [[-1; ioapic::PINS]; 3] }
     }
 
-    /// Builds a table. `wide_dest`: user space enabled 32-bit destination ids.
+    /// Builds a table, of messages that `rules` allow.
     ///
     /// # Errors
     /// [`RoutingError::Invalid`] for too many entries, a GSI or a pin out of range, a GSI that goes
     /// twice to one controller or both to an MSI and elsewhere, or a reserved MSI address.
-    pub fn new(routes: &[Route], wide_dest: bool) -> Result<Self, RoutingError> {
+    pub fn new(routes: &[Route], rules: DestRules) -> Result<Self, RoutingError> {
         if routes.len() > MAX_ROUTES {
             return Err(RoutingError::Invalid);
         }
@@ -132,7 +133,7 @@ impl Routing {
                 Target::Pin { chip, pin } if pin >= chip.pins() => {
                     return Err(RoutingError::Invalid);
                 }
-                Target::Msi(msi) if !msi.valid(wide_dest) => return Err(RoutingError::Invalid),
+                Target::Msi(msi) if !msi.valid(rules) => return Err(RoutingError::Invalid),
                 Target::Pin { .. } | Target::Msi(_) => {}
             }
         }
@@ -189,7 +190,7 @@ impl Routing {
     /// # Errors
     /// [`RoutingError::NoMemory`].
     pub fn standard() -> Result<Self, RoutingError> {
-        Self::new(&STANDARD, false)
+        Self::new(&STANDARD, DestRules::default())
     }
 
     /// Where a GSI goes; empty when nowhere.
@@ -242,6 +243,8 @@ fn clashes(present: &[Target], new: &Target) -> bool {
 mod tests {
     use super::*;
 
+    const WIDE: DestRules = DestRules { wide: true, no_broadcast_quirk: false };
+
     fn pin(gsi: u32, chip: Chip, pin: u32) -> Route {
         Route { gsi, target: Target::Pin { chip, pin } }
     }
@@ -268,7 +271,7 @@ mod tests {
     #[test]
     fn entries_are_found_whatever_their_order() {
         let routes = [msi(40, 3), pin(2, Chip::IoApic, 5), msi(7, 1), pin(2, Chip::PicMaster, 0)];
-        let table = Routing::new(&routes, false).unwrap();
+        let table = Routing::new(&routes, DestRules::default()).unwrap();
         assert_eq!(table.targets(2), &[routes[1].target, routes[3].target]);
         assert_eq!(table.msi(40).unwrap().data, 3);
         assert_eq!(table.msi(7).unwrap().data, 1);
@@ -286,7 +289,7 @@ mod tests {
     #[test]
     fn what_kvm_refuses_is_refused() {
         let refused = |routes: &[Route]| {
-            assert_eq!(Routing::new(routes, true).unwrap_err(), RoutingError::Invalid);
+            assert_eq!(Routing::new(routes, WIDE).unwrap_err(), RoutingError::Invalid);
         };
         refused(&[pin(4096, Chip::IoApic, 0)]);
         refused(&[pin(0, Chip::IoApic, 24)]);
@@ -298,13 +301,13 @@ mod tests {
             gsi: 0,
             target: Target::Msi(Msi { address_lo: 0, address_hi: 1, data: 0 }),
         }]);
-        assert!(Routing::new(&[], false).unwrap().targets(0).is_empty());
+        assert!(Routing::new(&[], DestRules::default()).unwrap().targets(0).is_empty());
     }
 
     #[test]
     fn the_largest_table_is_taken() {
         let routes: std::vec::Vec<_> = (0..4096).map(|gsi| msi(gsi, gsi)).collect();
-        let table = Routing::new(&routes, false).unwrap();
+        let table = Routing::new(&routes, DestRules::default()).unwrap();
         assert_eq!(table.msi(4095).unwrap().data, 4095);
         assert_eq!(table.msi(0).unwrap().data, 0);
     }

@@ -70,10 +70,10 @@ macro_rules! commands {
             CLEAR_DIRTY_LOG [iowr KvmClearDirtyLog 0xc0] [CAP_MANUAL_DIRTY_LOG_PROTECT2]
                 => memory::clear_dirty_log(vm, arg, Pointers::Bits64), "the same";
             REGISTER_COALESCED_MMIO [iow KvmCoalescedMmioZone 0x67] [CAP_COALESCED_MMIO]
-                => memory::coalesce(vm, arg, true),
+                => memory::coalesce(vm, arg),
                 "ENOSPC: 1000 zones of memory, or of ports; EINVAL: `pio` above 1";
             UNREGISTER_COALESCED_MMIO [iow KvmCoalescedMmioZone 0x68] [CAP_COALESCED_MMIO]
-                => memory::coalesce(vm, arg, false),
+                => memory::uncoalesce(vm, arg),
                 "ends every zone in which the given range lies, as stock KVM does it; none is fine";
 
             CREATE_IRQCHIP [io 0x60] [CAP_IRQCHIP] => vm.create_irqchip(),
@@ -89,9 +89,9 @@ macro_rules! commands {
             GET_PIT2 [ior KvmPitState2 0x9f] [CAP_PIT_STATE2] => interrupts::get_pit2(vm, arg), "the same";
             SET_PIT2 [iow KvmPitState2 0xa0] [CAP_PIT_STATE2] => interrupts::set_pit2(vm, arg), "the same";
             REINJECT_CONTROL [io 0x71] [CAP_REINJECT_CONTROL] => interrupts::reinject_control(vm, arg), "the same";
-            IRQ_LINE [iow KvmIrqLevel 0x61] [CAP_IRQCHIP] => interrupts::irq_line(vm, arg, false),
+            IRQ_LINE [iow KvmIrqLevel 0x61] [CAP_IRQCHIP] => interrupts::irq_line(vm, arg),
                 "ENXIO without irqchip; with a split one the GSI's message is sent, if it has one";
-            IRQ_LINE_STATUS [iowr KvmIrqLevel 0x67] [CAP_IRQ_INJECT_STATUS] => interrupts::irq_line(vm, arg, true),
+            IRQ_LINE_STATUS [iowr KvmIrqLevel 0x67] [CAP_IRQ_INJECT_STATUS] => interrupts::irq_line_status(vm, arg),
                 "the same";
             SIGNAL_MSI [iow KvmMsi 0xa5] [CAP_SIGNAL_MSI] => interrupts::signal_msi(vm, arg),
                 "returns how many took it, 0 if it was coalesced";

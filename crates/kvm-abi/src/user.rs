@@ -76,22 +76,3 @@ pub fn gives<T: IntoBytes + Immutable>(addr: u64, make: impl FnOnce() -> T) -> R
 pub fn after<T>(addr: u64) -> Result<u64, Errno> {
     addr.checked_add(size_of::<T>() as u64).ok_or(Errno::EFAULT)
 }
-
-/// How wide the pointers are that a caller puts into structures.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Pointers {
-    /// The pointers of a 32-bit process, in fields of 64: the upper half is whatever lay there.
-    Bits32,
-    /// The pointers of a 64-bit process.
-    Bits64,
-}
-
-impl Pointers {
-    /// The address in a field.
-    pub const fn of(self, field: u64) -> u64 {
-        match self {
-            Self::Bits32 => field & 0xffff_ffff,
-            Self::Bits64 => field,
-        }
-    }
-}

@@ -28,12 +28,12 @@ pub use dirty::DirtyBitmap;
 pub use fetch::{CodeBytes, CodeFetch, CodeMode};
 pub use format::{EptSupport, Format};
 pub use nested::{EptOffer, L1Fault, NestedAccess, Tables};
-pub use role::{PagingContext, Role, Source};
+pub use role::{AddressSpace, PagingContext, Role, Source};
 pub use shadow::{
     FrameWanted, NestedFault, NestedRoot, NestedRoots, NestedSwitch, Root, RootOutcome,
-    ShadowFault, ShadowGuard, ShadowMmu, ShadowRoots,
+    ShadowFault, ShadowGuard, ShadowMmu, ShadowRoots, Tlb,
 };
 pub use slots::{Change, MemSlot, MemSlots, Region, RegionLimits, SlotError, SlotFlags};
 pub use table::{Section, TableCache, View};
-pub use tdp::{FlushRemote, Leaf, MapOutcome, Mapping, Tdp};
+pub use tdp::{FlushRemote, Leaf, MapOutcome, Mapping, Marks, Tdp, Wanted};
 pub use walk::{Access, AccessKind, GuestMemory, Swap, Translation, WalkError, translate};

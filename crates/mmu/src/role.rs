@@ -77,6 +77,37 @@ pub enum Source {
     Ept,
 }
 
+/// One of a VM's two address spaces, as KVM numbers them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum AddressSpace {
+    /// What a vCPU sees in all modes but one.
+    #[default]
+    Main = 0,
+    /// What a vCPU sees in system-management mode.
+    Smm = 1,
+}
+
+impl AddressSpace {
+    /// Both address spaces.
+    pub const ALL: [Self; 2] = [Self::Main, Self::Smm];
+
+    /// The address space of system-management mode on a condition; the main one otherwise.
+    #[inline]
+    pub const fn smm_if(condition: bool) -> Self {
+        if condition { Self::Smm } else { Self::Main }
+    }
+
+    /// The address space of the other mode.
+    #[inline]
+    #[must_use]
+    pub const fn other(self) -> Self {
+        match self {
+            Self::Main => Self::Smm,
+            Self::Smm => Self::Main,
+        }
+    }
+}
+
 /// A role, as bits of a word.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Role(u64);
@@ -158,25 +189,28 @@ impl Role {
     /// The role under TDP: the guest's registers mean nothing to TDP tables, which only the address
     /// space tells apart.
     #[inline]
-    pub const fn tdp(smm: bool) -> Self {
-        Self(if smm { Self::SMM } else { 0 })
+    pub const fn tdp(space: AddressSpace) -> Self {
+        match space {
+            AddressSpace::Main => Self(0),
+            AddressSpace::Smm => Self(Self::SMM),
+        }
     }
 
     /// The role of the guest's root in `context`: of level 4 or 5 in long mode, else of level 2, of which
-    /// four hang below PDPTEs. `smm`: in system-management mode, which sees other memory.
+    /// four hang below PDPTEs.
     #[inline]
-    pub fn of(context: &PagingContext, smm: bool) -> Self {
+    pub fn of(context: &PagingContext, space: AddressSpace) -> Self {
         let role = Self::of_registers(context.cr0, context.cr4, context.efer);
-        let smm = Self::tdp(smm).0;
+        let space = Self::tdp(space).0;
         // A guest that does not page has no entries to read, so neither width nor vendor keeps its
         // root apart.
         if role.is_direct() {
-            return Self(role.0 | smm);
+            return Self(role.0 | space);
         }
         // What is the same for all guests of a CPUID keeps no roots apart, with meaning or without.
         Self(
             role.0
-                | smm
+                | space
                 | u64::from(context.maxphyaddr & 63) << Self::WIDTH_SHIFT
                 | u64::from(context.gbpages) << Self::GBPAGES.trailing_zeros()
                 | u64::from(context.amd) << Self::AMD.trailing_zeros(),
@@ -220,10 +254,10 @@ impl Role {
         Self((self.0 & !Self::LEVEL) | (level as u64 & Self::LEVEL))
     }
 
-    /// Whether the role is that of system-management mode.
+    /// Whose memory the pages lead to.
     #[inline]
-    pub const fn smm(self) -> bool {
-        self.0 & Self::SMM != 0
+    pub const fn space(self) -> AddressSpace {
+        AddressSpace::smm_if(self.0 & Self::SMM != 0)
     }
 
     /// The bits, for hashing and tracing.
@@ -415,17 +449,19 @@ mod tests {
         }
     }
 
+    const MAIN: AddressSpace = AddressSpace::Main;
+
     #[test]
     fn every_bit_that_changes_what_an_entry_means_makes_another_role() {
         let plain = long();
         let with = |change: fn(&mut PagingContext)| {
             let mut context = plain;
             change(&mut context);
-            Role::of(&context, false)
+            Role::of(&context, MAIN)
         };
         let roles = [
-            Role::of(&plain, false),
-            Role::of(&plain, true),
+            Role::of(&plain, MAIN),
+            Role::of(&plain, AddressSpace::Smm),
             with(|c| c.cr0 -= Cr0::WP),
             with(|c| (c.cr0, c.cr4) = (c.cr0 - Cr0::WP, c.cr4 | Cr4::SMEP)),
             with(|c| (c.cr0, c.cr4) = (c.cr0 - Cr0::WP, c.cr4 | Cr4::SMAP)),
@@ -446,23 +482,23 @@ mod tests {
 
     #[test]
     fn what_changes_no_meaning_makes_no_other_role() {
-        let plain = Role::of(&long(), false);
+        let plain = Role::of(&long(), MAIN);
         // SMEP and SMAP are the hardware's own work while CR0.WP is set; the rest is no entry's.
         for cr4 in [Cr4::SMEP, Cr4::SMAP, Cr4::PSE, Cr4::PGE, Cr4::PCIDE] {
-            assert_eq!(Role::of(&PagingContext { cr4: Cr4::PAE | cr4, ..long() }, false), plain);
+            assert_eq!(Role::of(&PagingContext { cr4: Cr4::PAE | cr4, ..long() }, MAIN), plain);
         }
         let other = PagingContext { cr3: 0x5000, cpl: 3, rflags_ac: true, pkru: 1, ..long() };
-        assert_eq!(Role::of(&other, false), plain);
+        assert_eq!(Role::of(&other, MAIN), plain);
     }
 
     #[test]
     fn grants_narrow_on_the_way_down_and_halves_are_told_apart() {
-        let root = Role::of(&long(), false);
+        let root = Role::of(&long(), MAIN);
         let child = root.below(7, Grant::of(0b101));
         assert_eq!((child.level(), child.grant()), (3, Grant::U.with(Grant::X)));
         assert_eq!(child.below(0, Grant::of(1 << 63 | 7)).grant(), Grant::U);
         let narrow =
-            Role::of(&PagingContext { efer: Efer::empty(), cr4: Cr4::empty(), ..long() }, false);
+            Role::of(&PagingContext { efer: Efer::empty(), cr4: Cr4::empty(), ..long() }, MAIN);
         assert_ne!(narrow.below(4, Grant::ALL), narrow.below(5, Grant::ALL));
         assert_eq!(narrow.below(4, Grant::ALL), narrow.below(6, Grant::ALL));
         let direct = narrow.direct_below(Grant::ALL);

@@ -172,7 +172,7 @@ pub(crate) fn same_link(old: u64, new: u64) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::role::PagingContext;
+    use crate::role::{AddressSpace, PagingContext};
     use x86::{Cr0, Cr4, Efer};
 
     const LARGE_2M: u64 = 0x1f_e000;
@@ -209,7 +209,7 @@ mod tests {
             amd,
             ..PagingContext::default()
         };
-        Role::of(&context, false)
+        Role::of(&context, AddressSpace::Main)
     }
 
     #[test]
@@ -242,7 +242,7 @@ mod tests {
             efer: Efer::LMA,
             ..PagingContext::default()
         };
-        assert_ne!(Role::of(&without, false).at_level(3).reserved(true) & PS, 0);
+        assert_ne!(Role::of(&without, AddressSpace::Main).at_level(3).reserved(true) & PS, 0);
         // PSE-36: as many address bits as the guest has, at most eight.
         for (width, bits) in [(32, 0x3f_e000), (36, 0x3e_0000), (40, 0x20_0000), (52, 0x20_0000)] {
             assert_eq!(role(Cr4::PSE, false, false, true, width).reserved(true), bits, "{width}");

@@ -29,7 +29,7 @@ use host::arc::Arc;
 use host::error::NoMemory;
 use host::gup::HostFrame;
 use stats::{VmCount, VmStats};
-use x86::{Gfn, Gpa, Hpa, Pfn};
+use x86::{Direction, Gfn, Gpa, Hpa, Pfn};
 
 use crate::format::{
     Format, HOST_WRITABLE, LeafBits, NO_DIRECT_MAP, SPLIT_FOR_FETCH, WRITABLE, is_exec, is_present,
@@ -95,8 +95,26 @@ pub struct Mapping {
     pub fetch: bool,
     /// The level that was possible, where a fetch alone is why `level` is a smaller one; else 0.
     pub refused: u8,
-    /// The fault was a write: the leaf is born dirty. `None`: not a fault, the leaf is born old.
-    pub fault: Option<bool>,
+    /// What faulted: by a write the leaf is born dirty. `None`: not a fault, the leaf is born old.
+    pub fault: Option<Direction>,
+}
+
+/// What a leaf has to allow.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Wanted {
+    /// It allows writes.
+    pub write: bool,
+    /// It allows instruction fetches.
+    pub fetch: bool,
+}
+
+/// What becomes of the marks of use that a look finds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Marks {
+    /// They stay as they are.
+    Kept,
+    /// They are cleared: the next look finds what was used since.
+    Cleared,
 }
 
 /// What became of a mapping.
@@ -425,7 +443,7 @@ impl<S> Mapper<'_, S> {
             exec: mapping.exec,
             direct: mapping.frame.is_memory(),
             accessed: mapping.fault.is_some(),
-            dirty: mapping.fault == Some(true) && mapping.writable,
+            dirty: mapping.fault == Some(Direction::Write) && mapping.writable,
         };
         let host = if mapping.host_writable { HOST_WRITABLE } else { 0 };
         self.tree.format().leaf(first, level, bits) | host
@@ -463,9 +481,9 @@ impl<S> Mapper<'_, S> {
     /// Gives back write access that only the dirty log took away, without asking the host again.
     ///
     /// `true`: the leaf is there, 4 KiB, and now allows the access; for a write the caller marks
-    /// the page dirty before it lets the lock go. `false`: the long way, also for a `fetch` from a leaf
+    /// the page dirty before it lets the lock go. `false`: the long way, also for a fetch from a leaf
     /// that does not allow it.
-    pub fn restore_access(&self, gfn: Gfn, write: bool, fetch: bool) -> bool {
+    pub fn restore_access(&self, gfn: Gfn, wanted: Wanted) -> bool {
         if !self.in_range(gfn) {
             return false;
         }
@@ -475,12 +493,12 @@ impl<S> Mapper<'_, S> {
             match table.entry(index) {
                 Entry::Table(next) => table = next,
                 Entry::Word(old) => {
-                    if !is_present(old) || (fetch && !is_exec(old)) {
+                    if !is_present(old) || (wanted.fetch && !is_exec(old)) {
                         return false;
                     }
                     // Present, and no write: another CPU was faster, or the translation that
                     // faulted was a stale one.
-                    if !write {
+                    if !wanted.write {
                         return true;
                     }
                     if old & WRITABLE != 0 {
@@ -505,16 +523,16 @@ impl<S> Mapper<'_, S> {
         false
     }
 
-    /// Whether any page of `first..end` was accessed; with `clear`, forgets it.
+    /// Whether any page of `first..end` was accessed.
     ///
     /// No flush follows: a stale TLB entry only makes a page look older than it is.
     /// Only where the CPU sets accessed bits ([`Format::tracks`]): see [`Mapper::is_mapped`].
-    pub fn age(&self, first: Gfn, end: Gfn, clear: bool) -> bool {
+    pub fn age(&self, first: Gfn, end: Gfn, marks: Marks) -> bool {
         let (mut young, bit) = (false, self.tree.format().accessed());
         for_each_leaf(self.tree.root(), first.0, end.0, &mut |table, index, entry, _| {
             if entry & bit != 0 {
                 young = true;
-                if clear {
+                if marks == Marks::Cleared {
                     // Losing the race means that it was accessed again: it stays young.
                     table.replace(index, entry, entry & !bit);
                 }

@@ -9,10 +9,10 @@
 //! anew, since everything below it may have.
 
 use x86::exception::pf;
-use x86::{Cr0, Cr4, Exception, Gpa};
+use x86::{Cr0, Cr4, Direction, Exception, Gpa};
 
 use crate::format::ADDRESS;
-use crate::role::{PagingContext, Role};
+use crate::role::{AddressSpace, PagingContext, Role};
 use crate::source::{A, D, NX, P, U, W};
 
 /// Guest-physical memory as a walk sees it.
@@ -69,6 +69,16 @@ impl Access {
     pub const WRITE: Self = Self { kind: AccessKind::Write, implicit: false, marks: true };
     /// An instruction fetch.
     pub const FETCH: Self = Self { kind: AccessKind::Fetch, implicit: false, marks: true };
+}
+
+/// A data access by the program.
+impl From<Direction> for Access {
+    fn from(direction: Direction) -> Self {
+        match direction {
+            Direction::Read => Self::READ,
+            Direction::Write => Self::WRITE,
+        }
+    }
 }
 
 /// Where a linear address leads.
@@ -134,7 +144,7 @@ pub fn translate<M: GuestMemory + ?Sized>(
         return Err(WalkError::NonCanonical);
     }
     // SMM decides which memory is read, and not how.
-    let role = Role::of(context, false);
+    let role = Role::of(context, AddressSpace::Main);
     let walker = Walker { memory, context, role, va, access };
     for _ in 0..RESTARTS {
         let found = if role.is_narrow() { walker.legacy() } else { walker.wide() };

@@ -2,9 +2,10 @@
 
 use gannet_mmu::tdp::{FlushRemote, Thoroughness};
 use gannet_mmu::{Format, MapOutcome, Mapping, TableCache, Tdp};
+use host::gup::FrameOf;
 use host::std_port::test::host_frame;
 use stats::VmCount;
-use x86::Gfn;
+use x86::{Direction, Gfn};
 
 struct Nobody;
 
@@ -15,14 +16,14 @@ unsafe impl FlushRemote for Nobody {
 
 fn map(tdp: &Tdp<()>, gfn: u64, level: u8) {
     let mapping = Mapping {
-        frame: host_frame(gfn + 512, true),
+        frame: host_frame(gfn + 512, FrameOf::Memory),
         level,
         writable: true,
         host_writable: true,
         exec: true,
         fetch: false,
         refused: 0,
-        fault: Some(true),
+        fault: Some(Direction::Write),
     };
     let mut cache = TableCache::new();
     loop {

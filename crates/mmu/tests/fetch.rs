@@ -2,6 +2,7 @@
 
 mod section;
 
+use host::gup::FrameOf;
 use std::sync::atomic::Ordering;
 
 use gannet_mmu::tdp::{FlushRemote, Thoroughness};
@@ -11,7 +12,7 @@ use gannet_mmu::{
 use host::page::Page;
 use host::std_port::test::host_frame;
 use section::section;
-use x86::{Cr0, Cr4, Efer, Gfn};
+use x86::{Cr0, Cr4, Direction, Efer, Gfn};
 
 struct Nobody;
 // SAFETY: nothing looks at the tables without a lock beside this thread.
@@ -63,14 +64,14 @@ impl Guest {
     fn map(&self, gfn: u64, page: u64) {
         let pfn = self.pages[page as usize].hpa().pfn();
         let mapping = Mapping {
-            frame: host_frame(pfn.0, true),
+            frame: host_frame(pfn.0, FrameOf::Memory),
             level: 1,
             writable: true,
             host_writable: true,
             exec: true,
             fetch: false,
             refused: 0,
-            fault: Some(false),
+            fault: Some(Direction::Read),
         };
         let mut cache = TableCache::new();
         cache.top_up(4).unwrap();

@@ -2,14 +2,15 @@
 
 mod section;
 
+use host::gup::FrameOf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use gannet_mmu::tdp::{FlushRemote, Thoroughness, pages_per};
-use gannet_mmu::{EptSupport, Format, MapOutcome, Mapping, TableCache, Tdp};
+use gannet_mmu::{EptSupport, Format, MapOutcome, Mapping, Marks, TableCache, Tdp};
 use host::std_port::test::host_frame;
 use proptest::prelude::*;
 use section::section;
-use x86::{Gfn, Gpa, Hpa};
+use x86::{Direction, Gfn, Gpa, Hpa};
 
 const NEW: EptSupport =
     EptSupport { pages_2m: true, pages_1g: true, accessed_dirty: true, page_log: false };
@@ -179,14 +180,14 @@ fn found(tdp: &Tdp<()>, gfn: u64) -> Found {
 
 fn page(pfn: u64) -> Mapping {
     Mapping {
-        frame: host_frame(pfn, true),
+        frame: host_frame(pfn, FrameOf::Memory),
         level: 1,
         writable: true,
         host_writable: true,
         exec: true,
         fetch: false,
         refused: 0,
-        fault: Some(false),
+        fault: Some(Direction::Read),
     }
 }
 
@@ -194,11 +195,12 @@ fn page(pfn: u64) -> Mapping {
 const EPT_RAM: u64 = 6 | 1 << 3;
 
 fn any_mapping() -> impl Strategy<Value = (u64, Mapping)> {
-    let fault = prop_oneof![Just(None), Just(Some(false)), Just(Some(true))];
+    let fault = prop_oneof![Just(None), Just(Some(Direction::Read)), Just(Some(Direction::Write))];
     let bits = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
     (0u64..1 << 36, 0u64..1 << 20, 1u8..=3, bits, fault).prop_map(
         |(gfn, large, level, (writable, host, exec, direct), fault)| {
-            let frame = host_frame(large << 18 | gfn & ((1 << 18) - 1), direct);
+            let of = if direct { FrameOf::Memory } else { FrameOf::Device };
+            let frame = host_frame(large << 18 | gfn & ((1 << 18) - 1), of);
             let host_writable = host || writable;
             let (fetch, refused) = (false, 0);
             (gfn, Mapping { frame, level, writable, host_writable, exec, fetch, refused, fault })
@@ -228,7 +230,7 @@ proptest! {
             exec: mapping.exec,
             memory,
             accessed: mapping.fault.is_some() && !old,
-            dirty: mapping.fault == Some(true) && mapping.writable && !old,
+            dirty: mapping.fault == Some(Direction::Write) && mapping.writable && !old,
             tables_accessed: !old,
         };
         prop_assert_eq!(walk(&tdp, gfn), Walk::Found(wanted));
@@ -323,8 +325,8 @@ fn a_log_without_dirty_flags_is_none() {
 #[test]
 fn where_the_cpu_logs_a_watched_small_page_is_clean_and_writable() {
     let tdp = Tdp::new(LOGGING, ()).unwrap();
-    map(&tdp, 7, &Mapping { fault: Some(true), ..page(70) });
-    map(&tdp, 8, &Mapping { fault: Some(false), ..page(71) });
+    map(&tdp, 7, &Mapping { fault: Some(Direction::Write), ..page(70) });
+    map(&tdp, 8, &Mapping { fault: Some(Direction::Read), ..page(71) });
     assert!(found(&tdp, 7).dirty && !found(&tdp, 8).dirty);
     assert!(tdp.zapper().watch_writes(Gfn(7), Gfn(8)));
     assert_eq!(found(&tdp, 7), Found { pfn: 70, ..found(&tdp, 8) });
@@ -341,11 +343,11 @@ fn where_the_cpu_logs_a_watched_small_page_is_clean_and_writable() {
 #[test]
 fn where_the_cpu_logs_a_watched_large_page_is_read_only_and_its_parts_are_clean() {
     let tdp = Tdp::new(LOGGING, ()).unwrap();
-    let large = Mapping { level: 2, fault: Some(true), ..page(1025) };
+    let large = Mapping { level: 2, fault: Some(Direction::Write), ..page(1025) };
     map(&tdp, 513, &large);
     assert!(tdp.zapper().watch_writes(Gfn(512), Gfn(1024)));
     assert!(!found(&tdp, 600).write);
-    map(&tdp, 600, &Mapping { fault: Some(true), ..page(1112) });
+    map(&tdp, 600, &Mapping { fault: Some(Direction::Write), ..page(1112) });
     let (written, other) = (found(&tdp, 600), found(&tdp, 601));
     assert_eq!((written.level, written.write, written.dirty), (1, true, true));
     assert_eq!((other.level, other.write, other.dirty), (1, true, false));
@@ -357,7 +359,7 @@ fn where_the_cpu_logs_a_watched_large_page_is_read_only_and_its_parts_are_clean(
     leaf.fetch_and(!2, Ordering::Relaxed);
     // (As a page that the host itself has read-only.)
     leaf.fetch_and(!(1 << 54), Ordering::Relaxed);
-    map(&tdp, 600, &Mapping { fault: Some(true), ..page(1112) });
+    map(&tdp, 600, &Mapping { fault: Some(Direction::Write), ..page(1112) });
     assert_eq!((found(&tdp, 601).write, found(&tdp, 601).dirty), (false, true));
 }
 
@@ -368,7 +370,11 @@ fn where_the_cpu_logs_a_clean_page_is_not_written_behind_its_back() {
     map(&tdp, 7, &page(0));
     let page = host::page::Page::zeroed().unwrap();
     tdp.zapper().zap(Gfn(7), Gfn(8), Thoroughness::Leaves, &Nobody);
-    map(&tdp, 7, &Mapping { frame: host_frame(page.hpa().0 >> 12, true), ..self::page(0) });
+    map(
+        &tdp,
+        7,
+        &Mapping { frame: host_frame(page.hpa().0 >> 12, FrameOf::Memory), ..self::page(0) },
+    );
     section(|s| {
         let view = tdp.view(s);
         let clean = page_of(&view, Gpa(7 << 12)).unwrap();
@@ -383,10 +389,10 @@ fn where_the_cpu_logs_a_clean_page_is_not_written_behind_its_back() {
 fn a_cpu_without_accessed_flags_gets_none() {
     assert!(NPT.tracks() && EPT.tracks() && !OLD_EPT.tracks());
     let tdp = Tdp::new(OLD_EPT, ()).unwrap();
-    map(&tdp, 7, &Mapping { fault: Some(true), ..page(70) });
+    map(&tdp, 7, &Mapping { fault: Some(Direction::Write), ..page(70) });
     let found = found(&tdp, 7);
     assert!(!found.accessed && !found.dirty && !found.tables_accessed);
     assert!(tdp.mapper().is_mapped(Gfn(0), Gfn(8)));
     assert!(!tdp.mapper().is_mapped(Gfn(8), Gfn(512)));
-    assert!(!tdp.mapper().age(Gfn(0), Gfn(512), true));
+    assert!(!tdp.mapper().age(Gfn(0), Gfn(512), Marks::Cleared));
 }

@@ -1,7 +1,7 @@
 //! The cache of previous roots, and which register bits make another root.
 
 use gannet_mmu::roots::{PREVIOUS, ResetBits, RootCache, RootKey};
-use gannet_mmu::{PagingContext, Role};
+use gannet_mmu::{AddressSpace, PagingContext, Role};
 use proptest::prelude::*;
 use x86::{Cr0, Cr4, Efer};
 
@@ -23,7 +23,7 @@ fn context(cr0: Cr0, cr4: Cr4, efer: Efer) -> PagingContext {
 }
 
 fn role(cr0: Cr0, cr4: Cr4, efer: Efer) -> Role {
-    Role::of(&context(cr0, cr4, efer), false)
+    Role::of(&context(cr0, cr4, efer), AddressSpace::Main)
 }
 
 fn key(base: u64) -> RootKey {
@@ -97,10 +97,10 @@ fn each_bit_that_changes_an_entrys_meaning_makes_another_root() {
     assert_ne!(role(PG, NO.0, NO.1), role(PG, PAE, NO.1), "PAE");
     assert_ne!(role(PG, PAE, LMA), role(PG, PAE | SMEP, LMA), "SMEP without WP");
     assert_ne!(role(PG, PAE, LMA), role(PG, PAE | SMAP, LMA), "SMAP without WP");
-    let smm = Role::of(&context(PG | WP, PAE, LMA | NXE), true);
+    let smm = Role::of(&context(PG | WP, PAE, LMA | NXE), AddressSpace::Smm);
     assert_ne!(base, smm, "SMM");
-    assert!(smm.smm() && !base.smm());
-    assert_ne!(Role::tdp(true), Role::tdp(false));
+    assert!(smm.space() == AddressSpace::Smm && base.space() == AddressSpace::Main);
+    assert_ne!(Role::tdp(AddressSpace::Smm), Role::tdp(AddressSpace::Main));
 }
 
 #[test]

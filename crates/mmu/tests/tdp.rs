@@ -2,16 +2,17 @@
 
 mod section;
 
+use host::gup::FrameOf;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use gannet_mmu::tdp::{FlushRemote, Thoroughness, lookup, page_of, pages_per};
-use gannet_mmu::{EptSupport, Format, MapOutcome, Mapping, TableCache, Tdp};
+use gannet_mmu::{EptSupport, Format, MapOutcome, Mapping, Marks, TableCache, Tdp, Wanted};
 use host::std_port::test::host_frame;
 use proptest::prelude::*;
 use section::section;
 use stats::VmCount;
-use x86::{Gfn, Gpa};
+use x86::{Direction, Gfn, Gpa};
 
 struct Flushes(AtomicU64);
 
@@ -46,16 +47,19 @@ fn tdp(format: Format) -> Tdp<()> {
     Tdp::new(format, ()).unwrap()
 }
 
+const WRITE: Wanted = Wanted { write: true, fetch: false };
+const FETCH: Wanted = Wanted { write: false, fetch: true };
+
 fn page(pfn: u64) -> Mapping {
     Mapping {
-        frame: host_frame(pfn, true),
+        frame: host_frame(pfn, FrameOf::Memory),
         level: 1,
         writable: true,
         host_writable: true,
         exec: true,
         fetch: false,
         refused: 0,
-        fault: Some(false),
+        fault: Some(Direction::Read),
     }
 }
 
@@ -159,12 +163,12 @@ fn a_large_page_is_split_without_losing_what_it_maps(format: Format) {
     assert!(tdp.zapper().watch_writes(Gfn(512), Gfn(513)));
     assert_eq!(find(&tdp, 1023), Some((1535, 2, false)));
     // A write to one page while the log is on.
-    assert!(!tdp.mapper().restore_access(Gfn(600), true, false));
+    assert!(!tdp.mapper().restore_access(Gfn(600), WRITE));
     assert_eq!(map(&tdp, 600, &page(1112)), MapOutcome::Mapped(1));
     assert_eq!(find(&tdp, 600), Some((1112, 1, true)));
     assert_eq!(find(&tdp, 601), Some((1113, 1, false)));
     assert_eq!(find(&tdp, 512), Some((1024, 1, false)));
-    assert!(tdp.mapper().restore_access(Gfn(601), true, false));
+    assert!(tdp.mapper().restore_access(Gfn(601), WRITE));
     assert_eq!(find(&tdp, 601), Some((1113, 1, true)));
     tdp.zapper().zap(Gfn(512), Gfn(1024), Thoroughness::Leaves, &flushes);
     assert_eq!((find(&tdp, 601), flushes.count()), (None, 1));
@@ -215,8 +219,8 @@ fn a_fetch_makes_a_large_page_small_and_no_other() {
         map(&tdp, 513, &Mapping { level: 2, ..page(1025) });
         map(&tdp, 1025, &Mapping { level: 2, ..page(2049) });
         assert_eq!(exec(&tdp, 600), Some((2, false)));
-        assert!(tdp.mapper().restore_access(Gfn(600), false, false));
-        assert!(!tdp.mapper().restore_access(Gfn(600), false, true));
+        assert!(tdp.mapper().restore_access(Gfn(600), Wanted::default()));
+        assert!(!tdp.mapper().restore_access(Gfn(600), FETCH));
         assert_eq!(map(&tdp, 600, &fetched(1112, 2)), MapOutcome::Mapped(1));
         for gfn in 512..1024 {
             assert_eq!(
@@ -224,7 +228,7 @@ fn a_fetch_makes_a_large_page_small_and_no_other() {
                 (Some((gfn + 512, 1, true)), true)
             );
         }
-        assert!(tdp.mapper().restore_access(Gfn(601), false, true));
+        assert!(tdp.mapper().restore_access(Gfn(601), FETCH));
         assert_eq!((exec(&tdp, 1026), splits(&tdp)), (Some((2, false)), 1));
         // It cannot have been in an instruction TLB.
         assert_eq!(flushes.count(), 0);
@@ -322,12 +326,13 @@ fn age_is_forgotten_once_and_seen_again_after_an_access() {
         let tdp = tdp(format);
         map(&tdp, 7, &page(70));
         map(&tdp, 8, &Mapping { fault: None, ..page(71) });
-        let age = |a, b, clear| tdp.mapper().age(Gfn(a), Gfn(b), clear);
-        assert!(!age(8, 9, false));
-        assert!(age(0, 512, false) && age(0, 512, true));
-        assert!(!age(0, 512, true) && !age(7, 8, false));
+        let age = |a, b, marks| tdp.mapper().age(Gfn(a), Gfn(b), marks);
+        let (kept, cleared) = (Marks::Kept, Marks::Cleared);
+        assert!(!age(8, 9, kept));
+        assert!(age(0, 512, kept) && age(0, 512, cleared));
+        assert!(!age(0, 512, cleared) && !age(7, 8, kept));
         map(&tdp, 7, &page(70));
-        assert!(age(7, 8, false));
+        assert!(age(7, 8, kept));
     }
 }
 
@@ -346,7 +351,7 @@ fn write_protection_by_mask_hits_its_bits_only(format: Format) {
 
 fn memory_outside_the_direct_map_is_never_read(format: Format) {
     let tdp = tdp(format);
-    map(&tdp, 7, &Mapping { frame: host_frame(70, false), ..page(70) });
+    map(&tdp, 7, &Mapping { frame: host_frame(70, FrameOf::Device), ..page(70) });
     section(|s| {
         let view = tdp.view(s);
         assert!(lookup(&view, Gfn(7)).is_some());

@@ -3,7 +3,7 @@
 //! SDM vol. 3B ch. 15, APM vol. 2 ch. 9, KVM API §4.104 to §4.106. A guest's machine checks are its VMM's;
 //! the host's own never reach it.
 
-use crate::{NoMemory, Refused};
+use crate::{By, NoMemory, Refused};
 use alloc::vec::Vec;
 use host::GuestIndex;
 use x86::msr::*;
@@ -13,10 +13,10 @@ pub const MAX_BANKS: usize = 32;
 /// Control, status, address, misc.
 const REGISTERS: usize = 4;
 /// MCG_CAP bits that a VMM may set beside the number of banks and the extended-register count
-/// (KVM_X86_GET_MCE_CAP_SUPPORTED answers this and [`MAX_BANKS`]).
-const SUPPORTED_CAP: u64 = mce::CAP_CTL | mce::CAP_SER;
-/// Bits of MCG_CAP that Intel's CPUs have besides.
-const INTEL_CAP: u64 = mce::CAP_CMCI | mce::CAP_LMCE;
+/// (KVM_X86_GET_MCE_CAP_SUPPORTED answers this), and the number of banks.
+pub(crate) const SUPPORTED: u64 = mce::CAP_CTL | mce::CAP_SER | MAX_BANKS as u64;
+/// The same with the bits that Intel's CPUs have besides.
+pub(crate) const SUPPORTED_BY_INTEL: u64 = SUPPORTED | mce::CAP_CMCI | mce::CAP_LMCE;
 
 /// A machine check that a VMM injects (KVM_X86_SET_MCE).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -46,9 +46,19 @@ pub enum McVerdict {
     TripleFault,
 }
 
+/// What the guest may write to MCi_STATUS.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Statuses {
+    /// Nothing but zero.
+    Clearable,
+    /// Anything: HWCR says so (AMD).
+    Writable,
+}
+
 #[derive(Clone, Debug)]
 pub(crate) struct MachineChecks {
-    intel: bool,
+    /// Bits of MCG_CAP that may be set.
+    supported: u64,
     cap: u64,
     status: u64,
     ctl: u64,
@@ -64,15 +74,11 @@ const fn bank_of(index: u32) -> (usize, usize) {
 }
 
 impl MachineChecks {
-    pub(crate) fn new(intel: bool) -> Result<Self, NoMemory> {
+    pub(crate) fn new(supported: u64) -> Result<Self, NoMemory> {
         let mut banks = Vec::new();
         banks.try_reserve_exact(MAX_BANKS).map_err(|_| NoMemory)?;
         banks.resize(MAX_BANKS, [0; REGISTERS + 1]);
-        Ok(Self { intel, cap: MAX_BANKS as u64, status: 0, ctl: 0, ext_ctl: 0, banks })
-    }
-
-    pub(crate) const fn supported(intel: bool) -> u64 {
-        SUPPORTED_CAP | if intel { INTEL_CAP } else { 0 } | MAX_BANKS as u64
+        Ok(Self { supported, cap: MAX_BANKS as u64, status: 0, ctl: 0, ext_ctl: 0, banks })
     }
 
     pub(crate) fn has_cmci(&self) -> bool {
@@ -102,10 +108,7 @@ impl MachineChecks {
     /// Sets the banks up as KVM_X86_SETUP_MCE asks (KVM API §4.104).
     pub(crate) fn set_up(&mut self, cap: u64) -> Result<(), Refused> {
         let count = (cap & mce::CAP_BANKS) as usize;
-        if count == 0
-            || count > MAX_BANKS
-            || cap & !(Self::supported(self.intel) | 0xff | 0x00ff_0000) != 0
-        {
+        if count == 0 || count > MAX_BANKS || cap & !(self.supported | 0xff | 0x00ff_0000) != 0 {
             return Err(Refused);
         }
         self.cap = cap;
@@ -120,14 +123,14 @@ impl MachineChecks {
         Ok(())
     }
 
-    pub(crate) fn read(&self, index: u32, from_host: bool) -> Result<u64, Refused> {
+    pub(crate) fn read(&self, index: u32, by: By) -> Result<u64, Refused> {
         match index {
             P5_MC_ADDR | P5_MC_TYPE => Ok(0),
             MCG_CAP => Ok(self.cap),
             MCG_STATUS => Ok(self.status),
             // A VMM saves what the list names, whatever MCG_CAP says.
-            MCG_CTL if from_host || self.cap & mce::CAP_CTL != 0 => Ok(self.ctl),
-            MC0_CTL2..MC0_CTL if from_host || self.cap & mce::CAP_CMCI != 0 => {
+            MCG_CTL if by == By::Vmm || self.cap & mce::CAP_CTL != 0 => Ok(self.ctl),
+            MC0_CTL2..MC0_CTL if by == By::Vmm || self.cap & mce::CAP_CMCI != 0 => {
                 let bank = index.wrapping_sub(MC0_CTL2) as usize;
                 self.register(bank, REGISTERS)
             }
@@ -148,26 +151,25 @@ impl MachineChecks {
         GuestIndex::from(register).of(bank).copied().ok_or(Refused)
     }
 
-    /// `status_writable`: HWCR lets the guest write MCi_STATUS (AMD).
     pub(crate) fn write(
         &mut self,
         index: u32,
         value: u64,
-        from_host: bool,
-        status_writable: bool,
+        by: By,
+        statuses: Statuses,
     ) -> Result<(), Refused> {
         match index {
             MCG_STATUS => self.status = value,
             MCG_CTL => {
                 // A VMM may restore 0 into what its vCPU does not have.
-                let exists = self.cap & mce::CAP_CTL != 0 || (from_host && value == 0);
+                let exists = self.cap & mce::CAP_CTL != 0 || (by == By::Vmm && value == 0);
                 if !exists || !matches!(value, 0 | u64::MAX) {
                     return Err(Refused);
                 }
                 self.ctl = value;
             }
             MC0_CTL2..MC0_CTL => {
-                let exists = self.cap & mce::CAP_CMCI != 0 || (from_host && value == 0);
+                let exists = self.cap & mce::CAP_CMCI != 0 || (by == By::Vmm && value == 0);
                 if !exists || value & !(mce::CTL2_CMCI_ENABLE | mce::CTL2_THRESHOLD) != 0 {
                     return Err(Refused);
                 }
@@ -180,7 +182,7 @@ impl MachineChecks {
                     // All or nothing; but old systems clear bit 10 (a GART erratum of K8) or
                     // bit 0, and must be let through.
                     0 => value == 0 || value | 1 << 10 | 1 == u64::MAX,
-                    1 => from_host || value == 0 || status_writable,
+                    1 => by == By::Vmm || value == 0 || statuses == Statuses::Writable,
                     _ => true,
                 };
                 let slot = self.register_mut(bank, register)?;

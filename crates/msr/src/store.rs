@@ -10,8 +10,10 @@
 //! Why the VMM may set what the guest does not have: on the other side of a migration the order is the VMM's, and MSRs
 //! may come before CPUID. The guest's own access is asked for its CPUID each time.
 
+use x86::Reset;
+
 use crate::effect::Effect;
-use crate::mce::MachineChecks;
+use crate::mce::{MachineChecks, SUPPORTED, SUPPORTED_BY_INTEL, Statuses};
 use crate::mtrr::Mtrrs;
 use crate::{By, GuestFacts, HostMsrs, McReport, McVerdict, NoMemory, Refused, lists};
 use x86::msr::*;
@@ -25,9 +27,14 @@ const TSC_RATIO_ONE: u64 = 1 << 32;
 #[derive(Clone, Copy)]
 struct Access<'a> {
     index: u32,
-    /// KVM_GET_MSRS or KVM_SET_MSRS, which ask no questions of the guest's CPUID.
-    vmm: bool,
+    by: By,
     facts: &'a GuestFacts,
+}
+
+impl Access<'_> {
+    const fn is_vmm(&self) -> bool {
+        matches!(self.by, By::Vmm)
+    }
 }
 
 type Written = Result<Effect, Refused>;
@@ -186,14 +193,15 @@ impl MsrStore {
             host_de_cfg: host.de_cfg & de_cfg::LFENCE_SERIALIZE,
             host_amd: host.amd,
             mtrrs: Mtrrs::default(),
-            machine_checks: MachineChecks::new(!host.amd)?,
+            machine_checks: MachineChecks::new(Self::supported_mcg_cap(host.amd))?,
         })
     }
 
     /// What INIT and reset change: little, since INIT keeps MSRs (SDM vol. 3A table 9-1).
-    pub fn reset(&mut self, init: bool) {
-        if !init {
-            self.slots.reset();
+    pub fn reset(&mut self, reset: Reset) {
+        match reset {
+            Reset::PowerUp => self.slots.reset(),
+            Reset::Init => {}
         }
     }
 
@@ -203,12 +211,12 @@ impl MsrStore {
         if by == By::Vmm {
             return self.read_for_vmm(index, facts);
         }
-        read_known(self, Access { index, vmm: false, facts })
+        read_known(self, Access { index, by: By::Guest, facts })
     }
 
     #[inline(never)]
     fn read_for_vmm(&self, index: u32, facts: &GuestFacts) -> Result<u64, Refused> {
-        match read_known(self, Access { index, vmm: true, facts }) {
+        match read_known(self, Access { index, by: By::Vmm, facts }) {
             // A VMM that saves what the list names must be able to.
             Err(Refused) if lists::SAVED.contains(&index) => Ok(0),
             answer => answer,
@@ -227,12 +235,12 @@ impl MsrStore {
         if by == By::Vmm {
             return self.write_for_vmm(index, value, facts);
         }
-        write_known(self, value, Access { index, vmm: false, facts })
+        write_known(self, value, Access { index, by: By::Guest, facts })
     }
 
     #[inline(never)]
     fn write_for_vmm(&mut self, index: u32, value: u64, facts: &GuestFacts) -> Written {
-        match write_known(self, value, Access { index, vmm: true, facts }) {
+        match write_known(self, value, Access { index, by: By::Vmm, facts }) {
             // It exists in any case; what refuses zero then is CPUID faulting that is on.
             Err(Refused) if index == PLATFORM_INFO => Err(Refused),
             // KVM lets a VMM restore zero to whatever the list names.
@@ -245,7 +253,7 @@ impl MsrStore {
 /// Conditions of the table: where an MSR exists.
 impl MsrStore {
     fn vmm(&self, access: Access<'_>) -> bool {
-        access.vmm
+        access.is_vmm()
     }
 
     fn intel(&self, access: Access<'_>) -> bool {
@@ -257,11 +265,11 @@ impl MsrStore {
     }
 
     fn arch_capabilities(&self, access: Access<'_>) -> bool {
-        access.vmm || access.facts.arch_capabilities
+        access.is_vmm() || access.facts.arch_capabilities
     }
 
     fn pdcm(&self, access: Access<'_>) -> bool {
-        access.vmm || access.facts.pdcm
+        access.is_vmm() || access.facts.pdcm
     }
 
     fn osvw(&self, access: Access<'_>) -> bool {
@@ -269,13 +277,13 @@ impl MsrStore {
     }
 
     fn virt_ssbd(&self, access: Access<'_>) -> bool {
-        self.host_amd && (access.vmm || access.facts.virt_ssbd)
+        self.host_amd && (access.is_vmm() || access.facts.virt_ssbd)
     }
 
     fn local_machine_checks(&self, access: Access<'_>) -> bool {
         let on = self.slots.FEATURE_CONTROL & feature_control::LMCE != 0;
         // The guest has to ask for them in FEATURE_CONTROL first: without that a write is #GP.
-        !self.host_amd && (access.vmm || on)
+        !self.host_amd && (access.is_vmm() || on)
     }
 }
 
@@ -294,14 +302,15 @@ impl MsrStore {
 
     #[inline(never)]
     fn read_machine_checks(&self, access: Access<'_>) -> Result<u64, Refused> {
-        self.machine_checks.read(access.index, access.vmm)
+        self.machine_checks.read(access.index, access.by)
     }
 
     #[inline(never)]
     fn write_machine_checks(&mut self, value: u64, access: Access<'_>) -> Written {
         // AMD's way to test a handler: the guest writes the status that it wants to find.
-        let status_writable = access.facts.amd && self.slots.HWCR & hwcr::MC_STATUS_WR_EN != 0;
-        self.machine_checks.write(access.index, value, access.vmm, status_writable)?;
+        let by_hwcr = access.facts.amd && self.slots.HWCR & hwcr::MC_STATUS_WR_EN != 0;
+        let status = if by_hwcr { Statuses::Writable } else { Statuses::Clearable };
+        self.machine_checks.write(access.index, value, access.by, status)?;
         Ok(Effect::None)
     }
 
@@ -315,7 +324,7 @@ impl MsrStore {
     }
 
     fn write_pred_cmd(&mut self, value: u64, access: Access<'_>) -> Written {
-        let Access { vmm, facts, .. } = access;
+        let (vmm, facts) = (access.is_vmm(), access.facts);
         let allowed = if vmm { facts.host_pred_cmd } else { facts.pred_cmd };
         // Without any bit the MSR does not exist for a guest, not even for a write of zero.
         let exists = allowed != 0 || vmm;
@@ -325,7 +334,7 @@ impl MsrStore {
     }
 
     fn write_flush_cmd(&mut self, value: u64, access: Access<'_>) -> Written {
-        let Access { vmm, facts, .. } = access;
+        let (vmm, facts) = (access.is_vmm(), access.facts);
         let exists = if vmm { facts.host_flush_l1d } else { facts.flush_l1d };
         require(exists && value & !flush_cmd::L1D == 0)?;
         Ok(if value != 0 && !vmm { Effect::FlushL1d } else { Effect::None })
@@ -339,13 +348,13 @@ impl MsrStore {
         let delta = value.wrapping_sub(self.slots.TSC_ADJUST) as i64;
         self.slots.TSC_ADJUST = value;
         // A VMM restores TSC and TSC_ADJUST one by one; only a guest's write moves the TSC.
-        Ok(if access.vmm { Effect::None } else { Effect::TscAdjusted { delta } })
+        Ok(if access.is_vmm() { Effect::None } else { Effect::TscAdjusted { delta } })
     }
 
     fn write_misc_enable(&mut self, value: u64, access: Access<'_>) -> Written {
         let mut value = value;
         let old = self.slots.MISC_ENABLE;
-        if !access.vmm {
+        if !access.is_vmm() {
             require((old ^ value) & MISC_ENABLE_RESET == 0)?;
             // Read-only for the guest, and silently so: it says whether there is a PMU.
             value = value & !misc_enable::PERFMON | old & misc_enable::PERFMON;
@@ -373,7 +382,7 @@ impl MsrStore {
 
     fn write_feature_control(&mut self, value: u64, access: Access<'_>) -> Written {
         let locked = self.slots.FEATURE_CONTROL & feature_control::LOCK != 0;
-        let known = match access.vmm {
+        let known = match access.is_vmm() {
             true => feature_control::KNOWN,
             false => {
                 let lmce = self.machine_checks.has_local();
@@ -384,13 +393,13 @@ impl MsrStore {
             }
         };
         // The lock binds the guest: a VMM restores a locked value, and clears it at a reset.
-        require((access.vmm || !locked) && value & !known == 0)?;
+        require((access.is_vmm() || !locked) && value & !known == 0)?;
         self.slots.FEATURE_CONTROL = value;
         Ok(Effect::None)
     }
 
     fn write_ucode_rev(&mut self, value: u64, access: Access<'_>) -> Written {
-        if access.vmm {
+        if access.is_vmm() {
             self.slots.UCODE_REV = value;
         }
         Ok(Effect::None)
@@ -408,7 +417,7 @@ impl MsrStore {
     fn write_de_cfg(&mut self, value: u64, access: Access<'_>) -> Written {
         // What LFENCE does is the host's choice; a guest may only state it.
         let stated = value == self.host_de_cfg;
-        require(value & !self.host_de_cfg == 0 && (access.vmm || stated))?;
+        require(value & !self.host_de_cfg == 0 && (access.is_vmm() || stated))?;
         self.slots.DE_CFG = value;
         Ok(Effect::None)
     }
@@ -434,13 +443,13 @@ impl MsrStore {
         let width = access.facts.maxphyaddr;
         let above = if width >= 64 { 0 } else { u64::MAX << width };
         // MSRs may be restored before the CPUID that tells the width.
-        require(access.vmm || value & (0xfff | above) == 0)?;
+        require(access.is_vmm() || value & (0xfff | above) == 0)?;
         self.slots.VM_HSAVE_PA = value & !0xfff;
         Ok(Effect::None)
     }
 
     fn tsc_ratio(&self, access: Access<'_>) -> bool {
-        access.vmm || access.facts.tsc_ratio
+        access.is_vmm() || access.facts.tsc_ratio
     }
 
     fn write_tsc_ratio(&mut self, value: u64, access: Access<'_>) -> Written {
@@ -508,8 +517,8 @@ impl MsrStore {
 
     /// KVM_X86_GET_MCE_CAP_SUPPORTED: MCG_CAP with every bit that may be set, on Intel CPUs or
     /// others.
-    pub const fn supported_mcg_cap(intel: bool) -> u64 {
-        MachineChecks::supported(intel)
+    pub const fn supported_mcg_cap(amd: bool) -> u64 {
+        if amd { SUPPORTED } else { SUPPORTED_BY_INTEL }
     }
 
     /// IA32_FEATURE_CONTROL as the guest sees it.

@@ -4,6 +4,7 @@ use gannet_msr::{
     By, Class, Effect, GuestFacts, HostMsrs, McReport, McVerdict, MsrStore, Refused, classify,
     lists,
 };
+use x86::Reset;
 use x86::msr::*;
 
 const AMD: HostMsrs = HostMsrs {
@@ -471,9 +472,9 @@ fn whatever_the_list_names_a_vmm_can_save_and_restore() {
 fn init_keeps_msrs_and_reset_clears_settings() {
     let mut store = store();
     takes(&mut store, HWCR, 1 << 24, GUEST);
-    store.reset(true);
+    store.reset(Reset::Init);
     assert_eq!(store.read(HWCR, GUEST, &FACTS), Ok(1 << 24));
-    store.reset(false);
+    store.reset(Reset::PowerUp);
     assert_eq!(store.read(HWCR, GUEST, &FACTS), Ok(0));
 }
 

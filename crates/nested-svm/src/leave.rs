@@ -6,7 +6,7 @@
 use core::{mem::offset_of, sync::atomic::Ordering};
 
 use x86::{
-    Cr0, Gpa,
+    Cr0, Direction, Gpa,
     vmcb::{
         Control, ExitCode, NP_ENABLE, SEG_ES, SEG_GDTR, SEG_IDTR, Save, Vmcb, VmcbSegment, event,
         vintr,
@@ -65,7 +65,7 @@ struct Place<'a, M> {
 impl<'a, M: L1Memory> Place<'a, M> {
     fn new(memory: &'a M, at: Gpa) -> Self {
         // Words are written in place: a block that did not begin at a page would be torn.
-        let page = if at.page_offset() == 0 { memory.page(at, true) } else { None };
+        let page = if at.page_offset() == 0 { memory.page(at, Direction::Write) } else { None };
         Self { memory, at, page }
     }
 

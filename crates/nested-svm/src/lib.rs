@@ -31,7 +31,7 @@ pub mod vmcb12;
 
 use core::sync::atomic::AtomicU64;
 
-use x86::Gpa;
+use x86::{Direction, Gpa};
 
 /// An address of L1 is outside of its memory, or its memory cannot be had now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,9 +49,9 @@ pub trait L1Memory {
     /// # Errors
     /// Not all of it is memory that may be written; any part of it may have been written.
     fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside>;
-    /// The page that begins at `at`, to be read in place, and to be written if `write`. `None`: it can be had by
+    /// The page that begins at `at`, to be read in place, and to be written too if that is the direction. `None`: it can be had by
     /// copies alone.
-    fn page(&self, _at: Gpa, _write: bool) -> Option<&Words> {
+    fn page(&self, _at: Gpa, _direction: Direction) -> Option<&Words> {
         None
     }
 }

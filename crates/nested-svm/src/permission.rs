@@ -5,7 +5,7 @@
 //! entry, since L1 may change its map without a word (clean bits tell of its address alone). The I/O map of L0 is
 //! all ones: every port exits, and L1's map is asked then.
 
-use x86::{Gpa, addr::PAGE_SIZE, vmcb::ioio};
+use x86::{Direction, Gpa, addr::PAGE_SIZE, vmcb::ioio};
 
 use crate::{L1Memory, Outside};
 
@@ -26,13 +26,13 @@ pub const fn msr_bits(msr: u32) -> Option<(u64, u32)> {
 }
 
 /// Whether L1 wants to hear of an access of `msr`. A map that is not memory hears of all.
-pub fn msr_exits(memory: &impl L1Memory, map: u64, msr: u32, write: bool) -> bool {
+pub fn msr_exits(memory: &impl L1Memory, map: u64, msr: u32, direction: Direction) -> bool {
     let Some((byte, shift)) = msr_bits(msr) else { return true };
     let mut bits = [0];
     // The CPU ignores the low bits of the address (APM vol. 2 §15.10.1).
     let base = map & !(PAGE_SIZE - 1);
     match memory.read(Gpa(base.wrapping_add(byte)), &mut bits) {
-        Ok(()) => bits[0] >> (shift + u32::from(write)) & 1 != 0,
+        Ok(()) => bits[0] >> (shift + direction as u32) & 1 != 0,
         // Closed rather than open: L1 may hear of one exit too many.
         Err(Outside) => true,
     }
@@ -149,11 +149,14 @@ mod tests {
     fn reads_and_writes_have_bits_of_their_own() {
         let mut map = Map(vec![0; 0x2000]);
         map.0[0x840] = 1 << 5;
-        assert!(!msr_exits(&map, BASE, 0xc000_0102, false));
-        assert!(msr_exits(&map, BASE, 0xc000_0102, true));
-        assert!(msr_exits(&map, BASE | 0xfff, 0xc000_0102, true), "the low bits are ignored");
-        assert!(msr_exits(&map, BASE, 0x8000_0000, false), "in no map");
-        assert!(msr_exits(&map, 0x10_0000, 0xc000_0102, false), "no memory");
+        assert!(!msr_exits(&map, BASE, 0xc000_0102, Direction::Read));
+        assert!(msr_exits(&map, BASE, 0xc000_0102, Direction::Write));
+        assert!(
+            msr_exits(&map, BASE | 0xfff, 0xc000_0102, Direction::Write),
+            "the low bits are ignored"
+        );
+        assert!(msr_exits(&map, BASE, 0x8000_0000, Direction::Read), "in no map");
+        assert!(msr_exits(&map, 0x10_0000, 0xc000_0102, Direction::Read), "no memory");
     }
 
     #[test]

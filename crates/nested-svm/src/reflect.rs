@@ -7,7 +7,7 @@
 //! tells.
 
 use x86::{
-    Cr0, Exception,
+    Cr0, Cr0Write, Direction, Exception,
     vmcb::{Control, ExitCode, Intercept3, InterceptCr},
 };
 
@@ -101,7 +101,8 @@ pub fn claims(control: &Control, offered: &Offered, exit: &Exit, memory: &impl L
 /// An MSR that L0 left to L1 is the one that RCX names at the exit; the caller put it into EXITINFO2 of the exit,
 /// which an MSR exit does not use (APM vol. 2 §15.11).
 fn msr(control: &Control, exit: &Exit, memory: &impl L1Memory) -> bool {
-    permission::msr_exits(memory, control.msrpm_base_pa, exit.info_2 as u32, exit.info_1 & 1 != 0)
+    let direction = Direction::write_if(exit.info_1 & 1 != 0);
+    permission::msr_exits(memory, control.msrpm_base_pa, exit.info_2 as u32, direction)
 }
 
 /// Whether L1 wants to hear of some writes of CR0, and not of all.
@@ -112,14 +113,15 @@ fn is_selective(control: &Control) -> bool {
 
 /// Whether L1 wants to hear of a write of CR0 that L0 carries out for L2: it intercepts writes, or selectively those
 /// that change more than TS and MP (APM vol. 2 §15.8.1), and any LMSW (table 15-7).
-pub fn cr0_write(control: &Control, old: Cr0, new: Cr0, lmsw: bool) -> Option<Exit> {
+pub fn cr0_write(control: &Control, old: Cr0, new: Cr0, by: Cr0Write) -> Option<Exit> {
     // A write that is intercepted as such is told so, selectively asked for or not.
     if intercepts(control, ExitCode::WriteCr0) {
         return Some(Exit::plain(ExitCode::WriteCr0));
     }
     let [_, _, _, third, ..] = control.intercepts;
     let changed = (old ^ new) - (Cr0::TS | Cr0::MP);
-    let selective = third & Intercept3::CR0_SEL_WRITE.bits() != 0 && (lmsw || !changed.is_empty());
+    let selective = third & Intercept3::CR0_SEL_WRITE.bits() != 0
+        && (by == Cr0Write::Lmsw || !changed.is_empty());
     selective.then_some(Exit::plain(ExitCode::Cr0SelWrite))
 }
 
@@ -241,15 +243,15 @@ mod tests {
         let mut block = Vmcb::new_zeroed();
         let (old, ts) = (Cr0::PE | Cr0::PG, Cr0::PE | Cr0::PG | Cr0::TS);
         block.control.intercepts[3] = Intercept3::CR0_SEL_WRITE.bits();
-        assert_eq!(cr0_write(&block.control, old, ts, false), None);
+        assert_eq!(cr0_write(&block.control, old, ts, Cr0Write::Other), None);
         let cd = old | Cr0::CD;
         assert_eq!(
-            cr0_write(&block.control, old, cd, false),
+            cr0_write(&block.control, old, cd, Cr0Write::Other),
             Some(Exit::plain(ExitCode::Cr0SelWrite))
         );
         block.control.intercepts[0] = 1 << 16;
         assert_eq!(
-            cr0_write(&block.control, old, ts, false),
+            cr0_write(&block.control, old, ts, Cr0Write::Other),
             Some(Exit::plain(ExitCode::WriteCr0))
         );
     }

@@ -3,7 +3,7 @@
 use core::{mem::offset_of, sync::atomic::Ordering};
 
 use x86::{
-    Gpa,
+    Direction, Gpa,
     addr::PAGE_SIZE,
     vmcb::{
         Clean, Control, NP_ENABLE, SEG_DS, SEG_ES, SEG_GDTR, SEG_IDTR, Save, VIRTUAL_LBR, Vmcb,
@@ -93,7 +93,7 @@ impl Vmcb12 {
         let same = self.at == at.0;
         // A load that ends half way leaves a copy that is of no block.
         self.at = u64::MAX;
-        let from = Source { memory, at, page: memory.page(at, false) };
+        let from = Source { memory, at, page: memory.page(at, Direction::Read) };
         from.read(&mut self.page, CONTROL)?;
         let clean =
             if same { Clean::from_bits_truncate(self.page.control.clean) } else { Clean::empty() };

@@ -12,7 +12,7 @@ use gannet_nested_svm::{
 };
 use proptest::prelude::*;
 use x86::{
-    Gpa, Hpa,
+    Direction, Gpa, Hpa,
     vmcb::{Clean, ExitCode, Vmcb},
 };
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
@@ -88,7 +88,7 @@ impl L1Memory for InPlace {
     fn write(&self, at: Gpa, from: &[u8]) -> Result<(), Outside> {
         self.0.write(at, from)
     }
-    fn page(&self, at: Gpa, _: bool) -> Option<&Words> {
+    fn page(&self, at: Gpa, _: Direction) -> Option<&Words> {
         (at.0 == AT).then_some(&self.1)
     }
 }

@@ -4,7 +4,7 @@
 //! what of it L1 does not have to see is carried out here on L1's memory.
 
 use x86::vmcs::{ProcControls, ProcControls2, field};
-use x86::{Gpa, apic::reg};
+use x86::{Direction, Gpa, apic::reg};
 
 use crate::priority::{self, Moved};
 use crate::{GuestMemory, Vmcs12, virtual_interrupts};
@@ -14,16 +14,20 @@ const EOI: u16 = reg::EOI as u16;
 const ICR_LOW: u16 = reg::ICR as u16;
 const ICR_HIGH: u16 = reg::ICR2 as u16;
 const TPR: u16 = reg::TPR as u16;
+
 /// Whether an access of four bytes at that offset, a plain one, is virtualized. Every other makes an exit.
-pub fn serves(v: &Vmcs12, offset: u16, write: bool) -> bool {
+pub fn serves(v: &Vmcs12, offset: u16, direction: Direction) -> bool {
     if !v.primary().contains(ProcControls::TPR_SHADOW) || offset & 0xf != 0 {
         return false;
     }
     let second = v.secondary();
     if second.contains(ProcControls2::APIC_REGISTERS) {
-        return if write { is_written(offset) } else { is_read(offset) };
+        return match direction {
+            Direction::Read => is_read(offset),
+            Direction::Write => is_written(offset),
+        };
     }
-    let by_interrupts = write
+    let by_interrupts = direction.is_write()
         && second.contains(ProcControls2::VIRTUAL_INTERRUPTS)
         && matches!(offset, EOI | ICR_LOW);
     offset == TPR || by_interrupts
@@ -132,20 +136,20 @@ mod tests {
         v
     }
 
-    fn served(v: &Vmcs12, write: bool) -> Vec<u16> {
-        (0..0x1000).filter(|offset| serves(v, *offset, write)).collect()
+    fn served(v: &Vmcs12, direction: Direction) -> Vec<u16> {
+        (0..0x1000).filter(|offset| serves(v, *offset, direction)).collect()
     }
 
     #[test]
     fn the_controls_say_which_registers_are_the_pages() {
         let none: [u16; 0] = [];
-        for write in [false, true] {
-            assert_eq!(served(&with(1 << 31, ACCESSES | REGISTERS | INTERRUPTS), write), none);
-            assert_eq!(served(&with(SHADOW, ACCESSES), write), [0x80]);
+        for way in [Direction::Read, Direction::Write] {
+            assert_eq!(served(&with(1 << 31, ACCESSES | REGISTERS | INTERRUPTS), way), none);
+            assert_eq!(served(&with(SHADOW, ACCESSES), way), [0x80]);
         }
         let interrupts = with(SHADOW, ACCESSES | INTERRUPTS);
-        assert_eq!(served(&interrupts, false), [0x80]);
-        assert_eq!(served(&interrupts, true), [0x80, 0xb0, 0x300]);
+        assert_eq!(served(&interrupts, Direction::Read), [0x80]);
+        assert_eq!(served(&interrupts, Direction::Write), [0x80, 0xb0, 0x300]);
         // The manual's two lists.
         let low = [0x20, 0x30, 0x80, 0xb0, 0xd0, 0xe0, 0xf0];
         let in_service_to_requested = (0x100..0x280).step_by(16);
@@ -155,8 +159,8 @@ mod tests {
             low.into_iter().filter(|offset| *offset != 0x30).chain(high).collect();
         for second in [REGISTERS, REGISTERS | INTERRUPTS] {
             let v = with(SHADOW, ACCESSES | second);
-            assert_eq!(served(&v, false), reads);
-            assert_eq!(served(&v, true), writes);
+            assert_eq!(served(&v, Direction::Read), reads);
+            assert_eq!(served(&v, Direction::Write), writes);
         }
     }
 

@@ -350,12 +350,24 @@ pub enum Flush {
     Both,
 }
 
+/// Which way the CPU goes between L1 and L2.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transition {
+    /// From L1 to L2.
+    Entry,
+    /// From L2 to L1.
+    Exit,
+}
+
 /// What a transition drops. `last` is the VPID of L1's that L2's tag stood for.
-pub fn flush(v: &Vmcs12, last: u16, entry: bool) -> Flush {
+pub fn flush(v: &Vmcs12, last: u16, transition: Transition) -> Flush {
     if !v.secondary().contains(ProcControls2::VPID) {
         return Flush::Both;
     }
-    if entry && v.get(field::VPID) != last { Flush::L2 } else { Flush::None }
+    match transition {
+        Transition::Entry if v.get(field::VPID) != last => Flush::L2,
+        Transition::Entry | Transition::Exit => Flush::None,
+    }
 }
 
 #[cfg(test)]

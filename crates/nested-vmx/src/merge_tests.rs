@@ -165,12 +165,12 @@ fn an_injection_is_written_at_every_entry_that_has_one() {
 #[test]
 fn translations_follow_ept_and_vpid() {
     let mut v = good();
-    assert_eq!((tables(&v), flush(&v, 0, true)), (Tables::OfL1, Flush::Both));
+    assert_eq!((tables(&v), flush(&v, 0, Transition::Entry)), (Tables::OfL1, Flush::Both));
     set!(v, PROC_CONTROLS2 = 0x22, EPT_POINTER = 0x501e, VPID = 3);
     assert_eq!(tables(&v), Tables::Shadow(0x501e));
-    assert_eq!(flush(&v, 2, true), Flush::L2);
-    assert_eq!(flush(&v, 3, true), Flush::None);
-    assert_eq!(flush(&v, 2, false), Flush::None);
+    assert_eq!(flush(&v, 2, Transition::Entry), Flush::L2);
+    assert_eq!(flush(&v, 3, Transition::Entry), Flush::None);
+    assert_eq!(flush(&v, 2, Transition::Exit), Flush::None);
     let vmcs = composed(&l0(), &v, Groups::of(Group::Translation));
     assert_eq!(vmcs.has(field::VPID), 9);
 }

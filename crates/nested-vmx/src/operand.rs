@@ -3,7 +3,7 @@
 
 use x86::reg::is_canonical;
 use x86::segment::kind;
-use x86::{Exception, Segment};
+use x86::{Direction, Exception, Segment};
 
 /// The instruction-information field of an exit for a VMX instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,22 +55,13 @@ pub struct Context<'a> {
     pub linear_bits: u32,
 }
 
-/// How memory is used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Use {
-    /// It is read.
-    Read,
-    /// It is written.
-    Write,
-}
-
 /// The linear address of a memory operand of `length` bytes. `displacement` is the exit qualification.
 pub fn linear(
     information: Information,
     displacement: u64,
     context: &Context<'_>,
     length: u32,
-    using: Use,
+    using: Direction,
 ) -> Result<u64, Exception> {
     let offset = offset(information, displacement, context);
     let fault = if information.segment() == 2 { Exception::ss(0) } else { Exception::gp(0) };
@@ -112,12 +103,12 @@ fn offset(information: Information, displacement: u64, context: &Context<'_>) ->
 }
 
 /// Whether a segment of protected mode allows the use (SDM vol. 3A §5.5). What is unusable allows none.
-fn allows(segment: &Segment, using: Use) -> bool {
+fn allows(segment: &Segment, using: Direction) -> bool {
     let is_code = segment.kind() & 8 != 0;
     let second = segment.kind() & 2 != 0;
     let type_allows = match using {
-        Use::Write => !is_code && second,
-        Use::Read => !is_code || second,
+        Direction::Write => !is_code && second,
+        Direction::Read => !is_code || second,
     };
     segment.is_present() && segment.is_code_or_data() && type_allows
 }
@@ -165,7 +156,7 @@ mod tests {
     }
 
     fn read(i: Information, disp: u64, c: &Context<'_>) -> Result<u64, Exception> {
-        linear(i, disp, c, 8, Use::Read)
+        linear(i, disp, c, 8, Direction::Read)
     }
 
     #[test]
@@ -227,10 +218,10 @@ mod tests {
             [(1, true, false), (3, true, true), (9, false, false), (11, true, false)]
         {
             let context = legacy(Segment { attr: 0xc90 | kind, ..FLAT });
-            assert_eq!(linear(i, 0, &context, 8, Use::Read).is_ok(), reads);
-            assert_eq!(linear(i, 0, &context, 8, Use::Write).is_ok(), writes);
+            assert_eq!(linear(i, 0, &context, 8, Direction::Read).is_ok(), reads);
+            assert_eq!(linear(i, 0, &context, 8, Direction::Write).is_ok(), writes);
         }
         let absent = legacy(Segment { attr: FLAT.attr & !attr::P, ..FLAT });
-        assert_eq!(linear(i, 0, &absent, 8, Use::Read), Err(Exception::gp(0)));
+        assert_eq!(linear(i, 0, &absent, 8, Direction::Read), Err(Exception::gp(0)));
     }
 }

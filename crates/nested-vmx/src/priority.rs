@@ -4,10 +4,9 @@
 //! The hardware is never given that page: each such access by L2 exits, and is carried out here on L1's memory.
 
 use x86::vmcs::{ProcControls, ProcControls2, field};
-use x86::{Exception, Gpa, apic::reg};
+use x86::{Direction, Exception, Gpa, apic::reg};
 
 use crate::checks::controls::Broken;
-use crate::merge::bitmaps::Direction;
 use crate::virtual_interrupts::{self, Ended};
 use crate::{GuestMemory, Vmcs12};
 

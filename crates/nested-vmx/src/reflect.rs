@@ -7,10 +7,10 @@ use x86::vmcs::field;
 use x86::vmcs::{
     ExitReason, Field, Natural, PinControls, ProcControls, ProcControls2, ReadWrite, cr, event, io,
 };
-use x86::{Cr0, Efer};
+use x86::{Cr0, Direction, Efer};
 
 use crate::leave::Exit;
-use crate::merge::bitmaps::{self, Direction};
+use crate::merge::bitmaps;
 use crate::priority::{self, Access};
 use crate::{GuestMemory, Vmcs12};
 

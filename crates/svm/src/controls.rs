@@ -9,10 +9,10 @@
 //! and QEMU's emulation, which takes reserved bits that a CPU refuses: there writes exit, to be
 //! checked here.
 
-use backend::{Backend, FewerExits, GuestLimits, Level, Permissions, Reset};
+use backend::{Backend, DebuggerWants, FewerExits, GuestLimits, Level, Permissions};
 use cpu::Cpu;
 use x86::{
-    Cr4,
+    Cr4, Directions, Reset,
     exception::Exceptions,
     msr,
     vmcb::{self, Clean, Intercept3, Intercept4, Intercept5, InterceptCr, InterceptDr, vintr},
@@ -24,7 +24,7 @@ impl<C: Cpu> Svm<C> {
     pub(crate) fn init_control(&mut self) {
         let (msrpm, iopm) = (self.block.msr_map.hpa().0, percpu::io_map().0);
         for msr in LIVE {
-            self.block.msr_map.intercept(msr, false, false);
+            self.block.msr_map.intercept(msr, Directions::empty());
         }
         let features = self.features;
         let control = &mut self.vmcb_mut(Clean::ALL).control;
@@ -161,12 +161,13 @@ impl<C: Cpu> Svm<C> {
     pub(crate) fn update_passthrough(&mut self) {
         let spec = self.features.v_spec_ctrl && self.cold.limits.spec_ctrl;
         let limits = self.cold.limits;
+        let (reads, writes) = (Directions::READS, Directions::WRITES);
         let block = self.block_of_l1();
-        block.msr_map.intercept(msr::SPEC_CTRL, !spec, !spec);
+        block.msr_map.intercept(msr::SPEC_CTRL, Directions::all().when(!spec));
         // A write holds no state that would have to be exchanged; a read faults.
-        block.msr_map.intercept(msr::PRED_CMD, true, !limits.pred_cmd);
+        block.msr_map.intercept(msr::PRED_CMD, reads | writes.when(!limits.pred_cmd));
         // Its writes have to be known: the value is exchanged at the loop's ends.
-        block.msr_map.intercept(msr::TSC_AUX, !limits.tsc_aux, true);
+        block.msr_map.intercept(msr::TSC_AUX, reads.when(!limits.tsc_aux) | writes);
         // The CPU may keep the map as it keeps the block.
         block.mark(Clean::PERM_MAP);
         let (rdtscp, invpcid) = (limits.tsc_aux, limits.invpcid && !self.paging.shadow);
@@ -188,16 +189,15 @@ impl<C: Cpu> Permissions for Svm<C> {
         self.update_cr4_intercept();
     }
 
-    fn set_msr_filter(&mut self, denied: impl Fn(u32) -> (bool, bool)) {
+    fn set_msr_filter(&mut self, denied: impl Fn(u32) -> Directions) {
         for msr in LIVE {
-            self.block_of_l1().msr_map.intercept(msr, false, false);
+            self.block_of_l1().msr_map.intercept(msr, Directions::empty());
         }
         self.update_passthrough();
         // Behind `update_passthrough`, which has opened some.
         let map = &self.block_of_l1().msr_map;
         for msr in LIVE.into_iter().chain([msr::SPEC_CTRL, msr::PRED_CMD, msr::TSC_AUX]) {
-            let ((read, write), filter) = (map.intercepted(msr), denied(msr));
-            map.intercept(msr, read | filter.0, write | filter.1);
+            map.intercept(msr, map.intercepted(msr) | denied(msr));
         }
     }
 
@@ -211,11 +211,10 @@ impl<C: Cpu> Permissions for Svm<C> {
         });
     }
 
-    fn set_guest_debug(&mut self, breakpoints: bool, debug: bool) {
-        self.guest_debug = (breakpoints, debug);
+    fn set_guest_debug(&mut self, wanted: DebuggerWants) {
         self.change_intercepts(|[_, _, word, ..]| {
             let bit = Exceptions::BP.bits();
-            *word = (*word & !bit) | if breakpoints { bit } else { 0 };
+            *word = (*word & !bit) | if wanted.breakpoints { bit } else { 0 };
         });
     }
 }

@@ -11,7 +11,7 @@
 
 use core::sync::atomic::Ordering::Relaxed;
 
-use backend::{Answer, Exit, Exits, Gprs, TSC_RATIO_ONE, Turn, WorldSwitch};
+use backend::{Answer, Exit, Exits, Gprs, Onward, TSC_RATIO_ONE, Turn, WorldSwitch};
 use cpu::{Cpu, SpecCtrl};
 use host::hostcpu;
 use x86::{
@@ -85,7 +85,7 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
     #[inline(always)]
     fn complete(&mut self, _gprs: &mut Gprs) {}
 
-    fn unload(&mut self, _to_user: bool) {
+    fn unload(&mut self, _: Onward) {
         let Some(here) = self.block.here() else { return };
         // For an entry that did not take place.
         self.disarm_step();

@@ -9,17 +9,17 @@ use backend::{
 };
 use cpu::Cpu;
 use x86::{
-    Exception, Gpa, Gva, Vector,
+    Direction, Exception, Gpa, Gva, Vector,
     vmcb::{self, Clean, Control, ExitCode, event, ioio, npf},
 };
 
-use crate::{inject, state::Svm};
+use crate::{features::Features, inject, state::Svm};
 
 /// The last of the EXITCODEs that are accesses of control registers, the first being 0.
 pub(crate) const LAST_OF_CR: u64 = ExitCode::WriteCr15.0;
 
-/// Decodes the exit in `control`. `assists`: the CPU has decode assists.
-pub fn decode(control: &Control, assists: bool) -> Exit {
+/// Decodes the exit in `control`, made by a CPU with these features.
+pub fn decode(control: &Control, features: &Features) -> Exit {
     let code = ExitCode(control.exit_code);
     match code {
         ExitCode::Intr => Exit::Interrupt,
@@ -31,7 +31,7 @@ pub fn decode(control: &Control, assists: bool) -> Exit {
         ExitCode::Hlt => Exit::Hlt,
         ExitCode::Vmmcall => Exit::Hypercall,
         ExitCode::ExcpPf => page_fault(control),
-        _ => rare(control, code, assists),
+        _ => rare(control, code, features),
     }
 }
 
@@ -75,19 +75,19 @@ pub(crate) fn cr_access<C: Cpu>(svm: &Svm<C>) -> Exit {
         ExitCode::Cr0SelWrite => ExitCode::WriteCr0.0,
         ExitCode(raw) => raw,
     };
-    cr(control, (raw & 0xf) as u8, raw >= 0x10, svm.features.decode_assists)
+    cr(control, (raw & 0xf) as u8, Direction::write_if(raw >= 0x10), &svm.features)
 }
 
 #[cold]
 #[inline(never)]
-fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
+fn rare(control: &Control, code: ExitCode, features: &Features) -> Exit {
     let raw = code.0;
     if raw <= LAST_OF_CR {
-        return cr(control, (raw & 0xf) as u8, raw >= 0x10, assists);
+        return cr(control, (raw & 0xf) as u8, Direction::write_if(raw >= 0x10), features);
     }
     match code {
         ExitCode::Vintr => Exit::InterruptWindow,
-        ExitCode::Cr0SelWrite => cr(control, 0, true, assists),
+        ExitCode::Cr0SelWrite => cr(control, 0, Direction::Write, features),
         ExitCode::Pause => Exit::Pause,
         ExitCode::Wbinvd | ExitCode::Invd => Exit::CacheFlush,
         ExitCode::Xsetbv => Exit::Xsetbv,
@@ -96,7 +96,9 @@ fn rare(control: &Control, code: ExitCode, assists: bool) -> Exit {
         ExitCode::Iret => Exit::Iret,
         ExitCode::Rsm => Exit::Rsm,
         ExitCode::Rdpmc => Exit::Rdpmc,
-        ExitCode::Invlpg => Exit::Invlpg(assists.then_some(Gva(control.exit_info_1))),
+        ExitCode::Invlpg => {
+            Exit::Invlpg(features.decode_assists.then_some(Gva(control.exit_info_1)))
+        }
         ExitCode::Invpcid => Exit::Invpcid,
         ExitCode::TaskSwitch => task_switch(control),
         ExitCode::Shutdown => Exit::Shutdown,
@@ -147,11 +149,11 @@ fn task_switch(control: &Control) -> Exit {
 }
 
 #[inline(always)]
-fn cr(control: &Control, cr: u8, write: bool, assists: bool) -> Exit {
+fn cr(control: &Control, cr: u8, direction: Direction, features: &Features) -> Exit {
     // Bit 63 is set for MOV and clear for LMSW, CLTS and SMSW (APM vol. 2 §15.8.1).
-    let gpr =
-        (assists && control.exit_info_1 >> 63 != 0).then_some((control.exit_info_1 & 0xf) as u8);
-    Exit::Cr(CrAccess { cr, write, gpr })
+    let tells = features.decode_assists && control.exit_info_1 >> 63 != 0;
+    let gpr = tells.then_some((control.exit_info_1 & 0xf) as u8);
+    Exit::Cr(CrAccess { cr, write: direction.is_write(), gpr })
 }
 
 impl<C: Cpu> Exits for Svm<C> {
@@ -167,7 +169,7 @@ impl<C: Cpu> Exits for Svm<C> {
     }
 
     fn exit(&self) -> Exit {
-        decode(&self.vmcb().control, self.features.decode_assists)
+        decode(&self.vmcb().control, &self.features)
     }
 
     fn exit_raw(&self) -> [u64; 3] {

@@ -2,7 +2,7 @@
 //!
 //! APM vol. 2 §15.20 (EVENTINJ), §15.21 (virtual interrupts), §15.7.2 (EXITINTINFO).
 
-use backend::{Absent, Event, Injection, Level, NmiWindow, Registers};
+use backend::{Absent, Chosen, Event, Injection, Level, NmiWindow, Registers};
 use cpu::Cpu;
 use x86::{
     Cr0, Dr6, Dr7, Exception, Rflags, Vector,
@@ -186,8 +186,8 @@ impl<C: Cpu> Injection for Svm<C> {
         self.set_virq(if on { Virq::Window } else { Virq::Off });
     }
 
-    fn watch_priority(&mut self, offered: bool, waiting: Option<Vector>) {
-        self.intercept_cr8_writes(offered || waiting.is_some());
+    fn watch_priority(&mut self, chosen: Chosen, waiting: Option<Vector>) {
+        self.intercept_cr8_writes(chosen == Chosen::One || waiting.is_some());
     }
 
     fn exit_on_cr8_writes(&mut self) {

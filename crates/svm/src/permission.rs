@@ -5,7 +5,7 @@
 
 use core::sync::atomic::Ordering;
 use host::{NoMemory, page::Pages};
-use x86::Hpa;
+use x86::{Directions, Hpa};
 
 /// The I/O permission map: 12 KiB of ones.
 #[derive(Debug)]
@@ -72,25 +72,24 @@ impl MsrMap {
         Some(range * 0x4000 + (msr - first) as usize * 2)
     }
 
-    /// Sets whether reads and writes of `msr` exit.
-    pub fn intercept(&self, msr: u32, read: bool, write: bool) {
+    /// Sets which accesses of `msr` exit.
+    pub fn intercept(&self, msr: u32, exits: Directions) {
         let Some(bit) = Self::bit(msr) else { return };
         let Some(word) = self.0.words().get(bit / 64) else { return };
         let shift = bit % 64;
-        let bits = u64::from(read) | (u64::from(write) << 1);
+        let bits = u64::from(exits.bits());
         let old = word.load(Ordering::Relaxed);
         word.store((old & !(3 << shift)) | (bits << shift), Ordering::Relaxed);
     }
 
-    /// Whether reads and writes of `msr` exit.
-    pub fn intercepted(&self, msr: u32) -> (bool, bool) {
+    /// Which accesses of `msr` exit.
+    pub fn intercepted(&self, msr: u32) -> Directions {
         let word = Self::bit(msr).and_then(|b| Some((self.0.words().get(b / 64)?, b % 64)));
         match word {
             Some((word, shift)) => {
-                let bits = word.load(Ordering::Relaxed) >> shift;
-                (bits & 1 != 0, bits & 2 != 0)
+                Directions::from_bits_truncate((word.load(Ordering::Relaxed) >> shift) as u8)
             }
-            None => (true, true),
+            None => Directions::all(),
         }
     }
 }
@@ -111,12 +110,12 @@ mod tests {
     #[test]
     fn only_the_named_msr_changes() {
         let map = MsrMap::all().unwrap();
-        map.intercept(0xc000_0102, false, false);
-        assert_eq!(map.intercepted(0xc000_0102), (false, false));
-        assert_eq!(map.intercepted(0xc000_0101), (true, true));
-        assert_eq!(map.intercepted(0xc000_0103), (true, true));
-        assert_eq!(map.intercepted(0x4000_0102), (true, true));
-        map.intercept(0xc000_0102, false, true);
-        assert_eq!(map.intercepted(0xc000_0102), (false, true));
+        map.intercept(0xc000_0102, Directions::empty());
+        assert_eq!(map.intercepted(0xc000_0102), Directions::empty());
+        assert_eq!(map.intercepted(0xc000_0101), Directions::all());
+        assert_eq!(map.intercepted(0xc000_0103), Directions::all());
+        assert_eq!(map.intercepted(0x4000_0102), Directions::all());
+        map.intercept(0xc000_0102, Directions::WRITES);
+        assert_eq!(map.intercepted(0xc000_0102), Directions::WRITES);
     }
 }

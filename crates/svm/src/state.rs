@@ -3,15 +3,14 @@
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use backend::{
-    Backend, GuestLimits, Injection, Level, Msrs, Nesting, Paging, Reset, TSC_RATIO_ONE,
-    reset_registers,
+    Backend, GuestLimits, Injection, Level, Msrs, Nesting, Paging, TSC_RATIO_ONE, reset_registers,
 };
 use cpu::{Cpu, SpecCtrl};
 use guest_live::{DebugRegs, Exchanged, Extended, Has};
 use host::{KBox, NoMemory, hostcpu};
 use nested_svm::{Offered, gif::Gif};
 use x86::{
-    Efer, Rflags, Vector, msr,
+    Efer, Reset, Rflags, Vector, msr,
     vmcb::{Clean, Vmcb},
 };
 
@@ -102,7 +101,6 @@ pub struct Svm<C: Cpu> {
     pub(crate) shows_cache_disable: bool,
     /// CR0.CD and CR0.NW as the guest set them; the hardware sees them clear.
     pub(crate) cr0_hidden: u32,
-    pub(crate) guest_debug: (bool, bool),
     pub(crate) paging: Paging,
     /// The paging registers under shadow paging.
     pub(crate) guest: GuestRegs,
@@ -150,7 +148,6 @@ impl<C: Cpu> Svm<C> {
             cr8_exits: false,
             shows_cache_disable: false,
             cr0_hidden: 0,
-            guest_debug: (false, false),
             paging: Paging::default(),
             guest: GuestRegs::default(),
             efer_shown: !Efer::SVME.bits(),

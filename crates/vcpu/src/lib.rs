@@ -23,14 +23,14 @@ pub use msr::By;
 pub use run::user_exit::{ErrorData, RunInput, RunOutput, UserExit};
 pub use state::registers::{Regs, Sregs};
 
-use backend::{Backend, Gprs, Reset, TSC_RATIO_ONE};
+use backend::{Backend, Gprs, TSC_RATIO_ONE};
 use cpuid::{GuestCpuid, Supported};
 use host::{Arc, KBox, NoMemory, fpu::GuestFpu};
-use mmu::{CodeFetch, TableCache};
+use mmu::{AddressSpace, CodeFetch, TableCache};
 use msr::{HostMsrs, MsrStore};
 use stats::VcpuStats;
 use vm::{VmRef, msr_filter::MsrFilter, settings::quirk, vcpu_shared::SharedVcpu};
-use x86::Vector;
+use x86::{Reset, Vector};
 
 /// A virtual CPU. Owned by whoever holds its mutex: one thread at a time.
 pub struct Vcpu<B: Backend> {
@@ -212,7 +212,7 @@ impl<B: Backend> Vcpu<B> {
     #[inline(never)]
     fn place(b: KBox<B>, shared: SharedVcpu, vm: VmRef, parts: Parts) -> Self {
         // Outside of system-management mode, as at power-up.
-        let memory = vm.memory_in(false).clone();
+        let memory = vm.memory_in(AddressSpace::Main).clone();
         Self {
             b: b.into_inner(),
             gprs: Gprs::default(),

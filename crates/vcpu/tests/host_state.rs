@@ -5,7 +5,7 @@
 
 mod rig;
 
-use backend::{Gprs, RCX, RDX, WorldSwitch};
+use backend::{Gprs, Onward, RCX, RDX, WorldSwitch};
 use cpu::{Counts, Cpu as _, Op, Selectors};
 use gannet_vcpu::{RunInput, UserExit};
 use proptest::prelude::*;
@@ -65,7 +65,7 @@ fn a_handler_that_calls_the_kernel_has_the_hosts_gs_base_and_task_register() {
             b.guest_segments();
             assert_eq!(b.cpu().inner().moved, guest);
         }
-        b.unload(false);
+        b.unload(Onward::ToGuest);
         assert_host_is_back(&mut v);
     }
 }
@@ -164,7 +164,7 @@ fn what_another_thread_does_to_the_local_descriptor_table_is_not_undone() {
             model.moved = model.host;
             b.load(0);
             assert_ne!(b.cpu().inner().moved.selectors, selectors);
-            b.unload(false);
+            b.unload(Onward::ToGuest);
             assert_eq!(b.cpu().inner().moved.selectors, selectors, "{state:?}");
         }
         host::std_port::test::set_uses_ldt(false);
@@ -210,7 +210,7 @@ proptest! {
                         b.host_segments();
                         b.guest_segments();
                     }
-                    b.unload(false);
+                    b.unload(Onward::ToGuest);
                 }
                 Act::NewRun(n, base) => {
                     let b = v.backend();

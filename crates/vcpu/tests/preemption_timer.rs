@@ -5,7 +5,7 @@
 
 mod rig;
 
-use backend::{Gprs, RAX, RCX, RDX};
+use backend::{Gprs, Onward, RAX, RCX, RDX};
 use cpu::{Counts, ModelVmcs, Op};
 use gannet_vcpu::{By, RunInput, UserExit};
 use host::page::Page;
@@ -492,6 +492,6 @@ fn a_deadline_that_stays_due_does_not_hold_off_the_host() {
         b.enter(&mut gprs);
         left += u32::from(b.exit() == Exit::Interrupt);
     }
-    b.unload(false);
+    b.unload(Onward::ToGuest);
     assert_eq!(left, 4);
 }

@@ -4,6 +4,7 @@
 use alloc::vec::Vec;
 
 use host::GuestIndex;
+use x86::{Direction, Directions};
 
 /// Consecutive MSRs of a filter.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -12,20 +13,18 @@ pub struct MsrRange {
     pub base: u32,
     /// How many MSRs.
     pub count: u32,
-    /// The range decides over reads.
-    pub read: bool,
-    /// The range decides over writes.
-    pub write: bool,
+    /// Accesses that the range decides over.
+    pub over: Directions,
     /// A bit per MSR: 1 allows, 0 denies.
     pub bitmap: Vec<u64>,
 }
 
 impl MsrRange {
     /// What the range says of an access. `None`: nothing.
-    fn says(&self, index: u32, write: bool) -> Option<bool> {
+    fn says(&self, index: u32, direction: Direction) -> Option<bool> {
         // Wrapping: an MSR below the base becomes a number above every count.
         let at = index.wrapping_sub(self.base);
-        let concerned = at < self.count && if write { self.write } else { self.read };
+        let concerned = at < self.count && self.over.contains(direction.into());
         let word = GuestIndex::from(at / 64).of(&self.bitmap).copied().unwrap_or(0);
         concerned.then_some(word >> (at % 64) & 1 != 0)
     }
@@ -42,14 +41,20 @@ pub struct MsrFilter {
 
 impl MsrFilter {
     /// Whether the guest may access an MSR. Those of the x2APIC cannot be filtered.
-    pub fn allows(&self, index: u32, write: bool) -> bool {
+    pub fn allows(&self, index: u32, direction: Direction) -> bool {
         // The CPU may serve these registers itself (ADR 34), and then nobody asks a filter.
         matches!(index, 0x800..=0x8ff)
             || self
                 .ranges
                 .iter()
-                .find_map(|range| range.says(index, write))
+                .find_map(|range| range.says(index, direction))
                 .unwrap_or(!self.default_deny)
+    }
+
+    /// Which accesses of an MSR the guest may not make.
+    pub fn denied(&self, index: u32) -> Directions {
+        let of = |way: Direction| Directions::from(way).when(!self.allows(index, way));
+        of(Direction::Read) | of(Direction::Write)
     }
 
     /// Whether the filter may deny anything.
@@ -62,33 +67,36 @@ impl MsrFilter {
 mod tests {
     use super::*;
 
-    fn range(base: u32, count: u32, read: bool, write: bool, word: u64) -> MsrRange {
-        MsrRange { base, count, read, write, bitmap: [word].into() }
+    fn range(base: u32, count: u32, over: Directions, word: u64) -> MsrRange {
+        MsrRange { base, count, over, bitmap: [word].into() }
     }
 
     #[test]
     fn the_first_range_that_concerns_an_access_decides() {
-        let ranges = [range(0x10, 4, true, false, 0b0101), range(0x10, 8, true, true, 0xff)];
+        let ranges =
+            [range(0x10, 4, Directions::READS, 0b0101), range(0x10, 8, Directions::all(), 0xff)];
         let filter = MsrFilter { default_deny: true, ranges: ranges.into() };
-        assert!(filter.allows(0x10, false) && !filter.allows(0x11, false));
-        assert!(filter.allows(0x11, true), "the first is for reads alone");
-        assert!(filter.allows(0x14, false) && !filter.allows(0x18, false));
-        assert!(!filter.allows(0xf, true));
+        assert!(filter.allows(0x10, Direction::Read) && !filter.allows(0x11, Direction::Read));
+        assert!(filter.allows(0x11, Direction::Write), "the first is for reads alone");
+        assert!(filter.allows(0x14, Direction::Read) && !filter.allows(0x18, Direction::Read));
+        assert!(!filter.allows(0xf, Direction::Write));
     }
 
     #[test]
     fn the_x2apic_is_never_denied_and_nothing_wraps() {
-        let ranges = [range(u32::MAX, 64, true, true, 1)];
+        let ranges = [range(u32::MAX, 64, Directions::all(), 1)];
         let filter = MsrFilter { default_deny: true, ranges: ranges.into() };
-        assert!(filter.allows(0x800, true) && filter.allows(0x8ff, false));
-        assert!(filter.allows(u32::MAX, true) && !filter.allows(0x900, false));
+        assert!(filter.allows(0x800, Direction::Write) && filter.allows(0x8ff, Direction::Read));
+        assert!(
+            filter.allows(u32::MAX, Direction::Write) && !filter.allows(0x900, Direction::Read)
+        );
         // Behind the last MSR the range goes on at 0, and denies that.
-        assert!(!filter.allows(0, false));
+        assert!(!filter.allows(0, Direction::Read));
     }
 
     #[test]
     fn without_ranges_and_denial_it_is_none() {
         let none = MsrFilter { default_deny: false, ranges: Vec::new() };
-        assert!(!none.restricts() && none.allows(0xc000_0080, true));
+        assert!(!none.restricts() && none.allows(0xc000_0080, Direction::Write));
     }
 }

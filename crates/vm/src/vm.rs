@@ -10,7 +10,7 @@ use host::{
     notifier::{InvalidateHandler, WithNotifier},
     sync::{Mutex, SpinLock},
 };
-use mmu::RegionLimits;
+use mmu::{AddressSpace, RegionLimits};
 pub use mmu::{EptSupport, Format};
 use pv::{
     ClockData, HostTime,
@@ -119,10 +119,13 @@ impl Vm {
         &self.memory
     }
 
-    /// Guest memory as a vCPU sees it in system-management mode, or outside it. The vCPU keeps it.
+    /// Guest memory as a vCPU sees it that is in this address space. The vCPU keeps it.
     #[inline]
-    pub fn memory_in(&self, smm: bool) -> &Arc<VmMemory> {
-        if smm { &self.smm_memory } else { &self.memory }
+    pub fn memory_in(&self, space: AddressSpace) -> &Arc<VmMemory> {
+        match space {
+            AddressSpace::Main => &self.memory,
+            AddressSpace::Smm => &self.smm_memory,
+        }
     }
 
     /// Whether vCPUs log the pages they write ([`Request::PageLog`] tells of a change).

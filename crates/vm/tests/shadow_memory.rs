@@ -13,7 +13,8 @@ use host::std_port::test;
 use irqchip::lapic::CpuRole;
 use mmu::tdp::FlushRemote;
 use mmu::{
-    Format, PagingContext, Region, RegionLimits, Root, ShadowFault, ShadowRoots, TableCache,
+    AddressSpace, Format, PagingContext, Region, RegionLimits, Root, ShadowFault, ShadowRoots,
+    TableCache, Tlb,
 };
 use x86::{Cr0, Cr4, Efer, Exception, Gfn, Gpa, Hva};
 
@@ -147,8 +148,14 @@ impl Bench {
     fn runner_on(&self, cpu: usize) -> Runner {
         let mut roots = ShadowRoots::new().unwrap();
         let memory = &self.memory;
-        let root =
-            memory.shadow_switch(self.cpus.by(cpu), &mut roots, &context(), &[0; 4], false, true);
+        let root = memory.shadow_switch(
+            self.cpus.by(cpu),
+            &mut roots,
+            &context(),
+            &[0; 4],
+            AddressSpace::Main,
+            Tlb::Flushed,
+        );
         Runner { roots, cache: TableCache::new(), root: root.unwrap(), cpu }
     }
 
@@ -377,7 +384,16 @@ fn a_vm_without_shadow_pages_refuses_quietly() {
     let (mut roots, cpus) = (ShadowRoots::new().unwrap(), Cpus::default());
     assert!(memory.shadow().is_none());
     assert!(
-        memory.shadow_switch(cpus.by(0), &mut roots, &context(), &[0; 4], false, true).is_err()
+        memory
+            .shadow_switch(
+                cpus.by(0),
+                &mut roots,
+                &context(),
+                &[0; 4],
+                AddressSpace::Main,
+                Tlb::Flushed
+            )
+            .is_err()
     );
     let mut cache = TableCache::new();
     let outcome = memory.shadow_fault(cpus.by(0), &mut cache, &mut roots, &context(), 0, 0);

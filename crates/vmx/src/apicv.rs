@@ -11,7 +11,7 @@
 use backend::{Registers, ServedApic};
 use cpu::Cpu;
 use x86::{
-    Rflags, Vector,
+    Directions, Rflags, Vector,
     apic::{Interrupts, VectorWords},
     vmcs::ReadWrite,
 };
@@ -46,12 +46,12 @@ const EOI_EXITS: [Slot<u64, ReadWrite>; 4] =
 impl<C: Cpu> Vmx<C> {
     fn pass_apic_msrs(&self, on: bool) {
         for msr in READABLE.into_iter().flat_map(|(first, last)| first..=last) {
-            self.msr_map().intercept(msr, !on, true);
+            self.msr_map().intercept(msr, Directions::READS.when(!on) | Directions::WRITES);
         }
         for msr in WRITABLE {
             // Reads stay as they are: EOI and SELF_IPI cannot be read.
-            let (read, _) = self.msr_map().intercepted(msr);
-            self.msr_map().intercept(msr, read, !on);
+            let reads = self.msr_map().intercepted(msr) & Directions::READS;
+            self.msr_map().intercept(msr, reads | Directions::WRITES.when(!on));
         }
     }
 
@@ -80,8 +80,8 @@ impl<C: Cpu> Vmx<C> {
         }
     }
 
-    /// Whether RDMSR and WRMSR of `msr` exit.
-    pub fn msr_exits(&self, msr: u32) -> (bool, bool) {
+    /// Which accesses of `msr` exit.
+    pub fn msr_exits(&self, msr: u32) -> Directions {
         self.msr_map().intercepted(msr)
     }
 }

@@ -1,11 +1,11 @@
 //! The VMCS's controls: what exits, and what of CR0 and CR4 the guest owns ([`Owned`]).
 
 use backend::{
-    Backend, ControlRegisters, FewerExits, GuestLimits, PdpteRegisters, Permissions, Reset,
+    Backend, ControlRegisters, DebuggerWants, FewerExits, GuestLimits, PdpteRegisters, Permissions,
 };
 use cpu::Cpu;
 use x86::{
-    Cr0, Cr4,
+    Cr0, Cr4, Directions, Reset,
     exception::Exceptions,
     msr,
     vmcs::{PinControls, ProcControls, ProcControls2, field},
@@ -150,7 +150,10 @@ impl<C: Cpu> Vmx<C> {
         let GuestLimits { tsc_aux, invpcid, xsave, .. } = self.cold.limits;
         let features = *self.features;
         // Its writes exit: the value is lent to the CPU, and has to be known.
-        self.msr_map().intercept(msr::TSC_AUX, !(tsc_aux && features.rdtscp), true);
+        self.msr_map().intercept(
+            msr::TSC_AUX,
+            Directions::READS.when(!(tsc_aux && features.rdtscp)) | Directions::WRITES,
+        );
         self.watch_sysenter();
         self.pass_speculation();
         if features.rdtscp {
@@ -174,7 +177,7 @@ impl<C: Cpu> Permissions for Vmx<C> {
         self.close_msrs_of_l2();
     }
 
-    fn set_msr_filter(&mut self, denied: impl Fn(u32) -> (bool, bool)) {
+    fn set_msr_filter(&mut self, denied: impl Fn(u32) -> Directions) {
         // The filter of before may have closed them: everything is made anew.
         self.pass_live_msrs();
         self.cold.speculation_denied = SPECULATION.map(&denied);
@@ -182,8 +185,8 @@ impl<C: Cpu> Permissions for Vmx<C> {
         self.update_passthrough();
         let residency = self.cold.fewer.cstate.then_some(CORE_RESIDENCY).into_iter().flatten();
         for msr in LIVE.into_iter().chain([TSC, msr::TSC_AUX]).chain(residency) {
-            let ((read, write), filter) = (self.msr_map().intercepted(msr), denied(msr));
-            self.msr_map().intercept(msr, read | filter.0, write | filter.1);
+            let exits = self.msr_map().intercepted(msr);
+            self.msr_map().intercept(msr, exits | denied(msr));
         }
         // vmcs02's map was made from this one.
         self.close_msrs_of_l2();
@@ -200,14 +203,14 @@ impl<C: Cpu> Permissions for Vmx<C> {
         self.pass_live_msrs();
     }
 
-    fn set_guest_debug(&mut self, breakpoints: bool, steps: bool) {
-        self.cold.debugger_steps = steps;
+    fn set_guest_debug(&mut self, asked: DebuggerWants) {
+        self.cold.debugger_steps = asked.steps;
         self.match_pending_step();
         let bit = Exceptions::BP.bits();
         let old = self.get(fields::EXCEPTION_BITMAP) & !bit;
         // L2's #BP may be L1's to hear of.
         let kept = self.cold.of_l1.exceptions & bit;
-        let wanted = if breakpoints { bit } else { 0 };
+        let wanted = if asked.breakpoints { bit } else { 0 };
         self.set(fields::EXCEPTION_BITMAP, old | kept | wanted);
         self.behind_l2(|cpu, vmcs01| {
             let old = vmcs01.get(cpu, fields::EXCEPTION_BITMAP) & !bit;

@@ -13,7 +13,7 @@
 
 use core::sync::atomic::Ordering::Relaxed;
 
-use backend::{Answer, Exit, Exits, Gprs, Injection, RSP, Registers, Turn, WorldSwitch};
+use backend::{Answer, Exit, Exits, Gprs, Injection, Onward, RSP, Registers, Turn, WorldSwitch};
 use cpu::{Cpu, VmxSwitch};
 use host::hostcpu;
 use x86::{
@@ -134,7 +134,7 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
         gprs.0[RSP] = self.get(fields::GUEST_RSP);
     }
 
-    fn unload(&mut self, to_user: bool) {
+    fn unload(&mut self, onward: Onward) {
         if self.attention & attention::OFF != 0 {
             self.attention &= !attention::OFF;
             return;
@@ -162,7 +162,10 @@ impl<C: Cpu> WorldSwitch for Vmx<C> {
         hostcpu::left_vmx();
         self.restore_selectors();
         if let Some(here) = self.vmcs.here() {
-            here.user_return.left(&mut self.cpu, to_user);
+            match onward {
+                Onward::ToGuest => here.user_return.left(&mut self.cpu),
+                Onward::ToUser => here.user_return.left_for_user(&mut self.cpu),
+            }
             // Last: nothing may be read of it any more.
             self.vmcs.give_up_unnoted(&self.cpu, here);
         }

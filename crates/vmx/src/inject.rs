@@ -6,7 +6,7 @@
 //!
 //! SDM vol. 3C §25.8.3 (injection), §27.6.1 (interruptibility), §27.2.1.3 and §27.3.1.5 (checks).
 
-use backend::{ControlRegisters, Event, Injection, NmiWindow, Registers, ShadowBy};
+use backend::{Chosen, ControlRegisters, Event, Injection, NmiWindow, Registers, ShadowBy};
 use cpu::Cpu;
 use x86::{
     Cr0, Dr6, Exception, Rflags, Vector,
@@ -35,9 +35,9 @@ pub(crate) fn error_code(e: &Exception) -> u32 {
     e.error_code.unwrap_or(0) & 0xffff
 }
 
-/// The entry-interruption information for an event. `protected`: the guest is in protected mode;
-/// outside it nothing pushes an error code.
-pub fn encode(event: Event, protected: bool) -> u32 {
+/// The entry-interruption information for an event, for a guest with this CR0: outside protected mode nothing pushes an
+/// error code.
+pub fn encode(event: Event, cr0: Cr0) -> u32 {
     match event {
         Event::Interrupt(v) => event::VALID | event::INTR | u32::from(v.0),
         Event::Nmi => event::VALID | event::NMI | 2,
@@ -48,7 +48,8 @@ pub fn encode(event: Event, protected: bool) -> u32 {
                 // INT3 and INTO are instructions: their handler returns behind them (SDM vol. 3C §25.8.3).
                 if matches!(vector, 3 | 4) { event::SOFT_EXCEPTION } else { event::EXCEPTION };
             // An entry with an error code in real mode is refused (SDM vol. 3C §27.2.1.3).
-            let code = if protected && pushes_error_code(vector) { event::ERROR_VALID } else { 0 };
+            let pushes = cr0.contains(Cr0::PE) && pushes_error_code(vector);
+            let code = if pushes { event::ERROR_VALID } else { 0 };
             event::VALID | kind | code | u32::from(vector)
         }
     }
@@ -212,7 +213,7 @@ impl<C: Cpu> Injection for Vmx<C> {
     fn inject(&mut self, event: Event) {
         // An entry refuses an interrupt in a shadow, and an NMI behind MOV SS (SDM vol. 3C §27.3.1.5).
         self.clear_ended_shadow();
-        let mut info = encode(event, self.cr0.contains(Cr0::PE));
+        let mut info = encode(event, self.cr0);
         if let Event::Exception(e) = event {
             self.end_halt();
             if let Some(bits) = e.payload {
@@ -288,7 +289,7 @@ impl<C: Cpu> Injection for Vmx<C> {
 
     /// The priority is looked at when an interrupt is offered, and an offer does not outlive a look:
     /// only its fall below what waits has to be seen.
-    fn watch_priority(&mut self, _offered: bool, waiting: Option<Vector>) {
+    fn watch_priority(&mut self, _: Chosen, waiting: Option<Vector>) {
         // An entry refuses a threshold above the priority (SDM vol. 3C §27.2.1.1).
         let threshold = waiting.map_or(0, |v| v.0 >> 4).min(self.cr8());
         self.set(fields::TPR_THRESHOLD, threshold.into());
@@ -385,7 +386,7 @@ mod tests {
             Event::Exception(Exception::ud()),
             Event::Exception(Exception::gp(0x18)),
         ] {
-            assert_eq!(decode(encode(event, true), 0x18), Some(event));
+            assert_eq!(decode(encode(event, Cr0::PE), 0x18), Some(event));
         }
         assert_eq!(decode(0x30, 0), None);
     }
@@ -393,8 +394,8 @@ mod tests {
     #[test]
     fn outside_protected_mode_nothing_pushes_an_error_code() {
         let gp = Event::Exception(Exception::gp(0x18));
-        assert_eq!(encode(gp, false), event::VALID | event::EXCEPTION | 13);
-        assert_eq!(encode(gp, true), event::VALID | event::EXCEPTION | event::ERROR_VALID | 13);
+        assert_eq!(encode(gp, Cr0::empty()), event::VALID | event::EXCEPTION | 13);
+        assert_eq!(encode(gp, Cr0::PE), event::VALID | event::EXCEPTION | event::ERROR_VALID | 13);
     }
 
     #[test]
@@ -408,7 +409,8 @@ mod tests {
         #[test]
         fn an_entry_accepts_every_exception(vector in 0u8..32, code: Option<u32>, protected: bool) {
             let exception = Exception { vector: Vector(vector), error_code: code, payload: None };
-            let info = encode(Event::Exception(exception), protected);
+            let cr0 = if protected { Cr0::PE } else { Cr0::empty() };
+            let info = encode(Event::Exception(exception), cr0);
             let hardware = info & event::TYPE == event::EXCEPTION;
             let pushes = protected && matches!(vector, 8 | 10 | 11 | 12 | 13 | 14 | 17);
             prop_assert_eq!(info & event::ERROR_VALID != 0, pushes && hardware);

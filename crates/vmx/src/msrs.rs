@@ -2,7 +2,7 @@
 
 use backend::{LiveRegisters, Msrs, NotMine};
 use cpu::Cpu;
-use x86::msr;
+use x86::{Directions, msr};
 
 use crate::{
     fields,
@@ -19,14 +19,14 @@ const SYSENTER: [u32; 3] = [msr::SYSENTER_CS, msr::SYSENTER_ESP, msr::SYSENTER_E
 impl<C: Cpu> Vmx<C> {
     pub(crate) fn pass_live_msrs(&self) {
         for msr in LIVE {
-            self.msr_map().intercept(msr, false, false);
+            self.msr_map().intercept(msr, Directions::empty());
         }
         self.watch_sysenter();
         // Reads pass, with the offset; writes move it, and TSC_ADJUST.
-        self.msr_map().intercept(TSC, false, true);
+        self.msr_map().intercept(TSC, Directions::WRITES);
         if self.cold.fewer.cstate {
             for msr in CORE_RESIDENCY {
-                self.msr_map().intercept(msr, false, true);
+                self.msr_map().intercept(msr, Directions::WRITES);
             }
         }
     }
@@ -35,7 +35,7 @@ impl<C: Cpu> Vmx<C> {
     /// need not write what nobody has changed. They are written once, when a kernel starts.
     pub(crate) fn watch_sysenter(&self) {
         for msr in SYSENTER {
-            self.msr_map().intercept(msr, false, self.watches_sysenter());
+            self.msr_map().intercept(msr, Directions::WRITES.when(self.watches_sysenter()));
         }
     }
 

@@ -103,12 +103,12 @@ impl Map {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use x86::Directions;
 
     fn map(intercepted: u32) -> MsrMap {
         let map = MsrMap::all().unwrap();
         for (at, index) in PASSED.into_iter().enumerate() {
-            let exits = |bit: usize| intercepted & 1 << (2 * at + bit) != 0;
-            map.intercept(index, exits(0), exits(1));
+            map.intercept(index, Directions::from_bits_truncate((intercepted >> (2 * at)) as u8));
         }
         map
     }
@@ -122,16 +122,16 @@ mod tests {
         fn an_access_is_without_an_exit_if_both_let_it(l1: u32, l0: u32, before: u32) {
             let (l1, l0, l2) = (map(l1), map(l0), map(before));
             // What is no bit of these stays.
-            l2.intercept(0x11, false, true);
+            l2.intercept(0x11, Directions::WRITES);
             passed(&l1).within(&l0).set(&l2);
             for index in PASSED {
-                let ((read, write), (of_l0, written)) = (l1.intercepted(index), l0.intercepted(index));
-                prop_assert_eq!(l2.intercepted(index), (read | of_l0, write | written), "{:#x}", index);
+                let both = l1.intercepted(index) | l0.intercepted(index);
+                prop_assert_eq!(l2.intercepted(index), both, "{:#x}", index);
             }
-            prop_assert_eq!(l2.intercepted(0x11), (false, true));
-            prop_assert_eq!(l2.intercepted(0xc000_0080), (true, true));
+            prop_assert_eq!(l2.intercepted(0x11), Directions::WRITES);
+            prop_assert_eq!(l2.intercepted(0xc000_0080), Directions::all());
             Passed::default().set(&l2);
-            prop_assert!(PASSED.iter().all(|index| l2.intercepted(*index) == (true, true)));
+            prop_assert!(PASSED.iter().all(|index| l2.intercepted(*index) == Directions::all()));
         }
     }
 }

@@ -3,7 +3,7 @@
 
 use core::sync::atomic::Ordering;
 use host::{NoMemory, page::Page};
-use x86::{Hpa, msr};
+use x86::{Directions, Hpa, msr};
 
 /// One vCPU's bitmap: which MSRs may be live depends on the guest's CPUID.
 #[derive(Debug)]
@@ -89,24 +89,22 @@ impl MsrMap {
         }
     }
 
-    /// Sets whether reads and writes of `msr` exit.
-    pub fn intercept(&self, msr: u32, read: bool, write: bool) {
+    /// Sets which accesses of `msr` exit.
+    pub fn intercept(&self, msr: u32, exits: Directions) {
         let Some((word, bit)) = Self::place(msr) else { return };
-        for (at, on) in [(word, read), (word + 2 * QUARTER, write)] {
+        for (at, way) in [(word, Directions::READS), (word + Self::WRITES, Directions::WRITES)] {
             let Some(word) = self.0.table().get(at) else { continue };
             let old = word.load(Ordering::Relaxed);
-            let new = if on { old | 1 << bit } else { old & !(1 << bit) };
+            let new = if exits.contains(way) { old | 1 << bit } else { old & !(1 << bit) };
             word.store(new, Ordering::Relaxed);
         }
     }
 
-    /// Whether reads and writes of `msr` exit.
-    pub fn intercepted(&self, msr: u32) -> (bool, bool) {
-        let Some((word, bit)) = Self::place(msr) else { return (true, true) };
-        let at = |word: usize| {
-            self.0.table().get(word).is_none_or(|w| w.load(Ordering::Relaxed) & (1 << bit) != 0)
-        };
-        (at(word), at(word + 2 * QUARTER))
+    /// Which accesses of `msr` exit.
+    pub fn intercepted(&self, msr: u32) -> Directions {
+        let Some((word, bit)) = Self::place(msr) else { return Directions::all() };
+        let exits = |word: usize| self.word(word) & (1 << bit) != 0;
+        Directions::READS.when(exits(word)) | Directions::WRITES.when(exits(word + Self::WRITES))
     }
 }
 
@@ -121,20 +119,20 @@ mod tests {
         assert_eq!(MsrMap::place(0xc000_0080), Some((1024 / 8 + 2, 0)));
         assert_eq!(MsrMap::place(0x4000_0000), None);
         let map = MsrMap::all().unwrap();
-        map.intercept(0x10, true, false);
+        map.intercept(0x10, Directions::READS);
         assert_eq!(map.0.table()[2048 / 8].load(Ordering::Relaxed), !(1 << 0x10));
     }
 
     #[test]
     fn only_the_named_msr_changes() {
         let map = MsrMap::all().unwrap();
-        map.intercept(0xc000_0102, false, false);
-        assert_eq!(map.intercepted(0xc000_0102), (false, false));
-        assert_eq!(map.intercepted(0xc000_0101), (true, true));
-        assert_eq!(map.intercepted(0xc000_0103), (true, true));
-        assert_eq!(map.intercepted(0x102), (true, true));
-        assert_eq!(map.intercepted(0xc001_0102), (true, true));
-        map.intercept(0xc000_0102, false, true);
-        assert_eq!(map.intercepted(0xc000_0102), (false, true));
+        map.intercept(0xc000_0102, Directions::empty());
+        assert_eq!(map.intercepted(0xc000_0102), Directions::empty());
+        assert_eq!(map.intercepted(0xc000_0101), Directions::all());
+        assert_eq!(map.intercepted(0xc000_0103), Directions::all());
+        assert_eq!(map.intercepted(0x102), Directions::all());
+        assert_eq!(map.intercepted(0xc001_0102), Directions::all());
+        map.intercept(0xc000_0102, Directions::WRITES);
+        assert_eq!(map.intercepted(0xc000_0102), Directions::WRITES);
     }
 }

@@ -3,6 +3,7 @@
 use core::sync::atomic::Ordering::Relaxed;
 
 use host::{KBox, NoMemory, page::Page};
+use x86::Direction;
 use x86::vmcs::place::{BITMAP_BYTES, fill_bitmap};
 
 use crate::{features::Features, vmcs::Vmcs};
@@ -21,10 +22,10 @@ pub(crate) struct Shadow {
 }
 
 /// A bitmap with a bit clear for each field that is served.
-fn bitmap(writes: bool, features: &Features) -> Result<Page, NoMemory> {
+fn bitmap(direction: Direction, features: &Features) -> Result<Page, NoMemory> {
     let page = Page::zeroed()?;
     let mut bits = KBox::new([0u8; BITMAP_BYTES])?;
-    fill_bitmap(&mut bits, writes, |encoding| features.has_field(encoding));
+    fill_bitmap(&mut bits, direction, |encoding| features.has_field(encoding));
     for (to, from) in page.bytes().iter().zip(bits.iter()) {
         to.store(*from, Relaxed);
     }
@@ -39,7 +40,8 @@ impl Shadow {
             return Ok(None);
         }
         let vmcs = Vmcs::new(features.revision | IS_SHADOW)?;
-        let (reads, writes) = (bitmap(false, features)?, bitmap(true, features)?);
+        let reads = bitmap(Direction::Read, features)?;
+        let writes = bitmap(Direction::Write, features)?;
         KBox::new(Self { vmcs, reads, writes, serves: false }).map(Some)
     }
 }

@@ -11,7 +11,7 @@
 //! what it was offered.
 
 use cpu::{Cpu, VmxSwitch};
-use x86::msr;
+use x86::{Directions, msr};
 
 use crate::{permission::SPECULATION, state::Vmx};
 
@@ -44,17 +44,18 @@ impl<C: Cpu> Vmx<C> {
     /// changed.
     pub(crate) fn pass_speculation(&mut self) {
         let limits = self.cold.limits;
-        self.msr_map().intercept(msr::PRED_CMD, true, !limits.pred_cmd);
-        self.msr_map().intercept(msr::FLUSH_CMD, true, !limits.flush_cmd);
+        let (reads, writes) = (Directions::READS, Directions::WRITES);
+        self.msr_map().intercept(msr::PRED_CMD, reads | writes.when(!limits.pred_cmd));
+        self.msr_map().intercept(msr::FLUSH_CMD, reads | writes.when(!limits.flush_cmd));
         let own = limits.spec_ctrl && self.features.spec_ctrl && self.cold.spec_ctrl_used;
-        self.msr_map().intercept(msr::SPEC_CTRL, !own, !own);
-        for (msr, (read, write)) in SPECULATION.into_iter().zip(self.cold.speculation_denied) {
+        self.msr_map().intercept(msr::SPEC_CTRL, Directions::all().when(!own));
+        for (msr, denied) in SPECULATION.into_iter().zip(self.cold.speculation_denied) {
             let exits = self.msr_map().intercepted(msr);
-            self.msr_map().intercept(msr, exits.0 | read, exits.1 | write);
+            self.msr_map().intercept(msr, exits | denied);
         }
-        let (_, write_exits) = self.msr_map().intercepted(msr::SPEC_CTRL);
+        let exits = self.msr_map().intercepted(msr::SPEC_CTRL);
         self.switch.flags &= !VmxSwitch::READ_SPEC_CTRL;
-        if !write_exits {
+        if !exits.contains(writes) {
             self.switch.flags |= VmxSwitch::READ_SPEC_CTRL;
         }
     }
@@ -64,8 +65,9 @@ impl<C: Cpu> Vmx<C> {
 mod tests {
     use super::*;
     use crate::features::Features;
-    use backend::{Backend, GuestLimits, Msrs, Permissions, Reset};
+    use backend::{Backend, GuestLimits, Msrs, Permissions};
     use cpu::Model;
+    use x86::Reset;
 
     const IBRS: u64 = 1;
     const OFFERED: GuestLimits = GuestLimits {
@@ -82,9 +84,9 @@ mod tests {
         maxphyaddr: 0,
         svm_features: 0,
     };
-    const EXIT: (bool, bool) = (true, true);
-    const PASS: (bool, bool) = (false, false);
-    const WRITES_PASS: (bool, bool) = (true, false);
+    const EXIT: Directions = Directions::all();
+    const PASS: Directions = Directions::empty();
+    const WRITES_PASS: Directions = Directions::READS;
 
     fn vmx() -> Vmx<Model> {
         let features = Features { spec_ctrl: true, ..Features::default() };
@@ -93,7 +95,7 @@ mod tests {
         vmx
     }
 
-    fn exits(vmx: &Vmx<Model>) -> [(bool, bool); 3] {
+    fn exits(vmx: &Vmx<Model>) -> [Directions; 3] {
         SPECULATION.map(|msr| vmx.msr_map().intercepted(msr))
     }
 
@@ -138,23 +140,27 @@ mod tests {
 
     #[test]
     fn the_filter_wins_whenever_it_comes() {
-        let writes_of_spec_ctrl = |msr| (false, msr == msr::SPEC_CTRL);
+        let writes_of_spec_ctrl = |msr| Directions::WRITES.when(msr == msr::SPEC_CTRL);
         // After the first write, before it, and before another CPUID.
         let mut vmx = vmx();
         vmx.set_msr(msr::SPEC_CTRL, IBRS).unwrap();
         vmx.set_msr_filter(writes_of_spec_ctrl);
-        assert_eq!((exits(&vmx)[0], is_read(&vmx)), ((false, true), false));
+        assert_eq!((exits(&vmx)[0], is_read(&vmx)), (Directions::WRITES, false));
         vmx.reset(Reset::PowerUp);
         assert_eq!((exits(&vmx)[0], is_read(&vmx)), (EXIT, false));
         vmx.set_msr(msr::SPEC_CTRL, IBRS).unwrap();
-        assert_eq!((exits(&vmx)[0], is_read(&vmx)), ((false, true), false));
+        assert_eq!((exits(&vmx)[0], is_read(&vmx)), (Directions::WRITES, false));
         vmx.set_limits(OFFERED);
-        assert_eq!((exits(&vmx)[0], is_read(&vmx)), ((false, true), false));
+        assert_eq!((exits(&vmx)[0], is_read(&vmx)), (Directions::WRITES, false));
         // Reads alone denied: writes pass, and have to be read.
-        vmx.set_msr_filter(|msr| (msr == msr::SPEC_CTRL, msr == msr::PRED_CMD));
-        assert_eq!(exits(&vmx), [(true, false), EXIT, WRITES_PASS]);
+        vmx.set_msr_filter(|msr| match msr {
+            msr::SPEC_CTRL => Directions::READS,
+            msr::PRED_CMD => Directions::WRITES,
+            _ => Directions::empty(),
+        });
+        assert_eq!(exits(&vmx), [Directions::READS, EXIT, WRITES_PASS]);
         assert!(is_read(&vmx));
-        vmx.set_msr_filter(|_| (false, false));
+        vmx.set_msr_filter(|_| Directions::empty());
         assert_eq!(exits(&vmx), [PASS, WRITES_PASS, WRITES_PASS]);
     }
 

@@ -4,13 +4,13 @@ use core::cell::Cell;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use backend::{
-    Backend, FewerExits, GuestLimits, Injection, Paging, Reset, TSC_RATIO_ONE, reset_registers,
+    Backend, FewerExits, GuestLimits, Injection, Paging, TSC_RATIO_ONE, reset_registers,
 };
 use cpu::{Cpu, VmxSwitch};
 use guest_live::{DebugRegs, Exchanged, Extended, Has, LiveDr6, SyscallMsrs};
 use host::{KBox, NoMemory, hostcpu, warn};
 use x86::{
-    Cr0, Cr4, Efer, Rflags, Vector, msr,
+    Cr0, Cr4, Directions, Efer, Reset, Rflags, Vector, msr,
     vmcs::{
         ReadWrite,
         field::{self, Width},
@@ -100,11 +100,11 @@ pub(crate) struct Cold {
     /// The guest has written SPEC_CTRL something other than zero since its reset.
     pub(crate) spec_ctrl_used: bool,
     /// Reads and writes of [`SPECULATION`] that the VMM's filter denies.
-    pub(crate) speculation_denied: [(bool, bool); SPECULATION.len()],
+    pub(crate) speculation_denied: [Directions; SPECULATION.len()],
     /// What L1 asks of L2 while that runs.
     pub(crate) of_l1: OfL1,
     /// Reads and writes of [`LISTED`] that the VMM's filter denies.
-    pub(crate) listed_denied: [(bool, bool); LISTED.len()],
+    pub(crate) listed_denied: [Directions; LISTED.len()],
     /// By how much a list of MSRs has moved L1's TSC, until the vCPU hears of it.
     pub(crate) tsc_moved: Option<u64>,
     /// L1's table registers between two exits of L2.
@@ -131,9 +131,9 @@ impl Cold {
             limits: GuestLimits::default(),
             fewer: FewerExits::default(),
             spec_ctrl_used: false,
-            speculation_denied: [(false, false); SPECULATION.len()],
+            speculation_denied: [Directions::empty(); SPECULATION.len()],
             of_l1: OfL1::default(),
-            listed_denied: [(false, false); LISTED.len()],
+            listed_denied: [Directions::empty(); LISTED.len()],
             tsc_moved: None,
             tables: TableWatch::default(),
         })

@@ -7,6 +7,7 @@ pub mod addr;
 pub mod apic;
 pub mod cpuid;
 pub mod debug;
+pub mod direction;
 pub mod exception;
 pub mod msr;
 pub mod paging;
@@ -17,6 +18,7 @@ pub mod vmcs;
 
 pub use addr::{ApicId, Asid, Gfn, Gpa, Gva, Hpa, Hva, Pfn, Tsc, Vector};
 pub use debug::{Dr6, Dr7};
+pub use direction::{Direction, Directions};
 pub use exception::Exception;
-pub use reg::{Cr0, Cr4, Efer, Gpr, Rflags, Xcr0};
+pub use reg::{Cr0, Cr0Write, Cr4, Efer, Gpr, Reset, Rflags, Xcr0};
 pub use segment::{DescriptorTable, Segment};

@@ -214,6 +214,24 @@ bitflags! {
     }
 }
 
+/// How a CPU is reset.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reset {
+    /// At power-up: everything is.
+    PowerUp,
+    /// By an INIT, which most MSRs and the FPU outlast (APM vol. 2 table 14-1, SDM vol. 3A table 10-1).
+    Init,
+}
+
+/// What a write of CR0 is by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cr0Write {
+    /// LMSW, which an SVM hypervisor that asked for some writes alone hears of whatever it changes (APM vol. 2 table 15-7).
+    Lmsw,
+    /// MOV or CLTS.
+    Other,
+}
+
 impl Cr0 {
     /// Value after power-up and INIT, except that INIT keeps CD and NW (SDM vol. 3A table 9-1).
     pub const RESET: Self = Self::ET.union(Self::CD_NW);

@@ -54,6 +54,15 @@ impl Component {
     }
 }
 
+/// How an XSAVE area lays its components out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// Each at the offset that CPUID gives for it.
+    Standard,
+    /// One behind the other.
+    Compacted,
+}
+
 /// The table of all components of this CPU. 264 bytes: every vCPU keeps its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
@@ -121,8 +130,8 @@ impl Layout {
     /// Bytes of an XSAVE area that holds `components` (a value of XCR0, or of XCR0 | XSS for the
     /// compacted format): what CPUID.0xD.0:EBX (standard) or CPUID.0xD.1:EBX (compacted) answers.
     /// Components that the CPU does not have count nothing.
-    pub fn required_size(&self, components: u64, compacted: bool) -> u32 {
-        required_size(components, compacted, |index| {
+    pub fn required_size(&self, components: u64, form: Form) -> u32 {
+        required_size(components, form, |index| {
             host::GuestIndex::from(index).of(&self.components).copied().unwrap_or_default()
         })
     }
@@ -131,10 +140,10 @@ impl Layout {
     /// what the `xstate_cache=0` switch measures against.
     pub fn required_size_uncached(
         components: u64,
-        compacted: bool,
+        form: Form,
         mut cpuid: impl FnMut(u32, u32) -> [u32; 4],
     ) -> u32 {
-        required_size(components & KNOWN, compacted, |index| {
+        required_size(components & KNOWN, form, |index| {
             Component::from_cpuid(&cpuid(leaf::XSAVE, index))
         })
     }
@@ -142,32 +151,28 @@ impl Layout {
     /// Offset of component `index` in an area whose format bits (XCOMP_BV in the compacted
     /// format) are `components`. `None` when the component is not among them, or when it is a
     /// supervisor component in the standard format.
-    pub fn offset_of(&self, index: u32, components: u64, compacted: bool) -> Option<u32> {
+    pub fn offset_of(&self, index: u32, components: u64, form: Form) -> Option<u32> {
         let wanted = *self.component(index)?;
         // An index of 64 and above is no component.
         if components.checked_shr(index)? & 1 == 0 {
             return None;
         }
-        if !compacted {
+        if form == Form::Standard {
             return (!wanted.is_supervisor()).then_some(wanted.offset);
         }
         let below = components & 1u64.checked_shl(index)?.wrapping_sub(1);
-        let end = self.required_size(below, true);
+        let end = self.required_size(below, Form::Compacted);
         Some(if wanted.is_aligned() { align64(end) } else { end })
     }
 
     /// Bytes that a user-space buffer needs for every component of `xcr0` in the standard format,
     /// never less than the 4096 of `struct kvm_xsave` (KVM API, KVM_CAP_XSAVE2).
     pub fn uabi_size(&self, xcr0: Xcr0) -> u32 {
-        self.required_size(xcr0.bits(), false).max(4096)
+        self.required_size(xcr0.bits(), Form::Standard).max(4096)
     }
 }
 
-fn required_size(
-    components: u64,
-    compacted: bool,
-    mut component: impl FnMut(u32) -> Component,
-) -> u32 {
+fn required_size(components: u64, form: Form, mut component: impl FnMut(u32) -> Component) -> u32 {
     let mut size = LEGACY_AND_HEADER;
     let mut left = components & EXTENDED;
     while left != 0 {
@@ -178,10 +183,10 @@ fn required_size(
         if component.size == 0 {
             continue;
         }
-        let offset = match compacted {
-            true if component.is_aligned() => align64(size),
-            true => size,
-            false => component.offset,
+        let offset = match form {
+            Form::Compacted if component.is_aligned() => align64(size),
+            Form::Compacted => size,
+            Form::Standard => component.offset,
         };
         // In the standard format a later component may lie before an earlier one.
         size = size.max(offset.saturating_add(component.size));

@@ -9,5 +9,5 @@
 mod layout;
 mod rules;
 
-pub use layout::{Component, LEGACY_AND_HEADER, Layout};
+pub use layout::{Component, Form, LEGACY_AND_HEADER, Layout};
 pub use rules::{SUPPORTED_XCR0, Xcr0Fault, supported_xcr0, xcr0_check, xcr0_valid};

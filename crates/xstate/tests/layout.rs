@@ -1,6 +1,6 @@
 //! Layouts of real CPUs, and properties that hold for all sets of components.
 
-use gannet_xstate::{Component, LEGACY_AND_HEADER, Layout, supported_xcr0, xcr0_valid};
+use gannet_xstate::{Component, Form, LEGACY_AND_HEADER, Layout, supported_xcr0, xcr0_valid};
 use proptest::prelude::*;
 use x86::Xcr0;
 
@@ -81,15 +81,15 @@ const CPUS: [&Cpu; 4] = [&SKYLAKE_SP, &SAPPHIRE_RAPIDS, &MILAN, &ROME];
 #[test]
 fn sizes_are_those_that_the_cpus_report() {
     let skylake = SKYLAKE_SP.layout();
-    assert_eq!(skylake.required_size(0x3, false), 576);
-    assert_eq!(skylake.required_size(0x7, false), 832);
-    assert_eq!(skylake.required_size(0xe7, false), 2688);
-    assert_eq!(skylake.required_size(0x2ff, false), 2696);
-    assert_eq!(skylake.required_size(0x2e7, true), 576 + 256 + 64 + 512 + 1024 + 8);
+    assert_eq!(skylake.required_size(0x3, Form::Standard), 576);
+    assert_eq!(skylake.required_size(0x7, Form::Standard), 832);
+    assert_eq!(skylake.required_size(0xe7, Form::Standard), 2688);
+    assert_eq!(skylake.required_size(0x2ff, Form::Standard), 2696);
+    assert_eq!(skylake.required_size(0x2e7, Form::Compacted), 576 + 256 + 64 + 512 + 1024 + 8);
     let sapphire = SAPPHIRE_RAPIDS.layout();
-    assert_eq!(sapphire.required_size(0x602e7, false), 11008);
-    assert_eq!(MILAN.layout().required_size(0x207, false), 2440);
-    assert_eq!(ROME.layout().required_size(0x7, false), 832);
+    assert_eq!(sapphire.required_size(0x602e7, Form::Standard), 11008);
+    assert_eq!(MILAN.layout().required_size(0x207, Form::Standard), 2440);
+    assert_eq!(ROME.layout().required_size(0x7, Form::Standard), 832);
 }
 
 #[test]
@@ -97,18 +97,18 @@ fn aligned_components_start_at_a_cache_line_when_compacted() {
     let layout = SAPPHIRE_RAPIDS.layout();
     // PKRU ends at 2440; the tile configuration is aligned, to 2496.
     let components = 0x602e7;
-    assert_eq!(layout.offset_of(9, components, true), Some(2432));
-    assert_eq!(layout.offset_of(17, components, true), Some(2496));
-    assert_eq!(layout.offset_of(18, components, true), Some(2560));
-    assert_eq!(layout.required_size(components, true), 2560 + 8192);
+    assert_eq!(layout.offset_of(9, components, Form::Compacted), Some(2432));
+    assert_eq!(layout.offset_of(17, components, Form::Compacted), Some(2496));
+    assert_eq!(layout.offset_of(18, components, Form::Compacted), Some(2560));
+    assert_eq!(layout.required_size(components, Form::Compacted), 2560 + 8192);
 }
 
 #[test]
 fn supervisor_components_have_a_place_only_when_compacted() {
     let layout = SKYLAKE_SP.layout();
-    assert_eq!(layout.offset_of(8, 0x3ff, false), None);
-    assert_eq!(layout.offset_of(8, 0x103, true), Some(576));
-    assert_eq!(layout.required_size(0x103, true), 704);
+    assert_eq!(layout.offset_of(8, 0x3ff, Form::Standard), None);
+    assert_eq!(layout.offset_of(8, 0x103, Form::Compacted), Some(576));
+    assert_eq!(layout.required_size(0x103, Form::Compacted), 704);
     assert!(layout.component(8).is_some_and(Component::is_supervisor));
 }
 
@@ -138,22 +138,26 @@ fn the_user_buffer_is_never_smaller_than_a_page() {
 
 #[test]
 fn a_cpu_without_xsave_needs_the_legacy_region() {
-    assert_eq!(Layout::EMPTY.required_size(u64::MAX, false), LEGACY_AND_HEADER);
-    assert_eq!(Layout::EMPTY.required_size(u64::MAX, true), LEGACY_AND_HEADER);
+    assert_eq!(Layout::EMPTY.required_size(u64::MAX, Form::Standard), LEGACY_AND_HEADER);
+    assert_eq!(Layout::EMPTY.required_size(u64::MAX, Form::Compacted), LEGACY_AND_HEADER);
+}
+
+fn form() -> impl Strategy<Value = Form> {
+    prop_oneof![Just(Form::Standard), Just(Form::Compacted)]
 }
 
 proptest! {
     #[test]
-    fn the_table_answers_what_cpuid_would(mask: u64, compacted: bool, cpu in 0..4usize) {
+    fn the_table_answers_what_cpuid_would(mask: u64, form in form(), cpu in 0..4usize) {
         let cpu = CPUS[cpu];
-        let uncached = Layout::required_size_uncached(mask, compacted, cpu.cpuid());
-        prop_assert_eq!(cpu.layout().required_size(mask, compacted), uncached);
+        let uncached = Layout::required_size_uncached(mask, form, cpu.cpuid());
+        prop_assert_eq!(cpu.layout().required_size(mask, form), uncached);
     }
 
     #[test]
-    fn more_components_never_need_less(a: u64, b: u64, compacted: bool, cpu in 0..4usize) {
+    fn more_components_never_need_less(a: u64, b: u64, form in form(), cpu in 0..4usize) {
         let layout = CPUS[cpu].layout();
-        prop_assert!(layout.required_size(a, compacted) <= layout.required_size(a | b, compacted));
+        prop_assert!(layout.required_size(a, form) <= layout.required_size(a | b, form));
     }
 
     #[test]
@@ -161,24 +165,24 @@ proptest! {
         let layout = CPUS[cpu].layout();
         let mut end = LEGACY_AND_HEADER;
         for index in 2..63 {
-            if let Some(offset) = layout.offset_of(index, mask, true) {
+            if let Some(offset) = layout.offset_of(index, mask, Form::Compacted) {
                 prop_assert!(offset >= end);
                 end = offset + layout.component(index).map_or(0, |c| c.size);
             }
         }
-        prop_assert_eq!(end, layout.required_size(mask, true));
+        prop_assert_eq!(end, layout.required_size(mask, Form::Compacted));
     }
 
     #[test]
     fn hostile_answers_of_cpuid_do_not_panic(
         answers in proptest::collection::vec(any::<[u32; 4]>(), 64),
         mask: u64,
-        compacted: bool,
+        form in form(),
         index: u32,
     ) {
         let layout = Layout::read(|_, subleaf| answers[subleaf as usize]);
-        let _ = layout.required_size(mask, compacted);
-        let _ = layout.offset_of(index, mask, compacted);
+        let _ = layout.required_size(mask, form);
+        let _ = layout.offset_of(index, mask, form);
         let _ = layout.component(index);
     }
 

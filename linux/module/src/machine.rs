@@ -184,7 +184,7 @@ fn offer(common: &Common, supported: &Supported, maxphyaddr: u8, amd: bool) -> O
         steal_time: true,
         halt_poll: true,
         mce_banks: MAX_BANKS as u32,
-        mce_cap: MsrStore::supported_mcg_cap(!amd) & !MCG_BANKS,
+        mce_cap: MsrStore::supported_mcg_cap(amd) & !MCG_BANKS,
         quirks: quirk::ALL,
         disable_exits: disable_exits(),
         guest_debug: GUESTDBG_VALID_MASK,

@@ -238,7 +238,7 @@ impl TestMachine {
     fn check(&self, at: u64, len: usize, max: usize, write: bool) -> Result<(), Stop> {
         assert!(len >= 1 && len <= max, "an access of {len} bytes");
         assert!((at & 0xfff) as usize + len <= 0x1000, "an access across a page at {at:#x}");
-        if self.absent.contains(&at) || write && self.read_only.contains(&at) {
+        if self.absent.contains(&at) || self.read_only.contains(&at) {
             let code = if write { pf::WRITE } else { 0 };
             return Err(Stop::Fault(Exception::pf(at, code)));
         }
@@ -369,16 +369,15 @@ impl Machine for TestMachine {
         self.set_bytes(at.0, new);
         Ok(true)
     }
-    fn is_ram(&mut self, at: Gva, len: usize, write: bool) -> Result<bool, Stop> {
+    fn is_writable_ram(&mut self, at: Gva, len: usize) -> Result<bool, Stop> {
         let end = at.0 + (len as u64 - 1);
-        let barred = |at: u64| {
-            self.device(at) || self.absent.contains(&at) || write && self.read_only.contains(&at)
-        };
+        let barred =
+            |at: u64| self.device(at) || self.absent.contains(&at) || self.read_only.contains(&at);
         Ok(self.runs_allowed && !barred(at.0) && !barred(end))
     }
     fn port_run(&mut self, access: &PortAccess, at: Gva, elements: u64) -> Result<u64, Stop> {
         let len = elements as usize * usize::from(access.size());
-        Ok(if self.is_ram(at, len, true)? { elements } else { 1 })
+        Ok(if self.is_writable_ram(at, len)? { elements } else { 1 })
     }
     fn commit(&mut self) {
         assert_eq!(self.cursor, self.log.len(), "a commit before the replay log was used up");

@@ -269,7 +269,7 @@ proptest! {
                 _ => {
                     bench.line(pin, flag);
                     let entry = before.redirtbl.get(pin).copied().unwrap_or(rte::MASKED);
-                    let valid = message(entry, false, DestRules::default()).is_some() && entry & rte::MASKED == 0;
+                    let valid = message(entry, DestRules::default()).is_some() && entry & rte::MASKED == 0;
                     let was_high = before.irr & 1u32.checked_shl(pin as u32).unwrap_or(0) != 0;
                     let wanted = valid && flag && if entry & rte::LEVEL != 0 {
                         entry & rte::REMOTE_IRR == 0

@@ -253,7 +253,8 @@ fn only_a_poll_changes_anything_by_reading() {
     let ports = [0x20, 0x21, 0xa0, 0xa1, 0x4d0, 0x4d1];
     let mut pic = pic();
     pulse(&mut pic, 9);
-    let look = |pic: &Pic| (pic.save(false), pic.save(true), pic.output(), pic.ended());
+    let look =
+        |pic: &Pic| (pic.save(Which::Master), pic.save(Which::Slave), pic.output(), pic.ended());
     for port in ports {
         assert!(!pic.polls(port), "{port:#x}");
         let before = look(&pic);
@@ -286,11 +287,11 @@ fn state_survives() {
     pulse(&mut pic, 9);
     pulse(&mut pic, 1);
     take(&mut pic);
-    let (master, slave) = (pic.save(false), pic.save(true));
+    let (master, slave) = (pic.save(Which::Master), pic.save(Which::Slave));
     let mut other = Pic::new();
-    other.restore(false, &master);
-    other.restore(true, &slave);
-    assert_eq!((other.save(false), other.save(true)), (master, slave));
+    other.restore(Which::Master, &master);
+    other.restore(Which::Slave, &slave);
+    assert_eq!((other.save(Which::Master), other.save(Which::Slave)), (master, slave));
     other.write(0x20, EOI);
     assert_eq!(take(&mut other), Some(0x29));
 }
@@ -330,7 +331,7 @@ proptest! {
                         init_state: bytes[7], auto_eoi: bytes[8], elcr: bytes[9], elcr_mask: bytes[10],
                         ..PicState::default()
                     };
-                    pic.restore(which % 2 == 0, &state);
+                    pic.restore(if which % 2 == 0 { Which::Slave } else { Which::Master }, &state);
                 }
             }
         }

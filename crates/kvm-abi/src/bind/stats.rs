@@ -4,6 +4,7 @@
 use core::ffi::CStr;
 
 use ::vm::{VmRef, vcpu_shared::SharedVcpu};
+use host::file::Pointers;
 use host::{
     Arc,
     file::{FileObject, NewFile},
@@ -41,7 +42,7 @@ impl FileObject for VmStatsFile {
     const NAME: &'static CStr = c"kvm-vm-stats";
     const READABLE: bool = true;
 
-    fn ioctl(_: &Arc<Self>, _: u32, _: u64, _: bool) -> i64 {
+    fn ioctl(_: &Arc<Self>, _: u32, _: u64, _: Pointers) -> i64 {
         Errno::ENOTTY.code()
     }
 
@@ -54,7 +55,7 @@ impl FileObject for VcpuStatsFile {
     const NAME: &'static CStr = c"kvm-vcpu-stats";
     const READABLE: bool = true;
 
-    fn ioctl(_: &Arc<Self>, _: u32, _: u64, _: bool) -> i64 {
+    fn ioctl(_: &Arc<Self>, _: u32, _: u64, _: Pointers) -> i64 {
         Errno::ENOTTY.code()
     }
 

@@ -13,6 +13,7 @@ use ::vm::{
     vcpu_shared::{MpState, SharedVcpu},
 };
 use backend::Backend;
+use host::file::Pointers;
 use host::{Arc, KBox, file::FileObject, page::Page, sync::Mutex};
 use irqchip::Accepted;
 use msr::{By, McReport};
@@ -81,7 +82,7 @@ impl<B: Backend + 'static> FileObject for VcpuFile<B> {
     const NAME: &'static CStr = c"kvm-vcpu";
     const MAPPABLE: bool = true;
 
-    fn ioctl(this: &Arc<Self>, command: u32, argument: u64, _compat: bool) -> i64 {
+    fn ioctl(this: &Arc<Self>, command: u32, argument: u64, _: Pointers) -> i64 {
         dispatch::code(dispatch::vcpu(&**this, command, argument))
     }
 

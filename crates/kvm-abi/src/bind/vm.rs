@@ -11,6 +11,7 @@ use ::vm::{
     settings::quirk,
     vcpu_shared::{SharedVcpu, VcpuShared},
 };
+use host::file::Pointers;
 use host::{
     Arc,
     file::{FileObject, NewFile},
@@ -19,7 +20,10 @@ use host::{
 use irqchip::{
     DestRules,
     lapic::{CpuRole, Lint0},
+    pic,
 };
+
+use mmu::AddressSpace;
 
 use super::{Host, MakeBackend, VcpuFile, belongs_to_caller, convert, stats};
 use crate::caps::Offer;
@@ -33,6 +37,19 @@ use crate::uapi::memory::KvmCoalescedMmioZone;
 
 /// Where the identity-map page lies unless the VMM says otherwise (KVM API §4.41).
 const DEFAULT_IDENTITY_MAP: u64 = 0xfffb_c000;
+
+/// How destinations are understood, as KVM_CAP_X2APIC_API says.
+fn rules_of(flags: u64) -> DestRules {
+    DestRules {
+        wide: flags & X2APIC_API_USE_32BIT_IDS != 0,
+        no_broadcast_quirk: flags & X2APIC_API_DISABLE_BROADCAST_QUIRK != 0,
+    }
+}
+
+/// The chip that KVM_GET_IRQCHIP and KVM_SET_IRQCHIP name: one of the two PICs.
+fn pic_of(which: u32) -> pic::Which {
+    if which == IRQCHIP_PIC_SLAVE { pic::Which::Slave } else { pic::Which::Master }
+}
 
 /// A VM by its file. The vCPUs hold the VM too: it lives until the last of the files is closed.
 pub struct VmFile<M> {
@@ -127,16 +144,19 @@ impl<M: MakeBackend> VmFile<M> {
         Ok(())
     }
 
-    fn wide_ids(&self) -> bool {
-        self.vm.settings.x2apic_api.load(Relaxed) & X2APIC_API_USE_32BIT_IDS != 0
+    fn dest_rules(&self) -> DestRules {
+        rules_of(self.vm.settings.x2apic_api.load(Relaxed))
     }
 }
 
 impl<M: MakeBackend> FileObject for VmFile<M> {
     const NAME: &'static CStr = c"kvm-vm";
 
-    fn ioctl(this: &Arc<Self>, command: u32, argument: u64, compat: bool) -> i64 {
-        let of = if compat { dispatch::vm_compat } else { dispatch::vm };
+    fn ioctl(this: &Arc<Self>, command: u32, argument: u64, caller: Pointers) -> i64 {
+        let of = match caller {
+            Pointers::Bits32 => dispatch::vm_compat,
+            Pointers::Bits64 => dispatch::vm,
+        };
         dispatch::code(of(&**this, command, argument))
     }
 }
@@ -191,12 +211,12 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
     }
 
     fn set_memory_region(&self, region: &MemoryRegion) -> Result<(), Errno> {
-        let memory = self.vm.memory_in(region.slot.smm);
+        let memory = self.vm.memory_in(region.slot.space);
         Ok(memory.set_region(&convert::region(region), &**self.vm)?)
     }
 
     fn dirty_log_pages(&self, slot: SlotId) -> Result<u64, Errno> {
-        let slots = self.vm.memory_in(slot.smm).slots();
+        let slots = self.vm.memory_in(slot.space).slots();
         match slots.by_id(slot.number) {
             Some(slot) if slot.dirty.is_some() => Ok(slot.npages),
             _ => Err(Errno::ENOENT),
@@ -205,7 +225,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
 
     fn dirty_log(&self, slot: SlotId, bitmap: &mut [u64]) -> Result<(), Errno> {
         let protect = self.vm.settings.manual_dirty_log.load(Relaxed) == 0;
-        let memory = self.vm.memory_in(slot.smm);
+        let memory = self.vm.memory_in(slot.space);
         let words = memory.dirty_log(slot.number.into(), protect, &**self.vm)?;
         // The slot may have been replaced since its size was asked for.
         for (to, from) in bitmap.iter_mut().zip(&words) {
@@ -221,7 +241,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
         pages: u32,
         bits: &[u64],
     ) -> Result<(), Errno> {
-        let memory = self.vm.memory_in(slot.smm);
+        let memory = self.vm.memory_in(slot.space);
         Ok(memory.clear_dirty_log(slot.number.into(), first, pages.into(), bits, &**self.vm)?)
     }
 
@@ -241,11 +261,11 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
     }
 
     fn pic(&self, which: u32) -> Result<KvmPicState, Errno> {
-        Ok(convert::pic(&self.vm.irq().pic(which == IRQCHIP_PIC_SLAVE)))
+        Ok(convert::pic(&self.vm.irq().pic(pic_of(which))))
     }
 
     fn set_pic(&self, which: u32, state: &KvmPicState) -> Result<(), Errno> {
-        self.vm.irq().set_pic(which == IRQCHIP_PIC_SLAVE, &convert::from_pic(state));
+        self.vm.irq().set_pic(pic_of(which), &convert::from_pic(state));
         Ok(())
     }
 
@@ -295,7 +315,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
 
     fn signal_msi(&self, msi: &KvmMsi) -> Result<i32, Errno> {
         let msi = convert::from_msi(msi);
-        if !msi.valid(self.wide_ids()) {
+        if !msi.valid(self.dest_rules()) {
             return Err(Errno::EINVAL);
         }
         Ok(self.vm.irq().signal_msi(&msi).code())
@@ -341,8 +361,8 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
 
     fn set_nr_mmu_pages(&self, pages: u64) -> Result<(), Errno> {
         // SMM's address space has shadow pages of its own.
-        for smm in [false, true] {
-            self.vm.memory_in(smm).set_shadow_limit(pages, &**self.vm);
+        for space in AddressSpace::ALL {
+            self.vm.memory_in(space).set_shadow_limit(pages, &**self.vm);
         }
         Ok(())
     }
@@ -405,10 +425,7 @@ impl<M: MakeBackend> VmOps for VmFile<M> {
             Setting::X2apicApi(bits) => {
                 settings.x2apic_api.fetch_or(bits, Relaxed);
                 let flags = settings.x2apic_api.load(Relaxed);
-                self.vm.irq().set_dest_rules(DestRules {
-                    wide: flags & X2APIC_API_USE_32BIT_IDS != 0,
-                    no_broadcast_quirk: flags & X2APIC_API_DISABLE_BROADCAST_QUIRK != 0,
-                });
+                self.vm.irq().set_dest_rules(rules_of(flags));
             }
             Setting::ApicBusCycles(ns) => return self.set_bus_cycle(ns),
             Setting::DisableQuirks(bits) => settings.quirks_off.store(bits, Relaxed),

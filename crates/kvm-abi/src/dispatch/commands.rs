@@ -1,5 +1,7 @@
 //! The commands of each kind of file, from the table.
 
+use host::file::Pointers;
+
 use super::ops::{SystemOps, VcpuFile, VcpuOps, VmOps};
 use super::state::Attribute;
 use super::system::{
@@ -18,7 +20,7 @@ use crate::uapi::irqchip::PIT_SPEAKER_DUMMY;
 use crate::uapi::registers::{KvmFpu, KvmRegs};
 use crate::uapi::run::VCPU_MMAP_SIZE;
 use crate::uapi::vcpu_state::KvmMpState;
-use crate::user::{Pointers, gives, takes};
+use crate::user::{gives, takes};
 
 /// What an unknown command gets.
 const UNKNOWN: Errno = Errno::ENOTTY;

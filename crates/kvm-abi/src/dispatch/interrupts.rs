@@ -10,18 +10,27 @@ use crate::uapi::event::*;
 use crate::uapi::irqchip::*;
 use crate::user;
 
-/// KVM_IRQ_LINE and, with `status`, KVM_IRQ_LINE_STATUS.
-pub fn irq_line<V: VmOps>(vm: &V, arg: u64, status: bool) -> Reply {
+/// KVM_IRQ_LINE: drives a GSI.
+pub fn irq_line<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    drive_line(vm, arg)?;
+    Ok(0)
+}
+
+/// KVM_IRQ_LINE_STATUS: drives a GSI, and says what came of it.
+pub fn irq_line_status<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    user::write(arg, &drive_line(vm, arg)?)?;
+    Ok(0)
+}
+
+/// Drives the GSI that is asked for at `arg`. The question, with what came of it for the GSI.
+fn drive_line<V: VmOps>(vm: &V, arg: u64) -> Result<KvmIrqLevel, Errno> {
     let line: KvmIrqLevel = user::read(arg)?;
     if vm.irqchip() == Irqchip::None {
         return Err(Errno::ENXIO);
     }
-    let result = vm.set_irq_line(line.irq, line.level != 0)?;
-    if status {
-        // The line has been set: EFAULT here does not take it back, in stock KVM neither.
-        user::write(arg, &KvmIrqLevel { irq: result as u32, ..line })?;
-    }
-    Ok(0)
+    // The line has been set: EFAULT here does not take it back, in stock KVM neither.
+    let status = vm.set_irq_line(line.irq, line.level != 0)?;
+    Ok(KvmIrqLevel { irq: status as u32, ..line })
 }
 
 /// KVM_SIGNAL_MSI: sends a message to local APICs (KVM API §4.70).

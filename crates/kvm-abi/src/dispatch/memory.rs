@@ -3,7 +3,9 @@
 
 use alloc::boxed::Box;
 
+use host::file::Pointers;
 use host::user as process;
+use mmu::AddressSpace;
 use x86::{Gfn, Hva};
 use zerocopy::FromZeros;
 
@@ -68,25 +70,28 @@ fn slot_id(slot: u32) -> Result<SlotId, Errno> {
     if space >= ADDRESS_SPACES || u32::from(number) >= USER_MEM_SLOTS {
         return Err(Errno::EINVAL);
     }
-    Ok(SlotId { smm: space != 0, number })
+    Ok(SlotId { space: AddressSpace::smm_if(space != 0), number })
 }
 
-/// KVM_REGISTER_COALESCED_MMIO and, with `on` false, KVM_UNREGISTER_COALESCED_MMIO.
-pub fn coalesce<V: VmOps>(vm: &V, arg: u64, on: bool) -> Reply {
-    let zone: KvmCoalescedMmioZone = user::read(arg)?;
-    if zone.pio > 1 {
-        return Err(Errno::EINVAL);
-    }
-    if on {
-        vm.register_zone(&zone)?
-    } else {
-        vm.unregister_zones(&zone)?
-    }
+/// KVM_REGISTER_COALESCED_MMIO: writes into a zone wait in the ring.
+pub fn coalesce<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    vm.register_zone(&zone(arg)?)?;
     Ok(0)
 }
 
+/// KVM_UNREGISTER_COALESCED_MMIO: writes into zones exit again.
+pub fn uncoalesce<V: VmOps>(vm: &V, arg: u64) -> Reply {
+    vm.unregister_zones(&zone(arg)?)?;
+    Ok(0)
+}
+
+fn zone(arg: u64) -> Result<KvmCoalescedMmioZone, Errno> {
+    let zone: KvmCoalescedMmioZone = user::read(arg)?;
+    if zone.pio > 1 { Err(Errno::EINVAL) } else { Ok(zone) }
+}
+
 /// KVM_GET_DIRTY_LOG: which pages were written (KVM API §4.8).
-pub fn dirty_log<V: VmOps>(vm: &V, arg: u64, pointers: user::Pointers) -> Reply {
+pub fn dirty_log<V: VmOps>(vm: &V, arg: u64, pointers: Pointers) -> Reply {
     let log: KvmDirtyLog = user::read(arg)?;
     let slot = slot_id(log.slot)?;
     // How much is copied out is the slot's to say: the structure has no length.
@@ -100,7 +105,7 @@ pub fn dirty_log<V: VmOps>(vm: &V, arg: u64, pointers: user::Pointers) -> Reply 
 }
 
 /// KVM_CLEAR_DIRTY_LOG: protects pages again (KVM API §4.117).
-pub fn clear_dirty_log<V: VmOps>(vm: &V, arg: u64, pointers: user::Pointers) -> Reply {
+pub fn clear_dirty_log<V: VmOps>(vm: &V, arg: u64, pointers: Pointers) -> Reply {
     let log: KvmClearDirtyLog = user::read(arg)?;
     if !log.first_page.is_multiple_of(64) {
         return Err(Errno::EINVAL);

@@ -2,6 +2,7 @@
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;
+use x86::Directions;
 
 use super::Reply;
 use super::ops::VmOps;
@@ -60,8 +61,8 @@ fn read_range(range: &KvmMsrFilterRange) -> Result<MsrRange, Errno> {
     Ok(MsrRange {
         base: range.base,
         count: range.nmsrs,
-        read: range.flags & MSR_FILTER_READ != 0,
-        write: range.flags & MSR_FILTER_WRITE != 0,
+        over: Directions::READS.when(range.flags & MSR_FILTER_READ != 0)
+            | Directions::WRITES.when(range.flags & MSR_FILTER_WRITE != 0),
         bitmap: bits.into_vec(),
     })
 }

@@ -10,6 +10,7 @@ use core::ops::DerefMut;
 use core::sync::atomic::AtomicU64;
 
 pub use ::vm::irq::Irqchip;
+use mmu::AddressSpace;
 use x86::{Gfn, Hva};
 
 use crate::caps::Offer;
@@ -70,8 +71,8 @@ pub fn requested_tsc_khz(offer: &Offer, arg: u64) -> Result<u32, Errno> {
 /// A slot's number and the address space it belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotId {
-    /// What the guest sees in system-management mode (address space 1), else outside it (0).
-    pub smm: bool,
+    /// The address space.
+    pub space: AddressSpace,
     /// The number of the slot.
     pub number: u16,
 }

@@ -59,7 +59,7 @@ fn a_region_is_passed_on_in_frames() {
     assert_eq!(give(&v, SET_USER_MEMORY_REGION, &REGION), Ok(0));
     let call = v.take().remove(0);
     for part in [
-        "smm: false, number: 3",
+        "space: Main, number: 3",
         "base: Gfn(0x100)",
         "pages: 3",
         "log_dirty: true",

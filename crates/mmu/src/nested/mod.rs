@@ -33,13 +33,13 @@ impl Tables {
     /// NPT tables from VMCB12's nCR3, when VMRUN was executed in `l1`: CR0, CR4, EFER and what L1's CPUID says.
     /// `None`: L1 is in neither long mode nor PAE paging; such tables are not served.
     pub fn npt(ncr3: u64, l1: &PagingContext) -> Option<Self> {
-        let role = Role::npt(ncr3, l1, false)?;
+        let role = Role::npt(ncr3, l1)?;
         Some(Self { base: role.base(ncr3), role, logs: false })
     }
 
     /// EPT tables from VMCS12's EPT pointer, which was checked.
     pub fn ept(pointer: u64, offer: &EptOffer) -> Self {
-        let role = Role::ept(pointer, offer, false);
+        let role = Role::ept(pointer, offer);
         Self { base: role.base(pointer), role, logs: false }
     }
 

@@ -121,7 +121,7 @@ mod tests {
     use crate::role::EptOffer;
 
     fn role(offer: EptOffer) -> Role {
-        Role::ept(0, &offer, false)
+        Role::ept(0, &offer)
     }
 
     /// The manual's list of misconfigurations, one entry each: (level, entry).

@@ -47,13 +47,22 @@ pub struct Stage {
 /// Most entries that one walk can lose races for.
 const RESTARTS: u32 = 64;
 
+/// What a walk does to accessed and dirty flags.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Flags {
+    /// It sets them, as the CPU does.
+    Set,
+    /// It leaves them as they are.
+    Left,
+}
+
 /// Translates an access of L2's, and sets accessed and dirty bits in L1's tables.
 pub fn translate<M: GuestMemory + ?Sized>(
     memory: &M,
     tables: &Tables,
     access: &NestedAccess,
 ) -> Result<Stage, StageError<M::Error>> {
-    repeat(memory, tables, access, true)
+    repeat(memory, tables, access, Flags::Set)
 }
 
 /// Translates like [`translate`], but leaves memory as it is: for debuggers.
@@ -62,19 +71,19 @@ pub fn probe<M: GuestMemory + ?Sized>(
     tables: &Tables,
     access: &NestedAccess,
 ) -> Result<Stage, StageError<M::Error>> {
-    repeat(memory, tables, access, false)
+    repeat(memory, tables, access, Flags::Left)
 }
 
 fn repeat<M: GuestMemory + ?Sized>(
     memory: &M,
     tables: &Tables,
     access: &NestedAccess,
-    update: bool,
+    flags: Flags,
 ) -> Result<Stage, StageError<M::Error>> {
     // How often an entry changes is for L1's other CPUs to choose, so the loop has to end by
     // itself.
     for _ in 0..RESTARTS {
-        if let Some(stage) = once(memory, tables, access, update)? {
+        if let Some(stage) = once(memory, tables, access, flags)? {
             return Ok(stage);
         }
     }
@@ -91,12 +100,12 @@ fn once<M: GuestMemory + ?Sized>(
     memory: &M,
     tables: &Tables,
     access: &NestedAccess,
-    update: bool,
+    flags: Flags,
 ) -> Result<Option<Stage>, StageError<M::Error>> {
     let root = tables.role;
     let refuse = |why| refuse(root, access, why);
     if root.is_direct() {
-        return flat(root, access, update).map(Some);
+        return flat(root, access, flags).map(Some);
     }
     // The index is taken modulo 512: without this an address beyond the tables would find the entry
     // of a lower one.
@@ -129,13 +138,15 @@ fn once<M: GuestMemory + ?Sized>(
     }
     let gfn = role.frame_for(entry, access.gpa);
     // A debugger looks where nothing else may.
-    if update && root.leaves_out(gfn) {
+    if flags == Flags::Set && root.leaves_out(gfn) {
         return Err(StageError::L1 { gpa: Gpa(access.gpa), fault: access.to_left_out() });
     }
     // From the leaf up: where a page has to be logged first, no flag of an upper entry is set yet,
     // and nothing was done.
     let steps = path.iter().enumerate().skip(usize::from(level.wrapping_sub(1)));
-    for (n, &(at, entry)) in steps.take_while(|(n, _)| update && *n < root.level().into()) {
+    for (n, &(at, entry)) in
+        steps.take_while(|(n, _)| flags == Flags::Set && *n < root.level().into())
+    {
         let dirty = if n + 1 == usize::from(level) && access.write { root.dirty() } else { 0 };
         if access.logs && dirty & !entry != 0 {
             // A flag that cannot be set is in no log: else L2 would do its access again for ever.
@@ -167,9 +178,9 @@ fn once<M: GuestMemory + ?Sized>(
 }
 
 /// Translates an access of an L2 without tables of L1's.
-fn flat<E>(root: Role, access: &NestedAccess, update: bool) -> Result<Stage, StageError<E>> {
+fn flat<E>(root: Role, access: &NestedAccess, flags: Flags) -> Result<Stage, StageError<E>> {
     let gpa = Gpa(access.gpa);
-    if update && root.leaves_out(gpa.gfn()) {
+    if flags == Flags::Set && root.leaves_out(gpa.gfn()) {
         return Err(StageError::L1 { gpa, fault: access.to_left_out() });
     }
     Ok(Stage { gpa, page_shift: 12, writable: true, exec: true })
@@ -181,29 +192,29 @@ pub struct SecondStage<'a, M: ?Sized> {
     memory: &'a M,
     tables: Tables,
     part: Part,
-    /// Flags of L1's tables are left as they are.
-    probes: bool,
+    /// What becomes of the flags of L1's tables.
+    flags: Flags,
 }
 
 impl<'a, M: GuestMemory + ?Sized> SecondStage<'a, M> {
     /// As a walk of L2's own tables sees it.
     pub const fn tables(memory: &'a M, tables: Tables) -> Self {
-        Self { memory, tables, part: Part::Table, probes: false }
+        Self { memory, tables, part: Part::Table, flags: Flags::Set }
     }
 
     /// As an access sees it that has no linear address.
     pub const fn physical(memory: &'a M, tables: Tables) -> Self {
-        Self { memory, tables, part: Part::Physical, probes: false }
+        Self { memory, tables, part: Part::Physical, flags: Flags::Set }
     }
 
     /// As a debugger sees it, which sets no flags.
     pub const fn probing(memory: &'a M, tables: Tables) -> Self {
-        Self { memory, tables, part: Part::Table, probes: true }
+        Self { memory, tables, part: Part::Table, flags: Flags::Left }
     }
 
     fn at(&self, gpa: Gpa, kind: AccessKind) -> Result<Gpa, StageError<M::Error>> {
         let access = self.tables.access(gpa, kind, self.part);
-        Ok(repeat(self.memory, &self.tables, &access, !self.probes)?.gpa)
+        Ok(repeat(self.memory, &self.tables, &access, self.flags)?.gpa)
     }
 }
 

@@ -4,7 +4,7 @@
 use x86::vmcs::eptp;
 use x86::{Cr0, Cr4, Efer, Gfn};
 
-use super::{PagingContext, Role, Source};
+use super::{AddressSpace, PagingContext, Role, Source};
 use crate::grant::Grant;
 
 /// What L1's CPU has of EPT (IA32_VMX_EPT_VPID_CAP as L1 reads it, SDM vol. 3 appendix A.10).
@@ -30,7 +30,7 @@ const fn when(condition: bool, bits: u64) -> u64 {
 impl Role {
     /// The role of L1's root of NPT tables at `ncr3`, which are tables of the paging mode that L1 itself is in (APM vol.
     /// 2 §15.25.3): long mode or PAE. `None`: that is neither.
-    pub(crate) fn npt(ncr3: u64, l1: &PagingContext, smm: bool) -> Option<Self> {
+    pub(crate) fn npt(ncr3: u64, l1: &PagingContext) -> Option<Self> {
         if !l1.is_paging() || !l1.cr4.contains(Cr4::PAE) {
             return None;
         }
@@ -43,7 +43,7 @@ impl Role {
                 amd: false,
                 ..*l1
             };
-            let role = Self(Self::of(&context, smm).0 | Self::NPT).at_level(PDPTES);
+            let role = Self(Self::of(&context, AddressSpace::Main).0 | Self::NPT).at_level(PDPTES);
             return Some(role.with_pdptes_at(ncr3));
         }
         // Every access is a user's: what forbids or allows the supervisor something has no meaning.
@@ -53,7 +53,7 @@ impl Role {
             efer: Efer::LMA | l1.efer & Efer::NXE,
             ..*l1
         };
-        Some(Self(Self::of(&context, smm).0 | Self::NPT))
+        Some(Self(Self::of(&context, AddressSpace::Main).0 | Self::NPT))
     }
 
     /// The four PDPTEs of PAE paging are no page: where they begin within theirs is part of the role, in bits that mean
@@ -103,14 +103,13 @@ impl Role {
     }
 
     /// The role of L1's root of EPT tables: four levels.
-    pub(crate) fn ept(pointer: u64, offer: &EptOffer, smm: bool) -> Self {
+    pub(crate) fn ept(pointer: u64, offer: &EptOffer) -> Self {
         // LONG, so that the pointer is masked as CR3 of long mode is. No NX: bit 63 is no right in
         // EPT.
         Self(
             4 | Self::EPT
                 | Self::GRANT
                 | Self::LONG
-                | Self::tdp(smm).0
                 | u64::from(offer.maxphyaddr & 63) << Self::WIDTH_SHIFT
                 | when(pointer & eptp::ACCESSED_DIRTY != 0, Self::EPT_TRACKS)
                 | when(offer.execute_only, Self::EPT_EXECUTE_ONLY)
@@ -220,28 +219,26 @@ mod tests {
         let with = |change: fn(&mut PagingContext)| {
             let mut context = l1();
             change(&mut context);
-            Role::npt(0, &context, false).unwrap()
+            Role::npt(0, &context).unwrap()
         };
         let plain = EptOffer { maxphyaddr: 40, ..EptOffer::default() };
         let tracks = eptp::ACCESSED_DIRTY;
         let roles = [
-            Role::of(&l1(), false),
+            Role::of(&l1(), AddressSpace::Main),
             with(|_| ()),
             with(|c| c.efer -= Efer::NXE),
             with(|c| c.cr4 |= Cr4::LA57),
             with(|c| c.maxphyaddr = 39),
             with(|c| c.gbpages = false),
             with(|c| c.amd = false),
-            Role::npt(0, &l1(), true).unwrap(),
-            Role::ept(0, &plain, false),
-            Role::ept(0, &plain, true),
-            Role::ept(tracks, &plain, false),
-            Role::ept(0, &EptOffer { maxphyaddr: 39, ..plain }, false),
-            Role::ept(0, &EptOffer { execute_only: true, ..plain }, false),
-            Role::ept(0, &EptOffer { pages_2m: true, ..plain }, false),
-            Role::ept(0, &EptOffer { pages_1g: true, ..plain }, false),
-            Role::ept(0, &plain, false).without_frame(Gfn(0)).unwrap(),
-            Role::ept(0, &plain, false).without_frame(Gfn(7)).unwrap(),
+            Role::ept(0, &plain),
+            Role::ept(tracks, &plain),
+            Role::ept(0, &EptOffer { maxphyaddr: 39, ..plain }),
+            Role::ept(0, &EptOffer { execute_only: true, ..plain }),
+            Role::ept(0, &EptOffer { pages_2m: true, ..plain }),
+            Role::ept(0, &EptOffer { pages_1g: true, ..plain }),
+            Role::ept(0, &plain).without_frame(Gfn(0)).unwrap(),
+            Role::ept(0, &plain).without_frame(Gfn(7)).unwrap(),
         ];
         for (n, a) in roles.iter().enumerate() {
             assert!(roles[n + 1..].iter().all(|b| a != b), "{n}: {a:?}");
@@ -258,7 +255,7 @@ mod tests {
 
     #[test]
     fn a_frame_that_is_left_out_is_left_out_all_the_way_down() {
-        let root = Role::ept(0, &EptOffer::default(), false);
+        let root = Role::ept(0, &EptOffer::default());
         let none = Role::FLAT;
         for frame in [0, 1, 511, 512, 0xfee00, u64::from(u32::MAX) - 1] {
             let frame = Gfn(frame);
@@ -279,7 +276,7 @@ mod tests {
 
     #[test]
     fn what_is_the_supervisors_alone_makes_no_other_role() {
-        let plain = Role::npt(0, &l1(), false).unwrap();
+        let plain = Role::npt(0, &l1()).unwrap();
         let other = PagingContext {
             cr0: Cr0::PG,
             cr4: Cr4::PAE | Cr4::SMEP | Cr4::SMAP | Cr4::PSE,
@@ -287,16 +284,16 @@ mod tests {
             cpl: 3,
             ..l1()
         };
-        assert_eq!(Role::npt(0, &other, false), Some(plain));
+        assert_eq!(Role::npt(0, &other), Some(plain));
         let narrow = PagingContext { efer: Efer::empty(), cr4: Cr4::empty(), ..l1() };
-        assert_eq!(Role::npt(0, &narrow, false), None);
-        assert_eq!(Role::npt(0, &PagingContext { cr0: Cr0::PE, ..l1() }, false), None);
+        assert_eq!(Role::npt(0, &narrow), None);
+        assert_eq!(Role::npt(0, &PagingContext { cr0: Cr0::PE, ..l1() }), None);
     }
 
     #[test]
     fn pdptes_have_a_place_within_their_page() {
         let pae = PagingContext { efer: Efer::NXE, ..l1() };
-        let at = |ncr3| Role::npt(ncr3, &pae, false).unwrap();
+        let at = |ncr3| Role::npt(ncr3, &pae).unwrap();
         for n in 0..128 {
             let root = at(n << 5 | 0x1234_5000);
             assert_eq!(root.nested_offset(3), (n as usize) << 5 | 24);
@@ -307,6 +304,6 @@ mod tests {
         }
         let below = at(0xfe0).nested_below(0, Grant::ALL);
         assert_eq!((below.nested_offset(5), below.accessed()), (40, x86::paging::pte::ACCESSED));
-        assert_ne!(below, Role::npt(0, &l1(), false).unwrap().at_level(2));
+        assert_ne!(below, Role::npt(0, &l1()).unwrap().at_level(2));
     }
 }

@@ -3,7 +3,7 @@
 
 use core::sync::atomic::Ordering;
 
-use x86::Gfn;
+use x86::{Direction, Gfn};
 
 use super::State;
 use super::arena::{PageId, ShadowPage, index_of, page_of};
@@ -11,6 +11,7 @@ use super::tables::load;
 use crate::grant::Grant;
 use crate::source::{A, D, P};
 use crate::table::{GuestPage, View};
+use crate::tdp::Marks;
 
 /// Entries of an aligned group, of which one faulted.
 pub(super) const GROUP: usize = 8;
@@ -100,7 +101,7 @@ impl State {
         let Some(chunk) = self.frames.chunk(gfn) else { return false };
         // Not asked for writing: a frame that is read-only in the tree is worth mapping too, and
         // its first write faults.
-        let known = self.frame(view, gfn, chunk, false);
+        let known = self.frame(view, gfn, chunk, Direction::Read);
         if known == 0 {
             return false;
         }
@@ -111,7 +112,7 @@ impl State {
     }
 
     /// Whether the hardware has used any of the frames' leaves since that was last forgotten.
-    pub(super) fn is_young(&self, head: u32, clear: bool) -> bool {
+    pub(super) fn is_young(&self, head: u32, marks: Marks) -> bool {
         let (mut node, mut young) = (head, false);
         while node != 0 {
             let (page, next) = (self.arena.page(page_of(node)), self.arena.next(node));
@@ -119,12 +120,12 @@ impl State {
             if page.role.get().is_blind() {
                 // The hardware notes nothing there. What is dropped is made again when it is used.
                 young = true;
-                if clear {
+                if marks == Marks::Cleared {
                     self.drop_node(node);
                 }
             } else if spte.load(Ordering::Relaxed) & self.format.accessed() != 0 {
                 young = true;
-                if clear {
+                if marks == Marks::Cleared {
                     // No flush follows. A TLB that still has the translation only makes the page
                     // look older than it is.
                     spte.fetch_and(!self.format.accessed(), Ordering::Relaxed);

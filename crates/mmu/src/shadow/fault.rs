@@ -16,7 +16,7 @@
 //! now would find, and a copy that differs is not followed.
 
 use x86::exception::pf;
-use x86::{Cr4, Exception, Gfn, Gpa};
+use x86::{Cr4, Direction, Exception, Gfn, Gpa};
 
 use super::State;
 use super::arena::PageId;
@@ -406,7 +406,7 @@ impl State {
     ) -> Result<Target<'_>, ShadowFault> {
         let gfn = gpa.gfn();
         if let Some(chunk) = self.frames.chunk(gfn) {
-            let known = self.frame(view, gfn, chunk, access.write);
+            let known = self.frame(view, gfn, chunk, Direction::write_if(access.write));
             if known != 0 {
                 return Ok(Target { gfn, known, chunk, grant, below: grant, copy: 0 });
             }

@@ -51,9 +51,9 @@ use host::trylock::{TryGuard, TryLock};
 use x86::{Exception, Gfn, Gpa};
 
 use crate::format::Format;
-use crate::role::PagingContext;
+use crate::role::{AddressSpace, PagingContext};
 use crate::table::View;
-use crate::tdp::FlushRemote;
+use crate::tdp::{FlushRemote, Marks};
 
 use arena::{Arena, PageId};
 use frames::{Chunk, Frames, Lack, Span};
@@ -61,6 +61,24 @@ use frames::{Chunk, Frames, Lack, Span};
 pub use counters::Counters;
 pub use nested::{NestedFault, NestedFrame, NestedRoot, NestedRoots, NestedSwitch};
 pub use roots::{Root, ShadowRoots};
+
+/// What the guest's change of its paging registers does to its TLB.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tlb {
+    /// A MOV to CR3 or the like flushes it: what of the root's tree is stale goes.
+    Flushed,
+    /// A change of CR0.WP, EFER.NXE and so on, or a CR3 load with bit 63 set, leaves it: what is stale goes only if a
+    /// flush or INVLPG came since the root was current last.
+    Kept,
+}
+
+impl Tlb {
+    /// Flushed on a condition; kept otherwise.
+    #[inline]
+    pub const fn flushed_if(condition: bool) -> Self {
+        if condition { Self::Flushed } else { Self::Kept }
+    }
+}
 
 /// What became of a wish for a root.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -267,9 +285,9 @@ impl ShadowMmu {
         self.lock.lock().write_protect(first, end)
     }
 
-    /// Whether the hardware used any of the frames `first..end`; with `clear`, forgets it.
-    pub fn age(&self, first: Gfn, end: Gfn, clear: bool) -> bool {
-        self.lock.lock().age(first, end, clear)
+    /// Whether the hardware used any of the frames `first..end`.
+    pub fn age(&self, first: Gfn, end: Gfn, marks: Marks) -> bool {
+        self.lock.lock().age(first, end, marks)
     }
 
     /// The slot of the frames `first..end` is gone and withdrawn: so go the pages made from tables in
@@ -297,21 +315,18 @@ pub struct ShadowGuard<'a> {
 impl ShadowGuard<'_> {
     /// Makes the root for `context` (CR0, CR3, CR4, EFER) current.
     ///
-    /// `flush`: this is a MOV to CR3 or the like that flushes the TLB: what of the root's tree is
-    /// stale goes. Without: a change of CR0.WP, EFER.NXE and so on, or a CR3 load with bit 63 set:
-    /// what is stale goes only if a flush or INVLPG came since the root was current last.
-    /// The hardware's own TLB is the caller's, in either case.
-    /// `pdptes`: what PAE paging loaded; ignored without. `smm`: in system-management mode.
+    /// The hardware's own TLB is the caller's, in either case of [`Tlb`].
+    /// `pdptes`: what PAE paging loaded; ignored without.
     pub fn switch(
         &mut self,
         view: &View<'_>,
         roots: &mut ShadowRoots,
         context: &PagingContext,
         pdptes: &[u64; 4],
-        smm: bool,
-        flush: bool,
+        space: AddressSpace,
+        tlb: Tlb,
     ) -> RootOutcome {
-        self.state.switch(view, roots, context, pdptes, smm, flush)
+        self.state.switch(view, roots, context, pdptes, space, tlb)
     }
 
     /// The guest flushed its TLB, or a part larger than one page (CR4.PGE, INVPCID, INVLPGA, a

@@ -13,10 +13,10 @@ use x86::{Gfn, Hpa};
 use super::arena::PageId;
 use super::counters::count;
 use super::roms::Roms;
-use super::{RootOutcome, State};
+use super::{RootOutcome, State, Tlb};
 use crate::format::ADDRESS;
-use crate::role::PagingContext;
 use crate::role::Role;
+use crate::role::{AddressSpace, PagingContext};
 use crate::roots::{RootCache, RootKey};
 use crate::source::P;
 use crate::table::View;
@@ -125,12 +125,12 @@ impl State {
         roots: &mut ShadowRoots,
         context: &PagingContext,
         pdptes: &[u64; 4],
-        smm: bool,
-        flush: bool,
+        space: AddressSpace,
+        tlb: Tlb,
     ) -> RootOutcome {
-        let role = Role::of(context, smm);
+        let role = Role::of(context, space);
         let key = RootKey { base: role.base(context.cr3), role };
-        if flush {
+        if tlb == Tlb::Flushed {
             roots.flushes = roots.flushes.wrapping_add(1);
         }
         if let Some(held) = roots.cache.switch(key) {

@@ -1,6 +1,6 @@
 //! The guest's tables behind shadow pages: where they lie, and what the VM's tree says of a frame.
 
-use x86::{Gfn, Gpa};
+use x86::{Direction, Gfn, Gpa};
 
 use super::State;
 use super::arena::{PageId, ShadowPage};
@@ -80,10 +80,20 @@ const NOT_OF_LEAF: u64 = P | W | PS;
 
 impl State {
     /// What the tree says of a frame that lies in `chunk`: see [`Chunk::known`]. 0: not there, or not
-    /// to be written though `write` wants to.
+    /// to be written though it is wanted for that.
     #[inline]
-    pub(super) fn frame(&self, view: &View<'_>, gfn: Gfn, chunk: &Chunk, write: bool) -> u64 {
-        let (known, wanted) = (chunk.known(gfn), if write { P | W } else { P });
+    pub(super) fn frame(
+        &self,
+        view: &View<'_>,
+        gfn: Gfn,
+        chunk: &Chunk,
+        direction: Direction,
+    ) -> u64 {
+        let wanted = match direction {
+            Direction::Read => P,
+            Direction::Write => P | W,
+        };
+        let known = chunk.known(gfn);
         if known & wanted == wanted { known } else { self.ask(view, gfn, chunk, wanted) }
     }
 

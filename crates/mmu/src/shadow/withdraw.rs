@@ -11,6 +11,7 @@ use super::State;
 use super::arena::{Node, PageId, index_of, page_of};
 use super::frames::Chunk;
 use crate::source::W;
+use crate::tdp::Marks;
 
 /// Pages looked at with the lock held once: dropping one costs up to 512 entries and as many parents.
 const STRETCH: PageId = 64;
@@ -63,13 +64,13 @@ impl State {
         any
     }
 
-    /// Whether leaves of the frames `first..end` were used; with `clear`, forgets it.
-    pub(super) fn age(&self, first: Gfn, end: Gfn, clear: bool) -> bool {
+    /// Whether leaves of the frames `first..end` were used.
+    pub(super) fn age(&self, first: Gfn, end: Gfn, marks: Marks) -> bool {
         let mut young = false;
         let mut each = |chunk: &Chunk, from: u64, to: u64| {
-            young |= self.is_young(chunk.large.get(), clear);
+            young |= self.is_young(chunk.large.get(), marks);
             for gfn in (from..to).map(Gfn) {
-                young |= self.is_young(chunk.head(gfn), clear);
+                young |= self.is_young(chunk.head(gfn), marks);
             }
         };
         self.frames.for_chunks(first, end, &mut each);

@@ -1,5 +1,6 @@
 //! L1's memory, the VM's tree, vCPUs that run L2, and what must hold after each step.
 
+use host::gup::FrameOf;
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,11 +10,11 @@ use gannet_mmu::tdp::{FlushRemote, Thoroughness, pages_per};
 use gannet_mmu::walk::{GuestMemory, Swap};
 use gannet_mmu::{
     EptSupport, Format, L1Fault, MapOutcome, Mapping, NestedAccess, NestedFault, NestedRoot,
-    NestedRoots, NestedSwitch, ShadowMmu, TableCache, Tdp, View,
+    NestedRoots, NestedSwitch, ShadowMmu, TableCache, Tdp, View, Wanted,
 };
 use host::page::Page;
 use host::std_port::test::host_frame;
-use x86::{Gfn, Gpa};
+use x86::{Direction, Gfn, Gpa};
 
 use crate::hardware::{Hardware, Reached};
 use crate::reference::{Access, Apic, Found, Kind, No};
@@ -184,21 +185,21 @@ impl Machine {
         if gfn < SMALL && self.absent.get() >> gfn & 1 != 0 || rom && write {
             return false;
         }
-        if !self.tdp.mapper().restore_access(Gfn(gfn), write, false) {
+        if !self.tdp.mapper().restore_access(Gfn(gfn), Wanted { write, fetch: false }) {
             let (pfn, level) = if gfn < SMALL {
                 (self.pages[self.backing.borrow()[gfn as usize]].hpa().0 >> 12, 1)
             } else {
                 (LARGE_PFN + gfn - LARGE, 2)
             };
             let mapping = Mapping {
-                frame: host_frame(pfn, gfn < SMALL),
+                frame: host_frame(pfn, if gfn < SMALL { FrameOf::Memory } else { FrameOf::Device }),
                 level,
                 writable: !rom,
                 host_writable: !rom,
                 exec: true,
                 fetch: false,
                 refused: 0,
-                fault: Some(write),
+                fault: Some(Direction::write_if(write)),
             };
             loop {
                 let mut cache = self.cache.borrow_mut();

@@ -1,6 +1,7 @@
 //! Random hypervisors: edits of tables that lead to each other in every way, accesses of L2's, flushes, other
 //! roots, and a host that takes frames back.
 
+use gannet_mmu::Marks;
 use gannet_mmu::nested::walk::translate;
 use proptest::prelude::*;
 
@@ -290,7 +291,11 @@ impl Run {
             }
             Op::Age(gfn) => {
                 let first = x86::Gfn(u64::from(gfn) % SMALL);
-                machine.shadow.age(first, x86::Gfn(first.0 + 8), gfn & 64 != 0);
+                machine.shadow.age(
+                    first,
+                    x86::Gfn(first.0 + 8),
+                    if gfn & 64 != 0 { Marks::Cleared } else { Marks::Kept },
+                );
             }
             Op::Limit(pages) => machine.shadow.set_limit(8 + u64::from(pages) / 4, machine),
             Op::Release(n) => {

@@ -1,5 +1,6 @@
 //! A guest on shadow pages: memory, the tree, vCPUs, and what must hold after each step.
 
+use host::gup::FrameOf;
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,12 +8,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use gannet_mmu::tdp::{FlushRemote, Thoroughness, pages_per};
 use gannet_mmu::walk::{Access as Wanted, AccessKind, GuestMemory, Swap, probe, translate};
 use gannet_mmu::{
-    Format, FrameWanted, MapOutcome, Mapping, PagingContext, Root, RootOutcome, ShadowFault,
-    ShadowMmu, ShadowRoots, TableCache, Tdp, View, WalkError,
+    AddressSpace, Format, FrameWanted, MapOutcome, Mapping, PagingContext, Root, RootOutcome,
+    ShadowFault, ShadowMmu, ShadowRoots, TableCache, Tdp, Tlb, View, WalkError,
 };
 use host::page::Page;
 use host::std_port::test::host_frame;
-use x86::{Cr0, Cr4, Efer, Exception, Gfn, Gpa};
+use x86::{Cr0, Cr4, Direction, Efer, Exception, Gfn, Gpa};
 
 use crate::hardware::{self, Access, Reached};
 use crate::section::section;
@@ -185,7 +186,7 @@ impl Machine {
             (LARGE_PFN + gfn - LARGE, 2)
         };
         let mapping = Mapping {
-            frame: host_frame(pfn, gfn < SMALL),
+            frame: host_frame(pfn, if gfn < SMALL { FrameOf::Memory } else { FrameOf::Device }),
             level,
             writable: !rom,
             host_writable: !rom,
@@ -193,7 +194,7 @@ impl Machine {
             fetch: false,
             refused: 0,
             // Nobody may look into what is no memory.
-            fault: Some(write),
+            fault: Some(Direction::write_if(write)),
         };
         loop {
             let mut cache = self.cache.borrow_mut();
@@ -211,14 +212,14 @@ impl Machine {
     /// Backs the 2 MiB from frame `gfn` on by one large page of the host's, from `pfn` on.
     pub fn back_large(&self, gfn: u64, pfn: u64) {
         let mapping = Mapping {
-            frame: host_frame(pfn, true),
+            frame: host_frame(pfn, FrameOf::Memory),
             level: 2,
             writable: true,
             host_writable: true,
             exec: true,
             fetch: false,
             refused: 0,
-            fault: Some(true),
+            fault: Some(Direction::Write),
         };
         let mut cache = self.cache.borrow_mut();
         cache.top_up(TableCache::MOST).unwrap();
@@ -310,7 +311,8 @@ impl Machine {
         loop {
             let outcome = self.with_view(|view| {
                 let (roots, context) = (&mut vcpu.roots, &vcpu.context);
-                self.shadow.lock().switch(view, roots, context, &vcpu.pdptes, vcpu.smm, flush)
+                let (space, tlb) = (AddressSpace::smm_if(vcpu.smm), Tlb::flushed_if(flush));
+                self.shadow.lock().switch(view, roots, context, &vcpu.pdptes, space, tlb)
             });
             match outcome {
                 RootOutcome::Ready(root) => return root,

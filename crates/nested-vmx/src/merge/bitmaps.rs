@@ -1,7 +1,7 @@
 //! MSR bitmaps of L0 and L1 in one page, and what L1's bitmaps say of one access.
 
-use x86::Gpa;
 use x86::vmcs::{ProcControls, ProcControls2, field};
+use x86::{Direction, Gpa};
 
 use crate::{GuestMemory, Vmcs12};
 
@@ -93,15 +93,6 @@ pub fn word(index: usize, l0: u64, l1: u64, x2apic: X2Apic) -> u64 {
     l0 | l1
 }
 
-/// Which way an MSR or a field is accessed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Direction {
-    /// It is read.
-    Read,
-    /// It is written.
-    Write,
-}
-
 /// Whether L1 wants the exit of an MSR access. Where its bitmap is no memory, it does.
 pub fn msr_exits(v: &Vmcs12, msr: u32, direction: Direction, memory: &impl GuestMemory) -> bool {
     if !v.primary().contains(ProcControls::MSR_BITMAPS) {
@@ -113,7 +104,7 @@ pub fn msr_exits(v: &Vmcs12, msr: u32, direction: Direction, memory: &impl Guest
         // MSRs in neither range always exit (SDM vol. 3C §26.1.3).
         _ => return true,
     };
-    let write = if direction == Direction::Write { 2048 } else { 0 };
+    let write = if direction.is_write() { 2048 } else { 0 };
     let byte = u64::from(msr & 0x1fff) / 8 + high + write;
     is_set(v.get(field::MSR_BITMAP), byte, msr, memory)
 }

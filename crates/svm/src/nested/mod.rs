@@ -22,9 +22,7 @@ mod window;
 
 use core::cell::Cell;
 
-use backend::{
-    Absent, Claim, Cr0Write, Event, Executed, Gate, Gprs, L1Memory, Level, Nested, RCX, Waiting,
-};
+use backend::{Absent, Claim, Event, Executed, Gate, Gprs, L1Memory, Level, Nested, RCX, Waiting};
 use cpu::Cpu;
 use host::KBox;
 use nested_svm::{
@@ -35,7 +33,7 @@ use nested_svm::{
     reflect::{self, Exit},
 };
 use x86::{
-    Cr0, Cr4, Efer, Gpa, Hpa, Rflags,
+    Cr0, Cr0Write, Cr4, Direction, Efer, Gpa, Hpa, Rflags,
     exception::{Exceptions, vector},
     vmcb::{Clean, Control, ExitCode, Intercept3, Intercept4, VIRTUAL_VMLOAD, event, vintr},
 };
@@ -74,8 +72,8 @@ impl<M: L1Memory> nested_svm::L1Memory for Seen<'_, M> {
     }
 
     #[inline]
-    fn page(&self, at: Gpa, write: bool) -> Option<&nested_svm::Words> {
-        self.memory.page(at, write)
+    fn page(&self, at: Gpa, direction: Direction) -> Option<&nested_svm::Words> {
+        self.memory.page(at, direction)
     }
 }
 
@@ -401,8 +399,7 @@ impl<C: Cpu> Nested for Svm<C> {
             return false;
         }
         let old = backend::ControlRegisters::cr0(self);
-        let lmsw = by == Cr0Write::Lmsw;
-        let Some(exit) = reflect::cr0_write(state.v12.control(), old, new, lmsw) else {
+        let Some(exit) = reflect::cr0_write(state.v12.control(), old, new, by) else {
             return false;
         };
         self.vmcb_mut(Clean::empty()).control.exit_code = exit.code.0;

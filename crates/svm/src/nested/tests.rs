@@ -4,7 +4,7 @@ use backend::{
     Executed, GuestLimits, L1Memory, Nested, Outside, Permissions, RAX, Reach, Translation,
 };
 use cpu::{Counting, Model};
-use x86::{Efer, msr, vmcb::Intercept3};
+use x86::{Directions, Efer, msr, vmcb::Intercept3};
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::*;
@@ -26,7 +26,7 @@ impl L1Memory for Block {
     fn write(&self, _: Gpa, _: &[u8]) -> Result<(), Outside> {
         Ok(())
     }
-    fn translate(&self, _: u64, _: bool) -> Result<Gpa, Reach> {
+    fn translate(&self, _: u64, _: Direction) -> Result<Gpa, Reach> {
         Err(Reach::Outside)
     }
     fn is_final(&self) -> bool {
@@ -68,16 +68,16 @@ fn in_l2_with(v_vmload: bool) -> (Svm<Counting<Model>>, Gprs, Block) {
 #[test]
 fn a_filter_that_is_set_while_l2_runs_is_in_force_for_it() {
     let (mut svm, mut gprs, block) = in_l2();
-    assert_eq!(svm.block.msr_map.intercepted(msr::KERNEL_GS_BASE), (false, false));
-    svm.set_msr_filter(|index| (index == msr::KERNEL_GS_BASE, false));
-    assert!(svm.block.msr_map.intercepted(msr::KERNEL_GS_BASE).0);
+    assert_eq!(svm.block.msr_map.intercepted(msr::KERNEL_GS_BASE), Directions::empty());
+    svm.set_msr_filter(|index| Directions::READS.when(index == msr::KERNEL_GS_BASE));
+    assert!(svm.block.msr_map.intercepted(msr::KERNEL_GS_BASE).contains(Directions::READS));
     // And at its next entry, with what stays open.
     svm.vmcb_mut(Clean::empty()).control.exit_code = ExitCode::Invalid.0;
     assert_eq!(svm.reflect(&mut gprs, &block), Executed::Left);
     svm.vmcb_mut(Clean::empty()).control.exit_code = ExitCode::Vmrun.0;
     assert_eq!(svm.execute(&mut gprs, 3, &block), Executed::Entered);
-    assert_eq!(svm.block.msr_map.intercepted(msr::KERNEL_GS_BASE), (true, false));
-    assert_eq!(svm.block.msr_map.intercepted(msr::STAR), (false, false));
+    assert_eq!(svm.block.msr_map.intercepted(msr::KERNEL_GS_BASE), Directions::READS);
+    assert_eq!(svm.block.msr_map.intercepted(msr::STAR), Directions::empty());
 }
 
 #[test]

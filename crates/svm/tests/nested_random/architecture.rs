@@ -12,7 +12,7 @@ use backend::{
 };
 use cpu::{Counting, Model};
 use gannet_svm::Svm;
-use x86::{Gpa, segment::Segment};
+use x86::{Direction, Gpa, segment::Segment};
 
 pub const PAGES: usize = 16;
 pub const EFER_OF_L1: u64 = 0x1d01;
@@ -107,12 +107,12 @@ impl L1Memory for Memory {
         (to..).zip(from).for_each(|(at, byte)| self.set_byte(at, *byte));
         Ok(())
     }
-    fn page(&self, at: Gpa, _write: bool) -> Option<&[AtomicU64; 512]> {
+    fn page(&self, at: Gpa, _write: Direction) -> Option<&[AtomicU64; 512]> {
         self.turn.set(self.turn.get() + 1);
         let at = self.place(at, 0x1000).ok()?;
         (self.turn.get() & 1 != 0).then(|| &self.pages[at >> 12])
     }
-    fn translate(&self, _: u64, _: bool) -> Result<Gpa, Reach> {
+    fn translate(&self, _: u64, _: Direction) -> Result<Gpa, Reach> {
         Err(Reach::Outside)
     }
     fn is_final(&self) -> bool {

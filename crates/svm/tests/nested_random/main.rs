@@ -7,8 +7,8 @@ mod architecture;
 
 use architecture::*;
 use backend::{
-    Claim, ControlRegisters, Executed, Gprs, GuestLimits, Level, Nested, Permissions, RAX, RCX,
-    RSP, Registers, SegmentName, Translation, Turn, WorldSwitch,
+    Claim, ControlRegisters, Executed, Gprs, GuestLimits, Level, Nested, Onward, Permissions, RAX,
+    RCX, RSP, Registers, SegmentName, Translation, Turn, WorldSwitch,
 };
 use cpu::{Counting, Model};
 use gannet_svm::{Features, Svm, percpu};
@@ -439,7 +439,7 @@ impl Test {
                 (self.level, self.gif, self.was_entered) = (Level::L1, true, false);
             }
             1 => {
-                self.svm.unload(false);
+                self.svm.unload(Onward::ToGuest);
                 self.svm.begin_run();
                 self.svm.load(0);
             }

@@ -4,7 +4,7 @@
 
 use backend::{Backend, ControlRegs, CrAccess, Nested, RAX, RCX, RDX};
 use emulate::{CodeSize, SystemMove};
-use mmu::Section;
+use mmu::{Section, Tlb};
 use msr::By;
 use x86::{Cr0, Cr4, Efer, Exception};
 
@@ -225,7 +225,7 @@ impl<B: Backend> Vcpu<B> {
             }
             self.b.set_cr3(value & 0xffff_ffff);
         }
-        self.cr3_loaded(keep);
+        self.cr3_loaded(Tlb::flushed_if(!keep));
         Ok(())
     }
 

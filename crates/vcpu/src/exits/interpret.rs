@@ -10,9 +10,8 @@ use backend::{Backend, Event, RAX, RDX};
 use emulate::{Decoded, Outside, Stop};
 use host::task;
 use vm::vcpu_shared::MpState;
-use x86::{Cr0, Cr4, Exception};
+use x86::{Cr0, Cr4, Direction, Exception};
 
-use super::msr_exits::Access;
 use crate::{
     Vcpu,
     run::outcome::Outcome,
@@ -200,8 +199,8 @@ impl<B: Backend> Vcpu<B> {
                 self.pending.hlt_retired = true;
                 return self.halt();
             }
-            Outside::Rdmsr => return self.msr_to(Access::Read, next),
-            Outside::Wrmsr => return self.msr_to(Access::Write, next),
+            Outside::Rdmsr => return self.msr_to(Direction::Read, next),
+            Outside::Wrmsr => return self.msr_to(Direction::Write, next),
             Outside::Xsetbv => {
                 if let Err(exception) = self.do_xsetbv() {
                     self.raise(exception);

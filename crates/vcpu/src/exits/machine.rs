@@ -3,16 +3,16 @@
 //! Memory and devices are told apart here, at each access: an address where a slot is is memory, and
 //! every other is a device's.
 
-use backend::{Backend, Cr0Write, SegmentName};
+use backend::{Backend, SegmentName};
 use emulate::{Access, CodeSize, Machine, PortAccess, SegReg, Stop, Table};
 use mmu::walk;
 use vm::memory::MemoryError;
 use x86::{
-    Cr0, Cr4, Gpa, Gva, Rflags,
+    Cr0, Cr0Write, Cr4, Direction, Gpa, Gva, Rflags,
     segment::{DescriptorTable, Segment},
 };
 
-use super::device::{DeviceAccess, Direction, padded};
+use super::device::{DeviceAccess, padded};
 use crate::Vcpu;
 
 /// Accesses that the processor makes for itself, with supervisor's rights.
@@ -165,14 +165,9 @@ impl<B: Backend> Machine for Vcpu<B> {
         self.mmu.memory.cmpxchg(gpa, len, old, new).map_err(memory_stop)
     }
 
-    fn is_ram(&mut self, at: Gva, _len: usize, write: bool) -> Result<bool, Stop> {
-        let (access, way) = if write {
-            (walk::Access::WRITE, Direction::Write)
-        } else {
-            (walk::Access::READ, Direction::Read)
-        };
-        let gpa = self.translate(at, access)?;
-        Ok(self.is_memory(gpa, way))
+    fn is_writable_ram(&mut self, at: Gva, _len: usize) -> Result<bool, Stop> {
+        let gpa = self.translate(at, walk::Access::WRITE)?;
+        Ok(self.is_memory(gpa, Direction::Write))
     }
 
     fn steps(&self) -> bool {
@@ -229,7 +224,7 @@ impl<B: Backend> Machine for Vcpu<B> {
 
     fn port_run(&mut self, access: &PortAccess, at: Gva, elements: u64) -> Result<u64, Stop> {
         // Devices in the kernel answer one by one, from the log.
-        if self.vm.irq().has_port(access.port()) || !self.is_ram(at, 1, true)? {
+        if self.vm.irq().has_port(access.port()) || !self.is_writable_ram(at, 1)? {
             return Ok(1);
         }
         let access = DeviceAccess::port_in(access.port(), access.size());

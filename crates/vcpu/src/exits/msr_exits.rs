@@ -4,7 +4,7 @@
 use backend::{Backend, RAX, RCX, RDX};
 use core::sync::atomic::Ordering::Relaxed;
 use msr::Class;
-use x86::Exception;
+use x86::{Direction, Directions, Exception};
 
 use super::device::user_io::Completion;
 use crate::{
@@ -23,15 +23,6 @@ mod reason {
     pub const FILTER: u32 = 4;
 }
 
-/// What a guest does with an MSR.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Access {
-    /// RDMSR.
-    Read,
-    /// WRMSR.
-    Write,
-}
-
 impl<B: Backend> Vcpu<B> {
     /// The VM's filter changed.
     #[cold]
@@ -46,21 +37,22 @@ impl<B: Backend> Vcpu<B> {
     /// Makes the hardware follow the filter: after what the guest's CPUID allows it.
     pub(crate) fn apply_msr_filter(&mut self) {
         let filter = self.rare.msr_filter.as_deref();
-        let denied = |index, write| filter.is_some_and(|f| !f.allows(index, write));
-        self.b.set_msr_filter(|index| (denied(index, false), denied(index, true)));
+        self.b.set_msr_filter(|index| match filter {
+            Some(filter) => filter.denied(index),
+            None => Directions::empty(),
+        });
     }
 
     /// Whether the filter denies an access.
     #[inline]
-    pub(crate) fn msr_denied(&self, index: u32, access: Access) -> bool {
-        self.msrs.filtered && self.filter_denies(index, access)
+    pub(crate) fn msr_denied(&self, index: u32, direction: Direction) -> bool {
+        self.msrs.filtered && self.filter_denies(index, direction)
     }
 
     #[cold]
     #[inline(never)]
-    fn filter_denies(&self, index: u32, access: Access) -> bool {
-        let write = access == Access::Write;
-        self.rare.msr_filter.as_ref().is_some_and(|filter| !filter.allows(index, write))
+    fn filter_denies(&self, index: u32, direction: Direction) -> bool {
+        self.rare.msr_filter.as_ref().is_some_and(|filter| !filter.allows(index, direction))
     }
 
     /// An access inside the loop is refused: #GP, unless the VMM wants to hear of it.
@@ -77,21 +69,24 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// RDMSR or WRMSR outside the loop.
-    pub(crate) fn slow_msr(&mut self, access: Access) -> Outcome {
+    pub(crate) fn slow_msr(&mut self, direction: Direction) -> Outcome {
         let next = self.slow_next_rip()?;
-        self.msr_to(access, next)
+        self.msr_to(direction, next)
     }
 
     /// RDMSR or WRMSR outside the loop, behind which the guest goes on at `next`.
-    pub(crate) fn msr_to(&mut self, access: Access, next: u64) -> Outcome {
+    pub(crate) fn msr_to(&mut self, direction: Direction, next: u64) -> Outcome {
         let [rax, rcx, rdx] = [RAX, RCX, RDX].map(|i| self.gprs.0[i]);
         let index = rcx as u32;
-        let write = access == Access::Write;
+        let write = direction.is_write();
         // First: a write that is denied must have no effect.
-        let refused = if self.msr_denied(index, access) {
+        let refused = if self.msr_denied(index, direction) {
             Some(reason::FILTER)
         } else {
-            let done = if write { self.do_wrmsr() } else { self.do_rdmsr() };
+            let done = match direction {
+                Direction::Read => self.do_rdmsr(),
+                Direction::Write => self.do_wrmsr(),
+            };
             let unknown = msr::classify(index) == Class::Unknown;
             done.err().map(|_| if unknown { reason::UNKNOWN } else { reason::INVALID })
         };
@@ -104,7 +99,7 @@ impl<B: Backend> Vcpu<B> {
             return Ok(());
         }
         // RIP stays until the answer, which may make #GP of it.
-        self.device.user_io.completion = Completion::Msr { write, next, error: false, data: 0 };
+        self.device.user_io.completion = Completion::Msr { direction, next, error: false, data: 0 };
         let data = if write { rdx << 32 | rax & 0xffff_ffff } else { 0 };
         Err(UserExit::Msr { write, reason, index, data }.into())
     }
@@ -124,13 +119,13 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// Completes the access.
-    pub(crate) fn finish_msr(&mut self, write: bool, next: u64, error: bool, data: u64) {
-        if error {
+    /// Completes the access with what user space said: the value, which only a read takes, or that it is refused.
+    pub(crate) fn finish_msr(&mut self, direction: Direction, next: u64, answer: Option<u64>) {
+        let Some(data) = answer else {
             self.raise(Exception::gp(0));
             return;
-        }
-        if !write {
+        };
+        if direction == Direction::Read {
             self.gprs.0[RAX] = data & 0xffff_ffff;
             self.gprs.0[RDX] = data >> 32;
         }

@@ -7,7 +7,7 @@ use host::task;
 use mmu::walk;
 use stats::VcpuCount;
 use vm::{settings::quirk, vcpu_shared::MpState};
-use x86::{Cr0, Dr6, Exception, Gva, Rflags, cpuid::feature};
+use x86::{Cr0, Dr6, Exception, Gva, Reset, Rflags, cpuid::feature};
 
 use crate::{
     Vcpu,

@@ -30,9 +30,8 @@ use backend::{Answer, Backend, Exit};
 use emulate::Cause;
 use mmu::Section;
 use stats::Reason;
-use x86::Exception;
+use x86::{Direction, Exception};
 
-use super::msr_exits::Access;
 use crate::{
     Vcpu,
     run::outcome::{Left, Next, Outcome},
@@ -179,8 +178,8 @@ exits! { (v, s)
     }
     frequent {
         Cpuid           = Cpuid:           v.answer_cpuid(s),             v.slow_cpuid();
-        Wrmsr           = Wrmsr:           v.answer_wrmsr(s),             v.slow_msr(Access::Write);
-        Rdmsr           = Rdmsr:           v.answer_rdmsr(s),             v.slow_msr(Access::Read);
+        Wrmsr           = Wrmsr:           v.answer_wrmsr(s),             v.slow_msr(Direction::Write);
+        Rdmsr           = Rdmsr:           v.answer_rdmsr(s),             v.slow_msr(Direction::Read);
         PageFault(f)    = PageFault:       v.answer_page_fault(s, f),     v.page_fault(*f);
         Hypercall       = Hypercall:       v.answer_hypercall(s),         v.slow_hypercall();
         Cr(access)      = Cr:              v.answer_cr(s, access),        v.emulate_cr(*access);

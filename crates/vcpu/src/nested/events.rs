@@ -4,7 +4,7 @@
 //! L2 is to take anyway, because its delivery was interrupted or because L1 injected it, goes first.
 
 use backend::{
-    Asleep, Backend, Event, Executed, Gate, MonitorTrap, Nested, ServedApic, Sleep, Waiting,
+    Asleep, Backend, Chosen, Event, Executed, Gate, MonitorTrap, Nested, ServedApic, Sleep, Waiting,
 };
 use irqchip::lapic::LapicEffect;
 use mmu::Section;
@@ -50,7 +50,7 @@ impl<B: Backend> Vcpu<B> {
         if self.pending.after_exit.is_nested() && self.is_quiet() && !self.pending.offered_by_l1 {
             self.inject_own();
             self.b.offer_interrupt(None);
-            self.b.watch_priority(false, None);
+            self.b.watch_priority(Chosen::None, None);
             return true;
         }
         match self.end_l2_for_event(Some(s)) {

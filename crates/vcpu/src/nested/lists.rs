@@ -3,9 +3,10 @@
 
 use backend::{Backend, ListAct, ListMsr, Nested};
 use msr::{By, Class};
+use x86::Direction;
 
 use super::memory::Whole;
-use crate::{Vcpu, exits::msr_exits::Access, run::events::Outer};
+use crate::{Vcpu, run::events::Outer};
 
 impl<B: Backend> Vcpu<B> {
     /// Does what lists have left to the vCPU, which has not followed the change of level yet: it asks nothing of
@@ -26,12 +27,12 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn do_list_msr(&mut self, ListMsr { index, act }: ListMsr) -> bool {
-        let access = match act {
-            ListAct::Load(_) => Access::Write,
-            ListAct::Store(_) => Access::Read,
+        let direction = match act {
+            ListAct::Load(_) => Direction::Write,
+            ListAct::Store(_) => Direction::Read,
         };
         // Those of the x2APIC are in no list while it is one, and else nowhere.
-        if msr::classify(index) == Class::X2Apic || self.msr_denied(index, access) {
+        if msr::classify(index) == Class::X2Apic || self.msr_denied(index, direction) {
             return false;
         }
         match act {

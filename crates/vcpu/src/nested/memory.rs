@@ -9,7 +9,7 @@ use mmu::{
     walk,
 };
 use vm::memory::VmMemory;
-use x86::{Exception, Gfn, Gpa};
+use x86::{Direction, Exception, Gfn, Gpa};
 
 /// What of L1's memory the TDP tables map now: inside the loop.
 pub(super) struct Mapped<'a> {
@@ -59,24 +59,24 @@ impl L1Memory for Mapped<'_> {
     }
 
     fn exchange(&self, at: Gpa, old: u64, new: u64) -> Result<bool, Outside> {
-        let words = self.page(at, true).ok_or(Outside)?;
+        let words = self.page(at, Direction::Write).ok_or(Outside)?;
         let word = words.get((at.0 >> 3 & 511) as usize).ok_or(Outside)?;
         let order = core::sync::atomic::Ordering::AcqRel;
         Ok(word.compare_exchange(old, new, order, core::sync::atomic::Ordering::Relaxed).is_ok())
     }
 
     #[inline]
-    fn page(&self, at: Gpa, write: bool) -> Option<&[AtomicU64; 512]> {
+    fn page(&self, at: Gpa, direction: Direction) -> Option<&[AtomicU64; 512]> {
         let page = self.find(at)?;
         // An entry that is read-only for the dirty log has to fault, so that the page is logged.
-        if write && (!page.is_writable() || self.memory.has_shadow()) {
+        if direction.is_write() && (!page.is_writable() || self.memory.has_shadow()) {
             return None;
         }
         self.view.words(&page)
     }
 
     /// No table of the guest's is walked here.
-    fn translate(&self, _: u64, _: bool) -> Result<Gpa, Reach> {
+    fn translate(&self, _: u64, _: Direction) -> Result<Gpa, Reach> {
         // A walk may meet a page that is missing, and an operand of L1's is rare.
         Err(Reach::Outside)
     }
@@ -149,9 +149,9 @@ impl L1Memory for Whole<'_> {
         self.memory.cmpxchg(at, 8, old, new).map_err(|_| Outside)
     }
 
-    fn translate(&self, linear: u64, write: bool) -> Result<Gpa, Reach> {
+    fn translate(&self, linear: u64, direction: Direction) -> Result<Gpa, Reach> {
         let Some(paging) = &self.paging else { return Err(Reach::Outside) };
-        let access = if write { walk::Access::WRITE } else { walk::Access::READ };
+        let access = walk::Access::from(direction);
         if let Some(tables) = &self.tables {
             return self.translate_through(tables, paging, linear, access);
         }

@@ -19,8 +19,8 @@ use mmu::nested::{
     walk::{LinearError, SecondStage, StageError, probe, translate, translate_linear},
 };
 use mmu::{
-    CodeFetch, EptOffer, GuestMemory, L1Fault, NestedAccess, NestedFault, NestedRoots,
-    NestedSwitch, PagingContext, Section, Tables, shadow::NestedFrame, walk,
+    AddressSpace, CodeFetch, EptOffer, GuestMemory, L1Fault, NestedAccess, NestedFault,
+    NestedRoots, NestedSwitch, PagingContext, Section, Tables, shadow::NestedFrame, walk,
 };
 use stats::VcpuCount;
 use vm::memory::{MemoryError, NestedOutcome, shadow::Caller};
@@ -212,7 +212,7 @@ impl<B: Backend> Vcpu<B> {
             // It was not there when the level changed, and has noted nothing.
             self.change_l1_tables(wanted);
         }
-        let smm = self.smm.active;
+        let space = self.smm.space();
         let Self { b, vm, shared, mmu, .. } = self;
         let Some((stage, memory, roots, _)) = mmu.staged() else {
             return Ok(());
@@ -227,7 +227,7 @@ impl<B: Backend> Vcpu<B> {
             Ok(root) => root,
             Err(_) => {
                 // They may be of the memory of the other mode.
-                vm.memory_in(!smm).nested_release(&mut stage.roots);
+                vm.memory_in(space.other()).nested_release(&mut stage.roots);
                 memory.nested_switch(by(), &mut stage.roots, &tables).map_err(|_| NoMemory)?
             }
         };
@@ -240,8 +240,8 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn drop_nested_roots(&mut self) {
         let Self { vm, mmu, .. } = self;
         let Some(stage) = &mut mmu.stage else { return };
-        for smm in [false, true] {
-            vm.memory_in(smm).nested_release(&mut stage.roots);
+        for space in AddressSpace::ALL {
+            vm.memory_in(space).nested_release(&mut stage.roots);
         }
     }
 }

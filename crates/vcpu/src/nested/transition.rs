@@ -1,13 +1,13 @@
 //! From L1 to L2 and back.
 
 use backend::{
-    Backend, Claim, Cr0Write, Executed, Exit, FlushTold, Level, MonitorTrap, Nested, Nesting, Sleep,
+    Backend, Claim, Executed, Exit, FlushTold, Level, MonitorTrap, Nested, Nesting, Sleep,
 };
 use host::gup::fault_in;
 use mmu::Section;
 use vm::memory::FaultAccess;
 use vm::vcpu_shared::MpState;
-use x86::{Cr0, Cr4, Dr6, Efer, Exception, Rflags};
+use x86::{Cr0, Cr0Write, Cr4, Dr6, Efer, Exception, Rflags};
 
 use super::memory::{Mapped, Whole};
 use crate::{

@@ -10,9 +10,10 @@
 
 use backend::{Backend, Exit, Gprs, RAX, RBX, RCX, RDX, RSI};
 use emulate::{Fetched, SimpleMmio};
-use host::trace::{self, Access, ExitRecord, Mmio, Observed};
+use host::trace::{self, CpuidAnswer, ExitRecord, Mmio, MsrAccess, Observed};
 use mmu::Section;
 use stats::Reason;
+use x86::Direction;
 
 use crate::{
     RunInput, UserExit, Vcpu,
@@ -222,23 +223,26 @@ impl<B: Backend> Vcpu<B> {
             Exit::Cpuid if watch.cpuid() && !faulted => {
                 let (leaf, subleaf) = (rax as u32, rcx as u32);
                 let found = self.cpuid.has_leaf(leaf, subleaf);
-                trace::cpuid(leaf, subleaf, &[eax, ebx, ecx, edx].map(|r| r as u32), found);
+                let answer = [eax, ebx, ecx, edx].map(|r| r as u32);
+                trace::cpuid(&CpuidAnswer { leaf, subleaf, answer, found });
             }
             Exit::Rdmsr if watch.msr() => {
                 let value = if faulted { 0 } else { joined(eax, edx) };
-                trace::msr(Access::Read, rcx as u32, value, faulted);
+                let (direction, index) = (Direction::Read, rcx as u32);
+                trace::msr(&MsrAccess { direction, index, value, faulted });
             }
             Exit::Wrmsr if watch.msr() => {
-                trace::msr(Access::Write, rcx as u32, joined(rax, rdx), faulted);
+                let (direction, index) = (Direction::Write, rcx as u32);
+                trace::msr(&MsrAccess { direction, index, value: joined(rax, rdx), faulted });
             }
             Exit::Hypercall if watch.hypercall() => {
                 trace::hypercall(&[rax, rbx, rcx, rdx, rsi]);
             }
             Exit::Io(io) if watch.pio() && !io.string && !faulted => {
-                let (access, value) =
-                    if io.input { (Access::Read, eax) } else { (Access::Write, rax) };
+                let (direction, value) =
+                    if io.input { (Direction::Read, eax) } else { (Direction::Write, rax) };
                 let value = mask(value, io.size);
-                trace::pio(access, io.port, io.size, 1, value as u32);
+                trace::pio(direction, io.port, io.size, 1, value as u32);
             }
             // The local APIC's page. Other devices, and what is handled outside, are told of where
             // they answer.
@@ -301,7 +305,7 @@ impl<B: Backend> Vcpu<B> {
         match asked {
             Asked::Port { port, size, count } if watch.pio() => {
                 let value = mask(u64::from_le_bytes(self.device.io_data), size);
-                trace::pio(Access::Read, port, size, count, value as u32);
+                trace::pio(Direction::Read, port, size, count, value as u32);
             }
             Asked::Memory { gpa, len } if watch.mmio() => {
                 let data = mmio_data.get(..usize::from(len)).unwrap_or(&[]);
@@ -323,7 +327,7 @@ impl<B: Backend> Vcpu<B> {
             }
             UserExit::Io { write: true, size, port, count } if watch.pio() => {
                 let value = mask(u64::from_le_bytes(self.device.io_data), size);
-                trace::pio(Access::Write, port, size, count, value as u32);
+                trace::pio(Direction::Write, port, size, count, value as u32);
             }
             UserExit::Mmio { write: false, gpa, len, .. } => {
                 self.observation.asked = Asked::Memory { gpa, len };

@@ -9,7 +9,7 @@
 use backend::Backend;
 use host::{KBox, NoMemory};
 use mmu::roots::{ResetBits, RootCache, RootKey};
-use mmu::{Role, Section};
+use mmu::{AddressSpace, Role, Section};
 use x86::Hpa;
 
 use crate::{Vcpu, run::outcome::Next};
@@ -154,7 +154,7 @@ impl<B: Backend> Vcpu<B> {
             return Ok(());
         }
         self.mmu.roots.due = false;
-        let key = RootKey { base: 0, role: Role::tdp(self.smm.active) };
+        let key = RootKey { base: 0, role: Role::tdp(self.smm.space()) };
         let root = match self.mmu.roots.cache.switch(key) {
             Some(root) => *root,
             None => {
@@ -169,7 +169,7 @@ impl<B: Backend> Vcpu<B> {
         self.switch_nested_root()
     }
 
-    /// The vCPU sees the memory of the other mode from now on, `smm` or not.
+    /// The vCPU sees the memory of the other mode from now on.
     pub(crate) fn memory_changed(&mut self) {
         self.mmu.roots.due = true;
         self.shadow_memory_changed();
@@ -177,9 +177,9 @@ impl<B: Backend> Vcpu<B> {
 
     fn drop_roots(&mut self) {
         self.drop_shadow_roots();
-        for smm in [false, true] {
-            while self.mmu.roots.cache.take_if(|key, _| key.role.smm() == smm).is_some() {
-                self.vm.memory_in(smm).unload_tdp_root(&**self.vm);
+        for space in AddressSpace::ALL {
+            while self.mmu.roots.cache.take_if(|key, _| key.role.space() == space).is_some() {
+                self.vm.memory_in(space).unload_tdp_root(&**self.vm);
             }
         }
     }
@@ -189,9 +189,9 @@ impl<B: Backend> Drop for Vcpu<B> {
     fn drop(&mut self) {
         self.drop_shadow_roots();
         self.drop_nested_roots();
-        for smm in [false, true] {
-            while self.mmu.roots.cache.take_if(|key, _| key.role.smm() == smm).is_some() {
-                self.vm.memory_in(smm).leave_tdp_root();
+        for space in AddressSpace::ALL {
+            while self.mmu.roots.cache.take_if(|key, _| key.role.space() == space).is_some() {
+                self.vm.memory_in(space).leave_tdp_root();
             }
         }
     }

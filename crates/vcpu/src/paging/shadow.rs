@@ -26,7 +26,7 @@
 use backend::{Backend, Event, PageFault, TdpFault};
 use emulate::Cause;
 use host::{KBox, NoMemory, page::Page};
-use mmu::{PagingContext, RootOutcome, Section, ShadowFault, ShadowRoots};
+use mmu::{PagingContext, RootOutcome, Section, ShadowFault, ShadowRoots, Tlb};
 use stats::VcpuCount;
 use vm::memory::{MemoryError, ShadowOutcome, shadow::Caller};
 use x86::{Cr4, Exception, Gpa, Gva, exception::pf};
@@ -91,11 +91,14 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// CR3 was loaded by the guest; `keep`: without a flush (bit 63, with PCIDs).
+    /// CR3 was loaded by the guest. Its bit 63 keeps the TLB, with PCIDs.
     #[inline]
-    pub(crate) fn cr3_loaded(&mut self, keep: bool) {
+    pub(crate) fn cr3_loaded(&mut self, tlb: Tlb) {
         if self.mmu.roots.is_shadow() {
-            self.want(if keep { work::SWITCH } else { work::SWITCH | work::LOAD });
+            self.want(match tlb {
+                Tlb::Kept => work::SWITCH,
+                Tlb::Flushed => work::SWITCH | work::LOAD,
+            });
         } else {
             self.b.flush_tlb();
         }
@@ -132,25 +135,24 @@ impl<B: Backend> Vcpu<B> {
         }
         let switches = todo & work::SWITCH != 0;
         let context = if switches { self.paging() } else { PagingContext::default() };
-        let smm = self.smm.active;
+        let space = self.smm.space();
         let Self { b, mmu, .. } = self;
         let Some((shadow, memory, _)) = mmu.shadowed() else { return true };
         // With interrupts off nobody waits for the lock, which another vCPU may hold for long.
         let Some(mut guard) = memory.shadow().and_then(|mmu| mmu.try_lock()) else { return false };
         let view = memory.view(s);
-        let loads = todo & work::LOAD != 0;
+        let tlb = Tlb::flushed_if(todo & work::LOAD != 0);
         if switches {
             let Shadow { roots, pdptes, .. } = &mut **shadow;
-            match guard.switch(&view, roots, &context, pdptes, smm, loads) {
+            match guard.switch(&view, roots, &context, pdptes, space, tlb) {
                 RootOutcome::Ready(root) => b.set_shadow_root(root.cr3),
                 RootOutcome::NeedPages(_) => return false,
             }
         }
-        let flushes = todo & work::FLUSH != 0;
-        if flushes {
+        if todo & work::FLUSH != 0 {
             guard.flush(&view, &mut shadow.roots);
         }
-        if loads | flushes {
+        if todo & (work::LOAD | work::FLUSH) != 0 {
             b.flush_tlb();
         }
         // Only here, where nothing is left: the outer loop begins with all of it.
@@ -170,7 +172,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// Does the work outside the loop.
     pub(crate) fn shadow_work(&mut self) -> Result<(), NoMemory> {
-        let (context, smm) = (self.paging(), self.smm.active);
+        let (context, space) = (self.paging(), self.smm.space());
         if self.mmu.shadow.as_ref().is_some_and(|s| s.work & work::PDPTES != 0) {
             self.reload_pdptes(&context);
         }
@@ -179,10 +181,10 @@ impl<B: Backend> Vcpu<B> {
         let todo = core::mem::take(&mut shadow.work);
         let by = Caller { vcpu: shared, flush: &***vm };
         if todo & work::SWITCH != 0 {
-            let loads = todo & work::LOAD != 0;
+            let tlb = Tlb::flushed_if(todo & work::LOAD != 0);
             let Shadow { roots, pdptes, .. } = &mut **shadow;
             let root = memory
-                .shadow_switch(by, roots, &context, pdptes, smm, loads)
+                .shadow_switch(by, roots, &context, pdptes, space, tlb)
                 // Nothing was done: without a root there is no entry.
                 .inspect_err(|_| shadow.work = todo)?;
             b.set_shadow_root(root.cr3);
@@ -209,11 +211,11 @@ impl<B: Backend> Vcpu<B> {
 
     /// Lets go of all roots; the next one is looked up anew.
     pub(crate) fn drop_shadow_roots(&mut self) {
-        let smm = self.smm.active;
+        let space = self.smm.space();
         let Self { vm, mmu, .. } = self;
         let Some((shadow, _, _)) = mmu.shadowed() else { return };
-        vm.memory_in(smm).shadow_release(&mut shadow.roots);
-        vm.memory_in(!smm).shadow_release(&mut shadow.others);
+        vm.memory_in(space).shadow_release(&mut shadow.roots);
+        vm.memory_in(space.other()).shadow_release(&mut shadow.others);
         shadow.work |= work::SWITCH;
     }
 

@@ -26,7 +26,7 @@
 //!
 //! What the outer loop has to do with the guest stopped is in [`Outer`], a bit each.
 
-use backend::{Backend, Event, Gate, Nested, NmiWindow, Waiting};
+use backend::{Backend, Chosen, Event, Gate, Nested, NmiWindow, Waiting};
 use mmu::Section;
 use stats::VcpuCount;
 use x86::{Exception, Rflags, Vector};
@@ -399,7 +399,7 @@ impl<B: Backend> Vcpu<B> {
         self.pending.after_exit.set_offered(None);
         self.offer_nothing();
         // Nothing waits for the guest's priority to fall.
-        self.b.watch_priority(false, None);
+        self.b.watch_priority(Chosen::None, None);
         self.pending.take();
         self.pending.raise_if(raised);
     }
@@ -474,7 +474,7 @@ impl<B: Backend> Vcpu<B> {
             // The VMM's PIC goes before the local APIC.
             self.offer_nothing();
             self.b.set_interrupt_window(true);
-            self.update_cr8_intercept(false);
+            self.update_cr8_intercept(Chosen::None);
             return true;
         }
         // Above the task priority of now, at which the hardware does not look for an offer.
@@ -484,7 +484,7 @@ impl<B: Backend> Vcpu<B> {
         }
         self.pending.after_exit.set_offered(pending);
         self.b.offer_interrupt(pending);
-        self.update_cr8_intercept(pending.is_some());
+        self.update_cr8_intercept(Chosen::one_if(pending.is_some()));
         true
     }
 
@@ -542,7 +542,7 @@ impl<B: Backend> Vcpu<B> {
             || self.pending.window_wanted
             || self.shared.lapic.highest_pending().is_some();
         self.b.set_interrupt_window(waiting);
-        self.update_cr8_intercept(waiting);
+        self.update_cr8_intercept(Chosen::one_if(waiting));
     }
 
     /// The vector of the PIC, ours or the VMM's, which has one.
@@ -587,14 +587,14 @@ impl<B: Backend> Vcpu<B> {
     /// The guest lowers its priority without an exit, unless something waits for just that. CR8 is
     /// watched as well while a virtual interrupt is pending, which was chosen for the priority of
     /// now.
-    fn update_cr8_intercept(&mut self, pending: bool) {
+    fn update_cr8_intercept(&mut self, chosen: Chosen) {
         let held_back = self
             .shared
             .lapic
             .highest_requested()
             .filter(|v| v.0 >> 4 <= self.shared.lapic.tpr() >> 4);
         // In all other cases CR8 is the guest's own.
-        self.b.watch_priority(pending, held_back);
+        self.b.watch_priority(chosen, held_back);
     }
 
     /// After an exit that may have interrupted a delivery: keeps the event for the next entry. Whoever

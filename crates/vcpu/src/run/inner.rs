@@ -26,7 +26,7 @@
 //! calls [`Answer::frequent`] with a constant, so that the answer is compiled into the place of that
 //! comparison; that is why the handlers of frequent exits are inlined and the others are not.
 
-use backend::{Backend, Exit};
+use backend::{Backend, Exit, Onward};
 use cpuid::DynamicInputs;
 use host::{irq, task, trace};
 use mmu::Section;
@@ -101,7 +101,7 @@ impl<B: Backend> Vcpu<B> {
         }
         // The control block is still loaded: under VMX a read of it costs ten times as much outside.
         self.b.complete(&mut self.gprs);
-        self.b.unload(self.ends_run(&left));
+        self.b.unload(self.onward(&left));
         self.stats.count(VcpuCount::HostStateReload);
         // Only now: whoever withdraws translations waits for the mode, and until here guest memory was looked at by
         // them.
@@ -125,14 +125,15 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether the loop is left for an exit that most likely ends KVM_RUN.
     #[inline]
-    fn ends_run(&self, left: &Left) -> bool {
+    fn onward(&self, left: &Left) -> Onward {
         // A wrong guess costs a few writes of lent MSRs, and nothing else.
-        match left {
+        let ends = match left {
             Left::Exit(Exit::Io(_)) => true,
             Left::Exit(Exit::TdpFault(_)) => self.device.seen.is_decoded(),
             Left::Exit(Exit::Hlt) => !self.shared.in_kernel_apic,
             _ => false,
-        }
+        };
+        if ends { Onward::ToUser } else { Onward::ToGuest }
     }
 
     /// Turns interrupts off on a CPU that holds the control block, or can: has the one that does give

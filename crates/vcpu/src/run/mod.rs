@@ -8,7 +8,7 @@ pub(crate) mod outcome;
 pub(crate) mod pending;
 pub mod user_exit;
 
-use backend::{Backend, Exit, PageLog, Reset};
+use backend::{Backend, Exit, PageLog};
 use host::task::{self, Blocked, Sleeper, WaitTimes};
 use host::trace;
 use irqchip::lapic::{Expiry, Lint0, base};
@@ -18,7 +18,7 @@ use vm::{
     settings::quirk,
     vcpu_shared::{MpState, Request},
 };
-use x86::Rflags;
+use x86::{Reset, Rflags};
 
 use crate::{
     Vcpu,

@@ -1,7 +1,7 @@
 //! KVM_SET_GUEST_DEBUG, and the debug registers that a VMM's breakpoints borrow: while it has some,
 //! the hardware holds those, and the guest's own lie here, where its MOVs find them.
 
-use backend::{Backend, Nested};
+use backend::{Backend, DebuggerWants, Nested};
 use emulate::Stop;
 use x86::{Cr4, Dr6, Dr7, Exception, Rflags};
 
@@ -77,7 +77,10 @@ impl<B: Backend> Vcpu<B> {
         let rflags = self.guest_rflags();
         self.rare.debug.single_step = step;
         self.b.set_rflags(if step { rflags | Rflags::TF } else { rflags });
-        self.b.set_guest_debug(self.rare.debug.control & guestdbg::USE_SW_BP != 0, step);
+        self.b.set_guest_debug(DebuggerWants {
+            breakpoints: self.rare.debug.control & guestdbg::USE_SW_BP != 0,
+            steps: step,
+        });
         let [a, b, c, d, _, _, _, dr7] = dr;
         self.borrow_debug_regs(breakpoints.then_some([
             a,

@@ -2,7 +2,7 @@
 
 use backend::Backend;
 use emulate::Stop;
-use x86::Exception;
+use x86::{Direction, Exception};
 
 use crate::Vcpu;
 
@@ -88,10 +88,10 @@ fn mmx<R>(area: &mut [u8], f: impl FnOnce(&mut [u64; 8]) -> R) -> Option<Result<
 }
 
 impl<B: Backend> Vcpu<B> {
-    /// Works on the guest's extended state in memory.
+    /// Works on the guest's extended state in memory, and takes it over if it is written.
     fn with_extended_state<R>(
         &mut self,
-        write: bool,
+        direction: Direction,
         f: impl FnOnce(&mut [u8]) -> Option<R>,
     ) -> Result<R, Stop> {
         let mut area = alloc::vec::Vec::new();
@@ -102,26 +102,26 @@ impl<B: Backend> Vcpu<B> {
         self.fpu.put();
         self.xsave(&mut area);
         let result = f(&mut area);
-        let done = !write || self.set_xsave(&area).is_ok();
+        let done = direction == Direction::Read || self.set_xsave(&area).is_ok();
         self.fpu.load();
         result.filter(|_| done).ok_or(Stop::Unsupported)
     }
 
     pub(crate) fn read_x87_words(&mut self) -> Result<[u16; 2], Stop> {
-        self.with_extended_state(false, |area| words(area))
+        self.with_extended_state(Direction::Read, |area| words(area))
     }
 
     pub(crate) fn init_x87(&mut self) -> Result<(), Stop> {
-        self.with_extended_state(true, init)
+        self.with_extended_state(Direction::Write, init)
     }
 
     pub(crate) fn with_mmx<R>(&mut self, f: impl FnOnce(&mut [u64; 8]) -> R) -> Result<R, Stop> {
-        self.with_extended_state(true, |area| mmx(area, f))?.map_err(Stop::Fault)
+        self.with_extended_state(Direction::Write, |area| mmx(area, f))?.map_err(Stop::Fault)
     }
 
     pub(crate) fn read_xmm(&mut self, n: u8) -> Result<u128, Stop> {
         let at = xmm_offset(n);
-        self.with_extended_state(false, |area| {
+        self.with_extended_state(Direction::Read, |area| {
             let bytes = area.get(at..at + 16)?.try_into().ok()?;
             // Without its bit in XSTATE_BV the component is in its initial state: zero.
             let live = area.get(XSTATE_BV)? & XSTATE_SSE != 0;
@@ -131,7 +131,7 @@ impl<B: Backend> Vcpu<B> {
 
     pub(crate) fn write_xmm(&mut self, n: u8, value: u128) -> Result<(), Stop> {
         let at = xmm_offset(n);
-        self.with_extended_state(true, |area| {
+        self.with_extended_state(Direction::Write, |area| {
             let live = area.get(XSTATE_BV)? & XSTATE_SSE != 0;
             // The other fifteen registers are zero, whatever the area holds.
             if !live {

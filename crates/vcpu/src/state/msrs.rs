@@ -10,9 +10,9 @@ use x86::msr::{
     APIC_BASE, DEBUGCTL, EFER, FEATURE_CONTROL, LAST_BRANCH_FROM, LAST_INT_TO, MISC_ENABLE, PAT,
     PLATFORM_INFO, SPEC_CTRL, TSC, TSC_AUX, TSC_DEADLINE, VM_CR, XSS, debugctl, vm_cr,
 };
-use x86::{Efer, Exception};
+use x86::{Direction, Efer, Exception};
 
-use crate::{Vcpu, exits::msr_exits::Access, run::events::Outer, run::outcome::Next};
+use crate::{Vcpu, run::events::Outer, run::outcome::Next};
 
 /// The MSR does not exist for this guest, or does not take the value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,7 +53,7 @@ impl<B: Backend> Vcpu<B> {
             return Next::Leave;
         }
         // The VMM may want to hear of it, which is outside.
-        if self.msr_denied(index, Access::Read) {
+        if self.msr_denied(index, Direction::Read) {
             return Next::Leave;
         }
         let Some(next) = self.next_rip(s) else { return Next::Leave };
@@ -86,7 +86,7 @@ impl<B: Backend> Vcpu<B> {
         if class == Class::X2Apic {
             return self.wrmsr_x2apic(s, index);
         }
-        if self.msr_denied(index, Access::Write) {
+        if self.msr_denied(index, Direction::Write) {
             return Next::Leave;
         }
         match class {
@@ -117,7 +117,7 @@ impl<B: Backend> Vcpu<B> {
 
     #[inline(always)]
     fn wrmsr_deadline(&mut self, s: Section<'_>) -> Next {
-        if self.msr_denied(TSC_DEADLINE, Access::Write) {
+        if self.msr_denied(TSC_DEADLINE, Direction::Write) {
             return Next::Leave;
         }
         let Some(next) = self.next_rip(s) else { return Next::Leave };

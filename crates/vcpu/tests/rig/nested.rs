@@ -118,7 +118,7 @@ impl Hypervisor {
         let pages = Pages::zeroed(PAGES_LOG2).unwrap();
         let hva = pages.hpa().0;
         let region = Region { slot: 0, flags: 0, gpa: SMBASE, size: 16 << 12, hva };
-        self.vm.memory_in(true).set_region(&region, &**self.vm).unwrap();
+        self.vm.memory_in(mmu::AddressSpace::Smm).set_region(&region, &**self.vm).unwrap();
         self.smram = Some(pages);
         self.vcpu.write_msr(msr::VM_HSAVE_PA, KEPT, By::Vmm).unwrap();
         self

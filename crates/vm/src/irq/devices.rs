@@ -2,6 +2,7 @@
 //! the I/O APIC by address, and ioeventfds and coalesced writes in both spaces.
 
 use core::sync::atomic::Ordering::Relaxed;
+use x86::Direction;
 
 use host::clock;
 use irqchip::{Pic, Pit, ioapic};
@@ -134,8 +135,9 @@ impl VmIrq {
 
     /// Whether an access to this address without memory may be ours: two loads, for the exit path.
     #[inline]
-    pub fn has_address(&self, address: u64, write: bool) -> bool {
-        self.is_ioapic(address) || write && self.ioeventfds.may_match(Space::Memory, address)
+    pub fn has_address(&self, address: u64, direction: Direction) -> bool {
+        self.is_ioapic(address)
+            || direction.is_write() && self.ioeventfds.may_match(Space::Memory, address)
     }
 
     /// A guest's load from an address without memory. False when it is not ours.

@@ -37,6 +37,7 @@ pub use self::{
 
 use core::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use host::{Arc, KBox, NoMemory, clock};
+use irqchip::pic::Which;
 use irqchip::{
     DestRules, IoApicState, IrqMessage, LineStatus, Msi, PicState, Pit, PitState, Route, Routing,
     RoutingError, Shorthand, lapic::Accepted,
@@ -194,7 +195,7 @@ impl VmIrq {
     /// # Errors
     /// See [`Routing::new`].
     pub fn set_routes(&self, routes: &[Route]) -> Result<(), RoutingError> {
-        let mut routing = Routing::new(routes, self.core.dest_rules().wide)?;
+        let mut routing = Routing::new(routes, self.core.dest_rules())?;
         {
             let mut state = self.core.state.lock();
             core::mem::swap(&mut state.routing, &mut routing);
@@ -344,14 +345,14 @@ impl VmIrq {
     }
 
     /// State of one 8259A.
-    pub fn pic(&self, slave: bool) -> PicState {
-        self.core.state.lock().pic.save(slave)
+    pub fn pic(&self, which: Which) -> PicState {
+        self.core.state.lock().pic.save(which)
     }
 
     /// Sets the state of one 8259A.
-    pub fn set_pic(&self, slave: bool, new: &PicState) {
+    pub fn set_pic(&self, which: Which, new: &PicState) {
         let mut state = self.core.state.lock();
-        state.pic.restore(slave, new);
+        state.pic.restore(which, new);
         self.core.update_pic(&mut state);
     }
 

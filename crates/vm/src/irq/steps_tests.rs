@@ -8,6 +8,7 @@ use host::{
     Arc, clock, irq,
     std_port::test::{self, eventfd, eventfd_read, longest_irqs_off},
 };
+use irqchip::pic::Which;
 use irqchip::{IrqMessage, LapicEffect, Msi, Route, Target, lapic::CpuRole, message::BROADCAST};
 use x86::Vector;
 
@@ -192,9 +193,9 @@ const OPERATIONS: [Operation; 20] = [
         irq::enable(off);
     }),
     ("the controllers set", |l| {
-        for slave in [false, true] {
-            let state = l.irq.pic(slave);
-            l.irq.set_pic(slave, &state);
+        for which in [Which::Master, Which::Slave] {
+            let state = l.irq.pic(which);
+            l.irq.set_pic(which, &state);
         }
         let state = l.irq.ioapic();
         l.irq.set_ioapic(&state);

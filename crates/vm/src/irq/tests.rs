@@ -6,6 +6,7 @@ use host::{
     Arc, clock,
     std_port::test::{self, eventfd, eventfd_read},
 };
+use irqchip::pic::Which;
 use irqchip::{
     Chip, DeliveryMode, DestMode, IrqMessage, LapicEffect, LineStatus, Msi, Route, Shorthand,
     Target, Trigger,
@@ -554,10 +555,11 @@ fn controllers_can_be_saved_and_restored() {
     b.start_pic();
     b.program(20, LEVEL | 0x61, 0);
     b.user(12, true);
-    let (master, slave, ioapic) = (b.irq.pic(false), b.irq.pic(true), b.irq.ioapic());
+    let (master, slave, ioapic) =
+        (b.irq.pic(Which::Master), b.irq.pic(Which::Slave), b.irq.ioapic());
     let other = bench(&[0]);
-    other.irq.set_pic(false, &master);
-    other.irq.set_pic(true, &slave);
+    other.irq.set_pic(Which::Master, &master);
+    other.irq.set_pic(Which::Slave, &slave);
     assert!(other.irq.extint_pending());
     assert_eq!(other.irq.extint_ack(), Some((Vector(0x2c), Owing::NOTHING)));
     let asserted = irqchip::IoApicState { irr: 1 << 20, ..ioapic };

@@ -18,8 +18,8 @@ use core::sync::atomic::Ordering;
 
 use host::gup::{GupError, HostPage, Patience, fault_in, signal_poisoned};
 use mmu::tdp::{FlushRemote, LEVEL_4K, MapOutcome, Mapper, Mapping, Thoroughness, pages_per};
-use mmu::{MemSlot, TableCache};
-use x86::{Gfn, Gpa, Hva};
+use mmu::{MemSlot, TableCache, Wanted};
+use x86::{Direction, Gfn, Gpa, Hva};
 
 use super::invalidate::Invalidations;
 use super::{MemoryError, VmMemory};
@@ -61,7 +61,7 @@ impl VmMemory {
         cache: &mut TableCache,
         access: &FaultAccess,
         flush: &(impl FlushRemote + ?Sized),
-        find_page: impl FnOnce(Hva, bool, Patience) -> Result<HostPage, GupError>,
+        find_page: impl FnOnce(Hva, Direction, Patience) -> Result<HostPage, GupError>,
     ) -> FaultOutcome {
         let gfn = access.gpa.gfn();
         // Held through the sleep below: a slot that goes waits for this fault, and withdraws what
@@ -84,7 +84,7 @@ impl VmMemory {
         let sequence = self.sequence.load(Ordering::Acquire);
         let fresh = cache.run().is_fresh(gfn);
         let patience = if fresh { Patience::InterruptibleFresh } else { Patience::Interruptible };
-        match find_page(hva, access.write, patience) {
+        match find_page(hva, Direction::write_if(access.write), patience) {
             Ok(page) => self.install(cache, access, (slot, hva), sequence, &page, flush),
             Err(GupError::Again) => FaultOutcome::Retry,
             Err(GupError::Fault) => FaultOutcome::Error(MemoryError::Fault),
@@ -99,7 +99,8 @@ impl VmMemory {
 
     fn restore(&self, slot: &MemSlot, gfn: Gfn, access: &FaultAccess) -> bool {
         let mapper = self.tdp.mapper();
-        let restored = mapper.restore_access(gfn, access.write, access.exec);
+        let wanted = Wanted { write: access.write, fetch: access.exec };
+        let restored = mapper.restore_access(gfn, wanted);
         if restored && access.write {
             slot.mark_dirty(gfn);
         }
@@ -138,7 +139,7 @@ impl VmMemory {
             exec: true,
             fetch: access.exec,
             refused: if refused { possible } else { 0 },
-            fault: Some(access.write),
+            fault: Some(Direction::write_if(access.write)),
         };
         // The range of the whole leaf, not of the page that faulted: an invalidation of any part of
         // it forbids the large page.
@@ -217,7 +218,9 @@ impl VmMemory {
         let mut mapped = 0;
         while mapped < count {
             let gfn = Gfn(first.wrapping_add(u64::from(mapped)));
-            let Ok(page) = fault_in(slot.hva_of(gfn), false, Patience::Never) else { break };
+            let Ok(page) = fault_in(slot.hva_of(gfn), Direction::Read, Patience::Never) else {
+                break;
+            };
             let host_writable = page.is_writable() && !slot.is_readonly();
             let mapping = Mapping {
                 frame: page.frame(),

@@ -13,11 +13,11 @@
 
 use core::sync::atomic::Ordering;
 
-use mmu::MemSlots;
 use mmu::tdp::{FlushRemote, Thoroughness};
+use mmu::{Marks, MemSlots};
 use x86::{Gfn, Hva};
 
-use super::VmMemory;
+use super::{Pace, VmMemory};
 
 /// The invalidations that are under way. Kept under the MMU lock.
 #[derive(Debug, Default)]
@@ -76,8 +76,9 @@ impl VmMemory {
         // that a slot created meanwhile is either seen here or its faults see the refusal.
         self.tdp.zapper().state_mut().begin(start, end);
         let slots = self.slots();
+        let pace = if may_block { Pace::Yields } else { Pace::Through };
         frames_behind(&slots, start, end, |first, behind| {
-            self.zap(first, behind, Thoroughness::Leaves, flush, may_block);
+            self.zap(first, behind, Thoroughness::Leaves, flush, pace);
         });
     }
 
@@ -93,7 +94,7 @@ impl VmMemory {
     /// Whether pages of `start..end` were accessed by the guest; forgets it.
     pub fn clear_young(&self, start: Hva, end: Hva, flush: &(impl FlushRemote + ?Sized)) -> bool {
         if self.tdp.format().tracks() {
-            return self.age(start, end, true);
+            return self.age(start, end, Marks::Cleared);
         }
         // Seen again when it is mapped again.
         let slots = self.slots();
@@ -101,7 +102,7 @@ impl VmMemory {
         frames_behind(&slots, start, end, |first, behind| {
             if self.tdp.mapper().is_mapped(first, behind) {
                 young = true;
-                self.zap(first, behind, Thoroughness::Leaves, flush, false);
+                self.zap(first, behind, Thoroughness::Leaves, flush, Pace::Through);
             }
         });
         young
@@ -110,7 +111,7 @@ impl VmMemory {
     /// Whether pages of `start..end` were accessed by the guest since that was last forgotten.
     pub fn test_young(&self, start: Hva, end: Hva) -> bool {
         if self.tdp.format().tracks() {
-            return self.age(start, end, false);
+            return self.age(start, end, Marks::Kept);
         }
         let slots = self.slots();
         let mut young = false;
@@ -120,13 +121,13 @@ impl VmMemory {
         young
     }
 
-    fn age(&self, start: Hva, end: Hva, clear: bool) -> bool {
+    fn age(&self, start: Hva, end: Hva, marks: Marks) -> bool {
         let slots = self.slots();
         let mut young = false;
         frames_behind(&slots, start, end, |first, behind| {
-            if clear || !young {
-                young |= self.tdp.mapper().age(first, behind, clear);
-                young |= self.age_shadow(first, behind, clear);
+            if marks == Marks::Cleared || !young {
+                young |= self.tdp.mapper().age(first, behind, marks);
+                young |= self.age_shadow(first, behind, marks);
             }
         });
         young

@@ -101,6 +101,15 @@ pub struct VmMemory {
     logs_pages: AtomicBool,
 }
 
+/// How a long withdrawal goes on from stretch to stretch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Pace {
+    /// Others may run in between: it may sleep.
+    Yields,
+    /// At once, without a pause.
+    Through,
+}
+
 impl VmMemory {
     /// No slots, no translations. `format`: of the TDP tables.
     pub fn new(format: Format, limits: RegionLimits) -> Result<Self, NoMemory> {
@@ -218,11 +227,11 @@ impl VmMemory {
 
     /// Withdraws all translations: the address space dies, or the VM does.
     pub fn release(&self, flush: &(impl FlushRemote + ?Sized)) {
-        self.zap(Gfn(0), Gfn(self.tdp.frames()), Thoroughness::Tables, flush, false);
+        self.zap(Gfn(0), Gfn(self.tdp.frames()), Thoroughness::Tables, flush, Pace::Through);
     }
 
     fn zap_slot(&self, slot: &MemSlot, flush: &(impl FlushRemote + ?Sized)) {
-        self.zap(slot.base, slot.end(), Thoroughness::Tables, flush, true);
+        self.zap(slot.base, slot.end(), Thoroughness::Tables, flush, Pace::Yields);
     }
 
     /// Withdraws the frames `first..end` stretch by stretch.
@@ -232,7 +241,7 @@ impl VmMemory {
         end: Gfn,
         how: Thoroughness,
         flush: &(impl FlushRemote + ?Sized),
-        may_sleep: bool,
+        pace: Pace,
     ) {
         let end = end.0.min(self.tdp.frames());
         let mut at = first.0;
@@ -247,7 +256,7 @@ impl VmMemory {
             }
             drop(zapper);
             at = stop;
-            if may_sleep {
+            if pace == Pace::Yields {
                 task::cond_resched();
             }
         }

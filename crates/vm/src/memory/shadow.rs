@@ -16,8 +16,8 @@ use host::gup::fault_in;
 use mmu::shadow::LEAST_PAGES;
 use mmu::tdp::{FlushRemote, Zapper, pages_per};
 use mmu::{
-    Format, FrameWanted, MemSlot, MemSlots, PagingContext, RegionLimits, Root, RootOutcome,
-    ShadowFault, ShadowGuard, ShadowMmu, ShadowRoots, TableCache, View,
+    AddressSpace, Format, FrameWanted, Marks, MemSlot, MemSlots, PagingContext, RegionLimits, Root,
+    RootOutcome, ShadowFault, ShadowGuard, ShadowMmu, ShadowRoots, TableCache, Tlb, View,
 };
 use x86::{Exception, Gfn, Gpa};
 
@@ -90,13 +90,13 @@ impl VmMemory {
         roots: &mut ShadowRoots,
         context: &PagingContext,
         pdptes: &[u64; 4],
-        smm: bool,
-        flushes: bool,
+        space: AddressSpace,
+        tlb: Tlb,
     ) -> Result<Root, NoMemory> {
         let shadow = self.shadow.as_ref().ok_or(NoMemory)?;
         loop {
             let outcome = self.on_shadow(by.vcpu, shadow, |view, guard| {
-                guard.switch(view, roots, context, pdptes, smm, flushes)
+                guard.switch(view, roots, context, pdptes, space, tlb)
             });
             match outcome {
                 RootOutcome::Ready(root) => return Ok(root),
@@ -292,8 +292,8 @@ impl VmMemory {
         }
     }
 
-    pub(super) fn age_shadow(&self, first: Gfn, end: Gfn, clear: bool) -> bool {
-        self.derived().is_some_and(|shadow| shadow.age(first, end, clear))
+    pub(super) fn age_shadow(&self, first: Gfn, end: Gfn, marks: Marks) -> bool {
+        self.derived().is_some_and(|shadow| shadow.age(first, end, marks))
     }
 
     /// Guest memory was written by somebody else than the guest.

@@ -17,7 +17,7 @@ use irqchip::lapic::CpuRole;
 use mmu::tdp::Leaf;
 use mmu::{EptSupport, Format, PagingContext, Region, RegionLimits, SlotError, TableCache};
 use stats::VmCount;
-use x86::{Cr0, Cr4, Efer, Gfn, Gpa, Hva, Pfn};
+use x86::{Cr0, Cr4, Direction, Efer, Gfn, Gpa, Hva, Pfn};
 
 use crate::mode::tests::Flushes;
 use crate::vcpu_shared::VcpuShared;
@@ -475,8 +475,8 @@ fn a_large_host_page_is_mapped_as_large_as_the_cpu_allows() {
         let (flushes, mut cache) = (Flushes::default(), TableCache::new());
         memory.set_region(&region, &flushes).unwrap();
         let access = Bench::access((1 << 18) + 777, true, false);
-        let outcome = memory.fault(&mut cache, &access, &flushes, |hva, write, _| {
-            assert_eq!((hva, write), (Hva((1 << 40) + (777 << 12)), true));
+        let outcome = memory.fault(&mut cache, &access, &flushes, |hva, direction, _| {
+            assert_eq!((hva, direction), (Hva((1 << 40) + (777 << 12)), Direction::Write));
             Ok(test::host_page((5 << 18) + 777, 3, true))
         });
         assert_eq!(outcome, FaultOutcome::Mapped);

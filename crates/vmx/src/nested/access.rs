@@ -8,7 +8,7 @@ use nested_vmx::machine::Stop;
 use nested_vmx::{GuestMemory, Outside, leave, machine, merge};
 use x86::vmcs::ReadWrite;
 use x86::vmcs::field::{Field, Width};
-use x86::{Exception, Gpa};
+use x86::{Direction, Exception, Gpa};
 
 use crate::{fields, vmcs::Vmcs};
 
@@ -96,7 +96,7 @@ impl<'a, M: L1Memory> Memory<'a, M> {
     /// The page at `at`, to be read in place; `None`: by copies alone.
     #[inline]
     pub(crate) fn page(&self, at: Gpa) -> Option<&[AtomicU64; 512]> {
-        self.memory.page(at, false)
+        self.memory.page(at, Direction::Read)
     }
 
     /// Does something to the bytes at a linear address, page by page.
@@ -104,7 +104,7 @@ impl<'a, M: L1Memory> Memory<'a, M> {
         &self,
         at: u64,
         length: usize,
-        write: bool,
+        direction: Direction,
         mut each: impl FnMut(Gpa, usize, usize) -> Result<(), backend::Outside>,
     ) -> Result<(), Stop> {
         let mut done = 0;
@@ -112,7 +112,7 @@ impl<'a, M: L1Memory> Memory<'a, M> {
             let here = at.wrapping_add(done as u64);
             // Two pages that lie side by side for L1 may lie anywhere.
             let part = (4096 - (here & 0xfff) as usize).min(length.wrapping_sub(done));
-            let gpa = self.memory.translate(here, write).map_err(|reach| match reach {
+            let gpa = self.memory.translate(here, direction).map_err(|reach| match reach {
                 Reach::Fault(exception) => Stop::Fault(exception),
                 Reach::Outside => {
                     self.miss();
@@ -145,14 +145,14 @@ impl<M: L1Memory> GuestMemory for Memory<'_, M> {
 
 impl<M: L1Memory> machine::L1 for Memory<'_, M> {
     fn read_linear(&mut self, at: u64, into: &mut [u8]) -> Result<(), Stop> {
-        self.each_page(at, into.len(), false, |gpa, from, length| {
+        self.each_page(at, into.len(), Direction::Read, |gpa, from, length| {
             let end = from.wrapping_add(length);
             self.memory.read(gpa, into.get_mut(from..end).unwrap_or_default())
         })
     }
 
     fn write_linear(&mut self, at: u64, bytes: &[u8]) -> Result<(), Stop> {
-        self.each_page(at, bytes.len(), true, |gpa, from, length| {
+        self.each_page(at, bytes.len(), Direction::Write, |gpa, from, length| {
             let end = from.wrapping_add(length);
             self.memory.write(gpa, bytes.get(from..end).unwrap_or_default())
         })

@@ -3,13 +3,13 @@
 extern crate std;
 
 use backend::{
-    Enlightenment, Executed, L1Memory, Nested as _, NestedState as _, RAX, RCX, WorldSwitch as _,
+    Enlightenment, Executed, L1Memory, Nested as _, NestedState as _, Onward, RAX, RCX, WorldSwitch as _,
 };
 use cpu::Op;
 use nested_vmx::{Vmcs12, set};
 use x86::vmcs::enlightened::{self, READ_LINES, at};
 use x86::vmcs::{ExitReason, ProcControls, field, place};
-use x86::{Gpa, msr};
+use x86::{Directions, Gpa, msr};
 
 use super::round_trip_tests::{Rig, features, good};
 use crate::features::Features;
@@ -32,7 +32,7 @@ fn with_on(f: Features, v: &Vmcs12) -> Rig {
     let by = Enlightenment { enabled: true, shown: true, direct_flush: true, assist };
     // Outside the loop, as the vCPU says it.
     r.v.complete(&mut r.g);
-    r.v.unload(false);
+    r.v.unload(Onward::ToGuest);
     r.v.enlighten(by);
     r.v.load(0);
     write(&r, 0, &enlightened::VERSION.to_le_bytes());
@@ -62,7 +62,7 @@ fn leave(r: &mut Rig) {
 /// The VMM takes the state out and puts it back.
 fn travel(r: &mut Rig) {
     r.v.complete(&mut r.g);
-    r.v.unload(false);
+    r.v.unload(Onward::ToGuest);
     let mut bytes = std::vec![0; r.v.state_size()];
     r.v.save_state(&r.g, &mut bytes, &r.m).unwrap();
     r.m.whole.set(true);
@@ -72,10 +72,9 @@ fn travel(r: &mut Rig) {
     r.v.load(0);
 }
 
-/// What of an MSR L2 has without an exit, reads and writes.
-fn free(r: &Rig, index: u32) -> (bool, bool) {
-    let (read, write) = r.v.vmcs.msr_map.intercepted(index);
-    (!read, !write)
+/// What of an MSR L2 has without an exit.
+fn free(r: &Rig, index: u32) -> Directions {
+    !r.v.vmcs.msr_map.intercepted(index)
 }
 
 #[test]
@@ -85,26 +84,26 @@ fn an_msr_bitmap_that_is_clean_is_not_read_again() {
     set!(v, PROC_CONTROLS = primary.bits(), MSR_BITMAP = BITMAP);
     let mut r = with(&v);
     first(&mut r, ExitReason::Vmlaunch);
-    assert_eq!(free(&r, msr::GS_BASE), (true, true));
+    assert_eq!(free(&r, msr::GS_BASE), Directions::all());
     leave(&mut r);
     let gs = BITMAP + 1024 + u64::from(msr::GS_BASE & 0x1fff) / 8;
     // L1 has not asked for it: it counts at once.
     r.m.write(Gpa(gs), &[2]).unwrap();
     assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
-    assert_eq!(free(&r, msr::GS_BASE), (false, true));
+    assert_eq!(free(&r, msr::GS_BASE), Directions::WRITES);
     leave(&mut r);
     write(&r, at::CONTROL as u64, &[2]);
     r.m.write(Gpa(gs), &[0]).unwrap();
     assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
-    assert_eq!(free(&r, msr::GS_BASE), (false, true), "clean");
+    assert_eq!(free(&r, msr::GS_BASE), Directions::WRITES, "clean");
     leave(&mut r);
     write(&r, at::CLEAN as u64, &0xfffd_u32.to_le_bytes());
     assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
-    assert_eq!(free(&r, msr::GS_BASE), (true, true), "not clean");
+    assert_eq!(free(&r, msr::GS_BASE), Directions::all(), "not clean");
     leave(&mut r);
     r.m.write(Gpa(gs), &[2]).unwrap();
     first(&mut r, ExitReason::Vmlaunch);
-    assert_eq!(free(&r, msr::GS_BASE), (false, true), "a launch takes nothing for clean");
+    assert_eq!(free(&r, msr::GS_BASE), Directions::WRITES, "a launch takes nothing for clean");
 }
 
 /// L1 begins to use a bitmap, then says that it tells of changes, then changes it without telling.
@@ -114,7 +113,7 @@ fn a_bitmap_counts_from_the_entry_that_brings_it() {
     set!(v, MSR_BITMAP = BITMAP);
     let mut r = with(&v);
     first(&mut r, ExitReason::Vmlaunch);
-    assert_eq!(free(&r, msr::GS_BASE), (false, false));
+    assert_eq!(free(&r, msr::GS_BASE), Directions::empty());
     leave(&mut r);
     write(&r, at::CONTROL as u64, &[1]);
     assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
@@ -127,18 +126,18 @@ fn a_bitmap_counts_from_the_entry_that_brings_it() {
     let fs = BITMAP + 1024 + u64::from(msr::FS_BASE & 0x1fff) / 8;
     r.m.write(Gpa(fs), &[1]).unwrap();
     assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
-    assert_eq!(free(&r, msr::FS_BASE), (false, true));
-    assert_eq!(free(&r, msr::GS_BASE), (true, true));
+    assert_eq!(free(&r, msr::FS_BASE), Directions::WRITES);
+    assert_eq!(free(&r, msr::GS_BASE), Directions::all());
     leave(&mut r);
     write(&r, at::CONTROL as u64, &[3]);
     assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
-    assert_eq!(free(&r, msr::GS_BASE), (true, true));
+    assert_eq!(free(&r, msr::GS_BASE), Directions::all());
     leave(&mut r);
     r.m.write(Gpa(fs), &[3]).unwrap();
     write(&r, at::CLEAN as u64, &0xffff_u32.to_le_bytes());
     assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
-    assert_eq!(free(&r, msr::FS_BASE), (false, true));
-    assert_eq!(free(&r, msr::GS_BASE), (true, true));
+    assert_eq!(free(&r, msr::FS_BASE), Directions::WRITES);
+    assert_eq!(free(&r, msr::GS_BASE), Directions::all());
 }
 
 /// What L1 says of its map is L1's word: what L0 takes back meanwhile is gone, and what it gives is there.
@@ -150,14 +149,14 @@ fn a_clean_bitmap_gives_nothing_that_l0_does_not() {
     let mut r = with(&v);
     write(&r, at::CONTROL as u64, &[2]);
     first(&mut r, ExitReason::Vmlaunch);
-    assert_eq!(free(&r, msr::GS_BASE), (true, true));
+    assert_eq!(free(&r, msr::GS_BASE), Directions::all());
     leave(&mut r);
-    for (read, write) in [(true, true), (false, true), (true, false), (false, false)] {
-        r.v.vmcs.msr_map.intercept(msr::GS_BASE, read, write);
+    for exits in [Directions::all(), Directions::WRITES, Directions::READS, Directions::empty()] {
+        r.v.vmcs.msr_map.intercept(msr::GS_BASE, exits);
         assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
-        assert_eq!(free(&r, msr::GS_BASE), (!read, !write));
+        assert_eq!(free(&r, msr::GS_BASE), !exits);
         r.v.close_msrs_of_l2();
-        assert_eq!(free(&r, msr::GS_BASE), (false, false), "until the next entry");
+        assert_eq!(free(&r, msr::GS_BASE), Directions::empty(), "until the next entry");
         leave(&mut r);
     }
 }
@@ -172,12 +171,12 @@ fn a_bitmap_that_is_no_memory_is_looked_for_again() {
     write(&r, at::CONTROL as u64, &[2]);
     r.m.hole.set(BITMAP);
     first(&mut r, ExitReason::Vmlaunch);
-    assert_eq!(free(&r, msr::GS_BASE), (false, false));
+    assert_eq!(free(&r, msr::GS_BASE), Directions::empty());
     leave(&mut r);
     assert_eq!(r.go(ExitReason::Vmresume), Executed::Outside);
     r.m.hole.set(0);
     assert_eq!(r.go(ExitReason::Vmresume), Executed::Entered);
-    assert_eq!(free(&r, msr::GS_BASE), (true, true));
+    assert_eq!(free(&r, msr::GS_BASE), Directions::all());
 }
 
 /// A VP assist page that cannot be had in the loop, as after a restore, is asked outside, and what is clean stays so.

@@ -11,13 +11,13 @@ use nested_vmx::checks::{Limits, guest::activity_state, is_pat};
 use nested_vmx::events::{self, Sleeps};
 use nested_vmx::leave::{Report, host::entry_loads};
 use nested_vmx::machine::{Entered, PendingEntry};
-use nested_vmx::merge::{self, Flush, L0, Pages, time};
+use nested_vmx::merge::{self, Flush, L0, Pages, Transition, time};
 use nested_vmx::{EntryFailure, GuestMemory, Outside, Vmcs12, virtual_interrupts};
 use x86::vmcs::{
     EntryControls, ExitControls, ExitReason, Group, Groups, PinControls, ProcControls,
     ProcControls2, event, field,
 };
-use x86::{Cr0, Cr4, Dr7, Efer, Gpa, msr};
+use x86::{Cr0, Cr4, Direction, Directions, Dr7, Efer, Gpa, msr};
 
 use super::{
     access::{Blind, Block, Memory},
@@ -395,7 +395,7 @@ impl<C: Cpu> Vmx<C> {
             self.attention |= attention::INJECT;
         }
         // L2 has one VPID of ours: what L1 gave another VPID must not be found under it.
-        if merge::flush(v, n.last_vpid, true) != Flush::None {
+        if merge::flush(v, n.last_vpid, Transition::Entry) != Flush::None {
             self.attention |= attention::FLUSH;
         }
         n.last_vpid = v.get(field::VPID);
@@ -466,7 +466,7 @@ impl<C: Cpu> Vmx<C> {
         number: u32,
     ) -> Result<(), ()> {
         // The VMM's filter holds for lists as it does for WRMSR.
-        if self.denies_in_list(index).1 {
+        if self.denies_in_list(index, Direction::Write) {
             return Err(());
         }
         // By this CPU's width: a wider value would be refused by the hardware later.
@@ -493,11 +493,11 @@ impl<C: Cpu> Vmx<C> {
         self.set_msr(index, value).map_err(|_| ())
     }
 
-    /// Whether the VMM's filter denies reads and writes of an MSR that a list names.
-    pub(super) fn denies_in_list(&self, index: u32) -> (bool, bool) {
+    /// Whether the VMM's filter denies this access of an MSR that a list names.
+    pub(super) fn denies_in_list(&self, index: u32, direction: Direction) -> bool {
         let found =
             LISTED.iter().zip(self.cold.listed_denied).find(|(listed, _)| **listed == index);
-        found.map_or((false, false), |(_, denied)| denied)
+        found.is_some_and(|(_, denied)| denied.contains(direction.into()))
     }
 
     /// Makes L1's TSC read `value` now, whoever runs. The vCPU hears of it by
@@ -564,7 +564,7 @@ impl<C: Cpu> Vmx<C> {
             return;
         }
         for index in PASSED {
-            self.vmcs.msr_map.intercept(index, true, true);
+            self.vmcs.msr_map.intercept(index, Directions::all());
         }
         if let Some(n) = &mut self.nested {
             n.map = Map::Unknown;

@@ -5,8 +5,8 @@ use cpu::Cpu;
 use nested_vmx::events::{self, Injection as Undelivered, State};
 use nested_vmx::leave::Report;
 use nested_vmx::reflect;
+use x86::Rflags;
 use x86::vmcs::{ExitReason, event, field};
-use x86::{Cr0, Rflags};
 
 use super::{
     access::{Memory, qualification},
@@ -70,7 +70,7 @@ impl<C: Cpu> Vmx<C> {
             Waiting::Smi => events::report(events::Event::Smi, None),
             Waiting::Init => events::report(events::Event::Init, None),
             Waiting::Exception(e) => {
-                let information = inject::encode(Event::Exception(*e), self.cr0.contains(Cr0::PE));
+                let information = inject::encode(Event::Exception(*e), self.cr0);
                 Report::event(information, inject::error_code(e), qualification(e))
             }
             Waiting::MonitorTrap if n.machine.fall_pending => {
@@ -103,7 +103,7 @@ impl<C: Cpu> Vmx<C> {
     /// Tells L1 of an event that L2 was to take first.
     pub(super) fn tell_undelivered(&self, report: &mut Report, undelivered: Option<Event>) {
         if let Some(event) = undelivered {
-            let information = inject::encode(event, self.cr0.contains(Cr0::PE));
+            let information = inject::encode(event, self.cr0);
             let error_code = match event {
                 Event::Exception(e) if information & event::ERROR_VALID != 0 => {
                     inject::error_code(&e)

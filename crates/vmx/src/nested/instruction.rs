@@ -5,12 +5,12 @@ use backend::{
 };
 use cpu::Cpu;
 use nested_vmx::machine::{self, Address, Instruction, Place, Then};
-use nested_vmx::operand::{self, Context, Information, Use};
+use nested_vmx::operand::{self, Context, Information};
 use nested_vmx::{Fail, Machine, checks::Limits};
 use x86::msr::debugctl;
 use x86::segment::attr;
 use x86::vmcs::{ExitReason, interruptibility};
-use x86::{Cr4, Efer, Rflags, Segment};
+use x86::{Cr4, Direction, Efer, Rflags, Segment};
 
 use super::{access::Memory, kept::Nested};
 use crate::{fields, state::Vmx};
@@ -90,7 +90,7 @@ impl<C: Cpu> Vmx<C> {
         }
     }
 
-    fn operand(&self, gprs: &Gprs, length: u32, using: Use) -> Address {
+    fn operand(&self, gprs: &Gprs, length: u32, using: Direction) -> Address {
         let information = Information(self.get(fields::INSTRUCTION_INFO));
         let number = information.segment();
         // In 64-bit code only FS and GS have a base.
@@ -120,7 +120,7 @@ impl<C: Cpu> Vmx<C> {
             ExitReason::Vmread | ExitReason::Vmwrite => {
                 let information = Information(self.get(fields::INSTRUCTION_INFO));
                 let writes = reason == ExitReason::Vmwrite;
-                let using = if writes { Use::Read } else { Use::Write };
+                let using = if writes { Direction::Read } else { Direction::Write };
                 let length = if self.is_long() { 8 } else { 4 };
                 let place = if information.is_register() {
                     Place::Register(information.register1())
@@ -138,18 +138,22 @@ impl<C: Cpu> Vmx<C> {
             ExitReason::Vmresume => Instruction::Vmresume,
             ExitReason::Vmlaunch => Instruction::Vmlaunch,
             ExitReason::Vmptrld => {
-                Instruction::Vmptrld { pointer: self.operand(gprs, 8, Use::Read) }
+                Instruction::Vmptrld { pointer: self.operand(gprs, 8, Direction::Read) }
             }
             ExitReason::Vmclear => {
-                Instruction::Vmclear { pointer: self.operand(gprs, 8, Use::Read) }
+                Instruction::Vmclear { pointer: self.operand(gprs, 8, Direction::Read) }
             }
-            ExitReason::Vmxon => Instruction::Vmxon { pointer: self.operand(gprs, 8, Use::Read) },
-            ExitReason::Vmptrst => Instruction::Vmptrst { to: self.operand(gprs, 8, Use::Write) },
+            ExitReason::Vmxon => {
+                Instruction::Vmxon { pointer: self.operand(gprs, 8, Direction::Read) }
+            }
+            ExitReason::Vmptrst => {
+                Instruction::Vmptrst { to: self.operand(gprs, 8, Direction::Write) }
+            }
             ExitReason::Vmxoff => Instruction::Vmxoff,
             ExitReason::Invept | ExitReason::Invvpid => {
                 let information = Information(self.get(fields::INSTRUCTION_INFO));
                 let kind = register(information.register2());
-                let descriptor = self.operand(gprs, 16, Use::Read);
+                let descriptor = self.operand(gprs, 16, Direction::Read);
                 if reason == ExitReason::Invept {
                     Instruction::Invept { kind, descriptor }
                 } else {

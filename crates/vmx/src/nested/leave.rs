@@ -7,11 +7,11 @@ use backend::{
 use cpu::Cpu;
 use nested_vmx::leave::Report;
 use nested_vmx::leave::host::{self, Kept, Registers as HostState};
-use nested_vmx::merge::{self, Flush};
+use nested_vmx::merge::{self, Flush, Transition};
 use nested_vmx::reflect::{self, Wants};
 use nested_vmx::{EntryFailure, GuestMemory};
 use x86::vmcs::{ENTRY_FAILURE, ExitReason, ProcControls, ProcControls2, field, interruptibility};
-use x86::{Cr0, Cr4, Efer, Gpa, msr};
+use x86::{Cr0, Cr4, Direction, Efer, Gpa, msr};
 
 use super::{
     access::{Block, Memory},
@@ -240,7 +240,7 @@ impl<C: Cpu> Vmx<C> {
         let v = n.machine.vmcs12();
         let state = host::registers(v, kept, reason, is_nmi);
         // Without VPIDs an entry and an exit flush what they come from (SDM vol. 3C §29.4.3.1).
-        let flush = merge::flush(v, n.last_vpid, false);
+        let flush = merge::flush(v, n.last_vpid, Transition::Exit);
         if flush != Flush::None {
             self.attention |= attention::FLUSH;
         }
@@ -382,7 +382,7 @@ impl<C: Cpu> Vmx<C> {
         let mut done = 0;
         while let Some(step) = list.store(done, &limits, memory) {
             let step = step.map_err(|_| ())?;
-            if self.denies_in_list(step.msr).0 {
+            if self.denies_in_list(step.msr, Direction::Read) {
                 return Err(());
             }
             let value = match step.msr {

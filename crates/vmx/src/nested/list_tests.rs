@@ -6,7 +6,7 @@ use super::*;
 use backend::{Nested as _, Permissions, RAX, RCX};
 use nested_vmx::set;
 use x86::vmcs::{ExitReason, field};
-use x86::{Gpa, msr};
+use x86::{Directions, Gpa, msr};
 
 /// A list of MSRs at 0x3000, each with its number and value.
 fn put_list(r: &Rig, list: &[(u32, u64)]) {
@@ -91,16 +91,18 @@ fn a_list_of_msrs_is_loaded_behind_l2s_state() {
 #[test]
 fn a_list_names_no_msr_that_the_vmm_denies() {
     const TSC: u32 = 0x10;
-    for (write, done) in [(true, Executed::Left), (false, Executed::Entered)] {
+    for (denied, done) in
+        [(Directions::WRITES, Executed::Left), (Directions::READS, Executed::Entered)]
+    {
         let mut v12 = good();
         set!(v12, ENTRY_MSR_LOAD_COUNT = 1, ENTRY_MSR_LOAD_ADDR = 0x3000);
         let mut r = Rig::new(&v12, 0xd01);
-        r.v.set_msr_filter(|index| (index == TSC && !write, index == TSC && write));
+        r.v.set_msr_filter(|index| denied.when(index == TSC));
         put_list(&r, &[(TSC, 1 << 50)]);
         assert_eq!(r.go(ExitReason::Vmlaunch), Executed::Outside);
         r.leave_loop();
         assert_eq!(r.v.execute(&mut r.g, 0, &r.m), done);
-        assert_eq!(r.v.take_tsc_write().is_some(), !write);
+        assert_eq!(r.v.take_tsc_write().is_some(), denied == Directions::READS);
     }
 }
 

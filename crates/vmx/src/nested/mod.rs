@@ -160,7 +160,7 @@ impl<C: Cpu> backend::Nested for Vmx<C> {
     }
 
     /// Masks and shadows of CR0 tell before the value is known.
-    fn claims_cr0(&mut self, _: x86::Cr0, _: backend::Cr0Write) -> bool {
+    fn claims_cr0(&mut self, _: x86::Cr0, _: x86::Cr0Write) -> bool {
         false
     }
 

@@ -4,11 +4,10 @@ use backend::{Executed, Gprs, L1Memory, MonitorTrap as _, RAX, RDX, Turn};
 use cpu::Cpu;
 use nested_vmx::apic_page;
 use nested_vmx::leave::Report;
-use nested_vmx::merge::bitmaps::Direction;
 use nested_vmx::priority::{self, Access, Moved};
 use nested_vmx::virtual_interrupts;
 use x86::vmcs::{ExitReason, field};
-use x86::{Dr6, Rflags, Vector, apic::reg};
+use x86::{Direction, Dr6, Rflags, Vector, apic::reg};
 
 use super::{access::Memory, kept::Nested};
 use crate::{fields, state::Vmx};

@@ -5,7 +5,8 @@
 
 use backend::{
     Asleep as _, Claim, Enlightenment, Executed, FlushTold, Gate, Injection, L1Tables, Level,
-    Nested as _, NestedPaging, NestedState as _, Sleep, TablesRefuse, Waiting, WorldSwitch as _,
+    Nested as _, NestedPaging, NestedState as _, Onward, Sleep, TablesRefuse, Waiting,
+    WorldSwitch as _,
 };
 use nested_vmx::Vmcs12;
 use x86::vmcs::enlightened::{self, at};
@@ -215,7 +216,7 @@ impl Run {
             return done;
         }
         self.rig.v.complete(&mut self.rig.g);
-        self.rig.v.unload(false);
+        self.rig.v.unload(Onward::ToGuest);
         self.rig.m.whole.set(true);
         let done = act(&mut self.rig);
         self.rig.m.whole.set(false);
@@ -314,7 +315,7 @@ impl Run {
     fn flush(&mut self) -> Executed {
         self.pages.1 += 1;
         self.rig.v.complete(&mut self.rig.g);
-        self.rig.v.unload(false);
+        self.rig.v.unload(Onward::ToGuest);
         self.rig.m.whole.set(true);
         let told = self.rig.v.tell_flush(&mut self.rig.g, true, &self.rig.m);
         self.rig.m.whole.set(false);
@@ -498,7 +499,7 @@ impl Run {
     fn travel(&mut self) {
         let v = &mut self.rig.v;
         v.complete(&mut self.rig.g);
-        v.unload(false);
+        v.unload(Onward::ToGuest);
         v.set_activity(self.asleep);
         let mut bytes: Vec<u8> = vec![0; v.state_size()];
         v.save_state(&self.rig.g, &mut bytes, &self.rig.m).unwrap();

@@ -6,7 +6,7 @@ use crate::features::{Controls, Features};
 use crate::{fields, percpu};
 use backend::{
     ControlRegisters, DeadlineWatch, GuestLimits, LiveRegisters as _, Msrs as _, Nested as _,
-    Outside, Permissions, Reach, Registers, SegmentName, Translation, Turn, WorldSwitch,
+    Onward, Outside, Permissions, Reach, Registers, SegmentName, Translation, Turn, WorldSwitch,
 };
 use core::cell::{Cell, RefCell};
 use cpu::{Counting, Model, ModelVmcs, VmxCpu};
@@ -17,7 +17,7 @@ use std::vec::Vec;
 use x86::vmcs::{
     EntryControls, ExitControls, ExitReason, PinControls, ProcControls, ProcControls2, field,
 };
-use x86::{Gpa, Hpa, Segment, msr};
+use x86::{Direction, Gpa, Hpa, Segment, msr};
 use zerocopy::IntoBytes;
 
 pub(super) struct Mem {
@@ -46,7 +46,7 @@ impl L1Memory for Mem {
         let same = u64::from_le_bytes(now) == old;
         if same { self.write(at, &new.to_le_bytes()).map(|()| true) } else { Ok(false) }
     }
-    fn translate(&self, linear: u64, _: bool) -> Result<Gpa, Reach> {
+    fn translate(&self, linear: u64, _: Direction) -> Result<Gpa, Reach> {
         if self.whole.get() { Ok(Gpa(linear)) } else { Err(Reach::Outside) }
     }
     fn is_final(&self) -> bool {
@@ -183,7 +183,7 @@ impl Rig {
                 v.set(field::INSTRUCTION_INFO, 1 << 27 | 1 << 22 | 2 << 7 | 3 << 15);
             });
             this.v.complete(&mut this.g);
-            this.v.unload(false);
+            this.v.unload(Onward::ToGuest);
             assert_eq!(this.v.execute(&mut this.g, 0, &this.m), Executed::Retired);
         }
         this.v.load(0);
@@ -426,7 +426,7 @@ impl Rig {
     /// The thread leaves the loop and goes to another CPU.
     pub(super) fn leave_loop(&mut self) {
         self.v.complete(&mut self.g);
-        self.v.unload(false);
+        self.v.unload(Onward::ToGuest);
         self.m.whole.set(true);
     }
 

@@ -12,7 +12,7 @@ use nested_vmx::leave::{Exit, Report};
 use nested_vmx::machine::{Invalidation, Switch};
 use nested_vmx::page_log::{self, Logged};
 use x86::vmcs::{ApicAccess, ExitReason, ProcControls2, ept_violation, eptp, field};
-use x86::{Exception, Gpa, Hpa};
+use x86::{Direction, Exception, Gpa, Hpa};
 
 use super::{
     access::{Block, Memory},
@@ -87,7 +87,8 @@ impl<C: Cpu> NestedPaging for Vmx<C> {
     fn serves_apic_access(&self, access: ApicAccess) -> bool {
         self.nested.as_ref().is_some_and(|n| {
             let ApicAccess { offset, write, fetch, linear } = access;
-            linear && !fetch && apic_page::serves(n.machine.vmcs12(), offset, write)
+            let direction = Direction::write_if(write);
+            linear && !fetch && apic_page::serves(n.machine.vmcs12(), offset, direction)
         })
     }
 

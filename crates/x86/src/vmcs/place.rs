@@ -6,6 +6,7 @@
 
 use super::field::TABLE;
 use super::group::{Group, Place, Shadow};
+use crate::Direction;
 
 /// The revision of the VMCS12's layout, which a VMCS region begins with.
 pub const VMCS12_REVISION: u32 = 0x11e5_7ed0;
@@ -132,27 +133,28 @@ impl Served {
     };
 }
 
-const fn is(place: Option<Place>, written: bool) -> bool {
+/// Whether a shadow VMCS holds a field, as one of those that L1 writes there or as one of those that it only reads.
+const fn is_held_for(direction: Direction, place: Option<Place>) -> bool {
     match place {
-        Some(Place { shadow: Shadow::Read, .. }) => !written,
-        Some(Place { shadow: Shadow::ReadWrite, .. }) => written,
+        Some(Place { shadow: Shadow::Read, .. }) => !direction.is_write(),
+        Some(Place { shadow: Shadow::ReadWrite, .. }) => direction.is_write(),
         Some(Place { shadow: Shadow::No, .. }) | None => false,
     }
 }
 
-const fn count(written: bool) -> usize {
+const fn count(direction: Direction) -> usize {
     let (mut n, mut i) = (0, 0);
     while i < TABLE.len() {
-        n += is(TABLE[i].1, written) as usize;
+        n += is_held_for(direction, TABLE[i].1) as usize;
         i += 1;
     }
     n
 }
 
 /// Fields of a shadow VMCS that L1 writes there.
-pub const WRITTEN: usize = count(true);
+pub const WRITTEN: usize = count(Direction::Write);
 /// Fields of a shadow VMCS.
-pub const SERVED: usize = WRITTEN + count(false);
+pub const SERVED: usize = WRITTEN + count(Direction::Read);
 
 /// Fields that a shadow VMCS holds: what is copied into it after L2 has run. Those that L1 writes there come first:
 /// they are copied out of it before L2 runs.
@@ -161,7 +163,7 @@ pub static SHADOWED: [Served; SERVED] = {
     while i < 2 * TABLE.len() {
         let (encoding, place) = TABLE[i % TABLE.len()];
         if let Some(place) = place
-            && is(Some(place), i < TABLE.len())
+            && is_held_for(Direction::write_if(i < TABLE.len()), Some(place))
         {
             let mask = match encoding >> 13 & 3 {
                 0 => 0xffff,
@@ -178,9 +180,16 @@ pub static SHADOWED: [Served; SERVED] = {
 
 /// A bitmap that lets VMREAD or VMWRITE of some fields exit (SDM vol. 3C §25.6.15): bit clear, the
 /// shadow VMCS serves it. `has` tells which fields the CPU's own VMCS has.
-pub fn fill_bitmap(bitmap: &mut [u8; BITMAP_BYTES], writes: bool, has: impl Fn(u16) -> bool) {
+pub fn fill_bitmap(
+    bitmap: &mut [u8; BITMAP_BYTES],
+    direction: Direction,
+    has: impl Fn(u16) -> bool,
+) {
     bitmap.fill(0xff);
-    let served = if writes { WRITTEN } else { SERVED };
+    let served = match direction {
+        Direction::Read => SERVED,
+        Direction::Write => WRITTEN,
+    };
     for &Served { encoding, .. } in SHADOWED.iter().take(served) {
         if !has(encoding) {
             continue;
@@ -226,9 +235,9 @@ mod tests {
     #[test]
     fn a_bitmap_is_clear_where_the_shadow_serves() {
         let mut reads = [0; BITMAP_BYTES];
-        fill_bitmap(&mut reads, false, |_| true);
+        fill_bitmap(&mut reads, Direction::Read, |_| true);
         let mut writes = [0; BITMAP_BYTES];
-        fill_bitmap(&mut writes, true, |e| e != 0x681e);
+        fill_bitmap(&mut writes, Direction::Write, |e| e != 0x681e);
         let clear = |b: &[u8], e: u32| b[e as usize / 8] & 1 << (e % 8) == 0;
         assert!(clear(&reads, field::EXIT_REASON.encoding()));
         assert!(!clear(&writes, field::EXIT_REASON.encoding()));

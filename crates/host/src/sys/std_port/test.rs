@@ -7,7 +7,7 @@ use x86::{Hva, Pfn};
 
 use super::sys;
 use super::world::{Context, Event, World, descriptors};
-use crate::gup::{HostFrame, HostPage};
+use crate::gup::{FrameOf, HostFrame, HostPage};
 use crate::sys::{NotifierCalls, WatchCalls};
 
 /// The world of this thread, whose time a test advances: `clock().advance(ns)`.
@@ -87,13 +87,13 @@ pub fn test_young(start: Hva, end: Hva) -> bool {
 }
 
 /// A frame as `host::gup` would find it.
-pub fn host_frame(pfn: u64, memory: bool) -> HostFrame {
-    HostFrame::new(Pfn(pfn), memory)
+pub fn host_frame(pfn: u64, of: FrameOf) -> HostFrame {
+    HostFrame::new(Pfn(pfn), of)
 }
 
 /// A page as `host::gup` would find it.
 pub fn host_page(pfn: u64, level: u8, writable: bool) -> HostPage {
-    HostPage::made_up(host_frame(pfn, true), level, writable)
+    HostPage::made_up(host_frame(pfn, FrameOf::Memory), level, writable)
 }
 
 /// Where threads of this world were told of broken memory since this was last asked.

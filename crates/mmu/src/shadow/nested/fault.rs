@@ -7,7 +7,7 @@
 //! Most faults are on a way that the pages have already, but for its end. There L1's entries need not be understood again:
 //! they are those that the links were made from.
 
-use x86::{Gfn, Gpa};
+use x86::{Direction, Gfn, Gpa};
 
 use super::super::State;
 use super::super::ahead::{GROUP, missing_around};
@@ -292,7 +292,8 @@ impl State {
             return Err(NestedFault::L1(access.to_left_out()));
         }
         let chunk = self.frames.chunk(gfn);
-        let known = chunk.map_or(0, |chunk| self.frame(view, gfn, chunk, access.write));
+        let known = chunk
+            .map_or(0, |chunk| self.frame(view, gfn, chunk, Direction::write_if(access.write)));
         match chunk.filter(|_| known != 0) {
             Some(chunk) => Ok(Found { gfn, known, chunk }),
             None => Err(NestedFault::NeedFrame(NestedFrame {

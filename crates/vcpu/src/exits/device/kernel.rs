@@ -10,8 +10,9 @@ use emulate::SimpleMmio;
 use host::trace::Mmio;
 use mmu::Section;
 use vm::{irq::Space, settings::quirk};
+use x86::Direction;
 
-use super::{DeviceAccess, Direction, PlainAccess};
+use super::{DeviceAccess, PlainAccess};
 use crate::{Vcpu, run::outcome::Next};
 
 /// The timer's current count, the one register whose value needs the time.
@@ -93,7 +94,7 @@ impl<B: Backend> Vcpu<B> {
         next: u64,
     ) -> Next {
         let Some(plain) = self.plain_of(fault, simple, at, next) else { return Next::Leave };
-        if self.vm.irq().has_address(fault.gpa.0, fault.write) {
+        if self.vm.irq().has_address(fault.gpa.0, Direction::write_if(fault.write)) {
             let (done, then) = self.with_kernel(|v| {
                 // A slot may have come since the page was last found to be a device's.
                 v.mmu.memory.slots().find(fault.gpa.gfn()).is_none() && v.kernel_plain(&plain)
@@ -136,7 +137,8 @@ impl<B: Backend> Vcpu<B> {
     /// Whether a device in the kernel may take an access to memory: a few loads.
     #[inline(always)]
     pub(crate) fn may_be_kernel_memory(&self, fault: TdpFault) -> bool {
-        self.is_apic_page(fault.gpa.0) || self.vm.irq().has_address(fault.gpa.0, fault.write)
+        self.is_apic_page(fault.gpa.0)
+            || self.vm.irq().has_address(fault.gpa.0, Direction::write_if(fault.write))
     }
 
     #[inline]

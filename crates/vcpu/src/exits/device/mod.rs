@@ -33,7 +33,7 @@ use vm::{
     irq::Space,
     memory::{FaultAccess, FaultOutcome, MemoryError},
 };
-use x86::{Exception, Gfn, Gpa};
+use x86::{Direction, Exception, Gfn, Gpa};
 
 use crate::{
     Vcpu,
@@ -42,15 +42,6 @@ use crate::{
     run::user_exit::{ERROR_DELIVERY, ErrorData, UserExit},
 };
 use user_io::Completion;
-
-/// Which way the data of an access goes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Direction {
-    /// To the guest: a load or IN.
-    Read,
-    /// To the device: a store or OUT.
-    Write,
-}
 
 /// One access of an instruction to a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

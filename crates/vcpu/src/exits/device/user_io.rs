@@ -8,6 +8,7 @@
 use backend::Backend;
 use emulate::{Fetched, STRING_RUN_BYTES, SimpleMmio, Stop};
 use host::{KBox, NoMemory};
+use x86::Direction;
 
 use super::DeviceAccess;
 use crate::{
@@ -42,8 +43,8 @@ pub enum Completion {
     },
     /// RDMSR or WRMSR.
     Msr {
-        /// WRMSR.
-        write: bool,
+        /// RDMSR or WRMSR.
+        direction: Direction,
         /// RIP after the instruction.
         next: u64,
         /// It is refused.
@@ -308,8 +309,8 @@ impl<B: Backend> Vcpu<B> {
             Completion::In { size, next } => self.finish_in(size, self.device.io_data, next),
             Completion::Retire { next } => self.retire(next),
             Completion::Load { simple, next } => self.finish_load(simple, input.mmio_data, next),
-            Completion::Msr { write, next, error, data } => {
-                self.finish_msr(write, next, error, data);
+            Completion::Msr { direction, next, error, data } => {
+                self.finish_msr(direction, next, (!error).then_some(data));
             }
             Completion::Emulation => {
                 self.device.user_io.log.answer(input.mmio_data, self.device.io_data);

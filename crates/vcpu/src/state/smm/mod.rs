@@ -8,6 +8,7 @@ mod area;
 
 use backend::{Backend, Gate, Nested, SegmentName, Waiting};
 use host::smp;
+use mmu::AddressSpace;
 use vm::vcpu_shared::{MpState, Request};
 use x86::{
     Cr0, Cr4, Dr7, Efer, Exception, Gpa, Rflags,
@@ -54,6 +55,14 @@ pub(crate) struct Smm {
     pub pending: bool,
     /// An INIT waits: for the end of the mode, or until a guest that is a hypervisor lets it in.
     pub latched_init: bool,
+}
+
+impl Smm {
+    /// Whose memory the vCPU sees.
+    #[inline]
+    pub(crate) const fn space(&self) -> AddressSpace {
+        AddressSpace::smm_if(self.active)
+    }
 }
 
 /// The SMI part of KVM_GET_VCPU_EVENTS, neutral.
@@ -129,7 +138,7 @@ impl<B: Backend> Vcpu<B> {
         if !active {
             self.smm.inside_nmi = false;
         }
-        self.mmu.memory = self.vm.memory_in(active).clone();
+        self.mmu.memory = self.vm.memory_in(self.smm.space()).clone();
         self.memory_changed();
         self.b.flush_tlb();
         // A device's page may be SMRAM there, and the other way round.

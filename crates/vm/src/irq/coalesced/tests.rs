@@ -4,6 +4,7 @@ extern crate std;
 
 use alloc::{vec, vec::Vec};
 use std::thread;
+use x86::Direction;
 
 use host::{
     Arc,
@@ -59,10 +60,13 @@ fn drain(irq: &VmIrq) -> Vec<(u64, u32, u32, u64)> {
 #[test]
 fn a_write_into_a_zone_waits_in_the_ring() {
     let irq = irq(Irqchip::None);
-    assert!(!irq.has_address(AT, true) && !irq.mmio_write(AT, &[1]));
+    assert!(!irq.has_address(AT, Direction::Write) && !irq.mmio_write(AT, &[1]));
     irq.register_zone(memory(AT, 0x10)).unwrap();
     irq.register_zone(port(0x70, 4)).unwrap();
-    assert!(irq.has_address(AT, true) && !irq.has_address(AT, false), "reads exit");
+    assert!(
+        irq.has_address(AT, Direction::Write) && !irq.has_address(AT, Direction::Read),
+        "reads exit"
+    );
     assert!(irq.mmio_write(AT, &[1]));
     assert!(irq.mmio_write(AT + 8, &[1, 2, 3, 4, 5, 6, 7, 8]));
     assert!(irq.pio_write(0x70, 1, 0x9a).is_some() && irq.pio_write(0x72, 2, 0x1234).is_some());
@@ -119,7 +123,7 @@ fn zones_go_that_cover_the_range() {
     }
     assert!(irq.mmio_write(AT + 0xfff, &[0]));
     irq.unregister_zones(memory(AT + 0x10, 1)).unwrap();
-    assert!(!irq.has_address(AT, true) && !irq.mmio_write(AT, &[0]));
+    assert!(!irq.has_address(AT, Direction::Write) && !irq.mmio_write(AT, &[0]));
     irq.unregister_zones(memory(AT, 0x1000)).unwrap();
 }
 

@@ -4,6 +4,8 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use x86::Direction;
+
 use super::memory::user_ok;
 use super::thread::{NEXT_ID, SIGNAL};
 use crate::gup::RawHostPage;
@@ -11,11 +13,11 @@ use crate::sys::NotifierCalls;
 use crate::sys::std_port::world::{Context, World};
 
 pub(crate) unsafe fn gnt_fault_in(hva: u64, write: i32, _: i32, out: *mut RawHostPage) -> i32 {
-    let (page, write) = (hva & !4095, write != 0);
-    if !user_ok(page.max(hva & !15), 16, write) {
+    let (page, direction) = (hva & !4095, Direction::write_if(write != 0));
+    if !user_ok(page.max(hva & !15), 16, direction) {
         return 1;
     }
-    let writable = (write || user_ok(hva & !15, 16, true)).into();
+    let writable = (direction.is_write() || user_ok(hva & !15, 16, Direction::Write)).into();
     let raw =
         RawHostPage { pfn: hva >> 12, writable, refcounted: 1, level: 1, ..Default::default() };
     // SAFETY: out is writable by the contract.

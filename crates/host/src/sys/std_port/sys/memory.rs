@@ -3,6 +3,8 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+use x86::Direction;
+
 use crate::sys::std_port::world::World;
 
 pub(crate) fn direct_map_base() -> u64 {
@@ -36,7 +38,7 @@ pub(crate) unsafe fn gnt_page_free(hpa: u64) {
 
 // User memory.
 
-pub(super) fn user_ok(hva: u64, len: u64, write: bool) -> bool {
+pub(super) fn user_ok(hva: u64, len: u64, direction: Direction) -> bool {
     let Some(end) = hva.checked_add(len) else { return false };
     if hva < 4096 || end > 0x7fff_ffff_f000 {
         return false;
@@ -44,14 +46,14 @@ pub(super) fn user_ok(hva: u64, len: u64, write: bool) -> bool {
     let world = World::current();
     let state = world.lock();
     let clear = |list: &[(u64, u64)]| list.iter().all(|(s, e)| end <= *s || hva >= *e);
-    clear(&state.holes) && (!write || clear(&state.read_only))
+    clear(&state.holes) && (direction == Direction::Read || clear(&state.read_only))
 }
 
 pub(crate) fn gnt_user_range_ok(hva: u64, len: u64) -> i32 {
     hva.checked_add(len).is_some_and(|end| end <= 0x7fff_ffff_f000).into()
 }
 pub(crate) unsafe fn gnt_user_read_nofault(to: *mut u8, hva: u64, len: usize) -> i32 {
-    if !user_ok(hva, len as u64, false) {
+    if !user_ok(hva, len as u64, Direction::Read) {
         return -14;
     }
     // SAFETY: user memory of a test is memory of this process.
@@ -59,7 +61,7 @@ pub(crate) unsafe fn gnt_user_read_nofault(to: *mut u8, hva: u64, len: usize) ->
     0
 }
 pub(crate) unsafe fn gnt_user_write_nofault(hva: u64, from: *const u8, len: usize) -> i32 {
-    if !user_ok(hva, len as u64, true) {
+    if !user_ok(hva, len as u64, Direction::Write) {
         return -14;
     }
     // SAFETY: user memory of a test is memory of this process; `from` is readable by the contract.
@@ -69,7 +71,7 @@ pub(crate) unsafe fn gnt_user_write_nofault(hva: u64, from: *const u8, len: usiz
 pub(crate) use gnt_user_read_nofault as gnt_user_read;
 pub(crate) use gnt_user_write_nofault as gnt_user_write;
 pub(crate) fn gnt_user_clear(hva: u64, len: usize) -> i32 {
-    if !user_ok(hva, len as u64, true) {
+    if !user_ok(hva, len as u64, Direction::Write) {
         return -14;
     }
     // SAFETY: user memory of a test is memory of this process.
@@ -77,7 +79,7 @@ pub(crate) fn gnt_user_clear(hva: u64, len: usize) -> i32 {
     0
 }
 pub(crate) fn gnt_user_cmpxchg(hva: u64, size: u32, old: u64, new: u64) -> i32 {
-    if !user_ok(hva, size.into(), true) {
+    if !user_ok(hva, size.into(), Direction::Write) {
         return -14;
     }
     macro_rules! exchange {
