@@ -47,8 +47,7 @@ pub use nested_state::{NestedState, Unrestorable};
 pub use paging::{Paging, Translation};
 pub use permission::{DebuggerWants, FewerExits, GuestLimits, Permissions};
 pub use registers::{
-    Gprs, RAX, RBX, RCX, RDI, RDX, RSI, RSP, Registers, SegmentName, ShadowBy,
-    reset_registers,
+    Gprs, RAX, RBX, RCX, RDI, RDX, RSI, RSP, Registers, SegmentName, ShadowBy, reset_registers,
 };
 pub use turn::{Answer, Turn};
 pub use world_switch::{Onward, WorldSwitch};

@@ -24,6 +24,21 @@ pub enum ShadowBy {
 #[repr(C, align(64))]
 pub struct Gprs(pub [u64; 16]);
 
+impl Gprs {
+    /// EDX:EAX, where WRMSR and XSETBV have their value.
+    #[inline]
+    pub const fn edx_eax(&self) -> u64 {
+        self.0[RDX] << 32 | self.0[RAX] & 0xffff_ffff
+    }
+
+    /// Sets EDX and EAX, as RDMSR does. The upper halves are cleared.
+    #[inline]
+    pub const fn set_edx_eax(&mut self, value: u64) {
+        self.0[RAX] = value & 0xffff_ffff;
+        self.0[RDX] = value >> 32;
+    }
+}
+
 /// Index of RAX in [`Gprs`].
 pub const RAX: usize = 0;
 /// Index of RCX in [`Gprs`].

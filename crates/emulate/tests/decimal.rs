@@ -2,7 +2,7 @@
 
 mod machine;
 
-use gannet_emulate::{CodeSize, Segment, Stop, interpret};
+use gannet_emulate::{Stop, interpret};
 use machine::{RAX, TestMachine};
 use proptest::prelude::*;
 use x86::Exception;
@@ -14,13 +14,7 @@ const ZF: u64 = 1 << 6;
 const SF: u64 = 1 << 7;
 
 fn real() -> TestMachine {
-    let mut m = TestMachine::new(CodeSize::Bits16, RAM, 0x2000);
-    m.cr0 = 0;
-    m.rip = 0x100;
-    for segment in &mut m.segments {
-        *segment = Segment { selector: 0, base: 0, limit: 0xffff, ..*segment };
-    }
-    m
+    TestMachine::real(RAM, 0x2000)
 }
 
 fn step(m: &mut TestMachine, code: &[u8]) -> Result<(), Stop> {

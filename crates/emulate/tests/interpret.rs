@@ -2,7 +2,7 @@
 
 mod machine;
 
-use gannet_emulate::{CodeSize, Completion, Outside, SegReg, Segment, Stop, deliver, interpret};
+use gannet_emulate::{Completion, Outside, SegReg, Stop, deliver, interpret};
 use machine::{RAX, RBX, RCX, RDI, RDX, RSP, SYSTEM, TestMachine};
 use x86::Exception;
 use x86::segment::DescriptorTable;
@@ -15,13 +15,8 @@ const DF: u64 = 1 << 10;
 
 /// Real mode: the stack ends at 0x1800, the interrupt table has 16 entries.
 fn real() -> TestMachine {
-    let mut m = TestMachine::new(CodeSize::Bits16, RAM, 0x2000);
-    m.cr0 = 0;
-    m.rip = 0x100;
+    let mut m = TestMachine::real(RAM, 0x2000);
     m.gpr[RSP] = 0x1800;
-    for segment in &mut m.segments {
-        *segment = Segment { selector: 0, base: 0, limit: 0xffff, ..*segment };
-    }
     m.idtr = DescriptorTable { base: SYSTEM, limit: 16 * 4 - 1 };
     m.system[5 * 4..6 * 4].copy_from_slice(&[0x34, 0x12, 0x00, 0x20]);
     m

@@ -80,8 +80,6 @@ pub(crate) struct Rare {
     pub pdptes_due: bool,
     /// What the VMM debugs in the guest.
     pub debug: state::debug::Debug,
-    /// The VMM's breakpoints are in the hardware's debug registers.
-    pub borrowed_debug: Option<state::debug::Borrowed>,
     /// The vector of whose end the VMM's I/O APIC is to hear.
     pub ended: Vector,
     /// Turns of the loop that may not have reached the boundary of an instruction.
@@ -190,7 +188,6 @@ impl<B: Backend> Vcpu<B> {
                 nested_wake: None,
                 pdptes_due: false,
                 debug: state::debug::Debug::default(),
-                borrowed_debug: None,
                 ended: Vector(0),
                 stalls: run::events::Stalls::default(),
                 error: ErrorData::default(),
@@ -271,7 +268,7 @@ impl<B: Backend> Vcpu<B> {
         if !self.shared.in_kernel_apic {
             self.b.exit_on_cr8_writes();
         }
-        self.debug_regs_reset();
+        self.rare.debug.regs_reset(&mut self.b);
         self.gprs = Gprs::default();
         // RDX holds the processor signature.
         let signature = self.cpuid.signature();
@@ -288,7 +285,7 @@ impl<B: Backend> Vcpu<B> {
         self.device.user_io.forget();
         self.publish_priority();
         self.cpuid_inputs_changed();
-        self.note_role();
+        self.mmu.note_role(&self.b);
         self.registers_replaced();
         // The reset has set GIF.
         self.follow_gate();

@@ -4,6 +4,7 @@
 //! that cannot be reached is skipped: the guest asked for it, and only the guest loses by it.
 
 use backend::{Backend, RAX, RBX, RCX, RDX, RSI};
+use cpuid::GuestCpuid;
 use host::{clock, task};
 use mmu::Section;
 use msr::By;
@@ -79,6 +80,11 @@ impl PvState {
     pub(crate) fn mark_stopped(&mut self) -> bool {
         self.stopped = self.clock_page.is_some();
         self.stopped
+    }
+
+    /// Whether the guest may use a service: its CPUID offers it, or nobody asks.
+    fn allows(&self, cpuid: &GuestCpuid, service: Feature) -> bool {
+        !self.enforced || cpuid.has(service)
     }
 
     /// Whether the guest polls itself when it halts (MSR_KVM_POLL_CONTROL).
@@ -200,24 +206,24 @@ impl<B: Backend> Vcpu<B> {
         }
     }
 
-    /// Whether the guest may use a service: it was offered, or nobody asks.
-    fn pv_allows(&self, service: Feature) -> bool {
-        !self.pv.enforced || self.cpuid.has(service)
-    }
-
     /// Whether the MSR is one of a service that the guest may use.
     fn pv_msr_allowed(&self, index: u32) -> bool {
-        self.pv_allows(match index {
-            number::KVM_WALL_CLOCK | number::KVM_SYSTEM_TIME => feature::KVM_CLOCKSOURCE,
-            number::KVM_WALL_CLOCK_NEW | number::KVM_SYSTEM_TIME_NEW => feature::KVM_CLOCKSOURCE2,
-            number::KVM_STEAL_TIME => feature::KVM_STEAL_TIME,
-            number::KVM_PV_EOI_EN => feature::KVM_PV_EOI,
-            number::KVM_POLL_CONTROL => feature::KVM_POLL_CONTROL,
-            number::KVM_LAZY_TSC_DEADLINE => feature::KVM_LAZY_TSC_DEADLINE,
-            number::KVM_ASYNC_PF_EN => feature::KVM_ASYNC_PF,
-            number::KVM_ASYNC_PF_INT | number::KVM_ASYNC_PF_ACK => feature::KVM_ASYNC_PF_INT,
-            _ => return true,
-        })
+        self.pv.allows(
+            &self.cpuid,
+            match index {
+                number::KVM_WALL_CLOCK | number::KVM_SYSTEM_TIME => feature::KVM_CLOCKSOURCE,
+                number::KVM_WALL_CLOCK_NEW | number::KVM_SYSTEM_TIME_NEW => {
+                    feature::KVM_CLOCKSOURCE2
+                }
+                number::KVM_STEAL_TIME => feature::KVM_STEAL_TIME,
+                number::KVM_PV_EOI_EN => feature::KVM_PV_EOI,
+                number::KVM_POLL_CONTROL => feature::KVM_POLL_CONTROL,
+                number::KVM_LAZY_TSC_DEADLINE => feature::KVM_LAZY_TSC_DEADLINE,
+                number::KVM_ASYNC_PF_EN => feature::KVM_ASYNC_PF,
+                number::KVM_ASYNC_PF_INT | number::KVM_ASYNC_PF_ACK => feature::KVM_ASYNC_PF_INT,
+                _ => return true,
+            },
+        )
     }
 
     pub(crate) fn read_pv_msr(&self, index: u32, by: By) -> Result<u64, Refused> {
@@ -306,9 +312,11 @@ impl<B: Backend> Vcpu<B> {
         let regs = Registers { rax, rbx, rcx, rdx, rsi };
         let call = Hypercall::decode(&regs, long, self.b.cpl(), u32::MAX);
         let allowed = match &call {
-            Ok(Hypercall::KickCpu { .. }) => self.pv_allows(feature::KVM_PV_UNHALT),
-            Ok(Hypercall::SendIpi(_)) => self.pv_allows(feature::KVM_PV_SEND_IPI),
-            Ok(Hypercall::SchedYield { .. }) => self.pv_allows(feature::KVM_PV_SCHED_YIELD),
+            Ok(Hypercall::KickCpu { .. }) => self.pv.allows(&self.cpuid, feature::KVM_PV_UNHALT),
+            Ok(Hypercall::SendIpi(_)) => self.pv.allows(&self.cpuid, feature::KVM_PV_SEND_IPI),
+            Ok(Hypercall::SchedYield { .. }) => {
+                self.pv.allows(&self.cpuid, feature::KVM_PV_SCHED_YIELD)
+            }
             Ok(Hypercall::VapicPollIrq | Hypercall::ClockPairing { .. }) | Err(_) => true,
         };
         (if allowed { call } else { Err(HypercallError::NoSuchCall) }, long)

@@ -90,6 +90,16 @@ pub struct TestMachine {
 }
 
 impl TestMachine {
+    /// In real mode, about to execute what lies at 0x100.
+    pub fn real(base: u64, ram: usize) -> Self {
+        let mut m = Self::new(CodeSize::Bits16, base, ram);
+        (m.cr0, m.rip) = (0, 0x100);
+        for segment in &mut m.segments {
+            *segment = Segment { selector: 0, base: 0, limit: 0xffff, ..*segment };
+        }
+        m
+    }
+
     pub fn new(size: CodeSize, base: u64, ram: usize) -> Self {
         let flat = |attributes| Segment { selector: 0x10, attributes, limit: u32::MAX, base: 0 };
         let big = if size == CodeSize::Bits16 { 0 } else { BIG };

@@ -91,13 +91,13 @@ impl<B: Backend> Vcpu<B> {
             // written.
             if !long
                 && (self.b.pdptes().is_some() || self.mmu.roots.is_shadow())
-                && !self.fetch_pdptes(s, cr, value)
+                && !self.mmu.fetch_pdptes(&self.b, s, cr, value)
             {
                 return Next::Leave;
             }
             let done = self.write_cr(cr, value);
             if !long {
-                self.forget_fetched_pdptes();
+                self.mmu.forget_fetched_pdptes();
             }
             done
         } else {
@@ -201,9 +201,9 @@ impl<B: Backend> Vcpu<B> {
         self.b.set_cr0(new);
         // SDM vol. 3A §4.10.4.1.
         if pg != was_pg {
-            self.flush_guest_tlb();
+            self.mmu.flush_guest_tlb(&mut self.b);
         }
-        self.note_role();
+        self.mmu.note_role(&self.b);
         Ok(())
     }
 
@@ -225,7 +225,7 @@ impl<B: Backend> Vcpu<B> {
             }
             self.b.set_cr3(value & 0xffff_ffff);
         }
-        self.cr3_loaded(Tlb::flushed_if(!keep));
+        self.mmu.cr3_loaded(&mut self.b, Tlb::flushed_if(!keep));
         Ok(())
     }
 
@@ -255,10 +255,10 @@ impl<B: Backend> Vcpu<B> {
             self.cpuid_inputs_changed();
         }
         if flushes(old, new) {
-            self.flush_guest_tlb();
+            self.mmu.flush_guest_tlb(&mut self.b);
         }
         // PGE alone is in no role.
-        self.note_role_unless(changed == Cr4::PGE);
+        self.mmu.note_role_of_cr4(&self.b, changed);
         Ok(())
     }
 
@@ -327,7 +327,7 @@ impl<B: Backend> Vcpu<B> {
         // No flush: translations that were made without NXE have no NX, and those with it forbid
         // no less than the reserved bit would.
         self.b.set_efer(new);
-        self.note_role();
+        self.mmu.note_role(&self.b);
     }
 
     /// Answers XSETBV inside the loop.

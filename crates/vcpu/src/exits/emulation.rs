@@ -173,8 +173,8 @@ impl<B: Backend> Vcpu<B> {
             // The answers so far stay: the same instruction asks for them again.
             Err(Stop::Retry) => Ok(()),
             Err(Stop::NeedUser) => match self.device.user_io.log.asked() {
-                Some((access, 1)) => Err(self.ask_user(&access, Completion::Emulation)),
-                Some((access, count)) => Err(self.ask_items(&access, count)),
+                Some((access, 1)) => Err(self.device.ask(&access, Completion::Emulation)),
+                Some((access, count)) => Err(self.device.ask_items(&access, count)),
                 None => Err(self.emulation_failed()),
             },
             Err(Stop::Unsupported) => {

@@ -310,11 +310,11 @@ impl<B: Backend> Machine for Vcpu<B> {
     }
 
     fn read_dr(&mut self, n: u8) -> Result<u64, Stop> {
-        self.read_debug_reg(n)
+        self.rare.debug.read(&mut self.b, n)
     }
 
     fn write_dr(&mut self, n: u8, value: u64) -> Result<(), Stop> {
-        self.write_debug_reg(n, value)
+        self.rare.debug.write(&mut self.b, n, value)
     }
 
     fn invlpg(&mut self, at: Gva) -> Result<(), Stop> {

@@ -1,7 +1,7 @@
 //! Accesses to MSRs that the VMM forbids (KVM_X86_SET_MSR_FILTER) or wants to hear of
 //! (KVM_CAP_X86_USER_SPACE_MSR). The inner loop leaves what is forbidden or refused to this.
 
-use backend::{Backend, RAX, RCX, RDX};
+use backend::{Backend, RCX};
 use core::sync::atomic::Ordering::Relaxed;
 use msr::Class;
 use x86::{Direction, Directions, Exception};
@@ -76,8 +76,7 @@ impl<B: Backend> Vcpu<B> {
 
     /// RDMSR or WRMSR outside the loop, behind which the guest goes on at `next`.
     pub(crate) fn msr_to(&mut self, direction: Direction, next: u64) -> Outcome {
-        let [rax, rcx, rdx] = [RAX, RCX, RDX].map(|i| self.gprs.0[i]);
-        let index = rcx as u32;
+        let index = self.gprs.0[RCX] as u32;
         let write = direction.is_write();
         // First: a write that is denied must have no effect.
         let refused = if self.msr_denied(index, direction) {
@@ -100,7 +99,7 @@ impl<B: Backend> Vcpu<B> {
         }
         // RIP stays until the answer, which may make #GP of it.
         self.device.user_io.completion = Completion::Msr { direction, next, error: false, data: 0 };
-        let data = if write { rdx << 32 | rax & 0xffff_ffff } else { 0 };
+        let data = if write { self.gprs.edx_eax() } else { 0 };
         Err(UserExit::Msr { write, reason, index, data }.into())
     }
 
@@ -126,8 +125,7 @@ impl<B: Backend> Vcpu<B> {
             return;
         };
         if direction == Direction::Read {
-            self.gprs.0[RAX] = data & 0xffff_ffff;
-            self.gprs.0[RDX] = data >> 32;
+            self.gprs.set_edx_eax(data);
         }
         self.retire(next);
     }

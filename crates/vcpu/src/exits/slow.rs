@@ -7,7 +7,7 @@ use host::task;
 use mmu::walk;
 use stats::VcpuCount;
 use vm::{settings::quirk, vcpu_shared::MpState};
-use x86::{Cr0, Dr6, Exception, Gva, Reset, Rflags, cpuid::feature};
+use x86::{Cr0, Dr6, Exception, Gva, Rflags, cpuid::feature};
 
 use crate::{
     Vcpu,
@@ -59,11 +59,11 @@ impl<B: Backend> Vcpu<B> {
 
     /// An access of a debug register while the VMM debugs the guest.
     pub(crate) fn slow_debug_reg(&mut self, access: DrAccess) -> Outcome {
-        if let Some(dr7) = self.debuggers_general_detect(access.dr) {
+        if let Some(dr7) = self.rare.debug.general_detect(&self.b, access.dr) {
             let (pc, dr6) = (self.linear_rip(), Dr6::ACTIVE_LOW | Dr6::BD);
             return Err(UserExit::Debug { exception: 1, pc, dr6, dr7 }.into());
         }
-        if self.debug_regs_are_borrowed() {
+        if self.rare.debug.borrows_regs() {
             return self.emulate_here(Cause::Debug { dr: access.dr, write: access.write });
         }
         self.b.own_debug_regs();

@@ -6,7 +6,7 @@
 use backend::{Backend, Event, TaskSource, TaskSwitchExit};
 use emulate::{Source, Stop, Switched, TaskSwitch};
 
-use x86::{Dr7, Rflags};
+use x86::Dr7;
 
 use crate::{
     Vcpu,
@@ -46,7 +46,7 @@ impl<B: Backend> Vcpu<B> {
         let stepping = self.b.rflags();
         if self.rare.debug.single_step {
             // The VMM's step is none of the old task's flags.
-            self.b.set_rflags(self.guest_rflags());
+            self.b.set_rflags(self.rare.debug.rflags(&self.b));
         }
         let switched = emulate::switch_task(self, &switch);
         if self.rare.debug.single_step && switched.is_err() {
@@ -74,14 +74,14 @@ impl<B: Backend> Vcpu<B> {
             _ if switch.source == Source::Iret => self.b.set_nmi_masked(false),
             _ => {}
         }
-        let step = if self.rare.debug.single_step { Rflags::TF } else { Rflags::empty() };
-        self.b.set_rflags(task.rflags | step);
+        self.rare.debug.set_rflags(&mut self.b, task.rflags);
         self.b.set_rip(task.rip);
         self.b.set_interrupt_shadow(false);
         let [a, b, c, d, dr6, dr7] = self.debug_regs();
         // A task switch clears the local breakpoints (SDM vol. 3B §18.2.4).
         if dr7 & Dr7::LOCAL != 0 {
-            self.put_debug_regs([a, b, c, d, dr6, dr7 & !Dr7::LOCAL]);
+            let regs = [a, b, c, d, dr6, dr7 & !Dr7::LOCAL];
+            self.rare.debug.set_regs(&mut self.b, regs);
         }
         if let Some(exception) = task.exception {
             self.raise(exception);

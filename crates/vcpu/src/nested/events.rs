@@ -78,7 +78,7 @@ impl<B: Backend> Vcpu<B> {
             return false;
         }
         self.inject_own();
-        if self.events_blocked() {
+        if self.rare.debug.blocks_events() {
             self.hold_back();
             return true;
         }
@@ -498,7 +498,7 @@ impl<B: Backend> Vcpu<B> {
     }
 
     fn end_l2(&mut self, mut waiting: Waiting, s: Option<Section<'_>>) -> Ended {
-        if s.is_some() && self.is_debugged() {
+        if s.is_some() && self.rare.debug.is_in_hardware() {
             return Ended::Outside;
         }
         let mut taken = Acknowledged::default();

@@ -56,7 +56,7 @@ impl<B: Backend> Vcpu<B> {
         self.level_changed();
         self.b.flush_tlb();
         // CR0, CR4 and EFER may be another level's.
-        self.note_role();
+        self.mmu.note_role(&self.b);
         self.find_pdptes();
         if self.owes_trap() || self.b.nested().is_some_and(NestedState::is_unsettled) {
             self.events.outer.set(Outer::NESTED, true);

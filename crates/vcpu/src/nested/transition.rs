@@ -38,7 +38,7 @@ impl<B: Backend> Vcpu<B> {
         if self.b.nested().is_none_or(|nested| !nested.is_enabled()) {
             return self.answer_by(Exception::ud());
         }
-        if self.is_debugged() {
+        if self.rare.debug.is_in_hardware() {
             return Next::Leave;
         }
         let mut next = 0;
@@ -169,7 +169,7 @@ impl<B: Backend> Vcpu<B> {
         let l1 = Mapped::new(&self.mmu.memory, self.mmu.memory.view(s));
         let claim = self.b.nested_mut()?.claims(&self.gprs, &l1);
         let is_ours = matches!(claim, Ok(Claim::L0 | Claim::Instruction));
-        if self.is_debugged() || is_ours && self.traps_each() {
+        if self.rare.debug.is_in_hardware() || is_ours && self.traps_each() {
             // What L1, or the debugger, has to hear of behind an instruction is found out there.
             let stays = claim == Ok(Claim::L0) && stays(&self.b.exit());
             return if stays { None } else { Some(Next::Leave) };

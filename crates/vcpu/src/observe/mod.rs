@@ -12,12 +12,12 @@ use backend::{Backend, Exit, Gprs, RAX, RBX, RCX, RDX, RSI};
 use emulate::{Fetched, SimpleMmio};
 use host::trace::{self, CpuidAnswer, ExitRecord, Mmio, MsrAccess, Observed};
 use mmu::Section;
-use stats::Reason;
+use stats::{Reason, VcpuStats};
 use x86::Direction;
 
 use crate::{
     RunInput, UserExit, Vcpu,
-    exits::device::{padded, pio::mask, user_io::Completion},
+    exits::device::{Device, padded, pio::mask, user_io::Completion},
     exits::table::reason_of,
     run::events::Outer,
     run::outcome::{Left, Next},
@@ -92,6 +92,42 @@ fn joined(low: u64, high: u64) -> u64 {
     (low & 0xffff_ffff) | high << 32
 }
 
+/// Room for the histograms, once they are wanted. Without memory there are none.
+fn make_room(stats: &VcpuStats, watch: Observed) {
+    if watch.cycles() {
+        let _ = stats.prepare_cycles();
+    }
+}
+
+/// What was loaded or stored by a plain access, of which the registers are `now` the result.
+fn tell_simple(before: &Before, now: &Gprs, gpa: u64) {
+    let of = |gprs: &Gprs, index: u8| gprs.0.get(usize::from(index & 15)).copied().unwrap_or(0);
+    let (kind, size, value) = match before.simple {
+        Some(SimpleMmio::Load { size, dest, .. }) => (Mmio::Read, size, of(now, dest.index)),
+        Some(SimpleMmio::StoreReg { size, src }) => {
+            (Mmio::Write, size, src.extract(of(&before.gprs, src.index)))
+        }
+        Some(SimpleMmio::StoreImm { size, value }) => (Mmio::Write, size, value),
+        None => return,
+    };
+    trace::mmio(kind, size.into(), gpa, mask(value, size.min(4)));
+}
+
+/// User space has answered.
+fn tell_user_answer(device: &Device, watch: Observed, asked: Asked, mmio_data: [u8; 8]) {
+    match asked {
+        Asked::Port { port, size, count } if watch.pio() => {
+            let value = mask(u64::from_le_bytes(device.io_data), size);
+            trace::pio(Direction::Read, port, size, count, value as u32);
+        }
+        Asked::Memory { gpa, len } if watch.mmio() => {
+            let data = mmio_data.get(..usize::from(len)).unwrap_or(&[]);
+            trace::mmio(Mmio::Read, data.len(), gpa, u64::from_le_bytes(padded(data)));
+        }
+        _ => {}
+    }
+}
+
 impl<B: Backend> Vcpu<B> {
     /// The loop is about to be entered, observed. False: leave at once.
     #[cold]
@@ -113,7 +149,7 @@ impl<B: Backend> Vcpu<B> {
         self.events.outer.set(Outer::OBSERVED, false);
         // Told of right before the next entry.
         self.observation.outside = !left.is_handled();
-        self.make_room(watch);
+        make_room(&self.stats, watch);
         if watch.page_fault()
             && let Left::Exit(exit) = left
             && let Some(address) = fault_address(exit)
@@ -252,7 +288,7 @@ impl<B: Backend> Vcpu<B> {
                     && !faulted
                     && self.shared.lapic.mmio_base() == Some(fault.gpa.0 & !0xfff) =>
             {
-                self.tell_simple(before, fault.gpa.0);
+                tell_simple(before, &self.gprs, fault.gpa.0);
             }
             _ => {}
         }
@@ -267,51 +303,14 @@ impl<B: Backend> Vcpu<B> {
         self.code.decode.get(fetched).ok()?.simple_mmio()
     }
 
-    fn tell_simple(&self, before: &Before, gpa: u64) {
-        let of = |gprs: &Gprs, index: u8| gprs.0.get(usize::from(index & 15)).copied().unwrap_or(0);
-        let (kind, size, value) = match before.simple {
-            Some(SimpleMmio::Load { size, dest, .. }) => {
-                (Mmio::Read, size, of(&self.gprs, dest.index))
-            }
-            Some(SimpleMmio::StoreReg { size, src }) => {
-                (Mmio::Write, size, src.extract(of(&before.gprs, src.index)))
-            }
-            Some(SimpleMmio::StoreImm { size, value }) => (Mmio::Write, size, value),
-            None => return,
-        };
-        trace::mmio(kind, size.into(), gpa, mask(value, size.min(4)));
-    }
-
-    /// Room for the histograms, once they are wanted. Without memory there are none.
-    fn make_room(&mut self, watch: Observed) {
-        if watch.cycles() {
-            let _ = self.stats.prepare_cycles();
-        }
-    }
-
     /// KVM_RUN is called, observed.
     #[cold]
     #[inline(never)]
     pub(crate) fn observe_call(&mut self, input: &RunInput, watch: Observed) {
-        self.make_room(watch);
+        make_room(&self.stats, watch);
         let asked = core::mem::take(&mut self.observation.asked);
         if self.device.user_io.completion != Completion::Nothing {
-            self.tell_user_answer(watch, asked, input.mmio_data);
-        }
-    }
-
-    /// User space has answered.
-    fn tell_user_answer(&self, watch: Observed, asked: Asked, mmio_data: [u8; 8]) {
-        match asked {
-            Asked::Port { port, size, count } if watch.pio() => {
-                let value = mask(u64::from_le_bytes(self.device.io_data), size);
-                trace::pio(Direction::Read, port, size, count, value as u32);
-            }
-            Asked::Memory { gpa, len } if watch.mmio() => {
-                let data = mmio_data.get(..usize::from(len)).unwrap_or(&[]);
-                trace::mmio(Mmio::Read, data.len(), gpa, u64::from_le_bytes(padded(data)));
-            }
-            _ => {}
+            tell_user_answer(&self.device, watch, asked, input.mmio_data);
         }
     }
 

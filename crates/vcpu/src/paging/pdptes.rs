@@ -7,6 +7,7 @@ use mmu::source::reserved_in_pdpte;
 use mmu::{PagingContext, Section};
 use x86::{Cr0, Cr4, Efer, Exception, Gpa};
 
+use super::Mmu;
 use crate::Vcpu;
 
 const PRESENT: u64 = 1;
@@ -28,19 +29,24 @@ pub(crate) fn is_pae(cr0: Cr0, cr4: Cr4, efer: Efer) -> bool {
     cr0.contains(Cr0::PG) && cr4.contains(Cr4::PAE) && !efer.is_long()
 }
 
-impl<B: Backend> Vcpu<B> {
+impl Mmu {
     /// Inside the loop, before a write to control register `cr`: reads the PDPTEs that it will load.
     /// `false`: not to be had here.
-    pub(crate) fn fetch_pdptes(&mut self, s: Section<'_>, cr: u8, value: u64) -> bool {
-        let c = self.b.control();
+    pub(crate) fn fetch_pdptes(
+        &mut self,
+        b: &impl Backend,
+        s: Section<'_>,
+        cr: u8,
+        value: u64,
+    ) -> bool {
+        let c = b.control();
         // The value that is about to be written decides.
         let cr4 = if cr == 4 { Cr4::from_bits_retain(value) } else { c.cr4 };
-        if self.b.pdptes().is_some() && self.mmu.shadow.is_none() {
+        if b.pdptes().is_some() && self.shadow.is_none() {
             // Where they are to be loaded, guest memory is read outside.
             return !cr4.contains(Cr4::PAE) || c.efer.is_long() || !matches!(cr, 0 | 3 | 4);
         }
-        let mmu = &mut self.mmu;
-        let Some((shadow, memory, _)) = mmu.shadowed() else { return true };
+        let Some((shadow, memory, _)) = self.shadowed() else { return true };
         // One that an earlier write left unused is of another CR3.
         shadow.fetched = None;
         if !cr4.contains(Cr4::PAE) || c.efer.is_long() || !matches!(cr, 0 | 3 | 4) {
@@ -58,45 +64,24 @@ impl<B: Backend> Vcpu<B> {
 
     /// The write that PDPTEs were read for is over: a later load reads its own.
     pub(crate) fn forget_fetched_pdptes(&mut self) {
-        if let Some(shadow) = &mut self.mmu.shadow {
+        if let Some(shadow) = &mut self.shadow {
             shadow.fetched = None;
         }
     }
 
-    /// Loads the PDPTEs behind `cr3` as a write of a control register does: #GP for one with
-    /// reserved bits.
-    pub(crate) fn load_pdptes(&mut self, cr3: u64) -> Result<(), Exception> {
-        let base = pdptes_at(cr3);
-        if self.mmu.shadow.is_none() && self.b.pdptes().is_none() {
-            return Ok(());
-        }
-        if let Some(tables) = self.mmu.l1_tables() {
-            // Loaded only when all four were read and are good: a refused write leaves those of before.
-            let mut entries = [0; 4];
-            self.read_of_l2(&tables, base, &mut entries).ok_or(Exception::gp(0))?;
-            return self.set_loaded_pdptes(entries);
-        }
-        let mmu = &mut self.mmu;
-        let entries = match mmu.shadow.as_mut().and_then(|shadow| shadow.fetched.take()) {
-            Some((at, entries)) if at == base => entries,
-            _ => {
-                let mut bytes = [0; 32];
-                mmu.memory.read(Gpa(base), &mut bytes).map_err(|_| Exception::gp(0))?;
-                decode_pdptes(&bytes)
-            }
-        };
-        self.set_loaded_pdptes(entries)
-    }
-
-    /// Sets the PDPTEs that were read from memory.
-    fn set_loaded_pdptes(&mut self, entries: Pdptes) -> Result<(), Exception> {
-        let reserved = self.reserved_in_pdptes();
+    /// Sets the PDPTEs that were read from memory: of a guest with addresses of so many bits.
+    fn set_pdptes(
+        &mut self,
+        b: &mut impl Backend,
+        entries: Pdptes,
+        maxphyaddr: u8,
+    ) -> Result<(), Exception> {
+        let reserved = reserved_in_pdpte(maxphyaddr);
         // Of an entry that is not present the other bits are ignored (SDM vol. 3A §4.4.1).
         if entries.iter().any(|e| e & PRESENT != 0 && e & reserved != 0) {
             return Err(Exception::gp(0));
         }
-        let Self { b, mmu, .. } = self;
-        match &mut mmu.shadow {
+        match &mut self.shadow {
             Some(shadow) => shadow.pdptes = entries,
             None => {
                 if let Some(pdptes) = b.pdptes_mut() {
@@ -108,17 +93,45 @@ impl<B: Backend> Vcpu<B> {
     }
 
     /// The PDPTEs where they are registers of the backend and in use.
-    pub(crate) fn own_pdptes(&self) -> Option<[u64; 4]> {
-        let pdptes = self.b.pdptes()?;
-        let c = self.b.control();
-        let own = self.mmu.shadow.is_none() && is_pae(c.cr0, c.cr4, c.efer);
+    pub(crate) fn own_pdptes(&self, b: &impl Backend) -> Option<[u64; 4]> {
+        let pdptes = b.pdptes()?;
+        let c = b.control();
+        let own = self.shadow.is_none() && is_pae(c.cr0, c.cr4, c.efer);
         own.then(|| pdptes.entries())
     }
+}
 
-    fn set_own_pdptes(&mut self, entries: [u64; 4]) {
-        if let Some(pdptes) = self.b.pdptes_mut() {
-            pdptes.set_entries(entries);
+/// Sets the PDPTEs where they are registers of the backend.
+fn set_own_pdptes(b: &mut impl Backend, entries: Pdptes) {
+    if let Some(pdptes) = b.pdptes_mut() {
+        pdptes.set_entries(entries);
+    }
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// Loads the PDPTEs behind `cr3` as a write of a control register does: #GP for one with
+    /// reserved bits.
+    pub(crate) fn load_pdptes(&mut self, cr3: u64) -> Result<(), Exception> {
+        let base = pdptes_at(cr3);
+        if self.mmu.shadow.is_none() && self.b.pdptes().is_none() {
+            return Ok(());
         }
+        if let Some(tables) = self.mmu.l1_tables() {
+            // Loaded only when all four were read and are good: a refused write leaves those of before.
+            let mut entries = [0; 4];
+            self.read_of_l2(&tables, base, &mut entries).ok_or(Exception::gp(0))?;
+            return self.mmu.set_pdptes(&mut self.b, entries, self.cpuid.maxphyaddr());
+        }
+        let mmu = &mut self.mmu;
+        let entries = match mmu.shadow.as_mut().and_then(|shadow| shadow.fetched.take()) {
+            Some((at, entries)) if at == base => entries,
+            _ => {
+                let mut bytes = [0; 32];
+                mmu.memory.read(Gpa(base), &mut bytes).map_err(|_| Exception::gp(0))?;
+                decode_pdptes(&bytes)
+            }
+        };
+        self.mmu.set_pdptes(&mut self.b, entries, self.cpuid.maxphyaddr())
     }
 
     /// The registers are another's now: the PDPTEs are loaded as they say. Entries that cannot be
@@ -128,7 +141,7 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn replace_pdptes(&mut self) {
         let c = self.b.control();
         if is_pae(c.cr0, c.cr4, c.efer) && self.load_pdptes(c.cr3).is_err() {
-            self.set_own_pdptes([0; 4]);
+            set_own_pdptes(&mut self.b, [0; 4]);
         }
     }
 
@@ -137,21 +150,17 @@ impl<B: Backend> Vcpu<B> {
     #[cold]
     #[inline(never)]
     pub(crate) fn give_pdptes(&mut self, entries: [u64; 4]) {
-        if self.own_pdptes().is_some() {
-            let reserved = self.reserved_in_pdptes();
+        if self.mmu.own_pdptes(&self.b).is_some() {
+            let reserved = reserved_in_pdpte(self.cpuid.maxphyaddr());
             let bad = |e: u64| e & PRESENT != 0 && e & reserved != 0;
-            self.set_own_pdptes(entries.map(|e| if bad(e) { 0 } else { e }));
+            set_own_pdptes(&mut self.b, entries.map(|e| if bad(e) { 0 } else { e }));
         }
-    }
-
-    fn reserved_in_pdptes(&self) -> u64 {
-        reserved_in_pdpte(self.cpuid.maxphyaddr())
     }
 
     /// After user space set the registers. Entries that cannot be loaded are not present.
     pub(super) fn reload_pdptes(&mut self, context: &PagingContext) {
         let pae = is_pae(context.cr0, context.cr4, context.efer);
-        self.forget_fetched_pdptes();
+        self.mmu.forget_fetched_pdptes();
         if (!pae || self.load_pdptes(context.cr3).is_err())
             && let Some(shadow) = &mut self.mmu.shadow
         {

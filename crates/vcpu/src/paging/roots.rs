@@ -6,11 +6,12 @@
 //! KVM did before: every change of a bit that has to do with paging unloads all roots of the vCPU,
 //! and the last one that holds a root takes its tables with it.
 
+use super::Mmu;
 use backend::Backend;
 use host::{KBox, NoMemory};
 use mmu::roots::{ResetBits, RootCache, RootKey};
 use mmu::{AddressSpace, Role, Section};
-use x86::Hpa;
+use x86::{Cr4, Hpa};
 
 use crate::{Vcpu, run::outcome::Next};
 
@@ -87,34 +88,36 @@ impl Roots {
     }
 }
 
-impl<B: Backend> Vcpu<B> {
+impl Mmu {
     /// CR0, CR4 or EFER was written, by the guest or by user space.
     #[inline]
-    pub(crate) fn note_role(&mut self) {
-        self.note_role_unless(false);
+    pub(crate) fn note_role(&mut self, b: &impl Backend) {
+        if !self.roots.watch.is_empty() {
+            self.look_at_role(b);
+        }
     }
 
-    /// As [`Self::note_role`], where `in_no_role` says that what was written is in no role (CR4.PGE alone).
+    /// As [`Self::note_role`], after a write that `changed` these bits of CR4: CR4.PGE is in no role.
     #[inline]
-    pub(crate) fn note_role_unless(&mut self, in_no_role: bool) {
-        if !self.mmu.roots.watch.is_empty() && (!in_no_role || self.mmu.roots.unloads()) {
-            self.look_at_role();
+    pub(crate) fn note_role_of_cr4(&mut self, b: &impl Backend, changed: Cr4) {
+        if !self.roots.watch.is_empty() && (changed != Cr4::PGE || self.roots.unloads()) {
+            self.look_at_role(b);
         }
     }
 
     #[inline(never)]
-    fn look_at_role(&mut self) {
-        let c = self.b.control();
-        if self.mmu.roots.is_shadow() {
+    fn look_at_role(&mut self, b: &impl Backend) {
+        let c = b.control();
+        if self.roots.is_shadow() {
             let role = Role::of_registers(c.cr0, c.cr4, c.efer).bits() as u32;
             // The same role means the same root: nothing is looked up.
-            if core::mem::replace(&mut self.mmu.roots.role, role) != role {
+            if core::mem::replace(&mut self.roots.role, role) != role {
                 self.want_root();
             }
         }
-        if self.mmu.roots.unloads() {
+        if self.roots.unloads() {
             let now = ResetBits::of(c.cr0, c.cr4, c.efer);
-            if core::mem::replace(&mut self.mmu.roots.seen, now) != now {
+            if core::mem::replace(&mut self.roots.seen, now) != now {
                 self.unload_roots();
             }
         }
@@ -122,10 +125,12 @@ impl<B: Backend> Vcpu<B> {
 
     /// All roots are unloaded before the next entry.
     pub(crate) fn unload_roots(&mut self) {
-        self.mmu.roots.unload = true;
-        self.mmu.roots.due = true;
+        self.roots.unload = true;
+        self.roots.due = true;
     }
+}
 
+impl<B: Backend> Vcpu<B> {
     /// Inside the loop, after an instruction that may have changed which root is due.
     #[inline]
     pub(crate) fn switch_root_in_loop(&mut self, s: Section<'_>) -> Next {

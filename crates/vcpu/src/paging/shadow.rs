@@ -31,6 +31,7 @@ use stats::VcpuCount;
 use vm::memory::{MemoryError, ShadowOutcome, shadow::Caller};
 use x86::{Cr4, Exception, Gpa, Gva, exception::pf};
 
+use super::Mmu;
 use super::pdptes::Pdptes;
 use crate::{
     Vcpu,
@@ -80,27 +81,27 @@ impl Shadow {
     }
 }
 
-impl<B: Backend> Vcpu<B> {
+impl Mmu {
     /// An instruction flushes the guest's whole TLB.
     #[inline]
-    pub(crate) fn flush_guest_tlb(&mut self) {
-        if self.mmu.roots.is_shadow() {
+    pub(crate) fn flush_guest_tlb(&mut self, b: &mut impl Backend) {
+        if self.roots.is_shadow() {
             self.want(work::FLUSH);
         } else {
-            self.b.flush_tlb();
+            b.flush_tlb();
         }
     }
 
     /// CR3 was loaded by the guest. Its bit 63 keeps the TLB, with PCIDs.
     #[inline]
-    pub(crate) fn cr3_loaded(&mut self, tlb: Tlb) {
-        if self.mmu.roots.is_shadow() {
+    pub(crate) fn cr3_loaded(&mut self, b: &mut impl Backend, tlb: Tlb) {
+        if self.roots.is_shadow() {
             self.want(match tlb {
                 Tlb::Kept => work::SWITCH,
                 Tlb::Flushed => work::SWITCH | work::LOAD,
             });
         } else {
-            self.b.flush_tlb();
+            b.flush_tlb();
         }
     }
 
@@ -109,19 +110,27 @@ impl<B: Backend> Vcpu<B> {
         self.want(work::SWITCH);
     }
 
-    /// User space set the paging registers, or they were reset.
-    pub(crate) fn registers_replaced(&mut self) {
-        self.want(work::SWITCH | work::FLUSH | work::PDPTES);
-        if self.b.pdptes().is_some() && self.mmu.shadow.is_none() {
-            self.replace_pdptes();
+    fn want(&mut self, what: u8) {
+        if let Some(shadow) = &mut self.shadow {
+            shadow.work |= what;
+            // So the work is done before the next entry, wherever it was noted.
+            self.roots.set_due();
         }
     }
 
-    fn want(&mut self, what: u8) {
-        if let Some(shadow) = &mut self.mmu.shadow {
-            shadow.work |= what;
-            // So the work is done before the next entry, wherever it was noted.
-            self.mmu.roots.set_due();
+    /// Whether the loop is left so that tables can be settled.
+    #[inline]
+    pub(crate) fn is_unsettled(&self) -> bool {
+        self.shadow.as_ref().is_some_and(|shadow| shadow.unsettled)
+    }
+}
+
+impl<B: Backend> Vcpu<B> {
+    /// User space set the paging registers, or they were reset.
+    pub(crate) fn registers_replaced(&mut self) {
+        self.mmu.want(work::SWITCH | work::FLUSH | work::PDPTES);
+        if self.b.pdptes().is_some() && self.mmu.shadow.is_none() {
+            self.replace_pdptes();
         }
     }
 
@@ -162,12 +171,6 @@ impl<B: Backend> Vcpu<B> {
             self.pending.raise();
         }
         true
-    }
-
-    /// Whether the loop is left so that tables can be settled.
-    #[inline]
-    pub(crate) fn is_unsettled(&self) -> bool {
-        self.mmu.shadow.as_ref().is_some_and(|shadow| shadow.unsettled)
     }
 
     /// Does the work outside the loop.
@@ -349,7 +352,7 @@ impl<B: Backend> Vcpu<B> {
         };
         // INVLPG of any other address does nothing (SDM vol. 2A, INVLPG).
         if self.paging().is_canonical(at) && !self.invlpg_in_loop(s, at) {
-            self.want(work::FLUSH);
+            self.mmu.want(work::FLUSH);
         }
         self.retire(next);
         self.switch_root_in_loop(s)
@@ -391,7 +394,7 @@ impl<B: Backend> Vcpu<B> {
         if kind == 0 && u64::from(pcid) == current {
             self.flush_page(at);
         } else {
-            self.flush_guest_tlb();
+            self.mmu.flush_guest_tlb(&mut self.b);
         }
         Ok(())
     }

@@ -358,7 +358,7 @@ impl<B: Backend> Vcpu<B> {
         }
         // Before the debugger is asked: the guest has begun to take these, or stands at the instruction that made them.
         self.inject_own();
-        if self.events_blocked() {
+        if self.rare.debug.blocks_events() {
             self.hold_back();
             return true;
         }

@@ -196,7 +196,7 @@ impl<B: Backend> Vcpu<B> {
         if self.events.outer.any() {
             return self.observe_answer(s);
         }
-        !self.is_unsettled() && self.inject_answer(s)
+        !self.mmu.is_unsettled() && self.inject_answer(s)
     }
 
     /// Injects what an answer made deliverable, with nothing else that waits.

@@ -53,7 +53,7 @@ impl<B: Backend> Vcpu<B> {
             self.cpuid_inputs_changed();
         }
         // Which bits of an entry are reserved depends on it.
-        self.unload_roots();
+        self.mmu.unload_roots();
         Ok(())
     }
 

@@ -26,90 +26,193 @@ pub(crate) struct Debug {
     pub control: u32,
     /// RFLAGS.TF is the VMM's.
     pub single_step: bool,
+    /// The VMM's breakpoints are in the hardware's debug registers.
+    borrowed: Option<Borrowed>,
 }
 
 /// A VMM's breakpoints are in force.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Borrowed {
+struct Borrowed {
     /// What the guest would have, and sees.
     own: DebugRegs,
     /// What the hardware holds.
     theirs: DebugRegs,
 }
 
+impl Debug {
+    /// DR0 to DR3, DR6, DR7 as the guest sees them.
+    pub(crate) fn regs(&self, b: &impl Backend) -> DebugRegs {
+        self.borrowed.map_or_else(|| b.debug_regs(), |borrowed| borrowed.own)
+    }
+
+    /// Sets DR0 to DR3, DR6 and DR7 of the guest.
+    pub(crate) fn set_regs(&mut self, b: &mut impl Backend, regs: DebugRegs) {
+        let [a, b1, c, d, dr6, dr7] = regs;
+        let regs = [a, b1, c, d, Dr6::new(dr6).bits(), Dr7::new(dr7).bits()];
+        match &mut self.borrowed {
+            Some(borrowed) => borrowed.own = regs,
+            None => b.set_debug_regs(regs),
+        }
+    }
+
+    /// After a reset of the hardware's registers: a VMM's breakpoints outlast it.
+    pub(crate) fn regs_reset(&mut self, b: &mut impl Backend) {
+        if let Some(borrowed) = &mut self.borrowed {
+            borrowed.own = b.debug_regs();
+            b.set_debug_regs(borrowed.theirs);
+        }
+    }
+
+    /// RFLAGS without what a debugger's single step put there.
+    pub(crate) fn rflags(&self, b: &impl Backend) -> Rflags {
+        let rflags = b.rflags();
+        if self.single_step { rflags - Rflags::TF } else { rflags }
+    }
+
+    /// Sets RFLAGS, with the step that a debugger may have asked for.
+    pub(crate) fn set_rflags(&self, b: &mut impl Backend, rflags: Rflags) {
+        b.set_rflags(if self.single_step { rflags | Rflags::TF } else { rflags });
+    }
+
+    /// Begins or ends the VMM's debugging of the guest.
+    fn set(&mut self, b: &mut impl Backend, control: u32, dr: [u64; 8]) {
+        let on = control & guestdbg::ENABLE != 0;
+        // As on stock KVM all other bits mean nothing without ENABLE.
+        self.control = if on { control } else { 0 };
+        let has = |bit| self.control & bit != 0;
+        let (steps, breakpoints) = (has(guestdbg::SINGLESTEP), has(guestdbg::USE_SW_BP));
+        let borrows = has(guestdbg::USE_HW_BP);
+        // Before the flag changes: whose TF is in RFLAGS follows from it.
+        let rflags = self.rflags(b);
+        self.single_step = steps;
+        self.set_rflags(b, rflags);
+        b.set_guest_debug(DebuggerWants { breakpoints, steps });
+        let [dr0, dr1, dr2, dr3, _, _, _, dr7] = dr;
+        let theirs = [dr0, dr1, dr2, dr3, Dr6::RESET.bits(), Dr7::new(dr7).bits()];
+        self.borrow_regs(b, borrows.then_some(theirs));
+    }
+
+    fn borrow_regs(&mut self, b: &mut impl Backend, theirs: Option<DebugRegs>) {
+        // Before they are replaced: with breakpoints of before these are the kept ones, not the hardware's.
+        let own = self.regs(b);
+        if self.borrowed.is_none() && theirs.is_none() {
+            return;
+        }
+        self.borrowed = theirs.map(|theirs| Borrowed { own, theirs });
+        b.watch_debug_regs(theirs.is_some());
+        b.set_debug_regs(theirs.unwrap_or(own));
+    }
+
+    /// Whether the hardware holds something of a debugger's: breakpoints, or RFLAGS.TF.
+    #[inline]
+    pub(crate) fn is_in_hardware(&self) -> bool {
+        self.control & (guestdbg::SINGLESTEP | guestdbg::USE_HW_BP) != 0
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn put_aside(&mut self, b: &mut impl Backend) -> Option<DebugRegs> {
+        // The flags that the other level finds are the guest's own.
+        b.set_rflags(self.rflags(b));
+        let borrowed = self.borrowed.take()?;
+        b.set_debug_regs(borrowed.own);
+        Some(borrowed.theirs)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn bring_back(&mut self, b: &mut impl Backend, theirs: Option<DebugRegs>) {
+        if self.single_step {
+            b.set_rflags(b.rflags() | Rflags::TF);
+        }
+        if let Some(theirs) = theirs {
+            self.borrowed = Some(Borrowed { own: b.debug_regs(), theirs });
+            b.set_debug_regs(theirs);
+        }
+    }
+
+    /// The guest's MOVs to and from debug registers are done here, not by the hardware.
+    pub(crate) fn borrows_regs(&self) -> bool {
+        self.borrowed.is_some()
+    }
+
+    /// The debugger's DR7, if that makes an access of a debug register a #DB. On VMX the exit comes first.
+    pub(crate) fn general_detect(&self, b: &impl Backend, dr: u8) -> Option<u64> {
+        let [.., dr7] = self.borrowed?.theirs;
+        // DR4 and DR5 are #UD with CR4.DE, which comes before general detect (SDM vol. 3B §18.2.2).
+        let missing = matches!(dr, 4 | 5) && b.cr4().contains(Cr4::DE);
+        (dr7 & Dr7::GD != 0 && !missing && b.cpl() == 0).then_some(dr7)
+    }
+
+    /// Whether the VMM keeps interrupts, NMIs and SMIs from the guest.
+    #[inline]
+    pub(crate) fn blocks_events(&self) -> bool {
+        self.control & guestdbg::BLOCKIRQ != 0
+    }
+
+    /// Where in [`DebugRegs`] a register is, by its number in an instruction.
+    fn index(&mut self, b: &mut impl Backend, n: u8) -> Result<usize, Stop> {
+        let old_names = !b.control().cr4.contains(Cr4::DE);
+        let n = if matches!(n, 4 | 5) && old_names { n + 2 } else { n };
+        let index = match n {
+            0..=3 => usize::from(n),
+            6 => 4,
+            7 => 5,
+            _ => return Err(Stop::Fault(Exception::ud())),
+        };
+        let [dr0, dr1, dr2, dr3, dr6, dr7] = self.regs(b);
+        if dr7 & Dr7::GD != 0 {
+            // The handler may use them.
+            self.set_regs(b, [dr0, dr1, dr2, dr3, dr6, dr7 & !Dr7::GD]);
+            return Err(Stop::Fault(Exception::db(Dr6::BD)));
+        }
+        Ok(index)
+    }
+
+    /// MOV from a debug register, with the privilege checked.
+    pub(crate) fn read(&mut self, b: &mut impl Backend, n: u8) -> Result<u64, Stop> {
+        let index = self.index(b, n)?;
+        Ok(host::GuestIndex::from(index).of(&self.regs(b)).copied().unwrap_or(0))
+    }
+
+    /// MOV to a debug register, with the privilege checked.
+    pub(crate) fn write(&mut self, b: &mut impl Backend, n: u8, value: u64) -> Result<(), Stop> {
+        let index = self.index(b, n)?;
+        let value = match index {
+            // SDM vol. 2B, MOV to debug registers.
+            4 | 5 if value >> 32 != 0 => return Err(Stop::Fault(Exception::gp(0))),
+            4 => (value | Dr6::RESET.bits()) & !Dr6::RESERVED_ZERO,
+            5 => (value | Dr7::RESET.bits()) & !Dr7::RESERVED_ZERO,
+            _ => value,
+        };
+        let mut regs = self.regs(b);
+        if let Some(reg) = host::GuestIndex::from(index).of_mut(&mut regs) {
+            *reg = value;
+        }
+        self.set_regs(b, regs);
+        Ok(())
+    }
+}
+
 impl<B: Backend> Vcpu<B> {
     /// DR0 to DR3, DR6, DR7 as the guest sees them.
     pub fn debug_regs(&self) -> DebugRegs {
-        self.rare.borrowed_debug.map_or_else(|| self.b.debug_regs(), |borrowed| borrowed.own)
+        self.rare.debug.regs(&self.b)
     }
 
     /// Sets DR0 to DR3, DR6 and DR7, in whose reserved bits a VMM may have put anything.
     pub fn set_debug_regs(&mut self, regs: DebugRegs) {
         let [a, b, c, d, dr6, dr7] = regs;
-        self.put_debug_regs([a, b, c, d, dr6 | Dr6::RESET.bits(), dr7 | Dr7::RESET.bits()]);
-    }
-
-    pub(crate) fn put_debug_regs(&mut self, regs: DebugRegs) {
-        let [a, b, c, d, dr6, dr7] = regs;
-        let regs = [a, b, c, d, Dr6::new(dr6).bits(), Dr7::new(dr7).bits()];
-        match &mut self.rare.borrowed_debug {
-            Some(borrowed) => borrowed.own = regs,
-            None => self.b.set_debug_regs(regs),
-        }
-    }
-
-    /// After a reset of the hardware's registers: a VMM's breakpoints outlast it.
-    pub(crate) fn debug_regs_reset(&mut self) {
-        if let Some(borrowed) = &mut self.rare.borrowed_debug {
-            borrowed.own = self.b.debug_regs();
-            self.b.set_debug_regs(borrowed.theirs);
-        }
+        let regs = [a, b, c, d, dr6 | Dr6::RESET.bits(), dr7 | Dr7::RESET.bits()];
+        self.rare.debug.set_regs(&mut self.b, regs);
     }
 
     /// Begins or ends the VMM's debugging of the guest (KVM_SET_GUEST_DEBUG).
     pub fn set_guest_debug(&mut self, control: u32, dr: [u64; 8]) {
-        let on = control & guestdbg::ENABLE != 0;
-        // As on stock KVM all other bits mean nothing without ENABLE.
-        self.rare.debug.control = if on { control } else { 0 };
-        let has = |bit| self.rare.debug.control & bit != 0;
-        let (step, breakpoints) = (has(guestdbg::SINGLESTEP), has(guestdbg::USE_HW_BP));
-        // Before the flag changes: whose TF is in RFLAGS follows from it.
-        let rflags = self.guest_rflags();
-        self.rare.debug.single_step = step;
-        self.b.set_rflags(if step { rflags | Rflags::TF } else { rflags });
-        self.b.set_guest_debug(DebuggerWants {
-            breakpoints: self.rare.debug.control & guestdbg::USE_SW_BP != 0,
-            steps: step,
-        });
-        let [a, b, c, d, _, _, _, dr7] = dr;
-        self.borrow_debug_regs(breakpoints.then_some([
-            a,
-            b,
-            c,
-            d,
-            Dr6::RESET.bits(),
-            Dr7::new(dr7).bits(),
-        ]));
+        self.rare.debug.set(&mut self.b, control, dr);
         // BLOCKIRQ may have come or gone.
-        self.smi_blocked(self.events_blocked());
+        self.smm.show_pending(&mut self.events, &self.rare.debug);
         self.pending.raise();
-    }
-
-    fn borrow_debug_regs(&mut self, theirs: Option<DebugRegs>) {
-        // Before they are replaced: with breakpoints of before these are the kept ones, not the hardware's.
-        let own = self.debug_regs();
-        if self.rare.borrowed_debug.is_none() && theirs.is_none() {
-            return;
-        }
-        self.rare.borrowed_debug = theirs.map(|theirs| Borrowed { own, theirs });
-        self.b.watch_debug_regs(theirs.is_some());
-        self.b.set_debug_regs(theirs.unwrap_or(own));
-    }
-
-    /// Whether the hardware holds something of a debugger's: breakpoints, or RFLAGS.TF.
-    #[inline]
-    pub(crate) fn is_debugged(&self) -> bool {
-        self.rare.debug.control & (guestdbg::SINGLESTEP | guestdbg::USE_HW_BP) != 0
     }
 
     /// Does something that may have another level run, of which each has DR6, DR7 and RFLAGS of its own. Nothing in it
@@ -117,10 +220,10 @@ impl<B: Backend> Vcpu<B> {
     /// debugged.
     #[inline]
     pub(crate) fn across_levels<R>(&mut self, act: impl FnOnce(&mut Self) -> R) -> R {
-        let done = if self.is_debugged() {
-            let theirs = self.put_debugger_aside();
+        let done = if self.rare.debug.is_in_hardware() {
+            let theirs = self.rare.debug.put_aside(&mut self.b);
             let done = act(self);
-            self.bring_debugger_back(theirs);
+            self.rare.debug.bring_back(&mut self.b, theirs);
             done
         } else {
             act(self)
@@ -132,89 +235,5 @@ impl<B: Backend> Vcpu<B> {
             self.do_list_msrs();
         }
         done
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn put_debugger_aside(&mut self) -> Option<DebugRegs> {
-        // The flags that the other level finds are the guest's own.
-        self.b.set_rflags(self.guest_rflags());
-        let borrowed = self.rare.borrowed_debug.take()?;
-        self.b.set_debug_regs(borrowed.own);
-        Some(borrowed.theirs)
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn bring_debugger_back(&mut self, theirs: Option<DebugRegs>) {
-        if self.rare.debug.single_step {
-            self.b.set_rflags(self.b.rflags() | Rflags::TF);
-        }
-        if let Some(theirs) = theirs {
-            self.rare.borrowed_debug = Some(Borrowed { own: self.b.debug_regs(), theirs });
-            self.b.set_debug_regs(theirs);
-        }
-    }
-
-    /// The guest's MOVs to and from debug registers are done here, not by the hardware.
-    pub(crate) fn debug_regs_are_borrowed(&self) -> bool {
-        self.rare.borrowed_debug.is_some()
-    }
-
-    /// The debugger's DR7, if that makes an access of a debug register a #DB. On VMX the exit comes first.
-    pub(crate) fn debuggers_general_detect(&self, dr: u8) -> Option<u64> {
-        let [.., dr7] = self.rare.borrowed_debug?.theirs;
-        // DR4 and DR5 are #UD with CR4.DE, which comes before general detect (SDM vol. 3B §18.2.2).
-        let missing = matches!(dr, 4 | 5) && self.b.cr4().contains(Cr4::DE);
-        (dr7 & Dr7::GD != 0 && !missing && self.b.cpl() == 0).then_some(dr7)
-    }
-
-    /// Whether the VMM keeps interrupts, NMIs and SMIs from the guest.
-    #[inline]
-    pub(crate) fn events_blocked(&self) -> bool {
-        self.rare.debug.control & guestdbg::BLOCKIRQ != 0
-    }
-
-    /// Where in [`DebugRegs`] a register is, by its number in an instruction.
-    fn debug_index(&mut self, n: u8) -> Result<usize, Stop> {
-        let old_names = !self.b.control().cr4.contains(Cr4::DE);
-        let n = if matches!(n, 4 | 5) && old_names { n + 2 } else { n };
-        let index = match n {
-            0..=3 => usize::from(n),
-            6 => 4,
-            7 => 5,
-            _ => return Err(Stop::Fault(Exception::ud())),
-        };
-        let [a, b, c, d, dr6, dr7] = self.debug_regs();
-        if dr7 & Dr7::GD != 0 {
-            // The handler may use them.
-            self.put_debug_regs([a, b, c, d, dr6, dr7 & !Dr7::GD]);
-            return Err(Stop::Fault(Exception::db(Dr6::BD)));
-        }
-        Ok(index)
-    }
-
-    /// MOV from a debug register, with the privilege checked.
-    pub(crate) fn read_debug_reg(&mut self, n: u8) -> Result<u64, Stop> {
-        let index = self.debug_index(n)?;
-        Ok(host::GuestIndex::from(index).of(&self.debug_regs()).copied().unwrap_or(0))
-    }
-
-    /// MOV to a debug register, with the privilege checked.
-    pub(crate) fn write_debug_reg(&mut self, n: u8, value: u64) -> Result<(), Stop> {
-        let index = self.debug_index(n)?;
-        let value = match index {
-            // SDM vol. 2B, MOV to debug registers.
-            4 | 5 if value >> 32 != 0 => return Err(Stop::Fault(Exception::gp(0))),
-            4 => (value | Dr6::RESET.bits()) & !Dr6::RESERVED_ZERO,
-            5 => (value | Dr7::RESET.bits()) & !Dr7::RESERVED_ZERO,
-            _ => value,
-        };
-        let mut regs = self.debug_regs();
-        if let Some(reg) = host::GuestIndex::from(index).of_mut(&mut regs) {
-            *reg = value;
-        }
-        self.put_debug_regs(regs);
-        Ok(())
     }
 }

@@ -1,6 +1,6 @@
 //! RDMSR and WRMSR: which floor an MSR belongs to, and what a write asks for beside its value.
 
-use backend::{Backend, Nested, RAX, RCX, RDX};
+use backend::{Backend, Nested, RCX};
 use host::KBox;
 use irqchip::lapic::BaseRules;
 use mmu::Section;
@@ -34,15 +34,6 @@ impl<B: Backend> Vcpu<B> {
         self.cpuid.msr_facts()
     }
 
-    fn msr_operand(&self) -> u64 {
-        (self.gprs.0[RDX] << 32) | (self.gprs.0[RAX] & 0xffff_ffff)
-    }
-
-    fn set_msr_result(&mut self, value: u64) {
-        self.gprs.0[RAX] = value & 0xffff_ffff;
-        self.gprs.0[RDX] = value >> 32;
-    }
-
     /// RDMSR inside the loop.
     pub(crate) fn answer_rdmsr(&mut self, s: Section<'_>) -> Next {
         /// The one register whose value needs the kernel's clock.
@@ -63,7 +54,7 @@ impl<B: Backend> Vcpu<B> {
         };
         match value {
             Ok(value) => {
-                self.set_msr_result(value);
+                self.gprs.set_edx_eax(value);
                 self.retire(next);
             }
             Err(Refused) => return self.msr_refused(),
@@ -94,7 +85,7 @@ impl<B: Backend> Vcpu<B> {
             Class::X2Apic | Class::Apic | Class::Pv | Class::HyperV | Class::Outside => Next::Leave,
             class @ (Class::Backend | Class::Store | Class::Unknown) => {
                 let Some(next) = self.next_rip(s) else { return Next::Leave };
-                let value = self.msr_operand();
+                let value = self.gprs.edx_eax();
                 let written = match class {
                     Class::Store => self.write_stored_msr(index, value, By::Guest),
                     Class::Backend => self.write_backend_msr(index, value, By::Guest),
@@ -124,7 +115,7 @@ impl<B: Backend> Vcpu<B> {
         if !self.has_deadline() {
             return self.msr_refused();
         }
-        let value = self.msr_operand();
+        let value = self.gprs.edx_eax();
         self.stats.count(VcpuCount::TscDeadlineWrites);
         // Before the timer is armed, which may leave the loop: WRMSR must not be executed twice.
         self.retire(next);
@@ -139,7 +130,7 @@ impl<B: Backend> Vcpu<B> {
         let Some(next) = self.next_rip(s) else { return Next::Leave };
         // Before the write: it is compared with the priority that the guest has set without an exit.
         self.before_x2apic_write(index);
-        let value = self.msr_operand();
+        let value = self.gprs.edx_eax();
         match self.shared.lapic.write_x2(index, value) {
             Ok(effect) => {
                 self.after_x2apic_write(index);
@@ -154,13 +145,13 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn do_rdmsr(&mut self) -> Result<(), Exception> {
         let index = self.gprs.0[RCX] as u32;
         let value = self.read_msr(index, By::Guest).map_err(|_| Exception::gp(0))?;
-        self.set_msr_result(value);
+        self.gprs.set_edx_eax(value);
         Ok(())
     }
 
     /// WRMSR outside the loop.
     pub(crate) fn do_wrmsr(&mut self) -> Result<(), Exception> {
-        let (index, value) = (self.gprs.0[RCX] as u32, self.msr_operand());
+        let (index, value) = (self.gprs.0[RCX] as u32, self.gprs.edx_eax());
         if msr::classify(index) == Class::X2Apic && self.shared.in_kernel_apic {
             self.before_x2apic_write(index);
             let effect = self.shared.lapic.write_x2(index, value).map_err(|_| Exception::gp(0))?;

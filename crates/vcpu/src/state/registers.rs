@@ -118,13 +118,7 @@ impl Sregs {
 impl<B: Backend> Vcpu<B> {
     /// Reads the general registers (KVM_GET_REGS).
     pub fn regs(&self) -> Regs {
-        Regs { gpr: self.gprs.0, rip: self.b.rip(), rflags: self.guest_rflags() }
-    }
-
-    /// RFLAGS without what a debugger's single step put there.
-    pub(crate) fn guest_rflags(&self) -> Rflags {
-        let rflags = self.b.rflags();
-        if self.rare.debug.single_step { rflags - Rflags::TF } else { rflags }
+        Regs { gpr: self.gprs.0, rip: self.b.rip(), rflags: self.rare.debug.rflags(&self.b) }
     }
 
     /// KVM_SET_REGS. Drops a pending exception, as an instruction that jumps away would.
@@ -136,8 +130,7 @@ impl<B: Backend> Vcpu<B> {
         }
         self.gprs.0 = regs.gpr;
         self.b.set_rip(regs.rip);
-        let step = if self.rare.debug.single_step { Rflags::TF } else { Rflags::empty() };
-        self.b.set_rflags(regs.rflags | Rflags::FIXED | step);
+        self.rare.debug.set_rflags(&mut self.b, regs.rflags | Rflags::FIXED);
         // It was a fault of the instruction that RIP has left.
         self.events.exception = None;
         self.pending.raise();
@@ -165,7 +158,7 @@ impl<B: Backend> Vcpu<B> {
             cr8: self.priority_shown().into(),
             efer: c.efer,
             apic_base: self.shared.lapic.base(),
-            pdptes: self.own_pdptes(),
+            pdptes: self.mmu.own_pdptes(&self.b),
         }
     }
 
@@ -222,7 +215,7 @@ impl<B: Backend> Vcpu<B> {
         self.cpuid_inputs_changed();
         self.set_priority_shown(s.cr8 as u8);
         self.b.flush_tlb();
-        self.note_role();
+        self.mmu.note_role(&self.b);
         // Behind all registers: roots and PDPTEs follow from them together.
         self.registers_replaced();
         // Behind the registers, which have loaded them from memory.

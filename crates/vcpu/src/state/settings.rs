@@ -128,7 +128,7 @@ impl<B: Backend> Vcpu<B> {
                 let mut regs = self.debug_regs();
                 let [.., dr6, _] = &mut regs;
                 *dr6 = Dr6::new(*dr6).after_db(bits).bits();
-                self.put_debug_regs(regs);
+                self.rare.debug.set_regs(&mut self.b, regs);
             }
             _ => {}
         }

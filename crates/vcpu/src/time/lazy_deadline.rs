@@ -45,6 +45,17 @@ impl Shared for Reach<'_> {
     }
 }
 
+/// Waits out what is left of the advance. Bounded, whatever the TSC does.
+fn await_deadline(b: &mut impl Backend, deadline: u64) {
+    for _ in 0..GUARD_ADVANCE_NS {
+        let tsc = b.host_tsc();
+        if b.guest_tsc(tsc) >= deadline {
+            return;
+        }
+        core::hint::spin_loop();
+    }
+}
+
 impl<B: Backend> Vcpu<B> {
     /// After a deadline was set inside the loop: the page is told what the timer runs for now.
     #[inline]
@@ -135,7 +146,7 @@ impl<B: Backend> Vcpu<B> {
                 self.arm_lazy_deadline();
             }
             None => {
-                self.await_deadline(deadline);
+                await_deadline(&mut self.b, deadline);
                 self.pending.raise_if(self.shared.lapic.expire_deadline().kick());
                 if self.hv_timer_in_use() {
                     self.arm_hv_timer(self.shared.lapic.next_expiry(), None);
@@ -150,17 +161,6 @@ impl<B: Backend> Vcpu<B> {
             return 0;
         }
         (u64::from(self.rare.tsc.khz).saturating_mul(GUARD_ADVANCE_NS)) / 1_000_000
-    }
-
-    /// Waits out what is left of the advance. Bounded, whatever the TSC does.
-    fn await_deadline(&mut self, deadline: u64) {
-        for _ in 0..GUARD_ADVANCE_NS {
-            let tsc = self.b.host_tsc();
-            if self.b.guest_tsc(tsc) >= deadline {
-                return;
-            }
-            core::hint::spin_loop();
-        }
     }
 
     /// Takes the promise back. A timer that runs on does so for the guest's newest deadline.

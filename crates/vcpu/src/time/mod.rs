@@ -156,11 +156,11 @@ impl<B: Backend> Vcpu<B> {
     #[inline]
     fn write_hv_deadline(&mut self, value: u64, guest_tsc: u64) {
         match self.shared.lapic.set_hv_deadline(value, guest_tsc) {
-            TimerOp::ArmHv if value != 0 => self.set_hv_timer_from(value, guest_tsc),
-            TimerOp::ArmHv => self.set_hv_timer(0),
+            TimerOp::ArmHv if value != 0 => set_hv_timer_from(&mut self.b, value, guest_tsc),
+            TimerOp::ArmHv => set_hv_timer(&mut self.b, 0),
             TimerOp::Expired(accepted) => {
                 // It has come: the next entry must not end for it again.
-                self.set_hv_timer(0);
+                set_hv_timer(&mut self.b, 0);
                 self.pending.raise_if(accepted.kick());
             }
             // In another mode the write does nothing; the host timer is not in use.
@@ -231,9 +231,31 @@ impl<B: Backend> Vcpu<B> {
     pub(crate) fn tsc_changed(&mut self) {
         // A countdown was converted by the TSC of before.
         if self.hv_timer_in_use() && matches!(self.shared.lapic.next_expiry(), Expiry::Ns(_)) {
-            self.set_hv_timer(1);
+            set_hv_timer(&mut self.b, 1);
         }
     }
+}
+
+/// Has the guest's run end when its TSC has reached `deadline`; 0: at no time.
+#[inline(always)]
+fn set_hv_timer(b: &mut impl Backend, deadline: u64) {
+    if let Some(timer) = b.deadline_mut() {
+        timer.watch(deadline);
+    }
+}
+
+/// Sets the hv timer inside the loop, to a deadline ahead of `now`, the guest's TSC.
+#[inline(always)]
+fn set_hv_timer_from(b: &mut impl Backend, deadline: u64, now: u64) {
+    if let Some(timer) = b.deadline_mut() {
+        timer.watch_from(deadline, now);
+    }
+}
+
+/// Whether the deadline that the CPU watches has come.
+#[inline(always)]
+fn hv_timer_is_due(b: &mut impl Backend) -> bool {
+    b.deadline_mut().is_some_and(DeadlineWatch::is_due)
 }
 
 /// The timers that end a vCPU's run or its sleep.
@@ -242,28 +264,6 @@ impl<B: Backend> Vcpu<B> {
     #[inline(always)]
     pub(crate) fn hv_timer_in_use(&self) -> bool {
         self.b.deadline().is_some() && self.shared.lapic.hv_timer_in_use()
-    }
-
-    /// Has the guest's run end when its TSC has reached `deadline`; 0: at no time.
-    #[inline(always)]
-    fn set_hv_timer(&mut self, deadline: u64) {
-        if let Some(timer) = self.b.deadline_mut() {
-            timer.watch(deadline);
-        }
-    }
-
-    /// Sets the hv timer inside the loop, to a deadline ahead of `now`, the guest's TSC.
-    #[inline(always)]
-    fn set_hv_timer_from(&mut self, deadline: u64, now: u64) {
-        if let Some(timer) = self.b.deadline_mut() {
-            timer.watch_from(deadline, now);
-        }
-    }
-
-    /// Whether the deadline that the CPU watches has come.
-    #[inline(always)]
-    fn hv_timer_is_due(&mut self) -> bool {
-        self.b.deadline_mut().is_some_and(DeadlineWatch::is_due)
     }
 
     /// A new vCPU: the CPU watches, if it can.
@@ -305,12 +305,12 @@ impl<B: Backend> Vcpu<B> {
                 guest_tsc.saturating_add(ns_to_ticks(ns.saturating_sub(now_ns), tsc_khz)).max(1)
             }
         };
-        self.set_hv_timer(deadline);
+        set_hv_timer(&mut self.b, deadline);
     }
 
     /// The CPU has ended the guest's run at the deadline that it watches, or for nothing.
     pub(crate) fn expire_hv_timer(&mut self, s: Section<'_>) -> Next {
-        if !self.hv_timer_is_due() {
+        if !hv_timer_is_due(&mut self.b) {
             // Sooner, for the time is further away than the CPU counts. A timer that is spent at the entry comes
             // before the host's interrupts: that a run ends so again and again must not keep the loop.
             return self.rare.stalls.count(false);
@@ -319,7 +319,7 @@ impl<B: Backend> Vcpu<B> {
             Expiry::Tsc(_) if self.time.lazy.enabled() => self.expire_lazy_deadline_in_loop(s),
             Expiry::Tsc(_) => self.expire_deadline(),
             Expiry::Never => {
-                self.set_hv_timer(0);
+                set_hv_timer(&mut self.b, 0);
                 Next::Again
             }
             Expiry::Ns(_) => match self.clock_in_loop() {
@@ -341,7 +341,7 @@ impl<B: Backend> Vcpu<B> {
     /// The TSC deadline that the CPU watches has come, and is the guest's newest.
     fn expire_deadline(&mut self) -> Next {
         // A guest that does not set another one is not to be left again for this one.
-        self.set_hv_timer(0);
+        set_hv_timer(&mut self.b, 0);
         self.pending.raise_if(self.shared.lapic.expire_deadline().kick());
         Next::Again
     }
@@ -357,11 +357,11 @@ impl<B: Backend> Vcpu<B> {
     /// Looks at the deadline that the CPU watches while the vCPU is halted and polls. If it has come its
     /// interrupt is pending now, or the vCPU has a request to look at the lazy deadline's page.
     pub(crate) fn expire_while_polling(&mut self) {
-        if !self.hv_timer_in_use() || !self.hv_timer_is_due() {
+        if !self.hv_timer_in_use() || !hv_timer_is_due(&mut self.b) {
             return;
         }
         match self.shared.lapic.next_expiry() {
-            Expiry::Never => self.set_hv_timer(0),
+            Expiry::Never => set_hv_timer(&mut self.b, 0),
             Expiry::Tsc(_) if self.time.lazy.enabled() => self.shared.request(Request::Deadline),
             Expiry::Tsc(_) => {
                 let _ = self.expire_deadline();
@@ -381,7 +381,7 @@ impl<B: Backend> Vcpu<B> {
             return false;
         }
         let clock = self.clock_now();
-        self.set_hv_timer(0);
+        set_hv_timer(&mut self.b, 0);
         let op = self.shared.lapic.switch_to_sw_timer(&clock);
         self.arm_timer(op);
         true

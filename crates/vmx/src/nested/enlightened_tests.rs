@@ -3,7 +3,8 @@
 extern crate std;
 
 use backend::{
-    Enlightenment, Executed, L1Memory, Nested as _, NestedState as _, Onward, RAX, RCX, WorldSwitch as _,
+    Enlightenment, Executed, L1Memory, Nested as _, NestedState as _, Onward, RAX, RCX,
+    WorldSwitch as _,
 };
 use cpu::Op;
 use nested_vmx::{Vmcs12, set};

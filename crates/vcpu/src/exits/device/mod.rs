@@ -183,6 +183,38 @@ pub(crate) struct Device {
     pub(crate) io_data: [u8; 8],
 }
 
+impl Device {
+    /// Leaves for user space, which does the access of IN, OUT or an emulated instruction. `then` completes the
+    /// instruction at the next KVM_RUN.
+    #[inline]
+    pub(crate) fn ask(&mut self, access: &DeviceAccess, then: Completion) -> Break {
+        match access.space {
+            Space::Memory => self.ask_memory(access, then),
+            Space::Port => {
+                self.user_io.completion = then;
+                self.io_data = access.data;
+                let (write, size, port) = (access.is_store(), access.size, access.address as u16);
+                UserExit::Io { write, size, port, count: 1 }.into()
+            }
+        }
+    }
+
+    /// Leaves for user space, which does an access where no memory is. As [`Self::ask`].
+    #[inline(always)]
+    fn ask_memory(&mut self, access: &DeviceAccess, then: Completion) -> Break {
+        self.user_io.completion = then;
+        let DeviceAccess { address: gpa, size: len, data, .. } = *access;
+        UserExit::Mmio { gpa, len, write: access.is_store(), data }.into()
+    }
+
+    /// Leaves for user space, which gives several items of a port at once.
+    pub(crate) fn ask_items(&mut self, access: &DeviceAccess, count: u16) -> Break {
+        self.user_io.completion = Completion::Emulation;
+        let (size, port, count) = (access.size, access.address as u16, count.into());
+        UserExit::Io { write: false, size, port, count }.into()
+    }
+}
+
 impl<B: Backend> Vcpu<B> {
     /// A TDP fault inside the loop: answered if it is a simple access to the APIC's page. An
     /// access to another device is decoded here, where that is cheap, and finished outside.
@@ -307,12 +339,11 @@ impl<B: Backend> Vcpu<B> {
         let Some(PlainAccess { access, simple, next }) = self.device.seen.access else {
             return Ok(());
         };
-        self.device.user_io.completion = match access.direction {
+        let then = match access.direction {
             Direction::Read => Completion::Load { simple, next },
             Direction::Write => Completion::Retire { next },
         };
-        let DeviceAccess { address: gpa, size: len, data, .. } = access;
-        Err(UserExit::Mmio { gpa, len, write: access.is_store(), data }.into())
+        Err(self.device.ask_memory(&access, then))
     }
 
     /// The descriptors or the stack that a delivery needs, or the tables that translate them, lie in device memory. A
@@ -366,21 +397,5 @@ impl<B: Backend> Vcpu<B> {
     #[inline(always)]
     pub(crate) fn page_offset(&self, decoded: &Decoded) -> u16 {
         decoded.page_offset(|i| self.gprs.0.get(i & 15).copied().unwrap_or(0), self.b.rip(), |_| 0)
-    }
-
-    /// Leaves for user space, which does the access of IN, OUT or an emulated instruction. `then` completes the
-    /// instruction at the next KVM_RUN.
-    #[inline]
-    pub(crate) fn ask_user(&mut self, access: &DeviceAccess, then: Completion) -> Break {
-        self.device.user_io.completion = then;
-        let DeviceAccess { space, address, size, direction, data } = *access;
-        let write = direction == Direction::Write;
-        match space {
-            Space::Memory => UserExit::Mmio { gpa: address, len: size, write, data }.into(),
-            Space::Port => {
-                self.device.io_data = data;
-                UserExit::Io { write, size, port: address as u16, count: 1 }.into()
-            }
-        }
     }
 }

@@ -1,6 +1,6 @@
 //! Port I/O: devices in the kernel inside the loop, user space outside it.
 
-use backend::{Backend, IoExit, RAX};
+use backend::{Backend, Gprs, IoExit, RAX};
 use emulate::Cause;
 use mmu::Section;
 use vm::settings::quirk;
@@ -8,8 +8,7 @@ use vm::settings::quirk;
 use super::{DeviceAccess, user_io::Completion};
 use crate::{
     Vcpu,
-    run::outcome::{Break, Next, Outcome},
-    run::user_exit::UserExit,
+    run::outcome::{Next, Outcome},
 };
 
 /// Puts `size` bytes of `value` into RAX as IN does: AL and AX keep the rest, EAX clears it.
@@ -28,6 +27,23 @@ pub(crate) fn mask(value: u64, size: u8) -> u64 {
         2 => value & 0xffff,
         _ => value & 0xffff_ffff,
     }
+}
+
+/// What IN or OUT asks for.
+#[inline(always)]
+fn port_access(gprs: &Gprs, io: &IoExit) -> DeviceAccess {
+    if io.input {
+        DeviceAccess::port_in(io.port, io.size)
+    } else {
+        let data = mask(gprs.0[RAX], io.size).to_le_bytes();
+        DeviceAccess::port_out(io.port, io.size, data)
+    }
+}
+
+/// What IN has read goes to RAX.
+#[inline(always)]
+fn put_in(gprs: &mut Gprs, size: u8, data: [u8; 8]) {
+    gprs.0[RAX] = merge(gprs.0[RAX], u64::from_le_bytes(data), size);
 }
 
 /// The port at which an option ROM of QEMU's tells where it lies. VMMs expect RIP to be behind the OUT
@@ -58,26 +74,15 @@ impl<B: Backend> Vcpu<B> {
         then
     }
 
-    /// What IN or OUT asks for.
-    #[inline(always)]
-    fn port_access(&self, io: &IoExit) -> DeviceAccess {
-        if io.input {
-            DeviceAccess::port_in(io.port, io.size)
-        } else {
-            let data = mask(self.gprs.0[RAX], io.size).to_le_bytes();
-            DeviceAccess::port_out(io.port, io.size, data)
-        }
-    }
-
     /// IN or OUT by a device in the kernel. False when there is none.
     #[inline(always)]
     fn kernel_io(&mut self, io: &IoExit) -> bool {
-        let mut access = self.port_access(io);
+        let mut access = port_access(&self.gprs, io);
         if !self.kernel_device(&mut access) {
             return false;
         }
         if io.input {
-            self.put_in(io.size, access.data);
+            put_in(&mut self.gprs, io.size, access.data);
         }
         true
     }
@@ -88,23 +93,10 @@ impl<B: Backend> Vcpu<B> {
         self.kernel_io(io)
     }
 
-    /// What IN has read goes to RAX.
-    #[inline(always)]
-    fn put_in(&mut self, size: u8, data: [u8; 8]) {
-        self.gprs.0[RAX] = merge(self.gprs.0[RAX], u64::from_le_bytes(data), size);
-    }
-
     /// The answer to an IN.
     pub(crate) fn finish_in(&mut self, size: u8, data: [u8; 8], next: u64) {
-        self.put_in(size, data);
+        put_in(&mut self.gprs, size, data);
         self.retire(next);
-    }
-
-    /// Leaves for user space, which gives several items of a port at once.
-    pub(crate) fn ask_items(&mut self, access: &DeviceAccess, count: u16) -> Break {
-        self.device.user_io.completion = Completion::Emulation;
-        let (size, port, count) = (access.size, access.address as u16, count.into());
-        UserExit::Io { write: false, size, port, count }.into()
     }
 
     /// A port access outside the loop: the kernel's devices, else user space.
@@ -133,8 +125,8 @@ impl<B: Backend> Vcpu<B> {
         } else {
             Completion::Retire { next }
         };
-        let access = self.port_access(io);
-        Err(self.ask_user(&access, then))
+        let access = port_access(&self.gprs, io);
+        Err(self.device.ask(&access, then))
     }
 }
 

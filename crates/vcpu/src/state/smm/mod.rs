@@ -16,7 +16,13 @@ use x86::{
     segment::{DescriptorTable, Segment, attr, kind},
 };
 
-use crate::{Vcpu, run::events::Outer, run::outcome::Outcome, run::user_exit::UserExit};
+use super::{debug::Debug, msrs::Msrs};
+use crate::{
+    Vcpu,
+    run::events::{Events, Outer},
+    run::outcome::Outcome,
+    run::user_exit::UserExit,
+};
 use area::Area;
 pub(crate) use area::SavedCpu;
 
@@ -57,7 +63,18 @@ pub(crate) struct Smm {
     pub latched_init: bool,
 }
 
+/// Where the vCPU's state is saved while it is in the mode.
+fn save_area(msrs: &Msrs) -> Gpa {
+    Gpa(msrs.store.smbase().wrapping_add(area::OFFSET))
+}
+
 impl Smm {
+    /// Has an SMI that waits be looked at before the next entry, but in the mode, and while a VMM's debugger holds it back.
+    pub(crate) fn show_pending(&self, events: &mut Events, debug: &Debug) {
+        let shown = self.pending && !self.active && !debug.blocks_events();
+        events.outer.set(Outer::SMI, shown);
+    }
+
     /// Whose memory the vCPU sees.
     #[inline]
     pub(crate) const fn space(&self) -> AddressSpace {
@@ -90,12 +107,7 @@ impl<B: Backend> Vcpu<B> {
 
     fn set_smi_pending(&mut self, pending: bool) {
         self.smm.pending = pending;
-        self.smi_blocked(self.events_blocked());
-    }
-
-    /// A VMM that debugs the guest holds SMIs back, or no more.
-    pub(crate) fn smi_blocked(&mut self, blocked: bool) {
-        self.events.outer.set(Outer::SMI, self.smm.pending && !self.smm.active && !blocked);
+        self.smm.show_pending(&mut self.events, &self.rare.debug);
     }
 
     /// Takes the SMI that waits, if the vCPU is between two instructions. Else what is on its way
@@ -180,11 +192,7 @@ impl<B: Backend> Vcpu<B> {
         self.save_into(&mut area)?;
         // The registers are those of before; the area is SMRAM, which is seen in the mode alone.
         self.set_smm(true);
-        self.mmu.memory.write(self.save_area(), &area).map_err(|_| NoSaveArea)
-    }
-
-    fn save_area(&self) -> Gpa {
-        Gpa(self.msrs.store.smbase().wrapping_add(area::OFFSET))
+        self.mmu.memory.write(save_area(&self.msrs), &area).map_err(|_| NoSaveArea)
     }
 
     #[inline(never)]
@@ -208,7 +216,7 @@ impl<B: Backend> Vcpu<B> {
         SavedCpu {
             gpr: self.gprs.0,
             rip: self.b.rip(),
-            rflags: self.guest_rflags(),
+            rflags: self.rare.debug.rflags(&self.b),
             dr6,
             dr7,
             cr0: c.cr0,
@@ -228,15 +236,9 @@ impl<B: Backend> Vcpu<B> {
         self.cpuid.has(feature::LM)
     }
 
-    /// RFLAGS, with the step that a debugger may have asked for.
-    fn set_handler_rflags(&mut self, rflags: Rflags) {
-        let step = if self.rare.debug.single_step { Rflags::TF } else { Rflags::empty() };
-        self.b.set_rflags(rflags | Rflags::FIXED | step);
-    }
-
     /// The state in which a handler begins (APM vol. 2 §10.3.3).
     fn begin_handler(&mut self) {
-        self.set_handler_rflags(Rflags::empty());
+        self.rare.debug.set_rflags(&mut self.b, Rflags::FIXED);
         self.b.set_rip(HANDLER);
         self.b.set_interrupt_shadow(false);
         let cr0 = self.b.control().cr0;
@@ -247,7 +249,8 @@ impl<B: Backend> Vcpu<B> {
         }
         self.b.set_idtr(DescriptorTable { base: 0, limit: 0 });
         let [a, b, c, d, dr6, _] = self.debug_regs();
-        self.put_debug_regs([a, b, c, d, dr6, Dr7::RESET.bits()]);
+        let regs = [a, b, c, d, dr6, Dr7::RESET.bits()];
+        self.rare.debug.set_regs(&mut self.b, regs);
         let smbase = self.msrs.store.smbase();
         let cs = Segment { base: smbase, selector: (smbase >> 4) as u16, ..FLAT };
         for name in SEGMENTS.into_iter().take(6) {
@@ -260,7 +263,7 @@ impl<B: Backend> Vcpu<B> {
     fn control_changed(&mut self) {
         self.b.flush_tlb();
         self.cpuid_inputs_changed();
-        self.note_role();
+        self.mmu.note_role(&self.b);
         self.pending.raise();
     }
 
@@ -282,7 +285,7 @@ impl<B: Backend> Vcpu<B> {
         // A guest that the handler has made itself ends with the handler: what follows is L1's, on its own block.
         self.abandon_l2();
         let mut area = [0; area::SIZE];
-        if self.mmu.memory.read(self.save_area(), &mut area).is_err() {
+        if self.mmu.memory.read(save_area(&self.msrs), &mut area).is_err() {
             return false;
         }
         if !self.smm.inside_nmi {
@@ -330,7 +333,8 @@ impl<B: Backend> Vcpu<B> {
                 *to = from;
             }
         }
-        self.set_handler_rflags(Rflags::from_bits_truncate(cpu.rflags.bits()));
+        let rflags = Rflags::from_bits_truncate(cpu.rflags.bits());
+        self.rare.debug.set_rflags(&mut self.b, rflags | Rflags::FIXED);
         self.b.set_rip(cpu.rip);
         let [a, b, c, d, ..] = self.debug_regs();
         self.set_debug_regs([a, b, c, d, cpu.dr6, cpu.dr7]);
