@@ -24,7 +24,7 @@ unexport KERNEL MACHINE MODULE PARAMETERS STOCK_PARAMETERS L1_PARAMETERS CPUS HO
 
 XTASK = @lab/xtask.sh
 
-.PHONY: help run test bench mechanisms boot try module deb vmms symbols setup clean
+.PHONY: help run test bench mechanisms boot try module harden deb vmms symbols setup clean
 
 help:
 	@echo 'Gannet: a hypervisor for Linux, as a module behind /dev/kvm'
@@ -36,13 +36,14 @@ help:
 	@echo '  make boot     CPUS=2           boot a Linux guest on Gannet and stream its console'
 	@echo "  make try      COMMAND='labtests --filter cpuid'   a shell command in one machine"
 	@echo '  make module                    build gannet.ko and check it'
+	@echo '  make harden   FILTER=part      the lab tests on a debug kernel (KASAN, lockdep, kmemleak ...), built once in 15 to 25 minutes'
 	@echo '  make deb                       the package gannet-dkms: DKMS builds Gannet for each installed kernel'
 	@echo '  make vmms                      QEMU, libvirt, perf, trace-cmd and the selftests of KVM, stock KVM beside: 20 minutes, root'
 	@echo '  make symbols  SYMVERS=file     what a kernel no longer exports of that which Gannet takes, or restricts'
 	@echo '  make setup                     fetch and unpack everything; the others fetch what they need'
 	@echo '  make clean                     remove what was built and unpacked; downloads stay in the cache'
 	@echo
-	@echo 'Variables: KERNEL=6.12|6.1|7.3 (the host kernel), MACHINE=amd|intel, MODULE=gannet|stock (boot),'
+	@echo 'Variables: KERNEL=6.12|6.1|7.3|6.12-debug (the host kernel), MACHINE=amd|intel, MODULE=gannet|stock (boot),'
 	@echo '           PARAMETERS="npt=0 keep_roots=0" of that module (boot) or of Gannet (bench; STOCK_PARAMETERS of stock,'
 	@echo '           L1_PARAMETERS of the KVM in a Linux guest that is a hypervisor),'
 	@echo '           ONLY=cpuid,rdmsr (run, bench), FILTER=source|unit|module|lab|lab:part-of-a-name (test),'
@@ -72,6 +73,9 @@ try:
 
 module:
 	$(XTASK) module --kernel '$(KERNEL)'
+
+harden:
+	$(XTASK) harden --machine '$(MACHINE)' --filter '$(FILTER)'
 
 deb:
 	$(XTASK) deb

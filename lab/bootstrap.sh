@@ -3,7 +3,7 @@
 # cache folder: the Rust toolchain, three kernels with their headers, QEMU and busybox come from Debian's archive through a private
 # apt configuration and are unpacked under target/lab/.
 #
-#   lab/bootstrap.sh [GROUP...]     make sure of these groups (default: all but selftests; see packages.txt)
+#   lab/bootstrap.sh [GROUP...]     make sure of these groups (default: all but selftests and the debug kernel; see packages.txt)
 #   lab/bootstrap.sh --relock       resolve the newest versions of everything and write lab/lab.lock
 #
 # Every step leaves a stamp only when it is complete, so an interrupted run is simply run again. A run with nothing to do reads one
@@ -26,7 +26,7 @@ newer_lock=$out/lab.lock.newer
 layout=3
 all_groups="toolchain kernel-6.12 kernel-6.1 kernel-7.3 qemu bochs busybox tcc"
 # Made sure of only where they are named.
-other_groups="selftests"
+other_groups="selftests kernel-6.12-debug"
 
 say() { printf 'set-up: %s\n' "$*" >&2; }
 die() { printf 'set-up: error: %s\n' "$*" >&2; exit 1; }
@@ -152,6 +152,7 @@ newest_release() {
 resolve() {
     release=
     case $1 in
+        kernel-6.12-debug) ;;
         kernel-*)
             release=$(newest_release "${1#kernel-}")
             [ -n "$release" ] || die "no complete kernel ${1#kernel-} in the archive" ;;
@@ -260,6 +261,16 @@ unpack_into() {
                 dpkg-deb --fsys-tarfile "$(deb_file "$sha")" | tar -x -C "$into" --wildcards './usr/lib/*' './usr/src/*/library/*' \
                     './usr/src/*/Cargo.*' './usr/src/*/vendor/*' 2>/dev/null || true ;;
             linux-source-*)
+                case $into in */kernel/6.12-debug.tmp)
+                    # The build is in the cache, or made of everything but what no configuration here compiles.
+                    [ ! -f "$(debug_kernel_in_cache)" ] || continue
+                    dpkg-deb --fsys-tarfile "$(deb_file "$sha")" | tar -x -O --wildcards '*.tar.xz' | xz -dc |
+                        tar -x -C "$into" --strip-components=1 --one-top-level=source --exclude '*/Documentation/*.rst' \
+                            --exclude '*/drivers/gpu/*.[ch]' --exclude '*/drivers/net/*.[ch]' --exclude '*/drivers/media/*.[ch]' \
+                            --exclude '*/sound/*.[ch]' --exclude '*/fs/xfs/*.[ch]' --exclude '*/arch/arm*/*' --exclude '*/arch/mips/*' \
+                            --exclude '*/arch/powerpc/*' --exclude '*/tools/perf/*' --exclude '*/tools/testing/*'
+                    continue ;;
+                esac
                 dpkg-deb --fsys-tarfile "$(deb_file "$sha")" | tar -x -O --wildcards '*.tar.xz' | xz -dc |
                     tar -x -C "$into" --strip-components=1 --wildcards '*/Makefile' '*/Kbuild' '*/Kconfig' 'linux-source-*/scripts/*' \
                         'linux-source-*/include/*' 'linux-source-*/arch/x86/*' 'linux-source-*/usr/*' 'linux-source-*/tools/*' ;;
@@ -273,6 +284,7 @@ unpack_into() {
 finish() {
     case $1 in
         toolchain) finish_toolchain "$2" ;;
+        kernel-6.12-debug) finish_debug_kernel "$2" ;;
         kernel-*) finish_kernel "${1#kernel-}" "$2" ;;
         qemu) finish_qemu "$2" ;;
         bochs) finish_bochs "$2" ;;
@@ -364,6 +376,53 @@ finish_kernel() ( # a subshell, for its own variables
     done
     [ ! -t 2 ] || printf '\r\033[K' >&2
 )
+
+# The debug kernel, once built, lies in the cache, named by what it is made of.
+debug_kernel_in_cache() {
+    printf '%s/kernels/debug-%s.tar.zst' "$cache" "$( (locked kernel-6.12-debug; cat "$lab_dir/debug.config") | sha256sum | cut -c1-32)"
+}
+
+# 6.12 with everything on that finds faults: 15 to 25 minutes, once. Kept are the image, its modules, and what modules are built with.
+finish_debug_kernel() {
+    kept=$(debug_kernel_in_cache)
+    if [ ! -f "$kept" ]; then
+        usr=$1/usr libraries=$1/usr/lib/x86_64-linux-gnu
+        # Where these tools look for themselves; the libraries are those of this machine.
+        ln -sf /usr/lib/x86_64-linux-gnu/libelf.so.1 "$libraries/libelf.so"
+        ln -sf /lib/x86_64-linux-gnu/libz.so.1 "$libraries/libz.so"
+        debug_make() {
+            PATH=$usr/bin:$PATH M4=$usr/bin/m4 BISON_PKGDATADIR=$usr/share/bison C_INCLUDE_PATH=$usr/include LIBRARY_PATH=$libraries \
+                MAKEFLAGS= make -s -C "$1/source" ARCH=x86 "$@" >>"$out/debug-kernel.log" 2>&1
+        }
+        say "building the debug kernel: 15 to 25 minutes, once"
+        : >"$out/debug-kernel.log"
+        tree=$1/source
+        debug_make KCONFIG_ALLCONFIG="$lab_dir/debug.config" allnoconfig || die "no configuration, see $out/debug-kernel.log"
+        grep '=[ym]$' "$lab_dir/debug.config" | while read -r line; do
+            grep -qxF "$line" "$tree/.config" || die "the debug kernel does not have $line"
+        done || exit 1
+        debug_make -j"$(nproc)" vmlinux modules || die "the debug kernel does not build, see $out/debug-kernel.log"
+        strip_debug_kernel "$tree" "$1/kept"
+        mkdir -p "$cache/kernels"
+        tar -C "$1/kept" -c . | zstd -q -T0 -3 >"$kept.new"
+        mv "$kept.new" "$kept"
+    fi
+    find "$1" -mindepth 1 -delete
+    zstd -qdc "$kept" | tar -x -C "$1"
+}
+
+strip_debug_kernel() { # strip_debug_kernel SOURCE TO
+    mkdir -p "$2/modules" "$2/headers" "$2/boot"
+    release=$(cat "$1/include/config/kernel.release")
+    printf '%s\n' "$release" >"$2/release"
+    cp "$1/vmlinux" "$2/vmlinux"
+    cp "$1/.config" "$2/boot/config-$release"
+    find "$1" -name '*.ko' -exec cp {} "$2/modules/" \;
+    for ko in kvm kvm-amd kvm-intel; do [ -f "$2/modules/$ko.ko" ] || die "the debug kernel has no $ko.ko"; done
+    (cd "$1" && { find . -name '*.h' -o -name 'Makefile*' -o -name 'Kbuild*' -o -name '*.include'
+        find scripts include/config include/generated arch/x86/include -type f ! -name '*.o' ! -name '.*.cmd'
+        printf '%s\n' ./.config ./Module.symvers ./tools/objtool/objtool; } | sort -u | tar -c -T -) | tar -x -C "$2/headers"
+}
 
 # QEMU 10 checks a guest's reads of CR3, CR4 and CR8 against the intercept of reads of CR0: its translator takes the exit code 0
 # for "none" and does not add the register's number. A guest under shadow paging then reads the host's CR3, on either module. The

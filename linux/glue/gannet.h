@@ -153,6 +153,15 @@ int gnt_user_clear(u64 hva, size_t len);
 int gnt_user_range_ok(u64 hva, u64 len);
 
 /* lock.c */
+/* How a lock is taken: `host::lockdep::Taken`. */
+#define GNT_TAKEN_ALONE		0
+#define GNT_TAKEN_SHARED	1
+#define GNT_TAKEN_TRIED		2
+#define GNT_TAKEN_ASLEEP	4
+void gnt_lockdep_acquire(const char *file, size_t len, u32 line, u32 how);
+void gnt_lockdep_release(const char *file, size_t len, u32 line);
+void gnt_irq_disable(void);
+void gnt_irq_enable(void);
 void gnt_mutex_lock_slow(u32 *word);
 int gnt_mutex_lock_killable_slow(u32 *word);
 void gnt_mutex_wake(u32 *word);

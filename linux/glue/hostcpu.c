@@ -8,6 +8,9 @@
 #include <asm/cpufeature.h>
 #include <asm/debugreg.h>
 #include <asm/desc.h>
+#if __has_include(<asm/gsseg.h>)
+#include <asm/gsseg.h>
+#endif
 #include <asm/mce.h>
 #include <asm/nospec-branch.h>
 #include <asm/perf_event.h>
@@ -52,9 +55,11 @@ void gnt_guest_ssbd(bool on)
 /* The kernel's handler wants to know what was interrupted: not the kernel. */
 void gnt_machine_check(void)
 {
+#ifdef CONFIG_X86_MCE
 	struct pt_regs regs = { .cs = 3, .flags = X86_EFLAGS_IF };
 
 	do_machine_check(&regs);
+#endif
 }
 
 /* Intel CPUs alone have it: for AMD's the kernel sets another feature. */

@@ -3,6 +3,7 @@
  * Locks. The words live in Rust objects that may move while unlocked, so the kernel's plain
  * architecture locks are used: they are a word or two, zero when free, and hold no pointers.
  */
+#include <linux/lockdep.h>
 #include <linux/preempt.h>
 #include <linux/sched.h>
 #include <linux/slab.h>
@@ -11,6 +12,96 @@
 #include <linux/wait_bit.h>
 
 #include "gannet.h"
+
+#ifdef CONFIG_LOCKDEP
+/*
+ * The order of the locks of Rust, for a kernel that looks after it. A class is the place in the
+ * source where a lock is made; its file's name lives as long as the module.
+ */
+struct class {
+	struct lockdep_map map;
+	struct lock_class_key key;
+	const char *file;
+	size_t len;
+	u32 line;
+	char name[64];
+};
+
+static struct class classes[64];
+static unsigned int used;
+static arch_spinlock_t adding = __ARCH_SPIN_LOCK_UNLOCKED;
+
+static struct class *known(unsigned int count, const char *file, size_t len, u32 line)
+{
+	for (unsigned int i = 0; i < count; i++) {
+		struct class *class = &classes[i];
+
+		if (class->line == line && class->len == len && !memcmp(class->file, file, len))
+			return class;
+	}
+	return NULL;
+}
+
+static void wait_type(struct class *class, u32 how)
+{
+	lockdep_init_map_wait(&class->map, class->name, &class->key, 0,
+			      how & GNT_TAKEN_ASLEEP ? LD_WAIT_SLEEP : LD_WAIT_SPIN);
+}
+
+/* NULL once all are used, with a warning: a lock that nobody looks after is a fault of this table. */
+static struct class *class_of(const char *file, size_t len, u32 line, u32 how)
+{
+	struct class *class = known(smp_load_acquire(&used), file, len, line);
+	unsigned long flags;
+
+	if (class)
+		return class;
+	raw_local_irq_save(flags);
+	arch_spin_lock(&adding);
+	class = known(used, file, len, line);
+	if (!class && !WARN_ON_ONCE(used == ARRAY_SIZE(classes))) {
+		class = &classes[used];
+		class->file = file;
+		class->len = len;
+		class->line = line;
+		snprintf(class->name, sizeof(class->name), "%.*s:%u", (int)min_t(size_t, len, 50),
+			 file + (len > 50 ? len - 50 : 0), line);
+		wait_type(class, how);
+		smp_store_release(&used, used + 1);
+	}
+	arch_spin_unlock(&adding);
+	raw_local_irq_restore(flags);
+	return class;
+}
+
+void gnt_lockdep_acquire(const char *file, size_t len, u32 line, u32 how)
+{
+	struct class *class = class_of(file, len, line, how);
+
+	if (class)
+		lock_acquire(&class->map, 0, how == GNT_TAKEN_TRIED, how == GNT_TAKEN_SHARED, 1, NULL,
+			     _RET_IP_);
+}
+
+void gnt_lockdep_release(const char *file, size_t len, u32 line)
+{
+	struct class *class = known(smp_load_acquire(&used), file, len, line);
+
+	if (class)
+		lock_release(&class->map, _RET_IP_);
+}
+
+void gnt_irq_disable(void)
+{
+	local_irq_disable();
+}
+
+/* An interrupt that waits is taken before the caller goes on: STI holds it off for one instruction. */
+void gnt_irq_enable(void)
+{
+	local_irq_enable();
+}
+#endif
 
 static_assert(sizeof(arch_spinlock_t) == 4);
 static_assert(sizeof(arch_rwlock_t) == 8);

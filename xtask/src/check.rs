@@ -30,7 +30,7 @@ pub fn run(layout: &Layout, kernel: Kernel, tally: &mut Tally) {
         Err(error) => return tally.record(&name(kernel, "is readable"), Err(format!("{error:#}"))),
     };
     let checks: [(&str, Result<(), String>); 12] = [
-        ("holds the one Rust object", core(layout, &image)),
+        ("holds the one Rust object", core(layout, kernel, &image)),
         ("has vendors' modules that take no more than they may", vendors(layout, kernel)),
         ("has only relocations the loader accepts", relocations(&image)),
         ("uses no x87, MMX or SSE", vectors(&image)),
@@ -81,8 +81,8 @@ fn read(path: std::path::PathBuf) -> Result<String, String> {
 }
 
 /// What `modinfo` calls the module's Rust is that of the one object that was linked for all kernels.
-fn core(layout: &Layout, image: &Image) -> Result<(), String> {
-    let output = std::process::Command::new("sha256sum").arg(layout.core()).output();
+fn core(layout: &Layout, kernel: Kernel, image: &Image) -> Result<(), String> {
+    let output = std::process::Command::new("sha256sum").arg(layout.core(kernel)).output();
     let output = output.map_err(|e| format!("sha256sum: {e}"))?;
     let text = String::from_utf8_lossy(&output.stdout);
     let wanted = text.split_whitespace().next().unwrap_or_default();

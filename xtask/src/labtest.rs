@@ -207,21 +207,23 @@ pub fn choose_processor(job: &mut Job, feature: &str) {
     }
 }
 
-/// Adds the tests that `lab/tests.list` names.
+/// Adds the tests that a list of the folder `lab` names.
 pub fn from_list(
     layout: &Layout,
     options: &Options,
     built: &[Kernel],
+    name: &str,
     tests: &mut Vec<LabTest>,
 ) -> Result<()> {
-    let list = std::fs::read_to_string(layout.root.join("lab/tests.list"))?;
+    let list = std::fs::read_to_string(layout.root.join("lab").join(name))
+        .with_context(|| format!("lab/{name}"))?;
     let files = all_programs(layout)?;
     for (number, line) in list.lines().enumerate() {
         let line = line.trim();
         if line.is_empty() || line.starts_with('#') {
             continue;
         }
-        let entry = entry(line).with_context(|| format!("lab/tests.list:{}", number + 1))?;
+        let entry = entry(line).with_context(|| format!("lab/{name}:{}", number + 1))?;
         if !entry.machines.contains(&options.machine()) {
             continue;
         }

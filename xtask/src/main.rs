@@ -6,6 +6,7 @@ mod boot;
 mod check;
 mod disassembly;
 mod guest;
+mod harden;
 mod labtest;
 mod mechanisms;
 mod module;
@@ -50,6 +51,7 @@ fn run() -> Result<bool> {
         Command::Boot(options) => boot::command(&layout, &options),
         Command::Try(options) => attempt::command(&layout, &options),
         Command::Module(options) => module::command(&layout, &options),
+        Command::Harden(options) => harden::run(&layout, &options),
         Command::Deb => package::command(&layout),
         Command::Symbols(options) => symbols::command(&layout, &options),
         Command::Setup => {

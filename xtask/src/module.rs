@@ -30,7 +30,7 @@ pub fn build(layout: &Layout, kernel: Kernel) -> Result<PathBuf> {
     if !kbuild.is_file() {
         bail!("gannet.ko cannot be built yet: there is no linux/Kbuild in this checkout");
     }
-    let core = build_core(layout).context("gannet.ko does not build: its Rust part")?;
+    let core = build_core(layout, kernel).context("gannet.ko does not build: its Rust part")?;
     let folder = layout.module_build(kernel);
     copy_sources(&layout.root.join("linux"), &folder)?;
     let step = Step::start(layout, &format!("linking gannet.ko for {kernel}"));
@@ -51,16 +51,21 @@ pub fn build(layout: &Layout, kernel: Kernel) -> Result<PathBuf> {
     Ok(module)
 }
 
-/// Builds the Rust static library with `core` and `alloc` from source, and links it into one object.
-pub fn build_core(layout: &Layout) -> Result<PathBuf> {
-    let folder = "cargo-kernel";
+/// Builds the Rust static library with `core` and `alloc` from source, and links it into one object: the same for all kernels but the
+/// debug kernel, which is told of every access and lock.
+pub fn build_core(layout: &Layout, kernel: Kernel) -> Result<PathBuf> {
+    let debug = kernel == Kernel::Debug;
+    let folder = if debug { "cargo-kernel-debug" } else { "cargo-kernel" };
     let mut cargo = layout.cargo(folder);
     cargo.args(["build", "--release", "--locked", "-p", "gannet-module"]);
     cargo.args(["--target", "x86_64-unknown-none", "--config", "linux/cargo-config.toml"]);
+    if debug {
+        cargo.args(["--config", "linux/cargo-config-debug.toml", "--features", "lockdep"]);
+    }
     let step = Step::start(layout, "compiling the module's Rust");
     follow(&mut cargo, &step)?;
     let library = layout.out.join(folder).join("x86_64-unknown-none/release/libgannet_module.a");
-    let (script, core) = (layout.root.join("linux/link-core.sh"), layout.core());
+    let (script, core) = (layout.root.join("linux/link-core.sh"), layout.core(kernel));
     // Cargo brings an older library back where a setting is what it was before: newer than it says nothing.
     let time = |path: &Path| path.metadata().and_then(|file| file.modified()).ok();
     let made_from =

@@ -28,6 +28,8 @@ pub enum Command {
     Try(Options),
     /// Build gannet.ko
     Module(Options),
+    /// The lab's tests on a debug kernel, whose log has to stay clean; the first time builds that kernel
+    Harden(Options),
     /// Build the Debian package gannet-dkms
     Deb,
     /// What a kernel no longer exports of that which the modules take, or restricts; 0 when nothing is gone
@@ -39,7 +41,7 @@ pub enum Command {
 /// The options of all commands; each is for those where it means something.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
-    /// The host's kernel: 6.12, 6.1 or 7.3
+    /// The host's kernel: 6.12, 6.1, 7.3 or 6.12-debug
     #[arg(long, default_value_t = Kernel::V6_12)]
     pub kernel: Kernel,
     /// The emulated machine, amd or intel: what runs on each of them then runs on that one alone
@@ -90,7 +92,7 @@ pub struct Options {
     /// Programs of the user's own that the machine has besides, with spaces between (try)
     #[arg(long, default_value = "")]
     pub programs: String,
-    /// The tests to run: source, unit, module, lab, or lab: and part of a lab test's name; all when empty (test)
+    /// The tests to run: source, unit, module, lab, or lab: and part of a lab test's name; all when empty (test). Part of a lab test's name (harden)
     #[arg(long, default_value = "")]
     pub filter: String,
 }

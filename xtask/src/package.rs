@@ -2,13 +2,13 @@
 
 use crate::{module, progress::Step};
 use anyhow::{Context, Result};
-use gannet_lab::Layout;
+use gannet_lab::{Kernel, Layout};
 use std::process::Stdio;
 
 /// Builds the package, has lintian look at it where there is one, and prints the file. Whether lintian found nothing.
 pub fn command(layout: &Layout) -> Result<bool> {
     layout.ensure(&["toolchain"])?;
-    let core = module::build_core(layout)?;
+    let core = module::build_core(layout, Kernel::V6_12)?;
     let version = env!("CARGO_PKG_VERSION");
     let package = layout.out.join(format!("gannet-dkms_{version}_amd64.deb"));
     let step = Step::start(layout, "packing the Debian package");

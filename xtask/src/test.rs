@@ -180,7 +180,7 @@ fn lab(layout: &Layout, options: &Options, built: &[Kernel], tally: &mut Tally) 
             tests.push(labtest::boots(layout, options, &tools, newest, module, 1)?);
         }
         tests.push(labtest::counts_operations(options, &tools));
-        labtest::from_list(layout, options, built, &mut tests)?;
+        labtest::from_list(layout, options, built, "tests.list", &mut tests)?;
     }
     if let Some((_, part)) = options.filter.split_once(':') {
         tests.retain(|test| test.name().contains(part));

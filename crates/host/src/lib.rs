@@ -20,6 +20,7 @@ pub mod gup;
 pub mod hostcpu;
 pub mod index;
 pub mod irq;
+mod lockdep;
 pub mod log;
 pub mod mitigation;
 pub mod notifier;

@@ -7,7 +7,7 @@
 //! Why not the kernel's own `struct mutex` and `spinlock_t`: their size and their fields depend on the kernel's
 //! configuration, and some hold pointers to themselves. A Rust value moves, and the module is built for two kernels.
 //! The architecture's words under them are the same everywhere, zero when free, and hold no pointers. The price is
-//! that lockdep does not see them, so orders are written at the locks (ADR 13).
+//! that lockdep does not see them unless it is told, which builds for a debug kernel do ([`crate::lockdep`], ADR 13).
 //!
 //! Why [`SpinLock`] turns interrupts off always, though not every user is called from one: a holder that is
 //! interrupted by a handler which wants the same lock never ends. Forgetting that in one place is a hang in
@@ -26,6 +26,7 @@ use core::ops::{Deref, DerefMut};
 use core::sync::atomic::{AtomicU32, Ordering};
 
 use crate::error::Interrupted;
+use crate::lockdep::{Class, Taken};
 use crate::sys;
 
 const FREE: u32 = 0;
@@ -38,6 +39,7 @@ type NotSend = PhantomData<*const ()>;
 pub struct Mutex<T> {
     /// 0 free, 1 held, 2 held and somebody may sleep.
     word: AtomicU32,
+    class: Class,
     value: UnsafeCell<T>,
 }
 
@@ -48,8 +50,9 @@ unsafe impl<T: Send> Sync for Mutex<T> {}
 
 impl<T> Mutex<T> {
     /// An unlocked mutex.
+    #[track_caller]
     pub const fn new(value: T) -> Self {
-        Self { word: AtomicU32::new(FREE), value: UnsafeCell::new(value) }
+        Self { word: AtomicU32::new(FREE), class: Class::here(), value: UnsafeCell::new(value) }
     }
 
     fn take(&self) -> bool {
@@ -59,6 +62,7 @@ impl<T> Mutex<T> {
     /// Takes the lock, however long that takes.
     pub fn lock(&self) -> MutexGuard<'_, T> {
         sys::might_sleep();
+        self.class.acquire(Taken::Asleep);
         if !self.take() {
             sys::gnt_mutex_lock_slow(&self.word);
         }
@@ -68,7 +72,9 @@ impl<T> Mutex<T> {
     /// Takes the lock, or gives up when a fatal signal arrives.
     pub fn lock_killable(&self) -> Result<MutexGuard<'_, T>, Interrupted> {
         sys::might_sleep();
+        self.class.acquire(Taken::Asleep);
         if !self.take() && sys::gnt_mutex_lock_killable_slow(&self.word) != 0 {
+            self.class.release();
             return Err(Interrupted);
         }
         Ok(MutexGuard { mutex: self, _here: PhantomData })
@@ -76,7 +82,10 @@ impl<T> Mutex<T> {
 
     /// Takes the lock if it is free now.
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
-        self.take().then(|| MutexGuard { mutex: self, _here: PhantomData })
+        self.take().then(|| {
+            self.class.acquire(Taken::Tried);
+            MutexGuard { mutex: self, _here: PhantomData }
+        })
     }
 
     /// The value, without locking: the borrow is unique.
@@ -97,6 +106,7 @@ impl<T> fmt::Debug for Mutex<T> {
 }
 
 impl<T: Default> Default for Mutex<T> {
+    #[track_caller]
     fn default() -> Self {
         Self::new(T::default())
     }
@@ -114,6 +124,7 @@ unsafe impl<T: Sync> Sync for MutexGuard<'_, T> {}
 
 impl<T> Drop for MutexGuard<'_, T> {
     fn drop(&mut self) {
+        self.mutex.class.release();
         // A full barrier either way: the waker must see a sleeper that saw the lock held.
         if self.mutex.word.swap(FREE, Ordering::SeqCst) != HELD {
             sys::gnt_mutex_wake(&self.mutex.word);
@@ -125,6 +136,7 @@ impl<T> Drop for MutexGuard<'_, T> {
 pub struct SpinLock<T> {
     /// The kernel's `arch_spinlock_t`.
     word: AtomicU32,
+    class: Class,
     value: UnsafeCell<T>,
 }
 
@@ -135,8 +147,9 @@ unsafe impl<T: Send> Sync for SpinLock<T> {}
 
 impl<T> SpinLock<T> {
     /// An unlocked lock.
+    #[track_caller]
     pub const fn new(value: T) -> Self {
-        Self { word: AtomicU32::new(0), value: UnsafeCell::new(value) }
+        Self { word: AtomicU32::new(0), class: Class::here(), value: UnsafeCell::new(value) }
     }
 
     /// Spins until the lock is taken. Interrupts stay off until the guard goes; guards must be
@@ -144,6 +157,8 @@ impl<T> SpinLock<T> {
     pub fn lock(&self) -> SpinGuard<'_, T> {
         // SAFETY: the word is a zero-initialised arch_spinlock_t, borrowed for the guard's life.
         let flags = unsafe { sys::gnt_spin_lock_irqsave(&self.word) };
+        // Behind the kernel's function, which has turned interrupts off: lockdep is told how locks are held.
+        self.class.acquire(Taken::Alone);
         SpinGuard { lock: self, flags, _here: PhantomData }
     }
 
@@ -169,6 +184,7 @@ pub struct SpinGuard<'a, T> {
 
 impl<T> Drop for SpinGuard<'_, T> {
     fn drop(&mut self) {
+        self.lock.class.release();
         // SAFETY: taken by this guard, with these flags.
         unsafe { sys::gnt_spin_unlock_irqrestore(&self.lock.word, self.flags) }
     }
@@ -181,6 +197,7 @@ pub(crate) struct RwWords(pub(crate) [AtomicU32; 2]);
 /// Many readers or one writer; spins, with preemption off. Not for interrupt handlers.
 pub struct RwSpinLock<T> {
     words: RwWords,
+    class: Class,
     value: UnsafeCell<T>,
 }
 
@@ -191,9 +208,11 @@ unsafe impl<T: Send + Sync> Sync for RwSpinLock<T> {}
 
 impl<T> RwSpinLock<T> {
     /// An unlocked lock.
+    #[track_caller]
     pub const fn new(value: T) -> Self {
         Self {
             words: RwWords([AtomicU32::new(0), AtomicU32::new(0)]),
+            class: Class::here(),
             value: UnsafeCell::new(value),
         }
     }
@@ -202,6 +221,7 @@ impl<T> RwSpinLock<T> {
     pub fn read(&self) -> ReadGuard<'_, T> {
         // SAFETY: a zero-initialised arch_rwlock_t, borrowed for the guard's life.
         unsafe { sys::gnt_read_lock(&self.words) };
+        self.class.acquire(Taken::Shared);
         ReadGuard { lock: self, _here: PhantomData }
     }
 
@@ -209,6 +229,7 @@ impl<T> RwSpinLock<T> {
     pub fn write(&self) -> WriteGuard<'_, T> {
         // SAFETY: a zero-initialised arch_rwlock_t, borrowed for the guard's life.
         unsafe { sys::gnt_write_lock(&self.words) };
+        self.class.acquire(Taken::Alone);
         WriteGuard { lock: self, _here: PhantomData }
     }
 
@@ -239,6 +260,7 @@ pub struct ReadGuard<'a, T> {
 
 impl<T> Drop for ReadGuard<'_, T> {
     fn drop(&mut self) {
+        self.lock.class.release();
         // SAFETY: taken by this guard.
         unsafe { sys::gnt_read_unlock(&self.lock.words) }
     }
@@ -253,6 +275,7 @@ pub struct WriteGuard<'a, T> {
 
 impl<T> Drop for WriteGuard<'_, T> {
     fn drop(&mut self) {
+        self.lock.class.release();
         // SAFETY: taken by this guard.
         unsafe { sys::gnt_write_unlock(&self.lock.words) }
     }
@@ -334,10 +357,13 @@ mod tests {
 
     #[test]
     fn readers_share_and_a_writer_is_alone() {
-        let pair = RwSpinLock::new((0u64, 0u64));
-        let (a, b) = (pair.read(), pair.read());
-        assert_eq!(*a, *b);
-        drop((a, b));
+        let pair = &RwSpinLock::new((0u64, 0u64));
+        let first = pair.read();
+        std::thread::scope(|s| {
+            let seen = *first;
+            s.spawn(move || assert_eq!(*pair.read(), seen));
+        });
+        drop(first);
         std::thread::scope(|s| {
             for _ in 0..2 {
                 s.spawn(|| {

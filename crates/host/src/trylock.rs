@@ -28,6 +28,7 @@ unsafe impl<T: Send> Sync for TryLock<T> {}
 
 impl<T> TryLock<T> {
     /// An unlocked lock.
+    #[track_caller]
     pub const fn new(value: T) -> Self {
         Self {
             held: AtomicBool::new(false),

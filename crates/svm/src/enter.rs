@@ -13,7 +13,7 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use backend::{Answer, Exit, Exits, Gprs, Onward, TSC_RATIO_ONE, Turn, WorldSwitch};
 use cpu::{Cpu, SpecCtrl};
-use host::hostcpu;
+use host::{hostcpu, irq};
 use x86::{
     msr,
     vmcb::{Clean, ExitCode},
@@ -49,9 +49,9 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
                 self.cpu.wrmsr(msr::PRED_CMD, 1);
             }
         }
-        // A kernel call, so before the segments are the guest's.
+        // A kernel call, so before the segments are the guest's, and with RCU watching.
         if self.virt_ssbd {
-            hostcpu::guest_ssbd(true);
+            irq::guest_paused(|| hostcpu::guest_ssbd(true));
         }
         if self.features.xsave {
             self.load_extended();
@@ -120,7 +120,7 @@ impl<C: Cpu> WorldSwitch for Svm<C> {
         // VMEXIT leaves DR7 disabled; a host with breakpoints gets them back.
         hostcpu::restore_debug_regs();
         if self.virt_ssbd {
-            hostcpu::guest_ssbd(false);
+            irq::guest_paused(|| hostcpu::guest_ssbd(false));
         }
     }
 

@@ -70,7 +70,7 @@ pub struct Job {
 }
 
 impl Job {
-    /// A job on one CPU with 1 GiB of memory, no counting, the machine's own patience.
+    /// A job on one CPU with the kernel's usual memory, no counting, the patience of machine and kernel.
     pub fn new(machine: Machine, kernel: Kernel, module: Module, command: &str) -> Self {
         Self {
             machine,
@@ -81,13 +81,13 @@ impl Job {
             texts: Vec::new(),
             command: command.to_owned(),
             cpus: 1,
-            memory: 1024,
+            memory: kernel.memory(),
             processor: machine.processor().to_owned(),
             vmx_locked: false,
             counting: false,
             plugin: None,
             append: String::new(),
-            patience: Patience::of(machine),
+            patience: Patience::of(machine).on(kernel),
         }
     }
 
@@ -113,7 +113,8 @@ impl Job {
             Module::Stock => load_order(layout, self.kernel, stock, &mut modules)?,
             Module::Gannet => {}
         }
-        let ccp = (self.machine == Machine::Amd).then_some("ccp");
+        // The debug kernel's kvm-amd.ko does without: it has no encrypted guests.
+        let ccp = (self.machine == Machine::Amd && self.kernel != Kernel::Debug).then_some("ccp");
         for name in ["irqbypass", "kvm", stock, "msr", "cpuid"].into_iter().chain(ccp) {
             let source = layout.stock_module(self.kernel, name);
             archive.file(&format!("modules/{name}.ko"), &source)?;

@@ -17,9 +17,11 @@ pub enum Kernel {
     V6_12,
     /// The newest, built for Debian 13.
     V7_3,
+    /// 6.12 built here from Debian's source, small, with everything on that finds faults (`lab/debug.config`).
+    Debug,
 }
 
-/// All series, the default first.
+/// All kernels of Debian's, the default first.
 pub const KERNELS: [Kernel; 3] = [Kernel::V6_12, Kernel::V6_1, Kernel::V7_3];
 
 /// Those on which Gannet is a module of its own name, which can lie beside the stock ones.
@@ -32,19 +34,30 @@ impl Kernel {
             Kernel::V6_1 => "6.1",
             Kernel::V6_12 => "6.12",
             Kernel::V7_3 => "7.3",
+            Kernel::Debug => "6.12-debug",
         }
     }
 
     /// Whether the kernel gives what a hypervisor needs to KVM's module names alone.
     pub fn wants_kvms_names(self) -> bool {
-        !BY_OWN_NAME.contains(&self)
+        self == Kernel::V7_3
+    }
+
+    /// How many MiB the machine has: the debug kernel keeps an eighth for its own records, and what was freed for a while.
+    pub fn memory(self) -> u32 {
+        if self == Kernel::Debug { 2048 } else { 1024 }
+    }
+
+    /// How many times as long as Debian's kernel it may be silent.
+    pub fn slowness(self) -> u32 {
+        if self == Kernel::Debug { 10 } else { 1 }
     }
 
     /// What Kbuild is told besides. The compiler is Debian 12's, whichever the kernel was built with: what that has beyond it is
     /// taken away (docs/adr/0055-a-kernel-from-the-next-debian.md).
     pub fn build_settings(self) -> &'static [&'static str] {
         match self {
-            Kernel::V6_1 | Kernel::V6_12 => &[],
+            Kernel::V6_1 | Kernel::V6_12 | Kernel::Debug => &[],
             Kernel::V7_3 => &["CC=gcc-12", "CONFIG_CC_HAS_MIN_FUNCTION_ALIGNMENT="],
         }
     }
@@ -65,9 +78,9 @@ impl FromStr for Kernel {
     type Err = anyhow::Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        match KERNELS.into_iter().find(|k| k.series() == text) {
+        match KERNELS.into_iter().chain([Kernel::Debug]).find(|k| k.series() == text) {
             Some(kernel) => Ok(kernel),
-            None => bail!("KERNEL={text}: the lab has 6.12, 6.1 and 7.3"),
+            None => bail!("KERNEL={text}: the lab has 6.12, 6.1, 7.3 and 6.12-debug"),
         }
     }
 }
@@ -160,9 +173,10 @@ impl Layout {
         names.map(|name| (format!("gannet/{name}"), file(name))).into()
     }
 
-    /// The linked Rust, which every kernel's module takes as it is.
-    pub fn core(&self) -> PathBuf {
-        self.out.join("module/core.o")
+    /// The linked Rust, which the module of every kernel of Debian's takes as it is. The debug kernel has one of its own, in which
+    /// accesses and locks are told to it.
+    pub fn core(&self, kernel: Kernel) -> PathBuf {
+        self.out.join(if kernel == Kernel::Debug { "module/core-debug.o" } else { "module/core.o" })
     }
 
     /// The kernel's full release, such as `6.1.0-56-amd64`.
@@ -213,6 +227,7 @@ mod tests {
         let error = "5.10".parse::<Kernel>().unwrap_err().to_string();
         assert!(error.contains("5.10") && error.contains("6.12"), "{error}");
         assert_eq!("6.1".parse::<Kernel>().unwrap(), Kernel::V6_1);
+        assert_eq!("6.12-debug".parse::<Kernel>().unwrap(), Kernel::Debug);
     }
 
     #[test]

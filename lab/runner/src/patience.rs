@@ -1,7 +1,7 @@
 //! How long a machine is waited for: as long as its console moves, within a generous limit. A fixed time would end machines that are
 //! merely slow beside other work.
 
-use crate::Machine;
+use crate::{Kernel, Machine};
 use std::cell::Cell;
 use std::fmt;
 use std::path::Path;
@@ -24,6 +24,12 @@ impl Patience {
             Machine::Intel => (300, 4 * 3600),
         };
         Self { quiet: Duration::from_secs(quiet), longest: Duration::from_secs(longest) }
+    }
+
+    /// The same for a kernel that is slow itself.
+    pub fn on(self, kernel: Kernel) -> Self {
+        let times = kernel.slowness();
+        Self { quiet: self.quiet * times, longest: self.longest * times }
     }
 
     /// Patience for a command that may be silent for so many seconds.

@@ -59,7 +59,7 @@ impl Outcome {
         let log = if self.dmesg.is_empty() { &self.console } else { &self.dmesg };
         // Linux complains of what Bochs's processor says of itself; that was before anything of ours.
         let log = log.split_once(STARTED).map_or(log.as_str(), |(_, after)| after);
-        const SIGNS: [&str; 14] = [
+        const SIGNS: [&str; 20] = [
             "WARNING:",
             "BUG:",
             "kernel BUG",
@@ -74,6 +74,13 @@ impl Outcome {
             "scheduling while atomic",
             "Kernel panic",
             "refcount_t",
+            // What a debug kernel says.
+            "KASAN:",
+            "UBSAN:",
+            "possible circular locking",
+            "possible recursive locking",
+            "inconsistent lock state",
+            "unreferenced object",
         ];
         log.lines().filter(|line| SIGNS.iter().any(|s| line.contains(s))).collect()
     }

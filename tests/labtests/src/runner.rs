@@ -11,6 +11,13 @@ use crate::outcome::{Outcome, Trouble};
 
 /// After so long a test is taken for hung, unless `LABTESTS_PATIENCE` says how many seconds.
 const PATIENCE: u64 = 60;
+/// How many times as long as written all waiting may last: `LABTESTS_SLOW`, for a kernel that is slow itself.
+pub fn slowness() -> u32 {
+    static TIMES: std::sync::OnceLock<u32> = std::sync::OnceLock::new();
+    let asked = || std::env::var("LABTESTS_SLOW").ok()?.parse().ok();
+    *TIMES.get_or_init(|| asked().unwrap_or(1))
+}
+
 /// How long a killed process may need to leave the kernel.
 const MERCY: Duration = Duration::from_secs(5);
 
@@ -148,7 +155,7 @@ fn in_a_process(test: fn() -> Outcome) -> Outcome {
 
 /// Waits for `child` to end; its wait status.
 pub fn await_end(child: libc::pid_t, patience: Duration) -> Option<i32> {
-    let start = Instant::now();
+    let (start, patience) = (Instant::now(), patience * slowness());
     loop {
         let mut status = 0;
         // SAFETY: the status has a place.

@@ -95,6 +95,14 @@ unsafe extern "C" {
     pub(crate) fn gnt_write_lock(words: *const RwWords);
     pub(crate) fn gnt_write_unlock(words: *const RwWords);
     pub(crate) fn gnt_rwlock_is_contended(words: *const RwWords) -> i32;
+    #[cfg(feature = "lockdep")]
+    pub(crate) fn gnt_lockdep_acquire(file: *const u8, len: usize, line: u32, how: u32);
+    #[cfg(feature = "lockdep")]
+    pub(crate) safe fn gnt_irq_disable();
+    #[cfg(feature = "lockdep")]
+    pub(crate) safe fn gnt_irq_enable();
+    #[cfg(feature = "lockdep")]
+    pub(crate) fn gnt_lockdep_release(file: *const u8, len: usize, line: u32);
     pub(crate) safe fn gnt_srcu_new() -> *mut SrcuRaw;
     pub(crate) fn gnt_srcu_free(domain: *mut SrcuRaw);
     pub(crate) fn gnt_srcu_read_lock(domain: *mut SrcuRaw) -> i32;
@@ -262,18 +270,38 @@ pub(crate) fn might_sleep() {}
 #[inline]
 pub(crate) unsafe fn gnt_waiter_enter(_: *mut WaiterRaw) {}
 
+// Lockdep keeps its own account of the flag, so a kernel that has it is asked to set it.
+#[cfg(feature = "lockdep")]
+pub(crate) fn irq_disable() {
+    gnt_irq_disable();
+}
+
+#[cfg(feature = "lockdep")]
+pub(crate) fn irq_enable() {
+    gnt_irq_enable();
+}
+
+#[cfg(feature = "lockdep")]
+pub(crate) fn irq_window() {
+    gnt_irq_enable();
+    gnt_irq_disable();
+}
+
+#[cfg(not(feature = "lockdep"))]
 #[inline]
 pub(crate) fn irq_disable() {
     // SAFETY: ring 0; `irq::Off` turns interrupts on again when it goes.
     unsafe { asm!("cli", options(nostack)) }
 }
 
+#[cfg(not(feature = "lockdep"))]
 #[inline]
 pub(crate) fn irq_enable() {
     // SAFETY: ring 0.
     unsafe { asm!("sti", options(nostack)) }
 }
 
+#[cfg(not(feature = "lockdep"))]
 #[inline]
 pub(crate) fn irq_window() {
     // SAFETY: ring 0; the handlers run on this stack as for any interrupt of kernel code. STI holds

@@ -65,7 +65,7 @@ pub fn prepare() {
 
 /// Looks at `condition` until it holds or the time is over.
 pub fn within(time: Duration, mut condition: impl FnMut() -> bool) -> bool {
-    let start = Instant::now();
+    let (start, time) = (Instant::now(), time * crate::runner::slowness());
     while !condition() {
         if start.elapsed() > time {
             return false;

@@ -13,6 +13,7 @@ mod fpu;
 mod frames;
 mod lock;
 mod memory;
+pub(crate) mod order;
 mod task;
 mod thread;
 mod timer;
