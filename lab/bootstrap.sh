@@ -379,7 +379,9 @@ finish_kernel() ( # a subshell, for its own variables
 
 # The debug kernel, once built, lies in the cache, named by what it is made of.
 debug_kernel_in_cache() {
-    printf '%s/kernels/debug-%s.tar.zst' "$cache" "$( (locked kernel-6.12-debug; cat "$lab_dir/debug.config") | sha256sum | cut -c1-32)"
+    printf '%s/kernels/debug-%s.tar.zst' "$cache" "$( (locked kernel-6.12-debug; gcc --version | head -n 1
+        cat "$lab_dir/debug.config"; sed -n '/^finish_debug_kernel/,/^}/p; /^strip_debug_kernel/,/^}/p' "$lab_dir/bootstrap.sh") |
+        sha256sum | cut -c1-32)"
 }
 
 # 6.12 with everything on that finds faults: 15 to 25 minutes, once. Kept are the image, its modules, and what modules are built with.
@@ -390,13 +392,13 @@ finish_debug_kernel() {
         # Where these tools look for themselves; the libraries are those of this machine.
         ln -sf /usr/lib/x86_64-linux-gnu/libelf.so.1 "$libraries/libelf.so"
         ln -sf /lib/x86_64-linux-gnu/libz.so.1 "$libraries/libz.so"
+        tree=$1/source
         debug_make() {
             PATH=$usr/bin:$PATH M4=$usr/bin/m4 BISON_PKGDATADIR=$usr/share/bison C_INCLUDE_PATH=$usr/include LIBRARY_PATH=$libraries \
-                MAKEFLAGS= make -s -C "$1/source" ARCH=x86 "$@" >>"$out/debug-kernel.log" 2>&1
+                MAKEFLAGS= make -s -C "$tree" ARCH=x86 "$@" >>"$out/debug-kernel.log" 2>&1
         }
         say "building the debug kernel: 15 to 25 minutes, once"
         : >"$out/debug-kernel.log"
-        tree=$1/source
         debug_make KCONFIG_ALLCONFIG="$lab_dir/debug.config" allnoconfig || die "no configuration, see $out/debug-kernel.log"
         grep '=[ym]$' "$lab_dir/debug.config" | while read -r line; do
             grep -qxF "$line" "$tree/.config" || die "the debug kernel does not have $line"
@@ -404,7 +406,8 @@ finish_debug_kernel() {
         debug_make -j"$(nproc)" vmlinux modules || die "the debug kernel does not build, see $out/debug-kernel.log"
         strip_debug_kernel "$tree" "$1/kept"
         mkdir -p "$cache/kernels"
-        tar -C "$1/kept" -c . | zstd -q -T0 -3 >"$kept.new"
+        tar -C "$1/kept" -cf "$1/kept.tar" .
+        zstd -q -f -T0 -3 "$1/kept.tar" -o "$kept.new"
         mv "$kept.new" "$kept"
     fi
     find "$1" -mindepth 1 -delete
@@ -419,9 +422,11 @@ strip_debug_kernel() { # strip_debug_kernel SOURCE TO
     cp "$1/.config" "$2/boot/config-$release"
     find "$1" -name '*.ko' -exec cp {} "$2/modules/" \;
     for ko in kvm kvm-amd kvm-intel; do [ -f "$2/modules/$ko.ko" ] || die "the debug kernel has no $ko.ko"; done
-    (cd "$1" && { find . -name '*.h' -o -name 'Makefile*' -o -name 'Kbuild*' -o -name '*.include'
+    (cd "$1"; { find . -name '*.h' -o -name 'Makefile*' -o -name 'Kbuild*' -o -name '*.include'
         find scripts include/config include/generated arch/x86/include -type f ! -name '*.o' ! -name '.*.cmd'
-        printf '%s\n' ./.config ./Module.symvers ./tools/objtool/objtool; } | sort -u | tar -c -T -) | tar -x -C "$2/headers"
+        printf '%s\n' ./.config ./Module.symvers ./tools/objtool/objtool; } | sort -u >"$2.list"
+        tar -cf "$2.tar" -T "$2.list")
+    tar -xf "$2.tar" -C "$2/headers"
 }
 
 # QEMU 10 checks a guest's reads of CR3, CR4 and CR8 against the intercept of reads of CR0: its translator takes the exit code 0

@@ -79,7 +79,7 @@ void gnt_lockdep_acquire(const char *file, size_t len, u32 line, u32 how)
 	struct class *class = class_of(file, len, line, how);
 
 	if (class)
-		lock_acquire(&class->map, 0, how == GNT_TAKEN_TRIED, how == GNT_TAKEN_SHARED, 1, NULL,
+		lock_acquire(&class->map, 0, !!(how & GNT_TAKEN_TRIED), how == GNT_TAKEN_SHARED, 1, NULL,
 			     _RET_IP_);
 }
 

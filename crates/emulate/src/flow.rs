@@ -63,6 +63,11 @@ impl Decoded {
         self.insn.mnemonic() == Mnemonic::Sti
     }
 
+    /// Whether the instruction is one that enters a handler, which clears TF and takes the trap of its own step away.
+    pub fn is_software_interrupt(&self) -> bool {
+        matches!(self.insn.mnemonic(), Mnemonic::Int | Mnemonic::Int3 | Mnemonic::Into)
+    }
+
     /// Whether the instruction ends the handling of an NMI.
     pub fn is_iret(&self) -> bool {
         matches!(self.insn.mnemonic(), Mnemonic::Iret | Mnemonic::Iretd | Mnemonic::Iretq)

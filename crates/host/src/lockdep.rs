@@ -19,10 +19,10 @@ pub(crate) enum Taken {
     Alone = 0,
     /// Beside other readers.
     Shared = 1,
-    /// Alone, if it was free: nobody waited.
-    Tried = 2,
     /// Alone; the taker sleeps meanwhile.
     Asleep = 4,
+    /// Alone, if it was free: nobody waited. Others sleep for it.
+    Tried = 6,
 }
 
 /// What locks that are made in one place have in common.
@@ -132,6 +132,19 @@ mod tests {
             },
             &|| drop(a.lock()),
         );
+    }
+
+    #[test]
+    #[should_panic(expected = "waits in a circle")]
+    fn a_lock_that_was_tried_does_not_hide_the_one_before() {
+        let (a, b, c) = (Mutex::new(()), Mutex::new(()), Mutex::new(()));
+        {
+            let _a = a.lock();
+            let _b = b.try_lock().unwrap();
+            let _c = c.lock();
+        }
+        let _c = c.lock();
+        let _a = a.lock();
     }
 
     #[test]

@@ -208,24 +208,22 @@ impl<B: Backend> Vcpu<B> {
 
     /// Whether the MSR is one of a service that the guest may use.
     fn pv_msr_allowed(&self, index: u32) -> bool {
-        self.pv.allows(
-            &self.cpuid,
-            match index {
-                number::KVM_WALL_CLOCK | number::KVM_SYSTEM_TIME => feature::KVM_CLOCKSOURCE,
-                number::KVM_WALL_CLOCK_NEW | number::KVM_SYSTEM_TIME_NEW => {
-                    feature::KVM_CLOCKSOURCE2
-                }
-                number::KVM_STEAL_TIME => feature::KVM_STEAL_TIME,
-                number::KVM_PV_EOI_EN => feature::KVM_PV_EOI,
-                number::KVM_POLL_CONTROL => feature::KVM_POLL_CONTROL,
-                number::KVM_LAZY_TSC_DEADLINE => feature::KVM_LAZY_TSC_DEADLINE,
-                number::KVM_ASYNC_PF_EN => feature::KVM_ASYNC_PF,
-                number::KVM_ASYNC_PF_INT | number::KVM_ASYNC_PF_ACK => feature::KVM_ASYNC_PF_INT,
-                _ => return true,
-            },
-        )
+        let service = match index {
+            number::KVM_WALL_CLOCK | number::KVM_SYSTEM_TIME => feature::KVM_CLOCKSOURCE,
+            number::KVM_WALL_CLOCK_NEW | number::KVM_SYSTEM_TIME_NEW => feature::KVM_CLOCKSOURCE2,
+            number::KVM_STEAL_TIME => feature::KVM_STEAL_TIME,
+            number::KVM_PV_EOI_EN => feature::KVM_PV_EOI,
+            number::KVM_POLL_CONTROL => feature::KVM_POLL_CONTROL,
+            number::KVM_LAZY_TSC_DEADLINE => feature::KVM_LAZY_TSC_DEADLINE,
+            number::KVM_ASYNC_PF_EN => feature::KVM_ASYNC_PF,
+            number::KVM_ASYNC_PF_INT | number::KVM_ASYNC_PF_ACK => feature::KVM_ASYNC_PF_INT,
+            _ => return true,
+        };
+        self.pv.allows(&self.cpuid, service)
     }
 
+    // Out of line: in line it needs registers that every RDMSR in the loop would save.
+    #[inline(never)]
     pub(crate) fn read_pv_msr(&self, index: u32, by: By) -> Result<u64, Refused> {
         if !self.pv_msr_allowed(index) {
             // A VMM that saves what the list names must be able to.

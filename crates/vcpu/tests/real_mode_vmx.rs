@@ -135,6 +135,21 @@ fn a_step_traps_by_the_flags_of_before_and_not_behind_a_load_of_ss() {
 }
 
 #[test]
+fn int_n_takes_its_own_trap_away() {
+    let code = [
+        0xc7, 0x06, 4, 0, 0, 0x20, // mov word [4], 0x2000: the trap's handler counts in BX
+        0xc7, 0x06, 0x80, 0, 0x12, 0x10, // mov word [0x80], 0x1012
+        0x68, 0x02, 0x01, // push 0x102
+        0x9d, // popf
+        0xcd, 0x20, // int 0x20
+        0xe6, 0x49, // (0x1012) out 0x49, al
+    ];
+    let mut guest = Guest::new(&code);
+    assert_eq!(port(guest.run()), 0x49);
+    assert_eq!(guest.v.regs().gpr[3], 0);
+}
+
+#[test]
 fn rsm_outside_of_its_mode_is_an_invalid_opcode_at_any_privilege() {
     // mov word [0x18], 0x100a; rsm; nop; nop; (0x100a) out 0x48, al
     let mut guest =

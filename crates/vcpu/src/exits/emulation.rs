@@ -151,8 +151,10 @@ impl<B: Backend> Vcpu<B> {
                     self.b.retire(done.rip);
                     // Behind `retire`, which ends every shadow.
                     self.b.set_interrupt_shadow(done.interrupt_shadow);
-                    // A load of SS holds the trap back (SDM vol. 3A §6.8.3).
-                    if !done.interrupt_shadow || decoded.is_sti() {
+                    // A load of SS holds the trap back (SDM vol. 3A §6.8.3), and INT n takes the guest's own away.
+                    let held = done.interrupt_shadow && !decoded.is_sti();
+                    let taken = decoded.is_software_interrupt() && !self.rare.debug.single_step;
+                    if !held && !taken {
                         self.trap_iteration(before);
                     }
                 } else {
