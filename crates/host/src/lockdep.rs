@@ -66,7 +66,7 @@ impl Class {
     /// The lock is about to be given up.
     pub(crate) fn release(&self) {
         let (file, line) = (self.made_at.file(), self.made_at.line());
-        // SAFETY: as above: a string that lives as long as the module.
+        // SAFETY: file and length are those of a string that lives as long as the module.
         unsafe { crate::sys::gnt_lockdep_release(file.as_ptr(), file.len(), line) }
     }
 }

@@ -15,7 +15,7 @@ const REGISTERS: usize = 4;
 /// MCG_CAP bits that a VMM may set beside the number of banks and the extended-register count
 /// (KVM_X86_GET_MCE_CAP_SUPPORTED answers this), and the number of banks.
 pub(crate) const SUPPORTED: u64 = mce::CAP_CTL | mce::CAP_SER | MAX_BANKS as u64;
-/// The same with the bits that Intel's CPUs have besides.
+/// [`SUPPORTED`] on Intel's CPUs, which have corrected errors' interrupts and local machine checks besides.
 pub(crate) const SUPPORTED_BY_INTEL: u64 = SUPPORTED | mce::CAP_CMCI | mce::CAP_LMCE;
 
 /// A machine check that a VMM injects (KVM_X86_SET_MCE).

@@ -10,7 +10,7 @@ use x86::{Exception, Gpa};
 use crate::capabilities::Offer;
 use crate::checks::Limits;
 pub use crate::example::{EVERYTHING, good};
-use crate::leave::Exit;
+use crate::leave::{Exit, Known};
 use crate::machine::{Cpu, L1, Stop};
 use crate::merge::Fields;
 pub use crate::set;
@@ -18,6 +18,17 @@ use crate::{Capabilities, GuestMemory, Outside};
 
 /// Bytes of memory, from address 0.
 pub const SIZE: usize = 0x10_0000;
+
+/// What L0 knows of an L2 in 64-bit mode when it exits.
+pub const KNOWN: Known = Known {
+    activity: 0,
+    cr0_mask: 0x20,
+    cr4_mask: 0x2000,
+    preemption_timer: 0,
+    pat: 0x0007_0406_0007_0406,
+    efer: 0xd01,
+    debugctl: 0,
+};
 
 /// Memory that counts how often each byte is read.
 pub struct Memory {

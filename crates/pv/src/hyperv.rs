@@ -1,6 +1,8 @@
 //! What a guest sees of Hyper-V's interface beside CPUID and MSRs: hypercalls, none of which is there, and the code that
 //! makes them (Hypervisor Top-Level Functional Specification, "Hypercall interface").
 
+use x86::vmcs::enlightened::flush;
+
 /// How a hypercall ends: bits 15:0 of its result.
 pub mod status {
     /// The call was carried out.
@@ -9,14 +11,6 @@ pub mod status {
     pub const INVALID_CODE: u64 = 2;
     /// The call's control word or its input is malformed.
     pub const INVALID_INPUT: u64 = 3;
-}
-
-/// Numbers of calls that flush translations.
-mod code {
-    pub const FLUSH_SPACE: u16 = 0x02;
-    pub const FLUSH_LIST: u16 = 0x03;
-    pub const FLUSH_SPACE_EX: u16 = 0x13;
-    pub const FLUSH_LIST_EX: u16 = 0x14;
 }
 
 /// Bit 0 of an MSR that names a page.
@@ -44,14 +38,6 @@ impl Control {
         self.0 as u16
     }
 
-    /// Whether the call flushes translations of linear addresses.
-    pub fn flushes(self) -> bool {
-        matches!(
-            self.number(),
-            code::FLUSH_SPACE | code::FLUSH_LIST | code::FLUSH_SPACE_EX | code::FLUSH_LIST_EX
-        )
-    }
-
     /// How a call of L1's ends: there is none.
     pub fn answer(self) -> u64 {
         if self.0 & Self::RESERVED != 0 { status::INVALID_INPUT } else { status::INVALID_CODE }
@@ -61,8 +47,8 @@ impl Control {
     /// all elements are done; a space is not.
     pub fn flushed(self) -> u64 {
         let (count, start) = (self.0 >> 32 & 0xfff, self.0 >> 48 & 0xfff);
-        let is_list = matches!(self.number(), code::FLUSH_LIST | code::FLUSH_LIST_EX);
-        let is_extended = matches!(self.number(), code::FLUSH_SPACE_EX | code::FLUSH_LIST_EX);
+        let is_list = matches!(self.number(), flush::LIST | flush::LIST_EX);
+        let is_extended = matches!(self.number(), flush::SPACE_EX | flush::LIST_EX);
         let variable = self.0 >> 17 & 0x3ff != 0 && !is_extended;
         let malformed = if is_list { count == 0 || start != 0 } else { count != 0 || start != 0 };
         if self.0 & Self::RESERVED != 0 || variable || malformed {
@@ -95,7 +81,7 @@ mod tests {
         for bad in [2 | 1 << 32, 3, 3 | 5 << 32 | 1 << 48, 2 | 1 << 17, 2 | 1 << 63] {
             assert_eq!(Control(bad).flushed(), status::INVALID_INPUT, "{bad:#x}");
         }
-        assert!(Control(0x13).flushes() && !Control(4).flushes());
+        assert!(flush::is(0x13) && !flush::is(4));
     }
 
     #[test]

@@ -5,10 +5,10 @@ use x86::vmcs::{ExitReason, InstructionError, PinControls, ProcControls, ProcCon
 
 use super::*;
 use crate::Vmcs12;
-use crate::leave::{Known, Report};
+use crate::leave::Report;
 use crate::machine::{Entered, Instruction, PendingEntry};
 use crate::saved::{self, Context, HEADER, IMAGE, Images, Onto, Restored, flag};
-use crate::testing::{CPU, LIMITS, Memory, Vmcs02, capabilities, good, set};
+use crate::testing::{CPU, KNOWN, LIMITS, Memory, Vmcs02, capabilities, good, set};
 
 const VMXON: u64 = 0x1000;
 const REGION: u64 = 0x2000;
@@ -16,16 +16,6 @@ const ASSIST_AT: u64 = 0x8000;
 const PAGE: u64 = 0x9000;
 const OTHER: u64 = 0xa000;
 const NOWHERE: u64 = 1 << 30;
-
-const KNOWN: Known = Known {
-    activity: 0,
-    cr0_mask: 0x20,
-    cr4_mask: 0x2000,
-    preemption_timer: 0,
-    pat: 0x0007_0406_0007_0406,
-    efer: 0xd01,
-    debugctl: 0,
-};
 
 struct Guest {
     machine: Machine,

@@ -5,22 +5,12 @@ use zerocopy::IntoBytes;
 use super::*;
 use crate::leave::{Known, REST, Report};
 use crate::merge::{self, Fields};
-use crate::testing::{CPU, LIMITS, Memory, Vmcs02, capabilities, good, set};
+use crate::testing::{CPU, KNOWN, LIMITS, Memory, Vmcs02, capabilities, good, set};
 
 const VMXON: u64 = 0x1000;
 const REGION: u64 = 0x2000;
 const OTHER: u64 = 0x3000;
 const OPERAND: u64 = 0xf000;
-
-const KNOWN: Known = Known {
-    activity: 0,
-    cr0_mask: 0x20,
-    cr4_mask: 0x2000,
-    preemption_timer: 0,
-    pat: 0x0007_0406_0007_0406,
-    efer: 0xd01,
-    debugctl: 0,
-};
 
 /// L2 is not in IA-32e mode.
 const LEGACY: Known = Known { efer: 0, ..KNOWN };

@@ -5,13 +5,10 @@ use cpu::Cpu;
 use nested_vmx::machine::enlightened::{Loaded, UNDEFINED};
 use nested_vmx::{Fail, leave::Report};
 use x86::segment::attr;
-use x86::vmcs::ExitReason;
+use x86::vmcs::{ExitReason, enlightened::flush};
 
 use super::{access::Memory, kept::Nested};
 use crate::state::Vmx;
-
-/// Numbers of hypercalls that flush translations of linear addresses.
-const FLUSHES: [u16; 4] = [0x02, 0x03, 0x13, 0x14];
 
 impl<C: Cpu> Vmx<C> {
     /// Whether an exit of L2's is for a hypercall that L1 leaves to L0: one that flushes translations.
@@ -23,7 +20,7 @@ impl<C: Cpu> Vmx<C> {
         let code = if is_64bit { gprs.0[RCX] } else { gprs.0[RAX] };
         report.reason == ExitReason::Vmcall
             && n.machine.told().is_some_and(|told| told.direct_flush)
-            && FLUSHES.contains(&(code as u16))
+            && flush::is(code as u16)
     }
 
     /// Behind such a flush: whether L1 can be asked if it wants to hear of it, and ends L2's run if it does and is to be told.

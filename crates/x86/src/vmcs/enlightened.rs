@@ -224,6 +224,24 @@ pub fn find(encoding: u64) -> Option<(u16, usize)> {
     carried.1.map(|place| (place.offset, width(carried.0)))
 }
 
+/// Numbers of the hypercalls that flush translations of linear addresses: those that a hypervisor may leave to the one below it
+/// by its page (TLFS, "Direct virtual flush").
+pub mod flush {
+    /// The number of HvCallFlushVirtualAddressSpace: all translations of an address space.
+    pub const SPACE: u16 = 0x02;
+    /// The number of HvCallFlushVirtualAddressList: those of a list of pages.
+    pub const LIST: u16 = 0x03;
+    /// The number of HvCallFlushVirtualAddressSpaceEx: `SPACE` on a sparse set of vCPUs.
+    pub const SPACE_EX: u16 = 0x13;
+    /// The number of HvCallFlushVirtualAddressListEx: `LIST` on a sparse set of vCPUs.
+    pub const LIST_EX: u16 = 0x14;
+
+    /// Whether a call is one of them.
+    pub const fn is(number: u16) -> bool {
+        matches!(number, SPACE | LIST | SPACE_EX | LIST_EX)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     extern crate std;
